@@ -1,0 +1,40 @@
+"""DeepSeek sparse attention as PyTorch ops: lightning indexer, sparse flash attention, fused MLA.
+
+Importing the package registers the ops under ``torch.ops.custom_pypto``; the functions exported
+here are those ops with their contracts. ``python -m custom_pypto env`` says what works where.
+"""
+
+from . import env
+
+__version__ = "0.1.0"
+
+load_error: Exception | None = None
+
+env.disable_broken_autoload()
+try:
+    import torch as _torch  # noqa: F401  # before _C, which links to its libraries
+
+    import custom_pypto._C  # noqa: F401
+
+    from .ops import (
+        add_custom,
+        npu_lightning_indexer_pto,
+        npu_sparse_attention_pto,
+        npu_sparse_flash_attention_pto,
+    )
+# OSError: a library that torch loads by itself; RuntimeError: a backend that torch loads by itself
+except (ImportError, OSError, RuntimeError) as _error:
+    load_error = _error
+    # the command exists to report this error
+    if not env.is_run_as_command():
+        raise ImportError(
+            f"custom_pypto: torch or the compiled ops do not load ({_error}). Run "
+            "`bash build_and_install.sh` in the repository; `bash run.sh env` says what is missing."
+        ) from _error
+
+__all__ = [
+    "add_custom",
+    "npu_lightning_indexer_pto",
+    "npu_sparse_attention_pto",
+    "npu_sparse_flash_attention_pto",
+]

@@ -1,0 +1,9 @@
+#if defined(__x86_64__)
+#pragma GCC target("avx2,fma")
+#define VECTOR_BYTES 32
+#include "tiles.h"
+
+namespace custom_pypto::cpu {
+const Kernels kAvx2 = {"avx2", index_f32, attend_f32, nullptr, nullptr, nullptr};
+}
+#endif

@@ -1,0 +1,9 @@
+#if defined(__x86_64__)
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,prefer-vector-width=512")
+#define VECTOR_BYTES 64
+#include "tiles.h"
+
+namespace custom_pypto::cpu {
+const Kernels kAvx512 = {"avx512", index_f32, attend_f32, nullptr, nullptr, nullptr};
+}
+#endif

@@ -1,0 +1,7 @@
+// Plain C++ for any machine: vectors of 16 bytes, which x86-64 and aarch64 both have.
+#define VECTOR_BYTES 16
+#include "tiles.h"
+
+namespace custom_pypto::cpu {
+const Kernels kGeneric = {"generic", index_f32, attend_f32, nullptr, nullptr, nullptr};
+}

@@ -1,0 +1,85 @@
+// The inner loops of the CPU backend, one set per instruction set. No torch header is included here
+// or in the .cpp files of this folder: code that both they and the rest of the library instantiate
+// could be merged by the linker, and wide instructions would reach machines that lack them.
+//
+// All loops share one shape: query rows (heads) sit in vector lanes, keys are broadcast. A panel is
+// up to 64 rows, transposed to [dims][width], so that a key is read where the cache holds it,
+// unpacked. E is what is multiplied: float, or uint16_t for the bits of bfloat16 (products of pairs
+// of dims, so that a panel is [dims / 2][width] of uint32_t). Sums are float.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+namespace custom_pypto::cpu {
+
+constexpr int kMaxWidth = 64;
+constexpr int kMaxKeys = 128;  // keys of one call
+
+template <typename E>
+using PanelElement = std::conditional_t<std::is_same_v<E, float>, float, uint32_t>;
+
+// scores[j] = sum over panels and rows of weights[row] * relu(panel[row] . keys[j]), j < n <=
+// kMaxKeys. panels: rows / 64 panels of width 64, then one of width 16, 32 or 64 for the rest
+// (panel_width).
+template <typename E>
+struct IndexCall {
+  const PanelElement<E>* panels;
+  const float* weights;  // [rows], 0 for rows that only pad
+  int rows;              // multiple of 16
+  int dims;              // multiple of 16
+  const E* keys;
+  int64_t key_stride;
+  int n;
+  float* scores;
+};
+
+// One chunk of keys for which several panels ask.
+template <typename E>
+struct Chunk {
+  int n;  // <= Kernels::attend_keys
+  int latent, rope;
+  const E* keys[kMaxKeys];
+  const E* ropes[kMaxKeys];
+  const E* values[kMaxKeys];
+  uint32_t* packed;  // bfloat16 only: values as pairs of keys, [latent / 16][n / 2][16]
+};
+
+// Online softmax of one panel. counts[j][row] says how often a row has selected key j; null: once.
+template <typename E>
+struct AttendPanel {
+  const PanelElement<E>* query;  // [latent + rope][width], scaled by nothing
+  int width;                     // 16, 32 or 64
+  float scale;                   // of the logits, times log2(e): exponentials are powers of two
+  const float* counts;           // [n][width] or null
+  bool first;                    // max, sum and out hold nothing yet
+  float* max;                    // [width]
+  float* sum;                    // [width]
+  float* out;                    // [latent][width], not yet divided by sum
+  float* scores;                 // scratch [kMaxKeys][width]
+};
+
+struct Kernels {
+  const char* name;
+  void (*index_f32)(const IndexCall<float>&);
+  void (*attend_f32)(const Chunk<float>&, const AttendPanel<float>&);
+  // null where bfloat16 has no dot product: operands are then widened to float
+  void (*index_bf16)(const IndexCall<uint16_t>&);
+  void (*pack_values_bf16)(const Chunk<uint16_t>&);
+  void (*attend_bf16)(const Chunk<uint16_t>&, const AttendPanel<uint16_t>&);
+};
+
+// keys of one attend call: as many as keep the scores of a panel in half the level-1 cache
+template <typename E>
+constexpr int kAttendKeys = std::is_same_v<E, float> ? 64 : 128;
+
+constexpr int panel_width(int rows) { return rows > 32 ? 64 : rows > 16 ? 32 : 16; }
+
+extern const Kernels kGeneric;
+#if defined(__x86_64__)
+extern const Kernels kAvx2;
+extern const Kernels kAvx512;
+extern const Kernels kAvx512Bf16;
+#endif
+
+}  // namespace custom_pypto::cpu

@@ -1,0 +1,361 @@
+// Lightning indexer: which keys matter most to each query token. docs/npu_lightning_indexer_pto.md
+#include "ops_common.h"
+#include "panels.h"
+
+namespace custom_pypto {
+namespace {
+
+constexpr char kOp[] = "npu_lightning_indexer_pto";
+
+// ---- contract: what Meta and CPU share
+// -----------------------------------------------------------
+
+struct Checked {
+  Layouts layouts;
+  Tensor out;
+};
+
+Checked check(const Tensor& query, const Tensor& key, const Tensor& weights,
+              const OptionalTensor& lengths_query, const OptionalTensor& lengths_key,
+              const OptionalTensor& block_table, c10::string_view layout_query,
+              c10::string_view layout_key, int64_t sparse_count, int64_t sparse_mode) {
+  check_sparse_count(kOp, sparse_count);
+  check_sparse_mode(kOp, sparse_mode);
+  const Layouts layouts =
+      check_layouts({kOp, "layout_key", "actual_seq_lengths_key"}, layout_query, layout_key, query,
+                    key, lengths_query, lengths_key, block_table);
+  const int64_t dims = layouts.query_dims();
+  check_floating(kOp, "query", query);
+  check_dtype(kOp, "key", key, query.scalar_type(), "dtype of query");
+  check_device(kOp, "key", key, query);
+  check_multiple_of_16(kOp, "query", query, dims - 1);
+  check_size(kOp, "key", key, layouts.key_dims() - 1, query.sym_size(-1), "D of query");
+  check_dense_rows(kOp, "key", key);
+  check_rank(kOp, "weights", weights, dims - 1, dims == 4 ? "[B, S1, N1]" : "[T1, N1]");
+  for (int64_t i = 0; i < dims - 1; ++i) {
+    check_size(kOp, "weights", weights, i, query.sym_size(i), "shape of query without D");
+  }
+  CHECK_ARGUMENT(
+      weights.scalar_type() == query.scalar_type() || weights.scalar_type() == at::kFloat, kOp,
+      "weights.dtype", c10::str(query.scalar_type(), " (dtype of query) or Float"),
+      weights.scalar_type());
+  check_device(kOp, "weights", weights, query);
+
+  c10::SymDimVector shape(query.sym_sizes().begin(), query.sym_sizes().end());
+  shape[dims - 2] = 1;
+  shape[dims - 1] = sparse_count;
+  return {layouts, at::empty_symint(shape, query.options().dtype(at::kInt))};
+}
+
+Tensor npu_lightning_indexer_pto_meta(const Tensor& query, const Tensor& key, const Tensor& weights,
+                                      const OptionalTensor& actual_seq_lengths_query,
+                                      const OptionalTensor& actual_seq_lengths_key,
+                                      const OptionalTensor& block_table,
+                                      c10::string_view layout_query, c10::string_view layout_key,
+                                      int64_t sparse_count, int64_t sparse_mode) {
+  return check(query, key, weights, actual_seq_lengths_query, actual_seq_lengths_key, block_table,
+               layout_query, layout_key, sparse_count, sparse_mode)
+      .out;
+}
+
+// ---- top-k
+// ---------------------------------------------------------------------------------------
+
+// Ranks order as scores do: larger is better, -0 equals +0, every NaN is best.
+uint32_t rank_of(float score) {
+  if (std::isnan(score)) return 0xFFFFFFFFu;
+  score += 0.0f;  // -0 becomes +0
+  uint32_t bits;
+  std::memcpy(&bits, &score, 4);
+  return bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u);
+}
+
+// The k best of a stream of scores whose positions ascend. Keeps up to twice as many candidates,
+// and what cannot be among the k best is not even stored.
+class TopK {
+ public:
+  explicit TopK(int64_t k)
+      : k_(k), ranks_(2 * k + 1024 + cpu::kMaxKeys), positions_(ranks_.size()) {}
+
+  void clear() {
+    count_ = 0;
+    full_ = false;
+  }
+
+  void push(const float* scores, int64_t n, int64_t first_position) {
+    for (int64_t i = 0; i < n; i += 16) {
+      const int64_t end = std::min(i + 16, n);
+      if (full_) {  // mostly nothing in 16 scores is above the k-th best so far; NaN compares false
+        bool any = false;
+        for (int64_t j = i; j < end; ++j) any |= !(scores[j] <= threshold_score_);
+        if (!any) continue;
+      }
+      for (int64_t j = i; j < end; ++j) add(rank_of(scores[j]), first_position + j);
+      if (count_ > capacity()) shrink();
+    }
+  }
+
+  // what another stream, of lower positions than any pushed later, has kept
+  void push(const TopK& other) {
+    for (int64_t i = 0; i < other.count_; ++i) {
+      add(other.ranks_[i], other.positions_[i]);
+      if (count_ > capacity()) shrink();
+    }
+  }
+
+  // the k best, in order of their positions
+  void shrink() {
+    if (count_ <= k_) return;
+    order_.assign(ranks_.begin(), ranks_.begin() + count_);
+    std::nth_element(order_.begin(), order_.begin() + k_ - 1, order_.end(), std::greater<>());
+    threshold_ = order_[k_ - 1];
+    int64_t equal = k_;  // how many of those that equal the k-th are among the k: the first ones
+    for (int64_t i = 0; i < k_; ++i) equal -= order_[i] > threshold_;
+    int64_t kept = 0;
+    for (int64_t i = 0; i < count_; ++i) {
+      const bool keep = ranks_[i] > threshold_ || (ranks_[i] == threshold_ && equal-- > 0);
+      ranks_[kept] = ranks_[i];
+      positions_[kept] = positions_[i];
+      kept += keep;
+    }
+    count_ = kept;
+    full_ = true;
+    const uint32_t bits = threshold_ ^ (threshold_ >> 31 ? 0x80000000u : 0xFFFFFFFFu);
+    std::memcpy(&threshold_score_, &bits, 4);
+  }
+
+  // best first, the lower position first among equals, -1 after the last
+  void write(int32_t* out) {
+    shrink();
+    // radix sort, least significant byte first: stable, so that positions stay in order
+    order_.resize(count_);
+    sorted_.resize(count_);
+    for (int64_t i = 0; i < count_; ++i) order_[i] = i;
+    for (int shift = 0; shift < 32; shift += 8) {
+      int64_t start[257] = {};
+      for (int64_t i = 0; i < count_; ++i) ++start[256 - ((ranks_[i] >> shift) & 255)];
+      for (int b = 1; b < 257; ++b) start[b] += start[b - 1];
+      for (const uint32_t i : order_) sorted_[start[255 - ((ranks_[i] >> shift) & 255)]++] = i;
+      order_.swap(sorted_);
+    }
+    for (int64_t i = 0; i < count_; ++i) out[i] = positions_[order_[i]];
+    std::fill(out + count_, out + k_, -1);
+  }
+
+ private:
+  int64_t capacity() const { return 2 * k_ + 1024; }
+
+  void add(uint32_t rank, int64_t position) {
+    ranks_[count_] = rank;
+    positions_[count_] = static_cast<int32_t>(position);
+    count_ += !full_ || rank > threshold_;
+  }
+
+  int64_t k_, count_ = 0;
+  bool full_ = false;  // k are kept: a candidate must be better than the worst of them
+  uint32_t threshold_ = 0;
+  float threshold_score_ = 0;
+  std::vector<uint32_t> ranks_;
+  std::vector<int32_t> positions_;
+  std::vector<uint32_t> order_, sorted_;
+};
+
+// ---- scores
+// ----------------------------------------------------------------------------------------
+
+// Query tokens [first, first + count) of one sequence against the keys [begin, end).
+struct Task {
+  int64_t sequence, first, count;
+  int64_t begin, end;
+};
+
+constexpr int64_t kTokensOfTask = 8;  // they share the keys they read
+
+// E is what is multiplied, T what is stored
+template <typename E, typename T>
+class Indexer {
+ public:
+  Indexer(const Tensor& query, const Tensor& key, const Tensor& weights,
+          const std::vector<Sequence>& sequences, const KeyMap& key_map, int64_t sparse_count,
+          int64_t sparse_mode, Tensor& out)
+      : tokens_(query.contiguous()),
+        weights_(weights.to(at::kFloat).contiguous()),
+        sequences_(sequences),
+        key_map_(key_map),
+        key_(reinterpret_cast<const T*>(key.const_data_ptr())),
+        rows_(key),
+        heads_(query.size(-2)),
+        dims_(query.size(-1)),
+        k_(sparse_count),
+        mode_(sparse_mode),
+        out_(out) {}
+
+  void run() {
+    out_.fill_(-1);
+    const std::vector<Task> tasks = plan();
+    std::vector<TopK> parts;  // of sequences whose keys are split, one a task and token
+    const bool split = split_;
+    if (split) parts.assign(tasks.size(), TopK(k_));
+    run_tasks(
+        tasks.size(), [&] { return Scratch(*this); },
+        [&](Scratch& scratch, int64_t t) {
+          const Task& task = tasks[t];
+          std::vector<TopK>& best = scratch.best;
+          for (TopK& b : best) b.clear();
+          score(task, scratch, split ? &parts[t] : best.data());
+          if (split) {
+            parts[t].shrink();
+            return;
+          }
+          for (int64_t i = 0; i < task.count; ++i) best[i].write(out_row(task, i));
+        });
+    if (!split) return;
+    // tasks of one token follow each other, in the order of their keys
+    std::vector<int64_t> starts;
+    for (size_t t = 0; t < tasks.size(); ++t) {
+      if (tasks[t].begin == 0) starts.push_back(t);
+    }
+    starts.push_back(tasks.size());
+    run_tasks(
+        starts.size() - 1, [&] { return TopK(k_); },
+        [&](TopK& all, int64_t i) {
+          all.clear();
+          for (int64_t t = starts[i]; t < starts[i + 1]; ++t) all.push(parts[t]);
+          all.write(out_row(tasks[starts[i]], 0));
+        });
+  }
+
+ private:
+  struct Scratch {
+    explicit Scratch(const Indexer& op)
+        : panels(kTokensOfTask * panel_rows(op.heads_) * op.dims_),
+          weights(kTokensOfTask * panel_rows(op.heads_)),
+          keys(std::is_same_v<E, T> ? 0 : cpu::kMaxKeys * op.dims_),
+          best(op.split_ ? 0 : kTokensOfTask, TopK(op.k_)) {}
+    std::vector<cpu::PanelElement<E>> panels;
+    std::vector<float> weights;
+    std::vector<E> keys;
+    std::vector<TopK> best;
+  };
+
+  int32_t* out_row(const Task& task, int64_t i) const {
+    const int64_t token = sequences_[task.sequence].first_token + task.first + i;
+    return out_.template mutable_data_ptr<int32_t>() + token * k_;
+  }
+
+  // Tokens in groups that share their keys; where there are too few groups for the threads, single
+  // tokens with their keys split. Scores do not depend on the split, so neither does the result.
+  std::vector<Task> plan() {
+    int64_t tokens = 0;
+    for (const Sequence& s : sequences_) tokens += s.len_query;
+    const int64_t threads = at::get_num_threads();
+    const int64_t wanted = 8 * threads;
+    split_ = threads > 1 && tokens > 0 && tokens < wanted;
+    const int64_t group = std::clamp<int64_t>(tokens / wanted, 1, kTokensOfTask);
+    std::vector<Task> tasks;
+    for (const Sequence& s : sequences_) {
+      for (int64_t i = 0; i < s.len_query; i += group) {
+        const int64_t count = std::min(group, s.len_query - i);
+        const int64_t visible = s.visible(i + count - 1, mode_);
+        int64_t step = std::max<int64_t>(visible, 1);
+        if (split_) {
+          const int64_t pieces = (wanted + tokens - 1) / tokens;
+          step = std::max<int64_t>(1024, ((visible + pieces - 1) / pieces + 127) / 128 * 128);
+        }
+        for (int64_t begin = 0; begin < visible; begin += step) {
+          tasks.push_back({s.index, i, count, begin, std::min(begin + step, visible)});
+        }
+      }
+    }
+    return tasks;
+  }
+
+  void score(const Task& task, Scratch& scratch, TopK* best) const {
+    const Sequence& s = sequences_[task.sequence];
+    const int64_t rows = panel_rows(heads_), size = panel_elements<E>(heads_, dims_);
+    for (int64_t i = 0; i < task.count; ++i) {
+      const int64_t token = s.first_token + task.first + i;
+      pack_panels(reinterpret_cast<const T*>(tokens_.const_data_ptr()) + token * heads_ * dims_,
+                  heads_, dims_, scratch.panels.data() + i * size);
+      float* w = scratch.weights.data() + i * rows;
+      std::copy_n(weights_.const_data_ptr<float>() + token * heads_, heads_, w);
+      std::fill(w + heads_, w + rows, 0.0f);
+    }
+    float scores[cpu::kMaxKeys];
+    for (int64_t j = task.begin; j < task.end;) {
+      const KeyMap::Slot slot = key_map_.find(s, j);
+      const int n = std::min({slot.run, task.end - j, int64_t{cpu::kMaxKeys}});
+      if (slot.exists) {
+        const auto [keys, stride] = widened(key_ + rows_.offset(slot), n, scratch);
+        for (int64_t i = 0; i < task.count; ++i) {
+          const int64_t seen = std::min<int64_t>(n, s.visible(task.first + i, mode_) - j);
+          if (seen <= 0) continue;
+          cpu::IndexCall<E> call{scratch.panels.data() + i * size,
+                                 scratch.weights.data() + i * rows,
+                                 static_cast<int>(rows),
+                                 static_cast<int>(dims_),
+                                 keys,
+                                 stride,
+                                 static_cast<int>(seen),
+                                 scores};
+          if constexpr (std::is_same_v<E, float>) {
+            kernels().index_f32(call);
+          } else {
+            kernels().index_bf16(call);
+          }
+          best[i].push(scores, seen, j);
+        }
+      }
+      j += n;
+    }
+  }
+
+  std::pair<const E*, int64_t> widened(const T* keys, int n, Scratch& scratch) const {
+    if constexpr (std::is_same_v<E, T>) {
+      return {keys, rows_.stride};
+    } else {
+      for (int j = 0; j < n; ++j) widen(keys + j * rows_.stride, dims_, &scratch.keys[j * dims_]);
+      return {scratch.keys.data(), dims_};
+    }
+  }
+
+  Tensor tokens_, weights_;
+  const std::vector<Sequence>& sequences_;
+  const KeyMap& key_map_;
+  const T* key_;
+  Rows rows_;
+  int64_t heads_, dims_, k_, mode_;
+  Tensor& out_;
+  bool split_ = false;
+};
+
+}  // namespace
+
+Tensor npu_lightning_indexer_pto_cpu(const Tensor& query, const Tensor& key, const Tensor& weights,
+                                     const OptionalTensor& actual_seq_lengths_query,
+                                     const OptionalTensor& actual_seq_lengths_key,
+                                     const OptionalTensor& block_table,
+                                     c10::string_view layout_query, c10::string_view layout_key,
+                                     int64_t sparse_count, int64_t sparse_mode) {
+  auto [layouts, out] = check(query, key, weights, actual_seq_lengths_query, actual_seq_lengths_key,
+                              block_table, layout_query, layout_key, sparse_count, sparse_mode);
+  const auto sequences = read_sequences(layouts, query, key, actual_seq_lengths_query,
+                                        actual_seq_lengths_key, block_table);
+  const KeyMap key_map(layouts, key, block_table);
+  dispatch_elements(query.scalar_type(), [&](auto multiplied, auto stored) {
+    Indexer<decltype(multiplied), decltype(stored)>(query, key, weights, sequences, key_map,
+                                                    sparse_count, sparse_mode, out)
+        .run();
+  });
+  return out;
+}
+
+TORCH_LIBRARY_IMPL(custom_pypto, CPU, m) {
+  m.impl("npu_lightning_indexer_pto", &npu_lightning_indexer_pto_cpu);
+}
+
+TORCH_LIBRARY_IMPL(custom_pypto, Meta, m) {
+  m.impl("npu_lightning_indexer_pto", &npu_lightning_indexer_pto_meta);
+}
+
+}  // namespace custom_pypto

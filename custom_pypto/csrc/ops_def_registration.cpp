@@ -1,0 +1,37 @@
+#include <Python.h>
+
+#include "ops_common.h"
+
+// Names and order of arguments follow the published custom_pypto recipe; shapes, dtypes and meaning
+// follow torch_npu's npu_lightning_indexer and npu_sparse_flash_attention. What is ours is
+// keyword-only. Mutated caches are declared, so that torch.compile keeps the writes in order.
+TORCH_LIBRARY(custom_pypto, m) {
+  m.def("add_custom(Tensor self, Tensor other) -> Tensor");
+  m.def("add_custom_backward(Tensor self) -> (Tensor, Tensor)");
+  m.def(
+      "npu_lightning_indexer_pto(Tensor query, Tensor key, Tensor weights, *, "
+      "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None, "
+      "Tensor? block_table=None, str layout_query='BSND', str layout_key='PA_BSND', "
+      "int sparse_count=2048, int sparse_mode=3) -> Tensor");
+  m.def(
+      "npu_sparse_flash_attention_pto(Tensor query, Tensor key, Tensor? value, "
+      "Tensor sparse_indices, float scale_value, *, Tensor? block_table=None, "
+      "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_kv=None, "
+      "Tensor? query_rope=None, Tensor? key_rope=None, int sparse_block_size=1, "
+      "str layout_query='BSND', str layout_kv='PA_BSND', int sparse_mode=3) -> Tensor");
+  m.def(
+      "npu_sparse_attention_pto(Tensor x, Tensor w_dq, Tensor w_uq_qr, Tensor w_uk, "
+      "Tensor w_dkv_kr, Tensor gamma_cq, Tensor gamma_ckv, Tensor sin, Tensor cos, "
+      "Tensor cache_index, Tensor(a!) kv_cache, Tensor(b!) kr_cache, Tensor block_table, "
+      "Tensor act_seqs, Tensor w_idx_qb, Tensor w_idx_k, Tensor w_idx_proj, Tensor in_gamma_k, "
+      "Tensor in_beta_k, Tensor(c!) index_k_cache, *, float? softmax_scale=None, float eps=1e-6, "
+      "int sparse_count=2048) -> Tensor");
+  m.def("cpu_isa() -> str", []() { return std::string(custom_pypto::kernels().name); });
+}
+
+// Importing custom_pypto._C loads this library; the ops are reached through torch.ops.
+extern "C" PyObject* PyInit__C(void) {
+  static PyModuleDef module = {
+      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create(&module);
+}

@@ -1,0 +1,77 @@
+// From tensors to what the kernels of cpu/ multiply: element types, widening, and query rows
+// transposed into panels.
+#pragma once
+
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include "ops_common.h"
+
+namespace custom_pypto {
+
+// Calls f(multiplied, stored) with values of the element types: bfloat16 is multiplied as it is
+// where the CPU can (both uint16_t), every other half precision is widened to float.
+template <typename F>
+void dispatch_elements(at::ScalarType dtype, const F& f) {
+  if (dtype == at::kFloat) {
+    f(float{}, float{});
+  } else if (dtype == at::kHalf) {
+    f(float{}, c10::Half{});
+  } else if (kernels().index_bf16) {
+    f(uint16_t{}, uint16_t{});
+  } else {
+    f(float{}, c10::BFloat16{});
+  }
+}
+
+template <typename T>
+void widen(const T* from, int64_t n, float* to) {
+  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<float>(from[i]);
+}
+
+// Rows of all panels together: full panels of 64, then one of 16, 32 or 64.
+inline int64_t panel_rows(int64_t rows) {
+  const int64_t rest = rows % cpu::kMaxWidth;
+  return rows - rest + (rest ? cpu::panel_width(rest) : 0);
+}
+
+template <typename E>
+int64_t panel_elements(int64_t rows, int64_t dims) {
+  return panel_rows(rows) * (std::is_same_v<E, float> ? dims : dims / 2);
+}
+
+// One panel [dims][width] (bfloat16: [dims / 2][width] of pairs) from `rows` rows; dims start at
+// `first_dim` of the panel, so that a row may come in two parts.
+template <typename T>
+void pack_panel(const T* from, int64_t row_stride, int64_t rows, int64_t width, int64_t dims,
+                float* panel) {
+  for (int64_t r = 0; r < width; ++r) {
+    for (int64_t d = 0; d < dims; ++d) {
+      panel[d * width + r] = r < rows ? static_cast<float>(from[r * row_stride + d]) : 0.0f;
+    }
+  }
+}
+
+inline void pack_panel(const uint16_t* from, int64_t row_stride, int64_t rows, int64_t width,
+                       int64_t dims, uint32_t* panel) {
+  for (int64_t r = 0; r < width; ++r) {
+    for (int64_t d = 0; d < dims; d += 2) {
+      uint32_t pair = 0;
+      if (r < rows) std::memcpy(&pair, from + r * row_stride + d, 4);
+      panel[d / 2 * width + r] = pair;
+    }
+  }
+}
+
+// All rows of a token, contiguous, as consecutive panels.
+template <typename T, typename P>
+void pack_panels(const T* from, int64_t rows, int64_t dims, P* panels) {
+  const int64_t steps = std::is_same_v<P, float> ? dims : dims / 2;
+  for (int64_t r = 0; r < rows; r += cpu::kMaxWidth) {
+    const int64_t width = cpu::panel_width(std::min<int64_t>(rows - r, cpu::kMaxWidth));
+    pack_panel(from + r * dims, dims, std::min(rows - r, width), width, dims, panels);
+    panels += width * steps;
+  }
+}
+
+}  // namespace custom_pypto

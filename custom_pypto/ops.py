@@ -1,0 +1,284 @@
+"""The public functions: each hands its arguments to the op of the same name under
+``torch.ops.custom_pypto``.
+
+Letters: B batch, S1 query tokens of a sequence, S2 keys of a sequence, T1 query tokens of all
+sequences packed, N1 query heads, D index head dim (128), L latent dim (``kv_lora_rank``, 512), R
+rope dim (64), K ``sparse_count``.
+
+Layouts: ``BSND`` is ``[B, S, N, D]`` with token counts ``[B]``, None for all. ``TND`` is ``[T, N,
+D]`` with inclusive prefix sums ``[B]``, required. ``PA_BSND`` is a paged cache ``[blocks,
+block_size, 1, D]`` with ``block_table [B, blocks of a sequence]`` and token counts ``[B]``, both
+required; ``block_size`` is a multiple of 16 up to 1024, blocks come in any order, and what lies
+past a sequence's length is never read. All lengths and ids are int32. Keys are paged, or in the
+layout of the query.
+
+Values are not trusted: lengths are clamped to what the tensors hold, and a position whose block id
+is outside the cache does not exist.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "add_custom",
+    "npu_lightning_indexer_pto",
+    "npu_sparse_attention_pto",
+    "npu_sparse_flash_attention_pto",
+]
+
+
+def add_custom(self: Tensor, other: Tensor) -> Tensor:
+    """``self + other``, elementwise, with a backward; the smallest op, to copy when adding one.
+
+    Args:
+        self: any shape, floating point.
+        other: shape, dtype and device of ``self``; nothing is broadcast.
+    Returns:
+        Tensor of the same shape and dtype.
+    Raises:
+        RuntimeError: a rule above is broken; the message names the argument.
+
+    Example:
+        >>> add_custom(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.5]))
+        tensor([1.5000, 2.5000])
+    """
+    return torch.ops.custom_pypto.add_custom(self, other)
+
+
+def npu_lightning_indexer_pto(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    *,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_key: Tensor | None = None,
+    block_table: Tensor | None = None,
+    layout_query: str = "BSND",
+    layout_key: str = "PA_BSND",
+    sparse_count: int = 2048,
+    sparse_mode: int = 3,
+) -> Tensor:
+    r"""Positions of the ``sparse_count`` keys that matter most to each query token.
+
+    The score of key ``j`` for query token ``i`` is
+    :math:`\sum_h w_{i,h}\,\mathrm{ReLU}(q_{i,h} \cdot k_j)`, products and sums in float32
+    (lightning indexer of DeepSeek-V3.2, arXiv:2512.02556). Weights may be negative.
+
+    Args:
+        query: ``[B, S1, N1, D]`` or ``[T1, N1, D]`` by ``layout_query``; bfloat16, float16 or (CPU
+            only) float32, RoPE already applied. D is a multiple of 16.
+        key: by ``layout_key``; dtype of ``query``; one head; any strides whose last is 1.
+        weights: ``[B, S1, N1]`` or ``[T1, N1]``; dtype of ``query`` or float32.
+        actual_seq_lengths_query: ``[B]`` int32 query tokens of each sequence; ``TND``: prefix sums.
+        actual_seq_lengths_key: ``[B]`` int32 keys of each sequence; ``TND``: prefix sums.
+        block_table: ``[B, blocks of a sequence]`` int32, for a paged cache only.
+        sparse_count: K, 1 to 2048, or 3072 to 8192 in steps of 1024.
+        sparse_mode: 3: causal and right-aligned, token ``i`` of ``len_q`` sees keys
+            ``j <= len_k - len_q + i``; 0: every key of the sequence.
+    Returns:
+        ``[B, S1, 1, K]`` or ``[T1, 1, K]`` int32 positions in the sequence (not in ``key``), best
+        first, the lower position first among equal scores, the same on every run and for any number
+        of threads; ``-1`` after the last one where a token sees fewer than K keys. Padded tokens
+        and tokens that see nothing get ``-1`` only. A NaN score ranks first, as in ``torch.topk``.
+    Raises:
+        RuntimeError: a rule above is broken; the message names the argument.
+
+    Example:
+        >>> query = torch.ones(1, 2, 1, 16)  # two tokens, one head
+        >>> key = torch.arange(16.0).repeat(16, 1).T.contiguous()[None, :, None]  # key j holds j
+        >>> npu_lightning_indexer_pto(
+        ...     query,
+        ...     key,
+        ...     torch.ones(1, 2, 1),
+        ...     actual_seq_lengths_key=torch.tensor([4], dtype=torch.int32),
+        ...     block_table=torch.tensor([[0]], dtype=torch.int32),
+        ...     sparse_count=4,
+        ... )[0, :, 0]
+        tensor([[ 2,  1,  0, -1],
+                [ 3,  2,  1,  0]], dtype=torch.int32)
+    """
+    return torch.ops.custom_pypto.npu_lightning_indexer_pto(
+        query,
+        key,
+        weights,
+        actual_seq_lengths_query=actual_seq_lengths_query,
+        actual_seq_lengths_key=actual_seq_lengths_key,
+        block_table=block_table,
+        layout_query=layout_query,
+        layout_key=layout_key,
+        sparse_count=sparse_count,
+        sparse_mode=sparse_mode,
+    )
+
+
+def npu_sparse_flash_attention_pto(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    scale_value: float,
+    *,
+    block_table: Tensor | None = None,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_kv: Tensor | None = None,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    sparse_block_size: int = 1,
+    layout_query: str = "BSND",
+    layout_kv: str = "PA_BSND",
+    sparse_mode: int = 3,
+) -> Tensor:
+    r"""Attention of each query token over the rows of a latent cache that its indices name.
+
+    .. math:: o_{i,h} = \sum_{j \in S_i} \mathrm{softmax}_j\big(s\,([q_{i,h} | q^R_{i,h}] \cdot
+        [c_j | k^R_j])\big)\, c_j
+
+    with the selection :math:`S_i` = ``sparse_indices[i]``, softmax in float32: multi-head latent
+    attention with the up-projections absorbed (DeepSeek-V2, arXiv:2405.04434, section 2.1) over the
+    keys of the lightning indexer (DeepSeek-V3.2, arXiv:2512.02556).
+
+    Args:
+        query: ``[B, S1, N1, L]`` or ``[T1, N1, L]`` by ``layout_query``; bfloat16, float16 or (CPU
+            only) float32; L a multiple of 16.
+        key: the latent cache by ``layout_kv``; dtype of ``query``; one head; any strides whose last
+            is 1.
+        value: None (the rows of ``key``), or a tensor of the shape of ``key``.
+        sparse_indices: ``[B, S1, 1, K]`` or ``[T1, 1, K]`` int32 positions in the sequence, as the
+            indexer returns them. ``-1`` ends a row; any other position that the token may not see
+            is skipped; a position that occurs twice counts twice.
+        scale_value: s, finite and positive: ``192**-0.5`` for DeepSeek-V3.2, times mscale squared
+            with YaRN; not ``576**-0.5``.
+        block_table: ``[B, blocks of a sequence]`` int32, for a paged cache only.
+        actual_seq_lengths_query: ``[B]`` int32 query tokens of each sequence; ``TND``: prefix sums.
+        actual_seq_lengths_kv: ``[B]`` int32 keys of each sequence; ``TND``: prefix sums.
+        query_rope: ``[.., N1, R]``; with ``key_rope``, shape of ``key`` but for R, or neither.
+        sparse_block_size: 1.
+        sparse_mode: as for :func:`npu_lightning_indexer_pto`.
+    Returns:
+        Shape and dtype of ``query``. Tokens without a valid index, and padded ones, give zeros.
+    Raises:
+        RuntimeError: a rule above is broken; the message names the argument. Also from
+            ``backward()``: there is none.
+
+    Example:
+        >>> latent = torch.eye(16)[None, :, None]  # one block of 16 rows
+        >>> out = npu_sparse_flash_attention_pto(
+        ...     torch.zeros(1, 1, 1, 16),
+        ...     latent,
+        ...     None,
+        ...     torch.tensor([[[[1, 3, -1]]]], dtype=torch.int32),
+        ...     1.0,
+        ...     actual_seq_lengths_kv=torch.tensor([16], dtype=torch.int32),
+        ...     block_table=torch.tensor([[0]], dtype=torch.int32),
+        ... )
+        >>> out[0, 0, 0, :5]
+        tensor([0.0000, 0.5000, 0.0000, 0.5000, 0.0000])
+    """
+    return torch.ops.custom_pypto.npu_sparse_flash_attention_pto(
+        query,
+        key,
+        value,
+        sparse_indices,
+        scale_value,
+        block_table=block_table,
+        actual_seq_lengths_query=actual_seq_lengths_query,
+        actual_seq_lengths_kv=actual_seq_lengths_kv,
+        query_rope=query_rope,
+        key_rope=key_rope,
+        sparse_block_size=sparse_block_size,
+        layout_query=layout_query,
+        layout_kv=layout_kv,
+        sparse_mode=sparse_mode,
+    )
+
+
+def npu_sparse_attention_pto(
+    x: Tensor,
+    w_dq: Tensor,
+    w_uq_qr: Tensor,
+    w_uk: Tensor,
+    w_dkv_kr: Tensor,
+    gamma_cq: Tensor,
+    gamma_ckv: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    cache_index: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    block_table: Tensor,
+    act_seqs: Tensor,
+    w_idx_qb: Tensor,
+    w_idx_k: Tensor,
+    w_idx_proj: Tensor,
+    in_gamma_k: Tensor,
+    in_beta_k: Tensor,
+    index_k_cache: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    eps: float = 1e-6,
+    sparse_count: int = 2048,
+) -> Tensor:
+    r"""DeepSeek Sparse Attention from hidden states to latent attention output, in one op.
+
+    MLA prolog: :math:`c^Q = \mathrm{RMSNorm}(x W^{DQ})`, :math:`[q^C | q^R] = c^Q W^{UQ,QR}`,
+    :math:`q = q^C W^{UK}` per head (absorption), :math:`[c | k^R] = x W^{DKV,KR}`, RMSNorm on c,
+    RoPE on :math:`q^R` and :math:`k^R` (interleaved pairs). Indexer prolog: :math:`q^I = c^Q
+    W^{I,QB}`, :math:`k^I = \mathrm{LayerNorm}(x W^{I,K})`, RoPE on the first R dims of both
+    (half-split pairs), weights :math:`x W^{I,proj} / \sqrt{\text{index heads} \cdot D}` in float32.
+    The new rows are written to the caches, then :func:`npu_lightning_indexer_pto` and
+    :func:`npu_sparse_flash_attention_pto` run (``sparse_mode`` 3). DeepSeek-V3.2, arXiv:2512.02556;
+    GLM-5, whose indexer rotates interleaved pairs, uses the two ops.
+
+    Args:
+        x: ``[B, S1, H]`` bfloat16, float16 or (CPU only) float32; its dtype is that of every weight
+            and cache.
+        w_dq: ``[H, Q]``.
+        w_uq_qr: ``[Q, N1 * (P + R)]``, P the head dim without RoPE (128).
+        w_uk: ``[N1, P, L]``.
+        w_dkv_kr: ``[H, L + R]``.
+        gamma_cq: ``[Q]`` of the RMSNorm of the query latent; gamma_ckv: ``[L]`` of the key latent.
+        sin: ``[B, S1, R]``, the R / 2 angles twice; cos likewise; dtype of ``x`` or float32.
+        cache_index: ``[B, S1]`` int32 or int64: slot ``block * block_size + row`` of each new
+            token; one outside the cache (-1: padding) is not written.
+        kv_cache: ``[blocks, block_size, 1, L]``, written in place. So are kr_cache ``[.., R]``,
+            whose rows hold the first members of the pairs and then the second ones, and
+            index_k_cache ``[.., D]``.
+        block_table: ``[B, blocks of a sequence]`` int32.
+        act_seqs: ``[B]`` int32 keys of each sequence, the new tokens included.
+        w_idx_qb: ``[Q, index heads * D]``; w_idx_k: ``[H, D]``; w_idx_proj: ``[H, index heads]``.
+        in_gamma_k: ``[D]``, in_beta_k: ``[D]`` of the LayerNorm of the index key, whose eps is
+            1e-6.
+        softmax_scale: None for ``(P + R)**-0.5``; YaRN models pass theirs, times mscale squared.
+        eps: of the two RMSNorms.
+        sparse_count: K, as for :func:`npu_lightning_indexer_pto`.
+    Returns:
+        ``[B, S1, N1, L]`` of the dtype of ``x``.
+    Raises:
+        RuntimeError: a rule above is broken; the message names the argument, the caches are
+            untouched. Also from ``backward()``: there is none.
+    """
+    return torch.ops.custom_pypto.npu_sparse_attention_pto(
+        x,
+        w_dq,
+        w_uq_qr,
+        w_uk,
+        w_dkv_kr,
+        gamma_cq,
+        gamma_ckv,
+        sin,
+        cos,
+        cache_index,
+        kv_cache,
+        kr_cache,
+        block_table,
+        act_seqs,
+        w_idx_qb,
+        w_idx_k,
+        w_idx_proj,
+        in_gamma_k,
+        in_beta_k,
+        index_k_cache,
+        softmax_scale=softmax_scale,
+        eps=eps,
+        sparse_count=sparse_count,
+    )

@@ -1,0 +1,104 @@
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm
+
+from .npu_lightning_indexer_pto import npu_lightning_indexer_pto
+from .npu_sparse_flash_attention_pto import npu_sparse_flash_attention_pto
+
+
+def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
+    x32 = x.float()
+    return (x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)).to(x.dtype) * gamma
+
+
+def rope_interleaved(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
+    """Rotates pairs (x0, x1), (x2, x3), ... of ``[B, S, N, R]``; first members come out first."""
+    half = x.size(-1) // 2
+    sin, cos = sin[..., None, :half].float(), cos[..., None, :half].float()
+    even, odd = x[..., 0::2].float(), x[..., 1::2].float()
+    return torch.cat([even * cos - odd * sin, odd * cos + even * sin], -1).to(x.dtype)
+
+
+def rope_half_split(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
+    """Rotates pairs (x_i, x_{i+R/2}) of the first R dims of ``[B, S, N, D]``; the rest passes."""
+    half = sin.size(-1) // 2
+    sin, cos = sin[..., None, :half].float(), cos[..., None, :half].float()
+    first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
+    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    return torch.cat([rotated.to(x.dtype), rest], -1)
+
+
+def write_cache(cache: Tensor, rows: Tensor, cache_index: Tensor) -> None:
+    """``cache[slot] = row``, in token order; a slot outside the cache is not written."""
+    blocks, block_size = cache.shape[:2]
+    for slot, row in zip(cache_index.flatten().tolist(), rows.flatten(0, 1), strict=True):
+        if 0 <= slot < blocks * block_size:
+            cache[slot // block_size, slot % block_size, 0] = row
+
+
+def npu_sparse_attention_pto(
+    x: Tensor,
+    w_dq: Tensor,
+    w_uq_qr: Tensor,
+    w_uk: Tensor,
+    w_dkv_kr: Tensor,
+    gamma_cq: Tensor,
+    gamma_ckv: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    cache_index: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    block_table: Tensor,
+    act_seqs: Tensor,
+    w_idx_qb: Tensor,
+    w_idx_k: Tensor,
+    w_idx_proj: Tensor,
+    in_gamma_k: Tensor,
+    in_beta_k: Tensor,
+    index_k_cache: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    eps: float = 1e-6,
+    sparse_count: int = 2048,
+) -> Tensor:
+    """MLA and indexer prologs, cache writes in place, lightning indexer, sparse attention."""
+    heads, nope, latent = w_uk.shape
+    rope = kr_cache.size(-1)
+    index_heads, index_dim = w_idx_proj.size(1), w_idx_k.size(1)
+
+    cq = rms_norm(x @ w_dq, gamma_cq, eps)
+    q_nope, q_rope = (cq @ w_uq_qr).unflatten(-1, (heads, nope + rope)).split([nope, rope], -1)
+    q_latent = torch.einsum("bshp,hpl->bshl", q_nope, w_uk)
+    q_rope = rope_interleaved(q_rope, sin, cos)
+    c_kv, k_rope = (x @ w_dkv_kr).split([latent, rope], -1)
+    write_cache(kv_cache, rms_norm(c_kv, gamma_ckv, eps), cache_index)
+    write_cache(kr_cache, rope_interleaved(k_rope.unsqueeze(2), sin, cos).squeeze(2), cache_index)
+
+    # both queries come from the normed latent; LayerNorm of the key, in float32, before RoPE
+    q_idx = rope_half_split((cq @ w_idx_qb).unflatten(-1, (index_heads, index_dim)), sin, cos)
+    k_idx = (x @ w_idx_k).float()
+    k_idx = layer_norm(k_idx, (index_dim,), in_gamma_k.float(), in_beta_k.float(), 1e-6).to(x.dtype)
+    k_idx = rope_half_split(k_idx.unsqueeze(2), sin, cos).squeeze(2)
+    write_cache(index_k_cache, k_idx, cache_index)
+    weights = x.float() @ w_idx_proj.float() * (index_heads**-0.5 * index_dim**-0.5)
+
+    indices = npu_lightning_indexer_pto(
+        q_idx,
+        index_k_cache,
+        weights,
+        actual_seq_lengths_key=act_seqs,
+        block_table=block_table,
+        sparse_count=sparse_count,
+    )
+    return npu_sparse_flash_attention_pto(
+        q_latent,
+        kv_cache,
+        None,
+        indices,
+        (nope + rope) ** -0.5 if softmax_scale is None else softmax_scale,
+        query_rope=q_rope,
+        key_rope=kr_cache,
+        block_table=block_table,
+        actual_seq_lengths_kv=act_seqs,
+    )

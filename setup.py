@@ -1,0 +1,36 @@
+"""Builds ``custom_pypto._C``; everything else about the package is in pyproject.toml."""
+
+import glob
+import os
+
+from setuptools import setup
+from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+CSRC = "custom_pypto/csrc"
+
+# without -fopenmp at::parallel_for compiles to a serial loop, silently; -g0 because the
+# interpreter's own flags may ask for debug information, most of it about torch's headers
+FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-g0", "-Wall", "-Wextra"]
+if os.environ.get("CUSTOM_PYPTO_WERROR") == "1":
+    FLAGS.append("-Werror")
+
+
+class BuildInTreeToo(BuildExtension):
+    """Copies the library into the tree: in the repository's root the tree shadows the wheel."""
+
+    def run(self):
+        super().run()
+        self.copy_extensions_to_source()
+
+
+extension = CppExtension(
+    "custom_pypto._C",
+    sources=sorted(glob.glob(f"{CSRC}/*.cpp") + glob.glob(f"{CSRC}/cpu/*.cpp")),
+    depends=sorted(glob.glob(f"{CSRC}/**/*.h", recursive=True)),
+    extra_link_args=["-fopenmp"],
+)
+# as system headers torch's do not warn: -Werror judges our sources only
+extension.extra_compile_args = FLAGS + [f"-isystem{path}" for path in extension.include_dirs]
+extension.include_dirs = []
+
+setup(ext_modules=[extension], cmdclass={"build_ext": BuildInTreeToo})
