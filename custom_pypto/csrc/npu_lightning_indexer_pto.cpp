@@ -228,10 +228,10 @@ class Indexer {
  private:
   struct Scratch {
     explicit Scratch(const Indexer& op)
-        : panels(kTokensOfTask * panel_rows(op.heads_) * op.dims_),
-          weights(kTokensOfTask * panel_rows(op.heads_)),
+        : panels(op.group_ * panel_elements<E>(op.heads_, op.dims_)),
+          weights(op.group_ * panel_rows(op.heads_)),
           keys(std::is_same_v<E, T> ? 0 : cpu::kMaxKeys * op.dims_),
-          best(op.split_ ? 0 : kTokensOfTask, TopK(op.k_)) {}
+          best(op.split_ ? 0 : op.group_, TopK(op.k_)) {}
     std::vector<cpu::PanelElement<E>> panels;
     std::vector<float> weights;
     std::vector<E> keys;
@@ -251,11 +251,11 @@ class Indexer {
     const int64_t threads = at::get_num_threads();
     const int64_t wanted = 8 * threads;
     split_ = threads > 1 && tokens > 0 && tokens < wanted;
-    const int64_t group = std::clamp<int64_t>(tokens / wanted, 1, kTokensOfTask);
+    group_ = std::clamp<int64_t>(tokens / wanted, 1, kTokensOfTask);
     std::vector<Task> tasks;
     for (const Sequence& s : sequences_) {
-      for (int64_t i = 0; i < s.len_query; i += group) {
-        const int64_t count = std::min(group, s.len_query - i);
+      for (int64_t i = 0; i < s.len_query; i += group_) {
+        const int64_t count = std::min(group_, s.len_query - i);
         const int64_t visible = s.visible(i + count - 1, mode_);
         int64_t step = std::max<int64_t>(visible, 1);
         if (split_) {
@@ -286,6 +286,7 @@ class Indexer {
       const KeyMap::Slot slot = key_map_.find(s, j);
       const int n = std::min({slot.run, task.end - j, int64_t{cpu::kMaxKeys}});
       if (slot.exists) {
+        const E* next = ahead(s, j + n, task.end);
         const auto [keys, stride] = widened(key_ + rows_.offset(slot), n, scratch);
         for (int64_t i = 0; i < task.count; ++i) {
           const int64_t seen = std::min<int64_t>(n, s.visible(task.first + i, mode_) - j);
@@ -297,6 +298,7 @@ class Indexer {
                                  keys,
                                  stride,
                                  static_cast<int>(seen),
+                                 i == 0 ? next : nullptr,
                                  scores};
           if constexpr (std::is_same_v<E, float>) {
             kernels().index_f32(call);
@@ -308,6 +310,16 @@ class Indexer {
       }
       j += n;
     }
+  }
+
+  // Keys that are widened are read for that beforehand: there is nothing to fetch ahead.
+  const E* ahead(const Sequence& s, int64_t position, int64_t end) const {
+    if constexpr (std::is_same_v<E, T>) {
+      if (position + cpu::kMaxKeys > end) return nullptr;
+      const KeyMap::Slot slot = key_map_.find(s, position);
+      if (slot.exists && slot.run >= cpu::kMaxKeys) return key_ + rows_.offset(slot);
+    }
+    return nullptr;
   }
 
   std::pair<const E*, int64_t> widened(const T* keys, int n, Scratch& scratch) const {
@@ -327,6 +339,7 @@ class Indexer {
   int64_t heads_, dims_, k_, mode_;
   Tensor& out_;
   bool split_ = false;
+  int64_t group_ = 1;  // tokens of a task
 };
 
 }  // namespace

@@ -81,7 +81,7 @@ void index_bf16(const IndexCall<uint16_t>& call) {
     const int width = panel_width(call.rows - row);
     auto strip = [&](auto vecs) {
       constexpr int VECS = decltype(vecs)::value;
-      index_strip<VECS>(call.n, [&](auto keys, int j) {
+      index_strip<VECS>(call, row == 0 ? call.ahead : nullptr, [&](auto keys, int j) {
         index_tile_bf16<decltype(keys)::value, VECS>(panel, call.weights + row, call.dims,
                                                      call.keys + j * call.key_stride,
                                                      call.key_stride, partial + 16 * j);

@@ -31,6 +31,7 @@ struct IndexCall {
   const E* keys;
   int64_t key_stride;
   int n;
+  const E* ahead;  // as many keys that are likely to be read next: fetched meanwhile; or null
   float* scores;
 };
 

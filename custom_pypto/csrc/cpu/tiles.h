@@ -88,13 +88,24 @@ INLINE void reduce_lanes(const float* partial, int n, float* scores) {
   }
 }
 
-// calls tile(number of keys, first key) for all n keys
-template <int VECS, typename Tile>
-INLINE void index_strip(int n, const Tile& tile) {
+template <typename E>
+INLINE void fetch(const E* row, int dims) {
+  constexpr int kLine = 64 / sizeof(E);
+  for (int d = 0; d < dims; d += kLine) __builtin_prefetch(row + d, 0, 2);
+}
+
+// calls tile(number of keys, first key) for all keys of the call
+template <int VECS, typename E, typename Tile>
+INLINE void index_strip(const IndexCall<E>& call, const E* ahead, const Tile& tile) {
   constexpr int KEYS = kTileKeys<VECS>;
   int j = 0;
-  for (; j + KEYS <= n; j += KEYS) tile(std::integral_constant<int, KEYS>{}, j);
-  for (; j < n; ++j) tile(std::integral_constant<int, 1>{}, j);
+  for (; j + KEYS <= call.n; j += KEYS) {
+    if (ahead) {
+      UNROLL for (int i = j; i < j + KEYS; ++i) fetch(ahead + i * call.key_stride, call.dims);
+    }
+    tile(std::integral_constant<int, KEYS>{}, j);
+  }
+  for (; j < call.n; ++j) tile(std::integral_constant<int, 1>{}, j);
 }
 
 void index_f32(const IndexCall<float>& call) {
@@ -106,7 +117,7 @@ void index_f32(const IndexCall<float>& call) {
     auto strips = [&](auto vecs) {
       constexpr int VECS = decltype(vecs)::value;
       for (int s = 0; s < width; s += VECS * kLanes) {
-        index_strip<VECS>(call.n, [&](auto keys, int j) {
+        index_strip<VECS>(call, row + s == 0 ? call.ahead : nullptr, [&](auto keys, int j) {
           index_tile<decltype(keys)::value, VECS>(panel + s, width, call.weights + row + s,
                                                   call.dims, call.keys + j * call.key_stride,
                                                   call.key_stride, partial + j * kLanes);

@@ -1,0 +1,63 @@
+"""How the benchmarks time and report: interleaved repeats, medians, sections of RESULTS.md."""
+
+import platform
+import re
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+RESULTS = Path(__file__).with_name("RESULTS.md")
+
+
+def interleaved(calls: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each call, all once per round, so that they share the state of the machine.
+
+    One thread is timed by its own CPU time, which other processes cannot stretch; more by clock.
+    """
+    clock = time.CLOCK_THREAD_CPUTIME_ID if torch.get_num_threads() == 1 else time.CLOCK_MONOTONIC
+    for call in calls.values():
+        call()  # warm up
+    seconds = {name: [] for name in calls}
+    for _ in range(repeats):
+        for name, call in calls.items():
+            start = time.clock_gettime(clock)
+            call()
+            seconds[name].append(time.clock_gettime(clock) - start)
+    return seconds
+
+
+def ratio(slow: list[float], fast: list[float]) -> float:
+    """Median of the rounds' quotients."""
+    return statistics.median(a / b for a, b in zip(slow, fast, strict=True))
+
+
+def machine() -> str:
+    cpu = platform.processor()
+    info = Path("/proc/cpuinfo")
+    if info.exists() and (found := re.search(r"model name\s*: (.*)", info.read_text())):
+        cpu = found[1].strip()
+    isa = torch.ops.custom_pypto.cpu_isa()
+    return (
+        f"{cpu}, {torch.get_num_threads()} thread(s), kernels {isa}, torch {torch.__version__}, "
+        f"Python {platform.python_version()}"
+    )
+
+
+def write_section(title: str, command: str, text: str) -> None:
+    """Puts ``text`` under ``## title`` of RESULTS.md, in place of what was there."""
+    section = f"## {title}\n\n`{command}`  \n{machine()}\n\n{text.strip()}\n"
+    old = RESULTS.read_text() if RESULTS.exists() else "# Results\n"
+    pattern = rf"## {re.escape(title)}\n.*?(?=\n## |\Z)"
+    if re.search(pattern, old, re.S):
+        new = re.sub(pattern, lambda _: section, old, flags=re.S)
+    else:
+        new = f"{old.rstrip()}\n\n{section}"
+    RESULTS.write_text(new)
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
