@@ -4,7 +4,10 @@ import glob
 import os
 
 from setuptools import setup
-from torch.utils.cpp_extension import BuildExtension, CppExtension
+
+# the build needs no backend, and one that is installed without its driver would break the import
+os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: E402
 
 CSRC = "custom_pypto/csrc"
 

@@ -293,6 +293,7 @@ class Indexer {
           if (seen <= 0) continue;
           cpu::IndexCall<E> call{scratch.panels.data() + i * size,
                                  scratch.weights.data() + i * rows,
+                                 static_cast<int>(heads_),
                                  static_cast<int>(rows),
                                  static_cast<int>(dims_),
                                  keys,

@@ -2,6 +2,7 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 #include <cmath>
+#include <cstring>
 
 #include "ops_common.h"
 #include "panels.h"
@@ -120,6 +121,22 @@ inline void narrow(float x, c10::Half* out) { *out = static_cast<c10::Half>(x); 
 inline void narrow(float x, c10::BFloat16* out) { *out = static_cast<c10::BFloat16>(x); }
 inline void narrow(float x, uint16_t* out) { *out = c10::BFloat16(x).x; }
 
+// Whether no element has all exponent bits set.
+template <typename T>
+bool finite(const T* row, int64_t n) {
+  using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
+  constexpr Bits kExponent = std::is_same_v<T, float>       ? 0x7F800000
+                             : std::is_same_v<T, c10::Half> ? 0x7C00
+                                                            : 0x7F80;
+  Bits bad = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    Bits bits;
+    std::memcpy(&bits, row + i, sizeof(T));
+    bad |= (bits & kExponent) == kExponent;
+  }
+  return !bad;
+}
+
 // E is what is multiplied, T what is stored
 template <typename E, typename T>
 class SparseAttention {
@@ -157,13 +174,13 @@ class SparseAttention {
         [&](Scratch& scratch, int64_t t) {
           const Task& task = tasks_[t];
           Sums& sums = task.part < 0 ? scratch.sums : parts[task.part];
-          start(task, scratch, sums);
-          if (task.dense) {
-            dense(task, scratch, sums);
-          } else {
+          if (!task.dense) {
             gather(task, scratch, sums);
+          } else if (!dense(task, scratch, sums)) {
+            for (int64_t i = task.first; i < task.first + task.count; ++i) {
+              gather({false, task.sequence, i, 1, 0, k_, -1}, scratch, sums);
+            }
           }
-          if (task.part < 0) finish(task, sums, scratch.seen);
         });
     if (part_count_ == 0) return;
     std::vector<int64_t> shared;  // first task of each token whose columns are split
@@ -336,6 +353,7 @@ class SparseAttention {
   }
 
   void gather(const Task& task, Scratch& scratch, Sums& sums) const {
+    start(task, scratch, sums);
     const Sequence& s = sequences_[task.sequence];
     const auto all = [](int64_t, int64_t) -> const float* { return nullptr; };
     for_each_index(token(task, 0), task.begin, task.end, s.visible(task.first, mode_),
@@ -347,9 +365,13 @@ class SparseAttention {
                      if (scratch.chunk.n == kKeys) attend(task, scratch, sums, all);
                    });
     if (scratch.chunk.n) attend(task, scratch, sums, all);
+    if (task.part < 0) finish(task, sums, scratch.seen);
   }
 
-  void dense(const Task& task, Scratch& scratch, Sums& sums) const {
+  // False, and nothing written, where a value is Inf or NaN: 0 times it would reach the tokens that
+  // have not selected it.
+  bool dense(const Task& task, Scratch& scratch, Sums& sums) const {
+    start(task, scratch, sums);
     const Sequence& s = sequences_[task.sequence];
     scratch.counts.assign(task.count * task.end, 0);
     for (int64_t t = 0; t < task.count; ++t) {
@@ -377,12 +399,15 @@ class SparseAttention {
       if (std::all_of(counts, counts + task.count, [](int32_t c) { return c == 0; })) continue;
       const KeyMap::Slot slot = key_map_.find(s, j);
       if (!slot.exists) continue;
+      if (!finite(values_.at(slot), latent_)) return false;
       scratch.position[scratch.chunk.n] = j;
       add_key(slot, scratch);
       for (int64_t t = 0; t < task.count; ++t) scratch.seen[t] += counts[t];
       if (scratch.chunk.n == kKeys) attend(task, scratch, sums, mask);
     }
     if (scratch.chunk.n) attend(task, scratch, sums, mask);
+    finish(task, sums, scratch.seen);
+    return true;
   }
 
   // Divides by the sums and writes the rows of the tokens that have attended to a key; the others

@@ -46,8 +46,10 @@ INLINE __m512 reduce16(const float* in) {
   return _mm512_shuffle_f32x4(sum, sum, 0xD8);
 }
 
+INLINE __mmask16 first_lanes(int n) { return n >= 16 ? 0xFFFF : n <= 0 ? 0 : (1u << n) - 1; }
+
 template <int KEYS, int VECS>
-INLINE void index_tile_bf16(const uint32_t* panel, const float* weights, int dims,
+INLINE void index_tile_bf16(const uint32_t* panel, const float* weights, int heads, int dims,
                             const uint16_t* keys, int64_t stride, float* partial) {
   __m512 acc[KEYS][VECS];
   UNROLL for (int j = 0; j < KEYS; ++j) {
@@ -62,11 +64,14 @@ INLINE void index_tile_bf16(const uint32_t* panel, const float* weights, int dim
     }
   }
   const __m512 zero = _mm512_setzero_ps();
+  __mmask16 counts[VECS];  // a row that only fills the panel is not 0 for an infinite key, but NaN
+  UNROLL for (int v = 0; v < VECS; ++v) counts[v] = first_lanes(heads - 16 * v);
   UNROLL for (int j = 0; j < KEYS; ++j) {
     __m512 sum = load(partial + 16 * j);
     UNROLL for (int v = 0; v < VECS; ++v) {
       // max returns its second operand if either is NaN: NaN is kept
-      sum = _mm512_fmadd_ps(load(weights + 16 * v), _mm512_max_ps(zero, acc[j][v]), sum);
+      sum = _mm512_mask3_fmadd_ps(load(weights + 16 * v), _mm512_max_ps(zero, acc[j][v]), sum,
+                                  counts[v]);
     }
     store(partial + 16 * j, sum);
   }
@@ -82,8 +87,8 @@ void index_bf16(const IndexCall<uint16_t>& call) {
     auto strip = [&](auto vecs) {
       constexpr int VECS = decltype(vecs)::value;
       index_strip<VECS>(call, row == 0 ? call.ahead : nullptr, [&](auto keys, int j) {
-        index_tile_bf16<decltype(keys)::value, VECS>(panel, call.weights + row, call.dims,
-                                                     call.keys + j * call.key_stride,
+        index_tile_bf16<decltype(keys)::value, VECS>(panel, call.weights + row, call.heads - row,
+                                                     call.dims, call.keys + j * call.key_stride,
                                                      call.key_stride, partial + 16 * j);
       });
     };

@@ -25,7 +25,8 @@ using PanelElement = std::conditional_t<std::is_same_v<E, float>, float, uint32_
 template <typename E>
 struct IndexCall {
   const PanelElement<E>* panels;
-  const float* weights;  // [rows], 0 for rows that only pad
+  const float* weights;  // [rows]
+  int heads;             // rows that count; the others, zeros, only fill their panel
   int rows;              // multiple of 16
   int dims;              // multiple of 16
   const E* keys;

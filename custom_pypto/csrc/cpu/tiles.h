@@ -27,6 +27,12 @@ constexpr int kTileKeys = VECTOR_BYTES < 64 ? 6
                           : VECS == 2       ? 12
                                             : 16;
 
+INLINE IntVec lane_index() {
+  IntVec lanes = {};
+  UNROLL for (int i = 0; i < kLanes; ++i) lanes[i] = i;
+  return lanes;
+}
+
 INLINE Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
 INLINE void store(float* p, const Vec& v) { *reinterpret_cast<Vec*>(p) = v; }
 INLINE Vec broadcast(float x) { return x - Vec{}; }
@@ -52,9 +58,9 @@ INLINE Vec exp2(const Vec& x) {
 
 // ---- lightning indexer -----------------------------------------------------------------------
 
-// partial[j] += weights * relu(keys[j] . rows), per lane
+// partial[j] += weights * relu(keys[j] . rows), per lane of the first `heads` rows
 template <int KEYS, int VECS>
-INLINE void index_tile(const float* panel, int width, const float* weights, int dims,
+INLINE void index_tile(const float* panel, int width, const float* weights, int heads, int dims,
                        const float* keys, int64_t stride, float* partial) {
   Vec acc[KEYS][VECS] = {};
   for (int d = 0; d < dims; ++d) {
@@ -70,7 +76,9 @@ INLINE void index_tile(const float* panel, int width, const float* weights, int 
     UNROLL for (int v = 0; v < VECS; ++v) {
       // a comparison that is false for NaN keeps it, so that corruption is seen
       const Vec relu = acc[j][v] < 0.0f ? Vec{} : acc[j][v];
-      sum += load(weights + v * kLanes) * relu;
+      const Vec term = load(weights + v * kLanes) * relu;
+      // a row that only fills the panel is not 0 for an infinite key, but NaN
+      sum += heads >= VECS * kLanes ? term : lane_index() < heads - v * kLanes ? term : Vec{};
     }
     store(partial + j * kLanes, sum);
   }
@@ -118,9 +126,9 @@ void index_f32(const IndexCall<float>& call) {
       constexpr int VECS = decltype(vecs)::value;
       for (int s = 0; s < width; s += VECS * kLanes) {
         index_strip<VECS>(call, row + s == 0 ? call.ahead : nullptr, [&](auto keys, int j) {
-          index_tile<decltype(keys)::value, VECS>(panel + s, width, call.weights + row + s,
-                                                  call.dims, call.keys + j * call.key_stride,
-                                                  call.key_stride, partial + j * kLanes);
+          index_tile<decltype(keys)::value, VECS>(
+              panel + s, width, call.weights + row + s, call.heads - row - s, call.dims,
+              call.keys + j * call.key_stride, call.key_stride, partial + j * kLanes);
         });
       }
     };

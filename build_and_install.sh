@@ -1,0 +1,152 @@
+#!/usr/bin/env bash
+# Builds the wheel into dist/ and installs it, with torch if that is missing, into the active
+# environment, or into .venv in the repository (made when needed) if none is active.
+#   build_and_install.sh                build and install
+#   build_and_install.sh --if-changed   only if sources, compiler flags, Python or torch changed
+set -euo pipefail
+
+TORCH=2.13.0      # exactly: the ops are compiled against it
+TORCH_DISK_GB=3   # torch while it is being unpacked
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+environment="${VIRTUAL_ENV:-${CONDA_PREFIX:-$root/.venv}}"
+python="$environment/bin/python"
+flags=("${CXX:-}" "${CXXFLAGS:-}" "${CUSTOM_PYPTO_WERROR:-}")
+
+die() {
+  printf 'build_and_install.sh: %s\n' "$1" >&2
+  exit 1
+}
+
+usage() {
+  echo "usage: build_and_install.sh [--if-changed]" >&2
+  exit 2
+}
+
+# What a Python lacks to build the package, in one line; empty if nothing. Fails if it does not run.
+python_lacks() {
+  "$1" - 2>/dev/null <<'PY'
+import importlib.util, os, sys, sysconfig
+
+version = "%d.%d" % sys.version_info[:2]
+header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
+if not (3, 10) <= sys.version_info[:2] <= (3, 12):
+    print("Python 3.10, 3.11 or 3.12 is needed, %s is %s" % (sys.executable, version))
+elif sys.prefix == sys.base_prefix and not importlib.util.find_spec("ensurepip"):
+    print("%s cannot make environments (Debian, Ubuntu: apt install python%s-venv)"
+          % (sys.executable, version))
+elif not os.path.exists(header):
+    print("%s is missing (Debian, Ubuntu: apt install python%s-dev)" % (header, version))
+PY
+}
+
+# A hash of everything the installed wheel depends on; changes too when the wheel is uninstalled.
+stamp() {
+  "$python" -I - "$root" "${flags[@]}" 2>/dev/null <<'PY'
+import hashlib, sys
+from importlib.metadata import version
+from pathlib import Path
+
+root = Path(sys.argv[1])
+digest = hashlib.sha256(repr(
+    (sys.argv[2:], sys.version, sys.prefix, version("torch"), version("custom_pypto"))
+).encode())
+package = root / "custom_pypto"
+files = [p for p in package.rglob("*") if p.suffix in {".py", ".cpp", ".h"}]
+for path in sorted([*files, root / "setup.py", root / "pyproject.toml"]):
+    digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
+libraries = [p.name for p in package.glob("_C.*.so")]
+print(digest.hexdigest(), sys.implementation.cache_tag, *sorted(libraries))
+PY
+}
+
+up_to_date() {
+  local now
+  now="$(stamp)" && [[ "$now" == "$(cat "$root/build/stamp" 2>/dev/null)" ]]
+}
+
+make_environment() {
+  local candidate lacks problem="Python 3.10, 3.11 or 3.12 is needed and none was found (Debian, Ubuntu: apt install python3 python3-venv python3-dev)"
+  for candidate in python3.12 python3.11 python3.10 python3; do
+    # running it, not only finding it: a version manager's shim may exist and fail
+    lacks="$(python_lacks "$candidate")" || continue
+    if [[ -z "$lacks" ]]; then
+      echo "making $environment with $("$candidate" --version)"
+      "$candidate" -m venv --clear "$environment" || die "$candidate -m venv failed, see above"
+      return
+    fi
+    problem="$lacks"
+  done
+  die "$problem"
+}
+
+check_environment() {
+  local lacks
+  lacks="$(python_lacks "$python")" || die "$python does not run; activate another environment"
+  [[ -z "$lacks" ]] || die "$lacks"
+  # environments made by uv have no pip
+  "$python" -m pip --version >/dev/null 2>&1 ||
+    "$python" -m ensurepip >/dev/null 2>&1 ||
+    die "$environment has no pip; put it there or activate another environment"
+}
+
+check_compiler() {
+  export CXX="${CXX:-g++}"
+  local major
+  # CXX may carry arguments or a launcher, so it is split into words
+  # shellcheck disable=SC2086
+  major="$($CXX -dumpversion 2>/dev/null)" ||
+    die "$CXX does not run; g++ 9 or later is needed (Debian, Ubuntu: apt install g++)"
+  [[ "${major%%.*}" -ge 9 ]] || die "$CXX is version $major; 9 or later is needed (set CXX to it)"
+}
+
+install_torch() {
+  local installed free_gb
+  installed="$("$python" -I -c 'from importlib.metadata import version; print(version("torch"))' \
+    2>/dev/null)" || installed=none
+  [[ "${installed%%+*}" == "$TORCH" ]] && return
+  free_gb=$(($(df -Pk "$environment" | awk 'NR == 2 {print $4}') / 1024 / 1024))
+  [[ "$free_gb" -ge "$TORCH_DISK_GB" ]] ||
+    die "installing torch needs $TORCH_DISK_GB GB, $environment has $free_gb GB free"
+  echo "installing torch $TORCH into $environment (installed: $installed)"
+  # torch warns at every import where numpy is missing
+  "$python" -m pip install --quiet "torch==$TORCH" numpy ||
+    die "torch $TORCH could not be installed, see above; an index is chosen with PIP_INDEX_URL"
+}
+
+build() {
+  local wheel
+  # the incremental compilation is in build/temp.*; build/lib.* would keep modules since removed
+  rm -rf "$root"/build/lib.* "$root"/build/bdist.* "$root/build/stamp"
+  echo "building custom_pypto with $("$python" --version), $CXX"
+  # ninja stands beside the environment's python, active or not
+  (cd "$root" && PATH="$environment/bin:$PATH" "$python" -m pip wheel --quiet --no-index \
+    --no-deps --no-build-isolation --wheel-dir dist .) || die "the build failed, see above"
+  wheel="$(ls -t "$root"/dist/custom_pypto-*.whl | head -n 1)"
+  "$python" -m pip install --quiet --no-index --no-deps --force-reinstall "$wheel"
+  # -I and another directory, so that the wheel is imported and not the tree
+  (cd / && "$python" -I -c '
+import custom_pypto
+print("installed custom_pypto", custom_pypto.__version__, "in", custom_pypto.__path__[0])
+') || die "the wheel was built but cannot be imported, see above"
+  stamp >"$root/build/stamp"
+}
+
+case "$*" in
+  "") ;;
+  --if-changed) if up_to_date; then exit 0; fi ;;
+  *) usage ;;
+esac
+
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+check_compiler
+mkdir -p "$root/build"
+exec 9>"$root/build/lock"
+flock 9 # two builds at once would write the same files
+if [[ "$environment" == "$root/.venv" ]] && ! "$python" -m pip --version >/dev/null 2>&1; then
+  make_environment
+fi
+check_environment
+install_torch
+"$python" -c 'import ninja' 2>/dev/null || "$python" -m pip install --quiet ninja
+build

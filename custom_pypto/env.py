@@ -1,0 +1,270 @@
+"""What is installed on this machine, what works with it, what is missing and the remedy.
+
+``python -m custom_pypto env`` prints it, with ``--json`` for scripts; :func:`collect` returns it.
+
+Only the standard library is imported, so that there is a report even where torch does not load.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import glob
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shlex
+import subprocess
+import sys
+import sysconfig
+
+TRANSFORMERS = "5.23.0"
+# the CPU features that decide which kernels run, or could: x86, then Arm
+CPU_FEATURES = (
+    "fma f16c avx2 avx_vnni avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 "
+    "amx_tile amx_int8 amx_bf16 amx_fp16 asimd asimdhp bf16 i8mm sve sve2 svebf16"
+).split()
+
+
+def is_run_as_command() -> bool:
+    """Whether the package is being imported by ``python -m custom_pypto``."""
+    # While Python looks for the module to run, argv[0] is "-m"; the module's name is what stands
+    # before the other arguments on the command line.
+    return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].endswith(__package__)
+
+
+def disable_broken_autoload() -> None:
+    """Keep ``import torch`` working beside a torch_npu that cannot be loaded.
+
+    ``import torch`` imports an installed torch_npu by itself and fails if that fails, for instance
+    where CANN is missing. Nothing can be done here once the program has imported torch: such a
+    program has to be started with ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``.
+    """
+    if "torch" not in sys.modules and _torch_npu_problem():
+        os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+
+
+def collect() -> dict:
+    """The report as a dictionary that :mod:`json` can write.
+
+    Returns:
+        ``{"custom_pypto": …, "versions": …, "cpu": …, "npu": …, "ways": …}``. ``ways`` maps each
+        way to use the package to ``{"works": bool, "missing": [{"what": …, "remedy": …}, …]}``.
+    """
+    package = sys.modules[__package__]
+    error = package.load_error
+    versions, npu = _versions(), _npu()
+    return {
+        "custom_pypto": {
+            "version": package.__version__,
+            "path": os.path.dirname(os.path.abspath(__file__)),
+            "load_error": None if error is None else f"{type(error).__name__}: {error}",
+        },
+        "versions": versions,
+        "cpu": _cpu(loaded=error is None),
+        "npu": npu,
+        "ways": _ways(error, versions, npu),
+    }
+
+
+def render(report: dict) -> str:
+    """The report of :func:`collect` as text."""
+    package, cpu, npu = report["custom_pypto"], report["cpu"], report["npu"]
+    gib = 1024**3
+    lines = [f"custom_pypto {package['version']} in {package['path']}", "", "Versions"]
+    lines += [
+        f"  {name:<13} {version or 'not installed'}" for name, version in report["versions"].items()
+    ]
+    lines += [
+        "",
+        "CPU",
+        f"  model         {cpu['model']} ({cpu['architecture']})",
+        f"  features      {' '.join(cpu['features']) or 'none that the kernels know'}",
+        f"  kernels use   {cpu['kernels_isa'] or 'not known: the ops do not load'}",
+        f"  threads       {cpu['threads'] or 'not known: torch does not load'} "
+        f"on {cpu['cores']} cores",
+    ]
+    if cpu["memory_bytes"]:
+        free, total = cpu["memory_available_bytes"] / gib, cpu["memory_bytes"] / gib
+        lines.append(f"  memory        {free:.1f} of {total:.1f} GiB available")
+    lines += ["", "NPU", f"  devices       {', '.join(npu['devices']) or 'none usable'}"]
+    lines += [
+        f"  device nodes  {npu['device_nodes']} (/dev/davinci*)",
+        f"  autoload      TORCH_DEVICE_BACKEND_AUTOLOAD={npu['autoload'] or 'not set'}",
+        "",
+        "What works here",
+    ]
+    for way, state in report["ways"].items():
+        lines.append(f"  {'yes' if state['works'] else 'no ':<4} {way}")
+        for missing in state["missing"]:
+            lines.append(f"         missing: {missing['what']}")
+            lines.append(f"         remedy:  {missing['remedy']}")
+    return "\n".join(lines)
+
+
+def _problem(what: str, remedy: str) -> dict[str, str]:
+    return {"what": what, "remedy": remedy}
+
+
+def _torch_npu_problem() -> dict[str, str] | None:
+    """What stops an installed torch_npu, as far as it shows without importing it."""
+    if importlib.util.find_spec("torch_npu") is None:
+        return None
+    for library in ("libascendcl.so", "libhccl.so"):
+        try:
+            ctypes.CDLL(library)
+        except OSError as error:
+            return _problem(
+                f"CANN cannot be loaded: {error}",
+                "install CANN and source its set_env.sh before Python starts",
+            )
+    torch, torch_npu = _version("torch"), _version("torch_npu")
+    # torch_npu links to torch's C++ symbols, which differ from one minor version to the next
+    if torch and torch_npu and torch.split(".")[:2] != torch_npu.split(".")[:2]:
+        minor = ".".join(torch.split(".")[:2])
+        return _problem(
+            f"torch_npu {torch_npu} does not fit torch {torch}",
+            f"pip install 'torch_npu=={minor}.*'",
+        )
+    return None
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _versions() -> dict[str, str | None]:
+    return {
+        "python": platform.python_version(),
+        "torch": _version("torch"),
+        "torch_npu": _version("torch_npu"),
+        "CANN": _cann(),
+        "pypto": _version("pypto"),
+        "transformers": _version("transformers"),
+        "safetensors": _version("safetensors"),
+        "compiler": _compiler(),
+    }
+
+
+def _cann() -> str | None:
+    home = os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/ascend-toolkit/latest")
+    found = glob.glob(f"{home}/ascend_*_install.info") + glob.glob(
+        f"{home}/*/ascend_*_install.info"
+    )
+    for path in sorted(found):
+        with open(path, encoding="utf-8", errors="replace") as file:
+            version = re.search(r"^version=(.+)$", file.read(), re.MULTILINE)
+        if version:
+            return f"{version[1].strip()} in {home}"
+    return f"version not known, in {home}" if os.path.isdir(home) else None
+
+
+def _compiler() -> str | None:
+    command = shlex.split(os.environ.get("CXX") or "g++")
+    try:
+        shown = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return shown.stdout.partition("\n")[0] if shown.returncode == 0 else None
+
+
+def _read(path: str) -> str:
+    try:
+        with open(path, encoding="utf-8", errors="replace") as file:
+            return file.read()
+    except OSError:
+        return ""
+
+
+def _cpu(*, loaded: bool) -> dict:
+    cpuinfo, meminfo = _read("/proc/cpuinfo"), _read("/proc/meminfo")
+    flags = re.search(r"^(?:flags|Features)\s*: (.*)$", cpuinfo, re.MULTILINE)
+    model = re.search(r"^model name\s*: (.*)$", cpuinfo, re.MULTILINE)
+    memory = {name: int(kib) * 1024 for name, kib in re.findall(r"(\w+):\s+(\d+) kB", meminfo)}
+    torch = sys.modules.get("torch")
+    return {
+        "model": model[1] if model else platform.processor() or "not known",
+        "architecture": platform.machine(),
+        "features": [name for name in CPU_FEATURES if flags and name in flags[1].split()],
+        "kernels_isa": torch.ops.custom_pypto.cpu_isa() if loaded else None,
+        "threads": torch.get_num_threads() if torch else None,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": memory.get("MemTotal"),
+        "memory_available_bytes": memory.get("MemAvailable"),
+    }
+
+
+def _npu() -> dict:
+    torch = sys.modules.get("torch")
+    devices, problem = [], None
+    if importlib.util.find_spec("torch_npu") is None:
+        problem = _problem("torch_npu", "pip install 'torch_npu==2.13.*'")
+    elif not hasattr(torch, "npu"):
+        problem = _torch_npu_problem() or _problem(
+            "torch_npu is installed, but not loaded into torch",
+            "unset TORCH_DEVICE_BACKEND_AUTOLOAD, or import torch_npu first",
+        )
+    else:
+        try:
+            devices = [torch.npu.get_device_name(i) for i in range(torch.npu.device_count())]
+            answer = "sees no device"
+        except RuntimeError as error:
+            answer = f"answers: {error}".partition("\n")[0]
+        if not devices:
+            problem = _problem(
+                f"an NPU: torch_npu {answer}",
+                "npu-smi info must list one; a container needs /dev/davinci* and the driver",
+            )
+    return {
+        "devices": devices,
+        "problem": problem,
+        "device_nodes": len(glob.glob("/dev/davinci[0-9]*")),
+        "autoload": os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD"),
+    }
+
+
+def _ways(error: Exception | None, versions: dict, npu: dict) -> dict[str, dict]:
+    torch = sys.modules.get("torch")
+
+    load = [] if error is None else [_problem(str(error), "bash build_and_install.sh")]
+    models = [
+        _problem(f"{name} {wanted}".strip(), "bash run.sh installs it")
+        for name, wanted in (("transformers", TRANSFORMERS), ("safetensors", ""))
+        if versions[name] is None or wanted not in ("", versions[name])
+    ]
+    if sys.version_info < (3, 11):
+        models.append(_problem(f"Python 3.11 for transformers {TRANSFORMERS}", "use Python 3.12"))
+    torch_npu = _torch_npu_problem()
+    if torch_npu and not hasattr(torch, "npu"):
+        models.append(
+            _problem(
+                f"transformers imports the installed torch_npu; {torch_npu['what']}",
+                f"use an environment without torch_npu, or {torch_npu['remedy']}",
+            )
+        )
+    compiler = []
+    if versions["compiler"] is None:
+        compiler = [_problem("a C++ compiler", "install g++ 9 or later, or set CXX")]
+    header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
+    python = []
+    if not os.path.exists(header):
+        python = [_problem(header, "install Python's headers (Debian, Ubuntu: python3-dev)")]
+    kernels = []
+    if error is None and not torch._C._dispatch_has_kernel_for_dispatch_key(
+        "custom_pypto::npu_lightning_indexer_pto", "PrivateUse1"
+    ):
+        kernels = [_problem("NPU kernels: this version has none", "run on the CPU")]
+    device = [npu["problem"]] if npu["problem"] else []
+
+    ways = {
+        "ops on the CPU": load,
+        "DeepSeek-V3.2 and GLM-5 in transformers on the CPU": load + models,
+        "torch.compile on the CPU": load + compiler,
+        "building from source": compiler + python,
+        "ops on the NPU": load + kernels + device,
+    }
+    return {way: {"works": not missing, "missing": missing} for way, missing in ways.items()}

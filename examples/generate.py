@@ -1,0 +1,315 @@
+"""Generates with a DeepSeek-V3.2 or GLM-5 checkpoint, on custom_pypto and on stock transformers.
+
+    python examples/generate.py                                   # the demo
+    python examples/generate.py --model DIR --prompt "Once upon a time"
+    cat text | python examples/generate.py --model DIR --prompt-file - --backend custom_pypto
+
+The demo hides 32 facts in a long text and asks for some of them, one after another on one cache.
+Decoding is greedy, so that both backends have the same to do.
+"""
+
+import argparse
+import json
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from tqdm import tqdm
+from transformers import (
+    AutoTokenizer,
+    CompileConfig,
+    DynamicCache,
+    GenerationConfig,
+    StaticCache,
+    TextStreamer,
+)
+
+# last, so that the installed custom_pypto is found before this tree's, which may not be built
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from train_lookup import QUESTIONS, lookup_prompt
+
+import models
+
+BACKENDS = ["custom_pypto", "transformers"]
+
+
+@dataclass
+class Result:
+    backend: str
+    prompt_tokens: int
+    new_tokens: int
+    seconds_to_first_token: float  # prefill included
+    tokens_per_second: float  # after the first token, all rows of the batch together
+    cache_bytes: int
+    answers: list[list[str]]  # of each row of the batch
+    right: int | None  # None: no questions whose answers are known
+    asked: int | None
+
+
+class Streamer(TextStreamer):
+    """Prints the first row of the batch as it comes and notes when each token came."""
+
+    def __init__(self, tokenizer, quiet):
+        super().__init__(tokenizer, skip_prompt=True)
+        self.quiet, self.times = quiet, []
+
+    def put(self, value):
+        if not self.next_tokens_are_prompt:
+            self.times.append(time.perf_counter())
+        super().put(value[:1])
+
+    def on_finalized_text(self, text, stream_end=False):
+        if not self.quiet:
+            print(text, end="\n" if stream_end else "", flush=True)
+
+
+class Session:
+    """A batch of texts of equal length in tokens, growing on one cache."""
+
+    def __init__(self, model, cache, input_ids, streamer):
+        self.model, self.cache, self.ids, self.streamer = model, cache, input_ids, streamer
+
+    def prefill(self, chunk):
+        """All but the last token. In chunks, since stock transformers makes index scores of
+        ``[heads, chunk, tokens so far]`` in float32."""
+        prompt = self.ids[:, :-1]
+        with tqdm(
+            total=prompt.size(1), desc="prefill", unit=" tokens", leave=False, disable=None
+        ) as progress:
+            for start in range(0, prompt.size(1), chunk):
+                part = prompt[:, start : start + chunk]
+                self.model(part, past_key_values=self.cache, logits_to_keep=1)
+                progress.update(part.size(1))
+
+    def generate(self, input_ids, max_new_tokens):
+        """What the model says after ``input_ids`` ``[batch, n]``, behind all that came before."""
+        self.ids = torch.cat([self.ids, input_ids], dim=1)
+        before = self.ids.size(1)
+        self.ids = self.model.generate(
+            self.ids,
+            attention_mask=torch.ones_like(self.ids),
+            past_key_values=self.cache,
+            max_new_tokens=max_new_tokens,
+            streamer=self.streamer,
+        )
+        return self.ids[:, before:]
+
+
+def new_cache(model, backend, batch, length, args):
+    if backend == "custom_pypto":
+        return models.PagedCache(model, batch, length, block_size=args.block_size)
+    if args.compile:
+        return StaticCache(config=model.config, max_cache_len=length)
+    return DynamicCache(config=model.config)
+
+
+def cache_bytes(cache):
+    if isinstance(cache, models.PagedCache):
+        return cache.nbytes
+    tensors = [tensor for layer in cache.layers for tensor in vars(layer).values()]
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+
+
+@torch.no_grad()
+def run(model, tokenizer, backend, prompts, dialogues, args):
+    """Prefills ``prompts``, then generates.
+
+    Args:
+        prompts: a text per row of the batch, all of equally many tokens.
+        dialogues: per row, ``(question, value)`` pairs to ask; None: the prompt is just continued.
+    """
+
+    def encode(texts):
+        return tokenizer(list(texts), return_tensors="pt").input_ids.to(model.device)
+
+    def say(text):
+        if not args.json:
+            print(text, end="", flush=True)
+
+    input_ids = encode(prompts)
+    batch, prompt_tokens = input_ids.shape
+    turns = list(zip(*dialogues, strict=True)) if dialogues else [None]
+    room = prompt_tokens + len(turns) * (args.max_new_tokens + 1)
+
+    begin = time.perf_counter()  # a first call sets up threads, and compiles if asked to
+    warm_up = Session(model, new_cache(model, backend, batch, room, args), input_ids[:, :8], None)
+    warm_up.generate(input_ids[:, :1], max_new_tokens=3)
+    if args.compile:
+        say(f"{backend}: compiled in {time.perf_counter() - begin:.1f} s\n")
+
+    streamer = Streamer(tokenizer, quiet=args.json)
+    session = Session(model, new_cache(model, backend, batch, room, args), input_ids, streamer)
+    answers, right, new_tokens = [[] for _ in prompts], 0, 0
+    say(f"{backend}:\n")
+    begin = time.perf_counter()
+    session.prefill(args.prefill_chunk)
+    for turn in turns:
+        if turn is None:
+            asked = input_ids[:, :0]
+        else:
+            asked = encode(question for question, _ in turn)
+            say(f"  {turn[0][0]} ")
+        said = session.generate(asked, args.max_new_tokens)
+        new_tokens += said.numel()
+        for row, text in enumerate(tokenizer.batch_decode(said, skip_special_tokens=True)):
+            answers[row].append(text)
+            if turn is not None:
+                right += text.strip() == turn[row][1]
+    seconds = streamer.times[-1] - streamer.times[0]
+    return Result(
+        backend=backend,
+        prompt_tokens=prompt_tokens,
+        new_tokens=new_tokens,
+        seconds_to_first_token=streamer.times[0] - begin,
+        tokens_per_second=batch * (len(streamer.times) - 1) / seconds if seconds else float("nan"),
+        cache_bytes=cache_bytes(session.cache),
+        answers=answers,
+        right=right if dialogues else None,
+        asked=len(turns) * batch if dialogues else None,
+    )
+
+
+def load(args):
+    if not sys.stderr.isatty():
+        transformers.utils.logging.disable_progress_bar()
+    dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
+    model = models.load(args.model, dtype=dtype)  # checks every shard, and names the one at fault
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{args.model} holds no tokenizer that can be read: {error}") from error
+    stock = model.generation_config
+    model.generation_config = GenerationConfig(
+        eos_token_id=stock.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
+    )
+    if args.compile:
+        compile_config = CompileConfig(fullgraph=True, dynamic=False, mode=None)
+        compile_config._compile_all_devices = True  # else generate() compiles on GPUs only
+        model.generation_config.compile_config = compile_config
+    return model, tokenizer
+
+
+def make_prompts(tokenizer, args):
+    """The prompts of the batch, and for the demo the dialogues, what to ask of each."""
+    prompt = args.prompt_file.read() if args.prompt_file else args.prompt
+    if prompt is not None:
+        if not tokenizer(prompt).input_ids:
+            raise ValueError("the prompt is empty")
+        return [prompt] * args.batch, None
+    if not tokenizer.get_vocab().keys() >= set(QUESTIONS):
+        raise ValueError(f"{args.model} is not the demo's model: give --prompt or --prompt-file")
+    demo = [
+        lookup_prompt(args.prompt_tokens, questions=args.questions, seed=args.seed + row)
+        for row in range(args.batch)
+    ]
+    return [prompt for prompt, _ in demo], [dialogue for _, dialogue in demo]
+
+
+def print_prompt(prompt, dialogue):
+    words = prompt.split()
+    if len(words) > 60:
+        words = [*words[:30], "...", *words[-30:]]
+    print(" ".join(words) + "\n")
+    if dialogue:
+        question, value = dialogue[0]
+        print(
+            f"Somewhere in it: {question.removesuffix('?')}={value}, and others to be asked for.\n"
+        )
+
+
+def print_results(results):
+    """One column per backend, and how many times better custom_pypto is."""
+
+    def row(title, show, ratio=None):
+        cells = [show(result) for result in results]
+        if len(results) == 2:
+            cells.append(f"{ratio(*results):.1f}x" if ratio else "")
+        print(f"{title:<22}" + "".join(f"{cell:>16}" for cell in cells))
+
+    print()
+    row("", lambda r: r.backend, None)
+    if results[0].asked is not None:
+        row("right answers", lambda r: f"{r.right} of {r.asked}")
+    row("prompt tokens", lambda r: f"{r.prompt_tokens}")
+    row("new tokens", lambda r: f"{r.new_tokens}")
+    row(
+        "time to first token",
+        lambda r: f"{r.seconds_to_first_token:.2f} s",
+        lambda ours, stock: stock.seconds_to_first_token / ours.seconds_to_first_token,
+    )
+    row(
+        "tokens per second",
+        lambda r: f"{r.tokens_per_second:.1f}",
+        lambda ours, stock: ours.tokens_per_second / stock.tokens_per_second,
+    )
+    row(
+        "cache",
+        lambda r: f"{r.cache_bytes / 1e6:.1f} MB",
+        lambda ours, stock: stock.cache_bytes / ours.cache_bytes,
+    )
+
+
+def parse_args():
+    here = Path(__file__).resolve().parent
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--model", type=Path, default=here / "checkpoints/lookup", help="a checkpoint directory")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", help="text to continue; default: the demo")
+    prompt.add_argument(
+        "--prompt-file", type=argparse.FileType(encoding="utf-8"), help="its file, - for stdin"
+    )
+    add("--max-new-tokens", type=int, help="default: 64, or 4 for each question of the demo")
+    add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
+    add("--backend", choices=BACKENDS, help="default: both, side by side")
+    add("--compile", action="store_true", help="torch.compile the decode step")
+    add("--batch", type=int, default=1, help="so many prompts at once; the first is shown")
+    add("--block-size", type=int, default=128, help="tokens per block of the paged cache")
+    add("--prefill-chunk", type=int, default=512, help="tokens per forward pass of the prefill")
+    add("--prompt-tokens", type=int, default=4096, help="length of the demo's text")
+    add("--questions", type=int, default=16, help="of the demo, 1 to 32")
+    add("--seed", type=int, default=0, help="of the demo's text and questions")
+    add("--json", action="store_true", help="print one JSON object and nothing else")
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
+    try:
+        model, tokenizer = load(args)
+        prompts, dialogues = make_prompts(tokenizer, args)
+    except (OSError, TypeError, ValueError) as error:
+        sys.exit(f"generate.py: {error}")
+    if args.max_new_tokens is None:
+        args.max_new_tokens = 4 if dialogues else 64
+    conditions = {
+        "model": str(args.model),
+        "index_topk": model.config.index_topk,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "batch": args.batch,
+        "compile": args.compile,
+        "threads": torch.get_num_threads(),
+    }
+    if not args.json:
+        print_prompt(prompts[0], dialogues and dialogues[0])
+    results = []
+    for backend in [args.backend] if args.backend else BACKENDS:
+        if backend == "transformers":
+            models.use_transformers(model)
+        results.append(run(model, tokenizer, backend, prompts, dialogues, args))
+    if args.json:
+        print(json.dumps(conditions | {"results": [asdict(result) for result in results]}))
+    else:
+        print_results(results)
+        print(" | ".join(f"{name} {value}" for name, value in conditions.items()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,145 @@
+"""transformers' DeepSeek-V3.2 and GLM-5 on the ops of :mod:`custom_pypto`::
+
+    import models
+
+    model = models.load("path/to/checkpoint")           # or, for a model that is there already:
+    model = models.use_custom_pypto(model)
+    model.generate(input_ids, max_new_tokens=100)
+
+The swap gives the model's attention modules another class: same parameters, same state dict,
+nothing copied. It touches neither transformers nor any other model.
+"""
+
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    DeepseekV32ForCausalLM,
+    GlmMoeDsaForCausalLM,
+)
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
+
+from . import generation
+from .cache import PagedCache, check_block_size
+from .checkpoint import check_shards
+from .deepseek_v32 import PagedDeepseekV32Attention
+from .glm_moe_dsa import PagedGlmMoeDsaAttention
+
+__all__ = ["PagedCache", "load", "use_custom_pypto", "use_transformers"]
+
+# the classes of the attention modules: stock, swapped
+ATTENTION = {
+    DeepseekV32ForCausalLM: (DeepseekV32Attention, PagedDeepseekV32Attention),
+    GlmMoeDsaForCausalLM: (GlmMoeDsaAttention, PagedGlmMoeDsaAttention),
+}
+
+
+def use_custom_pypto(model, *, block_size: int = 128):
+    """Runs ``model`` on the ops from now on: sparse attention over a paged cache.
+
+    Swapped are the lightning indexer and the attention of every layer, and the cache that
+    ``generate()`` makes. Swapping again only sets ``block_size``. A forward pass in training mode
+    runs the stock path; the ops have no backward. Padding must be on the left.
+
+    Args:
+        model: a transformers 5.23 ``DeepseekV32ForCausalLM`` or ``GlmMoeDsaForCausalLM``, swapped
+            in place.
+        block_size: tokens per cache block, a multiple of 16 up to 1024.
+    Returns:
+        ``model`` itself.
+    Raises:
+        TypeError: another model, or one whose attention is wrapped or quantised.
+        ValueError: ``block_size``, or an ``index_topk`` that the ops do not take.
+    """
+    stock, paged = _attention_classes("use_custom_pypto", model)
+    check_block_size("use_custom_pypto", block_size)
+    topk = model.config.index_topk
+    if not (1 <= topk <= 2048 or topk in range(3072, 8193, 1024)):
+        raise ValueError(
+            "use_custom_pypto: config.index_topk must be 1 to 2048, or 3072 to 8192 in steps of "
+            f"1024, got {topk}"
+        )
+    use_transformers(model)
+    layers = [layer.self_attn for layer in model.base_model.layers]
+    for i, attention in enumerate(layers):
+        if type(attention) is not stock or "forward" in vars(attention):
+            raise TypeError(
+                f"use_custom_pypto: the attention of layer {i} must be a plain {stock.__name__}, "
+                f"got {type(attention).__name__} or a wrapped forward (offloading, kernelize?), "
+                "which a swap would not reach; swap before wrapping"
+            )
+        # absorption reads the weight itself, so nothing else may be part of the projection
+        if type(attention.kv_b_proj) is not nn.Linear:
+            raise TypeError(
+                f"use_custom_pypto: kv_b_proj of layer {i} must be a torch.nn.Linear, got "
+                f"{type(attention.kv_b_proj).__name__}; dequantise it or merge its adapter first"
+            )
+    for attention in layers:
+        attention.__class__ = paged
+    model._undo_custom_pypto = model.base_model.register_forward_pre_hook(
+        partial(generation.prepare_forward, block_size), with_kwargs=True
+    )
+    model._prepare_cache_for_generation = partial(
+        generation.prepare_cache_for_generation, model, block_size
+    )
+    model.create_masks_for_generate = generation.create_masks_for_generate
+    return model
+
+
+def use_transformers(model):
+    """Undoes :func:`use_custom_pypto`: the model is as it was before, to the bit.
+
+    Returns:
+        ``model`` itself. On a model that is not swapped this does nothing.
+    Raises:
+        TypeError: a model that cannot have been swapped.
+    """
+    stock, _ = _attention_classes("use_transformers", model)
+    if hasattr(model, "_undo_custom_pypto"):
+        model._undo_custom_pypto.remove()
+        del model._undo_custom_pypto
+        del model._prepare_cache_for_generation
+        del model.create_masks_for_generate
+        for layer in model.base_model.layers:
+            layer.self_attn.__class__ = stock
+    return model
+
+
+def load(path, *, dtype="auto", device=None):
+    """The checkpoint in directory ``path``, swapped by :func:`models.use_custom_pypto`.
+
+    Every shard is checked first. Stock ``from_pretrained`` reports a truncated or mismatched file
+    without its name, and fills missing tensors with random numbers after a warning.
+
+    Args:
+        path: a directory with ``config.json`` and safetensors, sharded or not.
+        dtype: a ``torch.dtype``, or ``"auto"`` for the checkpoint's own.
+        device: where to; None: CPU.
+    Raises:
+        FileNotFoundError: no such directory, config, index or shard.
+        ValueError: a damaged or mismatched file; the message names it, what was expected and found.
+        TypeError: the config is that of another model.
+    """
+    path = Path(path)
+    if not (path / "config.json").is_file():
+        raise FileNotFoundError(f"load: {path} must be a checkpoint directory with a config.json")
+    config = AutoConfig.from_pretrained(path)
+    with torch.device("meta"):
+        skeleton = use_custom_pypto(AutoModelForCausalLM.from_config(config))
+    check_shards(path, skeleton)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
+    return use_custom_pypto(model if device is None else model.to(device))
+
+
+def _attention_classes(caller: str, model) -> tuple[type, type]:
+    if type(model) not in ATTENTION:
+        raise TypeError(
+            f"{caller}: model must be a DeepseekV32ForCausalLM or GlmMoeDsaForCausalLM of "
+            f"transformers, got {type(model).__module__}.{type(model).__qualname__}"
+        )
+    return ATTENTION[type(model)]

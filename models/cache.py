@@ -1,0 +1,208 @@
+"""The paged cache the ops read: three pools of blocks per layer, one block table for all layers."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+
+@dataclass(eq=False)
+class PagedLayer:
+    """What one layer keeps of each token, in blocks of ``block_size`` tokens."""
+
+    latent: Tensor  # [nblk, bs, 1, L]
+    rope: Tensor  # [nblk, bs, 1, R]
+    index: Tensor | None  # [nblk, bs, 1, D]; None where the layer has no indexer of its own
+
+
+def write(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """``pool[slot] = row``, the pool's first two dims taken as one."""
+    width = pool.size(-1)
+    pool.view(-1, width).index_copy_(0, slots, rows.reshape(-1, width))
+
+
+class PagedCache(Cache):
+    """The cache of a model swapped by :func:`models.use_custom_pypto`; ``model.generate()`` makes
+    one by itself. Make it yourself to keep it between calls, or for a decode loop of your own::
+
+        cache = models.PagedCache(model, batch_size=1, max_cache_len=4096)
+        model(prompt_ids, past_key_values=cache)
+        model.generate(all_ids, past_key_values=cache, max_new_tokens=100)
+
+    Only real tokens are stored: sequence ``b`` has its ``lengths[b]`` tokens at the positions
+    ``0 .. lengths[b] - 1``, however many pads stood left of them, and position ``p`` is row
+    ``p % block_size`` of block ``block_table[b, p // block_size]``. Block 0 belongs to no sequence;
+    pads are written there. That is all that left padding needs: the ops align queries and keys at
+    their last token, so a pad, left of every real token, sees no key.
+
+    Everything that changes from step to step is tensor data updated in place, never a shape or a
+    Python number, so that one compiled graph serves every position.
+
+    Args:
+        model: the model, for its dimensions, dtype and device.
+        batch_size: sequences; for beams or several returned sequences, ``batch_size`` times those.
+        max_cache_len: tokens that one sequence may hold, pads included; rounded up to whole blocks.
+        block_size: tokens per block, a multiple of 16 up to 1024.
+
+    Raises:
+        ValueError: on a forward that needs more room than there is, before anything is written.
+            Reading the length would stall an accelerator, so this check runs on CPU only and not
+            inside ``torch.compile``; ``generate()`` checks its ``max_length`` everywhere. Unchecked
+            tokens that do not fit are written to block 0.
+    """
+
+    # properties of Cache that ask its layers; here they hold for the cache as a whole
+    is_compileable = True
+    is_croppable = True
+    is_initialized = True
+    batch_size = property(lambda self: self.lengths.size(0))
+
+    def __init__(self, model, batch_size: int, max_cache_len: int, *, block_size: int = 128):
+        check_block_size("PagedCache", block_size)
+        config = model.config
+        blocks = -(-max_cache_len // block_size)
+        self.block_size, self.max_cache_len = block_size, blocks * block_size
+        like = {"dtype": model.dtype, "device": model.device}
+
+        def pool(width: int) -> Tensor:
+            # uninitialised: rows past a sequence's length are never read, and pages of memory that
+            # no token has reached yet cost nothing
+            return torch.empty(1 + batch_size * blocks, block_size, 1, width, **like)
+
+        super().__init__(
+            layers=[
+                PagedLayer(
+                    latent=pool(config.kv_lora_rank),
+                    rope=pool(config.qk_rope_head_dim),
+                    index=pool(config.index_head_dim) if layer.self_attn.indexer else None,
+                )
+                for layer in model.base_model.layers
+            ]
+        )
+        self.block_table = self._own_blocks(batch_size, blocks)
+        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=model.device)
+        # what generate() takes for the length: tokens fed per sequence, pads included
+        self.seen = torch.zeros((), dtype=torch.int64, device=model.device)
+        for tensor in (*self._pools(), self.block_table, self.lengths, self.seen):
+            torch._dynamo.mark_static_address(tensor)
+
+    def append(self, batch_size: int, tokens: int, valid: Tensor | None) -> Tensor:
+        """Lengthens every sequence; the slot (row of the flattened pool) of each new token.
+
+        Args:
+            valid: ``[batch_size, tokens]`` bool, False for pads; None: no pads.
+        Returns:
+            ``[batch_size * tokens]`` int64.
+        """
+        if batch_size != self.batch_size:
+            raise ValueError(
+                f"PagedCache: made for batch_size={self.batch_size}, got a batch of {batch_size}"
+            )
+        self.check_room(tokens)
+        if valid is None:
+            valid = torch.ones(batch_size, tokens, dtype=torch.bool, device=self.lengths.device)
+        position = self.lengths[:, None] + valid.cumsum(1) - 1
+        column = position // self.block_size
+        last = self.block_table.size(1) - 1
+        block = self.block_table.gather(1, column.clamp(0, last))
+        fits = valid & (column <= last)
+        slot = torch.where(fits, block * self.block_size + position % self.block_size, 0)
+        self.lengths.add_(valid.sum(1))
+        self.seen.add_(tokens)
+        return slot.flatten()
+
+    def check_room(self, tokens: int) -> None:
+        """Refuses ``tokens`` more per sequence than fit, where that can be known without a sync."""
+        if torch.compiler.is_compiling() or self.seen.device.type != "cpu":
+            return
+        if self.seen + tokens > self.max_cache_len:
+            raise ValueError(
+                f"PagedCache: out of capacity: has {self.seen} of {self.max_cache_len} tokens per "
+                f"sequence, got {tokens} more; make it with a larger max_cache_len"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last ``-tokens_to_remove`` tokens; negative, as in transformers."""
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"PagedCache.crop: tokens_to_remove must be negative or 0, got {tokens_to_remove}"
+            )
+        for length in (self.lengths, self.seen):
+            length.add_(tokens_to_remove).clamp_(min=0)
+
+    def reset(self) -> None:
+        self.lengths.zero_()
+        self.seen.zero_()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Sequence ``b`` becomes what sequence ``beam_idx[b]`` was, for beam search.
+
+        Blocks are copied: two beams may continue the same one, and each writes its own next token.
+        """
+        source = self.block_table[beam_idx]
+        for pool in self._pools():
+            pool[self.block_table] = pool[source]
+        self.lengths.copy_(self.lengths[beam_idx])
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """The cache of these sequences only, in this order, repeats allowed, in new tensors."""
+        source = self.block_table[indices]
+        self.lengths = self.lengths[indices]
+        self.block_table = self._own_blocks(*source.shape)
+        kept = torch.cat([source.new_zeros(1), source.flatten()])
+        for layer in self.layers:
+            layer.latent, layer.rope = layer.latent[kept], layer.rope[kept]
+            layer.index = None if layer.index is None else layer.index[kept]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        sequences = torch.arange(self.batch_size, device=self.lengths.device)
+        self.batch_select_indices(sequences.repeat_interleave(repeats))
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        # a copy, since generate() keeps it across forwards
+        return self.seen.clone()
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.max_cache_len
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.max_cache_len, 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pools, all layers."""
+        return sum(pool.nbytes for pool in self._pools())
+
+    def update(self, *args, **kwargs):
+        raise TypeError(
+            "PagedCache: only a model swapped by models.use_custom_pypto can use it, "
+            "got a call from a stock attention layer"
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"PagedCache(batch_size={self.batch_size}, max_cache_len={self.max_cache_len}, "
+            f"block_size={self.block_size}, layers={len(self.layers)}, nbytes={self.nbytes})"
+        )
+
+    def _pools(self) -> list[Tensor]:
+        return [
+            pool
+            for layer in self.layers
+            for pool in (layer.latent, layer.rope, layer.index)
+            if pool is not None
+        ]
+
+    def _own_blocks(self, batch_size: int, blocks: int) -> Tensor:
+        """A block table in which every sequence has blocks of its own; block 0 is nobody's."""
+        device = self.layers[0].latent.device
+        table = torch.arange(1, 1 + batch_size * blocks, dtype=torch.int32, device=device)
+        return table.view(batch_size, blocks)
+
+
+def check_block_size(caller: str, block_size: int) -> None:
+    if block_size % 16 or not 16 <= block_size <= 1024:
+        raise ValueError(
+            f"{caller}: block_size must be a multiple of 16 from 16 to 1024, got {block_size}"
+        )

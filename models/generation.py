@@ -1,0 +1,115 @@
+"""What a swapped model does differently around its layers: caches, masks and ``generate()``.
+
+These functions become a forward pre-hook and two methods of the one model that is swapped.
+"""
+
+import torch
+from torch import Tensor
+
+from .attention import Step
+from .cache import PagedCache
+
+FORWARD_ARGUMENTS = (
+    "input_ids",
+    "attention_mask",
+    "position_ids",
+    "past_key_values",
+    "inputs_embeds",
+    "use_cache",
+)
+
+
+def prepare_forward(block_size: int, model, args: tuple, kwargs: dict):
+    """Before every forward of the base model: makes room in the cache for the new tokens and hands
+    the layers a :class:`Step` in place of the attention mask.
+
+    Without ``past_key_values``: in training mode the stock path runs, since the ops have no
+    backward; otherwise this forward gets a cache of its own, which it returns if ``use_cache`` is
+    on (with room for one more block of tokens) and forgets if not.
+    """
+    # **{}: the names of positional arguments, whose order is that of the stock forward
+    kwargs = {**dict(zip(FORWARD_ARGUMENTS, args, strict=False)), **kwargs}
+    cache = kwargs.get("past_key_values")
+    if cache is None and model.training:
+        return None
+    if kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)):
+        raise ValueError(
+            "output_attentions: the ops never form the attention matrix; "
+            "call models.use_transformers(model) to get it from the stock path"
+        )
+    ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+    batch, tokens = (ids if embeddings is None else embeddings).shape[:2]
+    if cache is None:
+        keep = model.config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
+        room = tokens + block_size if keep else tokens
+        cache = PagedCache(model, batch, room, block_size=block_size)
+        kwargs["past_key_values"] = cache if keep else None
+    check_cache(cache)
+    if kwargs.get("position_ids") is None:  # stock would count after the cache has grown
+        positions = cache.get_seq_length() + torch.arange(tokens, device=cache.seen.device)
+        kwargs["position_ids"] = positions[None]
+    slots = cache.append(batch, tokens, new_tokens(kwargs.get("attention_mask"), tokens))
+    kwargs["attention_mask"] = {"indexed_attention": Step(cache, slots)}
+    return (), kwargs
+
+
+def prepare_cache_for_generation(
+    model, block_size, generation_config, model_kwargs, generation_mode, batch_size, max_length
+):
+    """``generate()`` makes its cache here, or checks the one it is given."""
+    kind = generation_config.cache_implementation
+    if kind not in (None, "dynamic"):
+        raise ValueError(
+            "cache_implementation: a model swapped by use_custom_pypto has its own cache, "
+            f"got {kind!r}; leave it out, or pass past_key_values=models.PagedCache(...)"
+        )
+    rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
+    cache = model_kwargs.get("past_key_values")
+    if cache is None and generation_config.use_cache is not False:
+        cache = PagedCache(model, rows, max_length, block_size=block_size)
+        model_kwargs["past_key_values"] = cache
+    elif cache is not None:
+        check_cache(cache)
+        if cache.max_cache_len < max_length or cache.batch_size != rows:
+            raise ValueError(
+                f"generate: needs a PagedCache with batch_size={rows} and max_cache_len of at "
+                f"least {max_length}, got {cache}"
+            )
+        cache._is_user_defined = True  # as stock marks it: generate() will not reset it
+
+
+def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, **kwargs):
+    """``generate()`` calls this outside of the compiled forward, where the mask may still grow
+    with the sequence and lengths can be read."""
+    tokens = inputs_embeds.shape[1]
+    past_key_values.check_room(tokens)
+    return {"indexed_attention": new_tokens(attention_mask, tokens)}
+
+
+def check_cache(cache) -> None:
+    if not isinstance(cache, PagedCache):
+        raise TypeError(
+            "past_key_values: a model swapped by use_custom_pypto needs a models.PagedCache, "
+            f"got {type(cache).__name__}"
+        )
+
+
+def new_tokens(attention_mask: Tensor | dict | None, tokens: int) -> Tensor | None:
+    """Which of the ``tokens`` new tokens are real, ``[B, tokens]`` bool; None: all of them."""
+    if isinstance(attention_mask, dict):
+        return attention_mask["indexed_attention"]
+    if attention_mask is None:
+        return None
+    if attention_mask.ndim != 2 or attention_mask.size(1) < tokens:
+        raise ValueError(
+            f"attention_mask must be [B, tokens so far] with at least the {tokens} new tokens, "
+            f"got {list(attention_mask.shape)}; masks of other shapes need the stock path"
+        )
+    mask = attention_mask.bool()
+    # one look per prefill; a single new token (decode) is spared it, and a graph cannot take it
+    if tokens > 1 and not torch.compiler.is_compiling() and (mask[:, :-1] & ~mask[:, 1:]).any():
+        raise ValueError(
+            "attention_mask: pads must be left of all real tokens, got a 0 right of a 1; "
+            "set tokenizer.padding_side = 'left'"
+        )
+    return mask[:, -tokens:]

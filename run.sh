@@ -1,0 +1,135 @@
+#!/usr/bin/env bash
+# Runs the demo, the tests, the benchmarks; sets up and rebuilds what that needs first.
+set -euo pipefail
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
+environment="${VIRTUAL_ENV:-${CONDA_PREFIX:-$root/.venv}}"
+python="$environment/bin/python"
+TEST_SECONDS=900
+
+usage() {
+  cat <<'TEXT'
+usage: run.sh [arguments of examples/generate.py]    the demo: text from a sparse-attention model
+       run.sh test [arguments of pytest]             the tests, at most 15 minutes
+       run.sh bench [arguments of the benchmarks]    every benchmarks/bench_*.py
+       run.sh env [--json]                           what works here, what is missing, the remedy
+       run.sh lint                                   format and style checks, nothing is changed
+TEXT
+}
+
+# Where torch_npu is installed and cannot be loaded (no CANN), `import torch` fails by itself.
+keep_torch_importable() {
+  "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch_npu") is None)' ||
+    return 0
+  "$python" -c 'import torch' 2>/dev/null && return
+  export TORCH_DEVICE_BACKEND_AUTOLOAD=0
+  echo "run.sh: torch_npu is installed and cannot be loaded; transformers needs it then, so models" \
+    "do not run here, only the ops (run.sh env gives the reason)" >&2
+}
+
+# setup [extra ...]: the package, current, and what its extras in pyproject.toml name
+setup() {
+  bash "$root/build_and_install.sh" --if-changed >&2
+  [[ $# -gt 0 ]] || return 0
+  if [[ "$*" == *models* ]] && ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+    echo "run.sh: transformers 5.23.0 needs Python 3.11 or 3.12, $environment has an older one;" \
+      "the ops work with it, the models do not" >&2
+    exit 1
+  fi
+  keep_torch_importable
+  "$python" -I - "$@" <<'PY' || {
+# pip would take a second to find out the same
+import re, sys
+from importlib.metadata import PackageNotFoundError, requires, version
+
+for requirement in requires("custom_pypto"):
+    match = re.match(r"([\w.-]+)([^;]*);.*extra == .(\w+)", requirement)
+    if match and match[3] in sys.argv[1:]:
+        try:
+            installed = version(match[1])
+        except PackageNotFoundError:
+            sys.exit(1)
+        if "==" in match[2] and match[2].strip() != "==" + installed:
+            sys.exit(1)
+PY
+    local extras="$*"
+    echo "installing what custom_pypto[${extras// /,}] names into $environment" >&2
+    "$python" -m pip install --quiet --disable-pip-version-check \
+      "$(ls -t "$root"/dist/custom_pypto-*.whl | head -n 1)[${extras// /,}]" >&2
+  }
+}
+
+lint() {
+  cd "$root"
+  local failed=0 large
+  "$python" -m ruff check --quiet . || failed=1
+  "$python" -m ruff format --check . || failed=1
+  git ls-files -z --cached --others --exclude-standard '*.cpp' '*.h' |
+    xargs -0 -r "$environment/bin/clang-format" --dry-run -Werror || failed=1
+  # against the empty tree: every line is looked at, not only changed ones
+  git diff --check "$(git hash-object -t tree /dev/null)" || failed=1
+  large="$(git ls-files -z --cached --others --exclude-standard | xargs -0 -r stat -c '%s %n' |
+    awk '$1 > 8 * 1024 * 1024')"
+  if [[ -n "$large" ]]; then
+    printf 'larger than 8 MB:\n%s\n' "$large" >&2
+    failed=1
+  fi
+  return "$failed"
+}
+
+run_tests() {
+  cd "$root"
+  local status=0
+  # SIGINT, so that pytest still says what it had run; in the foreground, so that Ctrl-C arrives
+  timeout --foreground --signal=INT --kill-after=30 "$TEST_SECONDS" \
+    "$python" -m pytest "$@" || status=$?
+  [[ "$status" -ne 124 ]] || echo "run.sh test: stopped after $((TEST_SECONDS / 60)) minutes" >&2
+  return "$status"
+}
+
+run_benchmarks() {
+  local benchmark
+  for benchmark in "$root"/benchmarks/bench_*.py; do
+    "$python" "$benchmark" "$@"
+  done
+}
+
+report_environment() {
+  # the report is wanted most where the set-up fails
+  setup || echo "run.sh env: the set-up failed, see above" >&2
+  [[ -x "$python" ]] || python=python3
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || exit 1
+  # the tree, which is there even if nothing could be built
+  PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m custom_pypto env "$@"
+}
+
+case "${1:-}" in
+  test)
+    shift
+    setup models test
+    run_tests "$@"
+    ;;
+  bench)
+    shift
+    setup models
+    run_benchmarks "$@"
+    ;;
+  env)
+    shift
+    report_environment "$@"
+    ;;
+  lint)
+    [[ $# -eq 1 ]] || { usage >&2; exit 2; }
+    setup test
+    lint
+    ;;
+  -h | --help) usage ;;
+  "" | -*)
+    setup models
+    exec "$python" "$root/examples/generate.py" "$@"
+    ;;
+  *)
+    usage >&2
+    exit 2
+    ;;
+esac

@@ -1,0 +1,111 @@
+"""When a result counts as the reference's, and what the failure says."""
+
+import torch
+from torch import Tensor
+
+from custom_pypto import reference
+from custom_pypto.reference.sequences import key_slots, query_tokens
+
+# 2 units of rounding of the output dtype: one for the result, one for what is rounded on the way
+ROW_TOLERANCE = {
+    torch.bfloat16: 2**-7,
+    torch.float16: 2**-10,
+    torch.float32: 1e-5,
+    torch.float64: 1e-12,
+}
+
+
+def assert_close_to_rows(got: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
+    """Every element is within ``tolerance`` of the largest magnitude of its row (the last dim).
+
+    NaN must meet NaN and an infinity itself; a row of zeros must be zeros.
+    """
+    assert got.shape == expected.shape, f"shape {tuple(got.shape)}, not {tuple(expected.shape)}"
+    assert got.dtype == expected.dtype, f"{got.dtype}, not {expected.dtype}"
+    tolerance = ROW_TOLERANCE[got.dtype] if tolerance is None else tolerance
+    got, expected = got.double(), expected.double()
+    same = (got == expected) | (got.isnan() & expected.isnan())
+    finite = torch.where(expected.isfinite(), expected, 0)
+    limit = tolerance * finite.abs().amax(-1, keepdim=True)
+    error = torch.where(same, 0, (got - expected).abs()).nan_to_num(nan=torch.inf)
+    excess = error - limit
+    if not (excess <= 0).all():
+        worst = torch.unravel_index(excess.argmax(), excess.shape)
+        at = tuple(int(i) for i in worst)
+        raise AssertionError(
+            f"{int((excess > 0).sum())} of {error.numel()} elements differ by more than "
+            f"{tolerance:.2g} of their row; worst at {at}: got {got[worst]:.7g}, expected "
+            f"{expected[worst]:.7g}, row maximum {finite[at[:-1]].abs().max():.7g}"
+        )
+
+
+def exact_scores(query: Tensor, keys: Tensor, weights: Tensor) -> tuple[Tensor, float]:
+    """One token's scores in float64, and how far two float32 evaluations may be from each other."""
+    q, k, w = query.double(), keys.double(), weights.double()
+    scores = w @ torch.relu(q @ k.T)
+    magnitude = w.abs() @ (q.abs() @ k.abs().T)
+    roundings = q.size(0) + q.size(1)
+    return scores, float(2 * roundings * 2**-24 * magnitude.amax()) if len(keys) else 0.0
+
+
+def assert_same_selection(got: Tensor, inputs: dict) -> None:
+    """``got`` is what the reference selects for ``inputs``, up to scores equal within rounding.
+
+    A row may differ only so: as many positions, none twice, each one visible; a position that is in
+    one selection only scores within eps of the K-th; no score exceeds the one before it by more
+    than eps.
+    """
+    expected = reference.npu_lightning_indexer_pto(**inputs)
+    assert got.shape == expected.shape, f"shape {tuple(got.shape)}, not {tuple(expected.shape)}"
+    assert got.dtype == torch.int32
+    got, expected = got.flatten(0, -2), expected.flatten(0, -2)
+    different = set((got != expected).any(-1).nonzero().flatten().tolist())
+    if not different:
+        return
+
+    query, key = inputs["query"].flatten(0, -3), inputs["key"]
+    weights, key_rows = inputs["weights"].flatten(0, -2), key.reshape(-1, key.size(-1))
+    layout_query = inputs.get("layout_query", "BSND")
+    lengths_query = inputs.get("actual_seq_lengths_query")
+    batch = len(lengths_query) if layout_query == "TND" else inputs["query"].size(0)
+    keys = key_slots(
+        key,
+        inputs.get("layout_key", "PA_BSND"),
+        inputs.get("actual_seq_lengths_key"),
+        inputs.get("block_table"),
+        batch,
+    )
+    lengths_key, sparse_mode = [len(k) for k in keys], inputs.get("sparse_mode", 3)
+    for token in query_tokens(
+        inputs["query"], layout_query, lengths_query, lengths_key, sparse_mode
+    ):
+        if token.row not in different:
+            continue
+        different.remove(token.row)
+        where = f"row {token.row} (sequence {token.sequence})"
+        row, best = got[token.row].tolist(), expected[token.row].tolist()
+        slot = keys[token.sequence][: token.visible]
+        valid = [p for p in best if p >= 0]
+        mine = row[: len(valid)]
+        wrong = [p for p in mine if not 0 <= p < token.visible or slot[p] < 0]
+        assert not wrong, f"{where}: selects {wrong[:5]}, but sees {token.visible} keys"
+        assert len(set(mine)) == len(mine), f"{where}: selects a position twice"
+        assert set(row[len(valid) :]) <= {-1}, f"{where}: {row[len(valid) :][:5]} after its keys"
+        exists = (slot >= 0).nonzero().flatten()
+        scores = torch.full((len(slot),), torch.nan, dtype=torch.float64)
+        scores[exists], eps = exact_scores(
+            query[token.row], key_rows[slot[exists]], weights[token.row]
+        )
+        kth = scores[valid].min()
+        missing, extra = sorted(set(valid) - set(mine)), sorted(set(mine) - set(valid))
+        for p in missing + extra:
+            assert abs(scores[p] - kth) <= eps, (
+                f"{where}: misses {missing[:5]}, selects {extra[:5]}; position {p} scores "
+                f"{scores[p]:.7g}, the {len(valid)}-th best {kth:.7g}, rounding explains {eps:.2g}"
+            )
+        rise = scores[mine][1:] - scores[mine][:-1]
+        assert (rise <= eps).all(), (
+            f"{where}: not in descending order at {int(rise.argmax()) + 1}: rises by "
+            f"{rise.max():.2g}, rounding explains {eps:.2g}"
+        )
+    assert not different, f"rows {sorted(different)[:5]} are padding and not all -1"

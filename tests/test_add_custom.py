@@ -1,0 +1,160 @@
+import re
+
+import pytest
+import torch
+from cases import on_meta, refusal
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import custom_pypto
+from custom_pypto import reference
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
+SHAPES = [(), (0,), (1,), (63,), (3, 0, 5), (7, 11, 13), (100_003,)]
+
+
+def pair(shape, dtype=torch.float32):
+    return dict(self=torch.randn(shape).to(dtype), other=torch.randn(shape).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_equals_the_reference_bit_for_bit(shape, dtype):
+    x = pair(shape, dtype)
+    got = custom_pypto.add_custom(**x)
+    assert got.dtype == dtype
+    assert torch.equal(got, reference.add_custom(**x))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        pytest.param(lambda x: x.t(), id="transposed"),
+        pytest.param(lambda x: x[::2, 1::3], id="every-other"),
+        pytest.param(lambda x: x[0].expand(5, -1), id="expanded"),
+    ],
+)
+def test_reads_strided_operands_in_their_order(view):
+    a, b = torch.randn(6, 9), torch.randn(6, 9)
+    dense = view(b).contiguous()
+    assert torch.equal(custom_pypto.add_custom(view(a), dense), view(a) + dense)
+    assert torch.equal(custom_pypto.add_custom(dense, view(a)), dense + view(a))
+    assert torch.equal(custom_pypto.add_custom(view(a), view(b)), view(a) + view(b))
+
+
+def test_adds_infinities_and_nan_as_numbers():
+    a = torch.tensor([torch.inf, torch.inf, torch.nan, -0.0])
+    b = torch.tensor([1.0, -torch.inf, 1.0, -0.0])
+    torch.testing.assert_close(custom_pypto.add_custom(a, b), a + b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(3,), (2, 3)], ids=str)
+def test_gradient_is_that_of_the_sum(shape):
+    a, b = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(custom_pypto.add_custom, (a, b))
+
+
+def test_gradients_of_both_operands_are_the_incoming_gradient():
+    a, b, grad = (torch.randn(4, 5) for _ in range(3))
+    a.requires_grad_(), b.requires_grad_()
+    custom_pypto.add_custom(a, b).backward(grad)
+    assert torch.equal(a.grad, grad)
+    assert torch.equal(b.grad, grad)
+
+
+def test_one_operand_used_twice_gets_both_gradients():
+    a = torch.randn(4, 5, requires_grad=True)
+    once = custom_pypto.add_custom(a, a)
+    custom_pypto.add_custom(once, a).sum().backward()
+    assert torch.equal(a.grad, torch.full((4, 5), 3.0))
+
+
+def test_operand_that_needs_no_gradient_gets_none():
+    a, b = torch.randn(4, requires_grad=True), torch.randn(4)
+    custom_pypto.add_custom(a, b).sum().backward()
+    assert torch.equal(a.grad, torch.ones(4))
+    assert b.grad is None
+
+
+def test_gradient_of_an_expanded_gradient_is_right():
+    a, b = (torch.randn(3, 4, requires_grad=True) for _ in range(2))
+    custom_pypto.add_custom(a, b).sum().backward()  # sum() sends one number, expanded: strides 0
+    assert torch.equal(a.grad, torch.ones(3, 4))
+    assert torch.equal(b.grad, torch.ones(3, 4))
+
+
+def test_backward_returns_two_gradients_that_share_no_memory():
+    grad = torch.randn(4, 5)
+    first, second = torch.ops.custom_pypto.add_custom_backward(grad)
+    assert torch.equal(first, grad)
+    assert torch.equal(second, grad)
+    kept = grad.clone()
+    first.zero_()
+    assert torch.equal(second, kept)
+    assert torch.equal(grad, kept)
+
+
+@pytest.mark.parametrize("requires_grad", [False, True], ids=["no-grad", "grad"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_op_is_registered_as_torch_expects(dtype, requires_grad):
+    a, b = (torch.randn(3, 5).to(dtype).requires_grad_(requires_grad) for _ in range(2))
+    torch.library.opcheck(torch.ops.custom_pypto.add_custom.default, (a, b))
+
+
+def test_backward_op_is_registered_as_torch_expects():
+    torch.library.opcheck(torch.ops.custom_pypto.add_custom_backward.default, (torch.randn(3, 5),))
+
+
+def test_five_shapes_compile_at_most_twice_and_equal_eager():
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(custom_pypto.add_custom, backend=counter, dynamic=True, fullgraph=True)
+    for shape in [(2, 3), (4, 5), (6, 7), (8, 3), (16, 33)]:
+        a, b = (torch.randn(shape, requires_grad=True) for _ in range(2))
+        got = compiled(a, b)
+        assert torch.equal(got, a + b)
+        got.sum().backward()
+        assert torch.equal(a.grad, torch.ones(shape))
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_meta_gives_the_shape_and_dtype_of_the_result(shape, dtype):
+    x = pair(shape, dtype)
+    meta, real = custom_pypto.add_custom(**on_meta(x)), custom_pypto.add_custom(**x)
+    assert (meta.shape, meta.dtype, meta.device.type) == (real.shape, real.dtype, "meta")
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        pytest.param(dict(other=torch.zeros(4, 4)), r"other\b.* must .*got", id="shape"),
+        pytest.param(dict(other=torch.zeros(5)), r"other\b.* must .*got", id="broadcast"),
+        pytest.param(dict(other=torch.zeros(())), r"other\b.* must .*got", id="scalar"),
+        pytest.param(
+            dict(other=torch.zeros(4, 5, dtype=torch.float64)),
+            r"other\.dtype must .*got .*(float64|[Dd]ouble)",
+            id="dtype",
+        ),
+        pytest.param(
+            dict(self=torch.zeros(4, 5).int(), other=torch.zeros(4, 5).int()),
+            r"self\.dtype must .*got .*[Ii]nt",
+            id="integers",
+        ),
+        pytest.param(
+            dict(
+                self=torch.zeros(4, 5, dtype=torch.complex64),
+                other=torch.zeros(4, 5, dtype=torch.complex64),
+            ),
+            r"self\.dtype must .*got .*[Cc]omplex",
+            id="complex",
+        ),
+    ],
+)
+def test_refuses_by_argument_the_same_on_cpu_and_meta(change, message):
+    text = refusal(custom_pypto.add_custom, pair((4, 5)) | change)
+    assert re.match("add_custom: " + message, text), text
+
+
+def test_refuses_operands_on_two_devices():
+    with pytest.raises(RuntimeError, match=r"add_custom: \w+\.device must"):
+        custom_pypto.add_custom(torch.zeros(3), torch.zeros(3, device="meta"))

@@ -1,0 +1,183 @@
+"""The package and its report on machines that are not as they should be."""
+
+import ctypes
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import custom_pypto
+from custom_pypto import env
+
+REPOSITORY = Path(__file__).parents[1]
+COMMAND = ("-m", "custom_pypto", "env")
+ADD = "import torch, custom_pypto; print(custom_pypto.add_custom(torch.ones(2), torch.ones(2)))"
+
+
+def python(*arguments, path=(), cwd=REPOSITORY, **variables):
+    """Runs Python with ``path`` before everything else, and no CANN."""
+    variables = {"PYTHONPATH": os.pathsep.join(map(str, path)), "LD_LIBRARY_PATH": "", **variables}
+    inherited = {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env=inherited | variables,
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def install(site, name, version, init, entry_points=""):
+    """A package as pip would leave it in ``site``."""
+    (site / name).mkdir(parents=True)
+    (site / name / "__init__.py").write_text(init)
+    info = site / f"{name}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+    (info / "entry_points.txt").write_text(entry_points)
+    return site
+
+
+@pytest.fixture
+def torch_npu_without_cann(tmp_path):
+    return install(
+        tmp_path / "site",
+        "torch_npu",
+        "2.13.0",
+        "raise ImportError('libhccl.so: cannot open shared object file')",
+        "[torch.backends]\ntorch_npu = torch_npu:_autoload\n",
+    )
+
+
+@pytest.fixture
+def package_without_library(tmp_path):
+    shutil.copytree(
+        REPOSITORY / "custom_pypto",
+        tmp_path / "custom_pypto",
+        ignore=shutil.ignore_patterns("*.so"),
+    )
+    return tmp_path
+
+
+def test_report_names_what_is_loaded_in_this_process():
+    report = env.collect()
+    assert report["custom_pypto"]["load_error"] is None
+    assert report["custom_pypto"]["version"] == custom_pypto.__version__
+    assert report["versions"]["torch"] == torch.__version__
+    assert report["cpu"]["kernels_isa"] == torch.ops.custom_pypto.cpu_isa()
+    assert report["cpu"]["threads"] == torch.get_num_threads()
+    assert report["ways"]["ops on the CPU"] == {"works": True, "missing": []}
+
+
+def test_command_prints_the_report_as_text_and_as_json():
+    text, as_json = python(*COMMAND), python(*COMMAND, "--json")
+    assert (text.returncode, as_json.returncode) == (0, 0), text.stderr + as_json.stderr
+    report = json.loads(as_json.stdout)
+    for name, version in report["versions"].items():
+        assert re.search(rf"^  {name} +{re.escape(version or 'not installed')}$", text.stdout, re.M)
+    for way, state in report["ways"].items():
+        assert f"{'yes' if state['works'] else 'no '}  {way}\n" in text.stdout + "\n"
+        assert state["works"] == (not state["missing"])
+
+
+def test_torch_npu_without_cann_breaks_torch_but_not_the_package(torch_npu_without_cann):
+    alone = python("-c", "import torch", path=[torch_npu_without_cann])
+    assert "Failed to load the backend extension: torch_npu" in alone.stderr
+    with_package = python("-c", "import custom_pypto;" + ADD, path=[torch_npu_without_cann])
+    assert with_package.stdout == "tensor([2., 2.])\n", with_package.stderr
+
+
+def test_torch_npu_without_cann_is_reported_with_the_remedy(torch_npu_without_cann):
+    result = python(*COMMAND, "--json", path=[torch_npu_without_cann])
+    assert result.returncode == 0, result.stderr
+    report = json.loads(result.stdout)
+    assert report["versions"]["torch_npu"] == "2.13.0"
+    assert "CANN cannot be loaded: libascendcl.so" in report["npu"]["problem"]["what"]
+    assert "set_env.sh" in report["npu"]["problem"]["remedy"]
+    assert report["ways"]["ops on the CPU"]["works"]
+    assert not report["ways"]["ops on the NPU"]["works"]
+    # transformers imports any torch_npu that it finds
+    assert not report["ways"]["DeepSeek-V3.2 and GLM-5 in transformers on the CPU"]["works"]
+    transformers = python(
+        "-c", "import custom_pypto, transformers.activations", path=[torch_npu_without_cann]
+    )
+    assert "libhccl.so" in transformers.stderr.splitlines()[-1]
+
+
+def test_what_the_user_set_for_autoload_is_left_alone(torch_npu_without_cann):
+    result = python(
+        "-c",
+        "import custom_pypto",
+        path=[torch_npu_without_cann],
+        TORCH_DEVICE_BACKEND_AUTOLOAD="1",
+    )
+    assert "ImportError: custom_pypto: torch or the compiled ops do not load" in result.stderr
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in result.stderr
+
+
+def test_autoload_is_left_alone_where_there_is_no_torch_npu(monkeypatch):
+    monkeypatch.delitem(sys.modules, "torch")
+    monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    env.disable_broken_autoload()
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD" not in os.environ
+
+
+def test_torch_npu_for_another_torch_is_reported_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(install(tmp_path, "torch_npu", "2.7.1.post2", ""))
+    monkeypatch.setattr(ctypes, "CDLL", lambda library: None)  # a machine with CANN
+    monkeypatch.delattr(torch, "npu", raising=False)
+    assert env.collect()["npu"]["problem"] == {
+        "what": f"torch_npu 2.7.1.post2 does not fit torch {torch.__version__}",
+        "remedy": "pip install 'torch_npu==2.13.*'",
+    }
+
+
+def test_import_without_the_library_says_how_to_build_it(package_without_library):
+    result = python("-c", "import custom_pypto", cwd=package_without_library)
+    assert result.returncode == 1
+    assert "No module named 'custom_pypto._C'" in result.stderr
+    assert "bash build_and_install.sh" in result.stderr.splitlines()[-1]
+
+
+def test_command_reports_a_package_without_the_library(package_without_library):
+    result = python(*COMMAND, "--json", cwd=package_without_library)
+    assert result.returncode == 1, result.stderr
+    report = json.loads(result.stdout)
+    assert "No module named 'custom_pypto._C'" in report["custom_pypto"]["load_error"]
+    missing = report["ways"]["ops on the CPU"]["missing"]
+    assert [problem["remedy"] for problem in missing] == ["bash build_and_install.sh"]
+
+
+def test_command_reports_a_torch_that_does_not_load(tmp_path):
+    init = "raise OSError('libtorch_global_deps.so: cannot open shared object file')"
+    result = python(*COMMAND, path=[install(tmp_path, "torch", "2.13.0", init)])
+    assert result.returncode == 1, result.stderr
+    assert "missing: libtorch_global_deps.so: cannot open shared object file" in result.stdout
+    assert re.search(r"^  torch +2\.13\.0$", result.stdout, re.M)
+
+
+@pytest.mark.parametrize(
+    "file, version",
+    [
+        pytest.param("aarch64-linux/ascend_toolkit_install.info", "8.5.0", id="in-arch-folder"),
+        pytest.param("ascend_cann_install.info", "9.0.0", id="at-the-top"),
+    ],
+)
+def test_cann_version_is_read_from_where_it_is_installed(tmp_path, monkeypatch, file, version):
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_text(f"package_name=x\nversion={version}\narch=aarch64\n")
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    assert env.collect()["versions"]["CANN"] == f"{version} in {tmp_path}"
+
+
+def test_report_wants_the_transformers_that_the_package_names():
+    assert f'"transformers=={env.TRANSFORMERS}"' in (REPOSITORY / "pyproject.toml").read_text()

@@ -1,0 +1,103 @@
+"""The examples run as the README says, and print what they promise."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+READMES = ["README.md", "README.zh-CN.md"]
+
+
+def run(*command: str, status: int = 0, **kwargs) -> subprocess.CompletedProcess:
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        **kwargs,
+    )
+    assert done.returncode == status, done.stderr
+    return done
+
+
+def python_blocks(readme: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / readme).read_text(), re.S)
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_readme_shows_the_ops_as_in_call_ops(readme):
+    code = (ROOT / "examples/call_ops.py").read_text()
+    assert python_blocks(readme)[0] == code.split('"""\n', 1)[1].lstrip()
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_every_block_of_the_readme_runs(readme):
+    blocks = python_blocks(readme)
+    assert len(blocks) >= 3
+    for block in blocks:
+        run("-c", block)
+
+
+@pytest.mark.parametrize("readme", READMES)
+def test_every_file_the_readme_links_to_exists(readme):
+    links = re.findall(r"\]\(([^)#:]+)\)", (ROOT / readme).read_text())
+    assert links
+    for link in links:
+        assert (ROOT / link).exists(), link
+
+
+def test_call_ops_prints_positions_and_shape():
+    positions, shape = run("examples/call_ops.py").stdout.splitlines()
+    first, second = json.loads(positions)
+    assert all(0 <= p < 40 for p in first[0][0])
+    assert sorted(second[0][0]) == [-1, 0, 1, 2]
+    assert shape == "(2, 1, 16, 512) torch.float32"
+
+
+def generate(*arguments: str) -> dict:
+    return json.loads(run("examples/generate.py", "--json", *arguments).stdout)
+
+
+def test_demo_answers_right_and_like_stock():
+    report = generate("--prompt-tokens", "1024", "--questions", "8")
+    ours, stock = report["results"]
+    assert (ours["backend"], stock["backend"]) == ("custom_pypto", "transformers")
+    assert ours["right"] >= 7 and ours["asked"] == 8
+    assert ours["answers"] == stock["answers"]
+    assert report["index_topk"] * 10 < ours["prompt_tokens"]
+
+
+def test_compiled_batch_answers_like_eager():
+    arguments = ["--backend", "custom_pypto", "--prompt-tokens", "300", "--questions", "2"]
+    arguments += ["--batch", "2", "--dtype", "float32"]
+    eager, compiled = generate(*arguments)["results"][0], generate(*arguments, "--compile")
+    assert compiled["compile"] and compiled["results"][0]["answers"] == eager["answers"]
+
+
+def test_a_prompt_from_standard_input_is_continued():
+    done = run(
+        "examples/generate.py",
+        *("--prompt-file", "-", "--max-new-tokens", "3", "--backend", "custom_pypto", "--json"),
+        input="the old sailor otter=red slowly crossed a wide harbour otter?",
+    )
+    result = json.loads(done.stdout)["results"][0]
+    assert result["prompt_tokens"] == 10
+    assert result["answers"][0][0].split()[0] == "red"
+
+
+def test_piped_output_has_no_progress_bar_and_no_escapes():
+    done = run("examples/generate.py", "--prompt-tokens", "200", "--questions", "1")
+    for text in (done.stdout, done.stderr):
+        assert "\x1b" not in text and "\r" not in text and "%|" not in text
+
+
+def test_a_missing_checkpoint_is_named(tmp_path):
+    done = run("examples/generate.py", "--model", str(tmp_path / "nowhere"), status=1)
+    assert "nowhere" in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,661 @@
+"""Swapped models compute what stock transformers computes, and the swap leaves nothing behind."""
+
+import copy
+import json
+
+import pytest
+import torch
+from tiny import CLASSES, KINDS, clear_case, tiny_config, tiny_model, token_ids
+from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.models.deepseek_v32 import modeling_deepseek_v32
+
+import models
+import models.attention
+
+# float32, 3 layers, logits up to about 7: sums of up to 128 terms in another order
+TOLERANCE = 5e-5
+# what a wrong formula moves at least, two orders above the tolerance
+WRONG = 5e-3
+PADS = [0, 9, 22]
+
+
+@pytest.fixture(autouse=True)
+def no_grad_and_one_thread():
+    torch.set_num_threads(1)  # tensors this small only wait for a second one
+    with torch.no_grad():
+        yield
+
+
+def stock_and_swapped(kind="deepseek_v32", **changes):
+    swapped = models.use_custom_pypto(tiny_model(kind, **changes), block_size=16)
+    return tiny_model(kind, **changes), swapped
+
+
+def paged_cache(model, batch, tokens=96):
+    """A cache whose blocks lie in no order and hold garbage."""
+    cache = models.PagedCache(model, batch, tokens, block_size=16)
+    table = cache.block_table
+    shuffled = torch.randperm(table.numel(), generator=torch.Generator().manual_seed(3))
+    table.copy_(table.flatten()[shuffled].view_as(table))
+    for layer in cache.layers:
+        for pool in (layer.latent, layer.rope, layer.index):
+            if pool is not None:
+                pool.fill_(float("nan"))
+    return cache
+
+
+def left_padded(pads, tokens, seed=1):
+    """Ids, mask and positions of a batch whose rows start with so many pads."""
+    ids = token_ids(len(pads), tokens, seed)
+    mask = torch.ones(len(pads), tokens, dtype=torch.int64)
+    for row, n in enumerate(pads):
+        ids[row, :n], mask[row, :n] = 0, 0
+    return ids, mask, (mask.cumsum(-1) - 1).clamp_min(0)
+
+
+def feed(model, cache, ids, mask, positions, chunks):
+    """The logits of every token, fed in chunks."""
+    logits, start = [], 0
+    for size in chunks:
+        end = start + size
+        logits.append(
+            model(
+                ids[:, start:end],
+                attention_mask=mask[:, :end],
+                position_ids=positions[:, start:end],
+                past_key_values=cache,
+            ).logits
+        )
+        start = end
+    return torch.cat(logits, 1)
+
+
+def both(stock, swapped, pads, chunks):
+    """The logits that stock and swapped model give the same tokens, pads left out."""
+
+    def run(seed):
+        cache = DynamicCache(config=stock.config)
+        return feed(stock, cache, *left_padded(pads, sum(chunks), seed), chunks)
+
+    seed, want = clear_case(run)
+    ids, mask, positions = left_padded(pads, sum(chunks), seed)
+    got = feed(swapped, paged_cache(swapped, len(pads)), ids, mask, positions, chunks)
+    return want[mask.bool()], got[mask.bool()]
+
+
+def furthest(stock, swapped):
+    """Largest logit difference over a left-padded prefill and two decode steps."""
+    want, got = both(stock, swapped, [0, 9], [46, 1, 1])
+    return (got - want).abs().max()
+
+
+def prompt(seed=1, pads=PADS, tokens=40):
+    ids, mask, _ = left_padded(pads, tokens, seed)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+# ---- the same logits ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pads", [[0], [0, 0], PADS], ids=["batch-1", "batch-2", "left-padded"])
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        pytest.param([60], id="prefill"),
+        pytest.param([47, 1, 1, 1, 1, 1], id="decode"),
+        pytest.param([40, 3, 3, 1, 3], id="three-tokens-a-step"),
+        pytest.param([17, 17, 17], id="chunked-prefill"),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_stock_transformers(kind, chunks, pads):
+    want, got = both(*stock_and_swapped(kind), pads, chunks)
+    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("index_topk", [1, 2, 16, 64], ids=lambda k: f"{k}-of-48-keys")
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_stock_transformers_however_many_keys_are_selected(kind, index_topk):
+    assert furthest(*stock_and_swapped(kind, index_topk=index_topk)) <= TOLERANCE
+
+
+def test_logits_equal_stock_transformers_without_yarn():
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    assert furthest(*stock_and_swapped(rope_parameters=plain)) <= TOLERANCE
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forward_without_a_cache_makes_its_own(kind, use_cache):
+    stock, swapped = stock_and_swapped(kind)
+
+    def run(model, seed):
+        ids = token_ids(2, 33, seed)
+        out = model(ids[:, :30], use_cache=use_cache)
+        if not use_cache:
+            return out.logits, out.past_key_values
+        # the positions continue after the cache
+        return model(ids[:, 30:], past_key_values=out.past_key_values).logits, out.past_key_values
+
+    seed, (want, _) = clear_case(lambda seed: run(stock, seed))
+    got, cache = run(swapped, seed)
+    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+    assert isinstance(cache, models.PagedCache if use_cache else type(None))
+
+
+def test_hidden_states_can_be_asked_for():
+    stock, swapped = stock_and_swapped()
+
+    def hidden_states(model, seed):
+        return model(token_ids(1, 20, seed), output_hidden_states=True).hidden_states
+
+    seed, want = clear_case(lambda seed: hidden_states(stock, seed))
+    got = hidden_states(swapped, seed)
+    assert len(got) == len(want) == 4
+    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+
+
+# ---- traps: most of these look healthy until the context exceeds index_topk -------------------
+
+
+def half_split_mla(monkeypatch, model):
+    def rotate(q, k, cos, sin, unsqueeze_dim):
+        return modeling_deepseek_v32.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+
+    monkeypatch.setattr(models.attention, "apply_rotary_pos_emb_interleave", rotate)
+
+
+def other_index_rope(monkeypatch, model):
+    cls = type(model.model.layers[0].self_attn)
+    wrong = {
+        "deepseek_v32": modeling_deepseek_v32.apply_rotary_pos_emb_interleave,
+        "glm_moe_dsa": modeling_deepseek_v32.apply_rotary_pos_emb,
+    }[model.config.model_type]
+    monkeypatch.setattr(cls, "index_rope", staticmethod(wrong))
+
+
+def unnormed_index_query(monkeypatch, model):
+    select = models.attention.PagedAttention.select
+
+    def wrong(self, hidden_states, q_latent, *args):
+        return select(self, hidden_states, q_latent / self.q_a_layernorm.weight, *args)
+
+    monkeypatch.setattr(models.attention.PagedAttention, "select", wrong)
+
+
+def for_each(part):
+    def mutate(change):
+        def apply(monkeypatch, model):
+            for layer in model.model.layers:
+                if target := getattr(layer.self_attn, part, None) if part else layer.self_attn:
+                    change(target)
+
+        return apply
+
+    return mutate
+
+
+TRAPS = {
+    "indexer-rotates-the-other-pairs": other_index_rope,
+    "mla-rotates-half-split-pairs": half_split_mla,
+    "index-query-from-the-latent-before-its-norm": unnormed_index_query,
+    "index-key-without-norm-bias": for_each("indexer")(lambda m: m.k_norm.bias.zero_()),
+    "index-weights-without-sign": for_each("indexer")(lambda m: m.weights_proj.weight.abs_()),
+    "softmax-scale-of-latent-plus-rope": for_each(None)(lambda m: setattr(m, "scaling", 80**-0.5)),
+    "no-selection": for_each("indexer")(lambda m: setattr(m, "index_topk", 64)),
+}
+
+
+@pytest.mark.parametrize("trap", TRAPS.values(), ids=TRAPS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_logits_show(kind, trap, monkeypatch):
+    stock, swapped = stock_and_swapped(kind)
+    assert furthest(stock, swapped) <= TOLERANCE
+    trap(monkeypatch, swapped)
+    assert furthest(stock, swapped) > WRONG
+
+
+def test_the_logits_show_a_softmax_scale_without_yarns_mscale():
+    stock, swapped = stock_and_swapped()
+    for layer in swapped.model.layers:
+        assert layer.self_attn.scaling != layer.self_attn.qk_head_dim**-0.5
+        layer.self_attn.scaling = layer.self_attn.qk_head_dim**-0.5
+    assert furthest(stock, swapped) > WRONG
+
+
+def test_the_logits_show_a_shared_layer_that_does_not_share(monkeypatch):
+    stock, swapped = stock_and_swapped("glm_moe_dsa")
+    shared = swapped.model.layers[1].self_attn
+    attend = shared.attend
+
+    def wrong(hidden_states, position_embeddings, step, indices):
+        return attend(hidden_states, position_embeddings, step, indices.clamp(max=3))
+
+    monkeypatch.setattr(shared, "attend", wrong)
+    assert furthest(stock, swapped) > WRONG
+
+
+# ---- generate() -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="greedy-left-padded"),
+        pytest.param({"prefill_chunk_size": 16}, id="chunked-prefill"),
+        pytest.param({"use_cache": False}, id="without-cache"),
+        pytest.param({"num_beams": 3}, id="beams"),
+        pytest.param({"num_beams": 3, "num_return_sequences": 2}, id="beams-returned"),
+        pytest.param({"do_sample": True}, id="sampling"),
+        pytest.param({"do_sample": True, "num_return_sequences": 3}, id="sampling-returned"),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_generate_equals_stock_transformers(kind, options):
+    options = {"do_sample": False, "max_new_tokens": 8} | options
+
+    def generate(model, seed):
+        torch.manual_seed(5)
+        return model.generate(**prompt(seed), **options)
+
+    stock, swapped = stock_and_swapped(kind)
+    seed, want = clear_case(lambda seed: generate(stock, seed))
+    assert torch.equal(generate(swapped, seed), want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompt_lookup_equals_stock_greedy_and_takes_back_wrong_guesses(kind, monkeypatch):
+    stock, swapped = stock_and_swapped(kind)
+    taken_back, crop = [], models.PagedCache.crop
+
+    def spy(self, tokens):
+        taken_back.append(int(tokens))
+        crop(self, tokens)
+
+    monkeypatch.setattr(models.PagedCache, "crop", spy)
+
+    def generate(model, seed, **options):
+        ids = token_ids(1, 12, seed).repeat(1, 3)  # something to look up
+        return model.generate(ids, max_new_tokens=16, do_sample=False, **options)
+
+    seed, want = clear_case(lambda seed: generate(stock, seed))
+    assert torch.equal(generate(swapped, seed, prompt_lookup_num_tokens=3), want)
+    assert min(taken_back) < 0
+
+
+def test_a_cache_kept_between_calls_continues_the_conversation():
+    stock, swapped = stock_and_swapped()
+
+    def two_turns(model, seed, **cache):
+        asked, options = prompt(seed), {"max_new_tokens": 6, "do_sample": False}
+        first = model.generate(**asked, **options, **cache)
+        ids = torch.cat([first, token_ids(3, 10, seed=2)], 1)
+        mask = torch.cat([asked["attention_mask"], torch.ones(3, 16, dtype=torch.int64)], 1)
+        return model.generate(ids, attention_mask=mask, **options, **cache)
+
+    seed, want = clear_case(lambda seed: two_turns(stock, seed))
+    cache = models.PagedCache(swapped, batch_size=3, max_cache_len=96, block_size=16)
+    assert torch.equal(two_turns(swapped, seed, past_key_values=cache), want)
+
+
+# ---- the cache ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "change, batch",
+    [
+        pytest.param(lambda cache: cache.crop(-6), 3, id="crop"),
+        pytest.param(lambda cache: cache.crop(0), 3, id="crop-nothing"),
+        pytest.param(lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])), 3, id="reorder"),
+        pytest.param(lambda cache: cache.batch_repeat_interleave(2), 6, id="repeat"),
+        pytest.param(
+            lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), 2, id="select"
+        ),
+        pytest.param(lambda cache: cache.reset(), 3, id="reset"),
+        pytest.param(copy.deepcopy, 3, id="deepcopy"),
+    ],
+)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_changed_cache_continues_like_stocks(kind, change, batch):
+    stock, swapped = stock_and_swapped(kind)
+
+    def run(model, cache, seed):
+        feed(model, cache, *left_padded([0, 0, 0], 40, seed), [40])
+        cache = change(cache) or cache
+        past = int(cache.get_seq_length())
+        # 12 tokens in steps cross a block boundary, so that two sequences sharing one would show
+        ids = token_ids(batch, past + 12, seed + 1)
+        mask = torch.ones_like(ids)
+        positions = torch.arange(past + 12).expand(batch, -1)
+        return [
+            model(
+                ids[:, t : t + 4],
+                attention_mask=mask[:, : t + 4],
+                position_ids=positions[:, t : t + 4],
+                past_key_values=cache,
+            ).logits
+            for t in range(past, past + 12, 4)
+        ]
+
+    seed, want = clear_case(lambda seed: run(stock, DynamicCache(config=stock.config), seed))
+    got = run(swapped, paged_cache(swapped, 3), seed)
+    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+
+
+def test_crop_takes_real_tokens_of_left_padded_rows():
+    stock, swapped = stock_and_swapped()
+
+    def run(seed):
+        cache = DynamicCache(config=stock.config)
+        return feed(stock, cache, *left_padded(PADS, 40, seed), [40])[:, -4:]
+
+    seed, want = clear_case(run)
+    ids, mask, positions = left_padded(PADS, 40, seed)
+    cache = paged_cache(swapped, 3)
+    wrong = torch.cat([ids[:, :36], token_ids(3, 4, seed=seed + 1)], 1)
+    feed(swapped, cache, wrong, mask, positions, [40])
+    cache.crop(-4)
+    assert cache.lengths.tolist() == [36 - n for n in PADS]
+    got = swapped(
+        ids[:, 36:], attention_mask=mask, position_ids=positions[:, 36:], past_key_values=cache
+    ).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+
+
+def test_shared_layers_have_no_index_cache():
+    _, swapped = stock_and_swapped("glm_moe_dsa")
+    cache = models.PagedCache(swapped, 2, 33, block_size=16)
+    assert [layer.index is None for layer in cache.layers] == [False, True, False]
+    assert cache.max_cache_len == 48 and cache.block_table.shape == (2, 3)
+    rows = 7 * 16  # 2 * 3 blocks, and one for pads
+    assert cache.nbytes == rows * (3 * (64 + 16) + 2 * 32) * 4
+
+
+def test_out_of_capacity_is_refused_before_anything_is_written():
+    _, swapped = stock_and_swapped()
+    cache = models.PagedCache(swapped, 1, 32, block_size=16)
+    swapped(token_ids(1, 30), past_key_values=cache)
+    before = copy.deepcopy(cache)
+    with pytest.raises(ValueError, match="out of capacity: has 30 of 32 tokens.*got 3 more"):
+        swapped(token_ids(1, 3), past_key_values=cache)
+    assert cache.lengths.tolist() == [30] and cache.get_seq_length() == 30
+    for now, then in zip(cache.layers, before.layers, strict=True):
+        torch.testing.assert_close(now.latent, then.latent, rtol=0, atol=0, equal_nan=True)
+    swapped(token_ids(1, 2), past_key_values=cache)  # exactly full
+
+
+# ---- the swap -------------------------------------------------------------------------------
+
+
+def trace(model):
+    """Everything a swap could leave behind: classes, attributes, hooks, config."""
+    modules = {name: (type(m), sorted(vars(m))) for name, m in model.named_modules()}
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    return modules, hooks, model.config.to_dict(), model.config._attn_implementation
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_use_transformers_undoes_the_swap_to_the_bit(kind, implementation):
+    model = tiny_model(kind)
+    model.set_attn_implementation(implementation)
+    want = trace(model), model(**prompt()).logits, model.generate(**prompt(), max_new_tokens=6)
+    weights = {name: t.data_ptr() for name, t in model.state_dict().items()}
+
+    assert models.use_custom_pypto(model) is model
+    model.generate(**prompt(), max_new_tokens=6)
+    assert trace(model) != want[0]
+    assert {name: t.data_ptr() for name, t in model.state_dict().items()} == weights
+
+    assert models.use_transformers(model) is model
+    got = trace(model), model(**prompt()).logits, model.generate(**prompt(), max_new_tokens=6)
+    assert got[0] == want[0]
+    assert torch.equal(got[1], want[1]) and torch.equal(got[2], want[2])
+    assert {name: t.data_ptr() for name, t in model.state_dict().items()} == weights
+
+
+def test_a_swap_leaves_other_models_alone():
+    config = tiny_config()
+    one, other = (CLASSES["deepseek_v32"][1](config).eval() for _ in range(2))
+    want = trace(other), other(**prompt()).logits
+    models.use_custom_pypto(one)  # built from the same config object
+    one.generate(**prompt(), max_new_tokens=2)
+    assert trace(other) == want[0] and torch.equal(other(**prompt()).logits, want[1])
+
+
+def test_swapping_twice_and_undoing_twice_are_harmless():
+    stock, model = tiny_model(), tiny_model()
+    models.use_custom_pypto(models.use_custom_pypto(model), block_size=32)
+    cache = model(token_ids(1, 4)).past_key_values
+    assert cache.block_size == 32
+    models.use_transformers(models.use_transformers(model))
+    assert trace(model) == trace(stock)
+
+
+def test_a_copy_of_a_swapped_model_is_a_swapped_model_of_its_own():
+    stock, swapped = stock_and_swapped()
+    copied = copy.deepcopy(swapped)
+    models.use_transformers(swapped)
+    assert furthest(stock, copied) <= TOLERANCE
+    assert torch.equal(stock(**prompt()).logits, swapped(**prompt()).logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_swapped_model_saves_what_stock_saves(kind, tmp_path):
+    stock, swapped = stock_and_swapped(kind)
+    for name, model in (("stock", stock), ("swapped", swapped)):
+        model.save_pretrained(tmp_path / name)
+    saved = [sorted((tmp_path / name).iterdir()) for name in ("stock", "swapped")]
+    assert [[file.name for file in files] for files in saved][0] == [f.name for f in saved[1]]
+    for a, b in zip(*saved, strict=True):
+        assert a.read_bytes() == b.read_bytes(), a.name
+    architectures = json.loads((tmp_path / "swapped/config.json").read_text())["architectures"]
+    assert architectures == [CLASSES[kind][1].__name__]
+    assert furthest(stock, models.load(tmp_path / "swapped")) <= TOLERANCE
+
+
+def test_the_experts_implementation_can_still_be_chosen():
+    # generate() does so on every device but CPU
+    stock, swapped = stock_and_swapped()
+    for model in (stock, swapped):
+        model.set_experts_implementation("batched_mm")
+        assert model.config._experts_implementation == "batched_mm"
+    assert furthest(stock, swapped) <= TOLERANCE
+
+
+# ---- gradients ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_mode_gives_stock_gradients(kind):
+    gradients = []
+    for model in stock_and_swapped(kind):
+        ids = token_ids(2, 20)
+        with torch.enable_grad():
+            model.train()(ids, labels=ids).loss.backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0].keys() == gradients[1].keys()
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+def test_evaluation_mode_refuses_a_backward_instead_of_losing_gradients():
+    _, swapped = stock_and_swapped()
+    ids = token_ids(2, 20)
+    with torch.enable_grad():
+        loss = swapped(ids, labels=ids, use_cache=False).loss
+        with pytest.raises(RuntimeError, match="npu_sparse_flash_attention_pto"):
+            loss.backward()
+
+
+# ---- refusals -------------------------------------------------------------------------------
+
+
+def quantised_projection(model):
+    class QuantisedLinear(nn.Linear):
+        pass
+
+    model.model.layers[1].self_attn.kv_b_proj.__class__ = QuantisedLinear
+    return model
+
+
+def wrapped_forward(model):
+    attention = model.model.layers[1].self_attn
+    attention.forward = attention.forward
+    return model
+
+
+def llama():
+    config = LlamaConfig(
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=1,
+        vocab_size=8,
+    )
+    return LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize(
+    "model, error, message",
+    [
+        pytest.param(llama, TypeError, "got .*LlamaForCausalLM", id="another-model"),
+        pytest.param(lambda: tiny_model().model, TypeError, "got .*V32Model", id="no-head"),
+        pytest.param(
+            lambda: tiny_model(index_topk=2049),
+            ValueError,
+            "index_topk must be 1 to 2048.*got 2049",
+            id="index-topk",
+        ),
+        pytest.param(
+            lambda: quantised_projection(tiny_model()),
+            TypeError,
+            "kv_b_proj of layer 1 must be a torch.nn.Linear, got QuantisedLinear",
+            id="quantised",
+        ),
+        pytest.param(
+            lambda: wrapped_forward(tiny_model()),
+            TypeError,
+            "layer 1 must be a plain DeepseekV32Attention, got .*a wrapped forward",
+            id="wrapped",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_swapped_is_refused_untouched(model, error, message):
+    model = model()
+    before = {name: type(m) for name, m in model.named_modules()}
+    with pytest.raises(error, match=f"use_custom_pypto: .*{message}"):
+        models.use_custom_pypto(model)
+    assert {name: type(m) for name, m in model.named_modules()} == before
+
+
+def test_use_transformers_names_what_it_cannot_undo():
+    with pytest.raises(TypeError, match="use_transformers: model must be .*got .*Llama"):
+        models.use_transformers(llama())
+
+
+@pytest.mark.parametrize("block_size", [0, 24, -16, 2048])
+def test_block_sizes_the_ops_do_not_take_are_refused(block_size):
+    with pytest.raises(ValueError, match=f"multiple of 16 from 16 to 1024, got {block_size}"):
+        models.use_custom_pypto(tiny_model(), block_size=block_size)
+
+
+def right_padded():
+    mask = torch.ones(2, 10, dtype=torch.int64)
+    mask[1, -3:] = 0
+    return mask
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        pytest.param(
+            lambda m: m(token_ids(2, 10), attention_mask=right_padded()),
+            ValueError,
+            "pads must be left of all real tokens",
+            id="right-padding",
+        ),
+        pytest.param(
+            lambda m: m.generate(token_ids(2, 10), attention_mask=right_padded()),
+            ValueError,
+            "padding_side = 'left'",
+            id="right-padding-generate",
+        ),
+        pytest.param(
+            lambda m: m(token_ids(1, 4), attention_mask=torch.ones(1, 1, 4, 4)),
+            ValueError,
+            r"attention_mask must be \[B, tokens so far\].*got \[1, 1, 4, 4\]",
+            id="4d-mask",
+        ),
+        pytest.param(
+            lambda m: m(token_ids(1, 4), past_key_values=DynamicCache(config=m.config)),
+            TypeError,
+            "needs a models.PagedCache, got DynamicCache",
+            id="stock-cache",
+        ),
+        pytest.param(
+            lambda m: m.generate(token_ids(1, 4), cache_implementation="static"),
+            ValueError,
+            "has its own cache, got 'static'",
+            id="cache-implementation",
+        ),
+        pytest.param(
+            lambda m: m(token_ids(3, 4), past_key_values=models.PagedCache(m, 2, 16)),
+            ValueError,
+            "made for batch_size=2, got a batch of 3",
+            id="batch",
+        ),
+        pytest.param(
+            lambda m: m.generate(
+                token_ids(1, 10),
+                past_key_values=models.PagedCache(m, 1, 16, block_size=16),
+                max_new_tokens=20,
+            ),
+            ValueError,
+            "max_cache_len of at least 29, got PagedCache.*max_cache_len=16",
+            id="generate-longer-than-the-cache",
+        ),
+        pytest.param(
+            lambda m: m(token_ids(1, 4), output_attentions=True),
+            ValueError,
+            "output_attentions: the ops never form",
+            id="output-attentions",
+        ),
+    ],
+)
+def test_a_call_the_swapped_model_cannot_serve_is_refused(call, error, message):
+    _, swapped = stock_and_swapped()
+    with pytest.raises(error, match=message):
+        call(swapped)
+
+
+def test_a_stock_model_refuses_a_paged_cache():
+    stock, swapped = stock_and_swapped()
+    with pytest.raises(TypeError, match="only a model swapped by models.use_custom_pypto"):
+        stock(token_ids(1, 4), past_key_values=models.PagedCache(swapped, 1, 16))
+
+
+def test_a_shared_first_layer_is_refused():
+    _, swapped = stock_and_swapped("glm_moe_dsa", indexer_types=["shared", "full", "full"])
+    with pytest.raises(ValueError, match="layer 0 is 'shared'"):
+        swapped(token_ids(1, 4))
+
+
+# ---- bf16 -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index_topk", [8, 64], ids=["selection", "all-keys"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_is_as_close_to_float32_as_stock_bf16(kind, index_topk, tmp_path):
+    # selection and routing are discontinuous: bf16 logits may differ from stock's as much as
+    # stock's differ from float32's. All three are loaded: model.to() would round inv_freq as well.
+    tiny_model(kind, index_topk=index_topk).save_pretrained(tmp_path)
+
+    def logits(dtype, swap=False):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+        model = models.use_custom_pypto(model) if swap else model
+        return model(token_ids(8, 60), use_cache=False).logits.float()
+
+    exact = logits(torch.float32)
+    stock_error = (logits(torch.bfloat16) - exact).abs().mean()
+    assert (logits(torch.bfloat16, swap=True) - exact).abs().mean() <= 1.2 * stock_error

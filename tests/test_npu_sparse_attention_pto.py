@@ -1,0 +1,519 @@
+import importlib
+import re
+
+import pytest
+import torch
+from cases import (
+    DTYPES,
+    INT_MAX,
+    INT_MIN,
+    copied,
+    fused_inputs,
+    int32,
+    on_meta,
+    refusal,
+    slots,
+    without_nan,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numerics import assert_close_to_rows
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import custom_pypto
+from custom_pypto import reference
+
+fused = custom_pypto.npu_sparse_attention_pto
+# the package exports the function of the same name
+reference_module = importlib.import_module("custom_pypto.reference.npu_sparse_attention_pto")
+CACHES = ("kv_cache", "kr_cache", "index_k_cache")
+
+
+def run(op, x: dict) -> dict:
+    """Output and caches of a call on copies."""
+    x = copied(x)
+    return dict(out=op(**x)) | {name: x[name] for name in CACHES}
+
+
+def assert_same(got: dict, expected: dict) -> None:
+    for name in ("out", *CACHES):
+        assert_close_to_rows(got[name], expected[name])
+
+
+def assert_equals_reference(x: dict) -> dict:
+    """The output, and the caches everywhere: what no token writes keeps its bits."""
+    got = run(fused, x)
+    assert_same(got, run(reference.npu_sparse_attention_pto, x))
+    for name in CACHES:
+        untouched = torch.ones(x[name].shape[:2], dtype=torch.bool).flatten()
+        written = x["cache_index"].flatten().long()
+        untouched[written[(written >= 0) & (written < len(untouched))]] = False
+        before, after = (c[name].flatten(0, 2)[untouched] for c in (x, got))
+        torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+    return got
+
+
+def largest_difference(a: dict, b: dict, name: str) -> float:
+    """In units of the largest magnitude of the tensor."""
+    a, b = a[name].float(), b[name].float()
+    return ((a - b).abs().nan_to_num().max() / b.abs().nan_to_num().max()).item()
+
+
+@settings(max_examples=100)
+@given(
+    st.lists(st.integers(0, 60), min_size=1, max_size=3),
+    st.integers(1, 5),
+    st.fixed_dictionaries(
+        dict(
+            heads=st.sampled_from([1, 2, 3, 5, 16]),
+            nope=st.sampled_from([8, 16, 24]),
+            latent=st.sampled_from([16, 32, 64]),
+            rope=st.sampled_from([16, 32]),
+            index_heads=st.sampled_from([1, 3, 4, 16]),
+            index_dim=st.sampled_from([32, 48, 64]),
+            block_size=st.sampled_from([16, 32, 48, 128]),
+            dtype=st.sampled_from(DTYPES),
+            strided=st.booleans(),
+            sparse_count=st.sampled_from([2, 8, 16, 2048]),
+            softmax_scale=st.sampled_from([None, 0.1, 0.5]),
+            seed=st.integers(0, 2**31),
+        )
+    ),
+)
+def test_equals_the_reference_caches_included(lengths, S1, arguments):
+    assert_equals_reference(fused_inputs(lengths, S1, **arguments))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "lengths, S1, K",
+    [
+        pytest.param([3000], 1, 2048, id="decode"),
+        pytest.param([700, 90], 4, 64, id="mtp"),
+        pytest.param([40], 40, 16, id="prefill"),
+    ],
+)
+def test_equals_the_reference_at_the_sizes_of_deepseek_v3_2(lengths, S1, K, dtype):
+    sizes = dict(hidden=128, q_rank=64, heads=8, nope=128, latent=512, rope=64)
+    index = dict(index_heads=64, index_dim=128, block_size=128)
+    assert_equals_reference(
+        fused_inputs(lengths, S1, **sizes, **index, dtype=dtype, sparse_count=K)
+    )
+
+
+def test_defaults_are_2048_keys_and_the_scale_of_the_head_dim():
+    x = fused_inputs([40, 21], 2)
+    explicit = x | dict(sparse_count=2048, softmax_scale=(16 + 16) ** -0.5, eps=1e-6)
+    assert_same(run(fused, x), run(fused, explicit))
+    assert_equals_reference(x)
+
+
+def test_sin_and_cos_may_be_float32():
+    x = fused_inputs([40], 2, dtype=torch.bfloat16, sparse_count=8)
+    precise = fused_inputs([40], 2, sparse_count=8)
+    assert_equals_reference(x | dict(sin=precise["sin"], cos=precise["cos"]))
+
+
+def test_slots_may_be_int64():
+    x = fused_inputs([40, 33], 2, sparse_count=8)
+    assert_same(run(fused, x | dict(cache_index=x["cache_index"].long())), run(fused, x))
+
+
+def test_output_does_not_depend_on_where_the_blocks_are():
+    x = fused_inputs([40, 33], 3, sparse_count=8)
+    out = run(fused, x)["out"]
+    order = torch.arange(x["kv_cache"].size(0)).flip(0)
+    moved = copied(x) | {name: x[name][order] for name in CACHES}
+    inverse = order.argsort().int()
+    inside = (x["block_table"] >= 0) & (x["block_table"] < len(order))
+    moved["block_table"] = torch.where(
+        inside, inverse[x["block_table"].clamp(0, len(order) - 1).long()], x["block_table"]
+    )
+    for b, n in enumerate([40, 33]):
+        moved["cache_index"][b] = slots(moved["block_table"][b], n, 16)[-3:]
+    assert torch.equal(run(fused, moved)["out"], out)
+
+
+right_rope_half_split = reference_module.rope_half_split
+right_rope_interleaved = reference_module.rope_interleaved
+right_layer_norm = torch.nn.functional.layer_norm
+
+
+@pytest.mark.parametrize(
+    "function, wrong, cache, decides",
+    [
+        pytest.param(
+            "rope_half_split",
+            lambda x, sin, cos: torch.cat(
+                [
+                    right_rope_interleaved(x[..., : sin.size(-1)], sin, cos),
+                    x[..., sin.size(-1) :],
+                ],
+                -1,
+            ),
+            "index_k_cache",
+            True,
+            id="interleaved-rope-in-the-indexer",
+        ),
+        pytest.param(
+            "rope_half_split",
+            lambda x, sin, cos: torch.cat(
+                [
+                    x[..., : -sin.size(-1)],
+                    right_rope_half_split(x[..., -sin.size(-1) :], sin, cos),
+                ],
+                -1,
+            ),
+            "index_k_cache",
+            True,
+            id="rope-on-the-last-dims-in-the-indexer",
+        ),
+        pytest.param(
+            "rope_interleaved",
+            lambda x, sin, cos: right_rope_half_split(x, sin, cos),
+            "kr_cache",
+            True,
+            id="half-split-rope-in-mla",
+        ),
+        pytest.param(
+            "layer_norm",
+            lambda x, shape, weight, bias, eps: (
+                x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight
+            ),
+            "index_k_cache",
+            False,
+            id="rms-norm-on-the-index-key",
+        ),
+        pytest.param(
+            "layer_norm",
+            lambda x, shape, weight, bias, eps: right_layer_norm(x, shape, weight, None, eps),
+            "index_k_cache",
+            False,
+            id="layer-norm-without-its-bias",
+        ),
+        pytest.param(
+            "layer_norm",
+            lambda x, shape, weight, bias, eps: right_layer_norm(x, shape, weight, bias, 1e-5),
+            "index_k_cache",
+            False,
+            id="layer-norm-with-the-default-eps",
+        ),
+        pytest.param(
+            "rms_norm",
+            lambda x, gamma, eps: x * gamma,
+            "kv_cache",
+            True,
+            id="no-norm-on-the-latents",
+        ),
+    ],
+)
+def test_known_wrong_prolog_gives_another_result(monkeypatch, function, wrong, cache, decides):
+    x = fused_inputs([70, 50], 2, sparse_count=4)
+    x["w_idx_k"] = x["w_idx_k"] * 3e-3  # variance near the eps of the LayerNorm
+    right = assert_equals_reference(x)
+    monkeypatch.setattr(reference_module, function, wrong)
+    other = run(reference.npu_sparse_attention_pto, x)
+    assert largest_difference(right, other, cache) > 1e-2
+    if decides:
+        assert largest_difference(right, other, "out") > 1e-2
+
+
+def test_index_query_comes_from_the_normed_latent():
+    # the norm changes each token's query by a positive factor only: gamma tells it from none
+    x = fused_inputs([70], 2, sparse_count=4)
+    expected = run(fused, x)["out"]
+    x["w_idx_qb"] = x["w_idx_qb"] / x["gamma_cq"][:, None]
+    x["gamma_cq"] = x["gamma_cq"] * torch.linspace(-2, 2, len(x["gamma_cq"]))
+    x["w_uq_qr"] = x["w_uq_qr"] * 0  # attention is now the mean of what is selected
+    assert_equals_reference(x)
+    assert (run(fused, x)["out"] - expected).abs().max() > 1e-2
+
+
+def test_index_weights_of_either_sign_rank_as_the_reference_ranks():
+    x = fused_inputs([70], 2, sparse_count=4)
+    expected = run(fused, x)["out"]
+    negated = x | dict(w_idx_proj=-x["w_idx_proj"])
+    got = assert_equals_reference(negated)
+    assert (got["out"] - expected).abs().max() > 1e-2
+
+
+def test_eps_is_that_of_the_rms_norms():
+    x = fused_inputs([40], 2, sparse_count=8)
+    small = x | dict(x=x["x"] * 1e-3)
+    got = assert_equals_reference(small | dict(eps=1e-2))
+    assert largest_difference(got, run(fused, small), "kv_cache") > 0.1
+
+
+@pytest.mark.parametrize("wrong", [32**-0.5 / 2, (32 + 16) ** -0.5], ids=["half", "latent-dim"])
+def test_softmax_scale_is_that_of_the_expanded_head(wrong):
+    x = fused_inputs([40], 1, latent=32, nope=16, rope=16)
+    default = run(fused, x)
+    assert_same(run(fused, x | dict(softmax_scale=(16 + 16) ** -0.5)), default)
+    other = assert_equals_reference(x | dict(softmax_scale=wrong))
+    assert largest_difference(default, other, "out") > 1e-2
+
+
+@pytest.mark.parametrize("chunks", [[1] * 12, [5, 7], [11, 1], [4, 1, 1, 6]], ids=str)
+def test_prefill_in_chunks_gives_what_one_call_gives(chunks):
+    x = fused_inputs([12], 12, sparse_count=4)
+    once = run(fused, x)
+    stepped, outs, done = copied(x), [], 0
+    for n in chunks:
+        now = slice(done, done + n)
+        done += n
+        step = {k: stepped[k][:, now] for k in ("x", "sin", "cos", "cache_index")}
+        outs.append(fused(**stepped | step | dict(act_seqs=int32([done]))))
+    assert_same(dict(out=torch.cat(outs, 1)) | {k: stepped[k] for k in CACHES}, once)
+
+
+def test_tokens_of_a_call_see_those_before_them_and_not_those_after():
+    x = fused_inputs([12], 12, sparse_count=2048)
+    out = run(fused, x)["out"]
+    later = x | dict(x=x["x"].clone())
+    later["x"][0, 7:] += 1
+    changed = (run(fused, later)["out"] - out).abs().amax((-1, -2))[0] > 1e-3
+    assert changed.tolist() == [False] * 7 + [True] * 5
+
+
+def test_tokens_without_a_slot_are_not_written():
+    x = fused_inputs([40, 33], 3, sparse_count=8)
+    x["cache_index"][0, 0] = -1
+    x["cache_index"][1, 2] = x["kv_cache"].size(0) * 16  # one past the last
+    x["x"][0, 0] = 1e3
+    got = run(fused, x)
+    for name in CACHES:
+        changed = (got[name] != x[name]) & ~(got[name].isnan() & x[name].isnan())
+        assert changed.any(-1).sum() == 4
+    x = {k: v.nan_to_num(1) if k in CACHES else v for k, v in x.items()}  # the slots left unwritten
+    assert_equals_reference(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_no_slot_leads_outside_the_caches(dtype):
+    x = fused_inputs([40, 33], 3, sparse_count=8)
+    x = {k: v.nan_to_num(1) if k in CACHES else v for k, v in x.items()}
+    extremes = [INT_MIN, -1, INT_MAX, 10**6, 0, 5]
+    if dtype is torch.int64:
+        extremes[:2] = [-(2**63), 2**63 - 1]
+    x["cache_index"] = torch.tensor(extremes, dtype=dtype).view(2, 3)
+    assert_equals_reference(x)
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(st.sampled_from([INT_MIN, -1, 0, 1, 2, 17, 96, 97, INT_MAX]), min_size=2, max_size=2),
+    st.lists(st.sampled_from([INT_MIN, -1, 0, 1, 2, 3, 7, 100, INT_MAX]), min_size=8, max_size=8),
+)
+def test_no_length_or_block_id_leads_outside_the_caches(lengths, ids):
+    x = fused_inputs([40, 33], 3, sparse_count=8)
+    x = {k: v.nan_to_num(1) if k in CACHES else v for k, v in x.items()}
+    assert_equals_reference(x | dict(act_seqs=int32(lengths), block_table=int32(ids).view(2, 4)))
+
+
+def test_slot_written_twice_keeps_the_later_token():
+    x = fused_inputs([40], 3, sparse_count=8)
+    x["cache_index"][0, :2] = x["cache_index"][0, 2]
+    x = {k: v.nan_to_num(1) if k in CACHES else v for k, v in x.items()}
+    assert_equals_reference(x)
+
+
+def test_sequence_shorter_than_S1_gives_zeros_for_its_padding():
+    x = fused_inputs([2, 0, 40], 4, sparse_count=8)
+    got = assert_equals_reference(x)
+    assert (got["out"][0, :2] == 0).all()
+    assert (got["out"][1] == 0).all()
+    assert (got["out"][0, 2:] != 0).any(-1).all()
+
+
+def test_caches_may_be_parts_of_one_row():
+    strided = fused_inputs([40, 33], 3, strided=True, sparse_count=8)
+    assert not strided["kr_cache"].is_contiguous()
+    dense = fused_inputs([40, 33], 3, sparse_count=8)
+    out = fused(**strided)  # not on copies: the three share their memory
+    expected = run(fused, dense)
+    assert_same(dict(out=out) | {name: strided[name] for name in CACHES}, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_op_is_registered_as_torch_expects(dtype):
+    x = without_nan(fused_inputs([40, 33], 3, dtype=dtype))
+    torch.library.opcheck(
+        torch.ops.custom_pypto.npu_sparse_attention_pto.default,
+        tuple(x.values()),
+        dict(sparse_count=8),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_meta_gives_the_shape_and_dtype_of_the_result(dtype):
+    x = fused_inputs([40, 33], 3, dtype=dtype, sparse_count=8)
+    real, meta = fused(**copied(x)), fused(**on_meta(x))
+    assert (meta.shape, meta.stride(), meta.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+def compiled(function, counter="aot_eager"):
+    return torch.compile(function, backend=counter, fullgraph=True, dynamic=True)
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["own-caches", "one-row"])
+def test_compiled_call_writes_the_callers_caches(strided):
+    x = without_nan(fused_inputs([40, 33], 3, sparse_count=8))
+    expected = run(fused, x)
+    if strided:
+        row = torch.cat([x[name] for name in CACHES], -1)
+        x |= dict(zip(CACHES, row.split([x[n].size(-1) for n in CACHES], -1), strict=True))
+    out = compiled(fused)(**x)
+    assert_same(dict(out=out) | {name: x[name] for name in CACHES}, expected)
+
+
+def test_compiled_call_on_clones_writes_the_clones_only():
+    x = without_nan(fused_inputs([40, 33], 3, sparse_count=8))
+    expected = run(fused, x)
+
+    def on_clones(**x):
+        x |= {name: x[name].clone() for name in CACHES}
+        return fused(**x), *(x[name] for name in CACHES)
+
+    before = copied(x)
+    got = compiled(on_clones)(**x)
+    assert_same(dict(zip(("out", *CACHES), got, strict=True)), expected)
+    for name in CACHES:
+        assert torch.equal(x[name], before[name])
+
+
+def test_compiled_reads_see_the_writes_before_them_and_no_others():
+    x = without_nan(fused_inputs([40], 1, sparse_count=8))
+
+    def read_write_read(**x):
+        before = [x[name].clone() for name in CACHES]
+        fused(**x)  # only its writes are used
+        between = [x[name].clone() for name in CACHES]
+        out = fused(**x | dict(x=-x["x"]))
+        return before, between, out, [x[name].clone() for name in CACHES]
+
+    inputs = copied(x)
+    eager, got = read_write_read(**copied(x)), compiled(read_write_read)(**inputs)
+    for e, g in zip(eager, got, strict=True):
+        torch.testing.assert_close(g, e)
+    for i, name in enumerate(CACHES):
+        assert torch.equal(got[0][i], x[name])
+        assert not torch.equal(got[1][i], got[0][i])
+        assert not torch.equal(got[3][i], got[1][i])
+        assert torch.equal(inputs[name], got[3][i])
+
+
+def test_five_shapes_compile_at_most_twice_and_equal_eager():
+    counter = CompileCounterWithBackend("aot_eager")
+    step = compiled(fused, counter)
+    for lengths, S1 in [
+        ([50, 33], 3),
+        ([70, 90, 20], 5),
+        ([40, 130, 17, 260], 2),
+        ([40, 31, 1, 2, 300], 7),
+        ([40, 0, 1, 2, 3, 500], 4),
+    ]:
+        # no two sizes are equal in the first call: equal sizes would share a symbol
+        x = without_nan(
+            fused_inputs(lengths, S1, heads=13, index_heads=11, nope=24, latent=64, index_dim=80)
+        )
+        expected = run(fused, x)
+        assert_same(dict(out=step(**x)) | {name: x[name] for name in CACHES}, expected)
+    assert counter.frame_count <= 2
+
+
+def test_backward_says_that_it_is_not_implemented():
+    x = without_nan(fused_inputs([40], 2))
+    x["x"].requires_grad_()
+    with pytest.raises(RuntimeError, match="npu_sparse_attention_pto.*not implemented"):
+        fused(**x).sum().backward()
+    assert x["x"].grad is None
+
+
+def test_inference_takes_weights_that_require_gradients():
+    x = fused_inputs([40, 33], 2, sparse_count=8)
+    expected = run(fused, x)
+    for name in x:
+        if name.startswith("w_"):
+            x[name].requires_grad_()
+    with torch.no_grad():
+        assert_same(dict(out=fused(**x)) | {name: x[name] for name in CACHES}, expected)
+    assert not any(x[name].requires_grad for name in CACHES)
+
+
+BASE = fused_inputs([40, 33], 3, sparse_count=8)
+TENSORS = [name for name, x in BASE.items() if torch.is_tensor(x)]
+
+
+def grown(x: torch.Tensor, dim: int) -> torch.Tensor:
+    size = list(x.shape)
+    size[dim] += 16
+    return x.new_zeros(size)
+
+
+WRONG = [
+    *(
+        pytest.param({name: grown(BASE[name], dim)}, id=f"{name}.size({dim})")
+        for name in TENSORS
+        for dim in range(BASE[name].dim())
+        if (name, dim) != ("block_table", 1)  # any number of blocks
+    ),
+    *(pytest.param({name: BASE[name].unsqueeze(0)}, id=f"{name}-rank") for name in TENSORS),
+    *(pytest.param({name: BASE[name].double()}, id=f"{name}-float64") for name in TENSORS),
+    *(
+        pytest.param({name: BASE[name].bfloat16()}, id=f"{name}-bfloat16")
+        for name in TENSORS
+        if BASE[name].is_floating_point()
+    ),
+    *(
+        pytest.param({name: BASE[name].long()}, id=f"{name}-int64")
+        for name in ("block_table", "act_seqs")
+    ),
+    *(
+        pytest.param(
+            {name: BASE[name].transpose(1, 3).contiguous().transpose(1, 3)}, id=f"{name}-stride"
+        )
+        for name in CACHES
+    ),
+    pytest.param({n: BASE[n].repeat(1, 1, 2, 1) for n in CACHES}, id="two-key-heads"),
+    pytest.param({n: BASE[n][:, :8] for n in CACHES}, id="block-size-8"),
+    pytest.param({n: BASE[n][:, :0] for n in CACHES}, id="block-size-0"),
+    pytest.param({n: BASE[n].repeat(1, 65, 1, 1) for n in CACHES}, id="block-size-1040"),
+    *(
+        pytest.param(dict(sparse_count=n), id=f"sparse_count-{n}")
+        for n in (0, -1, 2049, 2560, 8193, 2**40)
+    ),
+    *(
+        pytest.param(dict(softmax_scale=x), id=f"softmax_scale-{x}")
+        for x in (0.0, -1.0, torch.inf, torch.nan)
+    ),
+    *(pytest.param(dict(eps=x), id=f"eps-{x}") for x in (-1.0, torch.inf, torch.nan)),
+]
+
+
+@pytest.mark.parametrize("change", WRONG)
+def test_refuses_by_argument_the_same_on_cpu_and_meta_and_leaves_the_caches(change):
+    x = copied(BASE) | change
+    before = copied(x)
+    text = refusal(fused, x)
+    named = re.match(r"npu_sparse_attention_pto: (\w+)(\.\S+)? must .*, got .+", text)
+    assert named and named[1] in (*TENSORS, "sparse_count", "softmax_scale", "eps"), text
+    for name in CACHES:
+        torch.testing.assert_close(x[name], before[name], rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    "name, got",
+    [("w_uk", "4"), ("kr_cache", "5"), ("act_seqs", "2"), ("gamma_cq", "2")],
+)
+def test_refusal_of_a_rank_names_the_argument_and_its_shape(name, got):
+    x = copied(BASE)
+    x[name] = x[name].unsqueeze(0)
+    text = refusal(fused, x)
+    assert re.match(rf"npu_sparse_attention_pto: {name} must be .*, got \[", text), text
+    assert text.rsplit("got ")[-1].count(",") == int(got) - 1, text
+
+
+@pytest.mark.parametrize("name", TENSORS[1:])
+def test_refuses_tensors_on_two_devices(name):
+    with pytest.raises(RuntimeError, match=rf"npu_sparse_attention_pto: {name}\.device must"):
+        fused(**copied(BASE) | {name: BASE[name].to("meta")})

@@ -1,0 +1,798 @@
+import re
+
+import pytest
+import torch
+from cases import (
+    DTYPES,
+    INT_MAX,
+    INT_MIN,
+    LAYOUT_IDS,
+    LAYOUTS,
+    attention_inputs,
+    in_a_wider_row,
+    indexer_inputs,
+    int32,
+    on_meta,
+    place,
+    refusal,
+    without_nan,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numerics import assert_close_to_rows
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import custom_pypto
+from custom_pypto import reference
+
+attend = custom_pypto.npu_sparse_flash_attention_pto
+
+sequences = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 70)), min_size=1, max_size=3)
+extremes = st.one_of(
+    st.sampled_from([INT_MIN, INT_MIN + 1, -1, 0, 1, INT_MAX - 1, INT_MAX]), st.integers(-5, 60)
+)
+
+
+def assert_equals_reference(x: dict) -> torch.Tensor:
+    got = attend(**x)
+    assert_close_to_rows(got, reference.npu_sparse_flash_attention_pto(**x))
+    return got
+
+
+@st.composite
+def calls(draw):
+    lengths = draw(sequences)
+    layout_query, layout_kv = draw(st.sampled_from(LAYOUTS))
+    return attention_inputs(
+        [q for q, _ in lengths],
+        [k for _, k in lengths],
+        heads=draw(st.sampled_from([1, 2, 3, 4, 7, 16, 33, 64, 128])),
+        latent=draw(st.sampled_from([16, 32, 48, 128])),
+        rope=draw(st.sampled_from([0, 16, 32])),
+        block_size=draw(st.sampled_from([16, 32, 48, 128, 1024])),
+        layout_query=layout_query,
+        layout_kv=layout_kv,
+        dtype=draw(st.sampled_from(DTYPES)),
+        sparse_count=draw(st.sampled_from([1, 2, 7, 8, 16, 64, 100])),
+        sparse_mode=draw(st.sampled_from([0, 3])),
+        own_value=draw(st.booleans()),
+        hostile=draw(st.booleans()),
+        strided=draw(st.booleans()),
+        seed=draw(st.integers(0, 2**31)),
+    )
+
+
+@settings(max_examples=200)
+@given(calls())
+def test_equals_the_reference(x):
+    assert_equals_reference(x)
+
+
+@pytest.mark.parametrize("hostile", [False, True], ids=["selected", "hostile"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(dict(lengths_query=[1], lengths_key=[5000], heads=128), id="decode-128-heads"),
+        pytest.param(dict(lengths_query=[1, 1, 1], lengths_key=[5000, 40, 2048]), id="decode-3"),
+        pytest.param(dict(lengths_query=[4, 2], lengths_key=[3000, 2049], heads=3), id="mtp"),
+        pytest.param(dict(lengths_query=[12], lengths_key=[2500], heads=4), id="4-heads"),
+        pytest.param(
+            dict(lengths_query=[40], lengths_key=[80], heads=128), id="prefill-128-heads-dense"
+        ),
+        pytest.param(
+            dict(lengths_query=[250], lengths_key=[600], heads=8, sparse_count=512),
+            id="prefill-dense",
+        ),
+        pytest.param(
+            dict(lengths_query=[200], lengths_key=[600], heads=3, sparse_count=32),
+            id="prefill-few-selected",
+        ),
+        pytest.param(
+            dict(lengths_query=[60], lengths_key=[6000], heads=16, sparse_count=64),
+            id="prefill-gather",
+        ),
+        pytest.param(
+            dict(lengths_query=[30, 1, 90], lengths_key=[30, 4000, 200], sparse_count=128),
+            id="mixed-prefill-and-decode",
+        ),
+    ],
+)
+def test_equals_the_reference_at_real_sizes(arguments, dtype, hostile):
+    sizes = dict(heads=16, latent=512, rope=64, block_size=128, sparse_count=2048, strided=True)
+    assert_equals_reference(attention_inputs(**sizes | arguments, dtype=dtype, hostile=hostile))
+
+
+@pytest.mark.parametrize("layout_query, layout_kv", LAYOUTS, ids=LAYOUT_IDS)
+def test_every_layout_gives_the_same(layout_query, layout_kv):
+    lengths = dict(lengths_query=[2, 4, 1], lengths_key=[40, 33, 70])
+    x = attention_inputs(**lengths, layout_query=layout_query, layout_kv=layout_kv)
+    bsnd = attention_inputs(**lengths, layout_kv="BSND")
+
+    def placed(rows, fill):
+        rows = [r[:n] for r, n in zip(rows, lengths["lengths_query"], strict=True)]
+        return place(rows, layout_query, padding=1, fill=fill)
+
+    # query and keys are the same rows in every layout, the makers' indices are not
+    x["sparse_indices"] = placed(bsnd["sparse_indices"], fill=-1)
+    assert_close_to_rows(attend(**x), placed(attend(**bsnd), fill=0))
+
+
+def test_lengths_left_out_mean_every_token_and_key():
+    x = attention_inputs([3, 3], [40, 40], layout_kv="BSND")
+    x |= {name: x[name][:, :3] for name in ("query", "query_rope", "sparse_indices")}
+    x |= {name: x[name][:, :40] for name in ("key", "key_rope")}
+    without = x | dict(actual_seq_lengths_query=None, actual_seq_lengths_kv=None)
+    assert torch.equal(attend(**without), attend(**x))
+
+
+def test_defaults_are_paged_keys_and_causal():
+    x = attention_inputs([3, 2], [40, 33], hostile=True)
+    expected = attend(**x)
+    for name in ("layout_query", "layout_kv", "sparse_mode"):
+        del x[name]
+    assert torch.equal(attend(**x), expected)
+
+
+def test_all_keys_selected_is_dense_attention():
+    # what the indexer selects when K is no less than the number of keys is every visible one
+    lengths = dict(lengths_query=[5, 3], lengths_key=[40, 17])
+    x = attention_inputs(**lengths, sparse_count=64)
+    x["sparse_indices"] = custom_pypto.npu_lightning_indexer_pto(
+        **indexer_inputs(**lengths, sparse_count=64)
+    )
+    bsnd = attention_inputs(**lengths, layout_kv="BSND")
+    got = attend(**x)
+    for b, (n, k) in enumerate([(5, 40), (3, 17)]):
+        q = torch.cat([bsnd["query"][b, :n], bsnd["query_rope"][b, :n]], -1).double()
+        value = bsnd["key"][b, :k, 0].double()
+        keys = torch.cat([value, bsnd["key_rope"][b, :k, 0].double()], -1)
+        logits = torch.einsum("shd,kd->shk", q, keys) * x["scale_value"]
+        future = torch.arange(k) > torch.arange(n)[:, None] + k - n
+        dense = logits.masked_fill(future[:, None], -torch.inf).softmax(-1) @ value
+        assert_close_to_rows(got[b, :n], dense.float())
+
+
+@pytest.mark.parametrize("K", [2, 8, 16])
+def test_keys_that_are_not_selected_have_no_part(K):
+    x = attention_inputs([1], [60], layout_kv="BSND", sparse_count=K)
+    expected = attend(**x)
+    unselected = [p for p in range(60) if p not in x["sparse_indices"][0, 0, 0].tolist()]
+    x["key"][0, unselected] = 1e4
+    x["key_rope"][0, unselected] = 1e4
+    assert torch.equal(attend(**x), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads, tokens", [(1, 64), (4, 30), (128, 3)])
+def test_nan_in_a_key_reaches_only_the_tokens_that_select_it(heads, tokens, dtype):
+    # neighbours of one prefill share their keys: 0 * NaN must not leak from one to the other
+    x = attention_inputs(
+        [tokens],
+        [100],
+        layout_kv="BSND",
+        heads=heads,
+        sparse_count=50,
+        sparse_mode=0,
+        dtype=dtype,
+    )
+    selects = (x["sparse_indices"][0, :tokens, 0] == 17).any(-1)
+    assert selects.any() and not selects.all()
+    x["key"][0, 17, 0, 3] = torch.nan
+    got = assert_equals_reference(x)
+    assert torch.equal(got[0, :tokens].isnan().any(-1).any(-1), selects)
+
+
+def test_infinite_value_reaches_only_the_tokens_that_select_it():
+    x = attention_inputs(
+        [30], [100], layout_kv="BSND", own_value=True, sparse_count=50, sparse_mode=0
+    )
+    x["value"][0, 17] = torch.inf
+    got = assert_equals_reference(x)
+    selects = (x["sparse_indices"][0, :30, 0] == 17).any(-1)
+    assert torch.equal(got[0, :30].isinf().any(-1).any(-1), selects)
+
+
+def test_value_is_the_latent_part_of_the_key_when_none():
+    x = attention_inputs([2], [40])
+    assert torch.equal(attend(**x), attend(**x | dict(value=x["key"])))
+    assert torch.equal(attend(**x), attend(**x | dict(value=x["key"].clone())))
+
+
+def test_value_of_its_own_is_what_is_summed():
+    x = attention_inputs([2], [40])
+    x["value"] = torch.full_like(x["key"], 3.0)
+    got = attend(**x)[0, :2]
+    torch.testing.assert_close(got, torch.full_like(got, 3.0))
+
+
+def test_weights_of_a_row_sum_to_one():
+    x = attention_inputs([3], [50], sparse_count=30)
+    x["value"] = torch.ones_like(x["key"])
+    got = attend(**x)[0, :3]
+    torch.testing.assert_close(got, torch.ones_like(got))
+
+
+def test_rope_part_counts_in_the_logits():
+    x = attention_inputs([2], [40])
+    without = attend(**x | dict(query_rope=None, key_rope=None))
+    assert (attend(**x) - without)[0, :2].abs().amin(-1).max() > 1e-3
+    whole = dict(
+        query=torch.cat([x["query"], x["query_rope"]], -1),
+        key=torch.cat([x["key"], x["key_rope"]], -1),
+        query_rope=None,
+        key_rope=None,
+    )
+    assert_close_to_rows(attend(**x | whole)[..., :32], attend(**x), 1e-5)
+
+
+def test_logits_of_any_size_do_not_overflow():
+    x = attention_inputs([2], [40], heads=3)
+    x["scale_value"] = 1e3  # exp(1000) is not a float32; the largest logit takes all the weight
+    got = assert_equals_reference(x)
+    assert got.isfinite().all()
+
+
+def test_largest_logit_last_rescales_what_was_summed():
+    x = attention_inputs([1], [3000], layout_kv="BSND", sparse_count=2048, heads=2)
+    order = torch.arange(3000)
+    x["key"][0, :3000] = order[:, None, None] / 3000  # logits rise along the row, by 60 in all
+    x["query"] = torch.ones_like(x["query"])
+    x["scale_value"] = 60 / 32
+    x["sparse_indices"][0, 0, 0] = order[-2048:]
+    assert_equals_reference(x)
+    x["sparse_indices"] = x["sparse_indices"].flip(-1)
+    assert_equals_reference(x)
+
+
+def test_minus_one_ends_a_row():
+    x = attention_inputs([1], [40], layout_kv="BSND")
+    x["sparse_indices"][0, 0, 0] = int32([5, 9, -1, 3, 2, 1, 0, 4])
+    expected = x | dict(sparse_indices=x["sparse_indices"].clone())
+    expected["sparse_indices"][0, 0, 0] = int32([5, 9, -1, -1, -1, -1, -1, -1])
+    assert torch.equal(attend(**x), attend(**expected))
+    assert_equals_reference(x)
+
+
+@pytest.mark.parametrize("K", [8, 64, 2048])
+@pytest.mark.parametrize("heads", [1, 16, 128])
+def test_invalid_indices_before_valid_ones_are_skipped(K, heads):
+    # the first chunks of a row add nothing: the running maximum is still -Inf
+    x = attention_inputs([2], [40], sparse_count=K, heads=heads)
+    indices = torch.full_like(x["sparse_indices"], INT_MAX)
+    indices[..., 1:-2:3], indices[..., -2], indices[..., -1] = INT_MIN, 40, 7
+    x["sparse_indices"] = indices
+    got = assert_equals_reference(x)
+    only = x | dict(sparse_indices=torch.full_like(indices, -1))
+    only["sparse_indices"][..., 0] = 7
+    assert_close_to_rows(got, attend(**only))
+    assert got[0, :2].abs().amin(-1).gt(0).any()
+
+
+@pytest.mark.parametrize("layout_query, layout_kv", LAYOUTS, ids=LAYOUT_IDS)
+@pytest.mark.parametrize("index", [-1, -2, INT_MIN, INT_MAX, 40], ids=str)
+def test_rows_without_a_valid_index_are_zeros(index, layout_query, layout_kv):
+    x = attention_inputs([2, 3], [40, 33], layout_query=layout_query, layout_kv=layout_kv)
+    x["sparse_indices"] = torch.full_like(x["sparse_indices"], index)
+    assert torch.equal(attend(**x), torch.zeros_like(x["query"]))
+
+
+def test_one_row_without_a_valid_index_leaves_its_neighbours_alone():
+    x = attention_inputs([6], [40], heads=2, sparse_count=32)
+    expected = attend(**x)
+    x["sparse_indices"][0, 3] = -1
+    expected[0, 3] = 0
+    assert_close_to_rows(attend(**x), expected)
+
+
+def test_duplicates_count_once_per_occurrence():
+    x = attention_inputs([1], [40], layout_kv="BSND", heads=1, sparse_count=4)
+    x["sparse_indices"][0, 0, 0] = int32([3, 3, 3, 5])
+    q = torch.cat([x["query"], x["query_rope"]], -1)[0, 0, 0]
+    k = torch.cat([x["key"], x["key_rope"]], -1)[0, [3, 5], 0]
+    weights = torch.tensor([3.0, 1.0]) * (k @ q * x["scale_value"]).exp()
+    expected = weights / weights.sum() @ x["key"][0, [3, 5], 0]
+    assert_close_to_rows(attend(**x)[0, 0, 0], expected)
+
+
+@pytest.mark.parametrize("tokens, heads", [(1, 4), (40, 4)], ids=["decode", "prefill"])
+def test_duplicates_equal_the_reference(tokens, heads):
+    x = attention_inputs([tokens], [60], heads=heads, sparse_count=50)
+    x["sparse_indices"] = x["sparse_indices"].clamp(min=-1, max=20)
+    assert_equals_reference(x)
+
+
+def test_order_of_the_indices_does_not_matter():
+    x = attention_inputs([3], [60], sparse_count=40)
+    flipped = x["sparse_indices"].sort(-1, descending=True).values
+    assert_close_to_rows(attend(**x | dict(sparse_indices=flipped)), attend(**x))
+
+
+def test_future_positions_contribute_nothing():
+    x = attention_inputs([3], [40], layout_kv="BSND")
+    x["sparse_indices"][0, 0, 0] = int32([38, 3, 39, 5, 39, 7, 38, 37])
+    only = x | dict(sparse_indices=x["sparse_indices"].clone())
+    only["sparse_indices"][0, 0, 0] = int32([3, 5, 7, 37, -1, -1, -1, -1])
+    assert_close_to_rows(attend(**x), attend(**only))
+    assert (attend(**x | dict(sparse_mode=0)) - attend(**x))[0, 0].abs().max() > 1e-3
+
+
+def test_padded_rows_are_zeros():
+    x = attention_inputs([1, 3], [40, 40])
+    x["sparse_indices"] = torch.zeros_like(x["sparse_indices"])  # position 0 exists
+    got = attend(**x)
+    assert (got[0, 1:] == 0).all()
+    assert (got[1, 3:] == 0).all()
+    assert (got[0, 0] != 0).any()
+
+
+@pytest.mark.parametrize("layout_query, layout_kv", LAYOUTS, ids=LAYOUT_IDS)
+@pytest.mark.parametrize(
+    "lengths_query, lengths_key",
+    [
+        pytest.param([2, 3], [0, 0], id="no-keys"),
+        pytest.param([0, 0], [20, 5], id="no-tokens"),
+        pytest.param([0], [0], id="nothing"),
+        pytest.param([0, 2, 0], [9, 20, 0], id="holes"),
+        pytest.param([4], [2], id="fewer-keys-than-tokens"),
+    ],
+)
+def test_zero_lengths_give_zeros(lengths_query, lengths_key, layout_query, layout_kv):
+    x = attention_inputs(
+        lengths_query, lengths_key, layout_query=layout_query, layout_kv=layout_kv, hostile=True
+    )
+    got = assert_equals_reference(x)
+    if max(lengths_key) == 0 or max(lengths_query) == 0:
+        assert (got == 0).all()
+
+
+PER_SEQUENCE = [
+    "query",
+    "query_rope",
+    "sparse_indices",
+    "actual_seq_lengths_query",
+    "actual_seq_lengths_kv",
+    "block_table",
+]
+TOKENS = PER_SEQUENCE[:3]
+
+
+@pytest.mark.parametrize(
+    "empty",
+    [
+        pytest.param(lambda x: x | {k: x[k][:0] for k in PER_SEQUENCE}, id="no-sequences"),
+        pytest.param(lambda x: x | {k: x[k][:, :0] for k in TOKENS}, id="no-tokens"),
+        pytest.param(lambda x: x | {k: x[k][:0] for k in ("key", "key_rope")}, id="no-blocks"),
+        pytest.param(lambda x: x | dict(block_table=x["block_table"][:, :0]), id="no-table"),
+        pytest.param(lambda x: x | dict(sparse_indices=x["sparse_indices"][..., :0]), id="K-0"),
+    ],
+)
+def test_empty_tensors_give_zeros(empty):
+    x = empty(attention_inputs([2, 1], [40, 33]))
+    assert torch.equal(attend(**x), torch.zeros_like(x["query"]))
+
+
+@settings(max_examples=300)
+@given(
+    st.sampled_from(LAYOUTS),
+    st.lists(extremes, min_size=2, max_size=2),
+    st.lists(extremes, min_size=2, max_size=2),
+    st.lists(extremes, min_size=6, max_size=6),
+    st.lists(extremes, min_size=8, max_size=8),
+    st.sampled_from([0, 3]),
+)
+def test_no_length_index_or_block_id_leads_outside_the_tensors(
+    layouts, len_q, len_kv, ids, indices, mode
+):
+    x = without_nan(  # every row may be reached now
+        attention_inputs(
+            [3, 2], [40, 33], layout_query=layouts[0], layout_kv=layouts[1], sparse_mode=mode
+        )
+    )
+    x |= dict(actual_seq_lengths_query=int32(len_q), actual_seq_lengths_kv=int32(len_kv))
+    x["sparse_indices"] = int32(indices).expand_as(x["sparse_indices"])
+    if layouts[1] == "PA_BSND":
+        x["block_table"] = int32(ids).view(2, 3)
+    assert_equals_reference(x)
+
+
+@pytest.mark.parametrize("tokens", [1, 40], ids=["decode", "prefill"])
+@pytest.mark.parametrize("bad", [-1, INT_MIN, INT_MAX, 7], ids=str)
+def test_positions_in_a_block_that_does_not_exist_contribute_nothing(bad, tokens):
+    x = attention_inputs([tokens], [48], sparse_count=40)
+    assert x["key"].size(0) <= 7
+    x["block_table"][0, 1] = bad
+    got = assert_equals_reference(x)
+    indices = x["sparse_indices"]
+    skipped = torch.where((indices >= 16) & (indices < 32), INT_MAX, indices)
+    assert_close_to_rows(got, attend(**x | dict(sparse_indices=skipped)))
+
+
+def test_rows_outside_the_sequences_are_not_read():
+    # the makers poison them all, and a NaN would be seen
+    x = attention_inputs([3, 1], [17, 40], hostile=True, sparse_count=64)
+    assert x["key"].isnan().any() and x["query"].isnan().any()
+    assert torch.equal(attend(**x), attend(**without_nan(x)))
+
+
+@pytest.mark.parametrize(
+    "name", ["query", "key", "value", "sparse_indices", "query_rope", "key_rope"]
+)
+def test_strided_inputs_give_the_same_as_contiguous_ones(name):
+    x = attention_inputs([3, 2], [40, 33], own_value=True)
+    wide = x[name].repeat_interleave(2, 1)[:, ::2] if name == "sparse_indices" else None
+    strided = x | {name: in_a_wider_row(x[name]) if wide is None else wide}
+    assert not strided[name].is_contiguous()
+    assert torch.equal(attend(**strided), attend(**x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(dict(lengths_query=[1], lengths_key=[5000], sparse_count=2048), id="decode"),
+        pytest.param(
+            dict(lengths_query=[1, 3, 1], lengths_key=[3000, 30, 2500], sparse_count=2048),
+            id="ragged",
+        ),
+        pytest.param(dict(lengths_query=[70], lengths_key=[300], sparse_count=200), id="dense"),
+        pytest.param(dict(lengths_query=[30], lengths_key=[3000], sparse_count=40), id="gather"),
+    ],
+)
+def test_result_does_not_depend_on_the_number_of_threads(arguments, dtype):
+    x = attention_inputs(**arguments, heads=8, latent=64, rope=16, block_size=128, dtype=dtype)
+    results = []
+    for threads in (1, 2, 3, 7, 2):
+        torch.set_num_threads(threads)
+        results.append(attend(**x))
+    assert all(torch.equal(results[0], r) for r in results[1:])
+
+
+def test_a_chunk_gives_what_single_tokens_give():
+    x = attention_inputs([6], [60], heads=2, sparse_count=32)
+    chunk = attend(**x)
+    for i in range(6):
+        step = x | {k: x[k][:, i : i + 1] for k in ("query", "query_rope", "sparse_indices")}
+        step |= dict(actual_seq_lengths_query=None, actual_seq_lengths_kv=int32([60 - 5 + i]))
+        assert_close_to_rows(attend(**step), chunk[:, i : i + 1])
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value", "query_rope", "key_rope"])
+def test_backward_says_that_it_is_not_implemented(name):
+    x = without_nan(attention_inputs([2], [40], own_value=True))
+    x[name].requires_grad_()
+    with pytest.raises(RuntimeError, match="npu_sparse_flash_attention_pto.*not implemented"):
+        attend(**x).sum().backward()
+    assert x[name].grad is None
+
+
+def test_inference_takes_inputs_that_require_gradients():
+    x = without_nan(attention_inputs([2], [40]))
+    expected = attend(**x)
+    x["query"].requires_grad_()
+    with torch.no_grad():
+        assert torch.equal(attend(**x), expected)
+    with torch.inference_mode():
+        assert torch.equal(attend(**x), expected)
+
+
+@pytest.mark.parametrize("layout_query, layout_kv", LAYOUTS, ids=LAYOUT_IDS)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(dict(), id="rope"),
+        pytest.param(dict(rope=0), id="no-rope"),
+        pytest.param(dict(own_value=True, dtype=torch.bfloat16), id="value-bf16"),
+        pytest.param(dict(strided=True, dtype=torch.float16), id="strided-fp16"),
+    ],
+)
+def test_op_is_registered_as_torch_expects(arguments, layout_query, layout_kv):
+    x = without_nan(
+        attention_inputs(
+            [2, 3], [20, 33], layout_query=layout_query, layout_kv=layout_kv, **arguments
+        )
+    )
+    names = ("query", "key", "value", "sparse_indices", "scale_value")
+    positional = tuple(x.pop(name) for name in names)
+    torch.library.opcheck(
+        torch.ops.custom_pypto.npu_sparse_flash_attention_pto.default, positional, x
+    )
+
+
+@pytest.mark.parametrize("layout_query, layout_kv", LAYOUTS, ids=LAYOUT_IDS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_meta_gives_the_shape_and_dtype_of_the_result(layout_query, layout_kv, dtype):
+    x = attention_inputs(
+        [2, 3], [20, 33], layout_query=layout_query, layout_kv=layout_kv, dtype=dtype
+    )
+    x["query"] = in_a_wider_row(x["query"])
+    real, meta = attend(**x), attend(**on_meta(x))
+    assert (meta.shape, meta.stride(), meta.dtype) == (real.shape, real.stride(), real.dtype)
+
+
+@pytest.mark.parametrize("layout_query, layout_kv", LAYOUTS, ids=LAYOUT_IDS)
+def test_five_shapes_compile_at_most_twice_and_equal_eager(layout_query, layout_kv):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, backend=counter, dynamic=True, fullgraph=True)
+    for lengths_query, lengths_key in [
+        ([2, 3], [50, 33]),
+        ([4, 5, 1], [70, 90, 20]),
+        ([1, 2, 3, 4], [40, 130, 17, 260]),
+        ([6, 2, 3, 4, 5], [40, 31, 1, 2, 300]),
+        ([8, 2, 3, 4, 5, 6], [40, 0, 1, 2, 3, 500]),
+    ]:
+        # heads, dims and K that no other size equals: equal sizes would share a symbol
+        x = attention_inputs(
+            lengths_query,
+            lengths_key,
+            layout_query=layout_query,
+            layout_kv=layout_kv,
+            heads=11,
+            latent=64,
+            rope=48,
+            sparse_count=27,
+        )
+        assert torch.equal(compiled(**x), attend(**x))
+    assert counter.frame_count <= 2
+
+
+PA = attention_inputs([3, 2], [40, 33])
+BSND = attention_inputs([3, 2], [40, 33], layout_kv="BSND")
+TND = attention_inputs([3, 2], [40, 33], layout_query="TND", layout_kv="TND")
+TND_PA = attention_inputs([3, 2], [40, 33], layout_query="TND")
+
+
+def refused(id, inputs, argument, got, **change):
+    return pytest.param(inputs | change, argument, got, id=id)
+
+
+def each(inputs, names, f):
+    return {name: f(inputs[name]) for name in names}
+
+
+@pytest.mark.parametrize(
+    "inputs, argument, got",
+    [
+        refused("layout_query", PA, "layout_query", "BNSD", layout_query="BNSD"),
+        refused("layout_kv", PA, "layout_kv", "SBND", layout_kv="SBND"),
+        refused("TND-keys-BSND-query", TND, "layout_", "(TND|BSND)", layout_query="BSND"),
+        refused("BSND-keys-TND-query", TND, "layout_", "(TND|BSND)", layout_kv="BSND"),
+        refused("query-rank", PA, "query", r"\[", query=PA["query"][0]),
+        refused("query-rank-TND", TND, "query", r"\[", query=TND["query"][None]),
+        refused("query-dtype", PA, "query.dtype", "([Ii]nt|int32)", query=PA["query"].int()),
+        refused(
+            "query-float64", PA, "query.dtype", "([Dd]ouble|float64)", query=PA["query"].double()
+        ),
+        refused(
+            "no-heads",
+            PA,
+            "query.size(2)",
+            "0",
+            **each(PA, ["query", "query_rope"], lambda t: t[:, :, :0]),
+        ),
+        refused(
+            "L-not-16s",
+            PA,
+            "query.size(3)",
+            "24",
+            **each(PA, ["query", "key"], lambda t: t[..., :24]),
+        ),
+        refused("key-rank", PA, "key", r"\[", key=PA["key"][:, :, 0]),
+        refused("key-dtype", PA, "key.dtype", "[Bb]", key=PA["key"].bfloat16()),
+        refused("two-key-heads", PA, "key.size(2)", "2", key=PA["key"].repeat(1, 1, 2, 1)),
+        refused("two-key-heads-TND", TND, "key.size(1)", "2", key=TND["key"].repeat(1, 2, 1)),
+        refused("key-L", PA, "key.size(3)", "16", key=PA["key"][..., :16]),
+        refused(
+            "key-last-stride",
+            PA,
+            "key.stride",
+            "16",
+            key=PA["key"].transpose(1, 3).contiguous().transpose(1, 3),
+        ),
+        refused("block-size-24", PA, "key.size(1)", "24", key=torch.zeros(9, 24, 1, 32)),
+        refused("block-size-0", PA, "key.size(1)", "0", key=torch.zeros(9, 0, 1, 32)),
+        refused("block-size-1040", PA, "key.size(1)", "1040", key=torch.zeros(9, 1040, 1, 32)),
+        refused("key-batch", BSND, "key.size(0)", "1", key=BSND["key"][:1]),
+        refused("value-rank", PA, "value", r"\[", value=PA["key"][0]),
+        refused("value-L", PA, "value.size(3)", "16", value=PA["key"][..., :16]),
+        refused("value-blocks", PA, "value.size(0)", "2", value=PA["key"][:2]),
+        refused("value-dtype", PA, "value.dtype", "[Hh]alf|16", value=PA["key"].half()),
+        refused(
+            "value-last-stride",
+            PA,
+            "value.stride",
+            "16",
+            value=PA["key"].transpose(1, 3).contiguous().transpose(1, 3),
+        ),
+        refused(
+            "indices-rank", PA, "sparse_indices", r"\[", sparse_indices=PA["sparse_indices"][0]
+        ),
+        refused(
+            "indices-dtype",
+            PA,
+            "sparse_indices.dtype",
+            "([Ll]ong|int64)",
+            sparse_indices=PA["sparse_indices"].long(),
+        ),
+        refused(
+            "indices-batch",
+            PA,
+            "sparse_indices.size(0)",
+            "1",
+            sparse_indices=PA["sparse_indices"][:1],
+        ),
+        refused(
+            "indices-tokens",
+            PA,
+            "sparse_indices.size(1)",
+            "2",
+            sparse_indices=PA["sparse_indices"][:, :2],
+        ),
+        refused(
+            "indices-heads",
+            PA,
+            "sparse_indices.size(2)",
+            "2",
+            sparse_indices=PA["sparse_indices"].repeat(1, 1, 2, 1),
+        ),
+        refused(
+            "indices-tokens-TND",
+            TND,
+            "sparse_indices.size(0)",
+            "5",
+            sparse_indices=TND["sparse_indices"][:5],
+        ),
+        refused(
+            "indices-heads-TND",
+            TND,
+            "sparse_indices.size(1)",
+            "2",
+            sparse_indices=TND["sparse_indices"].repeat(1, 2, 1),
+        ),
+        refused("query_rope-alone", PA, "key_rope", "None", key_rope=None),
+        refused("key_rope-alone", PA, "(key|query)_rope", "(None|a tensor)", query_rope=None),
+        refused("query_rope-rank", PA, "query_rope", r"\[", query_rope=PA["query_rope"][0]),
+        refused(
+            "query_rope-heads", PA, "query_rope.size(2)", "3", query_rope=PA["query_rope"][:, :, :3]
+        ),
+        refused(
+            "query_rope-tokens", PA, "query_rope.size(1)", "2", query_rope=PA["query_rope"][:, :2]
+        ),
+        refused(
+            "query_rope-dtype",
+            PA,
+            "query_rope.dtype",
+            "[Hh]alf|16",
+            query_rope=PA["query_rope"].half(),
+        ),
+        refused(
+            "R-not-16s",
+            PA,
+            "query_rope.size(3)",
+            "8",
+            **each(PA, ["query_rope", "key_rope"], lambda t: t[..., :8]),
+        ),
+        refused(
+            "key_rope-R", PA, "key_rope.size(3)", "32", key_rope=PA["key_rope"].repeat(1, 1, 1, 2)
+        ),
+        refused("key_rope-rank", PA, "key_rope", r"\[", key_rope=PA["key_rope"][0]),
+        refused("key_rope-blocks", PA, "key_rope.size(0)", "2", key_rope=PA["key_rope"][:2]),
+        refused(
+            "key_rope-heads",
+            PA,
+            "key_rope.size(2)",
+            "2",
+            key_rope=PA["key_rope"].repeat(1, 1, 2, 1),
+        ),
+        refused(
+            "key_rope-dtype", PA, "key_rope.dtype", "[Hh]alf|16", key_rope=PA["key_rope"].half()
+        ),
+        refused(
+            "key_rope-last-stride",
+            PA,
+            "key_rope.stride",
+            "16",
+            key_rope=PA["key_rope"].transpose(1, 3).contiguous().transpose(1, 3),
+        ),
+        refused("no-lengths-kv", PA, "actual_seq_lengths_kv", "None", actual_seq_lengths_kv=None),
+        refused(
+            "lengths-kv-dtype",
+            PA,
+            "actual_seq_lengths_kv.dtype",
+            "([Ll]ong|int64)",
+            actual_seq_lengths_kv=torch.tensor([40, 33]),
+        ),
+        refused(
+            "lengths-kv-rank",
+            PA,
+            "actual_seq_lengths_kv",
+            r"\[",
+            actual_seq_lengths_kv=int32([[40, 33]]),
+        ),
+        refused(
+            "lengths-kv-batch",
+            PA,
+            "actual_seq_lengths_kv.size(0)",
+            "3",
+            actual_seq_lengths_kv=int32([40, 33, 1]),
+        ),
+        refused(
+            "lengths-kv-batch-TND",
+            TND,
+            "actual_seq_lengths_kv.size(0)",
+            "1",
+            actual_seq_lengths_kv=int32([40]),
+        ),
+        refused(
+            "no-lengths-kv-TND", TND, "actual_seq_lengths_kv", "None", actual_seq_lengths_kv=None
+        ),
+        refused(
+            "no-lengths-query-TND",
+            TND_PA,
+            "actual_seq_lengths_query",
+            "None",
+            actual_seq_lengths_query=None,
+        ),
+        refused(
+            "lengths-query-dtype",
+            PA,
+            "actual_seq_lengths_query.dtype",
+            "([Ll]ong|int64)",
+            actual_seq_lengths_query=torch.tensor([3, 2]),
+        ),
+        refused(
+            "lengths-query-batch",
+            PA,
+            "actual_seq_lengths_query.size(0)",
+            "1",
+            actual_seq_lengths_query=int32([3]),
+        ),
+        refused("no-block-table", PA, "block_table", "None", block_table=None),
+        refused(
+            "block-table-dtype",
+            PA,
+            "block_table.dtype",
+            "([Ll]ong|int64)",
+            block_table=PA["block_table"].long(),
+        ),
+        refused("block-table-rank", PA, "block_table", r"\[", block_table=PA["block_table"][0]),
+        refused(
+            "block-table-batch", PA, "block_table.size(0)", "1", block_table=PA["block_table"][:1]
+        ),
+        refused(
+            "block-table-batch-TND",
+            TND_PA,
+            "block_table.size(0)",
+            "1",
+            block_table=PA["block_table"][:1],
+        ),
+        refused("block-table-BSND", BSND, "block_table", "", block_table=PA["block_table"]),
+        refused("block-table-TND", TND, "block_table", "", block_table=PA["block_table"]),
+        *(
+            refused(f"sparse_block_size-{n}", PA, "sparse_block_size", str(n), sparse_block_size=n)
+            for n in (0, 2, 64)
+        ),
+        *(
+            refused(f"sparse_mode-{n}", PA, "sparse_mode", str(n), sparse_mode=n)
+            for n in (-1, 1, 2, 4, 2**32 + 3)
+        ),
+        *(
+            refused(f"scale_value-{x}", PA, "scale_value", "", scale_value=x)
+            for x in (0.0, -1.0, torch.inf, torch.nan)
+        ),
+    ],
+)
+def test_refuses_by_argument_the_same_on_cpu_and_meta(inputs, argument, got):
+    argument = argument if argument.startswith("(") else re.escape(argument)
+    form = rf"npu_sparse_flash_attention_pto: {argument}.* must .*, got .*{got}"
+    text = refusal(attend, inputs)
+    assert re.match(form, text), text
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["key", "sparse_indices", "block_table", "actual_seq_lengths_kv", "query_rope", "key_rope"],
+)
+def test_refuses_tensors_on_two_devices(name):
+    with pytest.raises(RuntimeError, match=rf"npu_sparse_flash_attention_pto: {name}\.device must"):
+        attend(**PA | {name: PA[name].to("meta")})
