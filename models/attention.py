@@ -32,6 +32,18 @@ class PagedAttention:
 
     #: the indexer's rotation: half-split pairs in DeepSeek-V3.2, interleaved ones in GLM-5
     index_rope = None
+    #: whether the layer hands its indices on to the next one
+    returns_indices = False
+
+    def forward(self, hidden_states, position_embeddings, attention_mask, *args, **kwargs):
+        if not isinstance(attention_mask, Step):
+            return super().forward(
+                hidden_states, position_embeddings, attention_mask, *args, **kwargs
+            )
+        output, indices = self.attend(
+            hidden_states, position_embeddings, attention_mask, kwargs.get("prev_topk_indices")
+        )
+        return (output, None, indices) if self.returns_indices else (output, None)
 
     def attend(
         self,

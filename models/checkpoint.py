@@ -51,9 +51,14 @@ def read_header(file: Path) -> dict[str, list[int]]:
             raise ValueError(
                 f"load: {file} ({size} bytes) is not a safetensors file; download it again"
             )
+        if size < 8 + length:
+            raise ValueError(
+                f"load: {file} must have at least {8 + length} bytes according to its header, "
+                f"got {size}; download it again"
+            )
         header = stream.read(length)
     try:
-        tensors = json.loads(header) if len(header) == length else {}
+        tensors = json.loads(header)
         tensors.pop("__metadata__", None)
         end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
         shapes = {name: tensor["shape"] for name, tensor in tensors.items()}

@@ -9,14 +9,9 @@ from torch import Tensor
 from .attention import Step
 from .cache import PagedCache
 
-FORWARD_ARGUMENTS = (
-    "input_ids",
-    "attention_mask",
-    "position_ids",
-    "past_key_values",
-    "inputs_embeds",
-    "use_cache",
-)
+# of the stock base models, in their order
+FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values")
+FORWARD_ARGUMENTS += ("inputs_embeds", "use_cache")
 
 
 def prepare_forward(block_size: int, model, args: tuple, kwargs: dict):
@@ -68,14 +63,17 @@ def prepare_cache_for_generation(
     if cache is None and generation_config.use_cache is not False:
         cache = PagedCache(model, rows, max_length, block_size=block_size)
         model_kwargs["past_key_values"] = cache
-    elif cache is not None:
+        return
+    if cache is not None:
         check_cache(cache)
         if cache.max_cache_len < max_length or cache.batch_size != rows:
             raise ValueError(
                 f"generate: needs a PagedCache with batch_size={rows} and max_cache_len of at "
                 f"least {max_length}, got {cache}"
             )
-        cache._is_user_defined = True  # as stock marks it: generate() will not reset it
+    type(model)._prepare_cache_for_generation(
+        model, generation_config, model_kwargs, generation_mode, batch_size, max_length
+    )
 
 
 def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, **kwargs):

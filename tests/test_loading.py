@@ -76,11 +76,18 @@ def truncated(path, shard):
 
 def truncated_in_its_header(path, shard):
     os.truncate(path / shard, 60)
-    return ValueError, f"{shard} has no readable safetensors header"
+    return ValueError, rf"{shard} must have at least \d+ bytes according to its header, got 60"
 
 
 def truncated_in_its_first_bytes(path, shard):
     os.truncate(path / shard, 5)
+    return ValueError, rf"{shard} must have at least \d+ bytes according to its header, got 5"
+
+
+def garbled_in_its_header(path, shard):
+    with (path / shard).open("r+b") as file:
+        file.seek(8)
+        file.write(b"garbage")
     return ValueError, f"{shard} has no readable safetensors header"
 
 
@@ -184,6 +191,7 @@ def config_of_another_model(path, shard):
         truncated,
         truncated_in_its_header,
         truncated_in_its_first_bytes,
+        garbled_in_its_header,
         empty,
         too_long,
         git_lfs_pointer,

@@ -18,27 +18,20 @@ LENGTHS = [256, 512, 1024, 2048]
 CHANCE = 1 / len(VALUES)
 
 
-def accuracy(model, length):
-    swapped = type(model) is not DeepseekV32ForCausalLM
-    batch = 4
-    return lookup_accuracy(
-        model,
-        length,
-        batch=batch,
-        new_cache=(lambda: models.PagedCache(model, 1, length)) if swapped else None,
-    )
+def swapped_accuracy(model, length):
+    return lookup_accuracy(model, length, new_cache=lambda: models.PagedCache(model, 1, length))
 
 
 @pytest.fixture(scope="module")
 def stock():
     model = DeepseekV32ForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
-    return {length: accuracy(model, length) for length in LENGTHS}
+    return {length: lookup_accuracy(model, length) for length in LENGTHS}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_swapped_model_is_as_accurate_as_stock(stock, dtype):
     model = models.load(CHECKPOINT, dtype=dtype)
-    swapped = {length: accuracy(model, length) for length in LENGTHS}
+    swapped = {length: swapped_accuracy(model, length) for length in LENGTHS}
     assert min(stock.values()) > 0.9, stock
     difference = {length: abs(swapped[length] - stock[length]) for length in LENGTHS}
     assert max(difference.values()) <= 0.02, (stock, swapped)
@@ -50,4 +43,4 @@ def test_broken_indexer_answers_by_chance(length):
     for layer in model.model.layers:
         layer.self_attn.indexer.weights_proj.weight.data.neg_()
     # 128 questions: three standard deviations of guessing are 0.09
-    assert accuracy(model, length) < CHANCE + 0.12
+    assert swapped_accuracy(model, length) < CHANCE + 0.12

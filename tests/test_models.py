@@ -1,6 +1,7 @@
 """Swapped models compute what stock transformers computes, and the swap leaves nothing behind."""
 
 import copy
+import io
 import json
 
 import pytest
@@ -433,12 +434,25 @@ def test_swapping_twice_and_undoing_twice_are_harmless():
     assert trace(model) == trace(stock)
 
 
-def test_a_copy_of_a_swapped_model_is_a_swapped_model_of_its_own():
+def through_pickle(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle])
+def test_a_copy_of_a_swapped_model_is_a_swapped_model_of_its_own(duplicate):
     stock, swapped = stock_and_swapped()
-    copied = copy.deepcopy(swapped)
+    copied = duplicate(swapped)
     models.use_transformers(swapped)
+    assert trace(swapped) == trace(stock)
     assert furthest(stock, copied) <= TOLERANCE
-    assert torch.equal(stock(**prompt()).logits, swapped(**prompt()).logits)
+    cache = copied.generate(
+        **prompt(), max_new_tokens=2, return_dict_in_generate=True
+    ).past_key_values
+    assert isinstance(cache, models.PagedCache)
+    assert trace(models.use_transformers(copied)) == trace(stock)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -53,7 +53,8 @@ def decode(forward, model, cache, ids, start, sizes):
         positions = torch.arange(start, start + size).expand(len(ids), -1)
         logits.append(
             forward(
-                ids[:, start : start + size],
+                # a copy, as generate() makes: the offset of a view is part of a graph's guards
+                ids[:, start : start + size].clone(),
                 position_ids=positions,
                 past_key_values=cache,
                 use_cache=True,

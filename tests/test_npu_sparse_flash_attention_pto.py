@@ -193,6 +193,14 @@ def test_infinite_value_reaches_only_the_tokens_that_select_it():
     assert torch.equal(got[0, :30].isinf().any(-1).any(-1), selects)
 
 
+@pytest.mark.parametrize("heads, tokens", [(1, 64), (4, 30), (128, 3)])
+def test_nan_in_a_query_reaches_only_its_own_head(heads, tokens):
+    x = attention_inputs([tokens], [100], heads=heads, sparse_count=50)
+    x["query"][0, 1, heads // 2, 5] = torch.nan
+    got = assert_equals_reference(x)
+    assert got.isnan().any(-1).nonzero().tolist() == [[0, 1, heads // 2]]
+
+
 def test_value_is_the_latent_part_of_the_key_when_none():
     x = attention_inputs([2], [40])
     assert torch.equal(attend(**x), attend(**x | dict(value=x["key"])))

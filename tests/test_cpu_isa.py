@@ -1,0 +1,37 @@
+"""The other tests run the kernels this CPU prefers; users run the rest as well."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import custom_pypto  # noqa: F401  loads the ops
+
+TESTS = Path(__file__).parent
+NAMES = (
+    "equals_the_reference or selects_what_the_reference or number_of_threads or nan_ or infinite"
+)
+
+
+@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512", "avx512_bf16"])
+def test_kernels_of_every_instruction_set_equal_the_reference(isa):
+    if isa == torch.ops.custom_pypto.cpu_isa():
+        pytest.skip(f"{isa} is what the other tests run")
+    environment = os.environ | dict(CUSTOM_PYPTO_CPU_ISA=isa)
+    probe = [sys.executable, "-c", "import torch, custom_pypto; torch.ops.custom_pypto.cpu_isa()"]
+    found = subprocess.run(probe, env=environment, cwd=TESTS.parent, capture_output=True, text=True)
+    if "CUSTOM_PYPTO_CPU_ISA must be one of" in found.stderr:
+        pytest.skip(f"this CPU does not have {isa}")
+    files = [f"test_npu_{op}_pto.py" for op in ("lightning_indexer", "sparse_flash_attention")]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", NAMES]
+    ran = subprocess.run(
+        [*command, *(str(TESTS / f) for f in files)],
+        env=environment,
+        cwd=TESTS.parent,
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode == 0, ran.stdout[-4000:] + ran.stderr[-2000:]
