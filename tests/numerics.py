@@ -1,10 +1,37 @@
 """When a result counts as the reference's, and what the failure says."""
 
+from collections.abc import Callable
+from functools import wraps
+from types import SimpleNamespace
+
 import torch
 from torch import Tensor
 
-from custom_pypto import reference
+import custom_pypto.reference
 from custom_pypto.reference.sequences import key_slots, query_tokens
+
+
+def single_threaded(function: Callable) -> Callable:
+    """The reference works token by token: threads gain nothing and cost much on a busy CPU."""
+
+    @wraps(function)
+    def on_one_thread(*args, **kwargs):
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            torch.set_num_threads(threads)
+
+    return on_one_thread
+
+
+reference = SimpleNamespace(
+    **{
+        op: single_threaded(getattr(custom_pypto.reference, op))
+        for op in custom_pypto.reference.__all__
+    }
+)
 
 # 2 units of rounding of the output dtype: one for the result, one for what is rounded on the way
 ROW_TOLERANCE = {

@@ -304,31 +304,30 @@ def test_a_cache_kept_between_calls_continues_the_conversation():
 
 
 @pytest.mark.parametrize(
-    "change, batch",
+    "change, rows",
     [
-        pytest.param(lambda cache: cache.crop(-6), 3, id="crop"),
-        pytest.param(lambda cache: cache.crop(0), 3, id="crop-nothing"),
-        pytest.param(lambda cache: cache.reorder_cache(torch.tensor([2, 0, 0])), 3, id="reorder"),
-        pytest.param(lambda cache: cache.batch_repeat_interleave(2), 6, id="repeat"),
-        pytest.param(
-            lambda cache: cache.batch_select_indices(torch.tensor([2, 0])), 2, id="select"
-        ),
-        pytest.param(lambda cache: cache.reset(), 3, id="reset"),
-        pytest.param(copy.deepcopy, 3, id="deepcopy"),
+        pytest.param(lambda c: c.crop(-6), [0, 1, 2], id="crop"),
+        pytest.param(lambda c: c.crop(0), [0, 1, 2], id="crop-nothing"),
+        pytest.param(lambda c: c.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0], id="reorder"),
+        pytest.param(lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2], id="repeat"),
+        pytest.param(lambda c: c.batch_select_indices(torch.tensor([2, 0])), [2, 0], id="select"),
+        pytest.param(lambda c: c.reset(), [0, 1, 2], id="reset"),
+        pytest.param(copy.deepcopy, [0, 1, 2], id="deepcopy"),
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_changed_cache_continues_like_stocks(kind, change, batch):
+def test_a_changed_cache_continues_like_stocks(kind, change, rows):
     stock, swapped = stock_and_swapped(kind)
 
     def run(model, cache, seed):
-        feed(model, cache, *left_padded([0, 0, 0], 40, seed), [40])
+        ids, mask, positions = left_padded(PADS, 40, seed)
+        feed(model, cache, ids, mask, positions, [40])
         cache = change(cache) or cache
         past = int(cache.get_seq_length())
         # 12 tokens in steps cross a block boundary, so that two sequences sharing one would show
-        ids = token_ids(batch, past + 12, seed + 1)
-        mask = torch.ones_like(ids)
-        positions = torch.arange(past + 12).expand(batch, -1)
+        ids = token_ids(len(rows), past + 12, seed + 1)
+        mask = torch.cat([mask[rows, :past], torch.ones(len(rows), 12, dtype=torch.int64)], 1)
+        positions = (mask.cumsum(-1) - 1).clamp_min(0)
         return [
             model(
                 ids[:, t : t + 4],
@@ -590,7 +589,7 @@ def right_padded():
             id="right-padding",
         ),
         pytest.param(
-            lambda m: m.generate(token_ids(2, 10), attention_mask=right_padded()),
+            lambda m: m.generate(token_ids(2, 10), attention_mask=right_padded(), max_new_tokens=1),
             ValueError,
             "padding_side = 'left'",
             id="right-padding-generate",
@@ -608,7 +607,7 @@ def right_padded():
             id="stock-cache",
         ),
         pytest.param(
-            lambda m: m.generate(token_ids(1, 4), cache_implementation="static"),
+            lambda m: m.generate(token_ids(1, 4), cache_implementation="static", max_new_tokens=1),
             ValueError,
             "has its own cache, got 'static'",
             id="cache-implementation",

@@ -19,11 +19,10 @@ from cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numerics import assert_same_selection
+from numerics import assert_same_selection, reference
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import custom_pypto
-from custom_pypto import reference
 
 index = custom_pypto.npu_lightning_indexer_pto
 

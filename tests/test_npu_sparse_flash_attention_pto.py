@@ -19,11 +19,10 @@ from cases import (
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numerics import assert_close_to_rows
+from numerics import assert_close_to_rows, reference
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import custom_pypto
-from custom_pypto import reference
 
 attend = custom_pypto.npu_sparse_flash_attention_pto
 

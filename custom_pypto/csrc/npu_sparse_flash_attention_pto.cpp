@@ -296,14 +296,21 @@ class SparseAttention {
     scratch.chunk.n = 0;
   }
 
+  // Starts to load a row: all rows of a chunk are then on their way at once.
+  static const T* fetch(const T* row, int64_t dims) {
+    constexpr int64_t kLine = 64 / sizeof(T);
+    for (int64_t d = 0; d < dims; d += kLine) __builtin_prefetch(row + d, 0, 2);
+    return row;
+  }
+
   // Puts a key into the chunk, widened if need be.
   void add_key(const KeyMap::Slot& slot, Scratch& scratch) const {
     cpu::Chunk<E>& chunk = scratch.chunk;
     const int j = chunk.n++;
     if constexpr (std::is_same_v<E, T>) {
-      chunk.keys[j] = keys_.at(slot);
-      chunk.values[j] = values_.at(slot);
-      if (rope_dims_) chunk.ropes[j] = key_ropes_->at(slot);
+      chunk.keys[j] = fetch(keys_.at(slot), latent_);
+      chunk.values[j] = own_values_ ? fetch(values_.at(slot), latent_) : chunk.keys[j];
+      if (rope_dims_) chunk.ropes[j] = fetch(key_ropes_->at(slot), rope_dims_);
     } else {
       E* to = scratch.widened.data() + j * (2 * latent_ + rope_dims_);
       widen(keys_.at(slot), latent_, to);
