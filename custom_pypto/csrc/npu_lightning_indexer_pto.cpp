@@ -1,4 +1,6 @@
 // Lightning indexer: which keys matter most to each query token. docs/npu_lightning_indexer_pto.md
+#include <memory>
+
 #include "ops_common.h"
 #include "panels.h"
 
@@ -70,12 +72,34 @@ uint32_t rank_of(float score) {
   return bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u);
 }
 
+// The k-th largest of n ranks, digit by digit from the top; 1 <= k <= n.
+uint32_t kth_largest(const uint32_t* ranks, int64_t n, int64_t k) {
+  uint32_t found = 0;  // its digits above the current one
+  int above = 32;      // bits below those
+  for (const int bits : {11, 11, 10}) {
+    const int shift = above - bits;
+    int32_t counts[2048] = {};
+    for (int64_t i = 0; i < n; ++i) {
+      if (above == 32 || ranks[i] >> above == found)
+        ++counts[ranks[i] >> shift & ((1 << bits) - 1)];
+    }
+    uint32_t digit = (1 << bits) - 1;
+    for (; k > counts[digit]; --digit) k -= counts[digit];
+    found = found << bits | digit;
+    above = shift;
+  }
+  return found;
+}
+
 // The k best of a stream of scores whose positions ascend. Keeps up to twice as many candidates,
 // and what cannot be among the k best is not even stored.
 class TopK {
  public:
+  // uninitialised: most of it may never be used
   explicit TopK(int64_t k)
-      : k_(k), ranks_(2 * k + 1024 + cpu::kMaxKeys), positions_(ranks_.size()) {}
+      : k_(k),
+        ranks_(new uint32_t[2 * k + 1024 + cpu::kMaxKeys]),
+        positions_(new int32_t[2 * k + 1024 + cpu::kMaxKeys]) {}
 
   void clear() {
     count_ = 0;
@@ -106,11 +130,9 @@ class TopK {
   // the k best, in order of their positions
   void shrink() {
     if (count_ <= k_) return;
-    order_.assign(ranks_.begin(), ranks_.begin() + count_);
-    std::nth_element(order_.begin(), order_.begin() + k_ - 1, order_.end(), std::greater<>());
-    threshold_ = order_[k_ - 1];
+    threshold_ = kth_largest(ranks_.get(), count_, k_);
     int64_t equal = k_;  // how many of those that equal the k-th are among the k: the first ones
-    for (int64_t i = 0; i < k_; ++i) equal -= order_[i] > threshold_;
+    for (int64_t i = 0; i < count_; ++i) equal -= ranks_[i] > threshold_;
     int64_t kept = 0;
     for (int64_t i = 0; i < count_; ++i) {
       const bool keep = ranks_[i] > threshold_ || (ranks_[i] == threshold_ && equal-- > 0);
@@ -155,8 +177,8 @@ class TopK {
   bool full_ = false;  // k are kept: a candidate must be better than the worst of them
   uint32_t threshold_ = 0;
   float threshold_score_ = 0;
-  std::vector<uint32_t> ranks_;
-  std::vector<int32_t> positions_;
+  std::unique_ptr<uint32_t[]> ranks_;
+  std::unique_ptr<int32_t[]> positions_;
   std::vector<uint32_t> order_, sorted_;
 };
 
@@ -191,11 +213,11 @@ class Indexer {
         out_(out) {}
 
   void run() {
-    out_.fill_(-1);
+    std::fill_n(out_.template mutable_data_ptr<int32_t>(), out_.numel(), -1);
     const std::vector<Task> tasks = plan();
     std::vector<TopK> parts;  // of sequences whose keys are split, one a task and token
     const bool split = split_;
-    if (split) parts.assign(tasks.size(), TopK(k_));
+    for (size_t t = 0; split && t < tasks.size(); ++t) parts.emplace_back(k_);
     run_tasks(
         tasks.size(), [&] { return Scratch(*this); },
         [&](Scratch& scratch, int64_t t) {
@@ -230,8 +252,9 @@ class Indexer {
     explicit Scratch(const Indexer& op)
         : panels(op.group_ * panel_elements<E>(op.heads_, op.dims_)),
           weights(op.group_ * panel_rows(op.heads_)),
-          keys(std::is_same_v<E, T> ? 0 : cpu::kMaxKeys * op.dims_),
-          best(op.split_ ? 0 : op.group_, TopK(op.k_)) {}
+          keys(std::is_same_v<E, T> ? 0 : cpu::kMaxKeys * op.dims_) {
+      for (int64_t i = 0; !op.split_ && i < op.group_; ++i) best.emplace_back(op.k_);
+    }
     std::vector<cpu::PanelElement<E>> panels;
     std::vector<float> weights;
     std::vector<E> keys;
