@@ -152,11 +152,16 @@ def main() -> None:
         times = interleaved(calls, repeats)
         peaks = {side: peak_bytes(side, phase, context, args.dtype) for side in sides}
         ms = {side: f"{statistics.median(times[side]) * 1e3:.1f}" for side in sides}
-        mib = {side: f"{peaks[side] / 2**20:.0f}" for side in sides}
+        # below 1 MiB it is pages of the allocator, not the call
+        mib = {
+            side: f"{peaks[side] / 2**20:.0f}" if peaks[side] >= 2**20 else "<1" for side in sides
+        }
         quotient = {"time": "-", "memory": "-"}
         if len(sides) == 2:
             quotient["time"] = f"{ratio(times['transformers'], times['custom_pypto']):.1f}"
-            quotient["memory"] = f"{peaks['transformers'] / max(peaks['custom_pypto'], 1):.1f}"
+            at_least = ">" if peaks["custom_pypto"] < 2**20 else ""
+            memory = peaks["transformers"] / max(peaks["custom_pypto"], 2**20)
+            quotient["memory"] = f"{at_least}{memory:.1f}"
         rows.append(
             [phase, f"{context // 1024}K"]
             + [ms.get(side, "not run") for side in SIDES]

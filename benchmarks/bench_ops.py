@@ -1,6 +1,6 @@
 """Rate of the ops on this CPU, as a share of the rate of torch.mm in the same dtype.
 
-    python benchmarks/bench_ops.py [--threads 1] [--repeats 7] [--write]
+    python benchmarks/bench_ops.py [--threads 1] [--repeats 15] [--write]
 
 Every case is first compared with custom_pypto.reference. Arithmetic counted: the indexer's
 2 * S1 * S2 * 64 * 128 (top-k comes on top), the attention's 2 * S1 * N1 * 2048 * (576 + 512).
@@ -66,7 +66,7 @@ def attention_case(S1: int, N1: int, S2: int, dtype: torch.dtype):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--write", action="store_true", help="into benchmarks/RESULTS.md")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

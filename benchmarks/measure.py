@@ -48,7 +48,7 @@ def machine() -> str:
 
 def write_section(title: str, command: str, text: str) -> None:
     """Puts ``text`` under ``## title`` of RESULTS.md, in place of what was there."""
-    section = f"## {title}\n\n`{command}`  \n{machine()}\n\n{text.strip()}\n"
+    section = f"## {title}\n\n`{command}`\n\n{machine()}\n\n{text.strip()}\n"
     old = RESULTS.read_text() if RESULTS.exists() else "# Results\n"
     pattern = rf"## {re.escape(title)}\n.*?(?=\n## |\Z)"
     if re.search(pattern, old, re.S):
