@@ -14,7 +14,7 @@ Two stages, as DeepSeek-V3.2 (arXiv:2512.02556, section 2.1) trains its own inde
 2. the indexer alone, on the KL divergence between the attention distribution (summed over heads,
    normalised) and the softmax of its scores.
 
-    python examples/train_lookup.py            # about 15 minutes on two cores
+    python examples/train_lookup.py            # about 10 minutes on two cores
 """
 
 import argparse
