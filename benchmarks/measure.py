@@ -1,6 +1,5 @@
 """How the benchmarks time and report: interleaved repeats, medians, sections of RESULTS.md."""
 
-import platform
 import re
 import statistics
 import time
@@ -8,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+
+from custom_pypto import env
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 
@@ -35,14 +36,11 @@ def ratio(slow: list[float], fast: list[float]) -> float:
 
 
 def machine() -> str:
-    cpu = platform.processor()
-    info = Path("/proc/cpuinfo")
-    if info.exists() and (found := re.search(r"model name\s*: (.*)", info.read_text())):
-        cpu = found[1].strip()
-    isa = torch.ops.custom_pypto.cpu_isa()
+    report = env.collect()
+    cpu, versions = report["cpu"], report["versions"]
     return (
-        f"{cpu}, {torch.get_num_threads()} thread(s), kernels {isa}, torch {torch.__version__}, "
-        f"Python {platform.python_version()}"
+        f"{cpu['model']}, {cpu['threads']} thread(s), kernels {cpu['kernels_isa']}, "
+        f"torch {versions['torch']}, Python {versions['python']}"
     )
 
 

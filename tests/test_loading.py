@@ -118,9 +118,9 @@ def of_another_checkpoint(path, shard):
     return ValueError, f"{shard} must hold .* according to {INDEX}, but does not"
 
 
-def change(path, shard, edit):
+def change(path, shard, edit, name=None):
     tensors = load_file(path / shard)
-    name = sorted(tensors)[0]
+    name = name or sorted(tensors)[0]
     edit(tensors, name)
     save_file(tensors, path / shard, metadata={"format": "pt"})
     return name
@@ -131,10 +131,11 @@ def without_a_tensor(path, shard):
     return ValueError, f"{shard} must hold {name} according to {INDEX}"
 
 
-def with_a_tensor_of_another_shape(path, shard):
-    def shorten(tensors, name):
-        tensors[name] = tensors[name][:-1].clone()
+def shorten(tensors, name):
+    tensors[name] = tensors[name][:-1].clone()
 
+
+def with_a_tensor_of_another_shape(path, shard):
     name = change(path, shard, shorten)
     return ValueError, rf"{shard}: {name} must be \[\d+.*\] according to config.json, got \["
 
@@ -142,9 +143,7 @@ def with_a_tensor_of_another_shape(path, shard):
 def with_an_expert_of_another_shape(path, shard):
     weight_map = json.loads((path / INDEX).read_text())["weight_map"]
     name, shard = next(item for item in weight_map.items() if "experts.3.up_proj" in item[0])
-    tensors = load_file(path / shard)
-    tensors[name] = tensors[name][:-1].clone()
-    save_file(tensors, path / shard, metadata={"format": "pt"})
+    change(path, shard, shorten, name)
     return (
         ValueError,
         rf"{shard}: {name} must be \[32, 96\] according to config.json, got \[31, 96\]",

@@ -14,6 +14,7 @@ from cases import (
     on_meta,
     place,
     refusal,
+    refused,
     visible_keys,
     without_nan,
 )
@@ -539,10 +540,6 @@ PA = indexer_inputs([3, 2], [40, 33])
 BSND = indexer_inputs([3, 2], [40, 33], layout_key="BSND")
 TND = indexer_inputs([3, 2], [40, 33], layout_query="TND", layout_key="TND")
 TND_PA = indexer_inputs([3, 2], [40, 33], layout_query="TND")
-
-
-def refused(id, inputs, argument, got, **change):
-    return pytest.param(inputs | change, argument, got, id=id)
 
 
 @pytest.mark.parametrize(

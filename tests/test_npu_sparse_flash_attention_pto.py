@@ -15,6 +15,7 @@ from cases import (
     on_meta,
     place,
     refusal,
+    refused,
     without_nan,
 )
 from hypothesis import given, settings
@@ -547,10 +548,6 @@ PA = attention_inputs([3, 2], [40, 33])
 BSND = attention_inputs([3, 2], [40, 33], layout_kv="BSND")
 TND = attention_inputs([3, 2], [40, 33], layout_query="TND", layout_kv="TND")
 TND_PA = attention_inputs([3, 2], [40, 33], layout_query="TND")
-
-
-def refused(id, inputs, argument, got, **change):
-    return pytest.param(inputs | change, argument, got, id=id)
 
 
 def each(inputs, names, f):

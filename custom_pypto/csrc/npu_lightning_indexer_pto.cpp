@@ -80,8 +80,9 @@ uint32_t kth_largest(const uint32_t* ranks, int64_t n, int64_t k) {
     const int shift = above - bits;
     int32_t counts[2048] = {};
     for (int64_t i = 0; i < n; ++i) {
-      if (above == 32 || ranks[i] >> above == found)
+      if (above == 32 || ranks[i] >> above == found) {
         ++counts[ranks[i] >> shift & ((1 << bits) - 1)];
+      }
     }
     uint32_t digit = (1 << bits) - 1;
     for (; k > counts[digit]; --digit) k -= counts[digit];
@@ -98,8 +99,8 @@ class TopK {
   // uninitialised: most of it may never be used
   explicit TopK(int64_t k)
       : k_(k),
-        ranks_(new uint32_t[2 * k + 1024 + cpu::kMaxKeys]),
-        positions_(new int32_t[2 * k + 1024 + cpu::kMaxKeys]) {}
+        ranks_(new uint32_t[capacity() + cpu::kMaxKeys]),
+        positions_(new int32_t[capacity() + cpu::kMaxKeys]) {}
 
   void clear() {
     count_ = 0;
@@ -216,22 +217,21 @@ class Indexer {
     std::fill_n(out_.template mutable_data_ptr<int32_t>(), out_.numel(), -1);
     const std::vector<Task> tasks = plan();
     std::vector<TopK> parts;  // of sequences whose keys are split, one a task and token
-    const bool split = split_;
-    for (size_t t = 0; split && t < tasks.size(); ++t) parts.emplace_back(k_);
+    for (size_t t = 0; split_ && t < tasks.size(); ++t) parts.emplace_back(k_);
     run_tasks(
         tasks.size(), [&] { return Scratch(*this); },
         [&](Scratch& scratch, int64_t t) {
           const Task& task = tasks[t];
           std::vector<TopK>& best = scratch.best;
           for (TopK& b : best) b.clear();
-          score(task, scratch, split ? &parts[t] : best.data());
-          if (split) {
+          score(task, scratch, split_ ? &parts[t] : best.data());
+          if (split_) {
             parts[t].shrink();
             return;
           }
           for (int64_t i = 0; i < task.count; ++i) best[i].write(out_row(task, i));
         });
-    if (!split) return;
+    if (!split_) return;
     // tasks of one token follow each other, in the order of their keys
     std::vector<int64_t> starts;
     for (size_t t = 0; t < tasks.size(); ++t) {
