@@ -16,6 +16,7 @@ try:
 
     import custom_pypto._C  # noqa: F401
 
+    from . import npu  # noqa: F401  # registers the ops for NPU tensors; imports no PyPTO
     from .ops import (
         add_custom,
         npu_lightning_indexer_pto,

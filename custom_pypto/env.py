@@ -20,6 +20,7 @@ import sys
 import sysconfig
 
 TRANSFORMERS = "5.23.0"
+PYPTO = "0.2.0"
 # the CPU features that decide which kernels run, or could: x86, then Arm
 CPU_FEATURES = (
     "fma f16c avx2 avx_vnni avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 "
@@ -128,6 +129,17 @@ def _torch_npu_problem() -> dict[str, str] | None:
             f"pip install 'torch_npu=={minor}.*'",
         )
     return None
+
+
+def pypto_problem() -> dict[str, str] | None:
+    """What is wrong with the installed PyPTO, for the kernels on the NPU and for simulation."""
+    found = _version("pypto")
+    if found == PYPTO:
+        return None
+    return _problem(
+        f"needs pypto {PYPTO}, found {found or 'none'}",
+        "pip install 'custom_pypto[sim]'",
+    )
 
 
 def _version(distribution: str) -> str | None:
@@ -253,11 +265,7 @@ def _ways(error: Exception | None, versions: dict, npu: dict) -> dict[str, dict]
     python = []
     if not os.path.exists(header):
         python = [_problem(header, "install Python's headers (Debian, Ubuntu: python3-dev)")]
-    kernels = []
-    if error is None and not torch._C._dispatch_has_kernel_for_dispatch_key(
-        "custom_pypto::npu_lightning_indexer_pto", "PrivateUse1"
-    ):
-        kernels = [_problem("NPU kernels: this version has none", "run on the CPU")]
+    pypto = [problem] if (problem := pypto_problem()) else []
     device = [npu["problem"]] if npu["problem"] else []
 
     ways = {
@@ -265,6 +273,7 @@ def _ways(error: Exception | None, versions: dict, npu: dict) -> dict[str, dict]
         "DeepSeek-V3.2 and GLM-5 in transformers on the CPU": load + models,
         "torch.compile on the CPU": load + compiler,
         "building from source": compiler + python,
-        "ops on the NPU": load + kernels + device,
+        "NPU kernels in PyPTO's interpreter and cost model": load + pypto,
+        "ops on the NPU": load + pypto + device,
     }
     return {way: {"works": not missing, "missing": missing} for way, missing in ways.items()}

@@ -12,6 +12,19 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("custom_pypto")
 
 
+def pytest_addoption(parser):
+    parser.addoption(
+        "--slow", action="store_true", help="run the tests marked slow, and only these"
+    )
+
+
+def pytest_collection_modifyitems(config, items):
+    slow = config.getoption("--slow")
+    others = [item for item in items if bool(item.get_closest_marker("slow")) is not slow]
+    config.hook.pytest_deselected(items=others)
+    items[:] = [item for item in items if item not in others]
+
+
 @pytest.fixture(scope="session", autouse=True)
 def uninitialised_memory_is_poison():
     """Fills ``torch.empty`` with NaN (integers: the largest one), so unwritten output shows."""

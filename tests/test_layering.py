@@ -14,7 +14,14 @@ FORBIDDEN = {
     "models": {"examples", "tests", "benchmarks"},
     "examples": {"tests", "benchmarks"},
 }
-REFERENCE = "custom_pypto/reference"  # the definition: torch and itself
+# folder -> the one package, besides itself and Python's, that it may import
+ALLOWED = {
+    "custom_pypto/reference": "torch",  # the definition
+    "custom_pypto/kernels": "pypto",  # the NPU programs: never torch, never the ops
+}
+# who in custom_pypto may import pypto; npu.py reaches it through the kernels
+PYPTO = ("custom_pypto/kernels/", "custom_pypto/simulation/")
+REFERENCE = "custom_pypto/reference"
 TORCH_HEADER = r"(torch|ATen|c10)/"
 
 
@@ -38,11 +45,20 @@ def violations(root: Path) -> list[str]:
             for module in imported_modules(path, root):
                 if module.partition(".")[0] in forbidden:
                     found.append(f"{path.relative_to(root)} imports {module}")
-    for path in sorted((root / REFERENCE).rglob("*.py")):
-        for module in imported_modules(path, root):
-            inside = (module + ".").startswith("custom_pypto.reference.")
-            if not inside and module.partition(".")[0] not in {"torch", *sys.stdlib_module_names}:
-                found.append(f"{path.relative_to(root)} imports {module}")
+    for folder, allowed in ALLOWED.items():
+        for path in sorted((root / folder).rglob("*.py")):
+            for module in imported_modules(path, root):
+                inside = (module + ".").startswith(folder.replace("/", ".") + ".")
+                if not inside and module.partition(".")[0] not in (
+                    allowed,
+                    *sys.stdlib_module_names,
+                ):
+                    found.append(f"{path.relative_to(root)} imports {module}")
+    for path in sorted((root / "custom_pypto").rglob("*.py")):
+        if not str(path.relative_to(root)).startswith(PYPTO):
+            for module in imported_modules(path, root):
+                if module.partition(".")[0] == "pypto":
+                    found.append(f"{path.relative_to(root)} imports {module}")
     for path in sorted((root / "custom_pypto/csrc").rglob("*.*")):
         headers = re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)', path.read_text(), re.MULTILINE)
         plain = "cpu" in path.relative_to(root).parts  # micro-kernels see no torch header
@@ -65,6 +81,9 @@ def test_no_dependency_points_backwards():
         pytest.param("examples/a.py", "import benchmarks.x as y", id="examples-to-benchmarks"),
         pytest.param(f"{REFERENCE}/a.py", "import numpy", id="reference-to-another-package"),
         pytest.param(f"{REFERENCE}/a.py", "from .. import ops", id="reference-to-the-ops"),
+        pytest.param("custom_pypto/kernels/a.py", "import torch", id="kernels-to-torch"),
+        pytest.param("custom_pypto/kernels/a.py", "from .. import ops", id="kernels-to-the-ops"),
+        pytest.param("custom_pypto/npu.py", "import pypto", id="package-to-pypto"),
         pytest.param("custom_pypto/csrc/a.cpp", "#include <torch_npu/x.h>", id="csrc"),
         pytest.param("custom_pypto/csrc/cpu/a.h", "#include <ATen/x.h>", id="micro-kernel"),
     ],
@@ -81,6 +100,8 @@ def test_a_dependency_that_points_backwards_is_found(tmp_path, path, line):
         pytest.param("examples/a.py", "import custom_pypto, models", id="examples"),
         pytest.param("models/a.py", "from custom_pypto import ops", id="models"),
         pytest.param(f"{REFERENCE}/a.py", "import math\nfrom .b import c", id="reference"),
+        pytest.param("custom_pypto/kernels/a.py", "import pypto\nfrom . import b", id="kernels"),
+        pytest.param("custom_pypto/simulation/a.py", "import pypto, torch", id="simulation"),
         pytest.param("custom_pypto/csrc/a.cpp", "#include <ATen/ATen.h>", id="csrc"),
         pytest.param("custom_pypto/csrc/cpu/a.cpp", '#include "kernels.h"', id="micro-kernel"),
     ],

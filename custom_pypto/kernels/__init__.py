@@ -1,0 +1,25 @@
+"""The ops as PyPTO programs for Ascend NPUs. Imports pypto, never the ops."""
+
+import pypto
+
+# by torch's names
+DTYPES = {
+    "bfloat16": pypto.DT_BF16,
+    "float16": pypto.DT_FP16,
+    "float32": pypto.DT_FP32,
+}
+
+
+def runtime_options(control_flow: tuple[str, ...], *, ready_on_host: bool) -> dict:
+    """Options of every kernel.
+
+    Args:
+        control_flow: the arguments whose values bound loops or become addresses.
+        ready_on_host: whether these are final before the launch, so that control flow need not wait
+            for the kernels that were launched before.
+    """
+    # iterations that may run at the same time; without it tokens run one after the other
+    options: dict = {"stitch_function_max_num": 128}
+    if ready_on_host:
+        options["ready_on_host_tensors"] = list(control_flow)
+    return options

@@ -1,0 +1,518 @@
+"""MLA and lightning-indexer prologs of DeepSeek-V3.2 (arXiv 2512.02556): from hidden states to both
+queries, the index weights and the cache rows of the new tokens.
+
+One loop over tiles of tokens; within a tile:
+
+1. cube: ``x`` by ``w_dq``, ``w_dkv_kr``, ``w_idx_k`` and ``w_idx_proj``; H is split over cores, the
+   parts stay float32;
+2. vector: sums of the parts; RMSNorm of the query latent; RMSNorm, LayerNorm and RoPE of the keys;
+3. cube: query latent by ``w_uq_qr`` and ``w_idx_qb``, some heads per task, then ``w_uk`` per head;
+   vector: RoPE of both queries;
+4. vector: the key rows of each token into the three caches, where its slot exists.
+
+The MLA RoPE rotates interleaved pairs, the indexer's the two halves of its first R dims.
+
+Every weight is read once per tile of tokens. Memory: the four outputs in global memory,
+``T * (N1 * (L + R) + NI * DI)`` elements and ``T * NI`` float32; workspace, for each tile of M
+tokens, ``4 * M * split * (Q + L + R + DI + NI)`` bytes of sums and M rows of each result.
+"""
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+
+import pypto
+
+from . import DTYPES, runtime_options
+from .npu_lightning_indexer_pto import capacity, selector
+from .npu_sparse_flash_attention_pto import attender
+from .sequences import query_tiles
+from .tiling import (
+    AttentionTiling,
+    IndexerTiling,
+    PrologTiling,
+    attention_tiling,
+    cube_tile,
+    indexer_tiling,
+    power_of_two,
+    prolog_tiling,
+)
+
+FLOAT = pypto.DT_FP32
+CACHES = 10, 11, 17  # kv_cache, kr_cache, index_k_cache among the arguments of the prolog
+INDEX_KEY_EPS = 1e-6  # LayerNorm of the index key, whatever the eps of the RMSNorms
+
+
+@contextlib.contextmanager
+def one_task():
+    """The operations of a tile within become one task, where PyPTO would make several."""
+    pypto.set_pass_options(sg_set_scope=1)
+    yield
+    pypto.set_pass_options(sg_set_scope=-1)
+
+
+def rounded(x, dtype):
+    """Float32 values that ``dtype`` holds: the reference rounds here."""
+    return pypto.cast(pypto.cast(x, dtype), FLOAT)
+
+
+def mean(x):
+    return pypto.mul(pypto.sum(x, -1, keepdim=True), 1.0 / x.shape[-1])
+
+
+def rms_norm(x, gamma, eps, dtype):
+    scale = pypto.rsqrt(pypto.add(mean(pypto.mul(x, x)), eps))
+    return pypto.cast(
+        pypto.mul(rounded(pypto.mul(x, scale), dtype), pypto.cast(gamma, FLOAT)), dtype
+    )
+
+
+def layer_norm(x, gamma, beta, eps):
+    centred = pypto.sub(x, mean(x))
+    scale = pypto.rsqrt(pypto.add(mean(pypto.mul(centred, centred)), eps))
+    y = pypto.mul(pypto.mul(centred, scale), pypto.cast(gamma, FLOAT))
+    return pypto.add(y, pypto.cast(beta, FLOAT))
+
+
+def rotated(first, second, sin, cos, dtype):
+    """First and second members of the pairs after RoPE."""
+    return (
+        pypto.cast(pypto.sub(pypto.mul(first, cos), pypto.mul(second, sin)), dtype),
+        pypto.cast(pypto.add(pypto.mul(second, cos), pypto.mul(first, sin)), dtype),
+    )
+
+
+def columns(x, start, width):
+    """Part of the last dim; a view keeps the number of valid rows."""
+    *lead, _ = x.shape
+    return pypto.view(x, [*lead, width], [0] * len(lead) + [start])
+
+
+def interleaved_pairs(x, rows):
+    """Even and odd members of the last dim of ``x``; its first dim has ``rows`` valid rows."""
+    *lead, width = x.shape
+    valid = [rows, *lead[1:]]
+    tile = pypto.get_vec_tile_shapes()[:-1]
+    # the tile's last dim must be a whole number of 32-byte blocks, though only 2 wide
+    pypto.set_vec_tile_shapes(*tile, width // 2, 8)
+    pairs = pypto.reshape(x, [*lead, width // 2, 2], valid_shape=[*valid, width // 2, 2])
+    members = pypto.transpose(pairs, len(lead), len(lead) + 1)
+    members = pypto.reshape(members, [*lead, width], valid_shape=[*valid, width])
+    pypto.set_vec_tile_shapes(*tile, width)
+    return columns(members, 0, width // 2), columns(members, width // 2, width // 2)
+
+
+def prolog(
+    x,
+    w_dq,
+    w_uq_qr,
+    w_uk,
+    w_dkv_kr,
+    gamma_cq,
+    gamma_ckv,
+    sin,
+    cos,
+    cache_index,
+    kv_cache,
+    kr_cache,
+    w_idx_qb,
+    w_idx_k,
+    w_idx_proj,
+    in_gamma_k,
+    in_beta_k,
+    index_k_cache,
+    c_q,
+    q_latent,
+    q_rope,
+    q_index,
+    index_weights,
+    *,
+    eps: float,
+    slot_words: int,
+    tiling: PrologTiling,
+):
+    """Arguments as in the op's schema, with these views: ``x [T, H]``, ``w_uk [N1 * P, L]``, the
+    gammas and beta ``[1, .]``, ``sin`` and ``cos [T, R]``, ``cache_index [1, T * slot_words]``
+    int32 (an int64 one seen as words, low word first), the caches ``[slots, .]``. Written: the
+    caches, ``c_q [T, Q]``, ``q_latent [T, N1 * L]``, ``q_rope [T, N1, R]``, ``q_index [T, NI, DI]``
+    and ``index_weights [T, NI]`` float32. If two tokens name one slot, either row may remain.
+    """
+    dtype, T = x.dtype, x.shape[0]
+    Q, L, R = w_dq.shape[1], w_uk.shape[1], sin.shape[1]
+    N1 = (w_uq_qr.shape[1] - w_uk.shape[0]) // R
+    P = w_uk.shape[0] // N1
+    NI, DI = w_idx_proj.shape[1], w_idx_k.shape[1]
+    M, V, half = tiling.tokens, tiling.rows, R // 2
+
+    def tiles(name, *, after_all):
+        """First row and number of rows of each tile of tokens."""
+        for tile in pypto.loop(
+            0, (T + M - 1) // M, 1, name=name, idx_name=name.lower(), submit_before_loop=after_all
+        ):
+            pypto.set_pass_options(**tiling.pass_options)  # of this loop only
+            yield tile * M, (T - tile * M).min(M)
+
+    def up_tile(width):
+        # whole heads per task: what reads one head then waits for one task
+        return cube_tile(M, Q, max(tiling.up_n // width, 1) * width, left_stays=True)
+
+    def project(w, n, start, rows):
+        """``x @ w`` as a float32 sum of ``split`` parts, so that few columns fill all cores."""
+        K, N = w.shape[0] // tiling.split, w.shape[1]
+        pypto.set_cube_tile_shapes(*cube_tile(M, K, n))
+        parts = [
+            pypto.matmul(
+                pypto.view(x, [M, K], [start, k], valid_shape=[rows, K]),
+                pypto.view(w, [K, N], [k, 0]),
+                FLOAT,
+            )
+            for k in range(0, K * tiling.split, K)
+        ]
+        pypto.set_vec_tile_shapes(V, N)
+        return functools.reduce(pypto.add, parts)
+
+    def angles(start, rows):
+        """Sine and cosine of the tokens' pairs, ``[M, R / 2]``."""
+        pypto.set_vec_tile_shapes(V, half)
+        return [
+            pypto.cast(pypto.view(a, [M, half], [start, 0], valid_shape=[rows, half]), FLOAT)
+            for a in (sin, cos)
+        ]
+
+    def for_heads(angle, rows):
+        pypto.set_vec_tile_shapes(V, half)
+        return [pypto.reshape(a, [M, 1, half], valid_shape=[rows, 1, half]) for a in angle]
+
+    for start, rows in tiles("PROLOG", after_all=False):
+        latent = rms_norm(
+            rounded(project(w_dq, tiling.down_n, start, rows), dtype), gamma_cq, eps, dtype
+        )
+        c_kv = rounded(project(w_dkv_kr, tiling.side_n, start, rows), dtype)
+        k_index = rounded(project(w_idx_k, tiling.side_n, start, rows), dtype)
+        weights = project(w_idx_proj, tiling.side_n, start, rows)
+        pypto.assemble(pypto.mul(weights, (NI * DI) ** -0.5), [start, 0], index_weights)
+        pypto.set_vec_tile_shapes(V, Q)
+        pypto.assemble(pypto.clone(latent), [start, 0], c_q)
+
+        angle = angles(start, rows)
+        pypto.set_vec_tile_shapes(V, L)
+        k_latent = rms_norm(columns(c_kv, 0, L), gamma_ckv, eps, dtype)
+        pypto.set_vec_tile_shapes(V, R)
+        even, odd = interleaved_pairs(columns(c_kv, L, R), rows)
+        k_rope = pypto.concat(rotated(even, odd, *angle, dtype), -1)
+        pypto.set_vec_tile_shapes(V, DI)
+        k_index = rounded(layer_norm(k_index, in_gamma_k, in_beta_k, INDEX_KEY_EPS), dtype)
+        first, second = columns(k_index, 0, half), columns(k_index, half, half)
+        k_index_parts = [*rotated(first, second, *angle, dtype)]
+        if DI > R:
+            k_index_parts.append(pypto.cast(columns(k_index, R, DI - R), dtype))
+        k_index = pypto.concat(k_index_parts, -1)
+
+        angle = for_heads(angle, rows)
+        for h in range(0, NI, tiling.heads):
+            heads = min(tiling.heads, NI - h)
+            pypto.set_cube_tile_shapes(*up_tile(DI))
+            w = pypto.view(w_idx_qb, [Q, heads * DI], [0, h * DI])
+            q = pypto.matmul(latent, w, dtype)
+            pypto.set_vec_tile_shapes(V, heads, DI)
+            q = pypto.reshape(q, [M, heads, DI], valid_shape=[rows, heads, DI])
+            q = pypto.cast(q, FLOAT)
+            with one_task():
+                first, second = columns(q, 0, half), columns(q, half, half)
+                for i, half_R in enumerate(rotated(first, second, *angle, dtype)):
+                    pypto.assemble(half_R, [start, h, i * half], q_index)
+                if DI > R:
+                    rest = pypto.cast(columns(q, R, DI - R), dtype)
+                    pypto.assemble(rest, [start, h, R], q_index)
+
+        # of a few tokens all writes are in one iteration: what reads the caches waits for it alone
+        tile_rows = range(M)
+        if not tiling.one_tile:
+            tile_rows = pypto.loop(0, rows, 1, name="PROLOG_CACHE", idx_name="prolog_row")
+        slots = kv_cache.shape[0]
+        for i in tile_rows:
+            word = (start + i).min(T - 1) * slot_words
+            slot, *high = (cache_index[0, word + j] for j in range(slot_words))
+            exists = (slot >= 0) * (slot < slots) * (start + i < T)
+            for half_word in high:
+                exists = exists * (half_word == 0)
+            slot = slot.max(0).min(slots - 1)
+            for keys, cache in (k_latent, kv_cache), (k_rope, kr_cache), (k_index, index_k_cache):
+                width = cache.shape[1]
+                pypto.set_vec_tile_shapes(1, width)
+                # no row where the slot is outside
+                key = pypto.view(keys, [1, width], [i, 0], valid_shape=[exists, width])
+                pypto.assemble(pypto.clone(key), [slot, 0], cache)
+
+    # behind the keys and queries of the indexer, which can start beside these projections
+    for start, rows in tiles("PROLOG_QUERY", after_all=not tiling.one_tile):
+        angle = for_heads(angles(start, rows), rows)
+        latent = pypto.view(c_q, [M, Q], [start, 0], valid_shape=[rows, Q])
+        for h in range(0, N1, tiling.heads):
+            heads = min(tiling.heads, N1 - h)
+            pypto.set_cube_tile_shapes(*up_tile(P + R))
+            w = pypto.view(w_uq_qr, [Q, heads * (P + R)], [0, h * (P + R)])
+            q = pypto.matmul(latent, w, dtype)
+            pypto.set_cube_tile_shapes(*cube_tile(M, P, L))
+            for i in range(heads):
+                w = pypto.view(w_uk, [P, L], [(h + i) * P, 0])
+                absorbed = pypto.matmul(columns(q, i * (P + R), P), w, dtype)
+                pypto.assemble(absorbed, [start, (h + i) * L], q_latent)
+            pypto.set_vec_tile_shapes(V, heads, R)
+            q = pypto.reshape(q, [M, heads, P + R], valid_shape=[rows, heads, P + R])
+            # the cast stays outside: it would draw the matmul into the task
+            q = pypto.cast(columns(q, P, R), FLOAT)
+            with one_task():
+                even, odd = interleaved_pairs(q, rows)
+                # no concat here: it forgets how many rows are valid
+                for i, half_R in enumerate(rotated(even, odd, *angle, dtype)):
+                    pypto.assemble(half_R, [start, h, i * half], q_rope)
+
+
+def program(
+    *arguments,
+    heads: int,
+    index_heads: int,
+    block_size: int,
+    table_width: int,
+    scale: float,
+    sparse_count: int,
+    index_tiling: IndexerTiling,
+    attention_tiling: AttentionTiling,
+    tiling: PrologTiling,
+    **facts,
+):
+    """The op: prolog, then selection and attention token by token.
+
+    Args:
+        arguments: those of :func:`prolog`, then ``act_seqs [B]``, ``block_table [B, W]``,
+            ``indices [T, K]`` and ``out [T * N1, L]``, of which the last two are written.
+    """
+    *prolog_arguments, act_seqs, block_table, indices, out = arguments
+    kv_cache, kr_cache, index_k_cache = (prolog_arguments[i] for i in CACHES)
+    q_latent, q_rope, q_index, index_weights = prolog_arguments[-4:]
+    prolog(*prolog_arguments, tiling=tiling, **facts)
+
+    def rows(x, width):
+        return pypto.reshape(
+            x, [x.shape[0] * (math.prod(x.shape[1:]) // width), width], inplace=True
+        )
+
+    sizes = dict(block_size=block_size, sparse_count=sparse_count, tiling=index_tiling)
+    select = selector(
+        rows(q_index, q_index.shape[2]),
+        rows(index_weights, 1),
+        index_k_cache,
+        block_table,
+        indices,
+        heads=index_heads,
+        **sizes,
+    )
+    attend = attender(
+        rows(q_latent, kv_cache.shape[1]),
+        rows(q_rope, q_rope.shape[2]),
+        kv_cache,
+        kr_cache,
+        kv_cache,
+        indices,
+        block_table,
+        out,
+        heads=heads,
+        block_size=block_size,
+        table_width=table_width,
+        scale=scale,
+        tiling=attention_tiling,
+    )
+    for row, sequence, visible in query_tiles(
+        act_seqs,
+        act_seqs,
+        indices.shape[0],
+        capacity(block_table, **sizes),
+        layout="BSND",
+        ragged=False,
+        sparse_mode=3,
+        name="DSA",
+        tile=index_tiling.tokens,
+        after_all=not tiling.one_tile,
+    ):
+        select(row, sequence, visible)
+        for g, keys in enumerate(visible):
+            # a loop of its own: what it reads was written by the one before
+            for _ in pypto.loop(0, 1, 1, name=f"DSA_ATTEND{len(visible)}_{g}", idx_name="dsa_once"):
+                attend(row + g, sequence, keys)
+
+
+def kernel(
+    *,
+    dtype: str,
+    angle_dtype: str,
+    heads: int,
+    index_heads: int,
+    block_size: int,
+    hidden: int,
+    tokens: int,
+    batch: int,
+    table_width: int,
+    **facts,
+) -> Callable:
+    """The kernel of :func:`program`, whose arguments it takes, for a call with these static facts.
+
+    One binary serves every number of tokens of a class of :func:`prolog_tiling` and
+    :func:`attention_tiling`, and every block table up to the next power of two.
+    """
+    return _kernel(
+        dtype=DTYPES[dtype],
+        angle_dtype=DTYPES[angle_dtype],
+        heads=heads,
+        index_heads=index_heads,
+        block_size=block_size,
+        table_width=max(power_of_two(table_width), 64),
+        tiling=prolog_tiling(tokens=tokens, hidden=hidden),
+        index_tiling=indexer_tiling(
+            tokens=tokens,
+            batch=batch,
+            heads=index_heads,
+            block_size=block_size,
+            table_width=table_width,
+        ),
+        attention_tiling=attention_tiling(tokens=tokens),
+        **facts,
+    )
+
+
+@functools.cache
+def _kernel(*, dtype, angle_dtype, ready_on_host: bool, **facts):
+    matrix, rows = [pypto.STATIC] * 2, [pypto.DYNAMIC, pypto.STATIC]
+    heads, I32 = [pypto.DYNAMIC, pypto.STATIC, pypto.STATIC], pypto.DT_INT32
+
+    @pypto.frontend.jit(
+        runtime_options=runtime_options(
+            ("cache_index", "act_seqs", "block_table"), ready_on_host=ready_on_host
+        ),
+    )
+    def npu_sparse_attention_pto(
+        x: pypto.Tensor(rows, dtype),
+        w_dq: pypto.Tensor(matrix, dtype),
+        w_uq_qr: pypto.Tensor(matrix, dtype),
+        w_uk: pypto.Tensor(matrix, dtype),
+        w_dkv_kr: pypto.Tensor(matrix, dtype),
+        gamma_cq: pypto.Tensor(matrix, dtype),
+        gamma_ckv: pypto.Tensor(matrix, dtype),
+        sin: pypto.Tensor(rows, angle_dtype),
+        cos: pypto.Tensor(rows, angle_dtype),
+        cache_index: pypto.Tensor([pypto.STATIC, pypto.DYNAMIC], I32),
+        kv_cache: pypto.Tensor(rows, dtype),
+        kr_cache: pypto.Tensor(rows, dtype),
+        w_idx_qb: pypto.Tensor(matrix, dtype),
+        w_idx_k: pypto.Tensor(matrix, dtype),
+        w_idx_proj: pypto.Tensor(matrix, dtype),
+        in_gamma_k: pypto.Tensor(matrix, dtype),
+        in_beta_k: pypto.Tensor(matrix, dtype),
+        index_k_cache: pypto.Tensor(rows, dtype),
+        c_q: pypto.Tensor(rows, dtype),
+        q_latent: pypto.Tensor(rows, dtype),
+        q_rope: pypto.Tensor(heads, dtype),
+        q_index: pypto.Tensor(heads, dtype),
+        index_weights: pypto.Tensor(rows, FLOAT),
+        act_seqs: pypto.Tensor([pypto.DYNAMIC], I32),
+        block_table: pypto.Tensor([pypto.DYNAMIC, pypto.DYNAMIC], I32),
+        indices: pypto.Tensor(rows, I32),
+        out: pypto.Tensor(rows, dtype),
+    ):
+        program(
+            x,
+            w_dq,
+            w_uq_qr,
+            w_uk,
+            w_dkv_kr,
+            gamma_cq,
+            gamma_ckv,
+            sin,
+            cos,
+            cache_index,
+            kv_cache,
+            kr_cache,
+            w_idx_qb,
+            w_idx_k,
+            w_idx_proj,
+            in_gamma_k,
+            in_beta_k,
+            index_k_cache,
+            c_q,
+            q_latent,
+            q_rope,
+            q_index,
+            index_weights,
+            act_seqs,
+            block_table,
+            indices,
+            out,
+            **facts,
+        )
+
+    return npu_sparse_attention_pto
+
+
+@functools.cache
+def prolog_kernel(*, dtype, angle_dtype, eps: float, slot_words: int, tiling: PrologTiling):
+    """The prolog alone, for ``x`` of ``dtype`` and ``sin`` and ``cos`` of ``angle_dtype``."""
+    matrix, rows = [pypto.STATIC] * 2, [pypto.DYNAMIC, pypto.STATIC]
+    heads = [pypto.DYNAMIC, pypto.STATIC, pypto.STATIC]
+
+    @pypto.frontend.jit(runtime_options={"stitch_function_max_num": 128})
+    def npu_sparse_attention_pto_prolog(
+        x: pypto.Tensor(rows, dtype),
+        w_dq: pypto.Tensor(matrix, dtype),
+        w_uq_qr: pypto.Tensor(matrix, dtype),
+        w_uk: pypto.Tensor(matrix, dtype),
+        w_dkv_kr: pypto.Tensor(matrix, dtype),
+        gamma_cq: pypto.Tensor(matrix, dtype),
+        gamma_ckv: pypto.Tensor(matrix, dtype),
+        sin: pypto.Tensor(rows, angle_dtype),
+        cos: pypto.Tensor(rows, angle_dtype),
+        cache_index: pypto.Tensor([pypto.STATIC, pypto.DYNAMIC], pypto.DT_INT32),
+        kv_cache: pypto.Tensor(rows, dtype),
+        kr_cache: pypto.Tensor(rows, dtype),
+        w_idx_qb: pypto.Tensor(matrix, dtype),
+        w_idx_k: pypto.Tensor(matrix, dtype),
+        w_idx_proj: pypto.Tensor(matrix, dtype),
+        in_gamma_k: pypto.Tensor(matrix, dtype),
+        in_beta_k: pypto.Tensor(matrix, dtype),
+        index_k_cache: pypto.Tensor(rows, dtype),
+        c_q: pypto.Tensor(rows, dtype),
+        q_latent: pypto.Tensor(rows, dtype),
+        q_rope: pypto.Tensor(heads, dtype),
+        q_index: pypto.Tensor(heads, dtype),
+        index_weights: pypto.Tensor(rows, FLOAT),
+    ):
+        prolog(
+            x,
+            w_dq,
+            w_uq_qr,
+            w_uk,
+            w_dkv_kr,
+            gamma_cq,
+            gamma_ckv,
+            sin,
+            cos,
+            cache_index,
+            kv_cache,
+            kr_cache,
+            w_idx_qb,
+            w_idx_k,
+            w_idx_proj,
+            in_gamma_k,
+            in_beta_k,
+            index_k_cache,
+            c_q,
+            q_latent,
+            q_rope,
+            q_index,
+            index_weights,
+            eps=eps,
+            slot_words=slot_words,
+            tiling=tiling,
+        )
+
+    return npu_sparse_attention_pto_prolog

@@ -1,0 +1,316 @@
+"""npu_sparse_flash_attention_pto as a PyPTO program (DeepSeek-V3.2, arXiv 2512.02556).
+
+Four stages per token, the last three once per group of heads:
+
+1. vector: checks the token's row of indices and its sequence's row of the block table;
+2. cube: gathers the selected latent and rope rows and multiplies them with the queries;
+3. vector: softmax in float32, without what the first stage took out;
+4. cube: gathers the selected values and multiplies the probabilities with them.
+
+All selected keys of a head fit one softmax, so that nothing is rescaled. Workspace per token in
+flight: K * (N1 * (4 + 2) + 8) bytes for scores, probabilities and checked indices, and 4 bytes per
+entry of the block table.
+"""
+
+import functools
+from collections.abc import Callable
+
+import pypto
+from pypto.experimental import gather_in_l1
+
+from . import DTYPES, runtime_options
+from .sequences import query_tokens
+from .tiling import AttentionTiling, attention_tiling, power_of_two
+
+RADIX = 4096  # float32 counts to RADIX**2 exactly
+MASKED_SUM = 1e-30  # makes 0/0 of a row without a valid index 0 and vanishes in any other sum
+
+
+def number(value):
+    """The symbolic scalar ``value``, clamped to what float32 counts exactly, as ``[1, 1]``.
+
+    Element-wise operations take no symbolic scalars, and the interpreter fills with 0 for one:
+    count the valid elements of two rows instead. Each holds one more, for no row may be empty.
+    """
+    value = value.max(0).min(RADIX * (RADIX - 2))
+    pypto.set_vec_tile_shapes(1, RADIX)
+    total = None
+    for digit, weight in (value % RADIX, 1.0), (value // RADIX, float(RADIX)):
+        row = pypto.full([1, RADIX], weight, pypto.DT_FP32, valid_shape=[1, digit + 1])
+        row = pypto.sum(row, dim=-1, keepdim=True)
+        total = row if total is None else pypto.add(total, row)
+    return pypto.add(total, -1.0 - RADIX)
+
+
+def checked_table(block_table, sequence, last_block, width):
+    """The block ids of a sequence, each one of a block that exists, as a row of ``width``."""
+    pypto.set_vec_tile_shapes(1, width)
+    row = [1, width]
+    table = pypto.view(block_table, row, [sequence, 0], valid_shape=[1, block_table.shape[1]])
+    # relu, here and below, for max(x, 0)
+    table = pypto.relu(pypto.cast(table, pypto.DT_FP32))
+    return pypto.cast(pypto.minimum(table, last_block), pypto.DT_INT32)
+
+
+def checked_indices(indices, row, last):
+    """``(index, mask)``: an index behind the first -1 or outside [0, last] gets mask 0 and in its
+    place the largest valid index of the row, whose key and value are harmless, or 0 if none is.
+    """
+    K = indices.shape[1]
+    width = -(-K // 16) * 16
+    pypto.set_vec_tile_shapes(width)
+    order = pypto.reshape(pypto.arange(0.0, float(width), 1.0), [1, width])
+    pypto.set_vec_tile_shapes(1, width)
+    index = pypto.view(indices, [1, width], [row, 0], valid_shape=[1, K])
+    index = pypto.cast(index, pypto.DT_FP32)
+    if K < width:
+        index = pypto.fillpad(index, "constant", "-inf")
+    ends = pypto.where(pypto.eq(index, -1.0), order, float(width))
+    index = pypto.where(pypto.lt(order, pypto.amin(ends, dim=-1, keepdim=True)), index, -1.0)
+    valid = pypto.eq(index, pypto.minimum(pypto.relu(index), last))
+    mask = pypto.where(valid, 1.0, 0.0)
+    safe = pypto.amax(pypto.where(valid, index, 0.0), dim=-1, keepdim=True)
+    return pypto.cast(pypto.where(valid, index, safe), pypto.DT_INT32), mask
+
+
+def checked(indices, block_table, row, sequence, visible, blocks, table_width, *, apart: bool):
+    """What the gathers may read, ``(index, mask, table)``, each one row.
+
+    Index arithmetic is float32, the type for which comparisons exist; it keeps the order of all
+    int32. ``apart``: indices and table are checked by two tasks instead of one.
+    """
+    # without a scope each branch of the computation becomes a stage of its own
+    pypto.set_pass_options(sg_set_scope=1)
+    last = number(visible - 1)
+    if apart:
+        index, mask = checked_indices(indices, row, last)
+        pypto.set_pass_options(sg_set_scope=2)
+        last_block = number(blocks - 1)
+    else:
+        # from ``last``, so that indices and table are connected and stay in one task
+        last_block = pypto.sub(number(visible - 1 + blocks - 1), last)
+        index, mask = checked_indices(indices, row, last)
+    table = checked_table(block_table, sequence, last_block, table_width)
+    pypto.set_pass_options(sg_set_scope=-1)
+    return index, mask, table
+
+
+def attender(
+    query,
+    query_rope,
+    key,
+    key_rope,
+    value,
+    indices,
+    block_table,
+    out,
+    *,
+    heads: int,
+    block_size: int,
+    table_width: int,
+    scale: float,
+    tiling: AttentionTiling,
+) -> Callable:
+    """``attend(row, sequence, visible)``, which builds what writes the rows of one token.
+
+    Args:
+        query, query_rope: ``[T * heads, L]`` and ``[T * heads, R]``; without rope both are None.
+        key, key_rope, value: ``[blocks * block_size, …]``; ``value`` may be ``key``.
+        indices: ``[T, K]`` int32.
+        block_table: ``[B, W]`` int32.
+        out: ``[T * heads, L]``.
+        table_width: static bound of W.
+    """
+    dtype, latent = query.dtype, query.shape[1]
+    width = -(-indices.shape[1] // 16) * 16
+    scores_tiles, output_tiles = tiling.cube_tiles(heads, latent, width)
+
+    def attend(row, sequence, visible):
+        pypto.set_pass_options(**tiling.pass_options)  # of the loop that this is called in
+        pypto.experimental.set_operation_options(combine_axis=True)
+        if pypto.cond(visible > 0):
+            blocks = key.shape[0] // block_size
+            index, mask, table = checked(
+                indices,
+                block_table,
+                row,
+                sequence,
+                visible,
+                blocks,
+                table_width,
+                apart=tiling.table_apart,
+            )
+            gather = functools.partial(gathered, index=index, table=table, block_size=block_size)
+            for first in range(0, heads, tiling.heads):
+                group = min(tiling.heads, heads - first)
+                at = row * heads + first
+                pypto.set_cube_tile_shapes(*scores_tiles)
+                q = pypto.view(query, [group, latent], [at, 0])
+                k = gather(key, transposed=True)
+                if query_rope is not None:
+                    rope = query_rope.shape[1]
+                    q_rope = pypto.view(query_rope, [group, rope], [at, 0])
+                    q = beside(q, q_rope, "query")
+                    k = beside(k, gather(key_rope, transposed=True), "keys")
+                scores = pypto.matmul(q, k, pypto.DT_FP32, a_trans=False, b_trans=True)
+
+                pypto.set_vec_tile_shapes(tiling.softmax_rows(width), width)
+                scores = pypto.mul(scores, scale)
+                # what is masked repeats a valid key: the maximum is that of the valid ones
+                top = pypto.amax(scores, dim=-1, keepdim=True)
+                p = pypto.mul(pypto.exp(pypto.sub(scores, top)), mask)
+                total = pypto.add(pypto.sum(p, dim=-1, keepdim=True), MASKED_SUM)
+                p = pypto.cast(pypto.mul(p, pypto.reciprocal(total)), dtype)
+
+                pypto.set_cube_tile_shapes(*output_tiles)
+                pypto.set_matrix_size([group, width, latent])
+                v = gather(value, transposed=False)
+                # straight into the argument: a local one would serialise the tokens
+                pypto.assemble(pypto.matmul(p, v, dtype), [at, 0], out)
+        else:
+            pypto.set_vec_tile_shapes(16, latent)
+            pypto.assemble(pypto.full([heads, latent], 0.0, dtype), [row * heads, 0], out)
+
+    return attend
+
+
+def program(
+    query,
+    query_rope,
+    key,
+    key_rope,
+    value,
+    indices,
+    query_lengths,
+    key_lengths,
+    block_table,
+    out,
+    *,
+    layout: str,
+    ragged: bool,
+    sparse_mode: int,
+    block_size: int,
+    **facts,
+) -> None:
+    """Writes every row of ``out``; see :func:`attender` and :func:`query_tokens`."""
+    attend = attender(
+        query,
+        query_rope,
+        key,
+        key_rope,
+        value,
+        indices,
+        block_table,
+        out,
+        block_size=block_size,
+        **facts,
+    )
+    for token in query_tokens(
+        query_lengths,
+        key_lengths,
+        indices.shape[0],
+        block_table.shape[1] * block_size,
+        layout=layout,
+        ragged=ragged,
+        sparse_mode=sparse_mode,
+        name="SFA",
+    ):
+        attend(*token)
+
+
+def gathered(rows, *, index, table, block_size: int, transposed: bool):
+    """The rows of a paged cache that ``index`` names, as right operand of a matmul."""
+    return gather_in_l1(
+        rows, index, table, block_size, rows.shape[1], is_b_matrix=True, is_trans=transposed
+    )
+
+
+def beside(left, right, name: str):
+    """``[left | right]``, read from both by the matmul and never written."""
+    n, width = left.shape
+    joined = pypto.tensor([n, width + right.shape[1]], left.dtype, name)
+    pypto.assemble(left, [0, 0], joined)
+    pypto.assemble(right, [0, width], joined)
+    return joined
+
+
+def kernel(*, dtype: str, tokens: int, table_width: int, ready_on_host: bool, **facts) -> Callable:
+    """The kernel of :func:`program` for a call with these static facts.
+
+    Its arguments are those of :func:`program`; with ``rope=False`` it takes neither rope tensor.
+    One binary serves every number of tokens of a class of :func:`attention_tiling`, and every
+    block table up to the next power of two.
+    """
+    return _kernel(
+        dtype=DTYPES[dtype],
+        table_width=max(power_of_two(table_width), 64),
+        tiling=attention_tiling(tokens=tokens),
+        ready_on_host=ready_on_host,
+        **facts,
+    )
+
+
+@functools.cache
+def _kernel(*, dtype, rope: bool, tiling: AttentionTiling, ready_on_host: bool, **facts):
+    D, S, I32 = pypto.DYNAMIC, pypto.STATIC, pypto.DT_INT32
+    jit = pypto.frontend.jit(
+        runtime_options=runtime_options(
+            ("query_lengths", "key_lengths"), ready_on_host=ready_on_host
+        ),
+    )
+
+    @jit
+    def sparse_flash_attention(
+        query: pypto.Tensor([D, S], dtype),
+        query_rope: pypto.Tensor([D, S], dtype),
+        key: pypto.Tensor([D, S], dtype),
+        key_rope: pypto.Tensor([D, S], dtype),
+        value: pypto.Tensor([D, S], dtype),
+        indices: pypto.Tensor([D, S], I32),
+        query_lengths: pypto.Tensor([D], I32),
+        key_lengths: pypto.Tensor([D], I32),
+        block_table: pypto.Tensor([D, D], I32),
+        out: pypto.Tensor([D, S], dtype),
+    ):
+        program(
+            query,
+            query_rope,
+            key,
+            key_rope,
+            value,
+            indices,
+            query_lengths,
+            key_lengths,
+            block_table,
+            out,
+            tiling=tiling,
+            **facts,
+        )
+
+    @jit
+    def sparse_flash_attention_without_rope(
+        query: pypto.Tensor([D, S], dtype),
+        key: pypto.Tensor([D, S], dtype),
+        value: pypto.Tensor([D, S], dtype),
+        indices: pypto.Tensor([D, S], I32),
+        query_lengths: pypto.Tensor([D], I32),
+        key_lengths: pypto.Tensor([D], I32),
+        block_table: pypto.Tensor([D, D], I32),
+        out: pypto.Tensor([D, S], dtype),
+    ):
+        program(
+            query,
+            None,
+            key,
+            None,
+            value,
+            indices,
+            query_lengths,
+            key_lengths,
+            block_table,
+            out,
+            tiling=tiling,
+            **facts,
+        )
+
+    return sparse_flash_attention if rope else sparse_flash_attention_without_rope

@@ -1,0 +1,435 @@
+"""The ops on NPU tensors: check the contract, allocate the output, launch the PyPTO kernel.
+
+The only file that knows both torch and PyPTO. Nothing is read back from the device: lengths,
+block ids and indices are checked by the kernels themselves, so that a call neither waits for the
+device nor stops a graph capture. PyPTO launches on the current stream and takes its workspace from
+torch's allocator.
+
+Every function takes ``launch(kernel, tensors, written)`` first, which runs a kernel on its
+arguments and knows which of them it writes: :func:`on_device` here, the interpreter in
+:mod:`custom_pypto.simulation`.
+"""
+
+import functools
+import importlib
+import os
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from . import env
+
+Launch = Callable[[Callable, Sequence[Tensor], Sequence[Tensor]], None]
+
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def on_device(kernel: Callable, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+    """Launches the kernel on the current stream of the tensors' device."""
+    with torch.npu.device(tensors[0].device):
+        kernel(*tensors)
+
+
+def program(op: str):
+    """The module of an op's PyPTO program; PyPTO is imported when it is first needed."""
+    if problem := env.pypto_problem():
+        raise RuntimeError(
+            f"{op}: {problem['what']} to run on an NPU; {problem['remedy']}, "
+            "or move the tensors to the CPU, whose kernels need no PyPTO"
+        )
+    return importlib.import_module(f"custom_pypto.kernels.{op}")
+
+
+def name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def ready_on_host() -> bool:
+    """Whether lengths and block tables are final before the launch, by the caller's word.
+
+    ``CUSTOM_PYPTO_READY_ON_HOST=1`` lets PyPTO's control flow read them before the work queued
+    ahead of the kernel is done. It is wrong wherever an op on the device computes them, as
+    ``lengths += 1`` does, and therefore off by default.
+    """
+    return os.environ.get("CUSTOM_PYPTO_READY_ON_HOST", "0") == "1"
+
+
+def contract(op: str, *args, **kwargs) -> Tensor:
+    """Checks the arguments as on every device and returns the output, not yet written."""
+    overload = getattr(torch.ops.custom_pypto, op).default
+    return overload.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.Meta), *args, **kwargs)
+
+
+def require(condition: bool, op: str, argument: str, expected: str, got, remedy: str) -> None:
+    if not condition:
+        raise RuntimeError(f"{op}: {argument} must be {expected} on an NPU, got {got}; {remedy}")
+
+
+def require_dtype(op: str, argument: str, tensor: Tensor) -> None:
+    require(
+        tensor.dtype in DTYPES,
+        op,
+        f"{argument}.dtype",
+        "bfloat16 or float16",
+        name(tensor.dtype),
+        "convert it, or run on the CPU",
+    )
+
+
+def require_paged(op: str, argument: str, layout: str) -> None:
+    require(
+        layout == "PA_BSND",
+        op,
+        argument,
+        "PA_BSND",
+        layout,
+        "keep the keys in a paged cache with a block table",
+    )
+
+
+def require_contiguous(op: str, argument: str, cache: Tensor | None) -> None:
+    require(
+        cache is None or cache.is_contiguous(),
+        op,
+        argument,
+        "contiguous",
+        f"strides {None if cache is None else cache.stride()}",
+        "give it a cache of its own instead of a part of a wider row",
+    )
+
+
+def require_heads(op: str, query: Tensor, most: int) -> None:
+    heads = query.size(-2)
+    argument = f"query.size({query.dim() - 2})"
+    require(heads <= most, op, argument, f"at most {most}", heads, "run on the CPU")
+
+
+def rows(tensor: Tensor) -> Tensor:
+    """``[..., W]`` as ``[rows, W]``."""
+    return tensor.contiguous().view(-1, tensor.size(-1))
+
+
+def query_lengths(lengths: Tensor | None, layout: str, tokens: int, otherwise: Tensor) -> Tensor:
+    """What the kernels take: lengths, or prefix sums that do not decrease."""
+    if lengths is None:
+        return otherwise  # of the right shape, and not read
+    if layout == "TND":
+        return lengths.clamp(0, tokens).cummax(0).values
+    return lengths.contiguous()
+
+
+def add_custom(launch: Launch, self: Tensor, other: Tensor) -> Tensor:
+    op = "add_custom"
+    out = contract(op, self, other)
+    require(
+        self.dtype in (*DTYPES, torch.float32),
+        op,
+        "self.dtype",
+        "bfloat16, float16 or float32",
+        name(self.dtype),
+        "convert it, or run on the CPU",
+    )
+    if out.numel():
+        flat = torch.empty_like(out.reshape(-1))
+        tensors = (self.reshape(-1), other.reshape(-1), flat)
+        launch(program(op).kernel(dtype=name(self.dtype)), tensors, (flat,))
+        out = flat.view(out.shape)
+    return out
+
+
+def add_custom_backward(launch: Launch, self: Tensor) -> tuple[Tensor, Tensor]:
+    return self.clone(), self.clone()
+
+
+def npu_lightning_indexer_pto(
+    launch: Launch,
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    *,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_key: Tensor | None = None,
+    block_table: Tensor | None = None,
+    layout_query: str = "BSND",
+    layout_key: str = "PA_BSND",
+    sparse_count: int = 2048,
+    sparse_mode: int = 3,
+) -> Tensor:
+    op = "npu_lightning_indexer_pto"
+    out = contract(
+        op,
+        query,
+        key,
+        weights,
+        actual_seq_lengths_query=actual_seq_lengths_query,
+        actual_seq_lengths_key=actual_seq_lengths_key,
+        block_table=block_table,
+        layout_query=layout_query,
+        layout_key=layout_key,
+        sparse_count=sparse_count,
+        sparse_mode=sparse_mode,
+    )
+    require_dtype(op, "query", query)
+    require_paged(op, "layout_key", layout_key)
+    dim = query.size(-1)
+    require(dim == 128, op, f"query.size({query.dim() - 1})", "128", dim, "run on the CPU")
+    require_heads(op, query, 64)
+    require_contiguous(op, "key", key)
+    tokens, (batch, width) = out.numel() // sparse_count, block_table.shape
+    if tokens == 0:
+        return out
+    if key.numel() == 0 or block_table.numel() == 0:
+        return out.fill_(-1)
+    kernel = program(op).kernel(
+        dtype=name(query.dtype),
+        weights_dtype=name(weights.dtype),
+        heads=query.size(-2),
+        block_size=key.size(1),
+        sparse_count=sparse_count,
+        layout=layout_query,
+        ragged=actual_seq_lengths_query is not None,
+        sparse_mode=sparse_mode,
+        tokens=tokens,
+        batch=batch,
+        table_width=width,
+        ready_on_host=ready_on_host(),
+    )
+    indices = out.view(-1, sparse_count)
+    launch(
+        kernel,
+        (
+            rows(query),
+            weights.reshape(-1, 1),
+            rows(key),
+            query_lengths(actual_seq_lengths_query, layout_query, tokens, actual_seq_lengths_key),
+            actual_seq_lengths_key.contiguous(),
+            block_table.contiguous(),
+            indices,
+        ),
+        (indices,),
+    )
+    return out
+
+
+def npu_sparse_flash_attention_pto(
+    launch: Launch,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    scale_value: float,
+    *,
+    block_table: Tensor | None = None,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_kv: Tensor | None = None,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    sparse_block_size: int = 1,
+    layout_query: str = "BSND",
+    layout_kv: str = "PA_BSND",
+    sparse_mode: int = 3,
+) -> Tensor:
+    op = "npu_sparse_flash_attention_pto"
+    out = contract(
+        op,
+        query,
+        key,
+        value,
+        sparse_indices,
+        scale_value,
+        block_table=block_table,
+        actual_seq_lengths_query=actual_seq_lengths_query,
+        actual_seq_lengths_kv=actual_seq_lengths_kv,
+        query_rope=query_rope,
+        key_rope=key_rope,
+        sparse_block_size=sparse_block_size,
+        layout_query=layout_query,
+        layout_kv=layout_kv,
+        sparse_mode=sparse_mode,
+    )
+    require_dtype(op, "query", query)
+    require_paged(op, "layout_kv", layout_kv)
+    require_heads(op, query, 128)
+    for argument, cache in dict(key=key, value=value, key_rope=key_rope).items():
+        require_contiguous(op, argument, cache)
+    count = sparse_indices.size(-1)
+    if out.numel() == 0:
+        return out
+    if key.numel() == 0 or block_table.numel() == 0 or count == 0:
+        return out.zero_()
+    tokens = sparse_indices.numel() // count
+    kernel = program(op).kernel(
+        dtype=name(query.dtype),
+        rope=query_rope is not None,
+        heads=query.size(-2),
+        block_size=key.size(1),
+        scale=scale_value,
+        layout=layout_query,
+        ragged=actual_seq_lengths_query is not None,
+        sparse_mode=sparse_mode,
+        tokens=tokens,
+        table_width=block_table.size(1),
+        ready_on_host=ready_on_host(),
+    )
+    result = out.view(-1, out.size(-1))
+    rope = query_rope is not None
+    launch(
+        kernel,
+        (
+            rows(query),
+            *([rows(query_rope)] if rope else []),
+            rows(key),
+            *([rows(key_rope)] if rope else []),
+            rows(key if value is None else value),
+            rows(sparse_indices),
+            query_lengths(actual_seq_lengths_query, layout_query, tokens, actual_seq_lengths_kv),
+            actual_seq_lengths_kv.contiguous(),
+            block_table.contiguous(),
+            result,
+        ),
+        (result,),
+    )
+    return out
+
+
+def npu_sparse_attention_pto(
+    launch: Launch,
+    x: Tensor,
+    w_dq: Tensor,
+    w_uq_qr: Tensor,
+    w_uk: Tensor,
+    w_dkv_kr: Tensor,
+    gamma_cq: Tensor,
+    gamma_ckv: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+    cache_index: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    block_table: Tensor,
+    act_seqs: Tensor,
+    w_idx_qb: Tensor,
+    w_idx_k: Tensor,
+    w_idx_proj: Tensor,
+    in_gamma_k: Tensor,
+    in_beta_k: Tensor,
+    index_k_cache: Tensor,
+    *,
+    softmax_scale: float | None = None,
+    eps: float = 1e-6,
+    sparse_count: int = 2048,
+) -> Tensor:
+    op = "npu_sparse_attention_pto"
+    out = contract(
+        op,
+        x,
+        w_dq,
+        w_uq_qr,
+        w_uk,
+        w_dkv_kr,
+        gamma_cq,
+        gamma_ckv,
+        sin,
+        cos,
+        cache_index,
+        kv_cache,
+        kr_cache,
+        block_table,
+        act_seqs,
+        w_idx_qb,
+        w_idx_k,
+        w_idx_proj,
+        in_gamma_k,
+        in_beta_k,
+        index_k_cache,
+        softmax_scale=softmax_scale,
+        eps=eps,
+        sparse_count=sparse_count,
+    )
+    require_dtype(op, "x", x)
+    heads, nope, latent = w_uk.shape
+    index_heads, index_dim = w_idx_proj.size(1), w_idx_k.size(1)
+    rope, tokens = kr_cache.size(-1), x.size(0) * x.size(1)
+    require(index_dim == 128, op, "w_idx_k.size(1)", "128", index_dim, "run on the CPU")
+    require(
+        index_heads <= 64, op, "w_idx_proj.size(1)", "at most 64", index_heads, "run on the CPU"
+    )
+    require(heads <= 128, op, "w_uk.size(0)", "at most 128", heads, "run on the CPU")
+    caches = dict(kv_cache=kv_cache, kr_cache=kr_cache, index_k_cache=index_k_cache)
+    for argument, cache in caches.items():
+        require_contiguous(op, argument, cache)
+    if out.numel() == 0:
+        return out
+    if kv_cache.numel() == 0 or block_table.numel() == 0:
+        return out.zero_()
+    kernel = program(op).kernel(
+        dtype=name(x.dtype),
+        angle_dtype=name(sin.dtype),
+        slot_words=cache_index.element_size() // 4,
+        heads=heads,
+        index_heads=index_heads,
+        block_size=kv_cache.size(1),
+        scale=(nope + rope) ** -0.5 if softmax_scale is None else softmax_scale,
+        eps=eps,
+        sparse_count=sparse_count,
+        hidden=x.size(-1),
+        tokens=tokens,
+        batch=x.size(0),
+        table_width=block_table.size(1),
+        ready_on_host=ready_on_host(),
+    )
+    caches = {argument: rows(cache) for argument, cache in caches.items()}
+    result = out.view(-1, latent)
+    launch(
+        kernel,
+        (
+            rows(x),
+            w_dq.contiguous(),
+            w_uq_qr.contiguous(),
+            rows(w_uk),
+            w_dkv_kr.contiguous(),
+            gamma_cq.reshape(1, -1),
+            gamma_ckv.reshape(1, -1),
+            rows(sin),
+            rows(cos),
+            cache_index.reshape(1, -1).view(torch.int32),
+            caches["kv_cache"],
+            caches["kr_cache"],
+            w_idx_qb.contiguous(),
+            w_idx_k.contiguous(),
+            w_idx_proj.contiguous(),
+            in_gamma_k.reshape(1, -1),
+            in_beta_k.reshape(1, -1),
+            caches["index_k_cache"],
+            # what one stage of the program leaves for the next
+            x.new_empty(tokens, w_dq.size(1)),
+            x.new_empty(tokens, heads * latent),
+            x.new_empty(tokens, heads, rope),
+            x.new_empty(tokens, index_heads, index_dim),
+            x.new_empty(tokens, index_heads, dtype=torch.float32),
+            act_seqs.contiguous(),
+            block_table.contiguous(),
+            x.new_empty(tokens, sparse_count, dtype=torch.int32),
+            result,
+        ),
+        (*caches.values(), result),
+    )
+    return out
+
+
+def implementations(launch: Launch) -> dict[str, Callable]:
+    """Of each op of the schema, the function that runs it with ``launch``."""
+    ops = (
+        add_custom,
+        add_custom_backward,
+        npu_lightning_indexer_pto,
+        npu_sparse_flash_attention_pto,
+        npu_sparse_attention_pto,
+    )
+    return {op.__name__: functools.partial(op, launch) for op in ops}
+
+
+_library = torch.library.Library("custom_pypto", "IMPL")
+for _name, _function in implementations(on_device).items():
+    _library.impl(_name, _function, "PrivateUse1")

@@ -1,0 +1,227 @@
+"""Runs PyPTO's host compiler on a kernel, in a child process that may hang or die.
+
+The compiler ends the process on some tilings, never returns on others, and keeps its state after a
+failure. Each run is therefore a forked child with a time limit and a folder of its own, and what
+PyPTO printed is turned into one error.
+"""
+
+import contextlib
+import hashlib
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from .. import env
+
+TIMEOUT = 600.0  # seconds; the slowest kernel of the package takes about one minute
+
+
+class SimulationError(RuntimeError):
+    """A kernel that PyPTO cannot compile, interpret or price; the message says what and where."""
+
+
+def cache_folder() -> Path:
+    """``$XDG_CACHE_HOME/custom_pypto`` or ``~/.cache/custom_pypto``, made if missing."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(base) / "custom_pypto"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
+def _configure() -> None:
+    """PyPTO's settings that are read once, while it is imported."""
+    # without these two a failing pass says "Run pass failed" and nothing else
+    os.environ.setdefault("ASCEND_SLOG_PRINT_TO_STDOUT", "1")
+    os.environ.setdefault("ASCEND_GLOBAL_LOG_LEVEL", "3")
+    if "TILEFWK_CONFIG_PATH" in os.environ:
+        return
+    package = Path(importlib.util.find_spec("pypto").origin).parent
+    config = json.loads((package / "lib/configs/tile_fwk_config.json").read_text())
+    # pictures of every task graph, 3 s per compilation
+    config["global"]["simulation"]["draw_function_graph"] = False
+    config["global"]["simulation"]["args"].append("Model.drawPngThresholdCycle=1")
+    text = json.dumps(config)
+    path = cache_folder() / f"pypto-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
+    if not path.exists():
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(text)
+        part.replace(path)
+    os.environ["TILEFWK_CONFIG_PATH"] = str(path)
+
+
+# the internals that this folder uses are those of one version
+if _problem := env.pypto_problem():
+    raise ImportError(f"custom_pypto.simulation: {_problem['what']}; {_problem['remedy']}")
+if "pypto" not in sys.modules:
+    _configure()
+
+import pypto  # noqa: E402
+import torch  # noqa: E402
+from pypto.frontend.parser.entry import JitCallableWrapper  # noqa: E402
+
+PACKAGE = str(Path(pypto.__file__).parent)
+FORK = multiprocessing.get_context("fork")
+
+
+def simulated(kernel: JitCallableWrapper, **options) -> JitCallableWrapper:
+    """The same kernel with the same options, to be run by the simulator whatever the machine."""
+    if not isinstance(kernel, JitCallableWrapper):
+        raise TypeError(
+            "custom_pypto.simulation: kernel must be what pypto.frontend.jit returns, "
+            f"got {type(kernel).__name__}"
+        )
+    runtime = {**(kernel._runtime_options or {}), "run_mode": pypto.RunMode.SIM}
+    return JitCallableWrapper(
+        None,
+        kernel._original_func,
+        None,
+        codegen_options=kernel._codegen_options,
+        pass_options=kernel._pass_options,
+        runtime_options=runtime,
+        captured_locals=kernel._captured_locals,
+        infer_controlflow_shape=kernel._infer_controlflow_shape,
+        use_cache=False,
+        **options,
+    )
+
+
+@contextlib.contextmanager
+def compiled(
+    kernel: JitCallableWrapper,
+    tensors: tuple,
+    params: dict,
+    *,
+    prepare: Callable[[], None],
+    timeout: float | None,
+    folder: Path | None,
+) -> Iterator[Path]:
+    """Calls the kernel in a child process; yields the folder with what PyPTO wrote.
+
+    Args:
+        prepare: called in the child before the kernel.
+        timeout: seconds, ``TIMEOUT`` if ``None``.
+        folder: where to keep PyPTO's files; a temporary folder if ``None``.
+    """
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, torch.Tensor) or not tensor.is_contiguous():
+            got = type(tensor).__name__
+            if isinstance(tensor, torch.Tensor):
+                got = f"strides {tensor.stride()} of shape {tuple(tensor.shape)}"
+            raise SimulationError(
+                f"{kernel.__name__}: argument {i} must be a contiguous tensor, got {got}"
+            )
+        if tensor.device.type != "cpu":
+            raise SimulationError(
+                f"{kernel.__name__}: argument {i} must be on the CPU, got {tensor.device}"
+            )
+    with contextlib.ExitStack() as stack:
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pypto-")))
+        folder.mkdir(parents=True, exist_ok=True)
+        run = Path(tempfile.mkdtemp(prefix="run-", dir=folder)).resolve()
+        _run_in_child(kernel, tensors, params, prepare, timeout or TIMEOUT, run)
+        outputs = sorted(run.glob("output_*"))
+        if len(outputs) != 1:
+            raise SimulationError(
+                f"{kernel.__name__}: PyPTO wrote no results{_reported(run / 'log.txt')}"
+            )
+        yield outputs[0]
+
+
+def _run_in_child(kernel, tensors, params, prepare, timeout, run: Path) -> None:
+    receive, send = FORK.Pipe(duplex=False)
+    child = FORK.Process(
+        target=_child, args=(kernel, tensors, params, prepare, run, send), daemon=True
+    )
+    with warnings.catch_warnings():
+        # Python 3.12 warns of forks beside threads; the child runs on one thread
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child.start()
+    send.close()
+    try:
+        child.join(timeout)
+        if child.is_alive():
+            raise SimulationError(
+                f"{kernel.__name__}: PyPTO did not finish within {timeout:g} s; other tiles may "
+                f"compile, or pass a larger timeout{_reported(run / 'log.txt')}"
+            )
+        try:
+            failure = receive.recv()
+        except EOFError:
+            failure = f"PyPTO ended the process (exit code {child.exitcode})"
+        if failure:
+            raise SimulationError(f"{kernel.__name__}: {failure}{_reported(run / 'log.txt')}")
+    finally:
+        child.kill()
+        child.join()
+        child.close()
+        receive.close()
+
+
+def _child(kernel, tensors, params, prepare, run: Path, send) -> None:
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    log = os.open(run / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.chdir(run)
+    os.environ["TILE_FWK_OUTPUT_DIR"] = str(run)
+    failure = None
+    try:
+        prepare()
+        kernel(*tensors, **params)
+    except BaseException as error:
+        failure = _described(error)
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    import ctypes
+
+    ctypes.CDLL(None).fflush(None)  # the files that C++ left open
+    send.send(failure)
+    send.close()
+    # no destructors of C++ threads that were never forked
+    os._exit(0)
+
+
+def _described(error: BaseException) -> str:
+    """What the first error of the chain says, and the line of the kernel that it comes from."""
+    frames = []
+    while error is not None:
+        frames += [
+            f for f in traceback.extract_tb(error.__traceback__) if PACKAGE not in f.filename
+        ]
+        cause, error = error, error.__context__
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(cause)).splitlines()
+    said = [
+        line.strip()
+        for line in lines
+        if not re.match(r"\s*(\S*lib\S+\(|\S+\.so\S*\(|Errcode|$)", line)
+    ]
+    place = [f for f in frames if f.filename != __file__]
+    where = f" ({place[-1].filename}:{place[-1].lineno})" if place else ""
+    return f"{type(cause).__name__}: {' '.join(said[:4])[:600]}{where}"
+
+
+def _reported(log: Path) -> str:
+    """The errors that PyPTO logged, the first of which is the cause."""
+    text = log.read_text(errors="replace") if log.exists() else ""
+    errors = []
+    for line in text.splitlines():
+        found = re.search(r"\[ERROR\] (?:PYPTO\(\d+\):\S+ \S+ )?(?:\[[^\]]*\]){0,3}:?(.*)", line)
+        if found and found[1].strip() and found[1].strip() not in errors:
+            errors.append(found[1].strip()[:300])
+    if not errors:
+        return ""
+    failed = re.findall(r"Run pass <(\w+)> failed", text)
+    where = f" (compiler pass {failed[0]})" if failed else ""
+    return f"\nPyPTO reports{where}:\n  " + "\n  ".join(errors[:4])

@@ -1,0 +1,168 @@
+"""What PyPTO's cost model says of a kernel: its task graph priced on a simulated Atlas A2/A3.
+
+The figures are the model's, not a device's. It prices copies, matmuls and vector operations per
+task, and what scheduling costs per task and per edge. It ignores the values in tensors (a short
+sequence costs as much as its tensors' shapes allow), prices gathers and sorting near zero whatever
+their size, and gives every core its own memory bandwidth, with no limit that cores share.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor
+
+from .compiler import SimulationError, compiled, simulated
+
+CYCLES_PER_US = 1800.0
+AI_CORES = {"AIC": 24, "AIV": 48}  # cube and vector cores of the simulated chip
+
+
+@dataclass(frozen=True)
+class Task:
+    """One task on one core; times in µs since the first task started."""
+
+    core: str  # "AIC 3"
+    name: str  # the loop that it belongs to and the operations that it runs
+    node: tuple[int, int]  # its key in Estimate.successors
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """PyPTO's estimate of one launch.
+
+    Attributes:
+        latency_us: from the first task's start to the last one's end; launching is not counted.
+        utilisation: share of ``latency_us`` in which the 72 cores were busy.
+        tasks: tasks on AI cores.
+        edges: dependencies between tasks; resolving one costs 0.2 µs of a scheduling core.
+        batches: groups of tasks that the device runs one after the other.
+        timeline: every task, by start.
+        successors: the task graph; it has nodes without a task, which join many edges into few.
+    """
+
+    latency_us: float
+    utilisation: float
+    tasks: int
+    edges: int
+    batches: int
+    timeline: tuple[Task, ...]
+    successors: dict[tuple[int, int], tuple[tuple[int, int], ...]]
+
+    def busy_us(self, kind: str) -> float:
+        """Time that cores of this kind, ``"AIC"`` or ``"AIV"``, were busy, summed over them."""
+        return sum(task.end - task.start for task in self.timeline if task.core.startswith(kind))
+
+    def write_trace(self, path: Path | str) -> None:
+        """Writes the timeline as a file for https://ui.perfetto.dev or chrome://tracing."""
+        kinds = list(AI_CORES)
+        events, named = [], set()
+        for task in self.timeline:
+            kind, number = task.core.split()
+            row = {"pid": kinds.index(kind), "tid": int(number)}
+            if task.core not in named:
+                named.add(task.core)
+                for what, name in (("process_name", kind), ("thread_name", task.core)):
+                    events.append({"ph": "M", "name": what, "args": {"name": name}, **row})
+            duration = {"ts": task.start, "dur": task.end - task.start}
+            events.append({"ph": "X", "name": task.name, **duration, **row})
+        about = {"source": "PyPTO cost model, not a device", "latency_us": self.latency_us}
+        Path(path).write_text(json.dumps({"traceEvents": events, "otherData": about}))
+
+
+def estimate(
+    kernel,
+    *tensors: Tensor,
+    trace: Path | str | None = None,
+    timeout: float | None = None,
+    folder: Path | None = None,
+    **params,
+) -> Estimate:
+    """Compiles the kernel for Atlas A2/A3 and prices one launch in PyPTO's cost model.
+
+    The result depends on shapes, dtypes and the values that the kernel's control flow reads, and is
+    the same on every run.
+
+    Args:
+        tensors: the kernel's tensor arguments, contiguous and on the CPU. They are not changed.
+        trace: where to write the timeline for Perfetto.
+        timeout: seconds, 600 by default.
+        folder: where PyPTO's working files are kept; by default they are deleted.
+        params: the kernel's other arguments.
+
+    Raises:
+        SimulationError: the kernel does not compile, with the reason that PyPTO logged, for
+            instance a tile that does not fit; it did not finish in time; it ended its process.
+    """
+    copy = simulated(kernel)
+    with compiled(
+        copy, tensors, params, prepare=_nothing, timeout=timeout, folder=folder
+    ) as output:
+        swim = output / "CostModelSimulationOutput" / "_simulate.swim.json"
+        if not swim.exists():
+            raise SimulationError(f"{copy.__name__}: the cost model wrote no timeline")
+        result = _read(
+            json.loads(swim.read_text()),
+            (output / "dyn_topo.txt").read_text(),
+            json.loads((output / "program.json").read_text()),
+        )
+    if trace is not None:
+        result.write_trace(trace)
+    return result
+
+
+def _nothing() -> None:
+    pass
+
+
+def _read(cores: list[dict], topology: str, program: dict) -> Estimate:
+    functions = {str(f["hash"]): _name(f) for f in program["functions"]}
+    names, successors = {}, {}
+    for line in topology.splitlines():
+        # batch, task, root, hash, op, leaf, leaf hash, core type, graph, "", successors...
+        fields = [field for field in line.split(",") if field]
+        if fields and fields[0].isdigit():
+            batch = int(fields[0])
+            node = (batch, int(fields[1]))
+            names[node] = functions.get(fields[6], "")
+            successors[node] = tuple((batch, int(task)) for task in fields[9:])
+    found = []
+    for core in cores:
+        if core["coreType"] in AI_CORES:
+            for task in core["tasks"]:
+                node = (task["seqNo"], task["taskId"])
+                name = f"{core['coreType']} {core['blockIdx']}"
+                found.append((task["execStart"], task["execEnd"], name, node))
+    begin = min((start for start, *_ in found), default=0)
+    length = max((end for _, end, *_ in found), default=0) - begin
+    busy = sum(end - start for start, end, *_ in found)
+    return Estimate(
+        latency_us=length / CYCLES_PER_US,
+        # a copy from argument to argument has no task on a core
+        utilisation=busy / (sum(AI_CORES.values()) * length) if found else 0.0,
+        tasks=len(found),
+        edges=sum(map(len, successors.values())),
+        batches=len({batch for batch, _ in successors}),
+        timeline=tuple(
+            Task(
+                core,
+                names.get(node, ""),
+                node,
+                (start - begin) / CYCLES_PER_US,
+                (end - begin) / CYCLES_PER_US,
+            )
+            for start, end, core, node in sorted(found)
+        ),
+        successors=successors,
+    )
+
+
+def _name(function: dict) -> str:
+    """``"LOOP: OPERATION OPERATION"`` of a leaf function."""
+    loop = re.sub(r"^TENSOR_(.*)_Unroll\d+_.*", r"\1", function["func_magicname"])
+    silent = re.compile("VIEW|ASSEMBLE|PHASE|SYNC|BAR|ALLOC|RESHAPE|NOP")
+    codes = (operation["opcode"] for operation in function["operations"])
+    return f"{loop}: " + " ".join(dict.fromkeys(c for c in codes if not silent.search(c)))

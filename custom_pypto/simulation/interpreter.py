@@ -1,0 +1,122 @@
+"""What a PyPTO kernel computes: its tensor graph, run on host tensors by PyPTO's interpreter."""
+
+import csv
+import re
+from pathlib import Path
+
+import pypto
+import torch
+from pypto import pypto_impl
+from pypto.frontend.parser.entry import JitCallableWrapper, _pto_to_tensor_data
+from torch import Tensor
+
+from . import calculator
+from .compiler import SimulationError, compiled, simulated
+
+
+def interpret(
+    kernel, *tensors: Tensor, timeout: float | None = None, folder: Path | None = None, **params
+) -> list[Tensor]:
+    """The value of every tensor argument after the kernel ran.
+
+    The kernel is what ``pypto.frontend.jit`` returns. Its tensor graph is interpreted before the
+    compiler's passes, without tiles: what is checked is the program, not the tiling
+    (:func:`verify_passes` checks that). The first call on a machine compiles a library of PyPTO's,
+    for about half a minute.
+
+    Args:
+        tensors: the kernel's tensor arguments, contiguous and on the CPU. They are not changed.
+        timeout: seconds, 600 by default.
+        folder: where PyPTO's working files are kept; by default they are deleted.
+        params: the kernel's other arguments.
+
+    Returns:
+        As many tensors as were given, in their order, shapes and dtypes.
+
+    Raises:
+        SimulationError: the kernel does not compile, or the interpreter refuses it, with the reason
+            that PyPTO logged; it did not finish in time; it ended its process.
+    """
+    calculator.load()
+    stop_early = {"compile_stage": pypto.CompStage.TENSOR_GRAPH}
+    verify = {"enable_pass_verify": True, "pass_verify_pass_filter": []}
+    copy = simulated(kernel, host_options=stop_early, verify_options=verify)
+    with compiled(
+        copy, tensors, params, prepare=_dump_arguments, timeout=timeout, folder=folder
+    ) as output:
+        return [_dumped(output, i, tensor) for i, tensor in enumerate(tensors)]
+
+
+def verify_passes(
+    kernel,
+    *tensors: Tensor,
+    passes: tuple[str, ...] = ("CodegenPreproc",),
+    tolerance: float = 1e-3,
+    timeout: float | None = None,
+    folder: Path | None = None,
+    **params,
+) -> dict[str, tuple[int, int]]:
+    """How often the graph after a compiler pass, tiles and all, computes what it did before.
+
+    Args:
+        passes: names of PyPTO's passes; the last one before code generation by default.
+        tolerance: absolute and relative, of each element.
+
+    Returns:
+        For each pass that was compared, the number of tensors that agree and that do not. PyPTO
+        cannot evaluate every operation on tiles (``gather_in_l1`` it cannot): a pass with nothing
+        compared is missing.
+    """
+    calculator.load()
+    verify = {
+        "enable_pass_verify": True,
+        "pass_verify_pass_filter": list(passes),
+        "pass_verify_error_tol": [tolerance, tolerance],
+    }
+    copy = simulated(kernel, verify_options=verify)
+    with compiled(
+        copy, tensors, params, prepare=_set_inputs, timeout=timeout, folder=folder
+    ) as output:
+        counts: dict[str, list[int]] = {}
+        for path in output.glob("verify_*/verify_result_brief.csv"):
+            with open(path, newline="", errors="replace") as file:
+                for row in csv.DictReader(file):
+                    name = re.sub(r"^Pass_\d+_", "", row["passName"])
+                    if row["verifyResult"] in ("PASS", "FAILED"):
+                        failed = row["verifyResult"] == "FAILED"
+                        counts.setdefault(name, [0, 0])[failed] += 1
+        return {name: (agree, differ) for name, (agree, differ) in counts.items()}
+
+
+# The next two run in the child process, whose PyPTO nobody else uses. The verifier gets the
+# caller's values as inputs; it would use zeros.
+
+
+def _set_inputs() -> None:
+    def inputs(tensors):
+        pypto_impl.SetVerifyData(_pto_to_tensor_data(tensors), [], [])
+
+    JitCallableWrapper._setup_verify_data = staticmethod(inputs)
+    JitCallableWrapper._run_with_cpu = lambda *arguments: None
+
+
+def _dump_arguments() -> None:
+    def inputs_that_are_also_expected(tensors):
+        # the verifier writes the final value of each argument for which a value is expected
+        data = _pto_to_tensor_data(tensors)
+        pypto_impl.SetVerifyData(data, [], data)
+
+    JitCallableWrapper._setup_verify_data = staticmethod(inputs_that_are_also_expected)
+    JitCallableWrapper._run_with_cpu = lambda *arguments: None
+
+
+def _dumped(output: Path, i: int, like: Tensor) -> Tensor:
+    paths = [p for p in output.rglob(f"tensor_graph~{i}~*.data") if "golden" not in p.name]
+    if len(paths) != 1:
+        raise SimulationError(
+            f"the interpreter wrote {len(paths)} values of argument {i}, expected 1"
+        )
+    data = bytearray(paths[0].read_bytes())
+    if not data:
+        return torch.empty_like(like)
+    return torch.frombuffer(data, dtype=like.dtype).reshape(like.shape)

@@ -1,0 +1,219 @@
+"""Compares the ops on a device with their definition: ``python -m custom_pypto verify``.
+
+Every check makes seeded inputs, calls the op on the device and :mod:`custom_pypto.reference` on the
+CPU, and prints the error beside its limit. Sequences are ragged, blocks shuffled, and block ids
+past a sequence's end are no blocks.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from . import ops, reference
+
+BLOCK = 128
+# 2 units of rounding of bfloat16 and float16: one for the result, one for what is rounded before
+ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10}
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+Check = tuple[str, Callable[[], tuple[float, float]]]  # name, () -> (error, limit)
+
+
+def verify(device: str) -> bool:
+    """Runs every check on ``device`` (``cpu``, ``npu`` or ``interpreter``), prints a line each.
+
+    ``interpreter`` runs the NPU programs on the CPU in PyPTO's interpreter.
+
+    Returns:
+        Whether every check passed.
+    """
+    if device == "interpreter":
+        from .simulation import on_cpu
+
+        context, device = on_cpu(), "cpu"
+    else:
+        context = contextlib.nullcontext()
+    passed = True
+    with context:
+        for name, check in _checks(device):
+            try:
+                error, limit = check()
+            except Exception as failure:  # one failed check must not hide the others
+                passed = False
+                print(f"FAILED  {name}: {type(failure).__name__}: {failure}", flush=True)
+                continue
+            good = error <= limit
+            passed &= good
+            print(
+                f"{'ok' if good else 'FAILED':<7} {name}: {error:.2g} (limit {limit:.2g})",
+                flush=True,
+            )
+    return passed
+
+
+def _checks(device: str) -> Iterator[Check]:
+    for dtype in (torch.bfloat16, torch.float16):
+        short = str(dtype).removeprefix("torch.")
+        yield f"add_custom {short}", lambda t=dtype: _add(device, t)
+        for lengths, S1, K in (
+            ([1], 1, 16),
+            ([300, 0, 1000], 1, 128),
+            ([131, 5], 4, 16),
+            ([5000], 2, 2048),
+        ):
+            where = f"{short}, lengths {lengths}, S1 {S1}, K {K}"
+            case = (device, dtype, lengths, S1, K)
+            yield f"npu_lightning_indexer_pto {where}", lambda c=case: _indexer(*c)
+            yield f"npu_sparse_flash_attention_pto {where}", lambda c=case: _attention(*c)
+    for lengths, S1, K in (([40, 3], 1, 64), ([200, 130], 2, 16)):
+        case = (device, torch.bfloat16, lengths, S1, K)
+        yield (
+            f"npu_sparse_attention_pto bfloat16, lengths {lengths}, S1 {S1}, K {K}",
+            lambda c=case: _fused(*c),
+        )
+
+
+def _cache(lengths: list[int], g: torch.Generator) -> tuple[Tensor, Tensor, int]:
+    """Lengths, a shuffled block table that is hostile past the end, and the number of blocks."""
+    blocks = [-(-n // BLOCK) for n in lengths]
+    hostile = torch.tensor([INT_MIN, -1, INT_MAX], dtype=torch.int32)
+    table = hostile.repeat(max(blocks) + 1)[: max(blocks) + 1].repeat(len(lengths), 1)
+    ids = torch.randperm(sum(blocks) + 1, generator=g, dtype=torch.int32)
+    for row, own in zip(table, ids[: sum(blocks)].split(blocks), strict=True):
+        row[: len(own)] = own
+    return torch.tensor(lengths, dtype=torch.int32), table, sum(blocks) + 1
+
+
+def _on(device: str, arguments: dict) -> dict:
+    return {
+        name: value.to(device) if isinstance(value, Tensor) else value
+        for name, value in arguments.items()
+    }
+
+
+def _row_error(got: Tensor, expected: Tensor) -> float:
+    """Largest error relative to the largest magnitude of its row; infinite for NaN."""
+    got, expected = got.double().cpu(), expected.double()
+    scale = expected.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    return float(((got - expected).abs() / scale).nan_to_num(nan=torch.inf).amax())
+
+
+def _add(device: str, dtype: torch.dtype) -> tuple[float, float]:
+    g = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(37, 129, generator=g).to(dtype) for _ in range(2))
+    got = ops.add_custom(x.to(device), y.to(device))
+    return float((got.cpu() != reference.add_custom(x, y)).sum()), 0.0
+
+
+def _indexer(device, dtype, lengths, S1, K) -> tuple[float, float]:
+    """The largest score that was missed, above the smallest one selected."""
+    g = torch.Generator().manual_seed(1)
+    actual, table, blocks = _cache(lengths, g)
+    heads, dim = 64, 128
+    arguments = dict(
+        query=torch.randn(len(lengths), S1, heads, dim, generator=g).to(dtype),
+        key=torch.randn(blocks, BLOCK, 1, dim, generator=g).to(dtype),
+        weights=torch.randn(len(lengths), S1, heads, generator=g),
+        actual_seq_lengths_key=actual,
+        block_table=table,
+        sparse_count=K,
+    )
+    got = ops.npu_lightning_indexer_pto(**_on(device, arguments)).cpu()
+    expected = reference.npu_lightning_indexer_pto(**arguments)
+    keys = arguments["key"].view(-1, dim).double()
+    worst = 0.0
+    for b, i in torch.cartesian_prod(torch.arange(len(lengths)), torch.arange(S1)).tolist():
+        mine, best = got[b, i, 0].tolist(), expected[b, i, 0].tolist()
+        count = sum(p >= 0 for p in best)
+        visible = max(lengths[b] - S1 + i + 1, 0)
+        legal = len(set(mine[:count])) == count and all(0 <= p < visible for p in mine[:count])
+        if not legal or set(mine[count:]) - {-1}:
+            return torch.inf, 0.0
+        p = torch.arange(visible)
+        rows = keys[table[b].long()[p // BLOCK] * BLOCK + p % BLOCK]
+        q, w = arguments["query"][b, i].double(), arguments["weights"][b, i].double()
+        score = w @ torch.relu(q @ rows.T)
+        scale = float((w.abs() @ (q.abs() @ rows.abs().T)).amax()) if visible else 1.0
+        missed, extra = sorted(set(best) - set(mine)), sorted(set(mine) - set(best))
+        if missed:
+            worst = max(worst, float(score[missed].max() - score[extra].min()) / scale)
+    # float32 sums of some hundred products
+    return worst, 2**-20
+
+
+def _attention(device, dtype, lengths, S1, K) -> tuple[float, float]:
+    g = torch.Generator().manual_seed(2)
+    actual, table, blocks = _cache(lengths, g)
+    heads, latent, rope = 128, 512, 64
+    indices = torch.full((len(lengths), S1, 1, K), -1, dtype=torch.int32)
+    for b, n in enumerate(lengths):
+        for i in range(S1):
+            chosen = torch.randperm(max(n - S1 + i + 1, 0), generator=g)[:K].int()
+            indices[b, i, 0, : len(chosen)] = chosen
+    if K > 16:  # indices that name no visible key contribute nothing
+        indices[..., 3], indices[..., 5], indices[..., 7] = INT_MIN, INT_MAX, max(lengths)
+    arguments = dict(
+        query=torch.randn(len(lengths), S1, heads, latent, generator=g).to(dtype),
+        key=torch.randn(blocks, BLOCK, 1, latent, generator=g).to(dtype),
+        value=None,
+        sparse_indices=indices,
+        scale_value=192**-0.5,
+        query_rope=torch.randn(len(lengths), S1, heads, rope, generator=g).to(dtype),
+        key_rope=torch.randn(blocks, BLOCK, 1, rope, generator=g).to(dtype),
+        block_table=table,
+        actual_seq_lengths_kv=actual,
+    )
+    got = ops.npu_sparse_flash_attention_pto(**_on(device, arguments))
+    expected = reference.npu_sparse_flash_attention_pto(**arguments)
+    # the probabilities are rounded too, before they meet the values
+    return _row_error(got, expected), 2 * ROUNDING[dtype]
+
+
+def _fused(device, dtype, lengths, S1, K) -> tuple[float, float]:
+    """Output and the three caches; where K cuts, caches only: rounding changes what is selected."""
+    g = torch.Generator().manual_seed(3)
+    actual, table, blocks = _cache(lengths, g)
+    B, hidden, q_rank, heads, nope, latent, rope, index_heads, dim = (
+        *(len(lengths), 256, 128, 16, 128, 512, 64, 64, 128),
+    )
+
+    def weight(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=g) * shape[-2] ** -0.5).to(dtype)
+
+    position = actual[:, None] - S1 + torch.arange(S1)
+    angle = (position[..., None] * 10000.0 ** (-torch.arange(0, rope, 2) / rope)).repeat(1, 1, 2)
+    slot = table.long().gather(1, position // BLOCK) * BLOCK + position % BLOCK
+    arguments = dict(
+        x=torch.randn(B, S1, hidden, generator=g).to(dtype),
+        w_dq=weight(hidden, q_rank),
+        w_uq_qr=weight(q_rank, heads * (nope + rope)),
+        w_uk=weight(heads, nope, latent),
+        w_dkv_kr=weight(hidden, latent + rope),
+        gamma_cq=torch.ones(q_rank, dtype=dtype),
+        gamma_ckv=torch.ones(latent, dtype=dtype),
+        sin=angle.sin().to(dtype),
+        cos=angle.cos().to(dtype),
+        cache_index=slot,
+        kv_cache=torch.randn(blocks, BLOCK, 1, latent, generator=g).to(dtype),
+        kr_cache=torch.randn(blocks, BLOCK, 1, rope, generator=g).to(dtype),
+        block_table=table,
+        act_seqs=actual,
+        w_idx_qb=weight(q_rank, index_heads * dim),
+        w_idx_k=weight(hidden, dim),
+        w_idx_proj=weight(hidden, index_heads),
+        in_gamma_k=torch.ones(dim, dtype=dtype),
+        in_beta_k=torch.zeros(dim, dtype=dtype),
+        index_k_cache=torch.randn(blocks, BLOCK, 1, dim, generator=g).to(dtype),
+        sparse_count=K,
+    )
+    mine = _on(device, {n: v.clone() if isinstance(v, Tensor) else v for n, v in arguments.items()})
+    got = ops.npu_sparse_attention_pto(**mine)
+    expected = reference.npu_sparse_attention_pto(**arguments)
+    caches = ("kv_cache", "kr_cache", "index_k_cache")
+    errors = [_row_error(mine[name], arguments[name]) for name in caches]
+    if K >= max(lengths):
+        errors.append(_row_error(got, expected))
+    # each of the four matmuls in a row rounds its result
+    return max(errors), 4 * ROUNDING[dtype]

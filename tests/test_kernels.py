@@ -1,0 +1,515 @@
+"""The NPU programs, run by PyPTO's interpreter through the wrappers of custom_pypto.npu."""
+
+import importlib
+
+import pytest
+import torch
+from cases import (
+    INT_MAX,
+    INT_MIN,
+    attention_inputs,
+    copied,
+    fused_inputs,
+    indexer_inputs,
+    on_meta,
+    without_nan,
+)
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numerics import assert_close_to_rows, assert_same_selection, reference
+
+import custom_pypto
+from custom_pypto import npu
+
+pytest.importorskip("pypto", reason="the simulation extra is not installed")
+
+from custom_pypto import simulation  # noqa: E402
+
+pytestmark = pytest.mark.sim
+
+HALF = [torch.bfloat16, torch.float16]
+CACHES = ("kv_cache", "kr_cache", "index_k_cache")
+# probabilities are rounded before they meet the values, the result once more
+ATTENTION_TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def npu_programs():
+    with simulation.on_cpu():
+        yield
+
+
+# ---- add_custom ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (7, 3), (4096,), (33, 1000), (0, 5), (2, 0)], ids=str)
+def test_add_is_exact(shape, dtype):
+    x, y = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    assert torch.equal(custom_pypto.add_custom(x, y), x + y)
+
+
+def test_add_has_a_gradient():
+    x, y = (torch.randn(5, 3, requires_grad=True) for _ in range(2))
+    grad = torch.randn(5, 3)
+    custom_pypto.add_custom(x, y).backward(grad)
+    assert torch.equal(x.grad, grad) and torch.equal(y.grad, grad)
+
+
+# ---- lightning indexer ---------------------------------------------------------------------------
+
+
+def check_selection(x: dict) -> None:
+    assert_same_selection(custom_pypto.npu_lightning_indexer_pto(**x), x)
+
+
+def index_case(lengths_query, lengths_key, **arguments):
+    defaults = dict(heads=64, dim=128, block_size=128, dtype=torch.bfloat16)
+    return indexer_inputs(lengths_query, lengths_key, **defaults | arguments)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(dict(lengths_query=[1], lengths_key=[1], sparse_count=16), id="one-key"),
+        pytest.param(dict(lengths_query=[1], lengths_key=[4096], sparse_count=2048), id="4K"),
+        pytest.param(dict(lengths_query=[1], lengths_key=[8192], sparse_count=2048), id="8K"),
+        pytest.param(
+            dict(lengths_query=[1, 1, 1], lengths_key=[300, 0, 1000], sparse_count=128),
+            id="ragged-and-empty",
+        ),
+        pytest.param(
+            dict(lengths_query=[2, 2], lengths_key=[3000, 300], sparse_count=2048),
+            id="fewer-keys-than-K",
+        ),
+        pytest.param(
+            dict(lengths_query=[4, 3, 2, 1], lengths_key=[131, 3, 1, 700], sparse_count=16),
+            id="padded-and-shorter-than-the-query",
+        ),
+        pytest.param(
+            dict(
+                lengths_query=[4, 0, 3],
+                lengths_key=[140, 9, 300],
+                sparse_count=64,
+                layout_query="TND",
+            ),
+            id="packed",
+        ),
+        pytest.param(
+            dict(lengths_query=[3, 2], lengths_key=[140, 30], sparse_count=16, sparse_mode=0),
+            id="every-key",
+        ),
+        pytest.param(
+            dict(lengths_query=[40, 9], lengths_key=[200, 9], sparse_count=16), id="prefill"
+        ),
+    ],
+)
+def test_indexer_selects_what_the_reference_selects(arguments, dtype):
+    check_selection(index_case(**arguments, dtype=dtype))
+
+
+@pytest.mark.parametrize("sparse_count", [1, 2, 8, 16, 100, 512, 1000, 2048])
+def test_indexer_selects_any_number_of_keys(sparse_count):
+    check_selection(index_case([2, 1], [2500, 40], sparse_count=sparse_count))
+
+
+@pytest.mark.parametrize("heads", [1, 4, 12, 33, 64])
+@pytest.mark.parametrize("block_size", [16, 48, 1024])
+def test_indexer_takes_any_heads_and_blocks(heads, block_size):
+    check_selection(
+        index_case([2, 1], [1100, 70], heads=heads, block_size=block_size, sparse_count=64)
+    )
+
+
+@pytest.mark.parametrize("weights_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_indexer_does_not_round_float32_weights(weights_dtype):
+    check_selection(index_case([2], [600], weights_dtype=weights_dtype, sparse_count=64))
+
+
+def test_indexer_keeps_scores_that_are_negative():
+    x = index_case([2], [600], sparse_count=64)
+    check_selection(x | dict(weights=-x["weights"].abs()))
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 700)), min_size=1, max_size=3),
+    st.fixed_dictionaries(
+        dict(
+            layout_query=st.sampled_from(["BSND", "TND"]),
+            block_size=st.sampled_from([16, 64, 128]),
+            sparse_count=st.sampled_from([8, 64, 512]),
+            sparse_mode=st.sampled_from([0, 3]),
+            seed=st.integers(0, 2**31),
+        )
+    ),
+)
+def test_indexer_on_drawn_sequences(lengths, arguments):
+    queries, keys = [q for q, _ in lengths], [k for _, k in lengths]
+    check_selection(index_case(queries, keys, heads=16, **arguments))
+
+
+@pytest.mark.parametrize("layout", ["BSND", "TND"])
+@pytest.mark.parametrize("value", [INT_MIN, -1, 0, 10**6, INT_MAX])
+def test_no_length_and_no_block_id_leads_outside(value, layout):
+    # the interpreter refuses an address outside a tensor
+    index = without_nan(index_case([2, 1], [300, 40], sparse_count=64, layout_query=layout))
+    attend = without_nan(attention_case([2, 1], [300, 40], sparse_count=64, layout_query=layout))
+    for op, x, names in (
+        (custom_pypto.npu_lightning_indexer_pto, index, "actual_seq_lengths_key"),
+        (custom_pypto.npu_sparse_flash_attention_pto, attend, "actual_seq_lengths_kv"),
+    ):
+        for name in (names, "actual_seq_lengths_query"):
+            hostile = x[name].clone()
+            hostile[0] = value
+            op(**x | {name: hostile})
+        table = x["block_table"].clone()
+        table[0, 0] = value
+        op(**x | dict(block_table=table))
+        op(**x | dict(block_table=torch.full_like(table, value)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("length", [65536, 131072])
+def test_indexer_at_long_context(length):
+    check_selection(index_case([1], [length], sparse_count=2048))
+
+
+@pytest.mark.slow
+def test_indexer_on_lengths_far_apart():
+    check_selection(index_case([2] * 4, [65536, 971, 32869, 16383], sparse_count=2048))
+
+
+# ---- sparse attention ----------------------------------------------------------------------------
+
+
+def attention_case(lengths_query, lengths_key, **arguments):
+    defaults = dict(heads=16, latent=512, rope=64, block_size=128, dtype=torch.bfloat16)
+    return attention_inputs(lengths_query, lengths_key, **defaults | arguments)
+
+
+def check_attention(x: dict) -> None:
+    got = custom_pypto.npu_sparse_flash_attention_pto(**x)
+    expected = reference.npu_sparse_flash_attention_pto(**x)
+    assert_close_to_rows(got, expected, ATTENTION_TOLERANCE[got.dtype])
+    exact = {n: t.float() if t is not None and n in HALF_ARGUMENTS else t for n, t in x.items()}
+    exact = reference.npu_sparse_flash_attention_pto(**exact)
+    ours, theirs = ((t.float() - exact).square().mean().sqrt() for t in (got, expected))
+    # the reference rounds its result only, the program its probabilities too
+    assert ours <= 2 * theirs + 1e-7, f"root mean square error {ours:.2g}, reference {theirs:.2g}"
+
+
+HALF_ARGUMENTS = ("query", "key", "value", "query_rope", "key_rope")
+
+
+@pytest.mark.parametrize("hostile", [False, True], ids=["selected", "hostile"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(dict(lengths_query=[1], lengths_key=[1], sparse_count=16), id="one-key"),
+        pytest.param(
+            dict(lengths_query=[1], lengths_key=[4096], sparse_count=2048, heads=128), id="4K"
+        ),
+        pytest.param(
+            dict(lengths_query=[2, 2], lengths_key=[300, 2047], sparse_count=2048),
+            id="fewer-keys-than-K",
+        ),
+        pytest.param(
+            dict(lengths_query=[1, 1, 1], lengths_key=[300, 0, 1000], sparse_count=128),
+            id="ragged-and-empty",
+        ),
+        pytest.param(
+            dict(lengths_query=[4, 3, 2, 1], lengths_key=[131, 3, 1, 700], sparse_count=16),
+            id="padded-and-shorter-than-the-query",
+        ),
+        pytest.param(
+            dict(
+                lengths_query=[4, 0, 3],
+                lengths_key=[140, 9, 300],
+                sparse_count=64,
+                layout_query="TND",
+            ),
+            id="packed",
+        ),
+        pytest.param(
+            dict(lengths_query=[3, 2], lengths_key=[140, 30], sparse_count=16, sparse_mode=0),
+            id="every-key",
+        ),
+        pytest.param(
+            dict(lengths_query=[20, 9], lengths_key=[50, 9], sparse_count=16), id="prefill"
+        ),
+    ],
+)
+def test_attention_equals_the_reference(arguments, dtype, hostile):
+    check_attention(attention_case(**arguments, dtype=dtype, hostile=hostile))
+
+
+@pytest.mark.parametrize("sparse_count", [1, 7, 16, 100, 512, 1000, 2048])
+def test_attention_takes_any_number_of_indices(sparse_count):
+    check_attention(attention_case([2, 1], [700, 40], sparse_count=sparse_count))
+
+
+@pytest.mark.parametrize("heads", [1, 4, 24, 64, 128])
+@pytest.mark.parametrize("block_size", [16, 48, 1024])
+def test_attention_takes_any_heads_and_blocks(heads, block_size):
+    check_attention(
+        attention_case([2, 1], [1100, 70], heads=heads, block_size=block_size, sparse_count=64)
+    )
+
+
+def test_attention_without_rope_and_with_values_of_their_own():
+    check_attention(attention_case([2, 1], [300, 70], rope=0, sparse_count=64))
+    check_attention(attention_case([2, 1], [300, 70], own_value=True, sparse_count=64))
+
+
+def test_attention_of_indices_that_name_nothing_is_zero():
+    x = attention_case([2, 1], [300, 70], sparse_count=64)
+    for value in (-1, INT_MIN, INT_MAX, 300):
+        indices = torch.full_like(x["sparse_indices"], value)
+        out = custom_pypto.npu_sparse_flash_attention_pto(**x | dict(sparse_indices=indices))
+        assert not out.any()
+
+
+def test_attention_ignores_everything_behind_a_minus_one():
+    x = attention_case([1], [300], sparse_count=64)
+    indices = torch.arange(64, dtype=torch.int32).view(1, 1, 1, 64).expand_as(x["sparse_indices"])
+    cut = indices.clone()
+    cut[..., 5] = -1
+    check_attention(x | dict(sparse_indices=cut))
+
+
+def test_attention_counts_an_index_as_often_as_it_occurs():
+    x = attention_case([1], [300], sparse_count=64)
+    check_attention(x | dict(sparse_indices=x["sparse_indices"] % 7))
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 400)), min_size=1, max_size=3),
+    st.fixed_dictionaries(
+        dict(
+            layout_query=st.sampled_from(["BSND", "TND"]),
+            block_size=st.sampled_from([16, 64, 128]),
+            sparse_count=st.sampled_from([8, 64, 512]),
+            sparse_mode=st.sampled_from([0, 3]),
+            hostile=st.booleans(),
+            seed=st.integers(0, 2**31),
+        )
+    ),
+)
+def test_attention_on_drawn_sequences(lengths, arguments):
+    check_attention(attention_case([q for q, _ in lengths], [k for _, k in lengths], **arguments))
+
+
+@pytest.mark.slow
+def test_attention_at_long_context():
+    check_attention(attention_case([1], [131072], sparse_count=2048, heads=128))
+
+
+# ---- the fused op --------------------------------------------------------------------------------
+
+
+def fused_case(lengths, S1, **arguments):
+    sizes = dict(hidden=128, q_rank=64, heads=4, nope=32, latent=512, rope=64)
+    index = dict(index_heads=64, index_dim=128, block_size=128, dtype=torch.bfloat16)
+    return fused_inputs(lengths, S1, **sizes | index | arguments)
+
+
+def run(op, x: dict) -> dict:
+    """Output and caches of a call on copies."""
+    x = copied(x)
+    return dict(out=op(**x)) | {name: x[name] for name in CACHES}
+
+
+def check_fused(x: dict, *, output: bool = True) -> None:
+    """Caches and, unless rounding may change what is selected, the output."""
+    got = run(custom_pypto.npu_sparse_attention_pto, x)
+    expected = run(reference.npu_sparse_attention_pto, x)
+    for name in ("out", *CACHES) if output else CACHES:
+        tolerance = 4 * ATTENTION_TOLERANCE[x["x"].dtype]  # four matmuls in a row, each rounded
+        assert_close_to_rows(got[name], expected[name], tolerance)
+    slots = x["cache_index"].flatten().long()
+    for name in CACHES:
+        rows = [c.flatten(0, 2) for c in (x[name], got[name])]
+        untouched = torch.ones(len(rows[0]), dtype=torch.bool)
+        untouched[slots[(slots >= 0) & (slots < len(untouched))]] = False
+        before, after = (r[untouched] for r in rows)
+        torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(
+    "lengths, S1",
+    [
+        pytest.param([1], 1, id="first-token"),
+        pytest.param([300, 1, 129], 1, id="decode"),
+        pytest.param([300, 2], 3, id="mtp-and-padding"),
+        pytest.param([20], 20, id="prefill"),
+    ],
+)
+def test_fused_equals_the_reference_caches_included(lengths, S1, dtype):
+    check_fused(fused_case(lengths, S1, dtype=dtype, sparse_count=512))
+
+
+def test_fused_selects():
+    # wide gaps between scores, so that rounding changes nothing: K below the keys at hand
+    check_fused(fused_case([300, 40], 1, sparse_count=16), output=False)
+
+
+@pytest.mark.parametrize("rope", ["rope_half_split", "rope_interleaved"])
+def test_fused_with_the_other_rope_is_far_off(rope, monkeypatch):
+    module = importlib.import_module("custom_pypto.reference.npu_sparse_attention_pto")
+    other = dict(rope_half_split="rope_interleaved", rope_interleaved="rope_half_split")[rope]
+    monkeypatch.setattr(module, rope, getattr(module, other))
+    with pytest.raises(AssertionError, match="elements differ"):
+        check_fused(fused_case([300, 129], 1, sparse_count=512))
+
+
+@pytest.mark.parametrize("slot", [-1, INT_MIN, INT_MAX, 10**6])
+def test_fused_does_not_write_a_slot_outside_the_cache(slot):
+    x = without_nan(fused_case([300, 129], 2, sparse_count=512))
+    x["cache_index"][0, 1] = slot
+    check_fused(x)
+
+
+def test_fused_takes_int64_slots_and_float32_angles():
+    x = fused_case([300, 129], 2, sparse_count=512)
+    angles = {name: x[name].float() for name in ("sin", "cos")}
+    check_fused(x | angles | dict(cache_index=x["cache_index"].long()))
+
+
+# ---- the wrappers --------------------------------------------------------------------------------
+
+
+def wide(x: torch.Tensor) -> torch.Tensor:
+    return torch.cat([x, x], -1)[..., : x.size(-1)]
+
+
+@pytest.mark.parametrize(
+    "op, inputs, change, message",
+    [
+        pytest.param(
+            "npu_lightning_indexer_pto",
+            lambda: index_case([1], [40], dtype=torch.float32),
+            lambda x: {},
+            "query.dtype must be bfloat16 or float16 on an NPU, got float32; convert it",
+            id="indexer-float32",
+        ),
+        pytest.param(
+            "npu_lightning_indexer_pto",
+            lambda: index_case([1], [40], dim=64),
+            lambda x: {},
+            "query.size(3) must be 128 on an NPU, got 64",
+            id="indexer-dim",
+        ),
+        pytest.param(
+            "npu_lightning_indexer_pto",
+            lambda: index_case([1], [40], heads=65),
+            lambda x: {},
+            "query.size(2) must be at most 64 on an NPU, got 65",
+            id="indexer-heads",
+        ),
+        pytest.param(
+            "npu_lightning_indexer_pto",
+            lambda: index_case([1], [40], layout_key="BSND"),
+            lambda x: {},
+            "layout_key must be PA_BSND on an NPU, got BSND; keep the keys in a paged cache",
+            id="indexer-layout",
+        ),
+        pytest.param(
+            "npu_lightning_indexer_pto",
+            lambda: index_case([1], [40]),
+            lambda x: dict(key=wide(x["key"])),
+            "key must be contiguous on an NPU, got strides",
+            id="indexer-strides",
+        ),
+        pytest.param(
+            "npu_sparse_flash_attention_pto",
+            lambda: attention_case([1], [40]),
+            lambda x: dict(key_rope=wide(x["key_rope"])),
+            "key_rope must be contiguous on an NPU, got strides",
+            id="attention-strides",
+        ),
+        pytest.param(
+            "npu_sparse_flash_attention_pto",
+            lambda: attention_case([1], [40], heads=129),
+            lambda x: {},
+            "query.size(2) must be at most 128 on an NPU, got 129",
+            id="attention-heads",
+        ),
+        pytest.param(
+            "npu_sparse_attention_pto",
+            lambda: fused_case([40], 1),
+            lambda x: dict(kv_cache=wide(x["kv_cache"])),
+            "kv_cache must be contiguous on an NPU, got strides",
+            id="fused-strides",
+        ),
+        pytest.param(
+            "npu_lightning_indexer_pto",
+            lambda: index_case([1], [40]),
+            lambda x: dict(sparse_mode=7),
+            "sparse_mode must be",
+            id="contract",
+        ),
+    ],
+)
+def test_what_the_programs_cannot_take_is_refused_with_the_remedy(op, inputs, change, message):
+    x = inputs()
+    with pytest.raises(RuntimeError) as refused:
+        getattr(custom_pypto, op)(**x | change(x))
+    assert str(refused.value).startswith(f"{op}: {message}")
+
+
+def test_npu_tensors_reach_the_wrappers():
+    for op in custom_pypto.__all__:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"custom_pypto::{op}", "PrivateUse1")
+
+
+CALLS = {
+    "npu_lightning_indexer_pto": lambda layout: index_case([2, 1], [300, 40], layout_query=layout),
+    "npu_sparse_flash_attention_pto": lambda layout: attention_case(
+        [2, 1], [300, 40], layout_query=layout
+    ),
+    "npu_sparse_attention_pto": lambda layout: fused_case([300, 40], 2),
+}
+
+
+@pytest.mark.parametrize("layout", ["BSND", "TND"])
+@pytest.mark.parametrize("op", CALLS)
+def test_wrappers_read_no_value_on_the_host(op, layout):
+    """On meta tensors there is no value to read: what waits for the device fails here."""
+    launched = []
+
+    def launch(kernel, tensors, written):
+        launched.append([(tuple(t.shape), t.dtype, t.is_contiguous()) for t in tensors])
+        assert all(any(w is t for t in tensors) for w in written)
+
+    for x in (CALLS[op](layout), on_meta(CALLS[op](layout))):
+        npu.implementations(launch)[op](**x)
+    real, meta = launched
+    assert real == meta and all(contiguous for *_, contiguous in real)
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_lengths_and_block_tables_can_be_declared_ready_on_the_host(op, monkeypatch):
+    """PyPTO refuses a name that is not an argument; the estimate stays what it was."""
+    found = []
+
+    def launch(kernel, tensors, written):
+        names = kernel._runtime_options.get("ready_on_host_tensors", [])
+        found.append((names, simulation.estimate(kernel, *tensors).latency_us))
+
+    for value in ("0", "1"):
+        monkeypatch.setenv("CUSTOM_PYPTO_READY_ON_HOST", value)
+        npu.implementations(launch)[op](**CALLS[op]("BSND"))
+    (without, before), (declared, after) = found
+    assert not without and declared and before == after
+
+
+def test_another_pypto_leaves_the_cpu_and_says_what_the_npu_needs(monkeypatch):
+    monkeypatch.setattr(custom_pypto.env, "PYPTO", "9.9.9")
+    npu.kernels.cache_clear()
+    with pytest.raises(RuntimeError, match="needs pypto 9.9.9, found 0.2.0 to run on an NPU"):
+        custom_pypto.add_custom(torch.ones(3), torch.ones(3))
