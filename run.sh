@@ -5,13 +5,15 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 environment="${VIRTUAL_ENV:-${CONDA_PREFIX:-$root/.venv}}"
 python="$environment/bin/python"
-TEST_SECONDS=900
+TEST_SECONDS=1500
 
 usage() {
   cat <<'TEXT'
 usage: run.sh [arguments of examples/generate.py]    the demo: text from a sparse-attention model
-       run.sh test [arguments of pytest]             the tests, at most 15 minutes
-       run.sh bench [arguments of the benchmarks]    every benchmarks/bench_*.py
+       run.sh test [arguments of pytest]             the tests, at most 25 minutes
+       run.sh test --slow                            the tests that take minutes each
+       run.sh bench [arguments of the benchmarks]    the ops and a model on this CPU
+       run.sh bench npu [arguments]                  the NPU programs in PyPTO's cost model
        run.sh env [--json]                           what works here, what is missing, the remedy
        run.sh lint                                   format and style checks, nothing is changed
 TEXT
@@ -89,8 +91,8 @@ run_tests() {
 
 run_benchmarks() {
   local benchmark
-  for benchmark in "$root"/benchmarks/bench_*.py; do
-    "$python" "$benchmark" "$@"
+  for benchmark in ops model; do
+    "$python" "$root/benchmarks/bench_$benchmark.py" "$@"
   done
 }
 
@@ -106,11 +108,16 @@ report_environment() {
 case "${1:-}" in
   test)
     shift
-    setup models test
+    setup models sim test
     run_tests "$@"
     ;;
   bench)
     shift
+    if [[ "${1:-}" == npu ]]; then
+      shift
+      setup sim
+      exec "$python" "$root/benchmarks/bench_npu_model.py" "$@"
+    fi
     setup models
     run_benchmarks "$@"
     ;;

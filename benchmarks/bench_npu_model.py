@@ -1,7 +1,10 @@
 """Latency of the NPU programs by PyPTO's cost model; no NPU is used, and none has been.
 
     python benchmarks/bench_npu_model.py [--check] [--plot FILE] [--trace FOLDER] [--write]
-    python benchmarks/bench_npu_model.py --tune OP [--budget SECONDS]
+    python benchmarks/bench_npu_model.py --tune {indexer,attention,fused} [--budget SECONDS]
+
+``--check`` exits with 1 and names every floor that is missed; ``--tune`` searches tile settings and
+writes what it finds into custom_pypto/kernels/tiling.py.
 
 The figures are PyPTO's estimates for its simulated Atlas A2/A3 (24 cube and 48 vector cores). The
 model prices the task graph, copies and matmuls; it prices gathers and top-k near zero, gives every
@@ -14,14 +17,18 @@ Each call goes through custom_pypto.npu as it would on an NPU, with the tiles th
 
 import argparse
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import torch
 from measure import table, write_section
 
 from custom_pypto import npu, simulation
+from custom_pypto.kernels import npu_sparse_attention_pto as kernels
 
 HBM_BYTES_PER_US = 24 * 1850 * 32  # ddr_rate of PyPTO's A2A3.ini
 CUBE_FLOP_PER_US = 24 * 1850 * 4096 * 2
@@ -62,11 +69,11 @@ def int32(values) -> torch.Tensor:
 def paged(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Lengths, block table, number of blocks."""
     blocks = [math.ceil(n / BLOCK) for n in lengths]
-    table, first = torch.zeros(len(lengths), max(blocks), dtype=torch.int32), 0
-    for row, n in zip(table, blocks, strict=True):
+    ids, first = torch.zeros(len(lengths), max(blocks), dtype=torch.int32), 0
+    for row, n in zip(ids, blocks, strict=True):
         row[:n] = torch.arange(first, first + n)
         first += n
-    return int32(lengths), table, first
+    return int32(lengths), ids, first
 
 
 def shape(B: int, S1: int, lengths: list[int]) -> str:
@@ -163,7 +170,7 @@ def fused_arguments(B: int, S1: int, S2: int) -> dict:
 WEIGHTS = ("w_dq", "w_uq_qr", "w_uk", "w_dkv_kr", "w_idx_qb", "w_idx_k", "w_idx_proj")
 
 
-def fused(B: int, S1: int, S2: int) -> Case:
+def fused(B: int, S1: int, S2: int, floor: float | None = None) -> Case:
     arguments = fused_arguments(B, S1, S2)
     weights = sum(arguments[name].numel() for name in WEIGHTS)
     select, attend = indexer(B, S1, S2), attention(B, S1, S2)
@@ -173,4 +180,164 @@ def fused(B: int, S1: int, S2: int) -> Case:
         lambda ops: ops["npu_sparse_attention_pto"](**arguments),
         bytes=2 * weights + select.bytes + attend.bytes,
         flop=2 * B * S1 * weights + select.flop + attend.flop,
+        floor=floor,
     )
+
+
+def prolog(B: int, S1: int, S2: int) -> Case:
+    """The first part of the fused op alone."""
+    arguments = fused_arguments(B, S1, S2)
+    weights = sum(arguments[name].numel() for name in WEIGHTS)
+
+    def call(ops):
+        alone = partial(kernels.kernel, prolog_only=True)
+        with mock.patch.object(kernels, "kernel", alone):
+            ops["npu_sparse_attention_pto"](**arguments)
+
+    return Case(
+        "prolog alone",
+        shape(B, S1, [S2]),
+        call,
+        bytes=2 * weights,
+        flop=2 * B * S1 * weights,
+    )
+
+
+def cases() -> list[Case]:
+    return [
+        attention(1, 1, 4096, floor=24),
+        attention(4, 1, 8192),
+        attention(4, 2, 8192, floor=46),
+        attention(16, 1, 16384, floor=60),
+        attention(1, 1, 131072),
+        attention(4, 2, 8192, heads=64),
+        attention(4, 2, 8192, heads=16),
+        attention(1, 256, 8192),
+        indexer(1, 1, 8192, floor=25),
+        indexer(4, 1, 8192),
+        indexer(4, 2, 8192),
+        indexer(16, 1, 16384),
+        indexer(1, 1, 65536, floor=85),
+        indexer(1, 1, 131072, floor=135),
+        indexer(4, 2, [65536, 971, 32869, 16383], floor=240),
+        indexer(1, 256, 8192),
+        prolog(4, 1, 8192),
+        # below the sum of its parts alone, which is known when they are
+        fused(4, 1, 8192),
+    ]
+
+
+def missed_floors(results: list[tuple[Case, simulation.Estimate]]) -> list[str]:
+    """Adds the fused op's floor and names every floor that is not met."""
+    at = {(case.op, case.shape): estimate.latency_us for case, estimate in results}
+    missed = []
+    for case, estimate in results:
+        if case.op == "fused attention":
+            parts = ("prolog alone", "lightning indexer", "sparse attention")
+            case.floor = sum(at[part, case.shape] for part in parts)
+        if case.floor is not None and estimate.latency_us > case.floor:
+            missed.append(
+                f"{case.op} at {case.shape}: {estimate.latency_us:.1f} µs, floor {case.floor:.1f}"
+            )
+    return missed
+
+
+def report(results: list[tuple[Case, simulation.Estimate]]) -> str:
+    rows = []
+    for case, estimate in results:
+        rows.append(
+            [
+                case.op,
+                case.shape,
+                f"{estimate.latency_us:.1f}",
+                "-" if case.floor is None else f"{case.floor:.1f}",
+                f"{estimate.utilisation:.0%}",
+                str(estimate.tasks),
+                str(estimate.edges),
+                f"{case.bytes / HBM_BYTES_PER_US:.1f}",
+                f"{case.flop / CUBE_FLOP_PER_US:.1f}",
+            ]
+        )
+    header = [
+        *("op", "B, S1, keys", "estimate µs", "floor µs", "cores busy", "tasks", "edges"),
+        *("bytes µs", "FLOP µs"),
+    ]
+    return table(header, rows)
+
+
+NOTE = """PyPTO 0.2.0 cost-model estimates for its simulated Atlas A2/A3, bf16, 128 heads where none
+are named, K 2048, blocks of 128 keys. They are not device times: the model prices gathers and top-k
+near zero, gives every core its own memory bandwidth and ignores lengths shorter than the tensors.
+An estimate below its roofline shows just that. bytes µs: what must move at least, over 1.42 TB/s;
+FLOP µs: what must be computed, over 364 TFLOP/s. The floor of the fused op is the sum of its parts'
+estimates. No NPU has run these programs.
+"""
+
+
+def plot(results: list[tuple[Case, simulation.Estimate]], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = [f"{case.op} {case.shape}" for case, _ in results]
+    bars = {
+        "estimate of PyPTO's cost model": [e.latency_us for _, e in results],
+        "bytes over 1.42 TB/s": [c.bytes / HBM_BYTES_PER_US for c, _ in results],
+        "FLOP over 364 TFLOP/s": [c.flop / CUBE_FLOP_PER_US for c, _ in results],
+    }
+    figure, axes = plt.subplots(figsize=(9, 0.45 * len(names) + 1.5))
+    for i, (label, values) in enumerate(bars.items()):
+        axes.barh([y + 0.27 * i for y in range(len(names))], values, height=0.25, label=label)
+    axes.set_yticks([y + 0.27 for y in range(len(names))], names)
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("µs, simulated Atlas A2/A3, not a device")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(file)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="exit with 1 if a floor is missed")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a bar chart")
+    parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write timelines for Perfetto")
+    parser.add_argument("--write", action="store_true", help="write the table into RESULTS.md")
+    parser.add_argument(
+        "--tune", choices=["indexer", "attention", "fused"], help="search tile settings instead"
+    )
+    parser.add_argument("--budget", type=float, default=600, help="seconds to tune for")
+    options = parser.parse_args()
+    if options.tune:
+        from tune_npu_model import tune
+
+        tune(options.tune, options.budget)
+        return 0
+
+    if options.trace:
+        options.trace.mkdir(parents=True, exist_ok=True)
+    results = []
+    for case in cases():
+        trace = None
+        if options.trace:
+            name = f"{case.op} {case.shape}".replace(", ", ",").replace(" ", "_")
+            trace = options.trace / f"{name}.json"
+        results.append((case, case.estimate(trace)))
+        if sys.stderr.isatty():
+            print(f"{case.op} {case.shape}", file=sys.stderr)
+    missed = missed_floors(results)
+    text = f"{report(results)}\n\n{NOTE}"
+    print(text)
+    if options.write:
+        command = "python benchmarks/bench_npu_model.py --write"
+        write_section("NPU programs, PyPTO cost-model estimates", command, text)
+    if options.plot:
+        plot(results, options.plot)
+    for line in missed:
+        print(f"floor missed: {line}")
+    return 1 if options.check and missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

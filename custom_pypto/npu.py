@@ -105,6 +105,30 @@ def require_heads(op: str, query: Tensor, most: int) -> None:
     require(heads <= most, op, argument, f"at most {most}", heads, "run on the CPU")
 
 
+def require_sortable(op: str, sparse_count: int, keys: int) -> None:
+    """What PyPTO's sort takes: longer rows of candidates do not fit the vector cores' memory."""
+    require(
+        sparse_count <= 4096 or keys <= 8192,
+        op,
+        "sparse_count",
+        f"at most 4096 for a block table of {keys} keys, more than 8192,",
+        sparse_count,
+        "select fewer keys, or run on the CPU",
+    )
+
+
+def require_float32_positions(op: str, keys: int, blocks: int) -> None:
+    """Index arithmetic of the sparse attention is float32, exact up to 2^24."""
+    require(
+        keys + blocks <= 2**24 - 2**13,
+        op,
+        "block_table",
+        "of fewer than 16 million keys and cache blocks together",
+        f"{keys} keys and {blocks} blocks",
+        "use a smaller table or cache",
+    )
+
+
 def rows(tensor: Tensor) -> Tensor:
     """``[..., W]`` as ``[rows, W]``."""
     return tensor.contiguous().view(-1, tensor.size(-1))
@@ -177,6 +201,7 @@ def npu_lightning_indexer_pto(
     require_heads(op, query, 64)
     require_contiguous(op, "key", key)
     tokens, (batch, width) = out.numel() // sparse_count, block_table.shape
+    require_sortable(op, sparse_count, width * key.size(1))
     if tokens == 0:
         return out
     if key.numel() == 0 or block_table.numel() == 0:
@@ -259,6 +284,7 @@ def npu_sparse_flash_attention_pto(
     if key.numel() == 0 or block_table.numel() == 0 or count == 0:
         return out.zero_()
     tokens = sparse_indices.numel() // count
+    require_float32_positions(op, block_table.size(1) * key.size(1), key.size(0))
     kernel = program(op).kernel(
         dtype=name(query.dtype),
         rope=query_rope is not None,
@@ -356,6 +382,9 @@ def npu_sparse_attention_pto(
         index_heads <= 64, op, "w_idx_proj.size(1)", "at most 64", index_heads, "run on the CPU"
     )
     require(heads <= 128, op, "w_uk.size(0)", "at most 128", heads, "run on the CPU")
+    keys_of_table = block_table.size(1) * kv_cache.size(1)
+    require_sortable(op, sparse_count, keys_of_table)
+    require_float32_positions(op, keys_of_table, kv_cache.size(0))
     caches = dict(kv_cache=kv_cache, kr_cache=kr_cache, index_k_cache=index_k_cache)
     for argument, cache in caches.items():
         require_contiguous(op, argument, cache)
@@ -403,7 +432,6 @@ def npu_sparse_attention_pto(
             in_beta_k.reshape(1, -1),
             caches["index_k_cache"],
             # what one stage of the program leaves for the next
-            x.new_empty(tokens, w_dq.size(1)),
             x.new_empty(tokens, heads * latent),
             x.new_empty(tokens, heads, rope),
             x.new_empty(tokens, index_heads, index_dim),

@@ -21,10 +21,11 @@ INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 Check = tuple[str, Callable[[], tuple[float, float]]]  # name, () -> (error, limit)
 
 
-def verify(device: str) -> bool:
+def verify(device: str, op: str = "") -> bool:
     """Runs every check on ``device`` (``cpu``, ``npu`` or ``interpreter``), prints a line each.
 
-    ``interpreter`` runs the NPU programs on the CPU in PyPTO's interpreter.
+    ``interpreter`` runs the NPU programs on the CPU in PyPTO's interpreter. Only the checks of
+    ``op`` are run if it is named.
 
     Returns:
         Whether every check passed.
@@ -38,6 +39,8 @@ def verify(device: str) -> bool:
     passed = True
     with context:
         for name, check in _checks(device):
+            if not name.startswith(op):
+                continue
             try:
                 error, limit = check()
             except Exception as failure:  # one failed check must not hide the others

@@ -114,6 +114,11 @@ def test_indexer_selects_any_number_of_keys(sparse_count):
     check_selection(index_case([2, 1], [2500, 40], sparse_count=sparse_count))
 
 
+@pytest.mark.parametrize("sparse_count", [3072, 4096, 8192])
+def test_indexer_selects_more_than_2048_keys(sparse_count):
+    check_selection(index_case([1], [8000], sparse_count=sparse_count))
+
+
 @pytest.mark.parametrize("heads", [1, 4, 12, 33, 64])
 @pytest.mark.parametrize("block_size", [16, 48, 1024])
 def test_indexer_takes_any_heads_and_blocks(heads, block_size):
@@ -426,6 +431,13 @@ def wide(x: torch.Tensor) -> torch.Tensor:
             id="indexer-strides",
         ),
         pytest.param(
+            "npu_lightning_indexer_pto",
+            lambda: index_case([1], [8300], sparse_count=5120),
+            lambda x: {},
+            "sparse_count must be at most 4096 for a block table of 8448 keys",
+            id="indexer-sort",
+        ),
+        pytest.param(
             "npu_sparse_flash_attention_pto",
             lambda: attention_case([1], [40]),
             lambda x: dict(key_rope=wide(x["key_rope"])),
@@ -508,8 +520,62 @@ def test_lengths_and_block_tables_can_be_declared_ready_on_the_host(op, monkeypa
     assert not without and declared and before == after
 
 
+def priced(op: str, arguments: dict) -> simulation.Estimate:
+    found = []
+
+    def launch(kernel, tensors, written):
+        found.append(simulation.estimate(kernel, *tensors))
+
+    npu.implementations(launch)[op](**arguments)
+    return found[0]
+
+
+@pytest.mark.parametrize("tokens", [2, 5, 40])
+def test_the_task_graph_orders_cache_writes_before_reads(tokens):
+    """The batch of tasks that reads the caches follows the one that writes them."""
+    estimate = priced("npu_sparse_attention_pto", fused_case([300] * tokens, 1, sparse_count=64))
+    writes = {t.node[0] for t in estimate.timeline if t.name.startswith("PROLOG_CACHE")}
+    reads = {t.node[0] for t in estimate.timeline if t.name.startswith(("LI_", "DSA_"))}
+    assert writes and reads and max(writes) < min(reads)
+
+
+@pytest.mark.parametrize("S1", [1, 3])
+@pytest.mark.parametrize("length", [300, 9000])
+def test_every_attention_waits_for_its_own_selection(length, S1):
+    """An edge that is missing would be a race, which the interpreter does not have."""
+    estimate = priced("npu_sparse_attention_pto", fused_case([length] * 2, S1, sparse_count=64))
+    last_sort = "LI_CHUNK_" if length <= 8192 else "LI_MERGE"
+    attentions = {t.node for t in estimate.timeline if "DSA" in t.name and "MUL_B" in t.name}
+    waiting = []
+    for task in estimate.timeline:
+        if task.name.startswith(last_sort) and "SORT" in task.name:
+            seen, stack = set(), [task.node]
+            while stack:
+                new = set(estimate.successors.get(stack.pop(), ())) - seen
+                seen |= new
+                stack += new
+            waiting.append(seen & attentions)
+    assert len(waiting) == 2 * S1
+    assert set.union(*waiting) == attentions
+    assert sum(map(len, waiting)) == len(attentions)
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_after_the_last_pass_the_tiles_compute_the_same(op):
+    """PyPTO's own check, on the graph that code is generated from."""
+    found = []
+
+    def launch(kernel, tensors, written):
+        found.append(simulation.verify_passes(kernel, *tensors))
+
+    npu.implementations(launch)[op](**without_nan(CALLS[op]("BSND")))
+    (counts,) = found
+    agree, differ = counts["CodegenPreproc"]
+    assert agree > 0
+    assert differ == 0
+
+
 def test_another_pypto_leaves_the_cpu_and_says_what_the_npu_needs(monkeypatch):
     monkeypatch.setattr(custom_pypto.env, "PYPTO", "9.9.9")
-    npu.kernels.cache_clear()
     with pytest.raises(RuntimeError, match="needs pypto 9.9.9, found 0.2.0 to run on an NPU"):
         custom_pypto.add_custom(torch.ones(3), torch.ones(3))

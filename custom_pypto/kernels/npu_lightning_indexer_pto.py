@@ -39,33 +39,40 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def widest(visible):
+    return functools.reduce(lambda most, keys: most.max(keys), visible)
+
+
 def selector(
     query,
     weights,
     key,
     block_table,
-    indices,
     *,
     heads: int,
     block_size: int,
     sparse_count: int,
     tiling: IndexerTiling,
 ) -> Callable:
-    """``select(row, sequence, visible)``, which builds what fills the rows of a tile of tokens.
+    """``select(row, sequence, visible, write)``, which builds the selection of a tile of tokens.
+
+    ``write(g, value, place)`` builds what becomes of the result of token ``g`` of the tile: scores,
+    best first, and their positions, both ``[1, width]`` with ``width`` the ``sparse_count`` rounded
+    up to 32. Where a token sees fewer keys the score is below ``LOWEST``. It is not called for a
+    tile whose tokens see nothing.
 
     Args:
         query: ``[T * N1, D]``.
         weights: ``[T * N1, 1]``, float32 or the dtype of ``query``.
         key: ``[blocks * block_size, D]``.
         block_table: ``[B, W]`` int32; the first ``tiling.chunks * tiling.chunk`` keys count.
-        indices: ``[T, sparse_count]`` int32, the result: best first, then -1.
     """
     dim, blocks = query.shape[1], key.shape[0] // block_size
     width = round_up(sparse_count, 32)  # the sort works on groups of 32
     chunk = round_up(max(tiling.chunk, width), block_size)
     sizes = sorted({round_up(max(chunk // part, width), block_size) for part in (tiling.part, 1)})
     # the positions of all candidates of a merge are in UB at once: 128 KiB
-    fan = max(tiling.fan_in // width, 2)
+    fan = max((tiling.fan_in if width <= 3072 else tiling.fan_in // 2) // width, 2)
 
     def repeat(count, name):
         return pypto.loop(0, count, 1, name=f"LI_{name}", idx_name=f"li_{name.lower()}")
@@ -98,9 +105,6 @@ def selector(
                 pypto.assemble(score_K, [0, start], row_K)
         return rows
 
-    def widest(visible):
-        return functools.reduce(lambda most, keys: most.max(keys), visible)
-
     def best(row, valid):
         """Values and places of the ``width`` best among the first ``valid`` of a row."""
         size = row.shape[1]
@@ -117,14 +121,6 @@ def selector(
         part = pypto.floor(pypto.mul(pypto.add(pypto.cast(chosen, F32), 0.5), 1 / width))
         start = pypto.cast(pypto.mul(part, float(span)), I32)
         return pypto.add(pypto.gather(places, 1, chosen), start)
-
-    def write(row, value, place):
-        """The places of a token; -1 for what only fills up."""
-        pypto.set_vec_tile_shapes(1, width)
-        # by the value: a second valid shape in one graph is lost by the compiler
-        place = pypto.where(pypto.lt(value, LOWEST), -1.0, pypto.cast(place, F32))
-        place = pypto.view(pypto.cast(place, I32), [1, sparse_count], [0, 0])
-        pypto.assemble(place, [row, 0], indices)
 
     def size_for(keys):
         """The smallest size that holds so many keys, as a loop over what may be built for it."""
@@ -161,20 +157,15 @@ def selector(
         values = [pypto.tensor(shape, F32, f"values{level}_{g}") for g in range(tile)]
         return values, [pypto.tensor(shape, I32, f"places{level}_{g}") for g in range(tile)]
 
-    def select(row, sequence, visible):
+    def select(row, sequence, visible, write):
         pypto.set_pass_options(**tiling.pass_options)  # of the loop that this is called in
         tile, most = len(visible), widest(visible)
 
         # each case in a loop of its own: conditions side by side multiply the paths to compile
-        for _ in repeat(most <= 0, f"NONE{tile}"):
-            pypto.set_vec_tile_shapes(1, width)
-            for g in range(tile):
-                nothing = pypto.full([1, sparse_count], -1, I32)
-                pypto.assemble(nothing, [row + g, 0], indices)
-
         for _ in repeat((most > 0) * (most <= chunk), f"CHUNK{tile}"):
             for g, value, place in ranked(row, sequence, 0, visible, most, "CHUNK"):
-                write(row + g, value, place)
+                pypto.set_vec_tile_shapes(1, width)
+                write(g, value, place)
 
         if tiling.chunks == 1:
             return
@@ -206,9 +197,17 @@ def selector(
         for g in range(tile):
             for _ in repeat(long, f"MERGE{tile}_{g}"):
                 value, chosen = best(values[g], count * width)
-                write(row + g, value, positions(places[g], chosen, span))
+                write(g, value, positions(places[g], chosen, span))
 
     return select
+
+
+def write_indices(indices, row, g, value, place):
+    """The selection of token ``row + g``: -1 for what only fills up."""
+    # by the value: a second valid shape in one graph is lost by the compiler
+    place = pypto.where(pypto.lt(value, LOWEST), -1.0, pypto.cast(place, F32))
+    place = pypto.view(pypto.cast(place, I32), [1, indices.shape[1]], [0, 0])
+    pypto.assemble(place, [row + g, 0], indices)
 
 
 def capacity(block_table, *, block_size: int, sparse_count: int, tiling: IndexerTiling):
@@ -234,10 +233,13 @@ def program(
     sparse_mode: int,
     tiling: IndexerTiling,
 ) -> None:
-    """Fills every row of ``indices``; see :func:`selector` and :func:`query_tiles`."""
+    """Fills every row of ``indices [T, sparse_count]``: best first, then -1.
+
+    The other arguments are those of :func:`selector` and :func:`query_tiles`.
+    """
     sizes = dict(block_size=block_size, sparse_count=sparse_count, tiling=tiling)
-    select = selector(query, weights, key, block_table, indices, heads=heads, **sizes)
-    for tile in query_tiles(
+    select = selector(query, weights, key, block_table, heads=heads, **sizes)
+    for row, sequence, visible in query_tiles(
         query_lengths,
         key_lengths,
         indices.shape[0],
@@ -248,7 +250,13 @@ def program(
         name="LI",
         tile=tiling.tokens,
     ):
-        select(*tile)
+        tile, most = len(visible), widest(visible)
+
+        for _ in pypto.loop(0, most <= 0, 1, name=f"LI_NONE{tile}", idx_name=f"li_none{tile}"):
+            pypto.set_vec_tile_shapes(1, round_up(sparse_count, 32))
+            for g in range(tile):
+                pypto.assemble(pypto.full([1, sparse_count], -1, I32), [row + g, 0], indices)
+        select(row, sequence, visible, functools.partial(write_indices, indices, row))
 
 
 def kernel(

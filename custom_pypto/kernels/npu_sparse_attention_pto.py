@@ -25,9 +25,9 @@ from collections.abc import Callable
 import pypto
 
 from . import DTYPES, runtime_options
-from .npu_lightning_indexer_pto import capacity, selector
-from .npu_sparse_flash_attention_pto import attender
-from .sequences import query_tiles
+from .npu_lightning_indexer_pto import capacity, selector, write_indices
+from .npu_sparse_flash_attention_pto import attender, checked
+from .sequences import query_tokens
 from .tiling import (
     AttentionTiling,
     IndexerTiling,
@@ -39,7 +39,7 @@ from .tiling import (
     prolog_tiling,
 )
 
-FLOAT = pypto.DT_FP32
+FLOAT, I32 = pypto.DT_FP32, pypto.DT_INT32
 CACHES = 10, 11, 17  # kv_cache, kr_cache, index_k_cache among the arguments of the prolog
 INDEX_KEY_EPS = 1e-6  # LayerNorm of the index key, whatever the eps of the RMSNorms
 
@@ -122,7 +122,6 @@ def prolog(
     in_gamma_k,
     in_beta_k,
     index_k_cache,
-    c_q,
     q_latent,
     q_rope,
     q_index,
@@ -135,8 +134,8 @@ def prolog(
     """Arguments as in the op's schema, with these views: ``x [T, H]``, ``w_uk [N1 * P, L]``, the
     gammas and beta ``[1, .]``, ``sin`` and ``cos [T, R]``, ``cache_index [1, T * slot_words]``
     int32 (an int64 one seen as words, low word first), the caches ``[slots, .]``. Written: the
-    caches, ``c_q [T, Q]``, ``q_latent [T, N1 * L]``, ``q_rope [T, N1, R]``, ``q_index [T, NI, DI]``
-    and ``index_weights [T, NI]`` float32. If two tokens name one slot, either row may remain.
+    caches, ``q_latent [T, N1 * L]``, ``q_rope [T, N1, R]``, ``q_index [T, NI, DI]`` and
+    ``index_weights [T, NI]`` float32. If two tokens name one slot, either row may remain.
     """
     dtype, T = x.dtype, x.shape[0]
     Q, L, R = w_dq.shape[1], w_uk.shape[1], sin.shape[1]
@@ -144,14 +143,6 @@ def prolog(
     P = w_uk.shape[0] // N1
     NI, DI = w_idx_proj.shape[1], w_idx_k.shape[1]
     M, V, half = tiling.tokens, tiling.rows, R // 2
-
-    def tiles(name, *, after_all):
-        """First row and number of rows of each tile of tokens."""
-        for tile in pypto.loop(
-            0, (T + M - 1) // M, 1, name=name, idx_name=name.lower(), submit_before_loop=after_all
-        ):
-            pypto.set_pass_options(**tiling.pass_options)  # of this loop only
-            yield tile * M, (T - tile * M).min(M)
 
     def up_tile(width):
         # whole heads per task: what reads one head then waits for one task
@@ -172,19 +163,9 @@ def prolog(
         pypto.set_vec_tile_shapes(V, N)
         return functools.reduce(pypto.add, parts)
 
-    def angles(start, rows):
-        """Sine and cosine of the tokens' pairs, ``[M, R / 2]``."""
-        pypto.set_vec_tile_shapes(V, half)
-        return [
-            pypto.cast(pypto.view(a, [M, half], [start, 0], valid_shape=[rows, half]), FLOAT)
-            for a in (sin, cos)
-        ]
-
-    def for_heads(angle, rows):
-        pypto.set_vec_tile_shapes(V, half)
-        return [pypto.reshape(a, [M, 1, half], valid_shape=[rows, 1, half]) for a in angle]
-
-    for start, rows in tiles("PROLOG", after_all=False):
+    for tile in pypto.loop(0, (T + M - 1) // M, 1, name="PROLOG", idx_name="prolog_tile"):
+        pypto.set_pass_options(**tiling.pass_options)  # of this loop only
+        start, rows = tile * M, (T - tile * M).min(M)
         latent = rms_norm(
             rounded(project(w_dq, tiling.down_n, start, rows), dtype), gamma_cq, eps, dtype
         )
@@ -192,10 +173,12 @@ def prolog(
         k_index = rounded(project(w_idx_k, tiling.side_n, start, rows), dtype)
         weights = project(w_idx_proj, tiling.side_n, start, rows)
         pypto.assemble(pypto.mul(weights, (NI * DI) ** -0.5), [start, 0], index_weights)
-        pypto.set_vec_tile_shapes(V, Q)
-        pypto.assemble(pypto.clone(latent), [start, 0], c_q)
 
-        angle = angles(start, rows)
+        pypto.set_vec_tile_shapes(V, half)
+        angle = [
+            pypto.cast(pypto.view(a, [M, half], [start, 0], valid_shape=[rows, half]), FLOAT)
+            for a in (sin, cos)
+        ]
         pypto.set_vec_tile_shapes(V, L)
         k_latent = rms_norm(columns(c_kv, 0, L), gamma_ckv, eps, dtype)
         pypto.set_vec_tile_shapes(V, R)
@@ -209,7 +192,8 @@ def prolog(
             k_index_parts.append(pypto.cast(columns(k_index, R, DI - R), dtype))
         k_index = pypto.concat(k_index_parts, -1)
 
-        angle = for_heads(angle, rows)
+        pypto.set_vec_tile_shapes(V, half)
+        angle = [pypto.reshape(a, [M, 1, half], valid_shape=[rows, 1, half]) for a in angle]
         for h in range(0, NI, tiling.heads):
             heads = min(tiling.heads, NI - h)
             pypto.set_cube_tile_shapes(*up_tile(DI))
@@ -226,29 +210,6 @@ def prolog(
                     rest = pypto.cast(columns(q, R, DI - R), dtype)
                     pypto.assemble(rest, [start, h, R], q_index)
 
-        # of a few tokens all writes are in one iteration: what reads the caches waits for it alone
-        tile_rows = range(M)
-        if not tiling.one_tile:
-            tile_rows = pypto.loop(0, rows, 1, name="PROLOG_CACHE", idx_name="prolog_row")
-        slots = kv_cache.shape[0]
-        for i in tile_rows:
-            word = (start + i).min(T - 1) * slot_words
-            slot, *high = (cache_index[0, word + j] for j in range(slot_words))
-            exists = (slot >= 0) * (slot < slots) * (start + i < T)
-            for half_word in high:
-                exists = exists * (half_word == 0)
-            slot = slot.max(0).min(slots - 1)
-            for keys, cache in (k_latent, kv_cache), (k_rope, kr_cache), (k_index, index_k_cache):
-                width = cache.shape[1]
-                pypto.set_vec_tile_shapes(1, width)
-                # no row where the slot is outside
-                key = pypto.view(keys, [1, width], [i, 0], valid_shape=[exists, width])
-                pypto.assemble(pypto.clone(key), [slot, 0], cache)
-
-    # behind the keys and queries of the indexer, which can start beside these projections
-    for start, rows in tiles("PROLOG_QUERY", after_all=not tiling.one_tile):
-        angle = for_heads(angles(start, rows), rows)
-        latent = pypto.view(c_q, [M, Q], [start, 0], valid_shape=[rows, Q])
         for h in range(0, N1, tiling.heads):
             heads = min(tiling.heads, N1 - h)
             pypto.set_cube_tile_shapes(*up_tile(P + R))
@@ -269,6 +230,21 @@ def prolog(
                 for i, half_R in enumerate(rotated(even, odd, *angle, dtype)):
                     pypto.assemble(half_R, [start, h, i * half], q_rope)
 
+        slots = kv_cache.shape[0]
+        for i in pypto.loop(0, rows, 1, name="PROLOG_CACHE", idx_name="prolog_row"):
+            word = (start + i) * slot_words
+            slot, *high = (cache_index[0, word + j] for j in range(slot_words))
+            exists = (slot >= 0) * (slot < slots)
+            for half_word in high:
+                exists = exists * (half_word == 0)
+            slot = slot.max(0).min(slots - 1)
+            for keys, cache in (k_latent, kv_cache), (k_rope, kr_cache), (k_index, index_k_cache):
+                width = cache.shape[1]
+                pypto.set_vec_tile_shapes(1, width)
+                # no row where the slot is outside
+                key = pypto.view(keys, [1, width], [i, 0], valid_shape=[exists, width])
+                pypto.assemble(pypto.clone(key), [slot, 0], cache)
+
 
 def program(
     *arguments,
@@ -281,23 +257,25 @@ def program(
     index_tiling: IndexerTiling,
     attention_tiling: AttentionTiling,
     tiling: PrologTiling,
+    prolog_only: bool,
     **facts,
 ):
     """The op: prolog, then selection and attention token by token.
 
     Args:
-        arguments: those of :func:`prolog`, then ``act_seqs [B]``, ``block_table [B, W]``,
-            ``indices [T, K]`` and ``out [T * N1, L]``, of which the last two are written.
+        arguments: those of :func:`prolog`, then ``act_seqs [B]``, ``block_table [B, W]``, and
+            written: ``indices [T, sparse_count]`` int32 and ``out [T * N1, L]``.
     """
     *prolog_arguments, act_seqs, block_table, indices, out = arguments
     kv_cache, kr_cache, index_k_cache = (prolog_arguments[i] for i in CACHES)
     q_latent, q_rope, q_index, index_weights = prolog_arguments[-4:]
     prolog(*prolog_arguments, tiling=tiling, **facts)
+    if prolog_only:
+        return
 
     def rows(x, width):
-        return pypto.reshape(
-            x, [x.shape[0] * (math.prod(x.shape[1:]) // width), width], inplace=True
-        )
+        count = x.shape[0] * (math.prod(x.shape[1:]) // width)
+        return pypto.reshape(x, [count, width], inplace=True)
 
     sizes = dict(block_size=block_size, sparse_count=sparse_count, tiling=index_tiling)
     select = selector(
@@ -305,7 +283,6 @@ def program(
         rows(index_weights, 1),
         index_k_cache,
         block_table,
-        indices,
         heads=index_heads,
         **sizes,
     )
@@ -315,16 +292,18 @@ def program(
         kv_cache,
         kr_cache,
         kv_cache,
-        indices,
-        block_table,
         out,
         heads=heads,
         block_size=block_size,
-        table_width=table_width,
         scale=scale,
         tiling=attention_tiling,
     )
-    for row, sequence, visible in query_tiles(
+    blocks = kv_cache.shape[0] // block_size
+
+    # One token at a time: of an argument with a dynamic dim PyPTO makes a reader wait for the last
+    # writer only, which for the row that a token selects is the token itself. For all that the
+    # prolog wrote the first token waits by ``after_all``.
+    for row, sequence, visible in query_tokens(
         act_seqs,
         act_seqs,
         indices.shape[0],
@@ -333,14 +312,23 @@ def program(
         ragged=False,
         sparse_mode=3,
         name="DSA",
-        tile=index_tiling.tokens,
-        after_all=not tiling.one_tile,
+        after_all=True,
     ):
-        select(row, sequence, visible)
-        for g, keys in enumerate(visible):
-            # a loop of its own: what it reads was written by the one before
-            for _ in pypto.loop(0, 1, 1, name=f"DSA_ATTEND{len(visible)}_{g}", idx_name="dsa_once"):
-                attend(row + g, sequence, keys)
+        select(row, sequence, [visible], functools.partial(write_indices, indices, row))
+        # a loop of its own: what it reads was written by the one before
+        for _ in pypto.loop(0, 1, 1, name="DSA_ATTEND", idx_name="dsa_once"):
+            selected = functools.partial(
+                checked,
+                indices,
+                block_table,
+                row,
+                sequence,
+                visible,
+                blocks,
+                table_width,
+                apart=attention_tiling.table_apart,
+            )
+            attend(row, visible, selected)
 
 
 def kernel(
@@ -354,9 +342,12 @@ def kernel(
     tokens: int,
     batch: int,
     table_width: int,
+    prolog_only: bool = False,
     **facts,
 ) -> Callable:
     """The kernel of :func:`program`, whose arguments it takes, for a call with these static facts.
+
+    ``prolog_only`` leaves out what comes after the prolog, to measure that alone.
 
     One binary serves every number of tokens of a class of :func:`prolog_tiling` and
     :func:`attention_tiling`, and every block table up to the next power of two.
@@ -376,7 +367,8 @@ def kernel(
             block_size=block_size,
             table_width=table_width,
         ),
-        attention_tiling=attention_tiling(tokens=tokens),
+        attention_tiling=attention_tiling(tokens=tokens, fused=True),
+        prolog_only=prolog_only,
         **facts,
     )
 
@@ -384,7 +376,7 @@ def kernel(
 @functools.cache
 def _kernel(*, dtype, angle_dtype, ready_on_host: bool, **facts):
     matrix, rows = [pypto.STATIC] * 2, [pypto.DYNAMIC, pypto.STATIC]
-    heads, I32 = [pypto.DYNAMIC, pypto.STATIC, pypto.STATIC], pypto.DT_INT32
+    heads = [pypto.DYNAMIC, pypto.STATIC, pypto.STATIC]
 
     @pypto.frontend.jit(
         runtime_options=runtime_options(
@@ -410,7 +402,6 @@ def _kernel(*, dtype, angle_dtype, ready_on_host: bool, **facts):
         in_gamma_k: pypto.Tensor(matrix, dtype),
         in_beta_k: pypto.Tensor(matrix, dtype),
         index_k_cache: pypto.Tensor(rows, dtype),
-        c_q: pypto.Tensor(rows, dtype),
         q_latent: pypto.Tensor(rows, dtype),
         q_rope: pypto.Tensor(heads, dtype),
         q_index: pypto.Tensor(heads, dtype),
@@ -439,7 +430,6 @@ def _kernel(*, dtype, angle_dtype, ready_on_host: bool, **facts):
             in_gamma_k,
             in_beta_k,
             index_k_cache,
-            c_q,
             q_latent,
             q_rope,
             q_index,
@@ -452,67 +442,3 @@ def _kernel(*, dtype, angle_dtype, ready_on_host: bool, **facts):
         )
 
     return npu_sparse_attention_pto
-
-
-@functools.cache
-def prolog_kernel(*, dtype, angle_dtype, eps: float, slot_words: int, tiling: PrologTiling):
-    """The prolog alone, for ``x`` of ``dtype`` and ``sin`` and ``cos`` of ``angle_dtype``."""
-    matrix, rows = [pypto.STATIC] * 2, [pypto.DYNAMIC, pypto.STATIC]
-    heads = [pypto.DYNAMIC, pypto.STATIC, pypto.STATIC]
-
-    @pypto.frontend.jit(runtime_options={"stitch_function_max_num": 128})
-    def npu_sparse_attention_pto_prolog(
-        x: pypto.Tensor(rows, dtype),
-        w_dq: pypto.Tensor(matrix, dtype),
-        w_uq_qr: pypto.Tensor(matrix, dtype),
-        w_uk: pypto.Tensor(matrix, dtype),
-        w_dkv_kr: pypto.Tensor(matrix, dtype),
-        gamma_cq: pypto.Tensor(matrix, dtype),
-        gamma_ckv: pypto.Tensor(matrix, dtype),
-        sin: pypto.Tensor(rows, angle_dtype),
-        cos: pypto.Tensor(rows, angle_dtype),
-        cache_index: pypto.Tensor([pypto.STATIC, pypto.DYNAMIC], pypto.DT_INT32),
-        kv_cache: pypto.Tensor(rows, dtype),
-        kr_cache: pypto.Tensor(rows, dtype),
-        w_idx_qb: pypto.Tensor(matrix, dtype),
-        w_idx_k: pypto.Tensor(matrix, dtype),
-        w_idx_proj: pypto.Tensor(matrix, dtype),
-        in_gamma_k: pypto.Tensor(matrix, dtype),
-        in_beta_k: pypto.Tensor(matrix, dtype),
-        index_k_cache: pypto.Tensor(rows, dtype),
-        c_q: pypto.Tensor(rows, dtype),
-        q_latent: pypto.Tensor(rows, dtype),
-        q_rope: pypto.Tensor(heads, dtype),
-        q_index: pypto.Tensor(heads, dtype),
-        index_weights: pypto.Tensor(rows, FLOAT),
-    ):
-        prolog(
-            x,
-            w_dq,
-            w_uq_qr,
-            w_uk,
-            w_dkv_kr,
-            gamma_cq,
-            gamma_ckv,
-            sin,
-            cos,
-            cache_index,
-            kv_cache,
-            kr_cache,
-            w_idx_qb,
-            w_idx_k,
-            w_idx_proj,
-            in_gamma_k,
-            in_beta_k,
-            index_k_cache,
-            c_q,
-            q_latent,
-            q_rope,
-            q_index,
-            index_weights,
-            eps=eps,
-            slot_words=slot_words,
-            tiling=tiling,
-        )
-
-    return npu_sparse_attention_pto_prolog

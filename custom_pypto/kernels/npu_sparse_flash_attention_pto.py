@@ -101,45 +101,32 @@ def attender(
     key,
     key_rope,
     value,
-    indices,
-    block_table,
     out,
     *,
     heads: int,
     block_size: int,
-    table_width: int,
     scale: float,
     tiling: AttentionTiling,
 ) -> Callable:
-    """``attend(row, sequence, visible)``, which builds what writes the rows of one token.
+    """``attend(row, visible, selected)``, which builds what writes the rows of one token.
+
+    ``selected()`` builds ``(index, mask, table)`` as :func:`checked` returns them; it is called
+    where the token sees a key. The rows of another are zeros.
 
     Args:
         query, query_rope: ``[T * heads, L]`` and ``[T * heads, R]``; without rope both are None.
         key, key_rope, value: ``[blocks * block_size, …]``; ``value`` may be ``key``.
-        indices: ``[T, K]`` int32.
-        block_table: ``[B, W]`` int32.
         out: ``[T * heads, L]``.
-        table_width: static bound of W.
     """
     dtype, latent = query.dtype, query.shape[1]
-    width = -(-indices.shape[1] // 16) * 16
-    scores_tiles, output_tiles = tiling.cube_tiles(heads, latent, width)
 
-    def attend(row, sequence, visible):
+    def attend(row, visible, selected):
         pypto.set_pass_options(**tiling.pass_options)  # of the loop that this is called in
         pypto.experimental.set_operation_options(combine_axis=True)
         if pypto.cond(visible > 0):
-            blocks = key.shape[0] // block_size
-            index, mask, table = checked(
-                indices,
-                block_table,
-                row,
-                sequence,
-                visible,
-                blocks,
-                table_width,
-                apart=tiling.table_apart,
-            )
+            index, mask, table = selected()
+            width = index.shape[1]
+            scores_tiles, output_tiles = tiling.cube_tiles(heads, latent, width)
             gather = functools.partial(gathered, index=index, table=table, block_size=block_size)
             for first in range(0, heads, tiling.heads):
                 group = min(tiling.heads, heads - first)
@@ -190,22 +177,30 @@ def program(
     ragged: bool,
     sparse_mode: int,
     block_size: int,
+    table_width: int,
+    tiling: AttentionTiling,
     **facts,
 ) -> None:
-    """Writes every row of ``out``; see :func:`attender` and :func:`query_tokens`."""
+    """Writes every row of ``out``; see :func:`attender` and :func:`query_tokens`.
+
+    Args:
+        indices: ``[T, K]`` int32.
+        block_table: ``[B, W]`` int32.
+        table_width: static bound of W.
+    """
     attend = attender(
         query,
         query_rope,
         key,
         key_rope,
         value,
-        indices,
-        block_table,
         out,
         block_size=block_size,
+        tiling=tiling,
         **facts,
     )
-    for token in query_tokens(
+    blocks = key.shape[0] // block_size
+    for row, sequence, visible in query_tokens(
         query_lengths,
         key_lengths,
         indices.shape[0],
@@ -215,7 +210,18 @@ def program(
         sparse_mode=sparse_mode,
         name="SFA",
     ):
-        attend(*token)
+        selected = functools.partial(
+            checked,
+            indices,
+            block_table,
+            row,
+            sequence,
+            visible,
+            blocks,
+            table_width,
+            apart=tiling.table_apart,
+        )
+        attend(row, visible, selected)
 
 
 def gathered(rows, *, index, table, block_size: int, transposed: bool):

@@ -1,6 +1,11 @@
-"""Tile settings of the kernels, chosen per shape class from what the host knows of a call."""
+"""Tile settings of the kernels, chosen per shape class from what the host knows of a call.
 
-from dataclasses import dataclass
+``python benchmarks/bench_npu_model.py --tune OP`` searches better entries for the tables
+``INDEXER``, ``ATTENTION`` and ``PROLOG`` by PyPTO's cost model, and writes them into this file. The
+comment above an entry says why it was chosen by hand, or what the tuner should know.
+"""
+
+from dataclasses import dataclass, replace
 from math import gcd
 
 
@@ -8,17 +13,18 @@ from math import gcd
 class IndexerTiling:
     """Settings of :mod:`.npu_lightning_indexer_pto`; any combination gives right results."""
 
-    tokens: int  # query tokens of a sequence that share the load of a block of keys
-    chunk: int  # keys per row of scores that is sorted at once
-    chunks: int  # how many of them a block table may hold
     part: int  # a chunk that is not full is scored whole or in this fraction
-    keys: int  # keys per tile of the weighted sum over the heads
+    keys: int  # keys per tile of the weighted sum over the heads; fewer of many heads
     l1_reuse: int  # blocks of keys per cube task
     vec_nbuffer: int  # tiles of keys per vector task
     m: int = 128  # cube tiles: rows of query, keys
     n: int = 128
     sort: int = 8192  # elements that one sort takes
     fan_in: int = 32768  # candidates per merge
+    # from the shape, by indexer_tiling
+    tokens: int = 1  # query tokens of a sequence that share the load of a block of keys
+    chunk: int = 8192  # keys per row of scores that is sorted at once
+    chunks: int = 1  # how many of them a block table may hold
 
     @property
     def pass_options(self) -> dict:
@@ -26,6 +32,24 @@ class IndexerTiling:
             "cube_l1_reuse_setting": {-1: self.l1_reuse},
             "vec_nbuffer_setting": {-1: self.vec_nbuffer},
         }
+
+
+INDEXER = {
+    # one short row: many small tasks fill the cores
+    "1 token, 1 chunk": IndexerTiling(
+        part=4,
+        keys=512,
+        l1_reuse=4,
+        vec_nbuffer=1,
+    ),
+    # one vector task per cube task: scheduling costs more than idle cores
+    "more": IndexerTiling(
+        part=4,
+        keys=512,
+        l1_reuse=8,
+        vec_nbuffer=4,
+    ),
+}
 
 
 def power_of_two(n: int) -> int:
@@ -45,18 +69,15 @@ def indexer_tiling(
     # 128 rows fill the cube; more tokens per load than that gain nothing
     per_load = max(min(128 // heads, tokens // batch, 4), 1)
     shared = 1 << (per_load.bit_length() - 1) if heads <= 64 else 1
-    # as many terms as 64 KiB of UB hold, but enough tiles per chunk to fill the cores
-    keys = max(256, min(16384 // power_of_two(heads), 512))
-    if tokens == 1 and chunks == 1:
-        # one short row: many small tasks fill the cores
-        return IndexerTiling(shared, chunk, chunks, 4, keys, l1_reuse=4, vec_nbuffer=1)
-    # one vector task per cube task: scheduling costs more than idle cores
-    return IndexerTiling(shared, chunk, chunks, 4, keys, l1_reuse=8, vec_nbuffer=4)
+    tiling = INDEXER["1 token, 1 chunk" if tokens == chunks == 1 else "more"]
+    # no more terms than 64 KiB of UB hold
+    keys = min(tiling.keys, 16384 // power_of_two(heads))
+    return replace(tiling, tokens=shared, chunk=chunk, chunks=chunks, keys=keys)
 
 
 @dataclass(frozen=True)
 class AttentionTiling:
-    """Settings of :mod:`.npu_sparse_flash_attention_pto`; see :func:`attention_tiling`."""
+    """Settings of :mod:`.npu_sparse_flash_attention_pto`; any gives right results."""
 
     heads: int  # per group: a group is one chain of score, softmax and output tasks
     score_keys: int  # per score tile
@@ -88,23 +109,87 @@ class AttentionTiling:
         return {name: {-1: n} for name, n in settings.items() if n}
 
 
-def attention_tiling(*, tokens: int) -> AttentionTiling:
-    """For ``tokens`` query tokens of all sequences together."""
-    if tokens <= 2:
-        # two groups of heads in parallel, each of small tasks, fill the cores
-        return AttentionTiling(64, 256, 64, 1024, rows=8, l1_reuse=2, vec_nbuffer=0)
-    # one group: keys and values are gathered once per token; tiles as large as L0C, so few edges;
-    # softmax tasks of 20 heads, because their number rather than their length delays the outputs
-    if tokens <= 8:
-        # three score tasks per token keep the 24 cube cores busy just once; they wait for the
-        # checks, which are shorter apart, and for which there are vector cores to spare
-        return AttentionTiling(
-            128, 256, 256, 512, rows=4, l1_reuse=3, vec_nbuffer=5, table_apart=True
-        )
-    if tokens <= 16:
-        return AttentionTiling(128, 256, 256, 512, rows=4, l1_reuse=3, vec_nbuffer=5)
+# From 3 tokens on one group: keys and values are gathered once per token; tiles as large as L0C, so
+# few edges; softmax tasks of 20 heads, because their number rather than their length delays the
+# outputs.
+ATTENTION = {
+    # two groups of heads in parallel, each of small tasks, fill the cores
+    "1-2 tokens": AttentionTiling(
+        heads=64,
+        score_keys=256,
+        output_columns=64,
+        output_keys=1024,
+        rows=8,
+        l1_reuse=2,
+        vec_nbuffer=0,
+    ),
+    # one group, see below; so few checks are shorter in one task
+    "3-4 tokens": AttentionTiling(
+        heads=128,
+        score_keys=256,
+        output_columns=256,
+        output_keys=512,
+        rows=4,
+        l1_reuse=3,
+        vec_nbuffer=5,
+    ),
+    # in the fused op a token starts when its selection is there: smaller tasks fill the cores that
+    # the others leave idle
+    "3-4 tokens, fused": AttentionTiling(
+        heads=128,
+        score_keys=256,
+        output_columns=256,
+        output_keys=512,
+        rows=4,
+        l1_reuse=2,
+        vec_nbuffer=4,
+        table_apart=True,
+    ),
+    # one group: keys and values are gathered once per token. Three score tasks per token keep the
+    # 24 cube cores busy just once; they wait for the checks, which are shorter apart, and for which
+    # there are vector cores to spare
+    "5-8 tokens": AttentionTiling(
+        heads=128,
+        score_keys=256,
+        output_columns=256,
+        output_keys=512,
+        rows=4,
+        l1_reuse=3,
+        vec_nbuffer=5,
+        table_apart=True,
+    ),
+    # checks together again: no vector core is to spare
+    "9-16 tokens": AttentionTiling(
+        heads=128,
+        score_keys=256,
+        output_columns=256,
+        output_keys=512,
+        rows=4,
+        l1_reuse=3,
+        vec_nbuffer=5,
+    ),
     # the cores are busy all the time: score tasks of one size, which leave no core waiting
-    return AttentionTiling(128, 256, 256, 512, rows=4, l1_reuse=2, vec_nbuffer=5)
+    "more tokens": AttentionTiling(
+        heads=128,
+        score_keys=256,
+        output_columns=256,
+        output_keys=512,
+        rows=4,
+        l1_reuse=2,
+        vec_nbuffer=5,
+    ),
+}
+
+
+def attention_tiling(*, tokens: int, fused: bool = False) -> AttentionTiling:
+    """For ``tokens`` query tokens of all sequences together, in the op alone or the fused one."""
+    if tokens <= 2:
+        return ATTENTION["1-2 tokens"]
+    if tokens <= 4:
+        return ATTENTION["3-4 tokens, fused" if fused else "3-4 tokens"]
+    if tokens <= 8:
+        return ATTENTION["5-8 tokens"]
+    return ATTENTION["9-16 tokens" if tokens <= 16 else "more tokens"]
 
 
 # bytes of a cube core's buffers on Atlas A2/A3
@@ -142,7 +227,6 @@ class PrologTiling:
     side_n: int  # columns per cube task of w_dkv_kr, w_idx_k and w_idx_proj
     up_n: int  # columns per cube task of w_uq_qr and w_idx_qb, rounded to whole heads
     heads: int  # heads per vector task; UB holds 64 pairs of token and head
-    one_tile: bool  # the call has no more than ``tokens``: what follows need not wait for all of it
     cube_nbuffer: int = 2  # like cube tasks merged into one
 
     @property
@@ -154,20 +238,61 @@ class PrologTiling:
         }
 
 
+# H in quarters: with columns of 192, merged by two, the projections of x are 26 tasks for the 24
+# cube cores. Up to 16 tokens the weights are what counts: few, large tasks of them, at most one
+# round of the cores for w_uq_qr and w_idx_qb. Above that scheduling of the vector tasks takes
+# longer than the products: larger tasks.
+PROLOG = {
+    # a vector task of 4 rows waits longer for copies than it computes
+    "1-4 tokens": PrologTiling(
+        tokens=4,
+        rows=4,
+        split=4,
+        down_n=192,
+        side_n=192,
+        up_n=768,
+        heads=16,
+    ),
+    "5-16 tokens": PrologTiling(
+        tokens=16,
+        rows=4,
+        split=4,
+        down_n=192,
+        side_n=192,
+        up_n=768,
+        heads=16,
+    ),
+    "17-64 tokens": PrologTiling(
+        tokens=64,
+        rows=8,
+        split=4,
+        down_n=256,
+        side_n=192,
+        up_n=384,
+        heads=8,
+    ),
+    # 128 tokens share a load of the weights, which is what counts where bandwidth has a limit; L0C
+    # holds 128 rows of one head of w_uq_qr
+    "more tokens": PrologTiling(
+        tokens=128,
+        rows=8,
+        split=4,
+        down_n=256,
+        side_n=192,
+        up_n=384,
+        heads=8,
+    ),
+}
+
+
 def prolog_tiling(*, tokens: int, hidden: int) -> PrologTiling:
     """For ``tokens`` rows of ``hidden`` elements."""
-    # H in quarters: with columns of 192, merged by two, the projections of x are 26 tasks for the
-    # 24 cube cores. Below 4096 the products are shorter than the sums would be
-    split = 4 if hidden >= 4096 and hidden % 64 == 0 else 1
-    if tokens <= 16:
-        # the weights are what counts: few, large tasks of them, but not so large that the indexer
-        # waits for one beside it. A vector task of 4 rows waits longer for copies than it computes
-        tile = 4 if tokens <= 4 else 16
-        return PrologTiling(
-            tile, 4, split, down_n=192, side_n=192, up_n=384, heads=16, one_tile=True
-        )
-    # scheduling of the vector tasks takes longer than the products: larger tasks. Up to 128 tokens
-    # share a load of the weights, which is what counts where bandwidth has a limit; L0C holds
-    # 128 rows of one head of w_uq_qr
-    tile = 64 if tokens <= 64 else 128
-    return PrologTiling(tile, 8, split, down_n=256, side_n=192, up_n=384, heads=8, one_tile=False)
+    if tokens <= 4:
+        tiling = PROLOG["1-4 tokens"]
+    elif tokens <= 16:
+        tiling = PROLOG["5-16 tokens"]
+    else:
+        tiling = PROLOG["17-64 tokens" if tokens <= 64 else "more tokens"]
+    # shorter products would be shorter than the sums of their parts
+    splits = hidden >= 1024 * tiling.split and hidden % (16 * tiling.split) == 0
+    return tiling if splits else replace(tiling, split=1)

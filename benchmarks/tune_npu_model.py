@@ -1,0 +1,280 @@
+"""Searches tile settings of the NPU programs: ``bench_npu_model.py --tune OP [--budget SECONDS]``.
+
+For each shape class of an op's table in custom_pypto/kernels/tiling.py: neighbours of the best
+setting so far, in one field, by turns with random settings, which share about half of its fields. A
+setting is worth the geometric mean, over the class's shapes, of its latency by PyPTO's cost model;
+one that slows any of them by more than 1 % against the setting that ships, or does not compile in
+time, is out. The model prices tasks, copies and matmuls, but gives every core a memory bandwidth of
+its own: of settings within 1 % of each other the one that reads least from memory is best, then the
+one with the fewest tasks and edges. For the same reason, and because the model prices sorting near
+zero, the fields that share loads or size sorts are not searched.
+
+A setting that is better by 1 % or more is accepted if the ops that use it pass their checks of
+:mod:`custom_pypto.verify` in the interpreter with it, in every class. The interpreter runs the
+program before it is cut into tiles, so that this checks the program that the setting makes, and not
+what the compiler makes of the tiles. Then the setting replaces the entry in tiling.py, which an
+installed package gets with ``bash build_and_install.sh``. The search is the same on every run, as
+far as the budget lets it come.
+"""
+
+import ast
+import contextlib
+import itertools
+import math
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import bench_npu_model as bench
+from tqdm import tqdm
+
+from custom_pypto import npu, simulation, verify
+from custom_pypto.kernels import tiling
+
+TILING = Path(__file__).resolve().parents[1] / "custom_pypto/kernels/tiling.py"
+MARGIN = 0.01  # what counts as a difference
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is searched for an op."""
+
+    table: str  # name of the dict in tiling.py
+    ops: tuple[str, ...]  # that use it
+    cases: dict[str, Callable[[], list[bench.Case]]]  # of each class
+    values: dict[str, tuple]  # of each field that is searched
+    # how often what all heads share is read
+    loads: Callable[[Any], int] = field(default=lambda settings: 1)
+
+
+SUBJECTS = {
+    "indexer": Subject(
+        "INDEXER",
+        ("npu_lightning_indexer_pto", "npu_sparse_attention_pto"),
+        {
+            "1 token, 1 chunk": lambda: [bench.indexer(1, 1, 8192)],
+            "more": lambda: [
+                bench.indexer(4, 1, 8192),
+                bench.indexer(1, 1, 65536),
+                bench.indexer(4, 2, [65536, 971, 32869, 16383]),
+            ],
+        },
+        dict(
+            part=(1, 2, 4, 8),
+            keys=(128, 512),  # 512 is 256 with the model's 64 heads
+            l1_reuse=(1, 2, 4, 8, 16),
+            vec_nbuffer=(1, 2, 4, 8),
+            m=(64, 128),
+            n=(64, 128),
+        ),
+    ),
+    "attention": Subject(
+        "ATTENTION",
+        ("npu_sparse_flash_attention_pto", "npu_sparse_attention_pto"),
+        {
+            "1-2 tokens": lambda: [bench.attention(1, 1, 4096)],
+            "3-4 tokens": lambda: [bench.attention(4, 1, 8192)],
+            "3-4 tokens, fused": lambda: [bench.fused(4, 1, 8192)],
+            "5-8 tokens": lambda: [
+                bench.attention(4, 2, 8192),
+                bench.attention(4, 2, 8192, heads=64),
+                bench.attention(4, 2, 8192, heads=16),
+            ],
+            "9-16 tokens": lambda: [bench.attention(16, 1, 16384)],
+            "more tokens": lambda: [bench.attention(32, 1, 16384)],
+        },
+        dict(
+            heads=(32, 64, 128),
+            score_keys=(64, 128, 256),
+            output_columns=(64, 128, 256),
+            output_keys=(128, 256, 512, 1024, 2048),
+            rows=(2, 4, 8, 16),
+            l1_reuse=(0, 1, 2, 3, 4, 6, 8),
+            vec_nbuffer=(0, 1, 2, 3, 4, 5, 6, 8),
+            table_apart=(False, True),
+        ),
+        # every group of heads gathers the selected rows
+        loads=lambda settings: math.ceil(bench.N1 / settings.heads),
+    ),
+    "fused": Subject(
+        "PROLOG",
+        ("npu_sparse_attention_pto",),
+        {
+            "1-4 tokens": lambda: [bench.fused(4, 1, 8192)],
+            "5-16 tokens": lambda: [bench.fused(4, 2, 8192)],
+            "17-64 tokens": lambda: [bench.fused(32, 1, 2048)],
+            "more tokens": lambda: [bench.fused(65, 1, 2048)],
+        },
+        dict(
+            rows=(1, 2, 4, 8, 16),
+            split=(1, 2, 4, 8),
+            down_n=(64, 128, 192, 256, 384),
+            side_n=(64, 128, 192, 256, 384),
+            up_n=(192, 384, 576, 768, 1152),
+            heads=(4, 8, 16, 32),
+            cube_nbuffer=(1, 2, 4),
+        ),
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A setting and what the cost model says of it."""
+
+    settings: Any
+    latencies: list[float]  # µs, of each shape
+    score: float  # their geometric mean
+    loads: int
+    work: int  # tasks and edges
+
+
+class Search:
+    """The search for the settings of one class."""
+
+    def __init__(self, subject: Subject, name: str):
+        self.subject, self.name = subject, name
+        self.table = getattr(tiling, subject.table)
+        self.cases = subject.cases[name]()
+        self.random = random.Random(0)
+        start = time.monotonic()
+        self.shipping = self.measure(self.table[name])
+        # what compiles much more slowly is no better
+        self.timeout = 10 + 3 * (time.monotonic() - start)
+        self.tried: dict[Any, Trial | None] = {self.shipping.settings: self.shipping}
+
+    def measure(self, settings, timeout: float | None = None, limits=None) -> Trial | None:
+        """What the model says; ``None`` if a shape's latency is above its limit."""
+        found = []
+
+        def launch(kernel, tensors, written):
+            found.append(simulation.estimate(kernel, *tensors, timeout=timeout))
+
+        with mock.patch.dict(self.table, {self.name: settings}):
+            for i, case in enumerate(self.cases):
+                case.call(npu.implementations(launch))
+                if limits and found[-1].latency_us > limits[i]:
+                    return None
+        latencies = [estimate.latency_us for estimate in found]
+        return Trial(
+            settings,
+            latencies,
+            math.prod(latencies) ** (1 / len(latencies)),
+            loads=self.subject.loads(settings),
+            work=sum(estimate.tasks + estimate.edges for estimate in found),
+        )
+
+    def best(self) -> Trial:
+        """The best setting, or the one that ships if none is better by the margin."""
+        trials = [trial for trial in self.tried.values() if trial]
+        limit = min(
+            (1 + MARGIN) * min(trial.score for trial in trials),
+            (1 - MARGIN) * self.shipping.score,
+        )
+        close = [trial for trial in trials if trial.score <= limit]
+        return min(close, key=lambda t: (t.loads, t.work, t.score), default=self.shipping)
+
+    def proposed(self):
+        """A setting that was not tried, if there is one left."""
+        best, values = self.best().settings, self.subject.values
+        neighbours = [replace(best, **{name: v}) for name in values for v in values[name]]
+        neighbours = [settings for settings in neighbours if settings not in self.tried]
+        if neighbours and len(self.tried) % 2:
+            return self.random.choice(neighbours)
+        for _ in range(100):
+            # about half of the fields stay: without anything of the best hardly any compiles
+            drawn = {name: self.random.choice(values[name]) for name in values}
+            drawn = {name: value for name, value in drawn.items() if self.random.random() < 0.5}
+            point = replace(best, **drawn)
+            if point not in self.tried:
+                return point
+        return self.random.choice(neighbours) if neighbours else None
+
+    def run(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        limits = [(1 + MARGIN) * latency for latency in self.shipping.latencies]
+        with tqdm(desc=self.name, unit=" settings", disable=None, leave=False) as progress:
+            while (left := end - time.monotonic()) > 0 and (settings := self.proposed()):
+                self.tried[settings] = None
+                with contextlib.suppress(simulation.SimulationError):
+                    self.tried[settings] = self.measure(settings, min(self.timeout, left), limits)
+                progress.set_postfix_str(f"best {listed(self.best().latencies)} us")
+                progress.update()
+
+    def accepted(self) -> Trial:
+        """The best setting whose numbers are right."""
+        while (winner := self.best()) is not self.shipping:
+            if gives_right_numbers(self.subject, winner.settings):
+                break
+            self.tried[winner.settings] = None
+        return winner
+
+
+def gives_right_numbers(subject: Subject, settings) -> bool:
+    """Whether all ops pass their checks in the interpreter with these settings in every class."""
+    table = getattr(tiling, subject.table)
+    with mock.patch.dict(table, dict.fromkeys(table, settings)):
+        return all(verify.verify("interpreter", op) for op in subject.ops)
+
+
+def listed(numbers: Iterable[float]) -> str:
+    return ", ".join(f"{number:.2f}" for number in numbers)
+
+
+def write_entry(file: Path, table: str, name: str, settings) -> None:
+    """Replaces one entry of a table in the source; no other byte changes.
+
+    At every moment the file is the old or the new one.
+    """
+    source = file.read_bytes()
+    (entries,) = [
+        node.value
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets) == table
+    ]
+    (old,) = [
+        value
+        for key, value in zip(entries.keys, entries.values, strict=True)
+        if ast.literal_eval(key) == name
+    ]
+    # as ruff formats it; a field that has its default value is left out
+    new = f"{type(settings).__name__}(\n"
+    for each in fields(settings):
+        value = getattr(settings, each.name)
+        if value != each.default:
+            new += f"        {each.name}={value!r},\n"
+    new += "    )"
+    starts = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
+    begin = starts[old.lineno - 1] + old.col_offset
+    end = starts[old.end_lineno - 1] + old.end_col_offset
+    part = file.with_suffix(".part")
+    part.write_bytes(source[:begin] + new.encode() + source[end:])
+    shutil.copymode(file, part)
+    part.replace(file)
+
+
+def tune(name: str, budget: float, file: Path = TILING) -> None:
+    """Tunes the classes of ``SUBJECTS[name]`` and writes what is better into ``file``.
+
+    Args:
+        budget: seconds, shared equally by the classes; checking a better setting comes on top.
+    """
+    subject = SUBJECTS[name]
+    for shape_class in subject.cases:
+        search = Search(subject, shape_class)
+        search.run(budget / len(subject.cases))
+        winner, old = search.accepted(), search.shipping
+        shapes = ", ".join(case.shape for case in search.cases)
+        about = f"{name}, {shape_class} ({shapes}): {listed(old.latencies)}"
+        tried = f"{len(search.tried) - 1} tried"
+        if winner is old:
+            print(f"{about} us stays; {tried}", flush=True)
+            continue
+        write_entry(file, subject.table, shape_class, winner.settings)
+        search.table[shape_class] = winner.settings
+        print(f"{about} -> {listed(winner.latencies)} us; {tried}; {winner.settings}", flush=True)
