@@ -203,7 +203,7 @@ class Search:
                 self.tried[settings] = None
                 with contextlib.suppress(simulation.SimulationError):
                     self.tried[settings] = self.measure(settings, min(self.timeout, left), limits)
-                progress.set_postfix_str(f"best {listed(self.best().latencies)} us")
+                progress.set_postfix_str(f"best {listed(self.best().latencies)} µs")
                 progress.update()
 
     def accepted(self) -> Trial:
@@ -269,12 +269,12 @@ def tune(name: str, budget: float, file: Path = TILING) -> None:
         search = Search(subject, shape_class)
         search.run(budget / len(subject.cases))
         winner, old = search.accepted(), search.shipping
-        shapes = ", ".join(case.shape for case in search.cases)
+        shapes = "; ".join(case.shape for case in search.cases)
         about = f"{name}, {shape_class} ({shapes}): {listed(old.latencies)}"
         tried = f"{len(search.tried) - 1} tried"
         if winner is old:
-            print(f"{about} us stays; {tried}", flush=True)
+            print(f"{about} µs stays; {tried}", flush=True)
             continue
         write_entry(file, subject.table, shape_class, winner.settings)
         search.table[shape_class] = winner.settings
-        print(f"{about} -> {listed(winner.latencies)} us; {tried}; {winner.settings}", flush=True)
+        print(f"{about} -> {listed(winner.latencies)} µs; {tried}; {winner.settings}", flush=True)

@@ -138,7 +138,7 @@ def pypto_problem() -> dict[str, str] | None:
         return None
     return _problem(
         f"needs pypto {PYPTO}, found {found or 'none'}",
-        "pip install 'custom_pypto[sim]'",
+        f"pip install pypto=={PYPTO}",
     )
 
 

@@ -382,6 +382,9 @@ def npu_sparse_attention_pto(
         index_heads <= 64, op, "w_idx_proj.size(1)", "at most 64", index_heads, "run on the CPU"
     )
     require(heads <= 128, op, "w_uk.size(0)", "at most 128", heads, "run on the CPU")
+    widths = {"x.size(2)": x.size(-1), "w_dq.size(1)": w_dq.size(1), "w_uk.size(1)": nope}
+    for argument, width in (widths | {"kr_cache.size(3)": rope}).items():
+        require(width % 16 == 0, op, argument, "a multiple of 16", width, "run on the CPU")
     keys_of_table = block_table.size(1) * kv_cache.size(1)
     require_sortable(op, sparse_count, keys_of_table)
     require_float32_positions(op, keys_of_table, kv_cache.size(0))

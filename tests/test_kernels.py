@@ -459,6 +459,13 @@ def wide(x: torch.Tensor) -> torch.Tensor:
             id="fused-strides",
         ),
         pytest.param(
+            "npu_sparse_attention_pto",
+            lambda: fused_case([40], 1, q_rank=24),
+            lambda x: {},
+            "w_dq.size(1) must be a multiple of 16 on an NPU, got 24",
+            id="fused-width",
+        ),
+        pytest.param(
             "npu_lightning_indexer_pto",
             lambda: index_case([1], [40]),
             lambda x: dict(sparse_mode=7),
@@ -518,6 +525,19 @@ def test_lengths_and_block_tables_can_be_declared_ready_on_the_host(op, monkeypa
         npu.implementations(launch)[op](**CALLS[op]("BSND"))
     (without, before), (declared, after) = found
     assert not without and declared and before == after
+
+
+@pytest.mark.parametrize("op", ["npu_lightning_indexer_pto", "npu_sparse_flash_attention_pto"])
+def test_prefix_sums_are_never_declared_ready_on_the_host(op, monkeypatch):
+    """The wrapper makes them non-decreasing, on the device."""
+    found = []
+
+    def launch(kernel, tensors, written):
+        found.extend(kernel._runtime_options["ready_on_host_tensors"])
+
+    monkeypatch.setenv("CUSTOM_PYPTO_READY_ON_HOST", "1")
+    npu.implementations(launch)[op](**CALLS[op]("TND"))
+    assert "key_lengths" in found and "query_lengths" not in found
 
 
 def priced(op: str, arguments: dict) -> simulation.Estimate:

@@ -11,7 +11,7 @@ import models
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
-from train_lookup import VALUES, lookup_accuracy
+from train_lookup import VALUES, lookup_accuracy, lookup_batch
 
 CHECKPOINT = Path(__file__).parents[1] / "examples/checkpoints/lookup"
 LENGTHS = [256, 512, 1024, 2048]
@@ -44,3 +44,28 @@ def test_broken_indexer_answers_by_chance(length):
         layer.self_attn.indexer.weights_proj.weight.data.neg_()
     # 128 questions: three standard deviations of guessing are 0.09
     assert swapped_accuracy(model, length) < CHANCE + 0.12
+
+
+@pytest.mark.sim
+@torch.no_grad()
+def test_npu_programs_answer_as_the_cpu_kernels_do():
+    """Prompt in one call, then token by token; every op in PyPTO's interpreter."""
+    pytest.importorskip("pypto", reason="the simulation extra is not installed")
+    from custom_pypto import simulation
+
+    model = models.load(CHECKPOINT, dtype=torch.bfloat16)
+    input_ids, labels = lookup_batch(1, 96, questions=6, seed=3)
+    calls = input_ids.split([96 - 12, *[1] * 12], dim=1)
+
+    def answers():
+        cache = models.PagedCache(model, 1, 96)
+        return torch.cat(
+            [model(ids, past_key_values=cache).logits.argmax(-1) for ids in calls], dim=1
+        )[:, :-1]
+
+    expected = answers()
+    with simulation.on_cpu():
+        got = answers()
+    asked = labels[:, 1:] >= 0
+    assert torch.equal(got[asked], expected[asked])
+    assert (got == labels[:, 1:])[asked].float().mean() > 0.9

@@ -50,7 +50,7 @@ def small(monkeypatch):
 
 @pytest.fixture
 def priced(monkeypatch):
-    """Settings and what the cost model says of them, per shape or of all; 30 us of the others."""
+    """Settings and what the cost model says of them, per shape or of all; 30 µs of the others."""
     prices = {}
 
     def estimate(kernel, *tensors, timeout=None):
@@ -125,7 +125,7 @@ def test_a_bad_entry_is_improved(small, file, capsys):
     assert entries_of(file, "ATTENTION")[CLASS] == dataclasses.astuple(better)
     *_, line = capsys.readouterr().out.splitlines()
     assert line.startswith(f"attention, {CLASS} (1,1,256): ") and line.endswith(f"; {better}")
-    old, new = line.split("): ")[1].split(" us")[0].split(" -> ")
+    old, new = line.split("): ")[1].split(" µs")[0].split(" -> ")
     assert float(new) < 0.99 * float(old)
 
 
@@ -134,7 +134,7 @@ def test_a_setting_that_does_not_compile_does_not_stop_the_search(small, priced,
     priced[fails] = None
     priced[dataclasses.replace(small, vec_nbuffer=0)] = 10.0
     tuner.tune("attention", budget=60, file=file)
-    assert "30.00 -> 10.00 us; 3 tried" in capsys.readouterr().out
+    assert "30.00 -> 10.00 µs; 3 tried" in capsys.readouterr().out
 
 
 def test_of_settings_that_are_close_the_one_with_less_work_is_best(small, priced, file):
@@ -159,10 +159,10 @@ def test_a_setting_that_slows_a_shape_is_out(small, priced, file, monkeypatch, c
     faster = dataclasses.replace(small, vec_nbuffer=0)
     priced[faster] = [10.0, 30.4]
     tuner.tune("attention", budget=60, file=file)
-    assert " us stays" in capsys.readouterr().out
+    assert " µs stays" in capsys.readouterr().out
     priced[faster] = [10.0, 30.2]
     tuner.tune("attention", budget=60, file=file)
-    assert "30.00, 30.00 -> 10.00, 30.20 us" in capsys.readouterr().out
+    assert "30.00, 30.00 -> 10.00, 30.20 µs" in capsys.readouterr().out
 
 
 def test_a_better_setting_with_wrong_numbers_is_refused(small, priced, file, monkeypatch, capsys):
@@ -181,5 +181,5 @@ def test_a_better_setting_with_wrong_numbers_is_refused(small, priced, file, mon
     out = capsys.readouterr().out
     assert tested == {*better}
     assert "FAILED  npu_sparse_flash_attention_pto" in out and "indexer" not in out
-    assert " us stays; 3 tried" in out
+    assert " µs stays; 3 tried" in out
     assert file.read_bytes() == before and tiling.ATTENTION[CLASS] == small

@@ -10,16 +10,18 @@ DTYPES = {
 }
 
 
-def runtime_options(control_flow: tuple[str, ...], *, ready_on_host: bool) -> dict:
+def runtime_options(*control_flow: str, ready_on_host: bool, layout: str = "BSND") -> dict:
     """Options of every kernel.
 
     Args:
         control_flow: the arguments whose values bound loops or become addresses.
         ready_on_host: whether these are final before the launch, so that control flow need not wait
-            for the kernels that were launched before.
+            for the kernels that were launched before. Prefix sums (layout TND) never are: npu.py
+            computes with them on the device.
     """
     # iterations that may run at the same time; without it tokens run one after the other
     options: dict = {"stitch_function_max_num": 128}
     if ready_on_host:
-        options["ready_on_host_tensors"] = list(control_flow)
+        computed = {"query_lengths"} if layout == "TND" else set()
+        options["ready_on_host_tensors"] = [n for n in control_flow if n not in computed]
     return options

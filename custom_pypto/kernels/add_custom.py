@@ -35,7 +35,7 @@ def kernel(*, dtype: str) -> Callable:
     """For contiguous operands of ``dtype`` seen as ``[n]``, n >= 1."""
     vector, dtype = [pypto.DYNAMIC], DTYPES[dtype]
 
-    @pypto.frontend.jit(runtime_options=runtime_options((), ready_on_host=False))
+    @pypto.frontend.jit(runtime_options=runtime_options(ready_on_host=False))
     def add_custom_kernel(
         self: pypto.Tensor(vector, dtype),
         other: pypto.Tensor(vector, dtype),

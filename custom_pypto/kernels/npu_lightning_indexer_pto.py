@@ -296,7 +296,11 @@ def _kernel(*, dtype, weights_dtype, tiling: IndexerTiling, ready_on_host: bool,
 
     @pypto.frontend.jit(
         runtime_options=runtime_options(
-            ("query_lengths", "key_lengths", "block_table"), ready_on_host=ready_on_host
+            "query_lengths",
+            "key_lengths",
+            "block_table",
+            ready_on_host=ready_on_host,
+            layout=facts["layout"],
         ),
     )
     def npu_lightning_indexer_pto(

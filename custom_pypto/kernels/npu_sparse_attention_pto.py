@@ -380,7 +380,7 @@ def _kernel(*, dtype, angle_dtype, ready_on_host: bool, **facts):
 
     @pypto.frontend.jit(
         runtime_options=runtime_options(
-            ("cache_index", "act_seqs", "block_table"), ready_on_host=ready_on_host
+            "cache_index", "act_seqs", "block_table", ready_on_host=ready_on_host
         ),
     )
     def npu_sparse_attention_pto(

@@ -261,7 +261,7 @@ def _kernel(*, dtype, rope: bool, tiling: AttentionTiling, ready_on_host: bool, 
     D, S, I32 = pypto.DYNAMIC, pypto.STATIC, pypto.DT_INT32
     jit = pypto.frontend.jit(
         runtime_options=runtime_options(
-            ("query_lengths", "key_lengths"), ready_on_host=ready_on_host
+            "query_lengths", "key_lengths", ready_on_host=ready_on_host, layout=facts["layout"]
         ),
     )
 
