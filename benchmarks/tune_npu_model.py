@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import bench_npu_model as bench
+import npu_cases
 from tqdm import tqdm
 
 from custom_pypto import npu, simulation, verify
@@ -46,7 +46,7 @@ class Subject:
 
     table: str  # name of the dict in tiling.py
     ops: tuple[str, ...]  # that use it
-    cases: dict[str, Callable[[], list[bench.Case]]]  # of each class
+    cases: dict[str, Callable[[], list[npu_cases.Case]]]  # of each class
     values: dict[str, tuple]  # of each field that is searched
     # how often what all heads share is read
     loads: Callable[[Any], int] = field(default=lambda settings: 1)
@@ -57,11 +57,11 @@ SUBJECTS = {
         "INDEXER",
         ("npu_lightning_indexer_pto", "npu_sparse_attention_pto"),
         {
-            "1 token, 1 chunk": lambda: [bench.indexer(1, 1, 8192)],
+            "1 token, 1 chunk": lambda: [npu_cases.indexer(1, 1, 8192)],
             "more": lambda: [
-                bench.indexer(4, 1, 8192),
-                bench.indexer(1, 1, 65536),
-                bench.indexer(4, 2, [65536, 971, 32869, 16383]),
+                npu_cases.indexer(4, 1, 8192),
+                npu_cases.indexer(1, 1, 65536),
+                npu_cases.indexer(4, 2, [65536, 971, 32869, 16383]),
             ],
         },
         dict(
@@ -77,16 +77,16 @@ SUBJECTS = {
         "ATTENTION",
         ("npu_sparse_flash_attention_pto", "npu_sparse_attention_pto"),
         {
-            "1-2 tokens": lambda: [bench.attention(1, 1, 4096)],
-            "3-4 tokens": lambda: [bench.attention(4, 1, 8192)],
-            "3-4 tokens, fused": lambda: [bench.fused(4, 1, 8192)],
+            "1-2 tokens": lambda: [npu_cases.attention(1, 1, 4096)],
+            "3-4 tokens": lambda: [npu_cases.attention(4, 1, 8192)],
+            "3-4 tokens, fused": lambda: [npu_cases.fused(4, 1, 8192)],
             "5-8 tokens": lambda: [
-                bench.attention(4, 2, 8192),
-                bench.attention(4, 2, 8192, heads=64),
-                bench.attention(4, 2, 8192, heads=16),
+                npu_cases.attention(4, 2, 8192),
+                npu_cases.attention(4, 2, 8192, heads=64),
+                npu_cases.attention(4, 2, 8192, heads=16),
             ],
-            "9-16 tokens": lambda: [bench.attention(16, 1, 16384)],
-            "more tokens": lambda: [bench.attention(32, 1, 16384)],
+            "9-16 tokens": lambda: [npu_cases.attention(16, 1, 16384)],
+            "more tokens": lambda: [npu_cases.attention(32, 1, 16384)],
         },
         dict(
             heads=(32, 64, 128),
@@ -99,16 +99,16 @@ SUBJECTS = {
             table_apart=(False, True),
         ),
         # every group of heads gathers the selected rows
-        loads=lambda settings: math.ceil(bench.N1 / settings.heads),
+        loads=lambda settings: math.ceil(npu_cases.N1 / settings.heads),
     ),
     "fused": Subject(
         "PROLOG",
         ("npu_sparse_attention_pto",),
         {
-            "1-4 tokens": lambda: [bench.fused(4, 1, 8192)],
-            "5-16 tokens": lambda: [bench.fused(4, 2, 8192)],
-            "17-64 tokens": lambda: [bench.fused(32, 1, 2048)],
-            "more tokens": lambda: [bench.fused(65, 1, 2048)],
+            "1-4 tokens": lambda: [npu_cases.fused(4, 1, 8192)],
+            "5-16 tokens": lambda: [npu_cases.fused(4, 2, 8192)],
+            "17-64 tokens": lambda: [npu_cases.fused(32, 1, 2048)],
+            "more tokens": lambda: [npu_cases.fused(65, 1, 2048)],
         },
         dict(
             rows=(1, 2, 4, 8, 16),

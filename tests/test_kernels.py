@@ -21,9 +21,8 @@ from numerics import assert_close_to_rows, assert_same_selection, reference
 import custom_pypto
 from custom_pypto import npu
 
-pytest.importorskip("pypto", reason="the simulation extra is not installed")
-
-from custom_pypto import simulation  # noqa: E402
+REASON = "the sim extra is not installed"
+simulation = pytest.importorskip("custom_pypto.simulation", reason=REASON, exc_type=ImportError)
 
 pytestmark = pytest.mark.sim
 

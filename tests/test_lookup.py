@@ -50,9 +50,8 @@ def test_broken_indexer_answers_by_chance(length):
 @torch.no_grad()
 def test_npu_programs_answer_as_the_cpu_kernels_do():
     """Prompt in one call, then token by token; every op in PyPTO's interpreter."""
-    pytest.importorskip("pypto", reason="the simulation extra is not installed")
-    from custom_pypto import simulation
-
+    reason = "the sim extra is not installed"
+    simulation = pytest.importorskip("custom_pypto.simulation", reason=reason, exc_type=ImportError)
     model = models.load(CHECKPOINT, dtype=torch.bfloat16)
     input_ids, labels = lookup_batch(1, 96, questions=6, seed=3)
     calls = input_ids.split([96 - 12, *[1] * 12], dim=1)

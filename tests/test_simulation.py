@@ -9,9 +9,11 @@ import time
 import pytest
 import torch
 
-pypto = pytest.importorskip("pypto", reason="the simulation extra is not installed")
+REASON = "the sim extra is not installed"
+# before pypto, which reads its configuration while it is imported
+simulation = pytest.importorskip("custom_pypto.simulation", reason=REASON, exc_type=ImportError)
 
-from custom_pypto import simulation  # noqa: E402
+import pypto  # noqa: E402
 
 pytestmark = pytest.mark.sim
 
@@ -170,6 +172,15 @@ def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
         capture_output=True,
         text=True,
     )
+
+
+@pytest.mark.parametrize("module", ["simulation", "kernels"])
+def test_importing_leaves_logging_alone(module):
+    done = run_python(
+        "import logging; root = logging.getLogger(); before = root.level, root.handlers[:]\n"
+        f"import custom_pypto.{module}; assert (root.level, root.handlers) == before"
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_another_version_of_pypto_is_refused_with_the_remedy(tmp_path):

@@ -6,14 +6,15 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("pypto", reason="the simulation extra is not installed")
+REASON = "the sim extra is not installed"
+simulation = pytest.importorskip("custom_pypto.simulation", reason=REASON, exc_type=ImportError)
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-import bench_npu_model as bench  # noqa: E402
+import npu_cases  # noqa: E402
 import tune_npu_model as tuner  # noqa: E402
 
-from custom_pypto import npu, simulation  # noqa: E402
+from custom_pypto import npu  # noqa: E402
 from custom_pypto.kernels import tiling  # noqa: E402
 
 pytestmark = pytest.mark.sim
@@ -41,7 +42,7 @@ def small(monkeypatch):
     subject = dataclasses.replace(
         tuner.SUBJECTS["attention"],
         ops=("npu_sparse_flash_attention_pto",),
-        cases={CLASS: lambda: [bench.attention(1, 1, 256, heads=16)]},
+        cases={CLASS: lambda: [npu_cases.attention(1, 1, 256, heads=16)]},
         values=dict(l1_reuse=(2, 8), vec_nbuffer=(0, 8)),
     )
     monkeypatch.setitem(tuner.SUBJECTS, "attention", subject)
@@ -154,7 +155,7 @@ def test_of_settings_that_are_close_the_one_with_less_work_is_best(small, priced
 
 def test_a_setting_that_slows_a_shape_is_out(small, priced, file, monkeypatch, capsys):
     subject = tuner.SUBJECTS["attention"]
-    cases = {CLASS: lambda: [bench.attention(1, 1, 256, heads) for heads in (16, 32)]}
+    cases = {CLASS: lambda: [npu_cases.attention(1, 1, 256, heads) for heads in (16, 32)]}
     monkeypatch.setitem(tuner.SUBJECTS, "attention", dataclasses.replace(subject, cases=cases))
     faster = dataclasses.replace(small, vec_nbuffer=0)
     priced[faster] = [10.0, 30.4]

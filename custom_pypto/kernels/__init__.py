@@ -1,6 +1,15 @@
 """The ops as PyPTO programs for Ascend NPUs. Imports pypto, never the ops."""
 
-import pypto
+import logging
+
+_root = logging.getLogger()
+_level, _handlers = _root.level, _root.handlers[:]
+
+import pypto  # noqa: E402
+
+# PyPTO turns the root logger, and with it every other library's, to DEBUG
+_root.setLevel(_level)
+_root.handlers[:] = _handlers
 
 # by torch's names
 DTYPES = {

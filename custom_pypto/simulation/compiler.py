@@ -63,6 +63,9 @@ if _problem := env.pypto_problem():
 if "pypto" not in sys.modules:
     _configure()
 
+from .. import kernels  # noqa: E402, F401  # imports pypto and leaves logging as it was
+
+# isort: split
 import pypto  # noqa: E402
 import torch  # noqa: E402
 from pypto.frontend.parser.entry import JitCallableWrapper  # noqa: E402

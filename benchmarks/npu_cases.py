@@ -1,0 +1,185 @@
+"""Calls of the NPU programs to estimate: arguments, and the bytes and operations they must cost."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from unittest import mock
+
+import torch
+
+from custom_pypto import npu, simulation
+from custom_pypto.kernels import npu_sparse_attention_pto as kernels
+
+HBM_BYTES_PER_US = 24 * 1850 * 32  # ddr_rate of PyPTO's A2A3.ini
+CUBE_FLOP_PER_US = 24 * 1850 * 4096 * 2
+BLOCK, K, D, L, R, N1, INDEX_HEADS = 128, 2048, 128, 512, 64, 128, 64
+HIDDEN, Q_RANK, NOPE = 7168, 1536, 128
+DTYPE = torch.bfloat16
+
+
+@dataclass
+class Case:
+    """One call and what it must at least cost.
+
+    ``floor`` is the estimate in µs that must not be exceeded.
+    """
+
+    op: str
+    shape: str
+    call: Callable
+    bytes: int
+    flop: int
+    floor: float | None = None
+
+    def estimate(self, trace: Path | None = None) -> simulation.Estimate:
+        found = []
+
+        def launch(kernel, tensors, written):
+            found.append(simulation.estimate(kernel, *tensors, trace=trace))
+
+        self.call(npu.implementations(launch))
+        (estimate,) = found
+        return estimate
+
+
+def int32(values) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def paged(lengths: list[int]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Lengths, block table, number of blocks."""
+    blocks = [math.ceil(n / BLOCK) for n in lengths]
+    ids, first = torch.zeros(len(lengths), max(blocks), dtype=torch.int32), 0
+    for row, n in zip(ids, blocks, strict=True):
+        row[:n] = torch.arange(first, first + n)
+        first += n
+    return int32(lengths), ids, first
+
+
+def shape(B: int, S1: int, lengths: list[int]) -> str:
+    keys = f"{lengths[0]}" if len(set(lengths)) == 1 else str(lengths)
+    return f"{B},{S1},{keys}"
+
+
+def indexer(B: int, S1: int, S2: int | list[int], floor: float | None = None) -> Case:
+    lengths, block_table, blocks = paged([S2] * B if isinstance(S2, int) else S2)
+    query = torch.zeros(B, S1, INDEX_HEADS, D, dtype=DTYPE)
+    key = torch.zeros(blocks, BLOCK, 1, D, dtype=DTYPE)
+    weights = torch.zeros(B, S1, INDEX_HEADS)
+
+    def call(ops):
+        ops["npu_lightning_indexer_pto"](
+            query, key, weights, actual_seq_lengths_key=lengths, block_table=block_table
+        )
+
+    keys = int(lengths.sum())
+    return Case(
+        "lightning indexer",
+        shape(B, S1, lengths.tolist()),
+        call,
+        bytes=2 * keys * D + 2 * query.numel() + 4 * B * S1 * K,
+        flop=2 * S1 * keys * INDEX_HEADS * D,
+        floor=floor,
+    )
+
+
+def attention(B: int, S1: int, S2: int, heads: int = N1, floor: float | None = None) -> Case:
+    lengths, block_table, blocks = paged([S2] * B)
+    query = torch.zeros(B, S1, heads, L, dtype=DTYPE)
+    rope = torch.zeros(B, S1, heads, R, dtype=DTYPE)
+    key = torch.zeros(blocks, BLOCK, 1, L, dtype=DTYPE)
+    key_rope = torch.zeros(blocks, BLOCK, 1, R, dtype=DTYPE)
+    indices = torch.arange(K, dtype=torch.int32).expand(B, S1, 1, K).contiguous()
+
+    def call(ops):
+        ops["npu_sparse_flash_attention_pto"](
+            query,
+            key,
+            None,
+            indices,
+            192**-0.5,
+            query_rope=rope,
+            key_rope=key_rope,
+            block_table=block_table,
+            actual_seq_lengths_kv=lengths,
+        )
+
+    tokens = B * S1
+    name = "sparse attention" + ("" if heads == N1 else f", {heads} heads")
+    return Case(
+        name,
+        shape(B, S1, [S2]),
+        call,
+        bytes=2 * tokens * (K * (L + R) + heads * (2 * L + R)),
+        flop=2 * tokens * heads * K * (2 * L + R),
+        floor=floor,
+    )
+
+
+def fused_arguments(B: int, S1: int, S2: int) -> dict:
+    lengths, block_table, blocks = paged([S2] * B)
+
+    def zeros(*shape, dtype=DTYPE):
+        return torch.zeros(shape, dtype=dtype)
+
+    last = (lengths[:, None] - S1 + torch.arange(S1)).int()
+    return dict(
+        x=zeros(B, S1, HIDDEN),
+        w_dq=zeros(HIDDEN, Q_RANK),
+        w_uq_qr=zeros(Q_RANK, N1 * (NOPE + R)),
+        w_uk=zeros(N1, NOPE, L),
+        w_dkv_kr=zeros(HIDDEN, L + R),
+        gamma_cq=zeros(Q_RANK),
+        gamma_ckv=zeros(L),
+        sin=zeros(B, S1, R),
+        cos=zeros(B, S1, R),
+        cache_index=block_table.gather(1, last.long() // BLOCK) * BLOCK + last % BLOCK,
+        kv_cache=zeros(blocks, BLOCK, 1, L),
+        kr_cache=zeros(blocks, BLOCK, 1, R),
+        block_table=block_table,
+        act_seqs=lengths,
+        w_idx_qb=zeros(Q_RANK, INDEX_HEADS * D),
+        w_idx_k=zeros(HIDDEN, D),
+        w_idx_proj=zeros(HIDDEN, INDEX_HEADS),
+        in_gamma_k=zeros(D),
+        in_beta_k=zeros(D),
+        index_k_cache=zeros(blocks, BLOCK, 1, D),
+    )
+
+
+WEIGHTS = ("w_dq", "w_uq_qr", "w_uk", "w_dkv_kr", "w_idx_qb", "w_idx_k", "w_idx_proj")
+
+
+def fused(B: int, S1: int, S2: int, floor: float | None = None) -> Case:
+    arguments = fused_arguments(B, S1, S2)
+    weights = sum(arguments[name].numel() for name in WEIGHTS)
+    select, attend = indexer(B, S1, S2), attention(B, S1, S2)
+    return Case(
+        "fused attention",
+        shape(B, S1, [S2]),
+        lambda ops: ops["npu_sparse_attention_pto"](**arguments),
+        bytes=2 * weights + select.bytes + attend.bytes,
+        flop=2 * B * S1 * weights + select.flop + attend.flop,
+        floor=floor,
+    )
+
+
+def prolog(B: int, S1: int, S2: int) -> Case:
+    """The first part of the fused op alone."""
+    arguments = fused_arguments(B, S1, S2)
+    weights = sum(arguments[name].numel() for name in WEIGHTS)
+
+    def call(ops):
+        alone = partial(kernels.kernel, prolog_only=True)
+        with mock.patch.object(kernels, "kernel", alone):
+            ops["npu_sparse_attention_pto"](**arguments)
+
+    return Case(
+        "prolog alone",
+        shape(B, S1, [S2]),
+        call,
+        bytes=2 * weights,
+        flop=2 * B * S1 * weights,
+    )
