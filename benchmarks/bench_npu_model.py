@@ -101,7 +101,7 @@ are named, K 2048, blocks of 128 keys. They are not device times: the model pric
 near zero, gives every core its own memory bandwidth and ignores lengths shorter than the tensors.
 An estimate below its roofline shows just that. bytes µs: what must move at least, over 1.42 TB/s;
 FLOP µs: what must be computed, over 364 TFLOP/s. The floor of the fused op is the sum of its parts'
-estimates. No NPU has run these programs.
+estimates. Picture (`--plot`): plots/npu_model.png. No NPU has run these programs.
 """
 
 
@@ -124,8 +124,8 @@ def plot(results: list[tuple[Case, simulation.Estimate]], file: Path) -> None:
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlabel("µs, simulated Atlas A2/A3, not a device")
-    axes.legend()
-    figure.tight_layout()
+    figure.legend(loc="upper center", ncols=len(bars))
+    figure.tight_layout(rect=(0, 0, 1, 0.97))
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file)
 
