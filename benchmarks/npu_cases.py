@@ -183,3 +183,27 @@ def prolog(B: int, S1: int, S2: int) -> Case:
         bytes=2 * weights,
         flop=2 * B * S1 * weights,
     )
+
+
+def cases() -> list[Case]:
+    return [
+        attention(1, 1, 4096, floor=24),
+        attention(4, 1, 8192),
+        attention(4, 2, 8192, floor=46),
+        attention(16, 1, 16384, floor=60),
+        attention(1, 1, 131072),
+        attention(4, 2, 8192, heads=64),
+        attention(4, 2, 8192, heads=16),
+        attention(1, 256, 8192),
+        indexer(1, 1, 8192, floor=25),
+        indexer(4, 1, 8192),
+        indexer(4, 2, 8192),
+        indexer(16, 1, 16384),
+        indexer(1, 1, 65536, floor=85),
+        indexer(1, 1, 131072, floor=135),
+        indexer(4, 2, [65536, 971, 32869, 16383], floor=240),
+        indexer(1, 256, 8192),
+        prolog(4, 1, 8192),
+        # below the sum of its parts alone, which is known when they are
+        fused(4, 1, 8192),
+    ]

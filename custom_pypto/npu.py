@@ -1,6 +1,6 @@
 """The ops on NPU tensors: check the contract, allocate the output, launch the PyPTO kernel.
 
-The only file that knows both torch and PyPTO. Nothing is read back from the device: lengths,
+The only file between the ops and the PyPTO programs. Nothing is read back from the device: lengths,
 block ids and indices are checked by the kernels themselves, so that a call neither waits for the
 device nor stops a graph capture. PyPTO launches on the current stream and takes its workspace from
 torch's allocator.
@@ -45,14 +45,24 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def ready_on_host() -> bool:
-    """Whether lengths and block tables are final before the launch, by the caller's word.
+def ready_on_host(op: str, **control: Tensor | None) -> bool:
+    """Whether lengths, block tables and slots are final before the launch, by the caller's word.
 
     ``CUSTOM_PYPTO_READY_ON_HOST=1`` lets PyPTO's control flow read them before the work queued
     ahead of the kernel is done. It is wrong wherever an op on the device computes them, as
-    ``lengths += 1`` does, and therefore off by default.
+    ``lengths += 1`` does, and therefore off by default; such an op would copy a strided one.
     """
-    return os.environ.get("CUSTOM_PYPTO_READY_ON_HOST", "0") == "1"
+    ready = os.environ.get("CUSTOM_PYPTO_READY_ON_HOST", "0") == "1"
+    for argument, tensor in control.items():
+        require(
+            not ready or tensor is None or tensor.is_contiguous(),
+            op,
+            argument,
+            "contiguous with CUSTOM_PYPTO_READY_ON_HOST=1",
+            f"strides {None if tensor is None else tensor.stride()}",
+            "pass it contiguous, or unset the variable",
+        )
+    return ready
 
 
 def contract(op: str, *args, **kwargs) -> Tensor:
@@ -117,8 +127,16 @@ def require_sortable(op: str, sparse_count: int, keys: int) -> None:
     )
 
 
-def require_float32_positions(op: str, keys: int, blocks: int) -> None:
-    """Index arithmetic of the sparse attention is float32, exact up to 2^24."""
+def require_checkable(op: str, table_width: int, keys: int, blocks: int) -> None:
+    """A row of the table is checked at once, in float32, which is exact up to 2^24."""
+    require(
+        table_width <= 32768,
+        op,
+        "block_table.size(1)",
+        "at most 32768",
+        table_width,
+        "use larger blocks or a smaller table",
+    )
     require(
         keys + blocks <= 2**24 - 2**13,
         op,
@@ -137,7 +155,7 @@ def rows(tensor: Tensor) -> Tensor:
 def query_lengths(lengths: Tensor | None, layout: str, tokens: int, otherwise: Tensor) -> Tensor:
     """What the kernels take: lengths, or prefix sums that do not decrease."""
     if lengths is None:
-        return otherwise  # of the right shape, and not read
+        return otherwise.contiguous()  # of the right shape, and not read
     if layout == "TND":
         return lengths.clamp(0, tokens).cummax(0).values
     return lengths.contiguous()
@@ -155,8 +173,8 @@ def add_custom(launch: Launch, self: Tensor, other: Tensor) -> Tensor:
         "convert it, or run on the CPU",
     )
     if out.numel():
-        flat = torch.empty_like(out.reshape(-1))
-        tensors = (self.reshape(-1), other.reshape(-1), flat)
+        flat = self.new_empty(out.numel())
+        tensors = (self.reshape(-1).contiguous(), other.reshape(-1).contiguous(), flat)
         launch(program(op).kernel(dtype=name(self.dtype)), tensors, (flat,))
         out = flat.view(out.shape)
     return out
@@ -202,6 +220,11 @@ def npu_lightning_indexer_pto(
     require_contiguous(op, "key", key)
     tokens, (batch, width) = out.numel() // sparse_count, block_table.shape
     require_sortable(op, sparse_count, width * key.size(1))
+    # positions go through float32
+    keys = width * key.size(1)
+    require(
+        keys <= 2**24, op, "block_table", "of at most 16 million keys", keys, "use a smaller table"
+    )
     if tokens == 0:
         return out
     if key.numel() == 0 or block_table.numel() == 0:
@@ -218,14 +241,19 @@ def npu_lightning_indexer_pto(
         tokens=tokens,
         batch=batch,
         table_width=width,
-        ready_on_host=ready_on_host(),
+        ready_on_host=ready_on_host(
+            op,
+            actual_seq_lengths_query=actual_seq_lengths_query,
+            actual_seq_lengths_key=actual_seq_lengths_key,
+            block_table=block_table,
+        ),
     )
     indices = out.view(-1, sparse_count)
     launch(
         kernel,
         (
             rows(query),
-            weights.reshape(-1, 1),
+            weights.contiguous().view(-1, 1),
             rows(key),
             query_lengths(actual_seq_lengths_query, layout_query, tokens, actual_seq_lengths_key),
             actual_seq_lengths_key.contiguous(),
@@ -284,7 +312,8 @@ def npu_sparse_flash_attention_pto(
     if key.numel() == 0 or block_table.numel() == 0 or count == 0:
         return out.zero_()
     tokens = sparse_indices.numel() // count
-    require_float32_positions(op, block_table.size(1) * key.size(1), key.size(0))
+    table_width = block_table.size(1)
+    require_checkable(op, table_width, table_width * key.size(1), key.size(0))
     kernel = program(op).kernel(
         dtype=name(query.dtype),
         rope=query_rope is not None,
@@ -296,7 +325,11 @@ def npu_sparse_flash_attention_pto(
         sparse_mode=sparse_mode,
         tokens=tokens,
         table_width=block_table.size(1),
-        ready_on_host=ready_on_host(),
+        ready_on_host=ready_on_host(
+            op,
+            actual_seq_lengths_query=actual_seq_lengths_query,
+            actual_seq_lengths_kv=actual_seq_lengths_kv,
+        ),
     )
     result = out.view(-1, out.size(-1))
     rope = query_rope is not None
@@ -384,17 +417,22 @@ def npu_sparse_attention_pto(
     require(heads <= 128, op, "w_uk.size(0)", "at most 128", heads, "run on the CPU")
     widths = {"x.size(2)": x.size(-1), "w_dq.size(1)": w_dq.size(1), "w_uk.size(1)": nope}
     for argument, width in (widths | {"kr_cache.size(3)": rope}).items():
-        require(width % 16 == 0, op, argument, "a multiple of 16", width, "run on the CPU")
+        legal = width > 0 and width % 16 == 0
+        require(legal, op, argument, "a positive multiple of 16", width, "run on the CPU")
     keys_of_table = block_table.size(1) * kv_cache.size(1)
     require_sortable(op, sparse_count, keys_of_table)
-    require_float32_positions(op, keys_of_table, kv_cache.size(0))
+    require_checkable(op, block_table.size(1), keys_of_table, kv_cache.size(0))
     caches = dict(kv_cache=kv_cache, kr_cache=kr_cache, index_k_cache=index_k_cache)
     for argument, cache in caches.items():
         require_contiguous(op, argument, cache)
     if out.numel() == 0:
         return out
-    if kv_cache.numel() == 0 or block_table.numel() == 0:
+    if kv_cache.numel() == 0:
         return out.zero_()
+    if block_table.numel() == 0:  # nothing is visible, but the caches are written
+        act_seqs, block_table = torch.zeros_like(act_seqs), act_seqs.new_zeros(len(act_seqs), 1)
+    if sin.dtype != cos.dtype:
+        sin, cos = sin.float(), cos.float()
     kernel = program(op).kernel(
         dtype=name(x.dtype),
         angle_dtype=name(sin.dtype),
@@ -409,7 +447,9 @@ def npu_sparse_attention_pto(
         tokens=tokens,
         batch=x.size(0),
         table_width=block_table.size(1),
-        ready_on_host=ready_on_host(),
+        ready_on_host=ready_on_host(
+            op, cache_index=cache_index, act_seqs=act_seqs, block_table=block_table
+        ),
     )
     caches = {argument: rows(cache) for argument, cache in caches.items()}
     result = out.view(-1, latent)
@@ -421,18 +461,18 @@ def npu_sparse_attention_pto(
             w_uq_qr.contiguous(),
             rows(w_uk),
             w_dkv_kr.contiguous(),
-            gamma_cq.reshape(1, -1),
-            gamma_ckv.reshape(1, -1),
+            gamma_cq.contiguous().view(1, -1),
+            gamma_ckv.contiguous().view(1, -1),
             rows(sin),
             rows(cos),
-            cache_index.reshape(1, -1).view(torch.int32),
+            cache_index.contiguous().view(1, -1).view(torch.int32),
             caches["kv_cache"],
             caches["kr_cache"],
             w_idx_qb.contiguous(),
             w_idx_k.contiguous(),
             w_idx_proj.contiguous(),
-            in_gamma_k.reshape(1, -1),
-            in_beta_k.reshape(1, -1),
+            in_gamma_k.contiguous().view(1, -1),
+            in_beta_k.contiguous().view(1, -1),
             caches["index_k_cache"],
             # what one stage of the program leaves for the next
             x.new_empty(tokens, heads * latent),

@@ -1,6 +1,9 @@
 """The NPU programs, run by PyPTO's interpreter through the wrappers of custom_pypto.npu."""
 
 import importlib
+import importlib.util
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,8 +24,14 @@ from numerics import assert_close_to_rows, assert_same_selection, reference
 import custom_pypto
 from custom_pypto import npu
 
-REASON = "the sim extra is not installed"
-simulation = pytest.importorskip("custom_pypto.simulation", reason=REASON, exc_type=ImportError)
+if importlib.util.find_spec("pypto") is None:
+    pytest.skip("the sim extra is not installed", allow_module_level=True)
+
+from custom_pypto import simulation  # noqa: E402
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+import npu_cases  # noqa: E402
 
 pytestmark = pytest.mark.sim
 
@@ -48,6 +57,12 @@ def test_add_is_exact(shape, dtype):
     assert torch.equal(custom_pypto.add_custom(x, y), x + y)
 
 
+def test_add_takes_strided_operands():
+    x = torch.randn(6, 8)
+    assert torch.equal(custom_pypto.add_custom(x[::2], x[1::2]), x[::2] + x[1::2])
+    assert torch.equal(custom_pypto.add_custom(x.t(), x.t()), 2 * x.t())
+
+
 def test_add_has_a_gradient():
     x, y = (torch.randn(5, 3, requires_grad=True) for _ in range(2))
     grad = torch.randn(5, 3)
@@ -58,8 +73,9 @@ def test_add_has_a_gradient():
 # ---- lightning indexer ---------------------------------------------------------------------------
 
 
-def check_selection(x: dict) -> None:
-    assert_same_selection(custom_pypto.npu_lightning_indexer_pto(**x), x)
+def check_selection(x: dict, like: dict | None = None) -> None:
+    """The program selects from ``x`` what the reference selects from it, or from ``like``."""
+    assert_same_selection(custom_pypto.npu_lightning_indexer_pto(**x), like or x)
 
 
 def index_case(lengths_query, lengths_key, **arguments):
@@ -154,30 +170,47 @@ def test_indexer_on_drawn_sequences(lengths, arguments):
     check_selection(index_case(queries, keys, heads=16, **arguments))
 
 
+def block_ids_clamped(x: dict) -> dict:
+    """What the programs make of a block id inside a length but outside the cache."""
+    return x | dict(block_table=x["block_table"].clamp(0, x["key"].size(0) - 1))
+
+
 @pytest.mark.parametrize("layout", ["BSND", "TND"])
 @pytest.mark.parametrize("value", [INT_MIN, -1, 0, 10**6, INT_MAX])
 def test_no_length_and_no_block_id_leads_outside(value, layout):
-    # the interpreter refuses an address outside a tensor
+    # the interpreter refuses most addresses outside a tensor; of the others the result tells
     index = without_nan(index_case([2, 1], [300, 40], sparse_count=64, layout_query=layout))
     attend = without_nan(attention_case([2, 1], [300, 40], sparse_count=64, layout_query=layout))
-    for op, x, names in (
-        (custom_pypto.npu_lightning_indexer_pto, index, "actual_seq_lengths_key"),
-        (custom_pypto.npu_sparse_flash_attention_pto, attend, "actual_seq_lengths_kv"),
+    for x, names, check in (
+        (index, "actual_seq_lengths_key", check_selection),
+        (attend, "actual_seq_lengths_kv", check_attention),
     ):
         for name in (names, "actual_seq_lengths_query"):
             hostile = x[name].clone()
             hostile[0] = value
-            op(**x | {name: hostile})
+            check(x | {name: hostile}, like=block_ids_clamped(x | {name: hostile}))
         table = x["block_table"].clone()
         table[0, 0] = value
-        op(**x | dict(block_table=table))
-        op(**x | dict(block_table=torch.full_like(table, value)))
+        check(x | dict(block_table=table), like=block_ids_clamped(x | dict(block_table=table)))
+        everywhere = x | dict(block_table=torch.full_like(table, value))
+        check(everywhere, like=block_ids_clamped(everywhere))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("length", [65536, 131072])
 def test_indexer_at_long_context(length):
     check_selection(index_case([1], [length], sparse_count=2048))
+
+
+@pytest.mark.slow
+def test_indexer_merges_groups_of_chunks():
+    check_selection(index_case([1], [50000], sparse_count=4096, heads=8))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", npu_cases.cases(), ids=lambda case: f"{case.op} {case.shape}")
+def test_every_benchmark_shape_compiles_and_is_priced(case):
+    assert case.estimate().latency_us > 0
 
 
 @pytest.mark.slow
@@ -193,8 +226,10 @@ def attention_case(lengths_query, lengths_key, **arguments):
     return attention_inputs(lengths_query, lengths_key, **defaults | arguments)
 
 
-def check_attention(x: dict) -> None:
+def check_attention(x: dict, like: dict | None = None) -> None:
+    """The program makes of ``x`` what the reference makes of it, or of ``like``."""
     got = custom_pypto.npu_sparse_flash_attention_pto(**x)
+    x = like or x
     expected = reference.npu_sparse_flash_attention_pto(**x)
     assert_close_to_rows(got, expected, ATTENTION_TOLERANCE[got.dtype])
     exact = {n: t.float() if t is not None and n in HALF_ARGUMENTS else t for n, t in x.items()}
@@ -327,11 +362,11 @@ def run(op, x: dict) -> dict:
     return dict(out=op(**x)) | {name: x[name] for name in CACHES}
 
 
-def check_fused(x: dict, *, output: bool = True) -> None:
-    """Caches and, unless rounding may change what is selected, the output."""
+def check_fused(x: dict) -> None:
+    """Output and caches; K must be no less than the keys, or rounding may change the selection."""
     got = run(custom_pypto.npu_sparse_attention_pto, x)
     expected = run(reference.npu_sparse_attention_pto, x)
-    for name in ("out", *CACHES) if output else CACHES:
+    for name in ("out", *CACHES):
         tolerance = 4 * ATTENTION_TOLERANCE[x["x"].dtype]  # four matmuls in a row, each rounded
         assert_close_to_rows(got[name], expected[name], tolerance)
     slots = x["cache_index"].flatten().long()
@@ -357,9 +392,59 @@ def test_fused_equals_the_reference_caches_included(lengths, S1, dtype):
     check_fused(fused_case(lengths, S1, dtype=dtype, sparse_count=512))
 
 
-def test_fused_selects():
-    # wide gaps between scores, so that rounding changes nothing: K below the keys at hand
-    check_fused(fused_case([300, 40], 1, sparse_count=16), output=False)
+@pytest.mark.parametrize(
+    "lengths, S1, K",
+    [
+        pytest.param([300, 40], 1, 16, id="decode"),
+        pytest.param([700, 130, 3], 2, 64, id="mtp"),
+        pytest.param([9000, 300], 1, 64, id="two-chunks"),
+    ],
+)
+def test_fused_selects_and_attends_to_what_it_selected(lengths, S1, K):
+    """Selection from its own queries and caches, attention over its own selection: rounding before
+    these, which may change what is selected, does not count."""
+    values = []
+
+    def launch(kernel, tensors, written):
+        values.extend(simulation.interpret(kernel, *tensors))
+        for tensor, value in zip(tensors, values, strict=True):
+            if any(tensor is w for w in written):
+                tensor.copy_(value)
+
+    x = fused_case(lengths, S1, sparse_count=K)
+    out = npu.implementations(launch)["npu_sparse_attention_pto"](**x)
+    q_latent, q_rope, q_index, weights, *_, indices, _ = values[18:]
+    leading = (len(lengths), S1)
+    indices = indices.view(*leading, 1, K)
+    paged = dict(block_table=x["block_table"])
+    assert_same_selection(
+        indices,
+        dict(
+            query=q_index.view(*leading, 64, 128),
+            key=x["index_k_cache"],
+            weights=weights.view(*leading, 64),
+            actual_seq_lengths_key=x["act_seqs"],
+            sparse_count=K,
+            **paged,
+        ),
+    )
+    expected = reference.npu_sparse_flash_attention_pto(
+        q_latent.view(*leading, 4, 512),
+        x["kv_cache"],
+        None,
+        indices,
+        (32 + 64) ** -0.5,
+        query_rope=q_rope.view(*leading, 4, 64),
+        key_rope=x["kr_cache"],
+        actual_seq_lengths_kv=x["act_seqs"],
+        **paged,
+    )
+    assert_close_to_rows(out, expected, ATTENTION_TOLERANCE[out.dtype])
+
+
+def test_fused_writes_the_caches_without_a_block_table():
+    x = fused_case([300, 129], 2, sparse_count=64)
+    check_fused(x | dict(block_table=x["block_table"][:, :0].contiguous()))
 
 
 @pytest.mark.parametrize("rope", ["rope_half_split", "rope_interleaved"])
@@ -382,6 +467,7 @@ def test_fused_takes_int64_slots_and_float32_angles():
     x = fused_case([300, 129], 2, sparse_count=512)
     angles = {name: x[name].float() for name in ("sin", "cos")}
     check_fused(x | angles | dict(cache_index=x["cache_index"].long()))
+    check_fused(x | dict(cos=x["cos"].float()))
 
 
 # ---- the wrappers --------------------------------------------------------------------------------
@@ -461,7 +547,7 @@ def wide(x: torch.Tensor) -> torch.Tensor:
             "npu_sparse_attention_pto",
             lambda: fused_case([40], 1, q_rank=24),
             lambda x: {},
-            "w_dq.size(1) must be a multiple of 16 on an NPU, got 24",
+            "w_dq.size(1) must be a positive multiple of 16 on an NPU, got 24",
             id="fused-width",
         ),
         pytest.param(
@@ -494,9 +580,21 @@ CALLS = {
 }
 
 
+def strided(x: dict) -> dict:
+    """The same values, every argument but the caches in memory that is not contiguous."""
+    caches = {"key", "value", "key_rope", *CACHES}
+    return {
+        name: torch.stack([t, t], -1)[..., 0]
+        if isinstance(t, torch.Tensor) and name not in caches
+        else t
+        for name, t in x.items()
+    }
+
+
+@pytest.mark.parametrize("change", [dict, strided], ids=["contiguous", "strided"])
 @pytest.mark.parametrize("layout", ["BSND", "TND"])
 @pytest.mark.parametrize("op", CALLS)
-def test_wrappers_read_no_value_on_the_host(op, layout):
+def test_wrappers_read_no_value_on_the_host(op, layout, change):
     """On meta tensors there is no value to read: what waits for the device fails here."""
     launched = []
 
@@ -504,8 +602,9 @@ def test_wrappers_read_no_value_on_the_host(op, layout):
         launched.append([(tuple(t.shape), t.dtype, t.is_contiguous()) for t in tensors])
         assert all(any(w is t for t in tensors) for w in written)
 
-    for x in (CALLS[op](layout), on_meta(CALLS[op](layout))):
-        npu.implementations(launch)[op](**x)
+    x = change(CALLS[op](layout))
+    for arguments in (x, on_meta(x)):
+        npu.implementations(launch)[op](**arguments)
     real, meta = launched
     assert real == meta and all(contiguous for *_, contiguous in real)
 

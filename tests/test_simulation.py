@@ -1,5 +1,6 @@
 """The interpreter and the cost model themselves, on kernels of a few lines."""
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -9,11 +10,13 @@ import time
 import pytest
 import torch
 
-REASON = "the sim extra is not installed"
-# before pypto, which reads its configuration while it is imported
-simulation = pytest.importorskip("custom_pypto.simulation", reason=REASON, exc_type=ImportError)
+if importlib.util.find_spec("pypto") is None:
+    pytest.skip("the sim extra is not installed", allow_module_level=True)
 
+# before pypto, which reads its configuration while it is imported
 import pypto  # noqa: E402
+
+from custom_pypto import simulation  # noqa: E402
 
 pytestmark = pytest.mark.sim
 

@@ -273,8 +273,8 @@ def kernel(
 ) -> Callable:
     """The kernel of :func:`program`, whose arguments it takes, for a call with these static facts.
 
-    One binary serves every number of tokens and sequences, and every block table up to the next
-    power of two.
+    One binary serves every number of tokens and sequences of a class of :func:`indexer_tiling`, and
+    every block table up to the next power of two.
     """
     tiling = indexer_tiling(
         tokens=tokens, batch=batch, heads=heads, block_size=block_size, table_width=table_width

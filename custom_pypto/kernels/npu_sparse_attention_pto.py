@@ -1,7 +1,9 @@
-"""MLA and lightning-indexer prologs of DeepSeek-V3.2 (arXiv 2512.02556): from hidden states to both
-queries, the index weights and the cache rows of the new tokens.
+"""DeepSeek-V3.2's attention (arXiv 2512.02556) from hidden states on, as one PyPTO program: the MLA
+and lightning-indexer prologs, then selection and attention, built by the same functions as those of
+the single ops.
 
-One loop over tiles of tokens; within a tile:
+The prologs make both queries, the index weights and the cache rows of the new tokens, in one loop
+over tiles of tokens; within a tile:
 
 1. cube: ``x`` by ``w_dq``, ``w_dkv_kr``, ``w_idx_k`` and ``w_idx_proj``; H is split over cores, the
    parts stay float32;
@@ -21,6 +23,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 
 import pypto
 
@@ -349,8 +352,9 @@ def kernel(
 
     ``prolog_only`` leaves out what comes after the prolog, to measure that alone.
 
-    One binary serves every number of tokens of a class of :func:`prolog_tiling` and
-    :func:`attention_tiling`, and every block table up to the next power of two.
+    One binary serves every number of tokens of a class of :func:`prolog_tiling`,
+    :func:`attention_tiling` and :func:`indexer_tiling`, and every block table up to the next power
+    of two.
     """
     return _kernel(
         dtype=DTYPES[dtype],
@@ -360,12 +364,16 @@ def kernel(
         block_size=block_size,
         table_width=max(power_of_two(table_width), 64),
         tiling=prolog_tiling(tokens=tokens, hidden=hidden),
-        index_tiling=indexer_tiling(
-            tokens=tokens,
-            batch=batch,
-            heads=index_heads,
-            block_size=block_size,
-            table_width=table_width,
+        # one token at a time
+        index_tiling=replace(
+            indexer_tiling(
+                tokens=tokens,
+                batch=batch,
+                heads=index_heads,
+                block_size=block_size,
+                table_width=table_width,
+            ),
+            tokens=1,
         ),
         attention_tiling=attention_tiling(tokens=tokens, fused=True),
         prolog_only=prolog_only,

@@ -68,7 +68,7 @@ def indexer_tiling(
     chunks = power_of_two(-(-capacity // chunk))
     # 128 rows fill the cube; more tokens per load than that gain nothing
     per_load = max(min(128 // heads, tokens // batch, 4), 1)
-    shared = 1 << (per_load.bit_length() - 1) if heads <= 64 else 1
+    shared = 1 << (per_load.bit_length() - 1)
     tiling = INDEXER["1 token, 1 chunk" if tokens == chunks == 1 else "more"]
     # no more terms than 64 KiB of UB hold
     keys = min(tiling.keys, 16384 // power_of_two(heads))

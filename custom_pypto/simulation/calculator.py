@@ -11,6 +11,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -32,6 +33,7 @@ def load() -> None:
         with open(library.with_suffix(".lock"), "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not library.exists():
+                print(f"compiling PyPTO's interpreter, once, into {library}", file=sys.stderr)
                 _build(library)
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
     BuildOnlineManager().calculator_loaded = True

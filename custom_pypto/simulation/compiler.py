@@ -32,7 +32,13 @@ def cache_folder() -> Path:
     """``$XDG_CACHE_HOME/custom_pypto`` or ``~/.cache/custom_pypto``, made if missing."""
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(base) / "custom_pypto"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SimulationError(
+            f"custom_pypto.simulation: cannot keep what PyPTO compiles in {folder} ({error}); "
+            "set XDG_CACHE_HOME to a folder that can be written"
+        ) from error
     return folder
 
 

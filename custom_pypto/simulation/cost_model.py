@@ -1,9 +1,10 @@
 """What PyPTO's cost model says of a kernel: its task graph priced on a simulated Atlas A2/A3.
 
 The figures are the model's, not a device's. It prices copies, matmuls and vector operations per
-task, and what scheduling costs per task and per edge. It ignores the values in tensors (a short
-sequence costs as much as its tensors' shapes allow), prices gathers and sorting near zero whatever
-their size, and gives every core its own memory bandwidth, with no limit that cores share.
+task, and what scheduling costs per task and per edge. Values count where control flow reads them,
+but within a task a part that is not valid costs as much as a valid one. Gathers and sorting are
+priced near zero whatever their size, and every core has its own memory bandwidth, with no limit
+that cores share.
 """
 
 import json
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from .compiler import SimulationError, compiled, simulated
 
-CYCLES_PER_US = 1800.0
+CYCLES_PER_US = 1800.0  # PyPTO's own conversion, though its A2A3.ini has cores of 1850 MHz
 AI_CORES = {"AIC": 24, "AIV": 48}  # cube and vector cores of the simulated chip
 
 
