@@ -31,8 +31,9 @@ def on_device(kernel: Callable, tensors: Sequence[Tensor], written: Sequence[Ten
         kernel(*tensors)
 
 
+@functools.cache
 def program(op: str):
-    """The module of an op's PyPTO program; PyPTO is imported when it is first needed."""
+    """The module of an op's PyPTO program; PyPTO is looked for and imported when first needed."""
     if problem := env.pypto_problem():
         raise RuntimeError(
             f"{op}: {problem['what']} to run on an NPU; {problem['remedy']}, "
@@ -219,9 +220,9 @@ def npu_lightning_indexer_pto(
     require_heads(op, query, 64)
     require_contiguous(op, "key", key)
     tokens, (batch, width) = out.numel() // sparse_count, block_table.shape
-    require_sortable(op, sparse_count, width * key.size(1))
-    # positions go through float32
     keys = width * key.size(1)
+    require_sortable(op, sparse_count, keys)
+    # positions go through float32
     require(
         keys <= 2**24, op, "block_table", "of at most 16 million keys", keys, "use a smaller table"
     )
@@ -314,9 +315,10 @@ def npu_sparse_flash_attention_pto(
     tokens = sparse_indices.numel() // count
     table_width = block_table.size(1)
     require_checkable(op, table_width, table_width * key.size(1), key.size(0))
+    rope = query_rope is not None
     kernel = program(op).kernel(
         dtype=name(query.dtype),
-        rope=query_rope is not None,
+        rope=rope,
         heads=query.size(-2),
         block_size=key.size(1),
         scale=scale_value,
@@ -324,7 +326,7 @@ def npu_sparse_flash_attention_pto(
         ragged=actual_seq_lengths_query is not None,
         sparse_mode=sparse_mode,
         tokens=tokens,
-        table_width=block_table.size(1),
+        table_width=table_width,
         ready_on_host=ready_on_host(
             op,
             actual_seq_lengths_query=actual_seq_lengths_query,
@@ -332,7 +334,6 @@ def npu_sparse_flash_attention_pto(
         ),
     )
     result = out.view(-1, out.size(-1))
-    rope = query_rope is not None
     launch(
         kernel,
         (

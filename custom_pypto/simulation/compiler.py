@@ -6,6 +6,7 @@ PyPTO printed is turned into one error.
 """
 
 import contextlib
+import ctypes
 import hashlib
 import importlib.util
 import json
@@ -193,8 +194,6 @@ def _child(kernel, tensors, params, prepare, run: Path, send) -> None:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    import ctypes
-
     ctypes.CDLL(None).fflush(None)  # the files that C++ left open
     send.send(failure)
     send.close()
