@@ -14,9 +14,10 @@ if importlib.util.find_spec("pypto") is None:
     pytest.skip("the sim extra is not installed", allow_module_level=True)
 
 # before pypto, which reads its configuration while it is imported
-import pypto  # noqa: E402
-
 from custom_pypto import simulation  # noqa: E402
+
+# isort: split
+import pypto  # noqa: E402
 
 pytestmark = pytest.mark.sim
 
