@@ -4,7 +4,7 @@ Importing the package registers the ops under ``torch.ops.custom_pypto``; the fu
 here are those ops with their contracts. ``python -m custom_pypto env`` says what works where.
 """
 
-from . import env
+from . import converter, env
 
 __version__ = "0.1.0"
 
@@ -32,6 +32,8 @@ except (ImportError, OSError, RuntimeError) as _error:
             f"custom_pypto: torch or the compiled ops do not load ({_error}). Run "
             "`bash build_and_install.sh` in the repository; `bash run.sh env` says what is missing."
         ) from _error
+else:
+    converter.register_if_wanted()
 
 __all__ = [
     "add_custom",

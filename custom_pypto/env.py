@@ -2,7 +2,8 @@
 
 ``python -m custom_pypto env`` prints it, with ``--json`` for scripts; :func:`collect` returns it.
 
-Only the standard library is imported, so that there is a report even where torch does not load.
+Nothing is imported that is not in the standard library, so that there is a report even where torch
+does not load.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import shlex
 import subprocess
 import sys
 import sysconfig
+
+from . import converter
 
 TRANSFORMERS = "5.23.0"
 PYPTO = "0.2.0"
@@ -267,6 +270,7 @@ def _ways(error: Exception | None, versions: dict, npu: dict) -> dict[str, dict]
         python = [_problem(header, "install Python's headers (Debian, Ubuntu: python3-dev)")]
     pypto = [problem] if (problem := pypto_problem()) else []
     device = [npu["problem"]] if npu["problem"] else []
+    converters = [problem] if (problem := converter.problem()) else []
 
     ways = {
         "ops on the CPU": load,
@@ -275,5 +279,6 @@ def _ways(error: Exception | None, versions: dict, npu: dict) -> dict[str, dict]
         "building from source": compiler + python,
         "NPU kernels in PyPTO's interpreter and cost model": load + pypto,
         "ops on the NPU": load + pypto + device,
+        "graph mode with torchair": load + device + converters,
     }
     return {way: {"works": not missing, "missing": missing} for way, missing in ways.items()}

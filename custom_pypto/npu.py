@@ -5,9 +5,10 @@ block ids and indices are checked by the kernels themselves, so that a call neit
 device nor stops a graph capture. PyPTO launches on the current stream and takes its workspace from
 torch's allocator.
 
-Every function takes ``launch(kernel, tensors, written)`` first, which runs a kernel on its
-arguments and knows which of them it writes: :func:`on_device` here, the interpreter in
-:mod:`custom_pypto.simulation`.
+Every op takes ``launch(kernel, tensors, written)`` first, which runs a kernel on its arguments and
+knows which of them it writes: :func:`on_device` here, the interpreter in
+:mod:`custom_pypto.simulation`. ``check_<op>`` refuses what the contract allows and the NPU programs
+cannot take; it reads nothing but sizes, strides and dtypes, and serves graph mode too.
 """
 
 import functools
@@ -162,17 +163,21 @@ def query_lengths(lengths: Tensor | None, layout: str, tokens: int, otherwise: T
     return lengths.contiguous()
 
 
-def add_custom(launch: Launch, self: Tensor, other: Tensor) -> Tensor:
-    op = "add_custom"
-    out = contract(op, self, other)
+def check_add_custom(self: Tensor) -> None:
     require(
         self.dtype in (*DTYPES, torch.float32),
-        op,
+        "add_custom",
         "self.dtype",
         "bfloat16, float16 or float32",
         name(self.dtype),
         "convert it, or run on the CPU",
     )
+
+
+def add_custom(launch: Launch, self: Tensor, other: Tensor) -> Tensor:
+    op = "add_custom"
+    out = contract(op, self, other)
+    check_add_custom(self)
     if out.numel():
         flat = self.new_empty(out.numel())
         tensors = (self.reshape(-1).contiguous(), other.reshape(-1).contiguous(), flat)
@@ -183,6 +188,24 @@ def add_custom(launch: Launch, self: Tensor, other: Tensor) -> Tensor:
 
 def add_custom_backward(launch: Launch, self: Tensor) -> tuple[Tensor, Tensor]:
     return self.clone(), self.clone()
+
+
+def check_npu_lightning_indexer_pto(
+    query: Tensor, key: Tensor, block_table: Tensor | None, layout_key: str, sparse_count: int
+) -> None:
+    op = "npu_lightning_indexer_pto"
+    require_dtype(op, "query", query)
+    require_paged(op, "layout_key", layout_key)
+    dim = query.size(-1)
+    require(dim == 128, op, f"query.size({query.dim() - 1})", "128", dim, "run on the CPU")
+    require_heads(op, query, 64)
+    require_contiguous(op, "key", key)
+    keys = block_table.size(1) * key.size(1)
+    require_sortable(op, sparse_count, keys)
+    # positions go through float32
+    require(
+        keys <= 2**24, op, "block_table", "of at most 16 million keys", keys, "use a smaller table"
+    )
 
 
 def npu_lightning_indexer_pto(
@@ -213,19 +236,8 @@ def npu_lightning_indexer_pto(
         sparse_count=sparse_count,
         sparse_mode=sparse_mode,
     )
-    require_dtype(op, "query", query)
-    require_paged(op, "layout_key", layout_key)
-    dim = query.size(-1)
-    require(dim == 128, op, f"query.size({query.dim() - 1})", "128", dim, "run on the CPU")
-    require_heads(op, query, 64)
-    require_contiguous(op, "key", key)
+    check_npu_lightning_indexer_pto(query, key, block_table, layout_key, sparse_count)
     tokens, (batch, width) = out.numel() // sparse_count, block_table.shape
-    keys = width * key.size(1)
-    require_sortable(op, sparse_count, keys)
-    # positions go through float32
-    require(
-        keys <= 2**24, op, "block_table", "of at most 16 million keys", keys, "use a smaller table"
-    )
     if tokens == 0:
         return out
     if key.numel() == 0 or block_table.numel() == 0:
@@ -266,6 +278,24 @@ def npu_lightning_indexer_pto(
     return out
 
 
+def check_npu_sparse_flash_attention_pto(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    key_rope: Tensor | None,
+    block_table: Tensor | None,
+    layout_kv: str,
+) -> None:
+    op = "npu_sparse_flash_attention_pto"
+    require_dtype(op, "query", query)
+    require_paged(op, "layout_kv", layout_kv)
+    require_heads(op, query, 128)
+    for argument, cache in dict(key=key, value=value, key_rope=key_rope).items():
+        require_contiguous(op, argument, cache)
+    width = block_table.size(1)
+    require_checkable(op, width, width * key.size(1), key.size(0))
+
+
 def npu_sparse_flash_attention_pto(
     launch: Launch,
     query: Tensor,
@@ -302,19 +332,13 @@ def npu_sparse_flash_attention_pto(
         layout_kv=layout_kv,
         sparse_mode=sparse_mode,
     )
-    require_dtype(op, "query", query)
-    require_paged(op, "layout_kv", layout_kv)
-    require_heads(op, query, 128)
-    for argument, cache in dict(key=key, value=value, key_rope=key_rope).items():
-        require_contiguous(op, argument, cache)
+    check_npu_sparse_flash_attention_pto(query, key, value, key_rope, block_table, layout_kv)
     count = sparse_indices.size(-1)
     if out.numel() == 0:
         return out
     if key.numel() == 0 or block_table.numel() == 0 or count == 0:
         return out.zero_()
     tokens = sparse_indices.numel() // count
-    table_width = block_table.size(1)
-    require_checkable(op, table_width, table_width * key.size(1), key.size(0))
     rope = query_rope is not None
     kernel = program(op).kernel(
         dtype=name(query.dtype),
@@ -326,7 +350,7 @@ def npu_sparse_flash_attention_pto(
         ragged=actual_seq_lengths_query is not None,
         sparse_mode=sparse_mode,
         tokens=tokens,
-        table_width=table_width,
+        table_width=block_table.size(1),
         ready_on_host=ready_on_host(
             op,
             actual_seq_lengths_query=actual_seq_lengths_query,
@@ -351,6 +375,43 @@ def npu_sparse_flash_attention_pto(
         (result,),
     )
     return out
+
+
+def check_npu_sparse_attention_pto(
+    x: Tensor,
+    w_dq: Tensor,
+    w_uk: Tensor,
+    kv_cache: Tensor,
+    kr_cache: Tensor,
+    block_table: Tensor,
+    w_idx_k: Tensor,
+    w_idx_proj: Tensor,
+    index_k_cache: Tensor,
+    sparse_count: int,
+) -> None:
+    op = "npu_sparse_attention_pto"
+    require_dtype(op, "x", x)
+    heads, index_heads, index_dim = w_uk.size(0), w_idx_proj.size(1), w_idx_k.size(1)
+    require(index_dim == 128, op, "w_idx_k.size(1)", "128", index_dim, "run on the CPU")
+    require(
+        index_heads <= 64, op, "w_idx_proj.size(1)", "at most 64", index_heads, "run on the CPU"
+    )
+    require(heads <= 128, op, "w_uk.size(0)", "at most 128", heads, "run on the CPU")
+    widths = {
+        "x.size(2)": x.size(-1),
+        "w_dq.size(1)": w_dq.size(1),
+        "w_uk.size(1)": w_uk.size(1),
+        "kr_cache.size(3)": kr_cache.size(-1),
+    }
+    for argument, width in widths.items():
+        legal = width > 0 and width % 16 == 0
+        require(legal, op, argument, "a positive multiple of 16", width, "run on the CPU")
+    keys_of_table = block_table.size(1) * kv_cache.size(1)
+    require_sortable(op, sparse_count, keys_of_table)
+    require_checkable(op, block_table.size(1), keys_of_table, kv_cache.size(0))
+    caches = dict(kv_cache=kv_cache, kr_cache=kr_cache, index_k_cache=index_k_cache)
+    for argument, cache in caches.items():
+        require_contiguous(op, argument, cache)
 
 
 def npu_sparse_attention_pto(
@@ -407,25 +468,21 @@ def npu_sparse_attention_pto(
         eps=eps,
         sparse_count=sparse_count,
     )
-    require_dtype(op, "x", x)
+    check_npu_sparse_attention_pto(
+        x,
+        w_dq,
+        w_uk,
+        kv_cache,
+        kr_cache,
+        block_table,
+        w_idx_k,
+        w_idx_proj,
+        index_k_cache,
+        sparse_count,
+    )
     heads, nope, latent = w_uk.shape
     index_heads, index_dim = w_idx_proj.size(1), w_idx_k.size(1)
     rope, tokens = kr_cache.size(-1), x.size(0) * x.size(1)
-    require(index_dim == 128, op, "w_idx_k.size(1)", "128", index_dim, "run on the CPU")
-    require(
-        index_heads <= 64, op, "w_idx_proj.size(1)", "at most 64", index_heads, "run on the CPU"
-    )
-    require(heads <= 128, op, "w_uk.size(0)", "at most 128", heads, "run on the CPU")
-    widths = {"x.size(2)": x.size(-1), "w_dq.size(1)": w_dq.size(1), "w_uk.size(1)": nope}
-    for argument, width in (widths | {"kr_cache.size(3)": rope}).items():
-        legal = width > 0 and width % 16 == 0
-        require(legal, op, argument, "a positive multiple of 16", width, "run on the CPU")
-    keys_of_table = block_table.size(1) * kv_cache.size(1)
-    require_sortable(op, sparse_count, keys_of_table)
-    require_checkable(op, block_table.size(1), keys_of_table, kv_cache.size(0))
-    caches = dict(kv_cache=kv_cache, kr_cache=kr_cache, index_k_cache=index_k_cache)
-    for argument, cache in caches.items():
-        require_contiguous(op, argument, cache)
     if out.numel() == 0:
         return out
     if kv_cache.numel() == 0:
@@ -452,7 +509,9 @@ def npu_sparse_attention_pto(
             op, cache_index=cache_index, act_seqs=act_seqs, block_table=block_table
         ),
     )
-    caches = {argument: rows(cache) for argument, cache in caches.items()}
+    caches = dict(
+        kv_cache=rows(kv_cache), kr_cache=rows(kr_cache), index_k_cache=rows(index_k_cache)
+    )
     result = out.view(-1, latent)
     launch(
         kernel,

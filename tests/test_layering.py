@@ -24,6 +24,14 @@ ALLOWED = {
 ONLY_IN = {
     "pypto": ("custom_pypto/kernels/", "custom_pypto/simulation/"),
     "custom_pypto.simulation": ("custom_pypto/simulation/", "custom_pypto/verify.py"),
+    "torch_npu": ("custom_pypto/converter/", "custom_pypto/simulation/"),
+    "torchair": ("custom_pypto/converter/", "custom_pypto/graph/", "custom_pypto/simulation/"),
+    "custom_pypto.converter": (
+        "custom_pypto/converter/",
+        "custom_pypto/simulation/",
+        "custom_pypto/__init__.py",
+        "custom_pypto/env.py",
+    ),
 }
 REFERENCE = "custom_pypto/reference"
 TORCH_HEADER = r"(torch|ATen|c10)/"
@@ -91,6 +99,15 @@ def test_no_dependency_points_backwards():
         pytest.param("custom_pypto/graph/a.py", "import torch", id="graph-to-torch"),
         pytest.param("custom_pypto/npu.py", "import pypto", id="package-to-pypto"),
         pytest.param("custom_pypto/npu.py", "from . import simulation", id="npu-to-simulation"),
+        pytest.param("custom_pypto/npu.py", "import torchair", id="npu-to-torchair"),
+        pytest.param("custom_pypto/env.py", "import torch_npu", id="env-to-torch-npu"),
+        pytest.param("custom_pypto/npu.py", "from . import converter", id="npu-to-converter"),
+        pytest.param("custom_pypto/converter/a.py", "import pypto", id="converter-to-pypto"),
+        pytest.param(
+            "custom_pypto/converter/a.py",
+            "from ..simulation import b",
+            id="converter-to-simulation",
+        ),
         pytest.param("custom_pypto/csrc/a.cpp", "#include <torch_npu/x.h>", id="csrc"),
         pytest.param("custom_pypto/csrc/cpu/a.h", "#include <ATen/x.h>", id="micro-kernel"),
     ],
@@ -109,6 +126,8 @@ def test_a_dependency_that_points_backwards_is_found(tmp_path, path, line):
         pytest.param(f"{REFERENCE}/a.py", "import math\nfrom .b import c", id="reference"),
         pytest.param("custom_pypto/kernels/a.py", "import pypto\nfrom . import b", id="kernels"),
         pytest.param("custom_pypto/simulation/a.py", "import pypto, torch", id="simulation"),
+        pytest.param("custom_pypto/converter/a.py", "import torch, torchair", id="converter"),
+        pytest.param("custom_pypto/converter/a.py", "from .. import npu", id="converter-to-npu"),
         pytest.param("custom_pypto/csrc/a.cpp", "#include <ATen/ATen.h>", id="csrc"),
         pytest.param("custom_pypto/csrc/cpu/a.cpp", '#include "kernels.h"', id="micro-kernel"),
     ],
