@@ -1,0 +1,89 @@
+"""The real torch_npu and torchair on a machine without an NPU, on a host stand-in for CANN.
+
+After ``start()`` there is a device ``npu`` whose memory is the host's: tensors, streams, events and
+graph capture are torch_npu's, aten ops run as CPU kernels, the ops of this package run their NPU
+programs in PyPTO's interpreter, and torchair converts, compiles and runs GE graphs, executed by
+:mod:`.ge_executor`. It shows what is computed and how graphs look, nothing about speed, and nothing
+of what CANN itself does. Not verified on hardware.
+
+It never starts by itself, only once per process and for its lifetime, and not beside a real CANN.
+``python -m custom_pypto.simulation.ascend_host program.py ...`` runs a program under it.
+"""
+
+import os
+import sys
+
+from . import libraries
+from .libraries import AscendHostError
+
+__all__ = ["AscendHostError", "is_running", "start", "start_without_npu"]
+
+_running = False
+
+
+def is_running() -> bool:
+    """Whether :func:`start` has been called in this process."""
+    return _running
+
+
+def start() -> None:
+    """Makes ``npu`` a device of this process, in host memory, and torchair importable.
+
+    The first call on a machine compiles the stand-in's libraries, for some seconds. Call it before
+    transformers is imported, which looks for torch_npu once.
+
+    Raises:
+        AscendHostError: beside a real CANN, without torch_npu 2.13, or without a compiler.
+    """
+    global _running
+    if _running:
+        return
+    cann = libraries.load()
+    # torch_npu would hand failing calls to a thread and report them at a later one
+    os.environ["TASK_QUEUE_ENABLE"] = "0"
+    try:
+        import torch_npu  # noqa: F401
+        import torchair  # noqa: F401
+    except ImportError as error:
+        raise AscendHostError(
+            f"ascend_host: torch_npu or its torchair cannot be imported ({error}); beside torch "
+            "they need protobuf, numpy, PyYAML and packaging"
+        ) from error
+    from ... import converter
+    from . import device, ge_executor
+
+    device.install(cann)
+    ge_executor.install()
+    converter.register()
+    _running = True
+    print(
+        "custom_pypto: npu is a host stand-in for CANN in this process: CPU memory and kernels, "
+        "PyPTO's interpreter for the ops; not an NPU, and slow",
+        file=sys.stderr,
+    )
+
+
+def start_without_npu() -> bool:
+    """Makes ``npu`` a device: the machine's own where CANN is installed, else :func:`start`.
+
+    Returns:
+        Whether it is an NPU.
+    Raises:
+        AscendHostError: there is CANN and no NPU that works, or as :func:`start`.
+    """
+    if not (found := libraries.cann()):
+        start()
+        return False
+    try:
+        import torch
+        import torch_npu  # noqa: F401
+
+        works, problem = torch.npu.is_available(), "torch.npu.is_available() is False"
+    except (ImportError, OSError, RuntimeError) as error:
+        works, problem = False, f"torch_npu does not load ({error})"
+    if not works:
+        raise AscendHostError(
+            f"ascend_host: CANN is here ({found}), but {problem}; `python -m custom_pypto env` "
+            "says what is missing"
+        )
+    return True

@@ -1,0 +1,358 @@
+// The part of CANN that torch_npu and torchair call on their way to a converted graph, on host
+// memory: one device, whose memory is the process's own, and streams that do their work at once.
+// Written from CANN's public function names and from what their callers do with the answers.
+//
+// Two things are more than an answer:
+//  * GetRegisteredIrDef tells torchair the operators' prototypes, ours, from custom_pypto/graph;
+//  * while a stream is captured, work is not done but handed to Python (device.py), which does it
+//    at every replay. A call that waits for the device fails then, as it does on a device.
+//
+// Functions that are not here are generated (libraries.py): they say their name and fail.
+
+// as torch_npu's bindings of GE, which get a std::string from GEGetErrorMsg
+#define _GLIBCXX_USE_CXX11_ABI 0
+#include <cstdarg>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "graph/operator_reg.h"
+
+#define API extern "C" __attribute__((visibility("default")))
+
+using aclError = int;
+using Stream = void*;
+
+namespace {
+
+constexpr aclError kSuccess = 0;
+constexpr aclError kOutOfMemory = 207001;
+constexpr aclError kInternalError = 500000;   // others torch_npu may take for a warning
+constexpr size_t kMemory = size_t{16} << 30;  // what the device says it has
+constexpr int kContext = 0;                   // its address is the one context there is
+
+thread_local int device = 0;
+std::string last_error;
+std::map<int, int64_t> system_parameters;
+
+// What device.py connects: repeats the work of a model, forgets it, keeps a copy or a fill for it.
+struct {
+  int (*replay)(int64_t model);
+  void (*forget)(int64_t model);
+  void (*copy)(void* to, const void* from, size_t bytes);
+  void (*fill)(void* to, int value, size_t bytes);
+} python;
+Stream captured_stream = nullptr;
+int64_t captured_model = 0;
+int64_t models = 0;
+
+void* model_handle(int64_t model) { return reinterpret_cast<void*>(model); }
+
+aclError fail(const std::string& what) {
+  last_error = "custom_pypto's stand-in for CANN: " + what;
+  return kInternalError;
+}
+
+aclError allocate(void** memory, size_t bytes) {
+  return posix_memalign(memory, 512, bytes ? bytes : 512) ? kOutOfMemory : kSuccess;
+}
+
+// Streams and events are told apart by their address and have no other content.
+aclError make(void** handle) {
+  *handle = std::malloc(1);
+  return kSuccess;
+}
+
+aclError wait(const char* function) {
+  if (!captured_model) return kSuccess;
+  return fail(std::string(function) +
+              ": the host must not wait for the device while a graph is captured; keep .item(), "
+              ".cpu() and printing out of the captured function");
+}
+
+}  // namespace
+
+// ---- for device.py
+
+API void ascend_host_connect(int (*replay)(int64_t), void (*forget)(int64_t),
+                             void (*copy)(void*, const void*, size_t),
+                             void (*fill)(void*, int, size_t)) {
+  python = {replay, forget, copy, fill};
+}
+API int64_t ascend_host_captured_model() { return captured_model; }
+API void ascend_host_failed(const char* what) { fail(what); }
+// What a generated function calls.
+API aclError ascend_host_missing(const char* function) {
+  fail(std::string(function) + " is not part of it; this needs an NPU");
+  // not every caller looks at the answer
+  static std::set<std::string> reported;
+  if (reported.insert(function).second) std::fprintf(stderr, "%s\n", last_error.c_str());
+  return kInternalError;
+}
+// Of a C++ function nobody looks at what it returns, and it may have to return an object.
+API void ascend_host_missing_cpp(const char* function) {
+  ascend_host_missing(function);
+  std::abort();
+}
+
+// ---- device
+
+API aclError aclInit(const char*) { return kSuccess; }
+API aclError aclFinalize() { return kSuccess; }
+API const char* aclGetRecentErrMsg() { return last_error.c_str(); }
+// of an Atlas A3; torchair asks which converters a chip has
+API const char* aclrtGetSocName() { return "Ascend910_9391"; }
+API aclError aclrtGetDeviceCount(uint32_t* count) {
+  *count = 1;
+  return kSuccess;
+}
+API aclError aclrtGetDevice(int32_t* id) {
+  *id = device;
+  return kSuccess;
+}
+API aclError aclrtSetDevice(int32_t id) {
+  device = id;
+  return kSuccess;
+}
+API aclError aclrtResetDevice(int32_t) { return kSuccess; }
+API aclError aclrtResetDeviceForce(int32_t) { return kSuccess; }
+API aclError aclrtSetDeviceSatMode(int) { return kSuccess; }
+API aclError aclrtGetDeviceSatMode(int* mode) {
+  *mode = 1;
+  return kSuccess;
+}
+API aclError aclrtGetCurrentContext(void** context) {
+  *context = const_cast<int*>(&kContext);
+  return kSuccess;
+}
+API aclError aclrtSetCurrentContext(void*) { return kSuccess; }
+API aclError aclrtCreateContext(void** context, int32_t) { return aclrtGetCurrentContext(context); }
+API aclError aclrtDestroyContext(void*) { return kSuccess; }
+API aclError aclrtGetSysParamOpt(int key, int64_t* value) {
+  *value = system_parameters[key];
+  return kSuccess;
+}
+API aclError aclrtSetSysParamOpt(int key, int64_t value) {
+  system_parameters[key] = value;
+  return kSuccess;
+}
+API aclError aclrtCtxGetSysParamOpt(int key, int64_t* value) {
+  return aclrtGetSysParamOpt(key, value);
+}
+API aclError aclrtCtxSetSysParamOpt(int key, int64_t value) {
+  return aclrtSetSysParamOpt(key, value);
+}
+API aclError aclSetCompileopt(int, const char*) { return kSuccess; }
+API size_t aclGetCompileoptSize(int) { return sizeof "disable"; }
+API aclError aclGetCompileopt(int, char* value, size_t size) {
+  std::snprintf(value, size, "disable");
+  return kSuccess;
+}
+API aclError aclrtSetOpExecuteTimeOut(uint32_t) { return kSuccess; }
+API aclError aclrtGetStreamResLimit(void*, int, uint32_t* cores) {
+  *cores = 24;
+  return kSuccess;
+}
+
+// ---- memory
+
+API aclError aclrtMalloc(void** memory, size_t bytes, int) { return allocate(memory, bytes); }
+API aclError aclrtMallocAlign32(void** memory, size_t bytes, int) {
+  return allocate(memory, bytes);
+}
+API aclError aclrtFree(void* memory) {
+  std::free(memory);
+  return kSuccess;
+}
+API aclError aclrtMallocHost(void** memory, size_t bytes) { return allocate(memory, bytes); }
+API aclError aclrtFreeHost(void* memory) { return aclrtFree(memory); }
+API aclError aclrtGetMemInfo(int, size_t* free, size_t* total) {
+  *free = *total = kMemory;
+  return kSuccess;
+}
+API aclError aclrtMemcpy(void* to, size_t, const void* from, size_t bytes, int) {
+  if (const aclError error = wait("aclrtMemcpy")) return error;
+  std::memmove(to, from, bytes);
+  return kSuccess;
+}
+API aclError aclrtMemcpyAsync(void* to, size_t, const void* from, size_t bytes, int,
+                              Stream stream) {
+  if (captured_model && stream == captured_stream) {
+    python.copy(to, from, bytes);
+  } else {
+    std::memmove(to, from, bytes);
+  }
+  return kSuccess;
+}
+API aclError aclrtMemset(void* to, size_t, int32_t value, size_t bytes) {
+  if (const aclError error = wait("aclrtMemset")) return error;
+  std::memset(to, value, bytes);
+  return kSuccess;
+}
+API aclError aclrtMemsetAsync(void* to, size_t, int32_t value, size_t bytes, Stream stream) {
+  if (captured_model && stream == captured_stream) {
+    python.fill(to, value, bytes);
+  } else {
+    std::memset(to, value, bytes);
+  }
+  return kSuccess;
+}
+
+// ---- streams and events: work is done when it is given, so nothing is ever waited for
+
+API aclError aclrtCreateStream(Stream* stream) { return make(stream); }
+API aclError aclrtCreateStreamWithConfig(Stream* stream, uint32_t, uint32_t) {
+  return make(stream);
+}
+API aclError aclrtDestroyStream(Stream stream) { return aclrtFree(stream); }
+API aclError aclrtDestroyStreamForce(Stream stream) { return aclrtFree(stream); }
+API aclError aclrtSetStreamFailureMode(Stream, uint64_t) { return kSuccess; }
+API aclError aclrtSynchronizeStream(Stream) { return wait("aclrtSynchronizeStream"); }
+API aclError aclrtSynchronizeStreamWithTimeout(Stream, int32_t) {
+  return wait("aclrtSynchronizeStream");
+}
+API aclError aclrtSynchronizeDevice() { return wait("aclrtSynchronizeDevice"); }
+API aclError aclrtSynchronizeDeviceWithTimeout(int32_t) { return wait("aclrtSynchronizeDevice"); }
+API aclError aclrtSynchronizeEvent(void*) { return wait("aclrtSynchronizeEvent"); }
+API aclError aclrtCreateEvent(void** event) { return make(event); }
+API aclError aclrtCreateEventWithFlag(void** event, uint32_t) { return make(event); }
+API aclError aclrtCreateEventExWithFlag(void** event, uint32_t) { return make(event); }
+API aclError aclrtDestroyEvent(void* event) { return aclrtFree(event); }
+API aclError aclrtRecordEvent(void*, Stream) { return kSuccess; }
+API aclError aclrtResetEvent(void*, Stream) { return kSuccess; }
+API aclError aclrtStreamWaitEvent(Stream, void*) { return kSuccess; }
+API aclError aclrtQueryEventStatus(void*, int* done) {
+  *done = 1;
+  return kSuccess;
+}
+API aclError aclrtQueryEventWaitStatus(void*, int* done) {
+  *done = 1;
+  return kSuccess;
+}
+
+// ---- capture and replay: a model is what Python keeps under its number
+
+API aclError aclmdlRICaptureBegin(Stream stream, int) {
+  if (captured_model) return fail("aclmdlRICaptureBegin: another stream is being captured");
+  captured_stream = stream;
+  captured_model = ++models;
+  return kSuccess;
+}
+API aclError aclmdlRICaptureGetInfo(Stream stream, int* status, void** model) {
+  *status = captured_model && stream == captured_stream;
+  *model = *status ? model_handle(captured_model) : nullptr;
+  return kSuccess;
+}
+API aclError aclmdlRICaptureEnd(Stream, void** model) {
+  *model = model_handle(captured_model);
+  captured_model = 0;
+  captured_stream = nullptr;
+  return kSuccess;
+}
+API aclError aclmdlRIExecuteAsync(void* model, Stream) {
+  return python.replay(reinterpret_cast<int64_t>(model)) ? kInternalError : kSuccess;
+}
+API aclError aclmdlRIDestroy(void* model) {
+  python.forget(reinterpret_cast<int64_t>(model));
+  return kSuccess;
+}
+
+// ---- profiling and logging, which torch_npu calls whether asked to or not
+
+API int32_t MsprofRegisterCallback(uint32_t, void*) { return 0; }
+API int32_t MsprofReportApi(uint32_t, const void*) { return 0; }
+API int32_t MsprofReportCompactInfo(uint32_t, const void*, uint32_t) { return 0; }
+API int32_t MsprofReportAdditionalInfo(uint32_t, const void*, uint32_t) { return 0; }
+API uint64_t MsprofSysCycleTime() { return 0; }
+API uint64_t MsprofGetHashId(const char*, size_t) { return 0; }
+API void aclAppLog(int, const char*, const char*, uint32_t, const char*, ...) {}
+
+// ---- the string functions of C11's annex K, which glibc lacks
+
+API int strcpy_s(char* to, size_t size, const char* from) {
+  std::snprintf(to, size, "%s", from);
+  return std::strlen(from) >= size;
+}
+API int vsnprintf_s(char* to, size_t size, size_t count, const char* format, va_list arguments) {
+  const int length = std::vsnprintf(to, size, format, arguments);
+  return length < 0 || static_cast<size_t>(length) >= size || static_cast<size_t>(length) > count
+             ? -1
+             : length;
+}
+API int snprintf_s(char* to, size_t size, size_t count, const char* format, ...) {
+  va_list arguments;
+  va_start(arguments, format);
+  const int length = vsnprintf_s(to, size, count, format, arguments);
+  va_end(arguments);
+  return length;
+}
+
+// ---- GE: a session that starts, and what the operators are
+
+namespace ge {
+
+class __attribute__((visibility("default"))) AscendString {
+ public:
+  AscendString(const char* text);
+  const char* GetString() const;
+  bool operator<(const AscendString& other) const;
+  bool operator==(const AscendString& other) const;
+
+ private:
+  std::shared_ptr<std::string> text_;
+};
+
+AscendString::AscendString(const char* text) : text_(new std::string(text ? text : "")) {}
+const char* AscendString::GetString() const { return text_ ? text_->c_str() : ""; }
+bool AscendString::operator<(const AscendString& other) const {
+  return std::strcmp(GetString(), other.GetString()) < 0;
+}
+bool AscendString::operator==(const AscendString& other) const {
+  return std::strcmp(GetString(), other.GetString()) == 0;
+}
+
+using Options = std::map<AscendString, AscendString>;
+
+uint32_t GEInitialize(const Options&) { return kSuccess; }
+uint32_t GEFinalize() { return kSuccess; }
+std::string GEGetErrorMsg() { return last_error; }
+AscendString GEGetErrorMsgV2() { return {last_error.c_str()}; }
+AscendString GEGetWarningMsgV2() { return {""}; }
+
+class Session {
+ public:
+  Session(const Options&);
+  ~Session();
+};
+Session::Session(const Options&) {}
+Session::~Session() {}
+
+class OperatorFactory {
+ public:
+  static bool IsExistOp(const char*);
+};
+// torchair asks before it uses an operator that came with a newer CANN: the newest has them all
+bool OperatorFactory::IsExistOp(const char*) { return true; }
+
+}  // namespace ge
+
+using Definitions = std::vector<std::pair<ge::AscendString, ge::AscendString>>;
+
+API uint32_t GetRegisteredIrDef(const char* type, Definitions& inputs, Definitions& outputs,
+                                Definitions& attributes) {
+  for (const auto& entry : ge::prototype::entries()) {
+    if (entry.type != type) continue;
+    for (const auto& x : entry.inputs) inputs.emplace_back(x.name.c_str(), x.kind.c_str());
+    for (const auto& x : entry.outputs) outputs.emplace_back(x.name.c_str(), x.kind.c_str());
+    for (const auto& x : entry.attributes) attributes.emplace_back(x.name.c_str(), x.vt.c_str());
+    return 0;
+  }
+  return 1;
+}

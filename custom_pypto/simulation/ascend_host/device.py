@@ -1,0 +1,256 @@
+"""What NPU tensors compute on the host: CPU kernels on the memory of the tensors, no copies.
+
+torch_npu allocates, views and frees; everything that computes is replaced here, for each aten op
+and for the ops of this package, whose NPU programs run in PyPTO's interpreter.
+
+While a stream is captured, as in the modes reduce-overhead and npugraph_ex of torchair, work is
+kept on a tape instead of being done, and done at every replay: on addresses, as on a device, so
+that a tensor that does not outlive the capture shows. Outputs are allocated at once, from their
+Meta shapes. What would make the host wait for the device raises.
+"""
+
+import collections
+import ctypes
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from ... import npu
+from ..interpreter import run_in_place
+from .libraries import AscendHostError
+
+# what torch_npu does itself: it allocates, or answers from the tensor's own fields
+MEMORY = ("empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "resize_as_")
+MEMORY += ("set_", "is_set_to", "is_pinned", "_pin_memory", "record_stream", "_fused_sdp_choice")
+CPU_KEYS = ("CPU", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
+CPU_KEYS += ("CompositeImplicitAutograd",)
+CONTIGUOUS = torch.contiguous_format
+COPY = torch.ops.aten.copy_.default
+
+_cann: ctypes.CDLL
+# of each captured model, the work of one replay
+_tapes: dict[int, list[Callable[[], None]]] = collections.defaultdict(list)
+_libraries: list[torch.library.Library] = []  # overrides hold as long as these
+
+
+def host(tensor: Tensor) -> Tensor:
+    """A CPU tensor on the memory of ``tensor``, with its shape and strides; a CPU tensor itself."""
+    if tensor.device.type != "npu":
+        return tensor
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == 0:
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+    memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
+    flat = torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    alias = torch.empty(0, dtype=tensor.dtype)
+    return alias.set_(flat, tensor.storage_offset(), tensor.size(), tensor.stride())
+
+
+def submit(work: Callable[[], None]) -> None:
+    """Does ``work`` now, or keeps it for the replays of the model that is being captured."""
+    if model := _cann.ascend_host_captured_model():
+        _tapes[model].append(work)
+    else:
+        work()
+
+
+def launch(kernel: Callable, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+    """Runs a PyPTO kernel of :mod:`custom_pypto.kernels` in PyPTO's interpreter."""
+    aliases = [host(tensor) for tensor in tensors]
+    changed = [
+        alias
+        for alias, tensor in zip(aliases, tensors, strict=True)
+        if any(tensor is w for w in written)
+    ]
+    submit(lambda: run_in_place(kernel, aliases, changed))
+
+
+def _on_npu(op: torch._ops.OpOverload) -> Callable:
+    """``op`` for NPU tensors: its CPU kernel on their memory."""
+    returns, arguments = op._schema.returns, op._schema.arguments
+    names = [argument.name for argument in arguments]
+    outputs = [argument.name for argument in arguments if argument.is_out]
+    # the argument that is written and returned, for each place among what is returned
+    given = {
+        place: argument.name
+        for place, result in enumerate(returns)
+        for argument in arguments
+        if result.alias_info is not None
+        and argument.alias_info is not None
+        and argument.alias_info.before_set & result.alias_info.before_set
+    }
+    new = [place for place in range(len(returns)) if place not in given]
+    answers_host = any("Tensor" not in str(result.type) for result in returns)
+
+    def kernel(*args, **kwargs):
+        named = {**dict(zip(names, args, strict=False)), **kwargs}
+        captured = _cann.ascend_host_captured_model() != 0
+        if captured and (answers_host or (op is COPY and _waits(**named))):
+            raise AscendHostError(
+                f"ascend_host: {op} makes the host wait for the device, which must not happen "
+                "while a graph is captured; keep .item(), .cpu() and the like out of the function"
+            )
+        for name in outputs:
+            shaped = tree_map_only(Tensor, _on_meta, named)
+            op(**shaped)  # gives the outputs the shapes they will have
+            if shaped[name].size() != named[name].size():
+                named[name].resize_(shaped[name].size())
+        on_host = tree_map_only(Tensor, host, named)
+        if "device" in named:
+            on_host["device"] = torch.device("cpu")
+            on_host.pop("pin_memory", None)
+        found = _shapes(op, on_host) if captured and new else None
+        if not captured:
+            found = op(**on_host)
+        results = tree_map_only(Tensor, _empty_on_npu, select_new(found))
+        targets = tree_map_only(Tensor, host, results)
+
+        def fill(values: list) -> None:
+            for target, value in zip(tree_leaves(targets), tree_leaves(values), strict=True):
+                if isinstance(target, Tensor):
+                    target.copy_(value)
+
+        if captured:
+            submit(lambda: fill(select_new(op(**on_host))))
+        else:
+            fill(select_new(found))
+        every = dict(zip(new, results, strict=True)) | {
+            place: named[name] for place, name in given.items()
+        }
+        every = tuple(every[place] for place in range(len(returns)))
+        return every[0] if len(returns) == 1 else every or None
+
+    def select_new(found) -> list:
+        listed = [found] if len(returns) == 1 else found
+        return [listed[place] for place in new]
+
+    return kernel
+
+
+def _shapes(op: torch._ops.OpOverload, arguments: dict):
+    """What ``op`` would return, as Meta tensors."""
+    arguments = tree_map_only(Tensor, _on_meta, arguments)
+    if "device" in arguments:
+        arguments["device"] = torch.device("meta")
+    try:
+        return op(**arguments)
+    except NotImplementedError as error:  # nonzero, masked_select, ...
+        raise AscendHostError(
+            f"ascend_host: the shape of what {op} returns depends on values, for which the host "
+            "would wait for the device; keep it out of the captured function"
+        ) from error
+
+
+def _waits(self: Tensor, src: Tensor, non_blocking: bool = False) -> bool:
+    return not non_blocking and self.device != src.device
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _empty_on_npu(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="npu")
+
+
+def _to_copy(self: Tensor, *, non_blocking: bool = False, memory_format=None, **options) -> Tensor:
+    strides = torch.empty_like(_on_meta(self), memory_format=memory_format).stride()
+    options = {"dtype": self.dtype, "device": self.device} | {
+        name: value for name, value in options.items() if value is not None
+    }
+    return torch.empty_strided(self.size(), strides, **options).copy_(self, non_blocking)
+
+
+def _clone(self: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
+    return _to_copy(self, memory_format=memory_format)
+
+
+def _contiguous(self: Tensor, *, memory_format: torch.memory_format = CONTIGUOUS) -> Tensor:
+    if self.is_contiguous(memory_format=memory_format):
+        return self
+    return _to_copy(self, memory_format=memory_format)
+
+
+def _scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    """``npu_scatter_nd_update_``: what ``indices`` ``[..., n]`` name becomes ``updates``."""
+    to, rows, values = host(input), host(indices), host(updates)
+    submit(lambda: to.index_put_(rows.long().unbind(-1), values))
+    return input
+
+
+def _scatter_nd_update(self: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
+    return _scatter_nd_update_(self.clone(), indices, updates)
+
+
+def _computing() -> Iterator[torch._ops.OpOverload]:
+    """The aten ops that torch_npu computes by libraries of CANN and a CPU computes as well."""
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
+        namespace, _, overload = name.partition("::")
+        packet, _, overload = overload.partition(".")
+        # some are not torch's: torch_npu names operators of its own so
+        if namespace != "aten" or packet in MEMORY or not hasattr(torch.ops.aten, packet):
+            continue
+        op = getattr(getattr(torch.ops.aten, packet), overload or "default")
+        is_view = any(r.alias_info and not r.alias_info.is_write for r in op._schema.returns)
+        has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
+        if not is_view and any(has_kernel(name, key) for key in CPU_KEYS):
+            yield op
+
+
+# these copy, and nothing else: between devices, dtypes, strides
+COPIES = {"_to_copy": _to_copy, "clone": _clone, "contiguous": _contiguous}
+
+
+def install(cann: ctypes.CDLL) -> None:
+    """Replaces what computes on NPU tensors in this process; ``cann`` is the stand-in's library."""
+    global _cann
+    _cann = cann
+    cann.ascend_host_captured_model.restype = ctypes.c_int64
+    cann.ascend_host_connect(*_CALLBACKS)
+    aten = torch.library.Library("aten", "IMPL")
+    for op in _computing():
+        function = COPIES.get(op.name().removeprefix("aten::")) or _on_npu(op)
+        aten.impl(op, function, "PrivateUse1", allow_override=True)
+    torch_npu = torch.library.Library("npu", "IMPL")
+    scatters = {
+        "npu_scatter_nd_update": _scatter_nd_update,
+        "npu_scatter_nd_update_": _scatter_nd_update_,
+    }
+    for name, function in scatters.items():
+        torch_npu.impl(name, function, "PrivateUse1", allow_override=True)
+    ours = torch.library.Library("custom_pypto", "IMPL")
+    for name, function in npu.implementations(launch).items():
+        ours.impl(name, function, "PrivateUse1", allow_override=True)
+    _libraries.extend([aten, torch_npu, ours])
+
+
+def _replay(model: int) -> int:
+    try:
+        for work in _tapes[model]:
+            work()
+    except Exception as error:  # C++ is the caller: it raises what this says
+        _cann.ascend_host_failed(f"replay: {type(error).__name__}: {error}".encode())
+        return 1
+    return 0
+
+
+def _forget(model: int) -> None:
+    _tapes.pop(model, None)
+
+
+def _copy(to: int, source: int, size: int) -> None:
+    submit(lambda: ctypes.memmove(to, source, size))
+
+
+def _fill(to: int, value: int, size: int) -> None:
+    submit(lambda: ctypes.memset(to, value, size))
+
+
+_CALLBACKS = (
+    ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)(_replay),
+    ctypes.CFUNCTYPE(None, ctypes.c_int64)(_forget),
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(_copy),
+    ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)(_fill),
+)

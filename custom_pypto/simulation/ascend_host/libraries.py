@@ -1,0 +1,204 @@
+"""The host libraries that take the place of CANN's: compiled once, loaded before torch_npu.
+
+torch_npu's libraries want every symbol when they are loaded. Which ones CANN would have to give is
+read from the libraries themselves; the few with a body are in ``cann.cpp``, the others are
+generated and fail when called. All are in one library, and each further one that torch_npu names
+is empty and refers to it.
+"""
+
+import ctypes
+import fcntl
+import hashlib
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from ...graph import prototypes
+from ..compiler import SimulationError, cache_folder
+
+TORCH_NPU = "2.13"
+SOURCE = Path(__file__).with_name("cann.cpp")
+MAIN = "libascendcl.so"
+
+
+class AscendHostError(SimulationError):
+    """The stand-in cannot run here, or was asked for what only an NPU does."""
+
+
+def load() -> ctypes.CDLL:
+    """Compiles the libraries if the cache has none and loads them into this process.
+
+    Raises:
+        AscendHostError: beside a real CANN, or without torch_npu 2.13, a compiler or binutils.
+    """
+    if found := cann():  # it would hide the NPU, or be hidden by half
+        raise AscendHostError(
+            f"ascend_host: the host stand-in must not run beside a real CANN, and {found}; "
+            "use the NPU, or a machine or container without CANN"
+        )
+    folder = _folder()
+    if not folder.exists():
+        # the lock goes with the process that holds it; the others find the folder and do not build
+        with open(folder.with_suffix(".lock"), "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not folder.exists():
+                print(f"compiling the host stand-in for CANN, once, into {folder}", file=sys.stderr)
+                _build(folder)
+    # a library that is loaded already is what the loader finds by its name later on
+    others = sorted(path for path in folder.glob("*.so") if path.name != MAIN)
+    main, *_ = [ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL) for path in (folder / MAIN, *others)]
+    return main
+
+
+def cann() -> str | None:
+    """How a real CANN shows on this machine; None if it does not."""
+    home = os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/ascend-toolkit/latest")
+    if is_loadable(MAIN):
+        return f"{MAIN} can be loaded"
+    return f"it is in {home}" if os.path.isdir(home) else None
+
+
+def _folder() -> Path:
+    """Where the libraries are or will be, named after all that they are made from."""
+    facts = hashlib.sha256()
+    headers = sorted(prototypes.FOLDER.glob("*.h"))
+    for path in (Path(__file__), SOURCE, prototypes.READER / "graph/operator_reg.h", *headers):
+        facts.update(path.read_bytes())
+    compiler = _run([*_compiler(), "--version"])
+    facts.update(repr((_torch_npu(), _version("torch"), platform.machine(), compiler)).encode())
+    return cache_folder() / f"ascend_host-{facts.hexdigest()[:16]}"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _torch_npu() -> str:
+    version = _version("torch_npu")
+    if version is None or version.split(".")[:2] != TORCH_NPU.split("."):
+        raise AscendHostError(
+            f"ascend_host: needs torch_npu {TORCH_NPU}, found {version or 'none'}; install it into "
+            "a folder of its own, `pip install --no-deps --target FOLDER "
+            f"'torch_npu=={TORCH_NPU}.*' protobuf`, and put it on PYTHONPATH of this program only"
+        )
+    return version
+
+
+def _compiler() -> list[str]:
+    command = prototypes.compiler()
+    missing = ["g++, or $CXX"] if command is None else []
+    missing += [tool for tool in ("nm", "readelf") if shutil.which(tool) is None]
+    if missing:
+        raise AscendHostError(
+            f"ascend_host: must compile libraries once, found no {', no '.join(missing)}; install "
+            "g++ and binutils"
+        )
+    return command
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(
+        command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}
+    )
+    if done.returncode:
+        raise AscendHostError(
+            f"ascend_host: {command[0]} failed:\n{(done.stderr or done.stdout)[-2000:]}"
+        )
+    return done.stdout
+
+
+def _symbols(library: Path, which: str) -> set[str]:
+    """Names of dynamic symbols; ``name@VERSION`` are those of the C library and its like."""
+    lines = _run(["nm", "-D", "--format=posix", which, str(library)]).splitlines()
+    # w: weak, which may stay undefined
+    return {name for name, kind, *_ in map(str.split, lines) if kind != "w"}
+
+
+def _wanted() -> tuple[set[str], set[str]]:
+    """The symbols and the libraries that torch_npu and torchair expect of CANN."""
+    npu = Path(importlib.util.find_spec("torch_npu").origin).parent
+    torch = Path(importlib.util.find_spec("torch").origin).parent
+    modules = [*npu.glob("*.so"), *npu.glob("lib/*.so"), *npu.glob("dynamo/torchair/core/*.so")]
+    present = [*modules, *torch.glob("lib/*.so*")]
+    undefined = set().union(*(_symbols(path, "--undefined-only") for path in modules))
+    defined = set().union(*(_symbols(path, "--defined-only") for path in present))
+    process = ctypes.CDLL(None)  # Python itself and the C library
+    symbols = {
+        name
+        for name in undefined - {symbol.partition("@")[0] for symbol in defined}
+        if "@" not in name and not hasattr(process, name)
+    }
+    needed = set()
+    for path in modules:
+        for line in _run(["readelf", "-d", str(path)]).splitlines():
+            if "(NEEDED)" in line:
+                needed.add(line.partition("[")[2].partition("]")[0])
+    return symbols, {
+        name for name in needed - {path.name for path in present} if not is_loadable(name)
+    }
+
+
+def is_loadable(library: str) -> bool:
+    try:
+        ctypes.CDLL(library)
+    except OSError:
+        return False
+    return True
+
+
+def _build(folder: Path) -> None:
+    compiler = _compiler()
+    symbols, libraries = _wanted()
+    # whoever held the lock before and left a part died
+    for part in folder.parent.glob(f"{folder.name}.part-*"):
+        shutil.rmtree(part, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.part-", dir=folder.parent) as part:
+        made = Path(part) / "made"
+        made.mkdir()
+        cann, rest = made / "cann.o", made / "rest.c"
+        headers = sorted(prototypes.FOLDER.glob("*.h"))
+        included = [word for header in headers for word in ("-include", str(header))]
+        flags = ["-O1", "-fPIC"]
+        _run(
+            [*compiler, "-std=c++17", *flags, f"-I{prototypes.READER}", *included]
+            + ["-c", str(SOURCE), "-o", str(cann)]
+        )
+        defined = _run(["nm", "--defined-only", "--format=posix", str(cann)]).splitlines()
+        rest.write_text(_generated(sorted(symbols - {line.split()[0] for line in defined})))
+        _run([*compiler, "-x", "c", *flags, "-c", str(rest), "-o", str(made / "rest.o")])
+        link = [*compiler, "-shared"]
+        _run(
+            [*link, f"-Wl,-soname,{MAIN}", str(cann), str(made / "rest.o")]
+            + ["-o", str(made / MAIN)]
+        )
+        for name in sorted(libraries - {MAIN}):
+            _run(
+                [*link, f"-Wl,-soname,{name}", "-Wl,--no-as-needed", f"-L{made}", "-lascendcl"]
+                + ["-o", str(made / name)]
+            )
+        made.rename(folder)
+
+
+def _generated(symbols: list[str]) -> str:
+    """C functions that say their name and fail."""
+    lines = [
+        "int ascend_host_missing(const char*);",
+        "void ascend_host_missing_cpp(const char*);",
+    ]
+    for i, symbol in enumerate(symbols):
+        lines.append(f'long function{i}(void) __asm__("{symbol}");')
+        if symbol.startswith("_Z"):
+            body = f'ascend_host_missing_cpp("{symbol}"); return 0;'
+        else:
+            body = f'return ascend_host_missing("{symbol}");'
+        lines.append(f"long function{i}(void) {{ {body} }}")
+    return "\n".join(lines) + "\n"

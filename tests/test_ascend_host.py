@@ -1,0 +1,336 @@
+"""The host stand-in for CANN: torch_npu's device in host memory, capture and replay, refusals."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from ascend_host_worker import STAND_IN, UNAVAILABLE, environment, require_stand_in
+from cases import attention_inputs, fused_inputs, indexer_inputs, prefix_sums
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+import custom_pypto
+
+on_stand_in = pytest.mark.ascend_host
+
+# ---- what the device computes --------------------------------------------------------------------
+
+def scatter(x, rows, values):
+    """torch_npu's op, into a copy and in place; the CPU has no such op."""
+    if x.device.type == "cpu":
+        written = x.index_copy(0, rows, values)
+        return written, x.copy_(written)
+    to = (x, rows[:, None], values)
+    return torch.ops.npu.npu_scatter_nd_update(*to), torch.ops.npu.npu_scatter_nd_update_(*to)
+
+
+COMPUTE = {
+    "arithmetic": lambda x, y, i, b: (x + 2 * y, x / y, -x, x.pow(2).mean(-1, keepdim=True)),
+    "matmul": lambda x, y, i, b: (x @ y.t(), x.expand(2, 3, 4) @ y.t(), F.linear(x, y)),
+    "einsum": lambda x, y, i, b: torch.einsum("ab,cb->ac", x, y),
+    "select": lambda x, y, i, b: (x[i], x[b], x[1:, ::2] + 1, x.gather(0, i[None]), b.nonzero()),
+    "where": lambda x, y, i, b: (torch.where(b, x, 0.0), x.masked_fill(b, 3)),
+    "order": lambda x, y, i, b: (x.topk(2), x.argsort(-1), x.cumsum(1), i.repeat_interleave(3)),
+    "layout": lambda x, y, i, b: (x.t().contiguous(), torch.cat([x, y]), x.t().clone()),
+    "dtype": lambda x, y, i, b: (x.to(torch.bfloat16).float(), i.int(), x.t().to(torch.float16)),
+    "create": lambda x, y, i, b: (
+        torch.arange(4, device=x.device) + i[0],
+        torch.full((2, 2), 3.5, device=x.device),
+        torch.tensor([1.0, 2.0], device=x.device),
+        torch.zeros_like(x.t()),
+    ),
+    "in place": lambda x, y, i, b: (x.t().add_(1), x, y.clone().index_put_((i,), x[:2])),
+    "view in place": lambda x, y, i, b: (x[1:, 2:].mul_(2), x),
+    "out": lambda x, y, i, b: torch.add(x, y, out=torch.empty(0, device=x.device)),
+    "network": lambda x, y, i, b: (F.silu(x), F.layer_norm(x, (4,)), F.embedding(i, x)),
+    "softmax": lambda x, y, i, b: x.softmax(-1),
+    "scatter": lambda x, y, i, b: scatter(x, i, y[:2]),
+    "value": lambda x, y, i, b: torch.tensor([x[0, 0].item(), torch.equal(x, y)]),
+}
+
+
+@on_stand_in
+@pytest.mark.parametrize("name", COMPUTE)
+def test_an_npu_tensor_computes_what_a_cpu_tensor_does(name):
+    given = {
+        "x": torch.randn(3, 4),
+        "y": torch.randn(3, 4),
+        "i": torch.tensor([2, 0]),
+        "b": torch.rand(3, 4) > 0.5,
+    }
+    on_npu = {name: tensor.npu() for name, tensor in given.items()}
+    got, expected = COMPUTE[name](**on_npu), COMPUTE[name](**given)
+    for a, b in zip(tree_leaves(got), tree_leaves(expected), strict=True):
+        assert a.device.type == ("cpu" if name == "value" else "npu")
+        assert a.dtype == b.dtype and a.stride() == b.stride()
+        assert torch.equal(a.cpu(), b)
+
+
+@on_stand_in
+def test_copies_between_devices_keep_values_strides_and_dtype():
+    for x in (torch.randn(3, 4).t(), torch.randn(5)[::2], torch.randn(0, 3), torch.tensor(2.5)):
+        assert torch.equal(x.npu().cpu(), x)
+        back = torch.empty_strided(x.size(), x.stride()).copy_(x.npu())
+        assert torch.equal(back, x)
+    part = torch.zeros(4, 4, device="npu")
+    part[:, 1] = torch.arange(4.0)
+    assert torch.equal(part.cpu()[:, 1], torch.arange(4.0)) and part.sum().item() == 6
+
+
+@on_stand_in
+def test_what_only_an_npu_does_fails_with_the_name_of_the_function():
+    with pytest.raises(RuntimeError, match="aclopCompileAndExecute|aclnn|libopapi"):
+        F.one_hot(torch.tensor([1, 0], device="npu"), 3)  # torch_npu has an operator of its own
+
+
+# ---- the ops -------------------------------------------------------------------------------------
+
+HALF = dict(dtype=torch.bfloat16)
+CALLS = {
+    "add_custom": lambda **k: dict(
+        self=torch.randn(3, 4).bfloat16(), other=torch.randn(3, 4).bfloat16()
+    ),
+    "npu_lightning_indexer_pto": lambda **k: indexer_inputs([2, 1], [30, 17], dim=128, **HALF, **k),
+    "npu_sparse_flash_attention_pto": lambda **k: attention_inputs([2, 1], [30, 17], **HALF, **k),
+    "npu_sparse_attention_pto": lambda **k: fused_inputs(
+        [30, 17], 1, hidden=64, q_rank=32, index_dim=128, sparse_count=8, **HALF, **k
+    ),
+}
+
+
+def on_npu(inputs: dict) -> dict:
+    return tree_map_only(torch.Tensor, lambda x: x.npu(), inputs)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bits, NaN of the caches' unused rows included."""
+    a, b = a.cpu().contiguous(), b.cpu().contiguous()
+    return a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def call(op: str, x: dict) -> list[torch.Tensor]:
+    """What the op returns, and what it may have written."""
+    return [getattr(custom_pypto, op)(**x), *(x[name] for name in x if name.endswith("_cache"))]
+
+
+@on_stand_in
+@pytest.mark.parametrize("op", CALLS)
+def test_an_op_on_npu_tensors_runs_its_npu_program(op):
+    from custom_pypto import simulation
+
+    x = CALLS[op]()
+    got = call(op, on_npu(x))
+    assert all(tensor.device.type == "npu" for tensor in got)
+    with simulation.on_cpu():
+        expected = call(op, x)
+    assert all(map(same, got, expected))
+
+
+# ---- capture and replay --------------------------------------------------------------------------
+
+
+@on_stand_in
+def test_captured_work_is_done_at_every_replay_and_not_before():
+    x, y = torch.ones(3, device="npu"), torch.zeros(3, device="npu")
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        z = (x * 2).cumsum(0)
+        y += 1
+    assert y.tolist() == [0, 0, 0]
+    x.fill_(5)
+    for replays in (1, 2):
+        graph.replay()
+        assert z.tolist() == [10, 20, 30] and y.tolist() == [replays] * 3
+
+
+@on_stand_in
+@pytest.mark.parametrize(
+    "wait",
+    [
+        pytest.param(lambda x: x.sum().item(), id="item"),
+        pytest.param(lambda x: x.cpu(), id="cpu"),
+        pytest.param(lambda x: torch.zeros(3).copy_(x), id="copy"),
+        pytest.param(lambda x: torch.npu.synchronize(), id="device"),
+        pytest.param(lambda x: torch.npu.current_stream().synchronize(), id="stream"),
+        pytest.param(lambda x: bool((x > 0).all()), id="branch"),
+        pytest.param(lambda x: str(x), id="print"),
+    ],
+)
+def test_waiting_for_the_device_breaks_a_capture(wait):
+    x = torch.ones(3, device="npu")
+    wait(x)  # outside of a capture it may
+    with pytest.raises(RuntimeError, match="the device"), torch.npu.graph(torch.npu.NPUGraph()):
+        wait(x)
+    assert (x + 1).tolist() == [2, 2, 2]  # and the stream is as it was
+
+
+@on_stand_in
+def test_a_replay_that_fails_raises():
+    rows = torch.zeros(1, dtype=torch.int64, device="npu")
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        torch.ones(2, 2, device="npu").index_select(0, rows)
+    graph.replay()
+    rows.fill_(7)
+    with pytest.raises(RuntimeError, match="replay: IndexError"):
+        graph.replay()
+
+
+def changed(op: str, x: dict) -> dict:
+    """The same call with other values throughout: lengths, block tables, indices, all data."""
+    if op == "npu_lightning_indexer_pto":
+        return indexer_inputs([1, 2], [25, 20], dim=128, seed=1, **HALF) | {
+            "query": x["query"].flip(0)
+        }
+    if op == "npu_sparse_flash_attention_pto":
+        return attention_inputs([1, 2], [25, 20], seed=1, **HALF)
+    return CALLS[op](**{} if op == "add_custom" else {"seed": 1})
+
+
+@on_stand_in
+@pytest.mark.parametrize("op", CALLS)
+def test_a_captured_op_follows_new_lengths_and_block_tables(op):
+    first = CALLS[op]()
+    second = changed(op, first)
+    assert {n: t.shape for n, t in first.items() if isinstance(t, torch.Tensor)} == {
+        n: t.shape for n, t in second.items() if isinstance(t, torch.Tensor)
+    }
+    static = on_npu(first)
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):  # a wrapper that read a value would fail here
+        captured = call(op, static)
+    for values in (second, first):
+        expected = call(op, on_npu(values))
+        for name, tensor in values.items():
+            if isinstance(tensor, torch.Tensor):
+                static[name].copy_(tensor)
+        graph.replay()
+        assert all(map(same, captured, expected))
+
+
+@on_stand_in
+def test_a_captured_op_follows_new_prefix_sums():
+    x = indexer_inputs([2, 1], [30, 17], dim=128, layout_query="TND", **HALF)
+    static = on_npu(x)
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        captured = custom_pypto.npu_lightning_indexer_pto(**static)
+    for lengths in ([1, 2], [3, 0], [2, 1]):
+        static["actual_seq_lengths_query"].copy_(prefix_sums(lengths))
+        graph.replay()
+        expected = custom_pypto.npu_lightning_indexer_pto(**static)
+        assert torch.equal(captured.cpu(), expected.cpu())
+
+
+# ---- starting it ---------------------------------------------------------------------------------
+
+
+def stand_in(*arguments: str, **env: str) -> subprocess.CompletedProcess:
+    """The stand-in's command."""
+    return subprocess.run(
+        [*STAND_IN, *arguments], env=environment() | env, capture_output=True, text=True
+    )
+
+
+@pytest.fixture(scope="module")
+def available():
+    require_stand_in()
+
+
+def libraries(cache: Path) -> list[str]:
+    return sorted(p.name for p in cache.glob("custom_pypto/ascend_host-*") if p.suffix != ".lock")
+
+
+def test_a_program_runs_as_it_would_alone(available, tmp_path):
+    program = tmp_path / "program.py"
+    (tmp_path / "beside.py").write_text("VALUE = 3\n")
+    program.write_text(
+        "import sys, torch, beside\n"
+        "if __name__ == '__main__':\n"
+        "    print(sys.argv, torch.full((2,), beside.VALUE, device='npu').tolist())\n"
+        "    sys.exit(5)\n"
+    )
+    done = stand_in(str(program), "--flag", "x")
+    assert done.returncode == 5, done.stderr
+    assert done.stdout.splitlines()[-1] == f"{[str(program), '--flag', 'x']} [3, 3]"
+    assert "npu is a host stand-in for CANN" in done.stderr
+    module = stand_in("-m", "json.tool", "--help")
+    assert module.returncode == 0 and "usage" in module.stdout, module.stderr
+
+
+def test_nothing_starts_by_itself():
+    done = subprocess.run(
+        [sys.executable, "-c", "import custom_pypto.simulation.ascend_host as a, sys;"
+         "print(a.is_running(), 'torch_npu' in sys.modules)"],
+        env=environment(), capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_beside_a_real_cann_it_refuses(tmp_path):
+    library = ["g++", "-shared", "-x", "c", "/dev/null", "-o", tmp_path / "libascendcl.so"]
+    subprocess.run(library, check=True)
+    done = stand_in(LD_LIBRARY_PATH=str(tmp_path))
+    assert done.returncode == UNAVAILABLE
+    (line,) = done.stderr.splitlines()
+    assert "must not run beside a real CANN" in line and "use the NPU" in line
+
+
+def test_beside_a_cann_that_is_only_installed_it_refuses(tmp_path, monkeypatch):
+    pytest.importorskip("pypto", reason="the sim extra is not installed")
+    from custom_pypto.simulation import ascend_host
+
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    with pytest.raises(ascend_host.AscendHostError, match=f"it is in {tmp_path}; use the NPU"):
+        ascend_host.start()
+
+
+def test_a_missing_compiler_is_named():
+    done = stand_in(CXX="no-such-compiler")
+    assert done.returncode == UNAVAILABLE
+    (line,) = done.stderr.splitlines()
+    assert "no g++, or $CXX" in line and "install" in line
+
+
+def test_another_torch_npu_is_refused_with_the_remedy(tmp_path):
+    found = tmp_path / "torch_npu-2.12.0.dist-info"
+    found.mkdir()
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.12.0\n")
+    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
+    done = stand_in(PYTHONPATH=path)
+    assert done.returncode == UNAVAILABLE
+    (line,) = done.stderr.splitlines()
+    assert "needs torch_npu 2.13, found 2.12.0" in line and "pip install" in line
+
+
+def test_two_first_uses_at_once_compile_once(available, tmp_path):
+    env = environment() | {"XDG_CACHE_HOME": str(tmp_path)}
+    both = [subprocess.Popen(STAND_IN, env=env, stderr=subprocess.PIPE, text=True) for _ in "12"]
+    said = [process.communicate()[1] for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert sum(text.count("compiling the host stand-in") for text in said) == 1
+    assert len(libraries(tmp_path)) == 1
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_build_leaves_nothing_half_made(how, available, tmp_path):
+    env = environment() | {"XDG_CACHE_HOME": str(tmp_path)}
+    process = subprocess.Popen(STAND_IN, env=env, stderr=subprocess.PIPE, text=True)
+    for line in process.stderr:
+        if "compiling the host stand-in" in line:
+            break
+    while not libraries(tmp_path):  # until it has begun to write
+        assert process.poll() is None
+    process.send_signal(how)
+    process.communicate()
+    assert process.returncode != 0
+    left = libraries(tmp_path)
+    assert left == [] if how is signal.SIGINT else all(".part-" in name for name in left)
+    again = stand_in(XDG_CACHE_HOME=str(tmp_path))
+    assert again.returncode == 0, again.stderr
+    (folder,) = libraries(tmp_path)
+    assert ".part-" not in folder

@@ -1,0 +1,172 @@
+"""The executor of GE graphs behind the host stand-in for CANN: what it refuses, where it writes."""
+
+import pytest
+import torch
+
+from custom_pypto.graph import prototypes
+
+pytestmark = pytest.mark.ascend_host
+
+DEVICE, HOST = 1, 0
+FIELDS = {int: "i", float: "f", str: "s", bool: "b"}
+
+
+def node(kind, name, sources=(), inputs=(), outputs=("y",), **attributes):
+    from torchair._ge_concrete_graph.ge_ir_pb2 import OpDef
+
+    made = OpDef(type=kind, name=name, input=sources)
+    for tensor in inputs:
+        made.input_desc.add(name=tensor)
+    for tensor in outputs:
+        made.output_desc.add(name=tensor)
+    for attribute, value in attributes.items():
+        held = value.encode() if isinstance(value, str) else value
+        setattr(made.attr[attribute], FIELDS[type(value)], held)
+    return made
+
+
+def data(i):
+    return node("Data", f"data{i}", inputs=["x"], index=i)
+
+
+def executed(nodes, inputs, results, *, placements=None, assigned=()):
+    """What the graph of ``nodes`` returns, of which ``results`` are the outputs."""
+    from torchair._ge_concrete_graph.ge_ir_pb2 import GraphDef
+
+    from custom_pypto.simulation.ascend_host.ge_executor import Graph
+
+    definition = GraphDef(name="test")
+    nodes = [*map(data, range(len(inputs))), *nodes]
+    definition.op.extend([*nodes, node("NetOutput", "end", results, results, ())])
+    definition.attr["_input_placements"].list.i.extend(placements or [DEVICE] * len(inputs))
+    graph = Graph("test")
+    graph.load(definition)
+    graph.compile()
+    return graph.run(inputs, assigned)
+
+
+def add(*sources, name="add"):
+    return node("Add", name, sources, ["x1", "x2"])
+
+
+def refused(match, *args, **kwargs):
+    from custom_pypto.simulation.ascend_host import AscendHostError
+
+    with pytest.raises(AscendHostError, match=match):
+        executed(*args, **kwargs)
+
+
+def npu(*values):
+    return torch.tensor(values).npu()
+
+
+def test_an_unknown_type_is_refused_before_anything_runs():
+    unknown = node("Unheard", "far", ["data0:0"], ["x"])
+    refused(r"Unheard node far .*OPERATORS in .*ge_executor\.py", [unknown], [npu(1)], ["far:0"])
+
+
+@pytest.mark.parametrize(
+    "change, match",
+    [
+        pytest.param(dict(inputs=["x", "axes"]), "missing a required argument", id="input"),
+        pytest.param(dict(exclusive=True), "must have exclusive=False", id="value-not-served"),
+        pytest.param(dict(forward=True), "unexpected keyword argument 'forward'", id="attribute"),
+    ],
+)
+def test_a_node_that_does_not_fit_its_function_is_refused(change, match):
+    arguments = dict(inputs=["x", "axis"], exclusive=False, reverse=False) | change
+    cumsum = node("Cumsum", "sum", ["data0:0", "data1:0"], **arguments)
+    refused(rf"Cumsum node sum .*{match}", [cumsum], [npu(1, 2), npu(0)], ["sum:0"])
+
+
+def indexer(**changes):
+    """A node of ``LightningIndexerPto``, as its prototype says except for the changes."""
+    (prototype,) = (p for p in prototypes.read() if p.type == "LightningIndexerPto")
+    names = [tensor.name for tensor in prototype.inputs]
+    attributes = {attribute.name: attribute.default for attribute in prototype.attributes}
+    arguments = dict(inputs=names, outputs=["sparse_indices"], **attributes) | changes
+    arguments = {name: value for name, value in arguments.items() if value is not None}
+    sources = ["data0:0", *[""] * (len(arguments["inputs"]) - 1)]
+    return node("LightningIndexerPto", "index", sources, **arguments)
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        pytest.param(dict(sparse_mode=None), "attributes of its prototype", id="dropped"),
+        pytest.param(dict(sparse_mode=3.0), "attributes of its prototype", id="kind"),
+        pytest.param(dict(sparse_modes=3), "attributes of its prototype", id="unknown"),
+        pytest.param(dict(inputs=["key", "query"]), "inputs of its prototype", id="inputs"),
+        pytest.param(dict(outputs=["indices"]), "outputs of its prototype", id="outputs"),
+        pytest.param({}, "must be fed its required input key", id="not-fed"),
+    ],
+)
+def test_a_node_of_ours_is_refused_unless_it_is_as_its_prototype_says(changes, match):
+    refused(
+        rf"LightningIndexerPto node index .*{match}", [indexer(**changes)], [npu(1)], ["index:0"]
+    )
+
+
+def test_mixed_dtypes_are_refused_as_in_ge():
+    pack = node("Pack", "pack", ["data0:0", "data1:0"], ["x0", "x1"], axis=0, N=2)
+    refused("pack must be fed inputs of one dtype", [pack], [npu(1), npu(1).int()], ["pack:0"])
+
+
+def test_an_input_on_the_wrong_device_is_refused():
+    refused("input 1 of graph test must be on the NPU", [], [npu(1), torch.ones(1)], ["data0:0"])
+    refused(
+        "input 0 of graph test must be on the host", [], [npu(1)], ["data0:0"], placements=[HOST]
+    )
+
+
+@pytest.mark.parametrize("source", ["second:0", "second:-1"], ids=["data", "control"])
+def test_a_node_before_what_it_waits_for_is_refused(source):
+    first = node("Neg", "first", ["data0:0", source][source.endswith(":0") :], ["x"])
+    second = node("Neg", "second", ["data0:0"], ["x"])
+    refused(f"first stands before its input {source}", [first, second], [npu(1)], ["first:0"])
+
+
+def test_a_result_that_is_not_what_torchair_noted_is_refused():
+    wrong = add("data0:0", "data0:0")
+    wrong.output_desc[0].attr["_meta"].s = b"Tensor(dtype=torch.int64, shape=torch.Size([3])"
+    refused("add computed y as torch.int64 .2., torchair expects", [wrong], [npu(1, 2)], ["add:0"])
+
+
+def test_values_from_the_host_meet_those_of_the_device():
+    (result,) = executed(
+        [add("data0:0", "data1:0")],
+        [npu(1, 2), torch.tensor([3])],
+        ["add:0"],
+        placements=[DEVICE, HOST],
+    )
+    assert result.device.type == "npu" and result.tolist() == [4, 5]
+
+
+def test_outputs_are_new_tensors_unless_one_is_assigned():
+    given, target = npu(1, 2), npu(0, 0)
+    kept, written = executed(
+        [add("data0:0", "data0:0")], [given, target], ["data0:0", "add:0"], assigned=[None, target]
+    )
+    assert written is target and target.tolist() == [2, 4]
+    given.zero_()
+    assert kept.tolist() == [1, 2]
+
+
+def test_outputs_are_all_computed_before_one_is_written():
+    one, other = npu(1), npu(2)
+    executed([], [one, other], ["data1:0", "data0:0"], assigned=[one, other])
+    assert (one.item(), other.item()) == (2, 1)
+
+
+def test_an_output_that_is_an_input_is_written_in_place():
+    rows = torch.zeros(3, 2).npu()
+    scatter = node(
+        "ScatterNdUpdate",
+        "scatter",
+        ["data0:0", "data1:0", "data2:0"],
+        ["var", "indices", "updates"],
+        ["var"],
+        use_locking=False,
+    )
+    executed([scatter], [rows, npu([1]), torch.ones(1, 2).npu()], ["scatter:0"], assigned=[rows])
+    assert rows.tolist() == [[0, 0], [1, 1], [0, 0]]

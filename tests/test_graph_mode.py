@@ -1,0 +1,628 @@
+"""The ops through torchair into GE graphs, on the host stand-in for CANN."""
+
+import contextlib
+import inspect
+import itertools
+import warnings
+
+import ge_graphs
+import pytest
+import torch
+from cases import attention_inputs, fused_inputs, in_a_wider_row, indexer_inputs
+from torch import Tensor
+
+import custom_pypto
+from custom_pypto import converter
+from custom_pypto.graph import ops
+
+pytestmark = pytest.mark.ascend_host
+
+BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
+WEIGHTS = ("w_dq", "w_uq_qr", "w_uk", "w_dkv_kr", "gamma_cq", "gamma_ckv")
+WEIGHTS += ("w_idx_qb", "w_idx_k", "w_idx_proj", "in_gamma_k", "in_beta_k")
+
+
+def overload(op: str) -> torch._ops.OpOverload:
+    return getattr(torch.ops.custom_pypto, op).default
+
+
+def constructor(op: str) -> str:
+    return op.removeprefix("npu_")
+
+
+# ---- inputs --------------------------------------------------------------------------------------
+
+
+def add(*shape: int, dtype=F32) -> dict:
+    return dict(self=torch.randn(shape).to(dtype), other=torch.randn(shape).to(dtype))
+
+
+def index(lengths_query, lengths_key, dtype=BF16, **arguments) -> dict:
+    return indexer_inputs(lengths_query, lengths_key, dim=128, dtype=dtype, **arguments)
+
+
+def attend(lengths_query, lengths_key, dtype=BF16, **arguments) -> dict:
+    return attention_inputs(lengths_query, lengths_key, dtype=dtype, **arguments)
+
+
+def fuse(lengths, S1, dtype=BF16, **arguments) -> dict:
+    sizes = dict(hidden=48, q_rank=32, index_dim=128, dtype=dtype)
+    return fused_inputs(lengths, S1, **sizes | arguments)
+
+
+def of_angles_and_slots(x: dict) -> dict:
+    """Angles in float32 and slots in int64."""
+    return x | dict(sin=x["sin"].float(), cos=x["cos"].float(), cache_index=x["cache_index"].long())
+
+
+def transposed(x: Tensor) -> Tensor:
+    """The same values in another order of strides."""
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+# of each op: every attribute that an NPU takes another value of has one, every input is fed
+NOT_DEFAULT = {
+    "add_custom": lambda: add(3, 5),
+    "npu_lightning_indexer_pto": lambda: index(
+        [2, 3],
+        [20, 30],
+        F16,
+        weights_dtype=F32,
+        layout_query="TND",
+        sparse_count=4,
+        sparse_mode=0,
+    ),
+    "npu_sparse_flash_attention_pto": lambda: attend(
+        [4, 3], [5, 4], F16, layout_query="TND", sparse_mode=0, own_value=True
+    ),
+    "npu_sparse_attention_pto": lambda: of_angles_and_slots(
+        # the sizes make gammas and caches of one shape
+        fuse([20, 30], 2, F16, rope=32, softmax_scale=0.4, eps=0.5, sparse_count=4)
+    ),
+}
+
+# op, its calls by one compilation, whether sizes are symbols
+CALLS = {
+    "add": ("add_custom", lambda: [add(3, 5, dtype=BF16)], False),
+    "add-sizes": ("add_custom", lambda: [add(3, 5, dtype=F16), add(2, 7, dtype=F16)], True),
+    "index-no-query-lengths": (
+        "npu_lightning_indexer_pto",
+        lambda: [index([3, 3], [20, 5]) | dict(actual_seq_lengths_query=None)],
+        False,
+    ),
+    "index-strided": (
+        "npu_lightning_indexer_pto",
+        lambda: [
+            {
+                name: transposed(x) if name in ("query", "weights", "block_table") else x
+                for name, x in index([2, 3], [20, 5]).items()
+            }
+        ],
+        False,
+    ),
+    "index-sizes": (
+        "npu_lightning_indexer_pto",
+        lambda: [
+            index([2, 1], [20, 5]),
+            index([3, 3, 2], [50, 1, 8], heads=7, block_size=32, seed=1),
+            index([1, 5], [17, 90], heads=3, block_size=48, seed=2),
+        ],
+        True,
+    ),
+    "index-packed-sizes": (
+        "npu_lightning_indexer_pto",
+        lambda: [
+            NOT_DEFAULT["npu_lightning_indexer_pto"](),
+            index(
+                [3, 1, 1],
+                [50, 4, 8],
+                F16,
+                weights_dtype=F32,
+                layout_query="TND",
+                sparse_count=4,
+                sparse_mode=0,
+                heads=3,
+            ),
+        ],
+        True,
+    ),
+    "attend-no-query-lengths": (
+        "npu_sparse_flash_attention_pto",
+        lambda: [attend([3, 3], [20, 5], F16) | dict(actual_seq_lengths_query=None)],
+        False,
+    ),
+    "attend-no-rope": (
+        "npu_sparse_flash_attention_pto",
+        lambda: [attend([2, 3], [20, 5], rope=0, own_value=True)],
+        False,
+    ),
+    "attend-sizes": (
+        "npu_sparse_flash_attention_pto",
+        lambda: [
+            attend([2, 1], [20, 5]),
+            attend([3, 3, 2], [50, 2, 8], heads=7, latent=48, rope=32, block_size=32)
+            | dict(scale_value=attend([2], [5])["scale_value"]),
+        ],
+        True,
+    ),
+    "attend-packed-sizes": (
+        "npu_sparse_flash_attention_pto",
+        lambda: [
+            NOT_DEFAULT["npu_sparse_flash_attention_pto"](),
+            attend(
+                [3, 1, 1],
+                [50, 4, 8],
+                F16,
+                layout_query="TND",
+                sparse_mode=0,
+                own_value=True,
+                heads=3,
+                sparse_count=5,
+            ),
+        ],
+        True,
+    ),
+    "fuse": ("npu_sparse_attention_pto", lambda: [fuse([20, 5], 1, sparse_count=8)], False),
+    "fuse-sizes": (
+        "npu_sparse_attention_pto",
+        lambda: [
+            fuse([20, 5], 2, sparse_count=8),
+            fuse([50, 2, 9], 3, block_size=32, sparse_count=8, seed=1),
+        ],
+        True,
+    ),
+    "fuse-int64-sizes": (
+        "npu_sparse_attention_pto",
+        lambda: [
+            NOT_DEFAULT["npu_sparse_attention_pto"](),
+            of_angles_and_slots(
+                fuse([9, 40, 3], 3, F16, rope=32, softmax_scale=0.4, eps=0.5, sparse_count=4)
+            ),
+        ],
+        True,
+    ),
+} | {
+    f"{constructor(op)}-not-default": (op, lambda inputs=inputs: [inputs()], False)
+    for op, inputs in NOT_DEFAULT.items()
+}
+
+
+# ---- compiled as eager ---------------------------------------------------------------------------
+
+
+def split(inputs: dict) -> tuple[dict, dict]:
+    """Tensors, and the rest."""
+    tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
+    return tensors, {name: x for name, x in inputs.items() if name not in tensors}
+
+
+def run(function, tensors: dict) -> dict:
+    """The result, and what the tensors hold after the call, of which ``function`` gets copies."""
+    given = {
+        name: torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="npu").copy_(x)
+        for name, x in tensors.items()
+    }
+    for name in WEIGHTS:  # have their sizes for good, as a module's parameters have
+        if name in given:
+            torch._dynamo.mark_static(given[name])
+    result = function(given)
+    return {"result": result.cpu()} | {name: x.cpu() for name, x in given.items()}
+
+
+@contextlib.contextmanager
+def one_graph():
+    """A list that will hold the graph of what is compiled meanwhile, into one graph in all.
+
+    A warning is an error: torchair warns where it cannot infer shapes.
+    """
+    with (
+        ge_graphs.converted() as graphs,
+        warnings.catch_warnings(),
+        # sizes that are equal by chance are not the same size
+        torch.fx.experimental._config.patch(use_duck_shape=False),
+    ):
+        warnings.simplefilter("error", UserWarning)
+        # of torch_npu, about the memory of a tensor, once
+        warnings.filterwarnings("ignore", message="Cannot create tensor with internal format")
+        yield graphs
+    assert len(graphs) == 1
+
+
+def check(op: str, calls: list[dict], dynamic: bool = False):
+    """One GE graph computes and writes in all calls, to the bit, what eager mode does.
+
+    Returns the graph.
+    """
+    constants = split(calls[0])[1]
+
+    def call(tensors):
+        return overload(op)(**tensors, **constants)
+
+    torch.compiler.reset()
+    function = ge_graphs.compiled(call, dynamic=dynamic)
+    with one_graph() as graphs:
+        for inputs in calls:
+            tensors, same = split(inputs)
+            assert same == constants
+            expected, got = run(call, tensors), run(function, tensors)
+            for name, x in expected.items():
+                torch.testing.assert_close(
+                    got[name], x, rtol=0, atol=0, equal_nan=True, msg=f"{op}: {name} differs"
+                )
+    return graphs[0]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_graph_does_what_eager_mode_does(name):
+    op, calls, dynamic = CALLS[name]
+    calls = calls()
+    graph = check(op, calls, dynamic)
+    assert ge_graphs.differences_from_prototype(graph) == []
+    (node,) = ge_graphs.nodes(graph)
+    for inputs in calls:
+        arguments = [inputs[tensor.name] for tensor in node.input_desc]
+        sizes = [None if x is None else x.size() for x in arguments]
+        on_meta = {n: x.to("meta") if isinstance(x, Tensor) else x for n, x in inputs.items()}
+        result = overload(op)(**on_meta).size()
+        written = [inputs[output.name].size() for output in node.output_desc[1:]]
+        assert ge_graphs.inferred_shapes(node, sizes) == [list(s) for s in (result, *written)]
+    unfed = {
+        tensor.name
+        for tensor, source in zip(node.input_desc, node.input, strict=True)
+        if not source
+    }
+    assert unfed == {name for name in inputs if inputs[name] is None} - {"softmax_scale"}
+
+
+def test_no_size_becomes_a_constant_of_the_graph(monkeypatch):
+    monkeypatch.setattr(f"{__name__}.WEIGHTS", ())
+    others = dict(hidden=32, q_rank=16, heads=2, nope=32, latent=48, rope=32, index_heads=2)
+    inputs = fuse([20, 5], 2, sparse_count=8)
+    graph = check(
+        "npu_sparse_attention_pto",
+        [inputs, fuse([50, 2, 9], 3, block_size=32, sparse_count=8, **others)],
+        dynamic=True,
+    )
+    # but sizes of weights should be constants: one of w_uq_qr is a product of others
+    (node,) = ge_graphs.nodes(graph)
+    with pytest.raises(AssertionError, match="GE would refuse"):
+        ge_graphs.inferred_shapes(node, [inputs[t.name].size() for t in node.input_desc])
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_nodes_feed_each_other(dynamic):
+    indexed = index([2, 1], [20, 5], sparse_count=4)
+    attended = attend([2, 1], [20, 5])  # the same lengths, and another cache
+    del attended["sparse_indices"]
+    x, y = split(indexed), split(attended)
+
+    def call(tensors):
+        to_index = {name: tensors[f"index.{name}"] for name in x[0]} | x[1]
+        to_attend = {name: tensors[f"attend.{name}"] for name in y[0]} | y[1]
+        for _ in range(2):  # layers
+            indices = overload("npu_lightning_indexer_pto")(**to_index)
+            attention = overload("npu_sparse_flash_attention_pto")(
+                sparse_indices=indices, **to_attend
+            )
+            to_attend["query"] = overload("add_custom")(attention, to_attend["query"])
+        return to_attend["query"]
+
+    tensors = {f"index.{name}": t for name, t in x[0].items()}
+    tensors |= {f"attend.{name}": t for name, t in y[0].items()}
+    torch.compiler.reset()
+    with one_graph() as graphs:
+        got = run(ge_graphs.compiled(call, dynamic=dynamic), tensors)["result"]
+    torch.testing.assert_close(got, run(call, tensors)["result"], rtol=0, atol=0, equal_nan=True)
+    assert ge_graphs.differences_from_prototype(graphs[0]) == []
+    nodes = ge_graphs.nodes(graphs[0])
+    types = ["LightningIndexerPto", "SparseFlashAttentionPto", "AddCustom"]
+    assert [node.type for node in nodes] == 2 * types
+    # what torchair infers of a node must not depend on the nodes before
+    rules = [node.attr["_inference_rule"].s for node in nodes]
+    assert all(rules) and rules[:3] == rules[3:]
+
+
+@pytest.mark.parametrize("op", converter.OPS)
+def test_declared_cases_are_converted_and_computed(op):
+    from torchair._ge_concrete_graph.fx2ge_converter import _declare_supported_converters
+    from torchair._ge_concrete_graph.supported_declaration import _TypedTensor
+
+    def example(x):
+        if not isinstance(x, _TypedTensor):
+            return x
+        if x.value is not None:
+            return torch.tensor(x.value, dtype=x.dtype)
+        if x.dtype.is_floating_point:
+            return torch.randn(x.dims).to(x.dtype)
+        return torch.randint(*x.value_range, x.dims, dtype=x.dtype)
+
+    names = [argument.name for argument in overload(op)._schema.arguments]
+    cases = _declare_supported_converters()[overload(op)].supported_cases
+    assert len(cases) > 1
+    for case in cases:
+        given = dict(zip(names, case.args, strict=False)) | case.kwargs
+        check(op, [{name: example(x) for name, x in given.items()}])
+
+
+# ---- the converters ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", converter.OPS)
+def test_a_converter_has_the_signature_of_the_schema(op):
+    function = inspect.unwrap(overload(op)._ge_converter)
+    *parameters, meta_outputs = inspect.signature(function).parameters.values()
+    assert (meta_outputs.name, meta_outputs.default) == ("meta_outputs", None)
+    assert [(p.name, p.kind is p.KEYWORD_ONLY) for p in parameters] == [
+        (a.name, a.kwarg_only) for a in overload(op)._schema.arguments
+    ]
+    for parameter, argument in zip(parameters, overload(op)._schema.arguments, strict=True):
+        empty = not argument.has_default_value()
+        assert parameter.default == (parameter.empty if empty else argument.default_value)
+    text = function.__doc__.removeprefix("NB: func: ")
+    assert torch._C.parse_schema(f"custom_pypto::{text}") == overload(op)._schema
+
+
+def test_registering_again_changes_nothing():
+    before = [overload(op)._ge_converter for op in converter.OPS]
+    converter.register()
+    assert [overload(op)._ge_converter for op in converter.OPS] == before
+    assert converter.is_registered()
+
+
+def test_the_report_says_that_graph_mode_works():
+    way = custom_pypto.env.collect()["ways"]["graph mode with torchair"]
+    assert way == {"works": True, "missing": []}
+
+
+@pytest.mark.parametrize(
+    "op, inputs, message",
+    [
+        pytest.param(
+            "add_custom",
+            lambda: add(3, dtype=torch.float64),
+            "self.dtype must be bfloat16, float16 or float32 on an NPU",
+            id="add-dtype",
+        ),
+        pytest.param(
+            "npu_lightning_indexer_pto",
+            lambda: index([2, 2], [20, 5], F32),
+            "query.dtype must be bfloat16 or float16 on an NPU, got float32",
+            id="index-dtype",
+        ),
+        pytest.param(
+            "npu_lightning_indexer_pto",
+            lambda: indexer_inputs([2, 2], [20, 5], dim=64, dtype=BF16),
+            "query.size(3) must be 128 on an NPU, got 64",
+            id="index-dim",
+        ),
+        pytest.param(
+            "npu_lightning_indexer_pto",
+            lambda: index([2, 2], [20, 5], heads=65),
+            "query.size(2) must be at most 64 on an NPU, got 65",
+            id="index-heads",
+        ),
+        pytest.param(
+            "npu_lightning_indexer_pto",
+            lambda: index([2, 2], [20, 5], layout_key="BSND"),
+            "layout_key must be PA_BSND on an NPU, got BSND; keep the keys in a paged cache",
+            id="index-layout",
+        ),
+        pytest.param(
+            "npu_lightning_indexer_pto",
+            lambda: index([2, 2], [20, 5], strided=True),
+            "key must be contiguous on an NPU, got strides (4608, 144, 144, 1)",
+            id="index-strides",
+        ),
+        pytest.param(
+            "npu_lightning_indexer_pto",
+            lambda: (
+                index([2, 2], [20, 5], sparse_count=5120)
+                | dict(block_table=torch.zeros(2, 513, dtype=torch.int32))
+            ),
+            "sparse_count must be at most 4096 for a block table of 8208 keys",
+            id="index-sort",
+        ),
+        pytest.param(
+            "npu_lightning_indexer_pto",
+            lambda: (
+                index([2, 2], [20, 5], block_size=1024)
+                | dict(block_table=torch.zeros(2, 2**14 + 1, dtype=torch.int32))
+            ),
+            "block_table must be of at most 16 million keys on an NPU",
+            id="index-table",
+        ),
+        pytest.param(
+            "npu_sparse_flash_attention_pto",
+            lambda: attend([2, 2], [20, 5], layout_kv="BSND"),
+            "layout_kv must be PA_BSND on an NPU, got BSND; keep the keys in a paged cache",
+            id="attend-layout",
+        ),
+        pytest.param(
+            "npu_sparse_flash_attention_pto",
+            lambda: attend([2, 2], [20, 5], heads=129),
+            "query.size(2) must be at most 128 on an NPU, got 129",
+            id="attend-heads",
+        ),
+        pytest.param(
+            "npu_sparse_flash_attention_pto",
+            lambda: attend([2, 2], [20, 5], strided=True),
+            "key must be contiguous on an NPU, got strides",
+            id="attend-strides",
+        ),
+        pytest.param(
+            "npu_sparse_flash_attention_pto",
+            lambda: (
+                attend([2, 2], [20, 5])
+                | dict(block_table=torch.zeros(2, 2**15 + 1, dtype=torch.int32))
+            ),
+            "block_table.size(1) must be at most 32768 on an NPU, got 32769",
+            id="attend-table",
+        ),
+        pytest.param(
+            "npu_sparse_attention_pto",
+            lambda: fuse([20, 5], 1, index_dim=64),
+            "w_idx_k.size(1) must be 128 on an NPU, got 64",
+            id="fuse-dim",
+        ),
+        pytest.param(
+            "npu_sparse_attention_pto",
+            lambda: fuse([20, 5], 1, q_rank=24),
+            "w_dq.size(1) must be a positive multiple of 16 on an NPU, got 24",
+            id="fuse-width",
+        ),
+        pytest.param(
+            "npu_sparse_attention_pto",
+            lambda: (lambda x: x | dict(kr_cache=in_a_wider_row(x["kr_cache"])))(fuse([20, 5], 1)),
+            "kr_cache must be contiguous on an NPU, got strides",
+            id="fuse-strides",
+        ),
+    ],
+)
+def test_what_an_npu_cannot_take_is_refused_as_in_eager_mode(op, inputs, message):
+    tensors, constants = split(inputs())
+
+    def call(tensors):
+        return overload(op)(**tensors, **constants)
+
+    with pytest.raises(RuntimeError) as eager:
+        run(call, tensors)
+    assert str(eager.value).startswith(f"{op}: {message}")
+    for dynamic in (False, True):
+        torch.compiler.reset()
+        # when it is compiled: if it were run, the stand-in would refuse it too
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as graph:
+            run(ge_graphs.compiled(call, dynamic=dynamic), tensors)
+        assert str(eager.value) in str(graph.value)
+
+
+def test_what_a_later_call_breaks_is_refused_too():
+    op = "npu_lightning_indexer_pto"
+    tensors, constants = split(index([2, 2], [20, 5], sparse_count=4))
+
+    def call(tensors):
+        return overload(op)(**tensors, **constants)
+
+    torch.compiler.reset()
+    function = ge_graphs.compiled(call, dynamic=True)
+    with one_graph() as graphs:
+        run(function, tensors)
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="at most 64 on an NPU"):
+            run(function, split(index([2, 2], [20, 5], heads=65))[0])
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="must be 128 on an NPU"):
+            run(function, split(indexer_inputs([2, 2], [20, 5], dim=64, dtype=BF16))[0])
+        run(function, split(index([3, 2, 2], [20, 5, 40], heads=64, block_size=32))[0])
+    assert [list(n.input_desc[0].shape.dim) for n in ge_graphs.nodes(graphs[0])] == [[-1] * 4]
+
+
+# ---- tests of the tests --------------------------------------------------------------------------
+
+# their default is the only value that an NPU takes, and that no result can tell apart
+ONE_VALUE = {"layout_key", "layout_kv", "sparse_block_size"}
+ATTRIBUTES = [
+    (op, parameter.name)
+    for op in converter.OPS
+    for parameter in inspect.signature(getattr(ops, constructor(op))).parameters.values()
+    if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in ONE_VALUE
+]
+PAIRS = [
+    (op, *pair)
+    for op in converter.OPS
+    if op != "add_custom"  # a sum of two
+    for inputs in [NOT_DEFAULT[op]()]
+    for pair in itertools.combinations(split(inputs)[0], 2)
+    if len({(inputs[name].size(), inputs[name].dtype) for name in pair}) == 1
+]
+
+
+@contextlib.contextmanager
+def found(op: str):
+    """By the values, or when the stand-in runs the node: it has another shape, or is refused."""
+    wrong = f"^{op}: |^ge_executor: {converter.OPS[op]} node"
+    with pytest.raises((AssertionError, RuntimeError), match=wrong):
+        yield
+
+
+def test_there_are_attributes_and_inputs_to_confuse():
+    assert len(ATTRIBUTES) == 9
+    assert len(PAIRS) == 7
+
+
+@pytest.mark.parametrize("op, attribute", ATTRIBUTES)
+def test_an_attribute_that_a_converter_drops_is_found(op, attribute, monkeypatch):
+    right = getattr(ops, constructor(op))
+    default = inspect.signature(right).parameters[attribute].default
+
+    def wrong(*inputs, **attributes):
+        attributes[attribute] = 1.0 if default is inspect.Parameter.empty else default
+        return right(*inputs, **attributes)
+
+    monkeypatch.setattr(ops, constructor(op), wrong)
+    with found(op):
+        check(op, [NOT_DEFAULT[op]()])
+
+
+@pytest.mark.parametrize("op, one, other", PAIRS)
+def test_inputs_that_a_converter_swaps_are_found(op, one, other, monkeypatch):
+    right = getattr(ops, constructor(op))
+
+    def wrong(*inputs, **attributes):
+        named = inspect.signature(right).bind(*inputs, **attributes).arguments
+        named[one], named[other] = named[other], named[one]
+        return right(**named)
+
+    monkeypatch.setattr(ops, constructor(op), wrong)
+    with found(op):
+        check(op, [NOT_DEFAULT[op]()])
+
+
+def rename_input(node):
+    node.input_desc[2].name = "weight"
+
+
+def rename_output(node):
+    node.output_desc[0].name = "indices"
+
+
+def exchange_inputs(node):
+    node.input_desc[0].name, node.input_desc[1].name = "key", "query"
+
+
+def unfeed(node):
+    node.input[0] = ""
+
+
+def cut(node):
+    del node.input[-1]
+
+
+def add_attribute(node):
+    node.attr["return_value"].b = True
+
+
+def drop_attribute(node):
+    del node.attr["sparse_count"]
+
+
+def change_kind(node):
+    node.attr["sparse_mode"].f = 3.0
+
+
+def test_a_node_that_is_not_as_its_prototype_is_found():
+    op = "npu_lightning_indexer_pto"
+    right = check(op, [NOT_DEFAULT[op]()])
+    for change, difference in {
+        rename_input: "inputs ['query', 'key', 'weight', ",
+        rename_output: "outputs ['indices']",
+        exchange_inputs: "inputs ['key', 'query', ",
+        unfeed: "query is required and not fed",
+        cut: "5 edges",
+        add_attribute: "attribute return_value is b, not None",
+        drop_attribute: "attribute sparse_count is None, not i",
+        change_kind: "attribute sparse_mode is f, not i",
+    }.items():
+        graph = type(right)()
+        graph.CopyFrom(right)
+        (node,) = ge_graphs.nodes(graph)
+        change(node)
+        (found,) = ge_graphs.differences_from_prototype(graph)
+        assert found.startswith(f"LightningIndexerPto: {difference}")
