@@ -19,7 +19,7 @@ class Step(NamedTuple):
     """What one forward pass knows of the cache; takes the place of the attention mask."""
 
     cache: PagedCache
-    slots: Tensor  # [B * S] int64, where each new token is stored
+    slots: Tensor  # where each new token is stored, as PagedCache.append gives it
 
 
 class PagedAttention:

@@ -17,9 +17,14 @@ class PagedLayer:
 
 
 def write(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """``pool[slot] = row``, the pool's first two dims taken as one."""
+    """``pool[slot] = row``, for the slots that :meth:`PagedCache.append` gave."""
     width = pool.size(-1)
-    pool.view(-1, width).index_copy_(0, slots, rows.reshape(-1, width))
+    if pool.device.type == "npu":
+        # in place in every graph mode; torchair may copy the pool for a view of it, and cannot
+        # convert index_copy_
+        torch.ops.npu.npu_scatter_nd_update_(pool, slots, rows.reshape(-1, 1, width))
+    else:
+        pool.view(-1, width).index_copy_(0, slots, rows.reshape(-1, width))
 
 
 class PagedCache(Cache):
@@ -93,7 +98,7 @@ class PagedCache(Cache):
         Args:
             valid: ``[batch_size, tokens]`` bool, False for pads; None: no pads.
         Returns:
-            ``[batch_size * tokens]`` int64.
+            ``[batch_size * tokens]`` int64; on an NPU ``[batch_size * tokens, 2]``, block and row.
         """
         if batch_size != self.batch_size:
             raise ValueError(
@@ -110,7 +115,10 @@ class PagedCache(Cache):
         slot = torch.where(fits, block * self.block_size + position % self.block_size, 0)
         self.lengths.add_(valid.sum(1))
         self.seen.add_(tokens)
-        return slot.flatten()
+        slot = slot.flatten()
+        if slot.device.type == "npu":
+            return torch.stack([slot // self.block_size, slot % self.block_size], -1)
+        return slot
 
     def check_room(self, tokens: int) -> None:
         """Refuses ``tokens`` more per sequence than fit, where that can be known without a sync."""

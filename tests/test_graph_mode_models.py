@@ -1,0 +1,300 @@
+"""The decode step of swapped models, compiled by torchair in its three modes, on the host stand-in
+for CANN: one graph whatever the position, the answers of eager, and no copy of the cache."""
+
+import contextlib
+import functools
+import sys
+from pathlib import Path
+
+import ge_graphs
+import pytest
+import torch
+from tiny import tiny_model, token_ids
+from transformers import CompileConfig
+
+import models
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+from train_lookup import lookup_batch
+
+pytestmark = pytest.mark.ascend_host
+
+CHECKPOINT = Path(__file__).parents[1] / "examples/checkpoints/lookup"
+MODES = ["max-autotune", "reduce-overhead", "npugraph_ex"]
+BLOCK = 16
+
+
+@pytest.fixture(autouse=True)
+def for_compiled_models(monkeypatch):
+    torch.set_num_threads(1)  # tensors this small only wait for a second one
+    # torchair makes the inputs of a captured graph by torch.empty inside of the capture: what fills
+    # them here would do so again at every replay
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    with torch.no_grad():
+        yield
+
+
+def repeat_interleave(tensor, repeats, dim=None, *, output_size=None):
+    """In ops that torchair converts for GE; ``batched_mm`` experts call it."""
+    before, after = tensor.shape[: dim + 1], tensor.shape[dim + 1 :]
+    return tensor.unsqueeze(dim + 1).expand(*before, repeats, *after).flatten(dim, dim + 1)
+
+
+def backend(mode):
+    import torchair
+
+    if mode == "npugraph_ex":
+        return mode
+    config = torchair.CompilerConfig()
+    config.mode = mode
+    return torchair.get_npu_backend(
+        compiler_config=config,
+        custom_decompositions={torch.ops.aten.repeat_interleave.self_int: repeat_interleave},
+    )
+
+
+class Seen:
+    """What torchair made: GE graphs, FX graphs to capture, and how often one was captured."""
+
+    def __init__(self):
+        self.ge, self.fx, self.captures = [], [], 0
+
+    def counts(self):
+        return len(self.ge), len(self.fx), self.captures
+
+
+@contextlib.contextmanager
+def watched():
+    from npugraph_ex._acl_concrete_graph import acl_graph, fx2acl_converter
+    from torchair._acl_concrete_graph import acl_graph as older
+    from torchair._acl_concrete_graph import fx2acl_converter as older_converter
+
+    seen, undo = Seen(), pytest.MonkeyPatch()
+    for converter in (fx2acl_converter, older_converter):
+
+        def optimized(
+            self, *args, made=converter.AclConcreteGraph.optimize_graph_without_runtime, **kwargs
+        ):
+            made(self, *args, **kwargs)
+            seen.fx.append(self.fx_graph.graph)
+
+        undo.setattr(converter.AclConcreteGraph, "optimize_graph_without_runtime", optimized)
+    for graphs in (acl_graph, older):
+
+        def captured(self, *args, capture=graphs.AclGraph.compile_for_graph_key, **kwargs):
+            seen.captures += 1
+            capture(self, *args, **kwargs)
+
+        undo.setattr(graphs.AclGraph, "compile_for_graph_key", captured)
+    try:
+        with ge_graphs.converted() as seen.ge:
+            yield seen
+    finally:
+        undo.undo()
+
+
+ONE_GRAPH = {
+    "max-autotune": (1, 0, 0),
+    "reduce-overhead": (0, 1, 1),
+    "npugraph_ex": (0, 1, 1),
+}
+
+
+def decode(forward, cache, ids, first, last):
+    """The logits of the tokens at positions ``first`` to ``last``, one forward each."""
+    logits = []
+    for i in range(first, last):
+        position = torch.tensor([[i]]).npu()
+        token = ids[:, i : i + 1].clone()
+        output = forward(token, position_ids=position, past_key_values=cache, use_cache=True)
+        logits.append(output.logits.clone())  # a captured graph writes the next ones there
+    return torch.cat(logits, 1)
+
+
+# ---- the trained model ---------------------------------------------------------------------------
+
+# a text of 78 tokens, then questions with their answers: decoding begins with the first one, and
+# the second one is in another block
+LOOKUP = functools.partial(lookup_batch, 1, 96, questions=6, seed=3)
+FIRST, LAST = 78, 82
+
+
+@functools.cache
+def lookup_model():
+    return models.load(CHECKPOINT, dtype=torch.bfloat16, device="npu")
+
+
+def pools(cache):
+    return [pool for layer in cache.layers for pool in (layer.latent, layer.rope, layer.index)]
+
+
+def new_cache(max_cache_len=96):
+    return models.PagedCache(lookup_model(), 1, max_cache_len, block_size=BLOCK)
+
+
+@functools.cache
+def read_text():
+    cache = new_cache()
+    lookup_model()(LOOKUP()[0][:, :FIRST].npu(), past_key_values=cache)
+    return cache
+
+
+def after_the_text():
+    cache, read = new_cache(), read_text()
+    for pool, other in zip(pools(cache), pools(read), strict=True):
+        pool.copy_(other)
+    cache.lengths.copy_(read.lengths)
+    cache.seen.copy_(read.seen)
+    return cache
+
+
+@functools.cache
+def eager():
+    """Logits and cache."""
+    cache = after_the_text()
+    return decode(lookup_model(), cache, LOOKUP()[0].npu(), FIRST, LAST), cache
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_decode_is_one_graph_for_all_positions_and_answers_as_eager(mode):
+    ids, labels = LOOKUP()
+    step = torch.compile(
+        lookup_model().forward, backend=backend(mode), fullgraph=True, dynamic=False
+    )
+    with watched() as seen:
+        cache = after_the_text()
+        logits = decode(step, cache, ids.npu(), FIRST, LAST)
+        assert seen.counts() == ONE_GRAPH[mode]
+        # another cache needs no other graph, but is elsewhere, so it is captured again
+        decode(step, after_the_text(), ids.npu(), FIRST, FIRST + 1)
+        ge, fx, captures = ONE_GRAPH[mode]
+        assert seen.counts() == (ge, fx, 2 * captures)
+    expected, expected_cache = eager()
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2**-6)
+    answers, right = logits.argmax(-1).cpu(), labels[:, FIRST + 1 : LAST + 1]
+    assert torch.equal(answers, expected.argmax(-1).cpu())
+    asked = right >= 0
+    assert asked.sum() == 3 and torch.equal(answers[asked], right[asked])
+    # what was written is in the cache itself
+    assert cache.lengths.tolist() == [LAST] and cache.seen.item() == LAST
+    for pool, other in zip(pools(cache), pools(expected_cache), strict=True):
+        # block 0 is nobody's, and after the last token there is nothing yet
+        rows, others = (p[1:].flatten(0, 1)[:LAST] for p in (pool, other))
+        torch.testing.assert_close(rows, others, rtol=0, atol=2**-6)
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "npugraph_ex"])
+def test_captured_graph_writes_the_pools_in_place(mode):
+    step = torch.compile(
+        lookup_model().forward, backend=backend(mode), fullgraph=True, dynamic=False
+    )
+    cache = new_cache(1024)
+    torch.npu.reset_peak_memory_stats()
+    before = torch.npu.memory_allocated()
+    with watched() as seen:
+        decode(step, cache, LOOKUP()[0].npu(), FIRST, FIRST + 1)
+    # all that a replay uses was allocated; a copy would need room
+    assert torch.npu.max_memory_allocated() - before < min(pool.nbytes for pool in pools(cache))
+    (graph,) = seen.fx
+    written = [
+        node.args[0].op
+        for node in graph.nodes
+        if node.target is torch.ops.npu.npu_scatter_nd_update_.default
+    ]
+    assert written == ["placeholder"] * 6
+
+
+def write_through_a_view(pool, slots, rows):
+    width = pool.size(-1)
+    slots = slots[:, :1] * pool.size(1) + slots[:, 1:]
+    flat = pool.view(-1, width)
+    torch.ops.npu.npu_scatter_nd_update_(flat, slots, rows.reshape(-1, width))
+
+
+@pytest.mark.parametrize("through_a_view", [False, True])
+def test_ge_graph_writes_the_pools_in_place(through_a_view, monkeypatch):
+    if through_a_view:  # what this test must see
+        monkeypatch.setattr(models.attention, "write", write_through_a_view)
+    step = torch.compile(
+        lookup_model().forward, backend=backend("max-autotune"), fullgraph=True, dynamic=False
+    )
+    cache = new_cache()
+    with watched() as seen:
+        decode(step, cache, LOOKUP()[0].npu(), FIRST, FIRST + 1)
+    (graph,) = seen.ge
+    assert ge_graphs.differences_from_prototype(graph) == []
+    shapes = [list(pool.shape) for pool in pools(cache)]
+    data = [
+        f"{node.name}:0"
+        for node in graph.op
+        if node.type == "Data" and list(node.output_desc[0].shape.dim) in shapes
+    ]
+    assert len(data) == len(shapes) == 6
+    users = [
+        (node.type, list(node.input).index(source))
+        for source in data
+        for node in graph.op
+        if source in node.input
+    ]
+    in_place = users == [("ScatterNdUpdate", 0)] * 6
+    copies = sum(
+        node.type in ("TensorMove", "Assign", "ViewCopy", "AsStrided") for node in graph.op
+    )
+    written_back = len(graph.attr["_output_dtypes"].list.i) - 1  # besides the logits
+    assert (in_place, copies > 0, written_back) == (
+        (False, True, 8) if through_a_view else (True, False, 2)  # lengths and seen
+    )
+
+
+# ---- experts, shared indexers, padding -----------------------------------------------------------
+
+
+@functools.cache
+def glm():
+    """Two layers, of which the second shares the first one's indexer and is sparse."""
+    model = tiny_model(
+        "glm_moe_dsa",
+        num_hidden_layers=2,
+        indexer_types=["full", "shared"],
+        index_head_dim=128,
+        experts_implementation="batched_mm",
+    )
+    return models.use_custom_pypto(model.to("npu", torch.bfloat16), block_size=BLOCK)
+
+
+def decoded(forward):
+    """The logits after a padded prompt; the second sequence enters another block."""
+    model, ids, mask = glm(), token_ids(2, 34).npu(), torch.ones(2, 30, dtype=torch.int64)
+    mask[0, :7] = 0
+    cache = models.PagedCache(model, 2, 64, block_size=BLOCK)
+    model(ids[:, :30], attention_mask=mask.npu(), past_key_values=cache)
+    return decode(forward, cache, ids, 30, 34)
+
+
+def generated(**options):
+    return glm().generate(token_ids(2, 12).npu(), max_new_tokens=5, do_sample=False, **options)
+
+
+@functools.cache
+def eager_glm():
+    return decoded(glm()), generated()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_padded_batch_through_experts_and_shared_indexers(mode):
+    step = torch.compile(glm().forward, backend=backend(mode), fullgraph=True, dynamic=False)
+    with watched() as seen:
+        logits = decoded(step)
+    assert seen.counts() == ONE_GRAPH[mode]
+    torch.testing.assert_close(logits, eager_glm()[0], rtol=0, atol=2**-6)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_generate_compiles_its_decode_step(mode):
+    compiled = CompileConfig(backend=backend(mode), fullgraph=True, dynamic=False, mode=None)
+    compiled._compile_all_devices = True  # transformers compiles on its own list of devices only
+    with watched() as seen:
+        tokens = generated(compile_config=compiled)
+    assert seen.counts() == ONE_GRAPH[mode]
+    assert torch.equal(tokens, eager_glm()[1])
