@@ -5,12 +5,18 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 environment="${VIRTUAL_ENV:-${CONDA_PREFIX:-$root/.venv}}"
 python="$environment/bin/python"
-TEST_SECONDS=1500
+TEST_SECONDS=2400
+TORCH_NPU=2.13.0
+PROTOBUF=7.36.2
+# torch_npu without CANN breaks `import torch`: it goes where only those look who are told to
+torch_npu_folder="$root/build/torch_npu"
 
 usage() {
   cat <<'TEXT'
-usage: run.sh [arguments of examples/generate.py]    the demo: text from a sparse-attention model
-       run.sh test [arguments of pytest]             the tests, at most 25 minutes
+usage: run.sh [arguments of examples/generate.py]    the demo: text from a sparse-attention model;
+                                                     then graph mode, where torch_npu is installed
+       run.sh graph [arguments of compile_torchair]  installs torch_npu beside, compiles the model
+       run.sh test [arguments of pytest]             the tests, at most 40 minutes
        run.sh test --slow                            the tests that take minutes each
        run.sh bench [arguments of the benchmarks]    the ops and a model on this CPU
        run.sh bench npu [arguments]                  the NPU programs in PyPTO's cost model
@@ -61,6 +67,31 @@ PY
   }
 }
 
+has_torch_npu() {
+  "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch_npu") is None)'
+}
+
+# What graph mode needs without an NPU, in a folder of its own; nothing where torch_npu is installed.
+setup_torch_npu() {
+  has_torch_npu || [[ -d "$torch_npu_folder" ]] && return
+  echo "installing torch_npu $TORCH_NPU into $torch_npu_folder, for graph mode only" >&2
+  local part="$torch_npu_folder.part"
+  rm -rf "$part"
+  # no dependencies: it names a torch of its own; protobuf is what torchair lacks beside torch
+  "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$part" \
+    "torch_npu==$TORCH_NPU" "protobuf==$PROTOBUF" && mv "$part" "$torch_npu_folder" && return
+  rm -rf "$part"
+  echo "run.sh: torch_npu could not be installed, see above; graph mode is left out" >&2
+  return 1
+}
+
+run_graph_examples() {
+  has_torch_npu || export PYTHONPATH="$torch_npu_folder${PYTHONPATH:+:$PYTHONPATH}"
+  export TORCH_DEVICE_BACKEND_AUTOLOAD=0 # the examples import torch_npu themselves
+  "$python" "$root/examples/compile_torchair.py" "$@"
+  "$python" "$root/examples/export_graph.py"
+}
+
 lint() {
   cd "$root"
   local failed=0 large
@@ -109,6 +140,7 @@ case "${1:-}" in
   test)
     shift
     setup models sim test
+    setup_torch_npu || true # the tests say which they skip
     run_tests "$@"
     ;;
   bench)
@@ -131,9 +163,19 @@ case "${1:-}" in
     lint
     ;;
   -h | --help) usage ;;
+  graph)
+    shift
+    setup models sim
+    setup_torch_npu
+    run_graph_examples "$@"
+    ;;
   "" | -*)
     setup models
-    exec "$python" "$root/examples/generate.py" "$@"
+    "$python" "$root/examples/generate.py" "$@"
+    if [[ $# -eq 0 ]] && { has_torch_npu || [[ -d "$torch_npu_folder" ]]; }; then
+      setup sim
+      run_graph_examples
+    fi
     ;;
   *)
     usage >&2

@@ -19,6 +19,7 @@ on_stand_in = pytest.mark.ascend_host
 
 # ---- what the device computes --------------------------------------------------------------------
 
+
 def scatter(x, rows, values):
     """torch_npu's op, into a copy and in place; the CPU has no such op."""
     if x.device.type == "cpu":

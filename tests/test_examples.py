@@ -5,9 +5,11 @@ import os
 import re
 import subprocess
 import sys
+import xml.etree.ElementTree
 from pathlib import Path
 
 import pytest
+from ascend_host_worker import environment, require_stand_in
 
 ROOT = Path(__file__).parents[1]
 READMES = ["README.md", "README.zh-CN.md"]
@@ -106,3 +108,38 @@ def test_piped_output_has_no_progress_bar_and_no_escapes():
 def test_a_missing_checkpoint_is_named(tmp_path):
     done = run("examples/generate.py", "--model", str(tmp_path / "nowhere"), status=1)
     assert "nowhere" in done.stderr and "Traceback" not in done.stderr
+
+
+def on_stand_in(*command: str) -> str:
+    """What an example prints on the host stand-in for CANN."""
+    require_stand_in()
+    done = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "npu is a host stand-in for CANN" in done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize(
+    "mode",
+    [
+        "max-autotune",
+        pytest.param("reduce-overhead", marks=pytest.mark.slow),
+        pytest.param("npugraph_ex", marks=pytest.mark.slow),
+    ],
+)
+def test_a_model_compiled_by_torchair_answers_as_eager_does(mode):
+    said = on_stand_in("examples/compile_torchair.py", "--mode", mode).splitlines()
+    assert len(said) == 4 and not any("wrong" in line for line in said)
+    assert said[-1].startswith(f"mode {mode}: 1 graph") and said[-1].endswith("equal eager's")
+
+
+def test_the_graph_of_a_decode_step_is_written_as_text_and_picture(tmp_path):
+    said = on_stand_in("examples/export_graph.py", "--folder", str(tmp_path))
+    assert "6 ScatterNdUpdate" in said and "0 TensorMove" in said
+    text, picture = (tmp_path / "decode.txt").read_text(), (tmp_path / "decode.svg").read_text()
+    nodes = xml.etree.ElementTree.fromstring(picture).findall("{http://www.w3.org/2000/svg}g")
+    kinds = [node.get("class") for node in nodes]
+    assert kinds.count("ours") == text.count('type: "LightningIndexerPto"') * 2 == 4
+    assert kinds.count("writes") == 6 and len(kinds) > 100

@@ -1,0 +1,168 @@
+"""Writes the GE graph of a model's decode step, as text and as a picture.
+
+    python examples/export_graph.py [--folder DIR]    # DIR/decode.txt, DIR/decode.svg
+
+The text is torchair's own dump of the graph after its passes (a ``GraphDef`` of protobuf). The
+picture shows its nodes from the first to the last, without weights and constants: the operators of
+this package in orange, writes into the cache in blue. It runs where compile_torchair.py does.
+"""
+
+import argparse
+import collections
+import html
+import sys
+import tempfile
+from pathlib import Path
+
+from compile_torchair import CHECKPOINT, Decoder, load  # first: it finds the package
+
+# isort: split
+import torch
+
+from custom_pypto import converter
+from custom_pypto.simulation import ascend_host
+
+OURS, WRITES = set(converter.OPS.values()), {"ScatterNdUpdate"}
+HIDDEN = {"Data", "RefData", "Const", "NetOutput"}
+WIDTH, HEIGHT, GAP_X, GAP_Y = 190, 34, 24, 26  # pixels of a node and between nodes
+STYLE = """
+text { font: 12px sans-serif; text-anchor: middle }
+rect { fill: #f4f4f4; stroke: #999; rx: 6px }
+.ours rect { fill: #ffb454; stroke: #a65e00 } .ours text { font-weight: bold }
+.writes rect { fill: #9ecbff; stroke: #1f5fa8 }
+path { fill: none; stroke: #bbb } path.ours { stroke: #a65e00; stroke-width: 1.5px }
+"""
+
+
+@torch.no_grad()
+def convert_decode_step(folder):
+    """The graph of the decode step of the demo's model, which torchair writes into ``folder``."""
+    import torchair
+    from google.protobuf import text_format
+    from torchair._ge_concrete_graph.ge_ir_pb2 import GraphDef
+
+    model, tokenizer, prompt, dialogue = load(CHECKPOINT, prompt_tokens=32, questions=1)
+    config = torchair.CompilerConfig()
+    config.debug.graph_dump.type = "txt"
+    backend = torchair.get_npu_backend(compiler_config=config)
+    step = torch.compile(model.forward, backend=backend, fullgraph=True, dynamic=False)
+    decoder = Decoder(model, step, length=64)
+    decoder.prefill(tokenizer(prompt, return_tensors="pt").input_ids.npu())
+    question = tokenizer(dialogue[0][0], return_tensors="pt").input_ids.npu()
+    with tempfile.TemporaryDirectory() as dumps:
+        config.debug.graph_dump.path = dumps
+        try:
+            decoder.next_token(question)
+        except RuntimeError as error:  # torchair writes the graph before it is compiled
+            print(f"GE does not compile the graph: {error}", file=sys.stderr)
+        (dump,) = Path(dumps).glob("dynamo_optimized_*.txt")
+        text = dump.read_text()
+    (folder / "decode.txt").write_text(text)
+    return text_format.Parse(text, GraphDef())
+
+
+def layers(graph):
+    """The nodes to be drawn, in layers, and the edges between them as pairs of names.
+
+    A node stands right above the first that takes its output; within a layer, in the order of what
+    they take, so that few edges cross.
+    """
+    shown = {node.name: node for node in graph.op if node.type not in HIDDEN}
+    edges, depth = [], {}
+    for node in shown.values():  # a graph lists a node behind those it takes
+        sources = dict.fromkeys(name.rpartition(":")[0] for name in node.input)
+        sources = [name for name in sources if name in shown]
+        edges += [(name, node.name) for name in sources]
+        depth[node.name] = 1 + max((depth[name] for name in sources), default=-1)
+    taken, takers = collections.defaultdict(list), collections.defaultdict(list)
+    for source, target in edges:
+        taken[target].append(source)
+        takers[source].append(target)
+    for name in reversed(shown):
+        depth[name] = min((depth[taker] - 1 for taker in takers[name]), default=depth[name])
+    rows, place = collections.defaultdict(list), {}
+    for name in sorted(depth, key=depth.get):
+        rows[depth[name]].append(name)
+    for row in rows.values():
+        row.sort(key=lambda name: sum(place[s] for s in taken[name]) / max(len(taken[name]), 1))
+        place |= {name: i - len(row) / 2 for i, name in enumerate(row)}
+    return [[shown[name] for name in row] for row in rows.values()], edges
+
+
+def kind(node):
+    return "ours" if node.type in OURS else "writes" if node.type in WRITES else ""
+
+
+def picture(graph):
+    """The graph as SVG."""
+    rows, edges = layers(graph)
+    width = max(map(len, rows)) * (WIDTH + GAP_X) + GAP_X
+    height = len(rows) * (HEIGHT + GAP_Y) + GAP_Y
+    boxes, lines, at, kinds = [], [], {}, {}
+    for depth, row in enumerate(rows):
+        for i, node in enumerate(row):
+            x = width / 2 + (i - len(row) / 2) * (WIDTH + GAP_X) + GAP_X / 2
+            y = GAP_Y + depth * (HEIGHT + GAP_Y)
+            at[node.name], kinds[node.name] = (x + WIDTH / 2, y), kind(node)
+            shape = node.output_desc[0].attr["_meta"].s.decode().partition("shape=")[2]
+            shape = shape.removeprefix("torch.Size(").rstrip(")")
+            boxes.append(
+                f'<g class="{kind(node)}"><title>{html.escape(node.name)}</title>'
+                f'<rect x="{x:.0f}" y="{y}" width="{WIDTH}" height="{HEIGHT}"/>'
+                f'<text x="{x + WIDTH / 2:.0f}" y="{y + 15}">{html.escape(node.type)}</text>'
+                f'<text x="{x + WIDTH / 2:.0f}" y="{y + 29}">{html.escape(shape)}</text></g>'
+            )
+    for source, target in edges:
+        (x0, y0), (x1, y1) = at[source], at[target]
+        y0, middle = y0 + HEIGHT, (y0 + HEIGHT + y1) / 2
+        lines.append(
+            f'<path class="{"ours" if "ours" in (kinds[source], kinds[target]) else ""}" '
+            f'd="M{x0:.0f} {y0}C{x0:.0f} {middle:.0f} {x1:.0f} {middle:.0f} {x1:.0f} {y1}"/>'
+        )
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}">',
+            f'<style>{STYLE}</style><rect width="100%" height="100%" style="fill: white"/>',
+            *lines,
+            *boxes,
+            "</svg>\n",
+        ]
+    )
+
+
+def attributes(node):
+    values = []
+    for name, value in sorted(node.attr.items()):
+        if not name.startswith("_"):  # torchair's own
+            value = getattr(value, value.WhichOneof("value"))
+            values.append(f"{name}={value.decode() if isinstance(value, bytes) else value}")
+    return ", ".join(values)
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--folder", type=Path, default=Path("ge_graph"), help="made if missing")
+    args = parser.parse_args()
+    try:
+        ascend_host.start_without_npu()
+    except ascend_host.AscendHostError as error:
+        sys.exit(f"export_graph.py: {error}")
+    converter.register()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    graph = convert_decode_step(args.folder.resolve())
+    (args.folder / "decode.svg").write_text(picture(graph))
+
+    count = collections.Counter(node.type for node in graph.op)
+    print(f"decode step: {len(graph.op)} nodes of {len(count)} types, among them")
+    for node in graph.op:
+        if node.type in OURS:
+            print(f"  {node.type}  {node.name}: {attributes(node)}")
+    print(f"  {count['ScatterNdUpdate']} ScatterNdUpdate, into the cache in place")
+    print(f"  {count['TensorMove']} TensorMove (copies)")
+    print(f"written: {args.folder / 'decode.txt'}, {args.folder / 'decode.svg'}")
+
+
+if __name__ == "__main__":
+    main()
