@@ -10,6 +10,7 @@ It never starts by itself, only once per process and for its lifetime, and not b
 ``python -m custom_pypto.simulation.ascend_host program.py ...`` runs a program under it.
 """
 
+import contextlib
 import os
 import sys
 
@@ -42,8 +43,10 @@ def start() -> None:
     # torch_npu would hand failing calls to a thread and report them at a later one
     os.environ["TASK_QUEUE_ENABLE"] = "0"
     try:
-        import torch_npu  # noqa: F401
-        import torchair  # noqa: F401
+        # what torch_npu misses of CANN is not what the program prints
+        with contextlib.redirect_stdout(sys.stderr):
+            import torch_npu  # noqa: F401
+            import torchair  # noqa: F401
     except ImportError as error:
         raise AscendHostError(
             f"ascend_host: torch_npu or its torchair cannot be imported ({error}); beside torch "
