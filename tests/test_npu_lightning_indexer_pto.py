@@ -78,6 +78,32 @@ def test_equals_the_reference_exactly_where_arithmetic_is_exact(x):
     assert torch.equal(index(**x), reference.npu_lightning_indexer_pto(**x))
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("block_size", [16, 48, 128, 1024])
+def test_selects_what_the_reference_selects_at_every_tail(block_size, dtype):
+    """Numbers of heads that fill panels and those that do not, keys that fill tiles and not, and
+    as many places as keys, one less and one more."""
+    for heads in range(1, 66):
+        for rest in range(16):
+            # each number of heads meets each rest in one of the four block sizes
+            if (heads + rest) % 4 != (16, 48, 128, 1024).index(block_size):
+                continue
+            keys = 16 * (heads % 3) + rest
+            x = indexer_inputs(
+                [2],
+                [keys],
+                heads=heads,
+                dim=16,
+                block_size=block_size,
+                dtype=dtype,
+                sparse_count=max(1, keys + heads % 3 - 1),
+                integers=True,
+                seed=heads,
+            )
+            expected = reference.npu_lightning_indexer_pto(**x)
+            assert torch.equal(index(**x), expected), f"{heads} heads, {keys} keys"
+
+
 @pytest.mark.parametrize("integers", [False, True], ids=["random", "ties"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(

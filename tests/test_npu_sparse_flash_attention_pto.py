@@ -68,6 +68,23 @@ def test_equals_the_reference(x):
     assert_equals_reference(x)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equals_the_reference_at_every_tail_of_heads(dtype):
+    for heads in range(1, 66):
+        keys = 1 + heads * 5 % 43
+        x = attention_inputs([1], [keys], heads=heads, latent=48, dtype=dtype, sparse_count=keys)
+        assert_equals_reference(x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [4, 20, 64])  # a vector, two, four
+def test_equals_the_reference_at_every_tail_of_keys(heads, dtype):
+    # of a tile, of a first chunk, of the next, and of a part of the indices
+    for keys in (*range(1, 50), *range(90, 100), *range(155, 165), 287, 289, 511, 513, 545, 700):
+        x = attention_inputs([1], [keys], heads=heads, dtype=dtype, sparse_count=keys)
+        assert_equals_reference(x)
+
+
 @pytest.mark.parametrize("hostile", [False, True], ids=["selected", "hostile"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(

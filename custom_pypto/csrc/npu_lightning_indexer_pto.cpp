@@ -255,9 +255,9 @@ class Indexer {
           keys(std::is_same_v<E, T> ? 0 : cpu::kMaxKeys * op.dims_) {
       for (int64_t i = 0; !op.split_ && i < op.group_; ++i) best.emplace_back(op.k_);
     }
-    std::vector<cpu::PanelElement<E>> panels;
-    std::vector<float> weights;
-    std::vector<E> keys;
+    Lines<cpu::PanelElement<E>> panels;
+    Lines<float> weights;
+    Lines<E> keys;
     std::vector<TopK> best;
   };
 
@@ -325,9 +325,9 @@ class Indexer {
                                  i == 0 ? next : nullptr,
                                  scores};
           if constexpr (std::is_same_v<E, float>) {
-            kernels().index_f32(call);
+            kernels().index(call);
           } else {
-            kernels().index_bf16(call);
+            kernels().bf16->index(call);
           }
           best[i].push(scores, seen, j);
         }

@@ -112,14 +112,13 @@ constexpr int64_t kSplitTokens = 8;
 
 // Softmax sums of the rows of a task, in panels.
 struct Sums {
-  std::vector<float> max, sum, out;
+  Lines<float> max, sum, out;
   bool any = false;  // whether a key has been added
 };
 
 inline void narrow(float x, float* out) { *out = x; }
 inline void narrow(float x, c10::Half* out) { *out = static_cast<c10::Half>(x); }
 inline void narrow(float x, c10::BFloat16* out) { *out = static_cast<c10::BFloat16>(x); }
-inline void narrow(float x, uint16_t* out) { *out = c10::BFloat16(x).x; }
 
 // Whether no element has all exponent bits set.
 template <typename T>
@@ -203,21 +202,33 @@ class SparseAttention {
   };
 
   static constexpr int kKeys = cpu::kAttendKeys<E>;
+  // The first chunk is waited for: a short one, during which the next is on its way.
+  static constexpr int kFirstKeys = kKeys / 4;
+
+  // A chunk and what belongs to its keys.
+  struct Keys {
+    explicit Keys(const SparseAttention& op)
+        : widened(std::is_same_v<E, T> ? 0 : kKeys * (2 * op.latent_ + op.rope_dims_)),
+          position(kKeys) {}
+    cpu::Chunk<E> chunk;
+    Lines<E> widened;
+    std::vector<int64_t> position;  // dense: in the sequence
+  };
 
   struct Scratch {
     explicit Scratch(const SparseAttention& op)
-        : scores(cpu::kMaxKeys * cpu::kMaxWidth),
-          packed(std::is_same_v<E, float> ? 0 : kKeys / 2 * op.latent_),
-          widened(std::is_same_v<E, T> ? 0 : kKeys * (2 * op.latent_ + op.rope_dims_)) {}
-    std::vector<cpu::PanelElement<E>> query;
-    std::vector<float> scores;
-    std::vector<uint32_t> packed;
-    std::vector<E> widened;
-    std::vector<float> panel_counts;
-    std::vector<int32_t> counts;    // dense: how often key j was selected by token t, [j][t]
-    std::vector<int64_t> seen;      // keys each token has attended to
-    std::vector<int64_t> position;  // dense: positions of the chunk's keys
-    cpu::Chunk<E> chunk;
+        : keys(op),
+          next(op),
+          scores(cpu::kMaxKeys * cpu::kMaxWidth),
+          packed(std::is_same_v<E, float> ? 0 : kKeys / 2 * op.latent_) {}
+    // One is attended to when the next is full, so that the rows of that one are on their way.
+    Keys keys, next;
+    Lines<cpu::PanelElement<E>> query;
+    Lines<float> scores;
+    Lines<uint32_t> packed;
+    Lines<float> panel_counts;
+    std::vector<int32_t> counts;  // dense: how often key j was selected by token t, [j][t]
+    std::vector<int64_t> seen;    // keys each token has attended to
     Sums sums;
   };
 
@@ -293,26 +304,36 @@ class SparseAttention {
     sums.out.resize(padded * latent_);
     sums.any = false;
     scratch.seen.assign(task.count, 0);
-    scratch.chunk.n = 0;
+    scratch.keys.chunk.n = scratch.next.chunk.n = 0;
   }
 
-  // Starts to load a row: all rows of a chunk are then on their way at once.
+  // Starts to load a row.
   static const T* fetch(const T* row, int64_t dims) {
     constexpr int64_t kLine = 64 / sizeof(T);
     for (int64_t d = 0; d < dims; d += kLine) __builtin_prefetch(row + d, 0, 2);
     return row;
   }
 
-  // Puts a key into the chunk, widened if need be.
-  void add_key(const KeyMap::Slot& slot, Scratch& scratch) const {
-    cpu::Chunk<E>& chunk = scratch.chunk;
+  // Puts a key at the end of the next chunk, widened if need be; when that is full, attends to the
+  // one before.
+  template <typename Counts>
+  void add_key(const KeyMap::Slot& slot, int64_t position, const Task& task, Scratch& scratch,
+               Sums& sums, const Counts& counts) const {
+    Keys& keys = scratch.next;
+    cpu::Chunk<E>& chunk = keys.chunk;
     const int j = chunk.n++;
+    keys.position[j] = position;
     if constexpr (std::is_same_v<E, T>) {
-      chunk.keys[j] = fetch(keys_.at(slot), latent_);
-      chunk.values[j] = own_values_ ? fetch(values_.at(slot), latent_) : chunk.keys[j];
-      if (rope_dims_) chunk.ropes[j] = fetch(key_ropes_->at(slot), rope_dims_);
+      chunk.keys[j] = keys_.at(slot);
+      chunk.values[j] = own_values_ ? values_.at(slot) : chunk.keys[j];
+      if (rope_dims_) chunk.ropes[j] = key_ropes_->at(slot);
+      if (scratch.keys.chunk.n == 0) {  // the first: no kernel runs meanwhile that could fetch
+        fetch(chunk.keys[j], latent_);
+        if (own_values_) fetch(chunk.values[j], latent_);
+        if (rope_dims_) fetch(chunk.ropes[j], rope_dims_);
+      }
     } else {
-      E* to = scratch.widened.data() + j * (2 * latent_ + rope_dims_);
+      E* to = keys.widened.data() + j * (2 * latent_ + rope_dims_);
       widen(keys_.at(slot), latent_, to);
       chunk.keys[j] = chunk.values[j] = to;
       if (own_values_) {
@@ -324,17 +345,27 @@ class SparseAttention {
         chunk.ropes[j] = to + 2 * latent_;
       }
     }
+    if (chunk.n == (scratch.keys.chunk.n ? kKeys : kFirstKeys)) turn(task, scratch, sums, counts);
+  }
+
+  // Attends to the chunk, if it has keys, and makes the next one the chunk.
+  template <typename Counts>
+  void turn(const Task& task, Scratch& scratch, Sums& sums, const Counts& counts) const {
+    if (scratch.keys.chunk.n) attend(task, scratch, sums, counts);
+    std::swap(scratch.keys, scratch.next);
+    scratch.next.chunk.n = 0;
   }
 
   // Adds the keys of the chunk to the sums of every panel; `counts(first row, width)` gives the
   // mask of a panel, or null for all.
   template <typename Counts>
   void attend(const Task& task, Scratch& scratch, Sums& sums, const Counts& counts) const {
-    cpu::Chunk<E>& chunk = scratch.chunk;
+    cpu::Chunk<E>& chunk = scratch.keys.chunk;
+    chunk.next = std::is_same_v<E, T> && scratch.next.chunk.n ? &scratch.next.chunk : nullptr;
     chunk.latent = latent_;
     chunk.rope = rope_dims_;
     chunk.packed = scratch.packed.data();
-    if constexpr (!std::is_same_v<E, float>) kernels().pack_values_bf16(chunk);
+    if constexpr (!std::is_same_v<E, float>) kernels().bf16->pack_values(chunk);
     const int64_t rows = row_count(task);
     const auto* query = scratch.query.data();
     for (int64_t r = 0; r < rows; r += cpu::kMaxWidth) {
@@ -344,19 +375,19 @@ class SparseAttention {
                                       scale_,
                                       counts(r, width),
                                       !sums.any,
+                                      r == 0,
                                       sums.max.data() + r,
                                       sums.sum.data() + r,
                                       sums.out.data() + r * latent_,
                                       scratch.scores.data()};
       if constexpr (std::is_same_v<E, float>) {
-        kernels().attend_f32(chunk, panel);
+        kernels().attend(chunk, panel);
       } else {
-        kernels().attend_bf16(chunk, panel);
+        kernels().bf16->attend(chunk, panel);
       }
       query += panel_elements<E>(width, latent_ + rope_dims_);
     }
     sums.any = true;
-    chunk.n = 0;
   }
 
   void gather(const Task& task, Scratch& scratch, Sums& sums) const {
@@ -367,11 +398,11 @@ class SparseAttention {
                    [&](int64_t position) {
                      const KeyMap::Slot slot = key_map_.find(s, position);
                      if (!slot.exists) return;
-                     add_key(slot, scratch);
+                     add_key(slot, position, task, scratch, sums, all);
                      ++scratch.seen[0];
-                     if (scratch.chunk.n == kKeys) attend(task, scratch, sums, all);
                    });
-    if (scratch.chunk.n) attend(task, scratch, sums, all);
+    turn(task, scratch, sums, all);
+    turn(task, scratch, sums, all);
     if (task.part < 0) finish(task, sums, scratch.seen);
   }
 
@@ -388,31 +419,29 @@ class SparseAttention {
     scratch.panel_counts.resize(kKeys * cpu::kMaxWidth);
     const auto mask = [&](int64_t row, int64_t width) -> const float* {
       float* to = scratch.panel_counts.data();
-      for (int j = 0; j < scratch.chunk.n; ++j) {
+      for (int j = 0; j < scratch.keys.chunk.n; ++j) {
         for (int64_t r = 0; r < width;) {
           const int64_t t = (row + r) / heads_;
           const int64_t end = std::min((t + 1) * heads_ - row, width);
           const int32_t count =
-              t < task.count ? scratch.counts[scratch.position[j] * task.count + t] : 0;
+              t < task.count ? scratch.counts[scratch.keys.position[j] * task.count + t] : 0;
           std::fill(to + j * width + r, to + j * width + end, static_cast<float>(count));
           r = end;
         }
       }
       return to;
     };
-    scratch.position.resize(kKeys);
     for (int64_t j = 0; j < task.end; ++j) {
       const int32_t* counts = scratch.counts.data() + j * task.count;
       if (std::all_of(counts, counts + task.count, [](int32_t c) { return c == 0; })) continue;
       const KeyMap::Slot slot = key_map_.find(s, j);
       if (!slot.exists) continue;
       if (!finite(values_.at(slot), latent_)) return false;
-      scratch.position[scratch.chunk.n] = j;
-      add_key(slot, scratch);
+      add_key(slot, j, task, scratch, sums, mask);
       for (int64_t t = 0; t < task.count; ++t) scratch.seen[t] += counts[t];
-      if (scratch.chunk.n == kKeys) attend(task, scratch, sums, mask);
     }
-    if (scratch.chunk.n) attend(task, scratch, sums, mask);
+    turn(task, scratch, sums, mask);
+    turn(task, scratch, sums, mask);
     finish(task, sums, scratch.seen);
     return true;
   }
@@ -420,16 +449,28 @@ class SparseAttention {
   // Divides by the sums and writes the rows of the tokens that have attended to a key; the others
   // stay zero.
   void finish(const Task& task, const Sums& sums, const std::vector<int64_t>& seen) const {
+    if (!sums.any) return;
     const int64_t rows = row_count(task);
     T* out = static_cast<T*>(out_.mutable_data_ptr()) + token(task, 0) * heads_ * latent_;
-    for (int64_t r = 0; r < rows; ++r) {
-      if (!seen[r / heads_]) continue;
-      const int64_t first = r - r % cpu::kMaxWidth;
-      const int64_t width = cpu::panel_width(std::min<int64_t>(rows - first, cpu::kMaxWidth));
-      const float* sum_out = sums.out.data() + first * latent_ + (r - first);
-      const float inverse = 1.0f / sums.sum[r];
-      for (int64_t l = 0; l < latent_; ++l)
-        narrow(sum_out[l * width] * inverse, out + r * latent_ + l);
+    for (int64_t first = 0; first < rows; first += cpu::kMaxWidth) {
+      const int64_t count = std::min<int64_t>(rows - first, cpu::kMaxWidth);
+      const int64_t width = cpu::panel_width(count);
+      // what has seen no key has sums of zeros
+      float factors[cpu::kMaxWidth] = {};
+      for (int64_t r = 0; r < count; ++r) {
+        if (seen[(first + r) / heads_]) factors[r] = 1.0f / sums.sum[first + r];
+      }
+      const float* panel = sums.out.data() + first * latent_;
+      T* to = out + first * latent_;
+      if constexpr (std::is_same_v<E, uint16_t>) {
+        kernels().bf16->finish(panel, width, count, latent_, factors, to, latent_);
+      } else {
+        for (int64_t r = 0; r < count; ++r) {
+          for (int64_t l = 0; l < latent_; ++l) {
+            narrow(panel[l * width + r] * factors[r], to + r * latent_ + l);
+          }
+        }
+      }
     }
   }
 

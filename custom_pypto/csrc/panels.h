@@ -5,9 +5,38 @@
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
+#include <new>
+#include <utility>
+#include <vector>
+
 #include "ops_common.h"
 
 namespace custom_pypto {
+
+// What the kernels work on begins at a cache line, since a vector of 64 bytes that begins elsewhere
+// costs two accesses; and it is not set to zero first.
+template <typename T>
+struct LineAllocator {
+  using value_type = T;
+  LineAllocator() = default;
+  template <typename U>
+  LineAllocator(const LineAllocator<U>&) {}
+  T* allocate(size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), kLine)); }
+  void deallocate(T* p, size_t) { ::operator delete(p, kLine); }
+  template <typename U>
+  void construct(U* p) {
+    ::new (p) U;
+  }
+  template <typename U, typename... Args>
+  void construct(U* p, Args&&... args) {
+    ::new (p) U(std::forward<Args>(args)...);
+  }
+  bool operator==(const LineAllocator&) const { return true; }
+  bool operator!=(const LineAllocator&) const { return false; }
+  static constexpr std::align_val_t kLine{64};
+};
+template <typename T>
+using Lines = std::vector<T, LineAllocator<T>>;
 
 // Calls f(multiplied, stored) with values of the element types: bfloat16 is multiplied as it is
 // where the CPU can (both uint16_t), every other half precision is widened to float.
@@ -17,7 +46,7 @@ void dispatch_elements(at::ScalarType dtype, const F& f) {
     f(float{}, float{});
   } else if (dtype == at::kHalf) {
     f(float{}, c10::Half{});
-  } else if (kernels().index_bf16) {
+  } else if (kernels().bf16) {
     f(uint16_t{}, uint16_t{});
   } else {
     f(float{}, c10::BFloat16{});
@@ -54,13 +83,7 @@ void pack_panel(const T* from, int64_t row_stride, int64_t rows, int64_t width, 
 
 inline void pack_panel(const uint16_t* from, int64_t row_stride, int64_t rows, int64_t width,
                        int64_t dims, uint32_t* panel) {
-  for (int64_t r = 0; r < width; ++r) {
-    for (int64_t d = 0; d < dims; d += 2) {
-      uint32_t pair = 0;
-      if (r < rows) std::memcpy(&pair, from + r * row_stride + d, 4);
-      panel[d / 2 * width + r] = pair;
-    }
-  }
+  kernels().bf16->pack_panel(from, row_stride, rows, width, dims, panel);
 }
 
 // All rows of a token, contiguous, as consecutive panels.

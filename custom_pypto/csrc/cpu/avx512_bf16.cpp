@@ -22,6 +22,20 @@ INLINE __m512bh broadcast_pair(const void* p) {
   return (__m512bh)_mm512_set1_epi32(pair);
 }
 
+// pairs (even[i], odd[i]) of their elements 0 to 15 or 16 to 31
+INLINE __m512i zip_low(__m512i even, __m512i odd) {
+  const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40,
+                                         8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  return _mm512_permutex2var_epi16(even, order, odd);
+}
+
+INLINE __m512i zip_high(__m512i even, __m512i odd) {
+  const __m512i order =
+      _mm512_set_epi16(63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24, 55, 23, 54,
+                       22, 53, 21, 52, 20, 51, 19, 50, 18, 49, 17, 48, 16);
+  return _mm512_permutex2var_epi16(even, order, odd);
+}
+
 // pairs (x[i], x[i + 16]) of 32 elements
 INLINE __m512i interleave(__m512i x) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
@@ -44,6 +58,33 @@ INLINE __m512 reduce16(const float* in) {
   }
   const __m512 sum = _mm512_unpacklo_ps(c[0], c[1]) + _mm512_unpackhi_ps(c[0], c[1]);
   return _mm512_shuffle_f32x4(sum, sum, 0xD8);
+}
+
+// rows become columns, of 16 x 16 elements
+INLINE void transpose16(__m512i* r) {
+  __m512i t[16];
+  UNROLL for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  UNROLL for (int i = 0; i < 16;
+              i += 4) {  // quarter q of r[i + c]: column 4 q + c, rows i to i + 3
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  UNROLL for (int c = 0; c < 4; ++c) {
+    const __m512i a = _mm512_shuffle_i32x4(r[c], r[c + 4], 0x44);
+    const __m512i b = _mm512_shuffle_i32x4(r[c + 8], r[c + 12], 0x44);
+    t[c] = _mm512_shuffle_i32x4(a, b, 0x88);
+    t[c + 4] = _mm512_shuffle_i32x4(a, b, 0xDD);
+    const __m512i d = _mm512_shuffle_i32x4(r[c], r[c + 4], 0xEE);
+    const __m512i e = _mm512_shuffle_i32x4(r[c + 8], r[c + 12], 0xEE);
+    t[c + 8] = _mm512_shuffle_i32x4(d, e, 0x88);
+    t[c + 12] = _mm512_shuffle_i32x4(d, e, 0xDD);
+  }
+  UNROLL for (int i = 0; i < 16; ++i) r[i] = t[i];
 }
 
 INLINE __mmask16 first_lanes(int n) { return n >= 16 ? 0xFFFF : n <= 0 ? 0 : (1u << n) - 1; }
@@ -112,68 +153,96 @@ void index_bf16(const IndexCall<uint16_t>& call) {
 // packed[group of 16 dims][key pair][dim] = (value of the even key, value of the odd key); an odd
 // last key is paired with zeros
 void pack_values_bf16(const Chunk<uint16_t>& chunk) {
-  alignas(64) static const uint16_t kZeros[16] = {};
   const int pair_count = (chunk.n + 1) / 2;
-  for (int p = 0; p < pair_count; ++p) {
-    const uint16_t* even = chunk.values[2 * p];
-    const bool last = 2 * p + 1 == chunk.n;
-    const uint16_t* odd = last ? nullptr : chunk.values[2 * p + 1];
-    for (int d = 0; d < chunk.latent; d += 16) {
-      const __m256i a = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(even + d));
-      const __m256i b =
-          _mm256_loadu_si256(reinterpret_cast<const __m256i*>(last ? kZeros : odd + d));
-      const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(a), b, 1);
-      _mm512_storeu_si512(chunk.packed + (d / 16 * pair_count + p) * 16, interleave(both));
+  // groups outside: their pairs are stored one behind the other, whereas the groups of a pair are
+  // 4 KiB apart and would fall into one set of the cache
+  for (int d = 0; d < chunk.latent; d += 32) {
+    const __mmask32 whole = chunk.latent - d < 32 ? 0xFFFF : 0xFFFFFFFF;
+    uint32_t* low = chunk.packed + d / 16 * pair_count * 16;
+    uint32_t* high = low + pair_count * 16;
+    for (int p = 0; p < pair_count; ++p) {
+      const __m512i even = _mm512_maskz_loadu_epi16(whole, chunk.values[2 * p] + d);
+      const __m512i odd = 2 * p + 1 < chunk.n
+                              ? _mm512_maskz_loadu_epi16(whole, chunk.values[2 * p + 1] + d)
+                              : _mm512_setzero_si512();
+      _mm512_storeu_si512(low + 16 * p, zip_low(even, odd));
+      if (whole == 0xFFFFFFFF) _mm512_storeu_si512(high + 16 * p, zip_high(even, odd));
     }
   }
 }
 
+// Keys of a tile of logits. One vector of heads leaves registers for two sums per key, of even and
+// of odd pairs: twelve keys are what address registers there are for.
+template <int VECS>
+constexpr int kLogitKeys = VECS == 1 ? 12 : kTileKeys<VECS>;
+
 template <int KEYS, int VECS>
-INLINE void logits_tile_bf16(const uint32_t* query, const uint16_t* const* keys, int d0, int steps,
+INLINE void logits_tile_bf16(const uint32_t* query, const uint16_t* const* keys,
+                             const uint16_t* const* ahead, int ahead_keys, int d0, int steps,
                              bool first, float* scores) {
-  __m512 acc[KEYS][VECS];
+  constexpr int SUMS = VECS == 1 ? 2 : 1;
+  __m512 acc[SUMS][KEYS][VECS];
   UNROLL for (int j = 0; j < KEYS; ++j) {
     UNROLL for (int v = 0; v < VECS; ++v) {
-      acc[j][v] = first ? _mm512_setzero_ps() : (__m512)load(scores + 16 * (j * VECS + v));
+      acc[0][j][v] = first ? _mm512_setzero_ps() : (__m512)load(scores + 16 * (j * VECS + v));
+      UNROLL for (int s = 1; s < SUMS; ++s) acc[s][j][v] = _mm512_setzero_ps();
     }
   }
   const uint16_t* key[KEYS];
   UNROLL for (int j = 0; j < KEYS; ++j) key[j] = keys[j] + d0;
-  for (int p = 0; p < steps; ++p) {
-    __m512bh q[VECS];
-    UNROLL for (int v = 0; v < VECS; ++v) q[v] = pairs(query + 16 * (p * VECS + v));
-    UNROLL for (int j = 0; j < KEYS; ++j) {
-      const __m512bh k = broadcast_pair(key[j] + 2 * p);
-      UNROLL for (int v = 0; v < VECS; ++v) acc[j][v] = _mm512_dpbf16_ps(acc[j][v], q[v], k);
+  constexpr int kLine = 16;  // pairs
+  for (int line = 0; line < steps; line += kLine) {
+    // a line of the rows that are ahead for each one that is read: as many at once as memory takes
+    for (int j = 0; j < ahead_keys; ++j) __builtin_prefetch(ahead[j] + d0 + 2 * line, 0, 2);
+    const int end = steps - line < kLine ? steps : line + kLine;
+    for (int p = line; p < end; p += SUMS) {
+      UNROLL for (int s = 0; s < SUMS; ++s) {
+        __m512bh q[VECS];
+        UNROLL for (int v = 0; v < VECS; ++v) q[v] = pairs(query + 16 * ((p + s) * VECS + v));
+        UNROLL for (int j = 0; j < KEYS; ++j) {
+          const __m512bh k = broadcast_pair(key[j] + 2 * (p + s));
+          UNROLL for (int v = 0; v < VECS; ++v) {
+            acc[s][j][v] = _mm512_dpbf16_ps(acc[s][j][v], q[v], k);
+          }
+        }
+      }
     }
   }
   UNROLL for (int j = 0; j < KEYS; ++j) {
-    UNROLL for (int v = 0; v < VECS; ++v) store(scores + 16 * (j * VECS + v), acc[j][v]);
+    UNROLL for (int v = 0; v < VECS; ++v) {
+      __m512 sum = acc[0][j][v];
+      UNROLL for (int s = 1; s < SUMS; ++s) sum += acc[s][j][v];
+      store(scores + 16 * (j * VECS + v), sum);
+    }
   }
 }
 
 template <int VECS>
 INLINE void logits_bf16(const Chunk<uint16_t>& chunk, const AttendPanel<uint16_t>& panel) {
-  constexpr int KEYS = kTileKeys<VECS>;
   constexpr int width = 16 * VECS;
   constexpr int block = 24576 / (4 * width);  // pairs of dims whose part of the panel is 24 KiB
-  auto part = [&](const uint16_t* const* keys, int pair_count, const uint32_t* query,
-                  bool overwrite) {
+  auto part = [&](const uint16_t* const* keys, const uint16_t* const* ahead, int ahead_keys,
+                  int pair_count, const uint32_t* query, bool overwrite) {
     for (int p = 0; p < pair_count; p += block) {
       const int steps = pair_count - p < block ? pair_count - p : block;
       const uint32_t* q = query + p * width;
       const bool first = overwrite && p == 0;
-      int j = 0;
-      for (; j + KEYS <= chunk.n; j += KEYS) {
-        logits_tile_bf16<KEYS, VECS>(q, keys + j, 2 * p, steps, first, panel.scores + j * width);
-      }
-      for (; j < chunk.n; ++j) {
-        logits_tile_bf16<1, VECS>(q, keys + j, 2 * p, steps, first, panel.scores + j * width);
-      }
+      each_tile<kLogitKeys<VECS>>(chunk.n, [&](auto count, int j) {
+        const int left = ahead_keys - j;
+        logits_tile_bf16<decltype(count)::value, VECS>(q, keys + j, ahead + j,
+                                                       left < count ? left : count, 2 * p, steps,
+                                                       first, panel.scores + j * width);
+      });
     }
   };
-  part(chunk.keys, chunk.latent / 2, panel.query, true);
-  if (chunk.rope) part(chunk.ropes, chunk.rope / 2, panel.query + chunk.latent / 2 * width, false);
+  const Chunk<uint16_t>* next = panel.fetches ? chunk.next : nullptr;
+  const Chunk<uint16_t>& ahead = next ? *next : chunk;
+  const int ahead_keys = next ? next->n : 0;
+  part(chunk.keys, ahead.keys, ahead_keys, chunk.latent / 2, panel.query, true);
+  if (chunk.rope) {
+    part(chunk.ropes, ahead.ropes, ahead_keys, chunk.rope / 2,
+         panel.query + chunk.latent / 2 * width, false);
+  }
 }
 
 template <int DIMS, int VECS>
@@ -187,11 +256,11 @@ INLINE void values_tile_bf16(const uint32_t* weights, const uint32_t* values, in
       if (carry == Carry::kRescale) acc[i][v] *= (__m512)factor[v];
     }
   }
-  for (int p = 0; p < pair_count; ++p) {
+  for (int p = 0; p < pair_count; ++p, weights += 16 * VECS, values += 16) {
     __m512bh w[VECS];
-    UNROLL for (int v = 0; v < VECS; ++v) w[v] = pairs(weights + 16 * (p * VECS + v));
+    UNROLL for (int v = 0; v < VECS; ++v) w[v] = pairs(weights + 16 * v);
     UNROLL for (int i = 0; i < DIMS; ++i) {
-      const __m512bh x = broadcast_pair(values + 16 * p + i);
+      const __m512bh x = broadcast_pair(values + i);
       UNROLL for (int v = 0; v < VECS; ++v) acc[i][v] = _mm512_dpbf16_ps(acc[i][v], w[v], x);
     }
   }
@@ -241,6 +310,44 @@ INLINE void attend_width(const Chunk<uint16_t>& chunk, const AttendPanel<uint16_
   }
 }
 
+void pack_panel_bf16(const uint16_t* rows, int64_t stride, int count, int width, int dims,
+                     uint32_t* panel) {
+  for (int r = 0; r < width; r += 16) {
+    for (int d = 0; d < dims; d += 32) {
+      const int pair_count = dims - d < 32 ? (dims - d) / 2 : 16;
+      __m512i x[16];
+      UNROLL for (int i = 0; i < 16; ++i) {
+        x[i] = r + i < count
+                   ? _mm512_maskz_loadu_epi32(first_lanes(pair_count), rows + (r + i) * stride + d)
+                   : _mm512_setzero_si512();
+      }
+      transpose16(x);
+      for (int i = 0; i < pair_count; ++i) {
+        _mm512_storeu_si512(panel + (d / 2 + i) * width + r, x[i]);
+      }
+    }
+  }
+}
+
+void finish_bf16(const float* sums, int width, int count, int dims, const float* factors,
+                 uint16_t* rows, int64_t stride) {
+  for (int r = 0; r < count; r += 16) {
+    const __m512 factor = load(factors + r);
+    for (int d = 0; d < dims; d += 16) {
+      __m512i x[16];
+      UNROLL for (int i = 0; i < 16; ++i) {
+        x[i] = (__m512i)((__m512)load(sums + (d + i) * width + r) * factor);
+      }
+      transpose16(x);
+      for (int i = 0; i < 16 && r + i < count; ++i) {
+        const __m256bh narrow = _mm512_cvtneps_pbh((__m512)x[i]);
+        _mm256_storeu_si256(reinterpret_cast<__m256i*>(rows + (r + i) * stride + d),
+                            (__m256i)narrow);
+      }
+    }
+  }
+}
+
 void attend_bf16(const Chunk<uint16_t>& chunk, const AttendPanel<uint16_t>& panel) {
   if (panel.width == 64) {
     attend_width<4>(chunk, panel);
@@ -251,10 +358,11 @@ void attend_bf16(const Chunk<uint16_t>& chunk, const AttendPanel<uint16_t>& pane
   }
 }
 
+const Bf16Kernels kBf16 = {pack_panel_bf16, index_bf16, pack_values_bf16, attend_bf16, finish_bf16};
+
 }  // namespace
 
-const Kernels kAvx512Bf16 = {"avx512_bf16", index_f32,        attend_f32,
-                             index_bf16,    pack_values_bf16, attend_bf16};
+const Kernels kAvx512Bf16 = {"avx512_bf16", index_f32, attend_f32, &kBf16};
 
 }  // namespace custom_pypto::cpu
 #endif

@@ -44,7 +44,8 @@ struct Chunk {
   const E* keys[kMaxKeys];
   const E* ropes[kMaxKeys];
   const E* values[kMaxKeys];
-  uint32_t* packed;  // bfloat16 only: values as pairs of keys, [latent / 16][n / 2][16]
+  uint32_t* packed;   // bfloat16 only: values as pairs of keys, [latent / 16][n / 2][16]
+  const Chunk* next;  // whose rows are fetched into the level-2 cache meanwhile; or null
 };
 
 // Online softmax of one panel. counts[j][row] says how often a row has selected key j; null: once.
@@ -55,20 +56,31 @@ struct AttendPanel {
   float scale;                   // of the logits, times log2(e): exponentials are powers of two
   const float* counts;           // [n][width] or null
   bool first;                    // max, sum and out hold nothing yet
+  bool fetches;                  // the next chunk: one panel does it for all
   float* max;                    // [width]
   float* sum;                    // [width]
   float* out;                    // [latent][width], not yet divided by sum
   float* scores;                 // scratch [kMaxKeys][width]
 };
 
+// What bfloat16 is multiplied with as it is.
+struct Bf16Kernels {
+  // panel[pair][row] from rows[row][dim]: `count` rows, and zeros up to the panel's width
+  void (*pack_panel)(const uint16_t* rows, int64_t stride, int count, int width, int dims,
+                     uint32_t* panel);
+  void (*index)(const IndexCall<uint16_t>&);
+  void (*pack_values)(const Chunk<uint16_t>&);
+  void (*attend)(const Chunk<uint16_t>&, const AttendPanel<uint16_t>&);
+  // rows[row][dim] = factors[row] * sums[dim][row], for the first `count` rows of a panel
+  void (*finish)(const float* sums, int width, int count, int dims, const float* factors,
+                 uint16_t* rows, int64_t stride);
+};
+
 struct Kernels {
   const char* name;
-  void (*index_f32)(const IndexCall<float>&);
-  void (*attend_f32)(const Chunk<float>&, const AttendPanel<float>&);
-  // null where bfloat16 has no dot product: operands are then widened to float
-  void (*index_bf16)(const IndexCall<uint16_t>&);
-  void (*pack_values_bf16)(const Chunk<uint16_t>&);
-  void (*attend_bf16)(const Chunk<uint16_t>&, const AttendPanel<uint16_t>&);
+  void (*index)(const IndexCall<float>&);
+  void (*attend)(const Chunk<float>&, const AttendPanel<float>&);
+  const Bf16Kernels* bf16;  // null without a dot product of it: operands are widened to float
 };
 
 // keys of one attend call: as many as keep the scores of a panel in half the level-1 cache

@@ -102,18 +102,30 @@ INLINE void fetch(const E* row, int dims) {
   for (int d = 0; d < dims; d += kLine) __builtin_prefetch(row + d, 0, 2);
 }
 
+// Calls tile(number of keys, first key) for n keys: tiles of KEYS, and as many with one key less as
+// let them come out even, because a tile of few keys waits for its own sums. Only where n is too
+// small for that are the last keys alone.
+template <int KEYS, typename Tile>
+INLINE void each_tile(int n, const Tile& tile) {
+  int smaller = (KEYS - n % KEYS) % KEYS;
+  if (smaller * (KEYS - 1) > n) smaller = 0;
+  int j = 0;
+  for (; j + KEYS <= n - smaller * (KEYS - 1); j += KEYS) {
+    tile(std::integral_constant<int, KEYS>{}, j);
+  }
+  for (; smaller > 0; --smaller, j += KEYS - 1) tile(std::integral_constant<int, KEYS - 1>{}, j);
+  for (; j < n; ++j) tile(std::integral_constant<int, 1>{}, j);
+}
+
 // calls tile(number of keys, first key) for all keys of the call
 template <int VECS, typename E, typename Tile>
 INLINE void index_strip(const IndexCall<E>& call, const E* ahead, const Tile& tile) {
-  constexpr int KEYS = kTileKeys<VECS>;
-  int j = 0;
-  for (; j + KEYS <= call.n; j += KEYS) {
+  each_tile<kTileKeys<VECS>>(call.n, [&](auto keys, int j) {
     if (ahead) {
-      UNROLL for (int i = j; i < j + KEYS; ++i) fetch(ahead + i * call.key_stride, call.dims);
+      for (int i = j; i < j + keys; ++i) fetch(ahead + i * call.key_stride, call.dims);
     }
-    tile(std::integral_constant<int, KEYS>{}, j);
-  }
-  for (; j < call.n; ++j) tile(std::integral_constant<int, 1>{}, j);
+    tile(keys, j);
+  });
 }
 
 void index_f32(const IndexCall<float>& call) {
@@ -175,7 +187,6 @@ INLINE void logits_tile(const float* query, int width, const float* const* keys,
 // scores = query . keys; dims in blocks that keep the part of the panel in use in the level-1 cache
 template <int VECS>
 INLINE void logits(const Chunk<float>& chunk, const AttendPanel<float>& panel, int strip) {
-  constexpr int KEYS = kTileKeys<VECS>;
   const int width = panel.width;
   const int block = 16384 / (4 * VECS * kLanes);
   auto part = [&](const float* const* keys, int dims, const float* query, bool overwrite) {
@@ -183,14 +194,10 @@ INLINE void logits(const Chunk<float>& chunk, const AttendPanel<float>& panel, i
       const int len = dims - d < block ? dims - d : block;
       const float* q = query + d * width + strip;
       const bool first = overwrite && d == 0;
-      int j = 0;
-      for (; j + KEYS <= chunk.n; j += KEYS) {
-        logits_tile<KEYS, VECS>(q, width, keys + j, d, len, first,
-                                panel.scores + j * width + strip);
-      }
-      for (; j < chunk.n; ++j) {
-        logits_tile<1, VECS>(q, width, keys + j, d, len, first, panel.scores + j * width + strip);
-      }
+      each_tile<kTileKeys<VECS>>(chunk.n, [&](auto count, int j) {
+        logits_tile<decltype(count)::value, VECS>(q, width, keys + j, d, len, first,
+                                                  panel.scores + j * width + strip);
+      });
     }
   };
   part(chunk.keys, chunk.latent, panel.query, true);
