@@ -105,10 +105,10 @@ struct Task {
 constexpr int64_t kDenseRows = 128;
 // A gathered key costs more than one in a row of keys: it serves the heads of one token only.
 constexpr double kGatherCost = 1.25;
-// Up to 8 tokens, the columns of one are split between tasks. Depends on shapes alone, so that
-// sums are added in the same order for any number of threads.
+// The columns of few tokens are split between tasks: of one, so many to a task; of more tokens,
+// more, because the sums of all tasks are written and read once more. Depends on shapes alone, so
+// that sums are added in the same order for any number of threads.
 constexpr int64_t kSplitColumns = 512;
-constexpr int64_t kSplitTokens = 8;
 
 // Softmax sums of the rows of a task, in panels.
 struct Sums {
@@ -255,6 +255,7 @@ class SparseAttention {
   void plan() {
     int64_t tokens = 0;
     for (const Sequence& s : sequences_) tokens += s.len_query;
+    step_ = kSplitColumns * std::max<int64_t>(1, tokens / 2);
     const int64_t group = std::max<int64_t>(1, kDenseRows / heads_);
     for (const Sequence& s : sequences_) {
       for (int64_t i = 0; i < s.len_query; i += group) {
@@ -267,12 +268,11 @@ class SparseAttention {
           tasks_.push_back({true, s.index, i, count, 0, visible, -1});
           continue;
         }
-        const int64_t step = tokens <= kSplitTokens ? kSplitColumns : k_;
         for (int64_t t = i; t < i + count; ++t) {
           const int64_t end = columns(s.first_token + t);
-          for (int64_t c = 0; c < end; c += step) {
-            const int64_t part = end > step ? part_count_++ : -1;
-            tasks_.push_back({false, s.index, t, 1, c, std::min(c + step, end), part});
+          for (int64_t c = 0; c < end; c += step_) {
+            const int64_t part = end > step_ ? part_count_++ : -1;
+            tasks_.push_back({false, s.index, t, 1, c, std::min(c + step_, end), part});
           }
         }
       }
@@ -476,7 +476,7 @@ class SparseAttention {
 
   // Brings the parts of one token to a common maximum and adds them, in the order of the columns.
   void combine(const Task& task, std::vector<Sums>& parts) const {
-    const int64_t end = (columns(token(task, 0)) + kSplitColumns - 1) / kSplitColumns;
+    const int64_t end = (columns(token(task, 0)) + step_ - 1) / step_;
     const int64_t width_all = panel_rows(heads_);
     Sums total;
     total.max.assign(width_all, -INFINITY);
@@ -519,6 +519,7 @@ class SparseAttention {
   float scale_;
   Tensor& out_;
   std::vector<Task> tasks_;
+  int64_t step_ = 0;  // columns of a task
   int64_t part_count_ = 0;
 };
 

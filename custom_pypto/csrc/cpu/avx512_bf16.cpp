@@ -193,7 +193,7 @@ INLINE void logits_tile_bf16(const uint32_t* query, const uint16_t* const* keys,
   constexpr int kLine = 16;  // pairs
   for (int line = 0; line < steps; line += kLine) {
     // a line of the rows that are ahead for each one that is read: as many at once as memory takes
-    for (int j = 0; j < ahead_keys; ++j) __builtin_prefetch(ahead[j] + d0 + 2 * line, 0, 2);
+    for (int j = 0; j < ahead_keys; ++j) __builtin_prefetch(ahead[j] + d0 + 2 * line, 0, 3);
     const int end = steps - line < kLine ? steps : line + kLine;
     for (int p = line; p < end; p += SUMS) {
       UNROLL for (int s = 0; s < SUMS; ++s) {
