@@ -10,6 +10,7 @@ TORCH_NPU=2.13.0
 PROTOBUF=7.36.2
 # torch_npu without CANN breaks `import torch`: it goes where only those look who are told to
 torch_npu_folder="$root/build/torch_npu"
+torch_npu_wanted="torch_npu==$TORCH_NPU protobuf==$PROTOBUF"
 
 usage() {
   cat <<'TEXT'
@@ -71,15 +72,24 @@ has_torch_npu() {
   "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch_npu") is None)'
 }
 
+has_torch_npu_folder() {
+  [[ "$(cat "$torch_npu_folder/installed" 2>/dev/null)" == "$torch_npu_wanted" ]]
+}
+
 # What graph mode needs without an NPU, in a folder of its own; nothing where torch_npu is installed.
 setup_torch_npu() {
-  has_torch_npu || [[ -d "$torch_npu_folder" ]] && return
-  echo "installing torch_npu $TORCH_NPU into $torch_npu_folder, for graph mode only" >&2
-  local part="$torch_npu_folder.part"
-  rm -rf "$part"
+  if has_torch_npu || has_torch_npu_folder; then return; fi
+  echo "installing $torch_npu_wanted into $torch_npu_folder, for graph mode only" >&2
+  local part
+  part="$(mktemp -d "$torch_npu_folder.XXXXXX")"
   # no dependencies: it names a torch of its own; protobuf is what torchair lacks beside torch
-  "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$part" \
-    "torch_npu==$TORCH_NPU" "protobuf==$PROTOBUF" && mv "$part" "$torch_npu_folder" && return
+  # shellcheck disable=SC2086
+  if "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$part" \
+    $torch_npu_wanted; then
+    echo "$torch_npu_wanted" >"$part/installed"
+    rm -rf "$torch_npu_folder"
+    mv -T "$part" "$torch_npu_folder" 2>/dev/null || has_torch_npu_folder && return
+  fi
   rm -rf "$part"
   echo "run.sh: torch_npu could not be installed, see above; graph mode is left out" >&2
   return 1
@@ -88,8 +98,8 @@ setup_torch_npu() {
 run_graph_examples() {
   has_torch_npu || export PYTHONPATH="$torch_npu_folder${PYTHONPATH:+:$PYTHONPATH}"
   export TORCH_DEVICE_BACKEND_AUTOLOAD=0 # the examples import torch_npu themselves
-  "$python" "$root/examples/compile_torchair.py" "$@"
-  "$python" "$root/examples/export_graph.py"
+  "$python" "$root/examples/compile_torchair.py" "$@" &&
+    "$python" "$root/examples/export_graph.py" --folder "$root/build/ge_graph"
 }
 
 lint() {
@@ -172,9 +182,10 @@ case "${1:-}" in
   "" | -*)
     setup models
     "$python" "$root/examples/generate.py" "$@"
-    if [[ $# -eq 0 ]] && { has_torch_npu || [[ -d "$torch_npu_folder" ]]; }; then
+    if [[ $# -eq 0 ]] && { has_torch_npu || has_torch_npu_folder; }; then
       setup sim
-      run_graph_examples
+      echo
+      run_graph_examples || echo "run.sh: graph mode does not run here, see above" >&2
     fi
     ;;
   *)

@@ -96,8 +96,8 @@ def main():
     parser.add_argument("--questions", type=int, default=3, help="about it, 1 to 32")
     args = parser.parse_args()
     try:
-        real = ascend_host.start_without_npu()
-    except ascend_host.AscendHostError as error:
+        real = ascend_host.start_unless_npu()
+    except ascend_host.AscendHostUnavailable as error:
         sys.exit(f"compile_torchair.py: {error}")
 
     model, tokenizer, prompt, dialogue = load(CHECKPOINT, args.prompt_tokens, args.questions)

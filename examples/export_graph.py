@@ -96,7 +96,7 @@ def kind(node):
 def picture(graph):
     """The graph as SVG."""
     rows, edges = layers(graph)
-    width = max(map(len, rows)) * (WIDTH + GAP_X) + GAP_X
+    width = max(map(len, rows), default=0) * (WIDTH + GAP_X) + GAP_X
     height = len(rows) * (HEIGHT + GAP_Y) + GAP_Y
     boxes, lines, at, kinds = [], [], {}, {}
     for depth, row in enumerate(rows):
@@ -104,8 +104,8 @@ def picture(graph):
             x = width / 2 + (i - len(row) / 2) * (WIDTH + GAP_X) + GAP_X / 2
             y = GAP_Y + depth * (HEIGHT + GAP_Y)
             at[node.name], kinds[node.name] = (x + WIDTH / 2, y), kind(node)
-            shape = node.output_desc[0].attr["_meta"].s.decode().partition("shape=")[2]
-            shape = shape.removeprefix("torch.Size(").rstrip(")")
+            noted = node.output_desc[0].attr["_meta"].s.decode() if node.output_desc else ""
+            shape = noted.partition("shape=torch.Size(")[2].rstrip(")")
             boxes.append(
                 f'<g class="{kind(node)}"><title>{html.escape(node.name)}</title>'
                 f'<rect x="{x:.0f}" y="{y}" width="{WIDTH}" height="{HEIGHT}"/>'
@@ -146,8 +146,8 @@ def main():
     parser.add_argument("--folder", type=Path, default=Path("ge_graph"), help="made if missing")
     args = parser.parse_args()
     try:
-        ascend_host.start_without_npu()
-    except ascend_host.AscendHostError as error:
+        ascend_host.start_unless_npu()
+    except ascend_host.AscendHostUnavailable as error:
         sys.exit(f"export_graph.py: {error}")
     converter.register()
     args.folder.mkdir(parents=True, exist_ok=True)

@@ -110,15 +110,15 @@ class PagedCache(Cache):
         position = self.lengths[:, None] + valid.cumsum(1) - 1
         column = position // self.block_size
         last = self.block_table.size(1) - 1
-        block = self.block_table.gather(1, column.clamp(0, last))
+        block = self.block_table.gather(1, column.clamp(0, last)).long()
         fits = valid & (column <= last)
-        slot = torch.where(fits, block * self.block_size + position % self.block_size, 0)
+        block = torch.where(fits, block, 0).flatten()
+        row = torch.where(fits, position % self.block_size, 0).flatten()
         self.lengths.add_(valid.sum(1))
         self.seen.add_(tokens)
-        slot = slot.flatten()
-        if slot.device.type == "npu":
-            return torch.stack([slot // self.block_size, slot % self.block_size], -1)
-        return slot
+        if block.device.type == "npu":
+            return torch.stack([block, row], -1)
+        return block * self.block_size + row
 
     def check_room(self, tokens: int) -> None:
         """Refuses ``tokens`` more per sequence than fit, where that can be known without a sync."""

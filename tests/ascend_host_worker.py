@@ -5,11 +5,13 @@ the tests it is sent, one by one; :class:`Worker` starts it and gets pytest's ow
 """
 
 import contextlib
+import functools
 import importlib.util
 import io
 import os
 import subprocess
 import sys
+import tempfile
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -34,15 +36,22 @@ def environment() -> dict[str, str]:
     }
 
 
-def require_stand_in() -> None:
-    """Builds the stand-in; skips with the reason where it cannot run."""
+@functools.cache
+def unavailable() -> str | None:
+    """Builds the stand-in; the reason why it cannot run here, or None."""
     if importlib.util.find_spec("pypto") is None:
-        pytest.skip("the sim extra is not installed")
+        return "the sim extra is not installed"
     done = subprocess.run(STAND_IN, env=environment(), capture_output=True, text=True)
     if done.returncode == UNAVAILABLE:
-        pytest.skip(done.stderr.strip().splitlines()[-1])
+        return done.stderr.strip().splitlines()[-1]
     if done.returncode:
         raise RuntimeError(f"the stand-in for CANN does not start:\n{done.stderr}")
+    return None
+
+
+def require_stand_in() -> None:
+    if reason := unavailable():
+        pytest.skip(reason)
 
 
 class Worker:
@@ -52,19 +61,27 @@ class Worker:
         """The reports of one test, as pytest serialises them.
 
         Raises:
-            RuntimeError: the process did not answer; the next test gets another one.
+            RuntimeError: the test took the process down; the next one gets another.
         """
         if self.process is None:
             self._start()
-        self.connection.send([nodeid, *options])
         try:
-            if self.connection.poll(SECONDS):
-                return self.connection.recv()
+            self.connection.send([nodeid, *options])
+            if not self.connection.poll(SECONDS):
+                raise TimeoutError
+            status, reports, said = self.connection.recv()
+            if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+                return reports
+            problem = f"ended the run ({pytest.ExitCode(status).name}):\n{said}"
+        except TimeoutError:
             problem = f"did not finish within {SECONDS} s"
-        except EOFError:
-            problem = f"ended with exit code {self.process.wait()}"
+        except (EOFError, OSError):
+            problem = f"ended the process with exit code {self.process.wait()}"
         self.stop()
-        raise RuntimeError(f"the process on the stand-in for CANN {problem}")
+        self.errors.seek(0)
+        raise RuntimeError(
+            f"{nodeid}, on the stand-in for CANN, {problem}\n{self.errors.read()[-4000:]}"
+        )
 
     def stop(self) -> None:
         if self.process is not None:
@@ -76,12 +93,14 @@ class Worker:
     def _start(self) -> None:
         require_stand_in()
         self.connection, theirs = Pipe()
+        # of a test, pytest captures what it prints; this is for what takes pytest down
+        self.errors = tempfile.TemporaryFile("w+", errors="replace")
         self.process = subprocess.Popen(
             [*STAND_IN, __file__, str(theirs.fileno())],
             env=environment(),
             cwd=ROOT,
             pass_fds=[theirs.fileno()],
-            stderr=subprocess.DEVNULL,  # of each test, pytest captures it
+            stderr=self.errors,
         )
         theirs.close()
 
@@ -107,11 +126,7 @@ def main(connection: Connection) -> None:
             plugin, said = Reports(), io.StringIO()
             with contextlib.redirect_stdout(said):
                 status = pytest.main([*OPTIONS, *arguments], plugins=[plugin])
-            if not plugin.reports:
-                raise SystemExit(
-                    f"pytest {arguments} reports nothing ({status}): {said.getvalue()}"
-                )
-            connection.send(plugin.reports)
+            connection.send((int(status), plugin.reports, said.getvalue()))
 
 
 if __name__ == "__main__":

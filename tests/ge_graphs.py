@@ -13,6 +13,7 @@ import torch
 
 from custom_pypto.graph import prototypes
 
+# written again and not imported from ge_executor: the tests must not share its mistakes
 # where a protobuf attribute holds a value of each of GE's types that the prototypes use
 FIELDS = {"VT_INT": "i", "VT_FLOAT": "f", "VT_STRING": "s", "VT_BOOL": "b"}
 

@@ -1,5 +1,7 @@
 """The host stand-in for CANN: torch_npu's device in host memory, capture and replay, refusals."""
 
+import contextlib
+import importlib.util
 import os
 import signal
 import subprocess
@@ -9,7 +11,15 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from ascend_host_worker import STAND_IN, UNAVAILABLE, environment, require_stand_in
+from ascend_host_worker import (
+    ROOT,
+    STAND_IN,
+    TORCH_NPU,
+    UNAVAILABLE,
+    Worker,
+    environment,
+    require_stand_in,
+)
 from cases import attention_inputs, fused_inputs, indexer_inputs, prefix_sums
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -83,6 +93,14 @@ def test_copies_between_devices_keep_values_strides_and_dtype():
 
 
 @on_stand_in
+def test_a_tensor_like_one_on_the_npu_may_be_on_another_device():
+    x = torch.randn(3, 4).npu()
+    for made in (torch.ones_like(x, device="cpu"), torch.full_like(x, 1, device="cpu")):
+        assert made.device.type == "cpu" and torch.equal(made, torch.ones(3, 4))
+    assert torch.zeros_like(x, device="meta").device.type == "meta"
+
+
+@on_stand_in
 def test_what_only_an_npu_does_fails_with_the_name_of_the_function():
     with pytest.raises(RuntimeError, match="aclopCompileAndExecute|aclnn|libopapi"):
         F.one_hot(torch.tensor([1, 0], device="npu"), 3)  # torch_npu has an operator of its own
@@ -149,24 +167,113 @@ def test_captured_work_is_done_at_every_replay_and_not_before():
 
 
 @on_stand_in
+def test_a_captured_copy_has_the_strides_it_was_asked_for():
+    x = torch.arange(6.0).reshape(2, 3).npu()
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        copies = x.t().contiguous(), x.t().clone(), x.t().half()
+    x.mul_(2)
+    graph.replay()
+    assert [copy.stride() for copy in copies] == [(2, 1), (1, 3), (1, 3)]
+    assert all(copy.tolist() == [[0, 6], [2, 8], [4, 10]] for copy in copies)
+
+
+@on_stand_in
+def test_a_scalar_on_the_cpu_is_captured_by_its_value():
+    x, factor = torch.ones(2).npu(), torch.tensor(2.0)
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        y = x * factor
+    factor.fill_(5)
+    graph.replay()
+    assert y.tolist() == [2, 2]
+
+
+@on_stand_in
+def test_work_on_another_stream_is_captured_once_that_waits_for_the_captured_one():
+    x, apart, joined = (torch.ones(2).npu() for _ in range(3))
+    side = torch.npu.Stream()
+    graph = torch.npu.NPUGraph()
+    with torch.npu.graph(graph):
+        with torch.npu.stream(side):
+            apart += x  # at once
+        side.wait_stream(torch.npu.current_stream())
+        with torch.npu.stream(side):
+            joined += x
+        torch.npu.current_stream().wait_stream(side)
+        y = joined + apart
+    assert (apart.tolist(), joined.tolist()) == ([2, 2], [1, 1])
+    with torch.npu.stream(side):
+        x += 4  # after the capture it is a stream as any
+    graph.replay()
+    assert (apart.tolist(), joined.tolist(), y.tolist()) == ([2, 2], [6, 6], [8, 8])
+
+
+@contextlib.contextmanager
+def broken_capture(graph, match: str):
+    """A capture that must fail at its end, after which there must be nothing to replay."""
+    with (
+        # torch_npu leaves the capture's stream the current one where that fails
+        torch.npu.stream(torch.npu.current_stream()),
+        pytest.raises(RuntimeError, match=match),
+        torch.npu.graph(graph),
+    ):
+        yield
+    with pytest.raises(RuntimeError, match="without a preceding successful capture"):
+        graph.replay()
+
+
+@on_stand_in
+@pytest.mark.parametrize("caught", [False, True], ids=["raised", "caught"])
 @pytest.mark.parametrize(
     "wait",
     [
         pytest.param(lambda x: x.sum().item(), id="item"),
         pytest.param(lambda x: x.cpu(), id="cpu"),
         pytest.param(lambda x: torch.zeros(3).copy_(x), id="copy"),
+        pytest.param(lambda x: x.nonzero(), id="shape"),
         pytest.param(lambda x: torch.npu.synchronize(), id="device"),
         pytest.param(lambda x: torch.npu.current_stream().synchronize(), id="stream"),
         pytest.param(lambda x: bool((x > 0).all()), id="branch"),
         pytest.param(lambda x: str(x), id="print"),
     ],
 )
-def test_waiting_for_the_device_breaks_a_capture(wait):
+def test_waiting_for_the_device_breaks_a_capture(wait, caught):
     x = torch.ones(3, device="npu")
     wait(x)  # outside of a capture it may
-    with pytest.raises(RuntimeError, match="the device"), torch.npu.graph(torch.npu.NPUGraph()):
+    with (
+        broken_capture(torch.npu.NPUGraph(), "the capture was broken by .* the device"),
+        contextlib.suppress(RuntimeError) if caught else contextlib.nullcontext(),
+    ):
         wait(x)
     assert (x + 1).tolist() == [2, 2, 2]  # and the stream is as it was
+
+
+@on_stand_in
+def test_a_replay_breaks_a_capture():
+    x = torch.ones(3, device="npu")
+    inner = torch.npu.NPUGraph()
+    with torch.npu.graph(inner):
+        x += 1
+    with broken_capture(torch.npu.NPUGraph(), "must not be replayed while another is captured"):
+        inner.replay()
+    assert x.tolist() == [1, 1, 1]
+    inner.replay()
+    assert x.tolist() == [2, 2, 2]
+
+
+@on_stand_in
+def test_a_cpu_argument_of_a_captured_function_is_refused():
+    import torchair
+
+    from custom_pypto.simulation.ascend_host import AscendHostError
+
+    config = torchair.CompilerConfig()
+    config.mode = "reduce-overhead"
+    backend = torchair.get_npu_backend(compiler_config=config)
+    function = torch.compile(lambda x, y: x + y.sum(), backend=backend, fullgraph=True)
+    with pytest.raises(AscendHostError, match=r"a tensor \[\] .* give the function NPU tensors"):
+        function(torch.ones(2).npu(), torch.tensor(2.0))
 
 
 @on_stand_in
@@ -263,7 +370,7 @@ def test_a_program_runs_as_it_would_alone(available, tmp_path):
     assert module.returncode == 0 and "usage" in module.stdout, module.stderr
 
 
-def test_nothing_starts_by_itself():
+def test_nothing_starts_by_itself(available):
     done = subprocess.run(
         [sys.executable, "-c", "import custom_pypto.simulation.ascend_host as a, sys;"
          "print(a.is_running(), 'torch_npu' in sys.modules)"],
@@ -272,7 +379,7 @@ def test_nothing_starts_by_itself():
     assert done.stdout.split() == ["False", "False"]
 
 
-def test_beside_a_real_cann_it_refuses(tmp_path):
+def test_beside_a_real_cann_it_refuses(available, tmp_path):
     library = ["g++", "-shared", "-x", "c", "/dev/null", "-o", tmp_path / "libascendcl.so"]
     subprocess.run(library, check=True)
     done = stand_in(LD_LIBRARY_PATH=str(tmp_path))
@@ -281,23 +388,51 @@ def test_beside_a_real_cann_it_refuses(tmp_path):
     assert "must not run beside a real CANN" in line and "use the NPU" in line
 
 
-def test_beside_a_cann_that_is_only_installed_it_refuses(tmp_path, monkeypatch):
-    pytest.importorskip("pypto", reason="the sim extra is not installed")
+def test_beside_a_cann_that_is_only_installed_it_refuses(available, tmp_path, monkeypatch):
     from custom_pypto.simulation import ascend_host
 
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
-    with pytest.raises(ascend_host.AscendHostError, match=f"it is in {tmp_path}; use the NPU"):
+    with pytest.raises(
+        ascend_host.AscendHostUnavailable, match=f"it is in {tmp_path}; use the NPU"
+    ):
         ascend_host.start()
+    # PyPTO, too, takes the variable for a CANN that can be loaded
+    done = stand_in(ASCEND_HOME_PATH=str(tmp_path))
+    assert done.returncode == 1
+    assert "PyPTO does not load" in done.stderr and "ASCEND_HOME_PATH" in done.stderr
 
 
-def test_a_missing_compiler_is_named():
+def test_a_missing_compiler_is_named(available):
     done = stand_in(CXX="no-such-compiler")
     assert done.returncode == UNAVAILABLE
     (line,) = done.stderr.splitlines()
     assert "no g++, or $CXX" in line and "install" in line
 
 
-def test_another_torch_npu_is_refused_with_the_remedy(tmp_path):
+def test_a_compiler_that_fails_is_a_failure_and_no_reason_to_skip(available, tmp_path):
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        '#!/bin/sh\ncase "$*" in *cann.cpp*) echo "cann.cpp:1: error: no" >&2; exit 1;; esac\n'
+        'exec g++ "$@"\n'
+    )
+    compiler.chmod(0o755)
+    done = stand_in(CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path))
+    assert done.returncode == 1 and "cann.cpp:1: error: no" in done.stderr
+    assert libraries(tmp_path) == []
+
+
+def test_what_torchair_needs_is_named(available, tmp_path):
+    if importlib.util.find_spec("google") or not TORCH_NPU.is_dir():
+        pytest.skip("protobuf is in the environment, not beside torch_npu")
+    for entry in TORCH_NPU.glob("torch*"):
+        (tmp_path / entry.name).symlink_to(entry)
+    done = stand_in(PYTHONPATH=os.pathsep.join([str(ROOT), str(tmp_path)]))
+    assert done.returncode == UNAVAILABLE
+    (line,) = done.stderr.splitlines()
+    assert "found torch_npu 2.13.0, no protobuf" in line and "pip install" in line
+
+
+def test_another_torch_npu_is_refused_with_the_remedy(available, tmp_path):
     found = tmp_path / "torch_npu-2.12.0.dist-info"
     found.mkdir()
     (found / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.12.0\n")
@@ -305,7 +440,8 @@ def test_another_torch_npu_is_refused_with_the_remedy(tmp_path):
     done = stand_in(PYTHONPATH=path)
     assert done.returncode == UNAVAILABLE
     (line,) = done.stderr.splitlines()
-    assert "needs torch_npu 2.13, found 2.12.0" in line and "pip install" in line
+    assert "needs torch_npu 2.13, " in line and "found torch_npu 2.12.0" in line
+    assert "pip install" in line
 
 
 def test_two_first_uses_at_once_compile_once(available, tmp_path):
@@ -335,3 +471,40 @@ def test_an_interrupted_build_leaves_nothing_half_made(how, available, tmp_path)
     assert again.returncode == 0, again.stderr
     (folder,) = libraries(tmp_path)
     assert ".part-" not in folder
+
+
+# ---- the process of these tests ------------------------------------------------------------------
+
+
+@pytest.fixture
+def worker(available):
+    worker = Worker()
+    yield worker
+    worker.stop()
+
+
+@pytest.mark.parametrize(
+    "body, problem",
+    [
+        pytest.param("import os; os._exit(7)", "ended the process with exit code 7", id="exit"),
+        pytest.param("raise KeyboardInterrupt", "ended the run .INTERRUPTED.", id="interrupt"),
+        pytest.param("pytest.exit('enough')", "ended the run .INTERRUPTED.", id="pytest-exit"),
+    ],
+)
+def test_a_test_that_takes_its_process_down_fails(worker, body, problem, tmp_path):
+    file = tmp_path / "test_down.py"
+    file.write_text(f"import pytest\ndef test_it():\n    {body}\ndef test_next(): pass\n")
+    with pytest.raises(RuntimeError, match=problem):
+        worker.run(f"{file}::test_it", [])
+    reports = worker.run(f"{file}::test_next", [])  # in another process
+    assert [report["outcome"] for report in reports] == ["passed"] * 3
+    worker.process.kill()  # between two tests
+    worker.process.wait()
+    with pytest.raises(RuntimeError, match="exit code -9"):
+        worker.run(f"{file}::test_next", [])
+
+
+def test_a_test_that_cannot_be_imported_says_why(worker, tmp_path):
+    (tmp_path / "test_broken.py").write_text("import no_such_module\n")
+    with pytest.raises(RuntimeError, match="(?s)ended the run .*no_such_module"):
+        worker.run(f"{tmp_path}/test_broken.py::test_it", [])

@@ -1,5 +1,7 @@
 """The executor of GE graphs behind the host stand-in for CANN: what it refuses, where it writes."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -8,7 +10,6 @@ from custom_pypto.graph import prototypes
 pytestmark = pytest.mark.ascend_host
 
 DEVICE, HOST = 1, 0
-FIELDS = {int: "i", float: "f", str: "s", bool: "b"}
 
 
 def node(kind, name, sources=(), inputs=(), outputs=("y",), **attributes):
@@ -21,7 +22,8 @@ def node(kind, name, sources=(), inputs=(), outputs=("y",), **attributes):
         made.output_desc.add(name=tensor)
     for attribute, value in attributes.items():
         held = value.encode() if isinstance(value, str) else value
-        setattr(made.attr[attribute], FIELDS[type(value)], held)
+        # protobuf's field for an int is i, for a float f, ...
+        setattr(made.attr[attribute], type(value).__name__[0], held)
     return made
 
 
@@ -107,6 +109,45 @@ def test_a_node_of_ours_is_refused_unless_it_is_as_its_prototype_says(changes, m
     )
 
 
+@pytest.mark.parametrize("axis", [0, 1, -1, -2])
+def test_gather_takes_rows_of_any_axis(axis):
+    x, indices = torch.arange(24.0).reshape(4, 6), torch.tensor([[2, 0, 1]])
+    names = ["x", "indices", "axis"]
+    gather = node(
+        "GatherV2",
+        "gather",
+        ["data0:0", "data1:0", "data2:0"],
+        names,
+        is_preprocessed=False,
+        negative_index_support=False,
+        batch_dims=0,
+    )
+    (got,) = executed([gather], [x.npu(), indices.npu(), npu(axis)], ["gather:0"])
+    expected = x[indices] if axis in (0, -2) else x[:, indices]
+    assert torch.equal(got.cpu(), expected)
+
+
+@pytest.mark.parametrize(
+    "axes, noop, expected",
+    [
+        pytest.param([], True, [[1, 3]], id="none-of-none"),
+        pytest.param([], False, [[2]], id="all-of-none"),
+        pytest.param([-1], True, [[2]], id="one"),
+    ],
+)
+def test_a_mean_over_no_axes_is_what_the_node_says(axes, noop, expected):
+    mean = node(
+        "ReduceMean",
+        "mean",
+        ["data0:0", "data1:0"],
+        ["x", "axes"],
+        keep_dims=True,
+        noop_with_empty_axes=noop,
+    )
+    (got,) = executed([mean], [npu([1.0, 3.0]), torch.tensor(axes).long().npu()], ["mean:0"])
+    assert got.tolist() == expected
+
+
 def test_mixed_dtypes_are_refused_as_in_ge():
     pack = node("Pack", "pack", ["data0:0", "data1:0"], ["x0", "x1"], axis=0, N=2)
     refused("pack must be fed inputs of one dtype", [pack], [npu(1), npu(1).int()], ["pack:0"])
@@ -170,3 +211,14 @@ def test_an_output_that_is_an_input_is_written_in_place():
     )
     executed([scatter], [rows, npu([1]), torch.ones(1, 2).npu()], ["scatter:0"], assigned=[rows])
     assert rows.tolist() == [[0, 0], [1, 1], [0, 0]]
+
+
+def test_a_graph_without_nodes_or_outputs_has_a_picture(monkeypatch):
+    from torchair._ge_concrete_graph.ge_ir_pb2 import GraphDef
+
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "examples"))
+    from export_graph import picture
+
+    assert "<rect" in picture(GraphDef(op=[data(0)]))
+    checked = picture(GraphDef(op=[add("data0:0", "data0:0"), node("Assert", "check", outputs=())]))
+    assert "Assert" in checked and "Add" in checked

@@ -289,6 +289,18 @@ def test_no_size_becomes_a_constant_of_the_graph(monkeypatch):
         ge_graphs.inferred_shapes(node, [inputs[t.name].size() for t in node.input_desc])
 
 
+def test_the_fused_op_is_fed_a_copy_of_each_cache_and_of_nothing_else():
+    graph = check("npu_sparse_attention_pto", [fuse([20, 5], 1, sparse_count=8)])
+    (node,) = ge_graphs.nodes(graph)
+    copies = {move.name: move for move in graph.op if move.type == "TensorMove"}
+    fed = dict(zip((t.name for t in node.input_desc), node.input, strict=True))
+    copied = {name: source for name, source in fed.items() if source.split(":")[0] in copies}
+    assert list(copied) == [output.name for output in node.output_desc[1:]]
+    assert len(copied) == len(copies) == 3
+    data = {x.name for x in graph.op if x.type == "Data"}
+    assert all(move.input[0].split(":")[0] in data for move in copies.values())
+
+
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_nodes_feed_each_other(dynamic):
     indexed = index([2, 1], [20, 5], sparse_count=4)
@@ -367,6 +379,15 @@ def test_registering_again_changes_nothing():
     converter.register()
     assert [overload(op)._ge_converter for op in converter.OPS] == before
     assert converter.is_registered()
+
+
+def test_without_a_converter_torchair_makes_a_callback(monkeypatch):
+    """Which compiles against CANN. A converter that is registered keeps torchair from it, whether
+    GE has a kernel or not, so importing the package does not register one by itself."""
+    monkeypatch.delattr(overload("add_custom"), "_ge_converter")
+    function = ge_graphs.compiled(lambda x: custom_pypto.add_custom(x, x))
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="ASCEND_HOME_PATH"):
+        function(torch.ones(3, device="npu"))
 
 
 def test_the_report_says_that_graph_mode_works():

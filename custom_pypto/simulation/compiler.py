@@ -70,7 +70,14 @@ if _problem := env.pypto_problem():
 if "pypto" not in sys.modules:
     _configure()
 
-from .. import kernels  # noqa: E402, F401  # imports pypto and leaves logging as it was
+try:
+    from .. import kernels  # noqa: F401  # imports pypto and leaves logging as it was
+except OSError as _error:
+    raise ImportError(
+        f"custom_pypto.simulation: PyPTO does not load ({_error}); it takes "
+        "ASCEND_HOME_PATH for a CANN whose libraries can be loaded: source CANN's set_env.sh, or "
+        "unset the variable where there is no CANN"
+    ) from _error
 
 # isort: split
 import pypto  # noqa: E402

@@ -15,9 +15,15 @@ import os
 import sys
 
 from . import libraries
-from .libraries import AscendHostError
+from .libraries import AscendHostError, AscendHostUnavailable
 
-__all__ = ["AscendHostError", "is_running", "start", "start_without_npu"]
+__all__ = [
+    "AscendHostError",
+    "AscendHostUnavailable",
+    "is_running",
+    "start",
+    "start_unless_npu",
+]
 
 _running = False
 
@@ -34,7 +40,8 @@ def start() -> None:
     transformers is imported, which looks for torch_npu once.
 
     Raises:
-        AscendHostError: beside a real CANN, without torch_npu 2.13, or without a compiler.
+        AscendHostUnavailable: beside a real CANN, without torch_npu 2.13 and what it needs, or
+            without a compiler.
     """
     global _running
     if _running:
@@ -42,16 +49,10 @@ def start() -> None:
     cann = libraries.load()
     # torch_npu would hand failing calls to a thread and report them at a later one
     os.environ["TASK_QUEUE_ENABLE"] = "0"
-    try:
-        # what torch_npu misses of CANN is not what the program prints
-        with contextlib.redirect_stdout(sys.stderr):
-            import torch_npu  # noqa: F401
-            import torchair  # noqa: F401
-    except ImportError as error:
-        raise AscendHostError(
-            f"ascend_host: torch_npu or its torchair cannot be imported ({error}); beside torch "
-            "they need protobuf, numpy, PyYAML and packaging"
-        ) from error
+    # what torch_npu misses of CANN is not what the program prints
+    with contextlib.redirect_stdout(sys.stderr):
+        import torch_npu  # noqa: F401
+        import torchair  # noqa: F401
     from ... import converter
     from . import device, ge_executor
 
@@ -66,15 +67,15 @@ def start() -> None:
     )
 
 
-def start_without_npu() -> bool:
+def start_unless_npu() -> bool:
     """Makes ``npu`` a device: the machine's own where CANN is installed, else :func:`start`.
 
     Returns:
         Whether it is an NPU.
     Raises:
-        AscendHostError: there is CANN and no NPU that works, or as :func:`start`.
+        AscendHostUnavailable: there is CANN and no NPU that works, or as :func:`start`.
     """
-    if not (found := libraries.cann()):
+    if _running or not (found := libraries.cann()):
         start()
         return False
     try:
@@ -85,7 +86,7 @@ def start_without_npu() -> bool:
     except (ImportError, OSError, RuntimeError) as error:
         works, problem = False, f"torch_npu does not load ({error})"
     if not works:
-        raise AscendHostError(
+        raise AscendHostUnavailable(
             f"ascend_host: CANN is here ({found}), but {problem}; `python -m custom_pypto env` "
             "says what is missing"
         )

@@ -8,7 +8,9 @@ import os
 import runpy
 import sys
 
-from . import AscendHostError, start
+from . import AscendHostUnavailable, start
+
+UNAVAILABLE = 3
 
 
 def main(arguments: list[str]) -> int:
@@ -17,9 +19,9 @@ def main(arguments: list[str]) -> int:
         return 0 if arguments != ["-m"] else 2
     try:
         start()
-    except AscendHostError as error:
+    except AscendHostUnavailable as error:
         print(error, file=sys.stderr)
-        return 3
+        return UNAVAILABLE
     if not arguments:
         return 0
     # as Python itself would: argv and the first place to look for modules are the program's

@@ -5,7 +5,8 @@
 // Two things are more than an answer:
 //  * GetRegisteredIrDef tells torchair the operators' prototypes, ours, from custom_pypto/graph;
 //  * while a stream is captured, work is not done but handed to Python (device.py), which does it
-//    at every replay. A call that waits for the device fails then, as it does on a device.
+//    at every replay. A call that waits for the device fails then, and with it the capture, as on
+//    a device.
 //
 // Functions that are not here are generated (libraries.py): they say their name and fail.
 
@@ -46,12 +47,22 @@ std::map<int, int64_t> system_parameters;
 struct {
   int (*replay)(int64_t model);
   void (*forget)(int64_t model);
-  void (*copy)(void* to, const void* from, size_t bytes);
-  void (*fill)(void* to, int value, size_t bytes);
+  void (*copy)(int64_t model, void* to, const void* from, size_t bytes);
+  void (*fill)(int64_t model, void* to, int value, size_t bytes);
 } python;
-Stream captured_stream = nullptr;
-int64_t captured_model = 0;
+
+// The capture under way: its model, or 0; the stream and those that waited for an event of it,
+// whose work is captured as well; these events; what broke it, if anything.
+struct {
+  int64_t model = 0;
+  std::set<Stream> streams;
+  std::set<void*> events;
+  std::string broken_by;
+} capture;
 int64_t models = 0;
+
+// The model that work on this stream is captured for, or 0.
+int64_t model_of(Stream stream) { return capture.streams.count(stream) ? capture.model : 0; }
 
 void* model_handle(int64_t model) { return reinterpret_cast<void*>(model); }
 
@@ -70,11 +81,17 @@ aclError make(void** handle) {
   return kSuccess;
 }
 
+aclError break_capture(const std::string& what) {
+  if (capture.model && capture.broken_by.empty()) capture.broken_by = what;
+  return fail(what);
+}
+
 aclError wait(const char* function) {
-  if (!captured_model) return kSuccess;
-  return fail(std::string(function) +
-              ": the host must not wait for the device while a graph is captured; keep .item(), "
-              ".cpu() and printing out of the captured function");
+  if (!capture.model) return kSuccess;
+  return break_capture(
+      std::string(function) +
+      ": the host must not wait for the device while a graph is captured; keep .item(), .cpu() and "
+      "printing out of the captured function");
 }
 
 }  // namespace
@@ -82,11 +99,13 @@ aclError wait(const char* function) {
 // ---- for device.py
 
 API void ascend_host_connect(int (*replay)(int64_t), void (*forget)(int64_t),
-                             void (*copy)(void*, const void*, size_t),
-                             void (*fill)(void*, int, size_t)) {
+                             void (*copy)(int64_t, void*, const void*, size_t),
+                             void (*fill)(int64_t, void*, int, size_t)) {
   python = {replay, forget, copy, fill};
 }
-API int64_t ascend_host_captured_model() { return captured_model; }
+API int ascend_host_is_capturing() { return capture.model != 0; }
+API int64_t ascend_host_model_of(Stream stream) { return model_of(stream); }
+API void ascend_host_break_capture(const char* what) { break_capture(what); }
 API void ascend_host_failed(const char* what) { fail(what); }
 // What a generated function calls.
 API aclError ascend_host_missing(const char* function) {
@@ -184,8 +203,8 @@ API aclError aclrtMemcpy(void* to, size_t, const void* from, size_t bytes, int) 
 }
 API aclError aclrtMemcpyAsync(void* to, size_t, const void* from, size_t bytes, int,
                               Stream stream) {
-  if (captured_model && stream == captured_stream) {
-    python.copy(to, from, bytes);
+  if (const int64_t model = model_of(stream)) {
+    python.copy(model, to, from, bytes);
   } else {
     std::memmove(to, from, bytes);
   }
@@ -197,8 +216,8 @@ API aclError aclrtMemset(void* to, size_t, int32_t value, size_t bytes) {
   return kSuccess;
 }
 API aclError aclrtMemsetAsync(void* to, size_t, int32_t value, size_t bytes, Stream stream) {
-  if (captured_model && stream == captured_stream) {
-    python.fill(to, value, bytes);
+  if (const int64_t model = model_of(stream)) {
+    python.fill(model, to, value, bytes);
   } else {
     std::memset(to, value, bytes);
   }
@@ -224,10 +243,20 @@ API aclError aclrtSynchronizeEvent(void*) { return wait("aclrtSynchronizeEvent")
 API aclError aclrtCreateEvent(void** event) { return make(event); }
 API aclError aclrtCreateEventWithFlag(void** event, uint32_t) { return make(event); }
 API aclError aclrtCreateEventExWithFlag(void** event, uint32_t) { return make(event); }
-API aclError aclrtDestroyEvent(void* event) { return aclrtFree(event); }
-API aclError aclrtRecordEvent(void*, Stream) { return kSuccess; }
+API aclError aclrtDestroyEvent(void* event) {
+  capture.events.erase(event);
+  return aclrtFree(event);
+}
+API aclError aclrtRecordEvent(void* event, Stream stream) {
+  capture.events.erase(event);
+  if (model_of(stream)) capture.events.insert(event);
+  return kSuccess;
+}
 API aclError aclrtResetEvent(void*, Stream) { return kSuccess; }
-API aclError aclrtStreamWaitEvent(Stream, void*) { return kSuccess; }
+API aclError aclrtStreamWaitEvent(Stream stream, void* event) {
+  if (capture.events.count(event)) capture.streams.insert(stream);
+  return kSuccess;
+}
 API aclError aclrtQueryEventStatus(void*, int* done) {
   *done = 1;
   return kSuccess;
@@ -240,23 +269,32 @@ API aclError aclrtQueryEventWaitStatus(void*, int* done) {
 // ---- capture and replay: a model is what Python keeps under its number
 
 API aclError aclmdlRICaptureBegin(Stream stream, int) {
-  if (captured_model) return fail("aclmdlRICaptureBegin: another stream is being captured");
-  captured_stream = stream;
-  captured_model = ++models;
+  if (capture.model) return fail("aclmdlRICaptureBegin: another stream is being captured");
+  capture.model = ++models;
+  capture.streams = {stream};
   return kSuccess;
 }
 API aclError aclmdlRICaptureGetInfo(Stream stream, int* status, void** model) {
-  *status = captured_model && stream == captured_stream;
-  *model = *status ? model_handle(captured_model) : nullptr;
+  *model = model_handle(model_of(stream));
+  *status = *model != nullptr;
   return kSuccess;
 }
 API aclError aclmdlRICaptureEnd(Stream, void** model) {
-  *model = model_handle(captured_model);
-  captured_model = 0;
-  captured_stream = nullptr;
+  const auto ended = std::exchange(capture, {});
+  *model = nullptr;
+  if (!ended.broken_by.empty()) {
+    python.forget(ended.model);
+    return fail("aclmdlRICaptureEnd: the capture was broken by " + ended.broken_by);
+  }
+  *model = model_handle(ended.model);
   return kSuccess;
 }
 API aclError aclmdlRIExecuteAsync(void* model, Stream) {
+  if (capture.model) {
+    return break_capture(
+        "aclmdlRIExecuteAsync: a captured graph must not be replayed while another is captured; "
+        "keep the replay out of the captured function");
+  }
   return python.replay(reinterpret_cast<int64_t>(model)) ? kInternalError : kSuccess;
 }
 API aclError aclmdlRIDestroy(void* model) {

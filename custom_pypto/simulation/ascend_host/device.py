@@ -3,10 +3,11 @@
 torch_npu allocates, views and frees; everything that computes is replaced here, for each aten op
 and for the ops of this package, whose NPU programs run in PyPTO's interpreter.
 
-While a stream is captured, as in the modes reduce-overhead and npugraph_ex of torchair, work is
-kept on a tape instead of being done, and done at every replay: on addresses, as on a device, so
-that a tensor that does not outlive the capture shows. Outputs are allocated at once, from their
-Meta shapes. What would make the host wait for the device raises.
+While a stream is captured, as in the modes reduce-overhead and npugraph_ex of torchair, its work
+and that of streams that wait for it is kept on a tape instead of being done, and done at every
+replay: on addresses, as on a device, so that a tensor that does not outlive the capture shows.
+Outputs are allocated at once, from their Meta shapes. What would make the host wait for the device
+raises, and there is no graph then.
 """
 
 import collections
@@ -26,7 +27,6 @@ MEMORY = ("empty", "empty_like", "empty_strided", "new_empty_strided", "resize_"
 MEMORY += ("set_", "is_set_to", "is_pinned", "_pin_memory", "record_stream", "_fused_sdp_choice")
 CPU_KEYS = ("CPU", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
 CPU_KEYS += ("CompositeImplicitAutograd",)
-CONTIGUOUS = torch.contiguous_format
 COPY = torch.ops.aten.copy_.default
 
 _cann: ctypes.CDLL
@@ -38,6 +38,12 @@ _libraries: list[torch.library.Library] = []  # overrides hold as long as these
 def host(tensor: Tensor) -> Tensor:
     """A CPU tensor on the memory of ``tensor``, with its shape and strides; a CPU tensor itself."""
     if tensor.device.type != "npu":
+        if torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.PrivateUse1):
+            raise AscendHostError(
+                f"ascend_host: a tensor {list(tensor.shape)} of {tensor.dtype} must be on one "
+                "device, got one on the CPU that calls itself an NPU tensor, as torchair makes of "
+                "a CPU argument of a captured function; give the function NPU tensors and numbers"
+            )
         return tensor
     storage = tensor.untyped_storage()
     if storage.nbytes() == 0:
@@ -48,12 +54,25 @@ def host(tensor: Tensor) -> Tensor:
     return alias.set_(flat, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
+def captured_model() -> int:
+    """The model that the current stream is captured for, or 0."""
+    if not _cann.ascend_host_is_capturing():
+        return 0
+    return _cann.ascend_host_model_of(torch.npu.current_stream().npu_stream)
+
+
 def submit(work: Callable[[], None]) -> None:
     """Does ``work`` now, or keeps it for the replays of the model that is being captured."""
-    if model := _cann.ascend_host_captured_model():
+    if model := captured_model():
         _tapes[model].append(work)
     else:
         work()
+
+
+def _break_capture(problem: str) -> AscendHostError:
+    """The error for what cannot be captured; even if it is caught, there is no graph."""
+    _cann.ascend_host_break_capture(problem.encode())
+    return AscendHostError(f"ascend_host: {problem}")
 
 
 def launch(kernel: Callable, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> None:
@@ -82,22 +101,30 @@ def _on_npu(op: torch._ops.OpOverload) -> Callable:
         and argument.alias_info.before_set & result.alias_info.before_set
     }
     new = [place for place in range(len(returns)) if place not in given]
+    written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     answers_host = any("Tensor" not in str(result.type) for result in returns)
 
     def kernel(*args, **kwargs):
         named = {**dict(zip(names, args, strict=False)), **kwargs}
-        captured = _cann.ascend_host_captured_model() != 0
-        if captured and (answers_host or (op is COPY and _waits(**named))):
-            raise AscendHostError(
-                f"ascend_host: {op} makes the host wait for the device, which must not happen "
-                "while a graph is captured; keep .item(), .cpu() and the like out of the function"
+        capturing = bool(_cann.ascend_host_is_capturing())
+        if capturing and (answers_host or (op is COPY and _waits(**named))):
+            raise _break_capture(
+                f"{op} makes the host wait for the device, which must not happen while a graph is "
+                "captured; keep .item(), .cpu() and the like out of the function"
             )
+        captured = captured_model() != 0
         for name in outputs:
             shaped = tree_map_only(Tensor, _on_meta, named)
             op(**shaped)  # gives the outputs the shapes they will have
             if shaped[name].size() != named[name].size():
                 named[name].resize_(shaped[name].size())
-        on_host = tree_map_only(Tensor, host, named)
+        taken = _scalar_by_value if captured and op is not COPY else host
+        on_host = {
+            name: tree_map_only(Tensor, host if name in written else taken, value)
+            for name, value in named.items()
+        }
+        if torch.device(named.get("device") or "npu").type != "npu":
+            return op(**on_host)  # as ones_like(x, device="cpu"), which reads nothing of x
         if "device" in named:
             on_host["device"] = torch.device("cpu")
             on_host.pop("pin_memory", None)
@@ -129,6 +156,11 @@ def _on_npu(op: torch._ops.OpOverload) -> Callable:
     return kernel
 
 
+def _scalar_by_value(tensor: Tensor) -> Tensor:
+    """As :func:`host`; of a scalar on the CPU, the value, which a device gets with the work."""
+    return tensor.clone() if tensor.is_cpu and tensor.dim() == 0 else host(tensor)
+
+
 def _shapes(op: torch._ops.OpOverload, arguments: dict):
     """What ``op`` would return, as Meta tensors."""
     arguments = tree_map_only(Tensor, _on_meta, arguments)
@@ -137,9 +169,9 @@ def _shapes(op: torch._ops.OpOverload, arguments: dict):
     try:
         return op(**arguments)
     except NotImplementedError as error:  # nonzero, masked_select, ...
-        raise AscendHostError(
-            f"ascend_host: the shape of what {op} returns depends on values, for which the host "
-            "would wait for the device; keep it out of the captured function"
+        raise _break_capture(
+            f"the shape of what {op} returns depends on values, for which the host would wait for "
+            "the device; keep it out of the captured function"
         ) from error
 
 
@@ -164,12 +196,6 @@ def _to_copy(self: Tensor, *, non_blocking: bool = False, memory_format=None, **
 
 
 def _clone(self: Tensor, *, memory_format: torch.memory_format | None = None) -> Tensor:
-    return _to_copy(self, memory_format=memory_format)
-
-
-def _contiguous(self: Tensor, *, memory_format: torch.memory_format = CONTIGUOUS) -> Tensor:
-    if self.is_contiguous(memory_format=memory_format):
-        return self
     return _to_copy(self, memory_format=memory_format)
 
 
@@ -200,14 +226,15 @@ def _computing() -> Iterator[torch._ops.OpOverload]:
 
 
 # these copy, and nothing else: between devices, dtypes, strides
-COPIES = {"_to_copy": _to_copy, "clone": _clone, "contiguous": _contiguous}
+COPIES = {"_to_copy": _to_copy, "clone": _clone}
 
 
 def install(cann: ctypes.CDLL) -> None:
     """Replaces what computes on NPU tensors in this process; ``cann`` is the stand-in's library."""
     global _cann
     _cann = cann
-    cann.ascend_host_captured_model.restype = ctypes.c_int64
+    cann.ascend_host_model_of.argtypes = [_ADDRESS]
+    cann.ascend_host_model_of.restype = _MODEL
     cann.ascend_host_connect(*_CALLBACKS)
     aten = torch.library.Library("aten", "IMPL")
     for op in _computing():
@@ -240,17 +267,18 @@ def _forget(model: int) -> None:
     _tapes.pop(model, None)
 
 
-def _copy(to: int, source: int, size: int) -> None:
-    submit(lambda: ctypes.memmove(to, source, size))
+def _copy(model: int, to: int, source: int, size: int) -> None:
+    _tapes[model].append(lambda: ctypes.memmove(to, source, size))
 
 
-def _fill(to: int, value: int, size: int) -> None:
-    submit(lambda: ctypes.memset(to, value, size))
+def _fill(model: int, to: int, value: int, size: int) -> None:
+    _tapes[model].append(lambda: ctypes.memset(to, value, size))
 
 
+_MODEL, _ADDRESS, _BYTES = ctypes.c_int64, ctypes.c_void_p, ctypes.c_size_t
 _CALLBACKS = (
-    ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64)(_replay),
-    ctypes.CFUNCTYPE(None, ctypes.c_int64)(_forget),
-    ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(_copy),
-    ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t)(_fill),
+    ctypes.CFUNCTYPE(ctypes.c_int, _MODEL)(_replay),
+    ctypes.CFUNCTYPE(None, _MODEL)(_forget),
+    ctypes.CFUNCTYPE(None, _MODEL, _ADDRESS, _ADDRESS, _BYTES)(_copy),
+    ctypes.CFUNCTYPE(None, _MODEL, _ADDRESS, ctypes.c_int, _BYTES)(_fill),
 )

@@ -34,7 +34,7 @@ def _clip(x, clip_value_min, clip_value_max):
 
 
 def _gather(x, indices, axis, is_preprocessed, negative_index_support, batch_dims=0):
-    axis = axis.item()
+    axis = axis.item() % x.dim()
     rows = x.index_select(axis, indices.flatten().long())
     return rows.reshape(x.shape[:axis] + indices.shape + x.shape[axis + 1 :])
 
@@ -59,7 +59,9 @@ def _matmul(x1, x2, adj_x1, adj_x2):
 
 
 def _reduce_mean(x, axes, keep_dims, noop_with_empty_axes):
-    return x.mean(_ints(axes), keep_dims) if axes.numel() else x
+    if noop_with_empty_axes and axes.numel() == 0:
+        return x
+    return x.mean(_ints(axes), keep_dims)  # torch as well takes no axes for all
 
 
 def _scatter_nd_update(var, indices, updates, use_locking):

@@ -8,6 +8,7 @@ is empty and refers to it.
 
 import ctypes
 import fcntl
+import functools
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -23,22 +24,30 @@ from ...graph import prototypes
 from ..compiler import SimulationError, cache_folder
 
 TORCH_NPU = "2.13"
+NEEDED = ("protobuf", "numpy", "PyYAML", "packaging")  # by torchair, beside torch
 SOURCE = Path(__file__).with_name("cann.cpp")
 MAIN = "libascendcl.so"
 
 
 class AscendHostError(SimulationError):
-    """The stand-in cannot run here, or was asked for what only an NPU does."""
+    """The stand-in failed, or was asked for what only an NPU does."""
 
 
+class AscendHostUnavailable(AscendHostError):
+    """The stand-in cannot run on this machine as it is; the message says why, and the remedy."""
+
+
+@functools.cache
 def load() -> ctypes.CDLL:
     """Compiles the libraries if the cache has none and loads them into this process.
 
     Raises:
-        AscendHostError: beside a real CANN, or without torch_npu 2.13, a compiler or binutils.
+        AscendHostUnavailable: beside a real CANN, or without torch_npu 2.13 and what it needs, a
+            compiler or binutils.
+        AscendHostError: the libraries do not compile.
     """
     if found := cann():  # it would hide the NPU, or be hidden by half
-        raise AscendHostError(
+        raise AscendHostUnavailable(
             f"ascend_host: the host stand-in must not run beside a real CANN, and {found}; "
             "use the NPU, or a machine or container without CANN"
         )
@@ -71,7 +80,8 @@ def _folder() -> Path:
     for path in (Path(__file__), SOURCE, prototypes.READER / "graph/operator_reg.h", *headers):
         facts.update(path.read_bytes())
     compiler = _run([*_compiler(), "--version"])
-    facts.update(repr((_torch_npu(), _version("torch"), platform.machine(), compiler)).encode())
+    machine = (platform.machine(), sys.version)
+    facts.update(repr((_torch_npu(), _version("torch"), machine, compiler)).encode())
     return cache_folder() / f"ascend_host-{facts.hexdigest()[:16]}"
 
 
@@ -83,12 +93,15 @@ def _version(distribution: str) -> str | None:
 
 
 def _torch_npu() -> str:
+    """The version that is installed, which must be the right one, with what it needs."""
     version = _version("torch_npu")
-    if version is None or version.split(".")[:2] != TORCH_NPU.split("."):
-        raise AscendHostError(
-            f"ascend_host: needs torch_npu {TORCH_NPU}, found {version or 'none'}; install it into "
-            "a folder of its own, `pip install --no-deps --target FOLDER "
-            f"'torch_npu=={TORCH_NPU}.*' protobuf`, and put it on PYTHONPATH of this program only"
+    missing = [name for name in NEEDED if _version(name) is None]
+    if version is None or version.split(".")[:2] != TORCH_NPU.split(".") or missing:
+        raise AscendHostUnavailable(
+            f"ascend_host: needs torch_npu {TORCH_NPU}, {', '.join(NEEDED)}; found torch_npu "
+            f"{version or 'none'}{''.join(f', no {name}' for name in missing)}; install it into a "
+            f"folder of its own, `pip install --no-deps --target FOLDER 'torch_npu=={TORCH_NPU}.*' "
+            f"{' '.join(missing or ['protobuf'])}`, and put it on PYTHONPATH of this program only"
         )
     return version
 
@@ -98,7 +111,7 @@ def _compiler() -> list[str]:
     missing = ["g++, or $CXX"] if command is None else []
     missing += [tool for tool in ("nm", "readelf") if shutil.which(tool) is None]
     if missing:
-        raise AscendHostError(
+        raise AscendHostUnavailable(
             f"ascend_host: must compile libraries once, found no {', no '.join(missing)}; install "
             "g++ and binutils"
         )
