@@ -1,21 +1,34 @@
 """Rate of the ops on this CPU, as a share of the rate of torch.mm in the same dtype.
 
     python benchmarks/bench_ops.py [--threads 1] [--repeats 15] [--write]
+    python benchmarks/bench_ops.py --check    # against the floors, on a CPU with AVX512-BF16
 
 Every case is first compared with custom_pypto.reference. Arithmetic counted: the indexer's
-2 * S1 * S2 * 64 * 128 (top-k comes on top), the attention's 2 * S1 * N1 * 2048 * (576 + 512).
+2 * S1 * S2 * 64 * 128 (top-k included in the time, not in the count), the attention's
+2 * S1 * N1 * 2048 * (576 + 512). A top-k is what the indexer takes longer for 2048 keys than for 1.
 """
 
 import argparse
+import os
 import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
-from measure import interleaved, machine, ratio, table, write_section
+from measure import check, interleaved, machine, ratio, table, write_section
 
 import custom_pypto
 from custom_pypto import reference
 
 BLOCK, K, D, L, R = 128, 2048, 128, 512, 64
+
+
+class Case(NamedTuple):
+    name: str
+    run: Callable
+    flop: int
 
 
 def paged(S2: int, dims: int, dtype: torch.dtype) -> torch.Tensor:
@@ -27,7 +40,7 @@ def tables(S2: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor([S2], dtype=torch.int32), torch.randperm(S2 // BLOCK).int()[None]
 
 
-def indexer_case(S1: int, S2: int, dtype: torch.dtype):
+def indexer_case(S1: int, S2: int, dtype: torch.dtype) -> Case:
     query, key = torch.randn(1, S1, 64, D).to(dtype), paged(S2, D, dtype)
     weights, (lengths, block_table) = torch.randn(1, S1, 64), tables(S2)
     more = {"actual_seq_lengths_key": lengths, "block_table": block_table}
@@ -40,10 +53,10 @@ def indexer_case(S1: int, S2: int, dtype: torch.dtype):
     common = len(set(want.flatten().tolist()) & set(run()[:, -1].flatten().tolist()))
     if common < 0.999 * K:  # a few may change places with others of nearly the same score
         raise SystemExit(f"indexer {S1=} {S2=} {dtype}: {common} of {K} positions agree: not timed")
-    return f"lightning indexer, S1={S1}, {S2 // 1024}K keys", run, 2 * S1 * S2 * 64 * D
+    return Case(f"lightning indexer, S1={S1}, {S2 // 1024}K keys", run, 2 * S1 * S2 * 64 * D)
 
 
-def attention_case(S1: int, N1: int, S2: int, dtype: torch.dtype):
+def attention_case(S1: int, N1: int, S2: int, dtype: torch.dtype) -> Case:
     query, rope = torch.randn(1, S1, N1, L).to(dtype), torch.randn(1, S1, N1, R).to(dtype)
     key, key_rope, (lengths, block_table) = paged(S2, L, dtype), paged(S2, R, dtype), tables(S2)
     indices = torch.stack([torch.randperm(S2 - S1)[:K] for _ in range(S1)]).int()[None, :, None]
@@ -60,41 +73,124 @@ def attention_case(S1: int, N1: int, S2: int, dtype: torch.dtype):
     error = ((run()[:, -1:].float() - want).abs().amax(-1) / want.abs().amax(-1)).max()
     if error > (1e-5 if dtype == torch.float32 else 2**-7):
         raise SystemExit(f"attention {S1=} {N1=} {dtype}: relative error {error:.1e}: not timed")
-    return f"sparse attention, S1={S1}, {N1} heads", run, 2 * S1 * N1 * K * (2 * L + R)
+    return Case(f"sparse attention, S1={S1}, {N1} heads", run, 2 * S1 * N1 * K * (2 * L + R))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+# of the share of torch.mm in bfloat16, one thread, AVX512-BF16; None: none
+FLOORS = {
+    (indexer_case, 1, 8192): 0.75,
+    (indexer_case, 1, 65536): 0.90,
+    (indexer_case, 1, 131072): 0.90,
+    (indexer_case, 4, 65536): 0.95,
+    (indexer_case, 256, 8192): 1.00,
+    (attention_case, 64, 128, 8192): 0.93,
+    (attention_case, 4, 128, 65536): 0.83,
+    (attention_case, 1, 128, 65536): 0.78,
+    (attention_case, 4, 64, 65536): 0.78,
+    (attention_case, 4, 32, 65536): 0.67,
+    (attention_case, 4, 16, 65536): 0.50,
+}
+# of the indexer in float32 on AVX2, as a share of torch.mm in float32
+AVX2_FLOOR = (indexer_case, 256, 8192), 0.6
+
+
+def times(case: Case, dtype: torch.dtype, repeats: int) -> dict[str, list[float]]:
+    a, b = torch.randn(2048, 2048).to(dtype), torch.randn(2048, 2048).to(dtype)
+    return interleaved({"op": case.run, "mm": lambda: a @ b}, repeats)
+
+
+def share(case: Case, seconds: dict[str, list[float]]) -> float:
+    """Of the rate of torch.mm: its seconds per operation over ours."""
+    return ratio(seconds["mm"], seconds["op"]) * case.flop / (2 * 2048**3)
+
+
+def top_k_microseconds(ascending: bool, repeats: int) -> float:
+    """Of the 2048 best of 128K scores, random or such that every key is better than all before."""
+    S2 = 131072
+    key = torch.zeros(S2 // BLOCK, BLOCK, 1, 16, dtype=torch.bfloat16)
+    scores = torch.rand(S2)
+    if ascending:  # two dims, because bfloat16 has no 128K steps
+        scores = torch.arange(S2)
+    high, low = (scores / scores.max() * 255).floor(), torch.rand(S2)
+    if ascending:
+        low = torch.arange(S2) % 512 // 2
+    key.view(S2, 16)[:, 0], key.view(S2, 16)[:, 1] = high, low / 256
+    query = torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16)
+    query[..., :2] = 1
+    weights = torch.ones(1, 1, 1)
+    more = {
+        "actual_seq_lengths_key": torch.tensor([S2], dtype=torch.int32),
+        "block_table": torch.arange(S2 // BLOCK, dtype=torch.int32)[None],
+    }
+
+    def run(count):
+        return lambda: custom_pypto.npu_lightning_indexer_pto(
+            query, key, weights, sparse_count=count, **more
+        )
+
+    seconds = interleaved({"all": run(K), "one": run(1)}, repeats)
+    differences = [a - b for a, b in zip(seconds["all"], seconds["one"], strict=True)]
+    return statistics.median(differences) * 1e6
+
+
+def check_floors(repeats: int) -> int:
+    if torch.ops.custom_pypto.cpu_isa() == "avx2":  # the process that this one started
+        (make, *shape), floor = AVX2_FLOOR
+        case = make(*shape, torch.float32)
+        return check(
+            [(f"{case.name}, avx2", lambda: share(case, times(case, torch.float32, 5)), floor)]
+        )
+    if torch.ops.custom_pypto.cpu_isa() != "avx512_bf16":
+        raise SystemExit(
+            f"the floors are those of avx512_bf16, kernels use {torch.ops.custom_pypto.cpu_isa()}"
+        )
+
+    def measured(make, shape):
+        case = make(*shape, torch.bfloat16)
+        few = 5 if shape[0] > 4 else repeats
+        return case.name, lambda: share(case, times(case, torch.bfloat16, few))
+
+    floors = [(*measured(make, shape), floor) for (make, *shape), floor in FLOORS.items()]
+    # microseconds that may pass over those that do: more is better, as of the others
+    for ascending, most in ((False, 100), (True, 250)):
+        name = f"top-k 2048 of 128K, {'ascending' if ascending else 'random'}, of {most} us"
+        floors.append((name, lambda a=ascending, m=most: m / top_k_microseconds(a, repeats), 1.0))
+    failed = check(floors)
+    avx2 = [sys.executable, __file__, "--check"]
+    environment = os.environ | {"CUSTOM_PYPTO_CPU_ISA": "avx2"}
+    return failed | subprocess.run(avx2, env=environment).returncode
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--write", action="store_true", help="into benchmarks/RESULTS.md")
+    parser.add_argument("--check", action="store_true", help="compare with the floors, one thread")
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1 if args.check else args.threads)
     torch.manual_seed(0)
     print(machine())
+    if args.check:
+        return check_floors(args.repeats)
     rows = []
     for dtype in (torch.bfloat16, torch.float32):
-        a, b = torch.randn(2048, 2048).to(dtype), torch.randn(2048, 2048).to(dtype)
-        cases = [
-            (indexer_case, shape) for shape in [(1, 8192), (1, 65536), (4, 65536), (256, 8192)]
-        ] + [
-            (attention_case, shape)
-            for shape in [(64, 128, 8192), (4, 128, 65536), (1, 128, 65536), (4, 16, 65536)]
-        ]
-        for make, shape in cases:
-            name, run, flop = make(*shape, dtype)
-            times = interleaved({"op": run, "mm": lambda a=a, b=b: a @ b}, args.repeats)
-            # share of the rate of torch.mm: its seconds per operation over ours
-            share = ratio(times["mm"], times["op"]) * flop / (2 * 2048**3)
-            seconds = statistics.median(times["op"])
-            rate = f"{flop / seconds / 1e9:.0f}"
-            rows.append([name, str(dtype)[6:], f"{seconds * 1e3:.2f}", rate, f"{share:.2f}"])
+        for make, *shape in FLOORS:
+            case = make(*shape, dtype)
+            seconds = times(case, dtype, args.repeats)
+            median = statistics.median(seconds["op"])
+            rate = f"{case.flop / median / 1e9:.0f}"
+            of_mm = f"{share(case, seconds):.2f}"
+            rows.append([case.name, str(dtype)[6:], f"{median * 1e3:.2f}", rate, of_mm])
             print(*rows[-1], sep="  ", flush=True)
     if args.write:
         text = table(["op", "dtype", "ms", "GFLOP/s", "of torch.mm 2048^3"], rows)
         command = f"python benchmarks/bench_ops.py --threads {args.threads}"
         write_section(f"Ops, {args.threads} thread(s)", f"{command} --write", text)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -63,29 +63,23 @@ Tensor npu_lightning_indexer_pto_meta(const Tensor& query, const Tensor& key, co
 // ---- top-k
 // ---------------------------------------------------------------------------------------
 
-// Ranks order as scores do: larger is better, -0 equals +0, every NaN is best.
-uint32_t rank_of(float score) {
-  if (std::isnan(score)) return 0xFFFFFFFFu;
-  score += 0.0f;  // -0 becomes +0
-  uint32_t bits;
-  std::memcpy(&bits, &score, 4);
-  return bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u);
-}
-
 // The k-th largest of n ranks, digit by digit from the top; 1 <= k <= n.
 uint32_t kth_largest(const uint32_t* ranks, int64_t n, int64_t k) {
   uint32_t found = 0;  // its digits above the current one
   int above = 32;      // bits below those
   for (const int bits : {11, 11, 10}) {
     const int shift = above - bits;
-    int32_t counts[2048] = {};
+    // two counters: neighbours are often alike, and an addition waits for the one before
+    int32_t counts[2048][2] = {};
     for (int64_t i = 0; i < n; ++i) {
       if (above == 32 || ranks[i] >> above == found) {
-        ++counts[ranks[i] >> shift & ((1 << bits) - 1)];
+        ++counts[ranks[i] >> shift & ((1 << bits) - 1)][i & 1];
       }
     }
     uint32_t digit = (1 << bits) - 1;
-    for (; k > counts[digit]; --digit) k -= counts[digit];
+    for (; k > counts[digit][0] + counts[digit][1]; --digit) {
+      k -= counts[digit][0] + counts[digit][1];
+    }
     found = found << bits | digit;
     above = shift;
   }
@@ -99,31 +93,26 @@ class TopK {
   // uninitialised: most of it may never be used
   explicit TopK(int64_t k)
       : k_(k),
-        ranks_(new uint32_t[capacity() + cpu::kMaxKeys]),
-        positions_(new int32_t[capacity() + cpu::kMaxKeys]) {}
+        ranks_(new uint32_t[capacity() + cpu::kMaxKeys + cpu::kLineElements]),
+        positions_(new int32_t[capacity() + cpu::kMaxKeys + cpu::kLineElements]) {}
 
   void clear() {
     count_ = 0;
-    full_ = false;
+    threshold_ = 0;
   }
 
-  void push(const float* scores, int64_t n, int64_t first_position) {
-    for (int64_t i = 0; i < n; i += 16) {
-      const int64_t end = std::min(i + 16, n);
-      if (full_) {  // mostly nothing in 16 scores is above the k-th best so far; NaN compares false
-        bool any = false;
-        for (int64_t j = i; j < end; ++j) any |= !(scores[j] <= threshold_score_);
-        if (!any) continue;
-      }
-      for (int64_t j = i; j < end; ++j) add(rank_of(scores[j]), first_position + j);
-      if (count_ > capacity()) shrink();
-    }
+  void push(const float* scores, int n, int64_t first_position) {
+    count_ += kernels().filter(scores, n, threshold_, static_cast<int32_t>(first_position),
+                               ranks_.get() + count_, positions_.get() + count_);
+    if (count_ > capacity()) shrink();
   }
 
   // what another stream, of lower positions than any pushed later, has kept
   void push(const TopK& other) {
     for (int64_t i = 0; i < other.count_; ++i) {
-      add(other.ranks_[i], other.positions_[i]);
+      ranks_[count_] = other.ranks_[i];
+      positions_[count_] = other.positions_[i];
+      count_ += ranks_[count_] > threshold_;
       if (count_ > capacity()) shrink();
     }
   }
@@ -142,9 +131,6 @@ class TopK {
       kept += keep;
     }
     count_ = kept;
-    full_ = true;
-    const uint32_t bits = threshold_ ^ (threshold_ >> 31 ? 0x80000000u : 0xFFFFFFFFu);
-    std::memcpy(&threshold_score_, &bits, 4);
   }
 
   // best first, the lower position first among equals, -1 after the last
@@ -168,16 +154,8 @@ class TopK {
  private:
   int64_t capacity() const { return 2 * k_ + 1024; }
 
-  void add(uint32_t rank, int64_t position) {
-    ranks_[count_] = rank;
-    positions_[count_] = static_cast<int32_t>(position);
-    count_ += !full_ || rank > threshold_;
-  }
-
   int64_t k_, count_ = 0;
-  bool full_ = false;  // k are kept: a candidate must be better than the worst of them
-  uint32_t threshold_ = 0;
-  float threshold_score_ = 0;
+  uint32_t threshold_ = 0;  // once k are kept, the worst of them: a candidate must be better
   std::unique_ptr<uint32_t[]> ranks_;
   std::unique_ptr<int32_t[]> positions_;
   std::vector<uint32_t> order_, sorted_;

@@ -80,8 +80,14 @@ struct Kernels {
   const char* name;
   void (*index)(const IndexCall<float>&);
   void (*attend)(const Chunk<float>&, const AttendPanel<float>&);
+  // Ranks and positions (first, first + 1, ...) of those of n scores whose rank is above `above`,
+  // in their order; returns how many. Up to kLineElements more are written behind them.
+  int (*filter)(const float* scores, int n, uint32_t above, int32_t first, uint32_t* ranks,
+                int32_t* positions);
   const Bf16Kernels* bf16;  // null without a dot product of it: operands are widened to float
 };
+
+constexpr int kLineElements = 16;
 
 // keys of one attend call: as many as keep the scores of a panel in half the level-1 cache
 template <typename E>

@@ -3,6 +3,10 @@
 #pragma once
 
 #include <cmath>
+#include <cstring>
+#if VECTOR_BYTES == 64
+#include <immintrin.h>
+#endif
 
 #include "kernels.h"
 
@@ -155,6 +159,61 @@ void index_f32(const IndexCall<float>& call) {
     row += width;
   }
   reduce_lanes(partial, call.n, call.scores);
+}
+
+#if VECTOR_BYTES == 64
+INLINE int append(const IntVec& rank, uint32_t above, int32_t first, uint32_t* ranks,
+                  int32_t* positions) {
+  const __mmask16 kept = _mm512_cmpgt_epu32_mask((__m512i)rank, _mm512_set1_epi32(above));
+  const __m512i position = (__m512i)(lane_index() + first);
+  // without a branch, which would often be mispredicted; and compressed in registers, because a
+  // compressing store to memory is slow on some CPUs
+  _mm512_storeu_si512(ranks, _mm512_maskz_compress_epi32(kept, (__m512i)rank));
+  _mm512_storeu_si512(positions, _mm512_maskz_compress_epi32(kept, position));
+  return __builtin_popcount(kept);
+}
+#else
+INLINE int append(const IntVec& rank, uint32_t above, int32_t first, uint32_t* ranks,
+                  int32_t* positions) {
+  const IntVec lowest = lane_index() * 0 + INT32_MIN;  // flipped, unsigned order is signed order
+  const IntVec kept = (rank ^ lowest) > (lowest ^ static_cast<int32_t>(above));
+  int32_t any = 0;
+  UNROLL for (int i = 0; i < kLanes; ++i) any |= kept[i];
+  if (!any) return 0;
+  int count = 0;
+  UNROLL for (int i = 0; i < kLanes; ++i) {
+    ranks[count] = rank[i];
+    positions[count] = first + i;
+    count -= kept[i];
+  }
+  return count;
+}
+#endif
+
+INLINE uint32_t rank_of(float score) {
+  if (score != score) return 0xFFFFFFFFu;
+  score += 0.0f;  // -0 becomes +0
+  uint32_t bits;
+  std::memcpy(&bits, &score, 4);
+  return bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u);
+}
+
+// mostly nothing is above the rank of the k-th best so far
+int filter(const float* scores, int n, uint32_t above, int32_t first, uint32_t* ranks,
+           int32_t* positions) {
+  int count = 0, j = 0;
+  for (; j + kLanes <= n; j += kLanes) {
+    const Vec score = load(scores + j) + 0.0f;  // -0 becomes +0
+    const IntVec bits = (IntVec)score;
+    const IntVec rank = score == score ? bits ^ (bits >> 31 | INT32_MIN) : lane_index() * 0 - 1;
+    count += append(rank, above, first + j, ranks + count, positions + count);
+  }
+  for (; j < n; ++j) {
+    ranks[count] = rank_of(scores[j]);
+    positions[count] = first + j;
+    count += ranks[count] > above;
+  }
+  return count;
 }
 
 // ---- sparse attention ------------------------------------------------------------------------
