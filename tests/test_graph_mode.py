@@ -384,10 +384,12 @@ def test_registering_again_changes_nothing():
 def test_without_a_converter_torchair_makes_a_callback(monkeypatch):
     """Which compiles against CANN. A converter that is registered keeps torchair from it, whether
     GE has a kernel or not, so importing the package does not register one by itself."""
-    monkeypatch.delattr(overload("add_custom"), "_ge_converter")
-    function = ge_graphs.compiled(lambda x: custom_pypto.add_custom(x, x))
+    op = "npu_lightning_indexer_pto"  # for add_custom, torchair would find a prototype by its name
+    monkeypatch.delattr(overload(op), "_ge_converter")
+    tensors, constants = split(index([2, 2], [20, 5]))
+    function = ge_graphs.compiled(lambda tensors: overload(op)(**tensors, **constants))
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="ASCEND_HOME_PATH"):
-        function(torch.ones(3, device="npu"))
+        run(function, tensors)
 
 
 def test_the_report_says_that_graph_mode_works():
