@@ -1,49 +1,90 @@
-"""A swapped model beside stock transformers: time and memory of decode and prefill by context.
+"""Swapped models beside stock transformers: time and memory of decode and prefill by context.
 
-    python benchmarks/bench_model.py [--dtype float32] [--repeats 7] [--write]
+    python benchmarks/bench_model.py [--part model] [--dtype float32] [--repeats 7] [--write]
+    python benchmarks/bench_model.py --part layer [--write] [--plot]
+    python benchmarks/bench_model.py --check    # the layer against its floors
 
-Two dense layers of DeepSeek-V3.2 (hidden 1024, 16 heads, latent 512, RoPE 64, 64 x 128 indexer,
-index_topk 2048), random weights. Both sides get the same weights and the same cached tokens, and
-their logits are compared before anything is timed. Peak memory is what a side needs on top of
-weights and cache, measured in a process of its own.
+The model: two dense layers of DeepSeek-V3.2 (hidden 1024, 16 heads, latent 512, RoPE 64, 64 x 128
+indexer, index_topk 2048). The layer: one attention layer of the published size (hidden 7168, 128
+heads), bfloat16, on one thread. Random weights; both sides get the same weights and the same cached
+tokens, and no time is reported unless they compute the same. Peak memory is what a side needs on
+top of weights and cache, measured in a process of its own.
 """
 
 import argparse
+import ctypes
+import importlib.util
 import json
 import os
 import re
 import statistics
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM, DynamicCache
 
 # last, so that an installed custom_pypto comes first
 sys.path.append(str(Path(__file__).parents[1]))
-from measure import interleaved, machine, ratio, table, write_section
+from measure import check, interleaved, machine, ratio, table, write_section
 
+import custom_pypto
 import models
+from models.attention import Step
 
 CONTEXTS = (1024, 4096, 16384)
 SIDES = ("custom_pypto", "transformers")
 # stock materialises float32 index scores [64, S, S]: 64 GiB at 16K
 STOCK_PREFILL_LIMIT = 4096
+STOCK_DECODE_LIMIT = 16384
+LAYER_DECODE_CONTEXTS = tuple(1024 * 2**i for i in range(8))
+LAYER_PREFILL_CONTEXTS = (1024, 2048, 4096, 16384)
+DECODE_FLOORS = {4096: 33.0, 8192: 75.0, 16384: 185.0}  # times stock
+# Of the largest element of a row. What goes into a row is rounded four times on either side (ours:
+# absorbed query, latent output, head output, sum of the heads; stock: expanded key or value,
+# weight, head output, sum), each by 2^-8 at most, together 2^-5. One position in 2048 may be
+# another, of the same score within rounding: sqrt(2 / 2048) = 2^-5 once more.
+LAYER_TOLERANCE = 2**-4
+PLOTS = Path(__file__).with_name("plots")
+
+MODEL = dict(
+    vocab_size=1024,
+    hidden_size=1024,
+    intermediate_size=2048,
+    num_hidden_layers=2,
+    num_attention_heads=16,
+    q_lora_rank=768,
+)
+# DeepSeek-V3.2 as published; what surrounds its first attention layer is not used
+LAYER = dict(
+    vocab_size=16,
+    hidden_size=7168,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=128,
+    q_lora_rank=1536,
+)
 
 
-def make_model(side: str, dtype: torch.dtype):
+def make_model(side: str, sizes: dict, dtype: torch.dtype):
     torch.manual_seed(0)
     config = DeepseekV32Config(
-        vocab_size=1024,
-        hidden_size=1024,
-        intermediate_size=2048,
-        num_hidden_layers=2,
-        first_k_dense_replace=2,
-        num_attention_heads=16,
-        num_key_value_heads=16,
-        q_lora_rank=768,
-        max_position_embeddings=32768,
+        **sizes,
+        num_key_value_heads=sizes["num_attention_heads"],
+        first_k_dense_replace=sizes["num_hidden_layers"],
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        index_n_heads=64,
+        index_head_dim=128,
+        index_topk=2048,
+        max_position_embeddings=163840,
         rope_parameters={"rope_type": "default", "rope_theta": 1e4},
         pad_token_id=0,
         eos_token_id=None,
@@ -99,13 +140,98 @@ def prefill_call(side: str, model, context: int):
     return prefill
 
 
-CALLS = {"decode": decode_call, "prefill": prefill_call}
+@torch.no_grad()
+def attend(side: str, model, hidden: Tensor, cache, cached: int) -> Tensor:
+    """The first attention layer of ``model`` on the tokens after the ``cached`` ones."""
+    attention, tokens = model.base_model.layers[0].self_attn, hidden.size(1)
+    positions = torch.arange(cached, cached + tokens)
+    rotation = model.base_model.rotary_emb(hidden, position_ids=positions[None])
+    if side == "custom_pypto":
+        return attention(hidden, rotation, Step(cache, cache.append(1, tokens, None)))[0]
+    causal = torch.arange(cached + tokens) <= positions[:, None]
+    return attention(hidden, rotation, causal[None, None], past_key_values=cache)[0]
 
 
-def peak_bytes(side: str, phase: str, context: int, dtype: str) -> int:
+def hidden_states(model, tokens: int) -> Tensor:
+    generator = torch.Generator().manual_seed(3)
+    return torch.randn(1, tokens, model.config.hidden_size, generator=generator).to(model.dtype)
+
+
+def layer_decode_call(side: str, model, context: int):
+    """As decode_call, of the attention layer alone."""
+    cache, hidden = filled_cache(side, model, context - 1), hidden_states(model, 1)
+
+    def step():
+        output = attend(side, model, hidden, cache, context - 1)
+        cache.crop(-1)
+        return output
+
+    return step
+
+
+def layer_prefill_call(side: str, model, context: int):
+    hidden = hidden_states(model, context)
+
+    def prefill():
+        ours = side == "custom_pypto"
+        cache = models.PagedCache(model, 1, context) if ours else DynamicCache(config=model.config)
+        return attend(side, model, hidden, cache, 0)
+
+    return prefill
+
+
+CALLS = {
+    "decode": decode_call,
+    "prefill": prefill_call,
+    "layer decode": layer_decode_call,
+    "layer prefill": layer_prefill_call,
+}
+
+
+def stock_layer_prefill_limit() -> int:
+    """Tokens: stock needs about 1.7 KB for each pair of them, 7 GB at 2K and 28 GB at 4K."""
+    free = re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())
+    return 4096 if int(free[1]) * 1024 > 32e9 else 2048
+
+
+def sides_of(phase: str, context: int) -> tuple[str, ...]:
+    """Who runs: stock where it fits into memory, and in seconds."""
+    if phase == "layer prefill":
+        limit = stock_layer_prefill_limit()
+    else:
+        limit = STOCK_PREFILL_LIMIT if phase == "prefill" else STOCK_DECODE_LIMIT
+    return SIDES if context <= limit else SIDES[:1]
+
+
+def assert_agree(phase: str, outputs: dict[str, Tensor]) -> None:
+    """What the sides computed is the same within rounding; float32 logits, or bfloat16 rows."""
+    ours, stock = (outputs[side].float() for side in SIDES)
+    error, limit = (ours - stock).abs().amax(-1), 1e-3
+    if phase.startswith("layer"):
+        error, limit = error / stock.abs().amax(-1), LAYER_TOLERANCE
+    if not (error <= limit).all():
+        raise SystemExit(f"{phase}: the sides differ by {error.max():.1e}: not reported")
+
+
+def times(both: dict, phase: str, context: int, repeats: int) -> dict[str, list[float]]:
+    """Seconds of each side that runs, whose results agree."""
+    outputs = {}
+
+    def kept(side: str) -> Callable[[], None]:
+        call = CALLS[phase](side, both[side], context)
+        return lambda: outputs.update({side: call()})
+
+    seconds = interleaved({side: kept(side) for side in sides_of(phase, context)}, repeats)
+    # logits in bfloat16 tell nothing: where a selection is a close call, both may be right
+    if len(outputs) == 2 and (phase.startswith("layer") or both["transformers"].dtype.itemsize > 2):
+        assert_agree(phase, outputs)
+    return seconds
+
+
+def peak_bytes(side: str, phase: str, context: int, dtype: torch.dtype) -> int:
     """Peak resident memory of one call, over what was resident before it, in a new process."""
-    command = [sys.executable, __file__, "--dtype", dtype, "--peak", side, phase, str(context)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    command = [sys.executable, __file__, "--dtype", str(dtype)[6:], "--peak", side, phase]
+    done = subprocess.run([*command, str(context)], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
 
 
@@ -115,72 +241,225 @@ def print_peak(side: str, phase: str, context: int, dtype: torch.dtype) -> None:
             re.search(rf"{key}:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]
         )
 
-    model = make_model(side, dtype)
+    model = make_model(side, LAYER if phase.startswith("layer") else MODEL, dtype)
     call = CALLS[phase](side, model, context)
     CALLS[phase](side, model, 64)()  # threads and libraries start outside what is measured
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed until now is not there for the call
     Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
     before = status("VmRSS")
     call()
     print(status("VmHWM") - before)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+class Result(NamedTuple):
+    phase: str
+    context: int
+    seconds: dict[str, list[float]]  # by side
+    peaks: dict[str, int]
+    repeats: int
+
+    def row(self) -> list[str]:
+        ms = {s: f"{statistics.median(x) * 1e3:.1f}" for s, x in self.seconds.items()}
+        # below 1 MiB it is pages of the allocator, not the call
+        mib = {s: f"{x / 2**20:.0f}" if x >= 2**20 else "<1" for s, x in self.peaks.items()}
+        time = memory = "-"
+        if len(ms) == 2:
+            time = f"{ratio(self.seconds['transformers'], self.seconds['custom_pypto']):.1f}"
+            ours = self.peaks["custom_pypto"]
+            at_least = ">" if ours < 2**20 else ""
+            memory = f"{at_least}{self.peaks['transformers'] / max(ours, 2**20):.1f}"
+        return [
+            *(self.phase, f"{self.context // 1024}K"),
+            *(ms.get(side, "not run") for side in SIDES),
+            time,
+            *(mib.get(side, "not run") for side in SIDES),
+            *(memory, str(self.repeats)),
+        ]
+
+
+def measured(both: dict, phase: str, context: int, repeats: int) -> Result:
+    seconds = times(both, phase, context, repeats)
+    dtype = both["custom_pypto"].dtype
+    peaks = {side: peak_bytes(side, phase, context, dtype) for side in seconds}
+    result = Result(phase, context, seconds, peaks, repeats)
+    print(*result.row(), sep="  ", flush=True)
+    return result
+
+
+def measure_model(dtype: torch.dtype, repeats: int) -> list[Result]:
+    both = {side: make_model(side, MODEL, dtype) for side in SIDES}
+    return [
+        measured(both, phase, context, repeats if phase == "decode" else 1 if context > 1024 else 3)
+        for phase in ("decode", "prefill")
+        for context in CONTEXTS
+    ]
+
+
+def make_layers() -> dict:
+    return {side: make_model(side, LAYER, torch.bfloat16) for side in SIDES}
+
+
+def measure_layer(both: dict, repeats: int) -> list[Result]:
+    results = [
+        # stock takes seconds per token
+        measured(both, "layer decode", context, 3 if context <= STOCK_DECODE_LIMIT else repeats)
+        for context in LAYER_DECODE_CONTEXTS
+    ]
+    return results + [
+        measured(both, "layer prefill", context, 1) for context in LAYER_PREFILL_CONTEXTS
+    ]
+
+
+def check_layer() -> int:
+    both = make_layers()
+
+    def time(phase: str, context: int, repeats: int) -> float:
+        seconds = times(both, phase, context, repeats)
+        return ratio(seconds["transformers"], seconds["custom_pypto"])
+
+    def memory(context: int) -> float:
+        sides = [peak_bytes(side, "layer prefill", context, torch.bfloat16) for side in SIDES]
+        return sides[1] / sides[0]
+
+    def within_4_gib() -> float:
+        return 4 * 2**30 / peak_bytes("custom_pypto", "layer prefill", 16384, torch.bfloat16)
+
+    floors = [
+        (f"layer decode, {c // 1024}K, times stock", partial(time, "layer decode", c, 2), least)
+        for c, least in DECODE_FLOORS.items()
+    ]
+    prefill = stock_layer_prefill_limit()  # stock falls behind further the longer the prompt
+    name = f"layer prefill, {prefill // 1024}K"
+    return check(
+        [
+            *floors,
+            (f"{name}, times stock", partial(time, "layer prefill", prefill, 1), 3.0),
+            (f"{name}, peak memory of stock over ours", partial(memory, prefill), 5.0),
+            ("layer prefill, 16K, 4 GiB over peak memory", within_4_gib, 1.0),
+        ]
+    )
+
+
+def indexer_call(model, context: int):
+    """The lightning indexer of a decode step by itself."""
+    cache = filled_cache("custom_pypto", model, context)
+    indexer = model.base_model.layers[0].self_attn.indexer
+    query = torch.randn(1, 1, indexer.n_heads, indexer.head_dim).to(model.dtype)
+    weights = torch.randn(1, 1, indexer.n_heads)
+    return lambda: custom_pypto.npu_lightning_indexer_pto(
+        query,
+        cache.layers[0].index,
+        weights,
+        actual_seq_lengths_key=cache.lengths,
+        block_table=cache.block_table,
+        sparse_count=indexer.index_topk,
+    )
+
+
+def plot(results: list[Result], model) -> None:
+    """Time per decoded token and peak memory against the context, into ``PLOTS``."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    def points(phase: str, side: str, value: Callable[[Result], float]):
+        chosen = [r for r in results if r.phase == phase and side in r.seconds]
+        return [r.context for r in chosen], [value(r) for r in chosen]
+
+    def save(file: str, title: str, unit: str) -> None:
+        axes.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel=unit, title=title)
+        contexts = sorted({r.context for r in results})
+        axes.set_xticks(contexts, [f"{context // 1024}K" for context in contexts])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend()
+        figure.tight_layout()
+        PLOTS.mkdir(exist_ok=True)
+        figure.savefig(PLOTS / file, dpi=110)
+
+    colours = dict(zip(SIDES, ("tab:blue", "tab:orange"), strict=True))
+    layer = "one attention layer of DeepSeek-V3.2, bfloat16, one thread"
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for side, colour in colours.items():
+        x, ms = points(
+            "layer decode", side, lambda r, s=side: statistics.median(r.seconds[s]) * 1e3
+        )
+        axes.plot(x, ms, "o-", color=colour, label=side)
+    contexts, ours = points(
+        "layer decode", SIDES[0], lambda r: statistics.median(r.seconds[SIDES[0]]) * 1e3
+    )
+    alone = {context: indexer_call(model, context) for context in contexts}
+    indexer = [statistics.median(x) * 1e3 for x in interleaved(alone, 7).values()]
+    rest = [a - b for a, b in zip(ours, indexer, strict=True)]
+    axes.plot(contexts, indexer, "s--", color="tab:green", label="of it: lightning indexer")
+    axes.plot(contexts, rest, ":", color="tab:blue", label="of it: everything else")
+    print("indexer alone, ms:", *(f"{ms:.2f}" for ms in indexer))
+    print("everything else, ms:", *(f"{ms:.2f}" for ms in rest))
+    save("model_time.png", f"Time per decoded token\n{layer}", "ms")
+
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for phase, line in (("layer decode", "o--"), ("layer prefill", "o-")):
+        for side, colour in colours.items():
+            # below 1 MiB it is pages of the allocator, not the call
+            x, mib = points(phase, side, lambda r, s=side: max(r.peaks[s] / 2**20, 1))
+            axes.plot(x, mib, line, color=colour, label=f"{side}, {phase.split()[1]}")
+    save("model_memory.png", f"Peak memory over weights and cache\n{layer}", "MiB (1: at most 1)")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--part", choices=["model", "layer"], help="one of both tables")
     parser.add_argument("--write", action="store_true", help="into benchmarks/RESULTS.md")
+    parser.add_argument("--plot", action="store_true", help="the layer, into benchmarks/plots")
+    parser.add_argument("--check", action="store_true", help="compare the layer with its floors")
     parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)  # the process that measures
     args = parser.parse_args()
-    torch.set_num_threads(len(os.sched_getaffinity(0)))
-    dtype = getattr(torch, args.dtype)
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install matplotlib")
+    threads, dtype = len(os.sched_getaffinity(0)), getattr(torch, args.dtype)
     if args.peak:
         side, phase, context = args.peak
-        return print_peak(side, phase, int(context), dtype)
+        torch.set_num_threads(1 if phase.startswith("layer") else threads)
+        print_peak(side, phase, int(context), dtype)
+        return 0
 
-    print(machine())
-    both = {side: make_model(side, dtype) for side in SIDES}
-    rows = []
-    for phase, context in [(p, c) for p in ("decode", "prefill") for c in CONTEXTS]:
-        sides = SIDES if phase == "decode" or context <= STOCK_PREFILL_LIMIT else SIDES[:1]
-        calls = {side: CALLS[phase](side, both[side], context) for side in sides}
-        if len(sides) == 2 and dtype == torch.float32:
-            ours, stock = (calls[side]() for side in SIDES)
-            error = (ours - stock).abs().max().item()
-            if error > 1e-3:
-                raise SystemExit(f"{phase} at {context}: logits differ by {error:.1e}: not timed")
-        repeats = args.repeats if phase == "decode" else 1 if context > 1024 else 3
-        times = interleaved(calls, repeats)
-        peaks = {side: peak_bytes(side, phase, context, args.dtype) for side in sides}
-        ms = {side: f"{statistics.median(times[side]) * 1e3:.1f}" for side in sides}
-        # below 1 MiB it is pages of the allocator, not the call
-        mib = {
-            side: f"{peaks[side] / 2**20:.0f}" if peaks[side] >= 2**20 else "<1" for side in sides
-        }
-        quotient = {"time": "-", "memory": "-"}
-        if len(sides) == 2:
-            quotient["time"] = f"{ratio(times['transformers'], times['custom_pypto']):.1f}"
-            at_least = ">" if peaks["custom_pypto"] < 2**20 else ""
-            memory = peaks["transformers"] / max(peaks["custom_pypto"], 2**20)
-            quotient["memory"] = f"{at_least}{memory:.1f}"
-        rows.append(
-            [phase, f"{context // 1024}K"]
-            + [ms.get(side, "not run") for side in SIDES]
-            + [quotient["time"]]
-            + [mib.get(side, "not run") for side in SIDES]
-            + [quotient["memory"], str(repeats)]
-        )
-        print(*rows[-1], sep="  ", flush=True)
-    if args.write:
+    def report(title: str, command: str, note: str, results: list[Result]) -> None:
         header = ["phase", "context", "ms", "ms stock", "ratio", "peak MiB", "peak MiB stock"]
-        text = table([*header, "ratio", "repeats"], rows)
-        text += (
-            "\n\nms: of one decoded token, or of the whole prompt; medians of interleaved repeats. "
-            "Peak: on top of weights and cache. Not run: stock prefill at 16K, whose float32 index "
-            "scores alone are 64 x 16384 x 16384 x 4 bytes = 64 GiB."
+        text = table([*header, "ratio", "repeats"], [result.row() for result in results])
+        if args.write:
+            write_section(title, f"python benchmarks/bench_model.py {command} --write", text + note)
+
+    note = (
+        "\n\nms: of one decoded token, or of the whole prompt; medians of interleaved repeats. "
+        "Peak: on top of weights and cache. Not run: stock prefill that does not fit; at 16K its "
+        "float32 index scores alone are 64 x 16384 x 16384 x 4 bytes = 64 GiB"
+    )
+    torch.set_num_threads(threads)
+    if not args.check and args.part != "layer":
+        print(machine())
+        results = measure_model(dtype, args.repeats)
+        report(f"Model, {args.dtype}", f"--part model --dtype {args.dtype}", note + ".", results)
+    torch.set_num_threads(1)
+    if args.check:
+        print(machine())
+        return check_layer()
+    if args.part != "model":
+        print(machine())
+        both = make_layers()
+        results = measure_layer(both, args.repeats)
+        note += ", and stock decode above 16K, whose time goes on growing with the context."
+        report(
+            "Attention layer of the full size, bfloat16, 1 thread", "--part layer", note, results
         )
-        command = f"python benchmarks/bench_model.py --dtype {args.dtype} --write"
-        write_section(f"Model, {args.dtype}", command, text)
+        if args.plot:
+            plot(results, both["custom_pypto"])
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
