@@ -95,7 +95,8 @@ class PagedAttention:
             block_table=step.cache.block_table,
             sparse_mode=3,
         )
-        output = torch.einsum("bshl,hvl->bshv", output, w_uv).flatten(2)
+        # einsum would copy w_uv, a view of every other half, at each step
+        output = (w_uv @ output.permute(0, 2, 3, 1)).permute(0, 3, 1, 2).flatten(2)
         return self.o_proj(output), indices
 
     @torch.no_grad()  # as in transformers: no gradient passes a selection
