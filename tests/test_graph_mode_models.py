@@ -9,6 +9,7 @@ from pathlib import Path
 import ge_graphs
 import pytest
 import torch
+from cases import fused_inputs
 from tiny import tiny_model, token_ids
 from transformers import CompileConfig
 
@@ -245,6 +246,31 @@ def test_ge_graph_writes_the_pools_in_place(through_a_view, monkeypatch):
     assert (in_place, copies > 0, written_back) == (
         (False, True, 8) if through_a_view else (True, False, 2)  # lengths and seen
     )
+
+
+@pytest.mark.parametrize("mode", ["reduce-overhead", "npugraph_ex"])
+def test_captured_fused_op_writes_its_caches_in_place(mode):
+    inputs = fused_inputs(
+        [20, 5], 1, hidden=48, q_rank=32, index_dim=128, sparse_count=8, dtype=torch.bfloat16
+    )
+    count = inputs.pop("sparse_count")
+    given, expected = ({name: x.npu() for name, x in inputs.items()} for _ in range(2))
+    op = torch.ops.custom_pypto.npu_sparse_attention_pto.default
+
+    def call(tensors):
+        return op(**tensors, sparse_count=count)
+
+    with watched() as seen:
+        result = torch.compile(call, backend=backend(mode), fullgraph=True, dynamic=False)(given)
+    assert torch.equal(result.cpu(), call(expected).cpu())
+    for name in ("kv_cache", "kr_cache", "index_k_cache"):
+        torch.testing.assert_close(given[name], expected[name], rtol=0, atol=0, equal_nan=True)
+    (graph,) = seen.fx
+    node, *copies = [node for node in graph.nodes if node.op == "call_function"]
+    assert node.target is op and all(x.op == "placeholder" for x in node.args)
+    # the older mode leaves copies of the caches onto themselves
+    assert all(n.target is torch.ops.aten.copy_.default and n.args[0] is n.args[1] for n in copies)
+    assert len(copies) == (3 if mode == "reduce-overhead" else 0)
 
 
 # ---- experts, shared indexers, padding -----------------------------------------------------------
