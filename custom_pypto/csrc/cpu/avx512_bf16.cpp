@@ -67,8 +67,8 @@ INLINE void transpose16(__m512i* r) {
     t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
     t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
   }
-  UNROLL for (int i = 0; i < 16;
-              i += 4) {  // quarter q of r[i + c]: column 4 q + c, rows i to i + 3
+  // quarter q of r[i + c] is now column 4 q + c of the rows i to i + 3
+  UNROLL for (int i = 0; i < 16; i += 4) {
     r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
     r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
     r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
