@@ -123,7 +123,7 @@ def _torch_npu_problem() -> dict[str, str] | None:
                 f"CANN cannot be loaded: {error}",
                 "install CANN and source its set_env.sh before Python starts",
             )
-    torch, torch_npu = _version("torch"), _version("torch_npu")
+    torch, torch_npu = installed_version("torch"), installed_version("torch_npu")
     # torch_npu links to torch's C++ symbols, which differ from one minor version to the next
     if torch and torch_npu and torch.split(".")[:2] != torch_npu.split(".")[:2]:
         minor = ".".join(torch.split(".")[:2])
@@ -136,7 +136,7 @@ def _torch_npu_problem() -> dict[str, str] | None:
 
 def pypto_problem() -> dict[str, str] | None:
     """What is wrong with the installed PyPTO, for the kernels on the NPU and for simulation."""
-    found = _version("pypto")
+    found = installed_version("pypto")
     if found == PYPTO:
         return None
     return _problem(
@@ -145,7 +145,8 @@ def pypto_problem() -> dict[str, str] | None:
     )
 
 
-def _version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """Of a distribution, without importing it; None: not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -155,12 +156,12 @@ def _version(distribution: str) -> str | None:
 def _versions() -> dict[str, str | None]:
     return {
         "python": platform.python_version(),
-        "torch": _version("torch"),
-        "torch_npu": _version("torch_npu"),
+        "torch": installed_version("torch"),
+        "torch_npu": installed_version("torch_npu"),
         "CANN": _cann(),
-        "pypto": _version("pypto"),
-        "transformers": _version("transformers"),
-        "safetensors": _version("safetensors"),
+        "pypto": installed_version("pypto"),
+        "transformers": installed_version("transformers"),
+        "safetensors": installed_version("safetensors"),
         "compiler": _compiler(),
     }
 

@@ -10,7 +10,6 @@ import ctypes
 import fcntl
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -20,6 +19,7 @@ import sys
 import tempfile
 from pathlib import Path
 
+from ...env import installed_version
 from ...graph import prototypes
 from ..compiler import SimulationError, cache_folder
 
@@ -81,21 +81,14 @@ def _folder() -> Path:
         facts.update(path.read_bytes())
     compiler = _run([*_compiler(), "--version"])
     machine = (platform.machine(), sys.version)
-    facts.update(repr((_torch_npu(), _version("torch"), machine, compiler)).encode())
+    facts.update(repr((_torch_npu(), installed_version("torch"), machine, compiler)).encode())
     return cache_folder() / f"ascend_host-{facts.hexdigest()[:16]}"
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _torch_npu() -> str:
     """The version that is installed, which must be the right one, with what it needs."""
-    version = _version("torch_npu")
-    missing = [name for name in NEEDED if _version(name) is None]
+    version = installed_version("torch_npu")
+    missing = [name for name in NEEDED if installed_version(name) is None]
     if version is None or version.split(".")[:2] != TORCH_NPU.split(".") or missing:
         raise AscendHostUnavailable(
             f"ascend_host: needs torch_npu {TORCH_NPU}, {', '.join(NEEDED)}; found torch_npu "
