@@ -14,6 +14,10 @@ import custom_pypto
 
 from .cache import PagedCache, write
 
+# Tokens whose queries are there at a time: of full-size heads, they, the absorbed ones, what comes
+# out and the indices take 0.4 MB a token, where a token of the cache takes 1.4 kB.
+SLICE = 2048
+
 
 class Step(NamedTuple):
     """What one forward pass knows of the cache; takes the place of the attention mask."""
@@ -57,29 +61,56 @@ class PagedAttention:
         Args:
             indices: an earlier layer's, for a layer without an indexer.
         """
-        batch, tokens, _ = hidden_states.shape
         layer = step.cache.layers[self.layer_idx]
         cos, sin = position_embeddings
 
-        q_latent = self.q_a_layernorm(self.q_a_proj(hidden_states))
-        query = self.q_b_proj(q_latent).view(batch, tokens, -1, self.qk_head_dim)
-        q_nope, q_rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split(
             [self.kv_lora_rank, self.qk_rope_head_dim], -1
         )
-        q_rope, k_rope = apply_rotary_pos_emb_interleave(
-            q_rope, k_rope.unsqueeze(2), cos, sin, unsqueeze_dim=2
-        )
+        k_rope = rotate(apply_rotary_pos_emb_interleave, k_rope.unsqueeze(2), cos, sin)
         write(layer.latent, step.slots, self.kv_a_layernorm(latent))
         write(layer.rope, step.slots, k_rope)
-
         if self.indexer is not None:
-            indices = self.select(hidden_states, q_latent, position_embeddings, step)
+            self.write_index_keys(hidden_states, position_embeddings, step)
         elif indices is None:
             raise ValueError(
                 f"config.indexer_types: layer {self.layer_idx} is 'shared', but no layer before it "
                 "is 'full'"
             )
+        q_latent = self.q_a_layernorm(self.q_a_proj(hidden_states))
+
+        tokens = hidden_states.size(1)
+        if tokens <= SLICE:
+            return self.read(hidden_states, q_latent, cos, sin, indices, step, step.cache.lengths)
+        parts = []
+        for first in range(0, tokens, SLICE):
+            end = min(first + SLICE, tokens)
+            part = [
+                None if x is None else x[:, first:end]
+                for x in (hidden_states, q_latent, cos, sin, indices)
+            ]
+            # what the cache held when `end` was the last token; less than none for padding
+            lengths = (step.cache.lengths - (tokens - end)).clamp(min=0)
+            parts.append(self.read(*part, step, lengths))
+        outputs, selected = zip(*parts, strict=True)
+        return torch.cat(outputs, 1), torch.cat(selected, 1)
+
+    def read(
+        self,
+        hidden_states: Tensor,
+        q_latent: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        indices: Tensor | None,
+        step: Step,
+        lengths: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """What :meth:`attend` returns, of the last tokens that ``lengths`` counts."""
+        layer = step.cache.layers[self.layer_idx]
+        query = self.q_b_proj(q_latent).unflatten(-1, (-1, self.qk_head_dim))
+        q_nope, q_rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+        if self.indexer is not None:
+            indices = self.select(hidden_states, q_latent, cos, sin, step, lengths)
         w_uk, w_uv = self.kv_b_proj.weight.view(
             query.size(2), self.qk_nope_head_dim + self.v_head_dim, self.kv_lora_rank
         ).split([self.qk_nope_head_dim, self.v_head_dim], 1)
@@ -89,9 +120,9 @@ class PagedAttention:
             None,
             indices,
             self.scaling,
-            query_rope=q_rope,
+            query_rope=rotate(apply_rotary_pos_emb_interleave, q_rope, cos, sin),
             key_rope=layer.rope,
-            actual_seq_lengths_kv=step.cache.lengths,
+            actual_seq_lengths_kv=lengths,
             block_table=step.cache.block_table,
             sparse_mode=3,
         )
@@ -100,34 +131,48 @@ class PagedAttention:
         return self.o_proj(output), indices
 
     @torch.no_grad()  # as in transformers: no gradient passes a selection
+    def write_index_keys(
+        self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], step: Step
+    ) -> None:
+        indexer = self.indexer
+        key = indexer.k_norm(indexer.wk(hidden_states)).unsqueeze(2)
+        key = self.rotate_index(key, *position_embeddings)
+        write(step.cache.layers[self.layer_idx].index, step.slots, key)
+
+    @torch.no_grad()
     def select(
         self,
         hidden_states: Tensor,
         q_latent: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        cos: Tensor,
+        sin: Tensor,
         step: Step,
+        lengths: Tensor,
     ) -> Tensor:
-        """Stores the new index keys and selects ``[B, S, 1, index_topk]`` int32 positions."""
-        indexer, layer = self.indexer, step.cache.layers[self.layer_idx]
-        cos, sin = position_embeddings
-        rotated = [indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim]
-
+        """The ``[B, S, 1, index_topk]`` int32 positions that each token attends to."""
+        indexer = self.indexer
         query = indexer.wq_b(q_latent).unflatten(-1, (indexer.n_heads, indexer.head_dim))
-        key = indexer.k_norm(indexer.wk(hidden_states)).unsqueeze(2)
-        q_rope, q_pass = query.split(rotated, -1)
-        k_rope, k_pass = key.split(rotated, -1)
-        q_rope, k_rope = self.index_rope(q_rope, k_rope, cos, sin, unsqueeze_dim=2)
-        write(layer.index, step.slots, torch.cat([k_rope, k_pass], -1))
-
         projection = indexer.weights_proj
         weights = projection(hidden_states.to(projection.weight.dtype)).float()
         return custom_pypto.npu_lightning_indexer_pto(
-            torch.cat([q_rope, q_pass], -1),
-            layer.index,
+            self.rotate_index(query, cos, sin),
+            step.cache.layers[self.layer_idx].index,
             # both scales are positive, so they may move out of the ReLU into the weights
             weights * (indexer.n_heads**-0.5 * indexer.softmax_scale),
-            actual_seq_lengths_key=step.cache.lengths,
+            actual_seq_lengths_key=lengths,
             block_table=step.cache.block_table,
             sparse_count=indexer.index_topk,
             sparse_mode=3,
         )
+
+    def rotate_index(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """``[B, S, N, D]`` with the first dims rotated."""
+        indexer = self.indexer
+        rotated = [indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim]
+        rope, rest = x.split(rotated, -1)
+        return torch.cat([rotate(self.index_rope, rope, cos, sin), rest], -1)
+
+
+def rotate(rope, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``[B, S, N, R]`` rotated by ``rope`` of transformers, which wants a query and a key."""
+    return rope(x, x[:, :, :1], cos, sin, unsqueeze_dim=2)[0]

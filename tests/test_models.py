@@ -115,6 +115,20 @@ def test_logits_equal_stock_transformers(kind, chunks, pads):
     torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
 
 
+@pytest.mark.parametrize("pads", [[0], PADS], ids=["batch-1", "left-padded"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_stock_transformers_where_a_prompt_is_read_in_slices(kind, pads, monkeypatch):
+    monkeypatch.setattr(models.attention, "SLICE", 7)
+    stock, swapped = stock_and_swapped(kind)
+    tokens = []
+    swapped.model.layers[0].self_attn.o_proj.register_forward_hook(
+        lambda module, args, output: tokens.append(output.size(1))
+    )
+    want, got = both(stock, swapped, pads, [47, 8, 1])
+    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+    assert tokens == [7] * 6 + [5] + [7, 1] + [1]
+
+
 @pytest.mark.parametrize("index_topk", [1, 2, 16, 64], ids=lambda k: f"{k}-of-48-keys")
 @pytest.mark.parametrize("kind", KINDS)
 def test_logits_equal_stock_transformers_however_many_keys_are_selected(kind, index_topk):

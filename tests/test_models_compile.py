@@ -7,6 +7,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from transformers import CompileConfig
 
 import models
+import models.attention
 
 
 @pytest.fixture(autouse=True)
@@ -102,6 +103,19 @@ def test_decode_is_one_graph_for_all_positions_and_equals_eager(kind, dynamic, b
     got = decode(step, model, after_prefill(), ids, 29, [3, 3, 3])
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
     assert len(backend.graphs) == 2
+
+
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_a_prompt_read_in_slices_is_one_graph_and_equals_eager(dynamic, monkeypatch):
+    monkeypatch.setattr(models.attention, "SLICE", 16)
+    model, backend = tiny_swapped(), CountingBackend()
+    ids = token_ids(2, 40)
+    want = model(ids, past_key_values=models.PagedCache(model, 2, 64, block_size=16)).logits
+    step = torch.compile(model.forward, backend=backend, fullgraph=True, dynamic=dynamic)
+    got = step(ids, past_key_values=models.PagedCache(model, 2, 64, block_size=16)).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
+    assert len(backend.graphs) == 1
+    assert backend.ops()["npu_lightning_indexer_pto"] == 2 * 3  # layers, slices
 
 
 @pytest.mark.parametrize("kind", KINDS)
