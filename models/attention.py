@@ -82,9 +82,9 @@ class PagedAttention:
         tokens = hidden_states.size(1)
         if tokens <= SLICE:
             return self.read(hidden_states, q_latent, cos, sin, indices, step, step.cache.lengths)
-        parts = []
-        for first in range(0, tokens, SLICE):
-            end = min(first + SLICE, tokens)
+        parts, first = [], 0
+        while first < tokens:  # range() would make torch.compile a graph for every length
+            end = first + SLICE if first + SLICE < tokens else tokens
             part = [
                 None if x is None else x[:, first:end]
                 for x in (hidden_states, q_latent, cos, sin, indices)
@@ -92,6 +92,7 @@ class PagedAttention:
             # what the cache held when `end` was the last token; less than none for padding
             lengths = (step.cache.lengths - (tokens - end)).clamp(min=0)
             parts.append(self.read(*part, step, lengths))
+            first = end
         outputs, selected = zip(*parts, strict=True)
         return torch.cat(outputs, 1), torch.cat(selected, 1)
 
