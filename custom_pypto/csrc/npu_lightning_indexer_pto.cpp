@@ -1,5 +1,7 @@
 // Lightning indexer: which keys matter most to each query token. docs/npu_lightning_indexer_pto.md
+#include <array>
 #include <memory>
+#include <numeric>
 
 #include "ops_common.h"
 #include "panels.h"
@@ -63,27 +65,33 @@ Tensor npu_lightning_indexer_pto_meta(const Tensor& query, const Tensor& key, co
 // ---- top-k
 // ---------------------------------------------------------------------------------------
 
+struct Rank {
+  uint32_t value;
+  int64_t equal;  // how many of the k largest have it, of which there may be more
+};
+
 // The k-th largest of n ranks, digit by digit from the top; 1 <= k <= n.
-uint32_t kth_largest(const uint32_t* ranks, int64_t n, int64_t k) {
+Rank kth_largest(const uint32_t* ranks, int64_t n, int64_t k) {
   uint32_t found = 0;  // its digits above the current one
   int above = 32;      // bits below those
   for (const int bits : {11, 11, 10}) {
     const int shift = above - bits;
-    // two counters: neighbours are often alike, and an addition waits for the one before
-    int32_t counts[2048][2] = {};
+    const uint32_t mask = (1u << bits) - 1;
+    // two counters: neighbours are often alike, and an addition waits for the one before; the last
+    // ones take what has other digits above, without a branch that is often mispredicted
+    int32_t counts[2049][2] = {};
     for (int64_t i = 0; i < n; ++i) {
-      if (above == 32 || ranks[i] >> above == found) {
-        ++counts[ranks[i] >> shift & ((1 << bits) - 1)][i & 1];
-      }
+      const uint64_t digits = ranks[i];
+      ++counts[digits >> above == found ? digits >> shift & mask : 2048][i & 1];
     }
-    uint32_t digit = (1 << bits) - 1;
+    uint32_t digit = mask;
     for (; k > counts[digit][0] + counts[digit][1]; --digit) {
       k -= counts[digit][0] + counts[digit][1];
     }
     found = found << bits | digit;
     above = shift;
   }
-  return found;
+  return {found, k};
 }
 
 // The k best of a stream of scores whose positions ascend. Keeps up to twice as many candidates,
@@ -120,34 +128,30 @@ class TopK {
   // the k best, in order of their positions
   void shrink() {
     if (count_ <= k_) return;
-    threshold_ = kth_largest(ranks_.get(), count_, k_);
-    int64_t equal = k_;  // how many of those that equal the k-th are among the k: the first ones
-    for (int64_t i = 0; i < count_; ++i) equal -= ranks_[i] > threshold_;
-    int64_t kept = 0;
-    for (int64_t i = 0; i < count_; ++i) {
-      const bool keep = ranks_[i] > threshold_ || (ranks_[i] == threshold_ && equal-- > 0);
-      ranks_[kept] = ranks_[i];
-      positions_[kept] = positions_[i];
-      kept += keep;
-    }
-    count_ = kept;
+    const Rank worst = kth_largest(ranks_.get(), count_, k_);
+    threshold_ = worst.value;
+    // of equals the first, since positions ascend
+    count_ = kernels().keep(ranks_.get(), positions_.get(), count_, worst.value, worst.equal);
   }
 
   // best first, the lower position first among equals, -1 after the last
   void write(int32_t* out) {
     shrink();
     // radix sort, least significant byte first: stable, so that positions stay in order
+    std::array<std::array<int32_t, 257>, 4> starts = {};  // of each byte, the largest first
     order_.resize(count_);
     sorted_.resize(count_);
-    for (int64_t i = 0; i < count_; ++i) order_[i] = i;
-    for (int shift = 0; shift < 32; shift += 8) {
-      int64_t start[257] = {};
-      for (int64_t i = 0; i < count_; ++i) ++start[256 - ((ranks_[i] >> shift) & 255)];
-      for (int b = 1; b < 257; ++b) start[b] += start[b - 1];
-      for (const uint32_t i : order_) sorted_[start[255 - ((ranks_[i] >> shift) & 255)]++] = i;
+    for (int64_t i = 0; i < count_; ++i) {
+      const uint32_t falling = ~ranks_[i];
+      order_[i] = uint64_t{falling} << 32 | static_cast<uint32_t>(positions_[i]);
+      for (int b = 0; b < 4; ++b) ++starts[b][(falling >> 8 * b & 255) + 1];
+    }
+    for (int b = 0; b < 4; ++b) {
+      std::partial_sum(starts[b].begin(), starts[b].end(), starts[b].begin());
+      for (const uint64_t x : order_) sorted_[starts[b][x >> (32 + 8 * b) & 255]++] = x;
       order_.swap(sorted_);
     }
-    for (int64_t i = 0; i < count_; ++i) out[i] = positions_[order_[i]];
+    for (int64_t i = 0; i < count_; ++i) out[i] = static_cast<int32_t>(order_[i]);
     std::fill(out + count_, out + k_, -1);
   }
 
@@ -158,7 +162,7 @@ class TopK {
   uint32_t threshold_ = 0;  // once k are kept, the worst of them: a candidate must be better
   std::unique_ptr<uint32_t[]> ranks_;
   std::unique_ptr<int32_t[]> positions_;
-  std::vector<uint32_t> order_, sorted_;
+  std::vector<uint64_t> order_, sorted_;  // falling rank, position
 };
 
 // ---- scores
@@ -170,7 +174,7 @@ struct Task {
   int64_t begin, end;
 };
 
-constexpr int64_t kTokensOfTask = 8;  // they share the keys they read
+constexpr int64_t kTokensOfTask = 8;  // at most; they share the keys they read
 
 // E is what is multiplied, T what is stored
 template <typename E, typename T>
@@ -195,34 +199,36 @@ class Indexer {
     std::fill_n(out_.template mutable_data_ptr<int32_t>(), out_.numel(), -1);
     const std::vector<Task> tasks = plan();
     std::vector<TopK> parts;  // of sequences whose keys are split, one a task and token
-    for (size_t t = 0; split_ && t < tasks.size(); ++t) parts.emplace_back(k_);
+    for (size_t t = 0; split_ && t < tasks.size() * group_; ++t) parts.emplace_back(k_);
     run_tasks(
         tasks.size(), [&] { return Scratch(*this); },
         [&](Scratch& scratch, int64_t t) {
           const Task& task = tasks[t];
-          std::vector<TopK>& best = scratch.best;
-          for (TopK& b : best) b.clear();
-          score(task, scratch, split_ ? &parts[t] : best.data());
-          if (split_) {
-            parts[t].shrink();
-            return;
+          TopK* best = split_ ? &parts[t * group_] : scratch.best.data();
+          for (int64_t i = 0; i < task.count; ++i) best[i].clear();
+          score(task, scratch, best);
+          for (int64_t i = 0; i < task.count; ++i) {
+            split_ ? best[i].shrink() : best[i].write(out_row(task, i));
           }
-          for (int64_t i = 0; i < task.count; ++i) best[i].write(out_row(task, i));
         });
     if (!split_) return;
-    // tasks of one token follow each other, in the order of their keys
-    std::vector<int64_t> starts;
+    // tasks of the same tokens follow each other, in the order of their keys
+    std::vector<size_t> starts;
     for (size_t t = 0; t < tasks.size(); ++t) {
       if (tasks[t].begin == 0) starts.push_back(t);
     }
     starts.push_back(tasks.size());
-    run_tasks(
-        starts.size() - 1, [&] { return TopK(k_); },
-        [&](TopK& all, int64_t i) {
-          all.clear();
-          for (int64_t t = starts[i]; t < starts[i + 1]; ++t) all.push(parts[t]);
-          all.write(out_row(tasks[starts[i]], 0));
-        });
+    run_tasks((starts.size() - 1) * group_, [&] { return TopK(k_); },
+              [&](TopK& all, int64_t i) {
+                const Task& task = tasks[starts[i / group_]];
+                const int64_t token = i % group_;
+                if (token >= task.count) return;
+                all.clear();
+                for (size_t t = starts[i / group_]; t < starts[i / group_ + 1]; ++t) {
+                  all.push(parts[t * group_ + token]);
+                }
+                all.write(out_row(task, token));
+              });
   }
 
  private:
@@ -244,15 +250,16 @@ class Indexer {
     return out_.template mutable_data_ptr<int32_t>() + token * k_;
   }
 
-  // Tokens in groups that share their keys; where there are too few groups for the threads, single
-  // tokens with their keys split. Scores do not depend on the split, so neither does the result.
+  // Tokens in groups that share their keys; where there are too few groups for the threads, their
+  // keys are split. Scores do not depend on the split, so neither does the result.
   std::vector<Task> plan() {
-    int64_t tokens = 0;
-    for (const Sequence& s : sequences_) tokens += s.len_query;
+    int64_t longest = 1, groups = 0;
+    for (const Sequence& s : sequences_) longest = std::max(longest, s.len_query);
+    group_ = std::min(longest, kTokensOfTask);
+    for (const Sequence& s : sequences_) groups += (s.len_query + group_ - 1) / group_;
     const int64_t threads = at::get_num_threads();
-    const int64_t wanted = 8 * threads;
-    split_ = threads > 1 && tokens > 0 && tokens < wanted;
-    group_ = std::clamp<int64_t>(tokens / wanted, 1, kTokensOfTask);
+    const int64_t wanted = threads == 1 ? 1 : 8 * threads;
+    split_ = groups < wanted;
     std::vector<Task> tasks;
     for (const Sequence& s : sequences_) {
       for (int64_t i = 0; i < s.len_query; i += group_) {
@@ -260,7 +267,7 @@ class Indexer {
         const int64_t visible = s.visible(i + count - 1, mode_);
         int64_t step = std::max<int64_t>(visible, 1);
         if (split_) {
-          const int64_t pieces = (wanted + tokens - 1) / tokens;
+          const int64_t pieces = (wanted + groups - 1) / groups;
           step = std::max<int64_t>(1024, ((visible + pieces - 1) / pieces + 127) / 128 * 128);
         }
         for (int64_t begin = 0; begin < visible; begin += step) {

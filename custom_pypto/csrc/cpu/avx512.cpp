@@ -4,6 +4,6 @@
 #include "tiles.h"
 
 namespace custom_pypto::cpu {
-const Kernels kAvx512 = {"avx512", index_f32, attend_f32, filter, nullptr};
+const Kernels kAvx512 = {"avx512", index_f32, attend_f32, filter, keep, nullptr};
 }
 #endif

@@ -362,7 +362,7 @@ const Bf16Kernels kBf16 = {pack_panel_bf16, index_bf16, pack_values_bf16, attend
 
 }  // namespace
 
-const Kernels kAvx512Bf16 = {"avx512_bf16", index_f32, attend_f32, filter, &kBf16};
+const Kernels kAvx512Bf16 = {"avx512_bf16", index_f32, attend_f32, filter, keep, &kBf16};
 
 }  // namespace custom_pypto::cpu
 #endif

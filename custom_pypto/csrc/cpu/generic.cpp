@@ -3,5 +3,5 @@
 #include "tiles.h"
 
 namespace custom_pypto::cpu {
-const Kernels kGeneric = {"generic", index_f32, attend_f32, filter, nullptr};
+const Kernels kGeneric = {"generic", index_f32, attend_f32, filter, keep, nullptr};
 }

@@ -84,6 +84,9 @@ struct Kernels {
   // in their order; returns how many. Up to kLineElements more are written behind them.
   int (*filter)(const float* scores, int n, uint32_t above, int32_t first, uint32_t* ranks,
                 int32_t* positions);
+  // Of n ranks and their positions, moves to the front those above `above` and the first `equal` of
+  // those that equal it; returns how many. Up to kLineElements behind them change too.
+  int (*keep)(uint32_t* ranks, int32_t* positions, int n, uint32_t above, int equal);
   const Bf16Kernels* bf16;  // null without a dot product of it: operands are widened to float
 };
 

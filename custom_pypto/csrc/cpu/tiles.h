@@ -172,6 +172,25 @@ INLINE int append(const IntVec& rank, uint32_t above, int32_t first, uint32_t* r
   _mm512_storeu_si512(positions, _mm512_maskz_compress_epi32(kept, position));
   return __builtin_popcount(kept);
 }
+
+int keep(uint32_t* ranks, int32_t* positions, int n, uint32_t above, int equal) {
+  const __m512i limit = _mm512_set1_epi32(above);
+  int count = 0;
+  for (int j = 0; j < n; j += 16) {
+    const __m512i rank = _mm512_loadu_si512(ranks + j),
+                  position = _mm512_loadu_si512(positions + j);
+    const __mmask16 valid = n - j < 16 ? (1u << (n - j)) - 1 : 0xFFFF;
+    unsigned ties = _mm512_mask_cmpeq_epu32_mask(valid, rank, limit);
+    int more = __builtin_popcount(ties);
+    for (; more > equal; --more) ties &= ~(0x80000000u >> __builtin_clz(ties));
+    equal -= more;
+    const __mmask16 kept = _mm512_mask_cmpgt_epu32_mask(valid, rank, limit) | ties;
+    _mm512_storeu_si512(ranks + count, _mm512_maskz_compress_epi32(kept, rank));
+    _mm512_storeu_si512(positions + count, _mm512_maskz_compress_epi32(kept, position));
+    count += __builtin_popcount(kept);
+  }
+  return count;
+}
 #else
 INLINE int append(const IntVec& rank, uint32_t above, int32_t first, uint32_t* ranks,
                   int32_t* positions) {
@@ -185,6 +204,19 @@ INLINE int append(const IntVec& rank, uint32_t above, int32_t first, uint32_t* r
     ranks[count] = rank[i];
     positions[count] = first + i;
     count -= kept[i];
+  }
+  return count;
+}
+
+int keep(uint32_t* ranks, int32_t* positions, int n, uint32_t above, int equal) {
+  int count = 0;
+  for (int j = 0; j < n; ++j) {  // without a branch, which would often be mispredicted
+    const int tie = ranks[j] == above;
+    const int kept = (ranks[j] > above) | (tie & (equal > 0));
+    equal -= tie;
+    ranks[count] = ranks[j];
+    positions[count] = positions[j];
+    count += kept;
   }
   return count;
 }
