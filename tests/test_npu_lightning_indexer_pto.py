@@ -419,6 +419,23 @@ def test_empty_tensors_give_an_empty_selection(empty):
     assert (got == -1).all()
 
 
+@pytest.mark.parametrize("layout_key", ["PA_BSND", "BSND"])
+def test_sequences_without_a_token_take_no_memory(layout_key):
+    # as many sequences as no memory could list
+    sequences = 2**40
+    lengths = int32([7]).expand(sequences)
+    keys = (2, 16) if layout_key == "PA_BSND" else (sequences, 0)
+    x = dict(
+        query=torch.zeros(sequences, 0, 2, 16),
+        key=torch.zeros(*keys, 1, 16),
+        weights=torch.zeros(sequences, 0, 2),
+        actual_seq_lengths_query=lengths,
+        actual_seq_lengths_key=lengths,
+        block_table=int32([[0]]).expand(sequences, 1) if layout_key == "PA_BSND" else None,
+    )
+    assert index(**x, layout_key=layout_key, sparse_count=8).shape == (sequences, 0, 1, 8)
+
+
 @settings(max_examples=300)
 @given(
     st.sampled_from(LAYOUTS),

@@ -397,6 +397,24 @@ def test_empty_tensors_give_zeros(empty):
     assert torch.equal(attend(**x), torch.zeros_like(x["query"]))
 
 
+@pytest.mark.parametrize("layout_kv", ["PA_BSND", "BSND"])
+def test_sequences_without_a_token_take_no_memory(layout_kv):
+    # as many sequences as no memory could list
+    sequences = 2**40
+    lengths = int32([7]).expand(sequences)
+    x = dict(
+        query=torch.zeros(sequences, 0, 2, 16),
+        key=torch.zeros(*((2, 16) if layout_kv == "PA_BSND" else (sequences, 0)), 1, 16),
+        value=None,
+        sparse_indices=int32([]).view(0, 1, 8).expand(sequences, 0, 1, 8),
+        scale_value=1.0,
+        actual_seq_lengths_query=lengths,
+        actual_seq_lengths_kv=lengths,
+        block_table=int32([[0]]).expand(sequences, 1) if layout_kv == "PA_BSND" else None,
+    )
+    assert attend(**x, layout_kv=layout_kv).shape == x["query"].shape
+
+
 @settings(max_examples=300)
 @given(
     st.sampled_from(LAYOUTS),

@@ -361,6 +361,8 @@ Tensor npu_lightning_indexer_pto_cpu(const Tensor& query, const Tensor& key, con
                                      int64_t sparse_count, int64_t sparse_mode) {
   auto [layouts, out] = check(query, key, weights, actual_seq_lengths_query, actual_seq_lengths_key,
                               block_table, layout_query, layout_key, sparse_count, sparse_mode);
+  // without a token there may be any number of sequences, more than memory has room to list
+  if (out.numel() == 0) return out;
   const auto sequences = read_sequences(layouts, query, key, actual_seq_lengths_query,
                                         actual_seq_lengths_key, block_table);
   const KeyMap key_map(layouts, key, block_table);

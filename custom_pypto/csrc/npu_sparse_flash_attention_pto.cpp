@@ -534,6 +534,8 @@ Tensor npu_sparse_flash_attention_pto_cpu(
   auto [layouts, out] = check(query, key, value, sparse_indices, scale_value, block_table,
                               actual_seq_lengths_query, actual_seq_lengths_kv, query_rope, key_rope,
                               sparse_block_size, layout_query, layout_kv, sparse_mode);
+  // without a token there may be any number of sequences, more than memory has room to list
+  if (out.numel() == 0) return out;
   const auto sequences = read_sequences(layouts, query, key, actual_seq_lengths_query,
                                         actual_seq_lengths_kv, block_table);
   const KeyMap key_map(layouts, key, block_table);
