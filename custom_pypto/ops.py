@@ -146,7 +146,7 @@ def npu_sparse_flash_attention_pto(
         sparse_indices: ``[B, S1, 1, K]`` or ``[T1, 1, K]`` int32 positions in the sequence, as the
             indexer returns them. ``-1`` ends a row; any other position that the token may not see
             is skipped; a position that occurs twice counts twice.
-        scale_value: s, finite and positive: ``192**-0.5`` for DeepSeek-V3.2, times mscale squared
+        scale_value: s, from 1e-38 to 2e38: ``192**-0.5`` for DeepSeek-V3.2, times mscale squared
             with YaRN; not ``576**-0.5``.
         block_table: ``[B, blocks of a sequence]`` int32, for a paged cache only.
         actual_seq_lengths_query: ``[B]`` int32 query tokens of each sequence; ``TND``: prefix sums.

@@ -483,7 +483,7 @@ WRONG = [
     ),
     *(
         pytest.param(dict(softmax_scale=x), id=f"softmax_scale-{x}")
-        for x in (0.0, -1.0, torch.inf, torch.nan)
+        for x in (0.0, -1.0, torch.inf, torch.nan, 1e-300, 1e300, 3e38)
     ),
     *(pytest.param(dict(eps=x), id=f"eps-{x}") for x in (-1.0, torch.inf, torch.nan)),
 ]

@@ -258,6 +258,14 @@ def test_logits_of_any_size_do_not_overflow():
     assert got.isfinite().all()
 
 
+def test_smallest_scale_makes_the_mean_of_what_is_selected():
+    # tokens that share a task, some of which select nothing of its first keys: -Inf times the scale
+    x = attention_inputs([4], [64], heads=2, sparse_count=50)
+    x["scale_value"] = 1e-38
+    got = assert_equals_reference(x)
+    assert got.isfinite().all()
+
+
 def test_largest_logit_last_rescales_what_was_summed():
     x = attention_inputs([1], [3000], layout_kv="BSND", sparse_count=2048, heads=2)
     order = torch.arange(3000)
@@ -817,7 +825,8 @@ def each(inputs, names, f):
         ),
         *(
             refused(f"scale_value-{x}", PA, "scale_value", "", scale_value=x)
-            for x in (0.0, -1.0, torch.inf, torch.nan)
+            # the last ones: subnormal, 0 and infinite in float32
+            for x in (0.0, -1.0, torch.inf, torch.nan, 1e-40, 1e-300, 1e300, 3e38)
         ),
     ],
 )

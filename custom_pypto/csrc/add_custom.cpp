@@ -7,7 +7,13 @@ namespace {
 
 constexpr char kOp[] = "add_custom";
 
+void check_operands(const Tensor& self, const Tensor& other) {
+  check_given(kOp, "self", self);
+  check_given(kOp, "other", other);
+}
+
 Tensor add_custom_contract(const Tensor& self, const Tensor& other) {
+  check_operands(self, other);
   const auto dtype = self.scalar_type();
   CHECK_ARGUMENT(at::isFloatingType(dtype), kOp, "self.dtype", "a floating-point type", dtype);
   check_dtype(kOp, "other", other, dtype, "dtype of self");
@@ -51,6 +57,7 @@ class AddCustom : public torch::autograd::Function<AddCustom> {
 };
 
 Tensor add_custom_autograd(const Tensor& self, const Tensor& other) {
+  check_operands(self, other);  // apply() asks each for its device
   return AddCustom::apply(self, other);
 }
 

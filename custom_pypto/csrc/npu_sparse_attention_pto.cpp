@@ -23,8 +23,8 @@ Tensor npu_sparse_attention_pto_contract(
     const Tensor& in_beta_k, const Tensor& index_k_cache, std::optional<double> softmax_scale,
     double eps, int64_t sparse_count) {
   check_sparse_count(kOp, sparse_count);
-  CHECK_ARGUMENT(!softmax_scale || (std::isfinite(*softmax_scale) && *softmax_scale > 0), kOp,
-                 "softmax_scale", "None, or finite and positive", *softmax_scale);
+  CHECK_ARGUMENT(!softmax_scale || is_scale(*softmax_scale), kOp, "softmax_scale",
+                 c10::str("None, or ", kScales), *softmax_scale);
   CHECK_ARGUMENT(std::isfinite(eps) && eps >= 0, kOp, "eps", "finite and not negative", eps);
 
   check_rank(kOp, "x", x, 3, "[B, S1, H]");
@@ -92,10 +92,10 @@ Tensor npu_sparse_attention_pto_contract(
     check_device(kOp, name, table, x);
   }
 
+  check_rank(kOp, "cache_index", cache_index, 2, "[B, S1]");
   const auto index_dtype = cache_index.scalar_type();
   CHECK_ARGUMENT(index_dtype == at::kInt || index_dtype == at::kLong, kOp, "cache_index.dtype",
                  "Int or Long (flat slots of the caches)", index_dtype);
-  check_rank(kOp, "cache_index", cache_index, 2, "[B, S1]");
   check_size(kOp, "cache_index", cache_index, 0, x.sym_size(0), "B of x");
   check_size(kOp, "cache_index", cache_index, 1, x.sym_size(1), "S1 of x");
   check_device(kOp, "cache_index", cache_index, x);

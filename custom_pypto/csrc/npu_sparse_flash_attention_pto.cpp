@@ -39,8 +39,7 @@ Checked check(const Tensor& query, const Tensor& key, const OptionalTensor& valu
   check_sparse_mode(kOp, sparse_mode);
   CHECK_ARGUMENT(sparse_block_size == 1, kOp, "sparse_block_size", "1 (an index names one key)",
                  sparse_block_size);
-  CHECK_ARGUMENT(std::isfinite(scale_value) && scale_value > 0, kOp, "scale_value",
-                 "finite and positive", scale_value);
+  CHECK_ARGUMENT(is_scale(scale_value), kOp, "scale_value", kScales, scale_value);
   const Layouts layouts =
       check_layouts({kOp, "layout_kv", "actual_seq_lengths_kv"}, layout_query, layout_kv, query,
                     key, lengths_query, lengths_kv, block_table);

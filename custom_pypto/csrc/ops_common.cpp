@@ -5,8 +5,13 @@
 
 namespace custom_pypto {
 
+void check_given(const char* op, const char* name, const Tensor& tensor) {
+  CHECK_ARGUMENT(tensor.defined(), op, name, "a tensor", "None");
+}
+
 void check_rank(const char* op, const char* name, const Tensor& tensor, int64_t rank,
                 const char* shape) {
+  check_given(op, name, tensor);
   CHECK_ARGUMENT(tensor.dim() == rank, op, name, c10::str("of shape ", shape), tensor.sym_sizes());
 }
 

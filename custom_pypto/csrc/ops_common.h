@@ -22,6 +22,9 @@ using OptionalTensor = std::optional<Tensor>;
 #define CHECK_ARGUMENT(condition, op, argument, expected, ...) \
   TORCH_CHECK(condition, op, ": ", argument, " must be ", expected, ", got ", __VA_ARGS__)
 
+// None arrives as a tensor that is not defined; check_rank, the first check of a tensor, includes
+// it.
+void check_given(const char* op, const char* name, const Tensor& tensor);
 void check_rank(const char* op, const char* name, const Tensor& tensor, int64_t rank,
                 const char* shape);
 void check_size(const char* op, const char* name, const Tensor& tensor, int64_t dim,
@@ -34,6 +37,10 @@ void check_device(const char* op, const char* name, const Tensor& tensor, const 
 void check_dense_rows(const char* op, const char* name, const Tensor& tensor);
 void check_sparse_count(const char* op, int64_t sparse_count);
 void check_sparse_mode(const char* op, int64_t sparse_mode);
+// Logits are scaled in float32, as exponents of 2. A scale that is 0 or infinite there makes NaN of
+// what is masked; so does one that is subnormal under torch.set_flush_denormal(True).
+constexpr char kScales[] = "from 1e-38 to 2e38 (finite and positive in float32)";
+inline bool is_scale(double scale) { return scale >= 1e-38 && scale <= 2e38; }
 
 enum class Layout { kBsnd, kTnd, kPaged };
 
