@@ -105,8 +105,8 @@ constexpr int64_t kDenseRows = 128;
 // A gathered key costs more than one in a row of keys: it serves the heads of one token only.
 constexpr double kGatherCost = 1.25;
 // The columns of few tokens are split between tasks: of one, so many to a task; of more tokens,
-// more, because the sums of all tasks are written and read once more. Depends on shapes alone, so
-// that sums are added in the same order for any number of threads.
+// so many times more, because the sums of all tasks are written and read once more. Depends on
+// shapes alone, so that sums are added in the same order for any number of threads.
 constexpr int64_t kSplitColumns = 512;
 
 // Softmax sums of the rows of a task, in panels.
@@ -254,7 +254,7 @@ class SparseAttention {
   void plan() {
     int64_t tokens = 0;
     for (const Sequence& s : sequences_) tokens += s.len_query;
-    step_ = kSplitColumns * std::max<int64_t>(1, tokens / 2);
+    step_ = kSplitColumns * std::max<int64_t>(1, tokens);
     const int64_t group = std::max<int64_t>(1, kDenseRows / heads_);
     for (const Sequence& s : sequences_) {
       for (int64_t i = 0; i < s.len_query; i += group) {
