@@ -285,7 +285,7 @@ def main():
     try:
         model, tokenizer = load(args)
         prompts, dialogues = make_prompts(tokenizer, args)
-    except (OSError, TypeError, ValueError) as error:
+    except (MemoryError, OSError, TypeError, ValueError) as error:
         sys.exit(f"generate.py: {error}")
     if args.max_new_tokens is None:
         args.max_new_tokens = 4 if dialogues else 64

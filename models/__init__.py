@@ -19,16 +19,18 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     DeepseekV32ForCausalLM,
+    GenerationConfig,
     GlmMoeDsaForCausalLM,
 )
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
 
-from . import generation
+from . import fp8, generation
 from .cache import PagedCache, check_block_size
-from .checkpoint import check_shards
+from .checkpoint import check_shards, first_layers
 from .deepseek_v32 import PagedDeepseekV32Attention
 from .glm_moe_dsa import PagedGlmMoeDsaAttention
+from .loading import Reader, check_memory, parameters, resolve_dtype
 
 __all__ = ["PagedCache", "load", "use_custom_pypto", "use_transformers"]
 
@@ -110,30 +112,55 @@ def use_transformers(model):
     return model
 
 
-def load(path, *, dtype="auto", device=None):
+def load(path, *, dtype="auto", num_hidden_layers=None, device=None):
     """The checkpoint in directory ``path``, swapped by :func:`models.use_custom_pypto`.
 
-    Every shard is checked first. Stock ``from_pretrained`` reports a truncated or mismatched file
-    without its name, and fills missing tensors with random numbers after a warning.
+    Every file is checked first, by its header. Stock ``from_pretrained`` reports a truncated or
+    mismatched file without its name, and fills missing tensors with random numbers after a warning.
+    Weights in the published fp8 (e4m3, a scale per 128x128 block) are dequantised. Files that hold
+    none of the tensors asked for are not opened, and need not be there.
 
     Args:
         path: a directory with ``config.json`` and safetensors, sharded or not.
-        dtype: a ``torch.dtype``, or ``"auto"`` for the checkpoint's own.
+        dtype: a ``torch.dtype``, or ``"auto"`` for the checkpoint's own; bfloat16 for one in fp8.
+        num_hidden_layers: how many layers, from the first on; None: all.
         device: where to; None: CPU.
     Raises:
         FileNotFoundError: no such directory, config, index or shard.
         ValueError: a damaged or mismatched file; the message names it, what was expected and found.
+            Or ``num_hidden_layers``, or a quantisation other than that.
         TypeError: the config is that of another model.
+        MemoryError: the model does not fit; nothing was read.
     """
     path = Path(path)
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"load: {path} must be a checkpoint directory with a config.json")
     config = AutoConfig.from_pretrained(path)
+    block = fp8.block_of(config.to_dict())
+    if num_hidden_layers is not None:
+        config = type(config).from_dict(first_layers(config.to_dict(), num_hidden_layers))
+    if block is not None:
+        del config.quantization_config  # of the files; the model is as if it had never been in fp8
     with torch.device("meta"):
         skeleton = use_custom_pypto(AutoModelForCausalLM.from_config(config))
-    check_shards(path, skeleton)
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, local_files_only=True)
-    return use_custom_pypto(model if device is None else model.to(device))
+    tensors = check_shards(path, skeleton, block)
+    dtype = resolve_dtype(dtype, config, tensors)
+    device = torch.device("cpu" if device is None else device)
+    check_memory(skeleton, dtype, device)
+    generation_config = None
+    if (path / "generation_config.json").is_file():
+        generation_config = GenerationConfig.from_pretrained(path)
+    model = type(skeleton).from_pretrained(
+        None,
+        config=config,
+        generation_config=generation_config,
+        state_dict=parameters(skeleton, Reader(tensors, block), dtype),
+        dtype=dtype,
+    )
+    model.config.name_or_path = model.name_or_path = str(path)
+    # transformers saves a model as it was loaded, and would not part the experts again
+    del model._weight_conversions
+    return use_custom_pypto(model.to(device))
 
 
 def _attention_classes(caller: str, model) -> tuple[type, type]:

@@ -1,46 +1,109 @@
 """Is this checkpoint whole, and the model's? Answered from the headers of its files."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
+
+from . import fp8
 
 
-def check_shards(path: Path, model) -> None:
-    """Refuses a checkpoint that does not hold every tensor of ``model``, whole and in its shape."""
+class Stored(NamedTuple):
+    """A tensor in a safetensors file."""
+
+    file: Path
+    dtype: str  # of safetensors: BF16, F8_E4M3 ...
+    shape: list[int]
+
+
+def check_shards(path: Path, model, block: tuple[int, int] | None = None) -> dict[str, Stored]:
+    """Refuses a checkpoint that does not hold every tensor of ``model``, whole and in its shape.
+
+    Files without a tensor of ``model`` may be missing: those of layers that are not wanted, and of
+    layers for multi-token prediction.
+
+    Args:
+        block: rows and columns that share a scale if the checkpoint is in fp8, else None.
+    Returns:
+        where the tensors of ``model`` are, and their scales.
+    """
     expected = tensors_on_disk(model)
-    promised: dict[str, set[str]] = {}
+    wanted = expected.keys() | {fp8.scale_name(name) for name in expected}
+    tensors = stored_tensors(path, wanted.__contains__)
+    for name, (file, _, shape) in tensors.items():
+        if shape != expected.get(name, shape):
+            raise ValueError(
+                f"load: {file}: {name} must be {expected[name]} according to config.json, "
+                f"got {shape}"
+            )
+    if missing := expected.keys() - tensors.keys():
+        raise ValueError(f"load: {index_file(path)} must list {examples(missing)}, but does not")
+    check_scales(tensors, block)
+    return tensors
+
+
+def check_scales(tensors: dict[str, Stored], block: tuple[int, int] | None) -> None:
+    """Refuses fp8 weights whose scales are missing or of another grid than ``block``."""
+    for name, (file, dtype, shape) in tensors.items():
+        if dtype != fp8.STORED:
+            if dtype not in fp8.DTYPES:
+                raise ValueError(
+                    f"load: {file}: {name} must be in {fp8.STORED} or one of "
+                    f"{', '.join(fp8.DTYPES)}, got {dtype}"
+                )
+            continue
+        if block is None:
+            raise ValueError(
+                f"load: {file}: {name} is in {dtype}, but config.json has no quantization_config "
+                "that tells its blocks; copy config.json from where the checkpoint came from"
+            )
+        scale = fp8.scale_name(name)
+        if scale not in tensors:
+            raise ValueError(f"load: {file}: {name} is in {dtype} and must have a {scale}")
+        grid = fp8.grid(shape, block)
+        if tensors[scale].shape != grid:
+            raise ValueError(
+                f"load: {tensors[scale].file}: {scale} must be {grid}, one for each "
+                f"{block[0]}x{block[1]} block of {shape}, got {tensors[scale].shape}"
+            )
+
+
+def index_file(path: Path) -> Path:
+    """The index of a sharded checkpoint, or the one file of another."""
     index = path / "model.safetensors.index.json"
-    source = index if index.is_file() else path / "model.safetensors"
-    if source == index:
+    return index if index.is_file() else path / "model.safetensors"
+
+
+def stored_tensors(
+    path: Path, wanted: Callable[[str], bool] = lambda name: True
+) -> dict[str, Stored]:
+    """Where the ``wanted`` tensors are, from the headers of the files that hold them."""
+    index = index_file(path)
+    promised: dict[str, set[str]] = {}
+    if index.name.endswith(".json"):
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
         except (ValueError, KeyError) as error:
             raise ValueError(f"load: {index} is not a safetensors index: {error!r}") from error
-        for name, file in weight_map.items():
-            promised.setdefault(file, set()).add(name)
+        for name in filter(wanted, weight_map):
+            promised.setdefault(weight_map[name], set()).add(name)
     else:
-        promised[source.name] = set()
+        promised[index.name] = set()
 
-    found = set()
+    tensors = {}
     for file, names in sorted(promised.items()):
-        shapes = read_header(path / file)
-        if missing := names - shapes.keys():
+        found = read_header(path / file)
+        if missing := names - found.keys():
             raise ValueError(
                 f"load: {path / file} must hold {examples(missing)} according to {index.name}, "
                 f"but does not; is it a file of another checkpoint?"
             )
-        for name, shape in shapes.items():
-            if shape != expected.get(name, shape):
-                raise ValueError(
-                    f"load: {path / file}: {name} must be {expected[name]} according to "
-                    f"config.json, got {shape}"
-                )
-        found |= shapes.keys()
-    if missing := expected.keys() - found:
-        raise ValueError(f"load: {source} must list {examples(missing)}, but does not")
+        tensors |= {name: found[name] for name in filter(wanted, found)}
+    return tensors
 
 
-def read_header(file: Path) -> dict[str, list[int]]:
-    """The shape of every tensor in a safetensors file, which must have its full size."""
+def read_header(file: Path) -> dict[str, Stored]:
+    """Every tensor of a safetensors file, which must have its full size."""
     if not file.is_file():
         raise FileNotFoundError(f"load: {file} is missing; download it again")
     size = file.stat().st_size
@@ -61,7 +124,7 @@ def read_header(file: Path) -> dict[str, list[int]]:
         tensors = json.loads(header)
         tensors.pop("__metadata__", None)
         end = max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
-        shapes = {name: tensor["shape"] for name, tensor in tensors.items()}
+        stored = {name: Stored(file, it["dtype"], it["shape"]) for name, it in tensors.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"load: {file} has no readable safetensors header: {error!r}") from error
     if size != 8 + length + end:
@@ -69,25 +132,54 @@ def read_header(file: Path) -> dict[str, list[int]]:
             f"load: {file} must have {8 + length + end} bytes according to its header, got {size}; "
             "download it again"
         )
-    return shapes
+    return stored
+
+
+def parts_on_disk(name: str, shape: list[int]) -> list[str]:
+    """The tensors that checkpoints have for the parameter ``name``: experts come one by one.
+
+    In the order in which they lie in the parameter, each as large as the others.
+    """
+    experts, fused, projection = name.partition(".experts.")
+    if not fused:
+        return [name]
+    parts = ["gate_proj", "up_proj"] if projection == "gate_up_proj" else [projection]
+    return [f"{experts}.experts.{i}.{part}.weight" for i in range(shape[0]) for part in parts]
+
+
+def parameters_on_disk(model) -> dict[str, list[int]]:
+    """Name and shape of every parameter and buffer of ``model`` that checkpoints have."""
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+    return {
+        name: list(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied
+    }
 
 
 def tensors_on_disk(model) -> dict[str, list[int]]:
-    """Name and shape of every tensor of ``model`` as checkpoints have it: experts one by one."""
+    """Name and shape of every tensor of ``model`` as checkpoints have it."""
     shapes = {}
-    for name, tensor in model.state_dict().items():
-        if name == "lm_head.weight" and model.config.tie_word_embeddings:
-            continue
-        experts, fused, projection = name.partition(".experts.")
-        if not fused:
-            shapes[name] = list(tensor.shape)
-            continue
-        count, rows, columns = tensor.shape
-        parts = ["gate_proj", "up_proj"] if projection == "gate_up_proj" else [projection]
-        for part in parts:
-            for i in range(count):
-                shapes[f"{experts}.experts.{i}.{part}.weight"] = [rows // len(parts), columns]
+    for name, shape in parameters_on_disk(model).items():
+        parts = parts_on_disk(name, shape)
+        if parts != [name]:
+            experts, rows, columns = shape
+            shape = [rows * experts // len(parts), columns]
+        shapes |= dict.fromkeys(parts, shape)
     return shapes
+
+
+def first_layers(config: dict, layers: int) -> dict:
+    """The ``config.json`` of the first ``layers`` layers of a checkpoint with this one."""
+    have = config["num_hidden_layers"]
+    if not 1 <= layers <= have:
+        raise ValueError(
+            f"load: num_hidden_layers must be 1 to {have}, which config.json has, got {layers}"
+        )
+    cut = {
+        name: config[name][:layers]
+        for name in ("layer_types", "mlp_layer_types", "indexer_types", "index_topk_pattern")
+        if config.get(name) is not None
+    }
+    return config | cut | {"num_hidden_layers": layers}
 
 
 def examples(names: set[str]) -> str:

@@ -1,16 +1,33 @@
-"""Checkpoints load whole or not at all, and the error names the file."""
+"""Checkpoints load whole or not at all, and the error names the file; those in fp8 to the bit."""
 
 import json
+import logging
 import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny import KINDS, tiny_model, token_ids
-from transformers import AutoModelForCausalLM, LlamaConfig
+from tiny import (
+    KINDS,
+    YARN,
+    published,
+    save_sparse,
+    tiny_config,
+    tiny_model,
+    token_ids,
+    true_weights,
+    write_published,
+)
+from torch import nn
+from transformers import AutoModelForCausalLM, DeepseekV32Config, LlamaConfig
+from transformers.integrations import finegrained_fp8
 
 import models
+from models.loading import available_memory
 
 INDEX = "model.safetensors.index.json"
 
@@ -228,3 +245,290 @@ def test_extra_tensors_are_none_of_our_business(checkpoint, tmp_path):
     )
     (path / INDEX).write_text(json.dumps(index))
     torch.testing.assert_close(logits(models.load(path)), checkpoint[1], rtol=0, atol=5e-5)
+
+
+# ---- published checkpoints, in fp8 ------------------------------------------------------------
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def fp8_checkpoint(request, tmp_path_factory):
+    return published(tmp_path_factory.mktemp(request.param), request.param)
+
+
+def weights_of(model):
+    """The tensors of ``model`` under the names of a checkpoint."""
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        prefix, fused, projection = name.partition(".experts.")
+        for i, expert in enumerate(tensor if fused else []):
+            parts = [projection] if projection == "down_proj" else ["gate_proj", "up_proj"]
+            for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
+                weights[f"{prefix}.experts.{i}.{part}.weight"] = weight
+        if not fused:
+            weights[name] = tensor
+    return weights
+
+
+def assert_equal_to_the_bit(model, path, dtype=torch.bfloat16):
+    want, found = true_weights(path, dtype), weights_of(model)
+    router_bias = {name for name in found if "correction_bias" in name}
+    assert router_bias and all(found[name].dtype == torch.float32 for name in router_bias)
+    want |= {name: true_weights(path, torch.float32)[name] for name in router_bias}
+    for name, tensor in found.items():
+        assert tensor.dtype == want[name].dtype and torch.equal(tensor, want[name]), name
+
+
+@pytest.mark.parametrize("kv_lora_rank", [128, 192, 512])
+@pytest.mark.parametrize("kind", KINDS)
+def test_fp8_is_dequantised_to_the_bit(kind, kv_lora_rank, tmp_path):
+    # with rope 192 rows in 2 blocks, which 5.23 would take for 96 high; 256; and 576 in 5
+    path = published(tmp_path / "checkpoint", kind, kv_lora_rank)
+    model = models.load(path)
+    assert_equal_to_the_bit(model, path)
+    for layer in model.model.layers:
+        assert "Paged" in type(layer.self_attn).__name__
+        assert type(layer.self_attn.kv_b_proj) is nn.Linear
+
+
+def test_a_dequantised_model_is_as_if_it_had_never_been_in_fp8(fp8_checkpoint, tmp_path):
+    model = models.load(fp8_checkpoint)
+    assert model.dtype == model.config.dtype == torch.bfloat16 and not model.training
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+    model.save_pretrained(tmp_path, max_shard_size="500KB")
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    assert_equal_to_the_bit(models.load(tmp_path), fp8_checkpoint)
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path)  # with this one's experts, too
+    assert torch.equal(logits(stock), logits(models.use_transformers(model)))
+
+
+def test_fp8_in_float32_is_not_rounded_and_computes_as_stock_does(fp8_checkpoint):
+    model = models.load(fp8_checkpoint, dtype=torch.float32)
+    assert_equal_to_the_bit(model, fp8_checkpoint, torch.float32)
+    swapped = logits(model)
+    torch.testing.assert_close(swapped, logits(models.use_transformers(model)), rtol=0, atol=5e-5)
+    if model.config.model_type == "deepseek_v32":
+        frequencies = {"rope_theta": YARN["rope_theta"], "factor": YARN["factor"]}
+        assert model.config.rope_parameters.items() >= frequencies.items()
+
+
+def test_auto_is_the_dtype_of_what_is_not_quantised(fp8_checkpoint, tmp_path):
+    path = shutil.copytree(fp8_checkpoint, tmp_path / "checkpoint")
+    config = json.loads((path / "config.json").read_text())
+    del config["torch_dtype"]
+    (path / "config.json").write_text(json.dumps(config))
+    assert models.load(path).dtype == torch.bfloat16
+
+
+def test_loading_leaves_transformers_as_it_was(fp8_checkpoint):
+    def classes():
+        return {
+            name: dict(vars(it))
+            for name, it in vars(finegrained_fp8).items()
+            if isinstance(it, type)
+        }
+
+    before = classes()
+    models.load(fp8_checkpoint)
+    assert "Fp8Dequantize" in before and classes() == before
+
+
+@pytest.fixture
+def warnings_of_transformers(caplog):
+    logger = logging.getLogger("transformers")  # does not propagate
+    logger.addHandler(caplog.handler)
+    yield caplog.records
+    logger.removeHandler(caplog.handler)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_the_first_layers_need_their_shards_only(
+    layers, fp8_checkpoint, tmp_path, warnings_of_transformers
+):
+    path = shutil.copytree(fp8_checkpoint, tmp_path / "checkpoint")
+    # embedding, layers 0 to 2, head, multi-token prediction
+    for shard in [*range(2 + layers, 5), 6]:
+        (path / f"model-{shard:05d}-of-00006.safetensors").unlink()
+    model = models.load(path, num_hidden_layers=layers)
+    config = model.config
+    assert len(model.model.layers) == config.num_hidden_layers == layers
+    assert len(config.layer_types) == len(config.mlp_layer_types) == layers
+    if config.model_type == "glm_moe_dsa":
+        assert config.indexer_types == ["full", "shared"][:layers]
+    if layers > 1:  # the first one is dense
+        assert_equal_to_the_bit(model, path)
+    assert warnings_of_transformers == []
+    assert model.generate(token_ids(1, 20), max_new_tokens=2).shape == (1, 22)
+
+
+def test_the_first_layers_of_a_checkpoint_in_one_dtype(checkpoint):
+    whole = weights_of(models.load(checkpoint[0]))
+    first = weights_of(models.load(checkpoint[0], num_hidden_layers=2))
+    assert first.keys() == {name for name in whole if ".layers.2." not in name}
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in first.items())
+
+
+@pytest.mark.parametrize("layers", [0, -1, 4])
+def test_as_many_layers_as_there_are_not(layers, checkpoint):
+    with pytest.raises(ValueError, match=f"num_hidden_layers must be 1 to 3, .*got {layers}"):
+        models.load(checkpoint[0], num_hidden_layers=layers)
+
+
+def test_the_settings_for_generation_are_the_checkpoints(fp8_checkpoint, tmp_path):
+    path = shutil.copytree(fp8_checkpoint, tmp_path / "checkpoint")
+    assert models.load(path).generation_config.bos_token_id == 1  # from config.json
+    (path / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
+    assert models.load(path).generation_config.temperature == 0.6
+
+
+def test_progress_is_shown(fp8_checkpoint, capsys):
+    models.load(fp8_checkpoint)
+    assert "Loading weights: 100%" in capsys.readouterr().err
+
+
+# ---- damage to what is particular to fp8; as above
+
+KV_A = "model.layers.1.self_attn.kv_a_proj_with_mqa.weight"
+SHARD = "model-00003-of-00006.safetensors"
+
+
+def without_a_scale(path):
+    change(path, SHARD, lambda tensors, name: tensors.pop(name), f"{KV_A}_scale_inv")
+    return f"{SHARD} must hold {KV_A}_scale_inv according to {INDEX}"
+
+
+def without_a_scale_in_the_index_either(path):
+    without_a_scale(path)
+    index = json.loads((path / INDEX).read_text())
+    del index["weight_map"][f"{KV_A}_scale_inv"]
+    (path / INDEX).write_text(json.dumps(index))
+    return rf"{SHARD}: {KV_A} is in F8_E4M3 and must have a {KV_A}_scale_inv"
+
+
+def with_scales_of_whole_blocks_only(path):
+    change(path, SHARD, shorten, f"{KV_A}_scale_inv")
+    return rf"{SHARD}: {KV_A}_scale_inv must be \[5, 2\], one for each 128x128 block .*got \[4, 2\]"
+
+
+def without_quantization_config(path):
+    config = json.loads((path / "config.json").read_text())
+    del config["quantization_config"]
+    (path / "config.json").write_text(json.dumps(config))
+    return r"is in F8_E4M3, but config\.json has no quantization_config"
+
+
+def quantised_otherwise(path):
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
+    (path / "config.json").write_text(json.dumps(config))
+    return r"quantization_config of config\.json must be fp8 .* got gptq"
+
+
+def in_integers(path):
+    change(path, SHARD, lambda tensors, name: tensors.update({name: tensors[name].char()}), KV_A)
+    return f"{SHARD}: {KV_A} must be in F8_E4M3 or one of F32, .* got I8"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        without_a_scale,
+        without_a_scale_in_the_index_either,
+        with_scales_of_whole_blocks_only,
+        without_quantization_config,
+        quantised_otherwise,
+        in_integers,
+    ],
+)
+def test_a_damaged_fp8_checkpoint_is_refused(damage, fp8_checkpoint, tmp_path):
+    path = shutil.copytree(fp8_checkpoint, tmp_path / "checkpoint")
+    message = damage(path)
+    with pytest.raises(ValueError, match=message):
+        models.load(path)
+
+
+# ---- memory -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        # of all its layers, and of the first 31
+        pytest.param(
+            ({"n_routed_experts": 16, "moe_intermediate_size": 32768}, "1.42 TB", "689 GB"),
+            id="large-experts",
+        ),
+        # 93,000 tensors
+        pytest.param(({}, "1.34 TB", "652 GB"), id="as-published", marks=pytest.mark.slow),
+    ],
+)
+def real_size(request, tmp_path_factory):
+    """The 671 billion weights of DeepSeek-V3.2 as published, as far as their headers go."""
+    path = tmp_path_factory.mktemp("real")
+    changes, *needs = request.param
+    yarn = YARN | {"factor": 40.0, "original_max_position_embeddings": 4096}
+    with torch.device("meta"):
+        config = DeepseekV32Config(rope_parameters=yarn, **changes)
+        write_published(path, config, save=save_sparse)
+    on_disk = sum(file.stat().st_blocks * 512 for file in path.iterdir())
+    assert on_disk < 100e6 < 600e9 < sum(file.stat().st_size for file in path.iterdir())
+    return path, *needs
+
+
+def test_a_model_that_does_not_fit_is_refused_before_anything_is_read(real_size):
+    path, needed, needed_by_half = real_size
+    if available_memory() > 640e9:
+        pytest.skip("this machine has the memory")
+    for asked, needs in (({}, needed), ({"num_hidden_layers": 31}, needed_by_half)):
+        with pytest.raises(MemoryError) as error:
+            models.load(path, **asked)
+        error.match(
+            rf"load: needs {needs} as bfloat16; this machine has [\d.]+ [GM]B: "
+            "load fewer layers with num_hidden_layers or use more devices"
+        )
+
+
+@pytest.mark.ascend_host
+def test_a_model_that_does_not_fit_on_the_device_is_refused(tmp_path):
+    with torch.device("meta"):
+        write_published(tmp_path, tiny_config(vocab_size=10**10), save=save_sparse)
+    with pytest.raises(MemoryError, match=r"needs 3\.84 TB as bfloat16; npu has 17\.2 GB"):
+        models.load(tmp_path, device="npu")
+
+
+PEAK = """
+import sys
+from pathlib import Path
+import models
+
+def memory(field):
+    return int(Path("/proc/self/status").read_text().split(field)[1].split()[0]) * 1024
+
+small, large = sys.argv[1:]
+models.load(small)  # has imported all there is to import
+Path("/proc/self/clear_refs").write_text("5")  # the high-water mark starts anew
+before = memory("VmRSS:")
+model = models.load(large)
+print(memory("VmHWM:") - before, sum(tensor.nbytes for tensor in model.state_dict().values()))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize("in_fp8", [True, False], ids=["fp8", "bf16"])
+def test_loading_takes_no_more_than_the_model_and_one_shard(in_fp8, tmp_path):
+    small = published(tmp_path / "small")
+    sizes = dict(hidden_size=1024, moe_intermediate_size=512, n_routed_experts=32)
+    path = published(tmp_path / "fp8", **sizes)
+    if not in_fp8:
+        models.load(path).save_pretrained(path := tmp_path / "bf16", max_shard_size="60MB")
+    root = Path(__file__).parents[1]
+    done = subprocess.run(
+        [sys.executable, "-c", PEAK, small, path],
+        env=os.environ | {"PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    peak, size = map(int, done.stdout.split())
+    shard = max(file.stat().st_size for file in path.glob("*.safetensors"))
+    assert size > 200e6 and shard < 61e6
+    assert size <= peak <= size + shard, f"{peak / 1e6:.0f} MB for {size / 1e6:.0f} + {shard / 1e6}"

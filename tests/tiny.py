@@ -1,7 +1,11 @@
 """Random DeepSeek-V3.2 and GLM-5 models that run in milliseconds, and cases on which two of them
 must agree."""
 
+import json
+import re
+
 import torch
+from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 from transformers import (
     DeepseekV32Config,
@@ -9,6 +13,8 @@ from transformers import (
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
 )
+
+from models.checkpoint import tensors_on_disk
 
 YARN = {
     "rope_type": "yarn",
@@ -74,6 +80,117 @@ def tiny_model(kind="deepseek_v32", **changes):
             tensor.add_(torch.randn_like(tensor), alpha=0.3)
     model.set_attn_implementation("eager")
     return model
+
+
+BLOCK = 128
+
+
+def fp8_weight(rows, columns):
+    """A random weight as published, and its scales: no two blocks have the same."""
+    grid = -(-rows // BLOCK), -(-columns // BLOCK)
+    return torch.randn(rows, columns).to(torch.float8_e4m3fn), 0.02 + 0.1 * torch.rand(grid)
+
+
+def write_published(path, config, save=save_file):
+    """A random checkpoint as DeepSeek and GLM publish theirs, made shard by shard.
+
+    Linear weights in fp8 with ``weight_scale_inv``, experts one by one, a layer for multi-token
+    prediction behind the last one, ``config.json`` in the words of the models' authors. A shard
+    for the embedding, one for each layer, one for the head and one for that layer, in this order.
+    """
+    model_class = CLASSES[config.model_type][1]
+    with torch.device("meta"):
+        shapes = tensors_on_disk(model_class(config))
+    shards = {"embedding": {}, **{f"{i}": {} for i in range(config.num_hidden_layers)}, "head": {}}
+    for name, shape in shapes.items():
+        place = "embedding" if "embed_tokens" in name else "head"
+        shards[name.split(".")[2] if ".layers." in name else place][name] = shape
+    last, mtp = config.num_hidden_layers - 1, config.num_hidden_layers
+    shards[f"{mtp}"] = {
+        name.replace(f".{last}.", f".{mtp}."): shape for name, shape in shards[f"{last}"].items()
+    }
+    hidden = config.hidden_size
+    shards[f"{mtp}"][f"model.layers.{mtp}.eh_proj.weight"] = [hidden, 2 * hidden]
+    shards[f"{mtp}"][f"model.layers.{mtp}.enorm.weight"] = [hidden]
+
+    path.mkdir(exist_ok=True)
+    weight_map, size = {}, 0
+    for i, shard in enumerate(shards.values(), 1):
+        tensors = {}
+        for name, shape in shard.items():
+            if re.search(r"(?<!weights)_proj(_with_mqa)?\.weight|\.(wq_b|wk)\.weight", name):
+                tensors[name], tensors[f"{name}_scale_inv"] = fp8_weight(*shape)
+            elif "correction_bias" in name:
+                tensors[name] = torch.randn(shape)
+            else:
+                spread, centre = (0.3, 1) if "norm.weight" in name else (0.15, 0)
+                tensors[name] = (centre + spread * torch.randn(shape)).bfloat16()
+        file = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        save(tensors, path / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(tensors, file)
+        size += sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": size}, "weight_map": weight_map}
+    (path / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    published = config.to_dict() | {
+        "architectures": [model_class.__name__],
+        "torch_dtype": "bfloat16",
+        "num_nextn_predict_layers": 1,
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "quantization_config": {
+            "activation_scheme": "dynamic",
+            "fmt": "e4m3",
+            "quant_method": "fp8",
+            "scale_fmt": "ue8m0",
+            "weight_block_size": [BLOCK, BLOCK],
+        },
+    }
+    for name in ("dtype", "layer_types", "mlp_layer_types", "transformers_version", "head_dim"):
+        published.pop(name, None)
+    if config.model_type == "deepseek_v32":
+        rope = published.pop("rope_parameters")
+        published["rope_theta"] = rope.pop("rope_theta")
+        published["rope_scaling"] = rope | {"type": rope.pop("rope_type")}
+    (path / "config.json").write_text(json.dumps(published, indent=2))
+
+
+def published(path, kind="deepseek_v32", kv_lora_rank=512, **changes):
+    """More than one block in every direction, and none of them whole: 160 columns, 576 rows."""
+    sizes = dict(hidden_size=160, qk_rope_head_dim=64, index_head_dim=128, index_topk=8)
+    write_published(path, tiny_config(kind, **sizes | dict(kv_lora_rank=kv_lora_rank) | changes))
+    return path
+
+
+def true_weights(path, dtype):
+    """Every tensor, by the definition: each block times its scale in float32, then to ``dtype``."""
+    stored = {}
+    for file in path.glob("*.safetensors"):
+        stored |= load_file(file)
+    weights = {}
+    for name, weight in stored.items():
+        if weight.dtype == torch.float8_e4m3fn:
+            weight = weight.float()
+            for i, row in enumerate(stored[f"{name}_scale_inv"]):
+                for j, scale in enumerate(row):
+                    rows, columns = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, None)
+                    weight[rows, columns][:, :BLOCK] *= scale
+        weights[name] = weight.to(dtype)
+    return weights
+
+
+def save_sparse(tensors, file, metadata):
+    """A safetensors file of full size with nothing but its header on the disk."""
+    header, end = {"__metadata__": metadata}, 0
+    names = {torch.float8_e4m3fn: "F8_E4M3", torch.bfloat16: "BF16", torch.float32: "F32"}
+    for name, tensor in tensors.items():
+        offsets, end = [end, end + tensor.nbytes], end + tensor.nbytes
+        dtype, shape = names[tensor.dtype], list(tensor.shape)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+    text = json.dumps(header).encode()
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + end)
 
 
 def token_ids(batch, tokens, seed=1):

@@ -1,0 +1,63 @@
+"""Weights in the published fp8: e4m3, and beside each weight a scale per block of it.
+
+transformers 5.23 takes the blocks for ``rows // rows of the grid`` high. The 576 rows of
+``kv_a_proj_with_mqa``, with 5 rows of scales, it refuses; 192 with 2 it multiplies by wrong ones.
+"""
+
+import torch
+
+STORED = "F8_E4M3"  # the name that safetensors has for it
+# what may lie beside it in a checkpoint, weights and scales, by safetensors' names
+DTYPES = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+
+
+def scale_name(weight: str) -> str:
+    return f"{weight}_scale_inv"
+
+
+def grid(shape: list[int], block: tuple[int, int]) -> list[int]:
+    """The shape of the scales of a weight; the last block of a row or column may be partly used."""
+    return [-(-size // length) for size, length in zip(shape, block, strict=True)]
+
+
+def block_of(config: dict) -> tuple[int, int] | None:
+    """Rows and columns that share a scale, from a ``config.json``; None: it is not in fp8.
+
+    Raises:
+        ValueError: another quantisation.
+    """
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return None
+    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    if method != "fp8" or not block:
+        raise ValueError(
+            "load: quantization_config of config.json must be fp8 with a weight_block_size, as "
+            f"DeepSeek and GLM publish it, got {method} with weight_block_size {block}"
+        )
+    rows, columns = block
+    return rows, columns
+
+
+def dequantise(weight, scale_inv, block: tuple[int, int], out) -> None:
+    """``out = weight * scale_inv of its block``, in float32, rounded once to the dtype of ``out``.
+
+    Args:
+        weight: ``[rows, columns]`` float8_e4m3fn.
+        scale_inv: :func:`grid` of that, of any dtype of :data:`DTYPES`.
+        block: rows and columns that share a scale.
+        out: ``[rows, columns]``, written to.
+    """
+    rows, columns = block
+    # a row of blocks at a time, which stays in the processor's cache until it is in out
+    for part, scales, target in zip(
+        weight.split(rows), scale_inv.float(), out.split(rows), strict=True
+    ):
+        values = part.float()
+        values *= scales.repeat_interleave(columns)[: weight.size(1)]
+        target.copy_(values)

@@ -1,0 +1,116 @@
+"""From the tensors of a checkpoint to the parameters of a model, if there is room for them."""
+
+import functools
+import os
+import re
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from . import fp8
+from .checkpoint import Stored, parameters_on_disk, parts_on_disk
+
+
+class Reader:
+    """Reads tensors of a checkpoint, dequantised."""
+
+    def __init__(self, tensors: dict[str, Stored], block: tuple[int, int] | None):
+        self.tensors, self.block = tensors, block
+        # read, not mapped: a mapped file would count as this process's memory, and a model whose
+        # weights are the file would change, or crash, with it
+        self._open = functools.cache(functools.partial(safe_open, framework="pt", backend="pread"))
+
+    def stored(self, name: str) -> torch.Tensor:
+        """As it is in the file."""
+        return self._open(self.tensors[name].file).get_tensor(name)
+
+    def is_quantised(self, name: str) -> bool:
+        return self.tensors[name].dtype == fp8.STORED
+
+    def read(self, name: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """As it is, or dequantised to ``dtype``."""
+        if not self.is_quantised(name):
+            return self.stored(name)
+        tensor = torch.empty(self.tensors[name].shape, dtype=dtype)
+        self.read_into(name, tensor)
+        return tensor
+
+    def read_into(self, name: str, out: torch.Tensor) -> None:
+        if self.is_quantised(name):
+            scale_inv = self.stored(fp8.scale_name(name))
+            fp8.dequantise(self.stored(name), scale_inv, self.block, out)
+        else:
+            out.copy_(self.stored(name))
+
+
+class Parameter:
+    """A parameter that is still on disk; indexing reads it, as it does a slice of safetensors.
+
+    What lies on disk in parts, expert by expert, is read straight into the one tensor that the
+    model has for them. transformers' own way, all parts and then all of them stacked, takes that
+    tensor's memory twice.
+    """
+
+    def __init__(self, reader: Reader, parts: list[str], shape: list[int], dtype: torch.dtype):
+        self.reader, self.parts, self.shape, self.dtype = reader, parts, shape, dtype
+
+    def __getitem__(self, index) -> torch.Tensor:
+        if len(self.parts) == 1:
+            return self.reader.read(self.parts[0], self.dtype)[index]
+        parameter = torch.empty(self.shape, dtype=self.dtype)
+        targets = parameter.view(len(self.parts), -1, self.shape[-1])
+        for part, target in zip(self.parts, targets, strict=True):
+            self.reader.read_into(part, target)
+        return parameter[index]
+
+
+def parameters(model, reader: Reader, dtype: torch.dtype) -> dict[str, Parameter]:
+    """Every parameter of ``model``, and its persistent buffers, still on disk."""
+    return {
+        name: Parameter(reader, parts_on_disk(name, shape), shape, dtype)
+        for name, shape in parameters_on_disk(model).items()
+    }
+
+
+def resolve_dtype(dtype: torch.dtype | str, config, tensors: dict[str, Stored]) -> torch.dtype:
+    """``dtype``, or for ``"auto"`` the checkpoint's own: of fp8, that of what is not quantised."""
+    if dtype != "auto":
+        return dtype
+    return config.dtype or fp8.DTYPES[tensors["model.embed_tokens.weight"].dtype]
+
+
+def check_memory(model, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuses a model that does not fit.
+
+    Raises:
+        MemoryError: with what it needs, what there is, and what can be done.
+    """
+    needed = sum(tensor.numel() for tensor in model.state_dict().values()) * dtype.itemsize
+    available = {}
+    if device.type != "cpu":
+        available[str(device)] = torch.get_device_module(device).mem_get_info(device)[0]
+    available["this machine"] = available_memory()  # from where a device gets it
+    for place, free in available.items():
+        if needed > free:
+            raise MemoryError(
+                f"load: needs {readable(needed)} as {str(dtype).removeprefix('torch.')}; "
+                f"{place} has {readable(free)}: load fewer layers with num_hidden_layers or use "
+                "more devices"
+            )
+
+
+def available_memory() -> int:
+    """Bytes that can be had without swapping, as the kernel estimates it."""
+    meminfo = Path("/proc/meminfo")
+    if meminfo.is_file():
+        return int(re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text())[1]) * 1024
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+def readable(size: int) -> str:
+    for unit in ("bytes", "kB", "MB", "GB"):
+        if size < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1000
+    return f"{size:.3g} TB"
