@@ -1,0 +1,281 @@
+"""Converts a published DeepSeek-V3.2 or GLM-5 checkpoint in fp8 to bfloat16, or cuts a part of one.
+
+    python examples/convert_checkpoint.py SOURCE TARGET
+    python examples/convert_checkpoint.py SOURCE TARGET --layers 4 --experts 32
+    cd TARGET && sha256sum -c SHA256SUMS
+
+An interrupted run goes on with the same command: a shard is kept if it has the checksum that it was
+written with, and appears under its name only when it is whole. One shard is in memory at a time.
+What is not in fp8 is copied as it is, layers for multi-token prediction too, unless --layers is
+given. The first experts alone make no sensible text, but run like all of them.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors.torch import save_file
+from tqdm import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM
+
+# last, so that the installed custom_pypto is found before this tree's, which may not be built
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+import models
+from models import fp8
+from models.checkpoint import check_scales, check_shards, first_layers, stored_tensors
+from models.loading import Reader, readable
+
+RECORD, SUMS, INDEX = "conversion.json", "SHA256SUMS", "model.safetensors.index.json"
+WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+
+
+class Conversion:
+    """What is to be written, decided from ``config.json`` and the headers of the source alone."""
+
+    def __init__(self, source, layers, experts, max_shard_size):
+        self.source, self.layers, self.experts = source, layers, experts
+        original = json.loads((source / "config.json").read_text())
+        self.block = fp8.block_of(original)
+        self.config = self.new_config(original)
+        parsed = AutoConfig.from_pretrained(source)
+        if layers is not None:
+            parsed = type(parsed).from_dict(first_layers(parsed.to_dict(), layers))
+        if experts is not None:
+            check_experts(experts, parsed)
+        with torch.device("meta"):
+            model = models.use_custom_pypto(AutoModelForCausalLM.from_config(parsed))
+        check_shards(source, model, self.block)
+
+        self.tensors = stored_tensors(source, self.wants)
+        check_scales(self.tensors, self.block)
+        scales = {fp8.scale_name(name) for name in self.tensors if self.is_quantised(name)}
+        self.split = split_state_dict_into_shards_factory(
+            {name: self.size(name) for name in sorted(self.tensors.keys() - scales, key=natural)},
+            get_storage_size=int,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+        files = {stored.file for stored in self.tensors.values()}
+        stats = {file.name: file.stat() for file in sorted(files)}
+        self.record = {
+            "layers": layers,
+            "experts": experts,
+            "max_shard_size": max_shard_size,
+            "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
+        }
+
+    def new_config(self, original):
+        config = {name: it for name, it in original.items() if name != "quantization_config"}
+        if self.block is not None:
+            config["torch_dtype" if "torch_dtype" in config else "dtype"] = "bfloat16"
+        if self.layers is not None:
+            config = first_layers(config, self.layers)
+            if "num_nextn_predict_layers" in config:
+                config["num_nextn_predict_layers"] = 0
+        if self.experts is not None:
+            config["n_routed_experts"] = self.experts
+        return config
+
+    def wants(self, name):
+        layer = re.match(r"model\.layers\.(\d+)\.", name)
+        if self.layers is not None and layer and int(layer[1]) >= self.layers:
+            return False
+        expert = re.search(r"\.mlp\.experts\.(\d+)\.", name)
+        return self.experts is None or not expert or int(expert[1]) < self.experts
+
+    def is_quantised(self, name):
+        return self.tensors[name].dtype == fp8.STORED
+
+    def cuts(self, name):
+        """Whether ``name`` has a row for each expert: the router's weight and bias."""
+        return self.experts is not None and ".mlp.gate." in name
+
+    def size(self, name):
+        _, dtype, (rows, *columns) = self.tensors[name]
+        rows = self.experts if self.cuts(name) else rows
+        dtype = torch.bfloat16 if self.is_quantised(name) else fp8.DTYPES[dtype]
+        return rows * torch.Size(columns).numel() * dtype.itemsize
+
+    def shard(self, reader, names):
+        tensors = {}
+        for name in names:
+            tensor = reader.read(name)
+            tensors[name] = tensor[: self.experts].clone() if self.cuts(name) else tensor
+        return tensors
+
+
+def natural(name):
+    """A key that sorts ``layers.2`` before ``layers.10``."""
+    return [part.zfill(8) if part.isdigit() else part for part in name.split(".")]
+
+
+def check_experts(experts, config):
+    """The router takes the best ``topk_group`` groups of experts, each by the sum of its best two,
+    and then the best ``num_experts_per_tok`` in them."""
+
+    def works(count):
+        group, rest = divmod(count, config.n_group)
+        enough = group * config.topk_group >= config.num_experts_per_tok
+        return rest == 0 and group >= 2 and enough
+
+    allowed = [str(count) for count in range(1, config.n_routed_experts + 1) if works(count)]
+    if str(experts) not in allowed:
+        listed = ", ".join([*allowed[:3], "...", allowed[-1]] if len(allowed) > 4 else allowed)
+        raise ValueError(
+            f"--experts must be one of {listed} (n_group {config.n_group}, topk_group "
+            f"{config.topk_group}, num_experts_per_tok {config.num_experts_per_tok}), got {experts}"
+        )
+
+
+def sha256(file):
+    digest = hashlib.sha256()
+    with file.open("rb") as stream:
+        while chunk := stream.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def write_whole(file, write):
+    """``file`` as ``write(path)`` makes it, on the disk and under its name only when it is whole.
+
+    Returns:
+        the checksum of what can be read back.
+    """
+    partial = file.with_name(f"{file.name}.partial")
+    write(partial)
+    flush(partial)
+    digest = sha256(partial)
+    partial.replace(file)
+    flush(file.parent)
+    return digest
+
+
+def flush(path):
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(file, text):
+    return write_whole(file, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def write_json(file, value):
+    return write_text(file, json.dumps(value, indent=2) + "\n")
+
+
+def write_sums(target, sums):
+    write_text(target / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sums.items()))
+
+
+def begin(target, record):
+    """Starts in an empty folder, or goes on with what it was begun for.
+
+    Returns:
+        the checksums of the shards written before, by name.
+    """
+    target.mkdir(parents=True, exist_ok=True)
+    found = sorted(file.name for file in target.iterdir() if not file.name.endswith(".partial"))
+    if RECORD in found and json.loads((target / RECORD).read_text()) == record:
+        if not (target / SUMS).is_file():
+            return {}
+        lines = (target / SUMS).read_text(encoding="utf-8").splitlines()
+        return {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
+    if found:
+        raise ValueError(
+            f"{target} must be empty, or hold what the same command wrote from the same files; "
+            f"it holds {', '.join(found[:3])}{' ...' if len(found) > 3 else ''}"
+        )
+    write_json(target / RECORD, record)
+    return {}
+
+
+def check_space(target, conversion, sums):
+    """Before hours of work. What has a checksum is taken for written."""
+    names = conversion.split.filename_to_tensors
+    needed = sum(
+        conversion.size(name)
+        for file, tensors in names.items()
+        if file not in sums
+        for name in tensors
+    )
+    if needed > (free := shutil.disk_usage(target).free):
+        raise ValueError(f"{target} has {readable(free)} left, {readable(needed)} are needed")
+
+
+def convert(source, target, conversion):
+    """Returns how many shards were kept from before, how many written, and their bytes."""
+    sums = begin(target, conversion.record)
+    check_space(target, conversion, sums)
+    reader = Reader(conversion.tensors, conversion.block)
+    kept, total = 0, conversion.split.metadata["total_size"]
+    shards = conversion.split.filename_to_tensors
+    with tqdm(total=total, unit="B", unit_scale=True, disable=None) as progress:
+        for file, names in shards.items():
+            progress.set_description(file)
+            if (target / file).is_file() and sums.get(file) == sha256(target / file):
+                kept += 1
+            else:
+                tensors = conversion.shard(reader, names)
+                sums[file] = write_whole(
+                    target / file,
+                    lambda path, tensors=tensors: save_file(tensors, path, {"format": "pt"}),
+                )
+                write_sums(target, sums)
+            progress.update(sum(map(conversion.size, names)))
+
+    if len(shards) > 1:
+        weight_map = conversion.split.tensor_to_filename
+        index = {"metadata": conversion.split.metadata, "weight_map": weight_map}
+        sums[INDEX] = write_json(target / INDEX, index)
+    for file in sorted(source.iterdir()):  # the tokenizer, the licence, what else there is
+        own = file.name in (RECORD, SUMS, INDEX, "config.json") or file.name.startswith(".")
+        if file.is_file() and file.suffix not in WEIGHTS and not own:
+            sums[file.name] = write_whole(
+                target / file.name, lambda path, file=file: shutil.copyfile(file, path)
+            )
+    # last: without it nothing takes the folder for a checkpoint
+    sums["config.json"] = write_json(target / "config.json", conversion.config)
+    write_sums(target, sums)
+    return kept, len(shards) - kept, total
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("source", type=Path, help="a checkpoint directory with config.json and safetensors")
+    add("target", type=Path, help="an empty or new directory, or that of an interrupted run")
+    add("--layers", type=int, metavar="N", help="the first N layers only")
+    add("--experts", type=int, metavar="N", help="the first N routed experts of each layer only")
+    add("--max-shard-size", default="5GB", metavar="SIZE", help="of a file, such as 500MB")
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
+    try:
+        if not (args.source / "config.json").is_file():
+            raise ValueError(f"{args.source} must be a checkpoint directory with a config.json")
+        conversion = Conversion(args.source, args.layers, args.experts, args.max_shard_size)
+        kept, written, size = convert(args.source, args.target, conversion)
+    except (OSError, TypeError, ValueError) as error:
+        sys.exit(f"convert_checkpoint.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("convert_checkpoint.py: interrupted; the same command goes on from here")
+    print(f"{args.target}: {readable(size)} | {written} shards written, {kept} kept | {SUMS}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""examples/convert_checkpoint.py: the same weights in bfloat16, whole or not there."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from tiny import (
+    KINDS,
+    published,
+    save_sparse,
+    tiny_config,
+    token_ids,
+    true_weights,
+    write_published,
+)
+
+import models
+
+ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "examples"))
+
+import convert_checkpoint  # noqa: E402
+
+INDEX = "model.safetensors.index.json"
+SMALL = {"tokenizer.json": "{}", "generation_config.json": '{"temperature": 0.6}', "LICENSE": "MIT"}
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def source(request, tmp_path_factory):
+    path = published(tmp_path_factory.mktemp(request.param), request.param)
+    for name, text in SMALL.items():
+        (path / name).write_text(text)
+    return path
+
+
+@pytest.fixture
+def convert(monkeypatch, capsys):
+    def run(*arguments):
+        """What the program prints, or says when it gives up."""
+        monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", *map(str, arguments)])
+        try:
+            convert_checkpoint.main()
+        except SystemExit as failure:
+            return str(failure)
+        return capsys.readouterr().out
+
+    return run
+
+
+def tensors_of(path):
+    tensors = {}
+    for file in path.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+def assert_same_model(path, other, **asked):
+    found, want = models.load(path).state_dict(), models.load(other, **asked).state_dict()
+    assert found.keys() == want.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == want[name].dtype and torch.equal(tensor, want[name]), name
+
+
+def assert_checksums_hold(path):
+    done = subprocess.run(
+        ["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    listed = {line.split("  ")[1] for line in (path / "SHA256SUMS").read_text().splitlines()}
+    assert {file.name for file in path.iterdir()} - listed == {"SHA256SUMS", "conversion.json"}
+
+
+def test_a_converted_checkpoint_loads_as_the_one_in_fp8_does(source, convert, tmp_path):
+    said = convert(source, tmp_path / "bf16", "--max-shard-size", "300KB")
+    assert "kept" in said
+    assert_same_model(tmp_path / "bf16", source)
+    assert_checksums_hold(tmp_path / "bf16")
+
+
+def test_everything_is_converted_and_nothing_else_changes(source, convert, tmp_path):
+    convert(source, tmp_path, "--max-shard-size", "300KB")
+    stored, want = tensors_of(tmp_path), true_weights(source, torch.bfloat16)
+    names = {name for name in want if not name.endswith("_scale_inv")}
+    assert any(name.startswith("model.layers.3.") for name in names)  # multi-token prediction
+    assert stored.keys() == names
+    for name, tensor in stored.items():
+        if "correction_bias" in name:
+            want[name] = tensors_of(source)[name]
+        assert tensor.dtype == want[name].dtype and torch.equal(tensor, want[name]), name
+
+    old, new = (json.loads((path / "config.json").read_text()) for path in (source, tmp_path))
+    del old["quantization_config"]
+    assert new == old
+    for name, text in SMALL.items():
+        assert (tmp_path / name).read_text() == text
+
+    index = json.loads((tmp_path / INDEX).read_text())
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in stored.values())
+    files = {file.name for file in tmp_path.glob("*.safetensors")}
+    assert len(files) > 5 and set(index["weight_map"].values()) == files
+    for file in files:
+        with safe_open(tmp_path / file, framework="pt") as tensors:
+            assert all(index["weight_map"].pop(name) == file for name in tensors.keys())
+        assert (tmp_path / file).stat().st_size < 310_000
+    assert not index["weight_map"]
+
+
+def test_one_shard_has_no_index(source, convert, tmp_path):
+    convert(source, tmp_path)
+    assert [file.name for file in tmp_path.glob("model*")] == ["model.safetensors"]
+    assert_same_model(tmp_path, source)
+
+
+def test_the_first_layers_and_experts(source, convert, tmp_path):
+    convert(source, tmp_path, "--layers", 2, "--experts", 4, "--max-shard-size", "200KB")
+    model, whole = models.load(tmp_path), models.load(source, num_hidden_layers=2)
+    assert len(model.model.layers) == model.config.num_hidden_layers == 2
+    assert model.config.n_routed_experts == 4
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["num_nextn_predict_layers"] == 0
+    assert "indexer_types" not in config or config["indexer_types"] == ["full", "shared"]
+    for name, want in whole.state_dict().items():
+        cut = ".experts." in name or ".mlp.gate." in name
+        assert not cut or len(want) == 8
+        assert torch.equal(model.state_dict()[name], want[:4] if cut else want), name
+    assert model.generate(token_ids(1, 20), max_new_tokens=2).shape == (1, 22)
+    assert_checksums_hold(tmp_path)
+
+
+def test_the_first_layers_need_their_shards_only(convert, tmp_path):
+    source = published(tmp_path / "fp8")
+    for shard in (4, 6):  # of layer 2 and of multi-token prediction
+        (source / f"model-{shard:05d}-of-00006.safetensors").unlink()
+    convert(source, tmp_path / "bf16", "--layers", 2)
+    assert_same_model(tmp_path / "bf16", source, num_hidden_layers=2)
+
+
+def test_a_part_of_a_checkpoint_in_bfloat16(source, convert, tmp_path):
+    convert(source, tmp_path / "bf16")
+    convert(tmp_path / "bf16", tmp_path / "part", "--layers", 2)
+    assert_same_model(tmp_path / "part", source, num_hidden_layers=2)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        # two groups, of which one is used, and two experts for each token
+        (["--experts", 5], "--experts must be one of 4, 6, 8 .*, got 5"),
+        (["--experts", 2], "--experts must be one of 4, 6, 8 .*, got 2"),
+        (["--experts", 10], "--experts must be one of 4, 6, 8 .*, got 10"),
+        (["--layers", 4], "num_hidden_layers must be 1 to 3, .* got 4"),
+        (["--layers", 0], "num_hidden_layers must be 1 to 3, .* got 0"),
+    ],
+)
+def test_a_part_that_is_none_is_refused(arguments, message, source, convert, tmp_path):
+    said = convert(source, tmp_path / "part", *arguments)
+    assert re.match(f"convert_checkpoint.py: .*{message}", said), said
+    assert not (tmp_path / "part").exists()
+
+
+def contents(path):
+    return {file.name: file.read_bytes() for file in path.iterdir()}
+
+
+def test_another_checkpoint_is_not_written_over(source, convert, tmp_path):
+    other = published(tmp_path / "other")
+    for target in (other, source):
+        before = contents(target)
+        said = convert(source, target)
+        assert re.match(f"convert_checkpoint.py: {target} must be empty, .* it holds", said), said
+        assert contents(target) == before
+
+
+def test_what_other_options_wrote_is_not_written_over(source, convert, tmp_path):
+    convert(source, tmp_path, "--layers", 1)
+    before = contents(tmp_path)
+    for other in (["--layers", 2], ["--layers", 1, "--max-shard-size", "1MB"], []):
+        assert "must be empty, or hold what the same command wrote" in convert(
+            source, tmp_path, *other
+        )
+    assert contents(tmp_path) == before
+
+
+def test_what_does_not_fit_on_the_disk_is_not_begun(convert, tmp_path):
+    with torch.device("meta"):  # 4 TB, of which the disk holds the headers
+        config = tiny_config(vocab_size=10**10)
+        write_published(tmp_path / "fp8", config, save=save_sparse)
+    said = convert(tmp_path / "fp8", tmp_path / "bf16")
+    assert re.match(r"convert_checkpoint.py: .* has .* left, 3\.84 TB are needed", said), said
+    assert list((tmp_path / "bf16").glob("*.safetensors")) == []
+
+
+def test_a_damaged_source_is_refused_before_anything_is_written(convert, tmp_path):
+    source = published(tmp_path / "fp8")
+    shard = source / "model-00003-of-00006.safetensors"
+    os.truncate(shard, shard.stat().st_size - 1)
+    said = convert(source, tmp_path / "bf16")
+    assert re.match(f"convert_checkpoint.py: load: {shard} must have .* bytes", said), said
+    assert not (tmp_path / "bf16").exists()
+
+
+def test_a_killed_run_goes_on_where_it_was(convert, tmp_path):
+    source, target = published(tmp_path / "fp8", n_routed_experts=64), tmp_path / "bf16"
+    options = ["--max-shard-size", "30KB"]
+    process = subprocess.Popen(
+        [sys.executable, "examples/convert_checkpoint.py", source, target, *options],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stderr=subprocess.DEVNULL,
+    )
+    sums = target / "SHA256SUMS"
+    while not sums.is_file() or len(sums.read_text().splitlines()) < 5:
+        assert process.poll() is None, "ended before it could be killed"
+        time.sleep(0.001)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    assert not (target / "config.json").exists()
+
+    finished = [line.split("  ")[1] for line in sums.read_text().splitlines()]
+    kept, (damaged, missing) = finished[:-2], finished[-2:]
+    with (target / damaged).open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)[0]
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last ^ 1]))
+    (target / missing).unlink()
+    (target / f"{missing}.partial").write_bytes(b"half of it")
+    written = {name: (target / name).stat().st_mtime_ns for name in kept}
+
+    said = convert(source, target, *options)
+    shards = len(list(target.glob("*.safetensors")))
+    assert f"{shards - len(kept)} shards written, {len(kept)} kept" in said
+    assert {name: (target / name).stat().st_mtime_ns for name in kept} == written
+    assert_same_model(target, source)
+    assert_checksums_hold(target)
+
+    assert f"0 shards written, {shards} kept" in convert(source, target, *options)
