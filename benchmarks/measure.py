@@ -14,12 +14,16 @@ from custom_pypto import env
 RESULTS = Path(__file__).with_name("RESULTS.md")
 
 
-def interleaved(calls: dict[str, Callable], repeats: int) -> dict[str, list[float]]:
+def interleaved(
+    calls: dict[str, Callable], repeats: int, clock: int | None = None
+) -> dict[str, list[float]]:
     """Seconds of each call, all once per round, so that they share the state of the machine.
 
     One thread is timed by its own CPU time, which other processes cannot stretch; more by clock.
     """
-    clock = time.CLOCK_THREAD_CPUTIME_ID if torch.get_num_threads() == 1 else time.CLOCK_MONOTONIC
+    if clock is None:
+        one = torch.get_num_threads() == 1
+        clock = time.CLOCK_THREAD_CPUTIME_ID if one else time.CLOCK_MONOTONIC
     for call in calls.values():
         call()  # warm up
     seconds = {name: [] for name in calls}
