@@ -19,7 +19,7 @@ usage: run.sh [arguments of examples/generate.py]    the demo: text from a spars
        run.sh graph [arguments of compile_torchair]  installs torch_npu beside, compiles the model
        run.sh test [arguments of pytest]             the tests, at most 40 minutes
        run.sh test --slow                            the tests that take minutes each
-       run.sh bench [arguments of the benchmarks]    the ops, their peers and a model on this CPU;
+       run.sh bench [arguments of the benchmarks]    the ops, their peers, a model, its loading;
                                                      --check: against the floors, exit code 1
        run.sh bench npu [arguments]                  the NPU programs in PyPTO's cost model
        run.sh env [--json]                           what works here, what is missing, the remedy
@@ -133,7 +133,7 @@ run_tests() {
 
 run_benchmarks() {
   local benchmark status=0
-  for benchmark in ops peers model; do
+  for benchmark in ops peers model loading; do
     "$python" "$root/benchmarks/bench_$benchmark.py" "$@" || status=1
   done
   return "$status"
