@@ -22,6 +22,7 @@ usage: run.sh [arguments of examples/generate.py]    the demo: text from a spars
        run.sh bench [arguments of the benchmarks]    the ops, their peers, a model, its loading;
                                                      --check: against the floors, exit code 1
        run.sh bench npu [arguments]                  the NPU programs in PyPTO's cost model
+       run.sh fuzz [--minutes N] [--seed S]          random hostile calls of the ops on this CPU
        run.sh env [--json]                           what works here, what is missing, the remedy
        run.sh lint                                   format and style checks, nothing is changed
 TEXT
@@ -164,6 +165,11 @@ case "${1:-}" in
     fi
     setup models
     run_benchmarks "$@"
+    ;;
+  fuzz)
+    shift
+    setup test
+    exec "$python" "$root/tests/fuzz" "$@"
     ;;
   env)
     shift

@@ -11,9 +11,23 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: E402
 
 CSRC = "custom_pypto/csrc"
 
+# what `run.sh sanitize` asks for; -g1 names the lines of a report
+SANITIZERS = {
+    "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
+    "thread": ["-fsanitize=thread"],
+}
+sanitizer = os.environ.get("CUSTOM_PYPTO_SANITIZE")
+if sanitizer and sanitizer not in SANITIZERS:
+    raise SystemExit(
+        f"setup.py: CUSTOM_PYPTO_SANITIZE must be one of {', '.join(SANITIZERS)}, got {sanitizer!r}"
+    )
+sanitize = SANITIZERS[sanitizer] if sanitizer else []
+
 # without -fopenmp at::parallel_for compiles to a serial loop, silently; -g0 because the
 # interpreter's own flags may ask for debug information, most of it about torch's headers
 FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-g0", "-Wall", "-Wextra"]
+if sanitize:
+    FLAGS += ["-O1", "-g1", "-fno-omit-frame-pointer", *sanitize]
 if os.environ.get("CUSTOM_PYPTO_WERROR") == "1":
     FLAGS.append("-Werror")
 
@@ -30,7 +44,7 @@ extension = CppExtension(
     "custom_pypto._C",
     sources=sorted(glob.glob(f"{CSRC}/*.cpp") + glob.glob(f"{CSRC}/cpu/*.cpp")),
     depends=sorted(glob.glob(f"{CSRC}/**/*.h", recursive=True)),
-    extra_link_args=["-fopenmp"],
+    extra_link_args=["-fopenmp", *sanitize],
 )
 # as system headers torch's do not warn: -Werror judges our sources only
 extension.extra_compile_args = FLAGS + [f"-isystem{path}" for path in extension.include_dirs]

@@ -42,10 +42,19 @@ ROW_TOLERANCE = {
 }
 
 
-def assert_close_to_rows(got: Tensor, expected: Tensor, tolerance: float | None = None) -> None:
+def assert_close_to_rows(
+    got: Tensor,
+    expected: Tensor,
+    tolerance: float | None = None,
+    *,
+    magnitude: Tensor | None = None,
+    smallest: float = 0,
+) -> None:
     """Every element is within ``tolerance`` of the largest magnitude of its row (the last dim).
 
-    NaN must meet NaN and an infinity itself; a row of zeros must be zeros.
+    NaN must meet NaN and an infinity itself; a row of zeros must be zeros. ``magnitude``: sums of
+    the magnitudes of what was added up, for rows in which it cancels. ``smallest``: what may count
+    as zero, where numbers are subnormal and their rounding is not relative.
     """
     assert got.shape == expected.shape, f"shape {tuple(got.shape)}, not {tuple(expected.shape)}"
     assert got.dtype == expected.dtype, f"{got.dtype}, not {expected.dtype}"
@@ -53,7 +62,8 @@ def assert_close_to_rows(got: Tensor, expected: Tensor, tolerance: float | None 
     got, expected = got.double(), expected.double()
     same = (got == expected) | (got.isnan() & expected.isnan())
     finite = torch.where(expected.isfinite(), expected, 0)
-    limit = tolerance * finite.abs().amax(-1, keepdim=True)
+    largest = finite.abs() if magnitude is None else magnitude.double().nan_to_num(0, 0, 0)
+    limit = (tolerance * largest.amax(-1, keepdim=True)).clamp(min=smallest)
     error = torch.where(same, 0, (got - expected).abs()).nan_to_num(nan=torch.inf)
     excess = error - limit
     if not (excess <= 0).all():
@@ -75,12 +85,12 @@ def exact_scores(query: Tensor, keys: Tensor, weights: Tensor) -> tuple[Tensor, 
     return w @ torch.relu(q @ k.T), eps
 
 
-def assert_same_selection(got: Tensor, inputs: dict) -> None:
+def assert_same_selection(got: Tensor, inputs: dict, smallest: float = 0) -> None:
     """``got`` is what the reference selects for ``inputs``, up to scores equal within rounding.
 
     A row may differ only so: as many positions, none twice, each one visible; a position that is in
     one selection only scores within eps of the K-th; no score exceeds the one before it by more
-    than eps.
+    than eps, which is ``smallest`` at least.
     """
     expected = reference.npu_lightning_indexer_pto(**inputs)
     assert got.shape == expected.shape, f"shape {tuple(got.shape)}, not {tuple(expected.shape)}"
@@ -123,6 +133,7 @@ def assert_same_selection(got: Tensor, inputs: dict) -> None:
         scores[exists], eps = exact_scores(
             query[token.row], key_rows[slot[exists]], weights[token.row]
         )
+        eps = max(eps, smallest)
         kth = scores[valid].min()
         missing, extra = sorted(set(valid) - set(mine)), sorted(set(mine) - set(valid))
         for p in missing + extra:

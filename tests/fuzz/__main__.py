@@ -1,0 +1,124 @@
+"""Runs cases until the time or the number is reached, or one fails; `run.sh fuzz` starts it."""
+
+import os
+
+# a thread that waits must not take the core of the one that works
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+import argparse
+import mmap
+import signal
+import struct
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from fuzz.generate import generate  # noqa: E402
+from fuzz.judge import judge  # noqa: E402
+
+EVERY = 60  # seconds between lines of progress
+THREADED = 16  # every so many cases, one runs with three threads
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="run.sh fuzz", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=1.0, help="how long; default 1")
+    parser.add_argument("--cases", type=int, help="how many, instead of how long")
+    parser.add_argument("--seed", type=int, default=0, help="which cases; default 0")
+    parser.add_argument("--threads", type=int, help=f"default 1, and 3 in one case of {THREADED}")
+    parser.add_argument("--case", metavar="SEED:NUMBER", help="this one case, with its arguments")
+    return parser.parse_args()
+
+
+def run_case(seed: int, number: int, threads: int | None):
+    """The case and what became of it."""
+    torch.set_num_threads(threads or (3 if number % THREADED == 0 else 1))
+    case = generate(Random(f"{seed}:{number}"))
+    return case, judge(case)
+
+
+def describe(case) -> str:
+    lines = [f"{case.op}, values: {case.values}, broken: {', '.join(case.broken) or 'nothing'}"]
+    for name, x in case.arguments.items():
+        if isinstance(x, torch.Tensor) and x.layout == torch.strided:
+            text = f"{x.dtype} {tuple(x.shape)} strides {x.stride()} offset {x.storage_offset()}"
+            if not x.is_floating_point() and 0 < x.numel() < 50:
+                text += f" {x.tolist()}"
+        else:
+            text = repr(x)
+        lines.append(f"  {name}: {text}")
+    return "\n".join(lines)
+
+
+def run_one(name: str, threads: int | None) -> int:
+    seed, number = map(int, name.split(":"))
+    print(describe(generate(Random(f"{seed}:{number}"))))
+    print(run_case(seed, number, threads)[1])
+    return 0
+
+
+def run_many(args: argparse.Namespace, reached: mmap.mmap) -> int:
+    """Writes the number of each case into ``reached`` before it runs."""
+    seen, start, said = Counter(), time.monotonic(), 0.0
+    number = 0
+
+    def report() -> None:
+        seconds = time.monotonic() - start
+        total = sum(seen.values())
+        kinds = ", ".join(f"{n} {kind}" for kind, n in sorted(seen.items()))
+        print(
+            f"seed {args.seed}: {total} cases in {seconds:.0f} s, {total / seconds:.0f}/s: {kinds}",
+            flush=True,
+        )
+
+    while True:
+        seconds = time.monotonic() - start
+        if number == args.cases or (args.cases is None and seconds > 60 * args.minutes):
+            break
+        if seconds > said + EVERY:
+            said = seconds
+            report()
+        reached[:8] = struct.pack("q", number)
+        try:
+            case, outcome = run_case(args.seed, number, args.threads)
+        except Exception as error:
+            print(f"{type(error).__name__}: {error}")
+            print(f"again: bash run.sh fuzz --case {args.seed}:{number}", flush=True)
+            return 1
+        seen[f"{case.op} {outcome}"] += 1
+        number += 1
+    report()
+    return 0
+
+
+def main() -> int:
+    args = parse()
+    warnings.simplefilter("ignore")  # of dtypes that torch will drop
+    # what an op leaves unwritten is NaN or the largest integer
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.utils.deterministic.fill_uninitialized_memory = True
+    if args.case:
+        return run_one(args.case, args.threads)
+    # a child runs them, so that there is someone to tell which case ended it
+    reached = mmap.mmap(-1, 8)
+    child = os.fork()
+    if not child:
+        os._exit(run_many(args, reached))
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code not in (0, 1):
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        number = struct.unpack("q", reached[:8])[0]
+        print(f"ended by {how}; again: bash run.sh fuzz --case {args.seed}:{number}")
+    return min(abs(code), 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

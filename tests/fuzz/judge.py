@@ -1,0 +1,190 @@
+"""Whether an op did right by a case: it refused the call in its own words and touched nothing, or
+its result, its caches and everything around them are the reference's."""
+
+import importlib
+from unittest.mock import patch
+
+import torch
+from cases import on_meta
+from numerics import ROW_TOLERANCE, assert_close_to_rows, assert_same_selection, reference
+from torch import Tensor
+
+import custom_pypto
+
+from .generate import CACHES, Case
+
+# the package exports the function of the same name
+fused_reference = importlib.import_module("custom_pypto.reference.npu_sparse_attention_pto")
+
+# what may come out as 0: a subnormal number is 0 to the dot products of AVX512-BF16
+SMALLEST = {torch.bfloat16: 2**-126, torch.float16: 2**-24, torch.float32: 2**-126}
+SMALLEST_SCORE = 2**-105  # of a sum of some thousand of them, times up to 2^10
+
+
+def memory_of(arguments: dict) -> dict[int, Tensor]:
+    """All that the tensors lie in, as bytes, by the address of torch's record of it."""
+    storages = (x.untyped_storage() for x in arguments.values() if on_cpu(x))
+    empty = torch.empty(0, dtype=torch.uint8)
+    return {storage._cdata: empty.new_empty(0).set_(storage) for storage in storages}
+
+
+def copied(arguments: dict) -> dict:
+    """The arguments in memory of their own, sharing what they shared."""
+    memory = {place: x.clone().untyped_storage() for place, x in memory_of(arguments).items()}
+    copies = {}
+    for name, x in arguments.items():
+        if on_cpu(x):
+            own = memory[x.untyped_storage()._cdata]
+            x = torch.empty(0, dtype=x.dtype).set_(own, x.storage_offset(), x.size(), x.stride())
+        copies[name] = x
+    return copies
+
+
+def on_cpu(x) -> bool:
+    return isinstance(x, Tensor) and x.layout == torch.strided and x.device.type == "cpu"
+
+
+def names_op(message: str, op: str) -> bool:
+    """Ours, torch's where an argument is not of the schema's type, and torch's where a tensor is
+    of a kind that no op of ours is registered for."""
+    own = (f"{op}: ", f"custom_pypto::{op}() ", f"Could not run 'custom_pypto::{op}' ")
+    return message.startswith(own)
+
+
+def judge(case: Case) -> str:
+    """``refused``, ``equal`` or, where the result has no element, ``empty``.
+
+    Raises AssertionError for anything else.
+    """
+    op = getattr(custom_pypto, case.op)
+    arguments, expected = copied(case.arguments), case.arguments
+    try:
+        got = op(**arguments)
+    except (RuntimeError, TypeError, ValueError) as error:
+        message = str(error)
+        assert case.broken, f"refuses a call that keeps its contract: {message}"
+        assert names_op(message, case.op), f"raises what does not name the op: {message}"
+        assert_same_memory(arguments, expected)
+        if message.startswith(case.op) and all(map(on_cpu, tensors(arguments))):
+            assert_meta_refuses(op, arguments, message)
+        return "refused"
+    if all(x.device.type == "meta" for x in tensors(arguments)):
+        return "empty"  # there are no values
+    assert_same_kind(op(**on_meta(arguments)), got)
+    if got.numel() == 0:  # there may be more sequences than the reference has memory for
+        assert_same_memory(arguments, expected)
+        return "empty"
+    if case.op == "npu_sparse_attention_pto":
+        expected = copied(case.arguments)
+        assert_same_fused(got, arguments, expected, case)
+    elif case.op == "npu_sparse_flash_attention_pto":
+        if not close(got, reference.npu_sparse_flash_attention_pto(**expected)):
+            assert_close_at_a_closer_look(case.op, got, expected)
+    elif case.op == "npu_lightning_indexer_pto":
+        if not got.equal(reference.npu_lightning_indexer_pto(**expected)):
+            assert case.values not in ("integers", "special"), "selects other keys"
+            assert_same_selection(got, expected, SMALLEST_SCORE)
+    else:
+        assert bits(got).equal(bits(reference.add_custom(**expected))), "the sum is not torch's"
+    assert_same_memory(arguments, expected)
+    return "equal"
+
+
+def assert_same_fused(got: Tensor, arguments: dict, expected: dict, case: Case) -> None:
+    """Writes the caches into ``expected``, whose memory around them is to be compared after."""
+    if not close(got, reference.npu_sparse_attention_pto(**expected)):
+        assert_close_at_a_closer_look(case.op, got, copied(case.arguments))
+    for name in CACHES:
+        assert_close(arguments[name], expected[name])
+        if not bits(arguments[name]).equal(bits(expected[name])):
+            # row by row, since they may overlap
+            for block, other in zip(arguments[name], expected[name], strict=True):
+                for row, other_row in zip(block, other, strict=True):
+                    other_row.copy_(row)
+
+
+def tensors(arguments: dict) -> list[Tensor]:
+    return [x for x in arguments.values() if isinstance(x, Tensor)]
+
+
+def assert_close_at_a_closer_look(op: str, got: Tensor, arguments: dict) -> None:
+    """Allows what rounding explains: of what was added up, in rows that cancel; of large logits,
+    whose rounding is a factor of the weights; and in the fused op of scores that nearly tie, by
+    taking the indexer's selection, judged by itself."""
+    magnitudes, tolerances = [], []
+
+    def select(*inputs: Tensor, **keywords) -> Tensor:
+        got = custom_pypto.npu_lightning_indexer_pto(*inputs, **keywords)
+        names = ("query", "key", "weights")
+        assert_same_selection(got, dict(zip(names, inputs, strict=True)) | keywords, SMALLEST_SCORE)
+        return got
+
+    def attend(query, key, value, sparse_indices, scale_value, **keywords) -> Tensor:
+        pairs = [(query, key), (keywords.get("query_rope"), keywords.get("key_rope"))]
+        logit = sum(largest_dot(q, k) for q, k in pairs if q is not None)
+        # four roundings of 2^-24: the two dot products, and their products with the scale
+        tolerances.append(ROW_TOLERANCE[query.dtype] + 2**-22 * logit * scale_value)
+        added = (key if value is None else value).abs()
+        magnitudes.append(attention(query, key, added, sparse_indices, scale_value, **keywords))
+        return attention(query, key, value, sparse_indices, scale_value, **keywords)
+
+    attention = reference.npu_sparse_flash_attention_pto
+    if op == "npu_sparse_flash_attention_pto":
+        expected = attend(**arguments)
+    else:
+        with (
+            patch.object(fused_reference, "npu_lightning_indexer_pto", select),
+            patch.object(fused_reference, "npu_sparse_flash_attention_pto", attend),
+        ):
+            expected = getattr(reference, op)(**arguments)
+    assert_close(got, expected, tolerances[0], magnitudes[0])
+
+
+def largest_dot(query: Tensor, key: Tensor) -> float:
+    """No dot product of finite rows is larger."""
+    q, k = (x.double().nan_to_num(0, 0, 0).abs() for x in (query, key))
+    return float(q.sum(-1).max() * k.max()) if k.numel() else 0.0
+
+
+def bits(x: Tensor) -> Tensor:
+    return torch.empty(x.numel(), dtype=x.dtype).copy_(x.flatten()).view(torch.uint8)
+
+
+def assert_close(
+    got: Tensor,
+    expected: Tensor,
+    tolerance: float | None = None,
+    magnitude: Tensor | None = None,
+) -> None:
+    assert got.dtype == expected.dtype and got.shape == expected.shape
+    if not got.equal(expected) and got.numel():
+        assert_close_to_rows(
+            got, expected, tolerance, magnitude=magnitude, smallest=SMALLEST[got.dtype]
+        )
+
+
+def close(got: Tensor, expected: Tensor) -> bool:
+    try:
+        assert_close(got, expected)
+    except AssertionError:
+        return False
+    return True
+
+
+def assert_same_memory(got: dict, expected: dict) -> None:
+    for a, b in zip(memory_of(got).values(), memory_of(expected).values(), strict=True):
+        assert a.equal(b), "memory outside the caches is written, or a refused call wrote"
+
+
+def assert_meta_refuses(op, arguments: dict, message: str) -> None:
+    try:
+        op(**on_meta(arguments))
+    except RuntimeError as error:
+        assert str(error) == message, f"CPU and Meta refuse in different words: {message} | {error}"
+    else:
+        raise AssertionError(f"Meta accepts what the CPU refuses: {message}")
+
+
+def assert_same_kind(meta: Tensor, got: Tensor) -> None:
+    same = (meta.shape, meta.stride(), meta.dtype) == (got.shape, got.stride(), got.dtype)
+    assert same and got.device.type == "cpu", "Meta gives another shape, stride or dtype"

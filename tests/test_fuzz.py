@@ -1,0 +1,123 @@
+"""A short run of the fuzzer; `bash run.sh fuzz` is the long one."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from cases import attention_inputs, indexer_inputs
+from fuzz.generate import Case, generate
+from fuzz.judge import judge
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import custom_pypto
+
+COMMAND = [sys.executable, str(Path(__file__).parent / "fuzz")]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@settings(max_examples=150)
+@given(st.randoms(use_true_random=False))
+def test_hostile_calls_are_refused_by_name_or_equal_the_reference(rng):
+    judge(generate(rng))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_the_first_cases_of_a_seed_are_refused_by_name_or_equal_the_reference(seed):
+    outcomes = set()
+    for number in range(600):
+        case = generate(Random(f"{seed}:{number}"))
+        outcomes.add((case.op, judge(case)))
+    assert len(outcomes) == 4 * 3, "an op that is never refused, never runs or is never empty"
+
+
+INDEX = Case("npu_lightning_indexer_pto", indexer_inputs([3], [40], integers=True), "integers")
+ATTEND = Case("npu_sparse_flash_attention_pto", attention_inputs([3], [40]), "random")
+
+
+def refuse(words):
+    def op(**arguments):
+        raise RuntimeError(words)
+
+    return op
+
+
+def scribble(op, name):
+    """``op``, but it writes into one of its arguments."""
+
+    def writing(**arguments):
+        if arguments[name].device.type == "cpu":
+            arguments[name].view(-1)[-1] = 7
+        return op(**arguments)
+
+    return writing
+
+
+index, attend = custom_pypto.npu_lightning_indexer_pto, custom_pypto.npu_sparse_flash_attention_pto
+
+
+@pytest.mark.parametrize(
+    "case, wrong, why",
+    [
+        pytest.param(INDEX, lambda **x: index(**x).flip(-1), "selects other keys", id="order"),
+        pytest.param(ATTEND, lambda **x: attend(**x) * 1.001, "differ by more", id="values"),
+        pytest.param(ATTEND, lambda **x: attend(**x).double(), "Meta", id="dtype"),
+        pytest.param(INDEX, scribble(index, "weights"), "memory .* is written", id="writes"),
+        pytest.param(INDEX, refuse("npu_lightning_indexer_pto: no"), "keeps its", id="refuses"),
+    ],
+)
+def test_judge_tells_what_is_wrong(monkeypatch, case, wrong, why):
+    judge(case)
+    monkeypatch.setattr(custom_pypto, case.op, wrong)
+    with pytest.raises(AssertionError, match=why):
+        judge(case)
+
+
+def test_judge_tells_an_error_that_does_not_name_the_op(monkeypatch):
+    case = Case(INDEX.op, INDEX.arguments | dict(sparse_count=0), "integers", ["sparse_count 0"])
+    assert judge(case) == "refused"
+    monkeypatch.setattr(custom_pypto, case.op, refuse("bad rank"))
+    with pytest.raises(AssertionError, match="does not name the op: bad rank"):
+        judge(case)
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    environment = os.environ | environment
+    return subprocess.run([*COMMAND, *arguments], env=environment, capture_output=True, text=True)
+
+
+def test_command_shows_and_reruns_one_case():
+    ran = run("--case", "3:11")
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert generate(Random("3:11")).op in ran.stdout
+    assert ran.stdout.splitlines()[-1] in ("equal", "empty", "refused")
+
+
+def test_command_says_how_to_repeat_a_failure():
+    ran = run("--seed", "3", CUSTOM_PYPTO_CPU_ISA="abacus")  # every op raises this then
+    assert ran.returncode == 1
+    assert "CUSTOM_PYPTO_CPU_ISA must be" in ran.stdout
+    assert re.search(r"^again: bash run\.sh fuzz --case 3:\d+$", ran.stdout, re.MULTILINE)
+
+
+def test_command_says_which_case_ended_the_process():
+    running = subprocess.Popen([*COMMAND, "--seed", "3"], stdout=subprocess.PIPE, text=True)
+    children = Path(f"/proc/{running.pid}/task/{running.pid}/children")
+    while not (child := children.read_text().split()):
+        assert running.poll() is None, running.stdout.read()
+        time.sleep(0.1)
+    os.kill(int(child[0]), signal.SIGSEGV)
+    said, _ = running.communicate()
+    assert running.returncode == 1
+    assert re.match(r"ended by SIGSEGV; again: bash run\.sh fuzz --case 3:\d+\n", said), said
