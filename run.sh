@@ -23,6 +23,8 @@ usage: run.sh [arguments of examples/generate.py]    the demo: text from a spars
                                                      --check: against the floors, exit code 1
        run.sh bench npu [arguments]                  the NPU programs in PyPTO's cost model
        run.sh fuzz [--minutes N] [--seed S]          random hostile calls of the ops on this CPU
+       run.sh sanitize [address|thread]              the tests of the ops and 20000 such calls, compiled
+                                                     with AddressSanitizer and UBSan, or TSan
        run.sh env [--json]                           what works here, what is missing, the remedy
        run.sh lint                                   format and style checks, nothing is changed
 TEXT
@@ -140,6 +142,34 @@ run_benchmarks() {
   return "$status"
 }
 
+# Compiles the library with a sanitizer, in a copy of the sources: what is installed stays as it is.
+sanitize() {
+  local kind="$1" folder="$root/build/sanitize-$1" runtime
+  mkdir -p "$folder"
+  rm -rf "$folder/custom_pypto" "$folder/tests"
+  cd "$root"
+  # with their times, so that only what has changed is compiled again
+  git ls-files -z --cached --others --exclude-standard setup.py pyproject.toml README.md LICENSE \
+    custom_pypto tests | xargs -0 cp --preserve=timestamps --parents -t "$folder"
+  cd "$folder"
+  CUSTOM_PYPTO_SANITIZE="$kind" "$python" setup.py -q build_ext >build.log 2>&1 ||
+    { cat build.log >&2; exit 1; }
+
+  # Python is not compiled with a sanitizer, so its runtime must be there before anything else;
+  # libstdc++ beside it, in which the runtime looks for the function that throws
+  runtime="$(g++ -print-file-name="lib${kind:0:1}san.so"):$(g++ -print-file-name=libstdc++.so)"
+  export PYTHONPATH="$folder" TORCH_DEVICE_BACKEND_AUTOLOAD=0
+  # leaks: Python and torch keep memory until the process ends, and would fill the report;
+  # null: torch says by itself when there is no memory
+  export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1
+  export UBSAN_OPTIONS=print_stacktrace=1
+  # what is not compiled with it, torch and its libgomp, synchronises in ways that TSan cannot see
+  export TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1:second_deadlock_stack=1
+  LD_PRELOAD="$runtime" "$python" tests/fuzz --cases 20000 --seed 1 "${@:2}"
+  LD_PRELOAD="$runtime" "$python" -m pytest -q -p no:cacheprovider \
+    tests/test_add_custom.py tests/test_npu_*.py tests/test_cpu_isa.py
+}
+
 report_environment() {
   # the report is wanted most where the set-up fails
   setup || echo "run.sh env: the set-up failed, see above" >&2
@@ -170,6 +200,11 @@ case "${1:-}" in
     shift
     setup test
     exec "$python" "$root/tests/fuzz" "$@"
+    ;;
+  sanitize)
+    [[ $# -le 2 && "${2:-address}" =~ ^(address|thread)$ ]] || { usage >&2; exit 2; }
+    setup test
+    sanitize "${2:-address}"
     ;;
   env)
     shift

@@ -303,11 +303,6 @@ def on_meta(inputs: dict) -> dict:
     return {name: meta(x) for name, x in inputs.items()}
 
 
-def refused(id: str, inputs: dict, argument: str, got: str, **change):
-    """A row of a table of refusals: ``inputs`` with one rule broken, and what the error names."""
-    return pytest.param(inputs | change, argument, got, id=id)
-
-
 def refusal(op: Callable, inputs: dict) -> str:
     """The message of the error with which ``op`` refuses ``inputs``: the same on CPU and Meta."""
     messages = []

@@ -1,5 +1,4 @@
 import importlib
-import re
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from cases import (
     fused_inputs,
     int32,
     on_meta,
-    refusal,
     slots,
     without_nan,
 )
@@ -437,82 +435,3 @@ def test_inference_takes_weights_that_require_gradients():
     with torch.no_grad():
         assert_same(dict(out=fused(**x)) | {name: x[name] for name in CACHES}, expected)
     assert not any(x[name].requires_grad for name in CACHES)
-
-
-BASE = fused_inputs([40, 33], 3, sparse_count=8)
-TENSORS = [name for name, x in BASE.items() if torch.is_tensor(x)]
-
-
-def grown(x: torch.Tensor, dim: int) -> torch.Tensor:
-    size = list(x.shape)
-    size[dim] += 16
-    return x.new_zeros(size)
-
-
-WRONG = [
-    *(
-        pytest.param({name: grown(BASE[name], dim)}, id=f"{name}.size({dim})")
-        for name in TENSORS
-        for dim in range(BASE[name].dim())
-        if (name, dim) != ("block_table", 1)  # any number of blocks
-    ),
-    *(pytest.param({name: BASE[name].unsqueeze(0)}, id=f"{name}-rank") for name in TENSORS),
-    *(pytest.param({name: BASE[name].double()}, id=f"{name}-float64") for name in TENSORS),
-    *(
-        pytest.param({name: BASE[name].bfloat16()}, id=f"{name}-bfloat16")
-        for name in TENSORS
-        if BASE[name].is_floating_point()
-    ),
-    *(
-        pytest.param({name: BASE[name].long()}, id=f"{name}-int64")
-        for name in ("block_table", "act_seqs")
-    ),
-    *(
-        pytest.param(
-            {name: BASE[name].transpose(1, 3).contiguous().transpose(1, 3)}, id=f"{name}-stride"
-        )
-        for name in CACHES
-    ),
-    pytest.param({n: BASE[n].repeat(1, 1, 2, 1) for n in CACHES}, id="two-key-heads"),
-    pytest.param({n: BASE[n][:, :8] for n in CACHES}, id="block-size-8"),
-    pytest.param({n: BASE[n][:, :0] for n in CACHES}, id="block-size-0"),
-    pytest.param({n: BASE[n].repeat(1, 65, 1, 1) for n in CACHES}, id="block-size-1040"),
-    *(
-        pytest.param(dict(sparse_count=n), id=f"sparse_count-{n}")
-        for n in (0, -1, 2049, 2560, 8193, 2**40)
-    ),
-    *(
-        pytest.param(dict(softmax_scale=x), id=f"softmax_scale-{x}")
-        for x in (0.0, -1.0, torch.inf, torch.nan, 1e-300, 1e300, 3e38)
-    ),
-    *(pytest.param(dict(eps=x), id=f"eps-{x}") for x in (-1.0, torch.inf, torch.nan)),
-]
-
-
-@pytest.mark.parametrize("change", WRONG)
-def test_refuses_by_argument_the_same_on_cpu_and_meta_and_leaves_the_caches(change):
-    x = copied(BASE) | change
-    before = copied(x)
-    text = refusal(fused, x)
-    named = re.match(r"npu_sparse_attention_pto: (\w+)(\.\S+)? must .*, got .+", text)
-    assert named and named[1] in (*TENSORS, "sparse_count", "softmax_scale", "eps"), text
-    for name in CACHES:
-        torch.testing.assert_close(x[name], before[name], rtol=0, atol=0, equal_nan=True)
-
-
-@pytest.mark.parametrize(
-    "name, got",
-    [("w_uk", "4"), ("kr_cache", "5"), ("act_seqs", "2"), ("gamma_cq", "2")],
-)
-def test_refusal_of_a_rank_names_the_argument_and_its_shape(name, got):
-    x = copied(BASE)
-    x[name] = x[name].unsqueeze(0)
-    text = refusal(fused, x)
-    assert re.match(rf"npu_sparse_attention_pto: {name} must be .*, got \[", text), text
-    assert text.rsplit("got ")[-1].count(",") == int(got) - 1, text
-
-
-@pytest.mark.parametrize("name", TENSORS[1:])
-def test_refuses_tensors_on_two_devices(name):
-    with pytest.raises(RuntimeError, match=rf"npu_sparse_attention_pto: {name}\.device must"):
-        fused(**copied(BASE) | {name: BASE[name].to("meta")})

@@ -9,6 +9,9 @@
 #include <algorithm>
 #include <atomic>
 #include <optional>
+#if defined(__SANITIZE_THREAD__)
+#include <thread>
+#endif
 #include <vector>
 
 #include "cpu/kernels.h"
@@ -131,10 +134,19 @@ template <typename MakeScratch, typename Task>
 void run_tasks(int64_t count, const MakeScratch& make_scratch, const Task& task) {
   std::atomic<int64_t> next{0};
   const int64_t threads = std::min<int64_t>(count, at::get_num_threads());
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+  const auto work = [&] {
     auto scratch = make_scratch();
     for (int64_t i = next++; i < count; i = next++) task(scratch, i);
-  });
+  };
+#if defined(__SANITIZE_THREAD__)
+  // libgomp is not built with ThreadSanitizer, which would miss that its threads wait for each
+  // other
+  std::vector<std::thread> team;
+  for (int64_t t = 0; t < threads; ++t) team.emplace_back(work);
+  for (std::thread& thread : team) thread.join();
+#else
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) { work(); });
+#endif
 }
 
 // ---- what the fused op composes -----------------------------------------------------------------

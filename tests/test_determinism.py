@@ -1,0 +1,127 @@
+"""The same call gives the same bits: 20 times, on 1, 2, 3 and 7 threads, by each set of kernels.
+
+Run as a program, this file prints what its process computes: a set of kernels is for a process.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from cases import DTYPES, attention_inputs, copied, fused_inputs, indexer_inputs
+
+import custom_pypto
+
+SETS = ["generic", "avx2", "avx512", "avx512_bf16"]
+THREADS = (1, 2, 3, 7)
+RUNS = 20
+CACHES = ("kv_cache", "kr_cache", "index_k_cache")
+
+
+def index(x: dict) -> list[torch.Tensor]:
+    return [custom_pypto.npu_lightning_indexer_pto(**x)]
+
+
+def attend(x: dict) -> list[torch.Tensor]:
+    return [custom_pypto.npu_sparse_flash_attention_pto(**x)]
+
+
+def fused(x: dict) -> list[torch.Tensor]:
+    x = copied(x)
+    return [custom_pypto.npu_sparse_attention_pto(**x), *(x[name] for name in CACHES)]
+
+
+def calls(dtype: torch.dtype) -> dict:
+    """One call for each way in which the kernels share work between threads."""
+    few, many = dict(heads=4, dim=16), dict(heads=4, latent=32)
+    return {
+        "indexer, keys split": (index, indexer_inputs([1], [3000], **few, dtype=dtype)),
+        "indexer, tokens split": (index, indexer_inputs([30], [90], **few, dtype=dtype)),
+        "indexer, exact": (
+            index,
+            indexer_inputs([2, 1], [1500, 90], **few, dtype=dtype, integers=True),
+        ),
+        "attention, indices split": (
+            attend,
+            attention_inputs([1], [1200], **many, dtype=dtype, sparse_count=1100),
+        ),
+        "attention, dense": (
+            attend,
+            attention_inputs([40], [60], **many, dtype=dtype, sparse_count=50),
+        ),
+        "attention, gathered": (
+            attend,
+            attention_inputs([10], [300], **many, dtype=dtype, sparse_count=20),
+        ),
+        "fused": (fused, fused_inputs([70, 50], 3, dtype=dtype, sparse_count=8)),
+    }
+
+
+def digest(results: list[torch.Tensor]) -> str:
+    found = hashlib.sha256()
+    for x in results:
+        found.update(x.contiguous().view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def digests() -> dict[str, list[str]]:
+    """Of each call, the different results it has had."""
+    found = {}
+    for dtype in DTYPES:
+        for name, (op, x) in calls(dtype).items():
+            results = set()
+            for threads in THREADS:
+                torch.set_num_threads(threads)
+                results |= {digest(op(x)) for _ in range(RUNS)}
+            found[f"{name}, {dtype}"] = sorted(results)
+    return found
+
+
+@pytest.fixture(scope="module")
+def results() -> dict[str, dict]:
+    """By set of kernels that this CPU has."""
+    found = {}
+    for isa in SETS:
+        environment = os.environ | dict(
+            CUSTOM_PYPTO_CPU_ISA=isa,
+            OMP_WAIT_POLICY="PASSIVE",  # 7 threads on fewer cores
+            # otherwise torch.mm itself, float32, depends on the number of threads
+            MKL_CBWR="COMPATIBLE",
+        )
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+        ran = subprocess.run(
+            [sys.executable, __file__], env=environment, capture_output=True, text=True
+        )
+        if "CUSTOM_PYPTO_CPU_ISA must be one of" in ran.stderr:
+            continue
+        assert ran.returncode == 0, ran.stderr
+        found[isa] = json.loads(ran.stdout)
+    return found
+
+
+@pytest.mark.parametrize("isa", SETS)
+def test_bits_depend_neither_on_the_run_nor_on_the_number_of_threads(results, isa):
+    if isa not in results:
+        pytest.skip(f"this CPU does not have {isa}")
+    different = {name: len(bits) for name, bits in results[isa].items() if len(bits) != 1}
+    assert not different, f"results of {RUNS} runs on {THREADS} threads: {different}"
+
+
+def test_every_set_of_kernels_selects_the_same_where_arithmetic_is_exact(results):
+    exact = {bits for found in results.values() for bits in found["indexer, exact, torch.float32"]}
+    assert len(exact) == 1
+
+
+def test_fused_op_repeats_its_bits_on_as_many_threads():
+    # without a setting of MKL
+    x = fused_inputs([70, 50], 3, sparse_count=8)
+    for threads in THREADS[:3]:
+        torch.set_num_threads(threads)
+        assert len({digest(fused(x)) for _ in range(RUNS)}) == 1
+
+
+if __name__ == "__main__":
+    print(json.dumps(digests()))
