@@ -3,6 +3,7 @@
     python examples/generate.py                                   # the demo
     python examples/generate.py --model DIR --prompt "Once upon a time"
     cat text | python examples/generate.py --model DIR --prompt-file - --backend custom_pypto
+    torchrun --nproc-per-node 2 examples/generate.py --tp         # heads and experts shared by two
 
 The demo hides 32 facts in a long text and asks for some of them, one after another on one cache.
 Decoding is greedy, so that both backends have the same to do.
@@ -10,12 +11,16 @@ Decoding is greedy, so that both backends have the same to do.
 
 import argparse
 import json
+import os
 import sys
 import time
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 import transformers
 from tqdm import tqdm
 from transformers import (
@@ -78,7 +83,11 @@ class Session:
         ``[heads, chunk, tokens so far]`` in float32."""
         prompt = self.ids[:, :-1]
         with tqdm(
-            total=prompt.size(1), desc="prefill", unit=" tokens", leave=False, disable=None
+            total=prompt.size(1),
+            desc="prefill",
+            unit=" tokens",
+            leave=False,
+            disable=None if is_first_rank() else True,  # None: only on a terminal
         ) as progress:
             for start in range(0, prompt.size(1), chunk):
                 part = prompt[:, start : start + chunk]
@@ -97,6 +106,11 @@ class Session:
             streamer=self.streamer,
         )
         return self.ids[:, before:]
+
+
+def is_first_rank():
+    """Whether this process is the one that prints."""
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def new_cache(model, backend, batch, length, args):
@@ -174,10 +188,11 @@ def run(model, tokenizer, backend, prompts, dialogues, args):
 
 
 def load(args):
-    if not sys.stderr.isatty():
+    if not sys.stderr.isatty() or not is_first_rank():
         transformers.utils.logging.disable_progress_bar()
     dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
-    model = models.load(args.model, dtype=dtype)  # checks every shard, and names the one at fault
+    # checks every shard, and names the one at fault
+    model = models.load(args.model, dtype=dtype, tensor_parallel=args.tp)
     try:
         tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
     except (OSError, ValueError) as error:
@@ -270,6 +285,7 @@ def parse_args():
     add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     add("--backend", choices=BACKENDS, help="default: both, side by side")
     add("--compile", action="store_true", help="torch.compile the decode step")
+    add("--tp", action="store_true", help="share the model among the ranks torchrun started")
     add("--batch", type=int, default=1, help="so many prompts at once; the first is shown")
     add("--block-size", type=int, default=128, help="tokens per block of the paged cache")
     add("--prefill-chunk", type=int, default=512, help="tokens per forward pass of the prefill")
@@ -277,16 +293,34 @@ def parse_args():
     add("--questions", type=int, default=16, help="of the demo, 1 to 32")
     add("--seed", type=int, default=0, help="of the demo's text and questions")
     add("--json", action="store_true", help="print one JSON object and nothing else")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if args.tp and "RANK" not in os.environ:
+        parser.error("--tp needs torchrun: torchrun --nproc-per-node 2 examples/generate.py --tp")
+    if args.tp and args.prompt_file is sys.stdin:
+        parser.error("--prompt-file must be a file with --tp: all ranks read it")
+    return args
 
 
 def main():
     args = parse_args()
+    if not args.tp:
+        return generate(args)
+    # gloo on CPU, HCCL on NPUs; a rank that waits longer for another takes it for dead
+    dist.init_process_group(timeout=timedelta(minutes=10))
+    try:
+        with open(os.devnull, "w") as nowhere:
+            with redirect_stdout(sys.stdout if is_first_rank() else nowhere):
+                generate(args)
+    finally:
+        dist.destroy_process_group()
+
+
+def generate(args):
     try:
         model, tokenizer = load(args)
         prompts, dialogues = make_prompts(tokenizer, args)
     except (MemoryError, OSError, TypeError, ValueError) as error:
-        sys.exit(f"generate.py: {error}")
+        sys.exit(f"generate.py: {error}" + (f" (rank {dist.get_rank()})" if args.tp else ""))
     if args.max_new_tokens is None:
         args.max_new_tokens = 4 if dialogues else 64
     conditions = {
@@ -296,6 +330,7 @@ def main():
         "batch": args.batch,
         "compile": args.compile,
         "threads": torch.get_num_threads(),
+        "ranks": dist.get_world_size() if args.tp else 1,
     }
     if not args.json:
         print_prompt(prompts[0], dialogues and dialogues[0])

@@ -31,6 +31,7 @@ from .checkpoint import check_shards, first_layers
 from .deepseek_v32 import PagedDeepseekV32Attention
 from .glm_moe_dsa import PagedGlmMoeDsaAttention
 from .loading import Reader, check_memory, parameters, resolve_dtype
+from .tensor_parallel import own_device, sharing
 
 __all__ = ["PagedCache", "load", "use_custom_pypto", "use_transformers"]
 
@@ -112,7 +113,7 @@ def use_transformers(model):
     return model
 
 
-def load(path, *, dtype="auto", num_hidden_layers=None, device=None):
+def load(path, *, dtype="auto", num_hidden_layers=None, device=None, tensor_parallel=False):
     """The checkpoint in directory ``path``, swapped by :func:`models.use_custom_pypto`.
 
     Every file is checked first, by its header. Stock ``from_pretrained`` reports a truncated or
@@ -125,10 +126,14 @@ def load(path, *, dtype="auto", num_hidden_layers=None, device=None):
         dtype: a ``torch.dtype``, or ``"auto"`` for the checkpoint's own; bfloat16 for one in fp8.
         num_hidden_layers: how many layers, from the first on; None: all.
         device: where to; None: CPU.
+        tensor_parallel: share the model among all ranks of torch's process group, which the caller
+            has made; each rank takes its own accelerator, or the CPU where there is none.
     Raises:
         FileNotFoundError: no such directory, config, index or shard.
+        RuntimeError: ``tensor_parallel`` without a process group.
         ValueError: a damaged or mismatched file; the message names it, what was expected and found.
-            Or ``num_hidden_layers``, or a quantisation other than that.
+            Or ``num_hidden_layers``, or a quantisation other than that. Or heads that so many
+            ranks cannot share, or ``device`` with ``tensor_parallel``.
         TypeError: the config is that of another model.
         MemoryError: the model does not fit; nothing was read.
     """
@@ -136,6 +141,7 @@ def load(path, *, dtype="auto", num_hidden_layers=None, device=None):
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"load: {path} must be a checkpoint directory with a config.json")
     config = AutoConfig.from_pretrained(path)
+    plan = sharing(config, device) if tensor_parallel else None
     block = fp8.block_of(config.to_dict())
     if num_hidden_layers is not None:
         config = type(config).from_dict(first_layers(config.to_dict(), num_hidden_layers))
@@ -146,7 +152,10 @@ def load(path, *, dtype="auto", num_hidden_layers=None, device=None):
     tensors = check_shards(path, skeleton, block)
     dtype = resolve_dtype(dtype, config, tensors)
     device = torch.device("cpu" if device is None else device)
-    check_memory(skeleton, dtype, device)
+    if plan is None:
+        check_memory(skeleton, dtype, device)
+    else:
+        check_memory(skeleton, dtype, own_device(), ranks=plan.tp_size)
     generation_config = None
     if (path / "generation_config.json").is_file():
         generation_config = GenerationConfig.from_pretrained(path)
@@ -156,11 +165,12 @@ def load(path, *, dtype="auto", num_hidden_layers=None, device=None):
         generation_config=generation_config,
         state_dict=parameters(skeleton, Reader(tensors, block), dtype),
         dtype=dtype,
+        distributed_config=plan,
     )
     model.config.name_or_path = model.name_or_path = str(path)
     # transformers saves a model as it was loaded, and would not part the experts again
     del model._weight_conversions
-    return use_custom_pypto(model.to(device))
+    return use_custom_pypto(model.to(device) if plan is None else model)
 
 
 def _attention_classes(caller: str, model) -> tuple[type, type]:

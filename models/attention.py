@@ -1,18 +1,21 @@
 """DeepSeek sparse attention as the ops compute it: absorbed MLA over a paged cache.
 
-Shapes: B batch, S new tokens, H heads, L ``kv_lora_rank``, R ``qk_rope_head_dim``, N index heads,
-D ``index_head_dim``.
+Shapes: B batch, S new tokens, H heads (those of this rank in tensor parallel), L ``kv_lora_rank``,
+R ``qk_rope_head_dim``, N index heads, D ``index_head_dim``.
 """
 
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import apply_rotary_pos_emb_interleave
 
 import custom_pypto
 
 from .cache import PagedCache, write
+from .tensor_parallel import CHECK_RANKS, check_indices
 
 # Tokens whose queries are there at a time: of full-size heads, they, the absorbed ones, what comes
 # out and the indices take 0.4 MB a token, where a token of the cache takes 1.4 kB.
@@ -112,7 +115,10 @@ class PagedAttention:
         q_nope, q_rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         if self.indexer is not None:
             indices = self.select(hidden_states, q_latent, cos, sin, step, lengths)
-        w_uk, w_uv = self.kv_b_proj.weight.view(
+        weight = self.kv_b_proj.weight
+        if isinstance(weight, DTensor):
+            weight = weight.to_local()  # of the heads of this rank, as the query is
+        w_uk, w_uv = weight.view(
             query.size(2), self.qk_nope_head_dim + self.v_head_dim, self.kv_lora_rank
         ).split([self.qk_nope_head_dim, self.v_head_dim], 1)
         output = custom_pypto.npu_sparse_flash_attention_pto(
@@ -155,7 +161,7 @@ class PagedAttention:
         query = indexer.wq_b(q_latent).unflatten(-1, (indexer.n_heads, indexer.head_dim))
         projection = indexer.weights_proj
         weights = projection(hidden_states.to(projection.weight.dtype)).float()
-        return custom_pypto.npu_lightning_indexer_pto(
+        indices = custom_pypto.npu_lightning_indexer_pto(
             self.rotate_index(query, cos, sin),
             step.cache.layers[self.layer_idx].index,
             # both scales are positive, so they may move out of the ReLU into the weights
@@ -165,6 +171,9 @@ class PagedAttention:
             sparse_count=indexer.index_topk,
             sparse_mode=3,
         )
+        if CHECK_RANKS and dist.is_initialized():
+            check_indices(self.layer_idx, indices)
+        return indices
 
     def rotate_index(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``[B, S, N, D]`` with the first dims rotated."""

@@ -55,6 +55,9 @@ class Parameter:
     def __init__(self, reader: Reader, parts: list[str], shape: list[int], dtype: torch.dtype):
         self.reader, self.parts, self.shape, self.dtype = reader, parts, shape, dtype
 
+    def get_shape(self) -> list[int]:
+        return self.shape
+
     def __getitem__(self, index) -> torch.Tensor:
         if len(self.parts) == 1:
             return self.reader.read(self.parts[0], self.dtype)[index]
@@ -80,21 +83,26 @@ def resolve_dtype(dtype: torch.dtype | str, config, tensors: dict[str, Stored]) 
     return config.dtype or fp8.DTYPES[tensors["model.embed_tokens.weight"].dtype]
 
 
-def check_memory(model, dtype: torch.dtype, device: torch.device) -> None:
+def check_memory(model, dtype: torch.dtype, device: torch.device, ranks: int = 1) -> None:
     """Refuses a model that does not fit.
 
+    Args:
+        ranks: processes that share the model, and those on one machine its memory.
     Raises:
         MemoryError: with what it needs, what there is, and what can be done.
     """
-    needed = sum(tensor.numel() for tensor in model.state_dict().values()) * dtype.itemsize
+    needed = sum(tensor.numel() for tensor in model.state_dict().values()) * dtype.itemsize // ranks
+    here = 1 if ranks == 1 else int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     available = {}
     if device.type != "cpu":
         available[str(device)] = torch.get_device_module(device).mem_get_info(device)[0]
-    available["this machine"] = available_memory()  # from where a device gets it
+    if device.type == "cpu" or ranks == 1:  # from where a device gets it, unless in parts
+        available["this machine"] = available_memory() // here
+    each = "" if ranks == 1 else f" on each of {ranks} ranks"
     for place, free in available.items():
         if needed > free:
             raise MemoryError(
-                f"load: needs {readable(needed)} as {str(dtype).removeprefix('torch.')}; "
+                f"load: needs {readable(needed)} as {str(dtype).removeprefix('torch.')}{each}; "
                 f"{place} has {readable(free)}: load fewer layers with num_hidden_layers or use "
                 "more devices"
             )

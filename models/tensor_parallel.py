@@ -1,0 +1,81 @@
+"""A model shared among processes, each on a device of its own, by transformers' plan.
+
+Sharded are the heads of the attention and the widths of the MLPs and experts. Caches and indexers
+are whole on every rank, as DeepSeek has it: the indices are one matrix for all heads, and what all
+heads read of a token, 576 values, is too little to be worth an exchange.
+"""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from transformers.distributed import DistributedConfig
+
+# compare the indices of all ranks after every indexer, to find a rank that computes otherwise
+CHECK_RANKS = os.environ.get("CUSTOM_PYPTO_CHECK_RANKS") == "1"
+# query heads that npu_sparse_flash_attention_pto takes on an NPU; on CPU it takes any number
+NPU_HEADS = 128
+
+
+def sharing(config, device) -> DistributedConfig:
+    """How a model with ``config`` is shared by all ranks of the process group.
+
+    Raises:
+        RuntimeError: there is no process group.
+        ValueError: the model cannot be shared by so many, or ``device`` is not None.
+    """
+    if device is not None:
+        raise ValueError(
+            "load: device must be None with tensor_parallel, where each rank takes its own, "
+            f"got {device}"
+        )
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "load: tensor_parallel needs a process group: start the program with torchrun and call "
+            "torch.distributed.init_process_group() before"
+        )
+    kind = own_device().type
+    ranks, possible = dist.get_world_size(), possible_sizes(config, kind)
+    if ranks not in possible:
+        raise ValueError(
+            f"load: tensor_parallel must have {', '.join(map(str, possible))} ranks for "
+            f"{config.num_attention_heads} heads and experts of {config.moe_intermediate_size} on "
+            f"{kind}, got {ranks}; set --nproc-per-node of torchrun"
+        )
+    return DistributedConfig(tp_size=ranks)
+
+
+def own_device() -> torch.device:
+    """Where transformers puts this rank's part."""
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return torch.device("cpu")
+    return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def possible_sizes(config, device: str) -> list[int]:
+    """Numbers of ranks that get whole heads, as many as the op takes, and equal parts of experts."""
+    heads = config.num_attention_heads
+    width = config.moe_intermediate_size if "sparse" in config.mlp_layer_types else 0
+    most = NPU_HEADS if device == "npu" else heads
+    return [
+        ranks
+        for ranks in range(1, heads + 1)
+        if heads % ranks == 0 and heads // ranks <= most and width % ranks == 0
+    ]
+
+
+def check_indices(layer: int, indices: Tensor) -> None:
+    """Stops all ranks unless all have selected the same positions in the same order."""
+    of_rank = [torch.empty_like(indices) for _ in range(dist.get_world_size())]
+    dist.all_gather(of_rank, indices)
+    different = [rank for rank, other in enumerate(of_rank) if not torch.equal(other, of_rank[0])]
+    if different:
+        batch, token = (of_rank[different[0]] != of_rank[0]).nonzero()[0, :2].tolist()
+        raise RuntimeError(
+            f"npu_lightning_indexer_pto: the indices of layer {layer} must be the same on all "
+            f"ranks, but those of rank {', '.join(map(str, different))} differ from those of rank "
+            f"0, first for token {token} of sequence {batch}; load the same checkpoint everywhere, "
+            "and do not mix machines or libraries that round differently"
+        )

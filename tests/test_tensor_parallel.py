@@ -1,0 +1,214 @@
+"""Ranks that share a model compute what one process computes, and say so when they do not."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from tiny import KINDS, clear_case, tiny_config, tiny_model, token_ids
+from torch.distributed.tensor import DTensor
+from transformers import DynamicCache
+
+import models
+from custom_pypto import npu
+from models import tensor_parallel
+
+ROOT = Path(__file__).parents[1]
+# float32, 3 layers: two partial sums in place of one
+TOLERANCE = 2e-5
+PREFILL, DECODE = 40, 4
+
+
+@torch.no_grad()
+def logits(model, ids, cache):
+    """Of a prefill and of every decode step."""
+    calls = ids.split([PREFILL, *[1] * DECODE], 1)
+    return torch.cat([model(call, past_key_values=cache).logits for call in calls], 1)
+
+
+def generated(model, ids):
+    """The tokens that follow a batch, one row of it left-padded."""
+    ids, mask = ids.clone(), torch.ones_like(ids)
+    ids[1, :9], mask[1, :9] = 0, 0
+    return model.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+
+
+def computed(model, ids):
+    cache = models.PagedCache(model, len(ids), ids.size(1))
+    return {"logits": logits(model, ids, cache), "tokens": generated(model, ids)}
+
+
+def failure(call) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def work(rank: int, folder: Path):
+    """What each of two ranks does, and notes in a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    ids = torch.load(folder / "ids.pt")
+    seen = {"refused": failure(lambda: models.load(folder / "3 heads", tensor_parallel=True))}
+    for kind in KINDS:
+        model = models.load(folder / kind, tensor_parallel=True)
+        seen[kind] = computed(model, ids[kind])
+        attention = model.model.layers[0].self_attn
+        seen[kind]["class"] = type(attention).__name__
+        weight = attention.kv_b_proj.weight
+        seen[kind]["sharded"] = isinstance(weight, DTensor) and weight.to_local().shape
+        models.use_transformers(model)
+        seen[kind]["stock"] = logits(model, ids[kind], DynamicCache(config=model.config))
+
+    models.use_custom_pypto(model)
+    if rank == 1:
+        model.model.layers[2].self_attn.indexer.weights_proj.weight.data.neg_()
+    seen["different"] = failure(lambda: computed(model, ids[kind]))
+    torch.save(seen, folder / f"{rank}.pt")
+    if rank == 1:
+        return  # as a rank does that has failed
+    start = time.monotonic()
+    seen["alone"] = failure(lambda: computed(model, ids[kind]))
+    seen["seconds alone"] = time.monotonic() - start
+    torch.save(seen, folder / f"{rank}.pt")
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    """What two ranks have seen, and what one process computes."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.set_num_threads(1)
+    alone, ids = {}, {}
+    for kind in KINDS:
+        stock = tiny_model(kind)
+        stock.save_pretrained(folder / kind)
+
+        def run(seed, stock=stock):
+            ids = token_ids(2, PREFILL + DECODE, seed)
+            generated(stock, ids)
+            return ids, logits(stock, ids, DynamicCache(config=stock.config))
+
+        _, (ids[kind], expected) = clear_case(run)
+        alone[kind] = computed(models.load(folder / kind), ids[kind]) | {"stock": expected}
+    tiny_config(num_attention_heads=3, num_key_value_heads=3).save_pretrained(folder / "3 heads")
+    torch.save(ids, folder / "ids.pt")
+    with pytest.MonkeyPatch.context() as environment:
+        environment.setenv("CUSTOM_PYPTO_CHECK_RANKS", "1")
+        torch.multiprocessing.spawn(work, (folder,), nprocs=2)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(2)], alone
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("path", ["logits", "stock"])
+def test_two_ranks_give_the_logits_of_one_process(shared, kind, path):
+    ranks, alone = shared
+    for rank in ranks:
+        torch.testing.assert_close(rank[kind][path], alone[kind][path], rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_generate_the_tokens_of_one_process(shared, kind):
+    ranks, alone = shared
+    assert alone[kind]["tokens"].shape == (2, PREFILL + DECODE + 8)
+    for rank in ranks:
+        assert torch.equal(rank[kind]["tokens"], alone[kind]["tokens"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_rank_has_half_of_the_heads(shared, kind):
+    ranks, _ = shared
+    for rank in ranks:
+        assert rank[kind]["class"].startswith("Paged")
+        assert rank[kind]["sharded"] == (2 * (32 + 24), 64)
+
+
+def test_a_rank_that_selects_otherwise_is_named(shared):
+    ranks, _ = shared
+    for rank in ranks:
+        assert "layer 2" in rank["different"] and "those of rank 1 differ" in rank["different"]
+
+
+def test_a_rank_left_alone_fails_at_once(shared):
+    ranks, _ = shared
+    assert ranks[0]["alone"]
+    assert ranks[0]["seconds alone"] < 30, ranks[0]["alone"]
+
+
+def test_heads_that_ranks_cannot_share_are_refused_before_anything_is_loaded(shared):
+    ranks, _ = shared  # the folder has a config.json and no weights
+    for rank in ranks:
+        assert "must have 1 ranks" in rank["refused"] and "got 2" in rank["refused"]
+
+
+def test_numbers_of_ranks_that_can_share_a_model():
+    def sizes(device="cpu", **changes):
+        return tensor_parallel.possible_sizes(tiny_config(**changes), device)
+
+    assert sizes() == [1, 2, 4]
+    assert sizes(num_attention_heads=6, num_key_value_heads=6) == [1, 2]  # experts of 32
+    dense = {"num_attention_heads": 6, "num_key_value_heads": 6, "first_k_dense_replace": 3}
+    assert sizes(**dense) == [1, 2, 3, 6]
+    assert sizes(num_attention_heads=256, num_key_value_heads=256)[:3] == [1, 2, 4]
+    assert sizes("npu", num_attention_heads=256, num_key_value_heads=256)[:2] == [2, 4]
+
+
+def test_an_npu_takes_the_heads_it_is_given():
+    def check(heads):
+        query = torch.empty(1, 1, heads, 512, dtype=torch.bfloat16, device="meta")
+        cache = torch.empty(2, 128, 1, 512, dtype=torch.bfloat16, device="meta")
+        table = torch.empty(1, 1, dtype=torch.int32, device="meta")
+        npu.check_npu_sparse_flash_attention_pto(query, cache, None, None, table, "PA_BSND")
+
+    check(tensor_parallel.NPU_HEADS)
+    with pytest.raises(RuntimeError, match="at most 128"):
+        check(tensor_parallel.NPU_HEADS + 1)
+
+
+def test_sharing_needs_a_process_group_and_no_device(tmp_path):
+    tiny_config().save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="torchrun"):
+        models.load(tmp_path, tensor_parallel=True)
+    with pytest.raises(ValueError, match="device must be None"):
+        models.load(tmp_path, tensor_parallel=True, device="cpu")
+
+
+def generate(*command: str, status: int = 0) -> subprocess.CompletedProcess:
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ
+        | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUSTOM_PYPTO_CHECK_RANKS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == status, done.stderr
+    return done
+
+
+def test_the_example_answers_as_in_one_process_and_prints_once():
+    example = ["examples/generate.py", "--json", "--prompt-tokens", "200", "--questions", "2"]
+    example += ["--dtype", "float32"]
+    two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    one, both = (json.loads(generate(*line).stdout) for line in (example, [*two, *example, "--tp"]))
+    assert (one["ranks"], both["ranks"]) == (1, 2)
+    for alone, shared in zip(one["results"], both["results"], strict=True):
+        assert shared["answers"] == alone["answers"] and shared["right"] == 2
+
+
+def test_the_example_without_torchrun_says_how():
+    assert "torchrun --nproc" in generate("examples/generate.py", "--tp", status=2).stderr
