@@ -296,6 +296,8 @@ def parse_args():
     args = parser.parse_args()
     if args.tp and "RANK" not in os.environ:
         parser.error("--tp needs torchrun: torchrun --nproc-per-node 2 examples/generate.py --tp")
+    if args.tp and args.compile:
+        parser.error("--compile and --tp do not go together yet")
     if args.tp and args.prompt_file is sys.stdin:
         parser.error("--prompt-file must be a file with --tp: all ranks read it")
     return args

@@ -173,7 +173,7 @@ def lookup_model(index_topk):
         index_topk=index_topk,
         index_n_heads=64,
         index_head_dim=128,
-        max_position_embeddings=16384,
+        max_position_embeddings=163840,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         initializer_range=0.05,
         pad_token_id=TOKEN_ID[PAD],
@@ -192,7 +192,7 @@ def lookup_tokenizer():
         unk_token=UNK,
         eos_token=END,
         padding_side="left",
-        model_max_length=16384,
+        model_max_length=163840,
         clean_up_tokenization_spaces=False,
     )
 

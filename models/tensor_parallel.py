@@ -55,7 +55,7 @@ def own_device() -> torch.device:
 
 
 def possible_sizes(config, device: str) -> list[int]:
-    """Numbers of ranks that get whole heads, as many as the op takes, and equal parts of experts."""
+    """Numbers of ranks that get whole heads, as many as the op takes, and equally wide experts."""
     heads = config.num_attention_heads
     width = config.moe_intermediate_size if "sparse" in config.mlp_layer_types else 0
     most = NPU_HEADS if device == "npu" else heads

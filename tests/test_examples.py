@@ -1,5 +1,6 @@
 """The examples run as the README says, and print what they promise."""
 
+import importlib.util
 import json
 import os
 import re
@@ -108,6 +109,28 @@ def test_piped_output_has_no_progress_bar_and_no_escapes():
 def test_a_missing_checkpoint_is_named(tmp_path):
     done = run("examples/generate.py", "--model", str(tmp_path / "nowhere"), status=1)
     assert "nowhere" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_needles_are_counted_by_depth_and_found(tmp_path):
+    if importlib.util.find_spec("matplotlib") is None:
+        pytest.skip("matplotlib is not installed")
+    picture = tmp_path / "needle.png"
+    arguments = ["--tokens", "200", "--texts", "1", "--depths", "4", "--prefill-chunk", "64"]
+    done = run("examples/needle.py", *arguments, "--seed", "5", "--output", str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    report = json.loads(picture.with_suffix(".json").read_text())
+
+    sys.path.append(str(ROOT / "examples"))
+    from train_lookup import FIRST_PAIR, FIRST_QUESTION, lookup_batch
+
+    text = lookup_batch(1, 200 + 96, seed=5)[0][0, :200]
+    facts = ((text >= FIRST_PAIR) & (text < FIRST_QUESTION)).view(4, 50).sum(1).tolist()
+    assert sum(facts) == 32
+    for result, attention in zip(report["results"], ["sparse", "dense"], strict=True):
+        assert (result["attention"], result["asked"]) == (attention, facts)
+        assert sum(result["right"]) >= 30  # chance: 4
+        assert result["seconds_to_read"] > 0 and result["seconds_per_question_token"] > 0
+        assert re.search(rf"{attention} +200 +{sum(result['right'])} of 32 ", done.stdout)
 
 
 def on_stand_in(*command: str) -> str:

@@ -1,0 +1,264 @@
+"""Facts at every depth of ever longer texts: who finds them, and at what cost?
+
+    python examples/needle.py                               # two minutes; writes needle.png, .json
+    python examples/needle.py --tokens 2048 65536 --texts 4 --output long.png
+
+Compared are two ways to run the lookup checkpoint (examples/checkpoints/lookup):
+
+- ``sparse``: on custom_pypto; the indexer selects ``index_topk`` (16) keys of each layer and token;
+- ``dense``: stock transformers (sdpa) with the indexers taken out: every token attends to all
+  before it. The model was trained so; the indexer learnt from it what to select. Stock with
+  ``index_topk`` beyond the length attends to the same keys, and computes all index scores besides.
+
+A text has all 32 facts, somewhere. It is read in chunks, then the questions come one token at a
+time, as in decoding, each behind the right answers to those before it. Chance is 1 of 8.
+
+Every measurement runs in a process of its own, so that its peak memory (Linux only) is its own:
+what reading and answering one text needs above model and libraries, the cache included. One thread
+is timed by its own CPU time, which other processes cannot stretch; more by the clock.
+
+The costs are those of this small model. Its indexer has DeepSeek-V3.2's size (64 heads of 128), its
+attention has not (4 heads of 96 instead of 128 of 192), so that here, other than there, selecting
+keys costs more than attending to all of them would.
+"""
+
+import argparse
+import importlib.util
+import json
+import math
+import multiprocessing
+import re
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from tqdm import tqdm
+from transformers import DeepseekV32ForCausalLM, DynamicCache
+
+# last, so that the installed custom_pypto is found before this tree's, which may not be built
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from train_lookup import FIRST_PAIR, FIRST_QUESTION, FIRST_VALUE, KEYS, VALUES, lookup_batch
+from train_lookup import dense_attention as without_indexers
+
+import models
+
+ATTENTION = ["sparse", "dense"]
+INK = {False: "white", True: "black"}  # on the dark ends of the colours, and between them
+QUESTION_TOKENS = 3 * len(KEYS)  # question, value, "."
+
+
+@dataclass
+class Result:
+    attention: str
+    tokens: int  # of the text
+    asked: list[int]  # questions by the depth of their fact, from the first part of the text on
+    right: list[int]
+    seconds_to_read: float  # a text
+    seconds_per_question_token: float
+    peak_bytes: int | None  # None: not on Linux
+
+
+def load(attention, args):
+    """The model, what makes its cache, and the context in which it runs."""
+    dtype = getattr(torch, args.dtype)
+    if attention == "sparse":
+        model = models.load(args.model, dtype=dtype)
+        return model, lambda tokens: models.PagedCache(model, 1, tokens), nullcontext()
+    model = DeepseekV32ForCausalLM.from_pretrained(
+        args.model, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+    )
+    return model, lambda _: DynamicCache(config=model.config), without_indexers(model)
+
+
+def read(model, cache, text, chunk, title):
+    with tqdm(total=text.size(1), desc=title, unit=" tokens", leave=False, disable=None) as bar:
+        for part in text.split(chunk, 1):
+            model(part, past_key_values=cache, logits_to_keep=1)
+            bar.update(part.size(1))
+
+
+def answer(model, cache, questions):
+    """Of each question, whether the model ranks its answer first."""
+    right = []
+    for i in range(questions.size(1) - 2):  # no question depends on the last answer
+        guess = model(questions[:, i : i + 1], past_key_values=cache).logits.argmax()
+        if i % 3 == 0:
+            right.append(guess.item() == questions[0, i + 1].item())
+    return right
+
+
+def depths(text, questions):
+    """Of each question, where its fact is in the text, from 0 to 1."""
+    key, value = questions[0, 0::3] - FIRST_QUESTION, questions[0, 1::3] - FIRST_VALUE
+    facts = FIRST_PAIR + key * len(VALUES) + value
+    return [(text[0] == fact).nonzero().item() / text.size(1) for fact in facts]
+
+
+def peak_memory():
+    """Bytes this process has had at most; a process starts with what its program has."""
+    status = Path("/proc/self/status")
+    if not status.is_file():
+        return None
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status.read_text())[1])
+
+
+@torch.no_grad()
+def measure(attention, tokens, args):
+    torch.set_num_threads(args.threads)
+    clock = time.process_time if args.threads == 1 else time.perf_counter
+    transformers.utils.logging.disable_progress_bar()
+    model, new_cache, context = load(attention, args)
+    result = Result(attention, tokens, [0] * args.depths, [0] * args.depths, 0.0, 0.0, None)
+    with context:
+        ids, _ = lookup_batch(1, 512, seed=args.seed)  # a first call sets things up
+        cache = new_cache(ids.size(1))
+        read(model, cache, ids[:, :-1], 128, "warm up")
+        model(ids[:, -1:], past_key_values=cache)
+        before = peak_memory()
+        for i in range(args.texts):
+            ids, _ = lookup_batch(1, tokens + QUESTION_TOKENS, seed=args.seed + i)
+            text, questions = ids.split([tokens, QUESTION_TOKENS], 1)
+            cache = new_cache(ids.size(1))
+            start = clock()
+            read(model, cache, text, args.prefill_chunk, f"{attention}, text {i + 1}")
+            middle = clock()
+            right = answer(model, cache, questions)
+            end = clock()
+            result.seconds_to_read += (middle - start) / args.texts
+            result.seconds_per_question_token += (end - middle) / (QUESTION_TOKENS - 2) / args.texts
+            for depth, is_right in zip(depths(text, questions), right, strict=True):
+                result.asked[int(depth * args.depths)] += 1
+                result.right[int(depth * args.depths)] += is_right
+            if i == 0 and before is not None:  # later texts come on top of what is not yet freed
+                result.peak_bytes = peak_memory() - before
+    return result
+
+
+def table(results):
+    def row(*cells):
+        return "".join(f"{cell:>14}" for cell in cells)
+
+    lines = [row("attention", "tokens", "right", "s to read", "ms per token", "peak MB")]
+    for result in results:
+        peak = "" if result.peak_bytes is None else f"{result.peak_bytes / 1e6:.0f}"
+        lines.append(
+            row(
+                result.attention,
+                result.tokens,
+                f"{sum(result.right)} of {sum(result.asked)}",
+                f"{result.seconds_to_read:.2f}",
+                f"{1000 * result.seconds_per_question_token:.1f}",
+                peak,
+            )
+        )
+    return "\n".join(lines)
+
+
+def plot(results, conditions, path):
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 5, figsize=(17, 4), layout="constrained")
+    costs = {
+        "seconds to read the text": lambda r: r.seconds_to_read,
+        "ms per token of the questions": lambda r: 1000 * r.seconds_per_question_token,
+        "peak memory, MB": lambda r: r.peak_bytes and r.peak_bytes / 1e6,
+    }
+    for axis, attention in zip(axes, ATTENTION, strict=False):
+        image = plot_accuracy(axis, [r for r in results if r.attention == attention])
+    figure.colorbar(image, ax=axes[1], label=f"right answers, % (chance: {100 / len(VALUES):g})")
+    for axis, (title, cost) in zip(axes[2:], costs.items(), strict=True):
+        for attention in ATTENTION:
+            points = [r for r in results if r.attention == attention and cost(r)]
+            axis.plot([r.tokens for r in points], list(map(cost, points)), "o-", label=attention)
+        axis.set(title=title, xlabel="tokens", xscale="log", yscale="log")
+        tokens = sorted({r.tokens for r in results})
+        axis.set_xticks(tokens, tokens, rotation=45)
+        axis.set_xticks([], minor=True)
+        axis.grid(alpha=0.3)
+        axis.legend()
+    figure.suptitle(" | ".join(f"{name} {value}" for name, value in conditions.items()), fontsize=8)
+    figure.savefig(path, dpi=90)
+
+
+def plot_accuracy(axis, results):
+    """A column for each length, a row for each depth."""
+    shares = [
+        [
+            100 * right / asked if asked else float("nan")
+            for right, asked in zip(*parts, strict=True)
+        ]
+        for parts in ((result.right, result.asked) for result in results)
+    ]
+    for x, column in enumerate(shares):
+        for y, share in enumerate(column):
+            if not math.isnan(share):  # else no fact was there
+                axis.text(
+                    x, y, f"{share:.0f}", ha="center", va="center", color=INK[20 < share < 80]
+                )
+    parts = len(shares[0])
+    edges = range(parts + 1)
+    axis.set_yticks([edge - 0.5 for edge in edges], [f"{100 * edge / parts:.0f}" for edge in edges])
+    axis.set_xticks(range(len(results)), [result.tokens for result in results], rotation=45)
+    axis.set(title=results[0].attention, xlabel="tokens", ylabel="depth of the fact, %")
+    return axis.imshow(torch.tensor(shares).T, vmin=0, vmax=100, cmap="RdYlGn", aspect="auto")
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    here = Path(__file__).resolve().parent
+    add("--model", type=Path, default=here / "checkpoints/lookup", help="as train_lookup.py makes")
+    add("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="of the texts")
+    add("--texts", type=int, default=2, help="of each length, with 32 questions each")
+    add("--depths", type=int, default=10, help="parts of a text, right answers of each of which")
+    add("--prefill-chunk", type=int, default=512, help="tokens per forward pass of the text")
+    add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    add("--threads", type=int, default=torch.get_num_threads())
+    add("--seed", type=int, default=0)
+    add("--output", type=Path, default=Path("needle.png"), help="the plot; beside it, its .json")
+    args = parser.parse_args()
+    if importlib.util.find_spec("matplotlib") is None:
+        parser.error("the plot needs matplotlib: pip install matplotlib")
+    if min(args.tokens) < len(KEYS) or args.texts < 1 or args.depths < 1:
+        parser.error(f"--tokens must be at least {len(KEYS)}, --texts and --depths at least 1")
+    return args
+
+
+def main():
+    args = parse_args()
+    conditions = {
+        "dtype": args.dtype,
+        "texts": args.texts,
+        "prefill_chunk": args.prefill_chunk,
+        "threads": args.threads,
+        "seed": args.seed,
+    }
+    results = []
+    # a new process for each measurement: what one has not given back would hide what the next needs
+    with ProcessPoolExecutor(
+        1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
+    ) as processes:
+        for tokens in sorted(args.tokens):
+            for attention in ATTENTION:
+                results.append(processes.submit(measure, attention, tokens, args).result())
+    print(table(results))
+    print(" | ".join(f"{name} {value}" for name, value in conditions.items()))
+    report = conditions | {"results": [asdict(result) for result in results]}
+    args.output.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    plot(results, conditions, args.output)
+    print(f"written: {args.output}, {args.output.with_suffix('.json')}")
+
+
+if __name__ == "__main__":
+    main()
