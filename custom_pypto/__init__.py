@@ -16,7 +16,7 @@ try:
 
     import custom_pypto._C  # noqa: F401
 
-    from . import npu  # noqa: F401  # registers the ops for NPU tensors; imports no PyPTO
+    from . import log, npu  # noqa: F401  # npu registers the ops there; imports no PyPTO
     from .ops import (
         add_custom,
         npu_lightning_indexer_pto,
@@ -34,6 +34,7 @@ except (ImportError, OSError, RuntimeError) as _error:
         ) from _error
 else:
     converter.register_if_wanted()
+    log.start_if_wanted()
 
 __all__ = [
     "add_custom",

@@ -6,22 +6,44 @@ import sys
 
 from . import env
 
+WAYS = {
+    "npu": "ops on the NPU",
+    "cpu": "ops on the CPU",
+    "interpreter": "NPU kernels in PyPTO's interpreter and cost model",
+}
+
 
 def verify(device: str | None) -> int:
     report = env.collect()
-    device = device or ("npu" if report["npu"]["devices"] else "cpu")
-    way = {
-        "npu": "ops on the NPU",
-        "cpu": "ops on the CPU",
-        "interpreter": "NPU kernels in PyPTO's interpreter and cost model",
-    }[device]
-    if not report["ways"][way]["works"]:
-        for missing in report["ways"][way]["missing"]:
-            print(f"missing: {missing['what']}\nremedy:  {missing['remedy']}", file=sys.stderr)
-        return 1
-    from .verify import verify
+    npu = report["npu"]
+    print(env.summary(report))
+    # a device node without a device that works is what this command is to find
+    here = ["cpu"] + ["npu"] * bool(npu["devices"] or npu["device_nodes"])
+    failed = 0
+    for one in [device] if device else here:
+        state = report["ways"][WAYS[one]]
+        if not state["works"]:
+            failed = 1
+            print(f"FAILED  {WAYS[one]}")
+            for missing in state["missing"]:
+                print(f"        missing: {missing['what']}\n        remedy:  {missing['remedy']}")
+            continue
+        from .verify import verify
 
-    return 0 if verify(device) else 1
+        failed |= not verify(one)
+    if device is None and "npu" not in here:
+        print("no NPU here: its programs are checked by verify --device interpreter")
+    return int(failed)
+
+
+def replay(file: str, device: str) -> int:
+    from . import log
+
+    try:
+        return 0 if log.replay(file, device) else 1
+    except (OSError, ValueError) as error:
+        print(error, file=sys.stderr)
+        return 2
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,11 +60,20 @@ def main(arguments: list[str] | None = None) -> int:
         "--device",
         choices=["npu", "cpu", "interpreter"],
         help="interpreter: the NPU programs on the CPU, in PyPTO's interpreter; "
-        "default: npu where there is one, else cpu",
+        "default: cpu, then npu where there is one",
+    )
+    replay_parser = commands.add_parser(
+        "replay", help="repeat a failed call from the file that CUSTOM_PYPTO_LOG=3 has written"
+    )
+    replay_parser.add_argument("file")
+    replay_parser.add_argument(
+        "--device", default="cpu", help="where to, as torch names it; default: cpu"
     )
     options = parser.parse_args(arguments)
     if options.command == "verify":
         return verify(options.device)
+    if options.command == "replay":
+        return replay(options.file, options.device)
 
     report = env.collect()
     print(json.dumps(report, indent=2) if options.json else env.render(report))

@@ -53,8 +53,9 @@ def collect() -> dict:
     """The report as a dictionary that :mod:`json` can write.
 
     Returns:
-        ``{"custom_pypto": …, "versions": …, "cpu": …, "npu": …, "ways": …}``. ``ways`` maps each
-        way to use the package to ``{"works": bool, "missing": [{"what": …, "remedy": …}, …]}``.
+        ``{"custom_pypto": …, "versions": …, "cpu": …, "npu": …, "settings": …, "ways": …}``.
+        ``settings`` are the variables ``CUSTOM_PYPTO_*`` that are set. ``ways`` maps each way to
+        use the package to ``{"works": bool, "missing": [{"what": …, "remedy": …}, …]}``.
     """
     package = sys.modules[__package__]
     error = package.load_error
@@ -68,6 +69,7 @@ def collect() -> dict:
         "versions": versions,
         "cpu": _cpu(loaded=error is None),
         "npu": npu,
+        "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith("CUSTOM_PYPTO_")},
         "ways": _ways(error, versions, npu),
     }
 
@@ -97,6 +99,8 @@ def render(report: dict) -> str:
         f"  device nodes  {npu['device_nodes']} (/dev/davinci*)",
         f"  autoload      TORCH_DEVICE_BACKEND_AUTOLOAD={npu['autoload'] or 'not set'}",
         "",
+        f"Settings        {' '.join(f'{k}={v}' for k, v in report['settings'].items()) or 'none'}",
+        "",
         "What works here",
     ]
     for way, state in report["ways"].items():
@@ -105,6 +109,14 @@ def render(report: dict) -> str:
             lines.append(f"         missing: {missing['what']}")
             lines.append(f"         remedy:  {missing['remedy']}")
     return "\n".join(lines)
+
+
+def summary(report: dict) -> str:
+    """What a table of results must be read with, in one line."""
+    versions = [f"{k} {v}" for k, v in report["versions"].items() if v and k != "compiler"]
+    kernels = f"CPU kernels {report['cpu']['kernels_isa']}"
+    npu = f"NPU {', '.join(report['npu']['devices']) or 'none usable'}"
+    return ", ".join([f"custom_pypto {report['custom_pypto']['version']}", *versions, kernels, npu])
 
 
 def _problem(what: str, remedy: str) -> dict[str, str]:

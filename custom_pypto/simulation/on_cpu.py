@@ -1,6 +1,7 @@
 """The ops on CPU tensors, computed by the NPU programs in PyPTO's interpreter."""
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 
@@ -32,6 +33,8 @@ def on_cpu() -> Iterator[None]:
             progress.update()
 
         library = torch.library.Library("custom_pypto", "IMPL")
+        # what CUSTOM_PYPTO_LOG calls cpu is something else from here on
+        logging.getLogger("custom_pypto").info("PyPTO's interpreter stands in for the CPU kernels")
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Warning only once for all operators")
@@ -40,3 +43,4 @@ def on_cpu() -> Iterator[None]:
             yield
         finally:
             library._destroy()  # the CPU kernels are in force again
+            logging.getLogger("custom_pypto").info("the CPU kernels are in force again")

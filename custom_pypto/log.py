@@ -1,0 +1,210 @@
+"""What ``CUSTOM_PYPTO_LOG`` logs of the calls, and the replay of one that failed.
+
+The variable is read once, at import; docs/diagnosis.md says what each level gives. A function is
+then put before the kernels of every op in torch's dispatcher, where all calls come by: those of the
+public functions, of ``torch.ops`` and of compiled graphs. Dynamo sees nothing of it, so that graphs
+stay whole. At level 0 nothing is registered and nothing is paid.
+"""
+
+import importlib.util
+import json
+import logging
+import os
+import shlex
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+VARIABLE = "CUSTOM_PYPTO_LOG"
+OPS = (
+    "add_custom",
+    "npu_lightning_indexer_pto",
+    "npu_sparse_attention_pto",
+    "npu_sparse_flash_attention_pto",
+)
+# of one process: a service that lives with refused calls must not fill the disk with them
+MOST_FILES = 10
+METADATA = "custom_pypto"
+
+logger = logging.getLogger("custom_pypto")
+_library: torch.library.Library | None = None  # what it registers lasts as long as it does
+_files = 0
+
+
+def start_if_wanted() -> None:
+    """Logs the calls from now on, as the variable says; without it, does nothing at all.
+
+    Raises:
+        ValueError: the variable is none of 0, 1, 2, 3.
+        ImportError: level 3 without safetensors.
+    """
+    global _library
+    asked = os.environ.get(VARIABLE) or "0"
+    if asked not in ("0", "1", "2", "3"):
+        raise ValueError(
+            f"custom_pypto: {VARIABLE} must be 0 (nothing), 1 (the first call of each op), 2 "
+            f"(every call) or 3 (and the inputs of a failing one), got {asked!r}"
+        )
+    level = int(asked)
+    if level == 0:
+        return
+    if level == 3 and importlib.util.find_spec("safetensors") is None:
+        raise ImportError(
+            f"custom_pypto: {VARIABLE}=3 needs safetensors to write the inputs of a "
+            "failing call; pip install safetensors, or set it to 2"
+        )
+    logger.setLevel(logging.DEBUG)
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
+    # whoever has set up logging gets the records there, and not twice
+    handler.addFilter(lambda record: not logging.root.handlers)
+    logger.addHandler(handler)
+    _library = torch.library.Library("custom_pypto", "IMPL")
+    for op in OPS:
+        # below autograd and fake tensors, above the kernels of every device
+        _library.impl(op, _logged(op, level), "BackendSelect", with_keyset=True)
+
+
+def _logged(op: str, level: int):
+    overload = getattr(torch.ops.custom_pypto, op).default
+    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+    backends = set()
+
+    def call(keys, *args, **kwargs):
+        # tracing and torch.compile call with meta tensors, to learn the shape of the output
+        if args[0].device.type == "meta":
+            return overload.redispatch(keys & below, *args, **kwargs)
+        backend = _backend(args[0].device)
+        if level >= 2 or backend not in backends:
+            first = "" if backend in backends else "first call, "
+            backends.add(backend)
+            # before it runs: the last line tells what a crashed process was at
+            text = f"{op}: {first}on {backend}: {_described(_named(overload, args, kwargs))}"
+            logger.log(logging.INFO if first else logging.DEBUG, text)
+        if level < 3:
+            return overload.redispatch(keys & below, *args, **kwargs)
+        try:
+            return overload.redispatch(keys & below, *args, **kwargs)
+        except Exception as error:
+            _report(op, _named(overload, args, kwargs), error)
+            raise
+
+    return call
+
+
+def _backend(device: torch.device) -> str:
+    return f"cpu ({torch.ops.custom_pypto.cpu_isa()})" if device.type == "cpu" else str(device)
+
+
+def _named(overload, args: tuple, kwargs: dict) -> dict:
+    """The arguments by name; those that have their default value do not come here."""
+    names = [argument.name for argument in overload._schema.arguments]
+    return dict(zip(names, args, strict=False)) | kwargs
+
+
+def _described(arguments: dict) -> str:
+    def one(value) -> str:
+        if not isinstance(value, Tensor):
+            return repr(value)
+        strides = "" if value.is_contiguous() else f" strides {list(value.stride())}"
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{dtype} {list(value.shape)}{strides}"
+
+    return ", ".join(f"{name} {one(value)}" for name, value in arguments.items())
+
+
+def _report(op: str, arguments: dict, error: Exception) -> None:
+    """Logs the failure, and where the inputs are; never raises in the place of ``error``."""
+    global _files
+    text = f"{op} failed: {type(error).__name__}: {error}"
+    if _files >= MOST_FILES:
+        logger.error(f"{text}\n  inputs not written: {MOST_FILES} files have been, which is all")
+        return
+    _files += 1
+    try:
+        path = _write(op, arguments, error)
+    except Exception as reason:  # a full disk, a device that answers no more
+        logger.error(f"{text}\n  inputs not written: {type(reason).__name__}: {reason}")
+        return
+    device = next(iter(arguments.values())).device
+    reproducer = f"python -m custom_pypto replay {shlex.quote(path)} --device {device}"
+    logger.error(f"{text}\n  inputs in {path}\n  reproduce: {reproducer}")
+
+
+def _write(op: str, arguments: dict, error: Exception) -> str:
+    from safetensors.torch import save
+
+    tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+    call = {
+        "op": op,
+        "version": sys.modules[__package__].__version__,
+        "error": str(error),
+        "arguments": {name: v for name, v in arguments.items() if name not in tensors},
+        "strides": {name: tensor.stride() for name, tensor in tensors.items()},
+    }
+    # copies of their own: safetensors takes neither strides nor tensors that share memory
+    values = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in tensors.items()
+    }
+    data = save(values, metadata={METADATA: json.dumps(call)})
+    # a new file that only this user may read: the values are someone's prompt
+    handle, path = tempfile.mkstemp(prefix=f"custom_pypto-{op}-", suffix=".safetensors")
+    with os.fdopen(handle, "wb") as file:
+        file.write(data)
+    return path
+
+
+def read_call(path: str | Path, device: str = "cpu") -> tuple[str, dict, str]:
+    """Op, arguments and error of a failed call, from the file that level 3 has written.
+
+    Tensors have the strides they had.
+
+    Raises:
+        ValueError: not such a file.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, "pt") as file:
+            call = json.loads((file.metadata() or {})[METADATA])
+            values = {name: file.get_tensor(name).to(device) for name in call["strides"]}
+    except (SafetensorError, KeyError, ValueError) as error:
+        raise ValueError(
+            f"replay: {path} must be a file that {VARIABLE}=3 has written, got {error!r}"
+        ) from error
+    if call["op"] not in OPS:
+        raise ValueError(f"replay: {path}: op must be one of {', '.join(OPS)}, got {call['op']!r}")
+    strided = {name: _strided(values[name], s) for name, s in call["strides"].items()}
+    return call["op"], strided | call["arguments"], call["error"]
+
+
+def _strided(value: Tensor, strides: list[int]) -> Tensor:
+    if not value.numel():
+        return value.as_strided(value.shape, strides)
+    elements = 1 + sum((n - 1) * s for n, s in zip(value.shape, strides, strict=True))
+    memory = value.new_empty(elements)
+    # elements may share their place, as those of an expanded tensor do
+    places = torch.arange(elements, device=value.device).as_strided(value.shape, strides)
+    memory[places.flatten()] = value.flatten()
+    return memory.as_strided(value.shape, strides)
+
+
+def replay(path: str | Path, device: str = "cpu") -> bool:
+    """Repeats the call in ``path`` on ``device`` and prints what came of it.
+
+    Returns:
+        Whether it succeeded.
+    """
+    op, arguments, error = read_call(path, device)
+    print(f"{op} on {_backend(torch.device(device))}: {_described(arguments)}\nthen: {error}")
+    try:
+        out = getattr(torch.ops.custom_pypto, op).default(**arguments)
+    except RuntimeError as failure:
+        print(f"now:  {failure}")
+        return False
+    print(f"now:  {_described({'returns': out})}")
+    return True

@@ -1,0 +1,265 @@
+"""``CUSTOM_PYPTO_LOG``: what each level logs, and that a dumped call can be repeated."""
+
+import logging
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from cases import attention_inputs, fused_inputs, indexer_inputs, on_meta
+from numerics import reference
+
+import custom_pypto
+from custom_pypto import log
+from custom_pypto.__main__ import main
+
+REPOSITORY = Path(__file__).parents[1]
+INPUTS = {
+    "add_custom": lambda: {"self": torch.ones(2, 3), "other": torch.ones(2, 3)},
+    "npu_lightning_indexer_pto": lambda: indexer_inputs([2], [20]),
+    "npu_sparse_flash_attention_pto": lambda: attention_inputs([2], [20]),
+    "npu_sparse_attention_pto": lambda: fused_inputs([20], 2),
+}
+
+
+@pytest.fixture
+def logging_at(monkeypatch, tmp_path):
+    """Switches a level on, for this test; files go to ``tmp_path``."""
+
+    def start(level: int) -> None:
+        monkeypatch.setenv(log.VARIABLE, str(level))
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+        monkeypatch.setattr(log, "_files", 0)
+        log.start_if_wanted()
+
+    yield start
+    if log._library is not None:
+        log._library._destroy()
+        log._library = None
+    log.logger.handlers.clear()
+    log.logger.setLevel(logging.NOTSET)
+
+
+def call(op: str):
+    return getattr(custom_pypto, op)(**INPUTS[op]())
+
+
+def python(code: str, **variables):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def is_in_the_way(op: str) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(f"custom_pypto::{op}", "BackendSelect")
+
+
+@pytest.mark.parametrize("op", INPUTS)
+def test_switched_off_nothing_is_in_the_way_of_a_call(op, logging_at):
+    logging_at(0)
+    assert not is_in_the_way(op)
+    logging_at(1)
+    assert is_in_the_way(op)
+
+
+def test_level_1_logs_the_first_call_of_each_op_with_its_backend(logging_at, caplog):
+    logging_at(1)
+    for op in INPUTS:
+        call(op)
+        call(op)
+    backend = f"on cpu ({torch.ops.custom_pypto.cpu_isa()})"
+    starts = [message.split(":")[0] + message.split(",")[1] for message in caplog.messages]
+    assert [text.split(":")[0] for text in starts] == [f"{op} {backend}" for op in INPUTS]
+    assert {record.levelno for record in caplog.records} == {logging.INFO}
+
+
+def test_level_2_logs_every_call_with_shapes_and_dtypes(logging_at, caplog):
+    logging_at(2)
+    x = torch.ones(2, 3, dtype=torch.bfloat16)
+    custom_pypto.add_custom(x, x)
+    torch.ops.custom_pypto.add_custom(x, torch.ones(3, 2, dtype=torch.bfloat16).T)
+    call("npu_lightning_indexer_pto")
+    backend = f"on cpu ({torch.ops.custom_pypto.cpu_isa()})"
+    assert caplog.messages[:2] == [
+        f"add_custom: first call, {backend}: self bfloat16 [2, 3], other bfloat16 [2, 3]",
+        f"add_custom: {backend}: self bfloat16 [2, 3], other bfloat16 [2, 3] strides [1, 2]",
+    ]
+    # an argument that has its default value is left out
+    assert re.search(r"query float32 \[1, 3, 4, 32\], .* sparse_count 8$", caplog.messages[2])
+
+
+@pytest.mark.parametrize("op", INPUTS)
+def test_what_is_logged_computes_what_it_computed(op, logging_at):
+    def outcome() -> list:
+        inputs = INPUTS[op]()
+        out = getattr(custom_pypto, op)(**inputs)
+        return [out, *(value for value in inputs.values() if isinstance(value, torch.Tensor))]
+
+    want = outcome()  # the caches that the fused op writes are among the inputs
+    logging_at(2)
+    for got, expected in zip(outcome(), want, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def test_gradients_pass_as_before(logging_at):
+    logging_at(2)
+    x, y = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(custom_pypto.add_custom, (x, y))
+
+
+def test_a_compiled_graph_stays_whole_and_logs_what_it_runs(logging_at, caplog):
+    logging_at(2)
+
+    @torch.compile(backend="aot_eager", fullgraph=True, dynamic=True)
+    def twice(x):
+        return custom_pypto.add_custom(x, x) * 2
+
+    for n in (3, 4, 5):
+        assert torch.equal(twice(torch.ones(n)), torch.full((n,), 4.0))
+    # tracing with fake tensors is no call
+    lines = [r.getMessage() for r in caplog.records if r.name == "custom_pypto"]
+    assert [re.search(r"self float32 \[(\d)\]", line)[1] for line in lines] == list("345")
+
+
+@pytest.mark.parametrize("op", INPUTS)
+def test_a_meta_call_is_not_logged(op, logging_at, caplog):
+    logging_at(2)
+    assert getattr(custom_pypto, op)(**on_meta(INPUTS[op]())).device.type == "meta"
+    assert caplog.messages == []
+
+
+def test_opcheck_passes_with_logging_on(logging_at):
+    logging_at(3)
+    arguments = INPUTS["npu_sparse_attention_pto"]()
+    torch.library.opcheck(torch.ops.custom_pypto.npu_sparse_attention_pto.default, (), arguments)
+
+
+# ---- level 3 --------------------------------------------------------------------------------
+
+
+def failing_inputs() -> dict:
+    """Refused for D; among them an expanded tensor, a view of wider rows, and a scalar."""
+    inputs = indexer_inputs([2], [20], strided=True, sparse_count=5)
+    query = inputs["query"]
+    inputs["query"] = query[:, :1, :1].expand(query.shape)
+    inputs["key"] = inputs["key"][..., :16]
+    return inputs
+
+
+def fail() -> str:
+    with pytest.raises(RuntimeError) as error:
+        custom_pypto.npu_lightning_indexer_pto(**failing_inputs())
+    return str(error.value)
+
+
+def test_level_3_writes_the_inputs_of_a_failing_call(logging_at, caplog, tmp_path):
+    plain = fail()
+    assert plain == "npu_lightning_indexer_pto: key.size(3) must be 32 (D of query), got 16"
+    logging_at(3)
+    call("npu_lightning_indexer_pto")
+    assert list(tmp_path.iterdir()) == []
+    assert fail() == plain  # to the letter
+    (path,) = tmp_path.iterdir()
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert f"inputs in {path}" in caplog.messages[-1]
+    op, arguments, error = log.read_call(path)
+    assert (op, error) == ("npu_lightning_indexer_pto", plain)
+    want = failing_inputs()
+    given = {name: value for name, value in want.items() if name in arguments}
+    assert {"query", "key", "weights", "block_table", "sparse_count"} <= given.keys()
+    for name, expected in given.items():
+        if isinstance(expected, torch.Tensor):
+            assert arguments[name].stride() == expected.stride(), name
+            assert arguments[name].dtype == expected.dtype
+            torch.testing.assert_close(
+                arguments[name], expected, rtol=0, atol=0, equal_nan=True, msg=name
+            )
+        else:
+            assert arguments[name] == expected, name
+
+
+def test_the_reproducer_repeats_the_failure(logging_at, caplog, capsys):
+    logging_at(3)
+    message = fail()
+    reproducer = re.search(r"reproduce: python -m custom_pypto (.*)$", caplog.messages[-1])[1]
+    assert main(reproducer.split()) == 1
+    out = capsys.readouterr().out
+    assert f"then: {message}\nnow:  {message}\n" in out
+
+
+def test_a_call_that_succeeds_when_repeated_says_so(logging_at, capsys, tmp_path):
+    logging_at(3)
+    inputs = INPUTS["npu_lightning_indexer_pto"]()
+    path = log._write("npu_lightning_indexer_pto", inputs, RuntimeError("another machine's"))
+    assert main(["replay", path]) == 0
+    shape = list(reference.npu_lightning_indexer_pto(**inputs).shape)
+    assert f"then: another machine's\nnow:  returns int32 {shape}\n" in capsys.readouterr().out
+
+
+def test_no_file_is_written_over_and_they_are_no_more_than_ten(logging_at, caplog, tmp_path):
+    logging_at(3)
+    for _ in range(log.MOST_FILES + 2):
+        fail()
+    assert len(list(tmp_path.iterdir())) == log.MOST_FILES == 10
+    assert "inputs not written: 10 files have been" in caplog.messages[-1]
+
+
+def test_inputs_that_cannot_be_written_do_not_hide_the_error(logging_at, caplog, monkeypatch):
+    logging_at(3)
+    monkeypatch.setattr(tempfile, "tempdir", "/no/such/folder")
+    assert "key.size(3) must be 32" in fail()
+    assert "inputs not written: FileNotFoundError" in caplog.messages[-1]
+
+
+def test_a_file_that_is_no_dump_is_refused(tmp_path, capsys):
+    (tmp_path / "x.safetensors").write_bytes(b"not a dump")
+    assert main(["replay", str(tmp_path / "x.safetensors")]) == 2
+    assert "must be a file that CUSTOM_PYPTO_LOG=3 has written" in capsys.readouterr().err
+    assert main(["replay", str(tmp_path / "missing")]) == 2
+    assert "missing" in capsys.readouterr().err
+
+
+# ---- the variable ---------------------------------------------------------------------------
+
+ADD = "import torch, custom_pypto; custom_pypto.add_custom(torch.ones(2), torch.ones(2))"
+
+
+def test_whoever_has_not_set_up_logging_sees_the_lines_on_standard_error():
+    result = python(ADD, CUSTOM_PYPTO_LOG="1")
+    assert re.fullmatch(r"custom_pypto: add_custom: first call, on cpu .*\n", result.stderr)
+    assert result.stdout == ""
+
+
+def test_whoever_has_set_up_logging_gets_each_line_once_and_there():
+    setup = "import logging; logging.basicConfig(format='mine %(message)s');"
+    result = python(setup + ADD, CUSTOM_PYPTO_LOG="2")
+    assert re.fullmatch(r"mine add_custom: first call, .*\n", result.stderr)
+
+
+@pytest.mark.parametrize("value", ["4", "-1", "yes", "1 "])
+def test_another_value_is_refused(value, monkeypatch):
+    monkeypatch.setenv(log.VARIABLE, value)
+    wanted = re.escape("CUSTOM_PYPTO_LOG must be 0 (nothing), 1 (the first call of each op)")
+    with pytest.raises(ValueError, match=f"{wanted}.*got {value!r}"):
+        log.start_if_wanted()
+
+
+def test_the_import_says_that_the_value_is_wrong():
+    result = python("import custom_pypto", CUSTOM_PYPTO_LOG="loud")
+    assert "ValueError: custom_pypto: CUSTOM_PYPTO_LOG must be" in result.stderr.splitlines()[-1]
+
+
+def test_level_3_without_safetensors_is_refused_with_the_remedy(monkeypatch, logging_at):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(ImportError, match="LOG=3 needs safetensors.*pip install safetensors"):
+        logging_at(3)
+    logging_at(2)
+    assert is_in_the_way("add_custom")

@@ -1,0 +1,82 @@
+"""``python -m custom_pypto verify`` tells a right op from a wrong one."""
+
+import os
+import re
+import time
+
+import pytest
+import torch
+
+from custom_pypto import env, ops, verify
+from custom_pypto.__main__ import main
+
+LINE = re.compile(r"(ok|FAILED) +(\w+) +(bfloat16|float16|float32) +(.*\S) +(\S+) +(\S+)")
+SPOILT = {
+    "add_custom": lambda out: out + 1,
+    "npu_lightning_indexer_pto": lambda out: out.roll(1, -1),
+    "npu_sparse_flash_attention_pto": lambda out: out * 1.1,
+    "npu_sparse_attention_pto": lambda out: out * torch.nan,
+}
+
+
+def test_every_op_is_checked_in_every_dtype_and_passes_in_seconds(capsys):
+    start = time.process_time()
+    assert main(["verify"]) == 0
+    assert time.process_time() - start < 10
+    out = capsys.readouterr().out
+    rows = [LINE.fullmatch(line) for line in out.splitlines() if LINE.fullmatch(line)]
+    assert {row[1] for row in rows} == {"ok"}
+    assert {row[2] for row in rows} == set(SPOILT)
+    assert all(float(row[5]) <= float(row[6]) for row in rows)
+    assert len({row[4] for row in rows}) >= 6 and f"{len(rows)} of {len(rows)} checks" in out
+    assert out.startswith("custom_pypto ") and torch.ops.custom_pypto.cpu_isa() in out
+
+
+@pytest.mark.parametrize("op", SPOILT)
+def test_a_wrong_result_fails_the_command_and_the_others_still_run(op, monkeypatch, capsys):
+    right = getattr(ops, op)
+    monkeypatch.setattr(ops, op, lambda *args, **kwargs: SPOILT[op](right(*args, **kwargs)))
+    assert main(["verify", "--device", "cpu"]) == 1
+    rows = [LINE.fullmatch(line) for line in capsys.readouterr().out.splitlines()]
+    results = {(row[1], row[2]) for row in rows if row}
+    assert ("FAILED", op) in results
+    assert results >= {("ok", other) for other in SPOILT if other != op}
+
+
+def test_an_op_that_raises_fails_the_command(monkeypatch, capsys):
+    def broken(*args, **kwargs):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(ops, "add_custom", broken)
+    assert not verify.verify("cpu", "add_custom")
+    out = capsys.readouterr().out
+    assert out.count("RuntimeError: no such kernel") == 3 and "0 of 3 checks passed on cpu" in out
+
+
+def test_an_npu_that_is_there_and_does_not_work_fails_the_command(monkeypatch, capsys):
+    collect = env.collect
+
+    def with_a_device_node():
+        report = collect()
+        report["npu"]["device_nodes"] = 1
+        return report
+
+    monkeypatch.setattr(env, "collect", with_a_device_node)
+    if collect()["ways"]["ops on the NPU"]["works"]:
+        pytest.skip("the NPU works here")
+    assert main(["verify"]) == 1
+    out = capsys.readouterr().out
+    assert "checks passed on cpu" in out
+    assert "FAILED  ops on the NPU\n        missing: " in out and "remedy:" in out
+
+
+def test_the_report_shows_the_settings(monkeypatch, capsys):
+    for name in [name for name in os.environ if name.startswith("CUSTOM_PYPTO_")]:
+        monkeypatch.delenv(name)
+    main(["env"])
+    assert re.search(r"^Settings +none$", capsys.readouterr().out, re.M)
+    monkeypatch.setenv("CUSTOM_PYPTO_READY_ON_HOST", "1")
+    monkeypatch.setenv("CUSTOM_PYPTO_LOG", "2")
+    main(["env"])
+    wanted = r"^Settings +CUSTOM_PYPTO_LOG=2 CUSTOM_PYPTO_READY_ON_HOST=1$"
+    assert re.search(wanted, capsys.readouterr().out, re.M)
