@@ -35,7 +35,6 @@ from measure import check, interleaved, machine, ratio, table, write_section
 
 import custom_pypto
 import models
-from models.attention import Step
 
 CONTEXTS = (1024, 4096, 16384)
 SIDES = ("custom_pypto", "transformers")
@@ -100,7 +99,7 @@ def filled_cache(side: str, model, tokens: int):
     generator = torch.Generator().manual_seed(1)
     paged = models.PagedCache(model, 1, tokens + 1) if side == "custom_pypto" else None
     cache = paged or DynamicCache(config=config)
-    slots = paged.append(1, tokens, None) if paged else None
+    step = paged.place(1, tokens, None) if paged else None
     for i in range(config.num_hidden_layers):
         latent, rope, index = (
             torch.randn(1, tokens, width, generator=generator).to(model.dtype)
@@ -109,10 +108,12 @@ def filled_cache(side: str, model, tokens: int):
         if paged:
             layer = paged.layers[i]
             for pool, rows in ((layer.latent, latent), (layer.rope, rope), (layer.index, index)):
-                pool.view(-1, pool.size(-1))[slots] = rows[0]
+                pool.view(-1, pool.size(-1))[step.slots] = rows[0]
         else:
             cache.update(latent[:, None], rope[:, None], i)
             cache.update_indexer(index, i)
+    if paged:
+        step.commit()
     return cache
 
 
@@ -147,7 +148,9 @@ def attend(side: str, model, hidden: Tensor, cache, cached: int) -> Tensor:
     positions = torch.arange(cached, cached + tokens)
     rotation = model.base_model.rotary_emb(hidden, position_ids=positions[None])
     if side == "custom_pypto":
-        return attention(hidden, rotation, Step(cache, cache.append(1, tokens, None)))[0]
+        step = cache.place(1, tokens, None)
+        step.commit()
+        return attention(hidden, rotation, step)[0]
     causal = torch.arange(cached + tokens) <= positions[:, None]
     return attention(hidden, rotation, causal[None, None], past_key_values=cache)[0]
 

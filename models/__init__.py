@@ -84,8 +84,10 @@ def use_custom_pypto(model, *, block_size: int = 128):
             )
     for attention in layers:
         attention.__class__ = paged
-    model._undo_custom_pypto = model.base_model.register_forward_pre_hook(
-        partial(generation.prepare_forward, block_size), with_kwargs=True
+    prepare = partial(generation.prepare_forward, block_size)
+    model._undo_custom_pypto = (
+        model.base_model.register_forward_pre_hook(prepare, with_kwargs=True),
+        model.base_model.register_forward_hook(generation.finish_forward, with_kwargs=True),
     )
     model._prepare_cache_for_generation = partial(
         generation.prepare_cache_for_generation, model, block_size
@@ -104,7 +106,8 @@ def use_transformers(model):
     """
     stock, _ = _attention_classes("use_transformers", model)
     if hasattr(model, "_undo_custom_pypto"):
-        model._undo_custom_pypto.remove()
+        for hook in model._undo_custom_pypto:
+            hook.remove()
         del model._undo_custom_pypto
         del model._prepare_cache_for_generation
         del model.create_masks_for_generate

@@ -4,8 +4,6 @@ Shapes: B batch, S new tokens, H heads (those of this rank in tensor parallel), 
 R ``qk_rope_head_dim``, N index heads, D ``index_head_dim``.
 """
 
-from typing import NamedTuple
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,19 +12,12 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import apply_rotary_
 
 import custom_pypto
 
-from .cache import PagedCache, write
+from .cache import Step, write
 from .tensor_parallel import CHECK_RANKS, check_indices
 
 # Tokens whose queries are there at a time: of full-size heads, they, the absorbed ones, what comes
 # out and the indices take 0.4 MB a token, where a token of the cache takes 1.4 kB.
 SLICE = 2048
-
-
-class Step(NamedTuple):
-    """What one forward pass knows of the cache; takes the place of the attention mask."""
-
-    cache: PagedCache
-    slots: Tensor  # where each new token is stored, as PagedCache.append gives it
 
 
 class PagedAttention:
@@ -84,7 +75,7 @@ class PagedAttention:
 
         tokens = hidden_states.size(1)
         if tokens <= SLICE:
-            return self.read(hidden_states, q_latent, cos, sin, indices, step, step.cache.lengths)
+            return self.read(hidden_states, q_latent, cos, sin, indices, step, step.lengths)
         parts, first = [], 0
         while first < tokens:  # range() would make torch.compile a graph for every length
             end = first + SLICE if first + SLICE < tokens else tokens
@@ -93,7 +84,7 @@ class PagedAttention:
                 for x in (hidden_states, q_latent, cos, sin, indices)
             ]
             # what the cache held when `end` was the last token; less than none for padding
-            lengths = (step.cache.lengths - (tokens - end)).clamp(min=0)
+            lengths = (step.lengths - (tokens - end)).clamp(min=0)
             parts.append(self.read(*part, step, lengths))
             first = end
         outputs, selected = zip(*parts, strict=True)

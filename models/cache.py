@@ -1,10 +1,13 @@
 """The paged cache the ops read: three pools of blocks per layer, one block table for all layers."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
+
+from custom_pypto import env
 
 
 @dataclass(eq=False)
@@ -17,7 +20,7 @@ class PagedLayer:
 
 
 def write(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """``pool[slot] = row``, for the slots that :meth:`PagedCache.append` gave."""
+    """``pool[slot] = row``, for the slots of a :class:`Step`."""
     width = pool.size(-1)
     if pool.device.type == "npu":
         # in place in every graph mode; torchair may copy the pool for a view of it, and cannot
@@ -25,6 +28,20 @@ def write(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
         torch.ops.npu.npu_scatter_nd_update_(pool, slots, rows.reshape(-1, 1, width))
     else:
         pool.view(-1, width).index_copy_(0, slots, rows.reshape(-1, width))
+
+
+class Step(NamedTuple):
+    """What one forward pass knows of the cache; takes the place of the attention mask."""
+
+    cache: "PagedCache"
+    slots: Tensor  # of each new token, its row of the flattened pools; on an NPU block and row
+    lengths: Tensor  # [B] int32 keys of each sequence, the new tokens included
+    tokens: int  # new ones per sequence, pads included
+
+    def commit(self) -> None:
+        """The tokens are written, in every layer: from now on the cache has them."""
+        self.cache.lengths.copy_(self.lengths)
+        self.cache.seen.add_(self.tokens)
 
 
 class PagedCache(Cache):
@@ -44,6 +61,11 @@ class PagedCache(Cache):
     Everything that changes from step to step is tensor data updated in place, never a shape or a
     Python number, so that one compiled graph serves every position.
 
+    New tokens count once the forward that brought them is through: an exception or Ctrl-C in it
+    leaves the cache as it was before, ready for the next one. ``generate()`` that was interrupted
+    has fed tokens that its caller does not know: ``crop`` back to those that are known. A beam
+    search may be stopped while it exchanges sequences: :meth:`reset` the cache after that.
+
     Args:
         model: the model, for its dimensions, dtype and device.
         batch_size: sequences; for beams or several returned sequences, ``batch_size`` times those.
@@ -51,6 +73,8 @@ class PagedCache(Cache):
         block_size: tokens per block, a multiple of 16 up to 1024.
 
     Raises:
+        torch.OutOfMemoryError: no memory for this many tokens; the message says how many fit. A CPU
+            hands out memory that it does not have, up to a limit: see :attr:`nbytes`.
         ValueError: on a forward that needs more room than there is, before anything is written.
             Reading the length would stall an accelerator, so this check runs on CPU only and not
             inside ``torch.compile``; ``generate()`` checks its ``max_length`` everywhere. Unchecked
@@ -62,29 +86,44 @@ class PagedCache(Cache):
     is_croppable = True
     is_initialized = True
     batch_size = property(lambda self: self.lengths.size(0))
+    max_cache_len = property(lambda self: self.block_table.size(1) * self.block_size)
 
     def __init__(self, model, batch_size: int, max_cache_len: int, *, block_size: int = 128):
         check_block_size("PagedCache", block_size)
-        config = model.config
+        for name, value in (("batch_size", batch_size), ("max_cache_len", max_cache_len)):
+            if value < 1:
+                raise ValueError(f"PagedCache: {name} must be at least 1, got {value}")
+        self.block_size = block_size
+        self.made_for = dimensions(model)
+        config, device, dtype = model.config, model.device, model.dtype
         blocks = -(-max_cache_len // block_size)
-        self.block_size, self.max_cache_len = block_size, blocks * block_size
-        like = {"dtype": model.dtype, "device": model.device}
+        widths = [  # of what each layer keeps of a token
+            (
+                config.kv_lora_rank,
+                config.qk_rope_head_dim,
+                config.index_head_dim if layer.self_attn.indexer else None,
+            )
+            for layer in model.base_model.layers
+        ]
 
-        def pool(width: int) -> Tensor:
+        def pool(width: int | None) -> Tensor | None:
             # uninitialised: rows past a sequence's length are never read, and pages of memory that
             # no token has reached yet cost nothing
-            return torch.empty(1 + batch_size * blocks, block_size, 1, width, **like)
+            shape = 1 + batch_size * blocks, block_size, 1, width
+            return None if width is None else torch.empty(shape, dtype=dtype, device=device)
 
-        super().__init__(
-            layers=[
-                PagedLayer(
-                    latent=pool(config.kv_lora_rank),
-                    rope=pool(config.qk_rope_head_dim),
-                    index=pool(config.index_head_dim) if layer.self_attn.indexer else None,
-                )
-                for layer in model.base_model.layers
-            ]
-        )
+        try:
+            super().__init__(layers=[PagedLayer(*map(pool, layer)) for layer in widths])
+        except RuntimeError as error:  # of any allocator; on an accelerator OutOfMemoryError
+            row = dtype.itemsize * block_size
+            sizes = [row * width for layer in widths for width in layer if width is not None]
+            fits = block_size * blocks_that_fit(sizes, batch_size, blocks, device)
+            need = (1 + batch_size * blocks) * sum(sizes) / 2**30
+            raise torch.OutOfMemoryError(
+                f"PagedCache: no memory for batch_size={batch_size}, max_cache_len={max_cache_len} "
+                f"on {device}, which take {need:.1f} GiB; {fits} tokens per sequence would fit. "
+                "Pass a smaller max_cache_len (to generate(): fewer new tokens) or batch_size"
+            ) from error
         self.block_table = self._own_blocks(batch_size, blocks)
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=model.device)
         # what generate() takes for the length: tokens fed per sequence, pads included
@@ -92,13 +131,14 @@ class PagedCache(Cache):
         for tensor in (*self._pools(), self.block_table, self.lengths, self.seen):
             torch._dynamo.mark_static_address(tensor)
 
-    def append(self, batch_size: int, tokens: int, valid: Tensor | None) -> Tensor:
-        """Lengthens every sequence; the slot (row of the flattened pool) of each new token.
+    def place(self, batch_size: int, tokens: int, valid: Tensor | None) -> Step:
+        """Where new tokens are to be written, and how long that makes each sequence.
+
+        The cache has them after :meth:`Step.commit`. A forward that does not get there has written
+        only where nothing is read.
 
         Args:
             valid: ``[batch_size, tokens]`` bool, False for pads; None: no pads.
-        Returns:
-            ``[batch_size * tokens]`` int64; on an NPU ``[batch_size * tokens, 2]``, block and row.
         """
         if batch_size != self.batch_size:
             raise ValueError(
@@ -114,11 +154,10 @@ class PagedCache(Cache):
         fits = valid & (column <= last)
         block = torch.where(fits, block, 0).flatten()
         row = torch.where(fits, position % self.block_size, 0).flatten()
-        self.lengths.add_(valid.sum(1))
-        self.seen.add_(tokens)
-        if block.device.type == "npu":
-            return torch.stack([block, row], -1)
-        return block * self.block_size + row
+        lengths = self.lengths + valid.sum(1).to(self.lengths.dtype)
+        npu = block.device.type == "npu"
+        slots = torch.stack([block, row], -1) if npu else block * self.block_size + row
+        return Step(self, slots, lengths, tokens)
 
     def check_room(self, tokens: int) -> None:
         """Refuses ``tokens`` more per sequence than fit, where that can be known without a sync."""
@@ -214,3 +253,36 @@ def check_block_size(caller: str, block_size: int) -> None:
         raise ValueError(
             f"{caller}: block_size must be a multiple of 16 from 16 to 1024, got {block_size}"
         )
+
+
+def dimensions(model) -> dict:
+    """What a model must have in common with the cache it uses."""
+    config = model.config
+    names = ("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim", "index_head_dim")
+    names += ("indexer_types",)  # GLM-5: which layers have an indexer
+    of_config = {name: getattr(config, name, None) for name in names}
+    return of_config | {"dtype": model.dtype, "device": model.device}
+
+
+def blocks_that_fit(sizes: list[int], batch_size: int, too_many: int, device) -> int:
+    """Blocks per sequence, fewer than ``too_many``, for which there is memory now.
+
+    Args:
+        sizes: bytes of one block in each pool.
+    """
+
+    def fit(blocks: int) -> bool:
+        try:  # storages, which are not even filled where torch.empty is made to
+            [torch.UntypedStorage((1 + batch_size * blocks) * n, device=device) for n in sizes]
+        except RuntimeError:
+            return False
+        return True
+
+    fits = 0
+    if device.type == "cpu":  # hands out more than there is
+        available = env.collect()["cpu"]["memory_available_bytes"]
+        too_many = min(too_many, max(0, available // sum(sizes) - 1) // batch_size + 1)
+    while too_many - fits > 1:
+        middle = (fits + too_many) // 2
+        fits, too_many = (middle, too_many) if fit(middle) else (fits, middle)
+    return fits

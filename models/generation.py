@@ -6,8 +6,7 @@ These functions become a forward pre-hook and two methods of the one model that 
 import torch
 from torch import Tensor
 
-from .attention import Step
-from .cache import PagedCache
+from .cache import PagedCache, Step, dimensions
 
 # of the stock base models, in their order
 FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values")
@@ -39,13 +38,20 @@ def prepare_forward(block_size: int, model, args: tuple, kwargs: dict):
         room = tokens + block_size if keep else tokens
         cache = PagedCache(model, batch, room, block_size=block_size)
         kwargs["past_key_values"] = cache if keep else None
-    check_cache(cache)
+    check_cache(cache, model)
     if kwargs.get("position_ids") is None:  # stock would count after the cache has grown
         positions = cache.get_seq_length() + torch.arange(tokens, device=cache.seen.device)
         kwargs["position_ids"] = positions[None]
-    slots = cache.append(batch, tokens, new_tokens(kwargs.get("attention_mask"), tokens))
-    kwargs["attention_mask"] = {"indexed_attention": Step(cache, slots)}
+    step = cache.place(batch, tokens, new_tokens(kwargs.get("attention_mask"), tokens))
+    kwargs["attention_mask"] = {"indexed_attention": step}
     return (), kwargs
+
+
+def finish_forward(model, args: tuple, kwargs: dict, output) -> None:
+    """After every forward of the base model that is through: its tokens count from now on."""
+    mask = kwargs.get("attention_mask")
+    if isinstance(mask, dict) and isinstance(step := mask.get("indexed_attention"), Step):
+        step.commit()
 
 
 def prepare_cache_for_generation(
@@ -65,11 +71,20 @@ def prepare_cache_for_generation(
         model_kwargs["past_key_values"] = cache
         return
     if cache is not None:
-        check_cache(cache)
+        check_cache(cache, model)
         if cache.max_cache_len < max_length or cache.batch_size != rows:
             raise ValueError(
                 f"generate: needs a PagedCache with batch_size={rows} and max_cache_len of at "
                 f"least {max_length}, got {cache}"
+            )
+        mask, seen = model_kwargs.get("attention_mask"), int(cache.get_seq_length())
+        # stock feeds the wrong ids then, and continues another text
+        if mask is not None and seen and mask.size(1) <= seen:
+            known = mask.size(1)
+            raise ValueError(
+                f"generate: needs more ids than the {seen} tokens per sequence that the cache has, "
+                f"those included, got {known}; crop({known - 1 - seen}) makes it forget what the "
+                "ids do not have, reset() everything"
             )
     type(model)._prepare_cache_for_generation(
         model, generation_config, model_kwargs, generation_mode, batch_size, max_length
@@ -84,12 +99,24 @@ def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_va
     return {"indexed_attention": new_tokens(attention_mask, tokens)}
 
 
-def check_cache(cache) -> None:
+def check_cache(cache, model) -> None:
     if not isinstance(cache, PagedCache):
         raise TypeError(
             "past_key_values: a model swapped by use_custom_pypto needs a models.PagedCache, "
             f"got {type(cache).__name__}"
         )
+    if torch.compiler.is_compiling():  # generate() has been here before
+        return
+    if cache.made_for != (wanted := dimensions(model)):
+        made = {name: value for name, value in cache.made_for.items() if value != wanted[name]}
+        raise ValueError(
+            f"PagedCache: made for a model with {listed(made)}, got one with "
+            f"{listed({name: wanted[name] for name in made})}; make one for this model"
+        )
+
+
+def listed(values: dict) -> str:
+    return ", ".join(f"{name}={value}" for name, value in values.items())
 
 
 def new_tokens(attention_mask: Tensor | dict | None, tokens: int) -> Tensor | None:

@@ -3,6 +3,8 @@
 import copy
 import io
 import json
+import re
+import signal
 
 import pytest
 import torch
@@ -280,6 +282,18 @@ def test_generate_equals_stock_transformers(kind, options):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_generation_past_max_position_embeddings_goes_on_as_in_stock(kind):
+    # rotations are computed for any position; transformers logs a reminder
+    stock, swapped = stock_and_swapped(kind, max_position_embeddings=48)
+
+    def generate(model, seed):
+        return model.generate(**prompt(seed), max_new_tokens=20, do_sample=False)
+
+    seed, want = clear_case(lambda seed: generate(stock, seed))
+    assert want.size(1) == 60 and torch.equal(generate(swapped, seed), want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_prompt_lookup_equals_stock_greedy_and_takes_back_wrong_guesses(kind, monkeypatch):
     stock, swapped = stock_and_swapped(kind)
     taken_back, crop = [], models.PagedCache.crop
@@ -397,6 +411,133 @@ def test_out_of_capacity_is_refused_before_anything_is_written():
     for now, then in zip(cache.layers, before.layers, strict=True):
         torch.testing.assert_close(now.latent, then.latent, rtol=0, atol=0, equal_nan=True)
     swapped(token_ids(1, 2), past_key_values=cache)  # exactly full
+
+
+def test_a_block_table_that_is_too_small_is_out_of_capacity():
+    _, swapped = stock_and_swapped()
+    cache = models.PagedCache(swapped, 1, 64, block_size=16)
+    cache.block_table = cache.block_table[:, :2].clone()
+    with pytest.raises(ValueError, match="out of capacity: has 0 of 32 tokens.*got 33 more"):
+        swapped(token_ids(1, 33), past_key_values=cache)
+    assert cache.lengths.tolist() == [0]
+    with pytest.raises(ValueError, match="max_cache_len of at least 39, got .*max_cache_len=32"):
+        swapped.generate(token_ids(1, 20), past_key_values=cache, max_new_tokens=20)
+
+
+@pytest.mark.parametrize("name, sizes", [("batch_size", (0, 16)), ("max_cache_len", (1, 0))])
+def test_a_cache_without_room_for_a_token_is_refused(name, sizes):
+    _, swapped = stock_and_swapped()
+    with pytest.raises(ValueError, match=f"PagedCache: {name} must be at least 1, got 0"):
+        models.PagedCache(swapped, *sizes)
+
+
+@pytest.mark.parametrize(
+    "change, difference",
+    [
+        pytest.param({"kv_lora_rank": 32}, "kv_lora_rank=64, got one with kv_lora_rank=32", id="L"),
+        pytest.param({"qk_rope_head_dim": 32}, "qk_rope_head_dim=16, got one with .*=32", id="R"),
+        pytest.param({"index_head_dim": 64}, "index_head_dim=32, got one with .*=64", id="D"),
+        # a layer less would fit, a layer more would fail half-way
+        pytest.param({"num_hidden_layers": 2}, "num_hidden_layers=3, got one with .*=2", id="less"),
+        pytest.param({"num_hidden_layers": 4}, "num_hidden_layers=3, got one with .*=4", id="more"),
+        pytest.param({"dtype": torch.bfloat16}, "dtype=torch.float32, got .*=torch.b", id="dtype"),
+    ],
+)
+def test_the_cache_of_another_model_is_refused_before_anything_is_written(change, difference):
+    _, swapped = stock_and_swapped()
+    sizes, dtype = {k: v for k, v in change.items() if k != "dtype"}, change.get("dtype")
+    other = models.use_custom_pypto(tiny_model(**sizes).to(dtype), block_size=16)
+    cache = models.PagedCache(swapped, 1, 64, block_size=16)
+    swapped(token_ids(1, 20), past_key_values=cache)
+    before = copy.deepcopy(cache)
+    ids, message = token_ids(1, 24), f"PagedCache: made for a model with {difference}"
+    with pytest.raises(ValueError, match=message):
+        other(ids[:, 20:], past_key_values=cache)
+    with pytest.raises(ValueError, match=message):
+        other.generate(ids, past_key_values=cache, max_new_tokens=2)
+    assert cache.lengths.tolist() == [20] and cache.get_seq_length() == 20
+    for now, then in zip(cache._pools(), before._pools(), strict=True):
+        torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
+
+
+def test_the_cache_of_a_model_with_other_indexers_is_refused():
+    _, swapped = stock_and_swapped("glm_moe_dsa")
+    _, other = stock_and_swapped("glm_moe_dsa", indexer_types=["full", "full", "shared"])
+    with pytest.raises(ValueError, match="indexer_types=.*'full', 'shared', 'full'.*got one with"):
+        other(token_ids(1, 4), past_key_values=models.PagedCache(swapped, 1, 16))
+
+
+# ---- interruption ---------------------------------------------------------------------------
+
+
+def interrupted_at(model, forward):
+    """Ctrl-C in this forward of the model, when its first layer has written and no other has."""
+    calls = []
+
+    def hook(module, args, output):
+        calls.append(module)
+        if len(calls) == forward + 1:
+            signal.raise_signal(signal.SIGINT)
+
+    return model.model.layers[0].mlp.register_forward_hook(hook)
+
+
+@pytest.mark.parametrize("forward", [0, 1, 4], ids=["prefill", "first-token", "later"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_can_be_used_again_after_an_interrupted_generation(kind, forward):
+    _, swapped = stock_and_swapped(kind)
+    options = {"max_new_tokens": 8, "do_sample": False}
+    seed, want = clear_case(lambda seed: swapped.generate(**prompt(seed), **options))
+    asked = prompt(seed)
+    tokens = asked["input_ids"].size(1)
+
+    cache = paged_cache(swapped, len(PADS))
+    hook = interrupted_at(swapped, forward)
+    with pytest.raises(KeyboardInterrupt):
+        swapped.generate(**asked, **options, past_key_values=cache)
+    hook.remove()
+    fed = tokens + forward - 1 if forward else 0  # the forward that was interrupted does not count
+    assert int(cache.get_seq_length()) == fed
+    assert cache.lengths.tolist() == [fed - n if fed else 0 for n in PADS]
+
+    def continued(known, cache):
+        mask = torch.cat([asked["attention_mask"], torch.ones(3, known - tokens)], 1)
+        return swapped.generate(
+            want[:, :known],
+            attention_mask=mask,
+            max_length=want.size(1),
+            do_sample=False,
+            past_key_values=cache,
+        )
+
+    # with all tokens that had come, a streamer's for instance
+    assert torch.equal(continued(tokens + forward, copy.deepcopy(cache)), want)
+    # with the prompt alone
+    if forward:
+        message = r"generate: needs more ids than the .*; crop\((-\d+)\)"
+        with pytest.raises(ValueError, match=message) as refused:
+            continued(tokens, cache)
+        cache.crop(int(re.search(message, str(refused.value))[1]))
+    assert torch.equal(continued(tokens, cache), want)
+
+
+def test_a_forward_that_raises_leaves_the_cache_as_it_was():
+    _, swapped = stock_and_swapped()
+    ids = token_ids(1, 30)
+    cache = paged_cache(swapped, 1)
+    swapped(ids[:, :20], past_key_values=cache)
+
+    def fail(module, args, output):
+        raise RuntimeError("out of luck")
+
+    want = swapped(ids[:, 20:], past_key_values=copy.deepcopy(cache)).logits
+    hook = swapped.model.layers[1].mlp.register_forward_hook(fail)
+    with pytest.raises(RuntimeError, match="out of luck"):
+        swapped(ids[:, 20:], past_key_values=cache)
+    hook.remove()
+    assert cache.lengths.tolist() == [20] and cache.get_seq_length() == 20
+    assert torch.equal(swapped(ids[:, 20:], past_key_values=cache).logits, want)
+    assert cache.lengths.tolist() == [30]
 
 
 # ---- the swap -------------------------------------------------------------------------------
@@ -641,6 +782,14 @@ def right_padded():
             ValueError,
             "max_cache_len of at least 29, got PagedCache.*max_cache_len=16",
             id="generate-longer-than-the-cache",
+        ),
+        pytest.param(
+            lambda m: m.generate(
+                token_ids(2, 10), past_key_values=models.PagedCache(m, 1, 64), max_new_tokens=2
+            ),
+            ValueError,
+            r"needs a PagedCache with batch_size=2 .*got PagedCache\(batch_size=1",
+            id="generate-with-another-batch",
         ),
         pytest.param(
             lambda m: m(token_ids(1, 4), output_attentions=True),
