@@ -143,7 +143,8 @@ def load(path, *, dtype="auto", num_hidden_layers=None, device=None, tensor_para
     path = Path(path)
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"load: {path} must be a checkpoint directory with a config.json")
-    config = AutoConfig.from_pretrained(path)
+    # without it transformers asks at the terminal, and a y runs the code of the checkpoint
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     plan = sharing(config, device) if tensor_parallel else None
     block = fp8.block_of(config.to_dict())
     if num_hidden_layers is not None:
