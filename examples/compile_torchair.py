@@ -49,7 +49,9 @@ def load(path, prompt_tokens, questions):
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
     model = models.load(path, dtype=torch.bfloat16, device="npu")
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(
+        path, local_files_only=True, trust_remote_code=False
+    )
     return model, tokenizer, *lookup_prompt(prompt_tokens, questions=questions, seed=0)
 
 

@@ -45,7 +45,7 @@ class Conversion:
         original = json.loads((source / "config.json").read_text())
         self.block = fp8.block_of(original)
         self.config = self.new_config(original)
-        parsed = AutoConfig.from_pretrained(source)
+        parsed = AutoConfig.from_pretrained(source, trust_remote_code=False)
         if layers is not None:
             parsed = type(parsed).from_dict(first_layers(parsed.to_dict(), layers))
         if experts is not None:

@@ -194,7 +194,9 @@ def load(args):
     # checks every shard, and names the one at fault
     model = models.load(args.model, dtype=dtype, tensor_parallel=args.tp)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(args.model, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(
+            args.model, local_files_only=True, trust_remote_code=False
+        )
     except (OSError, ValueError) as error:
         raise ValueError(f"{args.model} holds no tokenizer that can be read: {error}") from error
     stock = model.generation_config

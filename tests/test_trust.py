@@ -4,6 +4,7 @@ import ast
 import builtins
 import json
 import pickle
+import re
 from pathlib import Path
 
 import pytest
@@ -126,6 +127,7 @@ def test_a_checkpoint_that_needs_code_of_its_own_is_refused(checkpoint, marker):
 
 # ---- our own code ---------------------------------------------------------------------------
 
+AUTO = re.compile(r"\bAuto\w+\.from_pretrained$")
 UNPICKLERS = {"pickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 
 
@@ -142,6 +144,8 @@ def unsafe_places(path: Path) -> list[str]:
         unsafe |= isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.load"
         if isinstance(node, ast.keyword) and node.arg == "trust_remote_code":
             unsafe |= ast.unparse(node.value) != "False"
+        if isinstance(node, ast.Call) and AUTO.search(ast.unparse(node.func)):  # asks if not told
+            unsafe |= "trust_remote_code" not in {keyword.arg for keyword in node.keywords}
         if unsafe:
             found.append(f"{path.name}:{node.lineno}")
     return found
@@ -160,6 +164,8 @@ def test_nothing_unpickles_or_trusts_code_from_elsewhere(folder):
         "import pickle",
         "from pickle import loads",
         "torch.load(path)",
+        "AutoConfig.from_pretrained(path)",
+        "transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)",
         "AutoConfig.from_pretrained(path, trust_remote_code=True)",
         "AutoConfig.from_pretrained(path, trust_remote_code=trusted)",
     ],
