@@ -60,12 +60,29 @@ class Parameter:
 
     def __getitem__(self, index) -> torch.Tensor:
         if len(self.parts) == 1:
-            return self.reader.read(self.parts[0], self.dtype)[index]
+            whole = self.reader.read(self.parts[0], self.dtype)
+            # a copy of a part, since a view of it would keep all of it in memory
+            return whole if index is ... else whole[index].clone()
+        if index is not ...:
+            return self._part_of_each_expert(*index)
         parameter = torch.empty(self.shape, dtype=self.dtype)
         targets = parameter.view(len(self.parts), -1, self.shape[-1])
         for part, target in zip(self.parts, targets, strict=True):
             self.reader.read_into(part, target)
-        return parameter[index]
+        return parameter
+
+    def _part_of_each_expert(self, experts: slice, rows: slice, columns: slice) -> torch.Tensor:
+        """For a rank that shares the experts with others; never has more than one whole expert."""
+        expert = torch.empty(self.shape[1:], dtype=self.dtype)
+        parts_of_one = len(self.parts) // self.shape[0]
+        targets = expert.view(parts_of_one, -1, self.shape[-1])
+        selected = []
+        for i in range(self.shape[0])[experts]:
+            parts = self.parts[i * parts_of_one : (i + 1) * parts_of_one]
+            for part, target in zip(parts, targets, strict=True):
+                self.reader.read_into(part, target)
+            selected.append(expert[rows, columns].clone())
+        return torch.stack(selected)
 
 
 def parameters(model, reader: Reader, dtype: torch.dtype) -> dict[str, Parameter]:

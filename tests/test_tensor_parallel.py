@@ -71,6 +71,8 @@ def work(rank: int, folder: Path):
         seen[kind]["class"] = type(attention).__name__
         weight = attention.kv_b_proj.weight
         seen[kind]["sharded"] = isinstance(weight, DTensor) and weight.to_local().shape
+        local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+        seen[kind]["bytes"] = sum(p.untyped_storage().nbytes() for p in local)
         models.use_transformers(model)
         seen[kind]["stock"] = logits(model, ids[kind], DynamicCache(config=model.config))
 
@@ -134,6 +136,19 @@ def test_each_rank_has_half_of_the_heads(shared, kind):
     for rank in ranks:
         assert rank[kind]["class"].startswith("Paged")
         assert rank[kind]["sharded"] == (2 * (32 + 24), 64)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_rank_keeps_its_part_of_the_weights_in_memory(shared, kind):
+    ranks, _ = shared
+    with torch.device("meta"):
+        model = tiny_model(kind)
+    whole = {name: p.nbytes for name, p in model.named_parameters()}
+    replicated = ("indexer", "norm", "_a_proj", "gate.weight")
+    kept = sum(size for name, size in whole.items() if any(part in name for part in replicated))
+    rest = sum(whole.values()) - kept
+    for rank in ranks:  # 199 rows of embedding and head are 100 and 99
+        assert rank[kind]["bytes"] == pytest.approx(kept + rest / 2, abs=2 * 96 * 4)
 
 
 def test_a_rank_that_selects_otherwise_is_named(shared):
