@@ -17,9 +17,8 @@ Every measurement runs in a process of its own, so that its peak memory (Linux o
 what reading and answering one text needs above model and libraries, the cache included. One thread
 is timed by its own CPU time, which other processes cannot stretch; more by the clock.
 
-The costs are those of this small model. Its indexer has DeepSeek-V3.2's size (64 heads of 128), its
-attention has not (4 heads of 96 instead of 128 of 192), so that here, other than there, selecting
-keys costs more than attending to all of them would.
+The costs are those of this small model. Its indexer has DeepSeek-V3.2's size, 64 heads of 128; its
+attention has 4 heads of 96 instead of 128 of 192, so that attending to all keys is cheap here.
 """
 
 import argparse
