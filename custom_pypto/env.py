@@ -208,11 +208,16 @@ def _read(path: str) -> str:
         return ""
 
 
+def memory() -> dict[str, int]:
+    """Bytes of this machine's memory as Linux lists them: MemTotal, MemAvailable, …"""
+    lines = re.findall(r"(\w+):\s+(\d+) kB", _read("/proc/meminfo"))
+    return {name: int(kib) * 1024 for name, kib in lines}
+
+
 def _cpu(*, loaded: bool) -> dict:
-    cpuinfo, meminfo = _read("/proc/cpuinfo"), _read("/proc/meminfo")
+    cpuinfo, listed = _read("/proc/cpuinfo"), memory()
     flags = re.search(r"^(?:flags|Features)\s*: (.*)$", cpuinfo, re.MULTILINE)
     model = re.search(r"^model name\s*: (.*)$", cpuinfo, re.MULTILINE)
-    memory = {name: int(kib) * 1024 for name, kib in re.findall(r"(\w+):\s+(\d+) kB", meminfo)}
     torch = sys.modules.get("torch")
     return {
         "model": model[1] if model else platform.processor() or "not known",
@@ -221,8 +226,8 @@ def _cpu(*, loaded: bool) -> dict:
         "kernels_isa": torch.ops.custom_pypto.cpu_isa() if loaded else None,
         "threads": torch.get_num_threads() if torch else None,
         "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": memory.get("MemTotal"),
-        "memory_available_bytes": memory.get("MemAvailable"),
+        "memory_bytes": listed.get("MemTotal"),
+        "memory_available_bytes": listed.get("MemAvailable"),
     }
 
 

@@ -74,10 +74,11 @@ def _logged(op: str, level: int):
     backends = set()
 
     def call(keys, *args, **kwargs):
+        device = _device(args)
         # tracing and torch.compile call with meta tensors, to learn the shape of the output
-        if args[0].device.type == "meta":
+        if device is None or device.type == "meta":
             return overload.redispatch(keys & below, *args, **kwargs)
-        backend = _backend(args[0].device)
+        backend = _backend(device)
         if level >= 2 or backend not in backends:
             first = "" if backend in backends else "first call, "
             backends.add(backend)
@@ -93,6 +94,11 @@ def _logged(op: str, level: int):
             raise
 
     return call
+
+
+def _device(args) -> torch.device | None:
+    """Of the first tensor; None where there is none, which the contract refuses."""
+    return next((value.device for value in args if isinstance(value, Tensor)), None)
 
 
 def _backend(device: torch.device) -> str:
@@ -129,7 +135,7 @@ def _report(op: str, arguments: dict, error: Exception) -> None:
     except Exception as reason:  # a full disk, a device that answers no more
         logger.error(f"{text}\n  inputs not written: {type(reason).__name__}: {reason}")
         return
-    device = next(iter(arguments.values())).device
+    device = _device(arguments.values())
     reproducer = f"python -m custom_pypto replay {shlex.quote(path)} --device {device}"
     logger.error(f"{text}\n  inputs in {path}\n  reproduce: {reproducer}")
 

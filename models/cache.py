@@ -265,7 +265,7 @@ def dimensions(model) -> dict:
 
 
 def blocks_that_fit(sizes: list[int], batch_size: int, too_many: int, device) -> int:
-    """Blocks per sequence, fewer than ``too_many``, for which there is memory now.
+    """Blocks per sequence, fewer than ``too_many``, for which there is memory now, and some left.
 
     Args:
         sizes: bytes of one block in each pool.
@@ -280,9 +280,9 @@ def blocks_that_fit(sizes: list[int], batch_size: int, too_many: int, device) ->
 
     fits = 0
     if device.type == "cpu":  # hands out more than there is
-        available = env.collect()["cpu"]["memory_available_bytes"]
-        too_many = min(too_many, max(0, available // sum(sizes) - 1) // batch_size + 1)
+        rows = env.memory()["MemAvailable"] // sum(sizes) - 1
+        too_many = min(too_many, max(0, rows) // batch_size + 1)
     while too_many - fits > 1:
         middle = (fits + too_many) // 2
         fits, too_many = (middle, too_many) if fit(middle) else (fits, middle)
-    return fits
+    return fits * 15 // 16  # the rest is for what else the process needs

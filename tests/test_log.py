@@ -142,6 +142,29 @@ def test_opcheck_passes_with_logging_on(logging_at):
     torch.library.opcheck(torch.ops.custom_pypto.npu_sparse_attention_pto.default, (), arguments)
 
 
+def test_none_in_the_place_of_a_tensor_is_refused_in_the_same_words(logging_at):
+    def refusal(*args) -> str:
+        with pytest.raises((RuntimeError, NotImplementedError)) as error:
+            torch.ops.custom_pypto.add_custom(*args)
+        return str(error.value).splitlines()[0]
+
+    calls = [(None, torch.ones(2)), (torch.ones(2), None)]
+    want = [refusal(*args) for args in calls]
+    logging_at(3)
+    assert [refusal(*args) for args in calls] == want
+
+
+@pytest.mark.ascend_host
+def test_a_call_on_an_npu_is_logged_with_its_device(logging_at, caplog):
+    logging_at(3)
+    x = torch.ones(4, dtype=torch.bfloat16).npu()
+    custom_pypto.add_custom(x, x)
+    assert caplog.messages[-1].startswith("add_custom: first call, on npu:0: self bfloat16 [4]")
+    with pytest.raises(RuntimeError):
+        custom_pypto.add_custom(x, x.float())
+    assert caplog.messages[-1].endswith(".safetensors --device npu:0")
+
+
 # ---- level 3 --------------------------------------------------------------------------------
 
 

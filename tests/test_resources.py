@@ -3,16 +3,16 @@
 import ctypes
 import multiprocessing
 import re
+import resource
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from cases import attention_inputs, fused_inputs, indexer_inputs
-from tiny import tiny_model, token_ids
 
 import custom_pypto
-import models
+from custom_pypto import env
 
 MIB = 2**20
 # What memory may grow by after the first tenth of the calls: pages that the allocators of C, Python
@@ -50,7 +50,6 @@ def growth(call, calls: int) -> int:
 
 
 def growth_of_op(op: str, calls: int, refused: bool) -> int:
-    torch.set_num_threads(2)
     inputs = INPUTS[op]()
     function = getattr(custom_pypto, op)
     if not refused:
@@ -68,7 +67,17 @@ def growth_of_op(op: str, calls: int, refused: bool) -> int:
     return growth(call, calls)
 
 
+def growth_of_ops(calls: int, refused: bool) -> dict[str, int]:
+    torch.set_num_threads(2)
+    return {op: growth_of_op(op, calls, refused) for op in INPUTS}
+
+
 def growth_of_generation(calls: int) -> int:
+    # here, and not above: the processes that need no model start in a second
+    from tiny import tiny_model, token_ids
+
+    import models
+
     torch.set_num_threads(1)
     model = models.use_custom_pypto(tiny_model(), block_size=16)
     ids = token_ids(2, 12)
@@ -80,14 +89,11 @@ def growth_of_a_leak(calls: int, size: int) -> int:
     return growth(lambda: kept.append(bytearray(size)), calls)
 
 
-CALLS = [500, pytest.param(10_000, marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("calls", CALLS)
+@pytest.mark.parametrize("calls", [500, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("refused", [False, True], ids=["computed", "refused"])
-@pytest.mark.parametrize("op", INPUTS)
-def test_memory_is_flat_however_often_an_op_is_called(op, refused, calls):
-    assert in_a_process(growth_of_op, op, calls, refused) < FLAT
+def test_memory_is_flat_however_often_an_op_is_called(refused, calls):
+    grown = in_a_process(growth_of_ops, calls, refused)
+    assert grown.keys() == INPUTS.keys() and max(grown.values()) < FLAT, grown
 
 
 @pytest.mark.parametrize("calls", [20, pytest.param(500, marks=pytest.mark.slow)])
@@ -166,3 +172,52 @@ def test_the_indexers_workspace_at_a_million_keys_is_the_documented_one(
     limit = documented_workspace(threads, *case)
     # half a MiB: Linux counts in batches of 64 pages a thread, code is touched for the first time
     assert limit / 4 < taken < limit + MIB // 2
+
+
+# ---- a cache that does not fit --------------------------------------------------------------
+
+
+def tokens_that_fit(tokens: int, batch_size: int, room: int | None):
+    """What the refusal of a cache says, and whether as many tokens as it says do fit, and more."""
+    from tiny import tiny_model
+
+    import models
+
+    model = tiny_model()
+    if room:
+        limit = status("VmSize") + room
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+    def refusal(tokens: int) -> str | None:
+        try:
+            models.PagedCache(model, batch_size, tokens, block_size=16)
+        except torch.OutOfMemoryError as error:
+            return str(error)
+        return None
+
+    said = refusal(tokens)
+    fit = int(re.search(r"; (\d+) tokens per sequence would fit", said)[1])
+    return said, fit, refusal(fit), refusal(fit + fit // 4)
+
+
+BYTES_OF_A_TOKEN = 3 * (64 + 16 + 32) * 4
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_a_cache_that_the_process_may_not_have_says_how_many_tokens_fit(batch_size):
+    room = 2048 * MIB  # nothing is written there
+    tokens = room // BYTES_OF_A_TOKEN
+    said, fit, at_that, at_more = in_a_process(tokens_that_fit, 2 * tokens, batch_size, room)
+    assert f"batch_size={batch_size}, max_cache_len={2 * tokens} on cpu" in said
+    assert f"take {2 * batch_size * room / 2**30:.1f} GiB" in said
+    assert "Pass a smaller max_cache_len" in said
+    assert at_that is None, "what would fit does not"
+    assert at_more is not None, "more than what would fit does"
+    assert 0.8 * tokens < fit * batch_size < tokens
+
+
+def test_a_cache_of_absurd_size_says_how_many_tokens_fit():
+    said, fit, at_that, _ = in_a_process(tokens_that_fit, 10**13, 1, None)
+    assert "max_cache_len=10000000000000 on cpu" in said and at_that is None
+    total = env.memory()["MemTotal"]
+    assert 0 < fit * BYTES_OF_A_TOKEN <= total  # no more than the machine has, whatever it promises
