@@ -19,7 +19,7 @@ usage: run.sh [arguments of examples/generate.py]    the demo: text from a spars
        run.sh graph [arguments of compile_torchair]  installs torch_npu beside, compiles the model
        run.sh test [arguments of pytest]             the tests, at most 40 minutes
        run.sh test --slow                            the tests that take minutes each
-       run.sh bench [arguments of the benchmarks]    the ops, their peers, a model, its loading;
+       run.sh bench [arguments of the benchmarks]    ops, their peers, a model, loading, the log;
                                                      --check: against the floors, exit code 1
        run.sh bench npu [arguments]                  the NPU programs in PyPTO's cost model
        run.sh fuzz [--minutes N] [--seed S]          random hostile calls of the ops on this CPU
@@ -136,7 +136,7 @@ run_tests() {
 
 run_benchmarks() {
   local benchmark status=0
-  for benchmark in ops peers model loading; do
+  for benchmark in ops peers model loading log; do
     "$python" "$root/benchmarks/bench_$benchmark.py" "$@" || status=1
   done
   return "$status"

@@ -248,7 +248,8 @@ def npu_sparse_attention_pto(
         w_idx_qb: ``[Q, index heads * D]``; w_idx_k: ``[H, D]``; w_idx_proj: ``[H, index heads]``.
         in_gamma_k: ``[D]``, in_beta_k: ``[D]`` of the LayerNorm of the index key, whose eps is
             1e-6.
-        softmax_scale: None for ``(P + R)**-0.5``; YaRN models pass theirs, times mscale squared.
+        softmax_scale: None for ``(P + R)**-0.5``; YaRN models pass theirs, times mscale squared;
+            from 1e-38 to 2e38.
         eps: of the two RMSNorms.
         sparse_count: K, as for :func:`npu_lightning_indexer_pto`.
     Returns:
