@@ -326,6 +326,9 @@ INTS += [2**31, 2**32 + 3, 2**63 - 1, 2**64, None, 1.5, "2"]
 FLOATS = [0.0, -0.0, -1.0, 5e-324, 1e-300, 1e300, 3e38, torch.inf, -torch.inf, torch.nan, None, "1"]
 
 
+MOST = 2**20  # elements of a changed tensor
+
+
 def other_tensor(rng: Random, x: Tensor) -> tuple[str, object]:
     """The tensor with something about it changed, and what."""
     if x.layout != torch.strided or x.device.type == "meta":  # changed before
@@ -345,7 +348,7 @@ def other_tensor(rng: Random, x: Tensor) -> tuple[str, object]:
     if how == "device":
         return "on meta", x.to("meta")
     if how == "sparse":
-        return "sparse", x.contiguous().to_sparse()
+        return "sparse", torch.sparse_coo_tensor(size=x.shape, dtype=x.dtype)
     if how == "stride":
         if x.dim() < 2 or not x.numel():
             return "unchanged", x
@@ -361,6 +364,8 @@ def other_tensor(rng: Random, x: Tensor) -> tuple[str, object]:
         if not others:
             return "unchanged", x
         shape[rng.choice(others)] = 0
+    if _numel(shape) > MOST:  # was large, and empty no longer
+        return "unchanged", x
     return f"of shape {tuple(shape)}", torch.zeros(shape, dtype=x.dtype)
 
 
