@@ -340,7 +340,7 @@ def other_tensor(rng: Random, x: Tensor) -> tuple[str, object]:
     if how == "none":
         return "None", None
     if how == "type":
-        wrong = rng.choice([1, "x", [1.0], x.tolist() if x.numel() < 9 else 2.5])
+        wrong = rng.choice([1, "x", [1.0], x.tolist() if 0 < x.numel() < 9 else 2.5])
         return f"a {type(wrong).__name__}", wrong
     if how == "dtype":
         dtype = rng.choice([d for d in OTHER_DTYPES if d != x.dtype])
