@@ -184,6 +184,9 @@ def tokens_that_fit(tokens: int, batch_size: int, room: int | None):
     import models
 
     model = tiny_model()
+    # threads and their memory start outside what is limited
+    torch.set_num_threads(1)
+    models.PagedCache(model, batch_size, 16, block_size=16)
     if room:
         limit = status("VmSize") + room
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
