@@ -124,9 +124,11 @@ class PagedAttention:
             block_table=step.cache.block_table,
             sparse_mode=3,
         )
-        # einsum would copy w_uv, a view of every other half, at each step
-        output = (w_uv @ output.permute(0, 2, 3, 1)).permute(0, 3, 1, 2).flatten(2)
-        return self.o_proj(output), indices
+        if output.size(1) == 1:  # einsum would copy w_uv, a view of every other half, at each step
+            output = (w_uv @ output.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        else:
+            output = torch.einsum("bshl,hvl->bshv", output, w_uv)
+        return self.o_proj(output.flatten(2)), indices
 
     @torch.no_grad()  # as in transformers: no gradient passes a selection
     def write_index_keys(
