@@ -35,6 +35,7 @@ from measure import check, interleaved, machine, ratio, table, write_section
 
 import custom_pypto
 import models
+from models.loading import available_memory
 
 CONTEXTS = (1024, 4096, 16384)
 SIDES = ("custom_pypto", "transformers")
@@ -193,8 +194,7 @@ CALLS = {
 
 def stock_layer_prefill_limit() -> int:
     """Tokens: stock needs about 1.7 KB for each pair of them, 7 GB at 2K and 28 GB at 4K."""
-    free = re.search(r"MemAvailable:\s*(\d+) kB", Path("/proc/meminfo").read_text())
-    return 4096 if int(free[1]) * 1024 > 32e9 else 2048
+    return 4096 if available_memory() > 32e9 else 2048
 
 
 def sides_of(phase: str, context: int) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from custom_pypto import env
+from .loading import available_memory
 
 
 @dataclass(eq=False)
@@ -280,7 +280,7 @@ def blocks_that_fit(sizes: list[int], batch_size: int, too_many: int, device) ->
 
     fits = 0
     if device.type == "cpu":  # hands out more than there is
-        rows = env.memory()["MemAvailable"] // sum(sizes) - 1
+        rows = available_memory() // sum(sizes) - 1
         too_many = min(too_many, max(0, rows) // batch_size + 1)
     while too_many - fits > 1:
         middle = (fits + too_many) // 2

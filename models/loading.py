@@ -2,11 +2,11 @@
 
 import functools
 import os
-import re
-from pathlib import Path
 
 import torch
 from safetensors import safe_open
+
+from custom_pypto import env
 
 from . import fp8
 from .checkpoint import Stored, parameters_on_disk, parts_on_disk
@@ -127,9 +127,9 @@ def check_memory(model, dtype: torch.dtype, device: torch.device, ranks: int = 1
 
 def available_memory() -> int:
     """Bytes that can be had without swapping, as the kernel estimates it."""
-    meminfo = Path("/proc/meminfo")
-    if meminfo.is_file():
-        return int(re.search(r"MemAvailable: *(\d+) kB", meminfo.read_text())[1]) * 1024
+    available = env.memory().get("MemAvailable")
+    if available is not None:
+        return available
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
