@@ -109,9 +109,8 @@ class PagedAttention:
         weight = self.kv_b_proj.weight
         if isinstance(weight, DTensor):
             weight = weight.to_local()  # of the heads of this rank, as the query is
-        w_uk, w_uv = weight.view(
-            query.size(2), self.qk_nope_head_dim + self.v_head_dim, self.kv_lora_rank
-        ).split([self.qk_nope_head_dim, self.v_head_dim], 1)
+        weight = weight.view(query.size(2), -1, self.kv_lora_rank)
+        w_uk, w_uv = weight.split([self.qk_nope_head_dim, self.v_head_dim], 1)
         output = custom_pypto.npu_sparse_flash_attention_pto(
             torch.einsum("bshd,hdl->bshl", q_nope, w_uk).contiguous(),
             layer.latent,
@@ -124,8 +123,9 @@ class PagedAttention:
             block_table=step.cache.block_table,
             sparse_mode=3,
         )
-        if output.size(1) == 1:  # einsum would copy w_uv, a view of every other half, at each step
-            output = (w_uv @ output.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+        # a copy of w_uv, every other half of the weight, takes longer than one token times both
+        if output.size(1) == 1:
+            output = torch.einsum("bshl,hvl->bshv", output, weight)[..., self.qk_nope_head_dim :]
         else:
             output = torch.einsum("bshl,hvl->bshv", output, w_uv)
         return self.o_proj(output.flatten(2)), indices
