@@ -34,6 +34,7 @@ from models.checkpoint import check_scales, check_shards, first_layers, stored_t
 from models.loading import Reader, readable
 
 RECORD, SUMS, INDEX = "conversion.json", "SHA256SUMS", "model.safetensors.index.json"
+PARTIAL = ".conversion.partial"  # files that are being written, whatever their writers call them
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
 
@@ -149,7 +150,8 @@ def write_whole(file, write):
     Returns:
         the checksum of what can be read back.
     """
-    partial = file.with_name(f"{file.name}.partial")
+    partial = file.parent / PARTIAL / file.name
+    partial.parent.mkdir(exist_ok=True)
     write(partial)
     flush(partial)
     digest = sha256(partial)
@@ -185,8 +187,9 @@ def begin(target, record):
         the checksums of the shards written before, by name.
     """
     target.mkdir(parents=True, exist_ok=True)
-    found = sorted(file.name for file in target.iterdir() if not file.name.endswith(".partial"))
+    found = sorted(file.name for file in target.iterdir() if file.name != PARTIAL)
     if RECORD in found and json.loads((target / RECORD).read_text()) == record:
+        shutil.rmtree(target / PARTIAL, ignore_errors=True)
         if not (target / SUMS).is_file():
             return {}
         lines = (target / SUMS).read_text(encoding="utf-8").splitlines()
@@ -247,6 +250,7 @@ def convert(source, target, conversion):
     # last: without it nothing takes the folder for a checkpoint
     sums["config.json"] = write_json(target / "config.json", conversion.config)
     write_sums(target, sums)
+    shutil.rmtree(target / PARTIAL)
     return kept, len(shards) - kept, total
 
 

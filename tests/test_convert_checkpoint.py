@@ -233,7 +233,8 @@ def test_a_killed_run_goes_on_where_it_was(convert, tmp_path):
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last ^ 1]))
     (target / missing).unlink()
-    (target / f"{missing}.partial").write_bytes(b"half of it")
+    for name in (missing, ".tmpAbCdEf"):  # what safetensors writes to before it is whole
+        (target / ".conversion.partial" / name).write_bytes(b"half of it")
     written = {name: (target / name).stat().st_mtime_ns for name in kept}
 
     said = convert(source, target, *options)
