@@ -1,6 +1,7 @@
 """Rate of the ops on this CPU, as a share of the rate of torch.mm in the same dtype.
 
     python benchmarks/bench_ops.py [--threads 1] [--repeats 15] [--write]
+    python benchmarks/bench_ops.py --parts [--write]    # what short calls spend beside arithmetic
     python benchmarks/bench_ops.py --check    # against the floors, on a CPU with AVX512-BF16
 
 Every case is first compared with custom_pypto.reference. Arithmetic counted: the indexer's
@@ -137,6 +138,48 @@ def top_k_microseconds(ascending: bool, repeats: int) -> float:
     return statistics.median(differences) * 1e6
 
 
+def parts() -> list[Case]:
+    """Calls without arithmetic, a gather without attention, attention to rows nearer than memory.
+
+    Together they are what the share of a short call is made of.
+    """
+    x, one = torch.ones(16), torch.ones(1, dtype=torch.int32)
+    query, key = torch.ones(1, 1, 1, 16).bfloat16(), torch.ones(1, 16, 1, 16).bfloat16()
+    weights, zero = torch.ones(1, 1, 1), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
+    block_table = zero.view(1, 1)
+
+    def index():
+        return custom_pypto.npu_lightning_indexer_pto(
+            query, key, weights, actual_seq_lengths_key=one, block_table=block_table
+        )
+
+    def attend():
+        return custom_pypto.npu_sparse_flash_attention_pto(
+            query, key, None, zero, 1.0, actual_seq_lengths_kv=one, block_table=block_table
+        )
+
+    rows, ropes = (torch.randn(65536, width).bfloat16() for width in (L, R))
+    indices = torch.randperm(65536)[:K]
+    copies = rows[:K].clone(), ropes[:K].clone()
+
+    def gather():
+        torch.index_select(rows, 0, indices, out=copies[0])
+        torch.index_select(ropes, 0, indices, out=copies[1])
+
+    near = [
+        attention_case(S1, N1, 4096, torch.bfloat16)
+        for S1, N1 in ((1, 128), (4, 64), (4, 32), (4, 16))
+    ]
+    return [
+        Case("x + x, 16 numbers", lambda: x + x, 0),
+        Case("add_custom, 16 numbers", lambda: custom_pypto.add_custom(x, x), 0),
+        Case("lightning indexer, one key of 16 dims", index, 0),
+        Case("sparse attention, one key of 16 dims", attend, 0),
+        Case("torch.index_select, 2048 rows of latent and RoPE, 64K keys", gather, 0),
+        *(Case(f"{case.name}, 4K keys", case.run, case.flop) for case in near),
+    ]
+
+
 def check_floors(repeats: int) -> int:
     if torch.ops.custom_pypto.cpu_isa() == "avx2":  # the process that this one started
         (make, *shape), floor = AVX2_FLOOR
@@ -165,6 +208,21 @@ def check_floors(repeats: int) -> int:
     return failed | subprocess.run(avx2, env=environment).returncode
 
 
+def print_parts(repeats: int, write: bool) -> int:
+    rows = []
+    for case in parts():
+        seconds = times(case, torch.bfloat16, repeats)
+        ms = [f"{statistics.median(seconds[call]) * 1e3:.3f}" for call in ("op", "again")]
+        of_mm = [f"{share(case, seconds, c):.2f}" if case.flop else "-" for c in ("op", "again")]
+        rows.append([case.name, *ms, *of_mm])
+        print(*rows[-1], sep="  ", flush=True)
+    if write:
+        header = ["call", "ms after torch.mm", "ms again", "of torch.mm 2048^3", "called again"]
+        command = "python benchmarks/bench_ops.py --parts --write"
+        write_section("Parts of a short call, 1 thread", command, table(header, rows))
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -172,13 +230,16 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--write", action="store_true", help="into benchmarks/RESULTS.md")
+    parser.add_argument("--parts", action="store_true", help="of short calls, one thread")
     parser.add_argument("--check", action="store_true", help="compare with the floors, one thread")
     args = parser.parse_args()
-    torch.set_num_threads(1 if args.check else args.threads)
+    torch.set_num_threads(1 if args.check or args.parts else args.threads)
     torch.manual_seed(0)
     print(machine())
     if args.check:
         return check_floors(args.repeats)
+    if args.parts:
+        return print_parts(args.repeats, args.write)
     rows = []
     for dtype in (torch.bfloat16, torch.float32):
         for make, *shape in FLOORS:
