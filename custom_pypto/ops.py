@@ -31,7 +31,7 @@ def add_custom(self: Tensor, other: Tensor) -> Tensor:
     """``self + other``, elementwise, with a backward; the smallest op, to copy when adding one.
 
     Args:
-        self: any shape, floating point.
+        self: any shape; bfloat16, float16, float32 or (CPU only) float64.
         other: shape, dtype and device of ``self``; nothing is broadcast.
     Returns:
         Tensor of the same shape and dtype.

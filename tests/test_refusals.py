@@ -82,13 +82,18 @@ ADDITION = [
     ),
     add(
         "integers",
-        "self.dtype must be a floating-point type, got Int",
+        "self.dtype must be bfloat16, float16, float32 or float64, got Int",
         **each(SUM, SUM, Tensor.int),
     ),
     add(
         "complex",
-        "self.dtype must be a floating-point type, got ComplexFloat",
+        "self.dtype must be bfloat16, float16, float32 or float64, got ComplexFloat",
         **each(SUM, SUM, lambda x: x.to(torch.complex64)),
+    ),
+    add(
+        "float8",
+        "self.dtype must be bfloat16, float16, float32 or float64, got Float8_e4m3fn",
+        **each(SUM, SUM, lambda x: x.to(torch.float8_e4m3fn)),
     ),
 ]
 

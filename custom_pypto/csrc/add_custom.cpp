@@ -15,7 +15,10 @@ void check_operands(const Tensor& self, const Tensor& other) {
 Tensor add_custom_contract(const Tensor& self, const Tensor& other) {
   check_operands(self, other);
   const auto dtype = self.scalar_type();
-  CHECK_ARGUMENT(at::isFloatingType(dtype), kOp, "self.dtype", "a floating-point type", dtype);
+  // of the floating-point types, those that torch adds: not the ones of 8 bits or fewer
+  CHECK_ARGUMENT(
+      dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kFloat || dtype == at::kDouble,
+      kOp, "self.dtype", "bfloat16, float16, float32 or float64", dtype);
   check_dtype(kOp, "other", other, dtype, "dtype of self");
   check_device(kOp, "other", other, self);
   CHECK_ARGUMENT(self.sym_sizes() == other.sym_sizes(), kOp, "other",
