@@ -109,9 +109,9 @@ def tensors(arguments: dict) -> list[Tensor]:
 
 def assert_close_at_a_closer_look(op: str, got: Tensor, arguments: dict) -> None:
     """Allows what rounding explains: of what was added up, in rows that cancel; of large logits,
-    whose rounding is a factor of the weights; and in the fused op of scores that nearly tie, by
-    taking the indexer's selection, judged by itself."""
-    magnitudes, tolerances = [], []
+    whose rounding is a factor of the weights; of weights below 2^-126, which count as 0; and in the
+    fused op of scores that nearly tie, by taking the indexer's selection, judged by itself."""
+    magnitudes, tolerances, smallest = [], [], []
 
     def select(*inputs: Tensor, **keywords) -> Tensor:
         got = custom_pypto.npu_lightning_indexer_pto(*inputs, **keywords)
@@ -125,6 +125,8 @@ def assert_close_at_a_closer_look(op: str, got: Tensor, arguments: dict) -> None
         # four roundings of 2^-24: the two dot products, and their products with the scale
         tolerances.append(ROW_TOLERANCE[query.dtype] + 2**-22 * logit * scale_value)
         added = (key if value is None else value).abs()
+        largest = float(added.double().nan_to_num(0, 0, 0).max()) if added.numel() else 0.0
+        smallest.append(max(SMALLEST[query.dtype], 2**-126 * sparse_indices.size(-1) * largest))
         magnitudes.append(attention(query, key, added, sparse_indices, scale_value, **keywords))
         return attention(query, key, value, sparse_indices, scale_value, **keywords)
 
@@ -137,7 +139,7 @@ def assert_close_at_a_closer_look(op: str, got: Tensor, arguments: dict) -> None
             patch.object(fused_reference, "npu_sparse_flash_attention_pto", attend),
         ):
             expected = getattr(reference, op)(**arguments)
-    assert_close(got, expected, tolerances[0], magnitudes[0])
+    assert_close(got, expected, tolerances[0], magnitudes[0], smallest[0])
 
 
 def largest_dot(query: Tensor, key: Tensor) -> float:
@@ -155,11 +157,14 @@ def assert_close(
     expected: Tensor,
     tolerance: float | None = None,
     magnitude: Tensor | None = None,
+    smallest: float | None = None,
 ) -> None:
     assert got.dtype == expected.dtype and got.shape == expected.shape
     if not got.equal(expected) and got.numel():
         assert_close_to_rows(
-            got, expected, tolerance, magnitude=magnitude, smallest=SMALLEST[got.dtype]
+            *(got, expected, tolerance),
+            magnitude=magnitude,
+            smallest=SMALLEST[got.dtype] if smallest is None else smallest,
         )
 
 
