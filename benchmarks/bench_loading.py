@@ -25,9 +25,10 @@ from measure import check, interleaved, machine, ratio, table, write_section
 from safetensors import safe_open
 from transformers import DeepseekV32Config
 
-import models
+ROOT = Path(__file__).resolve().parents[1]
+sys.path += [str(ROOT), str(ROOT / "tests")]  # last, so that an installed custom_pypto comes first
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))
+import models  # noqa: E402
 from tiny import BLOCK, YARN, write_published  # noqa: E402
 
 FLOOR = 0.5

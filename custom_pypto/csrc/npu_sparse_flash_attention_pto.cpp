@@ -216,12 +216,12 @@ class SparseAttention {
 
   struct Scratch {
     explicit Scratch(const SparseAttention& op)
-        : keys(op),
-          next(op),
+        : chunks{Keys(op), Keys(op)},
           scores(cpu::kMaxKeys * cpu::kMaxWidth),
           packed(std::is_same_v<E, float> ? 0 : kKeys / 2 * op.latent_) {}
     // One is attended to when the next is full, so that the rows of that one are on their way.
-    Keys keys, next;
+    Keys chunks[2];
+    Keys *keys = &chunks[0], *next = &chunks[1];
     Lines<cpu::PanelElement<E>> query;
     Lines<float> scores;
     Lines<uint32_t> packed;
@@ -303,7 +303,7 @@ class SparseAttention {
     sums.out.resize(padded * latent_);
     sums.any = false;
     scratch.seen.assign(task.count, 0);
-    scratch.keys.chunk.n = scratch.next.chunk.n = 0;
+    scratch.keys->chunk.n = scratch.next->chunk.n = 0;
   }
 
   // Starts to load a row.
@@ -318,7 +318,7 @@ class SparseAttention {
   template <typename Counts>
   void add_key(const KeyMap::Slot& slot, int64_t position, const Task& task, Scratch& scratch,
                Sums& sums, const Counts& counts) const {
-    Keys& keys = scratch.next;
+    Keys& keys = *scratch.next;
     cpu::Chunk<E>& chunk = keys.chunk;
     const int j = chunk.n++;
     keys.position[j] = position;
@@ -326,7 +326,7 @@ class SparseAttention {
       chunk.keys[j] = keys_.at(slot);
       chunk.values[j] = own_values_ ? values_.at(slot) : chunk.keys[j];
       if (rope_dims_) chunk.ropes[j] = key_ropes_->at(slot);
-      if (scratch.keys.chunk.n == 0) {  // the first: no kernel runs meanwhile that could fetch
+      if (scratch.keys->chunk.n == 0) {  // the first: no kernel runs meanwhile that could fetch
         fetch(chunk.keys[j], latent_);
         if (own_values_) fetch(chunk.values[j], latent_);
         if (rope_dims_) fetch(chunk.ropes[j], rope_dims_);
@@ -344,23 +344,23 @@ class SparseAttention {
         chunk.ropes[j] = to + 2 * latent_;
       }
     }
-    if (chunk.n == (scratch.keys.chunk.n ? kKeys : kFirstKeys)) turn(task, scratch, sums, counts);
+    if (chunk.n == (scratch.keys->chunk.n ? kKeys : kFirstKeys)) turn(task, scratch, sums, counts);
   }
 
   // Attends to the chunk, if it has keys, and makes the next one the chunk.
   template <typename Counts>
   void turn(const Task& task, Scratch& scratch, Sums& sums, const Counts& counts) const {
-    if (scratch.keys.chunk.n) attend(task, scratch, sums, counts);
+    if (scratch.keys->chunk.n) attend(task, scratch, sums, counts);
     std::swap(scratch.keys, scratch.next);
-    scratch.next.chunk.n = 0;
+    scratch.next->chunk.n = 0;
   }
 
   // Adds the keys of the chunk to the sums of every panel; `counts(first row, width)` gives the
   // mask of a panel, or null for all.
   template <typename Counts>
   void attend(const Task& task, Scratch& scratch, Sums& sums, const Counts& counts) const {
-    cpu::Chunk<E>& chunk = scratch.keys.chunk;
-    chunk.next = std::is_same_v<E, T> && scratch.next.chunk.n ? &scratch.next.chunk : nullptr;
+    cpu::Chunk<E>& chunk = scratch.keys->chunk;
+    chunk.next = std::is_same_v<E, T> && scratch.next->chunk.n ? &scratch.next->chunk : nullptr;
     chunk.latent = latent_;
     chunk.rope = rope_dims_;
     chunk.packed = scratch.packed.data();
@@ -418,12 +418,12 @@ class SparseAttention {
     scratch.panel_counts.resize(kKeys * cpu::kMaxWidth);
     const auto mask = [&](int64_t row, int64_t width) -> const float* {
       float* to = scratch.panel_counts.data();
-      for (int j = 0; j < scratch.keys.chunk.n; ++j) {
+      for (int j = 0; j < scratch.keys->chunk.n; ++j) {
         for (int64_t r = 0; r < width;) {
           const int64_t t = (row + r) / heads_;
           const int64_t end = std::min((t + 1) * heads_ - row, width);
           const int32_t count =
-              t < task.count ? scratch.counts[scratch.keys.position[j] * task.count + t] : 0;
+              t < task.count ? scratch.counts[scratch.keys->position[j] * task.count + t] : 0;
           std::fill(to + j * width + r, to + j * width + end, static_cast<float>(count));
           r = end;
         }
@@ -480,27 +480,35 @@ class SparseAttention {
     Sums total;
     total.max.assign(width_all, -INFINITY);
     total.sum.assign(width_all, 0.0f);
-    total.out.assign(width_all * latent_, 0.0f);
+    total.out.resize(width_all * latent_);
+    std::vector<const Sums*> added;
     for (int64_t p = task.part; p < task.part + end; ++p) {
-      if (!parts[p].any) continue;
-      total.any = true;
-      for (int64_t r = 0; r < width_all; ++r)
-        total.max[r] = std::max(total.max[r], parts[p].max[r]);
+      if (parts[p].any) added.push_back(&parts[p]);
     }
-    for (int64_t p = task.part; p < task.part + end; ++p) {
-      if (!parts[p].any) continue;
-      for (int64_t first = 0; first < heads_; first += cpu::kMaxWidth) {
-        const int64_t width = cpu::panel_width(std::min<int64_t>(heads_ - first, cpu::kMaxWidth));
-        float factor[cpu::kMaxWidth];
-        for (int64_t r = 0; r < width; ++r) {
+    total.any = !added.empty();
+    for (const Sums* part : added) {
+      for (int64_t r = 0; r < width_all; ++r) total.max[r] = std::max(total.max[r], part->max[r]);
+    }
+    Lines<float> factors(added.size() * cpu::kMaxWidth);
+    for (int64_t first = 0; first < heads_; first += cpu::kMaxWidth) {
+      const int64_t width = cpu::panel_width(std::min<int64_t>(heads_ - first, cpu::kMaxWidth));
+      float* factor = factors.data();
+      for (const Sums* part : added) {
+        for (int64_t r = 0; r < width; ++r, ++factor) {
           const float max = total.max[first + r];
-          factor[r] = std::exp2((parts[p].max[first + r] - (max == -INFINITY ? 0 : max)) * scale_);
-          total.sum[first + r] += parts[p].sum[first + r] * factor[r];
+          *factor = std::exp2((part->max[first + r] - (max == -INFINITY ? 0 : max)) * scale_);
+          total.sum[first + r] += part->sum[first + r] * *factor;
         }
-        const float* from = parts[p].out.data() + first * latent_;
-        float* to = total.out.data() + first * latent_;
-        for (int64_t l = 0; l < latent_; ++l) {
-          for (int64_t r = 0; r < width; ++r) to[l * width + r] += from[l * width + r] * factor[r];
+      }
+      for (int64_t l = 0; l < latent_; ++l) {
+        const int64_t at = first * latent_ + l * width;
+        float* to = total.out.data() + at;
+        std::fill_n(to, width, 0.0f);
+        factor = factors.data();
+        for (const Sums* part : added) {
+          const float* from = part->out.data() + at;
+          for (int64_t r = 0; r < width; ++r) to[r] += from[r] * factor[r];
+          factor += width;
         }
       }
     }

@@ -185,7 +185,11 @@ KeyMap::KeyMap(const Layouts& layouts, const Tensor& key, const OptionalTensor& 
       blocks_(layouts.key == Layout::kTnd ? 1 : key.size(0)),
       // at least 1: with no key at all nothing is ever looked up, but positions are divided by it
       block_size_(std::max<int64_t>(1, key.size(layouts.key == Layout::kTnd ? 0 : 1))) {
-  if (block_table) table_ = block_table->contiguous();
+  if ((block_size_ & (block_size_ - 1)) == 0) shift_ = __builtin_ctzll(block_size_);
+  if (!block_table) return;
+  table_ = block_table->contiguous();
+  blocks_of_ = table_.const_data_ptr<int32_t>();
+  pages_ = table_.size(1);
 }
 
 const cpu::Kernels& kernels() {

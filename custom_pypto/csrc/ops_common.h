@@ -101,18 +101,20 @@ class KeyMap {
     bool exists;
   };
   Slot find(const Sequence& sequence, int64_t position) const {
-    const int64_t p = sequence.first_key + position, page = p / block_size_, row = p % block_size_;
+    const int64_t p = sequence.first_key + position;
+    const int64_t page = shift_ >= 0 ? p >> shift_ : p / block_size_, row = p - page * block_size_;
     int64_t block = layout_ == Layout::kBsnd ? sequence.index : 0;
-    if (layout_ == Layout::kPaged) {
-      block = table_.const_data_ptr<int32_t>()[sequence.index * table_.size(1) + page];
-    }
+    if (layout_ == Layout::kPaged) block = blocks_of_[sequence.index * pages_ + page];
     return {block, row, block_size_ - row, block >= 0 && block < blocks_};
   }
 
  private:
   Layout layout_;
   int64_t blocks_, block_size_;
+  int shift_ = -1;  // of a block size that is a power of 2: found for every key, a division counts
   Tensor table_;
+  const int32_t* blocks_of_ = nullptr;
+  int64_t pages_ = 0;  // of a sequence
 };
 
 // The rows of a cache, whatever its strides; offsets are in elements.

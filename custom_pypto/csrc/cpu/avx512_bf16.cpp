@@ -192,7 +192,7 @@ INLINE void logits_tile_bf16(const uint32_t* query, const uint16_t* const* keys,
   UNROLL for (int j = 0; j < KEYS; ++j) key[j] = keys[j] + d0;
   constexpr int kLine = 16;  // pairs
   for (int line = 0; line < steps; line += kLine) {
-    // a line of the rows that are ahead for each one that is read: as many at once as memory takes
+    // a line of each row that is ahead, while one is read of the rows that are here
     for (int j = 0; j < ahead_keys; ++j) __builtin_prefetch(ahead[j] + d0 + 2 * line, 0, 3);
     const int end = steps - line < kLine ? steps : line + kLine;
     for (int p = line; p < end; p += SUMS) {
@@ -220,6 +220,8 @@ INLINE void logits_tile_bf16(const uint32_t* query, const uint16_t* const* keys,
 template <int VECS>
 INLINE void logits_bf16(const Chunk<uint16_t>& chunk, const AttendPanel<uint16_t>& panel) {
   constexpr int width = 16 * VECS;
+  // twelve rows ahead at a time: memory serves lines of many rows in turn sooner than row after row
+  constexpr int kFetchTiles = 12 / kLogitKeys<VECS>;
   constexpr int block = 24576 / (4 * width);  // pairs of dims whose part of the panel is 24 KiB
   auto part = [&](const uint16_t* const* keys, const uint16_t* const* ahead, int ahead_keys,
                   int pair_count, const uint32_t* query, bool overwrite) {
@@ -227,11 +229,13 @@ INLINE void logits_bf16(const Chunk<uint16_t>& chunk, const AttendPanel<uint16_t
       const int steps = pair_count - p < block ? pair_count - p : block;
       const uint32_t* q = query + p * width;
       const bool first = overwrite && p == 0;
+      int fetched = 0;
       each_tile<kLogitKeys<VECS>>(chunk.n, [&](auto count, int j) {
-        const int left = ahead_keys - j;
-        logits_tile_bf16<decltype(count)::value, VECS>(q, keys + j, ahead + j,
-                                                       left < count ? left : count, 2 * p, steps,
-                                                       first, panel.scores + j * width);
+        const int begin = fetched, end = j + kFetchTiles * count;
+        if (fetched <= j) fetched = end < ahead_keys ? end : ahead_keys;
+        logits_tile_bf16<decltype(count)::value, VECS>(q, keys + j, ahead + begin, fetched - begin,
+                                                       2 * p, steps, first,
+                                                       panel.scores + j * width);
       });
     }
   };
