@@ -219,6 +219,7 @@ class SparseAttention {
         : chunks{Keys(op), Keys(op)},
           scores(cpu::kMaxKeys * cpu::kMaxWidth),
           packed(std::is_same_v<E, float> ? 0 : kKeys / 2 * op.latent_) {}
+    Scratch(const Scratch&) = delete;  // it points into itself
     // One is attended to when the next is full, so that the rows of that one are on their way.
     Keys chunks[2];
     Keys *keys = &chunks[0], *next = &chunks[1];
