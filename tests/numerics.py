@@ -93,7 +93,8 @@ def assert_same_selection(got: Tensor, inputs: dict, smallest: float = 0) -> Non
 
     A row may differ only so: as many positions, none twice, each one visible; a position that is in
     one selection only scores within eps of the K-th; no score exceeds the one before it by more
-    than eps, which is ``smallest`` at least.
+    than eps, which is ``smallest`` at least. A row in which a score may be anything (see
+    :func:`exact_scores`) is held to its number of positions, none twice, each one visible.
     """
     expected = reference.npu_lightning_indexer_pto(**inputs)
     assert got.shape == expected.shape, f"shape {tuple(got.shape)}, not {tuple(expected.shape)}"
@@ -136,7 +137,7 @@ def assert_same_selection(got: Tensor, inputs: dict, smallest: float = 0) -> Non
         scores[exists], eps, anything = exact_scores(
             query[token.row], key_rows[slot[exists]], weights[token.row]
         )
-        if anything:
+        if anything:  # what is selected, and in which order, follows from it
             continue
         eps = max(eps, smallest)
         kth = scores[valid].min()

@@ -184,8 +184,7 @@ class Indexer {
           const std::vector<Sequence>& sequences, const KeyMap& key_map, int64_t sparse_count,
           int64_t sparse_mode, Tensor& out)
       : tokens_(query.contiguous()),
-        weights_(
-            (weights.scalar_type() == at::kFloat ? weights : weights.to(at::kFloat)).contiguous()),
+        weights_(weights.to(at::kFloat).contiguous()),
         sequences_(sequences),
         key_map_(key_map),
         key_(reinterpret_cast<const T*>(key.const_data_ptr())),

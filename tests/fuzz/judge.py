@@ -129,7 +129,7 @@ def assert_close_at_a_closer_look(op: str, got: Tensor, arguments: dict) -> None
         tolerances.append(ROW_TOLERANCE[query.dtype] + rounding)
         added = (key if value is None else value).abs()
         largest = float(added.double().nan_to_num(0, 0, 0).max()) if added.numel() else 0.0
-        smallest.append(max(SMALLEST[query.dtype], 2**-126 * sparse_indices.size(-1) * largest))
+        smallest.append(2**-126 * sparse_indices.size(-1) * largest)
         magnitudes.append(attention(query, key, added, sparse_indices, scale_value, **keywords))
         return attention(query, key, value, sparse_indices, scale_value, **keywords)
 
@@ -160,15 +160,12 @@ def assert_close(
     expected: Tensor,
     tolerance: float | None = None,
     magnitude: Tensor | None = None,
-    smallest: float | None = None,
+    smallest: float = 0.0,
 ) -> None:
     assert got.dtype == expected.dtype and got.shape == expected.shape
     if not got.equal(expected) and got.numel():
-        assert_close_to_rows(
-            *(got, expected, tolerance),
-            magnitude=magnitude,
-            smallest=SMALLEST[got.dtype] if smallest is None else smallest,
-        )
+        smallest = max(smallest, SMALLEST[got.dtype])
+        assert_close_to_rows(got, expected, tolerance, magnitude=magnitude, smallest=smallest)
 
 
 def close(got: Tensor, expected: Tensor) -> bool:
