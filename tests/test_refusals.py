@@ -44,6 +44,13 @@ def each(inputs: dict, names: Iterable[str], change: Callable[[Tensor], Tensor])
     return {name: change(inputs[name]) for name in names}
 
 
+def tensors(inputs: dict) -> list[str]:
+    return [name for name, x in inputs.items() if isinstance(x, Tensor)]
+
+
+FLOATING = [name for name in tensors(FUSED) if FUSED[name].is_floating_point()]
+
+
 def grown(name: str, dim: int) -> Tensor:
     size = list(FUSED[name].shape)
     size[dim] += 16
@@ -55,8 +62,88 @@ def transposed(x: Tensor) -> Tensor:
     return x.transpose(1, 3).contiguous().transpose(1, 3)
 
 
-def tensors(inputs: dict) -> list[str]:
-    return [name for name, x in inputs.items() if isinstance(x, Tensor)]
+# what follows where a tensor has as many dims as the other layout has
+NEEDS_TND = (
+    "; [T1, N1, D] needs layout_query 'TND', {} 'PA_BSND' or 'TND', and actual_seq_lengths_query: "
+    "int32 inclusive prefix sums of query tokens [B]"
+)
+NEEDS_BSND = (
+    "; [B, S1, N1, D] needs layout_query 'BSND', {} 'PA_BSND' or 'BSND', and "
+    "actual_seq_lengths_query None or int32 query tokens of each sequence [B]"
+)
+KEYS_NEED_TND = (
+    "; [T2, 1, D] needs layout_query and {} 'TND', and int32 inclusive prefix sums [B] in "
+    "actual_seq_lengths_query and {}"
+)
+KEYS_NEED_FOUR_DIMS = (
+    "; [blocks, block_size, 1, D] needs {0} 'PA_BSND' and block_table; [B, S2, 1, D] needs "
+    "layout_query and {0} 'BSND'"
+)
+NEEDS_HEAD_DIM = "; [blocks, block_size, D] needs its head dim: key.unsqueeze(2)"
+
+
+def layouts(row, layout: str, lengths: str, paged: dict, bsnd: dict, tnd: dict, tnd_paged: dict):
+    """Tensors in the layout that is not named, of one op."""
+    query, key = paged["query"], paged["key"]
+    keys_need_tnd = KEYS_NEED_TND.format(layout, lengths)
+    return [
+        *(
+            row(
+                f"TND-query-named-BSND-{name}-keys",
+                inputs,
+                "query must be of shape [B, S1, N1, D] (layout_query 'BSND'), got [8, 4, 32]"
+                + NEEDS_TND.format(layout),
+                query=query.flatten(0, 1),
+            )
+            for name, inputs in (("PA_BSND", paged), ("BSND", bsnd))
+        ),
+        *(
+            row(
+                f"BSND-query-named-TND-{name}-keys",
+                inputs,
+                "query must be of shape [T1, N1, D] (layout_query 'TND'), got [2, 4, 4, 32]"
+                + NEEDS_BSND.format(layout),
+                query=query,
+            )
+            for name, inputs in (("PA_BSND", tnd_paged), ("TND", tnd))
+        ),
+        row(
+            "query-of-2-dims",
+            paged,
+            "query must be of shape [B, S1, N1, D] (layout_query 'BSND'), got [32, 32]",
+            query=query.flatten(0, 2),
+        ),
+        *(
+            row(
+                f"cache-without-head-dim-{name}-query",
+                inputs,
+                "key must be of shape [blocks, block_size, 1, D] (paged), got [8, 16, 32]"
+                + NEEDS_HEAD_DIM
+                + keys_need_tnd,
+                key=key[:, :, 0],
+            )
+            for name, inputs in (("BSND", paged), ("TND", tnd_paged))
+        ),
+        row(
+            "TND-keys-named-BSND",
+            bsnd,
+            "key must be of shape [B, S2, 1, D] (BSND), got [75, 1, 32]" + keys_need_tnd,
+            key=tnd["key"],
+        ),
+        row(
+            "PA_BSND-keys-named-TND",
+            tnd,
+            "key must be of shape [T2, 1, D] (TND), got [8, 16, 1, 32]"
+            + KEYS_NEED_FOUR_DIMS.format(layout),
+            key=key,
+        ),
+        row(
+            "key-of-2-dims",
+            tnd,
+            "key must be of shape [T2, 1, D] (TND), got [75, 32]",
+            key=tnd["key"][:, 0],
+        ),
+    ]
 
 
 ADDITION = [
@@ -77,22 +164,22 @@ ADDITION = [
     ),
     add(
         "dtype",
-        "other.dtype must be Float (dtype of self), got Double",
+        "other.dtype must be float32 (dtype of self), got float64",
         other=torch.zeros(4, 5).double(),
     ),
     add(
         "integers",
-        "self.dtype must be bfloat16, float16, float32 or float64, got Int",
+        "self.dtype must be bfloat16, float16, float32 or float64, got int32",
         **each(SUM, SUM, Tensor.int),
     ),
     add(
         "complex",
-        "self.dtype must be bfloat16, float16, float32 or float64, got ComplexFloat",
+        "self.dtype must be bfloat16, float16, float32 or float64, got complex64",
         **each(SUM, SUM, lambda x: x.to(torch.complex64)),
     ),
     add(
         "float8",
-        "self.dtype must be bfloat16, float16, float32 or float64, got Float8_e4m3fn",
+        "self.dtype must be bfloat16, float16, float32 or float64, got float8_e4m3fn",
         **each(SUM, SUM, lambda x: x.to(torch.float8_e4m3fn)),
     ),
 ]
@@ -129,27 +216,15 @@ INDEXER = [
         layout_key="BSND",
     ),
     index(
-        "query-rank",
-        INDEX_PA,
-        "query must be of shape [B, S1, N1, D] (layout_query 'BSND'), got [2, 4, 32]",
-        query=torch.zeros(2, 4, 32),
-    ),
-    index(
-        "query-rank-TND",
-        INDEX_TND,
-        "query must be of shape [T1, N1, D] (layout_query 'TND'), got [2, 4, 4, 32]",
-        query=torch.zeros(2, 4, 4, 32),
-    ),
-    index(
         "query-dtype",
         INDEX_PA,
-        "query.dtype must be bfloat16, float16 or float32, got Int",
+        "query.dtype must be bfloat16, float16 or float32, got int32",
         query=INDEX_PA["query"].int(),
     ),
     index(
         "query-float64",
         INDEX_PA,
-        "query.dtype must be bfloat16, float16 or float32, got Double",
+        "query.dtype must be bfloat16, float16 or float32, got float64",
         query=INDEX_PA["query"].double(),
     ),
     index(
@@ -181,21 +256,9 @@ INDEXER = [
         key=INDEX_TND["key"][..., :24],
     ),
     index(
-        "key-rank",
-        INDEX_PA,
-        "key must be of shape [blocks, block_size, 1, D] (paged), got [8, 16, 32]",
-        key=INDEX_PA["key"][:, :, 0],
-    ),
-    index(
-        "key-rank-TND",
-        INDEX_TND,
-        "key must be of shape [T2, 1, D] (TND), got [1, 75, 1, 32]",
-        key=INDEX_TND["key"][None],
-    ),
-    index(
         "key-dtype",
         INDEX_PA,
-        "key.dtype must be Float (dtype of query), got BFloat16",
+        "key.dtype must be float32 (dtype of query), got bfloat16",
         key=INDEX_PA["key"].bfloat16(),
     ),
     index(
@@ -261,14 +324,21 @@ INDEXER = [
     index(
         "weights-dtype",
         INDEX_PA,
-        "weights.dtype must be Float (dtype of query) or Float, got Half",
+        "weights.dtype must be float32 (dtype of query), got float16",
         weights=INDEX_PA["weights"].half(),
     ),
     index(
         "weights-float64",
         INDEX_PA,
-        "weights.dtype must be Float (dtype of query) or Float, got Double",
+        "weights.dtype must be float32 (dtype of query), got float64",
         weights=INDEX_PA["weights"].double(),
+    ),
+    index(
+        "weights-dtype-of-bfloat16-query",
+        INDEX_PA,
+        "weights.dtype must be bfloat16 (dtype of query) or float32, got float16",
+        **each(INDEX_PA, ["query", "key"], Tensor.bfloat16),
+        weights=INDEX_PA["weights"].half(),
     ),
     index(
         "weights-batch",
@@ -310,8 +380,8 @@ INDEXER = [
     index(
         "lengths-key-dtype",
         INDEX_PA,
-        "actual_seq_lengths_key.dtype must be Int (int32 keys of each sequence [B], for a "
-        "paged cache), got Long",
+        "actual_seq_lengths_key.dtype must be int32 (keys of each sequence [B], for a "
+        "paged cache), got int64",
         actual_seq_lengths_key=torch.tensor([40, 33]),
     ),
     index(
@@ -355,8 +425,8 @@ INDEXER = [
     index(
         "lengths-query-dtype",
         INDEX_PA,
-        "actual_seq_lengths_query.dtype must be Int (int32 query tokens of each sequence "
-        "[B]), got Long",
+        "actual_seq_lengths_query.dtype must be int32 (query tokens of each sequence "
+        "[B]), got int64",
         actual_seq_lengths_query=torch.tensor([3, 2]),
     ),
     index(
@@ -380,7 +450,7 @@ INDEXER = [
     index(
         "block-table-dtype",
         INDEX_PA,
-        "block_table.dtype must be Int (block ids), got Long",
+        "block_table.dtype must be int32 (block ids), got int64",
         block_table=INDEX_PA["block_table"].long(),
     ),
     index(
@@ -441,27 +511,15 @@ ATTENTION = [
         layout_kv="BSND",
     ),
     attend(
-        "query-rank",
-        ATTEND_PA,
-        "query must be of shape [B, S1, N1, D] (layout_query 'BSND'), got [4, 4, 32]",
-        query=ATTEND_PA["query"][0],
-    ),
-    attend(
-        "query-rank-TND",
-        ATTEND_TND,
-        "query must be of shape [T1, N1, D] (layout_query 'TND'), got [1, 6, 4, 32]",
-        query=ATTEND_TND["query"][None],
-    ),
-    attend(
         "query-dtype",
         ATTEND_PA,
-        "query.dtype must be bfloat16, float16 or float32, got Int",
+        "query.dtype must be bfloat16, float16 or float32, got int32",
         query=ATTEND_PA["query"].int(),
     ),
     attend(
         "query-float64",
         ATTEND_PA,
-        "query.dtype must be bfloat16, float16 or float32, got Double",
+        "query.dtype must be bfloat16, float16 or float32, got float64",
         query=ATTEND_PA["query"].double(),
     ),
     attend(
@@ -477,15 +535,9 @@ ATTENTION = [
         **each(ATTEND_PA, ["query", "key"], lambda t: t[..., :24]),
     ),
     attend(
-        "key-rank",
-        ATTEND_PA,
-        "key must be of shape [blocks, block_size, 1, D] (paged), got [8, 16, 32]",
-        key=ATTEND_PA["key"][:, :, 0],
-    ),
-    attend(
         "key-dtype",
         ATTEND_PA,
-        "key.dtype must be Float (dtype of query), got BFloat16",
+        "key.dtype must be float32 (dtype of query), got bfloat16",
         key=ATTEND_PA["key"].bfloat16(),
     ),
     attend(
@@ -557,7 +609,7 @@ ATTENTION = [
     attend(
         "value-dtype",
         ATTEND_PA,
-        "value.dtype must be Float (as key), got Half",
+        "value.dtype must be float32 (as key), got float16",
         value=ATTEND_PA["key"].half(),
     ),
     attend(
@@ -575,7 +627,7 @@ ATTENTION = [
     attend(
         "indices-dtype",
         ATTEND_PA,
-        "sparse_indices.dtype must be Int (positions), got Long",
+        "sparse_indices.dtype must be int32 (positions), got int64",
         sparse_indices=ATTEND_PA["sparse_indices"].long(),
     ),
     attend(
@@ -641,7 +693,7 @@ ATTENTION = [
     attend(
         "query_rope-dtype",
         ATTEND_PA,
-        "query_rope.dtype must be Float (as query, but for R), got Half",
+        "query_rope.dtype must be float32 (as query, but for R), got float16",
         query_rope=ATTEND_PA["query_rope"].half(),
     ),
     attend(
@@ -677,7 +729,7 @@ ATTENTION = [
     attend(
         "key_rope-dtype",
         ATTEND_PA,
-        "key_rope.dtype must be Float (as key, but for R), got Half",
+        "key_rope.dtype must be float32 (as key, but for R), got float16",
         key_rope=ATTEND_PA["key_rope"].half(),
     ),
     attend(
@@ -696,8 +748,8 @@ ATTENTION = [
     attend(
         "lengths-kv-dtype",
         ATTEND_PA,
-        "actual_seq_lengths_kv.dtype must be Int (int32 keys of each sequence [B], for a "
-        "paged cache), got Long",
+        "actual_seq_lengths_kv.dtype must be int32 (keys of each sequence [B], for a "
+        "paged cache), got int64",
         actual_seq_lengths_kv=torch.tensor([40, 33]),
     ),
     attend(
@@ -735,8 +787,8 @@ ATTENTION = [
     attend(
         "lengths-query-dtype",
         ATTEND_PA,
-        "actual_seq_lengths_query.dtype must be Int (int32 query tokens of each sequence "
-        "[B]), got Long",
+        "actual_seq_lengths_query.dtype must be int32 (query tokens of each sequence "
+        "[B]), got int64",
         actual_seq_lengths_query=torch.tensor([3, 2]),
     ),
     attend(
@@ -754,7 +806,7 @@ ATTENTION = [
     attend(
         "block-table-dtype",
         ATTEND_PA,
-        "block_table.dtype must be Int (block ids), got Long",
+        "block_table.dtype must be int32 (block ids), got int64",
         block_table=ATTEND_PA["block_table"].long(),
     ),
     attend(
@@ -786,6 +838,27 @@ ATTENTION = [
         ATTEND_TND,
         "block_table must be None (layout_kv is 'TND', not 'PA_BSND'), got a tensor",
         block_table=ATTEND_PA["block_table"],
+    ),
+]
+
+LAYOUTS = [
+    *layouts(
+        index,
+        "layout_key",
+        "actual_seq_lengths_key",
+        INDEX_PA,
+        INDEX_BSND,
+        INDEX_TND,
+        INDEX_TND_PA,
+    ),
+    *layouts(
+        attend,
+        "layout_kv",
+        "actual_seq_lengths_kv",
+        ATTEND_PA,
+        ATTEND_BSND,
+        ATTEND_TND,
+        ATTEND_TND_PA,
     ),
 ]
 
@@ -832,7 +905,7 @@ FUSED_ARGUMENTS = [
     ),
     fuse(
         "slots-int16",
-        "cache_index.dtype must be Int or Long (flat slots of the caches), got Short",
+        "cache_index.dtype must be int32 or int64 (flat slots of the caches), got int16",
         cache_index=FUSED["cache_index"].short(),
     ),
     fuse("x.size(0)", "sin.size(0) must be 18 (B of x), got 2", x=grown("x", 0)),
@@ -1109,195 +1182,206 @@ FUSED_ARGUMENTS = [
     ),
     fuse(
         "x-float64",
-        "x.dtype must be bfloat16, float16 or float32, got Double",
+        "x.dtype must be bfloat16, float16 or float32, got float64",
         x=FUSED["x"].double(),
     ),
     fuse(
         "w_dq-float64",
-        "w_dq.dtype must be Float (dtype of x), got Double",
+        "w_dq.dtype must be float32 (dtype of x), got float64",
         w_dq=FUSED["w_dq"].double(),
     ),
     fuse(
         "w_uq_qr-float64",
-        "w_uq_qr.dtype must be Float (dtype of x), got Double",
+        "w_uq_qr.dtype must be float32 (dtype of x), got float64",
         w_uq_qr=FUSED["w_uq_qr"].double(),
     ),
     fuse(
         "w_uk-float64",
-        "w_uk.dtype must be Float (dtype of x), got Double",
+        "w_uk.dtype must be float32 (dtype of x), got float64",
         w_uk=FUSED["w_uk"].double(),
     ),
     fuse(
         "w_dkv_kr-float64",
-        "w_dkv_kr.dtype must be Float (dtype of x), got Double",
+        "w_dkv_kr.dtype must be float32 (dtype of x), got float64",
         w_dkv_kr=FUSED["w_dkv_kr"].double(),
     ),
     fuse(
         "gamma_cq-float64",
-        "gamma_cq.dtype must be Float (dtype of x), got Double",
+        "gamma_cq.dtype must be float32 (dtype of x), got float64",
         gamma_cq=FUSED["gamma_cq"].double(),
     ),
     fuse(
         "gamma_ckv-float64",
-        "gamma_ckv.dtype must be Float (dtype of x), got Double",
+        "gamma_ckv.dtype must be float32 (dtype of x), got float64",
         gamma_ckv=FUSED["gamma_ckv"].double(),
     ),
     fuse(
         "sin-float64",
-        "sin.dtype must be Float (dtype of x) or Float, got Double",
+        "sin.dtype must be float32 (dtype of x), got float64",
         sin=FUSED["sin"].double(),
     ),
     fuse(
         "cos-float64",
-        "cos.dtype must be Float (dtype of x) or Float, got Double",
+        "cos.dtype must be float32 (dtype of x), got float64",
         cos=FUSED["cos"].double(),
     ),
     fuse(
         "cache_index-float64",
-        "cache_index.dtype must be Int or Long (flat slots of the caches), got Double",
+        "cache_index.dtype must be int32 or int64 (flat slots of the caches), got float64",
         cache_index=FUSED["cache_index"].double(),
     ),
     fuse(
         "kv_cache-float64",
-        "kv_cache.dtype must be Float (dtype of x), got Double",
+        "kv_cache.dtype must be float32 (dtype of x), got float64",
         kv_cache=FUSED["kv_cache"].double(),
     ),
     fuse(
         "kr_cache-float64",
-        "kr_cache.dtype must be Float (dtype of x), got Double",
+        "kr_cache.dtype must be float32 (dtype of x), got float64",
         kr_cache=FUSED["kr_cache"].double(),
     ),
     fuse(
         "block_table-float64",
-        "block_table.dtype must be Int (block ids), got Double",
+        "block_table.dtype must be int32 (block ids), got float64",
         block_table=FUSED["block_table"].double(),
     ),
     fuse(
         "act_seqs-float64",
-        "act_seqs.dtype must be Int (keys of each sequence), got Double",
+        "act_seqs.dtype must be int32 (keys of each sequence), got float64",
         act_seqs=FUSED["act_seqs"].double(),
     ),
     fuse(
         "w_idx_qb-float64",
-        "w_idx_qb.dtype must be Float (dtype of x), got Double",
+        "w_idx_qb.dtype must be float32 (dtype of x), got float64",
         w_idx_qb=FUSED["w_idx_qb"].double(),
     ),
     fuse(
         "w_idx_k-float64",
-        "w_idx_k.dtype must be Float (dtype of x), got Double",
+        "w_idx_k.dtype must be float32 (dtype of x), got float64",
         w_idx_k=FUSED["w_idx_k"].double(),
     ),
     fuse(
         "w_idx_proj-float64",
-        "w_idx_proj.dtype must be Float (dtype of x), got Double",
+        "w_idx_proj.dtype must be float32 (dtype of x), got float64",
         w_idx_proj=FUSED["w_idx_proj"].double(),
     ),
     fuse(
         "in_gamma_k-float64",
-        "in_gamma_k.dtype must be Float (dtype of x), got Double",
+        "in_gamma_k.dtype must be float32 (dtype of x), got float64",
         in_gamma_k=FUSED["in_gamma_k"].double(),
     ),
     fuse(
         "in_beta_k-float64",
-        "in_beta_k.dtype must be Float (dtype of x), got Double",
+        "in_beta_k.dtype must be float32 (dtype of x), got float64",
         in_beta_k=FUSED["in_beta_k"].double(),
     ),
     fuse(
         "index_k_cache-float64",
-        "index_k_cache.dtype must be Float (dtype of x), got Double",
+        "index_k_cache.dtype must be float32 (dtype of x), got float64",
         index_k_cache=FUSED["index_k_cache"].double(),
     ),
     fuse(
-        "x-bfloat16", "w_dq.dtype must be BFloat16 (dtype of x), got Float", x=FUSED["x"].bfloat16()
+        "x-bfloat16",
+        "w_dq.dtype must be bfloat16 (dtype of x), got float32",
+        x=FUSED["x"].bfloat16(),
     ),
     fuse(
         "w_dq-bfloat16",
-        "w_dq.dtype must be Float (dtype of x), got BFloat16",
+        "w_dq.dtype must be float32 (dtype of x), got bfloat16",
         w_dq=FUSED["w_dq"].bfloat16(),
     ),
     fuse(
         "w_uq_qr-bfloat16",
-        "w_uq_qr.dtype must be Float (dtype of x), got BFloat16",
+        "w_uq_qr.dtype must be float32 (dtype of x), got bfloat16",
         w_uq_qr=FUSED["w_uq_qr"].bfloat16(),
     ),
     fuse(
         "w_uk-bfloat16",
-        "w_uk.dtype must be Float (dtype of x), got BFloat16",
+        "w_uk.dtype must be float32 (dtype of x), got bfloat16",
         w_uk=FUSED["w_uk"].bfloat16(),
     ),
     fuse(
         "w_dkv_kr-bfloat16",
-        "w_dkv_kr.dtype must be Float (dtype of x), got BFloat16",
+        "w_dkv_kr.dtype must be float32 (dtype of x), got bfloat16",
         w_dkv_kr=FUSED["w_dkv_kr"].bfloat16(),
     ),
     fuse(
         "gamma_cq-bfloat16",
-        "gamma_cq.dtype must be Float (dtype of x), got BFloat16",
+        "gamma_cq.dtype must be float32 (dtype of x), got bfloat16",
         gamma_cq=FUSED["gamma_cq"].bfloat16(),
     ),
     fuse(
         "gamma_ckv-bfloat16",
-        "gamma_ckv.dtype must be Float (dtype of x), got BFloat16",
+        "gamma_ckv.dtype must be float32 (dtype of x), got bfloat16",
         gamma_ckv=FUSED["gamma_ckv"].bfloat16(),
     ),
     fuse(
         "sin-bfloat16",
-        "sin.dtype must be Float (dtype of x) or Float, got BFloat16",
+        "sin.dtype must be float32 (dtype of x), got bfloat16",
         sin=FUSED["sin"].bfloat16(),
     ),
     fuse(
         "cos-bfloat16",
-        "cos.dtype must be Float (dtype of x) or Float, got BFloat16",
+        "cos.dtype must be float32 (dtype of x), got bfloat16",
         cos=FUSED["cos"].bfloat16(),
+    ),
+    *(
+        fuse(
+            f"{name}-float64-of-float16-x",
+            f"{name}.dtype must be float16 (dtype of x) or float32, got float64",
+            **each(FUSED, [n for n in FLOATING if n not in ("sin", "cos")], Tensor.half),
+            **{name: FUSED[name].double()},
+        )
+        for name in ("sin", "cos")
     ),
     fuse(
         "kv_cache-bfloat16",
-        "kv_cache.dtype must be Float (dtype of x), got BFloat16",
+        "kv_cache.dtype must be float32 (dtype of x), got bfloat16",
         kv_cache=FUSED["kv_cache"].bfloat16(),
     ),
     fuse(
         "kr_cache-bfloat16",
-        "kr_cache.dtype must be Float (dtype of x), got BFloat16",
+        "kr_cache.dtype must be float32 (dtype of x), got bfloat16",
         kr_cache=FUSED["kr_cache"].bfloat16(),
     ),
     fuse(
         "w_idx_qb-bfloat16",
-        "w_idx_qb.dtype must be Float (dtype of x), got BFloat16",
+        "w_idx_qb.dtype must be float32 (dtype of x), got bfloat16",
         w_idx_qb=FUSED["w_idx_qb"].bfloat16(),
     ),
     fuse(
         "w_idx_k-bfloat16",
-        "w_idx_k.dtype must be Float (dtype of x), got BFloat16",
+        "w_idx_k.dtype must be float32 (dtype of x), got bfloat16",
         w_idx_k=FUSED["w_idx_k"].bfloat16(),
     ),
     fuse(
         "w_idx_proj-bfloat16",
-        "w_idx_proj.dtype must be Float (dtype of x), got BFloat16",
+        "w_idx_proj.dtype must be float32 (dtype of x), got bfloat16",
         w_idx_proj=FUSED["w_idx_proj"].bfloat16(),
     ),
     fuse(
         "in_gamma_k-bfloat16",
-        "in_gamma_k.dtype must be Float (dtype of x), got BFloat16",
+        "in_gamma_k.dtype must be float32 (dtype of x), got bfloat16",
         in_gamma_k=FUSED["in_gamma_k"].bfloat16(),
     ),
     fuse(
         "in_beta_k-bfloat16",
-        "in_beta_k.dtype must be Float (dtype of x), got BFloat16",
+        "in_beta_k.dtype must be float32 (dtype of x), got bfloat16",
         in_beta_k=FUSED["in_beta_k"].bfloat16(),
     ),
     fuse(
         "index_k_cache-bfloat16",
-        "index_k_cache.dtype must be Float (dtype of x), got BFloat16",
+        "index_k_cache.dtype must be float32 (dtype of x), got bfloat16",
         index_k_cache=FUSED["index_k_cache"].bfloat16(),
     ),
     fuse(
         "block_table-int64",
-        "block_table.dtype must be Int (block ids), got Long",
+        "block_table.dtype must be int32 (block ids), got int64",
         block_table=FUSED["block_table"].long(),
     ),
     fuse(
         "act_seqs-int64",
-        "act_seqs.dtype must be Int (keys of each sequence), got Long",
+        "act_seqs.dtype must be int32 (keys of each sequence), got int64",
         act_seqs=FUSED["act_seqs"].long(),
     ),
     fuse(
@@ -1392,7 +1476,8 @@ NONE = [
 
 
 @pytest.mark.parametrize(
-    "op, inputs, message", [*ADDITION, *INDEXER, *ATTENTION, *FUSED_ARGUMENTS, *NUMBERS, *NONE]
+    "op, inputs, message",
+    [*ADDITION, *INDEXER, *ATTENTION, *LAYOUTS, *FUSED_ARGUMENTS, *NUMBERS, *NONE],
 )
 def test_refuses_in_these_words_and_writes_nothing(op, inputs, message):
     given = copied(inputs)

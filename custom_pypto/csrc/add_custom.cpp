@@ -18,7 +18,7 @@ Tensor add_custom_contract(const Tensor& self, const Tensor& other) {
   // of the floating-point types, those that torch adds: not the ones of 8 bits or fewer
   CHECK_ARGUMENT(
       dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kFloat || dtype == at::kDouble,
-      kOp, "self.dtype", "bfloat16, float16, float32 or float64", dtype);
+      kOp, "self.dtype", "bfloat16, float16, float32 or float64", dtype_name(dtype));
   check_dtype(kOp, "other", other, dtype, "dtype of self");
   check_device(kOp, "other", other, self);
   CHECK_ARGUMENT(self.sym_sizes() == other.sym_sizes(), kOp, "other",

@@ -39,10 +39,7 @@ Checked check(const Tensor& query, const Tensor& key, const Tensor& weights,
   for (int64_t i = 0; i < dims - 1; ++i) {
     check_size(kOp, "weights", weights, i, query.sym_size(i), "shape of query without D");
   }
-  CHECK_ARGUMENT(
-      weights.scalar_type() == query.scalar_type() || weights.scalar_type() == at::kFloat, kOp,
-      "weights.dtype", c10::str(query.scalar_type(), " (dtype of query) or Float"),
-      weights.scalar_type());
+  check_dtype_or_float32(kOp, "weights", weights, query.scalar_type(), "dtype of query");
   check_device(kOp, "weights", weights, query);
 
   c10::SymDimVector shape(query.sym_sizes().begin(), query.sym_sizes().end());

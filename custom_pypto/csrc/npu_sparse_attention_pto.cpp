@@ -86,16 +86,14 @@ Tensor npu_sparse_attention_pto_contract(
     check_size(kOp, name, table, 0, x.sym_size(0), "B of x");
     check_size(kOp, name, table, 1, x.sym_size(1), "S1 of x");
     check_size(kOp, name, table, 2, R, "R of kr_cache");
-    CHECK_ARGUMENT(table.scalar_type() == x.scalar_type() || table.scalar_type() == at::kFloat, kOp,
-                   c10::str(name, ".dtype"), c10::str(x.scalar_type(), " (dtype of x) or Float"),
-                   table.scalar_type());
+    check_dtype_or_float32(kOp, name, table, x.scalar_type(), "dtype of x");
     check_device(kOp, name, table, x);
   }
 
   check_rank(kOp, "cache_index", cache_index, 2, "[B, S1]");
   const auto index_dtype = cache_index.scalar_type();
   CHECK_ARGUMENT(index_dtype == at::kInt || index_dtype == at::kLong, kOp, "cache_index.dtype",
-                 "Int or Long (flat slots of the caches)", index_dtype);
+                 "int32 or int64 (flat slots of the caches)", dtype_name(index_dtype));
   check_size(kOp, "cache_index", cache_index, 0, x.sym_size(0), "B of x");
   check_size(kOp, "cache_index", cache_index, 1, x.sym_size(1), "S1 of x");
   check_device(kOp, "cache_index", cache_index, x);

@@ -5,6 +5,8 @@
 
 namespace custom_pypto {
 
+std::string_view dtype_name(at::ScalarType dtype) { return c10::getDtypeNames(dtype).first; }
+
 void check_given(const char* op, const char* name, const Tensor& tensor) {
   CHECK_ARGUMENT(tensor.defined(), op, name, "a tensor", "None");
 }
@@ -30,13 +32,22 @@ void check_multiple_of_16(const char* op, const char* name, const Tensor& tensor
 void check_floating(const char* op, const char* name, const Tensor& tensor) {
   const auto dtype = tensor.scalar_type();
   CHECK_ARGUMENT(dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kFloat, op,
-                 c10::str(name, ".dtype"), "bfloat16, float16 or float32", dtype);
+                 c10::str(name, ".dtype"), "bfloat16, float16 or float32", dtype_name(dtype));
 }
 
 void check_dtype(const char* op, const char* name, const Tensor& tensor, at::ScalarType expected,
                  const char* why) {
   CHECK_ARGUMENT(tensor.scalar_type() == expected, op, c10::str(name, ".dtype"),
-                 c10::str(expected, " (", why, ")"), tensor.scalar_type());
+                 c10::str(dtype_name(expected), " (", why, ")"), dtype_name(tensor.scalar_type()));
+}
+
+void check_dtype_or_float32(const char* op, const char* name, const Tensor& tensor,
+                            at::ScalarType expected, const char* why) {
+  if (tensor.scalar_type() == at::kFloat) return;
+  CHECK_ARGUMENT(
+      tensor.scalar_type() == expected, op, c10::str(name, ".dtype"),
+      c10::str(dtype_name(expected), " (", why, ")", expected == at::kFloat ? "" : " or float32"),
+      dtype_name(tensor.scalar_type()));
 }
 
 void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& query) {
@@ -68,13 +79,48 @@ void check_lengths(const char* op, const char* name, const OptionalTensor& lengt
                    const char* meaning, const std::optional<c10::SymInt>& batch,
                    const Tensor& query) {
   if (!lengths) {
-    CHECK_ARGUMENT(!required, op, name, c10::str("given: ", meaning), "None");
+    CHECK_ARGUMENT(!required, op, name, c10::str("given: int32 ", meaning), "None");
     return;
   }
   check_rank(op, name, *lengths, 1, "[B]");
   check_dtype(op, name, *lengths, at::kInt, meaning);
   check_device(op, name, *lengths, query);
   if (batch) check_size(op, name, *lengths, 0, *batch, "B");
+}
+
+std::string other_query_layout(const KeyNames& names, Layout given) {
+  if (given == Layout::kTnd) {
+    return c10::str("; [B, S1, N1, D] needs layout_query 'BSND', ", names.layout,
+                    " 'PA_BSND' or 'BSND', and actual_seq_lengths_query None or int32 query tokens "
+                    "of each sequence [B]");
+  }
+  return c10::str("; [T1, N1, D] needs layout_query 'TND', ", names.layout,
+                  " 'PA_BSND' or 'TND', and actual_seq_lengths_query: int32 inclusive prefix sums "
+                  "of query tokens [B]");
+}
+
+std::string other_key_layout(const KeyNames& names, Layout given) {
+  if (given == Layout::kTnd) {
+    return c10::str("; [blocks, block_size, 1, D] needs ", names.layout,
+                    " 'PA_BSND' and block_table; [B, S2, 1, D] needs layout_query and ",
+                    names.layout, " 'BSND'");
+  }
+  return c10::str(given == Layout::kPaged
+                      ? "; [blocks, block_size, D] needs its head dim: key.unsqueeze(2)"
+                      : "",
+                  "; [T2, 1, D] needs layout_query and ", names.layout,
+                  " 'TND', and int32 inclusive prefix sums [B] in actual_seq_lengths_query and ",
+                  names.lengths);
+}
+
+// As check_rank; a tensor with the dims of the other layout is most often in that one.
+void check_layout_rank(const KeyNames& names, const char* name, const Tensor& tensor, Layout layout,
+                       const char* shape,
+                       std::string (*other_layout)(const KeyNames& names, Layout given)) {
+  check_given(names.op, name, tensor);
+  const int64_t rank = layout == Layout::kTnd ? 3 : 4;
+  CHECK_ARGUMENT(tensor.dim() == rank, names.op, name, c10::str("of shape ", shape),
+                 tensor.sym_sizes(), tensor.dim() == 7 - rank ? other_layout(names, layout) : "");
 }
 
 }  // namespace
@@ -95,12 +141,15 @@ Layouts check_layouts(const KeyNames& names, c10::string_view layout_query,
                                                                : packed ? Layout::kTnd
                                                                         : Layout::kBsnd};
 
-  check_rank(op, "query", query, layouts.query_dims(),
-             packed ? "[T1, N1, D] (layout_query 'TND')" : "[B, S1, N1, D] (layout_query 'BSND')");
-  check_rank(op, "key", key, layouts.key_dims(),
-             paged    ? "[blocks, block_size, 1, D] (paged)"
-             : packed ? "[T2, 1, D] (TND)"
-                      : "[B, S2, 1, D] (BSND)");
+  check_layout_rank(
+      names, "query", query, layouts.query,
+      packed ? "[T1, N1, D] (layout_query 'TND')" : "[B, S1, N1, D] (layout_query 'BSND')",
+      other_query_layout);
+  check_layout_rank(names, "key", key, layouts.key,
+                    paged    ? "[blocks, block_size, 1, D] (paged)"
+                    : packed ? "[T2, 1, D] (TND)"
+                             : "[B, S2, 1, D] (BSND)",
+                    other_key_layout);
   check_size(op, "key", key, layouts.key_dims() - 2, 1, "N2: one key head");
   CHECK_ARGUMENT(query.sym_size(-2) > 0, op, c10::str("query.size(", layouts.query_dims() - 2, ")"),
                  "at least 1 (N1)", query.sym_size(-2));
@@ -108,14 +157,14 @@ Layouts check_layouts(const KeyNames& names, c10::string_view layout_query,
   std::optional<c10::SymInt> batch;
   if (!packed) batch = query.sym_size(0);
   check_lengths(op, "actual_seq_lengths_query", lengths_query, packed,
-                packed ? "int32 inclusive prefix sums of query tokens [B], for 'TND'"
-                       : "int32 query tokens of each sequence [B]",
+                packed ? "inclusive prefix sums of query tokens [B], for 'TND'"
+                       : "query tokens of each sequence [B]",
                 batch, query);
   if (packed) batch = lengths_query->sym_size(0);
   check_lengths(op, names.lengths, lengths_key, paged || packed,
-                paged    ? "int32 keys of each sequence [B], for a paged cache"
-                : packed ? "int32 inclusive prefix sums of keys [B], for 'TND'"
-                         : "int32 keys of each sequence [B]",
+                paged    ? "keys of each sequence [B], for a paged cache"
+                : packed ? "inclusive prefix sums of keys [B], for 'TND'"
+                         : "keys of each sequence [B]",
                 batch, query);
   if (paged) {
     CHECK_ARGUMENT(block_table.has_value(), op, "block_table",

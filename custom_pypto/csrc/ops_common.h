@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <atomic>
 #include <optional>
+#include <string_view>
 #if defined(__SANITIZE_THREAD__)
 #include <thread>
 #endif
@@ -25,6 +26,8 @@ using OptionalTensor = std::optional<Tensor>;
 #define CHECK_ARGUMENT(condition, op, argument, expected, ...) \
   TORCH_CHECK(condition, op, ": ", argument, " must be ", expected, ", got ", __VA_ARGS__)
 
+std::string_view dtype_name(at::ScalarType dtype);  // as Python prints it: float32
+
 // None arrives as a tensor that is not defined; check_rank, the first check of a tensor, includes
 // it.
 void check_given(const char* op, const char* name, const Tensor& tensor);
@@ -36,6 +39,8 @@ void check_multiple_of_16(const char* op, const char* name, const Tensor& tensor
 void check_floating(const char* op, const char* name, const Tensor& tensor);
 void check_dtype(const char* op, const char* name, const Tensor& tensor, at::ScalarType expected,
                  const char* why);
+void check_dtype_or_float32(const char* op, const char* name, const Tensor& tensor,
+                            at::ScalarType expected, const char* why);
 void check_device(const char* op, const char* name, const Tensor& tensor, const Tensor& query);
 void check_dense_rows(const char* op, const char* name, const Tensor& tensor);
 void check_sparse_count(const char* op, int64_t sparse_count);
