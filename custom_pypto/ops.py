@@ -16,8 +16,12 @@ Values are not trusted: lengths are clamped to what the tensors hold, and a posi
 is outside the cache does not exist.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
+
+from .standard import check_keywords
 
 __all__ = [
     "add_custom",
@@ -64,6 +68,7 @@ def npu_lightning_indexer_pto(
     layout_key: str = "PA_BSND",
     sparse_count: int = 2048,
     sparse_mode: int = 3,
+    **standard: Any,
 ) -> Tensor:
     r"""Positions of the ``sparse_count`` keys that matter most to each query token.
 
@@ -82,6 +87,9 @@ def npu_lightning_indexer_pto(
         sparse_count: K, 1 to 2048, or 3072 to 8192 in steps of 1024.
         sparse_mode: 3: causal and right-aligned, token ``i`` of ``len_q`` sees keys
             ``j <= len_k - len_q + i``; 0: every key of the sequence.
+        standard: the other keywords of ``torch_npu.npu_lightning_indexer``, each with the one
+            value that is computed here: ``pre_tokens`` and ``next_tokens`` 2**63 - 1,
+            ``return_value`` False.
     Returns:
         ``[B, S1, 1, K]`` or ``[T1, 1, K]`` int32 positions in the sequence (not in ``key``), best
         first, the lower position first among equal scores, the same on every run and for any number
@@ -104,6 +112,8 @@ def npu_lightning_indexer_pto(
         tensor([[ 2,  1,  0, -1],
                 [ 3,  2,  1,  0]], dtype=torch.int32)
     """
+    if standard:
+        check_keywords("npu_lightning_indexer_pto", standard)
     return _npu_lightning_indexer_pto(
         query,
         key,
@@ -134,6 +144,7 @@ def npu_sparse_flash_attention_pto(
     layout_query: str = "BSND",
     layout_kv: str = "PA_BSND",
     sparse_mode: int = 3,
+    **standard: Any,
 ) -> Tensor:
     r"""Attention of each query token over the rows of a latent cache that its indices name.
 
@@ -161,6 +172,9 @@ def npu_sparse_flash_attention_pto(
         query_rope: ``[.., N1, R]``; with ``key_rope``, shape of ``key`` but for R, or neither.
         sparse_block_size: 1.
         sparse_mode: as for :func:`npu_lightning_indexer_pto`.
+        standard: the other keywords of ``torch_npu.npu_sparse_flash_attention``, each with the one
+            value that is computed here: ``attention_mode`` 2, ``pre_tokens`` and ``next_tokens``
+            2**63 - 1, ``return_softmax_lse`` False, ``sinks`` None.
     Returns:
         Shape and dtype of ``query``. Tokens without a valid index, and padded ones, give zeros.
     Raises:
@@ -181,6 +195,8 @@ def npu_sparse_flash_attention_pto(
         >>> out[0, 0, 0, :5]
         tensor([0.0000, 0.5000, 0.0000, 0.5000, 0.0000])
     """
+    if standard:
+        check_keywords("npu_sparse_flash_attention_pto", standard)
     return _npu_sparse_flash_attention_pto(
         query,
         key,

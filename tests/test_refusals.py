@@ -1464,6 +1464,59 @@ NUMBERS = [
     ),
 ]
 
+WINDOW = "9223372036854775807 (2**63 - 1: no window)"
+WINDOW_REMEDY = "leave it out; what a token sees follows from sparse_mode and the lengths"
+
+# of torch_npu's standard ops
+KEYWORDS = [
+    *(
+        row(
+            f"{name}-{n}", inputs, f"{name} must be {WINDOW}, got {n}; {WINDOW_REMEDY}", **{name: n}
+        )
+        for row, inputs in ((index, INDEX_PA), (attend, ATTEND_PA))
+        for name in ("pre_tokens", "next_tokens")
+        for n in (0, -1, 128, 2**63 - 2)
+    ),
+    index(
+        "return_value",
+        INDEX_PA,
+        "return_value must be False (positions alone are returned), got True; compute the scores "
+        "of the returned positions in torch, or call torch_npu.npu_lightning_indexer",
+        return_value=True,
+    ),
+    *(
+        attend(
+            f"attention_mode-{mode}",
+            ATTEND_PA,
+            f"attention_mode must be 2 (MLA, absorbed), got {mode}; pass 2 or leave it out; the "
+            "RoPE dims go into query_rope and key_rope",
+            attention_mode=mode,
+        )
+        for mode in (0, 1, None)
+    ),
+    attend(
+        "return_softmax_lse",
+        ATTEND_PA,
+        "return_softmax_lse must be False (the output alone is returned), got True; select all "
+        "keys of a token in one call, or call torch_npu.npu_sparse_flash_attention",
+        return_softmax_lse=True,
+    ),
+    attend(
+        "sinks",
+        ATTEND_PA,
+        "sinks must be None (there are no attention sinks), got a tensor; leave it out, or call "
+        "torch_npu.npu_sparse_flash_attention",
+        sinks=torch.zeros(4),
+    ),
+    attend(
+        "sinks-number",
+        ATTEND_PA,
+        "sinks must be None (there are no attention sinks), got 0.0; leave it out, or call "
+        "torch_npu.npu_sparse_flash_attention",
+        sinks=0.0,
+    ),
+]
+
 OPTIONAL = ["block_table", "actual_seq_lengths_key", "actual_seq_lengths_kv"]
 OPTIONAL += ["actual_seq_lengths_query", "query_rope", "key_rope"]
 
@@ -1477,7 +1530,10 @@ NONE = [
 
 @pytest.mark.parametrize(
     "op, inputs, message",
-    [*ADDITION, *INDEXER, *ATTENTION, *LAYOUTS, *FUSED_ARGUMENTS, *NUMBERS, *NONE],
+    [
+        *(*ADDITION, *INDEXER, *ATTENTION, *LAYOUTS, *FUSED_ARGUMENTS),
+        *(*NUMBERS, *KEYWORDS, *NONE),
+    ],
 )
 def test_refuses_in_these_words_and_writes_nothing(op, inputs, message):
     given = copied(inputs)

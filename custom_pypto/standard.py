@@ -1,0 +1,76 @@
+"""Keywords of torch_npu's standard ops that the ops here do not compute with.
+
+``npu_lightning_indexer`` and ``npu_sparse_flash_attention`` of torch_npu take them. So do the
+functions of :mod:`custom_pypto.ops`, that a call may be moved from one to the other; each has one
+value that says what these ops do anyhow, and any other is refused rather than ignored.
+"""
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class Keyword(NamedTuple):
+    legal: Any
+    meaning: str  # of the legal value
+    remedy: str
+
+
+_NO_WINDOW = Keyword(
+    2**63 - 1,
+    "2**63 - 1: no window",
+    "leave it out; what a token sees follows from sparse_mode and the lengths",
+)
+
+KEYWORDS = {
+    "npu_lightning_indexer_pto": {
+        "pre_tokens": _NO_WINDOW,
+        "next_tokens": _NO_WINDOW,
+        "return_value": Keyword(
+            False,
+            "positions alone are returned",
+            "compute the scores of the returned positions in torch, or call "
+            "torch_npu.npu_lightning_indexer",
+        ),
+    },
+    "npu_sparse_flash_attention_pto": {
+        "pre_tokens": _NO_WINDOW,
+        "next_tokens": _NO_WINDOW,
+        "attention_mode": Keyword(
+            2,
+            "MLA, absorbed",
+            "pass 2 or leave it out; the RoPE dims go into query_rope and key_rope",
+        ),
+        "return_softmax_lse": Keyword(
+            False,
+            "the output alone is returned",
+            "select all keys of a token in one call, or call torch_npu.npu_sparse_flash_attention",
+        ),
+        "sinks": Keyword(
+            None,
+            "there are no attention sinks",
+            "leave it out, or call torch_npu.npu_sparse_flash_attention",
+        ),
+    },
+}
+
+
+def check_keywords(op: str, given: dict[str, Any]) -> None:
+    """Refuses every keyword that does not have its legal value.
+
+    Raises:
+        RuntimeError: a keyword of :data:`KEYWORDS` has another value.
+        TypeError: a keyword that the standard op does not take either.
+    """
+    for name, value in given.items():
+        keyword = KEYWORDS[op].get(name)
+        if keyword is None:
+            raise TypeError(f"{op}() got an unexpected keyword argument '{name}'")
+        if isinstance(value, Tensor) or value != keyword.legal:
+            got = "a tensor" if isinstance(value, Tensor) else value
+            if type(value) is int:
+                got = int(value)  # torch.compile may have made a symbol of it, which has no text
+            raise RuntimeError(
+                f"{op}: {name} must be {keyword.legal} ({keyword.meaning}), got {got}; "
+                f"{keyword.remedy}"
+            )

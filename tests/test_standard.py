@@ -1,0 +1,109 @@
+"""Calls written for torch_npu's standard ops: every keyword of those is taken or refused by name.
+
+tests/test_refusals.py holds the words of the refusals.
+"""
+
+import re
+
+import pytest
+import torch
+from cases import attention_inputs, indexer_inputs, on_meta
+
+import custom_pypto
+from custom_pypto.standard import KEYWORDS
+
+INPUTS = {
+    "npu_lightning_indexer_pto": indexer_inputs([3, 2], [40, 33]),
+    "npu_sparse_flash_attention_pto": attention_inputs([3, 2], [40, 33]),
+}
+LEGAL = {op: {name: k.legal for name, k in table.items()} for op, table in KEYWORDS.items()}
+# the keywords of torch_npu 2.13.0 and their defaults
+STANDARD = {
+    "npu_lightning_indexer_pto": """
+        Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None,
+        Tensor? block_table=None, str layout_query="BSND", str layout_key="BSND",
+        int sparse_count=2048, int sparse_mode=3, int pre_tokens=9223372036854775807,
+        int next_tokens=9223372036854775807, bool return_value=False
+    """,
+    "npu_sparse_flash_attention_pto": """
+        Tensor? block_table=None, Tensor? actual_seq_lengths_query=None,
+        Tensor? actual_seq_lengths_kv=None, Tensor? query_rope=None, Tensor? key_rope=None,
+        int sparse_block_size=1, str layout_query="BSND", str layout_kv="BSND", int sparse_mode=3,
+        int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807,
+        int attention_mode=0, bool return_softmax_lse=False, Tensor? sinks=None
+    """,
+}
+# torch_npu supports attention_mode 2, which is not its default
+OTHER_DEFAULTS = {"attention_mode": "0"}
+
+
+@pytest.mark.parametrize("op", STANDARD)
+def test_every_keyword_of_the_standard_op_is_known(op):
+    ours = getattr(torch.ops.custom_pypto, op).default._schema.arguments
+    ours = {argument.name for argument in ours if argument.kwarg_only}
+    theirs = dict(re.findall(r"(\w+)=([^,\s]+)", STANDARD[op]))
+    assert theirs.keys() - ours == KEYWORDS[op].keys()
+    for name, legal in LEGAL[op].items():
+        assert theirs[name] == OTHER_DEFAULTS.get(name, str(legal))
+
+
+@pytest.mark.parametrize("op", KEYWORDS)
+def test_legal_keywords_change_nothing(op):
+    run = getattr(custom_pypto, op)
+    assert torch.equal(run(**INPUTS[op], **LEGAL[op]), run(**INPUTS[op]))
+    assert run(**on_meta(INPUTS[op]), **LEGAL[op]).shape == run(**INPUTS[op]).shape
+    for name, value in LEGAL[op].items():
+        assert torch.equal(run(**INPUTS[op], **{name: value}), run(**INPUTS[op]))
+
+
+@pytest.mark.parametrize("given", ["none", "legal"])
+@pytest.mark.parametrize("op", KEYWORDS)
+def test_keywords_leave_no_trace_in_a_compiled_graph(op, given):
+    run, keywords = getattr(custom_pypto, op), LEGAL[op] if given == "legal" else {}
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda **inputs: run(**inputs), backend=backend, fullgraph=True)
+    assert torch.equal(compiled(**INPUTS[op], **keywords), run(**INPUTS[op]))
+    [graph] = graphs
+    [call] = [node for node in graph.graph.nodes if node.op == "call_function"]
+    assert call.target is getattr(torch.ops.custom_pypto, op).default
+    assert not KEYWORDS[op].keys() & call.kwargs.keys()
+
+
+@pytest.mark.parametrize(
+    "op, keyword, value, got",
+    [
+        ("npu_lightning_indexer_pto", "return_value", True, "True"),
+        ("npu_lightning_indexer_pto", "pre_tokens", 7, "7"),
+        ("npu_sparse_flash_attention_pto", "attention_mode", 0, "0"),
+        ("npu_sparse_flash_attention_pto", "sinks", torch.zeros(4), "a tensor"),
+    ],
+)
+def test_compilation_is_refused_in_the_same_words(op, keyword, value, got):
+    torch._dynamo.reset()
+    compiled = torch.compile(getattr(custom_pypto, op), backend="eager", fullgraph=True)
+    compiled(**INPUTS[op], **{keyword: LEGAL[op][keyword]})  # whose value may become dynamic now
+    with pytest.raises(RuntimeError, match=rf"{op}: {keyword} must be .*, got {got}; "):
+        compiled(**INPUTS[op], **{keyword: value})
+
+
+@pytest.mark.parametrize("op", KEYWORDS)
+def test_other_keywords_raise_what_python_raises(op):
+    def plain(**inputs):
+        return inner(**inputs)
+
+    def inner(query=None):
+        return query
+
+    for keyword in ("sink", "softmax_scale", "query_dequant_scale"):
+        with pytest.raises(TypeError) as refused:
+            getattr(custom_pypto, op)(**INPUTS[op], **{keyword: 1})
+        with pytest.raises(TypeError) as python:
+            plain(**{keyword: 1})
+        words = str(python.value)
+        assert str(refused.value) == op + words[words.index("()") :]
