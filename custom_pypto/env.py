@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import ctypes
 import glob
-import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -21,9 +20,9 @@ import sys
 import sysconfig
 
 from . import converter
+from .requirements import installed_version, pypto_problem
 
 TRANSFORMERS = "5.23.0"
-PYPTO = "0.2.0"
 # the CPU features that decide which kernels run, or could: x86, then Arm
 CPU_FEATURES = (
     "fma f16c avx2 avx_vnni avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 "
@@ -144,25 +143,6 @@ def _torch_npu_problem() -> dict[str, str] | None:
             f"pip install 'torch_npu=={minor}.*'",
         )
     return None
-
-
-def pypto_problem() -> dict[str, str] | None:
-    """What is wrong with the installed PyPTO, for the kernels on the NPU and for simulation."""
-    found = installed_version("pypto")
-    if found == PYPTO:
-        return None
-    return _problem(
-        f"needs pypto {PYPTO}, found {found or 'none'}",
-        f"pip install pypto=={PYPTO}",
-    )
-
-
-def installed_version(distribution: str) -> str | None:
-    """Of a distribution, without importing it; None: not installed."""
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def _versions() -> dict[str, str | None]:

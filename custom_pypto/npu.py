@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from . import env
+from .requirements import pypto_problem
 
 Launch = Callable[[Callable, Sequence[Tensor], Sequence[Tensor]], None]
 
@@ -35,7 +35,7 @@ def on_device(kernel: Callable, tensors: Sequence[Tensor], written: Sequence[Ten
 @functools.cache
 def program(op: str):
     """The module of an op's PyPTO program; PyPTO is looked for and imported when first needed."""
-    if problem := env.pypto_problem():
+    if problem := pypto_problem():
         raise RuntimeError(
             f"{op}: {problem['what']} to run on an NPU; {problem['remedy']}, "
             "or move the tensors to the CPU, whose kernels need no PyPTO"

@@ -20,7 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from .. import env
+from ..requirements import pypto_problem
 
 TIMEOUT = 600.0  # seconds; the slowest kernel of the package takes about one minute
 
@@ -65,7 +65,7 @@ def _configure() -> None:
 
 
 # the internals that this folder uses are those of one version
-if _problem := env.pypto_problem():
+if _problem := pypto_problem():
     raise ImportError(f"custom_pypto.simulation: {_problem['what']}; {_problem['remedy']}")
 if "pypto" not in sys.modules:
     _configure()

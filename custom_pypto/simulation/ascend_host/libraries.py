@@ -19,8 +19,8 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ...env import installed_version
 from ...graph import prototypes
+from ...requirements import installed_version
 from ..compiler import SimulationError, cache_folder
 
 TORCH_NPU = "2.13"

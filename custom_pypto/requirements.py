@@ -1,0 +1,26 @@
+"""Versions of other distributions that the package needs, found without importing them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+PYPTO = "0.2.0"
+
+
+def installed_version(distribution: str) -> str | None:
+    """Of a distribution, without importing it; None: not installed."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def pypto_problem() -> dict[str, str] | None:
+    """What is wrong with the installed PyPTO, for the kernels on the NPU and for simulation."""
+    found = installed_version("pypto")
+    if found == PYPTO:
+        return None
+    return {
+        "what": f"needs pypto {PYPTO}, found {found or 'none'}",
+        "remedy": f"pip install pypto=={PYPTO}",
+    }
