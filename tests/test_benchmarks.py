@@ -9,6 +9,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
 import bench_model  # noqa: E402
+import bench_ops  # noqa: E402
 import bench_peers  # noqa: E402
 import measure  # noqa: E402
 
@@ -43,6 +44,14 @@ def test_every_floor_missed_three_times_is_named_and_the_others_are_measured(cap
         "prefill  0.50  1.00  MISSED",
     ]
     assert "indexer" in err and "prefill" in err and "attention" not in err
+
+
+def test_an_aim_is_above_the_floor_that_is_checked_and_printed_beside_it():
+    for case, aim in bench_ops.AIMS.items():
+        assert aim > bench_ops.FLOORS[case]
+        assert bench_ops.aim(*case) == f" (aim {aim:.2f})"
+    [without_aim, *_] = bench_ops.FLOORS.keys() - bench_ops.AIMS.keys()
+    assert bench_ops.aim(*without_aim) == ""
 
 
 CASES = {
