@@ -5,8 +5,10 @@
 #   build_and_install.sh --if-changed   only if sources, compiler flags, Python or torch changed
 set -euo pipefail
 
-TORCH=2.13.0      # exactly: the ops are compiled against it
-TORCH_DISK_GB=3   # torch while it is being unpacked
+TORCH=2.13.0 # where there is no 2.13 yet; the ops are compiled against the one that is there
+# the CPU build is what torch_npu needs and a fraction of the default one, which is for CUDA
+TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
+TORCH_CPU_GB=2 TORCH_DEFAULT_GB=8 # while they are unpacked
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 environment="${VIRTUAL_ENV:-${CONDA_PREFIX:-$root/.venv}}"
@@ -100,18 +102,33 @@ check_compiler() {
   [[ "${major%%.*}" -ge 9 ]] || die "$CXX is version $major; 9 or later is needed (set CXX to it)"
 }
 
+# Whether pip can find the CPU build, with these options.
+finds_cpu_build() {
+  "$python" -m pip index versions torch "$@" 2>/dev/null | grep -wF "$TORCH+cpu" >/dev/null
+}
+
 install_torch() {
-  local installed free_gb
+  local installed free_gb wanted="torch==$TORCH+cpu" needs_gb="$TORCH_CPU_GB" index=()
   installed="$("$python" -I -c 'from importlib.metadata import version; print(version("torch"))' \
     2>/dev/null)" || installed=none
-  [[ "${installed%%+*}" == "$TORCH" ]] && return
+  [[ "$installed" == "${TORCH%.*}".* ]] && return
+  if ! finds_cpu_build; then
+    # one short try: a network may swallow what it does not allow
+    if finds_cpu_build --index-url "$TORCH_CPU_INDEX" --timeout 5 --retries 0; then
+      index=(--extra-index-url "$TORCH_CPU_INDEX")
+    else
+      wanted="torch==$TORCH" needs_gb="$TORCH_DEFAULT_GB"
+      echo "no CPU build of torch in pip's index or $TORCH_CPU_INDEX; taking the default build," \
+        "for CUDA, 5 GB"
+    fi
+  fi
   free_gb=$(($(df -Pk "$environment" | awk 'NR == 2 {print $4}') / 1024 / 1024))
-  [[ "$free_gb" -ge "$TORCH_DISK_GB" ]] ||
-    die "installing torch needs $TORCH_DISK_GB GB, $environment has $free_gb GB free"
-  echo "installing torch $TORCH into $environment (installed: $installed)"
+  [[ "$free_gb" -ge "$needs_gb" ]] ||
+    die "installing $wanted needs $needs_gb GB, $environment has $free_gb GB free"
+  echo "installing $wanted into $environment (installed: $installed)"
   # torch warns at every import where numpy is missing
-  "$python" -m pip install --quiet "torch==$TORCH" numpy ||
-    die "torch $TORCH could not be installed, see above; an index is chosen with PIP_INDEX_URL"
+  "$python" -m pip install --quiet "${index[@]}" "$wanted" numpy ||
+    die "$wanted could not be installed, see above; an index is chosen with PIP_INDEX_URL"
 }
 
 build() {

@@ -134,7 +134,9 @@ def _torch_npu_problem() -> dict[str, str] | None:
                 f"CANN cannot be loaded: {error}",
                 "install CANN and source its set_env.sh before Python starts",
             )
-    torch, torch_npu = installed_version("torch"), installed_version("torch_npu")
+    if problem := _build_problem():
+        return problem
+    torch, torch_npu = _torch(), installed_version("torch_npu")
     # torch_npu links to torch's C++ symbols, which differ from one minor version to the next
     if torch and torch_npu and torch.split(".")[:2] != torch_npu.split(".")[:2]:
         minor = ".".join(torch.split(".")[:2])
@@ -145,10 +147,31 @@ def _torch_npu_problem() -> dict[str, str] | None:
     return None
 
 
+def _build_problem() -> dict[str, str] | None:
+    """What stops every torch_npu beside the installed build of torch."""
+    torch = _torch()
+    # both register an allocator's settings under the same keys, and torch takes a key once
+    if torch is None or "+cu" not in torch:
+        return None
+    return _problem(
+        f"torch_npu cannot be loaded beside torch {torch}, a build for CUDA",
+        f"pip install torch=={torch.partition('+')[0]}+cpu "
+        "--extra-index-url https://download.pytorch.org/whl/cpu",
+    )
+
+
+def _torch() -> str | None:
+    """The version of torch; a wheel of the default index has its build, ``+cu130``, only here."""
+    spec = importlib.util.find_spec("torch")
+    path = os.path.join(os.path.dirname(spec.origin), "version.py") if spec and spec.origin else ""
+    version = re.search(r"^__version__ = '(.+)'$", _read(path), re.MULTILINE)
+    return version[1] if version else installed_version("torch")
+
+
 def _versions() -> dict[str, str | None]:
     return {
         "python": platform.python_version(),
-        "torch": installed_version("torch"),
+        "torch": _torch(),
         "torch_npu": installed_version("torch_npu"),
         "CANN": _cann(),
         "pypto": installed_version("pypto"),
@@ -268,6 +291,8 @@ def _ways(error: Exception | None, versions: dict, npu: dict) -> dict[str, dict]
         python = [_problem(header, "install Python's headers (Debian, Ubuntu: python3-dev)")]
     pypto = [problem] if (problem := pypto_problem()) else []
     device = [npu["problem"]] if npu["problem"] else []
+    if versions["torch_npu"] is None and (problem := _build_problem()):
+        device.append(problem)
     converters = [problem] if (problem := converter.problem()) else []
 
     ways = {

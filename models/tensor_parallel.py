@@ -48,7 +48,8 @@ def sharing(config, device) -> DistributedConfig:
 
 def own_device() -> torch.device:
     """Where transformers puts this rank's part."""
-    accelerator = torch.accelerator.current_accelerator()
+    # a build for an accelerator that this machine does not have is no accelerator
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
     return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", 0)))

@@ -1,6 +1,7 @@
 """The package and its report on machines that are not as they should be."""
 
 import ctypes
+import importlib.machinery
 import importlib.util
 import json
 import os
@@ -139,6 +140,26 @@ def test_torch_npu_for_another_torch_is_reported_with_the_remedy(tmp_path, monke
         "what": f"torch_npu 2.7.1.post2 does not fit torch {torch.__version__}",
         "remedy": "pip install 'torch_npu==2.13.*'",
     }
+
+
+@pytest.mark.parametrize("installed", [("torch", "torch_npu"), ("torch",)], ids=len)
+def test_torch_for_cuda_is_reported_with_the_remedy(tmp_path, monkeypatch, installed):
+    for name in installed:  # the default index has no builds in its versions
+        install(tmp_path, name, "2.13.0", "")
+    (tmp_path / "torch/version.py").write_text("__version__ = '2.13.0+cu130'\ndebug = False\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", importlib.machinery.PathFinder.find_spec)
+    monkeypatch.setattr(ctypes, "CDLL", lambda library: None)  # a machine with CANN
+    monkeypatch.delattr(torch, "npu", raising=False)
+    report = env.collect()
+    assert report["versions"]["torch"] == "2.13.0+cu130"
+    problem = {
+        "what": "torch_npu cannot be loaded beside torch 2.13.0+cu130, a build for CUDA",
+        "remedy": "pip install torch==2.13.0+cpu "
+        "--extra-index-url https://download.pytorch.org/whl/cpu",
+    }
+    assert problem in report["ways"]["ops on the NPU"]["missing"]
+    assert (report["npu"]["problem"] == problem) == ("torch_npu" in installed)
 
 
 def test_import_without_the_library_says_how_to_build_it(package_without_library):

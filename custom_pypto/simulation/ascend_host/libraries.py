@@ -26,6 +26,9 @@ from ..compiler import SimulationError, cache_folder
 TORCH_NPU = "2.13"
 NEEDED = ("protobuf", "numpy", "PyYAML", "packaging")  # by torchair, beside torch
 SOURCE = Path(__file__).with_name("cann.cpp")
+TORCH_SETTINGS = Path(__file__).with_name("torch_settings.cpp")
+# c10::CachingAllocator::AcceleratorAllocatorConfig::getMutableKeys()
+KEYS = "_ZN3c1016CachingAllocator26AcceleratorAllocatorConfig14getMutableKeysB5cxx11Ev"
 MAIN = "libascendcl.so"
 
 
@@ -62,7 +65,15 @@ def load() -> ctypes.CDLL:
     # a library that is loaded already is what the loader finds by its name later on
     others = sorted(path for path in folder.glob("*.so") if path.name != MAIN)
     main, *_ = [ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL) for path in (folder / MAIN, *others)]
+    _clear_allocator_keys(main)
     return main
+
+
+def _clear_allocator_keys(main: ctypes.CDLL) -> None:
+    """Makes torch forget the allocator settings of the accelerator that it was built for."""
+    libc10 = ctypes.CDLL(str(_folder_of("torch") / "lib/libc10.so"))
+    if hasattr(libc10, KEYS):
+        main.ascend_host_clear_keys(getattr(libc10, KEYS))
 
 
 def cann() -> str | None:
@@ -77,7 +88,8 @@ def _folder() -> Path:
     """Where the libraries are or will be, named after all that they are made from."""
     facts = hashlib.sha256()
     headers = sorted(prototypes.FOLDER.glob("*.h"))
-    for path in (Path(__file__), SOURCE, prototypes.READER / "graph/operator_reg.h", *headers):
+    sources = (Path(__file__), SOURCE, TORCH_SETTINGS)
+    for path in (*sources, prototypes.READER / "graph/operator_reg.h", *headers):
         facts.update(path.read_bytes())
     compiler = _run([*_compiler(), "--version"])
     machine = (platform.machine(), sys.version)
@@ -131,8 +143,7 @@ def _symbols(library: Path, which: str) -> set[str]:
 
 def _wanted() -> tuple[set[str], set[str]]:
     """The symbols and the libraries that torch_npu and torchair expect of CANN."""
-    npu = Path(importlib.util.find_spec("torch_npu").origin).parent
-    torch = Path(importlib.util.find_spec("torch").origin).parent
+    npu, torch = _folder_of("torch_npu"), _folder_of("torch")
     modules = [*npu.glob("*.so"), *npu.glob("lib/*.so"), *npu.glob("dynamo/torchair/core/*.so")]
     present = [*modules, *torch.glob("lib/*.so*")]
     undefined = set().union(*(_symbols(path, "--undefined-only") for path in modules))
@@ -153,6 +164,10 @@ def _wanted() -> tuple[set[str], set[str]]:
     }
 
 
+def _folder_of(package: str) -> Path:
+    return Path(importlib.util.find_spec(package).origin).parent
+
+
 def is_loadable(library: str) -> bool:
     try:
         ctypes.CDLL(library)
@@ -170,7 +185,7 @@ def _build(folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.part-", dir=folder.parent) as part:
         made = Path(part) / "made"
         made.mkdir()
-        cann, rest = made / "cann.o", made / "rest.c"
+        cann, settings, rest = made / "cann.o", made / "torch_settings.o", made / "rest.c"
         headers = sorted(prototypes.FOLDER.glob("*.h"))
         included = [word for header in headers for word in ("-include", str(header))]
         flags = ["-O1", "-fPIC"]
@@ -178,12 +193,13 @@ def _build(folder: Path) -> None:
             [*compiler, "-std=c++17", *flags, f"-I{prototypes.READER}", *included]
             + ["-c", str(SOURCE), "-o", str(cann)]
         )
+        _run([*compiler, "-std=c++17", *flags, "-c", str(TORCH_SETTINGS), "-o", str(settings)])
         defined = _run(["nm", "--defined-only", "--format=posix", str(cann)]).splitlines()
         rest.write_text(_generated(sorted(symbols - {line.split()[0] for line in defined})))
         _run([*compiler, "-x", "c", *flags, "-c", str(rest), "-o", str(made / "rest.o")])
         link = [*compiler, "-shared"]
         _run(
-            [*link, f"-Wl,-soname,{MAIN}", str(cann), str(made / "rest.o")]
+            [*link, f"-Wl,-soname,{MAIN}", str(cann), str(settings), str(made / "rest.o")]
             + ["-o", str(made / MAIN)]
         )
         for name in sorted(libraries - {MAIN}):
