@@ -134,8 +134,6 @@ def _torch_npu_problem() -> dict[str, str] | None:
                 f"CANN cannot be loaded: {error}",
                 "install CANN and source its set_env.sh before Python starts",
             )
-    if problem := _build_problem():
-        return problem
     torch, torch_npu = _torch(), installed_version("torch_npu")
     # torch_npu links to torch's C++ symbols, which differ from one minor version to the next
     if torch and torch_npu and torch.split(".")[:2] != torch_npu.split(".")[:2]:
@@ -144,7 +142,7 @@ def _torch_npu_problem() -> dict[str, str] | None:
             f"torch_npu {torch_npu} does not fit torch {torch}",
             f"pip install 'torch_npu=={minor}.*'",
         )
-    return None
+    return _build_problem()
 
 
 def _build_problem() -> dict[str, str] | None:
