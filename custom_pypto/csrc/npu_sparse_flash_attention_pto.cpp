@@ -115,10 +115,6 @@ struct Sums {
   bool any = false;  // whether a key has been added
 };
 
-inline void narrow(float x, float* out) { *out = x; }
-inline void narrow(float x, c10::Half* out) { *out = static_cast<c10::Half>(x); }
-inline void narrow(float x, c10::BFloat16* out) { *out = static_cast<c10::BFloat16>(x); }
-
 // Whether no element has all exponent bits set.
 template <typename T>
 bool finite(const T* row, int64_t n) {
@@ -465,9 +461,15 @@ class SparseAttention {
       if constexpr (std::is_same_v<E, uint16_t>) {
         kernels().bf16->finish(panel, width, count, latent_, factors, to, latent_);
       } else {
-        for (int64_t r = 0; r < count; ++r) {
-          for (int64_t l = 0; l < latent_; ++l) {
-            narrow(panel[l * width + r] * factors[r], to + r * latent_ + l);
+        T block[16 * cpu::kMaxWidth];  // rounded while rows are in vectors, then transposed
+        for (int64_t l = 0; l < latent_; l += 16) {
+          for (int64_t i = 0; i < 16; ++i) {
+            float x[cpu::kMaxWidth];
+            for (int64_t r = 0; r < width; ++r) x[r] = panel[(l + i) * width + r] * factors[r];
+            narrow(x, width, block + i * width);
+          }
+          for (int64_t r = 0; r < count; ++r) {
+            for (int64_t i = 0; i < 16; ++i) to[r * latent_ + l + i] = block[i * width + r];
           }
         }
       }

@@ -6,6 +6,7 @@
 #include <c10/util/Half.h>
 
 #include <algorithm>
+#include <cstring>
 #include <new>
 #include <utility>
 #include <vector>
@@ -105,6 +106,22 @@ void dispatch_elements(at::ScalarType dtype, const F& f) {
 template <typename T>
 void widen(const T* from, int64_t n, float* to) {
   for (int64_t i = 0; i < n; ++i) to[i] = static_cast<float>(from[i]);
+}
+
+template <typename T>
+void narrow(const float* from, int64_t n, T* to) {
+  for (int64_t i = 0; i < n; ++i) to[i] = static_cast<T>(from[i]);
+}
+
+// As c10::BFloat16 rounds, to the nearest, a tie to even and a NaN to 0x7FC0; but without its
+// branch, so that the compiler makes vectors of it.
+inline void narrow(const float* from, int64_t n, c10::BFloat16* to) {
+  for (int64_t i = 0; i < n; ++i) {
+    uint32_t bits;
+    std::memcpy(&bits, from + i, 4);
+    const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    to[i].x = from[i] == from[i] ? rounded : 0x7FC0;
+  }
 }
 
 // Rows of all panels together: full panels of 64, then one of 16, 32 or 64.

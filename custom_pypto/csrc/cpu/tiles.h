@@ -22,14 +22,21 @@ typedef float Vec __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alia
 typedef int32_t IntVec __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
 
 // Accumulators of a tile are KEYS x VECS vectors; with the row vectors and one broadcast they fill
-// the registers: 32 of 64 bytes hold 24 + 4 + 1, 16 of 32 bytes hold 12 + 2 + 1.
-constexpr int kStripVecs = VECTOR_BYTES == 64 ? 4 : 2;
+// the registers: 32 of 64 bytes hold 24 + 4 + 1, 16 of 32 bytes hold 12 + 2 + 1. aarch64 has 32 of
+// 16 bytes and multiplies by one lane of a register, which holds four dims of a key: 20 + 4 + 5.
+#if defined(__aarch64__)
+constexpr int kRegisters = 32;
+#else
+constexpr int kRegisters = VECTOR_BYTES == 64 ? 32 : 16;
+#endif
+constexpr int kStripVecs = kRegisters == 32 ? 4 : 2;
 constexpr int kStrip = kStripVecs * kLanes;  // rows of the widest tile
 template <int VECS>
-constexpr int kTileKeys = VECTOR_BYTES < 64 ? 6
-                          : VECS == 4       ? 6
-                          : VECS == 2       ? 12
-                                            : 16;
+constexpr int kTileKeys = kRegisters == 16     ? 6
+                          : VECTOR_BYTES == 16 ? 5
+                          : VECS == 4          ? 6
+                          : VECS == 2          ? 12
+                                               : 16;
 
 INLINE IntVec lane_index() {
   IntVec lanes = {};
