@@ -26,8 +26,29 @@ TRANSFORMERS = "5.23.0"
 # the CPU features that decide which kernels run, or could: x86, then Arm
 CPU_FEATURES = (
     "fma f16c avx2 avx_vnni avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 "
-    "amx_tile amx_int8 amx_bf16 amx_fp16 asimd asimdhp bf16 i8mm sve sve2 svebf16"
+    "amx_tile amx_int8 amx_bf16 amx_fp16 asimd asimdhp asimddp asimdfhm bf16 i8mm sve sve2 svebf16 "
+    "svei8mm"
 ).split()
+# Arm servers have no model name in /proc/cpuinfo, but numbers: implementer, then part. The names
+# are those of Linux (arch/arm64/include/asm/cputype.h).
+ARM_CPUS = {
+    0x41: (
+        "Arm",
+        {
+            0xD0B: "Cortex-A76",
+            0xD0C: "Neoverse N1",
+            0xD40: "Neoverse V1",
+            0xD49: "Neoverse N2",
+            0xD4F: "Neoverse V2",
+            0xD83: "Neoverse V3AE",
+            0xD84: "Neoverse V3",
+            0xD8E: "Neoverse N3",
+        },
+    ),
+    0x48: ("HiSilicon", {0xD01: "TSV110 (Kunpeng 920)", 0xD02: "HIP09", 0xD06: "HIP12"}),
+    0x70: ("Phytium", {0x662: "FTC662", 0x663: "FTC663", 0x664: "FTC664"}),
+    0xC0: ("Ampere", {0xAC3: "Ampere1", 0xAC4: "Ampere1A"}),
+}
 
 
 def is_run_as_command() -> bool:
@@ -218,10 +239,9 @@ def memory() -> dict[str, int]:
 def _cpu(*, loaded: bool) -> dict:
     cpuinfo, listed = _read("/proc/cpuinfo"), memory()
     flags = re.search(r"^(?:flags|Features)\s*: (.*)$", cpuinfo, re.MULTILINE)
-    model = re.search(r"^model name\s*: (.*)$", cpuinfo, re.MULTILINE)
     torch = sys.modules.get("torch")
     return {
-        "model": model[1] if model else platform.processor() or "not known",
+        "model": _cpu_model(cpuinfo) or platform.processor() or "not known",
         "architecture": platform.machine(),
         "features": [name for name in CPU_FEATURES if flags and name in flags[1].split()],
         "kernels_isa": torch.ops.custom_pypto.cpu_isa() if loaded else None,
@@ -230,6 +250,20 @@ def _cpu(*, loaded: bool) -> dict:
         "memory_bytes": listed.get("MemTotal"),
         "memory_available_bytes": listed.get("MemAvailable"),
     }
+
+
+def _cpu_model(cpuinfo: str) -> str | None:
+    if model := re.search(r"^model name\s*: (.*)$", cpuinfo, re.MULTILINE):
+        return model[1]
+    numbers = [
+        re.search(rf"^CPU {name}\s*: (0x[0-9a-f]+)$", cpuinfo, re.MULTILINE)
+        for name in ("implementer", "part")
+    ]
+    if None in numbers:
+        return None
+    implementer, part = (int(number[1], 16) for number in numbers)
+    name, parts = ARM_CPUS.get(implementer, (f"implementer {implementer:#x}", {}))
+    return f"{name} {parts.get(part, f'part {part:#x}')}"
 
 
 def _npu() -> dict:
