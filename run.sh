@@ -19,6 +19,9 @@ usage: run.sh [arguments of examples/generate.py]    the demo: text from a spars
        run.sh graph [arguments of compile_torchair]  installs torch_npu beside, compiles the model
        run.sh test [arguments of pytest]             the tests, at most 40 minutes
        run.sh test --slow                            the tests that take minutes each
+       run.sh test --arch aarch64 [arguments of pytest]
+                                                     builds and tests for aarch64 in emulation, 10 GB,
+                                                     root; --compile-only: cross-compiles csrc
        run.sh bench [arguments of the benchmarks]    ops, their peers, a model, loading, the log;
                                                      --check: against the floors, exit code 1
        run.sh bench npu [arguments]                  the NPU programs in PyPTO's cost model
@@ -187,6 +190,10 @@ report_environment() {
 case "${1:-}" in
   test)
     shift
+    if [[ "${1:-}" == --arch ]]; then
+      [[ "${2:-}" == aarch64 ]] || { usage >&2; exit 2; }
+      exec bash "$root/tests/aarch64.sh" "${@:3}"
+    fi
     setup models sim test
     setup_torch_npu || true # the tests say which they skip
     run_tests "$@"
