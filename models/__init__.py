@@ -14,7 +14,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -31,6 +30,7 @@ from .checkpoint import check_shards, first_layers
 from .deepseek_v32 import PagedDeepseekV32Attention
 from .glm_moe_dsa import PagedGlmMoeDsaAttention
 from .loading import Reader, check_memory, parameters, resolve_dtype
+from .projection import check_layer
 from .tensor_parallel import own_device, sharing
 
 __all__ = ["PagedCache", "load", "use_custom_pypto", "use_transformers"]
@@ -76,12 +76,7 @@ def use_custom_pypto(model, *, block_size: int = 128):
                 f"got {type(attention).__name__} or a wrapped forward (offloading, kernelize?), "
                 "which a swap would not reach; swap before wrapping"
             )
-        # absorption reads the weight itself, so nothing else may be part of the projection
-        if type(attention.kv_b_proj) is not nn.Linear:
-            raise TypeError(
-                f"use_custom_pypto: kv_b_proj of layer {i} must be a torch.nn.Linear, got "
-                f"{type(attention.kv_b_proj).__name__}; dequantise it or merge its adapter first"
-            )
+        check_layer(i, attention, paged.indexer_class)
     for attention in layers:
         attention.__class__ = paged
     prepare = partial(generation.prepare_forward, block_size)

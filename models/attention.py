@@ -7,12 +7,12 @@ R ``qk_rope_head_dim``, N index heads, D ``index_head_dim``.
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import apply_rotary_pos_emb_interleave
 
 import custom_pypto
 
 from .cache import Step, write
+from .projection import weight_of
 from .tensor_parallel import CHECK_RANKS, check_indices
 
 # Tokens whose queries are there at a time: of full-size heads, they, the absorbed ones, what comes
@@ -28,6 +28,8 @@ class PagedAttention:
     ``sum_j p_j W_UV c_j = W_UV sum_j p_j c_j``. Stock transformers expands the whole cache instead.
     """
 
+    #: the stock class of the indexer
+    indexer_class = None
     #: the indexer's rotation: half-split pairs in DeepSeek-V3.2, interleaved ones in GLM-5
     index_rope = None
     #: whether the layer hands its indices on to the next one
@@ -106,18 +108,16 @@ class PagedAttention:
         q_nope, q_rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         if self.indexer is not None:
             indices = self.select(hidden_states, q_latent, cos, sin, step, lengths)
-        weight = self.kv_b_proj.weight
-        if isinstance(weight, DTensor):
-            weight = weight.to_local()  # of the heads of this rank, as the query is
-        weight = weight.view(query.size(2), -1, self.kv_lora_rank)
+        weight = weight_of(self.kv_b_proj).view(query.size(2), -1, self.kv_lora_rank)
         w_uk, w_uv = weight.split([self.qk_nope_head_dim, self.v_head_dim], 1)
+        dtype = layer.latent.dtype  # the queries have another one under autocast
         output = custom_pypto.npu_sparse_flash_attention_pto(
-            torch.einsum("bshd,hdl->bshl", q_nope, w_uk).contiguous(),
+            torch.einsum("bshd,hdl->bshl", q_nope, w_uk).contiguous().to(dtype),
             layer.latent,
             None,
             indices,
             self.scaling,
-            query_rope=rotate(apply_rotary_pos_emb_interleave, q_rope, cos, sin),
+            query_rope=rotate(apply_rotary_pos_emb_interleave, q_rope, cos, sin).to(dtype),
             key_rope=layer.rope,
             actual_seq_lengths_kv=lengths,
             block_table=step.cache.block_table,
@@ -154,9 +154,10 @@ class PagedAttention:
         query = indexer.wq_b(q_latent).unflatten(-1, (indexer.n_heads, indexer.head_dim))
         projection = indexer.weights_proj
         weights = projection(hidden_states.to(projection.weight.dtype)).float()
+        keys = step.cache.layers[self.layer_idx].index
         indices = custom_pypto.npu_lightning_indexer_pto(
-            self.rotate_index(query, cos, sin),
-            step.cache.layers[self.layer_idx].index,
+            self.rotate_index(query, cos, sin).to(keys.dtype),
+            keys,
             # both scales are positive, so they may move out of the ReLU into the weights
             weights * (indexer.n_heads**-0.5 * indexer.softmax_scale),
             actual_seq_lengths_key=lengths,

@@ -1,6 +1,6 @@
 """The paged cache the ops read: three pools of blocks per layer, one block table for all layers."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .loading import available_memory
+from .projection import device_of
 
 
 @dataclass(eq=False)
@@ -21,7 +22,7 @@ class PagedLayer:
 
 def write(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
     """``pool[slot] = row``, for the slots of a :class:`Step`."""
-    width = pool.size(-1)
+    width, rows = pool.size(-1), rows.to(pool.dtype)  # autocast computes in another one
     if pool.device.type == "npu":
         # in place in every graph mode; torchair may copy the pool for a view of it, and cannot
         # convert index_copy_
@@ -66,8 +67,12 @@ class PagedCache(Cache):
     has fed tokens that its caller does not know: ``crop`` back to those that are known. A beam
     search may be stopped while it exchanges sequences: :meth:`reset` the cache after that.
 
+    A cache keeps the size it is made with, and its addresses, which compiled graphs need. Only one
+    that a forward has made by itself grows (:meth:`reserve`); for that every step reads its length,
+    which stalls an accelerator and breaks a graph.
+
     Args:
-        model: the model, for its dimensions, dtype and device.
+        model: the model, for its dimensions, dtype (under autocast too) and device.
         batch_size: sequences; for beams or several returned sequences, ``batch_size`` times those.
         max_cache_len: tokens that one sequence may hold, pads included; rounded up to whole blocks.
         block_size: tokens per block, a multiple of 16 up to 1024.
@@ -75,10 +80,10 @@ class PagedCache(Cache):
     Raises:
         torch.OutOfMemoryError: no memory for this many tokens; the message says how many fit. A CPU
             hands out memory that it does not have, up to a limit: see :attr:`nbytes`.
-        ValueError: on a forward that needs more room than there is, before anything is written.
-            Reading the length would stall an accelerator, so this check runs on CPU only and not
-            inside ``torch.compile``; ``generate()`` checks its ``max_length`` everywhere. Unchecked
-            tokens that do not fit are written to block 0.
+        ValueError: layers on several devices. On a forward that needs more room than there is,
+            before anything is written: reading the length would stall an accelerator, so this
+            check runs on CPU only and not inside ``torch.compile``; ``generate()`` checks its
+            ``max_length`` everywhere. Unchecked tokens that do not fit are written to block 0.
     """
 
     # properties of Cache that ask its layers; here they hold for the cache as a whole
@@ -87,7 +92,9 @@ class PagedCache(Cache):
     is_initialized = True
     batch_size = property(lambda self: self.lengths.size(0))
     max_cache_len = property(lambda self: self.block_table.size(1) * self.block_size)
+    grows = False
 
+    @torch.inference_mode(False)  # a tensor made in it cannot be written outside of it
     def __init__(self, model, batch_size: int, max_cache_len: int, *, block_size: int = 128):
         check_block_size("PagedCache", block_size)
         for name, value in (("batch_size", batch_size), ("max_cache_len", max_cache_len)):
@@ -95,7 +102,7 @@ class PagedCache(Cache):
                 raise ValueError(f"PagedCache: {name} must be at least 1, got {value}")
         self.block_size = block_size
         self.made_for = dimensions(model)
-        config, device, dtype = model.config, model.device, model.dtype
+        config, device, dtype = model.config, device_of(model.base_model.layers), model.dtype
         blocks = -(-max_cache_len // block_size)
         widths = [  # of what each layer keeps of a token
             (
@@ -125,9 +132,9 @@ class PagedCache(Cache):
                 "Pass a smaller max_cache_len (to generate(): fewer new tokens) or batch_size"
             ) from error
         self.block_table = self._own_blocks(batch_size, blocks)
-        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=model.device)
+        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         # what generate() takes for the length: tokens fed per sequence, pads included
-        self.seen = torch.zeros((), dtype=torch.int64, device=model.device)
+        self.seen = torch.zeros((), dtype=torch.int64, device=device)
         for tensor in (*self._pools(), self.block_table, self.lengths, self.seen):
             torch._dynamo.mark_static_address(tensor)
 
@@ -169,6 +176,41 @@ class PagedCache(Cache):
                 f"sequence, got {tokens} more; make it with a larger max_cache_len"
             )
 
+    @torch.inference_mode(False)
+    def reserve(self, max_cache_len: int) -> None:
+        """Makes room for ``max_cache_len`` tokens per sequence; what is cached stays.
+
+        Where there is less, the room at least doubles, so that copying takes a constant time per
+        token. Pools and block table are new tensors then, which compiled graphs do not know.
+
+        Raises:
+            torch.OutOfMemoryError: no memory; the cache is still of use.
+        """
+        if max_cache_len <= self.max_cache_len:
+            return
+        batch_size, blocks = self.block_table.shape
+        more = max(-(-max_cache_len // self.block_size), 2 * blocks) - blocks
+        used = self.layers[0].latent.size(0)
+        for layer in self.layers:  # one by one, for the sake of memory; the table still holds
+            for name in (field.name for field in fields(layer)):
+                if (pool := getattr(layer, name)) is None:
+                    continue
+                try:
+                    larger = pool.new_empty(used + batch_size * more, *pool.shape[1:])
+                except RuntimeError as error:
+                    raise torch.OutOfMemoryError(
+                        f"PagedCache: no memory to grow from max_cache_len={self.max_cache_len} to "
+                        f"{(blocks + more) * self.block_size} on {pool.device}; pass a "
+                        "models.PagedCache of the size that is needed to the first forward"
+                    ) from error
+                larger[: pool.size(0)] = pool
+                torch._dynamo.mark_static_address(larger)
+                setattr(layer, name, larger)
+        self.block_table = torch.cat(
+            [self.block_table, self._own_blocks(batch_size, more) + (used - 1)], 1
+        )
+        torch._dynamo.mark_static_address(self.block_table)
+
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last ``-tokens_to_remove`` tokens; negative, as in transformers."""
         if tokens_to_remove > 0:
@@ -192,6 +234,7 @@ class PagedCache(Cache):
             pool[self.block_table] = pool[source]
         self.lengths.copy_(self.lengths[beam_idx])
 
+    @torch.inference_mode(False)
     def batch_select_indices(self, indices: Tensor) -> None:
         """The cache of these sequences only, in this order, repeats allowed, in new tensors."""
         source = self.block_table[indices]
@@ -261,7 +304,8 @@ def dimensions(model) -> dict:
     names = ("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim", "index_head_dim")
     names += ("indexer_types",)  # GLM-5: which layers have an indexer
     of_config = {name: getattr(config, name, None) for name in names}
-    return of_config | {"dtype": model.dtype, "device": model.device}
+    device = device_of([model.base_model.layers[0]])
+    return of_config | {"dtype": model.dtype, "device": device}
 
 
 def blocks_that_fit(sizes: list[int], batch_size: int, too_many: int, device) -> int:

@@ -6,7 +6,10 @@ These functions become a forward pre-hook and two methods of the one model that 
 import torch
 from torch import Tensor
 
+from transformers.masking_utils import find_packed_sequence_indices
+
 from .cache import PagedCache, Step, dimensions
+from .projection import check_layer
 
 # of the stock base models, in their order
 FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values")
@@ -18,14 +21,21 @@ def prepare_forward(block_size: int, model, args: tuple, kwargs: dict):
     the layers a :class:`Step` in place of the attention mask.
 
     Without ``past_key_values``: in training mode the stock path runs, since the ops have no
-    backward; otherwise this forward gets a cache of its own, which it returns if ``use_cache`` is
-    on (with room for one more block of tokens) and forgets if not.
+    backward, and so it does for sequences packed into one row; otherwise this forward gets a cache
+    of its own, which it returns if ``use_cache`` is on (one that grows) and forgets if not.
     """
     # **{}: the names of positional arguments, whose order is that of the stock forward
     kwargs = {**dict(zip(FORWARD_ARGUMENTS, args, strict=False)), **kwargs}
-    cache = kwargs.get("past_key_values")
-    if cache is None and model.training:
-        return None
+    cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    if cache is None:
+        keep = model.config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
+        if model.training or (not keep and is_packed(mask, kwargs.get("position_ids"))):
+            return None
+    elif model.training and model.config.attention_dropout:
+        raise ValueError(
+            "attention_dropout: the ops drop nothing; call model.eval(), or leave past_key_values "
+            "out for the stock path"
+        )
     if kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)):
         raise ValueError(
             "output_attentions: the ops never form the attention matrix; "
@@ -33,18 +43,43 @@ def prepare_forward(block_size: int, model, args: tuple, kwargs: dict):
         )
     ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     batch, tokens = (ids if embeddings is None else embeddings).shape[:2]
+    for i, layer in enumerate(model.layers):
+        check_layer(i, layer.self_attn, layer.self_attn.indexer_class)
     if cache is None:
-        keep = model.config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
-        room = tokens + block_size if keep else tokens
-        cache = PagedCache(model, batch, room, block_size=block_size)
+        cache = own_cache(model, batch, tokens + block_size if keep else tokens, block_size)
         kwargs["past_key_values"] = cache if keep else None
-    check_cache(cache, model)
+    else:
+        check_cache(cache, model)
+        if cache.grows and not isinstance(mask, dict):  # generate() has made room before
+            grow(cache, tokens)
     if kwargs.get("position_ids") is None:  # stock would count after the cache has grown
         positions = cache.get_seq_length() + torch.arange(tokens, device=cache.seen.device)
         kwargs["position_ids"] = positions[None]
-    step = cache.place(batch, tokens, new_tokens(kwargs.get("attention_mask"), tokens))
+    step = cache.place(batch, tokens, new_tokens(mask, tokens))
     kwargs["attention_mask"] = {"indexed_attention": step}
     return (), kwargs
+
+
+def is_packed(attention_mask: Tensor | None, position_ids: Tensor | None) -> bool:
+    """Whether transformers takes a row for several sequences, as it does from positions that start
+    again. A graph cannot tell; the mask that the stock path makes there is right for both."""
+    if attention_mask is not None or position_ids is None:
+        return False
+    return find_packed_sequence_indices(position_ids) is not None
+
+
+@torch.compiler.disable(reason="pass past_key_values=models.PagedCache(...) to a compiled forward")
+def own_cache(model, batch_size: int, max_cache_len: int, block_size: int) -> PagedCache:
+    """The cache of a forward that was given none."""
+    cache = PagedCache(model, batch_size, max_cache_len, block_size=block_size)
+    cache.grows = True
+    return cache
+
+
+@torch.compiler.disable(reason="a cache that a forward made grows; make one of a fixed size")
+def grow(cache: PagedCache, tokens: int) -> None:
+    """Room for as many more tokens per sequence."""
+    cache.reserve(int(cache.seen) + tokens)
 
 
 def finish_forward(model, args: tuple, kwargs: dict, output) -> None:
@@ -72,6 +107,8 @@ def prepare_cache_for_generation(
         return
     if cache is not None:
         check_cache(cache, model)
+        if cache.grows:
+            cache.reserve(max_length)
         if cache.max_cache_len < max_length or cache.batch_size != rows:
             raise ValueError(
                 f"generate: needs a PagedCache with batch_size={rows} and max_cache_len of at "

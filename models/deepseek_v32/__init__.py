@@ -2,6 +2,7 @@
 
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
     DeepseekV32Attention,
+    DeepseekV32Indexer,
     apply_rotary_pos_emb,
 )
 
@@ -9,5 +10,6 @@ from ..attention import PagedAttention
 
 
 class PagedDeepseekV32Attention(PagedAttention, DeepseekV32Attention):
+    indexer_class = DeepseekV32Indexer
     # DeepSeek's first release rotated interleaved pairs here, as MLA does; that was a bug
     index_rope = staticmethod(apply_rotary_pos_emb)

@@ -3,6 +3,7 @@ layer before (arXiv:2603.12201)."""
 
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
     GlmMoeDsaAttention,
+    GlmMoeDsaIndexer,
     apply_rotary_pos_emb_interleave,
 )
 
@@ -10,5 +11,6 @@ from ..attention import PagedAttention
 
 
 class PagedGlmMoeDsaAttention(PagedAttention, GlmMoeDsaAttention):
+    indexer_class = GlmMoeDsaIndexer
     index_rope = staticmethod(apply_rotary_pos_emb_interleave)
     returns_indices = True
