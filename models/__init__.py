@@ -30,7 +30,7 @@ from .checkpoint import check_shards, first_layers
 from .deepseek_v32 import PagedDeepseekV32Attention
 from .glm_moe_dsa import PagedGlmMoeDsaAttention
 from .loading import Reader, check_memory, parameters, resolve_dtype
-from .projection import check_layer
+from .projection import change_class, check_layer, has_other_forward
 from .tensor_parallel import own_device, sharing
 
 __all__ = ["PagedCache", "load", "use_custom_pypto", "use_transformers"]
@@ -70,15 +70,15 @@ def use_custom_pypto(model, *, block_size: int = 128):
     use_transformers(model)
     layers = [layer.self_attn for layer in model.base_model.layers]
     for i, attention in enumerate(layers):
-        if type(attention) is not stock or "forward" in vars(attention):
+        if type(attention) is not stock or has_other_forward(attention):
             raise TypeError(
                 f"use_custom_pypto: the attention of layer {i} must be a plain {stock.__name__}, "
-                f"got {type(attention).__name__} or a wrapped forward (offloading, kernelize?), "
-                "which a swap would not reach; swap before wrapping"
+                f"got {type(attention).__name__} or a wrapped forward (kernelize?), which a swap "
+                "would not reach; swap before wrapping"
             )
         check_layer(i, attention, paged.indexer_class)
     for attention in layers:
-        attention.__class__ = paged
+        change_class(attention, paged)
     prepare = partial(generation.prepare_forward, block_size)
     model._undo_custom_pypto = (
         model.base_model.register_forward_pre_hook(prepare, with_kwargs=True),
@@ -107,7 +107,7 @@ def use_transformers(model):
         del model._prepare_cache_for_generation
         del model.create_masks_for_generate
         for layer in model.base_model.layers:
-            layer.self_attn.__class__ = stock
+            change_class(layer.self_attn, stock)
     return model
 
 

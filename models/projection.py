@@ -5,6 +5,7 @@ Whatever was put on either of them must be in what is read, or be refused before
 """
 
 from contextlib import ExitStack
+from types import MethodType
 
 import torch
 from accelerate.hooks import AlignDevicesHook
@@ -30,8 +31,8 @@ def check_layer(layer: int, attention: nn.Module, indexer_class: type) -> None:
     if found := obstacle(attention.kv_b_proj):
         raise TypeError(
             f"use_custom_pypto: kv_b_proj of layer {layer} must be a torch.nn.Linear, got {found}: "
-            "its weight is absorbed, its forward never called; dequantise it, merge its adapter, "
-            "remove its hook, or call models.use_transformers(model)"
+            "its weight is absorbed, its forward never called; dequantise it, merge its adapter "
+            "(merge_and_unload), remove its hook, or call models.use_transformers(model)"
         )
     indexer = attention.indexer
     if indexer is None:
@@ -112,10 +113,13 @@ def active_adapters(projection: nn.Module) -> list[str]:
 
 
 def wrapped(module: nn.Module) -> bool:
-    """Whether a call of ``module`` does more than its class: a hook, or another ``forward``, unless
-    that only brings the weight, as accelerate does, or shares it among ranks."""
-    if module._forward_hooks or module._forward_pre_hooks:
-        return True
+    """Whether a call of ``module`` does more than its class, for a hook or another ``forward``."""
+    return bool(module._forward_hooks or module._forward_pre_hooks) or has_other_forward(module)
+
+
+def has_other_forward(module: nn.Module) -> bool:
+    """Whether ``forward`` is replaced, by more than accelerate's, which only brings the weights, or
+    transformers' for a weight that ranks share."""
     forward = module.__dict__.get("forward")
     if forward is None:
         return False
@@ -128,9 +132,18 @@ def wrapped(module: nn.Module) -> bool:
 
 def described(module: nn.Module) -> str:
     name = type(module).__name__
+    if type(module) is not nn.Linear:
+        name += f" of {type(module).__module__}"  # most of them are called Linear
     if module._forward_hooks or module._forward_pre_hooks:
         return f"{name} with a forward hook"
-    return f"{name} with another forward" if "forward" in module.__dict__ else name
+    return f"{name} with another forward" if has_other_forward(module) else name
+
+
+def change_class(module: nn.Module, cls: type) -> None:
+    """Gives ``module`` the class ``cls``, and accelerate its ``forward``."""
+    module.__class__ = cls
+    if "_old_forward" in module.__dict__:
+        module._old_forward = MethodType(cls.forward, module)
 
 
 def device_of(layers) -> torch.device:
@@ -141,10 +154,13 @@ def device_of(layers) -> torch.device:
     """
     first = None
     for i, layer in enumerate(layers):
-        projection = layer.self_attn.kv_a_proj_with_mqa
-        hook = projection.__dict__.get("_hf_hook")
-        device = getattr(hook, "execution_device", None)
-        device = projection.weight.device if device is None else torch.device(device)
+        device = layer.self_attn.kv_a_layernorm.weight.device
+        if device.type == "meta":
+            for module in (layer.self_attn.kv_a_layernorm, layer.self_attn, layer):
+                hook = module.__dict__.get("_hf_hook")
+                if isinstance(hook, AlignDevicesHook) and hook.offload:
+                    device = torch.empty(0, device=hook.execution_device).device  # with its index
+                    break
         if first is None:
             first = device
         elif device != first:
