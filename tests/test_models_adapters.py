@@ -1,0 +1,365 @@
+"""What is put on a swapped model counts: adapters and parametrizations of every projection do; hooks
+and modules that absorption cannot know are refused by name."""
+
+import copy
+
+import peft
+import pytest
+import torch
+from tiny import KINDS, clear_case, tiny_model, token_ids
+from torch import nn
+from torch.nn.utils import parametrize
+from torch.testing._internal.two_tensor import TwoTensor
+from transformers import CompileConfig
+
+import models
+
+TOLERANCE = 5e-5  # float32, logits up to about 10, as in test_models.py
+WRONG = 5e-3
+TARGETS = {
+    "kv_b_proj": ["kv_b_proj"],
+    "other-projections": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+    "indexer": ["wq_b", "wk", "weights_proj"],
+    "all-linear": "all-linear",
+}
+
+
+@pytest.fixture(autouse=True)
+def no_grad_and_one_thread():
+    torch.set_num_threads(1)  # tensors this small only wait for a second one
+    with torch.no_grad():
+        yield
+
+
+def lora(targets=("kv_b_proj",), r=4, **options):
+    targets = targets if isinstance(targets, str) else list(targets)
+    return peft.LoraConfig(
+        r=r, lora_alpha=2 * r, target_modules=targets, init_lora_weights=False, **options
+    )
+
+
+def with_adapter(model, config, name="default", seed=7):
+    torch.manual_seed(seed)
+    model.add_adapter(config, adapter_name=name)
+    return model.eval()
+
+
+def swapped_model(kind):
+    return models.use_custom_pypto(tiny_model(kind), block_size=16)
+
+
+def logits(model, seed=1):
+    """Of a prefill and two decode steps."""
+    ids = token_ids(2, 42, seed)
+    kept = model(ids[:, :40], use_cache=True)
+    parts, cache = [kept.logits], kept.past_key_values
+    for t in (40, 41):
+        parts.append(model(ids[:, t : t + 1], past_key_values=cache).logits)
+    return torch.cat(parts, 1)
+
+
+def assert_same(stock, swapped):
+    seed, want = clear_case(lambda seed: logits(stock, seed))
+    torch.testing.assert_close(logits(swapped, seed), want, rtol=0, atol=TOLERANCE)
+
+
+def assert_matters(model, plain):
+    assert (logits(model) - logits(plain)).abs().max() > WRONG
+
+
+# ---- adapters ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_lora_counts_as_in_stock(kind, targets, order):
+    stock, swapped = with_adapter(tiny_model(kind), lora(targets)), tiny_model(kind)
+    if order == "before":
+        models.use_custom_pypto(with_adapter(swapped, lora(targets)), block_size=16)
+    else:
+        with_adapter(models.use_custom_pypto(swapped, block_size=16), lora(targets))
+    assert_matters(stock, tiny_model(kind))
+    assert_same(stock, swapped)
+    assert_same(stock, models.use_transformers(swapped))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generation_with_lora_equals_stock(kind):
+    stock, swapped = tiny_model(kind), swapped_model(kind)
+    for model in (stock, swapped):
+        with_adapter(model, lora("all-linear"))
+
+    def generate(model, seed):
+        return model.generate(token_ids(2, 20, seed), max_new_tokens=8, do_sample=False)
+
+    seed, want = clear_case(lambda seed: generate(stock, seed))
+    assert torch.equal(generate(swapped, seed), want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_can_be_chosen_joined_disabled_and_merged(kind):
+    stock, swapped = tiny_model(kind), swapped_model(kind)
+    plain = copy.deepcopy(stock)
+    for model in (stock, swapped):
+        with_adapter(model, lora(), "a", seed=7)
+        with_adapter(model, lora(r=2, use_rslora=True), "b", seed=8)
+
+    def tuned(model):
+        return [m for m in model.modules() if isinstance(m, peft.tuners.lora.Linear)]
+
+    def both(change):
+        for model in (stock, swapped):
+            change(model)
+        assert_same(stock, swapped)
+
+    both(lambda model: model.set_adapter("a"))
+    both(lambda model: model.set_adapter(["a", "b"]))
+    assert_matters(stock, plain)
+    both(lambda model: [layer.merge() for layer in tuned(model)])
+    both(lambda model: model.disable_adapters())  # the merged ones too, in the next forward
+    assert_same(plain, swapped)
+    both(lambda model: model.enable_adapters())
+    assert_matters(swapped, plain)
+    both(lambda model: model.delete_adapter(["a", "b"]))
+    assert_same(plain, swapped)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_peft_model_around_a_swapped_one_works_and_merges(kind):
+    tuned = []
+    for model in (tiny_model(kind), swapped_model(kind)):
+        torch.manual_seed(7)
+        tuned.append(peft.get_peft_model(model, lora("all-linear")).eval())
+    assert_same(*tuned)
+    assert_same(*(model.merge_and_unload() for model in tuned))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_lora_in_bfloat16_is_as_close_to_float32_as_stock(kind):
+    def difference(model):
+        model = with_adapter(model, lora()).to(torch.bfloat16)
+        return (logits(model).float() - exact).abs().mean()
+
+    exact = logits(with_adapter(tiny_model(kind, index_topk=64), lora()))
+    stock_error = difference(tiny_model(kind, index_topk=64))
+    swapped = models.use_custom_pypto(tiny_model(kind, index_topk=64), block_size=16)
+    assert difference(swapped) <= 1.2 * stock_error
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_decode_step_with_lora_is_one_graph(kind):
+    swapped = with_adapter(swapped_model(kind), lora(["kv_b_proj", "q_b_proj"]))
+    options = {"max_new_tokens": 6, "do_sample": False}
+    compiled = CompileConfig(backend="aot_eager", fullgraph=True, dynamic=False, mode=None)
+    compiled._compile_all_devices = True  # transformers compiles on CPU only when told so
+    seed, want = clear_case(lambda seed: swapped.generate(token_ids(2, 20, seed), **options))
+    got = swapped.generate(token_ids(2, 20, seed), compile_config=compiled, **options)
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_of_an_adapter_gives_stock_gradients(kind):
+    gradients = []
+    for model in (tiny_model(kind), swapped_model(kind)):
+        model = with_adapter(model, lora()).train()
+        ids = token_ids(2, 20)
+        with torch.enable_grad():
+            model(ids, labels=ids).loss.backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0] and gradients[0].keys() == gradients[1].keys()
+    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+
+
+# ---- parametrizations -------------------------------------------------------------------------
+
+
+class Louder(nn.Module):
+    def forward(self, weight):
+        return 1.3 * weight
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_parametrization_counts_as_in_stock(kind, order):
+    def parametrized(model):
+        for layer in model.model.layers:
+            for name in ("kv_b_proj", "q_b_proj"):
+                module = getattr(layer.self_attn, name)
+                parametrize.register_parametrization(module, "weight", Louder())
+        return model
+
+    stock, swapped = parametrized(tiny_model(kind)), tiny_model(kind)
+    if order == "before":
+        models.use_custom_pypto(parametrized(swapped), block_size=16)
+    else:
+        parametrized(models.use_custom_pypto(swapped, block_size=16))
+    assert_matters(stock, tiny_model(kind))
+    assert_same(stock, swapped)
+
+
+# ---- hooks ------------------------------------------------------------------------------------
+
+CALLED = "q_a_proj q_a_layernorm q_b_proj kv_a_proj_with_mqa kv_a_layernorm o_proj"
+CALLED_IN_INDEXER = "indexer.wq_b indexer.wk indexer.k_norm indexer.weights_proj"
+
+
+@pytest.mark.parametrize("name", ["", *CALLED.split(), *CALLED_IN_INDEXER.split()])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hooks_are_called_as_in_stock(kind, name):
+    def louder(module, args, output):
+        if isinstance(output, tuple):
+            return (1.3 * output[0], *output[1:])
+        return 1.3 * output
+
+    def hooked(model):
+        for i in (0, 2):
+            attention = model.model.layers[i].self_attn
+            # all elements alike, where a norm or ReLU would cancel that in the ranking
+            attention.get_submodule(name).register_forward_hook(louder)
+        return model
+
+    assert_same(hooked(tiny_model(kind)), hooked(swapped_model(kind)))
+
+
+# ---- refusals ---------------------------------------------------------------------------------
+
+
+def of_layer(path):
+    def register(change):
+        def apply(model):
+            change(model.model.layers[2].self_attn.get_submodule(path))
+
+        return apply
+
+    return register
+
+
+def replaced(make):
+    def apply(model):
+        attention = model.model.layers[2].self_attn
+        attention.kv_b_proj = make(attention.kv_b_proj)
+
+    return apply
+
+
+def as_two_tensors(linear):
+    linear.weight = nn.Parameter(TwoTensor(linear.weight.data, linear.weight.data.clone()))
+    return linear
+
+
+def with_bias(linear):
+    other = nn.Linear(linear.in_features, linear.out_features)
+    other.weight = linear.weight
+    return other
+
+
+def quantised(linear):
+    dynamic = torch.ao.nn.quantized.dynamic.Linear
+    linear.qconfig = torch.ao.quantization.default_dynamic_qconfig
+    return dynamic.from_float(linear)
+
+
+def with_config(config):
+    return lambda model: with_adapter(model, config)
+
+
+def other_forward(module):
+    forward = module.forward
+    module.forward = lambda *args, **kwargs: forward(*args, **kwargs)
+
+
+def another_class(module):
+    module.__class__ = type("Mine", (type(module),), {})
+
+
+KV_B = "use_custom_pypto: kv_b_proj of layer {} must be a torch.nn.Linear, got {}: .*{}"
+INDEXER = "use_custom_pypto: the indexer of layer 2 must be a plain .*Indexer, got .*{}"
+OBSTACLES = {
+    "hook": (
+        of_layer("kv_b_proj")(lambda m: m.register_forward_hook(lambda *_: None)),
+        KV_B.format(2, "Linear with a forward hook", "remove its hook"),
+    ),
+    "pre-hook": (
+        of_layer("kv_b_proj")(lambda m: m.register_forward_pre_hook(lambda *_: None)),
+        KV_B.format(2, "Linear with a forward hook", "remove its hook"),
+    ),
+    "weight-norm-of-old": (
+        of_layer("kv_b_proj")(nn.utils.spectral_norm),
+        KV_B.format(2, "Linear with a forward hook", "remove its hook"),
+    ),
+    "forward": (
+        of_layer("kv_b_proj")(other_forward),
+        KV_B.format(2, "Linear with another forward", "use_transformers"),
+    ),
+    "bias": (replaced(with_bias), KV_B.format(2, "one with a bias", "use_transformers")),
+    "another-module": (
+        replaced(lambda linear: nn.Sequential(linear)),
+        KV_B.format(2, "Sequential of torch.nn.modules.container", "use_transformers"),
+    ),
+    "quantised-module": (
+        replaced(quantised),
+        KV_B.format(2, "Linear of torch.ao.nn.quantized.dynamic.*", "dequantise it"),
+    ),
+    "tensor-subclass": (
+        replaced(as_two_tensors),
+        KV_B.format(2, "one with a TwoTensor", "dequantise it"),
+    ),
+    "dora": (
+        with_config(lora(use_dora=True)),
+        KV_B.format(0, "a LoRA of DoraLinearVariant", "merge its adapter .merge_and_unload"),
+    ),
+    "other-adapter": (
+        with_config(peft.IA3Config(target_modules=["kv_b_proj"], feedforward_modules=[])),
+        KV_B.format(0, "Linear of peft.tuners.ia3.layer", "merge its adapter .merge_and_unload"),
+    ),
+    "indexer-hook": (
+        of_layer("indexer")(lambda m: m.register_forward_hook(lambda *_: None)),
+        INDEXER.format("with a forward hook"),
+    ),
+    "indexer-forward": (of_layer("indexer")(other_forward), INDEXER.format("another forward")),
+    "indexer-class": (of_layer("indexer")(another_class), INDEXER.format("Mine of .*")),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("change, message", OBSTACLES.values(), ids=OBSTACLES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_absorption_would_pass_over_is_refused(kind, change, message):
+    swapped = swapped_model(kind)
+    ids = token_ids(1, 20)
+    cache = swapped(ids).past_key_values
+    before = copy.deepcopy(cache)
+    change(swapped)
+    for call in (swapped, lambda ids: swapped(ids, past_key_values=cache)):
+        with pytest.raises(TypeError, match=message):
+            call(ids[:, :1])
+    assert cache.lengths.tolist() == [20]
+    for now, then in zip(cache._pools(), before._pools(), strict=True):
+        torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
+    # the remedy, in the message, and the same refusal before a swap
+    models.use_transformers(swapped)(ids)
+    with pytest.raises(TypeError, match=message):
+        models.use_custom_pypto(swapped)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_for_each_sequence_are_refused(kind):
+    # peft hands them to its layers by hooks
+    tuned = peft.get_peft_model(swapped_model(kind), lora()).eval()
+    with pytest.raises(TypeError, match="kv_b_proj of layer 0 .* with a forward hook"):
+        tuned(token_ids(2, 8), adapter_names=["default", "__base__"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dropout_in_training_mode_is_refused_where_the_ops_would_run(kind):
+    model = swapped_model(kind).train()
+    cache = models.PagedCache(model, 1, 32)
+    model(token_ids(1, 4), past_key_values=cache)
+    with_adapter(model, lora(lora_dropout=0.5)).train()
+    with pytest.raises(TypeError, match="got a LoRA with dropout in training mode"):
+        model(token_ids(1, 4), past_key_values=cache)
+    model.model.config.attention_dropout = 0.5
+    with pytest.raises(ValueError, match="attention_dropout: the ops drop nothing; call model.eval"):
+        model(token_ids(1, 4), past_key_values=cache)
+    model.eval()(token_ids(1, 4), past_key_values=cache)

@@ -1,0 +1,390 @@
+"""Swapped models where others run theirs: packed rows, autocast, offloaded weights, inference mode,
+decode loops on the cache that a forward returned."""
+
+import copy
+
+import pytest
+import torch
+from accelerate import cpu_offload, disk_offload, dispatch_model
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
+from tiny import KINDS, clear_case, tiny_model, token_ids
+from transformers import AutoModelForCausalLM
+
+import custom_pypto
+import models
+
+TOLERANCE = 5e-5  # float32, logits up to about 10, as in test_models.py
+
+
+@pytest.fixture(autouse=True)
+def no_grad_and_one_thread():
+    torch.set_num_threads(1)  # tensors this small only wait for a second one
+    with torch.no_grad():
+        yield
+
+
+def swapped_model(kind, **changes):
+    return models.use_custom_pypto(tiny_model(kind, **changes), block_size=16)
+
+
+def assert_same(stock, swapped, run):
+    seed, want = clear_case(lambda seed: run(stock, seed))
+    torch.testing.assert_close(run(swapped, seed), want, rtol=0, atol=TOLERANCE)
+
+
+# ---- packed sequences -------------------------------------------------------------------------
+
+ONE_AFTER_ANOTHER = [[*range(12), *range(8)]]
+PACKED = {
+    "one-row": ONE_AFTER_ANOTHER,
+    "same-for-two-rows": ONE_AFTER_ANOTHER,
+    "two-rows": [*ONE_AFTER_ANOTHER, [*range(3), *range(15), *range(2)]],
+    "one-of-two-rows": [[*range(20)], *ONE_AFTER_ANOTHER],
+    "positions-of-left-padding": [[0] * 4 + [*range(16)]],
+}
+
+
+@pytest.mark.parametrize("name", PACKED)
+@pytest.mark.parametrize("kind", KINDS)
+def test_packed_sequences_do_not_see_each_other(kind, name):
+    stock, swapped = tiny_model(kind), swapped_model(kind)
+    positions = torch.tensor(PACKED[name])
+    ids = token_ids(1 if name == "one-row" else 2, 20)
+
+    def logits(model, **options):
+        return model(ids, position_ids=positions, use_cache=False, **options).logits
+
+    want = logits(stock)
+    assert (want - stock(ids, use_cache=False).logits).abs().max() > 0.1
+    assert torch.equal(logits(swapped), want)
+    # attention of each on its own
+    if name == "one-row":
+        alone = [swapped(part, use_cache=False).logits for part in (ids[:, :12], ids[:, 12:])]
+        torch.testing.assert_close(torch.cat(alone, 1), want, rtol=0, atol=TOLERANCE)
+    # a mask says that it is one sequence; as in stock, so does a cache
+    for options in ({"attention_mask": torch.ones_like(ids)},):
+        torch.testing.assert_close(
+            logits(swapped, **options), logits(stock, **options), rtol=0, atol=TOLERANCE
+        )
+    cached = [model(ids, position_ids=positions).logits for model in (swapped, stock)]
+    torch.testing.assert_close(*cached, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_forward_separates_packed_sequences_too(kind):
+    stock, swapped = tiny_model(kind), swapped_model(kind)
+    compiled = torch.compile(swapped.forward, backend="eager", fullgraph=True)
+    for positions in (ONE_AFTER_ANOTHER, [[*range(20)]]):
+        kwargs = {"position_ids": torch.tensor(positions), "use_cache": False}
+        want = stock(token_ids(1, 20), **kwargs).logits
+        got = compiled(token_ids(1, 20), **kwargs).logits
+        torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_positions_of_one_sequence_still_run_on_the_ops(kind, monkeypatch):
+    swapped, calls = swapped_model(kind), []
+    op = custom_pypto.npu_sparse_flash_attention_pto
+
+    def spy(*args, **kwargs):
+        calls.append(args)
+        return op(*args, **kwargs)
+
+    monkeypatch.setattr(custom_pypto, "npu_sparse_flash_attention_pto", spy)
+    swapped(token_ids(2, 20), position_ids=torch.arange(5, 25)[None], use_cache=False)
+    assert len(calls) == 3
+    swapped(token_ids(2, 20), position_ids=torch.tensor(ONE_AFTER_ANOTHER), use_cache=False)
+    assert len(calls) == 3
+
+
+# ---- autocast ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("index_topk", [8, 64], ids=["selection", "all-keys"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_autocast_is_as_close_to_float32_as_stock_autocast(kind, index_topk, dtype):
+    # as of test_bf16_is_as_close_to_float32_as_stock_bf16 in test_models.py
+    stock = tiny_model(kind, index_topk=index_topk)
+    swapped = swapped_model(kind, index_topk=index_topk)
+
+    def logits(model, ids):
+        """Of a prefill and a few decode steps."""
+        first = model(ids[:, :56], use_cache=True)
+        cache, parts = first.past_key_values, [first.logits]
+        for t in range(56, 60):
+            parts.append(model(ids[:, t : t + 1], past_key_values=cache).logits)
+        assert all(part.dtype == parts[0].dtype for part in parts)
+        return torch.cat(parts, 1)
+
+    errors = torch.zeros(2)
+    for seed in range(4):
+        ids = token_ids(8, 60, seed)
+        exact = logits(stock, ids)
+        for i, model in enumerate((stock, swapped)):
+            with torch.autocast("cpu", dtype):
+                got = logits(model, ids)
+            assert got.dtype == dtype
+            errors[i] += (got.float() - exact).abs().mean()
+    assert errors[1] <= 1.2 * errors[0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generate_under_autocast_shares_its_cache_with_what_is_outside(kind):
+    swapped, ids = swapped_model(kind), token_ids(2, 20)
+    with torch.autocast("cpu", torch.bfloat16):
+        generated = swapped.generate(
+            ids, max_new_tokens=8, do_sample=False, return_dict_in_generate=True
+        )
+        cache, want = models.PagedCache(swapped, 2, 32), ids
+        for _ in range(8):
+            new = want[:, int(cache.get_seq_length()) :]
+            logits = swapped(new, past_key_values=cache).logits
+            want = torch.cat([want, logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(generated.sequences, want)
+    assert generated.past_key_values.layers[0].latent.dtype == torch.float32
+    swapped.generate(want, past_key_values=generated.past_key_values, max_length=31)
+    swapped(want[:, -1:], past_key_values=cache)
+
+
+# ---- offloaded weights ------------------------------------------------------------------------
+
+
+def logits_and_tokens(model, seed):
+    ids = token_ids(2, 20, seed)
+    tokens = model.generate(ids, max_new_tokens=6, do_sample=False)
+    return torch.cat([model(ids).logits.flatten(), tokens.flatten().float()])
+
+
+OFFLOAD = {
+    "cpu": lambda model, folder: cpu_offload(model, torch.device("cpu")),
+    "disk": lambda model, folder: disk_offload(model, folder, torch.device("cpu")),
+    "whole-attention": lambda model, folder: cpu_offload(
+        model,
+        torch.device("cpu"),
+        preload_module_classes=[type(model.model.layers[0].self_attn).__name__],
+    ),
+}
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+@pytest.mark.parametrize("offload", OFFLOAD)
+@pytest.mark.parametrize("kind", KINDS)
+def test_offloaded_weights_are_brought_in(kind, offload, order, tmp_path):
+    model = tiny_model(kind)
+    if order == "after":
+        models.use_custom_pypto(model, block_size=16)
+    OFFLOAD[offload](model, tmp_path)
+    if order == "before":
+        models.use_custom_pypto(model, block_size=16)
+    assert model.model.layers[0].self_attn.kv_b_proj.weight.device.type == "meta"
+    assert_same(tiny_model(kind), model, logits_and_tokens)
+    assert model.model.layers[0].self_attn.kv_b_proj.weight.device.type == "meta"  # and out again
+    assert_same(tiny_model(kind), models.use_transformers(model), logits_and_tokens)
+
+
+def map_of_devices(model):
+    names = ["model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head", "model.layers.0"]
+    return dict.fromkeys(names, "cpu") | {"model.layers.1": "disk", "model.layers.2": "disk"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_transformers_dispatched_can_be_swapped(kind, tmp_path):
+    stock = tiny_model(kind)
+    stock.save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path, device_map=map_of_devices(stock), offload_folder=tmp_path / "offloaded"
+    )
+    assert_same(stock, models.use_custom_pypto(model, block_size=16), logits_and_tokens)
+    assert_same(stock, models.use_transformers(model), logits_and_tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_swapped_model_can_be_dispatched(kind, tmp_path):
+    stock, model = tiny_model(kind), swapped_model(kind)
+    model = dispatch_model(model, map_of_devices(model), offload_dir=tmp_path)
+    assert_same(stock, model, logits_and_tokens)
+    assert_same(stock, models.use_transformers(model), logits_and_tokens)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forward_that_someone_else_wrapped_is_refused_with_the_order_that_works(kind):
+    def wrap(model):
+        attention = model.model.layers[1].self_attn
+        forward = attention.forward
+        attention.forward = lambda *args, **kwargs: calls.append(1) or forward(*args, **kwargs)
+        return model
+
+    calls = []
+    with pytest.raises(TypeError, match="layer 1 .* a wrapped forward .*; swap before wrapping"):
+        models.use_custom_pypto(wrap(tiny_model(kind)))
+    # accelerate's own hook around it brings nothing in
+    add_hook_to_module(model := wrap(tiny_model(kind)), AlignDevicesHook())
+    add_hook_to_module(model.model.layers[1].self_attn, AlignDevicesHook())
+    with pytest.raises(TypeError, match="layer 1 .* a wrapped forward .*; swap before wrapping"):
+        models.use_custom_pypto(model)
+    assert_same(tiny_model(kind), wrap(swapped_model(kind)), lambda m, s: m(token_ids(1, 20)).logits)
+    assert calls
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_on_several_devices_are_refused(kind):
+    model = swapped_model(kind)
+    model.model.layers[2].to("meta")
+    message = "one device, got layer 0 on cpu and layer 2 on meta; .*device_map={'': 'cpu'}"
+    with pytest.raises(ValueError, match=message):
+        model(token_ids(1, 4))
+
+
+# ---- inference mode ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("made", ["by-a-forward", "by-the-caller", "by-generate"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_made_in_inference_mode_is_of_use_outside(kind, made):
+    stock, swapped = tiny_model(kind), swapped_model(kind)
+
+    def run(model, seed):
+        ids = token_ids(2, 60, seed)
+        with torch.inference_mode():
+            cache = None
+            if made == "by-the-caller" and model is swapped:
+                cache = models.PagedCache(model, 2, 96, block_size=16)
+            if made == "by-generate":
+                cache = model.generate(
+                    ids[:, :20], max_new_tokens=1, return_dict_in_generate=True
+                ).past_key_values
+            else:
+                cache = model(ids[:, :20], past_key_values=cache, use_cache=True).past_key_values
+        if made == "by-generate":
+            return model.generate(ids[:, :21], past_key_values=cache, max_length=24)
+        parts = []
+        for t in range(20, 60, 2):  # a cache that grows does so here, and once more inside
+            with torch.inference_mode(40 < t < 50):
+                parts.append(model(ids[:, t : t + 2], past_key_values=cache).logits)
+        cache.reorder_cache(torch.tensor([1, 0]))
+        with torch.inference_mode():
+            cache.batch_repeat_interleave(2)
+        cache.crop(-3)
+        ids = ids[:, 57:].flip(0).repeat_interleave(2, 0)
+        return torch.cat([*parts, model(ids, past_key_values=cache).logits[::2]], 1)
+
+    seed, want = clear_case(lambda seed: run(stock, seed))
+    torch.testing.assert_close(run(swapped, seed), want, rtol=0, atol=TOLERANCE)
+
+
+# ---- caches that grow -------------------------------------------------------------------------
+
+
+def loop(model, seed, pads=(0, 9), forward=None):
+    """The logits of a prompt, 20 tokens, and of 60 more, on the cache that the prompt's returned;
+    and that cache."""
+    forward, ids, mask = forward or model, token_ids(len(pads), 80, seed), torch.ones(2, 80)
+    for row, n in enumerate(pads):
+        mask[row, :n] = 0
+    positions = (mask.cumsum(-1) - 1).clamp_min(0).long()
+    logits, cache = [], None
+    for start, end in [(0, 20), *((t, t + 1) for t in range(20, 80))]:
+        output = forward(
+            ids[:, start:end].clone(),
+            attention_mask=mask[:, :end] if max(pads) else None,
+            position_ids=positions[:, start:end],
+            past_key_values=cache,
+            use_cache=True,
+        )
+        cache = output.past_key_values
+        logits.append(output.logits)
+    return torch.cat(logits, 1)[mask.bool()], cache
+
+
+@pytest.mark.parametrize("pads", [(0, 0), (0, 9)], ids=["", "left-padded"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loop_on_the_cache_of_a_forward_goes_on_and_on(kind, pads):
+    stock, swapped = tiny_model(kind), swapped_model(kind)
+    seed, (want, _) = clear_case(lambda seed: loop(stock, seed, pads))
+    got, cache = loop(swapped, seed, pads)
+    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+    # 36 tokens at first, in blocks of 16; then twice that
+    assert cache.max_cache_len == 96 and cache.lengths.tolist() == [80 - n for n in pads]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_grows_by_doubling_and_keeps_what_it_has(kind):
+    model = swapped_model(kind)
+    cache, sizes = model(token_ids(2, 20)).past_key_values, []
+    for t in range(20, 200):
+        table, pools = cache.block_table.clone(), [pool.clone() for pool in cache._pools()]
+        model(token_ids(2, 1, t), past_key_values=cache)
+        if cache.max_cache_len not in sizes:
+            sizes.append(cache.max_cache_len)
+        blocks = cache.block_table
+        assert torch.equal(blocks[:, : table.size(1)], table)
+        assert blocks.unique().tolist() == list(range(1, 1 + blocks.numel()))
+        for now, then in zip(cache._pools(), pools, strict=True):
+            for row in table[:, : t // 16].flatten().tolist():  # blocks that were full
+                assert torch.equal(now[row], then[row])
+    assert sizes == [48, 96, 192, 384]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_loop_on_the_cache_of_a_forward_is_right_too(kind):
+    swapped = swapped_model(kind)
+    want, _ = loop(swapped, 1, (0, 0))
+    compiled = torch.compile(swapped.forward, backend="eager")
+    got, cache = loop(swapped, 1, (0, 0), compiled)
+    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+    assert cache.max_cache_len == 96
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_whole_graph_wants_a_cache_of_a_fixed_size(kind):
+    swapped = swapped_model(kind)
+    compiled = torch.compile(swapped.forward, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"pass past_key_values=models.PagedCache\(...\)"):
+        compiled(token_ids(1, 20))
+    cache = swapped(token_ids(1, 20)).past_key_values
+    with pytest.raises(Exception, match="a cache that a forward made grows"):
+        compiled(token_ids(1, 1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_of_the_caller_grows_only_when_told_to(kind):
+    model = swapped_model(kind)
+    cache = models.PagedCache(model, 2, 32, block_size=16)
+    addresses = [pool.data_ptr() for pool in cache._pools()]
+    model(token_ids(2, 32), past_key_values=cache)
+    with pytest.raises(ValueError, match="out of capacity: has 32 of 32 tokens"):
+        model(token_ids(2, 1), past_key_values=cache)
+    with pytest.raises(ValueError, match="max_cache_len of at least"):
+        model.generate(token_ids(2, 33), past_key_values=cache, max_new_tokens=3)
+    cache.reserve(20)
+    assert [pool.data_ptr() for pool in cache._pools()] == addresses
+    cache.reserve(33)
+    assert cache.max_cache_len == 64
+    model(token_ids(2, 32), past_key_values=cache)
+    with pytest.raises(ValueError, match="out of capacity: has 64 of 64 tokens"):
+        model(token_ids(2, 1), past_key_values=cache)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_cache_that_cannot_grow_says_so_and_can_be_used_on(kind, monkeypatch):
+    model, ids = swapped_model(kind), token_ids(2, 70)
+    cache = model(ids[:, :48]).past_key_values
+    other = copy.deepcopy(cache)
+    new_empty, calls = torch.Tensor.new_empty, []
+
+    def no_memory(*args):
+        calls.append(args)
+        if len(calls) == 4:  # half-way
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return new_empty(*args)
+
+    with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError) as error:
+        patch.setattr(torch.Tensor, "new_empty", no_memory)
+        model(ids[:, 48:], past_key_values=cache)
+    assert "no memory to grow from max_cache_len=64 to 128 on cpu; pass a models.Paged" in str(
+        error.value
+    )
+    assert cache.max_cache_len == 64 and cache.lengths.tolist() == [48, 48]
+    want = model(ids[:, 48:], past_key_values=other).logits
+    assert torch.equal(model(ids[:, 48:], past_key_values=cache).logits, want)
