@@ -5,7 +5,6 @@ These functions become a forward pre-hook and two methods of the one model that 
 
 import torch
 from torch import Tensor
-
 from transformers.masking_utils import find_packed_sequence_indices
 
 from .cache import PagedCache, Step, dimensions

@@ -4,12 +4,10 @@ Absorption reads the weight of ``kv_b_proj``, and the ops take the place of the 
 Whatever was put on either of them must be in what is read, or be refused before anything runs.
 """
 
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 
 import torch
-from accelerate.hooks import AlignDevicesHook
-from accelerate.utils import align_module_device
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import type_before_parametrizations
@@ -49,10 +47,8 @@ def weight_of(projection: nn.Module) -> Tensor:
     """What a ``kv_b_proj`` that :func:`check_layer` has let pass multiplies by, ``[H * (nope + v),
     L]``, with its adapters, of the heads of this rank."""
     if not is_lora(projection):
-        if "forward" not in projection.__dict__:
-            return projection.weight
-        with align_module_device(projection):  # a reference outlives what accelerate takes back
-            weight = projection.weight
+        with brought_in(projection):
+            weight = projection.weight  # stays after accelerate has taken it back
         return weight.to_local() if isinstance(weight, DTensor) else weight
     if projection.disable_adapters and projection.merged:
         projection.unmerge()  # as peft does in the forward
@@ -61,9 +57,7 @@ def weight_of(projection: nn.Module) -> Tensor:
         return weight
     dtype = weight.dtype
     for adapter in active_adapters(projection):
-        with ExitStack() as aligned:
-            for factor in (projection.lora_A[adapter], projection.lora_B[adapter]):
-                aligned.enter_context(align_module_device(factor))
+        with brought_in(projection.lora_A[adapter]), brought_in(projection.lora_B[adapter]):
             weight = weight + projection.get_delta_weight(adapter)
     return weight.to(dtype)
 
@@ -123,11 +117,29 @@ def has_other_forward(module: nn.Module) -> bool:
     forward = module.__dict__.get("forward")
     if forward is None:
         return False
-    if isinstance(module.__dict__.get("_hf_hook"), AlignDevicesHook):
+    if hook := aligning_hook(module):
         outer, inner = getattr(forward, "func", forward), module._old_forward
-        accelerates = outer.__module__ == AlignDevicesHook.__module__
+        accelerates = outer.__module__ == type(hook).__module__
         return not accelerates or getattr(inner, "__func__", None) is not type(module).forward
     return forward.__module__ != TensorParallelLayer.__module__
+
+
+def aligning_hook(module: nn.Module):
+    """accelerate's hook on ``module``, if it is one that only brings inputs and weights in."""
+    if "_hf_hook" not in module.__dict__:
+        return None
+    from accelerate.hooks import AlignDevicesHook  # need not be installed where nobody hooks
+
+    return module._hf_hook if type(module._hf_hook) is AlignDevicesHook else None
+
+
+def brought_in(module: nn.Module) -> AbstractContextManager:
+    """The parameters of ``module`` are where it computes."""
+    if aligning_hook(module) is None:
+        return nullcontext()
+    from accelerate.utils import align_module_device
+
+    return align_module_device(module)
 
 
 def described(module: nn.Module) -> str:
@@ -157,8 +169,7 @@ def device_of(layers) -> torch.device:
         device = layer.self_attn.kv_a_layernorm.weight.device
         if device.type == "meta":
             for module in (layer.self_attn.kv_a_layernorm, layer.self_attn, layer):
-                hook = module.__dict__.get("_hf_hook")
-                if isinstance(hook, AlignDevicesHook) and hook.offload:
+                if (hook := aligning_hook(module)) and hook.offload:
                     device = torch.empty(0, device=hook.execution_device).device  # with its index
                     break
         if first is None:

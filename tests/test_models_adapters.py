@@ -1,5 +1,5 @@
-"""What is put on a swapped model counts: adapters and parametrizations of every projection do; hooks
-and modules that absorption cannot know are refused by name."""
+"""What is put on a swapped model counts: adapters, parametrizations and hooks of every projection;
+what absorption cannot know is refused by name."""
 
 import copy
 
@@ -8,7 +8,10 @@ import pytest
 import torch
 from tiny import KINDS, clear_case, tiny_model, token_ids
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.utils import parametrize
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers import CompileConfig
 
@@ -352,6 +355,20 @@ def test_adapters_for_each_sequence_are_refused(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_of_a_projection_that_ranks_share_is_refused(kind):
+    model = with_adapter(swapped_model(kind), lora())
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        base = model.model.layers[1].self_attn.kv_b_proj.base_layer
+        mesh = init_device_mesh("cpu", (2,))
+        base.weight = nn.Parameter(distribute_tensor(base.weight, mesh, [Shard(0)]))
+        with pytest.raises(TypeError, match="kv_b_proj of layer 1 .* got a LoRA that ranks share"):
+            model(token_ids(1, 4))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_dropout_in_training_mode_is_refused_where_the_ops_would_run(kind):
     model = swapped_model(kind).train()
     cache = models.PagedCache(model, 1, 32)
@@ -360,6 +377,6 @@ def test_dropout_in_training_mode_is_refused_where_the_ops_would_run(kind):
     with pytest.raises(TypeError, match="got a LoRA with dropout in training mode"):
         model(token_ids(1, 4), past_key_values=cache)
     model.model.config.attention_dropout = 0.5
-    with pytest.raises(ValueError, match="attention_dropout: the ops drop nothing; call model.eval"):
+    with pytest.raises(ValueError, match="attention_dropout: the ops drop nothing; call .*eval"):
         model(token_ids(1, 4), past_key_values=cache)
     model.eval()(token_ids(1, 4), past_key_values=cache)

@@ -62,10 +62,9 @@ def test_packed_sequences_do_not_see_each_other(kind, name):
         alone = [swapped(part, use_cache=False).logits for part in (ids[:, :12], ids[:, 12:])]
         torch.testing.assert_close(torch.cat(alone, 1), want, rtol=0, atol=TOLERANCE)
     # a mask says that it is one sequence; as in stock, so does a cache
-    for options in ({"attention_mask": torch.ones_like(ids)},):
-        torch.testing.assert_close(
-            logits(swapped, **options), logits(stock, **options), rtol=0, atol=TOLERANCE
-        )
+    mask = torch.ones_like(ids)
+    masked = [logits(model, attention_mask=mask) for model in (swapped, stock)]
+    torch.testing.assert_close(*masked, rtol=0, atol=TOLERANCE)
     cached = [model(ids, position_ids=positions).logits for model in (swapped, stock)]
     torch.testing.assert_close(*cached, rtol=0, atol=TOLERANCE)
 
@@ -223,7 +222,7 @@ def test_a_forward_that_someone_else_wrapped_is_refused_with_the_order_that_work
     add_hook_to_module(model.model.layers[1].self_attn, AlignDevicesHook())
     with pytest.raises(TypeError, match="layer 1 .* a wrapped forward .*; swap before wrapping"):
         models.use_custom_pypto(model)
-    assert_same(tiny_model(kind), wrap(swapped_model(kind)), lambda m, s: m(token_ids(1, 20)).logits)
+    assert_same(tiny_model(kind), wrap(swapped_model(kind)), logits_and_tokens)
     assert calls
 
 
