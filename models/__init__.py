@@ -47,7 +47,8 @@ def use_custom_pypto(model, *, block_size: int = 128):
 
     Swapped are the lightning indexer and the attention of every layer, and the cache that
     ``generate()`` makes. Swapping again only sets ``block_size``. A forward pass in training mode
-    runs the stock path; the ops have no backward. Padding must be on the left.
+    runs the stock path; the ops have no backward. Padding must be on the left. What the model has
+    on it, before or after, counts or is refused by name: docs/models.md has the tables.
 
     Args:
         model: a transformers 5.23 ``DeepseekV32ForCausalLM`` or ``GlmMoeDsaForCausalLM``, swapped
@@ -56,7 +57,8 @@ def use_custom_pypto(model, *, block_size: int = 128):
     Returns:
         ``model`` itself.
     Raises:
-        TypeError: another model, or one whose attention is wrapped or quantised.
+        TypeError: another model, or one whose attention is wrapped, or whose ``kv_b_proj`` or
+            indexer has on it what the ops would pass over. Every forward raises it too.
         ValueError: ``block_size``, or an ``index_topk`` that the ops do not take.
     """
     stock, paged = _attention_classes("use_custom_pypto", model)
@@ -174,8 +176,9 @@ def load(path, *, dtype="auto", num_hidden_layers=None, device=None, tensor_para
 
 def _attention_classes(caller: str, model) -> tuple[type, type]:
     if type(model) not in ATTENTION:
+        inside = "; pass its get_base_model()" if hasattr(model, "get_base_model") else ""  # peft's
         raise TypeError(
             f"{caller}: model must be a DeepseekV32ForCausalLM or GlmMoeDsaForCausalLM of "
-            f"transformers, got {type(model).__module__}.{type(model).__qualname__}"
+            f"transformers, got {type(model).__module__}.{type(model).__qualname__}{inside}"
         )
     return ATTENTION[type(model)]

@@ -43,7 +43,8 @@ def prepare_forward(block_size: int, model, args: tuple, kwargs: dict):
     ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     batch, tokens = (ids if embeddings is None else embeddings).shape[:2]
     for i, layer in enumerate(model.layers):
-        check_layer(i, layer.self_attn, layer.self_attn.indexer_class)
+        attention = layer.self_attn
+        check_layer(i, attention, attention.indexer_class)
     if cache is None:
         cache = own_cache(model, batch, tokens + block_size if keep else tokens, block_size)
         kwargs["past_key_values"] = cache if keep else None

@@ -26,16 +26,15 @@ def check_layer(layer: int, attention: nn.Module, indexer_class: type) -> None:
     Raises:
         TypeError: with the layer, what is there, and the remedy.
     """
-    if found := obstacle(attention.kv_b_proj):
+    parts = attention._modules  # in every forward, and nn.Module is slow to find them
+    projection, indexer = parts["kv_b_proj"], parts.get("indexer")
+    if found := obstacle(projection):
         raise TypeError(
             f"use_custom_pypto: kv_b_proj of layer {layer} must be a torch.nn.Linear, got {found}: "
             "its weight is absorbed, its forward never called; dequantise it, merge its adapter "
             "(merge_and_unload), remove its hook, or call models.use_transformers(model)"
         )
-    indexer = attention.indexer
-    if indexer is None:
-        return
-    if type(indexer) is not indexer_class or wrapped(indexer):
+    if indexer is not None and (type(indexer) is not indexer_class or wrapped(indexer)):
         raise TypeError(
             f"use_custom_pypto: the indexer of layer {layer} must be a plain "
             f"{indexer_class.__name__}, got {described(indexer)}: an op takes the place "
@@ -48,7 +47,7 @@ def weight_of(projection: nn.Module) -> Tensor:
     L]``, with its adapters, of the heads of this rank."""
     if not is_lora(projection):
         with brought_in(projection):
-            weight = projection.weight  # stays after accelerate has taken it back
+            weight = projection.weight  # stays after accelerate has taken the parameter back
         return weight.to_local() if isinstance(weight, DTensor) else weight
     if projection.disable_adapters and projection.merged:
         projection.unmerge()  # as peft does in the forward
@@ -64,16 +63,16 @@ def weight_of(projection: nn.Module) -> Tensor:
 
 def obstacle(projection: nn.Module) -> str | None:
     """Why the weight alone is not all that ``projection`` does, or None."""
-    if is_lora(projection):
-        return lora_obstacle(projection)
-    if (
-        type(projection) is not nn.Linear
-        and type_before_parametrizations(projection) is not nn.Linear
-    ) or wrapped(projection):
+    if type(projection) is not nn.Linear:
+        if is_lora(projection):
+            return lora_obstacle(projection)
+        if type_before_parametrizations(projection) is not nn.Linear:
+            return described(projection)
+    if wrapped(projection):
         return described(projection)
-    if projection.bias is not None:
+    if projection._parameters["bias"] is not None:
         return "one with a bias"
-    weight = projection._parameters.get("weight")
+    weight = projection._parameters.get("weight")  # not there where it is parametrized
     if type(weight) is not nn.Parameter and is_traceable_wrapper_subclass(weight):
         return None if isinstance(weight, DTensor) else f"one with a {type(weight).__name__}"
     return None
@@ -99,7 +98,8 @@ def lora_obstacle(projection: nn.Module) -> str | None:
 
 
 def is_lora(module: nn.Module) -> bool:
-    return (type(module).__module__, type(module).__qualname__) == LORA
+    cls = type(module)
+    return cls is not nn.Linear and (cls.__module__, cls.__qualname__) == LORA
 
 
 def active_adapters(projection: nn.Module) -> list[str]:

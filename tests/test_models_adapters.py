@@ -135,6 +135,11 @@ def test_a_peft_model_around_a_swapped_one_works_and_merges(kind):
         torch.manual_seed(7)
         tuned.append(peft.get_peft_model(model, lora("all-linear")).eval())
     assert_same(*tuned)
+    with pytest.raises(TypeError, match=r"got peft.*PeftModel; pass its get_base_model\(\)"):
+        models.use_custom_pypto(tuned[0])
+    models.use_transformers(tuned[1].get_base_model())
+    assert_same(*tuned)
+    models.use_custom_pypto(tuned[1].get_base_model(), block_size=16)
     assert_same(*(model.merge_and_unload() for model in tuned))
 
 
