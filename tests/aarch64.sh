@@ -19,10 +19,9 @@ EMULATOR=(qemu-aarch64-static qemu-user-static)
 BOOTSTRAP=(mmdebstrap mmdebstrap /usr/share/keyrings/debian-archive-keyring.gpg debian-archive-keyring)
 LIBRARIES=libc6,libstdc++6,libgcc-s1,zlib1g,libssl3,libffi8,libsqlite3-0,libbz2-1.0,liblzma5
 handler=/proc/sys/fs/binfmt_misc/custom_pypto_aarch64
-# The default tests: the ops, whose largest cases take hours in emulation, and what is said of bits.
+# what depends on the CPU: the ops, and that their bits do not vary
 TESTS=(tests/test_npu_{lightning_indexer,sparse_flash_attention,sparse_attention}_pto.py
-  tests/test_add_custom.py tests/test_cpu_isa.py tests/test_determinism.py tests/test_env.py)
-SMALL="not real_sizes and not every_tail and not test_selects_what_the_reference_selects and not memory"
+  tests/test_add_custom.py tests/test_cpu_isa.py tests/test_determinism.py)
 
 die() {
   printf 'run.sh test --arch aarch64: %s\n' "$1" >&2
@@ -218,7 +217,7 @@ run_all() {
   local status=0 installed="$work/installed"
   cd "$project"
   "$venv/bin/python" -m custom_pypto env
-  "$venv/bin/python" -m pytest -q -k "$SMALL" "${TESTS[@]}" || status=1
+  "$venv/bin/python" -m pytest -q "${TESTS[@]}" || status=1
   "$venv/bin/python" examples/generate.py --max-new-tokens 6 \
     --prompt "the old sailor otter=red slowly crossed a wide harbour , otter?" || status=1
   # the wheel as it is handed out, and no tree beside it
