@@ -165,6 +165,7 @@ build_portable_wheel() {
   ! "$python" -m zipfile -l "$folder"/*-"$tag".whl | grep '[.]libs/' ||
     die "auditwheel put these libraries into the wheel, which must come with torch or the system"
   mv "$folder"/*-"$tag".whl "$root/dist/"
+  echo "built $(ls -t "$root"/dist/*-"$tag".whl | head -n 1)"
 }
 
 build() {
