@@ -1,39 +1,31 @@
 #include <torch/csrc/autograd/custom_function.h>
 
-#include "ops_common.h"
+#include "contract.h"
 
 namespace custom_pypto {
 namespace {
 
 constexpr char kOp[] = "add_custom";
 
-void check_operands(const Tensor& self, const Tensor& other) {
-  check_given(kOp, "self", self);
-  check_given(kOp, "other", other);
-}
-
-Tensor add_custom_contract(const Tensor& self, const Tensor& other) {
-  check_operands(self, other);
+template <bool computes>
+Tensor add_custom(const Tensor& self, const Tensor& other) {
+  const Argument first(kOp, "self", self), second(kOp, "other", other);
   const auto dtype = self.scalar_type();
   // of the floating-point types, those that torch adds: not the ones of 8 bits or fewer
   CHECK_ARGUMENT(
       dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kFloat || dtype == at::kDouble,
       kOp, "self.dtype", "bfloat16, float16, float32 or float64", dtype_name(dtype));
-  check_dtype(kOp, "other", other, dtype, "dtype of self");
-  check_device(kOp, "other", other, self);
+  second.dtype(dtype, "dtype of self").device_of(self);
   CHECK_ARGUMENT(self.sym_sizes() == other.sym_sizes(), kOp, "other",
                  c10::str("of shape ", self.sym_sizes(), " (that of self; no broadcast)"),
                  other.sym_sizes());
-  return at::empty_symint(self.sym_sizes(), self.options());
-}
-
-Tensor add_custom_cpu(const Tensor& self, const Tensor& other) {
-  Tensor out = add_custom_contract(self, other);
-  at::add_out(out, self, other);
+  Tensor out = at::empty_symint(self.sym_sizes(), self.options());
+  if (computes) at::add_out(out, self, other);
   return out;
 }
 
 // d(self + other) = (1, 1): two tensors, since an op may not return one twice
+template <bool /*computes*/>
 std::tuple<Tensor, Tensor> add_custom_backward(const Tensor& grad) {
   return {grad.clone(), grad.clone()};
 }
@@ -60,22 +52,15 @@ class AddCustom : public torch::autograd::Function<AddCustom> {
 };
 
 Tensor add_custom_autograd(const Tensor& self, const Tensor& other) {
-  check_operands(self, other);  // apply() asks each for its device
+  // None is refused first: apply() asks each for its device
+  Argument(kOp, "self", self), Argument(kOp, "other", other);
   return AddCustom::apply(self, other);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(custom_pypto, CPU, m) {
-  m.impl("add_custom", &add_custom_cpu);
-  m.impl("add_custom_backward", &add_custom_backward);
-}
-
-TORCH_LIBRARY_IMPL(custom_pypto, Meta, m) {
-  m.impl("add_custom", &add_custom_contract);
-  m.impl("add_custom_backward", &add_custom_backward);
-}
-
-TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) { m.impl("add_custom", &add_custom_autograd); }
+REGISTER_CPU_AND_META(add_custom)
+REGISTER_CPU_AND_META(add_custom_backward)
+TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) { m.impl(kOp, &add_custom_autograd); }
 
 }  // namespace custom_pypto

@@ -1,4 +1,7 @@
 #include <Python.h>
+#include <torch/library.h>
+
+#include <string>
 
 #include "ops_common.h"
 

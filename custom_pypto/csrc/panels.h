@@ -2,12 +2,14 @@
 // transposed into panels.
 #pragma once
 
+#include <c10/core/ScalarType.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -15,19 +17,19 @@
 
 namespace custom_pypto {
 
-// Memory that a thread has done with, for its next call: the system clears every page that it hands
-// out, which took a tenth of a decode step.
-class KeptMemory {
+// Per-thread pool of buffers, for the next call: to clear fresh pages, as the system does, took a
+// tenth of a decode step.
+class BufferPool {
  public:
-  static KeptMemory& of_thread() {
-    static thread_local KeptMemory memory;
-    return memory;
+  static BufferPool& of_thread() {
+    static thread_local BufferPool pool;
+    return pool;
   }
-  KeptMemory() = default;
-  KeptMemory(const KeptMemory&) = delete;
-  ~KeptMemory() { shrink(0); }
+  BufferPool() = default;
+  BufferPool(const BufferPool&) = delete;
+  ~BufferPool() { shrink(0); }
 
-  void* take(size_t bytes) {
+  void* allocate(size_t bytes) {
     const auto same = [bytes](const Block& block) { return block.bytes == bytes; };
     const auto found = std::find_if(blocks_.begin(), blocks_.end(), same);
     if (found == blocks_.end()) return ::operator new(bytes, kLine);
@@ -37,7 +39,7 @@ class KeptMemory {
     return memory;
   }
 
-  void give(void* memory, size_t bytes) {
+  void deallocate(void* memory, size_t bytes) {
     blocks_.push_back({memory, bytes});
     bytes_ += bytes;
     shrink(kMost);
@@ -67,13 +69,13 @@ class KeptMemory {
 // What the kernels work on begins at a cache line, since a vector of 64 bytes that begins elsewhere
 // costs two accesses; and it is not set to zero first.
 template <typename T>
-struct LineAllocator {
+struct AlignedAllocator {
   using value_type = T;
-  LineAllocator() = default;
+  AlignedAllocator() = default;
   template <typename U>
-  LineAllocator(const LineAllocator<U>&) {}
-  T* allocate(size_t n) { return static_cast<T*>(KeptMemory::of_thread().take(n * sizeof(T))); }
-  void deallocate(T* p, size_t n) { KeptMemory::of_thread().give(p, n * sizeof(T)); }
+  AlignedAllocator(const AlignedAllocator<U>&) {}
+  T* allocate(size_t n) { return static_cast<T*>(BufferPool::of_thread().allocate(n * sizeof(T))); }
+  void deallocate(T* p, size_t n) { BufferPool::of_thread().deallocate(p, n * sizeof(T)); }
   template <typename U>
   void construct(U* p) {
     ::new (p) U;
@@ -82,11 +84,11 @@ struct LineAllocator {
   void construct(U* p, Args&&... args) {
     ::new (p) U(std::forward<Args>(args)...);
   }
-  bool operator==(const LineAllocator&) const { return true; }
-  bool operator!=(const LineAllocator&) const { return false; }
+  bool operator==(const AlignedAllocator&) const { return true; }
+  bool operator!=(const AlignedAllocator&) const { return false; }
 };
 template <typename T>
-using Lines = std::vector<T, LineAllocator<T>>;
+using AlignedVector = std::vector<T, AlignedAllocator<T>>;
 
 // Calls f(multiplied, stored) with values of the element types: bfloat16 is multiplied as it is
 // where the CPU can (both uint16_t), every other half precision is widened to float.
@@ -119,8 +121,8 @@ inline void narrow(const float* from, int64_t n, c10::BFloat16* to) {
   for (int64_t i = 0; i < n; ++i) {
     uint32_t bits;
     std::memcpy(&bits, from + i, 4);
-    const uint32_t rounded = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-    to[i].x = from[i] == from[i] ? rounded : 0x7FC0;
+    const uint32_t nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+    to[i].x = from[i] == from[i] ? nearest : 0x7FC0;
   }
 }
 

@@ -1,0 +1,152 @@
+// Rows of the caches that sparse attention reads, in chunks.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+#include "panels.h"
+#include "params.h"
+#include "sequences.h"
+
+namespace custom_pypto {
+
+template <typename T>
+struct Cache {
+  explicit Cache(const Tensor& cache)
+      : data(static_cast<const T*>(cache.const_data_ptr())), rows(cache) {}
+  const T* row(const KeyMap::Slot& slot) const { return data + rows.offset(slot); }
+  const T* data;
+  Rows rows;
+};
+
+template <typename T>
+struct LatentCaches {
+  explicit LatentCaches(const AttentionParams& p)
+      : keys(p.key),
+        values(p.value ? *p.value : p.key),
+        own_values(p.value && (p.value->const_data_ptr() != p.key.const_data_ptr() ||
+                               p.value->strides() != p.key.strides())),
+        latent(p.query.size(-1)),
+        rope(p.query_rope ? p.query_rope->size(-1) : 0) {
+    if (p.key_rope) key_ropes.emplace(*p.key_rope);
+  }
+  Cache<T> keys, values;
+  std::optional<Cache<T>> key_ropes;
+  bool own_values;  // not the keys
+  int64_t latent, rope;
+};
+
+// Whether no element has all exponent bits set.
+template <typename T>
+bool finite(const T* row, int64_t n) {
+  using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
+  constexpr Bits kExponent = std::is_same_v<T, float>       ? 0x7F800000
+                             : std::is_same_v<T, c10::Half> ? 0x7C00
+                                                            : 0x7F80;
+  Bits bad = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    Bits bits;
+    std::memcpy(&bits, row + i, sizeof(T));
+    bad |= (bits & kExponent) == kExponent;
+  }
+  return !bad;
+}
+
+// Two chunks of keys: one is attended to when the next is full, so that the rows of that one are
+// fetched meanwhile. E is what is multiplied, T what is stored.
+template <typename E, typename T>
+class KeyChunks {
+ public:
+  static constexpr int kKeys = cpu::kAttendKeys<E>;
+
+  explicit KeyChunks(const LatentCaches<T>& caches)
+      : caches_(caches),
+        packed_(std::is_same_v<E, float> ? 0 : kKeys / 2 * caches.latent),
+        buffers_{Buffer(*this), Buffer(*this)} {}
+  KeyChunks(const KeyChunks&) = delete;  // it points into itself
+
+  void clear() { chunk_->chunk.n = next_->chunk.n = 0; }
+  int count() const { return chunk_->chunk.n; }
+  int64_t position(int j) const { return chunk_->position[j]; }  // in the sequence
+
+  // Puts a key at the end of the next chunk, widened if need be; tells whether that is full.
+  bool add(const KeyMap::Slot& slot, int64_t position) {
+    cpu::Chunk<E>& chunk = next_->chunk;
+    const int j = chunk.n++;
+    next_->position[j] = position;
+    const bool own_values = caches_.own_values;
+    const int64_t latent = caches_.latent, rope = caches_.rope;
+    if constexpr (std::is_same_v<E, T>) {
+      chunk.keys[j] = caches_.keys.row(slot);
+      chunk.values[j] = own_values ? caches_.values.row(slot) : chunk.keys[j];
+      if (rope) chunk.ropes[j] = caches_.key_ropes->row(slot);
+      if (count() == 0) {  // the first: no kernel runs meanwhile that could fetch
+        fetch(chunk.keys[j], latent);
+        if (own_values) fetch(chunk.values[j], latent);
+        if (rope) fetch(chunk.ropes[j], rope);
+      }
+    } else {
+      E* to = next_->widened.data() + j * (2 * latent + rope);
+      widen(caches_.keys.row(slot), latent, to);
+      chunk.keys[j] = chunk.values[j] = to;
+      if (own_values) {
+        widen(caches_.values.row(slot), latent, to + latent);
+        chunk.values[j] = to + latent;
+      }
+      if (rope) {
+        widen(caches_.key_ropes->row(slot), rope, to + 2 * latent);
+        chunk.ropes[j] = to + 2 * latent;
+      }
+    }
+    return chunk.n == (count() ? kKeys : kFirstKeys);
+  }
+
+  // The chunk, ready for the kernels.
+  const cpu::Chunk<E>& prepared() {
+    cpu::Chunk<E>& chunk = chunk_->chunk;
+    chunk.next = std::is_same_v<E, T> && next_->chunk.n ? &next_->chunk : nullptr;
+    if constexpr (!std::is_same_v<E, float>) kernels().bf16->pack_values(chunk);
+    return chunk;
+  }
+
+  // Makes the next chunk the current one.
+  void advance() {
+    std::swap(chunk_, next_);
+    next_->chunk.n = 0;
+  }
+
+ private:
+  // Nothing hides the loads of the first chunk: it is short.
+  static constexpr int kFirstKeys = kKeys / 4;
+
+  struct Buffer {
+    explicit Buffer(KeyChunks& chunks)
+        : widened(std::is_same_v<E, T> ? 0
+                                       : kKeys * (2 * chunks.caches_.latent + chunks.caches_.rope)),
+          position(kKeys) {
+      chunk.latent = chunks.caches_.latent;
+      chunk.rope = chunks.caches_.rope;
+      chunk.packed = chunks.packed_.data();
+    }
+    cpu::Chunk<E> chunk;
+    AlignedVector<E> widened;
+    std::vector<int64_t> position;
+  };
+
+  // Starts to load a row.
+  static void fetch(const T* row, int64_t dims) {
+    constexpr int64_t kLine = 64 / sizeof(T);
+    for (int64_t d = 0; d < dims; d += kLine) __builtin_prefetch(row + d, 0, 2);
+  }
+
+  const LatentCaches<T>& caches_;
+  AlignedVector<uint32_t> packed_;
+  Buffer buffers_[2];
+  Buffer *chunk_ = &buffers_[0], *next_ = &buffers_[1];
+};
+
+}  // namespace custom_pypto

@@ -1,0 +1,104 @@
+// Softmax sums of sparse attention: from parts to a total, from sums to rows of the output.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <type_traits>
+#include <vector>
+
+#include "panels.h"
+
+namespace custom_pypto {
+
+// Of the rows of a task, in panels.
+struct SoftmaxSums {
+  void start(int64_t rows, int64_t latent) {
+    max.resize(panel_rows(rows));
+    sum.resize(panel_rows(rows));
+    out.resize(panel_rows(rows) * latent);
+    any = false;
+  }
+
+  AlignedVector<float> max, sum, out;
+  bool any = false;  // whether a key has been added
+};
+
+// Brings the parts of one token to a common maximum and adds them, in their order.
+inline SoftmaxSums combine(const SoftmaxSums* parts, int64_t count, int64_t heads, int64_t latent,
+                           float scale) {
+  const int64_t padded = panel_rows(heads);
+  SoftmaxSums total;
+  total.max.assign(padded, -INFINITY);
+  total.sum.assign(padded, 0.0f);
+  total.out.resize(padded * latent);
+  std::vector<const SoftmaxSums*> added;
+  for (int64_t p = 0; p < count; ++p) {
+    if (parts[p].any) added.push_back(&parts[p]);
+  }
+  total.any = !added.empty();
+  for (const SoftmaxSums* part : added) {
+    for (int64_t r = 0; r < padded; ++r) total.max[r] = std::max(total.max[r], part->max[r]);
+  }
+  AlignedVector<float> factors(added.size() * cpu::kMaxWidth);
+  for (int64_t first = 0; first < heads; first += cpu::kMaxWidth) {
+    const int64_t width = cpu::panel_width(std::min<int64_t>(heads - first, cpu::kMaxWidth));
+    float* factor = factors.data();
+    for (const SoftmaxSums* part : added) {
+      for (int64_t r = 0; r < width; ++r, ++factor) {
+        const float max = total.max[first + r];
+        *factor = std::exp2((part->max[first + r] - (max == -INFINITY ? 0 : max)) * scale);
+        total.sum[first + r] += part->sum[first + r] * *factor;
+      }
+    }
+    for (int64_t l = 0; l < latent; ++l) {
+      const int64_t at = first * latent + l * width;
+      float* to = total.out.data() + at;
+      std::fill_n(to, width, 0.0f);
+      factor = factors.data();
+      for (const SoftmaxSums* part : added) {
+        const float* from = part->out.data() + at;
+        for (int64_t r = 0; r < width; ++r) to[r] += from[r] * factor[r];
+        factor += width;
+      }
+    }
+  }
+  return total;
+}
+
+// Divides by the sums and writes the rows [row][latent] of tokens that have attended to a key
+// (`seen`, how many keys each has); the others stay as they are, zero.
+template <typename E, typename T>
+void write_rows(const SoftmaxSums& sums, const std::vector<int64_t>& seen, int64_t heads,
+                int64_t latent, T* out) {
+  if (!sums.any) return;
+  const int64_t rows = static_cast<int64_t>(seen.size()) * heads;
+  for (int64_t first = 0; first < rows; first += cpu::kMaxWidth) {
+    const int64_t count = std::min<int64_t>(rows - first, cpu::kMaxWidth);
+    const int64_t width = cpu::panel_width(count);
+    // what has seen no key has sums of zeros
+    float factors[cpu::kMaxWidth] = {};
+    for (int64_t r = 0; r < count; ++r) {
+      if (seen[(first + r) / heads]) factors[r] = 1.0f / sums.sum[first + r];
+    }
+    const float* panel = sums.out.data() + first * latent;
+    T* to = out + first * latent;
+    if constexpr (std::is_same_v<E, uint16_t>) {
+      kernels().bf16->finish(panel, width, count, latent, factors, to, latent);
+    } else {
+      T block[16 * cpu::kMaxWidth];  // rounded while rows are in vectors, then transposed
+      for (int64_t l = 0; l < latent; l += 16) {
+        for (int64_t i = 0; i < 16; ++i) {
+          float x[cpu::kMaxWidth];
+          for (int64_t r = 0; r < width; ++r) x[r] = panel[(l + i) * width + r] * factors[r];
+          narrow(x, width, block + i * width);
+        }
+        for (int64_t r = 0; r < count; ++r) {
+          for (int64_t i = 0; i < 16; ++i) to[r * latent + l + i] = block[i * width + r];
+        }
+      }
+    }
+  }
+}
+
+}  // namespace custom_pypto

@@ -1,0 +1,97 @@
+// Checks of an op's arguments. Messages name op and argument; sizes are symbolic, so that Meta and
+// CPU run the same checks.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <functional>
+#include <initializer_list>
+#include <optional>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+namespace custom_pypto {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// "op: argument must be expected, got actual"
+#define CHECK_ARGUMENT(condition, op, argument, expected, ...) \
+  TORCH_CHECK(condition, op, ": ", argument, " must be ", expected, ", got ", __VA_ARGS__)
+
+// An op is a template, so that its signature stands once: Meta runs op<false>, which checks and
+// allocates the output, CPU op<true>, which computes too.
+#define REGISTER_CPU_AND_META(op)                                      \
+  TORCH_LIBRARY_IMPL(custom_pypto, CPU, m) { m.impl(#op, &op<true>); } \
+  TORCH_LIBRARY_IMPL(custom_pypto, Meta, m) { m.impl(#op, &op<false>); }
+
+std::string_view dtype_name(at::ScalarType dtype);  // as Python prints it: float32
+
+// A letter of the shapes in a contract, or an expression of letters.
+struct Dim {
+  enum Rule { kAny, kPositive, kMultipleOf16, kBlockSize };
+  explicit Dim(const char* letter, Rule size_rule = kAny) : name(letter), rule(size_rule) {}
+  // where no single argument says the size
+  Dim(const char* expression, const char* reason, c10::SymInt value = 0)
+      : name(expression), size(std::move(value)), why(reason) {}
+
+  const char* name;
+  Rule rule = kAny;
+  c10::SymInt size = 0;
+  const char* owner = nullptr;  // the argument that has said the size
+  const char* why = nullptr;    // in a message, in place of "name of owner"
+};
+
+// One argument of an op, which is given: None arrives as a tensor that is not defined.
+class Argument {
+ public:
+  Argument(const char* op, const char* name, const Tensor& tensor);
+
+  const Argument& rank(int64_t rank, const char* shape) const;
+  const Argument& size(int64_t dim, const Dim& expected) const;
+  const Argument& size(int64_t dim, const c10::SymInt& expected, const char* why) const;
+  // the first `dims` sizes are those of `like`
+  const Argument& sizes(const Tensor& like, int64_t dims, const char* why) const;
+  const Argument& keeps(int64_t dim, Dim::Rule rule, const char* letter) const;
+  const Argument& floating() const;
+  const Argument& dtype(at::ScalarType expected, const char* why) const;
+  const Argument& dtype_or_float32(at::ScalarType expected, const char* why) const;
+  const Argument& device_of(const Tensor& first) const;
+  const Argument& dense_rows() const;  // the last dim is contiguous
+
+ private:
+  const char* op_;
+  const char* name_;
+  const Tensor& tensor_;
+};
+
+// Arguments with shapes in letters. The first argument with a letter says its size.
+class ShapeTable {
+ public:
+  explicit ShapeTable(const char* op) : op_(op) {}
+  // Checks the rank, and the rules of new letters.
+  Argument row(const char* name, const Tensor& tensor,
+               std::initializer_list<std::reference_wrapper<Dim>> shape);
+  // Checks all other sizes, in the order of the rows.
+  void check_sizes() const;
+
+ private:
+  struct Size {
+    Argument argument;
+    int64_t dim;
+    const Dim& expected;
+  };
+  const char* op_;
+  std::vector<Size> sizes_;
+};
+
+void check_sparse_count(const char* op, int64_t sparse_count);
+
+// Logits are scaled in float32, as exponents of 2. A scale that is 0 or infinite there makes NaN of
+// what is masked; so does one that is subnormal under torch.set_flush_denormal(True).
+constexpr char kScales[] = "from 1e-38 to 2e38 (finite and positive in float32)";
+inline bool is_scale(double scale) { return scale >= 1e-38 && scale <= 2e38; }
+
+}  // namespace custom_pypto

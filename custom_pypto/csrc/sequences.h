@@ -1,0 +1,66 @@
+// Where the tokens and keys of a sequence are. Values are read on the host by the CPU kernels, and
+// none of them is trusted: lengths are clamped to what the tensors hold, prefix sums to a
+// non-decreasing series, and a position whose block id is outside the cache does not exist.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "params.h"
+
+namespace custom_pypto {
+
+struct Sequence {
+  int64_t index;
+  int64_t first_token;  // its first query token, among the tokens of all sequences
+  int64_t len_query, len_key;
+  int64_t first_key;  // where its keys start in a TND tensor
+
+  // query token i sees the keys [0, visible)
+  int64_t visible(int64_t i, int64_t sparse_mode) const {
+    if (sparse_mode == 0) return len_key;
+    return std::clamp<int64_t>(len_key - len_query + i + 1, 0, len_key);
+  }
+};
+
+std::vector<Sequence> read_sequences(const SequenceParams& p);
+
+// Where the keys of a sequence are stored. Every layout is seen as paged: BSND keys as one block a
+// sequence, TND keys as one block for all.
+class KeyMap {
+ public:
+  explicit KeyMap(const SequenceParams& p);
+
+  struct Slot {
+    int64_t block, row;
+    int64_t run;  // positions from this one on in the same block
+    bool exists;
+  };
+  Slot find(const Sequence& sequence, int64_t position) const {
+    const int64_t p = sequence.first_key + position;
+    const int64_t page = shift_ >= 0 ? p >> shift_ : p / block_size_, row = p - page * block_size_;
+    int64_t block = layout_ == Layout::kBsnd ? sequence.index : 0;
+    if (layout_ == Layout::kPaged) block = blocks_of_[sequence.index * pages_ + page];
+    return {block, row, block_size_ - row, block >= 0 && block < blocks_};
+  }
+
+ private:
+  Layout layout_;
+  int64_t blocks_, block_size_;
+  int shift_ = -1;  // of a block size that is a power of 2: found for every key, a division counts
+  Tensor table_;
+  const int32_t* blocks_of_ = nullptr;
+  int64_t pages_ = 0;  // of a sequence
+};
+
+// The rows of a cache, whatever its strides; offsets are in elements.
+struct Rows {
+  explicit Rows(const Tensor& cache)
+      : block_stride(cache.dim() == 4 ? cache.stride(0) : 0), stride(cache.stride(-3)) {}
+  int64_t offset(const KeyMap::Slot& slot) const {
+    return slot.block * block_stride + slot.row * stride;
+  }
+  int64_t block_stride, stride;
+};
+
+}  // namespace custom_pypto
