@@ -1,6 +1,7 @@
 #if defined(__x86_64__)
 #pragma GCC target("avx2,fma")
 #define VECTOR_BYTES 32
+#include "filter.h"
 #include "tiles.h"
 
 namespace custom_pypto::cpu {

@@ -1,6 +1,7 @@
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,prefer-vector-width=512")
 #define VECTOR_BYTES 64
+#include "filter.h"
 #include "tiles.h"
 
 namespace custom_pypto::cpu {

@@ -9,6 +9,7 @@
 #define VECTOR_BYTES 64
 #include <cstring>
 
+#include "filter.h"
 #include "tiles.h"
 
 namespace custom_pypto::cpu {
@@ -120,35 +121,26 @@ INLINE void index_tile_bf16(const uint32_t* panel, const float* weights, int hea
 
 void index_bf16(const IndexCall<uint16_t>& call) {
   alignas(64) float partial[kMaxKeys * 16];
-  const int rounded = (call.n + 15) / 16 * 16;
-  for (int i = 0; i < rounded * 16; ++i) partial[i] = 0.0f;
+  const int padded = (call.n + 15) / 16 * 16;
+  for (int i = 0; i < padded * 16; ++i) partial[i] = 0.0f;
   const uint32_t* panel = call.panels;
   for (int row = 0; row < call.rows;) {
     const int width = panel_width(call.rows - row);
-    auto strip = [&](auto vecs) {
+    each_strip(width, [&](auto vecs, int) {
       constexpr int VECS = decltype(vecs)::value;
       index_strip<VECS>(call, row == 0 ? call.ahead : nullptr, [&](auto keys, int j) {
         index_tile_bf16<decltype(keys)::value, VECS>(panel, call.weights + row, call.heads - row,
                                                      call.dims, call.keys + j * call.key_stride,
                                                      call.key_stride, partial + 16 * j);
       });
-    };
-    if (width == 64) {
-      strip(std::integral_constant<int, 4>{});
-    } else if (width == 32) {
-      strip(std::integral_constant<int, 2>{});
-    } else {
-      strip(std::integral_constant<int, 1>{});
-    }
+    });
     panel += static_cast<int64_t>(width) * (call.dims / 2);
     row += width;
   }
   alignas(64) float sums[kMaxKeys];
-  for (int j = 0; j < rounded; j += 16) store(sums + j, reduce16(partial + 16 * j));
+  for (int j = 0; j < padded; j += 16) store(sums + j, reduce16(partial + 16 * j));
   std::memcpy(call.scores, sums, sizeof(float) * call.n);
 }
-
-// ---- sparse attention ------------------------------------------------------------------------
 
 // packed[group of 16 dims][key pair][dim] = (value of the even key, value of the odd key); an odd
 // last key is paired with zeros
@@ -353,13 +345,8 @@ void finish_bf16(const float* sums, int width, int count, int dims, const float*
 }
 
 void attend_bf16(const Chunk<uint16_t>& chunk, const AttendPanel<uint16_t>& panel) {
-  if (panel.width == 64) {
-    attend_width<4>(chunk, panel);
-  } else if (panel.width == 32) {
-    attend_width<2>(chunk, panel);
-  } else {
-    attend_width<1>(chunk, panel);
-  }
+  each_strip(panel.width,
+             [&](auto vecs, int) { attend_width<decltype(vecs)::value>(chunk, panel); });
 }
 
 const Bf16Kernels kBf16 = {pack_panel_bf16, index_bf16, pack_values_bf16, attend_bf16, finish_bf16};

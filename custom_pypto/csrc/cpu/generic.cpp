@@ -1,5 +1,6 @@
 // Plain C++ for any machine: vectors of 16 bytes, which x86-64 and aarch64 both have.
 #define VECTOR_BYTES 16
+#include "filter.h"
 #include "tiles.h"
 
 namespace custom_pypto::cpu {

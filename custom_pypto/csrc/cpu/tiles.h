@@ -1,25 +1,13 @@
-// The float kernels, written once with the compiler's vector types. Each .cpp of this folder sets
-// its target, defines VECTOR_BYTES and includes this file, so everything here has internal linkage.
+// The float tiles of the indexer and of attention, written once for all instruction sets.
 #pragma once
 
 #include <cmath>
-#include <cstring>
-#if VECTOR_BYTES == 64
-#include <immintrin.h>
-#endif
 
 #include "kernels.h"
+#include "vectors.h"
 
 namespace custom_pypto::cpu {
 namespace {
-
-#define UNROLL _Pragma("GCC unroll 16")
-#define INLINE inline __attribute__((always_inline))
-
-constexpr int kLanes = VECTOR_BYTES / 4;
-// aligned(4): panels and caches promise no more than their element's alignment
-typedef float Vec __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
-typedef int32_t IntVec __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
 
 // Accumulators of a tile are KEYS x VECS vectors; with the row vectors and one broadcast they fill
 // the registers: 32 of 64 bytes hold 24 + 4 + 1, 16 of 32 bytes hold 12 + 2 + 1. aarch64 has 32 of
@@ -37,16 +25,6 @@ constexpr int kTileKeys = kRegisters == 16     ? 6
                           : VECS == 4          ? 6
                           : VECS == 2          ? 12
                                                : 16;
-
-INLINE IntVec lane_index() {
-  IntVec lanes = {};
-  UNROLL for (int i = 0; i < kLanes; ++i) lanes[i] = i;
-  return lanes;
-}
-
-INLINE Vec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
-INLINE void store(float* p, const Vec& v) { *reinterpret_cast<Vec*>(p) = v; }
-INLINE Vec broadcast(float x) { return x - Vec{}; }
 
 // 2^x for x <= 0, relative error below 2^-22; exactly 0 below -126, NaN stays NaN
 INLINE Vec exp2(const Vec& x) {
@@ -66,8 +44,6 @@ INLINE Vec exp2(const Vec& x) {
   const Vec normal = x < -126.0f ? Vec{} : result;
   return x == x ? normal : x;
 }
-
-// ---- lightning indexer -----------------------------------------------------------------------
 
 // partial[j] += weights * relu(keys[j] . rows), per lane of the first `heads` rows
 template <int KEYS, int VECS>
@@ -113,6 +89,21 @@ INLINE void fetch(const E* row, int dims) {
   for (int d = 0; d < dims; d += kLine) __builtin_prefetch(row + d, 0, 2);
 }
 
+// Calls strip(number of vectors, first row) for the strips of a panel.
+template <typename Strip>
+INLINE void each_strip(int width, const Strip& strip) {
+  const auto each = [&](auto vecs) INLINED {
+    for (int s = 0; s < width; s += vecs * kLanes) strip(vecs, s);
+  };
+  if (width >= kStrip) {
+    each(std::integral_constant<int, kStripVecs>{});
+  } else if (width == 2 * kLanes) {
+    each(std::integral_constant<int, 2>{});
+  } else {
+    each(std::integral_constant<int, 1>{});
+  }
+}
+
 // Calls tile(number of keys, first key) for n keys: tiles of KEYS, and as many with one key less as
 // let them come out even, because a tile of few keys waits for its own sums. Only where n is too
 // small for that are the last keys alone.
@@ -145,125 +136,19 @@ void index_f32(const IndexCall<float>& call) {
   const float* panel = call.panels;
   for (int row = 0; row < call.rows;) {
     const int width = panel_width(call.rows - row);
-    auto strips = [&](auto vecs) {
+    each_strip(width, [&](auto vecs, int s) INLINED {
       constexpr int VECS = decltype(vecs)::value;
-      for (int s = 0; s < width; s += VECS * kLanes) {
-        index_strip<VECS>(call, row + s == 0 ? call.ahead : nullptr, [&](auto keys, int j) {
-          index_tile<decltype(keys)::value, VECS>(
-              panel + s, width, call.weights + row + s, call.heads - row - s, call.dims,
-              call.keys + j * call.key_stride, call.key_stride, partial + j * kLanes);
-        });
-      }
-    };
-    if (width >= kStrip) {
-      strips(std::integral_constant<int, kStripVecs>{});
-    } else if (width == 2 * kLanes) {
-      strips(std::integral_constant<int, 2>{});
-    } else {
-      strips(std::integral_constant<int, 1>{});
-    }
+      index_strip<VECS>(call, row + s == 0 ? call.ahead : nullptr, [&](auto keys, int j) {
+        index_tile<decltype(keys)::value, VECS>(
+            panel + s, width, call.weights + row + s, call.heads - row - s, call.dims,
+            call.keys + j * call.key_stride, call.key_stride, partial + j * kLanes);
+      });
+    });
     panel += static_cast<int64_t>(width) * call.dims;
     row += width;
   }
   reduce_lanes(partial, call.n, call.scores);
 }
-
-#if VECTOR_BYTES == 64
-// g++ 12 takes a mask for 32 bits with zeros above, but may spill it as 16: then what is read back
-// is half of it what was on the stack (seen at -O1 -fsanitize=thread). A register has the zeros.
-INLINE unsigned bits_of(__mmask16 mask) {
-  unsigned bits;
-  asm("kmovw %1, %0" : "=r"(bits) : "k"(mask));
-  return bits;
-}
-
-INLINE int append(const IntVec& rank, uint32_t above, int32_t first, uint32_t* ranks,
-                  int32_t* positions) {
-  const __mmask16 kept = _mm512_cmpgt_epu32_mask((__m512i)rank, _mm512_set1_epi32(above));
-  const __m512i position = (__m512i)(lane_index() + first);
-  // without a branch, which would often be mispredicted; and compressed in registers, because a
-  // compressing store to memory is slow on some CPUs
-  _mm512_storeu_si512(ranks, _mm512_maskz_compress_epi32(kept, (__m512i)rank));
-  _mm512_storeu_si512(positions, _mm512_maskz_compress_epi32(kept, position));
-  return __builtin_popcount(bits_of(kept));
-}
-
-int keep(uint32_t* ranks, int32_t* positions, int n, uint32_t above, int equal) {
-  const __m512i limit = _mm512_set1_epi32(above);
-  int count = 0;
-  for (int j = 0; j < n; j += 16) {
-    const __m512i rank = _mm512_loadu_si512(ranks + j),
-                  position = _mm512_loadu_si512(positions + j);
-    const __mmask16 valid = n - j < 16 ? (1u << (n - j)) - 1 : 0xFFFF;
-    unsigned ties = bits_of(_mm512_mask_cmpeq_epu32_mask(valid, rank, limit));
-    int more = __builtin_popcount(ties);
-    for (; more > equal; --more) ties &= ~(0x80000000u >> __builtin_clz(ties));
-    equal -= more;
-    const __mmask16 kept = _mm512_mask_cmpgt_epu32_mask(valid, rank, limit) | ties;
-    _mm512_storeu_si512(ranks + count, _mm512_maskz_compress_epi32(kept, rank));
-    _mm512_storeu_si512(positions + count, _mm512_maskz_compress_epi32(kept, position));
-    count += __builtin_popcount(bits_of(kept));
-  }
-  return count;
-}
-#else
-INLINE int append(const IntVec& rank, uint32_t above, int32_t first, uint32_t* ranks,
-                  int32_t* positions) {
-  const IntVec lowest = lane_index() * 0 + INT32_MIN;  // flipped, unsigned order is signed order
-  const IntVec kept = (rank ^ lowest) > (lowest ^ static_cast<int32_t>(above));
-  int32_t any = 0;
-  UNROLL for (int i = 0; i < kLanes; ++i) any |= kept[i];
-  if (!any) return 0;
-  int count = 0;
-  UNROLL for (int i = 0; i < kLanes; ++i) {
-    ranks[count] = rank[i];
-    positions[count] = first + i;
-    count -= kept[i];
-  }
-  return count;
-}
-
-int keep(uint32_t* ranks, int32_t* positions, int n, uint32_t above, int equal) {
-  int count = 0;
-  for (int j = 0; j < n; ++j) {  // without a branch, which would often be mispredicted
-    const int tie = ranks[j] == above;
-    const int kept = (ranks[j] > above) | (tie & (equal > 0));
-    equal -= tie;
-    ranks[count] = ranks[j];
-    positions[count] = positions[j];
-    count += kept;
-  }
-  return count;
-}
-#endif
-
-INLINE uint32_t rank_of(float score) {
-  if (score != score) return 0xFFFFFFFFu;
-  score += 0.0f;  // -0 becomes +0
-  uint32_t bits;
-  std::memcpy(&bits, &score, 4);
-  return bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u);
-}
-
-// mostly nothing is above the rank of the k-th best so far
-int filter(const float* scores, int n, uint32_t above, int32_t first, uint32_t* ranks,
-           int32_t* positions) {
-  int count = 0, j = 0;
-  for (; j + kLanes <= n; j += kLanes) {
-    const Vec score = load(scores + j) + 0.0f;  // -0 becomes +0
-    const IntVec bits = (IntVec)score;
-    const IntVec rank = score == score ? bits ^ (bits >> 31 | INT32_MIN) : lane_index() * 0 - 1;
-    count += append(rank, above, first + j, ranks + count, positions + count);
-  }
-  for (; j < n; ++j) {
-    ranks[count] = rank_of(scores[j]);
-    positions[count] = first + j;
-    count += ranks[count] > above;
-  }
-  return count;
-}
-
-// ---- sparse attention ------------------------------------------------------------------------
 
 // scores[j] (+)= rows . keys[j] over np panel steps
 template <int KEYS, int VECS>
@@ -388,17 +273,9 @@ INLINE void attend_strip(const Chunk<float>& chunk, const AttendPanel<float>& pa
 }
 
 void attend_f32(const Chunk<float>& chunk, const AttendPanel<float>& panel) {
-  auto strips = [&](auto vecs) {
-    constexpr int VECS = decltype(vecs)::value;
-    for (int s = 0; s < panel.width; s += VECS * kLanes) attend_strip<VECS>(chunk, panel, s);
-  };
-  if (panel.width >= kStrip) {
-    strips(std::integral_constant<int, kStripVecs>{});
-  } else if (panel.width == 2 * kLanes) {
-    strips(std::integral_constant<int, 2>{});
-  } else {
-    strips(std::integral_constant<int, 1>{});
-  }
+  each_strip(panel.width, [&](auto vecs, int strip) INLINED {
+    attend_strip<decltype(vecs)::value>(chunk, panel, strip);
+  });
 }
 
 }  // namespace
