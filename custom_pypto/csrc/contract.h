@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
 #include <functional>
@@ -10,7 +11,6 @@
 #include <optional>
 #include <string_view>
 #include <utility>
-#include <vector>
 
 namespace custom_pypto {
 
@@ -84,7 +84,7 @@ class ShapeTable {
     const Dim& expected;
   };
   const char* op_;
-  std::vector<Size> sizes_;
+  c10::SmallVector<Size, 48> sizes_;
 };
 
 void check_sparse_count(const char* op, int64_t sparse_count);

@@ -10,7 +10,7 @@ namespace {
 constexpr KeyNames kNames = {"npu_lightning_indexer_pto", "layout_key", "actual_seq_lengths_key"};
 
 // Checks every argument and allocates the output.
-IndexerParams contract(IndexerParams p) {
+void contract(IndexerParams& p) {
   const char* op = kNames.op;
   check_sparse_count(op, p.sparse_count);
   check_sequences(kNames, p);
@@ -32,7 +32,6 @@ IndexerParams contract(IndexerParams p) {
   shape[rank - 2] = 1;
   shape[rank - 1] = p.sparse_count;
   p.out = at::empty_symint(shape, p.query.options().dtype(at::kInt));
-  return p;
 }
 
 // Query tokens [first, first + count) of one sequence against the keys [begin, end).
@@ -219,14 +218,13 @@ class Indexer {
 
 }  // namespace
 
-Tensor lightning_indexer(IndexerParams given) {
-  const IndexerParams p = contract(std::move(given));
+void lightning_indexer(IndexerParams& p) {
+  contract(p);
   // without a token there may be any number of sequences, more than memory has room to list
-  if (p.out.numel() == 0) return p.out;
+  if (p.out.numel() == 0) return;
   dispatch_elements(p.query.scalar_type(), [&](auto multiplied, auto stored) {
     Indexer<decltype(multiplied), decltype(stored)>(p).run();
   });
-  return p.out;
 }
 
 template <bool computes>
@@ -240,7 +238,8 @@ Tensor npu_lightning_indexer_pto(const Tensor& query, const Tensor& key, const T
                    layout_query, layout_key, sparse_mode},
                   weights,
                   sparse_count};
-  return computes ? lightning_indexer(std::move(p)) : contract(std::move(p)).out;
+  computes ? lightning_indexer(p) : contract(p);
+  return p.out;
 }
 
 REGISTER_CPU_AND_META(npu_lightning_indexer_pto)

@@ -62,7 +62,7 @@ void check_shapes(const FusedParams& p) {
 }
 
 // Every rule is checked here, before the caches are touched.
-FusedParams contract(FusedParams p) {
+void contract(FusedParams& p) {
   check_sparse_count(kOp, p.sparse_count);
   CHECK_ARGUMENT(!p.softmax_scale || is_scale(*p.softmax_scale), kOp, "softmax_scale",
                  c10::str("None, or ", kScales), *p.softmax_scale);
@@ -70,7 +70,6 @@ FusedParams contract(FusedParams p) {
   check_shapes(p);
   p.out = at::empty_symint(
       {p.x.sym_size(0), p.x.sym_size(1), p.w_uk.sym_size(0), p.w_uk.sym_size(2)}, p.x.options());
-  return p;
 }
 
 Tensor rms_norm(const Tensor& x, const Tensor& gamma, double eps) {
@@ -145,23 +144,25 @@ void write_keys(const FusedParams& p) {
   write_cache(p.index_k_cache, rope_half_split(index.unsqueeze(2), p.sin, p.cos), p.cache_index);
 }
 
-Tensor compute(const FusedParams& p) {
+void compute(FusedParams& p) {
   const Queries q = queries(p);
   write_keys(p);
   const auto scale_of = [](int64_t dims) { return 1.0 / std::sqrt(static_cast<double>(dims)); };
   const Tensor weights = at::matmul(p.x.to(at::kFloat), p.w_idx_proj.to(at::kFloat)) *
                          scale_of(p.w_idx_proj.size(1) * p.w_idx_k.size(1));
-  const Tensor indices =
-      lightning_indexer({{q.index, p.index_k_cache, std::nullopt, p.act_seqs, p.block_table},
-                         weights,
-                         p.sparse_count});
+  const OptionalTensor none, lengths = p.act_seqs, blocks = p.block_table;
+  IndexerParams indexer{{q.index, p.index_k_cache, none, lengths, blocks}, weights, p.sparse_count};
+  lightning_indexer(indexer);
   const double scale = p.softmax_scale.value_or(scale_of(p.w_uk.size(1) + p.kr_cache.size(3)));
-  return sparse_flash_attention({{q.latent, p.kv_cache, std::nullopt, p.act_seqs, p.block_table},
-                                 std::nullopt,
-                                 indices,
-                                 scale,
-                                 q.rope,
-                                 p.kr_cache});
+  const OptionalTensor query_rope = q.rope, key_rope = p.kr_cache;
+  AttentionParams attention{{q.latent, p.kv_cache, none, lengths, blocks},
+                            none,
+                            indexer.out,
+                            scale,
+                            query_rope,
+                            key_rope};
+  sparse_flash_attention(attention);
+  p.out = attention.out;
 }
 
 }  // namespace
@@ -177,12 +178,13 @@ Tensor npu_sparse_attention_pto(const Tensor& x, const Tensor& w_dq, const Tenso
                                 const Tensor& in_gamma_k, const Tensor& in_beta_k,
                                 const Tensor& index_k_cache, std::optional<double> softmax_scale,
                                 double eps, int64_t sparse_count) {
-  const FusedParams p =
-      contract({x,           w_dq,          w_uq_qr,       w_uk,        w_dkv_kr,    gamma_cq,
+  FusedParams p{x,           w_dq,          w_uq_qr,       w_uk,        w_dkv_kr,    gamma_cq,
                 gamma_ckv,   sin,           cos,           cache_index, kv_cache,    kr_cache,
                 block_table, act_seqs,      w_idx_qb,      w_idx_k,     w_idx_proj,  in_gamma_k,
-                in_beta_k,   index_k_cache, softmax_scale, eps,         sparse_count});
-  return computes && p.out.numel() != 0 ? compute(p) : p.out;
+                in_beta_k,   index_k_cache, softmax_scale, eps,         sparse_count};
+  contract(p);
+  if (computes && p.out.numel() != 0) compute(p);
+  return p.out;
 }
 
 REGISTER_CPU_AND_META(npu_sparse_attention_pto)

@@ -26,7 +26,7 @@ Argument like(const Tensor& like, const char* name, const Tensor& tensor, const 
 }
 
 // Checks every argument and allocates the output.
-AttentionParams contract(AttentionParams p) {
+void contract(AttentionParams& p) {
   const char* op = kNames.op;
   CHECK_ARGUMENT(p.sparse_block_size == 1, op, "sparse_block_size", "1 (an index names one key)",
                  p.sparse_block_size);
@@ -58,7 +58,6 @@ AttentionParams contract(AttentionParams p) {
       .dtype(at::kInt, "positions")
       .device_of(p.query);
   p.out = at::empty_symint(p.query.sym_sizes(), p.query.options());
-  return p;
 }
 
 // Rows (query token, head) that are worked on together. A dense task takes tokens that follow each
@@ -333,14 +332,13 @@ class SparseAttention {
 
 }  // namespace
 
-Tensor sparse_flash_attention(AttentionParams given) {
-  const AttentionParams p = contract(std::move(given));
+void sparse_flash_attention(AttentionParams& p) {
+  contract(p);
   // without a token there may be any number of sequences, more than memory has room to list
-  if (p.out.numel() == 0) return p.out;
+  if (p.out.numel() == 0) return;
   dispatch_elements(p.query.scalar_type(), [&](auto multiplied, auto stored) {
     SparseAttention<decltype(multiplied), decltype(stored)>(p).run();
   });
-  return p.out;
 }
 
 template <bool computes>
@@ -358,7 +356,8 @@ Tensor npu_sparse_flash_attention_pto(
                     query_rope,
                     key_rope,
                     sparse_block_size};
-  return computes ? sparse_flash_attention(std::move(p)) : contract(std::move(p)).out;
+  computes ? sparse_flash_attention(p) : contract(p);
+  return p.out;
 }
 
 REGISTER_CPU_AND_META(npu_sparse_flash_attention_pto)

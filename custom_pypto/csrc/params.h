@@ -19,8 +19,8 @@ struct KeyNames {
 
 // Query tokens and keys of a batch of sequences.
 struct SequenceParams {
-  Tensor query, key;
-  OptionalTensor actual_seq_lengths_query, actual_seq_lengths_key, block_table;
+  const Tensor &query, &key;
+  const OptionalTensor &actual_seq_lengths_query, &actual_seq_lengths_key, &block_table;
   c10::string_view layout_query = "BSND", layout_key = "PA_BSND";
   int64_t sparse_mode = 3;
   // set by check_sequences
@@ -32,32 +32,32 @@ struct SequenceParams {
 void check_sequences(const KeyNames& names, SequenceParams& p);
 
 struct IndexerParams : SequenceParams {
-  Tensor weights;
-  int64_t sparse_count = 2048;
+  const Tensor& weights;
+  int64_t sparse_count;
   Tensor out = {};  // set by the contract
 };
 
 struct AttentionParams : SequenceParams {
-  OptionalTensor value;
-  Tensor sparse_indices;
-  double scale_value = 0;
-  OptionalTensor query_rope, key_rope;
+  const OptionalTensor& value;
+  const Tensor& sparse_indices;
+  double scale_value;
+  const OptionalTensor &query_rope, &key_rope;
   int64_t sparse_block_size = 1;
   Tensor out = {};  // set by the contract
 };
 
 struct FusedParams {
-  Tensor x, w_dq, w_uq_qr, w_uk, w_dkv_kr, gamma_cq, gamma_ckv, sin, cos, cache_index;
-  Tensor kv_cache, kr_cache, block_table, act_seqs;
-  Tensor w_idx_qb, w_idx_k, w_idx_proj, in_gamma_k, in_beta_k, index_k_cache;
+  const Tensor &x, &w_dq, &w_uq_qr, &w_uk, &w_dkv_kr, &gamma_cq, &gamma_ckv, &sin, &cos;
+  const Tensor &cache_index, &kv_cache, &kr_cache, &block_table, &act_seqs;
+  const Tensor &w_idx_qb, &w_idx_k, &w_idx_proj, &in_gamma_k, &in_beta_k, &index_k_cache;
   std::optional<double> softmax_scale;
-  double eps = 1e-6;
-  int64_t sparse_count = 2048;
+  double eps;
+  int64_t sparse_count;
   Tensor out = {};  // set by the contract
 };
 
-// Contract and computation on the CPU; return out.
-Tensor lightning_indexer(IndexerParams p);
-Tensor sparse_flash_attention(AttentionParams p);
+// Contract and computation on the CPU, into p.out.
+void lightning_indexer(IndexerParams& p);
+void sparse_flash_attention(AttentionParams& p);
 
 }  // namespace custom_pypto
