@@ -20,7 +20,7 @@ FIELDS = {"VT_INT": "i", "VT_FLOAT": "f", "VT_STRING": "s", "VT_BOOL": "b"}
 
 @functools.cache
 def prototypes_by_type() -> dict[str, prototypes.Prototype]:
-    return {prototype.type: prototype for prototype in prototypes.read()}
+    return {prototype.type: prototype for prototype in prototypes.prototypes()}
 
 
 def compiled(function: Callable, *, dynamic: bool = False) -> Callable:

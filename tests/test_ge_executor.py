@@ -83,7 +83,7 @@ def test_a_node_that_does_not_fit_its_function_is_refused(change, match):
 
 def indexer(**changes):
     """A node of ``LightningIndexerPto``, as its prototype says except for the changes."""
-    (prototype,) = (p for p in prototypes.read() if p.type == "LightningIndexerPto")
+    (prototype,) = (p for p in prototypes.prototypes() if p.type == "LightningIndexerPto")
     names = [tensor.name for tensor in prototype.inputs]
     attributes = {attribute.name: attribute.default for attribute in prototype.attributes}
     arguments = dict(inputs=names, outputs=["sparse_indices"], **attributes) | changes

@@ -1,28 +1,34 @@
-"""The GE prototypes, their reader, and the constructors that are generated from them."""
+"""The GE prototypes and constructors that are generated from schemas and descriptions."""
 
+import ast
+import dataclasses
 import inspect
 import itertools
-import json
+import os
+import shlex
+import shutil
+import subprocess
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
 from cases import attention_inputs, fused_inputs, indexer_inputs, on_meta
 
-import custom_pypto
 from custom_pypto import npu
+from custom_pypto.descriptions import FLOAT, OPS, Description
 from custom_pypto.graph import __main__ as command
-from custom_pypto.graph import constructors, ops, prototypes
+from custom_pypto.graph import headers, ops, prototypes
 
-pytestmark = [
-    pytest.mark.ge,
-    pytest.mark.skipif(
-        prototypes.compiler() is None, reason="no C++ compiler to read the prototypes: g++ or $CXX"
-    ),
-]
+COMPILER = shlex.split(os.environ.get("CXX") or "g++")
 
-OPS = custom_pypto.__all__
+
+def needs_compiler(test):
+    reason = f"no C++ compiler to compile the prototypes: {COMPILER[0]} ($CXX or g++)"
+    return pytest.mark.ge(pytest.mark.skipif(not shutil.which(COMPILER[0]), reason=reason)(test))
+
+
 # how a prototype says what an attribute's type cannot: the schema's None
 ABSENT = {("npu_sparse_attention_pto", "softmax_scale"): 0.0}
 KINDS = {"int": "Int", "float": "Float", "str": "String", "bool": "Bool"}
@@ -36,21 +42,48 @@ GE_DTYPES = {
 }
 
 
-@pytest.fixture(scope="module")
-def read() -> dict[str, prototypes.Prototype]:
-    found = prototypes.read()
-    by_op = {prototype.op: prototype for prototype in found}
-    assert len(by_op) == len(found), "two operators in one header"
-    return by_op
+@dataclasses.dataclass
+class Compiled:
+    """What a C++ compiler finds in a header: written apart from the package, to judge it."""
+
+    type: str = ""
+    end: str = ""
+    inputs: list = dataclasses.field(default_factory=list)  # name, kind, dtypes
+    outputs: list = dataclasses.field(default_factory=list)  # name, dtypes
+    attributes: list = dataclasses.field(default_factory=list)  # name, kind, required, default
+
+
+def compiled(header: Path, folder: Path) -> Compiled:
+    """Compiles and runs a header with the macros of tests/cann, which print its chain."""
+    program, unit = folder / "print", folder / "print.cpp"
+    unit.write_text(f'#include "{header}"\nint main() {{}}\n')
+    include = f"-I{Path(__file__).parent / 'cann'}"
+    subprocess.run([*COMPILER, "-std=c++17", include, str(unit), "-o", str(program)], check=True)
+    printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout
+    found = Compiled()
+    for macro, name, *fields in (line.split("\t") for line in printed.splitlines()):
+        if macro.endswith("INPUT"):
+            kind = {"INPUT": "required", "OPTIONAL_INPUT": "optional"}[macro]
+            found.inputs.append((name, kind, fields[0].split(",")))
+        elif macro == "OUTPUT":
+            found.outputs.append((name, fields[0].split(",")))
+        elif macro.endswith("ATTR"):
+            kind, text = fields
+            value = {"true": True, "false": False}.get(text)
+            default = ast.literal_eval(text) if text and value is None else value
+            found.attributes.append((name, kind, macro == "REQUIRED_ATTR", default))
+        else:
+            setattr(found, {"REG_OP": "type", "OP_END_FACTORY_REG": "end"}[macro], name)
+    return found
 
 
 def schema(op: str) -> torch._C.FunctionSchema:
     return getattr(torch.ops.custom_pypto, op).default._schema
 
 
-def differences(prototype: prototypes.Prototype) -> list[str]:
+def differences(op: str, prototype: Compiled) -> list[str]:
     """Where a prototype is not what the schema of its op says."""
-    arguments, returns = schema(prototype.op).arguments, schema(prototype.op).returns
+    arguments, returns = schema(op).arguments, schema(op).returns
     inputs, attributes, written = [], [], []
     for a in arguments:
         optional = str(a.type).startswith("Optional[")
@@ -60,43 +93,45 @@ def differences(prototype: prototypes.Prototype) -> list[str]:
             if a.alias_info is not None and a.alias_info.is_write:
                 written.append(a.name)
         else:
-            default = ABSENT[prototype.op, a.name] if optional else a.default_value
+            default = ABSENT[op, a.name] if optional else a.default_value
             attributes.append((a.name, KINDS[kind], not a.has_default_value(), default))
-    outputs = [output.name for output in prototype.outputs]
+    dtypes = {name: dtypes for name, _, dtypes in prototype.inputs}
+    camel_case = "".join(word.capitalize() for word in op.removeprefix("npu_").split("_"))
     found = []
     for what, expected, got in (
-        ("inputs", inputs, [(t.name, t.kind) for t in prototype.inputs]),
+        ("type", (camel_case, camel_case), (prototype.type, prototype.end)),
+        ("inputs", inputs, [(name, kind) for name, kind, _ in prototype.inputs]),
+        ("attributes", attributes, prototype.attributes),
         (
-            "attributes",
-            attributes,
-            [(a.name, a.kind, a.required, a.default) for a in prototype.attributes],
+            "outputs after what is returned",
+            [(name, dtypes.get(name)) for name in written],
+            prototype.outputs[len(returns) :],
         ),
-        ("outputs that are inputs", written, list(prototype.written)),
-        ("outputs after what is returned", written, outputs[len(returns) :]),
-        ("kinds of outputs", {"required"}, {output.kind for output in prototype.outputs}),
+        ("outputs that are inputs", set(written), {n for n, _ in prototype.outputs} & set(dtypes)),
     ):
         if expected != got:
             found.append(f"{what}: expected {expected}, got {got}")
     return found
 
 
-def test_every_op_has_one_prototype_named_after_it(read):
-    camel_case = {
-        op: "".join(word.capitalize() for word in op.removeprefix("npu_").split("_")) for op in OPS
-    }
-    assert {op: prototype.type for op, prototype in read.items()} == camel_case
+def test_every_op_has_one_prototype_named_after_it():
+    assert {path.stem for path in command.FOLDER.glob("*.h")} == set(OPS)
 
 
+@needs_compiler
 @pytest.mark.parametrize("op", OPS)
-def test_a_prototype_says_what_the_schema_says(op, read):
-    assert differences(read[op]) == []
+def test_a_prototype_compiles_and_says_what_the_schema_says(op, tmp_path):
+    assert differences(op, compiled(command.FOLDER / f"{op}.h", tmp_path)) == []
 
 
 @pytest.mark.parametrize(
     "op, old, new",
     [
         pytest.param(
-            "npu_lightning_indexer_pto", ".ATTR(sparse_count, Int, 2048)", "", id="attribute-lost"
+            "npu_lightning_indexer_pto",
+            ".ATTR(sparse_count, Int, 2048)",
+            "",
+            id="attribute-lost",
         ),
         pytest.param("npu_lightning_indexer_pto", "Int, 2048", "Int, 1024", id="other-default"),
         pytest.param("npu_lightning_indexer_pto", "Int, 3", "Float, 3", id="other-kind"),
@@ -119,26 +154,27 @@ def test_a_prototype_says_what_the_schema_says(op, read):
             "",
             id="written-cache-is-no-output",
         ),
-        pytest.param("npu_sparse_attention_pto", "1e-6", "1e-5", id="other-eps"),
+        pytest.param("npu_sparse_attention_pto", "1e-06", "1e-05", id="other-eps"),
     ],
 )
+@needs_compiler
 def test_a_prototype_that_differs_from_the_schema_is_found(op, old, new, tmp_path):
-    text = (prototypes.FOLDER / f"{op}.h").read_text()
+    text = (command.FOLDER / f"{op}.h").read_text()
     assert text.count(old) == 1
     changed = tmp_path / f"{op}.h"
     changed.write_text(text.replace(old, new))
-    (prototype,) = prototypes.read([changed])
-    assert differences(prototype)
+    assert differences(op, compiled(changed, tmp_path))
 
 
+@needs_compiler
 def test_swapped_inputs_are_found(tmp_path):
-    text = (prototypes.FOLDER / "npu_sparse_attention_pto.h").read_text()
-    changed = tmp_path / "npu_sparse_attention_pto.h"
+    op = "npu_sparse_attention_pto"
+    text = (command.FOLDER / f"{op}.h").read_text()
+    changed = tmp_path / f"{op}.h"
     changed.write_text(
         text.replace("(sin,", "(_,").replace("(cos,", "(sin,").replace("(_,", "(cos,")
     )
-    (prototype,) = prototypes.read([changed])
-    assert len(differences(prototype)) == 1
+    assert len(differences(op, compiled(changed, tmp_path))) == 1
 
 
 CALLS = {
@@ -155,13 +191,26 @@ CALLS = {
 }
 
 
+PROTOTYPES = {prototype.op: prototype for prototype in prototypes.prototypes()}
+
+
+def torch_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def test_dtypes_have_the_names_of_ge():
+    named = {torch_name(dtype): name for dtype, name in GE_DTYPES.items()}
+    assert headers.DTYPES.items() <= named.items()
+
+
 @pytest.mark.parametrize("op", OPS)
-def test_a_prototype_takes_the_dtypes_that_the_npu_takes(op, read, monkeypatch):
+def test_a_prototype_takes_the_dtypes_that_the_npu_takes(op, monkeypatch):
     """Each tensor of calls in each dtype, cast to each dtype: what the wrapper accepts."""
     program = types.SimpleNamespace(kernel=lambda **facts: None)
     monkeypatch.setattr(npu, "program", lambda op: program)  # nothing is launched, so no PyPTO
     run = npu.implementations(lambda kernel, tensors, written: None)[op]
-    accepted = {tensor.name: set() for tensor in read[op].inputs}
+    prototype = PROTOTYPES[op]
+    accepted = {tensor.name: set() for tensor in prototype.inputs}
     returned = set()
     for common, name, dtype in itertools.product(GE_DTYPES, accepted, GE_DTYPES):
         if not common.is_floating_point:
@@ -171,192 +220,126 @@ def test_a_prototype_takes_the_dtypes_that_the_npu_takes(op, read, monkeypatch):
             out = run(**(x | {name: x[name].to(dtype)}))
         except RuntimeError:
             continue
-        accepted[name].add(GE_DTYPES[dtype])
-        returned.add(GE_DTYPES[out.dtype])
-    assert {tensor.name: set(tensor.dtypes) for tensor in read[op].inputs} == accepted
-    assert set(read[op].outputs[0].dtypes) == returned
-
-
-def prototype(*lines: str, type: str = "Twice", end: str | None = None) -> str:
-    chain = "\n".join([f"REG_OP({type})", *lines, f".OP_END_FACTORY_REG({end or type})"])
-    return f'#include "graph/operator_reg.h"\nnamespace ge {{\n{chain}\n}}\n'
-
-
-X, Y = ".INPUT(x, TensorType({DT_BF16, DT_FLOAT}))", ".OUTPUT(y, TensorType({DT_BF16, DT_FLOAT}))"
-
-
-def test_the_reader_keeps_all_that_a_chain_says(tmp_path):
-    header = tmp_path / "twice.h"
-    header.write_text(
-        prototype(
-            X,
-            ".OPTIONAL_INPUT(bias, TensorType(DT_INT64))",
-            ".DYNAMIC_INPUT(others, TensorType({DT_FLOAT16}))",
-            Y,
-            ".OUTPUT(x, TensorType({DT_BF16, DT_FLOAT}))",
-            ".DYNAMIC_OUTPUT(parts, TensorType({DT_BOOL}))",
-            ".REQUIRED_ATTR(axis, Int)",
-            ".ATTR(scale, Float, 1)",
-            ".ATTR(eps, Float, -1e-6)",
-            r'.ATTR(name, String, "a \"b\"\n")',
-            ".ATTR(flag, Bool, true)",
-            ".ATTR(to, Type, DT_BF16)",
-            ".ATTR(axes, ListInt, {0, -1})",
-            ".ATTR(none, ListFloat, {})",
-            ".ATTR(pads, ListListInt, {{1, 2}, {}})",
-        )
-    )
-    (found,) = prototypes.read([header])
-    assert (found.type, found.header, found.op) == ("Twice", header, "twice")
-    assert [(t.name, t.kind, t.dtypes) for t in found.inputs] == [
-        ("x", "required", ("DT_BF16", "DT_FLOAT")),
-        ("bias", "optional", ("DT_INT64",)),
-        ("others", "dynamic", ("DT_FLOAT16",)),
-    ]
-    assert [(t.name, t.kind) for t in found.outputs] == [
-        ("y", "required"),
-        ("x", "required"),
-        ("parts", "dynamic"),
-    ]
-    assert found.written == ("x",)
-    assert [(a.name, a.vt, a.required, json.dumps(a.default)) for a in found.attributes] == [
-        ("axis", "VT_INT", True, "null"),
-        ("scale", "VT_FLOAT", False, "1.0"),
-        ("eps", "VT_FLOAT", False, "-1e-06"),
-        ("name", "VT_STRING", False, r'"a \"b\"\n"'),
-        ("flag", "VT_BOOL", False, "true"),
-        ("to", "VT_DATA_TYPE", False, '"DT_BF16"'),
-        ("axes", "VT_LIST_INT", False, "[0, -1]"),
-        ("none", "VT_LIST_FLOAT", False, "[]"),
-        ("pads", "VT_LIST_LIST_INT", False, "[[1, 2], []]"),
-    ]
+        accepted[name].add(torch_name(dtype))
+        returned.add(torch_name(out.dtype))
+    assert {tensor.name: set(tensor.dtypes) for tensor in prototype.inputs} == accepted
+    assert set(prototype.outputs[0].dtypes) == returned
 
 
 @pytest.mark.parametrize(
-    "text, message",
+    "op, description, message",
     [
         pytest.param(
-            prototype(X, Y, end="Thrice"), "Twice: OP_END_FACTORY_REG names Thrice", id="end"
+            "add_custom",
+            Description(outputs={"out": FLOAT}, dtypes={"selfs": FLOAT}),
+            "add_custom: the description names selfs, the schema does not",
+            id="unknown-argument",
         ),
         pytest.param(
-            prototype(X, Y) + prototype(X, Y), "Twice: registered twice, first in ", id="twice"
-        ),
-        *(
-            pytest.param(
-                prototype(X, Y, f".ATTR(a, {kind}, {default})"),
-                f"Twice: the default of attribute a must be {kind}, got {got or default}",
-                id=f"{kind}-{default}",
-            )
-            for kind, default, got in [
-                ("Int", '"many"', None),
-                ("Int", "1.5", None),
-                ("Float", '"1.5"', None),
-                ("Float", "1e39", '"inf"'),
-                ("String", "3", None),
-                ("Bool", "1", None),
-                ("Int", "true", None),
-                ("ListInt", "3", None),
-                ("ListInt", '{1, "2"}', '[1, "2"]'),
-                ("Int", "{1}", "[1]"),
-            ]
+            "add_custom",
+            Description(outputs={}),
+            "add_custom: the description must name the 1 outputs of the schema, got none",
+            id="no-output",
         ),
         pytest.param(
-            prototype(X, Y, ".ATTR(a, Double, 1.0)"),
-            "Twice: attribute a is of kind Double, which is unknown",
-            id="unknown-kind",
-        ),
-        pytest.param(prototype(X, X, Y), "Twice: two inputs are named x", id="inputs"),
-        pytest.param(prototype(X, Y, Y), "Twice: two outputs are named y", id="outputs"),
-        pytest.param(
-            prototype(X, Y, ".ATTR(a, Int, 1)", ".REQUIRED_ATTR(a, Int)"),
-            "Twice: two attributes are named a",
-            id="attributes",
+            "add_custom",
+            Description(outputs={"out": FLOAT, "more": FLOAT}),
+            "add_custom: the description must name the 1 outputs of the schema, got out, more",
+            id="two-outputs",
         ),
         pytest.param(
-            prototype(X, Y, ".ATTR(x, Int, 1)"),
-            "Twice: x is an input and an attribute",
-            id="input-and-attribute",
-        ),
-        pytest.param(prototype(X), "Twice: has no output", id="no-output"),
-        pytest.param(
-            prototype(X, ".OUTPUT(x, TensorType({DT_BF16}))"),
-            "Twice: output x is the input of that name, written in place, and must be as it is: "
-            "required, with the same dtypes",
-            id="in-place-of-another-dtype",
+            "npu_sparse_attention_pto",
+            OPS["npu_sparse_attention_pto"]._replace(absent={}),
+            "npu_sparse_attention_pto: the description must say in absent what stands for None of "
+            "softmax_scale, which GE cannot hold",
+            id="none-of-an-attribute",
         ),
         pytest.param(
-            prototype(X, Y).replace(".OP_END_FACTORY_REG(Twice)", ";"),
-            "Twice: does not end with OP_END_FACTORY_REG",
-            id="no-end",
-        ),
-        pytest.param(prototype(X, ".OUTPT(y, 1)"), "OUTPT", id="unknown-macro"),
-        pytest.param(
-            prototype(".INPUT(x, TensorType({DT_BFLOAT}))", Y), "DT_BFLOAT", id="unknown-dtype"
+            "npu_sparse_attention_pto",
+            OPS["npu_sparse_attention_pto"]._replace(absent={"softmax_scale": 0.0, "eps": 0.0}),
+            "npu_sparse_attention_pto: the description says what stands for None of eps, which is "
+            "never None",
+            id="never-none",
         ),
     ],
 )
-def test_a_wrong_prototype_is_refused_by_name(text, message, tmp_path):
-    header = tmp_path / "twice.h"
-    header.write_text(text)
+def test_a_description_that_does_not_fit_its_schema_is_refused(op, description, message):
     with pytest.raises(prototypes.PrototypeError) as refused:
-        prototypes.read([header])
-    assert str(header) in str(refused.value) and message in str(refused.value)
+        prototypes.prototype(op, description)
+    assert str(refused.value) == message
 
 
-def test_an_operator_of_two_headers_is_refused_with_both(tmp_path):
-    headers = [tmp_path / "a.h", tmp_path / "b.h"]
-    for header in headers:
-        header.write_text(prototype(X, Y))
-    with pytest.raises(prototypes.PrototypeError) as refused:
-        prototypes.read(headers)
-    assert f"{headers[1]}: Twice: registered twice, first in {headers[0]}" in str(refused.value)
+@pytest.mark.parametrize("type", ["int[]", "Tensor[]", "Scalar", "str?[]"])
+def test_an_argument_that_ge_cannot_hold_is_refused(type, monkeypatch):
+    parsed = torch._C.parse_schema(f"custom_pypto::twice(Tensor x, {type} a) -> Tensor")
+    monkeypatch.setattr(prototypes, "overload", lambda op: types.SimpleNamespace(_schema=parsed))
+    with pytest.raises(
+        prototypes.PrototypeError, match="twice: a must be Tensor or one of int, float, str, bool"
+    ):
+        prototypes.prototype("twice", Description(outputs={"y": FLOAT}))
 
 
-def test_constructors_are_what_the_prototypes_give(capsys):
+@needs_compiler
+def test_all_that_a_schema_says_is_in_the_header_and_compiles(tmp_path, monkeypatch):
+    """What none of the ops has: attributes of every kind, text to be escaped, two results."""
+    parsed = torch._C.parse_schema(
+        "custom_pypto::npu_twice(Tensor x, Tensor? y, int n, bool flag=True, bool other=False, "
+        """str name='a "b"', float low=-1e-07, float whole=2.0, int most=9223372036854775807, """
+        "Tensor(a!)? z=None) -> (Tensor, Tensor)"
+    )
+    monkeypatch.setattr(prototypes, "overload", lambda op: types.SimpleNamespace(_schema=parsed))
+    outputs = {"one": FLOAT, "two": ("int64",)}
+    header = tmp_path / "npu_twice.h"
+    header.write_text(
+        headers.source(prototypes.prototype("npu_twice", Description(outputs, {"z": ("int32",)})))
+    )
+    found = compiled(header, tmp_path)
+    half = ["DT_BF16", "DT_FLOAT16"]
+    assert found == Compiled(
+        "Twice",
+        "Twice",
+        [("x", "required", half), ("y", "optional", half), ("z", "optional", ["DT_INT32"])],
+        [("one", [*half, "DT_FLOAT"]), ("two", ["DT_INT64"]), ("z", ["DT_INT32"])],
+        [
+            ("n", "Int", True, None),
+            ("flag", "Bool", False, True),
+            ("other", "Bool", False, False),
+            ("name", "String", False, 'a "b"'),
+            ("low", "Float", False, -1e-07),
+            ("whole", "Float", False, 2.0),
+            ("most", "Int", False, 2**63 - 1),
+        ],
+    )
+
+
+def test_generated_files_are_what_the_descriptions_give(capsys):
     assert command.main(["--check"]) == 0, capsys.readouterr().err
 
 
-def test_check_finds_another_text_and_leaves_it(tmp_path, monkeypatch, capsys):
-    file = tmp_path / "ops.py"
-    monkeypatch.setattr(command, "GENERATED", file)
-    for text in (None, "edited"):
-        if text is not None:
-            file.write_text(text)
-        assert command.main(["--check"]) == 1
-        assert "run `python -m custom_pypto.graph`" in capsys.readouterr().err
-        assert not file.exists() if text is None else file.read_text() == text
+@pytest.mark.parametrize("name", ["ops.py", "add_custom.h"])
+def test_check_finds_another_text_and_leaves_it(name, tmp_path, monkeypatch, capsys):
+    right = {path.name: path.read_text() for path in command.FOLDER.glob("*.h")}
+    right["ops.py"] = inspect.getsource(ops)
+    monkeypatch.setattr(command, "FOLDER", tmp_path)
     assert command.main([]) == 0 and command.main(["--check"]) == 0
-    assert file.read_text() == inspect.getsource(ops)
-    assert list(tmp_path.iterdir()) == [file]
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == right
+    file = tmp_path / name
+    for text in (None, "edited"):
+        file.unlink() if text is None else file.write_text(text)
+        capsys.readouterr()
+        assert command.main(["--check"]) == 1
+        said = f"{file} is out of date; run `python -m custom_pypto.graph`\n"
+        assert capsys.readouterr().err == said
+        assert not file.exists() if text is None else file.read_text() == text
+    assert command.main([]) == 0 and file.read_text() == right[name]
 
 
-def test_without_a_compiler_one_line_says_so(monkeypatch, capsys):
-    monkeypatch.setenv("CXX", "no-such-compiler -O2")
+def test_a_wrong_description_is_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(command, "FOLDER", tmp_path)
+    monkeypatch.setitem(OPS, "add_custom", Description(outputs={}))
     assert command.main([]) == 1
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("found no no-such-compiler -O2; install g++, or set CXX")
-
-
-@pytest.mark.parametrize(
-    "line, message",
-    [
-        pytest.param(
-            ".DYNAMIC_OUTPUT(parts, TensorType({DT_BF16}))",
-            "Twice: output parts must not be dynamic",
-            id="dynamic-output",
-        ),
-        pytest.param(
-            ".ATTR(axes, ListInt, {})",
-            "Twice: attribute axes must be one of Int, Float, String, Bool",
-            id="list",
-        ),
-    ],
-)
-def test_what_no_constructor_can_pass_is_refused(line, message, tmp_path):
-    header = tmp_path / "twice.h"
-    header.write_text(prototype(X, Y, line))
-    with pytest.raises(prototypes.PrototypeError, match=message):
-        constructors.source(prototypes.read([header]))
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.fixture
@@ -381,8 +364,8 @@ def in_torchair(attribute: prototypes.Attribute, value) -> tuple:
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_constructor_builds_the_node_of_its_prototype(op, read, nodes):
-    expected = read[op]
+def test_a_constructor_builds_the_node_of_its_prototype(op, nodes):
+    expected = PROTOTYPES[op]
     construct = getattr(ops, op.removeprefix("npu_"))
     tensors = {tensor.name: object() for tensor in expected.inputs}
     values = {a.name: object() for a in expected.attributes}
@@ -399,16 +382,16 @@ def test_a_constructor_builds_the_node_of_its_prototype(op, read, nodes):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_constructor_has_the_defaults_of_its_prototype(op, read, nodes):
+def test_a_constructor_has_the_defaults_of_its_prototype(op, nodes):
     construct = getattr(ops, op.removeprefix("npu_"))
     parameters = inspect.signature(construct).parameters.values()
     given = {p.name: object() for p in parameters if p.default is p.empty}
     construct(**given)
     (node,) = nodes
-    for tensor in read[op].inputs:
+    for tensor in PROTOTYPES[op].inputs:
         assert node["inputs"][tensor.name] is given.get(tensor.name)
         assert tensor.name in given or tensor.kind == "optional"
-    for a in read[op].attributes:
+    for a in PROTOTYPES[op].attributes:
         value = given[a.name] if a.required else a.default
         assert node["attrs"][a.name] == in_torchair(a, value)
         assert a.required or a.name not in given

@@ -1,41 +1,44 @@
-"""``python -m custom_pypto.graph``: writes ``ops.py`` from the prototypes beside it."""
+"""``python -m custom_pypto.graph``: writes the GE prototypes and ``ops.py`` beside this file."""
 
 import argparse
 import os
 import sys
+from pathlib import Path
 
-from .constructors import source
-from .prototypes import FOLDER, PrototypeError, read
+from . import constructors, headers
+from .prototypes import PrototypeError, prototypes
 
-GENERATED = FOLDER / "ops.py"
+FOLDER = Path(__file__).parent
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m custom_pypto.graph",
-        description="writes constructors of the GE operators from their prototypes",
+        description="writes the prototypes of the GE operators (<op>.h) and their constructors "
+        "(ops.py) from the schemas and descriptions of the ops",
     )
     parser.add_argument(
-        "--check", action="store_true", help="write nothing; exit with 1 if the file would change"
+        "--check", action="store_true", help="write nothing; exit with 1 if a file would change"
     )
     options = parser.parse_args(arguments)
     try:
-        text = source(read())
+        found = prototypes()
     except PrototypeError as error:
         print(error, file=sys.stderr)
         return 1
-    same = GENERATED.exists() and GENERATED.read_text() == text
-    if options.check and not same:
-        print(
-            f"{GENERATED} is not what the prototypes give; run `python -m custom_pypto.graph`",
-            file=sys.stderr,
-        )
-        return 1
-    if not same:
-        part = GENERATED.with_suffix(f".{os.getpid()}")
-        part.write_text(text)
-        part.replace(GENERATED)  # whole, even if this process is interrupted
-    print(f"{GENERATED}: {'unchanged' if same else 'written'}")
+    texts = {FOLDER / f"{prototype.op}.h": headers.source(prototype) for prototype in found}
+    texts[FOLDER / "ops.py"] = constructors.source(found)
+    stale = [path for path in texts if not path.exists() or path.read_text() != texts[path]]
+    if options.check:
+        for path in stale:
+            print(f"{path} is out of date; run `python -m custom_pypto.graph`", file=sys.stderr)
+        return int(bool(stale))
+    for path in stale:
+        part = path.with_suffix(f".{os.getpid()}")
+        part.write_text(texts[path])
+        part.replace(path)  # whole, even if this process is interrupted
+    for path in texts:
+        print(f"{path}: {'written' if path in stale else 'unchanged'}")
     return 0
 
 

@@ -1,116 +1,121 @@
-"""The GE prototypes beside this file, read by compiling them against a header of our own.
-
-They are C++, of which a compiler is the only true reader: it takes about a second.
-"""
+"""The ops as GE operators: inputs, outputs and attributes, from the schemas and descriptions."""
 
 import dataclasses
-import json
-import os
-import shlex
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Sequence
-from pathlib import Path
 
-FOLDER = Path(__file__).parent
-READER = FOLDER / "reader"
+from ..descriptions import HALF, OPS, Description, ge_type
+from ..schemas import overload
+
+# of a schema, and GE's names: of the kind of attribute, and of the type of its value
+KINDS = {
+    "int": ("Int", "VT_INT"),
+    "float": ("Float", "VT_FLOAT"),
+    "str": ("String", "VT_STRING"),
+    "bool": ("Bool", "VT_BOOL"),
+}
 
 
 class PrototypeError(RuntimeError):
-    """A prototype is wrong, or nothing here can read it."""
+    """An op is no GE operator, or its description does not fit its schema."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Tensor:
-    """An input or an output; of a dynamic one, a list of tensors."""
+    """An input or an output."""
 
     name: str
-    kind: str  # required, optional or dynamic
-    dtypes: tuple[str, ...]  # DT_BF16, ...
+    kind: str  # required or optional
+    dtypes: tuple[str, ...]  # as torch names them
 
 
 @dataclasses.dataclass(frozen=True)
 class Attribute:
     name: str
-    kind: str  # as in the prototype: Int, Float, String, ListInt, ...
-    vt: str  # GE's name of the same: VT_INT, ...
+    type: str  # in Python
+    kind: str  # Int, Float, String or Bool
+    vt: str  # VT_INT, ...
     required: bool
     default: object  # None if required
 
 
 @dataclasses.dataclass(frozen=True)
 class Prototype:
-    type: str
-    header: Path
+    op: str
     inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]  # what the op returns, then the inputs that it writes in place
     attributes: tuple[Attribute, ...]
+    written: tuple[str, ...]
+    notes: tuple[str, ...]
 
     @property
-    def op(self) -> str:
-        """The name in the schema, which is that of the header."""
-        return self.header.stem
+    def type(self) -> str:
+        return ge_type(self.op)
 
     @property
-    def written(self) -> tuple[str, ...]:
-        """The inputs that are written in place: those that are outputs too."""
-        outputs = {output.name for output in self.outputs}
-        return tuple(tensor.name for tensor in self.inputs if tensor.name in outputs)
+    def constructor(self) -> str:
+        """The function of :mod:`custom_pypto.graph.ops` that makes a node of it."""
+        return self.op.removeprefix("npu_")
 
 
-def compiler() -> list[str] | None:
-    """The command of the C++ compiler, ``$CXX`` or g++; None if it is not installed."""
-    command = shlex.split(os.environ.get("CXX") or "g++")
-    return command if shutil.which(command[0]) else None
-
-
-def read(headers: Sequence[Path] | None = None) -> list[Prototype]:
-    """The prototypes of ``headers``, by default of all beside this file, in the order of names.
+def prototypes() -> list[Prototype]:
+    """Of all ops.
 
     Raises:
-        PrototypeError: there is no compiler, a header does not compile, or a prototype is wrong;
-            the message names the header and the operator.
+        PrototypeError: as :func:`prototype`.
     """
-    if headers is None:
-        headers = sorted(FOLDER.glob("*.h"))
-    if not headers:
-        raise PrototypeError(f"custom_pypto.graph: {FOLDER} must hold prototypes (*.h), got none")
-    if (command := compiler()) is None:
+    return [prototype(op, description) for op, description in OPS.items()]
+
+
+def prototype(op: str, description: Description) -> Prototype:
+    """Of one op.
+
+    Raises:
+        PrototypeError: the message names the op, the argument and the remedy.
+    """
+    schema = overload(op)._schema
+    described = {*description.dtypes, *description.absent}
+    if unknown := described - {argument.name for argument in schema.arguments}:
+        raise PrototypeError(f"{op}: the description names {min(unknown)}, the schema does not")
+    if len(description.outputs) != len(schema.returns):
         raise PrototypeError(
-            f"custom_pypto.graph: a C++ compiler must read the prototypes, found no "
-            f"{os.environ.get('CXX') or 'g++'}; install g++, or set CXX"
+            f"{op}: the description must name the {len(schema.returns)} outputs of the schema, got "
+            f"{', '.join(description.outputs) or 'none'}"
         )
-    with tempfile.TemporaryDirectory(prefix="custom-pypto-graph-") as folder:
-        program = Path(folder) / "print"
-        included = [part for header in headers for part in ("-include", str(header.resolve()))]
-        build = [*command, "-std=c++17", "-O0", f"-I{READER}", *included]
-        _run([*build, str(READER / "print.cpp"), "-o", str(program)], "do not compile")
-        found = json.loads(_run([str(program)], "are wrong"))
-    return [_prototype(**entry) for entry in found]
-
-
-def _run(command: list[str], failure: str) -> str:
-    # the compiler's messages are quoted, and in English: LC_ALL
-    done = subprocess.run(
-        command, capture_output=True, text=True, env={**os.environ, "LC_ALL": "C"}
-    )
-    if done.returncode:
-        lines = done.stderr.splitlines() or [f"exit code {done.returncode}"]
-        # of a compiler the first error, which is the cause of the others
-        said = [line for line in lines if " error: " in line][:1] or lines[:20]
-        raise PrototypeError("\n".join([f"custom_pypto.graph: prototypes {failure}:", *said]))
-    return done.stdout
-
-
-def _prototype(type, header, inputs, outputs, attributes) -> Prototype:
-    def tensors(entries):
-        return tuple(Tensor(e["name"], e["kind"], tuple(e["dtypes"])) for e in entries)
-
+    inputs, attributes, written = [], [], []
+    for argument in schema.arguments:
+        optional = argument.type.kind() == "OptionalType"
+        type = str(argument.type.getElementType() if optional else argument.type)
+        if type != "Tensor":
+            attributes.append(_attribute(op, argument, type, optional, description))
+            continue
+        dtypes = description.dtypes.get(argument.name, HALF)
+        tensor = Tensor(argument.name, "optional" if optional else "required", dtypes)
+        inputs.append(tensor)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(tensor)
+    outputs = [Tensor(name, "required", dtypes) for name, dtypes in description.outputs.items()]
     return Prototype(
-        type,
-        Path(header),
-        tensors(inputs),
-        tensors(outputs),
-        tuple(Attribute(**entry) for entry in attributes),
+        op,
+        tuple(inputs),
+        (*outputs, *written),
+        tuple(attributes),
+        tuple(tensor.name for tensor in written),
+        description.notes,
     )
+
+
+def _attribute(op: str, argument, type: str, optional: bool, description: Description) -> Attribute:
+    name, default = argument.name, argument.default_value
+    if type not in KINDS:
+        raise PrototypeError(
+            f"{op}: {name} must be Tensor or one of {', '.join(KINDS)} for GE, got {argument.type}"
+        )
+    if optional != (name in description.absent):
+        raise PrototypeError(
+            f"{op}: the description must say in absent what stands for None of {name}, which GE "
+            "cannot hold"
+            if optional
+            else f"{op}: the description says what stands for None of {name}, which is never None"
+        )
+    if optional and default is None:
+        default = description.absent[name]
+    return Attribute(name, type, *KINDS[type], not argument.has_default_value(), default)

@@ -57,7 +57,7 @@ def start() -> None:
     from . import device, ge_executor
 
     device.install(cann)
-    ge_executor.install()
+    ge_executor.install(cann)
     converter.register()
     _running = True
     print(

@@ -3,7 +3,7 @@
 // Written from CANN's public function names and from what their callers do with the answers.
 //
 // Two things are more than an answer:
-//  * GetRegisteredIrDef tells torchair the operators' prototypes, ours, from custom_pypto/graph;
+//  * GetRegisteredIrDef tells torchair the operators' prototypes: ours, which Python declares;
 //  * while a stream is captured, work is not done but handed to Python (device.py), which does it
 //    at every replay. A call that waits for the device fails then, and with it the capture, as on
 //    a device.
@@ -23,8 +23,6 @@
 #include <string>
 #include <utility>
 #include <vector>
-
-#include "graph/operator_reg.h"
 
 #define API extern "C" __attribute__((visibility("default")))
 
@@ -60,6 +58,12 @@ struct {
   std::string broken_by;
 } capture;
 int64_t models = 0;
+
+// Of each GE operator: "input", "output" or "attribute", its name, its kind in GE's words.
+struct Part {
+  std::string part, name, kind;
+};
+std::map<std::string, std::vector<Part>> prototypes;
 
 // The model that work on this stream is captured for, or 0.
 int64_t model_of(Stream stream) { return capture.streams.count(stream) ? capture.model : 0; }
@@ -102,6 +106,10 @@ API void ascend_host_connect(int (*replay)(int64_t), void (*forget)(int64_t),
                              void (*copy)(int64_t, void*, const void*, size_t),
                              void (*fill)(int64_t, void*, int, size_t)) {
   python = {replay, forget, copy, fill};
+}
+API void ascend_host_declare(const char* type, const char* part, const char* name,
+                             const char* kind) {
+  prototypes[type].push_back({part, name, kind});
 }
 API int ascend_host_is_capturing() { return capture.model != 0; }
 API int64_t ascend_host_model_of(Stream stream) { return model_of(stream); }
@@ -385,12 +393,11 @@ using Definitions = std::vector<std::pair<ge::AscendString, ge::AscendString>>;
 
 API uint32_t GetRegisteredIrDef(const char* type, Definitions& inputs, Definitions& outputs,
                                 Definitions& attributes) {
-  for (const auto& entry : ge::prototype::entries()) {
-    if (entry.type != type) continue;
-    for (const auto& x : entry.inputs) inputs.emplace_back(x.name.c_str(), x.kind.c_str());
-    for (const auto& x : entry.outputs) outputs.emplace_back(x.name.c_str(), x.kind.c_str());
-    for (const auto& x : entry.attributes) attributes.emplace_back(x.name.c_str(), x.vt.c_str());
-    return 0;
+  const auto found = prototypes.find(type);
+  if (found == prototypes.end()) return 1;
+  for (const auto& [part, name, kind] : found->second) {
+    auto& definitions = part == "input" ? inputs : part == "output" ? outputs : attributes;
+    definitions.emplace_back(name.c_str(), kind.c_str());
   }
-  return 1;
+  return 0;
 }

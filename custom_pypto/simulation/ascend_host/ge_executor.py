@@ -7,6 +7,7 @@ To run one more type of GE operator, give it a line in ``OPERATORS``. Operators 
 none: they call ``torch.ops.custom_pypto`` with what is on the node, and nothing else.
 """
 
+import ctypes
 import functools
 import inspect
 import keyword
@@ -17,7 +18,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from ...descriptions import OPS
 from ...graph import prototypes
+from ...schemas import overload
 from .libraries import AscendHostError
 
 
@@ -208,10 +211,17 @@ class Graph:
         ]
 
 
-def install() -> None:
-    """Graphs of torchair are run here from now on."""
+def install(cann: ctypes.CDLL) -> None:
+    """Graphs of torchair are run here from now on; ``cann`` is the stand-in's library."""
     import torchair.core._backend
 
+    for type, prototype in _prototypes().items():
+        for part, name, kind in (
+            *(("input", tensor.name, tensor.kind) for tensor in prototype.inputs),
+            *(("output", tensor.name, tensor.kind) for tensor in prototype.outputs),
+            *(("attribute", attribute.name, attribute.vt) for attribute in prototype.attributes),
+        ):
+            cann.ascend_host_declare(*(text.encode() for text in (type, part, name, kind)))
     torchair.core._backend.TorchNpuGraph = Graph
 
 
@@ -277,15 +287,12 @@ class Node:
                 raise self.error(f"must have the {what} of its prototype, {expected}, got {got}")
 
     def _ours(self, prototype: prototypes.Prototype) -> Callable:
-        op = getattr(torch.ops.custom_pypto, prototype.op).default
-        schema = {argument.name: argument for argument in op._schema.arguments}
+        op = overload(prototype.op)
         required = [tensor.name for tensor in prototype.inputs if tensor.kind == "required"]
         attributes = dict(self.attributes)
-        for attribute in prototype.attributes:
-            # no attribute can hold None: the prototype's default stands for it
-            optional = schema[attribute.name].type.kind() == "OptionalType"
-            if optional and attributes[attribute.name] == attribute.default:
-                attributes[attribute.name] = None
+        for name, value in OPS[prototype.op].absent.items():
+            if attributes[name] == value:
+                attributes[name] = None
 
         def compute(**inputs):
             if missing := [name for name in required if inputs[name] is None]:
@@ -321,7 +328,7 @@ class Node:
 
 @functools.cache
 def _prototypes() -> dict[str, prototypes.Prototype]:
-    return {prototype.type: prototype for prototype in prototypes.read()}
+    return {prototype.type: prototype for prototype in prototypes.prototypes()}
 
 
 def _dtype(number: int) -> torch.dtype:

@@ -13,13 +13,13 @@ import hashlib
 import importlib.util
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-from ...graph import prototypes
 from ...requirements import installed_version
 from ..compiler import SimulationError, cache_folder
 
@@ -87,9 +87,7 @@ def cann() -> str | None:
 def _folder() -> Path:
     """Where the libraries are or will be, named after all that they are made from."""
     facts = hashlib.sha256()
-    headers = sorted(prototypes.FOLDER.glob("*.h"))
-    sources = (Path(__file__), SOURCE, TORCH_SETTINGS)
-    for path in (*sources, prototypes.READER / "graph/operator_reg.h", *headers):
+    for path in (Path(__file__), SOURCE, TORCH_SETTINGS):
         facts.update(path.read_bytes())
     compiler = _run([*_compiler(), "--version"])
     machine = (platform.machine(), sys.version)
@@ -112,8 +110,8 @@ def _torch_npu() -> str:
 
 
 def _compiler() -> list[str]:
-    command = prototypes.compiler()
-    missing = ["g++, or $CXX"] if command is None else []
+    command = shlex.split(os.environ.get("CXX") or "g++")
+    missing = ["g++, or $CXX"] if shutil.which(command[0]) is None else []
     missing += [tool for tool in ("nm", "readelf") if shutil.which(tool) is None]
     if missing:
         raise AscendHostUnavailable(
@@ -186,14 +184,9 @@ def _build(folder: Path) -> None:
         made = Path(part) / "made"
         made.mkdir()
         cann, settings, rest = made / "cann.o", made / "torch_settings.o", made / "rest.c"
-        headers = sorted(prototypes.FOLDER.glob("*.h"))
-        included = [word for header in headers for word in ("-include", str(header))]
         flags = ["-O1", "-fPIC"]
-        _run(
-            [*compiler, "-std=c++17", *flags, f"-I{prototypes.READER}", *included]
-            + ["-c", str(SOURCE), "-o", str(cann)]
-        )
-        _run([*compiler, "-std=c++17", *flags, "-c", str(TORCH_SETTINGS), "-o", str(settings)])
+        for source, compiled in ((SOURCE, cann), (TORCH_SETTINGS, settings)):
+            _run([*compiler, "-std=c++17", *flags, "-c", str(source), "-o", str(compiled)])
         defined = _run(["nm", "--defined-only", "--format=posix", str(cann)]).splitlines()
         rest.write_text(_generated(sorted(symbols - {line.split()[0] for line in defined})))
         _run([*compiler, "-x", "c", *flags, "-c", str(rest), "-o", str(made / "rest.o")])
