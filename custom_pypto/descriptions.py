@@ -78,3 +78,9 @@ OPS = {
 def ge_type(op: str) -> str:
     """The GE operator of an op: ``npu_sparse_attention_pto`` -> ``SparseAttentionPto``."""
     return "".join(word.capitalize() for word in op.removeprefix("npu_").split("_"))
+
+
+def spelled(dtypes: Dtypes) -> str:
+    """``bfloat16, float16 or float32``."""
+    *others, last = dtypes
+    return f"{', '.join(others)} or {last}" if others else last

@@ -207,7 +207,9 @@ def test_dtypes_have_the_names_of_ge():
 def test_a_prototype_takes_the_dtypes_that_the_npu_takes(op, monkeypatch):
     """Each tensor of calls in each dtype, cast to each dtype: what the wrapper accepts."""
     program = types.SimpleNamespace(kernel=lambda **facts: None)
-    monkeypatch.setattr(npu, "program", lambda op: program)  # nothing is launched, so no PyPTO
+    monkeypatch.setattr(
+        npu.common, "program", lambda op: program
+    )  # nothing is launched, so no PyPTO
     run = npu.implementations(lambda kernel, tensors, written: None)[op]
     prototype = PROTOTYPES[op]
     accepted = {tensor.name: set() for tensor in prototype.inputs}

@@ -695,6 +695,6 @@ def test_after_the_last_pass_the_tiles_compute_the_same(op):
 
 def test_another_pypto_leaves_the_cpu_and_says_what_the_npu_needs(monkeypatch):
     monkeypatch.setattr(custom_pypto.requirements, "PYPTO", "9.9.9")
-    npu.program.cache_clear()
+    npu.common.program.cache_clear()
     with pytest.raises(RuntimeError, match="needs pypto 9.9.9, found 0.2.0 to run on an NPU"):
         custom_pypto.add_custom(torch.ones(3), torch.ones(3))

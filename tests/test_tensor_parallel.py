@@ -186,7 +186,8 @@ def test_an_npu_takes_the_heads_it_is_given():
         query = torch.empty(1, 1, heads, 512, dtype=torch.bfloat16, device="meta")
         cache = torch.empty(2, 128, 1, 512, dtype=torch.bfloat16, device="meta")
         table = torch.empty(1, 1, dtype=torch.int32, device="meta")
-        npu.check_npu_sparse_flash_attention_pto(query, cache, None, None, table, "PA_BSND")
+        arguments = dict(query=query, key=cache, value=None, key_rope=None, block_table=table)
+        npu.check("npu_sparse_flash_attention_pto", arguments | dict(layout_kv="PA_BSND"))
 
     check(tensor_parallel.NPU_HEADS)
     with pytest.raises(RuntimeError, match="at most 128"):

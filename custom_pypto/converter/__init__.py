@@ -1,8 +1,8 @@
 """The ops as nodes of GE graphs, which torchair makes of ``torch.compile``'s graphs.
 
-``<op>.py`` converts one op. A converter that is registered disables what torchair does without one,
-which is to call the PyPTO kernel from inside the graph (max-autotune, recent CANN). Importing
-:mod:`custom_pypto` therefore registers them only where GE has kernels for them:
+A converter that is registered disables what torchair does without one, which is to call
+the PyPTO kernel from inside the graph (max-autotune, recent CANN). Importing :mod:`custom_pypto`
+therefore registers them only where GE has kernels for them:
 
 =================================  ============================================================
 ``CUSTOM_PYPTO_GE_CONVERTERS=1``   they are registered
@@ -10,28 +10,25 @@ which is to call the PyPTO kernel from inside the graph (max-autotune, recent CA
 not set                            they are if a GE kernel package with all operators is installed
 =================================  ============================================================
 
-This module imports the standard library only; :func:`register` imports torch_npu and torchair.
+:mod:`.convert` makes a converter of each schema. This module can be imported without torch;
+:func:`register` imports torch_npu and torchair.
 """
 
 import glob
-import importlib
 import json
 import os
-import sys
 import warnings
 
+from ..descriptions import OPS, ge_type
+
 VARIABLE = "CUSTOM_PYPTO_GE_CONVERTERS"
-# op -> GE operator
-OPS = {
-    "add_custom": "AddCustom",
-    "npu_lightning_indexer_pto": "LightningIndexerPto",
-    "npu_sparse_flash_attention_pto": "SparseFlashAttentionPto",
-    "npu_sparse_attention_pto": "SparseAttentionPto",
-}
 # where a kernel package lists its operators, below the folder of its vendor
-OPERATORS = "op_impl/ai_core/tbe/config/*/aic-*-ops-info.json"
+LISTS = "op_impl/ai_core/tbe/config/*/aic-*-ops-info.json"
+
+OPERATORS = tuple(ge_type(op) for op in OPS)
 
 failure: Exception | None = None  # of the registration at import
+_registered = False
 
 
 def register() -> None:
@@ -40,13 +37,20 @@ def register() -> None:
     Raises:
         Exception: what importing torch_npu or torchair raises.
     """
-    importlib.import_module("torch_npu")  # which makes torchair importable
+    global _registered
+    if _registered:
+        return
+    import torch_npu  # noqa: F401  # makes torchair importable
+
+    from .convert import register as register_one
+
     for op in OPS:
-        importlib.import_module(f"{__name__}.{op}")
+        register_one(op)
+    _registered = True
 
 
 def is_registered() -> bool:
-    return all(f"{__name__}.{op}" in sys.modules for op in OPS)
+    return _registered
 
 
 def register_if_wanted() -> None:
@@ -86,13 +90,13 @@ def kernel_package() -> str | None:
     All: ``AddCustom`` alone is the sample of CANN's tutorial, found on many machines.
     """
     vendors = [path for path in os.environ.get("ASCEND_CUSTOM_OPP_PATH", "").split(":") if path]
-    patterns = [(vendor, OPERATORS) for vendor in vendors]
+    patterns = [(vendor, LISTS) for vendor in vendors]
     if opp := os.environ.get("ASCEND_OPP_PATH"):
-        patterns.append((opp, f"vendors/*/{OPERATORS}"))
+        patterns.append((opp, f"vendors/*/{LISTS}"))
     for folder, pattern in patterns:
         for name in sorted(glob.glob(pattern, root_dir=folder)):
             path = os.path.join(folder, name)
-            if set(OPS.values()) <= set(_operators(path)):
+            if set(OPERATORS) <= set(_operators(path)):
                 return path
     return None
 
@@ -118,7 +122,7 @@ def problem() -> dict[str, str] | None:
         remedy = f"unset {VARIABLE}"
     else:
         what = (
-            f"a GE kernel package with {', '.join(OPS.values())} in ASCEND_CUSTOM_OPP_PATH "
+            f"a GE kernel package with {', '.join(OPERATORS)} in ASCEND_CUSTOM_OPP_PATH "
             "or ASCEND_OPP_PATH/vendors"
         )
         remedy = f"install one, or set {VARIABLE}=1 to convert the ops without it"

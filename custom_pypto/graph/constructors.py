@@ -7,6 +7,7 @@ import json
 import textwrap
 from collections.abc import Sequence
 
+from ..descriptions import spelled
 from .prototypes import Attribute, Prototype, Tensor
 
 HEADER = '''\
@@ -106,11 +107,9 @@ def _docstring(prototype: Prototype) -> list[str]:
 
 
 def _described(tensor: Tensor, written: Sequence[str] = ()) -> str:
-    *others, last = tensor.dtypes
-    dtypes = f"{', '.join(others)} or {last}" if others else last
     place = ", the input, written in place" if tensor.name in written else ""
     absent = ", or None" if tensor.kind == "optional" else ""
-    return f"    {tensor.name}: {dtypes}{absent}{place}."
+    return f"    {tensor.name}: {spelled(tensor.dtypes)}{absent}{place}."
 
 
 def _braces(opening: str, lines: list[str], closing: str) -> list[str]:

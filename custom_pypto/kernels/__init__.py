@@ -25,7 +25,7 @@ def runtime_options(*control_flow: str, ready_on_host: bool, layout: str = "BSND
     Args:
         control_flow: the arguments whose values bound loops or become addresses.
         ready_on_host: whether these are final before the launch, so that control flow need not wait
-            for the kernels that were launched before. Prefix sums (layout TND) never are: npu.py
+            for the kernels that were launched before. Prefix sums (layout TND) never are: npu
             computes with them on the device.
     """
     # iterations that may run at the same time; without it tokens run one after the other

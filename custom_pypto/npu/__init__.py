@@ -1,0 +1,64 @@
+"""The ops on NPU tensors: check the contract, allocate the output, launch the PyPTO kernel.
+
+The only folder between the ops and the PyPTO programs. Nothing is read back from the device:
+lengths, block ids and indices are checked by the kernels themselves, so that a call neither waits
+for the device nor stops a graph capture. PyPTO launches on the current stream and takes its
+workspace from torch's allocator.
+
+``<op>.py`` has two functions, of arguments by the names of the schema. ``check(arguments)`` refuses
+what the contract allows and the NPU programs cannot take; it reads nothing but sizes, strides and
+dtypes, and serves graph mode too. ``run(launch, arguments, out)`` then writes the output. A
+``backward`` beside them is registered as ``<op>_backward``.
+
+``launch(kernel, tensors, written)`` runs a kernel on its arguments and knows which of them it
+writes: :func:`.common.on_device` here, the interpreter in :mod:`custom_pypto.simulation`.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..descriptions import OPS
+from ..schemas import bound, overload
+from .common import Arguments, Launch, on_device
+
+
+def _module(op: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{op}")
+
+
+def check(op: str, arguments: dict[str, Any]) -> None:
+    """Refuses a call that an NPU cannot take; all arguments by name.
+
+    Raises:
+        RuntimeError: the message names the argument and the remedy.
+    """
+    _module(op).check(Arguments(**arguments))
+
+
+def _call(op: str, launch: Launch, /, *args, **kwargs) -> Tensor:
+    # checks the arguments as on every device and allocates the output
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
+    out = overload(op).redispatch(keys, *args, **kwargs)
+    arguments = bound(op, args, kwargs)
+    check(op, arguments)
+    return _module(op).run(launch, Arguments(**arguments), out)
+
+
+def implementations(launch: Launch) -> dict[str, Callable]:
+    """Of each op of the schema, the function that runs it with ``launch``."""
+    functions = {op: functools.partial(_call, op, launch) for op in OPS}
+    for op in OPS:
+        if hasattr(_module(op), "backward"):
+            functions[f"{op}_backward"] = functools.partial(_module(op).backward, launch)
+    return functions
+
+
+_library = torch.library.Library("custom_pypto", "IMPL")
+for _name, _function in implementations(on_device).items():
+    _library.impl(_name, _function, "PrivateUse1")

@@ -1,0 +1,24 @@
+"""``add_custom`` on an NPU."""
+
+from torch import Tensor
+
+from .common import Arguments, Launch, kernel, name, require_dtype
+
+OP = "add_custom"
+
+
+def check(a: Arguments) -> None:
+    require_dtype(OP, "self", a.self)
+
+
+def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
+    if out.numel() == 0:
+        return out
+    flat = a.self.new_empty(out.numel())
+    tensors = (a.self.reshape(-1).contiguous(), a.other.reshape(-1).contiguous(), flat)
+    launch(kernel(OP, dtype=name(a.self.dtype)), tensors, (flat,))
+    return flat.view(out.shape)
+
+
+def backward(launch: Launch, self: Tensor) -> tuple[Tensor, Tensor]:
+    return self.clone(), self.clone()

@@ -1,0 +1,124 @@
+"""``npu_sparse_attention_pto`` on an NPU."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .common import (
+    Arguments,
+    Launch,
+    kernel,
+    name,
+    ready_on_host,
+    require,
+    require_checkable,
+    require_contiguous,
+    require_dtype,
+    require_sortable,
+    rows,
+)
+
+OP = "npu_sparse_attention_pto"
+
+
+def check(a: Arguments) -> None:
+    require_dtype(OP, "x", a.x)
+    heads, index_heads, index_dim = a.w_uk.size(0), a.w_idx_proj.size(1), a.w_idx_k.size(1)
+    require(index_dim == 128, OP, "w_idx_k.size(1)", "128", index_dim, "run on the CPU")
+    require(
+        index_heads <= 64, OP, "w_idx_proj.size(1)", "at most 64", index_heads, "run on the CPU"
+    )
+    require(heads <= 128, OP, "w_uk.size(0)", "at most 128", heads, "run on the CPU")
+    widths = {
+        "x.size(2)": a.x.size(-1),
+        "w_dq.size(1)": a.w_dq.size(1),
+        "w_uk.size(1)": a.w_uk.size(1),
+        "kr_cache.size(3)": a.kr_cache.size(-1),
+    }
+    for argument, width in widths.items():
+        legal = width > 0 and width % 16 == 0
+        require(legal, OP, argument, "a positive multiple of 16", width, "run on the CPU")
+    keys_of_table = a.block_table.size(1) * a.kv_cache.size(1)
+    require_sortable(OP, a.sparse_count, keys_of_table)
+    require_checkable(OP, a.block_table.size(1), keys_of_table, a.kv_cache.size(0))
+    caches = dict(kv_cache=a.kv_cache, kr_cache=a.kr_cache, index_k_cache=a.index_k_cache)
+    for argument, cache in caches.items():
+        require_contiguous(OP, argument, cache)
+
+
+def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
+    if out.numel() == 0:
+        return out
+    if a.kv_cache.numel() == 0:
+        return out.zero_()
+    if a.block_table.numel() == 0:  # nothing is visible, but the caches are written
+        a.block_table = a.act_seqs.new_zeros(len(a.act_seqs), 1)
+        a.act_seqs = torch.zeros_like(a.act_seqs)
+    if a.sin.dtype != a.cos.dtype:
+        a.sin, a.cos = a.sin.float(), a.cos.float()
+    program = _kernel(a)
+    caches = [rows(cache) for cache in (a.kv_cache, a.kr_cache, a.index_k_cache)]
+    result = out.view(-1, out.size(-1))
+    launch(program, _tensors(a, *caches, result), (*caches, result))
+    return out
+
+
+def _kernel(a: Arguments) -> Callable:
+    nope, rope = a.w_uk.size(1), a.kr_cache.size(-1)
+    return kernel(
+        OP,
+        dtype=name(a.x.dtype),
+        angle_dtype=name(a.sin.dtype),
+        slot_words=a.cache_index.element_size() // 4,
+        heads=a.w_uk.size(0),
+        index_heads=a.w_idx_proj.size(1),
+        block_size=a.kv_cache.size(1),
+        scale=(nope + rope) ** -0.5 if a.softmax_scale is None else a.softmax_scale,
+        eps=a.eps,
+        sparse_count=a.sparse_count,
+        hidden=a.x.size(-1),
+        tokens=a.x.size(0) * a.x.size(1),
+        batch=a.x.size(0),
+        table_width=a.block_table.size(1),
+        ready_on_host=ready_on_host(
+            OP, cache_index=a.cache_index, act_seqs=a.act_seqs, block_table=a.block_table
+        ),
+    )
+
+
+def _tensors(
+    a: Arguments, kv_cache: Tensor, kr_cache: Tensor, index_k_cache: Tensor, result: Tensor
+) -> tuple[Tensor, ...]:
+    """What the program takes, in its order."""
+    tokens, (heads, _, latent) = a.x.size(0) * a.x.size(1), a.w_uk.shape
+    rope, index_heads, index_dim = a.kr_cache.size(-1), a.w_idx_proj.size(1), a.w_idx_k.size(1)
+    return (
+        rows(a.x),
+        a.w_dq.contiguous(),
+        a.w_uq_qr.contiguous(),
+        rows(a.w_uk),
+        a.w_dkv_kr.contiguous(),
+        a.gamma_cq.contiguous().view(1, -1),
+        a.gamma_ckv.contiguous().view(1, -1),
+        rows(a.sin),
+        rows(a.cos),
+        a.cache_index.contiguous().view(1, -1).view(torch.int32),
+        kv_cache,
+        kr_cache,
+        a.w_idx_qb.contiguous(),
+        a.w_idx_k.contiguous(),
+        a.w_idx_proj.contiguous(),
+        a.in_gamma_k.contiguous().view(1, -1),
+        a.in_beta_k.contiguous().view(1, -1),
+        index_k_cache,
+        # what one stage of the program leaves for the next
+        a.x.new_empty(tokens, heads * latent),
+        a.x.new_empty(tokens, heads, rope),
+        a.x.new_empty(tokens, index_heads, index_dim),
+        a.x.new_empty(tokens, index_heads, dtype=torch.float32),
+        a.act_seqs.contiguous(),
+        a.block_table.contiguous(),
+        a.x.new_empty(tokens, a.sparse_count, dtype=torch.int32),
+        result,
+    )
