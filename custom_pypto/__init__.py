@@ -17,12 +17,8 @@ try:
     import custom_pypto._C  # noqa: F401
 
     from . import log, npu  # noqa: F401  # npu registers the ops there; imports no PyPTO
-    from .ops import (
-        add_custom,
-        npu_lightning_indexer_pto,
-        npu_sparse_attention_pto,
-        npu_sparse_flash_attention_pto,
-    )
+    from .ops import *  # noqa: F403
+    from .ops import __all__  # noqa: F401
 # OSError: a library that torch loads by itself; RuntimeError: a backend that torch loads by itself
 except (ImportError, OSError, RuntimeError) as _error:
     load_error = _error
@@ -35,10 +31,3 @@ except (ImportError, OSError, RuntimeError) as _error:
 else:
     converter.register_if_wanted()
     log.start_if_wanted()
-
-__all__ = [
-    "add_custom",
-    "npu_lightning_indexer_pto",
-    "npu_sparse_attention_pto",
-    "npu_sparse_flash_attention_pto",
-]

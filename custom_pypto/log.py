@@ -18,13 +18,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from .descriptions import OPS
+from .schemas import given, overload
+
 VARIABLE = "CUSTOM_PYPTO_LOG"
-OPS = (
-    "add_custom",
-    "npu_lightning_indexer_pto",
-    "npu_sparse_attention_pto",
-    "npu_sparse_flash_attention_pto",
-)
 # of one process: a service that lives with refused calls must not fill the disk with them
 MOST_FILES = 10
 METADATA = "custom_pypto"
@@ -69,7 +66,7 @@ def start_if_wanted() -> None:
 
 
 def _logged(op: str, level: int):
-    overload = getattr(torch.ops.custom_pypto, op).default
+    redispatch = overload(op).redispatch
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
     backends = set()
 
@@ -77,20 +74,20 @@ def _logged(op: str, level: int):
         device = _device(args)
         # tracing and torch.compile call with meta tensors, to learn the shape of the output
         if device is None or device.type == "meta":
-            return overload.redispatch(keys & below, *args, **kwargs)
+            return redispatch(keys & below, *args, **kwargs)
         backend = _backend(device)
         if level >= 2 or backend not in backends:
             first = "" if backend in backends else "first call, "
             backends.add(backend)
             # before it runs: the last line tells what a crashed process was at
-            text = f"{op}: {first}on {backend}: {_described(_named(overload, args, kwargs))}"
+            text = f"{op}: {first}on {backend}: {_described(given(op, args, kwargs))}"
             logger.log(logging.INFO if first else logging.DEBUG, text)
         if level < 3:
-            return overload.redispatch(keys & below, *args, **kwargs)
+            return redispatch(keys & below, *args, **kwargs)
         try:
-            return overload.redispatch(keys & below, *args, **kwargs)
+            return redispatch(keys & below, *args, **kwargs)
         except Exception as error:
-            _report(op, _named(overload, args, kwargs), error)
+            _report(op, given(op, args, kwargs), error)
             raise
 
     return call
@@ -103,12 +100,6 @@ def _device(args) -> torch.device | None:
 
 def _backend(device: torch.device) -> str:
     return f"cpu ({torch.ops.custom_pypto.cpu_isa()})" if device.type == "cpu" else str(device)
-
-
-def _named(overload, args: tuple, kwargs: dict) -> dict:
-    """The arguments by name; those that have their default value do not come here."""
-    names = [argument.name for argument in overload._schema.arguments]
-    return dict(zip(names, args, strict=False)) | kwargs
 
 
 def _described(arguments: dict) -> str:
@@ -183,7 +174,9 @@ def read_call(path: str | Path, device: str = "cpu") -> tuple[str, dict, str]:
             f"replay: {path} must be a file that {VARIABLE}=3 has written, got {error!r}"
         ) from error
     if call["op"] not in OPS:
-        raise ValueError(f"replay: {path}: op must be one of {', '.join(OPS)}, got {call['op']!r}")
+        raise ValueError(
+            f"replay: {path}: op must be one of {', '.join(sorted(OPS))}, got {call['op']!r}"
+        )
     strided = {name: _strided(values[name], s) for name, s in call["strides"].items()}
     return call["op"], strided | call["arguments"], call["error"]
 
@@ -208,7 +201,7 @@ def replay(path: str | Path, device: str = "cpu") -> bool:
     op, arguments, error = read_call(path, device)
     print(f"{op} on {_backend(torch.device(device))}: {_described(arguments)}\nthen: {error}")
     try:
-        out = getattr(torch.ops.custom_pypto, op).default(**arguments)
+        out = overload(op)(**arguments)
     except RuntimeError as failure:
         print(f"now:  {failure}")
         return False

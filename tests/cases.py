@@ -272,6 +272,46 @@ def fused_inputs(
     )
 
 
+def add_inputs(
+    lengths_query: list[int],
+    lengths_key: list[int],
+    *,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> dict:
+    """Arguments of ``add_custom``: a row for each query token."""
+    g = torch.Generator().manual_seed(seed)
+    shape = (sum(lengths_query), max(lengths_key))
+    return dict(self=random(shape, dtype, g), other=random(shape, dtype, g))
+
+
+# the maker of each op's arguments, and the sizes that an NPU takes
+MAKERS = {
+    "add_custom": (add_inputs, {}),
+    "npu_lightning_indexer_pto": (indexer_inputs, dict(dim=128)),
+    "npu_sparse_flash_attention_pto": (attention_inputs, {}),
+    "npu_sparse_attention_pto": (
+        lambda lengths_query, lengths_key, **keywords: fused_inputs(
+            lengths_key, max(lengths_query), **keywords
+        ),
+        dict(hidden=64, q_rank=32, index_dim=128, sparse_count=8),
+    ),
+}
+
+
+def inputs_of(
+    op: str,
+    lengths_query: tuple[int, ...] = (2,),
+    lengths_key: tuple[int, ...] = (20,),
+    *,
+    on_npu: bool = False,
+    **keywords,
+) -> dict:
+    """Arguments of any op, for tests of what all ops have in common."""
+    maker, sizes = MAKERS[op]
+    return maker([*lengths_query], [*lengths_key], **(sizes if on_npu else {}) | keywords)
+
+
 def copied(inputs: dict) -> dict:
     """The same values and strides in memory of their own."""
 

@@ -1,6 +1,7 @@
 """The host stand-in for CANN: torch_npu's device in host memory, capture and replay, refusals."""
 
 import contextlib
+import functools
 import importlib.util
 import os
 import signal
@@ -20,10 +21,11 @@ from ascend_host_worker import (
     environment,
     require_stand_in,
 )
-from cases import attention_inputs, fused_inputs, indexer_inputs, prefix_sums
+from cases import attention_inputs, indexer_inputs, inputs_of, prefix_sums
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import custom_pypto
+from custom_pypto.descriptions import OPS
 
 on_stand_in = pytest.mark.ascend_host
 
@@ -109,16 +111,7 @@ def test_what_only_an_npu_does_fails_with_the_name_of_the_function():
 # ---- the ops -------------------------------------------------------------------------------------
 
 HALF = dict(dtype=torch.bfloat16)
-CALLS = {
-    "add_custom": lambda **k: dict(
-        self=torch.randn(3, 4).bfloat16(), other=torch.randn(3, 4).bfloat16()
-    ),
-    "npu_lightning_indexer_pto": lambda **k: indexer_inputs([2, 1], [30, 17], dim=128, **HALF, **k),
-    "npu_sparse_flash_attention_pto": lambda **k: attention_inputs([2, 1], [30, 17], **HALF, **k),
-    "npu_sparse_attention_pto": lambda **k: fused_inputs(
-        [30, 17], 1, hidden=64, q_rank=32, index_dim=128, sparse_count=8, **HALF, **k
-    ),
-}
+CALLS = {op: functools.partial(inputs_of, op, (2, 1), (30, 17), on_npu=True, **HALF) for op in OPS}
 
 
 def on_npu(inputs: dict) -> dict:
@@ -296,7 +289,7 @@ def changed(op: str, x: dict) -> dict:
         }
     if op == "npu_sparse_flash_attention_pto":
         return attention_inputs([1, 2], [25, 20], seed=1, **HALF)
-    return CALLS[op](**{} if op == "add_custom" else {"seed": 1})
+    return CALLS[op](seed=1)
 
 
 @on_stand_in

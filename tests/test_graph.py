@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import attention_inputs, fused_inputs, indexer_inputs, on_meta
+from cases import inputs_of, on_meta
 
 from custom_pypto import npu
 from custom_pypto.descriptions import FLOAT, OPS, Description
@@ -177,20 +177,6 @@ def test_swapped_inputs_are_found(tmp_path):
     assert len(differences(op, compiled(changed, tmp_path))) == 1
 
 
-CALLS = {
-    "add_custom": lambda dtype: dict(
-        self=torch.ones(3, dtype=dtype), other=torch.ones(3, dtype=dtype)
-    ),
-    "npu_lightning_indexer_pto": lambda dtype: indexer_inputs([2], [20], dim=128, dtype=dtype),
-    "npu_sparse_flash_attention_pto": lambda dtype: attention_inputs(
-        [2], [20], own_value=True, dtype=dtype
-    ),
-    "npu_sparse_attention_pto": lambda dtype: fused_inputs(
-        [20], 2, q_rank=32, index_dim=128, dtype=dtype
-    ),
-}
-
-
 PROTOTYPES = {prototype.op: prototype for prototype in prototypes.prototypes()}
 
 
@@ -217,7 +203,9 @@ def test_a_prototype_takes_the_dtypes_that_the_npu_takes(op, monkeypatch):
     for common, name, dtype in itertools.product(GE_DTYPES, accepted, GE_DTYPES):
         if not common.is_floating_point:
             continue
-        x = on_meta(CALLS[op](common))
+        x = on_meta(inputs_of(op, on_npu=True, dtype=common))
+        if "value" in x:
+            x["value"] = x["key"]  # given, so that it has a dtype
         try:
             out = run(**(x | {name: x[name].to(dtype)}))
         except RuntimeError:

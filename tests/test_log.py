@@ -1,5 +1,6 @@
 """``CUSTOM_PYPTO_LOG``: what each level logs, and that a dumped call can be repeated."""
 
+import functools
 import logging
 import os
 import re
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import attention_inputs, fused_inputs, indexer_inputs, on_meta
+from cases import indexer_inputs, inputs_of, on_meta
 from numerics import reference
 
 import custom_pypto
@@ -18,12 +19,7 @@ from custom_pypto import log
 from custom_pypto.__main__ import main
 
 REPOSITORY = Path(__file__).parents[1]
-INPUTS = {
-    "add_custom": lambda: {"self": torch.ones(2, 3), "other": torch.ones(2, 3)},
-    "npu_lightning_indexer_pto": lambda: indexer_inputs([2], [20]),
-    "npu_sparse_flash_attention_pto": lambda: attention_inputs([2], [20]),
-    "npu_sparse_attention_pto": lambda: fused_inputs([20], 2),
-}
+INPUTS = {op: functools.partial(inputs_of, op) for op in log.OPS}
 
 
 @pytest.fixture

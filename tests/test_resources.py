@@ -9,21 +9,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import attention_inputs, fused_inputs, indexer_inputs
+from cases import inputs_of
 
 import custom_pypto
 from custom_pypto import env
+from custom_pypto.descriptions import OPS
 
 MIB = 2**20
 # What memory may grow by after the first tenth of the calls: pages that the allocators of C, Python
 # and torch come to use late, seen up to 0.4 MiB. A leak of 210 bytes a call shows among 10,000.
 FLAT = 2 * MIB
-INPUTS = {
-    "add_custom": lambda: {"self": torch.ones(64), "other": torch.ones(64)},
-    "npu_lightning_indexer_pto": lambda: indexer_inputs([3, 1], [40, 7]),
-    "npu_sparse_flash_attention_pto": lambda: attention_inputs([3, 1], [40, 7]),
-    "npu_sparse_attention_pto": lambda: fused_inputs([40, 7], 2),
-}
 
 
 def in_a_process(function, *args):
@@ -50,11 +45,11 @@ def growth(call, calls: int) -> int:
 
 
 def growth_of_op(op: str, calls: int, refused: bool) -> int:
-    inputs = INPUTS[op]()
+    inputs = inputs_of(op, (3, 1), (40, 7))
     function = getattr(custom_pypto, op)
     if not refused:
         return growth(lambda: function(**inputs), calls)
-    name = "other" if op == "add_custom" else "block_table"
+    *_, name = (name for name, value in inputs.items() if isinstance(value, torch.Tensor))
     inputs[name] = inputs[name].double()
 
     def call():
@@ -69,7 +64,7 @@ def growth_of_op(op: str, calls: int, refused: bool) -> int:
 
 def growth_of_ops(calls: int, refused: bool) -> dict[str, int]:
     torch.set_num_threads(2)
-    return {op: growth_of_op(op, calls, refused) for op in INPUTS}
+    return {op: growth_of_op(op, calls, refused) for op in OPS}
 
 
 def growth_of_generation(calls: int) -> int:
@@ -93,7 +88,7 @@ def growth_of_a_leak(calls: int, size: int) -> int:
 @pytest.mark.parametrize("refused", [False, True], ids=["computed", "refused"])
 def test_memory_is_flat_however_often_an_op_is_called(refused, calls):
     grown = in_a_process(growth_of_ops, calls, refused)
-    assert grown.keys() == INPUTS.keys() and max(grown.values()) < FLAT, grown
+    assert grown.keys() == OPS.keys() and max(grown.values()) < FLAT, grown
 
 
 @pytest.mark.parametrize("calls", [20, pytest.param(500, marks=pytest.mark.slow)])
