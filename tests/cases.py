@@ -312,6 +312,51 @@ def inputs_of(
     return maker([*lengths_query], [*lengths_key], **(sizes if on_npu else {}) | keywords)
 
 
+def of_angles_and_slots(x: dict) -> dict:
+    """Arguments of the fused op with angles in float32 and slots in int64."""
+    return x | dict(sin=x["sin"].float(), cos=x["cos"].float(), cache_index=x["cache_index"].long())
+
+
+HALF = dict(dtype=torch.float16, on_npu=True)
+# of each op: every attribute that an NPU takes another value of has one, every input is given
+NOT_DEFAULT = {
+    "add_custom": lambda: inputs_of("add_custom", (3,), (5,)),
+    "npu_lightning_indexer_pto": lambda: inputs_of(
+        "npu_lightning_indexer_pto",
+        (2, 3),
+        (20, 30),
+        weights_dtype=torch.float32,
+        layout_query="TND",
+        sparse_count=4,
+        sparse_mode=0,
+        **HALF,
+    ),
+    "npu_sparse_flash_attention_pto": lambda: inputs_of(
+        "npu_sparse_flash_attention_pto",
+        (4, 3),
+        (5, 4),
+        layout_query="TND",
+        sparse_mode=0,
+        own_value=True,
+        **HALF,
+    ),
+    # the sizes make gammas and caches of one shape
+    "npu_sparse_attention_pto": lambda: of_angles_and_slots(
+        inputs_of(
+            "npu_sparse_attention_pto",
+            (2, 2),
+            (20, 30),
+            hidden=48,
+            rope=32,
+            softmax_scale=0.4,
+            eps=0.5,
+            sparse_count=4,
+            **HALF,
+        )
+    ),
+}
+
+
 def copied(inputs: dict) -> dict:
     """The same values and strides in memory of their own."""
 

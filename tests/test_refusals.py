@@ -5,7 +5,15 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from cases import attention_inputs, copied, fused_inputs, indexer_inputs, int32, refusal
+from cases import (
+    NOT_DEFAULT,
+    attention_inputs,
+    copied,
+    fused_inputs,
+    indexer_inputs,
+    int32,
+    refusal,
+)
 from torch import Tensor
 
 import custom_pypto
@@ -1546,12 +1554,7 @@ def test_refuses_in_these_words_and_writes_nothing(op, inputs, message):
     "op, inputs, name",
     [
         pytest.param(op, inputs, name, id=f"{op}-{name}")
-        for op, inputs in (
-            ("add_custom", SUM),
-            ("npu_lightning_indexer_pto", INDEX_PA),
-            ("npu_sparse_flash_attention_pto", ATTEND_PA | dict(value=ATTEND_PA["key"])),
-            ("npu_sparse_attention_pto", FUSED),
-        )
+        for op, inputs in {op: make() for op, make in NOT_DEFAULT.items()}.items()
         for name in tensors(inputs)[1:]
     ],
 )
