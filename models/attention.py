@@ -7,11 +7,11 @@ R ``qk_rope_head_dim``, N index heads, D ``index_head_dim``.
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from transformers.models.deepseek_v32.modeling_deepseek_v32 import apply_rotary_pos_emb_interleave
 
 import custom_pypto
 
 from .cache import Step, write
+from .pools import Pool
 from .projection import weight_of
 from .tensor_parallel import CHECK_RANKS, check_indices
 
@@ -21,7 +21,8 @@ SLICE = 2048
 
 
 class PagedAttention:
-    """Mixed into a stock attention class, whose parameters it uses as they are.
+    """Mixed into a stock attention class, whose parameters it uses as they are. The folder of an
+    architecture declares what is its own: the attributes below, and the methods that it overrides.
 
     The cached latent is both key and value of every head (arXiv:2405.04434, section 2.1): with
     ``kv_b_proj.weight`` as ``W_UK`` and ``W_UV``, ``q . (W_UK c) = (W_UK^T q) . c`` and
@@ -30,8 +31,14 @@ class PagedAttention:
 
     #: the stock class of the indexer
     indexer_class = None
-    #: the indexer's rotation: half-split pairs in DeepSeek-V3.2, interleaved ones in GLM-5
+    #: what the cache keeps of each token, by name
+    pools: dict[str, Pool]
+    #: the rotation of MLA's queries and keys, a function of transformers
+    mla_rope = None
+    #: the same of the indexer's
     index_rope = None
+    #: whether the indexer rotates the last of its dims instead of the first ones
+    index_rope_last = False
     #: whether the layer hands its indices on to the next one
     returns_indices = False
 
@@ -63,7 +70,7 @@ class PagedAttention:
         latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split(
             [self.kv_lora_rank, self.qk_rope_head_dim], -1
         )
-        k_rope = rotate(apply_rotary_pos_emb_interleave, k_rope.unsqueeze(2), cos, sin)
+        k_rope = rotate(self.mla_rope, k_rope.unsqueeze(2), cos, sin)
         write(layer.latent, step.slots, self.kv_a_layernorm(latent))
         write(layer.rope, step.slots, k_rope)
         if self.indexer is not None:
@@ -73,7 +80,7 @@ class PagedAttention:
                 f"config.indexer_types: layer {self.layer_idx} is 'shared', but no layer before it "
                 "is 'full'"
             )
-        q_latent = self.q_a_layernorm(self.q_a_proj(hidden_states))
+        q_latent = self.compress_query(hidden_states)
 
         tokens = hidden_states.size(1)
         if tokens <= SLICE:
@@ -104,10 +111,11 @@ class PagedAttention:
     ) -> tuple[Tensor, Tensor]:
         """What :meth:`attend` returns, of the last tokens that ``lengths`` counts."""
         layer = step.cache.layers[self.layer_idx]
-        query = self.q_b_proj(q_latent).unflatten(-1, (-1, self.qk_head_dim))
+        query, gate = self.project_query(q_latent)
         q_nope, q_rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         if self.indexer is not None:
-            indices = self.select(hidden_states, q_latent, cos, sin, step, lengths)
+            normed = q_latent[..., : self.q_lora_rank]
+            indices = self.select(hidden_states, normed, cos, sin, step, lengths)
         weight = weight_of(self.kv_b_proj).view(query.size(2), -1, self.kv_lora_rank)
         w_uk, w_uv = weight.split([self.qk_nope_head_dim, self.v_head_dim], 1)
         dtype = layer.latent.dtype  # the queries have another one under autocast
@@ -117,7 +125,7 @@ class PagedAttention:
             None,
             indices,
             self.scaling,
-            query_rope=rotate(apply_rotary_pos_emb_interleave, q_rope, cos, sin).to(dtype),
+            query_rope=rotate(self.mla_rope, q_rope, cos, sin).to(dtype),
             key_rope=layer.rope,
             actual_seq_lengths_kv=lengths,
             block_table=step.cache.block_table,
@@ -128,7 +136,20 @@ class PagedAttention:
             output = torch.einsum("bshl,hvl->bshv", output, weight)[..., self.qk_nope_head_dim :]
         else:
             output = torch.einsum("bshl,hvl->bshv", output, w_uv)
-        return self.o_proj(output.flatten(2)), indices
+        return self.project_output(output, gate), indices
+
+    def compress_query(self, hidden_states: Tensor) -> Tensor:
+        """What :meth:`project_query` projects, ``[B, S, >= q_lora_rank]``; the first
+        ``q_lora_rank`` values are the normed latent, which the indexer projects too."""
+        return self.q_a_layernorm(self.q_a_proj(hidden_states))
+
+    def project_query(self, q_latent: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The query ``[B, S, H, nope + R]``, and the gate of :meth:`project_output` if any."""
+        return self.q_b_proj(q_latent).unflatten(-1, (-1, self.qk_head_dim)), None
+
+    def project_output(self, output: Tensor, gate: Tensor | None) -> Tensor:
+        """``[B, S, hidden]`` from the output of the heads, ``[B, S, H, v_head_dim]``."""
+        return self.o_proj(output.flatten(2))
 
     @torch.no_grad()  # as in transformers: no gradient passes a selection
     def write_index_keys(
@@ -170,10 +191,12 @@ class PagedAttention:
         return indices
 
     def rotate_index(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """``[B, S, N, D]`` with the first dims rotated."""
-        indexer = self.indexer
-        rotated = [indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim]
-        rope, rest = x.split(rotated, -1)
+        """``[B, S, N, D]`` with R of the D dims rotated."""
+        rotated = self.indexer.qk_rope_head_dim
+        if self.index_rope_last:
+            rest, rope = x[..., :-rotated], x[..., -rotated:]
+            return torch.cat([rest, rotate(self.index_rope, rope, cos, sin)], -1)
+        rope, rest = x[..., :rotated], x[..., rotated:]
         return torch.cat([rotate(self.index_rope, rope, cos, sin), rest], -1)
 
 

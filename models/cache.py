@@ -1,6 +1,5 @@
-"""The paged cache the ops read: three pools of blocks per layer, one block table for all layers."""
+"""The paged cache the ops read: pools of blocks per layer, one block table for all layers."""
 
-from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 import torch
@@ -8,16 +7,20 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .loading import available_memory
+from .pools import config_names, declared_rows, pools_of
 from .projection import device_of
 
 
-@dataclass(eq=False)
 class PagedLayer:
-    """What one layer keeps of each token, in blocks of ``block_size`` tokens."""
+    """What one layer keeps: under the name of each pool that the architecture declares a tensor
+    ``[nblk, bs, 1, width]``, or None where this layer has no such pool."""
 
-    latent: Tensor  # [nblk, bs, 1, L]
-    rope: Tensor  # [nblk, bs, 1, R]
-    index: Tensor | None  # [nblk, bs, 1, D]; None where the layer has no indexer of its own
+    def __init__(self, pools: dict[str, Tensor | None]):
+        vars(self).update(pools)
+
+    def pools(self) -> dict[str, Tensor]:
+        """Those that there are, by name."""
+        return {name: pool for name, pool in vars(self).items() if pool is not None}
 
 
 def write(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
@@ -102,28 +105,26 @@ class PagedCache(Cache):
                 raise ValueError(f"PagedCache: {name} must be at least 1, got {value}")
         self.block_size = block_size
         self.made_for = dimensions(model)
-        config, device, dtype = model.config, device_of(model.base_model.layers), model.dtype
+        device = device_of(model.base_model.layers)
         blocks = -(-max_cache_len // block_size)
-        widths = [  # of what each layer keeps of a token
-            (
-                config.kv_lora_rank,
-                config.qk_rope_head_dim,
-                config.index_head_dim if layer.self_attn.indexer else None,
-            )
-            for layer in model.base_model.layers
-        ]
+        declared = declared_rows(model)
 
-        def pool(width: int | None) -> Tensor | None:
+        def pool(row: tuple[int, torch.dtype] | None) -> Tensor | None:
+            if row is None:
+                return None
             # uninitialised: rows past a sequence's length are never read, and pages of memory that
             # no token has reached yet cost nothing
+            width, dtype = row
             shape = 1 + batch_size * blocks, block_size, 1, width
-            return None if width is None else torch.empty(shape, dtype=dtype, device=device)
+            return torch.empty(shape, dtype=dtype, device=device)
 
         try:
-            super().__init__(layers=[PagedLayer(*map(pool, layer)) for layer in widths])
+            super().__init__(
+                layers=[PagedLayer({name: pool(rows[name]) for name in rows}) for rows in declared]
+            )
         except RuntimeError as error:  # of any allocator; on an accelerator OutOfMemoryError
-            row = dtype.itemsize * block_size
-            sizes = [row * width for layer in widths for width in layer if width is not None]
+            rows = [row for layer in declared for row in layer.values() if row is not None]
+            sizes = [block_size * width * dtype.itemsize for width, dtype in rows]
             fits = block_size * blocks_that_fit(sizes, batch_size, blocks, device)
             need = (1 + batch_size * blocks) * sum(sizes) / 2**30
             raise torch.OutOfMemoryError(
@@ -190,11 +191,10 @@ class PagedCache(Cache):
             return
         batch_size, blocks = self.block_table.shape
         more = max(-(-max_cache_len // self.block_size), 2 * blocks) - blocks
-        used = self.layers[0].latent.size(0)
+        used = self._pools()[0].size(0)
         for layer in self.layers:  # one by one, for the sake of memory; the table still holds
-            for name in (field.name for field in fields(layer)):
-                if (pool := getattr(layer, name)) is None:
-                    continue
+            for name in list(layer.pools()):
+                pool = getattr(layer, name)
                 try:
                     larger = pool.new_empty(used + batch_size * more, *pool.shape[1:])
                 except RuntimeError as error:
@@ -242,8 +242,8 @@ class PagedCache(Cache):
         self.block_table = self._own_blocks(*source.shape)
         kept = torch.cat([source.new_zeros(1), source.flatten()])
         for layer in self.layers:
-            layer.latent, layer.rope = layer.latent[kept], layer.rope[kept]
-            layer.index = None if layer.index is None else layer.index[kept]
+            for name, pool in layer.pools().items():
+                setattr(layer, name, pool[kept])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         sequences = torch.arange(self.batch_size, device=self.lengths.device)
@@ -277,16 +277,11 @@ class PagedCache(Cache):
         )
 
     def _pools(self) -> list[Tensor]:
-        return [
-            pool
-            for layer in self.layers
-            for pool in (layer.latent, layer.rope, layer.index)
-            if pool is not None
-        ]
+        return [pool for layer in self.layers for pool in layer.pools().values()]
 
     def _own_blocks(self, batch_size: int, blocks: int) -> Tensor:
         """A block table in which every sequence has blocks of its own; block 0 is nobody's."""
-        device = self.layers[0].latent.device
+        device = self._pools()[0].device
         table = torch.arange(1, 1 + batch_size * blocks, dtype=torch.int32, device=device)
         return table.view(batch_size, blocks)
 
@@ -300,12 +295,12 @@ def check_block_size(caller: str, block_size: int) -> None:
 
 def dimensions(model) -> dict:
     """What a model must have in common with the cache it uses."""
-    config = model.config
-    names = ("num_hidden_layers", "kv_lora_rank", "qk_rope_head_dim", "index_head_dim")
-    names += ("indexer_types",)  # GLM-5: which layers have an indexer
-    of_config = {name: getattr(config, name, None) for name in names}
+    pools = pools_of(model)
+    names = ["num_hidden_layers", *config_names(pools)]
+    of_config = {name: getattr(model.config, name) for name in names}
     device = device_of([model.base_model.layers[0]])
-    return of_config | {"dtype": model.dtype, "device": device}
+    declared = {name: pool.dtype for name, pool in pools.items()}
+    return of_config | {"dtype": model.dtype, "device": device, "pools": declared}
 
 
 def blocks_that_fit(sizes: list[int], batch_size: int, too_many: int, device) -> int:

@@ -144,16 +144,16 @@ def check_cache(cache, model) -> None:
         )
     if torch.compiler.is_compiling():  # generate() has been here before
         return
-    if cache.made_for != (wanted := dimensions(model)):
-        made = {name: value for name, value in cache.made_for.items() if value != wanted[name]}
+    if (made := cache.made_for) != (wanted := dimensions(model)):
+        names = [name for name in made | wanted if made.get(name) != wanted.get(name)]
         raise ValueError(
-            f"PagedCache: made for a model with {listed(made)}, got one with "
-            f"{listed({name: wanted[name] for name in made})}; make one for this model"
+            f"PagedCache: made for a model with {listed(made, names)}, got one with "
+            f"{listed(wanted, names)}; make one for this model"
         )
 
 
-def listed(values: dict) -> str:
-    return ", ".join(f"{name}={value}" for name, value in values.items())
+def listed(values: dict, names: list[str]) -> str:
+    return ", ".join(f"{name}={values.get(name)}" for name in names)
 
 
 def new_tokens(attention_mask: Tensor | dict | None, tokens: int) -> Tensor | None:

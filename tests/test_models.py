@@ -14,6 +14,7 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32
 
 import models
 import models.attention
+from models.pools import Pool
 
 # float32, 3 layers, logits up to about 7: sums of up to 128 terms in another order
 TOLERANCE = 5e-5
@@ -41,9 +42,8 @@ def paged_cache(model, batch, tokens=96):
     shuffled = torch.randperm(table.numel(), generator=torch.Generator().manual_seed(3))
     table.copy_(table.flatten()[shuffled].view_as(table))
     for layer in cache.layers:
-        for pool in (layer.latent, layer.rope, layer.index):
-            if pool is not None:
-                pool.fill_(float("nan"))
+        for pool in layer.pools().values():
+            pool.fill_(float("nan") if pool.is_floating_point() else -1)
     return cache
 
 
@@ -175,20 +175,24 @@ def test_hidden_states_can_be_asked_for():
 # ---- traps: most of these look healthy until the context exceeds index_topk -------------------
 
 
-def half_split_mla(monkeypatch, model):
-    def rotate(q, k, cos, sin, unsqueeze_dim):
-        return modeling_deepseek_v32.apply_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim)
+def other_rope(rope):
+    interleaved = rope.__name__ == "apply_rotary_pos_emb_interleave"
+    name = "apply_rotary_pos_emb" if interleaved else "apply_rotary_pos_emb_interleave"
+    return staticmethod(getattr(modeling_deepseek_v32, name))
 
-    monkeypatch.setattr(models.attention, "apply_rotary_pos_emb_interleave", rotate)
+
+def half_split_mla(monkeypatch, model):
+    cls = type(model.model.layers[0].self_attn)
+    monkeypatch.setattr(cls, "mla_rope", other_rope(cls.mla_rope))
 
 
 def other_index_rope(monkeypatch, model):
     cls = type(model.model.layers[0].self_attn)
-    wrong = {
-        "deepseek_v32": modeling_deepseek_v32.apply_rotary_pos_emb_interleave,
-        "glm_moe_dsa": modeling_deepseek_v32.apply_rotary_pos_emb,
-    }[model.config.model_type]
-    monkeypatch.setattr(cls, "index_rope", staticmethod(wrong))
+    monkeypatch.setattr(cls, "index_rope", other_rope(cls.index_rope))
+
+
+def last_index_dims(monkeypatch, model):
+    monkeypatch.setattr(type(model.model.layers[0].self_attn), "index_rope_last", True)
 
 
 def unnormed_index_query(monkeypatch, model):
@@ -214,6 +218,7 @@ def for_each(part):
 
 TRAPS = {
     "indexer-rotates-the-other-pairs": other_index_rope,
+    "indexer-rotates-the-last-dims": last_index_dims,
     "mla-rotates-half-split-pairs": half_split_mla,
     "index-query-from-the-latent-before-its-norm": unnormed_index_query,
     "index-key-without-norm-bias": for_each("indexer")(lambda m: m.k_norm.bias.zero_()),
@@ -230,6 +235,20 @@ def test_the_logits_show(kind, trap, monkeypatch):
     assert furthest(stock, swapped) <= TOLERANCE
     trap(monkeypatch, swapped)
     assert furthest(stock, swapped) > WRONG
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_indexer_may_rotate_its_last_dims(kind, monkeypatch):
+    # the same indexer with its dims in another order, which no score depends on
+    stock, swapped = stock_and_swapped(kind)
+    monkeypatch.setattr(type(swapped.model.layers[0].self_attn), "index_rope_last", True)
+    rotated, width = swapped.config.qk_rope_head_dim, swapped.config.index_head_dim
+    for layer in swapped.model.layers:
+        if (indexer := layer.self_attn.indexer) is not None:
+            per_head = indexer.wq_b.weight.unflatten(0, (-1, width))
+            for rows in (per_head.mT, indexer.wk.weight.mT, *indexer.k_norm.parameters()):
+                rows.copy_(rows.roll(-rotated, -1))
+    assert furthest(stock, swapped) <= TOLERANCE
 
 
 def test_the_logits_show_a_softmax_scale_without_yarns_mscale():
@@ -397,6 +416,41 @@ def test_shared_layers_have_no_index_cache():
     assert cache.max_cache_len == 48 and cache.block_table.shape == (2, 3)
     rows = 7 * 16  # 2 * 3 blocks, and one for pads
     assert cache.nbytes == rows * (3 * (64 + 16) + 2 * 32) * 4
+
+
+def test_a_pool_that_an_architecture_adds_goes_where_the_others_go(monkeypatch):
+    _, swapped = stock_and_swapped()
+    plain = models.PagedCache(swapped, 2, 32, block_size=16)
+    cls = type(swapped.model.layers[0].self_attn)
+    write_index_keys = cls.write_index_keys
+
+    def and_numbers(self, hidden_states, position_embeddings, step):
+        write_index_keys(self, hidden_states, position_embeddings, step)
+        numbers = torch.arange(hidden_states[..., 0].numel())
+        layer = step.cache.layers[self.layer_idx]
+        models.cache.write(layer.number, step.slots, numbers[:, None].expand(-1, 3))
+
+    monkeypatch.setattr(cls, "write_index_keys", and_numbers)
+    monkeypatch.setattr(cls, "pools", cls.pools | {"number": Pool(3, torch.int32)})
+    with pytest.raises(ValueError, match=r"pools=\{.*got one with pools=.*'number': torch.int32"):
+        swapped(token_ids(2, 20), past_key_values=plain)
+    cache = paged_cache(swapped, 2, 32)
+    rows = 5 * 16 * 3  # 2 * 2 blocks, and one for pads
+    assert cache.nbytes == rows * (64 + 16 + 32) * 4 + rows * 3 * 4
+    swapped(token_ids(2, 20), past_key_values=cache)
+    cache.batch_select_indices(torch.tensor([1, 0, 1]))
+    cache.reserve(64)
+    cache.reorder_cache(torch.tensor([1, 0, 0]))
+    for layer in cache.layers:
+        assert layer.number.dtype == torch.int32
+        found = layer.number[cache.block_table].flatten(1, 3)[:, :20]
+        want = torch.stack([torch.arange(20) + first for first in (0, 20, 20)])
+        assert torch.equal(found, want[..., None].expand(-1, -1, 3).int())
+
+
+def test_a_cache_is_made_for_a_swapped_model():
+    with pytest.raises(TypeError, match="must be swapped .*got one with a DeepseekV32Attention"):
+        models.PagedCache(tiny_model(), 1, 16)
 
 
 def test_out_of_capacity_is_refused_before_anything_is_written():

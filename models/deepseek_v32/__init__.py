@@ -4,12 +4,16 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
     DeepseekV32Attention,
     DeepseekV32Indexer,
     apply_rotary_pos_emb,
+    apply_rotary_pos_emb_interleave,
 )
 
 from ..attention import PagedAttention
+from ..pools import INDEX_POOLS, MLA_POOLS
 
 
 class PagedDeepseekV32Attention(PagedAttention, DeepseekV32Attention):
+    pools = MLA_POOLS | INDEX_POOLS
     indexer_class = DeepseekV32Indexer
+    mla_rope = staticmethod(apply_rotary_pos_emb_interleave)
     # DeepSeek's first release rotated interleaved pairs here, as MLA does; that was a bug
     index_rope = staticmethod(apply_rotary_pos_emb)

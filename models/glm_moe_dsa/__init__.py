@@ -8,9 +8,12 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
 )
 
 from ..attention import PagedAttention
+from ..pools import MLA_POOLS, Pool
 
 
 class PagedGlmMoeDsaAttention(PagedAttention, GlmMoeDsaAttention):
+    pools = MLA_POOLS | {"index": Pool("index_head_dim", where=("indexer_types", "full"))}
     indexer_class = GlmMoeDsaIndexer
+    mla_rope = staticmethod(apply_rotary_pos_emb_interleave)
     index_rope = staticmethod(apply_rotary_pos_emb_interleave)
     returns_indices = True
