@@ -1,4 +1,4 @@
-"""transformers' DeepSeek-V3.2 and GLM-5 on the ops of :mod:`custom_pypto`::
+"""transformers' DeepSeek-V3.2, GLM-5 and A.X-K2 on the ops of :mod:`custom_pypto`::
 
     import models
 
@@ -17,14 +17,17 @@ import torch
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AXK2ForCausalLM,
     DeepseekV32ForCausalLM,
     GenerationConfig,
     GlmMoeDsaForCausalLM,
 )
+from transformers.models.axk2.modeling_axk2 import AXK2Attention
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
 
 from . import fp8, generation
+from .axk2 import PagedAXK2Attention
 from .cache import PagedCache, check_block_size
 from .checkpoint import check_shards, first_layers
 from .deepseek_v32 import PagedDeepseekV32Attention
@@ -35,10 +38,11 @@ from .tensor_parallel import own_device, sharing
 
 __all__ = ["PagedCache", "load", "use_custom_pypto", "use_transformers"]
 
-# the classes of the attention modules: stock, swapped
+# of each architecture the model that can be swapped, and its attention: stock, swapped
 ATTENTION = {
     DeepseekV32ForCausalLM: (DeepseekV32Attention, PagedDeepseekV32Attention),
     GlmMoeDsaForCausalLM: (GlmMoeDsaAttention, PagedGlmMoeDsaAttention),
+    AXK2ForCausalLM: (AXK2Attention, PagedAXK2Attention),
 }
 
 
@@ -51,8 +55,7 @@ def use_custom_pypto(model, *, block_size: int = 128):
     on it, before or after, counts or is refused by name: docs/models.md has the tables.
 
     Args:
-        model: a transformers 5.23 ``DeepseekV32ForCausalLM`` or ``GlmMoeDsaForCausalLM``, swapped
-            in place.
+        model: a model of transformers 5.23 of a class in :data:`ATTENTION`, swapped in place.
         block_size: tokens per cache block, a multiple of 16 up to 1024.
     Returns:
         ``model`` itself.
@@ -177,8 +180,9 @@ def load(path, *, dtype="auto", num_hidden_layers=None, device=None, tensor_para
 def _attention_classes(caller: str, model) -> tuple[type, type]:
     if type(model) not in ATTENTION:
         inside = "; pass its get_base_model()" if hasattr(model, "get_base_model") else ""  # peft's
+        *names, last = [cls.__name__ for cls in ATTENTION]
         raise TypeError(
-            f"{caller}: model must be a DeepseekV32ForCausalLM or GlmMoeDsaForCausalLM of "
+            f"{caller}: model must be a {', '.join(names)} or {last} of "
             f"transformers, got {type(model).__module__}.{type(model).__qualname__}{inside}"
         )
     return ATTENTION[type(model)]

@@ -5,6 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightRenaming, apply_renamings
+
 from . import fp8
 
 
@@ -135,16 +138,23 @@ def read_header(file: Path) -> dict[str, Stored]:
     return stored
 
 
-def parts_on_disk(name: str, shape: list[int]) -> list[str]:
-    """The tensors that checkpoints have for the parameter ``name``: experts come one by one.
+def parts_on_disk(model) -> dict[str, list[str]]:
+    """For each parameter the tensors that checkpoints have for it: experts come one by one, and
+    some architectures have other names there, which transformers knows.
 
     In the order in which they lie in the parameter, each as large as the others.
     """
-    experts, fused, projection = name.partition(".experts.")
-    if not fused:
-        return [name]
-    parts = ["gate_proj", "up_proj"] if projection == "gate_up_proj" else [projection]
-    return [f"{experts}.experts.{i}.{part}.weight" for i in range(shape[0]) for part in parts]
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    renamings = [x.reverse_transform() for x in conversions[::-1] if isinstance(x, WeightRenaming)]
+
+    def parts(name: str, shape: list[int]) -> list[str]:
+        experts, fused, projection = name.partition(".experts.")
+        if not fused:
+            return [apply_renamings(name, renamings)]
+        parts = ["gate_proj", "up_proj"] if projection == "gate_up_proj" else [projection]
+        return [f"{experts}.experts.{i}.{part}.weight" for i in range(shape[0]) for part in parts]
+
+    return {name: parts(name, shape) for name, shape in parameters_on_disk(model).items()}
 
 
 def parameters_on_disk(model) -> dict[str, list[int]]:
@@ -158,9 +168,10 @@ def parameters_on_disk(model) -> dict[str, list[int]]:
 def tensors_on_disk(model) -> dict[str, list[int]]:
     """Name and shape of every tensor of ``model`` as checkpoints have it."""
     shapes = {}
+    parts_of = parts_on_disk(model)
     for name, shape in parameters_on_disk(model).items():
-        parts = parts_on_disk(name, shape)
-        if parts != [name]:
+        parts = parts_of[name]
+        if ".experts." in name:
             experts, rows, columns = shape
             shape = [rows * experts // len(parts), columns]
         shapes |= dict.fromkeys(parts, shape)

@@ -87,8 +87,9 @@ class Parameter:
 
 def parameters(model, reader: Reader, dtype: torch.dtype) -> dict[str, Parameter]:
     """Every parameter of ``model``, and its persistent buffers, still on disk."""
+    parts = parts_on_disk(model)
     return {
-        name: Parameter(reader, parts_on_disk(name, shape), shape, dtype)
+        name: Parameter(reader, parts[name], shape, dtype)
         for name, shape in parameters_on_disk(model).items()
     }
 

@@ -1,4 +1,4 @@
-"""Random DeepSeek-V3.2 and GLM-5 models that run in milliseconds, and cases on which two of them
+"""Random models of all architectures that run in milliseconds, and cases on which two of them
 must agree."""
 
 import json
@@ -8,6 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.overrides import TorchFunctionMode
 from transformers import (
+    AXK2Config,
+    AXK2ForCausalLM,
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
     GlmMoeDsaConfig,
@@ -29,6 +31,7 @@ YARN = {
 CLASSES = {
     "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
     "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
+    "axk2": (AXK2Config, AXK2ForCausalLM),
 }
 KINDS = list(CLASSES)
 VOCABULARY = 199
@@ -64,7 +67,7 @@ def tiny_config(kind="deepseek_v32", **changes):
         # large weights: a wrong key or a wrong rotation moves the logits by more than rounding
         initializer_range=0.15,
     )
-    if kind == "deepseek_v32":
+    if kind != "glm_moe_dsa":
         config["rope_parameters"] = YARN
     else:
         config["indexer_types"] = ["full", "shared", "full"]

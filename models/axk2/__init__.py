@@ -1,0 +1,32 @@
+"""A.X-K2: DeepSeek-V3.2 with a gate of each head's output, projected together with the query."""
+
+import torch
+from torch import Tensor
+from transformers.models.axk2.modeling_axk2 import (
+    AXK2Attention,
+    AXK2Indexer,
+    apply_rotary_pos_emb,
+    apply_rotary_pos_emb_interleave,
+)
+
+from ..attention import PagedAttention
+from ..pools import INDEX_POOLS, MLA_POOLS
+
+
+class PagedAXK2Attention(PagedAttention, AXK2Attention):
+    pools = MLA_POOLS | INDEX_POOLS
+    indexer_class = AXK2Indexer
+    mla_rope = staticmethod(apply_rotary_pos_emb_interleave)
+    index_rope = staticmethod(apply_rotary_pos_emb)
+
+    def compress_query(self, hidden_states: Tensor) -> Tensor:
+        latent = self.q_a_proj(hidden_states)
+        return torch.cat([self.q_a_layernorm(latent), latent], -1)
+
+    def project_query(self, q_latent: Tensor) -> tuple[Tensor, Tensor]:
+        heads = self.q_gate_proj(q_latent).unflatten(-1, (-1, self.qk_head_dim + self.v_head_dim))
+        return heads.split([self.qk_head_dim, self.v_head_dim], -1)
+
+    def project_output(self, output: Tensor, gate: Tensor) -> Tensor:
+        gated = (output * gate.float().sigmoid()).to(output.dtype)
+        return super().project_output(gated, None)
