@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny import (
     KINDS,
     YARN,
+    name_on_disk,
     published,
     save_sparse,
     tiny_config,
@@ -265,7 +266,7 @@ def weights_of(model):
             for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
                 weights[f"{prefix}.experts.{i}.{part}.weight"] = weight
         if not fused:
-            weights[name] = tensor
+            weights[name_on_disk(name)] = tensor
     return weights
 
 

@@ -259,6 +259,40 @@ def test_the_logits_show_a_softmax_scale_without_yarns_mscale():
     assert furthest(stock, swapped) > WRONG
 
 
+def no_gate(project, self, output, gate):
+    return project(self, output, torch.full_like(gate, torch.inf))
+
+
+def wider_gate(project, self, output, gate):
+    return project(self, output, 2 * gate)
+
+
+def normed_latent_twice(compress, self, hidden_states):
+    normed = compress(self, hidden_states)[..., : self.q_lora_rank]
+    return torch.cat([normed, normed], -1)
+
+
+def latents_exchanged(project, self, q_latent):
+    return project(self, q_latent.roll(self.q_lora_rank, -1))
+
+
+AXK2_TRAPS = {
+    no_gate: "project_output",
+    wider_gate: "project_output",
+    normed_latent_twice: "compress_query",
+    latents_exchanged: "project_query",
+}
+
+
+@pytest.mark.parametrize("trap", AXK2_TRAPS, ids=lambda trap: trap.__name__)
+def test_the_logits_show_of_axk2(trap, monkeypatch):
+    stock, swapped = stock_and_swapped("axk2")
+    cls, name = type(swapped.model.layers[0].self_attn), AXK2_TRAPS[trap]
+    right = getattr(cls, name)
+    monkeypatch.setattr(cls, name, lambda *args: trap(right, *args))
+    assert furthest(stock, swapped) > WRONG
+
+
 def test_the_logits_show_a_shared_layer_that_does_not_share(monkeypatch):
     stock, swapped = stock_and_swapped("glm_moe_dsa")
     shared = swapped.model.layers[1].self_attn

@@ -6,7 +6,7 @@ import copy
 import peft
 import pytest
 import torch
-from tiny import KINDS, clear_case, tiny_model, token_ids
+from tiny import KINDS, clear_case, query_projection, tiny_model, token_ids
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -21,7 +21,7 @@ TOLERANCE = 5e-5  # float32, logits up to about 10, as in test_models.py
 WRONG = 5e-3
 TARGETS = {
     "kv_b_proj": ["kv_b_proj"],
-    "other-projections": ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"],
+    "other-projections": ["q_a_proj", "q_b_proj", "q_gate_proj", "kv_a_proj_with_mqa", "o_proj"],
     "indexer": ["wq_b", "wk", "weights_proj"],
     "all-linear": "all-linear",
 }
@@ -157,7 +157,7 @@ def test_lora_in_bfloat16_is_as_close_to_float32_as_stock(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_decode_step_with_lora_is_one_graph(kind):
-    swapped = with_adapter(swapped_model(kind), lora(["kv_b_proj", "q_b_proj"]))
+    swapped = with_adapter(swapped_model(kind), lora(["kv_b_proj", query_projection(kind)]))
     options = {"max_new_tokens": 6, "do_sample": False}
     compiled = CompileConfig(backend="aot_eager", fullgraph=True, dynamic=False, mode=None)
     compiled._compile_all_devices = True  # transformers compiles on CPU only when told so
@@ -192,7 +192,7 @@ class Louder(nn.Module):
 def test_a_parametrization_counts_as_in_stock(kind, order):
     def parametrized(model):
         for layer in model.model.layers:
-            for name in ("kv_b_proj", "q_b_proj"):
+            for name in ("kv_b_proj", query_projection(kind)):
                 module = getattr(layer.self_attn, name)
                 parametrize.register_parametrization(module, "weight", Louder())
         return model
@@ -208,7 +208,7 @@ def test_a_parametrization_counts_as_in_stock(kind, order):
 
 # ---- hooks ------------------------------------------------------------------------------------
 
-CALLED = "q_a_proj q_a_layernorm q_b_proj kv_a_proj_with_mqa kv_a_layernorm o_proj"
+CALLED = "q_a_proj q_a_layernorm {query_projection} kv_a_proj_with_mqa kv_a_layernorm o_proj"
 CALLED_IN_INDEXER = "indexer.wq_b indexer.wk indexer.k_norm indexer.weights_proj"
 
 
@@ -224,7 +224,8 @@ def test_hooks_are_called_as_in_stock(kind, name):
         for i in (0, 2):
             attention = model.model.layers[i].self_attn
             # all elements alike, where a norm or ReLU would cancel that in the ranking
-            attention.get_submodule(name).register_forward_hook(louder)
+            module = name.format(query_projection=query_projection(kind))
+            attention.get_submodule(module).register_forward_hook(louder)
         return model
 
     assert_same(hooked(tiny_model(kind)), hooked(swapped_model(kind)))

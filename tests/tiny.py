@@ -34,6 +34,9 @@ CLASSES = {
     "axk2": (AXK2Config, AXK2ForCausalLM),
 }
 KINDS = list(CLASSES)
+# what A.X-K2 calls otherwise in a checkpoint than in the model
+NAMES_ON_DISK = {"self_attn.q_gate_proj": "self_attn.q_b_proj"}
+NAMES_ON_DISK |= {"layernorm.mlp.fc1": "layernorm.W_down", "layernorm.mlp.fc2": "layernorm.W_up"}
 VOCABULARY = 199
 
 
@@ -72,6 +75,17 @@ def tiny_config(kind="deepseek_v32", **changes):
     else:
         config["indexer_types"] = ["full", "shared", "full"]
     return CLASSES[kind][0](**config | changes)
+
+
+def query_projection(kind):
+    """The module of the attention that projects the queries of all heads."""
+    return "q_gate_proj" if kind == "axk2" else "q_b_proj"
+
+
+def name_on_disk(name):
+    for in_model, on_disk in NAMES_ON_DISK.items():
+        name = name.replace(in_model, on_disk)
+    return name
 
 
 def tiny_model(kind="deepseek_v32", **changes):
