@@ -35,6 +35,7 @@ from measure import check, interleaved, machine, ratio, table, write_section
 
 import custom_pypto
 import models
+from models.cache import write
 from models.loading import available_memory
 
 CONTEXTS = (1024, 4096, 16384)
@@ -96,23 +97,23 @@ def make_model(side: str, sizes: dict, dtype: torch.dtype):
 
 def filled_cache(side: str, model, tokens: int):
     """A cache that holds the same ``tokens`` random tokens on both sides, with room for one."""
-    config = model.config
+    config, pools = model.config, models.ATTENTION[type(model)][1].pools
     generator = torch.Generator().manual_seed(1)
     paged = models.PagedCache(model, 1, tokens + 1) if side == "custom_pypto" else None
     cache = paged or DynamicCache(config=config)
     step = paged.place(1, tokens, None) if paged else None
     for i in range(config.num_hidden_layers):
-        latent, rope, index = (
-            torch.randn(1, tokens, width, generator=generator).to(model.dtype)
-            for width in (config.kv_lora_rank, config.qk_rope_head_dim, config.index_head_dim)
-        )
+        rows = {}
+        for name, pool in pools.items():
+            if (row := pool.row(config, i, model.dtype)) is not None:
+                width, dtype = row
+                rows[name] = torch.randn(1, tokens, width, generator=generator).to(dtype)
         if paged:
-            layer = paged.layers[i]
-            for pool, rows in ((layer.latent, latent), (layer.rope, rope), (layer.index, index)):
-                pool.view(-1, pool.size(-1))[step.slots] = rows[0]
+            for name, pool in paged.layers[i].pools().items():
+                write(pool, step.slots, rows[name])
         else:
-            cache.update(latent[:, None], rope[:, None], i)
-            cache.update_indexer(index, i)
+            cache.update(rows["latent"][:, None], rows["rope"][:, None], i)
+            cache.update_indexer(rows["index"], i)
     if paged:
         step.commit()
     return cache

@@ -120,9 +120,11 @@ def natural(name):
 
 def check_experts(experts, config):
     """The router takes the best ``topk_group`` groups of experts, each by the sum of its best two,
-    and then the best ``num_experts_per_tok`` in them."""
+    and then the best ``num_experts_per_tok`` in them; without groups the best of all."""
 
     def works(count):
+        if config.n_group is None:
+            return count >= config.num_experts_per_tok
         group, rest = divmod(count, config.n_group)
         enough = group * config.topk_group >= config.num_experts_per_tok
         return rest == 0 and group >= 2 and enough

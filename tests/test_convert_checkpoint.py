@@ -136,6 +136,15 @@ def test_the_first_layers_and_experts(source, convert, tmp_path):
     assert_checksums_hold(tmp_path)
 
 
+def test_the_first_experts_of_a_router_without_groups(convert, tmp_path):
+    source = published(tmp_path / "fp8", "axk2", n_group=None, topk_group=None)
+    assert "must be one of 2, 3, 4, ..., 8" in convert(source, tmp_path / "one", "--experts", 1)
+    convert(source, tmp_path / "bf16", "--experts", 3)
+    model = models.load(tmp_path / "bf16")
+    assert model.config.n_routed_experts == 3
+    assert model.generate(token_ids(1, 20), max_new_tokens=2).shape == (1, 22)
+
+
 def test_the_first_layers_need_their_shards_only(convert, tmp_path):
     source = published(tmp_path / "fp8")
     for shard in (4, 6):  # of layer 2 and of multi-token prediction
