@@ -804,6 +804,13 @@ def test_a_model_that_cannot_be_swapped_is_refused_untouched(model, error, messa
     assert {name: type(m) for name, m in model.named_modules()} == before
 
 
+def test_every_architecture_is_tested_and_named_in_the_refusal_of_others():
+    assert {cls for _, cls in CLASSES.values()} == set(models.ATTENTION)
+    expected = "a DeepseekV32ForCausalLM, GlmMoeDsaForCausalLM or AXK2ForCausalLM of transformers"
+    with pytest.raises(TypeError, match=f"use_custom_pypto: model must be {expected}, got .*Llama"):
+        models.use_custom_pypto(llama())
+
+
 def test_use_transformers_names_what_it_cannot_undo():
     with pytest.raises(TypeError, match="use_transformers: model must be .*got .*Llama"):
         models.use_transformers(llama())
