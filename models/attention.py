@@ -192,11 +192,12 @@ class PagedAttention:
 
     def rotate_index(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``[B, S, N, D]`` with R of the D dims rotated."""
-        rotated = self.indexer.qk_rope_head_dim
+        indexer = self.indexer
+        widths = [indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim]
         if self.index_rope_last:
-            rest, rope = x[..., :-rotated], x[..., -rotated:]
+            rest, rope = x.split(widths[::-1], -1)
             return torch.cat([rest, rotate(self.index_rope, rope, cos, sin)], -1)
-        rope, rest = x[..., :rotated], x[..., rotated:]
+        rope, rest = x.split(widths, -1)
         return torch.cat([rotate(self.index_rope, rope, cos, sin), rest], -1)
 
 
