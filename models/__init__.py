@@ -180,9 +180,9 @@ def load(path, *, dtype="auto", num_hidden_layers=None, device=None, tensor_para
 def _attention_classes(caller: str, model) -> tuple[type, type]:
     if type(model) not in ATTENTION:
         inside = "; pass its get_base_model()" if hasattr(model, "get_base_model") else ""  # peft's
-        *names, last = [cls.__name__ for cls in ATTENTION]
+        names = " or ".join(cls.__name__ for cls in ATTENTION)
         raise TypeError(
-            f"{caller}: model must be a {', '.join(names)} or {last} of "
-            f"transformers, got {type(model).__module__}.{type(model).__qualname__}{inside}"
+            f"{caller}: model must be a {names} of transformers, "
+            f"got {type(model).__module__}.{type(model).__qualname__}{inside}"
         )
     return ATTENTION[type(model)]

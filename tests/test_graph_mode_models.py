@@ -127,7 +127,7 @@ def lookup_model():
 
 
 def pools(cache):
-    return [pool for layer in cache.layers for pool in (layer.latent, layer.rope, layer.index)]
+    return [pool for layer in cache.layers for pool in layer.pools().values()]
 
 
 def new_cache(max_cache_len=96):
