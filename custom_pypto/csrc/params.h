@@ -1,5 +1,5 @@
-// What each op's contract hands to its kernels: the checked arguments of the schema (named as
-// there) and what follows from them.
+// What each op's contract hands to its kernels: the arguments of the schema, named as there and by
+// reference, so that these structs live no longer than the call; and what follows from them.
 #pragma once
 
 #include <optional>
