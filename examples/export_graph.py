@@ -22,7 +22,7 @@ import torch
 from custom_pypto import converter
 from custom_pypto.simulation import ascend_host
 
-OURS, WRITES = set(converter.OPS.values()), {"ScatterNdUpdate"}
+OURS, WRITES = set(converter.OPERATORS), {"ScatterNdUpdate"}
 HIDDEN = {"Data", "RefData", "Const", "NetOutput"}
 WIDTH, HEIGHT, GAP_X, GAP_Y = 190, 34, 24, 26  # pixels of a node and between nodes
 STYLE = """

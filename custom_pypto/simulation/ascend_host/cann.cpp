@@ -12,6 +12,7 @@
 
 // as torch_npu's bindings of GE, which get a std::string from GEGetErrorMsg
 #define _GLIBCXX_USE_CXX11_ABI 0
+#include <array>
 #include <cstdarg>
 #include <cstdint>
 #include <cstdio>
@@ -60,10 +61,7 @@ struct {
 int64_t models = 0;
 
 // Of each GE operator: "input", "output" or "attribute", its name, its kind in GE's words.
-struct Part {
-  std::string part, name, kind;
-};
-std::map<std::string, std::vector<Part>> prototypes;
+std::map<std::string, std::vector<std::array<std::string, 3>>> prototypes;
 
 // The model that work on this stream is captured for, or 0.
 int64_t model_of(Stream stream) { return capture.streams.count(stream) ? capture.model : 0; }
@@ -393,11 +391,9 @@ using Definitions = std::vector<std::pair<ge::AscendString, ge::AscendString>>;
 
 API uint32_t GetRegisteredIrDef(const char* type, Definitions& inputs, Definitions& outputs,
                                 Definitions& attributes) {
-  const auto found = prototypes.find(type);
-  if (found == prototypes.end()) return 1;
-  for (const auto& [part, name, kind] : found->second) {
+  for (const auto& [part, name, kind] : prototypes[type]) {
     auto& definitions = part == "input" ? inputs : part == "output" ? outputs : attributes;
     definitions.emplace_back(name.c_str(), kind.c_str());
   }
-  return 0;
+  return prototypes[type].empty();
 }
