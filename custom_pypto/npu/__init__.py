@@ -28,6 +28,7 @@ from ..schemas import bound, overload
 from .common import Arguments, Launch, on_device
 
 
+@functools.cache
 def _module(op: str) -> ModuleType:
     return importlib.import_module(f"{__name__}.{op}")
 
@@ -45,9 +46,9 @@ def _call(op: str, launch: Launch, /, *args, **kwargs) -> Tensor:
     # checks the arguments as on every device and allocates the output
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
     out = overload(op).redispatch(keys, *args, **kwargs)
-    arguments = bound(op, args, kwargs)
-    check(op, arguments)
-    return _module(op).run(launch, Arguments(**arguments), out)
+    arguments = Arguments(**bound(op, args, kwargs))
+    _module(op).check(arguments)
+    return _module(op).run(launch, arguments, out)
 
 
 def implementations(launch: Launch) -> dict[str, Callable]:
