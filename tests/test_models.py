@@ -4,6 +4,7 @@ import copy
 import io
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -809,6 +810,14 @@ def test_every_architecture_is_tested_and_named_in_the_refusal_of_others():
     expected = "a DeepseekV32ForCausalLM or GlmMoeDsaForCausalLM or AXK2ForCausalLM of transformers"
     with pytest.raises(TypeError, match=f"use_custom_pypto: model must be {expected}, got .*Llama"):
         models.use_custom_pypto(llama())
+
+
+def test_what_architectures_share_knows_none_of_them():
+    folder = Path(models.__file__).parent
+    assert {path.parent.name for path in folder.glob("*/__init__.py")} == set(KINDS)
+    for path in set(folder.glob("*.py")) - {folder / "__init__.py"}:
+        found = re.search("|".join(["transformers.models", *KINDS]), path.read_text())
+        assert found is None, f"{path.name} names {found[0]}"
 
 
 def test_use_transformers_names_what_it_cannot_undo():
