@@ -178,7 +178,7 @@ def tokens_that_fit(tokens: int, batch_size: int, room: int | None):
 
     import models
 
-    model = tiny_model()
+    model = models.use_custom_pypto(tiny_model(), block_size=16)
     # threads and their memory start outside what is limited
     torch.set_num_threads(1)
     models.PagedCache(model, batch_size, 16, block_size=16)
