@@ -1,73 +1,59 @@
-"""What every test starts from: poisoned uninitialised memory, one seed, all threads; and where the
-tests marked ``ascend_host`` run, in a process of their own."""
+"""What every test starts from: poisoned uninitialised memory, one seed, all threads.
+
+A run takes neither the tests marked ``slow`` nor those marked ``ascend_host``, unless by option.
+"""
 
 import os
-import sys
+import warnings
 
 import hypothesis
 import pytest
 import torch
-from ascend_host_worker import Worker
 
 hypothesis.settings.register_profile(
     "custom_pypto", deadline=None, derandomize="CI" in os.environ, print_blob=True
 )
 hypothesis.settings.load_profile("custom_pypto")
 
+# their tests run by themselves, with the option of that name; the stand-in for CANN changes torch
+# for a whole process
+ALONE = {"slow": "take minutes each", "ascend_host": "run on the host stand-in for CANN"}
+stand_in_problem = pytest.StashKey[str]()
+
 
 def pytest_addoption(parser):
-    parser.addoption(
-        "--slow", action="store_true", help="run the tests marked slow, and only these"
-    )
+    for mark, what in ALONE.items():
+        option = f"--{mark.replace('_', '-')}"
+        parser.addoption(
+            option, action="store_true", help=f"run the tests, and only these, that {what}"
+        )
 
 
 def pytest_collection_modifyitems(config, items):
-    slow = config.getoption("--slow")
-    others = [item for item in items if bool(item.get_closest_marker("slow")) is not slow]
-    config.hook.pytest_deselected(items=others)
-    items[:] = [item for item in items if item not in others]
+    def wanted(item):
+        return all(bool(item.get_closest_marker(m)) is config.getoption(m) for m in ALONE)
 
-
-def on_stand_in() -> bool:
-    """Whether this is the process on the stand-in for CANN."""
-    ascend_host = sys.modules.get("custom_pypto.simulation.ascend_host")
-    return ascend_host is not None and ascend_host.is_running()
-
-
-worker = pytest.StashKey[Worker]()
+    config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
+    items[:] = filter(wanted, items)
 
 
 def pytest_configure(config):
-    config.stash[worker] = Worker()
-
-
-def pytest_unconfigure(config):
-    config.stash[worker].stop()
-
-
-def pytest_runtest_protocol(item, nextitem):
-    if not item.get_closest_marker("ascend_host") or on_stand_in():
-        return None  # as any test
-    config, hook = item.config, item.ihook
-    hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
-
-    def own_report(outcome, why):
-        return pytest.TestReport(item.nodeid, item.location, {}, outcome, why, "setup")
+    shared_out = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
+    if not config.getoption("ascend_host") or shared_out:
+        return
+    from custom_pypto.simulation import ascend_host  # needs the sim extra
 
     try:
-        options = ["--slow"] if config.getoption("--slow") else []
-        reports = [
-            hook.pytest_report_from_serializable(config=config, data=data)
-            for data in config.stash[worker].run(item.nodeid, options)
-        ]
-    except pytest.skip.Exception as skip:
-        reports = [own_report("skipped", (str(item.path), item.location[1], str(skip)))]
-    except RuntimeError as error:
-        reports = [own_report("failed", str(error))]
-    for report in reports:
-        hook.pytest_runtest_logreport(report=report)
-    hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
-    return True
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch_npu's own
+            ascend_host.start()
+    except ascend_host.AscendHostUnavailable as problem:
+        config.stash[stand_in_problem] = str(problem)
+
+
+def pytest_runtest_setup(item):
+    if problem := item.config.stash.get(stand_in_problem, None):
+        pytest.skip(problem)
 
 
 @pytest.fixture(scope="session", autouse=True)

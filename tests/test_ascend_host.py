@@ -2,32 +2,17 @@
 
 import contextlib
 import functools
-import importlib.util
-import os
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from ascend_host_worker import (
-    ROOT,
-    STAND_IN,
-    TORCH_NPU,
-    UNAVAILABLE,
-    Worker,
-    environment,
-    require_stand_in,
-)
 from cases import attention_inputs, indexer_inputs, inputs_of, prefix_sums
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import custom_pypto
 from custom_pypto.descriptions import OPS
 
-on_stand_in = pytest.mark.ascend_host
+pytestmark = pytest.mark.ascend_host
 
 # ---- what the device computes --------------------------------------------------------------------
 
@@ -66,7 +51,6 @@ COMPUTE = {
 }
 
 
-@on_stand_in
 @pytest.mark.parametrize("name", COMPUTE)
 def test_an_npu_tensor_computes_what_a_cpu_tensor_does(name):
     given = {
@@ -83,7 +67,6 @@ def test_an_npu_tensor_computes_what_a_cpu_tensor_does(name):
         assert torch.equal(a.cpu(), b)
 
 
-@on_stand_in
 def test_copies_between_devices_keep_values_strides_and_dtype():
     for x in (torch.randn(3, 4).t(), torch.randn(5)[::2], torch.randn(0, 3), torch.tensor(2.5)):
         assert torch.equal(x.npu().cpu(), x)
@@ -94,7 +77,6 @@ def test_copies_between_devices_keep_values_strides_and_dtype():
     assert torch.equal(part.cpu()[:, 1], torch.arange(4.0)) and part.sum().item() == 6
 
 
-@on_stand_in
 def test_a_tensor_like_one_on_the_npu_may_be_on_another_device():
     x = torch.randn(3, 4).npu()
     for made in (torch.ones_like(x, device="cpu"), torch.full_like(x, 1, device="cpu")):
@@ -102,7 +84,6 @@ def test_a_tensor_like_one_on_the_npu_may_be_on_another_device():
     assert torch.zeros_like(x, device="meta").device.type == "meta"
 
 
-@on_stand_in
 def test_what_only_an_npu_does_fails_with_the_name_of_the_function():
     with pytest.raises(RuntimeError, match="aclopCompileAndExecute|aclnn|libopapi"):
         F.one_hot(torch.tensor([1, 0], device="npu"), 3)  # torch_npu has an operator of its own
@@ -129,7 +110,6 @@ def call(op: str, x: dict) -> list[torch.Tensor]:
     return [getattr(custom_pypto, op)(**x), *(x[name] for name in x if name.endswith("_cache"))]
 
 
-@on_stand_in
 @pytest.mark.parametrize("op", CALLS)
 def test_an_op_on_npu_tensors_runs_its_npu_program(op):
     from custom_pypto import simulation
@@ -145,7 +125,6 @@ def test_an_op_on_npu_tensors_runs_its_npu_program(op):
 # ---- capture and replay --------------------------------------------------------------------------
 
 
-@on_stand_in
 def test_captured_work_is_done_at_every_replay_and_not_before():
     x, y = torch.ones(3, device="npu"), torch.zeros(3, device="npu")
     graph = torch.npu.NPUGraph()
@@ -159,7 +138,6 @@ def test_captured_work_is_done_at_every_replay_and_not_before():
         assert z.tolist() == [10, 20, 30] and y.tolist() == [replays] * 3
 
 
-@on_stand_in
 def test_a_captured_copy_has_the_strides_it_was_asked_for():
     x = torch.arange(6.0).reshape(2, 3).npu()
     graph = torch.npu.NPUGraph()
@@ -171,7 +149,6 @@ def test_a_captured_copy_has_the_strides_it_was_asked_for():
     assert all(copy.tolist() == [[0, 6], [2, 8], [4, 10]] for copy in copies)
 
 
-@on_stand_in
 def test_a_scalar_on_the_cpu_is_captured_by_its_value():
     x, factor = torch.ones(2).npu(), torch.tensor(2.0)
     graph = torch.npu.NPUGraph()
@@ -182,7 +159,6 @@ def test_a_scalar_on_the_cpu_is_captured_by_its_value():
     assert y.tolist() == [2, 2]
 
 
-@on_stand_in
 def test_work_on_another_stream_is_captured_once_that_waits_for_the_captured_one():
     x, apart, joined = (torch.ones(2).npu() for _ in range(3))
     side = torch.npu.Stream()
@@ -216,7 +192,6 @@ def broken_capture(graph, match: str):
         graph.replay()
 
 
-@on_stand_in
 @pytest.mark.parametrize("caught", [False, True], ids=["raised", "caught"])
 @pytest.mark.parametrize(
     "wait",
@@ -242,7 +217,6 @@ def test_waiting_for_the_device_breaks_a_capture(wait, caught):
     assert (x + 1).tolist() == [2, 2, 2]  # and the stream is as it was
 
 
-@on_stand_in
 def test_a_replay_breaks_a_capture():
     x = torch.ones(3, device="npu")
     inner = torch.npu.NPUGraph()
@@ -255,7 +229,6 @@ def test_a_replay_breaks_a_capture():
     assert x.tolist() == [2, 2, 2]
 
 
-@on_stand_in
 def test_a_cpu_argument_of_a_captured_function_is_refused():
     import torchair
 
@@ -269,7 +242,6 @@ def test_a_cpu_argument_of_a_captured_function_is_refused():
         function(torch.ones(2).npu(), torch.tensor(2.0))
 
 
-@on_stand_in
 def test_a_replay_that_fails_raises():
     rows = torch.zeros(1, dtype=torch.int64, device="npu")
     graph = torch.npu.NPUGraph()
@@ -292,7 +264,6 @@ def changed(op: str, x: dict) -> dict:
     return CALLS[op](seed=1)
 
 
-@on_stand_in
 @pytest.mark.parametrize("op", CALLS)
 def test_a_captured_op_follows_new_lengths_and_block_tables(op):
     first = CALLS[op]()
@@ -313,7 +284,6 @@ def test_a_captured_op_follows_new_lengths_and_block_tables(op):
         assert all(map(same, captured, expected))
 
 
-@on_stand_in
 def test_a_captured_op_follows_new_prefix_sums():
     x = indexer_inputs([2, 1], [30, 17], dim=128, layout_query="TND", **HALF)
     static = on_npu(x)
@@ -325,179 +295,3 @@ def test_a_captured_op_follows_new_prefix_sums():
         graph.replay()
         expected = custom_pypto.npu_lightning_indexer_pto(**static)
         assert torch.equal(captured.cpu(), expected.cpu())
-
-
-# ---- starting it ---------------------------------------------------------------------------------
-
-
-def stand_in(*arguments: str, **env: str) -> subprocess.CompletedProcess:
-    """The stand-in's command."""
-    return subprocess.run(
-        [*STAND_IN, *arguments], env=environment() | env, capture_output=True, text=True
-    )
-
-
-@pytest.fixture(scope="module")
-def available():
-    require_stand_in()
-
-
-def libraries(cache: Path) -> list[str]:
-    return sorted(p.name for p in cache.glob("custom_pypto/ascend_host-*") if p.suffix != ".lock")
-
-
-def test_a_program_runs_as_it_would_alone(available, tmp_path):
-    program = tmp_path / "program.py"
-    (tmp_path / "beside.py").write_text("VALUE = 3\n")
-    program.write_text(
-        "import sys, torch, beside\n"
-        "if __name__ == '__main__':\n"
-        "    print(sys.argv, torch.full((2,), beside.VALUE, device='npu').tolist())\n"
-        "    sys.exit(5)\n"
-    )
-    done = stand_in(str(program), "--flag", "x")
-    assert done.returncode == 5, done.stderr
-    assert done.stdout == f"{[str(program), '--flag', 'x']} [3, 3]\n"
-    assert "npu is a host stand-in for CANN" in done.stderr
-    module = stand_in("-m", "json.tool", "--help")
-    assert module.returncode == 0 and "usage" in module.stdout, module.stderr
-
-
-def test_nothing_starts_by_itself(available):
-    done = subprocess.run(
-        [sys.executable, "-c", "import custom_pypto.simulation.ascend_host as a, sys;"
-         "print(a.is_running(), 'torch_npu' in sys.modules)"],
-        env=environment(), capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    assert done.stdout.split() == ["False", "False"]
-
-
-def test_beside_a_real_cann_it_refuses(available, tmp_path):
-    library = ["g++", "-shared", "-x", "c", "/dev/null", "-o", tmp_path / "libascendcl.so"]
-    subprocess.run(library, check=True)
-    done = stand_in(LD_LIBRARY_PATH=str(tmp_path))
-    assert done.returncode == UNAVAILABLE
-    (line,) = done.stderr.splitlines()
-    assert "must not run beside a real CANN" in line and "use the NPU" in line
-
-
-def test_beside_a_cann_that_is_only_installed_it_refuses(available, tmp_path, monkeypatch):
-    from custom_pypto.simulation import ascend_host
-
-    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
-    with pytest.raises(
-        ascend_host.AscendHostUnavailable, match=f"it is in {tmp_path}; use the NPU"
-    ):
-        ascend_host.start()
-    # PyPTO, too, takes the variable for a CANN that can be loaded
-    done = stand_in(ASCEND_HOME_PATH=str(tmp_path))
-    assert done.returncode == 1
-    assert "PyPTO does not load" in done.stderr and "ASCEND_HOME_PATH" in done.stderr
-
-
-def test_a_missing_compiler_is_named(available):
-    done = stand_in(CXX="no-such-compiler")
-    assert done.returncode == UNAVAILABLE
-    (line,) = done.stderr.splitlines()
-    assert "no g++, or $CXX" in line and "install" in line
-
-
-def test_a_compiler_that_fails_is_a_failure_and_no_reason_to_skip(available, tmp_path):
-    compiler = tmp_path / "c++"
-    compiler.write_text(
-        '#!/bin/sh\ncase "$*" in *cann.cpp*) echo "cann.cpp:1: error: no" >&2; exit 1;; esac\n'
-        'exec g++ "$@"\n'
-    )
-    compiler.chmod(0o755)
-    done = stand_in(CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path))
-    assert done.returncode == 1 and "cann.cpp:1: error: no" in done.stderr
-    assert libraries(tmp_path) == []
-
-
-def test_what_torchair_needs_is_named(available, tmp_path):
-    if importlib.util.find_spec("google") or not TORCH_NPU.is_dir():
-        pytest.skip("protobuf is in the environment, not beside torch_npu")
-    for entry in TORCH_NPU.glob("torch*"):
-        (tmp_path / entry.name).symlink_to(entry)
-    done = stand_in(PYTHONPATH=os.pathsep.join([str(ROOT), str(tmp_path)]))
-    assert done.returncode == UNAVAILABLE
-    (line,) = done.stderr.splitlines()
-    assert "found torch_npu 2.13.0, no protobuf" in line and "pip install" in line
-
-
-def test_another_torch_npu_is_refused_with_the_remedy(available, tmp_path):
-    found = tmp_path / "torch_npu-2.12.0.dist-info"
-    found.mkdir()
-    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.12.0\n")
-    path = os.pathsep.join([str(tmp_path), environment()["PYTHONPATH"]])
-    done = stand_in(PYTHONPATH=path)
-    assert done.returncode == UNAVAILABLE
-    (line,) = done.stderr.splitlines()
-    assert "needs torch_npu 2.13, " in line and "found torch_npu 2.12.0" in line
-    assert "pip install" in line
-
-
-def test_two_first_uses_at_once_compile_once(available, tmp_path):
-    env = environment() | {"XDG_CACHE_HOME": str(tmp_path)}
-    both = [subprocess.Popen(STAND_IN, env=env, stderr=subprocess.PIPE, text=True) for _ in "12"]
-    said = [process.communicate()[1] for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
-    assert sum(text.count("compiling the host stand-in") for text in said) == 1
-    assert len(libraries(tmp_path)) == 1
-
-
-@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_an_interrupted_build_leaves_nothing_half_made(how, available, tmp_path):
-    env = environment() | {"XDG_CACHE_HOME": str(tmp_path)}
-    process = subprocess.Popen(STAND_IN, env=env, stderr=subprocess.PIPE, text=True)
-    for line in process.stderr:
-        if "compiling the host stand-in" in line:
-            break
-    while not libraries(tmp_path):  # until it has begun to write
-        assert process.poll() is None
-    process.send_signal(how)
-    process.communicate()
-    assert process.returncode != 0
-    left = libraries(tmp_path)
-    assert left == [] if how is signal.SIGINT else all(".part-" in name for name in left)
-    again = stand_in(XDG_CACHE_HOME=str(tmp_path))
-    assert again.returncode == 0, again.stderr
-    (folder,) = libraries(tmp_path)
-    assert ".part-" not in folder
-
-
-# ---- the process of these tests ------------------------------------------------------------------
-
-
-@pytest.fixture
-def worker(available):
-    worker = Worker()
-    yield worker
-    worker.stop()
-
-
-@pytest.mark.parametrize(
-    "body, problem",
-    [
-        pytest.param("import os; os._exit(7)", "ended the process with exit code 7", id="exit"),
-        pytest.param("raise KeyboardInterrupt", "ended the run .INTERRUPTED.", id="interrupt"),
-        pytest.param("pytest.exit('enough')", "ended the run .INTERRUPTED.", id="pytest-exit"),
-    ],
-)
-def test_a_test_that_takes_its_process_down_fails(worker, body, problem, tmp_path):
-    file = tmp_path / "test_down.py"
-    file.write_text(f"import pytest\ndef test_it():\n    {body}\ndef test_next(): pass\n")
-    with pytest.raises(RuntimeError, match=problem):
-        worker.run(f"{file}::test_it", [])
-    reports = worker.run(f"{file}::test_next", [])  # in another process
-    assert [report["outcome"] for report in reports] == ["passed"] * 3
-    worker.process.kill()  # between two tests
-    worker.process.wait()
-    with pytest.raises(RuntimeError, match="exit code -9"):
-        worker.run(f"{file}::test_next", [])
-
-
-def test_a_test_that_cannot_be_imported_says_why(worker, tmp_path):
-    (tmp_path / "test_broken.py").write_text("import no_such_module\n")
-    with pytest.raises(RuntimeError, match="(?s)ended the run .*no_such_module"):
-        worker.run(f"{tmp_path}/test_broken.py::test_it", [])
