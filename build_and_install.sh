@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Builds the wheel into dist/ and installs it, with torch if that is missing, into the active
 # environment, or into .venv in the repository (made when needed) if none is active.
-#   build_and_install.sh                build and install
-#   build_and_install.sh --if-changed   only if sources, compiler flags, Python or torch changed
-#   build_and_install.sh --wheel        a wheel for other machines into dist/, nothing installed
+#   build_and_install.sh                      the wheel, installed
+#   build_and_install.sh --editable [EXTRAS]  pip install -e '.[EXTRAS]', which imports this folder;
+#                                             nothing where that is done and the C++ as it was
+#   build_and_install.sh --wheel              a wheel for other machines into dist/, not installed
 set -euo pipefail
 
 TORCH=2.13.0 # where there is no 2.13 yet; the ops are compiled against the one that is there
@@ -24,7 +25,7 @@ die() {
 }
 
 usage() {
-  echo "usage: build_and_install.sh [--if-changed | --wheel]" >&2
+  echo "usage: build_and_install.sh [--editable [EXTRAS] | --wheel]" >&2
   exit 2
 }
 
@@ -45,29 +46,24 @@ elif not os.path.exists(header):
 PY
 }
 
-# A hash of everything the installed wheel depends on; changes too when the wheel is uninstalled.
-stamp() {
-  "$python" -I - "$root" "${flags[@]}" 2>/dev/null <<'PY'
-import hashlib, sys
-from importlib.metadata import version
-from pathlib import Path
+# What an editable installation is made from beside the files: whatever changes this, installs anew.
+state() {
+  "$python" -I - "${flags[@]}" "$1" 2>/dev/null <<'PY'
+import sys
+from importlib.metadata import distribution, distributions
 
-root = Path(sys.argv[1])
-digest = hashlib.sha256(repr(
-    (sys.argv[2:], sys.version, sys.prefix, version("torch"), version("custom_pypto"))
-).encode())
-package = root / "custom_pypto"
-files = [p for p in package.rglob("*") if p.suffix in {".py", ".cpp", ".h"}]
-for path in sorted([*files, root / "setup.py", root / "pyproject.toml"]):
-    digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes())
-libraries = [p.name for p in package.glob("_C.*.so")]
-print(digest.hexdigest(), sys.implementation.cache_tag, *sorted(libraries))
+where = distribution("custom_pypto").read_text("direct_url.json")
+print(sys.argv[1:], sys.version, where, *sorted(f"{d.name}=={d.version}" for d in distributions()))
 PY
 }
 
+# up_to_date EXTRAS
 up_to_date() {
   local now
-  now="$(stamp)" && [[ "$now" == "$(cat "$root/build/stamp" 2>/dev/null)" ]]
+  cd "$root"
+  now="$(state "$1")" && [[ "$now" == "$(cat "$stamp" 2>/dev/null)" ]] &&
+    [[ -e custom_pypto/_C.abi3.so ]] &&
+    [[ -z "$(find setup.py pyproject.toml custom_pypto/version.py custom_pypto/csrc -newer "$stamp")" ]]
 }
 
 make_environment() {
@@ -136,8 +132,8 @@ install_torch() {
 
 # build_wheel FOLDER: where the wheel goes
 build_wheel() {
-  # the incremental compilation is in build/temp.*; build/lib.* would keep modules since removed
-  rm -rf "$root"/build/lib.* "$root"/build/bdist.* "$root/build/stamp"
+  # the incremental compilation is in build/temp; build/lib.* would keep modules since removed
+  rm -rf "$root"/build/lib.* "$root"/build/bdist.*
   echo "building custom_pypto with $("$python" --version), $CXX"
   # ninja stands beside the environment's python, active or not
   (cd "$root" && PATH="$environment/bin:$PATH" "$python" -m pip wheel --quiet --no-index \
@@ -168,23 +164,38 @@ build_portable_wheel() {
   echo "built $(ls -t "$root"/dist/*-"$tag".whl | head -n 1)"
 }
 
-build() {
-  local wheel
-  build_wheel dist
-  wheel="$(ls -t "$root"/dist/custom_pypto-*.whl | head -n 1)"
-  "$python" -m pip install --quiet --no-index --no-deps --force-reinstall "$wheel"
-  # -I and another directory, so that the wheel is imported and not the tree
+# -I and another directory, so that what is installed is imported
+check_import() {
   (cd / && "$python" -I -c '
 import custom_pypto
 print("installed custom_pypto", custom_pypto.__version__, "in", custom_pypto.__path__[0])
-') || die "the wheel was built but cannot be imported, see above"
-  stamp >"$root/build/stamp"
+') || die "the package was built but cannot be imported, see above"
 }
 
-case "$*" in
-  "") ;;
-  --if-changed) if up_to_date; then exit 0; fi ;;
-  --wheel) ;;
+install_wheel() {
+  rm -rf "$root/build/wheel"
+  build_wheel "$root/build/wheel"
+  mkdir -p "$root/dist"
+  cp "$root"/build/wheel/*.whl "$root/dist/"
+  "$python" -m pip install --quiet --no-index --no-deps --force-reinstall "$root"/build/wheel/*.whl
+}
+
+# install_editable EXTRAS
+install_editable() {
+  echo "installing custom_pypto${1:+[$1]} from $root with $("$python" --version), $CXX"
+  rm -f "$root"/custom_pypto/_C.cpython-*.so # of older builds: Python would prefer it
+  (cd "$root" && PATH="$environment/bin:$PATH" "$python" -m pip install --quiet \
+    --no-build-isolation --editable ".${1:+[$1]}") || die "the installation failed, see above"
+  mkdir -p "$(dirname "$stamp")"
+  state "$1" >"$stamp"
+}
+
+case "$#:${1:-}" in
+  0: | 1:--wheel) ;;
+  1:--editable | 2:--editable)
+    stamp="$root/build/editable/${2:-ops}"
+    if up_to_date "${2:-}"; then exit 0; fi
+    ;;
   *) usage ;;
 esac
 
@@ -199,4 +210,9 @@ fi
 check_environment
 install_torch
 "$python" -c 'import ninja' 2>/dev/null || "$python" -m pip install --quiet ninja
-if [[ "${1:-}" == --wheel ]]; then build_portable_wheel; else build; fi
+case "${1:-}" in
+  --wheel) build_portable_wheel && exit ;;
+  --editable) install_editable "${2:-}" ;;
+  *) install_wheel ;;
+esac
+check_import

@@ -43,36 +43,16 @@ keep_torch_importable() {
     "do not run here, only the ops (run.sh env gives the reason)" >&2
 }
 
-# setup [extra ...]: the package, current, and what its extras in pyproject.toml name
+# setup [EXTRAS]: the package as it is here, with what these extras in pyproject.toml name
 setup() {
-  bash "$root/build_and_install.sh" --if-changed >&2
-  [[ $# -gt 0 ]] || return 0
-  if [[ "$*" == *models* ]] && ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
+  bash "$root/build_and_install.sh" --editable "$@" >&2
+  [[ "${1:-}" != *models* ]] && return
+  if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
     echo "run.sh: transformers 5.23.0 needs Python 3.11 or 3.12, $environment has an older one;" \
       "the ops work with it, the models do not" >&2
     exit 1
   fi
   keep_torch_importable
-  "$python" -I - "$@" <<'PY' || {
-# pip would take a second to find out the same
-import re, sys
-from importlib.metadata import PackageNotFoundError, requires, version
-
-for requirement in requires("custom_pypto"):
-    match = re.match(r"([\w.-]+)([^;]*);.*extra == .(\w+)", requirement)
-    if match and match[3] in sys.argv[1:]:
-        try:
-            installed = version(match[1])
-        except PackageNotFoundError:
-            sys.exit(1)
-        if "==" in match[2] and match[2].strip() != "==" + installed:
-            sys.exit(1)
-PY
-    local extras="$*"
-    echo "installing what custom_pypto[${extras// /,}] names into $environment" >&2
-    "$python" -m pip install --quiet --disable-pip-version-check \
-      "$(ls -t "$root"/dist/custom_pypto-*.whl | head -n 1)[${extras// /,}]" >&2
-  }
 }
 
 has_torch_npu() {
@@ -199,7 +179,7 @@ report_environment() {
   [[ -x "$python" ]] || python=python3
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || exit 1
   # the tree, which is there even if nothing could be built
-  PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m custom_pypto env "$@"
+  PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m custom_pypto_command env "$@"
 }
 
 case "${1:-}" in
@@ -209,7 +189,7 @@ case "${1:-}" in
       [[ "${2:-}" == aarch64 ]] || { usage >&2; exit 2; }
       exec bash "$root/tests/aarch64.sh" "${@:3}"
     fi
-    setup models sim test
+    setup models,sim,test
     setup_torch_npu || true # the tests say which they skip
     run_tests "$@"
     ;;
@@ -245,7 +225,7 @@ case "${1:-}" in
   -h | --help) usage ;;
   graph)
     shift
-    setup models sim
+    setup models,sim
     setup_torch_npu
     run_graph_examples "$@"
     ;;

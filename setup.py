@@ -25,19 +25,19 @@ sanitize = SANITIZERS[sanitizer] if sanitizer else []
 
 # without -fopenmp at::parallel_for compiles to a serial loop, silently; -g0 because the
 # interpreter's own flags may ask for debug information, most of it about torch's headers
-FLAGS = ["-O3", "-std=c++17", "-fopenmp", "-g0", "-Wall", "-Wextra"]
+FLAGS = ["-DPy_LIMITED_API=0x030A0000", "-O3", "-std=c++17", "-fopenmp", "-g0", "-Wall", "-Wextra"]
 if sanitize:
     FLAGS += ["-O1", "-g1", "-fno-omit-frame-pointer", *sanitize]
 if os.environ.get("CUSTOM_PYPTO_WERROR") == "1":
     FLAGS.append("-Werror")
 
 
-class BuildInTreeToo(BuildExtension):
-    """Copies the library into the tree: in the repository's root the tree shadows the wheel."""
+class Incremental(BuildExtension):
+    """An editable build would compile everything anew, in a temporary folder."""
 
-    def run(self):
-        super().run()
-        self.copy_extensions_to_source()
+    def finalize_options(self):
+        super().finalize_options()
+        self.build_temp = "build/temp"
 
 
 extension = CppExtension(
@@ -46,9 +46,14 @@ extension = CppExtension(
     depends=sorted(glob.glob(f"{CSRC}/**/*.h", recursive=True)),
     # not -fopenmp: libgomp is what libtorch_cpu brings, a second one would have threads of its own
     extra_link_args=sanitize,
+    py_limited_api=True,  # of Python's C API the limited part: one library for every Python
 )
 # as system headers torch's do not warn: -Werror judges our sources only
 extension.extra_compile_args = FLAGS + [f"-isystem{path}" for path in extension.include_dirs]
 extension.include_dirs = []
 
-setup(ext_modules=[extension], cmdclass={"build_ext": BuildInTreeToo})
+setup(
+    ext_modules=[extension],
+    cmdclass={"build_ext": Incremental},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

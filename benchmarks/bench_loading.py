@@ -26,11 +26,11 @@ from safetensors import safe_open
 from transformers import DeepseekV32Config
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path += [str(ROOT), str(ROOT / "tests")]  # last, so that an installed custom_pypto comes first
+sys.path.append(str(ROOT / "tests"))
 
 from tiny import BLOCK, YARN, write_published  # noqa: E402
 
-import models  # noqa: E402
+from custom_pypto import models  # noqa: E402
 
 FLOOR = 0.5
 EXPERTS = 26  # in the second of two layers; the first is dense

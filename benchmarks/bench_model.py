@@ -26,17 +26,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from measure import check, interleaved, machine, ratio, table, write_section
 from torch import Tensor
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM, DynamicCache
 
-# last, so that an installed custom_pypto comes first
-sys.path.append(str(Path(__file__).parents[1]))
-from measure import check, interleaved, machine, ratio, table, write_section
-
 import custom_pypto
-import models
-from models.cache import write
-from models.loading import available_memory
+from custom_pypto import models
+from custom_pypto.models.cache import write
+from custom_pypto.models.loading import available_memory
 
 CONTEXTS = (1024, 4096, 16384)
 SIDES = ("custom_pypto", "transformers")

@@ -1,14 +1,11 @@
 """DeepSeek sparse attention as PyTorch ops: lightning indexer, sparse flash attention, fused MLA.
 
 Importing the package registers the ops under ``torch.ops.custom_pypto``; the functions exported
-here are those ops with their contracts. ``python -m custom_pypto env`` says what works where.
+here are those ops with their contracts. ``custom-pypto env`` says what works where.
 """
 
 from . import converter, env
-
-__version__ = "0.1.0"
-
-load_error: Exception | None = None
+from .version import __version__ as __version__
 
 env.disable_broken_autoload()
 try:
@@ -18,16 +15,14 @@ try:
 
     from . import log, npu  # noqa: F401  # npu registers the ops there; imports no PyPTO
     from .ops import *  # noqa: F403
-    from .ops import __all__  # noqa: F401
+    from .ops import __all__ as __all__
 # OSError: a library that torch loads by itself; RuntimeError: a backend that torch loads by itself
 except (ImportError, OSError, RuntimeError) as _error:
-    load_error = _error
-    # the command exists to report this error
-    if not env.is_run_as_command():
-        raise ImportError(
-            f"custom_pypto: torch or the compiled ops do not load ({_error}). Run "
-            "`bash build_and_install.sh` in the repository; `bash run.sh env` says what is missing."
-        ) from _error
-else:
-    converter.register_if_wanted()
-    log.start_if_wanted()
+    raise ImportError(
+        f"custom_pypto: torch or the compiled ops do not load ({_error}). Run "
+        "`bash build_and_install.sh` in the repository, or install its wheel again; "
+        "`custom-pypto env` says what is missing."
+    ) from _error
+
+converter.register_if_wanted()
+log.start_if_wanted()

@@ -1,4 +1,4 @@
-"""``python -m custom_pypto <command>``."""
+"""``custom-pypto <command>``, or ``python -m custom_pypto <command>``."""
 
 import argparse
 import json
@@ -13,8 +13,8 @@ WAYS = {
 }
 
 
-def verify(device: str | None) -> int:
-    report = env.collect()
+def verify(device: str | None, load_error: Exception | None) -> int:
+    report = env.collect(load_error)
     npu = report["npu"]
     print(env.summary(report))
     # a device node without a device that works is what this command is to find
@@ -46,8 +46,8 @@ def replay(file: str, device: str) -> int:
         return 2
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m custom_pypto")
+def main(arguments: list[str] | None = None, load_error: Exception | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="custom-pypto")
     commands = parser.add_subparsers(dest="command", required=True)
     env_parser = commands.add_parser(
         "env", help="what is installed, what works here, what is missing and the remedy"
@@ -71,11 +71,11 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     if options.command == "verify":
-        return verify(options.device)
+        return verify(options.device, load_error)
     if options.command == "replay":
         return replay(options.file, options.device)
 
-    report = env.collect()
+    report = env.collect(load_error)
     print(json.dumps(report, indent=2) if options.json else env.render(report))
     return 0 if report["ways"]["ops on the CPU"]["works"] else 1
 

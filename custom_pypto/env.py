@@ -1,6 +1,6 @@
 """What is installed on this machine, what works with it, what is missing and the remedy.
 
-``python -m custom_pypto env`` prints it, with ``--json`` for scripts; :func:`collect` returns it.
+``custom-pypto env`` prints it, with ``--json`` for scripts; :func:`collect` returns it.
 
 Nothing is imported that is not in the standard library, so that there is a report even where torch
 does not load.
@@ -21,6 +21,7 @@ import sysconfig
 
 from . import converter
 from .requirements import installed_version, pypto_problem
+from .version import __version__
 
 TRANSFORMERS = "5.23.0"
 # the CPU features that decide which kernels run, or could: x86, then Arm
@@ -51,13 +52,6 @@ ARM_CPUS = {
 }
 
 
-def is_run_as_command() -> bool:
-    """Whether the package is being imported by ``python -m custom_pypto``."""
-    # While Python looks for the module to run, argv[0] is "-m"; the module's name is what stands
-    # before the other arguments on the command line.
-    return sys.argv[:1] == ["-m"] and sys.orig_argv[-len(sys.argv)].endswith(__package__)
-
-
 def disable_broken_autoload() -> None:
     """Keep ``import torch`` working beside a torch_npu that cannot be loaded.
 
@@ -69,28 +63,30 @@ def disable_broken_autoload() -> None:
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 
-def collect() -> dict:
+def collect(load_error: Exception | None = None) -> dict:
     """The report as a dictionary that :mod:`json` can write.
+
+    Args:
+        load_error: why ``import custom_pypto`` failed, if it did.
 
     Returns:
         ``{"custom_pypto": …, "versions": …, "cpu": …, "npu": …, "settings": …, "ways": …}``.
         ``settings`` are the variables ``CUSTOM_PYPTO_*`` that are set. ``ways`` maps each way to
         use the package to ``{"works": bool, "missing": [{"what": …, "remedy": …}, …]}``.
     """
-    package = sys.modules[__package__]
-    error = package.load_error
     versions, npu = _versions(), _npu()
+    error = None if load_error is None else f"{type(load_error).__name__}: {load_error}"
     return {
         "custom_pypto": {
-            "version": package.__version__,
+            "version": __version__,
             "path": os.path.dirname(os.path.abspath(__file__)),
-            "load_error": None if error is None else f"{type(error).__name__}: {error}",
+            "load_error": error,
         },
         "versions": versions,
         "cpu": _cpu(loaded=error is None),
         "npu": npu,
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith("CUSTOM_PYPTO_")},
-        "ways": _ways(error, versions, npu),
+        "ways": _ways(load_error, versions, npu),
     }
 
 

@@ -11,7 +11,6 @@ import json
 import logging
 import os
 import shlex
-import sys
 import tempfile
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from .descriptions import OPS
 from .schemas import given, overload
+from .version import __version__
 
 VARIABLE = "CUSTOM_PYPTO_LOG"
 # of one process: a service that lives with refused calls must not fill the disk with them
@@ -137,7 +137,7 @@ def _write(op: str, arguments: dict, error: Exception) -> str:
     tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
     call = {
         "op": op,
-        "version": sys.modules[__package__].__version__,
+        "version": __version__,
         "error": str(error),
         "arguments": {name: v for name, v in arguments.items() if name not in tensors},
         "strides": {name: tensor.stride() for name, tensor in tensors.items()},

@@ -14,9 +14,6 @@ import sys
 import time
 from pathlib import Path
 
-# last, so that the installed custom_pypto is found before this tree's, which may not be built
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
 # before torch, which would load torch_npu by itself and fail where CANN is missing
 from custom_pypto.simulation import ascend_host
 
@@ -44,7 +41,7 @@ def load(path, prompt_tokens, questions):
     import transformers
     from train_lookup import lookup_prompt
 
-    import models
+    from custom_pypto import models
 
     if not sys.stderr.isatty():
         transformers.utils.logging.disable_progress_bar()
@@ -59,7 +56,7 @@ class Decoder:
     """Text on a cache of its own, one token at a time by ``step``, the model's forward."""
 
     def __init__(self, model, step, length):
-        import models
+        from custom_pypto import models
 
         self.model, self.step, self.position = model, step, 0
         self.cache = models.PagedCache(model, batch_size=1, max_cache_len=length)

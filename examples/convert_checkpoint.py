@@ -25,13 +25,10 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
-# last, so that the installed custom_pypto is found before this tree's, which may not be built
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
-import models
-from models import fp8
-from models.checkpoint import check_scales, check_shards, first_layers, stored_tensors
-from models.loading import Reader, readable
+from custom_pypto import models
+from custom_pypto.models import fp8
+from custom_pypto.models.checkpoint import check_scales, check_shards, first_layers, stored_tensors
+from custom_pypto.models.loading import Reader, readable
 
 RECORD, SUMS, INDEX = "conversion.json", "SHA256SUMS", "model.safetensors.index.json"
 PARTIAL = ".conversion.partial"  # files that are being written, whatever their writers call them

@@ -14,7 +14,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from compile_torchair import CHECKPOINT, Decoder, load  # first: it finds the package
+from compile_torchair import CHECKPOINT, Decoder, load
 
 # isort: split
 import torch

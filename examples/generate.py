@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from tqdm import tqdm
+from train_lookup import QUESTIONS, lookup_prompt
 from transformers import (
     AutoTokenizer,
     CompileConfig,
@@ -32,12 +33,7 @@ from transformers import (
     TextStreamer,
 )
 
-# last, so that the installed custom_pypto is found before this tree's, which may not be built
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
-from train_lookup import QUESTIONS, lookup_prompt
-
-import models
+from custom_pypto import models
 
 BACKENDS = ["custom_pypto", "transformers"]
 

@@ -27,7 +27,6 @@ import json
 import math
 import multiprocessing
 import re
-import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
@@ -37,15 +36,11 @@ from pathlib import Path
 import torch
 import transformers
 from tqdm import tqdm
-from transformers import DeepseekV32ForCausalLM, DynamicCache
-
-# last, so that the installed custom_pypto is found before this tree's, which may not be built
-sys.path.append(str(Path(__file__).resolve().parent.parent))
-
 from train_lookup import FIRST_PAIR, FIRST_QUESTION, FIRST_VALUE, KEYS, VALUES, lookup_batch
 from train_lookup import dense_attention as without_indexers
+from transformers import DeepseekV32ForCausalLM, DynamicCache
 
-import models
+from custom_pypto import models
 
 ATTENTION = ["sparse", "dense"]
 INK = {False: "white", True: "black"}  # on the dark ends of the colours, and between them

@@ -1,6 +1,6 @@
 """transformers' DeepSeek-V3.2, GLM-5 and A.X-K2 on the ops of :mod:`custom_pypto`::
 
-    import models
+    from custom_pypto import models
 
     model = models.load("path/to/checkpoint")           # or, for a model that is there already:
     model = models.use_custom_pypto(model)
@@ -9,6 +9,14 @@
 The swap gives the model's attention modules another class: same parameters, same state dict,
 nothing copied. It touches neither transformers nor any other model.
 """
+
+import sys
+
+if __name__ == "models":  # in the repository's root: the same modules under both names
+    import custom_pypto.models  # noqa: F401
+
+    for name in [name for name in sys.modules if name.startswith("custom_pypto.models")]:
+        sys.modules[name.removeprefix("custom_pypto.")] = sys.modules[name]
 
 from functools import partial
 from pathlib import Path

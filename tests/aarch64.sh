@@ -58,7 +58,7 @@ compile_only() {
     echo "cross compilation for aarch64 skipped: $lacks"
     return
   }
-  bash "$root/build_and_install.sh" --if-changed
+  bash "$root/build_and_install.sh" --editable
   cd "$root"
   mkdir -p "$work/objects"
   CUSTOM_PYPTO_WERROR=1 "$python" - "$work/objects" <<'PY'
@@ -241,7 +241,7 @@ trap undo EXIT
 trap 'exit 130' INT # pytest ends in order, and then so does this
 mount_binfmt
 lacks="$(provide "${COMPILER[@]}" "${EMULATOR[@]}" "${BOOTSTRAP[@]}")" || die "$lacks"
-bash "$root/build_and_install.sh" --if-changed # whose torch and requirements are taken
+bash "$root/build_and_install.sh" --editable # whose torch and requirements are taken
 unset PYTHONPATH
 make_userland
 export QEMU_LD_PREFIX="$userland" QEMU_CPU="${QEMU_CPU:-cortex-a76}"

@@ -23,7 +23,7 @@ from tiny import (
     write_published,
 )
 
-import models
+from custom_pypto import models
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "examples"))

@@ -18,7 +18,7 @@ import custom_pypto
 from custom_pypto import env
 
 REPOSITORY = Path(__file__).parents[1]
-COMMAND = ("-m", "custom_pypto", "env")
+COMMAND = ("-m", "custom_pypto_command", "env")
 ADD = "import torch, custom_pypto; print(custom_pypto.add_custom(torch.ones(2), torch.ones(2)))"
 
 
@@ -65,6 +65,7 @@ def package_without_library(tmp_path):
         tmp_path / "custom_pypto",
         ignore=shutil.ignore_patterns("*.so"),
     )
+    shutil.copy(REPOSITORY / "custom_pypto_command.py", tmp_path)
     return tmp_path
 
 

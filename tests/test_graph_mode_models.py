@@ -13,7 +13,7 @@ from cases import fused_inputs
 from tiny import tiny_model, token_ids
 from transformers import CompileConfig
 
-import models
+from custom_pypto import models
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 

@@ -27,8 +27,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV32Config, LlamaConfig
 from transformers.integrations import finegrained_fp8
 
-import models
-from models.loading import available_memory
+from custom_pypto import models
+from custom_pypto.models.loading import available_memory
 
 INDEX = "model.safetensors.index.json"
 
@@ -499,7 +499,7 @@ def test_a_model_that_does_not_fit_on_the_device_is_refused(tmp_path):
 PEAK = """
 import sys
 from pathlib import Path
-import models
+from custom_pypto import models
 
 def memory(field):
     return int(Path("/proc/self/status").read_text().split(field)[1].split()[0]) * 1024

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DeepseekV32ForCausalLM
 
-import models
+from custom_pypto import models
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 

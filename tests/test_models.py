@@ -13,9 +13,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
 from transformers.models.deepseek_v32 import modeling_deepseek_v32
 
-import models
-import models.attention
-from models.pools import Pool
+from custom_pypto import models
+from custom_pypto.models.pools import Pool
 
 # float32, 3 layers, logits up to about 7: sums of up to 128 terms in another order
 TOLERANCE = 5e-5

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 from transformers import CompileConfig
 
-import models
+from custom_pypto import models
 
 TOLERANCE = 5e-5  # float32, logits up to about 10, as in test_models.py
 WRONG = 5e-3

@@ -6,8 +6,7 @@ from tiny import KINDS, clear_case, tiny_model, token_ids
 from torch._dynamo.backends.registry import lookup_backend
 from transformers import CompileConfig
 
-import models
-import models.attention
+from custom_pypto import models
 
 
 @pytest.fixture(autouse=True)

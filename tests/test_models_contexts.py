@@ -11,7 +11,7 @@ from tiny import KINDS, clear_case, tiny_model, token_ids
 from transformers import AutoModelForCausalLM
 
 import custom_pypto
-import models
+from custom_pypto import models
 
 TOLERANCE = 5e-5  # float32, logits up to about 10, as in test_models.py
 

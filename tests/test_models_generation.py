@@ -6,7 +6,7 @@ import torch
 from tiny import KINDS, clear_case, tiny_model, token_ids
 from transformers import DynamicCache, GenerationConfig
 
-import models
+from custom_pypto import models
 
 TOLERANCE = 5e-5  # float32, logits up to about 10, as in test_models.py
 GREEDY = {"max_new_tokens": 6, "do_sample": False}

@@ -71,7 +71,7 @@ def growth_of_generation(calls: int) -> int:
     # here, and not above: the processes that need no model start in a second
     from tiny import tiny_model, token_ids
 
-    import models
+    from custom_pypto import models
 
     torch.set_num_threads(1)
     model = models.use_custom_pypto(tiny_model(), block_size=16)
@@ -176,7 +176,7 @@ def tokens_that_fit(tokens: int, batch_size: int, room: int | None):
     """What the refusal of a cache says, and whether as many tokens as it says do fit, and more."""
     from tiny import tiny_model
 
-    import models
+    from custom_pypto import models
 
     model = models.use_custom_pypto(tiny_model(), block_size=16)
     # threads and their memory start outside what is limited

@@ -16,9 +16,8 @@ from tiny import KINDS, clear_case, tiny_config, tiny_model, token_ids
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
 
-import models
-from custom_pypto import npu
-from models import tensor_parallel
+from custom_pypto import models, npu
+from custom_pypto.models import tensor_parallel
 
 ROOT = Path(__file__).parents[1]
 # float32, 3 layers: two partial sums in place of one

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tiny import KINDS, tiny_model
 
-import models
+from custom_pypto import models
 
 REPOSITORY = Path(__file__).parents[1]
 

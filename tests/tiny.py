@@ -16,7 +16,7 @@ from transformers import (
     GlmMoeDsaForCausalLM,
 )
 
-from models.checkpoint import tensors_on_disk
+from custom_pypto.models.checkpoint import tensors_on_disk
 
 YARN = {
     "rope_type": "yarn",

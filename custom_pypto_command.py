@@ -1,0 +1,25 @@
+"""``custom-pypto``: ``python -m custom_pypto``, with a report where the package does not load."""
+
+import importlib.util
+import sys
+import types
+
+
+def main() -> int:
+    error = None
+    try:
+        import custom_pypto  # noqa: F401
+    except ImportError as failure:
+        if (package := importlib.util.find_spec("custom_pypto")) is None:
+            raise
+        error = failure.__cause__ or failure
+        # the report needs neither torch nor the library: a package without what __init__ imports
+        sys.modules["custom_pypto"] = bare = types.ModuleType("custom_pypto")
+        bare.__path__ = package.submodule_search_locations
+    from custom_pypto.__main__ import main
+
+    return main(load_error=error)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
