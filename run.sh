@@ -148,9 +148,9 @@ sanitize() {
   cd "$root"
   # with their times, so that only what has changed is compiled again
   git ls-files -z --cached --others --exclude-standard setup.py pyproject.toml README.md LICENSE \
-    custom_pypto tests | xargs -0 cp --preserve=timestamps --parents -t "$folder"
+    custom_pypto tests | xargs -0 cp --no-dereference --preserve=timestamps --parents -t "$folder"
   cd "$folder"
-  CUSTOM_PYPTO_SANITIZE="$kind" "$python" setup.py -q build_ext >build.log 2>&1 ||
+  CUSTOM_PYPTO_SANITIZE="$kind" "$python" setup.py -q build_ext --inplace >build.log 2>&1 ||
     { cat build.log >&2; exit 1; }
 
   # Python is not compiled with a sanitizer, so its runtime must be there before anything else;

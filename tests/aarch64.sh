@@ -204,25 +204,26 @@ copy_sources() {
   mkdir -p "$project"
   find "$project" -mindepth 1 -maxdepth 1 ! -name build -exec rm -rf {} +
   (cd "$root" && git ls-files -z --cached --others --exclude-standard |
-    xargs -0 cp --preserve=timestamps --parents -t "$project")
+    xargs -0 cp --no-dereference --preserve=timestamps --parents -t "$project")
 }
 
 # The scripts of the project as on any machine, but for a compiler that need not be emulated.
 build() {
   echo "building for aarch64 in $project"
   VIRTUAL_ENV="$venv" bash "$project/build_and_install.sh" --wheel
+  rm -rf "$installed"
+  "$python" -m zipfile -e "$project"/dist/custom_pypto-*-manylinux_*_aarch64.whl "$installed"
+  cp "$installed/custom_pypto/_C.abi3.so" "$project/custom_pypto/" # the tests import the tree
 }
 
 run_all() {
-  local status=0 installed="$work/installed"
+  local status=0
   cd "$project"
   "$venv/bin/python" -m custom_pypto env
   "$venv/bin/python" -m pytest -q "${TESTS[@]}" || status=1
   "$venv/bin/python" examples/generate.py --max-new-tokens 6 \
     --prompt "the old sailor otter=red slowly crossed a wide harbour , otter?" || status=1
   # the wheel as it is handed out, and no tree beside it
-  rm -rf "$installed"
-  "$python" -m zipfile -e "$project"/dist/custom_pypto-*-manylinux_*_aarch64.whl "$installed"
   (cd / && PYTHONPATH="$installed" "$venv/bin/python" -m custom_pypto verify) || status=1
   [[ "$status" -eq 0 ]] && echo "aarch64: passed" || echo "aarch64: FAILED, see above" >&2
   return "$status"
