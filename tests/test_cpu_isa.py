@@ -17,7 +17,9 @@ NAMES = (
 )
 
 
-@pytest.mark.parametrize("isa", ["generic", "avx2", "avx512", "avx512_bf16"])
+@pytest.mark.parametrize(
+    "isa", [pytest.param("generic", marks=pytest.mark.slow), "avx2", "avx512", "avx512_bf16"]
+)
 def test_kernels_of_every_instruction_set_equal_the_reference(isa):
     if isa == torch.ops.custom_pypto.cpu_isa():
         pytest.skip(f"{isa} is what the other tests run")

@@ -81,6 +81,7 @@ def test_demo_answers_right_and_like_stock():
     assert report["index_topk"] * 10 < ours["prompt_tokens"]
 
 
+@pytest.mark.slow
 def test_compiled_batch_answers_like_eager():
     arguments = ["--backend", "custom_pypto", "--prompt-tokens", "300", "--questions", "2"]
     arguments += ["--batch", "2", "--dtype", "float32"]
@@ -110,6 +111,7 @@ def test_a_missing_checkpoint_is_named(tmp_path):
     assert "nowhere" in done.stderr and "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_needles_are_counted_by_depth_and_found(tmp_path):
     if importlib.util.find_spec("matplotlib") is None:
         pytest.skip("matplotlib is not installed")

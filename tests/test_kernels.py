@@ -152,6 +152,7 @@ def test_indexer_keeps_scores_that_are_negative():
     check_selection(x | dict(weights=-x["weights"].abs()))
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 700)), min_size=1, max_size=3),
@@ -175,7 +176,7 @@ def block_ids_clamped(x: dict) -> dict:
     return x | dict(block_table=x["block_table"].clamp(0, x["key"].size(0) - 1))
 
 
-@pytest.mark.parametrize("layout", ["BSND", "TND"])
+@pytest.mark.parametrize("layout", ["BSND", pytest.param("TND", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("value", [INT_MIN, -1, 0, 10**6, INT_MAX])
 def test_no_length_and_no_block_id_leads_outside(value, layout):
     # the interpreter refuses most addresses outside a tensor; of the others the result tells

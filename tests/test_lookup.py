@@ -38,7 +38,9 @@ def test_swapped_model_is_as_accurate_as_stock(stock, dtype):
     assert max(difference.values()) <= 0.02, (stock, swapped)
 
 
-@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(
+    "length", [n if n < 1024 else pytest.param(n, marks=pytest.mark.slow) for n in LENGTHS]
+)
 def test_broken_indexer_answers_by_chance(length):
     model = models.load(CHECKPOINT, dtype=torch.float32)
     for layer in model.model.layers:
@@ -47,6 +49,7 @@ def test_broken_indexer_answers_by_chance(length):
     assert swapped_accuracy(model, length) < CHANCE + 0.12
 
 
+@pytest.mark.slow
 @pytest.mark.sim
 @torch.no_grad()
 def test_npu_programs_answer_as_the_cpu_kernels_do():

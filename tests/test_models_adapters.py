@@ -155,7 +155,9 @@ def test_lora_in_bfloat16_is_as_close_to_float32_as_stock(kind):
     assert difference(swapped) <= 1.2 * stock_error
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])]
+)
 def test_a_decode_step_with_lora_is_one_graph(kind):
     swapped = with_adapter(swapped_model(kind), lora(["kv_b_proj", query_projection(kind)]))
     options = {"max_new_tokens": 6, "do_sample": False}

@@ -215,6 +215,7 @@ def generate(*command: str, status: int = 0) -> subprocess.CompletedProcess:
     return done
 
 
+@pytest.mark.slow
 def test_the_example_answers_as_in_one_process_and_prints_once():
     example = ["examples/generate.py", "--json", "--prompt-tokens", "200", "--questions", "2"]
     example += ["--dtype", "float32"]

@@ -122,6 +122,7 @@ def test_every_class_is_tuned_on_shapes_that_use_its_entry(name, monkeypatch):
             case.call(npu.implementations(lambda *arguments: None))
 
 
+@pytest.mark.slow
 def test_a_bad_entry_is_improved(small, file, capsys):
     tuner.tune("attention", budget=60, file=file)
     better = tiling.ATTENTION[CLASS]
