@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 
 import custom_pypto.reference
+from custom_pypto.descriptions import OPS
+from custom_pypto.reference.checks import ROUNDING
 from custom_pypto.reference.sequences import key_slots, query_tokens
 
 
@@ -27,19 +29,10 @@ def single_threaded(function: Callable) -> Callable:
 
 
 reference = SimpleNamespace(
-    **{
-        op: single_threaded(getattr(custom_pypto.reference, op))
-        for op in custom_pypto.reference.__all__
-    }
+    **{op: single_threaded(getattr(custom_pypto.reference, op)) for op in OPS}
 )
 
-# 2 units of rounding of the output dtype: one for the result, one for what is rounded on the way
-ROW_TOLERANCE = {
-    torch.bfloat16: 2**-7,
-    torch.float16: 2**-10,
-    torch.float32: 1e-5,
-    torch.float64: 1e-12,
-}
+ROW_TOLERANCE = ROUNDING | {torch.float64: 1e-12}
 
 
 def assert_close_to_rows(

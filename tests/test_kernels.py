@@ -1,6 +1,5 @@
 """The NPU programs, run by PyPTO's interpreter through the wrappers of custom_pypto.npu."""
 
-import importlib
 import importlib.util
 import sys
 from pathlib import Path
@@ -23,6 +22,7 @@ from numerics import assert_close_to_rows, assert_same_selection, reference
 
 import custom_pypto
 from custom_pypto import npu
+from custom_pypto.reference import MODULES
 
 if importlib.util.find_spec("pypto") is None:
     pytest.skip("the sim extra is not installed", allow_module_level=True)
@@ -450,7 +450,7 @@ def test_fused_writes_the_caches_without_a_block_table():
 
 @pytest.mark.parametrize("rope", ["rope_half_split", "rope_interleaved"])
 def test_fused_with_the_other_rope_is_far_off(rope, monkeypatch):
-    module = importlib.import_module("custom_pypto.reference.npu_sparse_attention_pto")
+    module = MODULES["npu_sparse_attention_pto"]
     other = dict(rope_half_split="rope_interleaved", rope_interleaved="rope_half_split")[rope]
     monkeypatch.setattr(module, rope, getattr(module, other))
     with pytest.raises(AssertionError, match="elements differ"):

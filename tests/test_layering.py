@@ -26,6 +26,7 @@ THIRD_PARTY = {
 # file -> modules that it imports by a name made at run time, which import-linter cannot see
 BY_NAME = {
     "custom_pypto/npu/__init__.py": {"f'{__name__}.{op}'"},
+    "custom_pypto/reference/__init__.py": {"f'{__name__}.{op}'"},
     "custom_pypto/npu/common.py": {"f'custom_pypto.kernels.{op}'"},  # the only way to PyPTO
 }
 TORCH_HEADER = r"(torch|ATen|c10)/"

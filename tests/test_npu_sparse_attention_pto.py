@@ -1,5 +1,3 @@
-import importlib
-
 import pytest
 import torch
 from cases import (
@@ -19,10 +17,10 @@ from numerics import assert_close_to_rows, reference
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import custom_pypto
+from custom_pypto.reference import MODULES
 
 fused = custom_pypto.npu_sparse_attention_pto
-# the package exports the function of the same name
-reference_module = importlib.import_module("custom_pypto.reference.npu_sparse_attention_pto")
+reference_module = MODULES["npu_sparse_attention_pto"]
 CACHES = ("kv_cache", "kr_cache", "index_k_cache")
 
 

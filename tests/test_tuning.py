@@ -66,7 +66,7 @@ def priced(monkeypatch):
         return simulation.Estimate(latency, 1.0, 1, 1, 1, timeline=(), successors={})
 
     monkeypatch.setattr(simulation, "estimate", estimate)
-    monkeypatch.setattr(tuner.verify, "_attention", lambda *case: (0.0, 0.0))
+    monkeypatch.setattr(tuner.verify, "_error", lambda *check: (0.0, 0.0))
     return prices
 
 
@@ -173,12 +173,12 @@ def test_a_setting_that_slows_a_shape_is_out(small, priced, file, monkeypatch, c
 def test_a_better_setting_with_wrong_numbers_is_refused(small, priced, file, monkeypatch, capsys):
     tested = set()
 
-    def wrong(*case):
+    def wrong(*check):
         (everywhere,) = set(tiling.ATTENTION.values())
         tested.add(everywhere)
         return 1.0, 0.0
 
-    monkeypatch.setattr(tuner.verify, "_attention", wrong)
+    monkeypatch.setattr(tuner.verify, "_error", wrong)
     better = [dataclasses.replace(small, vec_nbuffer=0), dataclasses.replace(small, l1_reuse=2)]
     priced |= dict.fromkeys(better, 10.0)
     before = file.read_bytes()

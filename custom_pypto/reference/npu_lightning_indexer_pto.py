@@ -1,6 +1,9 @@
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from .checks import BLOCK, SIZES, Check, cache, checks_of_sequences
 from .sequences import key_slots, query_tokens
 
 
@@ -40,3 +43,53 @@ def npu_lightning_indexer_pto(
         best = torch.sort(score, descending=True, stable=True).indices[:sparse_count]
         rows[token.row, 0, : len(best)] = position[best].int()
     return out
+
+
+def checks(dtypes: list[torch.dtype]) -> Iterator[Check]:
+    return checks_of_sequences(dtypes, SIZES, _arguments)
+
+
+def _arguments(dtype: torch.dtype, lengths: list[int], S1: int, K: int) -> dict:
+    g = torch.Generator().manual_seed(1)
+    actual, table, blocks = cache(lengths, g)
+    heads, dim = 64, 128
+    return dict(
+        query=torch.randn(len(lengths), S1, heads, dim, generator=g).to(dtype),
+        key=torch.randn(blocks, BLOCK, 1, dim, generator=g).to(dtype),
+        weights=torch.randn(len(lengths), S1, heads, generator=g),
+        actual_seq_lengths_key=actual,
+        block_table=table,
+        sparse_count=K,
+    )
+
+
+def error(got: Tensor, expected: Tensor, mine: dict, theirs: dict) -> tuple[float, float]:
+    """By how much a score that was missed, or one further back in its row, is too good."""
+    query, weights = theirs["query"].double(), theirs["weights"].double()
+    keys = theirs["key"].flatten(0, -2).double()
+    slots = key_slots(
+        theirs["key"],
+        "PA_BSND",
+        theirs["actual_seq_lengths_key"],
+        theirs["block_table"],
+        len(query),
+    )
+    worst = 0.0
+    for b, i in torch.cartesian_prod(*map(torch.arange, query.shape[:2])).tolist():
+        row, best = got[b, i, 0].tolist(), expected[b, i, 0].tolist()
+        count = sum(p >= 0 for p in best)
+        visible = max(len(slots[b]) - query.size(1) + i + 1, 0)
+        chosen = row[:count]
+        legal = len(set(chosen)) == count and all(0 <= p < visible for p in chosen)
+        if not legal or set(row[count:]) - {-1}:
+            return torch.inf, 0.0
+        q, w, rows = query[b, i], weights[b, i], keys[slots[b][:visible]]
+        score = w @ torch.relu(q @ rows.T)
+        scale = float((w.abs() @ (q.abs() @ rows.abs().T)).amax()) if visible else 1.0
+        missed, extra = sorted(set(best) - set(row)), sorted(set(row) - set(best))
+        if missed:
+            worst = max(worst, float(score[missed].max() - score[extra].min()) / scale)
+        if count > 1:  # best first
+            worst = max(worst, float(score[chosen].diff().max()) / scale)
+    # float32 sums of some hundred products
+    return worst, 2**-20

@@ -1,7 +1,10 @@
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
+from .checks import BLOCK, ROUNDING, Check, cache, checks_of_sequences, row_error
 from .npu_lightning_indexer_pto import npu_lightning_indexer_pto
 from .npu_sparse_flash_attention_pto import npu_sparse_flash_attention_pto
 
@@ -102,3 +105,57 @@ def npu_sparse_attention_pto(
         block_table=block_table,
         actual_seq_lengths_kv=act_seqs,
     )
+
+
+def checks(dtypes: list[torch.dtype]) -> Iterator[Check]:
+    # the NPU programs of float16 are those of bfloat16, and the slowest in the interpreter
+    dtypes = [dtype for dtype in dtypes if dtype != torch.float16]
+    return checks_of_sequences(dtypes, [([40, 3], 1, 64), ([200, 130], 2, 16)], _arguments)
+
+
+def _arguments(dtype: torch.dtype, lengths: list[int], S1: int, K: int) -> dict:
+    g = torch.Generator().manual_seed(3)
+    actual, table, blocks = cache(lengths, g)
+    B, hidden, q_rank, heads, nope, latent, rope, index_heads, dim = (
+        *(len(lengths), 256, 128, 16, 128, 512, 64, 64, 128),
+    )
+
+    def weight(*shape: int) -> Tensor:
+        return (torch.randn(shape, generator=g) * shape[-2] ** -0.5).to(dtype)
+
+    position = actual[:, None] - S1 + torch.arange(S1)
+    angle = (position[..., None] * 10000.0 ** (-torch.arange(0, rope, 2) / rope)).repeat(1, 1, 2)
+    slot = table.long().gather(1, position // BLOCK) * BLOCK + position % BLOCK
+    return dict(
+        x=torch.randn(B, S1, hidden, generator=g).to(dtype),
+        w_dq=weight(hidden, q_rank),
+        w_uq_qr=weight(q_rank, heads * (nope + rope)),
+        w_uk=weight(heads, nope, latent),
+        w_dkv_kr=weight(hidden, latent + rope),
+        gamma_cq=torch.ones(q_rank, dtype=dtype),
+        gamma_ckv=torch.ones(latent, dtype=dtype),
+        sin=angle.sin().to(dtype),
+        cos=angle.cos().to(dtype),
+        cache_index=slot,
+        kv_cache=torch.randn(blocks, BLOCK, 1, latent, generator=g).to(dtype),
+        kr_cache=torch.randn(blocks, BLOCK, 1, rope, generator=g).to(dtype),
+        block_table=table,
+        act_seqs=actual,
+        w_idx_qb=weight(q_rank, index_heads * dim),
+        w_idx_k=weight(hidden, dim),
+        w_idx_proj=weight(hidden, index_heads),
+        in_gamma_k=torch.ones(dim, dtype=dtype),
+        in_beta_k=torch.zeros(dim, dtype=dtype),
+        index_k_cache=torch.randn(blocks, BLOCK, 1, dim, generator=g).to(dtype),
+        sparse_count=K,
+    )
+
+
+def error(got: Tensor, expected: Tensor, mine: dict, theirs: dict) -> tuple[float, float]:
+    """Output and the three caches; where K cuts, caches only: rounding changes what is selected."""
+    caches = ("kv_cache", "kr_cache", "index_k_cache")
+    errors = [row_error(mine[name], theirs[name]) for name in caches]
+    if theirs["sparse_count"] >= theirs["act_seqs"].max():
+        errors.append(row_error(got, expected))
+    # each of the four matmuls in a row rounds its result
+    return max(errors), 4 * ROUNDING[expected.dtype]

@@ -1,6 +1,19 @@
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
+from .checks import (
+    BLOCK,
+    INT_MAX,
+    INT_MIN,
+    ROUNDING,
+    SIZES,
+    Check,
+    cache,
+    checks_of_sequences,
+    row_error,
+)
 from .sequences import key_slots, query_tokens
 
 
@@ -46,3 +59,36 @@ def npu_sparse_flash_attention_pto(
             logits = q[token.row].float() @ k[slot].float().T * scale_value
             rows[token.row] = (logits.softmax(-1) @ v[slot].float()).to(out.dtype)
     return out
+
+
+def checks(dtypes: list[torch.dtype]) -> Iterator[Check]:
+    return checks_of_sequences(dtypes, SIZES, _arguments)
+
+
+def _arguments(dtype: torch.dtype, lengths: list[int], S1: int, K: int) -> dict:
+    g = torch.Generator().manual_seed(2)
+    actual, table, blocks = cache(lengths, g)
+    heads, latent, rope = 128, 512, 64
+    indices = torch.full((len(lengths), S1, 1, K), -1, dtype=torch.int32)
+    for b, n in enumerate(lengths):
+        for i in range(S1):
+            chosen = torch.randperm(max(n - S1 + i + 1, 0), generator=g)[:K].int()
+            indices[b, i, 0, : len(chosen)] = chosen
+    if K > 16:  # indices that name no visible key contribute nothing
+        indices[..., 3], indices[..., 5], indices[..., 7] = INT_MIN, INT_MAX, max(lengths)
+    return dict(
+        query=torch.randn(len(lengths), S1, heads, latent, generator=g).to(dtype),
+        key=torch.randn(blocks, BLOCK, 1, latent, generator=g).to(dtype),
+        value=None,
+        sparse_indices=indices,
+        scale_value=192**-0.5,
+        query_rope=torch.randn(len(lengths), S1, heads, rope, generator=g).to(dtype),
+        key_rope=torch.randn(blocks, BLOCK, 1, rope, generator=g).to(dtype),
+        block_table=table,
+        actual_seq_lengths_kv=actual,
+    )
+
+
+def error(got: Tensor, expected: Tensor, mine: dict, theirs: dict) -> tuple[float, float]:
+    # the probabilities are rounded too, before they meet the values
+    return row_error(got, expected), 2 * ROUNDING[expected.dtype]

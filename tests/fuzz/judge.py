@@ -1,7 +1,6 @@
 """Whether an op did right by a case: it refused the call in its own words and touched nothing, or
 its result, its caches and everything around them are the reference's."""
 
-import importlib
 from unittest.mock import patch
 
 import torch
@@ -10,11 +9,9 @@ from numerics import ROW_TOLERANCE, assert_close_to_rows, assert_same_selection,
 from torch import Tensor
 
 import custom_pypto
+from custom_pypto.reference import MODULES
 
 from .generate import CACHES, Case
-
-# the package exports the function of the same name
-fused_reference = importlib.import_module("custom_pypto.reference.npu_sparse_attention_pto")
 
 # what may come out as 0: a subnormal number is 0 to the dot products of AVX512-BF16
 SMALLEST = {torch.bfloat16: 2**-126, torch.float16: 2**-24, torch.float32: 2**-126}
@@ -138,10 +135,8 @@ def assert_close_at_a_closer_look(op: str, got: Tensor, arguments: dict) -> None
     if op == "npu_sparse_flash_attention_pto":
         expected = attend(**arguments)
     else:
-        with (
-            patch.object(fused_reference, "npu_lightning_indexer_pto", select),
-            patch.object(fused_reference, "npu_sparse_flash_attention_pto", attend),
-        ):
+        inner = dict(npu_lightning_indexer_pto=select, npu_sparse_flash_attention_pto=attend)
+        with patch.multiple(MODULES[op], **inner):
             expected = getattr(reference, op)(**arguments)
     assert_close(got, expected, tolerances[0], magnitudes[0], smallest[0])
 

@@ -1,0 +1,54 @@
+"""What the checks of several ops share. Sequences are ragged, blocks shuffled, and block ids past a
+sequence's end are no blocks.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+BLOCK = 128
+# 2 units of rounding of bfloat16 and float16: one for the result, one for what is rounded before;
+# float32 sums of some hundred products in another order
+ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
+# lengths, S1, K
+SIZES = [([1], 1, 16), ([300, 0, 1000], 1, 128), ([131, 5], 4, 16), ([5000], 2, 2048)]
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+
+
+class Check(NamedTuple):
+    """One call, and how it is called."""
+
+    dtype: torch.dtype
+    shape: str
+    arguments: dict
+
+
+def checks_of_sequences(
+    dtypes: list[torch.dtype], sizes: list, arguments: Callable
+) -> Iterator[Check]:
+    """Of ``arguments(dtype, lengths, S1, K)``."""
+    for dtype in dtypes:
+        for lengths, S1, K in sizes:
+            shape = f"lengths {lengths}, S1 {S1}, K {K}"
+            yield Check(dtype, shape, arguments(dtype, lengths, S1, K))
+
+
+def cache(lengths: list[int], g: torch.Generator) -> tuple[Tensor, Tensor, int]:
+    """Lengths, a shuffled block table that is hostile past the end, and the number of blocks."""
+    blocks = [-(-n // BLOCK) for n in lengths]
+    hostile = torch.tensor([INT_MIN, -1, INT_MAX], dtype=torch.int32)
+    table = hostile.repeat(max(blocks) + 1)[: max(blocks) + 1].repeat(len(lengths), 1)
+    ids = torch.randperm(sum(blocks) + 1, generator=g, dtype=torch.int32)
+    for row, own in zip(table, ids[: sum(blocks)].split(blocks), strict=True):
+        row[: len(own)] = own
+    return torch.tensor(lengths, dtype=torch.int32), table, sum(blocks) + 1
+
+
+def row_error(got: Tensor, expected: Tensor) -> float:
+    """Largest error relative to the largest magnitude of its row; infinite for NaN."""
+    got, expected = got.double(), expected.double()
+    scale = expected.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    return float(((got - expected).abs() / scale).nan_to_num(nan=torch.inf).amax())
