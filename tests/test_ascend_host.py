@@ -6,7 +6,9 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import attention_inputs, indexer_inputs, inputs_of, prefix_sums
+from cases import inputs_of, prefix_sums
+from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
+from cases.npu_sparse_flash_attention_pto import inputs as attention_inputs
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import custom_pypto

@@ -175,7 +175,7 @@ def test_an_import_with_another_value_ends_with_the_reason():
 @pytest.mark.parametrize(
     "asked, what, remedy",
     [
-        (None, "a GE kernel package with AddCustom, LightningIndexerPto, ", "install one, or set"),
+        (None, f"a GE kernel package with {', '.join(ALL)} in ", "install one, or set"),
         ("0", "GE converters are switched off by CUSTOM_PYPTO_GE_CONVERTERS=0", "unset"),
         ("1", "torchair cannot be imported (ImportError: libhccl.so: none)", "install torch_npu"),
     ],

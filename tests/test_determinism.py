@@ -11,14 +11,16 @@ import sys
 
 import pytest
 import torch
-from cases import DTYPES, attention_inputs, copied, fused_inputs, indexer_inputs
+from cases import DTYPES, copied
+from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
+from cases.npu_sparse_attention_pto import CACHES, fused_inputs
+from cases.npu_sparse_flash_attention_pto import inputs as attention_inputs
 
 import custom_pypto
 
 SETS = ["generic", "avx2", "avx512", "avx512_bf16"]
 THREADS = (1, 2, 3, 7)
 RUNS = 20
-CACHES = ("kv_cache", "kr_cache", "index_k_cache")
 
 
 def index(x: dict) -> list[torch.Tensor]:

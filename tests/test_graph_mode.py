@@ -9,14 +9,10 @@ from collections import Counter
 import ge_graphs
 import pytest
 import torch
-from cases import (
-    NOT_DEFAULT,
-    attention_inputs,
-    fused_inputs,
-    in_a_wider_row,
-    indexer_inputs,
-    of_angles_and_slots,
-)
+from cases import in_a_wider_row, not_default
+from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
+from cases.npu_sparse_attention_pto import fused_inputs, of_angles_and_slots
+from cases.npu_sparse_flash_attention_pto import inputs as attention_inputs
 from torch import Tensor
 
 import custom_pypto
@@ -95,7 +91,7 @@ CALLS = {
     "index-packed-sizes": (
         "npu_lightning_indexer_pto",
         lambda: [
-            NOT_DEFAULT["npu_lightning_indexer_pto"](),
+            not_default("npu_lightning_indexer_pto"),
             index(
                 [3, 1, 1],
                 [50, 4, 8],
@@ -131,7 +127,7 @@ CALLS = {
     "attend-packed-sizes": (
         "npu_sparse_flash_attention_pto",
         lambda: [
-            NOT_DEFAULT["npu_sparse_flash_attention_pto"](),
+            not_default("npu_sparse_flash_attention_pto"),
             attend(
                 [3, 1, 1],
                 [50, 4, 8],
@@ -177,17 +173,14 @@ CALLS = {
     "fuse-int64-sizes": (
         "npu_sparse_attention_pto",
         lambda: [
-            NOT_DEFAULT["npu_sparse_attention_pto"](),
+            not_default("npu_sparse_attention_pto"),
             of_angles_and_slots(
                 fuse([9, 40, 3], 3, F16, rope=32, softmax_scale=0.4, eps=0.5, sparse_count=4)
             ),
         ],
         True,
     ),
-} | {
-    f"{constructor(op)}-not-default": (op, lambda inputs=inputs: [inputs()], False)
-    for op, inputs in NOT_DEFAULT.items()
-}
+} | {f"{constructor(op)}-not-default": (op, lambda op=op: [not_default(op)], False) for op in OPS}
 
 
 # ---- compiled as eager ---------------------------------------------------------------------------
@@ -525,7 +518,7 @@ PAIRS = [
     (op, *pair)
     for op in OPS
     if op != "add_custom"  # a sum of two
-    for inputs in [NOT_DEFAULT[op]()]
+    for inputs in [not_default(op)]
     for pair in itertools.combinations(split(inputs)[0], 2)
     if len({(inputs[name].size(), inputs[name].dtype) for name in pair}) == 1
 ]
@@ -560,7 +553,7 @@ def test_an_attribute_that_a_converter_drops_is_found(op, attribute, monkeypatch
 
     monkeypatch.setattr(ops, constructor(op), wrong)
     with found(op):
-        check(op, [NOT_DEFAULT[op]()])
+        check(op, [not_default(op)])
 
 
 @pytest.mark.parametrize("op, one, other", PAIRS)
@@ -574,7 +567,7 @@ def test_inputs_that_a_converter_swaps_are_found(op, one, other, monkeypatch):
 
     monkeypatch.setattr(ops, constructor(op), wrong)
     with found(op):
-        check(op, [NOT_DEFAULT[op]()])
+        check(op, [not_default(op)])
 
 
 def rename_input(node):
@@ -611,7 +604,7 @@ def change_kind(node):
 
 def test_a_node_that_is_not_as_its_prototype_is_found():
     op = "npu_lightning_indexer_pto"
-    right = check(op, [NOT_DEFAULT[op]()])
+    right = check(op, [not_default(op)])
     for change, difference in {
         rename_input: "inputs ['query', 'key', 'weight', ",
         rename_output: "outputs ['indices']",

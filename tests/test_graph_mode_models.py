@@ -9,7 +9,7 @@ from pathlib import Path
 import ge_graphs
 import pytest
 import torch
-from cases import fused_inputs
+from cases.npu_sparse_attention_pto import fused_inputs
 from tiny import tiny_model, token_ids
 from transformers import CompileConfig
 

@@ -6,16 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import (
-    INT_MAX,
-    INT_MIN,
-    attention_inputs,
-    copied,
-    fused_inputs,
-    indexer_inputs,
-    on_meta,
-    without_nan,
-)
+from cases import INT_MAX, INT_MIN, copied, on_meta, without_nan
+from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
+from cases.npu_sparse_attention_pto import CACHES, fused_inputs
+from cases.npu_sparse_flash_attention_pto import inputs as attention_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numerics import assert_close_to_rows, assert_same_selection, reference
@@ -36,7 +30,6 @@ import npu_cases  # noqa: E402
 pytestmark = pytest.mark.sim
 
 HALF = [torch.bfloat16, torch.float16]
-CACHES = ("kv_cache", "kr_cache", "index_k_cache")
 # probabilities are rounded before they meet the values, the result once more
 ATTENTION_TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9}
 

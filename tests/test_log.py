@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import indexer_inputs, inputs_of, on_meta
+from cases import inputs_of, on_meta
+from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
 from numerics import reference
 
 import custom_pypto

@@ -7,13 +7,13 @@ from cases import (
     LAYOUT_IDS,
     LAYOUTS,
     in_a_wider_row,
-    indexer_inputs,
     int32,
     on_meta,
     place,
     visible_keys,
     without_nan,
 )
+from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numerics import assert_same_selection, reference

@@ -1,16 +1,7 @@
 import pytest
 import torch
-from cases import (
-    DTYPES,
-    INT_MAX,
-    INT_MIN,
-    copied,
-    fused_inputs,
-    int32,
-    on_meta,
-    slots,
-    without_nan,
-)
+from cases import DTYPES, INT_MAX, INT_MIN, copied, int32, on_meta, slots, without_nan
+from cases.npu_sparse_attention_pto import CACHES, fused_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numerics import assert_close_to_rows, reference
@@ -21,7 +12,6 @@ from custom_pypto.reference import MODULES
 
 fused = custom_pypto.npu_sparse_attention_pto
 reference_module = MODULES["npu_sparse_attention_pto"]
-CACHES = ("kv_cache", "kr_cache", "index_k_cache")
 
 
 def run(op, x: dict) -> dict:

@@ -6,14 +6,14 @@ from cases import (
     INT_MIN,
     LAYOUT_IDS,
     LAYOUTS,
-    attention_inputs,
     in_a_wider_row,
-    indexer_inputs,
     int32,
     on_meta,
     place,
     without_nan,
 )
+from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
+from cases.npu_sparse_flash_attention_pto import inputs as attention_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numerics import assert_close_to_rows, reference

@@ -5,20 +5,15 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from cases import (
-    NOT_DEFAULT,
-    attention_inputs,
-    copied,
-    fused_inputs,
-    indexer_inputs,
-    int32,
-    refusal,
-)
+from cases import copied, int32, not_default, refusal
+from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
+from cases.npu_sparse_attention_pto import CACHES, fused_inputs
+from cases.npu_sparse_flash_attention_pto import inputs as attention_inputs
 from torch import Tensor
 
 import custom_pypto
+from custom_pypto.descriptions import OPS
 
-CACHES = ("kv_cache", "kr_cache", "index_k_cache")
 SUM = dict(self=torch.zeros(4, 5), other=torch.zeros(4, 5))
 INDEX_PA = indexer_inputs([3, 2], [40, 33])
 INDEX_BSND = indexer_inputs([3, 2], [40, 33], layout_key="BSND")
@@ -1554,7 +1549,8 @@ def test_refuses_in_these_words_and_writes_nothing(op, inputs, message):
     "op, inputs, name",
     [
         pytest.param(op, inputs, name, id=f"{op}-{name}")
-        for op, inputs in {op: make() for op, make in NOT_DEFAULT.items()}.items()
+        for op in OPS
+        for inputs in [not_default(op)]
         for name in tensors(inputs)[1:]
     ],
 )

@@ -7,7 +7,9 @@ import re
 
 import pytest
 import torch
-from cases import attention_inputs, indexer_inputs, on_meta
+from cases import on_meta
+from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
+from cases.npu_sparse_flash_attention_pto import inputs as attention_inputs
 
 import custom_pypto
 from custom_pypto.standard import KEYWORDS

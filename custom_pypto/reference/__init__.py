@@ -1,10 +1,10 @@
 """What each op means, in plain torch: slow, materialises everything, and is the definition that
 the kernels are tested against.
 
-``<op>.py`` has three functions: the op itself, by its name; ``checks(dtypes)``, seeded calls of it
-for ``python -m custom_pypto verify``; ``error(got, expected, mine, theirs)``, which tells how far
-the result of a call may be from the definition's, and how far it is. ``mine`` and ``theirs`` are
-the arguments as either has left them, on the CPU.
+``<op>.py`` has three functions. One is the op itself, by its name. ``checks(dtypes)`` makes seeded
+calls for ``python -m custom_pypto verify``: dtype, shape and arguments of each. ``error(got,
+expected, mine, theirs)`` tells how far a result is from the definition's and how far it may be;
+``mine`` and ``theirs`` are the arguments as the op and the definition have left them.
 """
 
 import importlib

@@ -3,7 +3,6 @@ sequence's end are no blocks.
 """
 
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,22 +17,12 @@ SIZES = [([1], 1, 16), ([300, 0, 1000], 1, 128), ([131, 5], 4, 16), ([5000], 2, 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 
-class Check(NamedTuple):
-    """One call, and how it is called."""
-
-    dtype: torch.dtype
-    shape: str
-    arguments: dict
-
-
-def checks_of_sequences(
-    dtypes: list[torch.dtype], sizes: list, arguments: Callable
-) -> Iterator[Check]:
-    """Of ``arguments(dtype, lengths, S1, K)``."""
+def of_sequences(dtypes: list[torch.dtype], sizes: list, arguments: Callable) -> Iterator[tuple]:
+    """Checks by ``arguments(dtype, lengths, S1, K)``."""
     for dtype in dtypes:
         for lengths, S1, K in sizes:
             shape = f"lengths {lengths}, S1 {S1}, K {K}"
-            yield Check(dtype, shape, arguments(dtype, lengths, S1, K))
+            yield dtype, shape, arguments(dtype, lengths, S1, K)
 
 
 def cache(lengths: list[int], g: torch.Generator) -> tuple[Tensor, Tensor, int]:

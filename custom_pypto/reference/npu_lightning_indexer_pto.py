@@ -3,7 +3,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .checks import BLOCK, SIZES, Check, cache, checks_of_sequences
+from .checks import BLOCK, SIZES, cache, of_sequences
 from .sequences import key_slots, query_tokens
 
 
@@ -45,8 +45,8 @@ def npu_lightning_indexer_pto(
     return out
 
 
-def checks(dtypes: list[torch.dtype]) -> Iterator[Check]:
-    return checks_of_sequences(dtypes, SIZES, _arguments)
+def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
+    return of_sequences(dtypes, SIZES, _arguments)
 
 
 def _arguments(dtype: torch.dtype, lengths: list[int], S1: int, K: int) -> dict:

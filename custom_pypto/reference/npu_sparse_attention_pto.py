@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm
 
-from .checks import BLOCK, ROUNDING, Check, cache, checks_of_sequences, row_error
+from .checks import BLOCK, ROUNDING, cache, of_sequences, row_error
 from .npu_lightning_indexer_pto import npu_lightning_indexer_pto
 from .npu_sparse_flash_attention_pto import npu_sparse_flash_attention_pto
 
@@ -107,10 +107,10 @@ def npu_sparse_attention_pto(
     )
 
 
-def checks(dtypes: list[torch.dtype]) -> Iterator[Check]:
+def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
     # the NPU programs of float16 are those of bfloat16, and the slowest in the interpreter
     dtypes = [dtype for dtype in dtypes if dtype != torch.float16]
-    return checks_of_sequences(dtypes, [([40, 3], 1, 64), ([200, 130], 2, 16)], _arguments)
+    return of_sequences(dtypes, [([40, 3], 1, 64), ([200, 130], 2, 16)], _arguments)
 
 
 def _arguments(dtype: torch.dtype, lengths: list[int], S1: int, K: int) -> dict:

@@ -3,17 +3,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from .checks import (
-    BLOCK,
-    INT_MAX,
-    INT_MIN,
-    ROUNDING,
-    SIZES,
-    Check,
-    cache,
-    checks_of_sequences,
-    row_error,
-)
+from .checks import BLOCK, INT_MAX, INT_MIN, ROUNDING, SIZES, cache, of_sequences, row_error
 from .sequences import key_slots, query_tokens
 
 
@@ -61,8 +51,8 @@ def npu_sparse_flash_attention_pto(
     return out
 
 
-def checks(dtypes: list[torch.dtype]) -> Iterator[Check]:
-    return checks_of_sequences(dtypes, SIZES, _arguments)
+def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
+    return of_sequences(dtypes, SIZES, _arguments)
 
 
 def _arguments(dtype: torch.dtype, lengths: list[int], S1: int, K: int) -> dict:

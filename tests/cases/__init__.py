@@ -1,0 +1,151 @@
+"""Inputs of the ops. ``<op>.py`` makes the keyword arguments of one call of that op: seeded ones of
+given lengths (``inputs``; ``ON_NPU``: the sizes that an NPU takes), ones with no attribute at its
+default (``not_default``), and random hostile ones (``random_call``; ``WEIGHT``: how often).
+
+What an op may not read is poison: NaN in query and key rows past a sequence's length and in unused
+blocks, and block ids from INT_MIN to INT_MAX past a sequence's last block.
+"""
+
+import importlib
+from collections.abc import Callable
+from itertools import accumulate
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+INT_MIN, INT_MAX = -(2**31), 2**31 - 1
+LAYOUTS = [("BSND", "PA_BSND"), ("TND", "PA_BSND"), ("BSND", "BSND"), ("TND", "TND")]
+LAYOUT_IDS = ["-".join(layouts) for layouts in LAYOUTS]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def int32(values: list) -> Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def prefix_sums(lengths: list[int]) -> Tensor:
+    return int32(list(accumulate(lengths)))
+
+
+def visible_keys(row: int, len_q: int, len_k: int, sparse_mode: int) -> int:
+    """How many keys query ``row`` of a sequence sees."""
+    return len_k if sparse_mode == 0 else min(max(len_k - len_q + row + 1, 0), len_k)
+
+
+def place(rows: list[Tensor], layout: str, padding: int, fill: float = torch.nan) -> Tensor:
+    """The rows of each sequence in ``BSND`` or ``TND``, then ``padding`` or more of ``fill``."""
+    if layout == "TND":
+        return torch.cat([*rows, rows[0].new_full((padding, *rows[0].shape[1:]), fill)])
+    longest = max(len(r) for r in rows) + padding
+    placed = rows[0].new_full((len(rows), longest, *rows[0].shape[1:]), fill)
+    for sequence, r in zip(placed, rows, strict=True):
+        sequence[: len(r)] = r
+    return placed
+
+
+def block_tables(lengths: list[int], block_size: int, g: torch.Generator) -> tuple[Tensor, int]:
+    """Shuffled block ids, hostile past the end, and how many blocks the cache has (2 unused)."""
+    blocks = [-(-n // block_size) for n in lengths]
+    total = sum(blocks) + 2
+    ids = torch.randperm(total, generator=g, dtype=torch.int32)
+    hostile = int32([INT_MIN, -1, 0, total, INT_MAX])
+    table = hostile[torch.randint(5, (len(lengths), max(blocks) + 1), generator=g)]
+    for row, owned in zip(table, ids[: sum(blocks)].split(blocks), strict=True):
+        row[: len(owned)] = owned
+    return table, total
+
+
+def slots(table: Tensor, length: int, block_size: int) -> Tensor:
+    """Where positions 0 … length-1 of the sequence with this row of the block table are stored."""
+    position = torch.arange(length)
+    return table.long()[position // block_size] * block_size + position % block_size
+
+
+def in_a_wider_row(x: Tensor) -> Tensor:
+    """A view equal to ``x`` of which every stride but the last is larger than it need be."""
+    wide = x.new_full((len(x), 2, *x.shape[1:-1], x.size(-1) + 16), torch.nan)
+    wide[:, 1, ..., : x.size(-1)] = x
+    return wide[:, 1, ..., : x.size(-1)]
+
+
+def stored(rows: list[Tensor], layout: str, block_size: int, strided: bool, g: torch.Generator):
+    """``(keys, lengths, block table or None)`` of the key rows ``[len, 1, W]`` of each sequence."""
+    lengths = [len(r) for r in rows]
+    table = None
+    if layout == "PA_BSND":
+        table, blocks = block_tables(lengths, block_size, g)
+        keys = rows[0].new_full((blocks, block_size, 1, rows[0].size(-1)), torch.nan)
+        for ids, r in zip(table, rows, strict=True):
+            keys.view(-1, *r.shape[1:])[slots(ids, len(r), block_size)] = r
+    else:
+        keys = place(rows, layout, padding=2)
+    if strided:
+        keys = in_a_wider_row(keys)
+    return keys, prefix_sums(lengths) if layout == "TND" else int32(lengths), table
+
+
+def random(shape: tuple, dtype: torch.dtype, g: torch.Generator, integers: bool = False) -> Tensor:
+    """Normal, or integers of -2 … 2, whose products and sums are exact, so that ties are many."""
+    if integers:
+        return torch.randint(-2, 3, shape, generator=g).to(dtype)
+    return torch.randn(shape, generator=g).to(dtype)
+
+
+def of(op: str) -> ModuleType:
+    return importlib.import_module(f"{__name__}.{op}")
+
+
+def inputs_of(
+    op: str,
+    lengths_query: tuple[int, ...] = (2,),
+    lengths_key: tuple[int, ...] = (20,),
+    *,
+    on_npu: bool = False,
+    **keywords,
+) -> dict:
+    """Arguments of any op, for tests of what all ops have in common."""
+    sizes = of(op).ON_NPU if on_npu else {}
+    return of(op).inputs([*lengths_query], [*lengths_key], **sizes | keywords)
+
+
+def not_default(op: str) -> dict:
+    """A call of any op: each attribute of which an NPU takes two values is not at its default, and
+    every input is given."""
+    return of(op).not_default()
+
+
+def changed(inputs: dict, change: Callable[[Tensor], Tensor]) -> dict:
+    return {name: change(x) if isinstance(x, Tensor) else x for name, x in inputs.items()}
+
+
+def copied(inputs: dict) -> dict:
+    """The same values and strides in memory of their own."""
+    return changed(
+        inputs, lambda x: torch.empty_strided(x.size(), x.stride(), dtype=x.dtype).copy_(x)
+    )
+
+
+def without_nan(inputs: dict) -> dict:
+    """The same with 1 for each NaN."""
+    return changed(inputs, lambda x: x.nan_to_num(1))
+
+
+def on_meta(inputs: dict) -> dict:
+    """The same shapes, strides and dtypes without data."""
+    return changed(
+        inputs,
+        lambda x: torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta"),
+    )
+
+
+def refusal(op: Callable, inputs: dict) -> str:
+    """The message of the error with which ``op`` refuses ``inputs``: the same on CPU and Meta."""
+    messages = []
+    for given in (inputs, on_meta(inputs)):
+        with pytest.raises(RuntimeError) as refused:
+            op(**given)
+        messages.append(str(refused.value))
+    assert messages[0] == messages[1], "CPU and Meta refuse in different words"
+    return messages[0]
