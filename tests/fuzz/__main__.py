@@ -21,7 +21,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from fuzz.generate import generate  # noqa: E402
-from fuzz.judge import judge  # noqa: E402
+from fuzz.judge import judge, on_cpu  # noqa: E402
 
 EVERY = 60  # seconds between lines of progress
 THREADED = 16  # every so many cases, one runs with three threads
@@ -47,7 +47,7 @@ def run_case(seed: int, number: int, threads: int | None):
 def describe(case) -> str:
     lines = [f"{case.op}, values: {case.values}, broken: {', '.join(case.broken) or 'nothing'}"]
     for name, x in case.arguments.items():
-        if isinstance(x, torch.Tensor) and x.layout == torch.strided:
+        if on_cpu(x):
             text = f"{x.dtype} {tuple(x.shape)} strides {x.stride()} offset {x.storage_offset()}"
             if not x.is_floating_point() and 0 < x.numel() < 50:
                 text += f" {x.tolist()}"
