@@ -10,14 +10,12 @@ from torchair.ge import Tensor
 from .. import npu
 from ..descriptions import OPS
 from ..graph import ops
-from ..graph.prototypes import prototype
 from ..schemas import bound, overload
 
 
 def register(op: str) -> None:
     """Registers the converter of an op with torchair, which calls it with the schema's names."""
     description = OPS[op]
-    constructor = prototype(op, description).constructor
     returned = len(description.outputs)
 
     def convert(*args, **kwargs):
@@ -28,7 +26,7 @@ def register(op: str) -> None:
         for name, value in description.absent.items():
             if arguments[name] is None:
                 arguments[name] = value
-        outputs = getattr(ops, constructor)(**arguments)
+        outputs = getattr(ops, op.removeprefix("npu_"))(**arguments)
         if not isinstance(outputs, tuple):
             return outputs
         # written inputs are outputs of the node, by which torchair knows that it writes them, and

@@ -4,11 +4,10 @@ Their text is formatted as by ruff, so that no formatter is needed to compare it
 """
 
 import json
-import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ..descriptions import spelled
-from .prototypes import Attribute, Prototype, Tensor
+from .prototypes import Prototype, Tensor
 
 HEADER = '''\
 """A node of each GE operator of the package, by functions typed after the prototypes.
@@ -21,105 +20,67 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .nodes import node
+
 if TYPE_CHECKING:
     from torchair.ge import Tensor
+'''
 
+FUNCTION = '''
+
+def {name}(
+{parameters}
+) -> {result}:
+    """GE operator ``{prototype.type}``, prototype {prototype.op}.h.
+
+    Meaning and shapes: :func:`custom_pypto.{prototype.op}`.
+
+    Args:
+{inputs}
+    Returns:
+{outputs}
+    """
+    return node("{prototype.op}", locals())
 '''
 
 TENSOR = {"required": "Tensor", "optional": "Tensor | None"}
-# torchair's name of an attribute's kind, where it is not GE's
-ATTR = {"String": "Str"}
 
 
 def source(prototypes: Sequence[Prototype]) -> str:
     """The text of the module ``ops.py``."""
-    names = sorted(prototype.constructor for prototype in prototypes)
-    listed = "".join(f"    {_text(name)},\n" for name in names)
-    return HEADER + f"__all__ = [\n{listed}]\n" + "".join(map(_function, prototypes))
+    return HEADER + "".join(map(_function, prototypes))
 
 
 def _function(prototype: Prototype) -> str:
-    result = "Tensor"
-    if len(prototype.outputs) > 1:
-        result = f"tuple[{', '.join([result] * len(prototype.outputs))}]"
-    inputs = [f"{_text(tensor.name)}: {tensor.name}" for tensor in prototype.inputs]
-    attributes = [
-        f"{_text(a.name)}: ge.attr.{ATTR.get(a.kind, a.kind)}({a.name})"
-        for a in prototype.attributes
-    ]
-    return "\n".join(
-        [
-            "",
-            "",
-            f"def {prototype.constructor}(",
-            *(f"    {parameter}," for parameter in _parameters(prototype)),
-            f") -> {result}:",
-            *_docstring(prototype),
-            "    from torchair import ge",
-            "",
-            "    return ge.custom_op(",
-            f"        {_text(prototype.type)},",
-            *_braces("inputs={", inputs, "}"),
-            *(_braces("attrs={", attributes, "}") if attributes else []),
-            *_braces("outputs=[", [_text(output.name) for output in prototype.outputs], "]"),
-            "    )",
-            "",
-        ]
+    results = ["Tensor"] * len(prototype.outputs)
+    return FUNCTION.format(
+        name=prototype.op.removeprefix("npu_"),
+        parameters="\n".join(f"    {parameter}," for parameter in _parameters(prototype)),
+        result=results[0] if len(results) == 1 else f"tuple[{', '.join(results)}]",
+        prototype=prototype,
+        inputs="\n".join(_described(tensor) for tensor in prototype.inputs),
+        outputs="\n".join(
+            _described(tensor, written=tensor in prototype.inputs) for tensor in prototype.outputs
+        ),
     )
 
 
-def _parameters(prototype: Prototype) -> list[str]:
+def _parameters(prototype: Prototype) -> Iterator[str]:
     required = [i for i, tensor in enumerate(prototype.inputs) if tensor.kind != "optional"]
-    parameters = []
     for i, tensor in enumerate(prototype.inputs):
         # as in Python, no default before one that must be given
         default = " = None" if i > max(required, default=-1) else ""
-        parameters.append(f"{tensor.name}: {TENSOR[tensor.kind]}{default}")
+        yield f"{tensor.name}: {TENSOR[tensor.kind]}{default}"
     if prototype.attributes:
-        parameters += ["*", *map(_keyword, prototype.attributes)]
-    return parameters
+        yield "*"
+    for attribute in prototype.attributes:
+        default = attribute.default
+        text = json.dumps(default) if isinstance(default, str) else repr(default)
+        given = "" if attribute.required else f" = {text}"
+        yield f"{attribute.name}: {attribute.type}{given}"
 
 
-def _keyword(attribute: Attribute) -> str:
-    default = attribute.default
-    text = _text(default) if isinstance(default, str) else repr(default)
-    given = "" if attribute.required else f" = {text}"
-    return f"{attribute.name}: {attribute.type}{given}"
-
-
-def _docstring(prototype: Prototype) -> list[str]:
-    lines = [
-        f'"""GE operator ``{prototype.type}``, prototype {prototype.op}.h.',
-        "",
-        f"Meaning and shapes: :func:`custom_pypto.{prototype.op}`.",
-        "",
-        "Args:",
-        *(_described(tensor) for tensor in prototype.inputs),
-        "Returns:",
-        *(_described(tensor, prototype.written) for tensor in prototype.outputs),
-        '"""',
-    ]
-    wrapped = []
-    for line in lines:
-        again = "        " if line.startswith(" ") else ""
-        wrapped += textwrap.wrap(line, 96, subsequent_indent=again) or [""]
-    return [f"    {line}" if line else "" for line in wrapped]
-
-
-def _described(tensor: Tensor, written: Sequence[str] = ()) -> str:
-    place = ", the input, written in place" if tensor.name in written else ""
+def _described(tensor: Tensor, written: bool = False) -> str:
+    place = ", the input, written in place" if written else ""
     absent = ", or None" if tensor.kind == "optional" else ""
-    return f"    {tensor.name}: {spelled(tensor.dtypes)}{absent}{place}."
-
-
-def _braces(opening: str, lines: list[str], closing: str) -> list[str]:
-    return [
-        f"        {opening}",
-        *(f"            {line}," for line in lines),
-        f"        {closing},",
-    ]
-
-
-def _text(value: str) -> str:
-    """A literal in double quotes."""
-    return json.dumps(value, ensure_ascii=False)
+    return f"        {tensor.name}: {spelled(tensor.dtypes)}{absent}{place}."

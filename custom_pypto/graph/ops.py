@@ -8,15 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .nodes import node
+
 if TYPE_CHECKING:
     from torchair.ge import Tensor
-
-__all__ = [
-    "add_custom",
-    "lightning_indexer_pto",
-    "sparse_attention_pto",
-    "sparse_flash_attention_pto",
-]
 
 
 def add_custom(
@@ -33,18 +28,7 @@ def add_custom(
     Returns:
         out: bfloat16, float16 or float32.
     """
-    from torchair import ge
-
-    return ge.custom_op(
-        "AddCustom",
-        inputs={
-            "self": self,
-            "other": other,
-        },
-        outputs=[
-            "out",
-        ],
-    )
+    return node("add_custom", locals())
 
 
 def lightning_indexer_pto(
@@ -74,28 +58,7 @@ def lightning_indexer_pto(
     Returns:
         sparse_indices: int32.
     """
-    from torchair import ge
-
-    return ge.custom_op(
-        "LightningIndexerPto",
-        inputs={
-            "query": query,
-            "key": key,
-            "weights": weights,
-            "actual_seq_lengths_query": actual_seq_lengths_query,
-            "actual_seq_lengths_key": actual_seq_lengths_key,
-            "block_table": block_table,
-        },
-        attrs={
-            "layout_query": ge.attr.Str(layout_query),
-            "layout_key": ge.attr.Str(layout_key),
-            "sparse_count": ge.attr.Int(sparse_count),
-            "sparse_mode": ge.attr.Int(sparse_mode),
-        },
-        outputs=[
-            "sparse_indices",
-        ],
-    )
+    return node("npu_lightning_indexer_pto", locals())
 
 
 def sparse_flash_attention_pto(
@@ -132,32 +95,7 @@ def sparse_flash_attention_pto(
     Returns:
         attention_out: bfloat16 or float16.
     """
-    from torchair import ge
-
-    return ge.custom_op(
-        "SparseFlashAttentionPto",
-        inputs={
-            "query": query,
-            "key": key,
-            "value": value,
-            "sparse_indices": sparse_indices,
-            "block_table": block_table,
-            "actual_seq_lengths_query": actual_seq_lengths_query,
-            "actual_seq_lengths_kv": actual_seq_lengths_kv,
-            "query_rope": query_rope,
-            "key_rope": key_rope,
-        },
-        attrs={
-            "scale_value": ge.attr.Float(scale_value),
-            "sparse_block_size": ge.attr.Int(sparse_block_size),
-            "layout_query": ge.attr.Str(layout_query),
-            "layout_kv": ge.attr.Str(layout_kv),
-            "sparse_mode": ge.attr.Int(sparse_mode),
-        },
-        outputs=[
-            "attention_out",
-        ],
-    )
+    return node("npu_sparse_flash_attention_pto", locals())
 
 
 def sparse_attention_pto(
@@ -217,41 +155,4 @@ def sparse_attention_pto(
         kr_cache: bfloat16 or float16, the input, written in place.
         index_k_cache: bfloat16 or float16, the input, written in place.
     """
-    from torchair import ge
-
-    return ge.custom_op(
-        "SparseAttentionPto",
-        inputs={
-            "x": x,
-            "w_dq": w_dq,
-            "w_uq_qr": w_uq_qr,
-            "w_uk": w_uk,
-            "w_dkv_kr": w_dkv_kr,
-            "gamma_cq": gamma_cq,
-            "gamma_ckv": gamma_ckv,
-            "sin": sin,
-            "cos": cos,
-            "cache_index": cache_index,
-            "kv_cache": kv_cache,
-            "kr_cache": kr_cache,
-            "block_table": block_table,
-            "act_seqs": act_seqs,
-            "w_idx_qb": w_idx_qb,
-            "w_idx_k": w_idx_k,
-            "w_idx_proj": w_idx_proj,
-            "in_gamma_k": in_gamma_k,
-            "in_beta_k": in_beta_k,
-            "index_k_cache": index_k_cache,
-        },
-        attrs={
-            "softmax_scale": ge.attr.Float(softmax_scale),
-            "eps": ge.attr.Float(eps),
-            "sparse_count": ge.attr.Int(sparse_count),
-        },
-        outputs=[
-            "attention_out",
-            "kv_cache",
-            "kr_cache",
-            "index_k_cache",
-        ],
-    )
+    return node("npu_sparse_attention_pto", locals())

@@ -5,13 +5,8 @@ import dataclasses
 from ..descriptions import HALF, OPS, Description, ge_type
 from ..schemas import overload
 
-# of a schema, and GE's names: of the kind of attribute, and of the type of its value
-KINDS = {
-    "int": ("Int", "VT_INT"),
-    "float": ("Float", "VT_FLOAT"),
-    "str": ("String", "VT_STRING"),
-    "bool": ("Bool", "VT_BOOL"),
-}
+# of a schema -> GE's kind of attribute
+KINDS = {"int": "Int", "float": "Float", "str": "String", "bool": "Bool"}
 
 
 class PrototypeError(RuntimeError):
@@ -31,10 +26,17 @@ class Tensor:
 class Attribute:
     name: str
     type: str  # in Python
-    kind: str  # Int, Float, String or Bool
-    vt: str  # VT_INT, ...
     required: bool
     default: object  # None if required
+
+    @property
+    def kind(self) -> str:
+        return KINDS[self.type]
+
+    @property
+    def vt(self) -> str:
+        """GE's name of the type of its value: VT_INT, ..."""
+        return f"VT_{self.kind.upper()}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,17 +45,11 @@ class Prototype:
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]  # what the op returns, then the inputs that it writes in place
     attributes: tuple[Attribute, ...]
-    written: tuple[str, ...]
     notes: tuple[str, ...]
 
     @property
     def type(self) -> str:
         return ge_type(self.op)
-
-    @property
-    def constructor(self) -> str:
-        """The function of :mod:`custom_pypto.graph.ops` that makes a node of it."""
-        return self.op.removeprefix("npu_")
 
 
 def prototypes() -> list[Prototype]:
@@ -80,7 +76,8 @@ def prototype(op: str, description: Description) -> Prototype:
             f"{op}: the description must name the {len(schema.returns)} outputs of the schema, got "
             f"{', '.join(description.outputs) or 'none'}"
         )
-    inputs, attributes, written = [], [], []
+    inputs, attributes = [], []
+    outputs = [Tensor(name, "required", dtypes) for name, dtypes in description.outputs.items()]
     for argument in schema.arguments:
         optional = argument.type.kind() == "OptionalType"
         type = str(argument.type.getElementType() if optional else argument.type)
@@ -88,19 +85,10 @@ def prototype(op: str, description: Description) -> Prototype:
             attributes.append(_attribute(op, argument, type, optional, description))
             continue
         dtypes = description.dtypes.get(argument.name, HALF)
-        tensor = Tensor(argument.name, "optional" if optional else "required", dtypes)
-        inputs.append(tensor)
+        inputs.append(Tensor(argument.name, "optional" if optional else "required", dtypes))
         if argument.alias_info is not None and argument.alias_info.is_write:
-            written.append(tensor)
-    outputs = [Tensor(name, "required", dtypes) for name, dtypes in description.outputs.items()]
-    return Prototype(
-        op,
-        tuple(inputs),
-        (*outputs, *written),
-        tuple(attributes),
-        tuple(tensor.name for tensor in written),
-        description.notes,
-    )
+            outputs.append(inputs[-1])
+    return Prototype(op, tuple(inputs), tuple(outputs), tuple(attributes), description.notes)
 
 
 def _attribute(op: str, argument, type: str, optional: bool, description: Description) -> Attribute:
@@ -118,4 +106,4 @@ def _attribute(op: str, argument, type: str, optional: bool, description: Descri
         )
     if optional and default is None:
         default = description.absent[name]
-    return Attribute(name, type, *KINDS[type], not argument.has_default_value(), default)
+    return Attribute(name, type, not argument.has_default_value(), default)
