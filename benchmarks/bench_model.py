@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import torch
 from measure import check, interleaved, machine, ratio, table, write_section
 from torch import Tensor
@@ -33,7 +34,6 @@ from transformers import DeepseekV32Config, DeepseekV32ForCausalLM, DynamicCache
 import custom_pypto
 from custom_pypto import models
 from custom_pypto.models.cache import write
-from custom_pypto.models.loading import available_memory
 
 CONTEXTS = (1024, 4096, 16384)
 SIDES = ("custom_pypto", "transformers")
@@ -192,7 +192,7 @@ CALLS = {
 
 def stock_layer_prefill_limit() -> int:
     """Tokens: stock needs about 1.7 KB for each pair of them, 7 GB at 2K and 28 GB at 4K."""
-    return 4096 if available_memory() > 32e9 else 2048
+    return 4096 if psutil.virtual_memory().available > 32e9 else 2048
 
 
 def sides_of(phase: str, context: int) -> tuple[str, ...]:

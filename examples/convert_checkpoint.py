@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from custom_pypto import models
 from custom_pypto.models import fp8
 from custom_pypto.models.checkpoint import check_scales, check_shards, first_layers, stored_tensors
-from custom_pypto.models.loading import Reader, readable
+from custom_pypto.models.loading import Reader
 
 RECORD, SUMS, INDEX = "conversion.json", "SHA256SUMS", "model.safetensors.index.json"
 PARTIAL = ".conversion.partial"  # files that are being written, whatever their writers call them
@@ -212,7 +212,8 @@ def check_space(target, conversion, sums):
         for name in tensors
     )
     if needed > (free := shutil.disk_usage(target).free):
-        raise ValueError(f"{target} has {readable(free)} left, {readable(needed)} are needed")
+        left, wanted = (tqdm.format_sizeof(size, "B") for size in (free, needed))
+        raise ValueError(f"{target} has {left} left, {wanted} are needed")
 
 
 def convert(source, target, conversion):
@@ -277,7 +278,8 @@ def main():
         sys.exit(f"convert_checkpoint.py: {error}")
     except KeyboardInterrupt:
         sys.exit("convert_checkpoint.py: interrupted; the same command goes on from here")
-    print(f"{args.target}: {readable(size)} | {written} shards written, {kept} kept | {SUMS}")
+    size = tqdm.format_sizeof(size, "B")
+    print(f"{args.target}: {size} | {written} shards written, {kept} kept | {SUMS}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from .loading import available_memory
+from .loading import free_memory
 from .pools import config_names, declared_rows, pools_of
 from .projection import device_of
 
@@ -124,9 +124,11 @@ class PagedCache(Cache):
             )
         except RuntimeError as error:  # of any allocator; on an accelerator OutOfMemoryError
             rows = [row for layer in declared for row in layer.values() if row is not None]
-            sizes = [block_size * width * dtype.itemsize for width, dtype in rows]
-            fits = block_size * blocks_that_fit(sizes, batch_size, blocks, device)
-            need = (1 + batch_size * blocks) * sum(sizes) / 2**30
+            bytes_of_block = sum(block_size * width * dtype.itemsize for width, dtype in rows)
+            need = (1 + batch_size * blocks) * bytes_of_block / 2**30
+            # a sixteenth is for what else the process needs
+            room = free_memory(device) * 15 // 16 // bytes_of_block - 1
+            fits = min(max(0, room) // batch_size, blocks - 1) * block_size
             raise torch.OutOfMemoryError(
                 f"PagedCache: no memory for batch_size={batch_size}, max_cache_len={max_cache_len} "
                 f"on {device}, which take {need:.1f} GiB; {fits} tokens per sequence would fit. "
@@ -301,27 +303,3 @@ def dimensions(model) -> dict:
     device = device_of([model.base_model.layers[0]])
     declared = {name: pool.dtype for name, pool in pools.items()}
     return of_config | {"dtype": model.dtype, "device": device, "pools": declared}
-
-
-def blocks_that_fit(sizes: list[int], batch_size: int, too_many: int, device) -> int:
-    """Blocks per sequence, fewer than ``too_many``, for which there is memory now, and some left.
-
-    Args:
-        sizes: bytes of one block in each pool.
-    """
-
-    def fit(blocks: int) -> bool:
-        try:  # storages, which are not even filled where torch.empty is made to
-            [torch.UntypedStorage((1 + batch_size * blocks) * n, device=device) for n in sizes]
-        except RuntimeError:
-            return False
-        return True
-
-    fits = 0
-    if device.type == "cpu":  # hands out more than there is
-        rows = available_memory() // sum(sizes) - 1
-        too_many = min(too_many, max(0, rows) // batch_size + 1)
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        fits, too_many = (middle, too_many) if fit(middle) else (fits, middle)
-    return fits * 15 // 16  # the rest is for what else the process needs

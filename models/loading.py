@@ -2,11 +2,12 @@
 
 import functools
 import os
+import resource
 
+import psutil
 import torch
 from safetensors import safe_open
-
-from custom_pypto import env
+from tqdm import tqdm
 
 from . import fp8
 from .checkpoint import Stored, parameters_on_disk, parts_on_disk
@@ -113,30 +114,28 @@ def check_memory(model, dtype: torch.dtype, device: torch.device, ranks: int = 1
     here = 1 if ranks == 1 else int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     available = {}
     if device.type != "cpu":
-        available[str(device)] = torch.get_device_module(device).mem_get_info(device)[0]
+        available[str(device)] = free_memory(device)
     if device.type == "cpu" or ranks == 1:  # from where a device gets it, unless in parts
-        available["this machine"] = available_memory() // here
+        available["this machine"] = free_memory(torch.device("cpu")) // here
     each = "" if ranks == 1 else f" on each of {ranks} ranks"
     for place, free in available.items():
         if needed > free:
             raise MemoryError(
-                f"load: needs {readable(needed)} as {str(dtype).removeprefix('torch.')}{each}; "
-                f"{place} has {readable(free)}: load fewer layers with num_hidden_layers or use "
-                "more devices"
+                f"load: needs {tqdm.format_sizeof(needed, 'B')} as "
+                f"{str(dtype).removeprefix('torch.')}{each}; "
+                f"{place} has {tqdm.format_sizeof(free, 'B')}: "
+                "load fewer layers with num_hidden_layers or use more devices"
             )
 
 
-def available_memory() -> int:
-    """Bytes that can be had without swapping, as the kernel estimates it."""
-    available = env.memory().get("MemAvailable")
-    if available is not None:
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process can have more of there; of a CPU's, without swapping."""
+    if device.type != "cpu":
+        module = torch.get_device_module(device)
+        module.empty_cache()  # or it would not count what torch keeps for later
+        return module.mem_get_info(device)[0]
+    available = psutil.virtual_memory().available
+    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if limit == resource.RLIM_INFINITY:
         return available
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-def readable(size: int) -> str:
-    for unit in ("bytes", "kB", "MB", "GB"):
-        if size < 1000:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} TB"
+    return min(available, limit - psutil.Process().memory_info().vms)
