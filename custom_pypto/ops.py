@@ -1,5 +1,5 @@
 """The public functions: each hands its arguments to the op of the same name under
-``torch.ops.custom_pypto``.
+``torch.ops.custom_pypto``, and is itself the contract of that op.
 
 Letters: B batch, S1 query tokens of a sequence, S2 keys of a sequence, T1 query tokens of all
 sequences packed, N1 query heads, D index head dim (128), L latent dim (``kv_lora_rank``, 512), R
@@ -16,6 +16,8 @@ Values are not trusted: lengths are clamped to what the tensors hold, and a posi
 is outside the cache does not exist.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,13 +33,24 @@ __all__ = [
 ]
 
 
-# bound once: looking them up costs a call on cold caches a tenth of its time
-_add_custom = torch.ops.custom_pypto.add_custom.default
-_npu_lightning_indexer_pto = torch.ops.custom_pypto.npu_lightning_indexer_pto.default
-_npu_sparse_flash_attention_pto = torch.ops.custom_pypto.npu_sparse_flash_attention_pto.default
-_npu_sparse_attention_pto = torch.ops.custom_pypto.npu_sparse_attention_pto.default
+def _op(contract: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The op that a function without a body is the signature and the text of."""
+    name = contract.__name__
+    # bound once: looking it up costs a call on cold caches a tenth of its time
+    op = getattr(torch.ops.custom_pypto, name).default
+    arguments = frozenset(argument.name for argument in op._schema.arguments)
+
+    @functools.wraps(contract)
+    def call(*args, **kwargs):
+        standard = {given: kwargs.pop(given) for given in [*kwargs] if given not in arguments}
+        if standard:
+            check_keywords(name, standard)
+        return op(*args, **kwargs)
+
+    return call
 
 
+@_op
 def add_custom(self: Tensor, other: Tensor) -> Tensor:
     """``self + other``, elementwise, with a backward; the smallest op, to copy when adding one.
 
@@ -53,9 +66,9 @@ def add_custom(self: Tensor, other: Tensor) -> Tensor:
         >>> add_custom(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.5]))
         tensor([1.5000, 2.5000])
     """
-    return _add_custom(self, other)
 
 
+@_op
 def npu_lightning_indexer_pto(
     query: Tensor,
     key: Tensor,
@@ -112,22 +125,9 @@ def npu_lightning_indexer_pto(
         tensor([[ 2,  1,  0, -1],
                 [ 3,  2,  1,  0]], dtype=torch.int32)
     """
-    if standard:
-        check_keywords("npu_lightning_indexer_pto", standard)
-    return _npu_lightning_indexer_pto(
-        query,
-        key,
-        weights,
-        actual_seq_lengths_query=actual_seq_lengths_query,
-        actual_seq_lengths_key=actual_seq_lengths_key,
-        block_table=block_table,
-        layout_query=layout_query,
-        layout_key=layout_key,
-        sparse_count=sparse_count,
-        sparse_mode=sparse_mode,
-    )
 
 
+@_op
 def npu_sparse_flash_attention_pto(
     query: Tensor,
     key: Tensor,
@@ -195,26 +195,9 @@ def npu_sparse_flash_attention_pto(
         >>> out[0, 0, 0, :5]
         tensor([0.0000, 0.5000, 0.0000, 0.5000, 0.0000])
     """
-    if standard:
-        check_keywords("npu_sparse_flash_attention_pto", standard)
-    return _npu_sparse_flash_attention_pto(
-        query,
-        key,
-        value,
-        sparse_indices,
-        scale_value,
-        block_table=block_table,
-        actual_seq_lengths_query=actual_seq_lengths_query,
-        actual_seq_lengths_kv=actual_seq_lengths_kv,
-        query_rope=query_rope,
-        key_rope=key_rope,
-        sparse_block_size=sparse_block_size,
-        layout_query=layout_query,
-        layout_kv=layout_kv,
-        sparse_mode=sparse_mode,
-    )
 
 
+@_op
 def npu_sparse_attention_pto(
     x: Tensor,
     w_dq: Tensor,
@@ -281,28 +264,3 @@ def npu_sparse_attention_pto(
         RuntimeError: a rule above is broken; the message names the argument, the caches are
             untouched. Also from ``backward()``: there is none.
     """
-    return _npu_sparse_attention_pto(
-        x,
-        w_dq,
-        w_uq_qr,
-        w_uk,
-        w_dkv_kr,
-        gamma_cq,
-        gamma_ckv,
-        sin,
-        cos,
-        cache_index,
-        kv_cache,
-        kr_cache,
-        block_table,
-        act_seqs,
-        w_idx_qb,
-        w_idx_k,
-        w_idx_proj,
-        in_gamma_k,
-        in_beta_k,
-        index_k_cache,
-        softmax_scale=softmax_scale,
-        eps=eps,
-        sparse_count=sparse_count,
-    )

@@ -63,7 +63,7 @@ def check_keywords(op: str, given: dict[str, Any]) -> None:
         TypeError: a keyword that the standard op does not take either.
     """
     for name, value in given.items():
-        keyword = KEYWORDS[op].get(name)
+        keyword = KEYWORDS.get(op, {}).get(name)
         if keyword is None:
             raise TypeError(f"{op}() got an unexpected keyword argument '{name}'")
         if isinstance(value, Tensor) or value != keyword.legal:

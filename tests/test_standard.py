@@ -3,6 +3,7 @@
 tests/test_refusals.py holds the words of the refusals.
 """
 
+import inspect
 import re
 
 import pytest
@@ -12,6 +13,7 @@ from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
 from cases.npu_sparse_flash_attention_pto import inputs as attention_inputs
 
 import custom_pypto
+from custom_pypto.descriptions import OPS
 from custom_pypto.standard import KEYWORDS
 
 INPUTS = {
@@ -109,3 +111,18 @@ def test_other_keywords_raise_what_python_raises(op):
             plain(**{keyword: 1})
         words = str(python.value)
         assert str(refused.value) == op + words[words.index("()") :]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_public_function_has_the_arguments_of_its_op(op):
+    parameters = inspect.signature(getattr(custom_pypto, op)).parameters.values()
+    arguments = getattr(torch.ops.custom_pypto, op).default._schema.arguments
+    empty = inspect.Parameter.empty
+    assert [
+        (p.name, p.kind is p.KEYWORD_ONLY, p.default)
+        for p in parameters
+        if p.kind is not p.VAR_KEYWORD
+    ] == [
+        (a.name, a.kwarg_only, a.default_value if a.has_default_value() else empty)
+        for a in arguments
+    ]
