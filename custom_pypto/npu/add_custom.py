@@ -2,13 +2,13 @@
 
 from torch import Tensor
 
-from .common import Arguments, Launch, kernel, name, require_dtype
+from .common import Arguments, Launch, Limits, kernel, name
 
 OP = "add_custom"
 
 
 def check(a: Arguments) -> None:
-    require_dtype(OP, "self", a.self)
+    Limits(OP, a).dtype("self")
 
 
 def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:

@@ -42,101 +42,81 @@ def name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def ready_on_host(op: str, **control: Tensor | None) -> bool:
-    """Whether lengths, block tables and slots are final before the launch, by the caller's word.
+class Limits:
+    """Refuses what an NPU cannot take of a call; the message names the argument and the remedy."""
 
-    ``CUSTOM_PYPTO_READY_ON_HOST=1`` lets PyPTO's control flow read them before the work queued
-    ahead of the kernel is done. It is wrong wherever an op on the device computes them, as
-    ``lengths += 1`` does, and therefore off by default; such an op would copy a strided one.
-    """
-    ready = os.environ.get("CUSTOM_PYPTO_READY_ON_HOST", "0") == "1"
-    for argument, tensor in control.items():
-        require(
-            not ready or tensor is None or tensor.is_contiguous(),
-            op,
-            argument,
-            "contiguous with CUSTOM_PYPTO_READY_ON_HOST=1",
-            f"strides {None if tensor is None else tensor.stride()}",
-            "pass it contiguous, or unset the variable",
+    def __init__(self, op: str, arguments: Arguments):
+        self.op, self.arguments = op, arguments
+
+    def require(
+        self, condition: bool, argument: str, expected: str, got, remedy: str = "run on the CPU"
+    ) -> None:
+        if not condition:
+            raise RuntimeError(
+                f"{self.op}: {argument} must be {expected} on an NPU, got {got}; {remedy}"
+            )
+
+    def dtype(self, argument: str) -> None:
+        dtypes = OPS[self.op].dtypes.get(argument, HALF)
+        given = name(getattr(self.arguments, argument).dtype)
+        remedy = "convert it, or run on the CPU"
+        self.require(given in dtypes, f"{argument}.dtype", spelled(dtypes), given, remedy)
+
+    def paged(self, argument: str) -> None:
+        layout = getattr(self.arguments, argument)
+        remedy = "keep the keys in a paged cache with a block table"
+        self.require(layout == "PA_BSND", argument, "PA_BSND", layout, remedy)
+
+    def contiguous(
+        self,
+        *arguments: str,
+        expected: str = "contiguous",
+        remedy: str = "give it a cache of its own instead of a part of a wider row",
+    ) -> None:
+        for argument in arguments:
+            tensor = getattr(self.arguments, argument)
+            if tensor is not None:
+                strides = f"strides {tensor.stride()}"
+                self.require(tensor.is_contiguous(), argument, expected, strides, remedy)
+
+    def heads(self, most: int) -> None:
+        query = self.arguments.query
+        argument = f"query.size({query.dim() - 2})"
+        self.require(query.size(-2) <= most, argument, f"at most {most}", query.size(-2))
+
+    def sortable(self, keys: int) -> None:
+        """PyPTO's sort: longer rows of candidates do not fit the memory of the vector cores."""
+        count = self.arguments.sparse_count
+        expected = f"at most 4096 for a block table of {keys} keys, more than 8192,"
+        remedy = "select fewer keys, or run on the CPU"
+        self.require(count <= 4096 or keys <= 8192, "sparse_count", expected, count, remedy)
+
+    def checkable(self, keys: int, blocks: int) -> None:
+        """A row of the table is checked at once, in float32, which is exact up to 2^24."""
+        width = self.arguments.block_table.size(1)
+        remedy = "use larger blocks or a smaller table"
+        self.require(width <= 32768, "block_table.size(1)", "at most 32768", width, remedy)
+        self.require(
+            keys + blocks <= 2**24 - 2**13,
+            "block_table",
+            "of fewer than 16 million keys and cache blocks together",
+            f"{keys} keys and {blocks} blocks",
+            "use a smaller table or cache",
         )
-    return ready
 
+    def ready_on_host(self, *control: str) -> bool:
+        """Whether lengths, tables and slots are final before the launch, by the caller's word.
 
-def require(condition: bool, op: str, argument: str, expected: str, got, remedy: str) -> None:
-    if not condition:
-        raise RuntimeError(f"{op}: {argument} must be {expected} on an NPU, got {got}; {remedy}")
-
-
-def require_dtype(op: str, argument: str, tensor: Tensor) -> None:
-    dtypes = OPS[op].dtypes.get(argument, HALF)
-    require(
-        name(tensor.dtype) in dtypes,
-        op,
-        f"{argument}.dtype",
-        spelled(dtypes),
-        name(tensor.dtype),
-        "convert it, or run on the CPU",
-    )
-
-
-def require_paged(op: str, argument: str, layout: str) -> None:
-    require(
-        layout == "PA_BSND",
-        op,
-        argument,
-        "PA_BSND",
-        layout,
-        "keep the keys in a paged cache with a block table",
-    )
-
-
-def require_contiguous(op: str, argument: str, cache: Tensor | None) -> None:
-    require(
-        cache is None or cache.is_contiguous(),
-        op,
-        argument,
-        "contiguous",
-        f"strides {None if cache is None else cache.stride()}",
-        "give it a cache of its own instead of a part of a wider row",
-    )
-
-
-def require_heads(op: str, query: Tensor, most: int) -> None:
-    heads = query.size(-2)
-    argument = f"query.size({query.dim() - 2})"
-    require(heads <= most, op, argument, f"at most {most}", heads, "run on the CPU")
-
-
-def require_sortable(op: str, sparse_count: int, keys: int) -> None:
-    """What PyPTO's sort takes: longer rows of candidates do not fit the vector cores' memory."""
-    require(
-        sparse_count <= 4096 or keys <= 8192,
-        op,
-        "sparse_count",
-        f"at most 4096 for a block table of {keys} keys, more than 8192,",
-        sparse_count,
-        "select fewer keys, or run on the CPU",
-    )
-
-
-def require_checkable(op: str, table_width: int, keys: int, blocks: int) -> None:
-    """A row of the table is checked at once, in float32, which is exact up to 2^24."""
-    require(
-        table_width <= 32768,
-        op,
-        "block_table.size(1)",
-        "at most 32768",
-        table_width,
-        "use larger blocks or a smaller table",
-    )
-    require(
-        keys + blocks <= 2**24 - 2**13,
-        op,
-        "block_table",
-        "of fewer than 16 million keys and cache blocks together",
-        f"{keys} keys and {blocks} blocks",
-        "use a smaller table or cache",
-    )
+        ``CUSTOM_PYPTO_READY_ON_HOST=1`` lets PyPTO's control flow read them before the work queued
+        ahead of the kernel is done. It is wrong wherever an op on the device computes them, as
+        ``lengths += 1`` does, and therefore off by default; such an op would copy a strided one.
+        """
+        ready = os.environ.get("CUSTOM_PYPTO_READY_ON_HOST", "0") == "1"
+        if ready:
+            expected = "contiguous with CUSTOM_PYPTO_READY_ON_HOST=1"
+            remedy = "pass it contiguous, or unset the variable"
+            self.contiguous(*control, expected=expected, remedy=remedy)
+        return ready
 
 
 def rows(tensor: Tensor) -> Tensor:

@@ -2,38 +2,24 @@
 
 from torch import Tensor
 
-from .common import (
-    Arguments,
-    Launch,
-    kernel,
-    name,
-    query_lengths,
-    ready_on_host,
-    require,
-    require_contiguous,
-    require_dtype,
-    require_heads,
-    require_paged,
-    require_sortable,
-    rows,
-)
+from .common import Arguments, Launch, Limits, kernel, name, query_lengths, rows
 
 OP = "npu_lightning_indexer_pto"
 
 
 def check(a: Arguments) -> None:
-    require_dtype(OP, "query", a.query)
-    require_paged(OP, "layout_key", a.layout_key)
+    limits = Limits(OP, a)
+    limits.dtype("query")
+    limits.paged("layout_key")
     dim = a.query.size(-1)
-    require(dim == 128, OP, f"query.size({a.query.dim() - 1})", "128", dim, "run on the CPU")
-    require_heads(OP, a.query, 64)
-    require_contiguous(OP, "key", a.key)
+    limits.require(dim == 128, f"query.size({a.query.dim() - 1})", "128", dim)
+    limits.heads(64)
+    limits.contiguous("key")
     keys = a.block_table.size(1) * a.key.size(1)
-    require_sortable(OP, a.sparse_count, keys)
+    limits.sortable(keys)
     # positions go through float32
-    require(
-        keys <= 2**24, OP, "block_table", "of at most 16 million keys", keys, "use a smaller table"
-    )
+    at_most = "of at most 16 million keys"
+    limits.require(keys <= 2**24, "block_table", at_most, keys, "use a smaller table")
 
 
 def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
@@ -55,11 +41,8 @@ def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
         tokens=tokens,
         batch=batch,
         table_width=width,
-        ready_on_host=ready_on_host(
-            OP,
-            actual_seq_lengths_query=a.actual_seq_lengths_query,
-            actual_seq_lengths_key=a.actual_seq_lengths_key,
-            block_table=a.block_table,
+        ready_on_host=Limits(OP, a).ready_on_host(
+            "actual_seq_lengths_query", "actual_seq_lengths_key", "block_table"
         ),
     )
     lengths_key = a.actual_seq_lengths_key

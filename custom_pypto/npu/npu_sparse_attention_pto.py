@@ -5,31 +5,18 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .common import (
-    Arguments,
-    Launch,
-    kernel,
-    name,
-    ready_on_host,
-    require,
-    require_checkable,
-    require_contiguous,
-    require_dtype,
-    require_sortable,
-    rows,
-)
+from .common import Arguments, Launch, Limits, kernel, name, rows
 
 OP = "npu_sparse_attention_pto"
 
 
 def check(a: Arguments) -> None:
-    require_dtype(OP, "x", a.x)
+    limits = Limits(OP, a)
+    limits.dtype("x")
     heads, index_heads, index_dim = a.w_uk.size(0), a.w_idx_proj.size(1), a.w_idx_k.size(1)
-    require(index_dim == 128, OP, "w_idx_k.size(1)", "128", index_dim, "run on the CPU")
-    require(
-        index_heads <= 64, OP, "w_idx_proj.size(1)", "at most 64", index_heads, "run on the CPU"
-    )
-    require(heads <= 128, OP, "w_uk.size(0)", "at most 128", heads, "run on the CPU")
+    limits.require(index_dim == 128, "w_idx_k.size(1)", "128", index_dim)
+    limits.require(index_heads <= 64, "w_idx_proj.size(1)", "at most 64", index_heads)
+    limits.require(heads <= 128, "w_uk.size(0)", "at most 128", heads)
     widths = {
         "x.size(2)": a.x.size(-1),
         "w_dq.size(1)": a.w_dq.size(1),
@@ -38,13 +25,11 @@ def check(a: Arguments) -> None:
     }
     for argument, width in widths.items():
         legal = width > 0 and width % 16 == 0
-        require(legal, OP, argument, "a positive multiple of 16", width, "run on the CPU")
-    keys_of_table = a.block_table.size(1) * a.kv_cache.size(1)
-    require_sortable(OP, a.sparse_count, keys_of_table)
-    require_checkable(OP, a.block_table.size(1), keys_of_table, a.kv_cache.size(0))
-    caches = dict(kv_cache=a.kv_cache, kr_cache=a.kr_cache, index_k_cache=a.index_k_cache)
-    for argument, cache in caches.items():
-        require_contiguous(OP, argument, cache)
+        limits.require(legal, argument, "a positive multiple of 16", width)
+    keys = a.block_table.size(1) * a.kv_cache.size(1)
+    limits.sortable(keys)
+    limits.checkable(keys, a.kv_cache.size(0))
+    limits.contiguous("kv_cache", "kr_cache", "index_k_cache")
 
 
 def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
@@ -81,9 +66,7 @@ def _kernel(a: Arguments) -> Callable:
         tokens=a.x.size(0) * a.x.size(1),
         batch=a.x.size(0),
         table_width=a.block_table.size(1),
-        ready_on_host=ready_on_host(
-            OP, cache_index=a.cache_index, act_seqs=a.act_seqs, block_table=a.block_table
-        ),
+        ready_on_host=Limits(OP, a).ready_on_host("cache_index", "act_seqs", "block_table"),
     )
 
 

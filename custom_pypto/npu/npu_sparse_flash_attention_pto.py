@@ -2,32 +2,18 @@
 
 from torch import Tensor
 
-from .common import (
-    Arguments,
-    Launch,
-    kernel,
-    name,
-    query_lengths,
-    ready_on_host,
-    require_checkable,
-    require_contiguous,
-    require_dtype,
-    require_heads,
-    require_paged,
-    rows,
-)
+from .common import Arguments, Launch, Limits, kernel, name, query_lengths, rows
 
 OP = "npu_sparse_flash_attention_pto"
 
 
 def check(a: Arguments) -> None:
-    require_dtype(OP, "query", a.query)
-    require_paged(OP, "layout_kv", a.layout_kv)
-    require_heads(OP, a.query, 128)
-    for argument, cache in dict(key=a.key, value=a.value, key_rope=a.key_rope).items():
-        require_contiguous(OP, argument, cache)
-    width = a.block_table.size(1)
-    require_checkable(OP, width, width * a.key.size(1), a.key.size(0))
+    limits = Limits(OP, a)
+    limits.dtype("query")
+    limits.paged("layout_kv")
+    limits.heads(128)
+    limits.contiguous("key", "value", "key_rope")
+    limits.checkable(a.block_table.size(1) * a.key.size(1), a.key.size(0))
 
 
 def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
@@ -50,10 +36,8 @@ def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
         sparse_mode=a.sparse_mode,
         tokens=tokens,
         table_width=a.block_table.size(1),
-        ready_on_host=ready_on_host(
-            OP,
-            actual_seq_lengths_query=a.actual_seq_lengths_query,
-            actual_seq_lengths_kv=a.actual_seq_lengths_kv,
+        ready_on_host=Limits(OP, a).ready_on_host(
+            "actual_seq_lengths_query", "actual_seq_lengths_kv"
         ),
     )
     lengths_kv = a.actual_seq_lengths_kv
