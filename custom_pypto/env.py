@@ -30,26 +30,6 @@ CPU_FEATURES = (
     "amx_tile amx_int8 amx_bf16 amx_fp16 asimd asimdhp asimddp asimdfhm bf16 i8mm sve sve2 svebf16 "
     "svei8mm"
 ).split()
-# Arm servers have no model name in /proc/cpuinfo, but numbers: implementer, then part. The names
-# are those of Linux (arch/arm64/include/asm/cputype.h).
-ARM_CPUS = {
-    0x41: (
-        "Arm",
-        {
-            0xD0B: "Cortex-A76",
-            0xD0C: "Neoverse N1",
-            0xD40: "Neoverse V1",
-            0xD49: "Neoverse N2",
-            0xD4F: "Neoverse V2",
-            0xD83: "Neoverse V3AE",
-            0xD84: "Neoverse V3",
-            0xD8E: "Neoverse N3",
-        },
-    ),
-    0x48: ("HiSilicon", {0xD01: "TSV110 (Kunpeng 920)", 0xD02: "HIP09", 0xD06: "HIP12"}),
-    0x70: ("Phytium", {0x662: "FTC662", 0x663: "FTC663", 0x664: "FTC664"}),
-    0xC0: ("Ampere", {0xAC3: "Ampere1", 0xAC4: "Ampere1A"}),
-}
 
 
 def disable_broken_autoload() -> None:
@@ -211,11 +191,17 @@ def _cann() -> str | None:
 
 def _compiler() -> str | None:
     command = shlex.split(os.environ.get("CXX") or "g++")
+    return _printed([*command, "--version"]).partition("\n")[0] or None
+
+
+def _printed(command: list[str]) -> str:
+    """What a program prints, in English; nothing where it is missing or fails."""
+    environment = {**os.environ, "LC_ALL": "C"}
     try:
-        shown = subprocess.run([*command, "--version"], capture_output=True, text=True, timeout=10)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=environment)
     except (OSError, subprocess.TimeoutExpired):
-        return None
-    return shown.stdout.partition("\n")[0] if shown.returncode == 0 else None
+        return ""
+    return done.stdout if done.returncode == 0 else ""
 
 
 def _read(path: str) -> str:
@@ -226,40 +212,21 @@ def _read(path: str) -> str:
         return ""
 
 
-def memory() -> dict[str, int]:
-    """Bytes of this machine's memory as Linux lists them: MemTotal, MemAvailable, …"""
-    lines = re.findall(r"(\w+):\s+(\d+) kB", _read("/proc/meminfo"))
-    return {name: int(kib) * 1024 for name, kib in lines}
-
-
 def _cpu(*, loaded: bool) -> dict:
-    cpuinfo, listed = _read("/proc/cpuinfo"), memory()
-    flags = re.search(r"^(?:flags|Features)\s*: (.*)$", cpuinfo, re.MULTILINE)
+    # util-linux knows the names of Arm servers, which /proc/cpuinfo has as numbers only
+    listed = dict(re.findall(r"^ *([\w ]+): +(.+)$", _printed(["lscpu"]), re.MULTILINE))
+    kib = dict(re.findall(r"(\w+):\s+(\d+) kB", _read("/proc/meminfo")))
     torch = sys.modules.get("torch")
     return {
-        "model": _cpu_model(cpuinfo) or platform.processor() or "not known",
+        "model": listed.get("Model name", "not known"),
         "architecture": platform.machine(),
-        "features": [name for name in CPU_FEATURES if flags and name in flags[1].split()],
+        "features": [name for name in CPU_FEATURES if name in listed.get("Flags", "").split()],
         "kernels_isa": torch.ops.custom_pypto.cpu_isa() if loaded else None,
         "threads": torch.get_num_threads() if torch else None,
         "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": listed.get("MemTotal"),
-        "memory_available_bytes": listed.get("MemAvailable"),
+        "memory_bytes": int(kib["MemTotal"]) * 1024 if kib else None,
+        "memory_available_bytes": int(kib["MemAvailable"]) * 1024 if kib else None,
     }
-
-
-def _cpu_model(cpuinfo: str) -> str | None:
-    if model := re.search(r"^model name\s*: (.*)$", cpuinfo, re.MULTILINE):
-        return model[1]
-    numbers = [
-        re.search(rf"^CPU {name}\s*: (0x[0-9a-f]+)$", cpuinfo, re.MULTILINE)
-        for name in ("implementer", "part")
-    ]
-    if None in numbers:
-        return None
-    implementer, part = (int(number[1], 16) for number in numbers)
-    name, parts = ARM_CPUS.get(implementer, (f"implementer {implementer:#x}", {}))
-    return f"{name} {parts.get(part, f'part {part:#x}')}"
 
 
 def _npu() -> dict:

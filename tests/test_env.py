@@ -202,65 +202,52 @@ def test_cann_version_is_read_from_where_it_is_installed(tmp_path, monkeypatch, 
     assert env.collect()["versions"]["CANN"] == f"{version} in {tmp_path}"
 
 
-def cpuinfo(features, implementer, variant, part, revision, bogomips="200.00"):
-    """A core as the kernels of Arm servers list it, two of them; values as published."""
-    core = (
-        f"BogoMIPS\t: {bogomips}\nFeatures\t: {features}\nCPU implementer\t: {implementer}\n"
-        f"CPU architecture: 8\nCPU variant\t: {variant}\nCPU part\t: {part}\n"
-        f"CPU revision\t: {revision}\n"
-    )
-    return "".join(f"processor\t: {i}\n{core}\n" for i in range(2))
-
-
 V8_2 = "fp asimd evtstrm aes pmull sha1 sha2 crc32 atomics fphp asimdhp cpuid asimdrdm"
 
 
+def lscpu(folder: Path, printed: str) -> None:
+    """A program of that name, in a folder for the PATH."""
+    program = folder / "lscpu"
+    program.write_text(f"#!/bin/sh\ncat <<'END'\n{printed}\nEND\n")
+    program.chmod(0o755)
+
+
 @pytest.mark.parametrize(
-    "text, model, features",
+    "printed, model, features",
     [
         pytest.param(
-            cpuinfo(f"{V8_2} jscvt fcma dcpop asimddp asimdfhm", "0x48", "0x1", "0xd01", 0),
-            "HiSilicon TSV110 (Kunpeng 920)",
+            "Architecture:        aarch64\nByte Order:          Little Endian\n"
+            "Vendor ID:           HiSilicon\nModel name:          Kunpeng-920\nModel:   0\n"
+            f"Flags:               {V8_2} jscvt fcma dcpop asimddp asimdfhm",
+            "Kunpeng-920",
             "asimd asimdhp asimddp asimdfhm",
-            id="kunpeng-920",
+            id="arm",
         ),
         pytest.param(
-            cpuinfo(
-                f"{V8_2} jscvt fcma lrcpc dcpop sha3 sm3 sm4 asimddp sha512 sve asimdfhm dit uscat "
-                "ilrcpc flagm ssbs sb dcpodp flagm2 frint svei8mm svef32mm svef64mm svebf16 i8mm "
-                "bf16 dgh rng ecv",
-                *("0x48", "0x0", "0xd02", 0),
-            ),
-            "HiSilicon HIP09",
-            "asimd asimdhp asimddp asimdfhm bf16 i8mm sve svebf16 svei8mm",
-            id="hip09",
-        ),
-        pytest.param(
-            cpuinfo(f"{V8_2} lrcpc dcpop asimddp ssbs", "0x41", "0x3", "0xd0c", 1, "50.00"),
-            "Arm Neoverse N1",
-            "asimd asimdhp asimddp",
-            id="neoverse-n1",
-        ),
-        pytest.param(
-            cpuinfo("fp asimd evtstrm aes cpuid", "0x43", "0x1", "0x0af", 1),
-            "implementer 0x43 part 0xaf",
-            "asimd",
-            id="not-in-the-table",
-        ),
-        pytest.param(
-            "processor\t: 0\nvendor_id\t: AuthenticAMD\nmodel\t\t: 2\n"
-            "model name\t: AMD EPYC 9754 128-Core Processor\nflags\t\t: fpu sse2 fma avx2\n\n",
+            "Architecture:          x86_64\nVendor ID:             AuthenticAMD\n"
+            "  Model name:          AMD EPYC 9754 128-Core Processor\n    CPU family:   25\n"
+            "    Flags:             fpu sse2 fma avx2\n"
+            "Vulnerabilities:       \n  Retbleed:            Not affected",
             "AMD EPYC 9754 128-Core Processor",
             "fma avx2",
-            id="x86",
+            id="x86-indented",
         ),
+        pytest.param("Architecture:   riscv64", "not known", "", id="neither"),
     ],
 )
-def test_cpu_is_named_from_what_linux_lists(text, model, features, monkeypatch):
-    read = env._read
-    monkeypatch.setattr(env, "_read", lambda path: text if path == "/proc/cpuinfo" else read(path))
+def test_cpu_is_named_as_lscpu_does(printed, model, features, tmp_path, monkeypatch):
+    lscpu(tmp_path, printed)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     cpu = env.collect()["cpu"]
     assert (cpu["model"], " ".join(cpu["features"])) == (model, features)
+
+
+def test_there_is_a_report_without_lscpu_and_compiler(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    report = env.collect()
+    assert (report["cpu"]["model"], report["cpu"]["features"]) == ("not known", [])
+    assert report["versions"]["compiler"] is None
+    assert "not known" in env.render(report)
 
 
 def test_report_wants_the_transformers_that_the_package_names():

@@ -7,12 +7,12 @@ import resource
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from cases import inputs_of
 
 import custom_pypto
-from custom_pypto import env
 from custom_pypto.descriptions import OPS
 
 MIB = 2**20
@@ -219,5 +219,5 @@ def test_a_cache_that_the_process_may_not_have_says_how_many_tokens_fit(batch_si
 def test_a_cache_of_absurd_size_says_how_many_tokens_fit():
     said, fit, at_that, _ = in_a_process(tokens_that_fit, 10**13, 1, None)
     assert "max_cache_len=10000000000000 on cpu" in said and at_that is None
-    total = env.memory()["MemTotal"]
+    total = psutil.virtual_memory().total
     assert 0 < fit * BYTES_OF_A_TOKEN <= total  # no more than the machine has, whatever it promises
