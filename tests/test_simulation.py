@@ -164,11 +164,6 @@ def test_nothing_is_left_in_the_working_folder(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_files_are_kept_where_asked(tmp_path):
-    simulation.estimate(affine_kernel(), *arguments(), folder=tmp_path)
-    assert list(tmp_path.rglob("_simulate.swim.json"))
-
-
 def run_python(code: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-c", code],

@@ -5,21 +5,18 @@ PyPTO, and loaded from the cache afterwards.
 """
 
 import ctypes
-import fcntl
 import functools
 import hashlib
 import os
 import shutil
 import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
 import pypto
 import torch
 from pypto._utils import BuildOnlineManager
 
-from .compiler import SimulationError, cache_folder
+from .compiler import SimulationError, built_once
 
 SOURCES = Path(pypto.__file__).parent / "lib" / "calculator"
 
@@ -27,24 +24,14 @@ SOURCES = Path(pypto.__file__).parent / "lib" / "calculator"
 @functools.cache
 def load() -> None:
     """Compiles the library if the cache has none and loads it into this process."""
-    library = _path()
-    if not library.exists():
-        # the lock goes with the process that holds it; the others find the library and do not build
-        with open(library.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not library.exists():
-                print(f"compiling PyPTO's interpreter, once, into {library}", file=sys.stderr)
-                _build(library)
-    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    BuildOnlineManager().calculator_loaded = True
-
-
-def _path() -> Path:
     facts = hashlib.sha256(f"{torch.__version__} {torch.__file__}".encode())
     for path in sorted(SOURCES.rglob("*")):
         if path.is_file():
             facts.update(path.read_bytes())
-    return cache_folder() / f"libtile_fwk_calculator-{facts.hexdigest()[:16]}.so"
+    name = f"libtile_fwk_calculator-{facts.hexdigest()[:16]}.so"
+    library = built_once("PyPTO's interpreter", name, _build)
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    BuildOnlineManager().calculator_loaded = True
 
 
 def _cmake() -> str:
@@ -63,26 +50,20 @@ def _cmake() -> str:
 
 
 def _build(library: Path) -> None:
-    root = Path(torch.__file__).parent
-    abi = int(torch._C._GLIBCXX_USE_CXX11_ABI)
-    with tempfile.TemporaryDirectory(prefix="pypto-calculator-") as folder:
-        configure = [
-            *(_cmake(), "-S", str(SOURCES), "-B", folder, "-DCMAKE_BUILD_TYPE=Release"),
-            f"-DPY3_MOD_TORCH_VERSION={torch.__version__}",
-            f"-DPY3_MOD_TORCH_ROOT_PATH={root}",
-            f"-DPY3_MOD_TORCH_C_GLIBCXX_USE_CXX11_ABI={abi}",
-        ]
-        if shutil.which("ninja"):
-            configure += ["-G", "Ninja"]
-        for command in (configure, [_cmake(), "--build", folder, "--parallel", "2"]):
-            done = subprocess.run(
-                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    folder = library.parent / "build"
+    configure = [
+        *(_cmake(), "-S", str(SOURCES), "-B", str(folder), "-DCMAKE_BUILD_TYPE=Release"),
+        f"-DPY3_MOD_TORCH_VERSION={torch.__version__}",
+        f"-DPY3_MOD_TORCH_ROOT_PATH={Path(torch.__file__).parent}",
+        f"-DPY3_MOD_TORCH_C_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
+    ]
+    if shutil.which("ninja"):
+        configure += ["-G", "Ninja"]
+    for command in (configure, [_cmake(), "--build", str(folder), "--parallel", "2"]):
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        if done.returncode:
+            raise SimulationError(
+                "custom_pypto.simulation: PyPTO's interpreter library does not compile, "
+                "g++ 9.4 or later, make or ninja are needed:\n" + done.stdout[-2000:]
             )
-            if done.returncode:
-                raise SimulationError(
-                    "custom_pypto.simulation: PyPTO's interpreter library does not compile, "
-                    "g++ 9.4 or later, make or ninja are needed:\n" + done.stdout[-2000:]
-                )
-        part = library.with_suffix(f".{os.getpid()}")
-        shutil.copy(Path(folder) / "libtile_fwk_calculator.so", part)
-        part.replace(library)
+    (folder / "libtile_fwk_calculator.so").rename(library)

@@ -13,12 +13,15 @@ import json
 import multiprocessing
 import os
 import re
+import shutil
 import sys
 import tempfile
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
+
+import filelock
 
 from ..requirements import pypto_problem
 
@@ -41,6 +44,25 @@ def cache_folder() -> Path:
             "set XDG_CACHE_HOME to a folder that can be written"
         ) from error
     return folder
+
+
+def built_once(what: str, name: str, build: Callable[[Path], None]) -> Path:
+    """What ``build`` makes at the path that it is given, kept as ``name`` in the cache folder."""
+    path = cache_folder() / name
+    if path.exists():
+        return path
+    # the lock goes with the process that holds it; the others find the path and do not build
+    with filelock.FileLock(f"{path}.lock"):
+        if not path.exists():
+            print(f"compiling {what}, once, into {path}", file=sys.stderr)
+            # whoever held the lock before and left a part died
+            for part in path.parent.glob(f"{name}.part-*"):
+                shutil.rmtree(part, ignore_errors=True)
+            with tempfile.TemporaryDirectory(prefix=f"{name}.part-", dir=path.parent) as part:
+                made = Path(part) / name
+                build(made)
+                made.rename(path)
+    return path
 
 
 def _configure() -> None:
@@ -116,16 +138,14 @@ def compiled(
     tensors: tuple,
     params: dict,
     *,
-    prepare: Callable[[], None],
+    prepare: Callable[[], None] = lambda: None,
     timeout: float | None,
-    folder: Path | None,
 ) -> Iterator[Path]:
     """Calls the kernel in a child process; yields the folder with what PyPTO wrote.
 
     Args:
         prepare: called in the child before the kernel.
         timeout: seconds, ``TIMEOUT`` if ``None``.
-        folder: where to keep PyPTO's files; a temporary folder if ``None``.
     """
     for i, tensor in enumerate(tensors):
         if not isinstance(tensor, torch.Tensor) or not tensor.is_contiguous():
@@ -139,11 +159,8 @@ def compiled(
             raise SimulationError(
                 f"{kernel.__name__}: argument {i} must be on the CPU, got {tensor.device}"
             )
-    with contextlib.ExitStack() as stack:
-        if folder is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pypto-")))
-        folder.mkdir(parents=True, exist_ok=True)
-        run = Path(tempfile.mkdtemp(prefix="run-", dir=folder)).resolve()
+    with tempfile.TemporaryDirectory(prefix="pypto-") as folder:
+        run = Path(folder).resolve()
         _run_in_child(kernel, tensors, params, prepare, timeout or TIMEOUT, run)
         outputs = sorted(run.glob("output_*"))
         if len(outputs) != 1:

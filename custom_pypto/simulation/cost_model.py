@@ -79,7 +79,6 @@ def estimate(
     *tensors: Tensor,
     trace: Path | str | None = None,
     timeout: float | None = None,
-    folder: Path | None = None,
     **params,
 ) -> Estimate:
     """Compiles the kernel for Atlas A2/A3 and prices one launch in PyPTO's cost model.
@@ -91,7 +90,6 @@ def estimate(
         tensors: the kernel's tensor arguments, contiguous and on the CPU. They are not changed.
         trace: where to write the timeline for Perfetto.
         timeout: seconds, 600 by default.
-        folder: where PyPTO's working files are kept; by default they are deleted.
         params: the kernel's other arguments.
 
     Raises:
@@ -99,9 +97,7 @@ def estimate(
             instance a tile that does not fit; it did not finish in time; it ended its process.
     """
     copy = simulated(kernel)
-    with compiled(
-        copy, tensors, params, prepare=_nothing, timeout=timeout, folder=folder
-    ) as output:
+    with compiled(copy, tensors, params, timeout=timeout) as output:
         swim = output / "CostModelSimulationOutput" / "_simulate.swim.json"
         if not swim.exists():
             raise SimulationError(f"{copy.__name__}: the cost model wrote no timeline")
@@ -113,10 +109,6 @@ def estimate(
     if trace is not None:
         result.write_trace(trace)
     return result
-
-
-def _nothing() -> None:
-    pass
 
 
 def _read(cores: list[dict], topology: str, program: dict) -> Estimate:

@@ -15,9 +15,7 @@ from . import calculator
 from .compiler import SimulationError, compiled, simulated
 
 
-def interpret(
-    kernel, *tensors: Tensor, timeout: float | None = None, folder: Path | None = None, **params
-) -> list[Tensor]:
+def interpret(kernel, *tensors: Tensor, timeout: float | None = None, **params) -> list[Tensor]:
     """The value of every tensor argument after the kernel ran.
 
     The kernel is what ``pypto.frontend.jit`` returns. Its tensor graph is interpreted before the
@@ -28,7 +26,6 @@ def interpret(
     Args:
         tensors: the kernel's tensor arguments, contiguous and on the CPU. They are not changed.
         timeout: seconds, 600 by default.
-        folder: where PyPTO's working files are kept; by default they are deleted.
         params: the kernel's other arguments.
 
     Returns:
@@ -42,9 +39,7 @@ def interpret(
     stop_early = {"compile_stage": pypto.CompStage.TENSOR_GRAPH}
     verify = {"enable_pass_verify": True, "pass_verify_pass_filter": []}
     copy = simulated(kernel, host_options=stop_early, verify_options=verify)
-    with compiled(
-        copy, tensors, params, prepare=_dump_arguments, timeout=timeout, folder=folder
-    ) as output:
+    with compiled(copy, tensors, params, prepare=_dump_arguments, timeout=timeout) as output:
         return [_dumped(output, i, tensor) for i, tensor in enumerate(tensors)]
 
 
@@ -61,7 +56,6 @@ def verify_passes(
     passes: tuple[str, ...] = ("CodegenPreproc",),
     tolerance: float = 1e-3,
     timeout: float | None = None,
-    folder: Path | None = None,
     **params,
 ) -> dict[str, tuple[int, int]]:
     """How often the graph after a compiler pass, tiles and all, computes what it did before.
@@ -82,9 +76,7 @@ def verify_passes(
         "pass_verify_error_tol": [tolerance, tolerance],
     }
     copy = simulated(kernel, verify_options=verify)
-    with compiled(
-        copy, tensors, params, prepare=_set_inputs, timeout=timeout, folder=folder
-    ) as output:
+    with compiled(copy, tensors, params, prepare=_set_inputs, timeout=timeout) as output:
         counts: dict[str, list[int]] = {}
         for path in output.glob("verify_*/verify_result_brief.csv"):
             with open(path, newline="", errors="replace") as file:

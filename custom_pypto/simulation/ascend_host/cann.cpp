@@ -8,7 +8,8 @@
 //    at every replay. A call that waits for the device fails then, and with it the capture, as on
 //    a device.
 //
-// Functions that are not here are generated (libraries.py): they say their name and fail.
+// Functions that are not here are generated (libraries.py): those that have nothing to do, and
+// those that say their name and fail.
 
 // as torch_npu's bindings of GE, which get a std::string from GEGetErrorMsg
 #define _GLIBCXX_USE_CXX11_ABI 0
@@ -26,6 +27,7 @@
 #include <vector>
 
 #define API extern "C" __attribute__((visibility("default")))
+#define MEMBER __attribute__((used))  // a symbol, though nothing here calls it
 
 using aclError = int;
 using Stream = void*;
@@ -36,9 +38,9 @@ constexpr aclError kSuccess = 0;
 constexpr aclError kOutOfMemory = 207001;
 constexpr aclError kInternalError = 500000;   // others torch_npu may take for a warning
 constexpr size_t kMemory = size_t{16} << 30;  // what the device says it has
-constexpr int kContext = 0;                   // its address is the one context there is
 
 thread_local int device = 0;
+int the_context = 0;  // its address is the one context there is
 std::string last_error;
 std::map<int, int64_t> system_parameters;
 
@@ -77,11 +79,15 @@ aclError allocate(void** memory, size_t bytes) {
   return posix_memalign(memory, 512, bytes ? bytes : 512) ? kOutOfMemory : kSuccess;
 }
 
-// Streams and events are told apart by their address and have no other content.
-aclError make(void** handle) {
-  *handle = std::malloc(1);
+// What a function answers through a pointer.
+template <typename T, typename U>
+aclError give(T* place, const U& value) {
+  *place = value;
   return kSuccess;
 }
+
+// Streams and events are told apart by their address and have no other content.
+aclError make(void** handle) { return give(handle, std::malloc(1)); }
 
 aclError break_capture(const std::string& what) {
   if (capture.model && capture.broken_by.empty()) capture.broken_by = what;
@@ -129,40 +135,20 @@ API void ascend_host_missing_cpp(const char* function) {
 
 // ---- device
 
-API aclError aclInit(const char*) { return kSuccess; }
-API aclError aclFinalize() { return kSuccess; }
 API const char* aclGetRecentErrMsg() { return last_error.c_str(); }
 // of an Atlas A3; torchair asks which converters a chip has
 API const char* aclrtGetSocName() { return "Ascend910_9391"; }
-API aclError aclrtGetDeviceCount(uint32_t* count) {
-  *count = 1;
-  return kSuccess;
-}
-API aclError aclrtGetDevice(int32_t* id) {
-  *id = device;
-  return kSuccess;
-}
+API aclError aclrtGetDeviceCount(uint32_t* count) { return give(count, 1); }
+API aclError aclrtGetDevice(int32_t* id) { return give(id, device); }
 API aclError aclrtSetDevice(int32_t id) {
   device = id;
   return kSuccess;
 }
-API aclError aclrtResetDevice(int32_t) { return kSuccess; }
-API aclError aclrtResetDeviceForce(int32_t) { return kSuccess; }
-API aclError aclrtSetDeviceSatMode(int) { return kSuccess; }
-API aclError aclrtGetDeviceSatMode(int* mode) {
-  *mode = 1;
-  return kSuccess;
-}
-API aclError aclrtGetCurrentContext(void** context) {
-  *context = const_cast<int*>(&kContext);
-  return kSuccess;
-}
-API aclError aclrtSetCurrentContext(void*) { return kSuccess; }
+API aclError aclrtGetDeviceSatMode(int* mode) { return give(mode, 1); }
+API aclError aclrtGetCurrentContext(void** context) { return give(context, &the_context); }
 API aclError aclrtCreateContext(void** context, int32_t) { return aclrtGetCurrentContext(context); }
-API aclError aclrtDestroyContext(void*) { return kSuccess; }
 API aclError aclrtGetSysParamOpt(int key, int64_t* value) {
-  *value = system_parameters[key];
-  return kSuccess;
+  return give(value, system_parameters[key]);
 }
 API aclError aclrtSetSysParamOpt(int key, int64_t value) {
   system_parameters[key] = value;
@@ -174,17 +160,12 @@ API aclError aclrtCtxGetSysParamOpt(int key, int64_t* value) {
 API aclError aclrtCtxSetSysParamOpt(int key, int64_t value) {
   return aclrtSetSysParamOpt(key, value);
 }
-API aclError aclSetCompileopt(int, const char*) { return kSuccess; }
 API size_t aclGetCompileoptSize(int) { return sizeof "disable"; }
 API aclError aclGetCompileopt(int, char* value, size_t size) {
   std::snprintf(value, size, "disable");
   return kSuccess;
 }
-API aclError aclrtSetOpExecuteTimeOut(uint32_t) { return kSuccess; }
-API aclError aclrtGetStreamResLimit(void*, int, uint32_t* cores) {
-  *cores = 24;
-  return kSuccess;
-}
+API aclError aclrtGetStreamResLimit(void*, int, uint32_t* cores) { return give(cores, 24); }
 
 // ---- memory
 
@@ -238,7 +219,6 @@ API aclError aclrtCreateStreamWithConfig(Stream* stream, uint32_t, uint32_t) {
 }
 API aclError aclrtDestroyStream(Stream stream) { return aclrtFree(stream); }
 API aclError aclrtDestroyStreamForce(Stream stream) { return aclrtFree(stream); }
-API aclError aclrtSetStreamFailureMode(Stream, uint64_t) { return kSuccess; }
 API aclError aclrtSynchronizeStream(Stream) { return wait("aclrtSynchronizeStream"); }
 API aclError aclrtSynchronizeStreamWithTimeout(Stream, int32_t) {
   return wait("aclrtSynchronizeStream");
@@ -258,19 +238,12 @@ API aclError aclrtRecordEvent(void* event, Stream stream) {
   if (model_of(stream)) capture.events.insert(event);
   return kSuccess;
 }
-API aclError aclrtResetEvent(void*, Stream) { return kSuccess; }
 API aclError aclrtStreamWaitEvent(Stream stream, void* event) {
   if (capture.events.count(event)) capture.streams.insert(stream);
   return kSuccess;
 }
-API aclError aclrtQueryEventStatus(void*, int* done) {
-  *done = 1;
-  return kSuccess;
-}
-API aclError aclrtQueryEventWaitStatus(void*, int* done) {
-  *done = 1;
-  return kSuccess;
-}
+API aclError aclrtQueryEventStatus(void*, int* done) { return give(done, 1); }
+API aclError aclrtQueryEventWaitStatus(void*, int* done) { return give(done, 1); }
 
 // ---- capture and replay: a model is what Python keeps under its number
 
@@ -308,16 +281,6 @@ API aclError aclmdlRIDestroy(void* model) {
   return kSuccess;
 }
 
-// ---- profiling and logging, which torch_npu calls whether asked to or not
-
-API int32_t MsprofRegisterCallback(uint32_t, void*) { return 0; }
-API int32_t MsprofReportApi(uint32_t, const void*) { return 0; }
-API int32_t MsprofReportCompactInfo(uint32_t, const void*, uint32_t) { return 0; }
-API int32_t MsprofReportAdditionalInfo(uint32_t, const void*, uint32_t) { return 0; }
-API uint64_t MsprofSysCycleTime() { return 0; }
-API uint64_t MsprofGetHashId(const char*, size_t) { return 0; }
-API void aclAppLog(int, const char*, const char*, uint32_t, const char*, ...) {}
-
 // ---- the string functions of C11's annex K, which glibc lacks
 
 API int strcpy_s(char* to, size_t size, const char* from) {
@@ -342,25 +305,20 @@ API int snprintf_s(char* to, size_t size, size_t count, const char* format, ...)
 
 namespace ge {
 
-class __attribute__((visibility("default"))) AscendString {
+class AscendString {
  public:
-  AscendString(const char* text);
-  const char* GetString() const;
-  bool operator<(const AscendString& other) const;
-  bool operator==(const AscendString& other) const;
+  MEMBER AscendString(const char* text) : text_(new std::string(text ? text : "")) {}
+  MEMBER const char* GetString() const { return text_ ? text_->c_str() : ""; }
+  MEMBER bool operator<(const AscendString& other) const {
+    return std::strcmp(GetString(), other.GetString()) < 0;
+  }
+  MEMBER bool operator==(const AscendString& other) const {
+    return std::strcmp(GetString(), other.GetString()) == 0;
+  }
 
  private:
   std::shared_ptr<std::string> text_;
 };
-
-AscendString::AscendString(const char* text) : text_(new std::string(text ? text : "")) {}
-const char* AscendString::GetString() const { return text_ ? text_->c_str() : ""; }
-bool AscendString::operator<(const AscendString& other) const {
-  return std::strcmp(GetString(), other.GetString()) < 0;
-}
-bool AscendString::operator==(const AscendString& other) const {
-  return std::strcmp(GetString(), other.GetString()) == 0;
-}
 
 using Options = std::map<AscendString, AscendString>;
 
@@ -370,20 +328,15 @@ std::string GEGetErrorMsg() { return last_error; }
 AscendString GEGetErrorMsgV2() { return {last_error.c_str()}; }
 AscendString GEGetWarningMsgV2() { return {""}; }
 
-class Session {
- public:
-  Session(const Options&);
-  ~Session();
+struct Session {
+  MEMBER Session(const Options&) {}
+  MEMBER ~Session() {}
 };
-Session::Session(const Options&) {}
-Session::~Session() {}
 
-class OperatorFactory {
- public:
-  static bool IsExistOp(const char*);
+struct OperatorFactory {
+  // torchair asks before it uses an operator that came with a newer CANN: the newest has them all
+  MEMBER static bool IsExistOp(const char*) { return true; }
 };
-// torchair asks before it uses an operator that came with a newer CANN: the newest has them all
-bool OperatorFactory::IsExistOp(const char*) { return true; }
 
 }  // namespace ge
 

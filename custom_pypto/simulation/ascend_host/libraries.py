@@ -2,12 +2,11 @@
 
 torch_npu's libraries want every symbol when they are loaded. Which ones CANN would have to give is
 read from the libraries themselves; the few with a body are in ``cann.cpp``, the others are
-generated and fail when called. All are in one library, and each further one that torch_npu names
-is empty and refers to it.
+generated: they do nothing, or fail when called. All are in one library, and each further one that
+torch_npu names is empty and refers to it.
 """
 
 import ctypes
-import fcntl
 import functools
 import hashlib
 import importlib.util
@@ -17,11 +16,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from ...requirements import installed_version
-from ..compiler import SimulationError, cache_folder
+from ..compiler import SimulationError, built_once
 
 TORCH_NPU = "2.13"
 NEEDED = ("protobuf", "numpy", "PyYAML", "packaging")  # by torchair, beside torch
@@ -30,6 +28,14 @@ TORCH_SETTINGS = Path(__file__).with_name("torch_settings.cpp")
 # c10::CachingAllocator::AcceleratorAllocatorConfig::getMutableKeys()
 KEYS = "_ZN3c1016CachingAllocator26AcceleratorAllocatorConfig14getMutableKeysB5cxx11Ev"
 MAIN = "libascendcl.so"
+# have nothing to do here and say that it is done
+SUCCEED = (
+    "aclInit aclFinalize aclrtResetDevice aclrtResetDeviceForce aclrtSetDeviceSatMode "
+    "aclrtSetCurrentContext aclrtDestroyContext aclSetCompileopt aclrtSetOpExecuteTimeOut "
+    "aclrtSetStreamFailureMode aclrtResetEvent MsprofRegisterCallback MsprofReportApi "
+    "MsprofReportCompactInfo MsprofReportAdditionalInfo MsprofSysCycleTime MsprofGetHashId "
+    "aclAppLog"
+).split()
 
 
 class AscendHostError(SimulationError):
@@ -54,14 +60,7 @@ def load() -> ctypes.CDLL:
             f"ascend_host: the host stand-in must not run beside a real CANN, and {found}; "
             "use the NPU, or a machine or container without CANN"
         )
-    folder = _folder()
-    if not folder.exists():
-        # the lock goes with the process that holds it; the others find the folder and do not build
-        with open(folder.with_suffix(".lock"), "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not folder.exists():
-                print(f"compiling the host stand-in for CANN, once, into {folder}", file=sys.stderr)
-                _build(folder)
+    folder = built_once("the host stand-in for CANN", _name(), _build)
     # a library that is loaded already is what the loader finds by its name later on
     others = sorted(path for path in folder.glob("*.so") if path.name != MAIN)
     main, *_ = [ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL) for path in (folder / MAIN, *others)]
@@ -84,15 +83,15 @@ def cann() -> str | None:
     return f"it is in {home}" if os.path.isdir(home) else None
 
 
-def _folder() -> Path:
-    """Where the libraries are or will be, named after all that they are made from."""
+def _name() -> str:
+    """Of the folder with the libraries, after all that they are made from."""
     facts = hashlib.sha256()
     for path in (Path(__file__), SOURCE, TORCH_SETTINGS):
         facts.update(path.read_bytes())
     compiler = _run([*_compiler(), "--version"])
     machine = (platform.machine(), sys.version)
     facts.update(repr((_torch_npu(), installed_version("torch"), machine, compiler)).encode())
-    return cache_folder() / f"ascend_host-{facts.hexdigest()[:16]}"
+    return f"ascend_host-{facts.hexdigest()[:16]}"
 
 
 def _torch_npu() -> str:
@@ -177,41 +176,37 @@ def is_loadable(library: str) -> bool:
 def _build(folder: Path) -> None:
     compiler = _compiler()
     symbols, libraries = _wanted()
-    # whoever held the lock before and left a part died
-    for part in folder.parent.glob(f"{folder.name}.part-*"):
-        shutil.rmtree(part, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=f"{folder.name}.part-", dir=folder.parent) as part:
-        made = Path(part) / "made"
-        made.mkdir()
-        cann, settings, rest = made / "cann.o", made / "torch_settings.o", made / "rest.c"
-        flags = ["-O1", "-fPIC"]
-        for source, compiled in ((SOURCE, cann), (TORCH_SETTINGS, settings)):
-            _run([*compiler, "-std=c++17", *flags, "-c", str(source), "-o", str(compiled)])
-        defined = _run(["nm", "--defined-only", "--format=posix", str(cann)]).splitlines()
-        rest.write_text(_generated(sorted(symbols - {line.split()[0] for line in defined})))
-        _run([*compiler, "-x", "c", *flags, "-c", str(rest), "-o", str(made / "rest.o")])
-        link = [*compiler, "-shared"]
+    folder.mkdir()
+    cann, settings, rest = folder / "cann.o", folder / "torch_settings.o", folder / "rest.c"
+    flags = ["-O1", "-fPIC"]
+    for source, compiled in ((SOURCE, cann), (TORCH_SETTINGS, settings)):
+        _run([*compiler, "-std=c++17", *flags, "-c", str(source), "-o", str(compiled)])
+    defined = _run(["nm", "--defined-only", "--format=posix", str(cann)]).splitlines()
+    rest.write_text(_generated(symbols - {line.split()[0] for line in defined}))
+    _run([*compiler, "-x", "c", *flags, "-c", str(rest), "-o", str(folder / "rest.o")])
+    link = [*compiler, "-shared"]
+    _run(
+        [*link, f"-Wl,-soname,{MAIN}", str(cann), str(settings), str(folder / "rest.o")]
+        + ["-o", str(folder / MAIN)]
+    )
+    for name in sorted(libraries - {MAIN}):
         _run(
-            [*link, f"-Wl,-soname,{MAIN}", str(cann), str(settings), str(made / "rest.o")]
-            + ["-o", str(made / MAIN)]
+            [*link, f"-Wl,-soname,{name}", "-Wl,--no-as-needed", f"-L{folder}", "-lascendcl"]
+            + ["-o", str(folder / name)]
         )
-        for name in sorted(libraries - {MAIN}):
-            _run(
-                [*link, f"-Wl,-soname,{name}", "-Wl,--no-as-needed", f"-L{made}", "-lascendcl"]
-                + ["-o", str(made / name)]
-            )
-        made.rename(folder)
 
 
-def _generated(symbols: list[str]) -> str:
-    """C functions that say their name and fail."""
+def _generated(symbols: set[str]) -> str:
+    """C functions without a body of their own: most say their name and fail."""
     lines = [
         "int ascend_host_missing(const char*);",
         "void ascend_host_missing_cpp(const char*);",
     ]
-    for i, symbol in enumerate(symbols):
+    for i, symbol in enumerate(sorted(symbols.union(SUCCEED))):
         lines.append(f'long function{i}(void) __asm__("{symbol}");')
-        if symbol.startswith("_Z"):
+        if symbol in SUCCEED:
+            body = "return 0;"
+        elif symbol.startswith("_Z"):
             body = f'ascend_host_missing_cpp("{symbol}"); return 0;'
         else:
             body = f'return ascend_host_missing("{symbol}");'
