@@ -30,9 +30,6 @@ from transformers import (
     GenerationConfig,
     GlmMoeDsaForCausalLM,
 )
-from transformers.models.axk2.modeling_axk2 import AXK2Attention
-from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Attention
-from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaAttention
 
 from . import fp8, generation
 from .axk2 import PagedAXK2Attention
@@ -46,11 +43,11 @@ from .tensor_parallel import own_device, sharing
 
 __all__ = ["PagedCache", "load", "use_custom_pypto", "use_transformers"]
 
-# of each architecture the model that can be swapped, and its attention: stock, swapped
+# of each architecture the model that can be swapped, and its attention when it is
 ATTENTION = {
-    DeepseekV32ForCausalLM: (DeepseekV32Attention, PagedDeepseekV32Attention),
-    GlmMoeDsaForCausalLM: (GlmMoeDsaAttention, PagedGlmMoeDsaAttention),
-    AXK2ForCausalLM: (AXK2Attention, PagedAXK2Attention),
+    DeepseekV32ForCausalLM: PagedDeepseekV32Attention,
+    GlmMoeDsaForCausalLM: PagedGlmMoeDsaAttention,
+    AXK2ForCausalLM: PagedAXK2Attention,
 }
 
 
@@ -193,4 +190,6 @@ def _attention_classes(caller: str, model) -> tuple[type, type]:
             f"{caller}: model must be a {names} of transformers, "
             f"got {type(model).__module__}.{type(model).__qualname__}{inside}"
         )
-    return ATTENTION[type(model)]
+    paged = ATTENTION[type(model)]
+    _, stock = paged.__bases__
+    return stock, paged

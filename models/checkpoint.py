@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming, apply_renamings
@@ -78,9 +79,7 @@ def index_file(path: Path) -> Path:
     return index if index.is_file() else path / "model.safetensors"
 
 
-def stored_tensors(
-    path: Path, wanted: Callable[[str], bool] = lambda name: True
-) -> dict[str, Stored]:
+def stored_tensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Stored]:
     """Where the ``wanted`` tensors are, from the headers of the files that hold them."""
     index = index_file(path)
     promised: dict[str, set[str]] = {}
@@ -123,39 +122,35 @@ def read_header(file: Path) -> dict[str, Stored]:
         ) from error
 
 
-def parts_on_disk(model) -> dict[str, list[str]]:
-    """For each parameter the tensors that checkpoints have for it: experts come one by one, and
-    some architectures have other names there, which transformers knows.
+def on_disk(model) -> dict[str, tuple[list[int], list[str]]]:
+    """For each parameter and buffer of ``model`` that checkpoints have its shape, and the tensors
+    that they have for it: experts come one by one, and some architectures have other names there,
+    which transformers knows.
 
     In the order in which they lie in the parameter, each as large as the others.
     """
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     renamings = [x.reverse_transform() for x in conversions[::-1] if isinstance(x, WeightRenaming)]
+    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
 
-    def parts(name: str, shape: list[int]) -> list[str]:
+    def parts(name: str, shape: torch.Size) -> list[str]:
         experts, fused, projection = name.partition(".experts.")
         if not fused:
             return [apply_renamings(name, renamings)]
         parts = ["gate_proj", "up_proj"] if projection == "gate_up_proj" else [projection]
         return [f"{experts}.experts.{i}.{part}.weight" for i in range(shape[0]) for part in parts]
 
-    return {name: parts(name, shape) for name, shape in parameters_on_disk(model).items()}
-
-
-def parameters_on_disk(model) -> dict[str, list[int]]:
-    """Name and shape of every parameter and buffer of ``model`` that checkpoints have."""
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
     return {
-        name: list(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied
+        name: (list(tensor.shape), parts(name, tensor.shape))
+        for name, tensor in model.state_dict().items()
+        if name not in tied
     }
 
 
 def tensors_on_disk(model) -> dict[str, list[int]]:
     """Name and shape of every tensor of ``model`` as checkpoints have it."""
     shapes = {}
-    parts_of = parts_on_disk(model)
-    for name, shape in parameters_on_disk(model).items():
-        parts = parts_of[name]
+    for name, (shape, parts) in on_disk(model).items():
         if ".experts." in name:
             experts, rows, columns = shape
             shape = [rows * experts // len(parts), columns]

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from tqdm import tqdm
 
 from . import fp8
-from .checkpoint import Stored, parameters_on_disk, parts_on_disk
+from .checkpoint import Stored, on_disk
 
 
 class Reader:
@@ -64,34 +64,28 @@ class Parameter:
             whole = self.reader.read(self.parts[0], self.dtype)
             # a copy of a part, since a view of it would keep all of it in memory
             return whole if index is ... else whole[index].clone()
-        if index is not ...:
-            return self._part_of_each_expert(*index)
-        parameter = torch.empty(self.shape, dtype=self.dtype)
-        targets = parameter.view(len(self.parts), -1, self.shape[-1])
-        for part, target in zip(self.parts, targets, strict=True):
-            self.reader.read_into(part, target)
-        return parameter
-
-    def _part_of_each_expert(self, experts: slice, rows: slice, columns: slice) -> torch.Tensor:
-        """For a rank that shares the experts with others; never has more than one whole expert."""
-        expert = torch.empty(self.shape[1:], dtype=self.dtype)
+        # of a rank that shares the experts with others, only part of each
+        experts, rows, columns = [slice(None)] * 3 if index is ... else index
+        selected = range(self.shape[0])[experts]
         parts_of_one = len(self.parts) // self.shape[0]
-        targets = expert.view(parts_of_one, -1, self.shape[-1])
-        selected = []
-        for i in range(self.shape[0])[experts]:
+        buffer = torch.empty(self.shape[1:], dtype=self.dtype)
+        parameter = buffer.new_empty(len(selected), *buffer[rows, columns].shape)
+        for i, place in zip(selected, parameter, strict=True):
+            expert = place if index is ... else buffer
             parts = self.parts[i * parts_of_one : (i + 1) * parts_of_one]
+            targets = expert.view(parts_of_one, -1, self.shape[-1])
             for part, target in zip(parts, targets, strict=True):
                 self.reader.read_into(part, target)
-            selected.append(expert[rows, columns].clone())
-        return torch.stack(selected)
+            if expert is buffer:
+                place.copy_(expert[rows, columns])
+        return parameter
 
 
 def parameters(model, reader: Reader, dtype: torch.dtype) -> dict[str, Parameter]:
     """Every parameter of ``model``, and its persistent buffers, still on disk."""
-    parts = parts_on_disk(model)
     return {
-        name: Parameter(reader, parts[name], shape, dtype)
-        for name, shape in parameters_on_disk(model).items()
+        name: Parameter(reader, parts, shape, dtype)
+        for name, (shape, parts) in on_disk(model).items()
     }
 
 
