@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .loading import free_memory
-from .pools import config_names, declared_rows, pools_of
+from .pools import declared_rows, pools_of
 from .projection import device_of
 
 
@@ -298,7 +298,9 @@ def check_block_size(caller: str, block_size: int) -> None:
 def dimensions(model) -> dict:
     """What a model must have in common with the cache it uses."""
     pools = pools_of(model)
-    names = ["num_hidden_layers", *config_names(pools)]
+    widths = [pool.width for pool in pools.values() if isinstance(pool.width, str)]
+    layers = [pool.where[0] for pool in pools.values() if pool.where is not None]
+    names = ["num_hidden_layers", *widths, *layers]
     of_config = {name: getattr(model.config, name) for name in names}
     device = device_of([model.base_model.layers[0]])
     declared = {name: pool.dtype for name, pool in pools.items()}

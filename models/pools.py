@@ -51,9 +51,3 @@ def declared_rows(model) -> list[dict[str, tuple[int, torch.dtype] | None]]:
         {name: pool.row(config, layer, model.dtype) for name, pool in pools}
         for layer in range(config.num_hidden_layers)
     ]
-
-
-def config_names(pools: dict[str, Pool]) -> list[str]:
-    """The attributes of the config that widths and layers of the pools are taken from."""
-    widths = [pool.width for pool in pools.values() if isinstance(pool.width, str)]
-    return widths + [pool.where[0] for pool in pools.values() if pool.where is not None]
