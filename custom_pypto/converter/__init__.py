@@ -49,10 +49,6 @@ def register() -> None:
     _registered = True
 
 
-def is_registered() -> bool:
-    return _registered
-
-
 def register_if_wanted() -> None:
     """What importing custom_pypto does: the table above; warns if torchair cannot be imported."""
     global failure
@@ -96,23 +92,19 @@ def kernel_package() -> str | None:
     for folder, pattern in patterns:
         for name in sorted(glob.glob(pattern, root_dir=folder)):
             path = os.path.join(folder, name)
-            if set(OPERATORS) <= set(_operators(path)):
+            try:
+                with open(path, encoding="utf-8") as file:
+                    listed = json.load(file)
+            except (OSError, ValueError):  # somebody else's, and not ours to complain about
+                continue
+            if isinstance(listed, dict) and set(OPERATORS) <= set(listed):
                 return path
     return None
 
 
-def _operators(path: str) -> dict:
-    try:
-        with open(path, encoding="utf-8") as file:
-            listed = json.load(file)
-    except (OSError, ValueError):  # somebody else's package, and not ours to complain about
-        return {}
-    return listed if isinstance(listed, dict) else {}
-
-
 def problem() -> dict[str, str] | None:
     """Why the converters are not registered, as ``python -m custom_pypto env`` says it."""
-    if is_registered():
+    if _registered:
         return None
     if failure is not None:
         what = f"torchair cannot be imported ({type(failure).__name__}: {failure})"

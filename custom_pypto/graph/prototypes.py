@@ -1,12 +1,18 @@
-"""The ops as GE operators: inputs, outputs and attributes, from the schemas and descriptions."""
+"""The ops as GE operators: inputs, outputs and attributes, from the schemas and descriptions; and
+nodes of them, which torchair makes."""
 
 import dataclasses
+from typing import Any
 
 from ..descriptions import HALF, OPS, Description, ge_type
 from ..schemas import overload
 
 # of a schema -> GE's kind of attribute
 KINDS = {"int": "Int", "float": "Float", "str": "String", "bool": "Bool"}
+
+
+# torchair's name of a kind, where it is not GE's
+ATTR = {"String": "Str"}
 
 
 class PrototypeError(RuntimeError):
@@ -107,3 +113,25 @@ def _attribute(op: str, argument, type: str, optional: bool, description: Descri
     if optional and default is None:
         default = description.absent[name]
     return Attribute(name, type, not argument.has_default_value(), default)
+
+
+def node(op: str, arguments: dict[str, Any]):
+    """A node of the GE operator of ``op``: its output, or a tuple of them.
+
+    Args:
+        arguments: every input and attribute, by name.
+    """
+    from torchair import ge  # needs torch_npu
+
+    found = prototype(op, OPS[op])
+    return ge.custom_op(
+        found.type,
+        inputs={tensor.name: arguments[tensor.name] for tensor in found.inputs},
+        attrs={
+            attribute.name: getattr(ge.attr, ATTR.get(attribute.kind, attribute.kind))(
+                arguments[attribute.name]
+            )
+            for attribute in found.attributes
+        },
+        outputs=[output.name for output in found.outputs],
+    )
