@@ -94,6 +94,7 @@ lint() {
   local failed=0 large
   "$python" -m ruff check --quiet . || failed=1
   "$python" -m ruff format --check . || failed=1
+  "$python" -m mypy || failed=1
   git ls-files -z --cached --others --exclude-standard '*.cpp' '*.h' |
     xargs -0 -r "$environment/bin/clang-format" --dry-run -Werror || failed=1
   # against the empty tree: every line is looked at, not only changed ones

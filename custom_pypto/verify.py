@@ -24,7 +24,7 @@ def verify(device: str, op: str = "") -> bool:
     Returns:
         Whether every check passed.
     """
-    context = contextlib.nullcontext()
+    context: contextlib.AbstractContextManager = contextlib.nullcontext()
     if device == "interpreter":
         from .simulation import calculator, on_cpu
 
@@ -36,7 +36,7 @@ def verify(device: str, op: str = "") -> bool:
     print(ROW.format("result", f"op on {device}", "dtype", "shape", "error", "allowed"))
     with context:
         passed = [
-            _passes(name, *check, place)
+            _passes(place, name, *check)
             for name in ([op] if op else OPS)
             for check in reference.MODULES[name].checks(dtypes)
         ]
@@ -44,7 +44,7 @@ def verify(device: str, op: str = "") -> bool:
     return all(passed)
 
 
-def _passes(op: str, dtype: torch.dtype, shape: str, arguments: dict, device: str) -> bool:
+def _passes(device: str, op: str, dtype: torch.dtype, shape: str, arguments: dict) -> bool:
     case = op, str(dtype).removeprefix("torch."), shape
     try:
         error, allowed = _error(op, arguments, device)

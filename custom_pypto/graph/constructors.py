@@ -72,8 +72,8 @@ def _parameters(prototype: Prototype) -> Iterator[str]:
     if prototype.attributes:
         yield "*"
     for attribute in prototype.attributes:
-        default = attribute.default
-        text = json.dumps(default) if isinstance(default, str) else repr(default)
+        value = attribute.default
+        text = json.dumps(value) if isinstance(value, str) else repr(value)
         given = "" if attribute.required else f" = {text}"
         yield f"{attribute.name}: {attribute.type}{given}"
 

@@ -53,7 +53,7 @@ def _call(op: str, launch: Launch, /, *args, **kwargs) -> Tensor:
 
 def implementations(launch: Launch) -> dict[str, Callable]:
     """Of each op of the schema, the function that runs it with ``launch``."""
-    functions = {op: functools.partial(_call, op, launch) for op in OPS}
+    functions: dict[str, Callable] = {op: functools.partial(_call, op, launch) for op in OPS}
     for op in OPS:
         if hasattr(_module(op), "backward"):
             functions[f"{op}_backward"] = functools.partial(_module(op).backward, launch)

@@ -18,7 +18,7 @@ Arguments = SimpleNamespace  # of a call, each by its name in the schema
 
 def on_device(kernel: Callable, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> None:
     """Launches the kernel on the current stream of the tensors' device."""
-    with torch.npu.device(tensors[0].device):
+    with torch.npu.device(tensors[0].device):  # type: ignore[attr-defined]
         kernel(*tensors)
 
 

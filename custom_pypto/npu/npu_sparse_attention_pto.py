@@ -45,7 +45,7 @@ def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
     program = _kernel(a)
     caches = [rows(cache) for cache in (a.kv_cache, a.kr_cache, a.index_k_cache)]
     result = out.view(-1, out.size(-1))
-    launch(program, _tensors(a, *caches, result), (*caches, result))
+    launch(program, _tensors(a, result, *caches), (*caches, result))
     return out
 
 
@@ -71,7 +71,7 @@ def _kernel(a: Arguments) -> Callable:
 
 
 def _tensors(
-    a: Arguments, kv_cache: Tensor, kr_cache: Tensor, index_k_cache: Tensor, result: Tensor
+    a: Arguments, result: Tensor, kv_cache: Tensor, kr_cache: Tensor, index_k_cache: Tensor
 ) -> tuple[Tensor, ...]:
     """What the program takes, in its order."""
     tokens, (heads, _, latent) = a.x.size(0) * a.x.size(1), a.w_uk.shape

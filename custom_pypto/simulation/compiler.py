@@ -56,8 +56,8 @@ def built_once(what: str, name: str, build: Callable[[Path], None]) -> Path:
         if not path.exists():
             print(f"compiling {what}, once, into {path}", file=sys.stderr)
             # whoever held the lock before and left a part died
-            for part in path.parent.glob(f"{name}.part-*"):
-                shutil.rmtree(part, ignore_errors=True)
+            for old in path.parent.glob(f"{name}.part-*"):
+                shutil.rmtree(old, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=f"{name}.part-", dir=path.parent) as part:
                 made = Path(part) / name
                 build(made)
