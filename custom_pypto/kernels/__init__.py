@@ -1,6 +1,11 @@
-"""The ops as PyPTO programs for Ascend NPUs. Imports pypto, never the ops."""
+"""The ops as PyPTO programs for Ascend NPUs. Imports pypto, never the ops.
+
+A program is Python that runs once, on the host: its calls of pypto record what the NPU does, and
+the body of a ``pypto.loop`` is recorded once per branch that it may take, not per iteration.
+"""
 
 import logging
+from types import SimpleNamespace
 
 _root = logging.getLogger()
 _level, _handlers = _root.level, _root.handlers[:]
@@ -17,6 +22,15 @@ DTYPES = {
     "float16": pypto.DT_FP16,
     "float32": pypto.DT_FP32,
 }
+
+# The tensors of a program. PyPTO evaluates the body of a kernel itself: ``locals()`` are there the
+# parameters, so that the kernel's signature is the only list of their names.
+Arguments = SimpleNamespace
+
+
+def loop(name: str, *bounds, **options):
+    """``pypto.loop``, whose index has the loop's name in lower case."""
+    return pypto.loop(*bounds, name=name, idx_name=name.lower(), **options)
 
 
 def runtime_options(*control_flow: str, ready_on_host: bool, layout: str = "BSND") -> dict:

@@ -27,7 +27,7 @@ from collections.abc import Callable
 
 import pypto
 
-from . import DTYPES, runtime_options
+from . import DTYPES, Arguments, loop, runtime_options
 from .sequences import query_tiles
 from .tiling import IndexerTiling, indexer_tiling
 
@@ -43,45 +43,91 @@ def widest(visible):
     return functools.reduce(lambda most, keys: most.max(keys), visible)
 
 
-def selector(
-    query,
-    weights,
-    key,
-    block_table,
-    *,
-    heads: int,
-    block_size: int,
-    sparse_count: int,
-    tiling: IndexerTiling,
-) -> Callable:
-    """``select(row, sequence, visible, write)``, which builds the selection of a tile of tokens.
+class Selector:
+    """``select(row, sequence, visible, write)`` builds the selection of a tile of tokens.
 
-    ``write(g, value, place)`` builds what becomes of the result of token ``g`` of the tile: scores,
-    best first, and their positions, both ``[1, width]`` with ``width`` the ``sparse_count`` rounded
-    up to 32. Where a token sees fewer keys the score is below ``LOWEST``. It is not called for a
-    tile whose tokens see nothing.
+    The tile is one of :func:`query_tiles`. ``write(g, value, place)`` builds what becomes of the
+    result of its token ``g``: scores, best first, and their positions, both ``[1, width]`` with
+    ``width`` the ``sparse_count`` rounded up to 32. Where a token sees fewer keys the score is
+    below ``LOWEST``. It is not called for a tile whose tokens see nothing.
 
     Args:
-        query: ``[T * N1, D]``.
-        weights: ``[T * N1, 1]``, float32 or the dtype of ``query``.
-        key: ``[blocks * block_size, D]``.
-        block_table: ``[B, W]`` int32; the first ``tiling.chunks * tiling.chunk`` keys count.
+        a: ``query [T * N1, D]``, ``weights [T * N1, 1]``, float32 or the dtype of ``query``,
+            ``key [blocks * block_size, D]``, ``block_table [B, W]`` int32, of which the first
+            ``capacity`` keys count.
     """
-    dim, blocks = query.shape[1], key.shape[0] // block_size
-    width = round_up(sparse_count, 32)  # the sort works on groups of 32
-    chunk = round_up(max(tiling.chunk, width), block_size)
-    sizes = sorted({round_up(max(chunk // part, width), block_size) for part in (tiling.part, 1)})
-    # the positions of all candidates of a merge are in UB at once: 128 KiB
-    fan = max((tiling.fan_in if width <= 3072 else tiling.fan_in // 2) // width, 2)
 
-    def repeat(count, name):
-        return pypto.loop(0, count, 1, name=f"LI_{name}", idx_name=f"li_{name.lower()}")
+    def __init__(
+        self, a: Arguments, *, heads: int, block_size: int, sparse_count: int, tiling: IndexerTiling
+    ):
+        self.a, self.heads, self.block_size, self.tiling = a, heads, block_size, tiling
+        self.width = width = round_up(sparse_count, 32)  # the sort works on groups of 32
+        self.chunk = chunk = round_up(max(tiling.chunk, width), block_size)
+        sizes = (round_up(max(chunk // part, width), block_size) for part in (tiling.part, 1))
+        self.sizes = sorted(set(sizes))
+        # the positions of all candidates of a merge are in UB at once: 128 KiB
+        self.fan = max((tiling.fan_in if width <= 3072 else tiling.fan_in // 2) // width, 2)
+        # keys of a sequence that its row of the block table and the chunks can hold
+        self.capacity = pypto.min(a.block_table.shape[1] * block_size, tiling.chunks * chunk)
 
-    def scores(row, sequence, first, size, visible):
+    def __call__(self, row, sequence, visible, write) -> None:
+        pypto.set_pass_options(**self.tiling.pass_options)  # of the loop that this is called in
+        tile, most = len(visible), widest(visible)
+        # each case in a loop of its own: conditions side by side multiply the paths to compile
+        for _ in loop(f"LI_CHUNK{tile}", (most > 0) * (most <= self.chunk)):
+            self.select_in_chunk(row, sequence, 0, visible, "CHUNK", write)
+        if self.tiling.chunks == 1:
+            return
+
+        long = most > self.chunk
+        count = (most + self.chunk - 1) // self.chunk * long
+        candidates = self.candidate_rows(0, self.tiling.chunks, tile)
+        for c in loop(f"LI_CHUNKS{tile}", count):
+            keep = functools.partial(self.keep, *candidates, c)
+            self.select_in_chunk(row, sequence, c * self.chunk, visible, "CHUNKS", keep)
+        values, places, count, span = self.merged(*candidates, count)
+        for g in range(tile):
+            for _ in loop(f"LI_MERGE{tile}_{g}", long):
+                value, chosen = self.top_k(values[g], count * self.width)
+                write(g, value, self.positions(places[g], chosen, span))
+
+    def select_in_chunk(self, row, sequence, first, visible, name, write) -> None:
+        """The selection among the keys of the chunk that starts at key ``first``."""
+        tile, left = len(visible), [(keys - first).max(0) for keys in visible]
+        copies = [pypto.tensor([1, self.sizes[-1]], F32, f"copy{g}") for g in range(tile)]
+        for _ in loop(f"LI_{name}_SCORE{tile}", 1):
+            size = self.size_for(widest(visible) - first)
+            rows = self.scores(row, sequence, first, size, visible)
+            if tile == 1:
+                self.rank(0, rows[0], left[0], write)
+            else:
+                # whole rows are handed to the loops below
+                pypto.set_vec_tile_shapes(1, min(size, self.tiling.sort))
+                for row_K, copy in zip(rows, copies, strict=True):
+                    pypto.assemble(pypto.clone(row_K), [0, 0], copy)
+        # a loop per token: of two valid shapes in one graph the compiler loses one
+        # (InferParamIndex), and keys that a token does not see get in
+        for g in range(tile if tile > 1 else 0):
+            for _ in loop(f"LI_{name}_RANK{tile}_{g}", 1):
+                size = self.size_for(widest(visible) - first)
+                self.rank(g, pypto.view(copies[g], [1, size], [0, 0]), left[g], write)
+
+    def size_for(self, keys) -> int:
+        """The smallest size of a row that holds so many keys.
+
+        PyPTO records the body of the loop that asks once for each answer.
+        """
+        if len(self.sizes) == 1 or pypto.cond(keys <= self.sizes[0]):
+            return self.sizes[0]
+        return self.sizes[1]
+
+    def scores(self, row, sequence, first, size, visible) -> list:
         """For each token of the tile its scores ``[1, size]`` of the keys from ``first`` on."""
+        a, heads, block_size, tiling = self.a, self.heads, self.block_size, self.tiling
+        dim, blocks = a.query.shape[1], a.key.shape[0] // block_size
         rows = [pypto.tensor([1, size], F32, f"scores{g}") for g in range(len(visible))]
-        q = pypto.view(query, [len(rows) * heads, dim], [row * heads, 0])
-        w = [pypto.view(weights, [heads, 1], [(row + g) * heads, 0]) for g in range(len(rows))]
+        q = pypto.view(a.query, [len(rows) * heads, dim], [row * heads, 0])
+        w = [pypto.view(a.weights, [heads, 1], [(row + g) * heads, 0]) for g in range(len(rows))]
         # beyond the sequence: its last block once more, what its scores are does not count
         last = (widest(visible) - 1) // block_size
         step = max(tiling.keys // block_size, 1) * block_size
@@ -91,12 +137,12 @@ def selector(
             pypto.set_cube_tile_shapes([tiling.m] * 2, [dim] * 2, [tiling.n] * 2)
             for offset in range(0, keys, block_size):
                 column = last.min((first + (start + offset)) // block_size)
-                block = block_table[sequence, column].max(0).min(blocks - 1)
-                k = pypto.view(key, [block_size, dim], [block * block_size, 0])
+                block = a.block_table[sequence, column].max(0).min(blocks - 1)
+                k = pypto.view(a.key, [block_size, dim], [block * block_size, 0])
                 pypto.assemble(pypto.matmul(q, k, F32, b_trans=True), [0, offset], logits)
             for g, row_K in enumerate(rows):
                 pypto.set_vec_tile_shapes(heads, 16)
-                w_H = w[g] if weights.dtype == F32 else pypto.cast(w[g], F32)
+                w_H = w[g] if w[g].dtype == F32 else pypto.cast(w[g], F32)
                 pypto.set_vec_tile_shapes(heads, tiling.keys)
                 logits_HK = pypto.view(logits, [heads, keys], [g * heads, 0])
                 terms_HK = pypto.mul(pypto.relu(logits_HK), w_H)
@@ -105,101 +151,59 @@ def selector(
                 pypto.assemble(score_K, [0, start], row_K)
         return rows
 
-    def best(row, valid):
+    def rank(self, g, scores, left, write) -> None:
+        """Writes the best of a row, of which the first ``left`` scores are keys of token ``g``."""
+        value, place = self.top_k(scores, left.min(scores.shape[1]))
+        pypto.set_vec_tile_shapes(1, self.width)
+        write(g, value, place)
+
+    def top_k(self, row, valid) -> tuple:
         """Values and places of the ``width`` best among the first ``valid`` of a row."""
         size = row.shape[1]
-        pypto.set_vec_tile_shapes(1, min(size, tiling.sort))
+        pypto.set_vec_tile_shapes(1, min(size, self.tiling.sort))
         row = pypto.view(row, [1, size], [0, 0], valid_shape=[1, valid])
         # not left to top-k, which wants ``width`` valid elements
         row = pypto.fillpad(row, "constant", NOTHING)
-        return pypto.topk(row, k=width, dim=-1, largest=True)
+        return pypto.topk(row, k=self.width, dim=-1, largest=True)
 
-    def positions(places, chosen, span):
-        """Positions of the ``chosen`` candidates; each ``width`` of them are from ``span`` keys."""
-        pypto.set_vec_tile_shapes(1, width)
-        # in float32, exact below 2^24: integers cannot be divided
-        part = pypto.floor(pypto.mul(pypto.add(pypto.cast(chosen, F32), 0.5), 1 / width))
-        start = pypto.cast(pypto.mul(part, float(span)), I32)
-        return pypto.add(pypto.gather(places, 1, chosen), start)
-
-    def size_for(keys):
-        """The smallest size that holds so many keys, as a loop over what may be built for it."""
-        if len(sizes) == 1 or pypto.cond(keys <= sizes[0]):
-            yield sizes[0]
-        else:
-            yield sizes[1]
-
-    def ranked(row, sequence, first, visible, most, name):
-        """``(g, values, places)``: of each token the ``width`` best keys from ``first`` on."""
-        tile, left = len(visible), [(keys - first).max(0) for keys in visible]
-        copies = [pypto.tensor([1, sizes[-1]], F32, f"copy{g}") for g in range(tile)]
-        for _ in repeat(1, f"{name}_SCORE{tile}"):
-            for size in size_for(most - first):
-                rows = scores(row, sequence, first, size, visible)
-                if tile == 1:
-                    yield 0, *best(rows[0], left[0].min(size))
-                    continue
-                # whole rows are handed to the loops below
-                pypto.set_vec_tile_shapes(1, min(size, tiling.sort))
-                for row_K, copy in zip(rows, copies, strict=True):
-                    pypto.assemble(pypto.clone(row_K), [0, 0], copy)
-        # a loop per token: of two valid shapes in one graph the compiler loses one
-        # (InferParamIndex), and keys that a token does not see get in
-        for g in range(tile if tile > 1 else 0):
-            for _ in repeat(1, f"{name}_RANK{tile}_{g}"):
-                for size in size_for(most - first):
-                    scores_K = pypto.view(copies[g], [1, size], [0, 0])
-                    yield g, *best(scores_K, left[g].min(size))
-
-    def candidates(chunks, level, tile):
-        """Per token the values and the places of ``width`` candidates of each chunk."""
-        shape = [1, (chunks if chunks <= fan else round_up(chunks, fan)) * width]
+    def candidate_rows(self, level, chunks, tile) -> tuple[list, list]:
+        """Of each token the values and the places of ``width`` candidates of each chunk."""
+        shape = [1, (chunks if chunks <= self.fan else round_up(chunks, self.fan)) * self.width]
         values = [pypto.tensor(shape, F32, f"values{level}_{g}") for g in range(tile)]
         return values, [pypto.tensor(shape, I32, f"places{level}_{g}") for g in range(tile)]
 
-    def select(row, sequence, visible, write):
-        pypto.set_pass_options(**tiling.pass_options)  # of the loop that this is called in
-        tile, most = len(visible), widest(visible)
+    def keep(self, values, places, c, g, value, place) -> None:
+        """The candidates of token ``g`` from chunk ``c``."""
+        pypto.assemble(pypto.clone(value), [0, c * self.width], values[g])
+        pypto.assemble(pypto.clone(place), [0, c * self.width], places[g])
 
-        # each case in a loop of its own: conditions side by side multiply the paths to compile
-        for _ in repeat((most > 0) * (most <= chunk), f"CHUNK{tile}"):
-            for g, value, place in ranked(row, sequence, 0, visible, most, "CHUNK"):
-                pypto.set_vec_tile_shapes(1, width)
-                write(g, value, place)
-
-        if tiling.chunks == 1:
-            return
-        long, chunks, span = most > chunk, tiling.chunks, chunk
-        count = (most + chunk - 1) // chunk * long
-        values, places = candidates(chunks, 0, tile)
-        for c in repeat(count, f"CHUNKS{tile}"):
-            parts = ranked(row, sequence, c * chunk, visible, most, "CHUNKS")
-            for g, value, place in parts:
-                pypto.set_vec_tile_shapes(1, width)
-                pypto.assemble(pypto.clone(value), [0, c * width], values[g])
-                pypto.assemble(pypto.clone(place), [0, c * width], places[g])
-
-        level = 0
+    def merged(self, values, places, count) -> tuple:
+        """Candidates that one top-k can take, how many chunks they are of, and keys per chunk."""
+        tile, fan, width = len(values), self.fan, self.width
+        level, chunks, span = 0, self.tiling.chunks, self.chunk
         while chunks > fan:
             level, chunks = level + 1, -(-chunks // fan)
-            best_values, best_places = candidates(chunks, level, tile)
+            top_values, top_places = self.candidate_rows(level, chunks, tile)
             group = [1, fan * width]
-            for j in repeat((count + fan - 1) // fan, f"MERGE{level}_{tile}"):
+            for j in loop(f"LI_MERGE{level}_{tile}", (count + fan - 1) // fan):
                 at, valid = [0, j * fan * width], (count - j * fan).min(fan) * width
                 for g in range(tile):
-                    for _ in repeat(1, f"MERGE{level}_{tile}_{g}"):
-                        value, chosen = best(pypto.view(values[g], group, at), valid)
-                        place = positions(pypto.view(places[g], group, at), chosen, span)
-                        pypto.assemble(pypto.clone(value), [0, j * width], best_values[g])
-                        pypto.assemble(place, [0, j * width], best_places[g])
-            values, places = best_values, best_places
+                    for _ in loop(f"LI_MERGE{level}_{tile}_{g}", 1):
+                        value, chosen = self.top_k(pypto.view(values[g], group, at), valid)
+                        place = self.positions(pypto.view(places[g], group, at), chosen, span)
+                        pypto.assemble(pypto.clone(value), [0, j * width], top_values[g])
+                        pypto.assemble(place, [0, j * width], top_places[g])
+            values, places = top_values, top_places
             count, span = (count + fan - 1) // fan, span * fan
-        for g in range(tile):
-            for _ in repeat(long, f"MERGE{tile}_{g}"):
-                value, chosen = best(values[g], count * width)
-                write(g, value, positions(places[g], chosen, span))
+        return values, places, count, span
 
-    return select
+    def positions(self, places, chosen, span):
+        """Positions of the ``chosen`` candidates; each ``width`` of them are from ``span`` keys."""
+        pypto.set_vec_tile_shapes(1, self.width)
+        # in float32, exact below 2^24: integers cannot be divided
+        part = pypto.floor(pypto.mul(pypto.add(pypto.cast(chosen, F32), 0.5), 1 / self.width))
+        start = pypto.cast(pypto.mul(part, float(span)), I32)
+        return pypto.add(pypto.gather(places, 1, chosen), start)
 
 
 def write_indices(indices, row, g, value, place):
@@ -210,53 +214,31 @@ def write_indices(indices, row, g, value, place):
     pypto.assemble(place, [row + g, 0], indices)
 
 
-def capacity(block_table, *, block_size: int, sparse_count: int, tiling: IndexerTiling):
-    """Keys of a sequence that its row of the block table and the chunks can hold."""
-    chunk = round_up(max(tiling.chunk, round_up(sparse_count, 32)), block_size)
-    return pypto.min(block_table.shape[1] * block_size, tiling.chunks * chunk)
-
-
 def program(
-    query,
-    weights,
-    key,
-    query_lengths,
-    key_lengths,
-    block_table,
-    indices,
-    *,
-    heads: int,
-    block_size: int,
-    sparse_count: int,
-    layout: str,
-    ragged: bool,
-    sparse_mode: int,
-    tiling: IndexerTiling,
+    a: Arguments, *, heads: int, block_size: int, sparse_count: int, tiling: IndexerTiling, **facts
 ) -> None:
     """Fills every row of ``indices [T, sparse_count]``: best first, then -1.
 
-    The other arguments are those of :func:`selector` and :func:`query_tiles`.
+    The other arguments are those of :class:`Selector` and :func:`query_tiles`.
     """
-    sizes = dict(block_size=block_size, sparse_count=sparse_count, tiling=tiling)
-    select = selector(query, weights, key, block_table, heads=heads, **sizes)
+    select = Selector(
+        a, heads=heads, block_size=block_size, sparse_count=sparse_count, tiling=tiling
+    )
     for row, sequence, visible in query_tiles(
-        query_lengths,
-        key_lengths,
-        indices.shape[0],
-        capacity(block_table, **sizes),
-        layout=layout,
-        ragged=ragged,
-        sparse_mode=sparse_mode,
+        a.query_lengths,
+        a.key_lengths,
+        a.indices.shape[0],
+        select.capacity,
         name="LI",
         tile=tiling.tokens,
+        **facts,
     ):
         tile, most = len(visible), widest(visible)
-
-        for _ in pypto.loop(0, most <= 0, 1, name=f"LI_NONE{tile}", idx_name=f"li_none{tile}"):
-            pypto.set_vec_tile_shapes(1, round_up(sparse_count, 32))
+        for _ in loop(f"LI_NONE{tile}", most <= 0):
+            pypto.set_vec_tile_shapes(1, select.width)
             for g in range(tile):
-                pypto.assemble(pypto.full([1, sparse_count], -1, I32), [row + g, 0], indices)
-        select(row, sequence, visible, functools.partial(write_indices, indices, row))
+                pypto.assemble(pypto.full([1, sparse_count], -1, I32), [row + g, 0], a.indices)
+        select(row, sequence, visible, functools.partial(write_indices, a.indices, row))
 
 
 def kernel(
@@ -312,16 +294,6 @@ def _kernel(*, dtype, weights_dtype, tiling: IndexerTiling, ready_on_host: bool,
         block_table: pypto.Tensor([D, D], I32),
         indices: pypto.Tensor([D, S], I32),
     ):
-        program(
-            query,
-            weights,
-            key,
-            query_lengths,
-            key_lengths,
-            block_table,
-            indices,
-            tiling=tiling,
-            **facts,
-        )
+        program(Arguments(**locals()), tiling=tiling, **facts)
 
     return npu_lightning_indexer_pto

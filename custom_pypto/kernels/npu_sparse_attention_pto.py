@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pypto
 
-from . import DTYPES, runtime_options
-from .npu_lightning_indexer_pto import capacity, selector, write_indices
-from .npu_sparse_flash_attention_pto import attender, checked
+from . import DTYPES, Arguments, runtime_options
+from .npu_lightning_indexer_pto import Selector, write_indices
+from .npu_sparse_flash_attention_pto import attender
 from .prolog import prolog
-from .sequences import query_tokens
+from .sequences import query_tiles
 from .tiling import (
     AttentionTiling,
     IndexerTiling,
@@ -25,11 +25,25 @@ from .tiling import (
 )
 
 FLOAT, I32 = pypto.DT_FP32, pypto.DT_INT32
-CACHES = 10, 11, 17  # kv_cache, kr_cache, index_k_cache among the arguments of the prolog
 
 
 def program(
-    *arguments,
+    a: Arguments, *, eps: float, slot_words: int, tiling: PrologTiling, prolog_only: bool, **facts
+) -> None:
+    """The op: prolog, then selection and attention token by token.
+
+    Args:
+        a: what :func:`prolog` takes, ``act_seqs [B]`` and ``block_table [B, W]``; written:
+            ``indices [T, sparse_count]`` int32 and ``out [T * N1, L]``.
+    """
+    prolog(a, eps=eps, slot_words=slot_words, tiling=tiling)
+    if not prolog_only:
+        select_and_attend(a, **facts)
+
+
+def select_and_attend(
+    a: Arguments,
+    *,
     heads: int,
     index_heads: int,
     block_size: int,
@@ -38,79 +52,54 @@ def program(
     sparse_count: int,
     index_tiling: IndexerTiling,
     attention_tiling: AttentionTiling,
-    tiling: PrologTiling,
-    prolog_only: bool,
-    **facts,
-):
-    """The op: prolog, then selection and attention token by token.
-
-    Args:
-        arguments: those of :func:`prolog`, then ``act_seqs [B]``, ``block_table [B, W]``, and
-            written: ``indices [T, sparse_count]`` int32 and ``out [T * N1, L]``.
-    """
-    *prolog_arguments, act_seqs, block_table, indices, out = arguments
-    kv_cache, kr_cache, index_k_cache = (prolog_arguments[i] for i in CACHES)
-    q_latent, q_rope, q_index, index_weights = prolog_arguments[-4:]
-    prolog(*prolog_arguments, tiling=tiling, **facts)
-    if prolog_only:
-        return
+) -> None:
+    """Selection and attention read from global memory what the prolog left there."""
 
     def rows(x, width):
         count = x.shape[0] * (math.prod(x.shape[1:]) // width)
         return pypto.reshape(x, [count, width], inplace=True)
 
-    sizes = dict(block_size=block_size, sparse_count=sparse_count, tiling=index_tiling)
-    select = selector(
-        rows(q_index, q_index.shape[2]),
-        rows(index_weights, 1),
-        index_k_cache,
-        block_table,
+    select = Selector(
+        Arguments(
+            query=rows(a.q_index, a.q_index.shape[2]),
+            weights=rows(a.index_weights, 1),
+            key=a.index_k_cache,
+            block_table=a.block_table,
+        ),
         heads=index_heads,
-        **sizes,
+        block_size=block_size,
+        sparse_count=sparse_count,
+        tiling=index_tiling,
     )
     attend = attender(
-        rows(q_latent, kv_cache.shape[1]),
-        rows(q_rope, q_rope.shape[2]),
-        kv_cache,
-        kr_cache,
-        kv_cache,
-        out,
+        Arguments(
+            query=rows(a.q_latent, a.kv_cache.shape[1]),
+            query_rope=rows(a.q_rope, a.q_rope.shape[2]),
+            key=a.kv_cache,
+            key_rope=a.kr_cache,
+            value=a.kv_cache,
+            indices=a.indices,
+            block_table=a.block_table,
+            out=a.out,
+        ),
         heads=heads,
         block_size=block_size,
+        table_width=table_width,
         scale=scale,
         tiling=attention_tiling,
     )
-    blocks = kv_cache.shape[0] // block_size
-
     # One token at a time: of an argument with a dynamic dim PyPTO makes a reader wait for the last
     # writer only, which for the row that a token selects is the token itself. For all that the
     # prolog wrote the first token waits by ``after_all``.
-    for row, sequence, visible in query_tokens(
-        act_seqs,
-        act_seqs,
-        indices.shape[0],
-        capacity(block_table, **sizes),
-        layout="BSND",
-        ragged=False,
-        sparse_mode=3,
-        name="DSA",
-        after_all=True,
+    lengths, tokens = a.act_seqs, a.indices.shape[0]
+    sequences = dict(layout="BSND", ragged=False, sparse_mode=3)
+    for row, sequence, visible in query_tiles(
+        lengths, lengths, tokens, select.capacity, **sequences, name="DSA", after_all=True
     ):
-        select(row, sequence, [visible], functools.partial(write_indices, indices, row))
+        select(row, sequence, visible, functools.partial(write_indices, a.indices, row))
         # a loop of its own: what it reads was written by the one before
-        for _ in pypto.loop(0, 1, 1, name="DSA_ATTEND", idx_name="dsa_once"):
-            selected = functools.partial(
-                checked,
-                indices,
-                block_table,
-                row,
-                sequence,
-                visible,
-                blocks,
-                table_width,
-                apart=attention_tiling.table_apart,
-            )
-            attend(row, visible, selected)
+        for _ in pypto.loop(1, name="DSA_ATTEND", idx_name="dsa_once"):
+            attend(row, sequence, *visible)
 
 
 def kernel(
@@ -198,34 +187,6 @@ def _kernel(*, dtype, angle_dtype, ready_on_host: bool, **facts):
         indices: pypto.Tensor(rows, I32),
         out: pypto.Tensor(rows, dtype),
     ):
-        program(
-            x,
-            w_dq,
-            w_uq_qr,
-            w_uk,
-            w_dkv_kr,
-            gamma_cq,
-            gamma_ckv,
-            sin,
-            cos,
-            cache_index,
-            kv_cache,
-            kr_cache,
-            w_idx_qb,
-            w_idx_k,
-            w_idx_proj,
-            in_gamma_k,
-            in_beta_k,
-            index_k_cache,
-            q_latent,
-            q_rope,
-            q_index,
-            index_weights,
-            act_seqs,
-            block_table,
-            indices,
-            out,
-            **facts,
-        )
+        program(Arguments(**locals()), **facts)
 
     return npu_sparse_attention_pto

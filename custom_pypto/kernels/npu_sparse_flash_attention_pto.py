@@ -18,8 +18,8 @@ from collections.abc import Callable
 import pypto
 from pypto.experimental import gather_in_l1
 
-from . import DTYPES, runtime_options
-from .sequences import query_tokens
+from . import DTYPES, Arguments, runtime_options
+from .sequences import query_tiles
 from .tiling import AttentionTiling, attention_tiling, power_of_two
 
 RADIX = 4096  # float32 counts to RADIX**2 exactly
@@ -73,58 +73,64 @@ def checked_indices(indices, row, last):
     return pypto.cast(pypto.where(valid, index, safe), pypto.DT_INT32), mask
 
 
-def checked(indices, block_table, row, sequence, visible, blocks, table_width, *, apart: bool):
+def checked(
+    a: Arguments, row, sequence, visible, *, block_size: int, table_width: int, apart: bool
+):
     """What the gathers may read, ``(index, mask, table)``, each one row.
 
     Index arithmetic is float32, the type for which comparisons exist; it keeps the order of all
     int32. ``apart``: indices and table are checked by two tasks instead of one.
     """
+    blocks = a.key.shape[0] // block_size
     # without a scope each branch of the computation becomes a stage of its own
     pypto.set_pass_options(sg_set_scope=1)
     last = number(visible - 1)
     if apart:
-        index, mask = checked_indices(indices, row, last)
+        index, mask = checked_indices(a.indices, row, last)
         pypto.set_pass_options(sg_set_scope=2)
         last_block = number(blocks - 1)
     else:
         # from ``last``, so that indices and table are connected and stay in one task
         last_block = pypto.sub(number(visible - 1 + blocks - 1), last)
-        index, mask = checked_indices(indices, row, last)
-    table = checked_table(block_table, sequence, last_block, table_width)
+        index, mask = checked_indices(a.indices, row, last)
+    table = checked_table(a.block_table, sequence, last_block, table_width)
     pypto.set_pass_options(sg_set_scope=-1)
     return index, mask, table
 
 
+def softmax(scores, mask):
+    # what is masked repeats a valid key: the maximum is that of the valid ones
+    top = pypto.amax(scores, dim=-1, keepdim=True)
+    p = pypto.mul(pypto.exp(pypto.sub(scores, top)), mask)
+    total = pypto.add(pypto.sum(p, dim=-1, keepdim=True), MASKED_SUM)
+    return pypto.mul(p, pypto.reciprocal(total))
+
+
 def attender(
-    query,
-    query_rope,
-    key,
-    key_rope,
-    value,
-    out,
+    a: Arguments,
     *,
     heads: int,
     block_size: int,
+    table_width: int,
     scale: float,
     tiling: AttentionTiling,
 ) -> Callable:
-    """``attend(row, visible, selected)``, which builds what writes the rows of one token.
-
-    ``selected()`` builds ``(index, mask, table)`` as :func:`checked` returns them; it is called
-    where the token sees a key. The rows of another are zeros.
+    """``attend(row, sequence, visible)``, which builds what writes the rows of one token.
 
     Args:
-        query, query_rope: ``[T * heads, L]`` and ``[T * heads, R]``; without rope both are None.
-        key, key_rope, value: ``[blocks * block_size, …]``; ``value`` may be ``key``.
-        out: ``[T * heads, L]``.
+        a: ``query [T * heads, L]`` and ``query_rope [T * heads, R]``, without rope None;
+            ``key``, ``key_rope`` and ``value`` ``[blocks * block_size, …]``, of which ``value`` may
+            be ``key``; ``indices [T, K]`` and ``block_table [B, W]`` int32; ``out [T * heads, L]``.
+        table_width: static bound of W.
     """
-    dtype, latent = query.dtype, query.shape[1]
+    dtype, latent = a.query.dtype, a.query.shape[1]
 
-    def attend(row, visible, selected):
+    def attend(row, sequence, visible):
         pypto.set_pass_options(**tiling.pass_options)  # of the loop that this is called in
         pypto.experimental.set_operation_options(combine_axis=True)
         if pypto.cond(visible > 0):
-            index, mask, table = selected()
+            facts = dict(block_size=block_size, table_width=table_width, apart=tiling.table_apart)
+            index, mask, table = checked(a, row, sequence, visible, **facts)
             width = index.shape[1]
             scores_tiles, output_tiles = tiling.cube_tiles(heads, latent, width)
             gather = functools.partial(gathered, index=index, table=table, block_size=block_size)
@@ -132,96 +138,45 @@ def attender(
                 group = min(tiling.heads, heads - first)
                 at = row * heads + first
                 pypto.set_cube_tile_shapes(*scores_tiles)
-                q = pypto.view(query, [group, latent], [at, 0])
-                k = gather(key, transposed=True)
-                if query_rope is not None:
-                    rope = query_rope.shape[1]
-                    q_rope = pypto.view(query_rope, [group, rope], [at, 0])
+                q = pypto.view(a.query, [group, latent], [at, 0])
+                k = gather(a.key, transposed=True)
+                if a.query_rope is not None:
+                    q_rope = pypto.view(a.query_rope, [group, a.query_rope.shape[1]], [at, 0])
                     q = beside(q, q_rope, "query")
-                    k = beside(k, gather(key_rope, transposed=True), "keys")
+                    k = beside(k, gather(a.key_rope, transposed=True), "keys")
                 scores = pypto.matmul(q, k, pypto.DT_FP32, a_trans=False, b_trans=True)
 
                 pypto.set_vec_tile_shapes(tiling.softmax_rows(width), width)
-                scores = pypto.mul(scores, scale)
-                # what is masked repeats a valid key: the maximum is that of the valid ones
-                top = pypto.amax(scores, dim=-1, keepdim=True)
-                p = pypto.mul(pypto.exp(pypto.sub(scores, top)), mask)
-                total = pypto.add(pypto.sum(p, dim=-1, keepdim=True), MASKED_SUM)
-                p = pypto.cast(pypto.mul(p, pypto.reciprocal(total)), dtype)
+                p = pypto.cast(softmax(pypto.mul(scores, scale), mask), dtype)
 
                 pypto.set_cube_tile_shapes(*output_tiles)
                 pypto.set_matrix_size([group, width, latent])
-                v = gather(value, transposed=False)
+                v = gather(a.value, transposed=False)
                 # straight into the argument: a local one would serialise the tokens
-                pypto.assemble(pypto.matmul(p, v, dtype), [at, 0], out)
+                pypto.assemble(pypto.matmul(p, v, dtype), [at, 0], a.out)
         else:
             pypto.set_vec_tile_shapes(16, latent)
-            pypto.assemble(pypto.full([heads, latent], 0.0, dtype), [row * heads, 0], out)
+            pypto.assemble(pypto.full([heads, latent], 0.0, dtype), [row * heads, 0], a.out)
 
     return attend
 
 
 def program(
-    query,
-    query_rope,
-    key,
-    key_rope,
-    value,
-    indices,
-    query_lengths,
-    key_lengths,
-    block_table,
-    out,
-    *,
-    layout: str,
-    ragged: bool,
-    sparse_mode: int,
-    block_size: int,
-    table_width: int,
-    tiling: AttentionTiling,
-    **facts,
+    a: Arguments, *, layout: str, ragged: bool, sparse_mode: int, block_size: int, **facts
 ) -> None:
-    """Writes every row of ``out``; see :func:`attender` and :func:`query_tokens`.
-
-    Args:
-        indices: ``[T, K]`` int32.
-        block_table: ``[B, W]`` int32.
-        table_width: static bound of W.
-    """
-    attend = attender(
-        query,
-        query_rope,
-        key,
-        key_rope,
-        value,
-        out,
-        block_size=block_size,
-        tiling=tiling,
-        **facts,
-    )
-    blocks = key.shape[0] // block_size
-    for row, sequence, visible in query_tokens(
-        query_lengths,
-        key_lengths,
-        indices.shape[0],
-        block_table.shape[1] * block_size,
+    """Writes every row of ``out``; see :func:`attender` and :func:`query_tiles`."""
+    attend = attender(a, block_size=block_size, **facts)
+    for row, sequence, (visible,) in query_tiles(
+        a.query_lengths,
+        a.key_lengths,
+        a.indices.shape[0],
+        a.block_table.shape[1] * block_size,
         layout=layout,
         ragged=ragged,
         sparse_mode=sparse_mode,
         name="SFA",
     ):
-        selected = functools.partial(
-            checked,
-            indices,
-            block_table,
-            row,
-            sequence,
-            visible,
-            blocks,
-            table_width,
-            apart=tiling.table_apart,
-        )
-        attend(row, visible, selected)
+        attend(row, sequence, visible)
 
 
 def gathered(rows, *, index, table, block_size: int, transposed: bool):
@@ -278,20 +233,7 @@ def _kernel(*, dtype, rope: bool, tiling: AttentionTiling, ready_on_host: bool, 
         block_table: pypto.Tensor([D, D], I32),
         out: pypto.Tensor([D, S], dtype),
     ):
-        program(
-            query,
-            query_rope,
-            key,
-            key_rope,
-            value,
-            indices,
-            query_lengths,
-            key_lengths,
-            block_table,
-            out,
-            tiling=tiling,
-            **facts,
-        )
+        program(Arguments(**locals()), tiling=tiling, **facts)
 
     @jit
     def sparse_flash_attention_without_rope(
@@ -304,19 +246,6 @@ def _kernel(*, dtype, rope: bool, tiling: AttentionTiling, ready_on_host: bool, 
         block_table: pypto.Tensor([D, D], I32),
         out: pypto.Tensor([D, S], dtype),
     ):
-        program(
-            query,
-            None,
-            key,
-            None,
-            value,
-            indices,
-            query_lengths,
-            key_lengths,
-            block_table,
-            out,
-            tiling=tiling,
-            **facts,
-        )
+        program(Arguments(query_rope=None, key_rope=None, **locals()), tiling=tiling, **facts)
 
     return sparse_flash_attention if rope else sparse_flash_attention_without_rope

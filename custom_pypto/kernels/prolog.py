@@ -21,6 +21,7 @@ import functools
 
 import pypto
 
+from . import Arguments
 from .tiling import PrologTiling, cube_tile
 
 FLOAT = pypto.DT_FP32
@@ -86,144 +87,144 @@ def interleaved_pairs(x, rows):
     return columns(members, 0, width // 2), columns(members, width // 2, width // 2)
 
 
-def prolog(
-    x,
-    w_dq,
-    w_uq_qr,
-    w_uk,
-    w_dkv_kr,
-    gamma_cq,
-    gamma_ckv,
-    sin,
-    cos,
-    cache_index,
-    kv_cache,
-    kr_cache,
-    w_idx_qb,
-    w_idx_k,
-    w_idx_proj,
-    in_gamma_k,
-    in_beta_k,
-    index_k_cache,
-    q_latent,
-    q_rope,
-    q_index,
-    index_weights,
-    *,
-    eps: float,
-    slot_words: int,
-    tiling: PrologTiling,
-):
+class Tile:
+    """A tile of consecutive tokens of the program's arguments ``a``, and its stages."""
+
+    def __init__(self, a: Arguments, tile, tiling: PrologTiling):
+        M = tiling.tokens
+        self.a, self.tiling, self.dtype = a, tiling, a.x.dtype
+        self.start, self.rows = tile * M, (a.x.shape[0] - tile * M).min(M)
+        self.half = a.sin.shape[1] // 2  # pairs that RoPE rotates
+
+    def view(self, x, first, width):
+        shape, valid = [self.tiling.tokens, width], [self.rows, width]
+        return pypto.view(x, shape, [self.start, first], valid_shape=valid)
+
+    def project(self, w, n):
+        """``x @ w`` as a float32 sum of ``split`` parts, so that few columns fill all cores."""
+        K, N = w.shape[0] // self.tiling.split, w.shape[1]
+        pypto.set_cube_tile_shapes(*cube_tile(self.tiling.tokens, K, n))
+        parts = [
+            pypto.matmul(self.view(self.a.x, k, K), pypto.view(w, [K, N], [k, 0]), FLOAT)
+            for k in range(0, K * self.tiling.split, K)
+        ]
+        pypto.set_vec_tile_shapes(self.tiling.rows, N)
+        return functools.reduce(pypto.add, parts)
+
+    def keys(self, c_kv, k_index, angle, eps):
+        """The rows for ``kv_cache``, ``kr_cache`` and ``index_k_cache``."""
+        a, V, half, dtype = self.a, self.tiling.rows, self.half, self.dtype
+        L, R, DI = a.kv_cache.shape[1], a.kr_cache.shape[1], a.index_k_cache.shape[1]
+        pypto.set_vec_tile_shapes(V, L)
+        k_latent = rms_norm(columns(c_kv, 0, L), a.gamma_ckv, eps, dtype)
+        pypto.set_vec_tile_shapes(V, R)
+        even, odd = interleaved_pairs(columns(c_kv, L, R), self.rows)
+        k_rope = pypto.concat(rotated(even, odd, *angle, dtype), -1)
+        pypto.set_vec_tile_shapes(V, DI)
+        k_index = layer_norm(k_index, a.in_gamma_k, a.in_beta_k, INDEX_KEY_EPS)
+        k_index = rounded(k_index, dtype)
+        first, second = columns(k_index, 0, half), columns(k_index, half, half)
+        parts = [*rotated(first, second, *angle, dtype)]
+        if DI > R:
+            parts.append(pypto.cast(columns(k_index, R, DI - R), dtype))
+        return k_latent, k_rope, pypto.concat(parts, -1)
+
+    def up(self, latent, w, width, h):
+        """``latent @ w`` for the heads from ``h`` on that become one task, and their number."""
+        heads = min(self.tiling.heads, w.shape[1] // width - h)
+        # whole heads per task: what reads one head then waits for one task
+        n = max(self.tiling.up_n // width, 1) * width
+        tile = cube_tile(self.tiling.tokens, w.shape[0], n, left_stays=True)
+        pypto.set_cube_tile_shapes(*tile)
+        w = pypto.view(w, [w.shape[0], heads * width], [0, h * width])
+        return pypto.matmul(latent, w, self.dtype), heads
+
+    def by_head(self, x, heads):
+        """``x [M, heads * width]`` as ``[M, heads, width]``."""
+        shape = [heads, x.shape[1] // heads]
+        return pypto.reshape(x, [x.shape[0], *shape], valid_shape=[self.rows, *shape])
+
+    def store_rotated(self, first, second, angle, h, out):
+        # no concat here: it forgets how many rows are valid
+        for i, half_R in enumerate(rotated(first, second, *angle, self.dtype)):
+            pypto.assemble(half_R, [self.start, h, i * self.half], out)
+
+    def index_query(self, latent, angle):
+        """Writes ``q_index``."""
+        a, half, R = self.a, self.half, 2 * self.half
+        _, NI, DI = a.q_index.shape
+        for h in range(0, NI, self.tiling.heads):
+            q, heads = self.up(latent, a.w_idx_qb, DI, h)
+            pypto.set_vec_tile_shapes(self.tiling.rows, heads, DI)
+            q = pypto.cast(self.by_head(q, heads), FLOAT)
+            with one_task():
+                first, second = columns(q, 0, half), columns(q, half, half)
+                self.store_rotated(first, second, angle, h, a.q_index)
+                if DI > R:
+                    rest = pypto.cast(columns(q, R, DI - R), self.dtype)
+                    pypto.assemble(rest, [self.start, h, R], a.q_index)
+
+    def query(self, latent, angle):
+        """Writes ``q_latent``, the part without RoPE times ``w_uk``, and ``q_rope``."""
+        a, (_, N1, R), L = self.a, self.a.q_rope.shape, self.a.w_uk.shape[1]
+        P = a.w_uk.shape[0] // N1
+        for h in range(0, N1, self.tiling.heads):
+            q, heads = self.up(latent, a.w_uq_qr, P + R, h)
+            pypto.set_cube_tile_shapes(*cube_tile(self.tiling.tokens, P, L))
+            for i in range(heads):
+                w = pypto.view(a.w_uk, [P, L], [(h + i) * P, 0])
+                absorbed = pypto.matmul(columns(q, i * (P + R), P), w, self.dtype)
+                pypto.assemble(absorbed, [self.start, (h + i) * L], a.q_latent)
+            pypto.set_vec_tile_shapes(self.tiling.rows, heads, R)
+            # the cast stays outside: it would draw the matmul into the task
+            q = pypto.cast(columns(self.by_head(q, heads), P, R), FLOAT)
+            with one_task():
+                even, odd = interleaved_pairs(q, self.rows)
+                self.store_rotated(even, odd, angle, h, a.q_rope)
+
+    def write_caches(self, k_latent, k_rope, k_index, slot_words):
+        """Writes the key rows of each token whose slot exists."""
+        a, slots = self.a, self.a.kv_cache.shape[0]
+        written = (k_latent, a.kv_cache), (k_rope, a.kr_cache), (k_index, a.index_k_cache)
+        for i in pypto.loop(self.rows, name="PROLOG_CACHE", idx_name="prolog_row"):
+            word = (self.start + i) * slot_words
+            slot, *high = (a.cache_index[0, word + j] for j in range(slot_words))
+            exists = (slot >= 0) * (slot < slots)
+            for half_word in high:
+                exists = exists * (half_word == 0)
+            slot = slot.max(0).min(slots - 1)
+            for keys, cache in written:
+                width = cache.shape[1]
+                pypto.set_vec_tile_shapes(1, width)
+                # no row where the slot is outside
+                key = pypto.view(keys, [1, width], [i, 0], valid_shape=[exists, width])
+                pypto.assemble(pypto.clone(key), [slot, 0], cache)
+
+
+def prolog(a: Arguments, *, eps: float, slot_words: int, tiling: PrologTiling) -> None:
     """Arguments as in the op's schema, with these views: ``x [T, H]``, ``w_uk [N1 * P, L]``, the
     gammas and beta ``[1, .]``, ``sin`` and ``cos [T, R]``, ``cache_index [1, T * slot_words]``
     int32 (an int64 one seen as words, low word first), the caches ``[slots, .]``. Written: the
     caches, ``q_latent [T, N1 * L]``, ``q_rope [T, N1, R]``, ``q_index [T, NI, DI]`` and
     ``index_weights [T, NI]`` float32. If two tokens name one slot, either row may remain.
     """
-    dtype, T = x.dtype, x.shape[0]
-    Q, L, R = w_dq.shape[1], w_uk.shape[1], sin.shape[1]
-    N1 = (w_uq_qr.shape[1] - w_uk.shape[0]) // R
-    P = w_uk.shape[0] // N1
-    NI, DI = w_idx_proj.shape[1], w_idx_k.shape[1]
-    M, V, half = tiling.tokens, tiling.rows, R // 2
-
-    def up_tile(width):
-        # whole heads per task: what reads one head then waits for one task
-        return cube_tile(M, Q, max(tiling.up_n // width, 1) * width, left_stays=True)
-
-    def project(w, n, start, rows):
-        """``x @ w`` as a float32 sum of ``split`` parts, so that few columns fill all cores."""
-        K, N = w.shape[0] // tiling.split, w.shape[1]
-        pypto.set_cube_tile_shapes(*cube_tile(M, K, n))
-        parts = [
-            pypto.matmul(
-                pypto.view(x, [M, K], [start, k], valid_shape=[rows, K]),
-                pypto.view(w, [K, N], [k, 0]),
-                FLOAT,
-            )
-            for k in range(0, K * tiling.split, K)
-        ]
-        pypto.set_vec_tile_shapes(V, N)
-        return functools.reduce(pypto.add, parts)
-
-    for tile in pypto.loop(0, (T + M - 1) // M, 1, name="PROLOG", idx_name="prolog_tile"):
+    dtype, T, M, V = a.x.dtype, a.x.shape[0], tiling.tokens, tiling.rows
+    _, NI, DI = a.q_index.shape
+    for i in pypto.loop((T + M - 1) // M, name="PROLOG", idx_name="prolog_tile"):
         pypto.set_pass_options(**tiling.pass_options)  # of this loop only
-        start, rows = tile * M, (T - tile * M).min(M)
-        latent = rms_norm(
-            rounded(project(w_dq, tiling.down_n, start, rows), dtype), gamma_cq, eps, dtype
-        )
-        c_kv = rounded(project(w_dkv_kr, tiling.side_n, start, rows), dtype)
-        k_index = rounded(project(w_idx_k, tiling.side_n, start, rows), dtype)
-        weights = project(w_idx_proj, tiling.side_n, start, rows)
-        pypto.assemble(pypto.mul(weights, (NI * DI) ** -0.5), [start, 0], index_weights)
+        tile = Tile(a, i, tiling)
+        latent = rounded(tile.project(a.w_dq, tiling.down_n), dtype)
+        latent = rms_norm(latent, a.gamma_cq, eps, dtype)
+        c_kv = rounded(tile.project(a.w_dkv_kr, tiling.side_n), dtype)
+        k_index = rounded(tile.project(a.w_idx_k, tiling.side_n), dtype)
+        weights = tile.project(a.w_idx_proj, tiling.side_n)
+        pypto.assemble(pypto.mul(weights, (NI * DI) ** -0.5), [tile.start, 0], a.index_weights)
 
-        pypto.set_vec_tile_shapes(V, half)
-        angle = [
-            pypto.cast(pypto.view(a, [M, half], [start, 0], valid_shape=[rows, half]), FLOAT)
-            for a in (sin, cos)
-        ]
-        pypto.set_vec_tile_shapes(V, L)
-        k_latent = rms_norm(columns(c_kv, 0, L), gamma_ckv, eps, dtype)
-        pypto.set_vec_tile_shapes(V, R)
-        even, odd = interleaved_pairs(columns(c_kv, L, R), rows)
-        k_rope = pypto.concat(rotated(even, odd, *angle, dtype), -1)
-        pypto.set_vec_tile_shapes(V, DI)
-        k_index = rounded(layer_norm(k_index, in_gamma_k, in_beta_k, INDEX_KEY_EPS), dtype)
-        first, second = columns(k_index, 0, half), columns(k_index, half, half)
-        k_index_parts = [*rotated(first, second, *angle, dtype)]
-        if DI > R:
-            k_index_parts.append(pypto.cast(columns(k_index, R, DI - R), dtype))
-        k_index = pypto.concat(k_index_parts, -1)
-
-        pypto.set_vec_tile_shapes(V, half)
-        angle = [pypto.reshape(a, [M, 1, half], valid_shape=[rows, 1, half]) for a in angle]
-        for h in range(0, NI, tiling.heads):
-            heads = min(tiling.heads, NI - h)
-            pypto.set_cube_tile_shapes(*up_tile(DI))
-            w = pypto.view(w_idx_qb, [Q, heads * DI], [0, h * DI])
-            q = pypto.matmul(latent, w, dtype)
-            pypto.set_vec_tile_shapes(V, heads, DI)
-            q = pypto.reshape(q, [M, heads, DI], valid_shape=[rows, heads, DI])
-            q = pypto.cast(q, FLOAT)
-            with one_task():
-                first, second = columns(q, 0, half), columns(q, half, half)
-                for i, half_R in enumerate(rotated(first, second, *angle, dtype)):
-                    pypto.assemble(half_R, [start, h, i * half], q_index)
-                if DI > R:
-                    rest = pypto.cast(columns(q, R, DI - R), dtype)
-                    pypto.assemble(rest, [start, h, R], q_index)
-
-        for h in range(0, N1, tiling.heads):
-            heads = min(tiling.heads, N1 - h)
-            pypto.set_cube_tile_shapes(*up_tile(P + R))
-            w = pypto.view(w_uq_qr, [Q, heads * (P + R)], [0, h * (P + R)])
-            q = pypto.matmul(latent, w, dtype)
-            pypto.set_cube_tile_shapes(*cube_tile(M, P, L))
-            for i in range(heads):
-                w = pypto.view(w_uk, [P, L], [(h + i) * P, 0])
-                absorbed = pypto.matmul(columns(q, i * (P + R), P), w, dtype)
-                pypto.assemble(absorbed, [start, (h + i) * L], q_latent)
-            pypto.set_vec_tile_shapes(V, heads, R)
-            q = pypto.reshape(q, [M, heads, P + R], valid_shape=[rows, heads, P + R])
-            # the cast stays outside: it would draw the matmul into the task
-            q = pypto.cast(columns(q, P, R), FLOAT)
-            with one_task():
-                even, odd = interleaved_pairs(q, rows)
-                # no concat here: it forgets how many rows are valid
-                for i, half_R in enumerate(rotated(even, odd, *angle, dtype)):
-                    pypto.assemble(half_R, [start, h, i * half], q_rope)
-
-        slots = kv_cache.shape[0]
-        for i in pypto.loop(0, rows, 1, name="PROLOG_CACHE", idx_name="prolog_row"):
-            word = (start + i) * slot_words
-            slot, *high = (cache_index[0, word + j] for j in range(slot_words))
-            exists = (slot >= 0) * (slot < slots)
-            for half_word in high:
-                exists = exists * (half_word == 0)
-            slot = slot.max(0).min(slots - 1)
-            for keys, cache in (k_latent, kv_cache), (k_rope, kr_cache), (k_index, index_k_cache):
-                width = cache.shape[1]
-                pypto.set_vec_tile_shapes(1, width)
-                # no row where the slot is outside
-                key = pypto.view(keys, [1, width], [i, 0], valid_shape=[exists, width])
-                pypto.assemble(pypto.clone(key), [slot, 0], cache)
+        pypto.set_vec_tile_shapes(V, tile.half)
+        angle = [pypto.cast(tile.view(x, 0, tile.half), FLOAT) for x in (a.sin, a.cos)]
+        keys = tile.keys(c_kv, k_index, angle, eps)
+        pypto.set_vec_tile_shapes(V, tile.half)
+        angle = [tile.by_head(x, 1) for x in angle]
+        tile.index_query(latent, angle)
+        tile.query(latent, angle)
+        tile.write_caches(*keys, slot_words)

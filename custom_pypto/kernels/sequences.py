@@ -7,13 +7,19 @@ outside a tensor.
 
 from collections.abc import Iterator
 
-import pypto
+from . import loop
 
 
-def query_tokens(*lengths_and_sizes, **facts) -> Iterator[tuple]:
-    """``(row, sequence, visible)`` of every query token: :func:`query_tiles` of one token each."""
-    for row, sequence, (visible,) in query_tiles(*lengths_and_sizes, **facts):
-        yield row, sequence, visible
+def query_rows(query_lengths, b, batch, tokens, *, layout: str, ragged: bool) -> tuple:
+    """First row of a sequence, its rows, how many are no padding, and whether its keys count."""
+    if layout != "TND":
+        rows = tokens // batch
+        return b * rows, rows, query_lengths[b].max(0).min(rows) if ragged else rows, 1
+    # one sequence more, without keys, owns the rows behind the last sequence
+    start = query_lengths[(b - 1).max(0)].max(0).min(tokens) * b.min(1)
+    end = query_lengths[b.min(batch - 1)].max(start).min(tokens)
+    end = end + (tokens - end) * (b - batch + 1).max(0)
+    return start, end - start, end - start, (batch - b).min(1)
 
 
 def query_tiles(
@@ -32,7 +38,8 @@ def query_tiles(
     """``(row, sequence, visible)`` of consecutive query tokens, in nested loops.
 
     The tokens of a tile belong to one sequence: what is left of it after tiles of ``tile`` tokens
-    comes as tiles of one. Code that iterates is built once for each of the two sizes.
+    comes as tiles of one. Whoever iterates writes the body of the innermost loop, which PyPTO
+    records once for each of the two sizes.
 
     Args:
         query_lengths: ``[B]`` int32, lengths for BSND, non-decreasing prefix sums for TND.
@@ -51,40 +58,23 @@ def query_tiles(
         write them.
     """
     batch = key_lengths.shape[0]
-    packed = layout == "TND"
-    # TND: one sequence more, without keys, owns the rows behind the last sequence
-    for b in pypto.loop(
-        0,
-        batch + packed,
-        1,
-        name=f"{name}_B",
-        idx_name=f"{name.lower()}_b",
-        submit_before_loop=after_all,
-    ):
-        if packed:
-            start = query_lengths[(b - 1).max(0)].max(0).min(tokens) * b.min(1)
-            end = query_lengths[b.min(batch - 1)].max(start).min(tokens)
-            end = end + (tokens - end) * (b - batch + 1).max(0)
-            rows = len_q = end - start
-            owns_keys = (batch - b).min(1)
-        else:
-            rows = len_q = tokens // batch
-            if ragged:
-                len_q = query_lengths[b].max(0).min(rows)
-            start, owns_keys = b * rows, 1
+    sequences = batch + (layout == "TND")
+    for b in loop(f"{name}_B", sequences, submit_before_loop=after_all):
+        start, rows, len_q, owns_keys = query_rows(
+            query_lengths, b, batch, tokens, layout=layout, ragged=ragged
+        )
         sequence = b.min(batch - 1)
         len_k = key_lengths[sequence].max(0).min(capacity) * owns_keys
         tiled = rows // tile * tile
         ranges = [(tile, 0, tiled), (1, tiled, rows)] if tile > 1 else [(1, 0, rows)]
         for size, first, last in ranges:
-            idx_name = f"{name.lower()}_s{size}"
-            for i in pypto.loop(first, last, size, name=f"{name}_S{size}", idx_name=idx_name):
+            for i in loop(f"{name}_S{size}", first, last, size):
                 visible = []
                 for j in range(size):
                     keys = len_k
                     if sparse_mode != 0:
                         keys = (len_k - len_q + i + j + 1).max(0).min(len_k)
-                    if ragged and not packed:
+                    if ragged and layout != "TND":
                         keys = keys * (len_q - i - j).max(0).min(1)
                     keys.as_variable()
                     visible.append(keys)
