@@ -86,20 +86,30 @@ def launch(kernel: Callable, tensors: Sequence[Tensor], written: Sequence[Tensor
     submit(lambda: run_in_place(kernel, aliases, changed))
 
 
+def _written_and_returned(op: torch._ops.OpOverload) -> dict[int, str]:
+    """For each place among what ``op`` returns the argument that it writes and returns there."""
+    return {
+        place: argument.name
+        for place, result in enumerate(op._schema.returns)
+        for argument in op._schema.arguments
+        if result.alias_info is not None
+        and argument.alias_info is not None
+        and argument.alias_info.before_set & result.alias_info.before_set
+    }
+
+
+def _copy_each(targets: list, values: list) -> None:
+    for target, value in zip(tree_leaves(targets), tree_leaves(values), strict=True):
+        if isinstance(target, Tensor):
+            target.copy_(value)
+
+
 def _on_npu(op: torch._ops.OpOverload) -> Callable:
     """``op`` for NPU tensors: its CPU kernel on their memory."""
     returns, arguments = op._schema.returns, op._schema.arguments
     names = [argument.name for argument in arguments]
     outputs = [argument.name for argument in arguments if argument.is_out]
-    # the argument that is written and returned, for each place among what is returned
-    given = {
-        place: argument.name
-        for place, result in enumerate(returns)
-        for argument in arguments
-        if result.alias_info is not None
-        and argument.alias_info is not None
-        and argument.alias_info.before_set & result.alias_info.before_set
-    }
+    given = _written_and_returned(op)
     new = [place for place in range(len(returns)) if place not in given]
     written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
     answers_host = any("Tensor" not in str(result.type) for result in returns)
@@ -133,20 +143,14 @@ def _on_npu(op: torch._ops.OpOverload) -> Callable:
             found = op(**on_host)
         results = tree_map_only(Tensor, _empty_on_npu, select_new(found))
         targets = tree_map_only(Tensor, host, results)
-
-        def fill(values: list) -> None:
-            for target, value in zip(tree_leaves(targets), tree_leaves(values), strict=True):
-                if isinstance(target, Tensor):
-                    target.copy_(value)
-
         if captured:
-            submit(lambda: fill(select_new(op(**on_host))))
+            submit(lambda: _copy_each(targets, select_new(op(**on_host))))
         else:
-            fill(select_new(found))
-        every = dict(zip(new, results, strict=True)) | {
-            place: named[name] for place, name in given.items()
-        }
-        every = tuple(every[place] for place in range(len(returns)))
+            _copy_each(targets, select_new(found))
+        made = iter(results)
+        every = tuple(
+            named[given[place]] if place in given else next(made) for place in range(len(returns))
+        )
         return every[0] if len(returns) == 1 else every or None
 
     def select_new(found) -> list:
