@@ -16,6 +16,7 @@ OP = "add_custom"  # the smallest, there to be copied
 GENERATED = {f"custom_pypto/graph/{OP}.h", "custom_pypto/graph/ops.py"}
 # where it stands as an example of any op, or as an exception; a new op has nothing to add there
 EXAMPLES = {
+    "CHANGELOG.md",
     "benchmarks/RESULTS.md",  # the cost of a call
     "benchmarks/bench_log.py",
     "benchmarks/bench_ops.py",  # which ops are timed is a choice
@@ -48,7 +49,7 @@ def tracked_files() -> list[str]:
     )
     if done.returncode:
         pytest.skip("not a git checkout")
-    return [name for name in done.stdout.splitlines() if (REPOSITORY / name).exists()]
+    return [name for name in done.stdout.splitlines() if (REPOSITORY / name).is_file()]
 
 
 def names_the_op(name: str) -> bool:

@@ -92,7 +92,7 @@ def tree(tmp_path) -> Path:
     """The sources, to be spoilt."""
     unwanted = shutil.ignore_patterns("*.so", "__pycache__", "*.safetensors")
     for folder in ("custom_pypto", "models", "examples"):
-        shutil.copytree(REPOSITORY / folder, tmp_path / folder, ignore=unwanted)
+        shutil.copytree(REPOSITORY / folder, tmp_path / folder, ignore=unwanted, symlinks=True)
     shutil.copy(REPOSITORY / "pyproject.toml", tmp_path)
     return tmp_path
 
@@ -117,6 +117,7 @@ def test_no_modules_depend_on_each_other_in_a_circle():
     "path, line, contracts",
     [
         pytest.param("custom_pypto/ops.py", "import models", {EXAMPLES}, id="package-to-models"),
+        pytest.param("custom_pypto/ops.py", "from . import models", {LAYERS}, id="ops-to-models"),
         pytest.param(
             "custom_pypto/kernels/a.py", "from tests.cases import x", {TESTS}, id="package-to-tests"
         ),

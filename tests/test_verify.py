@@ -55,8 +55,8 @@ def test_an_op_that_raises_fails_the_command(monkeypatch, capsys):
 def test_an_npu_that_is_there_and_does_not_work_fails_the_command(monkeypatch, capsys):
     collect = env.collect
 
-    def with_a_device_node():
-        report = collect()
+    def with_a_device_node(load_error):
+        report = collect(load_error)
         report["npu"]["device_nodes"] = 1
         return report
 
