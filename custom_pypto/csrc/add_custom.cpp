@@ -10,12 +10,9 @@ constexpr char kOp[] = "add_custom";
 template <bool computes>
 Tensor add_custom(const Tensor& self, const Tensor& other) {
   const Argument first(kOp, "self", self), second(kOp, "other", other);
-  const auto dtype = self.scalar_type();
   // of the floating-point types, those that torch adds: not the ones of 8 bits or fewer
-  CHECK_ARGUMENT(
-      dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kFloat || dtype == at::kDouble,
-      kOp, "self.dtype", "bfloat16, float16, float32 or float64", dtype_name(dtype));
-  second.dtype(dtype, "dtype of self").device_of(self);
+  first.dtype({at::kBFloat16, at::kHalf, at::kFloat, at::kDouble});
+  second.dtype(self.scalar_type(), "dtype of self").device_of(self);
   CHECK_ARGUMENT(self.sym_sizes() == other.sym_sizes(), kOp, "other",
                  c10::str("of shape ", self.sym_sizes(), " (that of self; no broadcast)"),
                  other.sym_sizes());

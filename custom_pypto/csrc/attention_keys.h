@@ -15,15 +15,6 @@
 namespace custom_pypto {
 
 template <typename T>
-struct Cache {
-  explicit Cache(const Tensor& cache)
-      : data(static_cast<const T*>(cache.const_data_ptr())), rows(cache) {}
-  const T* row(const KeyMap::Slot& slot) const { return data + rows.offset(slot); }
-  const T* data;
-  Rows rows;
-};
-
-template <typename T>
 struct LatentCaches {
   explicit LatentCaches(const AttentionParams& p)
       : keys(p.key),

@@ -1,5 +1,6 @@
 #include "contract.h"
 
+#include <algorithm>
 #include <string>
 
 #include "params.h"
@@ -49,17 +50,15 @@ const Argument& Argument::keeps(int64_t dim, Dim::Rule rule, const char* letter)
   return *this;
 }
 
-const Argument& Argument::floating() const {
+const Argument& Argument::dtype(at::ArrayRef<at::ScalarType> expected, const char* why) const {
   const auto dtype = tensor_.scalar_type();
-  CHECK_ARGUMENT(dtype == at::kBFloat16 || dtype == at::kHalf || dtype == at::kFloat, op_,
-                 c10::str(name_, ".dtype"), "bfloat16, float16 or float32", dtype_name(dtype));
-  return *this;
-}
-
-const Argument& Argument::dtype(at::ScalarType expected, const char* why) const {
-  CHECK_ARGUMENT(tensor_.scalar_type() == expected, op_, c10::str(name_, ".dtype"),
-                 c10::str(dtype_name(expected), " (", why, ")"), dtype_name(tensor_.scalar_type()));
-  return *this;
+  if (std::count(expected.begin(), expected.end(), dtype)) return *this;
+  std::string names(dtype_name(expected[0]));
+  for (size_t i = 1; i < expected.size(); ++i) {
+    names += c10::str(i + 1 < expected.size() ? ", " : " or ", dtype_name(expected[i]));
+  }
+  CHECK_ARGUMENT(false, op_, c10::str(name_, ".dtype"),
+                 why ? c10::str(names, " (", why, ")") : names, dtype_name(dtype));
 }
 
 const Argument& Argument::dtype_or_float32(at::ScalarType expected, const char* why) const {

@@ -29,6 +29,8 @@ using OptionalTensor = std::optional<Tensor>;
 
 std::string_view dtype_name(at::ScalarType dtype);  // as Python prints it: float32
 
+constexpr at::ScalarType kFloating[] = {at::kBFloat16, at::kHalf, at::kFloat};
+
 // A letter of the shapes in a contract, or an expression of letters.
 struct Dim {
   enum Rule { kAny, kPositive, kMultipleOf16, kBlockSize };
@@ -55,8 +57,7 @@ class Argument {
   // the first `dims` sizes are those of `like`
   const Argument& sizes(const Tensor& like, int64_t dims, const char* why) const;
   const Argument& keeps(int64_t dim, Dim::Rule rule, const char* letter) const;
-  const Argument& floating() const;
-  const Argument& dtype(at::ScalarType expected, const char* why) const;
+  const Argument& dtype(at::ArrayRef<at::ScalarType> expected, const char* why = nullptr) const;
   const Argument& dtype_or_float32(at::ScalarType expected, const char* why) const;
   const Argument& device_of(const Tensor& first) const;
   const Argument& dense_rows() const;  // the last dim is contiguous

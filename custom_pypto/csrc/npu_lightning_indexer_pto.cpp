@@ -16,7 +16,7 @@ void contract(IndexerParams& p) {
   check_sequences(kNames, p);
   const int64_t rank = p.query.dim();
   const auto dtype = p.query.scalar_type();
-  Argument(op, "query", p.query).floating().keeps(rank - 1, Dim::kMultipleOf16, "D");
+  Argument(op, "query", p.query).dtype(kFloating).keeps(rank - 1, Dim::kMultipleOf16, "D");
   Argument(op, "key", p.key)
       .dtype(dtype, "dtype of query")
       .device_of(p.query)
@@ -51,8 +51,7 @@ class Indexer {
         weights_(p.weights.to(at::kFloat).contiguous()),
         sequences_(read_sequences(p)),
         key_map_(p),
-        key_(static_cast<const T*>(p.key.const_data_ptr())),
-        rows_(p.key),
+        keys_(p.key),
         heads_(p.query.size(-2)),
         dims_(p.query.size(-1)),
         k_(p.sparse_count),
@@ -160,7 +159,7 @@ class Indexer {
       const int n = std::min({slot.run, task.end - j, int64_t{cpu::kMaxKeys}});
       if (slot.exists) {
         const E* next = ahead(s, j + n, task.end);
-        const auto [keys, stride] = widened(key_ + rows_.offset(slot), n, scratch);
+        const auto [keys, stride] = widened(keys_.row(slot), n, scratch);
         for (int64_t i = 0; i < task.count; ++i) {
           const int64_t seen = std::min<int64_t>(n, s.visible(task.first + i, mode_) - j);
           if (seen <= 0) continue;
@@ -191,16 +190,16 @@ class Indexer {
     if constexpr (std::is_same_v<E, T>) {
       if (position + cpu::kMaxKeys > end) return nullptr;
       const KeyMap::Slot slot = key_map_.find(s, position);
-      if (slot.exists && slot.run >= cpu::kMaxKeys) return key_ + rows_.offset(slot);
+      if (slot.exists && slot.run >= cpu::kMaxKeys) return keys_.row(slot);
     }
     return nullptr;
   }
 
   std::pair<const E*, int64_t> widened(const T* keys, int n, Scratch& scratch) const {
     if constexpr (std::is_same_v<E, T>) {
-      return {keys, rows_.stride};
+      return {keys, keys_.stride};
     } else {
-      for (int j = 0; j < n; ++j) widen(keys + j * rows_.stride, dims_, &scratch.keys[j * dims_]);
+      for (int j = 0; j < n; ++j) widen(keys + j * keys_.stride, dims_, &scratch.keys[j * dims_]);
       return {scratch.keys.data(), dims_};
     }
   }
@@ -208,8 +207,7 @@ class Indexer {
   Tensor query_, weights_;
   std::vector<Sequence> sequences_;
   KeyMap key_map_;
-  const T* key_;
-  Rows rows_;
+  Cache<T> keys_;
   int64_t heads_, dims_, k_, mode_;
   int32_t* out_;
   bool split_ = false;

@@ -27,7 +27,7 @@ void check_shapes(const FusedParams& p) {
   ShapeTable table(kOp);
 #define CHECK_SHAPE(argument, ...) table.row(#argument, p.argument, {__VA_ARGS__}).device_of(p.x)
 #define CHECK_SHAPE_AND_DTYPE(...) CHECK_SHAPE(__VA_ARGS__).dtype(p.x.scalar_type(), "dtype of x")
-  CHECK_SHAPE(x, B, S1, H).floating();
+  CHECK_SHAPE(x, B, S1, H).dtype(kFloating);
   CHECK_SHAPE_AND_DTYPE(w_dq, H, Q);
   CHECK_SHAPE_AND_DTYPE(w_uq_qr, Q, query_dims);
   CHECK_SHAPE_AND_DTYPE(w_uk, N1, P, L);
@@ -44,14 +44,11 @@ void check_shapes(const FusedParams& p) {
   CHECK_SHAPE_AND_DTYPE(index_k_cache, blocks, block_size, N2, D).dense_rows();
   CHECK_SHAPE(sin, B, S1, R).dtype_or_float32(p.x.scalar_type(), "dtype of x");
   CHECK_SHAPE(cos, B, S1, R).dtype_or_float32(p.x.scalar_type(), "dtype of x");
-  CHECK_SHAPE(cache_index, B, S1);
+  CHECK_SHAPE(cache_index, B, S1).dtype({at::kInt, at::kLong}, "flat slots of the caches");
   CHECK_SHAPE(block_table, B, pages).dtype(at::kInt, "block ids");
   CHECK_SHAPE(act_seqs, B).dtype(at::kInt, "keys of each sequence");
 #undef CHECK_SHAPE_AND_DTYPE
 #undef CHECK_SHAPE
-  const auto slots = p.cache_index.scalar_type();
-  CHECK_ARGUMENT(slots == at::kInt || slots == at::kLong, kOp, "cache_index.dtype",
-                 "int32 or int64 (flat slots of the caches)", dtype_name(slots));
   CHECK_ARGUMENT(R.size <= D.size, kOp, "kr_cache.size(3)",
                  c10::str("at most ", D.size, " (the indexer rotates the first R of its D dims)"),
                  R.size);

@@ -34,7 +34,7 @@ void contract(AttentionParams& p) {
   check_sequences(kNames, p);
   const int64_t query_last = p.query.dim() - 1, key_last = p.key.dim() - 1;
   const c10::SymInt L = p.query.sym_size(-1);
-  Argument(op, "query", p.query).floating().keeps(query_last, Dim::kMultipleOf16, "L");
+  Argument(op, "query", p.query).dtype(kFloating).keeps(query_last, Dim::kMultipleOf16, "L");
   Argument(op, "key", p.key)
       .dtype(p.query.scalar_type(), "dtype of query")
       .device_of(p.query)

@@ -8,6 +8,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <deque>
+#include <memory>
 #include <new>
 #include <type_traits>
 #include <utility>
@@ -25,44 +27,37 @@ class BufferPool {
     static thread_local BufferPool pool;
     return pool;
   }
-  BufferPool() = default;
-  BufferPool(const BufferPool&) = delete;
-  ~BufferPool() { shrink(0); }
 
   void* allocate(size_t bytes) {
     const auto same = [bytes](const Block& block) { return block.bytes == bytes; };
     const auto found = std::find_if(blocks_.begin(), blocks_.end(), same);
     if (found == blocks_.end()) return ::operator new(bytes, kLine);
-    void* memory = found->memory;
+    void* memory = found->memory.release();
     bytes_ -= bytes;
     blocks_.erase(found);
     return memory;
   }
 
   void deallocate(void* memory, size_t bytes) {
-    blocks_.push_back({memory, bytes});
+    blocks_.push_back({std::unique_ptr<void, Delete>(memory), bytes});
     bytes_ += bytes;
-    shrink(kMost);
+    while (bytes_ > kMost) {  // the oldest go first
+      bytes_ -= blocks_.front().bytes;
+      blocks_.pop_front();
+    }
   }
 
  private:
-  struct Block {
-    void* memory;
-    size_t bytes;
-  };
-
-  void shrink(size_t most) {  // the oldest go first
-    size_t gone = 0;
-    for (; bytes_ > most; ++gone) {
-      bytes_ -= blocks_[gone].bytes;
-      ::operator delete(blocks_[gone].memory, kLine);
-    }
-    blocks_.erase(blocks_.begin(), blocks_.begin() + gone);
-  }
-
   static constexpr std::align_val_t kLine{64};
   static constexpr size_t kMost = size_t{16} << 20;
-  std::vector<Block> blocks_;
+  struct Delete {
+    void operator()(void* memory) const { ::operator delete(memory, kLine); }
+  };
+  struct Block {
+    std::unique_ptr<void, Delete> memory;
+    size_t bytes;
+  };
+  std::deque<Block> blocks_;
   size_t bytes_ = 0;
 };
 

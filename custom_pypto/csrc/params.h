@@ -25,6 +25,7 @@ struct SequenceParams {
   int64_t sparse_mode = 3;
   // set by check_sequences
   Layout query_layout{}, key_layout{};
+  Tensor out = {};  // set by the contract
 };
 
 // Checks sparse mode, layouts, ranks of query and key, one key head, block size, lengths and block
@@ -34,7 +35,6 @@ void check_sequences(const KeyNames& names, SequenceParams& p);
 struct IndexerParams : SequenceParams {
   const Tensor& weights;
   int64_t sparse_count;
-  Tensor out = {};  // set by the contract
 };
 
 struct AttentionParams : SequenceParams {
@@ -43,7 +43,6 @@ struct AttentionParams : SequenceParams {
   double scale_value;
   const OptionalTensor &query_rope, &key_rope;
   int64_t sparse_block_size = 1;
-  Tensor out = {};  // set by the contract
 };
 
 struct FusedParams {

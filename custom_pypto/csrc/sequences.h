@@ -63,4 +63,12 @@ struct Rows {
   int64_t block_stride, stride;
 };
 
+template <typename T>
+struct Cache : Rows {
+  explicit Cache(const Tensor& cache)
+      : Rows(cache), data(static_cast<const T*>(cache.const_data_ptr())) {}
+  const T* row(const KeyMap::Slot& slot) const { return data + offset(slot); }
+  const T* data;
+};
+
 }  // namespace custom_pypto
