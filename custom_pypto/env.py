@@ -178,13 +178,9 @@ def _versions() -> dict[str, str | None]:
 
 def _cann() -> str | None:
     home = os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/ascend-toolkit/latest")
-    found = glob.glob(f"{home}/ascend_*_install.info") + glob.glob(
-        f"{home}/*/ascend_*_install.info"
-    )
-    for path in sorted(found):
-        with open(path, encoding="utf-8", errors="replace") as file:
-            version = re.search(r"^version=(.+)$", file.read(), re.MULTILINE)
-        if version:
+    places = f"{home}/ascend_*_install.info", f"{home}/*/ascend_*_install.info"
+    for path in sorted(path for place in places for path in glob.glob(place)):
+        if version := re.search(r"^version=(.+)$", _read(path), re.MULTILINE):
             return f"{version[1].strip()} in {home}"
     return f"version not known, in {home}" if os.path.isdir(home) else None
 

@@ -82,12 +82,11 @@ def _logged(op: str, level: int):
             # before it runs: the last line tells what a crashed process was at
             text = f"{op}: {first}on {backend}: {_described(given(op, args, kwargs))}"
             logger.log(logging.INFO if first else logging.DEBUG, text)
-        if level < 3:
-            return redispatch(keys & below, *args, **kwargs)
         try:
             return redispatch(keys & below, *args, **kwargs)
         except Exception as error:
-            _report(op, given(op, args, kwargs), error)
+            if level == 3:
+                _report(op, given(op, args, kwargs), error)
             raise
 
     return call

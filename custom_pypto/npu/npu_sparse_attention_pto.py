@@ -1,7 +1,5 @@
 """``npu_sparse_attention_pto`` on an NPU."""
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -42,16 +40,8 @@ def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
         a.act_seqs = torch.zeros_like(a.act_seqs)
     if a.sin.dtype != a.cos.dtype:
         a.sin, a.cos = a.sin.float(), a.cos.float()
-    program = _kernel(a)
-    caches = [rows(cache) for cache in (a.kv_cache, a.kr_cache, a.index_k_cache)]
-    result = out.view(-1, out.size(-1))
-    launch(program, _tensors(a, result, *caches), (*caches, result))
-    return out
-
-
-def _kernel(a: Arguments) -> Callable:
     nope, rope = a.w_uk.size(1), a.kr_cache.size(-1)
-    return kernel(
+    program = kernel(
         OP,
         dtype=name(a.x.dtype),
         angle_dtype=name(a.sin.dtype),
@@ -68,6 +58,10 @@ def _kernel(a: Arguments) -> Callable:
         table_width=a.block_table.size(1),
         ready_on_host=Limits(OP, a).ready_on_host("cache_index", "act_seqs", "block_table"),
     )
+    caches = [rows(cache) for cache in (a.kv_cache, a.kr_cache, a.index_k_cache)]
+    result = out.view(-1, out.size(-1))
+    launch(program, _tensors(a, result, *caches), (*caches, result))
+    return out
 
 
 def _tensors(
