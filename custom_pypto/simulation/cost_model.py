@@ -53,10 +53,6 @@ class Estimate:
     timeline: tuple[Task, ...]
     successors: dict[tuple[int, int], tuple[tuple[int, int], ...]]
 
-    def busy_us(self, kind: str) -> float:
-        """Time that cores of this kind, ``"AIC"`` or ``"AIV"``, were busy, summed over them."""
-        return sum(task.end - task.start for task in self.timeline if task.core.startswith(kind))
-
     def write_trace(self, path: Path | str) -> None:
         """Writes the timeline as a file for https://ui.perfetto.dev or chrome://tracing."""
         kinds = list(AI_CORES)
@@ -125,9 +121,9 @@ def _read(cores: list[dict], topology: str, program: dict) -> Estimate:
     found = []
     for core in cores:
         if core["coreType"] in AI_CORES:
+            name = f"{core['coreType']} {core['blockIdx']}"
             for task in core["tasks"]:
                 node = (task["seqNo"], task["taskId"])
-                name = f"{core['coreType']} {core['blockIdx']}"
                 found.append((task["execStart"], task["execEnd"], name, node))
     begin = min((start for start, *_ in found), default=0)
     length = max((end for _, end, *_ in found), default=0) - begin

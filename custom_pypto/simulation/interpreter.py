@@ -3,6 +3,7 @@
 import csv
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pypto
@@ -39,7 +40,8 @@ def interpret(kernel, *tensors: Tensor, timeout: float | None = None, **params) 
     stop_early = {"compile_stage": pypto.CompStage.TENSOR_GRAPH}
     verify = {"enable_pass_verify": True, "pass_verify_pass_filter": []}
     copy = simulated(kernel, host_options=stop_early, verify_options=verify)
-    with compiled(copy, tensors, params, prepare=_dump_arguments, timeout=timeout) as output:
+    prepare = partial(_set_inputs, dump=True)
+    with compiled(copy, tensors, params, prepare=prepare, timeout=timeout) as output:
         return [_dumped(output, i, tensor) for i, tensor in enumerate(tensors)]
 
 
@@ -53,16 +55,11 @@ def run_in_place(kernel, tensors: Sequence[Tensor], written: Sequence[Tensor]) -
 def verify_passes(
     kernel,
     *tensors: Tensor,
-    passes: tuple[str, ...] = ("CodegenPreproc",),
-    tolerance: float = 1e-3,
     timeout: float | None = None,
     **params,
 ) -> dict[str, tuple[int, int]]:
-    """How often the graph after a compiler pass, tiles and all, computes what it did before.
-
-    Args:
-        passes: names of PyPTO's passes; the last one before code generation by default.
-        tolerance: absolute and relative, of each element.
+    """How often the graph after a compiler pass, tiles and all, computes what it did before: after
+    the last pass before code generation.
 
     Returns:
         For each pass that was compared, the number of tensors that agree and that do not. PyPTO
@@ -72,11 +69,12 @@ def verify_passes(
     calculator.load()
     verify = {
         "enable_pass_verify": True,
-        "pass_verify_pass_filter": list(passes),
-        "pass_verify_error_tol": [tolerance, tolerance],
+        "pass_verify_pass_filter": ["CodegenPreproc"],
+        "pass_verify_error_tol": [1e-3, 1e-3],  # absolute and relative, of each element
     }
     copy = simulated(kernel, verify_options=verify)
-    with compiled(copy, tensors, params, prepare=_set_inputs, timeout=timeout) as output:
+    prepare = partial(_set_inputs, dump=False)
+    with compiled(copy, tensors, params, prepare=prepare, timeout=timeout) as output:
         counts: dict[str, list[int]] = {}
         for path in output.glob("verify_*/verify_result_brief.csv"):
             with open(path, newline="", errors="replace") as file:
@@ -88,25 +86,16 @@ def verify_passes(
         return {name: (agree, differ) for name, (agree, differ) in counts.items()}
 
 
-# The next two run in the child process, whose PyPTO nobody else uses. The verifier gets the
-# caller's values as inputs; it would use zeros.
+def _set_inputs(*, dump: bool) -> None:
+    """Runs in the child process, whose PyPTO nobody else uses: the verifier gets the caller's
+    values as inputs, where it would use zeros, and dumps what they become if asked to."""
 
-
-def _set_inputs() -> None:
     def inputs(tensors):
-        pypto_impl.SetVerifyData(_pto_to_tensor_data(tensors), [], [])
+        data = _pto_to_tensor_data(tensors)
+        # it writes the final value of each argument for which a value is expected
+        pypto_impl.SetVerifyData(data, [], data if dump else [])
 
     JitCallableWrapper._setup_verify_data = staticmethod(inputs)
-    JitCallableWrapper._run_with_cpu = lambda *arguments: None
-
-
-def _dump_arguments() -> None:
-    def inputs_that_are_also_expected(tensors):
-        # the verifier writes the final value of each argument for which a value is expected
-        data = _pto_to_tensor_data(tensors)
-        pypto_impl.SetVerifyData(data, [], data)
-
-    JitCallableWrapper._setup_verify_data = staticmethod(inputs_that_are_also_expected)
     JitCallableWrapper._run_with_cpu = lambda *arguments: None
 
 

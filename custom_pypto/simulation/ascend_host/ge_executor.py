@@ -28,14 +28,6 @@ def _ints(values: Tensor) -> list[int]:
     return values.flatten().tolist()  # GE takes a scalar for one value
 
 
-def _cast(x, dst_type):
-    return x.to(_dtype(dst_type))
-
-
-def _clip(x, clip_value_min, clip_value_max):
-    return x.clamp(clip_value_min, clip_value_max)
-
-
 def _gather(x, indices, axis, is_preprocessed, negative_index_support, batch_dims=0):
     axis = axis.item() % x.dim()
     rows = x.index_select(axis, indices.flatten().long())
@@ -109,8 +101,10 @@ OPERATORS: dict[str, Callable] = {
     "Add": lambda x1, x2: x1 + x2,
     "BatchMatMul": _matmul,
     "BroadcastTo": lambda x, shape: x.expand(_ints(shape)),
-    "Cast": _cast,
-    "ClipByValueV2": _clip,
+    "Cast": lambda x, dst_type: x.to(_dtype(dst_type)),
+    "ClipByValueV2": lambda x, clip_value_min, clip_value_max: x.clamp(
+        clip_value_min, clip_value_max
+    ),
     "ConcatV2": lambda x, concat_dim, N: torch.cat(x, concat_dim.item()),
     "Cos": lambda x: x.cos(),
     "Cumsum": lambda x, axis, exclusive=False, reverse=False: x.cumsum(axis.item(), dtype=x.dtype),

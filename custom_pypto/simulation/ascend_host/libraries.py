@@ -183,17 +183,14 @@ def _build(folder: Path) -> None:
         _run([*compiler, "-std=c++17", *flags, "-c", str(source), "-o", str(compiled)])
     defined = _run(["nm", "--defined-only", "--format=posix", str(cann)]).splitlines()
     rest.write_text(_generated(symbols - {line.split()[0] for line in defined}))
-    _run([*compiler, "-x", "c", *flags, "-c", str(rest), "-o", str(folder / "rest.o")])
-    link = [*compiler, "-shared"]
-    _run(
-        [*link, f"-Wl,-soname,{MAIN}", str(cann), str(settings), str(folder / "rest.o")]
-        + ["-o", str(folder / MAIN)]
-    )
+
+    def link(name: str, *parts: str) -> None:
+        soname = f"-Wl,-soname,{name}"
+        _run([*compiler, "-shared", *flags, soname, *parts, "-o", str(folder / name)])
+
+    link(MAIN, str(cann), str(settings), "-x", "c", str(rest))
     for name in sorted(libraries - {MAIN}):
-        _run(
-            [*link, f"-Wl,-soname,{name}", "-Wl,--no-as-needed", f"-L{folder}", "-lascendcl"]
-            + ["-o", str(folder / name)]
-        )
+        link(name, "-Wl,--no-as-needed", f"-L{folder}", "-lascendcl")
 
 
 def _generated(symbols: set[str]) -> str:
