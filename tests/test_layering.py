@@ -20,7 +20,15 @@ THIRD_PARTY = {
     "custom_pypto/kernels": {"pypto"},  # the NPU programs: never torch
     "custom_pypto/graph": {"torchair"},
     "custom_pypto/converter": {"torch", "torch_npu", "torchair"},
-    "custom_pypto/simulation": {"cmake", "pypto", "torch", "torch_npu", "torchair", "tqdm"},
+    "custom_pypto/simulation": {
+        "cmake",
+        "filelock",
+        "pypto",
+        "torch",
+        "torch_npu",
+        "torchair",
+        "tqdm",
+    },
     "custom_pypto": {"custom_pypto", "safetensors", "torch"},
 }
 # file -> modules that it imports by a name made at run time, which import-linter cannot see
