@@ -18,7 +18,7 @@ is outside the cache does not exist.
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec
 
 import torch
 from torch import Tensor
@@ -33,7 +33,10 @@ __all__ = [
 ]
 
 
-def _op(contract: Callable[..., Tensor]) -> Callable[..., Tensor]:
+Parameters = ParamSpec("Parameters")
+
+
+def _op(contract: Callable[Parameters, Tensor]) -> Callable[Parameters, Tensor]:
     """The op that a function without a body is the signature and the text of."""
     name = contract.__name__
     # bound once: looking it up costs a call on cold caches a tenth of its time
