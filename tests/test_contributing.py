@@ -21,6 +21,7 @@ EXAMPLES = {
     "benchmarks/bench_log.py",
     "benchmarks/bench_ops.py",  # which ops are timed is a choice
     "docs/npu.md",
+    "docs/zh/npu.md",
     "tests/test_contributing.py",
     "tests/test_converter.py",
     "tests/test_env.py",
