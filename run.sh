@@ -30,6 +30,8 @@ usage: run.sh [arguments of examples/generate.py]    the demo: text from a spars
                                                      with AddressSanitizer and UBSan, or TSan
        run.sh env [--json]                           what works here, what is missing, the remedy
        run.sh lint                                   format and style checks, nothing is changed
+       run.sh docs                                   the site of the documentation, into build/site;
+                                                     fails on a dead link
 TEXT
 }
 
@@ -106,6 +108,19 @@ lint() {
     failed=1
   fi
   return "$failed"
+}
+
+# In an environment of its own; reads the sources, and needs neither torch nor the built package.
+build_docs() {
+  local own="$root/build/docs"
+  [[ -x "$python" ]] || python=python3
+  [[ -x "$own/bin/python" ]] || "$python" -m venv "$own"
+  "$own/bin/python" -m pip install --quiet --disable-pip-version-check "pip>=25.1" # knows groups
+  "$own/bin/python" -m pip install --quiet --group "$root/pyproject.toml:docs"
+  # the theme's notice about its successor
+  export NO_MKDOCS_2_WARNING=1
+  "$own/bin/python" -m mkdocs --quiet build --config-file "$root/docs/site/mkdocs.yml"
+  echo "$root/build/site/index.html"
 }
 
 run_pytest() {
@@ -222,6 +237,10 @@ case "${1:-}" in
     [[ $# -eq 1 ]] || { usage >&2; exit 2; }
     setup test
     lint
+    ;;
+  docs)
+    [[ $# -eq 1 ]] || { usage >&2; exit 2; }
+    build_docs
     ;;
   -h | --help) usage ;;
   graph)

@@ -1,0 +1,67 @@
+"""What MkDocs cannot do by itself: pages outside of its folder, diagrams, two languages."""
+
+from pathlib import Path
+
+import mermaidx
+from mkdocs.structure.files import File
+from mkdocs.structure.nav import Navigation
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["*.md", "LICENSE", "docs/*.md", "docs/zh/*.md", "benchmarks/*.md", "benchmarks/plots/*.png"]
+
+
+def on_config(config):
+    diagram = {"name": "mermaid", "class": "mermaid", "format": draw}
+    config.mdx_configs["pymdownx.superfences"] = {"custom_fences": [diagram]}
+    return config
+
+
+def on_files(files, config):
+    """Pages keep their paths in the repository, so their links to each other hold."""
+    for pattern in PAGES:
+        for path in sorted(ROOT.glob(pattern)):
+            name = path.relative_to(ROOT).as_posix()
+            files.append(File.generated(config, name, abs_src_path=str(path)))
+    return files
+
+
+def on_page_content(html, page, config, files):
+    """A box takes its title from its kind, which GitHub has in English only."""
+    return html.replace(">Important</p>", ">重要</p>") if is_chinese(page.file.src_uri) else html
+
+
+def on_page_context(context, page, config, nav):
+    """The page's language, its translation, and the part of the navigation in its language."""
+    chinese = is_chinese(page.file.src_uri)
+    sources = {other.file.src_uri: other for other in nav.pages}
+    other = sources.get(translation(page.file.src_uri))
+    for language in config.extra["alternate"]:
+        same = (language["lang"] == "zh") == chinese
+        home = sources["README.zh-CN.md" if language["lang"] == "zh" else "README.md"]
+        language["link"] = (page if same else other or home).url
+    config.theme["language"] = "zh" if chinese else "en"
+    *english, section = nav.items
+    items = section.children if chinese else english
+    own = [other for other in nav.pages if is_chinese(other.file.src_uri) == chinese]
+    context["nav"] = Navigation(items, own)
+    context["nav"].homepage = own[0]
+    return context
+
+
+def is_chinese(name: str) -> bool:
+    return name.startswith("docs/zh/") or name.endswith(".zh-CN.md")
+
+
+def translation(name: str) -> str:
+    """The same page in the other language, whether there is one or not."""
+    folder, suffix = ("docs/zh/", "docs/"), (".zh-CN.md", ".md")
+    if is_chinese(name):
+        return name.replace(*folder).replace(*suffix)
+    return name.replace(*folder[::-1]) if name.startswith("docs/") else name.replace(*suffix[::-1])
+
+
+def draw(source, language, css_class, options, md, **kwargs) -> str:
+    """Drawn here, so that readers load no script from elsewhere."""
+    # text of the picture, not HTML, which is cut off where the reader's font is wider
+    drawn = mermaidx.render(source, config={"htmlLabels": False})
+    return f'<div class="diagram">{drawn.svg()}</div>'
