@@ -119,7 +119,7 @@ build_docs() {
   "$own/bin/python" -m pip install --quiet --group "$root/pyproject.toml:docs"
   # the theme's notice about its successor
   export NO_MKDOCS_2_WARNING=1
-  "$own/bin/python" -m mkdocs --quiet build --config-file "$root/docs/site/mkdocs.yml"
+  "$own/bin/python" -m mkdocs build --config-file "$root/docs/site/mkdocs.yml"
   echo "$root/build/site/index.html"
 }
 

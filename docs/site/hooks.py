@@ -7,7 +7,8 @@ from mkdocs.structure.files import File
 from mkdocs.structure.nav import Navigation
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["*.md", "LICENSE", "docs/*.md", "docs/zh/*.md", "benchmarks/*.md", "benchmarks/plots/*.png"]
+PAGES = ["*.md", "LICENSE", "docs/*.md", "docs/zh/*.md", "benchmarks/*.md"]
+PICTURES = ["benchmarks/plots/*.png"]
 
 
 def on_config(config):
@@ -18,7 +19,7 @@ def on_config(config):
 
 def on_files(files, config):
     """Pages keep their paths in the repository, so their links to each other hold."""
-    for pattern in PAGES:
+    for pattern in PAGES + PICTURES:
         for path in sorted(ROOT.glob(pattern)):
             name = path.relative_to(ROOT).as_posix()
             files.append(File.generated(config, name, abs_src_path=str(path)))
