@@ -94,7 +94,7 @@ def make_model(side: str, sizes: dict, dtype: torch.dtype):
 
 def filled_cache(side: str, model, tokens: int):
     """A cache that holds the same ``tokens`` random tokens on both sides, with room for one."""
-    config, pools = model.config, models.ATTENTION[type(model)][1].pools
+    config, pools = model.config, models.ATTENTION[type(model)].pools
     generator = torch.Generator().manual_seed(1)
     paged = models.PagedCache(model, 1, tokens + 1) if side == "custom_pypto" else None
     cache = paged or DynamicCache(config=config)

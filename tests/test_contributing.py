@@ -21,6 +21,7 @@ EXAMPLES = {
     "benchmarks/bench_log.py",
     "benchmarks/bench_ops.py",  # which ops are timed is a choice
     "docs/npu.md",
+    "docs/site/mkdocs.yml",
     "docs/zh/npu.md",
     "tests/test_contributing.py",
     "tests/test_converter.py",

@@ -59,12 +59,13 @@ def torch_npu_without_cann(tmp_path):
 
 
 @pytest.fixture
-def package_without_library(tmp_path):
+def package_with_half_a_library(tmp_path):
     shutil.copytree(
         REPOSITORY / "custom_pypto",
         tmp_path / "custom_pypto",
         ignore=shutil.ignore_patterns("*.so"),
     )
+    (tmp_path / "custom_pypto/_C.abi3.so").touch()
     shutil.copy(REPOSITORY / "custom_pypto_command.py", tmp_path)
     return tmp_path
 
@@ -164,18 +165,18 @@ def test_torch_for_cuda_is_reported_with_the_remedy(tmp_path, monkeypatch, insta
     assert (report["npu"]["problem"] == problem) == ("torch_npu" in installed)
 
 
-def test_import_without_the_library_says_how_to_build_it(package_without_library):
-    result = python("-c", "import custom_pypto", cwd=package_without_library)
+def test_import_of_half_a_library_says_how_to_build_it(package_with_half_a_library):
+    result = python("-c", "import custom_pypto", cwd=package_with_half_a_library)
     assert result.returncode == 1
-    assert "No module named 'custom_pypto._C'" in result.stderr
+    assert "_C.abi3.so: file too short" in result.stderr
     assert "bash build_and_install.sh" in result.stderr.splitlines()[-1]
 
 
-def test_command_reports_a_package_without_the_library(package_without_library):
-    result = python(*COMMAND, "--json", cwd=package_without_library)
+def test_command_reports_a_library_that_does_not_load(package_with_half_a_library):
+    result = python(*COMMAND, "--json", cwd=package_with_half_a_library)
     assert result.returncode == 1, result.stderr
     report = json.loads(result.stdout)
-    assert "No module named 'custom_pypto._C'" in report["custom_pypto"]["load_error"]
+    assert "_C.abi3.so: file too short" in report["custom_pypto"]["load_error"]
     missing = report["ways"]["ops on the CPU"]["missing"]
     assert [problem["remedy"] for problem in missing] == ["bash build_and_install.sh"]
 
@@ -251,4 +252,4 @@ def test_there_is_a_report_without_lscpu_and_compiler(tmp_path, monkeypatch):
 
 
 def test_report_wants_the_transformers_that_the_package_names():
-    assert f'"transformers=={env.TRANSFORMERS}"' in (REPOSITORY / "pyproject.toml").read_text()
+    assert f'"transformers=={env.TRANSFORMERS};' in (REPOSITORY / "pyproject.toml").read_text()

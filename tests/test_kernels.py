@@ -318,6 +318,7 @@ def test_attention_counts_an_index_as_often_as_it_occurs():
     check_attention(x | dict(sparse_indices=x["sparse_indices"] % 7))
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(
     st.lists(st.tuples(st.integers(0, 4), st.integers(0, 400)), min_size=1, max_size=3),
@@ -642,7 +643,7 @@ def priced(op: str, arguments: dict) -> simulation.Estimate:
     return found[0]
 
 
-@pytest.mark.parametrize("tokens", [2, 5, 40])
+@pytest.mark.parametrize("tokens", [2, 5, pytest.param(40, marks=pytest.mark.slow)])
 def test_the_task_graph_orders_cache_writes_before_reads(tokens):
     """The batch of tasks that reads the caches follows the one that writes them."""
     estimate = priced("npu_sparse_attention_pto", fused_case([300] * tokens, 1, sparse_count=64))
@@ -652,7 +653,7 @@ def test_the_task_graph_orders_cache_writes_before_reads(tokens):
 
 
 @pytest.mark.parametrize("S1", [1, 3])
-@pytest.mark.parametrize("length", [300, 9000])
+@pytest.mark.parametrize("length", [300, pytest.param(9000, marks=pytest.mark.slow)])
 def test_every_attention_waits_for_its_own_selection(length, S1):
     """An edge that is missing would be a race, which the interpreter does not have."""
     estimate = priced("npu_sparse_attention_pto", fused_case([length] * 2, S1, sparse_count=64))

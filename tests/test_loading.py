@@ -520,7 +520,10 @@ print(memory("VmHWM:") - before, sum(tensor.nbytes for tensor in model.state_dic
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
-@pytest.mark.parametrize("in_fp8", [True, False], ids=["fp8", "bf16"])
+@pytest.mark.parametrize(
+    "in_fp8",
+    [pytest.param(True, id="fp8"), pytest.param(False, id="bf16", marks=pytest.mark.slow)],
+)
 def test_loading_takes_no_more_than_the_model_and_one_shard(in_fp8, tmp_path):
     small = published(tmp_path / "small")
     sizes = dict(hidden_size=1024, moe_intermediate_size=512, n_routed_experts=32)

@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from train_lookup import VALUES, lookup_accuracy, lookup_batch
 
 CHECKPOINT = Path(__file__).parents[1] / "examples/checkpoints/lookup"
-LENGTHS = [256, 512, 1024, 2048]
+BY_LENGTH = [256, 512, *(pytest.param(n, marks=pytest.mark.slow) for n in (1024, 2048))]
 CHANCE = 1 / len(VALUES)
 
 
@@ -23,24 +23,17 @@ def swapped_accuracy(model, length):
     return lookup_accuracy(model, length, new_cache=lambda: models.PagedCache(model, 1, length))
 
 
-@pytest.fixture(scope="module")
-def stock():
-    model = DeepseekV32ForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
-    return {length: lookup_accuracy(model, length) for length in LENGTHS}
-
-
+@pytest.mark.parametrize("length", BY_LENGTH)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_swapped_model_is_as_accurate_as_stock(stock, dtype):
-    model = models.load(CHECKPOINT, dtype=dtype)
-    swapped = {length: swapped_accuracy(model, length) for length in LENGTHS}
-    assert min(stock.values()) > 0.9, stock
-    difference = {length: abs(swapped[length] - stock[length]) for length in LENGTHS}
-    assert max(difference.values()) <= 0.02, (stock, swapped)
+def test_swapped_model_is_as_accurate_as_stock(dtype, length):
+    stock = DeepseekV32ForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
+    expected = lookup_accuracy(stock, length)
+    assert expected > 0.9
+    swapped = swapped_accuracy(models.load(CHECKPOINT, dtype=dtype), length)
+    assert abs(swapped - expected) <= 0.02
 
 
-@pytest.mark.parametrize(
-    "length", [n if n < 1024 else pytest.param(n, marks=pytest.mark.slow) for n in LENGTHS]
-)
+@pytest.mark.parametrize("length", BY_LENGTH)
 def test_broken_indexer_answers_by_chance(length):
     model = models.load(CHECKPOINT, dtype=torch.float32)
     for layer in model.model.layers:

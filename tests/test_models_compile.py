@@ -65,9 +65,16 @@ def decode(forward, model, cache, ids, start, sizes):
 
 
 @pytest.mark.parametrize(
-    "dynamic, backend", [(False, "aot_eager"), (True, "eager")], ids=["static", "dynamic"]
+    "kind, dynamic, backend",
+    [
+        *(pytest.param(kind, False, "aot_eager", id=f"{kind}-static") for kind in KINDS),
+        pytest.param(KINDS[0], True, "eager", id=f"{KINDS[0]}-dynamic"),
+        *(
+            pytest.param(kind, True, "eager", id=f"{kind}-dynamic", marks=pytest.mark.slow)
+            for kind in KINDS[1:]
+        ),
+    ],
 )
-@pytest.mark.parametrize("kind", KINDS)
 def test_decode_is_one_graph_for_all_positions_and_equals_eager(kind, dynamic, backend):
     model, backend = tiny_swapped(kind), CountingBackend(backend)
     step = torch.compile(model.forward, backend=backend, fullgraph=True, dynamic=dynamic)
