@@ -151,15 +151,9 @@ def on_stand_in(*command: str) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.ascend_host
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "max-autotune",
-        pytest.param("reduce-overhead", marks=pytest.mark.slow),
-        pytest.param("npugraph_ex", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("mode", ["max-autotune", "reduce-overhead", "npugraph_ex"])
 def test_a_model_compiled_by_torchair_answers_as_eager_does(mode):
     said = on_stand_in("examples/compile_torchair.py", "--mode", mode).splitlines()
     assert len(said) == 4 and not any("wrong" in line for line in said)

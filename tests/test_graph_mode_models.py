@@ -23,6 +23,7 @@ pytestmark = pytest.mark.ascend_host
 
 CHECKPOINT = Path(__file__).parents[1] / "examples/checkpoints/lookup"
 MODES = ["max-autotune", "reduce-overhead", "npugraph_ex"]
+FIRST_MODE = [MODES[0], *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[1:])]
 BLOCK = 16
 
 
@@ -307,7 +308,7 @@ def eager_glm():
     return decoded(glm()), generated()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", FIRST_MODE)
 def test_padded_batch_through_experts_and_shared_indexers(mode):
     step = torch.compile(glm().forward, backend=backend(mode), fullgraph=True, dynamic=False)
     with watched() as seen:
@@ -316,7 +317,7 @@ def test_padded_batch_through_experts_and_shared_indexers(mode):
     torch.testing.assert_close(logits, eager_glm()[0], rtol=0, atol=2**-6)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", FIRST_MODE)
 def test_generate_compiles_its_decode_step(mode):
     compiled = CompileConfig(backend=backend(mode), fullgraph=True, dynamic=False, mode=None)
     compiled._compile_all_devices = True  # transformers compiles on its own list of devices only
