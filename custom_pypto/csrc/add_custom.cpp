@@ -10,7 +10,7 @@ constexpr char kOp[] = "add_custom";
 template <bool computes>
 Tensor add_custom(const Tensor& self, const Tensor& other) {
   const Argument first(kOp, "self", self), second(kOp, "other", other);
-  // of the floating-point types, those that torch adds: not the ones of 8 bits or fewer
+  // the floating-point types that torch can add: types of 8 bits or fewer are unsupported
   first.dtype({at::kBFloat16, at::kHalf, at::kFloat, at::kDouble});
   second.dtype(self.scalar_type(), "dtype of self").device_of(self);
   CHECK_ARGUMENT(self.sym_sizes() == other.sym_sizes(), kOp, "other",
@@ -21,7 +21,7 @@ Tensor add_custom(const Tensor& self, const Tensor& other) {
   return out;
 }
 
-// d(self + other) = (1, 1): two tensors, since an op may not return one twice
+// d(self + other) = (1, 1): two clones, since an op may not return the same tensor twice
 template <bool /*computes*/>
 std::tuple<Tensor, Tensor> add_custom_backward(const Tensor& grad) {
   return {grad.clone(), grad.clone()};
@@ -49,7 +49,7 @@ class AddCustom : public torch::autograd::Function<AddCustom> {
 };
 
 Tensor add_custom_autograd(const Tensor& self, const Tensor& other) {
-  // None is refused first: apply() asks each for its device
+  // reject None first: apply() queries the device of each argument
   Argument(kOp, "self", self), Argument(kOp, "other", other);
   return AddCustom::apply(self, other);
 }

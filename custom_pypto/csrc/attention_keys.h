@@ -1,4 +1,4 @@
-// Rows of the caches that sparse attention reads, in chunks.
+// Collects the cache rows that sparse attention reads into chunks.
 #pragma once
 
 #include <cstdint>
@@ -27,11 +27,11 @@ struct LatentCaches {
   }
   Cache<T> keys, values;
   std::optional<Cache<T>> key_ropes;
-  bool own_values;  // not the keys
+  bool own_values;  // values are not the keys
   int64_t latent, rope;
 };
 
-// Whether no element has all exponent bits set.
+// Tells whether all elements are finite: Inf and NaN have all exponent bits set.
 template <typename T>
 bool finite(const T* row, int64_t n) {
   using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint16_t>;
@@ -47,8 +47,8 @@ bool finite(const T* row, int64_t n) {
   return !bad;
 }
 
-// Two chunks of keys: one is attended to when the next is full, so that the rows of that one are
-// fetched meanwhile. E is what is multiplied, T what is stored.
+// Double buffering: once the next chunk is full, the kernels process the current one and prefetch
+// the rows of the next. E is the compute type, T the storage type.
 template <typename E, typename T>
 class KeyChunks {
  public:
@@ -64,7 +64,7 @@ class KeyChunks {
   int count() const { return chunk_->chunk.n; }
   int64_t position(int j) const { return chunk_->position[j]; }  // in the sequence
 
-  // Puts a key at the end of the next chunk, widened if need be; tells whether that is full.
+  // Appends a key to the next chunk, widened if needed; returns whether that chunk is full.
   bool add(const KeyMap::Slot& slot, int64_t position) {
     cpu::Chunk<E>& chunk = next_->chunk;
     const int j = chunk.n++;
@@ -75,7 +75,7 @@ class KeyChunks {
       chunk.keys[j] = caches_.keys.row(slot);
       chunk.values[j] = own_values ? caches_.values.row(slot) : chunk.keys[j];
       if (rope) chunk.ropes[j] = caches_.key_ropes->row(slot);
-      if (count() == 0) {  // the first: no kernel runs meanwhile that could fetch
+      if (count() == 0) {  // first chunk: no kernel is running to prefetch it
         fetch(chunk.keys[j], latent);
         if (own_values) fetch(chunk.values[j], latent);
         if (rope) fetch(chunk.ropes[j], rope);
@@ -96,7 +96,7 @@ class KeyChunks {
     return chunk.n == (count() ? kKeys : kFirstKeys);
   }
 
-  // The chunk, ready for the kernels.
+  // The current chunk, ready for the kernels.
   const cpu::Chunk<E>& prepared() {
     cpu::Chunk<E>& chunk = chunk_->chunk;
     chunk.next = std::is_same_v<E, T> && next_->chunk.n ? &next_->chunk : nullptr;
@@ -111,7 +111,7 @@ class KeyChunks {
   }
 
  private:
-  // Nothing hides the loads of the first chunk: it is short.
+  // The first chunk is short because nothing hides its loads.
   static constexpr int kFirstKeys = kKeys / 4;
 
   struct Buffer {
@@ -128,7 +128,7 @@ class KeyChunks {
     std::vector<int64_t> position;
   };
 
-  // Starts to load a row.
+  // Prefetches a row.
   static void fetch(const T* row, int64_t dims) {
     constexpr int64_t kLine = 64 / sizeof(T);
     for (int64_t d = 0; d < dims; d += kLine) __builtin_prefetch(row + d, 0, 2);

@@ -1,4 +1,4 @@
-// Softmax sums of sparse attention: from parts to a total, from sums to rows of the output.
+// Softmax sums of sparse attention: merges partial sums and writes output rows.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace custom_pypto {
 
-// Of the rows of a task, in panels.
+// Sums for the rows of a task, in panels.
 struct SoftmaxSums {
   void start(int64_t rows, int64_t latent) {
     max.resize(panel_rows(rows));
@@ -24,7 +24,7 @@ struct SoftmaxSums {
   bool any = false;  // whether a key has been added
 };
 
-// Brings the parts of one token to a common maximum and adds them, in their order.
+// Rescales the partial sums of one token to a common maximum and adds them in order.
 inline SoftmaxSums combine(const SoftmaxSums* parts, int64_t count, int64_t heads, int64_t latent,
                            float scale) {
   const int64_t padded = panel_rows(heads);
@@ -66,8 +66,8 @@ inline SoftmaxSums combine(const SoftmaxSums* parts, int64_t count, int64_t head
   return total;
 }
 
-// Divides by the sums and writes the rows [row][latent] of tokens that have attended to a key
-// (`seen`, how many keys each has); the others stay as they are, zero.
+// Divides by the sums and writes the rows [row][latent]. `seen` is the number of keys each token
+// attended to; rows of a token without keys stay zero.
 template <typename E, typename T>
 void write_rows(const SoftmaxSums& sums, const std::vector<int64_t>& seen, int64_t heads,
                 int64_t latent, T* out) {
@@ -76,7 +76,7 @@ void write_rows(const SoftmaxSums& sums, const std::vector<int64_t>& seen, int64
   for (int64_t first = 0; first < rows; first += cpu::kMaxWidth) {
     const int64_t count = std::min<int64_t>(rows - first, cpu::kMaxWidth);
     const int64_t width = cpu::panel_width(count);
-    // what has seen no key has sums of zeros
+    // a token without keys has a sum of 0: its factor stays 0
     float factors[cpu::kMaxWidth] = {};
     for (int64_t r = 0; r < count; ++r) {
       if (seen[(first + r) / heads]) factors[r] = 1.0f / sums.sum[first + r];
@@ -86,7 +86,7 @@ void write_rows(const SoftmaxSums& sums, const std::vector<int64_t>& seen, int64
     if constexpr (std::is_same_v<E, uint16_t>) {
       kernels().bf16->finish(panel, width, count, latent, factors, to, latent);
     } else {
-      T block[16 * cpu::kMaxWidth];  // rounded while rows are in vectors, then transposed
+      T block[16 * cpu::kMaxWidth];  // round while rows sit in lanes, then transpose
       for (int64_t l = 0; l < latent; l += 16) {
         for (int64_t i = 0; i < 16; ++i) {
           float x[cpu::kMaxWidth];

@@ -118,7 +118,7 @@ void check_sparse_count(const char* op, int64_t sparse_count) {
 
 namespace {
 
-// whether there are any
+// returns whether `lengths` is given
 bool check_lengths(const char* op, const char* name, const OptionalTensor& lengths, bool required,
                    const char* meaning, const Tensor& query) {
   CHECK_ARGUMENT(lengths || !required, op, name, c10::str("given: int32 ", meaning), "None");
@@ -152,7 +152,7 @@ std::string other_key_layout(const KeyNames& names, Layout given) {
                   names.lengths);
 }
 
-// As Argument::rank; a tensor with the dims of the other layout is most often in that one.
+// Argument::rank with a hint: a tensor with the other layout's rank most often has that layout.
 void check_layout_rank(const KeyNames& names, const char* name, const Tensor& tensor, Layout layout,
                        const char* shape,
                        std::string (*other_layout)(const KeyNames& names, Layout given)) {

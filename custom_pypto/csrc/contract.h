@@ -21,8 +21,8 @@ using OptionalTensor = std::optional<Tensor>;
 #define CHECK_ARGUMENT(condition, op, argument, expected, ...) \
   TORCH_CHECK(condition, op, ": ", argument, " must be ", expected, ", got ", __VA_ARGS__)
 
-// An op is a template, so that its signature stands once: Meta runs op<false>, which checks and
-// allocates the output, CPU op<true>, which computes too.
+// An op is a template, to state its signature once. Meta runs op<false>: check arguments, allocate
+// the output. CPU runs op<true>: compute as well.
 #define REGISTER_CPU_AND_META(op)                                      \
   TORCH_LIBRARY_IMPL(custom_pypto, CPU, m) { m.impl(#op, &op<true>); } \
   TORCH_LIBRARY_IMPL(custom_pypto, Meta, m) { m.impl(#op, &op<false>); }
@@ -31,22 +31,22 @@ std::string_view dtype_name(at::ScalarType dtype);  // as Python prints it: floa
 
 constexpr at::ScalarType kFloating[] = {at::kBFloat16, at::kHalf, at::kFloat};
 
-// A letter of the shapes in a contract, or an expression of letters.
+// A size in a contract's shapes: a letter, or an expression of letters.
 struct Dim {
   enum Rule { kAny, kPositive, kMultipleOf16, kBlockSize };
   explicit Dim(const char* letter, Rule size_rule = kAny) : name(letter), rule(size_rule) {}
-  // where no single argument says the size
+  // for a size that no single argument determines
   Dim(const char* expression, const char* reason, c10::SymInt value = 0)
       : name(expression), size(std::move(value)), why(reason) {}
 
   const char* name;
   Rule rule = kAny;
   c10::SymInt size = 0;
-  const char* owner = nullptr;  // the argument that has said the size
-  const char* why = nullptr;    // in a message, in place of "name of owner"
+  const char* owner = nullptr;  // the argument that determines the size
+  const char* why = nullptr;    // replaces "name of owner" in messages
 };
 
-// One argument of an op, which is given: None arrives as a tensor that is not defined.
+// A required argument of an op: rejects None, which arrives as an undefined tensor.
 class Argument {
  public:
   Argument(const char* op, const char* name, const Tensor& tensor);
@@ -54,7 +54,7 @@ class Argument {
   const Argument& rank(int64_t rank, const char* shape) const;
   const Argument& size(int64_t dim, const Dim& expected) const;
   const Argument& size(int64_t dim, const c10::SymInt& expected, const char* why) const;
-  // the first `dims` sizes are those of `like`
+  // the first `dims` sizes match those of `like`
   const Argument& sizes(const Tensor& like, int64_t dims, const char* why) const;
   const Argument& keeps(int64_t dim, Dim::Rule rule, const char* letter) const;
   const Argument& dtype(at::ArrayRef<at::ScalarType> expected, const char* why = nullptr) const;
@@ -68,7 +68,7 @@ class Argument {
   const Tensor& tensor_;
 };
 
-// Arguments with shapes in letters. The first argument with a letter says its size.
+// Checks shapes in letters. The first argument with a letter determines the letter's size.
 class ShapeTable {
  public:
   explicit ShapeTable(const char* op) : op_(op) {}
@@ -90,8 +90,8 @@ class ShapeTable {
 
 void check_sparse_count(const char* op, int64_t sparse_count);
 
-// Logits are scaled in float32, as exponents of 2. A scale that is 0 or infinite there makes NaN of
-// what is masked; so does one that is subnormal under torch.set_flush_denormal(True).
+// Logits are scaled in float32, as exponents of 2. A scale that is 0 or infinite in float32 turns
+// masked logits into NaN; so does a subnormal scale under torch.set_flush_denormal(True).
 constexpr char kScales[] = "from 1e-38 to 2e38 (finite and positive in float32)";
 inline bool is_scale(double scale) { return scale >= 1e-38 && scale <= 2e38; }
 

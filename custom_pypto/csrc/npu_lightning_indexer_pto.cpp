@@ -40,9 +40,9 @@ struct Task {
   int64_t begin, end;
 };
 
-constexpr int64_t kTokensOfTask = 8;  // at most; they share the keys they read
+constexpr int64_t kTokensOfTask = 8;  // maximum; tokens of a task share the keys they read
 
-// E is what is multiplied, T what is stored
+// E is the compute type, T the storage type
 template <typename E, typename T>
 class Indexer {
  public:
@@ -62,7 +62,7 @@ class Indexer {
 
   void run() {
     const std::vector<Task> tasks = plan();
-    std::vector<TopK> parts;  // of sequences whose keys are split, one a task and token
+    std::vector<TopK> parts;  // if keys are split: one per task and token
     for (size_t t = 0; split_ && t < tasks.size() * group_; ++t) parts.emplace_back(k_);
     run_tasks(
         tasks.size(), [&] { return Scratch(*this); },
@@ -76,7 +76,7 @@ class Indexer {
           }
         });
     if (!split_) return;
-    // tasks of the same tokens follow each other, in the order of their keys
+    // tasks of the same tokens are consecutive, in key order
     std::vector<size_t> starts;
     for (size_t t = 0; t < tasks.size(); ++t) {
       if (tasks[t].begin == 0) starts.push_back(t);
@@ -114,8 +114,8 @@ class Indexer {
     return out_ + token * k_;
   }
 
-  // Tokens in groups that share their keys; where there are too few groups for the threads, their
-  // keys are split. Scores do not depend on the split, so neither does the result.
+  // Groups tokens, which then share their keys. If there are too few groups for the threads, splits
+  // their keys. Scores do not depend on the split, so neither does the result.
   std::vector<Task> plan() {
     int64_t longest = 1, groups = 0;
     for (const Sequence& s : sequences_) longest = std::max(longest, s.len_query);
@@ -185,7 +185,7 @@ class Indexer {
     }
   }
 
-  // Keys that are widened are read for that beforehand: there is nothing to fetch ahead.
+  // The keys to prefetch, or null. Widening reads keys before the kernel does: no prefetch then.
   const E* ahead(const Sequence& s, int64_t position, int64_t end) const {
     if constexpr (std::is_same_v<E, T>) {
       if (position + cpu::kMaxKeys > end) return nullptr;
@@ -211,14 +211,14 @@ class Indexer {
   int64_t heads_, dims_, k_, mode_;
   int32_t* out_;
   bool split_ = false;
-  int64_t group_ = 1;  // tokens of a task
+  int64_t group_ = 1;  // tokens per task
 };
 
 }  // namespace
 
 void lightning_indexer(IndexerParams& p) {
   contract(p);
-  // without a token there may be any number of sequences, more than memory has room to list
+  // without tokens the number of sequences is unbounded: a list of them may not fit in memory
   if (p.out.numel() == 0) return;
   dispatch_elements(p.query.scalar_type(), [&](auto multiplied, auto stored) {
     Indexer<decltype(multiplied), decltype(stored)>(p).run();

@@ -14,7 +14,7 @@ namespace {
 constexpr char kOp[] = "npu_sparse_attention_pto";
 constexpr double kLayerNormEps = 1e-6;  // of the index key; `eps` is for the two RMSNorms
 
-// Arguments with their shapes, then their dtypes; sizes follow once every letter is known.
+// Checks the rank and dtype of each argument, then sizes, once every letter is known.
 void check_shapes(const FusedParams& p) {
   Dim B("B"), S1("S1"), H("H"), Q("Q"), N1("N1", Dim::kPositive), P("P");
   Dim L("L", Dim::kMultipleOf16), R("R", Dim::kMultipleOf16), D("D", Dim::kMultipleOf16);
@@ -75,7 +75,7 @@ Tensor rms_norm(const Tensor& x, const Tensor& gamma, double eps) {
   return (x32 * scale).to(x.scalar_type()) * gamma;
 }
 
-// (first, second) members of each pair, rotated; sin and cos [B, S1, R] repeat their angles twice
+// rotates the pairs (first[i], second[i]); sin and cos [B, S1, R] hold every angle twice
 Tensor rotate(const Tensor& first, const Tensor& second, const Tensor& sin, const Tensor& cos) {
   const int64_t half = sin.size(-1) / 2;
   const Tensor s = sin.narrow(-1, 0, half).to(at::kFloat).unsqueeze(2);
@@ -84,7 +84,7 @@ Tensor rotate(const Tensor& first, const Tensor& second, const Tensor& sin, cons
   return at::cat({a * c - b * s, b * c + a * s}, -1).to(first.scalar_type());
 }
 
-// MLA: pairs (x0, x1), (x2, x3), ...; the first members come out first
+// MLA: pairs (x0, x1), (x2, x3), ...; the output is all first members, then all second ones
 Tensor rope_interleaved(const Tensor& x, const Tensor& sin, const Tensor& cos) {
   return rotate(x.slice(-1, 0, std::nullopt, 2), x.slice(-1, 1, std::nullopt, 2), sin, cos);
 }
@@ -126,7 +126,7 @@ Queries queries(const FusedParams& p) {
           rope_half_split(index, p.sin, p.cos)};
 }
 
-// The keys of the new tokens, into the three caches.
+// Writes the keys of the new tokens into the three caches.
 void write_keys(const FusedParams& p) {
   const int64_t latent = p.w_uk.size(2), rope = p.kr_cache.size(3);
   const Tensor kv = at::matmul(p.x, p.w_dkv_kr);

@@ -16,7 +16,7 @@ namespace {
 constexpr KeyNames kNames = {"npu_sparse_flash_attention_pto", "layout_kv",
                              "actual_seq_lengths_kv"};
 
-// Rank, dtype, device and all sizes but the last are those of `like`.
+// Checks that rank, dtype, device and all sizes but the last match `like`.
 Argument like(const Tensor& like, const char* name, const Tensor& tensor, const char* why) {
   return Argument(kNames.op, name, tensor)
       .rank(like.dim(), why)
@@ -60,25 +60,25 @@ void contract(AttentionParams& p) {
   p.out = at::empty_symint(p.query.sym_sizes(), p.query.options());
 }
 
-// Rows (query token, head) that are worked on together. A dense task takes tokens that follow each
-// other and reads every key any of them may see, with the selection as a mask: a matrix multiply. A
-// gathering task takes one token and some columns of its indices.
+// Rows (query token, head) that one thread processes together. A dense task is a matrix multiply:
+// consecutive tokens times every key that any of them selects, masked by the selection. A gathering
+// task takes one token and a range of columns of its indices.
 struct Task {
   bool dense;
   int64_t sequence, first, count;  // tokens
   int64_t begin, end;              // dense: keys, gathering: columns of the indices
-  int64_t part;  // gathering: where its sums go if other tasks share the token, else -1
+  int64_t part;  // gathering: slot of its sums if other tasks share the token, else -1
 };
 
 constexpr int64_t kDenseRows = 128;
-// A gathered key costs more than one in a row of keys: it serves the heads of one token only.
+// A gathered key costs more than a key of a dense task: it serves the heads of one token only.
 constexpr double kGatherCost = 1.25;
-// The columns of few tokens are split between tasks, each of kSplitColumns times the number of
-// tokens: coarser for more of them, because all sums are written and read once more. Depends on
-// shapes alone, so that sums are added in the same order for any number of threads.
+// With few query tokens, tasks split the index columns: kSplitColumns * tokens columns per task,
+// coarser for more tokens, because all partial sums are written and read once more. The split
+// depends on shapes alone, so that any number of threads adds the sums in the same order.
 constexpr int64_t kSplitColumns = 512;
 
-// E is what is multiplied, T what is stored
+// E is the compute type, T the storage type
 template <typename E, typename T>
 class SparseAttention {
  public:
@@ -138,8 +138,8 @@ class SparseAttention {
     AlignedVector<cpu::PanelElement<E>> query;
     AlignedVector<float> scores;
     AlignedVector<float> panel_counts;
-    std::vector<int32_t> counts;  // dense: how often key j was selected by token t, [j][t]
-    std::vector<int64_t> seen;    // keys each token has attended to
+    std::vector<int32_t> counts;  // dense: [j][t], how often token t selected key j
+    std::vector<int64_t> seen;    // number of keys each token attended to
     SoftmaxSums sums;
   };
 
@@ -147,7 +147,7 @@ class SparseAttention {
     return sequences_[task.sequence].first_token + task.first + i;
   }
 
-  // Calls f(position) for every index of a row, from column `begin`, that its token may see.
+  // Calls f(position) for every index in columns [begin, end) that the token may see.
   template <typename F>
   void for_each_index(int64_t token, int64_t begin, int64_t end, int64_t visible,
                       const F& f) const {
@@ -220,7 +220,7 @@ class SparseAttention {
     scratch.keys.advance();
   }
 
-  // Attends to the chunk and the next one, as far as they have keys.
+  // Attends to the current chunk and the next one, unless they are empty.
   template <typename Counts>
   void flush(const Task& task, Scratch& scratch, SoftmaxSums& sums, const Counts& counts) const {
     for (int chunk = 0; chunk < 2; ++chunk) {
@@ -229,8 +229,8 @@ class SparseAttention {
     }
   }
 
-  // Adds the keys of the chunk to the sums of every panel; `counts(first row, width)` gives the
-  // mask of a panel, or null for all.
+  // Adds the keys of the chunk to the sums of every panel. `counts(first row, width)` returns the
+  // mask of a panel, or null to select every key.
   template <typename Counts>
   void attend(const Task& task, Scratch& scratch, SoftmaxSums& sums, const Counts& counts) const {
     const cpu::Chunk<E>& chunk = scratch.keys.prepared();
@@ -273,8 +273,8 @@ class SparseAttention {
     if (task.part < 0) write(task, sums, scratch.seen);
   }
 
-  // False, and nothing written, where a value is Inf or NaN: 0 times it would reach the tokens that
-  // have not selected it.
+  // Returns false and writes nothing if a value is Inf or NaN: 0 times that value is NaN, which
+  // would reach tokens that have not selected the key.
   bool dense(const Task& task, Scratch& scratch, SoftmaxSums& sums) const {
     start(task, scratch, sums);
     const Sequence& s = sequences_[task.sequence];
@@ -326,7 +326,7 @@ class SparseAttention {
   float scale_;
   T* out_;
   std::vector<Task> tasks_;
-  int64_t step_ = 0;  // columns of a task
+  int64_t step_ = 0;  // columns per task
   int64_t part_count_ = 0;
 };
 
@@ -334,7 +334,7 @@ class SparseAttention {
 
 void sparse_flash_attention(AttentionParams& p) {
   contract(p);
-  // without a token there may be any number of sequences, more than memory has room to list
+  // without tokens the number of sequences is unbounded: a list of them may not fit in memory
   if (p.out.numel() == 0) return;
   dispatch_elements(p.query.scalar_type(), [&](auto multiplied, auto stored) {
     SparseAttention<decltype(multiplied), decltype(stored)>(p).run();
@@ -362,7 +362,7 @@ Tensor npu_sparse_flash_attention_pto(
 
 REGISTER_CPU_AND_META(npu_sparse_flash_attention_pto)
 
-// backward() says that there is none, rather than leave a gradient out
+// backward() raises an error instead of silently omitting a gradient
 TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) {
   m.impl(kNames.op, torch::autograd::autogradNotImplementedFallback());
 }

@@ -1,4 +1,4 @@
-// What the CPU kernels of the ops share: the inner loops for this CPU, and threads.
+// Shared code of the ops' CPU kernels: the inner loops for this CPU, and threads.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -14,11 +14,11 @@
 
 namespace custom_pypto {
 
-// The inner loops for this CPU, chosen once; CUSTOM_PYPTO_CPU_ISA names another set.
+// The inner loops for this CPU, selected once; CUSTOM_PYPTO_CPU_ISA selects another set.
 const cpu::Kernels& kernels();
 
-// Runs task(scratch, i) for every i < count. A thread takes the next task when it is free: a static
-// split would wait for the slowest core. scratch() makes what one thread needs.
+// Runs task(scratch, i) for every i < count. Free threads take the next task: a static split would
+// wait for the slowest core. make_scratch() creates the scratch buffers of one thread.
 template <typename MakeScratch, typename Task>
 void run_tasks(int64_t count, const MakeScratch& make_scratch, const Task& task) {
   std::atomic<int64_t> next{0};
@@ -28,8 +28,7 @@ void run_tasks(int64_t count, const MakeScratch& make_scratch, const Task& task)
     for (int64_t i = next++; i < count; i = next++) task(scratch, i);
   };
 #if defined(__SANITIZE_THREAD__)
-  // libgomp is not built with ThreadSanitizer, which would miss that its threads wait for each
-  // other
+  // libgomp is not built with ThreadSanitizer, which would miss libgomp's barriers
   std::vector<std::thread> team;
   for (int64_t t = 0; t < threads; ++t) team.emplace_back(work);
   for (std::thread& thread : team) thread.join();

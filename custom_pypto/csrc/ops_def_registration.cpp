@@ -6,7 +6,7 @@
 #include "ops_common.h"
 
 // Names and order of arguments follow the published custom_pypto recipe; shapes, dtypes and meaning
-// follow torch_npu's npu_lightning_indexer and npu_sparse_flash_attention. What is ours is
+// follow torch_npu's npu_lightning_indexer and npu_sparse_flash_attention. Our own arguments are
 // keyword-only. Mutated caches are declared, so that torch.compile keeps the writes in order.
 TORCH_LIBRARY(custom_pypto, m) {
   m.def("add_custom(Tensor self, Tensor other) -> Tensor");

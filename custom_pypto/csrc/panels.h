@@ -1,4 +1,4 @@
-// From tensors to what the kernels of cpu/ multiply: element types, widening, and query rows
+// Converts tensors to operands of the kernels in cpu/: element types, widening, and query rows
 // transposed into panels.
 #pragma once
 
@@ -19,8 +19,7 @@
 
 namespace custom_pypto {
 
-// Per-thread pool of buffers, for the next call: to clear fresh pages, as the system does, took a
-// tenth of a decode step.
+// Per-thread buffer pool: the system's zeroing of fresh pages took a tenth of a decode step.
 class BufferPool {
  public:
   static BufferPool& of_thread() {
@@ -41,7 +40,7 @@ class BufferPool {
   void deallocate(void* memory, size_t bytes) {
     blocks_.push_back({std::unique_ptr<void, Delete>(memory), bytes});
     bytes_ += bytes;
-    while (bytes_ > kMost) {  // the oldest go first
+    while (bytes_ > kMost) {  // evict the oldest first
       bytes_ -= blocks_.front().bytes;
       blocks_.pop_front();
     }
@@ -61,8 +60,8 @@ class BufferPool {
   size_t bytes_ = 0;
 };
 
-// What the kernels work on begins at a cache line, since a vector of 64 bytes that begins elsewhere
-// costs two accesses; and it is not set to zero first.
+// Aligns kernel buffers to cache lines, because an unaligned vector of 64 bytes costs two accesses.
+// Leaves them uninitialised.
 template <typename T>
 struct AlignedAllocator {
   using value_type = T;
@@ -85,8 +84,8 @@ struct AlignedAllocator {
 template <typename T>
 using AlignedVector = std::vector<T, AlignedAllocator<T>>;
 
-// Calls f(multiplied, stored) with values of the element types: bfloat16 is multiplied as it is
-// where the CPU can (both uint16_t), every other half precision is widened to float.
+// Calls f(multiplied, stored) with a value of each element type. If the CPU can multiply bfloat16,
+// both are uint16_t; any other half precision is widened to float.
 template <typename F>
 void dispatch_elements(at::ScalarType dtype, const F& f) {
   if (dtype == at::kFloat) {
@@ -110,8 +109,8 @@ void narrow(const float* from, int64_t n, T* to) {
   for (int64_t i = 0; i < n; ++i) to[i] = static_cast<T>(from[i]);
 }
 
-// As c10::BFloat16 rounds, to the nearest, a tie to even and a NaN to 0x7FC0; but without its
-// branch, so that the compiler makes vectors of it.
+// Rounds like c10::BFloat16 (to nearest, ties to even, NaN to 0x7FC0), but branch-free, so that the
+// compiler vectorises it.
 inline void narrow(const float* from, int64_t n, c10::BFloat16* to) {
   for (int64_t i = 0; i < n; ++i) {
     uint32_t bits;
@@ -121,7 +120,7 @@ inline void narrow(const float* from, int64_t n, c10::BFloat16* to) {
   }
 }
 
-// Rows of all panels together: full panels of 64, then one of 16, 32 or 64.
+// Total rows of all panels, padding included: full panels of 64, then one of 16, 32 or 64.
 inline int64_t panel_rows(int64_t rows) {
   const int64_t rest = rows % cpu::kMaxWidth;
   return rows - rest + (rest ? cpu::panel_width(rest) : 0);
@@ -132,8 +131,8 @@ int64_t panel_elements(int64_t rows, int64_t dims) {
   return panel_rows(rows) * (std::is_same_v<E, float> ? dims : dims / 2);
 }
 
-// One panel [dims][width] (bfloat16: [dims / 2][width] of pairs) from `rows` rows; dims start at
-// `first_dim` of the panel, so that a row may come in two parts.
+// Packs `rows` rows into a panel [dims][width] (bfloat16: [dims / 2][width] of pairs), padded with
+// zeros. A row in two parts takes two calls.
 template <typename T>
 void pack_panel(const T* from, int64_t row_stride, int64_t rows, int64_t width, int64_t dims,
                 float* panel) {
@@ -149,7 +148,7 @@ inline void pack_panel(const uint16_t* from, int64_t row_stride, int64_t rows, i
   kernels().bf16->pack_panel(from, row_stride, rows, width, dims, panel);
 }
 
-// All rows of a token, contiguous, as consecutive panels.
+// Packs all rows of a token, which are contiguous, into consecutive panels.
 template <typename T, typename P>
 void pack_panels(const T* from, int64_t rows, int64_t dims, P* panels) {
   const int64_t steps = std::is_same_v<P, float> ? dims : dims / 2;

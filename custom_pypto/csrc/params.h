@@ -1,5 +1,5 @@
-// What each op's contract hands to its kernels: the arguments of the schema, named as there and by
-// reference, so that these structs live no longer than the call; and what follows from them.
+// Parameters that an op's contract passes to its kernels: the schema's arguments, under the same
+// names, and values derived from them. Arguments are references: no struct may outlive the call.
 #pragma once
 
 #include <optional>
@@ -10,7 +10,7 @@ namespace custom_pypto {
 
 enum class Layout { kBsnd, kTnd, kPaged };
 
-// What an op calls itself and its key arguments.
+// The names of an op and of its key arguments.
 struct KeyNames {
   const char* op;
   const char* layout;   // layout_key or layout_kv
@@ -55,7 +55,7 @@ struct FusedParams {
   Tensor out = {};  // set by the contract
 };
 
-// Contract and computation on the CPU, into p.out.
+// Check the contract, compute on the CPU, and store the result in p.out.
 void lightning_indexer(IndexerParams& p);
 void sparse_flash_attention(AttentionParams& p);
 

@@ -47,7 +47,7 @@ std::vector<Sequence> read_sequences(const SequenceParams& p) {
 KeyMap::KeyMap(const SequenceParams& p)
     : layout_(p.key_layout),
       blocks_(layout_ == Layout::kTnd ? 1 : p.key.size(0)),
-      // at least 1: with no key at all nothing is ever looked up, but positions are divided by it
+      // at least 1: positions are divided by it, although a cache without keys is never looked up
       block_size_(std::max<int64_t>(1, p.key.size(layout_ == Layout::kTnd ? 0 : 1))) {
   if ((block_size_ & (block_size_ - 1)) == 0) shift_ = __builtin_ctzll(block_size_);
   if (!p.block_table) return;

@@ -1,6 +1,6 @@
-// Where the tokens and keys of a sequence are. Values are read on the host by the CPU kernels, and
-// none of them is trusted: lengths are clamped to what the tensors hold, prefix sums to a
-// non-decreasing series, and a position whose block id is outside the cache does not exist.
+// Locates the tokens and keys of a sequence. The CPU kernels read lengths and block ids on the host
+// and trust none: lengths are clamped to the tensors' sizes, prefix sums to a non-decreasing
+// series, and a position whose block id is outside the cache does not exist.
 #pragma once
 
 #include <algorithm>
@@ -25,15 +25,15 @@ struct Sequence {
 
 std::vector<Sequence> read_sequences(const SequenceParams& p);
 
-// Where the keys of a sequence are stored. Every layout is seen as paged: BSND keys as one block a
-// sequence, TND keys as one block for all.
+// Maps key positions to cache rows. Every layout is treated as paged: BSND has one block per
+// sequence, TND one block for all sequences.
 class KeyMap {
  public:
   explicit KeyMap(const SequenceParams& p);
 
   struct Slot {
     int64_t block, row;
-    int64_t run;  // positions from this one on in the same block
+    int64_t run;  // positions left in the block, this one included
     bool exists;
   };
   Slot find(const Sequence& sequence, int64_t position) const {
@@ -47,13 +47,13 @@ class KeyMap {
  private:
   Layout layout_;
   int64_t blocks_, block_size_;
-  int shift_ = -1;  // of a block size that is a power of 2: found for every key, a division counts
+  int shift_ = -1;  // log2 of a power-of-two block_size_: find() runs per key, a division is slow
   Tensor table_;
   const int32_t* blocks_of_ = nullptr;
-  int64_t pages_ = 0;  // of a sequence
+  int64_t pages_ = 0;  // blocks of a sequence
 };
 
-// The rows of a cache, whatever its strides; offsets are in elements.
+// Row offsets, in elements, of a cache with any strides.
 struct Rows {
   explicit Rows(const Tensor& cache)
       : block_stride(cache.dim() == 4 ? cache.stride(0) : 0), stride(cache.stride(-3)) {}

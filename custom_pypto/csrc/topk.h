@@ -14,18 +14,18 @@ namespace custom_pypto {
 
 struct Rank {
   uint32_t value;
-  int64_t equal;  // how many of the k largest have it, of which there may be more
+  int64_t equal;  // how many of the k largest ranks equal it; further ranks may equal it too
 };
 
 // The k-th largest of n ranks, digit by digit from the top; 1 <= k <= n.
 inline Rank kth_largest(const uint32_t* ranks, int64_t n, int64_t k) {
-  uint32_t found = 0;  // its digits above the current one
-  int above = 32;      // bits below those
+  uint32_t found = 0;  // the result's digits above the current one
+  int above = 32;      // number of bits below `found`
   for (const int bits : {11, 11, 10}) {
     const int shift = above - bits;
     const uint32_t mask = (1u << bits) - 1;
-    // two counters: neighbours are often alike, and an addition waits for the one before; the last
-    // ones take what has other digits above, without a branch that is often mispredicted
+    // two histograms: neighbours often hit one bin, and an increment waits for the previous one;
+    // bin 2048 takes ranks with other upper digits: a branch would often be mispredicted
     int32_t counts[2049][2] = {};
     for (int64_t i = 0; i < n; ++i) {
       const uint64_t digits = ranks[i];
@@ -41,11 +41,11 @@ inline Rank kth_largest(const uint32_t* ranks, int64_t n, int64_t k) {
   return {found, k};
 }
 
-// The k best of a stream of scores whose positions ascend. Keeps up to twice as many candidates,
-// and what cannot be among the k best is not even stored.
+// The k best of a stream of scores whose positions ascend. Buffers up to 2 k + 1024 candidates and
+// never stores a score that cannot be among the k best.
 class TopK {
  public:
-  // uninitialised: most of it may never be used
+  // buffers are uninitialised: most elements may never be used
   explicit TopK(int64_t k)
       : k_(k),
         ranks_(new uint32_t[capacity() + cpu::kMaxKeys + cpu::kLineElements]),
@@ -62,7 +62,7 @@ class TopK {
     if (count_ > capacity()) shrink();
   }
 
-  // what another stream, of lower positions than any pushed later, has kept
+  // adds the candidates of another stream, whose positions are below any position pushed later
   void push(const TopK& other) {
     for (int64_t i = 0; i < other.count_; ++i) {
       ranks_[count_] = other.ranks_[i];
@@ -72,12 +72,12 @@ class TopK {
     }
   }
 
-  // the k best, in order of their positions
+  // drops all candidates but the k best, which stay in order of position
   void shrink() {
     if (count_ <= k_) return;
     const Rank worst = kth_largest(ranks_.get(), count_, k_);
     threshold_ = worst.value;
-    // of equals the first, since positions ascend
+    // the first of equal ranks stay: they have the lower positions
     count_ = kernels().keep(ranks_.get(), positions_.get(), count_, worst.value, worst.equal);
   }
 
@@ -85,7 +85,7 @@ class TopK {
   void write(int32_t* out) {
     shrink();
     // radix sort, least significant byte first: stable, so that positions stay in order
-    std::array<std::array<int32_t, 257>, 4> starts = {};  // of each byte, the largest first
+    std::array<std::array<int32_t, 257>, 4> starts = {};  // of each byte's bins, largest rank first
     order_.resize(count_);
     sorted_.resize(count_);
     for (int64_t i = 0; i < count_; ++i) {
@@ -106,10 +106,10 @@ class TopK {
   int64_t capacity() const { return 2 * k_ + 1024; }
 
   int64_t k_, count_ = 0;
-  uint32_t threshold_ = 0;  // once k are kept, the worst of them: a candidate must be better
+  uint32_t threshold_ = 0;  // k-th best rank, once k are kept: a candidate must exceed it
   std::unique_ptr<uint32_t[]> ranks_;
   std::unique_ptr<int32_t[]> positions_;
-  std::vector<uint64_t> order_, sorted_;  // falling rank, position
+  std::vector<uint64_t> order_, sorted_;  // (inverted rank, position)
 };
 
 }  // namespace custom_pypto

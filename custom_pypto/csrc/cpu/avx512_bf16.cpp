@@ -1,6 +1,6 @@
 // bfloat16 with vdpbf16ps: acc[lane] += a[lane][0] * b[lane][0] + a[lane][1] * b[lane][1]. A lane
-// is a query row, the pair is two dims of it (logits) or its weights for two keys (values), and b
-// is one pair broadcast.
+// of a is a query row: two of its dims (logits) or its weights for two keys (values). b is one
+// broadcast pair.
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,prefer-vector-width=512")
 // gcc 12 warns about the deliberately undefined operands inside its own intrinsics
@@ -23,7 +23,7 @@ INLINE __m512bh broadcast_pair(const void* p) {
   return (__m512bh)_mm512_set1_epi32(pair);
 }
 
-// pairs (even[i], odd[i]) of their elements 0 to 15 or 16 to 31
+// pairs (even[i], odd[i]): zip_low of elements 0 to 15, zip_high of elements 16 to 31
 INLINE __m512i zip_low(__m512i even, __m512i odd) {
   const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40,
                                          8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -44,7 +44,7 @@ INLINE __m512i interleave(__m512i x) {
   return _mm512_permutexvar_epi16(order, x);
 }
 
-// out[i] = the 16 lanes of in[i] added up
+// out[i] = sum of the 16 lanes of vector i
 INLINE __m512 reduce16(const float* in) {
   __m512 a[8], b[4], c[2];
   UNROLL for (int i = 0; i < 8; ++i) {  // quarters of row i and i + 8 side by side
@@ -61,7 +61,7 @@ INLINE __m512 reduce16(const float* in) {
   return _mm512_shuffle_f32x4(sum, sum, 0xD8);
 }
 
-// rows become columns, of 16 x 16 elements
+// transposes 16 x 16 elements
 INLINE void transpose16(__m512i* r) {
   __m512i t[16];
   UNROLL for (int i = 0; i < 16; i += 2) {
@@ -106,7 +106,7 @@ INLINE void index_tile_bf16(const uint32_t* panel, const float* weights, int hea
     }
   }
   const __m512 zero = _mm512_setzero_ps();
-  __mmask16 counts[VECS];  // a row that only fills the panel is not 0 for an infinite key, but NaN
+  __mmask16 counts[VECS];  // masks padding rows: 0 times an infinite key is NaN
   UNROLL for (int v = 0; v < VECS; ++v) counts[v] = first_lanes(heads - 16 * v);
   UNROLL for (int j = 0; j < KEYS; ++j) {
     __m512 sum = load(partial + 16 * j);
@@ -146,8 +146,8 @@ void index_bf16(const IndexCall<uint16_t>& call) {
 // last key is paired with zeros
 void pack_values_bf16(const Chunk<uint16_t>& chunk) {
   const int pair_count = (chunk.n + 1) / 2;
-  // groups outside: their pairs are stored one behind the other, whereas the groups of a pair are
-  // 4 KiB apart and would fall into one set of the cache
+  // the outer loop is over groups: the pairs of a group are consecutive, whereas the groups of a
+  // pair are 4 KiB apart and would map to one cache set
   for (int d = 0; d < chunk.latent; d += 32) {
     const __mmask32 whole = chunk.latent - d < 32 ? 0xFFFF : 0xFFFFFFFF;
     uint32_t* low = chunk.packed + d / 16 * pair_count * 16;
@@ -163,8 +163,8 @@ void pack_values_bf16(const Chunk<uint16_t>& chunk) {
   }
 }
 
-// Keys of a tile of logits. One vector of heads leaves registers for two sums per key, of even and
-// of odd pairs: twelve keys are what address registers there are for.
+// Keys of a tile of logits. One vector of heads leaves registers for two sums per key, one of even
+// pairs and one of odd pairs; the address registers suffice for twelve keys.
 template <int VECS>
 constexpr int kLogitKeys = VECS == 1 ? 12 : kTileKeys<VECS>;
 
@@ -184,7 +184,7 @@ INLINE void logits_tile_bf16(const uint32_t* query, const uint16_t* const* keys,
   UNROLL for (int j = 0; j < KEYS; ++j) key[j] = keys[j] + d0;
   constexpr int kLine = 16;  // pairs
   for (int line = 0; line < steps; line += kLine) {
-    // a line of each row that is ahead, while one is read of the rows that are here
+    // prefetch one line of each row ahead per line of the current rows
     for (int j = 0; j < ahead_keys; ++j) __builtin_prefetch(ahead[j] + d0 + 2 * line, 0, 3);
     const int end = steps - line < kLine ? steps : line + kLine;
     for (int p = line; p < end; p += SUMS) {
@@ -212,9 +212,9 @@ INLINE void logits_tile_bf16(const uint32_t* query, const uint16_t* const* keys,
 template <int VECS>
 INLINE void logits_bf16(const Chunk<uint16_t>& chunk, const AttendPanel<uint16_t>& panel) {
   constexpr int width = 16 * VECS;
-  // twelve rows ahead at a time: memory serves lines of many rows in turn sooner than row after row
+  // prefetch twelve rows at a time: memory serves interleaved rows sooner than row after row
   constexpr int kFetchTiles = 12 / kLogitKeys<VECS>;
-  constexpr int block = 24576 / (4 * width);  // pairs of dims whose part of the panel is 24 KiB
+  constexpr int block = 24576 / (4 * width);  // pairs of dims in 24 KiB of the panel
   auto part = [&](const uint16_t* const* keys, const uint16_t* const* ahead, int ahead_keys,
                   int pair_count, const uint32_t* query, bool overwrite) {
     for (int p = 0; p < pair_count; p += block) {
@@ -270,7 +270,7 @@ INLINE void attend_width(const Chunk<uint16_t>& chunk, const AttendPanel<uint16_
   constexpr int width = 16 * VECS;
   logits_bf16<VECS>(chunk, panel);
   const int pair_count = (chunk.n + 1) / 2;
-  // the weights replace the scores, pair by pair of keys: [key pair][width] of (even key, odd key)
+  // the weights overwrite the scores, as [key pair][width] of (even key, odd key)
   uint32_t* weights = reinterpret_cast<uint32_t*>(panel.scores);
   bool moved = false;
   Vec factor[VECS];

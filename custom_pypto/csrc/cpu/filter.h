@@ -1,4 +1,4 @@
-// The indexer's candidates: scores as ranks, and those above a limit.
+// Converts the indexer's scores to ranks and selects the ranks above a limit.
 #pragma once
 
 #include <cstring>
@@ -10,8 +10,8 @@ namespace custom_pypto::cpu {
 namespace {
 
 #if VECTOR_BYTES == 64
-// g++ 12 takes a mask for 32 bits with zeros above, but may spill it as 16: then what is read back
-// is half of it what was on the stack (seen at -O1 -fsanitize=thread). A register has the zeros.
+// g++ 12 assumes 32 bits with zeros above the mask, but may spill only 16 bits: the upper half of
+// the reload is then stack garbage (seen at -O1 -fsanitize=thread). kmovw zero-extends.
 INLINE unsigned bits_of(__mmask16 mask) {
   unsigned bits;
   asm("kmovw %1, %0" : "=r"(bits) : "k"(mask));
@@ -22,8 +22,8 @@ INLINE int append(const IntVec& rank, uint32_t above, int32_t first, uint32_t* r
                   int32_t* positions) {
   const __mmask16 kept = _mm512_cmpgt_epu32_mask((__m512i)rank, _mm512_set1_epi32(above));
   const __m512i position = (__m512i)(lane_index() + first);
-  // without a branch, which would often be mispredicted; and compressed in registers, because a
-  // compressing store to memory is slow on some CPUs
+  // no branch, because it would often be mispredicted; compress in registers, because a compressing
+  // store to memory is slow on some CPUs
   _mm512_storeu_si512(ranks, _mm512_maskz_compress_epi32(kept, (__m512i)rank));
   _mm512_storeu_si512(positions, _mm512_maskz_compress_epi32(kept, position));
   return __builtin_popcount(bits_of(kept));
@@ -50,7 +50,7 @@ int keep(uint32_t* ranks, int32_t* positions, int n, uint32_t above, int equal) 
 #else
 INLINE int append(const IntVec& rank, uint32_t above, int32_t first, uint32_t* ranks,
                   int32_t* positions) {
-  const IntVec lowest = lane_index() * 0 + INT32_MIN;  // flipped, unsigned order is signed order
+  const IntVec lowest = lane_index() * 0 + INT32_MIN;  // sign flip: maps unsigned to signed order
   const IntVec kept = (rank ^ lowest) > (lowest ^ static_cast<int32_t>(above));
   int32_t any = 0;
   UNROLL for (int i = 0; i < kLanes; ++i) any |= kept[i];
@@ -66,7 +66,7 @@ INLINE int append(const IntVec& rank, uint32_t above, int32_t first, uint32_t* r
 
 int keep(uint32_t* ranks, int32_t* positions, int n, uint32_t above, int equal) {
   int count = 0;
-  for (int j = 0; j < n; ++j) {  // without a branch, which would often be mispredicted
+  for (int j = 0; j < n; ++j) {  // no branch: it would often be mispredicted
     const int tie = ranks[j] == above;
     const int kept = (ranks[j] > above) | (tie & (equal > 0));
     equal -= tie;
@@ -86,7 +86,7 @@ INLINE uint32_t rank_of(float score) {
   return bits ^ (bits >> 31 ? 0xFFFFFFFFu : 0x80000000u);
 }
 
-// mostly nothing is above the rank of the k-th best so far
+// usually no score exceeds the k-th best so far
 int filter(const float* scores, int n, uint32_t above, int32_t first, uint32_t* ranks,
            int32_t* positions) {
   int count = 0, j = 0;

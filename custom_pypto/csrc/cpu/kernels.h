@@ -1,10 +1,10 @@
-// The inner loops of the CPU backend, one set per instruction set. No torch header is included here
-// or in the .cpp files of this folder: code that both they and the rest of the library instantiate
-// could be merged by the linker, and wide instructions would reach machines that lack them.
+// The inner loops of the CPU backend, one set per instruction set. Files of this folder include no
+// torch header: the linker could merge a template instantiated here with the same one in the rest
+// of the library, and wide instructions would reach machines that lack them.
 //
 // All loops share one shape: query rows (heads) sit in vector lanes, keys are broadcast. A panel is
-// up to 64 rows, transposed to [dims][width], so that a key is read where the cache holds it,
-// unpacked. E is what is multiplied: float, or uint16_t for the bits of bfloat16 (products of pairs
+// up to 64 rows, transposed to [dims][width], so that keys are read from the cache in place,
+// unpacked. E is the compute type: float, or uint16_t for the bits of bfloat16 (multiplied in pairs
 // of dims, so that a panel is [dims / 2][width] of uint32_t). Sums are float.
 #pragma once
 
@@ -26,46 +26,46 @@ template <typename E>
 struct IndexCall {
   const PanelElement<E>* panels;
   const float* weights;  // [rows]
-  int heads;             // rows that count; the others, zeros, only fill their panel
+  int heads;             // rows in use; the rows after them are zero padding
   int rows;              // multiple of 16
   int dims;              // multiple of 16
   const E* keys;
   int64_t key_stride;
   int n;
-  const E* ahead;  // as many keys that are likely to be read next: fetched meanwhile; or null
+  const E* ahead;  // n keys to prefetch, likely to be read next; or null
   float* scores;
 };
 
-// One chunk of keys for which several panels ask.
+// One chunk of keys, shared by several panels.
 template <typename E>
 struct Chunk {
-  int n;  // <= Kernels::attend_keys
+  int n;  // <= kAttendKeys<E>
   int latent, rope;
   const E* keys[kMaxKeys];
   const E* ropes[kMaxKeys];
   const E* values[kMaxKeys];
   uint32_t* packed;   // bfloat16 only: values as pairs of keys, [latent / 16][n / 2][16]
-  const Chunk* next;  // whose rows are fetched into the level-2 cache meanwhile; or null
+  const Chunk* next;  // chunk to prefetch into the level-2 cache, or null
 };
 
-// Online softmax of one panel. counts[j][row] says how often a row has selected key j; null: once.
+// Online softmax of one panel. counts[j][row] is how often a row has selected key j; null: once.
 template <typename E>
 struct AttendPanel {
-  const PanelElement<E>* query;  // [latent + rope][width], scaled by nothing
+  const PanelElement<E>* query;  // [latent + rope][width], unscaled
   int width;                     // 16, 32 or 64
-  float scale;                   // of the logits, times log2(e): exponentials are powers of two
+  float scale;                   // logit scale times log2(e): exponentials are powers of two
   const float* counts;           // [n][width] or null
   bool first;                    // max, sum and out hold nothing yet
-  bool fetches;                  // the next chunk: one panel does it for all
+  bool fetches;                  // prefetch the next chunk: set for one panel of a chunk
   float* max;                    // [width]
   float* sum;                    // [width]
   float* out;                    // [latent][width], not yet divided by sum
   float* scores;                 // scratch [kMaxKeys][width]
 };
 
-// What bfloat16 is multiplied with as it is.
+// Kernels that multiply bfloat16 without widening it.
 struct Bf16Kernels {
-  // panel[pair][row] from rows[row][dim]: `count` rows, and zeros up to the panel's width
+  // panel[pair][row] from rows[row][dim]: `count` rows, padded with zeros to the panel's width
   void (*pack_panel)(const uint16_t* rows, int64_t stride, int count, int width, int dims,
                      uint32_t* panel);
   void (*index)(const IndexCall<uint16_t>&);
@@ -80,19 +80,19 @@ struct Kernels {
   const char* name;
   void (*index)(const IndexCall<float>&);
   void (*attend)(const Chunk<float>&, const AttendPanel<float>&);
-  // Ranks and positions (first, first + 1, ...) of those of n scores whose rank is above `above`,
-  // in their order; returns how many. Up to kLineElements more are written behind them.
+  // Writes ranks and positions (first, first + 1, ...) of the scores whose rank exceeds `above`, in
+  // order; returns their number. Overwrites up to kLineElements elements behind them.
   int (*filter)(const float* scores, int n, uint32_t above, int32_t first, uint32_t* ranks,
                 int32_t* positions);
-  // Of n ranks and their positions, moves to the front those above `above` and the first `equal` of
-  // those that equal it; returns how many. Up to kLineElements behind them change too.
+  // Moves ranks above `above`, and the first `equal` ranks equal to it, to the front, with their
+  // positions; returns their number. Overwrites up to kLineElements elements behind them.
   int (*keep)(uint32_t* ranks, int32_t* positions, int n, uint32_t above, int equal);
-  const Bf16Kernels* bf16;  // null without a dot product of it: operands are widened to float
+  const Bf16Kernels* bf16;  // null if the CPU has no bfloat16 dot product: operands are widened
 };
 
 constexpr int kLineElements = 16;
 
-// keys of one attend call: as many as keep the scores of a panel in half the level-1 cache
+// keys per attend call: the most whose scores for a panel fit in half the level-1 cache
 template <typename E>
 constexpr int kAttendKeys = std::is_same_v<E, float> ? 64 : 128;
 

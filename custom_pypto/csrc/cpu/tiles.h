@@ -9,9 +9,9 @@
 namespace custom_pypto::cpu {
 namespace {
 
-// Accumulators of a tile are KEYS x VECS vectors; with the row vectors and one broadcast they fill
-// the registers: 32 of 64 bytes hold 24 + 4 + 1, 16 of 32 bytes hold 12 + 2 + 1. aarch64 has 32 of
-// 16 bytes and multiplies by one lane of a register, which holds four dims of a key: 20 + 4 + 5.
+// Registers of a tile: KEYS x VECS accumulators + VECS row vectors + 1 broadcast. The 32 registers
+// of 64 bytes hold 24 + 4 + 1, the 16 of 32 bytes 12 + 2 + 1. aarch64 has 32 of 16 bytes and
+// multiplies by one lane of a register, which holds four dims of a key: 20 + 4 + 5.
 #if defined(__aarch64__)
 constexpr int kRegisters = 32;
 #else
@@ -61,10 +61,10 @@ INLINE void index_tile(const float* panel, int width, const float* weights, int 
   UNROLL for (int j = 0; j < KEYS; ++j) {
     Vec sum = load(partial + j * kLanes);
     UNROLL for (int v = 0; v < VECS; ++v) {
-      // a comparison that is false for NaN keeps it, so that corruption is seen
+      // the comparison is false for NaN: NaN is kept, so that corruption stays visible
       const Vec relu = acc[j][v] < 0.0f ? Vec{} : acc[j][v];
       const Vec term = load(weights + v * kLanes) * relu;
-      // a row that only fills the panel is not 0 for an infinite key, but NaN
+      // mask padding rows: 0 times an infinite key is NaN
       sum += heads >= VECS * kLanes ? term : lane_index() < heads - v * kLanes ? term : Vec{};
     }
     store(partial + j * kLanes, sum);
@@ -104,9 +104,8 @@ INLINE void each_strip(int width, const Strip& strip) {
   }
 }
 
-// Calls tile(number of keys, first key) for n keys: tiles of KEYS, and as many with one key less as
-// let them come out even, because a tile of few keys waits for its own sums. Only where n is too
-// small for that are the last keys alone.
+// Calls tile(number of keys, first key) for n keys, in tiles of KEYS and KEYS - 1, because a tile
+// of few keys stalls on its own sums. If n is too small for that, the last keys go one by one.
 template <int KEYS, typename Tile>
 INLINE void each_tile(int n, const Tile& tile) {
   int smaller = (KEYS - n % KEYS) % KEYS;
@@ -150,7 +149,7 @@ void index_f32(const IndexCall<float>& call) {
   reduce_lanes(partial, call.n, call.scores);
 }
 
-// scores[j] (+)= rows . keys[j] over np panel steps
+// scores[j] (+)= rows . keys[j] over the dims [d0, d0 + dims)
 template <int KEYS, int VECS>
 INLINE void logits_tile(const float* query, int width, const float* const* keys, int d0, int dims,
                         bool first, float* scores) {
@@ -175,7 +174,7 @@ INLINE void logits_tile(const float* query, int width, const float* const* keys,
   }
 }
 
-// scores = query . keys; dims in blocks that keep the part of the panel in use in the level-1 cache
+// scores = query . keys, in blocks of dims whose part of the panel fits in the level-1 cache
 template <int VECS>
 INLINE void logits(const Chunk<float>& chunk, const AttendPanel<float>& panel, int strip) {
   const int width = panel.width;
@@ -195,8 +194,8 @@ INLINE void logits(const Chunk<float>& chunk, const AttendPanel<float>& panel, i
   if (chunk.rope) part(chunk.ropes, chunk.rope, panel.query + chunk.latent * width, false);
 }
 
-// Softmax weights of the lanes at `lane`, handed to emit(j, weights). Returns the factor that
-// brings what was summed before to the new maximum; `moved` tells whether it is other than 1.
+// Passes the softmax weights of the lanes at `lane` to emit(j, weights). Returns the factor that
+// rescales earlier sums to the new maximum; sets `moved` if the maximum has changed.
 template <typename E, typename Emit>
 INLINE Vec softmax(int n, const AttendPanel<E>& panel, int lane, bool& moved, const Emit& emit) {
   const int width = panel.width;
@@ -209,7 +208,7 @@ INLINE Vec softmax(int n, const AttendPanel<E>& panel, int lane, bool& moved, co
     max = s > max ? s : max;
   }
   store(panel.max + lane, max);
-  // where nothing is selected yet, or all logits are -Inf: avoids -Inf - -Inf
+  // avoids -Inf - -Inf if nothing is selected yet or all logits are -Inf
   const Vec shift = max == lowest ? Vec{} : max;
   const Vec factor = exp2((before - shift) * panel.scale);
   Vec sum = panel.first ? Vec{} : load(panel.sum + lane) * factor;
@@ -228,7 +227,7 @@ INLINE Vec softmax(int n, const AttendPanel<E>& panel, int lane, bool& moved, co
   return factor;
 }
 
-enum class Carry { kNothing, kKeep, kRescale };  // what becomes of the sums of earlier chunks
+enum class Carry { kNothing, kKeep, kRescale };  // how to treat the sums of earlier chunks
 
 template <int DIMS, int VECS>
 INLINE void values_tile(const float* weights, int width, const float* const* values, int n, int d,

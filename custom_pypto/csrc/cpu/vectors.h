@@ -1,5 +1,5 @@
-// The compiler's vector types. Each .cpp of this folder sets its target, defines VECTOR_BYTES and
-// includes the headers that use them, so everything in these has internal linkage.
+// The compiler's vector types. Each .cpp of this folder sets its own target and VECTOR_BYTES before
+// it includes the headers with vector code, so all code in these headers has internal linkage.
 #pragma once
 
 #include <cstdint>
@@ -11,12 +11,12 @@ namespace custom_pypto::cpu {
 namespace {
 
 #define UNROLL _Pragma("GCC unroll 16")
-// of functions, and of lambdas: attention in float32 takes half as long again where one is a call
+// for functions and lambdas: float32 attention takes 1.5 times as long if one is not inlined
 #define INLINED __attribute__((always_inline))
 #define INLINE inline INLINED
 
 constexpr int kLanes = VECTOR_BYTES / 4;
-// aligned(4): panels and caches promise no more than their element's alignment
+// aligned(4): panels and caches guarantee only the alignment of an element
 typedef float Vec __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
 typedef int32_t IntVec __attribute__((vector_size(VECTOR_BYTES), aligned(4), may_alias));
 
