@@ -1,17 +1,17 @@
-// The part of CANN that torch_npu and torchair call on their way to a converted graph, on host
-// memory: one device, whose memory is the process's own, and streams that do their work at once.
-// Written from CANN's public function names and from what their callers do with the answers.
+// Host emulator of the CANN functions that torch_npu and torchair call to convert a graph. It has
+// one device, whose memory is the process's own, and streams that execute synchronously. Written
+// from CANN's public function names and from how their callers use the results.
 //
-// Two things are more than an answer:
-//  * GetRegisteredIrDef tells torchair the operators' prototypes: ours, which Python declares;
-//  * while a stream is captured, work is not done but handed to Python (device.py), which does it
-//    at every replay. A call that waits for the device fails then, and with it the capture, as on
-//    a device.
+// Two parts do more than return a value:
+//  * GetRegisteredIrDef gives torchair the prototypes of our operators, which Python declares;
+//  * stream capture does not execute work but passes it to Python (device.py), which executes it at
+//    every replay. A call that waits for the device during a capture fails and breaks the capture,
+//    as on a device.
 //
-// Functions that are not here are generated (libraries.py): those that have nothing to do, and
-// those that say their name and fail.
+// All other functions are generated (libraries.py): some do nothing, the others report their name
+// and fail.
 
-// as torch_npu's bindings of GE, which get a std::string from GEGetErrorMsg
+// the ABI of torch_npu's GE bindings, which get a std::string from GEGetErrorMsg
 #define _GLIBCXX_USE_CXX11_ABI 0
 #include <array>
 #include <cstdarg>
@@ -27,7 +27,7 @@
 #include <vector>
 
 #define API extern "C" __attribute__((visibility("default")))
-#define MEMBER __attribute__((used))  // a symbol, though nothing here calls it
+#define MEMBER __attribute__((used))  // emits a symbol, though nothing here calls it
 
 using aclError = int;
 using Stream = void*;
@@ -36,15 +36,15 @@ namespace {
 
 constexpr aclError kSuccess = 0;
 constexpr aclError kOutOfMemory = 207001;
-constexpr aclError kInternalError = 500000;   // others torch_npu may take for a warning
-constexpr size_t kMemory = size_t{16} << 30;  // what the device says it has
+constexpr aclError kInternalError = 500000;   // torch_npu may treat others as a warning
+constexpr size_t kMemory = size_t{16} << 30;  // reported by the device
 
 thread_local int device = 0;
-int the_context = 0;  // its address is the one context there is
+int the_context = 0;  // its address is the only context
 std::string last_error;
 std::map<int, int64_t> system_parameters;
 
-// What device.py connects: repeats the work of a model, forgets it, keeps a copy or a fill for it.
+// Callbacks that device.py sets: replay or drop the work of a model, record a copy or a fill.
 struct {
   int (*replay)(int64_t model);
   void (*forget)(int64_t model);
@@ -52,8 +52,8 @@ struct {
   void (*fill)(int64_t model, void* to, int value, size_t bytes);
 } python;
 
-// The capture under way: its model, or 0; the stream and those that waited for an event of it,
-// whose work is captured as well; these events; what broke it, if anything.
+// The current capture: its model, or 0; its streams, which are the first one and every stream that
+// waited for an event of a captured stream; these events; the call that broke the capture, if any.
 struct {
   int64_t model = 0;
   std::set<Stream> streams;
@@ -62,10 +62,10 @@ struct {
 } capture;
 int64_t models = 0;
 
-// Of each GE operator: "input", "output" or "attribute", its name, its kind in GE's words.
+// Per GE operator, its parts: "input", "output" or "attribute"; the name; the kind as GE spells it.
 std::map<std::string, std::vector<std::array<std::string, 3>>> prototypes;
 
-// The model that work on this stream is captured for, or 0.
+// The model that captures this stream's work, or 0.
 int64_t model_of(Stream stream) { return capture.streams.count(stream) ? capture.model : 0; }
 
 void* model_handle(int64_t model) { return reinterpret_cast<void*>(model); }
@@ -79,14 +79,14 @@ aclError allocate(void** memory, size_t bytes) {
   return posix_memalign(memory, 512, bytes ? bytes : 512) ? kOutOfMemory : kSuccess;
 }
 
-// What a function answers through a pointer.
+// Returns a value through an output pointer.
 template <typename T, typename U>
 aclError give(T* place, const U& value) {
   *place = value;
   return kSuccess;
 }
 
-// Streams and events are told apart by their address and have no other content.
+// Streams and events are identified by address and have no content.
 aclError make(void** handle) { return give(handle, std::malloc(1)); }
 
 aclError break_capture(const std::string& what) {
@@ -119,15 +119,15 @@ API int ascend_host_is_capturing() { return capture.model != 0; }
 API int64_t ascend_host_model_of(Stream stream) { return model_of(stream); }
 API void ascend_host_break_capture(const char* what) { break_capture(what); }
 API void ascend_host_failed(const char* what) { fail(what); }
-// What a generated function calls.
+// Called by the generated C functions that fail.
 API aclError ascend_host_missing(const char* function) {
   fail(std::string(function) + " is not part of it; this needs an NPU");
-  // not every caller looks at the answer
+  // not every caller checks the error code
   static std::set<std::string> reported;
   if (reported.insert(function).second) std::fprintf(stderr, "%s\n", last_error.c_str());
   return kInternalError;
 }
-// Of a C++ function nobody looks at what it returns, and it may have to return an object.
+// Aborts, because no caller checks the result of a C++ function, which may have to be an object.
 API void ascend_host_missing_cpp(const char* function) {
   ascend_host_missing(function);
   std::abort();
@@ -136,7 +136,7 @@ API void ascend_host_missing_cpp(const char* function) {
 // ---- device
 
 API const char* aclGetRecentErrMsg() { return last_error.c_str(); }
-// of an Atlas A3; torchair asks which converters a chip has
+// an Atlas A3; torchair looks up which converters a chip has
 API const char* aclrtGetSocName() { return "Ascend910_9391"; }
 API aclError aclrtGetDeviceCount(uint32_t* count) { return give(count, 1); }
 API aclError aclrtGetDevice(int32_t* id) { return give(id, device); }
@@ -211,7 +211,7 @@ API aclError aclrtMemsetAsync(void* to, size_t, int32_t value, size_t bytes, Str
   return kSuccess;
 }
 
-// ---- streams and events: work is done when it is given, so nothing is ever waited for
+// ---- streams and events: work executes when it is submitted, so no call has to wait
 
 API aclError aclrtCreateStream(Stream* stream) { return make(stream); }
 API aclError aclrtCreateStreamWithConfig(Stream* stream, uint32_t, uint32_t) {
@@ -245,7 +245,7 @@ API aclError aclrtStreamWaitEvent(Stream stream, void* event) {
 API aclError aclrtQueryEventStatus(void*, int* done) { return give(done, 1); }
 API aclError aclrtQueryEventWaitStatus(void*, int* done) { return give(done, 1); }
 
-// ---- capture and replay: a model is what Python keeps under its number
+// ---- capture and replay: a model is a number, under which Python stores the recorded work
 
 API aclError aclmdlRICaptureBegin(Stream stream, int) {
   if (capture.model) return fail("aclmdlRICaptureBegin: another stream is being captured");
@@ -301,7 +301,7 @@ API int snprintf_s(char* to, size_t size, size_t count, const char* format, ...)
   return length;
 }
 
-// ---- GE: a session that starts, and what the operators are
+// ---- GE: sessions and operator prototypes
 
 namespace ge {
 
@@ -334,7 +334,7 @@ struct Session {
 };
 
 struct OperatorFactory {
-  // torchair asks before it uses an operator that came with a newer CANN: the newest has them all
+  // torchair checks for operators of a newer CANN before it uses them: the newest CANN has them all
   MEMBER static bool IsExistOp(const char*) { return true; }
 };
 

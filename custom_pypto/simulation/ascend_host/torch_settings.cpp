@@ -1,6 +1,6 @@
-// What lets torch_npu load beside a CUDA build of torch. Both register the keys of their allocator
-// settings in one set of torch, and torch_npu's registration, in a static initialiser, throws on a
-// key that is there already. Apart from cann.cpp, since torch's strings are of the other ABI.
+// Lets torch_npu load beside a CUDA build of torch. Both register the keys of their allocator
+// settings in one set of torch, and torch_npu's static initialiser throws on a duplicate key.
+// Separate from cann.cpp, because torch uses the other string ABI.
 #include <string>
 #include <unordered_set>
 
