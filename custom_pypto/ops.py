@@ -1,19 +1,19 @@
-"""The public functions: each hands its arguments to the op of the same name under
-``torch.ops.custom_pypto``, and is itself the contract of that op.
+"""The public API: each function calls the op of the same name under ``torch.ops.custom_pypto``; its
+docstring is the contract of that op.
 
-Letters: B batch, S1 query tokens of a sequence, S2 keys of a sequence, T1 query tokens of all
-sequences packed, N1 query heads, D index head dim (128), L latent dim (``kv_lora_rank``, 512), R
-rope dim (64), K ``sparse_count``.
+Dimensions: B batch, S1 query tokens per sequence, S2 keys per sequence, T1 packed query tokens of
+all sequences, N1 query heads, D index head dim (128), L latent dim (``kv_lora_rank``, 512), R rope
+dim (64), K ``sparse_count``.
 
-Layouts: ``BSND`` is ``[B, S, N, D]`` with token counts ``[B]``, None for all. ``TND`` is ``[T, N,
-D]`` with inclusive prefix sums ``[B]``, required. ``PA_BSND`` is a paged cache ``[blocks,
-block_size, 1, D]`` with ``block_table [B, blocks of a sequence]`` and token counts ``[B]``, both
-required; ``block_size`` is a multiple of 16 up to 1024, blocks come in any order, and what lies
-past a sequence's length is never read. All lengths and ids are int32. Keys are paged, or in the
-layout of the query.
+Layouts: ``BSND`` is ``[B, S, N, D]`` with optional token counts ``[B]`` (None: all tokens). ``TND``
+is ``[T, N, D]`` and requires inclusive prefix sums ``[B]``. ``PA_BSND`` is a paged cache ``[blocks,
+block_size, 1, D]`` and requires ``block_table [B, blocks per sequence]`` and token counts ``[B]``;
+``block_size`` is a multiple of 16 up to 1024, blocks may be in any order, and rows past a
+sequence's length are never read. All lengths and ids are int32. Keys are paged or have the query's
+layout.
 
-Values are not trusted: lengths are clamped to what the tensors hold, and a position whose block id
-is outside the cache does not exist.
+Integer values are not trusted: lengths are clamped to the tensors' capacity, and positions whose
+block id is outside the cache are ignored.
 """
 
 import functools
@@ -37,9 +37,9 @@ Parameters = ParamSpec("Parameters")
 
 
 def _op(contract: Callable[Parameters, Tensor]) -> Callable[Parameters, Tensor]:
-    """The op that a function without a body is the signature and the text of."""
+    """Wraps the op that the body-less function ``contract`` names, declares and documents."""
     name = contract.__name__
-    # bound once: looking it up costs a call on cold caches a tenth of its time
+    # resolve the overload once: a lookup takes a tenth of the time of a call on cold caches
     op = getattr(torch.ops.custom_pypto, name).default
     arguments = frozenset(argument.name for argument in op._schema.arguments)
 
@@ -55,15 +55,15 @@ def _op(contract: Callable[Parameters, Tensor]) -> Callable[Parameters, Tensor]:
 
 @_op
 def add_custom(self: Tensor, other: Tensor) -> Tensor:
-    """``self + other``, elementwise, with a backward; the smallest op, to copy when adding one.
+    """``self + other``, elementwise and differentiable; the minimal op, a template for new ones.
 
     Args:
         self: any shape; bfloat16, float16, float32 or (CPU only) float64.
-        other: shape, dtype and device of ``self``; nothing is broadcast.
+        other: shape, dtype and device of ``self``; no broadcasting.
     Returns:
         Tensor of the same shape and dtype.
     Raises:
-        RuntimeError: a rule above is broken; the message names the argument.
+        RuntimeError: a constraint above is violated; the message names the argument.
 
     Example:
         >>> add_custom(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.5]))
@@ -86,7 +86,7 @@ def npu_lightning_indexer_pto(
     sparse_mode: int = 3,
     **standard: Any,
 ) -> Tensor:
-    r"""Positions of the ``sparse_count`` keys that matter most to each query token.
+    r"""Positions of the ``sparse_count`` highest-scoring keys of each query token.
 
     The score of key ``j`` for query token ``i`` is
     :math:`\sum_h w_{i,h}\,\mathrm{ReLU}(q_{i,h} \cdot k_j)`, products and sums in float32
@@ -95,24 +95,25 @@ def npu_lightning_indexer_pto(
     Args:
         query: ``[B, S1, N1, D]`` or ``[T1, N1, D]`` by ``layout_query``; bfloat16, float16 or (CPU
             only) float32, RoPE already applied. D is a multiple of 16.
-        key: by ``layout_key``; dtype of ``query``; one head; any strides whose last is 1.
+        key: by ``layout_key``; dtype of ``query``; one head; last dim contiguous, other strides
+            arbitrary.
         weights: ``[B, S1, N1]`` or ``[T1, N1]``; dtype of ``query`` or float32.
         actual_seq_lengths_query: ``[B]`` int32 query tokens of each sequence; ``TND``: prefix sums.
         actual_seq_lengths_key: ``[B]`` int32 keys of each sequence; ``TND``: prefix sums.
-        block_table: ``[B, blocks of a sequence]`` int32, for a paged cache only.
+        block_table: ``[B, blocks per sequence]`` int32, for a paged cache only.
         sparse_count: K, 1 to 2048, or 3072 to 8192 in steps of 1024.
         sparse_mode: 3: causal and right-aligned, token ``i`` of ``len_q`` sees keys
             ``j <= len_k - len_q + i``; 0: every key of the sequence.
-        standard: the other keywords of ``torch_npu.npu_lightning_indexer``, each with the one
-            value that is computed here: ``pre_tokens`` and ``next_tokens`` 2**63 - 1,
-            ``return_value`` False.
+        standard: the remaining keywords of ``torch_npu.npu_lightning_indexer``, each with its only
+            supported value: ``pre_tokens`` and ``next_tokens`` 2**63 - 1, ``return_value`` False.
     Returns:
-        ``[B, S1, 1, K]`` or ``[T1, 1, K]`` int32 positions in the sequence (not in ``key``), best
-        first, the lower position first among equal scores, the same on every run and for any number
-        of threads; ``-1`` after the last one where a token sees fewer than K keys. Padded tokens
-        and tokens that see nothing get ``-1`` only. A NaN score ranks first, as in ``torch.topk``.
+        ``[B, S1, 1, K]`` or ``[T1, 1, K]`` int32 positions within the sequence (not rows of
+        ``key``), best first, ties by ascending position; deterministic on every run and for any
+        number of threads. ``-1`` pads the row of a token that sees fewer than K keys; rows of
+        padding tokens and of tokens that see no key are all ``-1``. A NaN score ranks first, as in
+        ``torch.topk``.
     Raises:
-        RuntimeError: a rule above is broken; the message names the argument.
+        RuntimeError: a constraint above is violated; the message names the argument.
 
     Example:
         >>> query = torch.ones(1, 2, 1, 16)  # two tokens, one head
@@ -149,40 +150,41 @@ def npu_sparse_flash_attention_pto(
     sparse_mode: int = 3,
     **standard: Any,
 ) -> Tensor:
-    r"""Attention of each query token over the rows of a latent cache that its indices name.
+    r"""Attention of each query token over the latent-cache rows that its indices select.
 
     .. math:: o_{i,h} = \sum_{j \in S_i} \mathrm{softmax}_j\big(s\,([q_{i,h} | q^R_{i,h}] \cdot
         [c_j | k^R_j])\big)\, c_j
 
     with the selection :math:`S_i` = ``sparse_indices[i]``, softmax in float32: multi-head latent
-    attention with the up-projections absorbed (DeepSeek-V2, arXiv:2405.04434, section 2.1) over the
-    keys of the lightning indexer (DeepSeek-V3.2, arXiv:2512.02556).
+    attention with absorbed up-projections (DeepSeek-V2, arXiv:2405.04434, section 2.1) over the
+    keys that the lightning indexer selected (DeepSeek-V3.2, arXiv:2512.02556).
 
     Args:
         query: ``[B, S1, N1, L]`` or ``[T1, N1, L]`` by ``layout_query``; bfloat16, float16 or (CPU
             only) float32; L a multiple of 16.
-        key: the latent cache by ``layout_kv``; dtype of ``query``; one head; any strides whose last
-            is 1.
-        value: None (the rows of ``key``), or a tensor of the shape of ``key``.
-        sparse_indices: ``[B, S1, 1, K]`` or ``[T1, 1, K]`` int32 positions in the sequence, as the
-            indexer returns them. ``-1`` ends a row; any other position that the token may not see
-            is skipped; a position that occurs twice counts twice.
+        key: the latent cache by ``layout_kv``; dtype of ``query``; one head; last dim contiguous,
+            other strides arbitrary.
+        value: None to use ``key``, or a tensor of the shape of ``key``.
+        sparse_indices: ``[B, S1, 1, K]`` or ``[T1, 1, K]`` int32 positions within the sequence, as
+            the indexer returns them. ``-1`` ends a row; other positions that the token does not see
+            are skipped; a duplicate position counts twice.
         scale_value: s, from 1e-38 to 2e38: ``192**-0.5`` for DeepSeek-V3.2, times mscale squared
             with YaRN; not ``576**-0.5``.
-        block_table: ``[B, blocks of a sequence]`` int32, for a paged cache only.
+        block_table: ``[B, blocks per sequence]`` int32, for a paged cache only.
         actual_seq_lengths_query: ``[B]`` int32 query tokens of each sequence; ``TND``: prefix sums.
         actual_seq_lengths_kv: ``[B]`` int32 keys of each sequence; ``TND``: prefix sums.
-        query_rope: ``[.., N1, R]``; with ``key_rope``, shape of ``key`` but for R, or neither.
-        sparse_block_size: 1.
+        query_rope: ``[.., N1, R]``; requires ``key_rope``, of the shape of ``key`` with R for L.
+        sparse_block_size: must be 1.
         sparse_mode: as for :func:`npu_lightning_indexer_pto`.
-        standard: the other keywords of ``torch_npu.npu_sparse_flash_attention``, each with the one
-            value that is computed here: ``attention_mode`` 2, ``pre_tokens`` and ``next_tokens``
-            2**63 - 1, ``return_softmax_lse`` False, ``sinks`` None.
+        standard: the remaining keywords of ``torch_npu.npu_sparse_flash_attention``, each with its
+            only supported value: ``attention_mode`` 2, ``pre_tokens`` and ``next_tokens`` 2**63 -
+            1, ``return_softmax_lse`` False, ``sinks`` None.
     Returns:
-        Shape and dtype of ``query``. Tokens without a valid index, and padded ones, give zeros.
+        Tensor of the shape and dtype of ``query``; zeros for padding and tokens without a valid
+        index.
     Raises:
-        RuntimeError: a rule above is broken; the message names the argument. Also from
-            ``backward()``: there is none.
+        RuntimeError: a constraint above is violated; the message names the argument. ``backward()``
+            raises it too: the op has no backward.
 
     Example:
         >>> latent = torch.eye(16)[None, :, None]  # one block of 16 rows
@@ -235,12 +237,12 @@ def npu_sparse_attention_pto(
     W^{I,QB}`, :math:`k^I = \mathrm{LayerNorm}(x W^{I,K})`, RoPE on the first R dims of both
     (half-split pairs), weights :math:`x W^{I,proj} / \sqrt{\text{index heads} \cdot D}` in float32.
     The new rows are written to the caches, then :func:`npu_lightning_indexer_pto` and
-    :func:`npu_sparse_flash_attention_pto` run (``sparse_mode`` 3). DeepSeek-V3.2, arXiv:2512.02556;
-    GLM-5, whose indexer rotates interleaved pairs, uses the two ops.
+    :func:`npu_sparse_flash_attention_pto` run (``sparse_mode`` 3). DeepSeek-V3.2, arXiv:2512.02556.
+    GLM-5's indexer rotates interleaved pairs: call the two ops.
 
     Args:
-        x: ``[B, S1, H]`` bfloat16, float16 or (CPU only) float32; its dtype is that of every weight
-            and cache.
+        x: ``[B, S1, H]`` bfloat16, float16 or (CPU only) float32; every weight and cache has the
+            same dtype.
         w_dq: ``[H, Q]``.
         w_uq_qr: ``[Q, N1 * (P + R)]``, P the head dim without RoPE (128).
         w_uk: ``[N1, P, L]``.
@@ -248,22 +250,21 @@ def npu_sparse_attention_pto(
         gamma_cq: ``[Q]`` of the RMSNorm of the query latent; gamma_ckv: ``[L]`` of the key latent.
         sin: ``[B, S1, R]``, the R / 2 angles twice; cos likewise; dtype of ``x`` or float32.
         cache_index: ``[B, S1]`` int32 or int64: slot ``block * block_size + row`` of each new
-            token; one outside the cache (-1: padding) is not written.
-        kv_cache: ``[blocks, block_size, 1, L]``, written in place. So are kr_cache ``[.., R]``,
-            whose rows hold the first members of the pairs and then the second ones, and
-            index_k_cache ``[.., D]``.
-        block_table: ``[B, blocks of a sequence]`` int32.
-        act_seqs: ``[B]`` int32 keys of each sequence, the new tokens included.
+            token; a token whose slot is outside the cache (-1: padding) is not written.
+        kv_cache: ``[blocks, block_size, 1, L]``; kr_cache: ``[.., R]``, in each row the first
+            members of all pairs, then the second; index_k_cache: ``[.., D]``. All three are written
+            in place.
+        block_table: ``[B, blocks per sequence]`` int32.
+        act_seqs: ``[B]`` int32 keys of each sequence, including the new tokens.
         w_idx_qb: ``[Q, index heads * D]``; w_idx_k: ``[H, D]``; w_idx_proj: ``[H, index heads]``.
-        in_gamma_k: ``[D]``, in_beta_k: ``[D]`` of the LayerNorm of the index key, whose eps is
-            1e-6.
-        softmax_scale: None for ``(P + R)**-0.5``; YaRN models pass theirs, times mscale squared;
+        in_gamma_k: ``[D]``, in_beta_k: ``[D]`` of the LayerNorm of the index key (eps 1e-6).
+        softmax_scale: None for ``(P + R)**-0.5``; with YaRN, pass that value times mscale squared;
             from 1e-38 to 2e38.
         eps: of the two RMSNorms.
         sparse_count: K, as for :func:`npu_lightning_indexer_pto`.
     Returns:
         ``[B, S1, N1, L]`` of the dtype of ``x``.
     Raises:
-        RuntimeError: a rule above is broken; the message names the argument, the caches are
-            untouched. Also from ``backward()``: there is none.
+        RuntimeError: a constraint above is violated; the message names the argument and the caches
+            are unchanged. ``backward()`` raises it too: the op has no backward.
     """

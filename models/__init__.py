@@ -1,4 +1,4 @@
-"""transformers' DeepSeek-V3.2, GLM-5 and A.X-K2 on the ops of :mod:`custom_pypto`::
+"""Patches transformers' DeepSeek-V3.2, GLM-5 and A.X-K2 to use the ops of :mod:`custom_pypto`::
 
     from custom_pypto import models
 
@@ -6,8 +6,8 @@
     model = models.use_custom_pypto(model)
     model.generate(input_ids, max_new_tokens=100)
 
-The swap gives the model's attention modules another class: same parameters, same state dict,
-nothing copied. It touches neither transformers nor any other model.
+The patch changes the class of the model's attention modules: same parameters, same state dict, no
+copies. transformers and other models are unchanged.
 """
 
 import sys
@@ -43,7 +43,7 @@ from .tensor_parallel import own_device, sharing
 
 __all__ = ["PagedCache", "load", "use_custom_pypto", "use_transformers"]
 
-# of each architecture the model that can be swapped, and its attention when it is
+# model class of each supported architecture -> its attention class once patched
 ATTENTION = {
     DeepseekV32ForCausalLM: PagedDeepseekV32Attention,
     GlmMoeDsaForCausalLM: PagedGlmMoeDsaAttention,
@@ -52,22 +52,22 @@ ATTENTION = {
 
 
 def use_custom_pypto(model, *, block_size: int = 128):
-    """Runs ``model`` on the ops from now on: sparse attention over a paged cache.
+    """Patches ``model`` to run on the ops: sparse attention over a paged cache.
 
-    Swapped are the lightning indexer and the attention of every layer, and the cache that
-    ``generate()`` makes. Swapping again only sets ``block_size``. A forward pass in training mode
-    runs the stock path; the ops have no backward. Padding must be on the left. What the model has
-    on it, before or after, counts or is refused by name: docs/models.md has the tables.
+    The patch replaces the lightning indexer and the attention of every layer, and the cache that
+    ``generate()`` creates. Patching again only sets ``block_size``. A forward pass in training mode
+    runs the upstream path; the ops have no backward. Padding must be on the left. Additions such as
+    hooks or adapters, made before or after, take effect or raise: docs/models.md has the tables.
 
     Args:
-        model: a model of transformers 5.23 of a class in :data:`ATTENTION`, swapped in place.
+        model: an instance of a class in :data:`ATTENTION` (transformers 5.23), patched in place.
         block_size: tokens per cache block, a multiple of 16 up to 1024.
     Returns:
         ``model`` itself.
     Raises:
-        TypeError: another model, or one whose attention is wrapped, or whose ``kv_b_proj`` or
-            indexer has on it what the ops would pass over. Every forward raises it too.
-        ValueError: ``block_size``, or an ``index_topk`` that the ops do not take.
+        TypeError: unsupported model class, wrapped attention, or a ``kv_b_proj`` or indexer with
+            additions that the ops would bypass. Every forward repeats the check.
+        ValueError: unsupported ``block_size`` or ``index_topk``.
     """
     stock, paged = _attention_classes("use_custom_pypto", model)
     check_block_size("use_custom_pypto", block_size)
@@ -102,12 +102,12 @@ def use_custom_pypto(model, *, block_size: int = 128):
 
 
 def use_transformers(model):
-    """Undoes :func:`use_custom_pypto`: the model is as it was before, to the bit.
+    """Undoes :func:`use_custom_pypto` and restores the original model exactly.
 
     Returns:
-        ``model`` itself. On a model that is not swapped this does nothing.
+        ``model`` itself, unchanged if it is not patched.
     Raises:
-        TypeError: a model that cannot have been swapped.
+        TypeError: unsupported model class.
     """
     stock, _ = _attention_classes("use_transformers", model)
     if hasattr(model, "_undo_custom_pypto"):
@@ -122,40 +122,40 @@ def use_transformers(model):
 
 
 def load(path, *, dtype="auto", num_hidden_layers=None, device=None, tensor_parallel=False):
-    """The checkpoint in directory ``path``, swapped by :func:`models.use_custom_pypto`.
+    """Loads the checkpoint in directory ``path``, patched by :func:`models.use_custom_pypto`.
 
-    Every file is checked first, by its header. Stock ``from_pretrained`` reports a truncated or
-    mismatched file without its name, and fills missing tensors with random numbers after a warning.
-    Weights in the published fp8 (e4m3, a scale per 128x128 block) are dequantised. Files that hold
-    none of the tensors asked for are not opened, and need not be there.
+    The header of every file is validated first. Upstream ``from_pretrained`` does not name a
+    truncated or mismatched file, and fills missing tensors with random numbers after a warning.
+    Weights in the published fp8 (e4m3, a scale per 128x128 block) are dequantised. Files without a
+    requested tensor are not opened and may be missing.
 
     Args:
         path: a directory with ``config.json`` and safetensors, sharded or not.
         dtype: a ``torch.dtype``, or ``"auto"`` for the checkpoint's own; bfloat16 for one in fp8.
-        num_hidden_layers: how many layers, from the first on; None: all.
-        device: where to; None: CPU.
-        tensor_parallel: share the model among all ranks of torch's process group, which the caller
-            has made; each rank takes its own accelerator, or the CPU where there is none.
+        num_hidden_layers: number of layers, from the first on; None: all.
+        device: target device; None: CPU.
+        tensor_parallel: shard the model across all ranks of torch's process group, which the caller
+            initialises; each rank uses its own accelerator, or the CPU if there is none.
     Raises:
         FileNotFoundError: no such directory, config, index or shard.
         RuntimeError: ``tensor_parallel`` without a process group.
-        ValueError: a damaged or mismatched file; the message names it, what was expected and found.
-            Or ``num_hidden_layers``, or a quantisation other than that. Or heads that so many
-            ranks cannot share, or ``device`` with ``tensor_parallel``.
-        TypeError: the config is that of another model.
+        ValueError: a damaged or mismatched file; the message names the file, the expected and the
+            actual value. Or invalid ``num_hidden_layers``, unsupported quantisation, unsupported
+            number of ranks, or ``device`` with ``tensor_parallel``.
+        TypeError: unsupported model class in the config.
         MemoryError: the model does not fit; nothing was read.
     """
     path = Path(path)
     if not (path / "config.json").is_file():
         raise FileNotFoundError(f"load: {path} must be a checkpoint directory with a config.json")
-    # without it transformers asks at the terminal, and a y runs the code of the checkpoint
+    # without it transformers prompts at the terminal, and "y" runs the checkpoint's code
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     plan = sharing(config, device) if tensor_parallel else None
     block = fp8.block_of(config.to_dict())
     if num_hidden_layers is not None:
         config = type(config).from_dict(first_layers(config.to_dict(), num_hidden_layers))
     if block is not None:
-        del config.quantization_config  # of the files; the model is as if it had never been in fp8
+        del config.quantization_config  # describes the files; the model is no longer in fp8
     with torch.device("meta"):
         skeleton = use_custom_pypto(AutoModelForCausalLM.from_config(config))
     tensors = check_shards(path, skeleton, block)
@@ -177,7 +177,7 @@ def load(path, *, dtype="auto", num_hidden_layers=None, device=None, tensor_para
         distributed_config=plan,
     )
     model.config.name_or_path = model.name_or_path = str(path)
-    # transformers saves a model as it was loaded, and would not part the experts again
+    # transformers saves in the layout it loaded, and would not split the experts again
     del model._weight_conversions
     return use_custom_pypto(model.to(device) if plan is None else model)
 

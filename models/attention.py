@@ -15,31 +15,32 @@ from .pools import Pool
 from .projection import weight_of
 from .tensor_parallel import CHECK_RANKS, check_indices
 
-# Tokens whose queries are there at a time: of full-size heads, they, the absorbed ones, what comes
-# out and the indices take 0.4 MB a token, where a token of the cache takes 1.4 kB.
+# Query tokens per slice. Queries, absorbed queries, outputs and indices take 0.4 MB per token at
+# full size; a token of the cache takes 1.4 kB.
 SLICE = 2048
 
 
 class PagedAttention:
-    """Mixed into a stock attention class, whose parameters it uses as they are. The folder of an
-    architecture declares what is its own: the attributes below, and the methods that it overrides.
+    """Mixin for an upstream attention class, whose parameters it uses unchanged. The folder of an
+    architecture declares the attributes below and overrides methods where it differs.
 
     The cached latent is both key and value of every head (arXiv:2405.04434, section 2.1): with
     ``kv_b_proj.weight`` as ``W_UK`` and ``W_UV``, ``q . (W_UK c) = (W_UK^T q) . c`` and
-    ``sum_j p_j W_UV c_j = W_UV sum_j p_j c_j``. Stock transformers expands the whole cache instead.
+    ``sum_j p_j W_UV c_j = W_UV sum_j p_j c_j``. Upstream transformers expands the whole cache
+    instead.
     """
 
-    #: the stock class of the indexer
+    #: upstream class of the indexer
     indexer_class = None
-    #: what the cache keeps of each token, by name
+    #: cache rows of each token, by name
     pools: dict[str, Pool]
-    #: the rotation of MLA's queries and keys, a function of transformers
+    #: transformers' RoPE function for MLA's queries and keys
     mla_rope = None
-    #: the same of the indexer's
+    #: transformers' RoPE function for the indexer's queries and keys
     index_rope = None
-    #: whether the indexer rotates the last of its dims instead of the first ones
+    #: whether the indexer rotates its last dims instead of its first
     index_rope_last = False
-    #: whether the layer hands its indices on to the next one
+    #: whether the layer passes its indices to the next layer
     returns_indices = False
 
     def forward(self, hidden_states, position_embeddings, attention_mask, *args, **kwargs):
@@ -86,13 +87,13 @@ class PagedAttention:
         if tokens <= SLICE:
             return self.read(hidden_states, q_latent, cos, sin, indices, step, step.lengths)
         parts, first = [], 0
-        while first < tokens:  # range() would make torch.compile a graph for every length
+        while first < tokens:  # range() would give torch.compile one graph per length
             end = first + SLICE if first + SLICE < tokens else tokens
             part = [
                 None if x is None else x[:, first:end]
                 for x in (hidden_states, q_latent, cos, sin, indices)
             ]
-            # what the cache held when `end` was the last token; less than none for padding
+            # cached tokens when `end` was the last token; padding may make it negative
             lengths = (step.lengths - (tokens - end)).clamp(min=0)
             parts.append(self.read(*part, step, lengths))
             first = end
@@ -109,7 +110,7 @@ class PagedAttention:
         step: Step,
         lengths: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """What :meth:`attend` returns, of the last tokens that ``lengths`` counts."""
+        """The results of :meth:`attend` for the last tokens that ``lengths`` counts."""
         layer = step.cache.layers[self.layer_idx]
         query, gate = self.project_query(q_latent)
         q_nope, q_rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
@@ -118,7 +119,7 @@ class PagedAttention:
             indices = self.select(hidden_states, normed, cos, sin, step, lengths)
         weight = weight_of(self.kv_b_proj).view(query.size(2), -1, self.kv_lora_rank)
         w_uk, w_uv = weight.split([self.qk_nope_head_dim, self.v_head_dim], 1)
-        dtype = layer.latent.dtype  # the queries have another one under autocast
+        dtype = layer.latent.dtype  # autocast gives the queries another dtype
         output = custom_pypto.npu_sparse_flash_attention_pto(
             torch.einsum("bshd,hdl->bshl", q_nope, w_uk).contiguous().to(dtype),
             layer.latent,
@@ -131,7 +132,7 @@ class PagedAttention:
             block_table=step.cache.block_table,
             sparse_mode=3,
         )
-        # a copy of w_uv, every other half of the weight, takes longer than one token times both
+        # for one token, multiplying by both halves is faster than copying the strided w_uv
         if output.size(1) == 1:
             output = torch.einsum("bshl,hvl->bshv", output, weight)[..., self.qk_nope_head_dim :]
         else:
@@ -139,8 +140,8 @@ class PagedAttention:
         return self.project_output(output, gate), indices
 
     def compress_query(self, hidden_states: Tensor) -> Tensor:
-        """What :meth:`project_query` projects, ``[B, S, >= q_lora_rank]``; the first
-        ``q_lora_rank`` values are the normed latent, which the indexer projects too."""
+        """Input of :meth:`project_query`, ``[B, S, >= q_lora_rank]``; the first ``q_lora_rank``
+        values are the normed latent, which is also the indexer's input."""
         return self.q_a_layernorm(self.q_a_proj(hidden_states))
 
     def project_query(self, q_latent: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -151,7 +152,7 @@ class PagedAttention:
         """``[B, S, hidden]`` from the output of the heads, ``[B, S, H, v_head_dim]``."""
         return self.o_proj(output.flatten(2))
 
-    @torch.no_grad()  # as in transformers: no gradient passes a selection
+    @torch.no_grad()  # as in transformers: a selection has no gradient
     def write_index_keys(
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], step: Step
     ) -> None:
@@ -202,5 +203,5 @@ class PagedAttention:
 
 
 def rotate(rope, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``[B, S, N, R]`` rotated by ``rope`` of transformers, which wants a query and a key."""
+    """``[B, S, N, R]`` rotated by transformers' ``rope``, which requires a query and a key."""
     return rope(x, x[:, :, :1], cos, sin, unsqueeze_dim=2)[0]

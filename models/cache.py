@@ -12,84 +12,86 @@ from .projection import device_of
 
 
 class PagedLayer:
-    """What one layer keeps: under the name of each pool that the architecture declares a tensor
-    ``[nblk, bs, 1, width]``, or None where this layer has no such pool."""
+    """Pools of one layer: a tensor ``[nblk, bs, 1, width]`` per pool that the architecture
+    declares, or None if this layer has no such pool."""
 
     def __init__(self, pools: dict[str, Tensor | None]):
         vars(self).update(pools)
 
     def pools(self) -> dict[str, Tensor]:
-        """Those that there are, by name."""
+        """The pools of this layer, by name."""
         return {name: pool for name, pool in vars(self).items() if pool is not None}
 
 
 def write(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
     """``pool[slot] = row``, for the slots of a :class:`Step`."""
-    width, rows = pool.size(-1), rows.to(pool.dtype)  # autocast computes in another one
+    width, rows = pool.size(-1), rows.to(pool.dtype)  # autocast computes in another dtype
     if pool.device.type == "npu":
-        # in place in every graph mode; torchair may copy the pool for a view of it, and cannot
-        # convert index_copy_
+        # in place in every graph mode; torchair may copy a pool to view it, and cannot convert
+        # index_copy_
         torch.ops.npu.npu_scatter_nd_update_(pool, slots, rows.reshape(-1, 1, width))
     else:
         pool.view(-1, width).index_copy_(0, slots, rows.reshape(-1, width))
 
 
 class Step(NamedTuple):
-    """What one forward pass knows of the cache; takes the place of the attention mask."""
+    """Cache state of one forward pass, passed in place of the attention mask."""
 
     cache: "PagedCache"
-    slots: Tensor  # of each new token, its row of the flattened pools; on an NPU block and row
+    slots: Tensor  # row of each new token in the flattened pools; on an NPU, block and row
     lengths: Tensor  # [B] int32 keys of each sequence, the new tokens included
-    tokens: int  # new ones per sequence, pads included
+    tokens: int  # new tokens per sequence, including padding
 
     def commit(self) -> None:
-        """The tokens are written, in every layer: from now on the cache has them."""
+        """Counts the new tokens as cached, after every layer has written them."""
         self.cache.lengths.copy_(self.lengths)
         self.cache.seen.add_(self.tokens)
 
 
 class PagedCache(Cache):
-    """The cache of a model swapped by :func:`models.use_custom_pypto`; ``model.generate()`` makes
-    one by itself. Make it yourself to keep it between calls, or for a decode loop of your own::
+    """The cache of a model patched by :func:`models.use_custom_pypto`; ``model.generate()`` creates
+    one by default. Create it yourself to keep it between calls or for a custom decode loop::
 
         cache = models.PagedCache(model, batch_size=1, max_cache_len=4096)
         model(prompt_ids, past_key_values=cache)
         model.generate(all_ids, past_key_values=cache, max_new_tokens=100)
 
-    Only real tokens are stored: sequence ``b`` has its ``lengths[b]`` tokens at the positions
-    ``0 .. lengths[b] - 1``, however many pads stood left of them, and position ``p`` is row
-    ``p % block_size`` of block ``block_table[b, p // block_size]``. Block 0 belongs to no sequence;
-    pads are written there. That is all that left padding needs: the ops align queries and keys at
-    their last token, so a pad, left of every real token, sees no key.
+    Padding is not stored: sequence ``b`` has ``lengths[b]`` tokens from position 0 on, regardless
+    of left padding, and position ``p`` is row ``p % block_size`` of block ``block_table[b, p //
+    block_size]``. Block 0 belongs to no sequence; padding is written there.
+    Left padding needs nothing else: the ops align queries and keys at the last token, so padding,
+    left of every real token, sees no key.
 
     Everything that changes from step to step is tensor data updated in place, never a shape or a
     Python number, so that one compiled graph serves every position.
 
-    New tokens count once the forward that brought them is through: an exception or Ctrl-C in it
-    leaves the cache as it was before, ready for the next one. ``generate()`` that was interrupted
-    has fed tokens that its caller does not know: ``crop`` back to those that are known. A beam
-    search may be stopped while it exchanges sequences: :meth:`reset` the cache after that.
+    New tokens count only when their forward completes: after an exception or Ctrl-C the cache is
+    unchanged and usable. An interrupted ``generate()`` has cached tokens that its caller never got:
+    ``crop`` the cache to the known ones. An interrupted beam search may leave sequences half
+    exchanged: :meth:`reset` the cache.
 
-    A cache keeps the size it is made with, and its addresses, which compiled graphs need. Only one
-    that a forward has made by itself grows (:meth:`reserve`); for that every step reads its length,
-    which stalls an accelerator and breaks a graph.
+    A cache keeps its size and its addresses, which compiled graphs need. Only a cache that a
+    forward created by default grows (:meth:`reserve`); every step then reads its length, which
+    stalls an accelerator and breaks a graph.
 
     Args:
         model: the model, for its dimensions, dtype (under autocast too) and device.
-        batch_size: sequences; for beams or several returned sequences, ``batch_size`` times those.
-        max_cache_len: tokens that one sequence may hold, pads included; rounded up to whole blocks.
+        batch_size: number of sequences, times the beams or returned sequences of each.
+        max_cache_len: capacity of a sequence in tokens, including padding; rounded up to whole
+            blocks.
         block_size: tokens per block, a multiple of 16 up to 1024.
 
     Raises:
         torch.OutOfMemoryError: no memory for this many tokens; the message says how many fit. A CPU
-            hands out memory that it does not have, up to a limit: see :attr:`nbytes`.
-        ValueError: layers on several devices. On a forward that needs more room than there is,
-            before anything is written: reading the length would stall an accelerator, so this
-            check runs on CPU only and not inside ``torch.compile``; ``generate()`` checks its
-            ``max_length`` everywhere. Unchecked tokens that do not fit are written to block 0.
+            overcommits memory up to a limit: see :attr:`nbytes`.
+        ValueError: layers on several devices. Also raised by a forward that exceeds the capacity,
+            before anything is written: this check reads the length, which would stall an
+            accelerator, so it runs on CPU only and not inside ``torch.compile``; ``generate()``
+            checks its ``max_length`` everywhere. Unchecked tokens that do not fit are written to
+            block 0.
     """
 
-    # properties of Cache that ask its layers; here they hold for the cache as a whole
+    # Cache derives these properties from its layers; here they hold for the whole cache
     is_compileable = True
     is_croppable = True
     is_initialized = True
@@ -97,7 +99,7 @@ class PagedCache(Cache):
     max_cache_len = property(lambda self: self.block_table.size(1) * self.block_size)
     grows = False
 
-    @torch.inference_mode(False)  # a tensor made in it cannot be written outside of it
+    @torch.inference_mode(False)  # inference tensors cannot be written outside of it
     def __init__(self, model, batch_size: int, max_cache_len: int, *, block_size: int = 128):
         check_block_size("PagedCache", block_size)
         for name, value in (("batch_size", batch_size), ("max_cache_len", max_cache_len)):
@@ -112,8 +114,8 @@ class PagedCache(Cache):
         def pool(row: tuple[int, torch.dtype] | None) -> Tensor | None:
             if row is None:
                 return None
-            # uninitialised: rows past a sequence's length are never read, and pages of memory that
-            # no token has reached yet cost nothing
+            # uninitialised: rows past a sequence's length are never read, and memory pages without
+            # a token cost nothing
             width, dtype = row
             shape = 1 + batch_size * blocks, block_size, 1, width
             return torch.empty(shape, dtype=dtype, device=device)
@@ -126,7 +128,7 @@ class PagedCache(Cache):
             rows = [row for layer in declared for row in layer.values() if row is not None]
             bytes_of_block = sum(block_size * width * dtype.itemsize for width, dtype in rows)
             need = (1 + batch_size * blocks) * bytes_of_block / 2**30
-            # a sixteenth is for what else the process needs
+            # a sixteenth is left for the rest of the process
             room = free_memory(device) * 15 // 16 // bytes_of_block - 1
             fits = min(max(0, room) // batch_size, blocks - 1) * block_size
             raise torch.OutOfMemoryError(
@@ -136,19 +138,19 @@ class PagedCache(Cache):
             ) from error
         self.block_table = self._own_blocks(batch_size, blocks)
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
-        # what generate() takes for the length: tokens fed per sequence, pads included
+        # the length that generate() reads: tokens fed per sequence, including padding
         self.seen = torch.zeros((), dtype=torch.int64, device=device)
         for tensor in (*self._pools(), self.block_table, self.lengths, self.seen):
             torch._dynamo.mark_static_address(tensor)
 
     def place(self, batch_size: int, tokens: int, valid: Tensor | None) -> Step:
-        """Where new tokens are to be written, and how long that makes each sequence.
+        """The slots of new tokens, and the resulting sequence lengths.
 
-        The cache has them after :meth:`Step.commit`. A forward that does not get there has written
-        only where nothing is read.
+        The tokens count after :meth:`Step.commit`. Without it, a forward has only written rows that
+        are never read.
 
         Args:
-            valid: ``[batch_size, tokens]`` bool, False for pads; None: no pads.
+            valid: ``[batch_size, tokens]`` bool, False for padding; None: no padding.
         """
         if batch_size != self.batch_size:
             raise ValueError(
@@ -170,7 +172,7 @@ class PagedCache(Cache):
         return Step(self, slots, lengths, tokens)
 
     def check_room(self, tokens: int) -> None:
-        """Refuses ``tokens`` more per sequence than fit, where that can be known without a sync."""
+        """Validates the room for ``tokens`` more per sequence, where that needs no device sync."""
         if torch.compiler.is_compiling() or self.seen.device.type != "cpu":
             return
         if self.seen + tokens > self.max_cache_len:
@@ -181,20 +183,20 @@ class PagedCache(Cache):
 
     @torch.inference_mode(False)
     def reserve(self, max_cache_len: int) -> None:
-        """Makes room for ``max_cache_len`` tokens per sequence; what is cached stays.
+        """Grows to at least ``max_cache_len`` tokens per sequence; cached tokens stay.
 
-        Where there is less, the room at least doubles, so that copying takes a constant time per
-        token. Pools and block table are new tensors then, which compiled graphs do not know.
+        Growth at least doubles the capacity, so that copying takes constant time per token. It
+        creates new pools and a new block table, which compiled graphs do not see.
 
         Raises:
-            torch.OutOfMemoryError: no memory; the cache is still of use.
+            torch.OutOfMemoryError: no memory; the cache stays usable.
         """
         if max_cache_len <= self.max_cache_len:
             return
         batch_size, blocks = self.block_table.shape
         more = max(-(-max_cache_len // self.block_size), 2 * blocks) - blocks
         used = self._pools()[0].size(0)
-        for layer in self.layers:  # one by one, for the sake of memory; the table still holds
+        for layer in self.layers:  # one at a time saves memory; the table stays valid
             for name in list(layer.pools()):
                 pool = getattr(layer, name)
                 try:
@@ -227,9 +229,9 @@ class PagedCache(Cache):
         self.seen.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Sequence ``b`` becomes what sequence ``beam_idx[b]`` was, for beam search.
+        """Replaces each sequence ``b`` by a copy of sequence ``beam_idx[b]``, for beam search.
 
-        Blocks are copied: two beams may continue the same one, and each writes its own next token.
+        Blocks are copied because two beams may continue one sequence with different tokens.
         """
         source = self.block_table[beam_idx]
         for pool in self._pools():
@@ -238,7 +240,7 @@ class PagedCache(Cache):
 
     @torch.inference_mode(False)
     def batch_select_indices(self, indices: Tensor) -> None:
-        """The cache of these sequences only, in this order, repeats allowed, in new tensors."""
+        """Keeps only these sequences, in this order, in new tensors; repeats are allowed."""
         source = self.block_table[indices]
         self.lengths = self.lengths[indices]
         self.block_table = self._own_blocks(*source.shape)
@@ -282,7 +284,7 @@ class PagedCache(Cache):
         return [pool for layer in self.layers for pool in layer.pools().values()]
 
     def _own_blocks(self, batch_size: int, blocks: int) -> Tensor:
-        """A block table in which every sequence has blocks of its own; block 0 is nobody's."""
+        """A block table without shared blocks; block 0 belongs to no sequence."""
         device = self._pools()[0].device
         table = torch.arange(1, 1 + batch_size * blocks, dtype=torch.int32, device=device)
         return table.view(batch_size, blocks)
@@ -296,7 +298,7 @@ def check_block_size(caller: str, block_size: int) -> None:
 
 
 def dimensions(model) -> dict:
-    """What a model must have in common with the cache it uses."""
+    """The properties that a model and its cache must share."""
     pools = pools_of(model)
     widths = [pool.width for pool in pools.values() if isinstance(pool.width, str)]
     layers = [pool.where[0] for pool in pools.values() if pool.where is not None]

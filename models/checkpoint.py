@@ -1,4 +1,4 @@
-"""Is this checkpoint whole, and the model's? Answered from the headers of its files."""
+"""Validates that a checkpoint is complete and fits the model, from the headers of its files."""
 
 import json
 from collections.abc import Callable
@@ -22,15 +22,15 @@ class Stored(NamedTuple):
 
 
 def check_shards(path: Path, model, block: tuple[int, int] | None = None) -> dict[str, Stored]:
-    """Refuses a checkpoint that does not hold every tensor of ``model``, whole and in its shape.
+    """Rejects a checkpoint unless it holds every tensor of ``model``, complete and in its shape.
 
-    Files without a tensor of ``model`` may be missing: those of layers that are not wanted, and of
-    layers for multi-token prediction.
+    Files without a tensor of ``model`` may be missing, such as those of unused layers and of layers
+    for multi-token prediction.
 
     Args:
         block: rows and columns that share a scale if the checkpoint is in fp8, else None.
     Returns:
-        where the tensors of ``model`` are, and their scales.
+        the locations of the tensors of ``model`` and of their scales.
     """
     expected = tensors_on_disk(model)
     wanted = expected.keys() | {fp8.scale_name(name) for name in expected}
@@ -48,7 +48,7 @@ def check_shards(path: Path, model, block: tuple[int, int] | None = None) -> dic
 
 
 def check_scales(tensors: dict[str, Stored], block: tuple[int, int] | None) -> None:
-    """Refuses fp8 weights whose scales are missing or of another grid than ``block``."""
+    """Rejects fp8 weights with missing scales, or with scales of another grid than ``block``."""
     for name, (file, dtype, shape) in tensors.items():
         if dtype != fp8.STORED:
             if dtype not in fp8.DTYPES:
@@ -74,13 +74,13 @@ def check_scales(tensors: dict[str, Stored], block: tuple[int, int] | None) -> N
 
 
 def index_file(path: Path) -> Path:
-    """The index of a sharded checkpoint, or the one file of another."""
+    """The index of a sharded checkpoint, else its only file."""
     index = path / "model.safetensors.index.json"
     return index if index.is_file() else path / "model.safetensors"
 
 
 def stored_tensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Stored]:
-    """Where the ``wanted`` tensors are, from the headers of the files that hold them."""
+    """Locations of the ``wanted`` tensors, from the headers of their files."""
     index = index_file(path)
     promised: dict[str, set[str]] = {}
     if index.name.endswith(".json"):
@@ -106,7 +106,7 @@ def stored_tensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Store
 
 
 def read_header(file: Path) -> dict[str, Stored]:
-    """Every tensor of a safetensors file, which must have its full size."""
+    """Every tensor of a safetensors file, which must not be truncated."""
     if not file.is_file():
         raise FileNotFoundError(f"load: {file} is missing; download it again")
     try:
@@ -115,7 +115,7 @@ def read_header(file: Path) -> dict[str, Stored]:
             return {
                 name: Stored(file, one.get_dtype(), one.get_shape()) for name, one in slices.items()
             }
-    except SafetensorError as error:  # an error page, a download that broke off, git-lfs's pointer
+    except SafetensorError as error:  # an error page, a broken download, a git-lfs pointer
         raise ValueError(
             f"load: {file} ({file.stat().st_size} bytes) is not a whole safetensors file: {error}; "
             "download it again"
@@ -123,11 +123,10 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 def on_disk(model) -> dict[str, tuple[list[int], list[str]]]:
-    """For each parameter and buffer of ``model`` that checkpoints have its shape, and the tensors
-    that they have for it: experts come one by one, and some architectures have other names there,
-    which transformers knows.
+    """Shape and checkpoint tensors of each stored parameter and buffer of ``model``: a checkpoint
+    has experts one by one, and other names for some architectures, which transformers maps.
 
-    In the order in which they lie in the parameter, each as large as the others.
+    The tensors are equally large, in their order within the parameter.
     """
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     renamings = [x.reverse_transform() for x in conversions[::-1] if isinstance(x, WeightRenaming)]
@@ -148,7 +147,7 @@ def on_disk(model) -> dict[str, tuple[list[int], list[str]]]:
 
 
 def tensors_on_disk(model) -> dict[str, list[int]]:
-    """Name and shape of every tensor of ``model`` as checkpoints have it."""
+    """Name and shape of every tensor of ``model`` as stored in a checkpoint."""
     shapes = {}
     for name, (shape, parts) in on_disk(model).items():
         if ".experts." in name:
@@ -159,7 +158,7 @@ def tensors_on_disk(model) -> dict[str, list[int]]:
 
 
 def first_layers(config: dict, layers: int) -> dict:
-    """The ``config.json`` of the first ``layers`` layers of a checkpoint with this one."""
+    """The ``config.json`` of a checkpoint, reduced to the first ``layers`` layers."""
     have = config["num_hidden_layers"]
     if not 1 <= layers <= have:
         raise ValueError(

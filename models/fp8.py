@@ -1,13 +1,13 @@
-"""Weights in the published fp8: e4m3, and beside each weight a scale per block of it.
+"""Weights in the published fp8 format: e4m3, with one scale per block of each weight.
 
-transformers 5.23 takes the blocks for ``rows // rows of the grid`` high. The 576 rows of
-``kv_a_proj_with_mqa``, with 5 rows of scales, it refuses; 192 with 2 it multiplies by wrong ones.
+transformers 5.23 assumes a block height of ``rows // rows of the grid``. It rejects the 576 rows of
+``kv_a_proj_with_mqa`` with 5 rows of scales, and applies wrong scales to 192 rows with 2.
 """
 
 import torch
 
-STORED = "F8_E4M3"  # the name that safetensors has for it
-# what may lie beside it in a checkpoint, weights and scales, by safetensors' names
+STORED = "F8_E4M3"  # safetensors' name for e4m3
+# other dtypes of weights and scales in a checkpoint, by safetensors' names
 DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -21,15 +21,15 @@ def scale_name(weight: str) -> str:
 
 
 def grid(shape: list[int], block: tuple[int, int]) -> list[int]:
-    """The shape of the scales of a weight; the last block of a row or column may be partly used."""
+    """The shape of the scales of a weight; the last block of a row or column may be partial."""
     return [-(-size // length) for size, length in zip(shape, block, strict=True)]
 
 
 def block_of(config: dict) -> tuple[int, int] | None:
-    """Rows and columns that share a scale, from a ``config.json``; None: it is not in fp8.
+    """Rows and columns that share a scale, from a ``config.json``; None: not fp8.
 
     Raises:
-        ValueError: another quantisation.
+        ValueError: unsupported quantisation.
     """
     quantization = config.get("quantization_config")
     if quantization is None:
@@ -49,12 +49,12 @@ def dequantise(weight, scale_inv, block: tuple[int, int], out) -> None:
 
     Args:
         weight: ``[rows, columns]`` float8_e4m3fn.
-        scale_inv: :func:`grid` of that, of any dtype of :data:`DTYPES`.
+        scale_inv: of the shape :func:`grid` of ``weight`` and any dtype of :data:`DTYPES`.
         block: rows and columns that share a scale.
         out: ``[rows, columns]``, written to.
     """
     rows, columns = block
-    # a row of blocks at a time, which stays in the processor's cache until it is in out
+    # one row of blocks at a time, which stays in the CPU cache until it is written to out
     for part, scales, target in zip(
         weight.split(rows), scale_inv.float(), out.split(rows), strict=True
     ):

@@ -1,6 +1,6 @@
-"""What a swapped model does differently around its layers: caches, masks and ``generate()``.
+"""Caches, masks and ``generate()`` of a patched model.
 
-These functions become a forward pre-hook and two methods of the one model that is swapped.
+These functions become hooks and methods of the patched model only.
 """
 
 import torch
@@ -10,20 +10,20 @@ from transformers.masking_utils import find_packed_sequence_indices
 from .cache import PagedCache, Step, dimensions
 from .projection import check_layer
 
-# of the stock base models, in their order
+# positional arguments of the upstream base models
 FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values")
 FORWARD_ARGUMENTS += ("inputs_embeds", "use_cache")
 
 
 def prepare_forward(block_size: int, model, args: tuple, kwargs: dict):
-    """Before every forward of the base model: makes room in the cache for the new tokens and hands
-    the layers a :class:`Step` in place of the attention mask.
+    """Forward pre-hook of the base model: makes room in the cache for the new tokens and passes the
+    layers a :class:`Step` in place of the attention mask.
 
-    Without ``past_key_values``: in training mode the stock path runs, since the ops have no
-    backward, and so it does for sequences packed into one row; otherwise this forward gets a cache
-    of its own, which it returns if ``use_cache`` is on (one that grows) and forgets if not.
+    Without ``past_key_values``, the upstream path runs in training mode, since the ops have no
+    backward, and for sequences packed into one row. Otherwise this forward creates a cache: it
+    returns a growing one if ``use_cache`` is on, and drops the cache if not.
     """
-    # **{}: the names of positional arguments, whose order is that of the stock forward
+    # names the positional arguments, in the order of the upstream forward
     kwargs = {**dict(zip(FORWARD_ARGUMENTS, args, strict=False)), **kwargs}
     cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
     if cache is None:
@@ -50,9 +50,9 @@ def prepare_forward(block_size: int, model, args: tuple, kwargs: dict):
         kwargs["past_key_values"] = cache if keep else None
     else:
         check_cache(cache, model)
-        if cache.grows and not isinstance(mask, dict):  # generate() has made room before
+        if cache.grows and not isinstance(mask, dict):  # generate() has made room already
             grow(cache, tokens)
-    if kwargs.get("position_ids") is None:  # stock would count after the cache has grown
+    if kwargs.get("position_ids") is None:  # upstream would count after the cache has grown
         positions = cache.get_seq_length() + torch.arange(tokens, device=cache.seen.device)
         kwargs["position_ids"] = positions[None]
     step = cache.place(batch, tokens, new_tokens(mask, tokens))
@@ -61,8 +61,8 @@ def prepare_forward(block_size: int, model, args: tuple, kwargs: dict):
 
 
 def is_packed(attention_mask: Tensor | None, position_ids: Tensor | None) -> bool:
-    """Whether transformers takes a row for several sequences, as it does from positions that start
-    again. A graph cannot tell; the mask that the stock path makes there is right for both."""
+    """Whether transformers treats a row as several sequences, because its positions restart. A
+    graph cannot tell; in a graph the mask of the upstream path is right for both."""
     if attention_mask is not None or position_ids is None:
         return False
     return find_packed_sequence_indices(position_ids) is not None
@@ -70,7 +70,7 @@ def is_packed(attention_mask: Tensor | None, position_ids: Tensor | None) -> boo
 
 @torch.compiler.disable(reason="pass past_key_values=models.PagedCache(...) to a compiled forward")
 def own_cache(model, batch_size: int, max_cache_len: int, block_size: int) -> PagedCache:
-    """The cache of a forward that was given none."""
+    """Creates the cache of a forward that got none."""
     cache = PagedCache(model, batch_size, max_cache_len, block_size=block_size)
     cache.grows = True
     return cache
@@ -78,12 +78,12 @@ def own_cache(model, batch_size: int, max_cache_len: int, block_size: int) -> Pa
 
 @torch.compiler.disable(reason="a cache that a forward made grows; make one of a fixed size")
 def grow(cache: PagedCache, tokens: int) -> None:
-    """Room for as many more tokens per sequence."""
+    """Makes room for ``tokens`` more per sequence."""
     cache.reserve(int(cache.seen) + tokens)
 
 
 def finish_forward(model, args: tuple, kwargs: dict, output) -> None:
-    """After every forward of the base model that is through: its tokens count from now on."""
+    """Forward hook of the base model: the tokens of a completed forward count from now on."""
     mask = kwargs.get("attention_mask")
     if isinstance(mask, dict) and isinstance(step := mask.get("indexed_attention"), Step):
         step.commit()
@@ -92,7 +92,7 @@ def finish_forward(model, args: tuple, kwargs: dict, output) -> None:
 def prepare_cache_for_generation(
     model, block_size, generation_config, model_kwargs, generation_mode, batch_size, max_length
 ):
-    """``generate()`` makes its cache here, or checks the one it is given."""
+    """Creates the cache of ``generate()``, or validates the one passed to it."""
     kind = generation_config.cache_implementation
     if kind not in (None, "dynamic"):
         raise ValueError(
@@ -115,7 +115,7 @@ def prepare_cache_for_generation(
                 f"least {max_length}, got {cache}"
             )
         mask, seen = model_kwargs.get("attention_mask"), int(cache.get_seq_length())
-        # stock feeds the wrong ids then, and continues another text
+        # upstream would feed the wrong ids and continue another text
         if mask is not None and seen and mask.size(1) <= seen:
             known = mask.size(1)
             raise ValueError(
@@ -142,7 +142,7 @@ def check_cache(cache, model) -> None:
             "past_key_values: a model swapped by use_custom_pypto needs a models.PagedCache, "
             f"got {type(cache).__name__}"
         )
-    if torch.compiler.is_compiling():  # generate() has been here before
+    if torch.compiler.is_compiling():  # generate() has validated it already
         return
     if (made := cache.made_for) != (wanted := dimensions(model)):
         names = [name for name in made | wanted if made.get(name) != wanted.get(name)]
@@ -168,7 +168,7 @@ def new_tokens(attention_mask: Tensor | dict | None, tokens: int) -> Tensor | No
             f"got {list(attention_mask.shape)}; masks of other shapes need the stock path"
         )
     mask = attention_mask.bool()
-    # one look per prefill; a single new token (decode) is spared it, and a graph cannot take it
+    # one device sync per prefill; decode (one new token) skips it, and a graph cannot contain it
     if tokens > 1 and not torch.compiler.is_compiling() and (mask[:, :-1] & ~mask[:, 1:]).any():
         raise ValueError(
             "attention_mask: pads must be left of all real tokens, got a 0 right of a 1; "

@@ -1,4 +1,4 @@
-"""From the tensors of a checkpoint to the parameters of a model, if there is room for them."""
+"""Turns the tensors of a checkpoint into the parameters of a model, if they fit in memory."""
 
 import functools
 import os
@@ -18,19 +18,19 @@ class Reader:
 
     def __init__(self, tensors: dict[str, Stored], block: tuple[int, int] | None):
         self.tensors, self.block = tensors, block
-        # read, not mapped: a mapped file would count as this process's memory, and a model whose
-        # weights are the file would change, or crash, with it
+        # read, not mapped: a mapped file counts as memory of this process, and a change of the file
+        # would change or crash the model
         self._open = functools.cache(functools.partial(safe_open, framework="pt", backend="pread"))
 
     def stored(self, name: str) -> torch.Tensor:
-        """As it is in the file."""
+        """The tensor as stored in the file."""
         return self._open(self.tensors[name].file).get_tensor(name)
 
     def is_quantised(self, name: str) -> bool:
         return self.tensors[name].dtype == fp8.STORED
 
     def read(self, name: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """As it is, or dequantised to ``dtype``."""
+        """The tensor as stored, or dequantised to ``dtype``."""
         if not self.is_quantised(name):
             return self.stored(name)
         tensor = torch.empty(self.tensors[name].shape, dtype=dtype)
@@ -46,11 +46,10 @@ class Reader:
 
 
 class Parameter:
-    """A parameter that is still on disk; indexing reads it, as it does a slice of safetensors.
+    """A parameter on disk; indexing reads it, like a slice of safetensors.
 
-    What lies on disk in parts, expert by expert, is read straight into the one tensor that the
-    model has for them. transformers' own way, all parts and then all of them stacked, takes that
-    tensor's memory twice.
+    Experts, stored one by one, are read directly into the model's stacked tensor. Upstream reads
+    all parts and then stacks them, which takes that tensor's memory twice.
     """
 
     def __init__(self, reader: Reader, parts: list[str], shape: list[int], dtype: torch.dtype):
@@ -62,9 +61,9 @@ class Parameter:
     def __getitem__(self, index) -> torch.Tensor:
         if len(self.parts) == 1:
             whole = self.reader.read(self.parts[0], self.dtype)
-            # a copy of a part, since a view of it would keep all of it in memory
+            # a copy: a view of a part would keep the whole tensor in memory
             return whole if index is ... else whole[index].clone()
-        # of a rank that shares the experts with others, only part of each
+        # with tensor parallelism, a rank reads only a part of each expert
         experts, rows, columns = [slice(None)] * 3 if index is ... else index
         selected = range(self.shape[0])[experts]
         parts_of_one = len(self.parts) // self.shape[0]
@@ -90,26 +89,26 @@ def parameters(model, reader: Reader, dtype: torch.dtype) -> dict[str, Parameter
 
 
 def resolve_dtype(dtype: torch.dtype | str, config, tensors: dict[str, Stored]) -> torch.dtype:
-    """``dtype``, or for ``"auto"`` the checkpoint's own: of fp8, that of what is not quantised."""
+    """``dtype``, or for ``"auto"`` the checkpoint's own; for fp8, that of unquantised tensors."""
     if dtype != "auto":
         return dtype
     return config.dtype or fp8.DTYPES[tensors["model.embed_tokens.weight"].dtype]
 
 
 def check_memory(model, dtype: torch.dtype, device: torch.device, ranks: int = 1) -> None:
-    """Refuses a model that does not fit.
+    """Rejects a model that does not fit in memory.
 
     Args:
-        ranks: processes that share the model, and those on one machine its memory.
+        ranks: processes that share the model; those on one machine share its memory.
     Raises:
-        MemoryError: with what it needs, what there is, and what can be done.
+        MemoryError: names the required and the available memory, and the remedy.
     """
     needed = sum(tensor.numel() for tensor in model.state_dict().values()) * dtype.itemsize // ranks
     here = 1 if ranks == 1 else int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     available = {}
     if device.type != "cpu":
         available[str(device)] = free_memory(device)
-    if device.type == "cpu" or ranks == 1:  # from where a device gets it, unless in parts
+    if device.type == "cpu" or ranks == 1:  # a whole model passes through host memory
         available["this machine"] = free_memory(torch.device("cpu")) // here
     each = "" if ranks == 1 else f" on each of {ranks} ranks"
     for place, free in available.items():
@@ -123,10 +122,10 @@ def check_memory(model, dtype: torch.dtype, device: torch.device, ranks: int = 1
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process can have more of there; of a CPU's, without swapping."""
+    """Bytes that this process can still allocate on ``device``; on a CPU, without swapping."""
     if device.type != "cpu":
         module = torch.get_device_module(device)
-        module.empty_cache()  # or it would not count what torch keeps for later
+        module.empty_cache()  # else blocks that torch caches would count as used
         return module.mem_get_info(device)[0]
     available = psutil.virtual_memory().available
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)

@@ -1,4 +1,4 @@
-"""Declarations of what a cache keeps of each token; the folder of an architecture has its own."""
+"""Declarations of the cache rows of a token; the folder of an architecture has its own."""
 
 from typing import NamedTuple
 
@@ -6,9 +6,9 @@ import torch
 
 
 class Pool(NamedTuple):
-    """Rows of one kind, one for each token; an architecture declares a dict of them by name."""
+    """One kind of cache row per token; an architecture declares a dict of pools by name."""
 
-    #: elements of a row, or the attribute of the config that holds their number
+    #: elements per row, or the config attribute with their number
     width: str | int
     #: None: the dtype of the model
     dtype: torch.dtype | None = None
@@ -23,16 +23,16 @@ class Pool(NamedTuple):
         return width, self.dtype or dtype
 
 
-# of multi-head latent attention, and of a lightning indexer in every layer
+# pools of multi-head latent attention, and of a lightning indexer in every layer
 MLA_POOLS = {"latent": Pool("kv_lora_rank"), "rope": Pool("qk_rope_head_dim")}
 INDEX_POOLS = {"index": Pool("index_head_dim")}
 
 
 def pools_of(model) -> dict[str, Pool]:
-    """What the architecture of a swapped model declares.
+    """The pools that the architecture of a patched model declares.
 
     Raises:
-        TypeError: the model is not swapped.
+        TypeError: the model is not patched.
     """
     attention = model.base_model.layers[0].self_attn
     pools = getattr(attention, "pools", None)

@@ -1,7 +1,8 @@
-"""What stands for ``kv_b_proj`` and the indexer, whose ``forward`` a swapped layer does not call.
+"""The modules whose ``forward`` a patched layer never calls: ``kv_b_proj`` and the indexer.
 
-Absorption reads the weight of ``kv_b_proj``, and the ops take the place of the indexer's forward.
-Whatever was put on either of them must be in what is read, or be refused before anything runs.
+Absorption reads the weight of ``kv_b_proj``, and the ops replace the indexer's forward. Additions
+to either module, such as adapters or hooks, must be part of the weight, or are rejected before
+anything runs.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -19,14 +20,14 @@ LORA = ("peft.tuners.lora.layer", "Linear")
 
 
 def check_layer(layer: int, attention: nn.Module, indexer_class: type) -> None:
-    """Refuses a layer on which something would be passed over.
+    """Rejects a layer with additions that the ops would bypass.
 
     Args:
         indexer_class: the stock class of the indexer, the only one that the op computes.
     Raises:
-        TypeError: with the layer, what is there, and the remedy.
+        TypeError: names the layer, the addition and the remedy.
     """
-    parts = attention._modules  # in every forward, and nn.Module is slow to find them
+    parts = attention._modules  # runs in every forward, and nn.Module's lookup is slow
     projection, indexer = parts["kv_b_proj"], parts.get("indexer")
     if found := obstacle(projection):
         raise TypeError(
@@ -43,11 +44,11 @@ def check_layer(layer: int, attention: nn.Module, indexer_class: type) -> None:
 
 
 def weight_of(projection: nn.Module) -> Tensor:
-    """What a ``kv_b_proj`` that :func:`check_layer` has let pass multiplies by, ``[H * (nope + v),
-    L]``, with its adapters, of the heads of this rank."""
+    """The effective weight of a ``kv_b_proj`` that passed :func:`check_layer`, ``[H * (nope + v),
+    L]``, including its adapters, for the heads of this rank."""
     if not is_lora(projection):
         with brought_in(projection):
-            weight = projection.weight  # stays after accelerate has taken the parameter back
+            weight = projection.weight  # outlives accelerate's offloading of the parameter
         return weight.to_local() if isinstance(weight, DTensor) else weight
     if projection.disable_adapters and projection.merged:
         projection.unmerge()  # as peft does in the forward
@@ -62,7 +63,7 @@ def weight_of(projection: nn.Module) -> Tensor:
 
 
 def obstacle(projection: nn.Module) -> str | None:
-    """Why the weight alone is not all that ``projection`` does, or None."""
+    """Why ``projection`` does more than multiply by its weight, or None."""
     if type(projection) is not nn.Linear:
         if is_lora(projection):
             return lora_obstacle(projection)
@@ -72,7 +73,7 @@ def obstacle(projection: nn.Module) -> str | None:
         return described(projection)
     if projection._parameters["bias"] is not None:
         return "one with a bias"
-    weight = projection._parameters.get("weight")  # not there where it is parametrized
+    weight = projection._parameters.get("weight")  # missing if parametrized
     if type(weight) is not nn.Parameter and is_traceable_wrapper_subclass(weight):
         return None if isinstance(weight, DTensor) else f"one with a {type(weight).__name__}"
     return None
@@ -107,13 +108,13 @@ def active_adapters(projection: nn.Module) -> list[str]:
 
 
 def wrapped(module: nn.Module) -> bool:
-    """Whether a call of ``module`` does more than its class, for a hook or another ``forward``."""
+    """Whether a hook or a replaced ``forward`` makes ``module`` do more than its class."""
     return bool(module._forward_hooks or module._forward_pre_hooks) or has_other_forward(module)
 
 
 def has_other_forward(module: nn.Module) -> bool:
-    """Whether ``forward`` is replaced, by more than accelerate's, which only brings the weights, or
-    transformers' for a weight that ranks share."""
+    """Whether ``forward`` is replaced, except by accelerate, to load weights, or by transformers,
+    for a sharded weight."""
     forward = module.__dict__.get("forward")
     if forward is None:
         return False
@@ -125,16 +126,16 @@ def has_other_forward(module: nn.Module) -> bool:
 
 
 def aligning_hook(module: nn.Module):
-    """accelerate's hook on ``module``, if it is one that only brings inputs and weights in."""
+    """accelerate's hook on ``module``, if it only moves inputs and weights to the device."""
     if "_hf_hook" not in module.__dict__:
         return None
-    from accelerate.hooks import AlignDevicesHook  # need not be installed where nobody hooks
+    from accelerate.hooks import AlignDevicesHook  # may be missing if nothing is hooked
 
     return module._hf_hook if type(module._hf_hook) is AlignDevicesHook else None
 
 
 def brought_in(module: nn.Module) -> AbstractContextManager:
-    """The parameters of ``module`` are where it computes."""
+    """Inside, the parameters of ``module`` are on its compute device."""
     if aligning_hook(module) is None:
         return nullcontext()
     from accelerate.utils import align_module_device
@@ -152,17 +153,17 @@ def described(module: nn.Module) -> str:
 
 
 def change_class(module: nn.Module, cls: type) -> None:
-    """Gives ``module`` the class ``cls``, and accelerate its ``forward``."""
+    """Sets the class of ``module``, and the ``forward`` that accelerate's hook calls."""
     module.__class__ = cls
     if "_old_forward" in module.__dict__:
         module._old_forward = MethodType(cls.forward, module)
 
 
 def device_of(layers) -> torch.device:
-    """Where these decoder layers compute, which is not where offloaded weights are.
+    """The compute device of these decoder layers; offloaded weights are elsewhere.
 
     Raises:
-        ValueError: on several devices; the ops want cache and tables on one.
+        ValueError: several devices; the ops need cache and tables on one.
     """
     first = None
     for i, layer in enumerate(layers):

@@ -1,8 +1,8 @@
-"""A model shared among processes, each on a device of its own, by transformers' plan.
+"""Tensor parallelism by transformers' plan: one process per device.
 
-Sharded are the heads of the attention and the widths of the MLPs and experts. Caches and indexers
-are whole on every rank, as DeepSeek has it: the indices are one matrix for all heads, and what all
-heads read of a token, 576 values, is too little to be worth an exchange.
+Attention heads and the widths of MLPs and experts are sharded. Caches and indexers are replicated
+on every rank, as in DeepSeek's implementation: all heads use the same indices, and the 576 values
+per token that all heads read are too few to be worth an exchange.
 """
 
 import os
@@ -12,18 +12,18 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.distributed import DistributedConfig
 
-# compare the indices of all ranks after every indexer, to find a rank that computes otherwise
+# compare the indices of all ranks after every indexer, to find a rank with different results
 CHECK_RANKS = os.environ.get("CUSTOM_PYPTO_CHECK_RANKS") == "1"
 # query heads that npu_sparse_flash_attention_pto takes on an NPU; on CPU it takes any number
 NPU_HEADS = 128
 
 
 def sharing(config, device) -> DistributedConfig:
-    """How a model with ``config`` is shared by all ranks of the process group.
+    """The sharding of a model with ``config`` across all ranks of the process group.
 
     Raises:
         RuntimeError: there is no process group.
-        ValueError: the model cannot be shared by so many, or ``device`` is not None.
+        ValueError: unsupported number of ranks, or ``device`` is not None.
     """
     if device is not None:
         raise ValueError(
@@ -47,8 +47,8 @@ def sharing(config, device) -> DistributedConfig:
 
 
 def own_device() -> torch.device:
-    """Where transformers puts this rank's part."""
-    # a build for an accelerator that this machine does not have is no accelerator
+    """The device on which transformers puts this rank's shard."""
+    # ignores the accelerator of a torch build if this machine lacks it
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return torch.device("cpu")
@@ -56,7 +56,8 @@ def own_device() -> torch.device:
 
 
 def possible_sizes(config, device: str) -> list[int]:
-    """Numbers of ranks that get whole heads, as many as the op takes, and equally wide experts."""
+    """Numbers of ranks that give each whole heads, no more than the op supports, and equal
+    experts."""
     heads = config.num_attention_heads
     width = config.moe_intermediate_size if "sparse" in config.mlp_layer_types else 0
     most = NPU_HEADS if device == "npu" else heads
@@ -68,7 +69,7 @@ def possible_sizes(config, device: str) -> list[int]:
 
 
 def check_indices(layer: int, indices: Tensor) -> None:
-    """Stops all ranks unless all have selected the same positions in the same order."""
+    """Raises on all ranks unless all selected the same positions in the same order."""
     of_rank = [torch.empty_like(indices) for _ in range(dist.get_world_size())]
     dist.all_gather(of_rank, indices)
     different = [rank for rank, other in enumerate(of_rank) if not torch.equal(other, of_rank[0])]
