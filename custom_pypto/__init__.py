@@ -1,7 +1,7 @@
 """DeepSeek sparse attention as PyTorch ops: lightning indexer, sparse flash attention, fused MLA.
 
-Importing the package registers the ops under ``torch.ops.custom_pypto``; the functions exported
-here are those ops with their contracts. ``custom-pypto env`` says what works where.
+Importing the package registers the ops under ``torch.ops.custom_pypto``; the exported functions
+call them and document their contracts. ``custom-pypto env`` reports what works on this machine.
 """
 
 from . import converter, env
@@ -13,7 +13,7 @@ try:
 
     import custom_pypto._C  # noqa: F401
 
-    from . import log, npu  # noqa: F401  # npu registers the ops there; imports no PyPTO
+    from . import log, npu  # noqa: F401  # npu registers the NPU ops without PyPTO
     from .ops import *  # noqa: F403
     from .ops import __all__ as __all__
 # OSError: a library that torch loads by itself; RuntimeError: a backend that torch loads by itself

@@ -17,7 +17,7 @@ def verify(device: str | None, load_error: Exception | None) -> int:
     report = env.collect(load_error)
     npu = report["npu"]
     print(env.summary(report))
-    # a device node without a device that works is what this command is to find
+    # this command must report a device node whose device does not work
     here = ["cpu"] + ["npu"] * bool(npu["devices"] or npu["device_nodes"])
     failed = 0
     for one in [device] if device else here:
@@ -50,24 +50,24 @@ def main(arguments: list[str] | None = None, load_error: Exception | None = None
     parser = argparse.ArgumentParser(prog="custom-pypto")
     commands = parser.add_subparsers(dest="command", required=True)
     env_parser = commands.add_parser(
-        "env", help="what is installed, what works here, what is missing and the remedy"
+        "env", help="report versions, what works here, what is missing and the remedy"
     )
-    env_parser.add_argument("--json", action="store_true", help="for scripts and bug reports")
+    env_parser.add_argument("--json", action="store_true", help="JSON, for scripts and bug reports")
     verify_parser = commands.add_parser(
-        "verify", help="compare every op on a device with its definition in plain torch"
+        "verify", help="compare every op on a device with its plain torch reference"
     )
     verify_parser.add_argument(
         "--device",
         choices=["npu", "cpu", "interpreter"],
         help="interpreter: the NPU programs on the CPU, in PyPTO's interpreter; "
-        "default: cpu, then npu where there is one",
+        "default: cpu, then npu if there is one",
     )
     replay_parser = commands.add_parser(
-        "replay", help="repeat a failed call from the file that CUSTOM_PYPTO_LOG=3 has written"
+        "replay", help="repeat a failed call from a file written by CUSTOM_PYPTO_LOG=3"
     )
     replay_parser.add_argument("file")
     replay_parser.add_argument(
-        "--device", default="cpu", help="where to, as torch names it; default: cpu"
+        "--device", default="cpu", help="torch device to run on; default: cpu"
     )
     options = parser.parse_args(arguments)
     if options.command == "verify":

@@ -1,8 +1,8 @@
-"""What each op is beside its schema: the one list of the ops, read wherever all of them are meant.
+"""The only list of all ops, with the properties that a schema cannot express.
 
-The schema (``csrc/ops_def_registration.cpp``) says what an op's arguments are; an entry here says
-what a schema cannot. From both follow the functions registered on NPUs, the converters of graph
-mode, the GE prototypes with their constructors, the logged ops.
+The schema (``csrc/ops_def_registration.cpp``) declares an op's arguments. Schemas and entries
+determine the functions registered on NPUs, the converters of graph mode, the GE prototypes with
+their constructors, and the logged ops.
 
 This module imports the standard library only, so that it can be read where torch does not load.
 """
@@ -11,20 +11,20 @@ from typing import NamedTuple
 
 Dtypes = tuple[str, ...]
 
-# as torch names them; of the NPU programs, the CPU takes more
+# torch's names; dtypes of the NPU programs, the CPU supports more
 HALF: Dtypes = ("bfloat16", "float16")
 FLOAT: Dtypes = (*HALF, "float32")
 INT32: Dtypes = ("int32",)
 
 
 class Description(NamedTuple):
-    """Of one op.
+    """Properties of one op.
 
     Args:
         outputs: names and dtypes of what the op returns; a schema names none.
-        dtypes: of the tensors that an NPU takes in other dtypes than bfloat16 and float16.
+        dtypes: tensors whose dtypes on an NPU are other than bfloat16 and float16.
         absent: the value that stands for None in a GE attribute, which cannot hold None.
-        notes: what a reader of the GE prototype must know that its chain does not say; paragraphs.
+        notes: paragraphs for readers of the GE prototype, on facts that its declaration lacks.
     """
 
     outputs: dict[str, Dtypes]

@@ -2,8 +2,7 @@
 
 ``custom-pypto env`` prints it, with ``--json`` for scripts; :func:`collect` returns it.
 
-Nothing is imported that is not in the standard library, so that there is a report even where torch
-does not load.
+Imports the standard library only, so that the report works even if torch does not load.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .requirements import installed_version, pypto_problem
 from .version import __version__
 
 TRANSFORMERS = "5.23.0"
-# the CPU features that decide which kernels run, or could: x86, then Arm
+# CPU features that kernels use or could use: x86, then Arm
 CPU_FEATURES = (
     "fma f16c avx2 avx_vnni avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 "
     "amx_tile amx_int8 amx_bf16 amx_fp16 asimd asimdhp asimddp asimdfhm bf16 i8mm sve sve2 svebf16 "
@@ -36,8 +35,8 @@ def disable_broken_autoload() -> None:
     """Keep ``import torch`` working beside a torch_npu that cannot be loaded.
 
     ``import torch`` imports an installed torch_npu by itself and fails if that fails, for instance
-    where CANN is missing. Nothing can be done here once the program has imported torch: such a
-    program has to be started with ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``.
+    where CANN is missing. After the program has imported torch it is too late: start such a program
+    with ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``.
     """
     if "torch" not in sys.modules and _torch_npu_problem():
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -108,7 +107,7 @@ def render(report: dict) -> str:
 
 
 def summary(report: dict) -> str:
-    """What a table of results must be read with, in one line."""
+    """The versions and hardware behind a table of results, in one line."""
     versions = [f"{k} {v}" for k, v in report["versions"].items() if v and k != "compiler"]
     kernels = f"CPU kernels {report['cpu']['kernels_isa']}"
     npu = f"NPU {', '.join(report['npu']['devices']) or 'none usable'}"
@@ -120,7 +119,7 @@ def _problem(what: str, remedy: str) -> dict[str, str]:
 
 
 def _torch_npu_problem() -> dict[str, str] | None:
-    """What stops an installed torch_npu, as far as it shows without importing it."""
+    """Why an installed torch_npu cannot load, as far as known without importing it."""
     if importlib.util.find_spec("torch_npu") is None:
         return None
     for library in ("libascendcl.so", "libhccl.so"):
@@ -143,9 +142,9 @@ def _torch_npu_problem() -> dict[str, str] | None:
 
 
 def _build_problem() -> dict[str, str] | None:
-    """What stops every torch_npu beside the installed build of torch."""
+    """Why no torch_npu can load with the installed build of torch."""
     torch = _torch()
-    # both register an allocator's settings under the same keys, and torch takes a key once
+    # both register allocator settings under the same keys, and torch accepts a key once
     if torch is None or "+cu" not in torch:
         return None
     return _problem(
@@ -156,7 +155,7 @@ def _build_problem() -> dict[str, str] | None:
 
 
 def _torch() -> str | None:
-    """The version of torch; a wheel of the default index has its build, ``+cu130``, only here."""
+    """The version of torch; only this file names the build, ``+cu130``, of the default wheel."""
     spec = importlib.util.find_spec("torch")
     path = os.path.join(os.path.dirname(spec.origin), "version.py") if spec and spec.origin else ""
     version = re.search(r"^__version__ = '(.+)'$", _read(path), re.MULTILINE)
@@ -191,7 +190,7 @@ def _compiler() -> str | None:
 
 
 def _printed(command: list[str]) -> str:
-    """What a program prints, in English; nothing where it is missing or fails."""
+    """The output of a program, in English; empty if the program is missing or fails."""
     environment = {**os.environ, "LC_ALL": "C"}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10, env=environment)

@@ -1,9 +1,9 @@
-"""What ``CUSTOM_PYPTO_LOG`` logs of the calls, and the replay of one that failed.
+"""Logs calls of the ops as set by ``CUSTOM_PYPTO_LOG``, and replays a failed call.
 
-The variable is read once, at import; docs/diagnosis.md says what each level gives. A function is
-then put before the kernels of every op in torch's dispatcher, where all calls come by: those of the
-public functions, of ``torch.ops`` and of compiled graphs. Dynamo sees nothing of it, so that graphs
-stay whole. At level 0 nothing is registered and nothing is paid.
+The variable is read once, at import; docs/diagnosis.md describes the levels. A logging function is
+then registered in torch's dispatcher before the kernels of every op, where all calls pass: those of
+the public functions, of ``torch.ops`` and of compiled graphs. Dynamo does not see it, so graphs
+stay whole. At level 0 nothing is registered, at no cost.
 """
 
 import importlib.util
@@ -22,17 +22,17 @@ from .schemas import given, overload
 from .version import __version__
 
 VARIABLE = "CUSTOM_PYPTO_LOG"
-# of one process: a service that lives with refused calls must not fill the disk with them
+# per process, so that repeated failing calls cannot fill the disk
 MOST_FILES = 10
 METADATA = "custom_pypto"
 
 logger = logging.getLogger("custom_pypto")
-_library: torch.library.Library | None = None  # what it registers lasts as long as it does
+_library: torch.library.Library | None = None  # its registrations live as long as it does
 _files = 0
 
 
 def start_if_wanted() -> None:
-    """Logs the calls from now on, as the variable says; without it, does nothing at all.
+    """Starts logging at the level that the variable sets; does nothing if it is not set.
 
     Raises:
         ValueError: the variable is none of 0, 1, 2, 3.
@@ -56,7 +56,7 @@ def start_if_wanted() -> None:
     logger.setLevel(logging.DEBUG)
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(name)s: %(message)s"))
-    # whoever has set up logging gets the records there, and not twice
+    # with a configured root logger, records go there only, not twice
     handler.addFilter(lambda record: not logging.root.handlers)
     logger.addHandler(handler)
     _library = torch.library.Library("custom_pypto", "IMPL")
@@ -79,7 +79,7 @@ def _logged(op: str, level: int):
         if level >= 2 or backend not in backends:
             first = "" if backend in backends else "first call, "
             backends.add(backend)
-            # before it runs: the last line tells what a crashed process was at
+            # before the call runs: if it crashes the process, the last line names it
             text = f"{op}: {first}on {backend}: {_described(given(op, args, kwargs))}"
             logger.log(logging.INFO if first else logging.DEBUG, text)
         try:
@@ -93,7 +93,7 @@ def _logged(op: str, level: int):
 
 
 def _device(args) -> torch.device | None:
-    """Of the first tensor; None where there is none, which the contract refuses."""
+    """Device of the first tensor; None without tensors, a call that the contract rejects."""
     return next((value.device for value in args if isinstance(value, Tensor)), None)
 
 
@@ -113,7 +113,7 @@ def _described(arguments: dict) -> str:
 
 
 def _report(op: str, arguments: dict, error: Exception) -> None:
-    """Logs the failure, and where the inputs are; never raises in the place of ``error``."""
+    """Logs the failure and the file with the inputs; never raises in place of ``error``."""
     global _files
     text = f"{op} failed: {type(error).__name__}: {error}"
     if _files >= MOST_FILES:
@@ -122,7 +122,7 @@ def _report(op: str, arguments: dict, error: Exception) -> None:
     _files += 1
     try:
         path = _write(op, arguments, error)
-    except Exception as reason:  # a full disk, a device that answers no more
+    except Exception as reason:  # a full disk, a device that no longer responds
         logger.error(f"{text}\n  inputs not written: {type(reason).__name__}: {reason}")
         return
     device = _device(arguments.values())
@@ -141,7 +141,7 @@ def _write(op: str, arguments: dict, error: Exception) -> str:
         "arguments": {name: v for name, v in arguments.items() if name not in tensors},
         "strides": {name: tensor.stride() for name, tensor in tensors.items()},
     }
-    # copies of their own: safetensors takes neither strides nor tensors that share memory
+    # copies, since safetensors supports neither strides nor tensors that share memory
     values = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
         for name, tensor in tensors.items()
@@ -155,9 +155,9 @@ def _write(op: str, arguments: dict, error: Exception) -> str:
 
 
 def read_call(path: str | Path, device: str = "cpu") -> tuple[str, dict, str]:
-    """Op, arguments and error of a failed call, from the file that level 3 has written.
+    """Op, arguments and error of a failed call, from a file written at level 3.
 
-    Tensors have the strides they had.
+    Tensors get their original strides.
 
     Raises:
         ValueError: not such a file.
@@ -185,14 +185,14 @@ def _strided(value: Tensor, strides: list[int]) -> Tensor:
         return value.as_strided(value.shape, strides)
     elements = 1 + sum((n - 1) * s for n, s in zip(value.shape, strides, strict=True))
     memory = value.new_empty(elements)
-    # elements may share their place, as those of an expanded tensor do
+    # elements may share memory, as in an expanded tensor
     places = torch.arange(elements, device=value.device).as_strided(value.shape, strides)
     memory[places.flatten()] = value.flatten()
     return memory.as_strided(value.shape, strides)
 
 
 def replay(path: str | Path, device: str = "cpu") -> bool:
-    """Repeats the call in ``path`` on ``device`` and prints what came of it.
+    """Repeats the call in ``path`` on ``device`` and prints the outcome.
 
     Returns:
         Whether it succeeded.

@@ -8,7 +8,7 @@ PYPTO = "0.2.0"
 
 
 def installed_version(distribution: str) -> str | None:
-    """Of a distribution, without importing it; None: not installed."""
+    """Version of a distribution, without importing it; None: not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -16,7 +16,7 @@ def installed_version(distribution: str) -> str | None:
 
 
 def pypto_problem() -> dict[str, str] | None:
-    """What is wrong with the installed PyPTO, for the kernels on the NPU and for simulation."""
+    """The problem of the installed PyPTO, if any, for NPU kernels and simulation."""
     found = installed_version("pypto")
     if found == PYPTO:
         return None

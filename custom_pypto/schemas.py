@@ -1,5 +1,5 @@
-"""The ops' schemas, and calls bound by them: the order, names and defaults of arguments stand there
-and nowhere else.
+"""The ops' schemas, the only source of the order, names and defaults of arguments, and calls bound
+to them.
 """
 
 import functools
@@ -14,12 +14,13 @@ def overload(op: str) -> torch._ops.OpOverload:
 
 
 def given(op: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, without those that are left at their default."""
+    """The arguments of a call by name, without defaults."""
     return dict(zip(_names(op), args, strict=False)) | kwargs
 
 
 def bound(op: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by name; the dispatcher hands over only those that differ."""
+    """All arguments of a call by name; the dispatcher passes only those that differ from
+    defaults."""
     return _defaults(op) | given(op, args, kwargs)
 
 

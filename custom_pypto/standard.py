@@ -1,8 +1,8 @@
-"""Keywords of torch_npu's standard ops that the ops here do not compute with.
+"""Keywords of torch_npu's standard ops that the ops here support with one value only.
 
-``npu_lightning_indexer`` and ``npu_sparse_flash_attention`` of torch_npu take them. So do the
-functions of :mod:`custom_pypto.ops`, that a call may be moved from one to the other; each has one
-value that says what these ops do anyhow, and any other is refused rather than ignored.
+``npu_lightning_indexer`` and ``npu_sparse_flash_attention`` of torch_npu take them. The functions
+of :mod:`custom_pypto.ops` accept them too, so that calls can be ported unchanged. Each has one
+legal value, which describes what these ops do; any other value is rejected rather than ignored.
 """
 
 from typing import Any, NamedTuple
@@ -56,11 +56,11 @@ KEYWORDS = {
 
 
 def check_keywords(op: str, given: dict[str, Any]) -> None:
-    """Refuses every keyword that does not have its legal value.
+    """Rejects every keyword without its legal value.
 
     Raises:
         RuntimeError: a keyword of :data:`KEYWORDS` has another value.
-        TypeError: a keyword that the standard op does not take either.
+        TypeError: a keyword that the standard op lacks too.
     """
     for name, value in given.items():
         keyword = KEYWORDS.get(op, {}).get(name)
@@ -69,7 +69,7 @@ def check_keywords(op: str, given: dict[str, Any]) -> None:
         if isinstance(value, Tensor) or value != keyword.legal:
             got = "a tensor" if isinstance(value, Tensor) else value
             if type(value) is int:
-                got = int(value)  # torch.compile may have made a symbol of it, which has no text
+                got = int(value)  # torch.compile may have made it a symbol, which has no text
             raise RuntimeError(
                 f"{op}: {name} must be {keyword.legal} ({keyword.meaning}), got {got}; "
                 f"{keyword.remedy}"

@@ -1,7 +1,7 @@
-"""Compares the ops on a device with their definition: ``python -m custom_pypto verify``.
+"""Compares the ops on a device with their reference: ``python -m custom_pypto verify``.
 
-Every check of :mod:`custom_pypto.reference` calls the op on the device and the definition on the
-CPU, and prints the error beside what is allowed.
+Every check of :mod:`custom_pypto.reference` calls the op on the device and the reference on the
+CPU, and prints the error and its bound.
 """
 
 import contextlib
@@ -16,10 +16,10 @@ ROW = "{:<7} {:<30} {:<9} {:<35} {:>8} {:>8}"
 
 
 def verify(device: str, op: str = "") -> bool:
-    """Runs every check on ``device`` (``cpu``, ``npu`` or ``interpreter``), prints a line each.
+    """Runs every check on ``device`` (``cpu``, ``npu`` or ``interpreter``), prints one line each.
 
-    ``interpreter`` runs the NPU programs on the CPU in PyPTO's interpreter. Only the checks of
-    ``op`` are run if it is named.
+    ``interpreter`` runs the NPU programs on the CPU in PyPTO's interpreter. ``op`` limits the run
+    to the checks of one op.
 
     Returns:
         Whether every check passed.
@@ -59,7 +59,7 @@ def _passes(device: str, op: str, dtype: torch.dtype, shape: str, arguments: dic
 
 
 def _error(op: str, arguments: dict, device: str) -> tuple[float, float]:
-    """The error and what is allowed."""
+    """The error and its bound."""
     mine = _copied(arguments, device)
     got = getattr(ops, op)(**mine)
     expected = getattr(reference, op)(**arguments)

@@ -1,17 +1,17 @@
 """The ops on NPU tensors: check the contract, allocate the output, launch the PyPTO kernel.
 
 The only folder between the ops and the PyPTO programs. Nothing is read back from the device:
-lengths, block ids and indices are checked by the kernels themselves, so that a call neither waits
-for the device nor stops a graph capture. PyPTO launches on the current stream and takes its
-workspace from torch's allocator.
+the kernels themselves check lengths, block ids and indices, so that a call neither waits for the
+device nor stops a graph capture. PyPTO launches on the current stream and takes its workspace from
+torch's allocator.
 
-``<op>.py`` has two functions, of arguments by the names of the schema. ``check(arguments)`` refuses
-what the contract allows and the NPU programs cannot take; it reads nothing but sizes, strides and
+``<op>.py`` has two functions, whose arguments have the schema's names. ``check(arguments)`` rejects
+calls that the contract allows but the NPU programs do not support; it reads only sizes, strides and
 dtypes, and serves graph mode too. ``run(launch, arguments, out)`` then writes the output. A
 ``backward`` beside them is registered as ``<op>_backward``.
 
-``launch(kernel, tensors, written)`` runs a kernel on its arguments and knows which of them it
-writes: :func:`.common.on_device` here, the interpreter in :mod:`custom_pypto.simulation`.
+``launch(kernel, tensors, written)`` runs a kernel on ``tensors``, of which it writes ``written``:
+:func:`.common.on_device` here, the interpreter in :mod:`custom_pypto.simulation`.
 """
 
 import functools
@@ -34,7 +34,7 @@ def _module(op: str) -> ModuleType:
 
 
 def check(op: str, arguments: dict[str, Any]) -> None:
-    """Refuses a call that an NPU cannot take; all arguments by name.
+    """Rejects a call that is unsupported on an NPU; all arguments by name.
 
     Raises:
         RuntimeError: the message names the argument and the remedy.
@@ -52,7 +52,7 @@ def _call(op: str, launch: Launch, /, *args, **kwargs) -> Tensor:
 
 
 def implementations(launch: Launch) -> dict[str, Callable]:
-    """Of each op of the schema, the function that runs it with ``launch``."""
+    """Op of the schema -> the function that runs it with ``launch``."""
     functions: dict[str, Callable] = {op: functools.partial(_call, op, launch) for op in OPS}
     for op in OPS:
         if hasattr(_module(op), "backward"):

@@ -1,4 +1,4 @@
-"""What the ops on an NPU share: launches, PyPTO kernels, limits and the words of refusals."""
+"""Shared by the ops on an NPU: launches, PyPTO kernels, limits and their error messages."""
 
 import functools
 import importlib
@@ -13,7 +13,7 @@ from ..descriptions import HALF, OPS, spelled
 from ..requirements import pypto_problem
 
 Launch = Callable[[Callable, Sequence[Tensor], Sequence[Tensor]], None]
-Arguments = SimpleNamespace  # of a call, each by its name in the schema
+Arguments = SimpleNamespace  # of a call, by their names in the schema
 
 
 def on_device(kernel: Callable, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> None:
@@ -43,7 +43,7 @@ def name(dtype: torch.dtype) -> str:
 
 
 class Limits:
-    """Refuses what an NPU cannot take of a call; the message names the argument and the remedy."""
+    """Rejects unsupported arguments on an NPU; the message names the argument and the remedy."""
 
     def __init__(self, op: str, arguments: Arguments):
         self.op, self.arguments = op, arguments
@@ -105,11 +105,12 @@ class Limits:
         )
 
     def ready_on_host(self, *control: str) -> bool:
-        """Whether lengths, tables and slots are final before the launch, by the caller's word.
+        """Whether the caller guarantees that lengths, tables and slots are final before the launch.
 
         ``CUSTOM_PYPTO_READY_ON_HOST=1`` lets PyPTO's control flow read them before the work queued
-        ahead of the kernel is done. It is wrong wherever an op on the device computes them, as
-        ``lengths += 1`` does, and therefore off by default; such an op would copy a strided one.
+        ahead of the kernel is done. That is wrong if an op on the device computes them, as
+        ``lengths += 1`` does, and is therefore off by default. A strided tensor is rejected, since
+        its contiguous copy would be such an op.
         """
         ready = os.environ.get("CUSTOM_PYPTO_READY_ON_HOST", "0") == "1"
         if ready:
@@ -125,7 +126,7 @@ def rows(tensor: Tensor) -> Tensor:
 
 
 def query_lengths(lengths: Tensor | None, layout: str, tokens: int, otherwise: Tensor) -> Tensor:
-    """What the kernels take: lengths, or prefix sums that do not decrease."""
+    """The kernels' form of ``lengths``: lengths, or non-decreasing prefix sums."""
     if lengths is None:
         return otherwise.contiguous()  # of the right shape, and not read
     if layout == "TND":

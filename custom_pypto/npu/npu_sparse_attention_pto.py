@@ -67,7 +67,7 @@ def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
 def _tensors(
     a: Arguments, result: Tensor, kv_cache: Tensor, kr_cache: Tensor, index_k_cache: Tensor
 ) -> tuple[Tensor, ...]:
-    """What the program takes, in its order."""
+    """The program's arguments, in its order."""
     tokens, (heads, _, latent) = a.x.size(0) * a.x.size(1), a.w_uk.shape
     rope, index_heads, index_dim = a.kr_cache.size(-1), a.w_idx_proj.size(1), a.w_idx_k.size(1)
     return (
@@ -89,7 +89,7 @@ def _tensors(
         a.in_gamma_k.contiguous().view(1, -1),
         a.in_beta_k.contiguous().view(1, -1),
         index_k_cache,
-        # what one stage of the program leaves for the next
+        # results that one stage of the program passes to the next
         a.x.new_empty(tokens, heads * latent),
         a.x.new_empty(tokens, heads, rope),
         a.x.new_empty(tokens, index_heads, index_dim),

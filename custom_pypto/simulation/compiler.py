@@ -1,8 +1,8 @@
 """Runs PyPTO's host compiler on a kernel, in a child process that may hang or die.
 
 The compiler ends the process on some tilings, never returns on others, and keeps its state after a
-failure. Each run is therefore a forked child with a time limit and a folder of its own, and what
-PyPTO printed is turned into one error.
+failure. Each run is therefore a forked child with a time limit and a folder of its own, and PyPTO's
+output is turned into one error.
 """
 
 import contextlib
@@ -47,15 +47,15 @@ def cache_folder() -> Path:
 
 
 def built_once(what: str, name: str, build: Callable[[Path], None]) -> Path:
-    """What ``build`` makes at the path that it is given, kept as ``name`` in the cache folder."""
+    """The result of ``build(path)``, cached as ``name`` in the cache folder."""
     path = cache_folder() / name
     if path.exists():
         return path
-    # the lock goes with the process that holds it; the others find the path and do not build
+    # a dying process releases the lock; the waiting ones find the path and do not build
     with filelock.FileLock(f"{path}.lock"):
         if not path.exists():
             print(f"compiling {what}, once, into {path}", file=sys.stderr)
-            # whoever held the lock before and left a part died
+            # parts are left by processes that died while they held the lock
             for old in path.parent.glob(f"{name}.part-*"):
                 shutil.rmtree(old, ignore_errors=True)
             with tempfile.TemporaryDirectory(prefix=f"{name}.part-", dir=path.parent) as part:
@@ -66,8 +66,8 @@ def built_once(what: str, name: str, build: Callable[[Path], None]) -> Path:
 
 
 def _configure() -> None:
-    """PyPTO's settings that are read once, while it is imported."""
-    # without these two a failing pass says "Run pass failed" and nothing else
+    """Sets the options that PyPTO reads once, at import."""
+    # without these two a failing pass reports only "Run pass failed"
     os.environ.setdefault("ASCEND_SLOG_PRINT_TO_STDOUT", "1")
     os.environ.setdefault("ASCEND_GLOBAL_LOG_LEVEL", "3")
     if "TILEFWK_CONFIG_PATH" in os.environ:
@@ -86,7 +86,7 @@ def _configure() -> None:
     os.environ["TILEFWK_CONFIG_PATH"] = str(path)
 
 
-# the internals that this folder uses are those of one version
+# this folder uses internals of one PyPTO version
 if _problem := pypto_problem():
     raise ImportError(f"custom_pypto.simulation: {_problem['what']}; {_problem['remedy']}")
 if "pypto" not in sys.modules:
@@ -111,7 +111,7 @@ FORK = multiprocessing.get_context("fork")
 
 
 def simulated(kernel: JitCallableWrapper, **options) -> JitCallableWrapper:
-    """The same kernel with the same options, to be run by the simulator whatever the machine."""
+    """A copy of the kernel with the same options, which runs in the simulator on any machine."""
     if not isinstance(kernel, JitCallableWrapper):
         raise TypeError(
             "custom_pypto.simulation: kernel must be what pypto.frontend.jit returns, "
@@ -141,7 +141,7 @@ def compiled(
     prepare: Callable[[], None] = lambda: None,
     timeout: float | None,
 ) -> Iterator[Path]:
-    """Calls the kernel in a child process; yields the folder with what PyPTO wrote.
+    """Calls the kernel in a child process; yields PyPTO's output folder.
 
     Args:
         prepare: called in the child before the kernel.
@@ -218,15 +218,15 @@ def _child(kernel, tensors, params, prepare, run: Path, send) -> None:
         traceback.print_exc()
     sys.stdout.flush()
     sys.stderr.flush()
-    ctypes.CDLL(None).fflush(None)  # the files that C++ left open
+    ctypes.CDLL(None).fflush(None)  # the C++ streams
     send.send(failure)
     send.close()
-    # no destructors of C++ threads that were never forked
+    # skips destructors of C++ threads that the fork does not have
     os._exit(0)
 
 
 def _described(error: BaseException) -> str:
-    """What the first error of the chain says, and the line of the kernel that it comes from."""
+    """The message of the first error of the chain, and the kernel's line that raised it."""
     frames = []
     while error is not None:
         frames += [

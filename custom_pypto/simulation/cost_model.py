@@ -1,10 +1,9 @@
-"""What PyPTO's cost model says of a kernel: its task graph priced on a simulated Atlas A2/A3.
+"""PyPTO's cost model: prices a kernel's task graph on a simulated Atlas A2/A3.
 
-The figures are the model's, not a device's. It prices copies, matmuls and vector operations per
-task, and what scheduling costs per task and per edge. Values count where control flow reads them,
-but within a task a part that is not valid costs as much as a valid one. Gathers and sorting are
-priced near zero whatever their size, and every core has its own memory bandwidth, with no limit
-that cores share.
+The figures are estimates, not device measurements. The model prices copies, matmuls and vector
+operations per task, and scheduling per task and per edge. Values count where control flow reads
+them, but padding within a task costs as much as valid data. Gathers and sorting are priced near
+zero at any size, and every core has its own memory bandwidth, without a shared limit.
 """
 
 import json
@@ -25,7 +24,7 @@ class Task:
     """One task on one core; times in µs since the first task started."""
 
     core: str  # "AIC 3"
-    name: str  # the loop that it belongs to and the operations that it runs
+    name: str  # its loop and its operations
     node: tuple[int, int]  # its key in Estimate.successors
     start: float
     end: float
@@ -130,7 +129,7 @@ def _read(cores: list[dict], topology: str, program: dict) -> Estimate:
     busy = sum(end - start for start, end, *_ in found)
     return Estimate(
         latency_us=length / CYCLES_PER_US,
-        # a copy from argument to argument has no task on a core
+        # a copy between arguments has no task on a core
         utilisation=busy / (sum(AI_CORES.values()) * length) if found else 0.0,
         tasks=len(found),
         edges=sum(map(len, successors.values())),

@@ -1,4 +1,4 @@
-"""What a PyPTO kernel computes: its tensor graph, run on host tensors by PyPTO's interpreter."""
+"""Runs the tensor graph of a PyPTO kernel on host tensors in PyPTO's interpreter."""
 
 import csv
 import re
@@ -20,9 +20,9 @@ def interpret(kernel, *tensors: Tensor, timeout: float | None = None, **params) 
     """The value of every tensor argument after the kernel ran.
 
     The kernel is what ``pypto.frontend.jit`` returns. Its tensor graph is interpreted before the
-    compiler's passes, without tiles: what is checked is the program, not the tiling
-    (:func:`verify_passes` checks that). The first call on a machine compiles a library of PyPTO's,
-    for about half a minute.
+    compiler's passes, without tiles: this checks the program, not the tiling (:func:`verify_passes`
+    checks the tiling). The first call on a machine compiles a library of PyPTO, which takes about
+    half a minute.
 
     Args:
         tensors: the kernel's tensor arguments, contiguous and on the CPU. They are not changed.
@@ -33,7 +33,7 @@ def interpret(kernel, *tensors: Tensor, timeout: float | None = None, **params) 
         As many tensors as were given, in their order, shapes and dtypes.
 
     Raises:
-        SimulationError: the kernel does not compile, or the interpreter refuses it, with the reason
+        SimulationError: the kernel does not compile, or the interpreter rejects it, with the reason
             that PyPTO logged; it did not finish in time; it ended its process.
     """
     calculator.load()
@@ -46,7 +46,7 @@ def interpret(kernel, *tensors: Tensor, timeout: float | None = None, **params) 
 
 
 def run_in_place(kernel, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> None:
-    """What a launch does: the tensors that are ``written`` hold what the kernel wrote."""
+    """Emulates a launch: stores the kernel's results in the ``written`` tensors."""
     for tensor, value in zip(tensors, interpret(kernel, *tensors), strict=True):
         if any(tensor is w for w in written):
             tensor.copy_(value)
@@ -58,13 +58,13 @@ def verify_passes(
     timeout: float | None = None,
     **params,
 ) -> dict[str, tuple[int, int]]:
-    """How often the graph after a compiler pass, tiles and all, computes what it did before: after
-    the last pass before code generation.
+    """Compares the results of the tiled graph, after the last compiler pass before code generation,
+    with those of the original graph.
 
     Returns:
         For each pass that was compared, the number of tensors that agree and that do not. PyPTO
-        cannot evaluate every operation on tiles (``gather_in_l1`` it cannot): a pass with nothing
-        compared is missing.
+        cannot evaluate every operation on tiles (not ``gather_in_l1``): a pass without a compared
+        tensor is missing.
     """
     calculator.load()
     verify = {
@@ -87,8 +87,8 @@ def verify_passes(
 
 
 def _set_inputs(*, dump: bool) -> None:
-    """Runs in the child process, whose PyPTO nobody else uses: the verifier gets the caller's
-    values as inputs, where it would use zeros, and dumps what they become if asked to."""
+    """Runs in the child process, the only user of its PyPTO: the verifier gets the caller's values
+    as inputs instead of zeros, and with ``dump`` writes their final values."""
 
     def inputs(tensors):
         data = _pto_to_tensor_data(tensors)

@@ -15,12 +15,12 @@ from .interpreter import run_in_place
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Inside, the ops on CPU tensors are what they would be on an NPU, run by the interpreter.
+    """Inside, the ops on CPU tensors take the NPU path, run by the interpreter.
 
-    The wrappers of :mod:`custom_pypto.npu` with their checks and limits, and the PyPTO programs
-    they launch; so a whole model runs on the NPU programs, slowly: a call takes between a tenth of
-    a second and many seconds. Where standard error is a terminal, it shows the kernels run so far.
-    The switch is global, for all threads; it does not nest.
+    The path has the wrappers of :mod:`custom_pypto.npu`, with their checks and limits, and the
+    PyPTO programs they launch. A whole model runs this way, slowly: a call takes between a tenth of
+    a second and many seconds. A terminal on standard error shows the number of kernels run. The
+    switch is global, for all threads, and does not nest.
 
     Raises:
         SimulationError: from the call of an op, if PyPTO does not interpret its program.
@@ -33,7 +33,7 @@ def on_cpu() -> Iterator[None]:
             progress.update()
 
         library = torch.library.Library("custom_pypto", "IMPL")
-        # what CUSTOM_PYPTO_LOG calls cpu is something else from here on
+        # from here on, "cpu" in the log of CUSTOM_PYPTO_LOG means the interpreter
         logging.getLogger("custom_pypto").info("PyPTO's interpreter stands in for the CPU kernels")
         try:
             with warnings.catch_warnings():
@@ -42,5 +42,5 @@ def on_cpu() -> Iterator[None]:
                     library.impl(name, function, "CPU", allow_override=True)
             yield
         finally:
-            library._destroy()  # the CPU kernels are in force again
+            library._destroy()  # restores the CPU kernels
             logging.getLogger("custom_pypto").info("the CPU kernels are in force again")

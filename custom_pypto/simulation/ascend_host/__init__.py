@@ -3,10 +3,10 @@
 After ``start()`` there is a device ``npu`` whose memory is the host's: tensors, streams, events and
 graph capture are torch_npu's, aten ops run as CPU kernels, the ops of this package run their NPU
 programs in PyPTO's interpreter, and torchair converts, compiles and runs GE graphs, executed by
-:mod:`.ge_executor`. It shows what is computed and how graphs look, nothing about speed, and nothing
-of what CANN itself does. Not verified on hardware.
+:mod:`.ge_executor`. It shows results and graphs, but neither speed nor the behaviour of CANN
+itself. Not verified on hardware.
 
-It never starts by itself, only once per process and for its lifetime, and not beside a real CANN.
+It starts only on request, once per process and for its lifetime, and not beside a real CANN.
 ``python -m custom_pypto.simulation.ascend_host program.py ...`` runs a program under it.
 """
 
@@ -36,8 +36,8 @@ def is_running() -> bool:
 def start() -> None:
     """Makes ``npu`` a device of this process, in host memory, and torchair importable.
 
-    The first call on a machine compiles the stand-in's libraries, for some seconds. Call it before
-    transformers is imported, which looks for torch_npu once.
+    The first call on a machine compiles the stand-in's libraries, which takes some seconds. Call it
+    before importing transformers, which looks for torch_npu once.
 
     Raises:
         AscendHostUnavailable: beside a real CANN, without torch_npu 2.13 and what it needs, or
@@ -47,9 +47,9 @@ def start() -> None:
     if _running:
         return
     cann = libraries.load()
-    # torch_npu would hand failing calls to a thread and report them at a later one
+    # torch_npu would queue calls to a thread and report a failure at a later call
     os.environ["TASK_QUEUE_ENABLE"] = "0"
-    # what torch_npu misses of CANN is not what the program prints
+    # keeps torch_npu's messages about missing CANN parts out of the program's output
     with contextlib.redirect_stdout(sys.stderr):
         import torch_npu  # noqa: F401
         import torchair  # noqa: F401
@@ -73,7 +73,7 @@ def start_unless_npu() -> bool:
     Returns:
         Whether it is an NPU.
     Raises:
-        AscendHostUnavailable: there is CANN and no NPU that works, or as :func:`start`.
+        AscendHostUnavailable: CANN without a working NPU, or as for :func:`start`.
     """
     if _running or not (found := libraries.cann()):
         start()

@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
         return UNAVAILABLE
     if not arguments:
         return 0
-    # as Python itself would: argv and the first place to look for modules are the program's
+    # as Python does: argv and the first entry of sys.path are the program's
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

@@ -1,13 +1,13 @@
-"""What NPU tensors compute on the host: CPU kernels on the memory of the tensors, no copies.
+"""Computes on NPU tensors with CPU kernels, in the memory of the tensors, without copies.
 
-torch_npu allocates, views and frees; everything that computes is replaced here, for each aten op
-and for the ops of this package, whose NPU programs run in PyPTO's interpreter.
+torch_npu allocates, views and frees. This module replaces all computation: aten ops, and the ops of
+this package, whose NPU programs run in PyPTO's interpreter.
 
 While a stream is captured, as in the modes reduce-overhead and npugraph_ex of torchair, its work
-and that of streams that wait for it is kept on a tape instead of being done, and done at every
-replay: on addresses, as on a device, so that a tensor that does not outlive the capture shows.
-Outputs are allocated at once, from their Meta shapes. What would make the host wait for the device
-raises, and there is no graph then.
+and that of streams that wait for it goes to a tape and runs only at every replay: on addresses, as
+on a device, so that a tensor that does not outlive the capture is detected. Outputs are allocated
+at once, from their Meta shapes. Work that would make the host wait for the device raises, and then
+there is no graph.
 """
 
 import collections
@@ -22,7 +22,7 @@ from ... import npu
 from ..interpreter import run_in_place
 from .libraries import AscendHostError
 
-# what torch_npu does itself: it allocates, or answers from the tensor's own fields
+# left to torch_npu: allocations, and queries of a tensor's own fields
 MEMORY = ("empty", "empty_like", "empty_strided", "new_empty_strided", "resize_", "resize_as_")
 MEMORY += ("set_", "is_set_to", "is_pinned", "_pin_memory", "record_stream", "_fused_sdp_choice")
 CPU_KEYS = ("CPU", "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional")
@@ -30,9 +30,9 @@ CPU_KEYS += ("CompositeImplicitAutograd",)
 COPY = torch.ops.aten.copy_.default
 
 _cann: ctypes.CDLL
-# of each captured model, the work of one replay
+# captured model -> the work of one replay
 _tapes: dict[int, list[Callable[[], None]]] = collections.defaultdict(list)
-_libraries: list[torch.library.Library] = []  # overrides hold as long as these
+_libraries: list[torch.library.Library] = []  # overrides live as long as these
 
 
 def host(tensor: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ def captured_model() -> int:
 
 
 def submit(work: Callable[[], None]) -> None:
-    """Does ``work`` now, or keeps it for the replays of the model that is being captured."""
+    """Runs ``work`` now, or records it for replays of the model that is being captured."""
     if model := captured_model():
         _tapes[model].append(work)
     else:
@@ -70,7 +70,7 @@ def submit(work: Callable[[], None]) -> None:
 
 
 def _break_capture(problem: str) -> AscendHostError:
-    """The error for what cannot be captured; even if it is caught, there is no graph."""
+    """The error for work that cannot be captured; even if caught, there is no graph."""
     _cann.ascend_host_break_capture(problem.encode())
     return AscendHostError(f"ascend_host: {problem}")
 
@@ -87,7 +87,7 @@ def launch(kernel: Callable, tensors: Sequence[Tensor], written: Sequence[Tensor
 
 
 def _written_and_returned(op: torch._ops.OpOverload) -> dict[int, str]:
-    """For each place among what ``op`` returns the argument that it writes and returns there."""
+    """Index of an output of ``op`` -> the argument that ``op`` writes and returns there."""
     return {
         place: argument.name
         for place, result in enumerate(op._schema.returns)
@@ -125,7 +125,7 @@ def _on_npu(op: torch._ops.OpOverload) -> Callable:
         captured = captured_model() != 0
         for name in outputs:
             shaped = tree_map_only(Tensor, _on_meta, named)
-            op(**shaped)  # gives the outputs the shapes they will have
+            op(**shaped)  # gives the outputs their final shapes
             if shaped[name].size() != named[name].size():
                 named[name].resize_(shaped[name].size())
         taken = _scalar_by_value if captured and op is not COPY else host
@@ -161,12 +161,12 @@ def _on_npu(op: torch._ops.OpOverload) -> Callable:
 
 
 def _scalar_by_value(tensor: Tensor) -> Tensor:
-    """As :func:`host`; of a scalar on the CPU, the value, which a device gets with the work."""
+    """As :func:`host`; a CPU scalar is copied, since a device gets its value with the work."""
     return tensor.clone() if tensor.is_cpu and tensor.dim() == 0 else host(tensor)
 
 
 def _shapes(op: torch._ops.OpOverload, arguments: dict):
-    """What ``op`` would return, as Meta tensors."""
+    """The outputs of ``op`` as Meta tensors."""
     arguments = tree_map_only(Tensor, _on_meta, arguments)
     if "device" in arguments:
         arguments["device"] = torch.device("meta")
@@ -215,7 +215,7 @@ def _scatter_nd_update(self: Tensor, indices: Tensor, updates: Tensor) -> Tensor
 
 
 def _computing() -> Iterator[torch._ops.OpOverload]:
-    """The aten ops that torch_npu computes by libraries of CANN and a CPU computes as well."""
+    """The aten ops that torch_npu computes with libraries of CANN, and that have a CPU kernel."""
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
         namespace, _, overload = name.partition("::")
         packet, _, overload = overload.partition(".")
@@ -229,12 +229,13 @@ def _computing() -> Iterator[torch._ops.OpOverload]:
             yield op
 
 
-# these copy, and nothing else: between devices, dtypes, strides
+# these only copy, between devices, dtypes and strides
 COPIES = {"_to_copy": _to_copy, "clone": _clone}
 
 
 def install(cann: ctypes.CDLL) -> None:
-    """Replaces what computes on NPU tensors in this process; ``cann`` is the stand-in's library."""
+    """Replaces all computation on NPU tensors in this process; ``cann`` is the stand-in's
+    library."""
     global _cann
     _cann = cann
     cann.ascend_host_model_of.argtypes = [_ADDRESS]
@@ -261,7 +262,7 @@ def _replay(model: int) -> int:
     try:
         for work in _tapes[model]:
             work()
-    except Exception as error:  # C++ is the caller: it raises what this says
+    except Exception as error:  # the caller, C++, raises this message
         _cann.ascend_host_failed(f"replay: {type(error).__name__}: {error}".encode())
         return 1
     return 0

@@ -1,10 +1,10 @@
 """Runs the GE graphs that torchair converts, node by node, with torch on NPU tensors.
 
-It stands where torchair hands a graph to GE, ``torchair.core._backend.TorchNpuGraph``, and runs the
-graph as all of torchair's passes left it.
+It replaces the interface between torchair and GE, ``torchair.core._backend.TorchNpuGraph``, and
+runs the graph after all of torchair's passes.
 
 To run one more type of GE operator, give it a line in ``OPERATORS``. Operators of this package need
-none: they call ``torch.ops.custom_pypto`` with what is on the node, and nothing else.
+none: they call ``torch.ops.custom_pypto`` with the inputs and attributes of the node only.
 """
 
 import ctypes
@@ -56,7 +56,7 @@ def _matmul(x1, x2, adj_x1, adj_x2):
 def _reduce_mean(x, axes, keep_dims, noop_with_empty_axes):
     if noop_with_empty_axes and axes.numel() == 0:
         return x
-    return x.mean(_ints(axes), keep_dims)  # torch as well takes no axes for all
+    return x.mean(_ints(axes), keep_dims)  # torch, too, reduces all axes if none are given
 
 
 def _scatter_nd_update(var, indices, updates, use_locking):
@@ -94,9 +94,9 @@ def _topk(x, k, dim, largest, sorted, sort_policy):
 
 
 # What each type computes, as GE documents it. The parameters are the inputs and attributes of GE's
-# prototype by their names (a dynamic input is a list; else_ is GE's else); one with a default is an
-# attribute of which only that value is served. Returned are the outputs, but no output that is also
-# an input: it is written in place.
+# prototype by their names (a dynamic input is a list; else_ is GE's else); a default is the only
+# supported value of that attribute. A function returns the outputs, except those that are also
+# inputs: it writes these in place.
 OPERATORS: dict[str, Callable] = {
     "Add": lambda x1, x2: x1 + x2,
     "BatchMatMul": _matmul,
@@ -150,7 +150,7 @@ OPERATORS: dict[str, Callable] = {
     "ZerosLike": lambda x: torch.zeros_like(x),
 }
 
-# GE's name of an attribute's kind -> the field that holds it on a node
+# GE's name of an attribute's kind -> its field on a node
 FIELDS = {"VT_INT": "i", "VT_FLOAT": "f", "VT_BOOL": "b", "VT_STRING": "s"}
 DEVICE = 1  # torchair's number for an input on the NPU; 0 is the host
 
@@ -173,7 +173,7 @@ class Graph:
     def run(
         self, inputs: Sequence[Tensor], assigned_outputs: Sequence[Tensor | None] = (), stream=None
     ) -> list[Tensor]:
-        """The outputs; one for which a tensor is given is written there."""
+        """The outputs, written into the given tensors where there are any."""
         placements = self.definition.attr["_input_placements"].list.i
         for i, (tensor, place) in enumerate(zip(inputs, placements, strict=True)):
             if (tensor.device.type == "npu") is not (place == DEVICE):
@@ -182,14 +182,14 @@ class Graph:
                     f"ge_executor: input {i} of graph {self.name} must be on {where}, as torchair "
                     f"converted it, got {tensor.device}"
                 )
-        values: dict[str, Tensor | None] = {"": None}  # the empty name: an input that is not fed
+        values: dict[str, Tensor | None] = {"": None}  # the empty name: an absent input
         for node in self._nodes:
             if late := [source for source in node.sources if source not in values]:
                 raise node.error(f"stands before its input {late[0]} in the graph")
             fed = [values[source] for source in node.sources if not source.endswith(":-1")]
             if node.type == "NetOutput":
                 break
-            # values from the host are few and small, and GE copies them as well
+            # values from the host are few and small, and GE copies them too
             data = node.type == "Data"
             results = [inputs[node.attributes["index"]].npu()] if data else node.run(fed)
             values |= {f"{node.name}:{i}": result for i, result in enumerate(results)}
@@ -206,7 +206,7 @@ class Graph:
 
 
 def install(cann: ctypes.CDLL) -> None:
-    """Graphs of torchair are run here from now on; ``cann`` is the stand-in's library."""
+    """Makes torchair run its graphs here; ``cann`` is the stand-in's library."""
     import torchair.core._backend
 
     for type, prototype in _prototypes().items():
@@ -220,7 +220,8 @@ def install(cann: ctypes.CDLL) -> None:
 
 
 class Node:
-    """A node; making one checks its type, and its names against what will run it."""
+    """A node; the constructor validates its type, and its names against the function that runs
+    it."""
 
     def __init__(self, definition):
         self.name, self.type = definition.name, definition.type
@@ -270,7 +271,7 @@ class Node:
         return results
 
     def _require_names(self, attributes, prototype: prototypes.Prototype) -> None:
-        """Everything that the prototype names is on the node, in its order, and nothing else."""
+        """Validates that the node has exactly the names of the prototype, in order."""
         kinds = {name: attributes[name].WhichOneof("value") for name in self.attributes}
         for what, got, expected in (
             ("inputs", self.inputs, [tensor.name for tensor in prototype.inputs]),
@@ -326,7 +327,7 @@ def _prototypes() -> dict[str, prototypes.Prototype]:
 
 
 def _dtype(number: int) -> torch.dtype:
-    """Of GE's number for a dtype."""
+    """The dtype of GE's number."""
     from torchair.ge._ge_graph import ge_type_to_torch_type
 
     return ge_type_to_torch_type(number)
@@ -352,7 +353,8 @@ def _constant(tensor) -> Tensor:
 
 
 def _fits(value: Tensor, meta: str) -> bool:
-    """Whether a value is what torchair noted from Meta; an unknown size may be anything.
+    """Whether a value has the dtype and shape that torchair noted from Meta; unknown sizes match
+    all.
 
     Its note of a node before a view has the shape after the view, so elements are counted.
     """

@@ -1,9 +1,9 @@
-"""The host libraries that take the place of CANN's: compiled once, loaded before torch_npu.
+"""Stub libraries in place of CANN's: compiled once, loaded before torch_npu.
 
-torch_npu's libraries want every symbol when they are loaded. Which ones CANN would have to give is
-read from the libraries themselves; the few with a body are in ``cann.cpp``, the others are
-generated: they do nothing, or fail when called. All are in one library, and each further one that
-torch_npu names is empty and refers to it.
+torch_npu's libraries need every symbol at load time. The list of CANN's symbols is read from these
+libraries; ``cann.cpp`` implements a few, and the others are generated stubs, which do nothing or
+fail when called. One library holds all symbols; each other library that torch_npu names is empty
+and links to it.
 """
 
 import ctypes
@@ -22,13 +22,13 @@ from ...requirements import installed_version
 from ..compiler import SimulationError, built_once
 
 TORCH_NPU = "2.13"
-NEEDED = ("protobuf", "numpy", "PyYAML", "packaging")  # by torchair, beside torch
+NEEDED = ("protobuf", "numpy", "PyYAML", "packaging")  # torchair's dependencies besides torch
 SOURCE = Path(__file__).with_name("cann.cpp")
 TORCH_SETTINGS = Path(__file__).with_name("torch_settings.cpp")
 # c10::CachingAllocator::AcceleratorAllocatorConfig::getMutableKeys()
 KEYS = "_ZN3c1016CachingAllocator26AcceleratorAllocatorConfig14getMutableKeysB5cxx11Ev"
 MAIN = "libascendcl.so"
-# have nothing to do here and say that it is done
+# do nothing and report success
 SUCCEED = (
     "aclInit aclFinalize aclrtResetDevice aclrtResetDeviceForce aclrtSetDeviceSatMode "
     "aclrtSetCurrentContext aclrtDestroyContext aclSetCompileopt aclrtSetOpExecuteTimeOut "
@@ -39,7 +39,7 @@ SUCCEED = (
 
 
 class AscendHostError(SimulationError):
-    """The stand-in failed, or was asked for what only an NPU does."""
+    """The stand-in failed, or does not support a call that needs an NPU."""
 
 
 class AscendHostUnavailable(AscendHostError):
@@ -55,13 +55,13 @@ def load() -> ctypes.CDLL:
             compiler or binutils.
         AscendHostError: the libraries do not compile.
     """
-    if found := cann():  # it would hide the NPU, or be hidden by half
+    if found := cann():  # it would hide the NPU, or be half hidden
         raise AscendHostUnavailable(
             f"ascend_host: the host stand-in must not run beside a real CANN, and {found}; "
             "use the NPU, or a machine or container without CANN"
         )
     folder = built_once("the host stand-in for CANN", _name(), _build)
-    # a library that is loaded already is what the loader finds by its name later on
+    # the loader later resolves these names to the libraries that are already loaded
     others = sorted(path for path in folder.glob("*.so") if path.name != MAIN)
     main, *_ = [ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL) for path in (folder / MAIN, *others)]
     _clear_allocator_keys(main)
@@ -69,14 +69,14 @@ def load() -> ctypes.CDLL:
 
 
 def _clear_allocator_keys(main: ctypes.CDLL) -> None:
-    """Makes torch forget the allocator settings of the accelerator that it was built for."""
+    """Clears the allocator settings that torch registered for the accelerator of its build."""
     libc10 = ctypes.CDLL(str(_folder_of("torch") / "lib/libc10.so"))
     if hasattr(libc10, KEYS):
         main.ascend_host_clear_keys(getattr(libc10, KEYS))
 
 
 def cann() -> str | None:
-    """How a real CANN shows on this machine; None if it does not."""
+    """The evidence of a real CANN on this machine; None if there is none."""
     home = os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/ascend-toolkit/latest")
     if is_loadable(MAIN):
         return f"{MAIN} can be loaded"
@@ -84,7 +84,7 @@ def cann() -> str | None:
 
 
 def _name() -> str:
-    """Of the folder with the libraries, after all that they are made from."""
+    """Name of the library folder, a hash of everything that the libraries are built from."""
     facts = hashlib.sha256()
     for path in (Path(__file__), SOURCE, TORCH_SETTINGS):
         facts.update(path.read_bytes())
@@ -95,7 +95,7 @@ def _name() -> str:
 
 
 def _torch_npu() -> str:
-    """The version that is installed, which must be the right one, with what it needs."""
+    """The installed version; validates it and its dependencies."""
     version = installed_version("torch_npu")
     missing = [name for name in NEEDED if installed_version(name) is None]
     if version is None or version.split(".")[:2] != TORCH_NPU.split(".") or missing:
@@ -132,7 +132,8 @@ def _run(command: list[str]) -> str:
 
 
 def _symbols(library: Path, which: str) -> set[str]:
-    """Names of dynamic symbols; ``name@VERSION`` are those of the C library and its like."""
+    """Names of dynamic symbols; ``name@VERSION`` comes from system libraries such as the C
+    library."""
     lines = _run(["nm", "-D", "--format=posix", which, str(library)]).splitlines()
     # w: weak, which may stay undefined
     return {name for name, kind, *_ in map(str.split, lines) if kind != "w"}
@@ -194,7 +195,7 @@ def _build(folder: Path) -> None:
 
 
 def _generated(symbols: set[str]) -> str:
-    """C functions without a body of their own: most say their name and fail."""
+    """C stubs, most of which report their name and fail."""
     lines = [
         "int ascend_host_missing(const char*);",
         "void ascend_host_missing_cpp(const char*);",
