@@ -1,5 +1,4 @@
-"""The ops' schemas, the only source of the order, names and defaults of arguments, and calls bound
-to them.
+"""The ops' schemas, the only source of argument order, names and defaults; binds calls to them.
 """
 
 import functools
@@ -14,7 +13,7 @@ def overload(op: str) -> torch._ops.OpOverload:
 
 
 def given(op: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name, without defaults."""
+    """The explicit arguments of a call by name, without defaults."""
     return dict(zip(_names(op), args, strict=False)) | kwargs
 
 

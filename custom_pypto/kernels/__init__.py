@@ -16,15 +16,15 @@ import pypto  # noqa: E402
 _root.setLevel(_level)
 _root.handlers[:] = _handlers
 
-# by torch's names
+# keyed by torch's names
 DTYPES = {
     "bfloat16": pypto.DT_BF16,
     "float16": pypto.DT_FP16,
     "float32": pypto.DT_FP32,
 }
 
-# The tensors of a program. PyPTO evaluates the body of a kernel itself: ``locals()`` are there the
-# parameters, so that the kernel's signature is the only list of their names.
+# The tensors of a program. PyPTO evaluates the body of a kernel itself, where ``locals()`` holds
+# the parameters, so that the kernel's signature is the only list of their names.
 Arguments = SimpleNamespace
 
 
@@ -39,10 +39,10 @@ def runtime_options(*control_flow: str, ready_on_host: bool, layout: str = "BSND
     Args:
         control_flow: the arguments whose values bound loops or become addresses.
         ready_on_host: whether these are final before the launch, so that control flow need not wait
-            for the kernels that were launched before. Prefix sums (layout TND) never are: npu
-            computes with them on the device.
+            for earlier kernels. Prefix sums (layout TND) never are final: npu computes them on the
+            device.
     """
-    # iterations that may run at the same time; without it tokens run one after the other
+    # concurrent iterations; without it tokens run one after the other
     options: dict = {"stitch_function_max_num": 128}
     if ready_on_host:
         computed = {"query_lengths"} if layout == "TND" else set()

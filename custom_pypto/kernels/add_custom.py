@@ -21,7 +21,7 @@ def add_custom(self, other, out):
             pypto.view(x, [TILE], [start], valid_shape=[(n - start).min(TILE)])
             for x in (self, other)
         )
-        # one scope: left to itself, PyPTO makes a task of each of the casts that bfloat16 needs
+        # one scope: by default PyPTO makes one task per cast, which bfloat16 needs
         pypto.set_pass_options(sg_set_scope=1)
         if out.dtype == pypto.DT_BF16:
             a, b = pypto.cast(a, pypto.DT_FP32), pypto.cast(b, pypto.DT_FP32)

@@ -6,16 +6,16 @@
 1. cube: ``query [tokens * N1, D] x block^T`` for each block of keys, float32. The tokens of a tile
    share the load of a block.
 2. vector: ReLU, weights and the sum over heads: a row of scores per token and chunk of keys.
-3. vector: top-k of the row; what a token does not see is -inf there. A sequence of one chunk is
-   done; the chunks of a longer one leave ``width`` candidates each (``sparse_count`` rounded up).
+3. vector: top-k of the row, where invisible keys are -inf. A sequence of one chunk is done; the
+   chunks of a longer one leave ``width`` candidates each (``sparse_count`` rounded up).
 4. vector: top-k over the candidates of up to ``fan`` chunks, again over the winners if the table
    can hold more chunks than that.
 
-A sequence costs what its own length asks for: the number of chunks follows from it, and the last
-chunk is scored in the smaller of two static sizes if that holds it.
+Cost follows the length of each sequence: it sets the number of chunks, and the last chunk is scored
+in the smaller of two static sizes if it fits.
 
-Equal scores: candidates stand in the order of their chunks, so that the lower position is first as
-far as PyPTO's top-k keeps the order of equals, which it does not promise.
+Ties: candidates are in the order of their chunks, so that the lower position is first if PyPTO's
+top-k is stable, which it does not guarantee.
 
 Workspace of a tile in flight, in bytes, with c chunks in the sequence and C in the block table:
 ``tokens * (4 * c * (N1 + 2) * chunk + 8 * C * width)``, plus ``1 / fan`` of the latter per further
@@ -46,10 +46,10 @@ def widest(visible):
 class Selector:
     """``select(row, sequence, visible, write)`` builds the selection of a tile of tokens.
 
-    The tile is one of :func:`query_tiles`. ``write(g, value, place)`` builds what becomes of the
-    result of its token ``g``: scores, best first, and their positions, both ``[1, width]`` with
-    ``width`` the ``sparse_count`` rounded up to 32. Where a token sees fewer keys the score is
-    below ``LOWEST``. It is not called for a tile whose tokens see nothing.
+    The tile is one of :func:`query_tiles`. ``write(g, value, place)`` builds the use of the result
+    of its token ``g``: scores, best first, and their positions, both ``[1, width]`` with ``width``
+    the ``sparse_count`` rounded up to 32. Scores of padding are below ``LOWEST``. It is not called
+    for a tile whose tokens see no key.
 
     Args:
         a: ``query [T * N1, D]``, ``weights [T * N1, 1]``, float32 or the dtype of ``query``,
@@ -71,7 +71,7 @@ class Selector:
         self.capacity = pypto.min(a.block_table.shape[1] * block_size, tiling.chunks * chunk)
 
     def __call__(self, row, sequence, visible, write) -> None:
-        pypto.set_pass_options(**self.tiling.pass_options)  # of the loop that this is called in
+        pypto.set_pass_options(**self.tiling.pass_options)  # of the calling loop
         tile, most = len(visible), widest(visible)
         # each case in a loop of its own: conditions side by side multiply the paths to compile
         for _ in loop(f"LI_CHUNK{tile}", (most > 0) * (most <= self.chunk)):
@@ -105,30 +105,30 @@ class Selector:
                 pypto.set_vec_tile_shapes(1, min(size, self.tiling.sort))
                 for row_K, copy in zip(rows, copies, strict=True):
                     pypto.assemble(pypto.clone(row_K), [0, 0], copy)
-        # a loop per token: of two valid shapes in one graph the compiler loses one
-        # (InferParamIndex), and keys that a token does not see get in
+        # a loop per token: the compiler keeps only one of two valid shapes in a graph
+        # (InferParamIndex), which lets in keys that a token does not see
         for g in range(tile if tile > 1 else 0):
             for _ in loop(f"LI_{name}_RANK{tile}_{g}", 1):
                 size = self.size_for(widest(visible) - first)
                 self.rank(g, pypto.view(copies[g], [1, size], [0, 0]), left[g], write)
 
     def size_for(self, keys) -> int:
-        """The smallest size of a row that holds so many keys.
+        """The smallest row size that holds ``keys`` keys.
 
-        PyPTO records the body of the loop that asks once for each answer.
+        PyPTO records the body of the calling loop once per possible size.
         """
         if len(self.sizes) == 1 or pypto.cond(keys <= self.sizes[0]):
             return self.sizes[0]
         return self.sizes[1]
 
     def scores(self, row, sequence, first, size, visible) -> list:
-        """For each token of the tile its scores ``[1, size]`` of the keys from ``first`` on."""
+        """Per token of the tile, the scores ``[1, size]`` of the keys from ``first`` on."""
         a, heads, block_size, tiling = self.a, self.heads, self.block_size, self.tiling
         dim, blocks = a.query.shape[1], a.key.shape[0] // block_size
         rows = [pypto.tensor([1, size], F32, f"scores{g}") for g in range(len(visible))]
         q = pypto.view(a.query, [len(rows) * heads, dim], [row * heads, 0])
         w = [pypto.view(a.weights, [heads, 1], [(row + g) * heads, 0]) for g in range(len(rows))]
-        # beyond the sequence: its last block once more, what its scores are does not count
+        # beyond the sequence: its last block once more, whose scores are ignored
         last = (widest(visible) - 1) // block_size
         step = max(tiling.keys // block_size, 1) * block_size
         for start in range(0, size, step):
@@ -167,18 +167,18 @@ class Selector:
         return pypto.topk(row, k=self.width, dim=-1, largest=True)
 
     def candidate_rows(self, level, chunks, tile) -> tuple[list, list]:
-        """Of each token the values and the places of ``width`` candidates of each chunk."""
+        """Per token, the values and places of ``width`` candidates of each chunk."""
         shape = [1, (chunks if chunks <= self.fan else round_up(chunks, self.fan)) * self.width]
         values = [pypto.tensor(shape, F32, f"values{level}_{g}") for g in range(tile)]
         return values, [pypto.tensor(shape, I32, f"places{level}_{g}") for g in range(tile)]
 
     def keep(self, values, places, c, g, value, place) -> None:
-        """The candidates of token ``g`` from chunk ``c``."""
+        """Stores the candidates of token ``g`` from chunk ``c``."""
         pypto.assemble(pypto.clone(value), [0, c * self.width], values[g])
         pypto.assemble(pypto.clone(place), [0, c * self.width], places[g])
 
     def merged(self, values, places, count) -> tuple:
-        """Candidates that one top-k can take, how many chunks they are of, and keys per chunk."""
+        """Candidates that fit one top-k, their number of chunks, and keys per chunk."""
         tile, fan, width = len(values), self.fan, self.width
         level, chunks, span = 0, self.tiling.chunks, self.chunk
         while chunks > fan:
@@ -207,8 +207,8 @@ class Selector:
 
 
 def write_indices(indices, row, g, value, place):
-    """The selection of token ``row + g``: -1 for what only fills up."""
-    # by the value: a second valid shape in one graph is lost by the compiler
+    """The selection of token ``row + g``: -1 for padding."""
+    # by the value: the compiler loses a second valid shape in one graph
     place = pypto.where(pypto.lt(value, LOWEST), -1.0, pypto.cast(place, F32))
     place = pypto.view(pypto.cast(place, I32), [1, indices.shape[1]], [0, 0])
     pypto.assemble(place, [row + g, 0], indices)

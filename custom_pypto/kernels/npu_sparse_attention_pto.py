@@ -1,5 +1,5 @@
 """DeepSeek-V3.2's attention (arXiv 2512.02556) from hidden states on, as one PyPTO program: the
-prologs, then selection and attention, built by the same functions as those of the single ops.
+prologs, then selection and attention, built by the functions of the single ops.
 """
 
 import functools
@@ -53,7 +53,7 @@ def select_and_attend(
     index_tiling: IndexerTiling,
     attention_tiling: AttentionTiling,
 ) -> None:
-    """Selection and attention read from global memory what the prolog left there."""
+    """Selection and attention, which read the prolog's results from global memory."""
 
     def rows(x, width):
         count = x.shape[0] * (math.prod(x.shape[1:]) // width)
@@ -88,16 +88,16 @@ def select_and_attend(
         scale=scale,
         tiling=attention_tiling,
     )
-    # One token at a time: of an argument with a dynamic dim PyPTO makes a reader wait for the last
-    # writer only, which for the row that a token selects is the token itself. For all that the
-    # prolog wrote the first token waits by ``after_all``.
+    # One token at a time: PyPTO makes a reader of an argument with a dynamic dim wait for the last
+    # writer only, and the last writer of a token's selection is the token itself. With
+    # ``after_all`` the first token waits for everything that the prolog wrote.
     lengths, tokens = a.act_seqs, a.indices.shape[0]
     sequences = dict(layout="BSND", ragged=False, sparse_mode=3)
     for row, sequence, visible in query_tiles(
         lengths, lengths, tokens, select.capacity, **sequences, name="DSA", after_all=True
     ):
         select(row, sequence, visible, functools.partial(write_indices, a.indices, row))
-        # a loop of its own: what it reads was written by the one before
+        # a loop of its own: it reads the results of the loop before
         for _ in pypto.loop(1, name="DSA_ATTEND", idx_name="dsa_once"):
             attend(row, sequence, *visible)
 
@@ -118,7 +118,7 @@ def kernel(
 ) -> Callable:
     """The kernel of :func:`program`, whose arguments it takes, for a call with these static facts.
 
-    ``prolog_only`` leaves out what comes after the prolog, to measure that alone.
+    ``prolog_only`` omits everything after the prolog, to measure the prolog alone.
 
     One binary serves every number of tokens of a class of :func:`prolog_tiling`,
     :func:`attention_tiling` and :func:`indexer_tiling`, and every block table up to the next power

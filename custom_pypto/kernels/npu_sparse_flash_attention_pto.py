@@ -4,7 +4,7 @@ Four stages per token, the last three once per group of heads:
 
 1. vector: checks the token's row of indices and its sequence's row of the block table;
 2. cube: gathers the selected latent and rope rows and multiplies them with the queries;
-3. vector: softmax in float32, without what the first stage took out;
+3. vector: softmax in float32, without the keys that stage 1 masked;
 4. cube: gathers the selected values and multiplies the probabilities with them.
 
 All selected keys of a head fit one softmax, so that nothing is rescaled. Workspace per token in
@@ -30,7 +30,7 @@ def number(value):
     """The symbolic scalar ``value``, clamped to what float32 counts exactly, as ``[1, 1]``.
 
     Element-wise operations take no symbolic scalars, and the interpreter fills with 0 for one:
-    count the valid elements of two rows instead. Each holds one more, for no row may be empty.
+    count the valid elements of two rows instead. Each holds one more, since no row may be empty.
     """
     value = value.max(0).min(RADIX * (RADIX - 2))
     pypto.set_vec_tile_shapes(1, RADIX)
@@ -43,7 +43,7 @@ def number(value):
 
 
 def checked_table(block_table, sequence, last_block, width):
-    """The block ids of a sequence, each one of a block that exists, as a row of ``width``."""
+    """The block ids of a sequence as a row of ``width``, clamped to existing blocks."""
     pypto.set_vec_tile_shapes(1, width)
     row = [1, width]
     table = pypto.view(block_table, row, [sequence, 0], valid_shape=[1, block_table.shape[1]])
@@ -76,7 +76,7 @@ def checked_indices(indices, row, last):
 def checked(
     a: Arguments, row, sequence, visible, *, block_size: int, table_width: int, apart: bool
 ):
-    """What the gathers may read, ``(index, mask, table)``, each one row.
+    """The checked inputs of the gathers, ``(index, mask, table)``, each one row.
 
     Index arithmetic is float32, the type for which comparisons exist; it keeps the order of all
     int32. ``apart``: indices and table are checked by two tasks instead of one.
@@ -99,7 +99,7 @@ def checked(
 
 
 def softmax(scores, mask):
-    # what is masked repeats a valid key: the maximum is that of the valid ones
+    # masked entries repeat a valid key: the maximum is that of the valid keys
     top = pypto.amax(scores, dim=-1, keepdim=True)
     p = pypto.mul(pypto.exp(pypto.sub(scores, top)), mask)
     total = pypto.add(pypto.sum(p, dim=-1, keepdim=True), MASKED_SUM)
@@ -115,7 +115,7 @@ def attender(
     scale: float,
     tiling: AttentionTiling,
 ) -> Callable:
-    """``attend(row, sequence, visible)``, which builds what writes the rows of one token.
+    """``attend(row, sequence, visible)``, which builds the output rows of one token.
 
     Args:
         a: ``query [T * heads, L]`` and ``query_rope [T * heads, R]``, without rope None;
@@ -126,7 +126,7 @@ def attender(
     dtype, latent = a.query.dtype, a.query.shape[1]
 
     def attend(row, sequence, visible):
-        pypto.set_pass_options(**tiling.pass_options)  # of the loop that this is called in
+        pypto.set_pass_options(**tiling.pass_options)  # of the calling loop
         pypto.experimental.set_operation_options(combine_axis=True)
         if pypto.cond(visible > 0):
             facts = dict(block_size=block_size, table_width=table_width, apart=tiling.table_apart)

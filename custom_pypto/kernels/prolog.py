@@ -1,6 +1,6 @@
 """The MLA and lightning-indexer prologs of the fused op, as PyPTO loops over tiles of tokens.
 
-They make both queries, the index weights and the cache rows of the new tokens; within a tile:
+They compute both queries, the index weights and the cache rows of new tokens; within a tile:
 
 1. cube: ``x`` by ``w_dq``, ``w_dkv_kr``, ``w_idx_k`` and ``w_idx_proj``; H is split over cores, the
    parts stay float32;
@@ -30,7 +30,7 @@ INDEX_KEY_EPS = 1e-6  # LayerNorm of the index key, whatever the eps of the RMSN
 
 @contextlib.contextmanager
 def one_task():
-    """The operations of a tile within become one task, where PyPTO would make several."""
+    """Inside, the operations of a tile become one task; by default PyPTO makes several."""
     pypto.set_pass_options(sg_set_scope=1)
     yield
     pypto.set_pass_options(sg_set_scope=-1)
@@ -132,7 +132,7 @@ class Tile:
     def up(self, latent, w, width, h):
         """``latent @ w`` for the heads from ``h`` on that become one task, and their number."""
         heads = min(self.tiling.heads, w.shape[1] // width - h)
-        # whole heads per task: what reads one head then waits for one task
+        # whole heads per task: a reader of one head then waits for one task
         n = max(self.tiling.up_n // width, 1) * width
         tile = cube_tile(self.tiling.tokens, w.shape[0], n, left_stays=True)
         pypto.set_cube_tile_shapes(*tile)
@@ -176,7 +176,7 @@ class Tile:
                 absorbed = pypto.matmul(columns(q, i * (P + R), P), w, self.dtype)
                 pypto.assemble(absorbed, [self.start, (h + i) * L], a.q_latent)
             pypto.set_vec_tile_shapes(self.tiling.rows, heads, R)
-            # the cast stays outside: it would draw the matmul into the task
+            # the cast stays outside: inside it would pull the matmul into the task
             q = pypto.cast(columns(self.by_head(q, heads), P, R), FLOAT)
             with one_task():
                 even, odd = interleaved_pairs(q, self.rows)

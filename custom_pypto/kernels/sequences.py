@@ -11,11 +11,11 @@ from . import loop
 
 
 def query_rows(query_lengths, b, batch, tokens, *, layout: str, ragged: bool) -> tuple:
-    """First row of a sequence, its rows, how many are no padding, and whether its keys count."""
+    """A sequence's first row, number of rows, rows without padding, and whether its keys count."""
     if layout != "TND":
         rows = tokens // batch
         return b * rows, rows, query_lengths[b].max(0).min(rows) if ragged else rows, 1
-    # one sequence more, without keys, owns the rows behind the last sequence
+    # an extra sequence without keys owns the rows behind the last sequence
     start = query_lengths[(b - 1).max(0)].max(0).min(tokens) * b.min(1)
     end = query_lengths[b.min(batch - 1)].max(start).min(tokens)
     end = end + (tokens - end) * (b - batch + 1).max(0)
@@ -37,9 +37,9 @@ def query_tiles(
 ) -> Iterator[tuple]:
     """``(row, sequence, visible)`` of consecutive query tokens, in nested loops.
 
-    The tokens of a tile belong to one sequence: what is left of it after tiles of ``tile`` tokens
-    comes as tiles of one. Whoever iterates writes the body of the innermost loop, which PyPTO
-    records once for each of the two sizes.
+    The tokens of a tile belong to one sequence; the remainder after tiles of ``tile`` tokens comes
+    as tiles of one token. The caller's loop is the body of the innermost loop, which PyPTO records
+    once for each of the two sizes.
 
     Args:
         query_lengths: ``[B]`` int32, lengths for BSND, non-decreasing prefix sums for TND.
@@ -54,8 +54,7 @@ def query_tiles(
 
     Yields:
         The row of the first token in the flattened query; its sequence; a list: for each token the
-        number of keys it sees, 0 for padding, whose rows are visited too so that the caller can
-        write them.
+        number of keys it sees, 0 for padding, whose rows are visited too, for the caller to write.
     """
     batch = key_lengths.shape[0]
     sequences = batch + (layout == "TND")

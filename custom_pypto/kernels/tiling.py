@@ -1,8 +1,8 @@
-"""Tile settings of the kernels, chosen per shape class from what the host knows of a call.
+"""Tile settings of the kernels, chosen per shape class from the host-side facts of a call.
 
 ``python benchmarks/bench_npu_model.py --tune OP`` searches better entries for the tables
 ``INDEXER``, ``ATTENTION`` and ``PROLOG`` by PyPTO's cost model, and writes them into this file. The
-comment above an entry says why it was chosen by hand, or what the tuner should know.
+comment above an entry gives the reason for a manual choice, or a hint for the tuner.
 """
 
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ class IndexerTiling:
     # from the shape, by indexer_tiling
     tokens: int = 1  # query tokens of a sequence that share the load of a block of keys
     chunk: int = 8192  # keys per row of scores that is sorted at once
-    chunks: int = 1  # how many of them a block table may hold
+    chunks: int = 1  # most chunks that a block table may hold
 
     @property
     def pass_options(self) -> dict:
@@ -70,7 +70,7 @@ def indexer_tiling(
     per_load = max(min(128 // heads, tokens // batch, 4), 1)
     shared = 1 << (per_load.bit_length() - 1)
     tiling = INDEXER["1 token, 1 chunk" if tokens == chunks == 1 else "more"]
-    # no more terms than 64 KiB of UB hold
+    # terms must fit 64 KiB of UB
     keys = min(tiling.keys, 16384 // power_of_two(heads))
     return replace(tiling, tokens=shared, chunk=chunk, chunks=chunks, keys=keys)
 
@@ -84,8 +84,8 @@ class AttentionTiling:
     output_columns: int  # per output tile
     output_keys: int  # whose probabilities are copied into L1 at once
     rows: int  # heads per softmax tile
-    l1_reuse: int  # cube tiles that share an operand per task; 0: as the compiler likes
-    vec_nbuffer: int  # softmax tiles per task; 0: as the compiler likes
+    l1_reuse: int  # cube tiles that share an operand per task; 0: the compiler chooses
+    vec_nbuffer: int  # softmax tiles per task; 0: the compiler chooses
     table_apart: bool = False  # the block table is checked in a task of its own
 
     def cube_tiles(self, heads: int, latent: int, keys: int) -> tuple[tuple, tuple]:
@@ -123,8 +123,8 @@ ATTENTION = {
         l1_reuse=2,
         vec_nbuffer=0,
     ),
-    # one group, see below; so few checks are shorter in one task; and of output tasks with half of
-    # the columns there are enough cores for twice as many
+    # one group, see below; so few checks are faster in one task. Half as many columns double the
+    # output tasks, and there are cores for them
     "3-4 tokens": AttentionTiling(
         heads=128,
         score_keys=256,
@@ -134,8 +134,8 @@ ATTENTION = {
         l1_reuse=3,
         vec_nbuffer=5,
     ),
-    # in the fused op a token starts when its selection is there: smaller tasks fill the cores that
-    # the others leave idle
+    # in the fused op a token starts when its selection is ready: smaller tasks fill cores that
+    # other tokens leave idle
     "3-4 tokens, fused": AttentionTiling(
         heads=128,
         score_keys=256,
@@ -147,8 +147,8 @@ ATTENTION = {
         table_apart=True,
     ),
     # one group: keys and values are gathered once per token. Three score tasks per token keep the
-    # 24 cube cores busy just once; they wait for the checks, which are shorter apart, and for which
-    # there are vector cores to spare
+    # 24 cube cores busy just once; score tasks wait for the checks, which are faster in separate
+    # tasks, and spare vector cores exist
     "5-8 tokens": AttentionTiling(
         heads=128,
         score_keys=256,
@@ -159,7 +159,7 @@ ATTENTION = {
         vec_nbuffer=5,
         table_apart=True,
     ),
-    # checks together again: apart they were slower
+    # checks in one task again: separate tasks were slower
     "9-16 tokens": AttentionTiling(
         heads=128,
         score_keys=256,
@@ -198,7 +198,7 @@ L0_BYTES, L0C_BYTES, L1_BYTES = 64 << 10, 128 << 10, 512 << 10
 
 
 def largest_divisor(size: int, unit: int, limit: int) -> int:
-    """The largest divisor of ``size``, a multiple of ``unit``, that is up to ``limit``."""
+    """The largest divisor of ``size`` that is a multiple of ``unit`` and at most ``limit``."""
     return max(d for d in range(unit, max(limit, unit) + 1, unit) if size % d == 0)
 
 
@@ -228,7 +228,7 @@ class PrologTiling:
     side_n: int  # columns per cube task of w_dkv_kr, w_idx_k and w_idx_proj
     up_n: int  # columns per cube task of w_uq_qr and w_idx_qb, rounded to whole heads
     heads: int  # heads per vector task; UB holds 64 pairs of token and head
-    cube_nbuffer: int = 2  # like cube tasks merged into one
+    cube_nbuffer: int = 2  # similar cube tasks merged into one
 
     @property
     def pass_options(self) -> dict:
@@ -240,9 +240,9 @@ class PrologTiling:
 
 
 # H in quarters: with columns of 192, merged by two, the projections of x are 26 tasks for the 24
-# cube cores. Up to 16 tokens the weights are what counts: few, large tasks of them, at most one
-# round of the cores for w_uq_qr and w_idx_qb. Above that scheduling of the vector tasks takes
-# longer than the products: larger tasks.
+# cube cores. Up to 16 tokens loading weights dominates: few, large tasks, at most one round of the
+# cores for w_uq_qr and w_idx_qb. Above 16, scheduling of the vector tasks takes longer than the
+# products: larger tasks.
 PROLOG = {
     # a vector task of 4 rows waits longer for copies than it computes
     "1-4 tokens": PrologTiling(
@@ -272,8 +272,8 @@ PROLOG = {
         up_n=384,
         heads=8,
     ),
-    # 128 tokens share a load of the weights, which is what counts where bandwidth has a limit; L0C
-    # holds 128 rows of one head of w_uq_qr
+    # 128 tokens share a load of the weights, which dominates where bandwidth is limited; L0C holds
+    # 128 rows of one head of w_uq_qr
     "more tokens": PrologTiling(
         tokens=128,
         rows=8,
@@ -294,6 +294,6 @@ def prolog_tiling(*, tokens: int, hidden: int) -> PrologTiling:
         tiling = PROLOG["5-16 tokens"]
     else:
         tiling = PROLOG["17-64 tokens" if tokens <= 64 else "more tokens"]
-    # shorter products would be shorter than the sums of their parts
+    # shorter products would take less time than the sums of their parts
     splits = hidden >= 1024 * tiling.split and hidden % (16 * tiling.split) == 0
     return tiling if splits else replace(tiling, split=1)
