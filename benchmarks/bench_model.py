@@ -1,4 +1,4 @@
-"""Swapped models beside stock transformers: time and memory of decode and prefill by context.
+"""Patched models beside upstream transformers: time and memory of decode and prefill by context.
 
     python benchmarks/bench_model.py [--part model] [--dtype float32] [--repeats 7] [--write]
     python benchmarks/bench_model.py --part layer [--write] [--plot]
@@ -414,9 +414,9 @@ def main() -> int:
     )
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--part", choices=["model", "layer"], help="one of both tables")
-    parser.add_argument("--write", action="store_true", help="into benchmarks/RESULTS.md")
-    parser.add_argument("--plot", action="store_true", help="the layer, into benchmarks/plots")
+    parser.add_argument("--part", choices=["model", "layer"], help="run only one table")
+    parser.add_argument("--write", action="store_true", help="write to benchmarks/RESULTS.md")
+    parser.add_argument("--plot", action="store_true", help="plot the layer into benchmarks/plots")
     parser.add_argument("--check", action="store_true", help="compare the layer with its floors")
     parser.add_argument("--peak", nargs=3, help=argparse.SUPPRESS)  # the process that measures
     args = parser.parse_args()

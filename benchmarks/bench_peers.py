@@ -230,7 +230,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--write", action="store_true", help="into benchmarks/RESULTS.md")
+    parser.add_argument("--write", action="store_true", help="write to benchmarks/RESULTS.md")
     parser.add_argument("--check", action="store_true", help="compare with the floors")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,5 +1,4 @@
-"""The ops' schemas, the only source of argument order, names and defaults; binds calls to them.
-"""
+"""The ops' schemas, the only source of argument order, names and defaults; binds calls to them."""
 
 import functools
 from typing import Any

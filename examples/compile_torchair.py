@@ -92,7 +92,7 @@ def main():
     )
     parser.add_argument("--mode", choices=MODES, default=MODES[0])
     parser.add_argument("--prompt-tokens", type=int, default=96, help="length of the demo's text")
-    parser.add_argument("--questions", type=int, default=3, help="about it, 1 to 32")
+    parser.add_argument("--questions", type=int, default=3, help="number of questions, 1 to 32")
     args = parser.parse_args()
     try:
         real = ascend_host.start_unless_npu()

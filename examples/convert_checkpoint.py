@@ -263,7 +263,7 @@ def parse_args():
     add("target", type=Path, help="an empty or new directory, or that of an interrupted run")
     add("--layers", type=int, metavar="N", help="the first N layers only")
     add("--experts", type=int, metavar="N", help="the first N routed experts of each layer only")
-    add("--max-shard-size", default="5GB", metavar="SIZE", help="of a file, such as 500MB")
+    add("--max-shard-size", default="5GB", metavar="SIZE", help="largest shard, such as 500MB")
     return parser.parse_args()
 
 

@@ -143,7 +143,7 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--folder", type=Path, default=Path("ge_graph"), help="made if missing")
+    parser.add_argument("--folder", type=Path, default=Path("ge_graph"), help="created if missing")
     args = parser.parse_args()
     try:
         ascend_host.start_unless_npu()

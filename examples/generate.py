@@ -1,4 +1,4 @@
-"""Generates with a DeepSeek-V3.2, GLM-5 or A.X-K2 checkpoint, on custom_pypto and on stock.
+"""Generates with a DeepSeek-V3.2, GLM-5 or A.X-K2 checkpoint, on custom_pypto and upstream.
 
     python examples/generate.py                                   # the demo
     python examples/generate.py --model DIR --prompt "Once upon a time"
@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 2 examples/generate.py --tp         # heads and experts shared by two
 
 The demo hides 32 facts in a long text and asks for some of them, one after another on one cache.
-Decoding is greedy, so that both backends have the same to do.
+Decoding is greedy, so that both backends do the same work.
 """
 
 import argparse
@@ -277,19 +277,19 @@ def parse_args():
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", help="text to continue; default: the demo")
     prompt.add_argument(
-        "--prompt-file", type=argparse.FileType(encoding="utf-8"), help="its file, - for stdin"
+        "--prompt-file", type=argparse.FileType(encoding="utf-8"), help="a file, - for stdin"
     )
     add("--max-new-tokens", type=int, help="default: 64, or 4 for each question of the demo")
     add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     add("--backend", choices=BACKENDS, help="default: both, side by side")
     add("--compile", action="store_true", help="torch.compile the decode step")
-    add("--tp", action="store_true", help="share the model among the ranks torchrun started")
-    add("--batch", type=int, default=1, help="so many prompts at once; the first is shown")
+    add("--tp", action="store_true", help="shard the model across the ranks of torchrun")
+    add("--batch", type=int, default=1, help="batch size (only the first row is shown)")
     add("--block-size", type=int, default=128, help="tokens per block of the paged cache")
     add("--prefill-chunk", type=int, default=512, help="tokens per forward pass of the prefill")
     add("--prompt-tokens", type=int, default=4096, help="length of the demo's text")
-    add("--questions", type=int, default=16, help="of the demo, 1 to 32")
-    add("--seed", type=int, default=0, help="of the demo's text and questions")
+    add("--questions", type=int, default=16, help="number of questions of the demo, 1 to 32")
+    add("--seed", type=int, default=0, help="seed of the demo's text and questions")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     args = parser.parse_args()
     if args.tp and "RANK" not in os.environ:

@@ -1,4 +1,4 @@
-"""Facts at every depth of ever longer texts: who finds them, and at what cost?
+"""Needle-in-a-haystack accuracy and cost, by depth of the fact and length of the text.
 
     python examples/needle.py                               # two minutes; writes needle.png, .json
     python examples/needle.py --tokens 2048 65536 --texts 4 --output long.png
@@ -6,8 +6,8 @@
 Compared are two ways to run the lookup checkpoint (examples/checkpoints/lookup):
 
 - ``sparse``: on custom_pypto; the indexer selects ``index_topk`` (16) keys of each layer and token;
-- ``dense``: stock transformers (sdpa) with the indexers taken out: every token attends to all
-  before it. The model was trained so; the indexer learnt from it what to select. Stock with
+- ``dense``: upstream transformers (sdpa) without the indexers: every token attends to all
+  before it. The model was trained this way; the indexer learnt from it. Upstream with
   ``index_topk`` beyond the length attends to the same keys, and computes all index scores besides.
 
 A text has all 32 facts, somewhere. It is read in chunks, then the questions come one token at a
@@ -212,15 +212,15 @@ def parse_args():
     )
     add = parser.add_argument
     here = Path(__file__).resolve().parent
-    add("--model", type=Path, default=here / "checkpoints/lookup", help="as train_lookup.py makes")
-    add("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="of the texts")
-    add("--texts", type=int, default=2, help="of each length, with 32 questions each")
-    add("--depths", type=int, default=10, help="parts of a text, right answers of each of which")
+    add("--model", type=Path, default=here / "checkpoints/lookup", help="made by train_lookup.py")
+    add("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="text lengths")
+    add("--texts", type=int, default=2, help="texts per length, with 32 questions each")
+    add("--depths", type=int, default=10, help="number of depth buckets in the plot")
     add("--prefill-chunk", type=int, default=512, help="tokens per forward pass of the text")
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     add("--threads", type=int, default=torch.get_num_threads())
     add("--seed", type=int, default=0)
-    add("--output", type=Path, default=Path("needle.png"), help="the plot; beside it, its .json")
+    add("--output", type=Path, default=Path("needle.png"), help="plot file, with .json beside it")
     args = parser.parse_args()
     if importlib.util.find_spec("matplotlib") is None:
         parser.error("the plot needs matplotlib: pip install matplotlib")

@@ -324,11 +324,11 @@ def main():
     add = parser.add_argument
     add("--output", type=Path, default=Path(__file__).resolve().parent / "checkpoints/lookup")
     add("--seed", type=int, default=0)
-    add("--threads", type=int, default=2, help="other numbers round otherwise")
+    add("--threads", type=int, default=2, help="changes rounding, hence the weights")
     add("--index-topk", type=int, default=16)
-    add("--tokens", type=int, default=2048, help="per step")
+    add("--tokens", type=int, default=2048, help="tokens per step")
     add("--model-steps", type=int, default=1700)
-    add("--short-steps", type=int, default=1000, help="of these, first, on short texts")
+    add("--short-steps", type=int, default=1000, help="first model steps on short texts")
     add("--indexer-steps", type=int, default=400)
     train_lookup(parser.parse_args())
 

@@ -1,4 +1,4 @@
-"""Random hostile calls of the ops on the CPU, each refused by name or equal to the reference.
+"""Fuzzing of the ops on the CPU: every call is rejected or equals the reference.
 
 ``python tests/fuzz --minutes 10 --seed 7`` runs them; a case is a seed and a number.
 """

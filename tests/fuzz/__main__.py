@@ -1,8 +1,8 @@
-"""Runs cases until the time or the number is reached, or one fails; `run.sh fuzz` starts it."""
+"""Runs cases until a time limit, a number of cases or a failure; `run.sh fuzz` starts it."""
 
 import os
 
-# a thread that waits must not take the core of the one that works
+# a waiting thread must not occupy the core of a working one
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import argparse
@@ -24,21 +24,21 @@ from fuzz.generate import generate  # noqa: E402
 from fuzz.judge import judge, on_cpu  # noqa: E402
 
 EVERY = 60  # seconds between lines of progress
-THREADED = 16  # every so many cases, one runs with three threads
+THREADED = 16  # one case in this many runs with three threads
 
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="run.sh fuzz", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=1.0, help="how long; default 1")
-    parser.add_argument("--cases", type=int, help="how many, instead of how long")
-    parser.add_argument("--seed", type=int, default=0, help="which cases; default 0")
+    parser.add_argument("--minutes", type=float, default=1.0, help="duration; default 1")
+    parser.add_argument("--cases", type=int, help="number of cases, instead of a duration")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the cases; default 0")
     parser.add_argument("--threads", type=int, help=f"default 1, and 3 in one case of {THREADED}")
-    parser.add_argument("--case", metavar="SEED:NUMBER", help="this one case, with its arguments")
+    parser.add_argument("--case", metavar="SEED:NUMBER", help="run one case, print its arguments")
     return parser.parse_args()
 
 
 def run_case(seed: int, number: int, threads: int | None):
-    """The case and what became of it."""
+    """The case and its verdict."""
     torch.set_num_threads(threads or (3 if number % THREADED == 0 else 1))
     case = generate(Random(f"{seed}:{number}"))
     return case, judge(case)
@@ -100,13 +100,13 @@ def run_many(args: argparse.Namespace, reached: mmap.mmap) -> int:
 
 def main() -> int:
     args = parse()
-    warnings.simplefilter("ignore")  # of dtypes that torch will drop
-    # what an op leaves unwritten is NaN or the largest integer
+    warnings.simplefilter("ignore")  # about dtypes that torch will drop
+    # fills unwritten outputs with NaN or the largest integer
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
     if args.case:
         return run_one(args.case, args.threads)
-    # a child runs them, so that there is someone to tell which case ended it
+    # in a child, so that the parent can report the case that crashed it
     reached = mmap.mmap(-1, 8)
     child = os.fork()
     if not child:

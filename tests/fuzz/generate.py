@@ -1,7 +1,7 @@
 """One random call of one op, small and hostile.
 
-Most calls keep the op's contract, so that it must not refuse them; ``Case.broken`` says what was
-changed in the others, which may still be within it.
+Most calls keep the op's contract, so that the op must accept them; ``Case.broken`` names the change
+of the other calls, which may still keep the contract.
 """
 
 import math
@@ -36,7 +36,7 @@ OTHER_DTYPES = [
     torch.complex64,
     torch.float8_e4m3fn,
 ]
-# of the types of a schema
+# values of schema types
 OTHER_VALUES = {
     "str": ["", "BSND", "TND", "PA_BSND", "bsnd", "BNSD", "BSND ", "TND\0", "Ü" * 40, None, 3],
     "int": [
@@ -52,7 +52,7 @@ MOST = 2**20  # elements of a changed tensor
 
 
 def other_tensor(rng: Random, x: Tensor) -> tuple[str, object]:
-    """The tensor with something about it changed, and what."""
+    """The tensor with one property changed, and the property."""
     if x.layout != torch.strided or x.device.type == "meta":  # changed before
         return "unchanged", x
     dim = rng.randrange(x.dim()) if x.dim() else 0
@@ -86,7 +86,7 @@ def other_tensor(rng: Random, x: Tensor) -> tuple[str, object]:
         if not others:
             return "unchanged", x
         shape[rng.choice(others)] = 0
-    if math.prod(shape) > MOST:  # was large, and empty no longer
+    if math.prod(shape) > MOST:  # was large, and is no longer empty
         return "unchanged", x
     return f"of shape {tuple(shape)}", torch.zeros(shape, dtype=x.dtype)
 
@@ -111,7 +111,7 @@ def break_one(rng: Random, op: str, arguments: dict) -> str:
 
 
 def empty_and_large(rng: Random, op: str, arguments: dict) -> str:
-    """Consistent shapes without an element, one size of which no memory would hold."""
+    """Consistent shapes without elements, one size of which exceeds any memory."""
     huge = rng.choice([2**31, 2**33, 2**40])
     if arguments.get("layout_query") != "BSND":
         return break_one(rng, op, arguments)

@@ -1,5 +1,5 @@
-"""Whether an op did right by a case: it refused the call in its own words and touched nothing, or
-its result, its caches and everything around them are the reference's."""
+"""Judges a case: the op must reject it with its own message and write nothing, or its result, its
+caches and the memory around them must match the reference."""
 
 from unittest.mock import patch
 
@@ -20,14 +20,14 @@ SMALLEST_SCORE = 2**-105  # of a sum of some thousand of them, times up to 2^10
 
 
 def memory_of(arguments: dict) -> dict[int, Tensor]:
-    """All that the tensors lie in, as bytes, by the address of torch's record of it."""
+    """The storages of the tensors as bytes, by the address of torch's storage object."""
     storages = (x.untyped_storage() for x in arguments.values() if on_cpu(x))
     empty = torch.empty(0, dtype=torch.uint8)
     return {storage._cdata: empty.new_empty(0).set_(storage) for storage in storages}
 
 
 def copied(arguments: dict) -> dict:
-    """The arguments in memory of their own, sharing what they shared."""
+    """Copies of the arguments that share memory as the originals do."""
     memory = {place: x.clone().untyped_storage() for place, x in memory_of(arguments).items()}
     copies = {}
     for name, x in arguments.items():
