@@ -37,7 +37,7 @@ EXPERTS = 26  # in the second of two layers; the first is dense
 
 
 def write_checkpoint(path: Path) -> int:
-    """Returns its bytes, without those of the layer for multi-token prediction."""
+    """Returns the checkpoint's bytes, without the layer for multi-token prediction."""
     config = DeepseekV32Config(
         num_hidden_layers=2,
         first_k_dense_replace=1,
@@ -82,11 +82,11 @@ def dequantised(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 def load(path: Path) -> None:
     models.load(path)
-    gc.collect()  # a swapped model refers to itself; two of them would not fit
+    gc.collect()  # a patched model refers to itself; two of them would not fit
 
 
 def checked(path: Path) -> None:
-    """That both sides read the same; else there is nothing to time."""
+    """Exits unless both sides read the same number of weights."""
     loaded = sum(tensor.numel() for tensor in models.load(path).state_dict().values())
     gc.collect()
     if loaded != (count := read(path)):

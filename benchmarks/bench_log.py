@@ -30,7 +30,7 @@ LEVELS = {
 
 
 def microseconds(repeats: int) -> tuple[float, float]:
-    """A call in the dispatcher, and what the public function takes longer."""
+    """Time of a call in the dispatcher, and the overhead of the public function."""
     x = torch.ones(1)
     dispatched, public = torch.ops.custom_pypto.add_custom.default, custom_pypto.add_custom
 

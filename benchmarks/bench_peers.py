@@ -1,4 +1,4 @@
-"""The ops beside what one would write in PyTorch instead: eager, and compiled by inductor.
+"""The ops beside equivalent PyTorch code: eager, and compiled by inductor.
 
     python benchmarks/bench_peers.py [--repeats 15] [--write]
     python benchmarks/bench_peers.py --check    # against the floors
@@ -206,7 +206,7 @@ def checked(case: Case) -> Case:
 
 
 def times_as_fast(case: Case, peer: str, repeats: int) -> float:
-    """How many times as fast as ``peer`` the op is, measured as for the table: all sides in turn.
+    """The op's speedup over ``peer``, measured as for the table: all sides in turn.
 
     With fewer sides in between, each finds more of its own data in the caches.
     """

@@ -43,7 +43,7 @@ def ratio(slow: list[float], fast: list[float]) -> float:
 def check(floors: list[tuple[str, Callable[[], float], float]], tries: int = 3) -> int:
     """Measures what has a floor: ``(name, measure, floor)``, ratios of which more is better.
 
-    One that is missed is tried again, since a busy machine may have decided.
+    A missed floor is measured again, since the machine may have been busy.
 
     Returns:
         the exit code: 1 if a floor was missed every time, with its name on the standard error.

@@ -21,7 +21,7 @@ DTYPE = torch.bfloat16
 
 @dataclass
 class Case:
-    """One call and what it must at least cost.
+    """One call and its minimal cost.
 
     ``floor`` is the estimate in µs that must not be exceeded.
     """
@@ -204,6 +204,6 @@ def cases() -> list[Case]:
         indexer(4, 2, [65536, 971, 32869, 16383], floor=240),
         indexer(1, 256, 8192),
         prolog(4, 1, 8192),
-        # below the sum of its parts alone, which is known when they are
+        # below the sum of its parts alone, which is known once they are estimated
         fused(4, 1, 8192),
     ]

@@ -42,7 +42,7 @@ MARGIN = 0.01  # what counts as a difference
 
 @dataclass(frozen=True)
 class Subject:
-    """What is searched for an op."""
+    """The search space of an op."""
 
     table: str  # name of the dict in tiling.py
     ops: tuple[str, ...]  # that use it
@@ -125,7 +125,7 @@ SUBJECTS = {
 
 @dataclass(frozen=True)
 class Trial:
-    """A setting and what the cost model says of it."""
+    """A setting and its figures by the cost model."""
 
     settings: Any
     latencies: list[float]  # µs, of each shape
@@ -144,7 +144,7 @@ class Search:
         self.random = random.Random(0)
         start = time.monotonic()
         self.shipping = self.measure(self.table[name])
-        # what compiles much more slowly is no better
+        # a setting that compiles much more slowly is no better
         self.timeout = 10 + 3 * (time.monotonic() - start)
         self.tried: dict[Any, Trial | None] = {self.shipping.settings: self.shipping}
 
@@ -180,14 +180,14 @@ class Search:
         return min(close, key=lambda t: (t.loads, t.work, t.score), default=self.shipping)
 
     def proposed(self):
-        """A setting that was not tried, if there is one left."""
+        """A setting that was not tried yet, if any."""
         best, values = self.best().settings, self.subject.values
         neighbours = [replace(best, **{name: v}) for name in values for v in values[name]]
         neighbours = [settings for settings in neighbours if settings not in self.tried]
         if neighbours and len(self.tried) % 2:
             return self.random.choice(neighbours)
         for _ in range(100):
-            # about half of the fields stay: without anything of the best hardly any compiles
+            # about half of the fields stay: otherwise hardly any setting compiles
             drawn = {name: self.random.choice(values[name]) for name in values}
             drawn = {name: value for name, value in drawn.items() if self.random.random() < 0.5}
             point = replace(best, **drawn)

@@ -6,8 +6,8 @@
 
 An interrupted run goes on with the same command: a shard is kept if it has the checksum that it was
 written with, and appears under its name only when it is whole. One shard is in memory at a time.
-What is not in fp8 is copied as it is, layers for multi-token prediction too, unless --layers is
-given. The first experts alone make no sensible text, but run like all of them.
+Tensors that are not in fp8 are copied unchanged, layers for multi-token prediction too, unless
+--layers is given. The first experts alone make no sensible text, but run like all of them.
 """
 
 import argparse
@@ -36,7 +36,7 @@ WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
 
 class Conversion:
-    """What is to be written, decided from ``config.json`` and the headers of the source alone."""
+    """The conversion plan, from ``config.json`` and the headers of the source alone."""
 
     def __init__(self, source, layers, experts, max_shard_size):
         self.source, self.layers, self.experts = source, layers, experts
@@ -180,7 +180,7 @@ def write_sums(target, sums):
 
 
 def begin(target, record):
-    """Starts in an empty folder, or goes on with what it was begun for.
+    """Starts in an empty folder, or resumes the same conversion.
 
     Returns:
         the checksums of the shards written before, by name.
@@ -247,7 +247,7 @@ def convert(source, target, conversion):
             sums[file.name] = write_whole(
                 target / file.name, lambda path, file=file: shutil.copyfile(file, path)
             )
-    # last: without it nothing takes the folder for a checkpoint
+    # last: without it the folder is not a valid checkpoint
     sums["config.json"] = write_json(target / "config.json", conversion.config)
     write_sums(target, sums)
     shutil.rmtree(target / PARTIAL)

@@ -52,7 +52,7 @@ class Result:
 
 
 class Streamer(TextStreamer):
-    """Prints the first row of the batch as it comes and notes when each token came."""
+    """Prints the first row of the batch as it arrives and records the time of each token."""
 
     def __init__(self, tokenizer, quiet):
         super().__init__(tokenizer, skip_prompt=True)
@@ -75,7 +75,7 @@ class Session:
         self.model, self.cache, self.ids, self.streamer = model, cache, input_ids, streamer
 
     def prefill(self, chunk):
-        """All but the last token. In chunks, since stock transformers makes index scores of
+        """All but the last token. In chunks, since upstream transformers makes index scores of
         ``[heads, chunk, tokens so far]`` in float32."""
         prompt = self.ids[:, :-1]
         with tqdm(
@@ -91,7 +91,7 @@ class Session:
                 progress.update(part.size(1))
 
     def generate(self, input_ids, max_new_tokens):
-        """What the model says after ``input_ids`` ``[batch, n]``, behind all that came before."""
+        """The model's answer to ``input_ids`` ``[batch, n]``, after all earlier tokens."""
         self.ids = torch.cat([self.ids, input_ids], dim=1)
         before = self.ids.size(1)
         self.ids = self.model.generate(
@@ -187,7 +187,7 @@ def load(args):
     if not sys.stderr.isatty() or not is_first_rank():
         transformers.utils.logging.disable_progress_bar()
     dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
-    # checks every shard, and names the one at fault
+    # checks every shard, and names a faulty one
     model = models.load(args.model, dtype=dtype, tensor_parallel=args.tp)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
@@ -305,7 +305,7 @@ def main():
     args = parse_args()
     if not args.tp:
         return generate(args)
-    # gloo on CPU, HCCL on NPUs; a rank that waits longer for another takes it for dead
+    # gloo on CPU, HCCL on NPUs; a rank that waits longer for another considers it dead
     dist.init_process_group(timeout=timedelta(minutes=10))
     try:
         with open(os.devnull, "w") as nowhere:

@@ -59,7 +59,7 @@ class Result:
 
 
 def load(attention, args):
-    """The model, what makes its cache, and the context in which it runs."""
+    """The model, the factory of its cache, and the context in which it runs."""
     dtype = getattr(torch, args.dtype)
     if attention == "sparse":
         model = models.load(args.model, dtype=dtype)
@@ -95,7 +95,7 @@ def depths(text, questions):
 
 
 def peak_memory():
-    """Bytes this process has had at most; a process starts with what its program has."""
+    """Peak bytes of this process; a process starts with its program's memory."""
     status = Path("/proc/self/status")
     if not status.is_file():
         return None
@@ -239,7 +239,7 @@ def main():
         "seed": args.seed,
     }
     results = []
-    # a new process for each measurement: what one has not given back would hide what the next needs
+    # a new process for each measurement: memory that one keeps would hide the needs of the next
     with ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
     ) as processes:

@@ -56,7 +56,7 @@ def own_device() -> torch.device:
 
 
 def possible_sizes(config, device: str) -> list[int]:
-    """Numbers of ranks that give each whole heads, no more than the op supports, and equal
+    """Numbers of ranks that get whole heads, at most what the op supports, and equally wide
     experts."""
     heads = config.num_attention_heads
     width = config.moe_intermediate_size if "sparse" in config.mlp_layer_types else 0
