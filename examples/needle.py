@@ -173,7 +173,9 @@ def plot(results, conditions, path):
         for attention in ATTENTION:
             points = [r for r in results if r.attention == attention and cost(r)]
             axis.plot([r.tokens for r in points], list(map(cost, points)), "o-", label=attention)
-        axis.set(title=title, xlabel="tokens", xscale="log", yscale="log")
+        # a short text may take no memory beyond the warm-up's
+        scale = "log" if any(map(cost, results)) else "linear"
+        axis.set(title=title, xlabel="tokens", xscale="log", yscale=scale)
         tokens = sorted({r.tokens for r in results})
         axis.set_xticks(tokens, tokens, rotation=45)
         axis.set_xticks([], minor=True)
