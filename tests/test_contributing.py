@@ -81,3 +81,11 @@ def test_every_example_is_one():
 
 def test_descriptions_and_public_functions_are_of_the_same_ops():
     assert set(OPS) == set(custom_pypto.__all__)
+
+
+def test_the_commit_hooks_have_the_versions_of_the_test_extra():
+    hooks = (REPOSITORY / ".pre-commit-config.yaml").read_text()
+    extras = (REPOSITORY / "pyproject.toml").read_text()
+    for hook, package in (("ruff-pre-commit", "ruff"), ("mirrors-clang-format", "clang-format")):
+        version = re.search(rf"/{hook}\n    rev: v(\S+)\n", hooks)[1]
+        assert f'"{package}=={version}"' in extras
