@@ -29,6 +29,11 @@ def prefix_sums(lengths: list[int]) -> Tensor:
     return int32(list(accumulate(lengths)))
 
 
+def token_counts(lengths: list[int], layout: str) -> Tensor:
+    """The lengths as the ops take them in this layout."""
+    return prefix_sums(lengths) if layout == "TND" else int32(lengths)
+
+
 def visible_keys(row: int, len_q: int, len_k: int, sparse_mode: int) -> int:
     """How many keys query ``row`` of a sequence sees."""
     return len_k if sparse_mode == 0 else min(max(len_k - len_q + row + 1, 0), len_k)
@@ -83,7 +88,7 @@ def stored(rows: list[Tensor], layout: str, block_size: int, strided: bool, g: t
         keys = place(rows, layout, padding=2)
     if strided:
         keys = in_a_wider_row(keys)
-    return keys, prefix_sums(lengths) if layout == "TND" else int32(lengths), table
+    return keys, token_counts(lengths, layout), table
 
 
 def random(shape: tuple, dtype: torch.dtype, g: torch.Generator, integers: bool = False) -> Tensor:

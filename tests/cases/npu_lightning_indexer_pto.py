@@ -2,7 +2,7 @@
 
 import torch
 
-from . import int32, place, prefix_sums, random, stored
+from . import place, random, stored, token_counts
 from .hostile import HEADS, Maker, sequences
 
 ON_NPU = dict(dim=128)
@@ -31,12 +31,11 @@ def inputs(
     weights = [random((n, heads), weights_dtype or dtype, g, integers) for n in lengths_query]
     keys = [random((n, 1, dim), dtype, g, integers) for n in lengths_key]
     key, actual_key, table = stored(keys, layout_key, block_size, strided, g)
-    tnd = layout_query == "TND"
     return dict(
         query=place(query, layout_query, padding=1),
         key=key,
         weights=place(weights, layout_query, padding=1),
-        actual_seq_lengths_query=prefix_sums(lengths_query) if tnd else int32(lengths_query),
+        actual_seq_lengths_query=token_counts(lengths_query, layout_query),
         actual_seq_lengths_key=actual_key,
         block_table=table,
         layout_query=layout_query,

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from . import INT_MAX, INT_MIN, int32, place, prefix_sums, random, stored, visible_keys
+from . import INT_MAX, INT_MIN, int32, place, random, stored, token_counts, visible_keys
 from .hostile import HEADS, Maker, sequences
 
 ON_NPU = {}
@@ -61,7 +61,6 @@ def inputs(
         some_indices(len_q, len_k, sparse_count, sparse_mode, hostile, g)
         for len_q, len_k in zip(lengths_query, lengths_key, strict=True)
     ]
-    tnd = layout_query == "TND"
     return dict(
         query=query[..., :latent].contiguous(),
         key=key,
@@ -69,7 +68,7 @@ def inputs(
         sparse_indices=place(indices, layout_query, padding=1, fill=0),
         scale_value=3 * width**-0.5,
         block_table=table,
-        actual_seq_lengths_query=prefix_sums(lengths_query) if tnd else int32(lengths_query),
+        actual_seq_lengths_query=token_counts(lengths_query, layout_query),
         actual_seq_lengths_kv=actual_kv,
         query_rope=query[..., latent:].contiguous() if rope else None,
         key_rope=key_rope if rope else None,
