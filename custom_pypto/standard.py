@@ -19,7 +19,7 @@ class Keyword(NamedTuple):
 _NO_WINDOW = Keyword(
     2**63 - 1,
     "2**63 - 1: no window",
-    "leave it out; what a token sees follows from sparse_mode and the lengths",
+    "omit it (sparse_mode and the lengths determine the keys that a token sees)",
 )
 
 KEYWORDS = {
@@ -28,7 +28,7 @@ KEYWORDS = {
         "next_tokens": _NO_WINDOW,
         "return_value": Keyword(
             False,
-            "positions alone are returned",
+            "only positions are returned",
             "compute the scores of the returned positions in torch, or call "
             "torch_npu.npu_lightning_indexer",
         ),
@@ -39,17 +39,17 @@ KEYWORDS = {
         "attention_mode": Keyword(
             2,
             "MLA, absorbed",
-            "pass 2 or leave it out; the RoPE dims go into query_rope and key_rope",
+            "omit it, and pass the RoPE dims as query_rope and key_rope",
         ),
         "return_softmax_lse": Keyword(
             False,
-            "the output alone is returned",
+            "only the output is returned",
             "select all keys of a token in one call, or call torch_npu.npu_sparse_flash_attention",
         ),
         "sinks": Keyword(
             None,
-            "there are no attention sinks",
-            "leave it out, or call torch_npu.npu_sparse_flash_attention",
+            "attention sinks are unsupported",
+            "omit it, or call torch_npu.npu_sparse_flash_attention",
         ),
     },
 }

@@ -31,7 +31,6 @@ EXAMPLES = {
     "tests/test_kernels.py",
     "tests/test_layering.py",
     "tests/test_log.py",
-    "tests/test_refusals.py",
     "tests/test_simulation.py",
     "tests/test_verify.py",
 }

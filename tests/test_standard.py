@@ -1,6 +1,6 @@
 """Calls written for torch_npu's standard ops: every keyword of those is taken or refused by name.
 
-tests/test_refusals.py holds the words of the refusals.
+tests/test_rejections.py has the words of the rejections.
 """
 
 import inspect

@@ -14,7 +14,7 @@ Tensor add_custom(const Tensor& self, const Tensor& other) {
   first.dtype({at::kBFloat16, at::kHalf, at::kFloat, at::kDouble});
   second.dtype(self.scalar_type(), "dtype of self").device_of(self);
   CHECK_ARGUMENT(self.sym_sizes() == other.sym_sizes(), kOp, "other",
-                 c10::str("of shape ", self.sym_sizes(), " (that of self; no broadcast)"),
+                 c10::str("of shape ", self.sym_sizes(), " (shape of self; no broadcasting)"),
                  other.sym_sizes());
   Tensor out = at::empty_symint(self.sym_sizes(), self.options());
   if (computes) at::add_out(out, self, other);

@@ -72,14 +72,14 @@ const Argument& Argument::dtype_or_float32(at::ScalarType expected, const char* 
 
 const Argument& Argument::device_of(const Tensor& first) const {
   CHECK_ARGUMENT(tensor_.device() == first.device(), op_, c10::str(name_, ".device"),
-                 c10::str(first.device(), " (that of the first argument)"), tensor_.device());
+                 c10::str(first.device(), " (device of the first argument)"), tensor_.device());
   return *this;
 }
 
 const Argument& Argument::dense_rows() const {
   TORCH_SYM_CHECK(tensor_.sym_stride(-1).sym_eq(1), op_, ": ", name_,
-                  ".stride(-1) must be 1 (rows are read as they lie; call .contiguous()), got ",
-                  tensor_.sym_stride(-1));
+                  ".stride(-1) must be 1 (contiguous last dim), got ", tensor_.sym_stride(-1),
+                  "; call .contiguous()");
   return *this;
 }
 
@@ -121,7 +121,7 @@ namespace {
 // returns whether `lengths` is given
 bool check_lengths(const char* op, const char* name, const OptionalTensor& lengths, bool required,
                    const char* meaning, const Tensor& query) {
-  CHECK_ARGUMENT(lengths || !required, op, name, c10::str("given: int32 ", meaning), "None");
+  CHECK_ARGUMENT(lengths || !required, op, name, c10::str("an int32 tensor: ", meaning), "None");
   if (!lengths) return false;
   Argument(op, name, *lengths).rank(1, "[B]").dtype(at::kInt, meaning).device_of(query);
   return true;
@@ -145,7 +145,7 @@ std::string other_key_layout(const KeyNames& names, Layout given) {
                     names.layout, " 'BSND'");
   }
   return c10::str(given == Layout::kPaged
-                      ? "; [blocks, block_size, D] needs its head dim: key.unsqueeze(2)"
+                      ? "; [blocks, block_size, D] lacks the head dim: pass key.unsqueeze(2)"
                       : "",
                   "; [T2, 1, D] needs layout_query and ", names.layout,
                   " 'TND', and int32 inclusive prefix sums [B] in actual_seq_lengths_query and ",
@@ -182,9 +182,10 @@ void check_lengths_and_blocks(const KeyNames& names, const SequenceParams& p) {
   }
   if (paged) {
     CHECK_ARGUMENT(p.block_table, op, "block_table",
-                   "given: int32 [B, blocks of a sequence], for a paged cache", "None");
+                   "an int32 tensor: block ids [B, blocks per sequence], for a paged cache",
+                   "None");
     Argument(op, "block_table", *p.block_table)
-        .rank(2, "[B, blocks of a sequence]")
+        .rank(2, "[B, blocks per sequence]")
         .dtype(at::kInt, "block ids")
         .device_of(p.query)
         .size(0, B, "B");

@@ -19,7 +19,7 @@ void check_shapes(const FusedParams& p) {
   Dim B("B"), S1("S1"), H("H"), Q("Q"), N1("N1", Dim::kPositive), P("P");
   Dim L("L", Dim::kMultipleOf16), R("R", Dim::kMultipleOf16), D("D", Dim::kMultipleOf16);
   Dim index_heads("index heads", Dim::kPositive), N2("1", "N2: one key head", 1);
-  Dim blocks("blocks"), block_size("block_size", Dim::kBlockSize), pages("blocks of a sequence");
+  Dim blocks("blocks"), block_size("block_size", Dim::kBlockSize), pages("blocks per sequence");
   Dim query_dims("N1 * (P + R)", "N1 * (P + R) of w_uk and kr_cache");
   Dim key_dims("L + R", "L + R of w_uk and kr_cache");
   Dim index_dims("index heads * D", "index heads of w_idx_proj * D of w_idx_k");
@@ -63,7 +63,7 @@ void contract(FusedParams& p) {
   check_sparse_count(kOp, p.sparse_count);
   CHECK_ARGUMENT(!p.softmax_scale || is_scale(*p.softmax_scale), kOp, "softmax_scale",
                  c10::str("None, or ", kScales), *p.softmax_scale);
-  CHECK_ARGUMENT(std::isfinite(p.eps) && p.eps >= 0, kOp, "eps", "finite and not negative", p.eps);
+  CHECK_ARGUMENT(std::isfinite(p.eps) && p.eps >= 0, kOp, "eps", "finite and at least 0", p.eps);
   check_shapes(p);
   p.out = at::empty_symint(
       {p.x.sym_size(0), p.x.sym_size(1), p.w_uk.sym_size(0), p.w_uk.sym_size(2)}, p.x.options());

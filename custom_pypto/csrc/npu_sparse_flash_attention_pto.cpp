@@ -42,12 +42,12 @@ void contract(AttentionParams& p) {
       .dense_rows();
   if (p.value) like(p.key, "value", *p.value, "as key").size(key_last, L, "as key").dense_rows();
   CHECK_ARGUMENT(p.query_rope.has_value() == p.key_rope.has_value(), op, "key_rope",
-                 p.query_rope ? "given, as query_rope is" : "None, as query_rope is",
+                 p.query_rope ? "a tensor, as query_rope is" : "None, as query_rope is",
                  p.key_rope ? "a tensor" : "None");
   if (p.query_rope) {
-    like(p.query, "query_rope", *p.query_rope, "as query, but for R")
+    like(p.query, "query_rope", *p.query_rope, "as query, except R")
         .keeps(query_last, Dim::kMultipleOf16, "R");
-    like(p.key, "key_rope", *p.key_rope, "as key, but for R")
+    like(p.key, "key_rope", *p.key_rope, "as key, except R")
         .size(key_last, p.query_rope->sym_size(-1), "R of query_rope")
         .dense_rows();
   }

@@ -1,6 +1,7 @@
 """Inputs of the ops. ``<op>.py`` makes the keyword arguments of one call of that op: seeded ones of
 given lengths (``inputs``; ``ON_NPU``: the sizes that an NPU takes), ones with no attribute at its
-default (``not_default``), and random hostile ones (``random_call``; ``WEIGHT``: how often).
+default (``not_default``), random hostile ones (``random_call``; ``WEIGHT``: how often), and ones
+that break a rule (``rejected``).
 
 What an op may not read is poison: NaN in query and key rows past a sequence's length and in unused
 blocks, and block ids from INT_MIN to INT_MAX past a sequence's last block.
@@ -145,12 +146,12 @@ def on_meta(inputs: dict) -> dict:
     )
 
 
-def refusal(op: Callable, inputs: dict) -> str:
-    """The message of the error with which ``op`` refuses ``inputs``: the same on CPU and Meta."""
+def rejection(op: Callable, inputs: dict) -> str:
+    """The message of the error with which ``op`` rejects ``inputs``: the same on CPU and Meta."""
     messages = []
     for given in (inputs, on_meta(inputs)):
-        with pytest.raises(RuntimeError) as refused:
+        with pytest.raises(RuntimeError) as rejected:
             op(**given)
-        messages.append(str(refused.value))
-    assert messages[0] == messages[1], "CPU and Meta refuse in different words"
+        messages.append(str(rejected.value))
+    assert messages[0] == messages[1], "CPU and Meta reject in different words"
     return messages[0]

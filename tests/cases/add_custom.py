@@ -1,9 +1,11 @@
 """Arguments of ``add_custom``: a row for each query token."""
 
 import torch
+from torch import Tensor
 
 from . import DTYPES, random
 from .hostile import Maker
+from .rejections import each, none, table
 
 ON_NPU = {}
 WEIGHT = 1
@@ -29,3 +31,22 @@ def random_call(m: Maker) -> dict:
     dtype = m.rng.choice([*DTYPES, torch.float64])
     shape = tuple(m.rng.choice([0, 1, 2, 3, 7, 17]) for _ in range(m.rng.randint(0, 4)))
     return {name: m.tensor(shape, m.floats(dtype)) for name in ("self", "other")}
+
+
+def rejected() -> list:
+    call = dict(self=torch.zeros(4, 5), other=torch.zeros(4, 5))
+    row = table("add_custom", "add", call)
+    shape = "other must be of shape [4, 5] (shape of self; no broadcasting), got "
+    dtype = "self.dtype must be bfloat16, float16, float32 or float64, got "
+    other_dtype = "other.dtype must be float32 (dtype of self), got float64"
+    float8 = each(call, call, lambda x: x.to(torch.float8_e4m3fn))
+    return [
+        row("shape", f"{shape}[4, 4]", other=torch.zeros(4, 4)),
+        row("broadcast", f"{shape}[5]", other=torch.zeros(5)),
+        row("scalar", f"{shape}[]", other=torch.zeros(())),
+        row("dtype", other_dtype, other=torch.zeros(4, 5).double()),
+        row("integers", f"{dtype}int32", **each(call, call, Tensor.int)),
+        row("complex", f"{dtype}complex64", **each(call, call, Tensor.cfloat)),
+        row("float8", f"{dtype}float8_e4m3fn", **float8),
+        *none(row, call),
+    ]

@@ -1,9 +1,11 @@
 """Arguments of ``npu_lightning_indexer_pto``."""
 
 import torch
+from torch import Tensor
 
 from . import place, random, stored, token_counts
 from .hostile import HEADS, Maker, sequences
+from .rejections import COUNT, Op, each, in_layouts, none, optional, shared
 
 ON_NPU = dict(dim=128)
 WEIGHT = 7
@@ -73,3 +75,66 @@ def random_call(m: Maker) -> dict:
         sparse_mode=rng.choice([0, 3]),
         **s.arguments,
     )
+
+
+def rejected() -> list:
+    names = "layout_key", "actual_seq_lengths_key"
+    op = in_layouts("npu_lightning_indexer_pto", "index", inputs, *names)
+    scores = "compute the scores of the returned positions in torch, or call "
+    scores += "torch_npu.npu_lightning_indexer"
+    return [
+        *shared(op),
+        *rejected_dims(op),
+        *rejected_weights(op),
+        *none(op.row, op.pa, optional(op)),
+        *(
+            op.row(f"sparse_count-{n}", f"{COUNT}{n}", sparse_count=n)
+            for n in (0, -1, 2049, 2560, 3071, 4095, 8193, 9216, 2**40)
+        ),
+        # a keyword of torch_npu's standard op
+        op.row(
+            "return_value",
+            f"return_value must be False (only positions are returned), got True; {scores}",
+            return_value=True,
+        ),
+    ]
+
+
+def rejected_dims(op: Op) -> list:
+    row, query, key = op.row, op.pa["query"], op.pa["key"]
+    no_heads = dict(query=query[:, :, :0], weights=op.pa["weights"][..., :0])
+    of_16 = "must be a positive multiple of 16, got"
+    names = ("query", "key")
+    packed = each(op.tnd, names, lambda x: x[..., :24])
+    of_query = "must be 32 (D of query), got 16"
+    return [
+        row("no-heads", "query.size(2) must be at least 1 (N1), got 0", **no_heads),
+        row("D-not-16s", f"query.size(3) {of_16} 24", **each(op.pa, names, lambda x: x[..., :24])),
+        row("D-0", f"query.size(3) {of_16} 0", **each(op.pa, names, lambda x: x[..., :0])),
+        row("D-not-16s-TND", f"query.size(2) {of_16} 24", op.tnd, **packed),
+        row("key-D", f"key.size(3) {of_query}", key=key[..., :16]),
+        row("key-D-TND", f"key.size(2) {of_query}", op.tnd, key=op.tnd["key"][..., :16]),
+    ]
+
+
+def rejected_weights(op: Op) -> list:
+    weights, packed = op.pa["weights"], op.tnd["weights"]
+    of_query = "(shape of query without D), got"
+    dtype = "weights.dtype must be float32 (dtype of query), got"
+    half = "weights.dtype must be bfloat16 (dtype of query) or float32, got float16"
+    bfloat16 = op.pa | each(op.pa, ["query", "key"], Tensor.bfloat16)
+
+    def row(id: str, message: str, value: Tensor, inputs: dict = op.pa):
+        return op.row(f"weights-{id}", message, inputs, weights=value)
+
+    return [
+        row("rank", "weights must be of shape [B, S1, N1], got [2, 4, 4, 1]", weights[..., None]),
+        row("dtype", f"{dtype} float16", weights.half()),
+        row("float64", f"{dtype} float64", weights.double()),
+        row("dtype-of-bfloat16-query", half, weights.half(), bfloat16),
+        row("batch", f"weights.size(0) must be 2 {of_query} 1", weights[:1]),
+        row("tokens", f"weights.size(1) must be 4 {of_query} 3", weights[:, :3]),
+        row("heads", f"weights.size(2) must be 4 {of_query} 3", weights[..., :3]),
+        row("tokens-TND", f"weights.size(0) must be 6 {of_query} 5", packed[:5], op.tnd),
+        row("heads-TND", f"weights.size(1) must be 4 {of_query} 3", packed[:, :3], op.tnd),
+    ]

@@ -1,10 +1,13 @@
 """Arguments of ``npu_sparse_attention_pto``."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
 from . import block_tables, int32, random, slots
 from .hostile import BLOCK_SIZES, Maker
+from .rejections import COUNT, SCALE, SCALES, each, none, table, tensors, transposed
 
 CACHES = ("kv_cache", "kr_cache", "index_k_cache")
 ON_NPU = dict(hidden=64, q_rank=32, index_dim=128, sparse_count=8)
@@ -145,3 +148,195 @@ def random_call(m: Maker) -> dict:
             strides = torch.empty(wanted.shape, device="meta").stride()
             x[name] = cache.as_strided(wanted.shape, strides, 0)
     return x
+
+
+# the shape of each tensor, in the contract's letters
+SHAPES = {
+    "x": "[B, S1, H]",
+    "w_dq": "[H, Q]",
+    "w_uq_qr": "[Q, N1 * (P + R)]",
+    "w_uk": "[N1, P, L]",
+    "w_dkv_kr": "[H, L + R]",
+    "gamma_cq": "[Q]",
+    "gamma_ckv": "[L]",
+    "sin": "[B, S1, R]",
+    "cos": "[B, S1, R]",
+    "cache_index": "[B, S1]",
+    "kv_cache": "[blocks, block_size, 1, L]",
+    "kr_cache": "[blocks, block_size, 1, R]",
+    "block_table": "[B, blocks per sequence]",
+    "act_seqs": "[B]",
+    "w_idx_qb": "[Q, index heads * D]",
+    "w_idx_k": "[H, D]",
+    "w_idx_proj": "[H, index heads]",
+    "in_gamma_k": "[D]",
+    "in_beta_k": "[D]",
+    "index_k_cache": "[blocks, block_size, 1, D]",
+}
+INDEX_DIMS = "index heads of w_idx_proj * D of w_idx_k"
+# a tensor with 16 more in a dim, and the error: later tensors are compared with earlier ones
+GROWN = [
+    ("x", 0, "sin.size(0) must be 18 (B of x), got 2"),
+    ("x", 1, "sin.size(1) must be 19 (S1 of x), got 3"),
+    ("x", 2, "w_dq.size(0) must be 64 (H of x), got 48"),
+    ("w_dq", 0, "w_dq.size(0) must be 48 (H of x), got 64"),
+    ("w_dq", 1, "w_uq_qr.size(0) must be 40 (Q of w_dq), got 24"),
+    ("w_uq_qr", 0, "w_uq_qr.size(0) must be 24 (Q of w_dq), got 40"),
+    ("w_uq_qr", 1, "w_uq_qr.size(1) must be 96 (N1 * (P + R) of w_uk and kr_cache), got 112"),
+    ("w_uk", 0, "w_uq_qr.size(1) must be 608 (N1 * (P + R) of w_uk and kr_cache), got 96"),
+    ("w_uk", 1, "w_uq_qr.size(1) must be 144 (N1 * (P + R) of w_uk and kr_cache), got 96"),
+    ("w_uk", 2, "w_dkv_kr.size(1) must be 64 (L + R of w_uk and kr_cache), got 48"),
+    ("w_dkv_kr", 0, "w_dkv_kr.size(0) must be 48 (H of x), got 64"),
+    ("w_dkv_kr", 1, "w_dkv_kr.size(1) must be 48 (L + R of w_uk and kr_cache), got 64"),
+    ("gamma_cq", 0, "gamma_cq.size(0) must be 24 (Q of w_dq), got 40"),
+    ("gamma_ckv", 0, "gamma_ckv.size(0) must be 32 (L of w_uk), got 48"),
+    ("sin", 0, "sin.size(0) must be 2 (B of x), got 18"),
+    ("sin", 1, "sin.size(1) must be 3 (S1 of x), got 19"),
+    ("sin", 2, "sin.size(2) must be 16 (R of kr_cache), got 32"),
+    ("cos", 0, "cos.size(0) must be 2 (B of x), got 18"),
+    ("cos", 1, "cos.size(1) must be 3 (S1 of x), got 19"),
+    ("cos", 2, "cos.size(2) must be 16 (R of kr_cache), got 32"),
+    ("cache_index", 0, "cache_index.size(0) must be 2 (B of x), got 18"),
+    ("cache_index", 1, "cache_index.size(1) must be 3 (S1 of x), got 19"),
+    ("kv_cache", 0, "kr_cache.size(0) must be 24 (blocks of kv_cache), got 8"),
+    ("kv_cache", 1, "kr_cache.size(1) must be 32 (block_size of kv_cache), got 16"),
+    ("kv_cache", 2, "kv_cache.size(2) must be 1 (N2: one key head), got 17"),
+    ("kv_cache", 3, "kv_cache.size(3) must be 32 (L of w_uk), got 48"),
+    ("kr_cache", 0, "kr_cache.size(0) must be 8 (blocks of kv_cache), got 24"),
+    ("kr_cache", 1, "kr_cache.size(1) must be 16 (block_size of kv_cache), got 32"),
+    ("kr_cache", 2, "kr_cache.size(2) must be 1 (N2: one key head), got 17"),
+    ("kr_cache", 3, "w_uq_qr.size(1) must be 144 (N1 * (P + R) of w_uk and kr_cache), got 96"),
+    ("block_table", 0, "block_table.size(0) must be 2 (B of x), got 18"),
+    ("act_seqs", 0, "act_seqs.size(0) must be 2 (B of x), got 18"),
+    ("w_idx_qb", 0, "w_idx_qb.size(0) must be 24 (Q of w_dq), got 40"),
+    ("w_idx_qb", 1, f"w_idx_qb.size(1) must be 128 ({INDEX_DIMS}), got 144"),
+    ("w_idx_k", 0, "w_idx_k.size(0) must be 48 (H of x), got 64"),
+    ("w_idx_k", 1, f"w_idx_qb.size(1) must be 192 ({INDEX_DIMS}), got 128"),
+    ("w_idx_proj", 0, "w_idx_proj.size(0) must be 48 (H of x), got 64"),
+    ("w_idx_proj", 1, f"w_idx_qb.size(1) must be 640 ({INDEX_DIMS}), got 128"),
+    ("in_gamma_k", 0, "in_gamma_k.size(0) must be 32 (D of w_idx_k), got 48"),
+    ("in_beta_k", 0, "in_beta_k.size(0) must be 32 (D of w_idx_k), got 48"),
+    ("index_k_cache", 0, "index_k_cache.size(0) must be 8 (blocks of kv_cache), got 24"),
+    ("index_k_cache", 1, "index_k_cache.size(1) must be 16 (block_size of kv_cache), got 32"),
+    ("index_k_cache", 2, "index_k_cache.size(2) must be 1 (N2: one key head), got 17"),
+    ("index_k_cache", 3, "index_k_cache.size(3) must be 32 (D of w_idx_k), got 48"),
+]
+
+
+def rejected() -> list:
+    call = fused_inputs([40, 33], 3, sparse_count=8)
+    row = table("npu_sparse_attention_pto", "fused", call)
+    stride = "must be 1 (contiguous last dim), got 16; call .contiguous()"
+    return [
+        *rejected_dims(row, call),
+        *rejected_dtypes(row, call),
+        *none(row, call),
+        *(row(f"{x}.size({dim})", error, **{x: grown(call[x], dim)}) for x, dim, error in GROWN),
+        *(
+            row(
+                f"{name}-rank",
+                f"{name} must be of shape {shape}, got {[1, *call[name].shape]}",
+                **{name: call[name].unsqueeze(0)},
+            )
+            for name, shape in SHAPES.items()
+        ),
+        *(
+            row(f"{x}-stride", f"{x}.stride(-1) {stride}", **{x: transposed(call[x])})
+            for x in CACHES
+        ),
+        *(
+            row(f"sparse_count-{n}", f"{COUNT}{n}", sparse_count=n)
+            for n in (0, -1, 2049, 2560, 8193, 2**40)
+        ),
+        *(
+            row(f"scale-{x}", f"softmax_scale must be None, or {SCALE}{x:g}", softmax_scale=x)
+            for x in SCALES
+        ),
+        *(
+            row(f"eps-{x}", f"eps must be finite and at least 0, got {x:g}", eps=x)
+            for x in (-1.0, torch.inf, torch.nan)
+        ),
+    ]
+
+
+def grown(x: Tensor, dim: int) -> Tensor:
+    size = list(x.shape)
+    size[dim] += 16
+    return x.new_zeros(size)
+
+
+def rejected_dims(row: Callable, call: dict) -> list:
+    w_uk, w_uq_qr, w_dkv_kr = call["w_uk"], call["w_uq_qr"], call["w_dkv_kr"]
+    w_idx_proj, w_idx_qb, kr_cache = call["w_idx_proj"], call["w_idx_qb"], call["kr_cache"]
+    of_16 = "must be a positive multiple of 16, got"
+    no_heads = dict(w_uk=w_uk[:0], w_uq_qr=w_uq_qr[:, :0])
+    no_index_heads = dict(w_idx_proj=w_idx_proj[:, :0], w_idx_qb=w_idx_qb[:, :0])
+    L = dict(w_uk=w_uk[..., :24], w_dkv_kr=w_dkv_kr[:, :40], gamma_ckv=call["gamma_ckv"][:24])
+    R = dict(kr_cache=kr_cache[..., :8], w_uq_qr=w_uq_qr[:, :72], w_dkv_kr=w_dkv_kr[:, :40])
+    D = each(call, ["w_idx_k", "in_gamma_k", "in_beta_k"], lambda x: x[..., :24])
+    R_48 = dict(
+        kr_cache=torch.zeros(8, 16, 1, 48),
+        w_uq_qr=torch.zeros(24, 192),
+        w_dkv_kr=torch.zeros(48, 80),
+    )
+    above = "kr_cache.size(3) must be at most 32 (the indexer rotates the first R of its D dims), "
+    two_heads = each(call, CACHES, lambda x: x.repeat(1, 1, 2, 1))
+    block = "kv_cache.size(1) must be a multiple of 16 up to 1024 (block_size), got"
+    return [
+        row("no-heads", "w_uk.size(0) must be at least 1 (N1), got 0", **no_heads),
+        row(
+            "no-index-heads",
+            "w_idx_proj.size(1) must be at least 1 (index heads), got 0",
+            **no_index_heads,
+        ),
+        row("L-not-16s", f"w_uk.size(2) {of_16} 24", **L),
+        row("R-not-16s", f"kr_cache.size(3) {of_16} 8", **R),
+        row("D-not-16s", f"w_idx_k.size(1) {of_16} 24", w_idx_qb=w_idx_qb[:, :96], **D),
+        row("R-above-D", f"{above}got 48", **R_48),
+        row("two-key-heads", "kv_cache.size(2) must be 1 (N2: one key head), got 2", **two_heads),
+        row("block-size-8", f"{block} 8", **each(call, CACHES, lambda x: x[:, :8])),
+        row("block-size-0", f"{block} 0", **each(call, CACHES, lambda x: x[:, :0])),
+        row(
+            "block-size-1040",
+            f"{block} 1040",
+            **each(call, CACHES, lambda x: x.repeat(1, 65, 1, 1)),
+        ),
+    ]
+
+
+def rejected_dtypes(row: Callable, call: dict) -> list:
+    floating = [name for name in tensors(call) if call[name].is_floating_point()]
+    expected = dict.fromkeys(floating, "float32 (dtype of x)") | dict(
+        x="bfloat16, float16 or float32",
+        cache_index="int32 or int64 (flat slots of the caches)",
+        block_table="int32 (block ids)",
+        act_seqs="int32 (keys of each sequence)",
+    )
+
+    def of(name: str, dtype: torch.dtype):
+        got = str(dtype).removeprefix("torch.")
+        message = f"{name}.dtype must be {expected[name]}, got {got}"
+        return row(f"{name}-{got}", message, **{name: call[name].to(dtype)})
+
+    half = call | each(call, [name for name in floating if name not in ("sin", "cos")], Tensor.half)
+    return [
+        *(of(name, torch.float64) for name in expected),
+        *(of(name, torch.bfloat16) for name in floating if name != "x"),
+        of("block_table", torch.int64),
+        of("act_seqs", torch.int64),
+        of("cache_index", torch.int16),
+        row(
+            "x-bfloat16",
+            "w_dq.dtype must be bfloat16 (dtype of x), got float32",
+            x=call["x"].bfloat16(),
+        ),
+        *(
+            row(
+                f"{name}-float64-of-float16-x",
+                f"{name}.dtype must be float16 (dtype of x) or float32, got float64",
+                half,
+                **{name: call[name].double()},
+            )
+            for name in ("sin", "cos")
+        ),
+    ]

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from . import INT_MAX, INT_MIN, int32, place, random, stored, token_counts, visible_keys
 from .hostile import HEADS, Maker, sequences
+from .rejections import SCALE, SCALES, Op, each, in_layouts, none, optional, shared, transposed
 
 ON_NPU = {}
 WEIGHT = 7
@@ -133,3 +134,119 @@ def random_call(m: Maker) -> dict:
         sparse_mode=rng.choice([0, 3]),
         **s.arguments,
     )
+
+
+def rejected() -> list:
+    names = "layout_kv", "actual_seq_lengths_kv"
+    op = in_layouts("npu_sparse_flash_attention_pto", "attend", inputs, *names)
+    row = op.row
+    return [
+        *shared(op),
+        *rejected_dims(op),
+        *rejected_values(op),
+        *rejected_indices(op),
+        *rejected_ropes(op),
+        *rejected_keywords(op),
+        *none(row, op.pa, optional(op)),
+        *(row(f"scale-{x}", f"scale_value must be {SCALE}{x:g}", scale_value=x) for x in SCALES),
+        *(
+            row(
+                f"sparse_block_size-{n}",
+                f"sparse_block_size must be 1 (an index names one key), got {n}",
+                sparse_block_size=n,
+            )
+            for n in (0, 2, 64)
+        ),
+    ]
+
+
+def rejected_dims(op: Op) -> list:
+    no_heads = each(op.pa, ["query", "query_rope"], lambda x: x[:, :, :0])
+    of_24 = each(op.pa, ["query", "key"], lambda x: x[..., :24])
+    of_query = "key.size(3) must be 32 (L of query), got 16"
+    return [
+        op.row("no-heads", "query.size(2) must be at least 1 (N1), got 0", **no_heads),
+        op.row("L-not-16s", "query.size(3) must be a positive multiple of 16, got 24", **of_24),
+        op.row("key-L", of_query, key=op.pa["key"][..., :16]),
+    ]
+
+
+def rejected_values(op: Op) -> list:
+    key = op.pa["key"]
+    stride = "stride(-1) must be 1 (contiguous last dim), got 16; call .contiguous()"
+
+    def row(id: str, message: str, value: Tensor):
+        return op.row(f"value-{id}", f"value{message}", value=value)
+
+    return [
+        row("rank", " must be of shape as key, got [16, 1, 32]", key[0]),
+        row("L", ".size(3) must be 32 (as key), got 16", key[..., :16]),
+        row("blocks", ".size(0) must be 8 (as key), got 2", key[:2]),
+        row("dtype", ".dtype must be float32 (as key), got float16", key.half()),
+        row("last-stride", f".{stride}", transposed(key)),
+    ]
+
+
+def rejected_indices(op: Op) -> list:
+    indices, packed = op.pa["sparse_indices"], op.tnd["sparse_indices"]
+    one_head = "must be 1 (N2: one key head), got 2"
+
+    def row(id: str, message: str, value: Tensor, inputs: dict = op.pa):
+        message = f"sparse_indices{message}"
+        return op.row(f"indices-{id}", message, inputs, sparse_indices=value)
+
+    return [
+        row("rank", " must be of shape [B, S1, 1, K], got [4, 1, 8]", indices[0]),
+        row("dtype", ".dtype must be int32 (positions), got int64", indices.long()),
+        row("batch", ".size(0) must be 2 (as query), got 1", indices[:1]),
+        row("tokens", ".size(1) must be 4 (as query), got 2", indices[:, :2]),
+        row("heads", f".size(2) {one_head}", indices.repeat(1, 1, 2, 1)),
+        row("tokens-TND", ".size(0) must be 6 (as query), got 5", packed[:5], op.tnd),
+        row("heads-TND", f".size(1) {one_head}", packed.repeat(1, 2, 1), op.tnd),
+    ]
+
+
+def rejected_ropes(op: Op) -> list:
+    query, key = op.pa["query_rope"], op.pa["key_rope"]
+    of_8 = each(op.pa, ["query_rope", "key_rope"], lambda x: x[..., :8])
+    stride = "key_rope.stride(-1) must be 1 (contiguous last dim), got 16; call .contiguous()"
+    without_key = "key_rope must be a tensor, as query_rope is, got None"
+    without_query = "key_rope must be None, as query_rope is, got a tensor"
+
+    def of_query(id: str, message: str, value: Tensor):
+        return op.row(f"query_rope-{id}", f"query_rope{message}", query_rope=value)
+
+    def of_key(id: str, message: str, value: Tensor):
+        return op.row(f"key_rope-{id}", f"key_rope{message}", key_rope=value)
+
+    return [
+        op.row("query_rope-alone", without_key, key_rope=None),
+        op.row("key_rope-alone", without_query, query_rope=None),
+        of_query("rank", " must be of shape as query, except R, got [4, 4, 16]", query[0]),
+        of_query("heads", ".size(2) must be 4 (as query, except R), got 3", query[:, :, :3]),
+        of_query("tokens", ".size(1) must be 4 (as query, except R), got 2", query[:, :2]),
+        of_query("dtype", ".dtype must be float32 (as query, except R), got float16", query.half()),
+        op.row("R-not-16s", "query_rope.size(3) must be a positive multiple of 16, got 8", **of_8),
+        of_key("R", ".size(3) must be 16 (R of query_rope), got 32", key.repeat(1, 1, 1, 2)),
+        of_key("rank", " must be of shape as key, except R, got [16, 1, 16]", key[0]),
+        of_key("blocks", ".size(0) must be 8 (as key, except R), got 2", key[:2]),
+        of_key("heads", ".size(2) must be 1 (as key, except R), got 2", key.repeat(1, 1, 2, 1)),
+        of_key("dtype", ".dtype must be float32 (as key, except R), got float16", key.half()),
+        op.row("key_rope-last-stride", stride, key_rope=transposed(key)),
+    ]
+
+
+def rejected_keywords(op: Op) -> list:
+    """Keywords of torch_npu's standard op."""
+    standard = "or call torch_npu.npu_sparse_flash_attention"
+    mode = "attention_mode must be 2 (MLA, absorbed), got {}; omit it, and pass the RoPE dims as "
+    mode += "query_rope and key_rope"
+    lse = "return_softmax_lse must be False (only the output is returned), got True; select all "
+    lse += f"keys of a token in one call, {standard}"
+    sinks = f"sinks must be None (attention sinks are unsupported), got {{}}; omit it, {standard}"
+    return [
+        *(op.row(f"attention_mode-{x}", mode.format(x), attention_mode=x) for x in (0, 1, None)),
+        op.row("return_softmax_lse", lse, return_softmax_lse=True),
+        op.row("sinks", sinks.format("a tensor"), sinks=torch.zeros(4)),
+        op.row("sinks-number", sinks.format("0.0"), sinks=0.0),
+    ]

@@ -1,0 +1,250 @@
+"""Calls that an op must reject, each of which breaks one rule: rows of a test's parameters, which
+are op, arguments, and the error's text after the name of the op. ``rejected`` in ``<op>.py`` lists
+those of an op; the rules of queries, keys, lengths and block tables, which two ops share, are here.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from . import int32
+
+
+def table(op: str, prefix: str, default: dict) -> Callable:
+    """``row(id, message, inputs, **change)``: the call of ``inputs | change``."""
+
+    def row(id: str, message: str, inputs: dict = default, /, **change):
+        return pytest.param(op, inputs | change, message, id=f"{prefix}-{id}")
+
+    return row
+
+
+def tensors(inputs: dict) -> list[str]:
+    return [name for name, x in inputs.items() if isinstance(x, Tensor)]
+
+
+def each(inputs: dict, names: Iterable[str], change: Callable[[Tensor], Tensor]) -> dict:
+    return {name: change(inputs[name]) for name in names}
+
+
+def transposed(x: Tensor) -> Tensor:
+    """The same shape, but with strided rows."""
+    return x.transpose(1, 3).contiguous().transpose(1, 3)
+
+
+def none(row: Callable, inputs: dict, optional: Iterable[str] = ()) -> list:
+    """None for each required tensor."""
+    required = [name for name in tensors(inputs) if name not in optional]
+    message = "{} must be a tensor, got None"
+    return [row(f"{name}-None", message.format(name), **{name: None}) for name in required]
+
+
+COUNT = "sparse_count must be 1 to 2048, or 3072 to 8192 in steps of 1024, got "
+SCALE = "from 1e-38 to 2e38 (finite and positive in float32), got "
+# the last ones: subnormal, 0 and infinite in float32
+SCALES = [0.0, -1.0, float("inf"), float("nan"), 1e-40, 1e-300, 1e300, 3e38]
+BLOCK_SIZE = "key.size(1) must be a multiple of 16 up to 1024 (block_size), got "
+MODE = "sparse_mode must be 0 (every key) or 3 (causal, right-aligned), got "
+QUERY_DTYPE = "query.dtype must be bfloat16, float16 or float32, got "
+WINDOW = "9223372036854775807 (2**63 - 1: no window)"
+WINDOW_REMEDY = "omit it (sparse_mode and the lengths determine the keys that a token sees)"
+
+# what follows where a tensor has as many dims as the other layout has
+NEEDS_TND = (
+    "; [T1, N1, D] needs layout_query 'TND', {} 'PA_BSND' or 'TND', and actual_seq_lengths_query: "
+    "int32 inclusive prefix sums of query tokens [B]"
+)
+NEEDS_BSND = (
+    "; [B, S1, N1, D] needs layout_query 'BSND', {} 'PA_BSND' or 'BSND', and "
+    "actual_seq_lengths_query None or int32 query tokens of each sequence [B]"
+)
+KEYS_NEED_TND = (
+    "; [T2, 1, D] needs layout_query and {} 'TND', and int32 inclusive prefix sums [B] in "
+    "actual_seq_lengths_query and {}"
+)
+KEYS_NEED_FOUR_DIMS = (
+    "; [blocks, block_size, 1, D] needs {0} 'PA_BSND' and block_table; [B, S2, 1, D] needs "
+    "layout_query and {0} 'BSND'"
+)
+LACKS_HEAD_DIM = "; [blocks, block_size, D] lacks the head dim: pass key.unsqueeze(2)"
+
+
+class Op(NamedTuple):
+    """One of the two ops: its keys' layout and lengths by name, and a call in each layout."""
+
+    row: Callable
+    layout: str
+    lengths: str
+    pa: dict
+    bsnd: dict
+    tnd: dict
+    tnd_pa: dict
+
+
+def in_layouts(op: str, prefix: str, inputs: Callable, layout: str, lengths: str) -> Op:
+    def call(layout_query: str, layout_key: str) -> dict:
+        return inputs([3, 2], [40, 33], **{"layout_query": layout_query, layout: layout_key})
+
+    pa, bsnd, tnd = call("BSND", "PA_BSND"), call("BSND", "BSND"), call("TND", "TND")
+    return Op(table(op, prefix, pa), layout, lengths, pa, bsnd, tnd, call("TND", "PA_BSND"))
+
+
+def shared(op: Op) -> list:
+    parts = [layout_names, queries_and_keys, query_shapes, key_shapes, lengths, block_tables, modes]
+    return [row for part in parts for row in part(op)]
+
+
+def layout_names(op: Op) -> list:
+    row, layout = op.row, op.layout
+    query = "layout_query must be 'BSND' or 'TND', got "
+    bsnd = f"{layout} must be 'PA_BSND' or 'BSND' (layout_query), got "
+    tnd = f"{layout} must be 'PA_BSND' or 'TND' (layout_query), got "
+    return [
+        row("layout_query", f"{query}'BNSD'", layout_query="BNSD"),
+        row("layout_query-paged", f"{query}'PA_BSND'", layout_query="PA_BSND"),
+        row(layout, f"{bsnd}'SBND'", **{layout: "SBND"}),
+        row("TND-keys-BSND-query", f"{bsnd}'TND'", op.tnd, layout_query="BSND"),
+        row("BSND-keys-TND-query", f"{tnd}'BSND'", op.tnd, **{layout: "BSND"}),
+    ]
+
+
+def queries_and_keys(op: Op) -> list:
+    row, query, key = op.row, op.pa["query"], op.pa["key"]
+    key_dtype = "key.dtype must be float32 (dtype of query), got bfloat16"
+    heads = "must be 1 (N2: one key head), got 2"
+    stride = "key.stride(-1) must be 1 (contiguous last dim), got 16; call .contiguous()"
+    batch = "key.size(0) must be 2 (B of query), got 1"
+    return [
+        row("query-dtype", f"{QUERY_DTYPE}int32", query=query.int()),
+        row("query-float64", f"{QUERY_DTYPE}float64", query=query.double()),
+        row("key-dtype", key_dtype, key=key.bfloat16()),
+        row("two-key-heads", f"key.size(2) {heads}", key=key.repeat(1, 1, 2, 1)),
+        row("two-key-heads-TND", f"key.size(1) {heads}", op.tnd, key=op.tnd["key"].repeat(1, 2, 1)),
+        row("key-last-stride", stride, key=transposed(key)),
+        row("block-size-24", f"{BLOCK_SIZE}24", key=torch.zeros(9, 24, 1, 32)),
+        row("block-size-0", f"{BLOCK_SIZE}0", key=torch.zeros(9, 0, 1, 32)),
+        row("block-size-1040", f"{BLOCK_SIZE}1040", key=torch.zeros(9, 1040, 1, 32)),
+        row("key-batch", batch, op.bsnd, key=op.bsnd["key"][:1]),
+    ]
+
+
+def query_shapes(op: Op) -> list:
+    """Queries in a layout that the call does not name."""
+    row, query = op.row, op.pa["query"]
+    bsnd = "query must be of shape [B, S1, N1, D] (layout_query 'BSND'), got "
+    tnd = "query must be of shape [T1, N1, D] (layout_query 'TND'), got "
+    packed = f"{bsnd}[8, 4, 32]" + NEEDS_TND.format(op.layout)
+    padded = f"{tnd}[2, 4, 4, 32]" + NEEDS_BSND.format(op.layout)
+    return [
+        row("TND-query-named-BSND-PA_BSND-keys", packed, query=query.flatten(0, 1)),
+        row("TND-query-named-BSND-BSND-keys", packed, op.bsnd, query=query.flatten(0, 1)),
+        row("BSND-query-named-TND-PA_BSND-keys", padded, op.tnd_pa, query=query),
+        row("BSND-query-named-TND-TND-keys", padded, op.tnd, query=query),
+        row("query-of-2-dims", f"{bsnd}[32, 32]", query=query.flatten(0, 2)),
+    ]
+
+
+def key_shapes(op: Op) -> list:
+    """Keys in a layout that the call does not name."""
+    row, key, packed = op.row, op.pa["key"], op.tnd["key"]
+    needs_tnd = KEYS_NEED_TND.format(op.layout, op.lengths)
+    paged = "key must be of shape [blocks, block_size, 1, D] (paged), got [8, 16, 32]"
+    paged += LACKS_HEAD_DIM + needs_tnd
+    bsnd = "key must be of shape [B, S2, 1, D] (BSND), got [75, 1, 32]" + needs_tnd
+    tnd = "key must be of shape [T2, 1, D] (TND), got "
+    paged_as_tnd = f"{tnd}[8, 16, 1, 32]" + KEYS_NEED_FOUR_DIMS.format(op.layout)
+    return [
+        row("cache-without-head-dim-BSND-query", paged, key=key[:, :, 0]),
+        row("cache-without-head-dim-TND-query", paged, op.tnd_pa, key=key[:, :, 0]),
+        row("TND-keys-named-BSND", bsnd, op.bsnd, key=packed),
+        row("PA_BSND-keys-named-TND", paged_as_tnd, op.tnd, key=key),
+        row("key-of-2-dims", f"{tnd}[75, 32]", op.tnd, key=packed[:, 0]),
+    ]
+
+
+def lengths(op: Op) -> list:
+    row, name = op.row, op.lengths
+    short = f"lengths-{name.rpartition('_')[2]}"
+    meaning = "keys of each sequence [B], for a paged cache"
+    packed = "inclusive prefix sums of keys [B], for 'TND'"
+    batch = f"{name}.size(0) must be 2 (B), got "
+    of_query = "actual_seq_lengths_query"
+    packed_query = "inclusive prefix sums of query tokens [B], for 'TND'"
+    no_query = f"{of_query} must be an int32 tensor: {packed_query}, got None"
+
+    def given(id: str, message: str, values, inputs: dict = op.pa):
+        return row(f"{short}-{id}", message, inputs, **{name: values})
+
+    def given_query(id: str, message: str, values):
+        return row(f"lengths-query-{id}", f"{of_query}{message}", **{of_query: values})
+
+    return [
+        row(f"no-{short}", f"{name} must be an int32 tensor: {meaning}, got None", **{name: None}),
+        given(
+            "dtype", f"{name}.dtype must be int32 ({meaning}), got int64", torch.tensor([40, 33])
+        ),
+        given("rank", f"{name} must be of shape [B], got [1, 2]", int32([[40, 33]])),
+        given("batch", f"{batch}3", int32([40, 33, 1])),
+        given("batch-BSND", f"{batch}1", int32([40]), op.bsnd),
+        given("batch-TND", f"{batch}1", int32([40]), op.tnd),
+        row(
+            f"no-{short}-TND",
+            f"{name} must be an int32 tensor: {packed}, got None",
+            op.tnd,
+            **{name: None},
+        ),
+        row("no-lengths-query-TND", no_query, op.tnd_pa, actual_seq_lengths_query=None),
+        given_query(
+            "dtype",
+            ".dtype must be int32 (query tokens of each sequence [B]), got int64",
+            torch.tensor([3, 2]),
+        ),
+        given_query("rank", " must be of shape [B], got []", int32(3)),
+        given_query("batch", ".size(0) must be 2 (B), got 1", int32([3])),
+    ]
+
+
+def block_tables(op: Op) -> list:
+    row, table = op.row, op.pa["block_table"]
+    shape = "[B, blocks per sequence]"
+    missing = f"block_table must be an int32 tensor: block ids {shape}, for a paged cache, got None"
+    unused = f"block_table must be None ({op.layout} is '{{}}', not 'PA_BSND'), got a tensor"
+    batch = "block_table.size(0) must be 2 (B), got 1"
+    return [
+        row("no-block-table", missing, block_table=None),
+        row(
+            "block-table-dtype",
+            "block_table.dtype must be int32 (block ids), got int64",
+            block_table=table.long(),
+        ),
+        row(
+            "block-table-rank",
+            f"block_table must be of shape {shape}, got [4]",
+            block_table=table[0],
+        ),
+        row("block-table-batch", batch, block_table=table[:1]),
+        row("block-table-batch-TND", batch, op.tnd_pa, block_table=table[:1]),
+        row("block-table-BSND", unused.format("BSND"), op.bsnd, block_table=table),
+        row("block-table-TND", unused.format("TND"), op.tnd, block_table=table),
+    ]
+
+
+def modes(op: Op) -> list:
+    row = op.row
+    return [
+        *(row(f"sparse_mode-{n}", f"{MODE}{n}", sparse_mode=n) for n in (-1, 1, 2, 4, 2**32 + 3)),
+        # a keyword of torch_npu's standard ops
+        *(
+            row(f"{name}-{n}", f"{name} must be {WINDOW}, got {n}; {WINDOW_REMEDY}", **{name: n})
+            for name in ("pre_tokens", "next_tokens")
+            for n in (0, -1, 128, 2**63 - 2)
+        ),
+    ]
+
+
+def optional(op: Op) -> list[str]:
+    """Tensors of the call that may be None, or whose absence another rule rejects."""
+    return ["block_table", op.lengths, "actual_seq_lengths_query", "query_rope", "key_rope"]
