@@ -21,7 +21,7 @@ class Description(NamedTuple):
     """Properties of one op.
 
     Args:
-        outputs: names and dtypes of what the op returns; a schema names none.
+        outputs: names and dtypes of the returned tensors, which a schema does not name.
         dtypes: tensors whose dtypes on an NPU are other than bfloat16 and float16.
         absent: the value that stands for None in a GE attribute, which cannot hold None.
         notes: paragraphs for readers of the GE prototype, on facts that its declaration lacks.

@@ -28,9 +28,9 @@ def verify(device: str, op: str = "") -> bool:
     if device == "interpreter":
         from .simulation import calculator, on_cpu
 
-        calculator.load()  # once, and not within a check
+        calculator.load()  # once, before the first check
         context = on_cpu()
-    # the NPU programs take no float32
+    # the NPU programs do not support float32
     dtypes = [torch.bfloat16, torch.float16] + [torch.float32] * (device == "cpu")
     place = "npu" if device == "npu" else "cpu"
     print(ROW.format("result", f"op on {device}", "dtype", "shape", "error", "allowed"))

@@ -1,4 +1,4 @@
-"""torchair's converters of the ops, made from their schemas: refusals, then one constructor."""
+"""torchair's converters of the ops, made from their schemas: the NPU's checks, then one GE node."""
 
 from typing import Any
 
@@ -14,13 +14,13 @@ from ..schemas import bound, overload
 
 
 def register(op: str) -> None:
-    """Registers the converter of an op with torchair, which calls it with the schema's names."""
+    """Registers the converter of an op with torchair, which calls it by the schema's names."""
     description = OPS[op]
     returned = len(description.outputs)
 
     def convert(*args, **kwargs):
         arguments = bound(op, args, kwargs)
-        refuse(op, arguments)
+        check(op, arguments)
         tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
         infer_shapes_anew(tensors[0])
         for name, value in description.absent.items():
@@ -29,8 +29,7 @@ def register(op: str) -> None:
         outputs = getattr(ops, op.removeprefix("npu_"))(**arguments)
         if not isinstance(outputs, tuple):
             return outputs
-        # written inputs are outputs of the node, by which torchair knows that it writes them, and
-        # not of the op
+        # the node also outputs the inputs that it writes, as torchair requires; the op does not
         return outputs[0] if returned == 1 else outputs[:returned]
 
     schema = overload(op)._schema
@@ -39,17 +38,17 @@ def register(op: str) -> None:
     register_fx_node_ge_converter(overload(op))(convert)
 
 
-def refuse(op: str, arguments: dict[str, Any]) -> None:
-    """Refuses what an NPU cannot take, by the rules and in the words of eager mode.
+def check(op: str, arguments: dict[str, Any]) -> None:
+    """Rejects a call that an NPU does not support, with the messages of eager mode.
 
-    The check of :mod:`custom_pypto.npu` is asked about the call that is being compiled, and again
-    with symbols for the sizes that are dynamic: what it finds true of them becomes a guard, so that
-    a call that breaks a rule is compiled anew, and refused. No size becomes a constant but one that
-    a rule allows one value only.
+    The check of :mod:`custom_pypto.npu` runs twice: with the sizes of the call being compiled, and
+    with symbols for dynamic sizes. Each condition on a symbol becomes a guard, so that a later call
+    that violates it is recompiled, and rejected. Sizes stay dynamic unless a rule allows a single
+    value.
 
-    Caches must be contiguous as in eager mode, though GE's tensors have no strides: torchair would
-    copy a strided cache at every call, and a written one back. Nothing else has to be. Only what
-    ``CUSTOM_PYPTO_READY_ON_HOST`` demands does not apply: it is about eager launches.
+    Caches must be contiguous as in eager mode, although GE's tensors have no strides: torchair
+    would copy a strided cache in every call, and a written one back. Other tensors may be strided.
+    ``CUSTOM_PYPTO_READY_ON_HOST`` applies to eager launches only.
     """
     npu.check(op, {name: _in_this_call(value) for name, value in arguments.items()})
     symbolic = {n: x.meta if isinstance(x, Tensor) else x for n, x in arguments.items()}
@@ -57,7 +56,7 @@ def refuse(op: str, arguments: dict[str, Any]) -> None:
 
 
 def _in_this_call(argument):
-    """A tensor's sizes, strides and dtype as numbers, which messages can name."""
+    """A tensor with the numbers of this call as sizes and strides, for readable messages."""
     if not isinstance(argument, Tensor):
         return argument
     meta = argument.meta
@@ -66,11 +65,11 @@ def _in_this_call(argument):
 
 
 def infer_shapes_anew(tensor: Tensor) -> None:
-    """Lets torchair infer the shapes of this node without what it remembers of the nodes before.
+    """Disables the cache of torchair's shape inference for the rest of this compilation.
 
-    To write a node's shape rule, torchair calls the Meta function on sizes that are new symbols, in
-    the fake mode of the graph. The symbols of every node have the same names, and the mode's cache
-    would give this node results that hold those of another, which ends in "infer and generate sym
-    shape failed" and no rule. The mode lives as long as this compilation.
+    To derive a node's shape rule, torchair calls the Meta function on new symbols, in the fake mode
+    of the graph. The symbols of all nodes have the same names, so the mode's cache would return the
+    symbols of another node; torchair then reports "infer and generate sym shape failed" and has no
+    rule.
     """
     tensor.meta.fake_mode.cache_enabled = False

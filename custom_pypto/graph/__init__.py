@@ -1,4 +1,4 @@
-"""What the ops are as GE operators.
+"""The ops as GE operators.
 
 ``<op>.h`` is the prototype of an op, in the form that CANN compiles; :mod:`.ops` builds a node of
 each operator. ``python -m custom_pypto.graph`` writes both from the ops' schemas and descriptions,

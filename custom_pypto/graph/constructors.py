@@ -1,6 +1,6 @@
 """Writes Python functions that build a node of each GE operator, from the prototypes.
 
-Their text is formatted as by ruff, so that no formatter is needed to compare it.
+The text has ruff's format, so that comparing it needs no formatter.
 """
 
 import json
@@ -66,7 +66,7 @@ def _function(prototype: Prototype) -> str:
 def _parameters(prototype: Prototype) -> Iterator[str]:
     required = [i for i, tensor in enumerate(prototype.inputs) if tensor.kind != "optional"]
     for i, tensor in enumerate(prototype.inputs):
-        # as in Python, no default before one that must be given
+        # as in Python, no default before a required parameter
         default = " = None" if i > max(required, default=-1) else ""
         yield f"{tensor.name}: {TENSOR[tensor.kind]}{default}"
     if prototype.attributes:

@@ -1,10 +1,10 @@
-"""What each op means, in plain torch: slow, materialises everything, and is the definition that
-the kernels are tested against.
+"""Reference implementations of the ops in plain torch. They are slow, materialise everything, and
+define the results that the kernels are tested against.
 
-``<op>.py`` has three functions. One is the op itself, by its name. ``checks(dtypes)`` makes seeded
-calls for ``python -m custom_pypto verify``: dtype, shape and arguments of each. ``error(got,
-expected, mine, theirs)`` tells how far a result is from the definition's and how far it may be;
-``mine`` and ``theirs`` are the arguments as the op and the definition have left them.
+``<op>.py`` has three functions. One is the op itself, under its name. ``checks(dtypes)`` yields
+seeded calls for ``python -m custom_pypto verify``: dtype, shape and arguments of each. ``error(got,
+expected, mine, theirs)`` returns the error of a result and its bound; ``mine`` and ``theirs`` are
+the arguments after the call of the op and of the reference.
 """
 
 import importlib
@@ -13,5 +13,5 @@ from ..descriptions import OPS
 
 MODULES = {op: importlib.import_module(f"{__name__}.{op}") for op in OPS}
 
-# after all imports, each of which puts a module under the op's name
+# after all imports, since each sets the op's name to a module
 globals().update({op: getattr(module, op) for op, module in MODULES.items()})

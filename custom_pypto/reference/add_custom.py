@@ -17,5 +17,5 @@ def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
 
 
 def error(got: Tensor, expected: Tensor, mine: dict, theirs: dict) -> tuple[float, float]:
-    """How many elements differ."""
+    """The number of different elements."""
     return float((got != expected).sum()), 0.0

@@ -1,5 +1,5 @@
-"""What the checks of several ops share. Sequences are ragged, blocks shuffled, and block ids past a
-sequence's end are no blocks.
+"""Shared by the checks of several ops. Sequences are ragged, blocks shuffled, and block ids past a
+sequence's end invalid.
 """
 
 from collections.abc import Callable, Iterator
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-# 2 units of rounding of bfloat16 and float16: one for the result, one for what is rounded before;
-# float32 sums of some hundred products in another order
+# bfloat16, float16: 2 units of rounding, one for the result, one for intermediate values; float32:
+# sums of some hundred products in another order
 ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
 # lengths, S1, K
 SIZES = [([1], 1, 16), ([300, 0, 1000], 1, 128), ([131, 5], 4, 16), ([5000], 2, 2048)]
@@ -18,7 +18,7 @@ INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 
 def of_sequences(dtypes: list[torch.dtype], sizes: list, arguments: Callable) -> Iterator[tuple]:
-    """Checks by ``arguments(dtype, lengths, S1, K)``."""
+    """Checks with the arguments that ``arguments(dtype, lengths, S1, K)`` makes."""
     for dtype in dtypes:
         for lengths, S1, K in sizes:
             shape = f"lengths {lengths}, S1 {S1}, K {K}"
@@ -26,7 +26,7 @@ def of_sequences(dtypes: list[torch.dtype], sizes: list, arguments: Callable) ->
 
 
 def cache(lengths: list[int], g: torch.Generator) -> tuple[Tensor, Tensor, int]:
-    """Lengths, a shuffled block table that is hostile past the end, and the number of blocks."""
+    """Lengths, a shuffled block table with invalid ids past the end, and the number of blocks."""
     blocks = [-(-n // BLOCK) for n in lengths]
     hostile = torch.tensor([INT_MIN, -1, INT_MAX], dtype=torch.int32)
     table = hostile.repeat(max(blocks) + 1)[: max(blocks) + 1].repeat(len(lengths), 1)

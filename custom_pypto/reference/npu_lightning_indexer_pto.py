@@ -9,7 +9,7 @@ from .sequences import key_slots, query_tokens
 
 def scores(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
     """``sum_h weights[h] * relu(query[h] . keys[j])`` of one token, in float32."""
-    # + 0.0 turns -0 into +0: the two are equal scores
+    # + 0.0 turns -0 into +0, which must tie
     return weights.float() @ torch.relu(query.float() @ keys.float().T) + 0.0
 
 
@@ -26,7 +26,7 @@ def npu_lightning_indexer_pto(
     sparse_count: int = 2048,
     sparse_mode: int = 3,
 ) -> Tensor:
-    """The best ``sparse_count`` positions by :func:`scores`; the lower position first if equal."""
+    """The best ``sparse_count`` positions by :func:`scores`; ties by ascending position."""
     batch = len(actual_seq_lengths_query) if layout_query == "TND" else query.size(0)
     slots = key_slots(key, layout_key, actual_seq_lengths_key, block_table, batch)
     out = query.new_full((*query.shape[:-2], 1, sparse_count), -1, dtype=torch.int32)
@@ -39,7 +39,7 @@ def npu_lightning_indexer_pto(
         slot = slots[token.sequence][: token.visible]
         position = (slot >= 0).nonzero().squeeze(1)
         score = scores(q[token.row], k[slot[position]], w[token.row])
-        # torch.sort ranks NaN first; stable: the lower position first among equals
+        # torch.sort ranks NaN first; stable: ties by ascending position
         best = torch.sort(score, descending=True, stable=True).indices[:sparse_count]
         rows[token.row, 0, : len(best)] = position[best].int()
     return out
@@ -64,7 +64,7 @@ def _arguments(dtype: torch.dtype, lengths: list[int], S1: int, K: int) -> dict:
 
 
 def error(got: Tensor, expected: Tensor, mine: dict, theirs: dict) -> tuple[float, float]:
-    """By how much a score that was missed, or one further back in its row, is too good."""
+    """The largest excess of a missed score, or of a score over the one before it in its row."""
     query, weights = theirs["query"].double(), theirs["weights"].double()
     keys = theirs["key"].flatten(0, -2).double()
     slots = key_slots(

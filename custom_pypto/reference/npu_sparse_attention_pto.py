@@ -15,7 +15,8 @@ def rms_norm(x: Tensor, gamma: Tensor, eps: float) -> Tensor:
 
 
 def rope_interleaved(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-    """Rotates pairs (x0, x1), (x2, x3), ... of ``[B, S, N, R]``; first members come out first."""
+    """Rotates pairs (x0, x1), (x2, x3), ... of ``[B, S, N, R]``; the output has all first members,
+    then all second."""
     half = x.size(-1) // 2
     sin, cos = sin[..., None, :half].float(), cos[..., None, :half].float()
     even, odd = x[..., 0::2].float(), x[..., 1::2].float()
@@ -23,7 +24,7 @@ def rope_interleaved(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
 
 
 def rope_half_split(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
-    """Rotates pairs (x_i, x_{i+R/2}) of the first R dims of ``[B, S, N, D]``; the rest passes."""
+    """Rotates pairs (x_i, x_{i+R/2}) of the first R dims of ``[B, S, N, D]``; the rest stays."""
     half = sin.size(-1) // 2
     sin, cos = sin[..., None, :half].float(), cos[..., None, :half].float()
     first, second, rest = x[..., :half].float(), x[..., half : 2 * half].float(), x[..., 2 * half :]
@@ -78,7 +79,7 @@ def npu_sparse_attention_pto(
     write_cache(kv_cache, rms_norm(c_kv, gamma_ckv, eps), cache_index)
     write_cache(kr_cache, rope_interleaved(k_rope.unsqueeze(2), sin, cos).squeeze(2), cache_index)
 
-    # both queries come from the normed latent; LayerNorm of the key, in float32, before RoPE
+    # the normed latent gives both queries; LayerNorm of the key in float32, before RoPE
     q_idx = rope_half_split((cq @ w_idx_qb).unflatten(-1, (index_heads, index_dim)), sin, cos)
     k_idx = (x @ w_idx_k).float()
     k_idx = layer_norm(k_idx, (index_dim,), in_gamma_k.float(), in_beta_k.float(), 1e-6).to(x.dtype)
@@ -108,7 +109,7 @@ def npu_sparse_attention_pto(
 
 
 def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
-    # the NPU programs of float16 are those of bfloat16, and the slowest in the interpreter
+    # float16 runs the same NPU programs as bfloat16, the slowest ones in the interpreter
     dtypes = [dtype for dtype in dtypes if dtype != torch.float16]
     return of_sequences(dtypes, [([40, 3], 1, 64), ([200, 130], 2, 16)], _arguments)
 
@@ -152,10 +153,11 @@ def _arguments(dtype: torch.dtype, lengths: list[int], S1: int, K: int) -> dict:
 
 
 def error(got: Tensor, expected: Tensor, mine: dict, theirs: dict) -> tuple[float, float]:
-    """Output and the three caches; where K cuts, caches only: rounding changes what is selected."""
+    """The output and the three caches; caches only if K is less than the keys, since rounding
+    changes the selection."""
     caches = ("kv_cache", "kr_cache", "index_k_cache")
     errors = [row_error(mine[name], theirs[name]) for name in caches]
     if theirs["sparse_count"] >= theirs["act_seqs"].max():
         errors.append(row_error(got, expected))
-    # each of the four matmuls in a row rounds its result
+    # four consecutive matmuls round their results
     return max(errors), 4 * ROUNDING[expected.dtype]

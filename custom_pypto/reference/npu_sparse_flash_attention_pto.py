@@ -24,7 +24,7 @@ def npu_sparse_flash_attention_pto(
     layout_kv: str = "PA_BSND",
     sparse_mode: int = 3,
 ) -> Tensor:
-    """Softmax attention of each token over the rows of the latent cache that its indices name."""
+    """Softmax attention of each token over the latent-cache rows that its indices select."""
     batch = len(actual_seq_lengths_query) if layout_query == "TND" else query.size(0)
     slots = key_slots(key, layout_kv, actual_seq_lengths_kv, block_table, batch)
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
@@ -64,7 +64,7 @@ def _arguments(dtype: torch.dtype, lengths: list[int], S1: int, K: int) -> dict:
         for i in range(S1):
             chosen = torch.randperm(max(n - S1 + i + 1, 0), generator=g)[:K].int()
             indices[b, i, 0, : len(chosen)] = chosen
-    if K > 16:  # indices that name no visible key contribute nothing
+    if K > 16:  # indices of keys that are not visible contribute nothing
         indices[..., 3], indices[..., 5], indices[..., 7] = INT_MIN, INT_MAX, max(lengths)
     return dict(
         query=torch.randn(len(lengths), S1, heads, latent, generator=g).to(dtype),
@@ -80,5 +80,5 @@ def _arguments(dtype: torch.dtype, lengths: list[int], S1: int, K: int) -> dict:
 
 
 def error(got: Tensor, expected: Tensor, mine: dict, theirs: dict) -> tuple[float, float]:
-    # the probabilities are rounded too, before they meet the values
+    # the probabilities are rounded too, before the product with the values
     return row_error(got, expected), 2 * ROUNDING[expected.dtype]

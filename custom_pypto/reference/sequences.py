@@ -1,8 +1,8 @@
-"""Which query token belongs to which sequence, which keys it sees, and where they are stored.
+"""Locates the query tokens of each sequence, their visible keys, and the cache rows of the keys.
 
-Lengths, prefix sums and block ids are data that may be wrong: lengths are clamped to what the
-tensors hold, prefix sums to a non-decreasing series, and a position whose block id is outside the
-cache does not exist.
+Lengths, prefix sums and block ids are not trusted: lengths are clamped to the tensors' sizes,
+prefix sums to a non-decreasing series, and a position whose block id is outside the cache does not
+exist.
 """
 
 from collections.abc import Iterator
@@ -54,7 +54,7 @@ def query_tokens(
 def key_slots(
     cache: Tensor, layout: str, lengths: Tensor | None, block_table: Tensor | None, batch: int
 ) -> list[Tensor]:
-    """Of each sequence, the row of every position in the flattened cache; -1 if it has none."""
+    """Per sequence, the row of every position in the flattened cache; -1 if it does not exist."""
     if layout == "PA_BSND":
         blocks, block_size = cache.shape[:2]
         position = torch.arange(block_table.size(1) * block_size)
