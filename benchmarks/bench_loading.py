@@ -1,14 +1,14 @@
-"""Speed of models.load on a published checkpoint, as a share of that of reading it.
+"""Speed of models.load on a checkpoint in the published format, relative to reading its files.
 
     python benchmarks/bench_loading.py [--threads 1] [--repeats 5] [--write]
     python benchmarks/bench_loading.py --check    # against the floor
 
-The checkpoint: 2 GB of random fp8 in the layout and the sizes of DeepSeek-V3.2, with fewer
-layers, experts and words. Reading it: every tensor through safetensors, and what is in fp8
-dequantised by torch, a row of blocks at a time; each is dropped for the next. On top of that,
-models.load checks the headers, makes the model and keeps all of it. The files are in the page
-cache; one thread is timed by the CPU time of the process, so that transformers' reading threads
-count.
+The checkpoint has 2 GB of random fp8 weights in the layout and the sizes of DeepSeek-V3.2, with
+fewer layers, experts and vocabulary entries. The baseline reads every tensor with safetensors,
+dequantises fp8 with torch, one row of blocks at a time, and drops each tensor before the next.
+models.load also validates the headers, creates the model and keeps every tensor. The files are in
+the page cache. One thread is timed by the CPU time of the process, which includes transformers'
+reader threads.
 """
 
 import argparse

@@ -3,9 +3,9 @@
     python benchmarks/bench_log.py [--repeats 15] [--write]
     python benchmarks/bench_log.py --check    # exit code 1 if off costs a microsecond or more
 
-The op is add_custom on one element, the smallest there is. "Off" is what its public function takes
-longer than the dispatcher alone, all of it Python's call: nothing else stands before the kernel.
-Each level is timed in a process of its own, its lines written to nowhere.
+The op is add_custom on one element, the smallest possible call. "Off" is the overhead of the public
+function over the dispatcher alone: one Python call, nothing else precedes the kernel. Each level is
+timed in its own process, with its output discarded.
 """
 
 import argparse
@@ -71,7 +71,7 @@ def main() -> int:
         return 0
     print(machine())
     if args.check:
-        # one microsecond over what off costs: more is better, as of the other floors
+        # one microsecond over the cost of off: more is better, as for the other floors
         return check([("log off, of 1 us", lambda: 1 / at_level("0", args.repeats)[1], 1.0)])
     rows = []
     for level, what in LEVELS.items():

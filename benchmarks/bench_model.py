@@ -6,9 +6,9 @@
 
 The model: two dense layers of DeepSeek-V3.2 (hidden 1024, 16 heads, latent 512, RoPE 64, 64 x 128
 indexer, index_topk 2048). The layer: one attention layer of the published size (hidden 7168, 128
-heads), bfloat16, on one thread. Random weights; both sides get the same weights and the same cached
-tokens, and no time is reported unless they compute the same. Peak memory is what a side needs on
-top of weights and cache, measured in a process of its own.
+heads), bfloat16, on one thread. Both sides get the same random weights and the same cached tokens;
+no time is reported unless their results match. Peak memory is the memory of one side beyond weights
+and cache, measured in its own process.
 """
 
 import argparse
@@ -37,16 +37,16 @@ from custom_pypto.models.cache import write
 
 CONTEXTS = (1024, 4096, 16384)
 SIDES = ("custom_pypto", "transformers")
-# stock materialises float32 index scores [64, S, S]: 64 GiB at 16K
+# upstream materialises float32 index scores [64, S, S]: 64 GiB at 16K
 STOCK_PREFILL_LIMIT = 4096
 STOCK_DECODE_LIMIT = 16384
 LAYER_DECODE_CONTEXTS = tuple(1024 * 2**i for i in range(8))
 LAYER_PREFILL_CONTEXTS = (1024, 2048, 4096, 16384)
-DECODE_FLOORS = {4096: 33.0, 8192: 75.0, 16384: 185.0}  # times stock
-# Of the largest element of a row. What goes into a row is rounded four times on either side (ours:
-# absorbed query, latent output, head output, sum of the heads; stock: expanded key or value,
-# weight, head output, sum), each by 2^-8 at most, together 2^-5. One position in 2048 may be
-# another, of the same score within rounding: sqrt(2 / 2048) = 2^-5 once more.
+DECODE_FLOORS = {4096: 33.0, 8192: 75.0, 16384: 185.0}  # speedup over upstream
+# Relative to the largest element of a row. Each side rounds four times (ours: absorbed query,
+# latent output, head output, sum of the heads; upstream: expanded key or value, weight, head
+# output, sum), by at most 2^-8 each, 2^-5 in total. One of the 2048 positions may be another with
+# an equal score within rounding: sqrt(2 / 2048) = 2^-5 once more.
 LAYER_TOLERANCE = 2**-4
 PLOTS = Path(__file__).with_name("plots")
 
@@ -191,12 +191,12 @@ CALLS = {
 
 
 def stock_layer_prefill_limit() -> int:
-    """Tokens: stock needs about 1.7 KB for each pair of them, 7 GB at 2K and 28 GB at 4K."""
+    """In tokens: upstream needs about 1.7 KB per pair of tokens, 7 GB at 2K and 28 GB at 4K."""
     return 4096 if psutil.virtual_memory().available > 32e9 else 2048
 
 
 def sides_of(phase: str, context: int) -> tuple[str, ...]:
-    """Who runs: stock where it fits into memory, and in seconds."""
+    """The sides to run: upstream only where it fits in memory and takes seconds at most."""
     if phase == "layer prefill":
         limit = stock_layer_prefill_limit()
     else:
@@ -205,17 +205,17 @@ def sides_of(phase: str, context: int) -> tuple[str, ...]:
 
 
 def assert_agree(phase: str, outputs: dict[str, Tensor]) -> None:
-    """What the sides computed is the same within rounding; float32 logits, or bfloat16 rows."""
+    """Exits unless the sides agree within rounding; float32 logits, or bfloat16 rows."""
     ours, stock = (outputs[side].float() for side in SIDES)
     error, limit = (ours - stock).abs().amax(-1), 1e-3
     if phase.startswith("layer"):
         error, limit = error / stock.abs().amax(-1), LAYER_TOLERANCE
     if not (error <= limit).all():
-        raise SystemExit(f"{phase}: the sides differ by {error.max():.1e}: not reported")
+        raise SystemExit(f"{phase}: the sides differ by {error.max():.1e}; not reported")
 
 
 def times(both: dict, phase: str, context: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each side that runs, whose results agree."""
+    """Seconds of each side to run, after their results were compared."""
     outputs = {}
 
     def kept(side: str) -> Callable[[], None]:
@@ -223,14 +223,14 @@ def times(both: dict, phase: str, context: int, repeats: int) -> dict[str, list[
         return lambda: outputs.update({side: call()})
 
     seconds = interleaved({side: kept(side) for side in sides_of(phase, context)}, repeats)
-    # logits in bfloat16 tell nothing: where a selection is a close call, both may be right
+    # bfloat16 logits cannot be compared: where scores nearly tie, both selections are valid
     if len(outputs) == 2 and (phase.startswith("layer") or both["transformers"].dtype.itemsize > 2):
         assert_agree(phase, outputs)
     return seconds
 
 
 def peak_bytes(side: str, phase: str, context: int, dtype: torch.dtype) -> int:
-    """Peak resident memory of one call, over what was resident before it, in a new process."""
+    """Peak resident memory of one call, beyond the memory resident before it, in a new process."""
     command = [sys.executable, __file__, "--dtype", str(dtype)[6:], "--peak", side, phase]
     done = subprocess.run([*command, str(context)], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
@@ -244,9 +244,9 @@ def print_peak(side: str, phase: str, context: int, dtype: torch.dtype) -> None:
 
     model = make_model(side, LAYER if phase.startswith("layer") else MODEL, dtype)
     call = CALLS[phase](side, model, context)
-    CALLS[phase](side, model, 64)()  # threads and libraries start outside what is measured
-    ctypes.CDLL(None).malloc_trim(0)  # what was freed until now is not there for the call
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    CALLS[phase](side, model, 64)()  # threads and libraries start before the measurement
+    ctypes.CDLL(None).malloc_trim(0)  # returns freed memory, which the call could otherwise reuse
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = status("VmRSS")
     call()
     print(status("VmHWM") - before)
@@ -261,7 +261,7 @@ class Result(NamedTuple):
 
     def row(self) -> list[str]:
         ms = {s: f"{statistics.median(x) * 1e3:.1f}" for s, x in self.seconds.items()}
-        # below 1 MiB it is pages of the allocator, not the call
+        # below 1 MiB the allocator's pages dominate, not the call
         mib = {s: f"{x / 2**20:.0f}" if x >= 2**20 else "<1" for s, x in self.peaks.items()}
         time = memory = "-"
         if len(ms) == 2:
@@ -302,7 +302,7 @@ def make_layers() -> dict:
 
 def measure_layer(both: dict, repeats: int) -> list[Result]:
     results = [
-        # stock takes seconds per token
+        # upstream takes seconds per token
         measured(both, "layer decode", context, 3 if context <= STOCK_DECODE_LIMIT else repeats)
         for context in LAYER_DECODE_CONTEXTS
     ]
@@ -326,16 +326,20 @@ def check_layer() -> int:
         return 4 * 2**30 / peak_bytes("custom_pypto", "layer prefill", 16384, torch.bfloat16)
 
     floors = [
-        (f"layer decode, {c // 1024}K, times stock", partial(time, "layer decode", c, 2), least)
+        (
+            f"layer decode, {c // 1024}K, times upstream",
+            partial(time, "layer decode", c, 2),
+            least,
+        )
         for c, least in DECODE_FLOORS.items()
     ]
-    prefill = stock_layer_prefill_limit()  # stock falls behind further the longer the prompt
+    prefill = stock_layer_prefill_limit()  # upstream falls behind further on longer prompts
     name = f"layer prefill, {prefill // 1024}K"
     return check(
         [
             *floors,
-            (f"{name}, times stock", partial(time, "layer prefill", prefill, 1), 3.0),
-            (f"{name}, peak memory of stock over ours", partial(memory, prefill), 5.0),
+            (f"{name}, times upstream", partial(time, "layer prefill", prefill, 1), 3.0),
+            (f"{name}, peak memory of upstream over ours", partial(memory, prefill), 5.0),
             ("layer prefill, 16K, 4 GiB over peak memory", within_4_gib, 1.0),
         ]
     )
@@ -402,7 +406,7 @@ def plot(results: list[Result], model) -> None:
     figure, axes = plt.subplots(figsize=(8, 5))
     for phase, line in (("layer decode", "o--"), ("layer prefill", "o-")):
         for side, colour in colours.items():
-            # below 1 MiB it is pages of the allocator, not the call
+            # below 1 MiB the allocator's pages dominate, not the call
             x, mib = points(phase, side, lambda r, s=side: max(r.peaks[s] / 2**20, 1))
             axes.plot(x, mib, line, color=colour, label=f"{side}, {phase.split()[1]}")
     save("model_memory.png", f"Peak memory over weights and cache\n{layer}", "MiB (1: at most 1)")

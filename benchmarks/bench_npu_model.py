@@ -1,18 +1,18 @@
-"""Latency of the NPU programs by PyPTO's cost model; no NPU is used, and none has been.
+"""Latency of the NPU programs by PyPTO's cost model; no NPU has been used.
 
     python benchmarks/bench_npu_model.py [--check] [--plot FILE] [--trace FOLDER] [--write]
     python benchmarks/bench_npu_model.py --tune {indexer,attention,fused} [--budget SECONDS]
 
-``--check`` exits with 1 and names every floor that is missed; ``--tune`` searches tile settings and
-writes what it finds into custom_pypto/kernels/tiling.py.
+``--check`` exits with 1 and names every missed floor; ``--tune`` searches tile settings and writes
+the best into custom_pypto/kernels/tiling.py.
 
 The figures are PyPTO's estimates for its simulated Atlas A2/A3 (24 cube and 48 vector cores). The
-model prices the task graph, copies and matmuls; it prices gathers and top-k near zero, gives every
-core its own memory bandwidth, and a task its full tile, whatever is valid. So the figures compare
-programs of the same kind, and are no device times. Beside them stand the two rooflines of the same
-chip: the bytes that must move over 1.42 TB/s, the products and sums over 364 TFLOP/s in bf16.
+model prices the task graph, copies and matmuls. It prices gathers and top-k near zero, gives every
+core its own memory bandwidth, and charges the full tile of a task, including invalid rows. The
+figures therefore compare programs of the same kind and are not device times. The table also has the
+two rooflines of the chip: minimal bytes over 1.42 TB/s, and minimal FLOP over 364 TFLOP/s in bf16.
 
-Each call goes through custom_pypto.npu as it would on an NPU, with the tiles that ship.
+Each call goes through custom_pypto.npu as on an NPU, with the tile settings of the package.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from custom_pypto import simulation
 
 
 def missed_floors(results: list[tuple[Case, simulation.Estimate]]) -> list[str]:
-    """Adds the fused op's floor and names every floor that is not met."""
+    """Adds the fused op's floor and names every missed floor."""
     at = {(case.op, case.shape): estimate.latency_us for case, estimate in results}
     missed = []
     for case, estimate in results:
@@ -121,8 +121,8 @@ def main() -> int:
             trace = options.trace / f"{name}.json"
         try:
             results.append((case, case.estimate(trace)))
-        except simulation.SimulationError as error:  # the others are still worth their time
-            failed.append(f"{case.op} at {case.shape} has no estimate: {error}")
+        except simulation.SimulationError as error:  # report the other cases
+            failed.append(f"{case.op} at {case.shape} failed: {error}")
         if sys.stderr.isatty():
             print(f"{case.op} {case.shape}", file=sys.stderr)
     missed = missed_floors(results)

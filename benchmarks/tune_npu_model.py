@@ -1,20 +1,20 @@
 """Searches tile settings of the NPU programs: ``bench_npu_model.py --tune OP [--budget SECONDS]``.
 
-For each shape class of an op's table in custom_pypto/kernels/tiling.py: neighbours of the best
-setting so far, in one field, by turns with random settings, which share about half of its fields. A
-setting is worth the geometric mean, over the class's shapes, of its latency by PyPTO's cost model;
-one that slows any of them by more than 1 % against the setting that ships, or does not compile in
-time, is out. The model prices tasks, copies and matmuls, but gives every core a memory bandwidth of
-its own: of settings within 1 % of each other the one that reads least from memory is best, then the
-one with the fewest tasks and edges. For the same reason, and because the model prices sorting near
-zero, the fields that share loads or size sorts are not searched.
+The search covers each shape class of an op's table in custom_pypto/kernels/tiling.py. It alternates
+between neighbours of the best setting so far, which differ in one field, and random settings, which
+share about half of its fields. The score of a setting is the geometric mean, over the class's
+shapes, of its latency by PyPTO's cost model. A setting is rejected if it slows any shape by more
+than 1 % against the current entry, or does not compile in time. The model prices tasks, copies and
+matmuls, but gives every core its own memory bandwidth: among settings within 1 % of each other, the
+one that reads least from memory wins, then the one with the fewest tasks and edges. For the same
+reason, and because the model prices sorting near zero, fields that share loads or size sorts are
+not searched.
 
-A setting that is better by 1 % or more is accepted if the ops that use it pass their checks of
-:mod:`custom_pypto.verify` in the interpreter with it, in every class. The interpreter runs the
-program before it is cut into tiles, so that this checks the program that the setting makes, and not
-what the compiler makes of the tiles. Then the setting replaces the entry in tiling.py, which an
-installed package gets with ``bash build_and_install.sh``. The search is the same on every run, as
-far as the budget lets it come.
+A setting that is better by 1 % or more is accepted if all ops that use it pass their checks of
+:mod:`custom_pypto.verify` in the interpreter, in every class. The interpreter runs the program
+before tiling, so this validates the program of the setting, not the compiler's output for its
+tiles. The setting then replaces the entry in tiling.py; ``bash build_and_install.sh`` brings it
+into an installed package. The search is deterministic up to the end of the budget.
 """
 
 import ast
@@ -37,7 +37,7 @@ from custom_pypto import npu, simulation, verify
 from custom_pypto.kernels import tiling
 
 TILING = Path(__file__).resolve().parents[1] / "custom_pypto/kernels/tiling.py"
-MARGIN = 0.01  # what counts as a difference
+MARGIN = 0.01  # smaller differences are ties
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Subject:
     table: str  # name of the dict in tiling.py
     ops: tuple[str, ...]  # that use it
     cases: dict[str, Callable[[], list[npu_cases.Case]]]  # of each class
-    values: dict[str, tuple]  # of each field that is searched
-    # how often what all heads share is read
+    values: dict[str, tuple]  # of each searched field
+    # how often data shared by all heads is read
     loads: Callable[[Any], int] = field(default=lambda settings: 1)
 
 
@@ -144,12 +144,12 @@ class Search:
         self.random = random.Random(0)
         start = time.monotonic()
         self.shipping = self.measure(self.table[name])
-        # a setting that compiles much more slowly is no better
+        # a setting that compiles much more slowly is rejected
         self.timeout = 10 + 3 * (time.monotonic() - start)
         self.tried: dict[Any, Trial | None] = {self.shipping.settings: self.shipping}
 
     def measure(self, settings, timeout: float | None = None, limits=None) -> Trial | None:
-        """What the model says; ``None`` if a shape's latency is above its limit."""
+        """The model's figures; ``None`` if a shape's latency is above its limit."""
         found = []
 
         def launch(kernel, tensors, written):
@@ -170,7 +170,7 @@ class Search:
         )
 
     def best(self) -> Trial:
-        """The best setting, or the one that ships if none is better by the margin."""
+        """The best setting, or the current entry if none is better by the margin."""
         trials = [trial for trial in self.tried.values() if trial]
         limit = min(
             (1 + MARGIN) * min(trial.score for trial in trials),
@@ -180,14 +180,14 @@ class Search:
         return min(close, key=lambda t: (t.loads, t.work, t.score), default=self.shipping)
 
     def proposed(self):
-        """A setting that was not tried yet, if any."""
+        """An untried setting, if any."""
         best, values = self.best().settings, self.subject.values
         neighbours = [replace(best, **{name: v}) for name in values for v in values[name]]
         neighbours = [settings for settings in neighbours if settings not in self.tried]
         if neighbours and len(self.tried) % 2:
             return self.random.choice(neighbours)
         for _ in range(100):
-            # about half of the fields stay: otherwise hardly any setting compiles
+            # keeps about half of the fields, since few other settings compile
             drawn = {name: self.random.choice(values[name]) for name in values}
             drawn = {name: value for name, value in drawn.items() if self.random.random() < 0.5}
             point = replace(best, **drawn)
@@ -207,7 +207,7 @@ class Search:
                 progress.update()
 
     def accepted(self) -> Trial:
-        """The best setting whose numbers are right."""
+        """The best setting that passes the checks."""
         while (winner := self.best()) is not self.shipping:
             if gives_right_numbers(self.subject, winner.settings):
                 break
@@ -229,7 +229,7 @@ def listed(numbers: Iterable[float]) -> str:
 def write_entry(file: Path, table: str, name: str, settings) -> None:
     """Replaces one entry of a table in the source; no other byte changes.
 
-    At every moment the file is the old or the new one.
+    The replacement is atomic.
     """
     source = file.read_bytes()
     (entries,) = [
@@ -242,7 +242,7 @@ def write_entry(file: Path, table: str, name: str, settings) -> None:
         for key, value in zip(entries.keys, entries.values, strict=True)
         if ast.literal_eval(key) == name
     ]
-    # as ruff formats it; a field that has its default value is left out
+    # as ruff formats it, without fields at their default
     new = f"{type(settings).__name__}(\n"
     for each in fields(settings):
         value = getattr(settings, each.name)
@@ -259,10 +259,10 @@ def write_entry(file: Path, table: str, name: str, settings) -> None:
 
 
 def tune(name: str, budget: float, file: Path = TILING) -> None:
-    """Tunes the classes of ``SUBJECTS[name]`` and writes what is better into ``file``.
+    """Tunes the classes of ``SUBJECTS[name]`` and writes better settings into ``file``.
 
     Args:
-        budget: seconds, shared equally by the classes; checking a better setting comes on top.
+        budget: seconds, shared equally by the classes; excludes the checks of better settings.
     """
     subject = SUBJECTS[name]
     for shape_class in subject.cases:

@@ -74,7 +74,7 @@ def test_a_peer_with_another_result_is_not_timed(case):
         return case.sides["eager"]().flip(0)
 
     case.sides["inductor"] = first_and_last_token_exchanged
-    with pytest.raises(SystemExit, match="inductor gives another result than the op: not timed"):
+    with pytest.raises(SystemExit, match="the result of inductor differs from the op.s; not timed"):
         bench_peers.checked(case)
 
 
@@ -102,7 +102,7 @@ def test_a_missed_floor_of_the_peers_is_named_and_exits_1(monkeypatch, capsys):
     assert bench_peers.check_floors(repeats=1) == 1
     out, err = capsys.readouterr()
     assert out.count("ok\n") == out.count("MISSED\n") == 1
-    assert "S1=2" in err and "times eager" in err and "S1=1" not in err
+    assert "S1=2" in err and "speedup over eager" in err and "S1=1" not in err
 
 
 @pytest.fixture
@@ -118,7 +118,7 @@ def test_both_sides_of_the_attention_layer_compute_the_same(phase, layers):
     assert list(seconds) == list(bench_model.SIDES)
     with torch.no_grad():  # the sides negate each other: as large, and wrong
         layers["transformers"].base_model.layers[0].self_attn.o_proj.weight.neg_()
-    with pytest.raises(SystemExit, match=f"{phase}: the sides differ by .*: not reported"):
+    with pytest.raises(SystemExit, match=f"{phase}: the sides differ by .*; not reported"):
         bench_model.times(layers, phase, 300, 1)
 
 

@@ -42,7 +42,7 @@ def test_the_first_cases_of_a_seed_are_refused_by_name_or_equal_the_reference(se
     for number in range(600):
         case = generate(Random(f"{seed}:{number}"))
         outcomes.add((case.op, judge(case)))
-    assert outcomes == set(itertools.product(OPS, ["refused", "equal", "empty"]))
+    assert outcomes == set(itertools.product(OPS, ["rejected", "equal", "empty"]))
 
 
 INDEX = Case("npu_lightning_indexer_pto", indexer_inputs([3], [40], integers=True), "integers")
@@ -81,7 +81,7 @@ def on_cpu_in_double(**arguments):
         pytest.param(INDEX, lambda **x: index(**x).flip(-1), "selects other keys", id="order"),
         pytest.param(ATTEND, lambda **x: attend(**x) * 1.001, "differ by more", id="values"),
         pytest.param(ATTEND, on_cpu_in_double, "Meta", id="dtype"),
-        pytest.param(INDEX, scribble(index, "weights"), "memory .* is written", id="writes"),
+        pytest.param(INDEX, scribble(index, "weights"), "wrote outside the caches", id="writes"),
         pytest.param(INDEX, refuse("npu_lightning_indexer_pto: no"), "keeps its", id="refuses"),
     ],
 )
@@ -94,7 +94,7 @@ def test_judge_tells_what_is_wrong(monkeypatch, case, wrong, why):
 
 def test_judge_tells_an_error_that_does_not_name_the_op(monkeypatch):
     case = Case(INDEX.op, INDEX.arguments | dict(sparse_count=0), "integers", ["sparse_count 0"])
-    assert judge(case) == "refused"
+    assert judge(case) == "rejected"
     monkeypatch.setattr(custom_pypto, case.op, refuse("bad rank"))
     with pytest.raises(AssertionError, match="does not name the op: bad rank"):
         judge(case)
@@ -110,7 +110,7 @@ def test_command_shows_and_reruns_one_case(case):
     ran = run("--case", case)
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert generate(Random(case)).op in ran.stdout
-    assert ran.stdout.splitlines()[-1] in ("equal", "empty", "refused")
+    assert ran.stdout.splitlines()[-1] in ("equal", "empty", "rejected")
 
 
 def test_command_says_how_to_repeat_a_failure():

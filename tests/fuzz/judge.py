@@ -14,9 +14,9 @@ from custom_pypto.reference import MODULES
 
 from .generate import Case
 
-# what may come out as 0: a subnormal number is 0 to the dot products of AVX512-BF16
+# smaller results may be 0: the dot products of AVX512-BF16 flush subnormal numbers to 0
 SMALLEST = {torch.bfloat16: 2**-126, torch.float16: 2**-24, torch.float32: 2**-126}
-SMALLEST_SCORE = 2**-105  # of a sum of some thousand of them, times up to 2^10
+SMALLEST_SCORE = 2**-105  # of a sum of some thousand such numbers, times up to 2^10
 
 
 def memory_of(arguments: dict) -> dict[int, Tensor]:
@@ -43,14 +43,14 @@ def on_cpu(x) -> bool:
 
 
 def names_op(message: str, op: str) -> bool:
-    """Ours, torch's where an argument is not of the schema's type, and torch's where a tensor is
-    of a kind that no op of ours is registered for."""
+    """Whether the error is the op's own, or torch's for an argument that does not match the schema
+    or a tensor whose backend has no kernel of the op."""
     own = (f"{op}: ", f"custom_pypto::{op}() ", f"Could not run 'custom_pypto::{op}' ")
     return message.startswith(own)
 
 
 def judge(case: Case) -> str:
-    """``refused``, ``equal`` or, where the result has no element, ``empty``.
+    """``rejected``, ``equal`` or, if the result has no element, ``empty``.
 
     Raises AssertionError for anything else.
     """
@@ -60,16 +60,16 @@ def judge(case: Case) -> str:
         got = op(**arguments)
     except (RuntimeError, TypeError, ValueError) as error:
         message = str(error)
-        assert case.broken, f"refuses a call that keeps its contract: {message}"
-        assert names_op(message, case.op), f"raises what does not name the op: {message}"
+        assert case.broken, f"rejects a call that keeps its contract: {message}"
+        assert names_op(message, case.op), f"the error does not name the op: {message}"
         assert_same_memory(arguments, expected)
         if message.startswith(case.op) and all(map(on_cpu, tensors(arguments))):
-            assert_meta_refuses(op, arguments, message)
-        return "refused"
+            assert_meta_rejects(op, arguments, message)
+        return "rejected"
     if all(x.device.type == "meta" for x in tensors(arguments)):
-        return "empty"  # there are no values
+        return "empty"  # no values to compare
     assert_same_kind(op(**on_meta(arguments)), got)
-    if got.numel() == 0:  # there may be more sequences than the reference has memory for
+    if got.numel() == 0:  # possibly more sequences than fit in the reference's memory
         assert_same_memory(arguments, expected)
         return "empty"
     if case.op == "npu_sparse_attention_pto":
@@ -84,13 +84,13 @@ def judge(case: Case) -> str:
             assert_same_selection(got, expected, SMALLEST_SCORE)
     else:
         exact = getattr(reference, case.op)(**expected)
-        assert bits(got).equal(bits(exact)), "is not, to the bit, what the reference gives"
+        assert bits(got).equal(bits(exact)), "differs from the reference"
     assert_same_memory(arguments, expected)
     return "equal"
 
 
 def assert_same_fused(got: Tensor, arguments: dict, expected: dict, case: Case) -> None:
-    """Writes the caches into ``expected``, whose memory around them is to be compared after."""
+    """Writes the caches into ``expected``; the caller compares the memory around them."""
     if not close(got, reference.npu_sparse_attention_pto(**expected)):
         assert_close_at_a_closer_look(case.op, got, copied(case.arguments))
     for name in CACHES:
@@ -107,9 +107,9 @@ def tensors(arguments: dict) -> list[Tensor]:
 
 
 def assert_close_at_a_closer_look(op: str, got: Tensor, arguments: dict) -> None:
-    """Allows what rounding explains: of what was added up, in rows that cancel; of large logits,
-    whose rounding is a factor of the weights; of weights below 2^-126, which count as 0; and in the
-    fused op of scores that nearly tie, by taking the indexer's selection, judged by itself."""
+    """Allows the errors of rounding: in rows whose sums cancel; of large logits, whose rounding
+    scales the weights; and of weights below 2^-126, which are flushed to 0. In the fused op scores
+    may nearly tie, so it uses the indexer's selection, which is judged separately."""
     magnitudes, tolerances, smallest = [], [], []
 
     def select(*inputs: Tensor, **keywords) -> Tensor:
@@ -121,9 +121,8 @@ def assert_close_at_a_closer_look(op: str, got: Tensor, arguments: dict) -> None
     def attend(query, key, value, sparse_indices, scale_value, **keywords) -> Tensor:
         pairs = [(query, key), (keywords.get("query_rope"), keywords.get("key_rope"))]
         logit = sum(largest_dot(q, k) for q, k in pairs if q is not None)
-        # Four roundings of 2^-24: the two dot products, and their products with the scale. And one
-        # for each key, halved as sums grow: where one key is selected again and again, all of them
-        # go the same way.
+        # Four roundings of 2^-24: two dot products, and their products with the scale. One more per
+        # key, halved because sums grow: if one key is selected repeatedly, all round the same way.
         rounding = 2**-22 * logit * scale_value + 2**-25 * sparse_indices.size(-1)
         tolerances.append(ROW_TOLERANCE[query.dtype] + rounding)
         added = (key if value is None else value).abs()
@@ -143,7 +142,7 @@ def assert_close_at_a_closer_look(op: str, got: Tensor, arguments: dict) -> None
 
 
 def largest_dot(query: Tensor, key: Tensor) -> float:
-    """No dot product of finite rows is larger."""
+    """An upper bound of the dot products of finite rows."""
     q, k = (x.double().nan_to_num(0, 0, 0).abs() for x in (query, key))
     return float(q.sum(-1).max() * k.max()) if k.numel() else 0.0
 
@@ -175,18 +174,18 @@ def close(got: Tensor, expected: Tensor) -> bool:
 
 def assert_same_memory(got: dict, expected: dict) -> None:
     for a, b in zip(memory_of(got).values(), memory_of(expected).values(), strict=True):
-        assert a.equal(b), "memory outside the caches is written, or a refused call wrote"
+        assert a.equal(b), "a call wrote outside the caches, or was rejected after writing"
 
 
-def assert_meta_refuses(op, arguments: dict, message: str) -> None:
+def assert_meta_rejects(op, arguments: dict, message: str) -> None:
     try:
         op(**on_meta(arguments))
     except RuntimeError as error:
-        assert str(error) == message, f"CPU and Meta refuse in different words: {message} | {error}"
+        assert str(error) == message, f"CPU and Meta reject in different words: {message} | {error}"
     else:
-        raise AssertionError(f"Meta accepts what the CPU refuses: {message}")
+        raise AssertionError(f"Meta accepts a call that the CPU rejects: {message}")
 
 
 def assert_same_kind(meta: Tensor, got: Tensor) -> None:
     same = (meta.shape, meta.stride(), meta.dtype) == (got.shape, got.stride(), got.dtype)
-    assert same and got.device.type == "cpu", "Meta gives another shape, stride or dtype"
+    assert same and got.device.type == "cpu", "Meta returns another shape, stride or dtype"
