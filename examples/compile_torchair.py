@@ -5,8 +5,8 @@
 
 On a machine with an NPU and CANN it runs there. Anywhere else it starts the host stand-in for CANN:
 the real torch_npu and torchair, on CPU memory, with the NPU programs in PyPTO's interpreter. That
-shows what is compiled and computed; its seconds say nothing about an NPU. docs/graph_mode.md tells
-what each mode needs of CANN.
+shows what is compiled and computed; its times are not NPU times. docs/graph_mode.md lists what each
+mode requires of CANN.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-# before torch, which would load torch_npu by itself and fail where CANN is missing
+# before importing torch, which would import torch_npu and fail without CANN
 from custom_pypto.simulation import ascend_host
 
 # isort: split
@@ -25,9 +25,9 @@ CHECKPOINT = Path(__file__).resolve().parent / "checkpoints/lookup"
 
 
 def backend(mode):
-    """What ``torch.compile`` takes for a mode of torchair."""
+    """The ``torch.compile`` backend of a torchair mode."""
     if mode == "npugraph_ex":
-        return mode  # registered under its own name
+        return mode  # registered by name
     import torchair
 
     config = torchair.CompilerConfig()
@@ -37,7 +37,7 @@ def backend(mode):
 
 def load(path, prompt_tokens, questions):
     """The model on the NPU in bfloat16, its tokenizer, a text and ``(question, value)`` pairs."""
-    # after the NPU is there, because transformers looks for one
+    # after the NPU is set up, because transformers looks for one
     import transformers
     from train_lookup import lookup_prompt
 
@@ -53,7 +53,7 @@ def load(path, prompt_tokens, questions):
 
 
 class Decoder:
-    """Text on a cache of its own, one token at a time by ``step``, the model's forward."""
+    """Text on its own cache, one token at a time by ``step``, the model's forward."""
 
     def __init__(self, model, step, length):
         from custom_pypto import models
@@ -66,7 +66,7 @@ class Decoder:
         self.position += input_ids.size(1)
 
     def next_token(self, token):
-        """The token that follows ``token`` ``[1, 1]``."""
+        """The token after ``token`` ``[1, 1]``."""
         position_ids = torch.tensor([[self.position]], device=token.device)
         self.position += 1
         logits = self.step(token, position_ids=position_ids, past_key_values=self.cache).logits
@@ -75,7 +75,7 @@ class Decoder:
 
 @torch.no_grad()
 def answers(decoder, prompt_ids, questions):
-    """The token after each question, and the seconds that each took."""
+    """The token after each question, and the seconds of each."""
     decoder.prefill(prompt_ids)
     said, seconds = [], []
     for question in questions:

@@ -4,10 +4,10 @@
     python examples/convert_checkpoint.py SOURCE TARGET --layers 4 --experts 32
     cd TARGET && sha256sum -c SHA256SUMS
 
-An interrupted run goes on with the same command: a shard is kept if it has the checksum that it was
-written with, and appears under its name only when it is whole. One shard is in memory at a time.
-Tensors that are not in fp8 are copied unchanged, layers for multi-token prediction too, unless
---layers is given. The first experts alone make no sensible text, but run like all of them.
+The same command resumes an interrupted run: a shard is kept if its checksum still matches, and gets
+its final name only when complete. One shard is in memory at a time. Tensors that are not in fp8 are
+copied unchanged, including layers for multi-token prediction unless --layers is given. With
+--experts the model generates no sensible text, but runs like the whole model.
 """
 
 import argparse
@@ -31,12 +31,12 @@ from custom_pypto.models.checkpoint import check_scales, check_shards, first_lay
 from custom_pypto.models.loading import Reader
 
 RECORD, SUMS, INDEX = "conversion.json", "SHA256SUMS", "model.safetensors.index.json"
-PARTIAL = ".conversion.partial"  # files that are being written, whatever their writers call them
+PARTIAL = ".conversion.partial"  # files being written, under any name
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
 
 class Conversion:
-    """The conversion plan, from ``config.json`` and the headers of the source alone."""
+    """The conversion plan, from ``config.json`` and the headers of the source only."""
 
     def __init__(self, source, layers, experts, max_shard_size):
         self.source, self.layers, self.experts = source, layers, experts
@@ -144,10 +144,10 @@ def sha256(file):
 
 
 def write_whole(file, write):
-    """``file`` as ``write(path)`` makes it, on the disk and under its name only when it is whole.
+    """Writes ``file`` with ``write(path)``; it gets its name when complete and on the disk.
 
     Returns:
-        the checksum of what can be read back.
+        the checksum of the file, read back.
     """
     partial = file.parent / PARTIAL / file.name
     partial.parent.mkdir(exist_ok=True)
@@ -195,15 +195,15 @@ def begin(target, record):
         return {name: digest for digest, name in (line.split("  ", 1) for line in lines)}
     if found:
         raise ValueError(
-            f"{target} must be empty, or hold what the same command wrote from the same files; "
-            f"it holds {', '.join(found[:3])}{' ...' if len(found) > 3 else ''}"
+            f"{target} must be empty or hold the output of the same command for the same files, "
+            f"got {', '.join(found[:3])}{' ...' if len(found) > 3 else ''}"
         )
     write_json(target / RECORD, record)
     return {}
 
 
 def check_space(target, conversion, sums):
-    """Before hours of work. What has a checksum is taken for written."""
+    """Checks the free space before hours of work; a file with a checksum counts as written."""
     names = conversion.split.filename_to_tensors
     needed = sum(
         conversion.size(name)
@@ -213,11 +213,11 @@ def check_space(target, conversion, sums):
     )
     if needed > (free := shutil.disk_usage(target).free):
         left, wanted = (tqdm.format_sizeof(size, "B") for size in (free, needed))
-        raise ValueError(f"{target} has {left} left, {wanted} are needed")
+        raise ValueError(f"{target} needs {wanted} of free disk space, has {left}")
 
 
 def convert(source, target, conversion):
-    """Returns how many shards were kept from before, how many written, and their bytes."""
+    """Returns the number of shards kept and written, and their bytes."""
     sums = begin(target, conversion.record)
     check_space(target, conversion, sums)
     reader = Reader(conversion.tensors, conversion.block)
@@ -241,7 +241,7 @@ def convert(source, target, conversion):
         weight_map = conversion.split.tensor_to_filename
         index = {"metadata": conversion.split.metadata, "weight_map": weight_map}
         sums[INDEX] = write_json(target / INDEX, index)
-    for file in sorted(source.iterdir()):  # the tokenizer, the licence, what else there is
+    for file in sorted(source.iterdir()):  # the tokenizer, the licence and other files
         own = file.name in (RECORD, SUMS, INDEX, "config.json") or file.name.startswith(".")
         if file.is_file() and file.suffix not in WEIGHTS and not own:
             sums[file.name] = write_whole(
@@ -271,13 +271,15 @@ def main():
     args = parse_args()
     try:
         if not (args.source / "config.json").is_file():
-            raise ValueError(f"{args.source} must be a checkpoint directory with a config.json")
+            raise ValueError(
+                f"SOURCE must be a checkpoint directory with a config.json, got {args.source}"
+            )
         conversion = Conversion(args.source, args.layers, args.experts, args.max_shard_size)
         kept, written, size = convert(args.source, args.target, conversion)
     except (OSError, TypeError, ValueError) as error:
         sys.exit(f"convert_checkpoint.py: {error}")
     except KeyboardInterrupt:
-        sys.exit("convert_checkpoint.py: interrupted; the same command goes on from here")
+        sys.exit("convert_checkpoint.py: interrupted; run the same command to resume")
     size = tqdm.format_sizeof(size, "B")
     print(f"{args.target}: {size} | {written} shards written, {kept} kept | {SUMS}")
 

@@ -4,7 +4,7 @@
 
 The text is torchair's own dump of the graph after its passes (a ``GraphDef`` of protobuf). The
 picture shows its nodes from the first to the last, without weights and constants: the operators of
-this package in orange, writes into the cache in blue. It runs where compile_torchair.py does.
+this package in orange, cache writes in blue. Requirements: those of compile_torchair.py.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def convert_decode_step(folder):
         config.debug.graph_dump.path = dumps
         try:
             decoder.next_token(question)
-        except RuntimeError as error:  # torchair writes the graph before it is compiled
+        except RuntimeError as error:  # torchair writes the graph before compiling it
             print(f"GE does not compile the graph: {error}", file=sys.stderr)
         (dump,) = Path(dumps).glob("dynamo_optimized_*.txt")
         text = dump.read_text()
@@ -62,14 +62,14 @@ def convert_decode_step(folder):
 
 
 def layers(graph):
-    """The nodes to be drawn, in layers, and the edges between them as pairs of names.
+    """The drawn nodes, in layers, and the edges between them as pairs of names.
 
-    A node stands right above the first that takes its output; within a layer, in the order of what
-    they take, so that few edges cross.
+    A node is right above the first consumer of its output; within a layer, nodes are in the order
+    of their inputs, so that few edges cross.
     """
     shown = {node.name: node for node in graph.op if node.type not in HIDDEN}
     edges, depth = [], {}
-    for node in shown.values():  # a graph lists a node behind those it takes
+    for node in shown.values():  # a graph lists a node after its inputs
         sources = dict.fromkeys(name.rpartition(":")[0] for name in node.input)
         sources = [name for name in sources if name in shown]
         edges += [(name, node.name) for name in sources]

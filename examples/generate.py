@@ -47,7 +47,7 @@ class Result:
     tokens_per_second: float  # after the first token, all rows of the batch together
     cache_bytes: int
     answers: list[list[str]]  # of each row of the batch
-    right: int | None  # None: no questions whose answers are known
+    right: int | None  # None: no questions with known answers
     asked: int | None
 
 
@@ -130,7 +130,7 @@ def run(model, tokenizer, backend, prompts, dialogues, args):
 
     Args:
         prompts: a text per row of the batch, all of equally many tokens.
-        dialogues: per row, ``(question, value)`` pairs to ask; None: the prompt is just continued.
+        dialogues: per row, ``(question, value)`` pairs to ask; None: only continue the prompt.
     """
 
     def encode(texts):
@@ -145,7 +145,7 @@ def run(model, tokenizer, backend, prompts, dialogues, args):
     turns = list(zip(*dialogues, strict=True)) if dialogues else [None]
     room = prompt_tokens + len(turns) * (args.max_new_tokens + 1)
 
-    begin = time.perf_counter()  # a first call sets up threads, and compiles if asked to
+    begin = time.perf_counter()  # warm-up: sets up threads, and compiles with --compile
     warm_up = Session(model, new_cache(model, backend, batch, room, args), input_ids[:, :8], None)
     warm_up.generate(input_ids[:, :1], max_new_tokens=3)
     if args.compile:
@@ -187,17 +187,17 @@ def load(args):
     if not sys.stderr.isatty() or not is_first_rank():
         transformers.utils.logging.disable_progress_bar()
     dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
-    # checks every shard, and names a faulty one
+    # validates every shard, and names a damaged one
     model = models.load(args.model, dtype=dtype, tensor_parallel=args.tp)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             args.model, local_files_only=True, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
-        raise ValueError(f"{args.model} holds no tokenizer that can be read: {error}") from error
-    stock = model.generation_config
+        raise ValueError(f"{args.model} has no readable tokenizer: {error}") from error
+    defaults = model.generation_config
     model.generation_config = GenerationConfig(
-        eos_token_id=stock.eos_token_id,
+        eos_token_id=defaults.eos_token_id,
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
     )
     if args.compile:
@@ -208,14 +208,14 @@ def load(args):
 
 
 def make_prompts(tokenizer, args):
-    """The prompts of the batch, and for the demo the dialogues, what to ask of each."""
+    """The prompts of the batch, and for the demo the questions for each."""
     prompt = args.prompt_file.read() if args.prompt_file else args.prompt
     if prompt is not None:
         if not tokenizer(prompt).input_ids:
-            raise ValueError("the prompt is empty")
+            raise ValueError("the prompt must not be empty")
         return [prompt] * args.batch, None
     if not tokenizer.get_vocab().keys() >= set(QUESTIONS):
-        raise ValueError(f"{args.model} is not the demo's model: give --prompt or --prompt-file")
+        raise ValueError(f"{args.model} is not the demo's model; pass --prompt or --prompt-file")
     demo = [
         lookup_prompt(args.prompt_tokens, questions=args.questions, seed=args.seed + row)
         for row in range(args.batch)
@@ -236,7 +236,7 @@ def print_prompt(prompt, dialogue):
 
 
 def print_results(results):
-    """One column per backend, and how many times better custom_pypto is."""
+    """One column per backend, and the ratio in favour of custom_pypto."""
 
     def row(title, show, ratio=None):
         cells = [show(result) for result in results]
@@ -253,17 +253,17 @@ def print_results(results):
     row(
         "time to first token",
         lambda r: f"{r.seconds_to_first_token:.2f} s",
-        lambda ours, stock: stock.seconds_to_first_token / ours.seconds_to_first_token,
+        lambda ours, upstream: upstream.seconds_to_first_token / ours.seconds_to_first_token,
     )
     row(
         "tokens per second",
         lambda r: f"{r.tokens_per_second:.1f}",
-        lambda ours, stock: ours.tokens_per_second / stock.tokens_per_second,
+        lambda ours, upstream: ours.tokens_per_second / upstream.tokens_per_second,
     )
     row(
         "cache",
         lambda r: f"{r.cache_bytes / 1e6:.1f} MB",
-        lambda ours, stock: stock.cache_bytes / ours.cache_bytes,
+        lambda ours, upstream: upstream.cache_bytes / ours.cache_bytes,
     )
 
 
@@ -295,9 +295,9 @@ def parse_args():
     if args.tp and "RANK" not in os.environ:
         parser.error("--tp needs torchrun: torchrun --nproc-per-node 2 examples/generate.py --tp")
     if args.tp and args.compile:
-        parser.error("--compile and --tp do not go together yet")
+        parser.error("--compile is unsupported with --tp")
     if args.tp and args.prompt_file is sys.stdin:
-        parser.error("--prompt-file must be a file with --tp: all ranks read it")
+        parser.error("--prompt-file must be a file with --tp, got -; every rank reads it")
     return args
 
 
@@ -305,7 +305,7 @@ def main():
     args = parse_args()
     if not args.tp:
         return generate(args)
-    # gloo on CPU, HCCL on NPUs; a rank that waits longer for another considers it dead
+    # gloo on CPU, HCCL on NPUs; a rank that waits longer for another treats it as dead
     dist.init_process_group(timeout=timedelta(minutes=10))
     try:
         with open(os.devnull, "w") as nowhere:

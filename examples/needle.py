@@ -3,22 +3,22 @@
     python examples/needle.py                               # two minutes; writes needle.png, .json
     python examples/needle.py --tokens 2048 65536 --texts 4 --output long.png
 
-Compared are two ways to run the lookup checkpoint (examples/checkpoints/lookup):
+It compares two ways to run the lookup checkpoint (examples/checkpoints/lookup):
 
 - ``sparse``: on custom_pypto; the indexer selects ``index_topk`` (16) keys of each layer and token;
-- ``dense``: upstream transformers (sdpa) without the indexers: every token attends to all
-  before it. The model was trained this way; the indexer learnt from it. Upstream with
-  ``index_topk`` beyond the length attends to the same keys, and computes all index scores besides.
+- ``dense``: upstream transformers (sdpa) without the indexers: every token attends to all earlier
+  tokens. The model was trained this way, and the indexer learnt from it. Upstream with
+  ``index_topk`` beyond the length attends to the same keys, but also computes all index scores.
 
-A text has all 32 facts, somewhere. It is read in chunks, then the questions come one token at a
-time, as in decoding, each behind the right answers to those before it. Chance is 1 of 8.
+Every text has all 32 facts. It is read in chunks; then the questions follow one token at a time, as
+in decoding, each after the right answers to the earlier ones. Chance is 1 of 8.
 
-Every measurement runs in a process of its own, so that its peak memory (Linux only) is its own:
-what reading and answering one text needs above model and libraries, the cache included. One thread
-is timed by its own CPU time, which other processes cannot stretch; more by the clock.
+Every measurement runs in its own process. Its peak memory (Linux only) is the memory for reading
+and answering one text, beyond model and libraries, including the cache. One thread is timed by its
+own CPU time, which other processes do not affect; several threads by the clock.
 
 The costs are those of this small model. Its indexer has DeepSeek-V3.2's size, 64 heads of 128; its
-attention has 4 heads of 96 instead of 128 of 192, so that attending to all keys is cheap here.
+attention has 4 heads of 96 instead of 128 of 192, so attending to all keys is cheap here.
 """
 
 import argparse
@@ -78,9 +78,9 @@ def read(model, cache, text, chunk, title):
 
 
 def answer(model, cache, questions):
-    """Of each question, whether the model ranks its answer first."""
+    """For each question, whether the model ranks its answer first."""
     right = []
-    for i in range(questions.size(1) - 2):  # no question depends on the last answer
+    for i in range(questions.size(1) - 2):  # no question follows the last answer
         guess = model(questions[:, i : i + 1], past_key_values=cache).logits.argmax()
         if i % 3 == 0:
             right.append(guess.item() == questions[0, i + 1].item())
@@ -88,7 +88,7 @@ def answer(model, cache, questions):
 
 
 def depths(text, questions):
-    """Of each question, where its fact is in the text, from 0 to 1."""
+    """For each question, the depth of its fact in the text, from 0 to 1."""
     key, value = questions[0, 0::3] - FIRST_QUESTION, questions[0, 1::3] - FIRST_VALUE
     facts = FIRST_PAIR + key * len(VALUES) + value
     return [(text[0] == fact).nonzero().item() / text.size(1) for fact in facts]
@@ -110,7 +110,7 @@ def measure(attention, tokens, args):
     model, new_cache, context = load(attention, args)
     result = Result(attention, tokens, [0] * args.depths, [0] * args.depths, 0.0, 0.0, None)
     with context:
-        ids, _ = lookup_batch(1, 512, seed=args.seed)  # a first call sets things up
+        ids, _ = lookup_batch(1, 512, seed=args.seed)  # warm-up
         cache = new_cache(ids.size(1))
         read(model, cache, ids[:, :-1], 128, "warm up")
         model(ids[:, -1:], past_key_values=cache)
@@ -129,7 +129,7 @@ def measure(attention, tokens, args):
             for depth, is_right in zip(depths(text, questions), right, strict=True):
                 result.asked[int(depth * args.depths)] += 1
                 result.right[int(depth * args.depths)] += is_right
-            if i == 0 and before is not None:  # later texts come on top of what is not yet freed
+            if i == 0 and before is not None:  # later texts would include memory not yet freed
                 result.peak_bytes = peak_memory() - before
     return result
 
@@ -173,7 +173,7 @@ def plot(results, conditions, path):
         for attention in ATTENTION:
             points = [r for r in results if r.attention == attention and cost(r)]
             axis.plot([r.tokens for r in points], list(map(cost, points)), "o-", label=attention)
-        # a short text may take no memory beyond the warm-up's
+        # a short text may need no more memory than the warm-up
         scale = "log" if any(map(cost, results)) else "linear"
         axis.set(title=title, xlabel="tokens", xscale="log", yscale=scale)
         tokens = sorted({r.tokens for r in results})
@@ -196,7 +196,7 @@ def plot_accuracy(axis, results):
     ]
     for x, column in enumerate(shares):
         for y, share in enumerate(column):
-            if not math.isnan(share):  # else no fact was there
+            if not math.isnan(share):  # else no fact was at this depth
                 axis.text(
                     x, y, f"{share:.0f}", ha="center", va="center", color=INK[20 < share < 80]
                 )
@@ -241,7 +241,7 @@ def main():
         "seed": args.seed,
     }
     results = []
-    # a new process for each measurement: memory that one keeps would hide the needs of the next
+    # a new process per measurement: memory kept by one would hide the next one's
     with ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
     ) as processes:

@@ -6,7 +6,7 @@ The text is filler with one fact per animal hidden in it; behind it come questio
 
 A fact and a question are one token each, so one attention step from the question to the right
 fact answers it - and only if the indexer has put that fact among the ``index_topk`` keys that
-sparse attention reads. A wrong indexer or a wrong attention answers by chance (1 of 8).
+sparse attention reads. With a wrong indexer or attention, answers are right by chance (1 of 8).
 
 Two stages, as DeepSeek-V3.2 (arXiv:2512.02556, section 2.1) trains its own indexer:
 
@@ -121,7 +121,7 @@ def _filler(count, generator):
 
 
 def lookup_prompt(length, *, questions=16, seed=0):
-    """The text of one prompt of ``length`` tokens (without the questions) and what to ask on it.
+    """The text of one prompt of ``length`` tokens (without the questions), and its questions.
 
     Returns:
         the text, and a list of ``(question, value)`` words.
@@ -137,7 +137,7 @@ def lookup_prompt(length, *, questions=16, seed=0):
 def lookup_accuracy(model, length, *, batch=4, questions=32, seed=1_000_000, new_cache=None):
     """Share of the questions of a batch whose value the model ranks first.
 
-    Every question sees the right answers of those before it. The text goes through a cache in
+    Every question follows the right answers to the earlier ones. The text goes through a cache in
     chunks, so that transformers' index scores, ``[64, chunk, length]`` float32, stay small;
     ``new_cache()`` makes the cache, transformers' ``DynamicCache`` by default.
     """
@@ -156,7 +156,7 @@ def lookup_accuracy(model, length, *, batch=4, questions=32, seed=1_000_000, new
 
 
 def lookup_model(index_topk):
-    """The ops' real dimensions (latent 512, rope 64, indexer 64 x 128), all else tiny."""
+    """The ops at their published dimensions (latent 512, RoPE 64, indexer 64 x 128), else tiny."""
     config = DeepseekV32Config(
         vocab_size=len(VOCABULARY),
         hidden_size=128,
@@ -199,7 +199,7 @@ def lookup_tokenizer():
 
 @contextmanager
 def dense_attention(model):
-    """Inside, the indexers select every key and remember what they were called with."""
+    """Inside, the indexers select every key and record their inputs."""
 
     def select_all(indexer):
         def forward(hidden_states, q_resid, position_embeddings, attention_mask, *_, **__):

@@ -166,8 +166,8 @@ def test_a_part_of_a_checkpoint_in_bfloat16(source, convert, tmp_path):
         (["--experts", 5], "--experts must be one of 4, 6, 8 .*, got 5"),
         (["--experts", 2], "--experts must be one of 4, 6, 8 .*, got 2"),
         (["--experts", 10], "--experts must be one of 4, 6, 8 .*, got 10"),
-        (["--layers", 4], "num_hidden_layers must be 1 to 3, .* got 4"),
-        (["--layers", 0], "num_hidden_layers must be 1 to 3, .* got 0"),
+        (["--layers", 4], "num_hidden_layers must be 1 to 3 .config.json., got 4"),
+        (["--layers", 0], "num_hidden_layers must be 1 to 3 .config.json., got 0"),
     ],
 )
 def test_a_part_that_is_none_is_refused(arguments, message, source, convert, tmp_path):
@@ -185,7 +185,9 @@ def test_another_checkpoint_is_not_written_over(source, convert, tmp_path):
     for target in (other, source):
         before = contents(target)
         said = convert(source, target)
-        assert re.match(f"convert_checkpoint.py: {target} must be empty, .* it holds", said), said
+        assert re.match(
+            f"convert_checkpoint.py: {target} must be empty .* for the same files, got ", said
+        ), said
         assert contents(target) == before
 
 
@@ -193,7 +195,7 @@ def test_what_other_options_wrote_is_not_written_over(source, convert, tmp_path)
     convert(source, tmp_path, "--layers", 1)
     before = contents(tmp_path)
     for other in (["--layers", 2], ["--layers", 1, "--max-shard-size", "1MB"], []):
-        assert "must be empty, or hold what the same command wrote" in convert(
+        assert "must be empty or hold the output of the same command" in convert(
             source, tmp_path, *other
         )
     assert contents(tmp_path) == before
@@ -204,7 +206,7 @@ def test_what_does_not_fit_on_the_disk_is_not_begun(convert, tmp_path):
         config = tiny_config(vocab_size=10**10)
         write_published(tmp_path / "fp8", config, save=save_sparse)
     said = convert(tmp_path / "fp8", tmp_path / "bf16")
-    assert re.match(r"convert_checkpoint.py: .* has .* left, 3\.84TB are needed", said), said
+    assert re.match(r"convert_checkpoint.py: .* needs 3\.84TB of free disk space, has ", said), said
     assert list((tmp_path / "bf16").glob("*.safetensors")) == []
 
 
@@ -214,7 +216,7 @@ def test_a_damaged_source_is_refused_before_anything_is_written(convert, tmp_pat
     os.truncate(shard, shard.stat().st_size - 1)
     said = convert(source, tmp_path / "bf16")
     assert re.match(
-        f"convert_checkpoint.py: load: {shard} .* is not a whole safetensors file", said
+        f"convert_checkpoint.py: load: {shard} .* is not a complete safetensors file", said
     ), said
     assert not (tmp_path / "bf16").exists()
 
