@@ -37,9 +37,9 @@ import importlib.util, os, sys, sysconfig
 version = "%d.%d" % sys.version_info[:2]
 header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
 if not (3, 10) <= sys.version_info[:2] <= (3, 12):
-    print("Python 3.10, 3.11 or 3.12 is needed, %s is %s" % (sys.executable, version))
+    print("Python must be 3.10, 3.11 or 3.12, got %s: %s" % (version, sys.executable))
 elif sys.prefix == sys.base_prefix and not importlib.util.find_spec("ensurepip"):
-    print("%s cannot make environments (Debian, Ubuntu: apt install python%s-venv)"
+    print("%s cannot create virtual environments (Debian, Ubuntu: apt install python%s-venv)"
           % (sys.executable, version))
 elif not os.path.exists(header):
     print("%s is missing (Debian, Ubuntu: apt install python%s-dev)" % (header, version))
@@ -67,12 +67,12 @@ up_to_date() {
 }
 
 make_environment() {
-  local candidate lacks problem="Python 3.10, 3.11 or 3.12 is needed and none was found (Debian, Ubuntu: apt install python3 python3-venv python3-dev)"
+  local candidate lacks problem="Python must be 3.10, 3.11 or 3.12, none found (Debian, Ubuntu: apt install python3 python3-venv python3-dev)"
   for candidate in python3.12 python3.11 python3.10 python3; do
     # run it, not only find it: a version manager's shim may exist and fail
     lacks="$(python_lacks "$candidate")" || continue
     if [[ -z "$lacks" ]]; then
-      echo "making $environment with $("$candidate" --version)"
+      echo "creating $environment with $("$candidate" --version)"
       "$candidate" -m venv --clear "$environment" || die "$candidate -m venv failed, see above"
       return
     fi
@@ -88,7 +88,7 @@ check_environment() {
   # environments made by uv have no pip
   "$python" -m pip --version >/dev/null 2>&1 ||
     "$python" -m ensurepip >/dev/null 2>&1 ||
-    die "$environment has no pip; put it there or activate another environment"
+    die "$environment has no pip; install it or activate another environment"
 }
 
 check_compiler() {
@@ -97,8 +97,8 @@ check_compiler() {
   # CXX may carry arguments or a launcher, so it is split into words
   # shellcheck disable=SC2086
   major="$($CXX -dumpversion 2>/dev/null)" ||
-    die "$CXX does not run; g++ 9 or later is needed (Debian, Ubuntu: apt install g++)"
-  [[ "${major%%.*}" -ge 9 ]] || die "$CXX is version $major; 9 or later is needed (set CXX to it)"
+    die "$CXX does not run; install g++ 9 or later (Debian, Ubuntu: apt install g++)"
+  [[ "${major%%.*}" -ge 9 ]] || die "$CXX must be version 9 or later, got $major; set CXX"
 }
 
 # Whether pip finds the CPU build with these options.
@@ -117,8 +117,8 @@ install_torch() {
       index=(--extra-index-url "$TORCH_CPU_INDEX")
     else
       wanted="torch==$TORCH" needs_gb="$TORCH_DEFAULT_GB"
-      echo "no CPU build of torch in pip's index or $TORCH_CPU_INDEX; taking the default build," \
-        "for CUDA, 5 GB"
+      echo "no CPU build of torch in pip's index or $TORCH_CPU_INDEX; installing the" \
+        "default build for CUDA, 5 GB"
     fi
   fi
   free_gb=$(($(df -Pk "$environment" | awk 'NR == 2 {print $4}') / 1024 / 1024))
@@ -127,7 +127,7 @@ install_torch() {
   echo "installing $wanted into $environment (installed: $installed)"
   # torch warns at every import where numpy is missing
   "$python" -m pip install --quiet "${index[@]}" "$wanted" numpy ||
-    die "$wanted could not be installed, see above; an index is chosen with PIP_INDEX_URL"
+    die "$wanted could not be installed, see above; PIP_INDEX_URL selects the index"
 }
 
 # build_wheel FOLDER: where the wheel goes
@@ -157,9 +157,9 @@ build_portable_wheel() {
   build_wheel "$folder"
   PATH="$tools/bin:$PATH" PYTHONPATH="$tools" "$python" -m auditwheel repair --plat "$tag" \
     --only-plat --exclude 'libtorch*.so' --exclude libc10.so --wheel-dir "$folder" "$folder"/*.whl ||
-    die "the wheel is no $tag wheel, see above; build it in Debian 12 or a manylinux container"
+    die "the wheel does not comply with $tag, see above; build it in Debian 12 or a manylinux container"
   ! "$python" -m zipfile -l "$folder"/*-"$tag".whl | grep '[.]libs/' ||
-    die "auditwheel put these libraries into the wheel, which must come with torch or the system"
+    die "auditwheel put these libraries into the wheel; they must come from torch or the system"
   mv "$folder"/*-"$tag".whl "$root/dist/"
   echo "built $(ls -t "$root"/dist/*-"$tag".whl | head -n 1)"
 }

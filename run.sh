@@ -41,8 +41,8 @@ keep_torch_importable() {
     return 0
   "$python" -c 'import torch' 2>/dev/null && return
   export TORCH_DEVICE_BACKEND_AUTOLOAD=0
-  echo "run.sh: torch_npu is installed and cannot be loaded; transformers needs it then, so models" \
-    "do not run here, only the ops (run.sh env gives the reason)" >&2
+  echo "run.sh: transformers imports any installed torch_npu, and this one does not load: models are" \
+    "unavailable, the ops work (run.sh env gives the reason)" >&2
 }
 
 # setup [EXTRAS]: installs this tree in editable mode, with these extras of pyproject.toml
@@ -50,8 +50,8 @@ setup() {
   bash "$root/build_and_install.sh" --editable "$@" >&2
   [[ "${1:-}" != *models* ]] && return
   if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-    echo "run.sh: transformers 5.23.0 needs Python 3.11 or 3.12, $environment has an older one;" \
-      "the ops work with it, the models do not" >&2
+    echo "run.sh: transformers 5.23.0 needs Python 3.11 or 3.12, got an older one in $environment:" \
+      "models are unavailable, the ops work" >&2
     exit 1
   fi
   keep_torch_importable
@@ -80,7 +80,7 @@ setup_torch_npu() {
     mv -T "$part" "$torch_npu_folder" 2>/dev/null || has_torch_npu_folder && return
   fi
   rm -rf "$part"
-  echo "run.sh: torch_npu could not be installed, see above; graph mode is left out" >&2
+  echo "run.sh: torch_npu could not be installed, see above; graph mode is skipped" >&2
   return 1
 }
 

@@ -19,9 +19,9 @@ try:
 # OSError: a library that torch loads by itself; RuntimeError: a backend that torch loads by itself
 except (ImportError, OSError, RuntimeError) as _error:
     raise ImportError(
-        f"custom_pypto: torch or the compiled ops do not load ({_error}). Run "
-        "`bash build_and_install.sh` in the repository, or install its wheel again; "
-        "`custom-pypto env` says what is missing."
+        f"custom_pypto: cannot load torch or the compiled ops ({_error}); run "
+        "`bash build_and_install.sh` in the repository, or reinstall its wheel; "
+        "`custom-pypto env` reports what is missing"
     ) from _error
 
 converter.register_if_wanted()

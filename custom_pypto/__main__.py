@@ -32,7 +32,7 @@ def verify(device: str | None, load_error: Exception | None) -> int:
 
         failed |= not verify(one)
     if device is None and "npu" not in here:
-        print("no NPU here: its programs are checked by verify --device interpreter")
+        print("no NPU found; verify --device interpreter checks the NPU programs without one")
     return int(failed)
 
 

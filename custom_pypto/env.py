@@ -81,9 +81,9 @@ def render(report: dict) -> str:
         "",
         "CPU",
         f"  model         {cpu['model']} ({cpu['architecture']})",
-        f"  features      {' '.join(cpu['features']) or 'none that the kernels know'}",
-        f"  kernels use   {cpu['kernels_isa'] or 'not known: the ops do not load'}",
-        f"  threads       {cpu['threads'] or 'not known: torch does not load'} "
+        f"  features      {' '.join(cpu['features']) or 'none that the kernels use'}",
+        f"  kernels use   {cpu['kernels_isa'] or 'unknown: the ops do not load'}",
+        f"  threads       {cpu['threads'] or 'unknown: torch does not load'} "
         f"on {cpu['cores']} cores",
     ]
     if cpu["memory_bytes"]:
@@ -135,7 +135,7 @@ def _torch_npu_problem() -> dict[str, str] | None:
     if torch and torch_npu and torch.split(".")[:2] != torch_npu.split(".")[:2]:
         minor = ".".join(torch.split(".")[:2])
         return _problem(
-            f"torch_npu {torch_npu} does not fit torch {torch}",
+            f"torch_npu {torch_npu} does not match torch {torch}",
             f"pip install 'torch_npu=={minor}.*'",
         )
     return _build_problem()
@@ -148,7 +148,7 @@ def _build_problem() -> dict[str, str] | None:
     if torch is None or "+cu" not in torch:
         return None
     return _problem(
-        f"torch_npu cannot be loaded beside torch {torch}, a build for CUDA",
+        f"torch_npu cannot be loaded with torch {torch}, a CUDA build",
         f"pip install torch=={torch.partition('+')[0]}+cpu "
         "--extra-index-url https://download.pytorch.org/whl/cpu",
     )
@@ -181,7 +181,7 @@ def _cann() -> str | None:
     for path in sorted(path for place in places for path in glob.glob(place)):
         if version := re.search(r"^version=(.+)$", _read(path), re.MULTILINE):
             return f"{version[1].strip()} in {home}"
-    return f"version not known, in {home}" if os.path.isdir(home) else None
+    return f"unknown version in {home}" if os.path.isdir(home) else None
 
 
 def _compiler() -> str | None:
@@ -213,7 +213,7 @@ def _cpu(*, loaded: bool) -> dict:
     kib = dict(re.findall(r"(\w+):\s+(\d+) kB", _read("/proc/meminfo")))
     torch = sys.modules.get("torch")
     return {
-        "model": listed.get("Model name", "not known"),
+        "model": listed.get("Model name", "unknown"),
         "architecture": platform.machine(),
         "features": [name for name in CPU_FEATURES if name in listed.get("Flags", "").split()],
         "kernels_isa": torch.ops.custom_pypto.cpu_isa() if loaded else None,
@@ -239,7 +239,7 @@ def _npu() -> dict:
             devices = [torch.npu.get_device_name(i) for i in range(torch.npu.device_count())]
             answer = "sees no device"
         except RuntimeError as error:
-            answer = f"answers: {error}".partition("\n")[0]
+            answer = f"reports: {error}".partition("\n")[0]
         if not devices:
             problem = _problem(
                 f"an NPU: torch_npu {answer}",

@@ -42,16 +42,16 @@ def start_if_wanted() -> None:
     asked = os.environ.get(VARIABLE) or "0"
     if asked not in ("0", "1", "2", "3"):
         raise ValueError(
-            f"custom_pypto: {VARIABLE} must be 0 (nothing), 1 (the first call of each op), 2 "
-            f"(every call) or 3 (and the inputs of a failing one), got {asked!r}"
+            f"custom_pypto: {VARIABLE} must be 0 (off), 1 (first call of each op), 2 (every "
+            f"call) or 3 (also the inputs of failing calls), got {asked!r}"
         )
     level = int(asked)
     if level == 0:
         return
     if level == 3 and importlib.util.find_spec("safetensors") is None:
         raise ImportError(
-            f"custom_pypto: {VARIABLE}=3 needs safetensors to write the inputs of a "
-            "failing call; pip install safetensors, or set it to 2"
+            f"custom_pypto: {VARIABLE}=3 needs safetensors to write the inputs of "
+            "failing calls; pip install safetensors, or set it to 2"
         )
     logger.setLevel(logging.DEBUG)
     handler = logging.StreamHandler()
@@ -117,7 +117,8 @@ def _report(op: str, arguments: dict, error: Exception) -> None:
     global _files
     text = f"{op} failed: {type(error).__name__}: {error}"
     if _files >= MOST_FILES:
-        logger.error(f"{text}\n  inputs not written: {MOST_FILES} files have been, which is all")
+        reason = f"limit of {MOST_FILES} files per process reached"
+        logger.error(f"{text}\n  inputs not written: {reason}")
         return
     _files += 1
     try:
@@ -170,7 +171,7 @@ def read_call(path: str | Path, device: str = "cpu") -> tuple[str, dict, str]:
             values = {name: file.get_tensor(name).to(device) for name in call["strides"]}
     except (SafetensorError, KeyError, ValueError) as error:
         raise ValueError(
-            f"replay: {path} must be a file that {VARIABLE}=3 has written, got {error!r}"
+            f"replay: {path} must be a file written by {VARIABLE}=3, got {error!r}"
         ) from error
     if call["op"] not in OPS:
         raise ValueError(

@@ -69,7 +69,7 @@ def use_custom_pypto(model, *, block_size: int = 128):
             additions that the ops would bypass. Every forward repeats the check.
         ValueError: unsupported ``block_size`` or ``index_topk``.
     """
-    stock, paged = _attention_classes("use_custom_pypto", model)
+    upstream, paged = _attention_classes("use_custom_pypto", model)
     check_block_size("use_custom_pypto", block_size)
     topk = model.config.index_topk
     if not (1 <= topk <= 2048 or topk in range(3072, 8193, 1024)):
@@ -80,11 +80,11 @@ def use_custom_pypto(model, *, block_size: int = 128):
     use_transformers(model)
     layers = [layer.self_attn for layer in model.base_model.layers]
     for i, attention in enumerate(layers):
-        if type(attention) is not stock or has_other_forward(attention):
+        if type(attention) is not upstream or has_other_forward(attention):
             raise TypeError(
-                f"use_custom_pypto: the attention of layer {i} must be a plain {stock.__name__}, "
-                f"got {type(attention).__name__} or a wrapped forward (kernelize?), which a swap "
-                "would not reach; swap before wrapping"
+                f"use_custom_pypto: the attention of layer {i} must be a plain "
+                f"{upstream.__name__}, got {type(attention).__name__} or a wrapped forward "
+                "(kernelize?), which the patch would not reach; patch before wrapping"
             )
         check_layer(i, attention, paged.indexer_class)
     for attention in layers:
@@ -109,7 +109,7 @@ def use_transformers(model):
     Raises:
         TypeError: unsupported model class.
     """
-    stock, _ = _attention_classes("use_transformers", model)
+    upstream, _ = _attention_classes("use_transformers", model)
     if hasattr(model, "_undo_custom_pypto"):
         for hook in model._undo_custom_pypto:
             hook.remove()
@@ -117,7 +117,7 @@ def use_transformers(model):
         del model._prepare_cache_for_generation
         del model.create_masks_for_generate
         for layer in model.base_model.layers:
-            change_class(layer.self_attn, stock)
+            change_class(layer.self_attn, upstream)
     return model
 
 
@@ -147,7 +147,9 @@ def load(path, *, dtype="auto", num_hidden_layers=None, device=None, tensor_para
     """
     path = Path(path)
     if not (path / "config.json").is_file():
-        raise FileNotFoundError(f"load: {path} must be a checkpoint directory with a config.json")
+        raise FileNotFoundError(
+            f"load: path must be a checkpoint directory with a config.json, got {path}"
+        )
     # without it transformers prompts at the terminal, and "y" runs the checkpoint's code
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     plan = sharing(config, device) if tensor_parallel else None
@@ -191,5 +193,5 @@ def _attention_classes(caller: str, model) -> tuple[type, type]:
             f"got {type(model).__module__}.{type(model).__qualname__}{inside}"
         )
     paged = ATTENTION[type(model)]
-    _, stock = paged.__bases__
-    return stock, paged
+    _, upstream = paged.__bases__
+    return upstream, paged

@@ -78,8 +78,8 @@ class PagedAttention:
             self.write_index_keys(hidden_states, position_embeddings, step)
         elif indices is None:
             raise ValueError(
-                f"config.indexer_types: layer {self.layer_idx} is 'shared', but no layer before it "
-                "is 'full'"
+                f"patched model: config.indexer_types must have a 'full' layer before layer "
+                f"{self.layer_idx}, which is 'shared'"
             )
         q_latent = self.compress_query(hidden_states)
 

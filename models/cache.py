@@ -132,9 +132,10 @@ class PagedCache(Cache):
             room = free_memory(device) * 15 // 16 // bytes_of_block - 1
             fits = min(max(0, room) // batch_size, blocks - 1) * block_size
             raise torch.OutOfMemoryError(
-                f"PagedCache: no memory for batch_size={batch_size}, max_cache_len={max_cache_len} "
-                f"on {device}, which take {need:.1f} GiB; {fits} tokens per sequence would fit. "
-                "Pass a smaller max_cache_len (to generate(): fewer new tokens) or batch_size"
+                f"PagedCache: out of memory: batch_size={batch_size}, "
+                f"max_cache_len={max_cache_len} needs {need:.1f} GiB on {device}; {fits} tokens "
+                "per sequence would fit, pass a smaller max_cache_len (to generate(): fewer new "
+                "tokens) or batch_size"
             ) from error
         self.block_table = self._own_blocks(batch_size, blocks)
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
@@ -154,7 +155,7 @@ class PagedCache(Cache):
         """
         if batch_size != self.batch_size:
             raise ValueError(
-                f"PagedCache: made for batch_size={self.batch_size}, got a batch of {batch_size}"
+                f"PagedCache: the batch must be {self.batch_size} (batch_size), got {batch_size}"
             )
         self.check_room(tokens)
         if valid is None:
@@ -177,8 +178,8 @@ class PagedCache(Cache):
             return
         if self.seen + tokens > self.max_cache_len:
             raise ValueError(
-                f"PagedCache: out of capacity: has {self.seen} of {self.max_cache_len} tokens per "
-                f"sequence, got {tokens} more; make it with a larger max_cache_len"
+                f"PagedCache: capacity exceeded: holds {self.seen} of {self.max_cache_len} tokens "
+                f"per sequence, got {tokens} more; create it with a larger max_cache_len"
             )
 
     @torch.inference_mode(False)
@@ -203,9 +204,10 @@ class PagedCache(Cache):
                     larger = pool.new_empty(used + batch_size * more, *pool.shape[1:])
                 except RuntimeError as error:
                     raise torch.OutOfMemoryError(
-                        f"PagedCache: no memory to grow from max_cache_len={self.max_cache_len} to "
-                        f"{(blocks + more) * self.block_size} on {pool.device}; pass a "
-                        "models.PagedCache of the size that is needed to the first forward"
+                        "PagedCache: out of memory: cannot grow from max_cache_len="
+                        f"{self.max_cache_len} to {(blocks + more) * self.block_size} on "
+                        f"{pool.device}; pass a models.PagedCache of the required size to the "
+                        "first forward"
                     ) from error
                 larger[: pool.size(0)] = pool
                 torch._dynamo.mark_static_address(larger)
@@ -270,8 +272,8 @@ class PagedCache(Cache):
 
     def update(self, *args, **kwargs):
         raise TypeError(
-            "PagedCache: only a model swapped by models.use_custom_pypto can use it, "
-            "got a call from a stock attention layer"
+            "PagedCache: model must be patched by models.use_custom_pypto, "
+            "got a call from an upstream attention layer"
         )
 
     def __repr__(self) -> str:

@@ -38,11 +38,13 @@ def check_shards(path: Path, model, block: tuple[int, int] | None = None) -> dic
     for name, (file, _, shape) in tensors.items():
         if shape != expected.get(name, shape):
             raise ValueError(
-                f"load: {file}: {name} must be {expected[name]} according to config.json, "
-                f"got {shape}"
+                f"load: {file}: {name} must be of shape {expected[name]} (config.json), got {shape}"
             )
     if missing := expected.keys() - tensors.keys():
-        raise ValueError(f"load: {index_file(path)} must list {examples(missing)}, but does not")
+        raise ValueError(
+            f"load: {index_file(path)} lacks {examples(missing)}; use the checkpoint's own "
+            "config.json, or download it again"
+        )
     check_scales(tensors, block)
     return tensors
 
@@ -53,23 +55,26 @@ def check_scales(tensors: dict[str, Stored], block: tuple[int, int] | None) -> N
         if dtype != fp8.STORED:
             if dtype not in fp8.DTYPES:
                 raise ValueError(
-                    f"load: {file}: {name} must be in {fp8.STORED} or one of "
-                    f"{', '.join(fp8.DTYPES)}, got {dtype}"
+                    f"load: {file}: {name} must be of dtype {', '.join(fp8.DTYPES)} or "
+                    f"{fp8.STORED}, got {dtype}"
                 )
             continue
         if block is None:
             raise ValueError(
-                f"load: {file}: {name} is in {dtype}, but config.json has no quantization_config "
-                "that tells its blocks; copy config.json from where the checkpoint came from"
+                f"load: {file}: {name} is {dtype}, but config.json lacks the quantization_config "
+                "with its block size; use the checkpoint's own config.json"
             )
         scale = fp8.scale_name(name)
         if scale not in tensors:
-            raise ValueError(f"load: {file}: {name} is in {dtype} and must have a {scale}")
+            raise ValueError(
+                f"load: {file}: {name} is {dtype} and lacks its {scale}; download the checkpoint "
+                "again"
+            )
         grid = fp8.grid(shape, block)
         if tensors[scale].shape != grid:
             raise ValueError(
-                f"load: {tensors[scale].file}: {scale} must be {grid}, one for each "
-                f"{block[0]}x{block[1]} block of {shape}, got {tensors[scale].shape}"
+                f"load: {tensors[scale].file}: {scale} must be of shape {grid} (one scale per "
+                f"{block[0]}x{block[1]} block of {shape}), got {tensors[scale].shape}"
             )
 
 
@@ -87,7 +92,9 @@ def stored_tensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Store
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
         except (ValueError, KeyError) as error:
-            raise ValueError(f"load: {index} is not a safetensors index: {error!r}") from error
+            raise ValueError(
+                f"load: {index} is not a safetensors index: {error!r}; download it again"
+            ) from error
         for name in filter(wanted, weight_map):
             promised.setdefault(weight_map[name], set()).add(name)
     else:
@@ -98,8 +105,8 @@ def stored_tensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Store
         found = read_header(path / file)
         if missing := names - found.keys():
             raise ValueError(
-                f"load: {path / file} must hold {examples(missing)} according to {index.name}, "
-                f"but does not; is it a file of another checkpoint?"
+                f"load: {path / file} lacks {examples(missing)}, listed in {index.name}; "
+                f"is the file from another checkpoint?"
             )
         tensors |= {name: found[name] for name in filter(wanted, found)}
     return tensors
@@ -117,8 +124,8 @@ def read_header(file: Path) -> dict[str, Stored]:
             }
     except SafetensorError as error:  # an error page, a broken download, a git-lfs pointer
         raise ValueError(
-            f"load: {file} ({file.stat().st_size} bytes) is not a whole safetensors file: {error}; "
-            "download it again"
+            f"load: {file} ({file.stat().st_size} bytes) is not a complete safetensors file: "
+            f"{error}; download it again"
         ) from error
 
 
@@ -161,9 +168,7 @@ def first_layers(config: dict, layers: int) -> dict:
     """The ``config.json`` of a checkpoint, reduced to the first ``layers`` layers."""
     have = config["num_hidden_layers"]
     if not 1 <= layers <= have:
-        raise ValueError(
-            f"load: num_hidden_layers must be 1 to {have}, which config.json has, got {layers}"
-        )
+        raise ValueError(f"load: num_hidden_layers must be 1 to {have} (config.json), got {layers}")
     cut = {
         name: config[name][:layers]
         for name in ("layer_types", "mlp_layer_types", "indexer_types", "index_topk_pattern")

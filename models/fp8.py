@@ -37,8 +37,8 @@ def block_of(config: dict) -> tuple[int, int] | None:
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
     if method != "fp8" or not block:
         raise ValueError(
-            "load: quantization_config of config.json must be fp8 with a weight_block_size, as "
-            f"DeepSeek and GLM publish it, got {method} with weight_block_size {block}"
+            "load: quantization_config of config.json must be fp8 with a weight_block_size (the "
+            f"format of DeepSeek and GLM), got {method} with weight_block_size {block}"
         )
     rows, columns = block
     return rows, columns

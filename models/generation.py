@@ -32,13 +32,14 @@ def prepare_forward(block_size: int, model, args: tuple, kwargs: dict):
             return None
     elif model.training and model.config.attention_dropout:
         raise ValueError(
-            "attention_dropout: the ops drop nothing; call model.eval(), or leave past_key_values "
-            "out for the stock path"
+            "patched model: attention_dropout must be 0 in training mode with a cache (the ops "
+            f"have no dropout), got {model.config.attention_dropout}; call model.eval(), or omit "
+            "past_key_values to run the upstream path"
         )
     if kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)):
         raise ValueError(
-            "output_attentions: the ops never form the attention matrix; "
-            "call models.use_transformers(model) to get it from the stock path"
+            "patched model: output_attentions must be False (the ops never form the attention "
+            "matrix), got True; call models.use_transformers(model) for the upstream path"
         )
     ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     batch, tokens = (ids if embeddings is None else embeddings).shape[:2]
@@ -76,7 +77,7 @@ def own_cache(model, batch_size: int, max_cache_len: int, block_size: int) -> Pa
     return cache
 
 
-@torch.compiler.disable(reason="a cache that a forward made grows; make one of a fixed size")
+@torch.compiler.disable(reason="a cache created by a forward grows; create one of a fixed size")
 def grow(cache: PagedCache, tokens: int) -> None:
     """Makes room for ``tokens`` more per sequence."""
     cache.reserve(int(cache.seen) + tokens)
@@ -96,8 +97,8 @@ def prepare_cache_for_generation(
     kind = generation_config.cache_implementation
     if kind not in (None, "dynamic"):
         raise ValueError(
-            "cache_implementation: a model swapped by use_custom_pypto has its own cache, "
-            f"got {kind!r}; leave it out, or pass past_key_values=models.PagedCache(...)"
+            "generate: cache_implementation must be None or 'dynamic' for a patched model, "
+            f"got {kind!r}; omit it, or pass past_key_values=models.PagedCache(...)"
         )
     rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
     cache = model_kwargs.get("past_key_values")
@@ -111,17 +112,17 @@ def prepare_cache_for_generation(
             cache.reserve(max_length)
         if cache.max_cache_len < max_length or cache.batch_size != rows:
             raise ValueError(
-                f"generate: needs a PagedCache with batch_size={rows} and max_cache_len of at "
-                f"least {max_length}, got {cache}"
+                f"generate: past_key_values must be a PagedCache with batch_size={rows} and "
+                f"max_cache_len of at least {max_length}, got {cache}"
             )
         mask, seen = model_kwargs.get("attention_mask"), int(cache.get_seq_length())
         # upstream would feed the wrong ids and continue another text
         if mask is not None and seen and mask.size(1) <= seen:
             known = mask.size(1)
             raise ValueError(
-                f"generate: needs more ids than the {seen} tokens per sequence that the cache has, "
-                f"those included, got {known}; crop({known - 1 - seen}) makes it forget what the "
-                "ids do not have, reset() everything"
+                f"generate: input_ids must have more than the {seen} tokens per sequence that the "
+                f"cache holds, got {known}; pass the whole conversation, or drop tokens from the "
+                f"cache: crop({known - 1 - seen}) or reset()"
             )
     type(model)._prepare_cache_for_generation(
         model, generation_config, model_kwargs, generation_mode, batch_size, max_length
@@ -139,16 +140,17 @@ def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_va
 def check_cache(cache, model) -> None:
     if not isinstance(cache, PagedCache):
         raise TypeError(
-            "past_key_values: a model swapped by use_custom_pypto needs a models.PagedCache, "
-            f"got {type(cache).__name__}"
+            "patched model: past_key_values must be a models.PagedCache, got "
+            f"{type(cache).__name__}; omit it, or call models.use_transformers(model) for the "
+            "upstream path"
         )
     if torch.compiler.is_compiling():  # generate() has validated it already
         return
     if (made := cache.made_for) != (wanted := dimensions(model)):
         names = [name for name in made | wanted if made.get(name) != wanted.get(name)]
         raise ValueError(
-            f"PagedCache: made for a model with {listed(made, names)}, got one with "
-            f"{listed(wanted, names)}; make one for this model"
+            f"PagedCache: created for a model with {listed(made, names)}, got one with "
+            f"{listed(wanted, names)}; create one for this model"
         )
 
 
@@ -164,14 +166,15 @@ def new_tokens(attention_mask: Tensor | dict | None, tokens: int) -> Tensor | No
         return None
     if attention_mask.ndim != 2 or attention_mask.size(1) < tokens:
         raise ValueError(
-            f"attention_mask must be [B, tokens so far] with at least the {tokens} new tokens, "
-            f"got {list(attention_mask.shape)}; masks of other shapes need the stock path"
+            "patched model: attention_mask must be [B, tokens so far] with at least the "
+            f"{tokens} new tokens, got {list(attention_mask.shape)}; call "
+            "models.use_transformers(model) for masks of other shapes"
         )
     mask = attention_mask.bool()
     # one device sync per prefill; decode (one new token) skips it, and a graph cannot contain it
     if tokens > 1 and not torch.compiler.is_compiling() and (mask[:, :-1] & ~mask[:, 1:]).any():
         raise ValueError(
-            "attention_mask: pads must be left of all real tokens, got a 0 right of a 1; "
+            "patched model: attention_mask must have all padding on the left, got a 0 after a 1; "
             "set tokenizer.padding_side = 'left'"
         )
     return mask[:, -tokens:]

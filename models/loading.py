@@ -114,10 +114,10 @@ def check_memory(model, dtype: torch.dtype, device: torch.device, ranks: int = 1
     for place, free in available.items():
         if needed > free:
             raise MemoryError(
-                f"load: needs {tqdm.format_sizeof(needed, 'B')} as "
-                f"{str(dtype).removeprefix('torch.')}{each}; "
-                f"{place} has {tqdm.format_sizeof(free, 'B')}: "
-                "load fewer layers with num_hidden_layers or use more devices"
+                f"load: out of memory: the model needs {tqdm.format_sizeof(needed, 'B')} in "
+                f"{str(dtype).removeprefix('torch.')}{each}, "
+                f"{place} has {tqdm.format_sizeof(free, 'B')} free; "
+                "load fewer layers with num_hidden_layers, or use more devices"
             )
 
 

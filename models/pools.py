@@ -38,8 +38,8 @@ def pools_of(model) -> dict[str, Pool]:
     pools = getattr(attention, "pools", None)
     if pools is None:
         raise TypeError(
-            "PagedCache: model must be swapped by models.use_custom_pypto before its cache is "
-            f"made, got one with a {type(attention).__name__}"
+            "PagedCache: model must be patched by models.use_custom_pypto first, "
+            f"got one with a {type(attention).__name__}"
         )
     return pools
 

@@ -23,7 +23,7 @@ def check_layer(layer: int, attention: nn.Module, indexer_class: type) -> None:
     """Rejects a layer with additions that the ops would bypass.
 
     Args:
-        indexer_class: the stock class of the indexer, the only one that the op computes.
+        indexer_class: the upstream class of the indexer, the only one that the op computes.
     Raises:
         TypeError: names the layer, the addition and the remedy.
     """
@@ -31,15 +31,15 @@ def check_layer(layer: int, attention: nn.Module, indexer_class: type) -> None:
     projection, indexer = parts["kv_b_proj"], parts.get("indexer")
     if found := obstacle(projection):
         raise TypeError(
-            f"use_custom_pypto: kv_b_proj of layer {layer} must be a torch.nn.Linear, got {found}: "
-            "its weight is absorbed, its forward never called; dequantise it, merge its adapter "
-            "(merge_and_unload), remove its hook, or call models.use_transformers(model)"
+            f"use_custom_pypto: kv_b_proj of layer {layer} must be a plain torch.nn.Linear (its "
+            f"weight is absorbed, its forward never called), got {found}; dequantise it, merge its "
+            "adapter (merge_and_unload), remove its hook, or call models.use_transformers(model)"
         )
     if indexer is not None and (type(indexer) is not indexer_class or wrapped(indexer)):
         raise TypeError(
             f"use_custom_pypto: the indexer of layer {layer} must be a plain "
-            f"{indexer_class.__name__}, got {described(indexer)}: an op takes the place "
-            "of its forward; remove that, or call models.use_transformers(model)"
+            f"{indexer_class.__name__} (an op replaces its forward), got {described(indexer)}; "
+            "restore it, or call models.use_transformers(model)"
         )
 
 
@@ -86,7 +86,7 @@ def lora_obstacle(projection: nn.Module) -> str | None:
         return obstacle(projection.base_layer)
     adapters = active_adapters(projection)
     if adapters and isinstance(projection.base_layer._parameters.get("weight"), DTensor):
-        return "a LoRA that ranks share"
+        return "a LoRA on a sharded weight"
     for adapter in adapters:
         if adapter in projection.lora_variant:
             return f"a LoRA of {type(projection.lora_variant[adapter]).__name__}"
@@ -149,7 +149,7 @@ def described(module: nn.Module) -> str:
         name += f" of {type(module).__module__}"  # most of them are called Linear
     if module._forward_hooks or module._forward_pre_hooks:
         return f"{name} with a forward hook"
-    return f"{name} with another forward" if has_other_forward(module) else name
+    return f"{name} with a replaced forward" if has_other_forward(module) else name
 
 
 def change_class(module: nn.Module, cls: type) -> None:

@@ -27,21 +27,21 @@ def sharing(config, device) -> DistributedConfig:
     """
     if device is not None:
         raise ValueError(
-            "load: device must be None with tensor_parallel, where each rank takes its own, "
-            f"got {device}"
+            f"load: device must be None with tensor_parallel (each rank uses its own), got {device}"
         )
     if not dist.is_initialized():
         raise RuntimeError(
             "load: tensor_parallel needs a process group: start the program with torchrun and call "
-            "torch.distributed.init_process_group() before"
+            "torch.distributed.init_process_group() first"
         )
     kind = own_device().type
     ranks, possible = dist.get_world_size(), possible_sizes(config, kind)
     if ranks not in possible:
         raise ValueError(
             f"load: tensor_parallel must have {', '.join(map(str, possible))} ranks for "
-            f"{config.num_attention_heads} heads and experts of {config.moe_intermediate_size} on "
-            f"{kind}, got {ranks}; set --nproc-per-node of torchrun"
+            f"{config.num_attention_heads} heads and experts of width "
+            f"{config.moe_intermediate_size} on {kind}, got {ranks}; set torchrun's "
+            "--nproc-per-node"
         )
     return DistributedConfig(tp_size=ranks)
 
@@ -76,8 +76,8 @@ def check_indices(layer: int, indices: Tensor) -> None:
     if different:
         batch, token = (of_rank[different[0]] != of_rank[0]).nonzero()[0, :2].tolist()
         raise RuntimeError(
-            f"npu_lightning_indexer_pto: the indices of layer {layer} must be the same on all "
-            f"ranks, but those of rank {', '.join(map(str, different))} differ from those of rank "
-            f"0, first for token {token} of sequence {batch}; load the same checkpoint everywhere, "
+            f"npu_lightning_indexer_pto: the indices of layer {layer} must be equal on all "
+            f"ranks, got differences between rank 0 and rank {', '.join(map(str, different))}, "
+            f"first for token {token} of sequence {batch}; load the same checkpoint on all ranks, "
             "and do not mix machines or libraries that round differently"
         )

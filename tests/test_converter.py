@@ -118,7 +118,8 @@ def test_another_value_is_refused(monkeypatch, asked):
         converter.wanted()
     assert str(refused.value) == (
         "custom_pypto: CUSTOM_PYPTO_GE_CONVERTERS must be 1 (register the GE converters) or 0 (do "
-        f"not), got {asked!r}; unset it to register them where a GE kernel package is installed"
+        f"not), got {asked!r}; unset it to register them only if a GE kernel package is "
+        "installed"
     )
 
 
@@ -176,7 +177,7 @@ def test_an_import_with_another_value_ends_with_the_reason():
     "asked, what, remedy",
     [
         (None, f"a GE kernel package with {', '.join(ALL)} in ", "install one, or set"),
-        ("0", "GE converters are switched off by CUSTOM_PYPTO_GE_CONVERTERS=0", "unset"),
+        ("0", "GE converters are disabled by CUSTOM_PYPTO_GE_CONVERTERS=0", "unset"),
         ("1", "torchair cannot be imported (ImportError: libhccl.so: none)", "install torch_npu"),
     ],
 )

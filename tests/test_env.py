@@ -123,7 +123,7 @@ def test_what_the_user_set_for_autoload_is_left_alone(torch_npu_without_cann):
         path=[torch_npu_without_cann],
         TORCH_DEVICE_BACKEND_AUTOLOAD="1",
     )
-    assert "ImportError: custom_pypto: torch or the compiled ops do not load" in result.stderr
+    assert "ImportError: custom_pypto: cannot load torch or the compiled ops" in result.stderr
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in result.stderr
 
 
@@ -140,7 +140,7 @@ def test_torch_npu_for_another_torch_is_reported_with_the_remedy(tmp_path, monke
     monkeypatch.setattr(ctypes, "CDLL", lambda library: None)  # a machine with CANN
     monkeypatch.delattr(torch, "npu", raising=False)
     assert env.collect()["npu"]["problem"] == {
-        "what": f"torch_npu 2.7.1.post2 does not fit torch {torch.__version__}",
+        "what": f"torch_npu 2.7.1.post2 does not match torch {torch.__version__}",
         "remedy": "pip install 'torch_npu==2.13.*'",
     }
 
@@ -157,7 +157,7 @@ def test_torch_for_cuda_is_reported_with_the_remedy(tmp_path, monkeypatch, insta
     report = env.collect()
     assert report["versions"]["torch"] == "2.13.0+cu130"
     problem = {
-        "what": "torch_npu cannot be loaded beside torch 2.13.0+cu130, a build for CUDA",
+        "what": "torch_npu cannot be loaded with torch 2.13.0+cu130, a CUDA build",
         "remedy": "pip install torch==2.13.0+cpu "
         "--extra-index-url https://download.pytorch.org/whl/cpu",
     }
@@ -233,7 +233,7 @@ def lscpu(folder: Path, printed: str) -> None:
             "fma avx2",
             id="x86-indented",
         ),
-        pytest.param("Architecture:   riscv64", "not known", "", id="neither"),
+        pytest.param("Architecture:   riscv64", "unknown", "", id="neither"),
     ],
 )
 def test_cpu_is_named_as_lscpu_does(printed, model, features, tmp_path, monkeypatch):
@@ -246,9 +246,9 @@ def test_cpu_is_named_as_lscpu_does(printed, model, features, tmp_path, monkeypa
 def test_there_is_a_report_without_lscpu_and_compiler(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     report = env.collect()
-    assert (report["cpu"]["model"], report["cpu"]["features"]) == ("not known", [])
+    assert (report["cpu"]["model"], report["cpu"]["features"]) == ("unknown", [])
     assert report["versions"]["compiler"] is None
-    assert "not known" in env.render(report)
+    assert "unknown" in env.render(report)
 
 
 def test_report_wants_the_transformers_that_the_package_names():

@@ -222,7 +222,7 @@ def test_a_prototype_takes_the_dtypes_that_the_npu_takes(op, monkeypatch):
         pytest.param(
             "add_custom",
             Description(outputs={"out": FLOAT}, dtypes={"selfs": FLOAT}),
-            "add_custom: the description names selfs, the schema does not",
+            "add_custom: the description names selfs, which the schema lacks",
             id="unknown-argument",
         ),
         pytest.param(
@@ -240,15 +240,14 @@ def test_a_prototype_takes_the_dtypes_that_the_npu_takes(op, monkeypatch):
         pytest.param(
             "npu_sparse_attention_pto",
             OPS["npu_sparse_attention_pto"]._replace(absent={}),
-            "npu_sparse_attention_pto: the description must say in absent what stands for None of "
-            "softmax_scale, which GE cannot hold",
+            "npu_sparse_attention_pto: the description must map softmax_scale in absent to the "
+            "value that stands for None, which GE cannot hold",
             id="none-of-an-attribute",
         ),
         pytest.param(
             "npu_sparse_attention_pto",
             OPS["npu_sparse_attention_pto"]._replace(absent={"softmax_scale": 0.0, "eps": 0.0}),
-            "npu_sparse_attention_pto: the description says what stands for None of eps, which is "
-            "never None",
+            "npu_sparse_attention_pto: the description maps eps in absent, but eps is never None",
             id="never-none",
         ),
     ],

@@ -394,7 +394,7 @@ def test_the_report_says_that_graph_mode_works():
         pytest.param(
             "npu_lightning_indexer_pto",
             lambda: index([2, 2], [20, 5], layout_key="BSND"),
-            "layout_key must be PA_BSND on an NPU, got BSND; keep the keys in a paged cache",
+            "layout_key must be 'PA_BSND' on an NPU, got 'BSND'; keep the keys in a paged cache",
             id="index-layout",
         ),
         pytest.param(
@@ -424,7 +424,7 @@ def test_the_report_says_that_graph_mode_works():
         pytest.param(
             "npu_sparse_flash_attention_pto",
             lambda: attend([2, 2], [20, 5], layout_kv="BSND"),
-            "layout_kv must be PA_BSND on an NPU, got BSND; keep the keys in a paged cache",
+            "layout_kv must be 'PA_BSND' on an NPU, got 'BSND'; keep the keys in a paged cache",
             id="attend-layout",
         ),
         pytest.param(

@@ -500,7 +500,7 @@ def wide(x: torch.Tensor) -> torch.Tensor:
             "npu_lightning_indexer_pto",
             lambda: index_case([1], [40], layout_key="BSND"),
             lambda x: {},
-            "layout_key must be PA_BSND on an NPU, got BSND; keep the keys in a paged cache",
+            "layout_key must be 'PA_BSND' on an NPU, got 'BSND'; keep the keys in a paged cache",
             id="indexer-layout",
         ),
         pytest.param(
@@ -691,5 +691,7 @@ def test_after_the_last_pass_the_tiles_compute_the_same(op):
 def test_another_pypto_leaves_the_cpu_and_says_what_the_npu_needs(monkeypatch):
     monkeypatch.setattr(custom_pypto.requirements, "PYPTO", "9.9.9")
     npu.common.program.cache_clear()
-    with pytest.raises(RuntimeError, match="needs pypto 9.9.9, found 0.2.0 to run on an NPU"):
+    with pytest.raises(
+        RuntimeError, match="add_custom: an NPU needs pypto 9.9.9, found 0.2.0; pip install pypto"
+    ):
         custom_pypto.add_custom(torch.ones(3), torch.ones(3))

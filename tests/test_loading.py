@@ -87,9 +87,8 @@ def test_an_unsharded_checkpoint_loads_in_the_dtype_asked_for(tmp_path):
 
 
 def whole(shard, size, why):
-    return (
-        rf"{shard} \({size} bytes\) is not a whole safetensors file: .*{why}.*; download it again"
-    )
+    damaged = rf"{shard} \({size} bytes\) is not a complete safetensors file"
+    return f"{damaged}: .*{why}.*; download it again"
 
 
 def truncated(path, shard):
@@ -139,7 +138,7 @@ def missing(path, shard):
 def of_another_checkpoint(path, shard):
     other = sorted(path.glob("*.safetensors"))[0]
     shutil.copy(other, path / shard)
-    return ValueError, f"{shard} must hold .* according to {INDEX}, but does not"
+    return ValueError, f"{shard} lacks .*, listed in {INDEX}; is the file from another checkpoint"
 
 
 def change(path, shard, edit, name=None):
@@ -152,7 +151,7 @@ def change(path, shard, edit, name=None):
 
 def without_a_tensor(path, shard):
     name = change(path, shard, lambda tensors, name: tensors.pop(name))
-    return ValueError, f"{shard} must hold {name} according to {INDEX}"
+    return ValueError, f"{shard} lacks {name}, listed in {INDEX}"
 
 
 def shorten(tensors, name):
@@ -161,7 +160,7 @@ def shorten(tensors, name):
 
 def with_a_tensor_of_another_shape(path, shard):
     name = change(path, shard, shorten)
-    return ValueError, rf"{shard}: {name} must be \[\d+.*\] according to config.json, got \["
+    return ValueError, rf"{shard}: {name} must be of shape \[\d+.*\] \(config.json\), got \["
 
 
 def with_an_expert_of_another_shape(path, shard):
@@ -170,7 +169,7 @@ def with_an_expert_of_another_shape(path, shard):
     change(path, shard, shorten, name)
     return (
         ValueError,
-        rf"{shard}: {name} must be \[32, 96\] according to config.json, got \[31, 96\]",
+        rf"{shard}: {name} must be of shape \[32, 96\] \(config.json\), got \[31, 96\]",
     )
 
 
@@ -179,12 +178,12 @@ def unlisted_tensor(path, shard):
     name = change(path, shard, lambda tensors, name: tensors.pop(name))
     del index["weight_map"][name]
     (path / INDEX).write_text(json.dumps(index))
-    return ValueError, f"{INDEX} must list {name}, but does not"
+    return ValueError, f"{INDEX} lacks {name}; use the checkpoint's own config.json"
 
 
 def broken_index(path, shard):
     (path / INDEX).write_text('{"weight_map": {')
-    return ValueError, f"{INDEX} is not a safetensors index"
+    return ValueError, f"{INDEX} is not a safetensors index: .*; download it again"
 
 
 def no_index(path, shard):
@@ -194,13 +193,13 @@ def no_index(path, shard):
 
 def no_config(path, shard):
     (path / "config.json").unlink()
-    return FileNotFoundError, "must be a checkpoint directory with a config.json"
+    return FileNotFoundError, f"path must be a checkpoint directory with a config.json, got {path}"
 
 
 def config_of_another_size(path, shard):
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"kv_lora_rank": 80}))
-    return ValueError, r"kv_a_layernorm.weight must be \[80\] according to config.json, got \[64\]"
+    return ValueError, r"layernorm.weight must be of shape \[80\] \(config.json\), got \[64\]"
 
 
 def config_of_another_model(path, shard):
@@ -376,7 +375,9 @@ def test_the_first_layers_of_a_checkpoint_in_one_dtype(checkpoint):
 
 @pytest.mark.parametrize("layers", [0, -1, 4])
 def test_as_many_layers_as_there_are_not(layers, checkpoint):
-    with pytest.raises(ValueError, match=f"num_hidden_layers must be 1 to 3, .*got {layers}"):
+    with pytest.raises(
+        ValueError, match=f"num_hidden_layers must be 1 to 3 .config.json., got {layers}"
+    ):
         models.load(checkpoint[0], num_hidden_layers=layers)
 
 
@@ -400,7 +401,7 @@ SHARD = "model-00003-of-00006.safetensors"
 
 def without_a_scale(path):
     change(path, SHARD, lambda tensors, name: tensors.pop(name), f"{KV_A}_scale_inv")
-    return f"{SHARD} must hold {KV_A}_scale_inv according to {INDEX}"
+    return f"{SHARD} lacks {KV_A}_scale_inv, listed in {INDEX}"
 
 
 def without_a_scale_in_the_index_either(path):
@@ -408,19 +409,20 @@ def without_a_scale_in_the_index_either(path):
     index = json.loads((path / INDEX).read_text())
     del index["weight_map"][f"{KV_A}_scale_inv"]
     (path / INDEX).write_text(json.dumps(index))
-    return rf"{SHARD}: {KV_A} is in F8_E4M3 and must have a {KV_A}_scale_inv"
+    return rf"{SHARD}: {KV_A} is F8_E4M3 and lacks its {KV_A}_scale_inv"
 
 
 def with_scales_of_whole_blocks_only(path):
     change(path, SHARD, shorten, f"{KV_A}_scale_inv")
-    return rf"{SHARD}: {KV_A}_scale_inv must be \[5, 2\], one for each 128x128 block .*got \[4, 2\]"
+    shape = r"must be of shape \[5, 2\] \(one scale per 128x128 block of .*, got \[4, 2\]"
+    return f"{SHARD}: {KV_A}_scale_inv {shape}"
 
 
 def without_quantization_config(path):
     config = json.loads((path / "config.json").read_text())
     del config["quantization_config"]
     (path / "config.json").write_text(json.dumps(config))
-    return r"is in F8_E4M3, but config\.json has no quantization_config"
+    return r"is F8_E4M3, but config\.json lacks the quantization_config"
 
 
 def quantised_otherwise(path):
@@ -432,7 +434,7 @@ def quantised_otherwise(path):
 
 def in_integers(path):
     change(path, SHARD, lambda tensors, name: tensors.update({name: tensors[name].char()}), KV_A)
-    return f"{SHARD}: {KV_A} must be in F8_E4M3 or one of F32, .* got I8"
+    return f"{SHARD}: {KV_A} must be of dtype F32, .* or F8_E4M3, got I8"
 
 
 @pytest.mark.parametrize(
@@ -489,8 +491,8 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_read(real_size)
         with pytest.raises(MemoryError) as error:
             models.load(path, **asked)
         error.match(
-            rf"load: needs {needs} as bfloat16; this machine has [\d.]+[GM]B: "
-            "load fewer layers with num_hidden_layers or use more devices"
+            rf"load: out of memory: the model needs {needs} in bfloat16, this machine has "
+            r"[\d.]+[GM]B free; load fewer layers with num_hidden_layers, or use more devices"
         )
 
 
@@ -498,7 +500,7 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_read(real_size)
 def test_a_model_that_does_not_fit_on_the_device_is_refused(tmp_path):
     with torch.device("meta"):
         write_published(tmp_path, tiny_config(vocab_size=10**10), save=save_sparse)
-    with pytest.raises(MemoryError, match=r"needs 3\.84TB as bfloat16; npu has 17\.2GB"):
+    with pytest.raises(MemoryError, match=r"needs 3\.84TB in bfloat16, npu has 17\.2GB free"):
         models.load(tmp_path, device="npu")
 
 

@@ -229,7 +229,7 @@ def test_no_file_is_written_over_and_they_are_no_more_than_ten(logging_at, caplo
     for _ in range(log.MOST_FILES + 2):
         fail()
     assert len(list(tmp_path.iterdir())) == log.MOST_FILES == 10
-    assert "inputs not written: 10 files have been" in caplog.messages[-1]
+    assert "inputs not written: limit of 10 files per process reached" in caplog.messages[-1]
 
 
 def test_inputs_that_cannot_be_written_do_not_hide_the_error(logging_at, caplog, monkeypatch):
@@ -242,7 +242,7 @@ def test_inputs_that_cannot_be_written_do_not_hide_the_error(logging_at, caplog,
 def test_a_file_that_is_no_dump_is_refused(tmp_path, capsys):
     (tmp_path / "x.safetensors").write_bytes(b"not a dump")
     assert main(["replay", str(tmp_path / "x.safetensors")]) == 2
-    assert "must be a file that CUSTOM_PYPTO_LOG=3 has written" in capsys.readouterr().err
+    assert "must be a file written by CUSTOM_PYPTO_LOG=3, got" in capsys.readouterr().err
     assert main(["replay", str(tmp_path / "missing")]) == 2
     assert "missing" in capsys.readouterr().err
 
@@ -267,7 +267,9 @@ def test_whoever_has_set_up_logging_gets_each_line_once_and_there():
 @pytest.mark.parametrize("value", ["4", "-1", "yes", "1 "])
 def test_another_value_is_refused(value, monkeypatch):
     monkeypatch.setenv(log.VARIABLE, value)
-    wanted = re.escape("CUSTOM_PYPTO_LOG must be 0 (nothing), 1 (the first call of each op)")
+    wanted = re.escape(
+        "CUSTOM_PYPTO_LOG must be 0 (off), 1 (first call of each op), 2 (every call)"
+    )
     with pytest.raises(ValueError, match=f"{wanted}.*got {value!r}"):
         log.start_if_wanted()
 

@@ -483,7 +483,7 @@ def test_a_pool_that_an_architecture_adds_goes_where_the_others_go(monkeypatch):
 
 
 def test_a_cache_is_made_for_a_swapped_model():
-    with pytest.raises(TypeError, match="must be swapped .*got one with a DeepseekV32Attention"):
+    with pytest.raises(TypeError, match="must be patched .*got one with a DeepseekV32Attention"):
         models.PagedCache(tiny_model(), 1, 16)
 
 
@@ -492,7 +492,7 @@ def test_out_of_capacity_is_refused_before_anything_is_written():
     cache = models.PagedCache(swapped, 1, 32, block_size=16)
     swapped(token_ids(1, 30), past_key_values=cache)
     before = copy.deepcopy(cache)
-    with pytest.raises(ValueError, match="out of capacity: has 30 of 32 tokens.*got 3 more"):
+    with pytest.raises(ValueError, match="capacity exceeded: holds 30 of 32 tokens.*got 3 more"):
         swapped(token_ids(1, 3), past_key_values=cache)
     assert cache.lengths.tolist() == [30] and cache.get_seq_length() == 30
     for now, then in zip(cache.layers, before.layers, strict=True):
@@ -504,7 +504,7 @@ def test_a_block_table_that_is_too_small_is_out_of_capacity():
     _, swapped = stock_and_swapped()
     cache = models.PagedCache(swapped, 1, 64, block_size=16)
     cache.block_table = cache.block_table[:, :2].clone()
-    with pytest.raises(ValueError, match="out of capacity: has 0 of 32 tokens.*got 33 more"):
+    with pytest.raises(ValueError, match="capacity exceeded: holds 0 of 32 tokens.*got 33 more"):
         swapped(token_ids(1, 33), past_key_values=cache)
     assert cache.lengths.tolist() == [0]
     with pytest.raises(ValueError, match="max_cache_len of at least 39, got .*max_cache_len=32"):
@@ -537,7 +537,7 @@ def test_the_cache_of_another_model_is_refused_before_anything_is_written(change
     cache = models.PagedCache(swapped, 1, 64, block_size=16)
     swapped(token_ids(1, 20), past_key_values=cache)
     before = copy.deepcopy(cache)
-    ids, message = token_ids(1, 24), f"PagedCache: made for a model with {difference}"
+    ids, message = token_ids(1, 24), f"PagedCache: created for a model with {difference}"
     with pytest.raises(ValueError, match=message):
         other(ids[:, 20:], past_key_values=cache)
     with pytest.raises(ValueError, match=message):
@@ -601,7 +601,7 @@ def test_a_cache_can_be_used_again_after_an_interrupted_generation(kind, forward
     assert torch.equal(continued(tokens + forward, copy.deepcopy(cache)), want)
     # with the prompt alone
     if forward:
-        message = r"generate: needs more ids than the .*; crop\((-\d+)\)"
+        message = r"generate: input_ids must have more than the .*: crop\((-\d+)\) or reset"
         with pytest.raises(ValueError, match=message) as refused:
             continued(tokens, cache)
         cache.crop(int(re.search(message, str(refused.value))[1]))
@@ -785,7 +785,7 @@ def llama():
         pytest.param(
             lambda: quantised_projection(tiny_model()),
             TypeError,
-            "kv_b_proj of layer 1 must be a torch.nn.Linear, got QuantisedLinear",
+            r"kv_b_proj of layer 1 must be a plain torch.nn.Linear \(.*\), got QuantisedLinear",
             id="quantised",
         ),
         pytest.param(
@@ -842,7 +842,7 @@ def right_padded():
         pytest.param(
             lambda m: m(token_ids(2, 10), attention_mask=right_padded()),
             ValueError,
-            "pads must be left of all real tokens",
+            "attention_mask must have all padding on the left, got a 0 after a 1",
             id="right-padding",
         ),
         pytest.param(
@@ -860,19 +860,19 @@ def right_padded():
         pytest.param(
             lambda m: m(token_ids(1, 4), past_key_values=DynamicCache(config=m.config)),
             TypeError,
-            "needs a models.PagedCache, got DynamicCache",
-            id="stock-cache",
+            "past_key_values must be a models.PagedCache, got DynamicCache",
+            id="upstream-cache",
         ),
         pytest.param(
             lambda m: m.generate(token_ids(1, 4), cache_implementation="static", max_new_tokens=1),
             ValueError,
-            "has its own cache, got 'static'",
+            "cache_implementation must be None or 'dynamic' .*, got 'static'",
             id="cache-implementation",
         ),
         pytest.param(
             lambda m: m(token_ids(3, 4), past_key_values=models.PagedCache(m, 2, 16)),
             ValueError,
-            "made for batch_size=2, got a batch of 3",
+            r"the batch must be 2 \(batch_size\), got 3",
             id="batch",
         ),
         pytest.param(
@@ -890,13 +890,13 @@ def right_padded():
                 token_ids(2, 10), past_key_values=models.PagedCache(m, 1, 64), max_new_tokens=2
             ),
             ValueError,
-            r"needs a PagedCache with batch_size=2 .*got PagedCache\(batch_size=1",
+            r"must be a PagedCache with batch_size=2 .*got PagedCache\(batch_size=1",
             id="generate-with-another-batch",
         ),
         pytest.param(
             lambda m: m(token_ids(1, 4), output_attentions=True),
             ValueError,
-            "output_attentions: the ops never form",
+            "output_attentions must be False .the ops never form",
             id="output-attentions",
         ),
     ],
@@ -909,13 +909,15 @@ def test_a_call_the_swapped_model_cannot_serve_is_refused(call, error, message):
 
 def test_a_stock_model_refuses_a_paged_cache():
     stock, swapped = stock_and_swapped()
-    with pytest.raises(TypeError, match="only a model swapped by models.use_custom_pypto"):
+    with pytest.raises(TypeError, match="model must be patched by models.use_custom_pypto"):
         stock(token_ids(1, 4), past_key_values=models.PagedCache(swapped, 1, 16))
 
 
 def test_a_shared_first_layer_is_refused():
     _, swapped = stock_and_swapped("glm_moe_dsa", indexer_types=["shared", "full", "full"])
-    with pytest.raises(ValueError, match="layer 0 is 'shared'"):
+    with pytest.raises(
+        ValueError, match="must have a 'full' layer before layer 0, which is 'shared'"
+    ):
         swapped(token_ids(1, 4))
 
 

@@ -284,8 +284,10 @@ def another_class(module):
     module.__class__ = type("Mine", (type(module),), {})
 
 
-KV_B = "use_custom_pypto: kv_b_proj of layer {} must be a torch.nn.Linear, got {}: .*{}"
-INDEXER = "use_custom_pypto: the indexer of layer 2 must be a plain .*Indexer, got .*{}"
+KV_B = (
+    r"use_custom_pypto: kv_b_proj of layer {} must be a plain torch.nn.Linear \(.*\), got {}; .*{}"
+)
+INDEXER = r"use_custom_pypto: the indexer of layer 2 must be a plain .*Indexer \(.*\), got .*{}"
 OBSTACLES = {
     "hook": (
         of_layer("kv_b_proj")(lambda m: m.register_forward_hook(lambda *_: None)),
@@ -301,7 +303,7 @@ OBSTACLES = {
     ),
     "forward": (
         of_layer("kv_b_proj")(other_forward),
-        KV_B.format(2, "Linear with another forward", "use_transformers"),
+        KV_B.format(2, "Linear with a replaced forward", "use_transformers"),
     ),
     "bias": (replaced(with_bias), KV_B.format(2, "one with a bias", "use_transformers")),
     "another-module": (
@@ -328,7 +330,10 @@ OBSTACLES = {
         of_layer("indexer")(lambda m: m.register_forward_hook(lambda *_: None)),
         INDEXER.format("with a forward hook"),
     ),
-    "indexer-forward": (of_layer("indexer")(other_forward), INDEXER.format("another forward")),
+    "indexer-forward": (
+        of_layer("indexer")(other_forward),
+        INDEXER.format("with a replaced forward"),
+    ),
     "indexer-class": (of_layer("indexer")(another_class), INDEXER.format("Mine of .*")),
 }
 
@@ -370,7 +375,9 @@ def test_an_adapter_of_a_projection_that_ranks_share_is_refused(kind):
         base = model.model.layers[1].self_attn.kv_b_proj.base_layer
         mesh = init_device_mesh("cpu", (2,))
         base.weight = nn.Parameter(distribute_tensor(base.weight, mesh, [Shard(0)]))
-        with pytest.raises(TypeError, match="kv_b_proj of layer 1 .* got a LoRA that ranks share"):
+        with pytest.raises(
+            TypeError, match="kv_b_proj of layer 1 .* got a LoRA on a sharded weight"
+        ):
             model(token_ids(1, 4))
     finally:
         torch.distributed.destroy_process_group()
@@ -385,6 +392,6 @@ def test_dropout_in_training_mode_is_refused_where_the_ops_would_run(kind):
     with pytest.raises(TypeError, match="got a LoRA with dropout in training mode"):
         model(token_ids(1, 4), past_key_values=cache)
     model.model.config.attention_dropout = 0.5
-    with pytest.raises(ValueError, match="attention_dropout: the ops drop nothing; call .*eval"):
+    with pytest.raises(ValueError, match="attention_dropout must be 0 .*, got 0.5; call .*eval"):
         model(token_ids(1, 4), past_key_values=cache)
     model.eval()(token_ids(1, 4), past_key_values=cache)

@@ -153,7 +153,7 @@ def test_compiled_generate_past_the_cache_is_refused_by_the_step_that_does_not_f
     compiled = CompileConfig(backend="eager", fullgraph=True, dynamic=False, mode=None)
     compiled._compile_all_devices = True
     # 6 tokens fit the cache, but not behind the 30 that are there
-    with pytest.raises(ValueError, match="has 32 of 32 tokens per sequence, got 1 more"):
+    with pytest.raises(ValueError, match="holds 32 of 32 tokens per sequence, got 1 more"):
         model.generate(
             token_ids(1, 1),
             attention_mask=torch.ones(1, 31),

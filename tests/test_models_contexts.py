@@ -215,12 +215,12 @@ def test_a_forward_that_someone_else_wrapped_is_refused_with_the_order_that_work
         return model
 
     calls = []
-    with pytest.raises(TypeError, match="layer 1 .* a wrapped forward .*; swap before wrapping"):
+    with pytest.raises(TypeError, match="layer 1 .* a wrapped forward .*; patch before wrapping"):
         models.use_custom_pypto(wrap(tiny_model(kind)))
     # accelerate's own hook around it brings nothing in
     add_hook_to_module(model := wrap(tiny_model(kind)), AlignDevicesHook())
     add_hook_to_module(model.model.layers[1].self_attn, AlignDevicesHook())
-    with pytest.raises(TypeError, match="layer 1 .* a wrapped forward .*; swap before wrapping"):
+    with pytest.raises(TypeError, match="layer 1 .* a wrapped forward .*; patch before wrapping"):
         models.use_custom_pypto(model)
     assert_same(tiny_model(kind), wrap(swapped_model(kind)), logits_and_tokens)
     assert calls
@@ -342,7 +342,7 @@ def test_a_whole_graph_wants_a_cache_of_a_fixed_size(kind):
     with pytest.raises(Exception, match=r"pass past_key_values=models.PagedCache\(...\)"):
         compiled(token_ids(1, 20))
     cache = swapped(token_ids(1, 20)).past_key_values
-    with pytest.raises(Exception, match="a cache that a forward made grows"):
+    with pytest.raises(Exception, match="a cache created by a forward grows"):
         compiled(token_ids(1, 1), past_key_values=cache)
 
 
@@ -352,7 +352,7 @@ def test_a_cache_of_the_caller_grows_only_when_told_to(kind):
     cache = models.PagedCache(model, 2, 32, block_size=16)
     addresses = [pool.data_ptr() for pool in cache._pools()]
     model(token_ids(2, 32), past_key_values=cache)
-    with pytest.raises(ValueError, match="out of capacity: has 32 of 32 tokens"):
+    with pytest.raises(ValueError, match="capacity exceeded: holds 32 of 32 tokens"):
         model(token_ids(2, 1), past_key_values=cache)
     with pytest.raises(ValueError, match="max_cache_len of at least"):
         model.generate(token_ids(2, 33), past_key_values=cache, max_new_tokens=3)
@@ -361,7 +361,7 @@ def test_a_cache_of_the_caller_grows_only_when_told_to(kind):
     cache.reserve(33)
     assert cache.max_cache_len == 64
     model(token_ids(2, 32), past_key_values=cache)
-    with pytest.raises(ValueError, match="out of capacity: has 64 of 64 tokens"):
+    with pytest.raises(ValueError, match="capacity exceeded: holds 64 of 64 tokens"):
         model(token_ids(2, 1), past_key_values=cache)
 
 
@@ -381,7 +381,7 @@ def test_a_cache_that_cannot_grow_says_so_and_can_be_used_on(kind, monkeypatch):
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError) as error:
         patch.setattr(torch.Tensor, "new_empty", no_memory)
         model(ids[:, 48:], past_key_values=cache)
-    assert "no memory to grow from max_cache_len=64 to 128 on cpu; pass a models.Paged" in str(
+    assert "cannot grow from max_cache_len=64 to 128 on cpu; pass a models.Paged" in str(
         error.value
     )
     assert cache.max_cache_len == 64 and cache.lengths.tolist() == [48, 48]

@@ -174,23 +174,23 @@ def generate_batch(model, ids):
 REFUSED = {
     "attentions": (
         lambda m, ids: m.generate(ids, output_attentions=True, **DICT, **GREEDY),
-        "output_attentions: the ops never form the attention matrix",
+        "output_attentions must be False .the ops never form the attention matrix.*, got True",
     ),
     "static-cache": (
         lambda m, ids: m.generate(ids, cache_implementation="static", **GREEDY),
-        "cache_implementation: .* has its own cache, got 'static'",
+        "generate: cache_implementation must be None or 'dynamic' .*, got 'static'",
     ),
-    "stock-cache": (
+    "upstream-cache": (
         lambda m, ids: m.generate(ids, past_key_values=DynamicCache(config=m.config), **GREEDY),
-        "needs a models.PagedCache, got DynamicCache",
+        "past_key_values must be a models.PagedCache, got DynamicCache",
     ),
     "4d-mask": (
         lambda m, ids: m(ids, attention_mask=torch.zeros(2, 1, 20, 20)),
-        "masks of other shapes need the stock path",
+        r"use_transformers\(model\) for masks of other shapes",
     ),
     "right-padding": (
         lambda m, ids: m(ids, attention_mask=(torch.arange(20) < 15).expand(2, -1)),
-        "pads must be left of all real tokens",
+        "attention_mask must have all padding on the left, got a 0 after a 1",
     ),
 }
 

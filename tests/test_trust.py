@@ -91,14 +91,16 @@ def test_an_index_that_names_a_pickle_is_refused_and_the_pickle_not_opened(check
     (checkpoint / "weights.bin").write_bytes(pickle.dumps(Marked(marker)))
     index = {"weight_map": {"lm_head.weight": "weights.bin"}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"weights\.bin .* is not a whole safetensors file"):
+    with pytest.raises(ValueError, match=r"weights\.bin .* is not a complete safetensors file"):
         models.load(checkpoint)
     assert not marker.exists()
 
 
 def test_a_pickle_by_the_name_of_safetensors_is_refused_and_not_opened(checkpoint, marker):
     (checkpoint / "model.safetensors").write_bytes(pickle.dumps(Marked(marker)))
-    with pytest.raises(ValueError, match=r"model\.safetensors .* is not a whole safetensors file"):
+    with pytest.raises(
+        ValueError, match=r"model\.safetensors .* is not a complete safetensors file"
+    ):
         models.load(checkpoint)
     assert not marker.exists()
 

@@ -1,16 +1,16 @@
-"""The ops as nodes of GE graphs, which torchair makes of ``torch.compile``'s graphs.
+"""Converters for torchair, which turn the ops of ``torch.compile``'s graphs into GE nodes.
 
-A converter that is registered disables what torchair does without one, which is to call
-the PyPTO kernel from inside the graph (max-autotune, recent CANN). Importing :mod:`custom_pypto`
-therefore registers them only where GE has kernels for them:
+Without a converter, torchair calls the PyPTO kernel from inside the graph (max-autotune, recent
+CANN); a registered converter disables that. Importing :mod:`custom_pypto` therefore registers the
+converters only if GE has kernels for their operators:
 
-=================================  ============================================================
-``CUSTOM_PYPTO_GE_CONVERTERS=1``   they are registered
-``CUSTOM_PYPTO_GE_CONVERTERS=0``   they are not
-not set                            they are if a GE kernel package with all operators is installed
-=================================  ============================================================
+=================================  ==============================================================
+``CUSTOM_PYPTO_GE_CONVERTERS=1``   registered
+``CUSTOM_PYPTO_GE_CONVERTERS=0``   not registered
+not set                            registered if a GE kernel package with all operators is installed
+=================================  ==============================================================
 
-:mod:`.convert` makes a converter of each schema. This module can be imported without torch;
+:mod:`.convert` makes a converter from each schema. This module can be imported without torch;
 :func:`register` imports torch_npu and torchair.
 """
 
@@ -22,20 +22,20 @@ import warnings
 from ..descriptions import OPS, ge_type
 
 VARIABLE = "CUSTOM_PYPTO_GE_CONVERTERS"
-# where a kernel package lists its operators, below the folder of its vendor
+# a kernel package's list of operators, below the folder of its vendor
 LISTS = "op_impl/ai_core/tbe/config/*/aic-*-ops-info.json"
 
 OPERATORS = tuple(ge_type(op) for op in OPS)
 
-failure: Exception | None = None  # of the registration at import
+failure: Exception | None = None  # why registration at import failed
 _registered = False
 
 
 def register() -> None:
-    """Registers the converters of all ops with torchair; once they are, it does nothing.
+    """Registers the converters of all ops with torchair; later calls do nothing.
 
     Raises:
-        Exception: what importing torch_npu or torchair raises.
+        Exception: torch_npu or torchair cannot be imported; any type, as they raise it.
     """
     global _registered
     if _registered:
@@ -50,13 +50,13 @@ def register() -> None:
 
 
 def register_if_wanted() -> None:
-    """What importing custom_pypto does: the table above; warns if torchair cannot be imported."""
+    """Registers at import by the table above; warns if torchair cannot be imported."""
     global failure
     if not wanted():
         return
     try:
         register()
-    # the ops work without torchair; how an import of it fails is not ours to list
+    # the ops work without torchair, whose import may raise any exception
     except Exception as error:
         failure = error
         missing = problem()
@@ -66,24 +66,24 @@ def register_if_wanted() -> None:
 
 
 def wanted() -> bool:
-    """Whether importing custom_pypto is to register the converters.
+    """Whether importing custom_pypto registers the converters.
 
     Raises:
-        ValueError: the variable is set to something else.
+        ValueError: the variable has another value.
     """
     asked = os.environ.get(VARIABLE)
     if asked not in (None, "0", "1"):
         raise ValueError(
             f"custom_pypto: {VARIABLE} must be 1 (register the GE converters) or 0 (do not), got "
-            f"{asked!r}; unset it to register them where a GE kernel package is installed"
+            f"{asked!r}; unset it to register them only if a GE kernel package is installed"
         )
     return asked == "1" if asked else kernel_package() is not None
 
 
 def kernel_package() -> str | None:
-    """The file in which an installed GE kernel package lists all our operators.
+    """The operator list of an installed GE kernel package with all operators of this package.
 
-    All: ``AddCustom`` alone is the sample of CANN's tutorial, found on many machines.
+    ``AddCustom`` alone is not enough: many machines have that sample of CANN's tutorial.
     """
     vendors = [path for path in os.environ.get("ASCEND_CUSTOM_OPP_PATH", "").split(":") if path]
     patterns = [(vendor, LISTS) for vendor in vendors]
@@ -95,7 +95,7 @@ def kernel_package() -> str | None:
             try:
                 with open(path, encoding="utf-8") as file:
                     listed = json.load(file)
-            except (OSError, ValueError):  # somebody else's, and not ours to complain about
+            except (OSError, ValueError):  # another vendor's file
                 continue
             if isinstance(listed, dict) and set(OPERATORS) <= set(listed):
                 return path
@@ -103,14 +103,14 @@ def kernel_package() -> str | None:
 
 
 def problem() -> dict[str, str] | None:
-    """Why the converters are not registered, as ``python -m custom_pypto env`` says it."""
+    """Why the converters are not registered, for the report of ``python -m custom_pypto env``."""
     if _registered:
         return None
     if failure is not None:
         what = f"torchair cannot be imported ({type(failure).__name__}: {failure})"
         remedy = f"install torch_npu, source CANN's set_env.sh, or set {VARIABLE}=0"
     elif os.environ.get(VARIABLE) == "0":
-        what = f"GE converters are switched off by {VARIABLE}=0"
+        what = f"GE converters are disabled by {VARIABLE}=0"
         remedy = f"unset {VARIABLE}"
     else:
         what = (

@@ -7,16 +7,16 @@ from typing import Any
 from ..descriptions import HALF, OPS, Description, ge_type
 from ..schemas import overload
 
-# of a schema -> GE's kind of attribute
+# schema type -> GE's kind of attribute
 KINDS = {"int": "Int", "float": "Float", "str": "String", "bool": "Bool"}
 
 
-# torchair's name of a kind, where it is not GE's
+# torchair's names of kinds, where they differ from GE's
 ATTR = {"String": "Str"}
 
 
 class PrototypeError(RuntimeError):
-    """An op is no GE operator, or its description does not fit its schema."""
+    """An op cannot be a GE operator, or its description does not match its schema."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Attribute:
 class Prototype:
     op: str
     inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]  # what the op returns, then the inputs that it writes in place
+    outputs: tuple[Tensor, ...]  # the returned tensors, then the inputs written in place
     attributes: tuple[Attribute, ...]
     notes: tuple[str, ...]
 
@@ -59,7 +59,7 @@ class Prototype:
 
 
 def prototypes() -> list[Prototype]:
-    """Of all ops.
+    """The prototypes of all ops.
 
     Raises:
         PrototypeError: as :func:`prototype`.
@@ -68,7 +68,7 @@ def prototypes() -> list[Prototype]:
 
 
 def prototype(op: str, description: Description) -> Prototype:
-    """Of one op.
+    """The prototype of one op.
 
     Raises:
         PrototypeError: the message names the op, the argument and the remedy.
@@ -76,7 +76,7 @@ def prototype(op: str, description: Description) -> Prototype:
     schema = overload(op)._schema
     described = {*description.dtypes, *description.absent}
     if unknown := described - {argument.name for argument in schema.arguments}:
-        raise PrototypeError(f"{op}: the description names {min(unknown)}, the schema does not")
+        raise PrototypeError(f"{op}: the description names {min(unknown)}, which the schema lacks")
     if len(description.outputs) != len(schema.returns):
         raise PrototypeError(
             f"{op}: the description must name the {len(schema.returns)} outputs of the schema, got "
@@ -105,10 +105,10 @@ def _attribute(op: str, argument, type: str, optional: bool, description: Descri
         )
     if optional != (name in description.absent):
         raise PrototypeError(
-            f"{op}: the description must say in absent what stands for None of {name}, which GE "
-            "cannot hold"
+            f"{op}: the description must map {name} in absent to the value that stands for None, "
+            "which GE cannot hold"
             if optional
-            else f"{op}: the description says what stands for None of {name}, which is never None"
+            else f"{op}: the description maps {name} in absent, but {name} is never None"
         )
     if optional and default is None:
         default = description.absent[name]
@@ -116,7 +116,7 @@ def _attribute(op: str, argument, type: str, optional: bool, description: Descri
 
 
 def node(op: str, arguments: dict[str, Any]):
-    """A node of the GE operator of ``op``: its output, or a tuple of them.
+    """Adds a node of the GE operator of ``op``; returns its output, or a tuple of them.
 
     Args:
         arguments: every input and attribute, by name.

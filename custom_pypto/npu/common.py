@@ -27,8 +27,8 @@ def program(op: str):
     """The module of an op's PyPTO program; PyPTO is looked for and imported when first needed."""
     if problem := pypto_problem():
         raise RuntimeError(
-            f"{op}: {problem['what']} to run on an NPU; {problem['remedy']}, "
-            "or move the tensors to the CPU, whose kernels need no PyPTO"
+            f"{op}: an NPU {problem['what']}; {problem['remedy']}, or move the tensors to the "
+            "CPU, which needs no pypto"
         )
     return importlib.import_module(f"custom_pypto.kernels.{op}")
 
@@ -65,13 +65,13 @@ class Limits:
     def paged(self, argument: str) -> None:
         layout = getattr(self.arguments, argument)
         remedy = "keep the keys in a paged cache with a block table"
-        self.require(layout == "PA_BSND", argument, "PA_BSND", layout, remedy)
+        self.require(layout == "PA_BSND", argument, "'PA_BSND'", f"'{layout}'", remedy)
 
     def contiguous(
         self,
         *arguments: str,
         expected: str = "contiguous",
-        remedy: str = "give it a cache of its own instead of a part of a wider row",
+        remedy: str = "allocate it as a separate tensor, not as a view into wider rows",
     ) -> None:
         for argument in arguments:
             tensor = getattr(self.arguments, argument)
@@ -87,7 +87,7 @@ class Limits:
     def sortable(self, keys: int) -> None:
         """PyPTO's sort: longer rows of candidates do not fit the memory of the vector cores."""
         count = self.arguments.sparse_count
-        expected = f"at most 4096 for a block table of {keys} keys, more than 8192,"
+        expected = f"at most 4096 for a block table of {keys} keys (over 8192)"
         remedy = "select fewer keys, or run on the CPU"
         self.require(count <= 4096 or keys <= 8192, "sparse_count", expected, count, remedy)
 
@@ -99,7 +99,7 @@ class Limits:
         self.require(
             keys + blocks <= 2**24 - 2**13,
             "block_table",
-            "of fewer than 16 million keys and cache blocks together",
+            "of fewer than 16 million keys and cache blocks in total",
             f"{keys} keys and {blocks} blocks",
             "use a smaller table or cache",
         )
@@ -115,7 +115,7 @@ class Limits:
         ready = os.environ.get("CUSTOM_PYPTO_READY_ON_HOST", "0") == "1"
         if ready:
             expected = "contiguous with CUSTOM_PYPTO_READY_ON_HOST=1"
-            remedy = "pass it contiguous, or unset the variable"
+            remedy = "pass a contiguous tensor, or unset the variable"
             self.contiguous(*control, expected=expected, remedy=remedy)
         return ready
 
