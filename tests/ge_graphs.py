@@ -93,7 +93,7 @@ def differences_from_prototype(graph) -> list[str]:
 def inferred_shapes(node, inputs: Sequence[Sequence[int] | None]) -> list[list[int]]:
     """The shapes of the outputs by the rule that torchair left on the node, as GE applies it.
 
-    GE takes a size of an input as the value of a symbol, and refuses a rule in which it is an
+    GE takes a size of an input as the value of a symbol, and rejects a rule in which it is an
     expression.
     """
     shapes = json.loads(node.attr["_inference_rule"].s)["shape"]
@@ -103,7 +103,7 @@ def inferred_shapes(node, inputs: Sequence[Sequence[int] | None]) -> list[list[i
             if dimension.isdigit():
                 assert int(dimension) == size
             else:
-                assert re.fullmatch(r"[sv]\d+", dimension), f"GE would refuse {dimension}"
+                assert re.fullmatch(r"[sv]\d+", dimension), f"GE would reject {dimension}"
                 assert symbols.setdefault(dimension, size) == size
     return [
         [eval(dim, {"__builtins__": {}}, symbols) for dim in dims] for dims in shapes["outputs"]

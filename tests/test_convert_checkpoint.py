@@ -170,7 +170,7 @@ def test_a_part_of_a_checkpoint_in_bfloat16(source, convert, tmp_path):
         (["--layers", 0], "num_hidden_layers must be 1 to 3 .config.json., got 0"),
     ],
 )
-def test_a_part_that_is_none_is_refused(arguments, message, source, convert, tmp_path):
+def test_a_part_that_is_none_is_rejected(arguments, message, source, convert, tmp_path):
     said = convert(source, tmp_path / "part", *arguments)
     assert re.match(f"convert_checkpoint.py: .*{message}", said), said
     assert not (tmp_path / "part").exists()
@@ -210,7 +210,7 @@ def test_what_does_not_fit_on_the_disk_is_not_begun(convert, tmp_path):
     assert list((tmp_path / "bf16").glob("*.safetensors")) == []
 
 
-def test_a_damaged_source_is_refused_before_anything_is_written(convert, tmp_path):
+def test_a_damaged_source_is_rejected_before_anything_is_written(convert, tmp_path):
     source = published(tmp_path / "fp8")
     shard = source / "model-00003-of-00006.safetensors"
     os.truncate(shard, shard.stat().st_size - 1)

@@ -112,11 +112,11 @@ def test_when_converters_are_wanted(tmp_path, monkeypatch, asked, installed, wan
 
 
 @pytest.mark.parametrize("asked", ["", "yes", "2", "True"])
-def test_another_value_is_refused(monkeypatch, asked):
+def test_another_value_is_rejected(monkeypatch, asked):
     monkeypatch.setenv(converter.VARIABLE, asked)
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as rejected:
         converter.wanted()
-    assert str(refused.value) == (
+    assert str(rejected.value) == (
         "custom_pypto: CUSTOM_PYPTO_GE_CONVERTERS must be 1 (register the GE converters) or 0 (do "
         f"not), got {asked!r}; unset it to register them only if a GE kernel package is "
         "installed"

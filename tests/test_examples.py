@@ -81,12 +81,12 @@ def generate(*arguments: str) -> dict:
     return json.loads(run("examples/generate.py", "--json", *arguments).stdout)
 
 
-def test_demo_answers_right_and_like_stock():
+def test_demo_answers_right_and_like_upstream():
     report = generate("--prompt-tokens", "1024", "--questions", "8")
-    ours, stock = report["results"]
-    assert (ours["backend"], stock["backend"]) == ("custom_pypto", "transformers")
+    ours, upstream = report["results"]
+    assert (ours["backend"], upstream["backend"]) == ("custom_pypto", "transformers")
     assert ours["right"] >= 7 and ours["asked"] == 8
-    assert ours["answers"] == stock["answers"]
+    assert ours["answers"] == upstream["answers"]
     assert report["index_topk"] * 10 < ours["prompt_tokens"]
 
 

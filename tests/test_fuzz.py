@@ -32,12 +32,12 @@ def one_thread():
 
 @settings(max_examples=150)
 @given(st.randoms(use_true_random=False))
-def test_hostile_calls_are_refused_by_name_or_equal_the_reference(rng):
+def test_hostile_calls_are_rejected_by_name_or_equal_the_reference(rng):
     judge(generate(rng))
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_the_first_cases_of_a_seed_are_refused_by_name_or_equal_the_reference(seed):
+def test_the_first_cases_of_a_seed_are_rejected_by_name_or_equal_the_reference(seed):
     outcomes = set()
     for number in range(600):
         case = generate(Random(f"{seed}:{number}"))
@@ -49,7 +49,7 @@ INDEX = Case("npu_lightning_indexer_pto", indexer_inputs([3], [40], integers=Tru
 ATTEND = Case("npu_sparse_flash_attention_pto", attention_inputs([3], [40]), "random")
 
 
-def refuse(words):
+def reject(words):
     def op(**arguments):
         raise RuntimeError(words)
 
@@ -82,7 +82,7 @@ def on_cpu_in_double(**arguments):
         pytest.param(ATTEND, lambda **x: attend(**x) * 1.001, "differ by more", id="values"),
         pytest.param(ATTEND, on_cpu_in_double, "Meta", id="dtype"),
         pytest.param(INDEX, scribble(index, "weights"), "wrote outside the caches", id="writes"),
-        pytest.param(INDEX, refuse("npu_lightning_indexer_pto: no"), "keeps its", id="refuses"),
+        pytest.param(INDEX, reject("npu_lightning_indexer_pto: no"), "keeps its", id="rejects"),
     ],
 )
 def test_judge_tells_what_is_wrong(monkeypatch, case, wrong, why):
@@ -95,7 +95,7 @@ def test_judge_tells_what_is_wrong(monkeypatch, case, wrong, why):
 def test_judge_tells_an_error_that_does_not_name_the_op(monkeypatch):
     case = Case(INDEX.op, INDEX.arguments | dict(sparse_count=0), "integers", ["sparse_count 0"])
     assert judge(case) == "rejected"
-    monkeypatch.setattr(custom_pypto, case.op, refuse("bad rank"))
+    monkeypatch.setattr(custom_pypto, case.op, reject("bad rank"))
     with pytest.raises(AssertionError, match="does not name the op: bad rank"):
         judge(case)
 

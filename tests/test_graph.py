@@ -252,14 +252,14 @@ def test_a_prototype_takes_the_dtypes_that_the_npu_takes(op, monkeypatch):
         ),
     ],
 )
-def test_a_description_that_does_not_fit_its_schema_is_refused(op, description, message):
-    with pytest.raises(prototypes.PrototypeError) as refused:
+def test_a_description_that_does_not_fit_its_schema_is_rejected(op, description, message):
+    with pytest.raises(prototypes.PrototypeError) as rejected:
         prototypes.prototype(op, description)
-    assert str(refused.value) == message
+    assert str(rejected.value) == message
 
 
 @pytest.mark.parametrize("type", ["int[]", "Tensor[]", "Scalar", "str?[]"])
-def test_an_argument_that_ge_cannot_hold_is_refused(type, monkeypatch):
+def test_an_argument_that_ge_cannot_hold_is_rejected(type, monkeypatch):
     parsed = torch._C.parse_schema(f"custom_pypto::twice(Tensor x, {type} a) -> Tensor")
     monkeypatch.setattr(prototypes, "overload", lambda op: types.SimpleNamespace(_schema=parsed))
     with pytest.raises(

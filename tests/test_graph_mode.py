@@ -281,7 +281,7 @@ def test_no_size_becomes_a_constant_of_the_graph(monkeypatch):
     )
     # but sizes of weights should be constants: one of w_uq_qr is a product of others
     (node,) = ge_graphs.nodes(graph)
-    with pytest.raises(AssertionError, match="GE would refuse"):
+    with pytest.raises(AssertionError, match="GE would reject"):
         ge_graphs.inferred_shapes(node, [inputs[t.name].size() for t in node.input_desc])
 
 
@@ -468,7 +468,7 @@ def test_the_report_says_that_graph_mode_works():
         ),
     ],
 )
-def test_what_an_npu_cannot_take_is_refused_as_in_eager_mode(op, inputs, message):
+def test_what_an_npu_cannot_take_is_rejected_as_in_eager_mode(op, inputs, message):
     tensors, constants = split(inputs())
 
     def call(tensors):
@@ -479,13 +479,13 @@ def test_what_an_npu_cannot_take_is_refused_as_in_eager_mode(op, inputs, message
     assert str(eager.value).startswith(f"{op}: {message}")
     for dynamic in (False, True):
         torch.compiler.reset()
-        # when it is compiled: if it were run, the stand-in would refuse it too
+        # when it is compiled: if it were run, the stand-in would reject it too
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as graph:
             run(ge_graphs.compiled(call, dynamic=dynamic), tensors)
         assert str(eager.value) in str(graph.value)
 
 
-def test_what_a_later_call_breaks_is_refused_too():
+def test_what_a_later_call_breaks_is_rejected_too():
     op = "npu_lightning_indexer_pto"
     tensors, constants = split(index([2, 2], [20, 5], sparse_count=4))
 
@@ -526,7 +526,7 @@ PAIRS = [
 
 @contextlib.contextmanager
 def found(op: str):
-    """By the values, or when the stand-in runs the node: it has another shape, or is refused."""
+    """By the values, or when the stand-in runs the node: it has another shape, or is rejected."""
     wrong = f"^{op}: |^ge_executor: {ge_type(op)} node"
     with pytest.raises((AssertionError, RuntimeError), match=wrong):
         yield

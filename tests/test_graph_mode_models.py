@@ -1,4 +1,4 @@
-"""The decode step of swapped models, compiled by torchair in its three modes, on the host stand-in
+"""The decode step of patched models, compiled by torchair in its three modes, on the host stand-in
 for CANN: one graph whatever the position, the answers of eager, and no copy of the cache."""
 
 import contextlib

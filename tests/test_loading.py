@@ -47,7 +47,7 @@ def logits(model):
     return model(token_ids(1, 7), use_cache=False).logits  # 7 tokens: nothing to select
 
 
-def test_a_sharded_checkpoint_loads_swapped(checkpoint):
+def test_a_sharded_checkpoint_loads_patched(checkpoint):
     path, want = checkpoint
     model = models.load(path)
     assert model.dtype == torch.float32 and not model.training
@@ -55,13 +55,13 @@ def test_a_sharded_checkpoint_loads_swapped(checkpoint):
     torch.testing.assert_close(logits(model), want, rtol=0, atol=5e-5)
 
 
-def test_from_pretrained_before_the_swap_gives_the_same(checkpoint):
+def test_from_pretrained_before_the_patch_gives_the_same(checkpoint):
     path, want = checkpoint
     model = models.use_custom_pypto(AutoModelForCausalLM.from_pretrained(path))
     torch.testing.assert_close(logits(model), want, rtol=0, atol=5e-5)
 
 
-def test_weights_can_be_loaded_into_a_swapped_model(checkpoint):
+def test_weights_can_be_loaded_into_a_patched_model(checkpoint):
     path, want = checkpoint
     config = AutoModelForCausalLM.from_pretrained(path).config
     model = models.use_custom_pypto(AutoModelForCausalLM.from_config(config).eval())
@@ -69,7 +69,7 @@ def test_weights_can_be_loaded_into_a_swapped_model(checkpoint):
     torch.testing.assert_close(logits(model), want, rtol=0, atol=5e-5)
 
 
-def test_a_swapped_model_saved_in_shards_loads_again(checkpoint, tmp_path):
+def test_a_patched_model_saved_in_shards_loads_again(checkpoint, tmp_path):
     path, want = checkpoint
     models.load(path).save_pretrained(tmp_path, max_shard_size="300KB")
     for file in path.iterdir():
@@ -230,7 +230,7 @@ def config_of_another_model(path, shard):
         config_of_another_model,
     ],
 )
-def test_a_damaged_checkpoint_is_refused_and_the_file_named(damage, checkpoint, tmp_path):
+def test_a_damaged_checkpoint_is_rejected_and_the_file_named(damage, checkpoint, tmp_path):
     path = tmp_path / "checkpoint"
     shutil.copytree(checkpoint[0], path)
     error, message = damage(path, sorted(path.glob("*.safetensors"))[1].name)
@@ -303,15 +303,15 @@ def test_a_dequantised_model_is_as_if_it_had_never_been_in_fp8(fp8_checkpoint, t
     model.save_pretrained(tmp_path, max_shard_size="500KB")
     assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
     assert_equal_to_the_bit(models.load(tmp_path), fp8_checkpoint)
-    stock = AutoModelForCausalLM.from_pretrained(tmp_path)  # with this one's experts, too
-    assert torch.equal(logits(stock), logits(models.use_transformers(model)))
+    upstream = AutoModelForCausalLM.from_pretrained(tmp_path)  # with this one's experts, too
+    assert torch.equal(logits(upstream), logits(models.use_transformers(model)))
 
 
-def test_fp8_in_float32_is_not_rounded_and_computes_as_stock_does(fp8_checkpoint):
+def test_fp8_in_float32_is_not_rounded_and_computes_as_upstream_does(fp8_checkpoint):
     model = models.load(fp8_checkpoint, dtype=torch.float32)
     assert_equal_to_the_bit(model, fp8_checkpoint, torch.float32)
-    swapped = logits(model)
-    torch.testing.assert_close(swapped, logits(models.use_transformers(model)), rtol=0, atol=5e-5)
+    patched = logits(model)
+    torch.testing.assert_close(patched, logits(models.use_transformers(model)), rtol=0, atol=5e-5)
     if model.config.model_type == "deepseek_v32":
         frequencies = {"rope_theta": YARN["rope_theta"], "factor": YARN["factor"]}
         assert model.config.rope_parameters.items() >= frequencies.items()
@@ -448,7 +448,7 @@ def in_integers(path):
         in_integers,
     ],
 )
-def test_a_damaged_fp8_checkpoint_is_refused(damage, fp8_checkpoint, tmp_path):
+def test_a_damaged_fp8_checkpoint_is_rejected(damage, fp8_checkpoint, tmp_path):
     path = shutil.copytree(fp8_checkpoint, tmp_path / "checkpoint")
     message = damage(path)
     with pytest.raises(ValueError, match=message):
@@ -483,7 +483,7 @@ def real_size(request, tmp_path_factory):
     return path, *needs
 
 
-def test_a_model_that_does_not_fit_is_refused_before_anything_is_read(real_size):
+def test_a_model_that_does_not_fit_is_rejected_before_anything_is_read(real_size):
     path, needed, needed_by_half = real_size
     if psutil.virtual_memory().available > 640e9:
         pytest.skip("this machine has the memory")
@@ -497,7 +497,7 @@ def test_a_model_that_does_not_fit_is_refused_before_anything_is_read(real_size)
 
 
 @pytest.mark.ascend_host
-def test_a_model_that_does_not_fit_on_the_device_is_refused(tmp_path):
+def test_a_model_that_does_not_fit_on_the_device_is_rejected(tmp_path):
     with torch.device("meta"):
         write_published(tmp_path, tiny_config(vocab_size=10**10), save=save_sparse)
     with pytest.raises(MemoryError, match=r"needs 3\.84TB in bfloat16, npu has 17\.2GB free"):

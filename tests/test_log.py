@@ -139,16 +139,16 @@ def test_opcheck_passes_with_logging_on(logging_at):
     torch.library.opcheck(torch.ops.custom_pypto.npu_sparse_attention_pto.default, (), arguments)
 
 
-def test_none_in_the_place_of_a_tensor_is_refused_in_the_same_words(logging_at):
-    def refusal(*args) -> str:
+def test_none_in_the_place_of_a_tensor_is_rejected_in_the_same_words(logging_at):
+    def rejection(*args) -> str:
         with pytest.raises((RuntimeError, NotImplementedError)) as error:
             torch.ops.custom_pypto.add_custom(*args)
         return str(error.value).splitlines()[0]
 
     calls = [(None, torch.ones(2)), (torch.ones(2), None)]
-    want = [refusal(*args) for args in calls]
+    want = [rejection(*args) for args in calls]
     logging_at(3)
-    assert [refusal(*args) for args in calls] == want
+    assert [rejection(*args) for args in calls] == want
 
 
 @pytest.mark.ascend_host
@@ -166,7 +166,7 @@ def test_a_call_on_an_npu_is_logged_with_its_device(logging_at, caplog):
 
 
 def failing_inputs() -> dict:
-    """Refused for D; among them an expanded tensor, a view of wider rows, and a scalar."""
+    """Rejected for D; among them an expanded tensor, a view of wider rows, and a scalar."""
     inputs = indexer_inputs([2], [20], strided=True, sparse_count=5)
     query = inputs["query"]
     inputs["query"] = query[:, :1, :1].expand(query.shape)
@@ -239,7 +239,7 @@ def test_inputs_that_cannot_be_written_do_not_hide_the_error(logging_at, caplog,
     assert "inputs not written: FileNotFoundError" in caplog.messages[-1]
 
 
-def test_a_file_that_is_no_dump_is_refused(tmp_path, capsys):
+def test_a_file_that_is_no_dump_is_rejected(tmp_path, capsys):
     (tmp_path / "x.safetensors").write_bytes(b"not a dump")
     assert main(["replay", str(tmp_path / "x.safetensors")]) == 2
     assert "must be a file written by CUSTOM_PYPTO_LOG=3, got" in capsys.readouterr().err
@@ -265,7 +265,7 @@ def test_whoever_has_set_up_logging_gets_each_line_once_and_there():
 
 
 @pytest.mark.parametrize("value", ["4", "-1", "yes", "1 "])
-def test_another_value_is_refused(value, monkeypatch):
+def test_another_value_is_rejected(value, monkeypatch):
     monkeypatch.setenv(log.VARIABLE, value)
     wanted = re.escape(
         "CUSTOM_PYPTO_LOG must be 0 (off), 1 (first call of each op), 2 (every call)"
@@ -279,7 +279,7 @@ def test_the_import_says_that_the_value_is_wrong():
     assert "ValueError: custom_pypto: CUSTOM_PYPTO_LOG must be" in result.stderr.splitlines()[-1]
 
 
-def test_level_3_without_safetensors_is_refused_with_the_remedy(monkeypatch, logging_at):
+def test_level_3_without_safetensors_is_rejected_with_the_remedy(monkeypatch, logging_at):
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ImportError, match="LOG=3 needs safetensors.*pip install safetensors"):
         logging_at(3)

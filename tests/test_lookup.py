@@ -19,18 +19,18 @@ BY_LENGTH = [256, 512, *(pytest.param(n, marks=pytest.mark.slow) for n in (1024,
 CHANCE = 1 / len(VALUES)
 
 
-def swapped_accuracy(model, length):
+def patched_accuracy(model, length):
     return lookup_accuracy(model, length, new_cache=lambda: models.PagedCache(model, 1, length))
 
 
 @pytest.mark.parametrize("length", BY_LENGTH)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
-def test_swapped_model_is_as_accurate_as_stock(dtype, length):
-    stock = DeepseekV32ForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
-    expected = lookup_accuracy(stock, length)
+def test_patched_model_is_as_accurate_as_upstream(dtype, length):
+    upstream = DeepseekV32ForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
+    expected = lookup_accuracy(upstream, length)
     assert expected > 0.9
-    swapped = swapped_accuracy(models.load(CHECKPOINT, dtype=dtype), length)
-    assert abs(swapped - expected) <= 0.02
+    patched = patched_accuracy(models.load(CHECKPOINT, dtype=dtype), length)
+    assert abs(patched - expected) <= 0.02
 
 
 @pytest.mark.parametrize("length", BY_LENGTH)
@@ -39,7 +39,7 @@ def test_broken_indexer_answers_by_chance(length):
     for layer in model.model.layers:
         layer.self_attn.indexer.weights_proj.weight.data.neg_()
     # 128 questions: three standard deviations of guessing are 0.09
-    assert swapped_accuracy(model, length) < CHANCE + 0.12
+    assert patched_accuracy(model, length) < CHANCE + 0.12
 
 
 @pytest.mark.slow

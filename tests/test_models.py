@@ -1,4 +1,4 @@
-"""Swapped models compute what stock transformers computes, and the swap leaves nothing behind."""
+"""Patched models compute the results of upstream transformers, and the patch can be undone."""
 
 import copy
 import io
@@ -30,9 +30,9 @@ def no_grad_and_one_thread():
         yield
 
 
-def stock_and_swapped(kind="deepseek_v32", **changes):
-    swapped = models.use_custom_pypto(tiny_model(kind, **changes), block_size=16)
-    return tiny_model(kind, **changes), swapped
+def upstream_and_patched(kind="deepseek_v32", **changes):
+    patched = models.use_custom_pypto(tiny_model(kind, **changes), block_size=16)
+    return tiny_model(kind, **changes), patched
 
 
 def paged_cache(model, batch, tokens=96):
@@ -73,22 +73,22 @@ def feed(model, cache, ids, mask, positions, chunks):
     return torch.cat(logits, 1)
 
 
-def both(stock, swapped, pads, chunks):
-    """The logits that stock and swapped model give the same tokens, pads left out."""
+def both(upstream, patched, pads, chunks):
+    """The logits that upstream and patched model give the same tokens, pads left out."""
 
     def run(seed):
-        cache = DynamicCache(config=stock.config)
-        return feed(stock, cache, *left_padded(pads, sum(chunks), seed), chunks)
+        cache = DynamicCache(config=upstream.config)
+        return feed(upstream, cache, *left_padded(pads, sum(chunks), seed), chunks)
 
     seed, want = clear_case(run)
     ids, mask, positions = left_padded(pads, sum(chunks), seed)
-    got = feed(swapped, paged_cache(swapped, len(pads)), ids, mask, positions, chunks)
+    got = feed(patched, paged_cache(patched, len(pads)), ids, mask, positions, chunks)
     return want[mask.bool()], got[mask.bool()]
 
 
-def furthest(stock, swapped):
+def furthest(upstream, patched):
     """Largest logit difference over a left-padded prefill and two decode steps."""
-    want, got = both(stock, swapped, [0, 9], [46, 1, 1])
+    want, got = both(upstream, patched, [0, 9], [46, 1, 1])
     return (got - want).abs().max()
 
 
@@ -111,40 +111,42 @@ def prompt(seed=1, pads=PADS, tokens=40):
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_equal_stock_transformers(kind, chunks, pads):
-    want, got = both(*stock_and_swapped(kind), pads, chunks)
+def test_logits_equal_upstream_transformers(kind, chunks, pads):
+    want, got = both(*upstream_and_patched(kind), pads, chunks)
     torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("pads", [[0], PADS], ids=["batch-1", "left-padded"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_equal_stock_transformers_where_a_prompt_is_read_in_slices(kind, pads, monkeypatch):
+def test_logits_equal_upstream_transformers_where_a_prompt_is_read_in_slices(
+    kind, pads, monkeypatch
+):
     monkeypatch.setattr(models.attention, "SLICE", 7)
-    stock, swapped = stock_and_swapped(kind)
+    upstream, patched = upstream_and_patched(kind)
     tokens = []
-    swapped.model.layers[0].self_attn.o_proj.register_forward_hook(
+    patched.model.layers[0].self_attn.o_proj.register_forward_hook(
         lambda module, args, output: tokens.append(output.size(1))
     )
-    want, got = both(stock, swapped, pads, [47, 8, 1])
+    want, got = both(upstream, patched, pads, [47, 8, 1])
     torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
     assert tokens == [7] * 6 + [5] + [7, 1] + [1]
 
 
 @pytest.mark.parametrize("index_topk", [1, 2, 16, 64], ids=lambda k: f"{k}-of-48-keys")
 @pytest.mark.parametrize("kind", KINDS)
-def test_logits_equal_stock_transformers_however_many_keys_are_selected(kind, index_topk):
-    assert furthest(*stock_and_swapped(kind, index_topk=index_topk)) <= TOLERANCE
+def test_logits_equal_upstream_transformers_however_many_keys_are_selected(kind, index_topk):
+    assert furthest(*upstream_and_patched(kind, index_topk=index_topk)) <= TOLERANCE
 
 
-def test_logits_equal_stock_transformers_without_yarn():
+def test_logits_equal_upstream_transformers_without_yarn():
     plain = {"rope_type": "default", "rope_theta": 10000.0}
-    assert furthest(*stock_and_swapped(rope_parameters=plain)) <= TOLERANCE
+    assert furthest(*upstream_and_patched(rope_parameters=plain)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("use_cache", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_forward_without_a_cache_makes_its_own(kind, use_cache):
-    stock, swapped = stock_and_swapped(kind)
+    upstream, patched = upstream_and_patched(kind)
 
     def run(model, seed):
         ids = token_ids(2, 33, seed)
@@ -154,20 +156,20 @@ def test_a_forward_without_a_cache_makes_its_own(kind, use_cache):
         # the positions continue after the cache
         return model(ids[:, 30:], past_key_values=out.past_key_values).logits, out.past_key_values
 
-    seed, (want, _) = clear_case(lambda seed: run(stock, seed))
-    got, cache = run(swapped, seed)
+    seed, (want, _) = clear_case(lambda seed: run(upstream, seed))
+    got, cache = run(patched, seed)
     torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
     assert isinstance(cache, models.PagedCache if use_cache else type(None))
 
 
 def test_hidden_states_can_be_asked_for():
-    stock, swapped = stock_and_swapped()
+    upstream, patched = upstream_and_patched()
 
     def hidden_states(model, seed):
         return model(token_ids(1, 20, seed), output_hidden_states=True).hidden_states
 
-    seed, want = clear_case(lambda seed: hidden_states(stock, seed))
-    got = hidden_states(swapped, seed)
+    seed, want = clear_case(lambda seed: hidden_states(upstream, seed))
+    got = hidden_states(patched, seed)
     assert len(got) == len(want) == 4
     torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
 
@@ -231,32 +233,32 @@ TRAPS = {
 @pytest.mark.parametrize("trap", TRAPS.values(), ids=TRAPS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_logits_show(kind, trap, monkeypatch):
-    stock, swapped = stock_and_swapped(kind)
-    assert furthest(stock, swapped) <= TOLERANCE
-    trap(monkeypatch, swapped)
-    assert furthest(stock, swapped) > WRONG
+    upstream, patched = upstream_and_patched(kind)
+    assert furthest(upstream, patched) <= TOLERANCE
+    trap(monkeypatch, patched)
+    assert furthest(upstream, patched) > WRONG
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_indexer_may_rotate_its_last_dims(kind, monkeypatch):
     # the same indexer with its dims in another order, which no score depends on
-    stock, swapped = stock_and_swapped(kind)
-    monkeypatch.setattr(type(swapped.model.layers[0].self_attn), "index_rope_last", True)
-    rotated, width = swapped.config.qk_rope_head_dim, swapped.config.index_head_dim
-    for layer in swapped.model.layers:
+    upstream, patched = upstream_and_patched(kind)
+    monkeypatch.setattr(type(patched.model.layers[0].self_attn), "index_rope_last", True)
+    rotated, width = patched.config.qk_rope_head_dim, patched.config.index_head_dim
+    for layer in patched.model.layers:
         if (indexer := layer.self_attn.indexer) is not None:
             per_head = indexer.wq_b.weight.unflatten(0, (-1, width))
             for rows in (per_head.mT, indexer.wk.weight.mT, *indexer.k_norm.parameters()):
                 rows.copy_(rows.roll(-rotated, -1))
-    assert furthest(stock, swapped) <= TOLERANCE
+    assert furthest(upstream, patched) <= TOLERANCE
 
 
 def test_the_logits_show_a_softmax_scale_without_yarns_mscale():
-    stock, swapped = stock_and_swapped()
-    for layer in swapped.model.layers:
+    upstream, patched = upstream_and_patched()
+    for layer in patched.model.layers:
         assert layer.self_attn.scaling != layer.self_attn.qk_head_dim**-0.5
         layer.self_attn.scaling = layer.self_attn.qk_head_dim**-0.5
-    assert furthest(stock, swapped) > WRONG
+    assert furthest(upstream, patched) > WRONG
 
 
 def no_gate(project, self, output, gate):
@@ -286,23 +288,23 @@ AXK2_TRAPS = {
 
 @pytest.mark.parametrize("trap", AXK2_TRAPS, ids=lambda trap: trap.__name__)
 def test_the_logits_show_of_axk2(trap, monkeypatch):
-    stock, swapped = stock_and_swapped("axk2")
-    cls, name = type(swapped.model.layers[0].self_attn), AXK2_TRAPS[trap]
+    upstream, patched = upstream_and_patched("axk2")
+    cls, name = type(patched.model.layers[0].self_attn), AXK2_TRAPS[trap]
     right = getattr(cls, name)
     monkeypatch.setattr(cls, name, lambda *args: trap(right, *args))
-    assert furthest(stock, swapped) > WRONG
+    assert furthest(upstream, patched) > WRONG
 
 
 def test_the_logits_show_a_shared_layer_that_does_not_share(monkeypatch):
-    stock, swapped = stock_and_swapped("glm_moe_dsa")
-    shared = swapped.model.layers[1].self_attn
+    upstream, patched = upstream_and_patched("glm_moe_dsa")
+    shared = patched.model.layers[1].self_attn
     attend = shared.attend
 
     def wrong(hidden_states, position_embeddings, step, indices):
         return attend(hidden_states, position_embeddings, step, indices.clamp(max=3))
 
     monkeypatch.setattr(shared, "attend", wrong)
-    assert furthest(stock, swapped) > WRONG
+    assert furthest(upstream, patched) > WRONG
 
 
 # ---- generate() -----------------------------------------------------------------------------
@@ -321,33 +323,33 @@ def test_the_logits_show_a_shared_layer_that_does_not_share(monkeypatch):
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_generate_equals_stock_transformers(kind, options):
+def test_generate_equals_upstream_transformers(kind, options):
     options = {"do_sample": False, "max_new_tokens": 8} | options
 
     def generate(model, seed):
         torch.manual_seed(5)
         return model.generate(**prompt(seed), **options)
 
-    stock, swapped = stock_and_swapped(kind)
-    seed, want = clear_case(lambda seed: generate(stock, seed))
-    assert torch.equal(generate(swapped, seed), want)
+    upstream, patched = upstream_and_patched(kind)
+    seed, want = clear_case(lambda seed: generate(upstream, seed))
+    assert torch.equal(generate(patched, seed), want)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_generation_past_max_position_embeddings_goes_on_as_in_stock(kind):
+def test_generation_past_max_position_embeddings_goes_on_as_in_upstream(kind):
     # rotations are computed for any position; transformers logs a reminder
-    stock, swapped = stock_and_swapped(kind, max_position_embeddings=48)
+    upstream, patched = upstream_and_patched(kind, max_position_embeddings=48)
 
     def generate(model, seed):
         return model.generate(**prompt(seed), max_new_tokens=20, do_sample=False)
 
-    seed, want = clear_case(lambda seed: generate(stock, seed))
-    assert want.size(1) == 60 and torch.equal(generate(swapped, seed), want)
+    seed, want = clear_case(lambda seed: generate(upstream, seed))
+    assert want.size(1) == 60 and torch.equal(generate(patched, seed), want)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_prompt_lookup_equals_stock_greedy_and_takes_back_wrong_guesses(kind, monkeypatch):
-    stock, swapped = stock_and_swapped(kind)
+def test_prompt_lookup_equals_upstream_greedy_and_takes_back_wrong_guesses(kind, monkeypatch):
+    upstream, patched = upstream_and_patched(kind)
     taken_back, crop = [], models.PagedCache.crop
 
     def spy(self, tokens):
@@ -360,13 +362,13 @@ def test_prompt_lookup_equals_stock_greedy_and_takes_back_wrong_guesses(kind, mo
         ids = token_ids(1, 12, seed).repeat(1, 3)  # something to look up
         return model.generate(ids, max_new_tokens=16, do_sample=False, **options)
 
-    seed, want = clear_case(lambda seed: generate(stock, seed))
-    assert torch.equal(generate(swapped, seed, prompt_lookup_num_tokens=3), want)
+    seed, want = clear_case(lambda seed: generate(upstream, seed))
+    assert torch.equal(generate(patched, seed, prompt_lookup_num_tokens=3), want)
     assert min(taken_back) < 0
 
 
 def test_a_cache_kept_between_calls_continues_the_conversation():
-    stock, swapped = stock_and_swapped()
+    upstream, patched = upstream_and_patched()
 
     def two_turns(model, seed, **cache):
         asked, options = prompt(seed), {"max_new_tokens": 6, "do_sample": False}
@@ -375,9 +377,9 @@ def test_a_cache_kept_between_calls_continues_the_conversation():
         mask = torch.cat([asked["attention_mask"], torch.ones(3, 16, dtype=torch.int64)], 1)
         return model.generate(ids, attention_mask=mask, **options, **cache)
 
-    seed, want = clear_case(lambda seed: two_turns(stock, seed))
-    cache = models.PagedCache(swapped, batch_size=3, max_cache_len=96, block_size=16)
-    assert torch.equal(two_turns(swapped, seed, past_key_values=cache), want)
+    seed, want = clear_case(lambda seed: two_turns(upstream, seed))
+    cache = models.PagedCache(patched, batch_size=3, max_cache_len=96, block_size=16)
+    assert torch.equal(two_turns(patched, seed, past_key_values=cache), want)
 
 
 # ---- the cache ------------------------------------------------------------------------------
@@ -396,8 +398,8 @@ def test_a_cache_kept_between_calls_continues_the_conversation():
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_changed_cache_continues_like_stocks(kind, change, rows):
-    stock, swapped = stock_and_swapped(kind)
+def test_a_changed_cache_continues_like_upstreams(kind, change, rows):
+    upstream, patched = upstream_and_patched(kind)
 
     def run(model, cache, seed):
         ids, mask, positions = left_padded(PADS, 40, seed)
@@ -418,34 +420,34 @@ def test_a_changed_cache_continues_like_stocks(kind, change, rows):
             for t in range(past, past + 12, 4)
         ]
 
-    seed, want = clear_case(lambda seed: run(stock, DynamicCache(config=stock.config), seed))
-    got = run(swapped, paged_cache(swapped, 3), seed)
+    seed, want = clear_case(lambda seed: run(upstream, DynamicCache(config=upstream.config), seed))
+    got = run(patched, paged_cache(patched, 3), seed)
     torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
 
 
 def test_crop_takes_real_tokens_of_left_padded_rows():
-    stock, swapped = stock_and_swapped()
+    upstream, patched = upstream_and_patched()
 
     def run(seed):
-        cache = DynamicCache(config=stock.config)
-        return feed(stock, cache, *left_padded(PADS, 40, seed), [40])[:, -4:]
+        cache = DynamicCache(config=upstream.config)
+        return feed(upstream, cache, *left_padded(PADS, 40, seed), [40])[:, -4:]
 
     seed, want = clear_case(run)
     ids, mask, positions = left_padded(PADS, 40, seed)
-    cache = paged_cache(swapped, 3)
+    cache = paged_cache(patched, 3)
     wrong = torch.cat([ids[:, :36], token_ids(3, 4, seed=seed + 1)], 1)
-    feed(swapped, cache, wrong, mask, positions, [40])
+    feed(patched, cache, wrong, mask, positions, [40])
     cache.crop(-4)
     assert cache.lengths.tolist() == [36 - n for n in PADS]
-    got = swapped(
+    got = patched(
         ids[:, 36:], attention_mask=mask, position_ids=positions[:, 36:], past_key_values=cache
     ).logits
     torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
 
 
 def test_shared_layers_have_no_index_cache():
-    _, swapped = stock_and_swapped("glm_moe_dsa")
-    cache = models.PagedCache(swapped, 2, 33, block_size=16)
+    _, patched = upstream_and_patched("glm_moe_dsa")
+    cache = models.PagedCache(patched, 2, 33, block_size=16)
     assert [layer.index is None for layer in cache.layers] == [False, True, False]
     assert cache.max_cache_len == 48 and cache.block_table.shape == (2, 3)
     rows = 7 * 16  # 2 * 3 blocks, and one for pads
@@ -453,9 +455,9 @@ def test_shared_layers_have_no_index_cache():
 
 
 def test_a_pool_that_an_architecture_adds_goes_where_the_others_go(monkeypatch):
-    _, swapped = stock_and_swapped()
-    plain = models.PagedCache(swapped, 2, 32, block_size=16)
-    cls = type(swapped.model.layers[0].self_attn)
+    _, patched = upstream_and_patched()
+    plain = models.PagedCache(patched, 2, 32, block_size=16)
+    cls = type(patched.model.layers[0].self_attn)
     write_index_keys = cls.write_index_keys
 
     def and_numbers(self, hidden_states, position_embeddings, step):
@@ -467,11 +469,11 @@ def test_a_pool_that_an_architecture_adds_goes_where_the_others_go(monkeypatch):
     monkeypatch.setattr(cls, "write_index_keys", and_numbers)
     monkeypatch.setattr(cls, "pools", cls.pools | {"number": Pool(3, torch.int32)})
     with pytest.raises(ValueError, match=r"pools=\{.*got one with pools=.*'number': torch.int32"):
-        swapped(token_ids(2, 20), past_key_values=plain)
-    cache = paged_cache(swapped, 2, 32)
+        patched(token_ids(2, 20), past_key_values=plain)
+    cache = paged_cache(patched, 2, 32)
     rows = 5 * 16 * 3  # 2 * 2 blocks, and one for pads
     assert cache.nbytes == rows * (64 + 16 + 32) * 4 + rows * 3 * 4
-    swapped(token_ids(2, 20), past_key_values=cache)
+    patched(token_ids(2, 20), past_key_values=cache)
     cache.batch_select_indices(torch.tensor([1, 0, 1]))
     cache.reserve(64)
     cache.reorder_cache(torch.tensor([1, 0, 0]))
@@ -482,40 +484,40 @@ def test_a_pool_that_an_architecture_adds_goes_where_the_others_go(monkeypatch):
         assert torch.equal(found, want[..., None].expand(-1, -1, 3).int())
 
 
-def test_a_cache_is_made_for_a_swapped_model():
+def test_a_cache_is_made_for_a_patched_model():
     with pytest.raises(TypeError, match="must be patched .*got one with a DeepseekV32Attention"):
         models.PagedCache(tiny_model(), 1, 16)
 
 
-def test_out_of_capacity_is_refused_before_anything_is_written():
-    _, swapped = stock_and_swapped()
-    cache = models.PagedCache(swapped, 1, 32, block_size=16)
-    swapped(token_ids(1, 30), past_key_values=cache)
+def test_out_of_capacity_is_rejected_before_anything_is_written():
+    _, patched = upstream_and_patched()
+    cache = models.PagedCache(patched, 1, 32, block_size=16)
+    patched(token_ids(1, 30), past_key_values=cache)
     before = copy.deepcopy(cache)
     with pytest.raises(ValueError, match="capacity exceeded: holds 30 of 32 tokens.*got 3 more"):
-        swapped(token_ids(1, 3), past_key_values=cache)
+        patched(token_ids(1, 3), past_key_values=cache)
     assert cache.lengths.tolist() == [30] and cache.get_seq_length() == 30
     for now, then in zip(cache.layers, before.layers, strict=True):
         torch.testing.assert_close(now.latent, then.latent, rtol=0, atol=0, equal_nan=True)
-    swapped(token_ids(1, 2), past_key_values=cache)  # exactly full
+    patched(token_ids(1, 2), past_key_values=cache)  # exactly full
 
 
 def test_a_block_table_that_is_too_small_is_out_of_capacity():
-    _, swapped = stock_and_swapped()
-    cache = models.PagedCache(swapped, 1, 64, block_size=16)
+    _, patched = upstream_and_patched()
+    cache = models.PagedCache(patched, 1, 64, block_size=16)
     cache.block_table = cache.block_table[:, :2].clone()
     with pytest.raises(ValueError, match="capacity exceeded: holds 0 of 32 tokens.*got 33 more"):
-        swapped(token_ids(1, 33), past_key_values=cache)
+        patched(token_ids(1, 33), past_key_values=cache)
     assert cache.lengths.tolist() == [0]
     with pytest.raises(ValueError, match="max_cache_len of at least 39, got .*max_cache_len=32"):
-        swapped.generate(token_ids(1, 20), past_key_values=cache, max_new_tokens=20)
+        patched.generate(token_ids(1, 20), past_key_values=cache, max_new_tokens=20)
 
 
 @pytest.mark.parametrize("name, sizes", [("batch_size", (0, 16)), ("max_cache_len", (1, 0))])
-def test_a_cache_without_room_for_a_token_is_refused(name, sizes):
-    _, swapped = stock_and_swapped()
+def test_a_cache_without_room_for_a_token_is_rejected(name, sizes):
+    _, patched = upstream_and_patched()
     with pytest.raises(ValueError, match=f"PagedCache: {name} must be at least 1, got 0"):
-        models.PagedCache(swapped, *sizes)
+        models.PagedCache(patched, *sizes)
 
 
 @pytest.mark.parametrize(
@@ -530,12 +532,12 @@ def test_a_cache_without_room_for_a_token_is_refused(name, sizes):
         pytest.param({"dtype": torch.bfloat16}, "dtype=torch.float32, got .*=torch.b", id="dtype"),
     ],
 )
-def test_the_cache_of_another_model_is_refused_before_anything_is_written(change, difference):
-    _, swapped = stock_and_swapped()
+def test_the_cache_of_another_model_is_rejected_before_anything_is_written(change, difference):
+    _, patched = upstream_and_patched()
     sizes, dtype = {k: v for k, v in change.items() if k != "dtype"}, change.get("dtype")
     other = models.use_custom_pypto(tiny_model(**sizes).to(dtype), block_size=16)
-    cache = models.PagedCache(swapped, 1, 64, block_size=16)
-    swapped(token_ids(1, 20), past_key_values=cache)
+    cache = models.PagedCache(patched, 1, 64, block_size=16)
+    patched(token_ids(1, 20), past_key_values=cache)
     before = copy.deepcopy(cache)
     ids, message = token_ids(1, 24), f"PagedCache: created for a model with {difference}"
     with pytest.raises(ValueError, match=message):
@@ -547,11 +549,11 @@ def test_the_cache_of_another_model_is_refused_before_anything_is_written(change
         torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
 
 
-def test_the_cache_of_a_model_with_other_indexers_is_refused():
-    _, swapped = stock_and_swapped("glm_moe_dsa")
-    _, other = stock_and_swapped("glm_moe_dsa", indexer_types=["full", "full", "shared"])
+def test_the_cache_of_a_model_with_other_indexers_is_rejected():
+    _, patched = upstream_and_patched("glm_moe_dsa")
+    _, other = upstream_and_patched("glm_moe_dsa", indexer_types=["full", "full", "shared"])
     with pytest.raises(ValueError, match="indexer_types=.*'full', 'shared', 'full'.*got one with"):
-        other(token_ids(1, 4), past_key_values=models.PagedCache(swapped, 1, 16))
+        other(token_ids(1, 4), past_key_values=models.PagedCache(patched, 1, 16))
 
 
 # ---- interruption ---------------------------------------------------------------------------
@@ -572,16 +574,16 @@ def interrupted_at(model, forward):
 @pytest.mark.parametrize("forward", [0, 1, 4], ids=["prefill", "first-token", "later"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_can_be_used_again_after_an_interrupted_generation(kind, forward):
-    _, swapped = stock_and_swapped(kind)
+    _, patched = upstream_and_patched(kind)
     options = {"max_new_tokens": 8, "do_sample": False}
-    seed, want = clear_case(lambda seed: swapped.generate(**prompt(seed), **options))
+    seed, want = clear_case(lambda seed: patched.generate(**prompt(seed), **options))
     asked = prompt(seed)
     tokens = asked["input_ids"].size(1)
 
-    cache = paged_cache(swapped, len(PADS))
-    hook = interrupted_at(swapped, forward)
+    cache = paged_cache(patched, len(PADS))
+    hook = interrupted_at(patched, forward)
     with pytest.raises(KeyboardInterrupt):
-        swapped.generate(**asked, **options, past_key_values=cache)
+        patched.generate(**asked, **options, past_key_values=cache)
     hook.remove()
     fed = tokens + forward - 1 if forward else 0  # the forward that was interrupted does not count
     assert int(cache.get_seq_length()) == fed
@@ -589,7 +591,7 @@ def test_a_cache_can_be_used_again_after_an_interrupted_generation(kind, forward
 
     def continued(known, cache):
         mask = torch.cat([asked["attention_mask"], torch.ones(3, known - tokens)], 1)
-        return swapped.generate(
+        return patched.generate(
             want[:, :known],
             attention_mask=mask,
             max_length=want.size(1),
@@ -602,36 +604,36 @@ def test_a_cache_can_be_used_again_after_an_interrupted_generation(kind, forward
     # with the prompt alone
     if forward:
         message = r"generate: input_ids must have more than the .*: crop\((-\d+)\) or reset"
-        with pytest.raises(ValueError, match=message) as refused:
+        with pytest.raises(ValueError, match=message) as rejected:
             continued(tokens, cache)
-        cache.crop(int(re.search(message, str(refused.value))[1]))
+        cache.crop(int(re.search(message, str(rejected.value))[1]))
     assert torch.equal(continued(tokens, cache), want)
 
 
 def test_a_forward_that_raises_leaves_the_cache_as_it_was():
-    _, swapped = stock_and_swapped()
+    _, patched = upstream_and_patched()
     ids = token_ids(1, 30)
-    cache = paged_cache(swapped, 1)
-    swapped(ids[:, :20], past_key_values=cache)
+    cache = paged_cache(patched, 1)
+    patched(ids[:, :20], past_key_values=cache)
 
     def fail(module, args, output):
         raise RuntimeError("out of luck")
 
-    want = swapped(ids[:, 20:], past_key_values=copy.deepcopy(cache)).logits
-    hook = swapped.model.layers[1].mlp.register_forward_hook(fail)
+    want = patched(ids[:, 20:], past_key_values=copy.deepcopy(cache)).logits
+    hook = patched.model.layers[1].mlp.register_forward_hook(fail)
     with pytest.raises(RuntimeError, match="out of luck"):
-        swapped(ids[:, 20:], past_key_values=cache)
+        patched(ids[:, 20:], past_key_values=cache)
     hook.remove()
     assert cache.lengths.tolist() == [20] and cache.get_seq_length() == 20
-    assert torch.equal(swapped(ids[:, 20:], past_key_values=cache).logits, want)
+    assert torch.equal(patched(ids[:, 20:], past_key_values=cache).logits, want)
     assert cache.lengths.tolist() == [30]
 
 
-# ---- the swap -------------------------------------------------------------------------------
+# ---- the patch ------------------------------------------------------------------------------
 
 
 def trace(model):
-    """Everything a swap could leave behind: classes, attributes, hooks, config."""
+    """Everything a patch could leave behind: classes, attributes, hooks, config."""
     modules = {name: (type(m), sorted(vars(m))) for name, m in model.named_modules()}
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
     return modules, hooks, model.config.to_dict(), model.config._attn_implementation
@@ -639,7 +641,7 @@ def trace(model):
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_use_transformers_undoes_the_swap_to_the_bit(kind, implementation):
+def test_use_transformers_undoes_the_patch_to_the_bit(kind, implementation):
     model = tiny_model(kind)
     model.set_attn_implementation(implementation)
     want = trace(model), model(**prompt()).logits, model.generate(**prompt(), max_new_tokens=6)
@@ -657,7 +659,7 @@ def test_use_transformers_undoes_the_swap_to_the_bit(kind, implementation):
     assert {name: t.data_ptr() for name, t in model.state_dict().items()} == weights
 
 
-def test_a_swap_leaves_other_models_alone():
+def test_a_patch_leaves_other_models_alone():
     config = tiny_config()
     one, other = (CLASSES["deepseek_v32"][1](config).eval() for _ in range(2))
     want = trace(other), other(**prompt()).logits
@@ -666,13 +668,13 @@ def test_a_swap_leaves_other_models_alone():
     assert trace(other) == want[0] and torch.equal(other(**prompt()).logits, want[1])
 
 
-def test_swapping_twice_and_undoing_twice_are_harmless():
-    stock, model = tiny_model(), tiny_model()
+def test_patching_twice_and_undoing_twice_are_harmless():
+    upstream, model = tiny_model(), tiny_model()
     models.use_custom_pypto(models.use_custom_pypto(model), block_size=32)
     cache = model(token_ids(1, 4)).past_key_values
     assert cache.block_size == 32
     models.use_transformers(models.use_transformers(model))
-    assert trace(model) == trace(stock)
+    assert trace(model) == trace(upstream)
 
 
 def through_pickle(model):
@@ -683,49 +685,49 @@ def through_pickle(model):
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, through_pickle])
-def test_a_copy_of_a_swapped_model_is_a_swapped_model_of_its_own(duplicate):
-    stock, swapped = stock_and_swapped()
-    copied = duplicate(swapped)
-    models.use_transformers(swapped)
-    assert trace(swapped) == trace(stock)
-    assert furthest(stock, copied) <= TOLERANCE
+def test_a_copy_of_a_patched_model_is_a_patched_model_of_its_own(duplicate):
+    upstream, patched = upstream_and_patched()
+    copied = duplicate(patched)
+    models.use_transformers(patched)
+    assert trace(patched) == trace(upstream)
+    assert furthest(upstream, copied) <= TOLERANCE
     cache = copied.generate(
         **prompt(), max_new_tokens=2, return_dict_in_generate=True
     ).past_key_values
     assert isinstance(cache, models.PagedCache)
-    assert trace(models.use_transformers(copied)) == trace(stock)
+    assert trace(models.use_transformers(copied)) == trace(upstream)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_swapped_model_saves_what_stock_saves(kind, tmp_path):
-    stock, swapped = stock_and_swapped(kind)
-    for name, model in (("stock", stock), ("swapped", swapped)):
+def test_a_patched_model_saves_what_upstream_saves(kind, tmp_path):
+    upstream, patched = upstream_and_patched(kind)
+    for name, model in (("upstream", upstream), ("patched", patched)):
         model.save_pretrained(tmp_path / name)
-    saved = [sorted((tmp_path / name).iterdir()) for name in ("stock", "swapped")]
+    saved = [sorted((tmp_path / name).iterdir()) for name in ("upstream", "patched")]
     assert [[file.name for file in files] for files in saved][0] == [f.name for f in saved[1]]
     for a, b in zip(*saved, strict=True):
         assert a.read_bytes() == b.read_bytes(), a.name
-    architectures = json.loads((tmp_path / "swapped/config.json").read_text())["architectures"]
+    architectures = json.loads((tmp_path / "patched/config.json").read_text())["architectures"]
     assert architectures == [CLASSES[kind][1].__name__]
-    assert furthest(stock, models.load(tmp_path / "swapped")) <= TOLERANCE
+    assert furthest(upstream, models.load(tmp_path / "patched")) <= TOLERANCE
 
 
 def test_the_experts_implementation_can_still_be_chosen():
     # generate() does so on every device but CPU
-    stock, swapped = stock_and_swapped()
-    for model in (stock, swapped):
+    upstream, patched = upstream_and_patched()
+    for model in (upstream, patched):
         model.set_experts_implementation("batched_mm")
         assert model.config._experts_implementation == "batched_mm"
-    assert furthest(stock, swapped) <= TOLERANCE
+    assert furthest(upstream, patched) <= TOLERANCE
 
 
 # ---- gradients ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_mode_gives_stock_gradients(kind):
+def test_training_mode_gives_upstream_gradients(kind):
     gradients = []
-    for model in stock_and_swapped(kind):
+    for model in upstream_and_patched(kind):
         ids = token_ids(2, 20)
         with torch.enable_grad():
             model.train()(ids, labels=ids).loss.backward()
@@ -734,16 +736,16 @@ def test_training_mode_gives_stock_gradients(kind):
     assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
 
 
-def test_evaluation_mode_refuses_a_backward_instead_of_losing_gradients():
-    _, swapped = stock_and_swapped()
+def test_evaluation_mode_rejects_a_backward_instead_of_losing_gradients():
+    _, patched = upstream_and_patched()
     ids = token_ids(2, 20)
     with torch.enable_grad():
-        loss = swapped(ids, labels=ids, use_cache=False).loss
+        loss = patched(ids, labels=ids, use_cache=False).loss
         with pytest.raises(RuntimeError, match="npu_sparse_flash_attention_pto"):
             loss.backward()
 
 
-# ---- refusals -------------------------------------------------------------------------------
+# ---- rejections -----------------------------------------------------------------------------
 
 
 def quantised_projection(model):
@@ -796,7 +798,7 @@ def llama():
         ),
     ],
 )
-def test_a_model_that_cannot_be_swapped_is_refused_untouched(model, error, message):
+def test_a_model_that_cannot_be_patched_is_rejected_untouched(model, error, message):
     model = model()
     before = {name: type(m) for name, m in model.named_modules()}
     with pytest.raises(error, match=f"use_custom_pypto: .*{message}"):
@@ -804,7 +806,7 @@ def test_a_model_that_cannot_be_swapped_is_refused_untouched(model, error, messa
     assert {name: type(m) for name, m in model.named_modules()} == before
 
 
-def test_every_architecture_is_tested_and_named_in_the_refusal_of_others():
+def test_every_architecture_is_tested_and_named_in_the_rejection_of_others():
     assert {cls for _, cls in CLASSES.values()} == set(models.ATTENTION)
     expected = "a DeepseekV32ForCausalLM or GlmMoeDsaForCausalLM or AXK2ForCausalLM of transformers"
     with pytest.raises(TypeError, match=f"use_custom_pypto: model must be {expected}, got .*Llama"):
@@ -825,7 +827,7 @@ def test_use_transformers_names_what_it_cannot_undo():
 
 
 @pytest.mark.parametrize("block_size", [0, 24, -16, 2048])
-def test_block_sizes_the_ops_do_not_take_are_refused(block_size):
+def test_block_sizes_the_ops_do_not_take_are_rejected(block_size):
     with pytest.raises(ValueError, match=f"multiple of 16 from 16 to 1024, got {block_size}"):
         models.use_custom_pypto(tiny_model(), block_size=block_size)
 
@@ -901,24 +903,24 @@ def right_padded():
         ),
     ],
 )
-def test_a_call_the_swapped_model_cannot_serve_is_refused(call, error, message):
-    _, swapped = stock_and_swapped()
+def test_a_call_the_patched_model_cannot_serve_is_rejected(call, error, message):
+    _, patched = upstream_and_patched()
     with pytest.raises(error, match=message):
-        call(swapped)
+        call(patched)
 
 
-def test_a_stock_model_refuses_a_paged_cache():
-    stock, swapped = stock_and_swapped()
+def test_an_upstream_model_rejects_a_paged_cache():
+    upstream, patched = upstream_and_patched()
     with pytest.raises(TypeError, match="model must be patched by models.use_custom_pypto"):
-        stock(token_ids(1, 4), past_key_values=models.PagedCache(swapped, 1, 16))
+        upstream(token_ids(1, 4), past_key_values=models.PagedCache(patched, 1, 16))
 
 
-def test_a_shared_first_layer_is_refused():
-    _, swapped = stock_and_swapped("glm_moe_dsa", indexer_types=["shared", "full", "full"])
+def test_a_shared_first_layer_is_rejected():
+    _, patched = upstream_and_patched("glm_moe_dsa", indexer_types=["shared", "full", "full"])
     with pytest.raises(
         ValueError, match="must have a 'full' layer before layer 0, which is 'shared'"
     ):
-        swapped(token_ids(1, 4))
+        patched(token_ids(1, 4))
 
 
 # ---- bf16 -----------------------------------------------------------------------------------
@@ -926,16 +928,16 @@ def test_a_shared_first_layer_is_refused():
 
 @pytest.mark.parametrize("index_topk", [8, 64], ids=["selection", "all-keys"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_bf16_is_as_close_to_float32_as_stock_bf16(kind, index_topk, tmp_path):
-    # selection and routing are discontinuous: bf16 logits may differ from stock's as much as
-    # stock's differ from float32's. All three are loaded: model.to() would round inv_freq as well.
+def test_bf16_is_as_close_to_float32_as_upstream_bf16(kind, index_topk, tmp_path):
+    # selection and routing are discontinuous: bf16 logits may differ from upstream's as much as
+    # upstream's differ from float32's. All three are loaded: model.to() would also round inv_freq.
     tiny_model(kind, index_topk=index_topk).save_pretrained(tmp_path)
 
-    def logits(dtype, swap=False):
+    def logits(dtype, patch=False):
         model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
-        model = models.use_custom_pypto(model) if swap else model
+        model = models.use_custom_pypto(model) if patch else model
         return model(token_ids(8, 60), use_cache=False).logits.float()
 
     exact = logits(torch.float32)
-    stock_error = (logits(torch.bfloat16) - exact).abs().mean()
-    assert (logits(torch.bfloat16, swap=True) - exact).abs().mean() <= 1.2 * stock_error
+    upstream_error = (logits(torch.bfloat16) - exact).abs().mean()
+    assert (logits(torch.bfloat16, patch=True) - exact).abs().mean() <= 1.2 * upstream_error

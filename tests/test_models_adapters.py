@@ -1,5 +1,5 @@
-"""What is put on a swapped model counts: adapters, parametrizations and hooks of every projection;
-what absorption cannot know is refused by name."""
+"""What is put on a patched model counts: adapters, parametrizations and hooks of every projection;
+what absorption cannot know is rejected by name."""
 
 import copy
 
@@ -47,7 +47,7 @@ def with_adapter(model, config, name="default", seed=7):
     return model.eval()
 
 
-def swapped_model(kind):
+def patched_model(kind):
     return models.use_custom_pypto(tiny_model(kind), block_size=16)
 
 
@@ -61,9 +61,9 @@ def logits(model, seed=1):
     return torch.cat(parts, 1)
 
 
-def assert_same(stock, swapped):
-    seed, want = clear_case(lambda seed: logits(stock, seed))
-    torch.testing.assert_close(logits(swapped, seed), want, rtol=0, atol=TOLERANCE)
+def assert_same(upstream, patched):
+    seed, want = clear_case(lambda seed: logits(upstream, seed))
+    torch.testing.assert_close(logits(patched, seed), want, rtol=0, atol=TOLERANCE)
 
 
 def assert_matters(model, plain):
@@ -76,35 +76,35 @@ def assert_matters(model, plain):
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS)
 @pytest.mark.parametrize("kind", KINDS)
-def test_lora_counts_as_in_stock(kind, targets, order):
-    stock, swapped = with_adapter(tiny_model(kind), lora(targets)), tiny_model(kind)
+def test_lora_counts_as_in_upstream(kind, targets, order):
+    upstream, patched = with_adapter(tiny_model(kind), lora(targets)), tiny_model(kind)
     if order == "before":
-        models.use_custom_pypto(with_adapter(swapped, lora(targets)), block_size=16)
+        models.use_custom_pypto(with_adapter(patched, lora(targets)), block_size=16)
     else:
-        with_adapter(models.use_custom_pypto(swapped, block_size=16), lora(targets))
-    assert_matters(stock, tiny_model(kind))
-    assert_same(stock, swapped)
-    assert_same(stock, models.use_transformers(swapped))
+        with_adapter(models.use_custom_pypto(patched, block_size=16), lora(targets))
+    assert_matters(upstream, tiny_model(kind))
+    assert_same(upstream, patched)
+    assert_same(upstream, models.use_transformers(patched))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_generation_with_lora_equals_stock(kind):
-    stock, swapped = tiny_model(kind), swapped_model(kind)
-    for model in (stock, swapped):
+def test_generation_with_lora_equals_upstream(kind):
+    upstream, patched = tiny_model(kind), patched_model(kind)
+    for model in (upstream, patched):
         with_adapter(model, lora("all-linear"))
 
     def generate(model, seed):
         return model.generate(token_ids(2, 20, seed), max_new_tokens=8, do_sample=False)
 
-    seed, want = clear_case(lambda seed: generate(stock, seed))
-    assert torch.equal(generate(swapped, seed), want)
+    seed, want = clear_case(lambda seed: generate(upstream, seed))
+    assert torch.equal(generate(patched, seed), want)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_can_be_chosen_joined_disabled_and_merged(kind):
-    stock, swapped = tiny_model(kind), swapped_model(kind)
-    plain = copy.deepcopy(stock)
-    for model in (stock, swapped):
+    upstream, patched = tiny_model(kind), patched_model(kind)
+    plain = copy.deepcopy(upstream)
+    for model in (upstream, patched):
         with_adapter(model, lora(), "a", seed=7)
         with_adapter(model, lora(r=2, use_rslora=True), "b", seed=8)
 
@@ -112,26 +112,26 @@ def test_adapters_can_be_chosen_joined_disabled_and_merged(kind):
         return [m for m in model.modules() if isinstance(m, peft.tuners.lora.Linear)]
 
     def both(change):
-        for model in (stock, swapped):
+        for model in (upstream, patched):
             change(model)
-        assert_same(stock, swapped)
+        assert_same(upstream, patched)
 
     both(lambda model: model.set_adapter("a"))
     both(lambda model: model.set_adapter(["a", "b"]))
-    assert_matters(stock, plain)
+    assert_matters(upstream, plain)
     both(lambda model: [layer.merge() for layer in tuned(model)])
     both(lambda model: model.disable_adapters())  # the merged ones too, in the next forward
-    assert_same(plain, swapped)
+    assert_same(plain, patched)
     both(lambda model: model.enable_adapters())
-    assert_matters(swapped, plain)
+    assert_matters(patched, plain)
     both(lambda model: model.delete_adapter(["a", "b"]))
-    assert_same(plain, swapped)
+    assert_same(plain, patched)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_peft_model_around_a_swapped_one_works_and_merges(kind):
+def test_a_peft_model_around_a_patched_one_works_and_merges(kind):
     tuned = []
-    for model in (tiny_model(kind), swapped_model(kind)):
+    for model in (tiny_model(kind), patched_model(kind)):
         torch.manual_seed(7)
         tuned.append(peft.get_peft_model(model, lora("all-linear")).eval())
     assert_same(*tuned)
@@ -144,34 +144,34 @@ def test_a_peft_model_around_a_swapped_one_works_and_merges(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_lora_in_bfloat16_is_as_close_to_float32_as_stock(kind):
+def test_lora_in_bfloat16_is_as_close_to_float32_as_upstream(kind):
     def difference(model):
         model = with_adapter(model, lora()).to(torch.bfloat16)
         return (logits(model).float() - exact).abs().mean()
 
     exact = logits(with_adapter(tiny_model(kind, index_topk=64), lora()))
-    stock_error = difference(tiny_model(kind, index_topk=64))
-    swapped = models.use_custom_pypto(tiny_model(kind, index_topk=64), block_size=16)
-    assert difference(swapped) <= 1.2 * stock_error
+    upstream_error = difference(tiny_model(kind, index_topk=64))
+    patched = models.use_custom_pypto(tiny_model(kind, index_topk=64), block_size=16)
+    assert difference(patched) <= 1.2 * upstream_error
 
 
 @pytest.mark.parametrize(
     "kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])]
 )
 def test_a_decode_step_with_lora_is_one_graph(kind):
-    swapped = with_adapter(swapped_model(kind), lora(["kv_b_proj", query_projection(kind)]))
+    patched = with_adapter(patched_model(kind), lora(["kv_b_proj", query_projection(kind)]))
     options = {"max_new_tokens": 6, "do_sample": False}
     compiled = CompileConfig(backend="aot_eager", fullgraph=True, dynamic=False, mode=None)
     compiled._compile_all_devices = True  # transformers compiles on CPU only when told so
-    seed, want = clear_case(lambda seed: swapped.generate(token_ids(2, 20, seed), **options))
-    got = swapped.generate(token_ids(2, 20, seed), compile_config=compiled, **options)
+    seed, want = clear_case(lambda seed: patched.generate(token_ids(2, 20, seed), **options))
+    got = patched.generate(token_ids(2, 20, seed), compile_config=compiled, **options)
     assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_training_of_an_adapter_gives_stock_gradients(kind):
+def test_training_of_an_adapter_gives_upstream_gradients(kind):
     gradients = []
-    for model in (tiny_model(kind), swapped_model(kind)):
+    for model in (tiny_model(kind), patched_model(kind)):
         model = with_adapter(model, lora()).train()
         ids = token_ids(2, 20)
         with torch.enable_grad():
@@ -191,7 +191,7 @@ class Louder(nn.Module):
 
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_parametrization_counts_as_in_stock(kind, order):
+def test_a_parametrization_counts_as_in_upstream(kind, order):
     def parametrized(model):
         for layer in model.model.layers:
             for name in ("kv_b_proj", query_projection(kind)):
@@ -199,13 +199,13 @@ def test_a_parametrization_counts_as_in_stock(kind, order):
                 parametrize.register_parametrization(module, "weight", Louder())
         return model
 
-    stock, swapped = parametrized(tiny_model(kind)), tiny_model(kind)
+    upstream, patched = parametrized(tiny_model(kind)), tiny_model(kind)
     if order == "before":
-        models.use_custom_pypto(parametrized(swapped), block_size=16)
+        models.use_custom_pypto(parametrized(patched), block_size=16)
     else:
-        parametrized(models.use_custom_pypto(swapped, block_size=16))
-    assert_matters(stock, tiny_model(kind))
-    assert_same(stock, swapped)
+        parametrized(models.use_custom_pypto(patched, block_size=16))
+    assert_matters(upstream, tiny_model(kind))
+    assert_same(upstream, patched)
 
 
 # ---- hooks ------------------------------------------------------------------------------------
@@ -216,7 +216,7 @@ CALLED_IN_INDEXER = "indexer.wq_b indexer.wk indexer.k_norm indexer.weights_proj
 
 @pytest.mark.parametrize("name", ["", *CALLED.split(), *CALLED_IN_INDEXER.split()])
 @pytest.mark.parametrize("kind", KINDS)
-def test_hooks_are_called_as_in_stock(kind, name):
+def test_hooks_are_called_as_in_upstream(kind, name):
     def louder(module, args, output):
         if isinstance(output, tuple):
             return (1.3 * output[0], *output[1:])
@@ -230,10 +230,10 @@ def test_hooks_are_called_as_in_stock(kind, name):
             attention.get_submodule(module).register_forward_hook(louder)
         return model
 
-    assert_same(hooked(tiny_model(kind)), hooked(swapped_model(kind)))
+    assert_same(hooked(tiny_model(kind)), hooked(patched_model(kind)))
 
 
-# ---- refusals ---------------------------------------------------------------------------------
+# ---- rejections -------------------------------------------------------------------------------
 
 
 def of_layer(path):
@@ -341,35 +341,35 @@ OBSTACLES = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("change, message", OBSTACLES.values(), ids=OBSTACLES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_absorption_would_pass_over_is_refused(kind, change, message):
-    swapped = swapped_model(kind)
+def test_what_absorption_would_pass_over_is_rejected(kind, change, message):
+    patched = patched_model(kind)
     ids = token_ids(1, 20)
-    cache = swapped(ids).past_key_values
+    cache = patched(ids).past_key_values
     before = copy.deepcopy(cache)
-    change(swapped)
-    for call in (swapped, lambda ids: swapped(ids, past_key_values=cache)):
+    change(patched)
+    for call in (patched, lambda ids: patched(ids, past_key_values=cache)):
         with pytest.raises(TypeError, match=message):
             call(ids[:, :1])
     assert cache.lengths.tolist() == [20]
     for now, then in zip(cache._pools(), before._pools(), strict=True):
         torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
-    # the remedy, in the message, and the same refusal before a swap
-    models.use_transformers(swapped)(ids)
+    # the remedy, in the message, and the same rejection before a patch
+    models.use_transformers(patched)(ids)
     with pytest.raises(TypeError, match=message):
-        models.use_custom_pypto(swapped)
+        models.use_custom_pypto(patched)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_for_each_sequence_are_refused(kind):
+def test_adapters_for_each_sequence_are_rejected(kind):
     # peft hands them to its layers by hooks
-    tuned = peft.get_peft_model(swapped_model(kind), lora()).eval()
+    tuned = peft.get_peft_model(patched_model(kind), lora()).eval()
     with pytest.raises(TypeError, match="kv_b_proj of layer 0 .* with a forward hook"):
         tuned(token_ids(2, 8), adapter_names=["default", "__base__"])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_adapter_of_a_projection_that_ranks_share_is_refused(kind):
-    model = with_adapter(swapped_model(kind), lora())
+def test_an_adapter_of_a_projection_that_ranks_share_is_rejected(kind):
+    model = with_adapter(patched_model(kind), lora())
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         base = model.model.layers[1].self_attn.kv_b_proj.base_layer
@@ -384,8 +384,8 @@ def test_an_adapter_of_a_projection_that_ranks_share_is_refused(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_dropout_in_training_mode_is_refused_where_the_ops_would_run(kind):
-    model = swapped_model(kind).train()
+def test_dropout_in_training_mode_is_rejected_where_the_ops_would_run(kind):
+    model = patched_model(kind).train()
     cache = models.PagedCache(model, 1, 32)
     model(token_ids(1, 4), past_key_values=cache)
     with_adapter(model, lora(lora_dropout=0.5)).train()

@@ -1,4 +1,4 @@
-"""The decode step of a swapped model is one graph, whatever the position."""
+"""The decode step of a patched model is one graph, whatever the position."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def no_grad_and_one_thread():
         yield
 
 
-def tiny_swapped(kind="deepseek_v32"):
+def tiny_patched(kind="deepseek_v32"):
     return models.use_custom_pypto(two_layers(kind), block_size=16)
 
 
@@ -76,7 +76,7 @@ def decode(forward, model, cache, ids, start, sizes):
     ],
 )
 def test_decode_is_one_graph_for_all_positions_and_equals_eager(kind, dynamic, backend):
-    model, backend = tiny_swapped(kind), CountingBackend(backend)
+    model, backend = tiny_patched(kind), CountingBackend(backend)
     step = torch.compile(model.forward, backend=backend, fullgraph=True, dynamic=dynamic)
     ids = token_ids(2, 60)
 
@@ -113,7 +113,7 @@ def test_decode_is_one_graph_for_all_positions_and_equals_eager(kind, dynamic, b
 
 def test_a_prompt_read_in_slices_is_one_graph_for_each_number_of_slices(monkeypatch):
     monkeypatch.setattr(models.attention, "SLICE", 16)
-    model, backend = tiny_swapped(), CountingBackend("eager")
+    model, backend = tiny_patched(), CountingBackend("eager")
     step = torch.compile(model.forward, backend=backend, fullgraph=True, dynamic=True)
     for tokens, graphs in [(40, 1), (45, 1), (35, 1), (30, 2)]:
         ids = token_ids(2, tokens)
@@ -125,8 +125,8 @@ def test_a_prompt_read_in_slices_is_one_graph_for_each_number_of_slices(monkeypa
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_compiled_generate_equals_eager_generate_and_stock(kind):
-    stock, model, backend = two_layers(kind), tiny_swapped(kind), CountingBackend()
+def test_compiled_generate_equals_eager_generate_and_upstream(kind):
+    upstream, model, backend = two_layers(kind), tiny_patched(kind), CountingBackend()
     compiled = CompileConfig(backend=backend, fullgraph=True, dynamic=False, mode=None)
     compiled._compile_all_devices = True  # transformers compiles on CPU only when told so
 
@@ -137,17 +137,17 @@ def test_compiled_generate_equals_eager_generate_and_stock(kind):
         options = {"max_new_tokens": 8, "do_sample": False} | options
         return model.generate(ids, attention_mask=mask, **options)
 
-    seed, want = clear_case(lambda seed: generate(stock, seed))
+    seed, want = clear_case(lambda seed: generate(upstream, seed))
     eager = generate(model, seed)
     got = generate(model, seed, compile_config=compiled)
     assert torch.equal(eager, want) and torch.equal(got, want)
     assert len(backend.graphs) == 1
-    # and the model is stock transformers again afterwards, although its forward was compiled
+    # and the model is upstream transformers again afterwards, although its forward was compiled
     assert torch.equal(generate(models.use_transformers(model), seed), want)
 
 
-def test_compiled_generate_past_the_cache_is_refused_by_the_step_that_does_not_fit():
-    model = tiny_swapped()
+def test_compiled_generate_past_the_cache_is_rejected_by_the_step_that_does_not_fit():
+    model = tiny_patched()
     cache = models.PagedCache(model, 1, 32, block_size=16)
     model(token_ids(1, 30), past_key_values=cache)
     compiled = CompileConfig(backend="eager", fullgraph=True, dynamic=False, mode=None)
@@ -165,7 +165,7 @@ def test_compiled_generate_past_the_cache_is_refused_by_the_step_that_does_not_f
 
 def test_a_compiled_step_past_the_cache_harms_no_other_sequence():
     # a graph cannot raise, so what does not fit must go where nothing is read
-    model = tiny_swapped()
+    model = tiny_patched()
     cache = models.PagedCache(model, 2, 32, block_size=16)
     ids, mask = token_ids(2, 32), torch.ones(2, 32, dtype=torch.int64)
     mask[1, :20] = 0

@@ -1,4 +1,4 @@
-"""Swapped models where others run theirs: packed rows, autocast, offloaded weights, inference mode,
+"""Patched models where others run theirs: packed rows, autocast, offloaded weights, inference mode,
 decode loops on the cache that a forward returned."""
 
 import copy
@@ -23,13 +23,13 @@ def no_grad_and_one_thread():
         yield
 
 
-def swapped_model(kind, **changes):
+def patched_model(kind, **changes):
     return models.use_custom_pypto(tiny_model(kind, **changes), block_size=16)
 
 
-def assert_same(stock, swapped, run):
-    seed, want = clear_case(lambda seed: run(stock, seed))
-    torch.testing.assert_close(run(swapped, seed), want, rtol=0, atol=TOLERANCE)
+def assert_same(upstream, patched, run):
+    seed, want = clear_case(lambda seed: run(upstream, seed))
+    torch.testing.assert_close(run(patched, seed), want, rtol=0, atol=TOLERANCE)
 
 
 # ---- packed sequences -------------------------------------------------------------------------
@@ -47,42 +47,42 @@ PACKED = {
 @pytest.mark.parametrize("name", PACKED)
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_sequences_do_not_see_each_other(kind, name):
-    stock, swapped = tiny_model(kind), swapped_model(kind)
+    upstream, patched = tiny_model(kind), patched_model(kind)
     positions = torch.tensor(PACKED[name])
     ids = token_ids(1 if name == "one-row" else 2, 20)
 
     def logits(model, **options):
         return model(ids, position_ids=positions, use_cache=False, **options).logits
 
-    want = logits(stock)
-    assert (want - stock(ids, use_cache=False).logits).abs().max() > 0.1
-    assert torch.equal(logits(swapped), want)
+    want = logits(upstream)
+    assert (want - upstream(ids, use_cache=False).logits).abs().max() > 0.1
+    assert torch.equal(logits(patched), want)
     # attention of each on its own
     if name == "one-row":
-        alone = [swapped(part, use_cache=False).logits for part in (ids[:, :12], ids[:, 12:])]
+        alone = [patched(part, use_cache=False).logits for part in (ids[:, :12], ids[:, 12:])]
         torch.testing.assert_close(torch.cat(alone, 1), want, rtol=0, atol=TOLERANCE)
-    # a mask says that it is one sequence; as in stock, so does a cache
+    # a mask says that it is one sequence; as in upstream, so does a cache
     mask = torch.ones_like(ids)
-    masked = [logits(model, attention_mask=mask) for model in (swapped, stock)]
+    masked = [logits(model, attention_mask=mask) for model in (patched, upstream)]
     torch.testing.assert_close(*masked, rtol=0, atol=TOLERANCE)
-    cached = [model(ids, position_ids=positions).logits for model in (swapped, stock)]
+    cached = [model(ids, position_ids=positions).logits for model in (patched, upstream)]
     torch.testing.assert_close(*cached, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_forward_separates_packed_sequences_too(kind):
-    stock, swapped = tiny_model(kind), swapped_model(kind)
-    compiled = torch.compile(swapped.forward, backend="eager", fullgraph=True)
+    upstream, patched = tiny_model(kind), patched_model(kind)
+    compiled = torch.compile(patched.forward, backend="eager", fullgraph=True)
     for positions in (ONE_AFTER_ANOTHER, [[*range(20)]]):
         kwargs = {"position_ids": torch.tensor(positions), "use_cache": False}
-        want = stock(token_ids(1, 20), **kwargs).logits
+        want = upstream(token_ids(1, 20), **kwargs).logits
         got = compiled(token_ids(1, 20), **kwargs).logits
         torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_positions_of_one_sequence_still_run_on_the_ops(kind, monkeypatch):
-    swapped, calls = swapped_model(kind), []
+    patched, calls = patched_model(kind), []
     op = custom_pypto.npu_sparse_flash_attention_pto
 
     def spy(*args, **kwargs):
@@ -90,9 +90,9 @@ def test_positions_of_one_sequence_still_run_on_the_ops(kind, monkeypatch):
         return op(*args, **kwargs)
 
     monkeypatch.setattr(custom_pypto, "npu_sparse_flash_attention_pto", spy)
-    swapped(token_ids(2, 20), position_ids=torch.arange(5, 25)[None], use_cache=False)
+    patched(token_ids(2, 20), position_ids=torch.arange(5, 25)[None], use_cache=False)
     assert len(calls) == 3
-    swapped(token_ids(2, 20), position_ids=torch.tensor(ONE_AFTER_ANOTHER), use_cache=False)
+    patched(token_ids(2, 20), position_ids=torch.tensor(ONE_AFTER_ANOTHER), use_cache=False)
     assert len(calls) == 3
 
 
@@ -102,10 +102,10 @@ def test_positions_of_one_sequence_still_run_on_the_ops(kind, monkeypatch):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("index_topk", [8, 64], ids=["selection", "all-keys"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_autocast_is_as_close_to_float32_as_stock_autocast(kind, index_topk, dtype):
-    # as of test_bf16_is_as_close_to_float32_as_stock_bf16 in test_models.py
-    stock = tiny_model(kind, index_topk=index_topk)
-    swapped = swapped_model(kind, index_topk=index_topk)
+def test_autocast_is_as_close_to_float32_as_upstream_autocast(kind, index_topk, dtype):
+    # as of test_bf16_is_as_close_to_float32_as_upstream_bf16 in test_models.py
+    upstream = tiny_model(kind, index_topk=index_topk)
+    patched = patched_model(kind, index_topk=index_topk)
 
     def logits(model, ids):
         """Of a prefill and a few decode steps."""
@@ -119,8 +119,8 @@ def test_autocast_is_as_close_to_float32_as_stock_autocast(kind, index_topk, dty
     errors = torch.zeros(2)
     for seed in range(4):
         ids = token_ids(8, 60, seed)
-        exact = logits(stock, ids)
-        for i, model in enumerate((stock, swapped)):
+        exact = logits(upstream, ids)
+        for i, model in enumerate((upstream, patched)):
             with torch.autocast("cpu", dtype):
                 got = logits(model, ids)
             assert got.dtype == dtype
@@ -130,20 +130,20 @@ def test_autocast_is_as_close_to_float32_as_stock_autocast(kind, index_topk, dty
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_generate_under_autocast_shares_its_cache_with_what_is_outside(kind):
-    swapped, ids = swapped_model(kind), token_ids(2, 20)
+    patched, ids = patched_model(kind), token_ids(2, 20)
     with torch.autocast("cpu", torch.bfloat16):
-        generated = swapped.generate(
+        generated = patched.generate(
             ids, max_new_tokens=8, do_sample=False, return_dict_in_generate=True
         )
-        cache, want = models.PagedCache(swapped, 2, 32), ids
+        cache, want = models.PagedCache(patched, 2, 32), ids
         for _ in range(8):
             new = want[:, int(cache.get_seq_length()) :]
-            logits = swapped(new, past_key_values=cache).logits
+            logits = patched(new, past_key_values=cache).logits
             want = torch.cat([want, logits[:, -1:].argmax(-1)], 1)
     assert torch.equal(generated.sequences, want)
     assert generated.past_key_values.layers[0].latent.dtype == torch.float32
-    swapped.generate(want, past_key_values=generated.past_key_values, max_length=31)
-    swapped(want[:, -1:], past_key_values=cache)
+    patched.generate(want, past_key_values=generated.past_key_values, max_length=31)
+    patched(want[:, -1:], past_key_values=cache)
 
 
 # ---- offloaded weights ------------------------------------------------------------------------
@@ -188,26 +188,26 @@ def map_of_devices(model):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_model_that_transformers_dispatched_can_be_swapped(kind, tmp_path):
-    stock = tiny_model(kind)
-    stock.save_pretrained(tmp_path)
+def test_a_model_that_transformers_dispatched_can_be_patched(kind, tmp_path):
+    upstream = tiny_model(kind)
+    upstream.save_pretrained(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(
-        tmp_path, device_map=map_of_devices(stock), offload_folder=tmp_path / "offloaded"
+        tmp_path, device_map=map_of_devices(upstream), offload_folder=tmp_path / "offloaded"
     )
-    assert_same(stock, models.use_custom_pypto(model, block_size=16), logits_and_tokens)
-    assert_same(stock, models.use_transformers(model), logits_and_tokens)
+    assert_same(upstream, models.use_custom_pypto(model, block_size=16), logits_and_tokens)
+    assert_same(upstream, models.use_transformers(model), logits_and_tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_swapped_model_can_be_dispatched(kind, tmp_path):
-    stock, model = tiny_model(kind), swapped_model(kind)
+def test_a_patched_model_can_be_dispatched(kind, tmp_path):
+    upstream, model = tiny_model(kind), patched_model(kind)
     model = dispatch_model(model, map_of_devices(model), offload_dir=tmp_path)
-    assert_same(stock, model, logits_and_tokens)
-    assert_same(stock, models.use_transformers(model), logits_and_tokens)
+    assert_same(upstream, model, logits_and_tokens)
+    assert_same(upstream, models.use_transformers(model), logits_and_tokens)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_forward_that_someone_else_wrapped_is_refused_with_the_order_that_works(kind):
+def test_a_forward_that_someone_else_wrapped_is_rejected_with_the_order_that_works(kind):
     def wrap(model):
         attention = model.model.layers[1].self_attn
         forward = attention.forward
@@ -222,13 +222,13 @@ def test_a_forward_that_someone_else_wrapped_is_refused_with_the_order_that_work
     add_hook_to_module(model.model.layers[1].self_attn, AlignDevicesHook())
     with pytest.raises(TypeError, match="layer 1 .* a wrapped forward .*; patch before wrapping"):
         models.use_custom_pypto(model)
-    assert_same(tiny_model(kind), wrap(swapped_model(kind)), logits_and_tokens)
+    assert_same(tiny_model(kind), wrap(patched_model(kind)), logits_and_tokens)
     assert calls
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_layers_on_several_devices_are_refused(kind):
-    model = swapped_model(kind)
+def test_layers_on_several_devices_are_rejected(kind):
+    model = patched_model(kind)
     model.model.layers[2].to("meta")
     message = "one device, got layer 0 on cpu and layer 2 on meta; .*device_map={'': 'cpu'}"
     with pytest.raises(ValueError, match=message):
@@ -241,13 +241,13 @@ def test_layers_on_several_devices_are_refused(kind):
 @pytest.mark.parametrize("made", ["by-a-forward", "by-the-caller", "by-generate"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_made_in_inference_mode_is_of_use_outside(kind, made):
-    stock, swapped = tiny_model(kind), swapped_model(kind)
+    upstream, patched = tiny_model(kind), patched_model(kind)
 
     def run(model, seed):
         ids = token_ids(2, 60, seed)
         with torch.inference_mode():
             cache = None
-            if made == "by-the-caller" and model is swapped:
+            if made == "by-the-caller" and model is patched:
                 cache = models.PagedCache(model, 2, 96, block_size=16)
             if made == "by-generate":
                 cache = model.generate(
@@ -268,8 +268,8 @@ def test_a_cache_made_in_inference_mode_is_of_use_outside(kind, made):
         ids = ids[:, 57:].flip(0).repeat_interleave(2, 0)
         return torch.cat([*parts, model(ids, past_key_values=cache).logits[::2]], 1)
 
-    seed, want = clear_case(lambda seed: run(stock, seed))
-    torch.testing.assert_close(run(swapped, seed), want, rtol=0, atol=TOLERANCE)
+    seed, want = clear_case(lambda seed: run(upstream, seed))
+    torch.testing.assert_close(run(patched, seed), want, rtol=0, atol=TOLERANCE)
 
 
 # ---- caches that grow -------------------------------------------------------------------------
@@ -299,9 +299,9 @@ def loop(model, seed, pads=(0, 9), forward=None):
 @pytest.mark.parametrize("pads", [(0, 0), (0, 9)], ids=["", "left-padded"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_loop_on_the_cache_of_a_forward_goes_on_and_on(kind, pads):
-    stock, swapped = tiny_model(kind), swapped_model(kind)
-    seed, (want, _) = clear_case(lambda seed: loop(stock, seed, pads))
-    got, cache = loop(swapped, seed, pads)
+    upstream, patched = tiny_model(kind), patched_model(kind)
+    seed, (want, _) = clear_case(lambda seed: loop(upstream, seed, pads))
+    got, cache = loop(patched, seed, pads)
     torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
     # 36 tokens at first, in blocks of 16; then twice that
     assert cache.max_cache_len == 96 and cache.lengths.tolist() == [80 - n for n in pads]
@@ -309,7 +309,7 @@ def test_a_loop_on_the_cache_of_a_forward_goes_on_and_on(kind, pads):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_grows_by_doubling_and_keeps_what_it_has(kind):
-    model = swapped_model(kind)
+    model = patched_model(kind)
     cache, sizes = model(token_ids(2, 20)).past_key_values, []
     for t in range(20, 200):
         table, pools = cache.block_table.clone(), [pool.clone() for pool in cache._pools()]
@@ -327,28 +327,28 @@ def test_a_cache_grows_by_doubling_and_keeps_what_it_has(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_loop_on_the_cache_of_a_forward_is_right_too(kind):
-    swapped = swapped_model(kind)
-    want, _ = loop(swapped, 1, (0, 0))
-    compiled = torch.compile(swapped.forward, backend="eager")
-    got, cache = loop(swapped, 1, (0, 0), compiled)
+    patched = patched_model(kind)
+    want, _ = loop(patched, 1, (0, 0))
+    compiled = torch.compile(patched.forward, backend="eager")
+    got, cache = loop(patched, 1, (0, 0), compiled)
     torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
     assert cache.max_cache_len == 96
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_whole_graph_wants_a_cache_of_a_fixed_size(kind):
-    swapped = swapped_model(kind)
-    compiled = torch.compile(swapped.forward, backend="eager", fullgraph=True)
+    patched = patched_model(kind)
+    compiled = torch.compile(patched.forward, backend="eager", fullgraph=True)
     with pytest.raises(Exception, match=r"pass past_key_values=models.PagedCache\(...\)"):
         compiled(token_ids(1, 20))
-    cache = swapped(token_ids(1, 20)).past_key_values
+    cache = patched(token_ids(1, 20)).past_key_values
     with pytest.raises(Exception, match="a cache created by a forward grows"):
         compiled(token_ids(1, 1), past_key_values=cache)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_of_the_caller_grows_only_when_told_to(kind):
-    model = swapped_model(kind)
+    model = patched_model(kind)
     cache = models.PagedCache(model, 2, 32, block_size=16)
     addresses = [pool.data_ptr() for pool in cache._pools()]
     model(token_ids(2, 32), past_key_values=cache)
@@ -367,7 +367,7 @@ def test_a_cache_of_the_caller_grows_only_when_told_to(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_cache_that_cannot_grow_says_so_and_can_be_used_on(kind, monkeypatch):
-    model, ids = swapped_model(kind), token_ids(2, 70)
+    model, ids = patched_model(kind), token_ids(2, 70)
     cache = model(ids[:, :48]).past_key_values
     other = copy.deepcopy(cache)
     new_empty, calls = torch.Tensor.new_empty, []

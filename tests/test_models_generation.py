@@ -1,5 +1,5 @@
-"""What transformers asks of any model that generates, asked of the swapped ones: every way to call
-``generate()`` and ``forward`` gives what stock gives, or is refused by name."""
+"""What transformers asks of any model that generates, asked of the patched ones: every way to call
+``generate()`` and ``forward`` gives what upstream gives, or is rejected by name."""
 
 import pytest
 import torch
@@ -99,10 +99,10 @@ GENERATE = {
     "a-second-turn": continued,
     "a-second-turn-after-a-forward": continued_from_a_forward,
     "a-second-turn-of-embeddings": continued_from_embeddings,
-    "assisted-by-stock": lambda m, ids: m.generate(
+    "assisted-by-upstream": lambda m, ids: m.generate(
         ids[:1], assistant_model=smaller(m.config.model_type), **GREEDY
     ),
-    "assisted-by-swapped": lambda m, ids: m.generate(
+    "assisted-by-patched": lambda m, ids: m.generate(
         ids[:1], assistant_model=models.use_custom_pypto(smaller(m.config.model_type)), **GREEDY
     ),
     "assisted-and-sampled": lambda m, ids: m.generate(
@@ -151,16 +151,16 @@ def tensors(output):
     ],
 )
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_swapped_model_gives_what_stock_gives(kind, call):
-    stock = tiny_model(kind)
-    swapped = models.use_custom_pypto(tiny_model(kind), block_size=16)
+def test_a_patched_model_gives_what_upstream_gives(kind, call):
+    upstream = tiny_model(kind)
+    patched = models.use_custom_pypto(tiny_model(kind), block_size=16)
 
     def run(model, seed):
         torch.manual_seed(5)
         return tensors(call(model, token_ids(2, 20, seed)))
 
-    seed, want = clear_case(lambda seed: run(stock, seed))
-    got = run(swapped, seed)
+    seed, want = clear_case(lambda seed: run(upstream, seed))
+    got = run(patched, seed)
     assert want and len(got) == len(want)
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=TOLERANCE)
@@ -170,8 +170,8 @@ def generate_batch(model, ids):
     return model.generate_batch([ids[0].tolist()], generation_config=GenerationConfig(**GREEDY))
 
 
-# of calls that stock serves; those that it refuses itself are not asked
-REFUSED = {
+# of calls that upstream serves; those that it rejects itself are not asked
+REJECTED = {
     "attentions": (
         lambda m, ids: m.generate(ids, output_attentions=True, **DICT, **GREEDY),
         "output_attentions must be False .the ops never form the attention matrix.*, got True",
@@ -195,9 +195,9 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("call, message", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize("call, message", REJECTED.values(), ids=REJECTED)
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_only_stock_can_do_is_refused_by_name(kind, call, message):
+def test_what_only_upstream_can_do_is_rejected_by_name(kind, call, message):
     model, ids = models.use_custom_pypto(tiny_model(kind)), token_ids(2, 20)
     with pytest.raises((TypeError, ValueError), match=message):
         call(model, ids)
@@ -205,9 +205,9 @@ def test_what_only_stock_can_do_is_refused_by_name(kind, call, message):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_stock_refuses_is_refused_as_there(kind):
-    stock, swapped = tiny_model(kind), models.use_custom_pypto(tiny_model(kind))
-    for model in (stock, swapped):
+def test_what_upstream_rejects_is_rejected_as_there(kind):
+    upstream, patched = tiny_model(kind), models.use_custom_pypto(tiny_model(kind))
+    for model in (upstream, patched):
         with pytest.raises(ValueError, match="Invalid layer type: indexed_attention"):
             generate_batch(model, token_ids(1, 20))
         with pytest.raises(ValueError, match="Could not find `num_mtp_layers`"):

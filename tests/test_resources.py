@@ -44,10 +44,10 @@ def growth(call, calls: int) -> int:
     return status("VmRSS") - before
 
 
-def growth_of_op(op: str, calls: int, refused: bool) -> int:
+def growth_of_op(op: str, calls: int, rejected: bool) -> int:
     inputs = inputs_of(op, (3, 1), (40, 7))
     function = getattr(custom_pypto, op)
-    if not refused:
+    if not rejected:
         return growth(lambda: function(**inputs), calls)
     *_, name = (name for name, value in inputs.items() if isinstance(value, torch.Tensor))
     inputs[name] = inputs[name].double()
@@ -57,14 +57,14 @@ def growth_of_op(op: str, calls: int, refused: bool) -> int:
             function(**inputs)
         except RuntimeError:
             return
-        raise AssertionError("not refused")
+        raise AssertionError("not rejected")
 
     return growth(call, calls)
 
 
-def growth_of_ops(calls: int, refused: bool) -> dict[str, int]:
+def growth_of_ops(calls: int, rejected: bool) -> dict[str, int]:
     torch.set_num_threads(2)
-    return {op: growth_of_op(op, calls, refused) for op in OPS}
+    return {op: growth_of_op(op, calls, rejected) for op in OPS}
 
 
 def growth_of_generation(calls: int) -> int:
@@ -85,9 +85,9 @@ def growth_of_a_leak(calls: int, size: int) -> int:
 
 
 @pytest.mark.parametrize("calls", [500, pytest.param(10_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("refused", [False, True], ids=["computed", "refused"])
-def test_memory_is_flat_however_often_an_op_is_called(refused, calls):
-    grown = in_a_process(growth_of_ops, calls, refused)
+@pytest.mark.parametrize("rejected", [False, True], ids=["computed", "rejected"])
+def test_memory_is_flat_however_often_an_op_is_called(rejected, calls):
+    grown = in_a_process(growth_of_ops, calls, rejected)
     assert grown.keys() == OPS.keys() and max(grown.values()) < FLAT, grown
 
 
@@ -173,7 +173,7 @@ def test_the_indexers_workspace_at_a_million_keys_is_the_documented_one(
 
 
 def tokens_that_fit(tokens: int, batch_size: int, room: int | None):
-    """What the refusal of a cache says, and whether as many tokens as it says do fit, and more."""
+    """The error of a cache that does not fit; whether the tokens that it names do fit, and more."""
     from tiny import tiny_model
 
     from custom_pypto import models
@@ -186,16 +186,16 @@ def tokens_that_fit(tokens: int, batch_size: int, room: int | None):
         limit = status("VmSize") + room
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
-    def refusal(tokens: int) -> str | None:
+    def rejection(tokens: int) -> str | None:
         try:
             models.PagedCache(model, batch_size, tokens, block_size=16)
         except torch.OutOfMemoryError as error:
             return str(error)
         return None
 
-    said = refusal(tokens)
+    said = rejection(tokens)
     fit = int(re.search(r"; (\d+) tokens per sequence would fit", said)[1])
-    return said, fit, refusal(fit), refusal(fit + fit // 4)
+    return said, fit, rejection(fit), rejection(fit + fit // 4)
 
 
 BYTES_OF_A_TOKEN = 3 * (64 + 16 + 32) * 4
@@ -203,7 +203,7 @@ BYTES_OF_A_TOKEN = 3 * (64 + 16 + 32) * 4
 
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_cache_that_the_process_may_not_have_says_how_many_tokens_fit(batch_size, monkeypatch):
-    # glibc would answer a refusal with another arena, 64 MiB of the limited address space
+    # glibc would answer a rejection with another arena, 64 MiB of the limited address space
     monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
     room = 2048 * MIB  # nothing is written there
     tokens = room // BYTES_OF_A_TOKEN

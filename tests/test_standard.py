@@ -1,4 +1,4 @@
-"""Calls written for torch_npu's standard ops: every keyword of those is taken or refused by name.
+"""Calls written for torch_npu's standard ops: every keyword of those is taken or rejected by name.
 
 tests/test_rejections.py has the words of the rejections.
 """
@@ -88,7 +88,7 @@ def test_keywords_leave_no_trace_in_a_compiled_graph(op, given):
         ("npu_sparse_flash_attention_pto", "sinks", torch.zeros(4), "a tensor"),
     ],
 )
-def test_compilation_is_refused_in_the_same_words(op, keyword, value, got):
+def test_compilation_is_rejected_in_the_same_words(op, keyword, value, got):
     torch._dynamo.reset()
     compiled = torch.compile(getattr(custom_pypto, op), backend="eager", fullgraph=True)
     compiled(**INPUTS[op], **{keyword: LEGAL[op][keyword]})  # whose value may become dynamic now
@@ -105,12 +105,12 @@ def test_other_keywords_raise_what_python_raises(op):
         return query
 
     for keyword in ("sink", "softmax_scale", "query_dequant_scale"):
-        with pytest.raises(TypeError) as refused:
+        with pytest.raises(TypeError) as rejected:
             getattr(custom_pypto, op)(**INPUTS[op], **{keyword: 1})
         with pytest.raises(TypeError) as python:
             plain(**{keyword: 1})
         words = str(python.value)
-        assert str(refused.value) == op + words[words.index("()") :]
+        assert str(rejected.value) == op + words[words.index("()") :]
 
 
 @pytest.mark.parametrize("op", OPS)

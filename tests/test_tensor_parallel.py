@@ -62,7 +62,7 @@ def work(rank: int, folder: Path):
         timeout=timedelta(seconds=60),
     )
     ids = torch.load(folder / "ids.pt")
-    seen = {"refused": failure(lambda: models.load(folder / "3 heads", tensor_parallel=True))}
+    seen = {"rejected": failure(lambda: models.load(folder / "3 heads", tensor_parallel=True))}
     for kind in KINDS:
         model = models.load(folder / kind, tensor_parallel=True)
         seen[kind] = computed(model, ids[kind])
@@ -73,7 +73,7 @@ def work(rank: int, folder: Path):
         local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
         seen[kind]["bytes"] = sum(p.untyped_storage().nbytes() for p in local)
         models.use_transformers(model)
-        seen[kind]["stock"] = logits(model, ids[kind], DynamicCache(config=model.config))
+        seen[kind]["upstream"] = logits(model, ids[kind], DynamicCache(config=model.config))
 
     models.use_custom_pypto(model)
     if rank == 1:
@@ -95,16 +95,16 @@ def shared(tmp_path_factory):
     torch.set_num_threads(1)
     alone, ids = {}, {}
     for kind in KINDS:
-        stock = tiny_model(kind)
-        stock.save_pretrained(folder / kind)
+        upstream = tiny_model(kind)
+        upstream.save_pretrained(folder / kind)
 
-        def run(seed, stock=stock):
+        def run(seed, upstream=upstream):
             ids = token_ids(2, PREFILL + DECODE, seed)
-            generated(stock, ids)
-            return ids, logits(stock, ids, DynamicCache(config=stock.config))
+            generated(upstream, ids)
+            return ids, logits(upstream, ids, DynamicCache(config=upstream.config))
 
         _, (ids[kind], expected) = clear_case(run)
-        alone[kind] = computed(models.load(folder / kind), ids[kind]) | {"stock": expected}
+        alone[kind] = computed(models.load(folder / kind), ids[kind]) | {"upstream": expected}
     tiny_config(num_attention_heads=3, num_key_value_heads=3).save_pretrained(folder / "3 heads")
     torch.save(ids, folder / "ids.pt")
     with pytest.MonkeyPatch.context() as environment:
@@ -114,7 +114,7 @@ def shared(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("path", ["logits", "stock"])
+@pytest.mark.parametrize("path", ["logits", "upstream"])
 def test_two_ranks_give_the_logits_of_one_process(shared, kind, path):
     ranks, alone = shared
     for rank in ranks:
@@ -162,10 +162,10 @@ def test_a_rank_left_alone_fails_at_once(shared):
     assert ranks[0]["seconds alone"] < 30, ranks[0]["alone"]
 
 
-def test_heads_that_ranks_cannot_share_are_refused_before_anything_is_loaded(shared):
+def test_heads_that_ranks_cannot_share_are_rejected_before_anything_is_loaded(shared):
     ranks, _ = shared  # the folder has a config.json and no weights
     for rank in ranks:
-        assert "must have 1 ranks" in rank["refused"] and "got 2" in rank["refused"]
+        assert "must have 1 ranks" in rank["rejected"] and "got 2" in rank["rejected"]
 
 
 def test_numbers_of_ranks_that_can_share_a_model():

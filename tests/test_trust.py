@@ -1,4 +1,4 @@
-"""A checkpoint is data: what it brings along is refused or passed over, and never run."""
+"""A checkpoint is data: what it brings along is rejected or passed over, and never run."""
 
 import ast
 import builtins
@@ -68,7 +68,7 @@ def bring_code(path, marker):
     )
 
 
-def test_pickled_weights_alone_are_refused_and_not_opened(checkpoint, marker):
+def test_pickled_weights_alone_are_rejected_and_not_opened(checkpoint, marker):
     (checkpoint / "model.safetensors").unlink()
     (checkpoint / "pytorch_model.bin").write_bytes(pickle.dumps(Marked(marker)))
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors is missing"):
@@ -76,7 +76,7 @@ def test_pickled_weights_alone_are_refused_and_not_opened(checkpoint, marker):
     assert not marker.exists()
 
 
-def test_pickled_weights_in_shards_are_refused_and_not_opened(checkpoint, marker):
+def test_pickled_weights_in_shards_are_rejected_and_not_opened(checkpoint, marker):
     (checkpoint / "model.safetensors").unlink()
     (checkpoint / "pytorch_model-00001-of-00001.bin").write_bytes(pickle.dumps(Marked(marker)))
     index = {"weight_map": {"lm_head.weight": "pytorch_model-00001-of-00001.bin"}}
@@ -86,7 +86,7 @@ def test_pickled_weights_in_shards_are_refused_and_not_opened(checkpoint, marker
     assert not marker.exists()
 
 
-def test_an_index_that_names_a_pickle_is_refused_and_the_pickle_not_opened(checkpoint, marker):
+def test_an_index_that_names_a_pickle_is_rejected_and_the_pickle_not_opened(checkpoint, marker):
     (checkpoint / "model.safetensors").unlink()
     (checkpoint / "weights.bin").write_bytes(pickle.dumps(Marked(marker)))
     index = {"weight_map": {"lm_head.weight": "weights.bin"}}
@@ -96,7 +96,7 @@ def test_an_index_that_names_a_pickle_is_refused_and_the_pickle_not_opened(check
     assert not marker.exists()
 
 
-def test_a_pickle_by_the_name_of_safetensors_is_refused_and_not_opened(checkpoint, marker):
+def test_a_pickle_by_the_name_of_safetensors_is_rejected_and_not_opened(checkpoint, marker):
     (checkpoint / "model.safetensors").write_bytes(pickle.dumps(Marked(marker)))
     with pytest.raises(
         ValueError, match=r"model\.safetensors .* is not a complete safetensors file"
@@ -119,7 +119,7 @@ def test_code_of_a_checkpoint_of_ours_is_passed_over(checkpoint, marker):
     assert not marker.exists()
 
 
-def test_a_checkpoint_that_needs_code_of_its_own_is_refused(checkpoint, marker):
+def test_a_checkpoint_that_needs_code_of_its_own_is_rejected(checkpoint, marker):
     bring_code(checkpoint, marker)
     edit_config(checkpoint, model_type="theirs")
     with pytest.raises(ValueError, match="trust_remote_code"):

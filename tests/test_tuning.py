@@ -170,7 +170,7 @@ def test_a_setting_that_slows_a_shape_is_out(small, priced, file, monkeypatch, c
     assert "30.00, 30.00 -> 10.00, 30.20 µs" in capsys.readouterr().out
 
 
-def test_a_better_setting_with_wrong_numbers_is_refused(small, priced, file, monkeypatch, capsys):
+def test_a_better_setting_with_wrong_numbers_is_rejected(small, priced, file, monkeypatch, capsys):
     tested = set()
 
     def wrong(*check):
