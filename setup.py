@@ -5,13 +5,13 @@ import os
 
 from setuptools import setup
 
-# the build needs no backend, and one that is installed without its driver would break the import
+# the build needs no backend; one installed without its driver would break the import
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: E402
 
 CSRC = "custom_pypto/csrc"
 
-# what `run.sh sanitize` asks for; -g1 names the lines of a report
+# for `run.sh sanitize`; -g1 adds line numbers to reports
 SANITIZERS = {
     "address": ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined"],
     "thread": ["-fsanitize=thread"],
@@ -33,7 +33,7 @@ if os.environ.get("CUSTOM_PYPTO_WERROR") == "1":
 
 
 class Incremental(BuildExtension):
-    """An editable build would compile everything anew, in a temporary folder."""
+    """Keeps the build folder: an editable build in a temporary one would compile everything."""
 
     def finalize_options(self):
         super().finalize_options()
@@ -44,11 +44,11 @@ extension = CppExtension(
     "custom_pypto._C",
     sources=sorted(glob.glob(f"{CSRC}/*.cpp") + glob.glob(f"{CSRC}/cpu/*.cpp")),
     depends=sorted(glob.glob(f"{CSRC}/**/*.h", recursive=True)),
-    # not -fopenmp: libgomp is what libtorch_cpu brings, a second one would have threads of its own
+    # not -fopenmp: libtorch_cpu brings libgomp, and a second one would have its own threads
     extra_link_args=sanitize,
-    py_limited_api=True,  # of Python's C API the limited part: one library for every Python
+    py_limited_api=True,  # Python's limited API: one library for every Python version
 )
-# as system headers torch's do not warn: -Werror judges our sources only
+# torch's headers are system headers, without warnings: -Werror applies to our sources only
 extension.extra_compile_args = FLAGS + [f"-isystem{path}" for path in extension.include_dirs]
 extension.include_dirs = []
 

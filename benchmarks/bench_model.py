@@ -58,7 +58,7 @@ MODEL = dict(
     num_attention_heads=16,
     q_lora_rank=768,
 )
-# DeepSeek-V3.2 as published; what surrounds its first attention layer is not used
+# DeepSeek-V3.2 as published; only its first attention layer is used
 LAYER = dict(
     vocab_size=16,
     hidden_size=7168,

@@ -16,7 +16,7 @@ try:
     from . import log, npu  # noqa: F401  # npu registers the NPU ops without PyPTO
     from .ops import *  # noqa: F403
     from .ops import __all__ as __all__
-# OSError: a library that torch loads by itself; RuntimeError: a backend that torch loads by itself
+# OSError: a library that torch loads; RuntimeError: a backend that torch autoloads
 except (ImportError, OSError, RuntimeError) as _error:
     raise ImportError(
         f"custom_pypto: cannot load torch or the compiled ops ({_error}); run "

@@ -1,4 +1,4 @@
-"""What is installed on this machine, what works with it, what is missing and the remedy.
+"""Reports installed versions and hardware, what works with them, what is missing and the remedy.
 
 ``custom-pypto env`` prints it, with ``--json`` for scripts; :func:`collect` returns it.
 
@@ -32,11 +32,11 @@ CPU_FEATURES = (
 
 
 def disable_broken_autoload() -> None:
-    """Keep ``import torch`` working beside a torch_npu that cannot be loaded.
+    """Keeps ``import torch`` working with an installed torch_npu that cannot be loaded.
 
-    ``import torch`` imports an installed torch_npu by itself and fails if that fails, for instance
-    where CANN is missing. After the program has imported torch it is too late: start such a program
-    with ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``.
+    ``import torch`` also imports an installed torch_npu and fails if that fails, for instance
+    without CANN. This has no effect after torch is imported: start a program that imports torch
+    first with ``TORCH_DEVICE_BACKEND_AUTOLOAD=0``.
     """
     if "torch" not in sys.modules and _torch_npu_problem():
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -144,7 +144,7 @@ def _torch_npu_problem() -> dict[str, str] | None:
 def _build_problem() -> dict[str, str] | None:
     """Why no torch_npu can load with the installed build of torch."""
     torch = _torch()
-    # both register allocator settings under the same keys, and torch accepts a key once
+    # both register allocator settings under the same keys, which torch accepts only once
     if torch is None or "+cu" not in torch:
         return None
     return _problem(

@@ -189,7 +189,7 @@ register_qemu() {
   # an ELF header: 64 bits, little-endian, executable or shared, machine 183
   printf '%s%s:' ':custom_pypto_aarch64:M::\x7fELF\x02\x01\x01\x00\x00\x00\x00\x00\x00\x00\x00\x00\x02\x00\xb7\x00:\xff\xff\xff\xff\xff\xff\xff\x00\xff\xff\xff\xff\xff\xff\xff\xff\xfe\xff\xff\xff:' \
     "$(command -v "${EMULATOR[0]}")" \
-    >/proc/sys/fs/binfmt_misc/register || die "binfmt_misc refuses to register ${EMULATOR[0]}"
+    >/proc/sys/fs/binfmt_misc/register || die "binfmt_misc cannot register ${EMULATOR[0]}"
   "$userland/usr/bin/python$PYTHON" -c '' || die "${EMULATOR[0]} does not run $userland"
 }
 

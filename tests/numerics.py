@@ -1,4 +1,4 @@
-"""When a result counts as the reference's, and what the failure says."""
+"""Comparisons with the reference, and the messages of their failures."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -14,7 +14,7 @@ from custom_pypto.reference.sequences import key_slots, query_tokens
 
 
 def single_threaded(function: Callable) -> Callable:
-    """The reference works token by token: threads gain nothing and cost much on a busy CPU."""
+    """The reference works token by token: threads bring no speed and cost much on a busy CPU."""
 
     @wraps(function)
     def on_one_thread(*args, **kwargs):
@@ -45,9 +45,9 @@ def assert_close_to_rows(
 ) -> None:
     """Every element is within ``tolerance`` of the largest magnitude of its row (the last dim).
 
-    NaN must meet NaN and an infinity itself; a row of zeros must be zeros. ``magnitude``: sums of
-    the magnitudes of what was added up, for rows in which it cancels. ``smallest``: what may count
-    as zero, where numbers are subnormal and their rounding is not relative.
+    NaN must match NaN, an infinity itself, and a row of zeros must be zeros. ``magnitude``: sums of
+    the magnitudes of the terms, for rows in which they cancel. ``smallest``: the largest number
+    that may be zero instead, since subnormal numbers have no relative rounding.
     """
     assert got.shape == expected.shape, f"shape {tuple(got.shape)}, not {tuple(expected.shape)}"
     assert got.dtype == expected.dtype, f"{got.dtype}, not {expected.dtype}"
@@ -70,24 +70,24 @@ def assert_close_to_rows(
 
 
 def exact_scores(query: Tensor, keys: Tensor, weights: Tensor) -> tuple[Tensor, float, bool]:
-    """One token's scores in float64, how far two float32 evaluations may be from each other, and
-    whether that may be anything: an infinite weight times a sum that cancels within rounding."""
+    """One token's scores in float64, the largest difference of two float32 evaluations, and whether
+    that is unbounded: an infinite weight times a sum that cancels within rounding."""
     q, k, w = query.double(), keys.double(), weights.double()
     added, dots = q.abs() @ k.abs().T, q @ k.T
     magnitude = w.abs() @ added
-    # roundings of 2^-24 add up as the root of their number, and there are some hundred of them
+    # errors of 2^-24 grow with the root of the number of roundings, some hundred
     eps = 2**-20 * float(magnitude.amax()) if len(keys) else 0.0
     cancels = (added > 0) & (dots.abs() <= 2**-20 * added)
     return w @ torch.relu(dots), eps, bool((w.isinf()[:, None] & cancels).any())
 
 
 def assert_same_selection(got: Tensor, inputs: dict, smallest: float = 0) -> None:
-    """``got`` is what the reference selects for ``inputs``, up to scores equal within rounding.
+    """``got`` is the reference's selection for ``inputs``, except for scores equal within rounding.
 
-    A row may differ only so: as many positions, none twice, each one visible; a position that is in
-    one selection only scores within eps of the K-th; no score exceeds the one before it by more
-    than eps, which is ``smallest`` at least. A row in which a score may be anything (see
-    :func:`exact_scores`) is held to its number of positions, none twice, each one visible.
+    Both rows have equally many positions, each visible and none twice. A position in only one of
+    them scores within eps of the K-th, and no score exceeds the one before it by more than eps,
+    which is at least ``smallest``. If a score in a row is unbounded (:func:`exact_scores`), only
+    its number of positions, their visibility and their uniqueness are checked.
     """
     expected = reference.npu_lightning_indexer_pto(**inputs)
     assert got.shape == expected.shape, f"shape {tuple(got.shape)}, not {tuple(expected.shape)}"
@@ -130,7 +130,7 @@ def assert_same_selection(got: Tensor, inputs: dict, smallest: float = 0) -> Non
         scores[exists], eps, anything = exact_scores(
             query[token.row], key_rows[slot[exists]], weights[token.row]
         )
-        if anything:  # what is selected, and in which order, follows from it
+        if anything:  # it determines the selection and its order
             continue
         eps = max(eps, smallest)
         kth = scores[valid].min()

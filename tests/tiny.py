@@ -1,5 +1,5 @@
-"""Random models of all architectures that run in milliseconds, and cases on which two of them
-must agree."""
+"""Random models of all architectures that run in milliseconds, and inputs for which two right
+implementations must agree."""
 
 import json
 import re
@@ -34,7 +34,7 @@ CLASSES = {
     "axk2": (AXK2Config, AXK2ForCausalLM),
 }
 KINDS = list(CLASSES)
-# what A.X-K2 calls otherwise in a checkpoint than in the model
+# A.X-K2's names that differ between checkpoint and model
 NAMES_ON_DISK = {"self_attn.q_gate_proj": "self_attn.q_b_proj"}
 NAMES_ON_DISK |= {"layernorm.mlp.fc1": "layernorm.W_down", "layernorm.mlp.fc2": "layernorm.W_up"}
 VOCABULARY = 199
@@ -91,7 +91,7 @@ def name_on_disk(name):
 def tiny_model(kind="deepseek_v32", **changes):
     torch.manual_seed(0)
     model = CLASSES[kind][1](tiny_config(kind, **changes)).eval()
-    # transformers starts these at 1 and 0, where forgetting one would not show
+    # transformers initialises these to 1 and 0, which would hide a missing one
     for name, tensor in model.state_dict().items():
         if "norm" in name or "correction_bias" in name:
             tensor.add_(torch.randn_like(tensor), alpha=0.3)
@@ -103,16 +103,16 @@ BLOCK = 128
 
 
 def fp8_weight(rows, columns):
-    """A random weight as published, and its scales: no two blocks have the same."""
+    """A random weight in the published format, and its scales, different for every block."""
     grid = -(-rows // BLOCK), -(-columns // BLOCK)
     return torch.randn(rows, columns).to(torch.float8_e4m3fn), 0.02 + 0.1 * torch.rand(grid)
 
 
 def write_published(path, config, save=save_file):
-    """A random checkpoint as DeepSeek and GLM publish theirs, made shard by shard.
+    """A random checkpoint in the format of DeepSeek and GLM, made shard by shard.
 
     Linear weights in fp8 with ``weight_scale_inv``, experts one by one, a layer for multi-token
-    prediction behind the last one, ``config.json`` in the words of the models' authors. A shard
+    prediction after the last one, ``config.json`` with the published keys. A shard
     for the embedding, one for each layer, one for the head and one for that layer, in this order.
     """
     model_class = CLASSES[config.model_type][1]
@@ -173,14 +173,14 @@ def write_published(path, config, save=save_file):
 
 
 def published(path, kind="deepseek_v32", kv_lora_rank=512, **changes):
-    """More than one block in every direction, and none of them whole: 160 columns, 576 rows."""
+    """More than one block in every direction, the last ones partial: 160 columns, 576 rows."""
     sizes = dict(hidden_size=160, qk_rope_head_dim=64, index_head_dim=128, index_topk=8)
     write_published(path, tiny_config(kind, **sizes | dict(kv_lora_rank=kv_lora_rank) | changes))
     return path
 
 
 def true_weights(path, dtype):
-    """Every tensor, by the definition: each block times its scale in float32, then to ``dtype``."""
+    """Every tensor, dequantised by the definition: block times scale in float32, then ``dtype``."""
     stored = {}
     for file in path.glob("*.safetensors"):
         stored |= load_file(file)
@@ -197,7 +197,7 @@ def true_weights(path, dtype):
 
 
 def save_sparse(tensors, file, metadata):
-    """A safetensors file of full size with nothing but its header on the disk."""
+    """A sparse safetensors file of full size: only its header takes disk space."""
     header, end = {"__metadata__": metadata}, 0
     names = {torch.float8_e4m3fn: "F8_E4M3", torch.bfloat16: "BF16", torch.float32: "F32"}
     for name, tensor in tensors.items():
@@ -216,11 +216,11 @@ def token_ids(batch, tokens, seed=1):
 
 
 class ClosestCall(TorchFunctionMode):
-    """How closely the top-k and argmax calls inside were decided: the smallest distance between
-    the last one chosen and the next, relative to the spread of the candidates.
+    """The smallest margin of the top-k and argmax calls inside: the distance between the last
+    selected candidate and the next, relative to the spread of all.
 
-    Selection, routing and decoding are discontinuous: where this is as small as rounding, two
-    right implementations may choose differently, and everything after that differs.
+    Selection, routing and decoding are discontinuous: if the margin is within rounding, two right
+    implementations may select differently, and all later results differ.
     """
 
     gap = float("inf")
@@ -241,10 +241,10 @@ class ClosestCall(TorchFunctionMode):
 
 
 def clear_case(run):
-    """The first ``seed`` on which ``run(seed)`` decides nothing within rounding, and its result."""
+    """The first ``seed`` for which all margins of ``run(seed)`` exceed rounding, and its result."""
     for seed in range(100):
         with ClosestCall() as calls:
             result = run(seed)
-        if calls.gap > 3e-5:  # ten times what reordered float32 sums move a score
+        if calls.gap > 3e-5:  # ten times the change of a score by reordered float32 sums
             return seed, result
     raise AssertionError("every seed has a close call")

@@ -1,10 +1,10 @@
 """Inputs of the ops. ``<op>.py`` makes the keyword arguments of one call of that op: seeded ones of
-given lengths (``inputs``; ``ON_NPU``: the sizes that an NPU takes), ones with no attribute at its
+given lengths (``inputs``; ``ON_NPU``: sizes that an NPU supports), ones with no attribute at its
 default (``not_default``), random hostile ones (``random_call``; ``WEIGHT``: how often), and ones
 that break a rule (``rejected``).
 
-What an op may not read is poison: NaN in query and key rows past a sequence's length and in unused
-blocks, and block ids from INT_MIN to INT_MAX past a sequence's last block.
+Data that an op must not read is poisoned: NaN in query and key rows past a sequence's length and in
+unused blocks, and block ids from INT_MIN to INT_MAX past a sequence's last block.
 """
 
 import importlib
@@ -31,12 +31,12 @@ def prefix_sums(lengths: list[int]) -> Tensor:
 
 
 def token_counts(lengths: list[int], layout: str) -> Tensor:
-    """The lengths as the ops take them in this layout."""
+    """The lengths in the form of this layout: counts, or prefix sums."""
     return prefix_sums(lengths) if layout == "TND" else int32(lengths)
 
 
 def visible_keys(row: int, len_q: int, len_k: int, sparse_mode: int) -> int:
-    """How many keys query ``row`` of a sequence sees."""
+    """The number of keys that query ``row`` of a sequence sees."""
     return len_k if sparse_mode == 0 else min(max(len_k - len_q + row + 1, 0), len_k)
 
 
@@ -52,7 +52,7 @@ def place(rows: list[Tensor], layout: str, padding: int, fill: float = torch.nan
 
 
 def block_tables(lengths: list[int], block_size: int, g: torch.Generator) -> tuple[Tensor, int]:
-    """Shuffled block ids, hostile past the end, and how many blocks the cache has (2 unused)."""
+    """Shuffled block ids, invalid past the end, and the cache's number of blocks (2 unused)."""
     blocks = [-(-n // block_size) for n in lengths]
     total = sum(blocks) + 2
     ids = torch.randperm(total, generator=g, dtype=torch.int32)
@@ -64,13 +64,13 @@ def block_tables(lengths: list[int], block_size: int, g: torch.Generator) -> tup
 
 
 def slots(table: Tensor, length: int, block_size: int) -> Tensor:
-    """Where positions 0 … length-1 of the sequence with this row of the block table are stored."""
+    """The slots of positions 0 … length-1 of the sequence with this row of the block table."""
     position = torch.arange(length)
     return table.long()[position // block_size] * block_size + position % block_size
 
 
 def in_a_wider_row(x: Tensor) -> Tensor:
-    """A view equal to ``x`` of which every stride but the last is larger than it need be."""
+    """A view equal to ``x``, with all strides but the last larger than necessary."""
     wide = x.new_full((len(x), 2, *x.shape[1:-1], x.size(-1) + 16), torch.nan)
     wide[:, 1, ..., : x.size(-1)] = x
     return wide[:, 1, ..., : x.size(-1)]
@@ -93,7 +93,7 @@ def stored(rows: list[Tensor], layout: str, block_size: int, strided: bool, g: t
 
 
 def random(shape: tuple, dtype: torch.dtype, g: torch.Generator, integers: bool = False) -> Tensor:
-    """Normal, or integers of -2 … 2, whose products and sums are exact, so that ties are many."""
+    """Normal, or integers of -2 … 2, whose products and sums are exact, with many ties."""
     if integers:
         return torch.randint(-2, 3, shape, generator=g).to(dtype)
     return torch.randn(shape, generator=g).to(dtype)
@@ -111,14 +111,14 @@ def inputs_of(
     on_npu: bool = False,
     **keywords,
 ) -> dict:
-    """Arguments of any op, for tests of what all ops have in common."""
+    """Arguments of any op, for tests of properties of all ops."""
     sizes = of(op).ON_NPU if on_npu else {}
     return of(op).inputs([*lengths_query], [*lengths_key], **sizes | keywords)
 
 
 def not_default(op: str) -> dict:
-    """A call of any op: each attribute of which an NPU takes two values is not at its default, and
-    every input is given."""
+    """A call of any op with every input given, and no attribute at its default, unless an NPU
+    supports only that."""
     return of(op).not_default()
 
 
@@ -127,7 +127,7 @@ def changed(inputs: dict, change: Callable[[Tensor], Tensor]) -> dict:
 
 
 def copied(inputs: dict) -> dict:
-    """The same values and strides in memory of their own."""
+    """The same values and strides in separate memory."""
     return changed(
         inputs, lambda x: torch.empty_strided(x.size(), x.stride(), dtype=x.dtype).copy_(x)
     )

@@ -16,17 +16,17 @@ HEADS = [1, 1, 2, 3, 4, 5, 7, 15, 16, 17, 31, 33, 48, 64, 65, 129]
 
 
 class Maker:
-    """Tensors of one case: where they lie and what is in them is up to ``rng``."""
+    """Tensors of one case, with random values and memory layout."""
 
     def __init__(self, rng: Random):
         self.rng = rng
         self.generator = torch.Generator().manual_seed(rng.getrandbits(63))
-        # exact: what is summed in another order is the same number
+        # exact: sums in any order are equal
         self.values = rng.choice(["random", "random", "integers", "special", "tiny"])
         self.dtype = rng.choice(DTYPES)
 
     def floats(self, dtype: torch.dtype | None = None) -> Callable[[int], Tensor]:
-        """Makes n floats; NaN and infinities only among integers, where no sum is rounded."""
+        """Makes n floats; NaN and infinities only among integers, whose sums are exact."""
         g = self.generator
 
         def fill(n: int) -> Tensor:
@@ -46,7 +46,7 @@ class Maker:
         return fill
 
     def ints(self, low: int, high: int, dtype=torch.int32) -> Callable[[int], Tensor]:
-        """Makes n integers of low … high, and sometimes anything."""
+        """Makes n integers of low … high, and sometimes any others."""
         rng = self.rng
         extremes = [INT_MIN, INT_MIN + 1, -2, -1, 0, 1, high - 1, high, high + 1, INT_MAX - 1]
         extremes.append(INT_MAX)
@@ -82,7 +82,7 @@ class Maker:
     def tensor(
         self, shape: tuple, fill: Callable[[int], Tensor] | None = None, dense_rows=False
     ) -> Tensor:
-        """Floats if not told otherwise, of any strides but negative ones."""
+        """Floats by default, with any strides except negative ones."""
         rng, fill = self.rng, fill or self.floats()
         if rng.random() < 0.5 or not shape:
             flat = fill(math.prod(shape))
@@ -103,7 +103,7 @@ class Maker:
         overlap = rng.random()
         for d in range(len(shape) - 1 if dense_rows else len(shape)):
             if shape[d] == 1 and rng.random() < 0.3:
-                strides[d] = rng.choice([0, 1, 7, 2**40, 2**59])  # reaches nothing
+                strides[d] = rng.choice([0, 1, 7, 2**40, 2**59])  # no elements
             elif overlap < 0.15:
                 strides[d] = 0 if rng.random() < 0.5 else strides[d]
             elif overlap < 0.3:
@@ -116,18 +116,18 @@ class Maker:
 
 @dataclass
 class Sequences:
-    """Sizes and the arguments that say where the tokens and keys of the sequences are."""
+    """Sizes, and the arguments that locate the tokens and keys of the sequences."""
 
     layout_query: str
     layout_key: str
     tokens: tuple  # leading sizes of the query
     rows: tuple  # leading sizes of the keys
-    capacity: int  # keys a sequence can have
+    capacity: int  # most keys of a sequence
     arguments: dict
 
 
 def sequences(m: Maker, large: bool, lengths_key: str) -> Sequences:
-    """``large``: so many keys that they fill several chunks, top-k buffers and parts;
+    """``large``: enough keys for several chunks, top-k buffers and parts;
     ``lengths_key``: the name of that argument.
     """
     rng = m.rng

@@ -141,7 +141,7 @@ def random_call(m: Maker) -> dict:
         eps=rng.choice([1e-6, 0.0, 1.0]),
         sparse_count=rng.choice([1, 2, 8, 16, 2048]),
     )
-    if rng.random() < 0.05:  # memory of a cache is read as something else
+    if rng.random() < 0.05:  # another argument in the memory of a cache
         name = rng.choice([n for n, t in x.items() if isinstance(t, Tensor) and t.dtype == m.dtype])
         cache, wanted = x[rng.choice(CACHES)], x[name]
         if cache.untyped_storage().nbytes() >= wanted.nbytes:

@@ -91,11 +91,11 @@ def not_default() -> dict:
 
 
 def scale(m: Maker, width: int) -> float:
-    """Extreme ones only where logits are exact, so that all that matters is which is largest."""
+    """Extreme scales only with exact logits, where only the largest one matters."""
     ordinary = m.rng.random() * 3 * width**-0.5
     if m.values in ("random", "tiny"):
         return ordinary + 1e-3
-    # none that makes weights of 2^-149 … 2^-126 of logits that are apart: 0 here, not everywhere
+    # no scale with softmax weights of 2^-149 … 2^-126, which some implementations flush to 0
     return m.rng.choice([0.01, 0.05, 1e-3, 1e-30, 1e-38, 1e3, 1e30])
 
 

@@ -52,7 +52,7 @@ QUERY_DTYPE = "query.dtype must be bfloat16, float16 or float32, got "
 WINDOW = "9223372036854775807 (2**63 - 1: no window)"
 WINDOW_REMEDY = "omit it (sparse_mode and the lengths determine the keys that a token sees)"
 
-# what follows where a tensor has as many dims as the other layout has
+# appended to the error of a tensor with the rank of another layout
 NEEDS_TND = (
     "; [T1, N1, D] needs layout_query 'TND', {} 'PA_BSND' or 'TND', and actual_seq_lengths_query: "
     "int32 inclusive prefix sums of query tokens [B]"
