@@ -55,9 +55,7 @@ class KeyChunks {
   static constexpr int kKeys = cpu::kAttendKeys<E>;
 
   explicit KeyChunks(const LatentCaches<T>& caches)
-      : caches_(caches),
-        packed_(std::is_same_v<E, float> ? 0 : kKeys / 2 * caches.latent),
-        buffers_{Buffer(*this), Buffer(*this)} {}
+      : caches_(caches), buffers_{Buffer(*this), Buffer(*this)} {}
   KeyChunks(const KeyChunks&) = delete;  // it points into itself
 
   void clear() { chunk_->chunk.n = next_->chunk.n = 0; }
@@ -96,12 +94,9 @@ class KeyChunks {
     return chunk.n == (count() ? kKeys : kFirstKeys);
   }
 
-  // The current chunk, ready for the kernels.
-  const cpu::Chunk<E>& prepared() {
-    cpu::Chunk<E>& chunk = chunk_->chunk;
-    chunk.next = std::is_same_v<E, T> && next_->chunk.n ? &next_->chunk : nullptr;
-    if constexpr (!std::is_same_v<E, float>) kernels().bf16->pack_values(chunk);
-    return chunk;
+  const cpu::Chunk<E>& current() {
+    chunk_->chunk.next = std::is_same_v<E, T> && next_->chunk.n ? &next_->chunk : nullptr;
+    return chunk_->chunk;
   }
 
   // Makes the next chunk the current one.
@@ -121,7 +116,6 @@ class KeyChunks {
           position(kKeys) {
       chunk.latent = chunks.caches_.latent;
       chunk.rope = chunks.caches_.rope;
-      chunk.packed = chunks.packed_.data();
     }
     cpu::Chunk<E> chunk;
     AlignedVector<E> widened;
@@ -135,7 +129,6 @@ class KeyChunks {
   }
 
   const LatentCaches<T>& caches_;
-  AlignedVector<uint32_t> packed_;
   Buffer buffers_[2];
   Buffer *chunk_ = &buffers_[0], *next_ = &buffers_[1];
 };

@@ -24,9 +24,18 @@ struct SoftmaxSums {
   bool any = false;  // whether a key has been added
 };
 
-// Rescales the partial sums of one token to a common maximum and adds them in order.
+// to += factors[row] * from, for the sums of 16 dims of a panel, which float kernels keep as
+// [dim][row].
+inline void add_sums(const float* from, int64_t width, const float* factors, float* to) {
+  for (int64_t i = 0; i < 16; ++i) {
+    for (int64_t r = 0; r < width; ++r) to[i * width + r] += from[i * width + r] * factors[r];
+  }
+}
+
+// Rescales the partial sums of one token to a common maximum and adds them in order. `bf16` are the
+// kernels that made them, null: those of float.
 inline SoftmaxSums combine(const SoftmaxSums* parts, int64_t count, int64_t heads, int64_t latent,
-                           float scale) {
+                           float scale, const cpu::Bf16Kernels* bf16) {
   const int64_t padded = panel_rows(heads);
   SoftmaxSums total;
   total.max.assign(padded, -INFINITY);
@@ -51,14 +60,14 @@ inline SoftmaxSums combine(const SoftmaxSums* parts, int64_t count, int64_t head
         total.sum[first + r] += part->sum[first + r] * *factor;
       }
     }
-    for (int64_t l = 0; l < latent; ++l) {
+    for (int64_t l = 0; l < latent; l += 16) {
       const int64_t at = first * latent + l * width;
       float* to = total.out.data() + at;
-      std::fill_n(to, width, 0.0f);
+      std::fill_n(to, 16 * width, 0.0f);
       factor = factors.data();
       for (const SoftmaxSums* part : added) {
-        const float* from = part->out.data() + at;
-        for (int64_t r = 0; r < width; ++r) to[r] += from[r] * factor[r];
+        bf16 ? bf16->add_sums(part->out.data() + at, width, factor, to)
+             : add_sums(part->out.data() + at, width, factor, to);
         factor += width;
       }
     }
@@ -70,7 +79,7 @@ inline SoftmaxSums combine(const SoftmaxSums* parts, int64_t count, int64_t head
 // attended to; rows of a token without keys stay zero.
 template <typename E, typename T>
 void write_rows(const SoftmaxSums& sums, const std::vector<int64_t>& seen, int64_t heads,
-                int64_t latent, T* out) {
+                int64_t latent, const cpu::Bf16Kernels* bf16, T* out) {
   if (!sums.any) return;
   const int64_t rows = static_cast<int64_t>(seen.size()) * heads;
   for (int64_t first = 0; first < rows; first += cpu::kMaxWidth) {
@@ -84,7 +93,7 @@ void write_rows(const SoftmaxSums& sums, const std::vector<int64_t>& seen, int64
     const float* panel = sums.out.data() + first * latent;
     T* to = out + first * latent;
     if constexpr (std::is_same_v<E, uint16_t>) {
-      kernels().bf16->finish(panel, width, count, latent, factors, to, latent);
+      bf16->finish(panel, width, count, latent, factors, to, latent);
     } else {
       T block[16 * cpu::kMaxWidth];  // round while rows sit in lanes, then transpose
       for (int64_t l = 0; l < latent; l += 16) {

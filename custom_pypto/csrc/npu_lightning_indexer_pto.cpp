@@ -46,8 +46,9 @@ constexpr int64_t kTokensOfTask = 8;  // maximum; tokens of a task share the key
 template <typename E, typename T>
 class Indexer {
  public:
-  explicit Indexer(const IndexerParams& p)
-      : query_(p.query.contiguous()),
+  Indexer(const IndexerParams& p, const cpu::Bf16Kernels* bf16)
+      : bf16_(std::is_same_v<E, float> ? nullptr : bf16),
+        query_(p.query.contiguous()),
         weights_(p.weights.to(at::kFloat).contiguous()),
         sequences_(read_sequences(p)),
         key_map_(p),
@@ -98,11 +99,13 @@ class Indexer {
  private:
   struct Scratch {
     explicit Scratch(const Indexer& op)
-        : panels(op.group_ * panel_elements<E>(op.heads_, op.dims_)),
+        : tiles(op.bf16_),
+          panels(op.group_ * panel_elements<E>(op.heads_, op.dims_)),
           weights(op.group_ * panel_rows(op.heads_)),
           keys(std::is_same_v<E, T> ? 0 : cpu::kMaxKeys * op.dims_) {
       for (int64_t i = 0; !op.split_ && i < op.group_; ++i) best.emplace_back(op.k_);
     }
+    TileRegisters tiles;
     AlignedVector<cpu::PanelElement<E>> panels;
     AlignedVector<float> weights;
     AlignedVector<E> keys;
@@ -176,7 +179,7 @@ class Indexer {
           if constexpr (std::is_same_v<E, float>) {
             kernels().index(call);
           } else {
-            kernels().bf16->index(call);
+            bf16_->index(call);
           }
           best[i].push(scores, seen, j);
         }
@@ -204,6 +207,7 @@ class Indexer {
     }
   }
 
+  const cpu::Bf16Kernels* bf16_;
   Tensor query_, weights_;
   std::vector<Sequence> sequences_;
   KeyMap key_map_;
@@ -220,8 +224,9 @@ void lightning_indexer(IndexerParams& p) {
   contract(p);
   // without tokens the number of sequences is unbounded: a list of them may not fit in memory
   if (p.out.numel() == 0) return;
-  dispatch_elements(p.query.scalar_type(), [&](auto multiplied, auto stored) {
-    Indexer<decltype(multiplied), decltype(stored)>(p).run();
+  const cpu::Bf16Kernels* bf16 = index_kernels(p.query.size(-1));
+  dispatch_elements(p.query.scalar_type(), bf16, [&](auto multiplied, auto stored) {
+    Indexer<decltype(multiplied), decltype(stored)>(p, bf16).run();
   });
 }
 

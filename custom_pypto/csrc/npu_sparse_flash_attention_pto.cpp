@@ -82,8 +82,9 @@ constexpr int64_t kSplitColumns = 512;
 template <typename E, typename T>
 class SparseAttention {
  public:
-  explicit SparseAttention(const AttentionParams& p)
-      : query_(p.query.contiguous()),
+  SparseAttention(const AttentionParams& p, const cpu::Bf16Kernels* bf16)
+      : bf16_(std::is_same_v<E, float> ? nullptr : bf16),
+        query_(p.query.contiguous()),
         rope_(p.query_rope ? p.query_rope->contiguous() : Tensor()),
         indices_tensor_(p.sparse_indices.contiguous()),
         indices_(indices_tensor_.template const_data_ptr<int32_t>()),
@@ -125,7 +126,7 @@ class SparseAttention {
           const Task& task = tasks_[shared[i]];
           const int64_t count = (columns(token(task, 0)) + step_ - 1) / step_;
           const SoftmaxSums total =
-              combine(&parts[task.part], count, heads_, caches_.latent, scale_);
+              combine(&parts[task.part], count, heads_, caches_.latent, scale_, bf16_);
           write(task, total, {total.any});
         });
   }
@@ -133,13 +134,20 @@ class SparseAttention {
  private:
   struct Scratch {
     explicit Scratch(const SparseAttention& op)
-        : keys(op.caches_), scores(cpu::kMaxKeys * cpu::kMaxWidth) {}
+        : tiles(op.bf16_),
+          keys(op.caches_),
+          packed(op.bf16_ ? (cpu::kMaxKeys / 2 + 1) * op.caches_.latent : 0),
+          staged(op.bf16_ ? cpu::kStagedKeys * (op.caches_.latent + op.caches_.rope) : 0) {}
+    TileRegisters tiles;
     KeyChunks<E, T> keys;
     AlignedVector<cpu::PanelElement<E>> query;
+    std::vector<cpu::AttendPanel<E>> panels;
     AlignedVector<float> scores;
-    AlignedVector<float> panel_counts;
-    std::vector<int32_t> counts;  // dense: [j][t], how often token t selected key j
-    std::vector<int64_t> seen;    // number of keys each token attended to
+    AlignedVector<uint32_t> packed;
+    AlignedVector<uint16_t> staged;
+    AlignedVector<float> panel_counts;  // dense: [row of each panel][key]
+    std::vector<int32_t> counts;        // dense: [j][t], how often token t selected key j
+    std::vector<int64_t> seen;          // number of keys each token attended to
     SoftmaxSums sums;
   };
 
@@ -233,27 +241,24 @@ class SparseAttention {
   // mask of a panel, or null to select every key.
   template <typename Counts>
   void attend(const Task& task, Scratch& scratch, SoftmaxSums& sums, const Counts& counts) const {
-    const cpu::Chunk<E>& chunk = scratch.keys.prepared();
     const int64_t rows = task.count * heads_;
     const auto* query = scratch.query.data();
+    scratch.panels.clear();
     for (int64_t r = 0; r < rows; r += cpu::kMaxWidth) {
       const int64_t width = cpu::panel_width(std::min<int64_t>(rows - r, cpu::kMaxWidth));
-      const cpu::AttendPanel<E> panel{query,
-                                      static_cast<int>(width),
-                                      scale_,
-                                      counts(r, width),
-                                      !sums.any,
-                                      r == 0,
-                                      sums.max.data() + r,
-                                      sums.sum.data() + r,
-                                      sums.out.data() + r * caches_.latent,
-                                      scratch.scores.data()};
-      if constexpr (std::is_same_v<E, float>) {
-        kernels().attend(chunk, panel);
-      } else {
-        kernels().bf16->attend(chunk, panel);
-      }
+      scratch.panels.push_back({query, static_cast<int>(width), scale_, counts(r, width), !sums.any,
+                                sums.max.data() + r, sums.sum.data() + r,
+                                sums.out.data() + r * caches_.latent});
       query += panel_elements<E>(width, caches_.latent + caches_.rope);
+    }
+    scratch.scores.resize(cpu::kMaxKeys * panel_rows(rows));
+    const cpu::AttendScratch buffers{scratch.scores.data(), scratch.packed.data(),
+                                     scratch.staged.data()};
+    const int panels = static_cast<int>(scratch.panels.size());
+    if constexpr (std::is_same_v<E, float>) {
+      kernels().attend(scratch.keys.current(), scratch.panels.data(), panels, buffers);
+    } else {
+      bf16_->attend(scratch.keys.current(), scratch.panels.data(), panels, buffers);
     }
     sums.any = true;
   }
@@ -283,9 +288,9 @@ class SparseAttention {
       for_each_index(token(task, t), 0, k_, s.visible(task.first + t, mode_),
                      [&](int64_t position) { ++scratch.counts[position * task.count + t]; });
     }
-    scratch.panel_counts.resize(KeyChunks<E, T>::kKeys * cpu::kMaxWidth);
+    scratch.panel_counts.resize(KeyChunks<E, T>::kKeys * panel_rows(task.count * heads_));
     const auto mask = [&](int64_t row, int64_t width) -> const float* {
-      float* to = scratch.panel_counts.data();
+      float* to = scratch.panel_counts.data() + row * KeyChunks<E, T>::kKeys;
       for (int j = 0; j < scratch.keys.count(); ++j) {
         for (int64_t r = 0; r < width;) {
           const int64_t t = (row + r) / heads_;
@@ -314,9 +319,10 @@ class SparseAttention {
 
   void write(const Task& task, const SoftmaxSums& sums, const std::vector<int64_t>& seen) const {
     T* rows = out_ + token(task, 0) * heads_ * caches_.latent;
-    write_rows<E>(sums, seen, heads_, caches_.latent, rows);
+    write_rows<E>(sums, seen, heads_, caches_.latent, bf16_, rows);
   }
 
+  const cpu::Bf16Kernels* bf16_;  // null: E is float
   Tensor query_, rope_, indices_tensor_;
   const int32_t* indices_;
   LatentCaches<T> caches_;
@@ -336,8 +342,10 @@ void sparse_flash_attention(AttentionParams& p) {
   contract(p);
   // without tokens the number of sequences is unbounded: a list of them may not fit in memory
   if (p.out.numel() == 0) return;
-  dispatch_elements(p.query.scalar_type(), [&](auto multiplied, auto stored) {
-    SparseAttention<decltype(multiplied), decltype(stored)>(p).run();
+  const int64_t rope = p.query_rope ? p.query_rope->size(-1) : 0;
+  const cpu::Bf16Kernels* bf16 = attention_kernels(p.query.size(-1), rope);
+  dispatch_elements(p.query.scalar_type(), bf16, [&](auto multiplied, auto stored) {
+    SparseAttention<decltype(multiplied), decltype(stored)>(p, bf16).run();
   });
 }
 

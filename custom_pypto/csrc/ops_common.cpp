@@ -8,26 +8,54 @@
 
 namespace custom_pypto {
 
-const cpu::Kernels& kernels() {
-  static const cpu::Kernels& chosen = []() -> const cpu::Kernels& {
-    // best first
-    std::vector<const cpu::Kernels*> usable;
+namespace {
+
+// The sets that this CPU can run, best first; an emulation last.
+std::vector<cpu::Kernels> usable_kernels() {
+  std::vector<cpu::Kernels> usable, emulated;
 #if defined(__x86_64__)
-    const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                        __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-    if (avx512 && __builtin_cpu_supports("avx512bf16")) usable.push_back(&cpu::kAvx512Bf16);
-    if (avx512) usable.push_back(&cpu::kAvx512);
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-      usable.push_back(&cpu::kAvx2);
-    }
+  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+#if defined(CUSTOM_PYPTO_AVX512_BF16)
+  if (avx512 && __builtin_cpu_supports("avx512bf16")) {
+    cpu::Kernels set = cpu::kAvx512;
+    set.bf16 = &cpu::kAvx512Bf16;
+#if defined(CUSTOM_PYPTO_AMX)
+    set.name = "amx";
+    set.tiles = &cpu::kAmx;
+    if (cpu::grants_amx()) usable.push_back(set);
+    set.name = "amx_emulated";
+    set.tiles = &cpu::kAmxEmulated;
+    emulated.push_back(set);
+    set.tiles = nullptr;
 #endif
-    usable.push_back(&cpu::kGeneric);
+    set.name = "avx512_bf16";
+    // on Intel vdpbf16ps has half the rate of the float FMA, on AMD its double
+    set.widens_index = __builtin_cpu_is("intel");
+    usable.push_back(set);
+  }
+#endif
+  if (avx512) usable.push_back(cpu::kAvx512);
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+    usable.push_back(cpu::kAvx2);
+  }
+#endif
+  usable.push_back(cpu::kGeneric);
+  usable.insert(usable.end(), emulated.begin(), emulated.end());
+  return usable;
+}
+
+}  // namespace
+
+const cpu::Kernels& kernels() {
+  static const cpu::Kernels chosen = [] {
+    const std::vector<cpu::Kernels> usable = usable_kernels();
     const char* asked = std::getenv("CUSTOM_PYPTO_CPU_ISA");
-    if (!asked || !*asked) return *usable.front();
+    if (!asked || !*asked) return usable.front();
     std::string names;
-    for (const cpu::Kernels* candidate : usable) {
-      if (candidate->name == std::string(asked)) return *candidate;
-      names += std::string(names.empty() ? "" : ", ") + candidate->name;
+    for (const cpu::Kernels& candidate : usable) {
+      if (candidate.name == std::string(asked)) return candidate;
+      names += std::string(names.empty() ? "" : ", ") + candidate.name;
     }
     TORCH_CHECK(false, "custom_pypto: CUSTOM_PYPTO_CPU_ISA must be one of ", names,
                 " on this machine, got '", asked, "'");

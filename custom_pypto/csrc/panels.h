@@ -84,15 +84,15 @@ struct AlignedAllocator {
 template <typename T>
 using AlignedVector = std::vector<T, AlignedAllocator<T>>;
 
-// Calls f(multiplied, stored) with a value of each element type. If the CPU can multiply bfloat16,
-// both are uint16_t; any other half precision is widened to float.
+// Calls f(multiplied, stored) with a value of each element type. If there are kernels that multiply
+// bfloat16, both are uint16_t; any other half precision is widened to float.
 template <typename F>
-void dispatch_elements(at::ScalarType dtype, const F& f) {
+void dispatch_elements(at::ScalarType dtype, const cpu::Bf16Kernels* bf16, const F& f) {
   if (dtype == at::kFloat) {
     f(float{}, float{});
   } else if (dtype == at::kHalf) {
     f(float{}, c10::Half{});
-  } else if (kernels().bf16) {
+  } else if (bf16) {
     f(uint16_t{}, uint16_t{});
   } else {
     f(float{}, c10::BFloat16{});

@@ -2,9 +2,9 @@
 #pragma GCC target("avx2,fma")
 #define VECTOR_BYTES 32
 #include "filter.h"
-#include "tiles.h"
+#include "float32.h"
 
 namespace custom_pypto::cpu {
-const Kernels kAvx2 = {"avx2", index_f32, attend_f32, filter, keep, nullptr};
+const Kernels kAvx2 = {"avx2", index_f32, attend_f32, filter, keep};
 }
 #endif

@@ -2,9 +2,9 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,prefer-vector-width=512")
 #define VECTOR_BYTES 64
 #include "filter.h"
-#include "tiles.h"
+#include "float32.h"
 
 namespace custom_pypto::cpu {
-const Kernels kAvx512 = {"avx512", index_f32, attend_f32, filter, keep, nullptr};
+const Kernels kAvx512 = {"avx512", index_f32, attend_f32, filter, keep};
 }
 #endif

@@ -1,7 +1,8 @@
 // bfloat16 with vdpbf16ps: acc[lane] += a[lane][0] * b[lane][0] + a[lane][1] * b[lane][1]. A lane
 // of a is a query row: two of its dims (logits) or its weights for two keys (values). b is one
 // broadcast pair.
-#if defined(__x86_64__)
+#include "kernels.h"
+#if defined(CUSTOM_PYPTO_AVX512_BF16)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,prefer-vector-width=512")
 // gcc 12 warns about the deliberately undefined operands inside its own intrinsics
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -9,7 +10,7 @@
 #define VECTOR_BYTES 64
 #include <cstring>
 
-#include "filter.h"
+#include "avx512_bf16.h"
 #include "tiles.h"
 
 namespace custom_pypto::cpu {
@@ -22,73 +23,6 @@ INLINE __m512bh broadcast_pair(const void* p) {
   std::memcpy(&pair, p, 4);
   return (__m512bh)_mm512_set1_epi32(pair);
 }
-
-// pairs (even[i], odd[i]): zip_low of elements 0 to 15, zip_high of elements 16 to 31
-INLINE __m512i zip_low(__m512i even, __m512i odd) {
-  const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40,
-                                         8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-  return _mm512_permutex2var_epi16(even, order, odd);
-}
-
-INLINE __m512i zip_high(__m512i even, __m512i odd) {
-  const __m512i order =
-      _mm512_set_epi16(63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24, 55, 23, 54,
-                       22, 53, 21, 52, 20, 51, 19, 50, 18, 49, 17, 48, 16);
-  return _mm512_permutex2var_epi16(even, order, odd);
-}
-
-// pairs (x[i], x[i + 16]) of 32 elements
-INLINE __m512i interleave(__m512i x) {
-  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
-                                         8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
-  return _mm512_permutexvar_epi16(order, x);
-}
-
-// out[i] = sum of the 16 lanes of vector i
-INLINE __m512 reduce16(const float* in) {
-  __m512 a[8], b[4], c[2];
-  UNROLL for (int i = 0; i < 8; ++i) {  // quarters of row i and i + 8 side by side
-    const __m512 x = load(in + 16 * i), y = load(in + 16 * (i + 8));
-    a[i] = _mm512_shuffle_f32x4(x, y, 0x44) + _mm512_shuffle_f32x4(x, y, 0xEE);
-  }
-  UNROLL for (int i = 0; i < 4; ++i) {  // quarters now belong to rows i, i + 8, i + 4, i + 12
-    b[i] = _mm512_shuffle_f32x4(a[i], a[i + 4], 0x88) + _mm512_shuffle_f32x4(a[i], a[i + 4], 0xDD);
-  }
-  UNROLL for (int i = 0; i < 2; ++i) {
-    c[i] = _mm512_unpacklo_ps(b[i], b[i + 2]) + _mm512_unpackhi_ps(b[i], b[i + 2]);
-  }
-  const __m512 sum = _mm512_unpacklo_ps(c[0], c[1]) + _mm512_unpackhi_ps(c[0], c[1]);
-  return _mm512_shuffle_f32x4(sum, sum, 0xD8);
-}
-
-// transposes 16 x 16 elements
-INLINE void transpose16(__m512i* r) {
-  __m512i t[16];
-  UNROLL for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
-  }
-  // quarter q of r[i + c] is now column 4 q + c of the rows i to i + 3
-  UNROLL for (int i = 0; i < 16; i += 4) {
-    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
-    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
-    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
-    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
-  }
-  UNROLL for (int c = 0; c < 4; ++c) {
-    const __m512i a = _mm512_shuffle_i32x4(r[c], r[c + 4], 0x44);
-    const __m512i b = _mm512_shuffle_i32x4(r[c + 8], r[c + 12], 0x44);
-    t[c] = _mm512_shuffle_i32x4(a, b, 0x88);
-    t[c + 4] = _mm512_shuffle_i32x4(a, b, 0xDD);
-    const __m512i d = _mm512_shuffle_i32x4(r[c], r[c + 4], 0xEE);
-    const __m512i e = _mm512_shuffle_i32x4(r[c + 8], r[c + 12], 0xEE);
-    t[c + 8] = _mm512_shuffle_i32x4(d, e, 0x88);
-    t[c + 12] = _mm512_shuffle_i32x4(d, e, 0xDD);
-  }
-  UNROLL for (int i = 0; i < 16; ++i) r[i] = t[i];
-}
-
-INLINE __mmask16 first_lanes(int n) { return n >= 16 ? 0xFFFF : n <= 0 ? 0 : (1u << n) - 1; }
 
 template <int KEYS, int VECS>
 INLINE void index_tile_bf16(const uint32_t* panel, const float* weights, int heads, int dims,
@@ -144,13 +78,13 @@ void index_bf16(const IndexCall<uint16_t>& call) {
 
 // packed[group of 16 dims][key pair][dim] = (value of the even key, value of the odd key); an odd
 // last key is paired with zeros
-void pack_values_bf16(const Chunk<uint16_t>& chunk) {
+void pack_values(const Chunk<uint16_t>& chunk, uint32_t* packed) {
   const int pair_count = (chunk.n + 1) / 2;
   // the outer loop is over groups: the pairs of a group are consecutive, whereas the groups of a
   // pair are 4 KiB apart and would map to one cache set
   for (int d = 0; d < chunk.latent; d += 32) {
     const __mmask32 whole = chunk.latent - d < 32 ? 0xFFFF : 0xFFFFFFFF;
-    uint32_t* low = chunk.packed + d / 16 * pair_count * 16;
+    uint32_t* low = packed + d / 16 * pair_count * 16;
     uint32_t* high = low + pair_count * 16;
     for (int p = 0; p < pair_count; ++p) {
       const __m512i even = _mm512_maskz_loadu_epi16(whole, chunk.values[2 * p] + d);
@@ -210,7 +144,8 @@ INLINE void logits_tile_bf16(const uint32_t* query, const uint16_t* const* keys,
 }
 
 template <int VECS>
-INLINE void logits_bf16(const Chunk<uint16_t>& chunk, const AttendPanel<uint16_t>& panel) {
+INLINE void logits_bf16(const Chunk<uint16_t>& chunk, const AttendPanel<uint16_t>& panel,
+                        const Chunk<uint16_t>* next, float* scores) {
   constexpr int width = 16 * VECS;
   // prefetch twelve rows at a time: memory serves interleaved rows sooner than row after row
   constexpr int kFetchTiles = 12 / kLogitKeys<VECS>;
@@ -226,12 +161,10 @@ INLINE void logits_bf16(const Chunk<uint16_t>& chunk, const AttendPanel<uint16_t
         const int begin = fetched, end = j + kFetchTiles * count;
         if (fetched <= j) fetched = end < ahead_keys ? end : ahead_keys;
         logits_tile_bf16<decltype(count)::value, VECS>(q, keys + j, ahead + begin, fetched - begin,
-                                                       2 * p, steps, first,
-                                                       panel.scores + j * width);
+                                                       2 * p, steps, first, scores + j * width);
       });
     }
   };
-  const Chunk<uint16_t>* next = panel.fetches ? chunk.next : nullptr;
   const Chunk<uint16_t>& ahead = next ? *next : chunk;
   const int ahead_keys = next ? next->n : 0;
   part(chunk.keys, ahead.keys, ahead_keys, chunk.latent / 2, panel.query, true);
@@ -266,12 +199,13 @@ INLINE void values_tile_bf16(const uint32_t* weights, const uint32_t* values, in
 }
 
 template <int VECS>
-INLINE void attend_width(const Chunk<uint16_t>& chunk, const AttendPanel<uint16_t>& panel) {
+INLINE void attend_width(const Chunk<uint16_t>& chunk, const AttendPanel<uint16_t>& panel,
+                         const Chunk<uint16_t>* next, const AttendScratch& scratch) {
   constexpr int width = 16 * VECS;
-  logits_bf16<VECS>(chunk, panel);
+  logits_bf16<VECS>(chunk, panel, next, scratch.scores);
   const int pair_count = (chunk.n + 1) / 2;
   // the weights overwrite the scores, as [key pair][width] of (even key, odd key)
-  uint32_t* weights = reinterpret_cast<uint32_t*>(panel.scores);
+  uint32_t* weights = reinterpret_cast<uint32_t*>(scratch.scores);
   bool moved = false;
   Vec factor[VECS];
   for (int v = 0; v < VECS; ++v) {
@@ -280,7 +214,7 @@ INLINE void attend_width(const Chunk<uint16_t>& chunk, const AttendPanel<uint16_
       const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)odd, (__m512)even);
       _mm512_storeu_si512(weights + (pair * VECS + v) * 16, interleave(both));
     };
-    factor[v] = softmax(chunk.n, panel, 16 * v, moved, [&](int j, const Vec& p) {
+    factor[v] = softmax(chunk.n, panel, scratch.scores, 16 * v, moved, [&](int j, const Vec& p) {
       if (j & 1) {
         put(j / 2, p);
       } else {
@@ -291,7 +225,7 @@ INLINE void attend_width(const Chunk<uint16_t>& chunk, const AttendPanel<uint16_
   }
   const Carry carry = panel.first ? Carry::kNothing : moved ? Carry::kRescale : Carry::kKeep;
   for (int d = 0; d < chunk.latent; d += 16) {
-    const uint32_t* values = chunk.packed + d * pair_count;
+    const uint32_t* values = scratch.packed + d * pair_count;
     float* out = panel.out + d * width;
     if constexpr (VECS == 4) {
       values_tile_bf16<6, VECS>(weights, values, pair_count, carry, factor, out);
@@ -302,25 +236,6 @@ INLINE void attend_width(const Chunk<uint16_t>& chunk, const AttendPanel<uint16_
       values_tile_bf16<8, VECS>(weights, values + 8, pair_count, carry, factor, out + 8 * width);
     } else {
       values_tile_bf16<16, VECS>(weights, values, pair_count, carry, factor, out);
-    }
-  }
-}
-
-void pack_panel_bf16(const uint16_t* rows, int64_t stride, int count, int width, int dims,
-                     uint32_t* panel) {
-  for (int r = 0; r < width; r += 16) {
-    for (int d = 0; d < dims; d += 32) {
-      const int pair_count = dims - d < 32 ? (dims - d) / 2 : 16;
-      __m512i x[16];
-      UNROLL for (int i = 0; i < 16; ++i) {
-        x[i] = r + i < count
-                   ? _mm512_maskz_loadu_epi32(first_lanes(pair_count), rows + (r + i) * stride + d)
-                   : _mm512_setzero_si512();
-      }
-      transpose16(x);
-      for (int i = 0; i < pair_count; ++i) {
-        _mm512_storeu_si512(panel + (d / 2 + i) * width + r, x[i]);
-      }
     }
   }
 }
@@ -344,16 +259,31 @@ void finish_bf16(const float* sums, int width, int count, int dims, const float*
   }
 }
 
-void attend_bf16(const Chunk<uint16_t>& chunk, const AttendPanel<uint16_t>& panel) {
-  each_strip(panel.width,
-             [&](auto vecs, int) { attend_width<decltype(vecs)::value>(chunk, panel); });
+void attend_bf16(const Chunk<uint16_t>& chunk, const AttendPanel<uint16_t>* panels, int count,
+                 const AttendScratch& scratch) {
+  pack_values(chunk, scratch.packed);
+  for (int p = 0; p < count; ++p) {
+    const Chunk<uint16_t>* next = p == 0 ? chunk.next : nullptr;  // prefetched once
+    each_strip(panels[p].width, [&](auto vecs, int) {
+      attend_width<decltype(vecs)::value>(chunk, panels[p], next, scratch);
+    });
+  }
 }
 
-const Bf16Kernels kBf16 = {pack_panel_bf16, index_bf16, pack_values_bf16, attend_bf16, finish_bf16};
+// the sums are [dim][row]
+void add_sums_bf16(const float* from, int width, const float* factors, float* to) {
+  for (int i = 0; i < 16; ++i) {
+    for (int r = 0; r < width; r += 16) {
+      const int at = i * width + r;
+      store(to + at, load(to + at) + load(from + at) * load(factors + r));
+    }
+  }
+}
 
 }  // namespace
 
-const Kernels kAvx512Bf16 = {"avx512_bf16", index_f32, attend_f32, filter, keep, &kBf16};
+const Bf16Kernels kAvx512Bf16 = {pack_panel_bf16, index_bf16, attend_bf16, add_sums_bf16,
+                                 finish_bf16,     nullptr,    nullptr};
 
 }  // namespace custom_pypto::cpu
 #endif

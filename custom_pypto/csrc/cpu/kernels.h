@@ -11,6 +11,13 @@
 #include <cstdint>
 #include <type_traits>
 
+#if defined(__x86_64__) && __has_include(<avx512bf16intrin.h>)  // g++ 10
+#define CUSTOM_PYPTO_AVX512_BF16
+#if __has_include(<amxbf16intrin.h>)  // g++ 11: its assembler knows AMX
+#define CUSTOM_PYPTO_AMX
+#endif
+#endif
+
 namespace custom_pypto::cpu {
 
 constexpr int kMaxWidth = 64;
@@ -44,7 +51,6 @@ struct Chunk {
   const E* keys[kMaxKeys];
   const E* ropes[kMaxKeys];
   const E* values[kMaxKeys];
-  uint32_t* packed;   // bfloat16 only: values as pairs of keys, [latent / 16][n / 2][16]
   const Chunk* next;  // chunk to prefetch into the level-2 cache, or null
 };
 
@@ -56,11 +62,16 @@ struct AttendPanel {
   float scale;                   // logit scale times log2(e): exponentials are powers of two
   const float* counts;           // [n][width] or null
   bool first;                    // max, sum and out hold nothing yet
-  bool fetches;                  // prefetch the next chunk: set for one panel of a chunk
   float* max;                    // [width]
   float* sum;                    // [width]
-  float* out;                    // [latent][width], not yet divided by sum
-  float* scores;                 // scratch [kMaxKeys][width]
+  float* out;                    // sums of 16 dims of all rows after another, not divided by sum
+};
+
+// What attend overwrites.
+struct AttendScratch {
+  float* scores;     // [rows of all panels][kMaxKeys]
+  uint32_t* packed;  // bfloat16 only: values as pairs of keys, [latent / 16][kMaxKeys / 2 + 1][16]
+  uint16_t* staged;  // AMX only: copies of keys, [kStagedKeys][latent + rope]
 };
 
 // Kernels that multiply bfloat16 without widening it.
@@ -69,17 +80,23 @@ struct Bf16Kernels {
   void (*pack_panel)(const uint16_t* rows, int64_t stride, int count, int width, int dims,
                      uint32_t* panel);
   void (*index)(const IndexCall<uint16_t>&);
-  void (*pack_values)(const Chunk<uint16_t>&);
-  void (*attend)(const Chunk<uint16_t>&, const AttendPanel<uint16_t>&);
-  // rows[row][dim] = factors[row] * sums[dim][row], for the first `count` rows of a panel
+  void (*attend)(const Chunk<uint16_t>&, const AttendPanel<uint16_t>* panels, int count,
+                 const AttendScratch&);
+  // to += factors[row] * from, for the sums of 16 dims of a panel
+  void (*add_sums)(const float* from, int width, const float* factors, float* to);
+  // rows[row][dim] = factors[row] * sums[row, dim], for the first `count` rows of a panel
   void (*finish)(const float* sums, int width, int count, int dims, const float* factors,
                  uint16_t* rows, int64_t stride);
+  // around the calls of index and attend of one thread; null: nothing to do
+  void (*enter)();
+  void (*leave)();
 };
 
 struct Kernels {
   const char* name;
   void (*index)(const IndexCall<float>&);
-  void (*attend)(const Chunk<float>&, const AttendPanel<float>&);
+  void (*attend)(const Chunk<float>&, const AttendPanel<float>* panels, int count,
+                 const AttendScratch&);
   // Writes ranks and positions (first, first + 1, ...) of the scores whose rank exceeds `above`, in
   // order; returns their number. Overwrites up to kLineElements elements behind them.
   int (*filter)(const float* scores, int n, uint32_t above, int32_t first, uint32_t* ranks,
@@ -87,7 +104,9 @@ struct Kernels {
   // Moves ranks above `above`, and the first `equal` ranks equal to it, to the front, with their
   // positions; returns their number. Overwrites up to kLineElements elements behind them.
   int (*keep)(uint32_t* ranks, int32_t* positions, int n, uint32_t above, int equal);
-  const Bf16Kernels* bf16;  // null if the CPU has no bfloat16 dot product: operands are widened
+  const Bf16Kernels* bf16 = nullptr;   // null: bfloat16 is widened to float
+  const Bf16Kernels* tiles = nullptr;  // for shapes that fill tiles; null: the CPU has none
+  bool widens_index = false;           // the indexer widens bfloat16 all the same
 };
 
 constexpr int kLineElements = 16;
@@ -96,13 +115,30 @@ constexpr int kLineElements = 16;
 template <typename E>
 constexpr int kAttendKeys = std::is_same_v<E, float> ? 64 : 128;
 
+constexpr int kStagedKeys = 32;
+
+// Shapes that fill tiles; any other is multiplied by vectors.
+constexpr int kMostTiledIndexDims = 256;
+constexpr bool fills_tiles(int64_t index_dims) {
+  return index_dims % 32 == 0 && index_dims <= kMostTiledIndexDims;
+}
+constexpr bool fills_tiles(int64_t latent, int64_t rope) {
+  return latent % 64 == 0 && rope % 32 == 0;
+}
+
 constexpr int panel_width(int rows) { return rows > 32 ? 64 : rows > 16 ? 32 : 16; }
 
 extern const Kernels kGeneric;
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
-extern const Kernels kAvx512Bf16;
+#endif
+#if defined(CUSTOM_PYPTO_AVX512_BF16)
+extern const Bf16Kernels kAvx512Bf16;
+#endif
+#if defined(CUSTOM_PYPTO_AMX)
+extern const Bf16Kernels kAmx, kAmxEmulated;
+bool grants_amx();  // whether the CPU has AMX and the system lets this process use it
 #endif
 
 }  // namespace custom_pypto::cpu

@@ -1,0 +1,3 @@
+#define EMULATED_TILES
+#define TILE_KERNELS kAmxEmulated
+#include "amx.h"

@@ -1,0 +1,100 @@
+// Rearranges bfloat16 in registers, for the sets that multiply it. Included only by a .cpp of this
+// folder, after it has set its target.
+#pragma once
+
+#include <immintrin.h>
+
+#include "kernels.h"
+#include "vectors.h"
+
+namespace custom_pypto::cpu {
+namespace {
+
+// pairs (even[i], odd[i]): zip_low of elements 0 to 15, zip_high of elements 16 to 31
+INLINE __m512i zip_low(__m512i even, __m512i odd) {
+  const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40,
+                                         8, 39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  return _mm512_permutex2var_epi16(even, order, odd);
+}
+
+INLINE __m512i zip_high(__m512i even, __m512i odd) {
+  const __m512i order =
+      _mm512_set_epi16(63, 31, 62, 30, 61, 29, 60, 28, 59, 27, 58, 26, 57, 25, 56, 24, 55, 23, 54,
+                       22, 53, 21, 52, 20, 51, 19, 50, 18, 49, 17, 48, 16);
+  return _mm512_permutex2var_epi16(even, order, odd);
+}
+
+// pairs (x[i], x[i + 16]) of 32 elements
+INLINE __m512i interleave(__m512i x) {
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
+                                         8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(order, x);
+}
+
+// out[i] = sum of the 16 lanes of vector i
+INLINE __m512 reduce16(const float* in) {
+  __m512 a[8], b[4], c[2];
+  UNROLL for (int i = 0; i < 8; ++i) {  // quarters of row i and i + 8 side by side
+    const __m512 x = load(in + 16 * i), y = load(in + 16 * (i + 8));
+    a[i] = _mm512_shuffle_f32x4(x, y, 0x44) + _mm512_shuffle_f32x4(x, y, 0xEE);
+  }
+  UNROLL for (int i = 0; i < 4; ++i) {  // quarters now belong to rows i, i + 8, i + 4, i + 12
+    b[i] = _mm512_shuffle_f32x4(a[i], a[i + 4], 0x88) + _mm512_shuffle_f32x4(a[i], a[i + 4], 0xDD);
+  }
+  UNROLL for (int i = 0; i < 2; ++i) {
+    c[i] = _mm512_unpacklo_ps(b[i], b[i + 2]) + _mm512_unpackhi_ps(b[i], b[i + 2]);
+  }
+  const __m512 sum = _mm512_unpacklo_ps(c[0], c[1]) + _mm512_unpackhi_ps(c[0], c[1]);
+  return _mm512_shuffle_f32x4(sum, sum, 0xD8);
+}
+
+// transposes 16 x 16 elements
+INLINE void transpose16(__m512i* r) {
+  __m512i t[16];
+  UNROLL for (int i = 0; i < 16; i += 2) {
+    t[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
+    t[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
+  }
+  // quarter q of r[i + c] is now column 4 q + c of the rows i to i + 3
+  UNROLL for (int i = 0; i < 16; i += 4) {
+    r[i] = _mm512_unpacklo_epi64(t[i], t[i + 2]);
+    r[i + 1] = _mm512_unpackhi_epi64(t[i], t[i + 2]);
+    r[i + 2] = _mm512_unpacklo_epi64(t[i + 1], t[i + 3]);
+    r[i + 3] = _mm512_unpackhi_epi64(t[i + 1], t[i + 3]);
+  }
+  UNROLL for (int c = 0; c < 4; ++c) {
+    const __m512i a = _mm512_shuffle_i32x4(r[c], r[c + 4], 0x44);
+    const __m512i b = _mm512_shuffle_i32x4(r[c + 8], r[c + 12], 0x44);
+    t[c] = _mm512_shuffle_i32x4(a, b, 0x88);
+    t[c + 4] = _mm512_shuffle_i32x4(a, b, 0xDD);
+    const __m512i d = _mm512_shuffle_i32x4(r[c], r[c + 4], 0xEE);
+    const __m512i e = _mm512_shuffle_i32x4(r[c + 8], r[c + 12], 0xEE);
+    t[c + 8] = _mm512_shuffle_i32x4(d, e, 0x88);
+    t[c + 12] = _mm512_shuffle_i32x4(d, e, 0xDD);
+  }
+  UNROLL for (int i = 0; i < 16; ++i) r[i] = t[i];
+}
+
+INLINE __mmask16 first_lanes(int n) { return n >= 16 ? 0xFFFF : n <= 0 ? 0 : (1u << n) - 1; }
+
+void pack_panel_bf16(const uint16_t* rows, int64_t stride, int count, int width, int dims,
+                     uint32_t* panel) {
+  for (int r = 0; r < width; r += 16) {
+    for (int d = 0; d < dims; d += 32) {
+      const int pair_count = dims - d < 32 ? (dims - d) / 2 : 16;
+      __m512i x[16];
+      UNROLL for (int i = 0; i < 16; ++i) {
+        x[i] = r + i < count
+                   ? _mm512_maskz_loadu_epi32(first_lanes(pair_count), rows + (r + i) * stride + d)
+                   : _mm512_setzero_si512();
+      }
+      transpose16(x);
+      for (int i = 0; i < pair_count; ++i) {
+        _mm512_storeu_si512(panel + (d / 2 + i) * width + r, x[i]);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace custom_pypto::cpu
