@@ -78,6 +78,21 @@ int keep(uint32_t* ranks, int32_t* positions, int n, uint32_t above, int equal) 
 }
 #endif
 
+int count(const uint32_t* ranks, int n, uint32_t above) {
+  const IntVec lowest = lane_index() * 0 + INT32_MIN;  // sign flip: maps unsigned to signed order
+  const IntVec limit = lowest ^ static_cast<int32_t>(above);
+  IntVec lanes = {};
+  int j = 0, total = 0;
+  for (; j + kLanes <= n; j += kLanes) {
+    IntVec rank;
+    std::memcpy(&rank, ranks + j, sizeof rank);
+    lanes -= (rank ^ lowest) > limit;
+  }
+  for (; j < n; ++j) total += ranks[j] > above;
+  UNROLL for (int i = 0; i < kLanes; ++i) total += lanes[i];
+  return total;
+}
+
 INLINE uint32_t rank_of(float score) {
   if (score != score) return 0xFFFFFFFFu;
   score += 0.0f;  // -0 becomes +0

@@ -101,6 +101,8 @@ struct Kernels {
   // order; returns their number. Overwrites up to kLineElements elements behind them.
   int (*filter)(const float* scores, int n, uint32_t above, int32_t first, uint32_t* ranks,
                 int32_t* positions);
+  // number of ranks above `above`
+  int (*count)(const uint32_t* ranks, int n, uint32_t above);
   // Moves ranks above `above`, and the first `equal` ranks equal to it, to the front, with their
   // positions; returns their number. Overwrites up to kLineElements elements behind them.
   int (*keep)(uint32_t* ranks, int32_t* positions, int n, uint32_t above, int equal);
