@@ -1,5 +1,6 @@
 """How the benchmarks time and report: interleaved repeats, medians, sections of RESULTS.md."""
 
+import ctypes
 import re
 import statistics
 import sys
@@ -33,6 +34,27 @@ def interleaved(
             call()
             seconds[name].append(time.clock_gettime(clock) - start)
     return seconds
+
+
+def keep_freed_memory() -> None:
+    """From now on this process keeps what it frees, so that a repeated call needs no new pages.
+
+    By default glibc maps every large tensor anew. The kernel clears its pages, and in a virtual
+    machine the host may have to find them first: that can take longer than the computation, and it
+    counts as CPU time of the thread (RESULTS.md, "Upstream decode from 8K to 16K").
+
+    Raises:
+        RuntimeError: the C library is another than glibc, or refuses.
+    """
+    options = {-4: 0, -1: -1}  # malloc.h: M_MMAP_MAX, no mmap; M_TRIM_THRESHOLD, no trimming
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None or not all(mallopt(*option) for option in options.items()):
+        raise RuntimeError("keep_freed_memory: needs mallopt of glibc; run on Linux with glibc")
+
+
+def return_freed_memory() -> None:
+    """Gives the system what keep_freed_memory has kept until now."""
+    ctypes.CDLL(None).malloc_trim(0)
 
 
 def ratio(slow: list[float], fast: list[float]) -> float:

@@ -1,12 +1,14 @@
 """The benchmarks' own logic: floors, and sides that compute the same. No times."""
 
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 
-sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+sys.path.append(str(BENCHMARKS))
 
 import bench_model  # noqa: E402
 import bench_ops  # noqa: E402
@@ -138,3 +140,28 @@ def test_a_row_says_what_was_not_run_and_what_is_too_small_to_measure():
     assert both.row() == "layer decode|4K|20.0|2000.0|100.0|<1|7|>7.0|3".split("|")
     alone = bench_model.Result("layer prefill", 16384, {ours: [1.0]}, {ours: 3 * 2**20}, 1)
     assert alone.row() == "layer prefill|16K|1000.0|not run|-|3|not run|-|1".split("|")
+
+
+def test_a_process_keeps_freed_memory_until_it_returns_it():
+    program = """
+import resource, psutil, torch, measure
+
+size, process = 2**26, psutil.Process()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(size, dtype=torch.uint8)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults(), faults()
+fresh = faults()
+measure.keep_freed_memory()
+faults()
+kept, before = faults(), process.memory_info().rss
+measure.return_freed_memory()
+print(fresh, kept, (before - process.memory_info().rss) / size)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=BENCHMARKS, capture_output=True, text=True, check=True
+    )
+    fresh, kept, returned = map(float, done.stdout.split())
+    assert fresh >= 32, "64 MiB are 32 huge pages at least: nothing was measured"
+    assert kept < 16 and returned > 0.9
