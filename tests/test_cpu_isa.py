@@ -17,10 +17,21 @@ NAMES = (
 )
 
 
+FILES = ("lightning_indexer", "sparse_flash_attention", "sparse_attention")
+
+
 @pytest.mark.parametrize(
-    "isa", [pytest.param("generic", marks=pytest.mark.slow), "avx2", "avx512", "avx512_bf16"]
+    ("isa", "names"),
+    [
+        pytest.param("generic", NAMES, marks=pytest.mark.slow),
+        ("avx2", NAMES),
+        ("avx512", NAMES),
+        ("avx512_bf16", NAMES),
+        ("amx_emulated", NAMES),
+        pytest.param("amx_emulated", "test", marks=pytest.mark.slow),  # all
+    ],
 )
-def test_kernels_of_every_instruction_set_equal_the_reference(isa):
+def test_kernels_of_every_instruction_set_equal_the_reference(isa, names):
     if isa == torch.ops.custom_pypto.cpu_isa():
         pytest.skip(f"{isa} is what the other tests run")
     environment = os.environ | dict(CUSTOM_PYPTO_CPU_ISA=isa)
@@ -28,10 +39,9 @@ def test_kernels_of_every_instruction_set_equal_the_reference(isa):
     found = subprocess.run(probe, env=environment, cwd=TESTS.parent, capture_output=True, text=True)
     if "CUSTOM_PYPTO_CPU_ISA must be one of" in found.stderr:
         pytest.skip(f"this CPU does not have {isa}")
-    files = [f"test_npu_{op}_pto.py" for op in ("lightning_indexer", "sparse_flash_attention")]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", NAMES]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", names]
     ran = subprocess.run(
-        [*command, *(str(TESTS / f) for f in files)],
+        [*command, *(str(TESTS / f"test_npu_{op}_pto.py") for op in FILES)],
         env=environment,
         cwd=TESTS.parent,
         capture_output=True,

@@ -18,9 +18,10 @@ from cases.npu_sparse_flash_attention_pto import inputs as attention_inputs
 
 import custom_pypto
 
-SETS = ["generic", "avx2", "avx512", "avx512_bf16"]
+SETS = ["generic", "avx2", "avx512", "avx512_bf16", "amx_emulated", "amx"]
 THREADS = (1, 2, 3, 7)
 RUNS = 20
+FUSED = dict(latent=64, rope=32, index_dim=64)
 
 
 def index(x: dict) -> list[torch.Tensor]:
@@ -38,7 +39,8 @@ def fused(x: dict) -> list[torch.Tensor]:
 
 def calls(dtype: torch.dtype) -> dict:
     """One call for each way in which the kernels share work between threads."""
-    few, many = dict(heads=4, dim=16), dict(heads=4, latent=32)
+    # fill tile registers, where a CPU has them
+    few, many = dict(heads=4, dim=32), dict(heads=4, latent=64, rope=32)
     return {
         "indexer, keys split": (index, indexer_inputs([1], [3000], **few, dtype=dtype)),
         "indexer, tokens split": (index, indexer_inputs([30], [90], **few, dtype=dtype)),
@@ -58,7 +60,7 @@ def calls(dtype: torch.dtype) -> dict:
             attend,
             attention_inputs([10], [300], **many, dtype=dtype, sparse_count=20),
         ),
-        "fused": (fused, fused_inputs([70, 50], 3, dtype=dtype, sparse_count=8)),
+        "fused": (fused, fused_inputs([70, 50], 3, **FUSED, dtype=dtype, sparse_count=8)),
     }
 
 
@@ -110,6 +112,15 @@ def test_bits_depend_neither_on_the_run_nor_on_the_number_of_threads(results, is
         pytest.skip(f"this CPU does not have {isa}")
     different = {name: len(bits) for name, bits in results[isa].items() if len(bits) != 1}
     assert not different, f"results of {RUNS} runs on {THREADS} threads: {different}"
+
+
+def test_amx_and_its_emulation_give_the_same_bits(results):
+    if "amx" not in results:
+        pytest.skip("this CPU has no AMX, or the system does not grant it")
+    different = [
+        name for name, bits in results["amx"].items() if bits != results["amx_emulated"][name]
+    ]
+    assert not different
 
 
 def test_every_set_of_kernels_selects_the_same_where_arithmetic_is_exact(results):

@@ -36,7 +36,7 @@ def calls(draw, **fixed):
     dtype = draw(st.sampled_from(DTYPES))
     arguments = dict(
         heads=draw(st.sampled_from([1, 2, 3, 4, 7, 16, 33, 64])),
-        dim=draw(st.sampled_from([16, 32, 48, 128])),
+        dim=draw(st.sampled_from([16, 32, 48, 96, 128, 160])),
         block_size=draw(st.sampled_from([16, 32, 48, 128, 1024])),
         layout_query=layout_query,
         layout_key=layout_key,

@@ -64,7 +64,7 @@ def random_call(m: Maker) -> dict:
     rng = m.rng
     large = rng.random() < 0.02
     s = sequences(m, large, "actual_seq_lengths_key")
-    heads, dim = rng.choice(HEADS), rng.choice([16, 16, 32, 48])
+    heads, dim = rng.choice(HEADS), rng.choice([16, 32, 48, 128])
     return dict(
         query=m.tensor((*s.tokens, heads, dim)),
         key=m.rows(*s.rows, 1, dim),

@@ -104,7 +104,7 @@ def random_call(m: Maker) -> dict:
     rng = m.rng
     B, S1 = rng.choice([0, 1, 1, 1, 2]), rng.choice([0, 1, 1, 1, 2, 3])
     H, Q = rng.choice([0, 1, 16, 40]), rng.choice([0, 3, 16, 24])
-    N1, P, L = rng.choice([1, 2, 3, 17]), rng.choice([0, 1, 8, 16]), rng.choice([16, 32])
+    N1, P, L = rng.choice([1, 2, 3, 17]), rng.choice([0, 1, 8, 16]), rng.choice([16, 32, 64])
     R = rng.choice([16, 16, 32])
     heads, D = rng.choice([1, 2, 3, 17]), rng.choice([R, R + 16, 48])
     block_size, blocks = rng.choice(BLOCK_SIZES), rng.choice([0, 1, 2, 3, 4])

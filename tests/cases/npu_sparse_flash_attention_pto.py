@@ -103,8 +103,8 @@ def random_call(m: Maker) -> dict:
     rng = m.rng
     large = rng.random() < 0.02
     s = sequences(m, large, "actual_seq_lengths_kv")
-    heads, latent = rng.choice(HEADS), rng.choice([16, 16, 32, 48])
-    rope = rng.choice([0, 16, 16, 32])
+    heads, latent = rng.choice(HEADS), rng.choice([16, 32, 48, 64, 128])
+    rope = rng.choice([0, 16, 32, 32])
     K = rng.choice([513, 700, 1200]) if large else rng.choice([0, 1, 2, 7, 8, 16, 40, 100])
     key = m.rows(*s.rows, 1, latent)
     value = None
