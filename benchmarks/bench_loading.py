@@ -94,7 +94,7 @@ def checked(path: Path) -> None:
 
 
 def times(path: Path, repeats: int) -> dict[str, list[float]]:
-    clock = time.CLOCK_PROCESS_CPUTIME_ID if torch.get_num_threads() == 1 else time.CLOCK_MONOTONIC
+    clock = time.process_time if torch.get_num_threads() == 1 else time.monotonic
     sides = {"load": lambda: load(path), "read": lambda: read(path)}
     return interleaved(sides, repeats, clock)
 

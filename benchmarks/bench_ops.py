@@ -2,7 +2,7 @@
 
     python benchmarks/bench_ops.py [--threads 1] [--repeats 15] [--write]
     python benchmarks/bench_ops.py --parts [--write]    # what short calls spend beside arithmetic
-    python benchmarks/bench_ops.py --check    # against the floors, on a CPU with AVX512-BF16
+    python benchmarks/bench_ops.py --check    # against the floors of this CPU's kernels (floors.py)
 
 Every case is first compared with custom_pypto.reference. FLOP counts: 2 * S1 * S2 * 64 * 128 for
 the indexer (the time includes top-k, the count does not), 2 * S1 * N1 * 2048 * (576 + 512) for the
@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
+import floors
 import torch
 from measure import check, interleaved, machine, ratio, table, write_section
 
@@ -80,33 +81,24 @@ def attention_case(S1: int, N1: int, S2: int, dtype: torch.dtype) -> Case:
     return Case(f"sparse attention, S1={S1}, {N1} heads", run, 2 * S1 * N1 * K * (2 * L + R))
 
 
-# least share of torch.mm in bfloat16, one thread, AVX512-BF16; None: no floor
-FLOORS = {
-    (indexer_case, 1, 8192): 0.60,
-    (indexer_case, 1, 65536): 0.90,
-    (indexer_case, 1, 131072): 0.90,
-    (indexer_case, 4, 65536): 0.95,
-    (indexer_case, 256, 8192): 1.00,
-    (attention_case, 64, 128, 8192): 0.93,
-    (attention_case, 4, 128, 65536): 0.83,
-    (attention_case, 1, 128, 65536): 0.78,
-    (attention_case, 4, 64, 65536): 0.78,
-    (attention_case, 4, 32, 65536): 0.67,
-    (attention_case, 4, 16, 65536): 0.42,
-}
-# targets of these two cases; cold caches and rows from memory cost them the rest
-AIMS = {
-    (indexer_case, 1, 8192): 0.75,
-    (attention_case, 4, 16, 65536): 0.50,
-}
+MAKE = {"indexer": indexer_case, "attention": attention_case}
 
 
-def aim(*case) -> str:
-    return f" (aim {AIMS[case]:.2f})" if case in AIMS else ""
+def case_of(name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Case:
+    return MAKE[name](*shape, dtype)
+
+
+def with_aim(*key) -> str:
+    """The floor of a case on this machine, and its aim if it has one; "-" without a floor."""
+    used = torch.ops.custom_pypto.cpu_isa()
+    if used not in floors.OPS:
+        return "-"
+    aim = floors.AIMS[used].get(key)
+    return f"{floors.OPS[used][key]:.2f}" + (f" (aim {aim:.2f})" if aim else "")
 
 
 # floor of the float32 indexer on AVX2, as a share of torch.mm in float32
-AVX2_FLOOR = (indexer_case, 256, 8192), 0.6
+AVX2_FLOOR = ("indexer", 256, 8192), 0.6
 
 
 def times(case: Case, dtype: torch.dtype, repeats: int) -> dict[str, list[float]]:
@@ -146,7 +138,7 @@ def top_k_microseconds(ascending: bool, repeats: int) -> float:
 
     seconds = interleaved({"all": run(K), "one": run(1)}, repeats)
     differences = [a - b for a, b in zip(seconds["all"], seconds["one"], strict=True)]
-    return statistics.median(differences) * 1e6
+    return max(1.0, statistics.median(differences) * 1e6)  # noise may leave less than nothing
 
 
 def parts() -> list[Case]:
@@ -191,28 +183,24 @@ def parts() -> list[Case]:
 
 def check_floors(repeats: int) -> int:
     if torch.ops.custom_pypto.cpu_isa() == "avx2":  # in the child process
-        (make, *shape), floor = AVX2_FLOOR
-        case = make(*shape, torch.float32)
+        key, least = AVX2_FLOOR
+        case = case_of(*key, dtype=torch.float32)
         return check(
-            [(f"{case.name}, avx2", lambda: share(case, times(case, torch.float32, 5)), floor)]
-        )
-    if torch.ops.custom_pypto.cpu_isa() != "avx512_bf16":
-        raise SystemExit(
-            f"the floors hold for the avx512_bf16 kernels, got {torch.ops.custom_pypto.cpu_isa()}"
+            [(f"{case.name}, avx2", lambda: share(case, times(case, torch.float32, 5)), least)]
         )
 
-    def measured(make, shape):
-        case = make(*shape, torch.bfloat16)
-        few = 5 if shape[0] > 4 else repeats
-        name = case.name + aim(make, *shape)
+    def measured(key):
+        case = case_of(*key)
+        few = 5 if key[1] > 4 else repeats
+        name = f"{case.name}, floor {with_aim(*key)}"
         return name, lambda: share(case, times(case, torch.bfloat16, few))
 
-    floors = [(*measured(make, shape), floor) for (make, *shape), floor in FLOORS.items()]
+    checks = [(*measured(key), least) for key, least in floors.here(floors.OPS).items()]
     # limit over measured microseconds: more is better, as for the other floors
-    for ascending, most in ((False, 100), (True, 250)):
+    for ascending, most in ((False, 70), (True, 150)):
         name = f"top-k 2048 of 128K, {'ascending' if ascending else 'random'}, of {most} us"
-        floors.append((name, lambda a=ascending, m=most: m / top_k_microseconds(a, repeats), 1.0))
-    failed = check(floors)
+        checks.append((name, lambda a=ascending, m=most: m / top_k_microseconds(a, repeats), 1.0))
+    failed = check(checks)
     avx2 = [sys.executable, __file__, "--check"]
     environment = os.environ | {"CUSTOM_PYPTO_CPU_ISA": "avx2"}
     return failed | subprocess.run(avx2, env=environment).returncode
@@ -252,16 +240,15 @@ def main() -> int:
         return print_parts(args.repeats, args.write)
     rows = []
     for dtype in (torch.bfloat16, torch.float32):
-        for make, *shape in FLOORS:
-            case = make(*shape, dtype)
+        for key in floors.OPS["avx512_bf16"]:
+            case = case_of(*key, dtype=dtype)
             seconds = times(case, dtype, args.repeats)
             median = statistics.median(seconds["op"])
             rate = f"{case.flop / median / 1e9:.0f}"
             of_mm = [f"{share(case, seconds, call):.2f}" for call in ("op", "again")]
             rows.append([case.name, str(dtype)[6:], f"{median * 1e3:.2f}", rate, *of_mm])
             if args.threads == 1:
-                checked = f"{FLOORS[(make, *shape)]:.2f}{aim(make, *shape)}"
-                rows[-1].append(checked if dtype == torch.bfloat16 else "-")
+                rows[-1].append(with_aim(*key) if dtype == torch.bfloat16 else "-")
             print(*rows[-1], sep="  ", flush=True)
     if args.write:
         header = ["op", "dtype", "ms", "GFLOP/s", "of torch.mm 2048^3", "called again"]

@@ -18,6 +18,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
+import floors
 import torch
 from measure import check, interleaved, machine, ratio, table, write_section
 from torch import Tensor
@@ -182,18 +183,12 @@ def attention_case(S1: int, N1: int, S2: int, *, count: int = 2048) -> Case:
     return Case(f"sparse attention, S1={S1}, {N1} heads, {S2 // 1024}K keys", sides, agree)
 
 
-# factory of a case; the peer with a floor, and that floor: least speedup over the peer
-CASES = [
-    (indexer_case, (1, 8192), ("eager", 5.0)),
-    (indexer_case, (1, 65536), ("eager", 5.0)),
-    (indexer_case, (1, 131072), ("eager", 5.0)),
-    (indexer_case, (4, 65536), None),
-    (indexer_case, (16, 8192), None),
-    (attention_case, (1, 128, 65536), ("inductor", 1.6)),
-    (attention_case, (4, 128, 65536), ("inductor", 1.6)),
-    (attention_case, (16, 128, 8192), ("inductor", 1.6)),
-    (attention_case, (4, 16, 65536), ("inductor", 1.6)),
-]
+MAKE = {"indexer": indexer_case, "attention": attention_case}
+
+
+def case_of(name: str, *shape: int) -> Case:
+    """The case with this key in :data:`floors.PEERS`."""
+    return checked(MAKE[name](*shape))
 
 
 def checked(case: Case) -> Case:
@@ -215,14 +210,14 @@ def times_as_fast(case: Case, peer: str, repeats: int) -> float:
 
 
 def check_floors(repeats: int) -> int:
-    floors = []
-    for make, shape, floor in CASES:
+    checks = []
+    for key, floor in floors.here(floors.PEERS).items():
         if floor:
             peer, least = floor
-            case = checked(make(*shape))
+            case = case_of(*key)
             measure = partial(times_as_fast, case, peer, repeats)
-            floors.append((f"{case.name}, speedup over {peer}", measure, least))
-    return check(floors)
+            checks.append((f"{case.name}, speedup over {peer}", measure, least))
+    return check(checks)
 
 
 def main() -> int:
@@ -243,8 +238,8 @@ def main() -> int:
         print(f"skipped: {lacks}")
         peers.remove("vllm")
     rows = []
-    for make, shape, _ in CASES:
-        case = checked(make(*shape))
+    for key in floors.PEERS["avx512_bf16"]:
+        case = case_of(*key)
         seconds = interleaved(case.sides, args.repeats)
         row = [case.name, f"{statistics.median(seconds['op']) * 1e3:.2f}"]
         for peer in peers:

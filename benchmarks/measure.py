@@ -1,7 +1,7 @@
 """How the benchmarks time and report: interleaved repeats, medians, sections of RESULTS.md."""
 
-import ctypes
 import re
+import resource
 import statistics
 import sys
 import time
@@ -15,8 +15,17 @@ from custom_pypto import env
 RESULTS = Path(__file__).with_name("RESULTS.md")
 
 
+def user_seconds() -> float:
+    """CPU time of this thread, without the kernel's.
+
+    The kernel clears fresh pages, and in a virtual machine the host may have to find them first:
+    that can take longer than the computation (RESULTS.md, "Upstream decode from 8K to 16K").
+    """
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_utime
+
+
 def interleaved(
-    calls: dict[str, Callable], repeats: int, clock: int | None = None
+    calls: dict[str, Callable], repeats: int, clock: Callable[[], float] | None = None
 ) -> dict[str, list[float]]:
     """Seconds of each call, all once per round, so that they share the state of the machine.
 
@@ -24,37 +33,16 @@ def interleaved(
     """
     if clock is None:
         one = torch.get_num_threads() == 1
-        clock = time.CLOCK_THREAD_CPUTIME_ID if one else time.CLOCK_MONOTONIC
+        clock = time.thread_time if one else time.monotonic
     for call in calls.values():
         call()  # warm up
     seconds = {name: [] for name in calls}
     for _ in range(repeats):
         for name, call in calls.items():
-            start = time.clock_gettime(clock)
+            start = clock()
             call()
-            seconds[name].append(time.clock_gettime(clock) - start)
+            seconds[name].append(clock() - start)
     return seconds
-
-
-def keep_freed_memory() -> None:
-    """From now on this process keeps what it frees, so that a repeated call needs no new pages.
-
-    By default glibc maps every large tensor anew. The kernel clears its pages, and in a virtual
-    machine the host may have to find them first: that can take longer than the computation, and it
-    counts as CPU time of the thread (RESULTS.md, "Upstream decode from 8K to 16K").
-
-    Raises:
-        RuntimeError: the C library is another than glibc, or refuses.
-    """
-    options = {-4: 0, -1: -1}  # malloc.h: M_MMAP_MAX, no mmap; M_TRIM_THRESHOLD, no trimming
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is None or not all(mallopt(*option) for option in options.items()):
-        raise RuntimeError("keep_freed_memory: needs mallopt of glibc; run on Linux with glibc")
-
-
-def return_freed_memory() -> None:
-    """Gives the system what keep_freed_memory has kept until now."""
-    ctypes.CDLL(None).malloc_trim(0)
 
 
 def ratio(slow: list[float], fast: list[float]) -> float:

@@ -1,7 +1,9 @@
 """The benchmarks' own logic: floors, and sides that compute the same. No times."""
 
+import os
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ sys.path.append(str(BENCHMARKS))
 import bench_model  # noqa: E402
 import bench_ops  # noqa: E402
 import bench_peers  # noqa: E402
+import floors  # noqa: E402
 import measure  # noqa: E402
 
 
@@ -33,12 +36,12 @@ def test_a_missed_floor_is_tried_again(capsys):
 
 
 def test_every_floor_missed_three_times_is_named_and_the_others_are_measured(capsys):
-    floors = [
+    checks = [
         ("indexer", measuring(3.0, 4.25, 4.0), 5.0),
         ("attention", measuring(2.0), 1.6),
         ("prefill", measuring(0.5, 0.5, 0.5), 1.0),
     ]
-    assert measure.check(floors) == 1
+    assert measure.check(checks) == 1
     out, err = capsys.readouterr()
     assert out.splitlines() == [
         "indexer  4.25  5.00  MISSED",
@@ -48,12 +51,26 @@ def test_every_floor_missed_three_times_is_named_and_the_others_are_measured(cap
     assert "indexer" in err and "prefill" in err and "attention" not in err
 
 
-def test_an_aim_is_above_the_floor_that_is_checked_and_printed_beside_it():
-    for case, aim in bench_ops.AIMS.items():
-        assert aim > bench_ops.FLOORS[case]
-        assert bench_ops.aim(*case) == f" (aim {aim:.2f})"
-    [without_aim, *_] = bench_ops.FLOORS.keys() - bench_ops.AIMS.keys()
-    assert bench_ops.aim(*without_aim) == ""
+@pytest.mark.parametrize("table", [floors.OPS, floors.PEERS, floors.LAYER_DECODE])
+def test_every_set_of_kernels_has_floors_for_the_same_cases(table):
+    assert table["amx"].keys() == table["avx512_bf16"].keys()
+
+
+def test_an_aim_is_above_the_floor_that_is_printed_beside_it():
+    for used, aims in floors.AIMS.items():
+        assert all(aim > floors.OPS[used][key] for key, aim in aims.items())
+    here = torch.ops.custom_pypto.cpu_isa()
+    for key, floor in floors.OPS.get(here, {}).items():
+        aim = floors.AIMS[here].get(key)
+        assert bench_ops.with_aim(*key) == f"{floor:.2f}" + (f" (aim {aim:.2f})" if aim else "")
+
+
+def test_floors_of_other_kernels_are_not_checked():
+    command = [sys.executable, str(BENCHMARKS / "bench_peers.py"), "--check"]
+    environment = os.environ | {"CUSTOM_PYPTO_CPU_ISA": "generic"}
+    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert ran.returncode == 1
+    assert "there are floors for the kernels avx512_bf16, amx, got generic" in ran.stderr
 
 
 CASES = {
@@ -96,11 +113,11 @@ def test_selections_agree_within_rounding_only():
 
 
 def test_a_missed_floor_of_the_peers_is_named_and_exits_1(monkeypatch, capsys):
-    def case(tokens):
-        return bench_peers.indexer_case(tokens, 256, heads=4, count=64)
-
-    reached, missed = (case, (1,), ("eager", 0.0)), (case, (2,), ("eager", 1e9))
-    monkeypatch.setattr(bench_peers, "CASES", [reached, missed, (case, (3,), None)])
+    small = partial(bench_peers.indexer_case, heads=4, count=64)
+    monkeypatch.setitem(bench_peers.MAKE, "indexer", small)
+    reached, missed, other = (("indexer", tokens, 256) for tokens in (1, 2, 3))
+    table = {reached: ("eager", 0.0), missed: ("eager", 1e9), other: None}
+    monkeypatch.setattr(floors, "PEERS", {torch.ops.custom_pypto.cpu_isa(): table})
     assert bench_peers.check_floors(repeats=1) == 1
     out, err = capsys.readouterr()
     assert out.count("ok\n") == out.count("MISSED\n") == 1
@@ -140,28 +157,3 @@ def test_a_row_says_what_was_not_run_and_what_is_too_small_to_measure():
     assert both.row() == "layer decode|4K|20.0|2000.0|100.0|<1|7|>7.0|3".split("|")
     alone = bench_model.Result("layer prefill", 16384, {ours: [1.0]}, {ours: 3 * 2**20}, 1)
     assert alone.row() == "layer prefill|16K|1000.0|not run|-|3|not run|-|1".split("|")
-
-
-def test_a_process_keeps_freed_memory_until_it_returns_it():
-    program = """
-import resource, psutil, torch, measure
-
-size, process = 2**26, psutil.Process()
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    torch.ones(size, dtype=torch.uint8)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-faults(), faults()
-fresh = faults()
-measure.keep_freed_memory()
-faults()
-kept, before = faults(), process.memory_info().rss
-measure.return_freed_memory()
-print(fresh, kept, (before - process.memory_info().rss) / size)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=BENCHMARKS, capture_output=True, text=True, check=True
-    )
-    fresh, kept, returned = map(float, done.stdout.split())
-    assert fresh >= 32, "64 MiB are 32 huge pages at least: nothing was measured"
-    assert kept < 16 and returned > 0.9
