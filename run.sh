@@ -26,7 +26,7 @@ usage: run.sh [arguments of examples/generate.py]    the demo: text from a spars
                                                      --check: exit code 1 if a floor is missed
        run.sh bench npu [arguments]                  the NPU programs in PyPTO's cost model
        run.sh fuzz [--minutes N] [--seed S]          fuzzes the ops on this CPU with random calls
-       run.sh sanitize [address|thread]              20000 fuzz calls and the tests of the ops, compiled
+       run.sh sanitize [address|thread]              30000 fuzz calls and the tests of the ops, compiled
                                                      with AddressSanitizer and UBSan, or TSan
        run.sh env [--json]                           reports what works here, what is missing, the remedy
        run.sh lint                                   checks format and style, changes nothing
