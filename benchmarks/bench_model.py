@@ -29,7 +29,16 @@ from typing import NamedTuple
 import floors
 import psutil
 import torch
-from measure import check, interleaved, machine, ratio, table, user_seconds, write_section
+from measure import (
+    check,
+    interleaved,
+    machine,
+    of_kernels,
+    ratio,
+    table,
+    user_seconds,
+    write_section,
+)
 from torch import Tensor
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM, DynamicCache
 
@@ -439,7 +448,8 @@ def main() -> int:
         header = ["phase", "context", "ms", "ms stock", "ratio", "peak MiB", "peak MiB stock"]
         text = table([*header, "ratio", "repeats"], [result.row() for result in results])
         if args.write:
-            write_section(title, f"python benchmarks/bench_model.py {command} --write", text + note)
+            command = f"python benchmarks/bench_model.py {command} --write"
+            write_section(of_kernels(title), command, text + note)
 
     note = (
         "\n\nms: of one decoded token, or of the whole prompt; medians of interleaved repeats. "

@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import floors
 import torch
-from measure import check, interleaved, machine, ratio, table, write_section
+from measure import check, interleaved, machine, of_kernels, ratio, table, write_section
 
 import custom_pypto
 from custom_pypto import reference
@@ -217,7 +217,7 @@ def print_parts(repeats: int, write: bool) -> int:
     if write:
         header = ["call", "ms after torch.mm", "ms again", "of torch.mm 2048^3", "called again"]
         command = "python benchmarks/bench_ops.py --parts --write"
-        write_section("Parts of a short call, 1 thread", command, table(header, rows))
+        write_section(of_kernels("Parts of a short call, 1 thread"), command, table(header, rows))
     return 0
 
 
@@ -255,7 +255,7 @@ def main() -> int:
         header += ["floor of --check"] * (args.threads == 1)
         text = table(header, rows)
         command = f"python benchmarks/bench_ops.py --threads {args.threads}"
-        write_section(f"Ops, {args.threads} thread(s)", f"{command} --write", text)
+        write_section(of_kernels(f"Ops, {args.threads} thread(s)"), f"{command} --write", text)
     return 0
 
 

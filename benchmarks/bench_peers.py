@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import floors
 import torch
-from measure import check, interleaved, machine, ratio, table, write_section
+from measure import check, interleaved, machine, of_kernels, ratio, table, write_section
 from torch import Tensor
 
 import custom_pypto
@@ -253,7 +253,9 @@ def main() -> int:
     if args.write:
         header = ["op, bfloat16", "ms"] + [x for peer in peers for x in (f"{peer} ms", "ratio")]
         text = table(header, rows)
-        write_section("Peers, 1 thread", "python benchmarks/bench_peers.py --write", text)
+        write_section(
+            of_kernels("Peers, 1 thread"), "python benchmarks/bench_peers.py --write", text
+        )
     return 0
 
 

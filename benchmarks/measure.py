@@ -82,6 +82,11 @@ def machine() -> str:
     )
 
 
+def of_kernels(title: str) -> str:
+    """The title of a section with figures of this CPU's kernels: each set has its own section."""
+    return f"{title}, {torch.ops.custom_pypto.cpu_isa()}"
+
+
 def write_section(title: str, command: str, text: str) -> None:
     """Replaces the text under ``## title`` of RESULTS.md."""
     section = f"## {title}\n\n`{command}`\n\n{machine()}\n\n{text.strip()}\n"

@@ -210,10 +210,13 @@ def _read(path: str) -> str:
 def _cpu(*, loaded: bool) -> dict:
     # util-linux knows the names of Arm servers, which /proc/cpuinfo has as numbers only
     listed = dict(re.findall(r"^ *([\w ]+): +(.+)$", _printed(["lscpu"]), re.MULTILINE))
+    model = listed.get("Model name", "unknown")
+    if {"CPU family", "Model"} <= listed.keys():  # a name like "AMD EPYC" covers generations
+        model += f" (family {listed['CPU family']}, model {listed['Model']})"
     kib = dict(re.findall(r"(\w+):\s+(\d+) kB", _read("/proc/meminfo")))
     torch = sys.modules.get("torch")
     return {
-        "model": listed.get("Model name", "unknown"),
+        "model": model,
         "architecture": platform.machine(),
         "features": [name for name in CPU_FEATURES if name in listed.get("Flags", "").split()],
         "kernels_isa": torch.ops.custom_pypto.cpu_isa() if loaded else None,
