@@ -17,6 +17,7 @@ import bench_ops  # noqa: E402
 import bench_peers  # noqa: E402
 import floors  # noqa: E402
 import measure  # noqa: E402
+import model_sides  # noqa: E402
 
 
 def measuring(*ratios):
@@ -127,14 +128,14 @@ def test_a_missed_floor_of_the_peers_is_named_and_exits_1(monkeypatch, capsys):
 @pytest.fixture
 def layers():
     """Both sides of a small attention layer."""
-    sizes = bench_model.LAYER | dict(hidden_size=64, num_attention_heads=2, q_lora_rank=32)
-    return {side: bench_model.make_model(side, sizes, torch.bfloat16) for side in bench_model.SIDES}
+    sizes = model_sides.LAYER | dict(hidden_size=64, num_attention_heads=2, q_lora_rank=32)
+    return {side: model_sides.make_model(side, sizes, torch.bfloat16) for side in model_sides.SIDES}
 
 
 @pytest.mark.parametrize("phase", ["layer decode", "layer prefill"])
 def test_both_sides_of_the_attention_layer_compute_the_same(phase, layers):
     seconds = bench_model.times(layers, phase, 300, 1)
-    assert list(seconds) == list(bench_model.SIDES)
+    assert list(seconds) == list(model_sides.SIDES)
     with torch.no_grad():  # the sides negate each other: as large, and wrong
         layers["transformers"].base_model.layers[0].self_attn.o_proj.weight.neg_()
     with pytest.raises(SystemExit, match=f"{phase}: the sides differ by .*; not reported"):
@@ -142,14 +143,14 @@ def test_both_sides_of_the_attention_layer_compute_the_same(phase, layers):
 
 
 def test_a_decode_call_of_the_layer_can_be_repeated(layers):
-    for side in bench_model.SIDES:
-        step = bench_model.layer_decode_call(side, layers[side], 100)
+    for side in model_sides.SIDES:
+        step = model_sides.layer_decode_call(side, layers[side], 100)
         first = step()
         assert torch.equal(step(), first)
 
 
 def test_a_row_says_what_was_not_run_and_what_is_too_small_to_measure():
-    ours, stock = bench_model.SIDES
+    ours, stock = model_sides.SIDES
     both = bench_model.Result(
         "layer decode", 4096, {ours: [0.01, 0.02, 0.03], stock: [1.0, 2.0, 3.0]},
         {ours: 5, stock: 7 * 2**20}, 3,
