@@ -98,7 +98,7 @@ void index_amx(const IndexCall<uint16_t>& call) {
   alignas(64) float partial[kMaxKeys * 16], scores[kMaxKeys];
   alignas(64) uint16_t rest[16 * kMostTiledIndexDims];
   const int whole = call.n / 16 * 16;
-  std::memset(rest, 0, 2 * 16 * call.dims);
+  if (whole < call.n) std::memset(rest, 0, 2 * 16 * call.dims);
   for (int j = whole; j < call.n; ++j) {
     std::memcpy(rest + (j - whole) * call.dims, call.keys + j * call.key_stride, 2 * call.dims);
   }
