@@ -77,6 +77,8 @@ def _configure() -> None:
     # pictures of every task graph, 3 s per compilation
     config["global"]["simulation"]["draw_function_graph"] = False
     config["global"]["simulation"]["args"].append("Model.drawPngThresholdCycle=1")
+    # several threads number the names in the generated code differently on every run
+    config["global"]["codegen"]["parallel_compile"] = 1
     text = json.dumps(config)
     path = cache_folder() / f"pypto-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
     if not path.exists():

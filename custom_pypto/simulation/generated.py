@@ -1,0 +1,131 @@
+"""Runs the C++ that PyPTO generates for an NPU, on the host.
+
+PyPTO compiles the kernel for Atlas A2/A3 as it does for a device, up to the device's own compiler.
+Its control flow then runs on the host, as for the cost model, and each task that it forms is
+executed in the instructions of ``isa/``, with the addresses, offsets and shapes of a device.
+"""
+
+import ctypes
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import pypto
+import torch
+from pypto.frontend.parser.entry import JitCallableWrapper
+from torch import Tensor
+
+from . import bodies
+from .compiler import SimulationError, compiled, simulated
+
+# the libraries that may hold PyPTO's control flow, with and without CANN
+CONTROL_FLOW = ("libtile_fwk_runtime_stub.so", "libtile_fwk_runtime.so")
+NAN, LARGE = 0xFF, 0x4B  # bytes of NaN, and of large finite numbers, in every type
+
+
+def execute(
+    kernel, *tensors: Tensor, timeout: float | None = None, fill: int = NAN, **params
+) -> list[Tensor]:
+    """The value of every tensor argument after the kernel's generated code ran on the host.
+
+    Where :func:`interpret` evaluates the program as written, this runs what PyPTO made of it:
+    tiles, valid shapes, offsets, buffers, control flow and the task graph. The first call with a
+    kernel compiles its code with g++, about half a second for each kind of task.
+
+    Checked on the way: each access to global memory lies within an argument or the workspace; what
+    is read from the workspace was written; the task graph orders tasks that touch the same memory;
+    each operand lies in its buffer and obeys the ISA's rules of shape and alignment; each flag is
+    set before it is waited for, and the other way round. Not known: order of equal values in a
+    sort, the last bit of exp, rsqrt and sums, and whether the flags suffice.
+
+    Args:
+        tensors: the kernel's tensor arguments, contiguous and on the CPU. They are not changed.
+        timeout: seconds, 600 by default.
+        fill: the byte that fills the buffers before each task: ``NAN`` or ``LARGE``.
+        params: the kernel's other arguments.
+
+    Returns:
+        As many tensors as were given, in their order, shapes and dtypes.
+
+    Raises:
+        SimulationError: the kernel does not compile, uses an instruction that is not modelled, or
+            breaks a rule; the message names the task, the instruction and the buffer or argument.
+    """
+    bodies.toolchain()
+    copy = simulated(kernel)
+    prepare = partial(_prepare, tensors, fill)
+    with compiled(copy, tensors, params, prepare=prepare, timeout=timeout) as output:
+        return [_read(output.parent / f"argument_{i}", t) for i, t in enumerate(tensors)]
+
+
+def run_in_place(kernel, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+    """Emulates a launch: stores the results of the generated code in the ``written`` tensors."""
+    for tensor, value in zip(tensors, execute(kernel, *tensors), strict=True):
+        if any(tensor is w for w in written):
+            tensor.copy_(value)
+
+
+def _prepare(tensors: Sequence[Tensor], fill: int) -> None:
+    """Runs in the child process: PyPTO writes the code for a device and believes it compiled."""
+    folder = Path.cwd()
+    tools, isa = folder / "tools", folder / "isa"
+    (isa / "include" / "pto").mkdir(parents=True)
+    tools.mkdir()
+    # PyPTO calls make, which calls the device's compiler
+    for name in ("make", "bisheng"):
+        (tools / name).write_text("#!/bin/sh\nexit 0\n")
+        (tools / name).chmod(0o755)
+    os.environ["PATH"] = f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"
+    os.environ["PTO_TILE_LIB_CODE_PATH"] = str(isa)
+    os.environ["ASCEND_HOME_PATH"] = str(folder)
+    run_control_flow = JitCallableWrapper._run_with_cpu
+
+    def run(self, *arguments):
+        del os.environ["ASCEND_HOME_PATH"]
+        _run(folder, tensors, fill, lambda: run_control_flow(self, *arguments))
+
+    JitCallableWrapper._run_with_cpu = run
+
+
+def _run(folder: Path, tensors: Sequence[Tensor], fill: int, control_flow) -> None:
+    (output,) = folder.glob("output_*")
+    library = ctypes.CDLL(str(bodies.toolchain() / "libisa.so"), mode=ctypes.RTLD_GLOBAL)
+    library.isa_begin(str(output / "dyn_topo.txt").encode(), fill)
+    for tensor in tensors:
+        library.isa_argument(ctypes.c_uint64(tensor.numel() * tensor.element_size()))
+    for body in bodies.compiled_bodies(output / "kernel_aicore"):
+        function = getattr(ctypes.CDLL(str(body.library)), body.function)
+        address = ctypes.cast(function, ctypes.c_void_p)
+        library.isa_body(ctypes.c_uint64(body.hash), address, body.title.encode())
+    _register(library.isa_run)
+    control_flow()
+    library.isa_problem.restype = ctypes.c_char_p
+    if problem := library.isa_problem().decode():
+        raise SimulationError(problem)
+    if not library.isa_batches():
+        raise SimulationError("PyPTO formed no task")
+    library.isa_address.restype = ctypes.c_uint64
+    for i, tensor in enumerate(tensors):
+        size = tensor.numel() * tensor.element_size()
+        data = ctypes.string_at(library.isa_address(i), size) if size else b""
+        (folder / f"argument_{i}").write_bytes(data)
+
+
+def _register(function) -> None:
+    """Lets PyPTO's control flow call ``function`` with each group of tasks it forms."""
+    folder = Path(pypto.__file__).parent / "lib"
+    for name in CONTROL_FLOW:
+        try:
+            library = ctypes.CDLL(str(folder / name), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        except OSError:  # not loaded
+            continue
+        register = library.PyptoKernelCtrlServerRegisterTaskInspector
+        register(ctypes.cast(function, ctypes.c_void_p), None)
+
+
+def _read(path: Path, like: Tensor) -> Tensor:
+    data = bytearray(path.read_bytes())
+    if not data:
+        return torch.empty_like(like)
+    return torch.frombuffer(data, dtype=like.dtype).reshape(like.shape)

@@ -1,0 +1,28 @@
+// What the generated code of a task includes: PyPTO's own tile operations from its wheel, on our
+// instructions. PyPTO's file of this name also includes operations of an older, untyped interface.
+#pragma once
+
+#include "aicore.h"
+// isort and clang-format must not move what follows: the macros above are PyPTO's
+// clang-format off
+#include "tilefwk/aicore_runtime.h"
+#include "tileop_common.h"
+#include "utils/layout.h"
+#include "vector/unary.h"
+#include "vector/trans.h"
+#include "vector/binary.h"
+#include "vector/binary_scalar.h"
+#include "vector/cast.h"
+#include "vector/reduce.h"
+#include "vector/sort.h"
+#include "vector/mte.h"
+#include "vector/compare.h"
+#include "vector/gather.h"
+#include "vector/expand.h"
+#include "vector/extract.h"
+#include "vector/where.h"
+#include "vector/fillpad.h"
+#include "vector/vector_dup.h"
+#include "vector/range.h"
+#include "cube/cube_pto.h"
+// clang-format on

@@ -1,0 +1,93 @@
+#include "global_memory.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace isa {
+
+namespace {
+
+std::vector<Area> areas;  // the workspace is the last
+uint8_t* written = nullptr;  // a byte for each byte of the workspace
+uint64_t written_size = 0;
+std::vector<Access> accesses;
+
+const Area* area_of(uint64_t address) {
+  for (const Area& area : areas)
+    if (address >= area.begin && address < area.end) return &area;
+  return nullptr;
+}
+
+[[noreturn]] void outside(uint64_t address, int64_t bytes, const char* verb) {
+  const Area* before = nullptr;
+  for (const Area& area : areas)
+    if (address + bytes > area.begin && (!before || area.begin > before->begin)) before = &area;
+  std::string what = std::string(verb) + " " + std::to_string(bytes) + " bytes ";
+  if (!before) fault(what + "in front of every argument and the workspace");
+  uint64_t size = before->end - before->begin;
+  fault(what + "at byte " + std::to_string(static_cast<int64_t>(address - before->begin)) +
+        " of " + before->name + ", which has " + std::to_string(size));
+}
+
+const Area& checked(uint64_t address, int64_t bytes, bool write) {
+  const Area* area = area_of(address);
+  if (!area || address + bytes > area->end) outside(address, bytes, write ? "writes" : "reads");
+  if (!accesses.empty()) {
+    Access& last = accesses.back();
+    if (last.end == address && last.write == write && last.instruction == instruction) {
+      last.end += bytes;
+      return *area;
+    }
+  }
+  accesses.push_back({address, address + bytes, instruction, write});
+  return *area;
+}
+
+}  // namespace
+
+void set_areas(std::vector<Area> arguments, Area workspace) {
+  areas = std::move(arguments);
+  areas.push_back(workspace);
+  if (written) munmap(written, written_size);
+  written_size = std::max<uint64_t>(workspace.end - workspace.begin, 1);
+  // pages of a workspace that nobody touches take no memory
+  void* place = mmap(nullptr, written_size, PROT_READ | PROT_WRITE,
+                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (place == MAP_FAILED) throw std::bad_alloc();
+  written = static_cast<uint8_t*>(place);
+}
+
+void start_log() { accesses.clear(); }
+
+std::vector<Access>& access_log() { return accesses; }
+
+std::string place_of(uint64_t address) {
+  const Area* area = area_of(address);
+  return "byte " + std::to_string(address - area->begin) + " of " + area->name;
+}
+
+bool is_global(uint64_t address) { return area_of(address); }
+
+const char* read_global(uint64_t address, int64_t bytes) {
+  if (bytes <= 0) return nullptr;
+  const Area& area = checked(address, bytes, false);
+  if (&area == &areas.back()) {
+    const uint8_t* begin = written + (address - area.begin);
+    if (const void* gap = std::memchr(begin, 0, bytes))
+      fault("reads " + std::to_string(bytes) + " bytes of the workspace at " +
+            place_of(address) + ", of which nothing wrote byte " +
+            std::to_string(static_cast<const uint8_t*>(gap) - begin));
+  }
+  return reinterpret_cast<const char*>(address);
+}
+
+char* write_global(uint64_t address, int64_t bytes) {
+  if (bytes <= 0) return nullptr;
+  const Area& area = checked(address, bytes, true);
+  if (&area == &areas.back()) std::memset(written + (address - area.begin), 1, bytes);
+  return reinterpret_cast<char*>(address);
+}
+
+}  // namespace isa

@@ -1,0 +1,35 @@
+// Global memory as a launch sees it: its arguments and its workspace, and who touches them.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "core.h"
+
+namespace isa {
+
+struct Area {
+  std::string name;
+  uint64_t begin, end;
+};
+
+// What one task touched, of one instruction and contiguous.
+struct Access {
+  uint64_t begin, end;
+  const char* instruction;
+  bool write;
+};
+
+void set_areas(std::vector<Area> arguments, Area workspace);
+// The log of the task that runs; ``start_log`` begins a new one.
+void start_log();
+std::vector<Access>& access_log();
+std::string place_of(uint64_t address);
+
+// The host address of ``bytes`` of global memory, checked and logged.
+const char* read_global(uint64_t address, int64_t bytes);
+char* write_global(uint64_t address, int64_t bytes);
+// Whether the address belongs to an argument or the workspace: for loads of the scalar unit.
+bool is_global(uint64_t address);
+
+}  // namespace isa

@@ -1,0 +1,4 @@
+// The name under which PyPTO's tile operations include the instructions.
+#pragma once
+
+#include "../instructions.h"
