@@ -10,6 +10,7 @@ WAYS = {
     "npu": "ops on the NPU",
     "cpu": "ops on the CPU",
     "interpreter": "NPU kernels in PyPTO's interpreter and cost model",
+    "generated": "NPU kernels as PyPTO's generated code",
 }
 
 
@@ -58,9 +59,9 @@ def main(arguments: list[str] | None = None, load_error: Exception | None = None
     )
     verify_parser.add_argument(
         "--device",
-        choices=["npu", "cpu", "interpreter"],
-        help="interpreter: the NPU programs on the CPU, in PyPTO's interpreter; "
-        "default: cpu, then npu if there is one",
+        choices=["npu", "cpu", "interpreter", "generated"],
+        help="the NPU programs on the CPU: interpreter, in PyPTO's interpreter; generated, as the "
+        "C++ that PyPTO generates; default: cpu, then npu if there is one",
     )
     replay_parser = commands.add_parser(
         "replay", help="repeat a failed call from a file written by CUSTOM_PYPTO_LOG=3"

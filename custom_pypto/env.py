@@ -294,6 +294,7 @@ def _ways(error: Exception | None, versions: dict, npu: dict) -> dict[str, dict]
         "torch.compile on the CPU": load + compiler,
         "building from source": compiler + python,
         "NPU kernels in PyPTO's interpreter and cost model": load + pypto,
+        "NPU kernels as PyPTO's generated code": load + pypto + compiler,
         "ops on the NPU": load + pypto + device,
         "graph mode with torchair": load + device + converters,
     }

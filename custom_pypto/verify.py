@@ -16,9 +16,10 @@ ROW = "{:<7} {:<30} {:<9} {:<35} {:>8} {:>8}"
 
 
 def verify(device: str, op: str = "") -> bool:
-    """Runs every check on ``device`` (``cpu``, ``npu`` or ``interpreter``), prints one line each.
+    """Runs every check on ``device``, prints one line each.
 
-    ``interpreter`` runs the NPU programs on the CPU in PyPTO's interpreter. ``op`` limits the run
+    ``cpu`` and ``npu`` name the kernels there. ``interpreter`` runs the NPU programs on the CPU in
+    PyPTO's interpreter, ``generated`` the C++ that PyPTO generates from them. ``op`` limits the run
     to the checks of one op.
 
     Returns:
@@ -30,6 +31,10 @@ def verify(device: str, op: str = "") -> bool:
 
         calculator.load()  # once, before the first check
         context = on_cpu()
+    elif device == "generated":
+        from .simulation import on_cpu
+
+        context = on_cpu(generated=True)
     # the NPU programs do not support float32
     dtypes = [torch.bfloat16, torch.float16] + [torch.float32] * (device == "cpu")
     place = "npu" if device == "npu" else "cpu"

@@ -1,8 +1,9 @@
-"""Runs NPU programs without an NPU: PyPTO's interpreter computes results, its cost model latency.
+"""Runs NPU programs without an NPU.
 
-``interpret(kernel, *tensors)`` runs a PyPTO kernel on host tensors, ``estimate(kernel, *tensors)``
-prices it, and inside ``on_cpu()`` the ops run the NPU programs in the interpreter. Everything that
-touches PyPTO's internals is in this folder.
+``interpret(kernel, *tensors)`` runs a PyPTO kernel on host tensors as it is written,
+``execute(kernel, *tensors)`` the C++ that PyPTO generates from it, and ``estimate(kernel,
+*tensors)`` prices it. Inside ``on_cpu()`` the ops run the NPU programs. Everything that touches
+PyPTO's internals is in this folder.
 
 PyPTO reads its configuration at import: import this package before ``pypto`` to get full error
 messages and to skip the drawings of every compilation.
@@ -10,6 +11,7 @@ messages and to skip the drawings of every compilation.
 
 from .compiler import SimulationError
 from .cost_model import Estimate, Task, estimate
+from .generated import execute
 from .interpreter import interpret, verify_passes
 from .on_cpu import on_cpu
 
@@ -18,6 +20,7 @@ __all__ = [
     "SimulationError",
     "Task",
     "estimate",
+    "execute",
     "interpret",
     "on_cpu",
     "verify_passes",

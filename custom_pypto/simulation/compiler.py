@@ -235,6 +235,8 @@ def _described(error: BaseException) -> str:
             f for f in traceback.extract_tb(error.__traceback__) if PACKAGE not in f.filename
         ]
         cause, error = error, error.__context__
+    if isinstance(cause, SimulationError):
+        return str(cause)
     lines = re.sub(r"\x1b\[[0-9;]*m", "", str(cause)).splitlines()
     said = [
         line.strip()

@@ -1,4 +1,4 @@
-"""The ops on CPU tensors, computed by the NPU programs in PyPTO's interpreter."""
+"""The ops on CPU tensors, computed by the NPU programs."""
 
 import contextlib
 import logging
@@ -10,11 +10,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .. import npu
-from .interpreter import run_in_place
+from . import generated as generated_code
+from . import interpreter
 
 
 @contextlib.contextmanager
-def on_cpu() -> Iterator[None]:
+def on_cpu(*, generated: bool = False) -> Iterator[None]:
     """Inside, the ops on CPU tensors take the NPU path, run by the interpreter.
 
     The path has the wrappers of :mod:`custom_pypto.npu`, with their checks and limits, and the
@@ -22,10 +23,17 @@ def on_cpu() -> Iterator[None]:
     a second and many seconds. A terminal on standard error shows the number of kernels run. The
     switch is global, for all threads, and does not nest.
 
+    Args:
+        generated: run the C++ that PyPTO generates (:func:`execute`) instead of interpreting the
+            programs; the first call with a shape class compiles it, for up to a minute.
+
     Raises:
-        SimulationError: from the call of an op, if PyPTO does not interpret its program.
+        SimulationError: from the call of an op, if PyPTO does not interpret its program, or if its
+            generated code breaks a rule of the device.
     """
-    with tqdm(unit=" kernels", desc="PyPTO interpreter", disable=None, leave=False) as progress:
+    run_in_place = (generated_code if generated else interpreter).run_in_place
+    route = "PyPTO's generated code" if generated else "PyPTO's interpreter"
+    with tqdm(unit=" kernels", desc=route, disable=None, leave=False) as progress:
 
         def launch(kernel, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> None:
             progress.set_postfix_str(kernel.__name__)
@@ -33,8 +41,8 @@ def on_cpu() -> Iterator[None]:
             progress.update()
 
         library = torch.library.Library("custom_pypto", "IMPL")
-        # from here on, "cpu" in the log of CUSTOM_PYPTO_LOG means the interpreter
-        logging.getLogger("custom_pypto").info("PyPTO's interpreter stands in for the CPU kernels")
+        # from here on, "cpu" in the log of CUSTOM_PYPTO_LOG means this route
+        logging.getLogger("custom_pypto").info("%s stands in for the CPU kernels", route)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Warning only once for all operators")

@@ -33,24 +33,23 @@ void TSTORE(const Dst& dst, const Src& src) {
   isa::store(dst.view(), src.view(), Atomic == AtomicType::AtomicAdd,
              Relu == ReluPreMode::NormalRelu);
 }
-#define ISA_BINARY(NAME, op)                                                                   \
-  template <class Dst, class A, class B>                                                       \
-  void T##NAME(const Dst& dst, const A& a, const B& b) {                                       \
-    static_assert(one_type<Dst, A, B> && is_number<typename Dst::DType>, "T" #NAME ": type");  \
-    isa::binary("T" #NAME, isa::Binary::op, dst.view(), a.view(), b.view());                   \
-  }                                                                                            \
-  template <class Dst, class A>                                                                \
-  void T##NAME##S(const Dst& dst, const A& a, typename Dst::DType scalar) {                    \
-    static_assert(one_type<Dst, A> && is_number<typename Dst::DType>, "T" #NAME "S: type");    \
-    double value = static_cast<double>(scalar);                                                \
-    isa::binary_scalar("T" #NAME "S", isa::Binary::op, dst.view(), a.view(), value);           \
-  }                                                                                            \
-  template <class Dst, class A, class B>                                                       \
-  void TROWEXPAND##NAME(const Dst& dst, const A& a, const B& b) {                              \
-    static_assert(one_type<Dst, A, B> && is_real<typename Dst::DType>,                         \
-                  "TROWEXPAND" #NAME ": type");                                                \
-    isa::row_expand_binary("TROWEXPAND" #NAME, isa::Binary::op, dst.view(), a.view(),          \
-                           b.view());                                                          \
+#define ISA_BINARY(NAME, op)                                                                     \
+  template <class Dst, class A, class B>                                                         \
+  void T##NAME(const Dst& dst, const A& a, const B& b) {                                         \
+    static_assert(one_type<Dst, A, B> && is_number<typename Dst::DType>, "T" #NAME ": type");    \
+    isa::binary("T" #NAME, isa::Binary::op, dst.view(), a.view(), b.view());                     \
+  }                                                                                              \
+  template <class Dst, class A>                                                                  \
+  void T##NAME##S(const Dst& dst, const A& a, typename Dst::DType scalar) {                      \
+    static_assert(one_type<Dst, A> && is_number<typename Dst::DType>, "T" #NAME "S: type");      \
+    double value = static_cast<double>(scalar);                                                  \
+    isa::binary_scalar("T" #NAME "S", isa::Binary::op, dst.view(), a.view(), value);             \
+  }                                                                                              \
+  template <class Dst, class A, class B>                                                         \
+  void TROWEXPAND##NAME(const Dst& dst, const A& a, const B& b) {                                \
+    static_assert(one_type<Dst, A, B> && is_real<typename Dst::DType>,                           \
+                  "TROWEXPAND" #NAME ": type");                                                  \
+    isa::row_expand_binary("TROWEXPAND" #NAME, isa::Binary::op, dst.view(), a.view(), b.view()); \
   }
 ISA_BINARY(ADD, add)
 ISA_BINARY(SUB, sub)
@@ -60,11 +59,11 @@ ISA_BINARY(MAX, max)
 ISA_BINARY(MIN, min)
 #undef ISA_BINARY
 
-#define ISA_UNARY(NAME, op)                                                              \
-  template <class Dst, class Src>                                                        \
-  void T##NAME(const Dst& dst, const Src& src) {                                         \
+#define ISA_UNARY(NAME, op)                                                                \
+  template <class Dst, class Src>                                                          \
+  void T##NAME(const Dst& dst, const Src& src) {                                           \
     static_assert(one_type<Dst, Src> && is_real<typename Dst::DType>, "T" #NAME ": type"); \
-    isa::unary("T" #NAME, isa::Unary::op, dst.view(), src.view());                       \
+    isa::unary("T" #NAME, isa::Unary::op, dst.view(), src.view());                         \
   }
 ISA_UNARY(EXP, exp)
 ISA_UNARY(SQRT, sqrt)
@@ -74,16 +73,16 @@ ISA_UNARY(ABS, absolute)
 ISA_UNARY(LOG, log)
 #undef ISA_UNARY
 
-#define ISA_REDUCE(NAME, op)                                                                   \
-  template <class Dst, class Src, class Tmp>                                                   \
-  void TROW##NAME(const Dst& dst, const Src& src, const Tmp& tmp) {                            \
+#define ISA_REDUCE(NAME, op)                                                                    \
+  template <class Dst, class Src, class Tmp>                                                    \
+  void TROW##NAME(const Dst& dst, const Src& src, const Tmp& tmp) {                             \
     static_assert(one_type<Dst, Src> && is_number<typename Dst::DType>, "TROW" #NAME ": type"); \
-    isa::row_reduce("TROW" #NAME, isa::Reduce::op, dst.view(), src.view(), tmp.view());        \
-  }                                                                                            \
-  template <class Dst, class Src>                                                              \
-  void TCOL##NAME(const Dst& dst, const Src& src) {                                            \
+    isa::row_reduce("TROW" #NAME, isa::Reduce::op, dst.view(), src.view(), tmp.view());         \
+  }                                                                                             \
+  template <class Dst, class Src>                                                               \
+  void TCOL##NAME(const Dst& dst, const Src& src) {                                             \
     static_assert(one_type<Dst, Src> && is_number<typename Dst::DType>, "TCOL" #NAME ": type"); \
-    isa::column_reduce("TCOL" #NAME, isa::Reduce::op, dst.view(), src.view(), nullptr);        \
+    isa::column_reduce("TCOL" #NAME, isa::Reduce::op, dst.view(), src.view(), nullptr);         \
   }
 ISA_REDUCE(SUM, sum)
 ISA_REDUCE(MAX, max)
@@ -119,8 +118,7 @@ void TCVT(const Dst& dst, const Src& src, RoundMode mode,
 }
 template <class Dst, class A, class B>
 void TCMP(const Dst& dst, const A& a, const B& b, CmpMode mode) {
-  static_assert(one_type<A, B> && is_one_of<typename A::DType, float, half, int32_t>,
-                "TCMP: type");
+  static_assert(one_type<A, B> && is_one_of<typename A::DType, float, half, int32_t>, "TCMP: type");
   isa::compare(dst.view(), a.view(), b.view(), static_cast<isa::Compare>(mode));
 }
 template <class Dst, class A, class Scalar>
@@ -216,14 +214,14 @@ void TMRGSORT(const Dst& dst, MrgSortExecutedNumList&, const Tmp& tmp, const A& 
 
 template <class Dst, class Src>
 void TEXTRACT(const Dst& dst, const Src& src, int row, int col) {
-  static_assert(Src::Loc == TileType::Mat &&
-                    (Dst::Loc == TileType::Left || Dst::Loc == TileType::Right),
-                "TEXTRACT: from L1 to L0A or L0B, others are not modelled");
+  static_assert(
+      Src::Loc == TileType::Mat && (Dst::Loc == TileType::Left || Dst::Loc == TileType::Right),
+      "TEXTRACT: from L1 to L0A or L0B, others are not modelled");
   static_assert(one_type<Dst, Src> && sizeof(typename Dst::DType) == 2,
                 "TEXTRACT: only half and bfloat16_t are modelled");
-  static_assert(Src::Rows % 16 == 0 && Src::Cols % 16 == 0 && Dst::Rows % 16 == 0 &&
-                    Dst::Cols % 16 == 0,
-                "TEXTRACT: sizes are multiples of 16");
+  static_assert(
+      Src::Rows % 16 == 0 && Src::Cols % 16 == 0 && Dst::Rows % 16 == 0 && Dst::Cols % 16 == 0,
+      "TEXTRACT: sizes are multiples of 16");
   isa::extract(dst.view(), src.view(), row, col);
 }
 
@@ -249,9 +247,9 @@ void TMATMUL_ACC(const C& c, const C&, const A& a, const B& b) {
 }
 
 // named by PyPTO's templates, used by none of our kernels
-#define ISA_UNSUPPORTED(NAME)                                        \
-  template <class... Operands>                                       \
-  void NAME(Operands...) {                                           \
+#define ISA_UNSUPPORTED(NAME)                                          \
+  template <class... Operands>                                         \
+  void NAME(Operands...) {                                             \
     static_assert(sizeof...(Operands) == 0, #NAME " is not modelled"); \
   }
 ISA_UNSUPPORTED(TAND)

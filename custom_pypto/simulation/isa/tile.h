@@ -133,16 +133,16 @@ struct Tile {
   void SetMadTF32Mode(RoundMode) { isa::unsupported("TMATMUL in TF32"); }
 
   isa::Tile view() const {
-    constexpr isa::Buffer buffers[] = {isa::Buffer::UB,  isa::Buffer::L1,  isa::Buffer::L0A,
-                                       isa::Buffer::L0B, isa::Buffer::L0C, isa::Buffer::bias,
+    constexpr isa::Buffer buffers[] = {isa::Buffer::UB,     isa::Buffer::L1,  isa::Buffer::L0A,
+                                       isa::Buffer::L0B,    isa::Buffer::L0C, isa::Buffer::bias,
                                        isa::Buffer::fixpipe};
     constexpr isa::Pad pads[] = {isa::Pad::none, isa::Pad::zero, isa::Pad::highest,
                                  isa::Pad::lowest};
-    constexpr isa::Layout layout =
-        Inner == SLayout::NoneBox ? (isRowMajor ? isa::Layout::rows : isa::Layout::columns)
-        : Inner == SLayout::RowMajor && !isRowMajor ? isa::Layout::nz
-        : Inner == SLayout::ColMajor && isRowMajor  ? isa::Layout::zn
-                                                    : isa::Layout::other;
+    constexpr isa::Layout layout = Inner == SLayout::NoneBox
+                                       ? (isRowMajor ? isa::Layout::rows : isa::Layout::columns)
+                                   : Inner == SLayout::RowMajor && !isRowMajor ? isa::Layout::nz
+                                   : Inner == SLayout::ColMajor && isRowMajor  ? isa::Layout::zn
+                                                                               : isa::Layout::other;
     return {buffers[static_cast<int>(Location)],
             type_of<Element>(),
             layout,

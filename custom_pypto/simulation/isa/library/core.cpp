@@ -20,7 +20,7 @@ struct Memory {
 };
 
 // Atlas A2/A3: bytes per core
-Memory memories[] = {{"UB", 192 << 10}, {"L1", 512 << 10},  {"L0A", 64 << 10}, {"L0B", 64 << 10},
+Memory memories[] = {{"UB", 192 << 10},  {"L1", 512 << 10}, {"L0A", 64 << 10},   {"L0B", 64 << 10},
                      {"L0C", 128 << 10}, {"bias", 1 << 10}, {"fixpipe", 7 << 10}};
 int pattern = 0xff;
 std::map<std::tuple<int, int, int>, int> flags;
@@ -63,6 +63,14 @@ uint64_t buffer_address(Buffer buffer, uint64_t offset) {
   return reinterpret_cast<uint64_t>(memories[static_cast<int>(buffer)].begin) + offset;
 }
 
+bool in_buffer(uint64_t address, uint64_t bytes) {
+  for (const Memory& memory : memories) {
+    uint64_t begin = reinterpret_cast<uint64_t>(memory.begin);
+    if (address >= begin && address + bytes <= begin + memory.size) return true;
+  }
+  return false;
+}
+
 int size_of(Type type) {
   switch (type) {
     case Type::i64:
@@ -81,8 +89,8 @@ int size_of(Type type) {
 }
 
 const char* name_of(Type type) {
-  const char* const names[] = {"float", "half",     "bfloat16", "int64",  "uint64", "int32",
-                               "uint32", "int16", "uint16",   "int8", "uint8"};
+  const char* const names[] = {"float",  "half",  "bfloat16", "int64", "uint64", "int32",
+                               "uint32", "int16", "uint16",   "int8",  "uint8"};
   return names[static_cast<int>(type)];
 }
 
@@ -127,8 +135,9 @@ void check_flags() {
   instruction = "end of the task";
   for (const auto& [key, count] : flags)
     if (count)
-      fault(std::apply(flag_name, key) + " is set and never waited for: the next task of the core "
-                                         "would not wait for its own");
+      fault(std::apply(flag_name, key) +
+            " is set and never waited for: the next task of the core "
+            "would not wait for its own");
 }
 
 }  // namespace isa

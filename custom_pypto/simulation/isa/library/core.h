@@ -29,6 +29,7 @@ void check_flags();
 char* operand(const Tile& tile, int rows, int cols, const char* role);
 // The bytes of a buffer, for layouts other than rows and columns.
 char* region(const Tile& tile, uint64_t bytes, const char* role);
+bool in_buffer(uint64_t address, uint64_t bytes);
 int size_of(Type type);
 const char* name_of(Type type);
 // Bytes of the buffers that hold no data of the program: scratch, padding of copies.

@@ -42,8 +42,7 @@ void extract(const Tile& dst, const Tile& src, int row, int col) {
           "of the layouts of L1 only NZ and ZN are modelled");
   bool transposed = src.layout == Layout::zn;
   int height = transposed ? src.cols : src.rows, width = transposed ? src.rows : src.cols;
-  const uint16_t* from =
-      reinterpret_cast<uint16_t*>(region(src, 2ll * height * width, "src"));
+  const uint16_t* from = reinterpret_cast<uint16_t*>(region(src, 2ll * height * width, "src"));
   uint16_t* to = reinterpret_cast<uint16_t*>(region(dst, 2ll * rows * cols, "dst"));
   for (int i = 0; i < rows; ++i)
     for (int j = 0; j < cols; ++j) {

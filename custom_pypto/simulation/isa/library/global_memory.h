@@ -29,7 +29,5 @@ std::string place_of(uint64_t address);
 // The host address of ``bytes`` of global memory, checked and logged.
 const char* read_global(uint64_t address, int64_t bytes);
 char* write_global(uint64_t address, int64_t bytes);
-// Whether the address belongs to an argument or the workspace: for loads of the scalar unit.
-bool is_global(uint64_t address);
 
 }  // namespace isa

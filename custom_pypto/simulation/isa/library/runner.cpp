@@ -1,6 +1,7 @@
 // Runs the generated bodies: PyPTO's control flow, which the cost model executes on the host, hands
 // over each group of tasks that a device would get, with its addresses and its task graph.
 #include <dirent.h>
+#include <pthread.h>
 #include <sched.h>
 #include <unistd.h>
 
@@ -42,8 +43,11 @@ struct Program {
   int pattern = 0xff;
   std::string problem;  // the first
   uint64_t tasks = 0, batches = 0;
+  // what the scalar unit may touch besides global memory and buffers: stack, code, PyPTO's tables
+  std::vector<std::pair<uint64_t, uint64_t>> known;
 } program;
 
+constexpr int64_t CODE_BYTES = 1 << 20;
 constexpr int HUB = static_cast<int>(MachineType::HUB);
 
 // The schedulers wait in loops for what runs here, on as many threads as a device has.
@@ -99,6 +103,29 @@ isa::Graph read_graph(uint64_t batch, std::map<uint32_t, int>& core_types) {
   return graph;
 }
 
+void learn_known(const DynFuncHeader* header, const DynFuncData& function, Body body) {
+  auto range = [](const auto* begin, uint64_t count) {
+    uint64_t address = reinterpret_cast<uint64_t>(begin);
+    program.known.emplace_back(address, address + count * sizeof *begin);
+  };
+  program.known.clear();
+  pthread_attr_t attributes;
+  void* stack;
+  size_t size;
+  pthread_getattr_np(pthread_self(), &attributes);
+  pthread_attr_getstack(&attributes, &stack, &size);
+  pthread_attr_destroy(&attributes);
+  range(static_cast<const char*>(stack), size);
+  // constants of the body
+  range(reinterpret_cast<const char*>(body) - CODE_BYTES, 2 * CODE_BYTES);
+  range(reinterpret_cast<const char*>(header), header->funcSize);
+  range(&function, 1);
+  range(function.opAttrs, function.opAttrSize);
+  range(function.exprTbl, function.exprNum);
+  range(function.rawTensorDesc, function.rawTensorDescSize);
+  range(function.rawTensorAddr, function.rawTensorAddrSize);
+}
+
 void run_task(DynFuncHeader* header, uint32_t id, isa::Node& node, int core_type) {
   DynFuncData& function = header->At(FuncID(id));
   uint64_t* attributes = function.opAttrs + function.opAtrrOffsets[TaskID(id)];
@@ -108,6 +135,7 @@ void run_task(DynFuncHeader* header, uint32_t id, isa::Node& node, int core_type
     throw isa::Fault("task " + std::to_string(id) + " has no generated code");
   }
   node.name = found->second.second;
+  learn_known(header, function, found->second.first);
   isa::reset_core(program.pattern);
   isa::start_log();
   Parameters parameters = {&function, attributes, function.exprTbl, id, nullptr};
@@ -133,7 +161,9 @@ void run_batch(DynFuncHeader* header) {
 
 // A load or store of the scalar unit; the compiler puts a call of it before each.
 void scalar_access(uint64_t address, int64_t bytes, bool write) {
-  if (!isa::is_global(address)) return;
+  for (const auto& [begin, end] : program.known)
+    if (address >= begin && address + bytes <= end) return;
+  if (isa::in_buffer(address, bytes)) return;
   isa::instruction = write ? "a scalar store" : "a scalar load";
   write ? static_cast<void>(isa::write_global(address, bytes))
         : static_cast<void>(isa::read_global(address, bytes));
@@ -168,13 +198,12 @@ void isa_run(void*, void*, void* batch) {
 
 const char* isa_problem() { return program.problem.c_str(); }
 uint64_t isa_address(int argument) {
-  return static_cast<size_t>(argument) < program.addresses.size() ? program.addresses[argument]
-                                                                  : 0;
+  return static_cast<size_t>(argument) < program.addresses.size() ? program.addresses[argument] : 0;
 }
 uint64_t isa_tasks() { return program.tasks; }
 uint64_t isa_batches() { return program.batches; }
 
-#define ISA_SCALAR(bytes)                                                                     \
+#define ISA_SCALAR(bytes)                                                                       \
   void __asan_load##bytes##_noabort(uint64_t address) { scalar_access(address, bytes, false); } \
   void __asan_store##bytes##_noabort(uint64_t address) { scalar_access(address, bytes, true); }
 ISA_SCALAR(1)

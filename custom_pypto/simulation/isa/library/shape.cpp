@@ -99,8 +99,7 @@ void row_reduce(const char* name, Reduce op, const Tile& dst, const Tile& src, c
   });
 }
 
-void column_reduce(const char* name, Reduce op, const Tile& dst, const Tile& src,
-                   const Tile* tmp) {
+void column_reduce(const char* name, Reduce op, const Tile& dst, const Tile& src, const Tile* tmp) {
   instruction = name;
   require(src.valid_cols == dst.valid_cols, "operands with different valid columns");
   require(!tmp || src.valid_cols <= tmp->cols, "tmp is narrower than src");

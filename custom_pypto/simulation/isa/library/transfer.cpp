@@ -100,8 +100,7 @@ void store_product(const Global& dst, const Tile& src, bool add, bool relu) {
   require(src.valid_cols >= 1 && src.valid_cols <= 4095, "1 to 4095 columns from L0C");
   int height = round_up(src.valid_rows, 16), size = size_of(dst.type);
   int width = round_up(src.valid_cols, 16);
-  const float* from =
-      reinterpret_cast<const float*>(region(src, 4ll * height * width, "src"));
+  const float* from = reinterpret_cast<const float*>(region(src, 4ll * height * width, "src"));
   for_each_row(dst, [&](int row, uint64_t address) {
     if (add) read_global(address, src.valid_cols * size);
     char* to = write_global(address, src.valid_cols * size);

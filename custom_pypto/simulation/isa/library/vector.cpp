@@ -102,8 +102,7 @@ void binary_scalar(const char* name, Binary op, const Tile& dst, const Tile& a, 
   });
 }
 
-void row_expand_binary(const char* name, Binary op, const Tile& dst, const Tile& a,
-                       const Tile& b) {
+void row_expand_binary(const char* name, Binary op, const Tile& dst, const Tile& a, const Tile& b) {
   instruction = name;
   same_valid(dst, a);
   // the second operand: a value, or a block of 32 bytes, per row
@@ -186,8 +185,8 @@ To converted(From value, Round mode) {
     if (number >= static_cast<double>(Limits::max())) return Limits::max();
     return static_cast<To>(number);
   } else if constexpr (std::is_same_v<To, From>) {
-    return To(static_cast<float>(round_to_integer(static_cast<double>(value),
-                                                  mode == Round::none ? Round::rint : mode)));
+    return To(static_cast<float>(
+        round_to_integer(static_cast<double>(value), mode == Round::none ? Round::rint : mode)));
   } else if constexpr (std::is_integral_v<From>) {
     return To(static_cast<float>(value));
   } else {
@@ -215,8 +214,7 @@ void convert(const Tile& dst, const Tile& src, Round mode, bool) {
       for (int row = 0; row < dst.valid_rows; ++row) {
         for (int col = 0; col < dst.valid_cols; ++col)
           row_values[col] = converted<To>(from[offset(src, row, col)], mode);
-        for (int col = 0; col < dst.valid_cols; ++col)
-          to[offset(dst, row, col)] = row_values[col];
+        for (int col = 0; col < dst.valid_cols; ++col) to[offset(dst, row, col)] = row_values[col];
       }
     });
   });
