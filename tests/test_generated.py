@@ -1,0 +1,256 @@
+"""PyPTO's generated code, executed on the host: what it finds, and the ops on it."""
+
+import importlib.util
+import shutil
+
+import pytest
+import torch
+from cases import INT_MAX
+from cases.npu_programs import (
+    HALF,
+    attention_case,
+    check_attention,
+    check_selection,
+    fused_case,
+    index_case,
+)
+
+import custom_pypto
+from custom_pypto import npu
+
+if importlib.util.find_spec("pypto") is None:
+    pytest.skip("the sim extra is not installed", allow_module_level=True)
+if shutil.which("g++") is None:
+    pytest.skip("g++, which compiles the generated code, is not installed", allow_module_level=True)
+
+# before pypto, which reads its configuration while it is imported
+from custom_pypto import simulation  # noqa: E402
+
+# isort: split
+import pypto  # noqa: E402
+
+from custom_pypto.kernels import npu_lightning_indexer_pto as indexer  # noqa: E402
+from custom_pypto.kernels import npu_sparse_attention_pto as fused  # noqa: E402
+from custom_pypto.kernels import npu_sparse_flash_attention_pto as attention  # noqa: E402
+from custom_pypto.simulation import bodies, generated  # noqa: E402
+
+pytestmark = pytest.mark.sim
+
+ROWS, WIDTH = pypto.DYNAMIC, pypto.STATIC
+
+
+def affine_kernel(*, barrier=True):
+    """``out = 3 * x + 1`` and ``x = 2 * out`` in place, in tiles of 8 rows; ``barrier`` between."""
+
+    @pypto.frontend.jit
+    def affine(
+        x: pypto.Tensor([ROWS, WIDTH], pypto.DT_FP32),
+        out: pypto.Tensor([ROWS, WIDTH], pypto.DT_FP32),
+    ):
+        for i in pypto.loop((x.shape[0] + 7) // 8, name="ROWS", idx_name="i"):
+            pypto.set_vec_tile_shapes(8, 64)
+            valid = [(x.shape[0] - i * 8).min(8), x.shape[1]]
+            row = pypto.view(x, [8, x.shape[1]], [i * 8, 0], valid_shape=valid)
+            pypto.assemble(pypto.add(pypto.mul(row, 3.0), 1.0), [i * 8, 0], out)
+        tiles = (x.shape[0] + 7) // 8
+        for i in pypto.loop(tiles, name="IN_PLACE", idx_name="j", submit_before_loop=barrier):
+            pypto.set_vec_tile_shapes(8, 64)
+            valid = [(x.shape[0] - i * 8).min(8), x.shape[1]]
+            row = pypto.view(out, [8, x.shape[1]], [i * 8, 0], valid_shape=valid)
+            pypto.assemble(pypto.mul(row, 2.0), [i * 8, 0], x)
+
+    return affine
+
+
+@pytest.mark.parametrize("fill", [generated.NAN, generated.LARGE], ids=["nan", "large"])
+def test_execute_returns_every_argument_and_changes_none(fill):
+    x, out = torch.randn(19, 64), torch.zeros(19, 64)
+    before = x.clone()
+    new_x, new_out = simulation.execute(affine_kernel(), x, out, fill=fill)
+    torch.testing.assert_close(new_out, 3 * before + 1)
+    torch.testing.assert_close(new_x, 2 * new_out)
+    assert torch.equal(x, before) and not out.any()
+
+
+def test_generated_code_is_the_same_in_every_run_and_compiled_once(monkeypatch):
+    x, out = torch.randn(8, 64), torch.zeros(8, 64)
+    simulation.execute(affine_kernel(), x, out)
+    monkeypatch.setattr(bodies, "_compile", lambda what, *arguments: pytest.fail(what))
+    assert torch.equal(simulation.execute(affine_kernel(), x, out)[1], 3 * x + 1)
+
+
+def product_kernel():
+    """``out = a @ b`` in a tile of 16 rows, whatever the rows of ``a``."""
+
+    @pypto.frontend.jit
+    def product(
+        a: pypto.Tensor([WIDTH, WIDTH], pypto.DT_BF16),
+        b: pypto.Tensor([WIDTH, WIDTH], pypto.DT_BF16),
+        out: pypto.Tensor([WIDTH, WIDTH], pypto.DT_FP32),
+    ):
+        pypto.set_cube_tile_shapes([16, 16], [64, 64], [64, 64])
+        for _ in pypto.loop(1, name="PRODUCT", idx_name="i"):
+            pypto.assemble(pypto.matmul(a, b, pypto.DT_FP32), [0, 0], out)
+
+    return product
+
+
+def test_a_product_is_computed_on_the_layouts_of_the_cube_unit():
+    a, b = torch.randn(48, 128).bfloat16(), torch.randn(128, 192).bfloat16()
+    out = simulation.execute(product_kernel(), a, b, torch.zeros(48, 192))[2]
+    torch.testing.assert_close(out, a.float() @ b.float(), rtol=1e-5, atol=1e-4)
+
+
+def test_a_load_behind_an_argument_is_found():
+    """PyPTO 0.2.0 loads whole tiles of a matmul's operands, also partly valid ones."""
+    a, b = torch.randn(4, 64).bfloat16(), torch.randn(64, 64).bfloat16()
+    message = r"PRODUCT path 0 aic 0\), TLOAD: reads 128 bytes at byte 512 of argument 0, which has"
+    with pytest.raises(simulation.SimulationError, match=message):
+        simulation.execute(product_kernel(), a, b, torch.zeros(4, 64))
+    simulation.interpret(product_kernel(), a, b, torch.zeros(4, 64))  # which cannot see it
+
+
+# ---- mistakes in a program or in generated code --------------------------------------------------
+
+
+@pytest.fixture
+def fresh_kernels():
+    """Programs that a test changes are compiled anew, before and after."""
+    modules = (indexer, attention, fused)
+    for module in modules:
+        module._kernel.cache_clear()
+    yield
+    for module in modules:
+        module._kernel.cache_clear()
+
+
+def without_own_loops(self, row, sequence, first, visible, name, write):
+    """``Selector.select_in_chunk`` with the sorts of all tokens in the graph of their scores."""
+    for _ in indexer.loop(f"LI_{name}_SCORE{len(visible)}", 1):
+        size = self.size_for(indexer.widest(visible) - first)
+        rows = self.scores(row, sequence, first, size, visible)
+        for g, row_K in enumerate(rows):
+            self.rank(g, row_K, (visible[g] - first).max(0), write)
+
+
+def test_two_valid_shapes_in_one_graph_are_found(monkeypatch, fresh_kernels):
+    """The compiler keeps one of them: a token selects keys that it does not see. The interpreter
+    runs before the pass that loses it."""
+    monkeypatch.setattr(indexer.Selector, "select_in_chunk", without_own_loops)
+    x = index_case([2], [700], sparse_count=1024, heads=32)
+    with simulation.on_cpu():
+        check_selection(x)
+    with simulation.on_cpu(generated=True), pytest.raises((AssertionError, RuntimeError)):
+        check_selection(x)
+
+
+def test_a_race_is_found_with_both_tasks():
+    """A reader of an argument with a dynamic dim waits only for its last writer. The interpreter
+    runs loops in order."""
+    x, out = torch.randn(19, 64), torch.zeros(19, 64)
+    tasks = r"task \d+ \(ROWS path 0 aiv 0, T\w+\) \w+ and task \d+ \(IN_PLACE path 0 aiv 0, T"
+    message = f"race: {tasks}"
+    with pytest.raises(simulation.SimulationError, match=message):
+        simulation.execute(affine_kernel(barrier=False), x, out)
+    new_x, _ = simulation.interpret(affine_kernel(barrier=False), x, out)
+    torch.testing.assert_close(new_x, 2 * (3 * x + 1))
+
+
+@pytest.mark.slow
+def test_a_missing_barrier_of_the_fused_op_is_found(monkeypatch, fresh_kernels):
+    """Without ``after_all`` the first token may read caches before they are written."""
+
+    def no_barrier(*arguments, after_all, **facts):
+        return query_tiles(*arguments, **facts)
+
+    query_tiles = fused.query_tiles
+    monkeypatch.setattr(fused, "query_tiles", no_barrier)
+    x = fused_case([200] * 16, 1, heads=16, sparse_count=256)
+    with simulation.on_cpu(generated=True), pytest.raises(RuntimeError) as found:
+        custom_pypto.npu_sparse_attention_pto(**x)
+    assert "race: task" in str(found.value) and "does not order them" in str(found.value)
+
+
+def test_a_missing_clamp_is_found(monkeypatch, fresh_kernels):
+    """The interpreter refuses this address as well."""
+
+    def unchecked(block_table, sequence, last_block, width):
+        row = pypto.view(block_table, [1, width], [sequence, 0], valid_shape=[1, width])
+        pypto.set_vec_tile_shapes(1, width)
+        return pypto.clone(row)
+
+    x = attention_case([1], [64 * 128], sparse_count=64, block_size=128)
+    x["block_table"][0, :] = INT_MAX
+    with simulation.on_cpu(generated=True):
+        custom_pypto.npu_sparse_flash_attention_pto(**x)
+        monkeypatch.setattr(attention, "checked_table", unchecked)
+        attention._kernel.cache_clear()
+        with pytest.raises(RuntimeError, match=r"TLOAD: reads \d+ bytes at byte \d+ of"):
+            custom_pypto.npu_sparse_flash_attention_pto(**x)
+
+
+@pytest.mark.parametrize(
+    "dropped, message",
+    [
+        pytest.param("wait_flag", "is set and never waited for", id="wait"),
+        pytest.param("set_flag", "is waited for before it is set", id="set"),
+    ],
+)
+def test_a_dropped_fence_is_found(dropped, message, monkeypatch):
+    """If both of a pair are dropped, nothing is found: instructions run in program order."""
+    for_host = bodies._for_host
+
+    def changed(text):
+        lines = for_host(text).splitlines()
+        lines.remove(next(line for line in lines if line.startswith(f"{dropped}(PIPE_MTE2")))
+        return "\n".join(lines)
+
+    monkeypatch.setattr(bodies, "_for_host", changed)
+    with pytest.raises(simulation.SimulationError, match=message):
+        simulation.execute(affine_kernel(), torch.randn(8, 64), torch.zeros(8, 64))
+
+
+def test_an_instruction_that_is_not_modelled_is_named():
+    @pypto.frontend.jit
+    def remainders(
+        x: pypto.Tensor([ROWS, WIDTH], pypto.DT_FP32),
+        out: pypto.Tensor([ROWS, WIDTH], pypto.DT_FP32),
+    ):
+        for _ in pypto.loop(1, name="ONCE", idx_name="i"):
+            pypto.set_vec_tile_shapes(8, 64)
+            pypto.assemble(pypto.fmod(pypto.view(x, [8, 64], [0, 0]), 2.0), [0, 0], out)
+
+    message = "code of ONCE path 0 aiv 0 does not compile for the host: .*TFMODS is not modelled"
+    with pytest.raises(simulation.SimulationError, match=message):
+        simulation.execute(remainders, torch.randn(8, 64), torch.zeros(8, 64))
+
+
+# ---- the ops -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_generated_code():
+    with simulation.on_cpu(generated=True):
+        yield
+
+
+@pytest.mark.parametrize("dtype", [*HALF, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (7, 3), (33, 1000)], ids=str)
+def test_add_is_exact(shape, dtype, on_generated_code):
+    x, y = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype)
+    assert torch.equal(custom_pypto.add_custom(x, y), x + y)
+
+
+def test_indexer_selects_what_the_reference_selects(on_generated_code):
+    check_selection(index_case([2, 1], [600, 70], sparse_count=64))
+
+
+def test_attention_equals_the_reference(on_generated_code):
+    check_attention(attention_case([2, 1], [300, 70], sparse_count=64))
+
+
+def test_the_wrappers_launch_what_is_executed():
+    """``run_in_place`` stores what the kernel wrote, and nothing else."""
+    x, y = torch.randn(5, 300), torch.randn(5, 300)
+    out = npu.implementations(generated.run_in_place)["add_custom"](x, y)
+    assert torch.equal(out, x + y)
