@@ -5,11 +5,13 @@ import shutil
 
 import pytest
 import torch
-from cases import INT_MAX
+from cases import INT_MAX, INT_MIN, without_nan
 from cases.npu_programs import (
     HALF,
     attention_case,
+    block_ids_clamped,
     check_attention,
+    check_fused,
     check_selection,
     fused_case,
     index_case,
@@ -241,12 +243,162 @@ def test_add_is_exact(shape, dtype, on_generated_code):
     assert torch.equal(custom_pypto.add_custom(x, y), x + y)
 
 
-def test_indexer_selects_what_the_reference_selects(on_generated_code):
-    check_selection(index_case([2, 1], [600, 70], sparse_count=64))
+def slow(*values, id):
+    return pytest.param(*values, id=id, marks=pytest.mark.slow)
 
 
-def test_attention_equals_the_reference(on_generated_code):
-    check_attention(attention_case([2, 1], [300, 70], sparse_count=64))
+INDEXER = [
+    # a table of one tile of keys: its valid shape was lost where it was sorted in the same graph
+    pytest.param(dict(lengths_query=[1], lengths_key=[1], sparse_count=16), id="one-key"),
+    pytest.param(
+        dict(lengths_query=[2, 1], lengths_key=[600, 70], sparse_count=64), id="two-tokens"
+    ),
+    slow(
+        dict(lengths_query=[1, 1, 1], lengths_key=[300, 0, 1000], sparse_count=128),
+        id="ragged-and-empty",
+    ),
+    slow(
+        dict(lengths_query=[4, 3, 2, 1], lengths_key=[131, 3, 1, 700], sparse_count=16),
+        id="padded-and-shorter-than-the-query",
+    ),
+    slow(
+        dict(
+            lengths_query=[4, 0, 3], lengths_key=[140, 9, 300], sparse_count=64, layout_query="TND"
+        ),
+        id="packed",
+    ),
+    slow(
+        dict(lengths_query=[3, 2], lengths_key=[140, 30], sparse_count=16, sparse_mode=0),
+        id="every-key",
+    ),
+    slow(dict(lengths_query=[40, 9], lengths_key=[200, 9], sparse_count=16), id="prefill"),
+    slow(dict(lengths_query=[2], lengths_key=[3000], sparse_count=2048), id="K-2048"),
+    slow(dict(lengths_query=[1], lengths_key=[300], sparse_count=1000), id="fewer-keys-than-K"),
+    slow(dict(lengths_query=[2], lengths_key=[20000], sparse_count=256, heads=32), id="chunks"),
+    slow(dict(lengths_query=[1], lengths_key=[50000], sparse_count=4096, heads=8), id="levels"),
+    *(
+        slow(
+            dict(
+                lengths_query=[2, 1],
+                lengths_key=[1100, 70],
+                heads=heads,
+                block_size=block_size,
+                sparse_count=64,
+            ),
+            id=f"{heads}-heads-{block_size}-keys",
+        )
+        for heads, block_size in ((1, 16), (12, 48), (33, 1024))
+    ),
+]
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("arguments", INDEXER)
+def test_indexer_selects_what_the_reference_selects(arguments, dtype, on_generated_code):
+    check_selection(index_case(**arguments, dtype=dtype))
+
+
+ATTENTION = [
+    # several gathers for the scores: with parts of a tensor as indices they read another tensor
+    pytest.param(
+        dict(lengths_query=[1, 1], lengths_key=[300, 700], sparse_count=512), id="two-tiles-of-keys"
+    ),
+    # queries that do not fill a tile: the last ones were loaded from behind the tensor
+    pytest.param(
+        dict(lengths_query=[2, 1], lengths_key=[300, 70], sparse_count=64, heads=4), id="4-heads"
+    ),
+    slow(dict(lengths_query=[1], lengths_key=[1], sparse_count=16), id="one-key"),
+    slow(dict(lengths_query=[1], lengths_key=[3000], sparse_count=2048, heads=128), id="all-heads"),
+    slow(
+        dict(lengths_query=[1, 1, 1], lengths_key=[300, 0, 1000], sparse_count=128),
+        id="ragged-and-empty",
+    ),
+    slow(
+        dict(lengths_query=[4, 3, 2, 1], lengths_key=[131, 3, 1, 700], sparse_count=16),
+        id="padded-and-shorter-than-the-query",
+    ),
+    slow(
+        dict(
+            lengths_query=[4, 0, 3], lengths_key=[140, 9, 300], sparse_count=64, layout_query="TND"
+        ),
+        id="packed",
+    ),
+    slow(
+        dict(lengths_query=[3, 2], lengths_key=[140, 30], sparse_count=16, sparse_mode=0),
+        id="every-key",
+    ),
+    slow(dict(lengths_query=[20, 9], lengths_key=[50, 9], sparse_count=16), id="prefill"),
+    slow(dict(lengths_query=[2], lengths_key=[300], rope=0, sparse_count=64), id="no-rope"),
+    slow(dict(lengths_query=[2], lengths_key=[300], own_value=True, sparse_count=64), id="values"),
+    *(
+        slow(dict(lengths_query=[2, 1], lengths_key=[700, 40], sparse_count=count), id=f"K-{count}")
+        for count in (1, 7, 100, 1000)
+    ),
+    *(
+        slow(
+            dict(
+                lengths_query=[2, 1],
+                lengths_key=[1100, 70],
+                heads=heads,
+                block_size=block_size,
+                sparse_count=64,
+            ),
+            id=f"{heads}-heads-{block_size}-keys",
+        )
+        for heads, block_size in ((1, 1024), (24, 48), (72, 16))
+    ),
+]
+
+
+@pytest.mark.parametrize("hostile", [False, True], ids=["selected", "hostile"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("arguments", ATTENTION)
+def test_attention_equals_the_reference(arguments, dtype, hostile, on_generated_code):
+    check_attention(attention_case(**arguments, dtype=dtype, hostile=hostile))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("value", [INT_MIN, -1, 10**6, INT_MAX])
+def test_no_length_and_no_block_id_leads_outside(value, on_generated_code):
+    index = without_nan(index_case([2, 1], [300, 40], sparse_count=64))
+    attend = without_nan(attention_case([2, 1], [300, 40], sparse_count=64))
+    for x, keys, check in (
+        (index, "actual_seq_lengths_key", check_selection),
+        (attend, "actual_seq_lengths_kv", check_attention),
+    ):
+        for name in (keys, "actual_seq_lengths_query", "block_table"):
+            hostile = x[name].clone()
+            hostile.view(-1)[0] = value
+            check(x | {name: hostile}, like=block_ids_clamped(x | {name: hostile}))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(
+    "lengths, S1, arguments",
+    [
+        pytest.param([1], 1, {}, id="first-token"),
+        pytest.param([300, 1, 129], 1, {}, id="decode"),
+        pytest.param([300, 2], 3, {}, id="mtp-and-padding"),
+        pytest.param([20], 20, {}, id="prefill"),
+        pytest.param([200] * 16, 1, dict(heads=16), id="16-tokens"),
+        pytest.param([40, 3], 1, dict(heads=5, index_heads=12), id="heads-that-fill-no-tile"),
+    ],
+)
+def test_fused_equals_the_reference_caches_included(
+    lengths, S1, arguments, dtype, on_generated_code
+):
+    check_fused(fused_case(lengths, S1, dtype=dtype, sparse_count=512, **arguments))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("slot", [-1, INT_MIN, INT_MAX, 10**6])
+def test_fused_does_not_write_a_slot_outside_the_cache(slot, on_generated_code):
+    x = without_nan(fused_case([300, 129], 2, sparse_count=512))
+    x["cache_index"][0, 1] = slot
+    check_fused(x)
+    x["cache_index"] = x["cache_index"].long()
+    check_fused(x)
 
 
 def test_the_wrappers_launch_what_is_executed():

@@ -65,6 +65,8 @@ class Selector:
         self.chunk = chunk = round_up(max(tiling.chunk, width), block_size)
         sizes = (round_up(max(chunk // part, width), block_size) for part in (tiling.part, 1))
         self.sizes = sorted(set(sizes))
+        # keys per tile of the weighted sum
+        self.step = max(tiling.keys // block_size, 1) * block_size
         # the positions of all candidates of a merge are in UB at once: 128 KiB
         self.fan = max((tiling.fan_in if width <= 3072 else tiling.fan_in // 2) // width, 2)
         # keys of a sequence that its row of the block table and the chunks can hold
@@ -94,11 +96,13 @@ class Selector:
     def select_in_chunk(self, row, sequence, first, visible, name, write) -> None:
         """The selection among the keys of the chunk that starts at key ``first``."""
         tile, left = len(visible), [(keys - first).max(0) for keys in visible]
+        # a row of one tile would lose its valid shape where it is sorted in the graph that made it
+        at_once = tile == 1 and self.sizes[0] > self.step
         copies = [pypto.tensor([1, self.sizes[-1]], F32, f"copy{g}") for g in range(tile)]
         for _ in loop(f"LI_{name}_SCORE{tile}", 1):
             size = self.size_for(widest(visible) - first)
             rows = self.scores(row, sequence, first, size, visible)
-            if tile == 1:
+            if at_once:
                 self.rank(0, rows[0], left[0], write)
             else:
                 # whole rows are handed to the loops below
@@ -107,7 +111,7 @@ class Selector:
                     pypto.assemble(pypto.clone(row_K), [0, 0], copy)
         # a loop per token: the compiler keeps only one of two valid shapes in a graph
         # (InferParamIndex), which lets in keys that a token does not see
-        for g in range(tile if tile > 1 else 0):
+        for g in range(0 if at_once else tile):
             for _ in loop(f"LI_{name}_RANK{tile}_{g}", 1):
                 size = self.size_for(widest(visible) - first)
                 self.rank(g, pypto.view(copies[g], [1, size], [0, 0]), left[g], write)
@@ -130,9 +134,8 @@ class Selector:
         w = [pypto.view(a.weights, [heads, 1], [(row + g) * heads, 0]) for g in range(len(rows))]
         # beyond the sequence: its last block once more, whose scores are ignored
         last = (widest(visible) - 1) // block_size
-        step = max(tiling.keys // block_size, 1) * block_size
-        for start in range(0, size, step):
-            keys = min(step, size - start)
+        for start in range(0, size, self.step):
+            keys = min(self.step, size - start)
             logits = pypto.tensor([len(rows) * heads, keys], F32, "logits")
             pypto.set_cube_tile_shapes([tiling.m] * 2, [dim] * 2, [tiling.n] * 2)
             for offset in range(0, keys, block_size):

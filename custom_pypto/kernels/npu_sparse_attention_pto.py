@@ -10,9 +10,9 @@ from dataclasses import replace
 import pypto
 
 from . import DTYPES, Arguments, runtime_options
+from . import prolog as prologs
 from .npu_lightning_indexer_pto import Selector, write_indices
 from .npu_sparse_flash_attention_pto import attender
-from .prolog import prolog
 from .sequences import query_tiles
 from .tiling import (
     AttentionTiling,
@@ -33,10 +33,10 @@ def program(
     """The op: prolog, then selection and attention token by token.
 
     Args:
-        a: what :func:`prolog` takes, ``act_seqs [B]`` and ``block_table [B, W]``; written:
+        a: what :func:`.prolog.prolog` takes, ``act_seqs [B]`` and ``block_table [B, W]``; written:
             ``indices [T, sparse_count]`` int32 and ``out [T * N1, L]``.
     """
-    prolog(a, eps=eps, slot_words=slot_words, tiling=tiling)
+    prologs.prolog(a, eps=eps, slot_words=slot_words, tiling=tiling)
     if not prolog_only:
         select_and_attend(a, **facts)
 
@@ -100,6 +100,11 @@ def select_and_attend(
         # a loop of its own: it reads the results of the loop before
         for _ in pypto.loop(1, name="DSA_ATTEND", idx_name="dsa_once"):
             attend(row, sequence, *visible)
+
+
+def rows_at_once(*, tokens: int, hidden: int) -> int:
+    """``x`` must have a multiple of so many rows, of which the first ``tokens`` count."""
+    return prologs.rows_at_once(prolog_tiling(tokens=tokens, hidden=hidden))
 
 
 def kernel(

@@ -53,11 +53,13 @@ def checked_table(block_table, sequence, last_block, width):
 
 
 def checked_indices(indices, row, last):
-    """``(index, mask)``: an index behind the first -1 or outside [0, last] gets mask 0 and in its
-    place the largest valid index of the row, whose key and value are harmless, or 0 if none is.
+    """``(index, mask)``, float32: an index behind the first -1 or outside [0, last] gets mask 0 and
+    in its place the largest valid index of the row, whose key and value are harmless, or 0 if none
+    is.
     """
     K = indices.shape[1]
-    width = -(-K // 16) * 16
+    # from 64 on: for less PyPTO compares rows of different static widths, which is no valid code
+    width = max(-(-K // 16) * 16, 64)
     pypto.set_vec_tile_shapes(width)
     order = pypto.reshape(pypto.arange(0.0, float(width), 1.0), [1, width])
     pypto.set_vec_tile_shapes(1, width)
@@ -70,13 +72,36 @@ def checked_indices(indices, row, last):
     valid = pypto.eq(index, pypto.minimum(pypto.relu(index), last))
     mask = pypto.where(valid, 1.0, 0.0)
     safe = pypto.amax(pypto.where(valid, index, 0.0), dim=-1, keepdim=True)
-    return pypto.cast(pypto.where(valid, index, safe), pypto.DT_INT32), mask
+    return pypto.where(valid, index, safe), mask
+
+
+def pieces(index, size: int) -> list:
+    """Int32 tensors of ``size`` consecutive indices, the last one shorter.
+
+    PyPTO 0.2.0 gathers wrong rows for a part of a tensor: its generated code takes the indices from
+    the first tensor of the graph.
+    """
+    starts = range(0, index.shape[1], size)
+    shapes = [[1, min(size, index.shape[1] - start)] for start in starts]
+    parts = [pypto.view(index, s, [0, start]) for start, s in zip(starts, shapes, strict=True)]
+    return [pypto.cast(part, pypto.DT_INT32) for part in parts]
 
 
 def checked(
-    a: Arguments, row, sequence, visible, *, block_size: int, table_width: int, apart: bool
+    a: Arguments,
+    row,
+    sequence,
+    visible,
+    *,
+    block_size: int,
+    table_width: int,
+    apart: bool,
+    sizes: Callable,
 ):
-    """The checked inputs of the gathers, ``(index, mask, table)``, each one row.
+    """The checked inputs of the gathers and of the softmax.
+
+    ``(index, mask, table)``, of which ``index`` has a list of :func:`pieces` for each of ``sizes``
+    of the padded number of indices.
 
     Index arithmetic is float32, the type for which comparisons exist; it keeps the order of all
     int32. ``apart``: indices and table are checked by two tasks instead of one.
@@ -87,12 +112,14 @@ def checked(
     last = number(visible - 1)
     if apart:
         index, mask = checked_indices(a.indices, row, last)
+        index = [pieces(index, size) for size in sizes(index.shape[1])]
         pypto.set_pass_options(sg_set_scope=2)
         last_block = number(blocks - 1)
     else:
         # from ``last``, so that indices and table are connected and stay in one task
         last_block = pypto.sub(number(visible - 1 + blocks - 1), last)
         index, mask = checked_indices(a.indices, row, last)
+        index = [pieces(index, size) for size in sizes(index.shape[1])]
     table = checked_table(a.block_table, sequence, last_block, table_width)
     pypto.set_pass_options(sg_set_scope=-1)
     return index, mask, table
@@ -130,20 +157,21 @@ def attender(
         pypto.experimental.set_operation_options(combine_axis=True)
         if pypto.cond(visible > 0):
             facts = dict(block_size=block_size, table_width=table_width, apart=tiling.table_apart)
-            index, mask, table = checked(a, row, sequence, visible, **facts)
-            width = index.shape[1]
+            sizes = functools.partial(tiling.pieces, heads, latent)
+            index, mask, table = checked(a, row, sequence, visible, sizes=sizes, **facts)
+            width = mask.shape[1]
             scores_tiles, output_tiles = tiling.cube_tiles(heads, latent, width)
-            gather = functools.partial(gathered, index=index, table=table, block_size=block_size)
+            gather = functools.partial(gathered, table=table, block_size=block_size)
             for first in range(0, heads, tiling.heads):
                 group = min(tiling.heads, heads - first)
                 at = row * heads + first
                 pypto.set_cube_tile_shapes(*scores_tiles)
                 q = pypto.view(a.query, [group, latent], [at, 0])
-                k = gather(a.key, transposed=True)
+                k = gather(a.key, index[0], transposed=True)
                 if a.query_rope is not None:
                     q_rope = pypto.view(a.query_rope, [group, a.query_rope.shape[1]], [at, 0])
                     q = beside(q, q_rope, "query")
-                    k = beside(k, gather(a.key_rope, transposed=True), "keys")
+                    k = beside(k, gather(a.key_rope, index[0], transposed=True), "keys")
                 scores = pypto.matmul(q, k, pypto.DT_FP32, a_trans=False, b_trans=True)
 
                 pypto.set_vec_tile_shapes(tiling.softmax_rows(width), width)
@@ -151,7 +179,7 @@ def attender(
 
                 pypto.set_cube_tile_shapes(*output_tiles)
                 pypto.set_matrix_size([group, width, latent])
-                v = gather(a.value, transposed=False)
+                v = gather(a.value, index[1], transposed=False)
                 # straight into the argument: a local one would serialise the tokens
                 pypto.assemble(pypto.matmul(p, v, dtype), [at, 0], a.out)
         else:
@@ -179,11 +207,19 @@ def program(
         attend(row, sequence, visible)
 
 
-def gathered(rows, *, index, table, block_size: int, transposed: bool):
+def gathered(rows, index: list, *, table, block_size: int, transposed: bool):
     """The rows of a paged cache that ``index`` names, as right operand of a matmul."""
-    return gather_in_l1(
-        rows, index, table, block_size, rows.shape[1], is_b_matrix=True, is_trans=transposed
-    )
+    width = rows.shape[1]
+    found = [
+        gather_in_l1(rows, part, table, block_size, width, is_b_matrix=True, is_trans=transposed)
+        for part in index
+    ]
+    if len(found) == 1:
+        return found[0]
+    joined = pypto.tensor([sum(part.shape[1] for part in index), width], rows.dtype, "rows")
+    for i, part in enumerate(found):
+        pypto.assemble(part, [i * index[0].shape[1], 0], joined)
+    return joined
 
 
 def beside(left, right, name: str):

@@ -28,6 +28,11 @@ FLOAT = pypto.DT_FP32
 INDEX_KEY_EPS = 1e-6  # LayerNorm of the index key, whatever the eps of the RMSNorms
 
 
+def rows_at_once(tiling: PrologTiling) -> int:
+    """The rows of ``x`` that are loaded for a tile, valid or not."""
+    return -(-tiling.tokens // 16) * 16
+
+
 @contextlib.contextmanager
 def one_task():
     """Inside, the operations of a tile become one task; by default PyPTO makes several."""
@@ -93,7 +98,7 @@ class Tile:
     def __init__(self, a: Arguments, tile, tiling: PrologTiling):
         M = tiling.tokens
         self.a, self.tiling, self.dtype = a, tiling, a.x.dtype
-        self.start, self.rows = tile * M, (a.x.shape[0] - tile * M).min(M)
+        self.start, self.rows = tile * M, (a.sin.shape[0] - tile * M).min(M)
         self.half = a.sin.shape[1] // 2  # pairs that RoPE rotates
 
     def view(self, x, first, width):
@@ -103,7 +108,7 @@ class Tile:
     def project(self, w, n):
         """``x @ w`` as a float32 sum of ``split`` parts, so that few columns fill all cores."""
         K, N = w.shape[0] // self.tiling.split, w.shape[1]
-        pypto.set_cube_tile_shapes(*cube_tile(self.tiling.tokens, K, n))
+        pypto.set_cube_tile_shapes(*cube_tile(self.tiling.tokens, K, n, columns=N))
         parts = [
             pypto.matmul(self.view(self.a.x, k, K), pypto.view(w, [K, N], [k, 0]), FLOAT)
             for k in range(0, K * self.tiling.split, K)
@@ -134,7 +139,8 @@ class Tile:
         heads = min(self.tiling.heads, w.shape[1] // width - h)
         # whole heads per task: a reader of one head then waits for one task
         n = max(self.tiling.up_n // width, 1) * width
-        tile = cube_tile(self.tiling.tokens, w.shape[0], n, left_stays=True)
+        tile = self.tiling.tokens, w.shape[0], n
+        tile = cube_tile(*tile, columns=heads * width, left_stays=True)
         pypto.set_cube_tile_shapes(*tile)
         w = pypto.view(w, [w.shape[0], heads * width], [0, h * width])
         return pypto.matmul(latent, w, self.dtype), heads
@@ -170,7 +176,7 @@ class Tile:
         P = a.w_uk.shape[0] // N1
         for h in range(0, N1, self.tiling.heads):
             q, heads = self.up(latent, a.w_uq_qr, P + R, h)
-            pypto.set_cube_tile_shapes(*cube_tile(self.tiling.tokens, P, L))
+            pypto.set_cube_tile_shapes(*cube_tile(self.tiling.tokens, P, L, columns=L))
             for i in range(heads):
                 w = pypto.view(a.w_uk, [P, L], [(h + i) * P, 0])
                 absorbed = pypto.matmul(columns(q, i * (P + R), P), w, self.dtype)
@@ -207,8 +213,11 @@ def prolog(a: Arguments, *, eps: float, slot_words: int, tiling: PrologTiling) -
     int32 (an int64 one seen as words, low word first), the caches ``[slots, .]``. Written: the
     caches, ``q_latent [T, N1 * L]``, ``q_rope [T, N1, R]``, ``q_index [T, NI, DI]`` and
     ``index_weights [T, NI]`` float32. If two tokens name one slot, either row may remain.
+
+    PyPTO 0.2.0 loads whole tiles: ``x`` has the rows of whole tiles (:func:`rows_at_once`),
+    ``w_idx_proj`` has NI rounded up to 16 columns.
     """
-    dtype, T, M, V = a.x.dtype, a.x.shape[0], tiling.tokens, tiling.rows
+    dtype, T, M, V = a.x.dtype, a.sin.shape[0], tiling.tokens, tiling.rows
     _, NI, DI = a.q_index.shape
     for i in pypto.loop((T + M - 1) // M, name="PROLOG", idx_name="prolog_tile"):
         pypto.set_pass_options(**tiling.pass_options)  # of this loop only
@@ -217,7 +226,7 @@ def prolog(a: Arguments, *, eps: float, slot_words: int, tiling: PrologTiling) -
         latent = rms_norm(latent, a.gamma_cq, eps, dtype)
         c_kv = rounded(tile.project(a.w_dkv_kr, tiling.side_n), dtype)
         k_index = rounded(tile.project(a.w_idx_k, tiling.side_n), dtype)
-        weights = tile.project(a.w_idx_proj, tiling.side_n)
+        weights = columns(tile.project(a.w_idx_proj, tiling.side_n), 0, NI)
         pypto.assemble(pypto.mul(weights, (NI * DI) ** -0.5), [tile.start, 0], a.index_weights)
 
         pypto.set_vec_tile_shapes(V, tile.half)

@@ -99,6 +99,11 @@ class AttentionTiling:
         output = [m, m], [k, min(self.output_keys, -(-keys // k) * k)], [columns, columns]
         return scores, output
 
+    def pieces(self, heads: int, latent: int, keys: int) -> tuple[int, int]:
+        """Indices per gather of the scores' right operand and of the output's."""
+        scores, output = self.cube_tiles(heads, latent, keys)
+        return scores[2][1], output[1][1]
+
     def softmax_rows(self, keys: int) -> int:
         """``rows``, or fewer where float32 rows of ``keys`` would not fit UB."""
         return max(1, min(self.rows, 2**14 // keys))
@@ -202,15 +207,19 @@ def largest_divisor(size: int, unit: int, limit: int) -> int:
     return max(d for d in range(unit, max(limit, unit) + 1, unit) if size % d == 0)
 
 
-def cube_tile(m: int, k: int, n: int, *, left_stays: bool = False) -> tuple[list[int], ...]:
-    """``pypto.set_cube_tile_shapes`` for 2-byte ``[m, k] @ [k, N]`` with ``n`` columns per task.
+def cube_tile(
+    m: int, k: int, n: int, *, columns: int, left_stays: bool = False
+) -> tuple[list[int], ...]:
+    """``pypto.set_cube_tile_shapes`` for 2-byte ``[m, k] @ [k, columns]``, at most ``n`` columns
+    per task.
 
-    Few large copies win: each takes as much of k as L1 holds. ``left_stays``: the left operand is
-    copied once per task, if it leaves half of L1 (PyPTO cannot compile that for a view of an
-    argument).
+    The tiles divide the columns: PyPTO 0.2.0 loads whole tiles, the last one from behind the tensor
+    if it is not full. Few large copies win: each takes as much of k as L1 holds. ``left_stays``:
+    the left operand is copied once per task, if it leaves half of L1 (PyPTO cannot compile that for
+    a view of an argument).
     """
     m = -(-m // 16) * 16
-    n = min(n, L0C_BYTES // 4 // m)
+    n = largest_divisor(columns, 16, min(n, columns, L0C_BYTES // 4 // m))
     k0 = largest_divisor(k, 16, min(128, L0_BYTES // 2 // max(m, n)))
     if left_stays and m * k <= L1_BYTES // 4:
         return [m, m], [k0, k, largest_divisor(k, k0, (L1_BYTES // 2 - m * k) // n)], [n, n]

@@ -125,6 +125,16 @@ def rows(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1, tensor.size(-1))
 
 
+CUBE = 16  # PyPTO 0.2.0 loads the operands of a product in whole tiles of so many rows and columns
+
+
+def padded(matrix: Tensor, *, rows: int = 0, columns: int = 0) -> Tensor:
+    """``matrix`` with more rows or columns, for loads of whole tiles that would lead outside."""
+    if not rows and not columns:
+        return matrix
+    return torch.nn.functional.pad(matrix, (0, columns, 0, rows))
+
+
 def query_lengths(lengths: Tensor | None, layout: str, tokens: int, otherwise: Tensor) -> Tensor:
     """The kernels' form of ``lengths``: lengths, or non-decreasing prefix sums."""
     if lengths is None:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from .common import Arguments, Launch, Limits, kernel, name, query_lengths, rows
+from .common import CUBE, Arguments, Launch, Limits, kernel, name, padded, query_lengths, rows
 
 OP = "npu_lightning_indexer_pto"
 
@@ -48,7 +48,7 @@ def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
     lengths_key = a.actual_seq_lengths_key
     indices = out.view(-1, a.sparse_count)
     tensors = (
-        rows(a.query),
+        padded(rows(a.query), rows=-a.query.size(-2) % CUBE),
         a.weights.contiguous().view(-1, 1),
         rows(a.key),
         query_lengths(a.actual_seq_lengths_query, a.layout_query, tokens, lengths_key),

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .common import Arguments, Launch, Limits, kernel, name, rows
+from .common import CUBE, Arguments, Launch, Limits, kernel, name, padded, program, rows
 
 OP = "npu_sparse_attention_pto"
 
@@ -19,6 +19,7 @@ def check(a: Arguments) -> None:
         "x.size(2)": a.x.size(-1),
         "w_dq.size(1)": a.w_dq.size(1),
         "w_uk.size(1)": a.w_uk.size(1),
+        "w_uk.size(2)": a.w_uk.size(2),
         "kr_cache.size(3)": a.kr_cache.size(-1),
     }
     for argument, width in widths.items():
@@ -41,7 +42,7 @@ def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
     if a.sin.dtype != a.cos.dtype:
         a.sin, a.cos = a.sin.float(), a.cos.float()
     nope, rope = a.w_uk.size(1), a.kr_cache.size(-1)
-    program = kernel(
+    run_program = kernel(
         OP,
         dtype=name(a.x.dtype),
         angle_dtype=name(a.sin.dtype),
@@ -60,7 +61,7 @@ def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
     )
     caches = [rows(cache) for cache in (a.kv_cache, a.kr_cache, a.index_k_cache)]
     result = out.view(-1, out.size(-1))
-    launch(program, _tensors(a, result, *caches), (*caches, result))
+    launch(run_program, _tensors(a, result, *caches), (*caches, result))
     return out
 
 
@@ -70,8 +71,11 @@ def _tensors(
     """The program's arguments, in its order."""
     tokens, (heads, _, latent) = a.x.size(0) * a.x.size(1), a.w_uk.shape
     rope, index_heads, index_dim = a.kr_cache.size(-1), a.w_idx_proj.size(1), a.w_idx_k.size(1)
+    at_once = program(OP).rows_at_once(tokens=tokens, hidden=a.x.size(-1))
+    # what follows the last token's queries is loaded with them, if they do not fill tiles
+    longest = tokens + (CUBE if heads % CUBE or index_heads % CUBE else 0)
     return (
-        rows(a.x),
+        padded(rows(a.x), rows=-tokens % at_once),
         a.w_dq.contiguous(),
         a.w_uq_qr.contiguous(),
         rows(a.w_uk),
@@ -85,14 +89,14 @@ def _tensors(
         kr_cache,
         a.w_idx_qb.contiguous(),
         a.w_idx_k.contiguous(),
-        a.w_idx_proj.contiguous(),
+        padded(a.w_idx_proj.contiguous(), columns=-index_heads % CUBE),
         a.in_gamma_k.contiguous().view(1, -1),
         a.in_beta_k.contiguous().view(1, -1),
         index_k_cache,
         # results that one stage of the program passes to the next
-        a.x.new_empty(tokens, heads * latent),
-        a.x.new_empty(tokens, heads, rope),
-        a.x.new_empty(tokens, index_heads, index_dim),
+        a.x.new_empty(longest, heads * latent),
+        a.x.new_empty(longest, heads, rope),
+        a.x.new_empty(longest, index_heads, index_dim),
         a.x.new_empty(tokens, index_heads, dtype=torch.float32),
         a.act_seqs.contiguous(),
         a.block_table.contiguous(),

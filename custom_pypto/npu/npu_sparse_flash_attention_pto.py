@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from .common import Arguments, Launch, Limits, kernel, name, query_lengths, rows
+from .common import CUBE, Arguments, Launch, Limits, kernel, name, padded, query_lengths, rows
 
 OP = "npu_sparse_flash_attention_pto"
 
@@ -23,12 +23,12 @@ def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
     if a.key.numel() == 0 or a.block_table.numel() == 0 or count == 0:
         return out.zero_()
     tokens = a.sparse_indices.numel() // count
-    rope = a.query_rope is not None
+    rope, heads = a.query_rope is not None, a.query.size(-2)
     program = kernel(
         OP,
         dtype=name(a.query.dtype),
         rope=rope,
-        heads=a.query.size(-2),
+        heads=heads,
         block_size=a.key.size(1),
         scale=a.scale_value,
         layout=a.layout_query,
@@ -43,8 +43,8 @@ def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
     lengths_kv = a.actual_seq_lengths_kv
     result = out.view(-1, out.size(-1))
     tensors = (
-        rows(a.query),
-        *([rows(a.query_rope)] if rope else []),
+        padded(rows(a.query), rows=-heads % CUBE),
+        *([padded(rows(a.query_rope), rows=-heads % CUBE)] if rope else []),
         rows(a.key),
         *([rows(a.key_rope)] if rope else []),
         rows(a.key if a.value is None else a.value),

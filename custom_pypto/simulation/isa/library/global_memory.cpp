@@ -31,18 +31,23 @@ const Area* area_of(uint64_t address) {
         before->name + ", which has " + std::to_string(size));
 }
 
-const Area& checked(uint64_t address, int64_t bytes, bool write) {
+const Area& inside(uint64_t address, int64_t bytes, bool write) {
   const Area* area = area_of(address);
   if (!area || address + bytes > area->end) outside(address, bytes, write ? "writes" : "reads");
+  return *area;
+}
+
+const Area& checked(uint64_t address, int64_t bytes, bool write) {
+  const Area& area = inside(address, bytes, write);
   if (!accesses.empty()) {
     Access& last = accesses.back();
     if (last.end == address && last.write == write && last.instruction == instruction) {
       last.end += bytes;
-      return *area;
+      return area;
     }
   }
   accesses.push_back({address, address + bytes, instruction, write});
-  return *area;
+  return area;
 }
 
 }  // namespace
@@ -82,6 +87,8 @@ const char* read_global(uint64_t address, int64_t bytes) {
   }
   return reinterpret_cast<const char*>(address);
 }
+
+void require_memory(uint64_t address, int64_t bytes) { inside(address, bytes, false); }
 
 char* write_global(uint64_t address, int64_t bytes) {
   if (bytes <= 0) return nullptr;

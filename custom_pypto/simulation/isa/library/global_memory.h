@@ -29,5 +29,7 @@ std::string place_of(uint64_t address);
 // The host address of ``bytes`` of global memory, checked and logged.
 const char* read_global(uint64_t address, int64_t bytes);
 char* write_global(uint64_t address, int64_t bytes);
+// That the bytes may be read, by a copy of values that do not matter.
+void require_memory(uint64_t address, int64_t bytes);
 
 }  // namespace isa

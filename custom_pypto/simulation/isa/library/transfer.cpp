@@ -40,7 +40,8 @@ void check_shapes(const Tile& tile, const Global& global) {
   require(global.shape[3] < 4096, "more than 4095 rows at once");
 }
 
-// L1 as columns of 32 bytes: column block after column block, each with all the tile's rows
+// L1 as columns of 32 bytes: column block after column block, each with all the tile's rows. What
+// is copied beyond the valid part must be memory, and must not matter.
 void load_fractal(const Tile& dst, const Global& src) {
   int size = size_of(dst.type), per_block = BLOCK / size;
   int64_t rows = src.shape[3], cols = src.shape[4];
@@ -49,15 +50,18 @@ void load_fractal(const Tile& dst, const Global& src) {
               src.stride[3] <= 65535,
           "ND to NZ: rows in [1, 16384], columns and row stride in [1, 65535]");
   int blocks = round_up(static_cast<int>(cols), per_block) / per_block;
-  char* to = region(dst, ((blocks - 1) * static_cast<int64_t>(dst.rows) + rows) * BLOCK, "dst");
+  int64_t bytes = ((blocks - 1) * static_cast<int64_t>(dst.rows) + rows) * BLOCK;
+  char* to = region(dst, bytes, "dst");
   for (int64_t row = 0; row < rows; ++row) {
-    const char* from = read_global(src.address + row * src.stride[3] * size, cols * size);
-    for (int block = 0; block < blocks; ++block) {
-      char* place = to + (block * static_cast<int64_t>(dst.rows) + row) * BLOCK;
-      int64_t bytes = std::min<int64_t>(BLOCK, cols * size - block * BLOCK);
-      std::memcpy(place, from + block * BLOCK, bytes);
-      // the copy fills the rest of the last block with zeros
-      std::memset(place + bytes, 0, BLOCK - bytes);
+    uint64_t begin = src.address + row * src.stride[3] * size;
+    int64_t valid = row < dst.valid_rows ? std::min<int64_t>(cols, dst.valid_cols) * size : 0;
+    require_memory(begin, cols * size);
+    const char* from = read_global(begin, valid);
+    for (int64_t byte = 0; byte < blocks * BLOCK; byte += BLOCK) {
+      char* place = to + (byte / BLOCK * dst.rows + row) * BLOCK;
+      int64_t copied = std::min<int64_t>(BLOCK, valid - byte);
+      poison(place, BLOCK);
+      if (copied > 0) std::memcpy(place, from + byte, copied);
     }
   }
 }
