@@ -96,7 +96,6 @@ SUBJECTS = {
             rows=(2, 4, 8, 16),
             l1_reuse=(0, 1, 2, 3, 4, 6, 8),
             vec_nbuffer=(0, 1, 2, 3, 4, 5, 6, 8),
-            table_apart=(False, True),
         ),
         # every group of heads gathers the selected rows
         loads=lambda settings: math.ceil(npu_cases.N1 / settings.heads),

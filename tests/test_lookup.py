@@ -44,9 +44,11 @@ def test_broken_indexer_answers_by_chance(length):
 
 @pytest.mark.slow
 @pytest.mark.sim
+@pytest.mark.parametrize("generated", [False, True], ids=["interpreter", "generated"])
 @torch.no_grad()
-def test_npu_programs_answer_as_the_cpu_kernels_do():
-    """Prompt in one call, then token by token; every op in PyPTO's interpreter."""
+def test_npu_programs_answer_as_the_cpu_kernels_do(generated):
+    """Prompt in one call, then token by token; every op in PyPTO's interpreter, or as generated
+    code."""
     if importlib.util.find_spec("pypto") is None:
         pytest.skip("the sim extra is not installed")
     from custom_pypto import simulation
@@ -62,7 +64,7 @@ def test_npu_programs_answer_as_the_cpu_kernels_do():
         )[:, :-1]
 
     expected = answers()
-    with simulation.on_cpu():
+    with simulation.on_cpu(generated=generated):
         got = answers()
     asked = labels[:, 1:] >= 0
     assert torch.equal(got[asked], expected[asked])

@@ -88,15 +88,7 @@ def pieces(index, size: int) -> list:
 
 
 def checked(
-    a: Arguments,
-    row,
-    sequence,
-    visible,
-    *,
-    block_size: int,
-    table_width: int,
-    apart: bool,
-    sizes: Callable,
+    a: Arguments, row, sequence, visible, *, block_size: int, table_width: int, sizes: Callable
 ):
     """The checked inputs of the gathers and of the softmax.
 
@@ -104,22 +96,16 @@ def checked(
     of the padded number of indices.
 
     Index arithmetic is float32, the type for which comparisons exist; it keeps the order of all
-    int32. ``apart``: indices and table are checked by two tasks instead of one.
+    int32.
     """
     blocks = a.key.shape[0] // block_size
     # without a scope each branch of the computation becomes a stage of its own
     pypto.set_pass_options(sg_set_scope=1)
     last = number(visible - 1)
-    if apart:
-        index, mask = checked_indices(a.indices, row, last)
-        index = [pieces(index, size) for size in sizes(index.shape[1])]
-        pypto.set_pass_options(sg_set_scope=2)
-        last_block = number(blocks - 1)
-    else:
-        # from ``last``, so that indices and table are connected and stay in one task
-        last_block = pypto.sub(number(visible - 1 + blocks - 1), last)
-        index, mask = checked_indices(a.indices, row, last)
-        index = [pieces(index, size) for size in sizes(index.shape[1])]
+    # from ``last``, so that indices and table are connected and stay in one task
+    last_block = pypto.sub(number(visible - 1 + blocks - 1), last)
+    index, mask = checked_indices(a.indices, row, last)
+    index = [pieces(index, size) for size in sizes(index.shape[1])]
     table = checked_table(a.block_table, sequence, last_block, table_width)
     pypto.set_pass_options(sg_set_scope=-1)
     return index, mask, table
@@ -156,9 +142,9 @@ def attender(
         pypto.set_pass_options(**tiling.pass_options)  # of the calling loop
         pypto.experimental.set_operation_options(combine_axis=True)
         if pypto.cond(visible > 0):
-            facts = dict(block_size=block_size, table_width=table_width, apart=tiling.table_apart)
             sizes = functools.partial(tiling.pieces, heads, latent)
-            index, mask, table = checked(a, row, sequence, visible, sizes=sizes, **facts)
+            facts = dict(block_size=block_size, table_width=table_width, sizes=sizes)
+            index, mask, table = checked(a, row, sequence, visible, **facts)
             width = mask.shape[1]
             scores_tiles, output_tiles = tiling.cube_tiles(heads, latent, width)
             gather = functools.partial(gathered, table=table, block_size=block_size)

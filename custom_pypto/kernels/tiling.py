@@ -86,7 +86,6 @@ class AttentionTiling:
     rows: int  # heads per softmax tile
     l1_reuse: int  # cube tiles that share an operand per task; 0: the compiler chooses
     vec_nbuffer: int  # softmax tiles per task; 0: the compiler chooses
-    table_apart: bool = False  # the block table is checked in a task of its own
 
     def cube_tiles(self, heads: int, latent: int, keys: int) -> tuple[tuple, tuple]:
         """Cube tiles ([m], [k], [n]) of both matmuls, in L0 and L1 each."""
@@ -118,12 +117,13 @@ class AttentionTiling:
 # few edges; softmax tasks of 20 heads, because their number rather than their length delays the
 # outputs.
 ATTENTION = {
-    # two groups of heads in parallel, each of small tasks, fill the cores
+    # two groups of heads in parallel, each of small tasks, fill the cores; 2048 probabilities in one
+    # load, so that the indices of the values are one piece
     "1-2 tokens": AttentionTiling(
         heads=64,
         score_keys=256,
         output_columns=64,
-        output_keys=1024,
+        output_keys=2048,
         rows=8,
         l1_reuse=2,
         vec_nbuffer=0,
@@ -149,11 +149,9 @@ ATTENTION = {
         rows=4,
         l1_reuse=2,
         vec_nbuffer=4,
-        table_apart=True,
     ),
     # one group: keys and values are gathered once per token. Three score tasks per token keep the
-    # 24 cube cores busy just once; score tasks wait for the checks, which are faster in separate
-    # tasks, and spare vector cores exist
+    # 24 cube cores busy just once; softmax tasks of 16 heads
     "5-8 tokens": AttentionTiling(
         heads=128,
         score_keys=256,
@@ -161,10 +159,9 @@ ATTENTION = {
         output_keys=512,
         rows=4,
         l1_reuse=3,
-        vec_nbuffer=5,
-        table_apart=True,
+        vec_nbuffer=4,
     ),
-    # checks in one task again: separate tasks were slower
+    # softmax tasks of 20 heads again
     "9-16 tokens": AttentionTiling(
         heads=128,
         score_keys=256,
