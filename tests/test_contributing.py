@@ -27,6 +27,7 @@ EXAMPLES = {
     "tests/test_converter.py",
     "tests/test_env.py",
     "tests/test_graph.py",
+    "tests/test_generated.py",
     "tests/test_graph_mode.py",
     "tests/test_kernels.py",
     "tests/test_layering.py",

@@ -117,8 +117,8 @@ class AttentionTiling:
 # few edges; softmax tasks of 20 heads, because their number rather than their length delays the
 # outputs.
 ATTENTION = {
-    # two groups of heads in parallel, each of small tasks, fill the cores; 2048 probabilities in one
-    # load, so that the indices of the values are one piece
+    # two groups of heads in parallel, each of small tasks, fill the cores; 2048 probabilities in
+    # one load, so that the indices of the values are one piece
     "1-2 tokens": AttentionTiling(
         heads=64,
         score_keys=256,

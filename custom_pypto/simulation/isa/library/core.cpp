@@ -32,6 +32,22 @@ std::string flag_name(int from, int to, int event) {
          pipes[to];
 }
 
+// Memory whose addresses have 32 bits: PyPTO's tile operations cut others off. The page behind it
+// is no memory.
+char* low_memory(uint64_t size) {
+  for (uint64_t hint = 1 << 28; hint < uint64_t{1} << 32; hint += 1 << 24) {
+    int flags = MAP_PRIVATE | MAP_ANONYMOUS;
+    void* place = mmap(reinterpret_cast<void*>(hint), size + 4096, PROT_NONE, flags, -1, 0);
+    if (place == MAP_FAILED) break;
+    if (reinterpret_cast<uint64_t>(place) + size < uint64_t{1} << 32) {
+      if (mprotect(place, size, PROT_READ | PROT_WRITE)) break;
+      return static_cast<char*>(place);
+    }
+    munmap(place, size + 4096);
+  }
+  throw std::bad_alloc();
+}
+
 }  // namespace
 
 void fault(const std::string& problem) { throw Fault(std::string(instruction) + ": " + problem); }
@@ -45,14 +61,7 @@ void reset_core(int byte) {
   pattern = byte;
   flags.clear();
   for (Memory& memory : memories) {
-    if (!memory.begin) {
-      // tile operations compute with 32-bit addresses; the page behind a buffer is no memory
-      void* place = mmap(nullptr, memory.size + 4096, PROT_NONE,
-                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_32BIT, -1, 0);
-      if (place == MAP_FAILED || mprotect(place, memory.size, PROT_READ | PROT_WRITE))
-        throw std::bad_alloc();
-      memory.begin = static_cast<char*>(place);
-    }
+    if (!memory.begin) memory.begin = low_memory(memory.size);
     std::memset(memory.begin, pattern, memory.size);
   }
 }

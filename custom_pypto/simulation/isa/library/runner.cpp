@@ -3,6 +3,7 @@
 #include <dirent.h>
 #include <pthread.h>
 #include <sched.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cstdlib>
@@ -56,12 +57,13 @@ void yield_to_this_thread() {
   CPU_ZERO(&all);
   for (int cpu = 0; cpu < CPU_SETSIZE; ++cpu) CPU_SET(cpu, &all);
   sched_setaffinity(0, sizeof all, &all);
+  int this_thread = static_cast<int>(syscall(SYS_gettid));
   DIR* threads = opendir("/proc/self/task");
   if (!threads) return;
   sched_param none = {};
   while (dirent* entry = readdir(threads)) {
     int thread = std::atoi(entry->d_name);
-    if (thread && thread != gettid()) sched_setscheduler(thread, SCHED_IDLE, &none);
+    if (thread && thread != this_thread) sched_setscheduler(thread, SCHED_IDLE, &none);
   }
   closedir(threads);
 }
