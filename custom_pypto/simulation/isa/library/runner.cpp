@@ -82,8 +82,8 @@ void learn_areas(DynFuncHeader* header) {
   }
   isa::Area workspace = {"the workspace", start->workspace,
                          start->workspace + start->workspace_size};
-  uint64_t first = header->At(0).workspaceAddr;
-  if (first < workspace.begin || first > workspace.end)
+  uint64_t first = header->At(0).workspaceAddr;  // 0 if a function needs none
+  if (first && (first < workspace.begin || first > workspace.end))
     throw isa::Fault("PyPTO's launch arguments have another layout than those of 0.2.0");
   isa::set_areas(std::move(arguments), workspace);
 }
