@@ -51,7 +51,7 @@ void binary_scalar(const char* name, Binary op, const Tile& dst, const Tile& a, 
 void unary(const char* name, Unary op, const Tile& dst, const Tile& src);
 void fill(const Tile& dst, double scalar);
 void copy(const Tile& dst, const Tile& src);
-void convert(const Tile& dst, const Tile& src, Round mode, bool saturate);
+void convert(const Tile& dst, const Tile& src, Round mode);  // out of range: the nearest
 void compare(const Tile& dst, const Tile& a, const Tile& b, Compare mode);
 void compare_scalar(const Tile& dst, const Tile& a, double scalar, Compare mode);
 void select(const Tile& dst, const Tile& mask, const Tile& a, const Tile& b, const Tile& tmp);

@@ -111,10 +111,8 @@ void TMOV(const Dst& dst, const Src& src) {
   isa::copy(dst.view(), src.view());
 }
 template <class Dst, class Src>
-void TCVT(const Dst& dst, const Src& src, RoundMode mode,
-          SaturationMode saturation = SaturationMode::ON) {
-  isa::convert(dst.view(), src.view(), static_cast<isa::Round>(mode),
-               saturation == SaturationMode::ON);
+void TCVT(const Dst& dst, const Src& src, RoundMode mode, SaturationMode = SaturationMode::ON) {
+  isa::convert(dst.view(), src.view(), static_cast<isa::Round>(mode));
 }
 template <class Dst, class A, class B>
 void TCMP(const Dst& dst, const A& a, const B& b, CmpMode mode) {

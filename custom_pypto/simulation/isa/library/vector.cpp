@@ -196,7 +196,7 @@ To converted(From value, Round mode) {
 
 }  // namespace
 
-void convert(const Tile& dst, const Tile& src, Round mode, bool) {
+void convert(const Tile& dst, const Tile& src, Round mode) {
   instruction = "TCVT";
   same_valid(dst, src);
   bool narrows = size_of(dst.type) < size_of(src.type) || src.type == Type::i32;
