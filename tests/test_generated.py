@@ -268,7 +268,6 @@ INDEXER = [
         id="every-key",
     ),
     slow(dict(lengths_query=[40, 9], lengths_key=[200, 9], sparse_count=16), id="prefill"),
-    slow(dict(lengths_query=[2], lengths_key=[3000], sparse_count=2048), id="K-2048"),
     slow(dict(lengths_query=[2], lengths_key=[20000], sparse_count=256, heads=32), id="chunks"),
     slow(dict(lengths_query=[1], lengths_key=[50000], sparse_count=4096, heads=8), id="levels"),
     *(
