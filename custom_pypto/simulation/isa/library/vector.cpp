@@ -113,9 +113,14 @@ void row_expand_binary(const char* name, Binary op, const Tile& dst, const Tile&
   with_type(dst.type, [&](auto zero) {
     using T = decltype(zero);
     T *x = elements<T>(a, "src0"), *y = elements<T>(b, "src1"), *to = elements<T>(dst, "dst");
+    // a repeat of 256 bytes reads its operands before it writes: PyPTO lets dst overlap src1
+    constexpr int LANES = 256 / sizeof(T);
+    T right[LANES];
     for_each(dst, [&](int row, int col) {
-      double right = y[offset(b, row, column ? 0 : col % b.valid_cols)];
-      double value = apply(op, static_cast<double>(x[offset(a, row, col)]), right);
+      for (int lane = 0; col % LANES == 0 && lane < LANES; ++lane)
+        right[lane] = y[offset(b, row, column ? 0 : lane % b.valid_cols)];
+      double value = apply(op, static_cast<double>(x[offset(a, row, col)]),
+                           static_cast<double>(right[col % LANES]));
       to[offset(dst, row, col)] = rounded<T>(value);
     });
   });
