@@ -46,8 +46,8 @@ import custom_pypto
 
 CONTEXTS = (1024, 4096, 16384)
 # upstream materialises float32 index scores [64, S, S]: 64 GiB at 16K
-STOCK_PREFILL_LIMIT = 4096
-STOCK_DECODE_LIMIT = 16384
+UPSTREAM_PREFILL_LIMIT = 4096
+UPSTREAM_DECODE_LIMIT = 16384
 LAYER_DECODE_CONTEXTS = tuple(1024 * 2**i for i in range(8))
 LAYER_PREFILL_CONTEXTS = (1024, 2048, 4096, 16384)
 # Relative to the largest element of a row. Each side rounds four times (ours: absorbed query,
@@ -58,7 +58,7 @@ LAYER_TOLERANCE = 2**-4
 PLOTS = Path(__file__).with_name("plots")
 
 
-def stock_layer_prefill_limit() -> int:
+def upstream_layer_prefill_limit() -> int:
     """In tokens: upstream needs about 1.7 KB per pair of tokens, 7 GB at 2K and 28 GB at 4K."""
     return 4096 if psutil.virtual_memory().available > 32e9 else 2048
 
@@ -66,18 +66,18 @@ def stock_layer_prefill_limit() -> int:
 def sides_of(phase: str, context: int) -> tuple[str, ...]:
     """The sides to run: upstream only where it fits in memory and takes seconds at most."""
     if phase == "layer prefill":
-        limit = stock_layer_prefill_limit()
+        limit = upstream_layer_prefill_limit()
     else:
-        limit = STOCK_PREFILL_LIMIT if phase == "prefill" else STOCK_DECODE_LIMIT
+        limit = UPSTREAM_PREFILL_LIMIT if phase == "prefill" else UPSTREAM_DECODE_LIMIT
     return SIDES if context <= limit else SIDES[:1]
 
 
 def assert_agree(phase: str, outputs: dict[str, Tensor]) -> None:
     """Exits unless the sides agree within rounding; float32 logits, or bfloat16 rows."""
-    ours, stock = (outputs[side].float() for side in SIDES)
-    error, limit = (ours - stock).abs().amax(-1), 1e-3
+    ours, upstream = (outputs[side].float() for side in SIDES)
+    error, limit = (ours - upstream).abs().amax(-1), 1e-3
     if phase.startswith("layer"):
-        error, limit = error / stock.abs().amax(-1), LAYER_TOLERANCE
+        error, limit = error / upstream.abs().amax(-1), LAYER_TOLERANCE
     if not (error <= limit).all():
         raise SystemExit(f"{phase}: the sides differ by {error.max():.1e}; not reported")
 
@@ -172,7 +172,7 @@ def make_layers() -> dict:
 def measure_layer(both: dict, repeats: int) -> list[Result]:
     results = [
         # upstream takes seconds per token
-        measured(both, "layer decode", context, 3 if context <= STOCK_DECODE_LIMIT else repeats)
+        measured(both, "layer decode", context, 3 if context <= UPSTREAM_DECODE_LIMIT else repeats)
         for context in LAYER_DECODE_CONTEXTS
     ]
     return results + [
@@ -202,7 +202,7 @@ def check_layer() -> int:
         )
         for c, least in floors.here(floors.LAYER_DECODE).items()
     ]
-    prefill = stock_layer_prefill_limit()  # upstream falls behind further on longer prompts
+    prefill = upstream_layer_prefill_limit()  # upstream falls behind further on longer prompts
     name = f"layer prefill, {prefill // 1024}K"
     return check(
         [
@@ -303,7 +303,7 @@ def main() -> int:
         return 0
 
     def report(title: str, command: str, note: str, results: list[Result]) -> None:
-        header = ["phase", "context", "ms", "ms stock", "ratio", "peak MiB", "peak MiB stock"]
+        header = ["phase", "context", "ms", "ms upstream", "ratio", "peak MiB", "peak MiB upstream"]
         text = table([*header, "ratio", "repeats"], [result.row() for result in results])
         if args.write:
             command = f"python benchmarks/bench_model.py {command} --write"
@@ -311,7 +311,7 @@ def main() -> int:
 
     note = (
         "\n\nms: of one decoded token, or of the whole prompt; medians of interleaved repeats. "
-        "Peak: on top of weights and cache. Not run: stock prefill that does not fit; at 16K its "
+        "Peak: on top of weights and cache. Not run: upstream prefill that does not fit; at 16K its "
         "float32 index scores alone are 64 x 16384 x 16384 x 4 bytes = 64 GiB"
     )
     torch.set_num_threads(threads)
@@ -328,7 +328,7 @@ def main() -> int:
         both = make_layers()
         results = measure_layer(both, args.repeats)
         note += (
-            ", and stock decode above 16K, whose time goes on growing with the context. User CPU "
+            ", and upstream decode above 16K, whose time goes on growing with the context. User CPU "
             "time: see the next section."
         )
         report(

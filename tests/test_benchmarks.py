@@ -150,10 +150,10 @@ def test_a_decode_call_of_the_layer_can_be_repeated(layers):
 
 
 def test_a_row_says_what_was_not_run_and_what_is_too_small_to_measure():
-    ours, stock = model_sides.SIDES
+    ours, upstream = model_sides.SIDES
     both = bench_model.Result(
-        "layer decode", 4096, {ours: [0.01, 0.02, 0.03], stock: [1.0, 2.0, 3.0]},
-        {ours: 5, stock: 7 * 2**20}, 3,
+        "layer decode", 4096, {ours: [0.01, 0.02, 0.03], upstream: [1.0, 2.0, 3.0]},
+        {ours: 5, upstream: 7 * 2**20}, 3,
     )  # fmt: skip
     assert both.row() == "layer decode|4K|20.0|2000.0|100.0|<1|7|>7.0|3".split("|")
     alone = bench_model.Result("layer prefill", 16384, {ours: [1.0]}, {ours: 3 * 2**20}, 1)
