@@ -311,8 +311,8 @@ def main() -> int:
 
     note = (
         "\n\nms: of one decoded token, or of the whole prompt; medians of interleaved repeats. "
-        "Peak: on top of weights and cache. Not run: upstream prefill that does not fit; at 16K its "
-        "float32 index scores alone are 64 x 16384 x 16384 x 4 bytes = 64 GiB"
+        "Peak: on top of weights and cache. Not run: upstream prefill that does not fit; at 16K "
+        "its float32 index scores alone are 64 x 16384 x 16384 x 4 bytes = 64 GiB"
     )
     torch.set_num_threads(threads)
     if not args.check and args.part != "layer":
@@ -328,8 +328,8 @@ def main() -> int:
         both = make_layers()
         results = measure_layer(both, args.repeats)
         note += (
-            ", and upstream decode above 16K, whose time goes on growing with the context. User CPU "
-            "time: see the next section."
+            ", and upstream decode above 16K, whose time goes on growing with the context. User "
+            "CPU time: see the next section."
         )
         report(
             "Attention layer of the full size, bfloat16, 1 thread", "--part layer", note, results
