@@ -171,15 +171,25 @@ ATTENTION = {
         l1_reuse=3,
         vec_nbuffer=5,
     ),
-    # the cores are busy all the time: score tasks of one size, which leave no core waiting
+    # a token's score tasks are two, its softmax tasks two: edges take longer than idle cores
+    "17-32 tokens": AttentionTiling(
+        heads=128,
+        score_keys=256,
+        output_columns=256,
+        output_keys=512,
+        rows=4,
+        l1_reuse=4,
+        vec_nbuffer=16,
+    ),
+    # the tokens alone fill the cores: one score task for each, half of the edges again
     "more tokens": AttentionTiling(
         heads=128,
         score_keys=256,
         output_columns=256,
         output_keys=512,
         rows=4,
-        l1_reuse=2,
-        vec_nbuffer=5,
+        l1_reuse=8,
+        vec_nbuffer=16,
     ),
 }
 
@@ -192,7 +202,9 @@ def attention_tiling(*, tokens: int, fused: bool = False) -> AttentionTiling:
         return ATTENTION["3-4 tokens, fused" if fused else "3-4 tokens"]
     if tokens <= 8:
         return ATTENTION["5-8 tokens"]
-    return ATTENTION["9-16 tokens" if tokens <= 16 else "more tokens"]
+    if tokens <= 16:
+        return ATTENTION["9-16 tokens"]
+    return ATTENTION["17-32 tokens" if tokens <= 32 else "more tokens"]
 
 
 # bytes of a cube core's buffers on Atlas A2/A3
