@@ -79,14 +79,14 @@ SUBJECTS = {
         {
             "1-2 tokens": lambda: [npu_cases.attention(1, 1, 4096)],
             "3-4 tokens": lambda: [npu_cases.attention(4, 1, 8192)],
-            "3-4 tokens, fused": lambda: [npu_cases.fused(4, 1, 8192)],
             "5-8 tokens": lambda: [
                 npu_cases.attention(4, 2, 8192),
                 npu_cases.attention(4, 2, 8192, heads=64),
                 npu_cases.attention(4, 2, 8192, heads=16),
             ],
             "9-16 tokens": lambda: [npu_cases.attention(16, 1, 16384)],
-            "more tokens": lambda: [npu_cases.attention(32, 1, 16384)],
+            "17-32 tokens": lambda: [npu_cases.attention(32, 1, 16384)],
+            "more tokens": lambda: [npu_cases.attention(1, 256, 8192)],
         },
         dict(
             heads=(32, 64, 128),
@@ -95,7 +95,7 @@ SUBJECTS = {
             output_keys=(128, 256, 512, 1024, 2048),
             rows=(2, 4, 8, 16),
             l1_reuse=(0, 1, 2, 3, 4, 6, 8),
-            vec_nbuffer=(0, 1, 2, 3, 4, 5, 6, 8),
+            vec_nbuffer=(0, 1, 2, 3, 4, 5, 6, 8, 16),
         ),
         # every group of heads gathers the selected rows
         loads=lambda settings: math.ceil(npu_cases.N1 / settings.heads),
@@ -115,8 +115,10 @@ SUBJECTS = {
             down_n=(64, 128, 192, 256, 384),
             side_n=(64, 128, 192, 256, 384),
             up_n=(192, 384, 576, 768, 1152),
+            index_n=(128, 256, 384, 512, 768),
             heads=(4, 8, 16, 32),
             cube_nbuffer=(1, 2, 4),
+            absorb_nbuffer=(1, 2, 4, 6),
         ),
     ),
 }

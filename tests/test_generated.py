@@ -159,11 +159,13 @@ def test_a_race_is_found_with_both_tasks():
 
 @pytest.mark.slow
 def test_a_missing_barrier_of_the_fused_op_is_found(monkeypatch, fresh_kernels):
-    def no_barrier(*arguments, after_all, **facts):
-        return query_tiles(*arguments, **facts)
+    """Without ``submit_before_loop`` a token may read caches before they are written."""
 
-    query_tiles = fused.query_tiles
-    monkeypatch.setattr(fused, "query_tiles", no_barrier)
+    def no_barrier(name, *bounds, submit_before_loop=False):
+        return loop(name, *bounds)
+
+    loop = fused.loop
+    monkeypatch.setattr(fused, "loop", no_barrier)
     x = fused_case([200] * 16, 1, heads=16, sparse_count=256)
     with simulation.on_cpu(generated=True), pytest.raises(RuntimeError) as found:
         custom_pypto.npu_sparse_attention_pto(**x)

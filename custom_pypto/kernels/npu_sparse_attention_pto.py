@@ -9,11 +9,10 @@ from dataclasses import replace
 
 import pypto
 
-from . import DTYPES, Arguments, runtime_options
+from . import DTYPES, Arguments, loop, runtime_options
 from . import prolog as prologs
 from .npu_lightning_indexer_pto import Selector, write_indices
 from .npu_sparse_flash_attention_pto import attender
-from .sequences import query_tiles
 from .tiling import (
     AttentionTiling,
     IndexerTiling,
@@ -30,19 +29,29 @@ FLOAT, I32 = pypto.DT_FP32, pypto.DT_INT32
 def program(
     a: Arguments, *, eps: float, slot_words: int, tiling: PrologTiling, prolog_only: bool, **facts
 ) -> None:
-    """The op: prolog, then selection and attention token by token.
+    """The op: what reads ``x``; then, per tile of tokens, selection, ``w_uk`` and attention.
 
     Args:
         a: what :func:`.prolog.prolog` takes, ``act_seqs [B]`` and ``block_table [B, W]``; written:
-            ``indices [T, sparse_count]`` int32 and ``out [T * N1, L]``.
+            ``indices [rows_at_once, sparse_count]`` int32, of one tile, and ``out [T * N1, L]``.
     """
     prologs.prolog(a, eps=eps, slot_words=slot_words, tiling=tiling)
-    if not prolog_only:
-        select_and_attend(a, **facts)
+    tokens, M = a.sin.shape[0], tiling.tokens
+    for tile in loop("DSA_TILE", (tokens + M - 1) // M):
+        # PyPTO makes a reader of an argument with a dynamic dim wait for the last writer only: with
+        # ``submit_before_loop`` a tile waits for all caches and queries, and for the readers of
+        # ``indices`` in the tile before.
+        for _ in loop("DSA_AFTER_ALL", 1, submit_before_loop=True):
+            if prolog_only:
+                prologs.absorb(a, tile, tiling)
+            else:
+                select_and_attend(a, tile, tiling, **facts)
 
 
 def select_and_attend(
     a: Arguments,
+    tile,
+    tiling: PrologTiling,
     *,
     heads: int,
     index_heads: int,
@@ -53,12 +62,13 @@ def select_and_attend(
     index_tiling: IndexerTiling,
     attention_tiling: AttentionTiling,
 ) -> None:
-    """Selection and attention, which read the prolog's results from global memory."""
+    """Selection of all tokens of a tile, their queries times ``w_uk``, then their attention.
 
-    def rows(x, width):
-        count = x.shape[0] * (math.prod(x.shape[1:]) // width)
-        return pypto.reshape(x, [count, width], inplace=True)
-
+    In this order the selection's vector tasks overlap the products with ``w_uk``. A token's
+    attention waits for its own row of ``indices``, because both dims of that argument are static.
+    """
+    first = tile * tiling.tokens
+    count = (a.sin.shape[0] - first).min(tiling.tokens)
     select = Selector(
         Arguments(
             query=rows(a.q_index, a.q_index.shape[2]),
@@ -71,8 +81,14 @@ def select_and_attend(
         sparse_count=sparse_count,
         tiling=index_tiling,
     )
+    for i in loop("DSA_SELECT", count):
+        sequence, visible = seen(a, first + i, select.capacity)
+        write = functools.partial(write_indices, a.indices, i)
+        select(first + i, sequence, [visible], write)
+    prologs.absorb(a, tile, tiling)
     attend = attender(
         Arguments(
+            # a view from here on: one from before would not wait for the products with w_uk
             query=rows(a.q_latent, a.kv_cache.shape[1]),
             query_rope=rows(a.q_rope, a.q_rope.shape[2]),
             key=a.kv_cache,
@@ -88,18 +104,25 @@ def select_and_attend(
         scale=scale,
         tiling=attention_tiling,
     )
-    # One token at a time: PyPTO makes a reader of an argument with a dynamic dim wait for the last
-    # writer only, and the last writer of a token's selection is the token itself. With
-    # ``after_all`` the first token waits for everything that the prolog wrote.
-    lengths, tokens = a.act_seqs, a.indices.shape[0]
-    sequences = dict(layout="BSND", ragged=False, sparse_mode=3)
-    for row, sequence, visible in query_tiles(
-        lengths, lengths, tokens, select.capacity, **sequences, name="DSA", after_all=True
-    ):
-        select(row, sequence, visible, functools.partial(write_indices, a.indices, row))
-        # a loop of its own: it reads the results of the loop before
-        for _ in pypto.loop(1, name="DSA_ATTEND", idx_name="dsa_once"):
-            attend(row, sequence, *visible)
+    for i in loop("DSA_ATTEND", count):
+        sequence, visible = seen(a, first + i, select.capacity)
+        attend(first + i, sequence, visible, i)
+
+
+def rows(x, width):
+    """``x`` as ``[rows, width]``."""
+    count = x.shape[0] * (math.prod(x.shape[1:]) // width)
+    return pypto.reshape(x, [count, width], inplace=True)
+
+
+def seen(a: Arguments, token, capacity) -> tuple:
+    """A token's sequence and the number of keys it sees: ``sparse_mode=3``."""
+    S1 = a.sin.shape[0] // a.act_seqs.shape[0]
+    sequence = token // S1
+    keys = a.act_seqs[sequence].max(0).min(capacity)
+    keys = (keys - S1 + token % S1 + 1).max(0).min(keys)
+    keys.as_variable()
+    return sequence, keys
 
 
 def rows_at_once(*, tokens: int, hidden: int) -> int:
@@ -148,7 +171,7 @@ def kernel(
             ),
             tokens=1,
         ),
-        attention_tiling=attention_tiling(tokens=tokens, fused=True),
+        attention_tiling=attention_tiling(tokens=tokens),
         prolog_only=prolog_only,
         **facts,
     )
@@ -183,13 +206,14 @@ def _kernel(*, dtype, angle_dtype, ready_on_host: bool, **facts):
         in_gamma_k: pypto.Tensor(matrix, dtype),
         in_beta_k: pypto.Tensor(matrix, dtype),
         index_k_cache: pypto.Tensor(rows, dtype),
+        q_heads: pypto.Tensor(rows, dtype),
         q_latent: pypto.Tensor(rows, dtype),
         q_rope: pypto.Tensor(heads, dtype),
         q_index: pypto.Tensor(heads, dtype),
         index_weights: pypto.Tensor(rows, FLOAT),
         act_seqs: pypto.Tensor([pypto.DYNAMIC], I32),
         block_table: pypto.Tensor([pypto.DYNAMIC, pypto.DYNAMIC], I32),
-        indices: pypto.Tensor(rows, I32),
+        indices: pypto.Tensor(matrix, I32),
         out: pypto.Tensor(rows, dtype),
     ):
         program(Arguments(**locals()), **facts)

@@ -128,23 +128,24 @@ def attender(
     scale: float,
     tiling: AttentionTiling,
 ) -> Callable:
-    """``attend(row, sequence, visible)``, which builds the output rows of one token.
+    """``attend(row, sequence, visible, selection)``, which builds the output rows of one token
+    from the row ``selection`` of the indices.
 
     Args:
         a: ``query [T * heads, L]`` and ``query_rope [T * heads, R]``, without rope None;
             ``key``, ``key_rope`` and ``value`` ``[blocks * block_size, …]``, of which ``value`` may
-            be ``key``; ``indices [T, K]`` and ``block_table [B, W]`` int32; ``out [T * heads, L]``.
+            be ``key``; ``indices [., K]`` and ``block_table [B, W]`` int32; ``out [T * heads, L]``.
         table_width: static bound of W.
     """
     dtype, latent = a.query.dtype, a.query.shape[1]
 
-    def attend(row, sequence, visible):
+    def attend(row, sequence, visible, selection):
         pypto.set_pass_options(**tiling.pass_options)  # of the calling loop
         pypto.experimental.set_operation_options(combine_axis=True)
         if pypto.cond(visible > 0):
             sizes = functools.partial(tiling.pieces, heads, latent)
             facts = dict(block_size=block_size, table_width=table_width, sizes=sizes)
-            index, mask, table = checked(a, row, sequence, visible, **facts)
+            index, mask, table = checked(a, selection, sequence, visible, **facts)
             width = mask.shape[1]
             scores_tiles, output_tiles = tiling.cube_tiles(heads, latent, width)
             gather = functools.partial(gathered, table=table, block_size=block_size)
@@ -190,7 +191,7 @@ def program(
         sparse_mode=sparse_mode,
         name="SFA",
     ):
-        attend(row, sequence, visible)
+        attend(row, sequence, visible, row)
 
 
 def gathered(rows, index: list, *, table, block_size: int, transposed: bool):

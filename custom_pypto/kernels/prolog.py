@@ -134,11 +134,11 @@ class Tile:
             parts.append(pypto.cast(columns(k_index, R, DI - R), dtype))
         return k_latent, k_rope, pypto.concat(parts, -1)
 
-    def up(self, latent, w, width, h):
+    def up(self, latent, w, width, h, n):
         """``latent @ w`` for the heads from ``h`` on that become one task, and their number."""
         heads = min(self.tiling.heads, w.shape[1] // width - h)
         # whole heads per task: a reader of one head then waits for one task
-        n = max(self.tiling.up_n // width, 1) * width
+        n = max(n // width, 1) * width
         tile = self.tiling.tokens, w.shape[0], n
         tile = cube_tile(*tile, columns=heads * width, left_stays=True)
         pypto.set_cube_tile_shapes(*tile)
@@ -160,7 +160,7 @@ class Tile:
         a, half, R = self.a, self.half, 2 * self.half
         _, NI, DI = a.q_index.shape
         for h in range(0, NI, self.tiling.heads):
-            q, heads = self.up(latent, a.w_idx_qb, DI, h)
+            q, heads = self.up(latent, a.w_idx_qb, DI, h, self.tiling.index_n)
             pypto.set_vec_tile_shapes(self.tiling.rows, heads, DI)
             q = pypto.cast(self.by_head(q, heads), FLOAT)
             with one_task():
@@ -170,23 +170,37 @@ class Tile:
                     rest = pypto.cast(columns(q, R, DI - R), self.dtype)
                     pypto.assemble(rest, [self.start, h, R], a.q_index)
 
+    def angle(self):
+        pypto.set_vec_tile_shapes(self.tiling.rows, self.half)
+        return [pypto.cast(self.view(x, 0, self.half), FLOAT) for x in (self.a.sin, self.a.cos)]
+
+    def by_token(self, angle):
+        pypto.set_vec_tile_shapes(self.tiling.rows, self.half)
+        return [self.by_head(x, 1) for x in angle]
+
     def query(self, latent, angle):
-        """Writes ``q_latent``, the part without RoPE times ``w_uk``, and ``q_rope``."""
-        a, (_, N1, R), L = self.a, self.a.q_rope.shape, self.a.w_uk.shape[1]
+        """Writes ``q_heads``, all columns by ``w_uq_qr``, and ``q_rope``."""
+        a, (_, N1, R) = self.a, self.a.q_rope.shape
         P = a.w_uk.shape[0] // N1
         for h in range(0, N1, self.tiling.heads):
-            q, heads = self.up(latent, a.w_uq_qr, P + R, h)
-            pypto.set_cube_tile_shapes(*cube_tile(self.tiling.tokens, P, L, columns=L))
-            for i in range(heads):
-                w = pypto.view(a.w_uk, [P, L], [(h + i) * P, 0])
-                absorbed = pypto.matmul(columns(q, i * (P + R), P), w, self.dtype)
-                pypto.assemble(absorbed, [self.start, (h + i) * L], a.q_latent)
+            q, heads = self.up(latent, a.w_uq_qr, P + R, h, self.tiling.up_n)
+            pypto.assemble(q, [self.start, h * (P + R)], a.q_heads)
             pypto.set_vec_tile_shapes(self.tiling.rows, heads, R)
             # the cast stays outside: inside it would pull the matmul into the task
             q = pypto.cast(columns(self.by_head(q, heads), P, R), FLOAT)
             with one_task():
                 even, odd = interleaved_pairs(q, self.rows)
                 self.store_rotated(even, odd, angle, h, a.q_rope)
+
+    def absorb(self):
+        """Writes ``q_latent``: the part without RoPE times ``w_uk``."""
+        a, (_, N1, R), L = self.a, self.a.q_rope.shape, self.a.w_uk.shape[1]
+        P = a.w_uk.shape[0] // N1
+        pypto.set_cube_tile_shapes(*cube_tile(self.tiling.tokens, P, L, columns=L))
+        for h in range(N1):
+            w = pypto.view(a.w_uk, [P, L], [h * P, 0])
+            q = self.view(a.q_heads, h * (P + R), P)
+            pypto.assemble(pypto.matmul(q, w, self.dtype), [self.start, h * L], a.q_latent)
 
     def write_caches(self, k_latent, k_rope, k_index, slot_words):
         """Writes the key rows of each token whose slot exists."""
@@ -217,7 +231,7 @@ def prolog(a: Arguments, *, eps: float, slot_words: int, tiling: PrologTiling) -
     PyPTO 0.2.0 loads whole tiles: ``x`` has the rows of whole tiles (:func:`rows_at_once`),
     ``w_idx_proj`` has NI rounded up to 16 columns.
     """
-    dtype, T, M, V = a.x.dtype, a.sin.shape[0], tiling.tokens, tiling.rows
+    dtype, T, M = a.x.dtype, a.sin.shape[0], tiling.tokens
     _, NI, DI = a.q_index.shape
     for i in pypto.loop((T + M - 1) // M, name="PROLOG", idx_name="prolog_tile"):
         pypto.set_pass_options(**tiling.pass_options)  # of this loop only
@@ -229,11 +243,16 @@ def prolog(a: Arguments, *, eps: float, slot_words: int, tiling: PrologTiling) -
         weights = columns(tile.project(a.w_idx_proj, tiling.side_n), 0, NI)
         pypto.assemble(pypto.mul(weights, (NI * DI) ** -0.5), [tile.start, 0], a.index_weights)
 
-        pypto.set_vec_tile_shapes(V, tile.half)
-        angle = [pypto.cast(tile.view(x, 0, tile.half), FLOAT) for x in (a.sin, a.cos)]
+        angle = tile.angle()
         keys = tile.keys(c_kv, k_index, angle, eps)
-        pypto.set_vec_tile_shapes(V, tile.half)
-        angle = [tile.by_head(x, 1) for x in angle]
+        angle = tile.by_token(angle)
         tile.index_query(latent, angle)
         tile.query(latent, angle)
         tile.write_caches(*keys, slot_words)
+
+
+def absorb(a: Arguments, tile, tiling: PrologTiling) -> None:
+    """Writes the rows of ``q_latent`` of a tile of :func:`prolog`."""
+    for _ in pypto.loop(1, name="ABSORB", idx_name="absorb"):
+        pypto.set_pass_options(**tiling.absorb_options)  # of this loop only
+        Tile(a, tile, tiling).absorb()

@@ -33,7 +33,6 @@ def query_tiles(
     sparse_mode: int,
     name: str,
     tile: int = 1,
-    after_all: bool = False,
 ) -> Iterator[tuple]:
     """``(row, sequence, visible)`` of consecutive query tokens, in nested loops.
 
@@ -49,8 +48,6 @@ def query_tiles(
         ragged: whether ``query_lengths`` counts for BSND; without it every row is a token.
         name: prefix of the loops' names.
         tile: tokens per tile.
-        after_all: start when every task of the program so far is done. Without it a loop that reads
-            an argument with a dynamic first dim waits only for the iteration that wrote it last.
 
     Yields:
         The row of the first token in the flattened query; its sequence; a list: for each token the
@@ -58,7 +55,7 @@ def query_tiles(
     """
     batch = key_lengths.shape[0]
     sequences = batch + (layout == "TND")
-    for b in loop(f"{name}_B", sequences, submit_before_loop=after_all):
+    for b in loop(f"{name}_B", sequences):
         start, rows, len_q, owns_keys = query_rows(
             query_lengths, b, batch, tokens, layout=layout, ragged=ragged
         )

@@ -139,17 +139,6 @@ ATTENTION = {
         l1_reuse=3,
         vec_nbuffer=5,
     ),
-    # in the fused op a token starts when its selection is ready: smaller tasks fill cores that
-    # other tokens leave idle
-    "3-4 tokens, fused": AttentionTiling(
-        heads=128,
-        score_keys=256,
-        output_columns=256,
-        output_keys=512,
-        rows=4,
-        l1_reuse=2,
-        vec_nbuffer=4,
-    ),
     # one group: keys and values are gathered once per token. Three score tasks per token keep the
     # 24 cube cores busy just once; softmax tasks of 16 heads
     "5-8 tokens": AttentionTiling(
@@ -194,12 +183,12 @@ ATTENTION = {
 }
 
 
-def attention_tiling(*, tokens: int, fused: bool = False) -> AttentionTiling:
-    """For ``tokens`` query tokens of all sequences together, in the op alone or the fused one."""
+def attention_tiling(*, tokens: int) -> AttentionTiling:
+    """For ``tokens`` query tokens of all sequences together."""
     if tokens <= 2:
         return ATTENTION["1-2 tokens"]
     if tokens <= 4:
-        return ATTENTION["3-4 tokens, fused" if fused else "3-4 tokens"]
+        return ATTENTION["3-4 tokens"]
     if tokens <= 8:
         return ATTENTION["5-8 tokens"]
     if tokens <= 16:
@@ -244,9 +233,11 @@ class PrologTiling:
     split: int  # parts of H, summed by the vector cores
     down_n: int  # columns per cube task of w_dq
     side_n: int  # columns per cube task of w_dkv_kr, w_idx_k and w_idx_proj
-    up_n: int  # columns per cube task of w_uq_qr and w_idx_qb, rounded to whole heads
+    up_n: int  # columns per cube task of w_uq_qr, rounded to whole heads
+    index_n: int  # the same of w_idx_qb
     heads: int  # heads per vector task; UB holds 64 pairs of token and head
     cube_nbuffer: int = 2  # similar cube tasks merged into one
+    absorb_nbuffer: int = 2  # heads of w_uk per cube task
 
     @property
     def pass_options(self) -> dict:
@@ -256,21 +247,29 @@ class PrologTiling:
             "cube_nbuffer_setting": {-1: self.cube_nbuffer},
         }
 
+    @property
+    def absorb_options(self) -> dict:
+        return {**self.pass_options, "cube_nbuffer_setting": {-1: self.absorb_nbuffer}}
+
 
 # H in quarters: with columns of 192, merged by two, the projections of x are 26 tasks for the 24
 # cube cores. Up to 16 tokens loading weights dominates: few, large tasks, at most one round of the
 # cores for w_uq_qr and w_idx_qb. Above 16, scheduling of the vector tasks takes longer than the
 # products: larger tasks.
 PROLOG = {
-    # a vector task of 4 rows waits longer for copies than it computes
+    # a vector task of 4 rows waits longer for copies than it computes. Four small products per task:
+    # 28 tasks of the projections of x, 16 of w_idx_qb and of w_uq_qr; 22 of w_uk, one round
     "1-4 tokens": PrologTiling(
         tokens=4,
         rows=4,
         split=4,
-        down_n=192,
-        side_n=192,
-        up_n=768,
+        down_n=96,
+        side_n=96,
+        up_n=384,
+        index_n=128,
         heads=16,
+        cube_nbuffer=4,
+        absorb_nbuffer=6,
     ),
     "5-16 tokens": PrologTiling(
         tokens=16,
@@ -279,6 +278,7 @@ PROLOG = {
         down_n=192,
         side_n=192,
         up_n=768,
+        index_n=768,
         heads=16,
     ),
     "17-64 tokens": PrologTiling(
@@ -288,6 +288,7 @@ PROLOG = {
         down_n=256,
         side_n=192,
         up_n=384,
+        index_n=384,
         heads=8,
     ),
     # 128 tokens share a load of the weights, which dominates where bandwidth is limited; L0C holds
@@ -299,6 +300,7 @@ PROLOG = {
         down_n=256,
         side_n=192,
         up_n=384,
+        index_n=384,
         heads=8,
     ),
 }

@@ -74,8 +74,9 @@ def _tensors(
     at_once = program(OP).rows_at_once(tokens=tokens, hidden=a.x.size(-1))
     # what follows the last token's queries is loaded with them, if they do not fill tiles
     longest = tokens + (CUBE if heads % CUBE or index_heads % CUBE else 0)
+    missing = -tokens % at_once
     return (
-        padded(rows(a.x), rows=-tokens % at_once),
+        padded(rows(a.x), rows=missing),
         a.w_dq.contiguous(),
         a.w_uq_qr.contiguous(),
         rows(a.w_uk),
@@ -94,12 +95,13 @@ def _tensors(
         a.in_beta_k.contiguous().view(1, -1),
         index_k_cache,
         # results that one stage of the program passes to the next
+        a.x.new_empty(tokens + missing, a.w_uq_qr.size(1)),
         a.x.new_empty(longest, heads * latent),
         a.x.new_empty(longest, heads, rope),
         a.x.new_empty(longest, index_heads, index_dim),
         a.x.new_empty(tokens, index_heads, dtype=torch.float32),
         a.act_seqs.contiguous(),
         a.block_table.contiguous(),
-        a.x.new_empty(tokens, a.sparse_count, dtype=torch.int32),
+        a.x.new_empty(at_once, a.sparse_count, dtype=torch.int32),
         result,
     )
