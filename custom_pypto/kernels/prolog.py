@@ -5,14 +5,15 @@ They compute both queries, the index weights and the cache rows of new tokens; w
 1. cube: ``x`` by ``w_dq``, ``w_dkv_kr``, ``w_idx_k`` and ``w_idx_proj``; H is split over cores, the
    parts stay float32;
 2. vector: sums of the parts; RMSNorm of the query latent; RMSNorm, LayerNorm and RoPE of the keys;
-3. cube: query latent by ``w_uq_qr`` and ``w_idx_qb``, some heads per task, then ``w_uk`` per head;
-   vector: RoPE of both queries;
-4. vector: the key rows of each token into the three caches, where its slot exists.
+3. cube: query latent by ``w_uq_qr`` and ``w_idx_qb``, some heads per task; vector: RoPE of both
+   queries;
+4. vector: the key rows of each token into the three caches, where its slot exists;
+5. cube, in a loop of its own (:func:`absorb`): the queries by ``w_uk``, per head.
 
 The MLA RoPE rotates interleaved pairs, the indexer's the two halves of its first R dims.
 
-Every weight is read once per tile of tokens. Memory: the four outputs in global memory,
-``T * (N1 * (L + R) + NI * DI)`` elements and ``T * NI`` float32; workspace, for each tile of M
+Every weight is read once per tile of tokens. Memory: the outputs in global memory,
+``T * (N1 * (L + P + 2 * R) + NI * DI)`` elements and ``T * NI`` float32; workspace, per tile of M
 tokens, ``4 * M * split * (Q + L + R + DI + NI)`` bytes of sums and M rows of each result.
 """
 
@@ -225,11 +226,12 @@ def prolog(a: Arguments, *, eps: float, slot_words: int, tiling: PrologTiling) -
     """Arguments as in the op's schema, with these views: ``x [T, H]``, ``w_uk [N1 * P, L]``, the
     gammas and beta ``[1, .]``, ``sin`` and ``cos [T, R]``, ``cache_index [1, T * slot_words]``
     int32 (an int64 one seen as words, low word first), the caches ``[slots, .]``. Written: the
-    caches, ``q_latent [T, N1 * L]``, ``q_rope [T, N1, R]``, ``q_index [T, NI, DI]`` and
-    ``index_weights [T, NI]`` float32. If two tokens name one slot, either row may remain.
+    caches, ``q_heads [., N1 * (P + R)]`` for :func:`absorb`, ``q_rope [T, N1, R]``,
+    ``q_index [T, NI, DI]`` and ``index_weights [T, NI]`` float32. If two tokens name one slot,
+    either row may remain.
 
-    PyPTO 0.2.0 loads whole tiles: ``x`` has the rows of whole tiles (:func:`rows_at_once`),
-    ``w_idx_proj`` has NI rounded up to 16 columns.
+    PyPTO 0.2.0 loads whole tiles: ``x`` and ``q_heads`` have the rows of whole tiles
+    (:func:`rows_at_once`), ``w_idx_proj`` has NI rounded up to 16 columns.
     """
     dtype, T, M = a.x.dtype, a.sin.shape[0], tiling.tokens
     _, NI, DI = a.q_index.shape
@@ -252,7 +254,7 @@ def prolog(a: Arguments, *, eps: float, slot_words: int, tiling: PrologTiling) -
 
 
 def absorb(a: Arguments, tile, tiling: PrologTiling) -> None:
-    """Writes the rows of ``q_latent`` of a tile of :func:`prolog`."""
+    """Writes the rows of ``q_latent [T, N1 * L]`` of a tile of :func:`prolog`."""
     for _ in pypto.loop(1, name="ABSORB", idx_name="absorb"):
         pypto.set_pass_options(**tiling.absorb_options)  # of this loop only
         Tile(a, tile, tiling).absorb()

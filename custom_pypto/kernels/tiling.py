@@ -257,8 +257,8 @@ class PrologTiling:
 # cores for w_uq_qr and w_idx_qb. Above 16, scheduling of the vector tasks takes longer than the
 # products: larger tasks.
 PROLOG = {
-    # a vector task of 4 rows waits longer for copies than it computes. Four small products per task:
-    # 28 tasks of the projections of x, 16 of w_idx_qb and of w_uq_qr; 22 of w_uk, one round
+    # a vector task of 4 rows waits longer for copies than it computes; tasks of w_uk for 6 heads
+    # are one round of the cores
     "1-4 tokens": PrologTiling(
         tokens=4,
         rows=4,
