@@ -63,13 +63,14 @@ SUBJECTS = {
                 npu_cases.indexer(1, 1, 65536),
                 npu_cases.indexer(4, 2, [65536, 971, 32869, 16383]),
             ],
+            "4 tokens per tile": lambda: [npu_cases.indexer(1, 256, 8192)],
         },
         dict(
             part=(1, 2, 4, 8),
             keys=(128, 512),  # 512 is 256 with the model's 64 heads
             l1_reuse=(1, 2, 4, 8, 16),
-            vec_nbuffer=(1, 2, 4, 8),
-            m=(64, 128),
+            tiles=(1, 2, 4, 8, 16),
+            m=(64, 128, 256),
             n=(64, 128),
         ),
     ),

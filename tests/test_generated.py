@@ -270,6 +270,8 @@ INDEXER = [
         id="every-key",
     ),
     slow(dict(lengths_query=[40, 9], lengths_key=[200, 9], sparse_count=16), id="prefill"),
+    # tiles of 4 tokens, of which the first is sorted in the graph of the scores
+    slow(dict(lengths_query=[9, 6], lengths_key=[2500, 4], sparse_count=64), id="four-per-tile"),
     slow(dict(lengths_query=[2], lengths_key=[20000], sparse_count=256, heads=32), id="chunks"),
     slow(dict(lengths_query=[1], lengths_key=[50000], sparse_count=4096, heads=8), id="levels"),
     *(

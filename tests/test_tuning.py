@@ -98,13 +98,13 @@ def test_the_writer_replaces_one_entry_and_no_other_byte(table, name, file):
 def test_the_writer_takes_any_source_and_names_fields_that_differ_from_their_default(tmp_path):
     file = tmp_path / "tiling.py"
     file.write_text('# é\nA = {"é": 1, "b": f(\n    2), # why\n}\nB = {"b": 3}\n')
-    settings = tiling.IndexerTiling(part=1, keys=2, l1_reuse=3, vec_nbuffer=4, m=64)
+    settings = tiling.IndexerTiling(part=1, keys=2, l1_reuse=3, tiles=4, m=64)
     tuner.write_entry(file, "A", "b", settings)
     entry = """IndexerTiling(
         part=1,
         keys=2,
         l1_reuse=3,
-        vec_nbuffer=4,
+        tiles=4,
         m=64,
     )"""
     assert file.read_text() == f'# é\nA = {{"é": 1, "b": {entry}, # why\n}}\nB = {{"b": 3}}\n'

@@ -18,8 +18,8 @@ Ties: candidates are in the order of their chunks, so that the lower position is
 top-k is stable, which it does not guarantee.
 
 Workspace of a tile in flight, in bytes, with c chunks in the sequence and C in the block table:
-``tokens * (4 * c * (N1 + 2) * chunk + 8 * C * width)``, plus ``1 / fan`` of the latter per further
-level of merging. Above a ``sparse_count`` of 4096 a merge does not fit UB: one chunk only.
+``tokens * (4 * c * (N1 + 2.25) * chunk + 8 * C * width)``, plus ``1 / fan`` of the latter per
+further level of merging. Above a ``sparse_count`` of 4096 a merge does not fit UB: one chunk only.
 """
 
 import functools
@@ -96,25 +96,29 @@ class Selector:
     def select_in_chunk(self, row, sequence, first, visible, name, write) -> None:
         """The selection among the keys of the chunk that starts at key ``first``."""
         tile, left = len(visible), [(keys - first).max(0) for keys in visible]
-        # a row of one tile would lose its valid shape where it is sorted in the graph that made it
-        at_once = tile == 1 and self.sizes[0] > self.step
-        copies = [pypto.tensor([1, self.sizes[-1]], F32, f"copy{g}") for g in range(tile)]
+        # The compiler loses one of two valid shapes in a graph (InferParamIndex), which lets in keys
+        # that a token does not see: one token is ranked in the graph of the scores, each other one
+        # in a loop of its own, which its row reaches through memory. A row of one tile loses its
+        # valid shape even so.
+        at_once = int(self.sizes[0] > self.step)
+        # of one size: pieces of different sizes multiply the edges to the tasks that read them
+        copies = {
+            size: [pypto.tensor([1, size], F32, f"copy{size}_{g}") for g in range(at_once, tile)]
+            for size in self.sizes
+        }
         for _ in loop(f"LI_{name}_SCORE{tile}", 1):
             size = self.size_for(widest(visible) - first)
             rows = self.scores(row, sequence, first, size, visible)
             if at_once:
                 self.rank(0, rows[0], left[0], write)
-            else:
-                # whole rows are handed to the loops below
-                pypto.set_vec_tile_shapes(1, min(size, self.tiling.sort))
-                for row_K, copy in zip(rows, copies, strict=True):
-                    pypto.assemble(pypto.clone(row_K), [0, 0], copy)
-        # a loop per token: the compiler keeps only one of two valid shapes in a graph
-        # (InferParamIndex), which lets in keys that a token does not see
-        for g in range(0 if at_once else tile):
+            # whole rows are handed to the loops below
+            pypto.set_vec_tile_shapes(1, min(size, self.tiling.sort))
+            for row_K, copy in zip(rows[at_once:], copies[size], strict=True):
+                pypto.assemble(pypto.clone(row_K), [0, 0], copy)
+        for g in range(at_once, tile):
             for _ in loop(f"LI_{name}_RANK{tile}_{g}", 1):
                 size = self.size_for(widest(visible) - first)
-                self.rank(g, pypto.view(copies[g], [1, size], [0, 0]), left[g], write)
+                self.rank(g, copies[size][g - at_once], left[g], write)
 
     def size_for(self, keys) -> int:
         """The smallest row size that holds ``keys`` keys.
@@ -127,32 +131,59 @@ class Selector:
 
     def scores(self, row, sequence, first, size, visible) -> list:
         """Per token of the tile, the scores ``[1, size]`` of the keys from ``first`` on."""
-        a, heads, block_size, tiling = self.a, self.heads, self.block_size, self.tiling
-        dim, blocks = a.query.shape[1], a.key.shape[0] // block_size
+        a, heads, step = self.a, self.heads, self.step
         rows = [pypto.tensor([1, size], F32, f"scores{g}") for g in range(len(visible))]
-        q = pypto.view(a.query, [len(rows) * heads, dim], [row * heads, 0])
+        q = pypto.view(a.query, [len(rows) * heads, a.query.shape[1]], [row * heads, 0])
         w = [pypto.view(a.weights, [heads, 1], [(row + g) * heads, 0]) for g in range(len(rows))]
-        # beyond the sequence: its last block once more, whose scores are ignored
-        last = (widest(visible) - 1) // block_size
-        for start in range(0, size, self.step):
-            keys = min(self.step, size - start)
-            logits = pypto.tensor([len(rows) * heads, keys], F32, "logits")
-            pypto.set_cube_tile_shapes([tiling.m] * 2, [dim] * 2, [tiling.n] * 2)
-            for offset in range(0, keys, block_size):
-                column = last.min((first + (start + offset)) // block_size)
-                block = a.block_table[sequence, column].max(0).min(blocks - 1)
-                k = pypto.view(a.key, [block_size, dim], [block * block_size, 0])
-                pypto.assemble(pypto.matmul(q, k, F32, b_trans=True), [0, offset], logits)
+        last = (widest(visible) - 1) // self.block_size
+        # keys per vector task; a row is at least two of them, see select_in_chunk
+        part = max(min(self.tiling.tiles, size // 2 // step), 1) * step
+        for begin in range(0, size, part):
+            end = min(begin + part, size)
+            logits = [
+                self.logits(q, sequence, first + start, min(step, end - start), last)
+                for start in range(begin, end, step)
+            ]
             for g, row_K in enumerate(rows):
-                pypto.set_vec_tile_shapes(heads, 16)
-                w_H = w[g] if w[g].dtype == F32 else pypto.cast(w[g], F32)
-                pypto.set_vec_tile_shapes(heads, tiling.keys)
-                logits_HK = pypto.view(logits, [heads, keys], [g * heads, 0])
-                terms_HK = pypto.mul(pypto.relu(logits_HK), w_H)
-                # a score of -inf is a score: -inf means no key from here on
-                score_K = pypto.maximum(pypto.sum(terms_HK, dim=0, keepdim=True), LOWEST)
-                pypto.assemble(score_K, [0, start], row_K)
+                pypto.assemble(self.weighted(logits, g, w[g]), [0, begin], row_K)
         return rows
+
+    def logits(self, q, sequence, first, keys, last):
+        """``q`` times the ``keys`` keys from ``first`` on, whose blocks end with ``last``."""
+        a, block_size, tiling = self.a, self.block_size, self.tiling
+        dim, blocks = a.query.shape[1], a.key.shape[0] // block_size
+        pypto.set_cube_tile_shapes([tiling.m] * 2, [dim] * 2, [tiling.n] * 2)
+        logits = pypto.tensor([q.shape[0], keys], F32, "logits")
+        for offset in range(0, keys, block_size):
+            # beyond the sequence: its last block once more, whose scores are ignored
+            column = last.min((first + offset) // block_size)
+            block = a.block_table[sequence, column].max(0).min(blocks - 1)
+            k = pypto.view(a.key, [block_size, dim], [block * block_size, 0])
+            pypto.assemble(pypto.matmul(q, k, F32, b_trans=True), [0, offset], logits)
+        return logits
+
+    def weighted(self, logits, g, w):
+        """Scores of token ``g`` from tiles of logits, in one vector task.
+
+        A scope is compiled to one task: ``w`` is loaded once, and the scores leave at once, for
+        each piece that is written is an edge to every task that reads them.
+        """
+        heads = self.heads
+        pypto.set_pass_options(sg_set_scope=1)
+        pypto.set_vec_tile_shapes(heads, 16)
+        w_H = w if w.dtype == F32 else pypto.cast(w, F32)
+        pypto.set_vec_tile_shapes(heads, self.tiling.keys)
+        score_K = pypto.tensor([1, sum(tile.shape[1] for tile in logits)], F32, "score")
+        for i, tile in enumerate(logits):
+            logits_HK = pypto.view(tile, [heads, tile.shape[1]], [g * heads, 0])
+            terms_HK = pypto.mul(pypto.relu(logits_HK), w_H)
+            sums_K = pypto.sum(terms_HK, dim=0, keepdim=True)
+            pypto.assemble(sums_K, [0, i * self.step], score_K)
+        pypto.set_vec_tile_shapes(1, score_K.shape[1])
+        # a score of -inf is a score: -inf means no key from here on
+        score_K = pypto.maximum(score_K, LOWEST)
+        pypto.set_pass_options(sg_set_scope=-1)
+        return score_K
 
     def rank(self, g, scores, left, write) -> None:
         """Writes the best of a row, of which the first ``left`` scores are keys of token ``g``."""

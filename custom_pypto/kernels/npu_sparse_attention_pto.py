@@ -5,7 +5,6 @@ prologs, then selection and attention, built by the functions of the single ops.
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import replace
 
 import pypto
 
@@ -160,16 +159,13 @@ def kernel(
         block_size=block_size,
         table_width=max(power_of_two(table_width), 64),
         tiling=prolog_tiling(tokens=tokens, hidden=hidden),
-        # one token at a time
-        index_tiling=replace(
-            indexer_tiling(
-                tokens=tokens,
-                batch=batch,
-                heads=index_heads,
-                block_size=block_size,
-                table_width=table_width,
-            ),
-            tokens=1,
+        index_tiling=indexer_tiling(
+            tokens=tokens,
+            batch=batch,
+            heads=index_heads,
+            block_size=block_size,
+            table_width=table_width,
+            most_shared=1,  # one token at a time
         ),
         attention_tiling=attention_tiling(tokens=tokens),
         prolog_only=prolog_only,

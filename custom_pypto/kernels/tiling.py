@@ -16,7 +16,7 @@ class IndexerTiling:
     part: int  # a chunk that is not full is scored whole or in this fraction
     keys: int  # keys per tile of the weighted sum over the heads; fewer of many heads
     l1_reuse: int  # blocks of keys per cube task
-    vec_nbuffer: int  # tiles of keys per vector task
+    tiles: int  # tiles of keys per vector task
     m: int = 128  # cube tiles: rows of query, keys
     n: int = 128
     sort: int = 8192  # elements that one sort takes
@@ -30,7 +30,7 @@ class IndexerTiling:
     def pass_options(self) -> dict:
         return {
             "cube_l1_reuse_setting": {-1: self.l1_reuse},
-            "vec_nbuffer_setting": {-1: self.vec_nbuffer},
+            "vec_nbuffer_setting": {-1: 1},
         }
 
 
@@ -40,14 +40,23 @@ INDEXER = {
         part=4,
         keys=512,
         l1_reuse=4,
-        vec_nbuffer=1,
+        tiles=1,
     ),
     # one vector task per cube task: scheduling costs more than idle cores
     "more": IndexerTiling(
         part=4,
         keys=512,
         l1_reuse=8,
-        vec_nbuffer=4,
+        tiles=4,
+    ),
+    # the cores are busy all the time: a load of a block serves 4 tokens of 64 heads, which fill
+    # L0A and L0C, and tasks are as large as half a chunk leaves them
+    "4 tokens per tile": IndexerTiling(
+        part=4,
+        keys=512,
+        l1_reuse=16,
+        tiles=16,
+        m=256,
     ),
 }
 
@@ -58,18 +67,27 @@ def power_of_two(n: int) -> int:
 
 
 def indexer_tiling(
-    *, tokens: int, batch: int, heads: int, block_size: int, table_width: int
+    *,
+    tokens: int,
+    batch: int,
+    heads: int,
+    block_size: int,
+    table_width: int,
+    most_shared: int = 4,
 ) -> IndexerTiling:
-    """For ``tokens`` query tokens of ``batch`` sequences with block tables of ``table_width``."""
+    """For ``tokens`` query tokens of ``batch`` sequences with block tables of ``table_width``, of
+    which at most ``most_shared`` share a load.
+    """
     capacity = max(table_width * block_size, 1)
     # one sort takes 8192 scores; a smaller table is one smaller sort
     chunk = min(power_of_two(capacity), 8192)
     # a power of two, so that an engine's table may grow without a compilation at each step
     chunks = power_of_two(-(-capacity // chunk))
-    # 128 rows fill the cube; more tokens per load than that gain nothing
-    per_load = max(min(128 // heads, tokens // batch, 4), 1)
+    # 256 rows fill L0A
+    per_load = max(min(256 // heads, tokens // batch, most_shared), 1)
     shared = 1 << (per_load.bit_length() - 1)
-    tiling = INDEXER["1 token, 1 chunk" if tokens == chunks == 1 else "more"]
+    few = "1 token, 1 chunk" if tokens == chunks == 1 else "more"
+    tiling = INDEXER["4 tokens per tile" if shared == 4 else few]
     # terms must fit 64 KiB of UB
     keys = min(tiling.keys, 16384 // power_of_two(heads))
     return replace(tiling, tokens=shared, chunk=chunk, chunks=chunks, keys=keys)
