@@ -107,7 +107,7 @@ def test_add_has_a_gradient():
         pytest.param(
             dict(lengths_query=[40, 9], lengths_key=[200, 9], sparse_count=16), id="prefill"
         ),
-        # tiles of 4 tokens, of which the first is sorted in the graph of the scores
+        # tiles of 4 tokens, padding among them
         pytest.param(
             dict(lengths_query=[9, 6], lengths_key=[2500, 4], sparse_count=64), id="four-per-tile"
         ),

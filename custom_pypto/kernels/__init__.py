@@ -33,7 +33,9 @@ def loop(name: str, *bounds, **options):
     return pypto.loop(*bounds, name=name, idx_name=name.lower(), **options)
 
 
-def runtime_options(*control_flow: str, ready_on_host: bool, layout: str = "BSND") -> dict:
+def runtime_options(
+    *control_flow: str, ready_on_host: bool, layout: str = "BSND", iterations: int = 128
+) -> dict:
     """Options of every kernel.
 
     Args:
@@ -41,9 +43,9 @@ def runtime_options(*control_flow: str, ready_on_host: bool, layout: str = "BSND
         ready_on_host: whether these are final before the launch, so that control flow need not wait
             for earlier kernels. Prefix sums (layout TND) never are final: npu computes them on the
             device.
+        iterations: concurrent ones, each with a workspace; by default they run one after the other.
     """
-    # concurrent iterations; without it tokens run one after the other
-    options: dict = {"stitch_function_max_num": 128}
+    options: dict = {"stitch_function_max_num": iterations}
     if ready_on_host:
         computed = {"query_lengths"} if layout == "TND" else set()
         options["ready_on_host_tensors"] = [n for n in control_flow if n not in computed]

@@ -18,10 +18,11 @@ Ties: candidates are in the order of their chunks, so that the lower position is
 top-k is stable, which it does not guarantee.
 
 Workspace of a tile in flight, in bytes, with c chunks in the sequence and C in the block table:
-``tokens * (4 * c * (N1 + 2.25) * chunk + 8 * C * width)``, plus ``1 / fan`` of the latter per
+``tokens * (4 * c * (N1 + 1) * chunk + 8 * C * width)``, plus ``1 / fan`` of the latter per
 further level of merging. Above a ``sparse_count`` of 4096 a merge does not fit UB: one chunk only.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable
 
@@ -41,6 +42,14 @@ def round_up(n: int, multiple: int) -> int:
 
 def widest(visible):
     return functools.reduce(lambda most, keys: most.max(keys), visible)
+
+
+@contextlib.contextmanager
+def one_task(scope: int):
+    """Compiles what is recorded here to one task, apart from what other scopes hold."""
+    pypto.set_pass_options(sg_set_scope=scope)
+    yield
+    pypto.set_pass_options(sg_set_scope=-1)
 
 
 class Selector:
@@ -77,7 +86,7 @@ class Selector:
         tile, most = len(visible), widest(visible)
         # each case in a loop of its own: conditions side by side multiply the paths to compile
         for _ in loop(f"LI_CHUNK{tile}", (most > 0) * (most <= self.chunk)):
-            self.select_in_chunk(row, sequence, 0, visible, "CHUNK", write)
+            self.select_in_chunk(row, sequence, 0, visible, write)
         if self.tiling.chunks == 1:
             return
 
@@ -86,39 +95,22 @@ class Selector:
         candidates = self.candidate_rows(0, self.tiling.chunks, tile)
         for c in loop(f"LI_CHUNKS{tile}", count):
             keep = functools.partial(self.keep, *candidates, c)
-            self.select_in_chunk(row, sequence, c * self.chunk, visible, "CHUNKS", keep)
+            self.select_in_chunk(row, sequence, c * self.chunk, visible, keep)
         values, places, count, span = self.merged(*candidates, count)
         for g in range(tile):
             for _ in loop(f"LI_MERGE{tile}_{g}", long):
                 value, chosen = self.top_k(values[g], count * self.width)
                 write(g, value, self.positions(places[g], chosen, span))
 
-    def select_in_chunk(self, row, sequence, first, visible, name, write) -> None:
+    def select_in_chunk(self, row, sequence, first, visible, write) -> None:
         """The selection among the keys of the chunk that starts at key ``first``."""
-        tile, left = len(visible), [(keys - first).max(0) for keys in visible]
-        # The compiler loses one of two valid shapes in a graph (InferParamIndex), which lets in keys
-        # that a token does not see: one token is ranked in the graph of the scores, each other one
-        # in a loop of its own, which its row reaches through memory. A row of one tile loses its
-        # valid shape even so.
-        at_once = int(self.sizes[0] > self.step)
-        # of one size: pieces of different sizes multiply the edges to the tasks that read them
-        copies = {
-            size: [pypto.tensor([1, size], F32, f"copy{size}_{g}") for g in range(at_once, tile)]
-            for size in self.sizes
-        }
-        for _ in loop(f"LI_{name}_SCORE{tile}", 1):
-            size = self.size_for(widest(visible) - first)
-            rows = self.scores(row, sequence, first, size, visible)
-            if at_once:
-                self.rank(0, rows[0], left[0], write)
-            # whole rows are handed to the loops below
-            pypto.set_vec_tile_shapes(1, min(size, self.tiling.sort))
-            for row_K, copy in zip(rows[at_once:], copies[size], strict=True):
-                pypto.assemble(pypto.clone(row_K), [0, 0], copy)
-        for g in range(at_once, tile):
-            for _ in loop(f"LI_{name}_RANK{tile}_{g}", 1):
-                size = self.size_for(widest(visible) - first)
-                self.rank(g, copies[size][g - at_once], left[g], write)
+        size = self.size_for(widest(visible) - first)
+        rows = self.scores(row, sequence, first, size, visible)
+        for g, (row_K, keys) in enumerate(zip(rows, visible, strict=True)):
+            # The compiler loses the valid shape of a row that is sorted in the task that made it
+            # (InferParamIndex), which lets in keys that the token does not see.
+            with one_task(2 + g):
+                self.rank(g, row_K, (keys - first).max(0), write)
 
     def size_for(self, keys) -> int:
         """The smallest row size that holds ``keys`` keys.
@@ -136,8 +128,7 @@ class Selector:
         q = pypto.view(a.query, [len(rows) * heads, a.query.shape[1]], [row * heads, 0])
         w = [pypto.view(a.weights, [heads, 1], [(row + g) * heads, 0]) for g in range(len(rows))]
         last = (widest(visible) - 1) // self.block_size
-        # keys per vector task; a row is at least two of them, see select_in_chunk
-        part = max(min(self.tiling.tiles, size // 2 // step), 1) * step
+        part = self.tiling.tiles * step  # keys per vector task
         for begin in range(0, size, part):
             end = min(begin + part, size)
             logits = [
@@ -163,27 +154,25 @@ class Selector:
         return logits
 
     def weighted(self, logits, g, w):
-        """Scores of token ``g`` from tiles of logits, in one vector task.
+        """Scores of token ``g`` from tiles of logits.
 
-        A scope is compiled to one task: ``w`` is loaded once, and the scores leave at once, for
-        each piece that is written is an edge to every task that reads them.
+        One task: it loads ``w`` once and writes once, for each piece that is written is an edge to
+        the task that reads it.
         """
         heads = self.heads
-        pypto.set_pass_options(sg_set_scope=1)
-        pypto.set_vec_tile_shapes(heads, 16)
-        w_H = w if w.dtype == F32 else pypto.cast(w, F32)
-        pypto.set_vec_tile_shapes(heads, self.tiling.keys)
-        score_K = pypto.tensor([1, sum(tile.shape[1] for tile in logits)], F32, "score")
-        for i, tile in enumerate(logits):
-            logits_HK = pypto.view(tile, [heads, tile.shape[1]], [g * heads, 0])
-            terms_HK = pypto.mul(pypto.relu(logits_HK), w_H)
-            sums_K = pypto.sum(terms_HK, dim=0, keepdim=True)
-            pypto.assemble(sums_K, [0, i * self.step], score_K)
-        pypto.set_vec_tile_shapes(1, score_K.shape[1])
-        # a score of -inf is a score: -inf means no key from here on
-        score_K = pypto.maximum(score_K, LOWEST)
-        pypto.set_pass_options(sg_set_scope=-1)
-        return score_K
+        with one_task(1):
+            pypto.set_vec_tile_shapes(heads, 16)
+            w_H = w if w.dtype == F32 else pypto.cast(w, F32)
+            pypto.set_vec_tile_shapes(heads, self.tiling.keys)
+            score_K = pypto.tensor([1, sum(tile.shape[1] for tile in logits)], F32, "score")
+            for i, tile in enumerate(logits):
+                logits_HK = pypto.view(tile, [heads, tile.shape[1]], [g * heads, 0])
+                terms_HK = pypto.mul(pypto.relu(logits_HK), w_H)
+                sums_K = pypto.sum(terms_HK, dim=0, keepdim=True)
+                pypto.assemble(sums_K, [0, i * self.step], score_K)
+            pypto.set_vec_tile_shapes(1, score_K.shape[1])
+            # a score of -inf is a score: -inf means no key from here on
+            return pypto.maximum(score_K, LOWEST)
 
     def rank(self, g, scores, left, write) -> None:
         """Writes the best of a row, of which the first ``left`` scores are keys of token ``g``."""
@@ -317,6 +306,7 @@ def _kernel(*, dtype, weights_dtype, tiling: IndexerTiling, ready_on_host: bool,
             "block_table",
             ready_on_host=ready_on_host,
             layout=facts["layout"],
+            iterations=128 // tiling.tokens,
         ),
     )
     def npu_lightning_indexer_pto(
