@@ -354,11 +354,12 @@ def test_fused_selects_and_attends_to_what_it_selected(lengths, S1, K):
 
     x = fused_case(lengths, S1, sparse_count=K)
     out = npu.implementations(launch)["npu_sparse_attention_pto"](**x)
-    q_latent, q_rope, q_index, weights, *_, indices, _ = values[18:]
+    _, q_latent, q_rope, q_index, weights, *_, indices, _ = values[18:]
     leading = (len(lengths), S1)
-    # rows behind the last token fill the cube unit's tiles
-    q_latent, q_rope, q_index = (q[: math.prod(leading)] for q in (q_latent, q_rope, q_index))
-    indices = indices.view(*leading, 1, K)
+    # rows behind the last token fill tiles
+    tokens = math.prod(leading)
+    q_latent, q_rope, q_index = (q[:tokens] for q in (q_latent, q_rope, q_index))
+    indices = indices[:tokens].view(*leading, 1, K)
     paged = dict(block_table=x["block_table"])
     assert_same_selection(
         indices,
