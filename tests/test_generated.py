@@ -298,7 +298,8 @@ ATTENTION = [
         dict(lengths_query=[2, 1], lengths_key=[300, 70], sparse_count=64, heads=4), id="4-heads"
     ),
     slow(dict(lengths_query=[1], lengths_key=[1], sparse_count=16), id="one-key"),
-    slow(dict(lengths_query=[1], lengths_key=[300], sparse_count=64, heads=1), id="1-head"),
+    # one row of 512 values is too few for a mean error: three tokens
+    slow(dict(lengths_query=[3], lengths_key=[300], sparse_count=64, heads=1), id="1-head"),
     slow(dict(lengths_query=[1], lengths_key=[3000], sparse_count=2048, heads=128), id="all-heads"),
     slow(
         dict(lengths_query=[1, 1, 1], lengths_key=[300, 0, 1000], sparse_count=128),
