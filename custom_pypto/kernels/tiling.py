@@ -308,6 +308,7 @@ PROLOG = {
         up_n=384,
         index_n=384,
         heads=8,
+        absorb_nbuffer=6,
     ),
     # 128 tokens share a load of the weights, which dominates where bandwidth is limited; L0C holds
     # 128 rows of one head of w_uq_qr
