@@ -606,7 +606,7 @@ def test_the_task_graph_orders_cache_writes_before_reads(tokens):
 def test_every_attention_waits_for_its_own_selection(length, S1):
     """An edge that is missing would be a race, which the interpreter does not have."""
     estimate = priced("npu_sparse_attention_pto", fused_case([length] * 2, S1, sparse_count=64))
-    last_sort = "LI_CHUNK_" if length <= 8192 else "LI_MERGE"
+    last_sort = "LI_CHUNK1" if length <= 8192 else "LI_MERGE"
     attentions = {t.node for t in estimate.timeline if "DSA" in t.name and "MUL_B" in t.name}
     waiting = []
     for task in estimate.timeline:

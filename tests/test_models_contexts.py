@@ -370,16 +370,16 @@ def test_a_cache_that_cannot_grow_says_so_and_can_be_used_on(kind, monkeypatch):
     model, ids = patched_model(kind), token_ids(2, 70)
     cache = model(ids[:, :48]).past_key_values
     other = copy.deepcopy(cache)
-    new_empty, calls = torch.Tensor.new_empty, []
+    empty, pools = torch.empty, []
 
-    def no_memory(*args):
-        calls.append(args)
-        if len(calls) == 4:  # half-way
+    def no_memory(shape, *args, **keywords):
+        pools.extend([shape] * (len(shape) == 4))
+        if len(pools) == 4:  # half-way
             raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-        return new_empty(*args)
+        return empty(shape, *args, **keywords)
 
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError) as error:
-        patch.setattr(torch.Tensor, "new_empty", no_memory)
+        patch.setattr(torch, "empty", no_memory)
         model(ids[:, 48:], past_key_values=cache)
     assert "cannot grow from max_cache_len=64 to 128 on cpu; pass a models.Paged" in str(
         error.value
