@@ -189,8 +189,8 @@ def cases() -> list[Case]:
     return [
         attention(1, 1, 4096, floor=24),
         attention(4, 1, 8192),
-        attention(4, 2, 8192, floor=46),
-        attention(16, 1, 16384, floor=60),
+        attention(4, 2, 8192, floor=49),  # with the separate index tensors that PyPTO 0.2.0 needs
+        attention(16, 1, 16384, floor=62),  # the same
         attention(1, 1, 131072),
         attention(4, 2, 8192, heads=64),
         attention(4, 2, 8192, heads=16),
