@@ -165,7 +165,7 @@ def test_a_missing_barrier_of_the_fused_op_is_found(monkeypatch, fresh_kernels):
 
 
 def test_a_missing_clamp_is_found(monkeypatch, fresh_kernels):
-    """The interpreter refuses this address as well."""
+    """The interpreter rejects this address as well."""
 
     def unchecked(block_table, sequence, last_block, width):
         row = pypto.view(block_table, [1, width], [sequence, 0], valid_shape=[1, width])
