@@ -14,6 +14,7 @@ Dtypes = tuple[str, ...]
 # torch's names; dtypes of the NPU programs, the CPU supports more
 HALF: Dtypes = ("bfloat16", "float16")
 FLOAT: Dtypes = (*HALF, "float32")
+FLOAT32: Dtypes = ("float32",)
 INT32: Dtypes = ("int32",)
 
 
@@ -24,12 +25,15 @@ class Description(NamedTuple):
         outputs: names and dtypes of the returned tensors, which a schema does not name.
         dtypes: tensors whose dtypes on an NPU are other than bfloat16 and float16.
         absent: the value that stands for None in a GE attribute, which cannot hold None.
+        omitted: arguments that the default overload lacks, with the value that it stands for. The
+            GE operator has those of all overloads, and the outputs.
         notes: paragraphs for readers of the GE prototype, on facts that its declaration lacks.
     """
 
     outputs: dict[str, Dtypes]
     dtypes: dict[str, Dtypes] = {}
     absent: dict[str, object] = {}
+    omitted: dict[str, object] = {}
     notes: tuple[str, ...] = ()
 
 
@@ -46,14 +50,19 @@ OPS = {
         notes=("query and key share a dtype, weights have that one or float32.",),
     ),
     "npu_sparse_flash_attention_pto": Description(
-        outputs={"attention_out": HALF},
+        outputs={"attention_out": HALF, "softmax_max": FLOAT32, "softmax_sum": FLOAT32},
         dtypes={
             "sparse_indices": INT32,
             "block_table": INT32,
             "actual_seq_lengths_query": INT32,
             "actual_seq_lengths_kv": INT32,
+            "sinks": FLOAT32,
         },
-        notes=("all floating-point tensors share a dtype.",),
+        omitted={"return_softmax_lse": False},
+        notes=(
+            "all floating-point tensors share a dtype, except sinks.",
+            "softmax_max and softmax_sum have no elements unless return_softmax_lse.",
+        ),
     ),
     "npu_sparse_attention_pto": Description(
         outputs={"attention_out": HALF},

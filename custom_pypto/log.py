@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .descriptions import OPS
-from .schemas import given, overload
+from .schemas import given, overloads
 from .version import __version__
 
 VARIABLE = "CUSTOM_PYPTO_LOG"
@@ -61,14 +61,16 @@ def start_if_wanted() -> None:
     logger.addHandler(handler)
     _library = torch.library.Library("custom_pypto", "IMPL")
     for op in OPS:
-        # below autograd and fake tensors, above the kernels of every device
-        _library.impl(op, _logged(op, level), "BackendSelect", with_keyset=True)
+        backends: set[str] = set()
+        for one in overloads(op):
+            # below autograd and fake tensors, above the kernels of every device
+            function = _logged(op, one.redispatch, level, backends)
+            _library.impl(one, function, "BackendSelect", with_keyset=True)
 
 
-def _logged(op: str, level: int):
-    redispatch = overload(op).redispatch
+def _logged(op: str, redispatch, level: int, backends: set[str]):
+    """``backends``: those that have run the op."""
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
-    backends = set()
 
     def call(keys, *args, **kwargs):
         device = _device(args)
@@ -200,10 +202,13 @@ def replay(path: str | Path, device: str = "cpu") -> bool:
     """
     op, arguments, error = read_call(path, device)
     print(f"{op} on {_backend(torch.device(device))}: {_described(arguments)}\nthen: {error}")
+    names = arguments.keys()
+    repeated = next(o for o in overloads(op) if names <= {a.name for a in o._schema.arguments})
     try:
-        out = overload(op)(**arguments)
+        out = repeated(**arguments)
     except RuntimeError as failure:
         print(f"now:  {failure}")
         return False
-    print(f"now:  {_described({'returns': out})}")
+    outputs = out if isinstance(out, tuple) else (out,)
+    print(f"now:  {_described(dict(zip(OPS[op].outputs, outputs, strict=False)))}")
     return True

@@ -18,11 +18,12 @@ block id is outside the cache are ignored.
 
 import functools
 from collections.abc import Callable
-from typing import Any, ParamSpec
+from typing import Any, ParamSpec, TypeVar
 
-import torch
 from torch import Tensor
 
+from .descriptions import OPS
+from .schemas import overloads
 from .standard import check_keywords
 
 __all__ = [
@@ -34,20 +35,25 @@ __all__ = [
 
 
 Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
-def _op(contract: Callable[Parameters, Tensor]) -> Callable[Parameters, Tensor]:
+def _op(contract: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Wraps the op that the body-less function ``contract`` names, declares and documents."""
     name = contract.__name__
-    # resolve the overload once: a lookup takes a tenth of the time of a call on cold caches
-    op = getattr(torch.ops.custom_pypto, name).default
+    # resolve the overloads once: a lookup takes a tenth of the time of a call on cold caches
+    op, *others = overloads(name)
     arguments = frozenset(argument.name for argument in op._schema.arguments)
 
     @functools.wraps(contract)
     def call(*args, **kwargs):
         standard = {given: kwargs.pop(given) for given in [*kwargs] if given not in arguments}
-        if standard:
-            check_keywords(name, standard)
+        if not standard:
+            return op(*args, **kwargs)
+        more = {given: standard.pop(given) for given in OPS[name].omitted if given in standard}
+        check_keywords(name, standard)
+        if any(more.values()):
+            return others[-1](*args, **kwargs, **more)
         return op(*args, **kwargs)
 
     return call
@@ -84,6 +90,7 @@ def npu_lightning_indexer_pto(
     layout_key: str = "PA_BSND",
     sparse_count: int = 2048,
     sparse_mode: int = 3,
+    cmp_ratio: int = 1,
     **standard: Any,
 ) -> Tensor:
     r"""Positions of the ``sparse_count`` highest-scoring keys of each query token.
@@ -104,6 +111,12 @@ def npu_lightning_indexer_pto(
         sparse_count: K, 1 to 2048, or 3072 to 8192 in steps of 1024.
         sparse_mode: 3: causal and right-aligned, token ``i`` of ``len_q`` sees keys
             ``j <= len_k - len_q + i``; 0: every key of the sequence.
+        cmp_ratio: r, 1 to 128: ``key`` has one row per r tokens, as in the compressed sparse
+            attention of DeepSeek-V4, and ``actual_seq_lengths_key`` still counts tokens. A sequence
+            of ``len_k`` tokens has ``len_k // r`` rows, of which token ``i`` sees the first
+            ``(len_k - len_q + i + 1) // r``, those whose tokens are all known to it; with
+            ``sparse_mode`` 0, all. Positions are rows of the sequence. For ``TND``, its rows follow
+            those of the sequences before it.
         standard: the remaining keywords of ``torch_npu.npu_lightning_indexer``, each with its only
             supported value: ``pre_tokens`` and ``next_tokens`` 2**63 - 1, ``return_value`` False.
     Returns:
@@ -148,8 +161,10 @@ def npu_sparse_flash_attention_pto(
     layout_query: str = "BSND",
     layout_kv: str = "PA_BSND",
     sparse_mode: int = 3,
+    sinks: Tensor | None = None,
+    return_softmax_lse: bool = False,
     **standard: Any,
-) -> Tensor:
+) -> Tensor | Any:  # a tuple with return_softmax_lse
     r"""Attention of each query token over the latent-cache rows that its indices select.
 
     .. math:: o_{i,h} = \sum_{j \in S_i} \mathrm{softmax}_j\big(s\,([q_{i,h} | q^R_{i,h}] \cdot
@@ -157,7 +172,9 @@ def npu_sparse_flash_attention_pto(
 
     with the selection :math:`S_i` = ``sparse_indices[i]``, softmax in float32: multi-head latent
     attention with absorbed up-projections (DeepSeek-V2, arXiv:2405.04434, section 2.1) over the
-    keys that the lightning indexer selected (DeepSeek-V3.2, arXiv:2512.02556).
+    keys that the lightning indexer selected (DeepSeek-V3.2, arXiv:2512.02556). A sink is one more
+    logit of its head, without a value: it adds :math:`\exp(sink_h)` to the sum that divides
+    :math:`\exp(logit_j)`.
 
     Args:
         query: ``[B, S1, N1, L]`` or ``[T1, N1, L]`` by ``layout_query``; bfloat16, float16 or (CPU
@@ -176,12 +193,17 @@ def npu_sparse_flash_attention_pto(
         query_rope: ``[.., N1, R]``; requires ``key_rope``, of the shape of ``key`` with R for L.
         sparse_block_size: must be 1.
         sparse_mode: as for :func:`npu_lightning_indexer_pto`.
+        sinks: ``[N1]`` float32, not multiplied by ``scale_value``.
+        return_softmax_lse: whether to return the softmax's statistics too.
         standard: the remaining keywords of ``torch_npu.npu_sparse_flash_attention``, each with its
             only supported value: ``attention_mode`` 2, ``pre_tokens`` and ``next_tokens`` 2**63 -
-            1, ``return_softmax_lse`` False, ``sinks`` None.
+            1.
     Returns:
         Tensor of the shape and dtype of ``query``; zeros for padding and tokens without a valid
-        index.
+        index. With ``return_softmax_lse`` a tuple of it, ``softmax_max``, the largest logit, scaled
+        and with the sink, and ``softmax_sum``, the sum of ``exp(logit - softmax_max)``: float32
+        ``[B, 1, S1, N1]`` or ``[1, T1, N1]``, ``-inf`` and 0 where the output is zeros for these
+        reasons.
     Raises:
         RuntimeError: a constraint above is violated; the message names the argument. ``backward()``
             raises it too: the op has no backward.

@@ -5,10 +5,20 @@ from typing import Any
 
 import torch
 
+from .descriptions import OPS
+
 
 @functools.cache
 def overload(op: str) -> torch._ops.OpOverload:
+    """The default overload."""
     return getattr(torch.ops.custom_pypto, op).default
+
+
+@functools.cache
+def overloads(op: str) -> tuple[torch._ops.OpOverload, ...]:
+    """All overloads, the default one first; the last one has every argument of the op."""
+    packet = getattr(torch.ops.custom_pypto, op)
+    return tuple(getattr(packet, name) for name in packet.overloads())
 
 
 def given(op: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -17,8 +27,8 @@ def given(op: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def bound(op: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments of a call by name; the dispatcher passes only those that differ from
-    defaults."""
+    """All arguments of a call of any overload by name; the dispatcher passes only those that differ
+    from defaults."""
     return _defaults(op) | given(op, args, kwargs)
 
 
@@ -30,4 +40,5 @@ def _names(op: str) -> tuple[str, ...]:
 @functools.cache
 def _defaults(op: str) -> dict[str, Any]:
     arguments = overload(op)._schema.arguments
-    return {a.name: a.default_value for a in arguments if a.has_default_value()}
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return defaults | OPS[op].omitted

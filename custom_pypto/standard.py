@@ -41,16 +41,6 @@ KEYWORDS = {
             "MLA, absorbed",
             "omit it, and pass the RoPE dims as query_rope and key_rope",
         ),
-        "return_softmax_lse": Keyword(
-            False,
-            "only the output is returned",
-            "select all keys of a token in one call, or call torch_npu.npu_sparse_flash_attention",
-        ),
-        "sinks": Keyword(
-            None,
-            "attention sinks are unsupported",
-            "omit it, or call torch_npu.npu_sparse_flash_attention",
-        ),
     },
 }
 

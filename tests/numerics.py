@@ -10,7 +10,7 @@ from torch import Tensor
 import custom_pypto.reference
 from custom_pypto.descriptions import OPS
 from custom_pypto.reference.checks import ROUNDING
-from custom_pypto.reference.sequences import key_slots, query_tokens
+from custom_pypto.reference.sequences import keys_of, query_tokens
 
 
 def single_threaded(function: Callable) -> Callable:
@@ -102,23 +102,25 @@ def assert_same_selection(got: Tensor, inputs: dict, smallest: float = 0) -> Non
     layout_query = inputs.get("layout_query", "BSND")
     lengths_query = inputs.get("actual_seq_lengths_query")
     batch = len(lengths_query) if layout_query == "TND" else inputs["query"].size(0)
-    keys = key_slots(
+    cmp_ratio = inputs.get("cmp_ratio", 1)
+    keys = keys_of(
         key,
         inputs.get("layout_key", "PA_BSND"),
         inputs.get("actual_seq_lengths_key"),
         inputs.get("block_table"),
         batch,
+        cmp_ratio,
     )
-    lengths_key, sparse_mode = [len(k) for k in keys], inputs.get("sparse_mode", 3)
+    tokens, sparse_mode = [k.tokens for k in keys], inputs.get("sparse_mode", 3)
     for token in query_tokens(
-        inputs["query"], layout_query, lengths_query, lengths_key, sparse_mode
+        inputs["query"], layout_query, lengths_query, tokens, sparse_mode, cmp_ratio
     ):
         if token.row not in different:
             continue
         different.remove(token.row)
         where = f"row {token.row} (sequence {token.sequence})"
         row, best = got[token.row].tolist(), expected[token.row].tolist()
-        slot = keys[token.sequence][: token.visible]
+        slot = keys[token.sequence].slots[: token.visible]
         valid = [p for p in best if p >= 0]
         mine = row[: len(valid)]
         wrong = [p for p in mine if not 0 <= p < token.visible or slot[p] < 0]

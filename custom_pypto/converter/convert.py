@@ -10,13 +10,19 @@ from torchair.ge import Tensor
 from .. import npu
 from ..descriptions import OPS
 from ..graph import ops
-from ..schemas import bound, overload
+from ..schemas import bound, overloads
 
 
 def register(op: str) -> None:
-    """Registers the converter of an op with torchair, which calls it by the schema's names."""
-    description = OPS[op]
-    returned = len(description.outputs)
+    """Registers the converters of an op's overloads with torchair, which calls them by the names of
+    the schemas."""
+    for overload in overloads(op):
+        _register(op, overload)
+
+
+def _register(op: str, overload: torch._ops.OpOverload) -> None:
+    description, schema = OPS[op], overload._schema
+    returned = len(schema.returns)
 
     def convert(*args, **kwargs):
         arguments = bound(op, args, kwargs)
@@ -29,13 +35,13 @@ def register(op: str) -> None:
         outputs = getattr(ops, op.removeprefix("npu_"))(**arguments)
         if not isinstance(outputs, tuple):
             return outputs
-        # the node also outputs the inputs that it writes, as torchair requires; the op does not
+        # the node also has the outputs of other overloads, and the inputs that it writes, as
+        # torchair requires
         return outputs[0] if returned == 1 else outputs[:returned]
 
-    schema = overload(op)._schema
     convert.__name__ = convert.__qualname__ = f"convert_{op}"
     convert.__doc__ = f"NB: func: {str(schema).removeprefix('custom_pypto::')}"
-    register_fx_node_ge_converter(overload(op))(convert)
+    register_fx_node_ge_converter(overload)(convert)
 
 
 def check(op: str, arguments: dict[str, Any]) -> None:

@@ -75,11 +75,20 @@ inline SoftmaxSums combine(const SoftmaxSums* parts, int64_t count, int64_t head
   return total;
 }
 
-// Divides by the sums and writes the rows [row][latent]. `seen` is the number of keys each token
-// attended to; rows of a token without keys stay zero.
+// The results of a task's rows (query token, head).
+template <typename T>
+struct Results {
+  T* out;                            // [row][latent]
+  float *softmax_max, *softmax_sum;  // [row], or null
+  const float* sinks;                // [head], or null
+  double scale;                      // of the logits
+};
+
+// Divides by the sums and writes the results. `seen` is the number of keys each token attended to;
+// rows of a token without keys stay as they are.
 template <typename E, typename T>
 void write_rows(const SoftmaxSums& sums, const std::vector<int64_t>& seen, int64_t heads,
-                int64_t latent, const cpu::Bf16Kernels* bf16, T* out) {
+                int64_t latent, const cpu::Bf16Kernels* bf16, const Results<T>& to) {
   if (!sums.any) return;
   const int64_t rows = static_cast<int64_t>(seen.size()) * heads;
   for (int64_t first = 0; first < rows; first += cpu::kMaxWidth) {
@@ -88,12 +97,26 @@ void write_rows(const SoftmaxSums& sums, const std::vector<int64_t>& seen, int64
     // a token without keys has a sum of 0: its factor stays 0
     float factors[cpu::kMaxWidth] = {};
     for (int64_t r = 0; r < count; ++r) {
-      if (seen[(first + r) / heads]) factors[r] = 1.0f / sums.sum[first + r];
+      const int64_t row = first + r;
+      if (!seen[row / heads]) continue;
+      float max = static_cast<float>(sums.max[row] * to.scale), sum = sums.sum[row], rescale = 1;
+      if (to.sinks) {  // one more logit, without a value
+        const float sink = to.sinks[row % heads];
+        max = std::max(max, sink);
+        const float shift = max == -INFINITY ? 0 : max;  // avoids -Inf - -Inf
+        rescale = std::exp(static_cast<float>(sums.max[row] * to.scale) - shift);
+        sum = sum * rescale + std::exp(sink - shift);
+      }
+      factors[r] = rescale / sum;
+      if (to.softmax_max) {
+        to.softmax_max[row] = max;
+        to.softmax_sum[row] = sum;
+      }
     }
     const float* panel = sums.out.data() + first * latent;
-    T* to = out + first * latent;
+    T* out = to.out + first * latent;
     if constexpr (std::is_same_v<E, uint16_t>) {
-      bf16->finish(panel, width, count, latent, factors, to, latent);
+      bf16->finish(panel, width, count, latent, factors, out, latent);
     } else {
       T block[16 * cpu::kMaxWidth];  // round while rows sit in lanes, then transpose
       for (int64_t l = 0; l < latent; l += 16) {
@@ -103,7 +126,7 @@ void write_rows(const SoftmaxSums& sums, const std::vector<int64_t>& seen, int64
           narrow(x, width, block + i * width);
         }
         for (int64_t r = 0; r < count; ++r) {
-          for (int64_t i = 0; i < 16; ++i) to[r * latent + l + i] = block[i * width + r];
+          for (int64_t i = 0; i < 16; ++i) out[r * latent + l + i] = block[i * width + r];
         }
       }
     }

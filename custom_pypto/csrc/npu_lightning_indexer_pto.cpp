@@ -13,6 +13,8 @@ constexpr KeyNames kNames = {"npu_lightning_indexer_pto", "layout_key", "actual_
 void contract(IndexerParams& p) {
   const char* op = kNames.op;
   check_sparse_count(op, p.sparse_count);
+  CHECK_ARGUMENT(p.cmp_ratio >= 1 && p.cmp_ratio <= 128, op, "cmp_ratio",
+                 "1 to 128 (tokens per key)", p.cmp_ratio);
   check_sequences(kNames, p);
   const int64_t rank = p.query.dim();
   const auto dtype = p.query.scalar_type();
@@ -236,9 +238,9 @@ Tensor npu_lightning_indexer_pto(const Tensor& query, const Tensor& key, const T
                                  const OptionalTensor& actual_seq_lengths_key,
                                  const OptionalTensor& block_table, c10::string_view layout_query,
                                  c10::string_view layout_key, int64_t sparse_count,
-                                 int64_t sparse_mode) {
+                                 int64_t sparse_mode, int64_t cmp_ratio) {
   IndexerParams p{{query, key, actual_seq_lengths_query, actual_seq_lengths_key, block_table,
-                   layout_query, layout_key, sparse_mode},
+                   layout_query, layout_key, sparse_mode, cmp_ratio},
                   weights,
                   sparse_count};
   computes ? lightning_indexer(p) : contract(p);

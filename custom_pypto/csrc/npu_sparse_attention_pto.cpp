@@ -157,7 +157,8 @@ void compute(FusedParams& p) {
                             indexer.out,
                             scale,
                             query_rope,
-                            key_rope};
+                            key_rope,
+                            none};
   sparse_flash_attention(attention);
   p.out = attention.out;
 }

@@ -2,6 +2,7 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 #include <cmath>
+#include <tuple>
 
 #include "attention_keys.h"
 #include "attention_sums.h"
@@ -57,7 +58,21 @@ void contract(AttentionParams& p) {
       .size(query_last - 1, 1, "N2: one key head")
       .dtype(at::kInt, "positions")
       .device_of(p.query);
+  if (p.sinks) {
+    Argument(op, "sinks", *p.sinks)
+        .rank(1, "[N1]")
+        .size(0, p.query.sym_size(-2), "N1 of query")
+        .dtype(at::kFloat, "a logit per head")
+        .device_of(p.query);
+  }
   p.out = at::empty_symint(p.query.sym_sizes(), p.query.options());
+  if (p.return_softmax_lse) {
+    // [B, N2, S1, N1] or [N2, T1, N1]
+    c10::SymDimVector shape(p.query.sym_sizes().begin(), p.query.sym_sizes().end() - 1);
+    shape.insert(shape.end() - 2, 1);
+    p.softmax_max = at::empty_symint(shape, p.query.options().dtype(at::kFloat));
+    p.softmax_sum = at::empty_like(p.softmax_max);
+  }
 }
 
 // Rows (query token, head) that one thread processes together. A dense task is a matrix multiply:
@@ -95,8 +110,14 @@ class SparseAttention {
         k_(p.sparse_indices.size(-1)),
         mode_(p.sparse_mode),
         scale_(static_cast<float>(p.scale_value * M_LOG2E)),
-        out_(static_cast<T*>(p.out.mutable_data_ptr())) {
+        sinks_(p.sinks ? p.sinks->contiguous() : Tensor()),
+        results_{static_cast<T*>(p.out.mutable_data_ptr()), nullptr, nullptr, nullptr,
+                 p.scale_value} {
     p.out.zero_();
+    if (p.sinks) results_.sinks = sinks_.const_data_ptr<float>();
+    if (!p.return_softmax_lse) return;
+    results_.softmax_max = p.softmax_max.fill_(-INFINITY).mutable_data_ptr<float>();
+    results_.softmax_sum = p.softmax_sum.zero_().mutable_data_ptr<float>();
   }
 
   void run() {
@@ -318,7 +339,10 @@ class SparseAttention {
   }
 
   void write(const Task& task, const SoftmaxSums& sums, const std::vector<int64_t>& seen) const {
-    T* rows = out_ + token(task, 0) * heads_ * caches_.latent;
+    const int64_t row = token(task, 0) * heads_;
+    Results<T> rows = results_;
+    rows.out += row * caches_.latent;
+    if (rows.softmax_max) rows.softmax_max += row, rows.softmax_sum += row;
     write_rows<E>(sums, seen, heads_, caches_.latent, bf16_, rows);
   }
 
@@ -329,8 +353,9 @@ class SparseAttention {
   std::vector<Sequence> sequences_;
   KeyMap key_map_;
   int64_t heads_, k_, mode_;
-  float scale_;
-  T* out_;
+  float scale_;  // of exponents of 2
+  Tensor sinks_;
+  Results<T> results_;  // of all rows
   std::vector<Task> tasks_;
   int64_t step_ = 0;  // columns per task
   int64_t part_count_ = 0;
@@ -349,13 +374,15 @@ void sparse_flash_attention(AttentionParams& p) {
   });
 }
 
-template <bool computes>
-Tensor npu_sparse_flash_attention_pto(
+// Both overloads. Statistics is bool, return_softmax_lse, for softmax_lse, and absent otherwise.
+template <bool computes, typename... Statistics>
+auto npu_sparse_flash_attention_pto(
     const Tensor& query, const Tensor& key, const OptionalTensor& value,
     const Tensor& sparse_indices, double scale_value, const OptionalTensor& block_table,
     const OptionalTensor& actual_seq_lengths_query, const OptionalTensor& actual_seq_lengths_kv,
     const OptionalTensor& query_rope, const OptionalTensor& key_rope, int64_t sparse_block_size,
-    c10::string_view layout_query, c10::string_view layout_kv, int64_t sparse_mode) {
+    c10::string_view layout_query, c10::string_view layout_kv, int64_t sparse_mode,
+    const OptionalTensor& sinks, Statistics... return_softmax_lse) {
   AttentionParams p{{query, key, actual_seq_lengths_query, actual_seq_lengths_kv, block_table,
                      layout_query, layout_kv, sparse_mode},
                     value,
@@ -363,16 +390,34 @@ Tensor npu_sparse_flash_attention_pto(
                     scale_value,
                     query_rope,
                     key_rope,
-                    sparse_block_size};
+                    sinks,
+                    sparse_block_size,
+                    (false || ... || return_softmax_lse)};
   computes ? sparse_flash_attention(p) : contract(p);
-  return p.out;
+  if constexpr (sizeof...(Statistics) == 0) {
+    return p.out;
+  } else {
+    const auto none = [&] { return at::empty({0}, query.options().dtype(at::kFloat)); };
+    return p.return_softmax_lse ? std::make_tuple(p.out, p.softmax_max, p.softmax_sum)
+                                : std::make_tuple(p.out, none(), none());
+  }
 }
 
+constexpr char kSoftmaxLse[] = "npu_sparse_flash_attention_pto.softmax_lse";
+
 REGISTER_CPU_AND_META(npu_sparse_flash_attention_pto)
+TORCH_LIBRARY_IMPL(custom_pypto, CPU, m) {
+  m.impl(kSoftmaxLse, &npu_sparse_flash_attention_pto<true, bool>);
+}
+TORCH_LIBRARY_IMPL(custom_pypto, Meta, m) {
+  m.impl(kSoftmaxLse, &npu_sparse_flash_attention_pto<false, bool>);
+}
 
 // backward() raises an error instead of silently omitting a gradient
 TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) {
-  m.impl(kNames.op, torch::autograd::autogradNotImplementedFallback());
+  for (const char* overload : {kNames.op, kSoftmaxLse}) {
+    m.impl(overload, torch::autograd::autogradNotImplementedFallback());
+  }
 }
 
 }  // namespace custom_pypto

@@ -15,13 +15,18 @@ TORCH_LIBRARY(custom_pypto, m) {
       "npu_lightning_indexer_pto(Tensor query, Tensor key, Tensor weights, *, "
       "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None, "
       "Tensor? block_table=None, str layout_query='BSND', str layout_key='PA_BSND', "
-      "int sparse_count=2048, int sparse_mode=3) -> Tensor");
-  m.def(
-      "npu_sparse_flash_attention_pto(Tensor query, Tensor key, Tensor? value, "
-      "Tensor sparse_indices, float scale_value, *, Tensor? block_table=None, "
-      "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_kv=None, "
-      "Tensor? query_rope=None, Tensor? key_rope=None, int sparse_block_size=1, "
-      "str layout_query='BSND', str layout_kv='PA_BSND', int sparse_mode=3) -> Tensor");
+      "int sparse_count=2048, int sparse_mode=3, int cmp_ratio=1) -> Tensor");
+  const std::string attention =
+      "(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, float scale_value, *, "
+      "Tensor? block_table=None, Tensor? actual_seq_lengths_query=None, "
+      "Tensor? actual_seq_lengths_kv=None, Tensor? query_rope=None, Tensor? key_rope=None, "
+      "int sparse_block_size=1, str layout_query='BSND', str layout_kv='PA_BSND', "
+      "int sparse_mode=3, Tensor? sinks=None";
+  m.def(("npu_sparse_flash_attention_pto" + attention + ") -> Tensor").c_str());
+  // attention_out, softmax_max, softmax_sum
+  m.def(("npu_sparse_flash_attention_pto.softmax_lse" + attention +
+         ", bool return_softmax_lse) -> (Tensor, Tensor, Tensor)")
+            .c_str());
   m.def(
       "npu_sparse_attention_pto(Tensor x, Tensor w_dq, Tensor w_uq_qr, Tensor w_uk, "
       "Tensor w_dkv_kr, Tensor gamma_cq, Tensor gamma_ckv, Tensor sin, Tensor cos, "

@@ -23,6 +23,7 @@ struct SequenceParams {
   const OptionalTensor &actual_seq_lengths_query, &actual_seq_lengths_key, &block_table;
   c10::string_view layout_query = "BSND", layout_key = "PA_BSND";
   int64_t sparse_mode = 3;
+  int64_t cmp_ratio = 1;  // tokens per key: key lengths count tokens
   // set by check_sequences
   Layout query_layout{}, key_layout{};
   Tensor out = {};  // set by the contract
@@ -41,8 +42,10 @@ struct AttentionParams : SequenceParams {
   const OptionalTensor& value;
   const Tensor& sparse_indices;
   double scale_value;
-  const OptionalTensor &query_rope, &key_rope;
+  const OptionalTensor &query_rope, &key_rope, &sinks;
   int64_t sparse_block_size = 1;
+  bool return_softmax_lse = false;
+  Tensor softmax_max = {}, softmax_sum = {};  // set by the contract if return_softmax_lse
 };
 
 struct FusedParams {

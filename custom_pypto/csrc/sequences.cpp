@@ -1,25 +1,32 @@
 #include "sequences.h"
 
-#include <utility>
-
 namespace custom_pypto {
 namespace {
 
-// (start, length) of each sequence: TND starts follow from the prefix sums, others are 0
-std::vector<std::pair<int64_t, int64_t>> read_spans(const OptionalTensor& lengths, bool prefix_sums,
-                                                    int64_t batch, int64_t capacity) {
-  std::vector<std::pair<int64_t, int64_t>> spans(batch, {0, capacity});
+struct Span {
+  int64_t start;   // row; 0 unless rows are packed
+  int64_t tokens;  // tokens / ratio rows
+};
+
+// `ratio` tokens share a row of a tensor with `capacity` rows: for a sequence or, packed, for all
+// sequences.
+std::vector<Span> read_spans(const OptionalTensor& lengths, bool packed, int64_t batch,
+                             int64_t capacity, int64_t ratio = 1) {
+  std::vector<Span> spans(batch, {0, capacity * ratio});
   if (!lengths) return spans;
   const Tensor values = lengths->contiguous();
   const int32_t* value = values.const_data_ptr<int32_t>();
-  int64_t start = 0;
+  const auto fitting = [&](int64_t tokens, int64_t rows) {
+    return std::clamp<int64_t>(tokens, 0, rows * ratio + ratio - 1);
+  };
+  int64_t before = 0, row = 0;
   for (int64_t b = 0; b < batch; ++b) {
-    if (prefix_sums) {
-      const int64_t end = std::clamp<int64_t>(value[b], start, capacity);
-      spans[b] = {start, end - start};
-      start = end;
+    if (packed) {
+      spans[b] = {row, fitting(value[b] - before, capacity - row)};
+      before += spans[b].tokens;
+      row += spans[b].tokens / ratio;
     } else {
-      spans[b].second = std::clamp<int64_t>(value[b], 0, capacity);
+      spans[b].tokens = fitting(value[b], capacity);
     }
   }
   return spans;
@@ -34,12 +41,13 @@ std::vector<Sequence> read_sequences(const SequenceParams& p) {
   const int64_t capacity = p.key_layout == Layout::kPaged ? p.block_table->size(1) * p.key.size(1)
                                                           : p.key.size(packed ? 0 : 1);
   const auto queries = read_spans(p.actual_seq_lengths_query, packed, batch, tokens);
-  const auto keys =
-      read_spans(p.actual_seq_lengths_key, p.key_layout == Layout::kTnd, batch, capacity);
+  const auto keys = read_spans(p.actual_seq_lengths_key, p.key_layout == Layout::kTnd, batch,
+                               capacity, p.cmp_ratio);
   std::vector<Sequence> sequences;
   for (int64_t b = 0; b < batch; ++b) {
-    const int64_t first_token = packed ? queries[b].first : b * tokens;
-    sequences.push_back({b, first_token, queries[b].second, keys[b].second, keys[b].first});
+    const int64_t first_token = packed ? queries[b].start : b * tokens;
+    sequences.push_back({b, first_token, queries[b].tokens, keys[b].tokens, keys[b].start,
+                         keys[b].tokens / p.cmp_ratio, p.cmp_ratio});
   }
   return sequences;
 }

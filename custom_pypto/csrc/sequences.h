@@ -14,12 +14,13 @@ struct Sequence {
   int64_t index;
   int64_t first_token;  // its first query token, among the tokens of all sequences
   int64_t len_query, len_key;
-  int64_t first_key;  // where its keys start in a TND tensor
+  int64_t first_key;        // where its keys start in a TND tensor
+  int64_t keys, cmp_ratio;  // len_key tokens are compressed into len_key / cmp_ratio keys
 
-  // query token i sees the keys [0, visible)
+  // query token i sees the keys [0, visible), whose tokens are not after its own
   int64_t visible(int64_t i, int64_t sparse_mode) const {
-    if (sparse_mode == 0) return len_key;
-    return std::clamp<int64_t>(len_key - len_query + i + 1, 0, len_key);
+    if (sparse_mode == 0) return keys;
+    return std::clamp<int64_t>((len_key - len_query + i + 1) / cmp_ratio, 0, keys);
   }
 };
 

@@ -20,6 +20,7 @@ REG_OP(LightningIndexerPto)
     .ATTR(layout_key, String, "PA_BSND")
     .ATTR(sparse_count, Int, 2048)
     .ATTR(sparse_mode, Int, 3)
+    .ATTR(cmp_ratio, Int, 1)
     .OP_END_FACTORY_REG(LightningIndexerPto)
 
 }  // namespace ge

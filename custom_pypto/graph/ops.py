@@ -41,6 +41,7 @@ def lightning_indexer_pto(
     layout_key: str = "PA_BSND",
     sparse_count: int = 2048,
     sparse_mode: int = 3,
+    cmp_ratio: int = 1,
 ) -> Tensor:
     """GE operator ``LightningIndexerPto``, prototype npu_lightning_indexer_pto.h.
 
@@ -62,19 +63,23 @@ def sparse_flash_attention_pto(
     actual_seq_lengths_kv: Tensor | None = None,
     query_rope: Tensor | None = None,
     key_rope: Tensor | None = None,
+    sinks: Tensor | None = None,
     *,
     scale_value: float,
     sparse_block_size: int = 1,
     layout_query: str = "BSND",
     layout_kv: str = "PA_BSND",
     sparse_mode: int = 3,
-) -> Tensor:
+    return_softmax_lse: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
     """GE operator ``SparseFlashAttentionPto``, prototype npu_sparse_flash_attention_pto.h.
 
     Meaning and shapes: :func:`custom_pypto.npu_sparse_flash_attention_pto`.
 
     Returns:
         attention_out: bfloat16 or float16.
+        softmax_max: float32.
+        softmax_sum: float32.
     """
     return node("npu_sparse_flash_attention_pto", locals())
 

@@ -5,7 +5,7 @@ import dataclasses
 from typing import Any
 
 from ..descriptions import HALF, OPS, Description, ge_type
-from ..schemas import overload
+from ..schemas import overloads
 
 # schema type -> GE's kind of attribute
 KINDS = {"int": "Int", "float": "Float", "str": "String", "bool": "Bool"}
@@ -73,8 +73,8 @@ def prototype(op: str, description: Description) -> Prototype:
     Raises:
         PrototypeError: the message names the op, the argument and the remedy.
     """
-    schema = overload(op)._schema
-    described = {*description.dtypes, *description.absent}
+    schema = overloads(op)[-1]._schema
+    described = {*description.dtypes, *description.absent, *description.omitted}
     if unknown := described - {argument.name for argument in schema.arguments}:
         raise PrototypeError(f"{op}: the description names {min(unknown)}, which the schema lacks")
     if len(description.outputs) != len(schema.returns):
@@ -112,6 +112,8 @@ def _attribute(op: str, argument, type: str, optional: bool, description: Descri
         )
     if optional and default is None:
         default = description.absent[name]
+    if name in description.omitted:
+        return Attribute(name, type, False, description.omitted[name])
     return Attribute(name, type, not argument.has_default_value(), default)
 
 

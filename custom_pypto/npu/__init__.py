@@ -7,8 +7,9 @@ torch's allocator.
 
 ``<op>.py`` has two functions, whose arguments have the schema's names. ``check(arguments)`` rejects
 calls that the contract allows but the NPU programs do not support; it reads only sizes, strides and
-dtypes, and serves graph mode too. ``run(launch, arguments, out)`` then writes the output. A
-``backward`` beside them is registered as ``<op>_backward``.
+dtypes, and serves graph mode too. ``run(launch, arguments, out)`` then writes the output, or the
+tuple of outputs that the called overload has. A ``backward`` beside them is registered as
+``<op>_backward``.
 
 ``launch(kernel, tensors, written)`` runs a kernel on ``tensors``, of which it writes ``written``:
 :func:`.common.on_device` here, the interpreter in :mod:`custom_pypto.simulation`.
@@ -21,10 +22,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ..descriptions import OPS
-from ..schemas import bound, overload
+from ..schemas import bound, overloads
 from .common import Arguments, Launch, on_device
 
 
@@ -42,19 +42,22 @@ def check(op: str, arguments: dict[str, Any]) -> None:
     _module(op).check(Arguments(**arguments))
 
 
-def _call(op: str, launch: Launch, /, *args, **kwargs) -> Tensor:
+def _call(op: str, overload: torch._ops.OpOverload, launch: Launch, /, *args, **kwargs):
     # checks the arguments as on every device and allocates the output
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
-    out = overload(op).redispatch(keys, *args, **kwargs)
+    out = overload.redispatch(keys, *args, **kwargs)
     arguments = Arguments(**bound(op, args, kwargs))
     _module(op).check(arguments)
     return _module(op).run(launch, arguments, out)
 
 
 def implementations(launch: Launch) -> dict[str, Callable]:
-    """Op of the schema -> the function that runs it with ``launch``."""
-    functions: dict[str, Callable] = {op: functools.partial(_call, op, launch) for op in OPS}
+    """Overload of the schema -> the function that runs it with ``launch``."""
+    functions: dict[str, Callable] = {}
     for op in OPS:
+        for overload in overloads(op):
+            name = overload.name().removeprefix("custom_pypto::")
+            functions[name] = functools.partial(_call, op, overload, launch)
         if hasattr(_module(op), "backward"):
             functions[f"{op}_backward"] = functools.partial(_module(op).backward, launch)
     return functions

@@ -11,6 +11,7 @@ def check(a: Arguments) -> None:
     limits = Limits(OP, a)
     limits.dtype("query")
     limits.paged("layout_key")
+    limits.require(a.cmp_ratio == 1, "cmp_ratio", "1", a.cmp_ratio)
     dim = a.query.size(-1)
     limits.require(dim == 128, f"query.size({a.query.dim() - 1})", "128", dim)
     limits.heads(64)

@@ -11,6 +11,8 @@ def check(a: Arguments) -> None:
     limits = Limits(OP, a)
     limits.dtype("query")
     limits.paged("layout_kv")
+    limits.require(a.sinks is None, "sinks", "None", "a tensor")
+    limits.require(not a.return_softmax_lse, "return_softmax_lse", "False", a.return_softmax_lse)
     limits.heads(128)
     limits.contiguous("key", "value", "key_rope")
     limits.checkable(a.block_table.size(1) * a.key.size(1), a.key.size(0))

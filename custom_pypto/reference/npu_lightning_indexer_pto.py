@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .checks import BLOCK, SIZES, cache, of_sequences
-from .sequences import key_slots, query_tokens
+from .sequences import keys_of, query_tokens
 
 
 def scores(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
@@ -25,18 +25,19 @@ def npu_lightning_indexer_pto(
     layout_key: str = "PA_BSND",
     sparse_count: int = 2048,
     sparse_mode: int = 3,
+    cmp_ratio: int = 1,
 ) -> Tensor:
     """The best ``sparse_count`` positions by :func:`scores`; ties by ascending position."""
     batch = len(actual_seq_lengths_query) if layout_query == "TND" else query.size(0)
-    slots = key_slots(key, layout_key, actual_seq_lengths_key, block_table, batch)
+    keys = keys_of(key, layout_key, actual_seq_lengths_key, block_table, batch, cmp_ratio)
     out = query.new_full((*query.shape[:-2], 1, sparse_count), -1, dtype=torch.int32)
     rows, q, w = out.view(-1, 1, sparse_count), query.flatten(0, -3), weights.flatten(0, -2)
     k = key.reshape(-1, key.size(-1))
-    lengths_key = [len(s) for s in slots]
+    tokens = [k.tokens for k in keys]
     for token in query_tokens(
-        query, layout_query, actual_seq_lengths_query, lengths_key, sparse_mode
+        query, layout_query, actual_seq_lengths_query, tokens, sparse_mode, cmp_ratio
     ):
-        slot = slots[token.sequence][: token.visible]
+        slot = keys[token.sequence].slots[: token.visible]
         position = (slot >= 0).nonzero().squeeze(1)
         score = scores(q[token.row], k[slot[position]], w[token.row])
         # torch.sort ranks NaN first; stable: ties by ascending position
@@ -66,24 +67,19 @@ def _arguments(dtype: torch.dtype, lengths: list[int], S1: int, K: int) -> dict:
 def error(got: Tensor, expected: Tensor, mine: dict, theirs: dict) -> tuple[float, float]:
     """The largest excess of a missed score, or of a score over the one before it in its row."""
     query, weights = theirs["query"].double(), theirs["weights"].double()
-    keys = theirs["key"].flatten(0, -2).double()
-    slots = key_slots(
-        theirs["key"],
-        "PA_BSND",
-        theirs["actual_seq_lengths_key"],
-        theirs["block_table"],
-        len(query),
-    )
+    key_rows = theirs["key"].flatten(0, -2).double()
+    lengths, ratio = theirs["actual_seq_lengths_key"], theirs.get("cmp_ratio", 1)
+    keys = keys_of(theirs["key"], "PA_BSND", lengths, theirs["block_table"], len(query), ratio)
     worst = 0.0
     for b, i in torch.cartesian_prod(*map(torch.arange, query.shape[:2])).tolist():
         row, best = got[b, i, 0].tolist(), expected[b, i, 0].tolist()
         count = sum(p >= 0 for p in best)
-        visible = max(len(slots[b]) - query.size(1) + i + 1, 0)
+        visible = max(keys[b].tokens - query.size(1) + i + 1, 0) // ratio
         chosen = row[:count]
         legal = len(set(chosen)) == count and all(0 <= p < visible for p in chosen)
         if not legal or set(row[count:]) - {-1}:
             return torch.inf, 0.0
-        q, w, rows = query[b, i], weights[b, i], keys[slots[b][:visible]]
+        q, w, rows = query[b, i], weights[b, i], key_rows[keys[b].slots[:visible]]
         score = w @ torch.relu(q @ rows.T)
         scale = float((w.abs() @ (q.abs() @ rows.abs().T)).amax()) if visible else 1.0
         missed, extra = sorted(set(best) - set(row)), sorted(set(row) - set(best))

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from .checks import BLOCK, INT_MAX, INT_MIN, ROUNDING, SIZES, cache, of_sequences, row_error
-from .sequences import key_slots, query_tokens
+from .sequences import keys_of, query_tokens
 
 
 def npu_sparse_flash_attention_pto(
@@ -23,11 +23,16 @@ def npu_sparse_flash_attention_pto(
     layout_query: str = "BSND",
     layout_kv: str = "PA_BSND",
     sparse_mode: int = 3,
-) -> Tensor:
-    """Softmax attention of each token over the latent-cache rows that its indices select."""
+    sinks: Tensor | None = None,
+    return_softmax_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+    """Softmax attention of each token over the latent-cache rows that its indices select; a sink is
+    one more logit, without a value."""
     batch = len(actual_seq_lengths_query) if layout_query == "TND" else query.size(0)
-    slots = key_slots(key, layout_kv, actual_seq_lengths_kv, block_table, batch)
+    keys = keys_of(key, layout_kv, actual_seq_lengths_kv, block_table, batch)
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
+    largest = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
+    total = torch.zeros_like(largest)
     latent = key.reshape(-1, key.size(-1))
     v = latent if value is None else value.reshape(-1, value.size(-1))
     k, q = latent, query
@@ -35,20 +40,28 @@ def npu_sparse_flash_attention_pto(
         k = torch.cat([latent, key_rope.reshape(-1, key_rope.size(-1))], -1)
         q = torch.cat([query, query_rope], -1)
     q, indices = q.flatten(0, -3), sparse_indices.flatten(0, -3)[:, 0].long()
-    rows = out.view(-1, *query.shape[-2:])
-    lengths_kv = [len(s) for s in slots]
-    for token in query_tokens(
-        query, layout_query, actual_seq_lengths_query, lengths_kv, sparse_mode
-    ):
+    rows, maxima, sums = (x.flatten(0, query.dim() - 3) for x in (out, largest, total))
+    tokens = [k.tokens for k in keys]
+    for token in query_tokens(query, layout_query, actual_seq_lengths_query, tokens, sparse_mode):
         index = indices[token.row]
         before_end = (index == -1).cumsum(0) == 0  # -1 ends the row
         index = index[before_end & (index >= 0) & (index < token.visible)]
-        slot = slots[token.sequence][index]
+        slot = keys[token.sequence].slots[index]
         slot = slot[slot >= 0]
         if len(slot):
             logits = q[token.row].float() @ k[slot].float().T * scale_value
-            rows[token.row] = (logits.softmax(-1) @ v[slot].float()).to(out.dtype)
-    return out
+            if sinks is not None:
+                logits = torch.cat([logits, sinks[:, None]], -1)
+            probabilities = logits.softmax(-1)[:, : len(slot)]
+            rows[token.row] = (probabilities @ v[slot].float()).to(out.dtype)
+            # NaN reaches the sum only
+            maxima[token.row] = logits.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(-1)
+            shift = maxima[token.row].nan_to_num(neginf=0.0, posinf=torch.inf)
+            sums[token.row] = (logits - shift[:, None]).exp().sum(-1)
+    if not return_softmax_lse:
+        return out
+    # [B, N2, S1, N1] or [N2, T1, N1]
+    return out, largest.unsqueeze(-3), total.unsqueeze(-3)
 
 
 def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:

@@ -21,16 +21,20 @@ class QueryToken:
     visible: int  # keys [0, visible) of the sequence
 
 
-def spans(lengths: Tensor | None, layout: str, batch: int, capacity: int) -> list[tuple[int, int]]:
-    """``(start, length)`` of each sequence: start in the packed dimension for TND, else 0."""
+def spans(
+    lengths: Tensor | None, layout: str, batch: int, capacity: int, ratio: int = 1
+) -> list[tuple[int, int]]:
+    """``(first row, tokens)`` of each sequence, with one row per ``ratio`` tokens: the first row in
+    the packed dimension for TND, else 0."""
     if layout != "TND":
-        given = [capacity] * batch if lengths is None else lengths.tolist()
-        return [(0, min(max(n, 0), capacity)) for n in given]
-    found, start = [], 0
+        given = [capacity * ratio] * batch if lengths is None else lengths.tolist()
+        return [(0, min(max(n, 0), capacity * ratio + ratio - 1)) for n in given]
+    found, before, row = [], 0, 0
     for prefix in lengths.tolist():
-        end = min(max(prefix, start), capacity)
-        found.append((start, end - start))
-        start = end
+        tokens = min(max(prefix - before, 0), (capacity - row) * ratio + ratio - 1)
+        found.append((row, tokens))
+        before += tokens
+        row += tokens // ratio
     return found
 
 
@@ -40,33 +44,48 @@ def query_tokens(
     lengths_query: Tensor | None,
     lengths_key: list[int],
     sparse_mode: int,
+    cmp_ratio: int = 1,
 ) -> Iterator[QueryToken]:
-    """Every query token that is not padding."""
+    """Every query token that is not padding; ``lengths_key`` are the tokens of the keys."""
     batch, per_sequence = len(lengths_key), query.size(0 if layout == "TND" else 1)
     for b, (start, len_q) in enumerate(spans(lengths_query, layout, batch, per_sequence)):
         first_row = start if layout == "TND" else b * per_sequence
         for i in range(len_q):
             len_k = lengths_key[b]
-            visible = len_k if sparse_mode == 0 else min(max(len_k - len_q + i + 1, 0), len_k)
-            yield QueryToken(first_row + i, b, visible)
+            seen = len_k if sparse_mode == 0 else min(max(len_k - len_q + i + 1, 0), len_k)
+            yield QueryToken(first_row + i, b, seen // cmp_ratio)
 
 
-def key_slots(
-    cache: Tensor, layout: str, lengths: Tensor | None, block_table: Tensor | None, batch: int
-) -> list[Tensor]:
-    """Per sequence, the row of every position in the flattened cache; -1 if it does not exist."""
+@dataclass
+class Keys:
+    """The keys of one sequence."""
+
+    slots: Tensor  # the row of each position in the flattened cache; -1 if it does not exist
+    tokens: int  # which they hold, and a remainder less than cmp_ratio
+
+
+def keys_of(
+    cache: Tensor,
+    layout: str,
+    lengths: Tensor | None,
+    block_table: Tensor | None,
+    batch: int,
+    cmp_ratio: int = 1,
+) -> list[Keys]:
+    """The keys of every sequence, one per ``cmp_ratio`` tokens; ``lengths`` count tokens."""
     if layout == "PA_BSND":
         blocks, block_size = cache.shape[:2]
-        position = torch.arange(block_table.size(1) * block_size)
-        slots = []
-        for table, n in zip(block_table, lengths.tolist(), strict=True):
-            p = position[: min(max(n, 0), len(position))]
-            block = table.long()[p // block_size]
+        capacity = block_table.size(1) * block_size
+    else:
+        capacity = cache.size(0 if layout == "TND" else 1)
+    found = []
+    for b, (start, tokens) in enumerate(spans(lengths, layout, batch, capacity, cmp_ratio)):
+        position = torch.arange(tokens // cmp_ratio)
+        if layout == "PA_BSND":
+            block = block_table[b].long()[position // block_size]
             exists = (block >= 0) & (block < blocks)
-            slots.append(torch.where(exists, block * block_size + p % block_size, -1))
-        return slots
-    capacity = cache.size(0 if layout == "TND" else 1)
-    return [
-        torch.arange(n) + (start if layout == "TND" else b * capacity)
-        for b, (start, n) in enumerate(spans(lengths, layout, batch, capacity))
-    ]
+            slots = torch.where(exists, block * block_size + position % block_size, -1)
+        else:
+            slots = position + (start if layout == "TND" else b * capacity)
+        found.append(Keys(slots, tokens))
+    return found
