@@ -26,6 +26,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AXK2ForCausalLM,
+    DeepseekV4ForCausalLM,
     DeepseekV32ForCausalLM,
     GenerationConfig,
     GlmMoeDsaForCausalLM,
@@ -35,10 +36,11 @@ from . import fp8, generation
 from .axk2 import PagedAXK2Attention
 from .cache import PagedCache, check_block_size
 from .checkpoint import check_shards, first_layers
+from .deepseek_v4 import PagedDeepseekV4Attention
 from .deepseek_v32 import PagedDeepseekV32Attention
 from .glm_moe_dsa import PagedGlmMoeDsaAttention
 from .loading import Reader, check_memory, parameters, resolve_dtype
-from .projection import change_class, check_layer, has_other_forward
+from .projection import change_class, has_other_forward
 from .tensor_parallel import own_device, sharing
 
 __all__ = ["PagedCache", "load", "use_custom_pypto", "use_transformers"]
@@ -48,6 +50,7 @@ ATTENTION = {
     DeepseekV32ForCausalLM: PagedDeepseekV32Attention,
     GlmMoeDsaForCausalLM: PagedGlmMoeDsaAttention,
     AXK2ForCausalLM: PagedAXK2Attention,
+    DeepseekV4ForCausalLM: PagedDeepseekV4Attention,
 }
 
 
@@ -86,7 +89,7 @@ def use_custom_pypto(model, *, block_size: int = 128):
                 f"{upstream.__name__}, got {type(attention).__name__} or a wrapped forward "
                 "(kernelize?), which the patch would not reach; patch before wrapping"
             )
-        check_layer(i, attention, paged.indexer_class)
+        paged.check(attention, i)
     for attention in layers:
         change_class(attention, paged)
     prepare = partial(generation.prepare_forward, block_size)
@@ -193,5 +196,4 @@ def _attention_classes(caller: str, model) -> tuple[type, type]:
             f"got {type(model).__module__}.{type(model).__qualname__}{inside}"
         )
     paged = ATTENTION[type(model)]
-    _, upstream = paged.__bases__
-    return upstream, paged
+    return paged.__bases__[-1], paged

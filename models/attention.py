@@ -6,13 +6,13 @@ R ``qk_rope_head_dim``, N index heads, D ``index_head_dim``.
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 import custom_pypto
 
 from .cache import Step, write
 from .pools import Pool
-from .projection import weight_of
+from .projection import check_absorbed, check_replaced, weight_of
 from .tensor_parallel import CHECK_RANKS, check_indices
 
 # Query tokens per slice. Queries, absorbed queries, outputs and indices take 0.4 MB per token at
@@ -42,6 +42,20 @@ class PagedAttention:
     index_rope_last = False
     #: whether the layer passes its indices to the next layer
     returns_indices = False
+    #: a module with a weight on the layer's device
+    first_norm = "kv_a_layernorm"
+
+    @classmethod
+    def check(cls, attention: nn.Module, layer: int) -> None:
+        """Rejects an ``attention``, patched or not, with additions that the ops would bypass.
+
+        Raises:
+            TypeError: names the layer, the addition and the remedy.
+        """
+        parts = attention._modules  # runs in every forward, and nn.Module's lookup is slow
+        check_absorbed(layer, parts["kv_b_proj"])
+        if (indexer := parts.get("indexer")) is not None:
+            check_replaced(layer, "indexer", indexer, cls.indexer_class)
 
     def forward(self, hidden_states, position_embeddings, attention_mask, *args, **kwargs):
         if not isinstance(attention_mask, Step):

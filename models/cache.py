@@ -1,7 +1,6 @@
 """The paged cache the ops read: pools of blocks per layer, one block table for all layers."""
 
-import ctypes
-import mmap
+import bisect
 from typing import NamedTuple
 
 import torch
@@ -9,35 +8,17 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from .loading import free_memory
-from .pools import declared_rows, pools_of
+from .pools import (
+    EVERY_TOKEN,
+    PagedLayer,
+    Row,
+    Space,
+    declared_rows,
+    empty_pool,
+    own_blocks,
+    pools_of,
+)
 from .projection import device_of
-
-
-class PagedLayer:
-    """Pools of one layer: a tensor ``[nblk, bs, 1, width]`` per pool that the architecture
-    declares, or None if this layer has no such pool."""
-
-    def __init__(self, pools: dict[str, Tensor | None]):
-        vars(self).update(pools)
-
-    def pools(self) -> dict[str, Tensor]:
-        """The pools of this layer, by name."""
-        return {name: pool for name, pool in vars(self).items() if pool is not None}
-
-
-def empty_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised pool: rows past a sequence's length are never read, and memory pages without
-    a token cost nothing."""
-    pool = torch.empty(shape, dtype=dtype, device=device)
-    if pool.device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
-        # sparse attention reads rows in random order: fewer pages mean fewer misses in the TLB
-        huge = 2**21
-        start = -(-pool.data_ptr() // huge) * huge
-        size = (pool.data_ptr() + pool.nbytes - start) // huge * huge
-        if size > 0:  # advice: nothing depends on its result
-            libc = ctypes.CDLL(None)
-            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
-    return pool
 
 
 def write(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
@@ -55,9 +36,16 @@ class Step(NamedTuple):
     """Cache state of one forward pass, passed in place of the attention mask."""
 
     cache: "PagedCache"
-    slots: Tensor  # row of each new token in the flattened pools; on an NPU, block and row
-    lengths: Tensor  # [B] int32 keys of each sequence, the new tokens included
-    tokens: int  # new tokens per sequence, including padding
+    start: Tensor  # [B] int32 cached tokens of each sequence, before this step
+    lengths: Tensor  # [B] int32 tokens of each sequence, the new ones included
+    valid: Tensor  # [B, tokens] bool, False for padding
+    positions: Tensor  # [B, tokens] int64 within the sequence, counted from its first real token
+    slots: Tensor | None  # of each new token where every token has a row; see PagedCache.slots
+
+    @property
+    def tokens(self) -> int:
+        """New tokens per sequence, including padding."""
+        return self.positions.size(1)
 
     def commit(self) -> None:
         """Counts the new tokens as cached, after every layer has written them."""
@@ -113,7 +101,6 @@ class PagedCache(Cache):
     is_croppable = True
     is_initialized = True
     batch_size = property(lambda self: self.lengths.size(0))
-    max_cache_len = property(lambda self: self.block_table.size(1) * self.block_size)
     grows = False
 
     @torch.inference_mode(False)  # inference tensors cannot be written outside of it
@@ -123,46 +110,41 @@ class PagedCache(Cache):
             if value < 1:
                 raise ValueError(f"PagedCache: {name} must be at least 1, got {value}")
         self.block_size = block_size
+        self.max_cache_len = -(-max_cache_len // block_size) * block_size
         self.made_for = dimensions(model)
         device = device_of(model.base_model.layers)
-        blocks = -(-max_cache_len // block_size)
         declared = declared_rows(model)
-
-        def pool(row: tuple[int, torch.dtype] | None) -> Tensor | None:
-            if row is None:
-                return None
-            width, dtype = row
-            return empty_pool((1 + batch_size * blocks, block_size, 1, width), dtype, device)
-
+        rows = [row for layer in declared for row in layer.values() if row is not None]
         try:
-            super().__init__(
-                layers=[PagedLayer({name: pool(rows[name]) for name in rows}) for rows in declared]
-            )
+            super().__init__(layers=[self._layer(layer, batch_size, device) for layer in declared])
         except RuntimeError as error:  # of any allocator; on an accelerator OutOfMemoryError
-            rows = [row for layer in declared for row in layer.values() if row is not None]
-            bytes_of_block = sum(block_size * width * dtype.itemsize for width, dtype in rows)
-            need = (1 + batch_size * blocks) * bytes_of_block / 2**30
-            # a sixteenth is left for the rest of the process
-            room = free_memory(device) * 15 // 16 // bytes_of_block - 1
-            fits = min(max(0, room) // batch_size, blocks - 1) * block_size
-            raise torch.OutOfMemoryError(
-                f"PagedCache: out of memory: batch_size={batch_size}, "
-                f"max_cache_len={max_cache_len} needs {need:.1f} GiB on {device}; {fits} tokens "
-                "per sequence would fit, pass a smaller max_cache_len (to generate(): fewer new "
-                "tokens) or batch_size"
-            ) from error
-        self.block_table = self._own_blocks(batch_size, blocks)
+            raise self._out_of_memory(rows, batch_size, max_cache_len, device) from error
+        spaces = dict.fromkeys(row.space.in_blocks(block_size) for row in rows)
+        # block ids of each sequence, for every kind of pool; block 0 belongs to no sequence
+        self.tables = {
+            space: own_blocks(batch_size, space.blocks(self.max_cache_len), device)
+            for space in spaces
+        }
+        # last tokens that the rings can forget; None: all of them
+        self.spare = min((space.spare for space in spaces if space.ring), default=None)
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         # the length that generate() reads: tokens fed per sequence, including padding
         self.seen = torch.zeros((), dtype=torch.int64, device=device)
-        for tensor in (*self._pools(), self.block_table, self.lengths, self.seen):
+        # the most that `seen` has been since the cache was empty, interrupted forwards included
+        self.written = torch.zeros((), dtype=torch.int64, device=device)
+        for tensor in (*self._tensors(), self.lengths, self.seen, self.written):
             torch._dynamo.mark_static_address(tensor)
 
+    @property
+    def block_table(self) -> Tensor:
+        """``[B, blocks]`` int32 block ids of the pools with a row for every token."""
+        return self.tables[EVERY_TOKEN.in_blocks(self.block_size)]
+
     def place(self, batch_size: int, tokens: int, valid: Tensor | None) -> Step:
-        """The slots of new tokens, and the resulting sequence lengths.
+        """The positions of new tokens, and the resulting sequence lengths.
 
         The tokens count after :meth:`Step.commit`. Without it, a forward has only written rows that
-        are never read.
+        are never read, or that rings have to spare.
 
         Args:
             valid: ``[batch_size, tokens]`` bool, False for padding; None: no padding.
@@ -172,19 +154,28 @@ class PagedCache(Cache):
                 f"PagedCache: the batch must be {self.batch_size} (batch_size), got {batch_size}"
             )
         self.check_room(tokens)
+        self.written.copy_(torch.maximum(self.written, self.seen + tokens))
         if valid is None:
             valid = torch.ones(batch_size, tokens, dtype=torch.bool, device=self.lengths.device)
-        position = self.lengths[:, None] + valid.cumsum(1) - 1
-        column = position // self.block_size
-        last = self.block_table.size(1) - 1
-        block = self.block_table.gather(1, column.clamp(0, last)).long()
+        positions = self.lengths[:, None] + valid.cumsum(1) - 1
+        start = self.lengths.clone()
+        lengths = start + valid.sum(1).to(start.dtype)
+        every = EVERY_TOKEN.in_blocks(self.block_size)
+        slots = self.slots(every, positions, valid) if every in self.tables else None
+        return Step(self, start, lengths, valid, positions, slots)
+
+    def slots(self, space: Space, rows: Tensor, valid: Tensor) -> Tensor:
+        """Where ``rows [B, n]`` of each sequence are in the flattened pools; on an NPU, block and
+        row. Rows that are not ``valid`` or do not fit are in block 0."""
+        table = self.tables[space]
+        column = rows // space.block
+        last = table.size(1) - 1
+        block = table.gather(1, column.clamp(0, max(last, 0))).long()
         fits = valid & (column <= last)
         block = torch.where(fits, block, 0).flatten()
-        row = torch.where(fits, position % self.block_size, 0).flatten()
-        lengths = self.lengths + valid.sum(1).to(self.lengths.dtype)
+        row = torch.where(fits, rows % space.block, 0).flatten()
         npu = block.device.type == "npu"
-        slots = torch.stack([block, row], -1) if npu else block * self.block_size + row
-        return Step(self, slots, lengths, tokens)
+        return torch.stack([block, row], -1) if npu else block * space.block + row
 
     def check_room(self, tokens: int) -> None:
         """Validates the room for ``tokens`` more per sequence, where that needs no device sync."""
@@ -195,76 +186,107 @@ class PagedCache(Cache):
                 f"PagedCache: capacity exceeded: holds {self.seen} of {self.max_cache_len} tokens "
                 f"per sequence, got {tokens} more; create it with a larger max_cache_len"
             )
+        if self._lost(self.seen):
+            raise ValueError(
+                f"PagedCache: an interrupted forward of {self.written - self.seen} tokens has "
+                f"overwritten the window of token {self.seen} (at most {self.spare} leave it "
+                "whole); reset() the cache and feed the sequence again"
+            )
+
+    def _lost(self, tokens: Tensor) -> bool:
+        """Whether rings lack rows that the token after the first ``tokens`` needs."""
+        return self.spare is not None and bool((tokens > 0) & (tokens + self.spare < self.written))
 
     @torch.inference_mode(False)
     def reserve(self, max_cache_len: int) -> None:
         """Grows to at least ``max_cache_len`` tokens per sequence; cached tokens stay.
 
         Growth at least doubles the capacity, so that copying takes constant time per token. It
-        creates new pools and a new block table, which compiled graphs do not see.
+        creates new pools and new block tables, which compiled graphs do not see.
 
         Raises:
             torch.OutOfMemoryError: no memory; the cache stays usable.
         """
         if max_cache_len <= self.max_cache_len:
             return
-        batch_size, blocks = self.block_table.shape
-        more = max(-(-max_cache_len // self.block_size), 2 * blocks) - blocks
-        used = self._pools()[0].size(0)
-        for layer in self.layers:  # one at a time saves memory; the table stays valid
-            for name in list(layer.pools()):
-                pool = getattr(layer, name)
+        blocks = max(
+            -(-max_cache_len // self.block_size), 2 * self.max_cache_len // self.block_size
+        )
+        tokens = blocks * self.block_size
+        more = {space: space.blocks(tokens) - table.size(1) for space, table in self.tables.items()}
+        used = {space: 1 + table.numel() for space, table in self.tables.items()}
+        for layer in self.layers:  # one at a time saves memory; the tables stay valid
+            for name, space in layer.spaces.items():
+                pool, kept = getattr(layer, name), used[space]
+                shape = kept + self.batch_size * more[space], *pool.shape[1:]
+                if shape == pool.shape:
+                    continue  # of constant size, or grown before memory ran out
                 try:
-                    shape = used + batch_size * more, *pool.shape[1:]
                     larger = empty_pool(shape, pool.dtype, pool.device)
                 except RuntimeError as error:
                     raise torch.OutOfMemoryError(
                         "PagedCache: out of memory: cannot grow from max_cache_len="
-                        f"{self.max_cache_len} to {(blocks + more) * self.block_size} on "
-                        f"{pool.device}; pass a models.PagedCache of the required size to the "
-                        "first forward"
+                        f"{self.max_cache_len} to {tokens} on {pool.device}; pass a "
+                        "models.PagedCache of the required size to the first forward"
                     ) from error
-                larger[: pool.size(0)] = pool
+                larger[:kept] = pool[:kept]
                 torch._dynamo.mark_static_address(larger)
                 setattr(layer, name, larger)
-        self.block_table = torch.cat(
-            [self.block_table, self._own_blocks(batch_size, more) + (used - 1)], 1
-        )
-        torch._dynamo.mark_static_address(self.block_table)
+        for space, table in self.tables.items():
+            new = own_blocks(self.batch_size, more[space], table.device) + (used[space] - 1)
+            self.tables[space] = torch.cat([table, new], 1)
+            torch._dynamo.mark_static_address(self.tables[space])
+        self.max_cache_len = tokens
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forgets the last ``-tokens_to_remove`` tokens; negative, as in transformers."""
+        """Forgets the last ``-tokens_to_remove`` tokens; negative, as in transformers.
+
+        Raises:
+            ValueError: more than :attr:`spare` tokens, but not all: their window is overwritten.
+        """
         if tokens_to_remove > 0:
             raise ValueError(
                 f"PagedCache.crop: tokens_to_remove must be negative or 0, got {tokens_to_remove}"
             )
-        for length in (self.lengths, self.seen):
-            length.add_(tokens_to_remove).clamp_(min=0)
+        left = (self.seen + tokens_to_remove).clamp(min=0)
+        if self._lost(left):
+            fewest = (self.written - self.spare - self.seen).clamp(max=0)
+            raise ValueError(
+                f"PagedCache.crop: tokens_to_remove must be at least {fewest} (the rest of the "
+                f"window is overwritten) or at most {-self.seen} (all tokens), got "
+                f"{tokens_to_remove}; reset() the cache and feed the sequence again"
+            )
+        self.lengths.add_(tokens_to_remove).clamp_(min=0)
+        self.seen.copy_(left)
+        self.written.mul_(left > 0)
 
     def reset(self) -> None:
-        self.lengths.zero_()
-        self.seen.zero_()
+        for length in (self.lengths, self.seen, self.written):
+            length.zero_()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replaces each sequence ``b`` by a copy of sequence ``beam_idx[b]``, for beam search.
 
         Blocks are copied because two beams may continue one sequence with different tokens.
         """
-        source = self.block_table[beam_idx]
-        for pool in self._pools():
-            pool[self.block_table] = pool[source]
+        for layer in self.layers:
+            for name, pool in layer.pools().items():
+                table = self.tables[layer.spaces[name]]
+                pool[table] = pool[table[beam_idx]]
         self.lengths.copy_(self.lengths[beam_idx])
 
     @torch.inference_mode(False)
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps only these sequences, in this order, in new tensors; repeats are allowed."""
-        source = self.block_table[indices]
         self.lengths = self.lengths[indices]
-        self.block_table = self._own_blocks(*source.shape)
-        kept = torch.cat([source.new_zeros(1), source.flatten()])
-        for layer in self.layers:
-            for name, pool in layer.pools().items():
-                setattr(layer, name, pool[kept])
+        for space, table in self.tables.items():
+            source = table[indices]
+            self.tables[space] = own_blocks(*source.shape, source.device)
+            kept = torch.cat([source.new_zeros(1), source.flatten()])
+            for layer in self.layers:
+                for name, pool in layer.pools().items():
+                    if layer.spaces[name] == space:
+                        setattr(layer, name, pool[kept])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         sequences = torch.arange(self.batch_size, device=self.lengths.device)
@@ -300,11 +322,38 @@ class PagedCache(Cache):
     def _pools(self) -> list[Tensor]:
         return [pool for layer in self.layers for pool in layer.pools().values()]
 
-    def _own_blocks(self, batch_size: int, blocks: int) -> Tensor:
-        """A block table without shared blocks; block 0 belongs to no sequence."""
-        device = self._pools()[0].device
-        table = torch.arange(1, 1 + batch_size * blocks, dtype=torch.int32, device=device)
-        return table.view(batch_size, blocks)
+    def _tensors(self) -> list[Tensor]:
+        return [*self._pools(), *self.tables.values()]
+
+    def _layer(self, rows: dict[str, Row | None], batch_size: int, device) -> PagedLayer:
+        pools, spaces = dict.fromkeys(rows), {}
+        for name, row in rows.items():
+            if row is not None:
+                spaces[name] = space = row.space.in_blocks(self.block_size)
+                shape = (1 + batch_size * space.blocks(self.max_cache_len), space.block, 1)
+                pools[name] = empty_pool((*shape, row.width), row.dtype, device)
+        return PagedLayer(pools, spaces)
+
+    def _out_of_memory(
+        self, rows: list[Row], batch_size: int, max_cache_len: int, device
+    ) -> torch.OutOfMemoryError:
+        def size(blocks: int) -> int:
+            return sum(
+                (1 + batch_size * space.blocks(blocks * self.block_size)) * space.block * bytes_
+                for row in rows
+                for space in [row.space.in_blocks(self.block_size)]
+                for bytes_ in [row.width * row.dtype.itemsize]
+            )
+
+        blocks = self.max_cache_len // self.block_size
+        # a sixteenth is left for the rest of the process
+        room = free_memory(device) * 15 // 16
+        fits = max(0, bisect.bisect_right(range(blocks), room, key=size) - 1) * self.block_size
+        return torch.OutOfMemoryError(
+            f"PagedCache: out of memory: batch_size={batch_size}, max_cache_len={max_cache_len} "
+            f"needs {size(blocks) / 2**30:.1f} GiB on {device}; {fits} tokens per sequence would "
+            "fit, pass a smaller max_cache_len (to generate(): fewer new tokens) or batch_size"
+        )
 
 
 def check_block_size(caller: str, block_size: int) -> None:
@@ -319,7 +368,8 @@ def dimensions(model) -> dict:
     pools = pools_of(model)
     widths = [pool.width for pool in pools.values() if isinstance(pool.width, str)]
     layers = [pool.where[0] for pool in pools.values() if pool.where is not None]
-    names = ["num_hidden_layers", *widths, *layers]
+    sizes = [name for pool in pools.values() for name in pool.sizes]
+    names = ["num_hidden_layers", *widths, *layers, *sizes]
     of_config = {name: getattr(model.config, name) for name in names}
     device = device_of([model.base_model.layers[0]])
     declared = {name: pool.dtype for name, pool in pools.items()}

@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers.masking_utils import find_packed_sequence_indices
 
 from .cache import PagedCache, Step, dimensions
-from .projection import check_layer
 
 # positional arguments of the upstream base models
 FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values")
@@ -45,7 +44,7 @@ def prepare_forward(block_size: int, model, args: tuple, kwargs: dict):
     batch, tokens = (ids if embeddings is None else embeddings).shape[:2]
     for i, layer in enumerate(model.layers):
         attention = layer.self_attn
-        check_layer(i, attention, attention.indexer_class)
+        attention.check(attention, i)
     if cache is None:
         cache = own_cache(model, batch, tokens + block_size if keep else tokens, block_size)
         kwargs["past_key_values"] = cache if keep else None
@@ -53,10 +52,9 @@ def prepare_forward(block_size: int, model, args: tuple, kwargs: dict):
         check_cache(cache, model)
         if cache.grows and not isinstance(mask, dict):  # generate() has made room already
             grow(cache, tokens)
-    if kwargs.get("position_ids") is None:  # upstream would count after the cache has grown
-        positions = cache.get_seq_length() + torch.arange(tokens, device=cache.seen.device)
-        kwargs["position_ids"] = positions[None]
     step = cache.place(batch, tokens, new_tokens(mask, tokens))
+    if kwargs.get("position_ids") is None:  # upstream would count padding
+        kwargs["position_ids"] = step.positions.clamp(min=0)
     kwargs["attention_mask"] = {"indexed_attention": step}
     return (), kwargs
 

@@ -1,12 +1,55 @@
-"""Declarations of the cache rows of a token; the folder of an architecture has its own."""
+"""Pools of cache rows: what an architecture declares, and their memory."""
 
+import ctypes
+import mmap
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
+
+
+class Space(NamedTuple):
+    """Rows of a sequence in a pool: a ring for its last tokens, then one row per ``ratio`` tokens.
+
+    Token ``p`` is row ``p % ring``. Tokens ``w * ratio`` to ``w * ratio + ratio - 1`` share row
+    ``ring + w``.
+    """
+
+    #: rows of the ring; the cache rounds it up to whole blocks
+    ring: int = 0
+    #: tokens per row behind the ring; 0: no such rows
+    ratio: int = 1
+    #: rows per block; 0: the block size of the cache
+    block: int = 0
+    #: last tokens that a sequence can forget: rows of the ring that the next token does not need
+    spare: int = 0
+
+    def in_blocks(self, block_size: int) -> "Space":
+        """This space in a cache with ``block_size``."""
+        block = self.block or block_size
+        ring = -(-self.ring // block) * block
+        return self._replace(ring=ring, block=block, spare=self.spare + ring - self.ring)
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks of a sequence of ``tokens`` tokens."""
+        rows = tokens // self.ratio if self.ratio else 0
+        return self.ring // self.block - (-rows // self.block)
+
+
+EVERY_TOKEN = Space()
+
+
+class Row(NamedTuple):
+    """Elements and dtype of a row in a pool of one layer, and the rows of a sequence."""
+
+    width: int
+    dtype: torch.dtype
+    space: Space
 
 
 class Pool(NamedTuple):
-    """One kind of cache row per token; an architecture declares a dict of pools by name."""
+    """One kind of cache row; an architecture declares a dict of pools by name."""
 
     #: elements per row, or the config attribute with their number
     width: str | int
@@ -14,13 +57,19 @@ class Pool(NamedTuple):
     dtype: torch.dtype | None = None
     #: a list in the config, and its value for the layers that have this pool; None: all have it
     where: tuple[str, str] | None = None
+    #: vectors of ``width`` elements per row
+    vectors: int = 1
+    #: the rows of a sequence, from the config and the layer
+    space: Callable[..., Space] = lambda config, layer: EVERY_TOKEN
+    #: config attributes that determine ``space``
+    sizes: tuple[str, ...] = ()
 
-    def row(self, config, layer: int, dtype: torch.dtype) -> tuple[int, torch.dtype] | None:
-        """Width and dtype in this layer of a model in ``dtype``, or None."""
+    def row(self, config, layer: int, dtype: torch.dtype) -> Row | None:
+        """The row in this layer of a model in ``dtype``, or None."""
         if self.where is not None and getattr(config, self.where[0])[layer] != self.where[1]:
             return None
         width = self.width if isinstance(self.width, int) else getattr(config, self.width)
-        return width, self.dtype or dtype
+        return Row(width * self.vectors, self.dtype or dtype, self.space(config, layer))
 
 
 # pools of multi-head latent attention, and of a lightning indexer in every layer
@@ -44,10 +93,44 @@ def pools_of(model) -> dict[str, Pool]:
     return pools
 
 
-def declared_rows(model) -> list[dict[str, tuple[int, torch.dtype] | None]]:
+def declared_rows(model) -> list[dict[str, Row | None]]:
     """For each layer the :meth:`Pool.row` of each pool, by name."""
     config, pools = model.config, pools_of(model).items()
     return [
         {name: pool.row(config, layer, model.dtype) for name, pool in pools}
         for layer in range(config.num_hidden_layers)
     ]
+
+
+class PagedLayer:
+    """Pools of one layer: a tensor ``[nblk, rows per block, 1, width]`` per pool that the
+    architecture declares, or None if this layer has no such pool."""
+
+    def __init__(self, pools: dict[str, Tensor | None], spaces: dict[str, Space]):
+        vars(self).update(pools)
+        self.spaces = spaces
+
+    def pools(self) -> dict[str, Tensor]:
+        """The pools of this layer, by name."""
+        return {name: getattr(self, name) for name in self.spaces}
+
+
+def empty_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised pool: rows past a sequence's length are never read, and memory pages without
+    a token cost nothing."""
+    pool = torch.empty(shape, dtype=dtype, device=device)
+    if pool.device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
+        # sparse attention reads rows in random order: fewer pages mean fewer misses in the TLB
+        huge = 2**21
+        start = -(-pool.data_ptr() // huge) * huge
+        size = (pool.data_ptr() + pool.nbytes - start) // huge * huge
+        if size > 0:  # advice: nothing depends on its result
+            libc = ctypes.CDLL(None)
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+    return pool
+
+
+def own_blocks(batch_size: int, blocks: int, device: torch.device) -> Tensor:
+    """A block table without shared blocks; block 0 belongs to no sequence."""
+    table = torch.arange(1, 1 + batch_size * blocks, dtype=torch.int32, device=device)
+    return table.view(batch_size, blocks)

@@ -1,4 +1,4 @@
-"""The modules whose ``forward`` a patched layer never calls: ``kv_b_proj`` and the indexer.
+"""The modules whose ``forward`` a patched layer never calls, such as ``kv_b_proj`` and the indexer.
 
 Absorption reads the weight of ``kv_b_proj``, and the ops replace the indexer's forward. Additions
 to either module, such as adapters or hooks, must be part of the weight, or are rejected before
@@ -19,33 +19,37 @@ from transformers.distributed.tensor_parallel import TensorParallelLayer
 LORA = ("peft.tuners.lora.layer", "Linear")
 
 
-def check_layer(layer: int, attention: nn.Module, indexer_class: type) -> None:
-    """Rejects a layer with additions that the ops would bypass.
+def check_absorbed(layer: int, projection: nn.Module) -> None:
+    """Rejects a ``kv_b_proj`` with additions that absorption would bypass.
 
-    Args:
-        indexer_class: the upstream class of the indexer, the only one that the op computes.
     Raises:
         TypeError: names the layer, the addition and the remedy.
     """
-    parts = attention._modules  # runs in every forward, and nn.Module's lookup is slow
-    projection, indexer = parts["kv_b_proj"], parts.get("indexer")
     if found := obstacle(projection):
         raise TypeError(
             f"use_custom_pypto: kv_b_proj of layer {layer} must be a plain torch.nn.Linear (its "
             f"weight is absorbed, its forward never called), got {found}; dequantise it, merge its "
             "adapter (merge_and_unload), remove its hook, or call models.use_transformers(model)"
         )
-    if indexer is not None and (type(indexer) is not indexer_class or wrapped(indexer)):
+
+
+def check_replaced(layer: int, name: str, module: nn.Module, cls: type) -> None:
+    """Rejects a module with additions to the forward that an op replaces.
+
+    Raises:
+        TypeError: names the layer, the addition and the remedy.
+    """
+    if type(module) is not cls or wrapped(module):
         raise TypeError(
-            f"use_custom_pypto: the indexer of layer {layer} must be a plain "
-            f"{indexer_class.__name__} (an op replaces its forward), got {described(indexer)}; "
-            "restore it, or call models.use_transformers(model)"
+            f"use_custom_pypto: the {name} of layer {layer} must be a plain {cls.__name__} (an op "
+            f"replaces its forward), got {described(module)}; restore it, or call "
+            "models.use_transformers(model)"
         )
 
 
 def weight_of(projection: nn.Module) -> Tensor:
-    """The effective weight of a ``kv_b_proj`` that passed :func:`check_layer`, ``[H * (nope + v),
-    L]``, including its adapters, for the heads of this rank."""
+    """The effective weight of a ``kv_b_proj`` that :func:`check_absorbed` accepts, ``[H * (nope +
+    v), L]``, including its adapters, for the heads of this rank."""
     if not is_lora(projection):
         with brought_in(projection):
             weight = projection.weight  # outlives accelerate's offloading of the parameter
@@ -167,9 +171,10 @@ def device_of(layers) -> torch.device:
     """
     first = None
     for i, layer in enumerate(layers):
-        device = layer.self_attn.kv_a_layernorm.weight.device
+        norm = layer.self_attn.get_submodule(layer.self_attn.first_norm)
+        device = norm.weight.device
         if device.type == "meta":
-            for module in (layer.self_attn.kv_a_layernorm, layer.self_attn, layer):
+            for module in (norm, layer.self_attn, layer):
                 if (hook := aligning_hook(module)) and hook.offload:
                     device = torch.empty(0, device=hook.execution_device).device  # with its index
                     break
