@@ -154,7 +154,8 @@ class PagedCache(Cache):
                 f"PagedCache: the batch must be {self.batch_size} (batch_size), got {batch_size}"
             )
         self.check_room(tokens)
-        self.written.copy_(torch.maximum(self.written, self.seen + tokens))
+        after = self.seen + tokens
+        self.written.copy_(torch.where(self.seen > 0, self.written.maximum(after), after))
         if valid is None:
             valid = torch.ones(batch_size, tokens, dtype=torch.bool, device=self.lengths.device)
         positions = self.lengths[:, None] + valid.cumsum(1) - 1

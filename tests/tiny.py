@@ -10,6 +10,8 @@ from torch.overrides import TorchFunctionMode
 from transformers import (
     AXK2Config,
     AXK2ForCausalLM,
+    DeepseekV4Config,
+    DeepseekV4ForCausalLM,
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
     GlmMoeDsaConfig,
@@ -96,6 +98,53 @@ def tiny_model(kind="deepseek_v32", **changes):
         if "norm" in name or "correction_bias" in name:
             tensor.add_(torch.randn_like(tensor), alpha=0.3)
     model.set_attn_implementation("eager")
+    return model
+
+
+V4_LAYERS = ["sliding_attention", "compressed_sparse_attention"]
+V4_LAYERS += ["heavily_compressed_attention", "compressed_sparse_attention"]
+
+
+def tiny_v4(**changes):
+    """DeepSeek-V4 with a layer of each type, and windows, ratios and ``index_topk`` far below the
+    contexts of the tests."""
+    torch.manual_seed(0)
+    config = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        head_dim=64,
+        partial_rotary_factor=0.25,
+        q_lora_rank=32,
+        o_groups=2,
+        o_lora_rank=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        layer_types=V4_LAYERS,
+        mlp_layer_types=["hash_moe", "moe", "moe", "moe"],
+        compress_rates={V4_LAYERS[1]: 4, V4_LAYERS[2]: 16},
+        sliding_window=16,
+        index_n_heads=32,  # of fewer, many scores are exactly 0, which leaves the choice open
+        index_head_dim=32,
+        index_topk=5,
+        hc_mult=2,
+        hc_sinkhorn_iters=3,
+        initializer_range=0.3,
+        max_position_embeddings=4096,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    model = DeepseekV4ForCausalLM(DeepseekV4Config(**config | changes)).eval()
+    # transformers initialises these to 1 and 0, which would hide a missing one
+    hidden = "norm", "sinks", "position_bias", "correction_bias"
+    for name, tensor in model.state_dict().items():
+        if any(part in name for part in hidden):
+            tensor.add_(torch.randn_like(tensor), alpha=0.3 if "norm" in name else 1)
+        if "tid2eid" in name:
+            tensor.copy_(torch.randint(0, 4, tensor.shape))
     return model
 
 
