@@ -61,8 +61,8 @@ def filled_cache(side: str, model, tokens: int):
         rows = {}
         for name, pool in pools.items():
             if (row := pool.row(config, i, model.dtype)) is not None:
-                width, dtype = row
-                rows[name] = torch.randn(1, tokens, width, generator=generator).to(dtype)
+                values = torch.randn(1, tokens, row.width, generator=generator)
+                rows[name] = values.to(row.dtype)
         if paged:
             for name, pool in paged.layers[i].pools().items():
                 write(pool, step.slots, rows[name])
