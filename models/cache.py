@@ -371,7 +371,13 @@ def dimensions(model) -> dict:
     layers = [pool.where[0] for pool in pools.values() if pool.where is not None]
     sizes = [name for pool in pools.values() for name in pool.sizes]
     names = ["num_hidden_layers", *widths, *layers, *sizes]
-    of_config = {name: getattr(model.config, name) for name in names}
+    config, differing = model.config, model.config.per_layer_attributes or ()
+    of_config = {
+        name: [getattr(layer, name) for layer in config.per_layer_config]
+        if name in differing
+        else getattr(config, name)
+        for name in names
+    }
     device = device_of([model.base_model.layers[0]])
     declared = {name: pool.dtype for name, pool in pools.items()}
     return of_config | {"dtype": model.dtype, "device": device, "pools": declared}

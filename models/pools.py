@@ -68,7 +68,9 @@ class Pool(NamedTuple):
         """The row in this layer of a model in ``dtype``, or None."""
         if self.where is not None and getattr(config, self.where[0])[layer] != self.where[1]:
             return None
-        width = self.width if isinstance(self.width, int) else getattr(config, self.width)
+        width = self.width
+        if isinstance(width, str):  # layers of one model may differ in it
+            width = getattr(config.per_layer_config[layer], width)
         return Row(width * self.vectors, self.dtype or dtype, self.space(config, layer))
 
 
