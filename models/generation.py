@@ -55,7 +55,7 @@ def prepare_forward(block_size: int, model, args: tuple, kwargs: dict):
     step = cache.place(batch, tokens, new_tokens(mask, tokens))
     if kwargs.get("position_ids") is None:  # upstream would count padding
         kwargs["position_ids"] = step.positions.clamp(min=0)
-    kwargs["attention_mask"] = {"indexed_attention": step}
+    kwargs["attention_mask"] = dict.fromkeys(["indexed_attention", *model.config.layer_types], step)
     return (), kwargs
 
 
