@@ -82,15 +82,12 @@ class PagedAttention:
         layer = step.cache.layers[self.layer_idx]
         cos, sin = position_embeddings
 
-        latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split(
-            [self.kv_lora_rank, self.qk_rope_head_dim], -1
-        )
-        k_rope = rotate(self.mla_rope, k_rope.unsqueeze(2), cos, sin)
-        write(layer.latent, step.slots, self.kv_a_layernorm(latent))
-        write(layer.rope, step.slots, k_rope)
+        latent, k_rope = self.compress_key(hidden_states)
+        write(layer.latent, step.slots, latent)
+        write(layer.rope, step.slots, rotate(self.mla_rope, k_rope.unsqueeze(2), cos, sin))
         if self.indexer is not None:
             self.write_index_keys(hidden_states, position_embeddings, step)
-        elif indices is None:
+        elif indices is None and not self.selects:
             raise ValueError(
                 f"patched model: config.indexer_types must have a 'full' layer before layer "
                 f"{self.layer_idx}, which is 'shared'"
@@ -126,9 +123,9 @@ class PagedAttention:
     ) -> tuple[Tensor, Tensor]:
         """The results of :meth:`attend` for the last tokens that ``lengths`` counts."""
         layer = step.cache.layers[self.layer_idx]
-        query, gate = self.project_query(q_latent)
+        query, gate = self.project_query(hidden_states, q_latent)
         q_nope, q_rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
-        if self.indexer is not None:
+        if self.selects:
             normed = q_latent[..., : self.q_lora_rank]
             indices = self.select(hidden_states, normed, cos, sin, step, lengths)
         weight = weight_of(self.kv_b_proj).view(query.size(2), -1, self.kv_lora_rank)
@@ -153,12 +150,25 @@ class PagedAttention:
             output = torch.einsum("bshl,hvl->bshv", output, w_uv)
         return self.project_output(output, gate), indices
 
+    @property
+    def selects(self) -> bool:
+        """Whether this layer selects positions; if not, it attends to those of an earlier one."""
+        return self.indexer is not None
+
+    def compress_key(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """The normed latent ``[B, S, L]``, and RoPE's key ``[B, S, R]``, not rotated yet."""
+        widths = [self.kv_lora_rank, self.qk_rope_head_dim]
+        latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split(widths, -1)
+        return self.kv_a_layernorm(latent), k_rope
+
     def compress_query(self, hidden_states: Tensor) -> Tensor:
         """Input of :meth:`project_query`, ``[B, S, >= q_lora_rank]``; the first ``q_lora_rank``
         values are the normed latent, which is also the indexer's input."""
         return self.q_a_layernorm(self.q_a_proj(hidden_states))
 
-    def project_query(self, q_latent: Tensor) -> tuple[Tensor, Tensor | None]:
+    def project_query(
+        self, hidden_states: Tensor, q_latent: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """The query ``[B, S, H, nope + R]``, and the gate of :meth:`project_output` if any."""
         return self.q_b_proj(q_latent).unflatten(-1, (-1, self.qk_head_dim)), None
 
@@ -171,8 +181,9 @@ class PagedAttention:
         self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], step: Step
     ) -> None:
         indexer = self.indexer
-        key = indexer.k_norm(indexer.wk(hidden_states)).unsqueeze(2)
-        key = self.rotate_index(key, *position_embeddings)
+        # some architectures keep the norm in float32
+        key = indexer.k_norm(indexer.wk(hidden_states).to(indexer.k_norm.weight.dtype))
+        key = self.rotate_index(key.unsqueeze(2), *position_embeddings)
         write(step.cache.layers[self.layer_idx].index, step.slots, key)
 
     @torch.no_grad()

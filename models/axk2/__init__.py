@@ -23,7 +23,7 @@ class PagedAXK2Attention(PagedAttention, AXK2Attention):
         latent = self.q_a_proj(hidden_states)
         return torch.cat([self.q_a_layernorm(latent), latent], -1)
 
-    def project_query(self, q_latent: Tensor) -> tuple[Tensor, Tensor]:
+    def project_query(self, hidden_states: Tensor, q_latent: Tensor) -> tuple[Tensor, Tensor]:
         heads = self.q_gate_proj(q_latent).unflatten(-1, (-1, self.qk_head_dim + self.v_head_dim))
         return heads.split([self.qk_head_dim, self.v_head_dim], -1)
 
