@@ -174,6 +174,9 @@ def first_layers(config: dict, layers: int) -> dict:
         for name in ("layer_types", "mlp_layer_types", "indexer_types", "index_topk_pattern")
         if config.get(name) is not None
     }
+    if config.get("per_layer_config") is not None:
+        own = config["per_layer_config"].items()
+        cut["per_layer_config"] = {i: values for i, values in own if int(i) < layers}
     return config | cut | {"num_hidden_layers": layers}
 
 

@@ -39,7 +39,7 @@ def sharing(config, device) -> DistributedConfig:
     if ranks not in possible:
         raise ValueError(
             f"load: tensor_parallel must have {', '.join(map(str, possible))} ranks for "
-            f"{config.num_attention_heads} heads and experts of width "
+            f"{' and '.join(map(str, heads_of(config)))} heads and experts of width "
             f"{config.moe_intermediate_size} on {kind}, got {ranks}; set torchrun's "
             "--nproc-per-node"
         )
@@ -55,16 +55,21 @@ def own_device() -> torch.device:
     return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", 0)))
 
 
+def heads_of(config) -> list[int]:
+    """The different numbers of attention heads that the layers have."""
+    return sorted({layer.num_attention_heads for layer in config.per_layer_config})
+
+
 def possible_sizes(config, device: str) -> list[int]:
     """Numbers of ranks that get whole heads, at most what the op supports, and equally wide
     experts."""
-    heads = config.num_attention_heads
+    heads = heads_of(config)
     width = config.moe_intermediate_size if "sparse" in config.mlp_layer_types else 0
-    most = NPU_HEADS if device == "npu" else heads
+    fewest = -(-heads[-1] // NPU_HEADS) if device == "npu" else 1
     return [
         ranks
-        for ranks in range(1, heads + 1)
-        if heads % ranks == 0 and heads // ranks <= most and width % ranks == 0
+        for ranks in range(fewest, heads[0] + 1)
+        if width % ranks == 0 and all(number % ranks == 0 for number in heads)
     ]
 
 

@@ -193,8 +193,9 @@ def other_index_rope(monkeypatch, model):
     monkeypatch.setattr(cls, "index_rope", other_rope(cls.index_rope))
 
 
-def last_index_dims(monkeypatch, model):
-    monkeypatch.setattr(type(model.model.layers[0].self_attn), "index_rope_last", True)
+def other_index_dims(monkeypatch, model):
+    cls = type(model.model.layers[0].self_attn)
+    monkeypatch.setattr(cls, "index_rope_last", not cls.index_rope_last)
 
 
 def unnormed_index_query(monkeypatch, model):
@@ -220,7 +221,7 @@ def for_each(part):
 
 TRAPS = {
     "indexer-rotates-the-other-pairs": other_index_rope,
-    "indexer-rotates-the-last-dims": last_index_dims,
+    "indexer-rotates-the-other-dims": other_index_dims,
     "mla-rotates-half-split-pairs": half_split_mla,
     "index-query-from-the-latent-before-its-norm": unnormed_index_query,
     "index-key-without-norm-bias": for_each("indexer")(lambda m: m.k_norm.bias.zero_()),
@@ -240,11 +241,14 @@ def test_the_logits_show(kind, trap, monkeypatch):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_indexer_may_rotate_its_last_dims(kind, monkeypatch):
+def test_an_indexer_may_rotate_its_first_or_last_dims(kind, monkeypatch):
     # the same indexer with its dims in another order, which no score depends on
     upstream, patched = upstream_and_patched(kind)
-    monkeypatch.setattr(type(patched.model.layers[0].self_attn), "index_rope_last", True)
-    rotated, width = patched.config.qk_rope_head_dim, patched.config.index_head_dim
+    attention, width = patched.model.layers[0].self_attn, patched.config.index_head_dim
+    rotated = attention.qk_rope_head_dim
+    other_index_dims(monkeypatch, patched)
+    if not attention.index_rope_last:
+        rotated = -rotated
     for layer in patched.model.layers:
         if (indexer := layer.self_attn.indexer) is not None:
             per_head = indexer.wq_b.weight.unflatten(0, (-1, width))
@@ -261,6 +265,17 @@ def test_the_logits_show_a_softmax_scale_without_yarns_mscale():
     assert furthest(upstream, patched) > WRONG
 
 
+def replaced(name, wrong):
+    """A trap: the method ``name`` computes ``wrong(right method, self, *args)``."""
+
+    def apply(monkeypatch, model):
+        cls = type(model.model.layers[0].self_attn)
+        right = getattr(cls, name)
+        monkeypatch.setattr(cls, name, lambda *args: wrong(right, *args))
+
+    return apply
+
+
 def no_gate(project, self, output, gate):
     return project(self, output, torch.full_like(gate, torch.inf))
 
@@ -274,24 +289,44 @@ def normed_latent_twice(compress, self, hidden_states):
     return torch.cat([normed, normed], -1)
 
 
-def latents_exchanged(project, self, q_latent):
-    return project(self, q_latent.roll(self.q_lora_rank, -1))
+def latents_exchanged(project, self, hidden_states, q_latent):
+    return project(self, hidden_states, q_latent.roll(self.q_lora_rank, -1))
 
 
-AXK2_TRAPS = {
-    no_gate: "project_output",
-    wider_gate: "project_output",
-    normed_latent_twice: "compress_query",
-    latents_exchanged: "project_query",
+def longer_window(monkeypatch, model):
+    model.model.layers[1].self_attn.sliding_window += 1
+
+
+OWN_TRAPS = {
+    "axk2": {
+        "no-gate": replaced("project_output", no_gate),
+        "wider-gate": replaced("project_output", wider_gate),
+        "normed-latent-twice": replaced("compress_query", normed_latent_twice),
+        "latents-exchanged": replaced("project_query", latents_exchanged),
+    },
+    "dots3_note": {
+        "no-gate": replaced("project_output", no_gate),
+        "longer-window": longer_window,
+        "query-latent-not-scaled": for_each(None)(lambda m: setattr(m, "q_lora_scale", 1.0)),
+        "key-latent-not-scaled": for_each(None)(lambda m: setattr(m, "kv_lora_scale", 1.0)),
+        "rope-key-not-normed": for_each("k_rope_only_layernorm")(
+            lambda m: setattr(m, "forward", lambda key: key)
+        ),
+    },
 }
 
 
-@pytest.mark.parametrize("trap", AXK2_TRAPS, ids=lambda trap: trap.__name__)
-def test_the_logits_show_of_axk2(trap, monkeypatch):
-    upstream, patched = upstream_and_patched("axk2")
-    cls, name = type(patched.model.layers[0].self_attn), AXK2_TRAPS[trap]
-    right = getattr(cls, name)
-    monkeypatch.setattr(cls, name, lambda *args: trap(right, *args))
+@pytest.mark.parametrize(
+    "kind, trap",
+    [
+        pytest.param(kind, trap, id=f"{kind}-{name}")
+        for kind, traps in OWN_TRAPS.items()
+        for name, trap in traps.items()
+    ],
+)
+def test_the_logits_show_what_is_particular_to(kind, trap, monkeypatch):
+    upstream, patched = upstream_and_patched(kind)
+    trap(monkeypatch, patched)
     assert furthest(upstream, patched) > WRONG
 
 
@@ -403,6 +438,7 @@ def test_a_changed_cache_continues_like_upstreams(kind, change, rows):
 
     def run(model, cache, seed):
         ids, mask, positions = left_padded(PADS, 40, seed)
+        cache.activate_past_recording()  # else upstream cannot crop a sliding window
         feed(model, cache, ids, mask, positions, [40])
         cache = change(cache) or cache
         past = int(cache.get_seq_length())
@@ -808,7 +844,7 @@ def test_a_model_that_cannot_be_patched_is_rejected_untouched(model, error, mess
 
 def test_every_architecture_is_tested_and_named_in_the_rejection_of_others():
     assert {cls for _, cls in CLASSES.values()} == set(models.ATTENTION)
-    expected = "a DeepseekV32ForCausalLM or GlmMoeDsaForCausalLM or AXK2ForCausalLM of transformers"
+    expected = f"a {' or '.join(cls.__name__ for _, cls in CLASSES.values())} of transformers"
     with pytest.raises(TypeError, match=f"use_custom_pypto: model must be {expected}, got .*Llama"):
         models.use_custom_pypto(llama())
 

@@ -21,8 +21,7 @@ def tiny_patched(kind="deepseek_v32"):
 
 
 def two_layers(kind="deepseek_v32"):
-    types = {"indexer_types": ["full", "shared"]} if kind == "glm_moe_dsa" else {}
-    return tiny_model(kind, num_hidden_layers=2, **types)
+    return tiny_model(kind, num_hidden_layers=2)
 
 
 class CountingBackend:
@@ -91,7 +90,7 @@ def test_decode_is_one_graph_for_all_positions_and_equals_eager(kind, dynamic, b
     torch.testing.assert_close(got, want, rtol=0, atol=1e-6)
     assert cache.lengths.tolist() == [35, 35] and cache.get_seq_length() == 35
     assert len(backend.graphs) == 1
-    indexers = 1 if kind == "glm_moe_dsa" else 2  # GLM's second layer shares
+    indexers = 2 if kind in ("deepseek_v32", "axk2") else 1  # others share, or have a window
     assert backend.ops() == {
         "npu_lightning_indexer_pto": indexers,
         "npu_sparse_flash_attention_pto": 2,

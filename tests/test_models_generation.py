@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from tiny import KINDS, clear_case, tiny_model, token_ids
+from tiny import KIND_OF, KINDS, clear_case, tiny_model, token_ids
 from transformers import DynamicCache, GenerationConfig
 
 from custom_pypto import models
@@ -20,10 +20,14 @@ def no_grad_and_one_thread():
         yield
 
 
-def smaller(kind):
+def same(model):
+    """A model like this one, upstream."""
+    return tiny_model(KIND_OF[model.config.model_type])
+
+
+def smaller(model):
     """Two of the layers, as a draft model."""
-    types = {"indexer_types": ["full", "shared"]} if kind == "glm_moe_dsa" else {}
-    return tiny_model(kind, num_hidden_layers=2, **types)
+    return tiny_model(KIND_OF[model.config.model_type], num_hidden_layers=2)
 
 
 def embedded(model, ids):
@@ -100,13 +104,13 @@ GENERATE = {
     "a-second-turn-after-a-forward": continued_from_a_forward,
     "a-second-turn-of-embeddings": continued_from_embeddings,
     "assisted-by-upstream": lambda m, ids: m.generate(
-        ids[:1], assistant_model=smaller(m.config.model_type), **GREEDY
+        ids[:1], assistant_model=smaller(m), **GREEDY
     ),
     "assisted-by-patched": lambda m, ids: m.generate(
-        ids[:1], assistant_model=models.use_custom_pypto(smaller(m.config.model_type)), **GREEDY
+        ids[:1], assistant_model=models.use_custom_pypto(smaller(m)), **GREEDY
     ),
     "assisted-and-sampled": lambda m, ids: m.generate(
-        ids[:1], assistant_model=tiny_model(m.config.model_type), do_sample=True, max_new_tokens=6
+        ids[:1], assistant_model=same(m), do_sample=True, max_new_tokens=6
     ),
     "assisted-by-its-first-layer": lambda m, ids: m.generate(
         ids[:1], assistant_early_exit=1, **GREEDY

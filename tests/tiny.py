@@ -14,6 +14,8 @@ from transformers import (
     DeepseekV4ForCausalLM,
     DeepseekV32Config,
     DeepseekV32ForCausalLM,
+    Dots3NoteForCausalLM,
+    Dots3NoteTextConfig,
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
 )
@@ -34,8 +36,24 @@ CLASSES = {
     "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
     "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
     "axk2": (AXK2Config, AXK2ForCausalLM),
+    "dots3_note": (Dots3NoteTextConfig, Dots3NoteForCausalLM),
 }
 KINDS = list(CLASSES)
+KIND_OF = {config_class.model_type: kind for kind, (config_class, _) in CLASSES.items()}
+# the layer between those with an indexer: dims of its own, a window shorter than the prompts
+SLIDING = {
+    "layer_types": ["indexed_attention", "sliding_attention", "indexed_attention"],
+    "head_dim": 32,
+    "sliding_window": 12,
+    "swa_num_attention_heads": 2,
+    "swa_num_key_value_heads": 2,
+    "swa_q_lora_rank": 40,
+    "swa_kv_lora_rank": 80,
+    "swa_head_dim": 40,
+    "swa_qk_nope_head_dim": 24,
+    "swa_v_head_dim": 16,
+    "moe_shared_expert_intermediate_size": 32,
+}
 # A.X-K2's names that differ between checkpoint and model
 NAMES_ON_DISK = {"self_attn.q_gate_proj": "self_attn.q_b_proj"}
 NAMES_ON_DISK |= {"layernorm.mlp.fc1": "layernorm.W_down", "layernorm.mlp.fc2": "layernorm.W_up"}
@@ -72,11 +90,17 @@ def tiny_config(kind="deepseek_v32", **changes):
         # large weights: a wrong key or a wrong rotation moves the logits by more than rounding
         initializer_range=0.15,
     )
-    if kind != "glm_moe_dsa":
+    if kind in ("deepseek_v32", "axk2"):
         config["rope_parameters"] = YARN
-    else:
+    if kind == "glm_moe_dsa":
         config["indexer_types"] = ["full", "shared", "full"]
-    return CLASSES[kind][0](**config | changes)
+    if kind == "dots3_note":
+        config |= SLIDING
+    config |= changes
+    for name in ("layer_types", "indexer_types"):
+        if name in config:
+            config[name] = config[name][: config["num_hidden_layers"]]
+    return CLASSES[kind][0](**config)
 
 
 def query_projection(kind):
@@ -164,7 +188,7 @@ def write_published(path, config, save=save_file):
     prediction after the last one, ``config.json`` with the published keys. A shard
     for the embedding, one for each layer, one for the head and one for that layer, in this order.
     """
-    model_class = CLASSES[config.model_type][1]
+    model_class = CLASSES[KIND_OF[config.model_type]][1]
     with torch.device("meta"):
         shapes = tensors_on_disk(model_class(config))
     shards = {"embedding": {}, **{f"{i}": {} for i in range(config.num_hidden_layers)}, "head": {}}
@@ -212,7 +236,18 @@ def write_published(path, config, save=save_file):
             "weight_block_size": [BLOCK, BLOCK],
         },
     }
-    for name in ("dtype", "layer_types", "mlp_layer_types", "transformers_version", "head_dim"):
+    own_keys = ["dtype", "mlp_layer_types", "transformers_version"]
+    if config.model_type == "dots3_note_text":  # the text model's keys in a multimodal config
+        published |= SLIDING | {"model_type": "dots3_note", "use_dsa": True}
+        published["layer_types"] = [
+            kind.replace("indexed", "full") for kind in published["layer_types"]
+        ]
+        adapter = {"adapter_out_dim": config.hidden_size}
+        published |= {"vision_config": adapter, "audio_config": adapter}
+        own_keys += ["per_layer_config", "rope_parameters"]
+    else:
+        own_keys += ["layer_types", "head_dim"]
+    for name in own_keys:
         published.pop(name, None)
     if config.model_type == "deepseek_v32":
         rope = published.pop("rope_parameters")

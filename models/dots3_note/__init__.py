@@ -1,0 +1,56 @@
+"""Dots 3 Note (text): GLM-5's indexer in some layers, a sliding window in the others, which have
+dims of their own; latents scaled after their norms, and a gate per head from the hidden states."""
+
+import torch
+from torch import Tensor
+from transformers.models.dots3_note.modeling_dots3_note import (
+    Dots3NoteTextAttention,
+    Dots3NoteTextIndexer,
+    apply_rotary_pos_emb_interleave,
+)
+
+from ..attention import PagedAttention
+from ..cache import Step
+from ..pools import MLA_POOLS, Pool
+
+
+class PagedDots3NoteAttention(PagedAttention, Dots3NoteTextAttention):
+    pools = MLA_POOLS | {
+        "index": Pool("index_head_dim", where=("layer_types", "indexed_attention"))
+    }
+    indexer_class = Dots3NoteTextIndexer
+    mla_rope = staticmethod(apply_rotary_pos_emb_interleave)
+    index_rope = staticmethod(apply_rotary_pos_emb_interleave)
+    selects = True
+
+    def compress_key(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        latent, k_rope = super().compress_key(hidden_states)
+        return latent * self.kv_lora_scale, self.k_rope_only_layernorm(k_rope)
+
+    def compress_query(self, hidden_states: Tensor) -> Tensor:
+        return super().compress_query(hidden_states) * self.q_lora_scale
+
+    def select(
+        self,
+        hidden_states: Tensor,
+        q_latent: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        step: Step,
+        lengths: Tensor,
+    ) -> Tensor:
+        if self.sliding_window is None:
+            return super().select(hidden_states, q_latent, cos, sin, step, lengths)
+        # a token and those before it, as many as the window holds; -1 before the first one
+        tokens, device = hidden_states.size(1), lengths.device
+        back = torch.arange(tokens, device=device).flip(0)[:, None]
+        back = back + torch.arange(1, self.sliding_window + 1, device=device)
+        last = lengths[:, None, None, None]
+        return (last - back[:, None]).clamp(min=-1).to(torch.int32)
+
+    def project_query(self, hidden_states: Tensor, q_latent: Tensor) -> tuple[Tensor, Tensor]:
+        query, _ = super().project_query(hidden_states, q_latent)
+        return query, self.g_proj(hidden_states)[..., None]
+
+    def project_output(self, output: Tensor, gate: Tensor) -> Tensor:
+        return super().project_output(output * gate.sigmoid(), None)
