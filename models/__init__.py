@@ -28,6 +28,7 @@ from transformers import (
     AXK2ForCausalLM,
     DeepseekV4ForCausalLM,
     DeepseekV32ForCausalLM,
+    Dots3NoteForCausalLM,
     GenerationConfig,
     GlmMoeDsaForCausalLM,
 )
@@ -38,6 +39,7 @@ from .cache import PagedCache, check_block_size
 from .checkpoint import check_shards, first_layers
 from .deepseek_v4 import PagedDeepseekV4Attention
 from .deepseek_v32 import PagedDeepseekV32Attention
+from .dots3_note import PagedDots3NoteAttention
 from .glm_moe_dsa import PagedGlmMoeDsaAttention
 from .loading import Reader, check_memory, parameters, resolve_dtype
 from .projection import change_class, has_other_forward
@@ -51,6 +53,7 @@ ATTENTION = {
     GlmMoeDsaForCausalLM: PagedGlmMoeDsaAttention,
     AXK2ForCausalLM: PagedAXK2Attention,
     DeepseekV4ForCausalLM: PagedDeepseekV4Attention,
+    Dots3NoteForCausalLM: PagedDots3NoteAttention,
 }
 
 
@@ -154,7 +157,7 @@ def load(path, *, dtype="auto", num_hidden_layers=None, device=None, tensor_para
             f"load: path must be a checkpoint directory with a config.json, got {path}"
         )
     # without it transformers prompts at the terminal, and "y" runs the checkpoint's code
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
     plan = sharing(config, device) if tensor_parallel else None
     block = fp8.block_of(config.to_dict())
     if num_hidden_layers is not None:
