@@ -63,7 +63,9 @@ class PagedCache(Cache):
 
     Padding is not stored: sequence ``b`` has ``lengths[b]`` tokens from position 0 on, regardless
     of left padding, and position ``p`` is row ``p % block_size`` of block ``block_table[b, p //
-    block_size]``. Block 0 belongs to no sequence; padding is written there.
+    block_size]``. Block 0 belongs to no sequence; padding is written there. Some architectures keep
+    fewer rows than tokens (:class:`models.pools.Space`), with a block table for each kind of pool
+    in ``tables``.
     Left padding needs nothing else: the ops align queries and keys at the last token, so padding,
     left of every real token, sees no key.
 
@@ -71,7 +73,8 @@ class PagedCache(Cache):
     Python number, so that one compiled graph serves every position.
 
     New tokens count only when their forward completes: after an exception or Ctrl-C the cache is
-    unchanged and usable. An interrupted ``generate()`` has cached tokens that its caller never got:
+    unchanged and usable, unless its rings lost more tokens than they can spare: the next forward
+    then raises. An interrupted ``generate()`` has cached tokens that its caller never got:
     ``crop`` the cache to the known ones. An interrupted beam search may leave sequences half
     exchanged: :meth:`reset` the cache.
 
@@ -89,11 +92,11 @@ class PagedCache(Cache):
     Raises:
         torch.OutOfMemoryError: no memory for this many tokens; the message says how many fit. A CPU
             overcommits memory up to a limit: see :attr:`nbytes`.
-        ValueError: layers on several devices. Also raised by a forward that exceeds the capacity,
-            before anything is written: this check reads the length, which would stall an
-            accelerator, so it runs on CPU only and not inside ``torch.compile``; ``generate()``
-            checks its ``max_length`` everywhere. Unchecked tokens that do not fit are written to
-            block 0.
+        ValueError: layers on several devices. Also raised by a forward that exceeds the capacity or
+            lacks tokens of its window, before anything is written: this check reads the length,
+            which would stall an accelerator, so it runs on CPU only and not inside
+            ``torch.compile``; ``generate()`` checks its ``max_length`` everywhere. Unchecked tokens
+            that do not fit are written to block 0.
     """
 
     # Cache derives these properties from its layers; here they hold for the whole cache

@@ -7,6 +7,7 @@ compared with the sequence alone.
 import copy
 import math
 
+import accelerate
 import pytest
 import torch
 from test_models import feed, left_padded, trace
@@ -475,6 +476,19 @@ def test_bf16_is_as_close_to_float32_as_upstream_bf16():
     theirs = (upstream.bfloat16()(ids, use_cache=False).logits.float() - want).pow(2).mean()
     mine = (patched.bfloat16()(ids, use_cache=False).logits.float() - want).pow(2).mean()
     assert mine <= 1.2**2 * theirs
+
+
+@pytest.mark.parametrize("first", ["patch", "offload"])
+def test_offloaded_weights_are_brought_in(first):
+    upstream, patched = upstream_and_patched()
+    if first == "offload":
+        patched = models.use_transformers(patched)
+    accelerate.cpu_offload(patched, execution_device="cpu")
+    patched = models.use_custom_pypto(patched)
+    ids = token_ids(1, 50)
+    want = upstream(ids, use_cache=False).logits
+    got = patched(ids, use_cache=False).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
 
 
 def test_a_cache_of_another_window_is_rejected():

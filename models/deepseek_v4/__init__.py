@@ -21,8 +21,8 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 
 import custom_pypto
 
-from ..cache import PagedLayer, Step, write
-from ..pools import Pool, Space
+from ..cache import Step, write
+from ..pools import PagedLayer, Pool, Space
 from ..projection import check_replaced
 from .compressor import SPARE, Part, compress, tokens_of_state
 

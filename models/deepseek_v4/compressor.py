@@ -16,7 +16,9 @@ import torch
 from torch import Tensor, nn
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
 
-from ..cache import PagedCache, PagedLayer, Step, write
+from ..cache import PagedCache, Step, write
+from ..pools import PagedLayer
+from ..projection import brought_in
 
 # tokens that a sequence can forget although its state is a ring: more than speculative decoding
 # drafts
@@ -78,7 +80,7 @@ def completed(
         new: ``[B, S, width]`` the same of the new tokens.
     """
     rate, dim = module.compress_rate, module.head_dim
-    overlap = module.position_bias.size(1) // dim - 1  # windows before its own that a row covers
+    overlap = new.size(-1) // dim // 2 - 1  # windows before its own that a row covers
     count = -(-new.size(1) // rate)
     windows = (part.start // rate)[:, None] + torch.arange(count, device=new.device)
     tokens = (windows[:, :1] - overlap) * rate
@@ -94,7 +96,8 @@ def completed(
     # the window before the first one is empty; the state may hold anything there
     exists = (tokens >= 0)[..., None]
     kv, gate = torch.where(exists, found, 0).unflatten(1, (-1, rate)).chunk(2, -1)
-    gate = gate + module.position_bias.float()
+    with brought_in(module):
+        gate = gate + module.position_bias.float()
     gate = torch.where(exists.unflatten(1, (-1, rate)), gate, -torch.inf)
     if overlap:
         kv, gate = (
