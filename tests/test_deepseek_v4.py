@@ -17,8 +17,7 @@ from tiny import V4_LAYERS, clear_case, tiny_v4, token_ids
 from transformers import DynamicCache
 
 from custom_pypto import models
-from custom_pypto.models import deepseek_v4
-from custom_pypto.models.deepseek_v4 import compressor
+from custom_pypto.models import deepseek_v4, windows
 
 # float32, 4 layers, logits up to about 10
 TOLERANCE = 5e-4
@@ -161,12 +160,8 @@ def rows_of(change):
     """Changes the windows, and so the positions, of the compressed rows."""
 
     def apply(monkeypatch, model):
-        completed = compressor.completed
-
-        def wrong(*args):
-            return change(*completed(*args))
-
-        monkeypatch.setattr(compressor, "completed", wrong)
+        completed = windows.completed
+        monkeypatch.setattr(windows, "completed", lambda *args: change(*completed(*args)))
 
     return apply
 

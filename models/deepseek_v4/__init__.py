@@ -9,7 +9,7 @@ Shapes: B batch, S new tokens, H heads, D ``head_dim``, W ``sliding_window``, N 
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4Attention,
     DeepseekV4CSACompressor,
@@ -21,10 +21,11 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 
 import custom_pypto
 
+from .. import windows
 from ..cache import Step, write
 from ..pools import PagedLayer, Pool, Space
-from ..projection import check_replaced
-from .compressor import SPARE, Part, compress, tokens_of_state
+from ..projection import brought_in, check_replaced
+from ..windows import Part
 
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 # New tokens that a layer reads at once, so that the ring of each sequence stays short
@@ -45,8 +46,7 @@ def index_rows(config, layer: int) -> Space:
 
 def state(config, layer: int) -> Space:
     kind = config.layer_types[layer]
-    ring = tokens_of_state(config.compress_rates[kind], kind == SPARSE) + SPARE
-    return Space(ring, 0, block=ring, spare=SPARE)
+    return windows.state_space(config.compress_rates[kind], overlaps=kind == SPARSE)
 
 
 OF_SPARSE, OF_HEAVY = ("layer_types", SPARSE), ("layer_types", HEAVY)
@@ -84,7 +84,7 @@ class PagedDeepseekV4Attention(DeepseekV4Attention):
             )
         cos, sin = position_embeddings[self.rope_layer_type]
         outputs = []
-        for part in parts(attention_mask):
+        for part in windows.parts(attention_mask, SLICE):
             x, cos_part, sin_part = (y[:, part.columns] for y in (hidden_states, cos, sin))
             outputs.append(self.attend(x, cos_part, sin_part, part))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)), None
@@ -158,14 +158,22 @@ class PagedDeepseekV4Attention(DeepseekV4Attention):
         )
 
 
-def parts(step: Step) -> list[Part]:
-    """The new tokens of a step, at most :data:`SLICE` at once."""
-    found, first = [], 0
-    while first < step.tokens:  # range() would give torch.compile one graph per length
-        end = first + SLICE if first + SLICE < step.tokens else step.tokens
-        found.append(Part(step, first, end))
-        first = end
-    return found
+def compress(
+    module: nn.Module, layer: PagedLayer, rows: str, state: str, part: Part, x: Tensor
+) -> None:
+    """Writes the rows of upstream's compressor or indexer ``module`` for the tokens of ``part``,
+    normed and rotated by the position of their window's first token."""
+
+    def finish(sums: Tensor, window: Tensor) -> Tensor:
+        row = module.kv_norm(sums.to(x.dtype)).unsqueeze(2)
+        first = window * module.compress_rate
+        cos, sin = module.rotary_emb(row, first, layer_type=module.rope_layer_type)
+        return apply_rotary_pos_emb(row, cos, sin, unsqueeze_dim=2)
+
+    new = torch.cat([module.kv_proj(x), module.gate_proj(x)], -1)
+    with brought_in(module):
+        bias = module.position_bias.float()
+    windows.compress(layer, rows, state, part, new, bias, finish)
 
 
 def window(part: Part, size: int, ring: int) -> Tensor:

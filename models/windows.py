@@ -1,24 +1,22 @@
-"""Compressed cache rows of DeepSeek-V4 (technical report, section 2.3).
+"""Cache rows of consecutive windows of ``r`` tokens, written when their last token arrives.
 
-Row ``w`` covers the ``r`` tokens of window ``w``, with overlap also those of the window before:
-``rope_{r w}(RMSNorm(sum_i softmax_i(Z_i + bias_i) * C_i))``, the softmax per channel over all
-tokens ``i`` that the row covers, with ``C = kv_proj(x)`` and ``Z = gate_proj(x)``. With overlap
-both are twice as wide: the first half counts in the next window's row, the second in the window's
-own.
+Row ``w`` is ``sum_i softmax_i(Z_i + bias_i) * C_i``, the softmax per channel, over the tokens ``i``
+of window ``w``, with overlap also those of the window before. With overlap C, Z and the bias are
+twice as wide: the first half counts in the next window's row, the second in the window's own.
 
 The state between forwards is a ring of the last tokens' ``[C | Z]``. Windows count from the first
-real token of each sequence; upstream counts left padding too, which changes every row.
+real token of each sequence, so that left padding changes nothing.
 
 Shapes: B batch, S new tokens, n windows, r tokens per window, D width of a row.
 """
 
-import torch
-from torch import Tensor, nn
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import apply_rotary_pos_emb
+from collections.abc import Callable
 
-from ..cache import PagedCache, Step, write
-from ..pools import PagedLayer
-from ..projection import brought_in
+import torch
+from torch import Tensor
+
+from .cache import PagedCache, Step, write
+from .pools import PagedLayer, Space
 
 # tokens that a sequence can forget although its state is a ring: more than speculative decoding
 # drafts
@@ -41,46 +39,64 @@ class Part:
         self.lengths = self.start + self.valid.sum(1)
 
 
-def tokens_of_state(rate: int, overlaps: bool) -> int:
-    """Last tokens that the row of an incomplete window may still need."""
-    return (2 if overlaps else 1) * rate - 1
+def parts(step: Step, size: int) -> list[Part]:
+    """The new tokens of a step, at most ``size`` at once."""
+    found, first = [], 0
+    while first < step.tokens:  # range() would give torch.compile one graph per length
+        end = first + size if first + size < step.tokens else step.tokens
+        found.append(Part(step, first, end))
+        first = end
+    return found
+
+
+def state_space(rate: int, overlaps: bool = False) -> Space:
+    """The ring of the tokens that an incomplete window may still need."""
+    ring = (2 if overlaps else 1) * rate - 1 + SPARE
+    return Space(ring, 0, block=ring, spare=SPARE)
 
 
 def compress(
-    module: nn.Module, layer: PagedLayer, rows: str, state: str, part: Part, x: Tensor
+    layer: PagedLayer,
+    rows: str,
+    state: str,
+    part: Part,
+    new: Tensor,
+    bias: Tensor,
+    finish: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
     """Writes the rows that the tokens of ``part`` complete, and keeps its last tokens.
 
     Args:
-        module: upstream's compressor or indexer.
-        rows: name of the pool of the compressed rows.
+        rows: name of the pool of the rows.
         state: name of the pool with the ring of ``[C | Z]``.
-        x: ``[B, S, hidden]`` input of the layer.
+        new: ``[B, S, width]`` ``[C | Z]`` of the tokens.
+        bias: ``[r, width / 2]``.
+        finish: makes rows ``[B, n, 1, D]`` of the float32 sums ``[B, n, D]`` and the windows ``[B,
+            n]``.
     """
     cache, space, ring = part.cache, layer.spaces[rows], layer.spaces[state]
     pool = getattr(layer, state)
-    new = torch.cat([module.kv_proj(x), module.gate_proj(x)], -1)
     cached = pool[cache.tables[ring][:, 0]].squeeze(2)
-    compressed, windows, complete = completed(module, cached, new, part)
+    width = getattr(layer, rows).size(-1)
+    sums, windows, complete = completed(cached, new, bias, width, part)
     slots = cache.slots(space, space.ring + windows, complete)
-    write(getattr(layer, rows), slots, compressed)
+    write(getattr(layer, rows), slots, finish(sums, windows))
     last = slice(max(0, new.size(1) - ring.ring), None)
     positions, valid = part.positions[:, last], part.valid[:, last]
     write(pool, cache.slots(ring, positions % ring.ring, valid), new[:, last])
 
 
 def completed(
-    module: nn.Module, cached: Tensor, new: Tensor, part: Part
+    cached: Tensor, new: Tensor, bias: Tensor, width: int, part: Part
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows ``[B, n, 1, D]`` of all windows with tokens of ``part``, the windows ``[B, n]``, and
-    whether all their tokens have come.
+    """The float32 sums ``[B, n, width]`` of all windows with tokens of ``part``, the windows ``[B,
+    n]``, and whether all their tokens have come.
 
     Args:
-        cached: ``[B, ring, width]`` the state.
-        new: ``[B, S, width]`` the same of the new tokens.
+        cached: ``[B, ring, .]`` the state.
+        new: ``[B, S, .]`` the same of the new tokens.
     """
-    rate, dim = module.compress_rate, module.head_dim
-    overlap = new.size(-1) // dim // 2 - 1  # windows before its own that a row covers
+    rate, overlap = bias.size(0), bias.size(1) // width - 1
     count = -(-new.size(1) // rate)
     windows = (part.start // rate)[:, None] + torch.arange(count, device=new.device)
     tokens = (windows[:, :1] - overlap) * rate
@@ -96,14 +112,10 @@ def completed(
     # the window before the first one is empty; the state may hold anything there
     exists = (tokens >= 0)[..., None]
     kv, gate = torch.where(exists, found, 0).unflatten(1, (-1, rate)).chunk(2, -1)
-    with brought_in(module):
-        gate = gate + module.position_bias.float()
-    gate = torch.where(exists.unflatten(1, (-1, rate)), gate, -torch.inf)
+    gate = torch.where(exists.unflatten(1, (-1, rate)), gate + bias.float(), -torch.inf)
     if overlap:
         kv, gate = (
-            torch.cat([both[:, :-1, :, :dim], both[:, 1:, :, dim:]], 2) for both in (kv, gate)
+            torch.cat([both[:, :-1, :, :width], both[:, 1:, :, width:]], 2) for both in (kv, gate)
         )
-    rows = module.kv_norm((kv * gate.softmax(2)).sum(2).to(new.dtype)).unsqueeze(2)
-    cos, sin = module.rotary_emb(rows, windows * rate, layer_type=module.rope_layer_type)
-    rows = apply_rotary_pos_emb(rows, cos, sin, unsqueeze_dim=2)
-    return rows, windows, (windows + 1) * rate <= part.lengths[:, None]
+    complete = (windows + 1) * rate <= part.lengths[:, None]
+    return (kv * gate.softmax(2)).sum(2), windows, complete
