@@ -30,6 +30,7 @@ from transformers import (
     DeepseekV32ForCausalLM,
     Dots3NoteForCausalLM,
     GenerationConfig,
+    Glm5NextForConditionalGeneration,
     GlmMoeDsaForCausalLM,
 )
 
@@ -40,8 +41,10 @@ from .checkpoint import check_shards, first_layers
 from .deepseek_v4 import PagedDeepseekV4Attention
 from .deepseek_v32 import PagedDeepseekV32Attention
 from .dots3_note import PagedDots3NoteAttention
+from .glm5_next import PagedGlm5NextAttention
 from .glm_moe_dsa import PagedGlmMoeDsaAttention
 from .loading import Reader, check_memory, parameters, resolve_dtype
+from .pools import text_model
 from .projection import change_class, has_other_forward
 from .tensor_parallel import own_device, sharing
 
@@ -54,6 +57,7 @@ ATTENTION = {
     AXK2ForCausalLM: PagedAXK2Attention,
     DeepseekV4ForCausalLM: PagedDeepseekV4Attention,
     Dots3NoteForCausalLM: PagedDots3NoteAttention,
+    Glm5NextForConditionalGeneration: PagedGlm5NextAttention,
 }
 
 
@@ -77,15 +81,17 @@ def use_custom_pypto(model, *, block_size: int = 128):
     """
     upstream, paged = _attention_classes("use_custom_pypto", model)
     check_block_size("use_custom_pypto", block_size)
-    topk = model.config.index_topk
+    text = text_model(model)
+    topk = text.config.index_topk
     if not (1 <= topk <= 2048 or topk in range(3072, 8193, 1024)):
         raise ValueError(
             "use_custom_pypto: config.index_topk must be 1 to 2048, or 3072 to 8192 in steps of "
             f"1024, got {topk}"
         )
     use_transformers(model)
-    layers = [layer.self_attn for layer in model.base_model.layers]
-    for i, attention in enumerate(layers):
+    found = {i: layer.self_attn for i, layer in enumerate(text.layers)}
+    layers = {i: x for i, x in found.items() if type(x) not in paged.upstream_layers}
+    for i, attention in layers.items():
         if type(attention) is not upstream or has_other_forward(attention):
             raise TypeError(
                 f"use_custom_pypto: the attention of layer {i} must be a plain "
@@ -93,12 +99,12 @@ def use_custom_pypto(model, *, block_size: int = 128):
                 "(kernelize?), which the patch would not reach; patch before wrapping"
             )
         paged.check(attention, i)
-    for attention in layers:
+    for attention in layers.values():
         change_class(attention, paged)
     prepare = partial(generation.prepare_forward, block_size)
     model._undo_custom_pypto = (
-        model.base_model.register_forward_pre_hook(prepare, with_kwargs=True),
-        model.base_model.register_forward_hook(generation.finish_forward, with_kwargs=True),
+        text.register_forward_pre_hook(prepare, with_kwargs=True),
+        text.register_forward_hook(generation.finish_forward, with_kwargs=True),
     )
     model._prepare_cache_for_generation = partial(
         generation.prepare_cache_for_generation, model, block_size
@@ -115,15 +121,16 @@ def use_transformers(model):
     Raises:
         TypeError: unsupported model class.
     """
-    upstream, _ = _attention_classes("use_transformers", model)
+    upstream, paged = _attention_classes("use_transformers", model)
     if hasattr(model, "_undo_custom_pypto"):
         for hook in model._undo_custom_pypto:
             hook.remove()
         del model._undo_custom_pypto
         del model._prepare_cache_for_generation
         del model.create_masks_for_generate
-        for layer in model.base_model.layers:
-            change_class(layer.self_attn, upstream)
+        for layer in text_model(model).layers:
+            if type(layer.self_attn) is paged:
+                change_class(layer.self_attn, upstream)
     return model
 
 

@@ -18,6 +18,8 @@ from .tensor_parallel import CHECK_RANKS, check_indices
 # Query tokens per slice. Queries, absorbed queries, outputs and indices take 0.4 MB per token at
 # full size; a token of the cache takes 1.4 kB.
 SLICE = 2048
+# an index that the op skips; -1 would end the row
+SKIPPED = -2
 
 
 class PagedAttention:
@@ -42,6 +44,8 @@ class PagedAttention:
     index_rope_last = False
     #: whether the layer passes its indices to the next layer
     returns_indices = False
+    #: upstream classes of layers in the same model that are left as they are
+    upstream_layers: tuple[type, ...] = ()
     #: a module with a weight on the layer's device
     first_norm = "kv_a_layernorm"
 
@@ -84,7 +88,8 @@ class PagedAttention:
 
         latent, k_rope = self.compress_key(hidden_states)
         write(layer.latent, step.slots, latent)
-        write(layer.rope, step.slots, rotate(self.mla_rope, k_rope.unsqueeze(2), cos, sin))
+        if layer.rope is not None:
+            write(layer.rope, step.slots, rotate(self.mla_rope, k_rope.unsqueeze(2), cos, sin))
         if self.indexer is not None:
             self.write_index_keys(hidden_states, position_embeddings, step)
         elif indices is None and not self.selects:
@@ -131,13 +136,17 @@ class PagedAttention:
         weight = weight_of(self.kv_b_proj).view(query.size(2), -1, self.kv_lora_rank)
         w_uk, w_uv = weight.split([self.qk_nope_head_dim, self.v_head_dim], 1)
         dtype = layer.latent.dtype  # autocast gives the queries another dtype
+        if layer.rope is None:
+            q_rope = None
+        else:
+            q_rope = rotate(self.mla_rope, q_rope, cos, sin).to(dtype)
         output = custom_pypto.npu_sparse_flash_attention_pto(
             torch.einsum("bshd,hdl->bshl", q_nope, w_uk).contiguous().to(dtype),
             layer.latent,
             None,
             indices,
             self.scaling,
-            query_rope=rotate(self.mla_rope, q_rope, cos, sin).to(dtype),
+            query_rope=q_rope,
             key_rope=layer.rope,
             actual_seq_lengths_kv=lengths,
             block_table=step.cache.block_table,
@@ -201,16 +210,18 @@ class PagedAttention:
         query = indexer.wq_b(q_latent).unflatten(-1, (indexer.n_heads, indexer.head_dim))
         projection = indexer.weights_proj
         weights = projection(hidden_states.to(projection.weight.dtype)).float()
-        keys = step.cache.layers[self.layer_idx].index
+        layer = step.cache.layers[self.layer_idx]
+        keys, space = layer.index, layer.spaces["index"]
         indices = custom_pypto.npu_lightning_indexer_pto(
             self.rotate_index(query, cos, sin).to(keys.dtype),
             keys,
             # both scales are positive, so they may move out of the ReLU into the weights
             weights * (indexer.n_heads**-0.5 * indexer.softmax_scale),
             actual_seq_lengths_key=lengths,
-            block_table=step.cache.block_table,
-            sparse_count=indexer.index_topk,
+            block_table=step.cache.tables[space],
+            sparse_count=indexer.index_topk // space.ratio,
             sparse_mode=3,
+            cmp_ratio=space.ratio,
         )
         if CHECK_RANKS and dist.is_initialized():
             check_indices(self.layer_idx, indices)

@@ -11,12 +11,14 @@ from .loading import free_memory
 from .pools import (
     EVERY_TOKEN,
     PagedLayer,
+    RecurrentLayer,
     Row,
     Space,
     declared_rows,
+    dimensions,
     empty_pool,
     own_blocks,
-    pools_of,
+    patched_layers,
 )
 from .projection import device_of
 
@@ -115,7 +117,7 @@ class PagedCache(Cache):
         self.block_size = block_size
         self.max_cache_len = -(-max_cache_len // block_size) * block_size
         self.made_for = dimensions(model)
-        device = device_of(model.base_model.layers)
+        device = device_of(patched_layers(model))
         declared = declared_rows(model)
         rows = [row for layer in declared for row in layer.values() if row is not None]
         try:
@@ -128,8 +130,10 @@ class PagedCache(Cache):
             space: own_blocks(batch_size, space.blocks(self.max_cache_len), device)
             for space in spaces
         }
-        # last tokens that the rings can forget; None: all of them
+        # last tokens that rings and recurrent states can forget; None: all of them
         self.spare = min((space.spare for space in spaces if space.ring), default=None)
+        if self._recurrent():
+            self.spare = 0
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         # the length that generate() reads: tokens fed per sequence, including padding
         self.seen = torch.zeros((), dtype=torch.int64, device=device)
@@ -157,6 +161,8 @@ class PagedCache(Cache):
                 f"PagedCache: the batch must be {self.batch_size} (batch_size), got {batch_size}"
             )
         self.check_room(tokens)
+        if self._recurrent() and not torch.compiler.is_compiling() and self.seen == 0:
+            self._reset_recurrent()  # an interrupted forward may have left something
         after = self.seen + tokens
         self.written.copy_(torch.where(self.seen > 0, self.written.maximum(after), after))
         if valid is None:
@@ -263,10 +269,13 @@ class PagedCache(Cache):
         self.lengths.add_(tokens_to_remove).clamp_(min=0)
         self.seen.copy_(left)
         self.written.mul_(left > 0)
+        if self._recurrent() and left == 0:
+            self._reset_recurrent()
 
     def reset(self) -> None:
         for length in (self.lengths, self.seen, self.written):
             length.zero_()
+        self._reset_recurrent()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replaces each sequence ``b`` by a copy of sequence ``beam_idx[b]``, for beam search.
@@ -277,6 +286,8 @@ class PagedCache(Cache):
             for name, pool in layer.pools().items():
                 table = self.tables[layer.spaces[name]]
                 pool[table] = pool[table[beam_idx]]
+        for layer in self._recurrent():
+            layer.reorder_cache(beam_idx)
         self.lengths.copy_(self.lengths[beam_idx])
 
     @torch.inference_mode(False)
@@ -291,6 +302,8 @@ class PagedCache(Cache):
                 for name, pool in layer.pools().items():
                     if layer.spaces[name] == space:
                         setattr(layer, name, pool[kept])
+        for layer in self._recurrent():
+            layer.select(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         sequences = torch.arange(self.batch_size, device=self.lengths.device)
@@ -308,8 +321,9 @@ class PagedCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the pools, all layers."""
-        return sum(pool.nbytes for pool in self._pools())
+        """Bytes of the pools and recurrent states, all layers."""
+        states = [state for layer in self._recurrent() for state in layer.states()]
+        return sum(tensor.nbytes for tensor in [*self._pools(), *states])
 
     def update(self, *args, **kwargs):
         raise TypeError(
@@ -326,10 +340,21 @@ class PagedCache(Cache):
     def _pools(self) -> list[Tensor]:
         return [pool for layer in self.layers for pool in layer.pools().values()]
 
+    def _recurrent(self) -> list[RecurrentLayer]:
+        return [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
+
+    def _reset_recurrent(self) -> None:
+        for layer in self._recurrent():
+            layer.reset()
+
     def _tensors(self) -> list[Tensor]:
         return [*self._pools(), *self.tables.values()]
 
-    def _layer(self, rows: dict[str, Row | None], batch_size: int, device) -> PagedLayer:
+    def _layer(
+        self, rows: dict[str, Row | None], batch_size: int, device
+    ) -> PagedLayer | RecurrentLayer:
+        if not rows:
+            return RecurrentLayer()
         pools, spaces = dict.fromkeys(rows), {}
         for name, row in rows.items():
             if row is not None:
@@ -365,22 +390,3 @@ def check_block_size(caller: str, block_size: int) -> None:
         raise ValueError(
             f"{caller}: block_size must be a multiple of 16 from 16 to 1024, got {block_size}"
         )
-
-
-def dimensions(model) -> dict:
-    """The properties that a model and its cache must share."""
-    pools = pools_of(model)
-    widths = [pool.width for pool in pools.values() if isinstance(pool.width, str)]
-    layers = [pool.where[0] for pool in pools.values() if pool.where is not None]
-    sizes = [name for pool in pools.values() for name in pool.sizes]
-    names = ["num_hidden_layers", *widths, *layers, *sizes]
-    config, differing = model.config, model.config.per_layer_attributes or ()
-    of_config = {
-        name: [getattr(layer, name) for layer in config.per_layer_config]
-        if name in differing
-        else getattr(config, name)
-        for name in names
-    }
-    device = device_of([model.base_model.layers[0]])
-    declared = {name: pool.dtype for name, pool in pools.items()}
-    return of_config | {"dtype": model.dtype, "device": device, "pools": declared}

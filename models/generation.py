@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import find_packed_sequence_indices
 
-from .cache import PagedCache, Step, dimensions
+from .cache import PagedCache, Step
+from .pools import dimensions, patched_layers
 
 # positional arguments of the upstream base models
 FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values")
@@ -42,7 +43,7 @@ def prepare_forward(block_size: int, model, args: tuple, kwargs: dict):
         )
     ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     batch, tokens = (ids if embeddings is None else embeddings).shape[:2]
-    for i, layer in enumerate(model.layers):
+    for i, layer in patched_layers(model).items():
         attention = layer.self_attn
         attention.check(attention, i)
     if cache is None:
@@ -55,7 +56,10 @@ def prepare_forward(block_size: int, model, args: tuple, kwargs: dict):
     step = cache.place(batch, tokens, new_tokens(mask, tokens))
     if kwargs.get("position_ids") is None:  # upstream would count padding
         kwargs["position_ids"] = step.positions.clamp(min=0)
-    kwargs["attention_mask"] = dict.fromkeys(["indexed_attention", *model.config.layer_types], step)
+    masks = dict.fromkeys(["indexed_attention", *model.config.layer_types], step)
+    if "linear_attention" in masks:
+        masks["linear_attention"] = step.valid
+    kwargs["attention_mask"] = masks
     return (), kwargs
 
 

@@ -6,7 +6,10 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers.cache_utils import LinearAttentionLayer
+
+from .projection import device_of
 
 
 class Space(NamedTuple):
@@ -65,12 +68,14 @@ class Pool(NamedTuple):
     sizes: tuple[str, ...] = ()
 
     def row(self, config, layer: int, dtype: torch.dtype) -> Row | None:
-        """The row in this layer of a model in ``dtype``, or None."""
+        """The row in this layer of a model in ``dtype``, or None, also for a width of 0."""
         if self.where is not None and getattr(config, self.where[0])[layer] != self.where[1]:
             return None
         width = self.width
         if isinstance(width, str):  # layers of one model may differ in it
             width = getattr(config.per_layer_config[layer], width)
+        if not width:
+            return None
         return Row(width * self.vectors, self.dtype or dtype, self.space(config, layer))
 
 
@@ -79,29 +84,61 @@ MLA_POOLS = {"latent": Pool("kv_lora_rank"), "rope": Pool("qk_rope_head_dim")}
 INDEX_POOLS = {"index": Pool("index_head_dim")}
 
 
-def pools_of(model) -> dict[str, Pool]:
-    """The pools that the architecture of a patched model declares.
+def text_model(model):
+    """The decoder of ``model``, which of a multimodal model is its language model."""
+    return getattr(model.base_model, "language_model", model.base_model)
+
+
+def patched_layers(model) -> dict[int, nn.Module]:
+    """The layers of a patched model whose attention is on the ops, by their number.
 
     Raises:
         TypeError: the model is not patched.
     """
-    attention = model.base_model.layers[0].self_attn
-    pools = getattr(attention, "pools", None)
-    if pools is None:
+    layers = text_model(model).layers
+    found = {i: layer for i, layer in enumerate(layers) if hasattr(layer.self_attn, "pools")}
+    if not found:
         raise TypeError(
             "PagedCache: model must be patched by models.use_custom_pypto first, "
-            f"got one with a {type(attention).__name__}"
+            f"got one with a {type(layers[0].self_attn).__name__}"
         )
-    return pools
+    return found
+
+
+def pools_of(model) -> dict[str, Pool]:
+    """The pools that the architecture of a patched model declares."""
+    return next(iter(patched_layers(model).values())).self_attn.pools
 
 
 def declared_rows(model) -> list[dict[str, Row | None]]:
-    """For each layer the :meth:`Pool.row` of each pool, by name."""
-    config, pools = model.config, pools_of(model).items()
+    """For each layer the :meth:`Pool.row` of each pool, by name; nothing for an upstream layer."""
+    text, pools, patched = text_model(model), pools_of(model).items(), patched_layers(model)
     return [
-        {name: pool.row(config, layer, model.dtype) for name, pool in pools}
-        for layer in range(config.num_hidden_layers)
+        {name: pool.row(text.config, layer, model.dtype) for name, pool in pools}
+        if layer in patched
+        else {}
+        for layer in range(text.config.num_hidden_layers)
     ]
+
+
+def dimensions(model) -> dict:
+    """The properties that a model and its cache must share."""
+    pools = pools_of(model)
+    widths = [pool.width for pool in pools.values() if isinstance(pool.width, str)]
+    layers = [pool.where[0] for pool in pools.values() if pool.where is not None]
+    sizes = [name for pool in pools.values() for name in pool.sizes]
+    names = ["num_hidden_layers", *widths, *layers, *sizes]
+    config = text_model(model).config
+    differing = config.per_layer_attributes or ()
+    of_config = {
+        name: [getattr(layer, name) for layer in config.per_layer_config]
+        if name in differing
+        else getattr(config, name)
+        for name in names
+    }
+    device = device_of(dict([next(iter(patched_layers(model).items()))]))
+    declared = {name: pool.dtype for name, pool in pools.items()}
+    return of_config | {"dtype": model.dtype, "device": device, "pools": declared}
 
 
 class PagedLayer:
@@ -115,6 +152,24 @@ class PagedLayer:
     def pools(self) -> dict[str, Tensor]:
         """The pools of this layer, by name."""
         return {name: getattr(self, name) for name in self.spaces}
+
+
+class RecurrentLayer(LinearAttentionLayer):
+    """The state of an upstream layer of linear attention: upstream's own, of constant size."""
+
+    spaces: dict[str, Space] = {}
+
+    def pools(self) -> dict[str, Tensor]:
+        return {}
+
+    def states(self) -> list[Tensor]:
+        both = *self.conv_states.values(), *self.recurrent_states.values()
+        return [state for state in both if state is not None]
+
+    def select(self, indices: Tensor) -> None:
+        """Keeps only these sequences, in this order."""
+        for states in self.conv_states, self.recurrent_states:
+            states.update({i: x[indices] for i, x in states.items() if x is not None})
 
 
 def empty_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -163,14 +163,15 @@ def change_class(module: nn.Module, cls: type) -> None:
         module._old_forward = MethodType(cls.forward, module)
 
 
-def device_of(layers) -> torch.device:
-    """The compute device of these decoder layers; offloaded weights are elsewhere.
+def device_of(layers: dict[int, nn.Module]) -> torch.device:
+    """The compute device of these decoder layers, by their number; offloaded weights are
+    elsewhere.
 
     Raises:
         ValueError: several devices; the ops need cache and tables on one.
     """
     first = None
-    for i, layer in enumerate(layers):
+    for i, layer in layers.items():
         norm = layer.self_attn.get_submodule(layer.self_attn.first_norm)
         device = norm.weight.device
         if device.type == "meta":
@@ -182,8 +183,8 @@ def device_of(layers) -> torch.device:
             first = device
         elif device != first:
             raise ValueError(
-                f"PagedCache: all layers must compute on one device, got layer 0 on {first} and "
-                f"layer {i} on {device}; load the model with device_map={{'': '{first}'}} or call "
-                "models.use_transformers(model)"
+                "PagedCache: all layers must compute on one device, got layer "
+                f"{min(layers)} on {first} and layer {i} on {device}; load the model with "
+                f"device_map={{'': '{first}'}} or call models.use_transformers(model)"
             )
     return first

@@ -22,6 +22,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 import custom_pypto
 
 from .. import windows
+from ..attention import SKIPPED
 from ..cache import Step, write
 from ..pools import PagedLayer, Pool, Space
 from ..projection import brought_in, check_replaced
@@ -30,8 +31,6 @@ from ..windows import Part
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 # New tokens that a layer reads at once, so that the ring of each sequence stays short
 SLICE = 256
-# an index that the op skips; -1 would end the row
-SKIPPED = -2
 
 
 def window_and_rows(config, layer: int) -> Space:
@@ -63,6 +62,7 @@ class PagedDeepseekV4Attention(DeepseekV4Attention):
         "index_state": Pool("index_head_dim", where=OF_SPARSE, vectors=4, space=state),
         "state": Pool("head_dim", where=OF_HEAVY, vectors=2, space=state),
     }
+    upstream_layers = ()
     first_norm = "kv_norm"
 
     @classmethod

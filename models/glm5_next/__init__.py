@@ -1,0 +1,90 @@
+"""GLM-5.3-Flash (text): an indexer over pools of ``index_kpool`` tokens, which selects whole pools
+and always the incomplete last one; no rotation; linear attention in the other layers, which stays
+upstream's."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.models.glm5_next.modeling_glm5_next import (
+    Glm5NextTextAttention,
+    Glm5NextTextIndexer,
+    Glm5NextTextLinearAttention,
+)
+
+from ..attention import SKIPPED, PagedAttention
+from ..cache import Step
+from ..pools import MLA_POOLS, Pool, Space
+from ..projection import brought_in
+from ..windows import Part, compress, state_space
+
+FULL = ("indexer_types", "full")
+
+
+def pools_of_tokens(config, layer: int) -> Space:
+    return Space(0, config.index_kpool)
+
+
+def state(config, layer: int) -> Space:
+    return state_space(config.index_kpool)
+
+
+def unrotated(query: Tensor, key: Tensor, cos: None, sin: None, **dim) -> tuple[Tensor, Tensor]:
+    return query, key
+
+
+class PagedGlm5NextAttention(PagedAttention, Glm5NextTextAttention):
+    pools = MLA_POOLS | {
+        "index": Pool("index_head_dim", where=FULL, space=pools_of_tokens, sizes=("index_kpool",)),
+        "index_state": Pool("index_head_dim", where=FULL, vectors=2, space=state),
+    }
+    indexer_class = Glm5NextTextIndexer
+    upstream_layers = (Glm5NextTextLinearAttention,)
+    mla_rope = staticmethod(unrotated)
+    returns_indices = True
+
+    def forward(self, hidden_states, attention_mask, **kwargs):
+        if not isinstance(attention_mask, Step):
+            return Glm5NextTextAttention.forward(self, hidden_states, attention_mask, **kwargs)
+        indices = kwargs.get("prev_topk_indices")
+        output, indices = self.attend(hidden_states, (None, None), attention_mask, indices)
+        return output, None, indices
+
+    @torch.no_grad()
+    def write_index_keys(self, hidden_states: Tensor, rotation: tuple, step: Step) -> None:
+        indexer = self.indexer
+        key = indexer.k_norm(indexer.wk(hidden_states))
+        with brought_in(indexer):
+            gate = functional.linear(hidden_states, indexer.index_kpool_compress_gate)
+            bias = indexer.index_kpool_compress_ape.float()
+        compress(
+            step.cache.layers[self.layer_idx],
+            "index",
+            "index_state",
+            Part(step, 0, step.tokens),
+            torch.cat([key, gate], -1),
+            bias,
+            lambda sums, windows: sums.to(key.dtype).unsqueeze(2),
+        )
+
+    def select(
+        self,
+        hidden_states: Tensor,
+        q_latent: Tensor,
+        cos: None,
+        sin: None,
+        step: Step,
+        lengths: Tensor,
+    ) -> Tensor:
+        pools = super().select(hidden_states, q_latent, cos, sin, step, lengths).squeeze(2)
+        size, tokens = self.config.index_kpool, hidden_states.size(1)
+        within = torch.arange(size, device=pools.device)
+        chosen = torch.where(pools >= 0, pools * size, SKIPPED - size)[..., None] + within
+        parts = [chosen.flatten(-2).clamp(min=SKIPPED)]
+        if self.indexer.index_kpool_always_select_tail:
+            seen = lengths[:, None] - tokens + 1 + torch.arange(tokens, device=pools.device)
+            tail = (seen - seen % size)[..., None] + within[:-1]
+            parts.append(torch.where(tail < seen[..., None], tail, -1))
+        return torch.cat(parts, -1).int().unsqueeze(2)
+
+    def rotate_index(self, x: Tensor, cos: None, sin: None) -> Tensor:
+        return x

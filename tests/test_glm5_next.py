@@ -1,0 +1,236 @@
+"""GLM-5.3-Flash on the ops: upstream's results, pools of tokens selected as upstream selects them,
+and upstream's linear attention beside the paged layers."""
+
+import copy
+
+import pytest
+import torch
+from test_models import PADS, feed, left_padded, prompt, trace
+from tiny import VOCABULARY, clear_case, token_ids
+from transformers import DynamicCache, Glm5NextForConditionalGeneration
+from transformers.models.glm5_next.configuration_glm5_next import Glm5NextConfig
+
+from custom_pypto import models
+from custom_pypto.models import glm5_next
+
+TOLERANCE = 1e-4
+WRONG = 5e-3
+
+
+@pytest.fixture(autouse=True)
+def no_grad_and_one_thread():
+    torch.set_num_threads(1)  # tensors this small only wait for a second one
+    with torch.no_grad():
+        yield
+
+
+def tiny(**changes):
+    torch.manual_seed(0)
+    text = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        index_topk=16,  # four pools
+        index_head_dim=32,
+        index_n_heads=32,  # of fewer, many scores are exactly 0, which leaves the choice open
+        index_kpool=4,
+        linear_head_dim=16,
+        linear_num_heads=4,
+        hc_mult=2,
+        hc_sinkhorn_iters=3,
+        layer_types=["linear_attention", *["indexed_attention"] * 2] * 2,
+        indexer_types=["full", "full", "shared"] * 2,
+        mlp_layer_types=["dense", *["sparse"] * 5],
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    text["num_hidden_layers"] = len(text["layer_types"])
+    vision = dict(depth=1, hidden_size=32, num_heads=2, intermediate_size=32, out_hidden_size=64)
+    config = Glm5NextConfig(text_config=text | changes, vision_config=vision)
+    model = Glm5NextForConditionalGeneration(config).eval()
+    for name, tensor in model.state_dict().items():
+        if "kpool" in name or "norm" in name:
+            tensor.add_(torch.randn_like(tensor), alpha=0.3 if "norm" in name else 1)
+    return model
+
+
+def upstream_and_patched(**changes):
+    return tiny(**changes), models.use_custom_pypto(tiny(**changes), block_size=16)
+
+
+def paged_cache(model, batch, tokens=96):
+    cache = models.PagedCache(model, batch, tokens, block_size=16)
+    for layer in cache.layers:
+        for pool in layer.pools().values():
+            pool.fill_(float("nan"))
+    return cache
+
+
+def both(upstream, patched, pads, chunks):
+    def run(seed):
+        cache = DynamicCache(config=upstream.config)
+        return feed(upstream, cache, *left_padded(pads, sum(chunks), seed), chunks)
+
+    seed, want = clear_case(run)
+    ids, mask, positions = left_padded(pads, sum(chunks), seed)
+    got = feed(patched, paged_cache(patched, len(pads)), ids, mask, positions, chunks)
+    return want[mask.bool()], got[mask.bool()]
+
+
+def furthest(upstream, patched):
+    want, got = both(upstream, patched, [0, 9], [46, 1, 5])
+    return (got - want).abs().max()
+
+
+@pytest.mark.parametrize("pads", [[0], PADS], ids=["batch-1", "left-padded"])
+@pytest.mark.parametrize(
+    "chunks",
+    [
+        pytest.param([60], id="prefill"),
+        pytest.param([47, 1, 1, 1, 1, 1], id="decode"),
+        pytest.param([40, 3, 3, 1, 3, 5], id="several-tokens-a-step"),
+        pytest.param([23, 17, 17], id="chunked-prefill"),
+    ],
+)
+def test_logits_equal_upstream_transformers(chunks, pads):
+    want, got = both(*upstream_and_patched(), pads, chunks)
+    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(dict(index_topk=4), id="one-pool"),
+        pytest.param(dict(index_topk=64), id="every-pool"),
+        pytest.param(dict(index_kpool=16, index_topk=32), id="pools-of-16"),
+        pytest.param(dict(index_kpool_always_select_tail=False), id="without-the-tail"),
+        pytest.param(dict(qk_rope_head_dim=16), id="key-part-beside-the-latent"),
+    ],
+)
+def test_logits_equal_upstream_transformers_of_other_pools(changes):
+    assert furthest(*upstream_and_patched(**changes)) <= TOLERANCE
+
+
+def no_tail(monkeypatch, model):
+    for layer in model.model.language_model.layers:
+        if getattr(layer.self_attn, "indexer", None) is not None:
+            layer.self_attn.indexer.index_kpool_always_select_tail = False
+
+
+def no_position_bias(monkeypatch, model):
+    for name, parameter in model.named_parameters():
+        if "compress_ape" in name:
+            parameter.zero_()
+
+
+def neighbouring_pools(monkeypatch, model):
+    select = models.attention.PagedAttention.select
+    wrong = lambda self, *args: select(self, *args) - 1  # noqa: E731
+    monkeypatch.setattr(models.attention.PagedAttention, "select", wrong)
+
+
+def one_space_too_small(monkeypatch, model):
+    completed = models.windows.completed
+
+    def wrong(*args):
+        sums, windows, whole = completed(*args)
+        return sums, windows + 1, whole
+
+    monkeypatch.setattr(models.windows, "completed", wrong)
+
+
+@pytest.mark.parametrize(
+    "trap", [no_tail, no_position_bias, neighbouring_pools, one_space_too_small]
+)
+def test_the_logits_show(trap, monkeypatch):
+    upstream, patched = upstream_and_patched()
+    trap(monkeypatch, patched)
+    assert not furthest(upstream, patched) <= WRONG  # nan counts
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="greedy-left-padded"),
+        pytest.param({"use_cache": False}, id="without-cache"),
+        pytest.param({"num_beams": 3}, id="beams"),
+        pytest.param({"do_sample": True, "num_return_sequences": 2}, id="sampling-returned"),
+    ],
+)
+def test_generate_equals_upstream_transformers(options):
+    options = {"do_sample": False, "max_new_tokens": 8} | options
+
+    def generate(model, seed):
+        torch.manual_seed(5)
+        return model.generate(**prompt(seed), **options)
+
+    upstream, patched = upstream_and_patched()
+    seed, want = clear_case(lambda seed: generate(upstream, seed))
+    assert torch.equal(generate(patched, seed), want)
+
+
+@pytest.mark.parametrize(
+    "change, rows",
+    [
+        pytest.param(lambda c: c.reorder_cache(torch.tensor([2, 0, 0])), [2, 0, 0], id="reorder"),
+        pytest.param(lambda c: c.batch_repeat_interleave(2), [0, 0, 1, 1, 2, 2], id="repeat"),
+        pytest.param(lambda c: c.batch_select_indices(torch.tensor([2, 0])), [2, 0], id="select"),
+        pytest.param(lambda c: c.crop(0), [0, 1, 2], id="crop-nothing"),
+        pytest.param(lambda c: c.crop(-50), [0, 1, 2], id="crop-all"),
+        pytest.param(lambda c: c.reset(), [0, 1, 2], id="reset"),
+        pytest.param(lambda c: c.reserve(200), [0, 1, 2], id="reserve"),
+        pytest.param(copy.deepcopy, [0, 1, 2], id="deepcopy"),
+    ],
+)
+def test_a_changed_cache_continues_as_if_its_tokens_had_been_fed(change, rows):
+    upstream, patched = upstream_and_patched()
+    ids = token_ids(3, 50)
+    cache = paged_cache(patched, 3)
+    patched(input_ids=ids, past_key_values=cache)
+    cache = change(cache) or cache
+    left = int(cache.get_seq_length())
+    whole = torch.cat([ids[rows, :left], token_ids(len(rows), 12, 7)], 1)
+    want = upstream(input_ids=whole, use_cache=False).logits[:, left:]
+    steps = [whole[:, start : start + 4] for start in range(left, left + 12, 4)]
+    got = torch.cat([patched(input_ids=x, past_key_values=cache).logits for x in steps], 1)
+    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+
+
+def test_a_recurrent_state_cannot_be_taken_back():
+    _, patched = upstream_and_patched()
+    cache = paged_cache(patched, 1)
+    patched(input_ids=token_ids(1, 50), past_key_values=cache)
+    with pytest.raises(ValueError, match="must be at least 0 .*or at most -50 .*got -1"):
+        cache.crop(-1)
+
+
+def test_use_transformers_undoes_the_patch_to_the_bit():
+    model, ids = tiny(), token_ids(2, 40)
+    want = trace(model), model(input_ids=ids).logits
+    models.use_custom_pypto(model)
+    model(input_ids=ids)
+    assert trace(model) != want[0]
+    models.use_transformers(model)
+    assert trace(model) == want[0]
+    assert torch.equal(model(input_ids=ids).logits, want[1])
+
+
+def test_additions_that_the_ops_would_bypass_are_rejected():
+    _, patched = upstream_and_patched()
+    indexer = patched.model.language_model.layers[1].self_attn.indexer
+    indexer.register_forward_hook(lambda *args: None)
+    message = f"indexer of layer 1 must be a plain {glm5_next.Glm5NextTextIndexer.__name__}"
+    with pytest.raises(TypeError, match=message):
+        patched(input_ids=token_ids(1, 4))
