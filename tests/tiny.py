@@ -311,7 +311,8 @@ class ClosestCall(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in (torch.topk, torch.Tensor.topk, torch.argmax, torch.Tensor.argmax):
+        choices = torch.topk, torch.Tensor.topk, torch.argmax, torch.Tensor.argmax
+        if func in choices and args[0].is_floating_point():  # others choose among masks
             values = args[0].float()
             k = 1 if "argmax" in func.__name__ else kwargs["k"] if "k" in kwargs else args[1]
             if k < values.size(-1):
