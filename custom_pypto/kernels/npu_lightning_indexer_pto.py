@@ -48,8 +48,10 @@ def widest(visible):
 def one_task(scope: int):
     """Compiles what is recorded here to one task, apart from what other scopes hold."""
     pypto.set_pass_options(sg_set_scope=scope)
-    yield
-    pypto.set_pass_options(sg_set_scope=-1)
+    try:
+        yield
+    finally:
+        pypto.set_pass_options(sg_set_scope=-1)
 
 
 class Selector:

@@ -111,12 +111,37 @@ def checked(
     return index, mask, table
 
 
-def softmax(scores, mask):
+def softmax(scores, mask, sinks, *, statistics: bool) -> list:
+    """Probabilities of the valid keys; with ``statistics`` also, ``[heads, 1]`` each, the maximum
+    of the scores and the sum of exp(score - maximum): -inf and 0 without a valid key.
+
+    Args:
+        sinks: ``[heads, 1]``, one more score per head that belongs to no key, or None.
+    """
     # masked entries repeat a valid key: the maximum is that of the valid keys
     top = pypto.amax(scores, dim=-1, keepdim=True)
     p = pypto.mul(pypto.exp(pypto.sub(scores, top)), mask)
-    total = pypto.add(pypto.sum(p, dim=-1, keepdim=True), MASKED_SUM)
-    return pypto.mul(p, pypto.reciprocal(total))
+    of_keys = pypto.add(pypto.sum(p, dim=-1, keepdim=True), MASKED_SUM)
+    if sinks is None:
+        maximum, total, factor = top, of_keys, pypto.reciprocal(of_keys)
+    else:
+        # relative to the larger of both, so that neither exp overflows
+        maximum = pypto.maximum(top, sinks)
+        share = pypto.exp(pypto.sub(top, maximum))
+        total = pypto.add(pypto.mul(of_keys, share), pypto.exp(pypto.sub(sinks, maximum)))
+        factor = pypto.mul(share, pypto.reciprocal(total))
+    results = [pypto.mul(p, factor)]
+    if statistics:
+        results += where_keys(of_keys, maximum, total)
+    return results
+
+
+def where_keys(of_keys, maximum, total) -> list:
+    """Maximum and total of rows whose keys have the sum ``of_keys``; without a valid key -inf and
+    0.
+    """
+    nothing = pypto.lt(of_keys, 0.5)  # the best valid key alone counts 1
+    return [pypto.where(nothing, float("-inf"), maximum), pypto.where(nothing, 0.0, total)]
 
 
 def attender(
@@ -132,12 +157,25 @@ def attender(
     from the row ``selection`` of the indices.
 
     Args:
-        a: ``query [T * heads, L]`` and ``query_rope [T * heads, R]``, without rope None;
+        a: ``query [T * heads, L]``; ``query_rope [T * heads, R]``, without rope None;
             ``key``, ``key_rope`` and ``value`` ``[blocks * block_size, …]``, of which ``value`` may
-            be ``key``; ``indices [., K]`` and ``block_table [B, W]`` int32; ``out [T * heads, L]``.
+            be ``key``; ``indices [., K]`` and ``block_table [B, W]`` int32; ``sinks [heads, 1]``
+            float32 or None; ``out [T * heads, L]``; ``softmax_max`` and ``softmax_sum``
+            ``[T * heads, 1]`` float32, or None.
         table_width: static bound of W.
     """
     dtype, latent = a.query.dtype, a.query.shape[1]
+    outputs = [a.out] if a.softmax_max is None else [a.out, a.softmax_max, a.softmax_sum]
+
+    def scores(at, group, index, gather):
+        """Products of ``group`` heads, from row ``at`` of the query on, with the selected keys."""
+        q = pypto.view(a.query, [group, latent], [at, 0])
+        k = gather(a.key, index, transposed=True)
+        if a.query_rope is not None:
+            q_rope = pypto.view(a.query_rope, [group, a.query_rope.shape[1]], [at, 0])
+            q = beside(q, q_rope, "query")
+            k = beside(k, gather(a.key_rope, index, transposed=True), "keys")
+        return pypto.matmul(q, k, pypto.DT_FP32, a_trans=False, b_trans=True)
 
     def attend(row, sequence, visible, selection):
         pypto.set_pass_options(**tiling.pass_options)  # of the calling loop
@@ -153,25 +191,29 @@ def attender(
                 group = min(tiling.heads, heads - first)
                 at = row * heads + first
                 pypto.set_cube_tile_shapes(*scores_tiles)
-                q = pypto.view(a.query, [group, latent], [at, 0])
-                k = gather(a.key, index[0], transposed=True)
-                if a.query_rope is not None:
-                    q_rope = pypto.view(a.query_rope, [group, a.query_rope.shape[1]], [at, 0])
-                    q = beside(q, q_rope, "query")
-                    k = beside(k, gather(a.key_rope, index[0], transposed=True), "keys")
-                scores = pypto.matmul(q, k, pypto.DT_FP32, a_trans=False, b_trans=True)
+                logits = scores(at, group, index[0], gather)
 
                 pypto.set_vec_tile_shapes(tiling.softmax_rows(width), width)
-                p = pypto.cast(softmax(pypto.mul(scores, scale), mask), dtype)
+                sinks = None if a.sinks is None else pypto.view(a.sinks, [group, 1], [first, 0])
+                logits = pypto.mul(logits, scale)
+                p, *results = softmax(logits, mask, sinks, statistics=len(outputs) > 1)
+                p = pypto.cast(p, dtype)
 
                 pypto.set_cube_tile_shapes(*output_tiles)
                 pypto.set_matrix_size([group, width, latent])
                 v = gather(a.value, index[1], transposed=False)
-                # straight into the argument: a local one would serialise the tokens
-                pypto.assemble(pypto.matmul(p, v, dtype), [at, 0], a.out)
+                results.insert(0, pypto.matmul(p, v, dtype))
+                # straight into the arguments: a local one would serialise the tokens
+                for result, output in zip(results, outputs, strict=True):
+                    pypto.assemble(result, [at, 0], output)
         else:
             pypto.set_vec_tile_shapes(16, latent)
-            pypto.assemble(pypto.full([heads, latent], 0.0, dtype), [row * heads, 0], a.out)
+            results = [pypto.full([heads, latent], 0.0, dtype)]
+            if len(outputs) > 1:
+                zeros = pypto.full([heads, 1], 0.0, pypto.DT_FP32)
+                results += where_keys(zeros, zeros, zeros)
+            for result, output in zip(results, outputs, strict=True):
+                pypto.assemble(result, [row * heads, 0], output)
 
     return attend
 
@@ -221,9 +263,9 @@ def beside(left, right, name: str):
 def kernel(*, dtype: str, tokens: int, table_width: int, ready_on_host: bool, **facts) -> Callable:
     """The kernel of :func:`program` for a call with these static facts.
 
-    Its arguments are those of :func:`program`; with ``rope=False`` it takes neither rope tensor.
-    One binary serves every number of tokens of a class of :func:`attention_tiling`, and every
-    block table up to the next power of two.
+    Its arguments are those of :func:`program`; PyPTO knows no optional ones, so that any tensor may
+    stand for those that ``absent`` names. One binary serves every number of tokens of a class of
+    :func:`attention_tiling`, and every block table up to the next power of two.
     """
     return _kernel(
         dtype=DTYPES[dtype],
@@ -235,15 +277,16 @@ def kernel(*, dtype: str, tokens: int, table_width: int, ready_on_host: bool, **
 
 
 @functools.cache
-def _kernel(*, dtype, rope: bool, tiling: AttentionTiling, ready_on_host: bool, **facts):
-    D, S, I32 = pypto.DYNAMIC, pypto.STATIC, pypto.DT_INT32
-    jit = pypto.frontend.jit(
+def _kernel(
+    *, dtype, absent: tuple[str, ...], tiling: AttentionTiling, ready_on_host: bool, **facts
+):
+    D, S, F32, I32 = pypto.DYNAMIC, pypto.STATIC, pypto.DT_FP32, pypto.DT_INT32
+
+    @pypto.frontend.jit(
         runtime_options=runtime_options(
             "query_lengths", "key_lengths", ready_on_host=ready_on_host, layout=facts["layout"]
         ),
     )
-
-    @jit
     def sparse_flash_attention(
         query: pypto.Tensor([D, S], dtype),
         query_rope: pypto.Tensor([D, S], dtype),
@@ -251,24 +294,14 @@ def _kernel(*, dtype, rope: bool, tiling: AttentionTiling, ready_on_host: bool, 
         key_rope: pypto.Tensor([D, S], dtype),
         value: pypto.Tensor([D, S], dtype),
         indices: pypto.Tensor([D, S], I32),
+        sinks: pypto.Tensor([S, S], F32),
         query_lengths: pypto.Tensor([D], I32),
         key_lengths: pypto.Tensor([D], I32),
         block_table: pypto.Tensor([D, D], I32),
         out: pypto.Tensor([D, S], dtype),
+        softmax_max: pypto.Tensor([D, S], F32),
+        softmax_sum: pypto.Tensor([D, S], F32),
     ):
-        program(Arguments(**locals()), tiling=tiling, **facts)
+        program(Arguments(**locals() | dict.fromkeys(absent)), tiling=tiling, **facts)
 
-    @jit
-    def sparse_flash_attention_without_rope(
-        query: pypto.Tensor([D, S], dtype),
-        key: pypto.Tensor([D, S], dtype),
-        value: pypto.Tensor([D, S], dtype),
-        indices: pypto.Tensor([D, S], I32),
-        query_lengths: pypto.Tensor([D], I32),
-        key_lengths: pypto.Tensor([D], I32),
-        block_table: pypto.Tensor([D, D], I32),
-        out: pypto.Tensor([D, S], dtype),
-    ):
-        program(Arguments(query_rope=None, key_rope=None, **locals()), tiling=tiling, **facts)
-
-    return sparse_flash_attention if rope else sparse_flash_attention_without_rope
+    return sparse_flash_attention

@@ -33,6 +33,7 @@ def query_tiles(
     sparse_mode: int,
     name: str,
     tile: int = 1,
+    cmp_ratio: int = 1,
 ) -> Iterator[tuple]:
     """``(row, sequence, visible)`` of consecutive query tokens, in nested loops.
 
@@ -48,19 +49,24 @@ def query_tiles(
         ragged: whether ``query_lengths`` counts for BSND; without it every row is a token.
         name: prefix of the loops' names.
         tile: tokens per tile.
+        cmp_ratio: tokens per key. ``key_lengths`` are tokens; a query token sees the keys whose
+            tokens it sees all.
 
     Yields:
         The row of the first token in the flattened query; its sequence; a list: for each token the
         number of keys it sees, 0 for padding, whose rows are visited too, for the caller to write.
     """
     batch = key_lengths.shape[0]
+    # for a ratio above 1 ``capacity`` must be the result of a min or max, which are int64; dims and
+    # elements of tensors are int32 in PyPTO's control flow
+    most = capacity * cmp_ratio + cmp_ratio - 1
     sequences = batch + (layout == "TND")
     for b in loop(f"{name}_B", sequences):
         start, rows, len_q, owns_keys = query_rows(
             query_lengths, b, batch, tokens, layout=layout, ragged=ragged
         )
         sequence = b.min(batch - 1)
-        len_k = key_lengths[sequence].max(0).min(capacity) * owns_keys
+        len_k = key_lengths[sequence].max(0).min(most) * owns_keys
         tiled = rows // tile * tile
         ranges = [(tile, 0, tiled), (1, tiled, rows)] if tile > 1 else [(1, 0, rows)]
         for size, first, last in ranges:
@@ -70,6 +76,7 @@ def query_tiles(
                     keys = len_k
                     if sparse_mode != 0:
                         keys = (len_k - len_q + i + j + 1).max(0).min(len_k)
+                    keys = keys // cmp_ratio
                     if ragged and layout != "TND":
                         keys = keys * (len_q - i - j).max(0).min(1)
                     keys.as_variable()

@@ -1,5 +1,6 @@
 """``npu_sparse_flash_attention_pto`` on an NPU."""
 
+import torch
 from torch import Tensor
 
 from .common import CUBE, Arguments, Launch, Limits, kernel, name, padded, query_lengths, rows
@@ -24,12 +25,12 @@ def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
         return out
     if a.key.numel() == 0 or a.block_table.numel() == 0 or count == 0:
         return out.zero_()
-    tokens = a.sparse_indices.numel() // count
-    rope, heads = a.query_rope is not None, a.query.size(-2)
+    tokens, heads = a.sparse_indices.numel() // count, a.query.size(-2)
+    tensors = _tensors(a, out.view(-1, out.size(-1)), tokens)
     program = kernel(
         OP,
         dtype=name(a.query.dtype),
-        rope=rope,
+        absent=tuple(argument for argument, tensor in tensors.items() if tensor is None),
         heads=heads,
         block_size=a.key.size(1),
         scale=a.scale_value,
@@ -42,19 +43,32 @@ def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
             "actual_seq_lengths_query", "actual_seq_lengths_kv"
         ),
     )
-    lengths_kv = a.actual_seq_lengths_kv
-    result = out.view(-1, out.size(-1))
-    tensors = (
-        padded(rows(a.query), rows=-heads % CUBE),
-        *([padded(rows(a.query_rope), rows=-heads % CUBE)] if rope else []),
-        rows(a.key),
-        *([rows(a.key_rope)] if rope else []),
-        rows(a.key if a.value is None else a.value),
-        rows(a.sparse_indices),
-        query_lengths(a.actual_seq_lengths_query, a.layout_query, tokens, lengths_kv),
-        lengths_kv.contiguous(),
-        a.block_table.contiguous(),
-        result,
-    )
-    launch(program, tensors, (result,))
+    half, single = (a.query.new_empty(1, 1, dtype=d) for d in (a.query.dtype, torch.float32))
+    for argument, tensor in tensors.items():
+        if tensor is None:  # not read
+            tensors[argument] = half if argument.endswith("rope") else single
+    launch(program, tuple(tensors.values()), (tensors["out"],))
     return out
+
+
+def _tensors(a: Arguments, result: Tensor, tokens: int) -> dict[str, Tensor | None]:
+    """The program's arguments, in its order."""
+    missing = -a.query.size(-2) % CUBE
+    rope = a.query_rope is not None
+    return dict(
+        query=padded(rows(a.query), rows=missing),
+        query_rope=padded(rows(a.query_rope), rows=missing) if rope else None,
+        key=rows(a.key),
+        key_rope=rows(a.key_rope) if rope else None,
+        value=rows(a.key if a.value is None else a.value),
+        indices=rows(a.sparse_indices),
+        sinks=None,
+        query_lengths=query_lengths(
+            a.actual_seq_lengths_query, a.layout_query, tokens, a.actual_seq_lengths_kv
+        ),
+        key_lengths=a.actual_seq_lengths_kv.contiguous(),
+        block_table=a.block_table.contiguous(),
+        out=result,
+        softmax_max=None,
+        softmax_sum=None,
+    )
