@@ -11,7 +11,6 @@ def check(a: Arguments) -> None:
     limits = Limits(OP, a)
     limits.dtype("query")
     limits.paged("layout_key")
-    limits.require(a.cmp_ratio == 1, "cmp_ratio", "1", a.cmp_ratio)
     dim = a.query.size(-1)
     limits.require(dim == 128, f"query.size({a.query.dim() - 1})", "128", dim)
     limits.heads(64)
@@ -39,6 +38,7 @@ def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
         layout=a.layout_query,
         ragged=a.actual_seq_lengths_query is not None,
         sparse_mode=a.sparse_mode,
+        cmp_ratio=a.cmp_ratio,
         tokens=tokens,
         batch=batch,
         table_width=width,
