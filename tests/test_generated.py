@@ -8,9 +8,12 @@ import pytest
 import torch
 from cases import INT_MAX, INT_MIN, without_nan
 from cases.npu_programs import (
+    ATTENTION,
     HALF,
+    INDEXER,
     attention_case,
     block_ids_clamped,
+    calls,
     check_attention,
     check_fused,
     check_selection,
@@ -233,118 +236,80 @@ def test_add_is_exact(shape, dtype, on_generated_code):
     assert torch.equal(custom_pypto.add_custom(x, y), x + y)
 
 
-def slow(*values, id):
-    return pytest.param(*values, id=id, marks=pytest.mark.slow)
-
-
-INDEXER = [
-    # a table of one tile of keys: its valid shape was lost where it was sorted in the same graph
-    pytest.param(dict(lengths_query=[1], lengths_key=[1], sparse_count=16), id="one-key"),
-    pytest.param(
-        dict(lengths_query=[2, 1], lengths_key=[600, 70], sparse_count=64), id="two-tokens"
-    ),
-    slow(
-        dict(lengths_query=[1, 1, 1], lengths_key=[300, 0, 1000], sparse_count=128),
-        id="ragged-and-empty",
-    ),
-    slow(
-        dict(lengths_query=[4, 3, 2, 1], lengths_key=[131, 3, 1, 700], sparse_count=16),
-        id="padded-and-shorter-than-the-query",
-    ),
-    slow(
-        dict(
-            lengths_query=[4, 0, 3], lengths_key=[140, 9, 300], sparse_count=64, layout_query="TND"
-        ),
-        id="packed",
-    ),
-    slow(
-        dict(lengths_query=[3, 2], lengths_key=[140, 30], sparse_count=16, sparse_mode=0),
-        id="every-key",
-    ),
-    slow(dict(lengths_query=[40, 9], lengths_key=[200, 9], sparse_count=16), id="prefill"),
-    # tiles of 4 tokens, padding among them
-    slow(dict(lengths_query=[9, 6], lengths_key=[2500, 4], sparse_count=64), id="four-per-tile"),
-    slow(dict(lengths_query=[2], lengths_key=[20000], sparse_count=256, heads=32), id="chunks"),
-    slow(dict(lengths_query=[1], lengths_key=[50000], sparse_count=4096, heads=8), id="levels"),
-    *(
-        slow(
-            dict(
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    calls(
+        INDEXER
+        | {
+            "two-tokens": dict(lengths_query=[2, 1], lengths_key=[600, 70], sparse_count=64),
+            "chunks": dict(lengths_query=[2], lengths_key=[20000], sparse_count=256, heads=32),
+            "levels": dict(lengths_query=[1], lengths_key=[50000], sparse_count=4096, heads=8),
+        }
+        | {
+            f"{heads}-heads-{block_size}-keys": dict(
                 lengths_query=[2, 1],
                 lengths_key=[1100, 70],
                 heads=heads,
                 block_size=block_size,
                 sparse_count=64,
-            ),
-            id=f"{heads}-heads-{block_size}-keys",
-        )
-        for heads, block_size in ((1, 16), (12, 48), (33, 1024))
+            )
+            for heads, block_size in ((1, 16), (12, 48), (33, 1024))
+        },
+        # one-key, a table of one tile of keys: its valid shape was lost where it was sorted in the
+        # same graph
+        fast=["one-key", "two-tokens"],
     ),
-]
-
-
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("arguments", INDEXER)
+)
 def test_indexer_selects_what_the_reference_selects(arguments, dtype, on_generated_code):
     check_selection(index_case(**arguments, dtype=dtype))
 
 
-ATTENTION = [
-    # several gathers for the scores: with parts of a tensor as indices they read another tensor
-    pytest.param(
-        dict(lengths_query=[1, 1], lengths_key=[300, 700], sparse_count=512), id="two-tiles-of-keys"
-    ),
-    # queries that do not fill a tile: the last ones were loaded from behind the tensor
-    pytest.param(
-        dict(lengths_query=[2, 1], lengths_key=[300, 70], sparse_count=64, heads=4), id="4-heads"
-    ),
-    slow(dict(lengths_query=[1], lengths_key=[1], sparse_count=16), id="one-key"),
-    # one row of 512 values is too few for a mean error: three tokens
-    slow(dict(lengths_query=[3], lengths_key=[300], sparse_count=64, heads=1), id="1-head"),
-    slow(dict(lengths_query=[1], lengths_key=[3000], sparse_count=2048, heads=128), id="all-heads"),
-    slow(
-        dict(lengths_query=[1, 1, 1], lengths_key=[300, 0, 1000], sparse_count=128),
-        id="ragged-and-empty",
-    ),
-    slow(
-        dict(lengths_query=[4, 3, 2, 1], lengths_key=[131, 3, 1, 700], sparse_count=16),
-        id="padded-and-shorter-than-the-query",
-    ),
-    slow(
-        dict(
-            lengths_query=[4, 0, 3], lengths_key=[140, 9, 300], sparse_count=64, layout_query="TND"
-        ),
-        id="packed",
-    ),
-    slow(
-        dict(lengths_query=[3, 2], lengths_key=[140, 30], sparse_count=16, sparse_mode=0),
-        id="every-key",
-    ),
-    slow(dict(lengths_query=[20, 9], lengths_key=[50, 9], sparse_count=16), id="prefill"),
-    slow(dict(lengths_query=[2], lengths_key=[300], rope=0, sparse_count=64), id="no-rope"),
-    slow(dict(lengths_query=[2], lengths_key=[300], own_value=True, sparse_count=64), id="values"),
-    *(
-        slow(dict(lengths_query=[2, 1], lengths_key=[700, 40], sparse_count=count), id=f"K-{count}")
-        for count in (1, 7, 100, 1000)
-    ),
-    *(
-        slow(
-            dict(
+@pytest.mark.parametrize("hostile", [False, True], ids=["selected", "hostile"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    calls(
+        ATTENTION
+        | {
+            # several gathers for the scores: with parts of a tensor as indices they read another
+            # tensor
+            "two-tiles-of-keys": dict(
+                lengths_query=[1, 1], lengths_key=[300, 700], sparse_count=512
+            ),
+            # queries that do not fill a tile: the last ones were loaded from behind the tensor
+            "4-heads": dict(lengths_query=[2, 1], lengths_key=[300, 70], sparse_count=64, heads=4),
+            # one row of 512 values is too few for a mean error: three tokens
+            "1-head": dict(lengths_query=[3], lengths_key=[300], sparse_count=64, heads=1),
+            "all-heads": dict(lengths_query=[1], lengths_key=[3000], sparse_count=2048, heads=128),
+            "no-rope": dict(lengths_query=[2], lengths_key=[300], rope=0, sparse_count=64),
+            "values": dict(lengths_query=[2], lengths_key=[300], own_value=True, sparse_count=64),
+            "sinks-of-5-heads": dict(
+                lengths_query=[2, 1],
+                lengths_key=[300, 40],
+                sparse_count=64,
+                heads=5,
+                sinks=(-9, 9),
+                statistics=True,
+            ),
+        }
+        | {
+            f"K-{count}": dict(lengths_query=[2, 1], lengths_key=[700, 40], sparse_count=count)
+            for count in (1, 7, 100, 1000)
+        }
+        | {
+            f"{heads}-heads-{block_size}-keys": dict(
                 lengths_query=[2, 1],
                 lengths_key=[1100, 70],
                 heads=heads,
                 block_size=block_size,
                 sparse_count=64,
-            ),
-            id=f"{heads}-heads-{block_size}-keys",
-        )
-        for heads, block_size in ((2, 1024), (24, 48), (72, 16))
+            )
+            for heads, block_size in ((2, 1024), (24, 48), (72, 16))
+        },
+        fast=["two-tiles-of-keys", "4-heads", "sinks"],
     ),
-]
-
-
-@pytest.mark.parametrize("hostile", [False, True], ids=["selected", "hostile"])
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("arguments", ATTENTION)
+)
 def test_attention_equals_the_reference(arguments, dtype, hostile, on_generated_code):
     check_attention(attention_case(**arguments, dtype=dtype, hostile=hostile))
 

@@ -9,10 +9,13 @@ import pytest
 import torch
 from cases import INT_MAX, INT_MIN, on_meta, without_nan
 from cases.npu_programs import (
+    ATTENTION,
     ATTENTION_TOLERANCE,
     HALF,
+    INDEXER,
     attention_case,
     block_ids_clamped,
+    calls,
     check_attention,
     check_fused,
     check_selection,
@@ -75,43 +78,19 @@ def test_add_has_a_gradient():
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize(
     "arguments",
-    [
-        pytest.param(dict(lengths_query=[1], lengths_key=[1], sparse_count=16), id="one-key"),
-        pytest.param(dict(lengths_query=[1], lengths_key=[4096], sparse_count=2048), id="4K"),
-        pytest.param(dict(lengths_query=[1], lengths_key=[8192], sparse_count=2048), id="8K"),
-        pytest.param(
-            dict(lengths_query=[1, 1, 1], lengths_key=[300, 0, 1000], sparse_count=128),
-            id="ragged-and-empty",
-        ),
-        pytest.param(
-            dict(lengths_query=[2, 2], lengths_key=[3000, 300], sparse_count=2048),
-            id="fewer-keys-than-K",
-        ),
-        pytest.param(
-            dict(lengths_query=[4, 3, 2, 1], lengths_key=[131, 3, 1, 700], sparse_count=16),
-            id="padded-and-shorter-than-the-query",
-        ),
-        pytest.param(
-            dict(
-                lengths_query=[4, 0, 3],
-                lengths_key=[140, 9, 300],
-                sparse_count=64,
-                layout_query="TND",
+    calls(
+        INDEXER
+        | {
+            "4K": dict(lengths_query=[1], lengths_key=[4096], sparse_count=2048),
+            "8K": dict(lengths_query=[1], lengths_key=[8192], sparse_count=2048),
+            "fewer-keys-than-K": dict(
+                lengths_query=[2, 2], lengths_key=[3000, 300], sparse_count=2048
             ),
-            id="packed",
-        ),
-        pytest.param(
-            dict(lengths_query=[3, 2], lengths_key=[140, 30], sparse_count=16, sparse_mode=0),
-            id="every-key",
-        ),
-        pytest.param(
-            dict(lengths_query=[40, 9], lengths_key=[200, 9], sparse_count=16), id="prefill"
-        ),
-        # tiles of 4 tokens, padding among them
-        pytest.param(
-            dict(lengths_query=[9, 6], lengths_key=[2500, 4], sparse_count=64), id="four-per-tile"
-        ),
-    ],
+            "compressed-1024": dict(
+                lengths_query=[2], lengths_key=[8002], sparse_count=1024, cmp_ratio=4
+            ),
+        }
+    ),
 )
 def test_indexer_selects_what_the_reference_selects(arguments, dtype):
     check_selection(index_case(**arguments, dtype=dtype))
@@ -214,40 +193,15 @@ def test_indexer_on_lengths_far_apart():
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize(
     "arguments",
-    [
-        pytest.param(dict(lengths_query=[1], lengths_key=[1], sparse_count=16), id="one-key"),
-        pytest.param(
-            dict(lengths_query=[1], lengths_key=[4096], sparse_count=2048, heads=128), id="4K"
-        ),
-        pytest.param(
-            dict(lengths_query=[2, 2], lengths_key=[300, 2047], sparse_count=2048),
-            id="fewer-keys-than-K",
-        ),
-        pytest.param(
-            dict(lengths_query=[1, 1, 1], lengths_key=[300, 0, 1000], sparse_count=128),
-            id="ragged-and-empty",
-        ),
-        pytest.param(
-            dict(lengths_query=[4, 3, 2, 1], lengths_key=[131, 3, 1, 700], sparse_count=16),
-            id="padded-and-shorter-than-the-query",
-        ),
-        pytest.param(
-            dict(
-                lengths_query=[4, 0, 3],
-                lengths_key=[140, 9, 300],
-                sparse_count=64,
-                layout_query="TND",
+    calls(
+        ATTENTION
+        | {
+            "4K": dict(lengths_query=[1], lengths_key=[4096], sparse_count=2048, heads=128),
+            "fewer-keys-than-K": dict(
+                lengths_query=[2, 2], lengths_key=[300, 2047], sparse_count=2048
             ),
-            id="packed",
-        ),
-        pytest.param(
-            dict(lengths_query=[3, 2], lengths_key=[140, 30], sparse_count=16, sparse_mode=0),
-            id="every-key",
-        ),
-        pytest.param(
-            dict(lengths_query=[20, 9], lengths_key=[50, 9], sparse_count=16), id="prefill"
-        ),
-    ],
+        }
+    ),
 )
 def test_attention_equals_the_reference(arguments, dtype, hostile):
     check_attention(attention_case(**arguments, dtype=dtype, hostile=hostile))

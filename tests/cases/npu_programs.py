@@ -1,11 +1,14 @@
 """Calls of the ops that the NPU programs take, and what their results must be."""
 
+from collections.abc import Collection
+
+import pytest
 import torch
 from numerics import assert_close_to_rows, assert_same_selection, reference
 
 import custom_pypto
 
-from . import copied
+from . import copied, int32
 from .npu_lightning_indexer_pto import inputs as indexer_inputs
 from .npu_sparse_attention_pto import CACHES, fused_inputs
 from .npu_sparse_flash_attention_pto import inputs as attention_inputs
@@ -16,9 +19,111 @@ ATTENTION_TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9}
 HALF_ARGUMENTS = ("query", "key", "value", "query_rope", "key_rope")
 
 
-def index_case(lengths_query, lengths_key, **arguments):
+# calls that both test modules make, the interpreter's and the generated code's
+INDEXER = {
+    "one-key": dict(lengths_query=[1], lengths_key=[1], sparse_count=16),
+    "ragged-and-empty": dict(lengths_query=[1, 1, 1], lengths_key=[300, 0, 1000], sparse_count=128),
+    "padded-and-shorter-than-the-query": dict(
+        lengths_query=[4, 3, 2, 1], lengths_key=[131, 3, 1, 700], sparse_count=16
+    ),
+    "packed": dict(
+        lengths_query=[4, 0, 3], lengths_key=[140, 9, 300], sparse_count=64, layout_query="TND"
+    ),
+    "every-key": dict(lengths_query=[3, 2], lengths_key=[140, 30], sparse_count=16, sparse_mode=0),
+    "prefill": dict(lengths_query=[40, 9], lengths_key=[200, 9], sparse_count=16),
+    # tiles of 4 tokens, padding among them
+    "four-per-tile": dict(lengths_query=[9, 6], lengths_key=[2500, 4], sparse_count=64),
+    # DeepSeek-V4: lengths around a multiple of the ratio, and below it
+    "compressed": dict(
+        lengths_query=[1, 4, 2, 3], lengths_key=[399, 800, 4, 2], sparse_count=512, cmp_ratio=4
+    ),
+    "compressed-every-key": dict(
+        lengths_query=[2, 3], lengths_key=[403, 3], sparse_count=16, cmp_ratio=4, sparse_mode=0
+    ),
+    "compressed-packed": dict(
+        lengths_query=[9, 0, 6],
+        lengths_key=[2050, 9, 7],
+        sparse_count=64,
+        cmp_ratio=4,
+        layout_query="TND",
+    ),
+    "compressed-by-128": dict(
+        lengths_query=[3, 2], lengths_key=[2560, 128], sparse_count=16, cmp_ratio=128
+    ),
+}
+
+ATTENTION = {
+    "one-key": dict(lengths_query=[1], lengths_key=[1], sparse_count=16),
+    "ragged-and-empty": dict(lengths_query=[1, 1, 1], lengths_key=[300, 0, 1000], sparse_count=128),
+    "padded-and-shorter-than-the-query": dict(
+        lengths_query=[4, 3, 2, 1], lengths_key=[131, 3, 1, 700], sparse_count=16
+    ),
+    "packed": dict(
+        lengths_query=[4, 0, 3], lengths_key=[140, 9, 300], sparse_count=64, layout_query="TND"
+    ),
+    "every-key": dict(lengths_query=[3, 2], lengths_key=[140, 30], sparse_count=16, sparse_mode=0),
+    "prefill": dict(lengths_query=[20, 9], lengths_key=[50, 9], sparse_count=16),
+    "statistics": dict(
+        lengths_query=[4, 3, 2, 1], lengths_key=[131, 3, 1, 700], sparse_count=16, statistics=True
+    ),
+    "sinks": dict(lengths_query=[2, 1], lengths_key=[300, 40], sparse_count=64, sinks=(-9, 9)),
+    "sinks-and-statistics-packed": dict(
+        lengths_query=[4, 0, 3],
+        lengths_key=[140, 9, 300],
+        sparse_count=64,
+        layout_query="TND",
+        sinks=(-9, 9),
+        statistics=True,
+    ),
+    # with exp of a logit or of a sink alone they would be infinite, or 0 / 0
+    "sinks-beyond-exp": dict(
+        lengths_query=[3, 2],
+        lengths_key=[300, 1],
+        sparse_count=64,
+        sinks=(-1e4, 1e4),
+        statistics=True,
+    ),
+    # two groups of heads, of which the second has sinks of its own
+    "sinks-of-128-heads": dict(
+        lengths_query=[1], lengths_key=[900], sparse_count=640, rope=0, heads=128, sinks=(-9, 9)
+    ),
+    # DeepSeek-V4: 128 rows of the window and 512 or 1024 compressed ones
+    "window-and-512": dict(
+        lengths_query=[2, 1],
+        lengths_key=[700, 90],
+        sparse_count=640,
+        sparse_mode=0,
+        rope=0,
+        heads=64,
+        sinks=(-9, 9),
+    ),
+    "window-and-1024": dict(
+        lengths_query=[1, 2],
+        lengths_key=[1200, 90],
+        sparse_count=1152,
+        sparse_mode=0,
+        rope=0,
+        heads=64,
+        sinks=(-9, 9),
+    ),
+}
+
+
+def calls(table: dict, fast: Collection[str] | None = None) -> list:
+    """The parameters of a test, those that are not ``fast`` marked as slow."""
+    slow = {id for id in table if fast is not None and id not in fast}
+    return [
+        pytest.param(arguments, id=id, marks=[pytest.mark.slow] if id in slow else [])
+        for id, arguments in table.items()
+    ]
+
+
+def index_case(lengths_query, lengths_key, *, cmp_ratio=1, **arguments):
+    """``lengths_key`` are tokens, of which ``cmp_ratio`` share a key."""
     defaults = dict(heads=64, dim=128, block_size=128, dtype=torch.bfloat16)
-    return indexer_inputs(lengths_query, lengths_key, **defaults | arguments)
+    keys = [tokens // cmp_ratio for tokens in lengths_key]
+    x = indexer_inputs(lengths_query, keys, **defaults | arguments)
+    return x | dict(actual_seq_lengths_key=int32(lengths_key), cmp_ratio=cmp_ratio)
 
 
 def check_selection(x: dict, like: dict | None = None) -> None:
@@ -31,9 +136,13 @@ def block_ids_clamped(x: dict) -> dict:
     return x | dict(block_table=x["block_table"].clamp(0, x["key"].size(0) - 1))
 
 
-def attention_case(lengths_query, lengths_key, **arguments):
+def attention_case(lengths_query, lengths_key, *, sinks=None, statistics=False, **arguments):
+    """``sinks``: those of the first and of the last head. Logits are about -9 to 9."""
     defaults = dict(heads=16, latent=512, rope=64, block_size=128, dtype=torch.bfloat16)
-    return attention_inputs(lengths_query, lengths_key, **defaults | arguments)
+    x = attention_inputs(lengths_query, lengths_key, **defaults | arguments)
+    if sinks is not None:
+        x["sinks"] = torch.linspace(*sinks, x["query"].size(-2))
+    return x | dict(return_softmax_lse=statistics)
 
 
 def check_attention(x: dict, like: dict | None = None) -> None:
@@ -41,9 +150,14 @@ def check_attention(x: dict, like: dict | None = None) -> None:
     got = custom_pypto.npu_sparse_flash_attention_pto(**x)
     x = like or x
     expected = reference.npu_sparse_flash_attention_pto(**x)
+    if x["return_softmax_lse"]:
+        (got, *ours), (expected, *theirs) = got, expected
+        for name, mine, other in zip(("max", "sum"), ours, theirs, strict=True):
+            # logits of at most some hundred, of float32 products and sums
+            torch.testing.assert_close(mine, other, rtol=2**-13, atol=2**-13, msg=name)
     assert_close_to_rows(got, expected, ATTENTION_TOLERANCE[got.dtype])
     exact = {n: t.float() if t is not None and n in HALF_ARGUMENTS else t for n, t in x.items()}
-    exact = reference.npu_sparse_flash_attention_pto(**exact)
+    exact = reference.npu_sparse_flash_attention_pto(**exact | dict(return_softmax_lse=False))
     ours, theirs = ((t.float() - exact).square().mean().sqrt() for t in (got, expected))
     # the reference rounds its result only, the program its probabilities too
     assert ours <= 2 * theirs + 1e-7, f"root mean square error {ours:.2g}, reference {theirs:.2g}"
