@@ -22,17 +22,19 @@ class Description(NamedTuple):
     """Properties of one op.
 
     Args:
-        outputs: names and dtypes of the returned tensors, which a schema does not name.
+        outputs: names and dtypes of the returned tensors, which a schema does not name. An overload
+            returns the first ones.
         dtypes: tensors whose dtypes on an NPU are other than bfloat16 and float16.
         absent: the value that stands for None in a GE attribute, which cannot hold None.
-        omitted: arguments that the default overload lacks, with the value that it stands for. The
-            GE operator has those of all overloads, and the outputs.
+        overload: the name of the overload beside the default one.
+        omitted: arguments that only that overload has, and the values that the default one implies.
         notes: paragraphs for readers of the GE prototype, on facts that its declaration lacks.
     """
 
     outputs: dict[str, Dtypes]
     dtypes: dict[str, Dtypes] = {}
     absent: dict[str, object] = {}
+    overload: str = ""
     omitted: dict[str, object] = {}
     notes: tuple[str, ...] = ()
 
@@ -58,11 +60,9 @@ OPS = {
             "actual_seq_lengths_kv": INT32,
             "sinks": FLOAT32,
         },
+        overload="softmax_lse",
         omitted={"return_softmax_lse": False},
-        notes=(
-            "all floating-point tensors share a dtype, except sinks.",
-            "softmax_max and softmax_sum have no elements unless return_softmax_lse.",
-        ),
+        notes=("all floating-point tensors but sinks share a dtype.",),
     ),
     "npu_sparse_attention_pto": Description(
         outputs={"attention_out": HALF},
@@ -84,9 +84,24 @@ OPS = {
 }
 
 
-def ge_type(op: str) -> str:
-    """The GE operator of an op: ``npu_sparse_attention_pto`` -> ``SparseAttentionPto``."""
-    return "".join(word.capitalize() for word in op.removeprefix("npu_").split("_"))
+def variant(op: str, overload: str) -> str:
+    """The name of an overload in files and functions: that of the op, unless it is another one."""
+    return f"{op}_{overload}" if overload else op
+
+
+def ge_type(name: str) -> str:
+    """The GE operator of an overload: ``npu_sparse_attention_pto`` -> ``SparseAttentionPto``."""
+    return "".join(word.capitalize() for word in name.removeprefix("npu_").split("_"))
+
+
+def ge_types() -> tuple[str, ...]:
+    """The GE operators of all overloads, as torchair infers shapes for each output of a node from
+    the overload's Meta function."""
+    return tuple(
+        ge_type(variant(op, overload))
+        for op, description in OPS.items()
+        for overload in dict.fromkeys(["", description.overload])
+    )
 
 
 def spelled(dtypes: Dtypes) -> str:

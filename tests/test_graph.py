@@ -77,13 +77,19 @@ def compiled(header: Path, folder: Path) -> Compiled:
     return found
 
 
-def schema(op: str) -> torch._C.FunctionSchema:
-    return getattr(torch.ops.custom_pypto, op).default._schema
+SCHEMAS = {
+    "_".join([op, *([] if overload == "default" else [overload])]): getattr(
+        packet, overload
+    )._schema
+    for op in OPS
+    for packet in [getattr(torch.ops.custom_pypto, op)]
+    for overload in packet.overloads()
+}
 
 
 def differences(op: str, prototype: Compiled) -> list[str]:
     """Where a prototype is not what the schema of its op says."""
-    arguments, returns = schema(op).arguments, schema(op).returns
+    arguments, returns = SCHEMAS[op].arguments, SCHEMAS[op].returns
     inputs, attributes, written = [], [], []
     for a in arguments:
         optional = str(a.type).startswith("Optional[")
@@ -114,12 +120,13 @@ def differences(op: str, prototype: Compiled) -> list[str]:
     return found
 
 
-def test_every_op_has_one_prototype_named_after_it():
-    assert {path.stem for path in command.FOLDER.glob("*.h")} == set(OPS)
+def test_every_overload_has_one_prototype_named_after_it():
+    assert {path.stem for path in command.FOLDER.glob("*.h")} == set(SCHEMAS)
+    assert len(SCHEMAS) == len(OPS) + 1
 
 
 @needs_compiler
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", SCHEMAS)
 def test_a_prototype_compiles_and_says_what_the_schema_says(op, tmp_path):
     assert differences(op, compiled(command.FOLDER / f"{op}.h", tmp_path)) == []
 
@@ -155,6 +162,12 @@ def test_a_prototype_compiles_and_says_what_the_schema_says(op, tmp_path):
             id="written-cache-is-no-output",
         ),
         pytest.param("npu_sparse_attention_pto", "1e-06", "1e-05", id="other-eps"),
+        pytest.param(
+            "npu_sparse_flash_attention_pto_softmax_lse",
+            "REQUIRED_ATTR(return_softmax_lse, Bool)",
+            "ATTR(return_softmax_lse, Bool, false)",
+            id="optional-in-an-overload",
+        ),
     ],
 )
 @needs_compiler
@@ -177,7 +190,7 @@ def test_swapped_inputs_are_found(tmp_path):
     assert len(differences(op, compiled(changed, tmp_path))) == 1
 
 
-PROTOTYPES = {prototype.op: prototype for prototype in prototypes.prototypes()}
+PROTOTYPES = {prototype.name: prototype for prototype in prototypes.prototypes()}
 
 
 def torch_name(dtype: torch.dtype) -> str:
@@ -204,8 +217,8 @@ def test_a_prototype_takes_the_dtypes_that_the_npu_takes(op, monkeypatch):
         if not common.is_floating_point:
             continue
         x = on_meta(inputs_of(op, on_npu=True, dtype=common))
-        if "value" in x:
-            x["value"] = x["key"]  # given, so that it has a dtype
+        if "value" in x:  # given, so that they have a dtype
+            x |= dict(value=x["key"], sinks=x["query"].new_empty(x["query"].size(-2)).float())
         try:
             out = run(**(x | {name: x[name].to(dtype)}))
         except RuntimeError:
@@ -250,37 +263,49 @@ def test_a_prototype_takes_the_dtypes_that_the_npu_takes(op, monkeypatch):
             "npu_sparse_attention_pto: the description maps eps in absent, but eps is never None",
             id="never-none",
         ),
+        pytest.param(
+            "npu_sparse_flash_attention_pto_softmax_lse",
+            OPS["npu_sparse_flash_attention_pto"]._replace(outputs={"attention_out": FLOAT}),
+            "npu_sparse_flash_attention_pto: the description must name the 3 outputs of the "
+            "schema, got attention_out",
+            id="an-output-of-an-overload",
+        ),
+        pytest.param(
+            "npu_sparse_flash_attention_pto",
+            OPS["npu_sparse_flash_attention_pto"]._replace(outputs={}),
+            "npu_sparse_flash_attention_pto: the description must name the 1 outputs of the "
+            "schema, got none",
+            id="the-output-of-both-overloads",
+        ),
     ],
 )
 def test_a_description_that_does_not_fit_its_schema_is_rejected(op, description, message):
     with pytest.raises(prototypes.PrototypeError) as rejected:
-        prototypes.prototype(op, description)
+        prototypes.prototype(SCHEMAS[op], description)
     assert str(rejected.value) == message
 
 
 @pytest.mark.parametrize("type", ["int[]", "Tensor[]", "Scalar", "str?[]"])
-def test_an_argument_that_ge_cannot_hold_is_rejected(type, monkeypatch):
+def test_an_argument_that_ge_cannot_hold_is_rejected(type):
     parsed = torch._C.parse_schema(f"custom_pypto::twice(Tensor x, {type} a) -> Tensor")
-    monkeypatch.setattr(prototypes, "overload", lambda op: types.SimpleNamespace(_schema=parsed))
     with pytest.raises(
         prototypes.PrototypeError, match="twice: a must be Tensor or one of int, float, str, bool"
     ):
-        prototypes.prototype("twice", Description(outputs={"y": FLOAT}))
+        prototypes.prototype(parsed, Description(outputs={"y": FLOAT}))
 
 
 @needs_compiler
-def test_all_that_a_schema_says_is_in_the_header_and_compiles(tmp_path, monkeypatch):
+def test_all_that_a_schema_says_is_in_the_header_and_compiles(tmp_path):
     """What none of the ops has: attributes of every kind, text to be escaped, two results."""
     parsed = torch._C.parse_schema(
         "custom_pypto::npu_twice(Tensor x, Tensor? y, int n, bool flag=True, bool other=False, "
         """str name='a "b"', float low=-1e-07, float whole=2.0, int most=9223372036854775807, """
         "Tensor(a!)? z=None) -> (Tensor, Tensor)"
     )
-    monkeypatch.setattr(prototypes, "overload", lambda op: types.SimpleNamespace(_schema=parsed))
     outputs = {"one": FLOAT, "two": ("int64",)}
     header = tmp_path / "npu_twice.h"
     header.write_text(
-        headers.source(prototypes.prototype("npu_twice", Description(outputs, {"z": ("int32",)})))
+        headers.source(prototypes.prototype(parsed, Description(outputs, {"z": ("int32",)})))
     )
     found = compiled(header, tmp_path)
     half = ["DT_BF16", "DT_FLOAT16"]
@@ -352,7 +377,7 @@ def in_torchair(attribute: prototypes.Attribute, value) -> tuple:
     return {"String": "Str"}.get(attribute.kind, attribute.kind), value
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", PROTOTYPES)
 def test_a_constructor_builds_the_node_of_its_prototype(op, nodes):
     expected = PROTOTYPES[op]
     construct = getattr(ops, op.removeprefix("npu_"))
@@ -370,7 +395,7 @@ def test_a_constructor_builds_the_node_of_its_prototype(op, nodes):
     assert list(inspect.signature(construct).parameters) == [*tensors, *values]
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", PROTOTYPES)
 def test_a_constructor_has_the_defaults_of_its_prototype(op, nodes):
     construct = getattr(ops, op.removeprefix("npu_"))
     parameters = inspect.signature(construct).parameters.values()

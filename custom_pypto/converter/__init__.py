@@ -19,13 +19,13 @@ import json
 import os
 import warnings
 
-from ..descriptions import OPS, ge_type
+from ..descriptions import OPS, ge_types
 
 VARIABLE = "CUSTOM_PYPTO_GE_CONVERTERS"
 # a kernel package's list of operators, below the folder of its vendor
 LISTS = "op_impl/ai_core/tbe/config/*/aic-*-ops-info.json"
 
-OPERATORS = tuple(ge_type(op) for op in OPS)
+OPERATORS = ge_types()
 
 failure: Exception | None = None  # why registration at import failed
 _registered = False

@@ -8,7 +8,7 @@ from torchair._ge_concrete_graph.fx2ge_converter import register_fx_node_ge_conv
 from torchair.ge import Tensor
 
 from .. import npu
-from ..descriptions import OPS
+from ..descriptions import OPS, variant
 from ..graph import ops
 from ..schemas import bound, overloads
 
@@ -23,6 +23,7 @@ def register(op: str) -> None:
 def _register(op: str, overload: torch._ops.OpOverload) -> None:
     description, schema = OPS[op], overload._schema
     returned = len(schema.returns)
+    name = variant(op, schema.overload_name)
 
     def convert(*args, **kwargs):
         arguments = bound(op, args, kwargs)
@@ -32,14 +33,14 @@ def _register(op: str, overload: torch._ops.OpOverload) -> None:
         for name, value in description.absent.items():
             if arguments[name] is None:
                 arguments[name] = value
-        outputs = getattr(ops, op.removeprefix("npu_"))(**arguments)
+        own = {argument.name: arguments[argument.name] for argument in schema.arguments}
+        outputs = getattr(ops, name.removeprefix("npu_"))(**own)
         if not isinstance(outputs, tuple):
             return outputs
-        # the node also has the outputs of other overloads, and the inputs that it writes, as
-        # torchair requires
+        # the node also outputs the inputs that it writes, as torchair requires; the op does not
         return outputs[0] if returned == 1 else outputs[:returned]
 
-    convert.__name__ = convert.__qualname__ = f"convert_{op}"
+    convert.__name__ = convert.__qualname__ = f"convert_{name}"
     convert.__doc__ = f"NB: func: {str(schema).removeprefix('custom_pypto::')}"
     register_fx_node_ge_converter(overload)(convert)
 

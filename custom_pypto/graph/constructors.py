@@ -32,14 +32,15 @@ FUNCTION = '''
 def {name}(
 {parameters}
 ) -> {result}:
-    """GE operator ``{prototype.type}``, prototype {prototype.op}.h.
+    """GE operator ``{prototype.type}``.
 
-    Meaning and shapes: :func:`custom_pypto.{prototype.op}`.
+    Prototype: {prototype.name}.h. Meaning and shapes:
+    :func:`custom_pypto.{prototype.op}`.
 
     Returns:
 {outputs}
     """
-    return node("{prototype.op}", locals())
+    return node("{prototype.op}", locals(){overload})
 '''
 
 TENSOR = {"required": "Tensor", "optional": "Tensor | None"}
@@ -53,7 +54,8 @@ def source(prototypes: Sequence[Prototype]) -> str:
 def _function(prototype: Prototype) -> str:
     results = ["Tensor"] * len(prototype.outputs)
     return FUNCTION.format(
-        name=prototype.op.removeprefix("npu_"),
+        name=prototype.name.removeprefix("npu_"),
+        overload=f', "{prototype.overload}"' if prototype.overload else "",
         parameters="\n".join(f"    {parameter}," for parameter in _parameters(prototype)),
         result=results[0] if len(results) == 1 else f"tuple[{', '.join(results)}]",
         prototype=prototype,

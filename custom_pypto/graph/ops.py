@@ -19,9 +19,10 @@ def add_custom(
     self: Tensor,
     other: Tensor,
 ) -> Tensor:
-    """GE operator ``AddCustom``, prototype add_custom.h.
+    """GE operator ``AddCustom``.
 
-    Meaning and shapes: :func:`custom_pypto.add_custom`.
+    Prototype: add_custom.h. Meaning and shapes:
+    :func:`custom_pypto.add_custom`.
 
     Returns:
         out: bfloat16, float16 or float32.
@@ -43,9 +44,10 @@ def lightning_indexer_pto(
     sparse_mode: int = 3,
     cmp_ratio: int = 1,
 ) -> Tensor:
-    """GE operator ``LightningIndexerPto``, prototype npu_lightning_indexer_pto.h.
+    """GE operator ``LightningIndexerPto``.
 
-    Meaning and shapes: :func:`custom_pypto.npu_lightning_indexer_pto`.
+    Prototype: npu_lightning_indexer_pto.h. Meaning and shapes:
+    :func:`custom_pypto.npu_lightning_indexer_pto`.
 
     Returns:
         sparse_indices: int32.
@@ -70,18 +72,48 @@ def sparse_flash_attention_pto(
     layout_query: str = "BSND",
     layout_kv: str = "PA_BSND",
     sparse_mode: int = 3,
-    return_softmax_lse: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """GE operator ``SparseFlashAttentionPto``, prototype npu_sparse_flash_attention_pto.h.
+) -> Tensor:
+    """GE operator ``SparseFlashAttentionPto``.
 
-    Meaning and shapes: :func:`custom_pypto.npu_sparse_flash_attention_pto`.
+    Prototype: npu_sparse_flash_attention_pto.h. Meaning and shapes:
+    :func:`custom_pypto.npu_sparse_flash_attention_pto`.
+
+    Returns:
+        attention_out: bfloat16 or float16.
+    """
+    return node("npu_sparse_flash_attention_pto", locals())
+
+
+def sparse_flash_attention_pto_softmax_lse(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    block_table: Tensor | None = None,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_kv: Tensor | None = None,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale_value: float,
+    sparse_block_size: int = 1,
+    layout_query: str = "BSND",
+    layout_kv: str = "PA_BSND",
+    sparse_mode: int = 3,
+    return_softmax_lse: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """GE operator ``SparseFlashAttentionPtoSoftmaxLse``.
+
+    Prototype: npu_sparse_flash_attention_pto_softmax_lse.h. Meaning and shapes:
+    :func:`custom_pypto.npu_sparse_flash_attention_pto`.
 
     Returns:
         attention_out: bfloat16 or float16.
         softmax_max: float32.
         softmax_sum: float32.
     """
-    return node("npu_sparse_flash_attention_pto", locals())
+    return node("npu_sparse_flash_attention_pto", locals(), "softmax_lse")
 
 
 def sparse_attention_pto(
@@ -110,9 +142,10 @@ def sparse_attention_pto(
     eps: float = 1e-06,
     sparse_count: int = 2048,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """GE operator ``SparseAttentionPto``, prototype npu_sparse_attention_pto.h.
+    """GE operator ``SparseAttentionPto``.
 
-    Meaning and shapes: :func:`custom_pypto.npu_sparse_attention_pto`.
+    Prototype: npu_sparse_attention_pto.h. Meaning and shapes:
+    :func:`custom_pypto.npu_sparse_attention_pto`.
 
     Returns:
         attention_out: bfloat16 or float16.

@@ -4,7 +4,9 @@ nodes of them, which torchair makes."""
 import dataclasses
 from typing import Any
 
-from ..descriptions import HALF, OPS, Description, ge_type
+import torch
+
+from ..descriptions import HALF, OPS, Description, ge_type, variant
 from ..schemas import overloads
 
 # schema type -> GE's kind of attribute
@@ -48,42 +50,54 @@ class Attribute:
 @dataclasses.dataclass(frozen=True)
 class Prototype:
     op: str
+    overload: str  # empty: the default one
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]  # the returned tensors, then the inputs written in place
     attributes: tuple[Attribute, ...]
     notes: tuple[str, ...]
 
     @property
+    def name(self) -> str:
+        return variant(self.op, self.overload)
+
+    @property
     def type(self) -> str:
-        return ge_type(self.op)
+        return ge_type(self.name)
 
 
 def prototypes() -> list[Prototype]:
-    """The prototypes of all ops.
+    """The prototypes of all overloads of all ops.
 
     Raises:
         PrototypeError: as :func:`prototype`.
     """
-    return [prototype(op, description) for op, description in OPS.items()]
+    return [
+        prototype(overload._schema, description)
+        for op, description in OPS.items()
+        for overload in overloads(op)
+    ]
 
 
-def prototype(op: str, description: Description) -> Prototype:
-    """The prototype of one op.
+def prototype(schema: torch._C.FunctionSchema, description: Description) -> Prototype:
+    """The prototype of one overload.
 
     Raises:
         PrototypeError: the message names the op, the argument and the remedy.
     """
-    schema = overloads(op)[-1]._schema
-    described = {*description.dtypes, *description.absent, *description.omitted}
+    op = schema.name.removeprefix("custom_pypto::")
+    described = {*description.dtypes, *description.absent}
     if unknown := described - {argument.name for argument in schema.arguments}:
         raise PrototypeError(f"{op}: the description names {min(unknown)}, which the schema lacks")
-    if len(description.outputs) != len(schema.returns):
+    returned = len(schema.returns)
+    last = schema.overload_name == description.overload
+    if last and len(description.outputs) != returned or len(description.outputs) < returned:
         raise PrototypeError(
-            f"{op}: the description must name the {len(schema.returns)} outputs of the schema, got "
+            f"{op}: the description must name the {returned} outputs of the schema, got "
             f"{', '.join(description.outputs) or 'none'}"
         )
     inputs, attributes = [], []
-    outputs = [Tensor(name, "required", dtypes) for name, dtypes in description.outputs.items()]
+    described_outputs = [*description.outputs.items()][:returned]
+    outputs = [Tensor(name, "required", dtypes) for name, dtypes in described_outputs]
     for argument in schema.arguments:
         optional = argument.type.kind() == "OptionalType"
         type = str(argument.type.getElementType() if optional else argument.type)
@@ -94,7 +108,8 @@ def prototype(op: str, description: Description) -> Prototype:
         inputs.append(Tensor(argument.name, "optional" if optional else "required", dtypes))
         if argument.alias_info is not None and argument.alias_info.is_write:
             outputs.append(inputs[-1])
-    return Prototype(op, tuple(inputs), tuple(outputs), tuple(attributes), description.notes)
+    tensors = tuple(inputs), tuple(outputs)
+    return Prototype(op, schema.overload_name, *tensors, tuple(attributes), description.notes)
 
 
 def _attribute(op: str, argument, type: str, optional: bool, description: Description) -> Attribute:
@@ -112,12 +127,10 @@ def _attribute(op: str, argument, type: str, optional: bool, description: Descri
         )
     if optional and default is None:
         default = description.absent[name]
-    if name in description.omitted:
-        return Attribute(name, type, False, description.omitted[name])
     return Attribute(name, type, not argument.has_default_value(), default)
 
 
-def node(op: str, arguments: dict[str, Any]):
+def node(op: str, arguments: dict[str, Any], overload: str = ""):
     """Adds a node of the GE operator of ``op``; returns its output, or a tuple of them.
 
     Args:
@@ -125,7 +138,8 @@ def node(op: str, arguments: dict[str, Any]):
     """
     from torchair import ge  # needs torch_npu
 
-    found = prototype(op, OPS[op])
+    schema = getattr(getattr(torch.ops.custom_pypto, op), overload or "default")._schema
+    found = prototype(schema, OPS[op])
     return ge.custom_op(
         found.type,
         inputs={tensor.name: arguments[tensor.name] for tensor in found.inputs},
