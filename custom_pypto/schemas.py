@@ -9,17 +9,15 @@ from .descriptions import OPS
 
 
 @functools.cache
-def overload(op: str) -> torch._ops.OpOverload:
-    """The default overload."""
-    return getattr(torch.ops.custom_pypto, op).default
+def overload(op: str, name: str = "") -> torch._ops.OpOverload:
+    """The default overload, or that of the given name."""
+    return getattr(getattr(torch.ops.custom_pypto, op), name or "default")
 
 
 @functools.cache
 def overloads(op: str) -> tuple[torch._ops.OpOverload, ...]:
     """All overloads, the default one first; the last one has every argument of the op."""
-    packet = getattr(torch.ops.custom_pypto, op)
-    names = dict.fromkeys(["default", OPS[op].overload or "default"])
-    return tuple(getattr(packet, name) for name in names)
+    return tuple(overload(op, name) for name in dict.fromkeys(["", OPS[op].overload]))
 
 
 def given(op: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

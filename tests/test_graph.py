@@ -77,14 +77,13 @@ def compiled(header: Path, folder: Path) -> Compiled:
     return found
 
 
-SCHEMAS = {
-    "_".join([op, *([] if overload == "default" else [overload])]): getattr(
-        packet, overload
-    )._schema
+OVERLOADS = {
+    op if name == "default" else f"{op}_{name}": getattr(packet, name)
     for op in OPS
     for packet in [getattr(torch.ops.custom_pypto, op)]
-    for overload in packet.overloads()
+    for name in packet.overloads()
 }
+SCHEMAS = {name: overload._schema for name, overload in OVERLOADS.items()}
 
 
 def differences(op: str, prototype: Compiled) -> list[str]:
@@ -202,31 +201,36 @@ def test_dtypes_have_the_names_of_ge():
     assert headers.DTYPES.items() <= named.items()
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_a_prototype_takes_the_dtypes_that_the_npu_takes(op, monkeypatch):
+@pytest.mark.parametrize("name", OVERLOADS)
+def test_a_prototype_takes_the_dtypes_that_the_npu_takes(name, monkeypatch):
     """Each tensor of calls in each dtype, cast to each dtype: what the wrapper accepts."""
     program = types.SimpleNamespace(kernel=lambda **facts: None)
     monkeypatch.setattr(
         npu.common, "program", lambda op: program
     )  # nothing is launched, so no PyPTO
-    run = npu.implementations(lambda kernel, tensors, written: None)[op]
-    prototype = PROTOTYPES[op]
+    overload = OVERLOADS[name].name().removeprefix("custom_pypto::")
+    run = npu.implementations(lambda kernel, tensors, written: None)[overload]
+    prototype = PROTOTYPES[name]
     accepted = {tensor.name: set() for tensor in prototype.inputs}
-    returned = set()
-    for common, name, dtype in itertools.product(GE_DTYPES, accepted, GE_DTYPES):
+    returned = [set() for _ in SCHEMAS[name].returns]
+    for common, changed, dtype in itertools.product(GE_DTYPES, accepted, GE_DTYPES):
         if not common.is_floating_point:
             continue
-        x = on_meta(inputs_of(op, on_npu=True, dtype=common))
+        x = on_meta(inputs_of(prototype.op, on_npu=True, dtype=common))
         if "value" in x:  # given, so that they have a dtype
             x |= dict(value=x["key"], sinks=x["query"].new_empty(x["query"].size(-2)).float())
+        if prototype.overload:
+            x["return_softmax_lse"] = True
         try:
-            out = run(**(x | {name: x[name].to(dtype)}))
+            out = run(**(x | {changed: x[changed].to(dtype)}))
         except RuntimeError:
             continue
-        accepted[name].add(torch_name(dtype))
-        returned.add(torch_name(out.dtype))
+        accepted[changed].add(torch_name(dtype))
+        outputs = out if isinstance(out, tuple) else (out,)
+        for dtypes, output in zip(returned, outputs, strict=True):
+            dtypes.add(torch_name(output.dtype))
     assert {tensor.name: set(tensor.dtypes) for tensor in prototype.inputs} == accepted
-    assert set(prototype.outputs[0].dtypes) == returned
+    assert [set(tensor.dtypes) for tensor in prototype.outputs[: len(returned)]] == returned
 
 
 @pytest.mark.parametrize(

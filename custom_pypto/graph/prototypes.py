@@ -4,10 +4,8 @@ nodes of them, which torchair makes."""
 import dataclasses
 from typing import Any
 
-import torch
-
 from ..descriptions import HALF, OPS, Description, ge_type, variant
-from ..schemas import overloads
+from ..schemas import overload, overloads
 
 # schema type -> GE's kind of attribute
 KINDS = {"int": "Int", "float": "Float", "str": "String", "bool": "Bool"}
@@ -72,14 +70,14 @@ def prototypes() -> list[Prototype]:
         PrototypeError: as :func:`prototype`.
     """
     return [
-        prototype(overload._schema, description)
+        prototype(one._schema, description)
         for op, description in OPS.items()
-        for overload in overloads(op)
+        for one in overloads(op)
     ]
 
 
-def prototype(schema: torch._C.FunctionSchema, description: Description) -> Prototype:
-    """The prototype of one overload.
+def prototype(schema, description: Description) -> Prototype:
+    """The prototype of the overload with that schema.
 
     Raises:
         PrototypeError: the message names the op, the argument and the remedy.
@@ -130,16 +128,16 @@ def _attribute(op: str, argument, type: str, optional: bool, description: Descri
     return Attribute(name, type, not argument.has_default_value(), default)
 
 
-def node(op: str, arguments: dict[str, Any], overload: str = ""):
+def node(op: str, arguments: dict[str, Any], other: str = ""):
     """Adds a node of the GE operator of ``op``; returns its output, or a tuple of them.
 
     Args:
         arguments: every input and attribute, by name.
+        other: the overload, if it is not the default one.
     """
     from torchair import ge  # needs torch_npu
 
-    schema = getattr(getattr(torch.ops.custom_pypto, op), overload or "default")._schema
-    found = prototype(schema, OPS[op])
+    found = prototype(overload(op, other)._schema, OPS[op])
     return ge.custom_op(
         found.type,
         inputs={tensor.name: arguments[tensor.name] for tensor in found.inputs},

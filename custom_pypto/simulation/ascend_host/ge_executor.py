@@ -20,6 +20,7 @@ from torch import Tensor
 
 from ...descriptions import OPS
 from ...graph import prototypes
+from ...schemas import overload
 from .libraries import AscendHostError
 
 
@@ -281,7 +282,7 @@ class Node:
                 raise self.error(f"must have the {what} of its prototype, {expected}, got {got}")
 
     def _ours(self, prototype: prototypes.Prototype) -> Callable:
-        op = getattr(getattr(torch.ops.custom_pypto, prototype.op), prototype.overload or "default")
+        op = overload(prototype.op, prototype.overload)
         required = [tensor.name for tensor in prototype.inputs if tensor.kind == "required"]
         attributes = dict(self.attributes)
         for name, value in OPS[prototype.op].absent.items():
