@@ -105,6 +105,8 @@ def _backend(device: torch.device) -> str:
 
 def _described(arguments: dict) -> str:
     def one(value) -> str:
+        if isinstance(value, tuple):
+            return ", ".join(map(one, value))
         if not isinstance(value, Tensor):
             return repr(value)
         strides = "" if value.is_contiguous() else f" strides {list(value.stride())}"
@@ -209,6 +211,5 @@ def replay(path: str | Path, device: str = "cpu") -> bool:
     except RuntimeError as failure:
         print(f"now:  {failure}")
         return False
-    outputs = out if isinstance(out, tuple) else (out,)
-    print(f"now:  {_described(dict(zip(OPS[op].outputs, outputs, strict=False)))}")
+    print(f"now:  {_described({'returns': out})}")
     return True

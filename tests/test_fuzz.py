@@ -47,6 +47,8 @@ def test_the_first_cases_of_a_seed_are_rejected_by_name_or_equal_the_reference(s
 
 INDEX = Case("npu_lightning_indexer_pto", indexer_inputs([3], [40], integers=True), "integers")
 ATTEND = Case("npu_sparse_flash_attention_pto", attention_inputs([3], [40]), "random")
+STATISTICS = attention_inputs([3], [40], sinks=True) | dict(return_softmax_lse=True)
+STATISTICS = Case(ATTEND.op, STATISTICS, "random")
 
 
 def reject(words):
@@ -70,6 +72,11 @@ def scribble(op, name):
 index, attend = custom_pypto.npu_lightning_indexer_pto, custom_pypto.npu_sparse_flash_attention_pto
 
 
+def scaled(at, factor):
+    """The op, but one of its outputs is wrong."""
+    return lambda **x: tuple(out * factor if i == at else out for i, out in enumerate(attend(**x)))
+
+
 def on_cpu_in_double(**arguments):
     out = attend(**arguments)
     return out.double() if out.device.type == "cpu" else out
@@ -81,6 +88,15 @@ def on_cpu_in_double(**arguments):
         pytest.param(INDEX, lambda **x: index(**x).flip(-1), "selects other keys", id="order"),
         pytest.param(ATTEND, lambda **x: attend(**x) * 1.001, "differ by more", id="values"),
         pytest.param(ATTEND, on_cpu_in_double, "Meta", id="dtype"),
+        pytest.param(STATISTICS, scaled(0, 1.001), "differ by more", id="values-with-sinks"),
+        pytest.param(STATISTICS, scaled(1, 1.001), "not close", id="maximum"),
+        pytest.param(STATISTICS, scaled(2, 1.001), "not close", id="sum"),
+        pytest.param(
+            STATISTICS,
+            lambda **x: attend(**x | dict(sinks=None)),
+            "differ by more",
+            id="no-sinks",
+        ),
         pytest.param(INDEX, scribble(index, "weights"), "wrote outside the caches", id="writes"),
         pytest.param(INDEX, reject("npu_lightning_indexer_pto: no"), "keeps its", id="rejects"),
     ],
@@ -105,7 +121,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
     return subprocess.run([*COMMAND, *arguments], env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("case", ["3:11", "3:310"])  # the latter has an int32 tensor on Meta
+@pytest.mark.parametrize("case", ["3:11", "3:473"])  # the latter has an int32 tensor on Meta
 def test_command_shows_and_reruns_one_case(case):
     ran = run("--case", case)
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -6,10 +6,11 @@ import itertools
 import warnings
 from collections import Counter
 
+import cases
 import ge_graphs
 import pytest
 import torch
-from cases import in_a_wider_row, not_default
+from cases import in_a_wider_row
 from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
 from cases.npu_sparse_attention_pto import fused_inputs, of_angles_and_slots
 from cases.npu_sparse_flash_attention_pto import inputs as attention_inputs
@@ -27,12 +28,26 @@ WEIGHTS = ("w_dq", "w_uq_qr", "w_uk", "w_dkv_kr", "gamma_cq", "gamma_ckv")
 WEIGHTS += ("w_idx_qb", "w_idx_k", "w_idx_proj", "in_gamma_k", "in_beta_k")
 
 
+STATISTICS = "npu_sparse_flash_attention_pto.softmax_lse"
+OVERLOADS = [*OPS, STATISTICS]
+
+
 def overload(op: str) -> torch._ops.OpOverload:
-    return getattr(torch.ops.custom_pypto, op).default
+    packet, _, name = op.partition(".")
+    return getattr(getattr(torch.ops.custom_pypto, packet), name or "default")
 
 
 def constructor(op: str) -> str:
-    return op.removeprefix("npu_")
+    return op.removeprefix("npu_").replace(".", "_")
+
+
+def not_default(op: str) -> dict:
+    wanted = dict(return_softmax_lse=True) if op == STATISTICS else {}
+    return cases.not_default(op.partition(".")[0]) | wanted
+
+
+def outputs(result) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
 
 
 # ---- inputs --------------------------------------------------------------------------------------
@@ -88,6 +103,14 @@ CALLS = {
         ],
         True,
     ),
+    "index-compressed-sizes": (
+        "npu_lightning_indexer_pto",
+        lambda: [
+            index([2, 1], [83, 21], cmp_ratio=4),
+            index([3, 3, 2], [203, 6, 33], heads=7, block_size=32, cmp_ratio=4, seed=1),
+        ],
+        True,
+    ),
     "index-packed-sizes": (
         "npu_lightning_indexer_pto",
         lambda: [
@@ -100,6 +123,7 @@ CALLS = {
                 layout_query="TND",
                 sparse_count=4,
                 sparse_mode=0,
+                cmp_ratio=4,
                 heads=3,
             ),
         ],
@@ -135,11 +159,26 @@ CALLS = {
                 layout_query="TND",
                 sparse_mode=0,
                 own_value=True,
+                sinks=True,
                 heads=3,
                 sparse_count=5,
             ),
         ],
         True,
+    ),
+    "attend-statistics-sizes": (
+        STATISTICS,
+        lambda: [
+            attend([2, 1], [20, 5]) | dict(return_softmax_lse=True),
+            attend([3, 3, 2], [50, 2, 8], heads=7, latent=48, rope=32, block_size=32)
+            | dict(scale_value=attend([2], [5])["scale_value"], return_softmax_lse=True),
+        ],
+        True,
+    ),
+    "attend-no-statistics": (
+        STATISTICS,
+        lambda: [attend([2, 1], [20, 5], sinks=True) | dict(return_softmax_lse=False)],
+        False,
     ),
     "add-rows": ("add_custom", lambda: [add(4, 1, 5, dtype=F16)], False),
     "index-weights-of-float32": (
@@ -180,7 +219,10 @@ CALLS = {
         ],
         True,
     ),
-} | {f"{constructor(op)}-not-default": (op, lambda op=op: [not_default(op)], False) for op in OPS}
+} | {
+    f"{constructor(op)}-not-default": (op, lambda op=op: [not_default(op)], False)
+    for op in OVERLOADS
+}
 
 
 # ---- compiled as eager ---------------------------------------------------------------------------
@@ -201,8 +243,8 @@ def run(function, tensors: dict) -> dict:
     for name in WEIGHTS:  # have their sizes for good, as a module's parameters have
         if name in given:
             torch._dynamo.mark_static(given[name])
-    result = function(given)
-    return {"result": result.cpu()} | {name: x.cpu() for name, x in given.items()}
+    results = {f"result {i}": x.cpu() for i, x in enumerate(outputs(function(given)))}
+    return results | {name: x.cpu() for name, x in given.items()}
 
 
 @contextlib.contextmanager
@@ -259,9 +301,10 @@ def test_the_graph_does_what_eager_mode_does(name):
         arguments = [inputs[tensor.name] for tensor in node.input_desc]
         sizes = [None if x is None else x.size() for x in arguments]
         on_meta = {n: x.to("meta") if isinstance(x, Tensor) else x for n, x in inputs.items()}
-        result = overload(op)(**on_meta).size()
-        written = [inputs[output.name].size() for output in node.output_desc[1:]]
-        assert ge_graphs.inferred_shapes(node, sizes) == [list(s) for s in (result, *written)]
+        results = outputs(overload(op)(**on_meta))
+        written = [inputs[output.name] for output in node.output_desc[len(results) :]]
+        shapes = [list(x.size()) for x in (*results, *written)]
+        assert ge_graphs.inferred_shapes(node, sizes) == shapes
     unfed = {
         tensor.name
         for tensor, source in zip(node.input_desc, node.input, strict=True)
@@ -319,8 +362,8 @@ def test_nodes_feed_each_other(dynamic):
     tensors |= {f"attend.{name}": t for name, t in y[0].items()}
     torch.compiler.reset()
     with one_graph() as graphs:
-        got = run(ge_graphs.compiled(call, dynamic=dynamic), tensors)["result"]
-    torch.testing.assert_close(got, run(call, tensors)["result"], rtol=0, atol=0, equal_nan=True)
+        got = run(ge_graphs.compiled(call, dynamic=dynamic), tensors)["result 0"]
+    torch.testing.assert_close(got, run(call, tensors)["result 0"], rtol=0, atol=0, equal_nan=True)
     assert ge_graphs.differences_from_prototype(graphs[0]) == []
     nodes = ge_graphs.nodes(graphs[0])
     types = ["LightningIndexerPto", "SparseFlashAttentionPto", "AddCustom"]
@@ -333,18 +376,18 @@ def test_nodes_feed_each_other(dynamic):
 # ---- the converters ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("op", OVERLOADS)
 def test_a_converter_is_named_after_its_op_and_tells_the_schema(op):
     function = inspect.unwrap(overload(op)._ge_converter)
-    assert function.__name__ == f"convert_{op}"
+    assert function.__name__ == f"convert_{op.replace('.', '_')}"
     text = function.__doc__.removeprefix("NB: func: ")
     assert torch._C.parse_schema(f"custom_pypto::{text}") == overload(op)._schema
 
 
 def test_registering_again_changes_nothing():
-    before = [overload(op)._ge_converter for op in OPS]
+    before = [overload(op)._ge_converter for op in OVERLOADS]
     converter.register()
-    assert [overload(op)._ge_converter for op in OPS] == before
+    assert [overload(op)._ge_converter for op in OVERLOADS] == before
     assert converter.problem() is None
 
 
@@ -510,13 +553,13 @@ def test_what_a_later_call_breaks_is_rejected_too():
 ONE_VALUE = {"layout_key", "layout_kv", "sparse_block_size"}
 ATTRIBUTES = [
     (op, parameter.name)
-    for op in OPS
+    for op in OVERLOADS
     for parameter in inspect.signature(getattr(ops, constructor(op))).parameters.values()
     if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in ONE_VALUE
 ]
 PAIRS = [
     (op, *pair)
-    for op in OPS
+    for op in OVERLOADS
     if op != "add_custom"  # a sum of two
     for inputs in [not_default(op)]
     for pair in itertools.combinations(split(inputs)[0], 2)
@@ -527,7 +570,8 @@ PAIRS = [
 @contextlib.contextmanager
 def found(op: str):
     """By the values, or when the stand-in runs the node: it has another shape, or is rejected."""
-    wrong = f"^{op}: |^ge_executor: {ge_type(op)} node"
+    node = f"ge_executor: {ge_type(op.replace('.', '_'))} node"
+    wrong = f"^{op}: |^{op.partition('.')[0]}: |^{node}"
     with pytest.raises((AssertionError, RuntimeError), match=wrong):
         yield
 
@@ -535,7 +579,7 @@ def found(op: str):
 def test_there_are_attributes_and_inputs_to_confuse():
     attributes, pairs = (Counter(op for op, *_ in confused) for confused in (ATTRIBUTES, PAIRS))
     assert attributes >= Counter(
-        npu_lightning_indexer_pto=3, npu_sparse_flash_attention_pto=3, npu_sparse_attention_pto=3
+        npu_lightning_indexer_pto=4, npu_sparse_flash_attention_pto=3, npu_sparse_attention_pto=3
     )
     assert pairs >= Counter(
         npu_lightning_indexer_pto=1, npu_sparse_flash_attention_pto=2, npu_sparse_attention_pto=4
@@ -548,7 +592,8 @@ def test_an_attribute_that_a_converter_drops_is_found(op, attribute, monkeypatch
     default = inspect.signature(right).parameters[attribute].default
 
     def wrong(*inputs, **attributes):
-        attributes[attribute] = 1.0 if default is inspect.Parameter.empty else default
+        other = False if isinstance(attributes[attribute], bool) else 1.0
+        attributes[attribute] = other if default is inspect.Parameter.empty else default
         return right(*inputs, **attributes)
 
     monkeypatch.setattr(ops, constructor(op), wrong)

@@ -59,7 +59,7 @@ def is_in_the_way(op: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(f"custom_pypto::{op}", "BackendSelect")
 
 
-@pytest.mark.parametrize("op", INPUTS)
+@pytest.mark.parametrize("op", [*INPUTS, "npu_sparse_flash_attention_pto.softmax_lse"])
 def test_switched_off_nothing_is_in_the_way_of_a_call(op, logging_at):
     logging_at(0)
     assert not is_in_the_way(op)
@@ -91,6 +91,27 @@ def test_level_2_logs_every_call_with_shapes_and_dtypes(logging_at, caplog):
     ]
     # an argument that has its default value is left out
     assert re.search(r"query float32 \[1, 3, 4, 32\], .* sparse_count 8$", caplog.messages[2])
+
+
+def test_overloads_of_an_op_share_their_first_call(logging_at, caplog):
+    logging_at(1)
+    op = "npu_sparse_flash_attention_pto"
+    getattr(custom_pypto, op)(**INPUTS[op](), return_softmax_lse=True)
+    call(op)
+    [message] = caplog.messages
+    assert message.startswith(f"{op}: first call, ")
+    assert message.endswith(", return_softmax_lse True")
+
+
+def test_a_call_of_an_overload_is_repeated_as_such(logging_at, capsys):
+    op = "npu_sparse_flash_attention_pto"
+    inputs = INPUTS[op]() | dict(return_softmax_lse=True)
+    logging_at(3)
+    path = log._write(op, inputs, RuntimeError("another machine's"))
+    assert main(["replay", path]) == 0
+    shapes = [list(out.shape) for out in getattr(reference, op)(**inputs)]
+    results = ", ".join(f"float32 {shape}" for shape in shapes)
+    assert f"then: another machine's\nnow:  returns {results}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("op", INPUTS)

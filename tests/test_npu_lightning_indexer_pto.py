@@ -44,6 +44,7 @@ def calls(draw, **fixed):
         weights_dtype=draw(st.sampled_from([dtype, torch.float32])),
         sparse_count=draw(st.sampled_from([1, 2, 7, 8, 16, 64, 2048])),
         sparse_mode=draw(st.sampled_from([0, 3])),
+        cmp_ratio=draw(st.sampled_from([1, 1, 2, 4, 7])),
         strided=draw(st.booleans()),
         seed=draw(st.integers(0, 2**31)),
     )
@@ -166,7 +167,7 @@ def test_lengths_left_out_mean_every_token_and_key():
 
 def test_defaults_are_paged_keys_2048_wide_and_causal():
     x = indexer_inputs([3, 2], [40, 33], sparse_count=2048)
-    for name in ("layout_query", "layout_key", "sparse_count", "sparse_mode"):
+    for name in ("layout_query", "layout_key", "sparse_count", "sparse_mode", "cmp_ratio"):
         del x[name]
     got = index(**x)
     assert got.shape == (2, 4, 1, 2048)
@@ -432,6 +433,60 @@ def test_sequences_without_a_token_take_no_memory(layout_key):
     assert index(**x, layout_key=layout_key, sparse_count=8).shape == (sequences, 0, 1, 8)
 
 
+@pytest.mark.parametrize("layout_query, layout_key", LAYOUTS, ids=LAYOUT_IDS)
+@pytest.mark.parametrize("cmp_ratio", [1, 2, 4, 128])
+def test_a_token_sees_the_rows_whose_tokens_it_has_all_seen(cmp_ratio, layout_query, layout_key):
+    # the last one is of fewer tokens than queries, and of less than a row
+    lengths_query, lengths_key = [5, 9, 3], [3 * cmp_ratio + 1, 5 * cmp_ratio - 1, 2]
+    x = indexer_inputs(
+        lengths_query,
+        lengths_key,
+        layout_query=layout_query,
+        layout_key=layout_key,
+        cmp_ratio=cmp_ratio,
+        sparse_count=16,
+        integers=True,
+    )
+    seen = []
+    for n, tokens in zip(lengths_query, lengths_key, strict=True):
+        # position p of token i is tokens - n + i; it has seen p + 1 tokens
+        positions = range(tokens - n, tokens)
+        seen.append(int32([max(p + 1, 0) // cmp_ratio for p in positions])[:, None])
+    seen = place(seen, layout_query, padding=1, fill=0)
+    got = index(**x).sort(-1, descending=True).values
+    expected = torch.arange(15, -1, -1).int() - 16 + seen[..., None]
+    assert torch.equal((got >= 0).sum(-1), seen.long())
+    assert torch.equal(got[got >= 0], expected[expected >= 0])
+    assert torch.equal(index(**x), reference.npu_lightning_indexer_pto(**x))
+
+
+def test_every_row_of_compressed_keys_is_seen_without_a_mask():
+    x = indexer_inputs([3], [43], cmp_ratio=4, sparse_mode=0, sparse_count=16)
+    got = index(**x)[0, :3, 0]
+    assert torch.equal((got >= 0).sum(-1), torch.tensor([10, 10, 10]))
+
+
+def test_compressed_lengths_left_out_mean_every_row():
+    x = indexer_inputs([2], [48], layout_key="BSND", cmp_ratio=4, sparse_count=16)
+    x |= dict(key=x["key"][:, :12], query=x["query"][:, :2], weights=x["weights"][:, :2])
+    without = x | dict(actual_seq_lengths_query=None, actual_seq_lengths_key=None)
+    assert torch.equal(index(**without), index(**x))
+    assert (index(**x) >= 0).sum(-1).flatten().tolist() == [11, 12]
+
+
+def test_compressed_keys_are_packed_one_sequence_after_another():
+    # 9 tokens have 2 rows, the next sequence begins at the third
+    x = indexer_inputs(
+        [1, 1], [9, 12], layout_query="TND", layout_key="TND", cmp_ratio=4, integers=True
+    )
+    assert x["actual_seq_lengths_key"].tolist() == [9, 21]
+    x["key"] = torch.arange(len(x["key"])).float()[:, None, None].repeat(1, 1, 32)
+    x["query"], x["weights"] = torch.ones_like(x["query"]), torch.ones_like(x["weights"])
+    assert index(**x)[:2, 0, :4].tolist() == [[1, 0, -1, -1], [2, 1, 0, -1]]
+    x["weights"][1] = -1
+    assert index(**x)[:2, 0, :4].tolist() == [[1, 0, -1, -1], [0, 1, 2, -1]]
+
+
 @settings(max_examples=300)
 @given(
     st.sampled_from(LAYOUTS),
@@ -439,14 +494,16 @@ def test_sequences_without_a_token_take_no_memory(layout_key):
     st.lists(extremes, min_size=2, max_size=2),
     st.lists(extremes, min_size=6, max_size=6),
     st.sampled_from([0, 3]),
+    st.sampled_from([1, 2, 4, 128]),
 )
-def test_no_length_or_block_id_leads_outside_the_tensors(layouts, len_q, len_k, ids, mode):
+def test_no_length_or_block_id_leads_outside_the_tensors(layouts, len_q, len_k, ids, mode, ratio):
     x = indexer_inputs(
         [3, 2],
-        [40, 33],
+        [40 * ratio, 33 * ratio],
         layout_query=layouts[0],
         layout_key=layouts[1],
         sparse_mode=mode,
+        cmp_ratio=ratio,
         integers=True,
     )
     x = without_nan(x)  # every row may be reached now

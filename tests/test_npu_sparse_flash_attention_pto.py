@@ -34,8 +34,15 @@ extremes = st.one_of(
 
 
 def assert_equals_reference(x: dict) -> torch.Tensor:
-    got = attend(**x)
-    assert_close_to_rows(got, reference.npu_sparse_flash_attention_pto(**x))
+    got, *ours = attend(**x, return_softmax_lse=True)
+    expected, *theirs = reference.npu_sparse_flash_attention_pto(**x, return_softmax_lse=True)
+    assert_close_to_rows(got, expected)
+    # logits round by 2^-20 of the largest, and so does an exponential of two
+    largest = theirs[0].nan_to_num(0, 0, 0).abs().max() if theirs[0].numel() else 0
+    near = 2**-20 * float(8 + largest)
+    for name, mine, other in zip(("max", "sum"), ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=near, atol=near, equal_nan=True, msg=name)
+    torch.testing.assert_close(attend(**x), got, rtol=0, atol=0, equal_nan=True)
     return got
 
 
@@ -56,6 +63,7 @@ def calls(draw):
         sparse_count=draw(st.sampled_from([1, 2, 7, 8, 16, 64, 100])),
         sparse_mode=draw(st.sampled_from([0, 3])),
         own_value=draw(st.booleans()),
+        sinks=draw(st.booleans()),
         hostile=draw(st.booleans()),
         strided=draw(st.booleans()),
         seed=draw(st.integers(0, 2**31)),
@@ -468,11 +476,13 @@ def test_rows_outside_the_sequences_are_not_read():
 
 
 @pytest.mark.parametrize(
-    "name", ["query", "key", "value", "sparse_indices", "query_rope", "key_rope"]
+    "name", ["query", "key", "value", "sparse_indices", "query_rope", "key_rope", "sinks"]
 )
 def test_strided_inputs_give_the_same_as_contiguous_ones(name):
-    x = attention_inputs([3, 2], [40, 33], own_value=True)
-    wide = x[name].repeat_interleave(2, 1)[:, ::2] if name == "sparse_indices" else None
+    x = attention_inputs([3, 2], [40, 33], own_value=True, sinks=True)
+    wide = None
+    if name in ("sparse_indices", "sinks"):
+        wide = x[name].repeat_interleave(2, -1)[..., ::2]
     strided = x | {name: in_a_wider_row(x[name]) if wide is None else wide}
     assert not strided[name].is_contiguous()
     assert torch.equal(attend(**strided), attend(**x))
@@ -496,8 +506,8 @@ def test_result_does_not_depend_on_the_number_of_threads(arguments, dtype):
     results = []
     for threads in (1, 2, 3, 7, 2):
         torch.set_num_threads(threads)
-        results.append(attend(**x))
-    assert all(torch.equal(results[0], r) for r in results[1:])
+        results.append(attend(**x, return_softmax_lse=True))
+    assert all(torch.equal(a, b) for r in results[1:] for a, b in zip(results[0], r, strict=True))
 
 
 def test_a_chunk_gives_what_single_tokens_give():
@@ -509,12 +519,14 @@ def test_a_chunk_gives_what_single_tokens_give():
         assert_close_to_rows(attend(**step), chunk[:, i : i + 1])
 
 
-@pytest.mark.parametrize("name", ["query", "key", "value", "query_rope", "key_rope"])
-def test_backward_says_that_it_is_not_implemented(name):
-    x = without_nan(attention_inputs([2], [40], own_value=True))
+@pytest.mark.parametrize("name", ["query", "key", "value", "query_rope", "key_rope", "sinks"])
+@pytest.mark.parametrize("output", range(4))
+def test_backward_says_that_it_is_not_implemented(name, output):
+    x = without_nan(attention_inputs([2], [40], own_value=True, sinks=True))
     x[name].requires_grad_()
+    out = attend(**x, return_softmax_lse=True)[output] if output < 3 else attend(**x)
     with pytest.raises(RuntimeError, match="npu_sparse_flash_attention_pto.*not implemented"):
-        attend(**x).sum().backward()
+        out.sum().backward()
     assert x[name].grad is None
 
 
@@ -535,6 +547,7 @@ def test_inference_takes_inputs_that_require_gradients():
         pytest.param(dict(), id="rope"),
         pytest.param(dict(rope=0), id="no-rope"),
         pytest.param(dict(own_value=True, dtype=torch.bfloat16), id="value-bf16"),
+        pytest.param(dict(sinks=True), id="sinks"),
         pytest.param(dict(strided=True, dtype=torch.float16), id="strided-fp16"),
     ],
 )
@@ -546,9 +559,10 @@ def test_op_is_registered_as_torch_expects(arguments, layout_query, layout_kv):
     )
     names = ("query", "key", "value", "sparse_indices", "scale_value")
     positional = tuple(x.pop(name) for name in names)
-    torch.library.opcheck(
-        torch.ops.custom_pypto.npu_sparse_flash_attention_pto.default, positional, x
-    )
+    op = torch.ops.custom_pypto.npu_sparse_flash_attention_pto
+    torch.library.opcheck(op.default, positional, x)
+    for wanted in (True, False):
+        torch.library.opcheck(op.softmax_lse, positional, x | dict(return_softmax_lse=wanted))
 
 
 @pytest.mark.parametrize("layout_query, layout_kv", LAYOUTS, ids=LAYOUT_IDS)
@@ -558,14 +572,19 @@ def test_meta_gives_the_shape_and_dtype_of_the_result(layout_query, layout_kv, d
         [2, 3], [20, 33], layout_query=layout_query, layout_kv=layout_kv, dtype=dtype
     )
     x["query"] = in_a_wider_row(x["query"])
-    real, meta = attend(**x), attend(**on_meta(x))
-    assert (meta.shape, meta.stride(), meta.dtype) == (real.shape, real.stride(), real.dtype)
+    for wanted in (False, True):
+        outputs = (attend(**y, return_softmax_lse=wanted) for y in (x, on_meta(x)))
+        for real, meta in zip(*(o if wanted else (o,) for o in outputs), strict=True):
+            expected = real.shape, real.stride(), real.dtype
+            assert (meta.shape, meta.stride(), meta.dtype) == expected
 
 
+@pytest.mark.parametrize("statistics", [False, True], ids=["", "statistics"])
 @pytest.mark.parametrize("layout_query, layout_kv", LAYOUTS, ids=LAYOUT_IDS)
-def test_five_shapes_compile_at_most_twice_and_equal_eager(layout_query, layout_kv):
+def test_five_shapes_compile_at_most_twice_and_equal_eager(layout_query, layout_kv, statistics):
+    function = partial(attend, return_softmax_lse=True) if statistics else attend
     counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(attend, backend=counter, dynamic=True, fullgraph=True)
+    compiled = torch.compile(function, backend=counter, dynamic=True, fullgraph=True)
     for lengths_query, lengths_key in [
         ([2, 3], [50, 33]),
         ([4, 5, 1], [70, 90, 20]),
@@ -583,6 +602,9 @@ def test_five_shapes_compile_at_most_twice_and_equal_eager(layout_query, layout_
             latent=64,
             rope=48,
             sparse_count=27,
+            sinks=statistics,
         )
-        assert torch.equal(compiled(**x), attend(**x))
+        got, expected = (f(**x) for f in (compiled, function))
+        pairs = zip(got, expected, strict=True) if statistics else [(got, expected)]
+        assert all(torch.equal(mine, eager) for mine, eager in pairs)
     assert counter.frame_count <= 2

@@ -23,7 +23,7 @@ def register(op: str) -> None:
 def _register(op: str, overload: torch._ops.OpOverload) -> None:
     description, schema = OPS[op], overload._schema
     returned = len(schema.returns)
-    name = variant(op, schema.overload_name)
+    constructor = variant(op, schema.overload_name).removeprefix("npu_")
 
     def convert(*args, **kwargs):
         arguments = bound(op, args, kwargs)
@@ -34,13 +34,13 @@ def _register(op: str, overload: torch._ops.OpOverload) -> None:
             if arguments[name] is None:
                 arguments[name] = value
         own = {argument.name: arguments[argument.name] for argument in schema.arguments}
-        outputs = getattr(ops, name.removeprefix("npu_"))(**own)
+        outputs = getattr(ops, constructor)(**own)
         if not isinstance(outputs, tuple):
             return outputs
         # the node also outputs the inputs that it writes, as torchair requires; the op does not
         return outputs[0] if returned == 1 else outputs[:returned]
 
-    convert.__name__ = convert.__qualname__ = f"convert_{name}"
+    convert.__name__ = convert.__qualname__ = f"convert_{variant(op, schema.overload_name)}"
     convert.__doc__ = f"NB: func: {str(schema).removeprefix('custom_pypto::')}"
     register_fx_node_ge_converter(overload)(convert)
 

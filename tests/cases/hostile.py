@@ -126,9 +126,9 @@ class Sequences:
     arguments: dict
 
 
-def sequences(m: Maker, large: bool, lengths_key: str) -> Sequences:
+def sequences(m: Maker, large: bool, lengths_key: str, cmp_ratio: int = 1) -> Sequences:
     """``large``: enough keys for several chunks, top-k buffers and parts;
-    ``lengths_key``: the name of that argument.
+    ``lengths_key``: the name of that argument, which counts ``cmp_ratio`` tokens per key.
     """
     rng = m.rng
     layout_query, layout_key = rng.choice(LAYOUTS)
@@ -138,7 +138,7 @@ def sequences(m: Maker, large: bool, lengths_key: str) -> Sequences:
     )
     if large:
         B = 1
-    length = m.ints(S2 // 2 if large else 0, S2 + 2)
+    length = m.ints(S2 * cmp_ratio // 2 if large else 0, S2 * cmp_ratio + 2)
     tokens, arguments = (B, S1), dict(actual_seq_lengths_query=None)
     if layout_query == "TND":
         tokens = (B * S1,)
@@ -154,7 +154,10 @@ def sequences(m: Maker, large: bool, lengths_key: str) -> Sequences:
         arguments |= {"block_table": table, lengths_key: m.tensor((B,), length)}
     elif layout_key == "TND":
         rows, capacity = (B * S2,), S2
-        arguments |= {"block_table": None, lengths_key: m.tensor((B,), m.prefix_sums(B * S2))}
+        arguments |= {
+            "block_table": None,
+            lengths_key: m.tensor((B,), m.prefix_sums(B * S2 * cmp_ratio)),
+        }
     else:
         rows, capacity = (B, S2), S2
         given = rng.random() < 0.7

@@ -24,38 +24,42 @@ def inputs(
     weights_dtype: torch.dtype | None = None,
     sparse_count: int = 8,
     sparse_mode: int = 3,
+    cmp_ratio: int = 1,
     integers: bool = False,
     strided: bool = False,
     seed: int = 0,
 ) -> dict:
+    """``lengths_key`` count tokens, of which ``cmp_ratio`` share a key."""
     g = torch.Generator().manual_seed(seed)
     query = [random((n, heads, dim), dtype, g, integers) for n in lengths_query]
     weights = [random((n, heads), weights_dtype or dtype, g, integers) for n in lengths_query]
-    keys = [random((n, 1, dim), dtype, g, integers) for n in lengths_key]
-    key, actual_key, table = stored(keys, layout_key, block_size, strided, g)
+    keys = [random((n // cmp_ratio, 1, dim), dtype, g, integers) for n in lengths_key]
+    key, _, table = stored(keys, layout_key, block_size, strided, g)
     return dict(
         query=place(query, layout_query, padding=1),
         key=key,
         weights=place(weights, layout_query, padding=1),
         actual_seq_lengths_query=token_counts(lengths_query, layout_query),
-        actual_seq_lengths_key=actual_key,
+        actual_seq_lengths_key=token_counts(lengths_key, layout_key),
         block_table=table,
         layout_query=layout_query,
         layout_key=layout_key,
         sparse_count=sparse_count,
         sparse_mode=sparse_mode,
+        cmp_ratio=cmp_ratio,
     )
 
 
 def not_default() -> dict:
     return inputs(
         [2, 3],
-        [20, 30],
+        [82, 121],
         dtype=torch.float16,
         weights_dtype=torch.float32,
         layout_query="TND",
         sparse_count=4,
         sparse_mode=0,
+        cmp_ratio=4,
         **ON_NPU,
     )
 
@@ -63,7 +67,8 @@ def not_default() -> dict:
 def random_call(m: Maker) -> dict:
     rng = m.rng
     large = rng.random() < 0.02
-    s = sequences(m, large, "actual_seq_lengths_key")
+    cmp_ratio = rng.choice([1, 1, 2, 3, 4, 128])
+    s = sequences(m, large, "actual_seq_lengths_key", cmp_ratio)
     heads, dim = rng.choice(HEADS), rng.choice([16, 32, 48, 128])
     return dict(
         query=m.tensor((*s.tokens, heads, dim)),
@@ -73,6 +78,7 @@ def random_call(m: Maker) -> dict:
         layout_key=s.layout_key,
         sparse_count=rng.choice([1, 2, 3, 7, 8, 16, 40, 64, 2048] + [3072, 8192] * large),
         sparse_mode=rng.choice([0, 3]),
+        cmp_ratio=cmp_ratio,
         **s.arguments,
     )
 
@@ -90,6 +96,14 @@ def rejected() -> list:
         *(
             op.row(f"sparse_count-{n}", f"{COUNT}{n}", sparse_count=n)
             for n in (0, -1, 2049, 2560, 3071, 4095, 8193, 9216, 2**40)
+        ),
+        *(
+            op.row(
+                f"cmp_ratio-{n}",
+                f"cmp_ratio must be 1 to 128 (tokens per key), got {n}",
+                cmp_ratio=n,
+            )
+            for n in (0, -1, -4, 129, 2**32 + 4)
         ),
         # a keyword of torch_npu's standard op
         op.row(

@@ -43,11 +43,13 @@ def inputs(
     sparse_count: int = 8,
     sparse_mode: int = 3,
     own_value: bool = False,
+    sinks: bool = False,
     hostile: bool = False,
     strided: bool = False,
     seed: int = 0,
 ) -> dict:
-    """``rope=0``: no rope arguments; ``strided``: key and key_rope are parts of one row."""
+    """``rope=0``: no rope arguments; ``strided``: key and key_rope are parts of one row;
+    ``sinks``: of the size of the logits."""
     g = torch.Generator().manual_seed(seed)
     width = latent + rope
     query = place(
@@ -76,6 +78,7 @@ def inputs(
         layout_query=layout_query,
         layout_kv=layout_kv,
         sparse_mode=sparse_mode,
+        sinks=3 * torch.randn(heads, generator=g) if sinks else None,
     )
 
 
@@ -87,7 +90,15 @@ def not_default() -> dict:
         layout_query="TND",
         sparse_mode=0,
         own_value=True,
+        sinks=True,
     )
+
+
+def sinks_of(m: Maker, heads: int) -> Tensor:
+    """Beside the logits, and far from them; infinities and NaN among special values."""
+    values = [0.0, 1.0, -3.0, 1e4, -1e4, -torch.inf]
+    values += [torch.inf, torch.nan] * (m.values == "special")
+    return m.tensor((heads,), lambda n: torch.tensor(m.rng.choices(values, k=n)))
 
 
 def scale(m: Maker, width: int) -> float:
@@ -132,6 +143,8 @@ def random_call(m: Maker) -> dict:
         layout_query=s.layout_query,
         layout_kv=s.layout_key,
         sparse_mode=rng.choice([0, 3]),
+        sinks=sinks_of(m, heads) if rng.random() < 0.3 else None,
+        return_softmax_lse=rng.random() < 0.3,
         **s.arguments,
     )
 
@@ -146,6 +159,7 @@ def rejected() -> list:
         *rejected_values(op),
         *rejected_indices(op),
         *rejected_ropes(op),
+        *rejected_sinks(op),
         *rejected_keywords(op),
         *none(row, op.pa, optional(op)),
         *(row(f"scale-{x}", f"scale_value must be {SCALE}{x:g}", scale_value=x) for x in SCALES),
@@ -236,17 +250,23 @@ def rejected_ropes(op: Op) -> list:
     ]
 
 
+def rejected_sinks(op: Op) -> list:
+    def row(id: str, message: str, value: Tensor, inputs: dict = op.pa):
+        return op.row(f"sinks-{id}", f"sinks{message}", inputs, sinks=value)
+
+    logits = ".dtype must be float32 (a logit per head), got"
+    return [
+        row("rank", " must be of shape [N1], got [1, 4]", torch.zeros(1, 4)),
+        row("scalar", " must be of shape [N1], got []", torch.tensor(0.0)),
+        row("heads", ".size(0) must be 4 (N1 of query), got 5", torch.zeros(5)),
+        row("heads-TND", ".size(0) must be 4 (N1 of query), got 3", torch.zeros(3), op.tnd),
+        row("dtype", f"{logits} bfloat16", torch.zeros(4).bfloat16()),
+        row("float64", f"{logits} float64", torch.zeros(4).double()),
+    ]
+
+
 def rejected_keywords(op: Op) -> list:
     """Keywords of torch_npu's standard op."""
-    standard = "or call torch_npu.npu_sparse_flash_attention"
     mode = "attention_mode must be 2 (MLA, absorbed), got {}; omit it, and pass the RoPE dims as "
     mode += "query_rope and key_rope"
-    lse = "return_softmax_lse must be False (only the output is returned), got True; select all "
-    lse += f"keys of a token in one call, {standard}"
-    sinks = f"sinks must be None (attention sinks are unsupported), got {{}}; omit it, {standard}"
-    return [
-        *(op.row(f"attention_mode-{x}", mode.format(x), attention_mode=x) for x in (0, 1, None)),
-        op.row("return_softmax_lse", lse, return_softmax_lse=True),
-        op.row("sinks", sinks.format("a tensor"), sinks=torch.zeros(4)),
-        op.row("sinks-number", sinks.format("0.0"), sinks=0.0),
-    ]
+    return [op.row(f"attention_mode-{x}", mode.format(x), attention_mode=x) for x in (0, 1, None)]

@@ -15,7 +15,7 @@ from cases.hostile import Maker
 from torch import Tensor
 
 from custom_pypto.descriptions import OPS
-from custom_pypto.schemas import overload
+from custom_pypto.schemas import overloads
 
 
 @dataclass
@@ -47,6 +47,7 @@ OTHER_VALUES = {
         *(0.0, -0.0, -1.0, 5e-324, 1e-300, 1e300, 3e38, torch.inf, -torch.inf, torch.nan, None),
         "1",
     ],
+    "bool": [None, 0, 1, 1.5, "", "x"],
 }
 MOST = 2**20  # elements of a changed tensor
 
@@ -95,7 +96,7 @@ def break_one(rng: Random, op: str, arguments: dict) -> str:
     """Changes one argument in place; says which and how."""
     name = rng.choice(list(arguments))
     x = arguments[name]
-    types = {argument.name: str(argument.type) for argument in overload(op)._schema.arguments}
+    types = {argument.name: str(argument.type) for argument in overloads(op)[-1]._schema.arguments}
     kind = types[name].removeprefix("Optional[").removesuffix("]")
     if isinstance(x, Tensor):
         what, x = other_tensor(rng, x)

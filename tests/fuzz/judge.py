@@ -45,8 +45,9 @@ def on_cpu(x) -> bool:
 def names_op(message: str, op: str) -> bool:
     """Whether the error is the op's own, or torch's for an argument that does not match the schema
     or a tensor whose backend has no kernel of the op."""
-    own = (f"{op}: ", f"custom_pypto::{op}() ", f"Could not run 'custom_pypto::{op}' ")
-    return message.startswith(own)
+    own = (f"{op}: ", f"custom_pypto::{op}() ")
+    missing = tuple(f"Could not run 'custom_pypto::{op}{end}" for end in ("' ", "."))
+    return message.startswith(own + missing)
 
 
 def judge(case: Case) -> str:
@@ -68,16 +69,15 @@ def judge(case: Case) -> str:
         return "rejected"
     if all(x.device.type == "meta" for x in tensors(arguments)):
         return "empty"  # no values to compare
-    assert_same_kind(op(**on_meta(arguments)), got)
-    if got.numel() == 0:  # possibly more sequences than fit in the reference's memory
+    assert_same_kinds(op(**on_meta(arguments)), got)
+    if outputs(got)[0].numel() == 0:  # possibly more sequences than fit in the reference's memory
         assert_same_memory(arguments, expected)
         return "empty"
     if case.op == "npu_sparse_attention_pto":
         expected = copied(case.arguments)
         assert_same_fused(got, arguments, expected, case)
     elif case.op == "npu_sparse_flash_attention_pto":
-        if not close(got, reference.npu_sparse_flash_attention_pto(**expected)):
-            assert_close_at_a_closer_look(case.op, got, expected)
+        assert_same_attention(outputs(got), expected)
     elif case.op == "npu_lightning_indexer_pto":
         if not got.equal(reference.npu_lightning_indexer_pto(**expected)):
             assert case.values not in ("integers", "special"), "selects other keys"
@@ -87,6 +87,20 @@ def judge(case: Case) -> str:
         assert bits(got).equal(bits(exact)), "differs from the reference"
     assert_same_memory(arguments, expected)
     return "equal"
+
+
+def assert_same_attention(got: tuple, expected: dict) -> None:
+    expected = dict(expected)
+    wanted = bool(expected.pop("return_softmax_lse", False))
+    exact = reference.npu_sparse_flash_attention_pto(**expected, return_softmax_lse=True)
+    if not close(got[0], exact[0]):
+        assert_close_at_a_closer_look("npu_sparse_flash_attention_pto", got[0], expected)
+    assert len(got) == 1 + 2 * wanted
+    # errors of a logit, of an exponential of the difference of two, and of a sum of them
+    rounding = 2**-22 * largest_logit(**expected)
+    of_sum = 2 * rounding + 2**-20 + 2**-25 * expected["sparse_indices"].size(-1)
+    for mine, other, near in zip(got[1:], exact[1:], ((0, rounding), (of_sum, 0)), strict=False):
+        torch.testing.assert_close(mine, other, rtol=near[0], atol=near[1], equal_nan=True)
 
 
 def assert_same_fused(got: Tensor, arguments: dict, expected: dict, case: Case) -> None:
@@ -119,11 +133,10 @@ def assert_close_at_a_closer_look(op: str, got: Tensor, arguments: dict) -> None
         return got
 
     def attend(query, key, value, sparse_indices, scale_value, **keywords) -> Tensor:
-        pairs = [(query, key), (keywords.get("query_rope"), keywords.get("key_rope"))]
-        logit = sum(largest_dot(q, k) for q, k in pairs if q is not None)
         # Four roundings of 2^-24: two dot products, and their products with the scale. One more per
         # key, halved because sums grow: if one key is selected repeatedly, all round the same way.
-        rounding = 2**-22 * logit * scale_value + 2**-25 * sparse_indices.size(-1)
+        largest = largest_logit(query, key, scale_value=scale_value, **keywords)
+        rounding = 2**-22 * largest + 2**-25 * sparse_indices.size(-1)
         tolerances.append(ROW_TOLERANCE[query.dtype] + rounding)
         added = (key if value is None else value).abs()
         largest = float(added.double().nan_to_num(0, 0, 0).max()) if added.numel() else 0.0
@@ -139,6 +152,22 @@ def assert_close_at_a_closer_look(op: str, got: Tensor, arguments: dict) -> None
         with patch.multiple(MODULES[op], **inner):
             expected = getattr(reference, op)(**arguments)
     assert_close(got, expected, tolerances[0], magnitudes[0], smallest[0])
+
+
+def largest_logit(
+    query: Tensor,
+    key: Tensor,
+    *,
+    scale_value: float,
+    query_rope=None,
+    key_rope=None,
+    sinks=None,
+    **_,
+) -> float:
+    """An upper bound of the finite logits, sinks among them."""
+    pairs = [(query, key), (query_rope, key_rope)]
+    logit = scale_value * sum(largest_dot(q, k) for q, k in pairs if q is not None)
+    return logit if sinks is None else max(logit, float(sinks.nan_to_num(0, 0, 0).abs().max()))
 
 
 def largest_dot(query: Tensor, key: Tensor) -> float:
@@ -186,6 +215,11 @@ def assert_meta_rejects(op, arguments: dict, message: str) -> None:
         raise AssertionError(f"Meta accepts a call that the CPU rejects: {message}")
 
 
-def assert_same_kind(meta: Tensor, got: Tensor) -> None:
-    same = (meta.shape, meta.stride(), meta.dtype) == (got.shape, got.stride(), got.dtype)
-    assert same and got.device.type == "cpu", "Meta returns another shape, stride or dtype"
+def outputs(result: Tensor | tuple) -> tuple[Tensor, ...]:
+    return result if isinstance(result, tuple) else (result,)
+
+
+def assert_same_kinds(meta: Tensor | tuple, got: Tensor | tuple) -> None:
+    for m, g in zip(outputs(meta), outputs(got), strict=True):
+        same = (m.shape, m.stride(), m.dtype) == (g.shape, g.stride(), g.dtype)
+        assert same and g.device.type == "cpu", "Meta returns another shape, stride or dtype"
