@@ -93,8 +93,10 @@ class Conversion:
         return self.tensors[name].dtype == fp8.STORED
 
     def cuts(self, name):
-        """Whether ``name`` has a row for each expert: the router's weight and bias."""
-        return self.experts is not None and ".mlp.gate." in name
+        """Whether ``name`` has a row for each expert: the router's weight and bias, and experts
+        that the checkpoint stacks."""
+        stacked = r"\.mlp\.(gate\.|experts\.[a-z])"
+        return self.experts is not None and re.search(stacked, name) is not None
 
     def size(self, name):
         _, dtype, (rows, *columns) = self.tensors[name]

@@ -140,6 +140,7 @@ class PagedAttention:
             q_rope = None
         else:
             q_rope = rotate(self.mla_rope, q_rope, cos, sin).to(dtype)
+        sinks = getattr(self, "sinks", None)  # a parameter of some architectures
         output = custom_pypto.npu_sparse_flash_attention_pto(
             torch.einsum("bshd,hdl->bshl", q_nope, w_uk).contiguous().to(dtype),
             layer.latent,
@@ -151,6 +152,7 @@ class PagedAttention:
             actual_seq_lengths_kv=lengths,
             block_table=step.cache.block_table,
             sparse_mode=3,
+            sinks=None if sinks is None else sinks.float(),
         )
         # for one token, multiplying by both halves is faster than copying the strided w_uv
         if output.size(1) == 1:

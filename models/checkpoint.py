@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightRenaming, apply_renamings
+from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings
 
 from . import fp8
 
@@ -130,19 +130,21 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 def on_disk(model) -> dict[str, tuple[list[int], list[str]]]:
-    """Shape and checkpoint tensors of each stored parameter and buffer of ``model``: a checkpoint
-    has experts one by one, and other names for some architectures, which transformers maps.
+    """Shape and checkpoint tensors of each stored parameter and buffer of ``model``: for some
+    architectures a checkpoint has experts one by one or other names, which transformers maps.
 
     The tensors are equally large, in their order within the parameter.
     """
     conversions = get_model_conversion_mapping(model, add_legacy=False)
     renamings = [x.reverse_transform() for x in conversions[::-1] if isinstance(x, WeightRenaming)]
+    stacks = [x.target_patterns for x in conversions if isinstance(x, WeightConverter)]
+    stacked = tuple(name for names in stacks for name in names)
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
 
     def parts(name: str, shape: torch.Size) -> list[str]:
-        experts, fused, projection = name.partition(".experts.")
-        if not fused:
+        if not name.endswith(stacked):
             return [apply_renamings(name, renamings)]
+        experts, _, projection = name.partition(".experts.")
         parts = ["gate_proj", "up_proj"] if projection == "gate_up_proj" else [projection]
         return [f"{experts}.experts.{i}.{part}.weight" for i in range(shape[0]) for part in parts]
 
@@ -156,8 +158,8 @@ def on_disk(model) -> dict[str, tuple[list[int], list[str]]]:
 def tensors_on_disk(model) -> dict[str, list[int]]:
     """Name and shape of every tensor of ``model`` as stored in a checkpoint."""
     shapes = {}
-    for name, (shape, parts) in on_disk(model).items():
-        if ".experts." in name:
+    for shape, parts in on_disk(model).values():
+        if ".experts.0." in parts[0]:
             experts, rows, columns = shape
             shape = [rows * experts // len(parts), columns]
         shapes |= dict.fromkeys(parts, shape)

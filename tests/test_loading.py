@@ -13,8 +13,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import (
+    KIND_OF,
     KINDS,
     YARN,
+    in_float32,
     name_on_disk,
     published,
     save_sparse,
@@ -165,12 +167,13 @@ def with_a_tensor_of_another_shape(path, shard):
 
 def with_an_expert_of_another_shape(path, shard):
     weight_map = json.loads((path / INDEX).read_text())["weight_map"]
-    name, shard = next(item for item in weight_map.items() if "experts.3.up_proj" in item[0])
-    change(path, shard, shorten, name)
-    return (
-        ValueError,
-        rf"{shard}: {name} must be of shape \[32, 96\] \(config.json\), got \[31, 96\]",
-    )
+    stacked = "model.layers.1.mlp.experts.gate_up_proj"
+    single = "model.layers.1.mlp.experts.3.up_proj.weight"
+    name, shape = (stacked, "8, 64") if stacked in weight_map else (single, "32")
+    change(path, weight_map[name], shorten, name)
+    wrong = shape.replace("8", "7") if stacked in weight_map else "31"
+    message = rf"{name} must be of shape \[{shape}, 96\] \(config.json\), got \[{wrong}, 96\]"
+    return ValueError, f"{weight_map[name]}: {message}"
 
 
 def unlisted_tensor(path, shard):
@@ -263,23 +266,25 @@ def fp8_checkpoint(request, tmp_path_factory):
 
 def weights_of(model):
     """The tensors of ``model`` under the names of a checkpoint."""
-    weights = {}
+    weights, kind = {}, KIND_OF[model.config.model_type]
     for name, tensor in model.state_dict().items():
         prefix, fused, projection = name.partition(".experts.")
+        fused = fused and kind != "hy_v4"
         for i, expert in enumerate(tensor if fused else []):
             parts = [projection] if projection == "down_proj" else ["gate_proj", "up_proj"]
             for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
                 weights[f"{prefix}.experts.{i}.{part}.weight"] = weight
         if not fused:
-            weights[name_on_disk(name)] = tensor
+            weights[name_on_disk(name, kind)] = tensor
     return weights
 
 
 def assert_equal_to_the_bit(model, path, dtype=torch.bfloat16):
     want, found = true_weights(path, dtype), weights_of(model)
-    router_bias = {name for name in found if "correction_bias" in name}
-    assert router_bias and all(found[name].dtype == torch.float32 for name in router_bias)
-    want |= {name: true_weights(path, torch.float32)[name] for name in router_bias}
+    kind = KIND_OF[model.config.model_type]
+    exact = {name for name in found if in_float32(name, kind)}
+    assert exact and all(found[name].dtype == torch.float32 for name in exact)
+    want |= {name: true_weights(path, torch.float32)[name] for name in exact}
     for name, tensor in found.items():
         assert tensor.dtype == want[name].dtype and torch.equal(tensor, want[name]), name
 

@@ -310,6 +310,12 @@ OWN_TRAPS = {
         "normed-latent-twice": replaced("compress_query", normed_latent_twice),
         "latents-exchanged": replaced("project_query", latents_exchanged),
     },
+    "hy_v4": {
+        "no-gate": replaced("project_output", no_gate),
+        "no-sinks": for_each(None)(lambda m: m.sinks.fill_(-torch.inf)),
+        "sinks-of-other-heads": for_each(None)(lambda m: m.sinks.copy_(m.sinks.roll(1))),
+        "sinks-scaled": for_each(None)(lambda m: m.sinks.mul_(m.scaling)),
+    },
     "dots3_note": {
         "no-gate": replaced("project_output", no_gate),
         "longer-window": longer_window,
@@ -681,8 +687,11 @@ def trace(model):
     return modules, hooks, model.config.to_dict(), model.config._attn_implementation
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind, implementation",
+    [(kind, "eager") for kind in KINDS]
+    + [(kind, "sdpa") for kind in KINDS if CLASSES[kind][1]._supports_sdpa],
+)
 def test_use_transformers_undoes_the_patch_to_the_bit(kind, implementation):
     model = tiny_model(kind)
     model.set_attn_implementation(implementation)

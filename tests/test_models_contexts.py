@@ -183,7 +183,8 @@ def test_offloaded_weights_are_brought_in(kind, offload, order, tmp_path):
 
 
 def map_of_devices(model):
-    names = ["model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head", "model.layers.0"]
+    names = [f"model.{name}" for name, _ in model.model.named_children() if name != "layers"]
+    names += ["lm_head", "model.layers.0"]
     return dict.fromkeys(names, "cpu") | {"model.layers.1": "disk", "model.layers.2": "disk"}
 
 

@@ -18,6 +18,8 @@ from transformers import (
     Dots3NoteTextConfig,
     GlmMoeDsaConfig,
     GlmMoeDsaForCausalLM,
+    HYV4Config,
+    HYV4ForCausalLM,
 )
 
 from custom_pypto.models.checkpoint import tensors_on_disk
@@ -36,6 +38,7 @@ CLASSES = {
     "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
     "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
     "axk2": (AXK2Config, AXK2ForCausalLM),
+    "hy_v4": (HYV4Config, HYV4ForCausalLM),
     "dots3_note": (Dots3NoteTextConfig, Dots3NoteForCausalLM),
 }
 KINDS = list(CLASSES)
@@ -54,9 +57,17 @@ SLIDING = {
     "swa_v_head_dim": 16,
     "moe_shared_expert_intermediate_size": 32,
 }
-# A.X-K2's names that differ between checkpoint and model
+# names that differ between checkpoint and model: of A.X-K2
 NAMES_ON_DISK = {"self_attn.q_gate_proj": "self_attn.q_b_proj"}
 NAMES_ON_DISK |= {"layernorm.mlp.fc1": "layernorm.W_down", "layernorm.mlp.fc2": "layernorm.W_up"}
+# and of Hunyuan 4, whose experts are stacked in its checkpoints
+HYV4_ON_DISK = {
+    ".gate_proj": ".linear_gate",
+    ".sinks": ".learnable_sink_param",
+    ".attn_hc.": ".hc_pre.hc_attn_layer.hc_",
+    ".ffn_hc.": ".hc_pre.hc_mlp_layer.hc_",
+    "model.hc_head.hc_": "model.hc_pre.hc_head.hc_head_",
+}
 VOCABULARY = 199
 
 
@@ -90,9 +101,9 @@ def tiny_config(kind="deepseek_v32", **changes):
         # large weights: a wrong key or a wrong rotation moves the logits by more than rounding
         initializer_range=0.15,
     )
-    if kind in ("deepseek_v32", "axk2"):
+    if kind in ("deepseek_v32", "axk2", "hy_v4"):
         config["rope_parameters"] = YARN
-    if kind == "glm_moe_dsa":
+    if kind in ("glm_moe_dsa", "hy_v4"):
         config["indexer_types"] = ["full", "shared", "full"]
     if kind == "dots3_note":
         config |= SLIDING
@@ -108,8 +119,8 @@ def query_projection(kind):
     return "q_gate_proj" if kind == "axk2" else "q_b_proj"
 
 
-def name_on_disk(name):
-    for in_model, on_disk in NAMES_ON_DISK.items():
+def name_on_disk(name, kind):
+    for in_model, on_disk in (HYV4_ON_DISK if kind == "hy_v4" else NAMES_ON_DISK).items():
         name = name.replace(in_model, on_disk)
     return name
 
@@ -119,7 +130,7 @@ def tiny_model(kind="deepseek_v32", **changes):
     model = CLASSES[kind][1](tiny_config(kind, **changes)).eval()
     # transformers initialises these to 1 and 0, which would hide a missing one
     for name, tensor in model.state_dict().items():
-        if "norm" in name or "correction_bias" in name:
+        if any(part in name for part in ("norm", "correction_bias", "sinks", "hc")):
             tensor.add_(torch.randn_like(tensor), alpha=0.3)
     model.set_attn_implementation("eager")
     return model
@@ -175,6 +186,12 @@ def tiny_v4(**changes):
 BLOCK = 128
 
 
+def in_float32(name, kind):
+    """Whether the model keeps this tensor of a checkpoint in float32."""
+    more = r"|k_norm\.|sink|\.hc_|lm_head|weights_proj" if kind == "hy_v4" else ""
+    return re.search("correction_bias" + more, name) is not None
+
+
 def fp8_weight(rows, columns):
     """A random weight in the published format, and its scales, different for every block."""
     grid = -(-rows // BLOCK), -(-columns // BLOCK)
@@ -210,8 +227,8 @@ def write_published(path, config, save=save_file):
         for name, shape in shard.items():
             if re.search(r"(?<!weights)_proj(_with_mqa)?\.weight|\.(wq_b|wk)\.weight", name):
                 tensors[name], tensors[f"{name}_scale_inv"] = fp8_weight(*shape)
-            elif "correction_bias" in name:
-                tensors[name] = torch.randn(shape)
+            elif in_float32(name, KIND_OF[config.model_type]):
+                tensors[name] = 0.3 * torch.randn(shape)
             else:
                 spread, centre = (0.3, 1) if "norm.weight" in name else (0.15, 0)
                 tensors[name] = (centre + spread * torch.randn(shape)).bfloat16()

@@ -1,0 +1,28 @@
+"""Hunyuan 4: GLM-5 with half-split rotations, of the last dims in its indexer; each head has a sink
+in its softmax (the parameter ``sinks``) and a gate of its output from the hidden states."""
+
+from torch import Tensor
+from transformers.models.hy_v4.modeling_hy_v4 import (
+    HYV4Attention,
+    HYV4Indexer,
+    apply_rotary_pos_emb,
+)
+
+from ..attention import PagedAttention
+from ..pools import MLA_POOLS, Pool
+
+
+class PagedHYV4Attention(PagedAttention, HYV4Attention):
+    pools = MLA_POOLS | {"index": Pool("index_head_dim", where=("indexer_types", "full"))}
+    indexer_class = HYV4Indexer
+    mla_rope = staticmethod(apply_rotary_pos_emb)
+    index_rope = staticmethod(apply_rotary_pos_emb)
+    index_rope_last = True
+    returns_indices = True
+
+    def project_query(self, hidden_states: Tensor, q_latent: Tensor) -> tuple[Tensor, Tensor]:
+        query, _ = super().project_query(hidden_states, q_latent)
+        return query, self.gate_proj(hidden_states).unflatten(-1, (-1, self.v_head_dim))
+
+    def project_output(self, output: Tensor, gate: Tensor) -> Tensor:
+        return super().project_output(output * gate.sigmoid(), None)
