@@ -32,6 +32,7 @@ from transformers import (
     GenerationConfig,
     Glm5NextForConditionalGeneration,
     GlmMoeDsaForCausalLM,
+    HYV4ForCausalLM,
 )
 
 from . import fp8, generation
@@ -43,6 +44,7 @@ from .deepseek_v32 import PagedDeepseekV32Attention
 from .dots3_note import PagedDots3NoteAttention
 from .glm5_next import PagedGlm5NextAttention
 from .glm_moe_dsa import PagedGlmMoeDsaAttention
+from .hy_v4 import PagedHYV4Attention
 from .loading import Reader, check_memory, parameters, resolve_dtype
 from .pools import text_model
 from .projection import change_class, has_other_forward
@@ -56,6 +58,7 @@ ATTENTION = {
     GlmMoeDsaForCausalLM: PagedGlmMoeDsaAttention,
     AXK2ForCausalLM: PagedAXK2Attention,
     DeepseekV4ForCausalLM: PagedDeepseekV4Attention,
+    HYV4ForCausalLM: PagedHYV4Attention,
     Dots3NoteForCausalLM: PagedDots3NoteAttention,
     Glm5NextForConditionalGeneration: PagedGlm5NextAttention,
 }
