@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers.distributed.tensor_parallel import TensorParallelLayer
+from transformers.distributed.tensor_parallel import LocalParamsParallel, TensorParallelLayer
 
 # by name, since peft need not be installed
 LORA = ("peft.tuners.lora.layer", "Linear")
@@ -126,7 +126,12 @@ def has_other_forward(module: nn.Module) -> bool:
         outer, inner = getattr(forward, "func", forward), module._old_forward
         accelerates = outer.__module__ == type(hook).__module__
         return not accelerates or getattr(inner, "__func__", None) is not type(module).forward
-    return forward.__module__ != TensorParallelLayer.__module__
+    return not is_of_ranks(forward)
+
+
+def is_of_ranks(forward) -> bool:
+    """Whether transformers put this ``forward`` around that of a module with sharded weights."""
+    return forward.__module__ == TensorParallelLayer.__module__
 
 
 def aligning_hook(module: nn.Module):
@@ -157,8 +162,14 @@ def described(module: nn.Module) -> str:
 
 
 def change_class(module: nn.Module, cls: type) -> None:
-    """Sets the class of ``module``, and the ``forward`` that accelerate's hook calls."""
+    """Sets the class of ``module``, and the ``forward`` that is called by accelerate's hook, or by
+    transformers for an attention with sharded parameters of its own."""
+    of_ranks = "forward" in vars(module) and is_of_ranks(module.forward)
+    if of_ranks:
+        del module.forward
     module.__class__ = cls
+    if of_ranks:
+        LocalParamsParallel().install_forward(module, None)
     if "_old_forward" in module.__dict__:
         module._old_forward = MethodType(cls.forward, module)
 
