@@ -63,13 +63,14 @@ class PagedAttention:
 
     def forward(self, hidden_states, position_embeddings, attention_mask, *args, **kwargs):
         if not isinstance(attention_mask, Step):
-            return super().forward(
-                hidden_states, position_embeddings, attention_mask, *args, **kwargs
-            )
-        output, indices = self.attend(
-            hidden_states, position_embeddings, attention_mask, kwargs.get("prev_topk_indices")
-        )
+            return self.dense(hidden_states, position_embeddings, attention_mask, *args, **kwargs)
+        indices = None if self.selects else kwargs.get("prev_topk_indices")
+        output, indices = self.attend(hidden_states, position_embeddings, attention_mask, indices)
         return (output, None, indices) if self.returns_indices else (output, None)
+
+    def dense(self, *args, **kwargs):
+        """The upstream path: attention to all positions, masked."""
+        return super().forward(*args, **kwargs)
 
     def attend(
         self,
@@ -81,7 +82,7 @@ class PagedAttention:
         """The layer's output ``[B, S, hidden]`` and the positions it attended to.
 
         Args:
-            indices: an earlier layer's, for a layer without an indexer.
+            indices: those positions, of an earlier layer; None: this layer selects.
         """
         layer = step.cache.layers[self.layer_idx]
         cos, sin = position_embeddings
@@ -130,7 +131,7 @@ class PagedAttention:
         layer = step.cache.layers[self.layer_idx]
         query, gate = self.project_query(hidden_states, q_latent)
         q_nope, q_rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
-        if self.selects:
+        if indices is None:
             normed = q_latent[..., : self.q_lora_rank]
             indices = self.select(hidden_states, normed, cos, sin, step, lengths)
         weight = weight_of(self.kv_b_proj).view(query.size(2), -1, self.kv_lora_rank)

@@ -1,0 +1,184 @@
+"""Selections recorded in a rollout, and replayed in training.
+
+Reinforcement learning compares probabilities of the same tokens under the model that generated
+them and the model in training. Selection is discontinuous: with other weights, kernels or batches a
+token may attend to other positions, and the two differ by more than the policy does.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from .cache import Step
+
+#: for each layer with an indexer, the int32 positions ``[B, T, index_topk]`` its T tokens attend to
+Record = dict[int, Tensor]
+
+
+@contextmanager
+def record_indices(model) -> Iterator[Record]:
+    """Records which positions each token attends to, in every layer with an indexer::
+
+        with models.record_indices(model) as record:
+            ids = model.generate(prompt, max_new_tokens=100)
+        with models.replay_indices(model, record):
+            model.train()(ids[:, :-1], labels=ids[:, :-1]).loss.backward()
+
+    A record has the tokens that the cache of the last forward holds, padding included, as int32
+    ``[B, T, index_topk]``: prompt and new tokens, but the last, which ``generate()`` does not feed.
+    Cropped tokens leave it; a forward on an empty cache starts it anew. Positions count from the
+    first real token of a sequence; -1 ends a row. The record is complete when the context ends.
+    It follows no exchange of sequences, as in beam search, and no forward on the upstream path.
+
+    Args:
+        model: a model patched by :func:`models.use_custom_pypto`.
+    Raises:
+        TypeError: the model is not patched.
+        ValueError: from a forward, if the cache has tokens of other sequences or from before.
+    """
+    record: dict[int, list[Tensor]] = {}
+    with ExitStack() as stack:
+        for layer, attention in with_indexer("record_indices", model).items():
+            record[layer] = []
+            attend = partial(recording, attention.attend, record[layer])
+            stack.enter_context(replaced(attention, "attend", attend))
+        yield record
+    for layer, parts in record.items():
+        record[layer] = torch.cat(parts, 1) if parts else torch.empty(0, 0, 0, dtype=torch.int32)
+
+
+@contextmanager
+def replay_indices(model, record: Record) -> Iterator[None]:
+    """Attends to the recorded positions; the indexers do not select. See :func:`record_indices`.
+
+    On the ops, token ``t`` of the cache attends to ``record[layer][:, t]``; index keys are still
+    written. On the upstream path, as in training mode, a forward has the T tokens of the record,
+    padded as they were. Activation checkpointing repeats forwards in the backward, which must then
+    be in this context, too.
+
+    Args:
+        model: a model patched by :func:`models.use_custom_pypto`.
+        record: of :func:`record_indices`, on the device of ``model``.
+    Raises:
+        TypeError: the model is not patched.
+        ValueError: ``record`` is of another model; or, from a forward, of other tokens.
+    """
+    attentions = with_indexer("replay_indices", model)
+    check_record(record, list(attentions), model.config.index_topk)
+    with ExitStack() as stack:
+        for layer, attention in attentions.items():
+            attend = partial(replaying, attention.attend, record[layer])
+            dense = partial(replaying_upstream, attention, attention.dense, record[layer])
+            stack.enter_context(replaced(attention, "attend", attend))
+            stack.enter_context(replaced(attention, "dense", dense))
+        yield
+
+
+def with_indexer(caller: str, model) -> dict[int, nn.Module]:
+    """The attention modules with an indexer, by layer."""
+    if not hasattr(model, "_undo_custom_pypto"):
+        raise TypeError(
+            f"{caller}: model must be patched by models.use_custom_pypto first, "
+            f"got a {type(model).__name__}"
+        )
+    attentions = enumerate(layer.self_attn for layer in model.base_model.layers)
+    return {i: attention for i, attention in attentions if attention.indexer is not None}
+
+
+def check_record(record: Record, layers: list[int], topk: int) -> None:
+    if sorted(record) != layers:
+        raise ValueError(
+            f"replay_indices: record must have layers {layers} (those with an indexer), got "
+            f"{sorted(record)}; record with the same model"
+        )
+    shape = record[layers[0]].shape
+    for layer, indices in record.items():
+        if indices.dtype != torch.int32 or indices.shape != (*shape[:2], topk):
+            raise ValueError(
+                f"replay_indices: record[{layer}] must be int32 [B, T, {topk}] (index_topk), with "
+                f"B and T of record[{layers[0]}], got {indices.dtype} {list(indices.shape)}"
+            )
+
+
+@contextmanager
+def replaced(module: nn.Module, name: str, method) -> Iterator[None]:
+    """Gives this module another method; contexts may be nested."""
+    outer = vars(module).get(name)
+    setattr(module, name, method)
+    try:
+        yield
+    finally:
+        if outer is None:
+            delattr(module, name)
+        else:
+            setattr(module, name, outer)
+
+
+def recording(attend, parts: list[Tensor], hidden_states, position_embeddings, step: Step, *args):
+    """``attend``, whose positions are appended to ``parts``."""
+    output, indices = attend(hidden_states, position_embeddings, step, *args)
+    before = int(step.cache.seen)
+    recorded = sum(part.size(1) for part in parts)
+    if before > recorded or (before and len(parts[0]) != len(indices)):
+        raise ValueError(
+            "record_indices: past_key_values must be empty, or hold the recorded tokens, "
+            f"[{len(parts[0]) if parts else 0}, {recorded}]; got one with {[len(indices), before]}"
+        )
+    if before < recorded:  # the cache was cropped, or is another one
+        parts[:] = [torch.cat(parts, 1)[:, :before]] if before else []
+    parts.append(indices.squeeze(2))
+    return output, indices
+
+
+def replaying(attend, recorded: Tensor, hidden_states, position_embeddings, step: Step, *args):
+    """``attend`` to the recorded positions of the new tokens."""
+    batch, tokens = hidden_states.shape[:2]
+    first = int(step.cache.seen)
+    if batch != recorded.size(0) or first + tokens > recorded.size(1):
+        raise ValueError(
+            f"replay_indices: the forward must stay within the {list(recorded.shape[:2])} tokens "
+            f"[B, T] of the record, got tokens {first} to {first + tokens} of {batch} sequences"
+        )
+    indices = recorded[:, first : first + tokens].unsqueeze(2)
+    return attend(hidden_states, position_embeddings, step, indices)
+
+
+def replaying_upstream(
+    attention, dense, recorded: Tensor, hidden_states, position_embeddings, mask: Tensor, **kwargs
+):
+    """The upstream forward of ``attention`` with the recorded positions as its indexer's result."""
+    if hidden_states.shape[:2] != recorded.shape[:2]:
+        raise ValueError(
+            "replay_indices: on the upstream path a forward must have the "
+            f"{list(recorded.shape[:2])} tokens [B, T] of the record, got "
+            f"{list(hidden_states.shape[:2])}; generate() does not feed its last token"
+        )
+    columns = upstream_columns(recorded)
+    visible = mask if mask.dtype == torch.bool else mask == 0
+    if not torch.equal(visible[:, 0, -1].int().argmax(-1), padding(recorded)):
+        raise ValueError(
+            "replay_indices: attention_mask must have the padding of the recorded forwards, "
+            f"{padding(recorded).tolist()} tokens on the left"
+        )
+    with replaced(attention.indexer, "forward", lambda *args, **kwargs: columns):
+        return dense(hidden_states, position_embeddings, mask, **kwargs)
+
+
+def padding(recorded: Tensor) -> Tensor:
+    """Padding of each sequence, ``[B]``: those tokens attend to nothing, all others to a token."""
+    return (recorded[..., 0] < 0).sum(1)
+
+
+def upstream_columns(recorded: Tensor) -> Tensor:
+    """The same positions as upstream counts them: from the first column, padding included.
+
+    In place of -1, which upstream cannot have, the token's own column: it is among those selected
+    wherever the row is not full.
+    """
+    own = torch.arange(recorded.size(1), dtype=torch.int32, device=recorded.device)[:, None]
+    pads = padding(recorded)[:, None, None].int()
+    # a record may hold any number: none may become a column that does not exist
+    return torch.where((recorded >= 0) & (recorded <= own - pads), recorded + pads, own)
