@@ -48,9 +48,17 @@ from .hy_v4 import PagedHYV4Attention
 from .loading import Reader, check_memory, parameters, resolve_dtype
 from .pools import text_model
 from .projection import change_class, has_other_forward
+from .replay import record_indices, replay_indices
 from .tensor_parallel import own_device, sharing
 
-__all__ = ["PagedCache", "load", "use_custom_pypto", "use_transformers"]
+__all__ = [
+    "PagedCache",
+    "load",
+    "record_indices",
+    "replay_indices",
+    "use_custom_pypto",
+    "use_transformers",
+]
 
 # model class of each supported architecture -> its attention class once patched
 ATTENTION = {
