@@ -290,7 +290,7 @@ def _ways(error: Exception | None, versions: dict, npu: dict) -> dict[str, dict]
 
     ways = {
         "ops on the CPU": load,
-        "DeepSeek-V3.2, GLM-5 and A.X-K2 in transformers on the CPU": load + models,
+        "models of transformers on the CPU": load + models,
         "torch.compile on the CPU": load + compiler,
         "building from source": compiler + python,
         "NPU kernels in PyPTO's interpreter and cost model": load + pypto,

@@ -1,4 +1,4 @@
-"""Converts a DeepSeek-V3.2, GLM-5 or A.X-K2 checkpoint in fp8 to bfloat16, or cuts a part of one.
+"""Converts a checkpoint in fp8 to bfloat16, or cuts a part of one, for the models of this package.
 
     python examples/convert_checkpoint.py SOURCE TARGET
     python examples/convert_checkpoint.py SOURCE TARGET --layers 4 --experts 32

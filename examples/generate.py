@@ -1,4 +1,4 @@
-"""Generates with a DeepSeek-V3.2, GLM-5 or A.X-K2 checkpoint, on custom_pypto and upstream.
+"""Generates with a checkpoint of a supported model (docs/models.md), on custom_pypto and upstream.
 
     python examples/generate.py                                   # the demo
     python examples/generate.py --model DIR --prompt "Once upon a time"

@@ -1,4 +1,5 @@
-"""Patches transformers' DeepSeek-V3.2, GLM-5 and A.X-K2 to use the ops of :mod:`custom_pypto`::
+"""Patches transformers' models with DeepSeek sparse attention to use the ops of
+:mod:`custom_pypto`::
 
     from custom_pypto import models
 

@@ -108,7 +108,7 @@ def test_torch_npu_without_cann_is_reported_with_the_remedy(torch_npu_without_ca
     assert report["ways"]["ops on the CPU"]["works"]
     assert not report["ways"]["ops on the NPU"]["works"]
     # transformers imports any torch_npu that it finds
-    models = "DeepSeek-V3.2, GLM-5 and A.X-K2 in transformers on the CPU"
+    models = "models of transformers on the CPU"
     assert not report["ways"][models]["works"]
     transformers = python(
         "-c", "import custom_pypto, transformers.activations", path=[torch_npu_without_cann]

@@ -1,5 +1,5 @@
-"""Dots 3 Note (text): GLM-5's indexer in some layers, a sliding window in the others, which have
-dims of their own; latents scaled after their norms, and a gate per head from the hidden states."""
+"""Dots 3 Note, its text model: GLM-5's indexer in some layers, sliding windows in others, which
+have dims of their own; latents scaled after their norms, a gate per head from the hidden states."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Hunyuan 4: GLM-5 with half-split rotations, of the last dims in its indexer; each head has a sink
+"""Hy4: GLM-5 with half-split rotations, of the last dims in its indexer; each head has a sink
 in its softmax (the parameter ``sinks``) and a gate of its output from the hidden states."""
 
 from torch import Tensor
