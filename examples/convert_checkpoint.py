@@ -99,7 +99,7 @@ class Conversion:
         return self.experts is not None and re.search(stacked, name) is not None
 
     def size(self, name):
-        _, dtype, (rows, *columns) = self.tensors[name]
+        _, dtype, (rows, *columns), _ = self.tensors[name]
         rows = self.experts if self.cuts(name) else rows
         dtype = torch.bfloat16 if self.is_quantised(name) else fp8.DTYPES[dtype]
         return rows * torch.Size(columns).numel() * dtype.itemsize

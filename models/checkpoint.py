@@ -19,6 +19,7 @@ class Stored(NamedTuple):
     file: Path
     dtype: str  # of safetensors: BF16, F8_E4M3 ...
     shape: list[int]
+    name: str  # in that file
 
 
 def check_shards(path: Path, model, block: tuple[int, int] | None = None) -> dict[str, Stored]:
@@ -30,12 +31,18 @@ def check_shards(path: Path, model, block: tuple[int, int] | None = None) -> dic
     Args:
         block: rows and columns that share a scale if the checkpoint is in fp8, else None.
     Returns:
-        the locations of the tensors of ``model`` and of their scales.
+        the locations of the tensors of ``model`` and of their scales, under the names that
+        ``save_pretrained`` would give them.
     """
     expected = tensors_on_disk(model)
     wanted = expected.keys() | {fp8.scale_name(name) for name in expected}
-    tensors = stored_tensors(path, wanted.__contains__)
-    for name, (file, _, shape) in tensors.items():
+    forward, back = renamings_of(model)
+    tensors = stored_tensors(
+        path,
+        wanted.__contains__,
+        lambda name: apply_renamings(apply_renamings(name, forward), back),
+    )
+    for name, (file, _, shape, _) in tensors.items():
         if shape != expected.get(name, shape):
             raise ValueError(
                 f"load: {file}: {name} must be of shape {expected[name]} (config.json), got {shape}"
@@ -51,7 +58,7 @@ def check_shards(path: Path, model, block: tuple[int, int] | None = None) -> dic
 
 def check_scales(tensors: dict[str, Stored], block: tuple[int, int] | None) -> None:
     """Rejects fp8 weights with missing scales, or with scales of another grid than ``block``."""
-    for name, (file, dtype, shape) in tensors.items():
+    for name, (file, dtype, shape, _) in tensors.items():
         if dtype != fp8.STORED:
             if dtype not in fp8.DTYPES:
                 raise ValueError(
@@ -84,8 +91,10 @@ def index_file(path: Path) -> Path:
     return index if index.is_file() else path / "model.safetensors"
 
 
-def stored_tensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Stored]:
-    """Locations of the ``wanted`` tensors, from the headers of their files."""
+def stored_tensors(
+    path: Path, wanted: Callable[[str], bool], renamed: Callable[[str], str] = str
+) -> dict[str, Stored]:
+    """Locations of the ``wanted`` tensors, from the headers of their files, by ``renamed`` name."""
     index = index_file(path)
     promised: dict[str, set[str]] = {}
     if index.name.endswith(".json"):
@@ -95,8 +104,9 @@ def stored_tensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Store
             raise ValueError(
                 f"load: {index} is not a safetensors index: {error!r}; download it again"
             ) from error
-        for name in filter(wanted, weight_map):
-            promised.setdefault(weight_map[name], set()).add(name)
+        for name in weight_map:
+            if wanted(renamed(name)):
+                promised.setdefault(weight_map[name], set()).add(name)
     else:
         promised[index.name] = set()
 
@@ -108,7 +118,8 @@ def stored_tensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Store
                 f"load: {path / file} lacks {examples(missing)}, listed in {index.name}; "
                 f"is the file from another checkpoint?"
             )
-        tensors |= {name: found[name] for name in filter(wanted, found)}
+        here = {renamed(name): stored for name, stored in found.items()}
+        tensors |= {name: here[name] for name in filter(wanted, here)}
     return tensors
 
 
@@ -120,13 +131,24 @@ def read_header(file: Path) -> dict[str, Stored]:
         with safe_open(file, framework="pt", backend="pread") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}
             return {
-                name: Stored(file, one.get_dtype(), one.get_shape()) for name, one in slices.items()
+                name: Stored(file, one.get_dtype(), one.get_shape(), name)
+                for name, one in slices.items()
             }
     except SafetensorError as error:  # an error page, a broken download, a git-lfs pointer
         raise ValueError(
             f"load: {file} ({file.stat().st_size} bytes) is not a complete safetensors file: "
             f"{error}; download it again"
         ) from error
+
+
+def renamings_of(model) -> tuple[list[WeightRenaming], list[WeightRenaming]]:
+    """transformers' renamings from checkpoint to model, and back.
+
+    Several names of a checkpoint may give one name of the model; the way back gives one of them.
+    """
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    forward = [x for x in conversions if isinstance(x, WeightRenaming)]
+    return forward, [x.reverse_transform() for x in forward[::-1]]
 
 
 def on_disk(model) -> dict[str, tuple[list[int], list[str]]]:
@@ -136,7 +158,7 @@ def on_disk(model) -> dict[str, tuple[list[int], list[str]]]:
     The tensors are equally large, in their order within the parameter.
     """
     conversions = get_model_conversion_mapping(model, add_legacy=False)
-    renamings = [x.reverse_transform() for x in conversions[::-1] if isinstance(x, WeightRenaming)]
+    _, renamings = renamings_of(model)
     stacks = [x.target_patterns for x in conversions if isinstance(x, WeightConverter)]
     stacked = tuple(name for names in stacks for name in names)
     tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()

@@ -24,7 +24,8 @@ class Reader:
 
     def stored(self, name: str) -> torch.Tensor:
         """The tensor as stored in the file."""
-        return self._open(self.tensors[name].file).get_tensor(name)
+        stored = self.tensors[name]
+        return self._open(stored.file).get_tensor(stored.name)
 
     def is_quantised(self, name: str) -> bool:
         return self.tensors[name].dtype == fp8.STORED

@@ -256,6 +256,24 @@ def test_extra_tensors_are_none_of_our_business(checkpoint, tmp_path):
     torch.testing.assert_close(logits(models.load(path)), checkpoint[1], rtol=0, atol=5e-5)
 
 
+def test_other_names_that_transformers_reads_are_read(tmp_path):
+    # the way back from model to checkpoint gives other names than these
+    model = tiny_model("hy_v4")
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    names = {".hc_pre.hc_": ".hc_", "layer.hc_": "layer.hc_pre.hc_"}
+    names |= {f"{mlp}.linear_gate": f"{mlp}.gate_proj" for mlp in ("mlp", "shared_experts")}
+    tensors, changed = load_file(file), {}
+    for name, tensor in tensors.items():
+        for old, new in names.items():
+            name = name.replace(old, new)
+        changed[name] = tensor
+    assert len(changed.keys() - tensors.keys()) > 12 and len(changed) == len(tensors)
+    save_file(changed, file, metadata={"format": "pt"})
+    found = models.load(tmp_path).state_dict()
+    assert all(torch.equal(tensor, found[name]) for name, tensor in model.state_dict().items())
+
+
 # ---- published checkpoints, in fp8 ------------------------------------------------------------
 
 
