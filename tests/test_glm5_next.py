@@ -119,7 +119,6 @@ def test_logits_equal_upstream_transformers(chunks, pads):
         pytest.param(dict(index_topk=64), id="every-pool"),
         pytest.param(dict(index_kpool=16, index_topk=32), id="pools-of-16"),
         pytest.param(dict(index_kpool_always_select_tail=False), id="without-the-tail"),
-        pytest.param(dict(qk_rope_head_dim=16), id="key-part-beside-the-latent"),
     ],
 )
 def test_logits_equal_upstream_transformers_of_other_pools(changes):

@@ -28,18 +28,14 @@ def state(config, layer: int) -> Space:
     return state_space(config.index_kpool)
 
 
-def unrotated(query: Tensor, key: Tensor, cos: None, sin: None, **dim) -> tuple[Tensor, Tensor]:
-    return query, key
-
-
 class PagedGlm5NextAttention(PagedAttention, Glm5NextTextAttention):
+    # upstream accepts no RoPE dims: their pool is empty
     pools = MLA_POOLS | {
         "index": Pool("index_head_dim", where=FULL, space=pools_of_tokens, sizes=("index_kpool",)),
         "index_state": Pool("index_head_dim", where=FULL, vectors=2, space=state),
     }
     indexer_class = Glm5NextTextIndexer
     upstream_layers = (Glm5NextTextLinearAttention,)
-    mla_rope = staticmethod(unrotated)
     returns_indices = True
 
     def forward(self, hidden_states, attention_mask, **kwargs):
