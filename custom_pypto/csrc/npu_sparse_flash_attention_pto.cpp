@@ -6,6 +6,7 @@
 
 #include "attention_keys.h"
 #include "attention_sums.h"
+#include "attention_tasks.h"
 #include "ops_common.h"
 #include "panels.h"
 #include "params.h"
@@ -75,23 +76,7 @@ void contract(AttentionParams& p) {
   }
 }
 
-// Rows (query token, head) that one thread processes together. A dense task is a matrix multiply:
-// consecutive tokens times every key that any of them selects, masked by the selection. A gathering
-// task takes one token and a range of columns of its indices.
-struct Task {
-  bool dense;
-  int64_t sequence, first, count;  // tokens
-  int64_t begin, end;              // dense: keys, gathering: columns of the indices
-  int64_t part;  // gathering: slot of its sums if other tasks share the token, else -1
-};
-
-constexpr int64_t kDenseRows = 128;
-// A gathered key costs more than a key of a dense task: it serves the heads of one token only.
-constexpr double kGatherCost = 1.25;
-// With few query tokens, tasks split the index columns: kSplitColumns * tokens columns per task,
-// coarser for more tokens, because all partial sums are written and read once more. The split
-// depends on shapes alone, so that any number of threads adds the sums in the same order.
-constexpr int64_t kSplitColumns = 512;
+using Task = AttentionTask;
 
 // E is the compute type, T the storage type
 template <typename E, typename T>
@@ -121,12 +106,14 @@ class SparseAttention {
   }
 
   void run() {
-    plan();
-    std::vector<SoftmaxSums> parts(part_count_);
+    const AttentionPlan plan =
+        plan_attention(sequences_, heads_, mode_, [&](int64_t token) { return columns(token); });
+    const std::vector<Task>& tasks = plan.tasks;
+    std::vector<SoftmaxSums> parts(plan.part_count);
     run_tasks(
-        tasks_.size(), [&] { return Scratch(*this); },
+        tasks.size(), [&] { return Scratch(*this); },
         [&](Scratch& scratch, int64_t t) {
-          const Task& task = tasks_[t];
+          const Task& task = tasks[t];
           SoftmaxSums& sums = task.part < 0 ? scratch.sums : parts[task.part];
           if (!task.dense) {
             gather(task, scratch, sums);
@@ -136,16 +123,16 @@ class SparseAttention {
             }
           }
         });
-    if (part_count_ == 0) return;
+    if (plan.part_count == 0) return;
     std::vector<int64_t> shared;  // first task of each token whose columns are split
-    for (size_t t = 0; t < tasks_.size(); ++t) {
-      if (tasks_[t].part >= 0 && tasks_[t].begin == 0) shared.push_back(t);
+    for (size_t t = 0; t < tasks.size(); ++t) {
+      if (tasks[t].part >= 0 && tasks[t].begin == 0) shared.push_back(t);
     }
     run_tasks(
         shared.size(), [] { return 0; },
         [&](int, int64_t i) {
-          const Task& task = tasks_[shared[i]];
-          const int64_t count = (columns(token(task, 0)) + step_ - 1) / step_;
+          const Task& task = tasks[shared[i]];
+          const int64_t count = (columns(token(task, 0)) + plan.step - 1) / plan.step;
           const SoftmaxSums total =
               combine(&parts[task.part], count, heads_, caches_.latent, scale_, bf16_);
           write(task, total, {total.any});
@@ -190,33 +177,6 @@ class SparseAttention {
   int64_t columns(int64_t token) const {
     const int32_t* row = indices_ + token * k_;
     return std::find(row, row + k_, -1) - row;
-  }
-
-  void plan() {
-    int64_t tokens = 0;
-    for (const Sequence& s : sequences_) tokens += s.len_query;
-    step_ = kSplitColumns * std::max<int64_t>(1, tokens);
-    const int64_t group = std::max<int64_t>(1, kDenseRows / heads_);
-    for (const Sequence& s : sequences_) {
-      for (int64_t i = 0; i < s.len_query; i += group) {
-        const int64_t count = std::min(group, s.len_query - i);
-        const int64_t visible = s.visible(i + count - 1, mode_);
-        int64_t selected = 0;
-        for (int64_t t = 0; t < count; ++t) selected += columns(s.first_token + i + t);
-        const double gathered = kGatherCost * panel_rows(heads_) * selected;
-        if (panel_rows(count * heads_) * static_cast<double>(visible) < gathered) {
-          tasks_.push_back({true, s.index, i, count, 0, visible, -1});
-          continue;
-        }
-        for (int64_t t = i; t < i + count; ++t) {
-          const int64_t end = columns(s.first_token + t);
-          for (int64_t c = 0; c < end; c += step_) {
-            const int64_t part = end > step_ ? part_count_++ : -1;
-            tasks_.push_back({false, s.index, t, 1, c, std::min(c + step_, end), part});
-          }
-        }
-      }
-    }
   }
 
   void start(const Task& task, Scratch& scratch, SoftmaxSums& sums) const {
@@ -356,9 +316,6 @@ class SparseAttention {
   float scale_;  // of exponents of 2
   Tensor sinks_;
   Results<T> results_;  // of all rows
-  std::vector<Task> tasks_;
-  int64_t step_ = 0;  // columns per task
-  int64_t part_count_ = 0;
 };
 
 }  // namespace

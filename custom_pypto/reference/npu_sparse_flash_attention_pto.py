@@ -1,4 +1,5 @@
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +26,7 @@ def npu_sparse_flash_attention_pto(
     sparse_mode: int = 3,
     sinks: Tensor | None = None,
     return_softmax_lse: bool = False,
-) -> Tensor | tuple[Tensor, Tensor, Tensor]:
+) -> Tensor | Any:  # a tuple with return_softmax_lse
     """Softmax attention of each token over the latent-cache rows that its indices select; a sink is
     one more logit, without a value."""
     batch = len(actual_seq_lengths_query) if layout_query == "TND" else query.size(0)

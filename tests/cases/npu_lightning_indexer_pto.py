@@ -53,7 +53,7 @@ def inputs(
 def not_default() -> dict:
     return inputs(
         [2, 3],
-        [82, 121],
+        [12, 20],  # fewer keys than sparse_count, which the mode shows in
         dtype=torch.float16,
         weights_dtype=torch.float32,
         layout_query="TND",

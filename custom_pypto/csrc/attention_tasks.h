@@ -1,0 +1,68 @@
+// How sparse attention splits its work.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
+#include "panels.h"
+#include "sequences.h"
+
+namespace custom_pypto {
+
+// Rows (query token, head) that one thread processes together. A dense task is a matrix multiply:
+// consecutive tokens times every key that any of them selects, masked by the selection. A gathering
+// task takes one token and a range of columns of its indices.
+struct AttentionTask {
+  bool dense;
+  int64_t sequence, first, count;  // tokens
+  int64_t begin, end;              // dense: keys, gathering: columns of the indices
+  int64_t part;  // gathering: slot of its sums if other tasks share the token, else -1
+};
+
+struct AttentionPlan {
+  std::vector<AttentionTask> tasks;
+  int64_t step;            // columns per gathering task
+  int64_t part_count = 0;  // sums of tasks that share their token
+};
+
+constexpr int64_t kDenseRows = 128;
+// A gathered key costs more than a key of a dense task: it serves the heads of one token only.
+constexpr double kGatherCost = 1.25;
+// With few query tokens, tasks split the index columns: kSplitColumns * tokens columns per task,
+// coarser for more tokens, because all partial sums are written and read once more. The split
+// depends on shapes alone, so that any number of threads adds the sums in the same order.
+constexpr int64_t kSplitColumns = 512;
+
+// `columns(token)` is the number of indices of a query token.
+template <typename Columns>
+AttentionPlan plan_attention(const std::vector<Sequence>& sequences, int64_t heads,
+                             int64_t sparse_mode, const Columns& columns) {
+  int64_t tokens = 0;
+  for (const Sequence& s : sequences) tokens += s.len_query;
+  AttentionPlan plan{{}, kSplitColumns * std::max<int64_t>(1, tokens)};
+  const int64_t group = std::max<int64_t>(1, kDenseRows / heads);
+  for (const Sequence& s : sequences) {
+    for (int64_t i = 0; i < s.len_query; i += group) {
+      const int64_t count = std::min(group, s.len_query - i);
+      const int64_t visible = s.visible(i + count - 1, sparse_mode);
+      int64_t selected = 0;
+      for (int64_t t = 0; t < count; ++t) selected += columns(s.first_token + i + t);
+      const double gathered = kGatherCost * panel_rows(heads) * selected;
+      if (panel_rows(count * heads) * static_cast<double>(visible) < gathered) {
+        plan.tasks.push_back({true, s.index, i, count, 0, visible, -1});
+        continue;
+      }
+      for (int64_t t = i; t < i + count; ++t) {
+        const int64_t end = columns(s.first_token + t);
+        for (int64_t c = 0; c < end; c += plan.step) {
+          const int64_t part = end > plan.step ? plan.part_count++ : -1;
+          plan.tasks.push_back({false, s.index, t, 1, c, std::min(c + plan.step, end), part});
+        }
+      }
+    }
+  }
+  return plan;
+}
+
+}  // namespace custom_pypto
