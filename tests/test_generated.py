@@ -318,9 +318,11 @@ def test_attention_equals_the_reference(arguments, dtype, hostile, on_generated_
 @pytest.mark.parametrize("value", [INT_MIN, -1, 10**6, INT_MAX])
 def test_no_length_and_no_block_id_leads_outside(value, on_generated_code):
     index = without_nan(index_case([2, 1], [300, 40], sparse_count=64))
+    compressed = without_nan(index_case([2, 1], [301, 40], sparse_count=64, cmp_ratio=4))
     attend = without_nan(attention_case([2, 1], [300, 40], sparse_count=64))
     for x, keys, check in (
         (index, "actual_seq_lengths_key", check_selection),
+        (compressed, "actual_seq_lengths_key", check_selection),
         (attend, "actual_seq_lengths_kv", check_attention),
     ):
         for name in (keys, "actual_seq_lengths_query", "block_table"):

@@ -134,6 +134,7 @@ def test_indexer_keeps_scores_that_are_negative():
             block_size=st.sampled_from([16, 64, 128]),
             sparse_count=st.sampled_from([8, 64, 512]),
             sparse_mode=st.sampled_from([0, 3]),
+            cmp_ratio=st.sampled_from([1, 3, 4, 128]),
             seed=st.integers(0, 2**31),
         )
     ),
@@ -147,10 +148,13 @@ def test_indexer_on_drawn_sequences(lengths, arguments):
 @pytest.mark.parametrize("value", [INT_MIN, -1, 0, 10**6, INT_MAX])
 def test_no_length_and_no_block_id_leads_outside(value, layout):
     # the interpreter refuses most addresses outside a tensor; of the others the result tells
-    index = without_nan(index_case([2, 1], [300, 40], sparse_count=64, layout_query=layout))
-    attend = without_nan(attention_case([2, 1], [300, 40], sparse_count=64, layout_query=layout))
+    facts = dict(sparse_count=64, layout_query=layout)
+    index = without_nan(index_case([2, 1], [300, 40], **facts))
+    compressed = without_nan(index_case([2, 1], [301, 40], cmp_ratio=4, **facts))
+    attend = without_nan(attention_case([2, 1], [300, 40], **facts))
     for x, names, check in (
         (index, "actual_seq_lengths_key", check_selection),
+        (compressed, "actual_seq_lengths_key", check_selection),
         (attend, "actual_seq_lengths_kv", check_attention),
     ):
         for name in (names, "actual_seq_lengths_query"):
@@ -162,6 +166,14 @@ def test_no_length_and_no_block_id_leads_outside(value, layout):
         check(x | dict(block_table=table), like=block_ids_clamped(x | dict(block_table=table)))
         everywhere = x | dict(block_table=torch.full_like(table, value))
         check(everywhere, like=block_ids_clamped(everywhere))
+
+
+def test_indexer_with_a_key_of_an_unfinished_group_is_far_off():
+    x = index_case([2], [400], sparse_count=128, cmp_ratio=4)
+    for tokens in (399, 401):  # one token sees one key less, or more
+        other = x | dict(actual_seq_lengths_key=torch.tensor([tokens], dtype=torch.int32))
+        with pytest.raises(AssertionError, match="row"):
+            check_selection(x, like=other)
 
 
 @pytest.mark.slow
@@ -229,8 +241,38 @@ def test_attention_of_indices_that_name_nothing_is_zero():
     x = attention_case([2, 1], [300, 70], sparse_count=64)
     for value in (-1, INT_MIN, INT_MAX, 300):
         indices = torch.full_like(x["sparse_indices"], value)
-        out = custom_pypto.npu_sparse_flash_attention_pto(**x | dict(sparse_indices=indices))
-        assert not out.any()
+        x["sparse_indices"] = indices
+        assert not custom_pypto.npu_sparse_flash_attention_pto(**x).any()
+        for sinks in ({}, dict(sinks=torch.linspace(-1e4, 1e4, 16))):
+            assert_nothing(**x, **sinks)
+
+
+def test_attention_of_no_index_is_zero():
+    x = attention_case([2, 1], [300, 70], sparse_count=64)
+    assert_nothing(**x | dict(sparse_indices=x["sparse_indices"][..., :0]))
+
+
+def assert_nothing(**x):
+    out, *statistics = custom_pypto.npu_sparse_flash_attention_pto(**x, return_softmax_lse=True)
+    assert not out.any()
+    for got, nothing in zip(statistics, (-torch.inf, 0), strict=True):
+        assert torch.equal(got, torch.full((2, 1, 3, 16), nothing))
+
+
+@pytest.mark.parametrize("change", ["dropped", "scaled", "swapped"])
+def test_attention_with_other_sinks_is_far_off(change):
+    x = attention_case([2, 1], [300, 40], sparse_count=64, sinks=(-9, 9))
+    sinks = x["sinks"]
+    other = dict(dropped=None, scaled=sinks * x["scale_value"], swapped=sinks.flip(0))[change]
+    with pytest.raises(AssertionError, match="elements differ"):
+        check_attention(x, like=x | dict(sinks=other))
+
+
+def test_attention_returns_no_statistics_that_nobody_wants():
+    x = attention_case([2, 1], [300, 40], sparse_count=64)
+    op = torch.ops.custom_pypto.npu_sparse_flash_attention_pto
+    out, *statistics = op(**x, return_softmax_lse=False)
+    assert torch.equal(out, op(**x)) and [s.shape for s in statistics] == [(0,), (0,)]
 
 
 def test_attention_ignores_everything_behind_a_minus_one():
@@ -257,6 +299,8 @@ def test_attention_counts_an_index_as_often_as_it_occurs():
             sparse_count=st.sampled_from([8, 64, 512]),
             sparse_mode=st.sampled_from([0, 3]),
             hostile=st.booleans(),
+            sinks=st.sampled_from([None, (-9, 9)]),
+            statistics=st.booleans(),
             seed=st.integers(0, 2**31),
         )
     ),
@@ -473,6 +517,9 @@ CALLS = {
     "npu_lightning_indexer_pto": lambda layout: index_case([2, 1], [300, 40], layout_query=layout),
     "npu_sparse_flash_attention_pto": lambda layout: attention_case(
         [2, 1], [300, 40], layout_query=layout
+    ),
+    "npu_sparse_flash_attention_pto.softmax_lse": lambda layout: attention_case(
+        [2, 1], [300, 40], layout_query=layout, sinks=(-9, 9), statistics=True
     ),
     "npu_sparse_attention_pto": lambda layout: fused_case([300, 40], 2),
 }
