@@ -64,8 +64,10 @@ NOTE = """PyPTO 0.2.0 cost-model estimates for its simulated Atlas A2/A3, bf16, 
 are named, K 2048, blocks of 128 keys. They are not device times: the model prices gathers and top-k
 near zero, gives every core its own memory bandwidth, and a task its full tile, whatever is valid.
 An estimate below its roofline shows just that. bytes µs: what must move at least, over 1.42 TB/s;
-FLOP µs: what must be computed, over 364 TFLOP/s. Picture (`--plot`): plots/npu_model.png. No NPU
-has run these programs.
+FLOP µs: what must be computed, over 364 TFLOP/s. Sinks and cmp_ratio: layers of DeepSeek-V4 without
+rope, where keys are cached rows, of the indexer tokens. Times that others measured on hardware
+cannot be compared with these. Picture (`--plot`): plots/npu_model.png. No NPU has run these
+programs.
 """
 
 

@@ -63,35 +63,68 @@ def shape(B: int, S1: int, lengths: list[int]) -> str:
     return f"{B},{S1},{keys}"
 
 
-def indexer(B: int, S1: int, S2: int | list[int], floor: float | None = None) -> Case:
-    lengths, block_table, blocks = paged([S2] * B if isinstance(S2, int) else S2)
+def indexer(
+    B: int,
+    S1: int,
+    S2: int | list[int],
+    floor: float | None = None,
+    *,
+    count: int = K,
+    cmp_ratio: int = 1,
+) -> Case:
+    """``S2``: tokens, of which ``cmp_ratio`` share a key."""
+    tokens = [S2] * B if isinstance(S2, int) else S2
+    rows, block_table, blocks = paged([n // cmp_ratio for n in tokens])
     query = torch.zeros(B, S1, INDEX_HEADS, D, dtype=DTYPE)
     key = torch.zeros(blocks, BLOCK, 1, D, dtype=DTYPE)
     weights = torch.zeros(B, S1, INDEX_HEADS)
 
     def call(ops):
         ops["npu_lightning_indexer_pto"](
-            query, key, weights, actual_seq_lengths_key=lengths, block_table=block_table
+            query,
+            key,
+            weights,
+            actual_seq_lengths_key=int32(tokens),
+            block_table=block_table,
+            sparse_count=count,
+            cmp_ratio=cmp_ratio,
         )
 
-    keys = int(lengths.sum())
+    keys = int(rows.sum())
+    name = "lightning indexer"
+    if cmp_ratio > 1:
+        name += f", cmp_ratio {cmp_ratio}, K {count}"
     return Case(
-        "lightning indexer",
-        shape(B, S1, lengths.tolist()),
+        name,
+        shape(B, S1, tokens),
         call,
-        bytes=2 * keys * D + 2 * query.numel() + 4 * B * S1 * K,
+        bytes=2 * keys * D + 2 * query.numel() + 4 * B * S1 * count,
         flop=2 * S1 * keys * INDEX_HEADS * D,
         floor=floor,
     )
 
 
 def attention(B: int, S1: int, S2: int, heads: int = N1, floor: float | None = None) -> Case:
+    query_rope = torch.zeros(B, S1, heads, R, dtype=DTYPE)
+    name = "sparse attention" + ("" if heads == N1 else f", {heads} heads")
+    return _attention(name, B, S1, S2, heads, K, floor, query_rope=query_rope)
+
+
+def attention_with_sinks(
+    B: int, S1: int, S2: int, count: int, heads: int = 64, floor: float | None = None
+) -> Case:
+    """A layer of DeepSeek-V4, without rope: ``count`` of ``S2`` rows, window and compressed."""
+    name = f"sparse attention, {heads} heads, sinks, K {count}"
+    facts = dict(sinks=torch.zeros(heads), sparse_mode=0)
+    return _attention(name, B, S1, S2, heads, count, floor, **facts)
+
+
+def _attention(name, B, S1, S2, heads, count, floor, query_rope=None, **facts) -> Case:
     lengths, block_table, blocks = paged([S2] * B)
     query = torch.zeros(B, S1, heads, L, dtype=DTYPE)
-    rope = torch.zeros(B, S1, heads, R, dtype=DTYPE)
     key = torch.zeros(blocks, BLOCK, 1, L, dtype=DTYPE)
-    key_rope = torch.zeros(blocks, BLOCK, 1, R, dtype=DTYPE)
-    indices = torch.arange(K, dtype=torch.int32).expand(B, S1, 1, K).contiguous()
+    rope = 0 if query_rope is None else query_rope.size(-1)
+    indices = torch.arange(count, dtype=torch.int32).expand(B, S1, 1, count).contiguous()
 
     def call(ops):
         ops["npu_sparse_flash_attention_pto"](
@@ -100,20 +133,20 @@ def attention(B: int, S1: int, S2: int, heads: int = N1, floor: float | None = N
             None,
             indices,
             192**-0.5,
-            query_rope=rope,
-            key_rope=key_rope,
+            query_rope=query_rope,
+            key_rope=torch.zeros(blocks, BLOCK, 1, rope, dtype=DTYPE) if rope else None,
             block_table=block_table,
             actual_seq_lengths_kv=lengths,
+            **facts,
         )
 
     tokens = B * S1
-    name = "sparse attention" + ("" if heads == N1 else f", {heads} heads")
     return Case(
         name,
         shape(B, S1, [S2]),
         call,
-        bytes=2 * tokens * (K * (L + R) + heads * (2 * L + R)),
-        flop=2 * tokens * heads * K * (2 * L + R),
+        bytes=2 * tokens * (count * (L + rope) + heads * (2 * L + rope)),
+        flop=2 * tokens * heads * count * (2 * L + rope),
         floor=floor,
     )
 
@@ -195,6 +228,12 @@ def cases() -> list[Case]:
         attention(4, 2, 8192, heads=64),
         attention(4, 2, 8192, heads=16),
         attention(1, 256, 8192, floor=515),
+        # V4 at 8192 tokens: window, selected, and heavily compressed rows
+        attention_with_sinks(64, 2, 128, count=128, floor=91),
+        attention_with_sinks(1, 1, 128 + 2048, count=128 + 512, floor=23.5),
+        attention_with_sinks(4, 1, 128 + 2048, count=128 + 512, floor=31),
+        attention_with_sinks(64, 2, 128 + 2048, count=128 + 512, floor=117),
+        attention_with_sinks(64, 2, 128 + 64, count=128 + 64, floor=104),
         indexer(1, 1, 8192, floor=25),
         indexer(4, 1, 8192),
         indexer(4, 2, 8192, floor=42),
@@ -203,6 +242,9 @@ def cases() -> list[Case]:
         indexer(1, 1, 131072, floor=135),
         indexer(4, 2, [65536, 971, 32869, 16383], floor=105),
         indexer(1, 256, 8192, floor=400),
+        indexer(1, 1, 8192, count=512, cmp_ratio=4, floor=18),
+        indexer(64, 2, 8192, count=512, cmp_ratio=4, floor=99),
+        indexer(1, 1, 65536, count=512, cmp_ratio=4, floor=34),
         prolog(4, 1, 8192),
         fused(4, 1, 8192, floor=170),
     ]

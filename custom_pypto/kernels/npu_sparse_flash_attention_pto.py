@@ -193,8 +193,9 @@ def attender(
                 pypto.set_cube_tile_shapes(*scores_tiles)
                 logits = scores(at, group, index[0], gather)
 
-                pypto.set_vec_tile_shapes(tiling.softmax_rows(width), width)
                 sinks = None if a.sinks is None else pypto.view(a.sinks, [group, 1], [first, 0])
+                softmax_rows = tiling.softmax_rows(width, sinks=sinks is not None)
+                pypto.set_vec_tile_shapes(softmax_rows, width)
                 logits = pypto.mul(logits, scale)
                 p, *results = softmax(logits, mask, sinks, statistics=len(outputs) > 1)
                 p = pypto.cast(p, dtype)

@@ -121,9 +121,12 @@ class AttentionTiling:
         scores, output = self.cube_tiles(heads, latent, keys)
         return scores[2][1], output[1][1]
 
-    def softmax_rows(self, keys: int) -> int:
-        """``rows``, or fewer where float32 rows of ``keys`` would not fit UB."""
-        return max(1, min(self.rows, 2**14 // keys))
+    def softmax_rows(self, keys: int, *, sinks: bool) -> int:
+        """``rows``, or fewer where float32 rows of ``keys`` would not fit UB; with sinks, which
+        every tile loads, as many as fit.
+        """
+        most = max(1, min(128, 2**14 // keys))
+        return 1 << (most.bit_length() - 1) if sinks else min(self.rows, most)
 
     @property
     def pass_options(self) -> dict:
