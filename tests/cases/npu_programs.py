@@ -97,6 +97,16 @@ ATTENTION = {
         heads=64,
         sinks=(-9, 9),
     ),
+    # all compressed rows of a million tokens
+    "window-and-8192": dict(
+        lengths_query=[1],
+        lengths_key=[8320],
+        sparse_count=8320,
+        sparse_mode=0,
+        rope=0,
+        sinks=(-9, 18),
+        statistics=True,
+    ),
     "window-and-1024": dict(
         lengths_query=[1, 2],
         lengths_key=[1200, 90],
