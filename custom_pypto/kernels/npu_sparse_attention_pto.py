@@ -98,6 +98,7 @@ def select_and_attend(
             sinks=None,
             out=a.out,
             softmax_max=None,
+            softmax_sum=None,
         ),
         heads=heads,
         block_size=block_size,

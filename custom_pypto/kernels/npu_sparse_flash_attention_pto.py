@@ -132,13 +132,13 @@ def softmax(scores, mask, sinks, *, statistics: bool) -> list:
         factor = pypto.mul(share, pypto.reciprocal(total))
     results = [pypto.mul(p, factor)]
     if statistics:
-        results += where_keys(of_keys, maximum, total)
+        results += where_valid(of_keys, maximum, total)
     return results
 
 
-def where_keys(of_keys, maximum, total) -> list:
-    """Maximum and total of rows whose keys have the sum ``of_keys``; without a valid key -inf and
-    0.
+def where_valid(of_keys, maximum, total) -> list:
+    """``maximum`` and ``total`` of the rows with a valid key, whose keys alone have the sum
+    ``of_keys``; else -inf and 0.
     """
     nothing = pypto.lt(of_keys, 0.5)  # the best valid key alone counts 1
     return [pypto.where(nothing, float("-inf"), maximum), pypto.where(nothing, 0.0, total)]
@@ -165,17 +165,7 @@ def attender(
         table_width: static bound of W.
     """
     dtype, latent = a.query.dtype, a.query.shape[1]
-    outputs = [a.out] if a.softmax_max is None else [a.out, a.softmax_max, a.softmax_sum]
-
-    def scores(at, group, index, gather):
-        """Products of ``group`` heads, from row ``at`` of the query on, with the selected keys."""
-        q = pypto.view(a.query, [group, latent], [at, 0])
-        k = gather(a.key, index, transposed=True)
-        if a.query_rope is not None:
-            q_rope = pypto.view(a.query_rope, [group, a.query_rope.shape[1]], [at, 0])
-            q = beside(q, q_rope, "query")
-            k = beside(k, gather(a.key_rope, index, transposed=True), "keys")
-        return pypto.matmul(q, k, pypto.DT_FP32, a_trans=False, b_trans=True)
+    statistics = a.softmax_max is not None
 
     def attend(row, sequence, visible, selection):
         pypto.set_pass_options(**tiling.pass_options)  # of the calling loop
@@ -191,32 +181,46 @@ def attender(
                 group = min(tiling.heads, heads - first)
                 at = row * heads + first
                 pypto.set_cube_tile_shapes(*scores_tiles)
-                logits = scores(at, group, index[0], gather)
+                logits = products(a, at, group, index[0], gather)
 
                 sinks = None if a.sinks is None else pypto.view(a.sinks, [group, 1], [first, 0])
                 softmax_rows = tiling.softmax_rows(width, sinks=sinks is not None)
                 pypto.set_vec_tile_shapes(softmax_rows, width)
                 logits = pypto.mul(logits, scale)
-                p, *results = softmax(logits, mask, sinks, statistics=len(outputs) > 1)
+                p, *results = softmax(logits, mask, sinks, statistics=statistics)
                 p = pypto.cast(p, dtype)
 
                 pypto.set_cube_tile_shapes(*output_tiles)
                 pypto.set_matrix_size([group, width, latent])
                 v = gather(a.value, index[1], transposed=False)
-                results.insert(0, pypto.matmul(p, v, dtype))
-                # straight into the arguments: a local one would serialise the tokens
-                for result, output in zip(results, outputs, strict=True):
-                    pypto.assemble(result, [at, 0], output)
+                write(a, at, pypto.matmul(p, v, dtype), *results)
         else:
             pypto.set_vec_tile_shapes(16, latent)
-            results = [pypto.full([heads, latent], 0.0, dtype)]
-            if len(outputs) > 1:
+            results = []
+            if statistics:
                 zeros = pypto.full([heads, 1], 0.0, pypto.DT_FP32)
-                results += where_keys(zeros, zeros, zeros)
-            for result, output in zip(results, outputs, strict=True):
-                pypto.assemble(result, [row * heads, 0], output)
+                results = where_valid(zeros, zeros, zeros)
+            write(a, row * heads, pypto.full([heads, latent], 0.0, dtype), *results)
 
     return attend
+
+
+def products(a: Arguments, at, group: int, index: list, gather: Callable):
+    """Those of ``group`` heads, from row ``at`` of the query on, with the selected keys."""
+    q = pypto.view(a.query, [group, a.query.shape[1]], [at, 0])
+    k = gather(a.key, index, transposed=True)
+    if a.query_rope is not None:
+        q_rope = pypto.view(a.query_rope, [group, a.query_rope.shape[1]], [at, 0])
+        q = beside(q, q_rope, "query")
+        k = beside(k, gather(a.key_rope, index, transposed=True), "keys")
+    return pypto.matmul(q, k, pypto.DT_FP32, a_trans=False, b_trans=True)
+
+
+def write(a: Arguments, at, out, *statistics) -> None:
+    """Stores results straight into the arguments: a local tensor would serialise the tokens."""
+    arguments = a.out, a.softmax_max, a.softmax_sum
+    for result, argument in zip((out, *statistics), arguments, strict=False):
+        pypto.assemble(result, [at, 0], argument)
 
 
 def program(
