@@ -8,7 +8,7 @@ from numerics import assert_close_to_rows, assert_same_selection, reference
 
 import custom_pypto
 
-from . import copied, int32
+from . import copied
 from .npu_lightning_indexer_pto import inputs as indexer_inputs
 from .npu_sparse_attention_pto import CACHES, fused_inputs
 from .npu_sparse_flash_attention_pto import inputs as attention_inputs
@@ -128,12 +128,9 @@ def calls(table: dict, fast: Collection[str] | None = None) -> list:
     ]
 
 
-def index_case(lengths_query, lengths_key, *, cmp_ratio=1, **arguments):
-    """``lengths_key`` are tokens, of which ``cmp_ratio`` share a key."""
+def index_case(lengths_query, lengths_key, **arguments):
     defaults = dict(heads=64, dim=128, block_size=128, dtype=torch.bfloat16)
-    keys = [tokens // cmp_ratio for tokens in lengths_key]
-    x = indexer_inputs(lengths_query, keys, **defaults | arguments)
-    return x | dict(actual_seq_lengths_key=int32(lengths_key), cmp_ratio=cmp_ratio)
+    return indexer_inputs(lengths_query, lengths_key, **defaults | arguments)
 
 
 def check_selection(x: dict, like: dict | None = None) -> None:
