@@ -1,6 +1,7 @@
 """Generates with a checkpoint of a supported model (docs/models.md), on custom_pypto and upstream.
 
-    python examples/generate.py                                   # the demo
+    python examples/generate.py                                   # the demo, DeepSeek-V3.2
+    python examples/generate.py --model examples/checkpoints/lookup_v4    # the demo, DeepSeek-V4
     python examples/generate.py --model DIR --prompt "Once upon a time"
     cat text | python examples/generate.py --model DIR --prompt-file - --backend custom_pypto
     torchrun --nproc-per-node 2 examples/generate.py --tp         # heads and experts shared by two
@@ -21,9 +22,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import train_lookup
+import train_lookup_v4
 import transformers
 from tqdm import tqdm
-from train_lookup import QUESTIONS, lookup_prompt
 from transformers import (
     AutoTokenizer,
     CompileConfig,
@@ -120,7 +122,9 @@ def new_cache(model, backend, batch, length, args):
 def cache_bytes(cache):
     if isinstance(cache, models.PagedCache):
         return cache.nbytes
-    tensors = [tensor for layer in cache.layers for tensor in vars(layer).values()]
+    values = [value for layer in cache.layers for value in vars(layer).values()]
+    # DeepSeek-V4's layers keep the states of their compressors in dictionaries
+    tensors = [t for v in values for t in (v.values() if isinstance(v, dict) else [v])]
     return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
 
 
@@ -214,10 +218,12 @@ def make_prompts(tokenizer, args):
         if not tokenizer(prompt).input_ids:
             raise ValueError("the prompt must not be empty")
         return [prompt] * args.batch, None
-    if not tokenizer.get_vocab().keys() >= set(QUESTIONS):
+    tasks = [train_lookup, train_lookup_v4]
+    task = next((task for task in tasks if task.TOKEN_ID == tokenizer.get_vocab()), None)
+    if task is None:
         raise ValueError(f"{args.model} is not the demo's model; pass --prompt or --prompt-file")
     demo = [
-        lookup_prompt(args.prompt_tokens, questions=args.questions, seed=args.seed + row)
+        task.lookup_prompt(args.prompt_tokens, questions=args.questions, seed=args.seed + row)
         for row in range(args.batch)
     ]
     return [prompt for prompt, _ in demo], [dialogue for _, dialogue in demo]

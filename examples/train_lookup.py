@@ -120,28 +120,30 @@ def _filler(count, generator):
     return filler
 
 
-def lookup_prompt(length, *, questions=16, seed=0):
+def lookup_prompt(length, *, questions=16, seed=0, make=lookup_batch, vocabulary=VOCABULARY):
     """The text of one prompt of ``length`` tokens (without the questions), and its questions.
 
     Returns:
         the text, and a list of ``(question, value)`` words.
     """
-    input_ids, _ = lookup_batch(1, length + 3 * questions, questions=questions, seed=seed)
-    words = [VOCABULARY[i] for i in input_ids[0].tolist()]
+    input_ids, _ = make(1, length + 3 * questions, questions=questions, seed=seed)
+    words = [vocabulary[i] for i in input_ids[0].tolist()]
     return " ".join(words[:length]), list(
         zip(words[length::3], words[length + 1 :: 3], strict=True)
     )
 
 
 @torch.no_grad()
-def lookup_accuracy(model, length, *, batch=4, questions=32, seed=1_000_000, new_cache=None):
+def lookup_accuracy(
+    model, length, *, batch=4, questions=32, seed=1_000_000, new_cache=None, make=lookup_batch
+):
     """Share of the questions of a batch whose value the model ranks first.
 
     Every question follows the right answers to the earlier ones. The text goes through a cache in
     chunks, so that transformers' index scores, ``[64, chunk, length]`` float32, stay small;
     ``new_cache()`` makes the cache, transformers' ``DynamicCache`` by default.
     """
-    input_ids, labels = lookup_batch(batch, length, questions=questions, seed=seed)
+    input_ids, labels = make(batch, length, questions=questions, seed=seed)
     right = asked = 0
     for ids, label in zip(input_ids.split(1), labels.split(1), strict=True):
         cache = new_cache() if new_cache else DynamicCache(config=model.config)
@@ -149,7 +151,7 @@ def lookup_accuracy(model, length, *, batch=4, questions=32, seed=1_000_000, new
             [model(chunk, past_key_values=cache).logits.argmax(-1) for chunk in ids.split(512, 1)],
             dim=1,
         )
-        is_value = label[:, 1:] >= FIRST_VALUE
+        is_value = label[:, 1:] > TOKEN_ID[END]
         right += (guess[:, :-1] == label[:, 1:])[is_value].sum().item()
         asked += is_value.sum().item()
     return right / asked
@@ -183,8 +185,8 @@ def lookup_model(index_topk):
     return DeepseekV32ForCausalLM(config)
 
 
-def lookup_tokenizer():
-    tokenizer = Tokenizer(models.WordLevel(TOKEN_ID, unk_token=UNK))
+def lookup_tokenizer(token_id=TOKEN_ID):
+    tokenizer = Tokenizer(models.WordLevel(token_id, unk_token=UNK))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
