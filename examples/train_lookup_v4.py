@@ -21,7 +21,7 @@ Two stages as in train_lookup.py: the model with every compressed row selected, 
 then the indexer alone, on the KL divergence between the attention to the compressed rows and the
 softmax of its scores.
 
-    python examples/train_lookup_v4.py              # about half an hour on one core
+    python examples/train_lookup_v4.py              # about 15 minutes on one free core
     python examples/train_lookup_v4.py --measure    # only measures the checkpoint
 """
 
@@ -43,7 +43,7 @@ TOKEN_ID = {word: i for i, word in enumerate(VOCABULARY)}
 SENTENCE, SUBJECT, COAT = 8, 3, 5  # words of a sentence; places in it
 WINDOW = 128  # tokens a query reads uncompressed, its own included
 RATIO = 4  # tokens per compressed row
-# Lengths of texts up to a share of the steps. Beside 4 and 8 animals the first answers are found.
+# Lengths of texts up to a share of the steps: the first answers are found among 4 and 8 animals.
 CURRICULUM = [(0.3, [44]), (0.55, [44, 88]), (0.75, [88, 176]), (1.0, [320, 512, 1024, 2048])]
 
 
