@@ -131,7 +131,8 @@ def dimensions(model) -> dict:
     config = text_model(model).config
     differing = config.per_layer_attributes or ()
     of_config = {
-        name: [getattr(layer, name) for layer in config.per_layer_config]
+        # every forward asks: transformers copies the config for a layer of per_layer_config
+        name: [getattr(layer.self_attn, name) for layer in patched_layers(model).values()]
         if name in differing
         else getattr(config, name)
         for name in names

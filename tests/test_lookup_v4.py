@@ -17,9 +17,6 @@ from train_lookup_v4 import DEFECTS, VALUES, broken, lookup_accuracy
 CHECKPOINT = Path(__file__).parents[1] / "examples/checkpoints/lookup_v4"
 BY_LENGTH = [256, 512, *(pytest.param(n, marks=pytest.mark.slow) for n in (1024, 2048))]
 CHANCE = 1 / len(VALUES)
-needs_patch = pytest.mark.skipif(
-    DeepseekV4ForCausalLM not in models.ATTENTION, reason="models does not patch DeepSeek-V4"
-)
 
 
 def load(dtype):
@@ -31,7 +28,6 @@ def patched_accuracy(model, length):
     return lookup_accuracy(model, length, new_cache=partial(models.PagedCache, model, 1, length))
 
 
-@needs_patch
 @pytest.mark.parametrize("length", BY_LENGTH)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_patched_model_is_as_accurate_as_upstream(dtype, length):
@@ -44,7 +40,7 @@ def test_patched_model_is_as_accurate_as_upstream(dtype, length):
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
 @pytest.mark.parametrize(
     "accuracy",
-    [lookup_accuracy, pytest.param(patched_accuracy, marks=needs_patch)],
+    [lookup_accuracy, patched_accuracy],
     ids=["upstream", "patched"],
 )
 def test_a_defect_answers_by_chance(accuracy, defect, length):
