@@ -604,6 +604,17 @@ def test_the_cache_of_a_model_with_other_indexers_is_rejected():
         other(token_ids(1, 4), past_key_values=models.PagedCache(patched, 1, 16))
 
 
+def test_layers_of_one_model_may_differ_in_their_rows():
+    _, patched = upstream_and_patched("dots3_note")
+    cache = models.PagedCache(patched, 1, 16, block_size=16)
+    rows = [{name: pool.size(-1) for name, pool in layer.pools().items()} for layer in cache.layers]
+    indexed, sliding = {"latent": 64, "rope": 16, "index": 32}, {"latent": 80, "rope": 16}
+    assert rows == [indexed, sliding, indexed]
+    _, other = upstream_and_patched("dots3_note", swa_kv_lora_rank=96)
+    with pytest.raises(ValueError, match=r"kv_lora_rank=\[64, 80, 64\], got .*=\[64, 96, 64\]"):
+        other(token_ids(1, 4), past_key_values=cache)
+
+
 # ---- interruption ---------------------------------------------------------------------------
 
 
