@@ -28,7 +28,8 @@ from transformers import DeepseekV32Config
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))
 
-from tiny import BLOCK, YARN, write_published  # noqa: E402
+from published import BLOCK, write_published  # noqa: E402
+from tiny import YARN  # noqa: E402
 
 from custom_pypto import models  # noqa: E402
 

@@ -1,12 +1,12 @@
-"""Converts a checkpoint in fp8 to bfloat16, or cuts a part of one, for the models of this package.
+"""Converts a published checkpoint in fp8 or fp4 to bfloat16, or cuts a part of one.
 
     python examples/convert_checkpoint.py SOURCE TARGET
     python examples/convert_checkpoint.py SOURCE TARGET --layers 4 --experts 32
     cd TARGET && sha256sum -c SHA256SUMS
 
 The same command resumes an interrupted run: a shard is kept if its checksum still matches, and gets
-its final name only when complete. One shard is in memory at a time. Tensors that are not in fp8 are
-copied unchanged, including layers for multi-token prediction unless --layers is given. With
+its final name only when complete. One shard is in memory at a time. Tensors that are not quantised
+are copied unchanged, including layers for multi-token prediction unless --layers is given. With
 --experts the model generates no sensible text, but runs like the whole model.
 """
 
@@ -26,8 +26,14 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from custom_pypto import models
-from custom_pypto.models import fp8
-from custom_pypto.models.checkpoint import check_scales, check_shards, first_layers, stored_tensors
+from custom_pypto.models import quantisation
+from custom_pypto.models.checkpoint import (
+    check_dtypes,
+    check_scales,
+    check_shards,
+    first_layers,
+    stored_tensors,
+)
 from custom_pypto.models.loading import Reader
 
 RECORD, SUMS, INDEX = "conversion.json", "SHA256SUMS", "model.safetensors.index.json"
@@ -41,7 +47,7 @@ class Conversion:
     def __init__(self, source, layers, experts, max_shard_size):
         self.source, self.layers, self.experts = source, layers, experts
         original = json.loads((source / "config.json").read_text())
-        self.block = fp8.block_of(original)
+        self.blocks = quantisation.blocks_of(original)
         self.config = self.new_config(original)
         parsed = AutoConfig.from_pretrained(source, trust_remote_code=False)
         if layers is not None:
@@ -50,11 +56,13 @@ class Conversion:
             check_experts(experts, parsed)
         with torch.device("meta"):
             model = models.use_custom_pypto(AutoModelForCausalLM.from_config(parsed))
-        check_shards(source, model, self.block)
+        check_shards(source, model, self.blocks)
 
         self.tensors = stored_tensors(source, self.wants)
-        check_scales(self.tensors, self.block)
-        scales = {fp8.scale_name(name) for name in self.tensors if self.is_quantised(name)}
+        check_dtypes(self.tensors, self.blocks)
+        check_scales(self.tensors, self.blocks)
+        quantised = filter(self.is_quantised, self.tensors)
+        scales = {quantisation.scale_name(name, self.tensors) for name in quantised}
         self.split = split_state_dict_into_shards_factory(
             {name: self.size(name) for name in sorted(self.tensors.keys() - scales, key=natural)},
             get_storage_size=int,
@@ -71,8 +79,8 @@ class Conversion:
         }
 
     def new_config(self, original):
-        config = {name: it for name, it in original.items() if name != "quantization_config"}
-        if self.block is not None:
+        config = {name: it for name, it in original.items() if name not in quantisation.CONFIG}
+        if self.blocks:
             config["torch_dtype" if "torch_dtype" in config else "dtype"] = "bfloat16"
         if self.layers is not None:
             config = first_layers(config, self.layers)
@@ -83,32 +91,37 @@ class Conversion:
         return config
 
     def wants(self, name):
-        layer = re.match(r"model\.layers\.(\d+)\.", name)
-        if self.layers is not None and layer and int(layer[1]) >= self.layers:
+        layer = re.match(r"(?:model\.)?(?:layers\.(\d+)|mtp)\.", name)
+        if self.layers is not None and layer and (not layer[1] or int(layer[1]) >= self.layers):
             return False
-        expert = re.search(r"\.mlp\.experts\.(\d+)\.", name)
+        expert = re.search(r"\.experts\.(\d+)\.", name)
         return self.experts is None or not expert or int(expert[1]) < self.experts
 
     def is_quantised(self, name):
-        return self.tensors[name].dtype == fp8.STORED
+        return self.tensors[name].dtype in self.blocks
 
     def cuts(self, name):
         """Whether ``name`` has a row for each expert: the router's weight and bias, and experts
         that the checkpoint stacks."""
-        stacked = r"\.mlp\.(gate\.|experts\.[a-z])"
+        stacked = r"\.(mlp|ffn)\.(gate\.(?!tid2eid)|experts\.[a-z])"
         return self.experts is not None and re.search(stacked, name) is not None
 
     def size(self, name):
-        _, dtype, (rows, *columns), _ = self.tensors[name]
+        _, dtype, (rows, *columns) = self.tensors[name]
         rows = self.experts if self.cuts(name) else rows
-        dtype = torch.bfloat16 if self.is_quantised(name) else fp8.DTYPES[dtype]
+        others = quantisation.FLOATS | quantisation.INTEGERS
+        dtype = torch.bfloat16 if self.is_quantised(name) else others[dtype]
         return rows * torch.Size(columns).numel() * dtype.itemsize
 
     def shard(self, reader, names):
         tensors = {}
         for name in names:
             tensor = reader.read(name)
-            tensors[name] = tensor[: self.experts].clone() if self.cuts(name) else tensor
+            if self.cuts(name):
+                tensor = tensor[: self.experts].clone()
+            elif self.experts is not None and name.endswith("tid2eid"):
+                tensor %= self.experts  # the experts of each token id
+            tensors[name] = tensor
         return tensors
 
 
@@ -120,20 +133,22 @@ def natural(name):
 def check_experts(experts, config):
     """The router takes the best ``topk_group`` groups of experts, each by the sum of its best two,
     and then the best ``num_experts_per_tok`` in them; without groups the best of all."""
+    groups = getattr(config, "n_group", None)
 
     def works(count):
-        if config.n_group is None:
+        if groups is None:
             return count >= config.num_experts_per_tok
-        group, rest = divmod(count, config.n_group)
+        group, rest = divmod(count, groups)
         enough = group * config.topk_group >= config.num_experts_per_tok
         return rest == 0 and group >= 2 and enough
 
     allowed = [str(count) for count in range(1, config.n_routed_experts + 1) if works(count)]
     if str(experts) not in allowed:
         listed = ", ".join([*allowed[:3], "...", allowed[-1]] if len(allowed) > 4 else allowed)
+        grouping = "" if groups is None else f"n_group {groups}, topk_group {config.topk_group}, "
         raise ValueError(
-            f"--experts must be one of {listed} (n_group {config.n_group}, topk_group "
-            f"{config.topk_group}, num_experts_per_tok {config.num_experts_per_tok}), got {experts}"
+            f"--experts must be one of {listed} ({grouping}num_experts_per_tok "
+            f"{config.num_experts_per_tok}), got {experts}"
         )
 
 
@@ -222,7 +237,7 @@ def convert(source, target, conversion):
     """Returns the number of shards kept and written, and their bytes."""
     sums = begin(target, conversion.record)
     check_space(target, conversion, sums)
-    reader = Reader(conversion.tensors, conversion.block)
+    reader = Reader(conversion.tensors, conversion.blocks)
     kept, total = 0, conversion.split.metadata["total_size"]
     shards = conversion.split.filename_to_tensors
     with tqdm(total=total, unit="B", unit_scale=True, disable=None) as progress:

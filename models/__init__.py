@@ -36,7 +36,7 @@ from transformers import (
     HYV4ForCausalLM,
 )
 
-from . import fp8, generation
+from . import generation, quantisation
 from .axk2 import PagedAXK2Attention
 from .cache import PagedCache, check_block_size
 from .checkpoint import check_shards, first_layers
@@ -151,12 +151,14 @@ def load(path, *, dtype="auto", num_hidden_layers=None, device=None, tensor_para
 
     The header of every file is validated first. Upstream ``from_pretrained`` does not name a
     truncated or mismatched file, and fills missing tensors with random numbers after a warning.
-    Weights in the published fp8 (e4m3, a scale per 128x128 block) are dequantised. Files without a
-    requested tensor are not opened and may be missing.
+    Weights in the published fp8 (e4m3, a scale per 128x128 block) and fp4 (e2m1, a scale per 32
+    values of a row) are dequantised. Files without a requested tensor are not opened and may be
+    missing.
 
     Args:
         path: a directory with ``config.json`` and safetensors, sharded or not.
         dtype: a ``torch.dtype``, or ``"auto"`` for the checkpoint's own; bfloat16 for one in fp8.
+            Upstream keeps some parameters of some architectures in float32.
         num_hidden_layers: number of layers, from the first on; None: all.
         device: target device; None: CPU.
         tensor_parallel: shard the model across all ranks of torch's process group, which the caller
@@ -178,15 +180,15 @@ def load(path, *, dtype="auto", num_hidden_layers=None, device=None, tensor_para
     # without it transformers prompts at the terminal, and "y" runs the checkpoint's code
     config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
     plan = sharing(config, device) if tensor_parallel else None
-    block = fp8.block_of(config.to_dict())
+    blocks = quantisation.blocks_of(config.to_dict())
     if num_hidden_layers is not None:
         config = type(config).from_dict(first_layers(config.to_dict(), num_hidden_layers))
-    if block is not None:
-        del config.quantization_config  # describes the files; the model is no longer in fp8
+    for name in quantisation.CONFIG & vars(config).keys():
+        delattr(config, name)  # describes the files; the model is not quantised
     with torch.device("meta"):
         skeleton = use_custom_pypto(AutoModelForCausalLM.from_config(config))
-    tensors = check_shards(path, skeleton, block)
-    dtype = resolve_dtype(dtype, config, tensors)
+    checkpoint = check_shards(path, skeleton, blocks)
+    dtype = resolve_dtype(dtype, config, checkpoint)
     device = torch.device("cpu" if device is None else device)
     if plan is None:
         check_memory(skeleton, dtype, device)
@@ -199,7 +201,7 @@ def load(path, *, dtype="auto", num_hidden_layers=None, device=None, tensor_para
         None,
         config=config,
         generation_config=generation_config,
-        state_dict=parameters(skeleton, Reader(tensors, block), dtype),
+        state_dict=parameters(skeleton, checkpoint, Reader(checkpoint.tensors, blocks), dtype),
         dtype=dtype,
         distributed_config=plan,
     )

@@ -1,16 +1,24 @@
 """Validates that a checkpoint is complete and fits the model, from the headers of its files."""
 
+import functools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from safetensors import SafetensorError, safe_open
+from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, apply_renamings
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from . import fp8
+from . import quantisation
+from .quantisation import FLOATS, FP4, FP8, INTEGERS
+
+EXPERT = r"(\.experts\.)(\d+)\."
+# lists of a config.json with one entry per layer
+PER_LAYER = ["layer_types", "mlp_layer_types", "indexer_types", "index_topk_pattern"]
+PER_LAYER += ["compress_ratios"]
 
 
 class Stored(NamedTuple):
@@ -18,70 +26,113 @@ class Stored(NamedTuple):
 
     file: Path
     dtype: str  # of safetensors: BF16, F8_E4M3 ...
+    shape: list[int]  # of its values: a byte of fp4 holds two
+
+
+class Part(NamedTuple):
+    """What a tensor on disk is in the model: a parameter or stored buffer, or one of its parts."""
+
+    parameter: str
+    index: int
+    count: int  # parts of the parameter: 1, or one or two of each expert
     shape: list[int]
-    name: str  # in that file
 
 
-def check_shards(path: Path, model, block: tuple[int, int] | None = None) -> dict[str, Stored]:
+class Checkpoint(NamedTuple):
+    """The tensors of a model on disk."""
+
+    tensors: dict[str, Stored]  # with their scales
+    parts: dict[str, list[str]]  # of each parameter and stored buffer, in their order within it
+
+
+def check_shards(path: Path, model, blocks: dict[str, tuple[int, int]]) -> Checkpoint:
     """Rejects a checkpoint unless it holds every tensor of ``model``, complete and in its shape.
 
     Files without a tensor of ``model`` may be missing, such as those of unused layers and of layers
     for multi-token prediction.
 
     Args:
-        block: rows and columns that share a scale if the checkpoint is in fp8, else None.
-    Returns:
-        the locations of the tensors of ``model`` and of their scales, under the names that
-        ``save_pretrained`` would give them.
+        blocks: rows and columns that share a scale, for each quantised dtype.
     """
-    expected = tensors_on_disk(model)
-    wanted = expected.keys() | {fp8.scale_name(name) for name in expected}
-    forward, back = renamings_of(model)
+    part_of = parts_on_disk(model)
     tensors = stored_tensors(
-        path,
-        wanted.__contains__,
-        lambda name: apply_renamings(apply_renamings(name, forward), back),
+        path, lambda name: bool(part_of(name) or part_of(quantisation.weight_name(name)))
     )
-    for name, (file, _, shape, _) in tensors.items():
-        if shape != expected.get(name, shape):
+    check_dtypes(tensors, blocks)
+    state, found = stored_state(model), {}
+    for name, (file, dtype, shape) in tensors.items():
+        if (part := part_of(name)) is None:
+            continue  # a scale
+        if shape != part.shape:
             raise ValueError(
-                f"load: {file}: {name} must be of shape {expected[name]} (config.json), got {shape}"
+                f"load: {file}: {name} must be of shape {part.shape} (config.json), got {shape}"
             )
-    if missing := expected.keys() - tensors.keys():
+        if (dtype in INTEGERS) == state[part.parameter].is_floating_point():
+            kind = "floating-point values" if dtype in INTEGERS else "integers"
+            raise ValueError(
+                f"load: {file}: {name} must be of {kind}, as in the model, got {dtype}"
+            )
+        found.setdefault(part.parameter, {})[part.index] = name
+    if missing := missing_tensors(state, found, part_of):
         raise ValueError(
             f"load: {index_file(path)} lacks {examples(missing)}; use the checkpoint's own "
             "config.json, or download it again"
         )
-    check_scales(tensors, block)
-    return tensors
+    check_scales(tensors, blocks)
+    parts = {name: [found[name][i] for i in sorted(found[name])] for name in state}
+    return Checkpoint(tensors, parts)
 
 
-def check_scales(tensors: dict[str, Stored], block: tuple[int, int] | None) -> None:
-    """Rejects fp8 weights with missing scales, or with scales of another grid than ``block``."""
-    for name, (file, dtype, shape, _) in tensors.items():
-        if dtype != fp8.STORED:
-            if dtype not in fp8.DTYPES:
-                raise ValueError(
-                    f"load: {file}: {name} must be of dtype {', '.join(fp8.DTYPES)} or "
-                    f"{fp8.STORED}, got {dtype}"
-                )
-            continue
-        if block is None:
+def missing_tensors(
+    state: dict[str, Tensor],
+    found: dict[str, dict[int, str]],
+    part_of: Callable[[str], Part | None],
+) -> set[str]:
+    """Names of tensors of ``state`` that were not ``found``: those on disk of experts, else those
+    of the model."""
+    missing = state.keys() - found.keys()
+    for parameter, names in found.items():
+        count = part_of(next(iter(names.values()))).count
+        for index in set(range(count)) - names.keys():
+            per_expert = count // len(state[parameter])
+            alike = [name for i, name in names.items() if (i - index) % per_expert == 0]
+            expert = rf"\g<1>{index // per_expert}."
+            missing.add(re.sub(EXPERT, expert, alike[0]) if alike else parameter)
+    return missing
+
+
+def check_dtypes(tensors: dict[str, Stored], blocks: dict[str, tuple[int, int]]) -> None:
+    for name, (file, dtype, _) in tensors.items():
+        if dtype == FP8 and FP8 not in blocks:
             raise ValueError(
                 f"load: {file}: {name} is {dtype}, but config.json lacks the quantization_config "
                 "with its block size; use the checkpoint's own config.json"
             )
-        scale = fp8.scale_name(name)
-        if scale not in tensors:
+        if dtype not in FLOATS | INTEGERS | blocks:
             raise ValueError(
-                f"load: {file}: {name} is {dtype} and lacks its {scale}; download the checkpoint "
+                f"load: {file}: {name} must be of dtype {', '.join(FLOATS)} or "
+                f"{' or '.join(blocks or [FP8])}, got {dtype}"
+            )
+
+
+def check_scales(tensors: dict[str, Stored], blocks: dict[str, tuple[int, int]]) -> None:
+    """Rejects quantised weights with missing scales, or with scales of another grid or dtype."""
+    for name, (file, dtype, shape) in tensors.items():
+        if dtype not in blocks:
+            continue
+        if (scale := quantisation.scale_name(name, tensors)) is None:
+            names = " or ".join(quantisation.scale_names(name))
+            raise ValueError(
+                f"load: {file}: {name} is {dtype} and lacks its {names}; download the checkpoint "
                 "again"
             )
-        grid = fp8.grid(shape, block)
-        if tensors[scale].shape != grid:
+        grid, found = quantisation.grid(shape, blocks[dtype]), tensors[scale]
+        if found.shape != grid or found.dtype not in FLOATS:
+            height, width = blocks[dtype]
             raise ValueError(
-                f"load: {tensors[scale].file}: {scale} must be of shape {grid} (one scale per "
-                f"{block[0]}x{block[1]} block of {shape}), got {tensors[scale].shape}"
+                f"load: {found.file}: {scale} must be of shape {grid} (one scale per "
+                f"{height}x{width} block of {shape}) and dtype {', '.join(FLOATS)}, got "
+                f"{found.shape} and {found.dtype}"
             )
 
 
@@ -91,10 +142,8 @@ def index_file(path: Path) -> Path:
     return index if index.is_file() else path / "model.safetensors"
 
 
-def stored_tensors(
-    path: Path, wanted: Callable[[str], bool], renamed: Callable[[str], str] = str
-) -> dict[str, Stored]:
-    """Locations of the ``wanted`` tensors, from the headers of their files, by ``renamed`` name."""
+def stored_tensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Stored]:
+    """Locations of the ``wanted`` tensors, from the headers of their files."""
     index = index_file(path)
     promised: dict[str, set[str]] = {}
     if index.name.endswith(".json"):
@@ -104,9 +153,8 @@ def stored_tensors(
             raise ValueError(
                 f"load: {index} is not a safetensors index: {error!r}; download it again"
             ) from error
-        for name in weight_map:
-            if wanted(renamed(name)):
-                promised.setdefault(weight_map[name], set()).add(name)
+        for name in filter(wanted, weight_map):
+            promised.setdefault(weight_map[name], set()).add(name)
     else:
         promised[index.name] = set()
 
@@ -118,8 +166,7 @@ def stored_tensors(
                 f"load: {path / file} lacks {examples(missing)}, listed in {index.name}; "
                 f"is the file from another checkpoint?"
             )
-        here = {renamed(name): stored for name, stored in found.items()}
-        tensors |= {name: here[name] for name in filter(wanted, here)}
+        tensors |= {name: found[name] for name in filter(wanted, found)}
     return tensors
 
 
@@ -130,10 +177,7 @@ def read_header(file: Path) -> dict[str, Stored]:
     try:
         with safe_open(file, framework="pt", backend="pread") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}
-            return {
-                name: Stored(file, one.get_dtype(), one.get_shape(), name)
-                for name, one in slices.items()
-            }
+            return {name: stored(file, one) for name, one in slices.items()}
     except SafetensorError as error:  # an error page, a broken download, a git-lfs pointer
         raise ValueError(
             f"load: {file} ({file.stat().st_size} bytes) is not a complete safetensors file: "
@@ -141,51 +185,58 @@ def read_header(file: Path) -> dict[str, Stored]:
         ) from error
 
 
-def renamings_of(model) -> tuple[list[WeightRenaming], list[WeightRenaming]]:
-    """transformers' renamings from checkpoint to model, and back.
+def stored(file: Path, tensor) -> Stored:
+    """Of a slice of safetensors."""
+    dtype, shape = tensor.get_dtype(), tensor.get_shape()
+    if dtype == FP4:
+        shape = [*shape[:-1], 2 * shape[-1]]
+    return Stored(file, dtype, shape)
 
-    Several names of a checkpoint may give one name of the model; the way back gives one of them.
+
+def stored_state(model) -> dict[str, Tensor]:
+    """The parameters and buffers of ``model`` that a checkpoint has."""
+    state = model.state_dict()
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    return state
+
+
+def parts_on_disk(model) -> Callable[[str], Part | None]:
+    """The function from the name of a tensor on disk to the part of ``model`` that it is; None: not
+    in the model.
+
+    transformers maps names: a checkpoint has experts one by one, and other names for some
+    architectures. Names as in the model are taken as well.
     """
-    conversions = get_model_conversion_mapping(model, add_legacy=False)
-    forward = [x for x in conversions if isinstance(x, WeightRenaming)]
-    return forward, [x.reverse_transform() for x in forward[::-1]]
-
-
-def on_disk(model) -> dict[str, tuple[list[int], list[str]]]:
-    """Shape and checkpoint tensors of each stored parameter and buffer of ``model``: for some
-    architectures a checkpoint has experts one by one or other names, which transformers maps.
-
-    The tensors are equally large, in their order within the parameter.
-    """
-    conversions = get_model_conversion_mapping(model, add_legacy=False)
-    _, renamings = renamings_of(model)
-    stacks = [x.target_patterns for x in conversions if isinstance(x, WeightConverter)]
-    stacked = tuple(name for names in stacks for name in names)
-    tied = {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-
-    def parts(name: str, shape: torch.Size) -> list[str]:
-        if not name.endswith(stacked):
-            return [apply_renamings(name, renamings)]
-        experts, _, projection = name.partition(".experts.")
-        parts = ["gate_proj", "up_proj"] if projection == "gate_up_proj" else [projection]
-        return [f"{experts}.experts.{i}.{part}.weight" for i in range(shape[0]) for part in parts]
-
-    return {
-        name: (list(tensor.shape), parts(name, tensor.shape))
-        for name, tensor in model.state_dict().items()
-        if name not in tied
+    rules = get_model_conversion_mapping(model, add_legacy=False)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    sources = {
+        source: rule.source_patterns for rule in converters for source in rule.source_patterns
     }
+    state = stored_state(model)
 
+    @functools.cache
+    def part_of(name: str) -> Part | None:
+        # first by the rules: one of them may also match a name of the model
+        for some in ((renamings, converters), ([], [])):
+            parameter, source = rename_source_key(name, *some, model.base_model_prefix, state)
+            if parameter in state:
+                break
+        else:
+            return None
+        shape = list(state[parameter].shape)
+        if source is None:
+            return Part(parameter, 0, 1, shape)
+        experts, rows, columns = shape
+        per_expert = len(sources[source])
+        expert = int(re.search(EXPERT, name)[2])
+        if expert >= experts:
+            return None
+        index = expert * per_expert + sources[source].index(source)
+        return Part(parameter, index, experts * per_expert, [rows // per_expert, columns])
 
-def tensors_on_disk(model) -> dict[str, list[int]]:
-    """Name and shape of every tensor of ``model`` as stored in a checkpoint."""
-    shapes = {}
-    for shape, parts in on_disk(model).values():
-        if ".experts.0." in parts[0]:
-            experts, rows, columns = shape
-            shape = [rows * experts // len(parts), columns]
-        shapes |= dict.fromkeys(parts, shape)
-    return shapes
+    return part_of
 
 
 def first_layers(config: dict, layers: int) -> dict:
@@ -193,11 +244,7 @@ def first_layers(config: dict, layers: int) -> dict:
     have = config["num_hidden_layers"]
     if not 1 <= layers <= have:
         raise ValueError(f"load: num_hidden_layers must be 1 to {have} (config.json), got {layers}")
-    cut = {
-        name: config[name][:layers]
-        for name in ("layer_types", "mlp_layer_types", "indexer_types", "index_topk_pattern")
-        if config.get(name) is not None
-    }
+    cut = {name: config[name][:layers] for name in PER_LAYER if config.get(name) is not None}
     if config.get("per_layer_config") is not None:
         own = config["per_layer_config"].items()
         cut["per_layer_config"] = {i: values for i, values in own if int(i) < layers}

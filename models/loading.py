@@ -9,26 +9,25 @@ import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
-from . import fp8
-from .checkpoint import Stored, on_disk
+from . import quantisation
+from .checkpoint import Checkpoint, Stored
 
 
 class Reader:
     """Reads tensors of a checkpoint, dequantised."""
 
-    def __init__(self, tensors: dict[str, Stored], block: tuple[int, int] | None):
-        self.tensors, self.block = tensors, block
+    def __init__(self, tensors: dict[str, Stored], blocks: dict[str, tuple[int, int]]):
+        self.tensors, self.blocks = tensors, blocks
         # read, not mapped: a mapped file counts as memory of this process, and a change of the file
         # would change or crash the model
         self._open = functools.cache(functools.partial(safe_open, framework="pt", backend="pread"))
 
     def stored(self, name: str) -> torch.Tensor:
         """The tensor as stored in the file."""
-        stored = self.tensors[name]
-        return self._open(stored.file).get_tensor(stored.name)
+        return self._open(self.tensors[name].file).get_tensor(name)
 
     def is_quantised(self, name: str) -> bool:
-        return self.tensors[name].dtype == fp8.STORED
+        return self.tensors[name].dtype in self.blocks
 
     def read(self, name: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """The tensor as stored, or dequantised to ``dtype``."""
@@ -40,8 +39,9 @@ class Reader:
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         if self.is_quantised(name):
-            scale_inv = self.stored(fp8.scale_name(name))
-            fp8.dequantise(self.stored(name), scale_inv, self.block, out)
+            scales = self.stored(quantisation.scale_name(name, self.tensors))
+            block = self.blocks[self.tensors[name].dtype]
+            quantisation.dequantise(self.stored(name), scales, block, out)
         else:
             out.copy_(self.stored(name))
 
@@ -61,7 +61,7 @@ class Parameter:
 
     def __getitem__(self, index) -> torch.Tensor:
         if len(self.parts) == 1:
-            whole = self.reader.read(self.parts[0], self.dtype)
+            whole = self.reader.read(self.parts[0], self.dtype).view(self.shape)
             # a copy: a view of a part would keep the whole tensor in memory
             return whole if index is ... else whole[index].clone()
         # with tensor parallelism, a rank reads only a part of each expert
@@ -81,19 +81,38 @@ class Parameter:
         return parameter
 
 
-def parameters(model, reader: Reader, dtype: torch.dtype) -> dict[str, Parameter]:
+def parameters(
+    model, checkpoint: Checkpoint, reader: Reader, dtype: torch.dtype
+) -> dict[str, Parameter]:
     """Every parameter of ``model``, and its persistent buffers, still on disk."""
+    state, dtypes = model.state_dict(), dtypes_of(model, dtype)
     return {
-        name: Parameter(reader, parts, shape, dtype)
-        for name, (shape, parts) in on_disk(model).items()
+        name: Parameter(reader, parts, list(state[name].shape), dtypes[name])
+        for name, parts in checkpoint.parts.items()
     }
 
 
-def resolve_dtype(dtype: torch.dtype | str, config, tensors: dict[str, Stored]) -> torch.dtype:
-    """``dtype``, or for ``"auto"`` the checkpoint's own; for fp8, that of unquantised tensors."""
+def dtypes_of(model, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The dtype of every parameter and persistent buffer once ``model`` is loaded in ``dtype``.
+
+    Tables of integers keep their dtype, and what upstream keeps in float32 is in float32.
+    """
+    kept = model._get_dtype_plan(dtype)
+
+    def dtype_of(name: str, tensor: torch.Tensor) -> torch.dtype:
+        if not tensor.is_floating_point():
+            return tensor.dtype
+        return next((kept[part] for part in kept if part in name), dtype)
+
+    return {name: dtype_of(name, tensor) for name, tensor in model.state_dict().items()}
+
+
+def resolve_dtype(dtype: torch.dtype | str, config, checkpoint: Checkpoint) -> torch.dtype:
+    """``dtype``, or for ``"auto"`` the checkpoint's own: of a quantised one, that of the rest."""
     if dtype != "auto":
         return dtype
-    return config.dtype or fp8.DTYPES[tensors["model.embed_tokens.weight"].dtype]
+    [embedding] = checkpoint.parts["model.embed_tokens.weight"]
+    return config.dtype or quantisation.FLOATS[checkpoint.tensors[embedding].dtype]
 
 
 def check_memory(model, dtype: torch.dtype, device: torch.device, ranks: int = 1) -> None:
@@ -104,7 +123,8 @@ def check_memory(model, dtype: torch.dtype, device: torch.device, ranks: int = 1
     Raises:
         MemoryError: names the required and the available memory, and the remedy.
     """
-    needed = sum(tensor.numel() for tensor in model.state_dict().values()) * dtype.itemsize // ranks
+    state, dtypes = model.state_dict(), dtypes_of(model, dtype)
+    needed = sum(state[name].numel() * dtypes[name].itemsize for name in state) // ranks
     here = 1 if ranks == 1 else int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     available = {}
     if device.type != "cpu":

@@ -23,8 +23,13 @@ def sharing(config, device) -> DistributedConfig:
 
     Raises:
         RuntimeError: there is no process group.
-        ValueError: unsupported number of ranks, or ``device`` is not None.
+        ValueError: unsupported model or number of ranks, or ``device`` is not None.
     """
+    if not any(".self_attn." in name for name in config.base_model_tp_plan):
+        raise ValueError(
+            f"load: tensor_parallel must be False for {config.model_type}: transformers shards no "
+            "attention heads of it"
+        )
     if device is not None:
         raise ValueError(
             f"load: device must be None with tensor_parallel (each rank uses its own), got {device}"

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,34 +12,38 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from tiny import (
-    KIND_OF,
-    KINDS,
-    YARN,
-    in_float32,
-    name_on_disk,
+from published import (
+    FLOAT32,
+    V4,
+    kind_of,
     published,
     save_sparse,
-    tiny_config,
-    tiny_model,
-    token_ids,
     true_weights,
+    weights_on_disk,
     write_published,
 )
+from safetensors.torch import load_file, save_file
+from tiny import KINDS, YARN, tiny_config, tiny_model, tiny_v4, token_ids
 from torch import nn
-from transformers import AutoModelForCausalLM, DeepseekV32Config, LlamaConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV4ForCausalLM,
+    DeepseekV32Config,
+    LlamaConfig,
+)
 from transformers.integrations import finegrained_fp8
 
 from custom_pypto import models
 
 INDEX = "model.safetensors.index.json"
+EXPERT_UP = r"experts\.(3\.(up_proj|w3)|gate_up_proj)"
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS, V4])
 def checkpoint(request, tmp_path_factory):
     """A sharded checkpoint and the logits of the model it was saved from."""
-    path, model = tmp_path_factory.mktemp(request.param), tiny_model(request.param)
+    path = tmp_path_factory.mktemp(request.param)
+    model = tiny_v4() if request.param == V4 else tiny_model(request.param)
     model.save_pretrained(path, max_shard_size="300KB")
     assert len(list(path.glob("*.safetensors"))) > 2
     return path, logits(model)
@@ -167,21 +172,29 @@ def with_a_tensor_of_another_shape(path, shard):
 
 def with_an_expert_of_another_shape(path, shard):
     weight_map = json.loads((path / INDEX).read_text())["weight_map"]
-    stacked = "model.layers.1.mlp.experts.gate_up_proj"
-    single = "model.layers.1.mlp.experts.3.up_proj.weight"
-    name, shape = (stacked, "8, 64") if stacked in weight_map else (single, "32")
-    change(path, weight_map[name], shorten, name)
-    wrong = shape.replace("8", "7") if stacked in weight_map else "31"
-    message = rf"{name} must be of shape \[{shape}, 96\] \(config.json\), got \[{wrong}, 96\]"
-    return ValueError, f"{weight_map[name]}: {message}"
+    name, shard = next(item for item in weight_map.items() if re.search(EXPERT_UP, item[0]))
+    rows, *columns = load_file(path / shard)[name].shape
+    change(path, shard, shorten, name)
+    want, got = (re.escape(str([size, *columns])) for size in (rows, rows - 1))
+    return ValueError, rf"{shard}: {name} must be of shape {want} \(config.json\), got {got}"
 
 
-def unlisted_tensor(path, shard):
+def unlisted(path, pattern):
+    """Removes the tensor from its file and from the index."""
     index = json.loads((path / INDEX).read_text())
-    name = change(path, shard, lambda tensors, name: tensors.pop(name))
+    name, shard = next(it for it in index["weight_map"].items() if re.search(pattern, it[0]))
+    change(path, shard, lambda tensors, name: tensors.pop(name), name)
     del index["weight_map"][name]
     (path / INDEX).write_text(json.dumps(index))
     return ValueError, f"{INDEX} lacks {name}; use the checkpoint's own config.json"
+
+
+def unlisted_tensor(path, shard):
+    return unlisted(path, "^model.norm.weight")
+
+
+def unlisted_expert(path, shard):
+    return unlisted(path, EXPERT_UP)
 
 
 def broken_index(path, shard):
@@ -201,8 +214,8 @@ def no_config(path, shard):
 
 def config_of_another_size(path, shard):
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(config | {"kv_lora_rank": 80}))
-    return ValueError, r"layernorm.weight must be of shape \[80\] \(config.json\), got \[64\]"
+    (path / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
+    return ValueError, r"must be of shape \[300, \d+\] \(config.json\), got \[199, \d+\]"
 
 
 def config_of_another_model(path, shard):
@@ -226,6 +239,7 @@ def config_of_another_model(path, shard):
         with_a_tensor_of_another_shape,
         with_an_expert_of_another_shape,
         unlisted_tensor,
+        unlisted_expert,
         broken_index,
         no_index,
         no_config,
@@ -274,37 +288,34 @@ def test_other_names_that_transformers_reads_are_read(tmp_path):
     assert all(torch.equal(tensor, found[name]) for name, tensor in model.state_dict().items())
 
 
-# ---- published checkpoints, in fp8 ------------------------------------------------------------
+# ---- published checkpoints, in fp8 and fp4 -----------------------------------------------------
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[*KINDS, V4])
 def fp8_checkpoint(request, tmp_path_factory):
     return published(tmp_path_factory.mktemp(request.param), request.param)
 
 
-def weights_of(model):
-    """The tensors of ``model`` under the names of a checkpoint."""
-    weights, kind = {}, KIND_OF[model.config.model_type]
-    for name, tensor in model.state_dict().items():
-        prefix, fused, projection = name.partition(".experts.")
-        fused = fused and kind != "hy_v4"
-        for i, expert in enumerate(tensor if fused else []):
-            parts = [projection] if projection == "down_proj" else ["gate_proj", "up_proj"]
-            for part, weight in zip(parts, expert.chunk(len(parts)), strict=True):
-                weights[f"{prefix}.experts.{i}.{part}.weight"] = weight
-        if not fused:
-            weights[name_on_disk(name, kind)] = tensor
-    return weights
+# what upstream keeps in float32; of a model in float16, some weights more
+KEPT = FLOAT32 | {V4: f"{FLOAT32[V4]}|norm"}
+FROM_FLOAT16 = r"compressor\.(wkv|wgate)|weights_proj"
 
 
 def assert_equal_to_the_bit(model, path, dtype=torch.bfloat16):
-    want, found = true_weights(path, dtype), weights_of(model)
-    kind = KIND_OF[model.config.model_type]
-    exact = {name for name in found if in_float32(name, kind)}
-    assert exact and all(found[name].dtype == torch.float32 for name in exact)
-    want |= {name: true_weights(path, torch.float32)[name] for name in exact}
+    want, found = true_weights(path, dtype), weights_on_disk(model)
+    pattern = KEPT[kind_of(model.config)]
+    if dtype == torch.float16:
+        pattern += f"|{FROM_FLOAT16}"
+    kept = {name for name in found if re.search(pattern, name)}
+    assert kept and all(found[name].dtype == torch.float32 for name in kept)
+    want |= {name: true_weights(path, torch.float32)[name] for name in kept}
     for name, tensor in found.items():
         assert tensor.dtype == want[name].dtype and torch.equal(tensor, want[name]), name
+
+
+@pytest.fixture(scope="module")
+def fp4_checkpoint(tmp_path_factory):
+    return published(tmp_path_factory.mktemp(V4), V4)
 
 
 @pytest.mark.parametrize("kv_lora_rank", [128, 192, 512])
@@ -319,13 +330,33 @@ def test_fp8_is_dequantised_to_the_bit(kind, kv_lora_rank, tmp_path):
         assert type(layer.self_attn.kv_b_proj) is nn.Linear
 
 
+@pytest.mark.parametrize("experts", ["fp4", "fp8"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_deepseek_v4_is_dequantised_to_the_bit(dtype, experts, tmp_path):
+    # 160 and 48 columns: 5 scales of fp4, and 2 of which the last is of 16 values
+    path = published(tmp_path / "checkpoint", V4, experts=experts)
+    assert_equal_to_the_bit(models.load(path, dtype=dtype), path, dtype)
+
+
+@torch.no_grad()
+def test_deepseek_v4_computes_what_upstream_does_with_its_weights(fp4_checkpoint):
+    model = models.load(fp4_checkpoint, dtype=torch.float32)
+    upstream = DeepseekV4ForCausalLM(model.config).eval()
+    want = true_weights(fp4_checkpoint, torch.float32)
+    for name, weight in weights_on_disk(upstream).items():
+        weight.copy_(want[name])
+    ids = token_ids(1, 140)  # a row of 128 tokens, and more rows of 4 than are selected
+    got, logits = (it(ids, use_cache=False).logits for it in (model, upstream))
+    torch.testing.assert_close(got, logits, rtol=0, atol=1e-4)
+
+
 def test_a_dequantised_model_is_as_if_it_had_never_been_in_fp8(fp8_checkpoint, tmp_path):
     model = models.load(fp8_checkpoint)
     assert model.dtype == model.config.dtype == torch.bfloat16 and not model.training
-    frequencies = list(model.model.rotary_emb.buffers())
-    assert frequencies and all(tensor.dtype == torch.float32 for tensor in frequencies)
+    assert {it.dtype for it in model.model.rotary_emb.buffers()} == {torch.float32}
     model.save_pretrained(tmp_path, max_shard_size="500KB")
-    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert not config.keys() & {"quantization_config", "expert_dtype"}
     assert_equal_to_the_bit(models.load(tmp_path), fp8_checkpoint)
     upstream = AutoModelForCausalLM.from_pretrained(tmp_path)  # with this one's experts, too
     assert torch.equal(logits(upstream), logits(models.use_transformers(model)))
@@ -370,7 +401,7 @@ def warnings_of_transformers(caplog):
     logger.removeHandler(caplog.handler)
 
 
-@pytest.mark.parametrize("layers", [1, 2])
+@pytest.mark.parametrize("layers", [1, 2, 3])
 def test_the_first_layers_need_their_shards_only(
     layers, fp8_checkpoint, tmp_path, warnings_of_transformers
 ):
@@ -383,7 +414,7 @@ def test_the_first_layers_need_their_shards_only(
     assert len(model.model.layers) == config.num_hidden_layers == layers
     assert len(config.layer_types) == len(config.mlp_layer_types) == layers
     if hasattr(config, "indexer_types"):
-        assert config.indexer_types == ["full", "shared"][:layers]
+        assert config.indexer_types == ["full", "shared", "full"][:layers]
     if layers > 1:  # the first one is dense
         assert_equal_to_the_bit(model, path)
     assert warnings_of_transformers == []
@@ -391,16 +422,16 @@ def test_the_first_layers_need_their_shards_only(
 
 
 def test_the_first_layers_of_a_checkpoint_in_one_dtype(checkpoint):
-    whole = weights_of(models.load(checkpoint[0]))
-    first = weights_of(models.load(checkpoint[0], num_hidden_layers=2))
-    assert first.keys() == {name for name in whole if ".layers.2." not in name}
+    whole = weights_on_disk(models.load(checkpoint[0]))
+    first = weights_on_disk(models.load(checkpoint[0], num_hidden_layers=2))
+    assert first.keys() == {name for name in whole if not re.search(r"layers\.[23]\.", name)}
     assert all(torch.equal(tensor, whole[name]) for name, tensor in first.items())
 
 
-@pytest.mark.parametrize("layers", [0, -1, 4])
+@pytest.mark.parametrize("layers", [0, -1, 5])
 def test_as_many_layers_as_there_are_not(layers, checkpoint):
     with pytest.raises(
-        ValueError, match=f"num_hidden_layers must be 1 to 3 .config.json., got {layers}"
+        ValueError, match=f"num_hidden_layers must be 1 to [34] .config.json., got {layers}"
     ):
         models.load(checkpoint[0], num_hidden_layers=layers)
 
@@ -419,27 +450,45 @@ def test_progress_is_shown(fp8_checkpoint, capsys):
 
 # ---- damage to what is particular to fp8; as above
 
-KV_A = "model.layers.2.self_attn.kv_a_proj_with_mqa.weight"
 SHARD = "model-00004-of-00006.safetensors"
+# a weight in it, its scales and their shape
+WEIGHTS = dict.fromkeys(KINDS, ("model.layers.2.self_attn.kv_a_proj_with_mqa.weight", [5, 2]))
+WEIGHTS[V4] = "layers.2.attn.wq_b.weight", [6, 2]
+
+
+def quantised(path):
+    """A weight in ``SHARD``, its scales, and their shape."""
+    kind = json.loads((path / "config.json").read_text())["model_type"]
+    name, grid = WEIGHTS[kind]
+    return name, name.replace("weight", "scale") if kind == V4 else f"{name}_scale_inv", grid
 
 
 def without_a_scale(path):
-    change(path, SHARD, lambda tensors, name: tensors.pop(name), f"{KV_A}_scale_inv")
-    return f"{SHARD} lacks {KV_A}_scale_inv, listed in {INDEX}"
+    _, scale, _ = quantised(path)
+    change(path, SHARD, lambda tensors, name: tensors.pop(name), scale)
+    return f"{SHARD} lacks {scale}, listed in {INDEX}"
 
 
 def without_a_scale_in_the_index_either(path):
     without_a_scale(path)
+    name, scale, _ = quantised(path)
     index = json.loads((path / INDEX).read_text())
-    del index["weight_map"][f"{KV_A}_scale_inv"]
+    del index["weight_map"][scale]
     (path / INDEX).write_text(json.dumps(index))
-    return rf"{SHARD}: {KV_A} is F8_E4M3 and lacks its {KV_A}_scale_inv"
+    return rf"{SHARD}: {name} is F8_E4M3 and lacks its .*{scale}"
 
 
 def with_scales_of_whole_blocks_only(path):
-    change(path, SHARD, shorten, f"{KV_A}_scale_inv")
-    shape = r"must be of shape \[5, 2\] \(one scale per 128x128 block of .*, got \[4, 2\]"
-    return f"{SHARD}: {KV_A}_scale_inv {shape}"
+    _, scale, (rows, columns) = quantised(path)
+    change(path, SHARD, shorten, scale)
+    shape = rf"must be of shape \[{rows}, {columns}\] \(one scale per 128x128 block of "
+    return rf"{SHARD}: {scale} {shape}.* got \[{rows - 1}, {columns}\]"
+
+
+def with_scales_of_integers(path):
+    _, scale, _ = quantised(path)
+    change(path, SHARD, lambda tensors, name: tensors.update({name: tensors[name].long()}), scale)
+    return rf"{SHARD}: {scale} must be .* and dtype F32, F16, BF16, F8_E8M0, got .* and I64"
 
 
 def without_quantization_config(path):
@@ -456,9 +505,10 @@ def quantised_otherwise(path):
     return r"quantization_config of config\.json must be fp8 .* got gptq"
 
 
-def in_integers(path):
-    change(path, SHARD, lambda tensors, name: tensors.update({name: tensors[name].char()}), KV_A)
-    return f"{SHARD}: {KV_A} must be of dtype F32, .* or F8_E4M3, got I8"
+def in_bytes(path):
+    name, _, _ = quantised(path)
+    change(path, SHARD, lambda tensors, name: tensors.update({name: tensors[name].byte()}), name)
+    return f"{SHARD}: {name} must be of dtype F32, .* or F8_E4M3.*, got U8"
 
 
 @pytest.mark.parametrize(
@@ -467,9 +517,10 @@ def in_integers(path):
         without_a_scale,
         without_a_scale_in_the_index_either,
         with_scales_of_whole_blocks_only,
+        with_scales_of_integers,
         without_quantization_config,
         quantised_otherwise,
-        in_integers,
+        in_bytes,
     ],
 )
 def test_a_damaged_fp8_checkpoint_is_rejected(damage, fp8_checkpoint, tmp_path):
@@ -477,6 +528,78 @@ def test_a_damaged_fp8_checkpoint_is_rejected(damage, fp8_checkpoint, tmp_path):
     message = damage(path)
     with pytest.raises(ValueError, match=message):
         models.load(path)
+
+
+def edited(tensors, name, edit):
+    tensors[name] = edit(tensors[name]).clone()
+
+
+W1, TABLE = "layers.1.ffn.experts.2.w1", "layers.0.ffn.gate.tid2eid"
+OF_W1 = r"\[48, 5\] \(one scale per 1x32 block of \[48, 160\]\)"
+
+
+@pytest.mark.parametrize(
+    "name, edit, message",
+    [
+        pytest.param(
+            f"{W1}.weight",
+            lambda weight: weight[:, :-1],
+            rf"{W1}.weight must be of shape \[48, 160\] .config.json., got \[48, 158\]",
+            id="fp4-of-another-shape",
+        ),
+        pytest.param(
+            f"{W1}.weight",
+            lambda weight: weight.view(torch.uint8),
+            f"{W1}.weight must be of dtype .* or F8_E4M3 or I8, got U8",
+            id="fp4-in-another-dtype",
+        ),
+        pytest.param(
+            f"{W1}.scale",
+            lambda scales: scales[:, :-1],
+            rf"{W1}.scale must be of shape {OF_W1} and dtype .*, got \[48, 4\]",
+            id="fp4-without-the-last-scales",
+        ),
+        pytest.param(
+            TABLE,
+            lambda table: table.float(),
+            f"{TABLE} must be of integers, as in the model, got F32",
+            id="table-of-floats",
+        ),
+        pytest.param(
+            TABLE,
+            lambda table: table[:, :1],
+            rf"{TABLE} must be of shape \[199, 2\] .config.json., got \[199, 1\]",
+            id="table-of-another-shape",
+        ),
+        pytest.param(
+            "layers.1.attn.attn_sink",
+            lambda sinks: sinks.long(),
+            "layers.1.attn.attn_sink must be of floating-point values, as in the model, got I64",
+            id="sinks-of-integers",
+        ),
+    ],
+)
+def test_a_damaged_checkpoint_of_deepseek_v4_is_rejected(
+    name, edit, message, fp4_checkpoint, tmp_path
+):
+    path = shutil.copytree(fp4_checkpoint, tmp_path / "checkpoint")
+    shard = json.loads((path / INDEX).read_text())["weight_map"][name]
+    change(path, shard, lambda tensors, name: edited(tensors, name, edit), name)
+    with pytest.raises(ValueError, match=f"load: .*{shard}: {message}"):
+        models.load(path)
+
+
+def test_fp4_that_the_config_does_not_announce_is_rejected(fp4_checkpoint, tmp_path):
+    path = shutil.copytree(fp4_checkpoint, tmp_path / "checkpoint")
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(config | {"expert_dtype": "fp8"}))
+    with pytest.raises(ValueError, match="experts.0.w1.weight must be of dtype .*F8_E4M3, got I8"):
+        models.load(path)
+
+
+def test_deepseek_v4_is_not_sharded(fp4_checkpoint):
+    with pytest.raises(ValueError, match="tensor_parallel must be False for deepseek_v4: "):
+        models.load(fp4_checkpoint, tensor_parallel=True)
 
 
 # ---- memory -----------------------------------------------------------------------------------

@@ -1,0 +1,101 @@
+"""Weights in the published quantised formats: a scale for each block of a weight.
+
+fp8 is e4m3 with blocks of ``weight_block_size``. fp4, of DeepSeek-V4's experts, is e2m1 with blocks
+of 32 values of a row, two values per byte, the first in the low four bits (OCP Microscaling
+Formats, version 1.0).
+
+transformers 5.23 assumes a block height of ``rows // rows of the grid``. It rejects the 576 rows of
+``kv_a_proj_with_mqa`` with 5 rows of scales, and applies wrong scales to 192 rows with 2.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding
+
+# safetensors' names for e4m3, and for bytes, which hold two values of e2m1
+FP8, FP4 = "F8_E4M3", "I8"
+FP4_BLOCK = (1, 32)
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+# other dtypes of weights and scales in a checkpoint, by safetensors' names
+FLOATS = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E8M0": torch.float8_e8m0fnu,
+}
+# what a config.json says of them
+CONFIG = {"quantization_config", "expert_dtype"}
+INTEGERS = {"I32": torch.int32, "I64": torch.int64}
+
+
+def weight_name(scale: str) -> str:
+    """The weight to which a tensor with the name of a scale would belong; other names unchanged."""
+    if scale.endswith(".scale"):  # DeepSeek-V4
+        return scale.removesuffix("scale") + "weight"
+    return scale.removesuffix("_scale_inv")
+
+
+def scale_names(weight: str) -> list[str]:
+    return [f"{weight}_scale_inv", weight.removesuffix("weight") + "scale"]
+
+
+def scale_name(weight: str, tensors) -> str | None:
+    """The name in ``tensors`` of the scales of a weight."""
+    return next((name for name in scale_names(weight) if name in tensors), None)
+
+
+def grid(shape: list[int], block: tuple[int, int]) -> list[int]:
+    """The shape of the scales of a weight; the last block of a row or column may be partial."""
+    return [-(-size // length) for size, length in zip(shape, block, strict=True)]
+
+
+def blocks_of(config: dict) -> dict[str, tuple[int, int]]:
+    """Rows and columns that share a scale, for each quantised dtype that a ``config.json`` allows.
+
+    Raises:
+        ValueError: unsupported quantisation.
+    """
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return {}
+    method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
+    if method != "fp8" or not block:
+        raise ValueError(
+            "load: quantization_config of config.json must be fp8 with a weight_block_size (the "
+            f"format of DeepSeek and GLM), got {method} with weight_block_size {block}"
+        )
+    rows, columns = block
+    # transformers moves expert_dtype into the quantization_config
+    experts = quantization.get("expert_dtype", config.get("expert_dtype"))
+    return {FP8: (rows, columns)} | ({FP4: FP4_BLOCK} if experts == "fp4" else {})
+
+
+def values(stored: Tensor) -> Tensor:
+    """The values of a weight before scaling, in float32."""
+    if stored.dtype != torch.int8:
+        return stored.float()
+    four_bits = torch.cat([E2M1, -E2M1])
+    byte = torch.arange(256)
+    pairs = torch.stack([four_bits[byte & 15], four_bits[byte >> 4]], 1)
+    return embedding(stored.view(torch.uint8).int(), pairs).flatten(1)
+
+
+def dequantise(weight: Tensor, scales: Tensor, block: tuple[int, int], out: Tensor) -> None:
+    """``out = weight * scale of its block``, in float32, rounded once to the dtype of ``out``.
+
+    Args:
+        weight: ``[rows, columns]`` float8_e4m3fn, or ``[rows, columns / 2]`` int8 of fp4.
+        scales: of the shape :func:`grid` of ``[rows, columns]`` and any dtype of :data:`FLOATS`.
+        block: rows and columns that share a scale.
+        out: ``[rows, columns]``, written to.
+    """
+    height, width = block
+    # one row of blocks at a time, or 128 of single rows: stays in the CPU cache until it is in out
+    together = 128 if height == 1 else 1
+    rows = height * together
+    for part, scale, target in zip(
+        weight.split(rows), scales.float().split(together), out.split(rows), strict=True
+    ):
+        product = values(part)
+        product *= scale.repeat_interleave(width, 1)[:, : out.size(1)]
+        target.copy_(product)
