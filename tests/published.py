@@ -155,9 +155,14 @@ def shards_of(model):
     else:
         old, new = f"layers.{last}.", f"layers.{last + 1}."
         extra = {"eh_proj.weight": [hidden, 2 * hidden]}
-    mtp = {name.replace(old, new): shape for name, shape in shards[f"{last}"].items()}
+    mtp = {
+        name.replace(old, new): shape
+        for name, shape in shards[f"{last}"].items()
+        # V4's drafts from a window alone
+        if config.model_type != V4 or not re.search(r"compressor|attn\.indexer", name)
+    }
     prefix = re.match(rf".*{new}", next(iter(mtp)))[0]
-    extra |= {"enorm.weight": [hidden]}
+    extra |= {"enorm.weight": [hidden], "hnorm.weight": [hidden]}
     shards["mtp"] = mtp | {f"{prefix}{name}": shape for name, shape in extra.items()}
     return shards.values()
 

@@ -18,6 +18,8 @@ from published import (
     kind_of,
     published,
     save_sparse,
+    shards_of,
+    stored_v4,
     true_weights,
     weights_on_disk,
     write_published,
@@ -27,6 +29,7 @@ from tiny import KINDS, YARN, tiny_config, tiny_model, tiny_v4, token_ids
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV4Config,
     DeepseekV4ForCausalLM,
     DeepseekV32Config,
     LlamaConfig,
@@ -302,15 +305,17 @@ FROM_FLOAT16 = r"compressor\.(wkv|wgate)|weights_proj"
 
 
 def assert_equal_to_the_bit(model, path, dtype=torch.bfloat16):
-    want, found = true_weights(path, dtype), weights_on_disk(model)
+    true, found = true_weights(path, torch.float32), weights_on_disk(model)
     pattern = KEPT[kind_of(model.config)]
     if dtype == torch.float16:
         pattern += f"|{FROM_FLOAT16}"
     kept = {name for name in found if re.search(pattern, name)}
     assert kept and all(found[name].dtype == torch.float32 for name in kept)
-    want |= {name: true_weights(path, torch.float32)[name] for name in kept}
     for name, tensor in found.items():
-        assert tensor.dtype == want[name].dtype and torch.equal(tensor, want[name]), name
+        want = true[name]
+        if want.is_floating_point() and name not in kept:
+            want = want.to(dtype)
+        assert tensor.dtype == want.dtype and torch.equal(tensor, want), name
 
 
 @pytest.fixture(scope="module")
@@ -605,42 +610,88 @@ def test_deepseek_v4_is_not_sharded(fp4_checkpoint):
 # ---- memory -----------------------------------------------------------------------------------
 
 
+def deepseek_v32(**changes):
+    yarn = YARN | {"factor": 40.0, "original_max_position_embeddings": 4096}
+    return DeepseekV32Config(rope_parameters=yarn, **changes)
+
+
+def deepseek_v4_flash(**changes):
+    yarn = {"type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1}
+    return DeepseekV4Config(
+        compress_ratios=[0, 0, *[4, 128] * 20, 4, 0],
+        num_hash_layers=3,
+        rope_scaling=yarn | {"original_max_position_embeddings": 65536},
+        **changes,
+    )
+
+
 @pytest.fixture(
     scope="module",
     params=[
-        # of all its layers, and of the first 31
+        # what all layers need, and the first ones
         pytest.param(
-            ({"n_routed_experts": 16, "moe_intermediate_size": 32768}, "1.42TB", "689GB"),
-            id="large-experts",
+            (
+                deepseek_v32(n_routed_experts=16, moe_intermediate_size=32768),
+                {None: "1.42TB", 31: "689GB"},
+            ),
+            id="deepseek_v32-of-large-experts",
         ),
-        # 93,000 tensors
-        pytest.param(({}, "1.34TB", "652GB"), id="as-published", marks=pytest.mark.slow),
+        pytest.param(
+            (
+                deepseek_v4_flash(n_routed_experts=8, moe_intermediate_size=65536),
+                {None: "636GB", 21: "312GB"},
+            ),
+            id="deepseek_v4-of-large-experts",
+        ),
+        # 93,000 and 69,000 tensors
+        pytest.param(
+            (deepseek_v32(), {None: "1.34TB", 31: "652GB"}),
+            id="deepseek_v32-as-published",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            (deepseek_v4_flash(), {None: "569GB", 21: "279GB"}),
+            id="deepseek_v4-as-published",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def real_size(request, tmp_path_factory):
-    """The 671 billion weights of DeepSeek-V3.2 as published, as far as their headers go."""
+    """The 671 billion weights of DeepSeek-V3.2 and the 284 billion of V4-Flash as published, as far
+    as their headers go."""
     path = tmp_path_factory.mktemp("real")
-    changes, *needs = request.param
-    yarn = YARN | {"factor": 40.0, "original_max_position_embeddings": 4096}
+    config, needs = request.param
     with torch.device("meta"):
-        config = DeepseekV32Config(rope_parameters=yarn, **changes)
         write_published(path, config, save=save_sparse)
     on_disk = sum(file.stat().st_blocks * 512 for file in path.iterdir())
-    assert on_disk < 100e6 < 600e9 < sum(file.stat().st_size for file in path.iterdir())
-    return path, *needs
+    assert on_disk < 100e6 < 159e9 < sum(file.stat().st_size for file in path.iterdir())
+    return path, needs
 
 
 def test_a_model_that_does_not_fit_is_rejected_before_anything_is_read(real_size):
-    path, needed, needed_by_half = real_size
-    if psutil.virtual_memory().available > 640e9:
+    path, needs = real_size
+    if psutil.virtual_memory().available > 270e9:
         pytest.skip("this machine has the memory")
-    for asked, needs in (({}, needed), ({"num_hidden_layers": 31}, needed_by_half)):
+    for layers, needed in needs.items():
         with pytest.raises(MemoryError) as error:
-            models.load(path, **asked)
+            models.load(path, num_hidden_layers=layers)
         error.match(
-            rf"load: out of memory: the model needs {needs} in bfloat16, this machine has "
+            rf"load: out of memory: the model needs {needed} in bfloat16, this machine has "
             r"[\d.]+[GM]B free; load fewer layers with num_hidden_layers, or use more devices"
         )
+
+
+@pytest.mark.slow
+def test_a_synthetic_deepseek_v4_flash_has_as_many_tensors_as_the_published_one():
+    config = deepseek_v4_flash()
+    with torch.device("meta"):
+        shards = shards_of(DeepseekV4ForCausalLM(config))
+        names = [
+            len(stored_v4(name, shape, config, "fp4"))
+            for shard in shards
+            for name, shape in shard.items()
+        ]
+    assert sum(names) == 69187
 
 
 @pytest.mark.ascend_host
