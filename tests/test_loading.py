@@ -42,11 +42,14 @@ INDEX = "model.safetensors.index.json"
 EXPERT_UP = r"experts\.(3\.(up_proj|w3)|gate_up_proj)"
 
 
+def tiny(kind):
+    return tiny_v4() if kind == V4 else tiny_model(kind)
+
+
 @pytest.fixture(scope="module", params=[*KINDS, V4])
 def checkpoint(request, tmp_path_factory):
     """A sharded checkpoint and the logits of the model it was saved from."""
-    path = tmp_path_factory.mktemp(request.param)
-    model = tiny_v4() if request.param == V4 else tiny_model(request.param)
+    path, model = tmp_path_factory.mktemp(request.param), tiny(request.param)
     model.save_pretrained(path, max_shard_size="300KB")
     assert len(list(path.glob("*.safetensors"))) > 2
     return path, logits(model)
@@ -90,6 +93,17 @@ def test_a_patched_model_saved_in_shards_loads_again(checkpoint, tmp_path):
 def test_an_unsharded_checkpoint_loads_in_the_dtype_asked_for(tmp_path):
     tiny_model().save_pretrained(tmp_path)
     assert models.load(tmp_path, dtype=torch.bfloat16, device="cpu").dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("kind", [*KINDS, V4])
+def test_a_checkpoint_with_the_names_of_the_model_loads(kind, tmp_path):
+    # as transformers writes one whose state dict it was given
+    model = tiny(kind)
+    model.config.save_pretrained(tmp_path)
+    save_file(model.state_dict(), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    loaded = models.load(tmp_path, dtype=torch.float32).state_dict()
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded[name], tensor), name
 
 
 # ---- damage ---------------------------------------------------------------------------------
@@ -353,6 +367,17 @@ def test_deepseek_v4_computes_what_upstream_does_with_its_weights(fp4_checkpoint
     ids = token_ids(1, 140)  # a row of 128 tokens, and more rows of 4 than are selected
     got, logits = (it(ids, use_cache=False).logits for it in (model, upstream))
     torch.testing.assert_close(got, logits, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("experts", ["fp4", "fp8"])
+def test_deepseek_v4_has_the_weights_that_upstream_loads(experts, tmp_path):
+    # whole blocks, which upstream needs; it keeps unquantised tensors in their dtype on disk
+    sizes = dict(hidden_size=256, moe_intermediate_size=128, q_lora_rank=128, o_lora_rank=64)
+    sizes |= dict(head_dim=128, partial_rotary_factor=0.125, index_head_dim=128)
+    path = published(tmp_path / "checkpoint", V4, experts=experts, **sizes)
+    upstream = AutoModelForCausalLM.from_pretrained(path).state_dict()
+    for name, tensor in models.load(path).state_dict().items():
+        assert torch.equal(tensor, upstream[name].to(tensor.dtype)), name
 
 
 def test_a_dequantised_model_is_as_if_it_had_never_been_in_fp8(fp8_checkpoint, tmp_path):
@@ -721,14 +746,18 @@ print(memory("VmHWM:") - before, sum(tensor.nbytes for tensor in model.state_dic
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    "in_fp8",
-    [pytest.param(True, id="fp8"), pytest.param(False, id="bf16", marks=pytest.mark.slow)],
+    "kind, quantised",
+    [
+        pytest.param(KINDS[0], True, id="fp8"),
+        pytest.param(V4, True, id="fp4"),
+        pytest.param(KINDS[0], False, id="bf16", marks=pytest.mark.slow),
+    ],
 )
-def test_loading_takes_no_more_than_the_model_and_one_shard(in_fp8, tmp_path):
-    small = published(tmp_path / "small")
+def test_loading_takes_no_more_than_the_model_and_one_shard(kind, quantised, tmp_path):
+    small = published(tmp_path / "small", kind)
     sizes = dict(hidden_size=1024, moe_intermediate_size=512, n_routed_experts=32)
-    path = published(tmp_path / "fp8", **sizes)
-    if not in_fp8:
+    path = published(tmp_path / "quantised", kind, **sizes)
+    if not quantised:
         models.load(path).save_pretrained(path := tmp_path / "bf16", max_shard_size="60MB")
     root = Path(__file__).parents[1]
     done = subprocess.run(
