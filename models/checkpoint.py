@@ -188,7 +188,7 @@ def read_header(file: Path) -> dict[str, Stored]:
 def stored(file: Path, tensor) -> Stored:
     """Of a slice of safetensors."""
     dtype, shape = tensor.get_dtype(), tensor.get_shape()
-    if dtype == FP4:
+    if dtype == FP4 and shape:
         shape = [*shape[:-1], 2 * shape[-1]]
     return Stored(file, dtype, shape)
 
