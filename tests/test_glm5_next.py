@@ -119,6 +119,7 @@ def test_logits_equal_upstream_transformers(chunks, pads):
         pytest.param(dict(index_topk=64), id="every-pool"),
         pytest.param(dict(index_kpool=16, index_topk=32), id="pools-of-16"),
         pytest.param(dict(index_kpool_always_select_tail=False), id="without-the-tail"),
+        pytest.param(dict(indexer_types=["full"] * 6), id="an-indexer-beside-an-indexer"),
     ],
 )
 def test_logits_equal_upstream_transformers_of_other_pools(changes):

@@ -38,12 +38,11 @@ class PagedGlm5NextAttention(PagedAttention, Glm5NextTextAttention):
     upstream_layers = (Glm5NextTextLinearAttention,)
     returns_indices = True
 
-    def forward(self, hidden_states, attention_mask, **kwargs):
-        if not isinstance(attention_mask, Step):
-            return Glm5NextTextAttention.forward(self, hidden_states, attention_mask, **kwargs)
-        indices = kwargs.get("prev_topk_indices")
-        output, indices = self.attend(hidden_states, (None, None), attention_mask, indices)
-        return output, None, indices
+    def forward(self, hidden_states, attention_mask, position_embeddings=None, **kwargs):
+        return super().forward(hidden_states, (None, None), attention_mask, **kwargs)
+
+    def dense(self, hidden_states, rotation, attention_mask, **kwargs):
+        return Glm5NextTextAttention.forward(self, hidden_states, attention_mask, **kwargs)
 
     @torch.no_grad()
     def write_index_keys(self, hidden_states: Tensor, rotation: tuple, step: Step) -> None:
