@@ -167,6 +167,28 @@ class PagedAttention:
         """Whether this layer selects positions; if not, it attends to those of an earlier one."""
         return self.indexer is not None
 
+    @property
+    def selection_width(self) -> int:
+        """Indices of each token in the result of :meth:`select`."""
+        return self.indexer.index_topk
+
+    def selectable(self, positions: Tensor) -> Tensor:
+        """From how many indices, 0 to n - 1, the tokens at these positions select."""
+        return positions + 1
+
+    def padding(self, mask: Tensor) -> Tensor:
+        """Tokens of left padding in the mask of an upstream forward, ``[B]``."""
+        visible = mask if mask.dtype == torch.bool else mask == 0
+        return visible[:, 0, -1].int().argmax(-1)
+
+    def upstream_indices(self, columns: Tensor) -> Tensor:
+        """What upstream's indexer returns to select these columns ``[B, T, .]`` of its mask.
+
+        In place of negative numbers, which upstream cannot have, column 0: a token whose row is not
+        full selects all that it sees, and does not see padding.
+        """
+        return columns.clamp(min=0)
+
     def compress_key(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """The normed latent ``[B, S, L]``, and RoPE's key ``[B, S, R]``, not rotated yet."""
         widths = [self.kv_lora_rank, self.qk_rope_head_dim]

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from .cache import Step
+from .pools import patched_layers
 
-#: for each layer with an indexer, the int32 positions ``[B, T, index_topk]`` its T tokens attend to
+#: for each layer with an indexer, the int32 positions ``[B, T, K]`` its T tokens attend to
 Record = dict[int, Tensor]
 
 
@@ -28,10 +29,14 @@ def record_indices(model) -> Iterator[Record]:
             model.train()(ids[:, :-1], labels=ids[:, :-1]).loss.backward()
 
     A record has the tokens that the cache of the last forward holds, padding included, as int32
-    ``[B, T, index_topk]``: prompt and new tokens, but the last, which ``generate()`` does not feed.
-    Cropped tokens leave it; a forward on an empty cache starts it anew. Positions count from the
-    first real token of a sequence; -1 ends a row. The record is complete when the context ends.
+    ``[B, T, K]``: prompt and new tokens, but the last, which ``generate()`` does not feed. Cropped
+    tokens leave it; a forward on an empty cache starts it anew. Positions count from the first real
+    token of a sequence; negative numbers are none. The record is complete when the context ends.
     It follows no exchange of sequences, as in beam search, and no forward on the upstream path.
+
+    K is ``index_topk``. Of DeepSeek-V4 the positions are compressed rows, of 4 tokens each, of
+    which the first 3 tokens have none; of GLM-5.3-Flash K is ``index_topk + index_kpool - 1``, with
+    the incomplete last pool.
 
     Args:
         model: a model patched by :func:`models.use_custom_pypto`.
@@ -56,7 +61,8 @@ def replay_indices(model, record: Record) -> Iterator[None]:
 
     On the ops, token ``t`` of the cache attends to ``record[layer][:, t]``; index keys are still
     written. On the upstream path, as in training mode, a forward has the T tokens of the record,
-    padded as they were. Activation checkpointing repeats forwards in the backward, which must then
+    padded as they were; of DeepSeek-V4 it has no padding, which upstream counts as tokens of the
+    compressed rows. Activation checkpointing repeats forwards in the backward, which must then
     be in this context, too.
 
     Args:
@@ -67,7 +73,7 @@ def replay_indices(model, record: Record) -> Iterator[None]:
         ValueError: ``record`` is of another model; or, from a forward, of other tokens.
     """
     attentions = with_indexer("replay_indices", model)
-    check_record(record, list(attentions), model.config.index_topk)
+    check_record(record, attentions)
     with ExitStack() as stack:
         for layer, attention in attentions.items():
             attend = partial(replaying, attention.attend, record[layer])
@@ -84,22 +90,24 @@ def with_indexer(caller: str, model) -> dict[int, nn.Module]:
             f"{caller}: model must be patched by models.use_custom_pypto first, "
             f"got a {type(model).__name__}"
         )
-    attentions = enumerate(layer.self_attn for layer in model.base_model.layers)
-    return {i: attention for i, attention in attentions if attention.indexer is not None}
+    attentions = {i: layer.self_attn for i, layer in patched_layers(model).items()}
+    return {i: attention for i, attention in attentions.items() if attention.indexer is not None}
 
 
-def check_record(record: Record, layers: list[int], topk: int) -> None:
+def check_record(record: Record, attentions: dict[int, nn.Module]) -> None:
+    layers = list(attentions)
     if sorted(record) != layers:
         raise ValueError(
             f"replay_indices: record must have layers {layers} (those with an indexer), got "
             f"{sorted(record)}; record with the same model"
         )
-    shape = record[layers[0]].shape
     for layer, indices in record.items():
-        if indices.dtype != torch.int32 or indices.shape != (*shape[:2], topk):
+        shape = (*record[layers[0]].shape[:2], attentions[layer].selection_width)
+        if indices.dtype != torch.int32 or indices.shape != shape:
             raise ValueError(
-                f"replay_indices: record[{layer}] must be int32 [B, T, {topk}] (index_topk), with "
-                f"B and T of record[{layers[0]}], got {indices.dtype} {list(indices.shape)}"
+                f"replay_indices: record[{layer}] must be int32 [B, T, {shape[-1]}] (indices of a "
+                f"token in this model), with B and T of record[{layers[0]}], got {indices.dtype} "
+                f"{list(indices.shape)}"
             )
 
 
@@ -156,29 +164,18 @@ def replaying_upstream(
             f"{list(recorded.shape[:2])} tokens [B, T] of the record, got "
             f"{list(hidden_states.shape[:2])}; generate() does not feed its last token"
         )
-    columns = upstream_columns(recorded)
-    visible = mask if mask.dtype == torch.bool else mask == 0
-    if not torch.equal(visible[:, 0, -1].int().argmax(-1), padding(recorded)):
+    padding = attention.padding(mask)
+    positions = torch.arange(recorded.size(1), device=recorded.device) - padding[:, None]
+    selectable = attention.selectable(positions)
+    # a record may hold any number: none may become a column that does not exist
+    exists = (recorded >= 0) & (recorded < selectable[..., None])
+    if not torch.equal(exists.any(-1), selectable > 0):
         raise ValueError(
-            "replay_indices: attention_mask must have the padding of the recorded forwards, "
-            f"{padding(recorded).tolist()} tokens on the left"
+            "replay_indices: attention_mask must have the padding of the recorded forwards, where "
+            f"{(recorded < 0).all(-1).sum(1).tolist()} tokens select nothing, got "
+            f"{padding.tolist()} tokens of padding on the left"
         )
+    columns = torch.where(exists, recorded + padding[:, None, None], -1).int()
+    columns = attention.upstream_indices(columns)
     with replaced(attention.indexer, "forward", lambda *args, **kwargs: columns):
         return dense(hidden_states, position_embeddings, mask, **kwargs)
-
-
-def padding(recorded: Tensor) -> Tensor:
-    """Padding of each sequence, ``[B]``: those tokens attend to nothing, all others to a token."""
-    return (recorded[..., 0] < 0).sum(1)
-
-
-def upstream_columns(recorded: Tensor) -> Tensor:
-    """The same positions as upstream counts them: from the first column, padding included.
-
-    In place of -1, which upstream cannot have, the token's own column: it is among those selected
-    wherever the row is not full.
-    """
-    own = torch.arange(recorded.size(1), dtype=torch.int32, device=recorded.device)[:, None]
-    pads = padding(recorded)[:, None, None].int()
-    # a record may hold any number: none may become a column that does not exist
-    return torch.where((recorded >= 0) & (recorded <= own - pads), recorded + pads, own)

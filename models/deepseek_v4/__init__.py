@@ -79,25 +79,57 @@ class PagedDeepseekV4Attention(DeepseekV4Attention):
 
     def forward(self, hidden_states, position_embeddings, position_ids, attention_mask, **kwargs):
         if not isinstance(attention_mask, Step):
-            return super().forward(
-                hidden_states, position_embeddings, position_ids, attention_mask, **kwargs
+            return self.dense(
+                hidden_states,
+                position_embeddings,
+                attention_mask,
+                position_ids=position_ids,
+                **kwargs,
             )
-        cos, sin = position_embeddings[self.rope_layer_type]
-        outputs = []
-        for part in windows.parts(attention_mask, SLICE):
-            x, cos_part, sin_part = (y[:, part.columns] for y in (hidden_states, cos, sin))
-            outputs.append(self.attend(x, cos_part, sin_part, part))
-        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs, 1)), None
+        return self.attend(hidden_states, position_embeddings, attention_mask)[0], None
 
-    def attend(self, x: Tensor, cos: Tensor, sin: Tensor, part: Part) -> Tensor:
-        """The layer's output ``[B, S, hidden]`` for the tokens of ``part``."""
+    def dense(self, hidden_states, position_embeddings, attention_mask, **kwargs):
+        """As :meth:`PagedAttention.dense`."""
+        return super().forward(
+            hidden_states, position_embeddings, attention_mask=attention_mask, **kwargs
+        )
+
+    def attend(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: dict[str, tuple[Tensor, Tensor]],
+        step: Step,
+        indices: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
+        """The layer's output ``[B, S, hidden]``, and the compressed rows ``[B, S, 1, index_topk]``
+        it attended to if it has an indexer.
+
+        Args:
+            indices: those rows; None: the indexer selects.
+        """
+        inputs = hidden_states, *position_embeddings[self.rope_layer_type], indices
+        results = []
+        for part in windows.parts(step, SLICE):
+            of_part = (None if x is None else x[:, part.columns] for x in inputs)
+            results.append(self.read(*of_part, part))
+        if len(results) == 1:
+            return results[0]
+        outputs, rows = zip(*results, strict=True)
+        return torch.cat(outputs, 1), None if self.indexer is None else torch.cat(rows, 1)
+
+    def read(
+        self, x: Tensor, cos: Tensor, sin: Tensor, indices: Tensor | None, part: Part
+    ) -> tuple[Tensor, Tensor | None]:
+        """The results of :meth:`attend` for the tokens of ``part``."""
         layer = part.cache.layers[self.layer_idx]
         space = layer.spaces["kv"]
         kv = self.kv_norm(self.kv_proj(x)).unsqueeze(2)
         slots = part.cache.slots(space, part.positions % space.ring, part.valid)
         write(layer.kv, slots, apply_rotary_pos_emb(kv, cos, sin, unsqueeze_dim=2))
+        self.write_rows(x, layer, part)
         q_latent = self.q_a_norm(self.q_a_proj(x))
-        selected = self.select(x, q_latent, cos, sin, layer, part)
+        if indices is None and self.indexer is not None:
+            indices = self.select(x, q_latent, cos, sin, layer, part)
 
         query = self.q_b_norm(self.q_b_proj(q_latent).unflatten(-1, (-1, self.head_dim)))
         query = apply_rotary_pos_emb(query, cos, sin, unsqueeze_dim=2)
@@ -106,7 +138,7 @@ class PagedDeepseekV4Attention(DeepseekV4Attention):
             query.to(layer.kv.dtype),
             layer.kv,
             None,
-            torch.cat([window(part, self.sliding_window, space.ring), *selected], -1).unsqueeze(2),
+            self.sparse_indices(indices, part).unsqueeze(2),
             self.scaling,
             actual_seq_lengths_kv=(space.ring + rows).int(),
             block_table=part.cache.tables[space],
@@ -116,33 +148,72 @@ class PagedDeepseekV4Attention(DeepseekV4Attention):
         # the values are rotated by their own positions: back by the query's, only distances stay
         output = apply_rotary_pos_emb(output, cos, -sin, unsqueeze_dim=2)
         groups = output.flatten(2).unflatten(-1, (self.config.o_groups, -1))
-        return self.o_b_proj(self.o_a_proj(groups.to(x.dtype)).flatten(2))
+        return self.o_b_proj(self.o_a_proj(groups.to(x.dtype)).flatten(2)), indices
 
-    def select(
-        self, x: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor, layer: PagedLayer, part: Part
-    ) -> list[Tensor]:
-        """Rows behind the window that each token attends to: nothing, or ``[B, S, .]`` int32."""
-        if self.compressor is None:
-            return []
-        space = layer.spaces["kv"]
+    def write_rows(self, x: Tensor, layer: PagedLayer, part: Part) -> None:
+        """Writes the compressed rows, and those of the indexer, that ``part`` completes."""
         if self.layer_type == HEAVY:
             compress(self.compressor, layer, "kv", "state", part, x)
-            count = part.cache.tables[space].size(1) * space.block - space.ring
-            rows = torch.arange(count, device=x.device)
-            seen = rows < ((part.positions + 1) // space.ratio)[..., None]
-        else:
+        elif self.layer_type == SPARSE:
             compress(self.compressor, layer, "kv", "overlap_state", part, x)
-            compress(self.compressor.indexer, layer, "index", "index_state", part, x)
-            rows = self.select_rows(x, q_latent, cos, sin, layer, part).squeeze(2)
-            seen = rows >= 0
-        return [torch.where(seen, rows + space.ring, -1).int()]
+            compress(self.indexer, layer, "index", "index_state", part, x)
+
+    def sparse_indices(self, indices: Tensor | None, part: Part) -> Tensor:
+        """``[B, S, .]`` int32: where each token's window, and the compressed rows that it attends
+        to, are in the rows of a sequence."""
+        space = part.cache.layers[self.layer_idx].spaces["kv"]
+        near = window(part, self.sliding_window, space.ring)
+        if self.compressor is None:
+            return near
+        if self.layer_type == HEAVY:
+            count = part.cache.tables[space].size(1) * space.block - space.ring
+            rows = torch.arange(count, device=near.device)
+        else:
+            rows = indices.squeeze(2)
+        # a record may hold any number
+        seen = (rows >= 0) & (rows < self.selectable(part.positions)[..., None])
+        return torch.cat([near, torch.where(seen, rows + space.ring, -1).int()], -1)
+
+    @property
+    def indexer(self) -> DeepseekV4Indexer | None:
+        return self.compressor.indexer if self.layer_type == SPARSE else None
+
+    @property
+    def selection_width(self) -> int:
+        """As :meth:`PagedAttention.selection_width`."""
+        return self.indexer.index_topk
+
+    def selectable(self, positions: Tensor) -> Tensor:
+        """Compressed rows that the tokens at these positions see."""
+        return (positions + 1) // self.compressor.compress_rate
+
+    def padding(self, mask: Tensor) -> Tensor:
+        """As :meth:`PagedAttention.padding`, always 0.
+
+        Raises:
+            ValueError: left padding, which upstream counts in its windows.
+        """
+        visible = mask if mask.dtype == torch.bool else mask == 0
+        padded = (~visible[:, 0, 0, 0]).nonzero().flatten().tolist()
+        if padded:
+            raise ValueError(
+                "replay_indices: attention_mask must have no padding on the upstream path of "
+                "DeepSeek-V4, which counts padding as tokens of its windows, got some in sequences "
+                f"{padded}; replay sequence b alone, without its n tokens of padding: "
+                "record[layer][b : b + 1, n:]"
+            )
+        return torch.zeros(len(mask), dtype=torch.int64, device=mask.device)
+
+    def upstream_indices(self, rows: Tensor) -> Tensor:
+        """As :meth:`PagedAttention.upstream_indices`, for rows; -1 is none."""
+        return rows.long()
 
     @torch.no_grad()  # as in transformers: a selection has no gradient
-    def select_rows(
+    def select(
         self, x: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor, layer: PagedLayer, part: Part
     ) -> Tensor:
         """``[B, S, 1, index_topk]`` int32 rows of the index keys with the best scores."""
-        indexer, space = self.compressor.indexer, layer.spaces["index"]
+        indexer, space = self.indexer, layer.spaces["index"]
         query = indexer.q_b_proj(q_latent).unflatten(-1, (-1, indexer.head_dim))
         scorer = indexer.scorer
         scale = scorer.weights_scaling * scorer.softmax_scale  # positive: may leave the ReLU

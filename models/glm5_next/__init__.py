@@ -44,6 +44,22 @@ class PagedGlm5NextAttention(PagedAttention, Glm5NextTextAttention):
     def dense(self, hidden_states, rotation, attention_mask, **kwargs):
         return Glm5NextTextAttention.forward(self, hidden_states, attention_mask, **kwargs)
 
+    @property
+    def selection_width(self) -> int:
+        tail = self.indexer.index_kpool_always_select_tail
+        return super().selection_width + (self.config.index_kpool - 1 if tail else 0)
+
+    def selectable(self, positions: Tensor) -> Tensor:
+        if self.indexer.index_kpool_always_select_tail:
+            return positions + 1
+        return positions + 1 - (positions + 1) % self.config.index_kpool
+
+    def padding(self, mask: Tensor) -> Tensor:
+        return (~mask).sum(-1)
+
+    def upstream_indices(self, columns: Tensor) -> Tensor:
+        return columns
+
     @torch.no_grad()
     def write_index_keys(self, hidden_states: Tensor, rotation: tuple, step: Step) -> None:
         indexer = self.indexer
