@@ -116,10 +116,16 @@ def check_dtypes(tensors: dict[str, Stored], blocks: dict[str, tuple[int, int]])
 
 
 def check_scales(tensors: dict[str, Stored], blocks: dict[str, tuple[int, int]]) -> None:
-    """Rejects quantised weights with missing scales, or with scales of another grid or dtype."""
+    """Rejects quantised tensors other than matrices, and those with missing scales, or with scales
+    of another grid or dtype."""
     for name, (file, dtype, shape) in tensors.items():
         if dtype not in blocks:
             continue
+        if len(shape) != 2:
+            raise ValueError(
+                f"load: {file}: {name} must be a matrix to be {dtype}, got shape {shape}; use a "
+                "checkpoint with this tensor in bfloat16"
+            )
         if (scale := quantisation.scale_name(name, tensors)) is None:
             names = " or ".join(quantisation.scale_names(name))
             raise ValueError(

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -521,6 +522,14 @@ def with_scales_of_integers(path):
     return rf"{SHARD}: {scale} must be .* and dtype F32, F16, BF16, F8_E8M0, got .* and I64"
 
 
+def with_a_norm_in_fp8(path):
+    weight_map = json.loads((path / INDEX).read_text())["weight_map"]
+    name = next(it for it in weight_map if re.fullmatch(r"(model\.)?norm\.weight", it))
+    in_fp8 = partial(edited, edit=lambda norm: norm.to(torch.float8_e4m3fn))
+    change(path, weight_map[name], in_fp8, name)
+    return rf"{name} must be a matrix to be F8_E4M3, got shape \[160\]; use .* in bfloat16"
+
+
 def without_quantization_config(path):
     config = json.loads((path / "config.json").read_text())
     del config["quantization_config"]
@@ -548,6 +557,7 @@ def in_bytes(path):
         without_a_scale_in_the_index_either,
         with_scales_of_whole_blocks_only,
         with_scales_of_integers,
+        with_a_norm_in_fp8,
         without_quantization_config,
         quantised_otherwise,
         in_bytes,
