@@ -780,4 +780,5 @@ def test_loading_takes_no_more_than_the_model_and_one_shard(kind, quantised, tmp
     peak, size = map(int, done.stdout.split())
     shard = max(file.stat().st_size for file in path.glob("*.safetensors"))
     assert size > 200e6 and shard < 61e6
-    assert size <= peak <= size + shard, f"{peak / 1e6:.0f} MB for {size / 1e6:.0f} + {shard / 1e6}"
+    # a few MB less than the model may do: those that the small one has left
+    assert 0.95 * size < peak <= size + shard, f"{peak / 1e6} MB for {size / 1e6} + {shard / 1e6}"
