@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases.npu_sparse_attention_pto import fused_inputs
 from tiny import tiny_model, token_ids
-from transformers import CompileConfig
+from transformers import CompileConfig, DeepseekV4ForCausalLM
 
 from custom_pypto import models
 
@@ -184,6 +184,29 @@ def test_decode_is_one_graph_for_all_positions_and_answers_as_eager(mode):
         # block 0 is nobody's, and after the last token there is nothing yet
         rows, others = (p[1:].flatten(0, 1)[:LAST] for p in (pool, other))
         torch.testing.assert_close(rows, others, rtol=0, atol=2**-6)
+
+
+@pytest.mark.slow
+def test_decode_of_deepseek_v4_is_one_captured_graph():
+    # mode max-autotune: torchair has no converter for the router's softplus
+    path = CHECKPOINT.with_name("lookup_v4")
+    model = DeepseekV4ForCausalLM.from_pretrained(path, experts_implementation="batched_mm")
+    model = models.use_custom_pypto(model).to("npu")
+    ids = token_ids(1, 46) % model.config.vocab_size
+
+    def after_prefill():
+        cache = models.PagedCache(model, 1, 96, block_size=BLOCK)
+        model(ids[:, :40].npu(), past_key_values=cache)
+        return cache
+
+    expected = decode(model, after_prefill(), ids.npu(), 40, 46)  # completes a row of 4 tokens
+    step = torch.compile(
+        model.forward, backend=backend("npugraph_ex"), fullgraph=True, dynamic=False
+    )
+    with watched() as seen:
+        logits = decode(step, after_prefill(), ids.npu(), 40, 46)
+        assert seen.counts() == ONE_GRAPH["npugraph_ex"]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=2**-6 * expected.abs().max())
 
 
 @pytest.mark.parametrize("mode", ["reduce-overhead", "npugraph_ex"])

@@ -167,6 +167,8 @@ class PagedDeepseekV4Attention(DeepseekV4Attention):
             return near
         if self.layer_type == HEAVY:
             count = part.cache.tables[space].size(1) * space.block - space.ring
+            if count == 0:  # a cache shorter than a window
+                return near
             rows = torch.arange(count, device=near.device)
         else:
             rows = indices.squeeze(2)
