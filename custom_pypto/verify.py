@@ -12,7 +12,7 @@ from torch import Tensor
 from . import ops, reference
 from .descriptions import OPS
 
-ROW = "{:<7} {:<30} {:<9} {:<35} {:>8} {:>8}"
+ROW = "{:<7} {:<30} {:<9} {:<45} {:>8} {:>8}"
 
 
 def verify(device: str, op: str = "") -> bool:

@@ -17,11 +17,17 @@ SIZES = [([1], 1, 16), ([300, 0, 1000], 1, 128), ([131, 5], 4, 16), ([5000], 2, 
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 
 
-def of_sequences(dtypes: list[torch.dtype], sizes: list, arguments: Callable) -> Iterator[tuple]:
-    """Checks with the arguments that ``arguments(dtype, lengths, S1, K)`` makes."""
+def of_sequences(
+    dtypes: list[torch.dtype], sizes: list, arguments: Callable, more: str = ""
+) -> Iterator[tuple]:
+    """Checks with the arguments that ``arguments(dtype, lengths, S1, K)`` makes.
+
+    Args:
+        more: what else a check has, for its description.
+    """
     for dtype in dtypes:
         for lengths, S1, K in sizes:
-            shape = f"lengths {lengths}, S1 {S1}, K {K}"
+            shape = f"lengths {lengths}, S1 {S1}, K {K}{more}"
             yield dtype, shape, arguments(dtype, lengths, S1, K)
 
 

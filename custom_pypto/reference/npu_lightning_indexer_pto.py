@@ -47,7 +47,12 @@ def npu_lightning_indexer_pto(
 
 
 def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
-    return of_sequences(dtypes, SIZES, _arguments)
+    yield from of_sequences(dtypes, SIZES, _arguments)
+    yield from of_sequences(dtypes, [([2050, 3], 2, 128)], _compressed, ", cmp_ratio 4")
+
+
+def _compressed(*sizes) -> dict:
+    return _arguments(*sizes) | dict(cmp_ratio=4)
 
 
 def _arguments(dtype: torch.dtype, lengths: list[int], S1: int, K: int) -> dict:

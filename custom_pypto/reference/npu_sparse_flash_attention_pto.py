@@ -66,7 +66,13 @@ def npu_sparse_flash_attention_pto(
 
 
 def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
-    return of_sequences(dtypes, SIZES, _arguments)
+    yield from of_sequences(dtypes, SIZES, _arguments)
+    yield from of_sequences(dtypes, [([700, 3], 2, 640)], _with_sinks, ", sinks, no RoPE")
+
+
+def _with_sinks(*sizes) -> dict:
+    sinks = torch.randn(128, generator=torch.Generator().manual_seed(3))
+    return _arguments(*sizes) | dict(query_rope=None, key_rope=None, sinks=sinks)
 
 
 def _arguments(dtype: torch.dtype, lengths: list[int], S1: int, K: int) -> dict:
