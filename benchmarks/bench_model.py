@@ -13,11 +13,9 @@ beyond weights and cache, measured in its own process.
 """
 
 import argparse
-import ctypes
 import importlib.util
 import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -34,6 +32,7 @@ from measure import (
     interleaved,
     machine,
     of_kernels,
+    peak_over,
     ratio,
     table,
     user_seconds,
@@ -106,19 +105,10 @@ def peak_bytes(side: str, phase: str, context: int, dtype: torch.dtype) -> int:
 
 
 def print_peak(side: str, phase: str, context: int, dtype: torch.dtype) -> None:
-    def status(key: str) -> int:
-        return 1024 * int(
-            re.search(rf"{key}:\s*(\d+) kB", Path("/proc/self/status").read_text())[1]
-        )
-
     model = make_model(side, LAYER if phase.startswith("layer") else MODEL, dtype)
     call = CALLS[phase](side, model, context)
     CALLS[phase](side, model, 64)()  # threads and libraries start before the measurement
-    ctypes.CDLL(None).malloc_trim(0)  # returns freed memory, which the call could otherwise reuse
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = status("VmRSS")
-    call()
-    print(status("VmHWM") - before)
+    print(peak_over(call))
 
 
 class Result(NamedTuple):

@@ -11,15 +11,12 @@ its own process.
 """
 
 import argparse
-import ctypes
 import json
-import re
 import statistics
 import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import torch
 from measure import (
@@ -27,6 +24,7 @@ from measure import (
     interleaved,
     machine,
     of_kernels,
+    peak_over,
     ratio,
     table,
     user_seconds,
@@ -231,18 +229,10 @@ def peak_bytes(side: str, kind: str, phase: str, context: int) -> int:
 
 
 def print_peak(side: str, kind: str, phase: str, context: int) -> None:
-    def status(key: str) -> int:
-        text = Path("/proc/self/status").read_text()
-        return 1024 * int(re.search(rf"{key}:\s*(\d+) kB", text)[1])
-
     model = make_model(side, kind)
     call = CALLS[phase](side, model, context)
     CALLS[phase](side, model, 256)()  # threads and libraries start before the measurement
-    ctypes.CDLL(None).malloc_trim(0)  # returns freed memory, which the call could otherwise reuse
-    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
-    before = status("VmRSS")
-    call()
-    print(status("VmHWM") - before)
+    print(peak_over(call))
 
 
 def row(kind: str, phase: str, context: int, repeats: int) -> list[str]:

@@ -1,5 +1,6 @@
 """How the benchmarks time and report: interleaved repeats, medians, sections of RESULTS.md."""
 
+import ctypes
 import re
 import resource
 import statistics
@@ -22,6 +23,20 @@ def user_seconds() -> float:
     that can take longer than the computation (RESULTS.md, "Upstream decode from 8K to 16K").
     """
     return resource.getrusage(resource.RUSAGE_THREAD).ru_utime
+
+
+def peak_over(call: Callable[[], object]) -> int:
+    """Peak resident bytes of a call, beyond those resident before it."""
+
+    def status(key: str) -> int:
+        text = Path("/proc/self/status").read_text()
+        return 1024 * int(re.search(rf"{key}:\s*(\d+) kB", text)[1])
+
+    ctypes.CDLL(None).malloc_trim(0)  # returns freed memory, which the call could otherwise reuse
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = status("VmRSS")
+    call()
+    return status("VmHWM") - before
 
 
 def interleaved(
