@@ -72,6 +72,7 @@ def add_custom(self: Tensor, other: Tensor) -> Tensor:
         RuntimeError: a constraint above is violated; the message names the argument.
 
     Example:
+        >>> import torch
         >>> add_custom(torch.tensor([1.0, 2.0]), torch.tensor([0.5, 0.5]))
         tensor([1.5000, 2.5000])
     """
@@ -129,6 +130,7 @@ def npu_lightning_indexer_pto(
         RuntimeError: a constraint above is violated; the message names the argument.
 
     Example:
+        >>> import torch
         >>> query = torch.ones(1, 2, 1, 16)  # two tokens, one head
         >>> key = torch.arange(16.0).repeat(16, 1).T.contiguous()[None, :, None]  # key j holds j
         >>> npu_lightning_indexer_pto(
@@ -209,6 +211,7 @@ def npu_sparse_flash_attention_pto(
             raises it too: the op has no backward.
 
     Example:
+        >>> import torch
         >>> latent = torch.eye(16)[None, :, None]  # one block of 16 rows
         >>> out = npu_sparse_flash_attention_pto(
         ...     torch.zeros(1, 1, 1, 16),

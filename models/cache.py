@@ -147,6 +147,11 @@ class PagedCache(Cache):
         """``[B, blocks]`` int32 block ids of the pools with a row for every token."""
         return self.tables[EVERY_TOKEN.in_blocks(self.block_size)]
 
+    @block_table.setter
+    def block_table(self, table: Tensor) -> None:
+        self.tables[EVERY_TOKEN.in_blocks(self.block_size)] = table
+        self.max_cache_len = table.size(1) * self.block_size
+
     def place(self, batch_size: int, tokens: int, valid: Tensor | None) -> Step:
         """The positions of new tokens, and the resulting sequence lengths.
 

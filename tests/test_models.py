@@ -14,6 +14,7 @@ from transformers import (
     AutoModelForCausalLM,
     DeepseekV4ForCausalLM,
     DynamicCache,
+    Glm5NextForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
 )
@@ -869,7 +870,8 @@ def test_a_model_that_cannot_be_patched_is_rejected_untouched(model, error, mess
 
 
 def test_every_architecture_is_tested_and_named_in_the_rejection_of_others():
-    tested = {cls for _, cls in CLASSES.values()} | {DeepseekV4ForCausalLM}
+    others = {DeepseekV4ForCausalLM, Glm5NextForConditionalGeneration}  # in files of their own
+    tested = {cls for _, cls in CLASSES.values()} | others
     assert tested == set(models.ATTENTION)
     expected = f"a {' or '.join(cls.__name__ for cls in models.ATTENTION)} of transformers"
     with pytest.raises(TypeError, match=f"use_custom_pypto: model must be {expected}, got .*Llama"):
@@ -878,7 +880,7 @@ def test_every_architecture_is_tested_and_named_in_the_rejection_of_others():
 
 def test_what_architectures_share_knows_none_of_them():
     folder = Path(models.__file__).parent
-    kinds = [*KINDS, "deepseek_v4"]
+    kinds = [*KINDS, "deepseek_v4", "glm5_next"]
     assert {path.parent.name for path in folder.glob("*/__init__.py")} == set(kinds)
     for path in set(folder.glob("*.py")) - {folder / "__init__.py"}:
         found = re.search("|".join(["transformers.models", *kinds]), path.read_text())
