@@ -168,8 +168,9 @@ class PagedCache(Cache):
         self.check_room(tokens)
         if self._recurrent() and not torch.compiler.is_compiling() and self.seen == 0:
             self._reset_recurrent()  # an interrupted forward may have left something
-        after = self.seen + tokens
-        self.written.copy_(torch.where(self.seen > 0, self.written.maximum(after), after))
+        if self.spare is not None:
+            after = self.seen + tokens
+            self.written.copy_(torch.where(self.seen > 0, self.written.maximum(after), after))
         if valid is None:
             valid = torch.ones(batch_size, tokens, dtype=torch.bool, device=self.lengths.device)
         positions = self.lengths[:, None] + valid.cumsum(1) - 1
