@@ -44,7 +44,7 @@ KINDS = {
     "heavy": "heavily_compressed_attention",
 }
 DECODE_CONTEXTS = (4096, 16384, 65536)
-PREFILL_CONTEXTS = (2048, 16384, 65536)
+PREFILL_CONTEXTS = (2048, 8192)
 # upstream's logits [64, S, 1.25 S] take 0.7 GB per copy at 2K, 2.7 GB at 4K
 UPSTREAM_PREFILL_LIMIT = 2048
 # Relative to the largest element of a row; upstream rounds weights and sums to bfloat16, and one of
@@ -52,8 +52,8 @@ UPSTREAM_PREFILL_LIMIT = 2048
 TOLERANCE = 2**-4
 # times upstream's decode step, by layer and context; the projections take most of ours
 FLOORS = {
-    ("sliding", 4096): 1.1,
-    ("heavy", 4096): 1.1,
+    ("sliding", 4096): 1.0,
+    ("heavy", 65536): 1.5,
     ("sparse", 4096): 2.0,
     ("sparse", 65536): 25.0,
 }
