@@ -186,7 +186,7 @@ class PagedCache(Cache):
         table = self.tables[space]
         column = rows // space.block
         last = table.size(1) - 1
-        block = table.gather(1, column.clamp(0, max(last, 0))).long()
+        block = table.gather(1, column.clamp(0, last)).long()
         fits = valid & (column <= last)
         block = torch.where(fits, block, 0).flatten()
         row = torch.where(fits, rows % space.block, 0).flatten()

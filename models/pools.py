@@ -35,9 +35,9 @@ class Space(NamedTuple):
         return self._replace(ring=ring, block=block, spare=self.spare + ring - self.ring)
 
     def blocks(self, tokens: int) -> int:
-        """Blocks of a sequence of ``tokens`` tokens."""
+        """Blocks of a sequence of ``tokens`` tokens, at least one, so that a table has a column."""
         rows = tokens // self.ratio if self.ratio else 0
-        return self.ring // self.block - (-rows // self.block)
+        return max(1, self.ring // self.block - (-rows // self.block))
 
 
 EVERY_TOKEN = Space()

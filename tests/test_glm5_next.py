@@ -211,6 +211,14 @@ def test_a_changed_cache_continues_as_if_its_tokens_had_been_fed(change, rows):
     torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
 
 
+def test_a_cache_may_be_shorter_than_a_pool():
+    upstream, patched = upstream_and_patched(index_kpool=32, index_topk=32)
+    ids = token_ids(1, 12)
+    got = patched(input_ids=ids, past_key_values=paged_cache(patched, 1, 16)).logits
+    want = upstream(input_ids=ids, use_cache=False).logits
+    torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
+
+
 def test_a_recurrent_state_cannot_be_taken_back():
     _, patched = upstream_and_patched()
     cache = paged_cache(patched, 1)
