@@ -16,50 +16,24 @@ Integer values are not trusted: lengths are clamped to the tensors' capacity, an
 block id is outside the cache are ignored.
 """
 
-import functools
-from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any
 
 from torch import Tensor
 
-from .descriptions import OPS
-from .schemas import overloads
-from .standard import check_keywords
+from .quantised_ops import *  # noqa: F403
+from .quantised_ops import __all__ as _quantised
+from .schemas import public_function
 
 __all__ = [
     "add_custom",
     "npu_lightning_indexer_pto",
     "npu_sparse_attention_pto",
     "npu_sparse_flash_attention_pto",
+    *_quantised,
 ]
 
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
-
-
-def _op(contract: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Wraps the op that the body-less function ``contract`` names, declares and documents."""
-    name = contract.__name__
-    # resolve the overloads once: a lookup takes a tenth of the time of a call on cold caches
-    op, *others = overloads(name)
-    arguments = frozenset(argument.name for argument in op._schema.arguments)
-
-    @functools.wraps(contract)
-    def call(*args, **kwargs):
-        standard = {given: kwargs.pop(given) for given in [*kwargs] if given not in arguments}
-        if not standard:
-            return op(*args, **kwargs)
-        more = {given: standard.pop(given) for given in OPS[name].omitted if given in standard}
-        check_keywords(name, standard)
-        if any(more.values()):
-            return others[-1](*args, **kwargs, **more)
-        return op(*args, **kwargs)
-
-    return call
-
-
-@_op
+@public_function
 def add_custom(self: Tensor, other: Tensor) -> Tensor:
     """``self + other``, elementwise and differentiable; the minimal op, a template for new ones.
 
@@ -78,7 +52,7 @@ def add_custom(self: Tensor, other: Tensor) -> Tensor:
     """
 
 
-@_op
+@public_function
 def npu_lightning_indexer_pto(
     query: Tensor,
     key: Tensor,
@@ -146,7 +120,7 @@ def npu_lightning_indexer_pto(
     """
 
 
-@_op
+@public_function
 def npu_sparse_flash_attention_pto(
     query: Tensor,
     key: Tensor,
@@ -227,7 +201,7 @@ def npu_sparse_flash_attention_pto(
     """
 
 
-@_op
+@public_function
 def npu_sparse_attention_pto(
     x: Tensor,
     w_dq: Tensor,
