@@ -14,8 +14,11 @@ Dtypes = tuple[str, ...]
 # torch's names; dtypes of the NPU programs, the CPU supports more
 HALF: Dtypes = ("bfloat16", "float16")
 FLOAT: Dtypes = (*HALF, "float32")
+FLOAT16: Dtypes = ("float16",)
 FLOAT32: Dtypes = ("float32",)
+INT8: Dtypes = ("int8",)
 INT32: Dtypes = ("int32",)
+SLOTS: Dtypes = ("int32", "int64")
 
 
 class Description(NamedTuple):
@@ -64,12 +67,38 @@ OPS = {
         omitted={"return_softmax_lse": False},
         notes=("all floating-point tensors but sinks share a dtype.",),
     ),
+    "npu_quant_lightning_indexer_pto": Description(
+        outputs={"sparse_indices": INT32},
+        dtypes={
+            "query": INT8,
+            "key": INT8,
+            "weights": ("float16", "float32"),
+            "query_dequant_scale": ("float16", "float32"),
+            "key_dequant_scale": ("float16", "float32"),
+            "actual_seq_lengths_query": INT32,
+            "actual_seq_lengths_key": INT32,
+            "block_table": INT32,
+        },
+        notes=("the two scales share a dtype.",),
+    ),
+    "npu_quant_rows_pto": Description(
+        outputs={"rows": INT8, "scales": FLOAT16},
+        notes=("hadamard has the dtype of x.",),
+    ),
+    "npu_quant_index_update_pto": Description(
+        outputs={},
+        dtypes={"slots": SLOTS, "cache": INT8, "scale_cache": FLOAT16},
+        notes=(
+            "hadamard has the dtype of x.",
+            "The caches are inputs and, under the same names, outputs: they are written in place.",
+        ),
+    ),
     "npu_sparse_attention_pto": Description(
         outputs={"attention_out": HALF},
         dtypes={
             "sin": FLOAT,
             "cos": FLOAT,
-            "cache_index": ("int32", "int64"),
+            "cache_index": SLOTS,
             "block_table": INT32,
             "act_seqs": INT32,
         },

@@ -1,8 +1,8 @@
 """Keywords of torch_npu's standard ops that the ops here support with one value only.
 
-``npu_lightning_indexer`` and ``npu_sparse_flash_attention`` of torch_npu take them. The functions
-of :mod:`custom_pypto.ops` accept them too, so that calls can be ported unchanged. Each has one
-legal value, which describes what these ops do; any other value is rejected rather than ignored.
+torch_npu's ops of these names without ``_pto`` take them. The functions of :mod:`custom_pypto.ops`
+accept them too, so that calls can be ported unchanged. Each has one legal value, which describes
+what these ops do; any other value is rejected rather than ignored.
 """
 
 from typing import Any, NamedTuple
@@ -21,6 +21,7 @@ _NO_WINDOW = Keyword(
     "2**63 - 1: no window",
     "omit it (sparse_mode and the lengths determine the keys that a token sees)",
 )
+_INT8 = Keyword(None, "int8", "omit it (only Ascend 950 has another type, hifloat8)")
 
 KEYWORDS = {
     "npu_lightning_indexer_pto": {
@@ -32,6 +33,12 @@ KEYWORDS = {
             "compute the scores of the returned positions in torch, or call "
             "torch_npu.npu_lightning_indexer",
         ),
+    },
+    "npu_quant_lightning_indexer_pto": {
+        "pre_tokens": _NO_WINDOW,
+        "next_tokens": _NO_WINDOW,
+        "query_dtype": _INT8,
+        "key_dtype": _INT8,
     },
     "npu_sparse_flash_attention_pto": {
         "pre_tokens": _NO_WINDOW,

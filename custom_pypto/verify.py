@@ -8,11 +8,12 @@ import contextlib
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from . import ops, reference
 from .descriptions import OPS
 
-ROW = "{:<7} {:<30} {:<9} {:<45} {:>8} {:>8}"
+ROW = "{:<7} {:<39} {:<9} {:<45} {:>8} {:>8}"
 
 
 def verify(device: str, op: str = "") -> bool:
@@ -68,7 +69,8 @@ def _error(op: str, arguments: dict, device: str) -> tuple[float, float]:
     mine = _copied(arguments, device)
     got = getattr(ops, op)(**mine)
     expected = getattr(reference, op)(**arguments)
-    return reference.MODULES[op].error(got.cpu(), expected, _copied(mine, "cpu"), arguments)
+    got = tree_map_only(Tensor, Tensor.cpu, got)
+    return reference.MODULES[op].error(got, expected, _copied(mine, "cpu"), arguments)
 
 
 def _copied(arguments: dict, device: str) -> dict:

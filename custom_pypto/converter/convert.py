@@ -35,9 +35,11 @@ def _register(op: str, overload: torch._ops.OpOverload) -> None:
                 arguments[name] = value
         own = {argument.name: arguments[argument.name] for argument in schema.arguments}
         outputs = getattr(ops, constructor)(**own)
+        # the node also outputs the inputs that it writes, as torchair requires; the op does not
+        if returned == 0:
+            return None
         if not isinstance(outputs, tuple):
             return outputs
-        # the node also outputs the inputs that it writes, as torchair requires; the op does not
         return outputs[0] if returned == 1 else outputs[:returned]
 
     convert.__name__ = convert.__qualname__ = f"convert_{variant(op, schema.overload_name)}"

@@ -47,6 +47,9 @@ const Argument& Argument::keeps(int64_t dim, Dim::Rule rule, const char* letter)
   if (rule == Dim::kBlockSize) {
     check(size > 0 && size <= 1024 && size % 16 == 0, "a multiple of 16 up to 1024 (block_size)");
   }
+  if (rule == Dim::kInt8Dims) {
+    check(size > 0 && size <= 1024 && size % 16 == 0, "a multiple of 16 up to 1024 (", letter, ")");
+  }
   return *this;
 }
 
@@ -67,6 +70,18 @@ const Argument& Argument::dtype_or_float32(at::ScalarType expected, const char* 
       dtype == expected || dtype == at::kFloat, op_, c10::str(name_, ".dtype"),
       c10::str(dtype_name(expected), " (", why, ")", expected == at::kFloat ? "" : " or float32"),
       dtype_name(dtype));
+  return *this;
+}
+
+const Argument& Argument::int8(const char* unquantised) const {
+  const auto dtype = tensor_.scalar_type();
+  const bool wide = std::count(std::begin(kFloating), std::end(kFloating), dtype);
+  // hifloat8, which torch lacks, is passed as uint8
+  const bool float8 = c10::isFloat8Type(dtype) || dtype == at::kByte;
+  CHECK_ARGUMENT(dtype == at::kChar, op_, c10::str(name_, ".dtype"), "int8", dtype_name(dtype),
+                 wide     ? c10::str("; ", unquantised, " takes it")
+                 : float8 ? "; only Ascend 950 multiplies 8-bit floats, this op does not"
+                          : "");
   return *this;
 }
 
@@ -199,6 +214,25 @@ void check_lengths_and_blocks(const KeyNames& names, const SequenceParams& p) {
 }
 
 }  // namespace
+
+void check_indexer(const KeyNames& names, IndexerParams& p) {
+  const char* op = names.op;
+  check_sparse_count(op, p.sparse_count);
+  check_sequences(names, p);
+  const int64_t rank = p.query.dim();
+  Argument(op, "key", p.key)
+      .device_of(p.query)
+      .size(p.key.dim() - 1, p.query.sym_size(-1), "D of query")
+      .dense_rows();
+  Argument(op, "weights", p.weights)
+      .rank(rank - 1, rank == 4 ? "[B, S1, N1]" : "[T1, N1]")
+      .sizes(p.query, rank - 1, "shape of query without D")
+      .device_of(p.query);
+  c10::SymDimVector shape(p.query.sym_sizes().begin(), p.query.sym_sizes().end());
+  shape[rank - 2] = 1;
+  shape[rank - 1] = p.sparse_count;
+  p.out = at::empty_symint(shape, p.query.options().dtype(at::kInt));
+}
 
 void check_sequences(const KeyNames& names, SequenceParams& p) {
   const char* op = names.op;

@@ -30,10 +30,11 @@ using OptionalTensor = std::optional<Tensor>;
 std::string_view dtype_name(at::ScalarType dtype);  // as Python prints it: float32
 
 constexpr at::ScalarType kFloating[] = {at::kBFloat16, at::kHalf, at::kFloat};
+constexpr at::ScalarType kSlots[] = {at::kInt, at::kLong};
 
 // A size in a contract's shapes: a letter, or an expression of letters.
 struct Dim {
-  enum Rule { kAny, kPositive, kMultipleOf16, kBlockSize };
+  enum Rule { kAny, kPositive, kMultipleOf16, kBlockSize, kInt8Dims };
   explicit Dim(const char* letter, Rule size_rule = kAny) : name(letter), rule(size_rule) {}
   // for a size that no single argument determines
   Dim(const char* expression, const char* reason, c10::SymInt value = 0)
@@ -59,6 +60,8 @@ class Argument {
   const Argument& keeps(int64_t dim, Dim::Rule rule, const char* letter) const;
   const Argument& dtype(at::ArrayRef<at::ScalarType> expected, const char* why = nullptr) const;
   const Argument& dtype_or_float32(at::ScalarType expected, const char* why) const;
+  // `unquantised` is the op that takes tensors of kFloating
+  const Argument& int8(const char* unquantised) const;
   const Argument& device_of(const Tensor& first) const;
   const Argument& dense_rows() const;  // the last dim is contiguous
 

@@ -44,7 +44,7 @@ void check_shapes(const FusedParams& p) {
   CHECK_SHAPE_AND_DTYPE(index_k_cache, blocks, block_size, N2, D).dense_rows();
   CHECK_SHAPE(sin, B, S1, R).dtype_or_float32(p.x.scalar_type(), "dtype of x");
   CHECK_SHAPE(cos, B, S1, R).dtype_or_float32(p.x.scalar_type(), "dtype of x");
-  CHECK_SHAPE(cache_index, B, S1).dtype({at::kInt, at::kLong}, "flat slots of the caches");
+  CHECK_SHAPE(cache_index, B, S1).dtype(kSlots, "flat slots of the caches");
   CHECK_SHAPE(block_table, B, pages).dtype(at::kInt, "block ids");
   CHECK_SHAPE(act_seqs, B).dtype(at::kInt, "keys of each sequence");
 #undef CHECK_SHAPE_AND_DTYPE
@@ -100,14 +100,11 @@ Tensor rope_half_split(const Tensor& x, const Tensor& sin, const Tensor& cos) {
 void write_cache(const Tensor& cache, const Tensor& rows, const Tensor& cache_index) {
   const Tensor slots = cache_index.to(at::kLong).contiguous(), source = rows.contiguous();
   const int64_t* slot = slots.const_data_ptr<int64_t>();
-  const int64_t block_size = cache.size(1), bytes = cache.size(3) * cache.element_size();
-  char* to = static_cast<char*>(cache.mutable_data_ptr());
+  const int64_t bytes = cache.size(3) * cache.element_size();
   const char* from = static_cast<const char*>(source.const_data_ptr());
-  const Rows strides(cache);
+  const CacheSlots to(cache);
   for (int64_t i = 0; i < slots.numel(); ++i) {
-    if (slot[i] < 0 || slot[i] >= cache.size(0) * block_size) continue;
-    const KeyMap::Slot where{slot[i] / block_size, slot[i] % block_size, 1, true};
-    std::memcpy(to + strides.offset(where) * cache.element_size(), from + i * bytes, bytes);
+    if (void* row = to.row(slot[i])) std::memcpy(row, from + i * bytes, bytes);
   }
 }
 

@@ -16,9 +16,11 @@ std::vector<cpu::Kernels> usable_kernels() {
 #if defined(__x86_64__)
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  cpu::Kernels vectors = cpu::kAvx512;
+  if (__builtin_cpu_supports("avx512vnni")) vectors.int8 = &cpu::kAvx512Vnni;
 #if defined(CUSTOM_PYPTO_AVX512_BF16)
   if (avx512 && __builtin_cpu_supports("avx512bf16")) {
-    cpu::Kernels set = cpu::kAvx512;
+    cpu::Kernels set = vectors;
     set.bf16 = &cpu::kAvx512Bf16;
 #if defined(CUSTOM_PYPTO_AMX)
     set.name = "amx";
@@ -35,7 +37,7 @@ std::vector<cpu::Kernels> usable_kernels() {
     usable.push_back(set);
   }
 #endif
-  if (avx512) usable.push_back(cpu::kAvx512);
+  if (avx512) usable.push_back(vectors);
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     usable.push_back(cpu::kAvx2);
   }

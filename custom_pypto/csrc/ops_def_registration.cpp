@@ -28,6 +28,16 @@ TORCH_LIBRARY(custom_pypto, m) {
          ", bool return_softmax_lse) -> (Tensor, Tensor, Tensor)")
             .c_str());
   m.def(
+      "npu_quant_lightning_indexer_pto(Tensor query, Tensor key, Tensor weights, "
+      "Tensor query_dequant_scale, Tensor key_dequant_scale, int query_quant_mode, "
+      "int key_quant_mode, *, Tensor? actual_seq_lengths_query=None, "
+      "Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, str layout_query='BSND', "
+      "str layout_key='PA_BSND', int sparse_count=2048, int sparse_mode=3) -> Tensor");
+  m.def("npu_quant_rows_pto(Tensor x, *, Tensor? hadamard=None) -> (Tensor, Tensor)");
+  m.def(
+      "npu_quant_index_update_pto(Tensor x, Tensor slots, Tensor(a!) cache, "
+      "Tensor(b!) scale_cache, *, Tensor? hadamard=None) -> ()");
+  m.def(
       "npu_sparse_attention_pto(Tensor x, Tensor w_dq, Tensor w_uq_qr, Tensor w_uk, "
       "Tensor w_dkv_kr, Tensor gamma_cq, Tensor gamma_ckv, Tensor sin, Tensor cos, "
       "Tensor cache_index, Tensor(a!) kv_cache, Tensor(b!) kr_cache, Tensor block_table, "

@@ -128,11 +128,14 @@ inline int64_t panel_rows(int64_t rows) {
 
 template <typename E>
 int64_t panel_elements(int64_t rows, int64_t dims) {
-  return panel_rows(rows) * (std::is_same_v<E, float> ? dims : dims / 2);
+  const int64_t steps = std::is_same_v<E, float>      ? dims
+                        : std::is_same_v<E, uint16_t> ? dims / 2
+                                                      : 1 + dims / 4;
+  return panel_rows(rows) * steps;
 }
 
-// Packs `rows` rows into a panel [dims][width] (bfloat16: [dims / 2][width] of pairs), padded with
-// zeros. A row in two parts takes two calls.
+// Packs `rows` rows into a panel (cpu/kernels.h), padded with zeros. A row in two parts takes two
+// calls, unless it is int8.
 template <typename T>
 void pack_panel(const T* from, int64_t row_stride, int64_t rows, int64_t width, int64_t dims,
                 float* panel) {
@@ -148,14 +151,25 @@ inline void pack_panel(const uint16_t* from, int64_t row_stride, int64_t rows, i
   kernels().bf16->pack_panel(from, row_stride, rows, width, dims, panel);
 }
 
+inline void pack_panel(const int8_t* from, int64_t row_stride, int64_t rows, int64_t width,
+                       int64_t dims, uint32_t* panel) {
+  std::fill_n(panel, (1 + dims / 4) * width, 0);
+  for (int64_t r = 0; r < rows; ++r) {
+    const int8_t* row = from + r * row_stride;
+    int32_t sum = 0;
+    for (int64_t d = 0; d < dims; ++d) sum += row[d];
+    panel[r] = -128 * sum;
+    for (int64_t d = 0; d < dims; d += 4) std::memcpy(&panel[(1 + d / 4) * width + r], row + d, 4);
+  }
+}
+
 // Packs all rows of a token, which are contiguous, into consecutive panels.
-template <typename T, typename P>
-void pack_panels(const T* from, int64_t rows, int64_t dims, P* panels) {
-  const int64_t steps = std::is_same_v<P, float> ? dims : dims / 2;
+template <typename E, typename T>
+void pack_panels(const T* from, int64_t rows, int64_t dims, cpu::PanelElement<E>* panels) {
   for (int64_t r = 0; r < rows; r += cpu::kMaxWidth) {
     const int64_t width = cpu::panel_width(std::min<int64_t>(rows - r, cpu::kMaxWidth));
     pack_panel(from + r * dims, dims, std::min(rows - r, width), width, dims, panels);
-    panels += width * steps;
+    panels += panel_elements<E>(width, dims);
   }
 }
 

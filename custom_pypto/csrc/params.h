@@ -38,6 +38,14 @@ struct IndexerParams : SequenceParams {
   int64_t sparse_count;
 };
 
+// Checks what the indexers have in common, all but dtypes and dims, and allocates the output.
+void check_indexer(const KeyNames& names, IndexerParams& p);
+
+struct QuantIndexerParams : IndexerParams {
+  const Tensor &query_dequant_scale, &key_dequant_scale;
+  int64_t query_quant_mode, key_quant_mode;
+};
+
 struct AttentionParams : SequenceParams {
   const OptionalTensor& value;
   const Tensor& sparse_indices;

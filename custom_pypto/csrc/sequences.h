@@ -64,6 +64,27 @@ struct Rows {
   int64_t block_stride, stride;
 };
 
+// Writes rows of a paged cache by their slots, block * block_size + row.
+class CacheSlots : Rows {
+ public:
+  explicit CacheSlots(const Tensor& cache)
+      : Rows(cache),
+        data_(static_cast<char*>(cache.mutable_data_ptr())),
+        block_size_(cache.size(1)),
+        slots_(cache.size(0) * block_size_),
+        element_size_(cache.element_size()) {}
+
+  // null if the slot is outside the cache (-1: padding)
+  void* row(int64_t slot) const {
+    if (slot < 0 || slot >= slots_) return nullptr;
+    return data_ + offset({slot / block_size_, slot % block_size_, 1, true}) * element_size_;
+  }
+
+ private:
+  char* data_;
+  int64_t block_size_, slots_, element_size_;
+};
+
 template <typename T>
 struct Cache : Rows {
   explicit Cache(const Tensor& cache)

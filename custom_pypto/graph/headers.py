@@ -9,6 +9,7 @@ DTYPES = {
     "bfloat16": "DT_BF16",
     "float16": "DT_FLOAT16",
     "float32": "DT_FLOAT",
+    "int8": "DT_INT8",
     "int32": "DT_INT32",
     "int64": "DT_INT64",
 }

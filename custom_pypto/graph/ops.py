@@ -116,6 +116,69 @@ def sparse_flash_attention_pto_softmax_lse(
     return node("npu_sparse_flash_attention_pto", locals(), "softmax_lse")
 
 
+def quant_lightning_indexer_pto(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    query_dequant_scale: Tensor,
+    key_dequant_scale: Tensor,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_key: Tensor | None = None,
+    block_table: Tensor | None = None,
+    *,
+    query_quant_mode: int,
+    key_quant_mode: int,
+    layout_query: str = "BSND",
+    layout_key: str = "PA_BSND",
+    sparse_count: int = 2048,
+    sparse_mode: int = 3,
+) -> Tensor:
+    """GE operator ``QuantLightningIndexerPto``.
+
+    Prototype: npu_quant_lightning_indexer_pto.h. Meaning and shapes:
+    :func:`custom_pypto.npu_quant_lightning_indexer_pto`.
+
+    Returns:
+        sparse_indices: int32.
+    """
+    return node("npu_quant_lightning_indexer_pto", locals())
+
+
+def quant_rows_pto(
+    x: Tensor,
+    hadamard: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """GE operator ``QuantRowsPto``.
+
+    Prototype: npu_quant_rows_pto.h. Meaning and shapes:
+    :func:`custom_pypto.npu_quant_rows_pto`.
+
+    Returns:
+        rows: int8.
+        scales: float16.
+    """
+    return node("npu_quant_rows_pto", locals())
+
+
+def quant_index_update_pto(
+    x: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+    scale_cache: Tensor,
+    hadamard: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """GE operator ``QuantIndexUpdatePto``.
+
+    Prototype: npu_quant_index_update_pto.h. Meaning and shapes:
+    :func:`custom_pypto.npu_quant_index_update_pto`.
+
+    Returns:
+        cache: int8, the input, written in place.
+        scale_cache: float16, the input, written in place.
+    """
+    return node("npu_quant_index_update_pto", locals())
+
+
 def sparse_attention_pto(
     x: Tensor,
     w_dq: Tensor,

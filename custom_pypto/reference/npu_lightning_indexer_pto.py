@@ -1,4 +1,4 @@
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -28,18 +28,46 @@ def npu_lightning_indexer_pto(
     cmp_ratio: int = 1,
 ) -> Tensor:
     """The best ``sparse_count`` positions by :func:`scores`; ties by ascending position."""
-    batch = len(actual_seq_lengths_query) if layout_query == "TND" else query.size(0)
-    keys = keys_of(key, layout_key, actual_seq_lengths_key, block_table, batch, cmp_ratio)
+    q, k, w = query.flatten(0, -3), key.reshape(-1, key.size(-1)), weights.flatten(0, -2)
+    return selection(
+        lambda row, slots: scores(q[row], k[slots], w[row]),
+        query,
+        key,
+        actual_seq_lengths_query,
+        actual_seq_lengths_key,
+        block_table,
+        layout_query,
+        layout_key,
+        sparse_count,
+        sparse_mode,
+        cmp_ratio,
+    )
+
+
+def selection(
+    scores: Callable[[int, Tensor], Tensor],
+    query: Tensor,
+    key: Tensor,
+    lengths_query: Tensor | None,
+    lengths_key: Tensor | None,
+    block_table: Tensor | None,
+    layout_query: str,
+    layout_key: str,
+    sparse_count: int,
+    sparse_mode: int,
+    cmp_ratio: int = 1,
+) -> Tensor:
+    """The best positions of each query token by ``scores(row, slots)``, in which ``row`` is that of
+    the token and ``slots`` are those of keys, in the flattened query and cache."""
+    batch = len(lengths_query) if layout_query == "TND" else query.size(0)
+    keys = keys_of(key, layout_key, lengths_key, block_table, batch, cmp_ratio)
     out = query.new_full((*query.shape[:-2], 1, sparse_count), -1, dtype=torch.int32)
-    rows, q, w = out.view(-1, 1, sparse_count), query.flatten(0, -3), weights.flatten(0, -2)
-    k = key.reshape(-1, key.size(-1))
+    rows = out.view(-1, 1, sparse_count)
     tokens = [k.tokens for k in keys]
-    for token in query_tokens(
-        query, layout_query, actual_seq_lengths_query, tokens, sparse_mode, cmp_ratio
-    ):
+    for token in query_tokens(query, layout_query, lengths_query, tokens, sparse_mode, cmp_ratio):
         slot = keys[token.sequence].slots[: token.visible]
         position = (slot >= 0).nonzero().squeeze(1)
-        score = scores(q[token.row], k[slot[position]], w[token.row])
+        score = scores(token.row, slot[position])
         # torch.sort ranks NaN first; stable: ties by ascending position
         best = torch.sort(score, descending=True, stable=True).indices[:sparse_count]
         rows[token.row, 0, : len(best)] = position[best].int()
@@ -70,23 +98,37 @@ def _arguments(dtype: torch.dtype, lengths: list[int], S1: int, K: int) -> dict:
 
 
 def error(got: Tensor, expected: Tensor, mine: dict, theirs: dict) -> tuple[float, float]:
-    """The largest excess of a missed score, or of a score over the one before it in its row."""
-    query, weights = theirs["query"].double(), theirs["weights"].double()
-    key_rows = theirs["key"].flatten(0, -2).double()
-    lengths, ratio = theirs["actual_seq_lengths_key"], theirs.get("cmp_ratio", 1)
-    keys = keys_of(theirs["key"], "PA_BSND", lengths, theirs["block_table"], len(query), ratio)
+    q, k = theirs["query"].flatten(0, 1).double(), theirs["key"].flatten(0, -2).double()
+    w = theirs["weights"].flatten(0, 1).double()
+
+    def scored(row: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+        rows = k[slots]
+        return w[row] @ torch.relu(q[row] @ rows.T), w[row].abs() @ (q[row].abs() @ rows.abs().T)
+
+    return selection_error(got, expected, theirs, scored)
+
+
+def selection_error(
+    got: Tensor, expected: Tensor, call: dict, scored: Callable
+) -> tuple[float, float]:
+    """The largest excess of a missed score, or of a score over the one before it in its row.
+
+    ``scored(row, slots)`` returns scores and the sums of the magnitudes of their terms.
+    """
+    lengths, ratio = call["actual_seq_lengths_key"], call.get("cmp_ratio", 1)
+    batch, tokens = call["query"].shape[:2]
+    keys = keys_of(call["key"], "PA_BSND", lengths, call["block_table"], batch, ratio)
     worst = 0.0
-    for b, i in torch.cartesian_prod(*map(torch.arange, query.shape[:2])).tolist():
+    for b, i in torch.cartesian_prod(torch.arange(batch), torch.arange(tokens)).tolist():
         row, best = got[b, i, 0].tolist(), expected[b, i, 0].tolist()
         count = sum(p >= 0 for p in best)
-        visible = max(keys[b].tokens - query.size(1) + i + 1, 0) // ratio
+        visible = max(keys[b].tokens - tokens + i + 1, 0) // ratio
         chosen = row[:count]
         legal = len(set(chosen)) == count and all(0 <= p < visible for p in chosen)
         if not legal or set(row[count:]) - {-1}:
             return torch.inf, 0.0
-        q, w, rows = query[b, i], weights[b, i], key_rows[keys[b].slots[:visible]]
-        score = w @ torch.relu(q @ rows.T)
-        scale = float((w.abs() @ (q.abs() @ rows.abs().T)).amax()) if visible else 1.0
+        score, magnitude = scored(b * tokens + i, keys[b].slots[:visible])
+        scale = float(magnitude.amax()) if visible else 1.0
         missed, extra = sorted(set(best) - set(row)), sorted(set(row) - set(best))
         if missed:
             worst = max(worst, float(score[missed].max() - score[extra].min()) / scale)

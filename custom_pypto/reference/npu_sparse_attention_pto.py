@@ -35,7 +35,8 @@ def rope_half_split(x: Tensor, sin: Tensor, cos: Tensor) -> Tensor:
 def write_cache(cache: Tensor, rows: Tensor, cache_index: Tensor) -> None:
     """``cache[slot] = row``, in token order; a slot outside the cache is not written."""
     blocks, block_size = cache.shape[:2]
-    for slot, row in zip(cache_index.flatten().tolist(), rows.flatten(0, 1), strict=True):
+    rows = rows.reshape(-1, cache.size(-1))
+    for slot, row in zip(cache_index.flatten().tolist(), rows, strict=True):
         if 0 <= slot < blocks * block_size:
             cache[slot // block_size, slot % block_size, 0] = row
 

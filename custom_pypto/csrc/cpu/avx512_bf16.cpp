@@ -54,26 +54,13 @@ INLINE void index_tile_bf16(const uint32_t* panel, const float* weights, int hea
 }
 
 void index_bf16(const IndexCall<uint16_t>& call) {
-  alignas(64) float partial[kMaxKeys * 16];
-  const int padded = (call.n + 15) / 16 * 16;
-  for (int i = 0; i < padded * 16; ++i) partial[i] = 0.0f;
-  const uint32_t* panel = call.panels;
-  for (int row = 0; row < call.rows;) {
-    const int width = panel_width(call.rows - row);
-    each_strip(width, [&](auto vecs, int) {
-      constexpr int VECS = decltype(vecs)::value;
-      index_strip<VECS>(call, row == 0 ? call.ahead : nullptr, [&](auto keys, int j) {
-        index_tile_bf16<decltype(keys)::value, VECS>(panel, call.weights + row, call.heads - row,
-                                                     call.dims, call.keys + j * call.key_stride,
-                                                     call.key_stride, partial + 16 * j);
-      });
-    });
-    panel += static_cast<int64_t>(width) * (call.dims / 2);
-    row += width;
-  }
-  alignas(64) float sums[kMaxKeys];
-  for (int j = 0; j < padded; j += 16) store(sums + j, reduce16(partial + 16 * j));
-  std::memcpy(call.scores, sums, sizeof(float) * call.n);
+  index_panels(call, call.dims / 2,
+               [&](auto keys, auto vecs, const uint32_t* panel, int row, int j, float* partial)
+                   INLINED {
+                     index_tile_bf16<decltype(keys)::value, decltype(vecs)::value>(
+                         panel, call.weights + row, call.heads - row, call.dims,
+                         call.keys + j * call.key_stride, call.key_stride, partial);
+                   });
 }
 
 // packed[group of 16 dims][key pair][dim] = (value of the even key, value of the odd key); an odd

@@ -4,6 +4,7 @@
 
 #include <immintrin.h>
 
+#include "avx512.h"
 #include "kernels.h"
 #include "vectors.h"
 
@@ -29,23 +30,6 @@ INLINE __m512i interleave(__m512i x) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24,
                                          8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return _mm512_permutexvar_epi16(order, x);
-}
-
-// out[i] = sum of the 16 lanes of vector i
-INLINE __m512 reduce16(const float* in) {
-  __m512 a[8], b[4], c[2];
-  UNROLL for (int i = 0; i < 8; ++i) {  // quarters of row i and i + 8 side by side
-    const __m512 x = load(in + 16 * i), y = load(in + 16 * (i + 8));
-    a[i] = _mm512_shuffle_f32x4(x, y, 0x44) + _mm512_shuffle_f32x4(x, y, 0xEE);
-  }
-  UNROLL for (int i = 0; i < 4; ++i) {  // quarters now belong to rows i, i + 8, i + 4, i + 12
-    b[i] = _mm512_shuffle_f32x4(a[i], a[i + 4], 0x88) + _mm512_shuffle_f32x4(a[i], a[i + 4], 0xDD);
-  }
-  UNROLL for (int i = 0; i < 2; ++i) {
-    c[i] = _mm512_unpacklo_ps(b[i], b[i + 2]) + _mm512_unpackhi_ps(b[i], b[i + 2]);
-  }
-  const __m512 sum = _mm512_unpacklo_ps(c[0], c[1]) + _mm512_unpackhi_ps(c[0], c[1]);
-  return _mm512_shuffle_f32x4(sum, sum, 0xD8);
 }
 
 // transposes 16 x 16 elements
@@ -74,8 +58,6 @@ INLINE void transpose16(__m512i* r) {
   }
   UNROLL for (int i = 0; i < 16; ++i) r[i] = t[i];
 }
-
-INLINE __mmask16 first_lanes(int n) { return n >= 16 ? 0xFFFF : n <= 0 ? 0 : (1u << n) - 1; }
 
 void pack_panel_bf16(const uint16_t* rows, int64_t stride, int count, int width, int dims,
                      uint32_t* panel) {

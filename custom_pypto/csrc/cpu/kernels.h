@@ -6,6 +6,11 @@
 // up to 64 rows, transposed to [dims][width], so that keys are read from the cache in place,
 // unpacked. E is the compute type: float, or uint16_t for the bits of bfloat16 (multiplied in pairs
 // of dims, so that a panel is [dims / 2][width] of uint32_t). Sums are float.
+//
+// The indexer multiplies int8 exactly. As float: products of up to kMostInt8Dims dims add up to at
+// most 2^24. Or with uint8_t as E, which is a key plus 128: a panel is [1 + dims / 4][width] of
+// uint32_t, in which quads of dims follow the first values of the sums, -128 times the sum of a
+// row.
 #pragma once
 
 #include <cstdint>
@@ -40,6 +45,7 @@ struct IndexCall {
   int64_t key_stride;
   int n;
   const E* ahead;  // n keys to prefetch, likely to be read next; or null
+  int64_t ahead_stride;
   float* scores;
 };
 
@@ -92,6 +98,13 @@ struct Bf16Kernels {
   void (*leave)();
 };
 
+// Kernels that multiply int8 without widening it.
+struct Int8Kernels {
+  // to[j][d] = keys[j][d] + 128, for n keys
+  void (*shift)(const int8_t* keys, int64_t stride, int n, int dims, uint8_t* to);
+  void (*index)(const IndexCall<uint8_t>&);
+};
+
 struct Kernels {
   const char* name;
   void (*index)(const IndexCall<float>&);
@@ -109,9 +122,11 @@ struct Kernels {
   const Bf16Kernels* bf16 = nullptr;   // null: bfloat16 is widened to float
   const Bf16Kernels* tiles = nullptr;  // for shapes that fill tiles; null: the CPU has none
   bool widens_index = false;           // the indexer widens bfloat16 all the same
+  const Int8Kernels* int8 = nullptr;   // null: int8 is widened to float
 };
 
 constexpr int kLineElements = 16;
+constexpr int kMostInt8Dims = 1024;
 
 // keys per attend call: the most whose scores for a panel fit in half the level-1 cache
 template <typename E>
@@ -134,6 +149,7 @@ extern const Kernels kGeneric;
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
+extern const Int8Kernels kAvx512Vnni;
 #endif
 #if defined(CUSTOM_PYPTO_AVX512_BF16)
 extern const Bf16Kernels kAvx512Bf16;

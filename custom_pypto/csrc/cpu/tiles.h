@@ -86,7 +86,7 @@ template <int VECS, typename E, typename Tile>
 INLINE void index_strip(const IndexCall<E>& call, const E* ahead, const Tile& tile) {
   each_tile<kTileKeys<VECS>>(call.n, [&](auto keys, int j) {
     if (ahead) {
-      for (int i = j; i < j + keys; ++i) fetch(ahead + i * call.key_stride, call.dims);
+      for (int i = j; i < j + keys; ++i) fetch(ahead + i * call.ahead_stride, call.dims);
     }
     tile(keys, j);
   });

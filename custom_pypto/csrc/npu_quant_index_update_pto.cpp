@@ -1,0 +1,58 @@
+// Quantises index keys into a paged cache. docs/npu_quant_index_update_pto.md
+#include "index_rows.h"
+#include "quantise.h"
+#include "sequences.h"
+
+namespace custom_pypto {
+namespace {
+
+constexpr char kOp[] = "npu_quant_index_update_pto";
+
+// Every rule is checked here, before the caches are touched.
+void contract(const Tensor& x, const Tensor& slots, const Tensor& cache, const Tensor& scale_cache,
+              const OptionalTensor& hadamard) {
+  check_index_rows(kOp, x, hadamard);
+  Argument(kOp, "slots", slots)
+      .rank(x.dim() - 1, "the shape of x without D")
+      .sizes(x, x.dim() - 1, "shape of x without D")
+      .dtype(kSlots, "flat slots of the caches")
+      .device_of(x);
+  Argument(kOp, "cache", cache)
+      .rank(4, "[blocks, block_size, 1, D]")
+      .keeps(1, Dim::kBlockSize, "block_size")
+      .size(2, 1, "N2: one key head")
+      .size(3, x.sym_size(-1), "D of x")
+      .dtype(at::kChar)
+      .device_of(x)
+      .dense_rows();
+  Argument(kOp, "scale_cache", scale_cache)
+      .rank(3, "[blocks, block_size, 1]")
+      .sizes(cache, 3, "shape of cache without D")
+      .dtype(at::kHalf)
+      .device_of(x);
+}
+
+}  // namespace
+
+template <bool computes>
+void npu_quant_index_update_pto(const Tensor& x, const Tensor& slots, const Tensor& cache,
+                                const Tensor& scale_cache, const OptionalTensor& hadamard) {
+  contract(x, slots, cache, scale_cache, hadamard);
+  if (!computes || x.numel() == 0) return;
+  const Tensor rows = rotated(x, hadamard), where = slots.to(at::kLong).contiguous();
+  const float* from = rows.const_data_ptr<float>();
+  const int64_t* slot = where.const_data_ptr<int64_t>();
+  const int64_t dims = x.size(-1);
+  const CacheSlots keys(cache), scales(scale_cache.unsqueeze(-1));
+  // in order: of two rows for one slot the later one stays
+  for (int64_t i = 0; i < where.numel(); ++i) {
+    void* key = keys.row(slot[i]);
+    if (!key) continue;
+    *static_cast<c10::Half*>(scales.row(slot[i])) =
+        quantise(from + i * dims, dims, static_cast<int8_t*>(key));
+  }
+}
+
+REGISTER_CPU_AND_META(npu_quant_index_update_pto)
+
+}  // namespace custom_pypto

@@ -1,0 +1,36 @@
+// Quantises rows to int8. docs/npu_quant_rows_pto.md
+#include <ATen/Parallel.h>
+
+#include <tuple>
+
+#include "index_rows.h"
+#include "quantise.h"
+
+namespace custom_pypto {
+
+using Quantised = std::tuple<Tensor, Tensor>;  // rows and scales
+
+template <bool computes>
+Quantised npu_quant_rows_pto(const Tensor& x, const OptionalTensor& hadamard) {
+  check_index_rows("npu_quant_rows_pto", x, hadamard);
+  const auto shape = x.sym_sizes();
+  const Tensor rows = at::empty_symint(shape, x.options().dtype(at::kChar));
+  const Tensor scales =
+      at::empty_symint(shape.slice(0, shape.size() - 1), x.options().dtype(at::kHalf));
+  if (!computes || x.numel() == 0) return {rows, scales};
+  const Tensor source = rotated(x, hadamard);
+  const float* from = source.const_data_ptr<float>();
+  int8_t* to = rows.mutable_data_ptr<int8_t>();
+  auto* scale = scales.mutable_data_ptr<c10::Half>();
+  const int64_t dims = x.size(-1);
+  at::parallel_for(0, scales.numel(), 64, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      scale[i] = quantise(from + i * dims, dims, to + i * dims);
+    }
+  });
+  return {rows, scales};
+}
+
+REGISTER_CPU_AND_META(npu_quant_rows_pto)
+
+}  // namespace custom_pypto

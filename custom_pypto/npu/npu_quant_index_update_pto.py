@@ -1,0 +1,13 @@
+"""``npu_quant_index_update_pto`` on an NPU."""
+
+from .common import Arguments, Limits
+
+OP = "npu_quant_index_update_pto"
+
+
+def check(a: Arguments) -> None:
+    limits = Limits(OP, a)
+    limits.dtype("x")
+    dim = a.x.size(-1)
+    limits.require(dim == 128, f"x.size({a.x.dim() - 1})", "128", dim)
+    limits.contiguous("cache", "scale_cache")
