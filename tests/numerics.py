@@ -81,15 +81,31 @@ def exact_scores(query: Tensor, keys: Tensor, weights: Tensor) -> tuple[Tensor, 
     return w @ torch.relu(dots), eps, bool((w.isinf()[:, None] & cancels).any())
 
 
+def exact_scores_of_int8(
+    query: Tensor, keys: Tensor, weights: Tensor, query_scale: Tensor, key_scale: Tensor
+) -> tuple[Tensor, float, bool]:
+    """As :func:`exact_scores`. Products are exact, so only the terms of the weighted sum round."""
+    dots = torch.relu(query.double() @ keys.double().T)
+    w, scale = weights.double() * query_scale.double(), key_scale.double()
+    added, summed = w.abs() @ dots, w @ dots
+    magnitude = (added * scale.abs()).nan_to_num(0, 0, 0)
+    eps = 2**-20 * float(magnitude.amax()) if len(keys) else 0.0
+    cancels = (added > 0) & (summed.abs() <= 2**-20 * added)
+    return summed * scale, eps, bool((scale.isinf() & cancels).any())
+
+
 def assert_same_selection(got: Tensor, inputs: dict, smallest: float = 0) -> None:
-    """``got`` is the reference's selection for ``inputs``, except for scores equal within rounding.
+    """``got`` is the reference's selection for ``inputs``, of whichever indexer takes these, except
+    for scores equal within rounding.
 
     Both rows have equally many positions, each visible and none twice. A position in only one of
     them scores within eps of the K-th, and no score exceeds the one before it by more than eps,
     which is at least ``smallest``. If a score in a row is unbounded (:func:`exact_scores`), only
     its number of positions, their visibility and their uniqueness are checked.
     """
-    expected = reference.npu_lightning_indexer_pto(**inputs)
+    quantised = "query_dequant_scale" in inputs
+    op = "npu_quant_lightning_indexer_pto" if quantised else "npu_lightning_indexer_pto"
+    expected = getattr(reference, op)(**inputs)
     assert got.shape == expected.shape, f"shape {tuple(got.shape)}, not {tuple(expected.shape)}"
     assert got.dtype == torch.int32
     got, expected = got.flatten(0, -2), expected.flatten(0, -2)
@@ -129,9 +145,13 @@ def assert_same_selection(got: Tensor, inputs: dict, smallest: float = 0) -> Non
         assert set(row[len(valid) :]) <= {-1}, f"{where}: {row[len(valid) :][:5]} after its keys"
         exists = (slot >= 0).nonzero().flatten()
         scores = torch.full((len(slot),), torch.nan, dtype=torch.float64)
-        scores[exists], eps, anything = exact_scores(
-            query[token.row], key_rows[slot[exists]], weights[token.row]
-        )
+        operands = query[token.row], key_rows[slot[exists]], weights[token.row]
+        if quantised:
+            query_scale = inputs["query_dequant_scale"].flatten(0, -2)[token.row]
+            key_scale = inputs["key_dequant_scale"].flatten()[slot[exists]]
+            scores[exists], eps, anything = exact_scores_of_int8(*operands, query_scale, key_scale)
+        else:
+            scores[exists], eps, anything = exact_scores(*operands)
         if anything:  # it determines the selection and its order
             continue
         eps = max(eps, smallest)

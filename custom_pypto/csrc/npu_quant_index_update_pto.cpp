@@ -13,7 +13,7 @@ void contract(const Tensor& x, const Tensor& slots, const Tensor& cache, const T
               const OptionalTensor& hadamard) {
   check_index_rows(kOp, x, hadamard);
   Argument(kOp, "slots", slots)
-      .rank(x.dim() - 1, "the shape of x without D")
+      .rank(x.dim() - 1, "that of x without D")
       .sizes(x, x.dim() - 1, "shape of x without D")
       .dtype(kSlots, "flat slots of the caches")
       .device_of(x);

@@ -26,7 +26,8 @@ void contract(QuantIndexerParams& p) {
       .dtype(kScaleDtypes)
       .device_of(p.query);
   Argument(op, "key_dequant_scale", p.key_dequant_scale)
-      .rank(key_last, "the shape of key without D")
+      .rank(key_last,
+            key_last == 3 ? p.block_table ? "[blocks, block_size, 1]" : "[B, S2, 1]" : "[T2, 1]")
       .sizes(p.key, key_last, "shape of key without D")
       .dtype(p.query_dequant_scale.scalar_type(), "dtype of query_dequant_scale")
       .device_of(p.query);

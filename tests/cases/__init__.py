@@ -71,7 +71,8 @@ def slots(table: Tensor, length: int, block_size: int) -> Tensor:
 
 def in_a_wider_row(x: Tensor) -> Tensor:
     """A view equal to ``x``, with all strides but the last larger than necessary."""
-    wide = x.new_full((len(x), 2, *x.shape[1:-1], x.size(-1) + 16), torch.nan)
+    fill = torch.nan if x.is_floating_point() else 1
+    wide = x.new_full((len(x), 2, *x.shape[1:-1], x.size(-1) + 16), fill)
     wide[:, 1, ..., : x.size(-1)] = x
     return wide[:, 1, ..., : x.size(-1)]
 

@@ -45,11 +45,18 @@ class Maker:
 
         return fill
 
+    def bytes(self) -> Callable[[int], Tensor]:
+        """Makes n int8: any, or small ones, whose weighted sums are exact."""
+        low, high = (-128, 127) if self.values in ("random", "tiny") else (-2, 2)
+        return self.ints(low, high, torch.int8)
+
     def ints(self, low: int, high: int, dtype=torch.int32) -> Callable[[int], Tensor]:
         """Makes n integers of low … high, and sometimes any others."""
         rng = self.rng
         extremes = [INT_MIN, INT_MIN + 1, -2, -1, 0, 1, high - 1, high, high + 1, INT_MAX - 1]
         extremes.append(INT_MAX)
+        if dtype == torch.int8:
+            extremes = [low, high]
         if dtype == torch.int64:
             extremes += [-(2**63), 2**63 - 1, 2**32, -(2**32)]
         wild = rng.choice([0, 0, 0.1, 0.5])
@@ -75,9 +82,9 @@ class Maker:
 
         return fill
 
-    def rows(self, *shape: int) -> Tensor:
-        """Floats, the last stride is 1."""
-        return self.tensor(shape, dense_rows=True)
+    def rows(self, *shape: int, fill: Callable[[int], Tensor] | None = None) -> Tensor:
+        """Floats by default, the last stride is 1."""
+        return self.tensor(shape, fill, dense_rows=True)
 
     def tensor(
         self, shape: tuple, fill: Callable[[int], Tensor] | None = None, dense_rows=False

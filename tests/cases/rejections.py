@@ -93,7 +93,12 @@ def in_layouts(op: str, prefix: str, inputs: Callable, layout: str, lengths: str
 
 
 def shared(op: Op) -> list:
-    parts = [layout_names, queries_and_keys, query_shapes, key_shapes, lengths, block_tables, modes]
+    parts = [layout_names, dtypes, keys, query_shapes, key_shapes, lengths, block_tables, modes]
+    return [row for part in parts for row in part(op)]
+
+
+def shared_by_int8(op: Op) -> list:
+    parts = [layout_names, keys, query_shapes, key_shapes, lengths, block_tables, modes]
     return [row for part in parts for row in part(op)]
 
 
@@ -111,22 +116,29 @@ def layout_names(op: Op) -> list:
     ]
 
 
-def queries_and_keys(op: Op) -> list:
+def dtypes(op: Op) -> list:
     row, query, key = op.row, op.pa["query"], op.pa["key"]
     key_dtype = "key.dtype must be float32 (dtype of query), got bfloat16"
-    heads = "must be 1 (N2: one key head), got 2"
-    stride = "key.stride(-1) must be 1 (contiguous last dim), got 16; call .contiguous()"
-    batch = "key.size(0) must be 2 (B of query), got 1"
     return [
         row("query-dtype", f"{QUERY_DTYPE}int32", query=query.int()),
         row("query-float64", f"{QUERY_DTYPE}float64", query=query.double()),
         row("key-dtype", key_dtype, key=key.bfloat16()),
+    ]
+
+
+def keys(op: Op) -> list:
+    row, key = op.row, op.pa["key"]
+    heads = "must be 1 (N2: one key head), got 2"
+    stride = "key.stride(-1) must be 1 (contiguous last dim), got 16; call .contiguous()"
+    batch = "key.size(0) must be 2 (B of query), got 1"
+    return [
         row("two-key-heads", f"key.size(2) {heads}", key=key.repeat(1, 1, 2, 1)),
         row("two-key-heads-TND", f"key.size(1) {heads}", op.tnd, key=op.tnd["key"].repeat(1, 2, 1)),
         row("key-last-stride", stride, key=transposed(key)),
-        row("block-size-24", f"{BLOCK_SIZE}24", key=torch.zeros(9, 24, 1, 32)),
-        row("block-size-0", f"{BLOCK_SIZE}0", key=torch.zeros(9, 0, 1, 32)),
-        row("block-size-1040", f"{BLOCK_SIZE}1040", key=torch.zeros(9, 1040, 1, 32)),
+        *(
+            row(f"block-size-{n}", f"{BLOCK_SIZE}{n}", key=key.new_zeros(9, n, 1, key.size(-1)))
+            for n in (24, 0, 1040)
+        ),
         row("key-batch", batch, op.bsnd, key=op.bsnd["key"][:1]),
     ]
 
