@@ -17,7 +17,12 @@ NAMES = (
 )
 
 
-FILES = ("lightning_indexer", "sparse_flash_attention", "sparse_attention")
+FILES = (
+    "lightning_indexer",
+    "quant_lightning_indexer",
+    "sparse_flash_attention",
+    "sparse_attention",
+)
 
 
 @pytest.mark.parametrize(

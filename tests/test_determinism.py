@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases import DTYPES, copied
 from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
+from cases.npu_quant_lightning_indexer_pto import inputs as quant_inputs
 from cases.npu_sparse_attention_pto import CACHES, fused_inputs
 from cases.npu_sparse_flash_attention_pto import inputs as attention_inputs
 
@@ -26,6 +27,10 @@ FUSED = dict(latent=64, rope=32, index_dim=64)
 
 def index(x: dict) -> list[torch.Tensor]:
     return [custom_pypto.npu_lightning_indexer_pto(**x)]
+
+
+def quant_index(x: dict) -> list[torch.Tensor]:
+    return [custom_pypto.npu_quant_lightning_indexer_pto(**x)]
 
 
 def attend(x: dict) -> list[torch.Tensor]:
@@ -47,6 +52,12 @@ def calls(dtype: torch.dtype) -> dict:
         "indexer, exact": (
             index,
             indexer_inputs([2, 1], [1500, 90], **few, dtype=dtype, integers=True),
+        ),
+        "int8 indexer, keys split": (quant_index, quant_inputs([1], [3000], **few, dtype=dtype)),
+        "int8 indexer, tokens split": (quant_index, quant_inputs([30], [90], **few, dtype=dtype)),
+        "int8 indexer, exact": (
+            quant_index,
+            quant_inputs([2, 1], [1500, 90], **few, dtype=dtype, integers=True),
         ),
         "attention, indices split": (
             attend,
@@ -123,13 +134,14 @@ def test_amx_and_its_emulation_give_the_same_bits(results):
     assert not different
 
 
-def test_every_set_of_kernels_selects_the_same_where_arithmetic_is_exact(results):
+@pytest.mark.parametrize("op", ["indexer", "int8 indexer"])
+def test_every_set_of_kernels_selects_the_same_where_arithmetic_is_exact(results, op):
     exact = {
         bit
         for found in results.values()
         for name, bits in found.items()
         for bit in bits
-        if name.startswith("indexer, exact")  # small integers, the same in each dtype
+        if name.startswith(f"{op}, exact")  # small integers, the same in each dtype
     }
     assert len(exact) == 1
 

@@ -74,7 +74,9 @@ def judge(case: Case) -> str:
         return "empty"  # no values to compare
     assert_same_kinds(op(**on_meta(arguments)), got)
     # a writer returns nothing
-    if (*outputs(got), case.arguments.get("slots"))[0].numel() == 0:  # possibly more sequences than fit in the reference's memory
+    if (*outputs(got), case.arguments.get("slots"))[
+        0
+    ].numel() == 0:  # possibly more sequences than fit in the reference's memory
         assert_same_memory(arguments, expected)
         return "empty"
     if case.op == "npu_sparse_attention_pto":
