@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from cases import inputs_of, on_meta
+from torch.utils._pytree import tree_leaves
 
 from custom_pypto import npu
 from custom_pypto.descriptions import FLOAT, OPS, Description
@@ -37,6 +38,7 @@ GE_DTYPES = {
     torch.float16: "DT_FLOAT16",
     torch.float32: "DT_FLOAT",
     torch.float64: "DT_DOUBLE",
+    torch.int8: "DT_INT8",
     torch.int32: "DT_INT32",
     torch.int64: "DT_INT64",
 }
@@ -226,7 +228,7 @@ def test_a_prototype_takes_the_dtypes_that_the_npu_takes(name, monkeypatch):
         except RuntimeError:
             continue
         accepted[changed].add(torch_name(dtype))
-        outputs = out if isinstance(out, tuple) else (out,)
+        outputs = [x for x in tree_leaves(out) if x is not None]
         for dtypes, output in zip(returned, outputs, strict=True):
             dtypes.add(torch_name(output.dtype))
     assert {tensor.name: set(tensor.dtypes) for tensor in prototype.inputs} == accepted

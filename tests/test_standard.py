@@ -10,6 +10,7 @@ import pytest
 import torch
 from cases import on_meta
 from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
+from cases.npu_quant_lightning_indexer_pto import inputs as quant_inputs
 from cases.npu_sparse_flash_attention_pto import inputs as attention_inputs
 
 import custom_pypto
@@ -18,6 +19,7 @@ from custom_pypto.standard import KEYWORDS
 
 INPUTS = {
     "npu_lightning_indexer_pto": indexer_inputs([3, 2], [40, 33]),
+    "npu_quant_lightning_indexer_pto": quant_inputs([3, 2], [40, 33]),
     "npu_sparse_flash_attention_pto": attention_inputs([3, 2], [40, 33]),
 }
 LEGAL = {op: {name: k.legal for name, k in table.items()} for op, table in KEYWORDS.items()}
@@ -28,6 +30,12 @@ STANDARD = {
         Tensor? block_table=None, str layout_query="BSND", str layout_key="BSND",
         int sparse_count=2048, int sparse_mode=3, int pre_tokens=9223372036854775807,
         int next_tokens=9223372036854775807, bool return_value=False
+    """,
+    "npu_quant_lightning_indexer_pto": """
+        Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None,
+        Tensor? block_table=None, str layout_query="BSND", str layout_key="BSND",
+        int sparse_count=2048, int sparse_mode=3, int pre_tokens=9223372036854775807,
+        int next_tokens=9223372036854775807, int? query_dtype=None, int? key_dtype=None
     """,
     "npu_sparse_flash_attention_pto": """
         Tensor? block_table=None, Tensor? actual_seq_lengths_query=None,
@@ -90,6 +98,7 @@ def test_keywords_leave_no_trace_in_a_compiled_graph(op, given):
     [
         ("npu_lightning_indexer_pto", "return_value", True, "True"),
         ("npu_lightning_indexer_pto", "pre_tokens", 7, "7"),
+        ("npu_quant_lightning_indexer_pto", "key_dtype", 290, "290"),
         ("npu_sparse_flash_attention_pto", "attention_mode", 0, "0"),
     ],
 )
@@ -109,7 +118,7 @@ def test_other_keywords_raise_what_python_raises(op):
     def inner(query=None):
         return query
 
-    for keyword in ("sink", "softmax_scale", "query_dequant_scale"):
+    for keyword in ("sink", "softmax_scale", "dequant_scale"):
         with pytest.raises(TypeError) as rejected:
             getattr(custom_pypto, op)(**INPUTS[op], **{keyword: 1})
         with pytest.raises(TypeError) as python:

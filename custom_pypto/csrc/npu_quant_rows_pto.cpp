@@ -1,5 +1,6 @@
 // Quantises rows to int8. docs/npu_quant_rows_pto.md
 #include <ATen/Parallel.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 #include <tuple>
 
@@ -32,5 +33,9 @@ Quantised npu_quant_rows_pto(const Tensor& x, const OptionalTensor& hadamard) {
 }
 
 REGISTER_CPU_AND_META(npu_quant_rows_pto)
+
+TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) {
+  m.impl("npu_quant_rows_pto", torch::autograd::autogradNotImplementedFallback());
+}
 
 }  // namespace custom_pypto

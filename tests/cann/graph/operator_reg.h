@@ -13,7 +13,7 @@ struct DataType {
   const char* name;
 };
 constexpr DataType DT_BF16{"DT_BF16"}, DT_FLOAT16{"DT_FLOAT16"}, DT_FLOAT{"DT_FLOAT"},
-    DT_INT32{"DT_INT32"}, DT_INT64{"DT_INT64"};
+    DT_INT8{"DT_INT8"}, DT_INT32{"DT_INT32"}, DT_INT64{"DT_INT64"};
 
 struct TensorType {
   TensorType(std::initializer_list<DataType> types) {
