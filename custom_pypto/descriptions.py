@@ -72,7 +72,7 @@ OPS = {
         dtypes={
             "query": INT8,
             "key": INT8,
-            "weights": ("float16", "float32"),
+            "weights": FLOAT,
             "query_dequant_scale": ("float16", "float32"),
             "key_dequant_scale": ("float16", "float32"),
             "actual_seq_lengths_query": INT32,

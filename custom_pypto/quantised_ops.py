@@ -44,7 +44,7 @@ def npu_quant_lightning_indexer_pto(
         query: ``[B, S1, N1, D]`` or ``[T1, N1, D]`` by ``layout_query``; int8, any byte; D a
             multiple of 16 up to 1024.
         key: by ``layout_key``; int8; one head; last dim contiguous, other strides arbitrary.
-        weights: ``[B, S1, N1]`` or ``[T1, N1]``; float16, float32 or (CPU only) bfloat16.
+        weights: ``[B, S1, N1]`` or ``[T1, N1]``; bfloat16, float16 or float32.
         query_dequant_scale: of the shape of ``weights``; float16 or float32.
         key_dequant_scale: of the shape of ``key`` without D, as ``[blocks, block_size, 1]``; dtype
             of ``query_dequant_scale``; any strides.

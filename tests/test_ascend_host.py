@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from cases import inputs_of, prefix_sums
 from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
+from cases.npu_quant_lightning_indexer_pto import inputs as quant_inputs
 from cases.npu_sparse_flash_attention_pto import inputs as attention_inputs
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -109,7 +110,9 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def call(op: str, x: dict) -> list[torch.Tensor]:
     """What the op returns, and what it may have written."""
-    return [getattr(custom_pypto, op)(**x), *(x[name] for name in x if name.endswith("_cache"))]
+    returned = tree_leaves(getattr(custom_pypto, op)(**x))
+    written = [x[name] for name in x if name.endswith("cache")]
+    return [tensor for tensor in returned if tensor is not None] + written
 
 
 @pytest.mark.parametrize("op", CALLS)
@@ -261,6 +264,8 @@ def changed(op: str, x: dict) -> dict:
         return indexer_inputs([1, 2], [25, 20], dim=128, seed=1, **HALF) | {
             "query": x["query"].flip(0)
         }
+    if op == "npu_quant_lightning_indexer_pto":
+        return quant_inputs([1, 2], [25, 20], dim=128, seed=1, **HALF)
     if op == "npu_sparse_flash_attention_pto":
         return attention_inputs([1, 2], [25, 20], seed=1, **HALF)
     return CALLS[op](seed=1)

@@ -221,6 +221,8 @@ def test_a_prototype_takes_the_dtypes_that_the_npu_takes(name, monkeypatch):
         x = on_meta(inputs_of(prototype.op, on_npu=True, dtype=common))
         if "value" in x:  # given, so that they have a dtype
             x |= dict(value=x["key"], sinks=x["query"].new_empty(x["query"].size(-2)).float())
+        if "hadamard" in x:
+            x["hadamard"] = x["x"].new_empty(x["x"].size(-1), x["x"].size(-1))
         if prototype.overload:
             x["return_softmax_lse"] = True
         try:

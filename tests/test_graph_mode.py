@@ -12,6 +12,9 @@ import pytest
 import torch
 from cases import in_a_wider_row
 from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
+from cases.npu_quant_index_update_pto import inputs as update_inputs
+from cases.npu_quant_lightning_indexer_pto import inputs as quant_inputs
+from cases.npu_quant_rows_pto import inputs as rows_inputs
 from cases.npu_sparse_attention_pto import fused_inputs, of_angles_and_slots
 from cases.npu_sparse_flash_attention_pto import inputs as attention_inputs
 from torch import Tensor
@@ -47,7 +50,7 @@ def not_default(op: str) -> dict:
 
 
 def outputs(result) -> tuple[Tensor, ...]:
-    return result if isinstance(result, tuple) else (result,)
+    return () if result is None else result if isinstance(result, tuple) else (result,)
 
 
 # ---- inputs --------------------------------------------------------------------------------------
@@ -63,6 +66,14 @@ def index(lengths_query, lengths_key, dtype=BF16, **arguments) -> dict:
 
 def attend(lengths_query, lengths_key, dtype=BF16, **arguments) -> dict:
     return attention_inputs(lengths_query, lengths_key, dtype=dtype, **arguments)
+
+
+def quant_index(lengths_query, lengths_key, dtype=F16, **arguments) -> dict:
+    return quant_inputs(lengths_query, lengths_key, dim=128, dtype=dtype, **arguments)
+
+
+def update(lengths_query, lengths_key, dtype=BF16, **arguments) -> dict:
+    return update_inputs(lengths_query, lengths_key, dim=128, dtype=dtype, **arguments)
 
 
 def fuse(lengths, S1, dtype=BF16, **arguments) -> dict:
@@ -128,6 +139,54 @@ CALLS = {
             ),
         ],
         True,
+    ),
+    "quant-index-no-query-lengths": (
+        "npu_quant_lightning_indexer_pto",
+        lambda: [quant_index([3, 3], [20, 5]) | dict(actual_seq_lengths_query=None)],
+        False,
+    ),
+    "quant-index-sizes": (
+        "npu_quant_lightning_indexer_pto",
+        lambda: [
+            quant_index([2, 1], [20, 5]),
+            quant_index([3, 3, 2], [50, 1, 8], heads=7, block_size=32, seed=1),
+        ],
+        True,
+    ),
+    "quant-index-packed-sizes": (
+        "npu_quant_lightning_indexer_pto",
+        lambda: [
+            not_default("npu_quant_lightning_indexer_pto"),
+            quant_index(
+                [3, 1, 1],
+                [50, 4, 8],
+                F16,
+                scale_dtype=F32,
+                layout_query="TND",
+                sparse_count=4,
+                sparse_mode=0,
+                heads=3,
+            ),
+        ],
+        True,
+    ),
+    "quant-rows-sizes": (
+        "npu_quant_rows_pto",
+        lambda: [rows_inputs([n], [], dim=128, dtype=BF16, heads=h) for n, h in ((3, 4), (5, 2))],
+        True,
+    ),
+    "quant-update-sizes": (
+        "npu_quant_index_update_pto",
+        lambda: [
+            update([2, 1], [20, 5], hadamard=True),
+            update([3, 1, 1], [50, 4, 8], block_size=32, hadamard=True, seed=1),
+        ],
+        True,
+    ),
+    "quant-update": (
+        "npu_quant_index_update_pto",
+        lambda: [update([2, 1], [20, 5], F16, slot_dtype=torch.int64)],
+        False,
     ),
     "attend-no-query-lengths": (
         "npu_sparse_flash_attention_pto",
@@ -373,6 +432,51 @@ def test_nodes_feed_each_other(dynamic):
     assert all(rules) and rules[:3] == rules[3:]
 
 
+@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+def test_readers_see_what_was_written_before_them_and_in_two_caches(dynamic):
+    queries, keys = rows_inputs([4], [], dim=128, dtype=BF16), update([2, 2], [40, 5])
+    read = cases.without_nan(quant_index([1, 1], [20, 5], sparse_count=4, sparse_mode=0))
+    keys["scale_cache"].fill_(0.01)
+    # positions 1 and 3 of each sequence, then 0 and 2
+    keys["x"] = 2 * torch.randn(2, 2, 128, generator=torch.Generator().manual_seed(0)).to(BF16)
+    keys["slots"] = read["block_table"][:, :1] * 16 + cases.int32([1, 3])
+    fed = ("query", "key", "query_dequant_scale", "key_dequant_scale")
+    tensors, constants = split({name: x for name, x in read.items() if name not in fed})
+    tensors |= {"x": queries["x"].view(2, 2, 4, 128)}
+    tensors |= {f"update.{name}": x for name, x in split(keys)[0].items()}
+
+    def call(tensors):
+        tensors = dict(tensors)
+        query, scale = overload("npu_quant_rows_pto")(tensors.pop("x"))
+        written = {n: tensors.pop(f"update.{n}") for n in ("x", "slots", "cache", "scale_cache")}
+        found = []
+        for _ in range(2):  # layers
+            overload("npu_quant_index_update_pto")(**written)
+            found.append(
+                overload("npu_quant_lightning_indexer_pto")(
+                    query=query,
+                    key=written["cache"],
+                    query_dequant_scale=scale,
+                    key_dequant_scale=written["scale_cache"],
+                    **tensors,
+                    **constants,
+                )
+            )
+            written["x"] = overload("add_custom")(written["x"], written["x"])
+            written["slots"] = written["slots"] - 1
+        return tuple(found)
+
+    torch.compiler.reset()
+    with one_graph() as graphs:
+        got, expected = run(ge_graphs.compiled(call, dynamic=dynamic), tensors), run(call, tensors)
+    for name, x in expected.items():
+        torch.testing.assert_close(got[name], x, rtol=0, atol=0, equal_nan=True)
+    assert not torch.equal(expected["result 0"], expected["result 1"])
+    assert ge_graphs.differences_from_prototype(graphs[0]) == []
+    types = ["QuantIndexUpdatePto", "QuantLightningIndexerPto", "AddCustom"]
+    assert [n.type for n in ge_graphs.nodes(graphs[0])] == ["QuantRowsPto", *types, *types[:2]]
+
+
 # ---- the converters ------------------------------------------------------------------------------
 
 
@@ -463,6 +567,30 @@ def test_the_report_says_that_graph_mode_works():
             ),
             "block_table must be of at most 16 million keys on an NPU",
             id="index-table",
+        ),
+        pytest.param(
+            "npu_quant_lightning_indexer_pto",
+            lambda: quant_index([2, 2], [20, 5], heads=65),
+            "query.size(2) must be at most 64 on an NPU, got 65",
+            id="quant-index-heads",
+        ),
+        pytest.param(
+            "npu_quant_lightning_indexer_pto",
+            lambda: quant_index([2, 2], [20, 5], strided=True),
+            "key must be contiguous on an NPU, got strides (4608, 144, 144, 1)",
+            id="quant-index-strides",
+        ),
+        pytest.param(
+            "npu_quant_rows_pto",
+            lambda: rows_inputs([3], [], dim=64, dtype=BF16),
+            "x.size(2) must be 128 on an NPU, got 64",
+            id="quant-rows-dim",
+        ),
+        pytest.param(
+            "npu_quant_index_update_pto",
+            lambda: update([2, 2], [20, 5], strided=True),
+            "cache must be contiguous on an NPU, got strides",
+            id="quant-update-strides",
         ),
         pytest.param(
             "npu_sparse_flash_attention_pto",
@@ -592,7 +720,8 @@ def test_an_attribute_that_a_converter_drops_is_found(op, attribute, monkeypatch
     default = inspect.signature(right).parameters[attribute].default
 
     def wrong(*inputs, **attributes):
-        other = False if isinstance(attributes[attribute], bool) else 1.0
+        value = attributes[attribute]
+        other = False if isinstance(value, bool) else type(value)(1)
         attributes[attribute] = other if default is inspect.Parameter.empty else default
         return right(*inputs, **attributes)
 

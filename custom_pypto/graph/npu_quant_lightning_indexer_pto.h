@@ -10,7 +10,7 @@ namespace ge {
 REG_OP(QuantLightningIndexerPto)
     .INPUT(query, TensorType({DT_INT8}))
     .INPUT(key, TensorType({DT_INT8}))
-    .INPUT(weights, TensorType({DT_FLOAT16, DT_FLOAT}))
+    .INPUT(weights, TensorType({DT_BF16, DT_FLOAT16, DT_FLOAT}))
     .INPUT(query_dequant_scale, TensorType({DT_FLOAT16, DT_FLOAT}))
     .INPUT(key_dequant_scale, TensorType({DT_FLOAT16, DT_FLOAT}))
     .OPTIONAL_INPUT(actual_seq_lengths_query, TensorType({DT_INT32}))

@@ -7,7 +7,6 @@ OP = "npu_quant_lightning_indexer_pto"
 
 def check(a: Arguments) -> None:
     limits = Limits(OP, a)
-    limits.dtype("weights")
     limits.paged("layout_key")
     dim = a.query.size(-1)
     limits.require(dim == 128, f"query.size({a.query.dim() - 1})", "128", dim)

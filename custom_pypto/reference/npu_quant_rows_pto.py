@@ -43,9 +43,9 @@ def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
         yield dtype, "x [40, 128], hadamard", dict(x=x, hadamard=matrix)
 
 
-def index_rows(*shape: int) -> Tensor:
+def index_rows(*shape: int, seed: int = 1) -> Tensor:
     """Normal rows with channels of outliers, a row of zeros and magnitudes of any kind."""
-    g = torch.Generator().manual_seed(1)
+    g = torch.Generator().manual_seed(seed)
     x = torch.randn(*shape, generator=g)
     x[..., ::37] *= 20
     rows = x.flatten(0, -2)

@@ -42,7 +42,7 @@ def inputs(
     if strided:
         cache, scale_cache = in_a_wider_row(cache), in_a_wider_row(scale_cache)
     return dict(
-        x=index_rows(batch, longest, dim).to(dtype),
+        x=index_rows(batch, longest, dim, seed=seed).to(dtype),
         slots=slots.to(slot_dtype),
         cache=cache,
         scale_cache=scale_cache,

@@ -23,10 +23,11 @@ def inputs(
     dim: int = 32,
     dtype: torch.dtype = torch.float32,
     hadamard: bool = False,
+    seed: int = 0,
 ) -> dict:
     """The query of each token; keys do not matter."""
     return dict(
-        x=index_rows(sum(lengths_query), heads, dim).to(dtype),
+        x=index_rows(sum(lengths_query), heads, dim, seed=seed).to(dtype),
         hadamard=hadamard_matrix(dim).to(dtype) if hadamard else None,
     )
 
