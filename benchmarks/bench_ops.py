@@ -2,6 +2,7 @@
 
     python benchmarks/bench_ops.py [--threads 1] [--repeats 15] [--write]
     python benchmarks/bench_ops.py --parts [--write]    # what short calls spend beside arithmetic
+    python benchmarks/bench_ops.py --int8 [--write]     # int8 rows, beside the bfloat16 op
     python benchmarks/bench_ops.py --check    # against the floors of this CPU's kernels (floors.py)
 
 Every case is first compared with custom_pypto.reference. FLOP counts: 2 * S1 * S2 * 64 * 128 for
@@ -45,20 +46,48 @@ def tables(S2: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.tensor([S2], dtype=torch.int32), torch.randperm(S2 // BLOCK).int()[None]
 
 
-def indexer_case(S1: int, S2: int, dtype: torch.dtype) -> Case:
-    query, key = torch.randn(1, S1, 64, D).to(dtype), paged(S2, D, dtype)
-    weights, (lengths, block_table) = torch.randn(1, S1, 64), tables(S2)
-    more = {"actual_seq_lengths_key": lengths, "block_table": block_table}
+def index_inputs(S1: int, S2: int, dtype: torch.dtype) -> dict:
+    lengths, block_table = tables(S2)
+    return dict(
+        query=torch.randn(1, S1, 64, D).to(dtype),
+        key=paged(S2, D, dtype),
+        weights=torch.randn(1, S1, 64),
+        actual_seq_lengths_key=lengths,
+        block_table=block_table,
+    )
+
+
+def in_int8(inputs: dict) -> dict:
+    """The call of the int8 indexer on the same rows."""
+    query, query_scale = custom_pypto.npu_quant_rows_pto(inputs["query"])
+    key, key_scale = custom_pypto.npu_quant_rows_pto(inputs["key"])
+    scales = dict(query_dequant_scale=query_scale, key_dequant_scale=key_scale)
+    return inputs | scales | dict(query=query, key=key, query_quant_mode=0, key_quant_mode=0)
+
+
+def checked_indexer(op: str, inputs: dict) -> Case:
+    S1, S2 = inputs["query"].size(1), int(inputs["actual_seq_lengths_key"])
 
     def run():
-        return custom_pypto.npu_lightning_indexer_pto(query, key, weights, **more)
+        return getattr(custom_pypto, op)(**inputs)
 
     # the last token sees the same keys alone as among the others
-    want = reference.npu_lightning_indexer_pto(query[:, -1:], key, weights[:, -1:], **more)
+    tokens = [name for name in ("query", "weights", "query_dequant_scale") if name in inputs]
+    want = getattr(reference, op)(**inputs | {name: inputs[name][:, -1:] for name in tokens})
     common = len(set(want.flatten().tolist()) & set(run()[:, -1].flatten().tolist()))
     if common < 0.999 * K:  # keys with nearly equal scores may be exchanged
-        raise SystemExit(f"indexer {S1=} {S2=} {dtype}: {common} of {K} positions agree; not timed")
+        raise SystemExit(f"{op} {S1=} {S2=}: {common} of {K} positions agree; not timed")
     return Case(f"lightning indexer, S1={S1}, {S2 // 1024}K keys", run, 2 * S1 * S2 * 64 * D)
+
+
+def indexer_case(S1: int, S2: int, dtype: torch.dtype) -> Case:
+    return checked_indexer("npu_lightning_indexer_pto", index_inputs(S1, S2, dtype))
+
+
+def int8_indexer_cases(S1: int, S2: int) -> tuple[Case, Case]:
+    inputs = index_inputs(S1, S2, torch.bfloat16)
+    quantised = checked_indexer("npu_quant_lightning_indexer_pto", in_int8(inputs))
+    return checked_indexer("npu_lightning_indexer_pto", inputs), quantised
 
 
 def attention_case(S1: int, N1: int, S2: int, dtype: torch.dtype) -> Case:
@@ -82,6 +111,8 @@ def attention_case(S1: int, N1: int, S2: int, dtype: torch.dtype) -> Case:
 
 
 MAKE = {"indexer": indexer_case, "attention": attention_case}
+# the op in bfloat16, and over the same rows in int8
+MAKE_INT8 = {"indexer": int8_indexer_cases}
 
 
 def case_of(name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Case:
@@ -139,6 +170,18 @@ def top_k_microseconds(ascending: bool, repeats: int) -> float:
     seconds = interleaved({"all": run(K), "one": run(1)}, repeats)
     differences = [a - b for a, b in zip(seconds["all"], seconds["one"], strict=True)]
     return max(1.0, statistics.median(differences) * 1e6)  # noise may leave less than nothing
+
+
+def int8_times(key: tuple, repeats: int) -> tuple[str, dict[str, list[float]]]:
+    """The name of a case, and seconds of both ops, one after the other."""
+    bfloat16, int8 = MAKE_INT8[key[0]](*key[1:])
+    calls = {"bfloat16": bfloat16.run, "int8": int8.run}
+    return int8.name, interleaved(calls, 5 if key[1] > 4 else repeats)
+
+
+def int8_speedup(key: tuple, repeats: int) -> float:
+    seconds = int8_times(key, repeats)[1]
+    return ratio(seconds["bfloat16"], seconds["int8"])
 
 
 def parts() -> list[Case]:
@@ -200,6 +243,9 @@ def check_floors(repeats: int) -> int:
     for ascending, most in ((False, 70), (True, 150)):
         name = f"top-k 2048 of 128K, {'ascending' if ascending else 'random'}, of {most} us"
         checks.append((name, lambda a=ascending, m=most: m / top_k_microseconds(a, repeats), 1.0))
+    for key, least in floors.INT8.get(torch.ops.custom_pypto.cpu_isa(), {}).items():
+        name = f"int8 over bfloat16, {key[0]} {key[1:]}"
+        checks.append((name, lambda key=key: int8_speedup(key, repeats), least))
     failed = check(checks)
     avx2 = [sys.executable, __file__, "--check"]
     environment = os.environ | {"CUSTOM_PYPTO_CPU_ISA": "avx2"}
@@ -221,6 +267,22 @@ def print_parts(repeats: int, write: bool) -> int:
     return 0
 
 
+def print_int8(repeats: int, write: bool) -> int:
+    rows = []
+    here = floors.INT8.get(torch.ops.custom_pypto.cpu_isa(), {})
+    for key in floors.INT8["avx512_bf16"]:
+        name, seconds = int8_times(key, repeats)
+        ms = [f"{statistics.median(seconds[op]) * 1e3:.2f}" for op in ("bfloat16", "int8")]
+        speedup = ratio(seconds["bfloat16"], seconds["int8"])
+        rows.append([name, *ms, f"{speedup:.2f}", str(here.get(key, "-"))])
+        print(*rows[-1], sep="  ", flush=True)
+    if write:
+        header = ["op", "ms in bfloat16", "ms in int8", "speedup", "floor of --check"]
+        command = "python benchmarks/bench_ops.py --int8 --write"
+        write_section(of_kernels("int8 beside bfloat16, 1 thread"), command, table(header, rows))
+    return 0
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -229,15 +291,19 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--write", action="store_true", help="write to benchmarks/RESULTS.md")
     parser.add_argument("--parts", action="store_true", help="parts of short calls, one thread")
+    parser.add_argument("--int8", action="store_true", help="int8 beside bfloat16, one thread")
     parser.add_argument("--check", action="store_true", help="compare with the floors, one thread")
     args = parser.parse_args()
-    torch.set_num_threads(1 if args.check or args.parts else args.threads)
+    one = args.check or args.parts or args.int8
+    torch.set_num_threads(1 if one else args.threads)
     torch.manual_seed(0)
     print(machine())
     if args.check:
         return check_floors(args.repeats)
     if args.parts:
         return print_parts(args.repeats, args.write)
+    if args.int8:
+        return print_int8(args.repeats, args.write)
     rows = []
     for dtype in (torch.bfloat16, torch.float32):
         for key in floors.OPS["avx512_bf16"]:

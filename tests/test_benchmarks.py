@@ -74,6 +74,13 @@ def test_floors_of_other_kernels_are_not_checked():
     assert "there are floors for the kernels avx512_bf16, amx, got generic" in ran.stderr
 
 
+@pytest.mark.parametrize("name", bench_ops.MAKE_INT8)
+def test_int8_is_timed_beside_bfloat16(name):
+    shape = next(key[1:] for key in floors.INT8["avx512_bf16"] if key[0] == name)
+    seconds = bench_ops.int8_times((name, *shape), 1)[1]
+    assert list(seconds) == ["bfloat16", "int8"]
+
+
 CASES = {
     "indexer": lambda: bench_peers.indexer_case(3, 512, heads=4, count=64),
     "attention": lambda: bench_peers.attention_case(3, 8, 512, count=64),
