@@ -1,4 +1,4 @@
-// Quantises index keys into a paged cache. docs/npu_quant_index_update_pto.md
+// Quantises index keys into a paged cache. docs/int8_caches.md
 #include "index_rows.h"
 #include "quantise.h"
 #include "sequences.h"

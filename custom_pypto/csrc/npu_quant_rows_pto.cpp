@@ -1,4 +1,4 @@
-// Quantises rows to int8. docs/npu_quant_rows_pto.md
+// Quantises rows to int8. docs/int8_caches.md
 #include <ATen/Parallel.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
