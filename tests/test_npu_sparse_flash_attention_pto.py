@@ -4,6 +4,7 @@ import pytest
 import torch
 from cases import (
     DTYPES,
+    FIVE_SHAPES,
     INT_MAX,
     INT_MIN,
     LAYOUT_IDS,
@@ -585,13 +586,7 @@ def test_five_shapes_compile_at_most_twice_and_equal_eager(layout_query, layout_
     function = partial(attend, return_softmax_lse=True) if statistics else attend
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(function, backend=counter, dynamic=True, fullgraph=True)
-    for lengths_query, lengths_key in [
-        ([2, 3], [50, 33]),
-        ([4, 5, 1], [70, 90, 20]),
-        ([1, 2, 3, 4], [40, 130, 17, 260]),
-        ([6, 2, 3, 4, 5], [40, 31, 1, 2, 300]),
-        ([8, 2, 3, 4, 5, 6], [40, 0, 1, 2, 3, 500]),
-    ]:
+    for lengths_query, lengths_key in FIVE_SHAPES:
         # heads, dims and K that no other size equals: equal sizes would share a symbol
         x = attention_inputs(
             lengths_query,

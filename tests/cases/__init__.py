@@ -19,6 +19,14 @@ from torch import Tensor
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 LAYOUTS = [("BSND", "PA_BSND"), ("TND", "PA_BSND"), ("BSND", "BSND"), ("TND", "TND")]
 LAYOUT_IDS = ["-".join(layouts) for layouts in LAYOUTS]
+# query tokens and keys of sequences, in calls that compile at most twice
+FIVE_SHAPES = [
+    ([2, 3], [50, 33]),
+    ([4, 5, 1], [70, 90, 20]),
+    ([1, 2, 3, 4], [40, 130, 17, 260]),
+    ([6, 2, 3, 4, 5], [40, 31, 1, 2, 300]),
+    ([8, 2, 3, 4, 5, 6], [40, 0, 1, 2, 3, 500]),
+]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
