@@ -10,6 +10,7 @@
 
 #include "panels.h"
 #include "params.h"
+#include "quantised_rows.h"
 #include "sequences.h"
 
 namespace custom_pypto {
@@ -24,8 +25,10 @@ struct LatentCaches {
         latent(p.query.size(-1)),
         rope(p.query_rope ? p.query_rope->size(-1) : 0) {
     if (p.key_rope) key_ropes.emplace(*p.key_rope);
+    if (p.key.scalar_type() == at::kChar) quantised.emplace(p.key);
   }
   Cache<T> keys, values;
+  std::optional<Cache<int8_t>> quantised;  // rows of nope, rope and scales, instead of the others
   std::optional<Cache<T>> key_ropes;
   bool own_values;  // values are not the keys
   int64_t latent, rope;
@@ -54,8 +57,9 @@ class KeyChunks {
  public:
   static constexpr int kKeys = cpu::kAttendKeys<E>;
 
-  explicit KeyChunks(const LatentCaches<T>& caches)
-      : caches_(caches), buffers_{Buffer(*this), Buffer(*this)} {}
+  // `bf16`: null unless E is uint16_t
+  KeyChunks(const LatentCaches<T>& caches, const cpu::Bf16Kernels* bf16)
+      : caches_(caches), bf16_(bf16), buffers_{Buffer(*this), Buffer(*this)} {}
   KeyChunks(const KeyChunks&) = delete;  // it points into itself
 
   void clear() { chunk_->chunk.n = next_->chunk.n = 0; }
@@ -69,7 +73,12 @@ class KeyChunks {
     next_->position[j] = position;
     const bool own_values = caches_.own_values;
     const int64_t latent = caches_.latent, rope = caches_.rope;
-    if constexpr (std::is_same_v<E, T>) {
+    if (caches_.quantised) {
+      const int8_t* row = caches_.quantised->row(slot);
+      next_->packed.keys[j] = reinterpret_cast<const E*>(row);
+      // as below; and kernels of float prefetch nothing
+      if (count() == 0 || std::is_same_v<E, float>) fetch(row, quantised_row_bytes(latent, rope));
+    } else if constexpr (std::is_same_v<E, T>) {
       chunk.keys[j] = caches_.keys.row(slot);
       chunk.values[j] = own_values ? caches_.values.row(slot) : chunk.keys[j];
       if (rope) chunk.ropes[j] = caches_.key_ropes->row(slot);
@@ -95,8 +104,28 @@ class KeyChunks {
   }
 
   const cpu::Chunk<E>& current() {
-    chunk_->chunk.next = std::is_same_v<E, T> && next_->chunk.n ? &next_->chunk : nullptr;
-    return chunk_->chunk;
+    cpu::Chunk<E>& chunk = chunk_->chunk;
+    chunk.next = std::is_same_v<E, T> && next_->chunk.n ? &next_->chunk : nullptr;
+    if (!caches_.quantised) return chunk;
+    const int64_t latent = caches_.latent, rope = caches_.rope;
+    for (int j = 0; j < chunk.n; ++j) {
+      E* to = chunk_->widened.data() + j * (latent + rope);
+      dequantise(reinterpret_cast<const int8_t*>(chunk_->packed.keys[j]), to);
+      chunk.keys[j] = chunk.values[j] = to;
+      chunk.ropes[j] = to + latent;
+    }
+    next_->packed.n = next_->chunk.n;
+    if (chunk.next) chunk.next = &next_->packed;
+    return chunk;
+  }
+
+  // Tells whether all elements of the slot's values are finite.
+  bool finite_values(const KeyMap::Slot& slot) {
+    const int64_t latent = caches_.latent;
+    if (!caches_.quantised) return finite(caches_.values.row(slot), latent);
+    unpacked_.resize(latent + caches_.rope);
+    dequantise(caches_.quantised->row(slot), unpacked_.data());
+    return finite(unpacked_.data(), latent);
   }
 
   // Makes the next chunk the current one.
@@ -111,24 +140,39 @@ class KeyChunks {
 
   struct Buffer {
     explicit Buffer(KeyChunks& chunks)
-        : widened(std::is_same_v<E, T> ? 0
-                                       : kKeys * (2 * chunks.caches_.latent + chunks.caches_.rope)),
-          position(kKeys) {
+        : widened(kKeys * chunks.widened_elements()), position(kKeys) {
       chunk.latent = chunks.caches_.latent;
       chunk.rope = chunks.caches_.rope;
+      packed.latent = quantised_row_bytes(chunks.caches_.latent, chunks.caches_.rope) / sizeof(E);
+      packed.rope = 0;
     }
     cpu::Chunk<E> chunk;
+    cpu::Chunk<E> packed;  // quantised: the same rows as they are in the cache, to prefetch
     AlignedVector<E> widened;
     std::vector<int64_t> position;
   };
 
+  // of a row in Buffer::widened
+  int64_t widened_elements() const {
+    const int64_t latent = caches_.latent, rope = caches_.rope;
+    if (caches_.quantised) return latent + rope;
+    return std::is_same_v<E, T> ? 0 : 2 * latent + rope;
+  }
+
+  void dequantise(const int8_t* row, E* to) const {
+    dequantise_row<E, T>(row, caches_.latent, caches_.rope, bf16_, to);
+  }
+
   // Prefetches a row.
-  static void fetch(const T* row, int64_t dims) {
-    constexpr int64_t kLine = 64 / sizeof(T);
+  template <typename Element>
+  static void fetch(const Element* row, int64_t dims) {
+    constexpr int64_t kLine = 64 / sizeof(Element);
     for (int64_t d = 0; d < dims; d += kLine) __builtin_prefetch(row + d, 0, 2);
   }
 
   const LatentCaches<T>& caches_;
+  const cpu::Bf16Kernels* bf16_;
+  AlignedVector<E> unpacked_;  // one row
   Buffer buffers_[2];
   Buffer *chunk_ = &buffers_[0], *next_ = &buffers_[1];
 };

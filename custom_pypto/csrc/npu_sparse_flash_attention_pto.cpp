@@ -30,10 +30,7 @@ Argument like(const Tensor& like, const char* name, const Tensor& tensor, const 
 // Checks every argument and allocates the output.
 void contract(AttentionParams& p) {
   const char* op = kNames.op;
-  CHECK_ARGUMENT(p.sparse_block_size == 1, op, "sparse_block_size", "1 (an index names one key)",
-                 p.sparse_block_size);
-  CHECK_ARGUMENT(is_scale(p.scale_value), op, "scale_value", kScales, p.scale_value);
-  check_sequences(kNames, p);
+  check_attention(kNames, p);
   const int64_t query_last = p.query.dim() - 1, key_last = p.key.dim() - 1;
   const c10::SymInt L = p.query.sym_size(-1);
   Argument(op, "query", p.query).dtype(kFloating).keeps(query_last, Dim::kMultipleOf16, "L");
@@ -53,12 +50,6 @@ void contract(AttentionParams& p) {
         .size(key_last, p.query_rope->sym_size(-1), "R of query_rope")
         .dense_rows();
   }
-  Argument(op, "sparse_indices", p.sparse_indices)
-      .rank(p.query.dim(), p.query_layout == Layout::kTnd ? "[T1, 1, K]" : "[B, S1, 1, K]")
-      .sizes(p.query, query_last - 1, "as query")
-      .size(query_last - 1, 1, "N2: one key head")
-      .dtype(at::kInt, "positions")
-      .device_of(p.query);
   if (p.sinks) {
     Argument(op, "sinks", *p.sinks)
         .rank(1, "[N1]")
@@ -143,7 +134,7 @@ class SparseAttention {
   struct Scratch {
     explicit Scratch(const SparseAttention& op)
         : tiles(op.bf16_),
-          keys(op.caches_),
+          keys(op.caches_, op.bf16_),
           packed(op.bf16_ ? (cpu::kMaxKeys / 2 + 1) * op.caches_.latent : 0),
           staged(op.bf16_ ? cpu::kStagedKeys * (op.caches_.latent + op.caches_.rope) : 0) {}
     TileRegisters tiles;
@@ -289,7 +280,7 @@ class SparseAttention {
       if (std::all_of(counts, counts + task.count, [](int32_t c) { return c == 0; })) continue;
       const KeyMap::Slot slot = key_map_.find(s, j);
       if (!slot.exists) continue;
-      if (!finite(caches_.values.row(slot), caches_.latent)) return false;
+      if (!scratch.keys.finite_values(slot)) return false;
       add_key(slot, j, task, scratch, sums, mask);
       for (int64_t t = 0; t < task.count; ++t) scratch.seen[t] += counts[t];
     }
@@ -320,8 +311,22 @@ class SparseAttention {
 
 }  // namespace
 
-void sparse_flash_attention(AttentionParams& p) {
-  contract(p);
+void check_attention(const KeyNames& names, AttentionParams& p) {
+  const char* op = names.op;
+  CHECK_ARGUMENT(p.sparse_block_size == 1, op, "sparse_block_size", "1 (an index names one key)",
+                 p.sparse_block_size);
+  CHECK_ARGUMENT(is_scale(p.scale_value), op, "scale_value", kScales, p.scale_value);
+  check_sequences(names, p);
+  const int64_t heads = p.query.dim() - 2;
+  Argument(op, "sparse_indices", p.sparse_indices)
+      .rank(p.query.dim(), p.query_layout == Layout::kTnd ? "[T1, 1, K]" : "[B, S1, 1, K]")
+      .sizes(p.query, heads, "as query")
+      .size(heads, 1, "N2: one key head")
+      .dtype(at::kInt, "positions")
+      .device_of(p.query);
+}
+
+void attend(const AttentionParams& p) {
   // without tokens the number of sequences is unbounded: a list of them may not fit in memory
   if (p.out.numel() == 0) return;
   const int64_t rope = p.query_rope ? p.query_rope->size(-1) : 0;
@@ -329,6 +334,11 @@ void sparse_flash_attention(AttentionParams& p) {
   dispatch_elements(p.query.scalar_type(), bf16, [&](auto multiplied, auto stored) {
     SparseAttention<decltype(multiplied), decltype(stored)>(p, bf16).run();
   });
+}
+
+void sparse_flash_attention(AttentionParams& p) {
+  contract(p);
+  attend(p);
 }
 
 // Both overloads. Statistics is bool, return_softmax_lse, for softmax_lse, and absent otherwise.

@@ -38,6 +38,16 @@ TORCH_LIBRARY(custom_pypto, m) {
       "npu_quant_index_update_pto(Tensor x, Tensor slots, Tensor(a!) cache, "
       "Tensor(b!) scale_cache, *, Tensor? hadamard=None) -> ()");
   m.def(
+      "npu_kv_quant_sparse_flash_attention_pto(Tensor query, Tensor key, Tensor? value, "
+      "Tensor sparse_indices, float scale_value, int key_quant_mode, int value_quant_mode, *, "
+      "Tensor? key_dequant_scale=None, Tensor? value_dequant_scale=None, "
+      "Tensor? block_table=None, Tensor? actual_seq_lengths_query=None, "
+      "Tensor? actual_seq_lengths_kv=None, int sparse_block_size=1, str layout_query='BSND', "
+      "str layout_kv='PA_BSND', int sparse_mode=3, int attention_mode=2, "
+      "int quant_scale_repo_mode=1, int tile_size=128, int rope_head_dim=64) -> Tensor");
+  m.def(
+      "npu_kv_quant_update_pto(Tensor latent, Tensor rope, Tensor slots, Tensor(a!) cache) -> ()");
+  m.def(
       "npu_sparse_attention_pto(Tensor x, Tensor w_dq, Tensor w_uq_qr, Tensor w_uk, "
       "Tensor w_dkv_kr, Tensor gamma_cq, Tensor gamma_ckv, Tensor sin, Tensor cos, "
       "Tensor cache_index, Tensor(a!) kv_cache, Tensor(b!) kr_cache, Tensor block_table, "

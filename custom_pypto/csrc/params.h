@@ -56,6 +56,15 @@ struct AttentionParams : SequenceParams {
   Tensor softmax_max = {}, softmax_sum = {};  // set by the contract if return_softmax_lse
 };
 
+// An int8 cache, whose arguments beside those of `attention` have one legal value or determine the
+// row. `attention.query` is [nope | rope].
+struct QuantisedAttentionParams {
+  AttentionParams attention;
+  int64_t key_quant_mode, value_quant_mode;
+  const OptionalTensor &key_dequant_scale, &value_dequant_scale;
+  int64_t attention_mode, quant_scale_repo_mode, tile_size, rope_head_dim;
+};
+
 struct FusedParams {
   const Tensor &x, &w_dq, &w_uq_qr, &w_uk, &w_dkv_kr, &gamma_cq, &gamma_ckv, &sin, &cos;
   const Tensor &cache_index, &kv_cache, &kr_cache, &block_table, &act_seqs;
@@ -65,6 +74,13 @@ struct FusedParams {
   int64_t sparse_count;
   Tensor out = {};  // set by the contract
 };
+
+// Checks what every sparse attention has in common: sequences, indices, scale.
+void check_attention(const KeyNames& names, AttentionParams& p);
+
+// Computes p.out, which the contract has allocated, on the CPU. An int8 key has rows of
+// quantised_rows.h; query_rope then stands without key_rope.
+void attend(const AttentionParams& p);
 
 // Check the contract, compute on the CPU, and store the result in p.out.
 void lightning_indexer(IndexerParams& p);

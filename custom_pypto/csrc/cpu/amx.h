@@ -362,8 +362,8 @@ void finish_amx(const float* sums, int width, int count, int dims, const float* 
 
 }  // namespace
 
-const Bf16Kernels TILE_KERNELS = {pack_panel_bf16, index_amx,   attend_amx, add_sums_amx,
-                                  finish_amx,      tile::enter, tile::leave};
+const Bf16Kernels TILE_KERNELS = {pack_panel_bf16, index_amx,       attend_amx,  add_sums_amx,
+                                  finish_amx,      dequantise_bf16, tile::enter, tile::leave};
 
 }  // namespace custom_pypto::cpu
 #endif

@@ -5,6 +5,6 @@
 #include "float32.h"
 
 namespace custom_pypto::cpu {
-const Kernels kAvx2 = {"avx2", index_f32, attend_f32, filter, count, keep};
+const Kernels kAvx2 = {"avx2", index_f32, attend_f32, dequantise_f32, filter, count, keep};
 }
 #endif

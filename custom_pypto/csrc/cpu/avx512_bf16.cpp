@@ -138,8 +138,9 @@ INLINE void logits_bf16(const Chunk<uint16_t>& chunk, const AttendPanel<uint16_t
   constexpr int kFetchTiles = 12 / kLogitKeys<VECS>;
   constexpr int block = 24576 / (4 * width);  // pairs of dims in 24 KiB of the panel
   auto part = [&](const uint16_t* const* keys, const uint16_t* const* ahead, int ahead_keys,
-                  int pair_count, const uint32_t* query, bool overwrite) {
+                  int ahead_dims, int pair_count, const uint32_t* query, bool overwrite) {
     for (int p = 0; p < pair_count; p += block) {
+      if (2 * p >= ahead_dims) ahead_keys = 0;
       const int steps = pair_count - p < block ? pair_count - p : block;
       const uint32_t* q = query + p * width;
       const bool first = overwrite && p == 0;
@@ -154,9 +155,9 @@ INLINE void logits_bf16(const Chunk<uint16_t>& chunk, const AttendPanel<uint16_t
   };
   const Chunk<uint16_t>& ahead = next ? *next : chunk;
   const int ahead_keys = next ? next->n : 0;
-  part(chunk.keys, ahead.keys, ahead_keys, chunk.latent / 2, panel.query, true);
+  part(chunk.keys, ahead.keys, ahead_keys, ahead.latent, chunk.latent / 2, panel.query, true);
   if (chunk.rope) {
-    part(chunk.ropes, ahead.ropes, ahead_keys, chunk.rope / 2,
+    part(chunk.ropes, ahead.ropes, ahead_keys, ahead.rope, chunk.rope / 2,
          panel.query + chunk.latent / 2 * width, false);
   }
 }
@@ -269,8 +270,8 @@ void add_sums_bf16(const float* from, int width, const float* factors, float* to
 
 }  // namespace
 
-const Bf16Kernels kAvx512Bf16 = {pack_panel_bf16, index_bf16, attend_bf16, add_sums_bf16,
-                                 finish_bf16,     nullptr,    nullptr};
+const Bf16Kernels kAvx512Bf16 = {pack_panel_bf16, index_bf16,      attend_bf16, add_sums_bf16,
+                                 finish_bf16,     dequantise_bf16, nullptr,     nullptr};
 
 }  // namespace custom_pypto::cpu
 #endif

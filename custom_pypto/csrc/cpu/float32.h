@@ -164,5 +164,40 @@ void attend_f32(const Chunk<float>& chunk, const AttendPanel<float>* panels, int
   }
 }
 
+// to the nearest bfloat16, ties to even
+INLINE Vec to_bfloat16(const Vec& x) {
+  const IntVec bits = (IntVec)x;
+  const Vec rounded = (Vec)((bits + 0x7FFF + (bits >> 16 & 1)) & ~0xFFFF);
+  return x == x ? rounded : x;
+}
+
+// to the nearest float16, ties to even
+INLINE Vec to_float16(const Vec& x) {
+  const IntVec bits = (IntVec)x;
+  const Vec infinity = broadcast(INFINITY);
+  Vec rounded = (Vec)((bits + 0xFFF + (bits >> 13 & 1)) & ~0x1FFF);
+  rounded = x >= 65520.0f ? infinity : x <= -65520.0f ? -infinity : rounded;
+  // the spacing of floats at 0.75 is that of subnormal float16
+  const Vec subnormal = (x + 0.75f) - 0.75f;
+  rounded = x > -0x1p-14f ? x < 0x1p-14f ? subnormal : rounded : rounded;
+  return x == x ? rounded : x;
+}
+
+template <Rounding ROUNDING>
+INLINE void dequantise_to(const int8_t* from, float scale, int n, float* to) {
+  typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+  for (int i = 0; i < n; i += kLanes) {
+    const Bytes bytes = *reinterpret_cast<const Bytes*>(from + i);
+    const IntVec integers = __builtin_convertvector(bytes, IntVec);
+    const Vec x = __builtin_convertvector(integers, Vec) * scale;
+    store(to + i, ROUNDING == Rounding::kBfloat16 ? to_bfloat16(x) : to_float16(x));
+  }
+}
+
+void dequantise_f32(const int8_t* from, float scale, int n, Rounding rounding, float* to) {
+  rounding == Rounding::kBfloat16 ? dequantise_to<Rounding::kBfloat16>(from, scale, n, to)
+                                  : dequantise_to<Rounding::kFloat16>(from, scale, n, to);
+}
+
 }  // namespace
 }  // namespace custom_pypto::cpu

@@ -4,5 +4,5 @@
 #include "float32.h"
 
 namespace custom_pypto::cpu {
-const Kernels kGeneric = {"generic", index_f32, attend_f32, filter, count, keep};
+const Kernels kGeneric = {"generic", index_f32, attend_f32, dequantise_f32, filter, count, keep};
 }

@@ -57,7 +57,9 @@ struct Chunk {
   const E* keys[kMaxKeys];
   const E* ropes[kMaxKeys];
   const E* values[kMaxKeys];
-  const Chunk* next;  // chunk to prefetch into the level-2 cache, or null
+  // Chunk to prefetch into the level-2 cache, or null. Its rows may be shorter than these: packed
+  // ones, which are unpacked before their own call.
+  const Chunk* next;
 };
 
 // Online softmax of one panel. counts[j][row] is how often a row has selected key j; null: once.
@@ -93,6 +95,8 @@ struct Bf16Kernels {
   // rows[row][dim] = factors[row] * sums[row, dim], for the first `count` rows of a panel
   void (*finish)(const float* sums, int width, int count, int dims, const float* factors,
                  uint16_t* rows, int64_t stride);
+  // to[i] = scale * from[i], i < n, a multiple of 16
+  void (*dequantise)(const int8_t* from, float scale, int n, uint16_t* to);
   // around the calls of index and attend of one thread; null: nothing to do
   void (*enter)();
   void (*leave)();
@@ -105,11 +109,16 @@ struct Int8Kernels {
   void (*index)(const IndexCall<uint8_t>&);
 };
 
+// The type to which a float is rounded before it is multiplied.
+enum class Rounding { kBfloat16, kFloat16 };
+
 struct Kernels {
   const char* name;
   void (*index)(const IndexCall<float>&);
   void (*attend)(const Chunk<float>&, const AttendPanel<float>* panels, int count,
                  const AttendScratch&);
+  // to[i] = scale * from[i], rounded, i < n, a multiple of 16
+  void (*dequantise)(const int8_t* from, float scale, int n, Rounding rounding, float* to);
   // Writes ranks and positions (first, first + 1, ...) of the scores whose rank exceeds `above`, in
   // order; returns their number. Overwrites up to kLineElements elements behind them.
   int (*filter)(const float* scores, int n, uint32_t above, int32_t first, uint32_t* ranks,
