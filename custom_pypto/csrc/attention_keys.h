@@ -59,7 +59,10 @@ class KeyChunks {
 
   // `bf16`: null unless E is uint16_t
   KeyChunks(const LatentCaches<T>& caches, const cpu::Bf16Kernels* bf16)
-      : caches_(caches), bf16_(bf16), buffers_{Buffer(*this), Buffer(*this)} {}
+      : caches_(caches),
+        bf16_(bf16),
+        unpacked_(caches.quantised ? kKeys * (caches.latent + caches.rope) : 0),
+        buffers_{Buffer(*this), Buffer(*this)} {}
   KeyChunks(const KeyChunks&) = delete;  // it points into itself
 
   void clear() { chunk_->chunk.n = next_->chunk.n = 0; }
@@ -109,7 +112,7 @@ class KeyChunks {
     if (!caches_.quantised) return chunk;
     const int64_t latent = caches_.latent, rope = caches_.rope;
     for (int j = 0; j < chunk.n; ++j) {
-      E* to = chunk_->widened.data() + j * (latent + rope);
+      E* to = unpacked_.data() + j * (latent + rope);
       dequantise(reinterpret_cast<const int8_t*>(chunk_->packed.keys[j]), to);
       chunk.keys[j] = chunk.values[j] = to;
       chunk.ropes[j] = to + latent;
@@ -123,7 +126,6 @@ class KeyChunks {
   bool finite_values(const KeyMap::Slot& slot) {
     const int64_t latent = caches_.latent;
     if (!caches_.quantised) return finite(caches_.values.row(slot), latent);
-    unpacked_.resize(latent + caches_.rope);
     dequantise(caches_.quantised->row(slot), unpacked_.data());
     return finite(unpacked_.data(), latent);
   }
@@ -154,9 +156,7 @@ class KeyChunks {
 
   // of a row in Buffer::widened
   int64_t widened_elements() const {
-    const int64_t latent = caches_.latent, rope = caches_.rope;
-    if (caches_.quantised) return latent + rope;
-    return std::is_same_v<E, T> ? 0 : 2 * latent + rope;
+    return std::is_same_v<E, T> || caches_.quantised ? 0 : 2 * caches_.latent + caches_.rope;
   }
 
   void dequantise(const int8_t* row, E* to) const {
@@ -172,7 +172,7 @@ class KeyChunks {
 
   const LatentCaches<T>& caches_;
   const cpu::Bf16Kernels* bf16_;
-  AlignedVector<E> unpacked_;  // one row
+  AlignedVector<E> unpacked_;  // quantised: rows of the current chunk
   Buffer buffers_[2];
   Buffer *chunk_ = &buffers_[0], *next_ = &buffers_[1];
 };
