@@ -110,6 +110,23 @@ OPS = {
             "no GE attribute can hold; the op itself takes positive scales only.",
         ),
     ),
+    "npu_kv_quant_sparse_flash_attention_pto": Description(
+        outputs={"attention_out": HALF},
+        dtypes={
+            "key": INT8,
+            "value": INT8,
+            "sparse_indices": INT32,
+            "key_dequant_scale": FLOAT32,
+            "value_dequant_scale": FLOAT32,
+            "block_table": INT32,
+            "actual_seq_lengths_query": INT32,
+            "actual_seq_lengths_kv": INT32,
+        },
+        notes=(
+            "the RoPE part of the rows of key has the dtype of query. value is key or absent, the "
+            "dequantisation scales are always absent: rows hold theirs.",
+        ),
+    ),
 }
 
 

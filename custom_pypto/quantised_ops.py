@@ -7,6 +7,8 @@ from torch import Tensor
 from .schemas import public_function
 
 __all__ = [
+    "npu_kv_quant_sparse_flash_attention_pto",
+    "npu_kv_quant_update_pto",
     "npu_quant_index_update_pto",
     "npu_quant_lightning_indexer_pto",
     "npu_quant_rows_pto",
@@ -143,4 +145,122 @@ def npu_quant_index_update_pto(
         >>> npu_quant_index_update_pto(torch.ones(2, 16), slots, cache, scale_cache)
         >>> cache[0, 2:5, 0, 0], scale_cache[0, 3]
         (tensor([  0, 127,   0], dtype=torch.int8), tensor([0.0079], dtype=torch.float16))
+
+
+@public_function
+def npu_kv_quant_sparse_flash_attention_pto(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    scale_value: float,
+    key_quant_mode: int,
+    value_quant_mode: int,
+    *,
+    key_dequant_scale: Tensor | None = None,
+    value_dequant_scale: Tensor | None = None,
+    block_table: Tensor | None = None,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_kv: Tensor | None = None,
+    sparse_block_size: int = 1,
+    layout_query: str = "BSND",
+    layout_kv: str = "PA_BSND",
+    sparse_mode: int = 3,
+    attention_mode: int = 2,
+    quant_scale_repo_mode: int = 1,
+    tile_size: int = 128,
+    rope_head_dim: int = 64,
+    **standard: Any,
+) -> Tensor:
+    r"""Attention of each query token over the rows of an int8 cache that its indices select.
+
+    A row of the cache is ``nope | rope | scales``: L int8, R elements of the dtype of ``query``,
+    and L / 128 float32 scales, one per tile of 128 int8: 656 bytes for L 512 and R 64. The result
+    is that of :func:`npu_sparse_flash_attention_pto`, without sinks, on the dequantised rows
+
+    .. math:: c_{j,d} = \mathrm{round}\big(x_{j,d}\,s_{j, \lfloor d/128 \rfloor}\big)
+
+    products in float32, rounded to the dtype of ``query`` (the cache "C8" of
+    ``torch_npu.npu_kv_quant_sparse_flash_attention`` on Atlas A2 and A3).
+    :func:`npu_kv_quant_update_pto` writes such rows.
+
+    Args:
+        query: ``[B, S1, N1, L + R]`` or ``[T1, N1, L + R]`` by ``layout_query``, the RoPE dims
+            last; bfloat16 or float16; L a multiple of 128.
+        key: the cache by ``layout_kv``; int8; one head; last dim ``L + 2 * R + L / 32``,
+            contiguous, other strides arbitrary.
+        value: None or ``key``.
+        sparse_indices: ``[B, S1, 1, K]`` or ``[T1, 1, K]`` int32 positions within the sequence, as
+            for :func:`npu_sparse_flash_attention_pto`.
+        scale_value: s, from 1e-38 to 2e38: ``192**-0.5`` for DeepSeek-V3.2, times mscale squared
+            with YaRN; not ``576**-0.5``.
+        key_quant_mode: must be 2, a scale per token and tile; value_quant_mode: likewise.
+        key_dequant_scale: must be None: rows hold their scales; value_dequant_scale: likewise.
+        block_table: ``[B, blocks per sequence]`` int32, for a paged cache only.
+        actual_seq_lengths_query: ``[B]`` int32 query tokens of each sequence; ``TND``: prefix sums.
+        actual_seq_lengths_kv: ``[B]`` int32 keys of each sequence; ``TND``: prefix sums.
+        sparse_block_size: must be 1.
+        sparse_mode: as for :func:`npu_lightning_indexer_pto`.
+        attention_mode: must be 2, MLA with absorbed up-projections.
+        quant_scale_repo_mode: must be 1: scales are part of the rows.
+        tile_size: must be 128.
+        rope_head_dim: R, a multiple of 16.
+        standard: the remaining keywords of ``torch_npu.npu_kv_quant_sparse_flash_attention``, each
+            with its only supported value: ``pre_tokens`` and ``next_tokens`` 2**63 - 1,
+            ``key_dtype`` and ``value_dtype`` None.
+    Returns:
+        ``[B, S1, N1, L]`` or ``[T1, N1, L]`` of the dtype of ``query``; zeros for padding and
+        tokens without a valid index.
+    Raises:
+        RuntimeError: a constraint above is violated; the message names the argument. ``backward()``
+            raises it too: the op has no backward.
+
+    Example:
+        >>> import torch
+        >>> latent = torch.eye(16, 128, dtype=torch.bfloat16)  # 16 rows
+        >>> cache = torch.zeros(1, 16, 1, 128 + 2 * 16 + 4, dtype=torch.int8)
+        >>> npu_kv_quant_update_pto(latent, torch.zeros(16, 16).bfloat16(), torch.arange(16), cache)
+        >>> out = npu_kv_quant_sparse_flash_attention_pto(
+        ...     torch.zeros(1, 1, 1, 128 + 16, dtype=torch.bfloat16),
+        ...     cache,
+        ...     None,
+        ...     torch.tensor([[[[1, 3, -1]]]], dtype=torch.int32),
+        ...     1.0,
+        ...     key_quant_mode=2,
+        ...     value_quant_mode=2,
+        ...     actual_seq_lengths_kv=torch.tensor([16], dtype=torch.int32),
+        ...     block_table=torch.tensor([[0]], dtype=torch.int32),
+        ...     rope_head_dim=16,
+        ... )
+        >>> out[0, 0, 0, :5]
+        tensor([0.0000, 0.5000, 0.0000, 0.5000, 0.0000], dtype=torch.bfloat16)
+
+
+@public_function
+def npu_kv_quant_update_pto(latent: Tensor, rope: Tensor, slots: Tensor, cache: Tensor) -> None:
+    r"""Quantises key rows into a cache of :func:`npu_kv_quant_sparse_flash_attention_pto`.
+
+    Each tile of 128 elements of ``latent`` is quantised by the formula of
+    :func:`npu_quant_rows_pto`, with a float32 scale; ``rope`` is stored as it is. A row is
+    ``nope | rope | scales``.
+
+    Args:
+        latent: ``[.., L]`` bfloat16 or float16; L a multiple of 128.
+        rope: ``[.., R]`` of the dtype of ``latent``; R a multiple of 16.
+        slots: the shape of ``latent`` without L, int32 or int64: slot ``block * block_size + row``
+            of each row; a row whose slot is outside the cache (-1: padding) is not written, and of
+            rows with the same slot the last one stays.
+        cache: ``[blocks, block_size, 1, L + 2 * R + L / 32]`` int8, written in place.
+    Raises:
+        RuntimeError: a constraint above is violated; the message names the argument and the cache
+            is unchanged.
+
+    Example:
+        >>> import torch
+        >>> cache = torch.zeros(1, 16, 1, 128 + 2 * 16 + 4, dtype=torch.int8)
+        >>> latent = torch.linspace(-1, 1, 128, dtype=torch.bfloat16)[None]
+        >>> npu_kv_quant_update_pto(latent, torch.zeros(1, 16).bfloat16(), torch.tensor([3]), cache)
+        >>> cache[0, 3, 0, :3]
+        tensor([-127, -125, -123], dtype=torch.int8)
+    """
     """

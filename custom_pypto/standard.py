@@ -23,6 +23,8 @@ _NO_WINDOW = Keyword(
 )
 _INT8 = Keyword(None, "int8", "omit it (only Ascend 950 has another type, hifloat8)")
 
+_OWN_DTYPE = Keyword(None, "None: int8", "omit it (hifloat8 needs an Ascend 950)")
+
 KEYWORDS = {
     "npu_lightning_indexer_pto": {
         "pre_tokens": _NO_WINDOW,
@@ -48,6 +50,12 @@ KEYWORDS = {
             "MLA, absorbed",
             "omit it, and pass the RoPE dims as query_rope and key_rope",
         ),
+    },
+    "npu_kv_quant_sparse_flash_attention_pto": {
+        "pre_tokens": _NO_WINDOW,
+        "next_tokens": _NO_WINDOW,
+        "key_dtype": _OWN_DTYPE,
+        "value_dtype": _OWN_DTYPE,
     },
 }
 

@@ -23,6 +23,7 @@ from .sequences import query_tiles
 from .tiling import AttentionTiling, attention_tiling, power_of_two
 
 RADIX = 4096  # float32 counts to RADIX**2 exactly
+CHECKS = 1  # the scope of a token's checks; other scopes have higher numbers
 MASKED_SUM = 1e-30  # makes 0/0 of a row without a valid index 0 and vanishes in any other sum
 
 
@@ -100,7 +101,7 @@ def checked(
     """
     blocks = a.key.shape[0] // block_size
     # without a scope each branch of the computation becomes a stage of its own
-    pypto.set_pass_options(sg_set_scope=1)
+    pypto.set_pass_options(sg_set_scope=CHECKS)
     last = number(visible - 1)
     # from ``last``, so that indices and table are connected and stay in one task
     last_block = pypto.sub(number(visible - 1 + blocks - 1), last)
@@ -144,6 +145,32 @@ def where_valid(of_keys, maximum, total) -> list:
     return [pypto.where(nothing, float("-inf"), maximum), pypto.where(nothing, 0.0, total)]
 
 
+class GatheredRows:
+    """The rows of the caches that the indices name, gathered into L1 by each product.
+
+    The loader of :func:`attender`: ``sizes(width)`` returns the sizes of the :func:`pieces` that it
+    needs of ``width`` indices, ``load(index, table)`` takes these pieces, a list for each size, and
+    ``keys()`` and ``values()`` return the right operands of a group of heads.
+    """
+
+    def __init__(self, a: Arguments, *, heads: int, block_size: int, tiling: AttentionTiling):
+        self.a, self.block_size = a, block_size
+        self.sizes = functools.partial(tiling.pieces, heads, a.out.shape[1])
+
+    def load(self, index: list, table) -> None:
+        self.index = index
+        self.gather = functools.partial(gathered, table=table, block_size=self.block_size)
+
+    def keys(self):
+        k = self.gather(self.a.key, self.index[0], transposed=True)
+        if self.a.query_rope is None:
+            return k
+        return beside(k, self.gather(self.a.key_rope, self.index[0], transposed=True), "keys")
+
+    def values(self):
+        return self.gather(self.a.value, self.index[1], transposed=False)
+
+
 def attender(
     a: Arguments,
     *,
@@ -152,6 +179,7 @@ def attender(
     table_width: int,
     scale: float,
     tiling: AttentionTiling,
+    loader: Callable = GatheredRows,
 ) -> Callable:
     """``attend(row, sequence, visible, selection)``, which builds the output rows of one token
     from the row ``selection`` of the indices.
@@ -163,25 +191,27 @@ def attender(
             float32 or None; ``out [T * heads, L]``; ``softmax_max`` and ``softmax_sum``
             ``[T * heads, 1]`` float32, or None.
         table_width: static bound of W.
+        loader: makes keys and values of the caches, as :class:`GatheredRows` does.
     """
-    dtype, latent = a.query.dtype, a.query.shape[1]
+    dtype, latent = a.out.dtype, a.out.shape[1]
     statistics = a.softmax_max is not None
+    rows = loader(a, heads=heads, block_size=block_size, tiling=tiling)
 
     def attend(row, sequence, visible, selection):
         pypto.set_pass_options(**tiling.pass_options)  # of the calling loop
         pypto.experimental.set_operation_options(combine_axis=True)
         if pypto.cond(visible > 0):
-            sizes = functools.partial(tiling.pieces, heads, latent)
-            facts = dict(block_size=block_size, table_width=table_width, sizes=sizes)
+            facts = dict(block_size=block_size, table_width=table_width, sizes=rows.sizes)
             index, mask, table = checked(a, selection, sequence, visible, **facts)
             width = mask.shape[1]
             scores_tiles, output_tiles = tiling.cube_tiles(heads, latent, width)
-            gather = functools.partial(gathered, table=table, block_size=block_size)
+            rows.load(index, table)
             for first in range(0, heads, tiling.heads):
                 group = min(tiling.heads, heads - first)
                 at = row * heads + first
                 pypto.set_cube_tile_shapes(*scores_tiles)
-                logits = products(a, at, group, index[0], gather)
+                q, k = queries(a, at, group), rows.keys()
+                logits = pypto.matmul(q, k, pypto.DT_FP32, a_trans=False, b_trans=True)
 
                 sinks = None if a.sinks is None else pypto.view(a.sinks, [group, 1], [first, 0])
                 softmax_rows = tiling.softmax_rows(width, sinks=sinks is not None)
@@ -192,8 +222,7 @@ def attender(
 
                 pypto.set_cube_tile_shapes(*output_tiles)
                 pypto.set_matrix_size([group, width, latent])
-                v = gather(a.value, index[1], transposed=False)
-                write(a, at, pypto.matmul(p, v, dtype), *results)
+                write(a, at, pypto.matmul(p, rows.values(), dtype), *results)
         else:
             pypto.set_vec_tile_shapes(16, latent)
             results = []
@@ -205,15 +234,13 @@ def attender(
     return attend
 
 
-def products(a: Arguments, at, group: int, index: list, gather: Callable):
-    """Those of ``group`` heads, from row ``at`` of the query on, with the selected keys."""
+def queries(a: Arguments, at, group: int):
+    """Those of ``group`` heads, from row ``at`` on."""
     q = pypto.view(a.query, [group, a.query.shape[1]], [at, 0])
-    k = gather(a.key, index, transposed=True)
-    if a.query_rope is not None:
-        q_rope = pypto.view(a.query_rope, [group, a.query_rope.shape[1]], [at, 0])
-        q = beside(q, q_rope, "query")
-        k = beside(k, gather(a.key_rope, index, transposed=True), "keys")
-    return pypto.matmul(q, k, pypto.DT_FP32, a_trans=False, b_trans=True)
+    if a.query_rope is None:
+        return q
+    q_rope = pypto.view(a.query_rope, [group, a.query_rope.shape[1]], [at, 0])
+    return beside(q, q_rope, "query")
 
 
 def write(a: Arguments, at, out, *statistics) -> None:

@@ -1,0 +1,136 @@
+"""npu_kv_quant_sparse_flash_attention_pto as a PyPTO program: that of
+npu_sparse_flash_attention_pto, on rows which the vector cores dequantise once per token.
+
+Workspace per token in flight, beside that program's: K * (L + R) * 2 bytes for the rows.
+"""
+
+import functools
+from collections.abc import Callable
+
+import pypto
+from pypto.experimental import gather_in_ub
+
+from . import DTYPES, Arguments, runtime_options
+from .npu_sparse_flash_attention_pto import CHECKS
+from .npu_sparse_flash_attention_pto import program as attention
+from .tiling import AttentionTiling, attention_tiling, power_of_two
+
+TILE = 128  # elements per scale
+ROWS = 64  # per vector task: fewer, smaller tasks cost edges, and larger ones idle cores
+
+
+class DequantisedRows:
+    """The selected rows of a cache ``nope | rope | scales``, in the dtype of the output."""
+
+    def __init__(
+        self,
+        a: Arguments,
+        *,
+        heads: int,
+        block_size: int,
+        tiling: AttentionTiling,
+        cache_rows: int,
+    ):
+        self.a, self.block_size, self.cache_rows = a, block_size, cache_rows
+        self.latent = a.out.shape[1]
+        self.rope = a.query.shape[1] - self.latent
+
+    def sizes(self, width: int) -> tuple[int]:
+        return (min(ROWS, width),)
+
+    def load(self, index: list, table) -> None:
+        (parts,) = index
+        width = sum(part.shape[1] for part in parts)
+        self.rows = pypto.tensor([width, self.latent + self.rope], self.a.out.dtype, "rows")
+        for i, part in enumerate(parts):
+            # else gathers and arithmetic become tasks of their own
+            pypto.set_pass_options(sg_set_scope=CHECKS + 1 + i)
+            self._dequantise(i * parts[0].shape[1], part, table)
+        pypto.set_pass_options(sg_set_scope=-1)
+
+    def keys(self):
+        return self.rows
+
+    def values(self):
+        return pypto.view(self.rows, [self.rows.shape[0], self.latent], [0, 0])
+
+    def _dequantise(self, at: int, index, table) -> None:
+        """Writes the rows that ``index`` names, from row ``at`` on."""
+        latent, dtype, n = self.latent, self.a.out.dtype, index.shape[1]
+        gather = functools.partial(self._columns, index, table)
+        pypto.set_vec_tile_shapes(n, latent)
+        values = gather(0, latent)
+        # a row in UB has whole blocks of 32 bytes: the scales are the end of the row's last ones
+        tiles, block = latent // TILE, 32
+        start = self.a.key.shape[1] - block
+        pypto.set_vec_tile_shapes(n, block)
+        # add: a view of a view would be of the first dtype
+        scales = pypto.add(pypto.view(input=gather(start, block), dtype=pypto.DT_FP32), 0.0)
+        pypto.set_vec_tile_shapes(n, TILE)
+        for tile in range(tiles):
+            x = pypto.view(values, [n, TILE], [0, tile * TILE])
+            x = pypto.cast(pypto.cast(x, pypto.DT_FP16), pypto.DT_FP32)
+            scale = pypto.view(scales, [n, 1], [0, block // 4 - tiles + tile])
+            x = pypto.cast(pypto.mul(x, scale), dtype)
+            pypto.assemble(x, [at, tile * TILE], self.rows)
+        pypto.set_vec_tile_shapes(n, 2 * self.rope)
+        rope = pypto.view(input=gather(latent, 2 * self.rope), dtype=dtype)
+        pypto.assemble(pypto.clone(rope), [at, latent], self.rows)
+
+    def _columns(self, index, table, first: int, count: int):
+        """``count`` bytes of each row, from byte ``first`` on."""
+        key = self.a.key
+        shape, valid = [self.cache_rows, count], [key.shape[0], count]
+        columns = pypto.view(key, shape, [0, first], valid_shape=valid)
+        return gather_in_ub(columns, index, table, self.block_size, -2)
+
+
+def program(a: Arguments, *, cache_rows: int, **facts) -> None:
+    """Writes every row of ``out``; see :func:`.npu_sparse_flash_attention_pto.program`.
+
+    Args:
+        cache_rows: static bound of the rows of ``key``.
+    """
+    # PyPTO cannot evaluate a class that the body of a kernel names
+    attention(a, loader=functools.partial(DequantisedRows, cache_rows=cache_rows), **facts)
+
+
+def kernel(
+    *, dtype: str, tokens: int, table_width: int, cache_rows: int, ready_on_host: bool, **facts
+) -> Callable:
+    """The kernel of :func:`program` for a call with these static facts, as that of
+    npu_sparse_flash_attention_pto; ``query`` is ``[T * heads, L + R]``. One binary serves every
+    cache up to the next power of two, too.
+    """
+    return _kernel(
+        cache_rows=power_of_two(cache_rows),
+        dtype=DTYPES[dtype],
+        table_width=max(power_of_two(table_width), 64),
+        tiling=attention_tiling(tokens=tokens),
+        ready_on_host=ready_on_host,
+        **facts,
+    )
+
+
+@functools.cache
+def _kernel(*, dtype, tiling: AttentionTiling, ready_on_host: bool, **facts):
+    D, S, I8, I32 = pypto.DYNAMIC, pypto.STATIC, pypto.DT_INT8, pypto.DT_INT32
+    absent = ("query_rope", "key_rope", "value", "sinks", "softmax_max", "softmax_sum")
+
+    @pypto.frontend.jit(
+        runtime_options=runtime_options(
+            "query_lengths", "key_lengths", ready_on_host=ready_on_host, layout=facts["layout"]
+        ),
+    )
+    def kv_quant_sparse_flash_attention(
+        query: pypto.Tensor([D, S], dtype),
+        key: pypto.Tensor([D, S], I8),
+        indices: pypto.Tensor([D, S], I32),
+        query_lengths: pypto.Tensor([D], I32),
+        key_lengths: pypto.Tensor([D], I32),
+        block_table: pypto.Tensor([D, D], I32),
+        out: pypto.Tensor([D, S], dtype),
+    ):
+        program(Arguments(**locals() | dict.fromkeys(absent)), tiling=tiling, **facts)
+
+    return kv_quant_sparse_flash_attention
