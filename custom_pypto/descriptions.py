@@ -127,6 +127,11 @@ OPS = {
             "dequantisation scales are always absent: rows hold theirs.",
         ),
     ),
+    "npu_kv_quant_update_pto": Description(
+        outputs={},
+        dtypes={"slots": SLOTS, "cache": INT8},
+        notes=("The cache is an input and, under the same name, an output.",),
+    ),
 }
 
 

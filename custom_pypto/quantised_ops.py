@@ -145,6 +145,7 @@ def npu_quant_index_update_pto(
         >>> npu_quant_index_update_pto(torch.ones(2, 16), slots, cache, scale_cache)
         >>> cache[0, 2:5, 0, 0], scale_cache[0, 3]
         (tensor([  0, 127,   0], dtype=torch.int8), tensor([0.0079], dtype=torch.float16))
+    """
 
 
 @public_function
@@ -234,6 +235,7 @@ def npu_kv_quant_sparse_flash_attention_pto(
         ... )
         >>> out[0, 0, 0, :5]
         tensor([0.0000, 0.5000, 0.0000, 0.5000, 0.0000], dtype=torch.bfloat16)
+    """
 
 
 @public_function
@@ -262,5 +264,4 @@ def npu_kv_quant_update_pto(latent: Tensor, rope: Tensor, slots: Tensor, cache: 
         >>> npu_kv_quant_update_pto(latent, torch.zeros(1, 16).bfloat16(), torch.tensor([3]), cache)
         >>> cache[0, 3, 0, :3]
         tensor([-127, -125, -123], dtype=torch.int8)
-    """
     """

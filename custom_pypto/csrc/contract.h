@@ -30,6 +30,7 @@ using OptionalTensor = std::optional<Tensor>;
 std::string_view dtype_name(at::ScalarType dtype);  // as Python prints it: float32
 
 constexpr at::ScalarType kFloating[] = {at::kBFloat16, at::kHalf, at::kFloat};
+constexpr at::ScalarType kHalves[] = {at::kBFloat16, at::kHalf};
 constexpr at::ScalarType kSlots[] = {at::kInt, at::kLong};
 
 // A size in a contract's shapes: a letter, or an expression of letters.

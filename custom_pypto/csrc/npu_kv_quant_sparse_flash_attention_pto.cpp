@@ -43,17 +43,13 @@ void contract(QuantisedAttentionParams& quantised) {
   const int64_t query_last = p.query.dim() - 1, key_last = p.key.dim() - 1;
   const c10::SymInt width = p.query.sym_size(query_last), rope = quantised.rope_head_dim;
   const c10::SymInt latent = width - rope;
-  Argument(op, "query", p.query)
-      .dtype({at::kBFloat16, at::kHalf}, "that of the RoPE part of the cache's rows");
+  Argument(op, "query", p.query).dtype(kHalves, "that of the RoPE part of the cache's rows");
   CHECK_ARGUMENT(latent > 0 && latent % kTile == 0, op, c10::str("query.size(", query_last, ")"),
                  c10::str("a positive multiple of 128 (L) plus ", rope, " (rope_head_dim)"), width);
   Argument(op, "key", p.key)
-      .dtype(at::kChar,
-             "8-bit floats are for Ascend 950 only; npu_sparse_flash_attention_pto reads a cache "
-             "that is not quantised")
+      .int8("npu_sparse_flash_attention_pto")
       .device_of(p.query)
-      .size(key_last, quantised_row_bytes(latent, rope),
-            "bytes of a row: L of int8, 2 R of RoPE, L / 32 of scales")
+      .size(key_last, quantised_row_bytes(latent, rope), kRowBytes)
       .dense_rows();
   CHECK_ARGUMENT(!p.value || same_memory(*p.value, p.key), op, "value",
                  "None or key (a row holds key and value)", "another tensor");

@@ -14,6 +14,7 @@
 namespace custom_pypto {
 
 constexpr int64_t kTile = 128;  // elements per scale
+constexpr char kRowBytes[] = "bytes of a row: L of int8, 2 R of RoPE, L / 32 of scales";
 
 template <typename Size>  // int64_t or SymInt
 Size quantised_row_bytes(const Size& latent, const Size& rope) {

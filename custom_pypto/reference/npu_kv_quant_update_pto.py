@@ -4,29 +4,17 @@ import torch
 from torch import Tensor
 
 from .checks import BLOCK
+from .npu_quant_rows_pto import quantise
+from .npu_sparse_attention_pto import write_cache
 
 TILE = 128  # elements per scale
 
 
-def quantised(x: Tensor) -> tuple[Tensor, Tensor]:
-    """``(int8, float32 scales)`` of each row: ``round(x * (127 / a))``, ties to even, and
-    ``a / 127``, with ``a = max(|x|, 1e-4)``."""
-    x = x.float()
-    a = x.abs().amax(-1, keepdim=True).clamp(min=1e-4)
-    # 127 / a of a number and a tensor is 127 times the reciprocal, rounded twice
-    y = (x * (torch.full_like(a, 127) / a)).round()
-    return y.nan_to_num(0).clamp(-127, 127).to(torch.int8), a / 127
-
-
 def npu_kv_quant_update_pto(latent: Tensor, rope: Tensor, slots: Tensor, cache: Tensor) -> None:
-    """``cache[slot] = [int8 latent | rope | scales]``, in order; a slot outside is not written."""
-    values, scales = quantised(latent.unflatten(-1, (-1, TILE)))
+    """Rows ``nope | rope | scales``: int8, with a float32 scale per tile."""
+    values, scales = quantise(latent.unflatten(-1, (-1, TILE)))
     parts = values.flatten(-2), *(part.contiguous().view(torch.int8) for part in (rope, scales))
-    rows = torch.cat([part.flatten(0, slots.dim() - 1).flatten(1) for part in parts], -1)
-    block_size = cache.size(1)
-    for slot, row in zip(slots.flatten().tolist(), rows, strict=True):
-        if 0 <= slot < cache.size(0) * block_size:
-            cache[slot // block_size, slot % block_size, 0] = row
+    write_cache(cache, torch.cat(parts, -1), slots)
 
 
 def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
