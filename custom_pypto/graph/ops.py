@@ -217,3 +217,54 @@ def sparse_attention_pto(
         index_k_cache: bfloat16 or float16, the input, written in place.
     """
     return node("npu_sparse_attention_pto", locals())
+
+
+def kv_quant_sparse_flash_attention_pto(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    key_dequant_scale: Tensor | None = None,
+    value_dequant_scale: Tensor | None = None,
+    block_table: Tensor | None = None,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_kv: Tensor | None = None,
+    *,
+    scale_value: float,
+    key_quant_mode: int,
+    value_quant_mode: int,
+    sparse_block_size: int = 1,
+    layout_query: str = "BSND",
+    layout_kv: str = "PA_BSND",
+    sparse_mode: int = 3,
+    attention_mode: int = 2,
+    quant_scale_repo_mode: int = 1,
+    tile_size: int = 128,
+    rope_head_dim: int = 64,
+) -> Tensor:
+    """GE operator ``KvQuantSparseFlashAttentionPto``.
+
+    Prototype: npu_kv_quant_sparse_flash_attention_pto.h. Meaning and shapes:
+    :func:`custom_pypto.npu_kv_quant_sparse_flash_attention_pto`.
+
+    Returns:
+        attention_out: bfloat16 or float16.
+    """
+    return node("npu_kv_quant_sparse_flash_attention_pto", locals())
+
+
+def kv_quant_update_pto(
+    latent: Tensor,
+    rope: Tensor,
+    slots: Tensor,
+    cache: Tensor,
+) -> Tensor:
+    """GE operator ``KvQuantUpdatePto``.
+
+    Prototype: npu_kv_quant_update_pto.h. Meaning and shapes:
+    :func:`custom_pypto.npu_kv_quant_update_pto`.
+
+    Returns:
+        cache: int8, the input, written in place.
+    """
+    return node("npu_kv_quant_update_pto", locals())

@@ -11,6 +11,7 @@ from torch import Tensor
 
 import custom_pypto
 from custom_pypto.reference import MODULES
+from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantised
 
 from .generate import Case
 
@@ -18,7 +19,11 @@ from .generate import Case
 SMALLEST = {torch.bfloat16: 2**-126, torch.float16: 2**-24, torch.float32: 2**-126}
 SMALLEST_SCORE = 2**-105  # of a sum of some thousand such numbers, times up to 2^10
 # the caches that each writes
-QUANTISERS = {"npu_quant_rows_pto": (), "npu_quant_index_update_pto": ("cache", "scale_cache")}
+QUANTISERS = {
+    "npu_quant_rows_pto": (),
+    "npu_quant_index_update_pto": ("cache", "scale_cache"),
+    "npu_kv_quant_update_pto": ("cache",),
+}
 
 
 def memory_of(arguments: dict) -> dict[int, Tensor]:
@@ -88,6 +93,8 @@ def judge(case: Case) -> str:
         if not got.equal(getattr(reference, case.op)(**expected)):
             assert case.values not in ("integers", "special"), "selects other keys"
             assert_same_selection(got, expected, SMALLEST_SCORE)
+    elif case.op == "npu_kv_quant_sparse_flash_attention_pto":
+        assert same_numbers(got, attention_of_dequantised(**expected)), "differs"
     elif case.op in QUANTISERS:
         expected = copied(case.arguments)
         assert_same_quantised(got, arguments, expected, case)
@@ -112,6 +119,21 @@ def assert_same_attention(got: tuple, expected: dict) -> None:
         torch.testing.assert_close(mine, other, rtol=near[0], atol=near[1], equal_nan=True)
 
 
+def attention_of_dequantised(
+    query: Tensor, key: Tensor, rope_head_dim: int, key_quant_mode, value_quant_mode, value, **same
+) -> Tensor:
+    """Our unquantised op on the rows of the reference."""
+    latent = query.size(-1) - rope_head_dim
+    rows, key_rope = dequantised(key, latent, query.dtype)
+    ropes = dict(query_rope=query[..., latent:], key_rope=key_rope)
+    op = custom_pypto.npu_sparse_flash_attention_pto
+    return op(query[..., :latent], rows, None, **ropes, **same)
+
+
+def same_numbers(a: Tensor, b: Tensor) -> bool:
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
 def assert_same_fused(got: Tensor, arguments: dict, expected: dict, case: Case) -> None:
     """Writes the caches into ``expected``; the caller compares the memory around them."""
     if not close(got, reference.npu_sparse_attention_pto(**expected)):
@@ -130,7 +152,7 @@ def assert_same_quantised(got, arguments: dict, expected: dict, case: Case) -> N
     if all(bits(a).equal(bits(b)) for a, b in zip(mine, theirs, strict=True)):
         return
     # sums in another order, on another number of threads
-    rotated = case.arguments["hadamard"] is not None and case.values in ("random", "tiny")
+    rotated = case.arguments.get("hadamard") is not None and case.values in ("random", "tiny")
     assert rotated, "differs from the reference"
     error, bound = MODULES[case.op].error(got, exact, arguments, expected)
     assert error <= bound, f"{error} steps from the reference, {bound} allowed"

@@ -1,0 +1,218 @@
+import numpy as np
+import pytest
+import torch
+from cases import INT_MAX, INT_MIN, LAYOUT_IDS, LAYOUTS, copied, in_a_wider_row, int32, on_meta
+from cases.npu_kv_quant_sparse_flash_attention_pto import inputs, quantised
+from cases.npu_programs import HALF
+from numerics import assert_close_to_rows, reference
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from custom_pypto import npu_kv_quant_sparse_flash_attention_pto as attend
+from custom_pypto import npu_sparse_flash_attention_pto
+from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantised
+
+
+def unquantised(x: dict) -> dict:
+    """The call of npu_sparse_flash_attention_pto on the dequantised rows."""
+    names = ("key_quant_mode", "value_quant_mode", "rope_head_dim")
+    rest = {name: value for name, value in x.items() if name not in names}
+    query, latent = x["query"], x["query"].size(-1) - x["rope_head_dim"]
+    key, key_rope = dequantised(x["key"], latent, query.dtype)
+    ropes = dict(query_rope=query[..., latent:], key_rope=key_rope)
+    return rest | dict(query=query[..., :latent], key=key) | ropes
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("layout_query, layout_kv", LAYOUTS, ids=LAYOUT_IDS)
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param(dict(), id="few"),
+        pytest.param(dict(hostile=True, sparse_mode=0), id="hostile"),
+        pytest.param(dict(latent=256, rope=32, heads=17, strided=True), id="other-dims-strided"),
+    ],
+)
+def test_equals_the_unquantised_op_on_the_dequantised_rows(
+    arguments, layout_query, layout_kv, dtype
+):
+    layouts = dict(layout_query=layout_query, layout_kv=layout_kv)
+    x = inputs([2, 5], [40, 33], dtype=dtype, **layouts, **arguments)
+    got = attend(**x)
+    assert torch.equal(got, npu_sparse_flash_attention_pto(**unquantised(x)))
+    assert_close_to_rows(got, reference.npu_kv_quant_sparse_flash_attention_pto(**x))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(
+    "lengths_query, lengths_key, K",
+    [
+        pytest.param([1], [3000], 2048, id="decode-in-parts"),
+        pytest.param([70], [300], 200, id="dense"),
+        pytest.param([30], [3000], 40, id="gather"),
+    ],
+)
+def test_equals_it_in_every_kind_of_task(lengths_query, lengths_key, K, dtype):
+    x = inputs(
+        lengths_query, lengths_key, sparse_count=K, heads=8, block_size=128, dtype=dtype, **REAL
+    )
+    expected = npu_sparse_flash_attention_pto(**unquantised(x))
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        assert torch.equal(attend(**x), expected)
+
+
+REAL = dict(latent=512, rope=64)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_any_int8_and_any_scale_are_dequantised_alike(dtype):
+    g = torch.Generator().manual_seed(0)
+    x = inputs([40], [60], heads=4, sparse_count=50, dtype=dtype)
+    key = x["key"]
+    key[..., :128] = torch.randint(-128, 128, (*key.shape[:-1], 128), generator=g)
+    special = [0.0, -1.0, torch.nan, torch.inf, -torch.inf, 1e-40, 3e38, 5e-8, 511.0]
+    choice = torch.randint(len(special), key.shape[:-1], generator=g)
+    scales = torch.where(
+        torch.rand(choice.shape, generator=g) < 0.3, torch.tensor(special)[choice], 1
+    )
+    key[..., -4:] = scales.unsqueeze(-1).view(torch.int8)
+    key[..., 128:160] = torch.randn(*key.shape[:-1], 16, generator=g).to(dtype).view(torch.int8)
+    for indices in (x["sparse_indices"], x["sparse_indices"].clamp(max=3)):
+        call = x | dict(sparse_indices=indices)
+        got, expected = attend(**call), npu_sparse_flash_attention_pto(**unquantised(call))
+        assert ((got == expected) | (got.isnan() & expected.isnan())).all()
+
+
+def test_a_row_is_nope_rope_and_scales():
+    """Against bytes that numpy lays out."""
+    rows = 16
+    values = np.arange(rows * 128, dtype=np.int64).reshape(rows, 128) % 256 - 128
+    ropes = torch.arange(rows * 16).view(rows, 16).bfloat16() / 8
+    scales = np.linspace(0.01, 2, rows, dtype="<f4")
+    layout = np.dtype([("nope", "i1", 128), ("rope", "<u2", 16), ("scale", "<f4")])
+    table = np.zeros(rows, layout)
+    table["nope"], table["scale"] = values, scales
+    table["rope"] = ropes.view(torch.int16).numpy().view(np.uint16)
+    assert layout.itemsize == 164
+    cache = torch.frombuffer(bytearray(table.tobytes()), dtype=torch.int8).view(1, rows, 1, 164)
+    query = torch.zeros(1, rows, 1, 144, dtype=torch.bfloat16)
+    query[0, :, 0, 128] = 1  # logits are the first RoPE dims
+    out = attend(
+        query,
+        cache,
+        None,
+        torch.arange(rows, dtype=torch.int32).view(1, rows, 1, 1),
+        1.0,
+        2,
+        2,
+        actual_seq_lengths_kv=int32([rows]),
+        block_table=int32([[0]]),
+        sparse_mode=0,
+        rope_head_dim=16,
+    )
+    expected = torch.from_numpy(values * scales[:, None].astype(np.float64)).float().bfloat16()
+    assert torch.equal(out[0, :, 0], expected)
+    both = attend(
+        query,
+        cache,
+        None,
+        int32([[0, 9]]).view(1, 1, 1, 2).expand(1, rows, 1, 2),
+        1.0,
+        2,
+        2,
+        actual_seq_lengths_kv=int32([rows]),
+        block_table=int32([[0]]),
+        sparse_mode=0,
+        rope_head_dim=16,
+    )
+    weights = torch.softmax(ropes[[0, 9], 0].double(), 0)
+    assert_close_to_rows(both[0, 0, 0], (weights @ expected[[0, 9]].double()).bfloat16())
+
+
+def test_rounding_to_int8_is_a_small_error():
+    from cases.npu_sparse_flash_attention_pto import inputs as unquantised_inputs
+
+    x = unquantised_inputs([4], [300], sparse_count=200, heads=8, dtype=torch.bfloat16, **REAL)
+    key, rope = (x[name].nan_to_num(0) for name in ("key", "key_rope"))
+    x |= dict(key=key, key_rope=rope)
+    exact = npu_sparse_flash_attention_pto(**x).float()
+    for name in ("sinks", "value"):
+        x.pop(name)
+    query = torch.cat([x.pop("query"), x.pop("query_rope")], -1)
+    x |= dict(query=query, key=quantised(x["key"], x.pop("key_rope")), value=None)
+    got = attend(**x, key_quant_mode=2, value_quant_mode=2).float()
+    assert 0 < (got - exact)[:, :4].norm() / exact[:, :4].norm() < 0.015
+
+
+def test_value_may_be_the_key():
+    x = inputs([2], [40])
+    for op in (attend, torch.compile(attend, backend="aot_eager", fullgraph=True)):
+        assert torch.equal(op(**x | dict(value=x["key"])), attend(**x))
+
+
+@pytest.mark.parametrize("name", ["query", "key", "sparse_indices"])
+def test_strided_inputs_give_the_same_as_contiguous_ones(name):
+    x = inputs([3, 2], [40, 33])
+    wide = x | {name: in_a_wider_row(x[name])}
+    assert not wide[name].is_contiguous()
+    assert torch.equal(attend(**wide), attend(**x))
+
+
+@pytest.mark.parametrize("value", [INT_MIN, -1, 0, 10**6, INT_MAX])
+@pytest.mark.parametrize(
+    "name",
+    ["actual_seq_lengths_query", "actual_seq_lengths_kv", "block_table", "sparse_indices"],
+)
+def test_no_length_index_or_block_id_leads_outside(name, value):
+    x = inputs([2, 3], [40, 33])
+    hostile = copied(x)
+    hostile[name].view(-1)[0] = value
+    hostile["key"][..., -4:] = torch.ones(1).view(torch.int8)  # every row may be reached now
+    hostile["key"][..., 128:160] = 0
+    assert torch.equal(
+        attend(**hostile).nan_to_num(),
+        npu_sparse_flash_attention_pto(**unquantised(hostile)).nan_to_num(),
+    )
+
+
+def test_backward_says_that_it_is_not_implemented():
+    x = inputs([2], [40])
+    x["query"].requires_grad_()
+    with pytest.raises(RuntimeError, match="npu_kv_quant_sparse_flash_attention_pto.*not impl"):
+        attend(**x).sum().backward()
+
+
+@pytest.mark.parametrize("layout_query, layout_kv", LAYOUTS, ids=LAYOUT_IDS)
+def test_op_is_registered_as_torch_expects(layout_query, layout_kv):
+    x = inputs([2, 3], [20, 33], layout_query=layout_query, layout_kv=layout_kv)
+    x["query"] = x["query"].nan_to_num(1)
+    names = ("query", "key", "value", "sparse_indices", "scale_value")
+    positional = tuple(x.pop(name) for name in (*names, "key_quant_mode", "value_quant_mode"))
+    op = torch.ops.custom_pypto.npu_kv_quant_sparse_flash_attention_pto.default
+    torch.library.opcheck(op, positional, x)
+
+
+@pytest.mark.parametrize("layout_query, layout_kv", LAYOUTS, ids=LAYOUT_IDS)
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_meta_gives_the_shape_and_dtype_of_the_result(layout_query, layout_kv, dtype):
+    x = inputs([2, 3], [20, 33], layout_query=layout_query, layout_kv=layout_kv, dtype=dtype)
+    real, meta = attend(**x), attend(**on_meta(x))
+    expected = real.shape, real.stride(), real.dtype
+    assert (meta.shape, meta.stride(), meta.dtype) == expected
+
+
+@pytest.mark.parametrize("layout_query, layout_kv", LAYOUTS, ids=LAYOUT_IDS)
+def test_five_shapes_compile_at_most_twice_and_equal_eager(layout_query, layout_kv):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, backend=counter, dynamic=True, fullgraph=True)
+    for lengths_query, lengths_key in [
+        ([2, 3], [50, 33]),
+        ([4, 5, 1], [70, 90, 20]),
+        ([1, 2, 3, 4], [40, 130, 17, 260]),
+        ([6, 2, 3, 4, 5], [40, 31, 1, 2, 300]),
+        ([8, 2, 3, 4, 5, 6], [40, 0, 1, 2, 3, 500]),
+    ]:
+        layouts = dict(layout_query=layout_query, layout_kv=layout_kv)
+        x = inputs(lengths_query, lengths_key, heads=11, rope=48, sparse_count=27, **layouts)
+        assert torch.equal(compiled(**x), attend(**x))
+    assert counter.frame_count <= 2
