@@ -40,6 +40,10 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def in_float32(x):
+    return x if x.dtype == F32 else pypto.cast(x, F32)
+
+
 def widest(visible):
     return functools.reduce(lambda most, keys: most.max(keys), visible)
 
@@ -67,6 +71,8 @@ class Selector:
             ``key [blocks * block_size, D]``, ``block_table [B, W]`` int32, of which the first
             ``capacity`` keys count.
     """
+
+    product = F32  # dtype of query times key
 
     def __init__(
         self, a: Arguments, *, heads: int, block_size: int, sparse_count: int, tiling: IndexerTiling
@@ -128,7 +134,7 @@ class Selector:
         a, heads, step = self.a, self.heads, self.step
         rows = [pypto.tensor([1, size], F32, f"scores{g}") for g in range(len(visible))]
         q = pypto.view(a.query, [len(rows) * heads, a.query.shape[1]], [row * heads, 0])
-        w = [pypto.view(a.weights, [heads, 1], [(row + g) * heads, 0]) for g in range(len(rows))]
+        w = [self.factors((row + g) * heads) for g in range(len(rows))]
         last = (widest(visible) - 1) // self.block_size
         part = self.tiling.tiles * step  # keys per vector task
         for begin in range(0, size, part):
@@ -141,18 +147,22 @@ class Selector:
                 pypto.assemble(self.weighted(logits, g, w[g]), [0, begin], row_K)
         return rows
 
+    def factors(self, at) -> list:
+        """``[N1, 1]`` each, whose product weights the heads of the token at row ``at``."""
+        return [pypto.view(self.a.weights, [self.heads, 1], [at, 0])]
+
     def logits(self, q, sequence, first, keys, last):
         """``q`` times the ``keys`` keys from ``first`` on, whose blocks end with ``last``."""
         a, block_size, tiling = self.a, self.block_size, self.tiling
         dim, blocks = a.query.shape[1], a.key.shape[0] // block_size
         pypto.set_cube_tile_shapes([tiling.m] * 2, [dim] * 2, [tiling.n] * 2)
-        logits = pypto.tensor([q.shape[0], keys], F32, "logits")
+        logits = pypto.tensor([q.shape[0], keys], self.product, "logits")
         for offset in range(0, keys, block_size):
             # beyond the sequence: its last block once more, whose scores are ignored
             column = last.min((first + offset) // block_size)
             block = a.block_table[sequence, column].max(0).min(blocks - 1)
             k = pypto.view(a.key, [block_size, dim], [block * block_size, 0])
-            pypto.assemble(pypto.matmul(q, k, F32, b_trans=True), [0, offset], logits)
+            pypto.assemble(pypto.matmul(q, k, self.product, b_trans=True), [0, offset], logits)
         return logits
 
     def weighted(self, logits, g, w):
@@ -164,12 +174,12 @@ class Selector:
         heads = self.heads
         with one_task(1):
             pypto.set_vec_tile_shapes(heads, 16)
-            w_H = w if w.dtype == F32 else pypto.cast(w, F32)
+            w_H = functools.reduce(pypto.mul, (in_float32(factor) for factor in w))
             pypto.set_vec_tile_shapes(heads, self.tiling.keys)
             score_K = pypto.tensor([1, sum(tile.shape[1] for tile in logits)], F32, "score")
             for i, tile in enumerate(logits):
                 logits_HK = pypto.view(tile, [heads, tile.shape[1]], [g * heads, 0])
-                terms_HK = pypto.mul(pypto.relu(logits_HK), w_H)
+                terms_HK = pypto.mul(pypto.relu(in_float32(logits_HK)), w_H)
                 sums_K = pypto.sum(terms_HK, dim=0, keepdim=True)
                 pypto.assemble(sums_K, [0, i * self.step], score_K)
             pypto.set_vec_tile_shapes(1, score_K.shape[1])
@@ -240,13 +250,20 @@ def write_indices(indices, row, g, value, place):
 
 
 def program(
-    a: Arguments, *, heads: int, block_size: int, sparse_count: int, tiling: IndexerTiling, **facts
+    a: Arguments,
+    *,
+    heads: int,
+    block_size: int,
+    sparse_count: int,
+    tiling: IndexerTiling,
+    selector: Callable = Selector,
+    **facts,
 ) -> None:
     """Fills every row of ``indices [T, sparse_count]``: best first, then -1.
 
     The other arguments are those of :class:`Selector` and :func:`query_tiles`.
     """
-    select = Selector(
+    select = selector(
         a, heads=heads, block_size=block_size, sparse_count=sparse_count, tiling=tiling
     )
     for row, sequence, visible in query_tiles(

@@ -1,6 +1,8 @@
 """``npu_quant_lightning_indexer_pto`` on an NPU."""
 
-from .common import Arguments, Limits
+from torch import Tensor
+
+from .common import CUBE, Arguments, Launch, Limits, kernel, name, padded, query_lengths, rows
 
 OP = "npu_quant_lightning_indexer_pto"
 
@@ -17,3 +19,43 @@ def check(a: Arguments) -> None:
     # positions go through float32
     at_most = "of at most 16 million keys"
     limits.require(keys <= 2**24, "block_table", at_most, keys, "use a smaller table")
+
+
+def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
+    tokens, (batch, width) = out.numel() // a.sparse_count, a.block_table.shape
+    if tokens == 0:
+        return out
+    if a.key.numel() == 0 or a.block_table.numel() == 0:
+        return out.fill_(-1)
+    program = kernel(
+        OP,
+        weights_dtype=name(a.weights.dtype),
+        scale_dtype=name(a.query_dequant_scale.dtype),
+        heads=a.query.size(-2),
+        block_size=a.key.size(1),
+        sparse_count=a.sparse_count,
+        layout=a.layout_query,
+        ragged=a.actual_seq_lengths_query is not None,
+        sparse_mode=a.sparse_mode,
+        tokens=tokens,
+        batch=batch,
+        table_width=width,
+        ready_on_host=Limits(OP, a).ready_on_host(
+            "actual_seq_lengths_query", "actual_seq_lengths_key", "block_table"
+        ),
+    )
+    lengths_key = a.actual_seq_lengths_key
+    indices = out.view(-1, a.sparse_count)
+    tensors = (
+        padded(rows(a.query), rows=-a.query.size(-2) % CUBE),
+        a.weights.contiguous().view(-1, 1),
+        a.query_dequant_scale.contiguous().view(-1, 1),
+        rows(a.key),
+        a.key_dequant_scale.view(-1, a.key.size(1)),
+        query_lengths(a.actual_seq_lengths_query, a.layout_query, tokens, lengths_key),
+        lengths_key.contiguous(),
+        a.block_table.contiguous(),
+        indices,
+    )
+    launch(program, tensors, (indices,))
+    return out

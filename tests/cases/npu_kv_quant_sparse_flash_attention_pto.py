@@ -79,7 +79,7 @@ def random_call(m: Maker) -> dict:
     return dict(
         query=m.tensor((*s.tokens, heads, latent + rope)),
         key=key,
-        value=key if rng.random() < 0.2 else None,
+        value=None,
         sparse_indices=m.tensor(
             (*s.tokens, 1, K), m.ints(rng.choice([0, 0, -1]), max(s.capacity - 1, 0))
         ),
