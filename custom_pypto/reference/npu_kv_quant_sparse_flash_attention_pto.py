@@ -14,9 +14,11 @@ def dequantised(cache: Tensor, latent: int, dtype: torch.dtype) -> tuple[Tensor,
     its tile, in float32, then rounded."""
     scales = cache.size(-1) - latent // TILE * 4
     values, rope, scale = cache.tensor_split([latent, scales], -1)
-    scale = scale.contiguous().view(torch.float32)
+    # views of another dtype need rows of their own, which start at a multiple of its size
+    scale, rope = (part.clone(memory_format=torch.contiguous_format) for part in (scale, rope))
+    scale = scale.view(torch.float32)
     values = values.unflatten(-1, (-1, TILE)).float() * scale.unsqueeze(-1)
-    return values.flatten(-2).to(dtype), rope.contiguous().view(dtype)
+    return values.flatten(-2).to(dtype), rope.view(dtype)
 
 
 def npu_kv_quant_sparse_flash_attention_pto(

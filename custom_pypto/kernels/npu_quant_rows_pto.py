@@ -1,0 +1,55 @@
+"""npu_quant_rows_pto as a PyPTO program: per tile of rows a cube task for the rotation, if there is
+one, and a vector task.
+"""
+
+import functools
+from collections.abc import Callable
+
+import pypto
+
+from . import DTYPES, Arguments, runtime_options
+from .quantiser import FLOAT, TOKENS, loaded, quantised, tiles
+
+
+def index_rows(a: Arguments, start, rows) -> tuple:
+    """``(int8, float16 scales)`` of a tile of ``x``, rotated by ``hadamard`` unless that is None."""
+    x = loaded(a.x, start, rows)
+    if a.hadamard is not None:
+        width = a.x.shape[1]
+        pypto.set_cube_tile_shapes([TOKENS] * 2, [width] * 2, [width] * 2)
+        x = pypto.matmul(x, a.hadamard, FLOAT)
+        pypto.set_vec_tile_shapes(TOKENS, width)
+    # else each operation becomes a task of its own
+    pypto.set_pass_options(sg_set_scope=1)
+    if a.hadamard is not None:
+        x = pypto.cast(x, a.x.dtype)
+    values, scales = quantised(x)
+    scales = pypto.cast(scales, pypto.DT_FP16)
+    pypto.set_pass_options(sg_set_scope=-1)
+    return values, scales
+
+
+def program(a: Arguments) -> None:
+    """Writes ``rows [T, D]`` int8 and ``scales [T, 1]`` float16 of ``x [T, D]``."""
+    for start, rows in tiles(a.scales.shape[0], "QUANT"):
+        values, scales = index_rows(a, start, rows)
+        pypto.assemble(values, [start, 0], a.rows)
+        pypto.assemble(scales, [start, 0], a.scales)
+
+
+@functools.cache
+def kernel(*, dtype: str, rotates: bool) -> Callable:
+    """The kernel of :func:`program`; one binary serves every number of rows."""
+    D, S, half = pypto.DYNAMIC, pypto.STATIC, DTYPES[dtype]
+    absent = () if rotates else ("hadamard",)
+
+    @pypto.frontend.jit(runtime_options=runtime_options(ready_on_host=False))
+    def quant_rows(
+        x: pypto.Tensor([D, S], half),
+        hadamard: pypto.Tensor([S, S], half),
+        rows: pypto.Tensor([D, S], pypto.DT_INT8),
+        scales: pypto.Tensor([D, S], pypto.DT_FP16),
+    ):
+        program(Arguments(**locals() | dict.fromkeys(absent)))
+
+    return quant_rows
