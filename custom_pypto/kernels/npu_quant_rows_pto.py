@@ -12,7 +12,7 @@ from .quantiser import FLOAT, TOKENS, loaded, quantised, tiles
 
 
 def index_rows(a: Arguments, start, rows) -> tuple:
-    """``(int8, float16 scales)`` of a tile of ``x``, rotated by ``hadamard`` unless that is None."""
+    """``(int8, float16 scales)`` of a tile of ``x``, rotated by ``hadamard`` if there is one."""
     x = loaded(a.x, start, rows)
     if a.hadamard is not None:
         width = a.x.shape[1]

@@ -148,11 +148,17 @@ def without_nan(inputs: dict) -> dict:
 
 
 def on_meta(inputs: dict) -> dict:
-    """The same shapes, strides and dtypes without data."""
-    return changed(
-        inputs,
-        lambda x: torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta"),
-    )
+    """The same shapes, strides and dtypes without data; one tensor for arguments that are equal."""
+    made: dict[tuple, Tensor] = {}
+
+    def empty(x: Tensor) -> Tensor:
+        new = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
+        if x.layout != torch.strided or not x.numel():
+            return new
+        facts = x.data_ptr(), x.size(), x.stride(), x.dtype
+        return made.setdefault(facts, new)
+
+    return changed(inputs, empty)
 
 
 def rejection(op: Callable, inputs: dict) -> str:

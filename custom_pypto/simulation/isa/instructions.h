@@ -12,6 +12,8 @@ template <class T>
 constexpr bool is_number = is_one_of<T, float, half, int32_t, int16_t>;
 template <class T>
 constexpr bool is_real = is_one_of<T, float, half>;
+template <class T>
+constexpr bool is_factor = is_one_of<T, half, bfloat16_t, int8_t>;
 template <class First, class... Others>
 constexpr bool one_type = (std::is_same_v<typename First::DType, typename Others::DType> && ...);
 
@@ -215,8 +217,8 @@ void TEXTRACT(const Dst& dst, const Src& src, int row, int col) {
   static_assert(
       Src::Loc == TileType::Mat && (Dst::Loc == TileType::Left || Dst::Loc == TileType::Right),
       "TEXTRACT: from L1 to L0A or L0B, others are not modelled");
-  static_assert(one_type<Dst, Src> && sizeof(typename Dst::DType) == 2,
-                "TEXTRACT: only half and bfloat16_t are modelled");
+  static_assert(one_type<Dst, Src> && is_factor<typename Dst::DType>,
+                "TEXTRACT: only half, bfloat16_t and int8_t are modelled");
   static_assert(
       Src::Rows % 16 == 0 && Src::Cols % 16 == 0 && Dst::Rows % 16 == 0 && Dst::Cols % 16 == 0,
       "TEXTRACT: sizes are multiples of 16");
@@ -229,9 +231,10 @@ void check_product() {
                 "TMATMUL: L0C from L0A and L0B");
   static_assert(C::Rows == A::Rows && A::Cols == B::Rows && B::Cols == C::Cols,
                 "TMATMUL: static shapes");
-  static_assert(one_type<A, B> && is_one_of<typename A::DType, half, bfloat16_t> &&
-                    std::is_same_v<typename C::DType, float>,
-                "TMATMUL: only half and bfloat16_t into float is modelled");
+  using Sum = std::conditional_t<std::is_same_v<typename A::DType, int8_t>, int32_t, float>;
+  static_assert(
+      one_type<A, B> && is_factor<typename A::DType> && std::is_same_v<typename C::DType, Sum>,
+      "TMATMUL: only half and bfloat16_t into float, int8_t into int32_t are modelled");
 }
 template <class C, class A, class B>
 void TMATMUL(const C& c, const A& a, const B& b) {

@@ -1,5 +1,6 @@
-// The cube unit. Layouts in units of 16 x 16 elements of 2 bytes: L0A row of blocks by row of
-// blocks, L0B likewise with every block in columns, L0C column of blocks by column of blocks.
+// The cube unit. Layouts in units of 16 rows or columns x 32 bytes of k: L0A row of blocks by row
+// of blocks, L0B likewise with every block in columns; L0C column of blocks of 16 x 16 by column of
+// blocks.
 #include <cstring>
 #include <vector>
 
@@ -13,14 +14,17 @@ constexpr int BLOCK = 16;
 
 int blocks(int size) { return round_up(size, BLOCK) / BLOCK; }
 
-int64_t in_l0a(int row, int col, int cols) {
-  return (static_cast<int64_t>(row / BLOCK) * blocks(cols) + col / BLOCK) * BLOCK * BLOCK +
-         row % BLOCK * BLOCK + col % BLOCK;
+// elements of k in a block
+int depth(Type type) { return 32 / size_of(type); }
+
+int64_t in_l0a(int row, int k, int depths, int depth) {
+  return (static_cast<int64_t>(row / BLOCK) * depths + k / depth) * BLOCK * depth +
+         row % BLOCK * depth + k % depth;
 }
 
-int64_t in_l0b(int row, int col, int cols) {
-  return (static_cast<int64_t>(row / BLOCK) * blocks(cols) + col / BLOCK) * BLOCK * BLOCK +
-         col % BLOCK * BLOCK + row % BLOCK;
+int64_t in_l0b(int k, int col, int cols, int depth) {
+  return (static_cast<int64_t>(k / depth) * blocks(cols) + col / BLOCK) * BLOCK * depth +
+         col % BLOCK * depth + k % depth;
 }
 
 int64_t in_l0c(int row, int col, int rows) {
@@ -32,39 +36,50 @@ int64_t in_l0c(int row, int col, int rows) {
 
 void extract(const Tile& dst, const Tile& src, int row, int col) {
   instruction = "TEXTRACT";
+  const int size = size_of(dst.type), deep = depth(dst.type);
+  const bool left = dst.buffer == Buffer::L0A;
   // rows and columns that fill the last blocks are copied as well
-  int rows = round_up(dst.valid_rows, BLOCK), cols = round_up(dst.valid_cols, BLOCK);
-  require(row % BLOCK == 0 && col % BLOCK == 0, "offsets are multiples of 16");
+  int rows = round_up(dst.valid_rows, left ? BLOCK : deep);
+  int cols = round_up(dst.valid_cols, left ? deep : BLOCK);
+  require(row % (left ? BLOCK : deep) == 0 && col % (left ? deep : BLOCK) == 0,
+          "offsets are multiples of 16, of 32 bytes along k");
   require(rows > 0 && cols > 0, "dst without valid elements");
   require(rows <= dst.rows && cols <= dst.cols, "more valid elements than dst has");
   require(row + rows <= src.rows && col + cols <= src.cols, "dst reaches out of src");
   require(src.layout == Layout::nz || src.layout == Layout::zn,
           "of the layouts of L1 only NZ and ZN are modelled");
   bool transposed = src.layout == Layout::zn;
+  require(size == 2 || left != transposed, "of int8, k must be the inner dim of src");
   int height = transposed ? src.cols : src.rows, width = transposed ? src.rows : src.cols;
-  const uint16_t* from = reinterpret_cast<uint16_t*>(region(src, 2ll * height * width, "src"));
-  uint16_t* to = reinterpret_cast<uint16_t*>(region(dst, 2ll * rows * cols, "dst"));
+  const char* from = region(src, static_cast<int64_t>(size) * height * width, "src");
+  char* to = region(dst, static_cast<int64_t>(size) * rows * cols, "dst");
   for (int i = 0; i < rows; ++i)
     for (int j = 0; j < cols; ++j) {
       int r = transposed ? col + j : row + i, c = transposed ? row + i : col + j;
-      int64_t at = (static_cast<int64_t>(c / BLOCK) * height + r) * BLOCK + c % BLOCK;
-      to[dst.buffer == Buffer::L0A ? in_l0a(i, j, cols) : in_l0b(i, j, cols)] = from[at];
+      int64_t at = (static_cast<int64_t>(c / deep) * height + r) * deep + c % deep;
+      int64_t place = left ? in_l0a(i, j, cols / deep, deep) : in_l0b(i, j, cols, deep);
+      std::memcpy(to + place * size, from + at * size, size);
     }
 }
 
 namespace {
 
-// float sums in the order of k, as the cube unit's are not documented
-template <class T>
-void product(float* c, const T* a, const T* b, int m, int k, int n, bool accumulate) {
-  std::vector<float> right(static_cast<size_t>(k) * n), row(n), left(k);
+// Float sums in the order of k, as the cube unit's are not documented; of int8 in int32, exact.
+template <class T, class Sum>
+void product(char* sums, const char* lefts, const char* rights, int m, int k, int n,
+             bool accumulate) {
+  constexpr int deep = 32 / sizeof(T);
+  Sum* c = reinterpret_cast<Sum*>(sums);
+  const T *a = reinterpret_cast<const T*>(lefts), *b = reinterpret_cast<const T*>(rights);
+  std::vector<Sum> right(static_cast<size_t>(k) * n), row(n);
   for (int i = 0; i < k; ++i)
-    for (int j = 0; j < n; ++j) right[static_cast<size_t>(i) * n + j] = b[in_l0b(i, j, n)];
+    for (int j = 0; j < n; ++j)
+      right[static_cast<size_t>(i) * n + j] = static_cast<Sum>(b[in_l0b(i, j, n, deep)]);
   for (int r = 0; r < m; ++r) {
-    for (int j = 0; j < n; ++j) row[j] = accumulate ? c[in_l0c(r, j, m)] : 0;
+    for (int j = 0; j < n; ++j) row[j] = accumulate ? c[in_l0c(r, j, m)] : Sum(0);
     for (int i = 0; i < k; ++i) {
-      float value = a[in_l0a(r, i, k)];
-      const float* other = &right[static_cast<size_t>(i) * n];
+      Sum value = static_cast<Sum>(a[in_l0a(r, i, round_up(k, deep) / deep, deep)]);
+      const Sum* other = &right[static_cast<size_t>(i) * n];
       for (int j = 0; j < n; ++j) row[j] += value * other[j];
     }
     for (int j = 0; j < n; ++j) c[in_l0c(r, j, m)] = row[j];
@@ -79,16 +94,16 @@ void multiply(const Tile& c, const Tile& a, const Tile& b, bool accumulate) {
   require(m >= 1 && k >= 1 && n >= 1 && m <= 4095 && k <= 4095 && n <= 4095,
           "m, k and n are in [1, 4095]");
   require(b.valid_rows == k, "operands with different k");
-  int64_t rows = round_up(m, BLOCK), inner = round_up(k, BLOCK), cols = round_up(n, BLOCK);
-  const char* left = region(a, 2 * rows * inner, "a");
-  const char* right = region(b, 2 * inner * cols, "b");
-  float* to = reinterpret_cast<float*>(region(c, 4 * rows * cols, "c"));
+  int64_t rows = round_up(m, BLOCK), cols = round_up(n, BLOCK);
+  int64_t inner = 32ll * (round_up(k, depth(a.type)) / depth(a.type));  // bytes
+  const char *left = region(a, rows * inner, "a"), *right = region(b, inner * cols, "b");
+  char* to = region(c, 4 * rows * cols, "c");
   if (a.type == Type::f16)
-    product(to, reinterpret_cast<const half*>(left), reinterpret_cast<const half*>(right), m, k, n,
-            accumulate);
+    product<half, float>(to, left, right, m, k, n, accumulate);
+  else if (a.type == Type::bf16)
+    product<bfloat16_t, float>(to, left, right, m, k, n, accumulate);
   else
-    product(to, reinterpret_cast<const bfloat16_t*>(left),
-            reinterpret_cast<const bfloat16_t*>(right), m, k, n, accumulate);
+    product<int8_t, int32_t>(to, left, right, m, k, n, accumulate);
 }
 
 }  // namespace isa

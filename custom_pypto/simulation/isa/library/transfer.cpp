@@ -98,9 +98,10 @@ void add_or_set(char* place, float value, bool add) {
 
 // From L0C: blocks of 16 columns, each with the rows rounded up to 16; rounded to nearest even.
 void store_product(const Global& dst, const Tile& src, bool add, bool relu) {
-  require(src.type == Type::f32, "from L0C only float is modelled");
-  require(dst.type == Type::f32 || dst.type == Type::f16 || dst.type == Type::bf16,
-          "L0C is stored as float, half or bfloat16");
+  const bool integers = src.type == Type::i32 && dst.type == Type::i32 && !add && !relu;
+  require(integers || (src.type == Type::f32 &&
+                       (dst.type == Type::f32 || dst.type == Type::f16 || dst.type == Type::bf16)),
+          "L0C is stored as float, half or bfloat16, of int32 as int32");
   require(src.valid_cols >= 1 && src.valid_cols <= 4095, "1 to 4095 columns from L0C");
   int height = round_up(src.valid_rows, 16), size = size_of(dst.type);
   int width = round_up(src.valid_cols, 16);
@@ -109,7 +110,12 @@ void store_product(const Global& dst, const Tile& src, bool add, bool relu) {
     if (add) read_global(address, src.valid_cols * size);
     char* to = write_global(address, src.valid_cols * size);
     for (int col = 0; col < src.valid_cols; ++col) {
-      float value = from[(col / 16 * height + row) * 16 + col % 16];
+      const float* product = from + (col / 16 * height + row) * 16 + col % 16;
+      if (integers) {
+        std::memcpy(to + col * size, product, size);
+        continue;
+      }
+      float value = *product;
       if (relu) value = value > 0 ? value : 0;
       char* place = to + col * size;
       if (dst.type == Type::f32) add_or_set<float>(place, value, add);
