@@ -151,6 +151,68 @@ def _attention(name, B, S1, S2, heads, count, floor, query_rope=None, **facts) -
     )
 
 
+def int8_indexer(B: int, S1: int, S2: int, floor: float | None = None) -> Case:
+    lengths, block_table, blocks = paged([S2] * B)
+    query = torch.zeros(B, S1, INDEX_HEADS, D, dtype=torch.int8)
+    key = torch.zeros(blocks, BLOCK, 1, D, dtype=torch.int8)
+    weights, scale = torch.zeros(B, S1, INDEX_HEADS), torch.ones(blocks, BLOCK, 1).half()
+
+    def call(ops):
+        ops["npu_quant_lightning_indexer_pto"](
+            query,
+            key,
+            weights,
+            weights.half(),
+            scale,
+            0,
+            0,
+            actual_seq_lengths_key=lengths,
+            block_table=block_table,
+            sparse_count=K,
+        )
+
+    keys = B * S2
+    return Case(
+        "lightning indexer, int8",
+        shape(B, S1, [S2]),
+        call,
+        bytes=keys * (D + 2) + query.numel() + 4 * B * S1 * K,
+        flop=2 * S1 * keys * INDEX_HEADS * D,
+        floor=floor,
+    )
+
+
+def int8_attention(B: int, S1: int, S2: int, floor: float | None = None) -> Case:
+    lengths, block_table, blocks = paged([S2] * B)
+    query = torch.zeros(B, S1, N1, L + R, dtype=DTYPE)
+    width = L + 2 * R + L // 32
+    key = torch.zeros(blocks, BLOCK, 1, width, dtype=torch.int8)
+    indices = torch.arange(K, dtype=torch.int32).expand(B, S1, 1, K).contiguous()
+
+    def call(ops):
+        ops["npu_kv_quant_sparse_flash_attention_pto"](
+            query,
+            key,
+            None,
+            indices,
+            192**-0.5,
+            2,
+            2,
+            actual_seq_lengths_kv=lengths,
+            block_table=block_table,
+        )
+
+    tokens = B * S1
+    return Case(
+        "sparse attention, int8",
+        shape(B, S1, [S2]),
+        call,
+        bytes=tokens * (K * width + 2 * N1 * (2 * L + R)),
+        flop=2 * tokens * N1 * K * (2 * L + R),
+        floor=floor,
+    )
+
+
 def fused_arguments(B: int, S1: int, S2: int) -> dict:
     lengths, block_table, blocks = paged([S2] * B)
 
@@ -245,6 +307,10 @@ def cases() -> list[Case]:
         indexer(1, 1, 8192, count=512, cmp_ratio=4, floor=18),
         indexer(64, 2, 8192, count=512, cmp_ratio=4, floor=99),
         indexer(1, 1, 65536, count=512, cmp_ratio=4, floor=34),
+        # the published kernel for such rows: 70.7, 118.4 and 207.7
+        int8_attention(1, 1, 4096, floor=65),
+        int8_attention(4, 2, 8192, floor=110),
+        int8_attention(16, 1, 16384, floor=145),
         prolog(4, 1, 8192),
         fused(4, 1, 8192, floor=170),
     ]

@@ -11,17 +11,26 @@ from cases.npu_programs import (
     ATTENTION,
     HALF,
     INDEXER,
+    INT8_ATTENTION,
+    INT8_INDEXER,
+    WRITERS,
     attention_case,
     block_ids_clamped,
     calls,
     check_attention,
     check_fused,
+    check_int8_attention,
+    check_int8_selection,
     check_selection,
+    check_writer,
     fused_case,
     index_case,
+    int8_attention_case,
+    int8_index_case,
 )
 
 import custom_pypto
+from custom_pypto.reference import MODULES
 
 if importlib.util.find_spec("pypto") is None:
     pytest.skip("the sim extra is not installed", allow_module_level=True)
@@ -312,6 +321,23 @@ def test_indexer_selects_what_the_reference_selects(arguments, dtype, on_generat
 )
 def test_attention_equals_the_reference(arguments, dtype, hostile, on_generated_code):
     check_attention(attention_case(**arguments, dtype=dtype, hostile=hostile))
+
+
+@pytest.mark.parametrize("arguments", calls(INT8_INDEXER, fast=["packed"]))
+def test_indexer_of_int8_selects_what_the_reference_selects(arguments, on_generated_code):
+    check_int8_selection(int8_index_case(**arguments))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("arguments", calls(INT8_ATTENTION, fast=["packed"]))
+def test_attention_of_int8_equals_the_reference(arguments, dtype, on_generated_code):
+    check_int8_attention(int8_attention_case(**arguments, dtype=dtype, hostile=True))
+
+
+@pytest.mark.parametrize("op", WRITERS)
+def test_writers_of_int8_write_what_the_reference_writes(op, on_generated_code):
+    for _, _, x in MODULES[op].checks([torch.bfloat16]):
+        check_writer(op, x)
 
 
 @pytest.mark.slow

@@ -13,14 +13,22 @@ from cases.npu_programs import (
     ATTENTION_TOLERANCE,
     HALF,
     INDEXER,
+    INT8_ATTENTION,
+    INT8_INDEXER,
+    WRITERS,
     attention_case,
     block_ids_clamped,
     calls,
     check_attention,
     check_fused,
+    check_int8_attention,
+    check_int8_selection,
     check_selection,
+    check_writer,
     fused_case,
     index_case,
+    int8_attention_case,
+    int8_index_case,
 )
 from cases.npu_sparse_attention_pto import CACHES
 from hypothesis import given, settings
@@ -312,6 +320,55 @@ def test_attention_on_drawn_sequences(lengths, arguments):
 @pytest.mark.slow
 def test_attention_at_long_context():
     check_attention(attention_case([1], [131072], sparse_count=2048, heads=128))
+
+
+# ---- int8 caches ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    calls(INT8_INDEXER | {"8K": dict(lengths_query=[1], lengths_key=[8192], sparse_count=2048)}),
+)
+def test_indexer_of_int8_selects_what_the_reference_selects(arguments):
+    check_int8_selection(int8_index_case(**arguments))
+
+
+@pytest.mark.parametrize("hostile", [False, True], ids=["selected", "hostile"])
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize(
+    "arguments",
+    calls(
+        INT8_ATTENTION
+        | {
+            "4K": dict(lengths_query=[1], lengths_key=[4096], sparse_count=2048, heads=128),
+            "K-100": dict(lengths_query=[2, 1], lengths_key=[700, 40], sparse_count=100),
+        }
+    ),
+)
+def test_attention_of_int8_equals_the_reference(arguments, dtype, hostile):
+    check_int8_attention(int8_attention_case(**arguments, dtype=dtype, hostile=hostile))
+
+
+@pytest.mark.parametrize("value", [INT_MIN, -1, 0, 10**6, INT_MAX])
+def test_no_length_and_no_block_id_leads_outside_an_int8_cache(value):
+    attend = int8_attention_case([2, 1], [300, 40], sparse_count=64)
+    attend["key"][..., 512:] = 0  # every row may be reached now
+    index = without_nan(int8_index_case([2, 1], [300, 40], sparse_count=64))
+    for x, lengths, check in (
+        (attend, "actual_seq_lengths_kv", check_int8_attention),
+        (index, "actual_seq_lengths_key", check_int8_selection),
+    ):
+        for name in (lengths, "actual_seq_lengths_query", "block_table"):
+            hostile = x[name].clone()
+            hostile.view(-1)[0] = value
+            check(x | {name: hostile}, like=block_ids_clamped(x | {name: hostile}))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("op", WRITERS)
+def test_writers_of_int8_write_what_the_reference_writes(op, dtype):
+    for _, _, x in MODULES[op].checks([dtype]):
+        check_writer(op, x)
 
 
 # ---- the fused op --------------------------------------------------------------------------------

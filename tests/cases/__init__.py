@@ -153,10 +153,10 @@ def on_meta(inputs: dict) -> dict:
 
     def empty(x: Tensor) -> Tensor:
         new = torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="meta")
-        if x.layout != torch.strided or not x.numel():
+        if x.layout != torch.strided or x.is_meta:
             return new
-        facts = x.data_ptr(), x.size(), x.stride(), x.dtype
-        return made.setdefault(facts, new)
+        memory = x.untyped_storage()._cdata, x.storage_offset()
+        return made.setdefault((*memory, x.size(), x.stride(), x.dtype), new)
 
     return changed(inputs, empty)
 

@@ -7,9 +7,12 @@ import torch
 from numerics import assert_close_to_rows, assert_same_selection, reference
 
 import custom_pypto
+from custom_pypto.reference import MODULES
 
 from . import copied
+from .npu_kv_quant_sparse_flash_attention_pto import inputs as int8_attention_inputs
 from .npu_lightning_indexer_pto import inputs as indexer_inputs
+from .npu_quant_lightning_indexer_pto import inputs as int8_indexer_inputs
 from .npu_sparse_attention_pto import CACHES, fused_inputs
 from .npu_sparse_flash_attention_pto import inputs as attention_inputs
 
@@ -196,3 +199,42 @@ def check_fused(x: dict) -> None:
         untouched[slots[(slots >= 0) & (slots < len(untouched))]] = False
         before, after = (r[untouched] for r in rows)
         torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+
+
+# those of the calls above that the ops on int8 caches take
+INT8_INDEXER = {id: x for id, x in INDEXER.items() if "cmp_ratio" not in x}
+INT8_ATTENTION = {
+    id: x
+    for id, x in ATTENTION.items()
+    if not {"sinks", "statistics", "rope"} & {*x} and id != "every-key"
+}
+WRITERS = ("npu_quant_rows_pto", "npu_quant_index_update_pto", "npu_kv_quant_update_pto")
+
+
+def int8_index_case(lengths_query, lengths_key, **arguments):
+    defaults = dict(heads=64, dim=128, block_size=128)
+    return int8_indexer_inputs(lengths_query, lengths_key, **defaults | arguments)
+
+
+def check_int8_selection(x: dict, like: dict | None = None) -> None:
+    assert_same_selection(custom_pypto.npu_quant_lightning_indexer_pto(**x), like or x)
+
+
+def int8_attention_case(lengths_query, lengths_key, **arguments):
+    defaults = dict(heads=16, latent=512, rope=64, block_size=128)
+    return int8_attention_inputs(lengths_query, lengths_key, **defaults | arguments)
+
+
+def check_int8_attention(x: dict, like: dict | None = None) -> None:
+    got = custom_pypto.npu_kv_quant_sparse_flash_attention_pto(**x)
+    expected = reference.npu_kv_quant_sparse_flash_attention_pto(**like or x)
+    assert_close_to_rows(got, expected, ATTENTION_TOLERANCE[got.dtype])
+
+
+def check_writer(op: str, x: dict) -> None:
+    """Results and caches, by the op's rule for errors."""
+    mine, theirs = copied(x), copied(x)
+    got = getattr(custom_pypto, op)(**mine)
+    expected = getattr(reference, op)(**theirs)
+    error, bound = MODULES[op].error(got, expected, mine, theirs)
+    assert error <= bound
