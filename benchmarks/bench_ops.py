@@ -27,6 +27,7 @@ from measure import check, interleaved, machine, of_kernels, ratio, table, write
 
 import custom_pypto
 from custom_pypto import reference
+from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantised
 
 BLOCK, K, D, L, R = 128, 2048, 128, 512, 64
 
@@ -90,29 +91,62 @@ def int8_indexer_cases(S1: int, S2: int) -> tuple[Case, Case]:
     return checked_indexer("npu_lightning_indexer_pto", inputs), quantised
 
 
-def attention_case(S1: int, N1: int, S2: int, dtype: torch.dtype) -> Case:
+def attention_inputs(S1: int, N1: int, S2: int, dtype: torch.dtype) -> dict:
     query, rope = torch.randn(1, S1, N1, L).to(dtype), torch.randn(1, S1, N1, R).to(dtype)
     key, key_rope, (lengths, block_table) = paged(S2, L, dtype), paged(S2, R, dtype), tables(S2)
     indices = torch.stack([torch.randperm(S2 - S1)[:K] for _ in range(S1)]).int()[None, :, None]
-    more = {"block_table": block_table, "actual_seq_lengths_kv": lengths, "key_rope": key_rope}
+    return dict(
+        query=query,
+        key=key,
+        value=None,
+        sparse_indices=indices,
+        scale_value=192**-0.5,
+        query_rope=rope,
+        key_rope=key_rope,
+        block_table=block_table,
+        actual_seq_lengths_kv=lengths,
+    )
 
-    def run():
-        return custom_pypto.npu_sparse_flash_attention_pto(
-            query, key, None, indices, 192**-0.5, query_rope=rope, **more
-        )
 
-    want = reference.npu_sparse_flash_attention_pto(
-        query[:, -1:], key, None, indices[:, -1:], 192**-0.5, query_rope=rope[:, -1:], **more
-    ).float()
-    error = ((run()[:, -1:].float() - want).abs().amax(-1) / want.abs().amax(-1)).max()
+def attention_of(inputs: dict, name: str, op=custom_pypto.npu_sparse_flash_attention_pto) -> Case:
+    S1, N1 = inputs["query"].shape[1:3]
+    flop = 2 * S1 * N1 * K * (2 * L + R)
+    return Case(f"{name}, S1={S1}, {N1} heads", lambda: op(**inputs), flop)
+
+
+def attention_case(S1: int, N1: int, S2: int, dtype: torch.dtype) -> Case:
+    inputs = attention_inputs(S1, N1, S2, dtype)
+    case = attention_of(inputs, "sparse attention")
+    last = {n: inputs[n][:, -1:] for n in ("query", "query_rope", "sparse_indices")}
+    want = reference.npu_sparse_flash_attention_pto(**inputs | last).float()
+    error = ((case.run()[:, -1:].float() - want).abs().amax(-1) / want.abs().amax(-1)).max()
     if error > (1e-5 if dtype == torch.float32 else 2**-7):
         raise SystemExit(f"attention {S1=} {N1=} {dtype}: relative error {error:.1e}; not timed")
-    return Case(f"sparse attention, S1={S1}, {N1} heads", run, 2 * S1 * N1 * K * (2 * L + R))
+    return case
+
+
+def int8_attention_cases(S1: int, N1: int, S2: int) -> tuple[Case, Case]:
+    """On the dequantised rows, and on those of int8: the same to the bit."""
+    inputs = attention_inputs(S1, N1, S2, torch.bfloat16)
+    key, key_rope = (inputs[name] for name in ("key", "key_rope"))
+    cache = torch.zeros(*key.shape[:-1], L + 2 * R + L // 32, dtype=torch.int8)
+    slots = torch.arange(key.size(0) * key.size(1)).view(key.shape[:2])
+    custom_pypto.npu_kv_quant_update_pto(key.squeeze(2), key_rope.squeeze(2), slots, cache)
+    rows = dict(zip(("key", "key_rope"), dequantised(cache, L, torch.bfloat16), strict=True))
+    bfloat16 = attention_of(inputs | rows, "sparse attention")
+    query = torch.cat([inputs.pop("query"), inputs.pop("query_rope")], -1)
+    inputs.pop("key_rope")
+    inputs |= dict(query=query, key=cache, key_quant_mode=2, value_quant_mode=2)
+    op = custom_pypto.npu_kv_quant_sparse_flash_attention_pto
+    int8 = attention_of(inputs, "sparse attention", op)
+    if not torch.equal(bfloat16.run(), int8.run()):
+        raise SystemExit(f"attention of int8 {S1=} {N1=}: other bits; not timed")
+    return bfloat16, int8
 
 
 MAKE = {"indexer": indexer_case, "attention": attention_case}
 # the op in bfloat16, and over the same rows in int8
-MAKE_INT8 = {"indexer": int8_indexer_cases}
+MAKE_INT8 = {"indexer": int8_indexer_cases, "attention": int8_attention_cases}
 
 
 def case_of(name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Case:

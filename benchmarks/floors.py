@@ -49,6 +49,11 @@ INT8 = {
         ("indexer", 1, 131072): 1.6,
         ("indexer", 4, 65536): 1.7,
         ("indexer", 256, 8192): 1.7,
+        # not slower: what int8 saves is memory
+        ("attention", 1, 128, 65536): 0.9,
+        ("attention", 4, 128, 65536): 0.9,
+        ("attention", 4, 16, 65536): 0.9,
+        ("attention", 64, 128, 8192): 0.9,
     },
 }
 

@@ -11,6 +11,8 @@ import ge_graphs
 import pytest
 import torch
 from cases import in_a_wider_row
+from cases.npu_kv_quant_sparse_flash_attention_pto import inputs as kv_quant_inputs
+from cases.npu_kv_quant_update_pto import inputs as kv_update_inputs
 from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
 from cases.npu_quant_index_update_pto import inputs as update_inputs
 from cases.npu_quant_lightning_indexer_pto import inputs as quant_inputs
@@ -70,6 +72,16 @@ def attend(lengths_query, lengths_key, dtype=BF16, **arguments) -> dict:
 
 def quant_index(lengths_query, lengths_key, dtype=F16, **arguments) -> dict:
     return quant_inputs(lengths_query, lengths_key, dim=128, dtype=dtype, **arguments)
+
+
+def kv_quant(lengths_query, lengths_key, dtype=BF16, **arguments) -> dict:
+    sizes = dict(latent=512, rope=64, dtype=dtype)
+    return kv_quant_inputs(lengths_query, lengths_key, **sizes, **arguments)
+
+
+def kv_update(lengths_query, lengths_key, dtype=BF16, **arguments) -> dict:
+    sizes = dict(latent=512, rope=64, dtype=dtype)
+    return kv_update_inputs(lengths_query, lengths_key, **sizes, **arguments)
 
 
 def update(lengths_query, lengths_key, dtype=BF16, **arguments) -> dict:
@@ -186,6 +198,43 @@ CALLS = {
     "quant-update": (
         "npu_quant_index_update_pto",
         lambda: [update([2, 1], [20, 5], F16, slot_dtype=torch.int64)],
+        False,
+    ),
+    "kv-quant-sizes": (
+        "npu_kv_quant_sparse_flash_attention_pto",
+        lambda: [
+            kv_quant([2, 1], [20, 5]),
+            kv_quant([3, 3, 2], [50, 1, 8], heads=7, block_size=32, sparse_count=5, seed=1),
+        ],
+        True,
+    ),
+    "kv-quant-packed-sizes": (
+        "npu_kv_quant_sparse_flash_attention_pto",
+        lambda: [
+            not_default("npu_kv_quant_sparse_flash_attention_pto"),
+            kv_quant(
+                [3, 1, 1],
+                [50, 4, 8],
+                F16,
+                layout_query="TND",
+                sparse_mode=0,
+                sparse_count=4,
+                block_size=32,
+            ),
+        ],
+        True,
+    ),
+    "kv-update-sizes": (
+        "npu_kv_quant_update_pto",
+        lambda: [
+            kv_update([2, 1], [20, 5]),
+            kv_update([3, 1, 1], [50, 4, 8], block_size=32, seed=1),
+        ],
+        True,
+    ),
+    "kv-update": (
+        "npu_kv_quant_update_pto",
+        lambda: [kv_update([2, 1], [20, 5], F16, slot_dtype=torch.int64)],
         False,
     ),
     "attend-no-query-lengths": (
@@ -579,6 +628,24 @@ def test_the_report_says_that_graph_mode_works():
             lambda: quant_index([2, 2], [20, 5], strided=True),
             "key must be contiguous on an NPU, got strides (4608, 144, 144, 1)",
             id="quant-index-strides",
+        ),
+        pytest.param(
+            "npu_kv_quant_sparse_flash_attention_pto",
+            lambda: kv_quant_inputs([2, 2], [20, 5]),
+            "rope_head_dim must be 64 on an NPU, got 16",
+            id="kv-quant-rope",
+        ),
+        pytest.param(
+            "npu_kv_quant_sparse_flash_attention_pto",
+            lambda: kv_quant([2, 2], [20, 5], strided=True),
+            "key must be contiguous on an NPU, got strides",
+            id="kv-quant-strides",
+        ),
+        pytest.param(
+            "npu_kv_quant_update_pto",
+            lambda: kv_update_inputs([2, 2], [20, 5]),
+            "latent.size(2) must be 512 on an NPU, got 128",
+            id="kv-update-latent",
         ),
         pytest.param(
             "npu_quant_rows_pto",

@@ -1,4 +1,5 @@
 // Quantises key rows into a paged cache. docs/npu_kv_quant_update_pto.md
+#include <cmath>
 #include <cstring>
 
 #include "contract.h"
@@ -44,7 +45,8 @@ void write_row(const float* latent, int64_t dims, const char* rope, int64_t rope
                int8_t* row) {
   int8_t* scales = row + dims + rope_bytes;
   for (int64_t l = 0; l < dims; l += kTile, scales += sizeof(float)) {
-    const float scale = quantise(latent + l, kTile, row + l);
+    float scale = quantise(latent + l, kTile, row + l);
+    if (std::isnan(scale)) scale = NAN;  // one of the many, so that the bytes are defined
     std::memcpy(scales, &scale, sizeof(scale));
   }
   std::memcpy(row + dims, rope, rope_bytes);
