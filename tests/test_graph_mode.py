@@ -745,7 +745,10 @@ def test_what_a_later_call_breaks_is_rejected_too():
 # ---- tests of the tests --------------------------------------------------------------------------
 
 # their default is the only value that an NPU takes, and that no result can tell apart
-ONE_VALUE = {"layout_key", "layout_kv", "sparse_block_size"}
+ONE_VALUE = {
+    *("layout_key", "layout_kv", "sparse_block_size"),
+    *("attention_mode", "quant_scale_repo_mode", "tile_size", "rope_head_dim"),
+}
 ATTRIBUTES = [
     (op, parameter.name)
     for op in OVERLOADS

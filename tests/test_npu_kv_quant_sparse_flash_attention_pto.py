@@ -15,6 +15,7 @@ from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequa
 def unquantised(x: dict) -> dict:
     """The call of npu_sparse_flash_attention_pto on the dequantised rows."""
     names = ("key_quant_mode", "value_quant_mode", "rope_head_dim")
+    names += ("key_dequant_scale", "value_dequant_scale")
     rest = {name: value for name, value in x.items() if name not in names}
     query, latent = x["query"], x["query"].size(-1) - x["rope_head_dim"]
     key, key_rope = dequantised(x["key"], latent, query.dtype)

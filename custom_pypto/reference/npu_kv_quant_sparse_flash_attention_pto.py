@@ -18,7 +18,7 @@ def dequantised(cache: Tensor, latent: int, dtype: torch.dtype) -> tuple[Tensor,
     scale, rope = (part.clone(memory_format=torch.contiguous_format) for part in (scale, rope))
     scale = scale.view(torch.float32)
     values = values.unflatten(-1, (-1, TILE)).float() * scale.unsqueeze(-1)
-    return values.flatten(-2).to(dtype), rope.view(dtype)
+    return values.flatten(-2).to(dtype).contiguous(), rope.view(dtype)
 
 
 def npu_kv_quant_sparse_flash_attention_pto(

@@ -47,7 +47,8 @@ def inputs(
     key = quantised(x.pop("key"), x.pop("key_rope"))
     query = torch.cat([x.pop("query"), x.pop("query_rope")], -1)
     key = in_a_wider_row(key) if strided else key
-    return dict(query=query, key=key, value=None) | x | MODES | dict(rope_head_dim=rope)
+    absent = dict.fromkeys(("value", "key_dequant_scale", "value_dequant_scale"))
+    return dict(query=query, key=key) | absent | x | MODES | dict(rope_head_dim=rope)
 
 
 def quantised(latent: Tensor, rope: Tensor) -> Tensor:
