@@ -9,6 +9,7 @@ import re
 import pytest
 import torch
 from cases import on_meta
+from cases.npu_kv_quant_sparse_flash_attention_pto import inputs as kv_quant_inputs
 from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
 from cases.npu_quant_lightning_indexer_pto import inputs as quant_inputs
 from cases.npu_sparse_flash_attention_pto import inputs as attention_inputs
@@ -21,6 +22,7 @@ INPUTS = {
     "npu_lightning_indexer_pto": indexer_inputs([3, 2], [40, 33]),
     "npu_quant_lightning_indexer_pto": quant_inputs([3, 2], [40, 33]),
     "npu_sparse_flash_attention_pto": attention_inputs([3, 2], [40, 33]),
+    "npu_kv_quant_sparse_flash_attention_pto": kv_quant_inputs([3, 2], [40, 33]),
 }
 LEGAL = {op: {name: k.legal for name, k in table.items()} for op, table in KEYWORDS.items()}
 # the keywords of torch_npu 2.13.0 and their defaults
@@ -36,6 +38,14 @@ STANDARD = {
         Tensor? block_table=None, str layout_query="BSND", str layout_key="BSND",
         int sparse_count=2048, int sparse_mode=3, int pre_tokens=9223372036854775807,
         int next_tokens=9223372036854775807, int? query_dtype=None, int? key_dtype=None
+    """,
+    "npu_kv_quant_sparse_flash_attention_pto": """
+        Tensor? key_dequant_scale=None, Tensor? value_dequant_scale=None,
+        Tensor? block_table=None, Tensor? actual_seq_lengths_query=None,
+        Tensor? actual_seq_lengths_kv=None, int sparse_block_size=1, str layout_query="BSND",
+        str layout_kv="BSND", int sparse_mode=3, int pre_tokens=9223372036854775807,
+        int next_tokens=9223372036854775807, int attention_mode=0, int quant_scale_repo_mode=1,
+        int tile_size=128, int rope_head_dim=64, int? key_dtype=None, int? value_dtype=None
     """,
     "npu_sparse_flash_attention_pto": """
         Tensor? block_table=None, Tensor? actual_seq_lengths_query=None,

@@ -12,6 +12,8 @@ TILE = 128  # elements per scale
 
 def npu_kv_quant_update_pto(latent: Tensor, rope: Tensor, slots: Tensor, cache: Tensor) -> None:
     """Rows ``nope | rope | scales``: int8, with a float32 scale per tile."""
+    if not slots.numel():
+        return
     values, scales = quantise(latent.unflatten(-1, (-1, TILE)))
     scales = scales.where(~scales.isnan(), torch.nan)  # one of the many
     parts = values.flatten(-2), *(part.contiguous().view(torch.int8) for part in (rope, scales))
