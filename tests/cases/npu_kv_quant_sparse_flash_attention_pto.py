@@ -54,7 +54,7 @@ def inputs(
 def quantised(latent: Tensor, rope: Tensor) -> Tensor:
     """The int8 rows of ``latent [.., 1, L]`` and ``rope [.., 1, R]``."""
     rows = [x.reshape(-1, x.size(-1)) for x in (latent, rope)]
-    if latent.dtype == torch.float32:  # the query's, which the op rejects
+    if latent.dtype.itemsize != 2:  # of a query that the op rejects
         rows = [x.bfloat16() for x in rows]
     width = latent.size(-1) + 2 * rope.size(-1) + latent.size(-1) // 32
     cache = torch.zeros(1, len(rows[0]), 1, width, dtype=torch.int8)
