@@ -144,7 +144,7 @@ class Selector:
                 for start in range(begin, end, step)
             ]
             for g, row_K in enumerate(rows):
-                pypto.assemble(self.weighted(logits, g, w[g]), [0, begin], row_K)
+                pypto.assemble(self.weighted(logits, g, w[g], begin), [0, begin], row_K)
         return rows
 
     def factors(self, at) -> list:
@@ -165,8 +165,8 @@ class Selector:
             pypto.assemble(pypto.matmul(q, k, self.product, b_trans=True), [0, offset], logits)
         return logits
 
-    def weighted(self, logits, g, w):
-        """Scores of token ``g`` from tiles of logits.
+    def weighted(self, logits, g, w, begin):
+        """Scores of token ``g`` from tiles of logits, for the keys of the chunk from ``begin`` on.
 
         One task: it loads ``w`` once and writes once, for each piece that is written is an edge to
         the task that reads it.
@@ -184,7 +184,11 @@ class Selector:
                 pypto.assemble(sums_K, [0, i * self.step], score_K)
             pypto.set_vec_tile_shapes(1, score_K.shape[1])
             # a score of -inf is a score: -inf means no key from here on
-            return pypto.maximum(score_K, LOWEST)
+            return pypto.maximum(self.by_key(score_K, begin), LOWEST)
+
+    def by_key(self, score_K, begin):
+        """The scores of keys from ``begin`` on, for a subclass to multiply."""
+        return score_K
 
     def rank(self, g, scores, left, write) -> None:
         """Writes the best of a row, of which the first ``left`` scores are keys of token ``g``."""

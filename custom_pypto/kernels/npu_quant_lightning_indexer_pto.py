@@ -1,5 +1,5 @@
 """npu_quant_lightning_indexer_pto as a PyPTO program: that of npu_lightning_indexer_pto with
-products of int8 in int32, and a row of scores that the scales of its keys multiply.
+products of int8 in int32, and the scales of the keys as factors of their scores.
 """
 
 import functools
@@ -12,12 +12,10 @@ from . import DTYPES, Arguments, runtime_options
 from .npu_lightning_indexer_pto import (
     F32,
     I32,
-    LOWEST,
     Selector,
     in_float32,
     one_task,
     round_up,
-    widest,
 )
 from .npu_lightning_indexer_pto import program as indexer
 from .npu_sparse_flash_attention_pto import number
@@ -38,11 +36,13 @@ class QuantSelector(Selector):
         return [*super().factors(at), scale]
 
     def scores(self, row, sequence, first, size, visible) -> list:
-        rows = super().scores(row, sequence, first, size, visible)
-        scale_K = self.key_scales(sequence, first, size, widest(visible))
-        return [self.scaled(g, row_K, scale_K) for g, row_K in enumerate(rows)]
+        self.scale_K = self.key_scales(sequence, first, size)
+        return super().scores(row, sequence, first, size, visible)
 
-    def key_scales(self, sequence, first, size, most):
+    def by_key(self, score_K, begin):
+        return pypto.mul(score_K, pypto.view(self.scale_K, score_K.shape, [0, begin]))
+
+    def key_scales(self, sequence, first, size):
         """``[1, size]``, once per chunk: fewer tasks than one for each tile of keys.
 
         One gather of the chunk's blocks; those behind the sequence count for keys that are masked.
@@ -64,11 +64,6 @@ class QuantSelector(Selector):
             scales = gather_in_ub(a.key_scale, ids, one_block, 2**24, -2)
             scales = pypto.mul(in_float32(scales), 1.0)
         return pypto.reshape(scales, [1, size])
-
-    def scaled(self, g, row_K, scale_K):
-        with one_task(SCALES + 1 + g):
-            pypto.set_vec_tile_shapes(1, min(row_K.shape[1], self.tiling.sort))
-            return pypto.maximum(pypto.mul(row_K, scale_K), LOWEST)
 
 
 def program(a: Arguments, **facts) -> None:
