@@ -6,19 +6,10 @@ import functools
 from collections.abc import Callable
 
 import pypto
-from pypto.experimental import gather_in_ub
 
 from . import DTYPES, Arguments, runtime_options
-from .npu_lightning_indexer_pto import (
-    F32,
-    I32,
-    Selector,
-    in_float32,
-    one_task,
-    round_up,
-)
+from .npu_lightning_indexer_pto import F32, I32, Selector, in_float32, one_task, widest
 from .npu_lightning_indexer_pto import program as indexer
-from .npu_sparse_flash_attention_pto import number
 from .tiling import IndexerTiling, indexer_tiling
 
 SCALES = 64  # the first of the scopes for the scales, behind those of the tokens
@@ -36,34 +27,26 @@ class QuantSelector(Selector):
         return [*super().factors(at), scale]
 
     def scores(self, row, sequence, first, size, visible) -> list:
-        self.scale_K = self.key_scales(sequence, first, size)
+        self.scale_K = self.key_scales(sequence, first, size, widest(visible))
         return super().scores(row, sequence, first, size, visible)
 
     def by_key(self, score_K, begin):
         return pypto.mul(score_K, pypto.view(self.scale_K, score_K.shape, [0, begin]))
 
-    def key_scales(self, sequence, first, size):
-        """``[1, size]``, once per chunk: fewer tasks than one for each tile of keys.
-
-        One gather of the chunk's blocks; those behind the sequence count for keys that are masked.
-        """
+    def key_scales(self, sequence, first, size, most):
+        """``[1, size]``, once per chunk: fewer tasks than one for each tile of keys."""
         a, block_size = self.a, self.block_size
-        blocks, width = size // block_size, round_up(size // block_size, 64)
-        begin = first // block_size
+        last, blocks = (most - 1) // block_size, a.key_scale.shape[0]
+        scale_K = pypto.tensor([1, size], F32, "key_scales")
         with one_task(SCALES):
-            last = number(a.key_scale.shape[0] - 1)
-            pypto.set_vec_tile_shapes(1, width)
-            valid = [1, pypto.min(a.block_table.shape[1] - begin, width)]
-            ids = pypto.view(a.block_table, [1, width], [sequence, begin], valid_shape=valid)
-            ids = pypto.fillpad(pypto.cast(ids, F32), "constant", 0.0)
-            ids = pypto.cast(pypto.minimum(pypto.relu(ids), last), I32)
-            ids = pypto.view(ids, [1, blocks], [0, 0])
-            one_block = pypto.full([1, 64], 0, I32)
-        with one_task(SCALES - 1):
-            pypto.set_vec_tile_shapes(blocks, block_size)
-            scales = gather_in_ub(a.key_scale, ids, one_block, 2**24, -2)
-            scales = pypto.mul(in_float32(scales), 1.0)
-        return pypto.reshape(scales, [1, size])
+            pypto.set_vec_tile_shapes(1, block_size)
+            for offset in range(0, size, block_size):
+                column = last.min((first + offset) // block_size)
+                block = a.block_table[sequence, column].max(0).min(blocks - 1)
+                scale = pypto.view(a.key_scale, [1, block_size], [block, 0])
+                # mul: an argument is copied by arithmetic only
+                pypto.assemble(pypto.mul(in_float32(scale), 1.0), [0, offset], scale_K)
+        return scale_K
 
 
 def program(a: Arguments, **facts) -> None:
