@@ -32,8 +32,8 @@ import traffic  # noqa: E402
 
 AT_A_TIME, TOKENS = 32, 32
 RIGHT = 0.97  # of the checkpoint's answers at these lengths: 0.99
-ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-TWO_THREADS = ONE_THREAD | {"OMP_NUM_THREADS": "2"}
+THREADS = ["OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"]  # unset: as vLLM sets them
+TWO_THREADS = dict(zip(THREADS, ["2", "nobind"], strict=True))
 
 
 @contextlib.contextmanager
@@ -44,6 +44,8 @@ def server(variables: dict):
         port = listener.getsockname()[1]
     url = f"http://{serve.HOST}:{port}"
     old = dict(os.environ)
+    for name in THREADS:
+        os.environ.pop(name, None)
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", **variables}
     options = ["--max-model-len", "4096", "--max-num-seqs", str(AT_A_TIME)]
     options += ["--disable-uvicorn-access-log"]
@@ -71,7 +73,7 @@ def standin():
             "[vllm.general_plugins]\nserving_standin = serving_standin:register\n"
         )
         path = os.pathsep.join([folder, str(Path(__file__).parent)])
-        yield ONE_THREAD | {"PYTHONPATH": path}
+        yield {"PYTHONPATH": path}
 
 
 def one_round(url: str, asked: list) -> dict:
@@ -102,7 +104,7 @@ def measure(rounds: int, generate_python: str) -> list[list[str]]:
     asked = traffic.questions()
     with contextlib.ExitStack() as stack:
         sides = {
-            "ops": stack.enter_context(server(ONE_THREAD)),
+            "ops": stack.enter_context(server({})),
             "ops, 2 threads in every process": stack.enter_context(server(TWO_THREADS)),
             "plain torch": stack.enter_context(server(stack.enter_context(standin()))),
         }
