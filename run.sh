@@ -19,12 +19,16 @@ usage: run.sh [arguments of examples/generate.py]    the demo: text from a spars
        run.sh graph [arguments of compile_torchair]  installs torch_npu into build/, compiles the model
        run.sh test [arguments of pytest]             the tests, in several processes; -n 0: in one
        run.sh test --slow                            the tests that take minutes each
+       run.sh test --serving [arguments of pytest]   all tests of vLLM on the ops, in that environment
        run.sh test --arch aarch64 [arguments of pytest]
                                                      builds and tests for aarch64 in emulation, 10 GB,
                                                      root; --compile-only: cross-compiles csrc
        run.sh bench [arguments of the benchmarks]    times ops, peers, a model, loading, the log;
                                                      --check: exit code 1 if a floor is missed
        run.sh bench npu [arguments]                  the NPU programs in PyPTO's cost model
+       run.sh bench serving [arguments]              requests per second of vLLM on the ops
+       run.sh serve [checkpoint] [arguments of vLLM] serves a DeepSeek-V3.2 or GLM-5 on this machine by
+                                                     vLLM, in an environment of its own, 3.5 GB
        run.sh fuzz [--minutes N] [--seed S]          fuzzes the ops on this CPU with random calls
        run.sh sanitize [address|thread]              30000 fuzz calls and the tests of the ops, compiled
                                                      with AddressSanitizer and UBSan, or TSan
@@ -55,6 +59,11 @@ setup() {
     exit 1
   fi
   keep_torch_importable
+}
+
+setup_serving() {
+  bash "$root/build_and_install.sh" --serving >&2
+  python="$root/build/serving/bin/python"
 }
 
 has_torch_npu() {
@@ -213,6 +222,12 @@ case "${1:-}" in
       [[ "${2:-}" == aarch64 ]] || { usage >&2; exit 2; }
       exec bash "$root/tests/aarch64.sh" "${@:3}"
     fi
+    if [[ "${1:-}" == --serving ]]; then
+      shift
+      setup_serving
+      cd "$root/integrations/vllm"
+      exec "$python" -m pytest "$@"
+    fi
     setup models,sim,test
     setup_torch_npu || true # the tests report what they skip
     run_tests "$@"
@@ -224,8 +239,25 @@ case "${1:-}" in
       setup sim
       exec "$python" "$root/benchmarks/bench_npu_model.py" "$@"
     fi
+    if [[ "${1:-}" == serving ]]; then
+      shift
+      setup models # generate(), to compare with
+      generate_python="$python"
+      setup_serving
+      exec "$python" "$root/benchmarks/bench_serving.py" --generate-python "$generate_python" "$@"
+    fi
     setup models
     run_benchmarks "$@"
+    ;;
+  serve)
+    shift
+    checkpoint="$root/examples/checkpoints/lookup"
+    if [[ $# -gt 0 && "$1" != -* ]]; then
+      checkpoint="$1"
+      shift
+    fi
+    setup_serving
+    exec "$python" -m custom_pypto_vllm.serve "$checkpoint" "$@"
     ;;
   fuzz)
     shift

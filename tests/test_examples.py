@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 CHINESE = {"README.md": "README.zh-CN.md"} | {
-    f"docs/{page}.md": f"docs/zh/{page}.md" for page in ["checkpoints", "graph_mode", "npu"]
+    f"docs/{page}.md": f"docs/zh/{page}.md"
+    for page in ["checkpoints", "graph_mode", "npu", "serving"]
 }
 PAGES = [*CHINESE, *CHINESE.values()]
 

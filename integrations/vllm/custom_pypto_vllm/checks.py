@@ -1,0 +1,59 @@
+"""What the layer does not support, rejected when the model is built: later it would fail in the
+middle of a request, or give wrong text without an error."""
+
+
+def _reject(what: str) -> None:
+    raise ValueError(f"custom_pypto_vllm: {what}")
+
+
+def check(vllm_config, modules, non_causal: bool) -> None:
+    """Rejects configurations and layers that are not those of DeepSeek-V3.2 and GLM-5.
+
+    Raises:
+        ValueError: with the setting, what is supported, and what came.
+    """
+    # not above: the platform imports this module before vLLM can import its models
+    from vllm.model_executor.models.deepseek_v2 import Indexer
+
+    check_weights(vllm_config.model_config)
+    parallel = vllm_config.parallel_config
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(parallel, name)) > 1:
+            _reject(f"{name} must be 1, got {size}; use --tensor-parallel-size")
+    if vllm_config.attention_config.hisparse_config is not None:
+        _reject("hisparse_config must be unset: caches stay in the memory of the CPU")
+    if non_causal:
+        _reject("non-causal attention among the new tokens is not supported")
+    other = modules.fused_qkv_a_proj is None or modules.g_proj is not None
+    if other or not isinstance(modules.indexer, Indexer | None):
+        _reject("the attention must be that of DeepSeek-V3.2 or GLM-5, got another one")
+    _check_config(vllm_config.model_config.hf_config, modules.indexer_rotary_emb)
+
+
+def check_weights(model_config) -> None:
+    if model_config.quantization == "fp8":
+        _reject(
+            "weights must not be in fp8, which vLLM computes on CPUs with AMX alone, and which was "
+            "not tried there; examples/convert_checkpoint.py SOURCE TARGET converts to bfloat16"
+        )
+
+
+def _check_config(config, indexer_rope) -> None:
+    count = config.index_topk
+    if not (1 <= count <= 2048 or count in range(3072, 8193, 1024)):
+        _reject(f"index_topk must be 1 to 2048, or 3072 to 8192 in steps of 1024, got {count}")
+    if config.model_type != "glm_moe_dsa":
+        return
+    if indexer_rope is not None and indexer_rope.is_neox_style:
+        _reject(
+            'config.json of a GLM-5 must have "indexer_rope_interleave": true, which transformers '
+            "drops when it saves; --hf-overrides '{\"indexer_rope_interleave\": true}' sets it"
+        )
+    types = getattr(config, "indexer_types", None) or []
+    pattern = getattr(config, "index_topk_pattern", None)
+    if "shared" in types and pattern is None and getattr(config, "index_topk_freq", 1) == 1:
+        wanted = "".join("S" if kind == "shared" else "F" for kind in types)
+        _reject(
+            "config.json shares indices among layers by indexer_types, which vLLM does not read; "
+            f'--hf-overrides \'{{"index_topk_pattern": "{wanted}"}}\' sets what it reads'
+        )

