@@ -47,7 +47,7 @@ from .glm5_next import PagedGlm5NextAttention
 from .glm_moe_dsa import PagedGlmMoeDsaAttention
 from .hy_v4 import PagedHYV4Attention
 from .loading import Reader, check_memory, parameters, resolve_dtype
-from .pools import text_model
+from .pools import check_cache_dtypes, text_model
 from .projection import change_class, has_other_forward
 from .replay import record_indices, replay_indices
 from .tensor_parallel import own_device, sharing
@@ -73,23 +73,33 @@ ATTENTION = {
 }
 
 
-def use_custom_pypto(model, *, block_size: int = 128):
+def use_custom_pypto(
+    model,
+    *,
+    block_size: int = 128,
+    index_dtype: torch.dtype | None = None,
+    kv_dtype: torch.dtype | None = None,
+):
     """Patches ``model`` to run on the ops: sparse attention over a paged cache.
 
     The patch replaces the lightning indexer and the attention of every layer, and the cache that
-    ``generate()`` creates. Patching again only sets ``block_size``. A forward pass in training mode
-    runs the upstream path; the ops have no backward. Padding must be on the left. Additions such as
-    hooks or adapters, made before or after, take effect or raise: docs/models.md has the tables.
+    ``generate()`` creates. Patching again only sets the options of that cache. A forward pass in
+    training mode runs the upstream path; the ops have no backward. Padding must be on the left.
+    Additions such as hooks or adapters, made before or after, take effect or raise: docs/models.md
+    has the tables.
 
     Args:
         model: an instance of a class in :data:`ATTENTION` (transformers 5.23), patched in place.
         block_size: tokens per cache block, a multiple of 16 up to 1024.
+        index_dtype: ``torch.int8`` for index keys, and queries, of a byte per value; None: the
+            dtype of the model. See :class:`PagedCache`.
+        kv_dtype: the same of cached latents, for models in bfloat16 or float16.
     Returns:
         ``model`` itself.
     Raises:
         TypeError: unsupported model class, wrapped attention, or a ``kv_b_proj`` or indexer with
             additions that the ops would bypass. Every forward repeats the check.
-        ValueError: unsupported ``block_size`` or ``index_topk``.
+        ValueError: unsupported ``block_size``, ``index_topk`` or dtype of a cache.
     """
     upstream, paged = _attention_classes("use_custom_pypto", model)
     check_block_size("use_custom_pypto", block_size)
@@ -100,6 +110,8 @@ def use_custom_pypto(model, *, block_size: int = 128):
             "use_custom_pypto: config.index_topk must be 1 to 2048, or 3072 to 8192 in steps of "
             f"1024, got {topk}"
         )
+    dtypes = {"index_dtype": index_dtype, "kv_dtype": kv_dtype}
+    check_cache_dtypes("use_custom_pypto", model, paged, **dtypes)
     use_transformers(model)
     found = {i: layer.self_attn for i, layer in enumerate(text.layers)}
     layers = {i: x for i, x in found.items() if type(x) not in paged.upstream_layers}
@@ -113,14 +125,12 @@ def use_custom_pypto(model, *, block_size: int = 128):
         paged.check(attention, i)
     for attention in layers.values():
         change_class(attention, paged)
-    prepare = partial(generation.prepare_forward, block_size)
+    text.custom_pypto_cache = {"block_size": block_size, **dtypes}
     model._undo_custom_pypto = (
-        text.register_forward_pre_hook(prepare, with_kwargs=True),
+        text.register_forward_pre_hook(generation.prepare_forward, with_kwargs=True),
         text.register_forward_hook(generation.finish_forward, with_kwargs=True),
     )
-    model._prepare_cache_for_generation = partial(
-        generation.prepare_cache_for_generation, model, block_size
-    )
+    model._prepare_cache_for_generation = partial(generation.prepare_cache_for_generation, model)
     model.create_masks_for_generate = generation.create_masks_for_generate
     return model
 
@@ -139,6 +149,7 @@ def use_transformers(model):
             hook.remove()
         del model._undo_custom_pypto
         del model._prepare_cache_for_generation
+        del text_model(model).custom_pypto_cache
         del model.create_masks_for_generate
         for layer in text_model(model).layers:
             if type(layer.self_attn) is paged:

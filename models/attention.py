@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import custom_pypto
 
+from . import quantised_cache
 from .cache import Step, write
 from .pools import Pool
 from .projection import check_absorbed, check_replaced, weight_of
@@ -42,6 +43,8 @@ class PagedAttention:
     index_rope = None
     #: whether the indexer rotates its last dims instead of its first
     index_rope_last = False
+    #: whether the architecture can have caches in int8
+    int8 = False
     #: whether the layer passes its indices to the next layer
     returns_indices = False
     #: upstream classes of layers in the same model that are left as they are
@@ -88,9 +91,13 @@ class PagedAttention:
         cos, sin = position_embeddings
 
         latent, k_rope = self.compress_key(hidden_states)
-        write(layer.latent, step.slots, latent)
-        if layer.rope is not None:
-            write(layer.rope, step.slots, rotate(self.mla_rope, k_rope.unsqueeze(2), cos, sin))
+        if layer.latent.dtype == torch.int8:
+            k_rope = rotate(self.mla_rope, k_rope.unsqueeze(2), cos, sin)
+            quantised_cache.write_latent(step, layer, latent, k_rope)
+        else:
+            write(layer.latent, step.slots, latent)
+            if layer.rope is not None:
+                write(layer.rope, step.slots, rotate(self.mla_rope, k_rope.unsqueeze(2), cos, sin))
         if self.indexer is not None:
             self.write_index_keys(hidden_states, position_embeddings, step)
         elif indices is None and not self.selects:
@@ -136,25 +143,30 @@ class PagedAttention:
             indices = self.select(hidden_states, normed, cos, sin, step, lengths)
         weight = weight_of(self.kv_b_proj).view(query.size(2), -1, self.kv_lora_rank)
         w_uk, w_uv = weight.split([self.qk_nope_head_dim, self.v_head_dim], 1)
-        dtype = layer.latent.dtype  # autocast gives the queries another dtype
-        if layer.rope is None:
-            q_rope = None
-        else:
+        dtype = step.cache.made_for["dtype"]  # autocast gives the queries another dtype
+        absorbed = torch.einsum("bshd,hdl->bshl", q_nope, w_uk).contiguous().to(dtype)
+        if q_rope.size(-1):
             q_rope = rotate(self.mla_rope, q_rope, cos, sin).to(dtype)
-        sinks = getattr(self, "sinks", None)  # a parameter of some architectures
-        output = custom_pypto.npu_sparse_flash_attention_pto(
-            torch.einsum("bshd,hdl->bshl", q_nope, w_uk).contiguous().to(dtype),
-            layer.latent,
-            None,
-            indices,
-            self.scaling,
-            query_rope=q_rope,
-            key_rope=layer.rope,
-            actual_seq_lengths_kv=lengths,
-            block_table=step.cache.block_table,
-            sparse_mode=3,
-            sinks=None if sinks is None else sinks.float(),
-        )
+        call = {
+            "actual_seq_lengths_kv": lengths,
+            "block_table": step.cache.block_table,
+            "sparse_mode": 3,
+        }
+        if layer.latent.dtype == torch.int8:
+            output = quantised_cache.attend(layer, absorbed, q_rope, indices, self.scaling, **call)
+        else:
+            sinks = getattr(self, "sinks", None)  # a parameter of some architectures
+            output = custom_pypto.npu_sparse_flash_attention_pto(
+                absorbed,
+                layer.latent,
+                None,
+                indices,
+                self.scaling,
+                query_rope=None if layer.rope is None else q_rope,
+                key_rope=layer.rope,
+                sinks=None if sinks is None else sinks.float(),
+                **call,
+            )
         # for one token, multiplying by both halves is faster than copying the strided w_uv
         if output.size(1) == 1:
             output = torch.einsum("bshl,hvl->bshv", output, weight)[..., self.qk_nope_head_dim :]
@@ -218,7 +230,11 @@ class PagedAttention:
         # some architectures keep the norm in float32
         key = indexer.k_norm(indexer.wk(hidden_states).to(indexer.k_norm.weight.dtype))
         key = self.rotate_index(key.unsqueeze(2), *position_embeddings)
-        write(step.cache.layers[self.layer_idx].index, step.slots, key)
+        layer = step.cache.layers[self.layer_idx]
+        if layer.index.dtype == torch.int8:
+            quantised_cache.write_index(step, layer, key)
+        else:
+            write(layer.index, step.slots, key)
 
     @torch.no_grad()
     def select(
@@ -237,17 +253,21 @@ class PagedAttention:
         weights = projection(hidden_states.to(projection.weight.dtype)).float()
         layer = step.cache.layers[self.layer_idx]
         keys, space = layer.index, layer.spaces["index"]
-        indices = custom_pypto.npu_lightning_indexer_pto(
-            self.rotate_index(query, cos, sin).to(keys.dtype),
-            keys,
-            # both scales are positive, so they may move out of the ReLU into the weights
-            weights * (indexer.n_heads**-0.5 * indexer.softmax_scale),
-            actual_seq_lengths_key=lengths,
-            block_table=step.cache.tables[space],
-            sparse_count=indexer.index_topk // space.ratio,
-            sparse_mode=3,
-            cmp_ratio=space.ratio,
-        )
+        query = self.rotate_index(query, cos, sin)
+        # both scales are positive, so they may move out of the ReLU into the weights
+        weights = weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
+        call = {
+            "actual_seq_lengths_key": lengths,
+            "block_table": step.cache.tables[space],
+            "sparse_count": indexer.index_topk // space.ratio,
+            "sparse_mode": 3,
+        }
+        if keys.dtype == torch.int8:
+            indices = quantised_cache.select(step, layer, query, weights, **call)
+        else:
+            indices = custom_pypto.npu_lightning_indexer_pto(
+                query.to(keys.dtype), keys, weights, cmp_ratio=space.ratio, **call
+            )
         if CHECK_RANKS and dist.is_initialized():
             check_indices(self.layer_idx, indices)
         return indices

@@ -8,14 +8,14 @@ from torch import Tensor
 from transformers.masking_utils import find_packed_sequence_indices
 
 from .cache import PagedCache, Step
-from .pools import dimensions, patched_layers
+from .pools import dimensions, patched_layers, text_model
 
 # positional arguments of the upstream base models
 FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values")
 FORWARD_ARGUMENTS += ("inputs_embeds", "use_cache")
 
 
-def prepare_forward(block_size: int, model, args: tuple, kwargs: dict):
+def prepare_forward(model, args: tuple, kwargs: dict):
     """Forward pre-hook of the base model: makes room in the cache for the new tokens and passes the
     layers a :class:`Step` in place of the attention mask.
 
@@ -47,7 +47,8 @@ def prepare_forward(block_size: int, model, args: tuple, kwargs: dict):
         attention = layer.self_attn
         attention.check(attention, i)
     if cache is None:
-        cache = own_cache(model, batch, tokens + block_size if keep else tokens, block_size)
+        spare = model.custom_pypto_cache["block_size"] if keep else 0
+        cache = own_cache(model, batch, tokens + spare)
         kwargs["past_key_values"] = cache if keep else None
     else:
         check_cache(cache, model)
@@ -72,9 +73,9 @@ def is_packed(attention_mask: Tensor | None, position_ids: Tensor | None) -> boo
 
 
 @torch.compiler.disable(reason="pass past_key_values=models.PagedCache(...) to a compiled forward")
-def own_cache(model, batch_size: int, max_cache_len: int, block_size: int) -> PagedCache:
+def own_cache(model, batch_size: int, max_cache_len: int) -> PagedCache:
     """Creates the cache of a forward that got none."""
-    cache = PagedCache(model, batch_size, max_cache_len, block_size=block_size)
+    cache = PagedCache(model, batch_size, max_cache_len, **model.custom_pypto_cache)
     cache.grows = True
     return cache
 
@@ -93,7 +94,7 @@ def finish_forward(model, args: tuple, kwargs: dict, output) -> None:
 
 
 def prepare_cache_for_generation(
-    model, block_size, generation_config, model_kwargs, generation_mode, batch_size, max_length
+    model, generation_config, model_kwargs, generation_mode, batch_size, max_length
 ):
     """Creates the cache of ``generate()``, or validates the one passed to it."""
     kind = generation_config.cache_implementation
@@ -105,7 +106,8 @@ def prepare_cache_for_generation(
     rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
     cache = model_kwargs.get("past_key_values")
     if cache is None and generation_config.use_cache is not False:
-        cache = PagedCache(model, rows, max_length, block_size=block_size)
+        options = text_model(model).custom_pypto_cache
+        cache = PagedCache(model, rows, max_length, **options)
         model_kwargs["past_key_values"] = cache
         return
     if cache is not None:

@@ -1,5 +1,6 @@
 """Pools of cache rows: what an architecture declares, and their memory."""
 
+import bisect
 import ctypes
 import mmap
 from collections.abc import Callable
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionLayer
 
+from .loading import free_memory
 from .projection import device_of
 
 
@@ -41,6 +43,7 @@ class Space(NamedTuple):
 
 
 EVERY_TOKEN = Space()
+TILE = 128  # elements of an int8 latent that share a scale
 
 
 class Row(NamedTuple):
@@ -110,15 +113,80 @@ def pools_of(model) -> dict[str, Pool]:
     return next(iter(patched_layers(model).values())).self_attn.pools
 
 
-def declared_rows(model) -> list[dict[str, Row | None]]:
-    """For each layer the :meth:`Pool.row` of each pool, by name; nothing for an upstream layer."""
+def declared_rows(model, index_dtype=None, kv_dtype=None) -> list[dict[str, Row | None]]:
+    """For each layer the :meth:`Pool.row` of each pool, by name, in a cache of these dtypes;
+    nothing for an upstream layer."""
     text, pools, patched = text_model(model), pools_of(model).items(), patched_layers(model)
     return [
-        {name: pool.row(text.config, layer, model.dtype) for name, pool in pools}
+        in_int8(
+            {name: pool.row(text.config, layer, model.dtype) for name, pool in pools},
+            index_dtype,
+            kv_dtype,
+        )
         if layer in patched
         else {}
         for layer in range(text.config.num_hidden_layers)
     ]
+
+
+def check_cache_dtypes(
+    caller: str, model, attention, index_dtype: torch.dtype | None, kv_dtype: torch.dtype | None
+) -> None:
+    """Rejects dtypes that the cache of a model with this patched ``attention`` cannot have.
+
+    Raises:
+        ValueError: names the argument, what is supported, and what came.
+    """
+    for name, dtype in (("index_dtype", index_dtype), ("kv_dtype", kv_dtype)):
+        if dtype not in (None, model.dtype, torch.int8):
+            raise ValueError(
+                f"{caller}: {name} must be torch.int8 or None (dtype of the model), got {dtype}; "
+                "Atlas A2 and A3 compute in no other"
+            )
+        why = not_in_int8(name, model, attention) if dtype == torch.int8 else None
+        if why is not None:
+            raise ValueError(f"{caller}: {name} must be None for {why}, got torch.int8")
+
+
+def not_in_int8(name: str, model, attention) -> str | None:
+    """Why this model has no such cache in int8, if it has none."""
+    config = text_model(model).config
+    if not attention.int8:
+        return f"{config.model_type} (int8: deepseek_v32, glm_moe_dsa, axk2)"
+    if name == "index_dtype":
+        size = config.index_head_dim
+        return None if size.bit_count() == 1 else f"index_head_dim {size}, no power of two"
+    if model.dtype not in (torch.bfloat16, torch.float16):
+        return f"a model in {model.dtype} (rows have RoPE keys of 2 bytes; load it in bfloat16)"
+    return (
+        f"kv_lora_rank {config.kv_lora_rank}, no multiple of {TILE}"
+        if (config.kv_lora_rank % TILE)
+        else None
+    )
+
+
+def in_int8(
+    rows: dict[str, Row | None], index_dtype: torch.dtype | None, kv_dtype: torch.dtype | None
+) -> dict[str, Row | None]:
+    """The rows of a layer's pools in a cache of these dtypes."""
+    if kv_dtype == torch.int8:
+        latent, rope = rows["latent"], rows["rope"]
+        width = latent.width + 2 * rope.width + 4 * latent.width // TILE
+        rows = rows | {"latent": Row(width, torch.int8, latent.space), "rope": None}
+    index = rows.get("index")
+    if index_dtype == torch.int8 and index is not None:
+        scale = Row(1, torch.float16, index.space)
+        rows = rows | {"index": index._replace(dtype=torch.int8), "index_scale": scale}
+    return rows
+
+
+def hadamard(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Sylvester's orthogonal ``[dim, dim]`` matrix: entries 1 and -1 over the root of ``dim``."""
+    matrix = torch.ones(1, 1, device=device)
+    while len(matrix) < dim:
+        upper = torch.cat([matrix, matrix], 1)
+        matrix = torch.cat([upper, torch.cat([matrix, -matrix], 1)])
+    return (matrix * dim**-0.5).to(dtype)
 
 
 def dimensions(model) -> dict:
@@ -192,3 +260,27 @@ def own_blocks(batch_size: int, blocks: int, device: torch.device) -> Tensor:
     """A block table without shared blocks; block 0 belongs to no sequence."""
     table = torch.arange(1, 1 + batch_size * blocks, dtype=torch.int32, device=device)
     return table.view(batch_size, blocks)
+
+
+def out_of_memory(
+    rows: list[Row], batch_size: int, max_cache_len: int, block_size: int, device: torch.device
+) -> torch.OutOfMemoryError:
+    """The error of a cache with these rows, which says how many tokens would fit."""
+
+    def size(blocks: int) -> int:
+        return sum(
+            (1 + batch_size * space.blocks(blocks * block_size)) * space.block * bytes_
+            for row in rows
+            for space in [row.space.in_blocks(block_size)]
+            for bytes_ in [row.width * row.dtype.itemsize]
+        )
+
+    blocks = -(-max_cache_len // block_size)
+    # a sixteenth is left for the rest of the process
+    room = free_memory(device) * 15 // 16
+    fits = max(0, bisect.bisect_right(range(blocks), room, key=size) - 1) * block_size
+    return torch.OutOfMemoryError(
+        f"PagedCache: out of memory: batch_size={batch_size}, max_cache_len={max_cache_len} "
+        f"needs {size(blocks) / 2**30:.1f} GiB on {device}; {fits} tokens per sequence would "
+        "fit, pass a smaller max_cache_len (to generate(): fewer new tokens) or batch_size"
+    )

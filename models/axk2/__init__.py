@@ -15,6 +15,7 @@ from ..pools import INDEX_POOLS, MLA_POOLS
 
 class PagedAXK2Attention(PagedAttention, AXK2Attention):
     pools = MLA_POOLS | INDEX_POOLS
+    int8 = True
     indexer_class = AXK2Indexer
     mla_rope = staticmethod(apply_rotary_pos_emb_interleave)
     index_rope = staticmethod(apply_rotary_pos_emb)

@@ -13,6 +13,7 @@ from ..pools import INDEX_POOLS, MLA_POOLS
 
 class PagedDeepseekV32Attention(PagedAttention, DeepseekV32Attention):
     pools = MLA_POOLS | INDEX_POOLS
+    int8 = True
     indexer_class = DeepseekV32Indexer
     mla_rope = staticmethod(apply_rotary_pos_emb_interleave)
     # DeepSeek's first release rotated interleaved pairs here, as MLA does; that was a bug

@@ -13,6 +13,7 @@ from ..pools import MLA_POOLS, Pool
 
 class PagedGlmMoeDsaAttention(PagedAttention, GlmMoeDsaAttention):
     pools = MLA_POOLS | {"index": Pool("index_head_dim", where=("indexer_types", "full"))}
+    int8 = True
     indexer_class = GlmMoeDsaIndexer
     mla_rope = staticmethod(apply_rotary_pos_emb_interleave)
     index_rope = staticmethod(apply_rotary_pos_emb_interleave)
