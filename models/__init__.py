@@ -38,7 +38,7 @@ from transformers import (
 
 from . import generation, quantisation
 from .axk2 import PagedAXK2Attention
-from .cache import PagedCache, check_block_size
+from .cache import PagedCache
 from .checkpoint import check_shards, first_layers
 from .deepseek_v4 import PagedDeepseekV4Attention
 from .deepseek_v32 import PagedDeepseekV32Attention
@@ -47,7 +47,7 @@ from .glm5_next import PagedGlm5NextAttention
 from .glm_moe_dsa import PagedGlmMoeDsaAttention
 from .hy_v4 import PagedHYV4Attention
 from .loading import Reader, check_memory, parameters, resolve_dtype
-from .pools import check_cache_dtypes, text_model
+from .pools import check_block_size, check_cache_dtypes, text_model
 from .projection import change_class, has_other_forward
 from .replay import record_indices, replay_indices
 from .tensor_parallel import own_device, sharing

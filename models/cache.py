@@ -12,6 +12,7 @@ from .pools import (
     RecurrentLayer,
     Row,
     Space,
+    check_block_size,
     check_cache_dtypes,
     declared_rows,
     dimensions,
@@ -393,10 +394,3 @@ class PagedCache(Cache):
                 shape = (1 + batch_size * space.blocks(self.max_cache_len), space.block, 1)
                 pools[name] = empty_pool((*shape, row.width), row.dtype, device)
         return PagedLayer(pools, spaces)
-
-
-def check_block_size(caller: str, block_size: int) -> None:
-    if block_size % 16 or not 16 <= block_size <= 1024:
-        raise ValueError(
-            f"{caller}: block_size must be a multiple of 16 from 16 to 1024, got {block_size}"
-        )

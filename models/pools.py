@@ -129,6 +129,13 @@ def declared_rows(model, index_dtype=None, kv_dtype=None) -> list[dict[str, Row 
     ]
 
 
+def check_block_size(caller: str, block_size: int) -> None:
+    if block_size % 16 or not 16 <= block_size <= 1024:
+        raise ValueError(
+            f"{caller}: block_size must be a multiple of 16 from 16 to 1024, got {block_size}"
+        )
+
+
 def check_cache_dtypes(
     caller: str, model, attention, index_dtype: torch.dtype | None, kv_dtype: torch.dtype | None
 ) -> None:
@@ -152,7 +159,7 @@ def not_in_int8(name: str, model, attention) -> str | None:
     """Why this model has no such cache in int8, if it has none."""
     config = text_model(model).config
     if not attention.int8:
-        return f"{config.model_type} (int8: deepseek_v32, glm_moe_dsa, axk2)"
+        return f"model_type {config.model_type}, which has no caches in int8"
     if name == "index_dtype":
         size = config.index_head_dim
         return None if size.bit_count() == 1 else f"index_head_dim {size}, no power of two"

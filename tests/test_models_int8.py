@@ -1,0 +1,292 @@
+"""Patched models with index keys and latents in int8."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tiny_model, token_ids
+
+from custom_pypto import models, npu_quant_rows_pto
+from custom_pypto.models import quantised_cache
+from custom_pypto.models.attention import PagedAttention
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+from train_lookup import lookup_accuracy, lookup_batch  # noqa: E402
+
+CHECKPOINT = Path(__file__).parents[1] / "examples/checkpoints/lookup"
+INT8 = torch.int8
+BOTH = dict(index_dtype=INT8, kv_dtype=INT8)
+KINDS = ["deepseek_v32", "glm_moe_dsa", "axk2"]
+LENGTHS = [512, pytest.param(2048, marks=pytest.mark.slow)]
+
+
+@pytest.fixture(autouse=True)
+def no_grad_and_one_thread():
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        yield
+
+
+def lookup(**dtypes):
+    return models.use_custom_pypto(models.load(CHECKPOINT, dtype=torch.bfloat16), **dtypes)
+
+
+def tiny(kind, **dtypes):
+    model = tiny_model(kind, kv_lora_rank=128).to(torch.bfloat16)
+    return models.use_custom_pypto(model, block_size=16, **dtypes)
+
+
+def feed(model, cache, ids, mask, chunks=(40, 1, 1)):
+    logits, end = [], 0
+    for size in chunks:
+        start, end = end, end + size
+        part = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache)
+        logits.append(part.logits)
+    return torch.cat(logits, 1)
+
+
+def left_padded(pads, tokens=42):
+    ids = token_ids(len(pads), tokens)
+    mask = torch.arange(tokens) >= torch.tensor(pads)[:, None]
+    return ids.where(mask, 0), mask.long()
+
+
+def dequantised(latent):
+    """``[.., L]`` after quantisation in tiles of 128, by the definition."""
+    tiles = latent.float().unflatten(-1, (-1, 128))
+    largest = tiles.abs().amax(-1, keepdim=True).clamp(min=1e-4)
+    rows = (tiles * (torch.tensor(127.0) / largest)).round().clamp(-127, 127)
+    return (rows * (largest / 127)).flatten(-2).to(latent.dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_latents_in_int8_are_a_cache_of_dequantised_latents_to_the_bit(kind, monkeypatch):
+    ids, mask = left_padded([0, 9])
+    model = tiny(kind, kv_dtype=INT8)
+    got = feed(model, models.PagedCache(model, 2, 64, block_size=16), ids, mask)
+
+    compress = PagedAttention.compress_key
+
+    def rounded(self, hidden_states):
+        latent, rope = compress(self, hidden_states)
+        return dequantised(latent), rope
+
+    monkeypatch.setattr(PagedAttention, "compress_key", rounded)
+    model = tiny(kind)
+    want = feed(model, models.PagedCache(model, 2, 64, block_size=16), ids, mask)
+    assert torch.equal(got[mask.bool()], want[mask.bool()])
+
+
+@pytest.mark.parametrize(
+    "dtypes, per_token",
+    [
+        ({}, 2 * (512 + 64 + 128)),
+        (dict(index_dtype=INT8), 2 * (512 + 64) + 128 + 2),
+        (dict(kv_dtype=INT8), 656 + 2 * 128),
+        (BOTH, 786),
+    ],
+    ids=["bfloat16", "index", "kv", "both"],
+)
+def test_bytes_of_a_token_and_layer(dtypes, per_token):
+    model = lookup(**dtypes)
+    cache = models.PagedCache(model, 1, 1024)
+    rows = 1024 + 128  # and a block that belongs to no sequence
+    assert cache.nbytes == rows * per_token * model.config.num_hidden_layers
+
+
+def test_shared_layers_have_no_index_keys_and_no_scales():
+    cache = models.PagedCache(tiny("glm_moe_dsa", **BOTH), 1, 64)
+    names = [set(layer.pools()) for layer in cache.layers]
+    full, shared = {"latent", "index", "index_scale"}, {"latent"}
+    assert names == [full, shared, full]
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+@pytest.mark.parametrize(
+    "dtypes", [dict(index_dtype=INT8), dict(kv_dtype=INT8), BOTH], ids=["index", "kv", "both"]
+)
+def test_answers_are_as_right_as_in_bfloat16(dtypes, length):
+    def accuracy(**dtypes):
+        model = lookup(**dtypes)
+        return lookup_accuracy(
+            model, length, new_cache=lambda: models.PagedCache(model, 1, length + 128)
+        )
+
+    assert accuracy(**dtypes) >= accuracy() - 0.02 > 0.9
+
+
+def selected(model, ids):
+    with models.record_indices(model) as record:
+        model(ids, past_key_values=models.PagedCache(model, len(ids), ids.size(1)))
+    return record
+
+
+def recall(got, want):
+    """Share of the wanted positions among those got, of tokens that see more than they select."""
+    shares = []
+    for layer in want:
+        for one, other in zip(got[layer][0][64:], want[layer][0][64:], strict=True):
+            shares.append(torch.isin(other, one).float().mean())
+    return torch.stack(shares).mean().item()
+
+
+def test_an_int8_index_selects_what_a_bfloat16_index_selects():
+    ids, _ = lookup_batch(1, 512, questions=16, seed=5)
+    want = selected(lookup(), ids)
+    assert recall(selected(lookup(index_dtype=INT8), ids), want) >= 0.985
+
+
+def test_queries_rotated_alone_select_something_else(monkeypatch):
+    ids, _ = lookup_batch(1, 512, questions=16, seed=5)
+    want = selected(lookup(), ids)
+    write = quantised_cache.write_index
+
+    def unrotated(step, layer, key):
+        rotation = step.cache.hadamard
+        step.cache.hadamard = torch.eye(len(rotation), dtype=rotation.dtype)
+        write(step, layer, key)
+        step.cache.hadamard = rotation
+
+    monkeypatch.setattr(quantised_cache, "write_index", unrotated)
+    assert recall(selected(lookup(index_dtype=INT8), ids), want) < 0.3
+
+
+# ---- what a cache does, with both in int8 ------------------------------------------------------
+
+
+def questions(count=2):
+    ids, _ = lookup_batch(count, 200, questions=2, seed=7)
+    return ids
+
+
+def next_tokens(model, ids, cache, **call):
+    return model(ids, past_key_values=cache, **call).logits[:, -1].argmax(-1).tolist()
+
+
+def test_beams_and_their_copies_continue_like_one_sequence():
+    model, ids = lookup(**BOTH), questions(1)
+    alone = next_tokens(model, ids, models.PagedCache(model, 1, 256))
+    cache = models.PagedCache(model, 1, 256)
+    model(ids[:, :-1], past_key_values=cache)
+    cache.batch_repeat_interleave(3)
+    cache.reorder_cache(torch.tensor([2, 0, 1]))
+    assert next_tokens(model, ids[:, -1:].expand(3, 1), cache) == alone * 3
+    assert cache.hadamard is not None
+    beams = model.generate(ids, num_beams=3, max_new_tokens=4, do_sample=False)
+    assert beams[0, ids.size(1)].item() == alone[0]
+
+
+def test_left_padding_crop_and_growth_change_no_answer():
+    model, ids = lookup(**BOTH), questions()
+    alone = [next_tokens(model, row[None], None)[0] for row in ids]
+    padded = torch.cat([torch.zeros(2, 7, dtype=ids.dtype), ids], 1)
+    mask = (torch.arange(padded.size(1)) >= 7).long().expand(2, -1)
+    cache = models.PagedCache(model, 2, padded.size(1) + 16)
+    assert next_tokens(model, padded, cache, attention_mask=mask) == alone
+    cache.crop(-1)
+    cache.reserve(2 * cache.max_cache_len)
+    assert next_tokens(model, ids[:, -1:], cache, attention_mask=mask) == alone
+
+
+def test_a_forward_that_raises_leaves_the_cache_as_it_was(monkeypatch):
+    model, ids = lookup(**BOTH), questions(1)
+    cache = models.PagedCache(model, 1, 256)
+    model(ids[:, :-1], past_key_values=cache)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(
+            model.model.norm, "forward", lambda _: (_ for _ in ()).throw(KeyboardInterrupt)
+        )
+        model(ids[:, -1:] + 1, past_key_values=cache)
+    again = next_tokens(model, ids[:, -1:], cache)
+    assert again == next_tokens(model, ids, models.PagedCache(model, 1, 256))
+
+
+def test_a_decode_step_is_one_graph_and_equals_eager():
+    model, ids = lookup(**BOTH), questions(1)
+    caches = [models.PagedCache(model, 1, 256) for _ in range(2)]
+    for cache in caches:
+        model(ids[:, :-1], past_key_values=cache)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    eager = model(ids[:, -1:], past_key_values=caches[0]).logits
+    assert torch.equal(compiled(ids[:, -1:], past_key_values=caches[1]).logits, eager)
+
+
+def test_a_cache_takes_the_dtypes_of_its_model_or_its_own():
+    model = lookup(**BOTH)
+    assert models.PagedCache(model, 1, 128).layers[0].latent.dtype == INT8
+    own = models.PagedCache(model, 1, 256, index_dtype=model.dtype, kv_dtype=model.dtype)
+    assert own.layers[0].latent.dtype == own.layers[0].index.dtype == model.dtype
+    ids = questions(1)
+    assert next_tokens(model, ids, own) == next_tokens(lookup(), ids, None)
+    models.use_custom_pypto(model)
+    assert models.PagedCache(model, 1, 128).layers[0].latent.dtype == model.dtype
+
+
+def test_rows_hold_rotated_keys_of_the_definition():
+    model = lookup(index_dtype=INT8)
+    cache = models.PagedCache(model, 1, 128)
+    assert torch.equal(cache.hadamard @ cache.hadamard.T * 1.0, cache.hadamard.T @ cache.hadamard)
+    key = torch.randn(1, 3, 1, 128).to(model.dtype)
+    step = cache.place(1, 3, None)
+    quantised_cache.write_index(step, cache.layers[0], key)
+    rows, scales = npu_quant_rows_pto(key.flatten(0, 2), hadamard=cache.hadamard)
+    assert torch.equal(cache.layers[0].index[1, :3, 0], rows)
+    assert torch.equal(cache.layers[0].index_scale[1, :3, 0, 0], scales)
+
+
+@pytest.mark.parametrize(
+    "kind, changes, dtype, call, message",
+    [
+        (
+            "deepseek_v32",
+            {},
+            torch.bfloat16,
+            dict(kv_dtype=torch.float8_e4m3fn),
+            "kv_dtype must be torch.int8 or None (dtype of the model), got torch.float8_e4m3fn; "
+            "Atlas A2 and A3 compute in no other",
+        ),
+        (
+            "deepseek_v32",
+            {},
+            torch.float32,
+            dict(kv_dtype=INT8),
+            "kv_dtype must be None for a model in torch.float32 (rows have RoPE keys of 2 bytes; "
+            "load it in bfloat16), got torch.int8",
+        ),
+        (
+            "deepseek_v32",
+            dict(kv_lora_rank=64),
+            torch.bfloat16,
+            dict(kv_dtype=INT8),
+            "kv_dtype must be None for kv_lora_rank 64, no multiple of 128, got torch.int8",
+        ),
+        (
+            "deepseek_v32",
+            dict(index_head_dim=48),
+            torch.bfloat16,
+            dict(index_dtype=INT8),
+            "index_dtype must be None for index_head_dim 48, no power of two, got torch.int8",
+        ),
+        (
+            "hy_v4",
+            {},
+            torch.bfloat16,
+            dict(index_dtype=INT8),
+            "index_dtype must be None for model_type hy_v4, which has no caches in int8, got "
+            "torch.int8",
+        ),
+    ],
+    ids=["fp8", "float32", "latent", "index", "architecture"],
+)
+def test_a_cache_that_cannot_be_is_rejected_by_name(kind, changes, dtype, call, message):
+    model = tiny_model(kind, **changes).to(dtype)
+    with pytest.raises(ValueError) as error:
+        models.use_custom_pypto(model, **call)
+    assert str(error.value) == f"use_custom_pypto: {message}"
+    assert not hasattr(model, "_undo_custom_pypto")
+    models.use_custom_pypto(model)
+    with pytest.raises(ValueError) as error:
+        models.PagedCache(model, 1, 64, **call)
+    assert str(error.value) == f"PagedCache: {message}"
