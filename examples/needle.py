@@ -2,6 +2,7 @@
 
     python examples/needle.py                               # two minutes; writes needle.png, .json
     python examples/needle.py --tokens 2048 65536 --texts 4 --output long.png
+    python examples/needle.py --index-dtype int8 --kv-dtype int8     # and with a cache in int8
 
 It compares two ways to run the lookup checkpoint (examples/checkpoints/lookup):
 
@@ -9,6 +10,9 @@ It compares two ways to run the lookup checkpoint (examples/checkpoints/lookup):
 - ``dense``: upstream transformers (sdpa) without the indexers: every token attends to all earlier
   tokens. The model was trained this way, and the indexer learnt from it. Upstream with
   ``index_topk`` beyond the length attends to the same keys, but also computes all index scores.
+
+With ``--index-dtype`` or ``--kv-dtype`` a third, ``int8``: as ``sparse``, with index keys or
+latents in int8.
 
 Every text has all 32 facts. It is read in chunks; then the questions follow one token at a time, as
 in decoding, each after the right answers to the earlier ones. Chance is 1 of 8.
@@ -42,7 +46,7 @@ from transformers import DeepseekV32ForCausalLM, DynamicCache
 
 from custom_pypto import models
 
-ATTENTION = ["sparse", "dense"]
+SPARSE, DENSE, INT8 = "sparse", "dense", "int8"
 INK = {False: "white", True: "black"}  # on the dark ends of the colours, and between them
 QUESTION_TOKENS = 3 * len(KEYS)  # question, value, "."
 
@@ -61,8 +65,11 @@ class Result:
 def load(attention, args):
     """The model, the factory of its cache, and the context in which it runs."""
     dtype = getattr(torch, args.dtype)
-    if attention == "sparse":
+    if attention != DENSE:
         model = models.load(args.model, dtype=dtype)
+        if attention == INT8:
+            dtypes = dict(index_dtype=args.index_dtype, kv_dtype=args.kv_dtype)
+            models.use_custom_pypto(model, **{k: v and torch.int8 for k, v in dtypes.items()})
         return model, lambda tokens: models.PagedCache(model, 1, tokens), nullcontext()
     model = DeepseekV32ForCausalLM.from_pretrained(
         args.model, dtype=dtype, attn_implementation="sdpa", local_files_only=True
@@ -160,17 +167,23 @@ def plot(results, conditions, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, 5, figsize=(17, 4), layout="constrained")
+    sides = list(dict.fromkeys(result.attention for result in results))
+    figure, axes = plt.subplots(
+        1, 3 + len(sides), figsize=(11 + 3 * len(sides), 4), layout="constrained"
+    )
     costs = {
         "seconds to read the text": lambda r: r.seconds_to_read,
         "ms per token of the questions": lambda r: 1000 * r.seconds_per_question_token,
         "peak memory, MB": lambda r: r.peak_bytes and r.peak_bytes / 1e6,
     }
-    for axis, attention in zip(axes, ATTENTION, strict=False):
+    for axis, attention in zip(axes, sides, strict=False):
         image = plot_accuracy(axis, [r for r in results if r.attention == attention])
-    figure.colorbar(image, ax=axes[1], label=f"right answers, % (chance: {100 / len(VALUES):g})")
-    for axis, (title, cost) in zip(axes[2:], costs.items(), strict=True):
-        for attention in ATTENTION:
+    maps = len(sides)
+    figure.colorbar(
+        image, ax=axes[maps - 1], label=f"right answers, % (chance: {100 / len(VALUES):g})"
+    )
+    for axis, (title, cost) in zip(axes[maps:], costs.items(), strict=True):
+        for attention in sides:
             points = [r for r in results if r.attention == attention and cost(r)]
             axis.plot([r.tokens for r in points], list(map(cost, points)), "o-", label=attention)
         # a short text may need no more memory than the warm-up
@@ -220,6 +233,8 @@ def parse_args():
     add("--depths", type=int, default=10, help="number of depth buckets in the plot")
     add("--prefill-chunk", type=int, default=512, help="tokens per forward pass of the text")
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
+    add("--index-dtype", choices=["int8"], help="measures a cache with such index keys too")
+    add("--kv-dtype", choices=["int8"], help="measures a cache with such latents too")
     add("--threads", type=int, default=torch.get_num_threads())
     add("--seed", type=int, default=0)
     add("--output", type=Path, default=Path("needle.png"), help="plot file, with .json beside it")
@@ -240,13 +255,17 @@ def main():
         "threads": args.threads,
         "seed": args.seed,
     }
+    sides = [SPARSE, DENSE]
+    if args.index_dtype or args.kv_dtype:
+        sides.append(INT8)
+        conditions |= {"index_dtype": args.index_dtype, "kv_dtype": args.kv_dtype}
     results = []
     # a new process per measurement: memory kept by one would hide the next one's
     with ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
     ) as processes:
         for tokens in sorted(args.tokens):
-            for attention in ATTENTION:
+            for attention in sides:
                 results.append(processes.submit(measure, attention, tokens, args).result())
     print(table(results))
     print(" | ".join(f"{name} {value}" for name, value in conditions.items()))
