@@ -44,6 +44,18 @@ def computed(model, ids):
     return {"logits": logits(model, ids, cache), "tokens": generated(model, ids)}
 
 
+def int8_index_rows(model, ids):
+    """The cached index keys and scales of all tokens, after a prefill that selects by them."""
+    cache = models.PagedCache(model, len(ids), ids.size(1), index_dtype=torch.int8)
+    model(ids, past_key_values=cache)
+    return [
+        pool[cache.block_table].flatten(1, 2)[:, : ids.size(1)]
+        for layer in cache.layers
+        for name, pool in layer.pools().items()
+        if name in ("index", "index_scale")
+    ]
+
+
 def failure(call) -> str:
     try:
         call()
@@ -72,6 +84,8 @@ def work(rank: int, folder: Path):
         seen[kind]["sharded"] = isinstance(weight, DTensor) and weight.to_local().shape
         local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
         seen[kind]["bytes"] = sum(p.untyped_storage().nbytes() for p in local)
+        if attention.int8:
+            seen[kind]["int8"] = int8_index_rows(model, ids[kind])
         models.use_transformers(model)
         seen[kind]["upstream"] = logits(model, ids[kind], DynamicCache(config=model.config))
 
@@ -111,6 +125,13 @@ def shared(tmp_path_factory):
         environment.setenv("CUSTOM_PYPTO_CHECK_RANKS", "1")
         torch.multiprocessing.spawn(work, (folder,), nprocs=2)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)], alone
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa", "axk2"])
+def test_both_ranks_quantise_the_same_keys_to_the_same_bytes(shared, kind):
+    one, other = (rank[kind]["int8"] for rank in shared[0])
+    assert len(one) >= 4 and all(rows.any() for rows in one)
+    assert all(map(torch.equal, one, other))
 
 
 @pytest.mark.parametrize("kind", KINDS)
