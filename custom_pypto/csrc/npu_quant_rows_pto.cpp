@@ -2,12 +2,16 @@
 #include <ATen/Parallel.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
+#include <algorithm>
 #include <tuple>
 
 #include "index_rows.h"
 #include "quantise.h"
 
 namespace custom_pypto {
+
+// a prompt has 64 rows per token: rotated in float32 at once they would take more than the cache
+constexpr int64_t kRowsAtOnce = 4096;
 
 using Quantised = std::tuple<Tensor, Tensor>;  // rows and scales
 
@@ -19,16 +23,20 @@ Quantised npu_quant_rows_pto(const Tensor& x, const OptionalTensor& hadamard) {
   const Tensor scales =
       at::empty_symint(shape.slice(0, shape.size() - 1), x.options().dtype(at::kHalf));
   if (!computes || x.numel() == 0) return {rows, scales};
-  const Tensor source = rotated(x, hadamard);
-  const float* from = source.const_data_ptr<float>();
   int8_t* to = rows.mutable_data_ptr<int8_t>();
   auto* scale = scales.mutable_data_ptr<c10::Half>();
-  const int64_t dims = x.size(-1);
-  at::parallel_for(0, scales.numel(), 64, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      scale[i] = quantise(from + i * dims, dims, to + i * dims);
-    }
-  });
+  const int64_t dims = x.size(-1), count = scales.numel();
+  const Tensor flat = x.reshape({count, dims});
+  for (int64_t first = 0; first < count; first += kRowsAtOnce) {
+    const int64_t some = std::min(kRowsAtOnce, count - first);
+    const Tensor source = rotated(flat.narrow(0, first, some), hadamard);
+    const float* from = source.const_data_ptr<float>();
+    at::parallel_for(first, first + some, 64, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        scale[i] = quantise(from + (i - first) * dims, dims, to + i * dims);
+      }
+    });
+  }
   return {rows, scales};
 }
 
