@@ -16,7 +16,8 @@ from custom_pypto import models
 
 def main(questions: Path, checkpoint: str, batch: int, tokens: int) -> dict:
     asked = json.loads(questions.read_text())
-    model, tokenizer = models.load(checkpoint), AutoTokenizer.from_pretrained(checkpoint)
+    model = models.load(checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=False)
     encode = {"return_tensors": "pt", "padding": True}
     model.generate(**tokenizer([asked[0]["prompt"]], **encode), max_new_tokens=4)  # warm up
     asked.sort(key=lambda question: len(question["prompt"]))  # batches with little padding

@@ -153,7 +153,10 @@ def unsafe_places(path: Path) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize("folder", ["custom_pypto", "models", "examples", "benchmarks"])
+@pytest.mark.parametrize(
+    "folder",
+    ["custom_pypto", "models", "examples", "benchmarks", "integrations/vllm/custom_pypto_vllm"],
+)
 def test_nothing_unpickles_or_trusts_code_from_elsewhere(folder):
     files = sorted((REPOSITORY / folder).rglob("*.py"))
     assert files
