@@ -40,6 +40,7 @@ def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
         tokens=tokens,
         batch=batch,
         table_width=width,
+        cache_blocks=a.key.size(0),
         ready_on_host=Limits(OP, a).ready_on_host(
             "actual_seq_lengths_query", "actual_seq_lengths_key", "block_table"
         ),
