@@ -53,21 +53,22 @@ class QuantSelector(Selector):
         """
         block_size, blocks = self.block_size, self.a.key_scale.shape[0]
         with one_task(SCALES):
-            ids, zeros = self.block_ids(sequence, first // block_size, size // block_size)
+            ids = self.block_ids(sequence, first // block_size, size // block_size)
+            page = pypto.full([1, 64], 0, I32)
         # a view: PyPTO 0.2.0 generates no address for an argument that is gathered whole
         shape, valid = [self.cache_blocks, block_size], [blocks, block_size]
         cache = pypto.view(self.a.key_scale, shape, [0, 0], valid_shape=valid)
         with one_task(SCALES + 1):
             pypto.set_vec_tile_shapes(size // block_size, block_size)
-            # rows of one large page, whose id is the first of the zeros
-            scales = gather_in_ub(cache, ids, zeros, 2**24, -2)
+            # the cache as one large page, whose id is 0
+            scales = gather_in_ub(cache, ids, page, 2**24, -2)
             # mul: what is gathered is written by arithmetic only
             scales = pypto.mul(in_float32(scales), 1.0)
         return pypto.reshape(scales, [1, size])
 
-    def block_ids(self, sequence, begin, count: int) -> tuple:
-        """``[1, count]`` int32 each: ids of a sequence's blocks from block ``begin`` on, clamped to
-        existing blocks, and as many zeros.
+    def block_ids(self, sequence, begin, count: int):
+        """``[1, count]`` int32: the ids of a sequence's blocks from block ``begin`` on, clamped to
+        existing blocks.
         """
         table = self.a.block_table
         last = number(self.a.key_scale.shape[0] - 1)
@@ -76,9 +77,7 @@ class QuantSelector(Selector):
         pypto.set_vec_tile_shapes(1, width)
         ids = pypto.cast(pypto.view(table, [1, width], [sequence, begin], valid_shape=valid), F32)
         ids = pypto.minimum(pypto.relu(pypto.fillpad(ids, "constant", 0.0)), last)
-        ids = pypto.view(ids, [1, count], [0, 0])
-        # zeros from the ids, so that both are made in one task
-        return pypto.cast(ids, I32), pypto.cast(pypto.mul(ids, 0.0), I32)
+        return pypto.cast(pypto.view(ids, [1, count], [0, 0]), I32)
 
 
 def program(a: Arguments, *, cache_blocks: int, **facts) -> None:
