@@ -307,9 +307,10 @@ def cases() -> list[Case]:
         indexer(1, 1, 8192, count=512, cmp_ratio=4, floor=18),
         indexer(64, 2, 8192, count=512, cmp_ratio=4, floor=99),
         indexer(1, 1, 65536, count=512, cmp_ratio=4, floor=34),
-        int8_indexer(1, 1, 8192, floor=32),
-        int8_indexer(4, 2, 8192),
-        int8_indexer(1, 1, 65536),
+        # against 21.5, 40.1 and 64.9 in bfloat16
+        int8_indexer(1, 1, 8192, floor=27),
+        int8_indexer(4, 2, 8192, floor=42),
+        int8_indexer(1, 1, 65536, floor=66),
         # the published kernel for such rows: 70.7, 118.4 and 207.7
         int8_attention(1, 1, 4096, floor=65),
         int8_attention(4, 2, 8192, floor=110),

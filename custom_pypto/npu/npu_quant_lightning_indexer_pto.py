@@ -2,9 +2,10 @@
 
 from torch import Tensor
 
-from .common import CUBE, Arguments, Launch, Limits, kernel, name, padded, query_lengths, rows
+from .common import Arguments, Launch, Limits, kernel, name, padded, query_lengths, rows
 
 OP = "npu_quant_lightning_indexer_pto"
+CUBE = 32  # int8: PyPTO 0.2.0 loads the operands of a product in tiles of so many rows
 
 
 def check(a: Arguments) -> None:
@@ -16,7 +17,9 @@ def check(a: Arguments) -> None:
     limits.contiguous("key", "key_dequant_scale")
     keys = a.block_table.size(1) * a.key.size(1)
     limits.sortable(keys)
-    # positions go through float32
+    # positions and block ids go through float32
+    blocks = a.key.size(0)
+    limits.require(blocks <= 2**24 - 2**13, "key.size(0)", "at most 16 million", blocks)
     at_most = "of at most 16 million keys"
     limits.require(keys <= 2**24, "block_table", at_most, keys, "use a smaller table")
 
@@ -40,14 +43,16 @@ def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
         tokens=tokens,
         batch=batch,
         table_width=width,
+        cache_blocks=a.key.size(0),
         ready_on_host=Limits(OP, a).ready_on_host(
             "actual_seq_lengths_query", "actual_seq_lengths_key", "block_table"
         ),
     )
     lengths_key = a.actual_seq_lengths_key
     indices = out.view(-1, a.sparse_count)
+    partial = a.query.size(-2) % CUBE != 0
     tensors = (
-        padded(rows(a.query), rows=-a.query.size(-2) % CUBE),
+        padded(rows(a.query), rows=CUBE - 1 if partial else 0),
         a.weights.contiguous().view(-1, 1),
         a.query_dequant_scale.contiguous().view(-1, 1),
         rows(a.key),
