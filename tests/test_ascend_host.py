@@ -265,7 +265,7 @@ def changed(op: str, x: dict) -> dict:
             "query": x["query"].flip(0)
         }
     if op == "npu_quant_lightning_indexer_pto":
-        return quant_inputs([1, 2], [25, 20], dim=128, seed=1, **HALF)
+        return quant_inputs([1, 2], [25, 20], dim=128, block_size=32, seed=1, **HALF)
     if op == "npu_sparse_flash_attention_pto":
         return attention_inputs([1, 2], [25, 20], seed=1, **HALF)
     return CALLS[op](seed=1)

@@ -70,8 +70,9 @@ def attend(lengths_query, lengths_key, dtype=BF16, **arguments) -> dict:
     return attention_inputs(lengths_query, lengths_key, dtype=dtype, **arguments)
 
 
-def quant_index(lengths_query, lengths_key, dtype=F16, **arguments) -> dict:
-    return quant_inputs(lengths_query, lengths_key, dim=128, dtype=dtype, **arguments)
+def quant_index(lengths_query, lengths_key, dtype=F16, block_size=32, **arguments) -> dict:
+    sizes = dict(dim=128, block_size=block_size, dtype=dtype)
+    return quant_inputs(lengths_query, lengths_key, **sizes, **arguments)
 
 
 def kv_quant(lengths_query, lengths_key, dtype=BF16, **arguments) -> dict:
@@ -626,8 +627,14 @@ def test_the_report_says_that_graph_mode_works():
         pytest.param(
             "npu_quant_lightning_indexer_pto",
             lambda: quant_index([2, 2], [20, 5], strided=True),
-            "key must be contiguous on an NPU, got strides (4608, 144, 144, 1)",
+            "key must be contiguous on an NPU, got strides (9216, 144, 144, 1)",
             id="quant-index-strides",
+        ),
+        pytest.param(
+            "npu_quant_lightning_indexer_pto",
+            lambda: quant_index([2, 2], [20, 5], block_size=48),
+            "key.size(1) must be a multiple of 32 on an NPU, got 48",
+            id="quant-index-blocks",
         ),
         pytest.param(
             "npu_kv_quant_sparse_flash_attention_pto",

@@ -49,7 +49,8 @@ def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
     lengths_key = a.actual_seq_lengths_key
     indices = out.view(-1, a.sparse_count)
     tensors = (
-        padded(rows(a.query), rows=-a.query.size(-2) % CUBE),
+        # a tile of several tokens may end anywhere in the last one
+        padded(rows(a.query), rows=CUBE - 1 if a.query.size(-2) % CUBE else 0),
         a.weights.contiguous().view(-1, 1),
         rows(a.key),
         query_lengths(a.actual_seq_lengths_query, a.layout_query, tokens, lengths_key),

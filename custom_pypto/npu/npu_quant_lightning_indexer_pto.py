@@ -14,8 +14,11 @@ def check(a: Arguments) -> None:
     dim = a.query.size(-1)
     limits.require(dim == 128, f"query.size({a.query.dim() - 1})", "128", dim)
     limits.heads(64)
+    # else the last tile of a block is loaded from behind it
+    block_size = a.key.size(1)
+    limits.require(block_size % CUBE == 0, "key.size(1)", f"a multiple of {CUBE}", block_size)
     limits.contiguous("key", "key_dequant_scale")
-    keys = a.block_table.size(1) * a.key.size(1)
+    keys = a.block_table.size(1) * block_size
     limits.sortable(keys)
     # positions and block ids go through float32
     blocks = a.key.size(0)

@@ -8,7 +8,7 @@ from .hostile import HEADS, Maker, sequences
 from .rejections import COUNT, Op, each, in_layouts, none, optional, shared_by_int8
 
 OP = "npu_quant_lightning_indexer_pto"
-ON_NPU = dict(dim=128)
+ON_NPU = dict(dim=128, block_size=32)
 WEIGHT = 5
 
 
