@@ -1,6 +1,6 @@
 """Every floor of the caches in int8, in one table: accuracy, memory, speed, PyPTO's estimates.
 
-    python benchmarks/bench_int8.py [--write]    # exit code 1 if a floor is missed; 5 minutes
+    python benchmarks/bench_int8.py [--write]    # exit code 1 if a floor is missed; 2 minutes
 
 Recall is the share of the bfloat16 indexer's 2048 positions that the int8 indexer selects, of
 Gaussian queries and keys; beside it that of fp8 (e4m3 with a scale per row, as DeepSeek's own
