@@ -128,10 +128,10 @@ class PagedCache(Cache):
     ):
         check_block_size("PagedCache", block_size)
         attention = next(iter(patched_layers(model).values())).self_attn
-        check_cache_dtypes("PagedCache", model, attention, index_dtype, kv_dtype)
         options = text_model(model).custom_pypto_cache
         index_dtype = index_dtype or options["index_dtype"]
         kv_dtype = kv_dtype or options["kv_dtype"]
+        check_cache_dtypes("PagedCache", model, attention, index_dtype, kv_dtype)
         for name, value in (("batch_size", batch_size), ("max_cache_len", max_cache_len)):
             if value < 1:
                 raise ValueError(f"PagedCache: {name} must be at least 1, got {value}")

@@ -290,3 +290,11 @@ def test_a_cache_that_cannot_be_is_rejected_by_name(kind, changes, dtype, call, 
     with pytest.raises(ValueError) as error:
         models.PagedCache(model, 1, 64, **call)
     assert str(error.value) == f"PagedCache: {message}"
+
+
+def test_a_model_cast_after_the_patch_is_rejected_by_its_cache():
+    model = tiny("deepseek_v32", kv_dtype=INT8).float()
+    with pytest.raises(
+        ValueError, match="PagedCache: kv_dtype must be None for a model in torch.float32"
+    ):
+        models.PagedCache(model, 1, 64)
