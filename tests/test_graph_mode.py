@@ -484,12 +484,15 @@ def test_nodes_feed_each_other(dynamic):
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 def test_readers_see_what_was_written_before_them_and_in_two_caches(dynamic):
-    queries, keys = rows_inputs([4], [], dim=128, dtype=BF16), update([2, 2], [40, 5])
+    queries, keys = (
+        rows_inputs([4], [], dim=128, dtype=BF16),
+        update([2, 2], [40, 5], block_size=32),
+    )
     read = cases.without_nan(quant_index([1, 1], [20, 5], sparse_count=4, sparse_mode=0))
     keys["scale_cache"].fill_(0.01)
     # positions 1 and 3 of each sequence, then 0 and 2
     keys["x"] = 2 * torch.randn(2, 2, 128, generator=torch.Generator().manual_seed(0)).to(BF16)
-    keys["slots"] = read["block_table"][:, :1] * 16 + cases.int32([1, 3])
+    keys["slots"] = read["block_table"][:, :1] * 32 + cases.int32([1, 3])
     fed = ("query", "key", "query_dequant_scale", "key_dequant_scale")
     tensors, constants = split({name: x for name, x in read.items() if name not in fed})
     tensors |= {"x": queries["x"].view(2, 2, 4, 128)}
