@@ -37,7 +37,9 @@ extremes = st.one_of(
 def assert_equals_reference(x: dict) -> torch.Tensor:
     got, *ours = attend(**x, return_softmax_lse=True)
     expected, *theirs = reference.npu_sparse_flash_attention_pto(**x, return_softmax_lse=True)
-    assert_close_to_rows(got, expected)
+    info = torch.finfo(got.dtype)
+    # a step of the subnormal numbers: sinks may leave nothing else of a row
+    assert_close_to_rows(got, expected, smallest=info.tiny * info.eps)
     # logits round by 2^-20 of the largest, and so does an exponential of two
     largest = theirs[0].nan_to_num(0, 0, 0).abs().max() if theirs[0].numel() else 0
     near = 2**-20 * float(8 + largest)
