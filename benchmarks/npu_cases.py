@@ -280,6 +280,50 @@ def prolog(B: int, S1: int, S2: int) -> Case:
     )
 
 
+def int8_prolog(tokens: int, floor: float | None = None) -> Case:
+    def int8(*shape):
+        return torch.zeros(shape, dtype=torch.int8)
+
+    def zeros(*shape):
+        return torch.zeros(shape, dtype=DTYPE)
+
+    wq_b, wk, weights_proj = (
+        int8(Q_RANK, INDEX_HEADS * D),
+        zeros(HIDDEN, D),
+        zeros(HIDDEN, INDEX_HEADS),
+    )
+
+    def call(ops):
+        ops["npu_lightning_indexer_prolog_pto"](
+            zeros(tokens, HIDDEN),
+            int8(tokens, Q_RANK),
+            torch.zeros(tokens),
+            wq_b,
+            torch.zeros(INDEX_HEADS * D),
+            wk,
+            weights_proj,
+            zeros(D),
+            zeros(D),
+            zeros(tokens, R),
+            zeros(tokens, R),
+            zeros(D, D),
+            zeros(D, D),
+            int8(64, BLOCK, 1, D),
+            torch.ones(64, BLOCK, 1).half(),
+            torch.arange(tokens),
+            1e-6,
+        )
+
+    return Case(
+        "indexer prolog, int8",
+        f"{tokens} tokens",
+        call,
+        bytes=wq_b.nbytes + wk.nbytes + weights_proj.nbytes,
+        flop=2 * tokens * (wq_b.numel() + wk.numel() + weights_proj.numel()),
+        floor=floor,
+    )
+
+
 def cases() -> list[Case]:
     return [
         attention(1, 1, 4096, floor=24),
@@ -315,6 +359,9 @@ def cases() -> list[Case]:
         int8_attention(1, 1, 4096, floor=65),
         int8_attention(4, 2, 8192, floor=110),
         int8_attention(16, 1, 16384, floor=145),
+        int8_prolog(1, floor=46),
+        int8_prolog(8, floor=60),  # the published kernel: 54.5
+        int8_prolog(64, floor=195),
         prolog(4, 1, 8192),
         fused(4, 1, 8192, floor=170),
     ]

@@ -93,6 +93,25 @@ OPS = {
             "The caches are inputs and, under the same names, outputs: they are written in place.",
         ),
     ),
+    "npu_lightning_indexer_prolog_pto": Description(
+        outputs={"query": INT8, "query_scale": FLOAT16, "weights": FLOAT16},
+        dtypes={
+            "q_norm": (*HALF, "int8"),
+            "q_norm_scale": FLOAT32,
+            "wq_b": (*HALF, "int8"),
+            "wq_b_scale": FLOAT32,
+            "cos_idx_rope": FLOAT,
+            "sin_idx_rope": FLOAT,
+            "idx_k_cache": INT8,
+            "idx_k_scale_cache": FLOAT16,
+            "idx_k_cache_index": SLOTS,
+        },
+        notes=(
+            "q_norm and wq_b are int8, with both scales, or have the dtype of token_x, without; "
+            "all other floating-point inputs have that dtype, cos and sin that one or float32.",
+            "The caches are inputs and, under the same names, outputs: they are written in place.",
+        ),
+    ),
     "npu_sparse_attention_pto": Description(
         outputs={"attention_out": HALF},
         dtypes={

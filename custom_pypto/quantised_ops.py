@@ -9,6 +9,7 @@ from .schemas import public_function
 __all__ = [
     "npu_kv_quant_sparse_flash_attention_pto",
     "npu_kv_quant_update_pto",
+    "npu_lightning_indexer_prolog_pto",
     "npu_quant_index_update_pto",
     "npu_quant_lightning_indexer_pto",
     "npu_quant_rows_pto",
@@ -144,6 +145,102 @@ def npu_quant_index_update_pto(
         >>> slots = torch.tensor([3, -1])
         >>> npu_quant_index_update_pto(torch.ones(2, 16), slots, cache, scale_cache)
         >>> cache[0, 2:5, 0, 0], scale_cache[0, 3]
+        (tensor([  0, 127,   0], dtype=torch.int8), tensor([0.0079], dtype=torch.float16))
+    """
+
+
+@public_function
+def npu_lightning_indexer_prolog_pto(
+    token_x: Tensor,
+    q_norm: Tensor,
+    q_norm_scale: Tensor | None,
+    wq_b: Tensor,
+    wq_b_scale: Tensor | None,
+    wk: Tensor,
+    weights_proj: Tensor,
+    ln_gamma_k: Tensor,
+    ln_beta_k: Tensor,
+    cos_idx_rope: Tensor,
+    sin_idx_rope: Tensor,
+    hadamard_q: Tensor,
+    hadamard_k: Tensor,
+    idx_k_cache: Tensor,
+    idx_k_scale_cache: Tensor,
+    idx_k_cache_index: Tensor,
+    layernorm_epsilon_k: float,
+    *,
+    layout_query: str = "TND",
+    layout_key: str = "PA_BSND",
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""What the indexer of DeepSeek-V3.2 needs of new tokens, on an int8 cache: queries, weights,
+    and their keys in the cache.
+
+    .. math::
+        q &= \mathrm{quant}\big(\mathrm{RoPE}(c\,W_{qb})\,H_q\big), \quad
+        k = \mathrm{quant}\big(\mathrm{RoPE}(\mathrm{LayerNorm}(x\,W_k))\,H_k\big) \\
+        w &= x\,W_w\,(N_1 D)^{-1/2}
+
+    ``quant`` is :func:`npu_quant_rows_pto`. RoPE rotates the pairs ``(i, i + R / 2)`` of the first
+    R dims. Every projection and each of its results is rounded to the dtype of ``token_x``, the
+    weights only to float16; LayerNorm and RoPE are computed in float32. Name and arguments are
+    those of the operator in CANN's inference recipes; docs/npu_lightning_indexer_prolog_pto.md
+    lists the differences.
+
+    Args:
+        token_x: x, ``[T, H]`` hidden states; bfloat16, float16 or (CPU only) float32.
+        q_norm: c, ``[T, Q]``, the query latent after its RMSNorm: of the dtype of ``token_x``, or
+            int8 (W8A8), with Q up to 131071.
+        q_norm_scale: ``[T]`` or ``[T, 1]`` float32, one scale per token, if ``q_norm`` is int8;
+            otherwise None.
+        wq_b: ``[Q, N1 * D]`` of the dtype of ``q_norm``; D a multiple of 16 up to 1024.
+        wq_b_scale: ``[N1 * D]`` or ``[N1 * D, 1]`` float32, if ``q_norm`` is int8; otherwise None.
+        wk: ``[H, D]`` of the dtype of ``token_x``, as all that follow unless stated.
+        weights_proj: ``[H, N1]``.
+        ln_gamma_k: ``[D]``, weight of the LayerNorm; ``ln_beta_k``, its bias.
+        cos_idx_rope: ``[T, R]``, each angle's cosine twice, in two halves; also float32; R a
+            multiple of 16 up to D. ``sin_idx_rope`` likewise.
+        hadamard_q: ``[D, D]``, rotates queries; ``hadamard_k``, keys: the same orthogonal matrix.
+        idx_k_cache: ``[blocks, block_size, 1, D]`` int8, written in place; last dim contiguous,
+            other strides arbitrary on the CPU.
+        idx_k_scale_cache: ``[blocks, block_size, 1]`` or ``[blocks, block_size, 1, 1]`` float16,
+            written in place.
+        idx_k_cache_index: ``[T]`` int32 or int64: slots, as of :func:`npu_quant_index_update_pto`.
+        layernorm_epsilon_k: finite and at least 0; 1e-6 for DeepSeek-V3.2.
+        layout_query: must be ``TND``; layout_key: must be ``PA_BSND``.
+    Returns:
+        Queries ``[T, N1, D]`` int8, their scales ``[T, N1, 1]`` and weights ``[T, N1]``, both
+        float16. For :func:`npu_quant_lightning_indexer_pto`, drop the last dim of the scales.
+    Raises:
+        RuntimeError: a constraint above is violated; the message names the argument and the caches
+            are unchanged.
+
+    Example:
+        >>> import torch
+        >>> x, w = torch.ones(2, 4), torch.ones(4, 16)
+        >>> cache = torch.zeros(1, 16, 1, 16, dtype=torch.int8)
+        >>> scales = torch.zeros(1, 16, 1, dtype=torch.float16)
+        >>> query, query_scale, weights = npu_lightning_indexer_prolog_pto(
+        ...     x,
+        ...     q_norm=torch.ones(2, 4),
+        ...     q_norm_scale=None,
+        ...     wq_b=torch.ones(4, 16),
+        ...     wq_b_scale=None,
+        ...     wk=w,
+        ...     weights_proj=torch.ones(4, 1),
+        ...     ln_gamma_k=torch.ones(16),
+        ...     ln_beta_k=torch.ones(16),
+        ...     cos_idx_rope=torch.ones(2, 16),
+        ...     sin_idx_rope=torch.zeros(2, 16),
+        ...     hadamard_q=torch.eye(16),
+        ...     hadamard_k=torch.eye(16),
+        ...     idx_k_cache=cache,
+        ...     idx_k_scale_cache=scales,
+        ...     idx_k_cache_index=torch.tensor([3, -1]),
+        ...     layernorm_epsilon_k=1e-6,
+        ... )
+        >>> query.shape, query_scale.shape, weights[0]
+        (torch.Size([2, 1, 16]), torch.Size([2, 1, 1]), tensor([1.], dtype=torch.float16))
+        >>> cache[0, 2:5, 0, 0], scales[0, 3]
         (tensor([  0, 127,   0], dtype=torch.int8), tensor([0.0079], dtype=torch.float16))
     """
 

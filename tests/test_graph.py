@@ -217,10 +217,13 @@ def test_a_prototype_takes_the_dtypes_that_the_npu_takes(name, monkeypatch):
     fixed = {"value", "key_dequant_scale", "value_dequant_scale"} if "kv_quant" in name else set()
     accepted = {tensor.name: set() for tensor in prototype.inputs if tensor.name not in fixed}
     returned = [set() for _ in SCHEMAS[name].returns]
-    for common, changed, dtype in itertools.product(GE_DTYPES, accepted, GE_DTYPES):
+    kinds = [dict(w8a8=False), dict(w8a8=True)] if "prolog" in name else [{}]
+    for common, changed, dtype, kind in itertools.product(GE_DTYPES, accepted, GE_DTYPES, kinds):
         if not common.is_floating_point:
             continue
-        x = on_meta(inputs_of(prototype.op, on_npu=True, dtype=common))
+        x = on_meta(inputs_of(prototype.op, on_npu=True, dtype=common, **kind))
+        if kind and x[changed] is None:  # a scale of the other kind
+            continue
         if "sinks" in x:  # given, so that they have a dtype
             x |= dict(value=x["key"], sinks=x["query"].new_empty(x["query"].size(-2)).float())
         if "hadamard" in x:

@@ -13,6 +13,7 @@ import torch
 from cases import in_a_wider_row
 from cases.npu_kv_quant_sparse_flash_attention_pto import inputs as kv_quant_inputs
 from cases.npu_kv_quant_update_pto import inputs as kv_update_inputs
+from cases.npu_lightning_indexer_prolog_pto import inputs as prolog_inputs
 from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
 from cases.npu_quant_index_update_pto import inputs as update_inputs
 from cases.npu_quant_lightning_indexer_pto import inputs as quant_inputs
@@ -31,6 +32,7 @@ pytestmark = pytest.mark.ascend_host
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 WEIGHTS = ("w_dq", "w_uq_qr", "w_uk", "w_dkv_kr", "gamma_cq", "gamma_ckv")
 WEIGHTS += ("w_idx_qb", "w_idx_k", "w_idx_proj", "in_gamma_k", "in_beta_k")
+WEIGHTS += ("wq_b", "wq_b_scale", "wk", "weights_proj", "ln_gamma_k", "ln_beta_k")
 
 
 STATISTICS = "npu_sparse_flash_attention_pto.softmax_lse"
@@ -87,6 +89,11 @@ def kv_update(lengths_query, lengths_key, dtype=BF16, **arguments) -> dict:
 
 def update(lengths_query, lengths_key, dtype=BF16, **arguments) -> dict:
     return update_inputs(lengths_query, lengths_key, dim=128, dtype=dtype, **arguments)
+
+
+def prolog(lengths_query, lengths_key, dtype=BF16, **arguments) -> dict:
+    sizes = dict(hidden=64, q_rank=32, dim=128, dtype=dtype)
+    return prolog_inputs(lengths_query, lengths_key, **sizes, **arguments)
 
 
 def fuse(lengths, S1, dtype=BF16, **arguments) -> dict:
@@ -199,6 +206,19 @@ CALLS = {
     "quant-update": (
         "npu_quant_index_update_pto",
         lambda: [update([2, 1], [20, 5], F16, slot_dtype=torch.int64)],
+        False,
+    ),
+    "prolog-sizes": (
+        "npu_lightning_indexer_prolog_pto",
+        lambda: [
+            prolog([2, 1], [20, 5], w8a8=True),
+            prolog([3, 1, 1], [50, 4, 8], w8a8=True, block_size=32, seed=1),
+        ],
+        True,
+    ),
+    "prolog-no-scales": (
+        "npu_lightning_indexer_prolog_pto",
+        lambda: [prolog([2, 1], [20, 5], F16)],
         False,
     ),
     "kv-quant-sizes": (
@@ -670,6 +690,24 @@ def test_the_report_says_that_graph_mode_works():
             id="quant-update-strides",
         ),
         pytest.param(
+            "npu_lightning_indexer_prolog_pto",
+            lambda: prolog_inputs([2, 2], [20, 5], q_rank=48, w8a8=True, dim=128, dtype=BF16),
+            "q_norm.size(1) must be a positive multiple of 32 on an NPU, got 48",
+            id="prolog-rank",
+        ),
+        pytest.param(
+            "npu_lightning_indexer_prolog_pto",
+            lambda: prolog([2, 2], [20, 5], heads=65),
+            "weights_proj.size(1) must be at most 64 on an NPU, got 65",
+            id="prolog-heads",
+        ),
+        pytest.param(
+            "npu_lightning_indexer_prolog_pto",
+            lambda: prolog([2, 2], [20, 5], strided=True),
+            "idx_k_cache must be contiguous on an NPU, got strides",
+            id="prolog-strides",
+        ),
+        pytest.param(
             "npu_sparse_flash_attention_pto",
             lambda: attend([2, 2], [20, 5], layout_kv="BSND"),
             "layout_kv must be 'PA_BSND' on an NPU, got 'BSND'; keep the keys in a paged cache",
@@ -758,12 +796,14 @@ def test_what_a_later_call_breaks_is_rejected_too():
 ONE_VALUE = {
     *("layout_key", "layout_kv", "sparse_block_size"),
     *("attention_mode", "quant_scale_repo_mode", "tile_size", "rope_head_dim"),
+    ("npu_lightning_indexer_prolog_pto", "layout_query"),
 }
 ATTRIBUTES = [
     (op, parameter.name)
     for op in OVERLOADS
     for parameter in inspect.signature(getattr(ops, constructor(op))).parameters.values()
-    if parameter.kind is parameter.KEYWORD_ONLY and parameter.name not in ONE_VALUE
+    if parameter.kind is parameter.KEYWORD_ONLY
+    if not {parameter.name, (op, parameter.name)} & ONE_VALUE
 ]
 PAIRS = [
     (op, *pair)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from tiny import tiny_model, token_ids
 
-from custom_pypto import models, npu_quant_rows_pto
+from custom_pypto import models, npu_lightning_indexer_prolog_pto, npu_quant_rows_pto
 from custom_pypto.models import quantised_cache
 from custom_pypto.models.attention import PagedAttention
 
@@ -234,6 +234,59 @@ def test_rows_hold_rotated_keys_of_the_definition():
     rows, scales = npu_quant_rows_pto(key.flatten(0, 2), hadamard=cache.hadamard)
     assert torch.equal(cache.layers[0].index[1, :3, 0], rows)
     assert torch.equal(cache.layers[0].index_scale[1, :3, 0, 0], scales)
+
+
+def test_the_prolog_op_makes_the_queries_and_keys_of_the_model(monkeypatch):
+    selected, quantised = [], []
+    select, quantise = PagedAttention.select, npu_quant_rows_pto
+
+    def recorded(self, *arguments):
+        selected.append((self, *arguments))
+        return select(self, *arguments)
+
+    def rows(x, **keywords):
+        quantised.append(quantise(x, **keywords))
+        return quantised[-1]
+
+    monkeypatch.setattr(PagedAttention, "select", recorded)
+    monkeypatch.setattr(quantised_cache.custom_pypto, "npu_quant_rows_pto", rows)
+    model = models.use_custom_pypto(tiny_model("deepseek_v32"), block_size=16, index_dtype=INT8)
+    cache = models.PagedCache(model, 2, 32, block_size=16)
+    model(token_ids(2, 7), past_key_values=cache)
+    assert len(selected) == len(quantised) == model.config.num_hidden_layers
+    for (attention, hidden, latent, cos, sin, step, _), (query, scale) in zip(
+        selected, quantised, strict=True
+    ):
+        indexer, layer = attention.indexer, cache.layers[attention.layer_idx]
+        keys, scales = torch.zeros_like(layer.index), torch.zeros_like(layer.index_scale)
+        slots = quantised_cache.flat(step)
+        got_query, got_scale, _ = npu_lightning_indexer_prolog_pto(
+            hidden.flatten(0, 1),
+            latent.flatten(0, 1),
+            None,
+            indexer.wq_b.weight.T,
+            None,
+            indexer.wk.weight.T,
+            indexer.weights_proj.weight.T,
+            indexer.k_norm.weight,
+            indexer.k_norm.bias,
+            cos.expand(2, -1, -1).flatten(0, 1),
+            sin.expand(2, -1, -1).flatten(0, 1),
+            cache.hadamard,
+            cache.hadamard,
+            keys,
+            scales,
+            slots,
+            indexer.k_norm.eps,
+        )
+        for mine, model_s in (
+            (got_query, query.flatten(0, 1)),
+            (keys.view(-1, keys.size(-1))[slots], layer.index.view(-1, keys.size(-1))[slots]),
+        ):
+            # float32 products in another order may fall on the other side of half a step
+            steps = (mine.int() - model_s.int()).abs()
+            assert steps.max() <= 1 and (steps > 0).float().mean() < 0.01
+        torch.testing.assert_close(got_scale[..., 0], scale.flatten(0, 1), rtol=2**-10, atol=0)
 
 
 @pytest.mark.parametrize(

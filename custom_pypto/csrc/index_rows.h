@@ -1,4 +1,4 @@
-// Index queries and keys before they are quantised.
+// Index queries and keys: checks, rotation, and the two ways to store them in int8.
 #pragma once
 
 #include <ATen/ops/matmul.h>
@@ -28,5 +28,15 @@ inline Tensor rotated(const Tensor& x, const OptionalTensor& hadamard) {
   if (hadamard) rows = at::matmul(rows, hadamard->to(at::kFloat)).to(x.scalar_type());
   return rows.to(at::kFloat).contiguous();
 }
+
+// Quantises x [.., D], rotated by `hadamard` if there is one, into contiguous int8 rows [.., D] and
+// float16 scales [..].
+void quantise_rows(const Tensor& x, const OptionalTensor& hadamard, const Tensor& rows,
+                   const Tensor& scales);
+
+// The same into the slots of a cache [blocks, block_size, 1, D] and of [blocks, block_size, 1];
+// slots outside are skipped, and of two rows for one slot the later one stays.
+void quantise_into_cache(const Tensor& x, const OptionalTensor& hadamard, const Tensor& slots,
+                         const Tensor& cache, const Tensor& scale_cache);
 
 }  // namespace custom_pypto

@@ -34,23 +34,26 @@ void contract(const Tensor& x, const Tensor& slots, const Tensor& cache, const T
 
 }  // namespace
 
-template <bool computes>
-void npu_quant_index_update_pto(const Tensor& x, const Tensor& slots, const Tensor& cache,
-                                const Tensor& scale_cache, const OptionalTensor& hadamard) {
-  contract(x, slots, cache, scale_cache, hadamard);
-  if (!computes || x.numel() == 0) return;
+void quantise_into_cache(const Tensor& x, const OptionalTensor& hadamard, const Tensor& slots,
+                         const Tensor& cache, const Tensor& scale_cache) {
   const Tensor rows = rotated(x, hadamard), where = slots.to(at::kLong).contiguous();
   const float* from = rows.const_data_ptr<float>();
   const int64_t* slot = where.const_data_ptr<int64_t>();
   const int64_t dims = x.size(-1);
   const CacheSlots keys(cache), scales(scale_cache.unsqueeze(-1));
-  // in order: of two rows for one slot the later one stays
   for (int64_t i = 0; i < where.numel(); ++i) {
     void* key = keys.row(slot[i]);
     if (!key) continue;
     *static_cast<c10::Half*>(scales.row(slot[i])) =
         quantise(from + i * dims, dims, static_cast<int8_t*>(key));
   }
+}
+
+template <bool computes>
+void npu_quant_index_update_pto(const Tensor& x, const Tensor& slots, const Tensor& cache,
+                                const Tensor& scale_cache, const OptionalTensor& hadamard) {
+  contract(x, slots, cache, scale_cache, hadamard);
+  if (computes && x.numel() != 0) quantise_into_cache(x, hadamard, slots, cache, scale_cache);
 }
 
 REGISTER_CPU_AND_META(npu_quant_index_update_pto)

@@ -15,14 +15,8 @@ constexpr int64_t kRowsAtOnce = 4096;
 
 using Quantised = std::tuple<Tensor, Tensor>;  // rows and scales
 
-template <bool computes>
-Quantised npu_quant_rows_pto(const Tensor& x, const OptionalTensor& hadamard) {
-  check_index_rows("npu_quant_rows_pto", x, hadamard);
-  const auto shape = x.sym_sizes();
-  const Tensor rows = at::empty_symint(shape, x.options().dtype(at::kChar));
-  const Tensor scales =
-      at::empty_symint(shape.slice(0, shape.size() - 1), x.options().dtype(at::kHalf));
-  if (!computes || x.numel() == 0) return {rows, scales};
+void quantise_rows(const Tensor& x, const OptionalTensor& hadamard, const Tensor& rows,
+                   const Tensor& scales) {
   int8_t* to = rows.mutable_data_ptr<int8_t>();
   auto* scale = scales.mutable_data_ptr<c10::Half>();
   const int64_t dims = x.size(-1), count = scales.numel();
@@ -37,6 +31,16 @@ Quantised npu_quant_rows_pto(const Tensor& x, const OptionalTensor& hadamard) {
       }
     });
   }
+}
+
+template <bool computes>
+Quantised npu_quant_rows_pto(const Tensor& x, const OptionalTensor& hadamard) {
+  check_index_rows("npu_quant_rows_pto", x, hadamard);
+  const auto shape = x.sym_sizes();
+  const Tensor rows = at::empty_symint(shape, x.options().dtype(at::kChar));
+  const Tensor scales =
+      at::empty_symint(shape.slice(0, shape.size() - 1), x.options().dtype(at::kHalf));
+  if (computes && x.numel() != 0) quantise_rows(x, hadamard, rows, scales);
   return {rows, scales};
 }
 

@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "params.h"
+#include "prolog.h"
 #include "sequences.h"
 
 namespace custom_pypto {
@@ -75,25 +76,9 @@ Tensor rms_norm(const Tensor& x, const Tensor& gamma, double eps) {
   return (x32 * scale).to(x.scalar_type()) * gamma;
 }
 
-// rotates the pairs (first[i], second[i]); sin and cos [B, S1, R] hold every angle twice
-Tensor rotate(const Tensor& first, const Tensor& second, const Tensor& sin, const Tensor& cos) {
-  const int64_t half = sin.size(-1) / 2;
-  const Tensor s = sin.narrow(-1, 0, half).to(at::kFloat).unsqueeze(2);
-  const Tensor c = cos.narrow(-1, 0, half).to(at::kFloat).unsqueeze(2);
-  const Tensor a = first.to(at::kFloat), b = second.to(at::kFloat);
-  return at::cat({a * c - b * s, b * c + a * s}, -1).to(first.scalar_type());
-}
-
 // MLA: pairs (x0, x1), (x2, x3), ...; the output is all first members, then all second ones
 Tensor rope_interleaved(const Tensor& x, const Tensor& sin, const Tensor& cos) {
   return rotate(x.slice(-1, 0, std::nullopt, 2), x.slice(-1, 1, std::nullopt, 2), sin, cos);
-}
-
-// indexer of DeepSeek-V3.2: pairs (x_i, x_{i + R/2}) of the first R dims
-Tensor rope_half_split(const Tensor& x, const Tensor& sin, const Tensor& cos) {
-  const int64_t half = sin.size(-1) / 2;
-  const Tensor rotated = rotate(x.narrow(-1, 0, half), x.narrow(-1, half, half), sin, cos);
-  return at::cat({rotated, x.narrow(-1, 2 * half, x.size(-1) - 2 * half)}, -1);
 }
 
 // cache[slot] = row; a slot outside the cache (-1: padding) is not written
@@ -130,20 +115,15 @@ void write_keys(const FusedParams& p) {
   write_cache(p.kv_cache, rms_norm(kv.narrow(-1, 0, latent), p.gamma_ckv, p.eps), p.cache_index);
   write_cache(p.kr_cache, rope_interleaved(kv.narrow(-1, latent, rope).unsqueeze(2), p.sin, p.cos),
               p.cache_index);
-  // the index key has a LayerNorm, in float32, before RoPE
   const Tensor index =
-      at::layer_norm(at::matmul(p.x, p.w_idx_k).to(at::kFloat), {p.w_idx_k.size(1)},
-                     p.in_gamma_k.to(at::kFloat), p.in_beta_k.to(at::kFloat), kLayerNormEps)
-          .to(p.x.scalar_type());
+      normed_index_key(at::matmul(p.x, p.w_idx_k), p.in_gamma_k, p.in_beta_k, kLayerNormEps);
   write_cache(p.index_k_cache, rope_half_split(index.unsqueeze(2), p.sin, p.cos), p.cache_index);
 }
 
 void compute(FusedParams& p) {
   const Queries q = queries(p);
   write_keys(p);
-  const auto scale_of = [](int64_t dims) { return 1.0 / std::sqrt(static_cast<double>(dims)); };
-  const Tensor weights = at::matmul(p.x.to(at::kFloat), p.w_idx_proj.to(at::kFloat)) *
-                         scale_of(p.w_idx_proj.size(1) * p.w_idx_k.size(1));
+  const Tensor weights = index_weights(p.x, p.w_idx_proj, p.w_idx_k.size(1));
   const OptionalTensor none, lengths = p.act_seqs, blocks = p.block_table;
   IndexerParams indexer{{q.index, p.index_k_cache, none, lengths, blocks}, weights, p.sparse_count};
   lightning_indexer(indexer);

@@ -48,6 +48,13 @@ TORCH_LIBRARY(custom_pypto, m) {
   m.def(
       "npu_kv_quant_update_pto(Tensor latent, Tensor rope, Tensor slots, Tensor(a!) cache) -> ()");
   m.def(
+      "npu_lightning_indexer_prolog_pto(Tensor token_x, Tensor q_norm, Tensor? q_norm_scale, "
+      "Tensor wq_b, Tensor? wq_b_scale, Tensor wk, Tensor weights_proj, Tensor ln_gamma_k, "
+      "Tensor ln_beta_k, Tensor cos_idx_rope, Tensor sin_idx_rope, Tensor hadamard_q, "
+      "Tensor hadamard_k, Tensor(a!) idx_k_cache, Tensor(b!) idx_k_scale_cache, "
+      "Tensor idx_k_cache_index, float layernorm_epsilon_k, *, str layout_query='TND', "
+      "str layout_key='PA_BSND') -> (Tensor, Tensor, Tensor)");
+  m.def(
       "npu_sparse_attention_pto(Tensor x, Tensor w_dq, Tensor w_uq_qr, Tensor w_uk, "
       "Tensor w_dkv_kr, Tensor gamma_cq, Tensor gamma_ckv, Tensor sin, Tensor cos, "
       "Tensor cache_index, Tensor(a!) kv_cache, Tensor(b!) kr_cache, Tensor block_table, "

@@ -179,6 +179,43 @@ def quant_index_update_pto(
     return node("npu_quant_index_update_pto", locals())
 
 
+def lightning_indexer_prolog_pto(
+    token_x: Tensor,
+    q_norm: Tensor,
+    q_norm_scale: Tensor | None,
+    wq_b: Tensor,
+    wq_b_scale: Tensor | None,
+    wk: Tensor,
+    weights_proj: Tensor,
+    ln_gamma_k: Tensor,
+    ln_beta_k: Tensor,
+    cos_idx_rope: Tensor,
+    sin_idx_rope: Tensor,
+    hadamard_q: Tensor,
+    hadamard_k: Tensor,
+    idx_k_cache: Tensor,
+    idx_k_scale_cache: Tensor,
+    idx_k_cache_index: Tensor,
+    *,
+    layernorm_epsilon_k: float,
+    layout_query: str = "TND",
+    layout_key: str = "PA_BSND",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """GE operator ``LightningIndexerPrologPto``.
+
+    Prototype: npu_lightning_indexer_prolog_pto.h. Meaning and shapes:
+    :func:`custom_pypto.npu_lightning_indexer_prolog_pto`.
+
+    Returns:
+        query: int8.
+        query_scale: float16.
+        weights: float16.
+        idx_k_cache: int8, the input, written in place.
+        idx_k_scale_cache: float16, the input, written in place.
+    """
+    return node("npu_lightning_indexer_prolog_pto", locals())
+
+
 def sparse_attention_pto(
     x: Tensor,
     w_dq: Tensor,

@@ -19,7 +19,7 @@ def program(a: Arguments, *, slot_words: int) -> None:
         a: ``x``, of which T rows count, ``hadamard [D, D]`` or None, ``slots
             [1, T * slot_words]`` int32, the caches.
     """
-    for start, rows in tiles(a.slots.shape[1] // slot_words, "QUANT"):
+    for start, rows in tiles(a.slots.shape[1] // slot_words, "QUANT_KEY"):
         values, scales = index_rows(a, start, rows)
         # a row of 32 bytes, the smallest that UB holds
         padded = pypto.tensor([TOKENS, 16], pypto.DT_FP16, "scales")

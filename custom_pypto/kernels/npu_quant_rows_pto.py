@@ -30,7 +30,7 @@ def index_rows(a: Arguments, start, rows) -> tuple:
 
 
 def program(a: Arguments) -> None:
-    """Writes ``rows [T, D]`` int8 and ``scales [T, 1]`` float16 of ``x [T, D]``."""
+    """Writes ``rows [T, D]`` int8 and ``scales [T, 1]`` float16 of ``x``, of which T rows count."""
     for start, rows in tiles(a.scales.shape[0], "QUANT"):
         values, scales = index_rows(a, start, rows)
         pypto.assemble(values, [start, 0], a.rows)

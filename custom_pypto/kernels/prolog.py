@@ -119,23 +119,27 @@ class Tile:
 
     def keys(self, c_kv, k_index, angle, eps):
         """The rows for ``kv_cache``, ``kr_cache`` and ``index_k_cache``."""
-        a, V, half, dtype = self.a, self.tiling.rows, self.half, self.dtype
-        L, R, DI = a.kv_cache.shape[1], a.kr_cache.shape[1], a.index_k_cache.shape[1]
+        a, V, dtype = self.a, self.tiling.rows, self.dtype
+        L, R = a.kv_cache.shape[1], a.kr_cache.shape[1]
         pypto.set_vec_tile_shapes(V, L)
         k_latent = rms_norm(columns(c_kv, 0, L), a.gamma_ckv, eps, dtype)
         pypto.set_vec_tile_shapes(V, R)
         even, odd = interleaved_pairs(columns(c_kv, L, R), self.rows)
         k_rope = pypto.concat(rotated(even, odd, *angle, dtype), -1)
-        pypto.set_vec_tile_shapes(V, DI)
-        k_index = layer_norm(k_index, a.in_gamma_k, a.in_beta_k, INDEX_KEY_EPS)
-        k_index = rounded(k_index, dtype)
-        first, second = columns(k_index, 0, half), columns(k_index, half, half)
-        parts = [*rotated(first, second, *angle, dtype)]
-        if DI > R:
-            parts.append(pypto.cast(columns(k_index, R, DI - R), dtype))
-        return k_latent, k_rope, pypto.concat(parts, -1)
+        k_index = self.index_key(k_index, a.in_gamma_k, a.in_beta_k, INDEX_KEY_EPS, angle)
+        return k_latent, k_rope, k_index
 
-    def up(self, latent, w, width, h, n):
+    def index_key(self, key, gamma, beta, eps, angle):
+        """Index keys after LayerNorm and RoPE."""
+        half, R, D = self.half, 2 * self.half, key.shape[1]
+        pypto.set_vec_tile_shapes(self.tiling.rows, D)
+        key = rounded(layer_norm(key, gamma, beta, eps), self.dtype)
+        parts = [*rotated(columns(key, 0, half), columns(key, half, half), *angle, self.dtype)]
+        if D > R:
+            parts.append(pypto.cast(columns(key, R, D - R), self.dtype))
+        return pypto.concat(parts, -1)
+
+    def up(self, latent, w, width, h, n, dtype=None):
         """``latent @ w`` for the heads from ``h`` on that become one task, and their number."""
         heads = min(self.tiling.heads, w.shape[1] // width - h)
         # whole heads per task: a reader of one head then waits for one task
@@ -144,7 +148,7 @@ class Tile:
         tile = cube_tile(*tile, columns=heads * width, left_stays=True)
         pypto.set_cube_tile_shapes(*tile)
         w = pypto.view(w, [w.shape[0], heads * width], [0, h * width])
-        return pypto.matmul(latent, w, self.dtype), heads
+        return pypto.matmul(latent, w, dtype or self.dtype), heads
 
     def by_head(self, x, heads):
         """``x [M, heads * width]`` as ``[M, heads, width]``."""
@@ -161,15 +165,20 @@ class Tile:
         a, half, R = self.a, self.half, 2 * self.half
         _, NI, DI = a.q_index.shape
         for h in range(0, NI, self.tiling.heads):
-            q, heads = self.up(latent, a.w_idx_qb, DI, h, self.tiling.index_n)
-            pypto.set_vec_tile_shapes(self.tiling.rows, heads, DI)
-            q = pypto.cast(self.by_head(q, heads), FLOAT)
+            q = self.index_heads(latent, h)
             with one_task():
                 first, second = columns(q, 0, half), columns(q, half, half)
                 self.store_rotated(first, second, angle, h, a.q_index)
                 if DI > R:
                     rest = pypto.cast(columns(q, R, DI - R), self.dtype)
                     pypto.assemble(rest, [self.start, h, R], a.q_index)
+
+    def index_heads(self, latent, h):
+        """Float32 queries of the heads from ``h`` on that become one task, before RoPE."""
+        D = self.a.q_index.shape[2]
+        q, heads = self.up(latent, self.a.w_idx_qb, D, h, self.tiling.index_n)
+        pypto.set_vec_tile_shapes(self.tiling.rows, heads, D)
+        return pypto.cast(self.by_head(q, heads), FLOAT)
 
     def angle(self):
         pypto.set_vec_tile_shapes(self.tiling.rows, self.half)

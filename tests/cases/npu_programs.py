@@ -208,7 +208,12 @@ INT8_ATTENTION = {
     for id, x in ATTENTION.items()
     if not {"sinks", "statistics", "rope"} & {*x} and id != "every-key"
 }
-WRITERS = ("npu_quant_rows_pto", "npu_quant_index_update_pto", "npu_kv_quant_update_pto")
+WRITERS = (
+    "npu_quant_rows_pto",
+    "npu_quant_index_update_pto",
+    "npu_kv_quant_update_pto",
+    "npu_lightning_indexer_prolog_pto",
+)
 
 
 def int8_index_case(lengths_query, lengths_key, **arguments):

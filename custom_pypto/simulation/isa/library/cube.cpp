@@ -38,18 +38,20 @@ void extract(const Tile& dst, const Tile& src, int row, int col) {
   instruction = "TEXTRACT";
   const int size = size_of(dst.type), deep = depth(dst.type);
   const bool left = dst.buffer == Buffer::L0A;
-  // rows and columns that fill the last blocks are copied as well
-  int rows = round_up(dst.valid_rows, left ? BLOCK : deep);
-  int cols = round_up(dst.valid_cols, left ? deep : BLOCK);
-  require(row % (left ? BLOCK : deep) == 0 && col % (left ? deep : BLOCK) == 0,
-          "offsets are multiples of 16, of 32 bytes along k");
-  require(rows > 0 && cols > 0, "dst without valid elements");
-  require(rows <= dst.rows && cols <= dst.cols, "more valid elements than dst has");
-  require(row + rows <= src.rows && col + cols <= src.cols, "dst reaches out of src");
   require(src.layout == Layout::nz || src.layout == Layout::zn,
           "of the layouts of L1 only NZ and ZN are modelled");
   bool transposed = src.layout == Layout::zn;
-  require(size == 2 || left != transposed, "of int8, k must be the inner dim of src");
+  // int8 whose inner dim is not k is transposed in squares of 32
+  const int block = size == 1 && left == transposed ? 32 : BLOCK;
+  require(src.rows % block == 0 && src.cols % block == 0, "src is of whole blocks");
+  // rows and columns that fill the last blocks are copied as well
+  int rows = round_up(dst.valid_rows, left ? block : deep);
+  int cols = round_up(dst.valid_cols, left ? deep : block);
+  require(row % (left ? block : deep) == 0 && col % (left ? deep : block) == 0,
+          "offsets are multiples of a block, of 32 bytes along k");
+  require(rows > 0 && cols > 0, "dst without valid elements");
+  require(rows <= dst.rows && cols <= dst.cols, "more valid elements than dst has");
+  require(row + rows <= src.rows && col + cols <= src.cols, "dst reaches out of src");
   int height = transposed ? src.cols : src.rows, width = transposed ? src.rows : src.cols;
   const char* from = region(src, static_cast<int64_t>(size) * height * width, "src");
   char* to = region(dst, static_cast<int64_t>(size) * rows * cols, "dst");

@@ -1,0 +1,131 @@
+"""npu_lightning_indexer_prolog_pto as a PyPTO program: the indexer's part of :mod:`.prolog` writes
+queries and keys in the dtype of ``token_x``; then the programs of npu_quant_rows_pto and
+npu_quant_index_update_pto rotate and quantise them.
+
+Memory: ``T * (N1 + 1) * D`` elements in global memory, and the workspace of those programs.
+"""
+
+import functools
+from collections.abc import Callable
+
+import pypto
+
+from . import DTYPES, Arguments, loop, npu_quant_index_update_pto, npu_quant_rows_pto
+from . import runtime_options as options
+from .prolog import FLOAT, Tile, columns, rounded
+from .prolog import rows_at_once as rows_of_tile
+from .tiling import PrologTiling, prolog_tiling
+
+I32, HALF = pypto.DT_INT32, pypto.DT_FP16
+
+
+class IndexTile(Tile):
+    """A tile of tokens with arguments under the names of this op."""
+
+    def __init__(self, a: Arguments, tile, tiling: PrologTiling):
+        same = dict(x=a.token_x, sin=a.sin_idx_rope, cos=a.cos_idx_rope, w_idx_qb=a.wq_b)
+        super().__init__(Arguments(**vars(a), **same), tile, tiling)
+
+    def index_heads(self, latent, h):
+        if self.a.q_norm_scale is None:
+            return super().index_heads(latent, h)
+        a, rows, D = self.a, self.tiling.rows, self.a.q_index.shape[2]
+        q, heads = self.up(latent, a.wq_b, D, h, self.tiling.index_n, I32)
+        pypto.set_vec_tile_shapes(rows, heads * D)
+        q = pypto.mul(pypto.cast(q, FLOAT), self.view(a.q_norm_scale, 0, 1))
+        q = pypto.mul(q, pypto.view(a.wq_b_scale, [1, heads * D], [0, h * D]))
+        q = rounded(q, self.dtype)
+        pypto.set_vec_tile_shapes(rows, heads, D)
+        return self.by_head(q, heads)
+
+
+def project(a: Arguments, tile: IndexTile, eps: float) -> None:
+    """Writes ``q_index``, ``k_index`` and ``weights`` of a tile of tokens."""
+    _, N1, D = a.q_index.shape
+    weights = columns(tile.project(a.weights_proj, tile.tiling.side_n), 0, N1)
+    weights = pypto.cast(pypto.mul(weights, (N1 * D) ** -0.5), HALF)
+    pypto.assemble(weights, [tile.start, 0], a.weights)
+    key = rounded(tile.project(a.wk, tile.tiling.side_n), tile.dtype)
+    angle = tile.angle()
+    key = tile.index_key(key, a.ln_gamma_k, a.ln_beta_k, eps, angle)
+    pypto.assemble(key, [tile.start, 0], a.k_index)
+    tile.index_query(tile.view(a.q_norm, 0, a.q_norm.shape[1]), tile.by_token(angle))
+
+
+def program(a: Arguments, *, eps: float, slot_words: int, tiling: PrologTiling) -> None:
+    """Arguments as in the op's schema, with these views: scales, gamma and beta as ``[T, 1]`` and
+    ``[1, .]``, slots ``[1, T * slot_words]`` int32, caches ``[slots, .]``. ``token_x`` and
+    ``q_norm`` have the rows of whole tiles (:func:`rows_at_once`), ``weights_proj`` has N1 rounded
+    up to 16 columns. Written: ``query [T * N1, D]``, ``query_scale [T * N1, 1]``, ``weights
+    [T, N1]``, the caches, and ``q_index [., N1, D]`` and ``k_index [., D]`` of whole tiles.
+    """
+    T, M = a.cos_idx_rope.shape[0], tiling.tokens
+    for i in loop("INDEX_PROLOG", (T + M - 1) // M):
+        pypto.set_pass_options(**tiling.pass_options)  # of this loop only
+        project(a, IndexTile(a, i, tiling), eps)
+    # PyPTO makes a reader of an argument with a dynamic dim wait for its last writer only
+    for _ in loop("INDEX_QUANT", 1, submit_before_loop=True):
+        count, N1, D = a.q_index.shape
+        queries = pypto.reshape(a.q_index, [count * N1, D], inplace=True)
+        npu_quant_rows_pto.program(
+            Arguments(x=queries, hadamard=a.hadamard_q, rows=a.query, scales=a.query_scale)
+        )
+        npu_quant_index_update_pto.program(
+            Arguments(
+                x=a.k_index,
+                hadamard=a.hadamard_k,
+                slots=a.idx_k_cache_index,
+                cache=a.idx_k_cache,
+                scale_cache=a.idx_k_scale_cache,
+            ),
+            slot_words=slot_words,
+        )
+
+
+def rows_at_once(*, tokens: int, hidden: int) -> int:
+    """``token_x`` and ``q_norm`` must have a multiple of so many rows."""
+    return rows_of_tile(prolog_tiling(tokens=tokens, hidden=hidden))
+
+
+def kernel(*, hidden: int, tokens: int, dtype: str, angle_dtype: str, **facts) -> Callable:
+    """The kernel of :func:`program`, whose arguments it takes, for a call with these static facts.
+    One binary serves every number of tokens of a class of :func:`prolog_tiling`.
+    """
+    tiling = prolog_tiling(tokens=tokens, hidden=hidden)
+    dtypes = dict(dtype=DTYPES[dtype], angle_dtype=DTYPES[angle_dtype])
+    return _kernel(tiling=tiling, **dtypes, **facts)
+
+
+@functools.cache
+def _kernel(*, dtype, angle_dtype, w8a8: bool, ready_on_host: bool, **facts) -> Callable:
+    matrix, rows = [pypto.STATIC] * 2, [pypto.DYNAMIC, pypto.STATIC]
+    latent = pypto.DT_INT8 if w8a8 else dtype
+    absent = () if w8a8 else ("q_norm_scale", "wq_b_scale")
+
+    @pypto.frontend.jit(runtime_options=options("idx_k_cache_index", ready_on_host=ready_on_host))
+    def npu_lightning_indexer_prolog_pto(
+        token_x: pypto.Tensor(rows, dtype),
+        q_norm: pypto.Tensor(rows, latent),
+        q_norm_scale: pypto.Tensor(rows, FLOAT),
+        wq_b: pypto.Tensor(matrix, latent),
+        wq_b_scale: pypto.Tensor(matrix, FLOAT),
+        wk: pypto.Tensor(matrix, dtype),
+        weights_proj: pypto.Tensor(matrix, dtype),
+        ln_gamma_k: pypto.Tensor(matrix, dtype),
+        ln_beta_k: pypto.Tensor(matrix, dtype),
+        cos_idx_rope: pypto.Tensor(rows, angle_dtype),
+        sin_idx_rope: pypto.Tensor(rows, angle_dtype),
+        hadamard_q: pypto.Tensor(matrix, dtype),
+        hadamard_k: pypto.Tensor(matrix, dtype),
+        idx_k_cache: pypto.Tensor(rows, pypto.DT_INT8),
+        idx_k_scale_cache: pypto.Tensor(rows, HALF),
+        idx_k_cache_index: pypto.Tensor([pypto.STATIC, pypto.DYNAMIC], I32),
+        q_index: pypto.Tensor([pypto.DYNAMIC, pypto.STATIC, pypto.STATIC], dtype),
+        k_index: pypto.Tensor(rows, dtype),
+        query: pypto.Tensor(rows, pypto.DT_INT8),
+        query_scale: pypto.Tensor(rows, HALF),
+        weights: pypto.Tensor(rows, HALF),
+    ):
+        program(Arguments(**locals() | dict.fromkeys(absent)), **facts)
+
+    return npu_lightning_indexer_prolog_pto
