@@ -327,7 +327,22 @@ def test_attention_equals_the_reference(arguments, dtype, hostile, on_generated_
     check_attention(attention_case(**arguments, dtype=dtype, hostile=hostile))
 
 
-@pytest.mark.parametrize("arguments", calls(INT8_INDEXER, fast=["packed"]))
+@pytest.mark.parametrize(
+    "arguments",
+    calls(
+        INT8_INDEXER
+        | {
+            "chunks": dict(lengths_query=[1, 2], lengths_key=[9000, 300], sparse_count=64),
+            "blocks-of-32": dict(
+                lengths_query=[2, 1], lengths_key=[300, 77], sparse_count=64, block_size=32
+            ),
+            "blocks-of-1024": dict(
+                lengths_query=[1], lengths_key=[2500], sparse_count=64, block_size=1024
+            ),
+        },
+        fast=["packed"],
+    ),
+)
 def test_indexer_of_int8_selects_what_the_reference_selects(arguments, on_generated_code):
     check_int8_selection(int8_index_case(**arguments))
 

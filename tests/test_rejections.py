@@ -1,13 +1,17 @@
 """Every rule of the ops, broken one at a time: the exact words, the same from CPU and Meta, and
 nothing written."""
 
+import re
+
 import pytest
 import torch
-from cases import copied, not_default, of, rejection
+from cases import copied, inputs_of, not_default, of, on_meta, rejection
 from cases.rejections import tensors
 
 import custom_pypto
+from custom_pypto import npu
 from custom_pypto.descriptions import OPS
+from custom_pypto.schemas import bound
 
 
 def assert_unchanged(got: dict, expected: dict) -> None:
@@ -39,3 +43,33 @@ def test_rejects_tensors_on_two_devices(op, inputs, name):
         f"{op}: {name}.device must be cpu (device of the first argument), got meta"
     )
     assert_unchanged(given, inputs)
+
+
+@pytest.mark.parametrize(
+    "op, message",
+    [
+        ("npu_quant_lightning_indexer_pto", "key.size(0) must be at most 16 million on an NPU"),
+        *(
+            (op, "block_table must be of fewer than 16 million keys and cache blocks in total")
+            for op in ("npu_sparse_flash_attention_pto", "npu_kv_quant_sparse_flash_attention_pto")
+        ),
+    ],
+)
+def test_an_npu_rejects_a_cache_of_more_blocks_than_it_counts(op, message):
+    x = on_meta(inputs_of(op, on_npu=True, dtype=torch.bfloat16))
+
+    def with_blocks(blocks: int) -> dict:
+        caches = {
+            n: y
+            for n, y in x.items()
+            if n in ("key", "key_rope", "key_dequant_scale")
+            if y is not None
+        }
+        larger = {n: y.new_empty(blocks, *y.shape[1:]) for n, y in caches.items()}
+        return bound(op, (), x | larger)
+
+    keys = x["block_table"].size(1) * x["key"].size(1)
+    most = 2**24 - 2**13 - (0 if "indexer" in op else keys)
+    npu.check(op, with_blocks(most))
+    with pytest.raises(RuntimeError, match=re.escape(f"{op}: {message}")):
+        npu.check(op, with_blocks(most + 1))
