@@ -316,7 +316,7 @@ def int8_prolog(tokens: int, floor: float | None = None) -> Case:
 
     return Case(
         "indexer prolog, int8",
-        f"{tokens} tokens",
+        f"{tokens} token" + "s" * (tokens > 1),
         call,
         bytes=wq_b.nbytes + wk.nbytes + weights_proj.nbytes,
         flop=2 * tokens * (wq_b.numel() + wk.numel() + weights_proj.numel()),

@@ -336,9 +336,6 @@ def test_attention_equals_the_reference(arguments, dtype, hostile, on_generated_
             "blocks-of-32": dict(
                 lengths_query=[2, 1], lengths_key=[300, 77], sparse_count=64, block_size=32
             ),
-            "blocks-of-1024": dict(
-                lengths_query=[1], lengths_key=[2500], sparse_count=64, block_size=1024
-            ),
         },
         fast=["packed"],
     ),
