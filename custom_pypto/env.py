@@ -18,7 +18,7 @@ import subprocess
 import sys
 import sysconfig
 
-from . import converter
+from . import converter, kernel_packages
 from .requirements import installed_version, pypto_problem
 from .version import __version__
 
@@ -286,7 +286,10 @@ def _ways(error: Exception | None, versions: dict, npu: dict) -> dict[str, dict]
     device = [npu["problem"]] if npu["problem"] else []
     if versions["torch_npu"] is None and (problem := _build_problem()):
         device.append(problem)
-    converters = [problem] if (problem := converter.problem()) else []
+    converters, packages = [], []
+    if error is None:  # what packages must offer follows from the schemas of the loaded ops
+        converters = [problem] if (problem := converter.problem()) else []
+        packages = [problem] if (problem := kernel_packages.problem(library=True)) else []
 
     ways = {
         "ops on the CPU": load,
@@ -296,6 +299,7 @@ def _ways(error: Exception | None, versions: dict, npu: dict) -> dict[str, dict]
         "NPU kernels in PyPTO's interpreter and cost model": load + pypto,
         "NPU kernels as PyPTO's generated code": load + pypto + compiler,
         "ops on the NPU": load + pypto + device,
+        "ops on the NPU through aclnn": load + packages + device,
         "graph mode with torchair": load + device + converters,
     }
     return {way: {"works": not missing, "missing": missing} for way, missing in ways.items()}

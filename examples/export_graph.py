@@ -20,9 +20,10 @@ from compile_torchair import CHECKPOINT, Decoder, load
 import torch
 
 from custom_pypto import converter
+from custom_pypto.descriptions import ge_types
 from custom_pypto.simulation import ascend_host
 
-OURS, WRITES = set(converter.OPERATORS), {"ScatterNdUpdate"}
+OURS, WRITES = set(ge_types()), {"ScatterNdUpdate"}
 HIDDEN = {"Data", "RefData", "Const", "NetOutput"}
 WIDTH, HEIGHT, GAP_X, GAP_Y = 190, 34, 24, 26  # pixels of a node and between nodes
 STYLE = """

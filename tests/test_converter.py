@@ -4,92 +4,21 @@ import json
 
 import pytest
 from test_env import install, python
+from test_kernel_packages import ALL, TUTORIAL, VARIABLES, package
 
 from custom_pypto import converter
-from custom_pypto.graph import prototypes
-
-ALL = list(converter.OPERATORS)
+from custom_pypto.descriptions import ge_types
 
 
 @pytest.fixture(autouse=True)
 def no_cann(monkeypatch):
-    for variable in (converter.VARIABLE, "ASCEND_CUSTOM_OPP_PATH", "ASCEND_OPP_PATH"):
+    for variable in (converter.VARIABLE, *VARIABLES):
         monkeypatch.delenv(variable, raising=False)
 
 
-def package(vendor, text: str, soc: str = "ascend910b"):
-    """What a kernel package of ``vendor`` (a folder) has for one SoC. Returns the list's path."""
-    folder = vendor / "op_impl/ai_core/tbe/config" / soc
-    folder.mkdir(parents=True)
-    path = folder / f"aic-{soc}-ops-info.json"
-    path.write_text(text)
-    return path
-
-
-def listing(operators: list[str]) -> str:
-    return json.dumps({operator: {"opFile": {"value": "kernel"}} for operator in operators})
-
-
 def test_the_operators_are_those_of_the_prototypes():
-    assert [prototype.type for prototype in prototypes.prototypes()] == ALL
+    assert list(ge_types()) == list(ALL)
     assert {"AddCustom", "LightningIndexerPto", "SparseFlashAttentionPto"} <= set(ALL)
-
-
-def test_a_package_is_found_by_the_path_to_its_vendor(tmp_path, monkeypatch):
-    path = package(tmp_path / "vendors/us", listing([*ALL, "Another"]))
-    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", f"{tmp_path}/vendors/us/")
-    assert converter.kernel_package() == str(path)
-
-
-def test_a_package_is_found_among_other_entries_and_socs(tmp_path, monkeypatch):
-    package(tmp_path / "a", listing(["AddCustom"]))
-    package(tmp_path / "b [1]", listing(ALL[:3]), "ascend310p")
-    path = package(tmp_path / "b [1]", listing(ALL), "ascend910_93")
-    entries = [
-        "",
-        f"{tmp_path}/none",
-        f"{tmp_path}/a",
-        f"{tmp_path}/b [1]",
-        f"{tmp_path}/op_api/lib",
-    ]
-    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", ":".join(entries))
-    assert converter.kernel_package() == str(path)
-
-
-def test_a_package_is_found_where_cann_installs_packages(tmp_path, monkeypatch):
-    package(tmp_path / "vendors/customize", listing(["AddCustom"]))
-    path = package(tmp_path / "vendors/us", listing(ALL))
-    monkeypatch.setenv("ASCEND_OPP_PATH", str(tmp_path))
-    assert converter.kernel_package() == str(path)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        pytest.param(listing(["AddCustom"]), id="the-tutorial"),
-        pytest.param(listing(ALL[:3]), id="not-all"),
-        pytest.param(listing(["AddCustomV2", "lightningindexerpto"]), id="similar-names"),
-        pytest.param(listing(ALL)[:-3], id="cut"),
-        pytest.param("", id="empty"),
-        pytest.param(json.dumps(ALL), id="a-list"),
-        pytest.param(json.dumps({"operators": ALL}), id="below"),
-        pytest.param("7", id="a-number"),
-    ],
-)
-@pytest.mark.parametrize("variable", ["ASCEND_CUSTOM_OPP_PATH", "ASCEND_OPP_PATH"])
-def test_anything_else_is_no_package(tmp_path, monkeypatch, variable, text):
-    package(tmp_path / "vendors/us", text)
-    folder = tmp_path / "vendors/us" if variable == "ASCEND_CUSTOM_OPP_PATH" else tmp_path
-    monkeypatch.setenv(variable, str(folder))
-    assert converter.kernel_package() is None
-    assert not converter.wanted()
-
-
-def test_a_list_that_cannot_be_read_is_no_package(tmp_path, monkeypatch):
-    package(tmp_path, "").write_bytes(b"\xff\xfe{")
-    (tmp_path / "op_impl/ai_core/tbe/config/ascend310p/aic-x-ops-info.json").mkdir(parents=True)
-    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", str(tmp_path))
-    assert converter.kernel_package() is None
 
 
 @pytest.mark.parametrize(
@@ -106,7 +35,7 @@ def test_a_list_that_cannot_be_read_is_no_package(tmp_path, monkeypatch):
 def test_when_converters_are_wanted(tmp_path, monkeypatch, asked, installed, wanted):
     if asked:
         monkeypatch.setenv(converter.VARIABLE, asked)
-    package(tmp_path, listing(ALL if installed else ALL[:1]))
+    package(tmp_path, ALL if installed else {"AddCustom": ALL["AddCustom"]})
     monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", str(tmp_path))
     assert converter.wanted() is wanted
 
@@ -149,7 +78,7 @@ def imported(site, **variables) -> str:
 
 
 def test_the_tutorials_package_imports_no_torchair(tmp_path, torch_npu_without_cann):
-    package(tmp_path / "vendors/customize", listing(["AddCustom"]))
+    package(tmp_path / "vendors/customize", TUTORIAL)
     assert imported(torch_npu_without_cann, ASCEND_OPP_PATH=str(tmp_path)) == ""
 
 
@@ -159,7 +88,7 @@ def test_converters_that_are_asked_for_in_vain_are_a_warning(torch_npu_without_c
 
 
 def test_a_package_without_torchair_is_a_warning(tmp_path, torch_npu_without_cann):
-    package(tmp_path / "vendors/us", listing(ALL))
+    package(tmp_path / "vendors/us", ALL)
     assert WARNING in imported(torch_npu_without_cann, ASCEND_OPP_PATH=str(tmp_path))
     variables = dict(ASCEND_OPP_PATH=str(tmp_path), CUSTOM_PYPTO_GE_CONVERTERS="0")
     assert imported(torch_npu_without_cann, **variables) == ""
@@ -176,7 +105,7 @@ def test_an_import_with_another_value_ends_with_the_reason():
 @pytest.mark.parametrize(
     "asked, what, remedy",
     [
-        (None, f"a GE kernel package with {', '.join(ALL)} in ", "install one, or set"),
+        (None, f"a kernel package with {', '.join(ALL)} in ", "install one, built from"),
         ("0", "GE converters are disabled by CUSTOM_PYPTO_GE_CONVERTERS=0", "unset"),
         ("1", "torchair cannot be imported (ImportError: libhccl.so: none)", "install torch_npu"),
     ],
@@ -188,3 +117,13 @@ def test_the_report_names_what_is_missing(torch_npu_without_cann, asked, what, r
     *_, missing = json.loads(done.stdout)["ways"]["graph mode with torchair"]["missing"]
     assert missing["what"].startswith(what)
     assert missing["remedy"].startswith(remedy)
+
+
+def test_another_operator_of_the_same_name_registers_nothing(tmp_path, torch_npu_without_cann):
+    path = package(tmp_path / "vendors/us", ALL | TUTORIAL)
+    assert imported(torch_npu_without_cann, ASCEND_OPP_PATH=str(tmp_path)) == ""
+    done = python("-m", "custom_pypto", "env", "--json", ASCEND_OPP_PATH=str(tmp_path))
+    ways = json.loads(done.stdout)["ways"]
+    what = f"AddCustom in {path} is another operator: its inputs must be self, other, got x, y"
+    for way in ("graph mode with torchair", "ops on the NPU through aclnn"):
+        assert what in [missing["what"] for missing in ways[way]["missing"]]

@@ -7,25 +7,20 @@ converters only if GE has kernels for their operators:
 =================================  ==============================================================
 ``CUSTOM_PYPTO_GE_CONVERTERS=1``   registered
 ``CUSTOM_PYPTO_GE_CONVERTERS=0``   not registered
-not set                            registered if a GE kernel package with all operators is installed
+not set                            registered if kernel packages with all operators are installed
 =================================  ==============================================================
 
 :mod:`.convert` makes a converter from each schema. This module can be imported without torch;
 :func:`register` imports torch_npu and torchair.
 """
 
-import glob
-import json
 import os
 import warnings
 
-from ..descriptions import OPS, ge_types
+from .. import kernel_packages
+from ..descriptions import OPS
 
 VARIABLE = "CUSTOM_PYPTO_GE_CONVERTERS"
-# a kernel package's list of operators, below the folder of its vendor
-LISTS = "op_impl/ai_core/tbe/config/*/aic-*-ops-info.json"
-
-OPERATORS = ge_types()
 
 failure: Exception | None = None  # why registration at import failed
 _registered = False
@@ -77,29 +72,7 @@ def wanted() -> bool:
             f"custom_pypto: {VARIABLE} must be 1 (register the GE converters) or 0 (do not), got "
             f"{asked!r}; unset it to register them only if a GE kernel package is installed"
         )
-    return asked == "1" if asked else kernel_package() is not None
-
-
-def kernel_package() -> str | None:
-    """The operator list of an installed GE kernel package with all operators of this package.
-
-    ``AddCustom`` alone is not enough: many machines have that sample of CANN's tutorial.
-    """
-    vendors = [path for path in os.environ.get("ASCEND_CUSTOM_OPP_PATH", "").split(":") if path]
-    patterns = [(vendor, LISTS) for vendor in vendors]
-    if opp := os.environ.get("ASCEND_OPP_PATH"):
-        patterns.append((opp, f"vendors/*/{LISTS}"))
-    for folder, pattern in patterns:
-        for name in sorted(glob.glob(pattern, root_dir=folder)):
-            path = os.path.join(folder, name)
-            try:
-                with open(path, encoding="utf-8") as file:
-                    listed = json.load(file)
-            except (OSError, ValueError):  # another vendor's file
-                continue
-            if isinstance(listed, dict) and set(OPERATORS) <= set(listed):
-                return path
-    return None
+    return asked == "1" if asked else kernel_packages.problem() is None
 
 
 def problem() -> dict[str, str] | None:
@@ -112,10 +85,9 @@ def problem() -> dict[str, str] | None:
     elif os.environ.get(VARIABLE) == "0":
         what = f"GE converters are disabled by {VARIABLE}=0"
         remedy = f"unset {VARIABLE}"
-    else:
-        what = (
-            f"a GE kernel package with {', '.join(OPERATORS)} in ASCEND_CUSTOM_OPP_PATH "
-            "or ASCEND_OPP_PATH/vendors"
-        )
-        remedy = f"install one, or set {VARIABLE}=1 to convert the ops without it"
+    elif missing := kernel_packages.problem():
+        what = missing["what"]
+        remedy = f"{missing['remedy']}, or set {VARIABLE}=1 to convert the ops without it"
+    else:  # a package that was installed after the import
+        what, remedy = "GE converters are not registered", "start the program anew"
     return {"what": what, "remedy": remedy}

@@ -1,0 +1,317 @@
+"""Which installed kernel packages count, and why others do not; no torch_npu is needed."""
+
+import copy
+import dataclasses
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from custom_pypto import kernel_packages
+from custom_pypto.graph.listing import listing
+from custom_pypto.graph.prototypes import prototypes
+
+PROTOTYPES = {prototype.type: prototype for prototype in prototypes()}
+ALL = listing(PROTOTYPES.values())
+VARIABLES = ("ASCEND_CUSTOM_OPP_PATH", "ASCEND_OPP_PATH")
+
+# Written by hand with the keys that CANN's op_cfg_generator.cpp writes: the AddCustom of CANN's
+# tutorial, and some of our operators.
+TUTORIAL = {
+    "AddCustom": {
+        "opFile": {"value": "add_custom"},
+        "input0": {"name": "x", "dtype": "float16", "format": "ND", "paramType": "required"},
+        "input1": {"name": "y", "dtype": "float16", "format": "ND", "paramType": "required"},
+        "output0": {"name": "z", "dtype": "float16", "format": "ND", "paramType": "required"},
+    }
+}
+BY_HAND = {
+    "AddCustom": {
+        "input0": {"name": "self", "dtype": "float16,float32", "paramType": "required"},
+        "input1": {"name": "other", "dtype": "float16,float32", "paramType": "required"},
+        "output0": {"name": "out", "dtype": "float16,float32", "paramType": "required"},
+    },
+    "QuantRowsPto": {
+        "input0": {"name": "x", "dtype": "bfloat16", "paramType": "required", "shape": "all"},
+        "input1": {"name": "hadamard", "dtype": "bfloat16", "paramType": "optional"},
+        "output0": {"name": "rows", "dtype": "int8", "paramType": "required"},
+        "output1": {"name": "scales", "dtype": "float16", "paramType": "required"},
+    },
+    "KvQuantUpdatePto": {
+        "input0": {"name": "latent", "dtype": "bfloat16", "paramType": "required"},
+        "input1": {"name": "rope", "dtype": "bfloat16", "paramType": "required"},
+        "input2": {"name": "slots", "dtype": "int32", "paramType": "required"},
+        "input3": {"name": "cache", "dtype": "int8", "paramType": "required"},
+        "output0": {"name": "cache", "dtype": "int8", "paramType": "required"},
+    },
+    "LightningIndexerPto": {
+        "input0": {"name": "query", "paramType": "required"},
+        "input1": {"name": "key", "paramType": "required"},
+        "input2": {"name": "weights", "paramType": "required"},
+        "input3": {"name": "actual_seq_lengths_query", "paramType": "optional"},
+        "input4": {"name": "actual_seq_lengths_key", "paramType": "optional"},
+        "input5": {"name": "block_table", "paramType": "optional"},
+        "output0": {"name": "sparse_indices", "paramType": "required"},
+        "attr": {"list": "layout_query,layout_key,sparse_count,sparse_mode,cmp_ratio"},
+        "attr_layout_query": {"type": "str", "paramType": "optional", "defaultValue": "BSND"},
+        "attr_layout_key": {"type": "str", "paramType": "optional", "defaultValue": "PA_BSND"},
+        "attr_sparse_count": {"type": "int", "paramType": "optional", "defaultValue": "2048"},
+        "attr_sparse_mode": {"type": "int", "paramType": "optional", "defaultValue": "3"},
+        "attr_cmp_ratio": {"type": "int", "paramType": "optional", "defaultValue": "1"},
+    },
+}
+
+
+@pytest.fixture(autouse=True)
+def no_cann(monkeypatch):
+    for variable in VARIABLES:
+        monkeypatch.delenv(variable, raising=False)
+
+
+def package(vendor: Path, operators: dict | str, soc: str = "ascend910b") -> Path:
+    """What a kernel package of ``vendor`` (a folder) has for one SoC. Returns the list's path."""
+    folder = vendor / "op_impl/ai_core/tbe/config" / soc
+    folder.mkdir(parents=True)
+    path = folder / f"aic-{soc}-ops-info.json"
+    path.write_text(operators if isinstance(operators, str) else json.dumps(operators))
+    if (vendors := vendor.parent).name == "vendors":  # as CANN's installer: the newest one first
+        before = (vendors / "config.ini").read_text() if (vendors / "config.ini").exists() else ""
+        others = before.partition("=")[2].strip()
+        names = f"{vendor.name},{others}" if others else vendor.name
+        (vendors / "config.ini").write_text(f"load_priority={names}\n")
+    return path
+
+
+def problem_of(type: str, **keywords) -> str | None:
+    found = kernel_packages.problem([PROTOTYPES[type]], **keywords)
+    return found and found["what"]
+
+
+def test_a_package_is_found_by_the_path_to_its_folder(tmp_path, monkeypatch):
+    package(tmp_path, ALL | {"Another": {}})
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", f"{tmp_path}/")
+    assert kernel_packages.problem() is None
+    assert kernel_packages.package(PROTOTYPES["AddCustom"]) == f"{tmp_path}/"
+
+
+def test_a_package_is_found_among_other_entries_and_socs(tmp_path, monkeypatch):
+    package(tmp_path / "a", {"Another": ALL["AddCustom"]})
+    package(tmp_path / "b [1]", {"AddCustom": ALL["AddCustom"]}, "ascend310p")
+    package(tmp_path / "b [1]", ALL, "ascend910_93")
+    entries = ["", f"{tmp_path}/none", f"{tmp_path}/a", f"{tmp_path}/b [1]"]
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", ":".join(entries))
+    assert kernel_packages.problem() is None
+
+
+def test_a_package_is_found_where_cann_installs_packages(tmp_path, monkeypatch):
+    package(tmp_path / "vendors/customize", TUTORIAL)
+    package(tmp_path / "vendors/us", ALL)
+    monkeypatch.setenv("ASCEND_OPP_PATH", str(tmp_path))
+    assert kernel_packages.problem() is None
+
+
+def test_operators_may_come_from_several_packages(tmp_path, monkeypatch):
+    first = dict(list(ALL.items())[:3])
+    package(tmp_path / "a", first)
+    package(tmp_path / "vendors/b", {type: x for type, x in ALL.items() if type not in first})
+    monkeypatch.setenv("ASCEND_OPP_PATH", str(tmp_path))
+    assert "AddCustom" in kernel_packages.problem()["what"]
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", f"{tmp_path}/a")
+    assert kernel_packages.problem() is None
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_the_first_package_with_an_operator_decides(tmp_path, monkeypatch, variable):
+    package(tmp_path / "vendors/us", ALL)
+    package(tmp_path / "vendors/customize", TUTORIAL)  # installed later
+    entries = [f"{tmp_path}/vendors/{name}" for name in ("customize", "us")]
+    value = ":".join(entries) if variable == "ASCEND_CUSTOM_OPP_PATH" else str(tmp_path)
+    monkeypatch.setenv(variable, value)
+    assert problem_of("QuantRowsPto") is None
+    assert problem_of("AddCustom") == (
+        f"AddCustom in {tmp_path}/vendors/customize/op_impl/ai_core/tbe/config/ascend910b/"
+        "aic-ascend910b-ops-info.json is another operator: its inputs must be self, other, got x, y"
+    )
+    # the remedy that the error names
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", entries[1])
+    assert problem_of("AddCustom") is None
+
+
+def test_vendors_without_a_priority_are_none(tmp_path, monkeypatch):
+    package(tmp_path / "vendors/us", ALL)
+    monkeypatch.setenv("ASCEND_OPP_PATH", str(tmp_path))
+    (tmp_path / "vendors/config.ini").write_text("load_priority=customize\n")
+    assert problem_of("AddCustom") == (
+        "a kernel package with AddCustom in ASCEND_CUSTOM_OPP_PATH or ASCEND_OPP_PATH/vendors"
+    )
+    (tmp_path / "vendors/config.ini").unlink()
+    assert problem_of("AddCustom") is not None
+
+
+def test_only_what_is_absent_is_named_as_absent(tmp_path, monkeypatch):
+    package(tmp_path, BY_HAND)
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", str(tmp_path))
+    absent = ", ".join(type for type in ALL if type not in BY_HAND)
+    assert kernel_packages.problem() == {
+        "what": f"a kernel package with {absent} in ASCEND_CUSTOM_OPP_PATH or "
+        "ASCEND_OPP_PATH/vendors",
+        "remedy": "install one, built from custom_pypto/graph/*.h",
+    }
+
+
+@pytest.mark.parametrize("type", BY_HAND)
+def test_a_description_written_by_hand_agrees(tmp_path, monkeypatch, type):
+    package(tmp_path, BY_HAND)
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", str(tmp_path))
+    assert problem_of(type) is None
+
+
+def edited(**changes) -> dict:
+    found = copy.deepcopy(BY_HAND)
+    for key, change in changes.items():
+        found["LightningIndexerPto"][key] |= change
+    return found
+
+
+INPUTS = "query, key, weights, actual_seq_lengths_query (optional), "
+MORE = "actual_seq_lengths_key (optional), block_table (optional)"
+COUNTS = "layout_query (str), layout_key (str), sparse_count (int), sparse_mode (int), cmp_ratio"
+
+
+@pytest.mark.parametrize(
+    "operators, difference",
+    [
+        pytest.param(
+            edited(input0={"name": "key"}, input1={"name": "query"}),
+            f"inputs must be {INPUTS}{MORE}, got key, query{INPUTS[10:]}{MORE}",
+            id="swapped",
+        ),
+        pytest.param(
+            edited(input3={"valueDepend": "optional"}),
+            f"inputs must be {INPUTS}{MORE}, got query, key, weights, "
+            f"actual_seq_lengths_query (optional, by value), {MORE}",
+            id="lengths-by-value",
+        ),
+        pytest.param(
+            edited(input2={"paramType": "dynamic"}),
+            f"inputs must be {INPUTS}{MORE}, got query, key, weights (dynamic){INPUTS[19:]}{MORE}",
+            id="a-list-of-tensors",
+        ),
+        pytest.param(
+            edited(output0={"name": "indices"}),
+            "outputs must be sparse_indices, got indices",
+            id="output",
+        ),
+        pytest.param(
+            edited(attr={"list": "layout_query,layout_key,sparse_count,sparse_mode"}),
+            f"attributes must be {COUNTS} (int), got {COUNTS.rpartition(',')[0]}",
+            id="an-attribute-less",
+        ),
+        pytest.param(
+            edited(attr_cmp_ratio={"type": "float"}),
+            f"attributes must be {COUNTS} (int), got {COUNTS} (float)",
+            id="attribute-of-another-type",
+        ),
+    ],
+)
+def test_another_operator_of_the_same_type_is_refused(tmp_path, monkeypatch, operators, difference):
+    path = package(tmp_path, operators)
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", str(tmp_path))
+    found = kernel_packages.problem([PROTOTYPES["LightningIndexerPto"]])
+    assert found == {
+        "what": f"LightningIndexerPto in {path} is another operator: its {difference}",
+        "remedy": "put a package built from custom_pypto/graph/npu_lightning_indexer_pto.h before "
+        f"{tmp_path} in ASCEND_CUSTOM_OPP_PATH",
+    }
+
+
+@pytest.mark.parametrize("type", PROTOTYPES)
+def test_every_part_of_every_operator_is_compared(tmp_path, monkeypatch, type):
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", str(tmp_path))
+    path = package(tmp_path, ALL)
+    right = PROTOTYPES[type]
+    for part in ("inputs", "outputs", "attributes"):
+        things = getattr(right, part)
+        for i, thing in enumerate(things):
+            renamed = dataclasses.replace(thing, name=f"{thing.name}_")
+            for other in (
+                (*things[:i], *things[i + 1 :]),
+                (*things[:i], renamed, *things[i + 1 :]),
+            ):
+                wrong = dataclasses.replace(right, **{part: other})
+                path.unlink()
+                path.write_text(json.dumps(ALL | listing([wrong])))
+                assert f"its {part} must be" in problem_of(type)
+
+
+def test_every_soc_of_the_deciding_package_must_agree(tmp_path, monkeypatch):
+    package(tmp_path, ALL, "ascend910_93")
+    package(tmp_path, TUTORIAL, "ascend310p")
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", str(tmp_path))
+    assert "is another operator" in problem_of("AddCustom")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        pytest.param(json.dumps({"AddCustomV2": ALL["AddCustom"]}), id="similar-name"),
+        pytest.param(json.dumps(ALL)[:-3], id="cut"),
+        pytest.param("", id="empty"),
+        pytest.param(json.dumps(list(ALL)), id="a-list"),
+        pytest.param(json.dumps({"operators": ALL}), id="below"),
+        pytest.param(json.dumps(dict.fromkeys(ALL)), id="null"),
+        pytest.param(json.dumps(dict.fromkeys(ALL, {"attr": 7, "input0": []})), id="others"),
+        pytest.param("7", id="a-number"),
+    ],
+)
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_anything_else_is_no_package(tmp_path, monkeypatch, variable, text):
+    package(tmp_path / "vendors/us", text)
+    folder = tmp_path / "vendors/us" if variable == "ASCEND_CUSTOM_OPP_PATH" else tmp_path
+    monkeypatch.setenv(variable, str(folder))
+    assert kernel_packages.problem() is not None
+
+
+def test_a_list_that_cannot_be_read_is_no_package(tmp_path, monkeypatch):
+    package(tmp_path, "").write_bytes(b"\xff\xfe{")
+    (tmp_path / "op_impl/ai_core/tbe/config/ascend310p/aic-x-ops-info.json").mkdir(parents=True)
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", str(tmp_path))
+    assert kernel_packages.problem() is not None
+
+
+# ---- the library ---------------------------------------------------------------------------------
+
+
+def library(folder: Path, source: str) -> Path:
+    path = folder / "op_api/lib/libcust_opapi.so"
+    path.parent.mkdir(parents=True)
+    command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
+    subprocess.run(command, input=source, text=True, check=True)
+    return path
+
+
+def test_eager_calls_need_the_library_and_its_two_functions(tmp_path, monkeypatch):
+    phases = ["int aclnnAddCustomGetWorkspaceSize() { return 0; }", "int aclnnAddCustom() {}"]
+    expected = {}
+    for name, source in {
+        "none": None,
+        "first": phases[:1],
+        "second": phases[1:],
+        "both": phases,
+        "unresolved": [*phases, "void nowhere(); void f() { nowhere(); }"],
+    }.items():
+        package(tmp_path / name, ALL)
+        path = tmp_path / name / "op_api/lib/libcust_opapi.so"
+        if source:
+            library(tmp_path / name, "\n".join(source))
+        expected[name] = {
+            "none": f"{path}, with aclnnAddCustom",
+            "first": f"{path} has no function aclnnAddCustom",
+            "second": f"{path} has no function aclnnAddCustomGetWorkspaceSize",
+            "both": None,
+            "unresolved": f"{path} cannot be loaded: {path}: undefined symbol: nowhere",
+        }[name]
+        monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", f"{tmp_path}/{name}")
+        assert problem_of("AddCustom", library=True) == expected[name]
+        assert problem_of("AddCustom") is None  # graph mode needs none
