@@ -13,10 +13,21 @@ tuple of outputs that the called overload has. A ``backward`` beside them is reg
 
 ``launch(kernel, tensors, written)`` runs a kernel on ``tensors``, of which it writes ``written``:
 :func:`.common.on_device` here, the interpreter in :mod:`custom_pypto.simulation`.
+
+``CUSTOM_PYPTO_EAGER``, read at each call on NPU tensors, chooses what runs the op once the contract
+is checked:
+
+==================  =============================================================================
+``pypto``           the PyPTO program, by ``<op>.py``
+``aclnn``           the operator of an installed kernel package, by :mod:`.aclnn`; its own limits
+                    apply instead of ``check``
+``auto``, not set   PyPTO where it is installed, else a kernel package that offers the operator
+==================  =============================================================================
 """
 
 import functools
 import importlib
+import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -24,8 +35,14 @@ from typing import Any
 import torch
 
 from ..descriptions import OPS
+from ..graph.prototypes import prototype
+from ..kernel_packages import Missing
+from ..requirements import pypto_problem
 from ..schemas import bound, overloads
+from .aclnn import Operator
 from .common import Arguments, Launch, on_device
+
+EAGER = "CUSTOM_PYPTO_EAGER"
 
 
 @functools.cache
@@ -43,26 +60,77 @@ def check(op: str, arguments: dict[str, Any]) -> None:
 
 
 def _call(op: str, overload: torch._ops.OpOverload, launch: Launch, /, *args, **kwargs):
+    out, arguments = _contract(op, overload, args, kwargs)
+    named = Arguments(**arguments)
+    _module(op).check(named)
+    return _module(op).run(launch, named, out)
+
+
+def _contract(op: str, overload: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]):
     # checks the arguments as on every device and allocates the output
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
-    out = overload.redispatch(keys, *args, **kwargs)
-    arguments = Arguments(**bound(op, args, kwargs))
-    _module(op).check(arguments)
-    return _module(op).run(launch, arguments, out)
+    return overload.redispatch(keys, *args, **kwargs), bound(op, args, kwargs)
+
+
+def _call_eagerly(op: str, overload: torch._ops.OpOverload, launch: Launch, /, *args, **kwargs):
+    asked = os.environ.get(EAGER) or "auto"
+    if asked not in ("auto", "pypto", "aclnn"):
+        raise ValueError(
+            f"{op}: {EAGER} must be auto (PyPTO where it is installed, else aclnn), pypto or aclnn "
+            f"(a kernel package), got {asked!r}"
+        )
+    if asked == "pypto" or (asked == "auto" and _pypto_problem() is None):
+        return _call(op, overload, launch, *args, **kwargs)
+    out, arguments = _contract(op, overload, args, kwargs)
+    operator = _operator(op, overload)
+    try:
+        operator.functions()
+    except Missing as missing:
+        raise RuntimeError(_remedies(op, asked, missing)) from None
+    return operator.run(arguments, out)
+
+
+@functools.cache  # reading an installed version takes longer than a launch
+def _pypto_problem() -> dict[str, str] | None:
+    return pypto_problem()
+
+
+@functools.cache
+def _operator(op: str, overload: torch._ops.OpOverload) -> Operator:
+    return Operator(prototype(overload._schema, OPS[op]))
+
+
+def _remedies(op: str, asked: str, missing: Missing) -> str:
+    if asked == "aclnn":
+        return f"{op}: {EAGER}=aclnn needs {missing.what}; {missing.remedy}, or set it to pypto"
+    problem = _pypto_problem()
+    return (
+        f"{op}: an NPU {problem['what']}, or {missing.what}; {problem['remedy']}, or "
+        f"{missing.remedy}, or move the tensors to the CPU, which needs neither"
+    )
 
 
 def implementations(launch: Launch) -> dict[str, Callable]:
-    """Overload of the schema -> the function that runs it with ``launch``."""
+    """Overload of the schema -> the function that runs its PyPTO program with ``launch``."""
+    return _functions(_call, launch)
+
+
+def eager(launch: Launch) -> dict[str, Callable]:
+    """Overload of the schema -> its function for NPU tensors, by ``CUSTOM_PYPTO_EAGER``."""
+    return _functions(_call_eagerly, launch)
+
+
+def _functions(call: Callable, launch: Launch) -> dict[str, Callable]:
     functions: dict[str, Callable] = {}
     for op in OPS:
         for overload in overloads(op):
             name = overload.name().removeprefix("custom_pypto::")
-            functions[name] = functools.partial(_call, op, overload, launch)
+            functions[name] = functools.partial(call, op, overload, launch)
         if hasattr(_module(op), "backward"):
             functions[f"{op}_backward"] = functools.partial(_module(op).backward, launch)
     return functions
 
 
 _library = torch.library.Library("custom_pypto", "IMPL")
-for _name, _function in implementations(on_device).items():
+for _name, _function in eager(on_device).items():
     _library.impl(_name, _function, "PrivateUse1")

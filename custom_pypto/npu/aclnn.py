@@ -1,0 +1,211 @@
+"""Eager calls through a kernel package: CANN's single-operator functions ``aclnn<Operator>``.
+
+The first phase, ``aclnn<Operator>GetWorkspaceSize``, takes the inputs, attributes and outputs in
+the prototype's order, an input that is also an output once, and makes an executor. The second
+phase, ``aclnn<Operator>``, launches it on a stream. Types of the arguments: those that CANN's
+``opbuild`` generates (https://gitcode.com/cann/asc-devkit, op_aclnn_generator.cpp). All is called
+through ctypes, so nothing links against CANN. Not verified on hardware.
+"""
+
+import ctypes
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..descriptions import OPS, spelled
+from ..graph.prototypes import Prototype
+from ..kernel_packages import Functions, functions, places
+from .common import name
+
+# aclDataType and aclFormat of CANN's acl/acl_base.h
+DTYPES = {
+    torch.float32: 0,
+    torch.float16: 1,
+    torch.int8: 2,
+    torch.int32: 3,
+    torch.int64: 9,
+    torch.bfloat16: 27,
+}
+ND = 2
+ATTRIBUTES = {
+    "int": ctypes.c_int64,
+    "float": ctypes.c_double,
+    "bool": ctypes.c_bool,
+    "str": ctypes.c_char_p,
+}
+
+
+class Operator:
+    """The operator of one overload, called through aclnn."""
+
+    def __init__(self, prototype: Prototype):
+        self.prototype = prototype
+        self._dtypes = [{getattr(torch, d) for d in x.dtypes} for x in prototype.inputs]
+        self._written = [x.name for x in prototype.outputs if x in prototype.inputs]
+        self._found: dict[tuple[str, str], Functions] = {}
+
+    def functions(self) -> Functions:
+        """The functions with their signatures; looked up once while the variables stay the same.
+
+        Raises:
+            Missing: no installed package offers the operator.
+        """
+        where = places()
+        if where not in self._found:
+            found = functions(self.prototype)
+            new = len(self.prototype.outputs) - len(self._written)
+            found.first.argtypes = [
+                *[ctypes.c_void_p] * len(self.prototype.inputs),
+                *(ATTRIBUTES[attribute.type] for attribute in self.prototype.attributes),
+                *[ctypes.c_void_p] * new,
+                ctypes.POINTER(ctypes.c_uint64),
+                ctypes.POINTER(ctypes.c_void_p),
+            ]
+            found.second.argtypes = [ctypes.c_void_p, ctypes.c_uint64, *[ctypes.c_void_p] * 2]
+            self._found[where] = found
+        return self._found[where]
+
+    def run(self, arguments: dict[str, Any], out):
+        """Computes ``out``, the outputs that the contract has allocated, and returns it.
+
+        Tensors may have any strides, which their descriptions hold. Outputs without elements need
+        no launch.
+
+        Raises:
+            Missing: no installed package offers the operator.
+            RuntimeError: a dtype that the prototype lacks; or a phase fails, with CANN's message.
+        """
+        inputs = [arguments[tensor.name] for tensor in self.prototype.inputs]
+        self._check_dtypes(inputs)
+        outputs = [] if out is None else [out] if isinstance(out, Tensor) else [*out]
+        written = [arguments[name] for name in self._written]
+        if any(tensor.numel() for tensor in (*outputs, *written)):
+            # the device of the first argument, which is that of all others by contract
+            with torch.npu.device(inputs[0].device):  # type: ignore[attr-defined]
+                self._call(inputs, self._attributes(arguments), outputs)
+        return out
+
+    def _call(self, inputs: list, attributes: list, outputs: list) -> None:
+        found, cann = self.functions(), _cann()
+        descriptions: list[int | None] = []
+        size, executor = ctypes.c_uint64(), ctypes.c_void_p()
+        try:
+            for tensor in (*inputs, *outputs):
+                descriptions.append(None if tensor is None else cann.described(tensor))
+            status = found.first(
+                *descriptions[: len(inputs)],
+                *attributes,
+                *descriptions[len(inputs) :],
+                ctypes.byref(size),
+                ctypes.byref(executor),
+            )
+            if status:  # then there is no executor
+                raise self._failed("GetWorkspaceSize", status)
+            try:
+                # On the current stream, whose order protects it once it is freed: the allocator
+                # gives it to later work of this stream. A captured graph has a pool of its own.
+                workspace = torch.empty(size.value, dtype=torch.uint8, device=inputs[0].device)
+                # Reading npu_stream waits until torch_npu's task queue (TASK_QUEUE_ENABLE) has
+                # launched what is in it, so that the launch below does not pass earlier work.
+                stream = torch.npu.current_stream().npu_stream  # type: ignore[attr-defined]
+            except BaseException:
+                cann.free(executor)
+                raise
+            address = workspace.data_ptr() if size.value else None
+            if status := found.second(address, size, executor, stream):  # frees the executor
+                raise self._failed("", status)
+        finally:
+            # the executor refers to them until the second phase has returned
+            for description in descriptions:
+                if description is not None:
+                    cann.base.aclDestroyTensor(description)
+
+    def _check_dtypes(self, inputs: list[Tensor | None]) -> None:
+        for tensor, described, dtypes in zip(
+            inputs, self.prototype.inputs, self._dtypes, strict=True
+        ):
+            if tensor is not None and tensor.dtype not in dtypes:
+                raise RuntimeError(
+                    f"{self.prototype.op}: {described.name}.dtype must be "
+                    f"{spelled(described.dtypes)} on an NPU, got {name(tensor.dtype)}; convert it, "
+                    "or run on the CPU"
+                )
+
+    def _attributes(self, arguments: dict[str, Any]) -> list:
+        values = []
+        for attribute in self.prototype.attributes:
+            value = arguments[attribute.name]
+            if value is None:
+                value = OPS[self.prototype.op].absent[attribute.name]
+            values.append(value.encode() if attribute.type == "str" else value)
+        return values
+
+    def _failed(self, phase: str, status: int) -> RuntimeError:
+        return RuntimeError(
+            f"{self.prototype.op}: aclnn{self.prototype.type}{phase} in "
+            f"{self.functions().library} failed with {status}: {_cann().message()}"
+        )
+
+
+class _Cann:
+    """The functions of CANN that calls of all operators share."""
+
+    def __init__(self):
+        self.base = ctypes.CDLL("libnnopbase.so")
+        numbers = ctypes.POINTER(ctypes.c_int64)
+        self.base.aclCreateTensor.restype = ctypes.c_void_p
+        self.base.aclCreateTensor.argtypes = [
+            numbers,  # sizes
+            ctypes.c_uint64,
+            ctypes.c_int,
+            numbers,  # strides
+            ctypes.c_int64,
+            ctypes.c_int,
+            numbers,  # sizes of the storage
+            ctypes.c_uint64,
+            ctypes.c_void_p,
+        ]
+        self.base.aclDestroyTensor.argtypes = [ctypes.c_void_p]
+        self.base.aclSetAclOpExecutorRepeatable.argtypes = [ctypes.c_void_p]
+        self.base.aclDestroyAclOpExecutor.argtypes = [ctypes.c_void_p]
+        self._recent = ctypes.CDLL("libascendcl.so").aclGetRecentErrMsg
+        self._recent.restype = ctypes.c_char_p
+
+    def described(self, tensor: Tensor) -> int:
+        """A new ``aclTensor`` on the memory of ``tensor``."""
+        storage = tensor.untyped_storage()
+        numbers = ctypes.c_int64 * tensor.dim()
+        description = self.base.aclCreateTensor(
+            numbers(*tensor.size()),
+            tensor.dim(),
+            DTYPES[tensor.dtype],
+            numbers(*tensor.stride()),
+            tensor.storage_offset(),
+            ND,
+            ctypes.c_int64(storage.nbytes() // tensor.element_size()),
+            1,
+            storage.data_ptr(),
+        )
+        if not description:
+            raise RuntimeError(
+                f"aclCreateTensor describes no tensor {list(tensor.shape)} of "
+                f"{name(tensor.dtype)} with strides {list(tensor.stride())}: {self.message()}"
+            )
+        return description
+
+    def free(self, executor: ctypes.c_void_p) -> None:
+        """Frees an executor that is not launched; a launch would free it.
+
+        CANN documents this for an executor that was made repeatable.
+        """
+        self.base.aclSetAclOpExecutorRepeatable(executor)
+        self.base.aclDestroyAclOpExecutor(executor)
+
+    def message(self) -> str:
+        """CANN's message on the last failure in this thread."""
+        return (self._recent() or b"no message").decode(errors="replace")
+
+
+_cann = functools.cache(_Cann)
