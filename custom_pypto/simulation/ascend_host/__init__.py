@@ -54,10 +54,11 @@ def start() -> None:
         import torch_npu  # noqa: F401
         import torchair  # noqa: F401
     from ... import converter
-    from . import device, ge_executor
+    from . import device, ge_executor, kernel_package
 
     device.install(cann)
     ge_executor.install(cann)
+    kernel_package.install(cann)
     converter.register()
     _running = True
     print(

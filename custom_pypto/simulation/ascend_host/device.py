@@ -1,7 +1,8 @@
 """Computes on NPU tensors with CPU kernels, in the memory of the tensors, without copies.
 
 torch_npu allocates, views and frees. This module replaces all computation: aten ops, and the ops of
-this package, whose NPU programs run in PyPTO's interpreter.
+this package, whose NPU programs run in PyPTO's interpreter, unless :mod:`.kernel_package` computes
+them.
 
 While a stream is captured, as in the modes reduce-overhead and npugraph_ex of torchair, its work
 and that of streams that wait for it goes to a tape and runs only at every replay: on addresses, as
@@ -54,16 +55,16 @@ def host(tensor: Tensor) -> Tensor:
     return alias.set_(flat, tensor.storage_offset(), tensor.size(), tensor.stride())
 
 
-def captured_model() -> int:
-    """The model that the current stream is captured for, or 0."""
+def captured_model(stream: int | None = None) -> int:
+    """The model that the stream, by default the current one, is captured for, or 0."""
     if not _cann.ascend_host_is_capturing():
         return 0
-    return _cann.ascend_host_model_of(torch.npu.current_stream().npu_stream)
+    return _cann.ascend_host_model_of(stream or torch.npu.current_stream().npu_stream)
 
 
-def submit(work: Callable[[], None]) -> None:
+def submit(work: Callable[[], None], stream: int | None = None) -> None:
     """Runs ``work`` now, or records it for replays of the model that is being captured."""
-    if model := captured_model():
+    if model := captured_model(stream):
         _tapes[model].append(work)
     else:
         work()
@@ -253,7 +254,7 @@ def install(cann: ctypes.CDLL) -> None:
     for name, function in scatters.items():
         torch_npu.impl(name, function, "PrivateUse1", allow_override=True)
     ours = torch.library.Library("custom_pypto", "IMPL")
-    for name, function in npu.implementations(launch).items():
+    for name, function in npu.eager(launch).items():
         ours.impl(name, function, "PrivateUse1", allow_override=True)
     _libraries.extend([aten, torch_npu, ours])
 

@@ -24,6 +24,7 @@ from ..compiler import SimulationError, built_once
 TORCH_NPU = "2.13"
 NEEDED = ("protobuf", "numpy", "PyYAML", "packaging")  # torchair's dependencies besides torch
 SOURCE = Path(__file__).with_name("cann.cpp")
+NNOPBASE = Path(__file__).with_name("nnopbase.cpp")
 TORCH_SETTINGS = Path(__file__).with_name("torch_settings.cpp")
 # c10::CachingAllocator::AcceleratorAllocatorConfig::getMutableKeys()
 KEYS = "_ZN3c1016CachingAllocator26AcceleratorAllocatorConfig14getMutableKeysB5cxx11Ev"
@@ -86,7 +87,7 @@ def cann() -> str | None:
 def _name() -> str:
     """Name of the library folder, a hash of everything that the libraries are built from."""
     facts = hashlib.sha256()
-    for path in (Path(__file__), SOURCE, TORCH_SETTINGS):
+    for path in (Path(__file__), SOURCE, NNOPBASE, NNOPBASE.with_suffix(".h"), TORCH_SETTINGS):
         facts.update(path.read_bytes())
     compiler = _run([*_compiler(), "--version"])
     machine = (platform.machine(), sys.version)
@@ -178,20 +179,28 @@ def _build(folder: Path) -> None:
     compiler = _compiler()
     symbols, libraries = _wanted()
     folder.mkdir()
-    cann, settings, rest = folder / "cann.o", folder / "torch_settings.o", folder / "rest.c"
-    flags = ["-O1", "-fPIC"]
-    for source, compiled in ((SOURCE, cann), (TORCH_SETTINGS, settings)):
-        _run([*compiler, "-std=c++17", *flags, "-c", str(source), "-o", str(compiled)])
-    defined = _run(["nm", "--defined-only", "--format=posix", str(cann)]).splitlines()
-    rest.write_text(_generated(symbols - {line.split()[0] for line in defined}))
+    flags, rest = ["-O1", "-fPIC"], folder / "rest.c"
+    compiled, defined = [], set()
+    for source in (SOURCE, NNOPBASE, TORCH_SETTINGS):
+        compiled.append(str(folder / source.with_suffix(".o").name))
+        _run([*compiler, "-std=c++17", *flags, "-c", str(source), "-o", compiled[-1]])
+        lines = _run(["nm", "--defined-only", "--format=posix", compiled[-1]]).splitlines()
+        defined |= {line.split()[0] for line in lines}
+    rest.write_text(_generated(symbols - defined))
 
     def link(name: str, *parts: str) -> None:
         soname = f"-Wl,-soname,{name}"
         _run([*compiler, "-shared", *flags, soname, *parts, "-o", str(folder / name)])
 
-    link(MAIN, str(cann), str(settings), "-x", "c", str(rest))
-    for name in sorted(libraries - {MAIN}):
+    link(MAIN, *compiled, "-x", "c", str(rest))
+    for name in sorted((libraries | {"libnnopbase.so"}) - {MAIN}):
         link(name, "-Wl,--no-as-needed", f"-L{folder}", "-lascendcl")
+
+
+def compile_library(source: Path, library: Path) -> None:
+    """Compiles a library of a kernel package, whose undefined symbols are the stand-in's."""
+    flags = ["-std=c++17", "-O1", "-fPIC", "-shared", f"-I{NNOPBASE.parent}"]
+    _run([*_compiler(), *flags, str(source), "-o", str(library)])
 
 
 def _generated(symbols: set[str]) -> str:
