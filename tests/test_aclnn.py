@@ -432,9 +432,9 @@ def test_swapped_inputs_are_found(op, one, other, stand_in, monkeypatch):
     right = Operator._call
     i = [x.name for x in PROTOTYPES[op].inputs].index(one)
 
-    def wrong(self, inputs, attributes, outputs):
+    def wrong(self, found, inputs, *others):
         inputs[i], inputs[i + 1] = inputs[i + 1], inputs[i]
-        right(self, inputs, attributes, outputs)
+        right(self, found, inputs, *others)
 
     monkeypatch.setattr(Operator, "_call", wrong)
     assert is_found(op, cases.not_default(op))

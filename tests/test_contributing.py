@@ -18,17 +18,20 @@ GENERATED = {f"custom_pypto/graph/{OP}.h", "custom_pypto/graph/ops.py"}
 EXAMPLES = {
     "CHANGELOG.md",
     "benchmarks/RESULTS.md",  # the cost of a call
+    "benchmarks/bench_eager_launch.py",
     "benchmarks/bench_log.py",
     "benchmarks/bench_ops.py",  # which ops are timed is a choice
     "docs/npu.md",
     "docs/site/mkdocs.yml",
     "docs/zh/npu.md",
+    "tests/test_aclnn.py",
     "tests/test_contributing.py",
     "tests/test_converter.py",
     "tests/test_env.py",
     "tests/test_graph.py",
     "tests/test_generated.py",
     "tests/test_graph_mode.py",
+    "tests/test_kernel_packages.py",
     "tests/test_kernels.py",
     "tests/test_layering.py",
     "tests/test_log.py",

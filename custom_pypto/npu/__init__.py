@@ -84,10 +84,10 @@ def _call_eagerly(op: str, overload: torch._ops.OpOverload, launch: Launch, /, *
     out, arguments = _contract(op, overload, args, kwargs)
     operator = _operator(op, overload)
     try:
-        operator.functions()
+        found = operator.functions()
     except Missing as missing:
         raise RuntimeError(_remedies(op, asked, missing)) from None
-    return operator.run(arguments, out)
+    return operator.run(found, arguments, out)
 
 
 @functools.cache  # reading an installed version takes longer than a launch

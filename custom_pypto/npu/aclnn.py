@@ -67,14 +67,13 @@ class Operator:
             self._found[where] = found
         return self._found[where]
 
-    def run(self, arguments: dict[str, Any], out):
+    def run(self, found: Functions, arguments: dict[str, Any], out):
         """Computes ``out``, the outputs that the contract has allocated, and returns it.
 
         Tensors may have any strides, which their descriptions hold. Outputs without elements need
         no launch.
 
         Raises:
-            Missing: no installed package offers the operator.
             RuntimeError: a dtype that the prototype lacks; or a phase fails, with CANN's message.
         """
         inputs = [arguments[tensor.name] for tensor in self.prototype.inputs]
@@ -84,11 +83,11 @@ class Operator:
         if any(tensor.numel() for tensor in (*outputs, *written)):
             # the device of the first argument, which is that of all others by contract
             with torch.npu.device(inputs[0].device):  # type: ignore[attr-defined]
-                self._call(inputs, self._attributes(arguments), outputs)
+                self._call(found, inputs, self._attributes(arguments), outputs)
         return out
 
-    def _call(self, inputs: list, attributes: list, outputs: list) -> None:
-        found, cann = self.functions(), _cann()
+    def _call(self, found: Functions, inputs: list, attributes: list, outputs: list) -> None:
+        cann = _cann()
         descriptions: list[int | None] = []
         size, executor = ctypes.c_uint64(), ctypes.c_void_p()
         try:
@@ -102,7 +101,7 @@ class Operator:
                 ctypes.byref(executor),
             )
             if status:  # then there is no executor
-                raise self._failed("GetWorkspaceSize", status)
+                raise self._failed(found, "GetWorkspaceSize", status)
             try:
                 # On the current stream, whose order protects it once it is freed: the allocator
                 # gives it to later work of this stream. A captured graph has a pool of its own.
@@ -115,7 +114,7 @@ class Operator:
                 raise
             address = workspace.data_ptr() if size.value else None
             if status := found.second(address, size, executor, stream):  # frees the executor
-                raise self._failed("", status)
+                raise self._failed(found, "", status)
         finally:
             # the executor refers to them until the second phase has returned
             for description in descriptions:
@@ -142,10 +141,10 @@ class Operator:
             values.append(value.encode() if attribute.type == "str" else value)
         return values
 
-    def _failed(self, phase: str, status: int) -> RuntimeError:
+    def _failed(self, found: Functions, phase: str, status: int) -> RuntimeError:
         return RuntimeError(
-            f"{self.prototype.op}: aclnn{self.prototype.type}{phase} in "
-            f"{self.functions().library} failed with {status}: {_cann().message()}"
+            f"{self.prototype.op}: aclnn{self.prototype.type}{phase} in {found.library} failed "
+            f"with {status}: {_cann().message()}"
         )
 
 
