@@ -26,6 +26,7 @@ from measure import interleaved, machine, table, write_section
 import custom_pypto
 from custom_pypto import npu, schemas
 from custom_pypto.graph.prototypes import prototypes
+from custom_pypto.kernel_packages import EAGER
 from custom_pypto.simulation import ascend_host
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
@@ -66,7 +67,7 @@ def calls_of(op: str) -> dict:
 
     def repeated(function, variable: str = ""):
         def run():
-            os.environ[npu.EAGER] = variable
+            os.environ[EAGER] = variable
             for _ in range(CALLS):
                 function(**inputs)
 
@@ -106,7 +107,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         package = ascend_host.kernel_package.build(Path(folder) / "package")
         os.environ["ASCEND_CUSTOM_OPP_PATH"] = str(package)
-        os.environ[npu.EAGER] = "aclnn"
+        os.environ[EAGER] = "aclnn"
         for op in OPS:
             if not agree(op):
                 raise SystemExit(

@@ -50,10 +50,14 @@ def collect(load_error: Exception | None = None) -> dict:
 
     Returns:
         ``{"custom_pypto": …, "versions": …, "cpu": …, "npu": …, "settings": …, "ways": …}``.
-        ``settings`` are the variables ``CUSTOM_PYPTO_*`` that are set. ``ways`` maps each way to
+        ``settings`` are the variables ``CUSTOM_PYPTO_*`` that are set. ``npu["eager"]`` is what
+        runs eager calls: ``"PyPTO"``, ``"aclnn"`` or None. ``ways`` maps each way to
         use the package to ``{"works": bool, "missing": [{"what": …, "remedy": …}, …]}``.
     """
-    versions, npu = _versions(), _npu()
+    versions = _versions()
+    pypto, packages = pypto_problem(), _package_problem(load_error)
+    eager, lacking = _eager(pypto, packages)
+    npu = _npu() | {"eager": eager}
     error = None if load_error is None else f"{type(load_error).__name__}: {load_error}"
     return {
         "custom_pypto": {
@@ -65,7 +69,7 @@ def collect(load_error: Exception | None = None) -> dict:
         "cpu": _cpu(loaded=error is None),
         "npu": npu,
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith("CUSTOM_PYPTO_")},
-        "ways": _ways(load_error, versions, npu),
+        "ways": _ways(load_error, versions, npu, pypto, packages, lacking),
     }
 
 
@@ -92,6 +96,7 @@ def render(report: dict) -> str:
     lines += ["", "NPU", f"  devices       {', '.join(npu['devices']) or 'none usable'}"]
     lines += [
         f"  device nodes  {npu['device_nodes']} (/dev/davinci*)",
+        f"  eager calls   {npu['eager'] or 'nothing runs them'}",
         f"  autoload      TORCH_DEVICE_BACKEND_AUTOLOAD={npu['autoload'] or 'not set'}",
         "",
         f"Settings        {' '.join(f'{k}={v}' for k, v in report['settings'].items()) or 'none'}",
@@ -256,7 +261,40 @@ def _npu() -> dict:
     }
 
 
-def _ways(error: Exception | None, versions: dict, npu: dict) -> dict[str, dict]:
+def _package_problem(error: Exception | None) -> dict[str, str] | None:
+    """Why eager calls through aclnn would fail."""
+    if error is not None:  # what a package must offer follows from the schemas of the loaded ops
+        return _problem("the ops, which do not load", "bash build_and_install.sh")
+    return kernel_packages.problem(library=True)
+
+
+def _eager(pypto: dict | None, packages: dict | None) -> tuple[str | None, list[dict[str, str]]]:
+    """What runs eager calls on an NPU, and what is missing if nothing does."""
+    try:
+        asked = kernel_packages.asked()
+    except ValueError as error:
+        return None, [_problem(str(error), f"unset {kernel_packages.EAGER}")]
+    if asked != "aclnn" and pypto is None:
+        return "PyPTO", []
+    if asked != "pypto" and packages is None:
+        return "aclnn", []
+    if asked != "auto":
+        return None, [pypto if asked == "pypto" else packages]
+    return None, [
+        _problem(
+            f"{pypto['what']}, or {packages['what']}", f"{pypto['remedy']}, or {packages['remedy']}"
+        )
+    ]
+
+
+def _ways(
+    error: Exception | None,
+    versions: dict,
+    npu: dict,
+    pypto_missing: dict | None,
+    package_missing: dict | None,
+    eager: list[dict[str, str]],
+) -> dict[str, dict]:
     torch = sys.modules.get("torch")
 
     load = [] if error is None else [_problem(str(error), "bash build_and_install.sh")]
@@ -282,14 +320,14 @@ def _ways(error: Exception | None, versions: dict, npu: dict) -> dict[str, dict]
     python = []
     if not os.path.exists(header):
         python = [_problem(header, "install Python's headers (Debian, Ubuntu: python3-dev)")]
-    pypto = [problem] if (problem := pypto_problem()) else []
+    pypto = [pypto_missing] if pypto_missing else []
+    packages = [package_missing] if package_missing else []
     device = [npu["problem"]] if npu["problem"] else []
     if versions["torch_npu"] is None and (problem := _build_problem()):
         device.append(problem)
-    converters, packages = [], []
-    if error is None:  # what packages must offer follows from the schemas of the loaded ops
-        converters = [problem] if (problem := converter.problem()) else []
-        packages = [problem] if (problem := kernel_packages.problem(library=True)) else []
+    converters = []
+    if error is None and (problem := converter.problem()):
+        converters = [problem]
 
     ways = {
         "ops on the CPU": load,
@@ -298,7 +336,7 @@ def _ways(error: Exception | None, versions: dict, npu: dict) -> dict[str, dict]
         "building from source": compiler + python,
         "NPU kernels in PyPTO's interpreter and cost model": load + pypto,
         "NPU kernels as PyPTO's generated code": load + pypto + compiler,
-        "ops on the NPU": load + pypto + device,
+        "ops on the NPU": load + eager + device,
         "ops on the NPU through aclnn": load + packages + device,
         "graph mode with torchair": load + device + converters,
     }

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 LISTS = "op_impl/ai_core/tbe/config/*/aic-*-ops-info.json"
 LIBRARY = "op_api/lib/libcust_opapi.so"
 PLACES = "ASCEND_CUSTOM_OPP_PATH or ASCEND_OPP_PATH/vendors"
+EAGER = "CUSTOM_PYPTO_EAGER"
 
 
 class Missing(RuntimeError):
@@ -48,6 +49,21 @@ class Functions(NamedTuple):
     library: str
     first: ctypes._CFuncPtr  # type: ignore[name-defined]
     second: ctypes._CFuncPtr  # type: ignore[name-defined]
+
+
+def asked() -> str:
+    """What is to run eager calls by the variable of the user: auto, pypto or aclnn.
+
+    Raises:
+        ValueError: it has another value.
+    """
+    value = os.environ.get(EAGER) or "auto"
+    if value not in ("auto", "pypto", "aclnn"):
+        raise ValueError(
+            f"custom_pypto: {EAGER} must be auto (PyPTO where it is installed, else aclnn), pypto "
+            f"or aclnn (a kernel package), got {value!r}"
+        )
+    return value
 
 
 def places() -> tuple[str, str]:

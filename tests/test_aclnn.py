@@ -360,7 +360,7 @@ def test_another_value_is_rejected(asked, monkeypatch):
     with pytest.raises(ValueError) as refused:
         custom_pypto.add_custom(X.npu(), X.npu())
     assert str(refused.value) == (
-        "add_custom: CUSTOM_PYPTO_EAGER must be auto (PyPTO where it is installed, else aclnn), "
+        "custom_pypto: CUSTOM_PYPTO_EAGER must be auto (PyPTO where it is installed, else aclnn), "
         f"pypto or aclnn (a kernel package), got {asked!r}"
     )
 
@@ -376,8 +376,10 @@ def test_the_contract_is_checked_first(stand_in):
 
 
 def test_the_report_says_that_the_package_works(stand_in):
-    way = custom_pypto.env.collect()["ways"]["ops on the NPU through aclnn"]
-    assert way == {"works": True, "missing": []}
+    report = custom_pypto.env.collect()
+    assert report["npu"]["eager"] == "aclnn"
+    for way in ("ops on the NPU", "ops on the NPU through aclnn"):
+        assert report["ways"][way] == {"works": True, "missing": []}
 
 
 # ---- memory --------------------------------------------------------------------------------------

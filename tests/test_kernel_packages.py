@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from custom_pypto import kernel_packages
+from custom_pypto import converter, env, kernel_packages
 from custom_pypto.graph.listing import listing
 from custom_pypto.graph.prototypes import prototypes
 
@@ -65,7 +65,7 @@ BY_HAND = {
 
 @pytest.fixture(autouse=True)
 def no_cann(monkeypatch):
-    for variable in VARIABLES:
+    for variable in (*VARIABLES, kernel_packages.EAGER, converter.VARIABLE):
         monkeypatch.delenv(variable, raising=False)
 
 
@@ -315,3 +315,62 @@ def test_eager_calls_need_the_library_and_its_two_functions(tmp_path, monkeypatc
         monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", f"{tmp_path}/{name}")
         assert problem_of("AddCustom", library=True) == expected[name]
         assert problem_of("AddCustom") is None  # graph mode needs none
+
+
+# ---- the report ----------------------------------------------------------------------------------
+
+FUNCTIONS = "".join(
+    f"int aclnn{type}GetWorkspaceSize() {{ return 0; }} int aclnn{type}() {{ return 0; }}\n"
+    for type in ALL
+)
+NO_PYPTO = {"what": "needs pypto 0.2.0, found none", "remedy": "pip install pypto==0.2.0"}
+NO_PACKAGE = f"a kernel package with {', '.join(ALL)} in {kernel_packages.PLACES}"
+NEW_PACKAGE = "install one, built from custom_pypto/graph/*.h"
+
+
+@pytest.mark.parametrize(
+    "asked, pypto, package_, eager, lacking",
+    [
+        ("", True, "none", "PyPTO", None),
+        ("", False, "right", "aclnn", None),
+        ("", True, "right", "PyPTO", None),
+        ("", False, "none", None, f"{NO_PYPTO['what']}, or {NO_PACKAGE}"),
+        ("", False, "foreign", None, f"{NO_PYPTO['what']}, or AddCustom in "),
+        ("pypto", False, "right", None, NO_PYPTO["what"]),
+        ("aclnn", True, "right", "aclnn", None),
+        ("aclnn", True, "none", None, NO_PACKAGE),
+        ("aclnn", True, "foreign", None, "AddCustom in "),
+        ("both", True, "right", None, "custom_pypto: CUSTOM_PYPTO_EAGER must be auto"),
+    ],
+)
+def test_the_report_says_what_runs_eager_calls(
+    tmp_path, monkeypatch, asked, pypto, package_, eager, lacking
+):
+    if package_ != "none":
+        package(tmp_path, ALL if package_ == "right" else ALL | TUTORIAL)
+        library(tmp_path, FUNCTIONS)
+        monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", str(tmp_path))
+    monkeypatch.setenv(kernel_packages.EAGER, asked)
+    monkeypatch.setattr(env, "pypto_problem", lambda: None if pypto else NO_PYPTO)
+    monkeypatch.setattr(converter, "_registered", False)
+    report = env.collect()
+    assert report["npu"]["eager"] == eager
+    assert f"eager calls   {eager or 'nothing runs them'}\n" in env.render(report)
+    what = {
+        way: [missing["what"] for missing in state["missing"]]
+        for way, state in report["ways"].items()
+    }
+    wanted = [lacking] if lacking else []
+    assert len([w for w in what["ops on the NPU"] if w.startswith(tuple(wanted))]) == len(wanted)
+    for way in ("ops on the NPU through aclnn", "graph mode with torchair"):
+        foreign = [
+            w for w in what[way] if "is another operator: its inputs must be self, other" in w
+        ]
+        assert bool(foreign) == (package_ == "foreign")
+        assert (NO_PACKAGE in what[way]) == (package_ == "none")
+
+
+def test_the_report_names_a_way_for_each_remedy(monkeypatch):
+    monkeypatch.setattr(env, "pypto_problem", lambda: NO_PYPTO)
+    (missing, *_) = env.collect()["ways"]["ops on the NPU"]["missing"]
+    assert missing["remedy"] == f"{NO_PYPTO['remedy']}, or {NEW_PACKAGE}"

@@ -27,22 +27,19 @@ is checked:
 
 import functools
 import importlib
-import os
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from .. import kernel_packages
 from ..descriptions import OPS
 from ..graph.prototypes import prototype
-from ..kernel_packages import Missing
 from ..requirements import pypto_problem
 from ..schemas import bound, overloads
 from .aclnn import Operator
 from .common import Arguments, Launch, on_device
-
-EAGER = "CUSTOM_PYPTO_EAGER"
 
 
 @functools.cache
@@ -73,19 +70,14 @@ def _contract(op: str, overload: torch._ops.OpOverload, args: tuple, kwargs: dic
 
 
 def _call_eagerly(op: str, overload: torch._ops.OpOverload, launch: Launch, /, *args, **kwargs):
-    asked = os.environ.get(EAGER) or "auto"
-    if asked not in ("auto", "pypto", "aclnn"):
-        raise ValueError(
-            f"{op}: {EAGER} must be auto (PyPTO where it is installed, else aclnn), pypto or aclnn "
-            f"(a kernel package), got {asked!r}"
-        )
+    asked = kernel_packages.asked()
     if asked == "pypto" or (asked == "auto" and _pypto_problem() is None):
         return _call(op, overload, launch, *args, **kwargs)
     out, arguments = _contract(op, overload, args, kwargs)
     operator = _operator(op, overload)
     try:
         found = operator.functions()
-    except Missing as missing:
+    except kernel_packages.Missing as missing:
         raise RuntimeError(_remedies(op, asked, missing)) from None
     return operator.run(found, arguments, out)
 
@@ -100,9 +92,12 @@ def _operator(op: str, overload: torch._ops.OpOverload) -> Operator:
     return Operator(prototype(overload._schema, OPS[op]))
 
 
-def _remedies(op: str, asked: str, missing: Missing) -> str:
+def _remedies(op: str, asked: str, missing: kernel_packages.Missing) -> str:
     if asked == "aclnn":
-        return f"{op}: {EAGER}=aclnn needs {missing.what}; {missing.remedy}, or set it to pypto"
+        return (
+            f"{op}: {kernel_packages.EAGER}=aclnn needs {missing.what}; {missing.remedy}, or set "
+            "it to pypto"
+        )
     problem = _pypto_problem()
     return (
         f"{op}: an NPU {problem['what']}, or {missing.what}; {problem['remedy']}, or "
