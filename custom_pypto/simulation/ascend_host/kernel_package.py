@@ -97,10 +97,10 @@ def build(folder: Path, operators: Sequence[Prototype] | None = None) -> Path:
     """
     operators = prototypes() if operators is None else operators
     operator_list = folder / LISTS.replace("*", SOC)
-    operator_list.parent.mkdir(parents=True)
+    operator_list.parent.mkdir(parents=True, exist_ok=True)
     operator_list.write_text(json.dumps(listing(operators), indent=1))
     library = folder / LIBRARY
-    library.parent.mkdir(parents=True)
+    library.parent.mkdir(parents=True, exist_ok=True)
     source = folder / "op_api/libcust_opapi.cpp"
     source.write_text('#include "nnopbase.h"\n' + "".join(map(_functions, operators)))
     compile_library(source, library)
