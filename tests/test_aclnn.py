@@ -7,6 +7,8 @@ import itertools
 import json
 import re
 import shutil
+import subprocess
+import sys
 
 import cases
 import pytest
@@ -172,6 +174,15 @@ def test_another_dtype_than_the_prototypes_is_rejected(op, stand_in, pypto):
     x = inputs_of(op, (2, 1), (30, 17), on_npu=True, dtype=torch.float32)
     with pytest.raises(RuntimeError, match=rf"^{op}: \w+.dtype must be .* got float32"):
         call(op, on_npu(x))
+
+
+def test_the_command_writes_a_package(tmp_path, stand_in, pypto, monkeypatch):
+    command = [sys.executable, "-m", "custom_pypto.simulation.ascend_host.kernel_package"]
+    folder = str(tmp_path / "new" / "package")
+    done = subprocess.run([*command, folder], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"{folder}\n"), done.stderr
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", folder)
+    assert agrees("add_custom", CALLS["add_custom"]())
 
 
 # ---- capture -------------------------------------------------------------------------------------
