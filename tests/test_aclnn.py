@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import functools
 import gc
 import itertools
 import json
@@ -15,7 +16,7 @@ import pytest
 import torch
 from cases import inputs_of
 from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
-from test_ascend_host import CALLS, changed, on_npu, same
+from test_ascend_host import CALLS, assert_replays_follow, changed, on_npu, same
 from test_kernel_packages import ALL, TUTORIAL, library, package
 from test_resources import FLAT, growth
 from torch.utils._pytree import tree_leaves
@@ -198,18 +199,13 @@ def test_a_captured_call_runs_at_every_replay_and_not_before(op, stand_in, pypto
         captured = call(op, static)
     assert all(same(static[name], first[name]) for name in written(op))
     torch.full((2**20,), 7, dtype=torch.uint8).npu()  # takes memory that is free
-    for values in (second, first):
-        expected = call(op, on_npu(values))
-        for name, tensor in values.items():
-            if isinstance(tensor, torch.Tensor):
-                static[name].copy_(tensor)
-        graph.replay()
-        assert all(map(same, captured, expected))
+    assert_replays_follow(graph, functools.partial(call, op), static, captured, [second, first])
 
 
 def test_a_compiled_call_is_captured(stand_in, pypto, monkeypatch):
-    import torchair  # noqa: F401  # has the backend
+    import torchair
 
+    torchair.get_npu_backend()  # fails if it is called for the first time after the graph below
     # torchair's buffers for inputs would be filled in every replay
     monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
 

@@ -271,6 +271,17 @@ def changed(op: str, x: dict) -> dict:
     return CALLS[op](seed=1)
 
 
+def assert_replays_follow(graph, call, static: dict, captured: list, calls: list[dict]) -> None:
+    """Replays of a call of the inputs ``static`` compute what ``call`` does with those of each."""
+    for values in calls:
+        expected = call(on_npu(values))
+        for name, tensor in values.items():
+            if isinstance(tensor, torch.Tensor):
+                static[name].copy_(tensor)
+        graph.replay()
+        assert all(map(same, captured, expected))
+
+
 @pytest.mark.parametrize("op", CALLS)
 def test_a_captured_op_follows_new_lengths_and_block_tables(op):
     first = CALLS[op]()
@@ -282,13 +293,7 @@ def test_a_captured_op_follows_new_lengths_and_block_tables(op):
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):  # a wrapper that read a value would fail here
         captured = call(op, static)
-    for values in (second, first):
-        expected = call(op, on_npu(values))
-        for name, tensor in values.items():
-            if isinstance(tensor, torch.Tensor):
-                static[name].copy_(tensor)
-        graph.replay()
-        assert all(map(same, captured, expected))
+    assert_replays_follow(graph, functools.partial(call, op), static, captured, [second, first])
 
 
 def test_a_captured_op_follows_new_prefix_sums():
