@@ -75,12 +75,14 @@ def packages() -> list[str]:
     """The folders of the packages, in the order in which CANN looks."""
     custom, opp = places()
     folders = [path for path in custom.split(":") if path]
+    if not opp:
+        return folders
     vendors = os.path.join(opp, "vendors")
     try:
         with open(os.path.join(vendors, "config.ini"), encoding="utf-8") as file:
-            lines = file.read().splitlines() if opp else []
-    except (OSError, ValueError):
-        lines = []
+            lines = file.read().splitlines()
+    except (OSError, ValueError):  # CANN takes no vendor then
+        return folders
     for line in lines:
         key, _, names = line.partition("=")
         if key.strip() == "load_priority":
@@ -105,14 +107,18 @@ def problem(
         from .graph.prototypes import prototypes
 
         wanted = prototypes()
-    if absent := [prototype.type for prototype in wanted if not _listed(prototype.type)]:
-        return _absent(absent)
-    try:
-        for prototype in wanted:
+    absent = [prototype.type for prototype in wanted if not _listed(prototype.type)]
+    found = _absent(absent) if absent else None
+    for prototype in wanted:
+        if prototype.type in absent:
+            continue
+        try:
             functions(prototype) if library else package(prototype)
-    except Missing as missing:
-        return {"what": missing.what, "remedy": missing.remedy}
-    return None
+        except Missing as missing:
+            if found is None:
+                return {"what": missing.what, "remedy": missing.remedy}
+            return found | {"what": f"{found['what']}; {missing.what}"}
+    return found
 
 
 def package(prototype: Prototype) -> str:

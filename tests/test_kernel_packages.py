@@ -160,6 +160,16 @@ def test_only_what_is_absent_is_named_as_absent(tmp_path, monkeypatch):
     }
 
 
+def test_what_is_foreign_is_named_beside_what_is_absent(tmp_path, monkeypatch):
+    path = package(tmp_path, BY_HAND | TUTORIAL)
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", str(tmp_path))
+    what, *foreign = kernel_packages.problem()["what"].split("; ")
+    assert what.startswith("a kernel package with ")
+    assert foreign == [
+        f"AddCustom in {path} is another operator: its inputs must be self, other, got x, y"
+    ]
+
+
 @pytest.mark.parametrize("type", BY_HAND)
 def test_a_description_written_by_hand_agrees(tmp_path, monkeypatch, type):
     package(tmp_path, BY_HAND)

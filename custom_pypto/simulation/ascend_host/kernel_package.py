@@ -74,14 +74,16 @@ class _Argument(ctypes.Structure):
     ]
 
     def value(self):
-        kind = KINDS[self.kind]
-        if kind in ("required", "optional", "output"):
-            return _view(self.tensor[0]) if self.tensor else None
-        if kind == "str":
-            return self.text.decode()
-        return (
-            self.real if kind == "float" else bool(self.integer) if kind == "bool" else self.integer
-        )
+        match KINDS[self.kind]:
+            case "int":
+                return self.integer
+            case "float":
+                return self.real
+            case "bool":
+                return bool(self.integer)
+            case "str":
+                return self.text.decode()
+        return _view(self.tensor[0]) if self.tensor else None
 
 
 # ---- writing a package
@@ -258,4 +260,6 @@ _CALLBACKS = (
 )
 
 if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
     print(build(Path(sys.argv[1])))
