@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import cases
 import pytest
@@ -253,6 +254,15 @@ def test_a_workspace_that_does_not_fit_frees_the_executor(stand_in, monkeypatch)
     with pytest.raises(RuntimeError, match="out of memory"):
         custom_pypto.add_custom(X.npu(), X.npu())
     assert torch.npu.memory_allocated() == before
+
+
+def test_without_a_stream_nothing_is_launched(stand_in, monkeypatch):
+    monkeypatch.setattr(torch.npu, "current_stream", lambda: SimpleNamespace(npu_stream=0))
+    with (
+        stand_in.failing("aclnnAddCustom", "launched"),
+        pytest.raises(RuntimeError, match="^add_custom: torch_npu gives no stream, .* failed;"),
+    ):
+        custom_pypto.add_custom(X.npu(), X.npu())
 
 
 def test_without_a_package_the_error_names_the_remedy(monkeypatch):

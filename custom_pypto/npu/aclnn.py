@@ -106,9 +106,7 @@ class Operator:
                 # On the current stream, whose order protects it once it is freed: the allocator
                 # gives it to later work of this stream. A captured graph has a pool of its own.
                 workspace = torch.empty(size.value, dtype=torch.uint8, device=inputs[0].device)
-                # Reading npu_stream waits until torch_npu's task queue (TASK_QUEUE_ENABLE) has
-                # launched what is in it, so that the launch below does not pass earlier work.
-                stream = torch.npu.current_stream().npu_stream  # type: ignore[attr-defined]
+                stream = self._stream()
             except BaseException:
                 cann.free(executor)
                 raise
@@ -120,6 +118,20 @@ class Operator:
             for description in descriptions:
                 if description is not None:
                     cann.base.aclDestroyTensor(description)
+
+    def _stream(self) -> int:
+        """The current stream, on which all earlier work has been launched.
+
+        Reading ``npu_stream`` waits until torch_npu's task queue (``TASK_QUEUE_ENABLE``) is empty,
+        so that a launch does not pass what is queued; it is null if that fails
+        (``NPUStream::stream`` in torch_npu's NPUStream.cpp).
+        """
+        if stream := torch.npu.current_stream().npu_stream:  # type: ignore[attr-defined]
+            return stream
+        raise RuntimeError(
+            f"{self.prototype.op}: torch_npu gives no stream, as earlier work in its task queue "
+            "failed; torch.npu.synchronize() reports it, TASK_QUEUE_ENABLE=0 at the failing call"
+        )
 
     def _check_dtypes(self, inputs: list[Tensor | None]) -> None:
         for tensor, described, dtypes in zip(
