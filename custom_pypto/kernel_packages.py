@@ -121,6 +121,21 @@ def problem(
     return found
 
 
+def foreign() -> Missing | None:
+    """The first operator of ours that a package lists with other inputs, outputs or attributes."""
+    if not packages():
+        return None
+    from .graph.prototypes import prototypes
+
+    for prototype in prototypes():
+        if _listed(prototype.type):
+            try:
+                package(prototype)
+            except Missing as other:
+                return other
+    return None
+
+
 def package(prototype: Prototype) -> str:
     """The folder of the package that offers the operator.
 

@@ -45,10 +45,17 @@ def register() -> None:
 
 
 def register_if_wanted() -> None:
-    """Registers at import by the table above; warns if torchair cannot be imported."""
+    """Registers at import by the table above; warns if torchair cannot be imported, or if GE would
+    run other operators of our names."""
     global failure
     if not wanted():
         return
+    if other := kernel_packages.foreign():  # then the variable asks for it
+        warnings.warn(
+            f"custom_pypto: {VARIABLE}=1 registers the GE converters, but {other}",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     try:
         register()
     # the ops work without torchair, whose import may raise any exception
@@ -86,8 +93,9 @@ def problem() -> dict[str, str] | None:
         what = f"GE converters are disabled by {VARIABLE}=0"
         remedy = f"unset {VARIABLE}"
     elif missing := kernel_packages.problem():
-        what = missing["what"]
-        remedy = f"{missing['remedy']}, or set {VARIABLE}=1 to convert the ops without it"
+        what, remedy = missing["what"], missing["remedy"]
+        if kernel_packages.foreign() is None:
+            remedy += f", or set {VARIABLE}=1 to convert the ops without it"
     else:  # a package that was installed after the import
         what, remedy = "GE converters are not registered", "start the program anew"
     return {"what": what, "remedy": remedy}
