@@ -178,6 +178,19 @@ def test_another_dtype_than_the_prototypes_is_rejected(op, stand_in, pypto):
         call(op, on_npu(x))
 
 
+def test_a_private_format_is_rejected(stand_in):
+    import torch_npu
+
+    like = dict(dtype=torch.float16, device="npu")
+    x = torch_npu.empty_with_format((64, 64), acl_format=29, **like)
+    with pytest.raises(RuntimeError) as rejected:
+        custom_pypto.add_custom(torch.zeros(64, 64, **like), x)
+    assert str(rejected.value) == (
+        "add_custom: other must be in format ND on an NPU, got FRACTAL_NZ; cast it: "
+        "torch_npu.npu_format_cast(x, 2)"
+    )
+
+
 def test_the_command_writes_a_package(tmp_path, stand_in, pypto, monkeypatch):
     command = [sys.executable, "-m", "custom_pypto.simulation.ascend_host.kernel_package"]
     folder = str(tmp_path / "new" / "package")

@@ -29,6 +29,7 @@ DTYPES = {
     torch.bfloat16: 27,
 }
 ND = 2
+PLAIN = (0, 1, ND, 27, 30)  # NCHW, NHWC, ND, NDHWC, NCDHW: what torch gives by number of dims
 ATTRIBUTES = {
     "int": ctypes.c_int64,
     "float": ctypes.c_double,
@@ -77,7 +78,7 @@ class Operator:
             RuntimeError: a dtype that the prototype lacks; or a phase fails, with CANN's message.
         """
         inputs = [arguments[tensor.name] for tensor in self.prototype.inputs]
-        self._check_dtypes(inputs)
+        self._check_inputs(inputs)
         outputs = [] if out is None else [out] if isinstance(out, Tensor) else [*out]
         written = [arguments[name] for name in self._written]
         if any(tensor.numel() for tensor in (*outputs, *written)):
@@ -133,15 +134,25 @@ class Operator:
             "failed; torch.npu.synchronize() reports it, TASK_QUEUE_ENABLE=0 at the failing call"
         )
 
-    def _check_dtypes(self, inputs: list[Tensor | None]) -> None:
+    def _check_inputs(self, inputs: list[Tensor | None]) -> None:
+        from torch_npu import get_npu_format
+
+        op = self.prototype.op
         for tensor, described, dtypes in zip(
             inputs, self.prototype.inputs, self._dtypes, strict=True
         ):
-            if tensor is not None and tensor.dtype not in dtypes:
+            if tensor is None:
+                continue
+            if tensor.dtype not in dtypes:
                 raise RuntimeError(
-                    f"{self.prototype.op}: {described.name}.dtype must be "
-                    f"{spelled(described.dtypes)} on an NPU, got {name(tensor.dtype)}; convert it, "
-                    "or run on the CPU"
+                    f"{op}: {described.name}.dtype must be {spelled(described.dtypes)} on an NPU, "
+                    f"got {name(tensor.dtype)}; convert it, or run on the CPU"
+                )
+            # strides do not describe a private format; a vector has none
+            if tensor.dim() > 1 and (found := get_npu_format(tensor)) not in PLAIN:
+                raise RuntimeError(
+                    f"{op}: {described.name} must be in format ND on an NPU, got {found}; cast it: "
+                    "torch_npu.npu_format_cast(x, 2)"
                 )
 
     def _attributes(self, arguments: dict[str, Any]) -> list:
