@@ -10,8 +10,14 @@ from collections.abc import Callable
 
 import pypto
 
-from . import DTYPES, Arguments, loop, npu_quant_index_update_pto, npu_quant_rows_pto
-from . import runtime_options as options
+from . import (
+    DTYPES,
+    Arguments,
+    loop,
+    npu_quant_index_update_pto,
+    npu_quant_rows_pto,
+    runtime_options,
+)
 from .prolog import FLOAT, Tile, columns, rounded
 from .prolog import rows_at_once as rows_of_tile
 from .tiling import PrologTiling, prolog_tiling
@@ -102,7 +108,9 @@ def _kernel(*, dtype, angle_dtype, w8a8: bool, ready_on_host: bool, **facts) -> 
     latent = pypto.DT_INT8 if w8a8 else dtype
     absent = () if w8a8 else ("q_norm_scale", "wq_b_scale")
 
-    @pypto.frontend.jit(runtime_options=options("idx_k_cache_index", ready_on_host=ready_on_host))
+    @pypto.frontend.jit(
+        runtime_options=runtime_options("idx_k_cache_index", ready_on_host=ready_on_host)
+    )
     def npu_lightning_indexer_prolog_pto(
         token_x: pypto.Tensor(rows, dtype),
         q_norm: pypto.Tensor(rows, latent),
