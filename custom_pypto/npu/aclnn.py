@@ -135,9 +135,7 @@ class Operator:
         )
 
     def _check_inputs(self, inputs: list[Tensor | None]) -> None:
-        from torch_npu import get_npu_format
-
-        op = self.prototype.op
+        op, format_of = self.prototype.op, torch.ops.npu.get_npu_format
         for tensor, described, dtypes in zip(
             inputs, self.prototype.inputs, self._dtypes, strict=True
         ):
@@ -149,10 +147,10 @@ class Operator:
                     f"got {name(tensor.dtype)}; convert it, or run on the CPU"
                 )
             # strides do not describe a private format; a vector has none
-            if tensor.dim() > 1 and (found := get_npu_format(tensor)) not in PLAIN:
+            if tensor.dim() > 1 and (found := format_of(tensor)) not in PLAIN:
                 raise RuntimeError(
-                    f"{op}: {described.name} must be in format ND on an NPU, got {found}; cast it: "
-                    "torch_npu.npu_format_cast(x, 2)"
+                    f"{op}: {described.name} must be in format ND on an NPU, got aclFormat "
+                    f"{found}; cast it: torch_npu.npu_format_cast(x, 2)"
                 )
 
     def _attributes(self, arguments: dict[str, Any]) -> list:
