@@ -344,8 +344,13 @@ def test_indexer_of_int8_selects_what_the_reference_selects(arguments, on_genera
     check_int8_selection(int8_index_case(**arguments))
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("arguments", calls(INT8_ATTENTION, fast=["packed"]))
+@pytest.mark.parametrize(
+    "arguments, dtype",
+    [
+        pytest.param(*call.values, HALF[i % 2], id=call.id, marks=call.marks)
+        for i, call in enumerate(calls(INT8_ATTENTION, fast=["packed"]))
+    ],
+)
 def test_attention_of_int8_equals_the_reference(arguments, dtype, on_generated_code):
     check_int8_attention(int8_attention_case(**arguments, dtype=dtype, hostile=True))
 
