@@ -232,6 +232,15 @@ def test_an_instruction_that_is_not_modelled_is_named():
 # ---- the ops -------------------------------------------------------------------------------------
 
 
+def each_with_a_dtype(rows: list) -> list:
+    """The rows with a dtype each, in turns: the generated code of the other differs in the type
+    alone."""
+    return [
+        pytest.param(*row.values, HALF[i % 2], id=f"{row.id}-{HALF[i % 2]}", marks=row.marks)
+        for i, row in enumerate(rows)
+    ]
+
+
 @pytest.fixture
 def on_generated_code():
     with simulation.on_cpu(generated=True):
@@ -245,36 +254,37 @@ def test_add_is_exact(shape, dtype, on_generated_code):
     assert torch.equal(custom_pypto.add_custom(x, y), x + y)
 
 
-@pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize(
-    "arguments",
-    calls(
-        INDEXER
-        | {
-            "two-tokens": dict(lengths_query=[2, 1], lengths_key=[600, 70], sparse_count=64),
-            "chunks": dict(lengths_query=[2], lengths_key=[20000], sparse_count=256, heads=32),
-            "levels": dict(lengths_query=[1], lengths_key=[50000], sparse_count=4096, heads=8),
-        }
-        | {
-            f"{heads}-heads-{block_size}-keys": dict(
-                lengths_query=[2, 1],
-                lengths_key=[1100, 70],
-                heads=heads,
-                block_size=block_size,
-                sparse_count=64,
-            )
-            for heads, block_size in ((1, 16), (12, 48), (33, 1024))
-        },
-        # one-key, a table of one tile of keys: its valid shape was lost where it was sorted in the
-        # same graph
-        fast=["one-key", "two-tokens"],
+    "arguments, dtype",
+    each_with_a_dtype(
+        calls(
+            INDEXER
+            | {
+                "two-tokens": dict(lengths_query=[2, 1], lengths_key=[600, 70], sparse_count=64),
+                "chunks": dict(lengths_query=[2], lengths_key=[20000], sparse_count=256, heads=32),
+                "levels": dict(lengths_query=[1], lengths_key=[50000], sparse_count=4096, heads=8),
+            }
+            | {
+                f"{heads}-heads-{block_size}-keys": dict(
+                    lengths_query=[2, 1],
+                    lengths_key=[1100, 70],
+                    heads=heads,
+                    block_size=block_size,
+                    sparse_count=64,
+                )
+                for heads, block_size in ((1, 16), (12, 48), (33, 1024))
+            },
+            # one-key, a table of one tile of keys: its valid shape was lost where it was sorted in
+            # the same graph
+            fast=["one-key", "two-tokens"],
+        )
     ),
 )
 def test_indexer_selects_what_the_reference_selects(arguments, dtype, on_generated_code):
     check_selection(index_case(**arguments, dtype=dtype))
 
 
-# each selection with one dtype: the generated code of the other differs in the type alone
+# each selection with one dtype, as each_with_a_dtype
 @pytest.mark.parametrize(
     "dtype, hostile",
     [(torch.bfloat16, False), (torch.float16, True)],
@@ -346,10 +356,7 @@ def test_indexer_of_int8_selects_what_the_reference_selects(arguments, on_genera
 
 @pytest.mark.parametrize(
     "arguments, dtype",
-    [
-        pytest.param(*call.values, HALF[i % 2], id=call.id, marks=call.marks)
-        for i, call in enumerate(calls(INT8_ATTENTION, fast=["packed"]))
-    ],
+    each_with_a_dtype(calls(INT8_ATTENTION, fast=["packed"])),
 )
 def test_attention_of_int8_equals_the_reference(arguments, dtype, on_generated_code):
     check_int8_attention(int8_attention_case(**arguments, dtype=dtype, hostile=True))
@@ -379,17 +386,18 @@ def test_no_length_and_no_block_id_leads_outside(value, on_generated_code):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize(
-    "lengths, S1, arguments",
-    [
-        pytest.param([1], 1, {}, id="first-token"),
-        pytest.param([300, 1, 129], 1, {}, id="decode"),
-        pytest.param([300, 2], 3, {}, id="mtp-and-padding"),
-        pytest.param([20], 20, {}, id="prefill"),
-        pytest.param([200] * 16, 1, dict(heads=16), id="16-tokens"),
-        pytest.param([40, 3], 1, dict(heads=5, index_heads=12), id="heads-that-fill-no-tile"),
-    ],
+    "lengths, S1, arguments, dtype",
+    each_with_a_dtype(
+        [
+            pytest.param([1], 1, {}, id="first-token"),
+            pytest.param([300, 1, 129], 1, {}, id="decode"),
+            pytest.param([300, 2], 3, {}, id="mtp-and-padding"),
+            pytest.param([20], 20, {}, id="prefill"),
+            pytest.param([200] * 16, 1, dict(heads=16), id="16-tokens"),
+            pytest.param([40, 3], 1, dict(heads=5, index_heads=12), id="heads-that-fill-no-tile"),
+        ]
+    ),
 )
 def test_fused_equals_the_reference_caches_included(
     lengths, S1, arguments, dtype, on_generated_code
