@@ -324,6 +324,17 @@ def test_caches_may_be_parts_of_one_row():
     assert_same(dict(out=out) | {name: strided[name] for name in CACHES}, expected)
 
 
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("name", ["x", "sin", "w_idx_k", "in_gamma_k", "w_idx_proj"])
+def test_arguments_are_read_before_the_caches_are_written(name, cache):
+    x = without_nan(fused_inputs([20], 3, hidden=16))
+    x["cache_index"][0] = torch.arange(3)
+    strides = torch.empty_like(x[name], device="meta").stride()
+    x[name] = x[cache].as_strided(x[name].shape, strides)  # begins in the first slot
+    expected = run(fused, x)  # copies share no memory
+    assert_same(dict(out=fused(**x)) | {name: x[name] for name in CACHES}, expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_op_is_registered_as_torch_expects(dtype):
     x = without_nan(fused_inputs([40, 33], 3, dtype=dtype))

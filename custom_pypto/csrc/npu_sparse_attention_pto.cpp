@@ -108,22 +108,28 @@ Queries queries(const FusedParams& p) {
           rope_half_split(index, p.sin, p.cos)};
 }
 
-// Writes the keys of the new tokens into the three caches.
-void write_keys(const FusedParams& p) {
+struct Keys {
+  Tensor latent, rope, index;
+};
+
+Keys keys(const FusedParams& p) {
   const int64_t latent = p.w_uk.size(2), rope = p.kr_cache.size(3);
   const Tensor kv = at::matmul(p.x, p.w_dkv_kr);
-  write_cache(p.kv_cache, rms_norm(kv.narrow(-1, 0, latent), p.gamma_ckv, p.eps), p.cache_index);
-  write_cache(p.kr_cache, rope_interleaved(kv.narrow(-1, latent, rope).unsqueeze(2), p.sin, p.cos),
-              p.cache_index);
   const Tensor index =
       normed_index_key(at::matmul(p.x, p.w_idx_k), p.in_gamma_k, p.in_beta_k, kLayerNormEps);
-  write_cache(p.index_k_cache, rope_half_split(index.unsqueeze(2), p.sin, p.cos), p.cache_index);
+  return {rms_norm(kv.narrow(-1, 0, latent), p.gamma_ckv, p.eps),
+          rope_interleaved(kv.narrow(-1, latent, rope).unsqueeze(2), p.sin, p.cos),
+          rope_half_split(index.unsqueeze(2), p.sin, p.cos)};
 }
 
 void compute(FusedParams& p) {
   const Queries q = queries(p);
-  write_keys(p);
+  const Keys k = keys(p);
   const Tensor weights = index_weights(p.x, p.w_idx_proj, p.w_idx_k.size(1));
+  // last, since other arguments may share memory with the caches
+  write_cache(p.kv_cache, k.latent, p.cache_index);
+  write_cache(p.kr_cache, k.rope, p.cache_index);
+  write_cache(p.index_k_cache, k.index, p.cache_index);
   const OptionalTensor none, lengths = p.act_seqs, blocks = p.block_table;
   IndexerParams indexer{{q.index, p.index_k_cache, none, lengths, blocks}, weights, p.sparse_count};
   lightning_indexer(indexer);

@@ -51,6 +51,7 @@ def npu_lightning_indexer_prolog_pto(
         layernorm_epsilon_k,
     ).to(dtype)
     k = rope_half_split(k.unsqueeze(1), *angles).squeeze(1)
+    weights = token_x.float() @ weights_proj.float() * (N1 * D) ** -0.5
     npu_quant_index_update_pto(
         k,
         idx_k_cache_index,
@@ -58,7 +59,6 @@ def npu_lightning_indexer_prolog_pto(
         idx_k_scale_cache.view(idx_k_cache.shape[:3]),
         hadamard=hadamard_k,
     )
-    weights = token_x.float() @ weights_proj.float() * (N1 * D) ** -0.5
     return query, query_scale.unsqueeze(-1), weights.half()
 
 

@@ -77,16 +77,20 @@ def npu_sparse_attention_pto(
     q_latent = torch.einsum("bshp,hpl->bshl", q_nope, w_uk)
     q_rope = rope_interleaved(q_rope, sin, cos)
     c_kv, k_rope = (x @ w_dkv_kr).split([latent, rope], -1)
-    write_cache(kv_cache, rms_norm(c_kv, gamma_ckv, eps), cache_index)
-    write_cache(kr_cache, rope_interleaved(k_rope.unsqueeze(2), sin, cos).squeeze(2), cache_index)
+    c_kv = rms_norm(c_kv, gamma_ckv, eps)
+    k_rope = rope_interleaved(k_rope.unsqueeze(2), sin, cos).squeeze(2)
 
     # the normed latent gives both queries; LayerNorm of the key in float32, before RoPE
     q_idx = rope_half_split((cq @ w_idx_qb).unflatten(-1, (index_heads, index_dim)), sin, cos)
     k_idx = (x @ w_idx_k).float()
     k_idx = layer_norm(k_idx, (index_dim,), in_gamma_k.float(), in_beta_k.float(), 1e-6).to(x.dtype)
     k_idx = rope_half_split(k_idx.unsqueeze(2), sin, cos).squeeze(2)
-    write_cache(index_k_cache, k_idx, cache_index)
     weights = x.float() @ w_idx_proj.float() * (index_heads**-0.5 * index_dim**-0.5)
+
+    # last, since other arguments may share memory with the caches
+    write_cache(kv_cache, c_kv, cache_index)
+    write_cache(kr_cache, k_rope, cache_index)
+    write_cache(index_k_cache, k_idx, cache_index)
 
     indices = npu_lightning_indexer_pto(
         q_idx,
