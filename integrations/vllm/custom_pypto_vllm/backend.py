@@ -142,7 +142,7 @@ class SparseAttentionImpl(SharedTopkIndicesBuffer, MLAAttentionImpl[SparseMetada
         if is_quantized_kv_cache(kv_cache_dtype):
             raise ValueError(
                 "custom_pypto_vllm: --kv-cache-dtype must be auto, the dtype of the model, got "
-                f"{kv_cache_dtype}; the ops read no quantised cache"
+                f"{kv_cache_dtype}; this plugin keeps no quantised cache"
             )
         self.scale, self.kv_lora_rank = float(scale), kv_lora_rank
         self.kv_cache_dtype = kv_cache_dtype

@@ -162,7 +162,7 @@ class SparseAttentionLayer(MultiHeadLatentAttentionWrapper):
 def _rotate(rope, positions, q_pe, k_pe):
     """RoPE of ``q_pe [tokens, heads, dim]`` and ``k_pe [tokens, dim]``; the key gets a head."""
     # Not rope(...): vLLM 0.32's CPU kernel takes a query of three dimensions for tokens * heads
-    # rows and rotates the wrong ones. Until tests/test_rope.py fails.
+    # rows and rotates the wrong ones. Until test_plugin.py's test of the kernel fails.
     q, k = rope.forward_native(positions, q_pe, k_pe[:, None])
     return q.view(q_pe.shape), k.view(len(k_pe), 1, -1)
 

@@ -10,11 +10,13 @@ import pytest
 import torch
 from checkpoints import add_draft_layer, save_adapter, save_tiny, write_config
 from engine import PROMPTS
+from torch.overrides import TorchFunctionMode
 from transformers import AutoModelForCausalLM
 
 START_SECONDS = 300  # of an engine, on a busy machine
 COMPILED = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}  # vLLM's default for these models is eager
 V32, GLM = "deepseek_v32", "glm_moe_dsa"
+NEARLY_TIED = 1e-5  # of the largest score
 SHARED = dict(num_hidden_layers=4, indexer_types=["full", "shared"] * 2)
 
 
@@ -39,22 +41,55 @@ def run(checkpoint, folder, environment=(), **options):
     )
 
 
+class NarrowestChoices(TorchFunctionMode):
+    """Records, for each position of a sequence's forward, the narrowest choice by a top-k: the
+    distance of the last chosen score to the next one, relative to the largest."""
+
+    def __init__(self, positions):
+        super().__init__()
+        self.distance = torch.full((positions,), torch.inf)
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        if function in (torch.topk, torch.Tensor.topk):
+            scores, chosen = args[0], result.values.shape[-1]
+            if chosen < scores.shape[-1]:
+                ranked = scores.sort(dim=-1, descending=True).values
+                distance = ranked[..., chosen - 1] - ranked[..., chosen]
+                distance /= ranked.masked_fill(ranked.isinf(), 0).abs().amax(-1)
+                distance = distance.nan_to_num(torch.inf)  # no choice: too few keys
+                distance = distance.view(len(self.distance), -1).amin(-1)
+                self.distance = torch.minimum(self.distance, distance)
+        return result
+
+
 @torch.no_grad()
 def log_probabilities(model, result):
-    """Stock transformers' log-probabilities at each generated token, the same tokens before it."""
+    """Stock transformers' log-probabilities at each generated token, the same tokens before it, and
+    the narrowest choice there."""
     for prompt, tokens in zip(PROMPTS, result["tokens"], strict=True):
-        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
-        yield logits.float().log_softmax(-1)
+        with NarrowestChoices(len(prompt + tokens)) as choices:
+            logits = model(torch.tensor([prompt + tokens])).logits[0]
+        new = slice(len(prompt) - 1, -1)
+        yield logits[new].float().log_softmax(-1), choices.distance[new]
 
 
 def assert_equal(checkpoint, result):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
     got = zip(result["tokens"], result["logprobs"], strict=True)
-    for expected, (tokens, logprobs) in zip(log_probabilities(model, result), got, strict=True):
-        assert expected.argmax(-1).tolist() == tokens
-        of_tokens = expected.gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        # float32 sums in another order, through three layers; a wrong key is 100 times as far off
-        torch.testing.assert_close(torch.tensor(logprobs), of_tokens, rtol=0, atol=1e-3)
+    for (exact, distance), (tokens, logprobs) in zip(
+        log_probabilities(model, result), got, strict=True
+    ):
+        # float32 sums in another order may choose another key or expert where two nearly tie
+        tied = distance < NEARLY_TIED
+        assert tied.sum() <= len(tokens) / 8
+        tokens = torch.tensor(tokens)
+        assert ((exact.argmax(-1) == tokens) | tied).all()
+        of_tokens = exact.gather(1, tokens[:, None])[:, 0]
+        # of the same sums, through three layers; a wrong key is 100 times as far off
+        torch.testing.assert_close(
+            torch.tensor(logprobs)[~tied], of_tokens[~tied], rtol=0, atol=1e-3
+        )
 
 
 def test_chunked_prefill_and_prefix_cache_equal_transformers(tmp_path):
@@ -144,7 +179,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(tmp_path):
     load = AutoModelForCausalLM.from_pretrained
     rounded = log_probabilities(load(checkpoint, dtype=torch.bfloat16).eval(), result)
     exact = log_probabilities(load(checkpoint, dtype=torch.float32).eval(), result)
-    for upstream, judge, tokens, logprobs in zip(
+    for (upstream, _), (judge, _), tokens, logprobs in zip(
         rounded, exact, result["tokens"], result["logprobs"], strict=True
     ):
         at = torch.tensor(tokens)[:, None]
