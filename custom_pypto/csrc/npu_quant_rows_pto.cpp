@@ -1,17 +1,19 @@
 // Quantises rows to int8. docs/int8_caches.md
-#include <ATen/Parallel.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 #include <algorithm>
+#include <cstddef>
 #include <tuple>
 
 #include "index_rows.h"
+#include "ops_common.h"
 #include "quantise.h"
 
 namespace custom_pypto {
 
 // a prompt has 64 rows per token: rotated in float32 at once they would take more than the cache
 constexpr int64_t kRowsAtOnce = 4096;
+constexpr int64_t kRowsPerTask = 64;
 
 using Quantised = std::tuple<Tensor, Tensor>;  // rows and scales
 
@@ -25,11 +27,13 @@ void quantise_rows(const Tensor& x, const OptionalTensor& hadamard, const Tensor
     const int64_t some = std::min(kRowsAtOnce, count - first);
     const Tensor source = rotated(flat.narrow(0, first, some), hadamard);
     const float* from = source.const_data_ptr<float>();
-    at::parallel_for(first, first + some, 64, [&](int64_t begin, int64_t end) {
+    const auto task = [&](std::nullptr_t, int64_t t) {
+      const int64_t begin = t * kRowsPerTask, end = std::min(begin + kRowsPerTask, some);
       for (int64_t i = begin; i < end; ++i) {
-        scale[i] = quantise(from + (i - first) * dims, dims, to + i * dims);
+        scale[first + i] = quantise(from + i * dims, dims, to + (first + i) * dims);
       }
-    });
+    };
+    run_tasks((some + kRowsPerTask - 1) / kRowsPerTask, [] { return nullptr; }, task);
   }
 }
 
