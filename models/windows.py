@@ -98,12 +98,13 @@ def completed(
     """
     rate, overlap = bias.size(0), bias.size(1) // width - 1
     count = -(-new.size(1) // rate)
-    windows = (part.start // rate)[:, None] + torch.arange(count, device=new.device)
+    # int64 as positions: a comparison in a GE graph does not promote
+    start, lengths = part.start[:, None].long(), part.lengths[:, None].long()
+    windows = start // rate + torch.arange(count, device=new.device)
     tokens = (windows[:, :1] - overlap) * rate
     tokens = tokens + torch.arange((overlap + count) * rate, device=new.device)
 
-    start, ring = part.start[:, None], cached.size(1)
-    pads = new.size(1) - (part.lengths[:, None] - start)
+    ring, pads = cached.size(1), new.size(1) - (lengths - start)
     source = torch.where(tokens < start, tokens % ring, ring + pads + tokens - start)
     # tokens yet to come are in windows that are not complete
     source = source.clamp(max=ring + new.size(1) - 1)[..., None]
@@ -117,5 +118,5 @@ def completed(
         kv, gate = (
             torch.cat([both[:, :-1, :, :width], both[:, 1:, :, width:]], 2) for both in (kv, gate)
         )
-    complete = (windows + 1) * rate <= part.lengths[:, None]
+    complete = (windows + 1) * rate <= lengths
     return (kv * gate.softmax(2)).sum(2), windows, complete

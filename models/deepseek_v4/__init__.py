@@ -171,7 +171,7 @@ class PagedDeepseekV4Attention(DeepseekV4Attention):
                 return near
             rows = torch.arange(count, device=near.device)
         else:
-            rows = indices.squeeze(2)
+            rows = indices.squeeze(2).long()  # as positions: a GE graph does not promote
         # a record may hold any number
         seen = (rows >= 0) & (rows < self.selectable(part.positions)[..., None])
         return torch.cat([near, torch.where(seen, rows + space.ring, -1).int()], -1)

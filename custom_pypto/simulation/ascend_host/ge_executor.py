@@ -34,6 +34,12 @@ def _gather(x, indices, axis, is_preprocessed, negative_index_support, batch_dim
     return rows.reshape(x.shape[:axis] + indices.shape + x.shape[axis + 1 :])
 
 
+def _gather_rows(
+    x, indices, validate_indices, is_preprocessed, negative_index_support, batch_dims=0
+):
+    return x[indices.long()]
+
+
 def _index(x, indices, indices_mask):
     given = iter(indices)
     return x[tuple(next(given).long() if mask else slice(None) for mask in indices_mask)]
@@ -108,23 +114,34 @@ OPERATORS: dict[str, Callable] = {
     "ConcatV2": lambda x, concat_dim, N: torch.cat(x, concat_dim.item()),
     "Cos": lambda x: x.cos(),
     "Cumsum": lambda x, axis, exclusive=False, reverse=False: x.cumsum(axis.item(), dtype=x.dtype),
+    "Exp": lambda x, base=-1.0, scale=1.0, shift=0.0: x.exp(),
     "Fill": lambda dims, value: value.reshape(()).expand(_ints(dims)),
     "FloorDiv": lambda x1, x2: x1 // x2,
     "FloorMod": lambda x1, x2: x1 % x2,
+    "Gather": _gather_rows,
     "GatherElements": lambda x, index, dim: x.gather(dim, index.long()),
     "GatherV2": _gather,
+    "Greater": lambda x1, x2: x1 > x2,
+    "GreaterEqual": lambda x1, x2: x1 >= x2,
     "Identity": lambda x: x,
     "IndexByTensor": _index,
     "LayerNormV4": _layer_norm,
+    "Less": lambda x1, x2: x1 < x2,
     "LessEqual": lambda x1, x2: x1 <= x2,
+    "Log1p": lambda x: x.log1p(),
     "LogicalAnd": lambda x1, x2: x1 & x2,
     "LogicalNot": lambda x: ~x,
     "MaskedFill": lambda x, mask, value: x.masked_fill(mask, value.reshape(())),
     "MatMul": _linear,
+    "Maximum": lambda x1, x2: x1.maximum(x2),
     "Mul": lambda x1, x2: x1 * x2,
+    "Muls": lambda x, value: x * value,
     "Neg": lambda x: -x,
     "Pack": lambda x, axis, N: torch.stack(x, axis),
     "Pow": lambda x1, x2: x1.pow(x2),
+    "Range": lambda start, limit, delta: torch.arange(
+        start.item(), limit.item(), delta.item(), dtype=start.dtype, device=start.device
+    ),
     "RealDiv": lambda x1, x2: x1 / x2,
     "ReduceMean": _reduce_mean,
     "ReduceSum": lambda x, axes, keep_dims: x.sum(_ints(axes), keep_dims, dtype=x.dtype),
@@ -138,14 +155,18 @@ OPERATORS: dict[str, Callable] = {
     "Shape": lambda x, dtype: torch.tensor(x.shape, dtype=_dtype(dtype), device=x.device),
     "Sigmoid": lambda x: x.sigmoid(),
     "Sin": lambda x: x.sin(),
+    "SoftmaxV2": lambda x, axes, half_to_float=False: x.softmax(*axes),
     "SplitV": _split,
+    "Sqrt": lambda x: x.sqrt(),
     "Squeeze": lambda x, axis: x.squeeze(axis),
     "StridedSliceV2": _slice,
     "Sub": lambda x1, x2: x1 - x2,
     "Swish": lambda x, scale=1.0: torch.nn.functional.silu(x),
+    "Sxpy": lambda x1, x2, alpha: x1 - alpha * x2,
     "TensorMove": lambda x: x.clone(),
     "TopKV2": _topk,
     "Transpose": lambda x, perm: x.permute(_ints(perm)),
+    "Unpack": lambda x, num, axis: x.unbind(axis),
     "Unsqueeze": lambda x, axes: functools.reduce(Tensor.unsqueeze, axes, x),
     "ZerosLike": lambda x: torch.zeros_like(x),
 }
