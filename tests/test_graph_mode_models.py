@@ -54,6 +54,7 @@ def backend(mode):
     import torchair
 
     if mode == "npugraph_ex":
+        torchair.get_npu_backend()  # fails if it is called for the first time after such a graph
         return mode
     config = torchair.CompilerConfig()
     config.mode = mode
