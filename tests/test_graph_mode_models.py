@@ -11,6 +11,7 @@ import pytest
 import torch
 from cases.npu_sparse_attention_pto import fused_inputs
 from tiny import tiny_model, token_ids
+from torch._decomp import get_decompositions
 from transformers import CompileConfig, DeepseekV4ForCausalLM
 
 from custom_pypto import models
@@ -44,12 +45,6 @@ def repeat_interleave(tensor, repeats, dim=None, *, output_size=None):
     return tensor.unsqueeze(dim + 1).expand(*before, repeats, *after).flatten(dim, dim + 1)
 
 
-def softplus(x, beta=1, threshold=20):
-    """In ops that torchair converts for GE; DeepSeek-V4's router calls it."""
-    scaled = x * beta
-    return torch.where(scaled > threshold, x, scaled.exp().log1p() / beta)
-
-
 def backend(mode):
     import torchair
 
@@ -62,7 +57,8 @@ def backend(mode):
         compiler_config=config,
         custom_decompositions={
             torch.ops.aten.repeat_interleave.self_int: repeat_interleave,
-            torch.ops.aten.softplus.default: softplus,
+            # DeepSeek-V4's router calls it
+            **get_decompositions([torch.ops.aten.softplus]),
         },
     )
 
