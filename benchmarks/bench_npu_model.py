@@ -24,15 +24,25 @@ from npu_cases import CUBE_FLOP_PER_US, HBM_BYTES_PER_US, Case, cases
 from tune_npu_model import SUBJECTS, tune
 
 from custom_pypto import simulation
+from custom_pypto.requirements import installed_version
+
+# The floors are for PyPTO 0.2.0. CANN 9.1's merges other tasks and charges them otherwise.
+VERSION = installed_version("pypto")
+FLOORS_TIMES = 1.0 if VERSION == "0.2.0" else 1.35
+
+
+def floor_of(case: Case) -> float | None:
+    return None if case.floor is None else FLOORS_TIMES * case.floor
 
 
 def missed_floors(results: list[tuple[Case, simulation.Estimate]]) -> list[str]:
     """Names every floor that is not met."""
     missed = []
     for case, estimate in results:
-        if case.floor is not None and estimate.latency_us > case.floor:
+        floor = floor_of(case)
+        if floor is not None and estimate.latency_us > floor:
             missed.append(
-                f"{case.op} at {case.shape}: {estimate.latency_us:.1f} µs, floor {case.floor:.1f}"
+                f"{case.op} at {case.shape}: {estimate.latency_us:.1f} µs, floor {floor:.1f}"
             )
     return missed
 
@@ -45,7 +55,7 @@ def report(results: list[tuple[Case, simulation.Estimate]]) -> str:
                 case.op,
                 case.shape,
                 f"{estimate.latency_us:.1f}",
-                "-" if case.floor is None else f"{case.floor:.1f}",
+                "-" if case.floor is None else f"{floor_of(case):.1f}",
                 f"{estimate.utilisation:.0%}",
                 str(estimate.tasks),
                 str(estimate.edges),
@@ -60,14 +70,14 @@ def report(results: list[tuple[Case, simulation.Estimate]]) -> str:
     return table(header, rows)
 
 
-NOTE = """PyPTO 0.2.0 cost-model estimates for its simulated Atlas A2/A3, bf16, 128 heads where none
-are named, K 2048, blocks of 128 keys. They are not device times: the model prices gathers and top-k
-near zero, gives every core its own memory bandwidth, and a task its full tile, whatever is valid.
-An estimate below its roofline shows just that. bytes µs: what must move at least, over 1.42 TB/s;
-FLOP µs: what must be computed, over 364 TFLOP/s. Sinks and cmp_ratio: layers of DeepSeek-V4 without
-rope, where keys are cached rows, of the indexer tokens. Times that others measured on hardware
-cannot be compared with these. Picture (`--plot`): plots/npu_model.png. No NPU has run these
-programs.
+NOTE = f"""Estimates of PyPTO {VERSION}'s cost model for its simulated Atlas A2/A3, bf16, 128 heads
+where none are named, K 2048, blocks of 128 keys. They are not device times: the model prices
+gathers and top-k near zero, gives every core its own memory bandwidth, and a task its full tile,
+whatever is valid. An estimate below its roofline shows just that. bytes µs: what must move at
+least, over 1.42 TB/s; FLOP µs: what must be computed, over 364 TFLOP/s. Sinks and cmp_ratio: layers
+of DeepSeek-V4 without rope, where keys are cached rows, of the indexer tokens. Times that others
+measured on hardware cannot be compared with these. Picture (`--plot`): plots/npu_model.png. No NPU
+has run these programs.
 """
 
 
@@ -130,7 +140,7 @@ def main() -> int:
     print(text)
     if options.write:
         command = "python benchmarks/bench_npu_model.py --write"
-        write_section("NPU programs, PyPTO cost-model estimates", command, text)
+        write_section(f"NPU programs, PyPTO {VERSION} cost-model estimates", command, text)
     if options.plot:
         plot(results, options.plot)
     for line in missed:

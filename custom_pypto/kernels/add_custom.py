@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pypto
 
 from . import DTYPES, runtime_options
+from .pypto_versions import jit
 
 # three float32 tiles and the copies of the next ones fit in the 192 KiB of UB
 TILE = 8192
@@ -35,7 +36,7 @@ def kernel(*, dtype: str) -> Callable:
     """For contiguous operands of ``dtype`` seen as ``[n]``, n >= 1."""
     vector, dtype = [pypto.DYNAMIC], DTYPES[dtype]
 
-    @pypto.frontend.jit(runtime_options=runtime_options(ready_on_host=False))
+    @jit(runtime_options=runtime_options(ready_on_host=False))
     def add_custom_kernel(
         self: pypto.Tensor(vector, dtype),
         other: pypto.Tensor(vector, dtype),

@@ -13,6 +13,7 @@ from pypto.experimental import gather_in_ub
 from . import DTYPES, Arguments, runtime_options
 from .npu_sparse_flash_attention_pto import CHECKS
 from .npu_sparse_flash_attention_pto import program as attention
+from .pypto_versions import jit
 from .tiling import AttentionTiling, attention_tiling, power_of_two
 
 TILE = 128  # elements per scale
@@ -35,11 +36,11 @@ class DequantisedRows:
         self.latent = a.out.shape[1]
         self.rope = a.query.shape[1] - self.latent
 
-    def sizes(self, width: int) -> tuple[int]:
-        return (min(ROWS, width),)
+    def splits(self, width: int) -> list[tuple[int, int]]:
+        return [(min(ROWS, width), 1)]
 
     def load(self, index: list, table) -> None:
-        (parts,) = index
+        ((parts,),) = index
         width = sum(part.shape[1] for part in parts)
         self.rows = pypto.tensor([width, self.latent + self.rope], self.a.out.dtype, "rows")
         for i, part in enumerate(parts):
@@ -117,7 +118,7 @@ def _kernel(*, dtype, tiling: AttentionTiling, ready_on_host: bool, **facts):
     D, S, I8, I32 = pypto.DYNAMIC, pypto.STATIC, pypto.DT_INT8, pypto.DT_INT32
     absent = ("query_rope", "key_rope", "value", "sinks", "softmax_max", "softmax_sum")
 
-    @pypto.frontend.jit(
+    @jit(
         runtime_options=runtime_options(
             "query_lengths", "key_lengths", ready_on_host=ready_on_host, layout=facts["layout"]
         ),

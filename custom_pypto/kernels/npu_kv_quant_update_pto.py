@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pypto
 
 from . import DTYPES, Arguments, runtime_options
+from .pypto_versions import jit
 from .quantiser import FLOAT, TOKENS, loaded, quantised, tiles, write_rows
 
 TILE = 128  # elements per scale
@@ -44,7 +45,7 @@ def kernel(*, dtype: str, slot_words: int, ready_on_host: bool) -> Callable:
     """The kernel of :func:`program`; one binary serves every number of tokens and slots."""
     D, S, half = pypto.DYNAMIC, pypto.STATIC, DTYPES[dtype]
 
-    @pypto.frontend.jit(runtime_options=runtime_options("slots", ready_on_host=ready_on_host))
+    @jit(runtime_options=runtime_options("slots", ready_on_host=ready_on_host))
     def kv_quant_update(
         latent: pypto.Tensor([D, S], half),
         rope: pypto.Tensor([D, S], half),

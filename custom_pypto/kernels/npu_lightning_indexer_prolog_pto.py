@@ -20,6 +20,7 @@ from . import (
 )
 from .prolog import FLOAT, Tile, columns, rounded
 from .prolog import rows_at_once as rows_of_tile
+from .pypto_versions import jit
 from .tiling import PrologTiling, prolog_tiling
 
 I32, HALF = pypto.DT_INT32, pypto.DT_FP16
@@ -108,9 +109,7 @@ def _kernel(*, dtype, angle_dtype, w8a8: bool, ready_on_host: bool, **facts) -> 
     latent = pypto.DT_INT8 if w8a8 else dtype
     absent = () if w8a8 else ("q_norm_scale", "wq_b_scale")
 
-    @pypto.frontend.jit(
-        runtime_options=runtime_options("idx_k_cache_index", ready_on_host=ready_on_host)
-    )
+    @jit(runtime_options=runtime_options("idx_k_cache_index", ready_on_host=ready_on_host))
     def npu_lightning_indexer_prolog_pto(
         token_x: pypto.Tensor(rows, dtype),
         q_norm: pypto.Tensor(rows, latent),

@@ -29,6 +29,7 @@ from collections.abc import Callable
 import pypto
 
 from . import DTYPES, Arguments, loop, runtime_options
+from .pypto_versions import jit
 from .sequences import query_tiles
 from .tiling import IndexerTiling, indexer_tiling
 
@@ -322,7 +323,7 @@ def kernel(
 def _kernel(*, dtype, weights_dtype, tiling: IndexerTiling, ready_on_host: bool, **facts):
     D, S = pypto.DYNAMIC, pypto.STATIC
 
-    @pypto.frontend.jit(
+    @jit(
         runtime_options=runtime_options(
             "query_lengths",
             "key_lengths",

@@ -9,6 +9,7 @@ import pypto
 
 from . import DTYPES, Arguments, runtime_options
 from .npu_quant_rows_pto import index_rows
+from .pypto_versions import jit
 from .quantiser import TOKENS, tiles, write_rows
 
 
@@ -35,7 +36,7 @@ def kernel(*, dtype: str, rotates: bool, slot_words: int, ready_on_host: bool) -
     D, S, half = pypto.DYNAMIC, pypto.STATIC, DTYPES[dtype]
     absent = () if rotates else ("hadamard",)
 
-    @pypto.frontend.jit(runtime_options=runtime_options("slots", ready_on_host=ready_on_host))
+    @jit(runtime_options=runtime_options("slots", ready_on_host=ready_on_host))
     def quant_index_update(
         x: pypto.Tensor([D, S], half),
         hadamard: pypto.Tensor([S, S], half),

@@ -19,6 +19,7 @@ from .npu_lightning_indexer_pto import (
 )
 from .npu_lightning_indexer_pto import program as indexer
 from .npu_sparse_flash_attention_pto import number
+from .pypto_versions import jit
 from .tiling import IndexerTiling, indexer_tiling, power_of_two
 
 SCALES = 64  # the first of the scopes for the scales, behind those of the tokens
@@ -126,7 +127,7 @@ def kernel(
 def _kernel(*, weights_dtype, scale_dtype, tiling: IndexerTiling, ready_on_host: bool, **facts):
     D, S, I8 = pypto.DYNAMIC, pypto.STATIC, pypto.DT_INT8
 
-    @pypto.frontend.jit(
+    @jit(
         runtime_options=runtime_options(
             "query_lengths",
             "key_lengths",

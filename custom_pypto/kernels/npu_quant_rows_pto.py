@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pypto
 
 from . import DTYPES, Arguments, runtime_options
+from .pypto_versions import jit
 from .quantiser import FLOAT, TOKENS, loaded, quantised, tiles
 
 
@@ -43,7 +44,7 @@ def kernel(*, dtype: str, rotates: bool) -> Callable:
     D, S, half = pypto.DYNAMIC, pypto.STATIC, DTYPES[dtype]
     absent = () if rotates else ("hadamard",)
 
-    @pypto.frontend.jit(runtime_options=runtime_options(ready_on_host=False))
+    @jit(runtime_options=runtime_options(ready_on_host=False))
     def quant_rows(
         x: pypto.Tensor([D, S], half),
         hadamard: pypto.Tensor([S, S], half),

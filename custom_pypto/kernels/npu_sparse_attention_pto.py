@@ -12,6 +12,7 @@ from . import DTYPES, Arguments, loop, runtime_options
 from . import prolog as prologs
 from .npu_lightning_indexer_pto import Selector, write_indices
 from .npu_sparse_flash_attention_pto import attender
+from .pypto_versions import jit
 from .tiling import (
     AttentionTiling,
     IndexerTiling,
@@ -181,7 +182,7 @@ def _kernel(*, dtype, angle_dtype, ready_on_host: bool, **facts):
     matrix, rows = [pypto.STATIC] * 2, [pypto.DYNAMIC, pypto.STATIC]
     heads = [pypto.DYNAMIC, pypto.STATIC, pypto.STATIC]
 
-    @pypto.frontend.jit(
+    @jit(
         runtime_options=runtime_options(
             "cache_index", "act_seqs", "block_table", ready_on_host=ready_on_host
         ),

@@ -19,11 +19,14 @@ import pypto
 from pypto.experimental import gather_in_l1
 
 from . import DTYPES, Arguments, runtime_options
+from .pypto_versions import jit, reciprocal
 from .sequences import query_tiles
 from .tiling import AttentionTiling, attention_tiling, power_of_two
 
 RADIX = 4096  # float32 counts to RADIX**2 exactly
 CHECKS = 1  # the scope of a token's checks; other scopes have higher numbers
+# for fewer PyPTO 0.2.0 compares rows of different static widths, which is no valid code
+LEAST_INDICES = 64
 MASKED_SUM = 1e-30  # makes 0/0 of a row without a valid index 0 and vanishes in any other sum
 
 
@@ -59,8 +62,7 @@ def checked_indices(indices, row, last):
     is.
     """
     K = indices.shape[1]
-    # from 64 on: for less PyPTO compares rows of different static widths, which is no valid code
-    width = max(-(-K // 16) * 16, 64)
+    width = max(-(-K // 16) * 16, LEAST_INDICES)
     pypto.set_vec_tile_shapes(width)
     order = pypto.reshape(pypto.arange(0.0, float(width), 1.0), [1, width])
     pypto.set_vec_tile_shapes(1, width)
@@ -76,25 +78,39 @@ def checked_indices(indices, row, last):
     return pypto.where(valid, index, safe), mask
 
 
-def pieces(index, size: int) -> list:
-    """Int32 tensors of ``size`` consecutive indices, the last one shorter.
+def pieces(index, size: int, parts: int) -> list:
+    """Indices of parts of rows, in a cache seen as ``parts`` rows for each of its own: a list for
+    each part, of int32 tensors of ``size`` consecutive ones, the last one shorter.
 
-    PyPTO 0.2.0 gathers wrong rows for a part of a tensor: its generated code takes the indices from
-    the first tensor of the graph.
+    Each is a tensor of its own: for a part of a tensor PyPTO 0.2.0 generates code that takes the
+    indices from the first tensor of the graph.
     """
+    if parts > 1:
+        # as integers, which float32 could not hold; once for all, which keeps them in one task
+        index = pypto.mul(pypto.cast(index, pypto.DT_INT32), parts)
     starts = range(0, index.shape[1], size)
     shapes = [[1, min(size, index.shape[1] - start)] for start in starts]
-    parts = [pypto.view(index, s, [0, start]) for start, s in zip(starts, shapes, strict=True)]
-    return [pypto.cast(part, pypto.DT_INT32) for part in parts]
+    views = [pypto.view(index, s, [0, start]) for start, s in zip(starts, shapes, strict=True)]
+    if parts == 1:
+        return [[pypto.cast(view, pypto.DT_INT32) for view in views]]
+    return [[pypto.add(view, part) for view in views] for part in range(parts)]
 
 
 def checked(
-    a: Arguments, row, sequence, visible, *, block_size: int, table_width: int, sizes: Callable
+    a: Arguments,
+    row,
+    sequence,
+    visible,
+    *,
+    block_size: int,
+    table_width: int,
+    splits: Callable,
+    apart: bool,
 ):
     """The checked inputs of the gathers and of the softmax.
 
-    ``(index, mask, table)``, of which ``index`` has a list of :func:`pieces` for each of ``sizes``
-    of the padded number of indices.
+    ``(index, mask, table)``, of which ``index`` has the :func:`pieces` for each of ``splits`` of
+    the padded number of indices; with ``apart`` the first of them do not wait for the others.
 
     Index arithmetic is float32, the type for which comparisons exist; it keeps the order of all
     int32.
@@ -106,10 +122,15 @@ def checked(
     # from ``last``, so that indices and table are connected and stay in one task
     last_block = pypto.sub(number(visible - 1 + blocks - 1), last)
     index, mask = checked_indices(a.indices, row, last)
-    index = [pieces(index, size) for size in sizes(index.shape[1])]
+    first, *others = splits(index.shape[1])
+    found = [pieces(index, *first)]
     table = checked_table(a.block_table, sequence, last_block, table_width)
+    for scope, split in enumerate(others, CHECKS + 1):
+        pypto.set_pass_options(sg_set_scope=scope if apart else CHECKS)
+        pypto.set_vec_tile_shapes(1, index.shape[1])
+        found.append(pieces(index, *split))
     pypto.set_pass_options(sg_set_scope=-1)
-    return index, mask, table
+    return found, mask, table
 
 
 def softmax(scores, mask, sinks, *, statistics: bool) -> list:
@@ -124,13 +145,13 @@ def softmax(scores, mask, sinks, *, statistics: bool) -> list:
     p = pypto.mul(pypto.exp(pypto.sub(scores, top)), mask)
     of_keys = pypto.add(pypto.sum(p, dim=-1, keepdim=True), MASKED_SUM)
     if sinks is None:
-        maximum, total, factor = top, of_keys, pypto.reciprocal(of_keys)
+        maximum, total, factor = top, of_keys, reciprocal(of_keys)
     else:
         # relative to the larger of both, so that neither exp overflows
         maximum = pypto.maximum(top, sinks)
         share = pypto.exp(pypto.sub(top, maximum))
         total = pypto.add(pypto.mul(of_keys, share), pypto.exp(pypto.sub(sinks, maximum)))
-        factor = pypto.mul(share, pypto.reciprocal(total))
+        factor = pypto.mul(share, reciprocal(total))
     results = [pypto.mul(p, factor)]
     if statistics:
         results += where_valid(of_keys, maximum, total)
@@ -148,27 +169,27 @@ def where_valid(of_keys, maximum, total) -> list:
 class GatheredRows:
     """The rows of the caches that the indices name, gathered into L1 by each product.
 
-    The loader of :func:`attender`: ``sizes(width)`` returns the sizes of the :func:`pieces` that it
-    needs of ``width`` indices, ``load(index, table)`` takes these pieces, a list for each size, and
-    ``keys()`` and ``values()`` return the right operands of a group of heads.
+    The loader of :func:`attender`: ``splits(width)`` returns the arguments of the calls of
+    :func:`pieces` that it needs for ``width`` indices, ``load(index, table)`` takes their results,
+    and ``keys()`` and ``values()`` return the right operands of a group of heads.
     """
 
     def __init__(self, a: Arguments, *, heads: int, block_size: int, tiling: AttentionTiling):
         self.a, self.block_size = a, block_size
-        self.sizes = functools.partial(tiling.pieces, heads, a.out.shape[1])
+        self.splits = functools.partial(tiling.splits, heads, a.out.shape[1])
 
     def load(self, index: list, table) -> None:
         self.index = index
         self.gather = functools.partial(gathered, table=table, block_size=self.block_size)
 
     def keys(self):
-        k = self.gather(self.a.key, self.index[0], transposed=True)
+        k = self.gather(self.a.key, self.index[-2], transposed=True)
         if self.a.query_rope is None:
             return k
         return beside(k, self.gather(self.a.key_rope, self.index[0], transposed=True), "keys")
 
     def values(self):
-        return self.gather(self.a.value, self.index[1], transposed=False)
+        return self.gather(self.a.value, self.index[-1], transposed=False)
 
 
 def attender(
@@ -201,7 +222,12 @@ def attender(
         pypto.set_pass_options(**tiling.pass_options)  # of the calling loop
         pypto.experimental.set_operation_options(combine_axis=True)
         if pypto.cond(visible > 0):
-            facts = dict(block_size=block_size, table_width=table_width, sizes=rows.sizes)
+            facts = dict(
+                block_size=block_size,
+                table_width=table_width,
+                splits=rows.splits,
+                apart=tiling.apart,
+            )
             index, mask, table = checked(a, selection, sequence, visible, **facts)
             width = mask.shape[1]
             scores_tiles, output_tiles = tiling.cube_tiles(heads, latent, width)
@@ -269,17 +295,28 @@ def program(
 
 
 def gathered(rows, index: list, *, table, block_size: int, transposed: bool):
-    """The rows of a paged cache that ``index`` names, as right operand of a matmul."""
-    width = rows.shape[1]
+    """The rows of a paged cache that ``index``, of :func:`pieces`, names, as right operand of a
+    matmul.
+
+    Each gather starts at column 0, of rows that are parts of those of the cache: since CANN 9.1
+    PyPTO's generated code starts there in any case (docs/npu.md).
+    """
+    parts = len(index)
+    width, block_size = rows.shape[1] // parts, block_size * parts
+    if parts > 1:
+        rows = pypto.reshape(rows, [rows.shape[0] * parts, width], inplace=True)
+    options = dict(is_b_matrix=True, is_trans=transposed)
     found = [
-        gather_in_l1(rows, part, table, block_size, width, is_b_matrix=True, is_trans=transposed)
+        [gather_in_l1(rows, piece, table, block_size, width, **options) for piece in part]
         for part in index
     ]
-    if len(found) == 1:
-        return found[0]
-    joined = pypto.tensor([sum(part.shape[1] for part in index), width], rows.dtype, "rows")
-    for i, part in enumerate(found):
-        pypto.assemble(part, [i * index[0].shape[1], 0], joined)
+    if parts == len(found[0]) == 1:
+        return found[0][0]
+    keys = sum(piece.shape[1] for piece in index[0])
+    joined = pypto.tensor([keys, parts * width], rows.dtype, "rows")
+    for column, part in enumerate(found):
+        for i, piece in enumerate(part):
+            pypto.assemble(piece, [i * index[0][0].shape[1], column * width], joined)
     return joined
 
 
@@ -314,7 +351,7 @@ def _kernel(
 ):
     D, S, F32, I32 = pypto.DYNAMIC, pypto.STATIC, pypto.DT_FP32, pypto.DT_INT32
 
-    @pypto.frontend.jit(
+    @jit(
         runtime_options=runtime_options(
             "query_lengths", "key_lengths", ready_on_host=ready_on_host, layout=facts["layout"]
         ),

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pypto
 
 from . import loop
+from .pypto_versions import div
 
 TOKENS = 16  # per tile
 FLOAT = pypto.DT_FP32
@@ -31,11 +32,11 @@ def quantised(x) -> tuple:
     largest = pypto.maximum(pypto.amax(pypto.abs(x), dim=-1, keepdim=True), 1e-4)
     # of two tensors: 127 / x of a number is its reciprocal times 127, which rounds twice
     steps = pypto.add(pypto.mul(largest, 0.0), 127.0)
-    y = pypto.mul(x, pypto.div(steps, largest))
+    y = pypto.mul(x, div(steps, largest))
     # by way of the integers: casts to int8 exist from float16 only
     y = pypto.cast(y, pypto.DT_INT32, pypto.CastMode.CAST_RINT)
     y = pypto.cast(pypto.cast(y, pypto.DT_FP16), pypto.DT_INT8, pypto.CastMode.CAST_TRUNC)
-    return y, pypto.div(largest, steps)
+    return y, div(largest, steps)
 
 
 def write_rows(written: list[tuple], slots, start, rows, *, slot_words: int) -> None:

@@ -104,11 +104,12 @@ class AttentionTiling:
     rows: int  # heads per softmax tile
     l1_reuse: int  # cube tiles that share an operand per task; 0: the compiler chooses
     vec_nbuffer: int  # softmax tiles per task; 0: the compiler chooses
+    apart: bool = False  # the indices of the values are a task of their own, beside the scores
 
     def cube_tiles(self, heads: int, latent: int, keys: int) -> tuple[tuple, tuple]:
         """Cube tiles ([m], [k], [n]) of both matmuls, in L0 and L1 each."""
         m = -(-min(self.heads, heads) // 16) * 16
-        n, columns = min(self.score_keys, keys), min(self.output_columns, latent)
+        n, columns = min(self.score_keys, keys), gcd(self.output_columns, latent)
         # a tile across the border of latent and rope would make the compiler write both to memory
         k = gcd(latent, 512)
         scores = [m, m], [min(128, k), k], [n, n]
@@ -116,10 +117,14 @@ class AttentionTiling:
         output = [m, m], [k, min(self.output_keys, -(-keys // k) * k)], [columns, columns]
         return scores, output
 
-    def pieces(self, heads: int, latent: int, keys: int) -> tuple[int, int]:
-        """Indices per gather of the scores' right operand and of the output's."""
+    def splits(self, heads: int, latent: int, keys: int) -> list[tuple[int, int]]:
+        """``(indices per gather, parts of a row)`` of the right operands: rope, latent unless it is
+        one part as well, values. A part is what a tile holds of a row.
+        """
         scores, output = self.cube_tiles(heads, latent, keys)
-        return scores[2][1], output[1][1]
+        (_, k), (_, n), (_, columns) = scores[1], scores[2], output[2]
+        latents = [(n, latent // k)] if latent > k else []
+        return [(n, 1), *latents, (output[1][1], latent // columns)]
 
     def softmax_rows(self, keys: int, *, sinks: bool) -> int:
         """``rows``, or fewer where float32 rows of ``keys`` would not fit UB; with sinks, which
@@ -138,30 +143,32 @@ class AttentionTiling:
 # few edges; softmax tasks of 20 heads, because their number rather than their length delays the
 # outputs.
 ATTENTION = {
-    # two groups of heads in parallel, each of small tasks, fill the cores; 2048 probabilities in
-    # one load, so that the indices of the values are one piece
+    # two groups of heads in parallel, each of small tasks, fill the cores; probabilities in two
+    # loads, so that a product need not wait for the gather of all values
     "1-2 tokens": AttentionTiling(
         heads=64,
         score_keys=256,
         output_columns=64,
-        output_keys=2048,
+        output_keys=1024,
         rows=8,
         l1_reuse=2,
         vec_nbuffer=0,
+        apart=True,
     ),
     # one group, see below; so few checks are faster in one task. Half as many columns double the
-    # output tasks, and there are cores for them
+    # output tasks, and there are cores for them, as for half as many score tiles per task
     "3-4 tokens": AttentionTiling(
         heads=128,
         score_keys=256,
         output_columns=128,
         output_keys=1024,
         rows=4,
-        l1_reuse=3,
+        l1_reuse=2,
         vec_nbuffer=5,
+        apart=True,
     ),
     # one group: keys and values are gathered once per token. Three score tasks per token keep the
-    # 24 cube cores busy just once; softmax tasks of 16 heads
+    # 24 cube cores busy just once
     "5-8 tokens": AttentionTiling(
         heads=128,
         score_keys=256,
@@ -169,17 +176,19 @@ ATTENTION = {
         output_keys=512,
         rows=4,
         l1_reuse=3,
-        vec_nbuffer=4,
+        vec_nbuffer=5,
+        apart=True,
     ),
-    # softmax tasks of 20 heads again
+    # softmax tasks of 40 heads: the fewer edges count more since CANN 9.1
     "9-16 tokens": AttentionTiling(
         heads=128,
         score_keys=256,
         output_columns=256,
         output_keys=512,
-        rows=4,
+        rows=8,
         l1_reuse=3,
         vec_nbuffer=5,
+        apart=True,
     ),
     # a token's score tasks are two, its softmax tasks two: edges take longer than idle cores
     "17-32 tokens": AttentionTiling(

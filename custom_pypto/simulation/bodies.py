@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pypto
 
+from ..requirements import PYPTO_GCC
 from .compiler import SimulationError, built_once
 
 ISA = Path(__file__).parent / "isa"
@@ -52,7 +53,7 @@ def _compiler() -> tuple[str, str]:
     if path is None:
         raise SimulationError(
             "custom_pypto.simulation: generated code needs g++ to be compiled, found none; "
-            "install g++ 9.4 or later"
+            f"install g++ {PYPTO_GCC} or later"
         )
     version = subprocess.run([path, "--version"], capture_output=True, text=True).stdout
     return path, version
@@ -87,7 +88,7 @@ def _build(folder: Path) -> None:
         copy = folder / path.relative_to(INCLUDE)
         copy.parent.mkdir(parents=True, exist_ok=True)
         # an attribute of the device's compiler, which others do not parse
-        copy.write_text(re.sub(r"\[(host, *)?aicore\]", "", path.read_text(errors="replace")))
+        copy.write_text(re.sub(r"\[ *(host, *)?aicore *\]", "", path.read_text(errors="replace")))
     sources = [str(path) for path in _files(ISA / "library") if path.suffix == ".cpp"]
     output = str(folder / "libisa.so")
     _compile("isa/library", *LIBRARY_FLAGS, f"-I{folder}", "-o", output, *sources)

@@ -12,26 +12,25 @@ import shutil
 import subprocess
 from pathlib import Path
 
-import pypto
 import torch
-from pypto._utils import BuildOnlineManager
 
-from .compiler import SimulationError, built_once
+from ..requirements import PYPTO_GCC, cxx_standard, gcc
+from .compiler import SimulationError, built_once, pypto_versions
 
-SOURCES = Path(pypto.__file__).parent / "lib" / "calculator"
+SOURCES, *_ = FOLDERS = [pypto_versions.LIB / folder for folder in pypto_versions.CALCULATOR]
 
 
 @functools.cache
 def load() -> None:
     """Compiles the library if the cache has none and loads it into this process."""
     facts = hashlib.sha256(f"{torch.__version__} {torch.__file__}".encode())
-    for path in sorted(SOURCES.rglob("*")):
+    for path in sorted({path for folder in FOLDERS for path in folder.rglob("*")}):
         if path.is_file():
             facts.update(path.read_bytes())
     name = f"libtile_fwk_calculator-{facts.hexdigest()[:16]}.so"
     library = built_once("PyPTO's interpreter", name, _build)
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
-    BuildOnlineManager().calculator_loaded = True
+    pypto_versions.calculator_is_loaded()
 
 
 def _cmake() -> str:
@@ -57,13 +56,20 @@ def _build(library: Path) -> None:
         f"-DPY3_MOD_TORCH_ROOT_PATH={Path(torch.__file__).parent}",
         f"-DPY3_MOD_TORCH_C_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}",
     ]
+    if (standard := cxx_standard(torch.__version__)) != 17:
+        # PyPTO sets 17 after this file is read, over any -D
+        changed = folder.with_name("standard.cmake")
+        options = [f"CMAKE_CXX17_{kind}_COMPILE_OPTION" for kind in ("STANDARD", "EXTENSION")]
+        changed.write_text("".join(f"set({name} -std=c++{standard})\n" for name in options))
+        configure.append(f"-DCMAKE_PROJECT_INCLUDE={changed}")
     if shutil.which("ninja"):
         configure += ["-G", "Ninja"]
     for command in (configure, [_cmake(), "--build", str(folder), "--parallel", "2"]):
         done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         if done.returncode:
+            oldest = max(PYPTO_GCC, str(gcc(torch.__version__)), key=float)
             raise SimulationError(
                 "custom_pypto.simulation: PyPTO's interpreter library does not compile, "
-                "g++ 9.4 or later, make or ninja are needed:\n" + done.stdout[-2000:]
+                f"g++ {oldest} or later, make or ninja are needed:\n" + done.stdout[-2000:]
             )
     (folder / "libtile_fwk_calculator.so").rename(library)

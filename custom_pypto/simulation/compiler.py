@@ -88,7 +88,7 @@ def _configure() -> None:
     os.environ["TILEFWK_CONFIG_PATH"] = str(path)
 
 
-# this folder uses internals of one PyPTO version
+# this folder uses internals of PyPTO
 if _problem := pypto_problem():
     raise ImportError(f"custom_pypto.simulation: {_problem['what']}; {_problem['remedy']}")
 if "pypto" not in sys.modules:
@@ -108,18 +108,23 @@ import pypto  # noqa: E402
 import torch  # noqa: E402
 from pypto.frontend.parser.entry import JitCallableWrapper  # noqa: E402
 
+from . import loaded_calls, pypto_versions  # noqa: E402
+
 PACKAGE = str(Path(pypto.__file__).parent)
 FORK = multiprocessing.get_context("fork")
 
 
-def simulated(kernel: JitCallableWrapper, **options) -> JitCallableWrapper:
-    """A copy of the kernel with the same options, which runs in the simulator on any machine."""
+def simulated(kernel, runtime: dict | None = None, **options) -> JitCallableWrapper:
+    """A copy of the kernel with the same options, which runs in the simulator on any machine.
+
+    ``runtime``: more of its runtime options.
+    """
     if not isinstance(kernel, JitCallableWrapper):
         raise TypeError(
             "custom_pypto.simulation: kernel must be what pypto.frontend.jit returns, "
             f"got {type(kernel).__name__}"
         )
-    runtime = {**(kernel._runtime_options or {}), "run_mode": pypto.RunMode.SIM}
+    runtime = {**(kernel._runtime_options or {}), **(runtime or {}), "run_mode": pypto.RunMode.SIM}
     return JitCallableWrapper(
         None,
         kernel._original_func,
@@ -128,8 +133,7 @@ def simulated(kernel: JitCallableWrapper, **options) -> JitCallableWrapper:
         pass_options=kernel._pass_options,
         runtime_options=runtime,
         captured_locals=kernel._captured_locals,
-        infer_controlflow_shape=kernel._infer_controlflow_shape,
-        use_cache=False,
+        **pypto_versions.wrapper_options(kernel),
         **options,
     )
 
@@ -213,6 +217,7 @@ def _child(kernel, tensors, params, prepare, run: Path, send) -> None:
     os.environ["TILE_FWK_OUTPUT_DIR"] = str(run)
     failure = None
     try:
+        _stop_the_clock()
         prepare()
         kernel(*tensors, **params)
     except BaseException as error:
@@ -225,6 +230,18 @@ def _child(kernel, tensors, params, prepare, run: Path, send) -> None:
     send.close()
     # skips destructors of C++ threads that the fork does not have
     os._exit(0)
+
+
+def _stop_the_clock() -> None:
+    """PyPTO's clock shows one time.
+
+    Since CANN 9.1 the threads of the simulated device wait for each other for 50 ms only, and on a
+    busy machine end the process. Where PyPTO reads a counter of the CPU instead, on aarch64, its
+    limits remain.
+    """
+    # which takes what clock_gettime takes
+    one_time = loaded_calls.address(ctypes.CDLL(None).clock_getres)
+    loaded_calls.replace_in(PACKAGE, "clock_gettime", one_time)
 
 
 def _described(error: BaseException) -> str:

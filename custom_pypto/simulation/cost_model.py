@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from .compiler import SimulationError, compiled, simulated
+from .compiler import SimulationError, compiled, pypto_versions, simulated
 
 CYCLES_PER_US = 1800.0  # PyPTO's own conversion, though its A2A3.ini has cores of 1850 MHz
 AI_CORES = {"AIC": 24, "AIV": 48}  # cube and vector cores of the simulated chip
@@ -109,14 +109,11 @@ def estimate(
 def _read(cores: list[dict], topology: str, program: dict) -> Estimate:
     functions = {str(f["hash"]): _name(f) for f in program["functions"]}
     names, successors = {}, {}
-    for line in topology.splitlines():
-        # batch, task, root, hash, op, leaf, leaf hash, core type, graph, "", successors...
-        fields = [field for field in line.split(",") if field]
-        if fields and fields[0].isdigit():
-            batch = int(fields[0])
-            node = (batch, int(fields[1]))
-            names[node] = functions.get(fields[6], "")
-            successors[node] = tuple((batch, int(task)) for task in fields[9:])
+    for fields, following in pypto_versions.topology(topology):
+        batch = int(fields[0])
+        node = (batch, int(fields[1]))
+        names[node] = functions.get(fields[6], "")
+        successors[node] = tuple((batch, int(task)) for task in following)
     found = []
     for core in cores:
         if core["coreType"] in AI_CORES:

@@ -7,21 +7,25 @@ executed in the instructions of ``isa/``, with the addresses, offsets and shapes
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
-import pypto
 import torch
 from pypto.frontend.parser.entry import JitCallableWrapper
 from torch import Tensor
 
-from . import bodies
-from .compiler import SimulationError, compiled, simulated
+from . import bodies, loaded_calls
+from .compiler import SimulationError, compiled, pypto_versions, simulated
 
-# the libraries that may hold PyPTO's control flow, with and without CANN
-CONTROL_FLOW = ("libtile_fwk_runtime_stub.so", "libtile_fwk_runtime.so")
 NAN, LARGE = 0xFF, 0x4B  # bytes of NaN, and of large finite numbers, in every type
+
+# functions of PyPTO's code generator
+_CODEGEN = "_ZNK3npu8tile_fwk10CodeGenNPU"
+_TEXT = "ERSt19basic_ostringstreamIcSt11char_traitsIcESaIcEE"
+END_TEXT = f"{_CODEGEN}10GenFuncEnd{_TEXT}"
+UPDATE = f"{_CODEGEN}13UpdateSubFuncESt4pairImPNS0_8FunctionEERKNS0_11CompileInfoE"
+WRITE_TEXT = f"{_CODEGEN}19GenCodeToBinaryTask{_TEXT}RKNS0_11CompileInfoERKSs"
 
 
 def execute(
@@ -53,7 +57,7 @@ def execute(
             breaks a rule; the message names the task, the instruction and the buffer or argument.
     """
     bodies.toolchain()
-    copy = simulated(kernel)
+    copy = simulated(kernel, pypto_versions.ONE_SCHEDULER)
     prepare = partial(_prepare, tensors, fill)
     with compiled(copy, tensors, params, prepare=prepare, timeout=timeout) as output:
         return [_read(output.parent / f"argument_{i}", t) for i, t in enumerate(tensors)]
@@ -79,18 +83,37 @@ def _prepare(tensors: Sequence[Tensor], fill: int) -> None:
     os.environ["PATH"] = f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"
     os.environ["PTO_TILE_LIB_CODE_PATH"] = str(isa)
     os.environ["ASCEND_HOME_PATH"] = str(folder)
+    library = ctypes.CDLL(str(bodies.toolchain() / "libisa.so"), mode=ctypes.RTLD_GLOBAL)
+    _write_code(library)
     run_control_flow = JitCallableWrapper._run_with_cpu
 
     def run(self, *arguments):
         del os.environ["ASCEND_HOME_PATH"]
-        _run(folder, tensors, fill, lambda: run_control_flow(self, *arguments))
+        _run(library, folder, tensors, fill, lambda: run_control_flow(self, *arguments))
 
     JitCallableWrapper._run_with_cpu = run
 
 
-def _run(folder: Path, tensors: Sequence[Tensor], fill: int, control_flow) -> None:
+def _write_code(library: ctypes.CDLL) -> None:
+    """Has PyPTO write what it generates, unless it does already."""
+    codegen = loaded_calls.loaded(pypto_versions.LIB / "libtile_fwk_codegen.so")
+    if not hasattr(codegen, WRITE_TEXT) or loaded_calls.entry(codegen, WRITE_TEXT):
+        return
+    functions = {"isa_write_text": loaded_calls.address(getattr(codegen, WRITE_TEXT))}
+    for name, own, replacement in (
+        (END_TEXT, "isa_end_text", library.isa_end_and_keep),
+        (UPDATE, "isa_update", library.isa_write_and_update),
+    ):
+        entry = loaded_calls.entry(codegen, name)
+        functions[own] = loaded_calls.replace(entry, loaded_calls.address(replacement))
+    for own, function in functions.items():
+        ctypes.c_void_p.in_dll(library, own).value = function
+
+
+def _run(
+    library: ctypes.CDLL, folder: Path, tensors: Sequence[Tensor], fill: int, control_flow: Callable
+) -> None:
     (output,) = folder.glob("output_*")
-    library = ctypes.CDLL(str(bodies.toolchain() / "libisa.so"), mode=ctypes.RTLD_GLOBAL)
     library.isa_begin(str(output / "dyn_topo.txt").encode(), fill)
     for tensor in tensors:
         library.isa_argument(ctypes.c_uint64(tensor.numel() * tensor.element_size()))
@@ -98,7 +121,7 @@ def _run(folder: Path, tensors: Sequence[Tensor], fill: int, control_flow) -> No
         function = getattr(ctypes.CDLL(str(body.library)), body.function)
         address = ctypes.cast(function, ctypes.c_void_p)
         library.isa_body(ctypes.c_uint64(body.hash), address, body.title.encode())
-    _register(library.isa_run)
+    pypto_versions.register_inspector(library.isa_run)
     control_flow()
     library.isa_problem.restype = ctypes.c_char_p
     if problem := library.isa_problem().decode():
@@ -110,18 +133,6 @@ def _run(folder: Path, tensors: Sequence[Tensor], fill: int, control_flow) -> No
         size = tensor.numel() * tensor.element_size()
         data = ctypes.string_at(library.isa_address(i), size) if size else b""
         (folder / f"argument_{i}").write_bytes(data)
-
-
-def _register(function) -> None:
-    """Lets PyPTO's control flow call ``function`` with each group of tasks it forms."""
-    folder = Path(pypto.__file__).parent / "lib"
-    for name in CONTROL_FLOW:
-        try:
-            library = ctypes.CDLL(str(folder / name), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-        except OSError:  # not loaded
-            continue
-        register = library.PyptoKernelCtrlServerRegisterTaskInspector
-        register(ctypes.cast(function, ctypes.c_void_p), None)
 
 
 def _read(path: Path, like: Tensor) -> Tensor:

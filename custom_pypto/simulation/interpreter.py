@@ -1,7 +1,5 @@
 """Runs the tensor graph of a PyPTO kernel on host tensors in PyPTO's interpreter."""
 
-import csv
-import re
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -13,7 +11,7 @@ from pypto.frontend.parser.entry import JitCallableWrapper, _pto_to_tensor_data
 from torch import Tensor
 
 from . import calculator
-from .compiler import SimulationError, compiled, simulated
+from .compiler import SimulationError, compiled, pypto_versions, simulated
 
 
 def interpret(kernel, *tensors: Tensor, timeout: float | None = None, **params) -> list[Tensor]:
@@ -76,13 +74,8 @@ def verify_passes(
     prepare = partial(_set_inputs, dump=False)
     with compiled(copy, tensors, params, prepare=prepare, timeout=timeout) as output:
         counts: dict[str, list[int]] = {}
-        for path in output.glob("verify_*/verify_result_brief.csv"):
-            with open(path, newline="", errors="replace") as file:
-                for row in csv.DictReader(file):
-                    name = re.sub(r"^Pass_\d+_", "", row["passName"])
-                    if row["verifyResult"] in ("PASS", "FAILED"):
-                        failed = row["verifyResult"] == "FAILED"
-                        counts.setdefault(name, [0, 0])[failed] += 1
+        for name, failed in pypto_versions.verdicts(output):
+            counts.setdefault(name, [0, 0])[failed] += 1
         return {name: (agree, differ) for name, (agree, differ) in counts.items()}
 
 
@@ -95,7 +88,7 @@ def _set_inputs(*, dump: bool) -> None:
         # it writes the final value of each argument for which a value is expected
         pypto_impl.SetVerifyData(data, [], data if dump else [])
 
-    JitCallableWrapper._setup_verify_data = staticmethod(inputs)
+    pypto_versions.replace_inputs(inputs)
     JitCallableWrapper._run_with_cpu = lambda *arguments: None
 
 

@@ -26,3 +26,5 @@
 #include "vector/range.h"
 #include "cube/cube_pto.h"
 // clang-format on
+
+struct TaskStat;  // the type of a body's parameter since CANN 9.1, always null here

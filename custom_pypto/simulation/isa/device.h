@@ -16,7 +16,7 @@ namespace isa {
 enum class Type : uint8_t { f32, f16, bf16, i64, u64, i32, u32, i16, u16, i8, u8 };
 enum class Buffer : uint8_t { UB, L1, L0A, L0B, L0C, bias, fixpipe };
 enum class Layout : uint8_t { rows, columns, nz, zn, other };
-enum class Pad : uint8_t { none, zero, highest, lowest };
+enum class Pad : uint8_t { none, zero, highest, lowest, number };
 
 // A tile in a buffer: ``rows x cols`` elements from ``address`` on, of which some are valid.
 struct Tile {
@@ -26,6 +26,8 @@ struct Tile {
   int rows, cols, valid_rows, valid_cols;
   uint64_t address;
   Pad pad;
+  float pad_number;
+  bool pad_whole;  // TFILLPAD in L1: up to the tile's end, not to the next 16 rows
 };
 
 // A part of global memory; shape and stride in elements, outermost first.
@@ -44,6 +46,7 @@ enum class Round : uint8_t { none, rint, round, floor, ceil, trunc, odd };
 // Copies between global memory and buffers. They move what the global shape says.
 void load(const Tile& dst, const Global& src);
 void store(const Global& dst, const Tile& src, bool add, bool relu);
+void fill_pad_in_l1(const Tile& dst, const Tile& src);
 
 // Vector unit; the valid part of ``dst`` unless said otherwise.
 void binary(const char* name, Binary op, const Tile& dst, const Tile& a, const Tile& b);
@@ -58,9 +61,12 @@ void select(const Tile& dst, const Tile& mask, const Tile& a, const Tile& b, con
 void row_expand(const Tile& dst, const Tile& src);  // dst[r][c] = src[r][0]
 void row_expand_binary(const char* name, Binary op, const Tile& dst, const Tile& a, const Tile& b);
 void column_expand(const Tile& dst, const Tile& src);  // dst[r][c] = src[0][c]
+void column_expand_binary(const char* name, Binary op, const Tile& dst, const Tile& a,
+                          const Tile& b);
 void row_reduce(const char* name, Reduce op, const Tile& dst, const Tile& src, const Tile& tmp);
 void column_reduce(const char* name, Reduce op, const Tile& dst, const Tile& src, const Tile* tmp);
 void fill_pad(const Tile& dst, const Tile& src);
+void spoil(const Tile& tmp);  // an instruction's scratch
 void count_up(const Tile& dst, int64_t start, bool descending);
 void transpose(const Tile& dst, const Tile& src, const Tile& tmp);
 void gather(const Tile& dst, const Tile& src, const Tile& index, const Tile& tmp);

@@ -10,7 +10,24 @@ enum class BLayout { RowMajor, ColMajor };
 enum class SLayout { NoneBox, RowMajor, ColMajor };
 enum class Layout { ND, DN, NZ, MX_A_ND, MX_A_DN, MX_B_ND, MX_B_DN };
 enum class PadValue : uint64_t { Null, Zero, Max, Min };
-enum class CompactMode { Null, Normal };
+constexpr uint64_t PAD_NUMBER = uint64_t{1} << 32;  // the bits of a float are below
+constexpr PadValue PadValueCustom(float value) {
+  return static_cast<PadValue>(PAD_NUMBER | __builtin_bit_cast(uint32_t, value));
+}
+enum class CompactMode { Null, Normal, RowAlignedPadding, RowPlusOne };
+// how precisely an instruction computes; both are exact here
+#define ISA_ALGORITHM(NAME) enum class NAME##Algorithm{DEFAULT, HIGH_PRECISION};
+ISA_ALGORITHM(Exp)
+ISA_ALGORITHM(Sqrt)
+ISA_ALGORITHM(Log)
+ISA_ALGORITHM(Recip)
+ISA_ALGORITHM(Div)
+ISA_ALGORITHM(Fmod)
+ISA_ALGORITHM(FmodS)
+ISA_ALGORITHM(Pow)
+ISA_ALGORITHM(Rem)
+ISA_ALGORITHM(RemS)
+#undef ISA_ALGORITHM
 enum class RoundMode : uint8_t {
   CAST_NONE,
   CAST_RINT,
@@ -143,6 +160,7 @@ struct Tile {
                                    : Inner == SLayout::RowMajor && !isRowMajor ? isa::Layout::nz
                                    : Inner == SLayout::ColMajor && isRowMajor  ? isa::Layout::zn
                                                                                : isa::Layout::other;
+    constexpr uint64_t pad = static_cast<uint64_t>(PadOf);
     return {buffers[static_cast<int>(Location)],
             type_of<Element>(),
             layout,
@@ -151,7 +169,9 @@ struct Tile {
             valid_rows,
             valid_cols,
             address,
-            pads[static_cast<int>(PadOf)]};
+            pad & PAD_NUMBER ? isa::Pad::number : pads[pad & 3],
+            isa::float_of(static_cast<uint32_t>(pad)),
+            CompactOf != CompactMode::RowAlignedPadding};
   }
 };
 

@@ -97,6 +97,7 @@ void multiply(const Tile& c, const Tile& a, const Tile& b, bool accumulate) {
           "m, k and n are in [1, 4095]");
   require(b.valid_rows == k, "operands with different k");
   int64_t rows = round_up(m, BLOCK), cols = round_up(n, BLOCK);
+  require(rows <= c.rows && cols <= c.cols, "more rows or columns than the result has");
   int64_t inner = 32ll * (round_up(k, depth(a.type)) / depth(a.type));  // bytes
   const char *left = region(a, rows * inner, "a"), *right = region(b, inner * cols, "b");
   char* to = region(c, 4 * rows * cols, "c");

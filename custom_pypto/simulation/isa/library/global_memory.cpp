@@ -13,6 +13,7 @@ std::vector<Area> areas;     // the workspace is the last
 uint8_t* written = nullptr;  // a byte for each byte of the workspace
 uint64_t written_size = 0;
 std::vector<Access> accesses;
+uint64_t stack_begin = 0, stack_end = 0;  // of the core that runs the task
 
 const Area* area_of(uint64_t address) {
   for (const Area& area : areas)
@@ -39,6 +40,7 @@ const Area& inside(uint64_t address, int64_t bytes, bool write) {
 
 const Area& checked(uint64_t address, int64_t bytes, bool write) {
   const Area& area = inside(address, bytes, write);
+  if (address >= stack_begin && address + bytes <= stack_end) return area;
   if (!accesses.empty()) {
     Access& last = accesses.back();
     if (last.end == address && last.write == write && last.instruction == instruction) {
@@ -64,7 +66,16 @@ void set_areas(std::vector<Area> arguments, Area workspace) {
   written = static_cast<uint8_t*>(place);
 }
 
-void start_log() { accesses.clear(); }
+void start_task(uint64_t stack, uint64_t bytes) {
+  accesses.clear();
+  stack_begin = stack;
+  stack_end = stack + bytes;
+  if (!bytes) return;
+  const Area& workspace = areas.back();
+  if (stack_begin < workspace.begin || stack_end > workspace.end)
+    throw Fault("PyPTO's stack of a core lies outside the workspace");
+  std::memset(written + (stack_begin - workspace.begin), 0, bytes);
+}
 
 std::vector<Access>& access_log() { return accesses; }
 

@@ -21,8 +21,9 @@ struct Access {
 };
 
 void set_areas(std::vector<Area> arguments, Area workspace);
-// The log of the task that runs; ``start_log`` begins a new one.
-void start_log();
+// Begins a task and its log. ``stack``: memory of the core that runs it, which tasks use one after
+// the other, each to write what it does not keep in buffers; hence it is not logged.
+void start_task(uint64_t stack, uint64_t bytes);
 std::vector<Access>& access_log();
 std::string place_of(uint64_t address);
 

@@ -6,6 +6,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <fstream>
@@ -18,7 +19,7 @@ namespace {
 
 using namespace npu::tile_fwk;
 
-// Of PyPTO 0.2.0's headers only these are in its wheel; what follows them in memory are the first
+// Of PyPTO's headers only these are in its wheel; what follows them in memory are the first
 // members of DynDeviceTaskBase and DevStartArgs.
 struct DeviceTaskBatch {
   DeviceTask task;
@@ -84,23 +85,29 @@ void learn_areas(DynFuncHeader* header) {
                          start->workspace + start->workspace_size};
   uint64_t first = header->At(0).workspaceAddr;  // 0 if a function needs none
   if (first && (first < workspace.begin || first > workspace.end))
-    throw isa::Fault("PyPTO's launch arguments have another layout than those of 0.2.0");
+    throw isa::Fault("PyPTO's launch arguments have another layout than those of 0.2.0 and 0.2.1");
   isa::set_areas(std::move(arguments), workspace);
 }
 
-// Lines of "batch, task, root, hash, op, leaf, leaf hash, core type, graph, , successors..."
+// A head that names the columns, the last of which is successors, then lines of numbers, in which
+// empty fields do not count: batch, task, root, hash, op, leaf, leaf hash, core type, ...
 isa::Graph read_graph(uint64_t batch, std::map<uint32_t, int>& core_types) {
   isa::Graph graph;
   std::ifstream file(program.topology);
-  for (std::string line; std::getline(file, line);) {
+  std::string line;
+  std::getline(file, line);
+  const auto columns = std::count(line.begin(), line.end(), ',');
+  while (std::getline(file, line)) {
     std::vector<uint64_t> fields;
     std::istringstream stream(line);
     for (std::string field; std::getline(stream, field, ',');)
       if (!field.empty()) fields.push_back(std::strtoull(field.c_str(), nullptr, 10));
-    if (fields.size() < 9 || fields[0] != batch || !std::isdigit(line[0])) continue;
+    if (fields.empty() || fields[0] != batch || !std::isdigit(line[0])) continue;
+    if (fields.size() < static_cast<size_t>(columns))
+      throw isa::Fault("a line of PyPTO's task graph has fewer fields than its head");
     uint32_t task = static_cast<uint32_t>(fields[1]);
     core_types[task] = static_cast<int>(fields[7]);
-    graph[task].successors.assign(fields.begin() + 9, fields.end());
+    graph[task].successors.assign(fields.begin() + columns, fields.end());
   }
   return graph;
 }
@@ -126,6 +133,10 @@ void learn_known(const DynFuncHeader* header, const DynFuncData& function, Body 
   range(function.exprTbl, function.exprNum);
   range(function.rawTensorDesc, function.rawTensorDescSize);
   range(function.rawTensorAddr, function.rawTensorAddrSize);
+  // dims of arguments
+  auto* start = static_cast<StartArguments*>(function.startArgs);
+  range(start, 1);
+  range(start->devTensorList, start->inputTensorSize + start->outputTensorSize);
 }
 
 void run_task(DynFuncHeader* header, uint32_t id, isa::Node& node, int core_type) {
@@ -139,9 +150,10 @@ void run_task(DynFuncHeader* header, uint32_t id, isa::Node& node, int core_type
   node.name = found->second.second;
   learn_known(header, function, found->second.first);
   isa::reset_core(program.pattern);
-  isa::start_log();
+  isa::start_task(function.stackWorkSpaceAddr, function.stackWorkSpaceSize);
   Parameters parameters = {&function, attributes, function.exprTbl, id, nullptr};
   try {
+    // that of core 0: each core has its own, and runs its tasks one after the other
     found->second.first(&parameters, function.stackWorkSpaceAddr, nullptr, nullptr);
     isa::check_flags();
   } catch (const isa::Fault& fault) {

@@ -17,13 +17,13 @@ T* elements(const Tile& tile, const char* role) {
   return reinterpret_cast<T*>(operand(tile, tile.valid_rows, tile.valid_cols, role));
 }
 
+}  // namespace
+
 // What lies in a scratch operand afterwards is not specified.
 void spoil(const Tile& tmp) {
   int64_t bytes = static_cast<int64_t>(tmp.rows) * tmp.cols * size_of(tmp.type);
   poison(region(tmp, bytes, "tmp"), bytes);
 }
-
-}  // namespace
 
 void row_expand(const Tile& dst, const Tile& src) {
   instruction = "TROWEXPAND";
@@ -151,7 +151,7 @@ void fill_pad(const Tile& dst, const Tile& src) {
   if (empty(dst)) return;
   with_type(dst.type, [&](auto zero) {
     using T = decltype(zero);
-    T pad = pad_value<T>(dst.pad);
+    T pad = dst.pad == Pad::number ? T(dst.pad_number) : pad_value<T>(dst.pad);
     int rows = std::max(dst.valid_rows, src.valid_rows);
     // pads up to the tile's last column, whatever is valid
     T* to = reinterpret_cast<T*>(operand(dst, rows, dst.cols, "dst"));

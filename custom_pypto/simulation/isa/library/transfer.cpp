@@ -68,6 +68,23 @@ void load_fractal(const Tile& dst, const Global& src) {
 
 }  // namespace
 
+// Zeros where nothing is valid, for products that take whole blocks.
+void fill_pad_in_l1(const Tile& dst, const Tile& src) {
+  instruction = "TFILLPAD";
+  require(dst.address == src.address && dst.layout == Layout::nz && dst.pad == Pad::none,
+          "in L1 in place, of NZ with zeros, others are not modelled");
+  int size = size_of(dst.type), per_block = BLOCK / size;
+  int rows = dst.pad_whole ? dst.rows : round_up(dst.valid_rows, 16);
+  int cols = dst.pad_whole ? dst.cols : round_up(dst.valid_cols, per_block);
+  char* to = region(dst, static_cast<int64_t>(dst.rows) * cols * size, "dst");
+  for (int col = 0; col < cols; ++col)
+    for (int row = 0; row < rows; ++row)
+      if (row >= dst.valid_rows || (dst.pad_whole && col >= dst.valid_cols))
+        std::memset(to + (col / per_block * static_cast<int64_t>(dst.rows) + row) * BLOCK +
+                        col % per_block * size,
+                    0, size);
+}
+
 void load(const Tile& dst, const Global& src) {
   instruction = "TLOAD";
   if (dst.layout == Layout::nz) return load_fractal(dst, src);

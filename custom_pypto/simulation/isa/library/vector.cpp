@@ -126,6 +126,23 @@ void row_expand_binary(const char* name, Binary op, const Tile& dst, const Tile&
   });
 }
 
+void column_expand_binary(const char* name, Binary op, const Tile& dst, const Tile& a,
+                          const Tile& b) {
+  instruction = name;
+  same_valid(dst, a);
+  require(b.valid_rows >= 1 && b.valid_cols >= dst.valid_cols, "src1 has fewer columns than dst");
+  with_type(dst.type, [&](auto zero) {
+    using T = decltype(zero);
+    T *x = elements<T>(a, "src0"), *to = elements<T>(dst, "dst");
+    T* y = reinterpret_cast<T*>(operand(b, 1, dst.valid_cols, "src1"));
+    for_each(dst, [&](int row, int col) {
+      double value = apply(op, static_cast<double>(x[offset(a, row, col)]),
+                           static_cast<double>(y[offset(b, 0, col)]));
+      to[offset(dst, row, col)] = rounded<T>(value);
+    });
+  });
+}
+
 void unary(const char* name, Unary op, const Tile& dst, const Tile& src) {
   instruction = name;
   same_valid(dst, src);

@@ -1,0 +1,76 @@
+"""PyPTO kernels of a few lines, for what the host runs of them.
+
+Can be imported without PyPTO, as pytest does.
+"""
+
+import importlib.util
+
+if importlib.util.find_spec("pypto") is not None:
+    # before pypto, whose options it sets
+    from custom_pypto import simulation  # noqa: F401
+
+    # isort: split
+    import pypto
+    from pypto.experimental import gather_in_l1
+
+    ROWS, WIDTH = pypto.DYNAMIC, pypto.STATIC
+
+
+def affine_kernel(*, barrier=True):
+    """``out = 3 * x + 1`` and ``x = 2 * out`` in place, in tiles of 8 rows; ``barrier`` between."""
+
+    @pypto.frontend.jit
+    def affine(
+        x: pypto.Tensor([ROWS, WIDTH], pypto.DT_FP32),
+        out: pypto.Tensor([ROWS, WIDTH], pypto.DT_FP32),
+    ):
+        for i in pypto.loop((x.shape[0] + 7) // 8, name="ROWS", idx_name="i"):
+            pypto.set_vec_tile_shapes(8, 64)
+            valid = [(x.shape[0] - i * 8).min(8), x.shape[1]]
+            row = pypto.view(x, [8, x.shape[1]], [i * 8, 0], valid_shape=valid)
+            pypto.assemble(pypto.add(pypto.mul(row, 3.0), 1.0), [i * 8, 0], out)
+        tiles = (x.shape[0] + 7) // 8
+        for i in pypto.loop(tiles, name="IN_PLACE", idx_name="j", submit_before_loop=barrier):
+            pypto.set_vec_tile_shapes(8, 64)
+            valid = [(x.shape[0] - i * 8).min(8), x.shape[1]]
+            row = pypto.view(out, [8, x.shape[1]], [i * 8, 0], valid_shape=valid)
+            pypto.assemble(pypto.mul(row, 2.0), [i * 8, 0], x)
+
+    return affine
+
+
+def product_kernel():
+    """``out = a @ b`` in a tile of 16 rows, whatever the rows of ``a``."""
+
+    @pypto.frontend.jit
+    def product(
+        a: pypto.Tensor([WIDTH, WIDTH], pypto.DT_BF16),
+        b: pypto.Tensor([WIDTH, WIDTH], pypto.DT_BF16),
+        out: pypto.Tensor([WIDTH, WIDTH], pypto.DT_FP32),
+    ):
+        pypto.set_cube_tile_shapes([16, 16], [64, 64], [64, 64])
+        for _ in pypto.loop(1, name="PRODUCT", idx_name="i"):
+            pypto.assemble(pypto.matmul(a, b, pypto.DT_FP32), [0, 0], out)
+
+    return product
+
+
+def selected_kernel():
+    """``out = weights @ rows[index]``, paged, in tiles of 128 of 256 columns."""
+
+    @pypto.frontend.jit
+    def selected(
+        weights: pypto.Tensor([WIDTH, WIDTH], pypto.DT_BF16),
+        rows: pypto.Tensor([WIDTH, WIDTH], pypto.DT_BF16),
+        index: pypto.Tensor([WIDTH, WIDTH], pypto.DT_INT32),
+        table: pypto.Tensor([WIDTH, WIDTH], pypto.DT_INT32),
+        out: pypto.Tensor([WIDTH, WIDTH], pypto.DT_FP32),
+    ):
+        for _ in pypto.loop(1, name="SELECTED", idx_name="i"):
+            pypto.set_cube_tile_shapes([16, 16], [64, 64], [128, 128])
+            chosen = pypto.view(index, [1, 64], [0, 0])
+            blocks = pypto.view(table, [1, 8], [0, 0])
+            values = gather_in_l1(rows, chosen, blocks, 16, 256, is_b_matrix=True, is_trans=False)
+            pypto.assemble(pypto.matmul(weights, values, pypto.DT_FP32), [0, 0], out)
+
+    return selected

@@ -1,0 +1,208 @@
+"""PyPTO's own mistakes, which the programs work around: each is found on the PyPTO that makes it.
+
+Every one is in the generated code alone, where the interpreter cannot see it. docs/npu.md lists
+them.
+"""
+
+import contextlib
+import ctypes
+import functools
+import importlib.util
+import shutil
+import subprocess
+
+import pytest
+import torch
+from cases.npu_programs import (
+    attention_case,
+    check_attention,
+    check_fused,
+    check_selection,
+    fused_case,
+    index_case,
+)
+
+from custom_pypto.requirements import PYPTO, installed_version
+
+if importlib.util.find_spec("pypto") is None:
+    pytest.skip("the sim extra is not installed", allow_module_level=True)
+if shutil.which("g++") is None:
+    pytest.skip("g++, which compiles the generated code, is not installed", allow_module_level=True)
+
+# before pypto, which reads its configuration while it is imported
+from custom_pypto import simulation  # noqa: E402
+
+# isort: split
+import pypto  # noqa: E402
+from cases.npu_kernels import affine_kernel, product_kernel, selected_kernel  # noqa: E402
+
+from custom_pypto.kernels import npu_lightning_indexer_pto as indexer  # noqa: E402
+from custom_pypto.kernels import npu_sparse_attention_pto as fused  # noqa: E402
+from custom_pypto.kernels import npu_sparse_flash_attention_pto as attention  # noqa: E402
+from custom_pypto.simulation import compiler, loaded_calls  # noqa: E402
+
+pytestmark = pytest.mark.sim
+
+INSTALLED = installed_version("pypto")
+# of CANN 9.0, from the package index; the other one is of CANN 9.1 and later
+OLD = INSTALLED == "0.2.0"
+
+
+@pytest.fixture(autouse=True, params=PYPTO)
+def release(request):
+    if request.param != INSTALLED:
+        pytest.skip(
+            f"pypto {request.param} is not installed: bash run.sh test --pypto WHEEL (docs/npu.md)"
+        )
+
+
+def found_if(here: bool, error: type[Exception], match: str) -> contextlib.AbstractContextManager:
+    """What runs inside fails on the PyPTO that makes the mistake, and succeeds on the other."""
+    return pytest.raises(error, match=match) if here else contextlib.nullcontext()
+
+
+@pytest.fixture
+def fresh_kernels(monkeypatch):
+    """Kernels of the programs that a test changes are the test's own."""
+    for module in (indexer, attention, fused):
+        monkeypatch.setattr(module, "_kernel", functools.cache(module._kernel.__wrapped__))
+
+
+@pytest.fixture
+def on_generated_code(fresh_kernels):
+    with simulation.on_cpu(generated=True):
+        yield
+
+
+def selected_case() -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Arguments of :func:`selected_kernel` and its result."""
+    weights, rows = torch.randn(16, 64).bfloat16(), torch.randn(128, 256).bfloat16()
+    index, table = torch.randperm(128)[None, :64].int(), torch.randperm(8)[None].int()
+    places = table[0].long()[index[0] // 16] * 16 + index[0] % 16
+    expected = weights.float() @ rows[places].float()
+    return [weights, rows, index, table, torch.zeros(16, 256)], expected
+
+
+def test_a_gather_reads_its_start_column_as_0_since_cann_9_1():
+    arguments, expected = selected_case()
+    assert torch.equal(simulation.interpret(selected_kernel(), *arguments)[4], expected)
+    got = simulation.execute(selected_kernel(), *arguments)[4]
+    assert torch.equal(got[:, :128], expected[:, :128])
+    assert torch.equal(got[:, 128:], expected[:, 128:] if OLD else expected[:, :128])
+
+
+def test_values_gathered_by_columns_are_wrong_since_cann_9_1(monkeypatch, on_generated_code):
+    """What sparse attention did before its rows were gathered in parts."""
+    splits = attention.AttentionTiling.splits
+
+    def whole_rows(*arguments):
+        return [(size, 1) for size, _ in splits(*arguments)]
+
+    monkeypatch.setattr(attention.AttentionTiling, "splits", whole_rows)
+    x = attention_case([1], [300], sparse_count=64)
+    with found_if(not OLD, AssertionError, "elements differ by more than"):
+        check_attention(x)
+
+
+def test_several_gathers_by_parts_of_a_tensor_read_the_first_in_0_2_0(
+    monkeypatch, on_generated_code
+):
+    def views(index, size, parts):
+        index = pypto.cast(index, pypto.DT_INT32)
+        found = []
+        for part in range(parts):
+            of_part = index if parts == 1 else pypto.add(pypto.mul(index, parts), part)
+            starts = range(0, index.shape[1], size)
+            found.append([pypto.view(of_part, [1, size], [0, start]) for start in starts])
+        return found
+
+    monkeypatch.setattr(attention, "pieces", views)
+    x = attention_case([1], [3000], sparse_count=2048)
+    with found_if(OLD, AssertionError, "elements differ by more than"):
+        check_attention(x)
+
+
+def test_fewer_than_64_indices_are_no_valid_code_in_0_2_0(monkeypatch, on_generated_code):
+    monkeypatch.setattr(attention, "LEAST_INDICES", 16)
+    x = attention_case([2, 1], [300, 40], sparse_count=32)
+    with found_if(OLD, simulation.SimulationError, "does not compile for the host"):
+        check_attention(x)
+
+
+def test_a_row_sorted_in_the_task_that_made_it_loses_its_valid_shape_in_0_2_0(
+    monkeypatch, fresh_kernels
+):
+    """A token then selects keys that it does not see."""
+    monkeypatch.setattr(indexer, "one_task", contextlib.nullcontext)
+    x = index_case([2], [700], sparse_count=1024, heads=32)
+    with simulation.on_cpu():
+        check_selection(x)
+    indexer._kernel.cache_clear()
+    with simulation.on_cpu(generated=True), found_if(OLD, AssertionError, "but sees 69"):
+        check_selection(x)
+
+
+def test_operands_of_a_product_are_loaded_in_whole_tiles_in_0_2_0():
+    a, b = torch.randn(4, 64).bfloat16(), torch.randn(64, 64).bfloat16()
+    expected = a.float() @ b.float()
+    message = r"PRODUCT path 0 aic 0\), TLOAD: reads 128 bytes at byte 512 of argument 0, which has"
+    with found_if(OLD, simulation.SimulationError, message):
+        got = simulation.execute(product_kernel(), a, b, torch.zeros(4, 64))[2]
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
+    got = simulation.interpret(product_kernel(), a, b, torch.zeros(4, 64))[2]
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
+
+
+def test_a_reader_of_a_dynamic_argument_waits_for_its_last_writer_only_in_0_2_0():
+    """The race is found with both tasks. One program without a race is no proof: the programs keep
+    ``submit_before_loop``."""
+    x, out = torch.randn(19, 64), torch.zeros(19, 64)
+    tasks = r"task \d+ \(ROWS path 0 aiv 0, T\w+\) \w+ and task \d+ \(IN_PLACE path 0 aiv 0, T"
+    with found_if(OLD, simulation.SimulationError, f"race: {tasks}"):
+        new_x = simulation.execute(affine_kernel(barrier=False), x, out)[0]
+        torch.testing.assert_close(new_x, 2 * (3 * x + 1))
+    new_x, _ = simulation.interpret(affine_kernel(barrier=False), x, out)
+    torch.testing.assert_close(new_x, 2 * (3 * x + 1))
+
+
+LATE_THREAD = """
+#include <pthread.h>
+#include <unistd.h>
+#include <cstring>
+extern "C" int named(pthread_t thread, const char* name) {
+  if (!std::strcmp(name, "aicput0")) sleep(1);
+  return pthread_setname_np(thread, name);
+}
+"""
+
+
+def test_schedulers_wait_for_a_control_flow_that_starts_late(monkeypatch, tmp_path):
+    """Those of CANN 9.1 end the process after 50 ms, unless their clock stands still."""
+    (tmp_path / "late.cpp").write_text(LATE_THREAD)
+    command = ["g++", "-shared", "-fPIC", "-o", "late.so", "late.cpp"]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    named = loaded_calls.address(ctypes.CDLL(str(tmp_path / "late.so")).named)
+    start_kernel = compiler._child
+
+    def with_late_thread(*arguments):
+        loaded_calls.replace_in(compiler.PACKAGE, "pthread_setname_np", named)
+        start_kernel(*arguments)
+
+    monkeypatch.setattr(compiler, "_child", with_late_thread)
+    x, out = torch.randn(19, 64), torch.zeros(19, 64)
+    torch.testing.assert_close(simulation.execute(affine_kernel(), x, out)[0], 2 * (3 * x + 1))
+    assert simulation.estimate(affine_kernel(), x, out).tasks == 6
+
+
+@pytest.mark.slow
+def test_a_missing_barrier_of_the_fused_op_is_found(monkeypatch, on_generated_code):
+    """Without ``submit_before_loop`` a token may read caches before they are written."""
+
+    def no_barrier(name, *bounds, submit_before_loop=False):
+        return loop(name, *bounds)
+
+    loop = fused.loop
+    monkeypatch.setattr(fused, "loop", no_barrier)
+    x = fused_case([200] * 16, 1, heads=16, sparse_count=256)
+    with found_if(OLD, RuntimeError, "(?s)race: task.*does not order them"):
+        check_fused(x)
