@@ -6,11 +6,8 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 environment="${VIRTUAL_ENV:-${CONDA_PREFIX:-$root/.venv}}"
 python="$environment/bin/python"
 TEST_SECONDS=2400
-TORCH_NPU=2.13.0
-PROTOBUF=7.36.2
 # torch_npu without CANN breaks `import torch`: its folder is on PYTHONPATH only on demand
 torch_npu_folder="$root/build/torch_npu"
-torch_npu_wanted="torch_npu==$TORCH_NPU protobuf==$PROTOBUF"
 
 usage() {
   cat <<'TEXT'
@@ -19,6 +16,9 @@ usage: run.sh [arguments of examples/generate.py]    the demo: text from a spars
        run.sh graph [arguments of compile_torchair]  installs torch_npu into build/, compiles the model
        run.sh test [arguments of pytest]             the tests, in several processes; -n 0: in one
        run.sh test --slow                            the tests that take minutes each
+       run.sh test --pypto WHEEL|FOLDER [arguments of pytest]
+                                                     the NPU programs on another PyPTO than the
+                                                     installed one: that of CANN, docs/npu.md
        run.sh test --serving [arguments of pytest]   all tests of vLLM on the ops, in that environment
        run.sh test --arch aarch64 [arguments of pytest]
                                                      builds and tests for aarch64 in emulation, 10 GB,
@@ -27,6 +27,8 @@ usage: run.sh [arguments of examples/generate.py]    the demo: text from a spars
                                                      --check: exit code 1 if a floor is missed
        run.sh bench npu [arguments]                  the NPU programs in PyPTO's cost model
        run.sh bench serving [arguments]              requests per second of vLLM on the ops
+       run.sh atlas [--stand-in] [--only PART,...]   runs all that needs an NPU, into one archive;
+                                                     --stand-in: on the host stand-in for CANN
        run.sh serve [checkpoint] [arguments of vLLM] serves a DeepSeek-V3.2 or GLM-5 on this machine by
                                                      vLLM, in an environment of its own, 3.5 GB
        run.sh fuzz [--minutes N] [--seed S]          fuzzes the ops on this CPU with random calls
@@ -37,6 +39,12 @@ usage: run.sh [arguments of examples/generate.py]    the demo: text from a spars
        run.sh docs                                   builds the documentation site into build/site;
                                                      fails on a dead link
 TEXT
+}
+
+# requirement NAME: a supported version, beside the installed torch
+requirement() {
+  "$python" "$root/custom_pypto/requirements.py" "$1" \
+    $("$python" -I -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null)
 }
 
 # If an installed torch_npu cannot load (no CANN), `import torch` fails.
@@ -53,8 +61,10 @@ keep_torch_importable() {
 setup() {
   bash "$root/build_and_install.sh" --editable "$@" >&2
   [[ "${1:-}" != *models* ]] && return
-  if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-    echo "run.sh: transformers 5.23.0 needs Python 3.11 or 3.12, got an older one in $environment:" \
+  local oldest
+  oldest="$(requirement python_of_models)"
+  if ! "$python" -c 'import sys; sys.exit(sys.version_info < (3, int(sys.argv[1])))' "${oldest#3.}"; then
+    echo "run.sh: transformers needs Python $oldest, got an older one in $environment:" \
       "models are unavailable, the ops work" >&2
     exit 1
   fi
@@ -70,27 +80,59 @@ has_torch_npu() {
   "$python" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("torch_npu") is None)'
 }
 
+# has_torch_npu_folder: with the torch_npu of the installed torch
 has_torch_npu_folder() {
-  [[ "$(cat "$torch_npu_folder/installed" 2>/dev/null)" == "$torch_npu_wanted" ]]
+  local wanted
+  wanted="$(requirement torch_npu)"
+  [[ -n "$wanted" && "$(cat "$torch_npu_folder/installed" 2>/dev/null)" == "$wanted" ]]
 }
 
 # Installs torch_npu for graph mode without an NPU into its own folder, unless already installed.
 setup_torch_npu() {
   if has_torch_npu || has_torch_npu_folder; then return; fi
-  echo "installing $torch_npu_wanted into $torch_npu_folder, for graph mode only" >&2
-  local part
+  local part wanted
+  wanted="$(requirement torch_npu)"
+  if [[ -z "$wanted" ]]; then
+    echo "run.sh: graph mode is skipped; $(requirement torch_npu_remedy)" >&2
+    return 1
+  fi
+  echo "installing $wanted into $torch_npu_folder, for graph mode only" >&2
   part="$(mktemp -d "$torch_npu_folder.XXXXXX")"
   # no dependencies: torch_npu pins its own torch; besides torch, torchair lacks only protobuf
   # shellcheck disable=SC2086
   if "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$part" \
-    $torch_npu_wanted; then
-    echo "$torch_npu_wanted" >"$part/installed"
+    $wanted; then
+    echo "$wanted" >"$part/installed"
     rm -rf "$torch_npu_folder"
     mv -T "$part" "$torch_npu_folder" 2>/dev/null || has_torch_npu_folder && return
   fi
   rm -rf "$part"
   echo "run.sh: torch_npu could not be installed, see above; graph mode is skipped" >&2
   return 1
+}
+
+# Puts another PyPTO before the installed one, as CANN's set_env.sh does.
+use_pypto() {
+  local given="$1"
+  [[ -e "$given" ]] || { echo "run.sh test: --pypto needs a wheel or a folder, got '$given'" >&2; exit 2; }
+  if [[ -f "$given" ]]; then
+    given="$root/build/pypto/$(basename "$1" .whl)"
+    rm -rf "$given"
+    "$python" -m pip install --quiet --disable-pip-version-check --no-deps --target "$given" "$1"
+  fi
+  given="$(cd "$given" && pwd)"
+  export PYTHONPATH="$given${PYTHONPATH:+:$PYTHONPATH}"
+}
+
+# All that runs the NPU programs without an NPU.
+test_programs() {
+  local status=0 device
+  for device in interpreter generated; do
+    "$python" -m custom_pypto verify --device "$device" || status=1
+  done
+  cd "$root"
+  run_pytest -m sim "$@" || status=1
+  return "$status"
 }
 
 run_graph_examples() {
@@ -213,7 +255,7 @@ report_environment() {
   # a failed set-up needs the report most
   setup || echo "run.sh env: the set-up failed, see above" >&2
   [[ -x "$python" ]] || python=python3
-  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || exit 1
+  [[ "$(requirement python_supported)" == True ]] || exit 1
   # the source tree works even if the build failed
   PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m custom_pypto_command env "$@"
 }
@@ -232,6 +274,11 @@ case "${1:-}" in
       exec "$python" -m pytest "$@"
     fi
     setup models,sim,test
+    if [[ "${1:-}" == --pypto ]]; then
+      use_pypto "${2:-}"
+      test_programs "${@:3}"
+      exit
+    fi
     setup_torch_npu || true # the tests report what they skip
     run_tests "$@"
     ;;
@@ -275,6 +322,18 @@ case "${1:-}" in
   env)
     shift
     report_environment "$@"
+    ;;
+  atlas)
+    shift
+    if [[ " $* " == *" --stand-in "* ]]; then
+      setup models,sim
+      setup_torch_npu
+      has_torch_npu || export PYTHONPATH="$torch_npu_folder${PYTHONPATH:+:$PYTHONPATH}"
+      export TORCH_DEVICE_BACKEND_AUTOLOAD=0 # the stand-in imports torch_npu itself
+    else
+      setup models
+    fi
+    exec "$python" "$root/benchmarks/atlas" "$@"
     ;;
   lint)
     [[ $# -eq 1 ]] || { usage >&2; exit 2; }

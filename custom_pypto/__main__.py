@@ -5,6 +5,7 @@ import json
 import sys
 
 from . import env
+from .descriptions import OPS
 
 WAYS = {
     "npu": "ops on the NPU",
@@ -14,7 +15,7 @@ WAYS = {
 }
 
 
-def verify(device: str | None, load_error: Exception | None) -> int:
+def verify(device: str | None, op: str, load_error: Exception | None) -> int:
     report = env.collect(load_error)
     npu = report["npu"]
     print(env.summary(report))
@@ -31,7 +32,7 @@ def verify(device: str | None, load_error: Exception | None) -> int:
             continue
         from .verify import verify
 
-        failed |= not verify(one)
+        failed |= not verify(one, op)
     if device is None and "npu" not in here:
         print("no NPU found; verify --device interpreter checks the NPU programs without one")
     return int(failed)
@@ -63,6 +64,9 @@ def main(arguments: list[str] | None = None, load_error: Exception | None = None
         help="the NPU programs on the CPU: interpreter, in PyPTO's interpreter; generated, as the "
         "C++ that PyPTO generates; default: cpu, then npu if there is one",
     )
+    verify_parser.add_argument(
+        "--op", choices=list(OPS), default="", metavar="OP", help="one op; default: all of them"
+    )
     replay_parser = commands.add_parser(
         "replay", help="repeat a failed call from a file written by CUSTOM_PYPTO_LOG=3"
     )
@@ -72,7 +76,7 @@ def main(arguments: list[str] | None = None, load_error: Exception | None = None
     )
     options = parser.parse_args(arguments)
     if options.command == "verify":
-        return verify(options.device, load_error)
+        return verify(options.device, options.op, load_error)
     if options.command == "replay":
         return replay(options.file, options.device)
 

@@ -107,7 +107,7 @@ def problem(
         from .graph.prototypes import prototypes
 
         wanted = prototypes()
-    absent = [prototype.type for prototype in wanted if not _listed(prototype.type)]
+    absent = [prototype.type for prototype in wanted if not listed(prototype.type)]
     found = _absent(absent) if absent else None
     for prototype in wanted:
         if prototype.type in absent:
@@ -128,7 +128,7 @@ def foreign() -> Missing | None:
     from .graph.prototypes import prototypes
 
     for prototype in prototypes():
-        if _listed(prototype.type):
+        if listed(prototype.type):
             try:
                 package(prototype)
             except Missing as other:
@@ -142,10 +142,10 @@ def package(prototype: Prototype) -> str:
     Raises:
         Missing: there is none, or the first one lists another operator of that type.
     """
-    if not (listed := _listed(prototype.type)):
+    if not (found := listed(prototype.type)):
         raise Missing(**_absent([prototype.type]))
-    folder = listed[0][0]
-    for _, path, description in listed:
+    folder = found[0][0]
+    for _, path, description in found:
         if difference := _difference(prototype, description):
             raise Missing(
                 f"{prototype.type} in {path} is another operator: {difference}",
@@ -193,8 +193,12 @@ def _absent(types: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _listed(type: str) -> list[tuple[str, str, dict]]:
-    """Folder, list and description of the operator in the lists of the first package with it."""
+def listed(type: str) -> list[tuple[str, str, dict]]:
+    """Folder, list and description of an operator in the lists of the first package with it.
+
+    Args:
+        type: its name in GE, ours or not.
+    """
     for folder in packages():
         found = [
             (folder, path, operators[type])

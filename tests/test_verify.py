@@ -51,6 +51,20 @@ def test_a_wrong_result_fails_the_command_and_the_others_still_run(op, monkeypat
     assert results >= {("ok", other) for other in OPS if other != op}
 
 
+def test_one_op_is_checked_by_itself(capsys):
+    assert main(["verify", "--device", "cpu", "--op", "npu_quant_rows_pto"]) == 0
+    rows = [LINE.fullmatch(line) for line in capsys.readouterr().out.splitlines()]
+    assert {row[2] for row in rows if row} == {"npu_quant_rows_pto"}
+
+
+def test_an_unknown_op_is_named_with_those_there_are(capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", "--op", "npu_quant_row"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "argument --op: invalid choice: 'npu_quant_row'" in said
+    assert all(op in said for op in OPS)
+
+
 def test_an_op_that_raises_fails_the_command(monkeypatch, capsys):
     def broken(*args, **kwargs):
         raise RuntimeError("no such kernel")

@@ -1,0 +1,118 @@
+"""Runs everything that needs an NPU and packs the results into one archive.
+
+    bash run.sh atlas                       # on an Atlas A2 or A3, with CANN's set_env.sh sourced
+    bash run.sh atlas --stand-in            # anywhere: on the host stand-in for CANN, to see it run
+    bash run.sh atlas --only npu,graph      # some parts again
+
+Every part is one or more child processes with a time limit; what fails does not stop the others.
+The archive has summary.md, env.json and a log for each part, without paths, host or user names.
+Exit code: 0 if nothing failed, 1 if something did or there is no NPU, 130 after Ctrl-C, which still
+writes the archive. Not verified on hardware.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from datetime import datetime
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from atlas import children, scrub, summary  # noqa: E402
+from atlas.children import FAILED, INTERRUPTED  # noqa: E402
+from atlas.parts import PARTS, Machine, Part  # noqa: E402
+from atlas.run import NOT_RUN, Result, lines, run  # noqa: E402
+
+WAY = "ops on the NPU"
+TRY_STAND_IN = "bash run.sh atlas --stand-in runs everything on the host stand-in for CANN instead"
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="run.sh atlas",
+        description=__doc__,
+        epilog="Parts: " + "; ".join(f"{part.name}: {part.shows}" for part in PARTS) + ".",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--stand-in", action="store_true", help="on the host stand-in for CANN")
+    parser.add_argument("--only", type=chosen, default=PARTS, metavar="PART[,PART]")
+    parser.add_argument(
+        "--limit", type=float, default=1.0, metavar="FACTOR", help="multiplies the time limits"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="the archive, a zip")
+    return parser.parse_args(arguments)
+
+
+def chosen(names: str) -> list[Part]:
+    """The parts of those names and the first one, on which the others stand."""
+    wanted, known = set(names.split(",")), {part.name for part in PARTS}
+    if unknown := sorted(wanted - known):
+        raise argparse.ArgumentTypeError(
+            f"must name parts ({', '.join(part.name for part in PARTS)}), got {', '.join(unknown)}"
+        )
+    return [part for part in PARTS if part is PARTS[0] or part.name in wanted]
+
+
+def why_not(found: Result, machine: Machine) -> str:
+    """Why nothing can run here, with the remedies; empty: it can. Reads the machine's report."""
+    if found.status != children.OK:
+        said = "\n".join(lines(found.steps[-1][2])[-summary.LAST :] if found.steps else [])
+        return f"{said}\n\nno report of this machine ({found.line()}): {found.part.advice}"
+    machine.report.update(json.loads((machine.scratch / "env.json").read_text("utf-8")))
+    npu, way = machine.report["env"]["npu"], machine.report["env"]["ways"][WAY]
+    if way["works"]:
+        return ""
+    lacking = [f"  missing: {x['what']}\n  remedy:  {x['remedy']}" for x in way["missing"]]
+    return "\n".join(["the ops do not run on this NPU" if npu["devices"] else "no NPU", *lacking])
+
+
+def tell(results: list[Result], archive: Path) -> None:
+    """The end of the output: what failed, the next thing to try, where the archive is."""
+    print()
+    for result in results:
+        for step, ended, text in result.failures():
+            print(f"FAILED  {result.part.name} {step.name}: {ended.how}")
+            print(f"        next: {result.next_step(step, ended, text)}")
+    for result in results:
+        if result.status in (children.SKIPPED, NOT_RUN):
+            print(f"{result.status:7} {result.part.name}: {result.line()}".rstrip(": "))
+    print(archive)
+
+
+def main(parts: list[Part], options: argparse.Namespace) -> int:
+    """Runs the parts, of which the first one makes the report of the machine."""
+    date = datetime.now()
+    archive = options.output or Path(f"custom_pypto-atlas-{date:%Y-%m-%d-%H%M}.zip")
+    if not archive.absolute().parent.is_dir():
+        print(f"run.sh atlas: --output must be in a folder, got {archive}", file=sys.stderr)
+        return 2
+    children.prepare()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: the archive is still written
+        signal.signal(number, signal.default_int_handler)
+    with tempfile.TemporaryDirectory(prefix="custom_pypto-atlas-") as scratch:
+        machine = Machine({}, Path(scratch), options.stand_in)
+        results = run(parts, machine, options.limit, lambda first: not why_not(first, machine))
+        if reason := why_not(results[0], machine):
+            print(reason if options.stand_in else f"{reason}\n{TRY_STAND_IN}", file=sys.stderr)
+            return 1
+        scrubbed = scrub.of_this_machine(os.environ, scratch=scratch)
+        try:
+            summary.write(archive, results, machine, date, scrubbed)
+        except summary.StillNamed as error:
+            kept = shutil.copytree(scratch, f"{archive}-as-logged", dirs_exist_ok=True)
+            print(f"run.sh atlas: {error}. No archive; the logs are in {kept}", file=sys.stderr)
+            return 1
+    tell(results, archive)
+    found = {result.status for result in results}
+    if found & {INTERRUPTED, NOT_RUN}:
+        return 130
+    return int(FAILED in found)
+
+
+if __name__ == "__main__":
+    options = parse()
+    sys.exit(main(options.only, options))

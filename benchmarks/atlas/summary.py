@@ -1,0 +1,131 @@
+"""The page that sums up a run, and the archive that holds it."""
+
+import json
+import os
+import zipfile
+from datetime import datetime
+from pathlib import Path
+
+from atlas.children import FAILED, OK, SKIPPED, Ended
+from atlas.parts import Machine, Step
+from atlas.run import Result, lines
+from atlas.scrub import Scrubber
+
+STAND_IN = """**Host stand-in for CANN: this was no NPU.** CPU memory and CPU kernels computed all,
+PyPTO's interpreter the ops. Times say nothing. Shortened: one op in `again`, `ready` and `aclnn`,
+two in `times`, the smallest case of an op in `times` and `torch_npu`, a short prompt in `graph`."""
+VERDICTS = 10  # lines of a log that begin with FAILED
+LAST = 15  # further lines, from its end
+
+
+class StillNamed(RuntimeError):
+    """A finished archive names the machine or its user; it was deleted."""
+
+
+def page(results: list[Result], machine: Machine, date: datetime) -> str:
+    """The summary in Markdown, not scrubbed yet."""
+    count = {status: sum(r.status == status for r in results) for status in (OK, FAILED, SKIPPED)}
+    other = len(results) - sum(count.values())
+    counted = [f"{n} {status}" for status, n in count.items() if n]
+    counted += [f"{other} not finished"] if other else []
+    text = [f"# custom_pypto on {'a stand-in' if machine.stand_in else 'an NPU'}, {date:%Y-%m-%d}"]
+    text += [STAND_IN] if machine.stand_in else []
+    text += [_machine(machine.report), f"Parts: {', '.join(counted)}."]
+    rows = [["part", "shows", "result", "seconds", "in a line"], ["---"] * 5]
+    rows += [[r.part.name, r.part.shows, r.status, f"{r.seconds:.1f}", r.line()] for r in results]
+    text.append("\n".join("| " + " | ".join(map(_cell, row)) + " |" for row in rows))
+    for result in results:
+        text += [_failure(result, *failed, machine.stand_in) for failed in result.failures()]
+    for result in results:
+        if result.part.tables and (table := _tables(result)):
+            note = "**On the stand-in: no times of an NPU.**\n\n" if machine.stand_in else ""
+            text.append(f"## {result.part.name}: {result.part.shows}\n\n{note}{table}")
+    return "\n\n".join(text) + "\n"
+
+
+def _machine(report: dict) -> str:
+    versions, devices = report["env"]["versions"], report["env"]["npu"]["devices"]
+    names = [f"{devices.count(name)} × {name}" for name in dict.fromkeys(devices)]
+    shown = ["CANN", "torch", "torch_npu", "pypto", "python"]
+    return "; ".join(
+        [", ".join(names) or "no NPU", *(f"{name} {versions[name] or 'none'}" for name in shown)]
+        + [f"custom_pypto {report['env']['custom_pypto']['version']} {report['commit']}".strip()]
+    )
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())[:300]
+
+
+def _failure(result: Result, step: Step, ended: Ended, log: str, stand_in: bool) -> str:
+    said = lines(log)
+    verdicts = [line for line in said[:-LAST] if line.startswith("FAILED")][:VERDICTS]
+    shown = "\n".join([*verdicts, *(["…"] if verdicts else []), *said[-LAST:]])
+    # no line of a log may end the block
+    block = shown.replace("```", "'''")
+    only = f"bash run.sh atlas{' --stand-in' * stand_in} --only {result.part.name}"
+    return (
+        f"## Failed: {result.part.name} {step.name}".rstrip()
+        + f"\n\n{ended.how}, after {ended.seconds:.1f} s.\n\n```\n{block}\n```\n\n"
+        + f"Next: {result.next_step(step, ended, log)}. To repeat: `{only}`."
+    )
+
+
+def _tables(result: Result) -> str:
+    """The tables of the logs, those with the same header as one, then their notes."""
+    tables: dict[tuple[str, ...], list[str]] = {}
+    notes: dict[str, None] = {}
+    for _, _, log in result.steps:
+        rows = [line for line in log.splitlines() if line.startswith("| ")]
+        tables.setdefault(tuple(rows[:2]), []).extend(rows[2:])
+        notes |= dict.fromkeys(line for line in log.splitlines() if line.startswith("> "))
+    parts = ["\n".join([*head, *rows]) for head, rows in tables.items() if rows]
+    return "\n\n".join([*parts, *notes])
+
+
+def write(
+    archive: Path, results: list[Result], machine: Machine, date: datetime, scrubbed: Scrubber
+) -> None:
+    """Writes the archive: the page, the report, a log for each part.
+
+    A zip has no owner, group or host of its members, unlike a tar.
+
+    Raises:
+        StillNamed: a member names this machine after all; there is no archive then.
+    """
+    members = {"summary.md": page(results, machine, date)}
+    report = machine.report["env"] | {k: v for k, v in machine.report.items() if k != "env"}
+    # an escaped letter of a path would hide the path
+    members["env.json"] = json.dumps(report, indent=2, ensure_ascii=False)
+    for result in results:
+        if result.steps:
+            members[f"{result.part.name}.log"] = "\n".join(
+                f"==== {step.name or result.part.name}: {ended.status}, {ended.how}, "
+                f"{ended.seconds:.1f} s\n{text}"
+                for step, ended, text in result.steps
+            )
+    part = archive.with_name(f".{archive.name}.part")
+    try:
+        with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as file:
+            for name, text in members.items():
+                data = scrubbed(text).encode("utf-8", "replace")
+                file.writestr(zipfile.ZipInfo(name, date.timetuple()[:6]), data, file.compression)
+        check(part, scrubbed)
+        os.replace(part, archive)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def check(archive: Path, scrubbed: Scrubber) -> None:
+    """Reads a finished archive and rejects it if it names this machine.
+
+    Raises:
+        StillNamed: with the member and what was found in it.
+    """
+    with zipfile.ZipFile(archive) as file:
+        for name in file.namelist():
+            if found := scrubbed.left_in(file.read(name).decode("utf-8", "replace")):
+                raise StillNamed(
+                    f"{name} must not name this machine, got {', '.join(found)}: a mistake in "
+                    "benchmarks/atlas/scrub.py"
+                )
