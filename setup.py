@@ -1,15 +1,39 @@
-"""Builds ``custom_pypto._C``; everything else about the package is in pyproject.toml."""
+"""Builds ``custom_pypto._C`` for the installed torch, and says so in the metadata.
+
+Everything else about the package is in pyproject.toml.
+"""
 
 import glob
 import os
+import runpy
+from types import SimpleNamespace
 
 from setuptools import setup
 
 # the build needs no backend; one installed without its driver would break the import
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+import torch  # noqa: E402
 from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: E402
 
+# neither can be imported, since the package needs what is built here
+requirements = SimpleNamespace(**runpy.run_path("custom_pypto/requirements.py"))
+VERSION = runpy.run_path("custom_pypto/version.py")["__version__"]
 CSRC = "custom_pypto/csrc"
+TORCH = str(torch.__version__)
+if problem := requirements.torch_problem(TORCH):
+    raise SystemExit(f"setup.py: {problem}")
+
+# exact, so that every desk and every server formats and tests alike
+TEST_TOOLS = [
+    "pytest==9.2.0",
+    "pytest-xdist==3.8.0",
+    "hypothesis==6.168.5",
+    "ruff==0.17.5",
+    "clang-format==23.1.5",
+    "import-linter==2.15",
+    "mypy==2.4.1",
+    f"peft==0.21.2; python_version >= '{requirements.MODELS_PYTHON}'",
+]
 
 # for `run.sh sanitize`; -g1 adds line numbers to reports
 SANITIZERS = {
@@ -25,7 +49,8 @@ sanitize = SANITIZERS[sanitizer] if sanitizer else []
 
 # without -fopenmp at::parallel_for compiles to a serial loop, silently; -g0 because the
 # interpreter's own flags may ask for debug information, most of it about torch's headers
-FLAGS = ["-DPy_LIMITED_API=0x030A0000", "-O3", "-std=c++17", "-fopenmp", "-g0", "-Wall", "-Wextra"]
+FLAGS = ["-DPy_LIMITED_API=0x030A0000", "-O3", "-fopenmp", "-g0", "-Wall", "-Wextra"]
+FLAGS.append(f"-std=c++{requirements.cxx_standard(TORCH)}")
 if sanitize:
     FLAGS += ["-O1", "-g1", "-fno-omit-frame-pointer", *sanitize]
 if os.environ.get("CUSTOM_PYPTO_WERROR") == "1":
@@ -37,7 +62,14 @@ class Incremental(BuildExtension):
 
     def finalize_options(self):
         super().finalize_options()
-        self.build_temp = "build/temp"
+        # one for each torch: ninja does not see that system headers changed
+        self.build_temp = f"build/temp/{TORCH}"
+
+    def run(self):
+        super().run()
+        library = self.get_ext_fullpath("custom_pypto._C")
+        with open(f"{os.path.dirname(library)}/_C.torch", "w", encoding="ascii") as file:
+            file.write(requirements.minor(TORCH))  # read before the library is loaded
 
 
 extension = CppExtension(
@@ -53,6 +85,9 @@ extension.extra_compile_args = FLAGS + [f"-isystem{path}" for path in extension.
 extension.include_dirs = []
 
 setup(
+    version=f"{VERSION}+torch{requirements.minor(TORCH)}",
+    install_requires=requirements.dependencies(TORCH),
+    extras_require={**requirements.extras(TORCH), "test": TEST_TOOLS},
     ext_modules=[extension],
     cmdclass={"build_ext": Incremental},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},

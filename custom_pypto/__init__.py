@@ -5,11 +5,16 @@ call them and document their contracts. ``custom-pypto env`` reports what works 
 """
 
 from . import converter, env
+from .requirements import build_problem as _build_problem
 from .version import __version__ as __version__
 
 env.disable_broken_autoload()
 try:
-    import torch as _torch  # noqa: F401  # before _C, which links to its libraries
+    import torch as _torch  # before _C, which links to its libraries
+
+    # one for another torch may load, and compute with another layout of its classes
+    if _problem := _build_problem(_torch.__version__):
+        raise ImportError(_problem)
 
     import custom_pypto._C  # noqa: F401
 
@@ -20,7 +25,7 @@ try:
 except (ImportError, OSError, RuntimeError) as _error:
     raise ImportError(
         f"custom_pypto: cannot load torch or the compiled ops ({_error}); run "
-        "`bash build_and_install.sh` in the repository, or reinstall its wheel; "
+        "`bash build_and_install.sh` in the repository, or install the wheel for this torch; "
         "`custom-pypto env` reports what is missing"
     ) from _error
 

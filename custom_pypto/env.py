@@ -18,11 +18,10 @@ import subprocess
 import sys
 import sysconfig
 
-from . import converter, kernel_packages
-from .requirements import installed_version, pypto_problem
+from . import converter, kernel_packages, requirements
+from .requirements import installed_version, pypto_copy, pypto_problem
 from .version import __version__
 
-TRANSFORMERS = "5.23.0"
 # CPU features that kernels use or could use: x86, then Arm
 CPU_FEATURES = (
     "fma f16c avx2 avx_vnni avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 "
@@ -137,11 +136,10 @@ def _torch_npu_problem() -> dict[str, str] | None:
             )
     torch, torch_npu = _torch(), installed_version("torch_npu")
     # torch_npu links to torch's C++ symbols, which differ from one minor version to the next
-    if torch and torch_npu and torch.split(".")[:2] != torch_npu.split(".")[:2]:
-        minor = ".".join(torch.split(".")[:2])
+    if torch and torch_npu and requirements.minor(torch) != requirements.minor(torch_npu):
         return _problem(
             f"torch_npu {torch_npu} does not match torch {torch}",
-            f"pip install 'torch_npu=={minor}.*'",
+            requirements.torch_npu_remedy(torch),
         )
     return _build_problem()
 
@@ -173,7 +171,7 @@ def _versions() -> dict[str, str | None]:
         "torch": _torch(),
         "torch_npu": installed_version("torch_npu"),
         "CANN": _cann(),
-        "pypto": installed_version("pypto"),
+        "pypto": pypto_copy(),
         "transformers": installed_version("transformers"),
         "safetensors": installed_version("safetensors"),
         "compiler": _compiler(),
@@ -236,7 +234,7 @@ def _npu() -> dict:
     torch = sys.modules.get("torch")
     devices, problem = [], None
     if importlib.util.find_spec("torch_npu") is None:
-        problem = _problem("torch_npu", "pip install 'torch_npu==2.13.*'")
+        problem = _problem("torch_npu", requirements.torch_npu_remedy(_torch()))
     elif not hasattr(torch, "npu"):
         problem = _torch_npu_problem() or _problem(
             "torch_npu is installed, but not loaded into torch",
@@ -298,13 +296,12 @@ def _ways(
     torch = sys.modules.get("torch")
 
     load = [] if error is None else [_problem(str(error), "bash build_and_install.sh")]
-    models = [
-        _problem(f"{name} {wanted}".strip(), "bash run.sh installs it")
-        for name, wanted in (("transformers", TRANSFORMERS), ("safetensors", ""))
-        if versions[name] is None or wanted not in ("", versions[name])
-    ]
-    if sys.version_info < (3, 11):
-        models.append(_problem(f"Python 3.11 for transformers {TRANSFORMERS}", "use Python 3.12"))
+    models = [problem] if (problem := requirements.transformers_problem()) else []
+    if versions["safetensors"] is None:
+        models.append(_problem("safetensors", "bash run.sh installs it"))
+    oldest = requirements.MODELS_PYTHON
+    if sys.version_info < requirements.numbers(oldest):
+        models.append(_problem(f"Python {oldest} for transformers", f"use Python {oldest}"))
     torch_npu = _torch_npu_problem()
     if torch_npu and not hasattr(torch, "npu"):
         models.append(
@@ -315,7 +312,8 @@ def _ways(
         )
     compiler = []
     if versions["compiler"] is None:
-        compiler = [_problem("a C++ compiler", "install g++ 9 or later, or set CXX")]
+        gcc = requirements.gcc(versions["torch"] or requirements.DEFAULT_TORCH)
+        compiler = [_problem("a C++ compiler", f"install g++ {gcc} or later, or set CXX")]
     header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
     python = []
     if not os.path.exists(header):

@@ -20,37 +20,26 @@ if __name__ == "models":  # in the repository's root: the same modules under bot
         sys.modules[name.removeprefix("custom_pypto.")] = sys.modules[name]
 
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import torch
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AXK2ForCausalLM,
-    DeepseekV4ForCausalLM,
-    DeepseekV32ForCausalLM,
-    Dots3NoteForCausalLM,
-    GenerationConfig,
-    Glm5NextForConditionalGeneration,
-    GlmMoeDsaForCausalLM,
-    HYV4ForCausalLM,
-)
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from . import generation, quantisation
-from .axk2 import PagedAXK2Attention
-from .cache import PagedCache
-from .checkpoint import check_shards, first_layers
-from .deepseek_v4 import PagedDeepseekV4Attention
-from .deepseek_v32 import PagedDeepseekV32Attention
-from .dots3_note import PagedDots3NoteAttention
-from .glm5_next import PagedGlm5NextAttention
-from .glm_moe_dsa import PagedGlmMoeDsaAttention
-from .hy_v4 import PagedHYV4Attention
-from .loading import Reader, check_memory, parameters, resolve_dtype
-from .pools import check_block_size, check_cache_dtypes, text_model
-from .projection import change_class, has_other_forward
-from .replay import record_indices, replay_indices
-from .tensor_parallel import own_device, sharing
+from custom_pypto.requirements import transformers_problem
+
+if _problem := transformers_problem():
+    raise ImportError(f"custom_pypto.models: {_problem['what']}; {_problem['remedy']}")
+
+from . import generation, quantisation  # noqa: E402
+from .cache import PagedCache  # noqa: E402
+from .checkpoint import check_shards, first_layers  # noqa: E402
+from .loading import Reader, check_memory, parameters, resolve_dtype  # noqa: E402
+from .pools import check_block_size, check_cache_dtypes, text_model  # noqa: E402
+from .projection import change_class, has_other_forward  # noqa: E402
+from .replay import record_indices, replay_indices  # noqa: E402
+from .tensor_parallel import own_device, sharing  # noqa: E402
 
 __all__ = [
     "PagedCache",
@@ -61,15 +50,21 @@ __all__ = [
     "use_transformers",
 ]
 
-# model class of each supported architecture -> its attention class once patched
+# model class of each supported architecture -> the folder here and its attention class
+ARCHITECTURES = {
+    "DeepseekV32ForCausalLM": ("deepseek_v32", "PagedDeepseekV32Attention"),
+    "GlmMoeDsaForCausalLM": ("glm_moe_dsa", "PagedGlmMoeDsaAttention"),
+    "AXK2ForCausalLM": ("axk2", "PagedAXK2Attention"),
+    "DeepseekV4ForCausalLM": ("deepseek_v4", "PagedDeepseekV4Attention"),
+    "HYV4ForCausalLM": ("hy_v4", "PagedHYV4Attention"),
+    "Dots3NoteForCausalLM": ("dots3_note", "PagedDots3NoteAttention"),
+    "Glm5NextForConditionalGeneration": ("glm5_next", "PagedGlm5NextAttention"),
+}
+# of those that the installed transformers has: model class -> its attention class once patched
 ATTENTION = {
-    DeepseekV32ForCausalLM: PagedDeepseekV32Attention,
-    GlmMoeDsaForCausalLM: PagedGlmMoeDsaAttention,
-    AXK2ForCausalLM: PagedAXK2Attention,
-    DeepseekV4ForCausalLM: PagedDeepseekV4Attention,
-    HYV4ForCausalLM: PagedHYV4Attention,
-    Dots3NoteForCausalLM: PagedDots3NoteAttention,
-    Glm5NextForConditionalGeneration: PagedGlm5NextAttention,
+    getattr(transformers, model): getattr(import_module(f".{folder}", __name__), attention)
+    for model, (folder, attention) in ARCHITECTURES.items()
+    if hasattr(transformers, model)
 }
 
 
@@ -89,7 +84,7 @@ def use_custom_pypto(
     has the tables.
 
     Args:
-        model: an instance of a class in :data:`ATTENTION` (transformers 5.23), patched in place.
+        model: an instance of a class in :data:`ATTENTION`, patched in place.
         block_size: tokens per cache block, a multiple of 16 up to 1024.
         index_dtype: ``torch.int8`` for index keys, and queries, of a byte per value; None: the
             dtype of the model. See :class:`PagedCache`.

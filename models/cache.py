@@ -47,15 +47,12 @@ class Step(NamedTuple):
     positions: Tensor  # [B, tokens] int64 within the sequence, counted from its first real token
     slots: Tensor | None  # of each new token where every token has a row; see PagedCache.slots
 
-    @property
-    def tokens(self) -> int:
-        """New tokens per sequence, including padding."""
-        return self.positions.size(1)
+    # no properties: torch 2.10 cannot compile those of a NamedTuple
 
     def commit(self) -> None:
         """Counts the new tokens as cached, after every layer has written them."""
         self.cache.lengths.copy_(self.lengths)
-        self.cache.seen.add_(self.tokens)
+        self.cache.seen.add_(self.positions.size(1))
 
 
 class PagedCache(Cache):

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers.distributed.tensor_parallel import LocalParamsParallel, TensorParallelLayer
+from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 # by name, since peft need not be installed
 LORA = ("peft.tuners.lora.layer", "Linear")
@@ -169,6 +169,8 @@ def change_class(module: nn.Module, cls: type) -> None:
         del module.forward
     module.__class__ = cls
     if of_ranks:
+        from transformers.distributed.tensor_parallel import LocalParamsParallel  # since 5.23
+
         LocalParamsParallel().install_forward(module, None)
     if "_old_forward" in module.__dict__:
         module._old_forward = MethodType(cls.forward, module)

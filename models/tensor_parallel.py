@@ -9,8 +9,11 @@ import os
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor
 from transformers.distributed import DistributedConfig
+
+from custom_pypto.requirements import TRANSFORMERS
 
 # compare the indices of all ranks after every indexer, to find a rank with different results
 CHECK_RANKS = os.environ.get("CUSTOM_PYPTO_CHECK_RANKS") == "1"
@@ -25,10 +28,18 @@ def sharing(config, device) -> DistributedConfig:
         RuntimeError: there is no process group.
         ValueError: unsupported model or number of ranks, or ``device`` is not None.
     """
-    if not any(".self_attn." in name for name in config.base_model_tp_plan):
+    plan = config.base_model_tp_plan
+    if not any(".self_attn." in name for name in plan):
         raise ValueError(
             f"load: tensor_parallel must be False for {config.model_type}: transformers shards no "
             "attention heads of it"
+        )
+    sharded_sinks = any(name.endswith(".self_attn.sinks") for name in plan)
+    if sharded_sinks and not any(name.endswith(".self_attn") for name in plan):
+        raise ValueError(
+            f"load: tensor_parallel must be False for {config.model_type} with transformers "
+            f"{transformers.__version__}, which gives the ops no rank's share of the sinks; "
+            f"install transformers {TRANSFORMERS[-1]}"
         )
     if device is not None:
         raise ValueError(

@@ -41,9 +41,9 @@ class Part:
 
 def parts(step: Step, size: int) -> list[Part]:
     """The new tokens of a step, at most ``size`` at once."""
-    found, first = [], 0
-    while first < step.tokens:  # range() would give torch.compile one graph per length
-        end = first + size if first + size < step.tokens else step.tokens
+    found, first, tokens = [], 0, step.positions.size(1)
+    while first < tokens:  # range() would give torch.compile one graph per length
+        end = first + size if first + size < tokens else tokens
         found.append(Part(step, first, end))
         first = end
     return found

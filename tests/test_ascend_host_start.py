@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from custom_pypto.requirements import minor
+
 pytestmark = pytest.mark.ascend_host
 
 STAND_IN = [sys.executable, "-m", "custom_pypto.simulation.ascend_host"]
@@ -102,18 +104,21 @@ def test_what_torchair_needs_is_named(tmp_path):
     done = stand_in(PYTHONPATH=str(tmp_path))
     assert done.returncode == UNAVAILABLE
     (line,) = done.stderr.splitlines()
-    assert "found torch_npu 2.13.0, no protobuf" in line and "pip install" in line
+    found = importlib.metadata.version("torch_npu")
+    assert f"found torch_npu {found}, no protobuf" in line and "pip install" in line
 
 
 def test_another_torch_npu_is_refused_with_the_remedy(tmp_path):
-    found = tmp_path / "torch_npu-2.12.0.dist-info"
+    found = tmp_path / "torch_npu-2.9.0.dist-info"
     found.mkdir()
-    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.12.0\n")
+    (found / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.9.0\n")
     path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
     done = stand_in(PYTHONPATH=path)
     assert done.returncode == UNAVAILABLE
     (line,) = done.stderr.splitlines()
-    assert "needs torch_npu 2.13, " in line and "found torch_npu 2.12.0" in line
+    torch = importlib.metadata.version("torch")
+    assert f"needs torch_npu {minor(torch)} for torch {torch}, " in line
+    assert "found torch_npu 2.9.0" in line
     assert "pip install" in line
 
 

@@ -84,7 +84,8 @@ def test_the_tutorials_package_imports_no_torchair(tmp_path, torch_npu_without_c
 
 def test_converters_that_are_asked_for_in_vain_are_a_warning(torch_npu_without_cann):
     said = imported(torch_npu_without_cann, CUSTOM_PYPTO_GE_CONVERTERS="1")
-    assert said == f"<string>:1: {WARNING}\n"
+    # Python 3.13 shows the line, too
+    assert said.partition("\n")[0] == f"<string>:1: {WARNING}"
 
 
 def test_a_package_without_torchair_is_a_warning(tmp_path, torch_npu_without_cann):

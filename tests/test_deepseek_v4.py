@@ -10,6 +10,7 @@ import math
 import accelerate
 import pytest
 import torch
+import transformers
 from test_models import feed, left_padded, trace
 from test_models_compile import CountingBackend, decode
 from test_resources import in_a_process, peak_of
@@ -18,6 +19,7 @@ from transformers import DynamicCache
 
 from custom_pypto import models
 from custom_pypto.models import deepseek_v4, windows
+from custom_pypto.requirements import numbers
 
 # float32, 4 layers, logits up to about 10
 TOLERANCE = 5e-4
@@ -217,12 +219,15 @@ def test_rows_that_are_not_complete_are_replaced_before_they_are_read(monkeypatc
 def test_generate_equals_upstream_transformers(options):
     options = {"do_sample": False, "max_new_tokens": 10} | options
 
-    def generate(model, seed):
+    def generate(model, seed, **more):
         torch.manual_seed(5)
-        return model.generate(token_ids(2, 40, seed), **options)
+        return model.generate(token_ids(2, 40, seed), **options, **more)
 
     upstream, patched = upstream_and_patched()
-    seed, want = clear_case(lambda seed: generate(upstream, seed))
+    # before 5.23 upstream's own cache mixes up the beams
+    mixed = "num_beams" in options and numbers(transformers.__version__) < (5, 23)
+    without = {"use_cache": False} if mixed else {}
+    seed, want = clear_case(lambda seed: generate(upstream, seed, **without))
     assert torch.equal(generate(patched, seed), want)
 
 

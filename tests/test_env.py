@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import custom_pypto
-from custom_pypto import env
+from custom_pypto import env, requirements
 
 REPOSITORY = Path(__file__).parents[1]
 COMMAND = ("-m", "custom_pypto_command", "env")
@@ -141,7 +141,7 @@ def test_torch_npu_for_another_torch_is_reported_with_the_remedy(tmp_path, monke
     monkeypatch.delattr(torch, "npu", raising=False)
     assert env.collect()["npu"]["problem"] == {
         "what": f"torch_npu 2.7.1.post2 does not match torch {torch.__version__}",
-        "remedy": "pip install 'torch_npu==2.13.*'",
+        "remedy": requirements.torch_npu_remedy(torch.__version__),
     }
 
 
@@ -251,5 +251,26 @@ def test_there_is_a_report_without_lscpu_and_compiler(tmp_path, monkeypatch):
     assert "unknown" in env.render(report)
 
 
-def test_report_wants_the_transformers_that_the_package_names():
-    assert f'"transformers=={env.TRANSFORMERS};' in (REPOSITORY / "pyproject.toml").read_text()
+def test_the_copy_of_pypto_in_use_is_named_with_its_folder(tmp_path, monkeypatch):
+    """CANN puts its own on PYTHONPATH, before that of the environment."""
+    site = tmp_path / "cann/python/site-packages"
+    (site / "pypto").mkdir(parents=True)
+    (site / "pypto/__init__.py").touch()
+    (site / "pypto-0.2.1.dist-info").mkdir()
+    facts = "Metadata-Version: 2.1\nName: pypto\nVersion: 0.2.1\nX-Run-Version: 9.1.0\n"
+    (site / "pypto-0.2.1.dist-info/METADATA").write_text(facts)
+    monkeypatch.syspath_prepend(site)
+    monkeypatch.delitem(sys.modules, "pypto", raising=False)
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    assert requirements.pypto_copy() == f"0.2.1 in {site.resolve()}/pypto"
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "cann"))
+    assert requirements.pypto_copy() == f"0.2.1 of CANN 9.1.0 in {site.resolve()}/pypto"
+    assert requirements.pypto_problem() is None
+    (site / "pypto-0.2.1.dist-info/METADATA").write_text(facts.replace("0.2.1", "0.3.0"))
+    problem = requirements.pypto_problem()
+    found = f"found 0.3.0 of CANN 9.1.0 in {site.resolve()}/pypto"
+    assert problem["what"] == f"needs pypto 0.2.0 or 0.2.1, {found}"
+    assert problem["remedy"].startswith(
+        "source the set_env.sh of CANN 9.1 or later, which has its own, else pip install "
+        "pypto==0.2.0"
+    )

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import importlib.util
 import inspect
 import itertools
 import os
@@ -206,6 +207,9 @@ def test_dtypes_have_the_names_of_ge():
 @pytest.mark.parametrize("name", OVERLOADS)
 def test_a_prototype_takes_the_dtypes_that_the_npu_takes(name, monkeypatch):
     """Each tensor of calls in each dtype, cast to each dtype: what the wrapper accepts."""
+    pads = {"npu_sparse_attention_pto", "npu_lightning_indexer_prolog_pto"}
+    if name in pads and importlib.util.find_spec("pypto") is None:
+        pytest.skip("the sim extra is not installed, whose programs pad the arguments")
     program = types.SimpleNamespace(kernel=lambda **facts: None)
     monkeypatch.setattr(
         npu.common, "program", lambda op: program

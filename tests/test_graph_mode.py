@@ -389,8 +389,10 @@ def one_graph():
         torch.fx.experimental._config.patch(use_duck_shape=False),
     ):
         warnings.simplefilter("error", UserWarning)
-        # of torch_npu, about the memory of a tensor, once
-        warnings.filterwarnings("ignore", message="Cannot create tensor with internal format")
+        # of torch_npu, about the memory of a tensor, once; spelled in two ways
+        warnings.filterwarnings("ignore", message="Cannot create tensor with inter")
+        # of torch_npu 2.10, in every compilation
+        warnings.filterwarnings("ignore", message="After using .*set_deterministic_level")
         yield graphs
     assert len(graphs) == 1
 
@@ -569,13 +571,15 @@ def test_registering_again_changes_nothing():
 
 
 def test_without_a_converter_torchair_makes_a_callback(monkeypatch):
-    """Which compiles against CANN. A converter that is registered keeps torchair from it, whether
-    GE has a kernel or not, so importing the package does not register one by itself."""
+    """Which compiles against CANN, or needs a prototype of another name. A converter that is
+    registered keeps torchair from it, whether GE has a kernel or not, so importing the package does
+    not register one by itself."""
     op = "npu_lightning_indexer_pto"  # for add_custom, torchair would find a prototype by its name
     monkeypatch.delattr(overload(op), "_ge_converter")
     tensors, constants = split(index([2, 2], [20, 5]))
     function = ge_graphs.compiled(lambda tensors: overload(op)(**tensors, **constants))
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="ASCEND_HOME_PATH"):
+    refused = "ASCEND_HOME_PATH|No AscendIR NpuLightningIndexerPto"  # the second of torch_npu 2.10
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=refused):
         run(function, tensors)
 
 

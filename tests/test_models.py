@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny import CLASSES, KINDS, clear_case, tiny_config, tiny_model, token_ids
+from tiny import CLASSES, KINDS, NAMES, clear_case, tiny_config, tiny_model, token_ids
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -880,7 +880,7 @@ def test_every_architecture_is_tested_and_named_in_the_rejection_of_others():
 
 def test_what_architectures_share_knows_none_of_them():
     folder = Path(models.__file__).parent
-    kinds = [*KINDS, "deepseek_v4", "glm5_next"]
+    kinds = [*NAMES, "deepseek_v4", "glm5_next"]
     assert {path.parent.name for path in folder.glob("*/__init__.py")} == set(kinds)
     for path in set(folder.glob("*.py")) - {folder / "__init__.py"}:
         found = re.search("|".join(["transformers.models", *kinds]), path.read_text())

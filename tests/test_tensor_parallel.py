@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+import transformers.distributed.tensor_parallel
 from tiny import KINDS, clear_case, tiny_config, tiny_model, token_ids
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
@@ -20,6 +21,9 @@ from custom_pypto import models, npu
 from custom_pypto.models import tensor_parallel
 
 ROOT = Path(__file__).parents[1]
+# an older transformers hands an attention its sinks sharded
+OLDER = not hasattr(transformers.distributed.tensor_parallel, "LocalParamsParallel")
+SHARED = [kind for kind in KINDS if not (OLDER and kind == "hy_v4")]
 # float32, 3 layers: two partial sums in place of one
 TOLERANCE = 2e-5
 PREFILL, DECODE = 40, 4
@@ -75,7 +79,7 @@ def work(rank: int, folder: Path):
     )
     ids = torch.load(folder / "ids.pt")
     seen = {"rejected": failure(lambda: models.load(folder / "3 heads", tensor_parallel=True))}
-    for kind in KINDS:
+    for kind in SHARED:
         model = models.load(folder / kind, tensor_parallel=True)
         seen[kind] = computed(model, ids[kind])
         attention = model.model.layers[0].self_attn
@@ -108,7 +112,7 @@ def shared(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     torch.set_num_threads(1)
     alone, ids = {}, {}
-    for kind in KINDS:
+    for kind in SHARED:
         upstream = tiny_model(kind)
         upstream.save_pretrained(folder / kind)
 
@@ -134,7 +138,7 @@ def test_both_ranks_quantise_the_same_keys_to_the_same_bytes(shared, kind):
     assert all(map(torch.equal, one, other))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHARED)
 @pytest.mark.parametrize("path", ["logits", "upstream"])
 def test_two_ranks_give_the_logits_of_one_process(shared, kind, path):
     ranks, alone = shared
@@ -142,7 +146,7 @@ def test_two_ranks_give_the_logits_of_one_process(shared, kind, path):
         torch.testing.assert_close(rank[kind][path], alone[kind][path], rtol=0, atol=TOLERANCE)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHARED)
 def test_two_ranks_generate_the_tokens_of_one_process(shared, kind):
     ranks, alone = shared
     assert alone[kind]["tokens"].shape == (2, PREFILL + DECODE + 8)
@@ -150,7 +154,7 @@ def test_two_ranks_generate_the_tokens_of_one_process(shared, kind):
         assert torch.equal(rank[kind]["tokens"], alone[kind]["tokens"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHARED)
 def test_each_rank_has_half_of_the_heads(shared, kind):
     ranks, _ = shared
     for rank in ranks:
@@ -158,7 +162,7 @@ def test_each_rank_has_half_of_the_heads(shared, kind):
         assert rank[kind]["sharded"] == (2 * (32 + 24), 64)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHARED)
 def test_each_rank_keeps_its_part_of_the_weights_in_memory(shared, kind):
     ranks, _ = shared
     with torch.device("meta"):
@@ -249,3 +253,12 @@ def test_the_example_answers_as_in_one_process_and_prints_once():
 
 def test_the_example_without_torchrun_says_how():
     assert "torchrun --nproc" in generate("examples/generate.py", "--tp", status=2).stderr
+
+
+def test_sinks_that_are_handed_over_sharded_are_rejected(monkeypatch):
+    """As before transformers 5.23."""
+    config = tiny_config("hy_v4")
+    plan = {k: v for k, v in config.base_model_tp_plan.items() if not k.endswith(".self_attn")}
+    monkeypatch.setattr(type(config), "base_model_tp_plan", plan)
+    with pytest.raises(ValueError, match="must be False for hy_v4 with .*; install transformers 5"):
+        tensor_parallel.sharing(config, None)

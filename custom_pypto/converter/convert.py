@@ -3,7 +3,7 @@
 from typing import Any
 
 import torch
-from torch.fx.experimental.symbolic_shapes import optimization_hint
+from torch.fx.experimental import symbolic_shapes
 from torchair._ge_concrete_graph.fx2ge_converter import register_fx_node_ge_converter
 from torchair.ge import Tensor
 
@@ -11,6 +11,10 @@ from .. import npu
 from ..descriptions import OPS, variant
 from ..graph import ops
 from ..schemas import bound, overloads
+
+# the number of a symbol in this call; an older torch has it by the second name
+HINTS = ("optimization_hint", "hint_int")
+hint = next(getattr(symbolic_shapes, name) for name in HINTS if hasattr(symbolic_shapes, name))
 
 
 def register(op: str) -> None:
@@ -69,7 +73,7 @@ def _in_this_call(argument):
     if not isinstance(argument, Tensor):
         return argument
     meta = argument.meta
-    size, stride = ([optimization_hint(n) for n in ns] for ns in (meta.size(), meta.stride()))
+    size, stride = ([hint(n) for n in ns] for ns in (meta.size(), meta.stride()))
     return torch.empty_strided(size, stride, dtype=meta.dtype, device="meta")
 
 

@@ -7,7 +7,10 @@
 
 namespace custom_pypto {
 
-std::string_view dtype_name(at::ScalarType dtype) { return c10::getDtypeNames(dtype).first; }
+// a copy: torch returns a string or a view, by version
+std::string dtype_name(at::ScalarType dtype) {
+  return std::string(c10::getDtypeNames(dtype).first);
+}
 
 Argument::Argument(const char* op, const char* name, const Tensor& tensor)
     : op_(op), name_(name), tensor_(tensor) {

@@ -9,7 +9,6 @@
 #include <functional>
 #include <initializer_list>
 #include <optional>
-#include <string_view>
 #include <utility>
 
 namespace custom_pypto {
@@ -27,7 +26,7 @@ using OptionalTensor = std::optional<Tensor>;
   TORCH_LIBRARY_IMPL(custom_pypto, CPU, m) { m.impl(#op, &op<true>); } \
   TORCH_LIBRARY_IMPL(custom_pypto, Meta, m) { m.impl(#op, &op<false>); }
 
-std::string_view dtype_name(at::ScalarType dtype);  // as Python prints it: float32
+std::string dtype_name(at::ScalarType dtype);  // as Python prints it: float32
 
 constexpr at::ScalarType kFloating[] = {at::kBFloat16, at::kHalf, at::kFloat};
 constexpr at::ScalarType kHalves[] = {at::kBFloat16, at::kHalf};

@@ -71,7 +71,7 @@ class PagedGlm5NextAttention(PagedAttention, Glm5NextTextAttention):
             step.cache.layers[self.layer_idx],
             "index",
             "index_state",
-            Part(step, 0, step.tokens),
+            Part(step, 0, step.positions.size(1)),
             torch.cat([key, gate], -1),
             bias,
             lambda sums, windows: sums.to(key.dtype).unsqueeze(2),

