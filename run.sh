@@ -5,7 +5,6 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 environment="${VIRTUAL_ENV:-${CONDA_PREFIX:-$root/.venv}}"
 python="$environment/bin/python"
-TEST_SECONDS=2400
 # torch_npu without CANN breaks `import torch`: its folder is on PYTHONPATH only on demand
 torch_npu_folder="$root/build/torch_npu"
 
@@ -175,13 +174,9 @@ build_docs() {
 }
 
 run_pytest() {
-  local status=0
-  # SIGINT, so that pytest still reports its results; in the foreground, so that Ctrl-C arrives;
-  # passive: waiting threads leave the core to the other processes
-  OMP_WAIT_POLICY=passive timeout --foreground --signal=INT --kill-after=30 "$TEST_SECONDS" \
-    "$python" -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal "$@" || status=$?
-  [[ "$status" -ne 124 ]] || echo "run.sh test: stopped after $((TEST_SECONDS / 60)) minutes" >&2
-  return "$status"
+  # passive: waiting threads leave the core to the other processes. No limit on the whole, which a
+  # busy machine would exceed; pyproject.toml has one for each test.
+  OMP_WAIT_POLICY=passive "$python" -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal "$@"
 }
 
 # Runs the tests; those on the host stand-in for CANN, which changes torch, in separate processes.

@@ -26,7 +26,7 @@ from measure import of_kernels, table, write_section
 
 import custom_pypto
 from custom_pypto import models
-from custom_pypto.models.pools import hadamard
+from custom_pypto.models.cache.formats import hadamard
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "examples"))

@@ -2,14 +2,16 @@
 
     python benchmarks/bench_model.py [--part model] [--dtype float32] [--repeats 7] [--write]
     python benchmarks/bench_model.py --part layer [--write] [--plot]
+    python benchmarks/bench_model.py --part step [--write]
     python benchmarks/bench_model.py --check    # the layer against its floors
 
 The model: two dense layers of DeepSeek-V3.2 (hidden 1024, 16 heads, latent 512, RoPE 64, 64 x 128
 indexer, index_topk 2048). The layer: one attention layer of the published size (hidden 7168, 128
 heads), bfloat16, on one thread. Both sides get the same random weights and the same cached tokens;
-no time is reported unless their results match. The layer's times are user CPU time: upstream's step
-takes gigabytes of fresh pages, whose price is the machine's. Peak memory is the memory of one side
-beyond weights and cache, measured in its own process.
+no time is reported unless their results match. The step: what the patch does in Python for each
+decoded token, beside 61 small layers. The layer's times are user CPU time: upstream's step takes
+gigabytes of fresh pages, whose price is the machine's. Peak memory is the memory of one side beyond
+weights and cache, measured in its own process.
 """
 
 import argparse
@@ -39,6 +41,7 @@ from measure import (
     write_section,
 )
 from model_sides import CALLS, LAYER, MODEL, SIDES, filled_cache, make_model
+from model_step import measure_step
 from torch import Tensor
 
 import custom_pypto
@@ -277,7 +280,7 @@ def main() -> int:
     )
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--part", choices=["model", "layer"], help="run only one table")
+    parser.add_argument("--part", choices=["model", "layer", "step"], help="run only one table")
     parser.add_argument("--write", action="store_true", help="write to benchmarks/RESULTS.md")
     parser.add_argument("--plot", action="store_true", help="plot the layer into benchmarks/plots")
     parser.add_argument("--check", action="store_true", help="compare the layer with its floors")
@@ -304,6 +307,14 @@ def main() -> int:
         "Peak: on top of weights and cache. Not run: upstream prefill that does not fit; at 16K "
         "its float32 index scores alone are 64 x 16384 x 16384 x 4 bytes = 64 GiB"
     )
+    torch.set_num_threads(1)
+    if args.part == "step":
+        text = measure_step()
+        print(machine(), text, sep="\n")
+        if args.write:
+            command = "python benchmarks/bench_model.py --part step --write"
+            write_section("A decoded token, beside the layers", command, text)
+        return 0
     torch.set_num_threads(threads)
     if not args.check and args.part != "layer":
         print(machine())

@@ -5,6 +5,7 @@ from torch import Tensor
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM, DynamicCache
 
 from custom_pypto import models
+from custom_pypto.models.architectures import attention_classes
 from custom_pypto.models.cache import write
 
 SIDES = ("custom_pypto", "transformers")
@@ -52,7 +53,7 @@ def make_model(side: str, sizes: dict, dtype: torch.dtype):
 
 def filled_cache(side: str, model, tokens: int):
     """A cache that holds the same ``tokens`` random tokens on both sides, with room for one."""
-    config, pools = model.config, models.ATTENTION[type(model)].pools
+    config, pools = model.config, attention_classes("filled_cache", model)[1].pools
     generator = torch.Generator().manual_seed(1)
     paged = models.PagedCache(model, 1, tokens + 1) if side == "custom_pypto" else None
     cache = paged or DynamicCache(config=config)

@@ -102,11 +102,14 @@ def render(report: dict) -> str:
         "",
         "What works here",
     ]
+    numbers: dict[tuple[str, str], int] = {}
     for way, state in report["ways"].items():
-        lines.append(f"  {'yes' if state['works'] else 'no ':<4} {way}")
-        for missing in state["missing"]:
-            lines.append(f"         missing: {missing['what']}")
-            lines.append(f"         remedy:  {missing['remedy']}")
+        lacking = [(missing["what"], missing["remedy"]) for missing in state["missing"]]
+        named = [str(numbers.setdefault(problem, len(numbers) + 1)) for problem in lacking]
+        needs = f": needs {', '.join(named)}" if named else ""
+        lines.append(f"  {'yes' if state['works'] else 'no ':<4} {way}{needs}")
+    for (what, remedy), number in numbers.items():
+        lines += [f"  {number}  missing: {what}", f"     remedy:  {remedy}"]
     return "\n".join(lines)
 
 

@@ -26,7 +26,7 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from custom_pypto import models
-from custom_pypto.models import quantisation
+from custom_pypto.models import quantised_weights
 from custom_pypto.models.checkpoint import (
     check_dtypes,
     check_scales,
@@ -47,7 +47,7 @@ class Conversion:
     def __init__(self, source, layers, experts, max_shard_size):
         self.source, self.layers, self.experts = source, layers, experts
         original = json.loads((source / "config.json").read_text())
-        self.blocks = quantisation.blocks_of(original)
+        self.blocks = quantised_weights.blocks_of(original)
         self.config = self.new_config(original)
         parsed = AutoConfig.from_pretrained(source, trust_remote_code=False)
         if layers is not None:
@@ -62,7 +62,7 @@ class Conversion:
         check_dtypes(self.tensors, self.blocks)
         check_scales(self.tensors, self.blocks)
         quantised = filter(self.is_quantised, self.tensors)
-        scales = {quantisation.scale_name(name, self.tensors) for name in quantised}
+        scales = {quantised_weights.scale_name(name, self.tensors) for name in quantised}
         self.split = split_state_dict_into_shards_factory(
             {name: self.size(name) for name in sorted(self.tensors.keys() - scales, key=natural)},
             get_storage_size=int,
@@ -79,7 +79,7 @@ class Conversion:
         }
 
     def new_config(self, original):
-        config = {name: it for name, it in original.items() if name not in quantisation.CONFIG}
+        config = {name: it for name, it in original.items() if name not in quantised_weights.CONFIG}
         if self.blocks:
             config["torch_dtype" if "torch_dtype" in config else "dtype"] = "bfloat16"
         if self.layers is not None:
@@ -109,7 +109,7 @@ class Conversion:
     def size(self, name):
         _, dtype, (rows, *columns) = self.tensors[name]
         rows = self.experts if self.cuts(name) else rows
-        others = quantisation.FLOATS | quantisation.INTEGERS
+        others = quantised_weights.FLOATS | quantised_weights.INTEGERS
         dtype = torch.bfloat16 if self.is_quantised(name) else others[dtype]
         return rows * torch.Size(columns).numel() * dtype.itemsize
 

@@ -20,11 +20,9 @@ if __name__ == "models":  # in the repository's root: the same modules under bot
         sys.modules[name.removeprefix("custom_pypto.")] = sys.modules[name]
 
 from functools import partial
-from importlib import import_module
 from pathlib import Path
 
 import torch
-import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from custom_pypto.requirements import transformers_problem
@@ -32,11 +30,14 @@ from custom_pypto.requirements import transformers_problem
 if _problem := transformers_problem():
     raise ImportError(f"custom_pypto.models: {_problem['what']}; {_problem['remedy']}")
 
-from . import generation, quantisation  # noqa: E402
+from . import generation, quantised_weights  # noqa: E402
+from .architectures import attention_classes, check_available  # noqa: E402
 from .cache import PagedCache  # noqa: E402
+from .cache.formats import check_cache_dtypes  # noqa: E402
+from .cache.layout import check_block_size  # noqa: E402
 from .checkpoint import check_shards, first_layers  # noqa: E402
 from .loading import Reader, check_memory, parameters, resolve_dtype  # noqa: E402
-from .pools import check_block_size, check_cache_dtypes, text_model  # noqa: E402
+from .patched import text_model  # noqa: E402
 from .projection import change_class, has_other_forward  # noqa: E402
 from .replay import record_indices, replay_indices  # noqa: E402
 from .tensor_parallel import own_device, sharing  # noqa: E402
@@ -49,23 +50,6 @@ __all__ = [
     "use_custom_pypto",
     "use_transformers",
 ]
-
-# model class of each supported architecture -> the folder here and its attention class
-ARCHITECTURES = {
-    "DeepseekV32ForCausalLM": ("deepseek_v32", "PagedDeepseekV32Attention"),
-    "GlmMoeDsaForCausalLM": ("glm_moe_dsa", "PagedGlmMoeDsaAttention"),
-    "AXK2ForCausalLM": ("axk2", "PagedAXK2Attention"),
-    "DeepseekV4ForCausalLM": ("deepseek_v4", "PagedDeepseekV4Attention"),
-    "HYV4ForCausalLM": ("hy_v4", "PagedHYV4Attention"),
-    "Dots3NoteForCausalLM": ("dots3_note", "PagedDots3NoteAttention"),
-    "Glm5NextForConditionalGeneration": ("glm5_next", "PagedGlm5NextAttention"),
-}
-# of those that the installed transformers has: model class -> its attention class once patched
-ATTENTION = {
-    getattr(transformers, model): getattr(import_module(f".{folder}", __name__), attention)
-    for model, (folder, attention) in ARCHITECTURES.items()
-    if hasattr(transformers, model)
-}
 
 
 def use_custom_pypto(
@@ -84,7 +68,7 @@ def use_custom_pypto(
     has the tables.
 
     Args:
-        model: an instance of a class in :data:`ATTENTION`, patched in place.
+        model: of a class in :data:`models.architectures.ARCHITECTURES`, patched in place.
         block_size: tokens per cache block, a multiple of 16 up to 1024.
         index_dtype: ``torch.int8`` for index keys, and queries, of a byte per value; None: the
             dtype of the model. See :class:`PagedCache`.
@@ -96,7 +80,7 @@ def use_custom_pypto(
             additions that the ops would bypass. Every forward repeats the check.
         ValueError: unsupported ``block_size``, ``index_topk`` or dtype of a cache.
     """
-    upstream, paged = _attention_classes("use_custom_pypto", model)
+    upstream, paged = attention_classes("use_custom_pypto", model)
     check_block_size("use_custom_pypto", block_size)
     text = text_model(model)
     topk = text.config.index_topk
@@ -106,7 +90,7 @@ def use_custom_pypto(
             f"1024, got {topk}"
         )
     dtypes = {"index_dtype": index_dtype, "kv_dtype": kv_dtype}
-    check_cache_dtypes("use_custom_pypto", model, paged, **dtypes)
+    check_cache_dtypes("use_custom_pypto", text, paged, **dtypes)
     use_transformers(model)
     found = {i: layer.self_attn for i, layer in enumerate(text.layers)}
     layers = {i: x for i, x in found.items() if type(x) not in paged.upstream_layers}
@@ -138,15 +122,17 @@ def use_transformers(model):
     Raises:
         TypeError: unsupported model class.
     """
-    upstream, paged = _attention_classes("use_transformers", model)
+    upstream, paged = attention_classes("use_transformers", model)
     if hasattr(model, "_undo_custom_pypto"):
         for hook in model._undo_custom_pypto:
             hook.remove()
         del model._undo_custom_pypto
         del model._prepare_cache_for_generation
-        del text_model(model).custom_pypto_cache
         del model.create_masks_for_generate
-        for layer in text_model(model).layers:
+        text = text_model(model)
+        del text.custom_pypto_cache
+        vars(text).pop("_custom_pypto_sizes", None)
+        for layer in text.layers:
             if type(layer.self_attn) is paged:
                 change_class(layer.self_attn, upstream)
     return model
@@ -183,13 +169,17 @@ def load(path, *, dtype="auto", num_hidden_layers=None, device=None, tensor_para
         raise FileNotFoundError(
             f"load: path must be a checkpoint directory with a config.json, got {path}"
         )
-    # without it transformers prompts at the terminal, and "y" runs the checkpoint's code
-    config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+    try:
+        # without it transformers prompts at the terminal, and "y" runs the checkpoint's code
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+    except ValueError:
+        check_available("load", path)
+        raise
     plan = sharing(config, device) if tensor_parallel else None
-    blocks = quantisation.blocks_of(config.to_dict())
+    blocks = quantised_weights.blocks_of(config.to_dict())
     if num_hidden_layers is not None:
         config = type(config).from_dict(first_layers(config.to_dict(), num_hidden_layers))
-    for name in quantisation.CONFIG & vars(config).keys():
+    for name in quantised_weights.CONFIG & vars(config).keys():
         delattr(config, name)  # describes the files; the model is not quantised
     with torch.device("meta"):
         skeleton = use_custom_pypto(AutoModelForCausalLM.from_config(config))
@@ -215,15 +205,3 @@ def load(path, *, dtype="auto", num_hidden_layers=None, device=None, tensor_para
     # transformers saves in the layout it loaded, and would not split the experts again
     del model._weight_conversions
     return use_custom_pypto(model.to(device) if plan is None else model)
-
-
-def _attention_classes(caller: str, model) -> tuple[type, type]:
-    if type(model) not in ATTENTION:
-        inside = "; pass its get_base_model()" if hasattr(model, "get_base_model") else ""  # peft's
-        names = " or ".join(cls.__name__ for cls in ATTENTION)
-        raise TypeError(
-            f"{caller}: model must be a {names} of transformers, "
-            f"got {type(model).__module__}.{type(model).__qualname__}{inside}"
-        )
-    paged = ATTENTION[type(model)]
-    return paged.__bases__[-1], paged

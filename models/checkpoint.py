@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
-from . import quantisation
-from .quantisation import FLOATS, FP4, FP8, INTEGERS
+from . import quantised_weights
+from .quantised_weights import FLOATS, FP4, FP8, INTEGERS
 
 EXPERT = r"(\.experts\.)(\d+)\."
 # lists of a config.json with one entry per layer
@@ -56,7 +56,7 @@ def check_shards(path: Path, model, blocks: dict[str, tuple[int, int]]) -> Check
     """
     part_of = parts_on_disk(model)
     tensors = stored_tensors(
-        path, lambda name: bool(part_of(name) or part_of(quantisation.weight_name(name)))
+        path, lambda name: bool(part_of(name) or part_of(quantised_weights.weight_name(name)))
     )
     check_dtypes(tensors, blocks)
     state, found = stored_state(model), {}
@@ -126,13 +126,13 @@ def check_scales(tensors: dict[str, Stored], blocks: dict[str, tuple[int, int]])
                 f"load: {file}: {name} must be a matrix to be {dtype}, got shape {shape}; use a "
                 "checkpoint with this tensor in bfloat16"
             )
-        if (scale := quantisation.scale_name(name, tensors)) is None:
-            names = " or ".join(quantisation.scale_names(name))
+        if (scale := quantised_weights.scale_name(name, tensors)) is None:
+            names = " or ".join(quantised_weights.scale_names(name))
             raise ValueError(
                 f"load: {file}: {name} is {dtype} and lacks its {names}; download the checkpoint "
                 "again"
             )
-        grid, found = quantisation.grid(shape, blocks[dtype]), tensors[scale]
+        grid, found = quantised_weights.grid(shape, blocks[dtype]), tensors[scale]
         if found.shape != grid or found.dtype not in FLOATS:
             height, width = blocks[dtype]
             raise ValueError(

@@ -4,11 +4,11 @@ These functions become hooks and methods of the patched model only.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.masking_utils import find_packed_sequence_indices
 
 from .cache import PagedCache, Step
-from .pools import dimensions, patched_layers, text_model
+from .patched import dimensions, patched_layers, text_model
 
 # positional arguments of the upstream base models
 FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values")
@@ -43,15 +43,16 @@ def prepare_forward(model, args: tuple, kwargs: dict):
         )
     ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     batch, tokens = (ids if embeddings is None else embeddings).shape[:2]
-    for i, layer in patched_layers(model).items():
-        attention = layer.self_attn
+    layers = patched_layers(model)
+    for i, layer in layers.items():
+        attention = layer._modules["self_attn"]
         attention.check(attention, i)
     if cache is None:
         spare = model.custom_pypto_cache["block_size"] if keep else 0
         cache = own_cache(model, batch, tokens + spare)
         kwargs["past_key_values"] = cache if keep else None
     else:
-        check_cache(cache, model)
+        check_cache(cache, model, layers)
         if cache.grows and not isinstance(mask, dict):  # generate() has made room already
             grow(cache, tokens)
     step = cache.place(batch, tokens, new_tokens(mask, tokens))
@@ -111,7 +112,7 @@ def prepare_cache_for_generation(
         model_kwargs["past_key_values"] = cache
         return
     if cache is not None:
-        check_cache(cache, model)
+        check_cache(cache, text_model(model))
         if cache.grows:
             cache.reserve(max_length)
         if cache.max_cache_len < max_length or cache.batch_size != rows:
@@ -141,7 +142,7 @@ def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_va
     return {"indexed_attention": new_tokens(attention_mask, tokens)}
 
 
-def check_cache(cache, model) -> None:
+def check_cache(cache, text, layers: dict[int, nn.Module] | None = None) -> None:
     if not isinstance(cache, PagedCache):
         raise TypeError(
             "patched model: past_key_values must be a models.PagedCache, got "
@@ -150,7 +151,7 @@ def check_cache(cache, model) -> None:
         )
     if torch.compiler.is_compiling():  # generate() has validated it already
         return
-    if (made := cache.made_for) != (wanted := dimensions(model)):
+    if (made := cache.made_for) != (wanted := dimensions(text, layers or patched_layers(text))):
         names = [name for name in made | wanted if made.get(name) != wanted.get(name)]
         raise ValueError(
             f"PagedCache: created for a model with {listed(made, names)}, got one with "

@@ -2,15 +2,14 @@
 
 import functools
 import os
-import resource
 
-import psutil
 import torch
 from safetensors import safe_open
 from tqdm import tqdm
 
-from . import quantisation
+from . import quantised_weights
 from .checkpoint import Checkpoint, Stored
+from .memory import free_memory
 
 
 class Reader:
@@ -39,9 +38,9 @@ class Reader:
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
         if self.is_quantised(name):
-            scales = self.stored(quantisation.scale_name(name, self.tensors))
+            scales = self.stored(quantised_weights.scale_name(name, self.tensors))
             block = self.blocks[self.tensors[name].dtype]
-            quantisation.dequantise(self.stored(name), scales, block, out)
+            quantised_weights.dequantise(self.stored(name), scales, block, out)
         else:
             out.copy_(self.stored(name))
 
@@ -112,7 +111,7 @@ def resolve_dtype(dtype: torch.dtype | str, config, checkpoint: Checkpoint) -> t
     if dtype != "auto":
         return dtype
     [embedding] = checkpoint.parts["model.embed_tokens.weight"]
-    return config.dtype or quantisation.FLOATS[checkpoint.tensors[embedding].dtype]
+    return config.dtype or quantised_weights.FLOATS[checkpoint.tensors[embedding].dtype]
 
 
 def check_memory(model, dtype: torch.dtype, device: torch.device, ranks: int = 1) -> None:
@@ -140,16 +139,3 @@ def check_memory(model, dtype: torch.dtype, device: torch.device, ranks: int = 1
                 f"{place} has {tqdm.format_sizeof(free, 'B')} free; "
                 "load fewer layers with num_hidden_layers, or use more devices"
             )
-
-
-def free_memory(device: torch.device) -> int:
-    """Bytes that this process can still allocate on ``device``; on a CPU, without swapping."""
-    if device.type != "cpu":
-        module = torch.get_device_module(device)
-        module.empty_cache()  # else blocks that torch caches would count as used
-        return module.mem_get_info(device)[0]
-    available = psutil.virtual_memory().available
-    limit, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if limit == resource.RLIM_INFINITY:
-        return available
-    return min(available, limit - psutil.Process().memory_info().vms)

@@ -8,7 +8,6 @@ anything runs.
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import type_before_parametrizations
@@ -25,7 +24,12 @@ def check_absorbed(layer: int, projection: nn.Module) -> None:
     Raises:
         TypeError: names the layer, the addition and the remedy.
     """
-    if found := obstacle(projection):
+    weight = projection._parameters.get("weight")
+    if type(projection) is nn.Linear and type(weight) is nn.Parameter and untouched(projection):
+        found = "one with a bias" if projection._parameters["bias"] is not None else None
+    else:
+        found = obstacle(projection)
+    if found:
         raise TypeError(
             f"use_custom_pypto: kv_b_proj of layer {layer} must be a plain torch.nn.Linear (its "
             f"weight is absorbed, its forward never called), got {found}; dequantise it, merge its "
@@ -39,7 +43,7 @@ def check_replaced(layer: int, name: str, module: nn.Module, cls: type) -> None:
     Raises:
         TypeError: names the layer, the addition and the remedy.
     """
-    if type(module) is not cls or wrapped(module):
+    if type(module) is not cls or (not untouched(module) and wrapped(module)):
         raise TypeError(
             f"use_custom_pypto: the {name} of layer {layer} must be a plain {cls.__name__} (an op "
             f"replaces its forward), got {described(module)}; restore it, or call "
@@ -111,6 +115,13 @@ def active_adapters(projection: nn.Module) -> list[str]:
     return [name for name in projection.active_adapters if name in projection.lora_A]
 
 
+def untouched(module: nn.Module) -> bool:
+    """Whether nothing at all is on ``module``: the quick answer for most modules, in every forward
+    of every layer."""
+    state = module.__dict__
+    return not (state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state)
+
+
 def wrapped(module: nn.Module) -> bool:
     """Whether a hook or a replaced ``forward`` makes ``module`` do more than its class."""
     return bool(module._forward_hooks or module._forward_pre_hooks) or has_other_forward(module)
@@ -174,30 +185,3 @@ def change_class(module: nn.Module, cls: type) -> None:
         LocalParamsParallel().install_forward(module, None)
     if "_old_forward" in module.__dict__:
         module._old_forward = MethodType(cls.forward, module)
-
-
-def device_of(layers: dict[int, nn.Module]) -> torch.device:
-    """The compute device of these decoder layers, by their number; offloaded weights are
-    elsewhere.
-
-    Raises:
-        ValueError: several devices; the ops need cache and tables on one.
-    """
-    first = None
-    for i, layer in layers.items():
-        norm = layer.self_attn.get_submodule(layer.self_attn.first_norm)
-        device = norm.weight.device
-        if device.type == "meta":
-            for module in (norm, layer.self_attn, layer):
-                if (hook := aligning_hook(module)) and hook.offload:
-                    device = torch.empty(0, device=hook.execution_device).device  # with its index
-                    break
-        if first is None:
-            first = device
-        elif device != first:
-            raise ValueError(
-                "PagedCache: all layers must compute on one device, got layer "
-                f"{min(layers)} on {first} and layer {i} on {device}; load the model with "
-                f"device_map={{'': '{first}'}} or call models.use_transformers(model)"
-            )
-    return first

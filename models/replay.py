@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .cache import Step
-from .pools import patched_layers
+from .patched import patched_layers, text_model
 
 #: for each layer with an indexer, the int32 positions ``[B, T, K]`` its T tokens attend to
 Record = dict[int, Tensor]
@@ -90,7 +90,7 @@ def with_indexer(caller: str, model) -> dict[int, nn.Module]:
             f"{caller}: model must be patched by models.use_custom_pypto first, "
             f"got a {type(model).__name__}"
         )
-    attentions = {i: layer.self_attn for i, layer in patched_layers(model).items()}
+    attentions = {i: layer.self_attn for i, layer in patched_layers(text_model(model)).items()}
     return {i: attention for i, attention in attentions.items() if attention.indexer is not None}
 
 
@@ -128,7 +128,7 @@ def replaced(module: nn.Module, name: str, method) -> Iterator[None]:
 def recording(attend, parts: list[Tensor], hidden_states, position_embeddings, step: Step, *args):
     """``attend``, whose positions are appended to ``parts``."""
     output, indices = attend(hidden_states, position_embeddings, step, *args)
-    before = int(step.cache.seen)
+    before = int(step.sequences.seen)
     recorded = sum(part.size(1) for part in parts)
     if before > recorded or (before and len(parts[0]) != len(indices)):
         raise ValueError(
@@ -144,7 +144,7 @@ def recording(attend, parts: list[Tensor], hidden_states, position_embeddings, s
 def replaying(attend, recorded: Tensor, hidden_states, position_embeddings, step: Step, *args):
     """``attend`` to the recorded positions of the new tokens."""
     batch, tokens = hidden_states.shape[:2]
-    first = int(step.cache.seen)
+    first = int(step.sequences.seen)
     if batch != recorded.size(0) or first + tokens > recorded.size(1):
         raise ValueError(
             f"replay_indices: the forward must stay within the {list(recorded.shape[:2])} tokens "

@@ -11,20 +11,26 @@ import accelerate
 import pytest
 import torch
 import transformers
-from test_models import feed, left_padded, trace
+from model_harness import (
+    PADS,
+    WRONG,
+    feed,
+    left_padded,
+    no_grad_and_one_thread,  # noqa: F401
+    paged_cache,
+    trace,
+)
 from test_models_compile import CountingBackend, decode
 from test_resources import in_a_process, peak_of
 from tiny import V4_LAYERS, clear_case, tiny_v4, token_ids
 from transformers import DynamicCache
 
 from custom_pypto import models
-from custom_pypto.models import deepseek_v4, windows
+from custom_pypto.models import compressed_attention, compression, deepseek_v4
 from custom_pypto.requirements import numbers
 
 # float32, 4 layers, logits up to about 10
 TOLERANCE = 5e-4
-WRONG = 5e-3
-PADS = [0, 9, 22]
 SLIDING, SPARSE, HEAVY, _ = V4_LAYERS
 # the real dims of attention and indexer, the window and both ratios
 REAL = dict(
@@ -40,27 +46,8 @@ REAL = dict(
 )
 
 
-@pytest.fixture(autouse=True)
-def no_grad_and_one_thread():
-    torch.set_num_threads(1)  # tensors this small only wait for a second one
-    with torch.no_grad():
-        yield
-
-
 def upstream_and_patched(**changes):
     return tiny_v4(**changes), models.use_custom_pypto(tiny_v4(**changes), block_size=16)
-
-
-def paged_cache(model, batch, tokens=96):
-    """A cache whose blocks lie in no order and hold garbage."""
-    cache = models.PagedCache(model, batch, tokens, block_size=16)
-    for table in cache.tables.values():
-        shuffled = torch.randperm(table.numel(), generator=torch.Generator().manual_seed(3))
-        table.copy_(table.flatten()[shuffled].view_as(table))
-    for layer in cache.layers:
-        for pool in layer.pools().values():
-            pool.fill_(float("nan"))
-    return cache
 
 
 def alone(model, ids, pads):
@@ -145,16 +132,17 @@ def each(change, kind=None):
 
 
 def one_way(monkeypatch, model):
-    rope = deepseek_v4.apply_rotary_pos_emb
+    cls = deepseek_v4.PagedDeepseekV4Attention
+    rope = cls.rope
     forwards = lambda x, cos, sin, **dim: rope(x, cos, sin.abs(), **dim)  # noqa: E731
-    monkeypatch.setattr(deepseek_v4, "apply_rotary_pos_emb", forwards)
+    monkeypatch.setattr(cls, "rope", staticmethod(forwards))
 
 
 def ring_shifted(monkeypatch, model):
-    window = deepseek_v4.window
+    window = compressed_attention.window
     monkeypatch.setattr(deepseek_v4, "SLICE", 7)  # a ring that has turned round
     monkeypatch.setattr(
-        deepseek_v4, "window", lambda part, size, ring: window(part, size, ring - 1)
+        compressed_attention, "window", lambda part, size, ring: window(part, size, ring - 1)
     )
 
 
@@ -162,8 +150,8 @@ def rows_of(change):
     """Changes the windows, and so the positions, of the compressed rows."""
 
     def apply(monkeypatch, model):
-        completed = windows.completed
-        monkeypatch.setattr(windows, "completed", lambda *args: change(*completed(*args)))
+        completed = compression.completed
+        monkeypatch.setattr(compression, "completed", lambda *args: change(*completed(*args)))
 
     return apply
 

@@ -1,87 +1,31 @@
-"""GLM-5.3-Flash on the ops: upstream's results, pools of tokens selected as upstream selects them,
+"""GLM-5.3-Flash on the ops: upstream's results, groups of tokens selected as upstream selects them,
 and upstream's linear attention beside the paged layers."""
 
 import copy
 
 import pytest
 import torch
-from test_models import PADS, feed, left_padded, trace
-from tiny import VOCABULARY, clear_case, token_ids
-from transformers import Glm5NextForConditionalGeneration
-from transformers.models.glm5_next.configuration_glm5_next import Glm5NextConfig
+from model_harness import (
+    PADS,
+    WRONG,
+    alone,
+    feed,
+    left_padded,
+    no_grad_and_one_thread,  # noqa: F401
+    paged_cache,
+    trace,
+)
+from tiny import clear_case, tiny_glm5, token_ids
 
 from custom_pypto import models
-from custom_pypto.models import glm5_next
+from custom_pypto.models import compression, glm5_next
+from custom_pypto.models.latent_attention import LatentAttention
 
 TOLERANCE = 1e-4
-WRONG = 5e-3
-
-
-@pytest.fixture(autouse=True)
-def no_grad_and_one_thread():
-    torch.set_num_threads(1)  # tensors this small only wait for a second one
-    with torch.no_grad():
-        yield
-
-
-def tiny(**changes):
-    torch.manual_seed(0)
-    text = dict(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        n_routed_experts=4,
-        num_experts_per_tok=2,
-        q_lora_rank=32,
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-        index_topk=16,  # four pools
-        index_head_dim=32,
-        index_n_heads=32,  # of fewer, many scores are exactly 0, which leaves the choice open
-        index_kpool=4,
-        linear_head_dim=16,
-        linear_num_heads=4,
-        hc_mult=2,
-        hc_sinkhorn_iters=3,
-        layer_types=["linear_attention", *["indexed_attention"] * 2] * 2,
-        indexer_types=["full", "full", "shared"] * 2,
-        mlp_layer_types=["dense", *["sparse"] * 5],
-        initializer_range=0.2,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-    )
-    text["num_hidden_layers"] = len(text["layer_types"])
-    vision = dict(depth=1, hidden_size=32, num_heads=2, intermediate_size=32, out_hidden_size=64)
-    config = Glm5NextConfig(text_config=text | changes, vision_config=vision)
-    model = Glm5NextForConditionalGeneration(config).eval()
-    for name, tensor in model.state_dict().items():
-        if "kpool" in name or "norm" in name:
-            tensor.add_(torch.randn_like(tensor), alpha=0.3 if "norm" in name else 1)
-    return model
 
 
 def upstream_and_patched(**changes):
-    return tiny(**changes), models.use_custom_pypto(tiny(**changes), block_size=16)
-
-
-def paged_cache(model, batch, tokens=96):
-    cache = models.PagedCache(model, batch, tokens, block_size=16)
-    for layer in cache.layers:
-        for pool in layer.pools().values():
-            pool.fill_(float("nan"))
-    return cache
-
-
-def alone(model, ids, pads):
-    """Upstream's logits of the real tokens, each sequence without its padding, which has ties."""
-    rows = [row[None, n:] for row, n in zip(ids, pads, strict=True)]
-    return torch.cat([model(input_ids=row, use_cache=False).logits[0] for row in rows])
+    return tiny_glm5(**changes), models.use_custom_pypto(tiny_glm5(**changes), block_size=16)
 
 
 def both(upstream, patched, pads, chunks):
@@ -139,19 +83,19 @@ def no_position_bias(monkeypatch, model):
 
 
 def neighbouring_pools(monkeypatch, model):
-    select = models.attention.PagedAttention.select
+    select = LatentAttention.select
     wrong = lambda self, *args: select(self, *args) - 1  # noqa: E731
-    monkeypatch.setattr(models.attention.PagedAttention, "select", wrong)
+    monkeypatch.setattr(LatentAttention, "select", wrong)
 
 
 def one_space_too_small(monkeypatch, model):
-    completed = models.windows.completed
+    completed = compression.completed
 
     def wrong(*args):
-        sums, windows, whole = completed(*args)
-        return sums, windows + 1, whole
+        sums, groups, whole = completed(*args)
+        return sums, groups + 1, whole
 
-    monkeypatch.setattr(models.windows, "completed", wrong)
+    monkeypatch.setattr(compression, "completed", wrong)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +172,7 @@ def test_a_recurrent_state_cannot_be_taken_back():
 
 
 def test_use_transformers_undoes_the_patch_to_the_bit():
-    model, ids = tiny(), token_ids(2, 40)
+    model, ids = tiny_glm5(), token_ids(2, 40)
     want = trace(model), model(input_ids=ids).logits
     models.use_custom_pypto(model)
     model(input_ids=ids)

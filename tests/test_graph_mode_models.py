@@ -245,7 +245,7 @@ def write_through_a_view(pool, slots, rows):
 @pytest.mark.parametrize("through_a_view", [False, True])
 def test_ge_graph_writes_the_pools_in_place(through_a_view, monkeypatch):
     if through_a_view:  # what this test must see
-        monkeypatch.setattr(models.attention, "write", write_through_a_view)
+        monkeypatch.setattr(models.cache.formats, "write", write_through_a_view)
     step = torch.compile(
         lookup_model().forward, backend=backend("max-autotune"), fullgraph=True, dynamic=False
     )

@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import json
+import re
 import subprocess
 from pathlib import Path
 
@@ -334,7 +335,7 @@ FUNCTIONS = "".join(
     for type in ALL
 )
 NO_PYPTO = {"what": "needs pypto 0.2.0, found none", "remedy": "pip install pypto==0.2.0"}
-NO_PACKAGE = f"a kernel package with {', '.join(ALL)} in {kernel_packages.PLACES}"
+NO_PACKAGE = f"a kernel package with the operators of the ops in {kernel_packages.PLACES}"
 NEW_PACKAGE = "install one, built from custom_pypto/graph/*.h"
 
 
@@ -378,6 +379,27 @@ def test_the_report_says_what_runs_eager_calls(
         ]
         assert bool(foreign) == (package_ == "foreign")
         assert (NO_PACKAGE in what[way]) == (package_ == "none")
+
+
+def test_the_report_says_each_missing_thing_once(monkeypatch):
+    monkeypatch.setattr(env, "pypto_problem", lambda: NO_PYPTO)
+    report = env.collect()
+    said = env.render(report).partition("What works here")[2]
+    problems = [
+        (missing["what"], missing["remedy"])
+        for state in report["ways"].values()
+        for missing in state["missing"]
+    ]
+    assert len(problems) > len(set(problems)) > 2
+    for what, remedy in set(problems):
+        assert f"{said}\n".count(f"  missing: {what}\n     remedy:  {remedy}\n") == 1
+    for way, state in report["ways"].items():  # each way has the numbers of what it lacks
+        numbers = re.search(rf"^  \w+ +{re.escape(way)}(?:: needs ([\d, ]+))?$", said, re.M)[1]
+        found = [
+            re.search(rf"^  {number}  missing: (.*)$", said, re.M)[1]
+            for number in re.findall(r"\d+", numbers or "")
+        ]
+        assert found == [missing["what"] for missing in state["missing"]]
 
 
 def test_the_report_names_a_way_for_each_remedy(monkeypatch):

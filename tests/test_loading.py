@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+import transformers
 from published import (
     FLOAT32,
     V4,
@@ -38,6 +39,7 @@ from transformers import (
 from transformers.integrations import finegrained_fp8
 
 from custom_pypto import models
+from custom_pypto.models.architectures import ARCHITECTURES, Architecture
 
 INDEX = "model.safetensors.index.json"
 EXPERT_UP = r"experts\.(3\.(up_proj|w3)|gate_up_proj)"
@@ -271,6 +273,19 @@ def test_a_damaged_checkpoint_is_rejected_and_the_file_named(damage, checkpoint,
     error, message = damage(path, sorted(path.glob("*.safetensors"))[1].name)
     with pytest.raises(error, match=message):
         models.load(path)
+
+
+def test_a_checkpoint_of_a_newer_transformers_names_the_version_that_has_it(tmp_path, monkeypatch):
+    newer = Architecture("newer", "PagedNewerAttention", "9.99")
+    monkeypatch.setitem(ARCHITECTURES, "NewerForCausalLM", newer)
+    config = {"architectures": ["NewerForCausalLM"], "model_type": "newer"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    expected = (
+        f"load: NewerForCausalLM needs transformers 9.99, found {transformers.__version__}; "
+        "pip install 'transformers==9.99.*'"
+    )
+    with pytest.raises(TypeError, match=f"^{re.escape(expected)}$"):
+        models.load(tmp_path)
 
 
 def test_extra_tensors_are_none_of_our_business(checkpoint, tmp_path):

@@ -8,76 +8,39 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_harness import (
+    PADS,
+    WRONG,
+    feed,
+    left_padded,
+    no_grad_and_one_thread,  # noqa: F401
+    paged_cache,
+    prompt,
+    trace,
+)
 from tiny import CLASSES, KINDS, NAMES, clear_case, tiny_config, tiny_model, token_ids
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
-    DeepseekV4ForCausalLM,
     DynamicCache,
-    Glm5NextForConditionalGeneration,
     LlamaConfig,
     LlamaForCausalLM,
 )
 from transformers.models.deepseek_v32 import modeling_deepseek_v32
 
 from custom_pypto import models
-from custom_pypto.models.pools import Pool
+from custom_pypto.models.architectures import ARCHITECTURES, available
+from custom_pypto.models.cache import write
+from custom_pypto.models.cache.layout import Pool
+from custom_pypto.models.latent_attention import LatentAttention
 
 # float32, 3 layers, logits up to about 7: sums of up to 128 terms in another order
 TOLERANCE = 5e-5
-# what a wrong formula moves at least, two orders above the tolerance
-WRONG = 5e-3
-PADS = [0, 9, 22]
-
-
-@pytest.fixture(autouse=True)
-def no_grad_and_one_thread():
-    torch.set_num_threads(1)  # tensors this small only wait for a second one
-    with torch.no_grad():
-        yield
 
 
 def upstream_and_patched(kind="deepseek_v32", **changes):
     patched = models.use_custom_pypto(tiny_model(kind, **changes), block_size=16)
     return tiny_model(kind, **changes), patched
-
-
-def paged_cache(model, batch, tokens=96):
-    """A cache whose blocks lie in no order and hold garbage."""
-    cache = models.PagedCache(model, batch, tokens, block_size=16)
-    table = cache.block_table
-    shuffled = torch.randperm(table.numel(), generator=torch.Generator().manual_seed(3))
-    table.copy_(table.flatten()[shuffled].view_as(table))
-    for layer in cache.layers:
-        for pool in layer.pools().values():
-            pool.fill_(float("nan") if pool.is_floating_point() else -1)
-    return cache
-
-
-def left_padded(pads, tokens, seed=1):
-    """Ids, mask and positions of a batch whose rows start with so many pads."""
-    ids = token_ids(len(pads), tokens, seed)
-    mask = torch.ones(len(pads), tokens, dtype=torch.int64)
-    for row, n in enumerate(pads):
-        ids[row, :n], mask[row, :n] = 0, 0
-    return ids, mask, (mask.cumsum(-1) - 1).clamp_min(0)
-
-
-def feed(model, cache, ids, mask, positions, chunks):
-    """The logits of every token, fed in chunks."""
-    logits, start = [], 0
-    for size in chunks:
-        end = start + size
-        logits.append(
-            model(
-                ids[:, start:end],
-                attention_mask=mask[:, :end],
-                position_ids=positions[:, start:end],
-                past_key_values=cache,
-            ).logits
-        )
-        start = end
-    return torch.cat(logits, 1)
 
 
 def both(upstream, patched, pads, chunks):
@@ -97,11 +60,6 @@ def furthest(upstream, patched):
     """Largest logit difference over a left-padded prefill and two decode steps."""
     want, got = both(upstream, patched, [0, 9], [46, 1, 1])
     return (got - want).abs().max()
-
-
-def prompt(seed=1, pads=PADS, tokens=40):
-    ids, mask, _ = left_padded(pads, tokens, seed)
-    return {"input_ids": ids, "attention_mask": mask}
 
 
 # ---- the same logits ------------------------------------------------------------------------
@@ -128,7 +86,7 @@ def test_logits_equal_upstream_transformers(kind, chunks, pads):
 def test_logits_equal_upstream_transformers_where_a_prompt_is_read_in_slices(
     kind, pads, monkeypatch
 ):
-    monkeypatch.setattr(models.attention, "SLICE", 7)
+    monkeypatch.setattr(LatentAttention, "slice_tokens", 7)
     upstream, patched = upstream_and_patched(kind)
     tokens = []
     patched.model.layers[0].self_attn.o_proj.register_forward_hook(
@@ -206,12 +164,12 @@ def other_index_dims(monkeypatch, model):
 
 
 def unnormed_index_query(monkeypatch, model):
-    select = models.attention.PagedAttention.select
+    select = LatentAttention.select
 
     def wrong(self, hidden_states, q_latent, *args):
         return select(self, hidden_states, q_latent / self.q_a_layernorm.weight, *args)
 
-    monkeypatch.setattr(models.attention.PagedAttention, "select", wrong)
+    monkeypatch.setattr(LatentAttention, "select", wrong)
 
 
 def for_each(part):
@@ -509,11 +467,11 @@ def test_a_pool_that_an_architecture_adds_goes_where_the_others_go(monkeypatch):
     cls = type(patched.model.layers[0].self_attn)
     write_index_keys = cls.write_index_keys
 
-    def and_numbers(self, hidden_states, position_embeddings, step):
-        write_index_keys(self, hidden_states, position_embeddings, step)
+    def and_numbers(self, hidden_states, cos, sin, step):
+        write_index_keys(self, hidden_states, cos, sin, step)
         numbers = torch.arange(hidden_states[..., 0].numel())
-        layer = step.cache.layers[self.layer_idx]
-        models.cache.write(layer.number, step.slots, numbers[:, None].expand(-1, 3))
+        layer = step.store.layers[self.layer_idx]
+        write(layer.number, step.slots, numbers[:, None].expand(-1, 3))
 
     monkeypatch.setattr(cls, "write_index_keys", and_numbers)
     monkeypatch.setattr(cls, "pools", cls.pools | {"number": Pool(3, torch.int32)})
@@ -594,7 +552,7 @@ def test_the_cache_of_another_model_is_rejected_before_anything_is_written(chang
     with pytest.raises(ValueError, match=message):
         other.generate(ids, past_key_values=cache, max_new_tokens=2)
     assert cache.lengths.tolist() == [20] and cache.get_seq_length() == 20
-    for now, then in zip(cache._pools(), before._pools(), strict=True):
+    for now, then in zip(cache.store.pools(), before.store.pools(), strict=True):
         torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
 
 
@@ -690,13 +648,6 @@ def test_a_forward_that_raises_leaves_the_cache_as_it_was():
 
 
 # ---- the patch ------------------------------------------------------------------------------
-
-
-def trace(model):
-    """Everything a patch could leave behind: classes, attributes, hooks, config."""
-    modules = {name: (type(m), sorted(vars(m))) for name, m in model.named_modules()}
-    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-    return modules, hooks, model.config.to_dict(), model.config._attn_implementation
 
 
 @pytest.mark.parametrize(
@@ -870,19 +821,24 @@ def test_a_model_that_cannot_be_patched_is_rejected_untouched(model, error, mess
 
 
 def test_every_architecture_is_tested_and_named_in_the_rejection_of_others():
-    others = {DeepseekV4ForCausalLM, Glm5NextForConditionalGeneration}  # in files of their own
-    tested = {cls for _, cls in CLASSES.values()} | others
-    assert tested == set(models.ATTENTION)
-    expected = f"a {' or '.join(cls.__name__ for cls in models.ATTENTION)} of transformers"
+    # in files of their own
+    others = {"DeepseekV4", "Glm5Next", "MistralLarge4"}
+    tested = [name for _, name in NAMES.values()]
+    assert {x for x in ARCHITECTURES if not x.startswith(tuple(others))} == set(tested)
+    root = Path(__file__).parents[1]
+    for document in (root / "README.md", root / "README.zh-CN.md"):
+        assert all(f"`{name}`" in document.read_text() for name in ARCHITECTURES)
+    expected = f"a {' or '.join(available())} of transformers"
     with pytest.raises(TypeError, match=f"use_custom_pypto: model must be {expected}, got .*Llama"):
         models.use_custom_pypto(llama())
 
 
 def test_what_architectures_share_knows_none_of_them():
     folder = Path(models.__file__).parent
-    kinds = [*NAMES, "deepseek_v4", "glm5_next"]
-    assert {path.parent.name for path in folder.glob("*/__init__.py")} == set(kinds)
-    for path in set(folder.glob("*.py")) - {folder / "__init__.py"}:
+    kinds = [*NAMES, "deepseek_v4", "glm5_next", "mistral_large4"]
+    assert {path.parent.name for path in folder.glob("*/__init__.py")} == {*kinds, "cache"}
+    shared = {*folder.glob("*.py"), *folder.glob("cache/*.py")}
+    for path in shared - {folder / "architectures.py"}:
         found = re.search("|".join(["transformers.models", *kinds]), path.read_text())
         assert found is None, f"{path.name} names {found[0]}"
 

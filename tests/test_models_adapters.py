@@ -351,7 +351,7 @@ def test_what_absorption_would_pass_over_is_rejected(kind, change, message):
         with pytest.raises(TypeError, match=message):
             call(ids[:, :1])
     assert cache.lengths.tolist() == [20]
-    for now, then in zip(cache._pools(), before._pools(), strict=True):
+    for now, then in zip(cache.store.pools(), before.store.pools(), strict=True):
         torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
     # the remedy, in the message, and the same rejection before a patch
     models.use_transformers(patched)(ids)

@@ -7,6 +7,7 @@ from torch._dynamo.backends.registry import lookup_backend
 from transformers import CompileConfig
 
 from custom_pypto import models
+from custom_pypto.models.latent_attention import LatentAttention
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +112,7 @@ def test_decode_is_one_graph_for_all_positions_and_equals_eager(kind, dynamic, b
 
 
 def test_a_prompt_read_in_slices_is_one_graph_for_each_number_of_slices(monkeypatch):
-    monkeypatch.setattr(models.attention, "SLICE", 16)
+    monkeypatch.setattr(LatentAttention, "slice_tokens", 16)
     model, backend = tiny_patched(), CountingBackend("eager")
     step = torch.compile(model.forward, backend=backend, fullgraph=True, dynamic=True)
     for tokens, graphs in [(40, 1), (45, 1), (35, 1), (30, 2)]:

@@ -314,14 +314,14 @@ def test_a_cache_grows_by_doubling_and_keeps_what_it_has(kind):
     model = patched_model(kind)
     cache, sizes = model(token_ids(2, 20)).past_key_values, []
     for t in range(20, 200):
-        table, pools = cache.block_table.clone(), [pool.clone() for pool in cache._pools()]
+        table, pools = cache.block_table.clone(), [pool.clone() for pool in cache.store.pools()]
         model(token_ids(2, 1, t), past_key_values=cache)
         if cache.max_cache_len not in sizes:
             sizes.append(cache.max_cache_len)
         blocks = cache.block_table
         assert torch.equal(blocks[:, : table.size(1)], table)
         assert blocks.unique().tolist() == list(range(1, 1 + blocks.numel()))
-        for now, then in zip(cache._pools(), pools, strict=True):
+        for now, then in zip(cache.store.pools(), pools, strict=True):
             for row in table[:, : t // 16].flatten().tolist():  # blocks that were full
                 assert torch.equal(now[row], then[row])
     assert sizes == [48, 96, 192, 384]
@@ -352,14 +352,14 @@ def test_a_whole_graph_wants_a_cache_of_a_fixed_size(kind):
 def test_a_cache_of_the_caller_grows_only_when_told_to(kind):
     model = patched_model(kind)
     cache = models.PagedCache(model, 2, 32, block_size=16)
-    addresses = [pool.data_ptr() for pool in cache._pools()]
+    addresses = [pool.data_ptr() for pool in cache.store.pools()]
     model(token_ids(2, 32), past_key_values=cache)
     with pytest.raises(ValueError, match="capacity exceeded: holds 32 of 32 tokens"):
         model(token_ids(2, 1), past_key_values=cache)
     with pytest.raises(ValueError, match="max_cache_len of at least"):
         model.generate(token_ids(2, 33), past_key_values=cache, max_new_tokens=3)
     cache.reserve(20)
-    assert [pool.data_ptr() for pool in cache._pools()] == addresses
+    assert [pool.data_ptr() for pool in cache.store.pools()] == addresses
     cache.reserve(33)
     assert cache.max_cache_len == 64
     model(token_ids(2, 32), past_key_values=cache)

@@ -8,8 +8,8 @@ import torch
 from tiny import tiny_model, token_ids
 
 from custom_pypto import models, npu_lightning_indexer_prolog_pto, npu_quant_rows_pto
-from custom_pypto.models import quantised_cache
-from custom_pypto.models.attention import PagedAttention
+from custom_pypto.models.cache import formats
+from custom_pypto.models.latent_attention import LatentAttention
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
@@ -67,13 +67,13 @@ def test_latents_in_int8_are_a_cache_of_dequantised_latents_to_the_bit(kind, mon
     model = tiny(kind, kv_dtype=INT8)
     got = feed(model, models.PagedCache(model, 2, 64, block_size=16), ids, mask)
 
-    compress = PagedAttention.compress_key
+    compress = LatentAttention.compress_key
 
     def rounded(self, hidden_states):
         latent, rope = compress(self, hidden_states)
         return dequantised(latent), rope
 
-    monkeypatch.setattr(PagedAttention, "compress_key", rounded)
+    monkeypatch.setattr(LatentAttention, "compress_key", rounded)
     model = tiny(kind)
     want = feed(model, models.PagedCache(model, 2, 64, block_size=16), ids, mask)
     assert torch.equal(got[mask.bool()], want[mask.bool()])
@@ -141,15 +141,15 @@ def test_an_int8_index_selects_what_a_bfloat16_index_selects():
 def test_queries_rotated_alone_select_something_else(monkeypatch):
     ids, _ = lookup_batch(1, 512, questions=16, seed=5)
     want = selected(lookup(), ids)
-    write = quantised_cache.write_index
+    write = formats.Int8IndexRows.write
 
-    def unrotated(step, layer, key):
-        rotation = step.cache.hadamard
-        step.cache.hadamard = torch.eye(len(rotation), dtype=rotation.dtype)
-        write(step, layer, key)
-        step.cache.hadamard = rotation
+    def unrotated(self, step, layer, key):
+        rotation = self.rotation
+        self.rotation = torch.eye(len(rotation), dtype=rotation.dtype)
+        write(self, step, layer, key)
+        self.rotation = rotation
 
-    monkeypatch.setattr(quantised_cache, "write_index", unrotated)
+    monkeypatch.setattr(formats.Int8IndexRows, "write", unrotated)
     assert recall(selected(lookup(index_dtype=INT8), ids), want) < 0.3
 
 
@@ -173,7 +173,7 @@ def test_beams_and_their_copies_continue_like_one_sequence():
     cache.batch_repeat_interleave(3)
     cache.reorder_cache(torch.tensor([2, 0, 1]))
     assert next_tokens(model, ids[:, -1:].expand(3, 1), cache) == alone * 3
-    assert cache.hadamard is not None
+    assert all(type(x.index_format) is formats.Int8IndexRows for x in cache.layers)
     beams = model.generate(ids, num_beams=3, max_new_tokens=4, do_sample=False)
     assert beams[0, ids.size(1)].item() == alone[0]
 
@@ -227,39 +227,45 @@ def test_a_cache_takes_the_dtypes_of_its_model_or_its_own():
 def test_rows_hold_rotated_keys_of_the_definition():
     model = lookup(index_dtype=INT8)
     cache = models.PagedCache(model, 1, 128)
-    assert torch.equal(cache.hadamard @ cache.hadamard.T * 1.0, cache.hadamard.T @ cache.hadamard)
+    matrix = cache.layers[0].index_format.rotation
+    assert torch.equal(matrix @ matrix.T * 1.0, matrix.T @ matrix)
     key = torch.randn(1, 3, 1, 128).to(model.dtype)
     step = cache.place(1, 3, None)
-    quantised_cache.write_index(step, cache.layers[0], key)
-    rows, scales = npu_quant_rows_pto(key.flatten(0, 2), hadamard=cache.hadamard)
+    cache.layers[0].index_format.write(step, cache.layers[0], key)
+    rows, scales = npu_quant_rows_pto(key.flatten(0, 2), hadamard=matrix)
     assert torch.equal(cache.layers[0].index[1, :3, 0], rows)
     assert torch.equal(cache.layers[0].index_scale[1, :3, 0, 0], scales)
 
 
 def test_the_prolog_op_makes_the_queries_and_keys_of_the_model(monkeypatch):
-    selected, quantised = [], []
-    select, quantise = PagedAttention.select, npu_quant_rows_pto
+    selected, quantised, written = [], [], []
+    select, quantise = LatentAttention.select, npu_quant_rows_pto
+    write = formats.Int8IndexRows.write
 
     def recorded(self, *arguments):
         selected.append((self, *arguments))
         return select(self, *arguments)
 
+    def recorded_write(self, step, *arguments):
+        written.append(formats.flat_slots(step))
+        write(self, step, *arguments)
+
     def rows(x, **keywords):
         quantised.append(quantise(x, **keywords))
         return quantised[-1]
 
-    monkeypatch.setattr(PagedAttention, "select", recorded)
-    monkeypatch.setattr(quantised_cache.custom_pypto, "npu_quant_rows_pto", rows)
+    monkeypatch.setattr(LatentAttention, "select", recorded)
+    monkeypatch.setattr(formats.Int8IndexRows, "write", recorded_write)
+    monkeypatch.setattr(formats.custom_pypto, "npu_quant_rows_pto", rows)
     model = models.use_custom_pypto(tiny_model("deepseek_v32"), block_size=16, index_dtype=INT8)
     cache = models.PagedCache(model, 2, 32, block_size=16)
     model(token_ids(2, 7), past_key_values=cache)
     assert len(selected) == len(quantised) == model.config.num_hidden_layers
-    for (attention, hidden, latent, cos, sin, step, _), (query, scale) in zip(
-        selected, quantised, strict=True
+    for (attention, hidden, latent, cos, sin, _), (query, scale), slots in zip(
+        selected, quantised, written, strict=True
     ):
         indexer, layer = attention.indexer, cache.layers[attention.layer_idx]
         keys, scales = torch.zeros_like(layer.index), torch.zeros_like(layer.index_scale)
-        slots = quantised_cache.flat(step)
         got_query, got_scale, _ = npu_lightning_indexer_prolog_pto(
             hidden.flatten(0, 1),
             latent.flatten(0, 1),
@@ -272,8 +278,8 @@ def test_the_prolog_op_makes_the_queries_and_keys_of_the_model(monkeypatch):
             indexer.k_norm.bias,
             cos.expand(2, -1, -1).flatten(0, 1),
             sin.expand(2, -1, -1).flatten(0, 1),
-            cache.hadamard,
-            cache.hadamard,
+            layer.index_format.rotation,
+            layer.index_format.rotation,
             keys,
             scales,
             slots,

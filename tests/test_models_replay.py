@@ -5,12 +5,22 @@ from functools import partial
 from typing import NamedTuple
 
 import pytest
-import test_glm5_next
 import torch
-from tiny import KINDS, V4_LAYERS, clear_case, tiny_model, tiny_v4, token_ids
+from tiny import (
+    KINDS,
+    V4_LAYERS,
+    clear_case,
+    tiny_glm5,
+    tiny_mistral,
+    tiny_model,
+    tiny_v4,
+    token_ids,
+)
 
 from custom_pypto import models
-from custom_pypto.models.pools import patched_layers
+from custom_pypto.models import deepseek_v4
+from custom_pypto.models.latent_attention import LatentAttention
+from custom_pypto.models.patched import patched_layers, text_model
 
 
 class Case(NamedTuple):
@@ -38,17 +48,20 @@ CASES = {
     for kind in KINDS
 }
 CASES["glm5_next"] = Case(
-    test_glm5_next.tiny,
-    16 + 3,  # four pools of 4 tokens, and the incomplete last one
+    tiny_glm5,
+    16 + 3,  # four groups of 4 tokens, and the incomplete last one
     selected=lambda n: (n // 4).clamp(max=4) * 4 + n % 4,
-    tolerance=test_glm5_next.TOLERANCE,
+    tolerance=1e-4,
     **OF_MLA,
 )
 CASES["glm5_next-without-the-tail"] = CASES["glm5_next"]._replace(
-    make=partial(test_glm5_next.tiny, index_kpool_always_select_tail=False),
+    make=partial(tiny_glm5, index_kpool_always_select_tail=False),
     width=16,
     selectable=lambda n: n - n % 4,
     selected=lambda n: (n // 4).clamp(max=4) * 4,
+)
+CASES["mistral_large4"] = Case(
+    tiny_mistral, 8, selected=lambda n: n.clamp(max=8), tolerance=5e-5, **OF_MLA
 )
 CASES["deepseek_v4"] = Case(
     tiny_v4,
@@ -130,8 +143,8 @@ def test_a_record_has_what_each_indexer_selected_of_every_token(kind):
 
 @pytest.mark.parametrize("kind", CASES)
 def test_another_policy_attends_to_what_the_rollout_did(kind, monkeypatch):
-    for module in (models.attention, models.deepseek_v4):
-        monkeypatch.setattr(module, "SLICE", 7)  # a prompt is read in slices
+    monkeypatch.setattr(LatentAttention, "slice_tokens", 7)  # a prompt is read in slices
+    monkeypatch.setattr(deepseek_v4, "SLICE", 7)
     trained, tolerance = other_policy(kind), CASES[kind].tolerance
     fed, record = rollout(patched_model(kind))
     with torch.no_grad():
@@ -172,7 +185,7 @@ def test_training_attends_to_what_the_rollout_did_and_has_gradients(kind, checkp
     torch.testing.assert_close(got.detach(), want, rtol=0, atol=case.tolerance)
     assert (own - want).abs().max() > 100 * case.tolerance
     for name in case.projections:
-        attention = patched_layers(trained)[max(record)].self_attn
+        attention = patched_layers(text_model(trained))[max(record)].self_attn
         gradient = getattr(attention, name).weight.grad
         assert gradient.isfinite().all() and gradient.abs().max() > 0
     # afterwards the indexers select again

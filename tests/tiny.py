@@ -158,6 +158,99 @@ def tiny_v4(**changes):
     return model
 
 
+def tiny_glm5(**changes):
+    """GLM-5.3-Flash: linear attention before two layers with indexers, of which one is shared."""
+    torch.manual_seed(0)
+    text = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=64,
+        intermediate_size=64,
+        moe_intermediate_size=32,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        q_lora_rank=32,
+        kv_lora_rank=32,
+        qk_nope_head_dim=16,
+        v_head_dim=16,
+        index_topk=16,  # four groups
+        index_head_dim=32,
+        index_n_heads=32,  # of fewer, many scores are exactly 0, which leaves the choice open
+        index_kpool=4,
+        linear_head_dim=16,
+        linear_num_heads=4,
+        hc_mult=2,
+        hc_sinkhorn_iters=3,
+        layer_types=["linear_attention", *["indexed_attention"] * 2] * 2,
+        indexer_types=["full", "full", "shared"] * 2,
+        mlp_layer_types=["dense", *["sparse"] * 5],
+        initializer_range=0.2,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+    )
+    text["num_hidden_layers"] = len(text["layer_types"])
+    vision = dict(depth=1, hidden_size=32, num_heads=2, intermediate_size=32, out_hidden_size=64)
+    config = transformers.Glm5NextConfig(text_config=text | changes, vision_config=vision)
+    model = transformers.Glm5NextForConditionalGeneration(config).eval()
+    for name, tensor in model.state_dict().items():
+        if "kpool" in name or "norm" in name:
+            tensor.add_(torch.randn_like(tensor), alpha=0.3 if "norm" in name else 1)
+    return model
+
+
+def tiny_mistral(**changes):
+    """Mistral Large 4: the third layer has no RoPE, the fourth attends to the latents of the first,
+    the second to positions that the first selects."""
+    if not hasattr(transformers, "MistralLarge4ForConditionalGeneration"):
+        pytest.skip(f"transformers {transformers.__version__} has no Mistral Large 4")
+    torch.manual_seed(0)
+    text = dict(
+        vocab_size=VOCABULARY,
+        hidden_size=96,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        kv_lora_rank=64,
+        qk_rope_head_dim=16,
+        qk_nope_head_dim=32,
+        v_head_dim=24,
+        index_topk=8,
+        index_head_dim=32,
+        index_n_heads=32,  # of fewer, many scores are exactly 0, which leaves the choice open
+        indexer_types=["full", "shared", "full", "full"],
+        no_rope_layers=[1, 1, 0, 1],
+        kv_source_layers=[0, 1, 2, 0],
+        max_position_embeddings=128,
+        rope_parameters=dict(YARN, attention_factor=1.0),
+        pad_token_id=1,  # whose embedding is 0, which would let all experts tie; tests pad with 0
+        bos_token_id=1,
+        eos_token_id=None,
+        initializer_range=0.15,
+    )
+    vision = dict(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        head_dim=16,
+    )
+    config = transformers.MistralLarge4Config(text_config=text | changes, vision_config=vision)
+    model = transformers.MistralLarge4ForConditionalGeneration(config).eval()
+    # transformers initialises these to 1 and 0, which would hide a missing one
+    for name, tensor in model.state_dict().items():
+        if "norm" in name or "softmax_scaling" in name or "alpha" in name:
+            tensor.add_(torch.randn_like(tensor), alpha=0.3)
+    model.set_attn_implementation("eager")
+    return model
+
+
 def token_ids(batch, tokens, seed=1):
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(2, VOCABULARY, (batch, tokens), generator=generator)

@@ -9,22 +9,25 @@ from transformers.models.axk2.modeling_axk2 import (
     apply_rotary_pos_emb_interleave,
 )
 
-from ..attention import PagedAttention
-from ..pools import INDEX_POOLS, MLA_POOLS
+from ..cache import TokenSlice
+from ..cache.layout import INDEX_POOLS, MLA_POOLS
+from ..latent_attention import LatentAttention
 
 
-class PagedAXK2Attention(PagedAttention, AXK2Attention):
+class PagedAXK2Attention(LatentAttention, AXK2Attention):
     pools = MLA_POOLS | INDEX_POOLS
     int8 = True
     indexer_class = AXK2Indexer
-    mla_rope = staticmethod(apply_rotary_pos_emb_interleave)
+    rope = staticmethod(apply_rotary_pos_emb_interleave)
     index_rope = staticmethod(apply_rotary_pos_emb)
 
     def compress_query(self, hidden_states: Tensor) -> Tensor:
         latent = self.q_a_proj(hidden_states)
         return torch.cat([self.q_a_layernorm(latent), latent], -1)
 
-    def project_query(self, hidden_states: Tensor, q_latent: Tensor) -> tuple[Tensor, Tensor]:
+    def project_query(
+        self, hidden_states: Tensor, q_latent: Tensor, tokens: TokenSlice
+    ) -> tuple[Tensor, Tensor]:
         heads = self.q_gate_proj(q_latent).unflatten(-1, (-1, self.qk_head_dim + self.v_head_dim))
         return heads.split([self.qk_head_dim, self.v_head_dim], -1)
 

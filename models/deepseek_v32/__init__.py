@@ -7,14 +7,14 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
     apply_rotary_pos_emb_interleave,
 )
 
-from ..attention import PagedAttention
-from ..pools import INDEX_POOLS, MLA_POOLS
+from ..cache.layout import INDEX_POOLS, MLA_POOLS
+from ..latent_attention import LatentAttention
 
 
-class PagedDeepseekV32Attention(PagedAttention, DeepseekV32Attention):
+class PagedDeepseekV32Attention(LatentAttention, DeepseekV32Attention):
     pools = MLA_POOLS | INDEX_POOLS
     int8 = True
     indexer_class = DeepseekV32Indexer
-    mla_rope = staticmethod(apply_rotary_pos_emb_interleave)
+    rope = staticmethod(apply_rotary_pos_emb_interleave)
     # DeepSeek's first release rotated interleaved pairs here, as MLA does; that was a bug
     index_rope = staticmethod(apply_rotary_pos_emb)

@@ -9,17 +9,17 @@ from transformers.models.dots3_note.modeling_dots3_note import (
     apply_rotary_pos_emb_interleave,
 )
 
-from ..attention import PagedAttention
-from ..cache import Step
-from ..pools import MLA_POOLS, Pool
+from ..cache import TokenSlice
+from ..cache.layout import MLA_POOLS, Pool
+from ..latent_attention import LatentAttention
 
 
-class PagedDots3NoteAttention(PagedAttention, Dots3NoteTextAttention):
+class PagedDots3NoteAttention(LatentAttention, Dots3NoteTextAttention):
     pools = MLA_POOLS | {
         "index": Pool("index_head_dim", where=("layer_types", "indexed_attention"))
     }
     indexer_class = Dots3NoteTextIndexer
-    mla_rope = staticmethod(apply_rotary_pos_emb_interleave)
+    rope = staticmethod(apply_rotary_pos_emb_interleave)
     index_rope = staticmethod(apply_rotary_pos_emb_interleave)
     selects = True
 
@@ -31,25 +31,21 @@ class PagedDots3NoteAttention(PagedAttention, Dots3NoteTextAttention):
         return super().compress_query(hidden_states) * self.q_lora_scale
 
     def select(
-        self,
-        hidden_states: Tensor,
-        q_latent: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        step: Step,
-        lengths: Tensor,
+        self, hidden_states: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor, tokens: TokenSlice
     ) -> Tensor:
         if self.sliding_window is None:
-            return super().select(hidden_states, q_latent, cos, sin, step, lengths)
+            return super().select(hidden_states, q_latent, cos, sin, tokens)
         # a token and those before it, as many as the window holds; -1 before the first one
-        tokens, device = hidden_states.size(1), lengths.device
-        back = torch.arange(tokens, device=device).flip(0)[:, None]
+        device = tokens.lengths.device
+        back = torch.arange(hidden_states.size(1), device=device).flip(0)[:, None]
         back = back + torch.arange(1, self.sliding_window + 1, device=device)
-        last = lengths[:, None, None, None]
+        last = tokens.lengths[:, None, None, None]
         return (last - back[:, None]).clamp(min=-1).to(torch.int32)
 
-    def project_query(self, hidden_states: Tensor, q_latent: Tensor) -> tuple[Tensor, Tensor]:
-        query, _ = super().project_query(hidden_states, q_latent)
+    def project_query(
+        self, hidden_states: Tensor, q_latent: Tensor, tokens: TokenSlice
+    ) -> tuple[Tensor, Tensor]:
+        query, _ = super().project_query(hidden_states, q_latent, tokens)
         return query, self.g_proj(hidden_states)[..., None]
 
     def project_output(self, output: Tensor, gate: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""GLM-5.3-Flash (text): an indexer over pools of ``index_kpool`` tokens, which selects whole pools
-and always the incomplete last one; no rotation; linear attention in the other layers, which stays
-upstream's."""
+"""GLM-5.3-Flash (text): an indexer over groups of ``index_kpool`` tokens, which selects whole
+groups and always the incomplete last one; no rotation; linear attention in the other layers, which
+stays upstream's."""
 
 import torch
 from torch import Tensor
@@ -11,28 +11,31 @@ from transformers.models.glm5_next.modeling_glm5_next import (
     Glm5NextTextLinearAttention,
 )
 
-from ..attention import SKIPPED, PagedAttention
-from ..cache import Step
-from ..pools import MLA_POOLS, Pool, Space
+from ..attention import SKIPPED
+from ..cache import Step, TokenSlice
+from ..cache.layout import MLA_POOLS, Pool, RowLayout
+from ..compression import compress, state_layout
+from ..latent_attention import LatentAttention
 from ..projection import brought_in
-from ..windows import Part, compress, state_space
 
 FULL = ("indexer_types", "full")
 
 
-def pools_of_tokens(config, layer: int) -> Space:
-    return Space(0, config.index_kpool)
+def groups_of_tokens(config, layer: int) -> RowLayout:
+    return RowLayout(0, config.index_kpool)
 
 
-def state(config, layer: int) -> Space:
-    return state_space(config.index_kpool)
+def state(config, layer: int) -> RowLayout:
+    return state_layout(config.index_kpool)
 
 
-class PagedGlm5NextAttention(PagedAttention, Glm5NextTextAttention):
+class PagedGlm5NextAttention(LatentAttention, Glm5NextTextAttention):
     # upstream accepts no RoPE dims: their pool is empty
     pools = MLA_POOLS | {
-        "index": Pool("index_head_dim", where=FULL, space=pools_of_tokens, sizes=("index_kpool",)),
-        "index_state": Pool("index_head_dim", where=FULL, vectors=2, space=state),
+        "index": Pool(
+            "index_head_dim", where=FULL, layout=groups_of_tokens, sizes=("index_kpool",)
+        ),
+        "index_state": Pool("index_head_dim", where=FULL, vectors=2, layout=state),
     }
     indexer_class = Glm5NextTextIndexer
     upstream_layers = (Glm5NextTextLinearAttention,)
@@ -41,7 +44,7 @@ class PagedGlm5NextAttention(PagedAttention, Glm5NextTextAttention):
     def forward(self, hidden_states, attention_mask, position_embeddings=None, **kwargs):
         return super().forward(hidden_states, (None, None), attention_mask, **kwargs)
 
-    def dense(self, hidden_states, rotation, attention_mask, **kwargs):
+    def dense(self, hidden_states, position_embeddings, attention_mask, **kwargs):
         return Glm5NextTextAttention.forward(self, hidden_states, attention_mask, **kwargs)
 
     @property
@@ -61,38 +64,32 @@ class PagedGlm5NextAttention(PagedAttention, Glm5NextTextAttention):
         return columns
 
     @torch.no_grad()
-    def write_index_keys(self, hidden_states: Tensor, rotation: tuple, step: Step) -> None:
+    def write_index_keys(self, hidden_states: Tensor, cos: None, sin: None, step: Step) -> None:
         indexer = self.indexer
         key = indexer.k_norm(indexer.wk(hidden_states))
         with brought_in(indexer):
             gate = functional.linear(hidden_states, indexer.index_kpool_compress_gate)
             bias = indexer.index_kpool_compress_ape.float()
         compress(
-            step.cache.layers[self.layer_idx],
+            step.store.layers[self.layer_idx],
             "index",
             "index_state",
-            Part(step, 0, step.positions.size(1)),
+            step,
             torch.cat([key, gate], -1),
             bias,
-            lambda sums, windows: sums.to(key.dtype).unsqueeze(2),
+            lambda sums, groups: sums.to(key.dtype).unsqueeze(2),
         )
 
     def select(
-        self,
-        hidden_states: Tensor,
-        q_latent: Tensor,
-        cos: None,
-        sin: None,
-        step: Step,
-        lengths: Tensor,
+        self, hidden_states: Tensor, q_latent: Tensor, cos: None, sin: None, tokens: TokenSlice
     ) -> Tensor:
-        pools = super().select(hidden_states, q_latent, cos, sin, step, lengths).squeeze(2)
-        size, tokens = self.config.index_kpool, hidden_states.size(1)
-        within = torch.arange(size, device=pools.device)
-        chosen = torch.where(pools >= 0, pools * size, SKIPPED - size)[..., None] + within
+        groups = super().select(hidden_states, q_latent, cos, sin, tokens).squeeze(2)
+        size, count = self.config.index_kpool, hidden_states.size(1)
+        within = torch.arange(size, device=groups.device)
+        chosen = torch.where(groups >= 0, groups * size, SKIPPED - size)[..., None] + within
         parts = [chosen.flatten(-2).clamp(min=SKIPPED)]
         if self.indexer.index_kpool_always_select_tail:
-            seen = lengths[:, None] - tokens + 1 + torch.arange(tokens, device=pools.device)
+            seen = tokens.lengths[:, None] - count + 1 + torch.arange(count, device=within.device)
             tail = (seen - seen % size)[..., None] + within[:-1]
             parts.append(torch.where(tail < seen[..., None], tail, -1))
         return torch.cat(parts, -1).int().unsqueeze(2)

@@ -7,14 +7,14 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
     apply_rotary_pos_emb_interleave,
 )
 
-from ..attention import PagedAttention
-from ..pools import MLA_POOLS, Pool
+from ..cache.layout import MLA_POOLS, Pool
+from ..latent_attention import LatentAttention
 
 
-class PagedGlmMoeDsaAttention(PagedAttention, GlmMoeDsaAttention):
+class PagedGlmMoeDsaAttention(LatentAttention, GlmMoeDsaAttention):
     pools = MLA_POOLS | {"index": Pool("index_head_dim", where=("indexer_types", "full"))}
     int8 = True
     indexer_class = GlmMoeDsaIndexer
-    mla_rope = staticmethod(apply_rotary_pos_emb_interleave)
+    rope = staticmethod(apply_rotary_pos_emb_interleave)
     index_rope = staticmethod(apply_rotary_pos_emb_interleave)
     returns_indices = True

@@ -8,20 +8,23 @@ from transformers.models.hy_v4.modeling_hy_v4 import (
     apply_rotary_pos_emb,
 )
 
-from ..attention import PagedAttention
-from ..pools import MLA_POOLS, Pool
+from ..cache import TokenSlice
+from ..cache.layout import MLA_POOLS, Pool
+from ..latent_attention import LatentAttention
 
 
-class PagedHYV4Attention(PagedAttention, HYV4Attention):
+class PagedHYV4Attention(LatentAttention, HYV4Attention):
     pools = MLA_POOLS | {"index": Pool("index_head_dim", where=("indexer_types", "full"))}
     indexer_class = HYV4Indexer
-    mla_rope = staticmethod(apply_rotary_pos_emb)
+    rope = staticmethod(apply_rotary_pos_emb)
     index_rope = staticmethod(apply_rotary_pos_emb)
     index_rope_last = True
     returns_indices = True
 
-    def project_query(self, hidden_states: Tensor, q_latent: Tensor) -> tuple[Tensor, Tensor]:
-        query, _ = super().project_query(hidden_states, q_latent)
+    def project_query(
+        self, hidden_states: Tensor, q_latent: Tensor, tokens: TokenSlice
+    ) -> tuple[Tensor, Tensor]:
+        query, _ = super().project_query(hidden_states, q_latent, tokens)
         return query, self.gate_proj(hidden_states).unflatten(-1, (-1, self.v_head_dim))
 
     def project_output(self, output: Tensor, gate: Tensor) -> Tensor:

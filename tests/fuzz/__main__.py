@@ -111,6 +111,7 @@ def main() -> int:
     child = os.fork()
     if not child:
         os._exit(run_many(args, reached))
+    print(f"seed {args.seed}, in process {child}", flush=True)
     _, status = os.waitpid(child, 0)
     code = os.waitstatus_to_exitcode(status)
     if code not in (0, 1):

@@ -1,0 +1,72 @@
+"""The supported architectures, as strings: a folder is imported when a model of it is patched."""
+
+import json
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple
+
+import transformers
+
+from custom_pypto.requirements import TRANSFORMERS
+
+
+class Architecture(NamedTuple):
+    folder: str  # here
+    attention: str  # its class there, for patched models
+    #: the first supported transformers that has the model class
+    since: str = TRANSFORMERS[0]
+
+
+# by the model class of transformers
+ARCHITECTURES = {
+    "DeepseekV32ForCausalLM": Architecture("deepseek_v32", "PagedDeepseekV32Attention"),
+    "GlmMoeDsaForCausalLM": Architecture("glm_moe_dsa", "PagedGlmMoeDsaAttention"),
+    "AXK2ForCausalLM": Architecture("axk2", "PagedAXK2Attention"),
+    "DeepseekV4ForCausalLM": Architecture("deepseek_v4", "PagedDeepseekV4Attention"),
+    "HYV4ForCausalLM": Architecture("hy_v4", "PagedHYV4Attention"),
+    "Dots3NoteForCausalLM": Architecture("dots3_note", "PagedDots3NoteAttention", "5.23"),
+    "Glm5NextForConditionalGeneration": Architecture("glm5_next", "PagedGlm5NextAttention"),
+    "MistralLarge4ForConditionalGeneration": Architecture(
+        "mistral_large4", "PagedMistralLarge4Attention", "5.23"
+    ),
+}
+
+
+def available() -> list[str]:
+    """The supported model classes that the installed transformers has."""
+    return [name for name in ARCHITECTURES if name in dir(transformers)]
+
+
+def attention_classes(caller: str, model) -> tuple[type, type]:
+    """The attention class of ``model``, and that of a patched model.
+
+    Raises:
+        TypeError: unsupported model class.
+    """
+    name = type(model).__name__
+    if name not in ARCHITECTURES or getattr(transformers, name, None) is not type(model):
+        inside = "; pass its get_base_model()" if hasattr(model, "get_base_model") else ""  # peft's
+        raise TypeError(
+            f"{caller}: model must be a {' or '.join(available())} of transformers, "
+            f"got {type(model).__module__}.{type(model).__qualname__}{inside}"
+        )
+    architecture = ARCHITECTURES[name]
+    module = import_module(f".{architecture.folder}", __package__)
+    paged = getattr(module, architecture.attention)
+    return paged.__bases__[-1], paged
+
+
+def check_available(caller: str, checkpoint: Path) -> None:
+    """Rejects a checkpoint of a model class that only a newer transformers has.
+
+    Raises:
+        TypeError: names the class, and the version that has it.
+    """
+    config = json.loads((checkpoint / "config.json").read_text())
+    for name in config.get("architectures") or []:
+        if name in ARCHITECTURES and not hasattr(transformers, name):
+            since = ARCHITECTURES[name].since
+            raise TypeError(
+                f"{caller}: {name} needs transformers {since}, found {transformers.__version__}; "
+                f"pip install 'transformers=={since}.*'"
+            )

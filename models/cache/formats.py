@@ -1,0 +1,239 @@
+"""Formats of cache rows: their pools, the ops that write them, and the ops that read them.
+
+A cache chooses a format for latents and one for index keys, and every layer has them. To add one,
+write a class here and name it in :data:`LATENT_FORMATS` or :data:`INDEX_FORMATS`.
+
+Shapes: B batch, S new tokens, H heads, L ``kv_lora_rank``, R ``qk_rope_head_dim``, N index heads,
+D ``index_head_dim``, K selected positions.
+"""
+
+import torch
+from torch import Tensor
+
+import custom_pypto
+from custom_pypto.cache_rows import SCALE_GROUP, int8_row_bytes
+
+from .layout import Row
+from .step import Step, TokenSlice
+from .store import PagedLayer, write
+
+Rows = dict[str, Row | None]
+
+
+class LatentRows:
+    """Latents, and RoPE's keys beside them, in the dtype of the model."""
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = dtype
+
+    def rows(self, declared: Rows) -> Rows:
+        """The rows of a layer's pools in this format."""
+        return declared
+
+    def write(self, step: Step, layer: PagedLayer, latent: Tensor, rope: Tensor | None) -> None:
+        """Writes ``[B, S, L]`` and the rotated ``[B, S, 1, R]`` of new tokens."""
+        write(layer.latent, step.slots, latent)
+        if rope is not None:
+            write(layer.rope, step.slots, rope)
+
+    def attend(
+        self,
+        layer: PagedLayer,
+        query: Tensor,
+        query_rope: Tensor | None,
+        indices: Tensor,
+        scaling: float,
+        **call,
+    ) -> Tensor:
+        """Attention of ``[B, S, H, L]`` and ``[B, S, H, R]`` over the rows at ``indices``."""
+        return custom_pypto.npu_sparse_flash_attention_pto(
+            query,
+            layer.latent,
+            None,
+            indices,
+            scaling,
+            query_rope=query_rope,
+            key_rope=layer.rope,
+            **call,
+        )
+
+
+class Int8LatentRows(LatentRows):
+    """A row of bytes: the quantised latent, RoPE's key, a float32 scale per group of 128."""
+
+    @staticmethod
+    def lacking(config, dtype: torch.dtype) -> str | None:
+        """Why a model has no such cache, if it has none."""
+        if dtype not in (torch.bfloat16, torch.float16):
+            return f"a model in {dtype} (rows have RoPE keys of 2 bytes; load it in bfloat16)"
+        if config.kv_lora_rank % SCALE_GROUP:
+            return f"kv_lora_rank {config.kv_lora_rank}, no multiple of {SCALE_GROUP}"
+        return None
+
+    def rows(self, declared: Rows) -> Rows:
+        latent, rope = declared["latent"], declared["rope"]
+        width = int8_row_bytes(latent.width, rope.width)
+        return declared | {"latent": Row(width, torch.int8, latent.layout), "rope": None}
+
+    def write(self, step: Step, layer: PagedLayer, latent: Tensor, rope: Tensor | None) -> None:
+        custom_pypto.npu_kv_quant_update_pto(
+            latent.flatten(0, 1).to(self.dtype),
+            rope.flatten(0, 2).to(self.dtype),
+            flat_slots(step),
+            layer.latent,
+        )
+
+    def attend(
+        self,
+        layer: PagedLayer,
+        query: Tensor,
+        query_rope: Tensor | None,
+        indices: Tensor,
+        scaling: float,
+        **call,
+    ) -> Tensor:
+        return custom_pypto.npu_kv_quant_sparse_flash_attention_pto(
+            torch.cat([query, query_rope], -1),
+            layer.latent,
+            None,
+            indices,
+            scaling,
+            key_quant_mode=2,
+            value_quant_mode=2,
+            rope_head_dim=query_rope.size(-1),
+            **call,
+        )
+
+
+class IndexRows:
+    """Index keys in the dtype of the model."""
+
+    def __init__(self, config, dtype: torch.dtype, device: torch.device):
+        pass
+
+    def rows(self, declared: Rows) -> Rows:
+        """The rows of a layer's pools in this format."""
+        return declared
+
+    def write(self, step: Step, layer: PagedLayer, key: Tensor) -> None:
+        """Writes ``[B, S, 1, D]`` of new tokens."""
+        write(layer.index, step.slots, key)
+
+    def select(
+        self, layer: PagedLayer, query: Tensor, weights: Tensor, tokens: TokenSlice, count: int
+    ) -> Tensor:
+        """The ``count`` rows with the best scores, ``[B, S, 1, count]`` int32.
+
+        Args:
+            query: ``[B, S, N, D]``.
+            weights: ``[B, S, N]`` float32.
+        """
+        return custom_pypto.npu_lightning_indexer_pto(
+            query.to(layer.index.dtype),
+            layer.index,
+            weights,
+            cmp_ratio=layer.layouts["index"].ratio,
+            **index_call(layer, tokens, count),
+        )
+
+
+class Int8IndexRows(IndexRows):
+    """Quantised index keys, with a float16 scale beside each.
+
+    Keys and queries are rotated by a Hadamard matrix, which spreads outliers over all dims and
+    leaves products alone, as DeepSeek-V3.2's own inference code does. A cache rotates all of its
+    keys or none: both kinds look alike and do not mix.
+    """
+
+    def __init__(self, config, dtype: torch.dtype, device: torch.device):
+        self.rotation = hadamard(config.index_head_dim, dtype, device)
+
+    @staticmethod
+    def lacking(config, dtype: torch.dtype) -> str | None:
+        """Why a model has no such cache, if it has none."""
+        size = config.index_head_dim
+        return None if size.bit_count() == 1 else f"index_head_dim {size}, no power of two"
+
+    def rows(self, declared: Rows) -> Rows:
+        index = declared.get("index")
+        if index is None:
+            return declared
+        scale = Row(1, torch.float16, index.layout)
+        return declared | {"index": index._replace(dtype=torch.int8), "index_scale": scale}
+
+    def write(self, step: Step, layer: PagedLayer, key: Tensor) -> None:
+        custom_pypto.npu_quant_index_update_pto(
+            key.flatten(0, 2).to(self.rotation.dtype),
+            flat_slots(step),
+            layer.index,
+            layer.index_scale.squeeze(-1),
+            hadamard=self.rotation,
+        )
+
+    def select(
+        self, layer: PagedLayer, query: Tensor, weights: Tensor, tokens: TokenSlice, count: int
+    ) -> Tensor:
+        rows, scales = custom_pypto.npu_quant_rows_pto(
+            query.to(self.rotation.dtype), hadamard=self.rotation
+        )
+        key_scales = layer.index_scale.squeeze(-1)
+        return custom_pypto.npu_quant_lightning_indexer_pto(
+            rows, layer.index, weights, scales, key_scales, 0, 0, **index_call(layer, tokens, count)
+        )
+
+
+# by the dtype that the user names; the dtype of the model, or None, is the base class of each
+LATENT_FORMATS: dict[torch.dtype | None, type[LatentRows]] = {torch.int8: Int8LatentRows}
+INDEX_FORMATS: dict[torch.dtype | None, type[IndexRows]] = {torch.int8: Int8IndexRows}
+
+
+def check_cache_dtypes(
+    caller: str, text, attention, index_dtype: torch.dtype | None, kv_dtype: torch.dtype | None
+) -> None:
+    """Rejects dtypes that the cache of a text model with this patched ``attention`` cannot have.
+
+    Raises:
+        ValueError: names the argument, what is supported, and what came.
+    """
+    for name, dtype, formats in (
+        ("index_dtype", index_dtype, INDEX_FORMATS),
+        ("kv_dtype", kv_dtype, LATENT_FORMATS),
+    ):
+        if dtype in (None, text.dtype):
+            continue
+        if dtype not in formats:
+            raise ValueError(
+                f"{caller}: {name} must be {' or '.join(map(str, formats))} or None (dtype of the "
+                f"model), got {dtype}; Atlas A2 and A3 compute in no other"
+            )
+        if attention.int8:
+            why = formats[dtype].lacking(text.config, text.dtype)
+        else:
+            why = f"model_type {text.config.model_type}, which has no caches in int8"
+        if why is not None:
+            raise ValueError(f"{caller}: {name} must be None for {why}, got {dtype}")
+
+
+def index_call(layer: PagedLayer, tokens: TokenSlice, count: int) -> dict[str, Tensor | int]:
+    """Arguments of both indexers."""
+    return {
+        "actual_seq_lengths_key": tokens.lengths,
+        "block_table": tokens.store.tables[layer.layouts["index"]],
+        "sparse_count": count,
+        "sparse_mode": 3,
+    }
+
+
+def flat_slots(step: Step) -> Tensor:
+    """Slots in the flattened pools; on an NPU a step has blocks and rows."""
+    slots = step.slots
+    return slots if slots.ndim == 1 else slots[:, 0] * step.store.block_size + slots[:, 1]
+
+
+def hadamard(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Sylvester's orthogonal ``[dim, dim]`` matrix: entries 1 and -1 over the root of ``dim``."""
+    matrix = torch.ones(1, 1, device=device)
+    while len(matrix) < dim:
+        upper = torch.cat([matrix, matrix], 1)
+        matrix = torch.cat([upper, torch.cat([matrix, -matrix], 1)])
+    return (matrix * dim**-0.5).to(dtype)

@@ -1,0 +1,92 @@
+"""What a cache keeps: declared by an architecture, resolved for each layer. Data only."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+
+class RowLayout(NamedTuple):
+    """The rows of a sequence in a pool: a ring for its last tokens, then one row per ``ratio``
+    tokens.
+
+    Token ``p`` is row ``p % ring``. Tokens ``g * ratio`` to ``g * ratio + ratio - 1`` share row
+    ``ring + g``.
+    """
+
+    #: rows of the ring; the cache rounds it up to whole blocks
+    ring: int = 0
+    #: tokens per row behind the ring; 0: no such rows
+    ratio: int = 1
+    #: rows per block; 0: the block size of the cache
+    block: int = 0
+    #: last tokens that a sequence can forget: rows of the ring that the next token does not need
+    spare: int = 0
+
+    def in_blocks(self, block_size: int) -> "RowLayout":
+        """This layout in a cache with ``block_size``."""
+        block = self.block or block_size
+        ring = -(-self.ring // block) * block
+        return self._replace(ring=ring, block=block, spare=self.spare + ring - self.ring)
+
+    def blocks(self, tokens: int) -> int:
+        """Blocks of a sequence of ``tokens`` tokens, at least one, so that a table has a column."""
+        rows = tokens // self.ratio if self.ratio else 0
+        return max(1, self.ring // self.block - (-rows // self.block))
+
+
+EVERY_TOKEN = RowLayout()
+
+
+class Row(NamedTuple):
+    """Elements and dtype of a row in a pool of one layer, and the rows of a sequence."""
+
+    width: int
+    dtype: torch.dtype
+    layout: RowLayout
+
+
+class Pool(NamedTuple):
+    """One kind of cache row; an architecture declares a dict of pools by name."""
+
+    #: elements per row, or the config attribute with their number
+    width: str | int
+    #: None: the dtype of the model
+    dtype: torch.dtype | None = None
+    #: a list in the config, and its value for the layers that have this pool; None: all have it
+    where: tuple[str, str | int] | None = None
+    #: vectors of ``width`` elements per row
+    vectors: int = 1
+    #: the rows of a sequence, from the config and the layer
+    layout: Callable[..., RowLayout] = lambda config, layer: EVERY_TOKEN
+    #: config attributes that determine ``layout``
+    sizes: tuple[str, ...] = ()
+
+    def row(self, config, layer: int, dtype: torch.dtype) -> Row | None:
+        """The row in this layer of a model in ``dtype``, or None, also for a width of 0."""
+        if self.where is not None and getattr(config, self.where[0])[layer] != self.where[1]:
+            return None
+        width = self.width
+        if isinstance(width, str):  # layers of one model may differ in it
+            width = getattr(config.per_layer_config[layer], width)
+        if not width:
+            return None
+        return Row(width * self.vectors, self.dtype or dtype, self.layout(config, layer))
+
+    @property
+    def attributes(self) -> list[str]:
+        """The config attributes that determine its rows."""
+        width = [self.width] if isinstance(self.width, str) else []
+        return [*width, *(self.where or ())[:1], *self.sizes]
+
+
+# pools of multi-head latent attention, and of a lightning indexer in every layer
+MLA_POOLS = {"latent": Pool("kv_lora_rank"), "rope": Pool("qk_rope_head_dim")}
+INDEX_POOLS = {"index": Pool("index_head_dim")}
+
+
+def check_block_size(caller: str, block_size: int) -> None:
+    if block_size % 16 or not 16 <= block_size <= 1024:
+        raise ValueError(
+            f"{caller}: block_size must be a multiple of 16 from 16 to 1024, got {block_size}"
+        )

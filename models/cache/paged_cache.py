@@ -1,0 +1,233 @@
+"""The paged cache of a patched model: pools of blocks per layer, one block table per layout of
+rows."""
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from ..patched import device_of, dimensions, patched_layers, pools_of, text_model
+from .formats import INDEX_FORMATS, LATENT_FORMATS, IndexRows, LatentRows, check_cache_dtypes
+from .layout import check_block_size
+from .sequence import Sequences
+from .step import Step
+from .store import Store
+
+
+class PagedCache(Cache):
+    """The cache of a model patched by :func:`models.use_custom_pypto`; ``model.generate()`` creates
+    one by default. Create it yourself to keep it between calls or for a custom decode loop::
+
+        cache = models.PagedCache(model, batch_size=1, max_cache_len=4096)
+        model(prompt_ids, past_key_values=cache)
+        model.generate(all_ids, past_key_values=cache, max_new_tokens=100)
+
+    Padding is not stored: sequence ``b`` has ``lengths[b]`` tokens from position 0 on, regardless
+    of left padding, and position ``p`` is row ``p % block_size`` of block ``block_table[b, p //
+    block_size]``. Block 0 belongs to no sequence; padding is written there. Some architectures keep
+    fewer rows than tokens (:class:`models.cache.layout.RowLayout`), with a block table for each
+    layout in ``tables``.
+    Left padding needs nothing else: the ops align queries and keys at the last token, so padding,
+    left of every real token, sees no key.
+
+    Everything that changes from step to step is tensor data updated in place, never a shape or a
+    Python number, so that one compiled graph serves every position.
+
+    New tokens count only when their forward completes: after an exception or Ctrl-C the cache is
+    unchanged and usable, unless more tokens were overwritten than the slack of its rings: the next
+    forward then raises. An interrupted ``generate()`` has cached tokens that its caller never got:
+    ``crop`` the cache to the known ones. An interrupted beam search may leave sequences half
+    exchanged: :meth:`reset` the cache.
+
+    A cache keeps its size and its addresses, which compiled graphs need. Only a cache that a
+    forward created by default grows (:meth:`reserve`); every step then reads its length, which
+    stalls an accelerator and breaks a graph.
+
+    Args:
+        model: the model, for its dimensions, dtype (under autocast too) and device.
+        batch_size: number of sequences, times the beams or returned sequences of each.
+        max_cache_len: capacity of a sequence in tokens, including padding; rounded up to whole
+            blocks.
+        block_size: tokens per block, a multiple of 16 up to 1024.
+        index_dtype: ``torch.int8`` for index keys of a byte per value, or the dtype of the model;
+            None: as :func:`models.use_custom_pypto` was told.
+        kv_dtype: the same of latents. Caches in int8 hold 1.1, 1.5 or, both, 1.8 times as many
+            tokens; the positions that a token selects differ where scores nearly tie.
+
+    Raises:
+        torch.OutOfMemoryError: no memory for this many tokens; the message says how many fit. A CPU
+            overcommits memory up to a limit: see :attr:`nbytes`.
+        ValueError: layers on several devices. Also raised by a forward that exceeds the capacity or
+            lacks tokens of its window, before anything is written: this check reads the length,
+            which would stall an accelerator, so it runs on CPU only and not inside
+            ``torch.compile``; ``generate()`` checks its ``max_length`` everywhere. Unchecked tokens
+            that do not fit are written to block 0.
+    """
+
+    # Cache derives these properties from its layers; here they hold for the whole cache
+    is_compileable = True
+    is_croppable = True
+    is_initialized = True
+    batch_size = property(lambda self: self.sequences.lengths.size(0))
+    max_cache_len = property(lambda self: self.store.max_cache_len)
+    lengths = property(lambda self: self.sequences.lengths)
+    seen = property(lambda self: self.sequences.seen)
+    tables = property(lambda self: self.store.tables)
+    grows = False
+
+    @torch.inference_mode(False)  # inference tensors cannot be written outside of it
+    def __init__(
+        self,
+        model,
+        batch_size: int,
+        max_cache_len: int,
+        *,
+        block_size: int = 128,
+        index_dtype: torch.dtype | None = None,
+        kv_dtype: torch.dtype | None = None,
+    ):
+        check_block_size("PagedCache", block_size)
+        text = text_model(model)
+        layers, options = patched_layers(text), text.custom_pypto_cache
+        attention = next(iter(layers.values())).self_attn
+        index_dtype = index_dtype or options["index_dtype"]
+        kv_dtype = kv_dtype or options["kv_dtype"]
+        check_cache_dtypes("PagedCache", text, attention, index_dtype, kv_dtype)
+        for name, value in (("batch_size", batch_size), ("max_cache_len", max_cache_len)):
+            if value < 1:
+                raise ValueError(f"PagedCache: {name} must be at least 1, got {value}")
+        self.made_for, device = dimensions(text, layers), device_of(layers)
+        formats = {
+            "latent": LATENT_FORMATS.get(kv_dtype, LatentRows)(text.dtype),
+            "index": INDEX_FORMATS.get(index_dtype, IndexRows)(text.config, text.dtype, device),
+        }
+        rows: list[dict] = [{} for _ in range(text.config.num_hidden_layers)]
+        for layer in layers:
+            pools = pools_of(layers).items()
+            rows[layer] = {name: pool.row(text.config, layer, text.dtype) for name, pool in pools}
+            for each in formats.values():
+                rows[layer] = each.rows(rows[layer])
+        self.store = Store(rows, formats, batch_size, max_cache_len, block_size, device)
+        super().__init__(layers=self.store.layers)
+        self.sequences = Sequences(batch_size, self.store.spare, device)
+
+    @property
+    def block_size(self) -> int:
+        return self.store.block_size
+
+    @property
+    def block_table(self) -> Tensor:
+        """``[B, blocks]`` int32 block ids of the pools with a row for every token."""
+        return self.store.tables[self.store.every_token]
+
+    @block_table.setter
+    def block_table(self, table: Tensor) -> None:
+        self.store.tables[self.store.every_token] = table
+        self.store.max_cache_len = table.size(1) * self.block_size
+
+    def place(self, batch_size: int, tokens: int, valid: Tensor | None) -> Step:
+        """The positions of new tokens, and the resulting sequence lengths.
+
+        The tokens count after :meth:`Step.commit`. Without it, a forward has only written rows that
+        are never read, or that rings have to spare.
+
+        Args:
+            valid: ``[batch_size, tokens]`` bool, False for padding; None: no padding.
+        """
+        if batch_size != self.batch_size:
+            raise ValueError(
+                f"PagedCache: the batch must be {self.batch_size} (batch_size), got {batch_size}"
+            )
+        self.check_room(tokens)
+        store, sequences = self.store, self.sequences
+        if store.recurrent and not torch.compiler.is_compiling() and sequences.seen == 0:
+            store.reset_recurrent()  # an interrupted forward may have left something
+        sequences.announce(tokens)
+        start = sequences.lengths.clone()
+        if valid is None:
+            valid = torch.ones(batch_size, tokens, dtype=torch.bool, device=start.device)
+            positions = start[:, None] + torch.arange(tokens, device=start.device)
+            lengths = start + tokens
+        else:
+            positions = start[:, None] + valid.cumsum(1) - 1
+            lengths = start + valid.sum(1).to(start.dtype)
+        slots = None
+        if store.every_token in store.tables:
+            slots = store.slots(store.every_token, positions, valid)
+        return Step(store, sequences, start, lengths, valid, positions, slots)
+
+    def check_room(self, tokens: int) -> None:
+        """Validates the room for ``tokens`` more per sequence, where that needs no device sync."""
+        if not torch.compiler.is_compiling() and self.seen.device.type == "cpu":
+            self.sequences.check_room(tokens, self.max_cache_len)
+
+    @torch.inference_mode(False)
+    def reserve(self, max_cache_len: int) -> None:
+        """Grows to at least ``max_cache_len`` tokens per sequence; cached tokens stay.
+
+        Growth at least doubles the capacity, so that copying takes constant time per token. It
+        creates new pools and new block tables, which compiled graphs do not see.
+
+        Raises:
+            torch.OutOfMemoryError: no memory; the cache stays usable.
+        """
+        if max_cache_len > self.max_cache_len:
+            size = self.block_size
+            blocks = max(-(-max_cache_len // size), 2 * self.max_cache_len // size)
+            self.store.grow(blocks * size, self.batch_size)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last ``-tokens_to_remove`` tokens; negative, as in transformers.
+
+        Raises:
+            ValueError: more tokens than the rings can spare, but not all: their window is
+                overwritten.
+        """
+        self.sequences.crop(tokens_to_remove)
+        if self.store.recurrent and self.seen == 0:
+            self.store.reset_recurrent()
+
+    def reset(self) -> None:
+        self.sequences.reset()
+        self.store.reset_recurrent()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Replaces each sequence ``b`` by a copy of sequence ``beam_idx[b]``, for beam search."""
+        self.store.reorder(beam_idx)
+        self.sequences.reorder(beam_idx)
+
+    @torch.inference_mode(False)
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keeps only these sequences, in this order, in new tensors; repeats are allowed."""
+        self.store.select(indices)
+        self.sequences.select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        sequences = torch.arange(self.batch_size, device=self.lengths.device)
+        self.batch_select_indices(sequences.repeat_interleave(repeats))
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        # a copy, since generate() keeps it across forwards
+        return self.seen.clone()
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return self.max_cache_len
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.max_cache_len, 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the pools and recurrent states, all layers."""
+        return self.store.nbytes
+
+    def update(self, *args, **kwargs):
+        raise TypeError(
+            "PagedCache: model must be patched by models.use_custom_pypto, "
+            "got a call from an upstream attention layer"
+        )
+
+    def __repr__(self) -> str:
+        return (
+            f"PagedCache(batch_size={self.batch_size}, max_cache_len={self.max_cache_len}, "
+            f"block_size={self.block_size}, layers={len(self.layers)}, nbytes={self.nbytes})"
+        )

@@ -1,0 +1,91 @@
+"""The tokens of the sequences in a cache: how many count, and how many can be forgotten."""
+
+import torch
+from torch import Tensor
+
+
+class Sequences:
+    """Lengths of the sequences, as tensors that every step updates in place.
+
+    Args:
+        spare: last tokens that a sequence can forget, since rings keep the window of the token
+            before them; None: all tokens.
+    """
+
+    def __init__(self, batch_size: int, spare: int | None, device: torch.device):
+        self.spare = spare
+        #: ``[B]`` int32 tokens of each sequence, without padding
+        self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
+        #: the length that generate() reads: tokens fed per sequence, including padding
+        self.seen = torch.zeros((), dtype=torch.int64, device=device)
+        #: the most that ``seen`` has been since the cache was empty, interrupted forwards included
+        self.written = torch.zeros((), dtype=torch.int64, device=device)
+        for tensor in (self.lengths, self.seen, self.written):
+            torch._dynamo.mark_static_address(tensor)
+
+    def announce(self, tokens: int) -> None:
+        """Notes that a forward is about to write ``tokens`` more per sequence."""
+        if self.spare is not None:
+            after = self.seen + tokens
+            self.written.copy_(torch.where(self.seen > 0, self.written.maximum(after), after))
+
+    def commit(self, lengths: Tensor, tokens: int) -> None:
+        """Counts the tokens of a completed forward."""
+        self.lengths.copy_(lengths)
+        self.seen.add_(tokens)
+
+    def check_room(self, tokens: int, max_cache_len: int) -> None:
+        """Rejects ``tokens`` more per sequence that do not fit, or lack their window.
+
+        Raises:
+            ValueError: with the remedy.
+        """
+        if (seen := int(self.seen)) + tokens > max_cache_len:
+            raise ValueError(
+                f"PagedCache: capacity exceeded: holds {seen} of {max_cache_len} tokens "
+                f"per sequence, got {tokens} more; create it with a larger max_cache_len"
+            )
+        if self._lost(self.seen):
+            raise ValueError(
+                f"PagedCache: an interrupted forward of {self.written - self.seen} tokens has "
+                f"overwritten the window of token {self.seen} (at most {self.spare} leave it "
+                "whole); reset() the cache and feed the sequence again"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last ``-tokens_to_remove`` tokens.
+
+        Raises:
+            ValueError: a positive number, or tokens whose window is overwritten.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(
+                f"PagedCache.crop: tokens_to_remove must be negative or 0, got {tokens_to_remove}"
+            )
+        left = (self.seen + tokens_to_remove).clamp(min=0)
+        if self._lost(left):
+            fewest = (self.written - self.spare - self.seen).clamp(max=0)
+            raise ValueError(
+                f"PagedCache.crop: tokens_to_remove must be at least {fewest} (the rest of the "
+                f"window is overwritten) or at most {-self.seen} (all tokens), got "
+                f"{tokens_to_remove}; reset() the cache and feed the sequence again"
+            )
+        self.lengths.add_(tokens_to_remove).clamp_(min=0)
+        self.seen.copy_(left)
+        self.written.mul_(left > 0)
+
+    def reset(self) -> None:
+        for length in (self.lengths, self.seen, self.written):
+            length.zero_()
+
+    def reorder(self, sources: Tensor) -> None:
+        """Replaces each sequence ``b`` by a copy of sequence ``sources[b]``."""
+        self.lengths.copy_(self.lengths[sources])
+
+    def select(self, indices: Tensor) -> None:
+        """Keeps only these sequences, in this order, in a new tensor."""
+        self.lengths = self.lengths[indices]
+
+    def _lost(self, tokens: Tensor) -> bool:
+        """Whether rings lack rows that the token after the first ``tokens`` needs."""
+        return self.spare is not None and bool((tokens > 0) & (tokens + self.spare < self.written))

@@ -1,0 +1,55 @@
+"""The new tokens of one forward pass: where they are in the sequences and in the cache."""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from .sequence import Sequences
+from .store import Store
+
+
+class TokenSlice(NamedTuple):
+    """Consecutive new tokens of a step; shapes as in :class:`Step`."""
+
+    store: Store
+    start: Tensor
+    lengths: Tensor
+    valid: Tensor
+    positions: Tensor
+    columns: slice  # among the new tokens of the step
+
+
+class Step(NamedTuple):
+    """Cache state of one forward pass, passed in place of the attention mask."""
+
+    store: Store
+    sequences: Sequences
+    start: Tensor  # [B] int32 cached tokens of each sequence, before this step
+    lengths: Tensor  # [B] int32 tokens of each sequence, the new ones included
+    valid: Tensor  # [B, tokens] bool, False for padding
+    positions: Tensor  # [B, tokens] int64 within the sequence, counted from its first real token
+    slots: Tensor | None  # of each new token where every token has a row; see Store.slots
+
+    # no properties: torch 2.10 cannot compile those of a NamedTuple
+
+    def commit(self) -> None:
+        """Counts the new tokens as cached, after every layer has written them."""
+        self.sequences.commit(self.lengths, self.positions.size(1))
+
+    def slices(self, size: int) -> list[TokenSlice]:
+        """The new tokens, at most ``size`` at once."""
+        tokens = self.positions.size(1)
+        if tokens <= size:
+            whole = slice(0, tokens)
+            of_step = self.start, self.lengths, self.valid, self.positions
+            return [TokenSlice(self.store, *of_step, whole)]
+        found, first, start = [], 0, self.start
+        while first < tokens:  # range() would give torch.compile one graph per length
+            end = first + size if first + size < tokens else tokens
+            columns = slice(first, end)
+            valid = self.valid[:, columns]
+            lengths = start + valid.sum(1).to(start.dtype)
+            positions = self.positions[:, columns]
+            found.append(TokenSlice(self.store, start, lengths, valid, positions, columns))
+            first, start = end, lengths
+        return found

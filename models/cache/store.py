@@ -1,0 +1,243 @@
+"""The memory of a cache: pools of rows for each layer, and the block tables that find them."""
+
+import bisect
+import ctypes
+import mmap
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import LinearAttentionLayer
+
+from ..memory import free_memory
+from .layout import EVERY_TOKEN, Row, RowLayout
+
+
+class PagedLayer:
+    """Pools of one layer: a tensor ``[blocks, rows per block, 1, width]`` per pool that the
+    architecture declares, or None if this layer has no such pool; and the formats of their rows."""
+
+    def __init__(self, pools: dict[str, Tensor | None], layouts: dict[str, RowLayout], **formats):
+        vars(self).update(pools)
+        self.layouts = layouts
+        #: see :mod:`.formats`
+        self.latent_format, self.index_format = formats["latent"], formats["index"]
+
+    def pools(self) -> dict[str, Tensor]:
+        """The pools of this layer, by name."""
+        return {name: getattr(self, name) for name in self.layouts}
+
+
+class RecurrentLayer(LinearAttentionLayer):
+    """The state of an upstream layer of linear attention: upstream's own, of constant size."""
+
+    layouts: dict[str, RowLayout] = {}
+
+    def pools(self) -> dict[str, Tensor]:
+        return {}
+
+    def states(self) -> list[Tensor]:
+        both = *self.conv_states.values(), *self.recurrent_states.values()
+        return [state for state in both if state is not None]
+
+    def select(self, indices: Tensor) -> None:
+        """Keeps only these sequences, in this order."""
+        for states in self.conv_states, self.recurrent_states:
+            states.update({i: x[indices] for i, x in states.items() if x is not None})
+
+
+class Store:
+    """Pools and recurrent states of all layers, and a block table ``[B, blocks]`` int32 per
+    :class:`RowLayout`. Block 0 belongs to no sequence.
+
+    Args:
+        rows: of each layer, by pool; no pools for an upstream layer.
+        formats: of the rows, for every :class:`PagedLayer`.
+    Raises:
+        torch.OutOfMemoryError: the message says how many tokens fit.
+    """
+
+    def __init__(
+        self,
+        rows: list[dict[str, Row | None]],
+        formats: dict,
+        batch_size: int,
+        max_cache_len: int,
+        block_size: int,
+        device: torch.device,
+    ):
+        self.block_size = block_size
+        self.max_cache_len = -(-max_cache_len // block_size) * block_size
+        present = [row for layer in rows for row in layer.values() if row is not None]
+        try:
+            self.layers = [self._layer(layer, formats, batch_size, device) for layer in rows]
+        except RuntimeError as error:  # of any allocator; on an accelerator OutOfMemoryError
+            raise out_of_memory(present, batch_size, max_cache_len, block_size, device) from error
+        layouts = dict.fromkeys(row.layout.in_blocks(block_size) for row in present)
+        self.tables = {
+            layout: own_blocks(batch_size, layout.blocks(self.max_cache_len), device)
+            for layout in layouts
+        }
+        self.recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
+        # layout of the pools with a row for every token
+        self.every_token = EVERY_TOKEN.in_blocks(block_size)
+        for tensor in (*self.pools(), *self.tables.values()):
+            torch._dynamo.mark_static_address(tensor)
+
+    @property
+    def spare(self) -> int | None:
+        """Last tokens that rings and recurrent states can forget; None: all of them."""
+        if self.recurrent:
+            return 0
+        return min((layout.spare for layout in self.tables if layout.ring), default=None)
+
+    @property
+    def nbytes(self) -> int:
+        states = [state for layer in self.recurrent for state in layer.states()]
+        return sum(tensor.nbytes for tensor in [*self.pools(), *states])
+
+    def pools(self) -> Iterator[Tensor]:
+        return (pool for layer in self.layers for pool in layer.pools().values())
+
+    def slots(self, layout: RowLayout, rows: Tensor, valid: Tensor) -> Tensor:
+        """Where ``rows [B, n]`` of each sequence are in the flattened pools; on an NPU, block and
+        row. Rows that are not ``valid`` or do not fit are in block 0."""
+        table = self.tables[layout]
+        column, row = rows // layout.block, rows % layout.block
+        last = table.size(1) - 1
+        block = table.gather(1, column.clamp(0, last)).long()
+        fits = valid & (column <= last)
+        if table.device.type == "npu":
+            both = torch.stack([block, row], -1)
+            return torch.where(fits[..., None], both, 0).flatten(0, 1)
+        return torch.where(fits, block * layout.block + row, 0).flatten()
+
+    def grow(self, tokens: int, batch_size: int) -> None:
+        """Grows to ``tokens`` tokens per sequence, a multiple of the block size, in new pools and
+        new tables.
+
+        Raises:
+            torch.OutOfMemoryError: no memory; the store stays usable.
+        """
+        more = {layout: layout.blocks(tokens) - old.size(1) for layout, old in self.tables.items()}
+        used = {layout: 1 + table.numel() for layout, table in self.tables.items()}
+        for layer in self.layers:  # one at a time saves memory; the tables stay valid
+            for name, layout in layer.layouts.items():
+                pool, kept = getattr(layer, name), used[layout]
+                shape = kept + batch_size * more[layout], *pool.shape[1:]
+                if shape == pool.shape:
+                    continue  # of constant size, or grown before memory ran out
+                try:
+                    larger = empty_pool(shape, pool.dtype, pool.device)
+                except RuntimeError as error:
+                    raise torch.OutOfMemoryError(
+                        "PagedCache: out of memory: cannot grow from max_cache_len="
+                        f"{self.max_cache_len} to {tokens} on {pool.device}; pass a "
+                        "models.PagedCache of the required size to the first forward"
+                    ) from error
+                larger[:kept] = pool[:kept]
+                torch._dynamo.mark_static_address(larger)
+                setattr(layer, name, larger)
+        for layout, table in self.tables.items():
+            new = own_blocks(batch_size, more[layout], table.device) + (used[layout] - 1)
+            self.tables[layout] = torch.cat([table, new], 1)
+            torch._dynamo.mark_static_address(self.tables[layout])
+        self.max_cache_len = tokens
+
+    def reorder(self, sources: Tensor) -> None:
+        """Replaces each sequence ``b`` by a copy of sequence ``sources[b]``.
+
+        Blocks are copied because two beams may continue one sequence with different tokens.
+        """
+        for layer in self.layers:
+            for name, pool in layer.pools().items():
+                table = self.tables[layer.layouts[name]]
+                pool[table] = pool[table[sources]]
+        for layer in self.recurrent:
+            layer.reorder_cache(sources)
+
+    def select(self, indices: Tensor) -> None:
+        """Keeps only these sequences, in this order, in new tensors; repeats are allowed."""
+        for layout, table in self.tables.items():
+            source = table[indices]
+            self.tables[layout] = own_blocks(*source.shape, source.device)
+            kept = torch.cat([source.new_zeros(1), source.flatten()])
+            for layer in self.layers:
+                for name, pool in layer.pools().items():
+                    if layer.layouts[name] == layout:
+                        setattr(layer, name, pool[kept])
+        for layer in self.recurrent:
+            layer.select(indices)
+
+    def reset_recurrent(self) -> None:
+        for layer in self.recurrent:
+            layer.reset()
+
+    def _layer(
+        self, rows: dict[str, Row | None], formats: dict, batch_size: int, device: torch.device
+    ) -> PagedLayer | RecurrentLayer:
+        if not rows:
+            return RecurrentLayer()
+        pools, layouts = dict.fromkeys(rows), {}
+        for name, row in rows.items():
+            if row is not None:
+                layouts[name] = layout = row.layout.in_blocks(self.block_size)
+                shape = (1 + batch_size * layout.blocks(self.max_cache_len), layout.block, 1)
+                pools[name] = empty_pool((*shape, row.width), row.dtype, device)
+        return PagedLayer(pools, layouts, **formats)
+
+
+def write(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """``pool[slot] = row``, for the slots of :meth:`Store.slots`."""
+    width, rows = pool.size(-1), rows.to(pool.dtype)  # autocast computes in another dtype
+    if pool.device.type == "npu":
+        # in place in every graph mode; torchair may copy a pool to view it, and cannot convert
+        # index_copy_
+        torch.ops.npu.npu_scatter_nd_update_(pool, slots, rows.reshape(-1, 1, width))
+    else:
+        pool.view(-1, width).index_copy_(0, slots, rows.reshape(-1, width))
+
+
+def empty_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """An uninitialised pool: rows past a sequence's length are never read, and memory pages without
+    a token cost nothing."""
+    pool = torch.empty(shape, dtype=dtype, device=device)
+    if pool.device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
+        # sparse attention reads rows in random order: fewer pages mean fewer misses in the TLB
+        huge = 2**21
+        start = -(-pool.data_ptr() // huge) * huge
+        size = (pool.data_ptr() + pool.nbytes - start) // huge * huge
+        if size > 0:  # advice: nothing depends on its result
+            libc = ctypes.CDLL(None)
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+    return pool
+
+
+def own_blocks(batch_size: int, blocks: int, device: torch.device) -> Tensor:
+    """A block table without shared blocks; block 0 belongs to no sequence."""
+    table = torch.arange(1, 1 + batch_size * blocks, dtype=torch.int32, device=device)
+    return table.view(batch_size, blocks)
+
+
+def out_of_memory(
+    rows: list[Row], batch_size: int, max_cache_len: int, block_size: int, device: torch.device
+) -> torch.OutOfMemoryError:
+    """The error of a cache with these rows, which says how many tokens would fit."""
+
+    def size(blocks: int) -> int:
+        return sum(
+            (1 + batch_size * layout.blocks(blocks * block_size)) * layout.block * bytes_
+            for row in rows
+            for layout in [row.layout.in_blocks(block_size)]
+            for bytes_ in [row.width * row.dtype.itemsize]
+        )
+
+    blocks = -(-max_cache_len // block_size)
+    # a sixteenth is left for the rest of the process
+    room = free_memory(device) * 15 // 16
+    fits = max(0, bisect.bisect_right(range(blocks), room, key=size) - 1) * block_size
+    return torch.OutOfMemoryError(
+        f"PagedCache: out of memory: batch_size={batch_size}, max_cache_len={max_cache_len} "
+        f"needs {size(blocks) / 2**30:.1f} GiB on {device}; {fits} tokens per sequence would "
+        "fit, pass a smaller max_cache_len (to generate(): fewer new tokens) or batch_size"
+    )

@@ -1,0 +1,133 @@
+"""Attention over a window of tokens and compressed rows of the tokens before it.
+
+One latent is key and value of all heads, rotated in its last dims, so that the output is rotated
+back; a sink per head joins the softmax. A layer has the window alone, or every compressed row, or
+the rows that a lightning indexer selects.
+
+Shapes: B batch, S new tokens, H heads, D ``head_dim``, W ``sliding_window``, N index heads, K
+``index_topk``.
+"""
+
+import torch
+from torch import Tensor, nn
+
+import custom_pypto
+
+from . import compression
+from .attention import SKIPPED, PatchedAttention
+from .cache import TokenSlice, write
+from .cache.store import PagedLayer
+from .projection import brought_in
+
+
+class CompressedAttention(PatchedAttention):
+    first_norm = "kv_norm"
+
+    def read(
+        self, x: Tensor, cos: Tensor, sin: Tensor, indices: Tensor | None, tokens: TokenSlice
+    ) -> tuple[Tensor, Tensor | None]:
+        """Writes and attends: a longer slice would overwrite its own window in the ring. The second
+        result is the compressed rows ``[B, S, 1, K]`` if the layer selects."""
+        store = tokens.store
+        layer = store.layers[self.layer_idx]
+        layout = layer.layouts["kv"]
+        kv = self.kv_norm(self.kv_proj(x)).unsqueeze(2)
+        slots = store.slots(layout, tokens.positions % layout.ring, tokens.valid)
+        write(layer.kv, slots, self.rope(kv, cos, sin, unsqueeze_dim=2))
+        self.write_rows(x, layer, tokens)
+        q_latent = self.q_a_norm(self.q_a_proj(x))
+        if indices is None and self.selects:
+            indices = self.select(x, q_latent, cos, sin, tokens)
+
+        query = self.q_b_norm(self.q_b_proj(q_latent).unflatten(-1, (-1, self.head_dim)))
+        query = self.rope(query, cos, sin, unsqueeze_dim=2)
+        rows = tokens.lengths // layout.ratio if layout.ratio else torch.zeros_like(tokens.lengths)
+        output = custom_pypto.npu_sparse_flash_attention_pto(
+            query.to(layer.kv.dtype),
+            layer.kv,
+            None,
+            self.sparse_indices(indices, tokens).unsqueeze(2),
+            self.scaling,
+            actual_seq_lengths_kv=(layout.ring + rows).int(),
+            block_table=store.tables[layout],
+            sparse_mode=0,
+            sinks=self.sinks.float(),
+        )
+        # the values are rotated by their own positions: back by the query's, only distances stay
+        output = self.rope(output, cos, -sin, unsqueeze_dim=2)
+        groups = output.flatten(2).unflatten(-1, (self.config.o_groups, -1))
+        return self.o_b_proj(self.o_a_proj(groups.to(x.dtype)).flatten(2)), indices
+
+    def write_rows(self, x: Tensor, layer: PagedLayer, tokens: TokenSlice) -> None:
+        """Writes the compressed rows, and those of the indexer, that ``tokens`` complete."""
+        raise NotImplementedError
+
+    def sparse_indices(self, indices: Tensor | None, tokens: TokenSlice) -> Tensor:
+        """``[B, S, .]`` int32: where each token's window, and the compressed rows that it attends
+        to, are in the rows of a sequence."""
+        layout = tokens.store.layers[self.layer_idx].layouts["kv"]
+        near = window(tokens, self.sliding_window, layout.ring)
+        if self.compressor is None:
+            return near
+        if indices is None:  # every row
+            count = tokens.store.tables[layout].size(1) * layout.block - layout.ring
+            if count == 0:  # a cache shorter than a window
+                return near
+            rows = torch.arange(count, device=near.device)
+        else:
+            rows = indices.squeeze(2).long()  # as positions: a GE graph does not promote
+        # a record may hold any number
+        seen = (rows >= 0) & (rows < self.selectable(tokens.positions)[..., None])
+        return torch.cat([near, torch.where(seen, rows + layout.ring, -1).int()], -1)
+
+    def selectable(self, positions: Tensor) -> Tensor:
+        """Compressed rows that the tokens at these positions see."""
+        return (positions + 1) // self.compressor.compress_rate
+
+    def upstream_indices(self, rows: Tensor) -> Tensor:
+        """Upstream selects rows, too; -1 is none."""
+        return rows.long()
+
+    @torch.no_grad()  # as in transformers: a selection has no gradient
+    def select(
+        self, x: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor, tokens: TokenSlice
+    ) -> Tensor:
+        """``[B, S, 1, K]`` int32 rows of the index keys with the best scores."""
+        indexer, layer = self.indexer, tokens.store.layers[self.layer_idx]
+        query = indexer.q_b_proj(q_latent).unflatten(-1, (-1, indexer.head_dim))
+        query = self.rope(query, cos, sin, unsqueeze_dim=2)
+        scorer = indexer.scorer
+        scale = scorer.weights_scaling * scorer.softmax_scale  # positive: may leave the ReLU
+        weights = scorer.weights_proj(x).float() * scale
+        return layer.index_format.select(layer, query, weights, tokens, indexer.index_topk)
+
+
+def compress(
+    module: nn.Module,
+    rope,
+    layer: PagedLayer,
+    rows: str,
+    state: str,
+    tokens: TokenSlice,
+    x: Tensor,
+) -> None:
+    """Writes the rows of upstream's compressor or indexer ``module`` for these tokens, normed and
+    rotated by the position of their group's first token."""
+
+    def finish(sums: Tensor, group: Tensor) -> Tensor:
+        row = module.kv_norm(sums.to(x.dtype)).unsqueeze(2)
+        first = group * module.compress_rate
+        cos, sin = module.rotary_emb(row, first, layer_type=module.rope_layer_type)
+        return rope(row, cos, sin, unsqueeze_dim=2)
+
+    new = torch.cat([module.kv_proj(x), module.gate_proj(x)], -1)
+    with brought_in(module):
+        bias = module.position_bias.float()
+    compression.compress(layer, rows, state, tokens, new, bias, finish)
+
+
+def window(tokens: TokenSlice, size: int, ring: int) -> Tensor:
+    """``[B, S, size]`` int32 rows in the ring of the last ``size`` tokens that each token sees."""
+    seen = tokens.positions[..., None] - torch.arange(size, device=tokens.positions.device)
+    exists = (seen >= 0) & tokens.valid[..., None]
+    return torch.where(exists, seen % ring, SKIPPED).int()

@@ -1,0 +1,97 @@
+"""Cache rows of consecutive groups of ``r`` tokens, written when their last token arrives.
+
+Row ``g`` is ``sum_i softmax_i(Z_i + bias_i) * C_i``, the softmax per channel, over the tokens ``i``
+of group ``g``, with overlap also those of the group before. With overlap C, Z and the bias are
+twice as wide: the first half counts in the next group's row, the second in the group's own.
+
+The state between forwards is a ring of the last tokens' ``[C | Z]``. Groups count from the first
+real token of each sequence, so that left padding changes nothing.
+
+Shapes: B batch, S new tokens, n groups, r tokens per group, D width of a row.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from .cache import Step, TokenSlice, write
+from .cache.layout import RowLayout
+from .cache.store import PagedLayer
+
+# tokens that a sequence can forget although its state is a ring: more than speculative decoding
+# drafts
+SPARE = 16
+
+
+def state_layout(rate: int, overlaps: bool = False) -> RowLayout:
+    """The ring of the tokens that an incomplete group may still need."""
+    ring = (2 if overlaps else 1) * rate - 1 + SPARE
+    return RowLayout(ring, 0, block=ring, spare=SPARE)
+
+
+def compress(
+    layer: PagedLayer,
+    rows: str,
+    state: str,
+    step: Step | TokenSlice,
+    new: Tensor,
+    bias: Tensor,
+    finish: Callable[[Tensor, Tensor], Tensor],
+) -> None:
+    """Writes the rows that the new tokens complete, and keeps the last of them.
+
+    Args:
+        rows: name of the pool of the rows.
+        state: name of the pool with the ring of ``[C | Z]``.
+        new: ``[B, S, width]`` ``[C | Z]`` of the tokens.
+        bias: ``[r, width / 2]``.
+        finish: makes rows ``[B, n, 1, D]`` of the float32 sums ``[B, n, D]`` and the groups ``[B,
+            n]``.
+    """
+    store, layout, ring = step.store, layer.layouts[rows], layer.layouts[state]
+    pool = getattr(layer, state)
+    cached = pool[store.tables[ring][:, 0]].squeeze(2)
+    width = getattr(layer, rows).size(-1)
+    sums, groups, complete = completed(cached, new, bias, width, step)
+    slots = store.slots(layout, layout.ring + groups, complete)
+    write(getattr(layer, rows), slots, finish(sums, groups))
+    last = slice(max(0, new.size(1) - ring.ring), None)
+    positions, valid = step.positions[:, last], step.valid[:, last]
+    write(pool, store.slots(ring, positions % ring.ring, valid), new[:, last])
+
+
+def completed(
+    cached: Tensor, new: Tensor, bias: Tensor, width: int, step: Step | TokenSlice
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The float32 sums ``[B, n, width]`` of all groups of the new tokens, the groups
+    ``[B, n]``, and whether all their tokens have come.
+
+    Args:
+        cached: ``[B, ring, .]`` the state.
+        new: ``[B, S, .]`` the same of the new tokens.
+    """
+    rate, overlap = bias.size(0), bias.size(1) // width - 1
+    count = -(-new.size(1) // rate)
+    # int64 as positions: a comparison in a GE graph does not promote
+    start, lengths = step.start[:, None].long(), step.lengths[:, None].long()
+    groups = start // rate + torch.arange(count, device=new.device)
+    tokens = (groups[:, :1] - overlap) * rate
+    tokens = tokens + torch.arange((overlap + count) * rate, device=new.device)
+
+    ring, pads = cached.size(1), new.size(1) - (lengths - start)
+    source = torch.where(tokens < start, tokens % ring, ring + pads + tokens - start)
+    # tokens yet to come are in groups that are not complete
+    source = source.clamp(max=ring + new.size(1) - 1)[..., None]
+    found = torch.cat([cached, new.to(cached.dtype)], 1)
+    found = found.gather(1, source.expand(-1, -1, found.size(-1))).float()
+    # the group before the first one is empty; the state may hold anything there
+    exists = (tokens >= 0)[..., None]
+    kv, gate = torch.where(exists, found, 0).unflatten(1, (-1, rate)).chunk(2, -1)
+    gate = torch.where(exists.unflatten(1, (-1, rate)), gate + bias.float(), -torch.inf)
+    if overlap:
+        kv, gate = (
+            torch.cat([both[:, :-1, :, :width], both[:, 1:, :, width:]], 2) for both in (kv, gate)
+        )
+    complete = (groups + 1) * rate <= lengths
+    return (kv * gate.softmax(2)).sum(2), groups, complete

@@ -1,0 +1,168 @@
+"""DeepSeek sparse attention as the ops compute it: absorbed MLA over a paged cache.
+
+Shapes: B batch, S new tokens, H heads (those of this rank in tensor parallel), L ``kv_lora_rank``,
+R ``qk_rope_head_dim``, N index heads, D ``index_head_dim``, K ``index_topk``.
+"""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .attention import PatchedAttention, rotate
+from .cache import Step, TokenSlice
+from .cache.store import PagedLayer
+from .projection import check_absorbed, check_replaced, weight_of
+from .tensor_parallel import CHECK_RANKS, check_indices
+
+
+class LatentAttention(PatchedAttention):
+    """The cached latent is both key and value of every head (arXiv:2405.04434, section 2.1): with
+    ``kv_b_proj.weight`` as ``W_UK`` and ``W_UV``, ``q . (W_UK c) = (W_UK^T q) . c`` and
+    ``sum_j p_j W_UV c_j = W_UV sum_j p_j c_j``. Upstream transformers expands the whole cache
+    instead.
+    """
+
+    #: upstream class of the indexer
+    indexer_class: type
+    #: transformers' RoPE function for the indexer's queries and keys
+    index_rope: Callable
+    #: whether the indexer rotates its last dims instead of its first
+    index_rope_last = False
+    first_norm = "kv_a_layernorm"
+    # Queries, absorbed queries, outputs and indices take 0.4 MB per token at full size; a token of
+    # the cache takes 1.4 kB.
+    slice_tokens = 2048
+
+    @classmethod
+    def check(cls, attention: nn.Module, layer: int) -> None:
+        parts = attention._modules  # runs in every forward, and nn.Module's lookup is slow
+        check_absorbed(layer, parts["kv_b_proj"])
+        if (indexer := parts.get("indexer")) is not None:
+            check_replaced(layer, "indexer", indexer, cls.indexer_class)
+
+    def write(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, step: Step) -> None:
+        layer = step.store.layers[self.layer_idx]
+        self.write_latents(hidden_states, cos, sin, step, layer)
+        if self.indexer is not None:
+            self.write_index_keys(hidden_states, cos, sin, step)
+
+    def write_latents(
+        self, hidden_states: Tensor, cos: Tensor, sin: Tensor, step: Step, layer: PagedLayer
+    ) -> None:
+        latent, k_rope = self.compress_key(hidden_states)
+        rope = None
+        if self.qk_rope_head_dim:
+            rope = rotate(self.rope, k_rope.unsqueeze(2), cos, sin)
+        layer.latent_format.write(step, layer, latent, rope)
+
+    def read(
+        self,
+        hidden_states: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        indices: Tensor | None,
+        tokens: TokenSlice,
+    ) -> tuple[Tensor, Tensor]:
+        """The results of :meth:`attend` for the tokens of a slice."""
+        layer = self.cached_layer(tokens)
+        q_latent = self.compress_query(hidden_states)
+        query, gate = self.project_query(hidden_states, q_latent, tokens)
+        q_nope, q_rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
+        if indices is None:
+            if not self.selects:
+                raise ValueError(
+                    f"patched model: config.indexer_types must have a 'full' layer before layer "
+                    f"{self.layer_idx}, which is 'shared'"
+                )
+            indices = self.select(hidden_states, q_latent, cos, sin, tokens)
+        weight = weight_of(self.kv_b_proj).view(query.size(2), -1, self.kv_lora_rank)
+        w_uk, w_uv = weight.split([self.qk_nope_head_dim, self.v_head_dim], 1)
+        dtype = layer.latent_format.dtype  # autocast gives the queries another dtype
+        absorbed = torch.einsum("bshd,hdl->bshl", q_nope, w_uk).contiguous().to(dtype)
+        rotated = None
+        if self.qk_rope_head_dim:
+            rotated = rotate(self.rope, q_rope, cos, sin).to(dtype)
+        call = {
+            "actual_seq_lengths_kv": tokens.lengths,
+            "block_table": tokens.store.tables[layer.layouts["latent"]],
+            "sparse_mode": 3,
+        }
+        if (sinks := getattr(self, "sinks", None)) is not None:  # of some architectures
+            call["sinks"] = sinks.float()
+        output = layer.latent_format.attend(layer, absorbed, rotated, indices, self.scaling, **call)
+        # for one token, multiplying by both halves is faster than copying the strided w_uv
+        if output.size(1) == 1:
+            output = torch.einsum("bshl,hvl->bshv", output, weight)[..., self.qk_nope_head_dim :]
+        else:
+            output = torch.einsum("bshl,hvl->bshv", output, w_uv)
+        return self.project_output(output, gate), indices
+
+    def cached_layer(self, tokens: TokenSlice) -> PagedLayer:
+        """The layer whose latents this one attends to."""
+        return tokens.store.layers[self.layer_idx]
+
+    def compress_key(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
+        """The normed latent ``[B, S, L]``, and RoPE's key ``[B, S, R]``, not rotated yet."""
+        widths = [self.kv_lora_rank, self.qk_rope_head_dim]
+        latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split(widths, -1)
+        return self.kv_a_layernorm(latent), k_rope
+
+    def compress_query(self, hidden_states: Tensor) -> Tensor:
+        """Input of :meth:`project_query`, and of :meth:`index_query`, ``[B, S, .]``."""
+        return self.q_a_layernorm(self.q_a_proj(hidden_states))
+
+    def project_query(
+        self, hidden_states: Tensor, q_latent: Tensor, tokens: TokenSlice
+    ) -> tuple[Tensor, Tensor | None]:
+        """The query ``[B, S, H, nope + R]``, and the gate of :meth:`project_output` if any."""
+        return self.q_b_proj(q_latent).unflatten(-1, (-1, self.qk_head_dim)), None
+
+    def project_output(self, output: Tensor, gate: Tensor | None) -> Tensor:
+        """``[B, S, hidden]`` from the output of the heads, ``[B, S, H, v_head_dim]``."""
+        return self.o_proj(output.flatten(2))
+
+    @torch.no_grad()  # as in transformers: a selection has no gradient
+    def write_index_keys(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, step: Step) -> None:
+        indexer = self.indexer
+        # some architectures keep the norm in float32
+        key = indexer.k_norm(indexer.wk(hidden_states).to(indexer.k_norm.weight.dtype))
+        key = self.rotate_index(key.unsqueeze(2), cos, sin)
+        layer = step.store.layers[self.layer_idx]
+        layer.index_format.write(step, layer, key)
+
+    @torch.no_grad()
+    def select(
+        self, hidden_states: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor, tokens: TokenSlice
+    ) -> Tensor:
+        """The ``[B, S, 1, K]`` int32 positions that each token attends to."""
+        indexer = self.indexer
+        query = self.index_query(q_latent, tokens)
+        projection = indexer.weights_proj
+        weights = projection(hidden_states.to(projection.weight.dtype)).float()
+        query = self.rotate_index(query, cos, sin)
+        # both scales are positive, so they may move out of the ReLU into the weights
+        weights = weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
+        layer = tokens.store.layers[self.layer_idx]
+        count = indexer.index_topk // layer.layouts["index"].ratio
+        indices = layer.index_format.select(layer, query, weights, tokens, count)
+        if CHECK_RANKS and dist.is_initialized():
+            check_indices(self.layer_idx, indices)
+        return indices
+
+    def index_query(self, q_latent: Tensor, tokens: TokenSlice) -> Tensor:
+        """The indexer's query ``[B, S, N, D]``, not rotated yet."""
+        indexer = self.indexer
+        normed = q_latent[..., : self.q_lora_rank]
+        return indexer.wq_b(normed).unflatten(-1, (indexer.n_heads, indexer.head_dim))
+
+    def rotate_index(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """``[B, S, N, D]`` with R of the D dims rotated."""
+        indexer = self.indexer
+        widths = [indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim]
+        if self.index_rope_last:
+            rest, rope = x.split(widths[::-1], -1)
+            return torch.cat([rest, rotate(self.index_rope, rope, cos, sin)], -1)
+        rope, rest = x.split(widths, -1)
+        return torch.cat([rotate(self.index_rope, rope, cos, sin), rest], -1)

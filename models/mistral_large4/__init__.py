@@ -1,0 +1,53 @@
+"""Mistral Large 4: GLM-5 without compressed queries; every fourth layer has no RoPE, queries grow
+with the logarithm of their position, and layers may attend to the latents of an earlier one."""
+
+from torch import Tensor
+from transformers.models.mistral_large4.modeling_mistral_large4 import (
+    MistralLarge4TextAttention,
+    MistralLarge4TextIndexer,
+    apply_rotary_pos_emb_interleave,
+)
+
+from ..cache import TokenSlice
+from ..cache.layout import MLA_POOLS, Pool
+from ..cache.store import PagedLayer
+from ..latent_attention import LatentAttention
+
+
+class PagedMistralLarge4Attention(LatentAttention, MistralLarge4TextAttention):
+    pools = MLA_POOLS | {
+        "rope": Pool("qk_rope_head_dim", where=("no_rope_layers", 1)),
+        "index": Pool("index_head_dim", where=("indexer_types", "full")),
+    }
+    indexer_class = MistralLarge4TextIndexer
+    rope = staticmethod(apply_rotary_pos_emb_interleave)
+    index_rope = staticmethod(apply_rotary_pos_emb_interleave)
+    returns_indices = True
+    first_norm = "kv_b_proj"  # the norm is missing in layers without latents of their own
+
+    def write_latents(self, *args) -> None:
+        if not self.is_kv_shared_layer:
+            super().write_latents(*args)
+
+    def cached_layer(self, tokens: TokenSlice) -> PagedLayer:
+        return tokens.store.layers[self.config.kv_source_layers[self.layer_idx]]
+
+    def compress_query(self, hidden_states: Tensor) -> Tensor:
+        return hidden_states
+
+    def project_query(
+        self, hidden_states: Tensor, q_latent: Tensor, tokens: TokenSlice
+    ) -> tuple[Tensor, None]:
+        query = self.q_proj(q_latent).unflatten(-1, (-1, self.qk_head_dim))
+        return self.softmax_scaling(
+            query, tokens.positions.clamp(min=0), head_dim_first=False
+        ), None
+
+    def index_query(self, q_latent: Tensor, tokens: TokenSlice) -> Tensor:
+        indexer = self.indexer
+        query = indexer.wq_b(indexer.q_input_norm(q_latent))
+        query = query.unflatten(-1, (indexer.n_heads, indexer.head_dim))
+        return indexer.softmax_scaling(query, tokens.positions.clamp(min=0), head_dim_first=False)
+
+    def rotate_index(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return super().rotate_index(x, cos, sin) if self.use_rope else x

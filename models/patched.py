@@ -1,0 +1,87 @@
+"""What a patched model is made of: its layers on the ops, their device, what its cache must fit."""
+
+import torch
+from torch import nn
+
+from .projection import aligning_hook
+
+
+def text_model(model):
+    """The decoder of ``model``, which of a multimodal model is its language model."""
+    return getattr(model.base_model, "language_model", model.base_model)
+
+
+def patched_layers(text) -> dict[int, nn.Module]:
+    """The layers of a patched :func:`text_model` whose attention is on the ops, by their number.
+
+    Raises:
+        TypeError: the model is not patched.
+    """
+    # of every layer in every forward, and nn.Module's lookup is slow
+    found = {
+        i: layer
+        for i, layer in enumerate(text.layers)
+        if hasattr(type(layer._modules["self_attn"]), "pools")
+    }
+    if not found:
+        raise TypeError(
+            "PagedCache: model must be patched by models.use_custom_pypto first, "
+            f"got one with a {type(text.layers[0].self_attn).__name__}"
+        )
+    return found
+
+
+def pools_of(layers: dict[int, nn.Module]) -> dict:
+    """The pools that the architecture of these patched layers declares."""
+    return next(iter(layers.values())).self_attn.pools
+
+
+def dimensions(text, layers: dict[int, nn.Module]) -> dict:
+    """The properties that a text model, with these patched layers, and its cache must share."""
+    pools = pools_of(layers)
+    known = vars(text).get("_custom_pypto_sizes")
+    if known is None or known[0] is not pools:
+        # once: a config is slow to read, and its numbers have decided the shapes of the weights
+        known = text._custom_pypto_sizes = pools, sizes(text.config, layers)
+    device = device_of(dict([next(iter(layers.items()))]))
+    return known[1] | {"dtype": text.dtype, "device": device}
+
+
+def sizes(config, layers: dict[int, nn.Module]) -> dict:
+    """The properties that come from the config of the text model."""
+    pools, differing = pools_of(layers), config.per_layer_attributes or ()
+    names = ["num_hidden_layers", *(name for pool in pools.values() for name in pool.attributes)]
+    of_config = {
+        name: [getattr(layer.self_attn, name) for layer in layers.values()]
+        if name in differing
+        else getattr(config, name)
+        for name in names
+    }
+    return of_config | {"pools": {name: pool.dtype for name, pool in pools.items()}}
+
+
+def device_of(layers: dict[int, nn.Module]) -> torch.device:
+    """The compute device of these decoder layers, by their number; offloaded weights are
+    elsewhere.
+
+    Raises:
+        ValueError: several devices; the ops need cache and tables on one.
+    """
+    first = None
+    for i, layer in layers.items():
+        norm = layer.self_attn.get_submodule(layer.self_attn.first_norm)
+        device = norm.weight.device
+        if device.type == "meta":
+            for module in (norm, layer.self_attn, layer):
+                if (hook := aligning_hook(module)) and hook.offload:
+                    device = torch.empty(0, device=hook.execution_device).device  # with its index
+                    break
+        if first is None:
+            first = device
+        elif device != first:
+            raise ValueError(
+                "PagedCache: all layers must compute on one device, got layer "
+                f"{min(layers)} on {first} and layer {i} on {device}; load the model with "
+                f"device_map={{'': '{first}'}} or call models.use_transformers(model)"
+            )
+    return first

@@ -1,0 +1,73 @@
+"""What tests of patched models share: the same tokens through upstream and patched model."""
+
+import pytest
+import torch
+from tiny import token_ids
+
+from custom_pypto import models
+
+# what a wrong formula moves at least, two orders above the tolerances
+WRONG = 5e-3
+PADS = [0, 9, 22]
+
+
+@pytest.fixture(autouse=True)
+def no_grad_and_one_thread():
+    torch.set_num_threads(1)  # tensors this small only wait for a second one
+    with torch.no_grad():
+        yield
+
+
+def paged_cache(model, batch, tokens=96):
+    """A cache whose blocks lie in no order and hold garbage."""
+    cache = models.PagedCache(model, batch, tokens, block_size=16)
+    for table in cache.tables.values():
+        shuffled = torch.randperm(table.numel(), generator=torch.Generator().manual_seed(3))
+        table.copy_(table.flatten()[shuffled].view_as(table))
+    for pool in cache.store.pools():
+        pool.fill_(float("nan") if pool.is_floating_point() else -1)
+    return cache
+
+
+def left_padded(pads, tokens, seed=1):
+    """Ids, mask and positions of a batch whose rows start with so many pads."""
+    ids = token_ids(len(pads), tokens, seed)
+    mask = torch.ones(len(pads), tokens, dtype=torch.int64)
+    for row, n in enumerate(pads):
+        ids[row, :n], mask[row, :n] = 0, 0
+    return ids, mask, (mask.cumsum(-1) - 1).clamp_min(0)
+
+
+def feed(model, cache, ids, mask, positions, chunks):
+    """The logits of every token, fed in chunks."""
+    logits, start = [], 0
+    for size in chunks:
+        end = start + size
+        logits.append(
+            model(
+                ids[:, start:end],
+                attention_mask=mask[:, :end],
+                position_ids=positions[:, start:end],
+                past_key_values=cache,
+            ).logits
+        )
+        start = end
+    return torch.cat(logits, 1)
+
+
+def prompt(seed=1, pads=PADS, tokens=40):
+    ids, mask, _ = left_padded(pads, tokens, seed)
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def alone(model, ids, pads):
+    """Upstream's logits of the real tokens, each sequence without its padding."""
+    rows = [row[None, n:] for row, n in zip(ids, pads, strict=True)]
+    return torch.cat([model(input_ids=row, use_cache=False).logits[0] for row in rows])
+
+
+def trace(model):
+    """Everything a patch could leave behind: classes, attributes, hooks, config."""
+    modules = {name: (type(m), sorted(vars(m))) for name, m in model.named_modules()}
+    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
+    return modules, hooks, model.config.to_dict(), model.config._attn_implementation
