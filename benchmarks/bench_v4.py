@@ -106,23 +106,23 @@ def fill_paged(cache: models.PagedCache, attention, tokens: int) -> None:
     layer = cache.layers[0]
 
     def put(name: str, rows: Tensor, values: Tensor) -> None:
-        space = layer.spaces[name]
-        slots = cache.slots(space, rows[None], torch.ones_like(rows[None], dtype=torch.bool))
+        space = layer.layouts[name]
+        slots = cache.store.slots(space, rows[None], torch.ones_like(rows[None], dtype=torch.bool))
         write(getattr(layer, name), slots, values)
 
-    window, ring = attention.sliding_window - 1, layer.spaces["kv"].ring
+    window, ring = attention.sliding_window - 1, layer.layouts["kv"].ring
     put("kv", torch.arange(tokens - window, tokens) % ring, random(1, window, 512, seed=1))
     states = {"compressor": "overlap_state", "indexer": "index_state"}
     for name, module, seed in compressors(attention):
         rate, dim = module.compress_rate, module.head_dim
         pool = "index" if name == "indexer" else "kv"
-        rows = layer.spaces[pool].ring + torch.arange(tokens // rate)
+        rows = layer.layouts[pool].ring + torch.arange(tokens // rate)
         put(pool, rows, random(1, tokens // rate, dim, seed=seed))
         if module.position_bias.size(1) > dim:
-            last = torch.arange(tokens - rate, tokens) % layer.spaces[states[name]].ring
+            last = torch.arange(tokens - rate, tokens) % layer.layouts[states[name]].ring
             put(states[name], last, random(1, rate, 4 * dim, seed=seed + 1))
     cache.lengths.fill_(tokens)
-    for length in (cache.seen, cache.written):
+    for length in (cache.seen, cache.sequences.written):
         length.fill_(tokens)
 
 

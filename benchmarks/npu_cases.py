@@ -11,6 +11,7 @@ from unittest import mock
 import torch
 
 from custom_pypto import npu
+from custom_pypto.cache_rows import int8_row_bytes
 
 if TYPE_CHECKING:  # else imported where a case is estimated: the calls run on an NPU, too
     from custom_pypto import simulation
@@ -190,7 +191,7 @@ def int8_indexer(B: int, S1: int, S2: int, floor: float | None = None) -> Case:
 def int8_attention(B: int, S1: int, S2: int, floor: float | None = None) -> Case:
     lengths, block_table, blocks = paged([S2] * B)
     query = torch.zeros(B, S1, N1, L + R, dtype=DTYPE)
-    width = L + 2 * R + L // 32
+    width = int8_row_bytes(L, R)
     key = torch.zeros(blocks, BLOCK, 1, width, dtype=torch.int8)
     indices = torch.arange(K, dtype=torch.int32).expand(B, S1, 1, K).contiguous()
 

@@ -36,7 +36,7 @@ EAGER = "CUSTOM_PYPTO_EAGER"
 
 
 class Missing(RuntimeError):
-    """No installed package offers an operator; has the keys of a problem of ``env``."""
+    """No installed package offers an operator; the fields are those of an entry of ``env``."""
 
     def __init__(self, what: str, remedy: str):
         super().__init__(f"{what}; {remedy}")

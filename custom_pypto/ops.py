@@ -12,6 +12,10 @@ block_size, 1, D]`` and requires ``block_table [B, blocks per sequence]`` and to
 sequence's length are never read. All lengths and ids are int32. Keys are paged or have the query's
 layout.
 
+Words: a row is what a cache keeps of a token, or of ``cmp_ratio`` tokens; a slot is the place of a
+row in the flattened cache; a scale group is the 128 values of an int8 row that share a scale.
+docs/architecture.md has the others.
+
 Integer values are not trusted: lengths are clamped to the tensors' capacity, and positions whose
 block id is outside the cache are ignored.
 """

@@ -5,6 +5,7 @@ compared with the sequence alone.
 """
 
 import copy
+import ctypes
 import math
 
 import accelerate
@@ -32,6 +33,7 @@ from custom_pypto.requirements import numbers
 # float32, 4 layers, logits up to about 10
 TOLERANCE = 5e-4
 SLIDING, SPARSE, HEAVY, _ = V4_LAYERS
+PR_SET_THP_DISABLE = 41  # of prctl
 # the real dims of attention and indexer, the window and both ratios
 REAL = dict(
     head_dim=512,
@@ -366,6 +368,7 @@ def test_a_cache_grows_by_a_quarter_and_a_128th_of_the_tokens():
 
 
 def peak_of_prefill(tokens):
+    ctypes.CDLL(None).prctl(PR_SET_THP_DISABLE, 1, 0, 0, 0)  # huge pages come where some are free
     torch.set_num_threads(1)
     patched = models.use_custom_pypto(tiny_v4(index_topk=8, moe_intermediate_size=16))
     ids = token_ids(1, tokens)
@@ -378,6 +381,16 @@ def test_the_memory_of_a_prefill_is_linear_in_its_tokens():
     once, twice = (in_a_process(peak_of_prefill, tokens) for tokens in (8192, 16384))
     # a mask [S, S / 4], in bytes, would add 33 MB; the scores of an indexer 128 times as much
     assert twice - 2 * once < 16e6
+
+
+@pytest.mark.parametrize("name", ["index_dtype", "kv_dtype"])
+def test_caches_in_int8_are_rejected_by_name(name):
+    expected = f"{name} must be None for model_type deepseek_v4, which has no caches in int8, got"
+    with pytest.raises(ValueError, match=f"^use_custom_pypto: {expected} torch.int8$"):
+        models.use_custom_pypto(tiny_v4(), **{name: torch.int8})
+    patched = models.use_custom_pypto(tiny_v4())
+    with pytest.raises(ValueError, match=f"^PagedCache: {expected} torch.int8$"):
+        models.PagedCache(patched, 1, 64, **{name: torch.int8})
 
 
 # ---- graphs ---------------------------------------------------------------------------------

@@ -150,7 +150,7 @@ def other_rope(rope):
 
 def half_split_mla(monkeypatch, model):
     cls = type(model.model.layers[0].self_attn)
-    monkeypatch.setattr(cls, "mla_rope", other_rope(cls.mla_rope))
+    monkeypatch.setattr(cls, "rope", other_rope(cls.rope))
 
 
 def other_index_rope(monkeypatch, model):

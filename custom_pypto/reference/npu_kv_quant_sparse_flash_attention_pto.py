@@ -3,21 +3,22 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from ..cache_rows import SCALE_GROUP
 from .checks import ROUNDING, SIZES, of_sequences, row_error
-from .npu_kv_quant_update_pto import TILE, npu_kv_quant_update_pto
+from .npu_kv_quant_update_pto import npu_kv_quant_update_pto
 from .npu_sparse_flash_attention_pto import _arguments as unquantised
 from .npu_sparse_flash_attention_pto import npu_sparse_flash_attention_pto
 
 
 def dequantised(cache: Tensor, latent: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``(latent, rope)`` of the rows of an int8 cache, in ``dtype``: each int8 times the scale of
-    its tile, in float32, then rounded."""
-    scales = cache.size(-1) - latent // TILE * 4
+    its group, in float32, then rounded."""
+    scales = cache.size(-1) - latent // SCALE_GROUP * 4
     values, rope, scale = cache.tensor_split([latent, scales], -1)
     # views of another dtype need rows of their own, which start at a multiple of its size
     scale, rope = (part.clone(memory_format=torch.contiguous_format) for part in (scale, rope))
     scale = scale.view(torch.float32)
-    values = values.unflatten(-1, (-1, TILE)).float() * scale.unsqueeze(-1)
+    values = values.unflatten(-1, (-1, SCALE_GROUP)).float() * scale.unsqueeze(-1)
     return values.flatten(-2).to(dtype).contiguous(), rope.view(dtype)
 
 
@@ -41,7 +42,7 @@ def npu_kv_quant_sparse_flash_attention_pto(
     sparse_mode: int = 3,
     attention_mode: int = 2,
     quant_scale_repo_mode: int = 1,
-    tile_size: int = TILE,
+    tile_size: int = SCALE_GROUP,
     rope_head_dim: int = 64,
 ) -> Tensor:
     """Sparse attention over the dequantised rows."""

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from custom_pypto.cache_rows import int8_row_bytes
 from custom_pypto.reference import npu_kv_quant_update_pto as update
 
 from . import in_a_wider_row
@@ -56,7 +57,7 @@ def quantised(latent: Tensor, rope: Tensor) -> Tensor:
     rows = [x.reshape(-1, x.size(-1)) for x in (latent, rope)]
     if latent.dtype.itemsize != 2:  # of a query that the op rejects
         rows = [x.bfloat16() for x in rows]
-    width = latent.size(-1) + 2 * rope.size(-1) + latent.size(-1) // 32
+    width = int8_row_bytes(latent.size(-1), rope.size(-1))
     cache = torch.zeros(1, len(rows[0]), 1, width, dtype=torch.int8)
     update(*rows, torch.arange(len(rows[0])), cache)
     return cache.view(*latent.shape[:-1], width)
@@ -75,7 +76,7 @@ def random_call(m: Maker) -> dict:
     s = sequences(m, large, "actual_seq_lengths_kv")
     heads, latent, rope = rng.choice(HEADS), rng.choice([128, 128, 256]), rng.choice([16, 32])
     K = rng.choice([513, 700, 1200]) if large else rng.choice([0, 1, 2, 7, 8, 16, 40, 100])
-    key = m.rows(*s.rows, 1, latent + 2 * rope + latent // 32, fill=m.bytes())
+    key = m.rows(*s.rows, 1, int8_row_bytes(latent, rope), fill=m.bytes())
     if rng.random() < 0.7:  # else the bytes of RoPE dims and scales are any, too
         tail = torch.cat([random_ropes(m, *key.shape[:-1], rope), scales(m, key, latent)], -1)
         key = torch.cat([key[..., :latent], tail], -1)

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from custom_pypto.cache_rows import int8_row_bytes
 from custom_pypto.reference.npu_quant_rows_pto import index_rows
 
 from . import in_a_wider_row
@@ -36,7 +37,7 @@ def inputs(
     slots = slots.view(batch, longest)
     for row, n in zip(slots, lengths_query, strict=True):
         row[n:] = -1
-    width = latent + 2 * rope + latent // 32
+    width = int8_row_bytes(latent, rope)
     cache = torch.randint(-128, 128, (blocks, block_size, 1, width), generator=g).to(torch.int8)
     x = index_rows(batch, longest, latent + rope).to(dtype)
     return dict(
@@ -58,7 +59,7 @@ def random_call(m: Maker) -> dict:
     latent, rope = rng.choice([128, 256]), rng.choice([16, 32])
     block_size, blocks = rng.choice(BLOCK_SIZES), rng.choice([0, 1, 2, 3])
     slot_dtype = rng.choice([torch.int32, torch.int64])
-    width = latent + 2 * rope + latent // 32
+    width = int8_row_bytes(latent, rope)
     return dict(
         latent=m.tensor((*sizes, latent)),
         rope=m.tensor((*sizes, rope)),

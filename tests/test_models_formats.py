@@ -1,0 +1,79 @@
+"""A further format of cache rows is one class and one line: here fp8 with a scale per row."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from model_harness import feed, left_padded, no_grad_and_one_thread  # noqa: F401
+from tiny import tiny_model, token_ids
+
+from custom_pypto import models
+from custom_pypto.models.cache import formats, write
+from custom_pypto.models.cache.layout import Row
+from custom_pypto.models.latent_attention import LatentAttention
+
+FP8 = torch.float8_e4m3fn
+
+
+def scaled(latent):
+    """The nearest fp8 to ``[.., L]`` over a float32 scale ``[.., 1]``."""
+    scale = latent.float().abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448
+    return (latent.float() / scale).to(FP8), scale
+
+
+class Float8LatentRows(formats.LatentRows):
+    """Latents of a byte per value, and a pool of scales beside them."""
+
+    @staticmethod
+    def lacking(config, dtype):
+        return None
+
+    def rows(self, declared):
+        latent = declared["latent"]
+        scale = Row(1, torch.float32, latent.layout)
+        return declared | {"latent": latent._replace(dtype=torch.uint8), "latent_scale": scale}
+
+    def write(self, step, layer, latent, rope):
+        values, scale = scaled(latent)
+        write(layer.latent_scale, step.slots, scale)
+        super().write(step, layer, values.view(torch.uint8), rope)
+
+    def attend(self, layer, *arguments, **call):
+        latent = (layer.latent.view(FP8).float() * layer.latent_scale).to(self.dtype)
+        return super().attend(SimpleNamespace(latent=latent, rope=layer.rope), *arguments, **call)
+
+
+@pytest.fixture(autouse=True)
+def with_fp8(monkeypatch):
+    monkeypatch.setitem(formats.LATENT_FORMATS, FP8, Float8LatentRows)
+
+
+def logits(**dtypes):
+    model = models.use_custom_pypto(tiny_model(), block_size=16, **dtypes)
+    ids, mask, positions = left_padded([0, 9], 42)
+    cache = models.PagedCache(model, 2, 64, block_size=16)
+    got = feed(model, cache, ids, mask, positions, [40, 1, 1])[mask.bool()]
+    cache.reserve(128)
+    cache.reorder_cache(torch.tensor([1, 1]))
+    cache.batch_repeat_interleave(2)
+    cache.crop(-3)
+    return got, model(token_ids(4, 3), past_key_values=cache).logits
+
+
+def test_a_format_that_is_added_computes_like_rounded_rows(monkeypatch):
+    got = logits(kv_dtype=FP8)
+    compress = LatentAttention.compress_key
+
+    def rounded(self, hidden_states):
+        latent, rope = compress(self, hidden_states)
+        values, scale = scaled(latent)
+        return (values.float() * scale).to(latent.dtype), rope
+
+    monkeypatch.setattr(LatentAttention, "compress_key", rounded)
+    assert all(map(torch.equal, got, logits()))
+
+
+def test_a_format_that_is_added_is_named_where_another_is_rejected():
+    model = models.use_custom_pypto(tiny_model())
+    with pytest.raises(ValueError, match="kv_dtype must be torch.int8 or torch.float8_e4m3fn or "):
+        models.PagedCache(model, 1, 64, kv_dtype=torch.float16)
