@@ -282,9 +282,9 @@ def test_without_a_package_the_error_names_the_remedy(monkeypatch):
     monkeypatch.delenv("ASCEND_CUSTOM_OPP_PATH", raising=False)
     monkeypatch.delenv("ASCEND_OPP_PATH", raising=False)
     monkeypatch.setenv("CUSTOM_PYPTO_EAGER", "aclnn")
-    with pytest.raises(RuntimeError) as refused:
+    with pytest.raises(RuntimeError) as rejected:
         custom_pypto.add_custom(X.npu(), X.npu())
-    assert str(refused.value) == (
+    assert str(rejected.value) == (
         "add_custom: CUSTOM_PYPTO_EAGER=aclnn needs a kernel package with AddCustom in "
         "ASCEND_CUSTOM_OPP_PATH or ASCEND_OPP_PATH/vendors; install one, built from "
         "custom_pypto/graph/*.h, or set it to pypto"
@@ -374,9 +374,9 @@ def test_without_either_the_error_names_both_remedies(monkeypatch):
     monkeypatch.delenv("ASCEND_CUSTOM_OPP_PATH", raising=False)
     problem = {"what": "needs pypto 0.2.0, found none", "remedy": "pip install pypto==0.2.0"}
     monkeypatch.setattr(npu, "_pypto_problem", lambda: problem)
-    with pytest.raises(RuntimeError) as refused:
+    with pytest.raises(RuntimeError) as rejected:
         custom_pypto.add_custom(X.npu(), X.npu())
-    assert str(refused.value) == (
+    assert str(rejected.value) == (
         "add_custom: an NPU needs pypto 0.2.0, found none, or a kernel package with AddCustom in "
         "ASCEND_CUSTOM_OPP_PATH or ASCEND_OPP_PATH/vendors; pip install pypto==0.2.0, or install "
         "one, built from custom_pypto/graph/*.h, or move the tensors to the CPU, which needs "
@@ -387,9 +387,9 @@ def test_without_either_the_error_names_both_remedies(monkeypatch):
 @pytest.mark.parametrize("asked", ["ACLNN", "1", " "])
 def test_another_value_is_rejected(asked, monkeypatch):
     monkeypatch.setenv("CUSTOM_PYPTO_EAGER", asked)
-    with pytest.raises(ValueError) as refused:
+    with pytest.raises(ValueError) as rejected:
         custom_pypto.add_custom(X.npu(), X.npu())
-    assert str(refused.value) == (
+    assert str(rejected.value) == (
         "custom_pypto: CUSTOM_PYPTO_EAGER must be auto (PyPTO where it is installed, else aclnn), "
         f"pypto or aclnn (a kernel package), got {asked!r}"
     )
@@ -508,7 +508,7 @@ def test_contiguous_strides_for_a_view_are_found(stand_in, monkeypatch):
     "mistake",
     ["workspace of another size", "no workspace", "tensor freed early", "executor used twice"],
 )
-def test_the_stand_in_refuses_what_cann_does_not_survive(mistake, stand_in, monkeypatch):
+def test_the_stand_in_rejects_what_cann_does_not_survive(mistake, stand_in, monkeypatch):
     right = Operator.functions
 
     def functions(self):

@@ -1,4 +1,4 @@
-"""The host stand-in for CANN: torch_npu's device in host memory, capture and replay, refusals."""
+"""The host stand-in for CANN: torch_npu's device in host memory, capture and replay, rejections."""
 
 import contextlib
 import functools
@@ -232,21 +232,21 @@ def test_a_replay_breaks_a_capture():
     inner = torch.npu.NPUGraph()
     with torch.npu.graph(inner):
         x += 1
-    # torch_npu 2.10 refuses it by itself, and the capture ends well, of nothing
+    # torch_npu 2.10 rejects it by itself, and the capture ends well, of nothing
     by_itself = minor(torch_npu.__version__) == "2.10"
-    refused = (
+    rejected = (
         "Cannot prepare for replay during capturing stage"
         if by_itself
         else "must not be replayed while another is captured"
     )
-    with broken_capture(torch.npu.NPUGraph(), refused, replayable=by_itself):
+    with broken_capture(torch.npu.NPUGraph(), rejected, replayable=by_itself):
         inner.replay()
     assert x.tolist() == [1, 1, 1]
     inner.replay()
     assert x.tolist() == [2, 2, 2]
 
 
-def test_a_cpu_argument_of_a_captured_function_is_refused():
+def test_a_cpu_argument_of_a_captured_function_is_rejected():
     import torchair
 
     from custom_pypto.simulation.ascend_host import AscendHostError

@@ -1,4 +1,4 @@
-"""How the host stand-in for CANN starts: its command, its refusals, the libraries it compiles."""
+"""How the host stand-in for CANN starts: its command, its rejections, the libraries it compiles."""
 
 import importlib.metadata
 import importlib.util
@@ -54,7 +54,7 @@ def test_nothing_starts_by_itself():
     assert done.stdout.split() == ["False", "False"]
 
 
-def test_beside_a_real_cann_it_refuses(tmp_path):
+def test_beside_a_real_cann_it_rejects(tmp_path):
     library = ["g++", "-shared", "-x", "c", "/dev/null", "-o", tmp_path / "libascendcl.so"]
     subprocess.run(library, check=True)
     done = stand_in(LD_LIBRARY_PATH=str(tmp_path))
@@ -63,7 +63,7 @@ def test_beside_a_real_cann_it_refuses(tmp_path):
     assert "must not run beside a real CANN" in line and "use the NPU" in line
 
 
-def test_beside_a_cann_that_is_only_installed_it_refuses(tmp_path):
+def test_beside_a_cann_that_is_only_installed_it_rejects(tmp_path):
     start = (
         f"import os; from custom_pypto.simulation import ascend_host; "
         f"os.environ['ASCEND_HOME_PATH'] = '{tmp_path}'; ascend_host.start()"
@@ -108,7 +108,7 @@ def test_what_torchair_needs_is_named(tmp_path):
     assert f"found torch_npu {found}, no protobuf" in line and "pip install" in line
 
 
-def test_another_torch_npu_is_refused_with_the_remedy(tmp_path):
+def test_another_torch_npu_is_rejected_with_the_remedy(tmp_path):
     found = tmp_path / "torch_npu-2.9.0.dist-info"
     found.mkdir()
     (found / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.9.0\n")

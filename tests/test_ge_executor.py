@@ -1,4 +1,4 @@
-"""The executor of GE graphs behind the host stand-in for CANN: what it refuses, where it writes."""
+"""The executor of GE graphs behind the host stand-in for CANN: what it rejects, where it writes."""
 
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def add(*sources, name="add"):
     return node("Add", name, sources, ["x1", "x2"])
 
 
-def refused(match, *args, **kwargs):
+def rejected(match, *args, **kwargs):
     from custom_pypto.simulation.ascend_host import AscendHostError
 
     with pytest.raises(AscendHostError, match=match):
@@ -62,9 +62,9 @@ def npu(*values):
     return torch.tensor(values).npu()
 
 
-def test_an_unknown_type_is_refused_before_anything_runs():
+def test_an_unknown_type_is_rejected_before_anything_runs():
     unknown = node("Unheard", "far", ["data0:0"], ["x"])
-    refused(r"Unheard node far .*OPERATORS in .*ge_executor\.py", [unknown], [npu(1)], ["far:0"])
+    rejected(r"Unheard node far .*OPERATORS in .*ge_executor\.py", [unknown], [npu(1)], ["far:0"])
 
 
 @pytest.mark.parametrize(
@@ -75,10 +75,10 @@ def test_an_unknown_type_is_refused_before_anything_runs():
         pytest.param(dict(forward=True), "unexpected keyword argument 'forward'", id="attribute"),
     ],
 )
-def test_a_node_that_does_not_fit_its_function_is_refused(change, match):
+def test_a_node_that_does_not_fit_its_function_is_rejected(change, match):
     arguments = dict(inputs=["x", "axis"], exclusive=False, reverse=False) | change
     cumsum = node("Cumsum", "sum", ["data0:0", "data1:0"], **arguments)
-    refused(rf"Cumsum node sum .*{match}", [cumsum], [npu(1, 2), npu(0)], ["sum:0"])
+    rejected(rf"Cumsum node sum .*{match}", [cumsum], [npu(1, 2), npu(0)], ["sum:0"])
 
 
 def indexer(**changes):
@@ -103,8 +103,8 @@ def indexer(**changes):
         pytest.param({}, "must be fed its required input key", id="not-fed"),
     ],
 )
-def test_a_node_of_ours_is_refused_unless_it_is_as_its_prototype_says(changes, match):
-    refused(
+def test_a_node_of_ours_is_rejected_unless_it_is_as_its_prototype_says(changes, match):
+    rejected(
         rf"LightningIndexerPto node index .*{match}", [indexer(**changes)], [npu(1)], ["index:0"]
     )
 
@@ -148,29 +148,29 @@ def test_a_mean_over_no_axes_is_what_the_node_says(axes, noop, expected):
     assert got.tolist() == expected
 
 
-def test_mixed_dtypes_are_refused_as_in_ge():
+def test_mixed_dtypes_are_rejected_as_in_ge():
     pack = node("Pack", "pack", ["data0:0", "data1:0"], ["x0", "x1"], axis=0, N=2)
-    refused("pack must be fed inputs of one dtype", [pack], [npu(1), npu(1).int()], ["pack:0"])
+    rejected("pack must be fed inputs of one dtype", [pack], [npu(1), npu(1).int()], ["pack:0"])
 
 
-def test_an_input_on_the_wrong_device_is_refused():
-    refused("input 1 of graph test must be on the NPU", [], [npu(1), torch.ones(1)], ["data0:0"])
-    refused(
+def test_an_input_on_the_wrong_device_is_rejected():
+    rejected("input 1 of graph test must be on the NPU", [], [npu(1), torch.ones(1)], ["data0:0"])
+    rejected(
         "input 0 of graph test must be on the host", [], [npu(1)], ["data0:0"], placements=[HOST]
     )
 
 
 @pytest.mark.parametrize("source", ["second:0", "second:-1"], ids=["data", "control"])
-def test_a_node_before_what_it_waits_for_is_refused(source):
+def test_a_node_before_what_it_waits_for_is_rejected(source):
     first = node("Neg", "first", ["data0:0", source][source.endswith(":0") :], ["x"])
     second = node("Neg", "second", ["data0:0"], ["x"])
-    refused(f"first stands before its input {source}", [first, second], [npu(1)], ["first:0"])
+    rejected(f"first stands before its input {source}", [first, second], [npu(1)], ["first:0"])
 
 
-def test_a_result_that_is_not_what_torchair_noted_is_refused():
+def test_a_result_that_is_not_what_torchair_noted_is_rejected():
     wrong = add("data0:0", "data0:0")
     wrong.output_desc[0].attr["_meta"].s = b"Tensor(dtype=torch.int64, shape=torch.Size([3])"
-    refused("add computed y as torch.int64 .2., torchair expects", [wrong], [npu(1, 2)], ["add:0"])
+    rejected("add computed y as torch.int64 .2., torchair expects", [wrong], [npu(1, 2)], ["add:0"])
 
 
 def test_values_from_the_host_meet_those_of_the_device():

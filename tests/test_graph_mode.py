@@ -578,8 +578,8 @@ def test_without_a_converter_torchair_makes_a_callback(monkeypatch):
     monkeypatch.delattr(overload(op), "_ge_converter")
     tensors, constants = split(index([2, 2], [20, 5]))
     function = ge_graphs.compiled(lambda tensors: overload(op)(**tensors, **constants))
-    refused = "ASCEND_HOME_PATH|No AscendIR NpuLightningIndexerPto"  # the second of torch_npu 2.10
-    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=refused):
+    rejected = "ASCEND_HOME_PATH|No AscendIR NpuLightningIndexerPto"  # the second of torch_npu 2.10
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=rejected):
         run(function, tensors)
 
 

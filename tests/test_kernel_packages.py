@@ -226,7 +226,9 @@ COUNTS = "layout_query (str), layout_key (str), sparse_count (int), sparse_mode 
         ),
     ],
 )
-def test_another_operator_of_the_same_type_is_refused(tmp_path, monkeypatch, operators, difference):
+def test_another_operator_of_the_same_type_is_rejected(
+    tmp_path, monkeypatch, operators, difference
+):
     path = package(tmp_path, operators)
     monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", str(tmp_path))
     found = kernel_packages.problem([PROTOTYPES["LightningIndexerPto"]])

@@ -129,7 +129,7 @@ def test_extras_take_every_supported_pypto_and_no_other():
     assert all(wanted in extras[extra] for extra in ("sim", "npu"))
 
 
-def test_a_build_for_another_torch_is_refused_before_it_is_loaded(tmp_path):
+def test_a_build_for_another_torch_is_rejected_before_it_is_loaded(tmp_path):
     package = tmp_path / "custom_pypto"
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(REPOSITORY / "custom_pypto", package, ignore=ignored)
@@ -145,7 +145,7 @@ def test_a_build_for_another_torch_is_refused_before_it_is_loaded(tmp_path):
     assert "built for torch of unknown version" in done.stderr.splitlines()[-1]
 
 
-def test_an_untested_torch_is_refused_by_name_unless_asked_for(tmp_path):
+def test_an_untested_torch_is_rejected_by_name_unless_asked_for(tmp_path):
     (tmp_path / "sitecustomize.py").write_text("import torch; torch.__version__ = '2.99.0+cpu'\n")
     path = {"PYTHONPATH": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = shell(sys.executable, "setup.py", "--version", **path)
@@ -214,7 +214,7 @@ def test_scripts_get_the_versions():
     assert printed("torch_npu", "2.14.1").startswith("torch_npu==2.14.0 protobuf==")
 
 
-def test_another_transformers_is_refused_with_the_remedy(tmp_path):
+def test_another_transformers_is_rejected_with_the_remedy(tmp_path):
     pytest.importorskip("transformers")
     info = tmp_path / "transformers-5.14.1.dist-info"
     info.mkdir()

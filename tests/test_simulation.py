@@ -146,13 +146,13 @@ def test_a_compilation_that_ends_the_process_is_survived():
         pytest.param(lambda x: x.to("meta"), "argument 0 must be on the CPU, got meta", id="meta"),
     ],
 )
-def test_arguments_that_cannot_be_simulated_are_refused(change, message):
+def test_arguments_that_cannot_be_simulated_are_rejected(change, message):
     x, out = arguments()
     with pytest.raises(simulation.SimulationError, match=message):
         simulation.interpret(affine_kernel(), change(x), out)
 
 
-def test_a_function_that_is_no_kernel_is_refused():
+def test_a_function_that_is_no_kernel_is_rejected():
     with pytest.raises(TypeError, match="must be what pypto.frontend.jit returns, got function"):
         simulation.estimate(arguments, *arguments())
 
@@ -182,7 +182,7 @@ def test_importing_leaves_logging_alone(module):
     assert done.returncode == 0, done.stderr
 
 
-def test_another_version_of_pypto_is_refused_with_the_remedy(tmp_path):
+def test_another_version_of_pypto_is_rejected_with_the_remedy(tmp_path):
     (tmp_path / "pypto-9.9.dist-info").mkdir()
     (tmp_path / "pypto-9.9.dist-info/METADATA").write_text("Name: pypto\nVersion: 9.9\n")
     path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])

@@ -87,7 +87,7 @@ API void ascend_host_count(uint64_t* live_tensors, uint64_t* live_executors) {
 API int ascend_host_first_phase(const char* prototype, const Argument* arguments, uint64_t count,
                                 uint64_t* workspace_size, aclOpExecutor** executor) {
   auto made = new aclOpExecutor{};
-  const auto refuse = [&](int code, const std::string& what) {
+  const auto reject = [&](int code, const std::string& what) {
     delete made;
     return fail(code, std::string(prototype) + ": " + what);
   };
@@ -96,10 +96,10 @@ API int ascend_host_first_phase(const char* prototype, const Argument* arguments
     if (argument.kind > Argument::kOutput) continue;
     if (argument.tensor == nullptr) {
       if (argument.kind == Argument::kOptional) continue;
-      return refuse(kNullPointer, std::string(argument.name) + " is a null pointer");
+      return reject(kNullPointer, std::string(argument.name) + " is a null pointer");
     }
     if (!exists(argument.tensor)) {
-      return refuse(kInvalid, std::string(argument.name) + " is no aclTensor");
+      return reject(kInvalid, std::string(argument.name) + " is no aclTensor");
     }
     made->tensors.push_back(argument.tensor);
   }
@@ -121,15 +121,15 @@ API int ascend_host_second_phase(const char* function, void* workspace, uint64_t
   if (!take(executor)) return fail(kInvalid, name + ": there is no such executor");
   const aclOpExecutor launched = *executor;
   delete executor;
-  const auto refuse = [&](const std::string& what) {
+  const auto reject = [&](const std::string& what) {
     python.drop(launched.plan);
     return fail(kInvalid, name + ": " + what);
   };
   if (!std::all_of(launched.tensors.begin(), launched.tensors.end(), exists)) {
-    return refuse("a tensor was destroyed before the launch");
+    return reject("a tensor was destroyed before the launch");
   }
   if (workspace_size != launched.workspace_size || (workspace_size && workspace == nullptr)) {
-    return refuse("the workspace must have " + std::to_string(launched.workspace_size) +
+    return reject("the workspace must have " + std::to_string(launched.workspace_size) +
                   " bytes, got " + std::to_string(workspace ? workspace_size : 0));
   }
   return python.launch(launched.plan, function, workspace, stream) ? kFailedAtRun : kSuccess;
