@@ -74,7 +74,7 @@ class Incremental(BuildExtension):
 
 extension = CppExtension(
     "custom_pypto._C",
-    sources=sorted(glob.glob(f"{CSRC}/*.cpp") + glob.glob(f"{CSRC}/cpu/*.cpp")),
+    sources=sorted(glob.glob(f"{CSRC}/**/*.cpp", recursive=True)),
     depends=sorted(glob.glob(f"{CSRC}/**/*.h", recursive=True)),
     # not -fopenmp: libtorch_cpu brings libgomp, and a second one would have its own threads
     extra_link_args=sanitize,

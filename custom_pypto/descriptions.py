@@ -1,6 +1,6 @@
 """The only list of all ops, with the properties that a schema cannot express.
 
-The schema (``csrc/ops_def_registration.cpp``) declares an op's arguments. Schemas and entries
+The schema (``csrc/ops/ops_def_registration.cpp``) declares an op's arguments. Schemas and entries
 determine the functions registered on NPUs, the converters of graph mode, the GE prototypes with
 their constructors, and the logged ops.
 

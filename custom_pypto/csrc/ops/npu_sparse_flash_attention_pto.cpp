@@ -4,13 +4,13 @@
 #include <cmath>
 #include <tuple>
 
-#include "attention_keys.h"
-#include "attention_sums.h"
-#include "attention_tasks.h"
-#include "ops_common.h"
-#include "panels.h"
-#include "params.h"
-#include "sequences.h"
+#include "../tasks/attention_keys.h"
+#include "../tasks/attention_sums.h"
+#include "../tasks/attention_tasks.h"
+#include "../tasks/kernel_set.h"
+#include "../tasks/panels.h"
+#include "../tasks/params.h"
+#include "../tasks/sequences.h"
 
 namespace custom_pypto {
 namespace {

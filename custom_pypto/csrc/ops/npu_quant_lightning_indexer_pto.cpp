@@ -1,6 +1,6 @@
 // Lightning indexer over int8 rows, each with a scale. docs/npu_quant_lightning_indexer_pto.md
-#include "index_operands.h"
-#include "indexer.h"
+#include "../tasks/index_operands.h"
+#include "../tasks/index_tasks.h"
 
 namespace custom_pypto {
 namespace {

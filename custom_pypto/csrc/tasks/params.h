@@ -4,7 +4,7 @@
 
 #include <optional>
 
-#include "contract.h"
+#include "../ops/contract.h"
 
 namespace custom_pypto {
 
@@ -79,7 +79,7 @@ struct FusedParams {
 void check_attention(const KeyNames& names, AttentionParams& p);
 
 // Computes p.out, which the contract has allocated, on the CPU. An int8 key has rows of
-// quantised_rows.h; query_rope then stands without key_rope.
+// int8_rows.h; query_rope then stands without key_rope.
 void attend(const AttentionParams& p);
 
 // Check the contract, compute on the CPU, and store the result in p.out.

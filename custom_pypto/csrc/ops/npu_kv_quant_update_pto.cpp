@@ -2,10 +2,10 @@
 #include <cmath>
 #include <cstring>
 
+#include "../tasks/int8_rows.h"
+#include "../tasks/quantise.h"
+#include "../tasks/sequences.h"
 #include "contract.h"
-#include "quantise.h"
-#include "quantised_rows.h"
-#include "sequences.h"
 
 namespace custom_pypto {
 namespace {

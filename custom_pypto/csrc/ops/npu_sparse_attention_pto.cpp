@@ -5,9 +5,9 @@
 #include <cmath>
 #include <cstring>
 
-#include "params.h"
-#include "prolog.h"
-#include "sequences.h"
+#include "../tasks/params.h"
+#include "../tasks/prolog.h"
+#include "../tasks/sequences.h"
 
 namespace custom_pypto {
 namespace {

@@ -1,6 +1,6 @@
 // Lightning indexer: which keys matter most to each query token. docs/npu_lightning_indexer_pto.md
-#include "index_operands.h"
-#include "indexer.h"
+#include "../tasks/index_operands.h"
+#include "../tasks/index_tasks.h"
 
 namespace custom_pypto {
 namespace {

@@ -8,7 +8,7 @@
 #include <numeric>
 #include <vector>
 
-#include "ops_common.h"
+#include "kernel_set.h"
 
 namespace custom_pypto {
 

@@ -9,7 +9,7 @@
 
 namespace custom_pypto {
 
-// E is the compute type, T the storage type. Operands of Indexer (indexer.h).
+// E is the compute type, T the storage type. Operands of Indexer (index_tasks.h).
 template <typename E, typename T>
 class IndexOperands {
  public:

@@ -5,7 +5,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "ops_common.h"
+#include "kernel_set.h"
 #include "params.h"
 #include "sequences.h"
 #include "topk.h"

@@ -1,4 +1,4 @@
-#include "ops_common.h"
+#include "kernel_set.h"
 
 #include <c10/util/Exception.h>
 

@@ -6,8 +6,8 @@
 #include <cmath>
 #include <tuple>
 
-#include "index_rows.h"
-#include "prolog.h"
+#include "../tasks/index_rows.h"
+#include "../tasks/prolog.h"
 
 namespace custom_pypto {
 namespace {

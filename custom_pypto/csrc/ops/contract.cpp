@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <string>
 
-#include "params.h"
+#include "../tasks/params.h"
 
 namespace custom_pypto {
 

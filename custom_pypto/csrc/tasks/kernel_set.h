@@ -10,7 +10,7 @@
 #include <vector>
 #endif
 
-#include "cpu/kernels.h"
+#include "../cpu/kernels.h"
 
 namespace custom_pypto {
 

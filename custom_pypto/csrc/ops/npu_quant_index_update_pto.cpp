@@ -1,7 +1,7 @@
 // Quantises index keys into a paged cache. docs/int8_caches.md
-#include "index_rows.h"
-#include "quantise.h"
-#include "sequences.h"
+#include "../tasks/index_rows.h"
+#include "../tasks/quantise.h"
+#include "../tasks/sequences.h"
 
 namespace custom_pypto {
 namespace {

@@ -2,8 +2,8 @@
 // gathered. docs/npu_kv_quant_sparse_flash_attention_pto.md
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
-#include "params.h"
-#include "quantised_rows.h"
+#include "../tasks/int8_rows.h"
+#include "../tasks/params.h"
 
 namespace custom_pypto {
 namespace {

@@ -8,9 +8,9 @@
 #include <utility>
 #include <vector>
 
+#include "int8_rows.h"
 #include "panels.h"
 #include "params.h"
-#include "quantised_rows.h"
 #include "sequences.h"
 
 namespace custom_pypto {

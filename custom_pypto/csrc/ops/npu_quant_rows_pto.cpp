@@ -5,9 +5,9 @@
 #include <cstddef>
 #include <tuple>
 
-#include "index_rows.h"
-#include "ops_common.h"
-#include "quantise.h"
+#include "../tasks/index_rows.h"
+#include "../tasks/kernel_set.h"
+#include "../tasks/quantise.h"
 
 namespace custom_pypto {
 

@@ -3,7 +3,7 @@
 
 #include <ATen/ops/matmul.h>
 
-#include "contract.h"
+#include "../ops/contract.h"
 
 namespace custom_pypto {
 

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "ops_common.h"
+#include "kernel_set.h"
 
 namespace custom_pypto {
 

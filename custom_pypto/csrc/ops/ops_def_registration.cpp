@@ -3,7 +3,7 @@
 
 #include <string>
 
-#include "ops_common.h"
+#include "../tasks/kernel_set.h"
 
 // Names and order of arguments follow the published custom_pypto recipe; shapes, dtypes and meaning
 // follow torch_npu's npu_lightning_indexer and npu_sparse_flash_attention. Our own arguments are
