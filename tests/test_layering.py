@@ -4,6 +4,7 @@ docs/architecture.md draws the arrows.
 """
 
 import ast
+import os
 import re
 import shutil
 import subprocess
@@ -38,6 +39,9 @@ BY_NAME = {
     "custom_pypto/npu/common.py": {"f'custom_pypto.kernels.{op}'"},  # the only way to PyPTO
 }
 TORCH_HEADER = r"(torch|ATen|c10)/"
+INCLUDE = r"""^\s*#\s*include\s*([<"])([^>"]+)"""
+# folder of csrc -> the folders whose headers it includes: ops call tasks, tasks call micro-kernels
+CSRC = {"": set(), "ops": {"ops", "tasks"}, "tasks": {"tasks", "cpu"}, "cpu": {"cpu"}}
 # import-linter compares neighbours; this finds a file in a circle with its own folder as well
 CIRCLES = """
 import graphlib, grimp
@@ -86,15 +90,25 @@ def violations(root: Path) -> list[str]:
             for module in modules:
                 if module.partition(".")[0] not in allowed | sys.stdlib_module_names:
                     found.append(f"{name} imports {module}")
-    for path in sorted((root / "custom_pypto/csrc").rglob("*.*")):
-        text = path.read_text()
-        if "parallel_for(" in text and path.name != "kernel_set.h":
+    return found + violations_of_csrc(root)
+
+
+def violations_of_csrc(root: Path) -> list[str]:
+    found = []
+    csrc = root / "custom_pypto/csrc"
+    for path in sorted(csrc.rglob("*.*")):
+        text, folder = path.read_text(), str(path.parent.relative_to(csrc)).strip(".")
+        if "parallel_for(" in text and path.name != "run_tasks.h":
             # ThreadSanitizer sees the threads of run_tasks alone
             found.append(f"{path.relative_to(root)} starts threads, but not by run_tasks")
-        headers = re.findall(r'^\s*#\s*include\s*[<"]([^>"]+)', text, re.MULTILINE)
-        plain = "cpu" in path.relative_to(root).parts  # micro-kernels see no torch header
-        for header in headers:
-            if "torch_npu" in header or (plain and re.match(TORCH_HEADER, header)):
+        for mark, header in re.findall(INCLUDE, text, re.MULTILINE):
+            if mark == "<":
+                plain = folder == "cpu"  # micro-kernels see no torch header
+                wrong = "torch_npu" in header or (plain and re.match(TORCH_HEADER, header))
+            else:
+                place = Path(os.path.normpath(path.parent / header)).parent
+                wrong = place.name not in CSRC[folder] or place.parent != csrc
+            if wrong:
                 found.append(f"{path.relative_to(root)} includes {header}")
     return found
 
@@ -204,9 +218,13 @@ def test_a_dependency_that_points_backwards_is_found(tree, path, line, contracts
             id="npu-to-converter-by-name",
         ),
         pytest.param("custom_pypto/converter/a.py", "import pypto", id="converter-to-pypto"),
-        pytest.param("custom_pypto/csrc/a.cpp", "#include <torch_npu/x.h>", id="csrc"),
+        pytest.param("custom_pypto/csrc/ops/a.cpp", "#include <torch_npu/x.h>", id="csrc"),
         pytest.param("custom_pypto/csrc/cpu/a.h", "#include <ATen/x.h>", id="micro-kernel"),
-        pytest.param("custom_pypto/csrc/a.cpp", "at::parallel_for(0, 8, 1, f);", id="threads"),
+        pytest.param("custom_pypto/csrc/cpu/a.h", '#include "../tasks/x.h"', id="cpu-to-tasks"),
+        pytest.param("custom_pypto/csrc/tasks/a.h", '#include "../ops/x.h"', id="tasks-to-ops"),
+        pytest.param("custom_pypto/csrc/ops/a.cpp", '#include "../cpu/x.h"', id="ops-to-cpu"),
+        pytest.param("custom_pypto/csrc/ops/a.cpp", '#include "../../x.h"', id="csrc-to-outside"),
+        pytest.param("custom_pypto/csrc/ops/a.cpp", "at::parallel_for(0, 8, 1, f);", id="threads"),
     ],
 )
 def test_what_import_linter_cannot_see_is_found(tmp_path, path, line):
@@ -253,7 +271,8 @@ def test_a_dependency_that_points_forwards_is_allowed(tree):
         "custom_pypto/kernels/a.py": "import pypto\nfrom . import tiling",
         "custom_pypto/simulation/a.py": "import pypto, torch\nfrom .. import npu",
         "custom_pypto/converter/a.py": "import torch, torchair\nfrom .. import npu",
-        "custom_pypto/csrc/a.cpp": "#include <ATen/ATen.h>",
+        "custom_pypto/csrc/ops/a.cpp": '#include <ATen/ATen.h>\n#include "../tasks/a.h"',
+        "custom_pypto/csrc/tasks/a.h": '#include <ATen/ATen.h>\n#include "../cpu/kernels.h"',
         "custom_pypto/csrc/cpu/a.cpp": '#include "kernels.h"',
     }.items():
         spoil(tree, path, line)

@@ -10,14 +10,13 @@
 #include <algorithm>
 #include <cstring>
 
+#include "ahead.h"
 #include "avx512_bf16.h"
 #include "tile_registers.h"
 #include "tiles.h"
 
 namespace custom_pypto::cpu {
 namespace {
-
-constexpr int kStep = 32;  // elements of a row that one dot takes
 
 // Calls f(std::integral_constant) for 0 to N - 1.
 template <int N, typename F>
@@ -121,37 +120,6 @@ constexpr int kWeightsStride = kMaxKeys + kStep;  // elements, from row to row
 constexpr int kGroup = (kMaxKeys / 2 + 1) * 16;   // packed pairs of 16 dims
 
 constexpr int padded(int keys) { return (keys + kStep - 1) / kStep * kStep; }
-
-// Prefetches the rows of the next chunk, the same number of lines in each step: one line of 16
-// rows, then the next line.
-class Ahead {
- public:
-  Ahead(const Chunk<uint16_t>* next, int steps) : next_(next), rows_(next ? next->n : 0) {
-    if (next) dims_ = next->latent + next->rope;
-    lines_ = ((rows_ + 15) / 16 * 16 * (dims_ / kStep) + steps - 1) / steps;
-  }
-
-  INLINE void step() {
-    for (int i = 0; i < lines_ && group_ < rows_; ++i) {
-      const int row = group_ + row_;
-      if (row < rows_) {
-        __builtin_prefetch(dim_ < next_->latent ? next_->keys[row] + dim_
-                                                : next_->ropes[row] + dim_ - next_->latent,
-                           0, 2);
-      }
-      if (++row_ < 16) continue;
-      row_ = 0;
-      if ((dim_ += kStep) < dims_) continue;
-      dim_ = 0;
-      group_ += 16;
-    }
-  }
-
- private:
-  const Chunk<uint16_t>* next_;
-  int rows_, lines_, dims_ = 0;
-  int group_ = 0, row_ = 0, dim_ = 0;
-};
 
 // Four sums, AT tiles of A below each other times BT tiles of B beside each other: tile a * BT + b.
 // Distances are in bytes: `stride` from row to row, `down` and `right` from tile to tile.
@@ -362,8 +330,14 @@ void finish_amx(const float* sums, int width, int count, int dims, const float* 
 
 }  // namespace
 
-const Bf16Kernels TILE_KERNELS = {pack_panel_bf16, index_amx,       attend_amx,  add_sums_amx,
-                                  finish_amx,      dequantise_bf16, tile::enter, tile::leave};
+const Bf16Kernels TILE_KERNELS = {.pack_panel = pack_panel_bf16,
+                                  .index = index_amx,
+                                  .attend = attend_amx,
+                                  .add_sums = add_sums_amx,
+                                  .finish = finish_amx,
+                                  .dequantise = dequantise_bf16,
+                                  .enter = tile::enter,
+                                  .leave = tile::leave};
 
 }  // namespace custom_pypto::cpu
 #endif

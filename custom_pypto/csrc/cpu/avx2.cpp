@@ -5,6 +5,12 @@
 #include "float32.h"
 
 namespace custom_pypto::cpu {
-const Kernels kAvx2 = {"avx2", index_f32, attend_f32, dequantise_f32, filter, count, keep};
+const Kernels kAvx2 = {.name = "avx2",
+                       .index = index_f32,
+                       .attend = attend_f32,
+                       .dequantise = dequantise_f32,
+                       .filter = filter,
+                       .count = count,
+                       .keep = keep};
 }
 #endif

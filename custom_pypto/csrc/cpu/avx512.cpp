@@ -5,6 +5,12 @@
 #include "float32.h"
 
 namespace custom_pypto::cpu {
-const Kernels kAvx512 = {"avx512", index_f32, attend_f32, dequantise_f32, filter, count, keep};
+const Kernels kAvx512 = {.name = "avx512",
+                         .index = index_f32,
+                         .attend = attend_f32,
+                         .dequantise = dequantise_f32,
+                         .filter = filter,
+                         .count = count,
+                         .keep = keep};
 }
 #endif

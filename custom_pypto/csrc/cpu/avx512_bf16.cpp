@@ -270,8 +270,12 @@ void add_sums_bf16(const float* from, int width, const float* factors, float* to
 
 }  // namespace
 
-const Bf16Kernels kAvx512Bf16 = {pack_panel_bf16, index_bf16,      attend_bf16, add_sums_bf16,
-                                 finish_bf16,     dequantise_bf16, nullptr,     nullptr};
+const Bf16Kernels kAvx512Bf16 = {.pack_panel = pack_panel_bf16,
+                                 .index = index_bf16,
+                                 .attend = attend_bf16,
+                                 .add_sums = add_sums_bf16,
+                                 .finish = finish_bf16,
+                                 .dequantise = dequantise_bf16};
 
 }  // namespace custom_pypto::cpu
 #endif

@@ -70,7 +70,7 @@ void index_int8(const IndexCall<uint8_t>& call) {
 
 }  // namespace
 
-const Int8Kernels kAvx512Vnni = {shift, index_int8};
+const Int8Kernels kAvx512Vnni = {.shift = shift, .index = index_int8};
 
 }  // namespace custom_pypto::cpu
 #endif

@@ -4,5 +4,11 @@
 #include "float32.h"
 
 namespace custom_pypto::cpu {
-const Kernels kGeneric = {"generic", index_f32, attend_f32, dequantise_f32, filter, count, keep};
+const Kernels kGeneric = {.name = "generic",
+                          .index = index_f32,
+                          .attend = attend_f32,
+                          .dequantise = dequantise_f32,
+                          .filter = filter,
+                          .count = count,
+                          .keep = keep};
 }

@@ -98,8 +98,8 @@ struct Bf16Kernels {
   // to[i] = scale * from[i], i < n, a multiple of 16
   void (*dequantise)(const int8_t* from, float scale, int n, uint16_t* to);
   // around the calls of index and attend of one thread; null: nothing to do
-  void (*enter)();
-  void (*leave)();
+  void (*enter)() = nullptr;
+  void (*leave)() = nullptr;
 };
 
 // Kernels that multiply int8 without widening it.

@@ -8,13 +8,11 @@
 
 #include <functional>
 #include <initializer_list>
-#include <optional>
 #include <utility>
 
-namespace custom_pypto {
+#include "../tasks/tensor.h"
 
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
+namespace custom_pypto {
 
 // "op: argument must be expected, got actual"
 #define CHECK_ARGUMENT(condition, op, argument, expected, ...) \
@@ -90,12 +88,5 @@ class ShapeTable {
   const char* op_;
   c10::SmallVector<Size, 48> sizes_;
 };
-
-void check_sparse_count(const char* op, int64_t sparse_count);
-
-// Logits are scaled in float32, as exponents of 2. A scale that is 0 or infinite in float32 turns
-// masked logits into NaN; so does a subnormal scale under torch.set_flush_denormal(True).
-constexpr char kScales[] = "from 1e-38 to 2e38 (finite and positive in float32)";
-inline bool is_scale(double scale) { return scale >= 1e-38 && scale <= 2e38; }
 
 }  // namespace custom_pypto

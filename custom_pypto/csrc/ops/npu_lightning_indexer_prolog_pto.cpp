@@ -8,15 +8,14 @@
 
 #include "../tasks/index_rows.h"
 #include "../tasks/prolog.h"
+#include "contract.h"
 
 namespace custom_pypto {
 namespace {
 
 constexpr char kOp[] = "npu_lightning_indexer_prolog_pto";
 constexpr int64_t kMostInt8 = (1 << 17) - 1;  // products of bytes whose sum int32 holds
-// float32 holds the sum of so many products of bytes, in any order
-constexpr int64_t kExactInFloat = 1024;
-constexpr int64_t kTokensAtOnce = 1024;  // bounds the memory of float32 queries
+constexpr int64_t kTokensAtOnce = 1024;       // bounds the memory of float32 queries
 
 using Result = std::tuple<Tensor, Tensor, Tensor>;  // query, query_scale, weights
 
@@ -110,18 +109,6 @@ Result contract(const PrologParams& p) {
           at::empty_symint({T.size, N1.size}, in(at::kHalf))};
 }
 
-// a . b of bytes, exact on every instruction set
-Tensor int8_product(const Tensor& a, const Tensor& b) {
-  Tensor sums = at::zeros({a.size(0), b.size(1)}, a.options().dtype(at::kInt));
-  for (int64_t first = 0; first < b.size(0); first += kExactInFloat) {
-    const int64_t some = std::min(kExactInFloat, b.size(0) - first);
-    sums +=
-        at::matmul(a.narrow(1, first, some).to(at::kFloat), b.narrow(0, first, some).to(at::kFloat))
-            .to(at::kInt);
-  }
-  return sums;
-}
-
 // Rows of q_norm . wq_b, in the dtype of token_x.
 Tensor queries(const PrologParams& p, int64_t first, int64_t tokens) {
   const Tensor latent = p.q_norm.narrow(0, first, tokens);
@@ -162,25 +149,25 @@ Result npu_lightning_indexer_prolog_pto(
     const Tensor& hadamard_k, const Tensor& idx_k_cache, const Tensor& idx_k_scale_cache,
     const Tensor& idx_k_cache_index, double layernorm_epsilon_k, c10::string_view layout_query,
     c10::string_view layout_key) {
-  const PrologParams p{token_x,
-                       q_norm,
-                       q_norm_scale,
-                       wq_b,
-                       wq_b_scale,
-                       wk,
-                       weights_proj,
-                       ln_gamma_k,
-                       ln_beta_k,
-                       cos_idx_rope,
-                       sin_idx_rope,
-                       hadamard_q,
-                       hadamard_k,
-                       idx_k_cache,
-                       idx_k_scale_cache,
-                       idx_k_cache_index,
-                       layernorm_epsilon_k,
-                       layout_query,
-                       layout_key};
+  const PrologParams p{.token_x = token_x,
+                       .q_norm = q_norm,
+                       .q_norm_scale = q_norm_scale,
+                       .wq_b = wq_b,
+                       .wq_b_scale = wq_b_scale,
+                       .wk = wk,
+                       .weights_proj = weights_proj,
+                       .ln_gamma_k = ln_gamma_k,
+                       .ln_beta_k = ln_beta_k,
+                       .cos_idx_rope = cos_idx_rope,
+                       .sin_idx_rope = sin_idx_rope,
+                       .hadamard_q = hadamard_q,
+                       .hadamard_k = hadamard_k,
+                       .idx_k_cache = idx_k_cache,
+                       .idx_k_scale_cache = idx_k_scale_cache,
+                       .idx_k_cache_index = idx_k_cache_index,
+                       .layernorm_epsilon_k = layernorm_epsilon_k,
+                       .layout_query = layout_query,
+                       .layout_key = layout_key};
   const Result result = contract(p);
   if (computes && token_x.size(0) != 0) compute(p, result);
   return result;

@@ -1,21 +1,25 @@
 // Lightning indexer: which keys matter most to each query token. docs/npu_lightning_indexer_pto.md
-#include "../tasks/index_operands.h"
-#include "../tasks/index_tasks.h"
+#include "npu_lightning_indexer_pto.h"
+
+#include "../tasks/indexer.h"
+#include "shared_contracts.h"
 
 namespace custom_pypto {
 namespace {
 
-constexpr KeyNames kNames = {"npu_lightning_indexer_pto", "layout_key", "actual_seq_lengths_key"};
+constexpr KeyNames kNames = {
+    .op = "npu_lightning_indexer_pto", .layout = "layout_key", .lengths = "actual_seq_lengths_key"};
 
 // Checks every argument and allocates the output.
 void contract(IndexerParams& p) {
   const char* op = kNames.op;
-  CHECK_ARGUMENT(p.cmp_ratio >= 1 && p.cmp_ratio <= 128, op, "cmp_ratio",
-                 "1 to 128 (tokens per key)", p.cmp_ratio);
+  const SequenceParams& s = p.sequences;
+  CHECK_ARGUMENT(s.cmp_ratio >= 1 && s.cmp_ratio <= 128, op, "cmp_ratio",
+                 "1 to 128 (tokens per key)", s.cmp_ratio);
   check_indexer(kNames, p);
-  const auto dtype = p.query.scalar_type();
-  Argument(op, "query", p.query).dtype(kFloating).keeps(p.query.dim() - 1, Dim::kMultipleOf16, "D");
-  Argument(op, "key", p.key).dtype(dtype, "dtype of query");
+  const auto dtype = s.query.scalar_type();
+  Argument(op, "query", s.query).dtype(kFloating).keeps(s.query.dim() - 1, Dim::kMultipleOf16, "D");
+  Argument(op, "key", s.key).dtype(dtype, "dtype of query");
   Argument(op, "weights", p.weights).dtype_or_float32(dtype, "dtype of query");
 }
 
@@ -23,14 +27,7 @@ void contract(IndexerParams& p) {
 
 void lightning_indexer(IndexerParams& p) {
   contract(p);
-  // without tokens the number of sequences is unbounded: a list of them may not fit in memory
-  if (p.out.numel() == 0) return;
-  const cpu::Bf16Kernels* bf16 = index_kernels(p.query.size(-1));
-  dispatch_elements(p.query.scalar_type(), bf16, [&](auto multiplied, auto stored) {
-    const IndexOperands<decltype(multiplied), decltype(stored)> operands(
-        p.query, p.key, p.weights.to(at::kFloat).contiguous(), bf16);
-    Indexer(p, operands).run();
-  });
+  select_keys(p);
 }
 
 template <bool computes>
@@ -40,10 +37,17 @@ Tensor npu_lightning_indexer_pto(const Tensor& query, const Tensor& key, const T
                                  const OptionalTensor& block_table, c10::string_view layout_query,
                                  c10::string_view layout_key, int64_t sparse_count,
                                  int64_t sparse_mode, int64_t cmp_ratio) {
-  IndexerParams p{{query, key, actual_seq_lengths_query, actual_seq_lengths_key, block_table,
-                   layout_query, layout_key, sparse_mode, cmp_ratio},
-                  weights,
-                  sparse_count};
+  IndexerParams p{.sequences = {.query = query,
+                                .key = key,
+                                .actual_seq_lengths_query = actual_seq_lengths_query,
+                                .actual_seq_lengths_key = actual_seq_lengths_key,
+                                .block_table = block_table,
+                                .layout_query = layout_query,
+                                .layout_key = layout_key,
+                                .sparse_mode = sparse_mode,
+                                .cmp_ratio = cmp_ratio},
+                  .weights = weights,
+                  .sparse_count = sparse_count};
   computes ? lightning_indexer(p) : contract(p);
   return p.out;
 }

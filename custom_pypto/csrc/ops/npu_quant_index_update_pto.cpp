@@ -1,7 +1,6 @@
 // Quantises index keys into a paged cache. docs/int8_caches.md
 #include "../tasks/index_rows.h"
-#include "../tasks/quantise.h"
-#include "../tasks/sequences.h"
+#include "shared_contracts.h"
 
 namespace custom_pypto {
 namespace {
@@ -33,21 +32,6 @@ void contract(const Tensor& x, const Tensor& slots, const Tensor& cache, const T
 }
 
 }  // namespace
-
-void quantise_into_cache(const Tensor& x, const OptionalTensor& hadamard, const Tensor& slots,
-                         const Tensor& cache, const Tensor& scale_cache) {
-  const Tensor rows = rotated(x, hadamard), where = slots.to(at::kLong).contiguous();
-  const float* from = rows.const_data_ptr<float>();
-  const int64_t* slot = where.const_data_ptr<int64_t>();
-  const int64_t dims = x.size(-1);
-  const CacheSlots keys(cache), scales(scale_cache.unsqueeze(-1));
-  for (int64_t i = 0; i < where.numel(); ++i) {
-    void* key = keys.row(slot[i]);
-    if (!key) continue;
-    *static_cast<c10::Half*>(scales.row(slot[i])) =
-        quantise(from + i * dims, dims, static_cast<int8_t*>(key));
-  }
-}
 
 template <bool computes>
 void npu_quant_index_update_pto(const Tensor& x, const Tensor& slots, const Tensor& cache,

@@ -3,17 +3,28 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 #include <cmath>
-#include <cstring>
 
-#include "../tasks/params.h"
+#include "../tasks/cache_slots.h"
 #include "../tasks/prolog.h"
-#include "../tasks/sequences.h"
+#include "npu_lightning_indexer_pto.h"
+#include "npu_sparse_flash_attention_pto.h"
+#include "shared_contracts.h"
 
 namespace custom_pypto {
 namespace {
 
 constexpr char kOp[] = "npu_sparse_attention_pto";
 constexpr double kLayerNormEps = 1e-6;  // of the index key; `eps` is for the two RMSNorms
+
+struct FusedParams {
+  const Tensor &x, &w_dq, &w_uq_qr, &w_uk, &w_dkv_kr, &gamma_cq, &gamma_ckv, &sin, &cos;
+  const Tensor &cache_index, &kv_cache, &kr_cache, &block_table, &act_seqs;
+  const Tensor &w_idx_qb, &w_idx_k, &w_idx_proj, &in_gamma_k, &in_beta_k, &index_k_cache;
+  std::optional<double> softmax_scale;
+  double eps;
+  int64_t sparse_count;
+  Tensor out = {};  // set by the contract
+};
 
 // Checks the rank and dtype of each argument, then sizes, once every letter is known.
 void check_shapes(const FusedParams& p) {
@@ -70,29 +81,6 @@ void contract(FusedParams& p) {
       {p.x.sym_size(0), p.x.sym_size(1), p.w_uk.sym_size(0), p.w_uk.sym_size(2)}, p.x.options());
 }
 
-Tensor rms_norm(const Tensor& x, const Tensor& gamma, double eps) {
-  const Tensor x32 = x.to(at::kFloat);
-  const Tensor scale = at::rsqrt(x32.square().mean(-1, /*keepdim=*/true) + eps);
-  return (x32 * scale).to(x.scalar_type()) * gamma;
-}
-
-// MLA: pairs (x0, x1), (x2, x3), ...; the output is all first members, then all second ones
-Tensor rope_interleaved(const Tensor& x, const Tensor& sin, const Tensor& cos) {
-  return rotate(x.slice(-1, 0, std::nullopt, 2), x.slice(-1, 1, std::nullopt, 2), sin, cos);
-}
-
-// cache[slot] = row; a slot outside the cache (-1: padding) is not written
-void write_cache(const Tensor& cache, const Tensor& rows, const Tensor& cache_index) {
-  const Tensor slots = cache_index.to(at::kLong).contiguous(), source = rows.contiguous();
-  const int64_t* slot = slots.const_data_ptr<int64_t>();
-  const int64_t bytes = cache.size(3) * cache.element_size();
-  const char* from = static_cast<const char*>(source.const_data_ptr());
-  const CacheSlots to(cache);
-  for (int64_t i = 0; i < slots.numel(); ++i) {
-    if (void* row = to.row(slot[i])) std::memcpy(row, from + i * bytes, bytes);
-  }
-}
-
 struct Queries {
   Tensor latent, rope, index;
 };
@@ -103,9 +91,9 @@ Queries queries(const FusedParams& p) {
   const Tensor q = at::matmul(cq, p.w_uq_qr).unflatten(-1, {p.w_uk.size(0), nope + rope});
   const Tensor index =
       at::matmul(cq, p.w_idx_qb).unflatten(-1, {p.w_idx_proj.size(1), p.w_idx_k.size(1)});
-  return {at::einsum("bshp,hpl->bshl", {q.narrow(-1, 0, nope), p.w_uk}),
-          rope_interleaved(q.narrow(-1, nope, rope), p.sin, p.cos),
-          rope_half_split(index, p.sin, p.cos)};
+  return {.latent = at::einsum("bshp,hpl->bshl", {q.narrow(-1, 0, nope), p.w_uk}),
+          .rope = rope_interleaved(q.narrow(-1, nope, rope), p.sin, p.cos),
+          .index = rope_half_split(index, p.sin, p.cos)};
 }
 
 struct Keys {
@@ -117,9 +105,9 @@ Keys keys(const FusedParams& p) {
   const Tensor kv = at::matmul(p.x, p.w_dkv_kr);
   const Tensor index =
       normed_index_key(at::matmul(p.x, p.w_idx_k), p.in_gamma_k, p.in_beta_k, kLayerNormEps);
-  return {rms_norm(kv.narrow(-1, 0, latent), p.gamma_ckv, p.eps),
-          rope_interleaved(kv.narrow(-1, latent, rope).unsqueeze(2), p.sin, p.cos),
-          rope_half_split(index.unsqueeze(2), p.sin, p.cos)};
+  return {.latent = rms_norm(kv.narrow(-1, 0, latent), p.gamma_ckv, p.eps),
+          .rope = rope_interleaved(kv.narrow(-1, latent, rope).unsqueeze(2), p.sin, p.cos),
+          .index = rope_half_split(index.unsqueeze(2), p.sin, p.cos)};
 }
 
 void compute(FusedParams& p) {
@@ -130,18 +118,24 @@ void compute(FusedParams& p) {
   write_cache(p.kv_cache, k.latent, p.cache_index);
   write_cache(p.kr_cache, k.rope, p.cache_index);
   write_cache(p.index_k_cache, k.index, p.cache_index);
-  const OptionalTensor none, lengths = p.act_seqs, blocks = p.block_table;
-  IndexerParams indexer{{q.index, p.index_k_cache, none, lengths, blocks}, weights, p.sparse_count};
+  const OptionalTensor lengths = p.act_seqs, blocks = p.block_table;
+  IndexerParams indexer{.sequences = {.query = q.index,
+                                      .key = p.index_k_cache,
+                                      .actual_seq_lengths_key = lengths,
+                                      .block_table = blocks},
+                        .weights = weights,
+                        .sparse_count = p.sparse_count};
   lightning_indexer(indexer);
-  const double scale = p.softmax_scale.value_or(scale_of(p.w_uk.size(1) + p.kr_cache.size(3)));
   const OptionalTensor query_rope = q.rope, key_rope = p.kr_cache;
-  AttentionParams attention{{q.latent, p.kv_cache, none, lengths, blocks},
-                            none,
-                            indexer.out,
-                            scale,
-                            query_rope,
-                            key_rope,
-                            none};
+  AttentionParams attention{
+      .sequences = {.query = q.latent,
+                    .key = p.kv_cache,
+                    .actual_seq_lengths_key = lengths,
+                    .block_table = blocks},
+      .sparse_indices = indexer.out,
+      .scale_value = p.softmax_scale.value_or(scale_of(p.w_uk.size(1) + p.kr_cache.size(3))),
+      .query_rope = query_rope,
+      .key_rope = key_rope};
   sparse_flash_attention(attention);
   p.out = attention.out;
 }
@@ -159,10 +153,29 @@ Tensor npu_sparse_attention_pto(const Tensor& x, const Tensor& w_dq, const Tenso
                                 const Tensor& in_gamma_k, const Tensor& in_beta_k,
                                 const Tensor& index_k_cache, std::optional<double> softmax_scale,
                                 double eps, int64_t sparse_count) {
-  FusedParams p{x,           w_dq,          w_uq_qr,       w_uk,        w_dkv_kr,    gamma_cq,
-                gamma_ckv,   sin,           cos,           cache_index, kv_cache,    kr_cache,
-                block_table, act_seqs,      w_idx_qb,      w_idx_k,     w_idx_proj,  in_gamma_k,
-                in_beta_k,   index_k_cache, softmax_scale, eps,         sparse_count};
+  FusedParams p{.x = x,
+                .w_dq = w_dq,
+                .w_uq_qr = w_uq_qr,
+                .w_uk = w_uk,
+                .w_dkv_kr = w_dkv_kr,
+                .gamma_cq = gamma_cq,
+                .gamma_ckv = gamma_ckv,
+                .sin = sin,
+                .cos = cos,
+                .cache_index = cache_index,
+                .kv_cache = kv_cache,
+                .kr_cache = kr_cache,
+                .block_table = block_table,
+                .act_seqs = act_seqs,
+                .w_idx_qb = w_idx_qb,
+                .w_idx_k = w_idx_k,
+                .w_idx_proj = w_idx_proj,
+                .in_gamma_k = in_gamma_k,
+                .in_beta_k = in_beta_k,
+                .index_k_cache = index_k_cache,
+                .softmax_scale = softmax_scale,
+                .eps = eps,
+                .sparse_count = sparse_count};
   contract(p);
   if (computes && p.out.numel() != 0) compute(p);
   return p.out;

@@ -66,7 +66,14 @@ TORCH_LIBRARY(custom_pypto, m) {
 
 // Importing custom_pypto._C loads this library; the ops are reached through torch.ops.
 extern "C" PyObject* PyInit__C(void) {
-  static PyModuleDef module = {
-      PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  static PyModuleDef module = {.m_base = PyModuleDef_HEAD_INIT,
+                               .m_name = "_C",
+                               .m_doc = nullptr,
+                               .m_size = -1,
+                               .m_methods = nullptr,
+                               .m_slots = nullptr,
+                               .m_traverse = nullptr,
+                               .m_clear = nullptr,
+                               .m_free = nullptr};
   return PyModule_Create(&module);
 }

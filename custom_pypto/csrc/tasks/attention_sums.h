@@ -78,10 +78,11 @@ inline SoftmaxSums combine(const SoftmaxSums* parts, int64_t count, int64_t head
 // The results of a task's rows (query token, head).
 template <typename T>
 struct Results {
-  T* out;                            // [row][latent]
-  float *softmax_max, *softmax_sum;  // [row], or null
-  const float* sinks;                // [head], or null
-  double scale;                      // of the logits
+  T* out;                        // [row][latent]
+  float* softmax_max = nullptr;  // [row], or null
+  float* softmax_sum = nullptr;
+  const float* sinks = nullptr;  // [head], or null
+  double scale;                  // of the logits
 };
 
 // Divides by the sums and writes the results. `seen` is the number of keys each token attended to;

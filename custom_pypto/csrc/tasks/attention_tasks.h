@@ -17,11 +17,24 @@ struct AttentionTask {
   bool dense;
   int64_t sequence, first, count;  // tokens
   int64_t begin, end;              // dense: keys, gathering: columns of the indices
-  int64_t part;  // gathering: slot of its sums if other tasks share the token, else -1
+  int64_t part;  // gathering: slot of its sums if other tasks share the token, else kOwnSums
 };
+constexpr int64_t kOwnSums = -1;
+
+// A task of one token and the columns [begin, end) of its indices.
+inline AttentionTask gathering(int64_t sequence, int64_t token, int64_t begin, int64_t end,
+                               int64_t part) {
+  return {.dense = false,
+          .sequence = sequence,
+          .first = token,
+          .count = 1,
+          .begin = begin,
+          .end = end,
+          .part = part};
+}
 
 struct AttentionPlan {
-  std::vector<AttentionTask> tasks;
+  std::vector<AttentionTask> tasks = {};
   int64_t step;            // columns per gathering task
   int64_t part_count = 0;  // sums of tasks that share their token
 };
@@ -40,7 +53,7 @@ AttentionPlan plan_attention(const std::vector<Sequence>& sequences, int64_t hea
                              int64_t sparse_mode, const Columns& columns) {
   int64_t tokens = 0;
   for (const Sequence& s : sequences) tokens += s.len_query;
-  AttentionPlan plan{{}, kSplitColumns * std::max<int64_t>(1, tokens)};
+  AttentionPlan plan{.step = kSplitColumns * std::max<int64_t>(1, tokens)};
   const int64_t group = std::max<int64_t>(1, kDenseRows / heads);
   for (const Sequence& s : sequences) {
     for (int64_t i = 0; i < s.len_query; i += group) {
@@ -50,14 +63,20 @@ AttentionPlan plan_attention(const std::vector<Sequence>& sequences, int64_t hea
       for (int64_t t = 0; t < count; ++t) selected += columns(s.first_token + i + t);
       const double gathered = kGatherCost * panel_rows(heads) * selected;
       if (panel_rows(count * heads) * static_cast<double>(visible) < gathered) {
-        plan.tasks.push_back({true, s.index, i, count, 0, visible, -1});
+        plan.tasks.push_back(AttentionTask{.dense = true,
+                                           .sequence = s.index,
+                                           .first = i,
+                                           .count = count,
+                                           .begin = 0,
+                                           .end = visible,
+                                           .part = kOwnSums});
         continue;
       }
       for (int64_t t = i; t < i + count; ++t) {
         const int64_t end = columns(s.first_token + t);
         for (int64_t c = 0; c < end; c += plan.step) {
-          const int64_t part = end > plan.step ? plan.part_count++ : -1;
-          plan.tasks.push_back({false, s.index, t, 1, c, std::min(c + plan.step, end), part});
+          const int64_t part = end > plan.step ? plan.part_count++ : kOwnSums;
+          plan.tasks.push_back(gathering(s.index, t, c, std::min(c + plan.step, end), part));
         }
       }
     }

@@ -14,14 +14,14 @@ template <typename E, typename T>
 class IndexOperands {
  public:
   // weights: float32, those of a token contiguous
-  IndexOperands(const Tensor& query, const Tensor& key, const Tensor& weights,
+  IndexOperands(const SequenceParams& p, const Tensor& weights,
                 const cpu::Bf16Kernels* bf16 = nullptr)
       : bf16_(std::is_same_v<E, uint16_t> ? bf16 : nullptr),
-        query_(query.contiguous()),
+        query_(p.query.contiguous()),
         weights_(weights),
-        keys_(key),
-        heads_(query.size(-2)),
-        dims_(query.size(-1)) {}
+        keys_(p.key),
+        heads_(p.query.size(-2)),
+        dims_(p.query.size(-1)) {}
 
   struct Scratch {
     Scratch(const IndexOperands& op, int64_t tokens)
@@ -70,17 +70,18 @@ class IndexOperands {
 
   void score(int64_t place, int n, Scratch& scratch, float* scores) const {
     const int64_t rows = panel_rows(heads_);
-    const cpu::IndexCall<E> call{scratch.panels.data() + place * panel_elements<E>(heads_, dims_),
-                                 scratch.weights.data() + place * rows,
-                                 static_cast<int>(heads_),
-                                 static_cast<int>(rows),
-                                 static_cast<int>(dims_),
-                                 scratch.keys,
-                                 scratch.stride,
-                                 n,
-                                 place == 0 ? scratch.ahead : nullptr,
-                                 keys_.stride,
-                                 scores};
+    const cpu::IndexCall<E> call{
+        .panels = scratch.panels.data() + place * panel_elements<E>(heads_, dims_),
+        .weights = scratch.weights.data() + place * rows,
+        .heads = static_cast<int>(heads_),
+        .rows = static_cast<int>(rows),
+        .dims = static_cast<int>(dims_),
+        .keys = scratch.keys,
+        .key_stride = scratch.stride,
+        .n = n,
+        .ahead = place == 0 ? scratch.ahead : nullptr,
+        .ahead_stride = keys_.stride,
+        .scores = scores};
     if constexpr (std::is_same_v<E, float>) {
       kernels().index(call);
     } else if constexpr (std::is_same_v<E, uint16_t>) {
@@ -97,6 +98,36 @@ class IndexOperands {
   Tensor query_, weights_;
   Cache<T> keys_;
   int64_t heads_, dims_;
+};
+
+// int8 operands whose scores are multiplied by the scales of their keys, of type S.
+template <typename E, typename S>
+class ScaledOperands : public IndexOperands<E, int8_t> {
+  using Base = IndexOperands<E, int8_t>;
+
+ public:
+  ScaledOperands(const SequenceParams& p, const Tensor& weights, const Tensor& key_scale)
+      : Base(p, weights), key_scales_(key_scale.unsqueeze(-1)), scales_(key_scales_) {}
+
+  struct Scratch : Base::Scratch {
+    using Base::Scratch::Scratch;
+    float key_scales[cpu::kMaxKeys];
+  };
+
+  void read(const KeyMap::Slot& slot, int n, const KeyMap::Slot* next, Scratch& scratch) const {
+    Base::read(slot, n, next, scratch);
+    const S* scale = scales_.row(slot);
+    for (int j = 0; j < n; ++j) scratch.key_scales[j] = scale[j * scales_.stride];
+  }
+
+  void score(int64_t place, int n, Scratch& scratch, float* scores) const {
+    Base::score(place, n, scratch, scores);
+    for (int j = 0; j < n; ++j) scores[j] *= scratch.key_scales[j];
+  }
+
+ private:
+  Tensor key_scales_;
+  Cache<S> scales_;
 };
 
 }  // namespace custom_pypto

@@ -1,32 +1,32 @@
-// The lightning indexers: tasks of tokens and keys, and the best keys of each token. `Operands`
-// turns the tokens and keys of a task into scores.
+// How an indexer splits its work into tasks of tokens and keys, and finds the best keys of each
+// token.
 #pragma once
 
 #include <algorithm>
 #include <vector>
 
-#include "kernel_set.h"
 #include "params.h"
+#include "run_tasks.h"
 #include "sequences.h"
 #include "topk.h"
 
 namespace custom_pypto {
 
-// Operands has Scratch(operands, tokens), a thread's buffers, and
+// Operands turns the tokens and keys of a task into scores. It has Scratch(operands, tokens), a
+// thread's buffers, and
 //   pack(token, place, scratch)        stores a query token at one of the places 0 to tokens - 1
-//   read(slot, n, next, scratch)       takes the n keys from `slot` on; kMaxKeys keys from `next`
-//   on
-//                                      will likely follow; null: unknown
+//   read(slot, n, next, scratch)       takes the n keys from `slot` on; the kMaxKeys keys from
+//                                      `next` on will likely follow, null: unknown
 //   score(place, n, scratch, scores)   the scores of the first n of these keys
 template <typename Operands>
 class Indexer {
  public:
   Indexer(const IndexerParams& p, const Operands& operands)
       : operands_(operands),
-        sequences_(read_sequences(p)),
-        key_map_(p),
+        sequences_(read_sequences(p.sequences)),
+        key_map_(p.sequences),
         k_(p.sparse_count),
-        mode_(p.sparse_mode),
+        mode_(p.sequences.sparse_mode),
         out_(p.out.mutable_data_ptr<int32_t>()) {
     std::fill_n(out_, p.out.numel(), -1);
   }
@@ -109,7 +109,11 @@ class Indexer {
           step = std::max<int64_t>(1024, ((visible + pieces - 1) / pieces + 127) / 128 * 128);
         }
         for (int64_t begin = 0; begin < visible; begin += step) {
-          tasks.push_back({s.index, i, count, begin, std::min(begin + step, visible)});
+          tasks.push_back(Task{.sequence = s.index,
+                               .first = i,
+                               .count = count,
+                               .begin = begin,
+                               .end = std::min(begin + step, visible)});
         }
       }
     }

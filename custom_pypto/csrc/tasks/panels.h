@@ -38,7 +38,7 @@ class BufferPool {
   }
 
   void deallocate(void* memory, size_t bytes) {
-    blocks_.push_back({std::unique_ptr<void, Delete>(memory), bytes});
+    blocks_.push_back(Block{.memory = std::unique_ptr<void, Delete>(memory), .bytes = bytes});
     bytes_ += bytes;
     while (bytes_ > kMost) {  // evict the oldest first
       bytes_ -= blocks_.front().bytes;

@@ -12,7 +12,7 @@ struct Span {
 // sequences.
 std::vector<Span> read_spans(const OptionalTensor& lengths, bool packed, int64_t batch,
                              int64_t capacity, int64_t ratio = 1) {
-  std::vector<Span> spans(batch, {0, capacity * ratio});
+  std::vector<Span> spans(batch, Span{.start = 0, .tokens = capacity * ratio});
   if (!lengths) return spans;
   const Tensor values = lengths->contiguous();
   const int32_t* value = values.const_data_ptr<int32_t>();
@@ -22,7 +22,7 @@ std::vector<Span> read_spans(const OptionalTensor& lengths, bool packed, int64_t
   int64_t before = 0, row = 0;
   for (int64_t b = 0; b < batch; ++b) {
     if (packed) {
-      spans[b] = {row, fitting(value[b] - before, capacity - row)};
+      spans[b] = Span{.start = row, .tokens = fitting(value[b] - before, capacity - row)};
       before += spans[b].tokens;
       row += spans[b].tokens / ratio;
     } else {
@@ -45,9 +45,13 @@ std::vector<Sequence> read_sequences(const SequenceParams& p) {
                                capacity, p.cmp_ratio);
   std::vector<Sequence> sequences;
   for (int64_t b = 0; b < batch; ++b) {
-    const int64_t first_token = packed ? queries[b].start : b * tokens;
-    sequences.push_back({b, first_token, queries[b].tokens, keys[b].tokens, keys[b].start,
-                         keys[b].tokens / p.cmp_ratio, p.cmp_ratio});
+    sequences.push_back(Sequence{.index = b,
+                                 .first_token = packed ? queries[b].start : b * tokens,
+                                 .len_query = queries[b].tokens,
+                                 .len_key = keys[b].tokens,
+                                 .first_key = keys[b].start,
+                                 .keys = keys[b].tokens / p.cmp_ratio,
+                                 .cmp_ratio = p.cmp_ratio});
   }
   return sequences;
 }

@@ -42,7 +42,10 @@ class KeyMap {
     const int64_t page = shift_ >= 0 ? p >> shift_ : p / block_size_, row = p - page * block_size_;
     int64_t block = layout_ == Layout::kBsnd ? sequence.index : 0;
     if (layout_ == Layout::kPaged) block = blocks_of_[sequence.index * pages_ + page];
-    return {block, row, block_size_ - row, block >= 0 && block < blocks_};
+    return Slot{.block = block,
+                .row = row,
+                .run = block_size_ - row,
+                .exists = block >= 0 && block < blocks_};
   }
 
  private:
@@ -62,27 +65,6 @@ struct Rows {
     return slot.block * block_stride + slot.row * stride;
   }
   int64_t block_stride, stride;
-};
-
-// Writes rows of a paged cache by their slots, block * block_size + row.
-class CacheSlots : Rows {
- public:
-  explicit CacheSlots(const Tensor& cache)
-      : Rows(cache),
-        data_(static_cast<char*>(cache.mutable_data_ptr())),
-        block_size_(cache.size(1)),
-        slots_(cache.size(0) * block_size_),
-        element_size_(cache.element_size()) {}
-
-  // null if the slot is outside the cache (-1: padding)
-  void* row(int64_t slot) const {
-    if (slot < 0 || slot >= slots_) return nullptr;
-    return data_ + offset({slot / block_size_, slot % block_size_, 1, true}) * element_size_;
-  }
-
- private:
-  char* data_;
-  int64_t block_size_, slots_, element_size_;
 };
 
 template <typename T>

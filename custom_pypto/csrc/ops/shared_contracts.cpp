@@ -1,0 +1,173 @@
+#include "shared_contracts.h"
+
+#include <string>
+
+namespace custom_pypto {
+
+void check_sparse_count(const char* op, int64_t sparse_count) {
+  const bool small = sparse_count >= 1 && sparse_count <= 2048;
+  const bool large = sparse_count >= 3072 && sparse_count <= 8192 && sparse_count % 1024 == 0;
+  CHECK_ARGUMENT(small || large, op, "sparse_count", "1 to 2048, or 3072 to 8192 in steps of 1024",
+                 sparse_count);
+}
+
+namespace {
+
+// returns whether `lengths` is given
+bool check_lengths(const char* op, const char* name, const OptionalTensor& lengths, bool required,
+                   const char* meaning, const Tensor& query) {
+  CHECK_ARGUMENT(lengths || !required, op, name, c10::str("an int32 tensor: ", meaning), "None");
+  if (!lengths) return false;
+  Argument(op, name, *lengths).rank(1, "[B]").dtype(at::kInt, meaning).device_of(query);
+  return true;
+}
+
+std::string other_query_layout(const KeyNames& names, Layout given) {
+  if (given == Layout::kTnd) {
+    return c10::str("; [B, S1, N1, D] needs layout_query 'BSND', ", names.layout,
+                    " 'PA_BSND' or 'BSND', and actual_seq_lengths_query None or int32 query tokens "
+                    "of each sequence [B]");
+  }
+  return c10::str("; [T1, N1, D] needs layout_query 'TND', ", names.layout,
+                  " 'PA_BSND' or 'TND', and actual_seq_lengths_query: int32 inclusive prefix sums "
+                  "of query tokens [B]");
+}
+
+std::string other_key_layout(const KeyNames& names, Layout given) {
+  if (given == Layout::kTnd) {
+    return c10::str("; [blocks, block_size, 1, D] needs ", names.layout,
+                    " 'PA_BSND' and block_table; [B, S2, 1, D] needs layout_query and ",
+                    names.layout, " 'BSND'");
+  }
+  return c10::str(given == Layout::kPaged
+                      ? "; [blocks, block_size, D] lacks the head dim: pass key.unsqueeze(2)"
+                      : "",
+                  "; [T2, 1, D] needs layout_query and ", names.layout,
+                  " 'TND', and int32 inclusive prefix sums [B] in actual_seq_lengths_query and ",
+                  names.lengths);
+}
+
+// Argument::rank with a hint: a tensor with the other layout's rank most often has that layout.
+void check_layout_rank(const KeyNames& names, const char* name, const Tensor& tensor, Layout layout,
+                       const char* shape,
+                       std::string (*other_layout)(const KeyNames& names, Layout given)) {
+  Argument(names.op, name, tensor);
+  const int64_t rank = layout == Layout::kTnd ? 3 : 4;
+  CHECK_ARGUMENT(tensor.dim() == rank, names.op, name, c10::str("of shape ", shape),
+                 tensor.sym_sizes(), tensor.dim() == 7 - rank ? other_layout(names, layout) : "");
+}
+
+void check_lengths_and_blocks(const KeyNames& names, const SequenceParams& p) {
+  const char* op = names.op;
+  const bool packed = p.query_layout == Layout::kTnd, paged = p.key_layout == Layout::kPaged;
+  const OptionalTensor& query_lengths = p.actual_seq_lengths_query;
+  const bool given = check_lengths(op, "actual_seq_lengths_query", query_lengths, packed,
+                                   packed ? "inclusive prefix sums of query tokens [B], for 'TND'"
+                                          : "query tokens of each sequence [B]",
+                                   p.query);
+  const c10::SymInt B = packed ? query_lengths->sym_size(0) : p.query.sym_size(0);
+  if (given) Argument(op, "actual_seq_lengths_query", *query_lengths).size(0, B, "B");
+  const OptionalTensor& key_lengths = p.actual_seq_lengths_key;
+  if (check_lengths(op, names.lengths, key_lengths, paged || packed,
+                    paged    ? "keys of each sequence [B], for a paged cache"
+                    : packed ? "inclusive prefix sums of keys [B], for 'TND'"
+                             : "keys of each sequence [B]",
+                    p.query)) {
+    Argument(op, names.lengths, *key_lengths).size(0, B, "B");
+  }
+  if (paged) {
+    CHECK_ARGUMENT(p.block_table, op, "block_table",
+                   "an int32 tensor: block ids [B, blocks per sequence], for a paged cache",
+                   "None");
+    Argument(op, "block_table", *p.block_table)
+        .rank(2, "[B, blocks per sequence]")
+        .dtype(at::kInt, "block ids")
+        .device_of(p.query)
+        .size(0, B, "B");
+    Argument(op, "key", p.key).keeps(1, Dim::kBlockSize, "block_size");
+  } else {
+    CHECK_ARGUMENT(!p.block_table, op, "block_table",
+                   c10::str("None (", names.layout, " is '", p.layout_key, "', not 'PA_BSND')"),
+                   "a tensor");
+    if (!packed) Argument(op, "key", p.key).size(0, B, "B of query");
+  }
+}
+
+}  // namespace
+
+void check_sequences(const KeyNames& names, SequenceParams& p) {
+  const char* op = names.op;
+  CHECK_ARGUMENT(p.sparse_mode == 0 || p.sparse_mode == 3, op, "sparse_mode",
+                 "0 (every key) or 3 (causal, right-aligned)", p.sparse_mode);
+  CHECK_ARGUMENT(p.layout_query == "BSND" || p.layout_query == "TND", op, "layout_query",
+                 "'BSND' or 'TND'", c10::str("'", p.layout_query, "'"));
+  CHECK_ARGUMENT(p.layout_key == "PA_BSND" || p.layout_key == p.layout_query, op, names.layout,
+                 c10::str("'PA_BSND' or '", p.layout_query, "' (layout_query)"),
+                 c10::str("'", p.layout_key, "'"));
+  const bool packed = p.layout_query == "TND", paged = p.layout_key == "PA_BSND";
+  p.query_layout = packed ? Layout::kTnd : Layout::kBsnd;
+  p.key_layout = paged ? Layout::kPaged : p.query_layout;
+  check_layout_rank(
+      names, "query", p.query, p.query_layout,
+      packed ? "[T1, N1, D] (layout_query 'TND')" : "[B, S1, N1, D] (layout_query 'BSND')",
+      other_query_layout);
+  check_layout_rank(names, "key", p.key, p.key_layout,
+                    paged    ? "[blocks, block_size, 1, D] (paged)"
+                    : packed ? "[T2, 1, D] (TND)"
+                             : "[B, S2, 1, D] (BSND)",
+                    other_key_layout);
+  Argument(op, "key", p.key).size(p.key.dim() - 2, 1, "N2: one key head");
+  Argument(op, "query", p.query).keeps(p.query.dim() - 2, Dim::kPositive, "N1");
+  check_lengths_and_blocks(names, p);
+}
+
+void check_indexer(const KeyNames& names, IndexerParams& p) {
+  const char* op = names.op;
+  check_sparse_count(op, p.sparse_count);
+  check_sequences(names, p.sequences);
+  const Tensor &query = p.sequences.query, &key = p.sequences.key;
+  const int64_t rank = query.dim();
+  Argument(op, "key", key)
+      .device_of(query)
+      .size(key.dim() - 1, query.sym_size(-1), "D of query")
+      .dense_rows();
+  Argument(op, "weights", p.weights)
+      .rank(rank - 1, rank == 4 ? "[B, S1, N1]" : "[T1, N1]")
+      .sizes(query, rank - 1, "shape of query without D")
+      .device_of(query);
+  c10::SymDimVector shape(query.sym_sizes().begin(), query.sym_sizes().end());
+  shape[rank - 2] = 1;
+  shape[rank - 1] = p.sparse_count;
+  p.out = at::empty_symint(shape, query.options().dtype(at::kInt));
+}
+
+void check_attention(const KeyNames& names, AttentionParams& p) {
+  const char* op = names.op;
+  CHECK_ARGUMENT(p.sparse_block_size == 1, op, "sparse_block_size", "1 (an index names one key)",
+                 p.sparse_block_size);
+  CHECK_ARGUMENT(is_scale(p.scale_value), op, "scale_value", kScales, p.scale_value);
+  check_sequences(names, p.sequences);
+  const Tensor& query = p.sequences.query;
+  const int64_t heads = query.dim() - 2;
+  Argument(op, "sparse_indices", p.sparse_indices)
+      .rank(query.dim(), p.sequences.query_layout == Layout::kTnd ? "[T1, 1, K]" : "[B, S1, 1, K]")
+      .sizes(query, heads, "as query")
+      .size(heads, 1, "N2: one key head")
+      .dtype(at::kInt, "positions")
+      .device_of(query);
+}
+
+void check_index_rows(const char* op, const Tensor& x, const OptionalTensor& hadamard) {
+  Argument(op, "x", x).dtype(kFloating);
+  CHECK_ARGUMENT(x.dim() > 0, op, "x", "of shape [.., D]", x.sym_sizes());
+  Argument(op, "x", x).keeps(x.dim() - 1, Dim::kInt8Dims, "D");
+  if (!hadamard) return;
+  Argument(op, "hadamard", *hadamard)
+      .rank(2, "[D, D]")
+      .size(0, x.sym_size(-1), "D of x")
+      .size(1, x.sym_size(-1), "D of x")
+      .dtype(x.scalar_type(), "dtype of x")
+      .device_of(x);
+}
+
+}  // namespace custom_pypto

@@ -1,0 +1,36 @@
+// Checks that several ops share.
+#pragma once
+
+#include "../tasks/params.h"
+#include "contract.h"
+
+namespace custom_pypto {
+
+// The names of an op and of its key arguments.
+struct KeyNames {
+  const char* op;
+  const char* layout;   // layout_key or layout_kv
+  const char* lengths;  // actual_seq_lengths_key or actual_seq_lengths_kv
+};
+
+// Logits are scaled in float32, as exponents of 2. A scale that is 0 or infinite in float32 turns
+// masked logits into NaN; so does a subnormal scale under torch.set_flush_denormal(True).
+constexpr char kScales[] = "from 1e-38 to 2e38 (finite and positive in float32)";
+inline bool is_scale(double scale) { return scale >= 1e-38 && scale <= 2e38; }
+
+void check_sparse_count(const char* op, int64_t sparse_count);
+
+// Checks sparse mode, layouts, ranks of query and key, one key head, block size, lengths and block
+// table; sets the layouts.
+void check_sequences(const KeyNames& names, SequenceParams& p);
+
+// Checks what the indexers have in common, all but dtypes and dims, and allocates the output.
+void check_indexer(const KeyNames& names, IndexerParams& p);
+
+// Checks what every sparse attention has in common: sequences, indices, scale.
+void check_attention(const KeyNames& names, AttentionParams& p);
+
+// Checks rows x [.., D] of an indexer, and the matrix that rotates them.
+void check_index_rows(const char* op, const Tensor& x, const OptionalTensor& hadamard);
+
+}  // namespace custom_pypto
