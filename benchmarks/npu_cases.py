@@ -43,7 +43,7 @@ class Case:
         found = []
 
         def launch(kernel, tensors, written):
-            found.append(simulation.estimate(kernel, *tensors, trace=trace))
+            found.append(simulation.estimate(kernel, *tensors.values(), trace=trace))
 
         self.call(npu.implementations(launch))
         (estimate,) = found
@@ -275,8 +275,8 @@ def prolog(B: int, S1: int, S2: int) -> Case:
     def call(ops):
         from custom_pypto.kernels import npu_sparse_attention_pto as kernels
 
-        alone = partial(kernels.kernel, prolog_only=True)
-        with mock.patch.object(kernels, "kernel", alone):
+        alone = partial(kernels.Facts, prolog_only=True)
+        with mock.patch.object(kernels, "Facts", alone):
             ops["npu_sparse_attention_pto"](**arguments)
 
     return Case(

@@ -155,7 +155,7 @@ class Search:
         found = []
 
         def launch(kernel, tensors, written):
-            found.append(simulation.estimate(kernel, *tensors, timeout=timeout))
+            found.append(simulation.estimate(kernel, *tensors.values(), timeout=timeout))
 
         with mock.patch.dict(self.table, {self.name: settings}):
             for i, case in enumerate(self.cases):

@@ -91,7 +91,7 @@ def test_a_missing_clamp_is_found(monkeypatch):
     with simulation.on_cpu(generated=True):
         custom_pypto.npu_sparse_flash_attention_pto(**x)
         monkeypatch.setattr(attention, "checked_table", unchecked)
-        monkeypatch.setattr(attention, "_kernel", functools.cache(attention._kernel.__wrapped__))
+        monkeypatch.setattr(attention, "kernel", functools.cache(attention.kernel.__wrapped__))
         with pytest.raises(RuntimeError, match=r"TLOAD: reads \d+ bytes at byte \d+ of"):
             custom_pypto.npu_sparse_flash_attention_pto(**x)
 

@@ -155,7 +155,7 @@ def test_indexer_on_drawn_sequences(lengths, arguments):
 @pytest.mark.parametrize("layout", ["BSND", pytest.param("TND", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("value", [INT_MIN, -1, 0, 10**6, INT_MAX])
 def test_no_length_and_no_block_id_leads_outside(value, layout):
-    # the interpreter refuses most addresses outside a tensor; of the others the result tells
+    # the interpreter rejects most addresses outside a tensor; of the others the result tells
     facts = dict(sparse_count=64, layout_query=layout)
     index = without_nan(index_case([2, 1], [300, 40], **facts))
     compressed = without_nan(index_case([2, 1], [301, 40], cmp_ratio=4, **facts))
@@ -399,29 +399,29 @@ def test_fused_equals_the_reference_caches_included(lengths, S1, dtype):
 def test_fused_selects_and_attends_to_what_it_selected(lengths, S1, K):
     """Selection from its own queries and caches, attention over its own selection: rounding before
     these, which may change what is selected, does not count."""
-    values = []
+    values = {}
 
     def launch(kernel, tensors, written):
-        values.extend(simulation.interpret(kernel, *tensors))
-        for tensor, value in zip(tensors, values, strict=True):
-            if any(tensor is w for w in written):
-                tensor.copy_(value)
+        found = simulation.interpret(kernel, *tensors.values())
+        values.update(zip(tensors, found, strict=True))
+        for name in written:
+            tensors[name].copy_(values[name])
 
     x = fused_case(lengths, S1, sparse_count=K)
     out = npu.implementations(launch)["npu_sparse_attention_pto"](**x)
-    _, q_latent, q_rope, q_index, weights, *_, indices, _ = values[18:]
     leading = (len(lengths), S1)
     # rows behind the last token fill tiles
     tokens = math.prod(leading)
-    q_latent, q_rope, q_index = (q[:tokens] for q in (q_latent, q_rope, q_index))
-    indices = indices[:tokens].view(*leading, 1, K)
+    names = "q_latent", "q_rope", "q_index", "indices"
+    q_latent, q_rope, q_index, indices = (values[name][:tokens] for name in names)
+    indices = indices.view(*leading, 1, K)
     paged = dict(block_table=x["block_table"])
     assert_same_selection(
         indices,
         dict(
             query=q_index.view(*leading, 64, 128),
             key=x["index_k_cache"],
-            weights=weights.view(*leading, 64),
+            weights=values["index_weights"].view(*leading, 64),
             actual_seq_lengths_key=x["act_seqs"],
             sparse_count=K,
             **paged,
@@ -558,11 +558,11 @@ def wide(x: torch.Tensor) -> torch.Tensor:
         ),
     ],
 )
-def test_what_the_programs_cannot_take_is_refused_with_the_remedy(op, inputs, change, message):
+def test_what_the_programs_cannot_take_is_rejected_with_the_remedy(op, inputs, change, message):
     x = inputs()
-    with pytest.raises(RuntimeError) as refused:
+    with pytest.raises(RuntimeError) as rejected:
         getattr(custom_pypto, op)(**x | change(x))
-    assert str(refused.value).startswith(f"{op}: {message}")
+    assert str(rejected.value).startswith(f"{op}: {message}")
 
 
 def test_npu_tensors_reach_the_wrappers():
@@ -580,6 +580,9 @@ CALLS = {
     ),
     "npu_sparse_attention_pto": lambda layout: fused_case([300, 40], 2),
 }
+
+
+X = torch.ones(3)
 
 
 def strided(x: dict) -> dict:
@@ -601,8 +604,8 @@ def test_wrappers_read_no_value_on_the_host(op, layout, change):
     launched = []
 
     def launch(kernel, tensors, written):
-        launched.append([(tuple(t.shape), t.dtype, t.is_contiguous()) for t in tensors])
-        assert all(any(w is t for t in tensors) for w in written)
+        launched.append([(tuple(t.shape), t.dtype, t.is_contiguous()) for t in tensors.values()])
+        assert written and {*written} <= {*tensors}
 
     x = change(CALLS[op](layout))
     for arguments in (x, on_meta(x)):
@@ -611,14 +614,41 @@ def test_wrappers_read_no_value_on_the_host(op, layout, change):
     assert real == meta and all(contiguous for *_, contiguous in real)
 
 
+@pytest.mark.parametrize(
+    "tensors, written, message",
+    [
+        pytest.param(["self", "out"], "out", "the kernel's tensor other is missing", id="missing"),
+        pytest.param(
+            ["self", "other", "out", "more"], "out", "the kernel has no tensor more", id="unknown"
+        ),
+        pytest.param(
+            ["self", "other", "out"], "result", "the kernel has no tensor result", id="written"
+        ),
+    ],
+)
+def test_a_tensor_that_the_kernel_lacks_or_has_not_is_named(tensors, written, message):
+    facts = npu.common.program("add_custom").Facts(dtype="float32")
+    call = npu.common.KernelCall(facts, dict.fromkeys(tensors, X), written=(written,))
+    with pytest.raises(TypeError, match=f"^add_custom: {message}$"):
+        npu.common.prepared("add_custom", call)
+
+
+def test_tensors_are_passed_in_the_order_of_the_kernel():
+    facts = npu.common.program("add_custom").Facts(dtype="float32")
+    call = npu.common.KernelCall(facts, {"out": X, "other": X, "self": None}, written=("out",))
+    _, tensors, _ = npu.common.prepared("add_custom", call)
+    assert list(tensors) == ["self", "other", "out"]
+    assert tensors["self"].shape == (1, 1) and tensors["self"].dtype == torch.float32
+
+
 @pytest.mark.parametrize("op", CALLS)
 def test_lengths_and_block_tables_can_be_declared_ready_on_the_host(op, monkeypatch):
-    """PyPTO refuses a name that is not an argument; the estimate stays what it was."""
+    """PyPTO rejects a name that is not an argument; the estimate stays what it was."""
     found = []
 
     def launch(kernel, tensors, written):
         names = kernel._runtime_options.get("ready_on_host_tensors", [])
-        found.append((names, simulation.estimate(kernel, *tensors).latency_us))
+        found.append((names, simulation.estimate(kernel, *tensors.values()).latency_us))
 
     for value in ("0", "1"):
         monkeypatch.setenv("CUSTOM_PYPTO_READY_ON_HOST", value)
@@ -644,7 +674,7 @@ def priced(op: str, arguments: dict) -> simulation.Estimate:
     found = []
 
     def launch(kernel, tensors, written):
-        found.append(simulation.estimate(kernel, *tensors))
+        found.append(simulation.estimate(kernel, *tensors.values()))
 
     npu.implementations(launch)[op](**arguments)
     return found[0]
@@ -686,7 +716,7 @@ def test_after_the_last_pass_the_tiles_compute_the_same(op):
     found = []
 
     def launch(kernel, tensors, written):
-        found.append(simulation.verify_passes(kernel, *tensors))
+        found.append(simulation.verify_passes(kernel, *tensors.values()))
 
     npu.implementations(launch)[op](**without_nan(CALLS[op]("BSND")))
     (counts,) = found

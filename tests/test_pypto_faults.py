@@ -39,6 +39,7 @@ from cases.npu_kernels import affine_kernel, product_kernel, selected_kernel  # 
 from custom_pypto.kernels import npu_lightning_indexer_pto as indexer  # noqa: E402
 from custom_pypto.kernels import npu_sparse_attention_pto as fused  # noqa: E402
 from custom_pypto.kernels import npu_sparse_flash_attention_pto as attention  # noqa: E402
+from custom_pypto.kernels import pypto_versions  # noqa: E402
 from custom_pypto.simulation import compiler, loaded_calls  # noqa: E402
 
 pytestmark = pytest.mark.sim
@@ -65,7 +66,7 @@ def found_if(here: bool, error: type[Exception], match: str) -> contextlib.Abstr
 def fresh_kernels(monkeypatch):
     """Kernels of the programs that a test changes are the test's own."""
     for module in (indexer, attention, fused):
-        monkeypatch.setattr(module, "_kernel", functools.cache(module._kernel.__wrapped__))
+        monkeypatch.setattr(module, "kernel", functools.cache(module.kernel.__wrapped__))
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_several_gathers_by_parts_of_a_tensor_read_the_first_in_0_2_0(
 
 
 def test_fewer_than_64_indices_are_no_valid_code_in_0_2_0(monkeypatch, on_generated_code):
-    monkeypatch.setattr(attention, "LEAST_INDICES", 16)
+    monkeypatch.setattr(pypto_versions, "LEAST_INDICES", 16)
     x = attention_case([2, 1], [300, 40], sparse_count=32)
     with found_if(OLD, simulation.SimulationError, "does not compile for the host"):
         check_attention(x)
@@ -133,11 +134,12 @@ def test_a_row_sorted_in_the_task_that_made_it_loses_its_valid_shape_in_0_2_0(
     monkeypatch, fresh_kernels
 ):
     """A token then selects keys that it does not see."""
-    monkeypatch.setattr(indexer, "one_task", contextlib.nullcontext)
+    for function in ("begin_task", "begin_sort", "end_task"):
+        monkeypatch.setattr(indexer, function, lambda *scope: None)
     x = index_case([2], [700], sparse_count=1024, heads=32)
     with simulation.on_cpu():
         check_selection(x)
-    indexer._kernel.cache_clear()
+    indexer.kernel.cache_clear()
     with simulation.on_cpu(generated=True), found_if(OLD, AssertionError, "but sees 69"):
         check_selection(x)
 
@@ -197,12 +199,7 @@ def test_schedulers_wait_for_a_control_flow_that_starts_late(monkeypatch, tmp_pa
 @pytest.mark.slow
 def test_a_missing_barrier_of_the_fused_op_is_found(monkeypatch, on_generated_code):
     """Without ``submit_before_loop`` a token may read caches before they are written."""
-
-    def no_barrier(name, *bounds, submit_before_loop=False):
-        return loop(name, *bounds)
-
-    loop = fused.loop
-    monkeypatch.setattr(fused, "loop", no_barrier)
+    monkeypatch.setattr(fused, "after_all", lambda name: fused.loop(name, 1))
     x = fused_case([200] * 16, 1, heads=16, sparse_count=256)
     with found_if(OLD, RuntimeError, "(?s)race: task.*does not order them"):
         check_fused(x)

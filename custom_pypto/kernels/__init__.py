@@ -2,6 +2,10 @@
 
 A program is Python that runs once, on the host: its calls of pypto record what the NPU does, and
 the body of a ``pypto.loop`` is recorded once per branch that it may take, not per iteration.
+
+``<op>.py`` has ``Facts``, a frozen dataclass of what is static in a call; ``kernel(facts)``, the
+cached PyPTO kernel, whose parameters are the tensors; and ``program(a, facts)``, which records it.
+Sizes that only choose tiles are no fields of the facts (``InitVar``): calls share a binary.
 """
 
 import logging
@@ -21,16 +25,39 @@ DTYPES = {
     "bfloat16": pypto.DT_BF16,
     "float16": pypto.DT_FP16,
     "float32": pypto.DT_FP32,
+    "int32": pypto.DT_INT32,
+    "int8": pypto.DT_INT8,
 }
 
-# The tensors of a program. PyPTO evaluates the body of a kernel itself, where ``locals()`` holds
-# the parameters, so that the kernel's signature is the only list of their names.
-Arguments = SimpleNamespace
+Arguments = SimpleNamespace  # the tensors of a program, by name
+
+
+def arguments(scope: dict, absent: tuple[str, ...] = ()) -> Arguments:
+    """The tensors in ``scope``, those that are ``absent`` as None.
+
+    PyPTO evaluates the body of a kernel itself, where ``locals()`` holds the parameters, so that
+    the kernel's signature is the only list of their names. It knows no optional parameters.
+    """
+    tensors = {name: value for name, value in scope.items() if isinstance(value, pypto.Tensor)}
+    return Arguments(**tensors | dict.fromkeys(absent))
 
 
 def loop(name: str, *bounds, **options):
     """``pypto.loop``, whose index has the loop's name in lower case."""
     return pypto.loop(*bounds, name=name, idx_name=name.lower(), **options)
+
+
+def begin_task(scope: int = 1) -> None:
+    """Compiles what is recorded up to :func:`end_task` to one task, apart from other scopes.
+
+    By default PyPTO makes several, up to one of each operation.
+    """
+    pypto.set_pass_options(sg_set_scope=scope)
+
+
+def end_task() -> None:
+    """Leaves the grouping of what is recorded from here on to PyPTO."""
+    pypto.set_pass_options(sg_set_scope=-1)
 
 
 def runtime_options(

@@ -2,39 +2,44 @@
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, runtime_options
+from . import DTYPES, Arguments, arguments, begin_task, end_task, runtime_options
 from .pypto_versions import jit
 
 # three float32 tiles and the copies of the next ones fit in the 192 KiB of UB
 TILE = 8192
 
 
-def add_custom(self, other, out):
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    dtype: str
+
+
+def program(a: Arguments) -> None:
     """``out = self + other``, all ``[n]``."""
-    n = self.shape[0]
+    n = a.self.shape[0]
     for i in pypto.loop(0, (n + TILE - 1) // TILE, 1, name="ADD", idx_name="add_tile"):
         start = i * TILE
         pypto.set_vec_tile_shapes(TILE)
-        a, b = (
-            pypto.view(x, [TILE], [start], valid_shape=[(n - start).min(TILE)])
-            for x in (self, other)
+        x, y = (
+            pypto.view(t, [TILE], [start], valid_shape=[(n - start).min(TILE)])
+            for t in (a.self, a.other)
         )
-        # one scope: by default PyPTO makes one task per cast, which bfloat16 needs
-        pypto.set_pass_options(sg_set_scope=1)
-        if out.dtype == pypto.DT_BF16:
-            a, b = pypto.cast(a, pypto.DT_FP32), pypto.cast(b, pypto.DT_FP32)
-        total = pypto.cast(pypto.add(a, b), out.dtype)
-        pypto.set_pass_options(sg_set_scope=-1)
-        pypto.assemble(total, [start], out)
+        begin_task()  # else one task per cast, which bfloat16 needs
+        if a.out.dtype == pypto.DT_BF16:
+            x, y = pypto.cast(x, pypto.DT_FP32), pypto.cast(y, pypto.DT_FP32)
+        total = pypto.cast(pypto.add(x, y), a.out.dtype)
+        end_task()
+        pypto.assemble(total, [start], a.out)
 
 
 @functools.cache
-def kernel(*, dtype: str) -> Callable:
-    """For contiguous operands of ``dtype`` seen as ``[n]``, n >= 1."""
-    vector, dtype = [pypto.DYNAMIC], DTYPES[dtype]
+def kernel(facts: Facts) -> Callable:
+    """The kernel of :func:`program`; one binary serves every n >= 1."""
+    vector, dtype = [pypto.DYNAMIC], DTYPES[facts.dtype]
 
     @jit(runtime_options=runtime_options(ready_on_host=False))
     def add_custom_kernel(
@@ -42,6 +47,6 @@ def kernel(*, dtype: str) -> Callable:
         other: pypto.Tensor(vector, dtype),
         out: pypto.Tensor(vector, dtype),
     ):
-        add_custom(self, other, out)
+        program(arguments(locals()))
 
     return add_custom_kernel

@@ -6,33 +6,39 @@ Workspace per token in flight, beside that program's: K * (L + R) * 2 bytes for 
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pypto
 from pypto.experimental import gather_in_ub
 
-from . import DTYPES, Arguments, runtime_options
-from .npu_sparse_flash_attention_pto import CHECKS
-from .npu_sparse_flash_attention_pto import program as attention
-from .pypto_versions import jit
-from .tiling import AttentionTiling, attention_tiling, power_of_two
+from . import DTYPES, Arguments, arguments, begin_task, end_task
+from . import npu_sparse_flash_attention_pto as attention
+from .npu_sparse_flash_attention_pto import CHECKS, AttentionFacts
+from .pypto_versions import bounded, floats, jit
+from .tiling import power_of_two
 
 TILE = 128  # elements per scale
 ROWS = 64  # per vector task: fewer, smaller tasks cost edges, and larger ones idle cores
+# arguments of the program for the other cache that this one has not
+ABSENT = ("query_rope", "key_rope", "value", "sinks", "softmax_max", "softmax_sum")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts(AttentionFacts):
+    """One binary serves every cache up to the next power of two, too."""
+
+    cache_rows: int  # of the cache, then rounded up
+
+    def __post_init__(self, tokens: int):
+        super().__post_init__(tokens)
+        object.__setattr__(self, "cache_rows", power_of_two(self.cache_rows))
 
 
 class DequantisedRows:
     """The selected rows of a cache ``nope | rope | scales``, in the dtype of the output."""
 
-    def __init__(
-        self,
-        a: Arguments,
-        *,
-        heads: int,
-        block_size: int,
-        tiling: AttentionTiling,
-        cache_rows: int,
-    ):
-        self.a, self.block_size, self.cache_rows = a, block_size, cache_rows
+    def __init__(self, a: Arguments, facts: Facts):
+        self.a, self.block_size, self.cache_rows = a, facts.block_size, facts.cache_rows
         self.latent = a.out.shape[1]
         self.rope = a.query.shape[1] - self.latent
 
@@ -45,9 +51,9 @@ class DequantisedRows:
         self.rows = pypto.tensor([width, self.latent + self.rope], self.a.out.dtype, "rows")
         for i, part in enumerate(parts):
             # else gathers and arithmetic become tasks of their own
-            pypto.set_pass_options(sg_set_scope=CHECKS + 1 + i)
+            begin_task(CHECKS + 1 + i)
             self._dequantise(i * parts[0].shape[1], part, table)
-        pypto.set_pass_options(sg_set_scope=-1)
+        end_task()
 
     def keys(self):
         return self.rows
@@ -65,8 +71,7 @@ class DequantisedRows:
         tiles, block = latent // TILE, 32
         start = self.a.key.shape[1] - block
         pypto.set_vec_tile_shapes(n, block)
-        # add: a view of a view would be of the first dtype
-        scales = pypto.add(pypto.view(input=gather(start, block), dtype=pypto.DT_FP32), 0.0)
+        scales = floats(gather(start, block))
         pypto.set_vec_tile_shapes(n, TILE)
         for tile in range(tiles):
             x = pypto.view(values, [n, TILE], [0, tile * TILE])
@@ -80,49 +85,23 @@ class DequantisedRows:
 
     def _columns(self, index, table, first: int, count: int):
         """``count`` bytes of each row, from byte ``first`` on."""
-        key = self.a.key
-        shape, valid = [self.cache_rows, count], [key.shape[0], count]
-        columns = pypto.view(key, shape, [0, first], valid_shape=valid)
+        columns = bounded(self.a.key, self.cache_rows, count, first)
         return gather_in_ub(columns, index, table, self.block_size, -2)
 
 
-def program(a: Arguments, *, cache_rows: int, **facts) -> None:
-    """Writes every row of ``out``; see :func:`.npu_sparse_flash_attention_pto.program`.
-
-    Args:
-        cache_rows: static bound of the rows of ``key``.
-    """
-    # PyPTO cannot evaluate a class that the body of a kernel names
-    attention(a, loader=functools.partial(DequantisedRows, cache_rows=cache_rows), **facts)
-
-
-def kernel(
-    *, dtype: str, tokens: int, table_width: int, cache_rows: int, ready_on_host: bool, **facts
-) -> Callable:
-    """The kernel of :func:`program` for a call with these static facts, as that of
-    npu_sparse_flash_attention_pto; ``query`` is ``[T * heads, L + R]``. One binary serves every
-    cache up to the next power of two, too.
-    """
-    return _kernel(
-        cache_rows=power_of_two(cache_rows),
-        dtype=DTYPES[dtype],
-        table_width=max(power_of_two(table_width), 64),
-        tiling=attention_tiling(tokens=tokens),
-        ready_on_host=ready_on_host,
-        **facts,
-    )
+def program(a: Arguments, facts: Facts) -> None:
+    """Writes every row of ``out``; see :func:`.npu_sparse_flash_attention_pto.program`."""
+    # not in the body of the kernel, where PyPTO cannot evaluate the name of a class
+    attention.program(a, facts, DequantisedRows)
 
 
 @functools.cache
-def _kernel(*, dtype, tiling: AttentionTiling, ready_on_host: bool, **facts):
+def kernel(facts: Facts) -> Callable:
+    """The kernel of :func:`program`; ``query`` is ``[T * heads, L + R]``."""
     D, S, I8, I32 = pypto.DYNAMIC, pypto.STATIC, pypto.DT_INT8, pypto.DT_INT32
-    absent = ("query_rope", "key_rope", "value", "sinks", "softmax_max", "softmax_sum")
+    dtype = DTYPES[facts.dtype]
 
-    @jit(
-        runtime_options=runtime_options(
-            "query_lengths", "key_lengths", ready_on_host=ready_on_host, layout=facts["layout"]
-        ),
-    )
+    @jit(runtime_options=attention.options(facts))
     def kv_quant_sparse_flash_attention(
         query: pypto.Tensor([D, S], dtype),
         key: pypto.Tensor([D, S], I8),
@@ -132,6 +111,6 @@ def _kernel(*, dtype, tiling: AttentionTiling, ready_on_host: bool, **facts):
         block_table: pypto.Tensor([D, D], I32),
         out: pypto.Tensor([D, S], dtype),
     ):
-        program(Arguments(**locals() | dict.fromkeys(absent)), tiling=tiling, **facts)
+        program(arguments(locals(), ABSENT), facts)
 
     return kv_quant_sparse_flash_attention

@@ -7,23 +7,35 @@ Memory: ``T * (N1 + 1) * D`` elements in global memory, and the workspace of tho
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pypto
 
 from . import (
     DTYPES,
     Arguments,
+    arguments,
     loop,
     npu_quant_index_update_pto,
     npu_quant_rows_pto,
     runtime_options,
 )
-from .prolog import FLOAT, Tile, columns, rounded
-from .prolog import rows_at_once as rows_of_tile
-from .pypto_versions import jit
-from .tiling import PrologTiling, prolog_tiling
+from .prolog import FLOAT, PrologFacts, Tile, columns, rounded
+from .pypto_versions import after_all, behind, jit, product_tile
+from .tiling import PrologTiling
 
 I32, HALF = pypto.DT_INT32, pypto.DT_FP16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts(PrologFacts):
+    latent_dtype: str  # of q_norm and wq_b
+    absent: tuple[str, ...]  # the scales of both, unless they are int8
+
+    def missing_latent_rows(self, tokens: int) -> int:
+        """The rows to append to the ``q_norm`` of ``tokens``."""
+        rows = self.missing_rows(tokens)
+        return rows + behind(tokens + rows, product_tile(self.latent_dtype))
 
 
 class IndexTile(Tile):
@@ -31,7 +43,7 @@ class IndexTile(Tile):
 
     def __init__(self, a: Arguments, tile, tiling: PrologTiling):
         same = dict(x=a.token_x, sin=a.sin_idx_rope, cos=a.cos_idx_rope, w_idx_qb=a.wq_b)
-        super().__init__(Arguments(**vars(a), **same), tile, tiling)
+        super().__init__(Arguments(**vars(a) | same), tile, tiling)
 
     def index_heads(self, latent, h):
         if self.a.q_norm_scale is None:
@@ -59,19 +71,19 @@ def project(a: Arguments, tile: IndexTile, eps: float) -> None:
     tile.index_query(tile.view(a.q_norm, 0, a.q_norm.shape[1]), tile.by_token(angle))
 
 
-def program(a: Arguments, *, eps: float, slot_words: int, tiling: PrologTiling) -> None:
+def program(a: Arguments, facts: Facts) -> None:
     """Arguments as in the op's schema, with these views: scales, gamma and beta as ``[T, 1]`` and
     ``[1, .]``, slots ``[1, T * slot_words]`` int32, caches ``[slots, .]``. ``token_x`` and
-    ``q_norm`` have the rows of whole tiles (:func:`rows_at_once`), ``weights_proj`` has N1 rounded
-    up to 16 columns. Written: ``query [T * N1, D]``, ``query_scale [T * N1, 1]``, ``weights
-    [T, N1]``, the caches, and ``q_index [., N1, D]`` and ``k_index [., D]`` of whole tiles.
+    ``q_norm`` have the rows of whole tiles, ``weights_proj`` has the columns. Written: ``query
+    [T * N1, D]``, ``query_scale [T * N1, 1]``, ``weights [T, N1]``, the caches, and
+    ``q_index [., N1, D]`` and ``k_index [., D]`` of whole tiles.
     """
-    T, M = a.cos_idx_rope.shape[0], tiling.tokens
+    tiling, T = facts.tiling, a.cos_idx_rope.shape[0]
+    M = tiling.tokens
     for i in loop("INDEX_PROLOG", (T + M - 1) // M):
         pypto.set_pass_options(**tiling.pass_options)  # of this loop only
-        project(a, IndexTile(a, i, tiling), eps)
-    # PyPTO makes a reader of an argument with a dynamic dim wait for its last writer only
-    for _ in loop("INDEX_QUANT", 1, submit_before_loop=True):
+        project(a, IndexTile(a, i, tiling), facts.eps)
+    for _ in after_all("INDEX_QUANT"):
         count, N1, D = a.q_index.shape
         queries = pypto.reshape(a.q_index, [count * N1, D], inplace=True)
         npu_quant_rows_pto.program(
@@ -85,31 +97,18 @@ def program(a: Arguments, *, eps: float, slot_words: int, tiling: PrologTiling) 
                 cache=a.idx_k_cache,
                 scale_cache=a.idx_k_scale_cache,
             ),
-            slot_words=slot_words,
+            facts,
         )
 
 
-def rows_at_once(*, tokens: int, hidden: int) -> int:
-    """``token_x`` and ``q_norm`` must have a multiple of so many rows."""
-    return rows_of_tile(prolog_tiling(tokens=tokens, hidden=hidden))
-
-
-def kernel(*, hidden: int, tokens: int, dtype: str, angle_dtype: str, **facts) -> Callable:
-    """The kernel of :func:`program`, whose arguments it takes, for a call with these static facts.
-    One binary serves every number of tokens of a class of :func:`prolog_tiling`.
-    """
-    tiling = prolog_tiling(tokens=tokens, hidden=hidden)
-    dtypes = dict(dtype=DTYPES[dtype], angle_dtype=DTYPES[angle_dtype])
-    return _kernel(tiling=tiling, **dtypes, **facts)
-
-
 @functools.cache
-def _kernel(*, dtype, angle_dtype, w8a8: bool, ready_on_host: bool, **facts) -> Callable:
+def kernel(facts: Facts) -> Callable:
+    """The kernel of :func:`program`."""
     matrix, rows = [pypto.STATIC] * 2, [pypto.DYNAMIC, pypto.STATIC]
-    latent = pypto.DT_INT8 if w8a8 else dtype
-    absent = () if w8a8 else ("q_norm_scale", "wq_b_scale")
+    dtypes = facts.dtype, facts.angle_dtype, facts.latent_dtype
+    dtype, angle_dtype, latent = (DTYPES[name] for name in dtypes)
 
-    @jit(runtime_options=runtime_options("idx_k_cache_index", ready_on_host=ready_on_host))
+    @jit(runtime_options=runtime_options("idx_k_cache_index", ready_on_host=facts.ready_on_host))
     def npu_lightning_indexer_prolog_pto(
         token_x: pypto.Tensor(rows, dtype),
         q_norm: pypto.Tensor(rows, latent),
@@ -133,6 +132,6 @@ def _kernel(*, dtype, angle_dtype, w8a8: bool, ready_on_host: bool, **facts) -> 
         query_scale: pypto.Tensor(rows, HALF),
         weights: pypto.Tensor(rows, HALF),
     ):
-        program(Arguments(**locals() | dict.fromkeys(absent)), **facts)
+        program(arguments(locals(), facts.absent), facts)
 
     return npu_lightning_indexer_prolog_pto

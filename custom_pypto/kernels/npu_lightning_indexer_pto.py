@@ -22,19 +22,26 @@ Workspace of a tile in flight, in bytes, with c chunks in the sequence and C in 
 further level of merging. Above a ``sparse_count`` of 4096 a merge does not fit UB: one chunk only.
 """
 
-import contextlib
 import functools
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
 
 import pypto
 
-from . import DTYPES, Arguments, loop, runtime_options
-from .pypto_versions import jit
-from .sequences import query_tiles
+from . import DTYPES, Arguments, arguments, begin_task, end_task, loop, runtime_options
+from .pypto_versions import (
+    begin_sort,
+    behind,
+    jit,
+    padded_row,
+    places_or_minus_one,
+    product_tile,
+)
+from .sequences import QueryFacts, query_tiles
 from .tiling import IndexerTiling, indexer_tiling
 
 F32, I32 = pypto.DT_FP32, pypto.DT_INT32
-LOWEST, NOTHING = -3.4028234663852886e38, float("-inf")
+LOWEST = -3.4028234663852886e38
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -49,14 +56,46 @@ def widest(visible):
     return functools.reduce(lambda most, keys: most.max(keys), visible)
 
 
-@contextlib.contextmanager
-def one_task(scope: int):
-    """Compiles what is recorded here to one task, apart from what other scopes hold."""
-    pypto.set_pass_options(sg_set_scope=scope)
-    try:
-        yield
-    finally:
-        pypto.set_pass_options(sg_set_scope=-1)
+@dataclass(frozen=True, kw_only=True)
+class SelectorFacts:
+    """What :class:`Selector` needs. One binary serves every number of tokens and sequences of a
+    class of :func:`indexer_tiling`, and every block table up to the next power of two.
+    """
+
+    heads: int
+    block_size: int
+    sparse_count: int
+    tokens: InitVar[int]
+    batch: InitVar[int]
+    table_width: InitVar[int]
+    most_shared: InitVar[int] = 4  # tokens of a tile
+    tiling: IndexerTiling = field(init=False)
+
+    def __post_init__(self, tokens: int, batch: int, table_width: int, most_shared: int):
+        tiling = indexer_tiling(
+            tokens=tokens,
+            batch=batch,
+            heads=self.heads,
+            block_size=self.block_size,
+            table_width=table_width,
+            most_shared=most_shared,
+        )
+        object.__setattr__(self, "tiling", tiling)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts(SelectorFacts, QueryFacts):
+    """What is static in a call; the indexer of int8 keys has more."""
+
+    dtype: str  # of query and key
+    weights_dtype: str
+    ready_on_host: bool
+
+    @property
+    def rows_behind_query(self) -> int:
+        """The rows to append to ``query``: a tile may end anywhere in its last token."""
+        tile = product_tile(self.dtype)
+        return tile - 1 if behind(self.heads, tile) else 0
 
 
 class Selector:
@@ -75,11 +114,11 @@ class Selector:
 
     product = F32  # dtype of query times key
 
-    def __init__(
-        self, a: Arguments, *, heads: int, block_size: int, sparse_count: int, tiling: IndexerTiling
-    ):
-        self.a, self.heads, self.block_size, self.tiling = a, heads, block_size, tiling
-        self.width = width = round_up(sparse_count, 32)  # the sort works on groups of 32
+    def __init__(self, a: Arguments, facts: SelectorFacts):
+        self.a, self.facts, self.heads = a, facts, facts.heads
+        block_size, tiling = facts.block_size, facts.tiling
+        self.block_size, self.tiling = block_size, tiling
+        self.width = width = round_up(facts.sparse_count, 32)  # the sort works on groups of 32
         self.chunk = chunk = round_up(max(tiling.chunk, width), block_size)
         sizes = (round_up(max(chunk // part, width), block_size) for part in (tiling.part, 1))
         self.sizes = sorted(set(sizes))
@@ -116,10 +155,9 @@ class Selector:
         size = self.size_for(widest(visible) - first)
         rows = self.scores(row, sequence, first, size, visible)
         for g, (row_K, keys) in enumerate(zip(rows, visible, strict=True)):
-            # The compiler loses the valid shape of a row that is sorted in the task that made it
-            # (InferParamIndex), which lets in keys that the token does not see.
-            with one_task(2 + g):
-                self.rank(g, row_K, (keys - first).max(0), write)
+            begin_sort(g)
+            self.rank(g, row_K, (keys - first).max(0), write)
+            end_task()
 
     def size_for(self, keys) -> int:
         """The smallest row size that holds ``keys`` keys.
@@ -173,19 +211,21 @@ class Selector:
         the task that reads it.
         """
         heads = self.heads
-        with one_task(1):
-            pypto.set_vec_tile_shapes(heads, 16)
-            w_H = functools.reduce(pypto.mul, (in_float32(factor) for factor in w))
-            pypto.set_vec_tile_shapes(heads, self.tiling.keys)
-            score_K = pypto.tensor([1, sum(tile.shape[1] for tile in logits)], F32, "score")
-            for i, tile in enumerate(logits):
-                logits_HK = pypto.view(tile, [heads, tile.shape[1]], [g * heads, 0])
-                terms_HK = pypto.mul(pypto.relu(in_float32(logits_HK)), w_H)
-                sums_K = pypto.sum(terms_HK, dim=0, keepdim=True)
-                pypto.assemble(sums_K, [0, i * self.step], score_K)
-            pypto.set_vec_tile_shapes(1, score_K.shape[1])
-            # a score of -inf is a score: -inf means no key from here on
-            return pypto.maximum(self.by_key(score_K, begin), LOWEST)
+        begin_task()
+        pypto.set_vec_tile_shapes(heads, 16)
+        w_H = functools.reduce(pypto.mul, (in_float32(factor) for factor in w))
+        pypto.set_vec_tile_shapes(heads, self.tiling.keys)
+        score_K = pypto.tensor([1, sum(tile.shape[1] for tile in logits)], F32, "score")
+        for i, tile in enumerate(logits):
+            logits_HK = pypto.view(tile, [heads, tile.shape[1]], [g * heads, 0])
+            terms_HK = pypto.mul(pypto.relu(in_float32(logits_HK)), w_H)
+            sums_K = pypto.sum(terms_HK, dim=0, keepdim=True)
+            pypto.assemble(sums_K, [0, i * self.step], score_K)
+        pypto.set_vec_tile_shapes(1, score_K.shape[1])
+        # a score of -inf is a score: -inf means no key from here on
+        score_K = pypto.maximum(self.by_key(score_K, begin), LOWEST)
+        end_task()
+        return score_K
 
     def by_key(self, score_K, begin):
         """The scores of keys from ``begin`` on, for a subclass to multiply."""
@@ -199,12 +239,8 @@ class Selector:
 
     def top_k(self, row, valid) -> tuple:
         """Values and places of the ``width`` best among the first ``valid`` of a row."""
-        size = row.shape[1]
-        pypto.set_vec_tile_shapes(1, min(size, self.tiling.sort))
-        row = pypto.view(row, [1, size], [0, 0], valid_shape=[1, valid])
-        # not left to top-k, which wants ``width`` valid elements
-        row = pypto.fillpad(row, "constant", NOTHING)
-        return pypto.topk(row, k=self.width, dim=-1, largest=True)
+        pypto.set_vec_tile_shapes(1, min(row.shape[1], self.tiling.sort))
+        return pypto.topk(padded_row(row, valid), k=self.width, dim=-1, largest=True)
 
     def candidate_rows(self, level, chunks, tile) -> tuple[list, list]:
         """Per token, the values and places of ``width`` candidates of each chunk."""
@@ -248,91 +284,48 @@ class Selector:
 
 def write_indices(indices, row, g, value, place):
     """The selection of token ``row + g``: -1 for padding."""
-    # by the value: the compiler loses a second valid shape in one graph
-    place = pypto.where(pypto.lt(value, LOWEST), -1.0, pypto.cast(place, F32))
-    place = pypto.view(pypto.cast(place, I32), [1, indices.shape[1]], [0, 0])
-    pypto.assemble(place, [row + g, 0], indices)
+    place = places_or_minus_one(place, value, LOWEST)
+    pypto.assemble(pypto.view(place, [1, indices.shape[1]], [0, 0]), [row + g, 0], indices)
 
 
-def program(
-    a: Arguments,
-    *,
-    heads: int,
-    block_size: int,
-    sparse_count: int,
-    tiling: IndexerTiling,
-    selector: Callable = Selector,
-    **facts,
-) -> None:
+def program(a: Arguments, facts: Facts, selector: Callable = Selector) -> None:
     """Fills every row of ``indices [T, sparse_count]``: best first, then -1.
 
     The other arguments are those of :class:`Selector` and :func:`query_tiles`.
     """
-    select = selector(
-        a, heads=heads, block_size=block_size, sparse_count=sparse_count, tiling=tiling
-    )
+    select = selector(a, facts)
+    tokens, tile = a.indices.shape[0], facts.tiling.tokens
+    lengths = a.query_lengths, a.key_lengths
     for row, sequence, visible in query_tiles(
-        a.query_lengths,
-        a.key_lengths,
-        a.indices.shape[0],
-        select.capacity,
-        name="LI",
-        tile=tiling.tokens,
-        **facts,
+        facts, *lengths, tokens, select.capacity, name="LI", tile=tile
     ):
-        tile, most = len(visible), widest(visible)
-        for _ in loop(f"LI_NONE{tile}", most <= 0):
+        for _ in loop(f"LI_NONE{len(visible)}", widest(visible) <= 0):
             pypto.set_vec_tile_shapes(1, select.width)
-            for g in range(tile):
-                pypto.assemble(pypto.full([1, sparse_count], -1, I32), [row + g, 0], a.indices)
+            for g in range(len(visible)):
+                nothing = pypto.full([1, facts.sparse_count], -1, I32)
+                pypto.assemble(nothing, [row + g, 0], a.indices)
         select(row, sequence, visible, functools.partial(write_indices, a.indices, row))
 
 
-def kernel(
-    *,
-    dtype: str,
-    weights_dtype: str,
-    heads: int,
-    block_size: int,
-    tokens: int,
-    batch: int,
-    table_width: int,
-    ready_on_host: bool,
-    **facts,
-) -> Callable:
-    """The kernel of :func:`program`, whose arguments it takes, for a call with these static facts.
-
-    One binary serves every number of tokens and sequences of a class of :func:`indexer_tiling`, and
-    every block table up to the next power of two.
-    """
-    tiling = indexer_tiling(
-        tokens=tokens, batch=batch, heads=heads, block_size=block_size, table_width=table_width
-    )
-    return _kernel(
-        dtype=DTYPES[dtype],
-        weights_dtype=DTYPES[weights_dtype],
-        heads=heads,
-        block_size=block_size,
-        tiling=tiling,
-        ready_on_host=ready_on_host,
-        **facts,
+def options(facts: Facts) -> dict:
+    """Options of the kernels of both indexers."""
+    return runtime_options(
+        "query_lengths",
+        "key_lengths",
+        "block_table",
+        ready_on_host=facts.ready_on_host,
+        layout=facts.layout,
+        iterations=128 // facts.tiling.tokens,
     )
 
 
 @functools.cache
-def _kernel(*, dtype, weights_dtype, tiling: IndexerTiling, ready_on_host: bool, **facts):
+def kernel(facts: Facts) -> Callable:
+    """The kernel of :func:`program`."""
     D, S = pypto.DYNAMIC, pypto.STATIC
+    dtype, weights_dtype = DTYPES[facts.dtype], DTYPES[facts.weights_dtype]
 
-    @jit(
-        runtime_options=runtime_options(
-            "query_lengths",
-            "key_lengths",
-            "block_table",
-            ready_on_host=ready_on_host,
-            layout=facts["layout"],
-            iterations=128 // tiling.tokens,
-        ),
-    )
+    @jit(runtime_options=options(facts))
     def npu_lightning_indexer_pto(
         query: pypto.Tensor([D, S], dtype),
         weights: pypto.Tensor([D, S], weights_dtype),
@@ -342,6 +335,6 @@ def _kernel(*, dtype, weights_dtype, tiling: IndexerTiling, ready_on_host: bool,
         block_table: pypto.Tensor([D, D], I32),
         indices: pypto.Tensor([D, S], I32),
     ):
-        program(Arguments(**locals()), tiling=tiling, **facts)
+        program(arguments(locals()), facts)
 
     return npu_lightning_indexer_pto

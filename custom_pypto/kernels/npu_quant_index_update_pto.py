@@ -4,22 +4,30 @@ token writes its row and its scale.
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, Arguments, runtime_options
+from . import DTYPES, Arguments, arguments, npu_quant_rows_pto, runtime_options
 from .npu_quant_rows_pto import index_rows
 from .pypto_versions import jit
-from .quantiser import TOKENS, tiles, write_rows
+from .quantiser import TOKENS, tiles
+from .slots import SlotFacts, write_rows
 
 
-def program(a: Arguments, *, slot_words: int) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Facts(SlotFacts, npu_quant_rows_pto.Facts):
+    ready_on_host: bool
+
+
+def program(a: Arguments, facts: SlotFacts) -> None:
     """Writes rows of ``cache [slots, D]`` int8 and ``scale_cache [slots, 1]`` float16.
 
     Args:
         a: ``x``, of which T rows count, ``hadamard [D, D]`` or None, ``slots
             [1, T * slot_words]`` int32, the caches.
     """
+    slot_words = facts.slot_words
     for start, rows in tiles(a.slots.shape[1] // slot_words, "QUANT_KEY"):
         values, scales = index_rows(a, start, rows)
         # a row of 32 bytes, the smallest that UB holds
@@ -27,16 +35,15 @@ def program(a: Arguments, *, slot_words: int) -> None:
         pypto.set_vec_tile_shapes(TOKENS, 16)
         pypto.assemble(scales, [0, 0], padded)
         written = [(values, a.cache), (padded, a.scale_cache)]
-        write_rows(written, a.slots, start, rows, slot_words=slot_words)
+        write_rows("QUANT_ROW", written, a.slots, start, rows, slot_words=slot_words)
 
 
 @functools.cache
-def kernel(*, dtype: str, rotates: bool, slot_words: int, ready_on_host: bool) -> Callable:
+def kernel(facts: Facts) -> Callable:
     """The kernel of :func:`program`; one binary serves every number of tokens and slots."""
-    D, S, half = pypto.DYNAMIC, pypto.STATIC, DTYPES[dtype]
-    absent = () if rotates else ("hadamard",)
+    D, S, half = pypto.DYNAMIC, pypto.STATIC, DTYPES[facts.dtype]
 
-    @jit(runtime_options=runtime_options("slots", ready_on_host=ready_on_host))
+    @jit(runtime_options=runtime_options("slots", ready_on_host=facts.ready_on_host))
     def quant_index_update(
         x: pypto.Tensor([D, S], half),
         hadamard: pypto.Tensor([S, S], half),
@@ -44,6 +51,6 @@ def kernel(*, dtype: str, rotates: bool, slot_words: int, ready_on_host: bool) -
         cache: pypto.Tensor([D, S], pypto.DT_INT8),
         scale_cache: pypto.Tensor([D, S], pypto.DT_FP16),
     ):
-        program(Arguments(**locals() | dict.fromkeys(absent)), slot_words=slot_words)
+        program(arguments(locals(), facts.absent), facts)
 
     return quant_index_update

@@ -4,37 +4,38 @@ products of int8 in int32, and the scales of the keys as factors of their scores
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pypto
 from pypto.experimental import gather_in_ub
 
-from . import DTYPES, Arguments, runtime_options
-from .npu_lightning_indexer_pto import (
-    F32,
-    I32,
-    Selector,
-    in_float32,
-    one_task,
-    round_up,
-)
-from .npu_lightning_indexer_pto import program as indexer
-from .npu_sparse_flash_attention_pto import number
-from .pypto_versions import jit
-from .tiling import IndexerTiling, indexer_tiling, power_of_two
+from . import DTYPES, Arguments, arguments, begin_task, end_task
+from . import npu_lightning_indexer_pto as indexer
+from .npu_lightning_indexer_pto import F32, I32, Selector, round_up
+from .pypto_versions import bounded, computed, jit, number
+from .tiling import power_of_two
 
 SCALES = 64  # the first of the scopes for the scales, behind those of the tokens
 
 
+@dataclass(frozen=True, kw_only=True)
+class Facts(indexer.Facts):
+    """One binary serves every cache up to the next power of two, too."""
+
+    scale_dtype: str  # of both scales
+    cache_blocks: int  # of the cache, then rounded up
+
+    def __post_init__(self, *sizes: int):
+        super().__post_init__(*sizes)
+        object.__setattr__(self, "cache_blocks", power_of_two(self.cache_blocks))
+
+
 class QuantSelector(Selector):
     """Arguments beside those of :class:`Selector`: ``query_scale [T * N1, 1]`` and
-    ``key_scale [blocks, block_size]``, float16 or float32, of at most ``cache_blocks`` blocks.
+    ``key_scale [blocks, block_size]``, float16 or float32.
     """
 
     product = I32
-
-    def __init__(self, a: Arguments, *, cache_blocks: int, **facts):
-        super().__init__(a, **facts)
-        self.cache_blocks = cache_blocks
 
     def factors(self, at) -> list:
         scale = pypto.view(self.a.query_scale, [self.heads, 1], [at, 0])
@@ -52,19 +53,17 @@ class QuantSelector(Selector):
 
         Blocks behind the sequence give factors of scores that are ignored.
         """
-        block_size, blocks = self.block_size, self.a.key_scale.shape[0]
-        with one_task(SCALES):
-            ids = self.block_ids(sequence, first // block_size, size // block_size)
-            page = pypto.full([1, 64], 0, I32)
-        # a view: PyPTO 0.2.0 generates no address for an argument that is gathered whole
-        shape, valid = [self.cache_blocks, block_size], [blocks, block_size]
-        cache = pypto.view(self.a.key_scale, shape, [0, 0], valid_shape=valid)
-        with one_task(SCALES + 1):
-            pypto.set_vec_tile_shapes(size // block_size, block_size)
-            # the cache as one large page, whose id is 0
-            scales = gather_in_ub(cache, ids, page, 2**24, -2)
-            # mul: what is gathered is written by arithmetic only
-            scales = pypto.mul(in_float32(scales), 1.0)
+        block_size = self.block_size
+        begin_task(SCALES)
+        ids = self.block_ids(sequence, first // block_size, size // block_size)
+        page = pypto.full([1, 64], 0, I32)
+        end_task()
+        cache = bounded(self.a.key_scale, self.facts.cache_blocks, block_size)
+        begin_task(SCALES + 1)
+        pypto.set_vec_tile_shapes(size // block_size, block_size)
+        # the cache as one large page, whose id is 0
+        scales = computed(gather_in_ub(cache, ids, page, 2**24, -2))
+        end_task()
         return pypto.reshape(scales, [1, size])
 
     def block_ids(self, sequence, begin, count: int):
@@ -81,62 +80,19 @@ class QuantSelector(Selector):
         return pypto.cast(pypto.view(ids, [1, count], [0, 0]), I32)
 
 
-def program(a: Arguments, *, cache_blocks: int, **facts) -> None:
-    """Fills every row of ``indices``; see :func:`.npu_lightning_indexer_pto.program`.
-
-    Args:
-        cache_blocks: static bound of the blocks of ``key_scale``.
-    """
-    # PyPTO cannot evaluate a class that the body of a kernel names
-    selector = functools.partial(QuantSelector, cache_blocks=cache_blocks)
-    indexer(a, selector=selector, cmp_ratio=1, **facts)
-
-
-def kernel(
-    *,
-    weights_dtype: str,
-    scale_dtype: str,
-    heads: int,
-    block_size: int,
-    tokens: int,
-    batch: int,
-    table_width: int,
-    cache_blocks: int,
-    ready_on_host: bool,
-    **facts,
-) -> Callable:
-    """The kernel of :func:`program` for a call with these static facts, as that of
-    npu_lightning_indexer_pto. One binary serves every cache up to the next power of two, too.
-    """
-    tiling = indexer_tiling(
-        tokens=tokens, batch=batch, heads=heads, block_size=block_size, table_width=table_width
-    )
-    return _kernel(
-        weights_dtype=DTYPES[weights_dtype],
-        scale_dtype=DTYPES[scale_dtype],
-        heads=heads,
-        block_size=block_size,
-        cache_blocks=power_of_two(cache_blocks),
-        tiling=tiling,
-        ready_on_host=ready_on_host,
-        **facts,
-    )
+def program(a: Arguments, facts: Facts) -> None:
+    """Fills every row of ``indices``; see :func:`.npu_lightning_indexer_pto.program`."""
+    # not in the body of the kernel, where PyPTO cannot evaluate the name of a class
+    indexer.program(a, facts, QuantSelector)
 
 
 @functools.cache
-def _kernel(*, weights_dtype, scale_dtype, tiling: IndexerTiling, ready_on_host: bool, **facts):
+def kernel(facts: Facts) -> Callable:
+    """The kernel of :func:`program`."""
     D, S, I8 = pypto.DYNAMIC, pypto.STATIC, pypto.DT_INT8
+    weights_dtype, scale_dtype = DTYPES[facts.weights_dtype], DTYPES[facts.scale_dtype]
 
-    @jit(
-        runtime_options=runtime_options(
-            "query_lengths",
-            "key_lengths",
-            "block_table",
-            ready_on_host=ready_on_host,
-            layout=facts["layout"],
-            iterations=128 // tiling.tokens,
-        ),
-    )
+    @jit(runtime_options=indexer.options(facts))
     def npu_quant_lightning_indexer_pto(
         query: pypto.Tensor([D, S], I8),
         weights: pypto.Tensor([D, S], weights_dtype),
@@ -148,6 +104,6 @@ def _kernel(*, weights_dtype, scale_dtype, tiling: IndexerTiling, ready_on_host:
         block_table: pypto.Tensor([D, D], I32),
         indices: pypto.Tensor([D, S], I32),
     ):
-        program(Arguments(**locals()), tiling=tiling, **facts)
+        program(arguments(locals()), facts)
 
     return npu_quant_lightning_indexer_pto

@@ -4,12 +4,23 @@ one, and a vector task.
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, Arguments, runtime_options
-from .pypto_versions import jit
+from . import DTYPES, Arguments, arguments, begin_task, end_task, runtime_options
+from .pypto_versions import behind, jit
 from .quantiser import FLOAT, TOKENS, loaded, quantised, tiles
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    dtype: str  # of x and hadamard
+    absent: tuple[str, ...]  # hadamard, if nothing is rotated
+
+    def missing_rows(self, count: int) -> int:
+        """The rows to append to ``count`` rows of ``x``."""
+        return 0 if self.absent else behind(count, TOKENS)
 
 
 def index_rows(a: Arguments, start, rows) -> tuple:
@@ -20,13 +31,12 @@ def index_rows(a: Arguments, start, rows) -> tuple:
         pypto.set_cube_tile_shapes([TOKENS] * 2, [width] * 2, [width] * 2)
         x = pypto.matmul(x, a.hadamard, FLOAT)
         pypto.set_vec_tile_shapes(TOKENS, width)
-    # else each operation becomes a task of its own
-    pypto.set_pass_options(sg_set_scope=1)
+    begin_task()
     if a.hadamard is not None:
         x = pypto.cast(x, a.x.dtype)
     values, scales = quantised(x)
     scales = pypto.cast(scales, pypto.DT_FP16)
-    pypto.set_pass_options(sg_set_scope=-1)
+    end_task()
     return values, scales
 
 
@@ -39,10 +49,9 @@ def program(a: Arguments) -> None:
 
 
 @functools.cache
-def kernel(*, dtype: str, rotates: bool) -> Callable:
+def kernel(facts: Facts) -> Callable:
     """The kernel of :func:`program`; one binary serves every number of rows."""
-    D, S, half = pypto.DYNAMIC, pypto.STATIC, DTYPES[dtype]
-    absent = () if rotates else ("hadamard",)
+    D, S, half = pypto.DYNAMIC, pypto.STATIC, DTYPES[facts.dtype]
 
     @jit(runtime_options=runtime_options(ready_on_host=False))
     def quant_rows(
@@ -51,6 +60,6 @@ def kernel(*, dtype: str, rotates: bool) -> Callable:
         rows: pypto.Tensor([D, S], pypto.DT_INT8),
         scales: pypto.Tensor([D, S], pypto.DT_FP16),
     ):
-        program(Arguments(**locals() | dict.fromkeys(absent)))
+        program(arguments(locals(), facts.absent))
 
     return quant_rows

@@ -5,68 +5,57 @@ prologs, then selection and attention, built by the functions of the single ops.
 import functools
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, Arguments, loop, runtime_options
+from . import DTYPES, Arguments, arguments, loop, runtime_options
 from . import prolog as prologs
-from .npu_lightning_indexer_pto import Selector, write_indices
-from .npu_sparse_flash_attention_pto import attender
-from .pypto_versions import jit
-from .tiling import (
-    AttentionTiling,
-    IndexerTiling,
-    PrologTiling,
-    attention_tiling,
-    indexer_tiling,
-    power_of_two,
-    prolog_tiling,
-)
+from .npu_lightning_indexer_pto import Selector, SelectorFacts, write_indices
+from .npu_sparse_flash_attention_pto import AttenderFacts, attender
+from .pypto_versions import after_all, behind, jit
 
 FLOAT, I32 = pypto.DT_FP32, pypto.DT_INT32
 
 
-def program(
-    a: Arguments, *, eps: float, slot_words: int, tiling: PrologTiling, prolog_only: bool, **facts
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Facts(prologs.PrologFacts):
+    select: SelectorFacts
+    attend: AttenderFacts
+    prolog_only: bool = False  # omits everything after the prolog, to measure the prolog alone
+
+    def query_rows(self, tokens: int) -> int:
+        """The rows of the queries of ``tokens``: a product loads what follows the last token."""
+        whole = behind(self.attend.heads) == behind(self.select.heads) == 0
+        return tokens if whole else tokens + 16
+
+
+def program(a: Arguments, facts: Facts) -> None:
     """The op: what reads ``x``; then, per tile of tokens, selection, ``w_uk`` and attention.
 
     Args:
         a: what :func:`.prolog.prolog` takes, ``act_seqs [B]`` and ``block_table [B, W]``; written:
             ``indices [rows_at_once, sparse_count]`` int32, of one tile, and ``out [T * N1, L]``.
     """
-    prologs.prolog(a, eps=eps, slot_words=slot_words, tiling=tiling)
-    tokens, M = a.sin.shape[0], tiling.tokens
+    prologs.prolog(a, facts)
+    tokens, M = a.sin.shape[0], facts.tiling.tokens
     for tile in loop("DSA_TILE", (tokens + M - 1) // M):
-        # PyPTO makes a reader of an argument with a dynamic dim wait for the last writer only: with
-        # ``submit_before_loop`` a tile waits for all caches and queries, and for the readers of
-        # ``indices`` in the tile before.
-        for _ in loop("DSA_AFTER_ALL", 1, submit_before_loop=True):
-            if prolog_only:
-                prologs.absorb(a, tile, tiling)
+        # a tile waits for all caches and queries, and for the readers of ``indices`` in the one
+        # before
+        for _ in after_all("DSA_AFTER_ALL"):
+            if facts.prolog_only:
+                prologs.absorb(a, tile, facts.tiling)
             else:
-                select_and_attend(a, tile, tiling, **facts)
+                select_and_attend(a, tile, facts)
 
 
-def select_and_attend(
-    a: Arguments,
-    tile,
-    tiling: PrologTiling,
-    *,
-    heads: int,
-    index_heads: int,
-    block_size: int,
-    table_width: int,
-    scale: float,
-    sparse_count: int,
-    index_tiling: IndexerTiling,
-    attention_tiling: AttentionTiling,
-) -> None:
+def select_and_attend(a: Arguments, tile, facts: Facts) -> None:
     """Selection of all tokens of a tile, their queries times ``w_uk``, then their attention.
 
     In this order the selection's vector tasks overlap the products with ``w_uk``. A token's
     attention waits for its own row of ``indices``, because both dims of that argument are static.
     """
+    tiling = facts.tiling
     first = tile * tiling.tokens
     count = (a.sin.shape[0] - first).min(tiling.tokens)
     select = Selector(
@@ -76,10 +65,7 @@ def select_and_attend(
             key=a.index_k_cache,
             block_table=a.block_table,
         ),
-        heads=index_heads,
-        block_size=block_size,
-        sparse_count=sparse_count,
-        tiling=index_tiling,
+        facts.select,
     )
     for i in loop("DSA_SELECT", count):
         sequence, visible = seen(a, first + i, select.capacity)
@@ -101,11 +87,7 @@ def select_and_attend(
             softmax_max=None,
             softmax_sum=None,
         ),
-        heads=heads,
-        block_size=block_size,
-        table_width=table_width,
-        scale=scale,
-        tiling=attention_tiling,
+        facts.attend,
     )
     for i in loop("DSA_ATTEND", count):
         sequence, visible = seen(a, first + i, select.capacity)
@@ -128,65 +110,15 @@ def seen(a: Arguments, token, capacity) -> tuple:
     return sequence, keys
 
 
-def rows_at_once(*, tokens: int, hidden: int) -> int:
-    """``x`` must have a multiple of so many rows, of which the first ``tokens`` count."""
-    return prologs.rows_at_once(prolog_tiling(tokens=tokens, hidden=hidden))
-
-
-def kernel(
-    *,
-    dtype: str,
-    angle_dtype: str,
-    heads: int,
-    index_heads: int,
-    block_size: int,
-    hidden: int,
-    tokens: int,
-    batch: int,
-    table_width: int,
-    prolog_only: bool = False,
-    **facts,
-) -> Callable:
-    """The kernel of :func:`program`, whose arguments it takes, for a call with these static facts.
-
-    ``prolog_only`` omits everything after the prolog, to measure the prolog alone.
-
-    One binary serves every number of tokens of a class of :func:`prolog_tiling`,
-    :func:`attention_tiling` and :func:`indexer_tiling`, and every block table up to the next power
-    of two.
-    """
-    return _kernel(
-        dtype=DTYPES[dtype],
-        angle_dtype=DTYPES[angle_dtype],
-        heads=heads,
-        index_heads=index_heads,
-        block_size=block_size,
-        table_width=max(power_of_two(table_width), 64),
-        tiling=prolog_tiling(tokens=tokens, hidden=hidden),
-        index_tiling=indexer_tiling(
-            tokens=tokens,
-            batch=batch,
-            heads=index_heads,
-            block_size=block_size,
-            table_width=table_width,
-            most_shared=1,  # one token at a time
-        ),
-        attention_tiling=attention_tiling(tokens=tokens),
-        prolog_only=prolog_only,
-        **facts,
-    )
-
-
 @functools.cache
-def _kernel(*, dtype, angle_dtype, ready_on_host: bool, **facts):
+def kernel(facts: Facts) -> Callable:
+    """The kernel of :func:`program`."""
     matrix, rows = [pypto.STATIC] * 2, [pypto.DYNAMIC, pypto.STATIC]
     heads = [pypto.DYNAMIC, pypto.STATIC, pypto.STATIC]
+    dtype, angle_dtype = DTYPES[facts.dtype], DTYPES[facts.angle_dtype]
+    control_flow = "cache_index", "act_seqs", "block_table"
 
-    @jit(
-        runtime_options=runtime_options(
-            "cache_index", "act_seqs", "block_table", ready_on_host=ready_on_host
-        ),
-    )
+    @jit(runtime_options=runtime_options(*control_flow, ready_on_host=facts.ready_on_host))
     def npu_sparse_attention_pto(
         x: pypto.Tensor(rows, dtype),
         w_dq: pypto.Tensor(matrix, dtype),
@@ -216,6 +148,6 @@ def _kernel(*, dtype, angle_dtype, ready_on_host: bool, **facts):
         indices: pypto.Tensor(matrix, I32),
         out: pypto.Tensor(rows, dtype),
     ):
-        program(Arguments(**locals()), **facts)
+        program(arguments(locals()), facts)
 
     return npu_sparse_attention_pto

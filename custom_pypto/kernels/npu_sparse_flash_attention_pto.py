@@ -14,36 +14,62 @@ entry of the block table.
 
 import functools
 from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
 
 import pypto
-from pypto.experimental import gather_in_l1
 
-from . import DTYPES, Arguments, runtime_options
-from .pypto_versions import jit, reciprocal
-from .sequences import query_tiles
+from . import DTYPES, Arguments, arguments, begin_task, end_task, runtime_options
+from .pypto_versions import (
+    behind,
+    gathered,
+    infinite_where,
+    jit,
+    number,
+    padded_indices,
+    pieces,
+    reciprocal,
+)
+from .sequences import QueryFacts, query_tiles
 from .tiling import AttentionTiling, attention_tiling, power_of_two
 
-RADIX = 4096  # float32 counts to RADIX**2 exactly
 CHECKS = 1  # the scope of a token's checks; other scopes have higher numbers
-# for fewer PyPTO 0.2.0 compares rows of different static widths, which is no valid code
-LEAST_INDICES = 64
 MASKED_SUM = 1e-30  # makes 0/0 of a row without a valid index 0 and vanishes in any other sum
 
 
-def number(value):
-    """The symbolic scalar ``value``, clamped to what float32 counts exactly, as ``[1, 1]``.
-
-    Element-wise operations take no symbolic scalars, and the interpreter fills with 0 for one:
-    count the valid elements of two rows instead. Each holds one more, since no row may be empty.
+@dataclass(frozen=True, kw_only=True)
+class AttenderFacts:
+    """What :func:`attender` needs. One binary serves every number of tokens of a class of
+    :func:`attention_tiling`, and every block table up to the next power of two.
     """
-    value = value.max(0).min(RADIX * (RADIX - 2))
-    pypto.set_vec_tile_shapes(1, RADIX)
-    total = None
-    for digit, weight in (value % RADIX, 1.0), (value // RADIX, float(RADIX)):
-        row = pypto.full([1, RADIX], weight, pypto.DT_FP32, valid_shape=[1, digit + 1])
-        row = pypto.sum(row, dim=-1, keepdim=True)
-        total = row if total is None else pypto.add(total, row)
-    return pypto.add(total, -1.0 - RADIX)
+
+    heads: int
+    block_size: int
+    scale: float
+    table_width: int  # of the block table, then rounded up
+    tokens: InitVar[int]
+    tiling: AttentionTiling = field(init=False)
+
+    def __post_init__(self, tokens: int):
+        object.__setattr__(self, "table_width", max(power_of_two(self.table_width), 64))
+        object.__setattr__(self, "tiling", attention_tiling(tokens=tokens))
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionFacts(AttenderFacts, QueryFacts):
+    """What both attentions have in common."""
+
+    dtype: str  # of the output
+    ready_on_host: bool
+
+    @property
+    def rows_behind_query(self) -> int:
+        """The rows to append to ``query`` and ``query_rope``."""
+        return behind(self.heads)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts(AttentionFacts):
+    absent: tuple[str, ...]  # of the arguments that a call may lack
 
 
 def checked_table(block_table, sequence, last_block, width):
@@ -62,7 +88,7 @@ def checked_indices(indices, row, last):
     is.
     """
     K = indices.shape[1]
-    width = max(-(-K // 16) * 16, LEAST_INDICES)
+    width = padded_indices(K)
     pypto.set_vec_tile_shapes(width)
     order = pypto.reshape(pypto.arange(0.0, float(width), 1.0), [1, width])
     pypto.set_vec_tile_shapes(1, width)
@@ -78,58 +104,29 @@ def checked_indices(indices, row, last):
     return pypto.where(valid, index, safe), mask
 
 
-def pieces(index, size: int, parts: int) -> list:
-    """Indices of parts of rows, in a cache seen as ``parts`` rows for each of its own: a list for
-    each part, of int32 tensors of ``size`` consecutive ones, the last one shorter.
-
-    Each is a tensor of its own: for a part of a tensor PyPTO 0.2.0 generates code that takes the
-    indices from the first tensor of the graph.
-    """
-    if parts > 1:
-        # as integers, which float32 could not hold; once for all, which keeps them in one task
-        index = pypto.mul(pypto.cast(index, pypto.DT_INT32), parts)
-    starts = range(0, index.shape[1], size)
-    shapes = [[1, min(size, index.shape[1] - start)] for start in starts]
-    views = [pypto.view(index, s, [0, start]) for start, s in zip(starts, shapes, strict=True)]
-    if parts == 1:
-        return [[pypto.cast(view, pypto.DT_INT32) for view in views]]
-    return [[pypto.add(view, part) for view in views] for part in range(parts)]
-
-
-def checked(
-    a: Arguments,
-    row,
-    sequence,
-    visible,
-    *,
-    block_size: int,
-    table_width: int,
-    splits: Callable,
-    apart: bool,
-):
+def checked(a: Arguments, facts: AttenderFacts, row, sequence, visible, splits: Callable) -> tuple:
     """The checked inputs of the gathers and of the softmax.
 
     ``(index, mask, table)``, of which ``index`` has the :func:`pieces` for each of ``splits`` of
-    the padded number of indices; with ``apart`` the first of them do not wait for the others.
+    the padded number of indices; by ``tiling.apart`` the first of them do not wait for the others.
 
     Index arithmetic is float32, the type for which comparisons exist; it keeps the order of all
     int32.
     """
-    blocks = a.key.shape[0] // block_size
-    # without a scope each branch of the computation becomes a stage of its own
-    pypto.set_pass_options(sg_set_scope=CHECKS)
+    blocks = a.key.shape[0] // facts.block_size
+    begin_task(CHECKS)  # else each branch of the computation becomes a stage of its own
     last = number(visible - 1)
     # from ``last``, so that indices and table are connected and stay in one task
     last_block = pypto.sub(number(visible - 1 + blocks - 1), last)
     index, mask = checked_indices(a.indices, row, last)
     first, *others = splits(index.shape[1])
     found = [pieces(index, *first)]
-    table = checked_table(a.block_table, sequence, last_block, table_width)
+    table = checked_table(a.block_table, sequence, last_block, facts.table_width)
     for scope, split in enumerate(others, CHECKS + 1):
-        pypto.set_pass_options(sg_set_scope=scope if apart else CHECKS)
+        begin_task(scope if facts.tiling.apart else CHECKS)
         pypto.set_vec_tile_shapes(1, index.shape[1])
         found.append(pieces(index, *split))
-    pypto.set_pass_options(sg_set_scope=-1)
+    end_task()
     return found, mask, table
 
 
@@ -163,7 +160,7 @@ def where_valid(of_keys, maximum, total) -> list:
     ``of_keys``; else -inf and 0.
     """
     nothing = pypto.lt(of_keys, 0.5)  # the best valid key alone counts 1
-    return [pypto.where(nothing, float("-inf"), maximum), pypto.where(nothing, 0.0, total)]
+    return [infinite_where(nothing, maximum), pypto.where(nothing, 0.0, total)]
 
 
 class GatheredRows:
@@ -174,9 +171,9 @@ class GatheredRows:
     and ``keys()`` and ``values()`` return the right operands of a group of heads.
     """
 
-    def __init__(self, a: Arguments, *, heads: int, block_size: int, tiling: AttentionTiling):
-        self.a, self.block_size = a, block_size
-        self.splits = functools.partial(tiling.splits, heads, a.out.shape[1])
+    def __init__(self, a: Arguments, facts: AttenderFacts):
+        self.a, self.block_size = a, facts.block_size
+        self.splits = functools.partial(facts.tiling.splits, facts.heads, a.out.shape[1])
 
     def load(self, index: list, table) -> None:
         self.index = index
@@ -192,16 +189,7 @@ class GatheredRows:
         return self.gather(self.a.value, self.index[-1], transposed=False)
 
 
-def attender(
-    a: Arguments,
-    *,
-    heads: int,
-    block_size: int,
-    table_width: int,
-    scale: float,
-    tiling: AttentionTiling,
-    loader: Callable = GatheredRows,
-) -> Callable:
+def attender(a: Arguments, facts: AttenderFacts, loader: Callable = GatheredRows) -> Callable:
     """``attend(row, sequence, visible, selection)``, which builds the output rows of one token
     from the row ``selection`` of the indices.
 
@@ -211,24 +199,17 @@ def attender(
             be ``key``; ``indices [., K]`` and ``block_table [B, W]`` int32; ``sinks [heads, 1]``
             float32 or None; ``out [T * heads, L]``; ``softmax_max`` and ``softmax_sum``
             ``[T * heads, 1]`` float32, or None.
-        table_width: static bound of W.
         loader: makes keys and values of the caches, as :class:`GatheredRows` does.
     """
-    dtype, latent = a.out.dtype, a.out.shape[1]
+    heads, tiling, dtype, latent = facts.heads, facts.tiling, a.out.dtype, a.out.shape[1]
     statistics = a.softmax_max is not None
-    rows = loader(a, heads=heads, block_size=block_size, tiling=tiling)
+    rows = loader(a, facts)
 
     def attend(row, sequence, visible, selection):
         pypto.set_pass_options(**tiling.pass_options)  # of the calling loop
         pypto.experimental.set_operation_options(combine_axis=True)
         if pypto.cond(visible > 0):
-            facts = dict(
-                block_size=block_size,
-                table_width=table_width,
-                splits=rows.splits,
-                apart=tiling.apart,
-            )
-            index, mask, table = checked(a, selection, sequence, visible, **facts)
+            index, mask, table = checked(a, facts, selection, sequence, visible, rows.splits)
             width = mask.shape[1]
             scores_tiles, output_tiles = tiling.cube_tiles(heads, latent, width)
             rows.load(index, table)
@@ -242,7 +223,7 @@ def attender(
                 sinks = None if a.sinks is None else pypto.view(a.sinks, [group, 1], [first, 0])
                 softmax_rows = tiling.softmax_rows(width, sinks=sinks is not None)
                 pypto.set_vec_tile_shapes(softmax_rows, width)
-                logits = pypto.mul(logits, scale)
+                logits = pypto.mul(logits, facts.scale)
                 p, *results = softmax(logits, mask, sinks, statistics=statistics)
                 p = pypto.cast(p, dtype)
 
@@ -276,48 +257,14 @@ def write(a: Arguments, at, out, *statistics) -> None:
         pypto.assemble(result, [at, 0], argument)
 
 
-def program(
-    a: Arguments, *, layout: str, ragged: bool, sparse_mode: int, block_size: int, **facts
-) -> None:
+def program(a: Arguments, facts: AttentionFacts, loader: Callable = GatheredRows) -> None:
     """Writes every row of ``out``; see :func:`attender` and :func:`query_tiles`."""
-    attend = attender(a, block_size=block_size, **facts)
+    attend = attender(a, facts, loader)
+    tokens, capacity = a.indices.shape[0], a.block_table.shape[1] * facts.block_size
     for row, sequence, (visible,) in query_tiles(
-        a.query_lengths,
-        a.key_lengths,
-        a.indices.shape[0],
-        a.block_table.shape[1] * block_size,
-        layout=layout,
-        ragged=ragged,
-        sparse_mode=sparse_mode,
-        name="SFA",
+        facts, a.query_lengths, a.key_lengths, tokens, capacity, name="SFA"
     ):
         attend(row, sequence, visible, row)
-
-
-def gathered(rows, index: list, *, table, block_size: int, transposed: bool):
-    """The rows of a paged cache that ``index``, of :func:`pieces`, names, as right operand of a
-    matmul.
-
-    Each gather starts at column 0, of rows that are parts of those of the cache: since CANN 9.1
-    PyPTO's generated code starts there in any case (docs/npu.md).
-    """
-    parts = len(index)
-    width, block_size = rows.shape[1] // parts, block_size * parts
-    if parts > 1:
-        rows = pypto.reshape(rows, [rows.shape[0] * parts, width], inplace=True)
-    options = dict(is_b_matrix=True, is_trans=transposed)
-    found = [
-        [gather_in_l1(rows, piece, table, block_size, width, **options) for piece in part]
-        for part in index
-    ]
-    if parts == len(found[0]) == 1:
-        return found[0][0]
-    keys = sum(piece.shape[1] for piece in index[0])
-    joined = pypto.tensor([keys, parts * width], rows.dtype, "rows")
-    for column, part in enumerate(found):
-        for i, piece in enumerate(part):
-            pypto.assemble(piece, [i * index[0][0].shape[1], column * width], joined)
-    return joined
 
 
 def beside(left, right, name: str):
@@ -329,33 +276,19 @@ def beside(left, right, name: str):
     return joined
 
 
-def kernel(*, dtype: str, tokens: int, table_width: int, ready_on_host: bool, **facts) -> Callable:
-    """The kernel of :func:`program` for a call with these static facts.
-
-    Its arguments are those of :func:`program`; PyPTO knows no optional ones, so that any tensor may
-    stand for those that ``absent`` names. One binary serves every number of tokens of a class of
-    :func:`attention_tiling`, and every block table up to the next power of two.
-    """
-    return _kernel(
-        dtype=DTYPES[dtype],
-        table_width=max(power_of_two(table_width), 64),
-        tiling=attention_tiling(tokens=tokens),
-        ready_on_host=ready_on_host,
-        **facts,
-    )
+def options(facts: AttentionFacts) -> dict:
+    """Options of the kernels of both attentions."""
+    lengths, ready = ("query_lengths", "key_lengths"), facts.ready_on_host
+    return runtime_options(*lengths, ready_on_host=ready, layout=facts.layout)
 
 
 @functools.cache
-def _kernel(
-    *, dtype, absent: tuple[str, ...], tiling: AttentionTiling, ready_on_host: bool, **facts
-):
+def kernel(facts: Facts) -> Callable:
+    """The kernel of :func:`program`."""
     D, S, F32, I32 = pypto.DYNAMIC, pypto.STATIC, pypto.DT_FP32, pypto.DT_INT32
+    dtype = DTYPES[facts.dtype]
 
-    @jit(
-        runtime_options=runtime_options(
-            "query_lengths", "key_lengths", ready_on_host=ready_on_host, layout=facts["layout"]
-        ),
-    )
+    @jit(runtime_options=options(facts))
     def sparse_flash_attention(
         query: pypto.Tensor([D, S], dtype),
         query_rope: pypto.Tensor([D, S], dtype),
@@ -371,6 +304,6 @@ def _kernel(
         softmax_max: pypto.Tensor([D, S], F32),
         softmax_sum: pypto.Tensor([D, S], F32),
     ):
-        program(Arguments(**locals() | dict.fromkeys(absent)), tiling=tiling, **facts)
+        program(arguments(locals(), facts.absent), facts)
 
     return sparse_flash_attention

@@ -17,29 +17,47 @@ Every weight is read once per tile of tokens. Memory: the outputs in global memo
 tokens, ``4 * M * split * (Q + L + R + DI + NI)`` bytes of sums and M rows of each result.
 """
 
-import contextlib
 import functools
+from dataclasses import InitVar, dataclass, field
 
 import pypto
 
-from . import Arguments
-from .tiling import PrologTiling, cube_tile
+from . import Arguments, begin_task, end_task
+from .pypto_versions import assemble_side_by_side, behind
+from .slots import SlotFacts, write_rows
+from .tiling import PrologTiling, cube_tile, prolog_tiling
 
 FLOAT = pypto.DT_FP32
 INDEX_KEY_EPS = 1e-6  # LayerNorm of the index key, whatever the eps of the RMSNorms
 
 
-def rows_at_once(tiling: PrologTiling) -> int:
-    """The rows of ``x`` that are loaded for a tile, valid or not."""
-    return -(-tiling.tokens // 16) * 16
+@dataclass(frozen=True, kw_only=True)
+class PrologFacts(SlotFacts):
+    """One binary serves every number of tokens of a class of :func:`prolog_tiling`."""
 
+    dtype: str
+    angle_dtype: str  # of sin and cos
+    eps: float
+    tokens: InitVar[int]
+    hidden: InitVar[int]
+    tiling: PrologTiling = field(init=False)
+    ready_on_host: bool
 
-@contextlib.contextmanager
-def one_task():
-    """Inside, the operations of a tile become one task; by default PyPTO makes several."""
-    pypto.set_pass_options(sg_set_scope=1)
-    yield
-    pypto.set_pass_options(sg_set_scope=-1)
+    def __post_init__(self, tokens: int, hidden: int):
+        object.__setattr__(self, "tiling", prolog_tiling(tokens=tokens, hidden=hidden))
+
+    @property
+    def rows_at_once(self) -> int:
+        """The rows of the hidden states that are loaded for a tile, valid or not."""
+        return self.tiling.tokens + behind(self.tiling.tokens)
+
+    def missing_rows(self, tokens: int) -> int:
+        """The rows to append to the hidden states of ``tokens``."""
+        return behind(tokens, self.rows_at_once)
+
+    def missing_columns(self, heads: int) -> int:
+        """The columns to append to the projection to the weights of ``heads``."""
+        return behind(heads)
 
 
 def rounded(x, dtype):
@@ -156,9 +174,8 @@ class Tile:
         return pypto.reshape(x, [x.shape[0], *shape], valid_shape=[self.rows, *shape])
 
     def store_rotated(self, first, second, angle, h, out):
-        # no concat here: it forgets how many rows are valid
-        for i, half_R in enumerate(rotated(first, second, *angle, self.dtype)):
-            pypto.assemble(half_R, [self.start, h, i * self.half], out)
+        halves = rotated(first, second, *angle, self.dtype)
+        assemble_side_by_side(halves, [self.start, h, 0], out)
 
     def index_query(self, latent, angle):
         """Writes ``q_index``."""
@@ -166,12 +183,13 @@ class Tile:
         _, NI, DI = a.q_index.shape
         for h in range(0, NI, self.tiling.heads):
             q = self.index_heads(latent, h)
-            with one_task():
-                first, second = columns(q, 0, half), columns(q, half, half)
-                self.store_rotated(first, second, angle, h, a.q_index)
-                if DI > R:
-                    rest = pypto.cast(columns(q, R, DI - R), self.dtype)
-                    pypto.assemble(rest, [self.start, h, R], a.q_index)
+            begin_task()
+            first, second = columns(q, 0, half), columns(q, half, half)
+            self.store_rotated(first, second, angle, h, a.q_index)
+            if DI > R:
+                rest = pypto.cast(columns(q, R, DI - R), self.dtype)
+                pypto.assemble(rest, [self.start, h, R], a.q_index)
+            end_task()
 
     def index_heads(self, latent, h):
         """Float32 queries of the heads from ``h`` on that become one task, before RoPE."""
@@ -198,9 +216,10 @@ class Tile:
             pypto.set_vec_tile_shapes(self.tiling.rows, heads, R)
             # the cast stays outside: inside it would pull the matmul into the task
             q = pypto.cast(columns(self.by_head(q, heads), P, R), FLOAT)
-            with one_task():
-                even, odd = interleaved_pairs(q, self.rows)
-                self.store_rotated(even, odd, angle, h, a.q_rope)
+            begin_task()
+            even, odd = interleaved_pairs(q, self.rows)
+            self.store_rotated(even, odd, angle, h, a.q_rope)
+            end_task()
 
     def absorb(self):
         """Writes ``q_latent``: the part without RoPE times ``w_uk``."""
@@ -212,36 +231,18 @@ class Tile:
             q = self.view(a.q_heads, h * (P + R), P)
             pypto.assemble(pypto.matmul(q, w, self.dtype), [self.start, h * L], a.q_latent)
 
-    def write_caches(self, k_latent, k_rope, k_index, slot_words):
-        """Writes the key rows of each token whose slot exists."""
-        a, slots = self.a, self.a.kv_cache.shape[0]
-        written = (k_latent, a.kv_cache), (k_rope, a.kr_cache), (k_index, a.index_k_cache)
-        for i in pypto.loop(self.rows, name="PROLOG_CACHE", idx_name="prolog_row"):
-            word = (self.start + i) * slot_words
-            slot, *high = (a.cache_index[0, word + j] for j in range(slot_words))
-            exists = (slot >= 0) * (slot < slots)
-            for half_word in high:
-                exists = exists * (half_word == 0)
-            slot = slot.max(0).min(slots - 1)
-            for keys, cache in written:
-                width = cache.shape[1]
-                pypto.set_vec_tile_shapes(1, width)
-                # no row where the slot is outside
-                key = pypto.view(keys, [1, width], [i, 0], valid_shape=[exists, width])
-                pypto.assemble(pypto.clone(key), [slot, 0], cache)
 
-
-def prolog(a: Arguments, *, eps: float, slot_words: int, tiling: PrologTiling) -> None:
+def prolog(a: Arguments, facts: PrologFacts) -> None:
     """Arguments as in the op's schema, with these views: ``x [T, H]``, ``w_uk [N1 * P, L]``, the
     gammas and beta ``[1, .]``, ``sin`` and ``cos [T, R]``, ``cache_index [1, T * slot_words]``
-    int32 (an int64 one seen as words, low word first), the caches ``[slots, .]``. Written: the
-    caches, ``q_heads [., N1 * (P + R)]`` for :func:`absorb`, ``q_rope [T, N1, R]``,
-    ``q_index [T, NI, DI]`` and ``index_weights [T, NI]`` float32. If two tokens name one slot,
-    either row may remain.
+    int32, the caches ``[slots, .]``. Written: the caches, ``q_heads [., N1 * (P + R)]`` for
+    :func:`absorb`, ``q_rope [T, N1, R]``, ``q_index [T, NI, DI]`` and ``index_weights [T, NI]``
+    float32. If two tokens name one slot, either row may remain.
 
-    PyPTO 0.2.0 loads whole tiles: ``x`` and ``q_heads`` have the rows of whole tiles
-    (:func:`rows_at_once`), ``w_idx_proj`` has NI rounded up to 16 columns.
+    ``x`` and ``q_heads`` have the rows of whole tiles (``missing_rows``), ``w_idx_proj`` has the
+    columns of whole tiles (``missing_columns``).
     """
+    tiling, eps = facts.tiling, facts.eps
     dtype, T, M = a.x.dtype, a.sin.shape[0], tiling.tokens
     _, NI, DI = a.q_index.shape
     for i in pypto.loop((T + M - 1) // M, name="PROLOG", idx_name="prolog_tile"):
@@ -259,7 +260,9 @@ def prolog(a: Arguments, *, eps: float, slot_words: int, tiling: PrologTiling) -
         angle = tile.by_token(angle)
         tile.index_query(latent, angle)
         tile.query(latent, angle)
-        tile.write_caches(*keys, slot_words)
+        written = [*zip(keys, (a.kv_cache, a.kr_cache, a.index_k_cache), strict=True)]
+        slots, words = a.cache_index, facts.slot_words
+        write_rows("PROLOG_CACHE", written, slots, tile.start, tile.rows, slot_words=words)
 
 
 def absorb(a: Arguments, tile, tiling: PrologTiling) -> None:

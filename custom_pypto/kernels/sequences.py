@@ -6,15 +6,27 @@ outside a tensor.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 from . import loop
 
 
-def query_rows(query_lengths, b, batch, tokens, *, layout: str, ragged: bool) -> tuple:
+@dataclass(frozen=True, kw_only=True)
+class QueryFacts:
+    """What is static about query tokens and the keys that they see."""
+
+    layout: str  # BSND or TND
+    ragged: bool  # whether query_lengths counts for BSND; without it every row is a token
+    sparse_mode: int  # 0: every key is visible; 3: the mask is causal and right-aligned
+    cmp_ratio: int = 1  # tokens per key
+
+
+def query_rows(facts: QueryFacts, query_lengths, b, batch, tokens) -> tuple:
     """A sequence's first row, number of rows, rows without padding, and whether its keys count."""
-    if layout != "TND":
+    if facts.layout != "TND":
         rows = tokens // batch
-        return b * rows, rows, query_lengths[b].max(0).min(rows) if ragged else rows, 1
+        valid = query_lengths[b].max(0).min(rows) if facts.ragged else rows
+        return b * rows, rows, valid, 1
     # an extra sequence without keys owns the rows behind the last sequence
     start = query_lengths[(b - 1).max(0)].max(0).min(tokens) * b.min(1)
     end = query_lengths[b.min(batch - 1)].max(start).min(tokens)
@@ -23,17 +35,7 @@ def query_rows(query_lengths, b, batch, tokens, *, layout: str, ragged: bool) ->
 
 
 def query_tiles(
-    query_lengths,
-    key_lengths,
-    tokens,
-    capacity,
-    *,
-    layout: str,
-    ragged: bool,
-    sparse_mode: int,
-    name: str,
-    tile: int = 1,
-    cmp_ratio: int = 1,
+    facts: QueryFacts, query_lengths, key_lengths, tokens, capacity, *, name: str, tile: int = 1
 ) -> Iterator[tuple]:
     """``(row, sequence, visible)`` of consecutive query tokens, in nested loops.
 
@@ -43,28 +45,23 @@ def query_tiles(
 
     Args:
         query_lengths: ``[B]`` int32, lengths for BSND, non-decreasing prefix sums for TND.
-        key_lengths: ``[B]`` int32.
+        key_lengths: ``[B]`` int32, tokens. A query token sees the keys whose tokens it sees all.
         tokens: query tokens, padding included.
         capacity: keys that the block table of one sequence can hold.
-        ragged: whether ``query_lengths`` counts for BSND; without it every row is a token.
         name: prefix of the loops' names.
         tile: tokens per tile.
-        cmp_ratio: tokens per key. ``key_lengths`` are tokens; a query token sees the keys whose
-            tokens it sees all.
 
     Yields:
         The row of the first token in the flattened query; its sequence; a list: for each token the
         number of keys it sees, 0 for padding, whose rows are visited too, for the caller to write.
     """
-    batch = key_lengths.shape[0]
+    batch, ratio = key_lengths.shape[0], facts.cmp_ratio
     # for a ratio above 1 ``capacity`` must be the result of a min or max, which are int64; dims and
     # elements of tensors are int32 in PyPTO's control flow
-    most = capacity * cmp_ratio + cmp_ratio - 1
-    sequences = batch + (layout == "TND")
+    most = capacity * ratio + ratio - 1
+    sequences = batch + (facts.layout == "TND")
     for b in loop(f"{name}_B", sequences):
-        start, rows, len_q, owns_keys = query_rows(
-            query_lengths, b, batch, tokens, layout=layout, ragged=ragged
-        )
+        start, rows, len_q, owns_keys = query_rows(facts, query_lengths, b, batch, tokens)
         sequence = b.min(batch - 1)
         len_k = key_lengths[sequence].max(0).min(most) * owns_keys
         tiled = rows // tile * tile
@@ -74,10 +71,10 @@ def query_tiles(
                 visible = []
                 for j in range(size):
                     keys = len_k
-                    if sparse_mode != 0:
+                    if facts.sparse_mode != 0:
                         keys = (len_k - len_q + i + j + 1).max(0).min(len_k)
-                    keys = keys // cmp_ratio
-                    if ragged and layout != "TND":
+                    keys = keys // ratio
+                    if facts.ragged and facts.layout != "TND":
                         keys = keys * (len_q - i - j).max(0).min(1)
                     keys.as_variable()
                     visible.append(keys)

@@ -190,7 +190,7 @@ ATTENTION = {
         vec_nbuffer=5,
         apart=True,
     ),
-    # a token's score tasks are two, its softmax tasks two: edges take longer than idle cores
+    # two score and two softmax tasks per token: scheduling costs more than idle cores
     "17-32 tokens": AttentionTiling(
         heads=128,
         score_keys=256,
@@ -241,10 +241,9 @@ def cube_tile(
     """``pypto.set_cube_tile_shapes`` for 2-byte ``[m, k] @ [k, columns]``, at most ``n`` columns
     per task.
 
-    The tiles divide the columns: PyPTO 0.2.0 loads whole tiles, the last one from behind the tensor
-    if it is not full. Few large copies win: each takes as much of k as L1 holds. ``left_stays``:
-    the left operand is copied once per task, if it leaves half of L1 (PyPTO cannot compile that for
-    a view of an argument).
+    The tiles divide the columns (:func:`.pypto_versions.behind`). Few large copies win: each takes
+    as much of k as L1 holds. ``left_stays``: the left operand is copied once per task, if it leaves
+    half of L1 (PyPTO cannot compile that for a view of an argument).
     """
     m = -(-m // 16) * 16
     n = largest_divisor(columns, 16, min(n, columns, L0C_BYTES // 4 // m))

@@ -7,12 +7,13 @@ torch's allocator.
 
 ``<op>.py`` has two functions, whose arguments have the schema's names. ``check(arguments)`` rejects
 calls that the contract allows but the NPU programs do not support; it reads only sizes, strides and
-dtypes, and serves graph mode too. ``run(launch, arguments, out)`` then writes the output, or the
-tuple of outputs that the called overload has. A ``backward`` beside them is registered as
+dtypes, and serves graph mode too. ``kernel_call(arguments, out)`` then describes the call of the
+PyPTO kernel that computes ``out``, the output or the tuple of outputs that the called overload has;
+None if there is nothing to launch, after ``out`` has been filled. A ``backward`` is registered as
 ``<op>_backward``.
 
-``launch(kernel, tensors, written)`` runs a kernel on ``tensors``, of which it writes ``written``:
-:func:`.common.on_device` here, the interpreter in :mod:`custom_pypto.simulation`.
+What runs the kernel is given here: :func:`.common.on_device`, or the interpreter in
+:mod:`custom_pypto.simulation`.
 
 ``CUSTOM_PYPTO_EAGER``, read at each call on NPU tensors, chooses what runs the op once the contract
 is checked:
@@ -39,7 +40,7 @@ from ..graph.prototypes import prototype
 from ..requirements import pypto_problem
 from ..schemas import bound, overloads
 from .aclnn import Operator
-from .common import Arguments, Launch, on_device
+from .common import Arguments, Launch, on_device, prepared
 
 
 @functools.cache
@@ -60,7 +61,9 @@ def _call(op: str, overload: torch._ops.OpOverload, launch: Launch, /, *args, **
     out, arguments = _contract(op, overload, args, kwargs)
     named = Arguments(**arguments)
     _module(op).check(named)
-    return _module(op).run(launch, named, out)
+    if (call := _module(op).kernel_call(named, out)) is not None:
+        launch(*prepared(op, call))
+    return out
 
 
 def _contract(op: str, overload: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]):
@@ -122,7 +125,7 @@ def _functions(call: Callable, launch: Launch) -> dict[str, Callable]:
             name = overload.name().removeprefix("custom_pypto::")
             functions[name] = functools.partial(call, op, overload, launch)
         if hasattr(_module(op), "backward"):
-            functions[f"{op}_backward"] = functools.partial(_module(op).backward, launch)
+            functions[f"{op}_backward"] = _module(op).backward
     return functions
 
 

@@ -1,10 +1,12 @@
-"""Shared by the ops on an NPU: launches, PyPTO kernels, limits and their error messages."""
+"""Shared by the ops on an NPU: calls of PyPTO kernels, limits and their error messages."""
 
 import functools
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,14 +14,51 @@ from torch import Tensor
 from ..descriptions import HALF, OPS, spelled
 from ..requirements import pypto_problem
 
-Launch = Callable[[Callable, Sequence[Tensor], Sequence[Tensor]], None]
 Arguments = SimpleNamespace  # of a call, by their names in the schema
 
 
-def on_device(kernel: Callable, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+@dataclass(frozen=True)
+class KernelCall:
+    """What an op's kernel is made of and called with; made by :func:`prepared`."""
+
+    facts: Any  # a ``Facts`` of kernels/<op>.py
+    tensors: dict[str, Tensor | None]  # by the kernel's names, in any order; None is not read
+    written: tuple[str, ...]  # names of those that the kernel writes
+
+
+# runs a PyPTO kernel on tensors that are in its order, of which it writes those of these names
+Launch = Callable[[Callable, dict[str, Tensor], tuple[str, ...]], None]
+
+
+def on_device(kernel: Callable, tensors: dict[str, Tensor], written: tuple[str, ...]) -> None:
     """Launches the kernel on the current stream of the tensors' device."""
-    with torch.npu.device(tensors[0].device):  # type: ignore[attr-defined]
-        kernel(*tensors)
+    in_order = tuple(tensors.values())
+    with torch.npu.device(in_order[0].device):  # type: ignore[attr-defined]
+        kernel(*in_order)
+
+
+def prepared(op: str, call: KernelCall) -> tuple[Callable, dict[str, Tensor], tuple[str, ...]]:
+    """The arguments of a ``Launch``.
+
+    Raises:
+        TypeError: a tensor is missing, or the kernel has none of that name.
+    """
+    from ..kernels.pypto_versions import signature  # with PyPTO, which may be missing
+
+    kernel = program(op).kernel(call.facts)
+    dtypes, tensors = signature(kernel), {}
+    for argument in (*call.tensors, *call.written):
+        if argument not in dtypes:
+            raise TypeError(f"{op}: the kernel has no tensor {argument}")
+    like = next(tensor for tensor in call.tensors.values() if tensor is not None)
+    for argument, dtype in dtypes.items():
+        if argument not in call.tensors:
+            raise TypeError(f"{op}: the kernel's tensor {argument} is missing")
+        tensor = call.tensors[argument]
+        if tensor is None:
+            tensor = like.new_empty(1, 1, dtype=getattr(torch, dtype))
+        tensors[argument] = tensor
+    return kernel, tensors, call.written
 
 
 @functools.cache
@@ -31,11 +70,6 @@ def program(op: str):
             "CPU, which needs no pypto"
         )
     return importlib.import_module(f"custom_pypto.kernels.{op}")
-
-
-def kernel(op: str, **facts) -> Callable:
-    """The PyPTO kernel of an op for the static facts of a call."""
-    return program(op).kernel(**facts)
 
 
 def name(dtype: torch.dtype) -> str:
@@ -125,7 +159,14 @@ def rows(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1, tensor.size(-1))
 
 
-CUBE = 16  # PyPTO 0.2.0 loads the operands of a product in whole tiles of so many rows and columns
+def words(slots: Tensor) -> Tensor:
+    """``slots`` as ``[1, words]`` int32; one of int64 is two words, the low one first."""
+    return slots.contiguous().view(1, -1).view(torch.int32)
+
+
+def cube_tile(dtype: torch.dtype) -> int:
+    """Rows and columns of the tiles in which the cube cores take operands: 32 bytes."""
+    return 32 // dtype.itemsize
 
 
 def padded(matrix: Tensor, *, rows: int = 0, columns: int = 0) -> Tensor:

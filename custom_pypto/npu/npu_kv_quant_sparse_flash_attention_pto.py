@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from .common import CUBE, Arguments, Launch, Limits, kernel, name, padded, query_lengths, rows
+from .common import Arguments, KernelCall, Limits, program
+from .npu_sparse_flash_attention_pto import common_facts, common_tensors, is_filled
 
 OP = "npu_kv_quant_sparse_flash_attention_pto"
 LATENT, ROPE = 512, 64
@@ -22,38 +23,10 @@ def check(a: Arguments) -> None:
     limits.checkable(a.block_table.size(1) * a.key.size(1), a.key.size(0))
 
 
-def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
-    count = a.sparse_indices.size(-1)
-    if out.numel() == 0:
-        return out
-    if a.key.numel() == 0 or a.block_table.numel() == 0 or count == 0:
-        return out.zero_()
-    tokens, heads = a.sparse_indices.numel() // count, a.query.size(-2)
-    program = kernel(
-        OP,
-        dtype=name(a.query.dtype),
-        heads=heads,
-        block_size=a.key.size(1),
-        scale=a.scale_value,
-        layout=a.layout_query,
-        ragged=a.actual_seq_lengths_query is not None,
-        sparse_mode=a.sparse_mode,
-        tokens=tokens,
-        table_width=a.block_table.size(1),
-        cache_rows=a.key.size(0) * a.key.size(1),
-        ready_on_host=Limits(OP, a).ready_on_host(
-            "actual_seq_lengths_query", "actual_seq_lengths_kv"
-        ),
-    )
-    matrix = out.view(-1, out.size(-1))
-    tensors = (
-        padded(rows(a.query), rows=-heads % CUBE),
-        rows(a.key),
-        rows(a.sparse_indices),
-        query_lengths(a.actual_seq_lengths_query, a.layout_query, tokens, a.actual_seq_lengths_kv),
-        a.actual_seq_lengths_kv.contiguous(),
-        a.block_table.contiguous(),
-        matrix,
-    )
-    launch(program, tensors, (matrix,))
-    return out
+def kernel_call(a: Arguments, out: Tensor) -> KernelCall | None:
+    if is_filled(a, out):
+        return None
+    cache_rows = a.key.size(0) * a.key.size(1)
+    facts = program(OP).Facts(**common_facts(OP, a), cache_rows=cache_rows)
+    tensors = common_tensors(a, facts) | dict(out=out.view(-1, out.size(-1)))
+    return KernelCall(facts, tensors, written=("out",))

@@ -2,7 +2,7 @@
 
 import torch
 
-from .common import Arguments, Launch, Limits, kernel, name, rows
+from .common import Arguments, KernelCall, Limits, name, program, rows, words
 
 OP = "npu_kv_quant_update_pto"
 LATENT, ROPE = 512, 64
@@ -18,15 +18,18 @@ def check(a: Arguments) -> None:
     limits.contiguous("cache")
 
 
-def run(launch: Launch, a: Arguments, out: None) -> None:
+def kernel_call(a: Arguments, out: None) -> KernelCall | None:
     if a.latent.numel() == 0 or a.cache.numel() == 0:
-        return
-    program = kernel(
-        OP,
+        return None
+    facts = program(OP).Facts(
         dtype=name(a.latent.dtype),
         slot_words=a.slots.element_size() // 4,
         ready_on_host=Limits(OP, a).ready_on_host("slots"),
     )
-    cache = rows(a.cache).view(torch.float32)
-    slots = a.slots.contiguous().view(1, -1).view(torch.int32)
-    launch(program, (rows(a.latent), rows(a.rope), slots, cache), (cache,))
+    tensors = dict(
+        latent=rows(a.latent),
+        rope=rows(a.rope),
+        slots=words(a.slots),
+        cache=rows(a.cache).view(torch.float32),
+    )
+    return KernelCall(facts, tensors, written=("cache",))

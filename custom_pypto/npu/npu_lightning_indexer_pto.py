@@ -1,10 +1,10 @@
 """``npu_lightning_indexer_pto`` on an NPU, and what it shares with the indexer over int8 keys."""
 
-from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from .common import CUBE, Arguments, Launch, Limits, kernel, name, padded, query_lengths, rows
+from .common import Arguments, KernelCall, Limits, name, padded, program, query_lengths, rows
 
 OP = "npu_lightning_indexer_pto"
 
@@ -29,37 +29,27 @@ def check_sizes(limits: Limits) -> None:
     limits.require(keys <= 2**24, "block_table", at_most, keys, "use a smaller table")
 
 
-def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
-    dtype = name(a.query.dtype)
-    return select(OP, launch, a, out, cube=CUBE, dtype=dtype, cmp_ratio=a.cmp_ratio)
+def kernel_call(a: Arguments, out: Tensor) -> KernelCall | None:
+    if is_filled(a, out):
+        return None
+    facts = program(OP).Facts(**common_facts(OP, a, out), cmp_ratio=a.cmp_ratio)
+    return KernelCall(facts, common_tensors(a, out, facts), written=("indices",))
 
 
-def select(
-    op: str,
-    launch: Launch,
-    a: Arguments,
-    out: Tensor,
-    *,
-    cube: int,
-    query_scale: Sequence[Tensor] = (),
-    key_scale: Sequence[Tensor] = (),
-    **facts,
-) -> Tensor:
-    """Launches the indexer ``op``.
-
-    Args:
-        cube: rows of the tiles in which products load the query.
-        query_scale: the program's argument behind the weights, if it has one.
-        key_scale: the program's argument behind the keys, if it has one.
-        facts: static ones that only this indexer has.
-    """
-    tokens, (batch, width) = out.numel() // a.sparse_count, a.block_table.shape
-    if tokens == 0:
-        return out
+def is_filled(a: Arguments, out: Tensor) -> bool:
+    """Whether no token sees a key, so that there is nothing to launch."""
     if a.key.numel() == 0 or a.block_table.numel() == 0:
-        return out.fill_(-1)
-    program = kernel(
-        op,
+        out.fill_(-1)
+        return True
+    return out.numel() == 0
+
+
+def common_facts(op: str, a: Arguments, out: Tensor) -> dict[str, Any]:
+    """Those of both indexers."""
+    control_flow = "actual_seq_lengths_query", "actual_seq_lengths_key", "block_table"
+    batch, width = a.block_table.shape
+    return dict(
+        dtype=name(a.query.dtype),
         weights_dtype=name(a.weights.dtype),
         heads=a.query.size(-2),
         block_size=a.key.size(1),
@@ -67,27 +57,24 @@ def select(
         layout=a.layout_query,
         ragged=a.actual_seq_lengths_query is not None,
         sparse_mode=a.sparse_mode,
-        tokens=tokens,
+        tokens=out.numel() // a.sparse_count,
         batch=batch,
         table_width=width,
-        ready_on_host=Limits(op, a).ready_on_host(
-            "actual_seq_lengths_query", "actual_seq_lengths_key", "block_table"
+        ready_on_host=Limits(op, a).ready_on_host(*control_flow),
+    )
+
+
+def common_tensors(a: Arguments, out: Tensor, facts: Any) -> dict[str, Tensor | None]:
+    """Those of both indexers."""
+    lengths, indices = a.actual_seq_lengths_key, out.view(-1, a.sparse_count)
+    return dict(
+        query=padded(rows(a.query), rows=facts.rows_behind_query),
+        weights=a.weights.contiguous().view(-1, 1),
+        key=rows(a.key),
+        query_lengths=query_lengths(
+            a.actual_seq_lengths_query, a.layout_query, len(indices), lengths
         ),
-        **facts,
+        key_lengths=lengths.contiguous(),
+        block_table=a.block_table.contiguous(),
+        indices=indices,
     )
-    lengths_key = a.actual_seq_lengths_key
-    indices = out.view(-1, a.sparse_count)
-    tensors = (
-        # a tile of several tokens may end anywhere in the last one
-        padded(rows(a.query), rows=cube - 1 if a.query.size(-2) % cube else 0),
-        a.weights.contiguous().view(-1, 1),
-        *query_scale,
-        rows(a.key),
-        *key_scale,
-        query_lengths(a.actual_seq_lengths_query, a.layout_query, tokens, lengths_key),
-        lengths_key.contiguous(),
-        a.block_table.contiguous(),
-        indices,
-    )
-    launch(program, tensors, (indices,))
-    return out

@@ -1,9 +1,7 @@
 """``npu_quant_index_update_pto`` on an NPU."""
 
-import torch
-
-from .common import Arguments, Launch, Limits, kernel, name, rows
-from .npu_quant_rows_pto import operands
+from .common import Arguments, KernelCall, Limits, name, program, rows, words
+from .npu_quant_rows_pto import absent, operands
 
 OP = "npu_quant_index_update_pto"
 
@@ -16,16 +14,15 @@ def check(a: Arguments) -> None:
     limits.contiguous("cache", "scale_cache")
 
 
-def run(launch: Launch, a: Arguments, out: None) -> None:
+def kernel_call(a: Arguments, out: None) -> KernelCall | None:
     if a.x.numel() == 0 or a.cache.numel() == 0:
-        return
-    program = kernel(
-        OP,
+        return None
+    facts = program(OP).Facts(
         dtype=name(a.x.dtype),
-        rotates=a.hadamard is not None,
+        absent=absent(a),
         slot_words=a.slots.element_size() // 4,
         ready_on_host=Limits(OP, a).ready_on_host("slots"),
     )
-    slots = a.slots.contiguous().view(1, -1).view(torch.int32)
-    cache, scale_cache = rows(a.cache), a.scale_cache.view(-1, 1)
-    launch(program, (*operands(a), slots, cache, scale_cache), (cache, scale_cache))
+    caches = dict(cache=rows(a.cache), scale_cache=a.scale_cache.view(-1, 1))
+    tensors = operands(a, facts) | dict(slots=words(a.slots)) | caches
+    return KernelCall(facts, tensors, written=tuple(caches))

@@ -2,34 +2,34 @@
 
 from torch import Tensor
 
-from .common import Arguments, Launch, Limits, name
-from .npu_lightning_indexer_pto import check_sizes, select
+from .common import Arguments, KernelCall, Limits, cube_tile, name, program
+from .npu_lightning_indexer_pto import check_sizes, common_facts, common_tensors, is_filled
 
 OP = "npu_quant_lightning_indexer_pto"
-CUBE = 32  # int8: PyPTO 0.2.0 loads the operands of a product in tiles of so many rows
 
 
 def check(a: Arguments) -> None:
     limits = Limits(OP, a)
     check_sizes(limits)
     # else the last tile of a block is loaded from behind it
-    block_size = a.key.size(1)
-    limits.require(block_size % CUBE == 0, "key.size(1)", f"a multiple of {CUBE}", block_size)
+    block_size, tile = a.key.size(1), cube_tile(a.key.dtype)
+    limits.require(block_size % tile == 0, "key.size(1)", f"a multiple of {tile}", block_size)
     limits.contiguous("key", "key_dequant_scale")
     # block ids go through float32
     blocks = a.key.size(0)
     limits.require(blocks <= 2**24 - 2**13, "key.size(0)", "at most 16 million", blocks)
 
 
-def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
-    return select(
-        OP,
-        launch,
-        a,
-        out,
-        cube=CUBE,
-        query_scale=[a.query_dequant_scale.contiguous().view(-1, 1)],
-        key_scale=[a.key_dequant_scale.squeeze(2)],
+def kernel_call(a: Arguments, out: Tensor) -> KernelCall | None:
+    if is_filled(a, out):
+        return None
+    facts = program(OP).Facts(
+        **common_facts(OP, a, out),
         scale_dtype=name(a.query_dequant_scale.dtype),
         cache_blocks=a.key.size(0),
     )
+    scales = dict(
+        query_scale=a.query_dequant_scale.contiguous().view(-1, 1),
+        key_scale=a.key_dequant_scale.squeeze(2),
+    )
+    return KernelCall(facts, common_tensors(a, out, facts) | scales, written=("indices",))

@@ -1,8 +1,10 @@
 """``npu_quant_rows_pto`` on an NPU."""
 
+from typing import Any
+
 from torch import Tensor
 
-from .common import Arguments, Launch, Limits, kernel, name, padded, rows
+from .common import Arguments, KernelCall, Limits, name, padded, program, rows
 
 OP = "npu_quant_rows_pto"
 
@@ -14,21 +16,19 @@ def check(a: Arguments) -> None:
     limits.require(dim == 128, f"x.size({a.x.dim() - 1})", "128", dim)
 
 
-def run(launch: Launch, a: Arguments, out: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def kernel_call(a: Arguments, out: tuple[Tensor, Tensor]) -> KernelCall | None:
     if a.x.numel() == 0:
-        return out
-    values, scales = out[0].view(-1, a.x.size(-1)), out[1].view(-1, 1)
-    program = kernel(OP, dtype=name(a.x.dtype), rotates=a.hadamard is not None)
-    launch(program, (*operands(a), values, scales), (values, scales))
-    return out
+        return None
+    facts = program(OP).Facts(dtype=name(a.x.dtype), absent=absent(a))
+    results = dict(rows=out[0].view(-1, a.x.size(-1)), scales=out[1].view(-1, 1))
+    return KernelCall(facts, operands(a, facts) | results, written=("rows", "scales"))
 
 
-TOKENS = 16  # of a tile, whose rows a product loads whole
+def absent(a: Arguments) -> tuple[str, ...]:
+    return ("hadamard",) if a.hadamard is None else ()
 
 
-def operands(a: Arguments) -> tuple[Tensor, Tensor]:
-    """``x`` as the programs take it, and ``hadamard`` or what stands for None."""
-    x = rows(a.x)
-    if a.hadamard is None:
-        return x, x.new_empty(1, 1)
-    return padded(x, rows=-len(x) % TOKENS), a.hadamard.contiguous()
+def operands(a: Arguments, facts: Any) -> dict[str, Tensor | None]:
+    """``x`` and ``hadamard``, as the programs take them."""
+    x, hadamard = rows(a.x), None if a.hadamard is None else a.hadamard.contiguous()
+    return dict(x=padded(x, rows=facts.missing_rows(len(x))), hadamard=hadamard)

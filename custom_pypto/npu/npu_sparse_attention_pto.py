@@ -1,9 +1,11 @@
 """``npu_sparse_attention_pto`` on an NPU."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .common import CUBE, Arguments, Launch, Limits, kernel, name, padded, program, rows
+from .common import Arguments, KernelCall, Limits, name, padded, program, rows, words
 
 OP = "npu_sparse_attention_pto"
 
@@ -31,77 +33,94 @@ def check(a: Arguments) -> None:
     limits.contiguous("kv_cache", "kr_cache", "index_k_cache")
 
 
-def run(launch: Launch, a: Arguments, out: Tensor) -> Tensor:
+def kernel_call(a: Arguments, out: Tensor) -> KernelCall | None:
     if out.numel() == 0:
-        return out
+        return None
     if a.kv_cache.numel() == 0:
-        return out.zero_()
+        out.zero_()
+        return None
     if a.block_table.numel() == 0:  # nothing is visible, but the caches are written
         a.block_table = a.act_seqs.new_zeros(len(a.act_seqs), 1)
         a.act_seqs = torch.zeros_like(a.act_seqs)
     if a.sin.dtype != a.cos.dtype:
         a.sin, a.cos = a.sin.float(), a.cos.float()
-    nope, rope = a.w_uk.size(1), a.kr_cache.size(-1)
-    run_program = kernel(
-        OP,
+    facts = _facts(a)
+    results = dict(
+        kv_cache=rows(a.kv_cache),
+        kr_cache=rows(a.kr_cache),
+        index_k_cache=rows(a.index_k_cache),
+        out=out.view(-1, out.size(-1)),
+    )
+    tensors = _inputs(a, facts) | _between(a, facts) | results
+    return KernelCall(facts, tensors, written=tuple(results))
+
+
+def _facts(a: Arguments) -> Any:
+    nope, rope, tokens = a.w_uk.size(1), a.kr_cache.size(-1), a.x.size(0) * a.x.size(1)
+    kernels = program(OP)
+    select = kernels.SelectorFacts(
+        heads=a.w_idx_proj.size(1),
+        block_size=a.kv_cache.size(1),
+        sparse_count=a.sparse_count,
+        tokens=tokens,
+        batch=a.x.size(0),
+        table_width=a.block_table.size(1),
+        most_shared=1,  # each token is selected for alone
+    )
+    attend = kernels.AttenderFacts(
+        heads=a.w_uk.size(0),
+        block_size=a.kv_cache.size(1),
+        scale=(nope + rope) ** -0.5 if a.softmax_scale is None else a.softmax_scale,
+        tokens=tokens,
+        table_width=a.block_table.size(1),
+    )
+    return kernels.Facts(
         dtype=name(a.x.dtype),
         angle_dtype=name(a.sin.dtype),
         slot_words=a.cache_index.element_size() // 4,
-        heads=a.w_uk.size(0),
-        index_heads=a.w_idx_proj.size(1),
-        block_size=a.kv_cache.size(1),
-        scale=(nope + rope) ** -0.5 if a.softmax_scale is None else a.softmax_scale,
         eps=a.eps,
-        sparse_count=a.sparse_count,
         hidden=a.x.size(-1),
-        tokens=a.x.size(0) * a.x.size(1),
-        batch=a.x.size(0),
-        table_width=a.block_table.size(1),
+        tokens=tokens,
+        select=select,
+        attend=attend,
         ready_on_host=Limits(OP, a).ready_on_host("cache_index", "act_seqs", "block_table"),
     )
-    caches = [rows(cache) for cache in (a.kv_cache, a.kr_cache, a.index_k_cache)]
-    result = out.view(-1, out.size(-1))
-    launch(run_program, _tensors(a, result, *caches), (*caches, result))
-    return out
 
 
-def _tensors(
-    a: Arguments, result: Tensor, kv_cache: Tensor, kr_cache: Tensor, index_k_cache: Tensor
-) -> tuple[Tensor, ...]:
-    """The program's arguments, in its order."""
+def _inputs(a: Arguments, facts: Any) -> dict[str, Tensor | None]:
+    """What the program reads, besides the caches."""
+    x, columns = rows(a.x), facts.missing_columns(a.w_idx_proj.size(1))
+    return dict(
+        x=padded(x, rows=facts.missing_rows(len(x))),
+        w_dq=a.w_dq.contiguous(),
+        w_uq_qr=a.w_uq_qr.contiguous(),
+        w_uk=rows(a.w_uk),
+        w_dkv_kr=a.w_dkv_kr.contiguous(),
+        gamma_cq=a.gamma_cq.contiguous().view(1, -1),
+        gamma_ckv=a.gamma_ckv.contiguous().view(1, -1),
+        sin=rows(a.sin),
+        cos=rows(a.cos),
+        cache_index=words(a.cache_index),
+        w_idx_qb=a.w_idx_qb.contiguous(),
+        w_idx_k=a.w_idx_k.contiguous(),
+        w_idx_proj=padded(a.w_idx_proj.contiguous(), columns=columns),
+        in_gamma_k=a.in_gamma_k.contiguous().view(1, -1),
+        in_beta_k=a.in_beta_k.contiguous().view(1, -1),
+        act_seqs=a.act_seqs.contiguous(),
+        block_table=a.block_table.contiguous(),
+    )
+
+
+def _between(a: Arguments, facts: Any) -> dict[str, Tensor | None]:
+    """Results that one stage of the program passes to the next."""
     tokens, (heads, _, latent) = a.x.size(0) * a.x.size(1), a.w_uk.shape
     rope, index_heads, index_dim = a.kr_cache.size(-1), a.w_idx_proj.size(1), a.w_idx_k.size(1)
-    at_once = program(OP).rows_at_once(tokens=tokens, hidden=a.x.size(-1))
-    # what follows the last token's queries is loaded with them, if they do not fill tiles
-    longest = tokens + (CUBE if heads % CUBE or index_heads % CUBE else 0)
-    missing = -tokens % at_once
-    return (
-        padded(rows(a.x), rows=missing),
-        a.w_dq.contiguous(),
-        a.w_uq_qr.contiguous(),
-        rows(a.w_uk),
-        a.w_dkv_kr.contiguous(),
-        a.gamma_cq.contiguous().view(1, -1),
-        a.gamma_ckv.contiguous().view(1, -1),
-        rows(a.sin),
-        rows(a.cos),
-        a.cache_index.contiguous().view(1, -1).view(torch.int32),
-        kv_cache,
-        kr_cache,
-        a.w_idx_qb.contiguous(),
-        a.w_idx_k.contiguous(),
-        padded(a.w_idx_proj.contiguous(), columns=-index_heads % CUBE),
-        a.in_gamma_k.contiguous().view(1, -1),
-        a.in_beta_k.contiguous().view(1, -1),
-        index_k_cache,
-        # results that one stage of the program passes to the next
-        a.x.new_empty(tokens + missing, a.w_uq_qr.size(1)),
-        a.x.new_empty(longest, heads * latent),
-        a.x.new_empty(longest, heads, rope),
-        a.x.new_empty(longest, index_heads, index_dim),
-        a.x.new_empty(tokens, index_heads, dtype=torch.float32),
-        a.act_seqs.contiguous(),
-        a.block_table.contiguous(),
-        a.x.new_empty(at_once, a.sparse_count, dtype=torch.int32),
-        result,
+    longest = facts.query_rows(tokens)
+    return dict(
+        q_heads=a.x.new_empty(tokens + facts.missing_rows(tokens), a.w_uq_qr.size(1)),
+        q_latent=a.x.new_empty(longest, heads * latent),
+        q_rope=a.x.new_empty(longest, heads, rope),
+        q_index=a.x.new_empty(longest, index_heads, index_dim),
+        index_weights=a.x.new_empty(tokens, index_heads, dtype=torch.float32),
+        indices=a.x.new_empty(facts.rows_at_once, a.sparse_count, dtype=torch.int32),
     )

@@ -1,9 +1,11 @@
 """``npu_sparse_flash_attention_pto`` on an NPU."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from .common import CUBE, Arguments, Launch, Limits, kernel, name, padded, query_lengths, rows
+from .common import Arguments, KernelCall, Limits, name, padded, program, query_lengths, rows
 
 OP = "npu_sparse_flash_attention_pto"
 OUTPUTS = "out", "softmax_max", "softmax_sum"  # of the program, the last two if wanted
@@ -18,61 +20,65 @@ def check(a: Arguments) -> None:
     limits.checkable(a.block_table.size(1) * a.key.size(1), a.key.size(0))
 
 
-def run(
-    launch: Launch, a: Arguments, results: Tensor | tuple[Tensor, ...]
-) -> Tensor | tuple[Tensor, ...]:
+def kernel_call(a: Arguments, results: Tensor | tuple[Tensor, ...]) -> KernelCall | None:
     out, *statistics = (results,) if isinstance(results, Tensor) else results
     if not a.return_softmax_lse:
         statistics = []
-    count = a.sparse_indices.size(-1)
-    if out.numel() == 0:
-        return results
-    if a.key.numel() == 0 or a.block_table.numel() == 0 or count == 0:
-        for tensor, nothing in zip((out, *statistics), (0, -torch.inf, 0), strict=False):
-            tensor.fill_(nothing)
-        return results
-    tokens, heads = a.sparse_indices.numel() // count, a.query.size(-2)
+    if is_filled(a, out, *statistics):
+        return None
     matrices = out.view(-1, out.size(-1)), *(tensor.view(-1, 1) for tensor in statistics)
     written = dict(zip(OUTPUTS, matrices, strict=False))
-    tensors = _inputs(a, tokens) | dict.fromkeys(OUTPUTS) | written
-    program = kernel(
-        OP,
+    given = dict(query_rope=a.query_rope, key_rope=a.query_rope, sinks=a.sinks)
+    optional = given | dict.fromkeys(OUTPUTS) | written
+    absent = tuple(argument for argument, tensor in optional.items() if tensor is None)
+    facts = program(OP).Facts(**common_facts(OP, a), absent=absent)
+    missing, rope = facts.rows_behind_query, a.query_rope is not None
+    own = dict(
+        query_rope=padded(rows(a.query_rope), rows=missing) if rope else None,
+        key_rope=rows(a.key_rope) if rope else None,
+        value=rows(a.key if a.value is None else a.value),
+        sinks=None if a.sinks is None else a.sinks.contiguous().view(-1, 1),
+    )
+    tensors = common_tensors(a, facts) | own | dict.fromkeys(OUTPUTS) | written
+    return KernelCall(facts, tensors, written=tuple(written))
+
+
+def is_filled(a: Arguments, out: Tensor, *statistics: Tensor) -> bool:
+    """Whether no token sees a selected key, so that there is nothing to launch."""
+    if a.key.numel() == 0 or a.block_table.numel() == 0 or a.sparse_indices.size(-1) == 0:
+        for tensor, nothing in zip((out, *statistics), (0, -torch.inf, 0), strict=False):
+            tensor.fill_(nothing)
+        return True
+    return out.numel() == 0
+
+
+def common_facts(op: str, a: Arguments) -> dict[str, Any]:
+    """Those of both attentions."""
+    control_flow = "actual_seq_lengths_query", "actual_seq_lengths_kv"
+    return dict(
         dtype=name(a.query.dtype),
-        absent=tuple(argument for argument, tensor in tensors.items() if tensor is None),
-        heads=heads,
+        heads=a.query.size(-2),
         block_size=a.key.size(1),
         scale=a.scale_value,
         layout=a.layout_query,
         ragged=a.actual_seq_lengths_query is not None,
         sparse_mode=a.sparse_mode,
-        tokens=tokens,
+        tokens=a.sparse_indices.numel() // a.sparse_indices.size(-1),
         table_width=a.block_table.size(1),
-        ready_on_host=Limits(OP, a).ready_on_host(
-            "actual_seq_lengths_query", "actual_seq_lengths_kv"
-        ),
+        ready_on_host=Limits(op, a).ready_on_host(*control_flow),
     )
-    half, single = (a.query.new_empty(1, 1, dtype=d) for d in (a.query.dtype, torch.float32))
-    for argument, tensor in tensors.items():
-        if tensor is None:  # not read
-            tensors[argument] = half if argument.endswith("rope") else single
-    launch(program, tuple(tensors.values()), tuple(written.values()))
-    return results
 
 
-def _inputs(a: Arguments, tokens: int) -> dict[str, Tensor | None]:
-    """What the program reads, in its order."""
-    missing, rope = -a.query.size(-2) % CUBE, a.query_rope is not None
+def common_tensors(a: Arguments, facts: Any) -> dict[str, Tensor | None]:
+    """Those of both attentions."""
+    lengths, indices = a.actual_seq_lengths_kv, rows(a.sparse_indices)
     return dict(
-        query=padded(rows(a.query), rows=missing),
-        query_rope=padded(rows(a.query_rope), rows=missing) if rope else None,
+        query=padded(rows(a.query), rows=facts.rows_behind_query),
         key=rows(a.key),
-        key_rope=rows(a.key_rope) if rope else None,
-        value=rows(a.key if a.value is None else a.value),
-        indices=rows(a.sparse_indices),
-        sinks=None if a.sinks is None else a.sinks.contiguous().view(-1, 1),
+        indices=indices,
         query_lengths=query_lengths(
-            a.actual_seq_lengths_query, a.layout_query, tokens, a.actual_seq_lengths_kv
+            a.actual_seq_lengths_query, a.layout_query, len(indices), lengths
         ),
-        key_lengths=a.actual_seq_lengths_kv.contiguous(),
+        key_lengths=lengths.contiguous(),
         block_table=a.block_table.contiguous(),
     )

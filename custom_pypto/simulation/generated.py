@@ -63,13 +63,6 @@ def execute(
         return [_read(output.parent / f"argument_{i}", t) for i, t in enumerate(tensors)]
 
 
-def run_in_place(kernel, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> None:
-    """Emulates a launch: stores the results of the generated code in the ``written`` tensors."""
-    for tensor, value in zip(tensors, execute(kernel, *tensors), strict=True):
-        if any(tensor is w for w in written):
-            tensor.copy_(value)
-
-
 def _prepare(tensors: Sequence[Tensor], fill: int) -> None:
     """Runs in the child process: PyPTO writes the code for a device and believes it compiled."""
     folder = Path.cwd()

@@ -1,6 +1,6 @@
 """Runs the tensor graph of a PyPTO kernel on host tensors in PyPTO's interpreter."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
@@ -43,11 +43,13 @@ def interpret(kernel, *tensors: Tensor, timeout: float | None = None, **params) 
         return [_dumped(output, i, tensor) for i, tensor in enumerate(tensors)]
 
 
-def run_in_place(kernel, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> None:
-    """Emulates a launch: stores the kernel's results in the ``written`` tensors."""
-    for tensor, value in zip(tensors, interpret(kernel, *tensors), strict=True):
-        if any(tensor is w for w in written):
-            tensor.copy_(value)
+def run_in_place(
+    kernel, tensors: dict[str, Tensor], written: tuple[str, ...], run: Callable = interpret
+) -> None:
+    """Emulates a launch: stores what ``run`` makes of the ``written`` tensors in them."""
+    values = dict(zip(tensors, run(kernel, *tensors.values()), strict=True))
+    for name in written:
+        tensors[name].copy_(values[name])
 
 
 def verify_passes(

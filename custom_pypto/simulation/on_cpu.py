@@ -3,15 +3,15 @@
 import contextlib
 import logging
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from .. import npu
-from . import generated as generated_code
-from . import interpreter
+from .generated import execute
+from .interpreter import interpret, run_in_place
 
 
 @contextlib.contextmanager
@@ -31,13 +31,13 @@ def on_cpu(*, generated: bool = False) -> Iterator[None]:
         SimulationError: from the call of an op, if PyPTO does not interpret its program, or if its
             generated code breaks a rule of the device.
     """
-    run_in_place = (generated_code if generated else interpreter).run_in_place
+    run = execute if generated else interpret
     route = "PyPTO's generated code" if generated else "PyPTO's interpreter"
     with tqdm(unit=" kernels", desc=route, disable=None, leave=False) as progress:
 
-        def launch(kernel, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+        def launch(kernel, tensors: dict[str, Tensor], written: tuple[str, ...]) -> None:
             progress.set_postfix_str(kernel.__name__)
-            run_in_place(kernel, tensors, written)
+            run_in_place(kernel, tensors, written, run)
             progress.update()
 
         library = torch.library.Library("custom_pypto", "IMPL")

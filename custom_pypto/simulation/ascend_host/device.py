@@ -13,7 +13,7 @@ there is no graph.
 
 import collections
 import ctypes
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -76,15 +76,10 @@ def _break_capture(problem: str) -> AscendHostError:
     return AscendHostError(f"ascend_host: {problem}")
 
 
-def launch(kernel: Callable, tensors: Sequence[Tensor], written: Sequence[Tensor]) -> None:
+def launch(kernel: Callable, tensors: dict[str, Tensor], written: tuple[str, ...]) -> None:
     """Runs a PyPTO kernel of :mod:`custom_pypto.kernels` in PyPTO's interpreter."""
-    aliases = [host(tensor) for tensor in tensors]
-    changed = [
-        alias
-        for alias, tensor in zip(aliases, tensors, strict=True)
-        if any(tensor is w for w in written)
-    ]
-    submit(lambda: run_in_place(kernel, aliases, changed))
+    aliases = {name: host(tensor) for name, tensor in tensors.items()}
+    submit(lambda: run_in_place(kernel, aliases, written))
 
 
 def _written_and_returned(op: torch._ops.OpOverload) -> dict[int, str]:
