@@ -19,9 +19,6 @@ from . import DTYPES, begin_task, loop
 FLOAT, I32 = pypto.DT_FP32, pypto.DT_INT32
 
 
-# ---- other spellings -----------------------------------------------------------------------------
-
-
 def _where_taken(function: Callable, **options) -> Callable:
     """``function`` with those of the ``options`` that this PyPTO's takes."""
     taken = inspect.signature(function).parameters
@@ -49,9 +46,6 @@ def signature(kernel: Callable) -> dict[str, str]:
     return {name: names[tensor.dtype] for name, tensor in annotated.items()}
 
 
-# ---- products ------------------------------------------------------------------------------------
-
-
 def product_tile(dtype: str) -> int:
     """Rows and columns of the tiles in which a product loads its operands: 32 bytes."""
     return 32 if dtype == "int8" else 16
@@ -66,8 +60,6 @@ def behind(count: int, tile: int = 16) -> int:
     """
     return -count % tile
 
-
-# ---- gathers -------------------------------------------------------------------------------------
 
 # 0.2.0: a row of fewer indices is compared with one of another static width, which is no valid C++;
 # CANN 9.1 compiles 16, and was wrong for the second of two tokens.
@@ -142,9 +134,6 @@ def computed(gathered):
     return pypto.mul(x, 1.0)
 
 
-# ---- types ---------------------------------------------------------------------------------------
-
-
 def floats(x):
     """The bytes ``x`` as float32, of which views may be taken.
 
@@ -199,9 +188,6 @@ def number(value):
     return pypto.add(total, -1.0 - RADIX)
 
 
-# ---- valid shapes and -inf -----------------------------------------------------------------------
-
-
 def begin_sort(token: int) -> None:
     """``begin_task`` for what sorts the row of a tile's ``token``: the row passes through memory.
 
@@ -248,9 +234,6 @@ def assemble_side_by_side(parts, at: list, out) -> None:
     for part in parts:
         pypto.assemble(part, [*lead, column], out)
         column += part.shape[-1]
-
-
-# ---- order ---------------------------------------------------------------------------------------
 
 
 def after_all(name: str):
