@@ -295,11 +295,8 @@ def int8_prolog(tokens: int, floor: float | None = None) -> Case:
     def zeros(*shape):
         return torch.zeros(shape, dtype=DTYPE)
 
-    wq_b, wk, weights_proj = (
-        int8(Q_RANK, INDEX_HEADS * D),
-        zeros(HIDDEN, D),
-        zeros(HIDDEN, INDEX_HEADS),
-    )
+    wq_b = int8(Q_RANK, INDEX_HEADS * D)
+    wk, weights_proj = zeros(HIDDEN, D), zeros(HIDDEN, INDEX_HEADS)
 
     def call(ops):
         ops["npu_lightning_indexer_prolog_pto"](

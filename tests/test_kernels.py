@@ -641,6 +641,19 @@ def test_tensors_are_passed_in_the_order_of_the_kernel():
     assert tensors["self"].shape == (1, 1) and tensors["self"].dtype == torch.float32
 
 
+def test_calls_of_a_class_of_sizes_share_a_kernel():
+    kernels = []
+
+    def launch(kernel, tensors, written):
+        kernels.append(kernel)
+
+    attend = npu.implementations(launch)["npu_sparse_flash_attention_pto"]
+    for tokens, heads in (5, 16), (6, 16), (12, 16), (6, 32):
+        attend(**attention_case([tokens], [300], heads=heads))
+    first, same, *others = kernels
+    assert first is same and first not in others
+
+
 @pytest.mark.parametrize("op", CALLS)
 def test_lengths_and_block_tables_can_be_declared_ready_on_the_host(op, monkeypatch):
     """PyPTO rejects a name that is not an argument; the estimate stays what it was."""
