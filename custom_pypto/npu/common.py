@@ -166,7 +166,7 @@ def words(slots: Tensor) -> Tensor:
 
 def cube_tile(dtype: torch.dtype) -> int:
     """Rows and columns of the tiles in which the cube cores take operands: 32 bytes."""
-    return 32 // dtype.itemsize
+    return 32 if dtype == torch.int8 else 16
 
 
 def padded(matrix: Tensor, *, rows: int = 0, columns: int = 0) -> Tensor:

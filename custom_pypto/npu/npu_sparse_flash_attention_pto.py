@@ -28,18 +28,19 @@ def kernel_call(a: Arguments, results: Tensor | tuple[Tensor, ...]) -> KernelCal
         return None
     matrices = out.view(-1, out.size(-1)), *(tensor.view(-1, 1) for tensor in statistics)
     written = dict(zip(OUTPUTS, matrices, strict=False))
-    given = dict(query_rope=a.query_rope, key_rope=a.query_rope, sinks=a.sinks)
-    optional = given | dict.fromkeys(OUTPUTS) | written
-    absent = tuple(argument for argument, tensor in optional.items() if tensor is None)
-    facts = program(OP).Facts(**common_facts(OP, a), absent=absent)
-    missing, rope = facts.rows_behind_query, a.query_rope is not None
-    own = dict(
-        query_rope=padded(rows(a.query_rope), rows=missing) if rope else None,
+    rope = a.query_rope is not None
+    optional = dict(
+        query_rope=rows(a.query_rope) if rope else None,
         key_rope=rows(a.key_rope) if rope else None,
-        value=rows(a.key if a.value is None else a.value),
         sinks=None if a.sinks is None else a.sinks.contiguous().view(-1, 1),
     )
-    tensors = common_tensors(a, facts) | own | dict.fromkeys(OUTPUTS) | written
+    optional |= dict.fromkeys(OUTPUTS) | written
+    absent = tuple(argument for argument, tensor in optional.items() if tensor is None)
+    facts = program(OP).Facts(**common_facts(OP, a), absent=absent)
+    if rope:
+        optional["query_rope"] = padded(optional["query_rope"], rows=facts.rows_behind_query)
+    value = rows(a.key if a.value is None else a.value)
+    tensors = common_tensors(a, facts) | dict(value=value) | optional
     return KernelCall(facts, tensors, written=tuple(written))
 
 
