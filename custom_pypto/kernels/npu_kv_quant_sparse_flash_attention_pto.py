@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import pypto
 from pypto.experimental import gather_in_ub
 
+from ..cache_rows import SCALE_GROUP
 from . import DTYPES, Arguments, arguments, begin_task, end_task
 from . import npu_sparse_flash_attention_pto as attention
 from .npu_sparse_flash_attention_pto import CHECKS, AttentionFacts
 from .pypto_versions import bounded, floats, jit
 from .tiling import power_of_two
 
-TILE = 128  # elements per scale
 ROWS = 64  # per vector task: fewer, smaller tasks cost edges, and larger ones idle cores
 # arguments of the program for the other cache that this one has not
 ABSENT = ("query_rope", "key_rope", "value", "sinks", "softmax_max", "softmax_sum")
@@ -68,17 +68,17 @@ class DequantisedRows:
         pypto.set_vec_tile_shapes(n, latent)
         values = gather(0, latent)
         # a row in UB has whole blocks of 32 bytes: the scales are the end of the row's last ones
-        tiles, block = latent // TILE, 32
+        groups, block = latent // SCALE_GROUP, 32
         start = self.a.key.shape[1] - block
         pypto.set_vec_tile_shapes(n, block)
         scales = floats(gather(start, block))
-        pypto.set_vec_tile_shapes(n, TILE)
-        for tile in range(tiles):
-            x = pypto.view(values, [n, TILE], [0, tile * TILE])
+        pypto.set_vec_tile_shapes(n, SCALE_GROUP)
+        for group in range(groups):
+            x = pypto.view(values, [n, SCALE_GROUP], [0, group * SCALE_GROUP])
             x = pypto.cast(pypto.cast(x, pypto.DT_FP16), pypto.DT_FP32)
-            scale = pypto.view(scales, [n, 1], [0, block // 4 - tiles + tile])
+            scale = pypto.view(scales, [n, 1], [0, block // 4 - groups + group])
             x = pypto.cast(pypto.mul(x, scale), dtype)
-            pypto.assemble(x, [at, tile * TILE], self.rows)
+            pypto.assemble(x, [at, group * SCALE_GROUP], self.rows)
         pypto.set_vec_tile_shapes(n, 2 * self.rope)
         rope = pypto.view(input=gather(latent, 2 * self.rope), dtype=dtype)
         pypto.assemble(pypto.clone(rope), [at, latent], self.rows)

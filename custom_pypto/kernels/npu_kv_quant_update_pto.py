@@ -1,5 +1,5 @@
-"""npu_kv_quant_update_pto as a PyPTO program: per tile of tokens one vector task for each tile of
-128 elements, then a task per token writes its row.
+"""npu_kv_quant_update_pto as a PyPTO program: per tile of tokens one vector task for each scale
+group of 128 elements, then a task per token writes its row.
 """
 
 import functools
@@ -8,12 +8,11 @@ from dataclasses import dataclass
 
 import pypto
 
+from ..cache_rows import SCALE_GROUP
 from . import DTYPES, Arguments, arguments, begin_task, end_task, runtime_options
 from .pypto_versions import jit, words
 from .quantiser import FLOAT, TOKENS, loaded, quantised, tiles
 from .slots import SlotFacts, write_rows
-
-TILE = 128  # elements per scale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,12 +32,13 @@ def program(a: Arguments, facts: SlotFacts) -> None:
     for start, rows in tiles(a.latent.shape[0], "QUANT"):
         x = loaded(a.latent, start, rows)
         row = pypto.tensor([TOKENS, width], FLOAT, "row")
-        for tile in range(latent // TILE):
-            begin_task(1 + tile)
-            part = pypto.view(x, [TOKENS, TILE], [0, tile * TILE], valid_shape=[rows, TILE])
+        for group in range(latent // SCALE_GROUP):
+            begin_task(1 + group)
+            at, valid = [0, group * SCALE_GROUP], [rows, SCALE_GROUP]
+            part = pypto.view(x, [TOKENS, SCALE_GROUP], at, valid_shape=valid)
             values, scales = quantised(part)
-            pypto.assemble(words(values), [0, tile * TILE // 4], row)
-            pypto.assemble(scales, [0, (latent + 2 * rope) // 4 + tile], row)
+            pypto.assemble(words(values), [0, group * SCALE_GROUP // 4], row)
+            pypto.assemble(scales, [0, (latent + 2 * rope) // 4 + group], row)
         end_task()
         ropes = words(pypto.clone(loaded(a.rope, start, rows)))
         pypto.assemble(ropes, [0, latent // 4], row)
