@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from tiny import token_ids
+from tiny import clear_case, token_ids
+from transformers import DynamicCache
 
 from custom_pypto import models
 
@@ -53,6 +54,24 @@ def feed(model, cache, ids, mask, positions, chunks):
         )
         start = end
     return torch.cat(logits, 1)
+
+
+def both(upstream, patched, pads, chunks):
+    """The logits that upstream and patched model give the same tokens, pads left out."""
+
+    def run(seed):
+        cache = DynamicCache(config=upstream.config)
+        return feed(upstream, cache, *left_padded(pads, sum(chunks), seed), chunks)
+
+    seed, want = clear_case(run)
+    ids, mask, positions = left_padded(pads, sum(chunks), seed)
+    got = feed(patched, paged_cache(patched, len(pads)), ids, mask, positions, chunks)
+    return want[mask.bool()], got[mask.bool()]
+
+
+def furthest(upstream, patched):
+    want, got = both(upstream, patched, [0, 9], [46, 1, 1])
+    return (got - want).abs().max()
 
 
 def prompt(seed=1, pads=PADS, tokens=40):

@@ -8,7 +8,8 @@ import torch
 from model_harness import (
     PADS,
     WRONG,
-    feed,
+    both,
+    furthest,
     left_padded,
     no_grad_and_one_thread,  # noqa: F401
     paged_cache,
@@ -16,7 +17,6 @@ from model_harness import (
     trace,
 )
 from tiny import clear_case, tiny_mistral, token_ids
-from transformers import DynamicCache
 
 from custom_pypto import models
 
@@ -29,24 +29,6 @@ def upstream_and_patched(**changes):
 
 def attentions(model):
     return [layer.self_attn for layer in model.model.language_model.layers]
-
-
-def both(upstream, patched, pads, chunks):
-    """The logits that upstream and patched model give the same tokens, pads left out."""
-
-    def run(seed):
-        cache = DynamicCache(config=upstream.config)
-        return feed(upstream, cache, *left_padded(pads, sum(chunks), seed), chunks)
-
-    seed, want = clear_case(run)
-    ids, mask, positions = left_padded(pads, sum(chunks), seed)
-    got = feed(patched, paged_cache(patched, len(pads)), ids, mask, positions, chunks)
-    return want[mask.bool()], got[mask.bool()]
-
-
-def furthest(upstream, patched):
-    want, got = both(upstream, patched, [0, 9], [46, 1, 1])
-    return (got - want).abs().max()
 
 
 @pytest.mark.parametrize("pads", [[0], PADS], ids=["batch-1", "left-padded"])

@@ -11,7 +11,9 @@ import torch
 from model_harness import (
     PADS,
     WRONG,
+    both,
     feed,
+    furthest,
     left_padded,
     no_grad_and_one_thread,  # noqa: F401
     paged_cache,
@@ -41,25 +43,6 @@ TOLERANCE = 5e-5
 def upstream_and_patched(kind="deepseek_v32", **changes):
     patched = models.use_custom_pypto(tiny_model(kind, **changes), block_size=16)
     return tiny_model(kind, **changes), patched
-
-
-def both(upstream, patched, pads, chunks):
-    """The logits that upstream and patched model give the same tokens, pads left out."""
-
-    def run(seed):
-        cache = DynamicCache(config=upstream.config)
-        return feed(upstream, cache, *left_padded(pads, sum(chunks), seed), chunks)
-
-    seed, want = clear_case(run)
-    ids, mask, positions = left_padded(pads, sum(chunks), seed)
-    got = feed(patched, paged_cache(patched, len(pads)), ids, mask, positions, chunks)
-    return want[mask.bool()], got[mask.bool()]
-
-
-def furthest(upstream, patched):
-    """Largest logit difference over a left-padded prefill and two decode steps."""
-    want, got = both(upstream, patched, [0, 9], [46, 1, 1])
-    return (got - want).abs().max()
 
 
 # ---- the same logits ------------------------------------------------------------------------
