@@ -37,7 +37,7 @@ from .cache.formats import check_cache_dtypes  # noqa: E402
 from .cache.layout import check_block_size  # noqa: E402
 from .checkpoint import check_shards, first_layers  # noqa: E402
 from .loading import Reader, check_memory, parameters, resolve_dtype  # noqa: E402
-from .patched import text_model  # noqa: E402
+from .patched import patched_layers, sizes, text_model  # noqa: E402
 from .projection import change_class, has_other_forward  # noqa: E402
 from .replay import record_indices, replay_indices  # noqa: E402
 from .tensor_parallel import own_device, sharing  # noqa: E402
@@ -105,6 +105,7 @@ def use_custom_pypto(
     for attention in layers.values():
         change_class(attention, paged)
     text.custom_pypto_cache = {"block_size": block_size, **dtypes}
+    text.custom_pypto_sizes = sizes(text.config, patched_layers(text))
     model._undo_custom_pypto = (
         text.register_forward_pre_hook(generation.prepare_forward, with_kwargs=True),
         text.register_forward_hook(generation.finish_forward, with_kwargs=True),
@@ -131,7 +132,7 @@ def use_transformers(model):
         del model.create_masks_for_generate
         text = text_model(model)
         del text.custom_pypto_cache
-        vars(text).pop("_custom_pypto_sizes", None)
+        del text.custom_pypto_sizes
         for layer in text.layers:
             if type(layer.self_attn) is paged:
                 change_class(layer.self_attn, upstream)

@@ -38,26 +38,28 @@ def pools_of(layers: dict[int, nn.Module]) -> dict:
 
 def dimensions(text, layers: dict[int, nn.Module]) -> dict:
     """The properties that a text model, with these patched layers, and its cache must share."""
-    pools = pools_of(layers)
-    known = vars(text).get("_custom_pypto_sizes")
-    if known is None or known[0] is not pools:
-        # once: a config is slow to read, and its numbers have decided the shapes of the weights
-        known = text._custom_pypto_sizes = pools, sizes(text.config, layers)
+    pools, known = pools_of(layers), text.custom_pypto_sizes
+    if known[0] != pools:
+        known = sizes(text.config, layers)
     device = device_of(dict([next(iter(layers.items()))]))
-    return known[1] | {"dtype": text.dtype, "device": device}
+    # generate() changes this one while it drafts with the first layers
+    count = {"num_hidden_layers": text.config.num_hidden_layers}
+    return count | known[1] | {"dtype": text.dtype, "device": device}
 
 
-def sizes(config, layers: dict[int, nn.Module]) -> dict:
-    """The properties that come from the config of the text model."""
+def sizes(config, layers: dict[int, nn.Module]) -> tuple[dict, dict]:
+    """The pools, and what the config of the text model says of them: numbers that have decided the
+    shapes of the weights, read once since a config is slow to read.
+    """
     pools, differing = pools_of(layers), config.per_layer_attributes or ()
-    names = ["num_hidden_layers", *(name for pool in pools.values() for name in pool.attributes)]
+    names = [name for pool in pools.values() for name in pool.attributes]
     of_config = {
         name: [getattr(layer.self_attn, name) for layer in layers.values()]
         if name in differing
         else getattr(config, name)
         for name in names
     }
-    return of_config | {"pools": {name: pool.dtype for name, pool in pools.items()}}
+    return pools, of_config | {"pools": {name: pool.dtype for name, pool in pools.items()}}
 
 
 def device_of(layers: dict[int, nn.Module]) -> torch.device:

@@ -147,12 +147,13 @@ def other_index_dims(monkeypatch, model):
 
 
 def unnormed_index_query(monkeypatch, model):
-    select = LatentAttention.select
+    index_query = LatentAttention.index_query
 
-    def wrong(self, hidden_states, q_latent, *args):
-        return select(self, hidden_states, q_latent / self.q_a_layernorm.weight, *args)
+    def wrong(self, q_latent, tokens):
+        normed = q_latent[..., : self.q_lora_rank]
+        return index_query(self, normed / self.q_a_layernorm.weight, tokens)
 
-    monkeypatch.setattr(LatentAttention, "select", wrong)
+    monkeypatch.setattr(LatentAttention, "index_query", wrong)
 
 
 def for_each(part):
@@ -237,8 +238,8 @@ def normed_latent_twice(compress, self, hidden_states):
     return torch.cat([normed, normed], -1)
 
 
-def latents_exchanged(project, self, hidden_states, q_latent):
-    return project(self, hidden_states, q_latent.roll(self.q_lora_rank, -1))
+def latents_exchanged(project, self, hidden_states, q_latent, tokens):
+    return project(self, hidden_states, q_latent.roll(self.q_lora_rank, -1), tokens)
 
 
 def longer_window(monkeypatch, model):

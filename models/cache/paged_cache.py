@@ -101,7 +101,7 @@ class PagedCache(Cache):
             "index": INDEX_FORMATS.get(index_dtype, IndexRows)(text.config, text.dtype, device),
         }
         rows: list[dict] = [{} for _ in range(text.config.num_hidden_layers)]
-        for layer in layers:
+        for layer in layers.keys() & range(len(rows)):  # generate() may draft with the first ones
             pools = pools_of(layers).items()
             rows[layer] = {name: pool.row(text.config, layer, text.dtype) for name, pool in pools}
             for each in formats.values():
