@@ -38,28 +38,28 @@ def pools_of(layers: dict[int, nn.Module]) -> dict:
 
 def dimensions(text, layers: dict[int, nn.Module]) -> dict:
     """The properties that a text model, with these patched layers, and its cache must share."""
-    pools, known = pools_of(layers), text.custom_pypto_sizes
-    if known[0] != pools:
-        known = sizes(text.config, layers)
-    device = device_of(dict([next(iter(layers.items()))]))
-    # generate() changes this one while it drafts with the first layers
-    count = {"num_hidden_layers": text.config.num_hidden_layers}
-    return count | known[1] | {"dtype": text.dtype, "device": device}
+    return {
+        # generate() changes it while it drafts with the first layers
+        "num_hidden_layers": text.config.num_hidden_layers,
+        **text.custom_pypto_sizes,
+        "dtype": text.dtype,
+        "device": device_of(dict([next(iter(layers.items()))])),
+        "pools": {name: pool.dtype for name, pool in pools_of(layers).items()},
+    }
 
 
-def sizes(config, layers: dict[int, nn.Module]) -> tuple[dict, dict]:
-    """The pools, and what the config of the text model says of them: numbers that have decided the
-    shapes of the weights, read once since a config is slow to read.
+def sizes(config, layers: dict[int, nn.Module]) -> dict:
+    """What the config of the text model says of the pools: numbers that have decided the shapes of
+    the weights, read once since a config is slow to read.
     """
     pools, differing = pools_of(layers), config.per_layer_attributes or ()
     names = [name for pool in pools.values() for name in pool.attributes]
-    of_config = {
+    return {
         name: [getattr(layer.self_attn, name) for layer in layers.values()]
         if name in differing
         else getattr(config, name)
         for name in names
     }
-    return pools, of_config | {"pools": {name: pool.dtype for name, pool in pools.items()}}
 
 
 def device_of(layers: dict[int, nn.Module]) -> torch.device:

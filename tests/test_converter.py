@@ -106,7 +106,7 @@ def test_an_import_with_another_value_ends_with_the_reason():
 @pytest.mark.parametrize(
     "asked, what, remedy",
     [
-        (None, f"a kernel package with {', '.join(ALL)} in ", "install one, built from"),
+        (None, "a kernel package with the operators of the ops in ", "install one, built from"),
         ("0", "GE converters are disabled by CUSTOM_PYPTO_GE_CONVERTERS=0", "unset"),
         ("1", "torchair cannot be imported (ImportError: libhccl.so: none)", "install torch_npu"),
     ],

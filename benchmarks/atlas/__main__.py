@@ -91,8 +91,10 @@ def main(parts: list[Part], options: argparse.Namespace) -> int:
         print(f"run.sh atlas: --output must be in a folder, got {archive}", file=sys.stderr)
         return 2
     children.prepare()
-    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: the archive is still written
-        signal.signal(number, signal.default_int_handler)
+    # as Ctrl-C, which a shell's background programs ignore: the archive is still written
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+            signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="custom_pypto-atlas-") as scratch:
         machine = Machine({}, Path(scratch), options.stand_in)
         results = run(parts, machine, options.limit, lambda first: not why_not(first, machine))
