@@ -112,7 +112,8 @@ def prepare_cache_for_generation(
         model_kwargs["past_key_values"] = cache
         return
     if cache is not None:
-        check_cache(cache, text_model(model))
+        text = text_model(model)
+        check_cache(cache, text, patched_layers(text))
         if cache.grows:
             cache.reserve(max_length)
         if cache.max_cache_len < max_length or cache.batch_size != rows:
@@ -142,7 +143,7 @@ def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_va
     return {"indexed_attention": new_tokens(attention_mask, tokens)}
 
 
-def check_cache(cache, text, layers: dict[int, nn.Module] | None = None) -> None:
+def check_cache(cache, text, layers: dict[int, nn.Module]) -> None:
     if not isinstance(cache, PagedCache):
         raise TypeError(
             "patched model: past_key_values must be a models.PagedCache, got "
@@ -151,7 +152,7 @@ def check_cache(cache, text, layers: dict[int, nn.Module] | None = None) -> None
         )
     if torch.compiler.is_compiling():  # generate() has validated it already
         return
-    if (made := cache.made_for) != (wanted := dimensions(text, layers or patched_layers(text))):
+    if (made := cache.made_for) != (wanted := dimensions(text, layers)):
         names = [name for name in made | wanted if made.get(name) != wanted.get(name)]
         raise ValueError(
             f"PagedCache: created for a model with {listed(made, names)}, got one with "

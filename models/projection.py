@@ -24,12 +24,7 @@ def check_absorbed(layer: int, projection: nn.Module) -> None:
     Raises:
         TypeError: names the layer, the addition and the remedy.
     """
-    weight = projection._parameters.get("weight")
-    if type(projection) is nn.Linear and type(weight) is nn.Parameter and untouched(projection):
-        found = "one with a bias" if projection._parameters["bias"] is not None else None
-    else:
-        found = obstacle(projection)
-    if found:
+    if found := obstacle(projection):
         raise TypeError(
             f"use_custom_pypto: kv_b_proj of layer {layer} must be a plain torch.nn.Linear (its "
             f"weight is absorbed, its forward never called), got {found}; dequantise it, merge its "
@@ -43,7 +38,7 @@ def check_replaced(layer: int, name: str, module: nn.Module, cls: type) -> None:
     Raises:
         TypeError: names the layer, the addition and the remedy.
     """
-    if type(module) is not cls or (not untouched(module) and wrapped(module)):
+    if type(module) is not cls or wrapped(module):
         raise TypeError(
             f"use_custom_pypto: the {name} of layer {layer} must be a plain {cls.__name__} (an op "
             f"replaces its forward), got {described(module)}; restore it, or call "
@@ -115,16 +110,12 @@ def active_adapters(projection: nn.Module) -> list[str]:
     return [name for name in projection.active_adapters if name in projection.lora_A]
 
 
-def untouched(module: nn.Module) -> bool:
-    """Whether nothing at all is on ``module``: the quick answer for most modules, in every forward
-    of every layer."""
-    state = module.__dict__
-    return not (state["_forward_hooks"] or state["_forward_pre_hooks"] or "forward" in state)
-
-
 def wrapped(module: nn.Module) -> bool:
     """Whether a hook or a replaced ``forward`` makes ``module`` do more than its class."""
-    return bool(module._forward_hooks or module._forward_pre_hooks) or has_other_forward(module)
+    if module._forward_hooks or module._forward_pre_hooks:
+        return True
+    # runs in every forward of every layer: a call less for most modules
+    return "forward" in module.__dict__ and has_other_forward(module)
 
 
 def has_other_forward(module: nn.Module) -> bool:

@@ -100,9 +100,9 @@ class PagedCache(Cache):
             "latent": LATENT_FORMATS.get(kv_dtype, LatentRows)(text.dtype),
             "index": INDEX_FORMATS.get(index_dtype, IndexRows)(text.config, text.dtype, device),
         }
+        pools = pools_of(layers).items()
         rows: list[dict] = [{} for _ in range(text.config.num_hidden_layers)]
         for layer in layers.keys() & range(len(rows)):  # generate() may draft with the first ones
-            pools = pools_of(layers).items()
             rows[layer] = {name: pool.row(text.config, layer, text.dtype) for name, pool in pools}
             for each in formats.values():
                 rows[layer] = each.rows(rows[layer])
