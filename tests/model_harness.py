@@ -85,6 +85,32 @@ def alone(model, ids, pads):
     return torch.cat([model(input_ids=row, use_cache=False).logits[0] for row in rows])
 
 
+def continued(model, cache, ids, start, sizes):
+    """The logits of ``ids`` from position ``start`` on."""
+    logits = []
+    for size in sizes:
+        logits.append(model(ids[:, start : start + size], past_key_values=cache).logits)
+        start += size
+    return torch.cat(logits, 1)
+
+
+def after_a_change(upstream, patched, change, rows, *, fed=50, steps=(4, 4, 4)):
+    """The logits that upstream and patched model give tokens behind those of a changed cache.
+
+    Args:
+        change: of a cache with ``fed`` tokens of three sequences; may return another one.
+        rows: the sequences that are in it then.
+    """
+    ids, cache = token_ids(3, fed), paged_cache(patched, 3)
+    patched(input_ids=ids, past_key_values=cache)
+    cache = change(cache) or cache
+    left = int(cache.get_seq_length())
+    # other tokens than those that were cropped
+    whole = torch.cat([ids[rows, :left], token_ids(len(rows), sum(steps), 7)], 1)
+    want = upstream(input_ids=whole, use_cache=False).logits[:, left:]
+    return want, continued(patched, cache, whole, left, steps)
+
+
 def trace(model):
     """Everything a patch could leave behind: classes, attributes, hooks, config."""
     modules = {name: (type(m), sorted(vars(m))) for name, m in model.named_modules()}

@@ -15,6 +15,8 @@ import transformers
 from model_harness import (
     PADS,
     WRONG,
+    after_a_change,
+    continued,
     feed,
     left_padded,
     no_grad_and_one_thread,  # noqa: F401
@@ -265,15 +267,6 @@ def test_a_loop_on_the_cache_of_a_forward_grows_it():
 # ---- the cache ------------------------------------------------------------------------------
 
 
-def continued(model, cache, ids, start, sizes):
-    """The logits of ``ids`` from position ``start`` on."""
-    logits = []
-    for size in sizes:
-        logits.append(model(ids[:, start : start + size], past_key_values=cache).logits)
-        start += size
-    return torch.cat(logits, 1)
-
-
 @pytest.mark.parametrize(
     "change, rows",
     [
@@ -292,15 +285,8 @@ def continued(model, cache, ids, start, sizes):
 @pytest.mark.parametrize("fed", [57, 60], ids=lambda n: f"{n}-tokens")
 def test_a_changed_cache_continues_as_if_its_tokens_had_been_fed(fed, change, rows):
     upstream, patched = upstream_and_patched()
-    ids = token_ids(3, fed)
-    cache = paged_cache(patched, 3)
-    patched(ids, past_key_values=cache)
-    cache = change(cache) or cache
-    left = int(cache.get_seq_length())
-    # other tokens than those that were cropped
-    whole = torch.cat([ids[rows, :left], token_ids(len(rows), 30, 7)], 1)
-    want = upstream(whole, use_cache=False).logits[:, left:]
-    got = continued(patched, cache, whole, left, [4, 1, 1, 7, 17])
+    steps = [4, 1, 1, 7, 17]
+    want, got = after_a_change(upstream, patched, change, rows, fed=fed, steps=steps)
     torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
 
 

@@ -8,11 +8,11 @@ import torch
 from model_harness import (
     PADS,
     WRONG,
+    after_a_change,
     both,
     furthest,
     left_padded,
     no_grad_and_one_thread,  # noqa: F401
-    paged_cache,
     prompt,
     trace,
 )
@@ -149,15 +149,7 @@ def test_generate_equals_upstream_transformers(options):
 )
 def test_a_changed_cache_continues_as_if_its_tokens_had_been_fed(change, rows):
     upstream, patched = upstream_and_patched()
-    ids = token_ids(3, 50)
-    cache = paged_cache(patched, 3)
-    patched(input_ids=ids, past_key_values=cache)
-    cache = change(cache) or cache
-    left = int(cache.get_seq_length())
-    whole = torch.cat([ids[rows, :left], token_ids(len(rows), 12, 7)], 1)
-    want = upstream(input_ids=whole, use_cache=False).logits[:, left:]
-    steps = [whole[:, start : start + 4] for start in range(left, left + 12, 4)]
-    got = torch.cat([patched(input_ids=x, past_key_values=cache).logits for x in steps], 1)
+    want, got = after_a_change(upstream, patched, change, rows)
     torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
 
 
