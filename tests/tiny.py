@@ -46,39 +46,43 @@ SLIDING = {
     "moe_shared_expert_intermediate_size": 32,
 }
 VOCABULARY = 199
+# of models with latent attention; ``index_topk`` is far below the contexts of the tests
+SIZES = dict(
+    vocab_size=VOCABULARY,
+    hidden_size=96,
+    intermediate_size=128,
+    moe_intermediate_size=32,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    kv_lora_rank=64,
+    qk_rope_head_dim=16,
+    qk_nope_head_dim=32,
+    v_head_dim=24,
+    index_topk=8,
+    index_head_dim=32,
+    max_position_embeddings=128,
+    bos_token_id=1,
+    eos_token_id=None,
+    # large weights: a wrong key or a wrong rotation moves the logits by more than rounding
+    initializer_range=0.15,
+)
 
 
 def tiny_config(kind="deepseek_v32", **changes):
-    """Three layers, dense and MoE; ``index_topk`` far below the contexts of the tests."""
+    """Three layers, dense and MoE."""
     if kind not in CLASSES:
         pytest.skip(f"transformers {transformers.__version__} has no {kind}")
     config = dict(
-        vocab_size=VOCABULARY,
-        hidden_size=96,
-        intermediate_size=128,
-        moe_intermediate_size=32,
+        **SIZES,
         num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
         n_group=2,
         topk_group=1,
         first_k_dense_replace=1,
         q_lora_rank=48,
-        kv_lora_rank=64,
-        qk_rope_head_dim=16,
-        qk_nope_head_dim=32,
-        v_head_dim=24,
-        index_topk=8,
-        index_head_dim=32,
         index_n_heads=16,
-        max_position_embeddings=128,
         pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=None,
-        # large weights: a wrong key or a wrong rotation moves the logits by more than rounding
-        initializer_range=0.15,
     )
     if kind in ("deepseek_v32", "axk2", "hy_v4"):
         config["rope_parameters"] = YARN
@@ -208,31 +212,14 @@ def tiny_mistral(**changes):
         pytest.skip(f"transformers {transformers.__version__} has no Mistral Large 4")
     torch.manual_seed(0)
     text = dict(
-        vocab_size=VOCABULARY,
-        hidden_size=96,
-        intermediate_size=128,
-        moe_intermediate_size=32,
+        **SIZES,
         num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        kv_lora_rank=64,
-        qk_rope_head_dim=16,
-        qk_nope_head_dim=32,
-        v_head_dim=24,
-        index_topk=8,
-        index_head_dim=32,
         index_n_heads=32,  # of fewer, many scores are exactly 0, which leaves the choice open
         indexer_types=["full", "shared", "full", "full"],
         no_rope_layers=[1, 1, 0, 1],
         kv_source_layers=[0, 1, 2, 0],
-        max_position_embeddings=128,
         rope_parameters=dict(YARN, attention_factor=1.0),
         pad_token_id=1,  # whose embedding is 0, which would let all experts tie; tests pad with 0
-        bos_token_id=1,
-        eos_token_id=None,
-        initializer_range=0.15,
     )
     vision = dict(
         hidden_size=32,
