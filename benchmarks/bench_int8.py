@@ -26,7 +26,7 @@ from measure import of_kernels, table, write_section
 
 import custom_pypto
 from custom_pypto import models
-from custom_pypto.models.cache.formats import hadamard
+from custom_pypto.reference.npu_quant_rows_pto import hadamard_matrix
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "examples"))
@@ -83,7 +83,7 @@ def recalls(keys: int, tokens: int) -> tuple[float, float]:
         sparse_mode=0,
     )
     want = custom_pypto.npu_lightning_indexer_pto(query, paged(key), weights, **call)
-    rotation = hadamard(D, torch.bfloat16, key.device)
+    rotation = hadamard_matrix(D).to(key.device, torch.bfloat16)
     rows, scales = custom_pypto.npu_quant_rows_pto(query, hadamard=rotation)
     key_rows, key_scales = custom_pypto.npu_quant_rows_pto(paged(key), hadamard=rotation)
     got = custom_pypto.npu_quant_lightning_indexer_pto(
@@ -112,7 +112,7 @@ def recalls_of_16(model, length: int) -> tuple[float, float]:
     queries alone; of tokens that see more than they select."""
     ids, _ = lookup_batch(1, length, questions=16, seed=5)
     cache = models.PagedCache(model, 1, length)
-    rotation = hadamard(D, model.dtype, ids.device)
+    rotation = hadamard_matrix(D).to(ids.device, model.dtype)
     op, found = custom_pypto.npu_lightning_indexer_pto, []
 
     def both(query, key, weights, *, cmp_ratio, **call):

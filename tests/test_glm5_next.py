@@ -60,14 +60,14 @@ def test_logits_equal_upstream_transformers(chunks, pads):
 @pytest.mark.parametrize(
     "changes",
     [
-        pytest.param(dict(index_topk=4), id="one-pool"),
-        pytest.param(dict(index_topk=64), id="every-pool"),
-        pytest.param(dict(index_kpool=16, index_topk=32), id="pools-of-16"),
+        pytest.param(dict(index_topk=4), id="one-group"),
+        pytest.param(dict(index_topk=64), id="every-group"),
+        pytest.param(dict(index_kpool=16, index_topk=32), id="groups-of-16"),
         pytest.param(dict(index_kpool_always_select_tail=False), id="without-the-tail"),
         pytest.param(dict(indexer_types=["full"] * 6), id="an-indexer-beside-an-indexer"),
     ],
 )
-def test_logits_equal_upstream_transformers_of_other_pools(changes):
+def test_logits_equal_upstream_transformers_of_other_groups(changes):
     assert furthest(*upstream_and_patched(**changes)) <= TOLERANCE
 
 
@@ -83,7 +83,7 @@ def no_position_bias(monkeypatch, model):
             parameter.zero_()
 
 
-def neighbouring_pools(monkeypatch, model):
+def neighbouring_groups(monkeypatch, model):
     select = LatentAttention.select
     wrong = lambda self, *args: select(self, *args) - 1  # noqa: E731
     monkeypatch.setattr(LatentAttention, "select", wrong)
@@ -100,7 +100,7 @@ def one_space_too_small(monkeypatch, model):
 
 
 @pytest.mark.parametrize(
-    "trap", [no_tail, no_position_bias, neighbouring_pools, one_space_too_small]
+    "trap", [no_tail, no_position_bias, neighbouring_groups, one_space_too_small]
 )
 def test_the_logits_show(trap, monkeypatch):
     upstream, patched = upstream_and_patched()
@@ -148,7 +148,7 @@ def test_a_changed_cache_continues_as_if_its_tokens_had_been_fed(change, rows):
     torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCE)
 
 
-def test_a_cache_may_be_shorter_than_a_pool():
+def test_a_cache_may_be_shorter_than_a_group():
     upstream, patched = upstream_and_patched(index_kpool=32, index_topk=32)
     ids = token_ids(1, 12)
     got = patched(input_ids=ids, past_key_values=paged_cache(patched, 1, 16)).logits

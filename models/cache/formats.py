@@ -12,6 +12,7 @@ from torch import Tensor
 
 import custom_pypto
 from custom_pypto.cache_rows import SCALE_GROUP, int8_row_bytes
+from custom_pypto.reference.npu_quant_rows_pto import hadamard_matrix
 
 from .layout import Row
 from .step import Step, TokenSlice
@@ -146,7 +147,7 @@ class Int8IndexRows(IndexRows):
     """
 
     def __init__(self, config, dtype: torch.dtype, device: torch.device):
-        self.rotation = hadamard(config.index_head_dim, dtype, device)
+        self.rotation = hadamard_matrix(config.index_head_dim).to(device, dtype)
 
     @staticmethod
     def lacking(config, dtype: torch.dtype) -> str | None:
@@ -228,12 +229,3 @@ def flat_slots(step: Step) -> Tensor:
     """Slots in the flattened pools; on an NPU a step has blocks and rows."""
     slots = step.slots
     return slots if slots.ndim == 1 else slots[:, 0] * step.store.block_size + slots[:, 1]
-
-
-def hadamard(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Sylvester's orthogonal ``[dim, dim]`` matrix: entries 1 and -1 over the root of ``dim``."""
-    matrix = torch.ones(1, 1, device=device)
-    while len(matrix) < dim:
-        upper = torch.cat([matrix, matrix], 1)
-        matrix = torch.cat([upper, torch.cat([matrix, -matrix], 1)])
-    return (matrix * dim**-0.5).to(dtype)
