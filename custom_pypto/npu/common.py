@@ -164,7 +164,7 @@ def words(slots: Tensor) -> Tensor:
     return slots.contiguous().view(1, -1).view(torch.int32)
 
 
-def cube_tile(dtype: torch.dtype) -> int:
+def product_tile(dtype: torch.dtype) -> int:
     """Rows and columns of the tiles in which the cube cores take operands: 32 bytes."""
     return 32 if dtype == torch.int8 else 16
 

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from .common import Arguments, KernelCall, Limits, cube_tile, name, program
+from .common import Arguments, KernelCall, Limits, name, product_tile, program
 from .npu_lightning_indexer_pto import check_sizes, common_facts, common_tensors, is_filled
 
 OP = "npu_quant_lightning_indexer_pto"
@@ -12,7 +12,7 @@ def check(a: Arguments) -> None:
     limits = Limits(OP, a)
     check_sizes(limits)
     # else the last tile of a block is loaded from behind it
-    block_size, tile = a.key.size(1), cube_tile(a.key.dtype)
+    block_size, tile = a.key.size(1), product_tile(a.key.dtype)
     limits.require(block_size % tile == 0, "key.size(1)", f"a multiple of {tile}", block_size)
     limits.contiguous("key", "key_dequant_scale")
     # block ids go through float32
