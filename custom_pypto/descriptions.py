@@ -1,8 +1,8 @@
 """The only list of all ops, with the properties that a schema cannot express.
 
-The schema (``csrc/ops/ops_def_registration.cpp``) declares an op's arguments. Schemas and entries
-determine the functions registered on NPUs, the converters of graph mode, the GE prototypes with
-their constructors, and the logged ops.
+The schema (``REGISTER_OP`` in ``csrc/ops/<op>.cpp``) declares an op's arguments. Schemas and
+entries determine the functions registered on NPUs, the converters of graph mode, the GE prototypes
+with their constructors, and the logged ops.
 
 This module imports the standard library only, so that it can be read where torch does not load.
 """

@@ -56,8 +56,8 @@ Tensor add_custom_autograd(const Tensor& self, const Tensor& other) {
 
 }  // namespace
 
-REGISTER_CPU_AND_META(add_custom)
-REGISTER_CPU_AND_META(add_custom_backward)
+REGISTER_OP(add_custom, "(Tensor self, Tensor other) -> Tensor")
+REGISTER_OP(add_custom_backward, "(Tensor self) -> (Tensor, Tensor)")
 TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) { m.impl(kOp, &add_custom_autograd); }
 
 }  // namespace custom_pypto

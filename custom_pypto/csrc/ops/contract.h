@@ -18,9 +18,14 @@ namespace custom_pypto {
 #define CHECK_ARGUMENT(condition, op, argument, expected, ...) \
   TORCH_CHECK(condition, op, ": ", argument, " must be ", expected, ", got ", __VA_ARGS__)
 
+// An op and its schema, "(arguments) -> results". Names and order of arguments follow the published
+// custom_pypto recipe; shapes, dtypes and meaning follow torch_npu's op of that name. Our own
+// arguments are keyword-only. Mutated caches are declared, so that torch.compile keeps the writes
+// in order.
 // An op is a template, to state its signature once. Meta runs op<false>: check arguments, allocate
 // the output. CPU runs op<true>: compute as well.
-#define REGISTER_CPU_AND_META(op)                                      \
+#define REGISTER_OP(op, schema)                                        \
+  TORCH_LIBRARY_FRAGMENT(custom_pypto, m) { m.def(#op schema); }       \
   TORCH_LIBRARY_IMPL(custom_pypto, CPU, m) { m.impl(#op, &op<true>); } \
   TORCH_LIBRARY_IMPL(custom_pypto, Meta, m) { m.impl(#op, &op<false>); }
 

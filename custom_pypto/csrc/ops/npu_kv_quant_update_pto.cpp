@@ -46,6 +46,7 @@ void npu_kv_quant_update_pto(const Tensor& latent, const Tensor& rope, const Ten
   if (computes && latent.numel() != 0) write_int8_rows(latent, rope, slots, cache);
 }
 
-REGISTER_CPU_AND_META(npu_kv_quant_update_pto)
+REGISTER_OP(npu_kv_quant_update_pto,
+            "(Tensor latent, Tensor rope, Tensor slots, Tensor(a!) cache) -> ()")
 
 }  // namespace custom_pypto

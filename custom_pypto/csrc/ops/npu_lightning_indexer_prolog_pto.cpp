@@ -173,7 +173,14 @@ Result npu_lightning_indexer_prolog_pto(
   return result;
 }
 
-REGISTER_CPU_AND_META(npu_lightning_indexer_prolog_pto)
+REGISTER_OP(
+    npu_lightning_indexer_prolog_pto,
+    "(Tensor token_x, Tensor q_norm, Tensor? q_norm_scale, Tensor wq_b, Tensor? wq_b_scale, "
+    "Tensor wk, Tensor weights_proj, Tensor ln_gamma_k, Tensor ln_beta_k, "
+    "Tensor cos_idx_rope, Tensor sin_idx_rope, Tensor hadamard_q, Tensor hadamard_k, "
+    "Tensor(a!) idx_k_cache, Tensor(b!) idx_k_scale_cache, Tensor idx_k_cache_index, "
+    "float layernorm_epsilon_k, *, str layout_query='TND', "
+    "str layout_key='PA_BSND') -> (Tensor, Tensor, Tensor)")
 
 TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) {
   m.impl(kOp, torch::autograd::autogradNotImplementedFallback());

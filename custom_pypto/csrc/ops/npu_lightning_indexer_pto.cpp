@@ -52,6 +52,11 @@ Tensor npu_lightning_indexer_pto(const Tensor& query, const Tensor& key, const T
   return p.out;
 }
 
-REGISTER_CPU_AND_META(npu_lightning_indexer_pto)
+REGISTER_OP(
+    npu_lightning_indexer_pto,
+    "(Tensor query, Tensor key, Tensor weights, *, Tensor? actual_seq_lengths_query=None, "
+    "Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, str layout_query='BSND', "
+    "str layout_key='PA_BSND', int sparse_count=2048, int sparse_mode=3, "
+    "int cmp_ratio=1) -> Tensor")
 
 }  // namespace custom_pypto

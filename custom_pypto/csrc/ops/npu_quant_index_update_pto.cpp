@@ -40,6 +40,8 @@ void npu_quant_index_update_pto(const Tensor& x, const Tensor& slots, const Tens
   if (computes && x.numel() != 0) quantise_into_cache(x, hadamard, slots, cache, scale_cache);
 }
 
-REGISTER_CPU_AND_META(npu_quant_index_update_pto)
+REGISTER_OP(npu_quant_index_update_pto,
+            "(Tensor x, Tensor slots, Tensor(a!) cache, Tensor(b!) scale_cache, *, "
+            "Tensor? hadamard=None) -> ()")
 
 }  // namespace custom_pypto

@@ -73,6 +73,11 @@ Tensor npu_quant_lightning_indexer_pto(const Tensor& query, const Tensor& key,
   return p.indexer.out;
 }
 
-REGISTER_CPU_AND_META(npu_quant_lightning_indexer_pto)
+REGISTER_OP(npu_quant_lightning_indexer_pto,
+            "(Tensor query, Tensor key, Tensor weights, Tensor query_dequant_scale, "
+            "Tensor key_dequant_scale, int query_quant_mode, int key_quant_mode, *, "
+            "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None, "
+            "Tensor? block_table=None, str layout_query='BSND', str layout_key='PA_BSND', "
+            "int sparse_count=2048, int sparse_mode=3) -> Tensor")
 
 }  // namespace custom_pypto

@@ -21,7 +21,7 @@ Quantised npu_quant_rows_pto(const Tensor& x, const OptionalTensor& hadamard) {
   return {rows, scales};
 }
 
-REGISTER_CPU_AND_META(npu_quant_rows_pto)
+REGISTER_OP(npu_quant_rows_pto, "(Tensor x, *, Tensor? hadamard=None) -> (Tensor, Tensor)")
 
 TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) {
   m.impl("npu_quant_rows_pto", torch::autograd::autogradNotImplementedFallback());

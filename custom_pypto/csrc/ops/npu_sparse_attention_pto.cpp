@@ -181,7 +181,14 @@ Tensor npu_sparse_attention_pto(const Tensor& x, const Tensor& w_dq, const Tenso
   return p.out;
 }
 
-REGISTER_CPU_AND_META(npu_sparse_attention_pto)
+REGISTER_OP(
+    npu_sparse_attention_pto,
+    "(Tensor x, Tensor w_dq, Tensor w_uq_qr, Tensor w_uk, Tensor w_dkv_kr, Tensor gamma_cq, "
+    "Tensor gamma_ckv, Tensor sin, Tensor cos, Tensor cache_index, Tensor(a!) kv_cache, "
+    "Tensor(b!) kr_cache, Tensor block_table, Tensor act_seqs, Tensor w_idx_qb, "
+    "Tensor w_idx_k, Tensor w_idx_proj, Tensor in_gamma_k, Tensor in_beta_k, "
+    "Tensor(c!) index_k_cache, *, float? softmax_scale=None, float eps=1e-6, "
+    "int sparse_count=2048) -> Tensor")
 
 TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) {
   m.impl(kOp, torch::autograd::autogradNotImplementedFallback());

@@ -109,7 +109,19 @@ auto npu_sparse_flash_attention_pto(
 
 constexpr char kSoftmaxLse[] = "npu_sparse_flash_attention_pto.softmax_lse";
 
-REGISTER_CPU_AND_META(npu_sparse_flash_attention_pto)
+#define ARGUMENTS                                                                           \
+  "(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, float scale_value, *, " \
+  "Tensor? block_table=None, Tensor? actual_seq_lengths_query=None, "                       \
+  "Tensor? actual_seq_lengths_kv=None, Tensor? query_rope=None, Tensor? key_rope=None, "    \
+  "int sparse_block_size=1, str layout_query='BSND', str layout_kv='PA_BSND', "             \
+  "int sparse_mode=3, Tensor? sinks=None"
+
+REGISTER_OP(npu_sparse_flash_attention_pto, ARGUMENTS ") -> Tensor")
+TORCH_LIBRARY_FRAGMENT(custom_pypto, m) {
+  // attention_out, softmax_max, softmax_sum
+  m.def("npu_sparse_flash_attention_pto.softmax_lse" ARGUMENTS
+        ", bool return_softmax_lse) -> (Tensor, Tensor, Tensor)");
+}
 TORCH_LIBRARY_IMPL(custom_pypto, CPU, m) {
   m.impl(kSoftmaxLse, &npu_sparse_flash_attention_pto<true, bool>);
 }

@@ -1,0 +1,24 @@
+#include <Python.h>
+#include <torch/library.h>
+
+#include <string>
+
+#include "../tasks/kernel_set.h"
+
+TORCH_LIBRARY_FRAGMENT(custom_pypto, m) {
+  m.def("cpu_isa() -> str", []() { return std::string(custom_pypto::kernels().name); });
+}
+
+// Importing custom_pypto._C loads this library; the ops are reached through torch.ops.
+extern "C" PyObject* PyInit__C(void) {
+  static PyModuleDef module = {.m_base = PyModuleDef_HEAD_INIT,
+                               .m_name = "_C",
+                               .m_doc = nullptr,
+                               .m_size = -1,
+                               .m_methods = nullptr,
+                               .m_slots = nullptr,
+                               .m_traverse = nullptr,
+                               .m_clear = nullptr,
+                               .m_free = nullptr};
+  return PyModule_Create(&module);
+}
