@@ -7,15 +7,47 @@ import contextlib
 import functools
 import json
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 
+import cases
 import torch
+from torch import Tensor
 
+from custom_pypto.descriptions import OPS
 from custom_pypto.graph import prototypes
 
 # written again and not imported from ge_executor: the tests must not share its mistakes
 # where a protobuf attribute holds a value of each of GE's types that the prototypes use
 FIELDS = {"VT_INT": "i", "VT_FLOAT": "f", "VT_STRING": "s", "VT_BOOL": "b"}
+# arguments whose sizes are constants of a graph, as those of a module's parameters
+WEIGHTS = ("w_dq", "w_uq_qr", "w_uk", "w_dkv_kr", "gamma_cq", "gamma_ckv")
+WEIGHTS += ("w_idx_qb", "w_idx_k", "w_idx_proj", "in_gamma_k", "in_beta_k")
+WEIGHTS += ("wq_b", "wq_b_scale", "wk", "weights_proj", "ln_gamma_k", "ln_beta_k")
+
+# by the names of their Python packets
+OVERLOADS = [
+    *OPS,
+    *(f"{op}.{description.overload}" for op, description in OPS.items() if description.overload),
+]
+
+
+def overload(op: str) -> torch._ops.OpOverload:
+    packet, _, name = op.partition(".")
+    return getattr(getattr(torch.ops.custom_pypto, packet), name or "default")
+
+
+def constructor(op: str) -> str:
+    return op.removeprefix("npu_").replace(".", "_")
+
+
+def not_default(op: str) -> dict:
+    packet, _, name = op.partition(".")
+    return cases.not_default(packet) | (dict.fromkeys(OPS[packet].omitted, True) if name else {})
+
+
+def outputs(result) -> tuple[Tensor, ...]:
+    return () if result is None else result if isinstance(result, tuple) else (result,)
 
 
 @functools.cache
@@ -108,3 +140,67 @@ def inferred_shapes(node, inputs: Sequence[Sequence[int] | None]) -> list[list[i
     return [
         [eval(dim, {"__builtins__": {}}, symbols) for dim in dims] for dims in shapes["outputs"]
     ]
+
+
+def split(inputs: dict) -> tuple[dict, dict]:
+    """Tensors, and the rest."""
+    tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
+    return tensors, {name: x for name, x in inputs.items() if name not in tensors}
+
+
+def run(function, tensors: dict) -> dict:
+    """The result, and what the tensors hold after the call, of which ``function`` gets copies."""
+    given = {
+        name: torch.empty_strided(x.size(), x.stride(), dtype=x.dtype, device="npu").copy_(x)
+        for name, x in tensors.items()
+    }
+    for name in WEIGHTS:
+        if name in given:
+            torch._dynamo.mark_static(given[name])
+    results = {f"result {i}": x.cpu() for i, x in enumerate(outputs(function(given)))}
+    return results | {name: x.cpu() for name, x in given.items()}
+
+
+@contextlib.contextmanager
+def one_graph():
+    """A list that will hold the graph of what is compiled meanwhile, into one graph in all.
+
+    A warning is an error: torchair warns where it cannot infer shapes.
+    """
+    with (
+        converted() as graphs,
+        warnings.catch_warnings(),
+        # sizes that are equal by chance are not the same size
+        torch.fx.experimental._config.patch(use_duck_shape=False),
+    ):
+        warnings.simplefilter("error", UserWarning)
+        # of torch_npu, about the memory of a tensor, once; spelled in two ways
+        warnings.filterwarnings("ignore", message="Cannot create tensor with inter")
+        # of torch_npu 2.10, in every compilation
+        warnings.filterwarnings("ignore", message="After using .*set_deterministic_level")
+        yield graphs
+    assert len(graphs) == 1
+
+
+def check(op: str, calls: list[dict], dynamic: bool = False):
+    """One GE graph computes and writes in all calls, to the bit, what eager mode does.
+
+    Returns the graph.
+    """
+    constants = split(calls[0])[1]
+
+    def call(tensors):
+        return overload(op)(**tensors, **constants)
+
+    torch.compiler.reset()
+    function = compiled(call, dynamic=dynamic)
+    with one_graph() as graphs:
+        for inputs in calls:
+            tensors, same = split(inputs)
+            assert same == constants
+            expected, got = run(call, tensors), run(function, tensors)
+            for name, x in expected.items():
+                torch.testing.assert_close(
+                    got[name], x, rtol=0, atol=0, equal_nan=True, msg=f"{op}: {name} differs"
+                )
+    return graphs[0]

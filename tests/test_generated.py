@@ -13,16 +13,16 @@ from cases.npu_programs import (
     INDEXER,
     INT8_ATTENTION,
     INT8_INDEXER,
-    WRITERS,
+    VERIFIED,
     attention_case,
     block_ids_clamped,
     calls,
     check_attention,
+    check_by_its_rule,
     check_fused,
     check_int8_attention,
     check_int8_selection,
     check_selection,
-    check_writer,
     fused_case,
     index_case,
     int8_attention_case,
@@ -271,10 +271,10 @@ def test_attention_of_int8_equals_the_reference(arguments, dtype, on_generated_c
     check_int8_attention(int8_attention_case(**arguments, dtype=dtype, hostile=True))
 
 
-@pytest.mark.parametrize("op", WRITERS)
+@pytest.mark.parametrize("op", VERIFIED)
 def test_writers_of_int8_write_what_the_reference_writes(op, on_generated_code):
     for _, _, x in MODULES[op].checks([torch.bfloat16]):
-        check_writer(op, x)
+        check_by_its_rule(op, x)
 
 
 @pytest.mark.slow

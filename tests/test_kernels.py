@@ -5,6 +5,7 @@ import math
 import sys
 from pathlib import Path
 
+import cases
 import pytest
 import torch
 from cases import INT_MAX, INT_MIN, on_meta, without_nan
@@ -15,16 +16,16 @@ from cases.npu_programs import (
     INDEXER,
     INT8_ATTENTION,
     INT8_INDEXER,
-    WRITERS,
+    VERIFIED,
     attention_case,
     block_ids_clamped,
     calls,
     check_attention,
+    check_by_its_rule,
     check_fused,
     check_int8_attention,
     check_int8_selection,
     check_selection,
-    check_writer,
     fused_case,
     index_case,
     int8_attention_case,
@@ -37,6 +38,7 @@ from numerics import assert_close_to_rows, assert_same_selection, reference
 
 import custom_pypto
 from custom_pypto import npu
+from custom_pypto.descriptions import OPS
 from custom_pypto.reference import MODULES
 
 if importlib.util.find_spec("pypto") is None:
@@ -365,10 +367,10 @@ def test_no_length_and_no_block_id_leads_outside_an_int8_cache(value):
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("op", WRITERS)
+@pytest.mark.parametrize("op", VERIFIED)
 def test_writers_of_int8_write_what_the_reference_writes(op, dtype):
     for _, _, x in MODULES[op].checks([dtype]):
-        check_writer(op, x)
+        check_by_its_rule(op, x)
 
 
 # ---- the fused op --------------------------------------------------------------------------------
@@ -472,97 +474,18 @@ def test_fused_takes_int64_slots_and_float32_angles():
 # ---- the wrappers --------------------------------------------------------------------------------
 
 
-def wide(x: torch.Tensor) -> torch.Tensor:
-    return torch.cat([x, x], -1)[..., : x.size(-1)]
-
-
 @pytest.mark.parametrize(
-    "op, inputs, change, message",
-    [
-        pytest.param(
-            "npu_lightning_indexer_pto",
-            lambda: index_case([1], [40], dtype=torch.float32),
-            lambda x: {},
-            "query.dtype must be bfloat16 or float16 on an NPU, got float32; convert it",
-            id="indexer-float32",
-        ),
-        pytest.param(
-            "npu_lightning_indexer_pto",
-            lambda: index_case([1], [40], dim=64),
-            lambda x: {},
-            "query.size(3) must be 128 on an NPU, got 64",
-            id="indexer-dim",
-        ),
-        pytest.param(
-            "npu_lightning_indexer_pto",
-            lambda: index_case([1], [40], heads=65),
-            lambda x: {},
-            "query.size(2) must be at most 64 on an NPU, got 65",
-            id="indexer-heads",
-        ),
-        pytest.param(
-            "npu_lightning_indexer_pto",
-            lambda: index_case([1], [40], layout_key="BSND"),
-            lambda x: {},
-            "layout_key must be 'PA_BSND' on an NPU, got 'BSND'; keep the keys in a paged cache",
-            id="indexer-layout",
-        ),
-        pytest.param(
-            "npu_lightning_indexer_pto",
-            lambda: index_case([1], [40]),
-            lambda x: dict(key=wide(x["key"])),
-            "key must be contiguous on an NPU, got strides",
-            id="indexer-strides",
-        ),
-        pytest.param(
-            "npu_lightning_indexer_pto",
-            lambda: index_case([1], [8300], sparse_count=5120),
-            lambda x: {},
-            "sparse_count must be at most 4096 for a block table of 8448 keys",
-            id="indexer-sort",
-        ),
-        pytest.param(
-            "npu_sparse_flash_attention_pto",
-            lambda: attention_case([1], [40]),
-            lambda x: dict(key_rope=wide(x["key_rope"])),
-            "key_rope must be contiguous on an NPU, got strides",
-            id="attention-strides",
-        ),
-        pytest.param(
-            "npu_sparse_flash_attention_pto",
-            lambda: attention_case([1], [40], heads=129),
-            lambda x: {},
-            "query.size(2) must be at most 128 on an NPU, got 129",
-            id="attention-heads",
-        ),
-        pytest.param(
-            "npu_sparse_attention_pto",
-            lambda: fused_case([40], 1),
-            lambda x: dict(kv_cache=wide(x["kv_cache"])),
-            "kv_cache must be contiguous on an NPU, got strides",
-            id="fused-strides",
-        ),
-        pytest.param(
-            "npu_sparse_attention_pto",
-            lambda: fused_case([40], 1, q_rank=24),
-            lambda x: {},
-            "w_dq.size(1) must be a positive multiple of 16 on an NPU, got 24",
-            id="fused-width",
-        ),
-        pytest.param(
-            "npu_lightning_indexer_pto",
-            lambda: index_case([1], [40]),
-            lambda x: dict(sparse_mode=7),
-            "sparse_mode must be",
-            id="contract",
-        ),
-    ],
+    "op, inputs, message", [row for op in OPS for row in cases.of(op).unsupported_on_npu()]
 )
-def test_what_the_programs_cannot_take_is_rejected_with_the_remedy(op, inputs, change, message):
-    x = inputs()
+def test_what_the_programs_do_not_support_is_rejected_with_the_remedy(op, inputs, message):
     with pytest.raises(RuntimeError) as rejected:
-        getattr(custom_pypto, op)(**x | change(x))
+        getattr(custom_pypto, op)(**inputs)
     assert str(rejected.value).startswith(f"{op}: {message}")
+
+
+def test_the_contract_holds_for_npu_tensors():
+    with pytest.raises(RuntimeError, match="^npu_lightning_indexer_pto: sparse_mode must be"):
+        custom_pypto.npu_lightning_indexer_pto(**index_case([1], [40]) | dict(sparse_mode=7))
 
 
 def test_npu_tensors_reach_the_wrappers():

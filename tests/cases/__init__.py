@@ -1,7 +1,10 @@
-"""Inputs of the ops. ``<op>.py`` makes the keyword arguments of one call of that op: seeded ones of
-given lengths (``inputs``; ``ON_NPU``: sizes that an NPU supports), ones with no attribute at its
-default (``not_default``), random hostile ones (``random_call``; ``WEIGHT``: how often), and ones
-that break a rule (``rejected``).
+"""Inputs of the ops. ``<op>.py`` makes the keyword arguments of one call of that op:
+
+- ``inputs``: seeded ones of given lengths; ``on_npu``: the same of sizes and dtype of an NPU;
+- ``not_default``: ones with no attribute at its default;
+- ``random_call``: random hostile ones; ``WEIGHT``: how often;
+- ``rejected``: ones that break a rule; ``unsupported_on_npu``: only a limit of the NPU program;
+- ``graph_calls``: the calls of each compilation; of several calls, sizes are symbols.
 
 Data that an op must not read is poisoned: NaN in query and key rows past a sequence's length and in
 unused blocks, and block ids from INT_MIN to INT_MAX past a sequence's last block.
@@ -121,8 +124,8 @@ def inputs_of(
     **keywords,
 ) -> dict:
     """Arguments of any op, for tests of properties of all ops."""
-    sizes = of(op).ON_NPU if on_npu else {}
-    return of(op).inputs([*lengths_query], [*lengths_key], **sizes | keywords)
+    make = of(op).on_npu if on_npu else of(op).inputs
+    return make([*lengths_query], [*lengths_key], **keywords)
 
 
 def not_default(op: str) -> dict:

@@ -1,5 +1,7 @@
 """Arguments of ``add_custom``: a row for each query token."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -7,7 +9,6 @@ from . import DTYPES, random
 from .hostile import Maker
 from .rejections import each, none, table
 
-ON_NPU = {}
 WEIGHT = 1
 
 
@@ -21,6 +22,9 @@ def inputs(
     g = torch.Generator().manual_seed(seed)
     shape = (sum(lengths_query), max(lengths_key))
     return dict(self=random(shape, dtype, g), other=random(shape, dtype, g))
+
+
+on_npu = functools.partial(inputs, dtype=torch.bfloat16)
 
 
 def not_default() -> dict:
@@ -50,3 +54,19 @@ def rejected() -> list:
         row("float8", f"{dtype}float8_e4m3fn", **float8),
         *none(row, call),
     ]
+
+
+def unsupported_on_npu() -> list:
+    row = table("add_custom", "add", on_npu([3], [5]))
+    float64 = on_npu([3], [5], dtype=torch.float64)
+    message = "self.dtype must be bfloat16, float16 or float32 on an NPU, got float64"
+    return [row("dtype", message, float64)]
+
+
+def graph_calls() -> dict[str, list[dict]]:
+    rows = on_npu([4], [5], dtype=torch.float16)
+    return {
+        "one": [on_npu([3], [5])],
+        "sizes": [on_npu([3], [5], dtype=torch.float16), on_npu([2], [7], dtype=torch.float16)],
+        "rows": [each(rows, rows, lambda x: x[:, None])],
+    }

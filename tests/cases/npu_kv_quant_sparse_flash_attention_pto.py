@@ -1,5 +1,7 @@
 """Arguments of ``npu_kv_quant_sparse_flash_attention_pto``."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -20,11 +22,11 @@ from .rejections import (
     modes,
     none,
     optional,
+    table,
     transposed,
 )
 
 OP = "npu_kv_quant_sparse_flash_attention_pto"
-ON_NPU = dict(latent=512, rope=64)
 WEIGHT = 5
 MODES = dict(key_quant_mode=2, value_quant_mode=2)
 
@@ -63,9 +65,12 @@ def quantised(latent: Tensor, rope: Tensor) -> Tensor:
     return cache.view(*latent.shape[:-1], width)
 
 
+on_npu = functools.partial(inputs, latent=512, rope=64)
+
+
 def not_default() -> dict:
     more = dict(dtype=torch.float16, layout_query="TND", sparse_mode=0)
-    return inputs([4, 3], [5, 4], **more, **ON_NPU)
+    return on_npu([4, 3], [5, 4], **more)
 
 
 def random_call(m: Maker) -> dict:
@@ -223,3 +228,26 @@ def rejected_keys(row, key: Tensor) -> list:
         row("value-copy", other, value=key.clone()),
         row("value-part", other, value=key[..., :128]),
     ]
+
+
+def unsupported_on_npu() -> list:
+    row = table(OP, "kv-quant", on_npu([2, 2], [20, 5], strided=True))
+    narrow = inputs([2, 2], [20, 5])
+    return [
+        row("rope", "rope_head_dim must be 64 on an NPU, got 16", narrow),
+        row("strides", "key must be contiguous on an NPU, got strides"),
+    ]
+
+
+def graph_calls() -> dict[str, list[dict]]:
+    packed = dict(layout_query="TND", sparse_mode=0, sparse_count=4, block_size=32)
+    return {
+        "sizes": [
+            on_npu([2, 1], [20, 5]),
+            on_npu([3, 3, 2], [50, 1, 8], heads=7, block_size=32, sparse_count=5, seed=1),
+        ],
+        "packed-sizes": [
+            not_default(),
+            on_npu([3, 1, 1], [50, 4, 8], dtype=torch.float16, **packed),
+        ],
+    }

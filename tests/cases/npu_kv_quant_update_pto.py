@@ -1,5 +1,7 @@
 """Arguments of ``npu_kv_quant_update_pto``."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,6 @@ from .rejections import BLOCK_SIZE, none, table, transposed
 
 OP = "npu_kv_quant_update_pto"
 CACHES = ("cache",)
-ON_NPU = dict(latent=512, rope=64)
 WEIGHT = 3
 
 
@@ -48,8 +49,11 @@ def inputs(
     )
 
 
+on_npu = functools.partial(inputs, latent=512, rope=64)
+
+
 def not_default() -> dict:
-    return inputs([2, 3], [12, 20], dtype=torch.float16, slot_dtype=torch.int64, **ON_NPU)
+    return on_npu([2, 3], [12, 20], dtype=torch.float16, slot_dtype=torch.int64)
 
 
 def random_call(m: Maker) -> dict:
@@ -147,3 +151,15 @@ def rejected() -> list:
         change("cache", "dtype", "cache.dtype must be int8, got uint8", cache.view(torch.uint8)),
         change("cache", "last-stride", stride, transposed(cache)),
     ]
+
+
+def unsupported_on_npu() -> list:
+    row = table(OP, "kv-update", inputs([2, 2], [20, 5]))
+    return [row("latent", "latent.size(2) must be 512 on an NPU, got 128")]
+
+
+def graph_calls() -> dict[str, list[dict]]:
+    return {
+        "sizes": [on_npu([2, 1], [20, 5]), on_npu([3, 1, 1], [50, 4, 8], block_size=32, seed=1)],
+        "int64": [on_npu([2, 1], [20, 5], dtype=torch.float16, slot_dtype=torch.int64)],
+    }

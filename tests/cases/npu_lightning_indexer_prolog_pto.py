@@ -1,5 +1,6 @@
 """Arguments of ``npu_lightning_indexer_prolog_pto``."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -15,7 +16,6 @@ from .rejections import none, table, transposed
 OP = "npu_lightning_indexer_prolog_pto"
 CACHES = ("idx_k_cache", "idx_k_scale_cache")
 SCALES = ("q_norm_scale", "wq_b_scale")
-ON_NPU = dict(hidden=64, q_rank=32, dim=128)
 WEIGHT = 3
 
 
@@ -90,9 +90,12 @@ def as_the_recipe_passes_them(x: dict) -> dict:
     return x | angles | {name: x[name].unsqueeze(-1) for name in names}
 
 
+on_npu = functools.partial(inputs, hidden=64, q_rank=32, dim=128, dtype=torch.bfloat16)
+
+
 def not_default() -> dict:
-    sizes = ON_NPU | dict(dtype=torch.float16, w8a8=True, slot_dtype=torch.int64)
-    x = inputs([2, 3], [12, 20], **sizes)
+    more = dict(dtype=torch.float16, w8a8=True, slot_dtype=torch.int64)
+    x = on_npu([2, 3], [12, 20], **more)
     # another orthogonal matrix than that of the queries
     x["hadamard_k"] = x["hadamard_k"].flip(0)
     return as_the_recipe_passes_them(x) | dict(layernorm_epsilon_k=0.5)
@@ -345,3 +348,25 @@ def rejected_scales(row: Callable, call: dict) -> list:
             )
         ),
     ]
+
+
+def unsupported_on_npu() -> list:
+    row = table(OP, "prolog", on_npu([2, 2], [20, 5]))
+    rank = "q_norm.size(1) must be a positive multiple of 32 on an NPU, got 48"
+    heads = "weights_proj.size(1) must be at most 64 on an NPU, got 65"
+    strides = "idx_k_cache must be contiguous on an NPU, got strides"
+    return [
+        row("rank", rank, on_npu([2, 2], [20, 5], q_rank=48, w8a8=True)),
+        row("heads", heads, on_npu([2, 2], [20, 5], heads=65)),
+        row("strides", strides, on_npu([2, 2], [20, 5], strided=True)),
+    ]
+
+
+def graph_calls() -> dict[str, list[dict]]:
+    return {
+        "sizes": [
+            on_npu([2, 1], [20, 5], w8a8=True),
+            on_npu([3, 1, 1], [50, 4, 8], w8a8=True, block_size=32, seed=1),
+        ],
+        "no-scales": [on_npu([2, 1], [20, 5], dtype=torch.float16)],
+    }

@@ -1,13 +1,14 @@
 """Arguments of ``npu_lightning_indexer_pto``."""
 
+import functools
+
 import torch
 from torch import Tensor
 
 from . import place, random, stored, token_counts
 from .hostile import HEADS, Maker, sequences
-from .rejections import COUNT, Op, each, in_layouts, none, optional, shared
+from .rejections import COUNT, Op, each, in_layouts, none, optional, shared, table
 
-ON_NPU = dict(dim=128)
 WEIGHT = 7
 
 
@@ -50,8 +51,11 @@ def inputs(
     )
 
 
+on_npu = functools.partial(inputs, dim=128, dtype=torch.bfloat16)
+
+
 def not_default() -> dict:
-    return inputs(
+    return on_npu(
         [2, 3],
         [12, 20],  # fewer keys than sparse_count, which the mode shows in
         dtype=torch.float16,
@@ -60,7 +64,6 @@ def not_default() -> dict:
         sparse_count=4,
         sparse_mode=0,
         cmp_ratio=4,
-        **ON_NPU,
     )
 
 
@@ -152,3 +155,65 @@ def rejected_weights(op: Op) -> list:
         row("tokens-TND", f"weights.size(0) must be 6 {of_query} 5", packed[:5], op.tnd),
         row("heads-TND", f"weights.size(1) must be 4 {of_query} 3", packed[:, :3], op.tnd),
     ]
+
+
+def unsupported_on_npu() -> list:
+    x = on_npu([2, 2], [20, 5])
+    row = table("npu_lightning_indexer_pto", "index", x)
+    paged = "layout_key must be 'PA_BSND' on an NPU, got 'BSND'; keep the keys in a paged cache"
+    return [
+        row(
+            "dtype",
+            "query.dtype must be bfloat16 or float16 on an NPU, got float32; convert it",
+            on_npu([2], [20], dtype=torch.float32),
+        ),
+        row(
+            "heads",
+            "query.size(2) must be at most 64 on an NPU, got 65",
+            on_npu([2], [5], heads=65),
+        ),
+        row("dim", "query.size(3) must be 128 on an NPU, got 64", on_npu([2], [20], dim=64)),
+        row("layout", paged, on_npu([2], [20], layout_key="BSND")),
+        row(
+            "strides",
+            "key must be contiguous on an NPU, got strides (4608, 144, 144, 1)",
+            on_npu([2, 2], [20, 5], strided=True),
+        ),
+        row(
+            "sort",
+            "sparse_count must be at most 4096 for a block table of 8208 keys",
+            sparse_count=5120,
+            block_table=x["block_table"].new_zeros(2, 513),
+        ),
+        row(
+            "table",
+            "block_table must be of at most 16 million keys on an NPU",
+            on_npu([2, 2], [20, 5], block_size=1024),
+            block_table=x["block_table"].new_zeros(2, 2**14 + 1),
+        ),
+    ]
+
+
+def graph_calls() -> dict[str, list[dict]]:
+    def transposed(x: Tensor) -> Tensor:
+        """The same values in another order of strides."""
+        return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+    ragged = on_npu([2, 3], [20, 5])
+    weights = dict(dtype=torch.float16, weights_dtype=torch.float32)
+    packed = dict(layout_query="TND", sparse_count=4, sparse_mode=0, cmp_ratio=4, heads=3)
+    return {
+        "no-query-lengths": [on_npu([3, 3], [20, 5]) | dict(actual_seq_lengths_query=None)],
+        "strided": [ragged | each(ragged, ["query", "weights", "block_table"], transposed)],
+        "sizes": [
+            on_npu([2, 1], [20, 5]),
+            on_npu([3, 3, 2], [50, 1, 8], heads=7, block_size=32, seed=1),
+            on_npu([1, 5], [17, 90], heads=3, block_size=48, seed=2),
+        ],
+        "compressed-sizes": [
+            on_npu([2, 1], [83, 21], cmp_ratio=4),
+            on_npu([3, 3, 2], [203, 6, 33], heads=7, block_size=32, cmp_ratio=4, seed=1),
+        ],
+        "packed-sizes": [not_default(), on_npu([3, 1, 1], [50, 4, 8], **weights, **packed)],
+        "weights-of-float32": [on_npu([1, 2], [5, 16], **weights, sparse_count=16)],
+    }

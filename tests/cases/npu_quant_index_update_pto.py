@@ -1,5 +1,7 @@
 """Arguments of ``npu_quant_index_update_pto``."""
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -12,7 +14,6 @@ from .rejections import BLOCK_SIZE, none, table, transposed
 
 OP = "npu_quant_index_update_pto"
 CACHES = ("cache", "scale_cache")
-ON_NPU = dict(dim=128)
 WEIGHT = 3
 
 
@@ -50,9 +51,12 @@ def inputs(
     )
 
 
+on_npu = functools.partial(inputs, dim=128, dtype=torch.bfloat16)
+
+
 def not_default() -> dict:
     more = dict(dtype=torch.float16, slot_dtype=torch.int64, hadamard=True)
-    return inputs([2, 3], [12, 20], **more, **ON_NPU)
+    return on_npu([2, 3], [12, 20], **more)
 
 
 def random_call(m: Maker) -> dict:
@@ -121,3 +125,18 @@ def rejected() -> list:
         scale("rows", f".size(1) must be 16 {of_cache} 8", scales[:, :8]),
         scale("dtype", ".dtype must be float16, got float32", scales.float()),
     ]
+
+
+def unsupported_on_npu() -> list:
+    row = table(OP, "quant-update", on_npu([2, 2], [20, 5], strided=True))
+    return [row("strides", "cache must be contiguous on an NPU, got strides")]
+
+
+def graph_calls() -> dict[str, list[dict]]:
+    return {
+        "sizes": [
+            on_npu([2, 1], [20, 5], hadamard=True),
+            on_npu([3, 1, 1], [50, 4, 8], block_size=32, hadamard=True, seed=1),
+        ],
+        "int64": [on_npu([2, 1], [20, 5], dtype=torch.float16, slot_dtype=torch.int64)],
+    }

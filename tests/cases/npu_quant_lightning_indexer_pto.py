@@ -1,14 +1,15 @@
 """Arguments of ``npu_quant_lightning_indexer_pto``."""
 
+import functools
+
 import torch
 from torch import Tensor
 
 from . import in_a_wider_row, place, stored, token_counts
 from .hostile import HEADS, Maker, sequences
-from .rejections import COUNT, Op, each, in_layouts, none, optional, shared_by_int8
+from .rejections import COUNT, Op, each, in_layouts, none, optional, shared_by_int8, table
 
 OP = "npu_quant_lightning_indexer_pto"
-ON_NPU = dict(dim=128, block_size=32)
 WEIGHT = 5
 
 
@@ -81,8 +82,11 @@ def inputs(
     )
 
 
+on_npu = functools.partial(inputs, dim=128, block_size=32, dtype=torch.float16)
+
+
 def not_default() -> dict:
-    return inputs(
+    return on_npu(
         [2, 3],
         [3, 4],  # no more keys than sparse_count, which the mode shows in
         dtype=torch.float16,
@@ -90,7 +94,6 @@ def not_default() -> dict:
         layout_query="TND",
         sparse_count=4,
         sparse_mode=0,
-        **ON_NPU,
     )
 
 
@@ -226,3 +229,31 @@ def rejected_weights_and_scales(op: Op) -> list:
         row(name, "head", f".size(2) must be 1 {of_key} 2", value.repeat(1, 1, 2)),
         row(name, "rows-TND", f".size(0) must be {len(packed)} {of_key} 1", packed[:1], tnd),
     ]
+
+
+def unsupported_on_npu() -> list:
+    row = table(OP, "quant-index", on_npu([2, 2], [20, 5]))
+    blocks = "key.size(1) must be a multiple of 32 on an NPU, got 48"
+    return [
+        row(
+            "heads",
+            "query.size(2) must be at most 64 on an NPU, got 65",
+            on_npu([2], [5], heads=65),
+        ),
+        row(
+            "strides",
+            "key must be contiguous on an NPU, got strides (9216, 144, 144, 1)",
+            on_npu([2, 2], [20, 5], strided=True),
+        ),
+        row("blocks", blocks, on_npu([2, 2], [20, 5], block_size=48)),
+    ]
+
+
+def graph_calls() -> dict[str, list[dict]]:
+    scales = dict(dtype=torch.float16, scale_dtype=torch.float32)
+    packed = dict(layout_query="TND", sparse_count=4, sparse_mode=0, heads=3)
+    return {
+        "no-query-lengths": [on_npu([3, 3], [20, 5]) | dict(actual_seq_lengths_query=None)],
+        "sizes": [on_npu([2, 1], [20, 5]), on_npu([3, 3, 2], [50, 1, 8], heads=7, seed=1)],
+        "packed-sizes": [not_default(), on_npu([3, 1, 1], [50, 4, 8], **scales, **packed)],
+    }

@@ -1,5 +1,6 @@
 """Arguments of ``npu_quant_rows_pto``."""
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -11,7 +12,6 @@ from .hostile import Maker
 from .rejections import none, table
 
 OP = "npu_quant_rows_pto"
-ON_NPU = dict(dim=128)
 WEIGHT = 2
 
 
@@ -32,8 +32,11 @@ def inputs(
     )
 
 
+on_npu = functools.partial(inputs, dim=128, dtype=torch.bfloat16)
+
+
 def not_default() -> dict:
-    return inputs([2, 3], [], dtype=torch.float16, hadamard=True, **ON_NPU)
+    return on_npu([2, 3], [], dtype=torch.float16, hadamard=True)
 
 
 def random_rows(m: Maker, *shape: int) -> dict:
@@ -74,3 +77,12 @@ def rejected_rows(row: Callable, inputs: dict) -> list:
         rotated("columns", ".size(1) must be 32 (D of x), got 16", matrix[:, :16]),
         rotated("dtype", ".dtype must be float32 (dtype of x), got bfloat16", matrix.bfloat16()),
     ]
+
+
+def unsupported_on_npu() -> list:
+    row = table(OP, "quant-rows", on_npu([3], []))
+    return [row("dim", "x.size(2) must be 128 on an NPU, got 64", on_npu([3], [], dim=64))]
+
+
+def graph_calls() -> dict[str, list[dict]]:
+    return {"sizes": [on_npu([3], []), on_npu([5], [], heads=2)]}

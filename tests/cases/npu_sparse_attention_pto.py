@@ -1,16 +1,16 @@
 """Arguments of ``npu_sparse_attention_pto``."""
 
+import functools
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from . import block_tables, int32, random, slots
+from . import block_tables, in_a_wider_row, int32, random, slots
 from .hostile import BLOCK_SIZES, Maker
 from .rejections import COUNT, SCALE, SCALES, each, none, table, tensors, transposed
 
 CACHES = ("kv_cache", "kr_cache", "index_k_cache")
-ON_NPU = dict(hidden=64, q_rank=32, index_dim=128, sparse_count=8)
 WEIGHT = 5
 
 
@@ -94,10 +94,15 @@ def of_angles_and_slots(x: dict) -> dict:
     return x | dict(sin=x["sin"].float(), cos=x["cos"].float(), cache_index=x["cache_index"].long())
 
 
+on_npu = functools.partial(
+    inputs, hidden=64, q_rank=32, index_dim=128, sparse_count=8, dtype=torch.bfloat16
+)
+
+
 def not_default() -> dict:
     # the sizes make gammas and caches of one shape
-    sizes = ON_NPU | dict(hidden=48, rope=32, sparse_count=4, dtype=torch.float16)
-    return of_angles_and_slots(fused_inputs([20, 30], 2, **sizes, softmax_scale=0.4, eps=0.5))
+    sizes = dict(hidden=48, rope=32, sparse_count=4, dtype=torch.float16)
+    return of_angles_and_slots(on_npu([2], [20, 30], **sizes, softmax_scale=0.4, eps=0.5))
 
 
 def random_call(m: Maker) -> dict:
@@ -340,3 +345,38 @@ def rejected_dtypes(row: Callable, call: dict) -> list:
             for name in ("sin", "cos")
         ),
     ]
+
+
+def unsupported_on_npu() -> list:
+    x = on_npu([1], [20, 5])
+    row = table("npu_sparse_attention_pto", "fuse", x)
+    width = "w_dq.size(1) must be a positive multiple of 16 on an NPU, got 24"
+    return [
+        row(
+            "dim", "w_idx_k.size(1) must be 128 on an NPU, got 64", on_npu([1], [20], index_dim=64)
+        ),
+        row("width", width, on_npu([1], [20, 5], q_rank=24)),
+        *(
+            row(
+                f"{name}-strides",
+                f"{name} must be contiguous on an NPU, got strides",
+                **{name: in_a_wider_row(x[name])},
+            )
+            for name in ("kv_cache", "kr_cache")
+        ),
+    ]
+
+
+def graph_calls() -> dict[str, list[dict]]:
+    half = dict(dtype=torch.float16)
+    angles = on_npu([1], [20, 5], **half, softmax_scale=0.25, eps=1e-5, sparse_count=16)
+    others = dict(hidden=48, rope=32, softmax_scale=0.4, eps=0.5, sparse_count=4)
+    return {
+        "one": [on_npu([1], [20, 5])],
+        "sizes": [on_npu([2], [20, 5]), on_npu([3], [50, 2, 9], block_size=32, seed=1)],
+        "angles-of-float32": [of_angles_and_slots(angles)],
+        "int64-sizes": [
+            not_default(),
+            of_angles_and_slots(on_npu([3], [9, 40, 3], **half, **others)),
+        ],
+    }

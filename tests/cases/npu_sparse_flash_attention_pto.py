@@ -1,13 +1,35 @@
 """Arguments of ``npu_sparse_flash_attention_pto``."""
 
+import functools
+
 import torch
 from torch import Tensor
 
-from . import INT_MAX, INT_MIN, int32, place, random, stored, token_counts, visible_keys
+from . import (
+    INT_MAX,
+    INT_MIN,
+    in_a_wider_row,
+    int32,
+    place,
+    random,
+    stored,
+    token_counts,
+    visible_keys,
+)
 from .hostile import HEADS, Maker, sequences
-from .rejections import SCALE, SCALES, Op, each, in_layouts, none, optional, shared, transposed
+from .rejections import (
+    SCALE,
+    SCALES,
+    Op,
+    each,
+    in_layouts,
+    none,
+    optional,
+    shared,
+    table,
+    transposed,
+)
 
-ON_NPU = {}
 WEIGHT = 7
 
 
@@ -80,6 +102,9 @@ def inputs(
         sparse_mode=sparse_mode,
         sinks=3 * torch.randn(heads, generator=g) if sinks else None,
     )
+
+
+on_npu = functools.partial(inputs, dtype=torch.bfloat16)
 
 
 def not_default() -> dict:
@@ -270,3 +295,48 @@ def rejected_keywords(op: Op) -> list:
     mode = "attention_mode must be 2 (MLA, absorbed), got {}; omit it, and pass the RoPE dims as "
     mode += "query_rope and key_rope"
     return [op.row(f"attention_mode-{x}", mode.format(x), attention_mode=x) for x in (0, 1, None)]
+
+
+def unsupported_on_npu() -> list:
+    x = on_npu([2, 2], [20, 5])
+    row = table("npu_sparse_flash_attention_pto", "attend", x)
+    paged = "layout_kv must be 'PA_BSND' on an NPU, got 'BSND'; keep the keys in a paged cache"
+    strides = "{} must be contiguous on an NPU, got strides"
+    return [
+        row("layout", paged, on_npu([2, 2], [20, 5], layout_kv="BSND")),
+        row(
+            "heads",
+            "query.size(2) must be at most 128 on an NPU, got 129",
+            on_npu([2], [5], heads=129),
+        ),
+        row("strides", strides.format("key"), on_npu([2, 2], [20, 5], strided=True)),
+        row("rope-strides", strides.format("key_rope"), key_rope=in_a_wider_row(x["key_rope"])),
+        row(
+            "table",
+            "block_table.size(1) must be at most 32768 on an NPU, got 32769",
+            block_table=x["block_table"].new_zeros(2, 2**15 + 1),
+        ),
+    ]
+
+
+def graph_calls() -> dict[str, list[dict]]:
+    float16, statistics = dict(dtype=torch.float16), dict(return_softmax_lse=True)
+    packed = dict(layout_query="TND", sparse_mode=0, own_value=True, sinks=True, heads=3)
+    # one compilation has one scale
+    small = on_npu([2, 1], [20, 5])
+    large = on_npu([3, 3, 2], [50, 2, 8], heads=7, latent=48, rope=32, block_size=32)
+    large["scale_value"] = small["scale_value"]
+    return {
+        "no-query-lengths": [
+            on_npu([3, 3], [20, 5], **float16) | dict(actual_seq_lengths_query=None)
+        ],
+        "no-rope": [on_npu([2, 3], [20, 5], rope=0, own_value=True)],
+        "rope-and-value": [on_npu([2, 1], [20, 5], own_value=True)],
+        "sizes": [small, large],
+        "packed-sizes": [
+            not_default(),
+            on_npu([3, 1, 1], [50, 4, 8], sparse_count=5, **float16, **packed),
+        ],
+        "statistics-sizes": [small | statistics, large | statistics],
+        "no-statistics": [on_npu([2, 1], [20, 5], sinks=True) | dict(return_softmax_lse=False)],
+    }
