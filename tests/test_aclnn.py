@@ -17,9 +17,9 @@ import pytest
 import torch
 from cases import inputs_of
 from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
-from test_ascend_host import CALLS, assert_replays_follow, changed, on_npu, same
-from test_kernel_packages import ALL, TUTORIAL, library, package
-from test_resources import FLAT, growth
+from kernel_package import ALL, TUTORIAL, library, package
+from memory import FLAT, growth
+from npu_calls import CALLS, assert_replays_follow, changed, on_npu, same
 from torch.utils._pytree import tree_leaves
 
 import custom_pypto
@@ -206,7 +206,7 @@ def test_the_command_writes_a_package(tmp_path, stand_in, pypto, monkeypatch):
 @pytest.mark.parametrize("op", OPS)
 def test_a_captured_call_runs_at_every_replay_and_not_before(op, stand_in, pypto):
     first = CALLS[op]()
-    second = changed(op, first)
+    second = changed(op)
     static = on_npu(first)
     graph = torch.npu.NPUGraph()
     with torch.npu.graph(graph):

@@ -6,14 +6,12 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import inputs_of, prefix_sums
+from cases import prefix_sums
 from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
-from cases.npu_quant_lightning_indexer_pto import inputs as quant_inputs
-from cases.npu_sparse_flash_attention_pto import inputs as attention_inputs
-from torch.utils._pytree import tree_leaves, tree_map_only
+from npu_calls import CALLS, assert_replays_follow, changed, on_npu, same
+from torch.utils._pytree import tree_leaves
 
 import custom_pypto
-from custom_pypto.descriptions import OPS
 from custom_pypto.requirements import minor
 
 pytestmark = pytest.mark.ascend_host
@@ -96,17 +94,6 @@ def test_what_only_an_npu_does_fails_with_the_name_of_the_function():
 # ---- the ops -------------------------------------------------------------------------------------
 
 HALF = dict(dtype=torch.bfloat16)
-CALLS = {op: functools.partial(inputs_of, op, (2, 1), (30, 17), on_npu=True, **HALF) for op in OPS}
-
-
-def on_npu(inputs: dict) -> dict:
-    return tree_map_only(torch.Tensor, lambda x: x.npu(), inputs)
-
-
-def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal bits, NaN of the caches' unused rows included."""
-    a, b = a.cpu().contiguous(), b.cpu().contiguous()
-    return a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def call(op: str, x: dict) -> list[torch.Tensor]:
@@ -270,34 +257,10 @@ def test_a_replay_that_fails_raises():
         graph.replay()
 
 
-def changed(op: str, x: dict) -> dict:
-    """The same call with other values throughout: lengths, block tables, indices, all data."""
-    if op == "npu_lightning_indexer_pto":
-        return indexer_inputs([1, 2], [25, 20], dim=128, seed=1, **HALF) | {
-            "query": x["query"].flip(0)
-        }
-    if op == "npu_quant_lightning_indexer_pto":
-        return quant_inputs([1, 2], [25, 20], dim=128, block_size=32, seed=1, **HALF)
-    if op == "npu_sparse_flash_attention_pto":
-        return attention_inputs([1, 2], [25, 20], seed=1, **HALF)
-    return CALLS[op](seed=1)
-
-
-def assert_replays_follow(graph, call, static: dict, captured: list, calls: list[dict]) -> None:
-    """Replays of a call of the inputs ``static`` compute what ``call`` does with those of each."""
-    for values in calls:
-        expected = call(on_npu(values))
-        for name, tensor in values.items():
-            if isinstance(tensor, torch.Tensor):
-                static[name].copy_(tensor)
-        graph.replay()
-        assert all(map(same, captured, expected))
-
-
 @pytest.mark.parametrize("op", CALLS)
 def test_a_captured_op_follows_new_lengths_and_block_tables(op):
     first = CALLS[op]()
-    second = changed(op, first)
+    second = changed(op)
     assert {n: t.shape for n, t in first.items() if isinstance(t, torch.Tensor)} == {
         n: t.shape for n, t in second.items() if isinstance(t, torch.Tensor)
     }

@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from test_env import install, python
-from test_kernel_packages import ALL, TUTORIAL, VARIABLES, package
+from kernel_package import ALL, TUTORIAL, VARIABLES, package
+from processes import install, python
 
 from custom_pypto import converter
 from custom_pypto.descriptions import ge_types

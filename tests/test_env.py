@@ -7,44 +7,19 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from processes import install, python
+from repository import REPOSITORY
 
 import custom_pypto
 from custom_pypto import env, requirements
 
-REPOSITORY = Path(__file__).parents[1]
 COMMAND = ("-m", "custom_pypto_command", "env")
 ADD = "import torch, custom_pypto; print(custom_pypto.add_custom(torch.ones(2), torch.ones(2)))"
-
-
-def python(*arguments, path=(), cwd=REPOSITORY, **variables):
-    """Runs Python with ``path`` before everything else, and no CANN."""
-    variables = {"PYTHONPATH": os.pathsep.join(map(str, path)), "LD_LIBRARY_PATH": "", **variables}
-    inherited = {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
-    return subprocess.run(
-        [sys.executable, *arguments],
-        env=inherited | variables,
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-
-
-def install(site, name, version, init, entry_points=""):
-    """A package as pip would leave it in ``site``."""
-    (site / name).mkdir(parents=True)
-    (site / name / "__init__.py").write_text(init)
-    info = site / f"{name}-{version}.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    (info / "entry_points.txt").write_text(entry_points)
-    return site
 
 
 @pytest.fixture

@@ -4,29 +4,13 @@ import copy
 import dataclasses
 import json
 import re
-import subprocess
-from pathlib import Path
 
 import pytest
+from kernel_package import ALL, PROTOTYPES, TUTORIAL, VARIABLES, library, package
 
 from custom_pypto import converter, env, kernel_packages
 from custom_pypto.graph.listing import listing
-from custom_pypto.graph.prototypes import prototypes
 
-PROTOTYPES = {prototype.type: prototype for prototype in prototypes()}
-ALL = listing(PROTOTYPES.values())
-VARIABLES = ("ASCEND_CUSTOM_OPP_PATH", "ASCEND_OPP_PATH")
-
-# Written by hand with the keys that CANN's op_cfg_generator.cpp writes: the AddCustom of CANN's
-# tutorial, and some of our operators.
-TUTORIAL = {
-    "AddCustom": {
-        "opFile": {"value": "add_custom"},
-        "input0": {"name": "x", "dtype": "float16", "format": "ND", "paramType": "required"},
-        "input1": {"name": "y", "dtype": "float16", "format": "ND", "paramType": "required"},
-        "output0": {"name": "z", "dtype": "float16", "format": "ND", "paramType": "required"},
-    }
-}
 BY_HAND = {
     "AddCustom": {
         "input0": {"name": "self", "dtype": "float16,float32", "paramType": "required"},
@@ -68,20 +52,6 @@ BY_HAND = {
 def no_cann(monkeypatch):
     for variable in (*VARIABLES, kernel_packages.EAGER, converter.VARIABLE):
         monkeypatch.delenv(variable, raising=False)
-
-
-def package(vendor: Path, operators: dict | str, soc: str = "ascend910b") -> Path:
-    """What a kernel package of ``vendor`` (a folder) has for one SoC. Returns the list's path."""
-    folder = vendor / "op_impl/ai_core/tbe/config" / soc
-    folder.mkdir(parents=True)
-    path = folder / f"aic-{soc}-ops-info.json"
-    path.write_text(operators if isinstance(operators, str) else json.dumps(operators))
-    if (vendors := vendor.parent).name == "vendors":  # as CANN's installer: the newest one first
-        before = (vendors / "config.ini").read_text() if (vendors / "config.ini").exists() else ""
-        others = before.partition("=")[2].strip()
-        names = f"{vendor.name},{others}" if others else vendor.name
-        (vendors / "config.ini").write_text(f"load_priority={names}\n")
-    return path
 
 
 def problem_of(type: str, **keywords) -> str | None:
@@ -294,14 +264,6 @@ def test_a_list_that_cannot_be_read_is_no_package(tmp_path, monkeypatch):
 
 
 # ---- the library ---------------------------------------------------------------------------------
-
-
-def library(folder: Path, source: str) -> Path:
-    path = folder / "op_api/lib/libcust_opapi.so"
-    path.parent.mkdir(parents=True)
-    command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
-    subprocess.run(command, input=source, text=True, check=True)
-    return path
 
 
 def test_eager_calls_need_the_library_and_its_two_functions(tmp_path, monkeypatch):

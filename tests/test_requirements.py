@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_contributing import REPOSITORY, tracked_files
+from repository import REPOSITORY, tracked_files
 
 import custom_pypto
 from custom_pypto import requirements

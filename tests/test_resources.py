@@ -1,47 +1,16 @@
 """What the ops and models take of memory: no more with every call, and no more than documented."""
 
-import ctypes
-import multiprocessing
 import re
 import resource
-from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 
 import psutil
 import pytest
 import torch
 from cases import inputs_of
+from memory import FLAT, MIB, growth, in_a_process, peak_of, status
 
 import custom_pypto
 from custom_pypto.descriptions import OPS
-
-MIB = 2**20
-# What memory may grow by after the first tenth of the calls: pages that the allocators of C, Python
-# and torch come to use late, seen up to 0.4 MiB. A leak of 210 bytes a call shows among 10,000.
-FLAT = 2 * MIB
-
-
-def in_a_process(function, *args):
-    """The result of ``function`` in a process of its own, whose memory is nobody else's."""
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=spawn) as processes:
-        return processes.submit(function, *args).result()
-
-
-def status(line: str) -> int:
-    """Bytes of the process as Linux counts them: VmRSS now, VmHWM at the peak."""
-    lines = Path("/proc/self/status").read_text()
-    return int(re.search(rf"^{line}:\s*(\d+) kB", lines, re.MULTILINE)[1]) * 1024
-
-
-def growth(call, calls: int) -> int:
-    """Bytes that the process grows by, after a tenth of the calls."""
-    for _ in range(calls // 10):
-        call()
-    before = status("VmRSS")
-    for _ in range(calls - calls // 10):
-        call()
-    return status("VmRSS") - before
 
 
 def growth_of_op(op: str, calls: int, rejected: bool) -> int:
@@ -101,15 +70,6 @@ def test_a_leak_would_show():
 
 
 # ---- workspace ------------------------------------------------------------------------------
-
-
-def peak_of(call) -> int:
-    """Bytes that a call takes at its peak."""
-    ctypes.CDLL(None).malloc_trim(0)  # memory that is free, but there, would be taken unseen
-    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
-    before = status("VmRSS")
-    call()
-    return status("VmHWM") - before
 
 
 def indexer_call(keys: int, tokens: int, dtype: torch.dtype, heads: int, dim: int, count: int):

@@ -1,4 +1,5 @@
-"""What MkDocs cannot do by itself: pages outside of its folder, diagrams, two languages."""
+"""What MkDocs cannot do by itself: pages outside of its folder, the list of the ops' pages,
+diagrams, two languages."""
 
 from pathlib import Path
 
@@ -14,6 +15,8 @@ PICTURES = ["benchmarks/plots/*.png"]
 def on_config(config):
     diagram = {"name": "mermaid", "class": "mermaid", "format": draw}
     config.mdx_configs["pymdownx.superfences"] = {"custom_fences": [diagram]}
+    (ops,) = (section["Ops"] for section in config.nav if "Ops" in section)
+    ops[:0] = [{page.stem: f"docs/{page.name}"} for page in sorted(ROOT.glob("docs/npu_*_pto.md"))]
     return config
 
 

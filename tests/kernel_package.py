@@ -1,0 +1,45 @@
+"""Kernel packages, as CANN installs them: lists of operators, and a library."""
+
+import json
+import subprocess
+from pathlib import Path
+
+from custom_pypto.graph.listing import listing
+from custom_pypto.graph.prototypes import prototypes
+
+PROTOTYPES = {prototype.type: prototype for prototype in prototypes()}
+ALL = listing(PROTOTYPES.values())
+VARIABLES = ("ASCEND_CUSTOM_OPP_PATH", "ASCEND_OPP_PATH")
+
+# Written by hand with the keys that CANN's op_cfg_generator.cpp writes: the AddCustom of CANN's
+# tutorial.
+TUTORIAL = {
+    "AddCustom": {
+        "opFile": {"value": "add_custom"},
+        "input0": {"name": "x", "dtype": "float16", "format": "ND", "paramType": "required"},
+        "input1": {"name": "y", "dtype": "float16", "format": "ND", "paramType": "required"},
+        "output0": {"name": "z", "dtype": "float16", "format": "ND", "paramType": "required"},
+    }
+}
+
+
+def package(vendor: Path, operators: dict | str, soc: str = "ascend910b") -> Path:
+    """What a kernel package of ``vendor`` (a folder) has for one SoC. Returns the list's path."""
+    folder = vendor / "op_impl/ai_core/tbe/config" / soc
+    folder.mkdir(parents=True)
+    path = folder / f"aic-{soc}-ops-info.json"
+    path.write_text(operators if isinstance(operators, str) else json.dumps(operators))
+    if (vendors := vendor.parent).name == "vendors":  # as CANN's installer: the newest one first
+        before = (vendors / "config.ini").read_text() if (vendors / "config.ini").exists() else ""
+        others = before.partition("=")[2].strip()
+        names = f"{vendor.name},{others}" if others else vendor.name
+        (vendors / "config.ini").write_text(f"load_priority={names}\n")
+    return path
+
+
+def library(folder: Path, source: str) -> Path:
+    path = folder / "op_api/lib/libcust_opapi.so"
+    path.parent.mkdir(parents=True)
+    command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
+    subprocess.run(command, input=source, text=True, check=True)
+    return path

@@ -1,0 +1,40 @@
+"""Calls of the ops on NPU tensors, on the host stand-in for CANN, and replays of captured ones."""
+
+import functools
+
+import torch
+from cases import inputs_of
+from torch.utils._pytree import tree_map_only
+
+from custom_pypto.descriptions import OPS
+
+CALLS = {
+    op: functools.partial(inputs_of, op, (2, 1), (30, 17), on_npu=True, dtype=torch.bfloat16)
+    for op in OPS
+}
+
+
+def on_npu(inputs: dict) -> dict:
+    return tree_map_only(torch.Tensor, lambda x: x.npu(), inputs)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bits, NaN of the caches' unused rows included."""
+    a, b = a.cpu().contiguous(), b.cpu().contiguous()
+    return a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def changed(op: str) -> dict:
+    """The same call with other values throughout: lengths, block tables, indices, all data."""
+    return inputs_of(op, (1, 2), (20, 30), on_npu=True, dtype=torch.bfloat16, seed=1)
+
+
+def assert_replays_follow(graph, call, static: dict, captured: list, calls: list[dict]) -> None:
+    """Replays of a call of the inputs ``static`` compute what ``call`` does with those of each."""
+    for values in calls:
+        expected = call(on_npu(values))
+        for name, tensor in values.items():
+            if isinstance(tensor, torch.Tensor):
+                static[name].copy_(tensor)
+        graph.replay()
+        assert all(map(same, captured, expected))
