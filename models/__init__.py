@@ -3,7 +3,7 @@
 
     from custom_pypto import models
 
-    model = models.load("path/to/checkpoint")           # or, for a model that is there already:
+    model = models.load("path/to/checkpoint")           # or, for an existing model:
     model = models.use_custom_pypto(model)
     model.generate(input_ids, max_new_tokens=100)
 
@@ -70,9 +70,9 @@ def use_custom_pypto(
     Args:
         model: of a class in :data:`models.architectures.ARCHITECTURES`, patched in place.
         block_size: tokens per cache block, a multiple of 16 up to 1024.
-        index_dtype: ``torch.int8`` for index keys, and queries, of a byte per value; None: the
-            dtype of the model. See :class:`PagedCache`.
-        kv_dtype: the same of cached latents, for models in bfloat16 or float16.
+        index_dtype: ``torch.int8`` for index keys and queries of a byte per value; None: the dtype
+            of the model. See :class:`PagedCache`.
+        kv_dtype: likewise for cached latents, of models in bfloat16 or float16.
     Returns:
         ``model`` itself.
     Raises:
@@ -150,8 +150,8 @@ def load(path, *, dtype="auto", num_hidden_layers=None, device=None, tensor_para
 
     Args:
         path: a directory with ``config.json`` and safetensors, sharded or not.
-        dtype: a ``torch.dtype``, or ``"auto"`` for the checkpoint's own; bfloat16 for one in fp8.
-            Upstream keeps some parameters of some architectures in float32.
+        dtype: a ``torch.dtype``, or ``"auto"``: the dtype in ``config.json``, else of the
+            embedding. Upstream keeps some parameters of some architectures in float32.
         num_hidden_layers: number of layers, from the first on; None: all.
         device: target device; None: CPU.
         tensor_parallel: shard the model across all ranks of torch's process group, which the caller
@@ -171,7 +171,7 @@ def load(path, *, dtype="auto", num_hidden_layers=None, device=None, tensor_para
             f"load: path must be a checkpoint directory with a config.json, got {path}"
         )
     try:
-        # without it transformers prompts at the terminal, and "y" runs the checkpoint's code
+        # by default transformers prompts at the terminal, and "y" runs the checkpoint's code
         config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
     except ValueError:
         check_available("load", path)
@@ -203,6 +203,6 @@ def load(path, *, dtype="auto", num_hidden_layers=None, device=None, tensor_para
         distributed_config=plan,
     )
     model.config.name_or_path = model.name_or_path = str(path)
-    # transformers saves in the layout it loaded, and would not split the experts again
+    # else transformers would save the experts stacked, as it got them here
     del model._weight_conversions
     return use_custom_pypto(model.to(device) if plan is None else model)

@@ -1,4 +1,4 @@
-"""The supported architectures, as strings: a folder is imported when a model of it is patched."""
+"""The supported architectures, as strings; patching a model imports only its folder."""
 
 import json
 from importlib import import_module
@@ -11,9 +11,9 @@ from custom_pypto.requirements import TRANSFORMERS
 
 
 class Architecture(NamedTuple):
-    folder: str  # here
-    attention: str  # its class there, for patched models
-    #: the first supported transformers that has the model class
+    folder: str  # next to this file
+    attention: str  # the attention class of patched models, in this folder
+    #: the first supported transformers with the model class
     since: str = TRANSFORMERS[0]
 
 
@@ -38,7 +38,7 @@ def available() -> list[str]:
 
 
 def attention_classes(caller: str, model) -> tuple[type, type]:
-    """The attention class of ``model``, and that of a patched model.
+    """The upstream attention class of ``model``, and the patched one.
 
     Raises:
         TypeError: unsupported model class.

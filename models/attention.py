@@ -1,4 +1,4 @@
-"""What every attention class of a patched model has.
+"""The base of all attention classes of patched models.
 
 Shapes: B batch, S new tokens.
 """
@@ -16,8 +16,8 @@ SKIPPED = -2
 
 
 class PatchedAttention:
-    """Mixin for an upstream attention class, whose parameters it uses unchanged: the upstream path
-    without a cache, and slices of new tokens with one.
+    """Mixin for an upstream attention class with unchanged parameters: without a cache it takes the
+    upstream path, with a cache it attends slice by slice.
 
     The folder of an architecture declares the attributes below, and overrides methods where it
     differs.
@@ -29,9 +29,9 @@ class PatchedAttention:
     int8 = False
     #: whether the layer passes its indices to the next layer
     returns_indices = False
-    #: upstream classes of layers in the same model that are left as they are
+    #: upstream classes of layers that stay unpatched
     upstream_layers: tuple[type, ...] = ()
-    #: a module with a weight on the layer's device
+    #: name of a submodule with a weight on the layer's device
     first_norm: str
     #: new tokens that :meth:`read` takes at once
     slice_tokens: int
@@ -66,11 +66,11 @@ class PatchedAttention:
     def attend(
         self, hidden_states: Tensor, position_embeddings, step: Step, indices: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """The layer's output ``[B, S, hidden]``, and what it attended to if it selects.
+        """The layer's output ``[B, S, hidden]``, and the indices that it attended to, or None.
 
         Args:
             position_embeddings: of the upstream model.
-            indices: what to attend to, of an earlier layer or a record; None: this layer selects.
+            indices: of an earlier layer or a record; None: this layer selects.
         """
         cos, sin = self.angles(position_embeddings)
         self.write(hidden_states, cos, sin, step)
@@ -103,7 +103,7 @@ class PatchedAttention:
         return self.indexer.index_topk
 
     def selectable(self, positions: Tensor) -> Tensor:
-        """From how many indices, 0 to n - 1, the tokens at these positions select."""
+        """The number n of indices, 0 to n - 1, from which the tokens at these positions select."""
         return positions + 1
 
     def padding(self, mask: Tensor) -> Tensor:
@@ -112,10 +112,10 @@ class PatchedAttention:
         return visible[:, 0, -1].int().argmax(-1)
 
     def upstream_indices(self, columns: Tensor) -> Tensor:
-        """What upstream's indexer returns to select these columns ``[B, T, .]`` of its mask.
+        """The result of upstream's indexer that selects these columns ``[B, T, .]`` of its mask.
 
-        In place of negative numbers, which upstream cannot have, column 0: a token whose row is not
-        full selects all that it sees, and does not see padding.
+        Negative numbers, invalid upstream, become column 0: a token with such numbers selects all
+        that it sees, and column 0 is either among that or masked as padding.
         """
         return columns.clamp(min=0)
 

@@ -30,7 +30,7 @@ class Stored(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What a tensor on disk is in the model: a parameter or stored buffer, or one of its parts."""
+    """The place of a tensor on disk in the model: a parameter or stored buffer, or a part of it."""
 
     parameter: str
     index: int
@@ -41,8 +41,8 @@ class Part(NamedTuple):
 class Checkpoint(NamedTuple):
     """The tensors of a model on disk."""
 
-    tensors: dict[str, Stored]  # with their scales
-    parts: dict[str, list[str]]  # of each parameter and stored buffer, in their order within it
+    tensors: dict[str, Stored]  # by name on disk, scales included
+    parts: dict[str, list[str]]  # names on disk of each parameter and stored buffer, in order
 
 
 def check_shards(path: Path, model, blocks: dict[str, tuple[int, int]]) -> Checkpoint:
@@ -88,8 +88,8 @@ def missing_tensors(
     found: dict[str, dict[int, str]],
     part_of: Callable[[str], Part | None],
 ) -> set[str]:
-    """Names of tensors of ``state`` that were not ``found``: those on disk of experts, else those
-    of the model."""
+    """Names of the tensors of ``state`` that were not ``found``: of experts the names on disk, of
+    others the names in the model."""
     missing = state.keys() - found.keys()
     for parameter, names in found.items():
         count = part_of(next(iter(names.values()))).count
@@ -116,8 +116,8 @@ def check_dtypes(tensors: dict[str, Stored], blocks: dict[str, tuple[int, int]])
 
 
 def check_scales(tensors: dict[str, Stored], blocks: dict[str, tuple[int, int]]) -> None:
-    """Rejects quantised tensors other than matrices, and those with missing scales, or with scales
-    of another grid or dtype."""
+    """Rejects quantised tensors that are no matrices, lack scales, or have scales of another grid
+    or dtype."""
     for name, (file, dtype, shape) in tensors.items():
         if dtype not in blocks:
             continue
@@ -192,7 +192,7 @@ def read_header(file: Path) -> dict[str, Stored]:
 
 
 def stored(file: Path, tensor) -> Stored:
-    """Of a slice of safetensors."""
+    """The description of a slice of safetensors."""
     dtype, shape = tensor.get_dtype(), tensor.get_shape()
     if dtype == FP4 and shape:
         shape = [*shape[:-1], 2 * shape[-1]]
@@ -208,8 +208,8 @@ def stored_state(model) -> dict[str, Tensor]:
 
 
 def parts_on_disk(model) -> Callable[[str], Part | None]:
-    """The function from the name of a tensor on disk to the part of ``model`` that it is; None: not
-    in the model.
+    """A function from the name of a tensor on disk to its part of ``model``; None: not in the
+    model.
 
     transformers maps names: a checkpoint has experts one by one, and other names for some
     architectures. Names as in the model are taken as well.
@@ -224,7 +224,7 @@ def parts_on_disk(model) -> Callable[[str], Part | None]:
 
     @functools.cache
     def part_of(name: str) -> Part | None:
-        # first by the rules: one of them may also match a name of the model
+        # first by the rules: a rule may also match a name of the model
         for some in ((renamings, converters), ([], [])):
             parameter, source = rename_source_key(name, *some, model.base_model_prefix, state)
             if parameter in state:

@@ -1,8 +1,8 @@
 """Attention over a window of tokens and compressed rows of the tokens before it.
 
 One latent is key and value of all heads, rotated in its last dims, so that the output is rotated
-back; a sink per head joins the softmax. A layer has the window alone, or every compressed row, or
-the rows that a lightning indexer selects.
+back; a sink per head joins the softmax. Besides the window a layer attends to no compressed row, to
+all of them, or to the selection of a lightning indexer.
 
 Shapes: B batch, S new tokens, H heads, D ``head_dim``, W ``sliding_window``, N index heads, K
 ``index_topk``.
@@ -26,8 +26,8 @@ class CompressedAttention(PatchedAttention):
     def read(
         self, x: Tensor, cos: Tensor, sin: Tensor, indices: Tensor | None, tokens: TokenSlice
     ) -> tuple[Tensor, Tensor | None]:
-        """Writes and attends: a longer slice would overwrite its own window in the ring. The second
-        result is the compressed rows ``[B, S, 1, K]`` if the layer selects."""
+        """Writes a slice, then attends: a longer slice would overwrite its own window in the ring.
+        The second result has the selected compressed rows ``[B, S, 1, K]``, or is None."""
         store = tokens.store
         layer = store.layers[self.layer_idx]
         layout = layer.layouts["kv"]
@@ -53,18 +53,18 @@ class CompressedAttention(PatchedAttention):
             sparse_mode=0,
             sinks=self.sinks.float(),
         )
-        # the values are rotated by their own positions: back by the query's, only distances stay
+        # values are rotated by their own positions: rotated back by the query's, distances remain
         output = self.rope(output, cos, -sin, unsqueeze_dim=2)
         groups = output.flatten(2).unflatten(-1, (self.config.o_groups, -1))
         return self.o_b_proj(self.o_a_proj(groups.to(x.dtype)).flatten(2)), indices
 
     def write_rows(self, x: Tensor, layer: PagedLayer, tokens: TokenSlice) -> None:
-        """Writes the compressed rows, and those of the indexer, that ``tokens`` complete."""
+        """Writes the compressed rows and index rows that ``tokens`` complete."""
         raise NotImplementedError
 
     def sparse_indices(self, indices: Tensor | None, tokens: TokenSlice) -> Tensor:
-        """``[B, S, .]`` int32: where each token's window, and the compressed rows that it attends
-        to, are in the rows of a sequence."""
+        """``[B, S, .]`` int32 rows of its sequence to which each token attends: its window, then
+        compressed rows."""
         layout = tokens.store.layers[self.layer_idx].layouts["kv"]
         near = window(tokens, self.sliding_window, layout.ring)
         if self.compressor is None:
@@ -75,7 +75,7 @@ class CompressedAttention(PatchedAttention):
                 return near
             rows = torch.arange(count, device=near.device)
         else:
-            rows = indices.squeeze(2).long()  # as positions: a GE graph does not promote
+            rows = indices.squeeze(2).long()  # int64, as positions: a GE graph does not promote
         # a record may hold any number
         seen = (rows >= 0) & (rows < self.selectable(tokens.positions)[..., None])
         return torch.cat([near, torch.where(seen, rows + layout.ring, -1).int()], -1)
@@ -85,7 +85,7 @@ class CompressedAttention(PatchedAttention):
         return (positions + 1) // self.compressor.compress_rate
 
     def upstream_indices(self, rows: Tensor) -> Tensor:
-        """Upstream selects rows, too; -1 is none."""
+        """``rows`` unchanged: upstream selects rows, too, with -1 for none."""
         return rows.long()
 
     @torch.no_grad()  # as in transformers: a selection has no gradient
@@ -97,7 +97,7 @@ class CompressedAttention(PatchedAttention):
         query = indexer.q_b_proj(q_latent).unflatten(-1, (-1, indexer.head_dim))
         query = self.rope(query, cos, sin, unsqueeze_dim=2)
         scorer = indexer.scorer
-        scale = scorer.weights_scaling * scorer.softmax_scale  # positive: may leave the ReLU
+        scale = scorer.weights_scaling * scorer.softmax_scale  # positive: moves out of the ReLU
         weights = scorer.weights_proj(x).float() * scale
         return layer.index_format.select(layer, query, weights, tokens, indexer.index_topk)
 

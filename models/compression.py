@@ -1,8 +1,8 @@
 """Cache rows of consecutive groups of ``r`` tokens, written when their last token arrives.
 
-Row ``g`` is ``sum_i softmax_i(Z_i + bias_i) * C_i``, the softmax per channel, over the tokens ``i``
-of group ``g``, with overlap also those of the group before. With overlap C, Z and the bias are
-twice as wide: the first half counts in the next group's row, the second in the group's own.
+Row ``g`` is ``sum_i softmax_i(Z_i + bias_i) * C_i`` of values C and gates Z, the softmax per
+channel, over the tokens ``i`` of group ``g``, with overlap also of the group before. With overlap
+C, Z and the bias are twice as wide: half for the next group's row, then half for the group's own.
 
 The state between forwards is a ring of the last tokens' ``[C | Z]``. Groups count from the first
 real token of each sequence, so that left padding changes nothing.
@@ -19,8 +19,7 @@ from .cache import Step, TokenSlice, write
 from .cache.layout import RowLayout
 from .cache.store import PagedLayer
 
-# tokens that a sequence can forget although its state is a ring: more than speculative decoding
-# drafts
+# tokens that a sequence can forget, a ring's spare rows: more than speculative decoding drafts
 SPARE = 16
 
 
@@ -39,15 +38,14 @@ def compress(
     bias: Tensor,
     finish: Callable[[Tensor, Tensor], Tensor],
 ) -> None:
-    """Writes the rows that the new tokens complete, and keeps the last of them.
+    """Writes the rows that the new tokens complete, and the last tokens into the state.
 
     Args:
         rows: name of the pool of the rows.
         state: name of the pool with the ring of ``[C | Z]``.
         new: ``[B, S, width]`` ``[C | Z]`` of the tokens.
         bias: ``[r, width / 2]``.
-        finish: makes rows ``[B, n, 1, D]`` of the float32 sums ``[B, n, D]`` and the groups ``[B,
-            n]``.
+        finish: rows ``[B, n, 1, D]`` from float32 sums ``[B, n, D]`` and groups ``[B, n]``.
     """
     store, layout, ring = step.store, layer.layouts[rows], layer.layouts[state]
     pool = getattr(layer, state)
@@ -69,7 +67,7 @@ def completed(
 
     Args:
         cached: ``[B, ring, .]`` the state.
-        new: ``[B, S, .]`` the same of the new tokens.
+        new: ``[B, S, .]`` ``[C | Z]`` of the new tokens.
     """
     rate, overlap = bias.size(0), bias.size(1) // width - 1
     count = -(-new.size(1) // rate)
@@ -81,7 +79,7 @@ def completed(
 
     ring, pads = cached.size(1), new.size(1) - (lengths - start)
     source = torch.where(tokens < start, tokens % ring, ring + pads + tokens - start)
-    # tokens yet to come are in groups that are not complete
+    # only incomplete groups have tokens yet to come
     source = source.clamp(max=ring + new.size(1) - 1)[..., None]
     found = torch.cat([cached, new.to(cached.dtype)], 1)
     found = found.gather(1, source.expand(-1, -1, found.size(-1))).float()

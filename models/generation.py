@@ -20,8 +20,8 @@ def prepare_forward(model, args: tuple, kwargs: dict):
     layers a :class:`Step` in place of the attention mask.
 
     Without ``past_key_values``, the upstream path runs in training mode, since the ops have no
-    backward, and for sequences packed into one row. Otherwise this forward creates a cache: it
-    returns a growing one if ``use_cache`` is on, and drops the cache if not.
+    backward, and, without ``use_cache``, for sequences packed into one row of the batch. Otherwise
+    this forward creates a cache: with ``use_cache`` it returns a growing one, else it drops it.
     """
     # names the positional arguments, in the order of the upstream forward
     kwargs = {**dict(zip(FORWARD_ARGUMENTS, args, strict=False)), **kwargs}
@@ -66,8 +66,8 @@ def prepare_forward(model, args: tuple, kwargs: dict):
 
 
 def is_packed(attention_mask: Tensor | None, position_ids: Tensor | None) -> bool:
-    """Whether transformers treats a row as several sequences, because its positions restart. A
-    graph cannot tell; in a graph the mask of the upstream path is right for both."""
+    """Whether transformers treats a row of the batch as several sequences, since its positions
+    restart. A graph cannot tell and assumes so: upstream's mask is right for both."""
     if attention_mask is not None or position_ids is None:
         return False
     return find_packed_sequence_indices(position_ids) is not None

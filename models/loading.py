@@ -94,7 +94,7 @@ def parameters(
 def dtypes_of(model, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The dtype of every parameter and persistent buffer once ``model`` is loaded in ``dtype``.
 
-    Tables of integers keep their dtype, and what upstream keeps in float32 is in float32.
+    Tables of integers keep their dtype, and upstream's float32 parameters stay in float32.
     """
     kept = model._get_dtype_plan(dtype)
 
@@ -107,7 +107,7 @@ def dtypes_of(model, dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 
 def resolve_dtype(dtype: torch.dtype | str, config, checkpoint: Checkpoint) -> torch.dtype:
-    """``dtype``, or for ``"auto"`` the checkpoint's own: of a quantised one, that of the rest."""
+    """``dtype``, or for ``"auto"`` that of the config, else of the embedding on disk."""
     if dtype != "auto":
         return dtype
     [embedding] = checkpoint.parts["model.embed_tokens.weight"]

@@ -1,4 +1,4 @@
-"""What a patched model is made of: its layers on the ops, their device, what its cache must fit."""
+"""The parts of a patched model: its patched layers, their device, the sizes of its cache."""
 
 import torch
 from torch import nn
@@ -7,17 +7,17 @@ from .projection import aligning_hook
 
 
 def text_model(model):
-    """The decoder of ``model``, which of a multimodal model is its language model."""
+    """The decoder of ``model``; of a multimodal model, its language model."""
     return getattr(model.base_model, "language_model", model.base_model)
 
 
 def patched_layers(text) -> dict[int, nn.Module]:
-    """The layers of a patched :func:`text_model` whose attention is on the ops, by their number.
+    """The layers of a patched :func:`text_model` with patched attention, by their number.
 
     Raises:
         TypeError: the model is not patched.
     """
-    # of every layer in every forward, and nn.Module's lookup is slow
+    # runs for every layer in every forward, and nn.Module's lookup is slow
     found = {
         i: layer
         for i, layer in enumerate(text.layers)
@@ -49,8 +49,8 @@ def dimensions(text, layers: dict[int, nn.Module]) -> dict:
 
 
 def sizes(config, layers: dict[int, nn.Module]) -> dict:
-    """What the config of the text model says of the pools: numbers that have decided the shapes of
-    the weights, read once since a config is slow to read.
+    """The config attributes of the pools, read once: reading a config is slow, and the weights
+    already have these sizes.
     """
     pools, differing = pools_of(layers), config.per_layer_attributes or ()
     names = [name for pool in pools.values() for name in pool.attributes]
@@ -63,8 +63,7 @@ def sizes(config, layers: dict[int, nn.Module]) -> dict:
 
 
 def device_of(layers: dict[int, nn.Module]) -> torch.device:
-    """The compute device of these decoder layers, by their number; offloaded weights are
-    elsewhere.
+    """The compute device of these decoder layers; offloaded weights are elsewhere.
 
     Raises:
         ValueError: several devices; the ops need cache and tables on one.

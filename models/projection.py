@@ -119,8 +119,8 @@ def wrapped(module: nn.Module) -> bool:
 
 
 def has_other_forward(module: nn.Module) -> bool:
-    """Whether ``forward`` is replaced, except by accelerate, to load weights, or by transformers,
-    for a sharded weight."""
+    """Whether ``forward`` is replaced, other than by accelerate's loading of weights or by
+    transformers' sharding."""
     forward = module.__dict__.get("forward")
     if forward is None:
         return False
@@ -132,7 +132,7 @@ def has_other_forward(module: nn.Module) -> bool:
 
 
 def is_of_ranks(forward) -> bool:
-    """Whether transformers put this ``forward`` around that of a module with sharded weights."""
+    """Whether this ``forward`` is transformers' wrapper for a module with sharded weights."""
     return forward.__module__ == TensorParallelLayer.__module__
 
 
@@ -157,15 +157,15 @@ def brought_in(module: nn.Module) -> AbstractContextManager:
 def described(module: nn.Module) -> str:
     name = type(module).__name__
     if type(module) is not nn.Linear:
-        name += f" of {type(module).__module__}"  # most of them are called Linear
+        name += f" of {type(module).__module__}"  # most substitutes are called Linear, too
     if module._forward_hooks or module._forward_pre_hooks:
         return f"{name} with a forward hook"
     return f"{name} with a replaced forward" if has_other_forward(module) else name
 
 
 def change_class(module: nn.Module, cls: type) -> None:
-    """Sets the class of ``module``, and the ``forward`` that is called by accelerate's hook, or by
-    transformers for an attention with sharded parameters of its own."""
+    """Sets the class of ``module``, and the ``forward`` under accelerate's hook or under
+    transformers' wrapper for sharded parameters."""
     of_ranks = "forward" in vars(module) and is_of_ranks(module.forward)
     if of_ranks:
         del module.forward

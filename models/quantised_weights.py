@@ -23,13 +23,13 @@ FLOATS = {
     "BF16": torch.bfloat16,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
-# what a config.json says of them
+# keys of a config.json about quantisation
 CONFIG = {"quantization_config", "expert_dtype"}
 INTEGERS = {"I32": torch.int32, "I64": torch.int64}
 
 
 def weight_name(scale: str) -> str:
-    """The weight to which a tensor with the name of a scale would belong; other names unchanged."""
+    """The name of the weight of ``scale``; names of other tensors unchanged."""
     if scale.endswith(".scale"):  # DeepSeek-V4
         return scale.removesuffix("scale") + "weight"
     return scale.removesuffix("_scale_inv")
@@ -90,7 +90,7 @@ def dequantise(weight: Tensor, scales: Tensor, block: tuple[int, int], out: Tens
         out: ``[rows, columns]``, written to.
     """
     height, width = block
-    # one row of blocks at a time, or 128 of single rows: stays in the CPU cache until it is in out
+    # at a time a row of blocks, or 128 if a block is one row: the product stays in the CPU cache
     together = 128 if height == 1 else 1
     rows = height * together
     for part, scale, target in zip(

@@ -2,7 +2,7 @@
 
 Reinforcement learning compares probabilities of the same tokens under the model that generated
 them and the model in training. Selection is discontinuous: with other weights, kernels or batches a
-token may attend to other positions, and the two differ by more than the policy does.
+token may attend to other positions, and the probabilities differ by more than the policies.
 """
 
 from collections.abc import Iterator
@@ -34,15 +34,15 @@ def record_indices(model) -> Iterator[Record]:
     token of a sequence; negative numbers are none. The record is complete when the context ends.
     It follows no exchange of sequences, as in beam search, and no forward on the upstream path.
 
-    K is ``index_topk``. Of DeepSeek-V4 the positions are compressed rows, of 4 tokens each, of
-    which the first 3 tokens have none; of GLM-5.3-Flash K is ``index_topk + index_kpool - 1``, with
-    the incomplete last pool.
+    K is ``index_topk``. For DeepSeek-V4 the positions are compressed rows of 4 tokens each; the
+    first 3 tokens have none. For GLM-5.3-Flash K is ``index_topk + index_kpool - 1``, with the
+    incomplete last group.
 
     Args:
         model: a model patched by :func:`models.use_custom_pypto`.
     Raises:
         TypeError: the model is not patched.
-        ValueError: from a forward, if the cache has tokens of other sequences or from before.
+        ValueError: from a forward whose cache has tokens from before or of other sequences.
     """
     record: dict[int, list[Tensor]] = {}
     with ExitStack() as stack:
@@ -61,9 +61,9 @@ def replay_indices(model, record: Record) -> Iterator[None]:
 
     On the ops, token ``t`` of the cache attends to ``record[layer][:, t]``; index keys are still
     written. On the upstream path, as in training mode, a forward has the T tokens of the record,
-    padded as they were; of DeepSeek-V4 it has no padding, which upstream counts as tokens of the
-    compressed rows. Activation checkpointing repeats forwards in the backward, which must then
-    be in this context, too.
+    padded alike; for DeepSeek-V4 without padding, which upstream counts as tokens of compressed
+    rows. Activation checkpointing repeats forwards in the backward, which must then be in this
+    context, too.
 
     Args:
         model: a model patched by :func:`models.use_custom_pypto`.
@@ -126,7 +126,7 @@ def replaced(module: nn.Module, name: str, method) -> Iterator[None]:
 
 
 def recording(attend, parts: list[Tensor], hidden_states, position_embeddings, step: Step, *args):
-    """``attend``, whose positions are appended to ``parts``."""
+    """``attend``; appends its positions to ``parts``."""
     output, indices = attend(hidden_states, position_embeddings, step, *args)
     before = int(step.sequences.seen)
     recorded = sum(part.size(1) for part in parts)

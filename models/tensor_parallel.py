@@ -72,13 +72,13 @@ def own_device() -> torch.device:
 
 
 def heads_of(config) -> list[int]:
-    """The different numbers of attention heads that the layers have."""
+    """The different numbers of attention heads of the layers, ascending."""
     return sorted({layer.num_attention_heads for layer in config.per_layer_config})
 
 
 def possible_sizes(config, device: str) -> list[int]:
-    """Numbers of ranks that get whole heads, at most what the op supports, and equally wide
-    experts."""
+    """Numbers of ranks that leave each rank whole heads, no more than the op supports, and experts
+    of equal width."""
     heads = heads_of(config)
     width = config.moe_intermediate_size if "sparse" in config.mlp_layer_types else 0
     fewest = -(-heads[-1] // NPU_HEADS) if device == "npu" else 1

@@ -5,7 +5,7 @@ the body of a ``pypto.loop`` is recorded once per branch that it may take, not p
 
 ``<op>.py`` has ``Facts``, a frozen dataclass of what is static in a call; ``kernel(facts)``, the
 cached PyPTO kernel, whose parameters are the tensors; and ``program(a, facts)``, which records it.
-Sizes that only choose tiles are no fields of the facts (``InitVar``): calls share a binary.
+Sizes that only choose tiles are no fields of the facts (``InitVar``), so that calls share a binary.
 """
 
 import logging
@@ -33,10 +33,10 @@ Arguments = SimpleNamespace  # the tensors of a program, by name
 
 
 def arguments(scope: dict, absent: tuple[str, ...] = ()) -> Arguments:
-    """The tensors in ``scope``, those that are ``absent`` as None.
+    """The tensors in ``scope``, with None for the ``absent`` ones.
 
     PyPTO evaluates the body of a kernel itself, where ``locals()`` holds the parameters, so that
-    the kernel's signature is the only list of their names. It knows no optional parameters.
+    the kernel's signature is the only list of their names. PyPTO has no optional parameters.
     """
     tensors = {name: value for name, value in scope.items() if isinstance(value, pypto.Tensor)}
     return Arguments(**tensors | dict.fromkeys(absent))
@@ -48,15 +48,15 @@ def loop(name: str, *bounds, **options):
 
 
 def begin_task(scope: int = 1) -> None:
-    """Compiles what is recorded up to :func:`end_task` to one task, apart from other scopes.
+    """Compiles all operations up to :func:`end_task` into one task, apart from other scopes.
 
-    By default PyPTO makes several, up to one of each operation.
+    By default PyPTO makes several tasks, up to one per operation.
     """
     pypto.set_pass_options(sg_set_scope=scope)
 
 
 def end_task() -> None:
-    """Leaves the grouping of what is recorded from here on to PyPTO."""
+    """Leaves the grouping of later operations into tasks to PyPTO."""
     pypto.set_pass_options(sg_set_scope=-1)
 
 
@@ -68,9 +68,9 @@ def runtime_options(
     Args:
         control_flow: the arguments whose values bound loops or become addresses.
         ready_on_host: whether these are final before the launch, so that control flow need not wait
-            for earlier kernels. Prefix sums (layout TND) never are final: npu computes them on the
+            for earlier kernels. Prefix sums (layout TND) never are: ``npu/`` computes them on the
             device.
-        iterations: concurrent ones, each with a workspace; by default they run one after the other.
+        iterations: concurrent iterations, each with a workspace; PyPTO's default is one at a time.
     """
     options: dict = {"stitch_function_max_num": iterations}
     if ready_on_host:

@@ -1,7 +1,7 @@
 """npu_kv_quant_sparse_flash_attention_pto as a PyPTO program: that of
-npu_sparse_flash_attention_pto, on rows which the vector cores dequantise once per token.
+npu_sparse_flash_attention_pto, on rows that the vector cores dequantise once per token.
 
-Workspace per token in flight, beside that program's: K * (L + R) * 2 bytes for the rows.
+Workspace per token in flight, besides that program's: K * (L + R) * 2 bytes for the rows.
 """
 
 import functools
@@ -18,8 +18,8 @@ from .npu_sparse_flash_attention_pto import CHECKS, AttentionFacts
 from .pypto_versions import bounded, floats, jit
 from .tiling import power_of_two
 
-ROWS = 64  # per vector task: fewer, smaller tasks cost edges, and larger ones idle cores
-# arguments of the program for the other cache that this one has not
+ROWS = 64  # per vector task: smaller tasks cost edges, larger ones leave cores idle
+# arguments that only npu_sparse_flash_attention_pto has
 ABSENT = ("query_rope", "key_rope", "value", "sinks", "softmax_max", "softmax_sum")
 
 
@@ -67,7 +67,7 @@ class DequantisedRows:
         gather = functools.partial(self._columns, index, table)
         pypto.set_vec_tile_shapes(n, latent)
         values = gather(0, latent)
-        # a row in UB has whole blocks of 32 bytes: the scales are the end of the row's last ones
+        # a row in UB has whole blocks of 32 bytes: the scales are the end of the last block
         groups, block = latent // SCALE_GROUP, 32
         start = self.a.key.shape[1] - block
         pypto.set_vec_tile_shapes(n, block)

@@ -39,7 +39,7 @@ class Facts(PrologFacts):
 
 
 class IndexTile(Tile):
-    """A tile of tokens with arguments under the names of this op."""
+    """A tile of tokens, from arguments with the names of this op."""
 
     def __init__(self, a: Arguments, tile, tiling: PrologTiling):
         same = dict(x=a.token_x, sin=a.sin_idx_rope, cos=a.cos_idx_rope, w_idx_qb=a.wq_b)
@@ -74,8 +74,8 @@ def project(a: Arguments, tile: IndexTile, eps: float) -> None:
 def program(a: Arguments, facts: Facts) -> None:
     """Arguments as in the op's schema, with these views: scales, gamma and beta as ``[T, 1]`` and
     ``[1, .]``, slots ``[1, T * slot_words]`` int32, caches ``[slots, .]``. ``token_x`` and
-    ``q_norm`` have the rows of whole tiles, ``weights_proj`` has the columns. Written: ``query
-    [T * N1, D]``, ``query_scale [T * N1, 1]``, ``weights [T, N1]``, the caches, and
+    ``q_norm`` have the rows of whole tiles, ``weights_proj`` the columns of whole tiles. Written:
+    ``query [T * N1, D]``, ``query_scale [T * N1, 1]``, ``weights [T, N1]``, the caches, and
     ``q_index [., N1, D]`` and ``k_index [., D]`` of whole tiles.
     """
     tiling, T = facts.tiling, a.cos_idx_rope.shape[0]

@@ -14,8 +14,8 @@
 Cost follows the length of each sequence: it sets the number of chunks, and the last chunk is scored
 in the smaller of two static sizes if it fits.
 
-Ties: candidates are in the order of their chunks, so that the lower position is first if PyPTO's
-top-k is stable, which it does not guarantee.
+Ties: candidates are in the order of their chunks, so that a stable top-k puts the lower position
+first. PyPTO does not guarantee stability.
 
 Workspace of a tile in flight, in bytes, with c chunks in the sequence and C in the block table:
 ``tokens * (4 * c * (N1 + 1) * chunk + 8 * C * width)``, plus ``1 / fan`` of the latter per
@@ -58,7 +58,7 @@ def widest(visible):
 
 @dataclass(frozen=True, kw_only=True)
 class SelectorFacts:
-    """What :class:`Selector` needs. One binary serves every number of tokens and sequences of a
+    """The facts of :class:`Selector`. One binary serves every number of tokens and sequences of a
     class of :func:`indexer_tiling`, and every block table up to the next power of two.
     """
 
@@ -85,7 +85,7 @@ class SelectorFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts(SelectorFacts, QueryFacts):
-    """What is static in a call; the indexer of int8 keys has more."""
+    """The static facts of a call; the indexer of int8 keys has more."""
 
     dtype: str  # of query and key
     weights_dtype: str
@@ -93,7 +93,7 @@ class Facts(SelectorFacts, QueryFacts):
 
     @property
     def rows_behind_query(self) -> int:
-        """The rows to append to ``query``: a tile may end anywhere in its last token."""
+        """The rows to append to ``query``: a product loads rows behind the last token."""
         tile = product_tile(self.dtype)
         return tile - 1 if behind(self.heads, tile) else 0
 
@@ -103,8 +103,8 @@ class Selector:
 
     The tile is one of :func:`query_tiles`. ``write(g, value, place)`` builds the use of the result
     of its token ``g``: scores, best first, and their positions, both ``[1, width]`` with ``width``
-    the ``sparse_count`` rounded up to 32. Scores of padding are below ``LOWEST``. It is not called
-    for a tile whose tokens see no key.
+    the ``sparse_count`` rounded up to 32. Scores of padding are below ``LOWEST``. Tiles without
+    visible keys get no ``write``.
 
     Args:
         a: ``query [T * N1, D]``, ``weights [T * N1, 1]``, float32 or the dtype of ``query``,
@@ -207,8 +207,8 @@ class Selector:
     def weighted(self, logits, g, w, begin):
         """Scores of token ``g`` from tiles of logits, for the keys of the chunk from ``begin`` on.
 
-        One task: it loads ``w`` once and writes once, for each piece that is written is an edge to
-        the task that reads it.
+        One task: it loads ``w`` once and writes once, since each written piece costs an edge to its
+        reader.
         """
         heads = self.heads
         begin_task()
@@ -222,7 +222,7 @@ class Selector:
             sums_K = pypto.sum(terms_HK, dim=0, keepdim=True)
             pypto.assemble(sums_K, [0, i * self.step], score_K)
         pypto.set_vec_tile_shapes(1, score_K.shape[1])
-        # a score of -inf is a score: -inf means no key from here on
+        # scores of -inf become LOWEST: from here on -inf means no key
         score_K = pypto.maximum(self.by_key(score_K, begin), LOWEST)
         end_task()
         return score_K
@@ -274,7 +274,7 @@ class Selector:
         return values, places, count, span
 
     def positions(self, places, chosen, span):
-        """Positions of the ``chosen`` candidates; each ``width`` of them are from ``span`` keys."""
+        """Positions of the ``chosen`` candidates; ``width`` in a row come from ``span`` keys."""
         pypto.set_vec_tile_shapes(1, self.width)
         # in float32, exact below 2^24: integers cannot be divided
         part = pypto.floor(pypto.mul(pypto.add(pypto.cast(chosen, F32), 0.5), 1 / self.width))
@@ -283,7 +283,7 @@ class Selector:
 
 
 def write_indices(indices, row, g, value, place):
-    """The selection of token ``row + g``: -1 for padding."""
+    """Writes the selection of token ``row + g``, padded with -1."""
     place = places_or_minus_one(place, value, LOWEST)
     pypto.assemble(pypto.view(place, [1, indices.shape[1]], [0, 0]), [row + g, 0], indices)
 

@@ -15,7 +15,7 @@ from .npu_lightning_indexer_pto import F32, I32, Selector, round_up
 from .pypto_versions import bounded, computed, jit, number
 from .tiling import power_of_two
 
-SCALES = 64  # the first of the scopes for the scales, behind those of the tokens
+SCALES = 64  # first scope of the scales, behind the scopes of the tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Facts(indexer.Facts):
 
 
 class QuantSelector(Selector):
-    """Arguments beside those of :class:`Selector`: ``query_scale [T * N1, 1]`` and
+    """Arguments besides those of :class:`Selector`: ``query_scale [T * N1, 1]`` and
     ``key_scale [blocks, block_size]``, float16 or float32.
     """
 
@@ -49,9 +49,9 @@ class QuantSelector(Selector):
         return pypto.mul(score_K, pypto.view(self.scale_K, score_K.shape, [0, begin]))
 
     def key_scales(self, sequence, first, size):
-        """``[1, size]``: one gather per chunk, for each block that is loaded alone is a task.
+        """``[1, size]``: one gather per chunk, since a load per block would be a task each.
 
-        Blocks behind the sequence give factors of scores that are ignored.
+        Blocks behind the sequence give factors of ignored scores.
         """
         block_size = self.block_size
         begin_task(SCALES)

@@ -25,23 +25,22 @@ class Facts(prologs.PrologFacts):
     prolog_only: bool = False  # omits everything after the prolog, to measure the prolog alone
 
     def query_rows(self, tokens: int) -> int:
-        """The rows of the queries of ``tokens``: a product loads what follows the last token."""
+        """The rows of queries to allocate: a product may load a tile behind the last token."""
         whole = behind(self.attend.heads) == behind(self.select.heads) == 0
         return tokens if whole else tokens + 16
 
 
 def program(a: Arguments, facts: Facts) -> None:
-    """The op: what reads ``x``; then, per tile of tokens, selection, ``w_uk`` and attention.
+    """The op: the prologs; then, per tile of tokens, selection, ``w_uk`` and attention.
 
     Args:
-        a: what :func:`.prolog.prolog` takes, ``act_seqs [B]`` and ``block_table [B, W]``; written:
+        a: those of :func:`.prolog.prolog`, ``act_seqs [B]`` and ``block_table [B, W]``; written:
             ``indices [rows_at_once, sparse_count]`` int32, of one tile, and ``out [T * N1, L]``.
     """
     prologs.prolog(a, facts)
     tokens, M = a.sin.shape[0], facts.tiling.tokens
     for tile in loop("DSA_TILE", (tokens + M - 1) // M):
-        # a tile waits for all caches and queries, and for the readers of ``indices`` in the one
-        # before
+        # a tile waits for all caches and queries, and for the tile before to read ``indices``
         for _ in after_all("DSA_AFTER_ALL"):
             if facts.prolog_only:
                 prologs.absorb(a, tile, facts.tiling)
@@ -74,7 +73,7 @@ def select_and_attend(a: Arguments, tile, facts: Facts) -> None:
     prologs.absorb(a, tile, tiling)
     attend = attender(
         Arguments(
-            # a view from here on: one from before would not wait for the products with w_uk
+            # a view taken here: an earlier one would not wait for the products with w_uk
             query=rows(a.q_latent, a.kv_cache.shape[1]),
             query_rope=rows(a.q_rope, a.q_rope.shape[2]),
             key=a.kv_cache,

@@ -33,12 +33,12 @@ from .sequences import QueryFacts, query_tiles
 from .tiling import AttentionTiling, attention_tiling, power_of_two
 
 CHECKS = 1  # the scope of a token's checks; other scopes have higher numbers
-MASKED_SUM = 1e-30  # makes 0/0 of a row without a valid index 0 and vanishes in any other sum
+MASKED_SUM = 1e-30  # turns 0/0 of a row without a valid index into 0, vanishes in other sums
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttenderFacts:
-    """What :func:`attender` needs. One binary serves every number of tokens of a class of
+    """The facts of :func:`attender`. One binary serves every number of tokens of a class of
     :func:`attention_tiling`, and every block table up to the next power of two.
     """
 
@@ -56,7 +56,7 @@ class AttenderFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFacts(AttenderFacts, QueryFacts):
-    """What both attentions have in common."""
+    """The facts of both attentions."""
 
     dtype: str  # of the output
     ready_on_host: bool
@@ -83,9 +83,9 @@ def checked_table(block_table, sequence, last_block, width):
 
 
 def checked_indices(indices, row, last):
-    """``(index, mask)``, float32: an index behind the first -1 or outside [0, last] gets mask 0 and
-    in its place the largest valid index of the row, whose key and value are harmless, or 0 if none
-    is.
+    """``(index, mask)``, float32. An index behind the first -1 or outside [0, last] is invalid: its
+    mask is 0, and the largest valid index of the row replaces it, a harmless key and value; 0 if no
+    index is valid.
     """
     K = indices.shape[1]
     width = padded_indices(K)
@@ -107,11 +107,11 @@ def checked_indices(indices, row, last):
 def checked(a: Arguments, facts: AttenderFacts, row, sequence, visible, splits: Callable) -> tuple:
     """The checked inputs of the gathers and of the softmax.
 
-    ``(index, mask, table)``, of which ``index`` has the :func:`pieces` for each of ``splits`` of
-    the padded number of indices; by ``tiling.apart`` the first of them do not wait for the others.
+    ``(index, mask, table)``: ``index`` has the :func:`pieces` for each of ``splits`` of the padded
+    number of indices. With ``tiling.apart`` the first pieces do not wait for the others.
 
-    Index arithmetic is float32, the type for which comparisons exist; it keeps the order of all
-    int32.
+    Index arithmetic is float32, since comparisons exist for it only; the cast keeps the order of
+    all int32.
     """
     blocks = a.key.shape[0] // facts.block_size
     begin_task(CHECKS)  # else each branch of the computation becomes a stage of its own
@@ -156,8 +156,8 @@ def softmax(scores, mask, sinks, *, statistics: bool) -> list:
 
 
 def where_valid(of_keys, maximum, total) -> list:
-    """``maximum`` and ``total`` of the rows with a valid key, whose keys alone have the sum
-    ``of_keys``; else -inf and 0.
+    """``maximum`` and ``total`` of rows with a valid key, else -inf and 0. ``of_keys`` is the sum
+    over the keys, without the sink.
     """
     nothing = pypto.lt(of_keys, 0.5)  # the best valid key alone counts 1
     return [infinite_where(nothing, maximum), pypto.where(nothing, 0.0, total)]
@@ -166,9 +166,9 @@ def where_valid(of_keys, maximum, total) -> list:
 class GatheredRows:
     """The rows of the caches that the indices name, gathered into L1 by each product.
 
-    The loader of :func:`attender`: ``splits(width)`` returns the arguments of the calls of
-    :func:`pieces` that it needs for ``width`` indices, ``load(index, table)`` takes their results,
-    and ``keys()`` and ``values()`` return the right operands of a group of heads.
+    The loader of :func:`attender`: ``splits(width)`` returns the arguments of its calls of
+    :func:`pieces` for ``width`` indices, ``load(index, table)`` takes their results, ``keys()`` and
+    ``values()`` return the right operands of a group of heads.
     """
 
     def __init__(self, a: Arguments, facts: AttenderFacts):
@@ -194,12 +194,12 @@ def attender(a: Arguments, facts: AttenderFacts, loader: Callable = GatheredRows
     from the row ``selection`` of the indices.
 
     Args:
-        a: ``query [T * heads, L]``; ``query_rope [T * heads, R]``, without rope None;
+        a: ``query [T * heads, L]``; ``query_rope [T * heads, R]`` or None;
             ``key``, ``key_rope`` and ``value`` ``[blocks * block_size, …]``, of which ``value`` may
             be ``key``; ``indices [., K]`` and ``block_table [B, W]`` int32; ``sinks [heads, 1]``
             float32 or None; ``out [T * heads, L]``; ``softmax_max`` and ``softmax_sum``
             ``[T * heads, 1]`` float32, or None.
-        loader: makes keys and values of the caches, as :class:`GatheredRows` does.
+        loader: class that loads keys and values, like :class:`GatheredRows`.
     """
     heads, tiling, dtype, latent = facts.heads, facts.tiling, a.out.dtype, a.out.shape[1]
     statistics = a.softmax_max is not None
@@ -242,7 +242,7 @@ def attender(a: Arguments, facts: AttenderFacts, loader: Callable = GatheredRows
 
 
 def queries(a: Arguments, at, group: int):
-    """Those of ``group`` heads, from row ``at`` on."""
+    """The queries of ``group`` heads, from row ``at`` on."""
     q = pypto.view(a.query, [group, a.query.shape[1]], [at, 0])
     if a.query_rope is None:
         return q

@@ -56,7 +56,7 @@ class PrologFacts(SlotFacts):
         return behind(tokens, self.rows_at_once)
 
     def missing_columns(self, heads: int) -> int:
-        """The columns to append to the projection to the weights of ``heads``."""
+        """The columns to append to the projection to the weights of ``heads`` heads."""
         return behind(heads)
 
 

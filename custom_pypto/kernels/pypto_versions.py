@@ -1,9 +1,9 @@
-"""What the programs do for one version of PyPTO. No other program names a version.
+"""Work-arounds for versions of PyPTO; no other program names a version.
 
 A docstring gives the symptom and the version that ends it; "not tried" means that the work-around
 has not been removed on CANN 9.1. ``tests/test_pypto_faults.py`` has programs that show the mistakes
-of docs/npu.md. What differs between versions is decided by what this PyPTO takes, not by its
-number, which several releases share.
+of docs/npu.md. Differences between versions are detected in PyPTO's functions, not by its number,
+which several releases share.
 """
 
 import functools
@@ -20,7 +20,7 @@ FLOAT, I32 = pypto.DT_FP32, pypto.DT_INT32
 
 
 def _where_taken(function: Callable, **options) -> Callable:
-    """``function`` with those of the ``options`` that this PyPTO's takes."""
+    """``function`` with those of the ``options`` that it takes in this PyPTO."""
     taken = inspect.signature(function).parameters
     return partial(function, **{name: o for name, o in options.items() if name in taken})
 
@@ -55,8 +55,8 @@ def behind(count: int, tile: int = 16) -> int:
     """Rows or columns that a product loads from behind the ``count`` of its operand.
 
     0.2.0: operands are loaded in whole tiles (``TLoadND2NZ``), the last one from behind the tensor
-    if it is not full; mended in CANN 9.1. Who passes the tensor appends so many, never to a cache;
-    tiles divide the columns of weights (:func:`.tiling.cube_tile`).
+    if it is not full; mended in CANN 9.1. Callers append so many, never to a cache; tiles divide
+    the columns of weights (:func:`.tiling.cube_tile`).
     """
     return -count % tile
 
@@ -72,14 +72,14 @@ def padded_indices(count: int) -> int:
 
 
 def pieces(index, size: int, parts: int) -> list:
-    """Indices of parts of rows, in a cache seen as ``parts`` rows for each of its own: a list for
-    each part, of int32 tensors of ``size`` consecutive ones, the last one shorter.
+    """Indices of parts of rows, in a cache seen as ``parts`` rows for each of its own: per part a
+    list of int32 tensors with ``size`` consecutive indices, the last one shorter.
 
     Each is a tensor of its own. 0.2.0: several gathers in one operand of a product take the indices
-    from the first tensor of the graph, if these are parts of a tensor; mended in CANN 9.1.
+    from the first tensor of the graph if they are views of one tensor; mended in CANN 9.1.
     """
     if parts > 1:
-        # as integers, which float32 could not hold; once for all, which keeps them in one task
+        # as integers, since float32 could not hold the products; all at once, so one task
         index = pypto.mul(pypto.cast(index, I32), parts)
     starts = range(0, index.shape[1], size)
     shapes = [[1, min(size, index.shape[1] - start)] for start in starts]
@@ -90,12 +90,11 @@ def pieces(index, size: int, parts: int) -> list:
 
 
 def gathered(rows, index: list, *, table, block_size: int, transposed: bool):
-    """The rows of a paged cache that ``index``, of :func:`pieces`, names, as right operand of a
-    matmul.
+    """The rows of a paged cache at ``index``, from :func:`pieces`, as right operand of a matmul.
 
-    Each gather takes whole rows, of a cache whose rows are parts of its own. CANN 9.1 and
-    9.2.0-beta.1: ``gather_in_l1`` takes its start column as 0, so that the second and later output
-    tiles repeat the first; 0.2.0 is right.
+    Each gather takes whole rows of the cache seen by parts. CANN 9.1 and 9.2.0-beta.1:
+    ``gather_in_l1`` takes its start column as 0, so that the second and later output tiles repeat
+    the first; 0.2.0 is right.
     """
     parts = len(index)
     width, block_size = rows.shape[1] // parts, block_size * parts
@@ -189,10 +188,10 @@ def number(value):
 
 
 def begin_sort(token: int) -> None:
-    """``begin_task`` for what sorts the row of a tile's ``token``: the row passes through memory.
+    """``begin_task`` for the sort of a tile's ``token``: its row passes through memory.
 
-    0.2.0: a row that is sorted in the task that made it loses its valid shape
-    (``InferParamIndex``), which lets in keys that the token does not see; mended in CANN 9.1.
+    0.2.0: a row sorted in the task that made it loses its valid shape (``InferParamIndex``), and
+    keys that the token does not see are selected; mended in CANN 9.1.
     """
     begin_task(2 + token)
 
@@ -209,8 +208,8 @@ def padded_row(row, valid):
 def places_or_minus_one(places, values, least: float):
     """int32 ``places``, -1 where ``values`` are below ``least``.
 
-    0.2.0: the compiler loses a second valid shape in one graph, which would tell where; not tried
-    on CANN 9.1.
+    0.2.0: the compiler loses the second valid shape in a graph, which would mark these places; not
+    tried on CANN 9.1.
     """
     places = pypto.where(pypto.lt(values, least), -1.0, pypto.cast(places, FLOAT))
     return pypto.cast(places, I32)
@@ -226,7 +225,7 @@ def infinite_where(condition, other):
 
 
 def assemble_side_by_side(parts, at: list, out) -> None:
-    """Writes ``parts`` beside each other, the first one at ``at``.
+    """Writes ``parts`` next to each other, the first one at ``at``.
 
     0.2.0: ``concat`` forgets how many rows are valid; not tried on CANN 9.1.
     """

@@ -1,4 +1,4 @@
-"""What the programs of the int8 writers share: tiles of tokens and the quantiser."""
+"""Shared by the programs of the int8 writers: tiles of tokens and the quantiser."""
 
 from collections.abc import Iterator
 

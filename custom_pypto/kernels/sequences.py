@@ -1,4 +1,4 @@
-"""Which query token belongs to which sequence and which keys it sees, as PyPTO loops.
+"""The sequence and the visible keys of each query token, as PyPTO loops.
 
 The counterpart of :mod:`custom_pypto.reference.sequences`. Lengths are data: each is clamped to
 what the tensors hold before it bounds a loop or becomes an address, so that no value can lead
@@ -13,7 +13,7 @@ from . import loop
 
 @dataclass(frozen=True, kw_only=True)
 class QueryFacts:
-    """What is static about query tokens and the keys that they see."""
+    """The facts of query tokens and their visible keys."""
 
     layout: str  # BSND or TND
     ragged: bool  # whether query_lengths counts for BSND; without it every row is a token
@@ -45,15 +45,15 @@ def query_tiles(
 
     Args:
         query_lengths: ``[B]`` int32, lengths for BSND, non-decreasing prefix sums for TND.
-        key_lengths: ``[B]`` int32, tokens. A query token sees the keys whose tokens it sees all.
+        key_lengths: ``[B]`` int32, tokens. A key is visible if all of its tokens are.
         tokens: query tokens, padding included.
         capacity: keys that the block table of one sequence can hold.
         name: prefix of the loops' names.
         tile: tokens per tile.
 
     Yields:
-        The row of the first token in the flattened query; its sequence; a list: for each token the
-        number of keys it sees, 0 for padding, whose rows are visited too, for the caller to write.
+        The row of the first token in the flattened query; its sequence; the list of the tokens'
+        numbers of visible keys. Padding comes too, with 0 keys, for the caller to write its rows.
     """
     batch, ratio = key_lengths.shape[0], facts.cmp_ratio
     # for a ratio above 1 ``capacity`` must be the result of a min or max, which are int64; dims and

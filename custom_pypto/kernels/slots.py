@@ -17,9 +17,9 @@ def write_rows(name: str, written: list[tuple], slots, start, rows, *, slot_word
 
     Args:
         name: of the loop over the tokens.
-        written: rows of whole blocks of 32 bytes, of which the first ones are those of the cache.
+        written: rows of whole blocks of 32 bytes, which begin with the elements of a cache row.
         slots: ``[1, T * slot_words]`` int32.
-        rows: valid ones of the tile.
+        rows: number of valid rows of the tile.
     """
     count = written[0][1].shape[0]
     for i in loop(name, rows):

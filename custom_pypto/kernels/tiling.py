@@ -13,7 +13,7 @@ from math import gcd
 class IndexerTiling:
     """Settings of :mod:`.npu_lightning_indexer_pto`; any combination gives right results."""
 
-    part: int  # a chunk that is not full is scored whole or in this fraction
+    part: int  # a chunk is scored whole, or only its first 1 / part if that has all keys
     keys: int  # keys per tile of the weighted sum over the heads; fewer of many heads
     l1_reuse: int  # blocks of keys per cube task
     tiles: int  # tiles of keys per vector task
@@ -50,7 +50,7 @@ INDEXER = {
         tiles=4,
     ),
     # the cores are busy all the time: a load of a block serves 4 tokens of 64 heads, which fill
-    # L0A and L0C, and tasks are as large as half a chunk leaves them
+    # L0A and L0C, and a vector task takes half a chunk
     "4 tokens per tile": IndexerTiling(
         part=4,
         keys=512,
@@ -75,8 +75,8 @@ def indexer_tiling(
     table_width: int,
     most_shared: int = 4,
 ) -> IndexerTiling:
-    """For ``tokens`` query tokens of ``batch`` sequences with block tables of ``table_width``, of
-    which at most ``most_shared`` share a load.
+    """For ``tokens`` query tokens of ``batch`` sequences with block tables of ``table_width``; at
+    most ``most_shared`` tokens share a load.
     """
     capacity = max(table_width * block_size, 1)
     # one sort takes 8192 scores; a smaller table is one smaller sort
@@ -100,11 +100,11 @@ class AttentionTiling:
     heads: int  # per group: a group is one chain of score, softmax and output tasks
     score_keys: int  # per score tile
     output_columns: int  # per output tile
-    output_keys: int  # whose probabilities are copied into L1 at once
+    output_keys: int  # keys whose probabilities are copied into L1 at once
     rows: int  # heads per softmax tile
     l1_reuse: int  # cube tiles that share an operand per task; 0: the compiler chooses
     vec_nbuffer: int  # softmax tiles per task; 0: the compiler chooses
-    apart: bool = False  # the indices of the values are a task of their own, beside the scores
+    apart: bool = False  # the indices of the values are a task of their own, parallel to the scores
 
     def cube_tiles(self, heads: int, latent: int, keys: int) -> tuple[tuple, tuple]:
         """Cube tiles ([m], [k], [n]) of both matmuls, in L0 and L1 each."""
@@ -118,8 +118,8 @@ class AttentionTiling:
         return scores, output
 
     def splits(self, heads: int, latent: int, keys: int) -> list[tuple[int, int]]:
-        """``(indices per gather, parts of a row)`` of the right operands: rope, latent unless it is
-        one part as well, values. A part is what a tile holds of a row.
+        """``(indices per gather, parts of a row)`` of the right operands: rope, latent (unless of
+        one part, like rope), values. A part is the share of a row in a tile.
         """
         scores, output = self.cube_tiles(heads, latent, keys)
         (_, k), (_, n), (_, columns) = scores[1], scores[2], output[2]
@@ -140,7 +140,7 @@ class AttentionTiling:
 
 
 # From 3 tokens on one group: keys and values are gathered once per token; tiles as large as L0C, so
-# few edges; softmax tasks of 20 heads, because their number rather than their length delays the
+# few edges. Up to 8 tokens softmax tasks of 20 heads: their number, not their length, delays the
 # outputs.
 ATTENTION = {
     # two groups of heads in parallel, each of small tasks, fill the cores; probabilities in two
@@ -155,8 +155,8 @@ ATTENTION = {
         vec_nbuffer=0,
         apart=True,
     ),
-    # one group, see below; so few checks are faster in one task. Half as many columns double the
-    # output tasks, and there are cores for them, as for half as many score tiles per task
+    # half the columns double the output tasks, two score tiles per task give more score tasks:
+    # there are cores for them
     "3-4 tokens": AttentionTiling(
         heads=128,
         score_keys=256,
@@ -167,8 +167,7 @@ ATTENTION = {
         vec_nbuffer=5,
         apart=True,
     ),
-    # one group: keys and values are gathered once per token. Three score tasks per token keep the
-    # 24 cube cores busy just once
+    # three score tasks per token keep the 24 cube cores busy just once
     "5-8 tokens": AttentionTiling(
         heads=128,
         score_keys=256,
@@ -263,7 +262,7 @@ class PrologTiling:
     down_n: int  # columns per cube task of w_dq
     side_n: int  # columns per cube task of w_dkv_kr, w_idx_k and w_idx_proj
     up_n: int  # columns per cube task of w_uq_qr, rounded to whole heads
-    index_n: int  # the same of w_idx_qb
+    index_n: int  # columns per cube task of w_idx_qb
     heads: int  # heads per vector task; UB holds 64 pairs of token and head
     cube_nbuffer: int = 2  # similar cube tasks merged into one
     absorb_nbuffer: int = 2  # heads of w_uk per cube task

@@ -8,15 +8,15 @@ torch's allocator.
 ``<op>.py`` has two functions, whose arguments have the schema's names. ``check(arguments)`` rejects
 calls that the contract allows but the NPU programs do not support; it reads only sizes, strides and
 dtypes, and serves graph mode too. ``kernel_call(arguments, out)`` then describes the call of the
-PyPTO kernel that computes ``out``, the output or the tuple of outputs that the called overload has;
-None if there is nothing to launch, after ``out`` has been filled. A ``backward`` is registered as
+PyPTO kernel that computes ``out``, the output or tuple of outputs of the called overload; if there
+is nothing to launch, it fills ``out`` and returns None. A ``backward`` is registered as
 ``<op>_backward``.
 
-What runs the kernel is given here: :func:`.common.on_device`, or the interpreter in
-:mod:`custom_pypto.simulation`.
+The caller of :func:`implementations` passes the launch: :func:`.common.on_device`, or the
+interpreter in :mod:`custom_pypto.simulation`.
 
-``CUSTOM_PYPTO_EAGER``, read at each call on NPU tensors, chooses what runs the op once the contract
-is checked:
+``CUSTOM_PYPTO_EAGER``, read at each call on NPU tensors, chooses how the op runs after its
+contract:
 
 ==================  =============================================================================
 ``pypto``           the PyPTO program, by ``<op>.py``

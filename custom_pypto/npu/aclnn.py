@@ -29,7 +29,7 @@ DTYPES = {
     torch.bfloat16: 27,
 }
 ND = 2
-PLAIN = (0, 1, ND, 27, 30)  # NCHW, NHWC, ND, NDHWC, NCDHW: what torch gives by number of dims
+PLAIN = (0, 1, ND, 27, 30)  # NCHW, NHWC, ND, NDHWC, NCDHW: torch's choices by number of dims
 ATTRIBUTES = {
     "int": ctypes.c_int64,
     "float": ctypes.c_double,
@@ -48,7 +48,7 @@ class Operator:
         self._found: dict[tuple[str, str], Functions] = {}
 
     def functions(self) -> Functions:
-        """The functions with their signatures; looked up once while the variables stay the same.
+        """The functions with their signatures; looked up once per value of :func:`places`.
 
         Raises:
             Missing: no installed package offers the operator.
@@ -75,14 +75,14 @@ class Operator:
         no launch.
 
         Raises:
-            RuntimeError: a dtype that the prototype lacks; or a phase fails, with CANN's message.
+            RuntimeError: an unsupported dtype or format; or a failed phase, with CANN's message.
         """
         inputs = [arguments[tensor.name] for tensor in self.prototype.inputs]
         self._check_inputs(inputs)
         outputs = [] if out is None else [out] if isinstance(out, Tensor) else [*out]
         written = [arguments[name] for name in self._written]
         if any(tensor.numel() for tensor in (*outputs, *written)):
-            # the device of the first argument, which is that of all others by contract
+            # by contract the device of all arguments
             with torch.npu.device(inputs[0].device):  # type: ignore[attr-defined]
                 self._call(found, inputs, self._attributes(arguments), outputs)
         return out
@@ -104,8 +104,8 @@ class Operator:
             if status:  # then there is no executor
                 raise self._failed(found, "GetWorkspaceSize", status)
             try:
-                # On the current stream, whose order protects it once it is freed: the allocator
-                # gives it to later work of this stream. A captured graph has a pool of its own.
+                # On the current stream: once freed, the memory goes to later work of this stream
+                # only. A captured graph has a memory pool of its own.
                 workspace = torch.empty(size.value, dtype=torch.uint8, device=inputs[0].device)
                 stream = self._stream()
             except BaseException:
@@ -115,7 +115,7 @@ class Operator:
             if status := found.second(address, size, executor, stream):  # frees the executor
                 raise self._failed(found, "", status)
         finally:
-            # the executor refers to them until the second phase has returned
+            # the executor refers to the descriptions until the second phase has returned
             for description in descriptions:
                 if description is not None:
                     cann.base.aclDestroyTensor(description)
@@ -124,7 +124,7 @@ class Operator:
         """The current stream, on which all earlier work has been launched.
 
         Reading ``npu_stream`` waits until torch_npu's task queue (``TASK_QUEUE_ENABLE``) is empty,
-        so that a launch does not pass what is queued; it is null if that fails
+        so that a launch does not overtake queued work; null reports failed work
         (``NPUStream::stream`` in torch_npu's NPUStream.cpp).
         """
         if stream := torch.npu.current_stream().npu_stream:  # type: ignore[attr-defined]
@@ -146,7 +146,7 @@ class Operator:
                     f"{op}: {described.name}.dtype must be {spelled(described.dtypes)} on an NPU, "
                     f"got {name(tensor.dtype)}; convert it, or run on the CPU"
                 )
-            # strides do not describe a private format; a vector has none
+            # strides do not describe a private format; vectors have no private formats
             if tensor.dim() > 1 and (found := format_of(tensor)) not in PLAIN:
                 raise RuntimeError(
                     f"{op}: {described.name} must be in format ND on an NPU, got aclFormat "
@@ -218,7 +218,7 @@ class _Cann:
     def free(self, executor: ctypes.c_void_p) -> None:
         """Frees an executor that is not launched; a launch would free it.
 
-        CANN documents this for an executor that was made repeatable.
+        CANN documents this for repeatable executors only.
         """
         self.base.aclSetAclOpExecutorRepeatable(executor)
         self.base.aclDestroyAclOpExecutor(executor)

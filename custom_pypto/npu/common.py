@@ -19,14 +19,14 @@ Arguments = SimpleNamespace  # of a call, by their names in the schema
 
 @dataclass(frozen=True)
 class KernelCall:
-    """What an op's kernel is made of and called with; made by :func:`prepared`."""
+    """The facts of an op's kernel and the tensors of its call, input of :func:`prepared`."""
 
     facts: Any  # a ``Facts`` of kernels/<op>.py
     tensors: dict[str, Tensor | None]  # by the kernel's names, in any order; None is not read
-    written: tuple[str, ...]  # names of those that the kernel writes
+    written: tuple[str, ...]  # names of the tensors that the kernel writes
 
 
-# runs a PyPTO kernel on tensors that are in its order, of which it writes those of these names
+# runs a PyPTO kernel; takes tensors in the order of its signature, and names of written ones
 Launch = Callable[[Callable, dict[str, Tensor], tuple[str, ...]], None]
 
 
@@ -170,7 +170,7 @@ def product_tile(dtype: torch.dtype) -> int:
 
 
 def padded(matrix: Tensor, *, rows: int = 0, columns: int = 0) -> Tensor:
-    """``matrix`` with more rows or columns, for loads of whole tiles that would lead outside."""
+    """``matrix`` with more rows and columns, so that loads of whole tiles stay inside it."""
     if not rows and not columns:
         return matrix
     return torch.nn.functional.pad(matrix, (0, columns, 0, rows))

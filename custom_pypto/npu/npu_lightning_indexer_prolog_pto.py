@@ -58,7 +58,7 @@ def kernel_call(a: Arguments, out: tuple[Tensor, Tensor, Tensor]) -> KernelCall 
 
 
 def _inputs(a: Arguments, facts: Any) -> dict[str, Tensor | None]:
-    """What the program reads, besides the caches."""
+    """The inputs of the program, without the caches."""
     tokens, heads = len(a.token_x), a.weights_proj.size(1)
     w8a8 = not facts.absent
     return dict(

@@ -1,4 +1,4 @@
-"""``npu_lightning_indexer_pto`` on an NPU, and what it shares with the indexer over int8 keys."""
+"""``npu_lightning_indexer_pto`` on an NPU, and its parts for the indexer over int8 keys."""
 
 from typing import Any
 
@@ -24,7 +24,7 @@ def check_sizes(limits: Limits) -> None:
     limits.heads(64)
     keys = a.block_table.size(1) * a.key.size(1)
     limits.sortable(keys)
-    # positions go through float32
+    # positions pass through float32, exact up to 2^24
     at_most = "of at most 16 million keys"
     limits.require(keys <= 2**24, "block_table", at_most, keys, "use a smaller table")
 
@@ -45,7 +45,7 @@ def is_filled(a: Arguments, out: Tensor) -> bool:
 
 
 def common_facts(op: str, a: Arguments, out: Tensor) -> dict[str, Any]:
-    """Those of both indexers."""
+    """The facts of both indexers."""
     control_flow = "actual_seq_lengths_query", "actual_seq_lengths_key", "block_table"
     batch, width = a.block_table.shape
     return dict(
@@ -65,7 +65,7 @@ def common_facts(op: str, a: Arguments, out: Tensor) -> dict[str, Any]:
 
 
 def common_tensors(a: Arguments, out: Tensor, facts: Any) -> dict[str, Tensor | None]:
-    """Those of both indexers."""
+    """The tensors of both indexers."""
     lengths, indices = a.actual_seq_lengths_key, out.view(-1, a.sparse_count)
     return dict(
         query=padded(rows(a.query), rows=facts.rows_behind_query),

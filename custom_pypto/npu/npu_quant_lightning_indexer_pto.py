@@ -15,7 +15,7 @@ def check(a: Arguments) -> None:
     block_size, tile = a.key.size(1), product_tile(a.key.dtype)
     limits.require(block_size % tile == 0, "key.size(1)", f"a multiple of {tile}", block_size)
     limits.contiguous("key", "key_dequant_scale")
-    # block ids go through float32
+    # block ids pass through float32
     blocks = a.key.size(0)
     limits.require(blocks <= 2**24 - 2**13, "key.size(0)", "at most 16 million", blocks)
 

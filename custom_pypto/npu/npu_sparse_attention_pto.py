@@ -65,7 +65,7 @@ def _facts(a: Arguments) -> Any:
         tokens=tokens,
         batch=a.x.size(0),
         table_width=a.block_table.size(1),
-        most_shared=1,  # each token is selected for alone
+        most_shared=1,  # tiles of one token
     )
     attend = kernels.AttenderFacts(
         heads=a.w_uk.size(0),
@@ -88,7 +88,7 @@ def _facts(a: Arguments) -> Any:
 
 
 def _inputs(a: Arguments, facts: Any) -> dict[str, Tensor | None]:
-    """What the program reads, besides the caches."""
+    """The inputs of the program, without the caches."""
     x, columns = rows(a.x), facts.missing_columns(a.w_idx_proj.size(1))
     return dict(
         x=padded(x, rows=facts.missing_rows(len(x))),

@@ -54,7 +54,7 @@ def is_filled(a: Arguments, out: Tensor, *statistics: Tensor) -> bool:
 
 
 def common_facts(op: str, a: Arguments) -> dict[str, Any]:
-    """Those of both attentions."""
+    """The facts of both attentions."""
     control_flow = "actual_seq_lengths_query", "actual_seq_lengths_kv"
     return dict(
         dtype=name(a.query.dtype),
@@ -71,7 +71,7 @@ def common_facts(op: str, a: Arguments) -> dict[str, Any]:
 
 
 def common_tensors(a: Arguments, facts: Any) -> dict[str, Tensor | None]:
-    """Those of both attentions."""
+    """The tensors of both attentions."""
     lengths, indices = a.actual_seq_lengths_kv, rows(a.sparse_indices)
     return dict(
         query=padded(rows(a.query), rows=facts.rows_behind_query),

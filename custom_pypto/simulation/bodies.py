@@ -41,7 +41,7 @@ CORES = {
 class Body:
     """The code of a kind of tasks, compiled for the host."""
 
-    hash: int  # PyPTO's name for it
+    hash: int  # PyPTO's name of the body
     function: str
     title: str  # for messages: loop, path, number and kind of core
     library: Path
@@ -110,7 +110,7 @@ def _body_flags(folder: Path, core: str) -> list[str]:
 
 
 def _for_host(text: str) -> str:
-    """The text of a body with host addresses of the buffers, and without what names the build."""
+    """The text of a body with host addresses of the buffers, without includes and build command."""
     text = text.split("// kernel compilation command")[0]
     text = re.sub(r"#include .*\n", "", text).replace("[aicore]", "")
     text = re.sub(
@@ -122,7 +122,7 @@ def _for_host(text: str) -> str:
 
 
 def _body(source: Path) -> Body:
-    """Compiles a file of PyPTO's, ``<function>_<number>_<aic or aiv>.cpp``."""
+    """Compiles a file from PyPTO, ``<function>_<number>_<aic or aiv>.cpp``."""
     folder, core = toolchain(), source.stem.rsplit("_", 1)[1]
     text = source.read_text()
     code = _for_host(text)

@@ -51,7 +51,7 @@ def built_once(what: str, name: str, build: Callable[[Path], None]) -> Path:
     path = cache_folder() / name
     if path.exists():
         return path
-    # a dying process releases the lock; the waiting ones find the path and do not build
+    # a dying process releases the lock; waiting processes find the path and do not build
     with filelock.FileLock(f"{path}.lock"):
         if not path.exists():
             print(f"compiling {what}, once, into {path}", file=sys.stderr)
@@ -117,7 +117,7 @@ FORK = multiprocessing.get_context("fork")
 def simulated(kernel, runtime: dict | None = None, **options) -> JitCallableWrapper:
     """A copy of the kernel with the same options, which runs in the simulator on any machine.
 
-    ``runtime``: more of its runtime options.
+    ``runtime``: further runtime options.
     """
     if not isinstance(kernel, JitCallableWrapper):
         raise TypeError(
@@ -182,7 +182,7 @@ def _run_in_child(kernel, tensors, params, prepare, timeout, run: Path) -> None:
         target=_child, args=(kernel, tensors, params, prepare, run, send), daemon=True
     )
     with warnings.catch_warnings():
-        # Python 3.12 warns of forks beside threads; the child runs on one thread
+        # Python 3.12 warns of forks of processes with threads; the child runs on one thread
         warnings.simplefilter("ignore", DeprecationWarning)
         child.start()
     send.close()
@@ -233,13 +233,13 @@ def _child(kernel, tensors, params, prepare, run: Path, send) -> None:
 
 
 def _stop_the_clock() -> None:
-    """PyPTO's clock shows one time.
+    """Makes PyPTO's clock stand still.
 
     Since CANN 9.1 the threads of the simulated device wait for each other for 50 ms only, and on a
     busy machine end the process. Where PyPTO reads a counter of the CPU instead, on aarch64, its
     limits remain.
     """
-    # which takes what clock_gettime takes
+    # clock_getres has the signature of clock_gettime, and one result
     one_time = loaded_calls.address(ctypes.CDLL(None).clock_getres)
     loaded_calls.replace_in(PACKAGE, "clock_gettime", one_time)
 

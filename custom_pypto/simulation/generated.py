@@ -40,7 +40,7 @@ def execute(
     Checked on the way: each access to global memory lies within an argument or the workspace; what
     is read from the workspace was written; the task graph orders tasks that touch the same memory;
     each operand lies in its buffer and obeys the ISA's rules of shape and alignment; each flag is
-    set before it is waited for, and the other way round. Not known: order of equal values in a
+    set before it is waited for, and the other way round. Not checked: order of equal values in a
     sort, the last bit of exp, rsqrt and sums, and whether the flags suffice.
 
     Args:
@@ -88,7 +88,7 @@ def _prepare(tensors: Sequence[Tensor], fill: int) -> None:
 
 
 def _write_code(library: ctypes.CDLL) -> None:
-    """Has PyPTO write what it generates, unless it does already."""
+    """Makes PyPTO write its generated code, unless it does already."""
     codegen = loaded_calls.loaded(pypto_versions.LIB / "libtile_fwk_codegen.so")
     if not hasattr(codegen, WRITE_TEXT) or loaded_calls.entry(codegen, WRITE_TEXT):
         return

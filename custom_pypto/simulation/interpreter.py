@@ -46,7 +46,7 @@ def interpret(kernel, *tensors: Tensor, timeout: float | None = None, **params) 
 def run_in_place(
     kernel, tensors: dict[str, Tensor], written: tuple[str, ...], run: Callable = interpret
 ) -> None:
-    """Emulates a launch: stores what ``run`` makes of the ``written`` tensors in them."""
+    """Emulates a launch: stores the results of ``run`` in the ``written`` tensors."""
     values = dict(zip(tensors, run(kernel, *tensors.values()), strict=True))
     for name in written:
         tensors[name].copy_(values[name])

@@ -1,10 +1,10 @@
-"""Replaces calls between loaded libraries, in this process: those of a function by its name."""
+"""Replaces calls between loaded libraries in this process, by the name of the function."""
 
 import ctypes
 import os
 from pathlib import Path
 
-# of <elf.h>: tags of a dynamic section, and bytes of a row of the tables that it names
+# of <elf.h>: tags of a dynamic section, and bytes per row of its tables
 END, SIZE_OF_CALLS, STRINGS, SYMBOLS, CALLS = 0, 2, 5, 6, 23
 FIELD, SYMBOL, CALL = 16, 24, 24
 LINK_MAP = 2  # of dlinfo
@@ -52,7 +52,7 @@ def entry(library: ctypes.CDLL, name: str) -> int | None:
 
 
 def replace(entry: int, function: int) -> int:
-    """Points the entry to another function; returns the address of the one before."""
+    """Points the entry to another function; returns the address of the previous one."""
     before, page = _number(entry), os.sysconf("SC_PAGESIZE")
     begin = ctypes.c_void_p(entry // page * page)
     # read-only in some builds; left writable, since in others data are on the same page
@@ -62,7 +62,7 @@ def replace(entry: int, function: int) -> int:
 
 
 def replace_in(folder: Path | str, name: str, function: int) -> None:
-    """Has the loaded libraries of a folder call ``function`` where they call ``name``."""
+    """Makes the loaded libraries of a folder call ``function`` instead of ``name``."""
     for path in Path(folder).rglob("*.so"):
         if (library := loaded(path)) and (place := entry(library, name)):
             replace(place, function)

@@ -1,6 +1,6 @@
-"""What PyPTO's internals spell differently in the supported versions, for this folder only.
+"""Differences between PyPTO's internals in the supported versions, for this folder only.
 
-Each difference is decided by what this PyPTO has, not by its number, which several releases share.
+Each is detected in the installed PyPTO, not by its version number, which several releases share.
 """
 
 import csv
@@ -24,7 +24,7 @@ if not hasattr(JitCallableWrapper, "_setup_verify_data"):
     )
 
 LIB = Path(pypto.__file__).parent / "lib"
-# below LIB: what the interpreter's library is compiled from, the sources first
+# below LIB: the inputs of the interpreter's library, the sources first
 CALCULATOR = (
     [Path("framework/src/calculator"), Path("framework")]
     if (LIB / "framework").exists()
@@ -32,14 +32,14 @@ CALCULATOR = (
 )
 # the libraries that may hold PyPTO's control flow, with and without CANN
 CONTROL_FLOW = ("libtile_fwk_runtime_stub.so", "libtile_fwk_runtime.so")
-# Since CANN 9.1 a simulated scheduler that waits for the others while it does not run may wait for
-# ever, where the next group of tasks resets what it waits for; one scheduler waits for none.
+# Since CANN 9.1 a simulated scheduler may wait for the others for ever: the next group of tasks can
+# reset the awaited state before the scheduler runs again. One scheduler waits for none.
 ONE_SCHEDULER = (
     {"launch_sched_aicpu_num": 1}
     if "launch_sched_aicpu_num" in (LIB / "configs/tile_fwk_config.json").read_text()
     else {}
 )
-# of tables of compared tensors: the columns of the pass and of the verdict
+# columns of the pass and of the verdict in tables of compared tensors
 VERDICT_COLUMNS = ("passName", "verifyResult"), ("B>PHASE_NAME", "AB>RESULT")
 FAILED = {"PASS": False, "FAIL": True, "FAILED": True}
 
@@ -56,7 +56,7 @@ def wrapper_options(kernel: JitCallableWrapper) -> dict:
 
 
 def replace_inputs(function: Callable[[list], None]) -> None:
-    """Has PyPTO call ``function`` with its tensors, instead of passing zeros to its verifier."""
+    """Makes PyPTO call ``function`` with its tensors, instead of passing zeros to its verifier."""
 
     def inputs(tensors, *sources, **named_sources):
         function(tensors)

@@ -1,7 +1,7 @@
 """Formats of cache rows: their pools, the ops that write them, and the ops that read them.
 
-A cache chooses a format for latents and one for index keys, and every layer has them. To add one,
-write a class here and name it in :data:`LATENT_FORMATS` or :data:`INDEX_FORMATS`.
+All layers of a cache share a format of latents and a format of index keys. To add a format, write
+a class here and name it in :data:`LATENT_FORMATS` or :data:`INDEX_FORMATS`.
 
 Shapes: B batch, S new tokens, H heads, L ``kv_lora_rank``, R ``qk_rope_head_dim``, N index heads,
 D ``index_head_dim``, K selected positions.
@@ -22,7 +22,7 @@ Rows = dict[str, Row | None]
 
 
 class LatentRows:
-    """Latents, and RoPE's keys beside them, in the dtype of the model."""
+    """Latents and RoPE keys, in a pool each, in the dtype of the model."""
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
@@ -32,7 +32,7 @@ class LatentRows:
         return declared
 
     def write(self, step: Step, layer: PagedLayer, latent: Tensor, rope: Tensor | None) -> None:
-        """Writes ``[B, S, L]`` and the rotated ``[B, S, 1, R]`` of new tokens."""
+        """Writes latents ``[B, S, L]`` and rotated RoPE keys ``[B, S, 1, R]`` of new tokens."""
         write(layer.latent, step.slots, latent)
         if rope is not None:
             write(layer.rope, step.slots, rope)
@@ -46,7 +46,7 @@ class LatentRows:
         scaling: float,
         **call,
     ) -> Tensor:
-        """Attention of ``[B, S, H, L]`` and ``[B, S, H, R]`` over the rows at ``indices``."""
+        """Attention of queries ``[B, S, H, L]`` and ``[B, S, H, R]`` over rows at ``indices``."""
         return custom_pypto.npu_sparse_flash_attention_pto(
             query,
             layer.latent,
@@ -60,11 +60,11 @@ class LatentRows:
 
 
 class Int8LatentRows(LatentRows):
-    """A row of bytes: the quantised latent, RoPE's key, a float32 scale per group of 128."""
+    """A row of bytes: the quantised latent, the RoPE key, a float32 scale per scale group."""
 
     @staticmethod
     def lacking(config, dtype: torch.dtype) -> str | None:
-        """Why a model has no such cache, if it has none."""
+        """Why a model cannot have this format; None if it can."""
         if dtype not in (torch.bfloat16, torch.float16):
             return f"a model in {dtype} (rows have RoPE keys of 2 bytes; load it in bfloat16)"
         if config.kv_lora_rank % SCALE_GROUP:
@@ -117,7 +117,7 @@ class IndexRows:
         return declared
 
     def write(self, step: Step, layer: PagedLayer, key: Tensor) -> None:
-        """Writes ``[B, S, 1, D]`` of new tokens."""
+        """Writes the keys ``[B, S, 1, D]`` of new tokens."""
         write(layer.index, step.slots, key)
 
     def select(
@@ -139,11 +139,11 @@ class IndexRows:
 
 
 class Int8IndexRows(IndexRows):
-    """Quantised index keys, with a float16 scale beside each.
+    """Quantised index keys, and their float16 scales in a pool of their own.
 
-    Keys and queries are rotated by a Hadamard matrix, which spreads outliers over all dims and
-    leaves products alone, as DeepSeek-V3.2's own inference code does. A cache rotates all of its
-    keys or none: both kinds look alike and do not mix.
+    A Hadamard matrix rotates keys and queries, as in DeepSeek-V3.2's own inference code: outliers
+    spread over all dims, products stay equal. All keys of a cache must be rotated, or none; their
+    bytes do not tell.
     """
 
     def __init__(self, config, dtype: torch.dtype, device: torch.device):
@@ -151,7 +151,7 @@ class Int8IndexRows(IndexRows):
 
     @staticmethod
     def lacking(config, dtype: torch.dtype) -> str | None:
-        """Why a model has no such cache, if it has none."""
+        """Why a model cannot have this format; None if it can."""
         size = config.index_head_dim
         return None if size.bit_count() == 1 else f"index_head_dim {size}, no power of two"
 
@@ -183,7 +183,7 @@ class Int8IndexRows(IndexRows):
         )
 
 
-# by the dtype that the user names; the dtype of the model, or None, is the base class of each
+# by the user's ``index_dtype`` or ``kv_dtype``; None or the dtype of the model: the base class
 LATENT_FORMATS: dict[torch.dtype | None, type[LatentRows]] = {torch.int8: Int8LatentRows}
 INDEX_FORMATS: dict[torch.dtype | None, type[IndexRows]] = {torch.int8: Int8IndexRows}
 
@@ -194,7 +194,7 @@ def check_cache_dtypes(
     """Rejects dtypes that the cache of a text model with this patched ``attention`` cannot have.
 
     Raises:
-        ValueError: names the argument, what is supported, and what came.
+        ValueError: names the argument, the supported and the given dtype.
     """
     for name, dtype, formats in (
         ("index_dtype", index_dtype, INDEX_FORMATS),
@@ -226,6 +226,6 @@ def index_call(layer: PagedLayer, tokens: TokenSlice, count: int) -> dict[str, T
 
 
 def flat_slots(step: Step) -> Tensor:
-    """Slots in the flattened pools; on an NPU a step has blocks and rows."""
+    """Slots in the flattened pools; on an NPU ``step.slots`` has blocks and rows instead."""
     slots = step.slots
     return slots if slots.ndim == 1 else slots[:, 0] * step.store.block_size + slots[:, 1]

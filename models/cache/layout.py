@@ -1,4 +1,4 @@
-"""What a cache keeps: declared by an architecture, resolved for each layer. Data only."""
+"""The rows of a cache: declared by an architecture, resolved for each layer. Data only."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -53,7 +53,7 @@ class Pool(NamedTuple):
     width: str | int
     #: None: the dtype of the model
     dtype: torch.dtype | None = None
-    #: a list in the config, and its value for the layers that have this pool; None: all have it
+    #: a list in the config, by layer, and its value for layers with this pool; None: all layers
     where: tuple[str, str | int] | None = None
     #: vectors of ``width`` elements per row
     vectors: int = 1
@@ -63,11 +63,11 @@ class Pool(NamedTuple):
     sizes: tuple[str, ...] = ()
 
     def row(self, config, layer: int, dtype: torch.dtype) -> Row | None:
-        """The row in this layer of a model in ``dtype``, or None, also for a width of 0."""
+        """The row in this layer of a model in ``dtype``; None without this pool or with width 0."""
         if self.where is not None and getattr(config, self.where[0])[layer] != self.where[1]:
             return None
         width = self.width
-        if isinstance(width, str):  # layers of one model may differ in it
+        if isinstance(width, str):  # layers of one model may differ in width
             width = getattr(config.per_layer_config[layer], width)
         if not width:
             return None
@@ -75,7 +75,7 @@ class Pool(NamedTuple):
 
     @property
     def attributes(self) -> list[str]:
-        """The config attributes that determine its rows."""
+        """The config attributes that determine the rows."""
         width = [self.width] if isinstance(self.width, str) else []
         return [*width, *(self.where or ())[:1], *self.sizes]
 

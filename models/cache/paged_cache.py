@@ -33,8 +33,8 @@ class PagedCache(Cache):
     Python number, so that one compiled graph serves every position.
 
     New tokens count only when their forward completes: after an exception or Ctrl-C the cache is
-    unchanged and usable, unless more tokens were overwritten than the slack of its rings: the next
-    forward then raises. An interrupted ``generate()`` has cached tokens that its caller never got:
+    unchanged and usable, unless more tokens were overwritten than the slack of its rings; the next
+    forward then raises. An interrupted ``generate()`` leaves cached tokens unknown to its caller:
     ``crop`` the cache to the known ones. An interrupted beam search may leave sequences half
     exchanged: :meth:`reset` the cache.
 
@@ -50,17 +50,16 @@ class PagedCache(Cache):
         block_size: tokens per block, a multiple of 16 up to 1024.
         index_dtype: ``torch.int8`` for index keys of a byte per value, or the dtype of the model;
             None: as :func:`models.use_custom_pypto` was told.
-        kv_dtype: the same of latents. Caches in int8 hold 1.1, 1.5 or, both, 1.8 times as many
-            tokens; the positions that a token selects differ where scores nearly tie.
+        kv_dtype: likewise for latents. The same memory holds 1.1 times as many tokens with int8
+            index keys, 1.5 with latents, 1.8 with both; selections differ where scores nearly tie.
 
     Raises:
         torch.OutOfMemoryError: no memory for this many tokens; the message says how many fit. A CPU
             overcommits memory up to a limit: see :attr:`nbytes`.
-        ValueError: layers on several devices. Also raised by a forward that exceeds the capacity or
-            lacks tokens of its window, before anything is written: this check reads the length,
-            which would stall an accelerator, so it runs on CPU only and not inside
-            ``torch.compile``; ``generate()`` checks its ``max_length`` everywhere. Unchecked tokens
-            that do not fit are written to block 0.
+        ValueError: layers on several devices; or, from a forward that has not written yet, no room
+            for its tokens or an overwritten window. That check reads the length, which would stall
+            an accelerator: it runs on CPU only and not inside ``torch.compile``. ``generate()``
+            checks its ``max_length`` everywhere. Unchecked tokens without room go to block 0.
     """
 
     # Cache derives these properties from its layers; here they hold for the whole cache
@@ -74,7 +73,7 @@ class PagedCache(Cache):
     tables = property(lambda self: self.store.tables)
     grows = False
 
-    @torch.inference_mode(False)  # inference tensors cannot be written outside of it
+    @torch.inference_mode(False)  # inference tensors are read-only outside the mode
     def __init__(
         self,
         model,
@@ -102,7 +101,7 @@ class PagedCache(Cache):
         }
         pools = pools_of(layers).items()
         rows: list[dict] = [{} for _ in range(text.config.num_hidden_layers)]
-        for layer in layers.keys() & range(len(rows)):  # generate() may draft with the first ones
+        for layer in layers.keys() & range(len(rows)):  # generate() may draft with the first
             rows[layer] = {name: pool.row(text.config, layer, text.dtype) for name, pool in pools}
             for each in formats.values():
                 rows[layer] = each.rows(rows[layer])
@@ -127,8 +126,8 @@ class PagedCache(Cache):
     def place(self, batch_size: int, tokens: int, valid: Tensor | None) -> Step:
         """The positions of new tokens, and the resulting sequence lengths.
 
-        The tokens count after :meth:`Step.commit`. Without it, a forward has only written rows that
-        are never read, or that rings have to spare.
+        The tokens count after :meth:`Step.commit`. Until then a forward has only written rows that
+        are never read, and spare rows of rings.
 
         Args:
             valid: ``[batch_size, tokens]`` bool, False for padding; None: no padding.
@@ -140,7 +139,7 @@ class PagedCache(Cache):
         self.check_room(tokens)
         store, sequences = self.store, self.sequences
         if store.recurrent and not torch.compiler.is_compiling() and sequences.seen == 0:
-            store.reset_recurrent()  # an interrupted forward may have left something
+            store.reset_recurrent()  # an interrupted forward may have left a state
         sequences.announce(tokens)
         start = sequences.lengths.clone()
         if valid is None:

@@ -18,7 +18,7 @@ class Sequences:
         self.lengths = torch.zeros(batch_size, dtype=torch.int32, device=device)
         #: the length that generate() reads: tokens fed per sequence, including padding
         self.seen = torch.zeros((), dtype=torch.int64, device=device)
-        #: the most that ``seen`` has been since the cache was empty, interrupted forwards included
+        #: the largest ``seen`` since the cache was empty, interrupted forwards included
         self.written = torch.zeros((), dtype=torch.int64, device=device)
         for tensor in (self.lengths, self.seen, self.written):
             torch._dynamo.mark_static_address(tensor)

@@ -28,7 +28,7 @@ class Step(NamedTuple):
     lengths: Tensor  # [B] int32 tokens of each sequence, the new ones included
     valid: Tensor  # [B, tokens] bool, False for padding
     positions: Tensor  # [B, tokens] int64 within the sequence, counted from its first real token
-    slots: Tensor | None  # of each new token where every token has a row; see Store.slots
+    slots: Tensor | None  # of new tokens, in pools with a row per token; see Store.slots
 
     # no properties: torch 2.10 cannot compile those of a NamedTuple
 

@@ -1,4 +1,4 @@
-"""The memory of a cache: pools of rows for each layer, and the block tables that find them."""
+"""The memory of a cache: the pools of each layer, and the block tables of their rows."""
 
 import bisect
 import ctypes
@@ -14,8 +14,8 @@ from .layout import EVERY_TOKEN, Row, RowLayout
 
 
 class PagedLayer:
-    """Pools of one layer: a tensor ``[blocks, rows per block, 1, width]`` per pool that the
-    architecture declares, or None if this layer has no such pool; and the formats of their rows."""
+    """Pools of one layer and the formats of their rows. A pool is a tensor ``[blocks, rows per
+    block, 1, width]``, or None if this layer lacks it."""
 
     def __init__(self, pools: dict[str, Tensor | None], layouts: dict[str, RowLayout], **formats):
         vars(self).update(pools)
@@ -29,7 +29,7 @@ class PagedLayer:
 
 
 class RecurrentLayer(LinearAttentionLayer):
-    """The state of an upstream layer of linear attention: upstream's own, of constant size."""
+    """Upstream's own state of a layer of linear attention, of constant size."""
 
     layouts: dict[str, RowLayout] = {}
 
@@ -100,8 +100,8 @@ class Store:
         return (pool for layer in self.layers for pool in layer.pools().values())
 
     def slots(self, layout: RowLayout, rows: Tensor, valid: Tensor) -> Tensor:
-        """Where ``rows [B, n]`` of each sequence are in the flattened pools; on an NPU, block and
-        row. Rows that are not ``valid`` or do not fit are in block 0."""
+        """Slots of ``rows [B, n]`` of each sequence in the flattened pools; on an NPU, block and
+        row. Rows that are not ``valid`` or do not fit get slots of block 0."""
         table = self.tables[layout]
         column, row = rows // layout.block, rows % layout.block
         last = table.size(1) - 1
@@ -222,7 +222,7 @@ def own_blocks(batch_size: int, blocks: int, device: torch.device) -> Tensor:
 def out_of_memory(
     rows: list[Row], batch_size: int, max_cache_len: int, block_size: int, device: torch.device
 ) -> torch.OutOfMemoryError:
-    """The error of a cache with these rows, which says how many tokens would fit."""
+    """The error of a cache with these rows; its message says how many tokens would fit."""
 
     def size(blocks: int) -> int:
         return sum(

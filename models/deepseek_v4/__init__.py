@@ -23,7 +23,7 @@ from ..compression import state_layout
 from ..projection import check_replaced
 
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
-# New tokens that a layer reads at once, so that the ring of each sequence stays short
+# tokens of a slice: few, so that the ring of each sequence stays short
 SLICE = 256
 
 

@@ -35,7 +35,7 @@ class PagedDots3NoteAttention(LatentAttention, Dots3NoteTextAttention):
     ) -> Tensor:
         if self.sliding_window is None:
             return super().select(hidden_states, q_latent, cos, sin, tokens)
-        # a token and those before it, as many as the window holds; -1 before the first one
+        # the window of a token, newest position first; -1 before the first token
         device = tokens.lengths.device
         back = torch.arange(hidden_states.size(1), device=device).flip(0)[:, None]
         back = back + torch.arange(1, self.sliding_window + 1, device=device)

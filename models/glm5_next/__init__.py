@@ -1,6 +1,6 @@
 """GLM-5.3-Flash (text): an indexer over groups of ``index_kpool`` tokens, which selects whole
-groups and always the incomplete last one; no rotation; linear attention in the other layers, which
-stays upstream's."""
+groups and always the incomplete last one; no rotation; upstream's linear attention in the other
+layers."""
 
 import torch
 from torch import Tensor
@@ -30,7 +30,7 @@ def state(config, layer: int) -> RowLayout:
 
 
 class PagedGlm5NextAttention(LatentAttention, Glm5NextTextAttention):
-    # upstream accepts no RoPE dims: their pool is empty
+    # upstream rejects RoPE dims: the rope pool is None
     pools = MLA_POOLS | {
         "index": Pool(
             "index_head_dim", where=FULL, layout=groups_of_tokens, sizes=("index_kpool",)

@@ -6,7 +6,7 @@ programs in PyPTO's interpreter, and torchair converts, compiles and runs GE gra
 :mod:`.ge_executor`. It shows results and graphs, but neither speed nor the behaviour of CANN
 itself. Not verified on hardware.
 
-It starts only on request, once per process and for its lifetime, and not beside a real CANN.
+It starts only on request, once per process and for its lifetime, and not next to a real CANN.
 ``python -m custom_pypto.simulation.ascend_host program.py ...`` runs a program under it.
 """
 
@@ -40,8 +40,8 @@ def start() -> None:
     before importing transformers, which looks for torch_npu once.
 
     Raises:
-        AscendHostUnavailable: beside a real CANN, without the torch_npu of the installed torch
-            and what it needs, or without a compiler.
+        AscendHostUnavailable: next to a real CANN, without the torch_npu of the installed torch
+            and its dependencies, or without a compiler.
     """
     global _running
     if _running:
@@ -72,7 +72,7 @@ def start_unless_npu() -> bool:
     """Makes ``npu`` a device: the machine's own where CANN is installed, else :func:`start`.
 
     Returns:
-        Whether it is an NPU.
+        Whether the device is an NPU.
     Raises:
         AscendHostUnavailable: CANN without a working NPU, or as for :func:`start`.
     """

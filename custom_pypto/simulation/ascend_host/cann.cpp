@@ -36,7 +36,7 @@ namespace {
 
 constexpr aclError kSuccess = 0;
 constexpr aclError kOutOfMemory = 207001;
-constexpr aclError kInternalError = 500000;   // torch_npu may treat others as a warning
+constexpr aclError kInternalError = 500000;   // torch_npu may treat other codes as a warning
 constexpr size_t kMemory = size_t{16} << 30;  // reported by the device
 
 thread_local int device = 0;

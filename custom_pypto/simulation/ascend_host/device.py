@@ -5,10 +5,10 @@ this package, whose NPU programs run in PyPTO's interpreter, unless :mod:`.kerne
 them.
 
 While a stream is captured, as in the modes reduce-overhead and npugraph_ex of torchair, its work
-and that of streams that wait for it goes to a tape and runs only at every replay: on addresses, as
-on a device, so that a tensor that does not outlive the capture is detected. Outputs are allocated
-at once, from their Meta shapes. Work that would make the host wait for the device raises, and then
-there is no graph.
+and the work of waiting streams goes to a tape and runs only at every replay. As on a device, a tape
+has addresses, which exposes tensors that do not outlive the capture. Outputs are allocated at once,
+from their Meta shapes. Work that would make the host wait for the device raises, and then there is
+no graph.
 """
 
 import collections
@@ -37,7 +37,7 @@ _libraries: list[torch.library.Library] = []  # overrides live as long as these
 
 
 def host(tensor: Tensor) -> Tensor:
-    """A CPU tensor on the memory of ``tensor``, with its shape and strides; a CPU tensor itself."""
+    """A CPU tensor on the memory of ``tensor``, with its shape and strides; CPU tensors as is."""
     if tensor.device.type != "npu":
         if torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.PrivateUse1):
             raise AscendHostError(
@@ -130,7 +130,7 @@ def _on_npu(op: torch._ops.OpOverload) -> Callable:
             for name, value in named.items()
         }
         if torch.device(named.get("device") or "npu").type != "npu":
-            return op(**on_host)  # as ones_like(x, device="cpu"), which reads nothing of x
+            return op(**on_host)  # as ones_like(x, device="cpu"), which does not read x
         if "device" in named:
             on_host["device"] = torch.device("cpu")
             on_host.pop("pin_memory", None)
@@ -200,7 +200,7 @@ def _clone(self: Tensor, *, memory_format: torch.memory_format | None = None) ->
 
 
 def _scatter_nd_update_(input: Tensor, indices: Tensor, updates: Tensor) -> Tensor:
-    """``npu_scatter_nd_update_``: what ``indices`` ``[..., n]`` name becomes ``updates``."""
+    """``npu_scatter_nd_update_``: ``input[indices] = updates``, ``indices`` ``[..., n]``."""
     to, rows, values = host(input), host(indices), host(updates)
     submit(lambda: to.index_put_(rows.long().unbind(-1), values))
     return input
@@ -215,7 +215,7 @@ def _computing() -> Iterator[torch._ops.OpOverload]:
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
         namespace, _, overload = name.partition("::")
         packet, _, overload = overload.partition(".")
-        # some are not torch's: torch_npu names operators of its own so
+        # torch_npu registers operators of its own under aten, too
         if namespace != "aten" or packet in MEMORY or not hasattr(torch.ops.aten, packet):
             continue
         op = getattr(getattr(torch.ops.aten, packet), overload or "default")

@@ -154,7 +154,7 @@ def install(cann: ctypes.CDLL) -> None:
 
 
 def live() -> dict[str, int]:
-    """How many ``aclTensor`` and ``aclOpExecutor`` exist, and plans of the latter."""
+    """The numbers of existing ``aclTensor``, ``aclOpExecutor`` and plans of executors."""
     tensors, executors = ctypes.c_uint64(), ctypes.c_uint64()
     _cann.ascend_host_count(ctypes.byref(tensors), ctypes.byref(executors))
     return {"tensors": tensors.value, "executors": executors.value, "plans": len(_plans)}
@@ -171,7 +171,7 @@ def failing(function: str, message: str) -> Iterator[None]:
 
 
 def _view(tensor: _Tensor) -> Tensor:
-    """A CPU tensor on the memory that is described."""
+    """A CPU tensor on the described memory."""
     dtype, rank = DTYPES[tensor.dtype], tensor.dimensions
     sizes, strides = tensor.sizes[:rank], tensor.strides[:rank]
     if 0 in sizes:
@@ -191,7 +191,7 @@ def _operators() -> dict[str, Prototype]:
 
 
 def _plan(type: str, arguments: Iterator[_Argument]) -> tuple[Callable, int]:
-    """What the operator does with a workspace, and the size of the latter: all new results."""
+    """The operator's work by workspace, and the workspace's size, that of all new results."""
     prototype = _operators()[type]
     named = {argument.name.decode(): argument.value() for argument in arguments}
     outputs = [named.pop(x.name) for x in prototype.outputs if x not in prototype.inputs]

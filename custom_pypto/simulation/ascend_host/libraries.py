@@ -53,11 +53,11 @@ def load() -> ctypes.CDLL:
     """Compiles the libraries if the cache has none and loads them into this process.
 
     Raises:
-        AscendHostUnavailable: beside a real CANN, or without the torch_npu of the installed torch
-            and what it needs, a compiler or binutils.
+        AscendHostUnavailable: next to a real CANN, or without the torch_npu of the installed torch,
+            its dependencies, a compiler or binutils.
         AscendHostError: the libraries do not compile.
     """
-    if found := cann():  # it would hide the NPU, or be half hidden
+    if found := cann():  # the stand-in would hide the NPU, or CANN parts of the stand-in
         raise AscendHostUnavailable(
             f"ascend_host: the host stand-in must not run beside a real CANN, and {found}; "
             "use the NPU, or a machine or container without CANN"

@@ -58,7 +58,7 @@ bool take(aclOpExecutor* executor) {
   return executors.erase(executor);
 }
 
-// The last element of the view that counts from the storage's start; -1 without elements.
+// The storage index of the view's last element; -1 without elements.
 int64_t last_element(const aclTensor& tensor) {
   int64_t last = tensor.offset;
   for (uint64_t i = 0; i < tensor.dimensions; ++i) {
@@ -104,7 +104,7 @@ API int ascend_host_first_phase(const char* prototype, const Argument* arguments
     made->tensors.push_back(argument.tensor);
   }
   made->plan = python.plan(prototype, arguments, count, &made->workspace_size);
-  if (made->plan < 0) {  // Python has told why
+  if (made->plan < 0) {  // Python has reported why
     delete made;
     return kInvalid;
   }

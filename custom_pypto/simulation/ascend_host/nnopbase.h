@@ -1,5 +1,5 @@
-// What the stand-in's libnnopbase.so shares with the kernel packages that kernel_package.py
-// generates; the structs are read in Python too.
+// Shared by the stand-in's libnnopbase.so and the kernel packages of kernel_package.py; the structs
+// are read in Python, too.
 #pragma once
 
 #include <cstdint>

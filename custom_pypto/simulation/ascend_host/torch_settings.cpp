@@ -1,4 +1,4 @@
-// Lets torch_npu load beside a CUDA build of torch. Both register the keys of their allocator
+// Lets torch_npu load with a CUDA build of torch. Both register the keys of their allocator
 // settings in one set of torch, and torch_npu's static initialiser throws on a duplicate key.
 // Separate from cann.cpp, because torch uses the other string ABI.
 #include <string>

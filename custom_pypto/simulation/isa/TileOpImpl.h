@@ -1,9 +1,9 @@
-// What the generated code of a task includes: PyPTO's own tile operations from its wheel, on our
+// The header of a task's generated code: PyPTO's own tile operations from its wheel, on our
 // instructions. PyPTO's file of this name also includes operations of an older, untyped interface.
 #pragma once
 
 #include "aicore.h"
-// isort and clang-format must not move what follows: the macros above are PyPTO's
+// in this order: PyPTO's headers need the macros above, and each other
 // clang-format off
 #include "tilefwk/aicore_runtime.h"
 #include "tileop_common.h"

@@ -1,10 +1,10 @@
-// What the generated code of a task calls: the instructions of an AI core of Atlas A2/A3, after the
-// public documentation of the PTO ISA (https://gitcode.com/cann/pto-isa, docs/isa). The library
-// behind it works on real layouts in private buffers, so that a wrong offset, stride or
-// reuse of a buffer shows in the result.
+// The interface for generated code: the instructions of an AI core of Atlas A2/A3, after the public
+// documentation of the PTO ISA (https://gitcode.com/cann/pto-isa, docs/isa). The library behind it
+// works on real layouts in private buffers, so that a wrong offset, stride or reuse of a buffer
+// shows in the result.
 //
-// It does not know: the order in which the sort unit returns equal values, the last bit of exp,
-// rsqrt and of sums, and time. Tasks run one by one, instructions in program order.
+// Not modelled: the order in which the sort unit returns equal values, the last bit of exp, rsqrt
+// and of sums, and time. Tasks run one by one, instructions in program order.
 #pragma once
 
 #include <cstdint>
@@ -43,7 +43,7 @@ enum class Reduce : uint8_t { sum, max, min, prod };
 enum class Compare : uint8_t { eq, ne, lt, le, gt, ge };
 enum class Round : uint8_t { none, rint, round, floor, ceil, trunc, odd };
 
-// Copies between global memory and buffers. They move what the global shape says.
+// Copies between global memory and buffers, in the size of the global shape.
 void load(const Tile& dst, const Global& src);
 void store(const Global& dst, const Tile& src, bool add, bool relu);
 void fill_pad_in_l1(const Tile& dst, const Tile& src);

@@ -175,7 +175,7 @@ struct Tile {
   }
 };
 
-// what mad reads and writes on A2/A3
+// operands and result of the cube unit on A2/A3
 template <class T, int R, int C, int VR = R, int VC = C>
 using TileLeft = Tile<TileType::Left, T, R, C, BLayout::RowMajor, VR, VC, SLayout::RowMajor>;
 template <class T, int R, int C, int VR = R, int VC = C>

@@ -32,8 +32,8 @@ std::string flag_name(int from, int to, int event) {
          pipes[to];
 }
 
-// Memory whose addresses have 32 bits: PyPTO's tile operations cut others off. The page behind it
-// is no memory.
+// Memory at addresses of 32 bits: PyPTO's tile operations cut longer ones off. The page behind it
+// is inaccessible.
 char* low_memory(uint64_t size) {
   for (uint64_t hint = 1 << 28; hint < uint64_t{1} << 32; hint += 1 << 24) {
     int flags = MAP_PRIVATE | MAP_ANONYMOUS;

@@ -8,7 +8,7 @@
 
 namespace isa {
 
-// What a task did wrong; its message names the instruction and the buffer.
+// A mistake of a task; its message names the instruction and the buffer.
 struct Fault : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
@@ -32,7 +32,7 @@ char* region(const Tile& tile, uint64_t bytes, const char* role);
 bool in_buffer(uint64_t address, uint64_t bytes);
 int size_of(Type type);
 const char* name_of(Type type);
-// Bytes of the buffers that hold no data of the program: scratch, padding of copies.
+// Spoils bytes of the buffers without data of the program: scratch, padding of copies.
 void poison(char* begin, uint64_t bytes);
 
 inline int64_t offset(const Tile& tile, int row, int col) {

@@ -1,13 +1,13 @@
-// PyPTO built without CANN generates the code of each task and drops it, where one built with CANN
-// writes it into a file. These call there what the latter calls: they take the place of the end of
-// a text, which shows the text, and of the use of its name.
+// PyPTO built without CANN generates the code of each task and drops it; built with CANN it writes
+// the code into a file. Two replaced functions add the missing call of GenCodeToBinaryTask:
+// GenFuncEnd keeps the text, and UpdateSubFunc, which follows, first writes it.
 #define _GLIBCXX_USE_CXX11_ABI 0  // PyPTO's strings
 #include <cstdint>
 #include <string>
 
 namespace {
 
-struct Leaf {  // passed as a std::pair of these is
+struct Leaf {  // passed like a std::pair of both
   uint64_t id;
   void* function;
 };

@@ -13,7 +13,7 @@ struct Area {
   uint64_t begin, end;
 };
 
-// What one task touched, of one instruction and contiguous.
+// Contiguous bytes that one instruction of a task touched.
 struct Access {
   uint64_t begin, end;
   const char* instruction;
@@ -21,8 +21,8 @@ struct Access {
 };
 
 void set_areas(std::vector<Area> arguments, Area workspace);
-// Begins a task and its log. ``stack``: memory of the core that runs it, which tasks use one after
-// the other, each to write what it does not keep in buffers; hence it is not logged.
+// Begins a task and its log. ``stack``: global memory of the task's core for values outside
+// its buffers; not logged, since the tasks of a core use it one after the other.
 void start_task(uint64_t stack, uint64_t bytes);
 std::vector<Access>& access_log();
 std::string place_of(uint64_t address);
@@ -30,7 +30,7 @@ std::string place_of(uint64_t address);
 // The host address of ``bytes`` of global memory, checked and logged.
 const char* read_global(uint64_t address, int64_t bytes);
 char* write_global(uint64_t address, int64_t bytes);
-// That the bytes may be read, by a copy of values that do not matter.
+// Requires that the bytes may be read, by a copy of values that do not matter.
 void require_memory(uint64_t address, int64_t bytes);
 
 }  // namespace isa

@@ -67,7 +67,7 @@ void check_races(const Graph& graph, const std::vector<uint32_t>& order) {
     for (const Access& access : node.accesses) touches.push_back({access, id});
   std::sort(touches.begin(), touches.end(),
             [](const Touch& a, const Touch& b) { return a.access.begin < b.access.begin; });
-  // those that began earlier and have not ended; a read meets the writes only
+  // accesses that begin before this one and reach into it; a read meets the writes only
   std::vector<Touch> reads, writes;
   for (const Touch& touch : touches) {
     auto meet = [&](std::vector<Touch>& others) {

@@ -19,8 +19,8 @@ namespace {
 
 using namespace npu::tile_fwk;
 
-// Of PyPTO's headers only these are in its wheel; what follows them in memory are the first
-// members of DynDeviceTaskBase and DevStartArgs.
+// Of DynDeviceTaskBase and DevStartArgs, PyPTO's wheel declares only the bases; the members added
+// here follow them in memory.
 struct DeviceTaskBatch {
   DeviceTask task;
   DynFuncHeader* functions;
@@ -52,7 +52,7 @@ struct Program {
 constexpr int64_t CODE_BYTES = 1 << 20;
 constexpr int HUB = static_cast<int>(MachineType::HUB);
 
-// The schedulers wait in loops for what runs here, on as many threads as a device has.
+// The schedulers, on as many threads as a device has, wait for this thread in busy loops.
 void yield_to_this_thread() {
   cpu_set_t all;
   CPU_ZERO(&all);
@@ -153,7 +153,7 @@ void run_task(DynFuncHeader* header, uint32_t id, isa::Node& node, int core_type
   isa::start_task(function.stackWorkSpaceAddr, function.stackWorkSpaceSize);
   Parameters parameters = {&function, attributes, function.exprTbl, id, nullptr};
   try {
-    // that of core 0: each core has its own, and runs its tasks one after the other
+    // the stack of core 0: each core has its own, and runs its tasks one after the other
     found->second.first(&parameters, function.stackWorkSpaceAddr, nullptr, nullptr);
     isa::check_flags();
   } catch (const isa::Fault& fault) {
@@ -173,7 +173,7 @@ void run_batch(DynFuncHeader* header) {
   ++program.batches;
 }
 
-// A load or store of the scalar unit; the compiler puts a call of it before each.
+// A load or store of the scalar unit; the compiler calls this before each.
 void scalar_access(uint64_t address, int64_t bytes, bool write) {
   for (const auto& [begin, end] : program.known)
     if (address >= begin && address + bytes <= end) return;
@@ -199,7 +199,7 @@ void isa_body(uint64_t hash, void* body, const char* name) {
   program.bodies[hash] = {reinterpret_cast<Body>(body), name};
 }
 
-// PyPTO's control flow calls it with every group of tasks, before the schedulers see it.
+// PyPTO's control flow calls this with every group of tasks, ahead of the schedulers.
 void isa_run(void*, void*, void* batch) {
   if (!program.problem.empty()) return;
   yield_to_this_thread();

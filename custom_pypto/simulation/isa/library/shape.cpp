@@ -19,7 +19,7 @@ T* elements(const Tile& tile, const char* role) {
 
 }  // namespace
 
-// What lies in a scratch operand afterwards is not specified.
+// The contents of a scratch operand are not specified afterwards.
 void spoil(const Tile& tmp) {
   int64_t bytes = static_cast<int64_t>(tmp.rows) * tmp.cols * size_of(tmp.type);
   poison(region(tmp, bytes, "tmp"), bytes);

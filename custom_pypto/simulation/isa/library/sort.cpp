@@ -51,7 +51,7 @@ void sort32(const Tile& dst, const Tile& src, const Tile& index, const Tile* tmp
   const char* numbers = operand(index, index.valid_rows, whole, "index");
   char* to = operand(dst, dst.valid_rows, 2 * whole, "dst");
   if (tmp && cols % BLOCK) {
-    // the row, or where it is long its last block, is copied there and padded
+    // the row, or only the last block of a long row, is copied into tmp and padded
     int64_t bytes = (whole <= 32 * 255 ? whole : BLOCK) * 4;
     poison(region(*tmp, bytes, "tmp"), bytes);
   }

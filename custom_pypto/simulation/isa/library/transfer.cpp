@@ -40,8 +40,8 @@ void check_shapes(const Tile& tile, const Global& global) {
   require(global.shape[3] < 4096, "more than 4095 rows at once");
 }
 
-// L1 as columns of 32 bytes: column block after column block, each with all the tile's rows. What
-// is copied beyond the valid part must be memory, and must not matter.
+// L1 as columns of 32 bytes: column block after column block, each with all the tile's rows. The
+// copied bytes beyond the valid part must be memory, and must not matter.
 void load_fractal(const Tile& dst, const Global& src) {
   int size = size_of(dst.type), per_block = BLOCK / size;
   int64_t rows = src.shape[3], cols = src.shape[4];

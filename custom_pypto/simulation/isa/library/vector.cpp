@@ -32,7 +32,7 @@ double apply(Binary op, double a, double b) {
   }
 }
 
-// Of two floats computed in double and rounded to float: as rounded once, for these operations.
+// In double, then rounded to float: for these operations on two floats equal to rounding once.
 template <class T>
 T rounded(double value) {
   if constexpr (std::is_integral_v<T>)
@@ -231,7 +231,7 @@ void convert(const Tile& dst, const Tile& src, Round mode) {
       using To = decltype(to_zero);
       From* from = elements<From>(src, "src");
       To* to = elements<To>(dst, "dst");
-      // in place a wider result would overwrite what is still to be read
+      // by row: in place a wider result would overwrite values still to be read
       std::vector<To> row_values(dst.valid_cols);
       for (int row = 0; row < dst.valid_rows; ++row) {
         for (int col = 0; col < dst.valid_cols; ++col)
