@@ -274,7 +274,7 @@ def plot(results: list[Result], model) -> None:
     save("model_memory.png", f"Peak memory over weights and cache\n{layer}", "MiB (1: at most 1)")
 
 
-def main() -> int:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -288,6 +288,11 @@ def main() -> int:
     args = parser.parse_args()
     if args.plot and importlib.util.find_spec("matplotlib") is None:
         parser.error("--plot needs matplotlib: pip install matplotlib")
+    return args
+
+
+def main() -> int:
+    args = arguments()
     threads, dtype = len(os.sched_getaffinity(0)), getattr(torch, args.dtype)
     if args.peak:
         side, phase, context = args.peak

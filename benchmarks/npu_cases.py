@@ -19,8 +19,7 @@ if TYPE_CHECKING:  # else imported where a case is estimated: the calls run on a
 HBM_BYTES_PER_US = 24 * 1850 * 32  # ddr_rate of PyPTO's A2A3.ini
 CUBE_FLOP_PER_US = 24 * 1850 * 4096 * 2
 BLOCK, K, D, L, R, N1, INDEX_HEADS = 128, 2048, 128, 512, 64, 128, 64
-HIDDEN, Q_RANK, NOPE = 7168, 1536, 128
-DTYPE = torch.bfloat16
+HIDDEN, Q_RANK, NOPE, DTYPE = 7168, 1536, 128, torch.bfloat16
 
 
 @dataclass

@@ -64,7 +64,7 @@ def npu(*values):
 
 def test_an_unknown_type_is_rejected_before_anything_runs():
     unknown = node("Unheard", "far", ["data0:0"], ["x"])
-    rejected(r"Unheard node far .*OPERATORS in .*ge_executor\.py", [unknown], [npu(1)], ["far:0"])
+    rejected(r"Unheard node far .*OPERATORS in .*ge_operators\.py", [unknown], [npu(1)], ["far:0"])
 
 
 @pytest.mark.parametrize(

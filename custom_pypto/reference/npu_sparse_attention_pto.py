@@ -68,10 +68,7 @@ def npu_sparse_attention_pto(
     sparse_count: int = 2048,
 ) -> Tensor:
     """MLA and indexer prologs, cache writes in place, lightning indexer, sparse attention."""
-    heads, nope, latent = w_uk.shape
-    rope = kr_cache.size(-1)
-    index_heads, index_dim = w_idx_proj.size(1), w_idx_k.size(1)
-
+    (heads, nope, latent), rope = w_uk.shape, kr_cache.size(-1)
     cq = rms_norm(x @ w_dq, gamma_cq, eps)
     q_nope, q_rope = (cq @ w_uq_qr).unflatten(-1, (heads, nope + rope)).split([nope, rope], -1)
     q_latent = torch.einsum("bshp,hpl->bshl", q_nope, w_uk)
@@ -79,19 +76,12 @@ def npu_sparse_attention_pto(
     c_kv, k_rope = (x @ w_dkv_kr).split([latent, rope], -1)
     c_kv = rms_norm(c_kv, gamma_ckv, eps)
     k_rope = rope_interleaved(k_rope.unsqueeze(2), sin, cos).squeeze(2)
-
-    # the normed latent gives both queries; LayerNorm of the key in float32, before RoPE
-    q_idx = rope_half_split((cq @ w_idx_qb).unflatten(-1, (index_heads, index_dim)), sin, cos)
-    k_idx = (x @ w_idx_k).float()
-    k_idx = layer_norm(k_idx, (index_dim,), in_gamma_k.float(), in_beta_k.float(), 1e-6).to(x.dtype)
-    k_idx = rope_half_split(k_idx.unsqueeze(2), sin, cos).squeeze(2)
-    weights = x.float() @ w_idx_proj.float() * (index_heads**-0.5 * index_dim**-0.5)
+    index_weights = w_idx_qb, w_idx_k, w_idx_proj, in_gamma_k, in_beta_k
+    q_idx, k_idx, weights = _index_operands(x, cq, *index_weights, sin, cos)
 
     # last, since other arguments may share memory with the caches
-    write_cache(kv_cache, c_kv, cache_index)
-    write_cache(kr_cache, k_rope, cache_index)
-    write_cache(index_k_cache, k_idx, cache_index)
-
+    for pool, rows in ((kv_cache, c_kv), (kr_cache, k_rope), (index_k_cache, k_idx)):
+        write_cache(pool, rows, cache_index)
     indices = npu_lightning_indexer_pto(
         q_idx,
         index_k_cache,
@@ -111,6 +101,28 @@ def npu_sparse_attention_pto(
         block_table=block_table,
         actual_seq_lengths_kv=act_seqs,
     )
+
+
+def _index_operands(
+    x: Tensor,
+    cq: Tensor,
+    w_idx_qb: Tensor,
+    w_idx_k: Tensor,
+    w_idx_proj: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    sin: Tensor,
+    cos: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries ``[B, S1, index heads, D]``, keys ``[B, S1, D]``, weights ``[B, S1, index heads]``.
+
+    The normed latent gives both queries. LayerNorm of the key in float32, before RoPE.
+    """
+    heads, dim = w_idx_proj.size(1), w_idx_k.size(1)
+    query = rope_half_split((cq @ w_idx_qb).unflatten(-1, (heads, dim)), sin, cos)
+    key = layer_norm((x @ w_idx_k).float(), (dim,), gamma.float(), beta.float(), 1e-6).to(x.dtype)
+    key = rope_half_split(key.unsqueeze(2), sin, cos).squeeze(2)
+    return query, key, x.float() @ w_idx_proj.float() * (heads**-0.5 * dim**-0.5)
 
 
 def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:

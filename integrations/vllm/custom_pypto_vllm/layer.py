@@ -64,12 +64,14 @@ class SparseAttentionLayer(MultiHeadLatentAttentionWrapper):
         allow_short_prefill_indexer_scoring_skip=False,  # speed alone, on CUDA alone
         fuse_qkv_rmsnorm=False,  # speed alone
     ):
-        dims = dict(
+        same = dict(
             qk_nope_head_dim=qk_nope_head_dim,
             qk_rope_head_dim=qk_rope_head_dim,
             v_head_dim=v_head_dim,
             q_lora_rank=q_lora_rank,
             kv_lora_rank=kv_lora_rank,
+            cache_config=cache_config,
+            quant_config=quant_config,
         )
         modules = mla_modules
         if not modules.is_sparse:
@@ -78,12 +80,10 @@ class SparseAttentionLayer(MultiHeadLatentAttentionWrapper):
                 num_heads,
                 scale,
                 mla_modules=modules,
-                cache_config=cache_config,
-                quant_config=quant_config,
                 prefix=prefix,
                 non_causal_multi_token_decode=non_causal_multi_token_decode,
                 fuse_qkv_rmsnorm=fuse_qkv_rmsnorm,
-                **dims,
+                **same,
             )
             return
         check(get_current_vllm_config(), modules, non_causal_multi_token_decode)
@@ -92,28 +92,29 @@ class SparseAttentionLayer(MultiHeadLatentAttentionWrapper):
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
         self.is_sparse, self.num_heads, self.v_head_dim = True, num_heads, v_head_dim
         self.prefix = prefix
-        self.fused_qkv_a_proj, self.q_a_layernorm = modules.fused_qkv_a_proj, modules.q_a_layernorm
-        self.q_b_proj, self.kv_a_layernorm = modules.q_b_proj, modules.kv_a_layernorm
-        self.kv_b_proj, self.o_proj = modules.kv_b_proj, modules.o_proj
-        self.rotary_emb, self.indexer_rope_emb = modules.rotary_emb, modules.indexer_rotary_emb
-        self.indexer = modules.indexer
+        self._take(modules)
         # churn: speculative decoding reads and sets both (deepseek_mtp.py, llm_base_proposer.py)
         self.skip_topk, self.topk_indices_buffer = skip_topk, modules.topk_indices_buffer
-        if self.indexer is not None:
-            _keep_index_keys_unquantised(self.indexer)
         self.mla_attn = MLAAttention(
             num_heads=num_heads,
             scale=scale,
             kv_b_proj=modules.kv_b_proj,
-            cache_config=cache_config,
-            quant_config=quant_config,
             prefix=f"{prefix}.attn",
             attn_backend=SparseAttentionBackend,  # unasked, vLLM's platform has none for CPUs
             use_sparse=True,
             indexer=modules.indexer,
             topk_indices_buffer=modules.topk_indices_buffer,
-            **dims,
+            **same,
         )
+
+    def _take(self, modules) -> None:
+        self.fused_qkv_a_proj, self.q_a_layernorm = modules.fused_qkv_a_proj, modules.q_a_layernorm
+        self.q_b_proj, self.kv_a_layernorm = modules.q_b_proj, modules.kv_a_layernorm
+        self.kv_b_proj, self.o_proj = modules.kv_b_proj, modules.o_proj
+        self.rotary_emb, self.indexer_rope_emb = modules.rotary_emb, modules.indexer_rotary_emb
+        self.indexer = modules.indexer
+        if self.indexer is not None:
+            _keep_index_keys_unquantised(self.indexer)
 
     def forward(self, positions, hidden_states, llama_4_scaling=None):
         if not self.is_sparse:

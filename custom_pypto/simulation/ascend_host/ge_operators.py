@@ -1,0 +1,162 @@
+"""The GE operators that torchair emits, computed with torch on NPU tensors."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def dtype_of(number: int) -> torch.dtype:
+    """The dtype of GE's number."""
+    from torchair.ge._ge_graph import ge_type_to_torch_type
+
+    return ge_type_to_torch_type(number)
+
+
+def _ints(values: Tensor) -> list[int]:
+    return values.flatten().tolist()  # GE takes a scalar for one value
+
+
+def _gather(x, indices, axis, is_preprocessed, negative_index_support, batch_dims=0):
+    axis = axis.item() % x.dim()
+    rows = x.index_select(axis, indices.flatten().long())
+    return rows.reshape(x.shape[:axis] + indices.shape + x.shape[axis + 1 :])
+
+
+def _gather_rows(
+    x, indices, validate_indices, is_preprocessed, negative_index_support, batch_dims=0
+):
+    return x[indices.long()]
+
+
+def _index(x, indices, indices_mask):
+    given = iter(indices)
+    return x[tuple(next(given).long() if mask else slice(None) for mask in indices_mask)]
+
+
+def _layer_norm(x, normalized_shape, gamma, beta, epsilon):
+    y, *statistics = torch.native_layer_norm(x, _ints(normalized_shape), gamma, beta, epsilon)
+    return y, *(statistic.float() for statistic in statistics)
+
+
+def _linear(x1, x2, bias, transpose_x1, transpose_x2):
+    y = _matmul(x1, x2, transpose_x1, transpose_x2)
+    return y if bias is None else y + bias
+
+
+def _matmul(x1, x2, adj_x1, adj_x2):
+    return torch.matmul(x1.mT if adj_x1 else x1, x2.mT if adj_x2 else x2)
+
+
+def _reduce_mean(x, axes, keep_dims, noop_with_empty_axes):
+    if noop_with_empty_axes and axes.numel() == 0:
+        return x
+    return x.mean(_ints(axes), keep_dims)  # torch, too, reduces all axes if none are given
+
+
+def _scatter_nd_update(var, indices, updates, use_locking):
+    torch.ops.npu.npu_scatter_nd_update_(var, indices, updates)
+    return ()
+
+
+def _slice(
+    x,
+    begin,
+    end,
+    axes,
+    strides,
+    begin_mask=0,
+    end_mask=0,
+    ellipsis_mask=0,
+    new_axis_mask=0,
+    shrink_axis_mask=0,
+):
+    parts = [slice(None)] * x.dim()
+    for axis, *part in zip(*(_ints(t) for t in (axes, begin, end, strides)), strict=True):
+        parts[axis] = slice(*part)
+    return x[tuple(parts)]
+
+
+def _split(x, size_splits, split_dim, num_split):
+    sizes, dim = _ints(size_splits), split_dim.item()
+    rest = x.size(dim) - sum(size for size in sizes if size != -1)  # -1: what is left
+    return x.split([rest if size == -1 else size for size in sizes], dim)
+
+
+def _topk(x, k, dim, largest, sorted, sort_policy):
+    values, indices = x.topk(k.item(), dim, largest, sorted)
+    return values, indices.int()
+
+
+# What each type computes, as GE documents it; a new type needs a line here only. The parameters are
+# the inputs and attributes of GE's prototype by their names (a dynamic input is a list; else_ is
+# GE's else); a default is the only supported value of that attribute. A function returns the
+# outputs, except those that are also inputs: it writes these in place.
+OPERATORS: dict[str, Callable] = {
+    "Add": lambda x1, x2: x1 + x2,
+    "BatchMatMul": _matmul,
+    "BroadcastTo": lambda x, shape: x.expand(_ints(shape)),
+    "Cast": lambda x, dst_type: x.to(dtype_of(dst_type)),
+    "ClipByValueV2": lambda x, clip_value_min, clip_value_max: x.clamp(
+        clip_value_min, clip_value_max
+    ),
+    "ConcatV2": lambda x, concat_dim, N: torch.cat(x, concat_dim.item()),
+    "Cos": lambda x: x.cos(),
+    "Cumsum": lambda x, axis, exclusive=False, reverse=False: x.cumsum(axis.item(), dtype=x.dtype),
+    "Exp": lambda x, base=-1.0, scale=1.0, shift=0.0: x.exp(),
+    "Fill": lambda dims, value: value.reshape(()).expand(_ints(dims)),
+    "FloorDiv": lambda x1, x2: x1 // x2,
+    "FloorMod": lambda x1, x2: x1 % x2,
+    "Gather": _gather_rows,
+    "GatherElements": lambda x, index, dim: x.gather(dim, index.long()),
+    "GatherV2": _gather,
+    "Greater": lambda x1, x2: x1 > x2,
+    "GreaterEqual": lambda x1, x2: x1 >= x2,
+    "Identity": lambda x: x,
+    "IndexByTensor": _index,
+    "LayerNormV4": _layer_norm,
+    "Less": lambda x1, x2: x1 < x2,
+    "LessEqual": lambda x1, x2: x1 <= x2,
+    "Log1p": lambda x: x.log1p(),
+    "LogicalAnd": lambda x1, x2: x1 & x2,
+    "LogicalNot": lambda x: ~x,
+    "MaskedFill": lambda x, mask, value: x.masked_fill(mask, value.reshape(())),
+    "MatMul": _linear,
+    "Maximum": lambda x1, x2: x1.maximum(x2),
+    "Mul": lambda x1, x2: x1 * x2,
+    "Muls": lambda x, value: x * value,
+    "Neg": lambda x: -x,
+    "Pack": lambda x, axis, N: torch.stack(x, axis),
+    "Pow": lambda x1, x2: x1.pow(x2),
+    "Range": lambda start, limit, delta: torch.arange(
+        start.item(), limit.item(), delta.item(), dtype=start.dtype, device=start.device
+    ),
+    "RealDiv": lambda x1, x2: x1 / x2,
+    "ReduceMean": _reduce_mean,
+    "ReduceSum": lambda x, axes, keep_dims: x.sum(_ints(axes), keep_dims, dtype=x.dtype),
+    "Reshape": lambda x, shape, axis=0, num_axes=-1: x.reshape(_ints(shape)),
+    "Rsqrt": lambda x: x.rsqrt(),
+    "ScatterElements": lambda data, indices, updates, axis, reduction="none": data.scatter(
+        axis, indices.long(), updates
+    ),
+    "ScatterNdUpdate": _scatter_nd_update,
+    "SelectV2": lambda condition, then, else_: then.where(condition, else_),
+    "Shape": lambda x, dtype: torch.tensor(x.shape, dtype=dtype_of(dtype), device=x.device),
+    "Sigmoid": lambda x: x.sigmoid(),
+    "Sin": lambda x: x.sin(),
+    "SoftmaxV2": lambda x, axes, half_to_float=False: x.softmax(*axes),
+    "SplitV": _split,
+    "Sqrt": lambda x: x.sqrt(),
+    "Squeeze": lambda x, axis: x.squeeze(axis),
+    "StridedSliceV2": _slice,
+    "Sub": lambda x1, x2: x1 - x2,
+    "Swish": lambda x, scale=1.0: torch.nn.functional.silu(x),
+    "Sxpy": lambda x1, x2, alpha: x1 - alpha * x2,
+    "TensorMove": lambda x: x.clone(),
+    "TopKV2": _topk,
+    "Transpose": lambda x, perm: x.permute(_ints(perm)),
+    "Unpack": lambda x, num, axis: x.unbind(axis),
+    "Unsqueeze": lambda x, axes: functools.reduce(Tensor.unsqueeze, axes, x),
+    "ZerosLike": lambda x: torch.zeros_like(x),
+}
