@@ -6,6 +6,17 @@ import copy
 import peft
 import pytest
 import torch
+from model_harness import (
+    WRONG,
+    assert_same,
+    assert_same_gradients,
+    in_steps,
+    no_grad_and_one_thread,  # noqa: F401
+    patched_model,
+    unchanged,
+    upstream_and_patched,
+    whole_graph,
+)
 from tiny import KINDS, clear_case, query_projection, tiny_model, token_ids
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -13,25 +24,15 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.utils import parametrize
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
-from transformers import CompileConfig
 
 from custom_pypto import models
 
-TOLERANCE = 5e-5  # float32, logits up to about 10, as in test_models.py
-WRONG = 5e-3
 TARGETS = {
     "kv_b_proj": ["kv_b_proj"],
     "other-projections": ["q_a_proj", "q_b_proj", "q_gate_proj", "kv_a_proj_with_mqa", "o_proj"],
     "indexer": ["wq_b", "wk", "weights_proj"],
     "all-linear": "all-linear",
 }
-
-
-@pytest.fixture(autouse=True)
-def no_grad_and_one_thread():
-    torch.set_num_threads(1)  # tensors this small only wait for a second one
-    with torch.no_grad():
-        yield
 
 
 def lora(targets=("kv_b_proj",), r=4, **options):
@@ -47,23 +48,13 @@ def with_adapter(model, config, name="default", seed=7):
     return model.eval()
 
 
-def patched_model(kind):
-    return models.use_custom_pypto(tiny_model(kind), block_size=16)
-
-
 def logits(model, seed=1):
     """Of a prefill and two decode steps."""
-    ids = token_ids(2, 42, seed)
-    kept = model(ids[:, :40], use_cache=True)
-    parts, cache = [kept.logits], kept.past_key_values
-    for t in (40, 41):
-        parts.append(model(ids[:, t : t + 1], past_key_values=cache).logits)
-    return torch.cat(parts, 1)
+    return in_steps(model, token_ids(2, 42, seed), 40)
 
 
-def assert_same(upstream, patched):
-    seed, want = clear_case(lambda seed: logits(upstream, seed))
-    torch.testing.assert_close(logits(patched, seed), want, rtol=0, atol=TOLERANCE)
+def assert_same_logits(upstream, patched):
+    assert_same(upstream, patched, logits)
 
 
 def assert_matters(model, plain):
@@ -83,26 +74,24 @@ def test_lora_counts_as_in_upstream(kind, targets, order):
     else:
         with_adapter(models.use_custom_pypto(patched, block_size=16), lora(targets))
     assert_matters(upstream, tiny_model(kind))
-    assert_same(upstream, patched)
-    assert_same(upstream, models.use_transformers(patched))
+    assert_same_logits(upstream, patched)
+    assert_same_logits(upstream, models.use_transformers(patched))
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_generation_with_lora_equals_upstream(kind):
-    upstream, patched = tiny_model(kind), patched_model(kind)
-    for model in (upstream, patched):
-        with_adapter(model, lora("all-linear"))
-
     def generate(model, seed):
         return model.generate(token_ids(2, 20, seed), max_new_tokens=8, do_sample=False)
 
-    seed, want = clear_case(lambda seed: generate(upstream, seed))
-    assert torch.equal(generate(patched, seed), want)
+    upstream, patched = upstream_and_patched(kind)
+    for model in (upstream, patched):
+        with_adapter(model, lora("all-linear"))
+    assert_same(upstream, patched, generate)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_adapters_can_be_chosen_joined_disabled_and_merged(kind):
-    upstream, patched = tiny_model(kind), patched_model(kind)
+    upstream, patched = upstream_and_patched(kind)
     plain = copy.deepcopy(upstream)
     for model in (upstream, patched):
         with_adapter(model, lora(), "a", seed=7)
@@ -114,33 +103,33 @@ def test_adapters_can_be_chosen_joined_disabled_and_merged(kind):
     def both(change):
         for model in (upstream, patched):
             change(model)
-        assert_same(upstream, patched)
+        assert_same_logits(upstream, patched)
 
     both(lambda model: model.set_adapter("a"))
     both(lambda model: model.set_adapter(["a", "b"]))
     assert_matters(upstream, plain)
     both(lambda model: [layer.merge() for layer in tuned(model)])
     both(lambda model: model.disable_adapters())  # the merged ones too, in the next forward
-    assert_same(plain, patched)
+    assert_same_logits(plain, patched)
     both(lambda model: model.enable_adapters())
     assert_matters(patched, plain)
     both(lambda model: model.delete_adapter(["a", "b"]))
-    assert_same(plain, patched)
+    assert_same_logits(plain, patched)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_peft_model_around_a_patched_one_works_and_merges(kind):
     tuned = []
-    for model in (tiny_model(kind), patched_model(kind)):
+    for model in upstream_and_patched(kind):
         torch.manual_seed(7)
         tuned.append(peft.get_peft_model(model, lora("all-linear")).eval())
-    assert_same(*tuned)
+    assert_same_logits(*tuned)
     with pytest.raises(TypeError, match=r"got peft.*PeftModel; pass its get_base_model\(\)"):
         models.use_custom_pypto(tuned[0])
     models.use_transformers(tuned[1].get_base_model())
-    assert_same(*tuned)
+    assert_same_logits(*tuned)
     models.use_custom_pypto(tuned[1].get_base_model(), block_size=16)
-    assert_same(*(model.merge_and_unload() for model in tuned))
+    assert_same_logits(*(model.merge_and_unload() for model in tuned))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -151,8 +140,7 @@ def test_lora_in_bfloat16_is_as_close_to_float32_as_upstream(kind):
 
     exact = logits(with_adapter(tiny_model(kind, index_topk=64), lora()))
     upstream_error = difference(tiny_model(kind, index_topk=64))
-    patched = models.use_custom_pypto(tiny_model(kind, index_topk=64), block_size=16)
-    assert difference(patched) <= 1.2 * upstream_error
+    assert difference(patched_model(kind, index_topk=64)) <= 1.2 * upstream_error
 
 
 @pytest.mark.parametrize(
@@ -161,24 +149,14 @@ def test_lora_in_bfloat16_is_as_close_to_float32_as_upstream(kind):
 def test_a_decode_step_with_lora_is_one_graph(kind):
     patched = with_adapter(patched_model(kind), lora(["kv_b_proj", query_projection(kind)]))
     options = {"max_new_tokens": 6, "do_sample": False}
-    compiled = CompileConfig(backend="aot_eager", fullgraph=True, dynamic=False, mode=None)
-    compiled._compile_all_devices = True  # transformers compiles on CPU only when told so
     seed, want = clear_case(lambda seed: patched.generate(token_ids(2, 20, seed), **options))
-    got = patched.generate(token_ids(2, 20, seed), compile_config=compiled, **options)
-    assert torch.equal(got, want)
+    options["compile_config"] = whole_graph("aot_eager")
+    assert torch.equal(patched.generate(token_ids(2, 20, seed), **options), want)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_training_of_an_adapter_gives_upstream_gradients(kind):
-    gradients = []
-    for model in (tiny_model(kind), patched_model(kind)):
-        model = with_adapter(model, lora()).train()
-        ids = token_ids(2, 20)
-        with torch.enable_grad():
-            model(ids, labels=ids).loss.backward()
-        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    assert gradients[0] and gradients[0].keys() == gradients[1].keys()
-    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+    assert_same_gradients(*(with_adapter(model, lora()) for model in upstream_and_patched(kind)))
 
 
 # ---- parametrizations -------------------------------------------------------------------------
@@ -205,7 +183,7 @@ def test_a_parametrization_counts_as_in_upstream(kind, order):
     else:
         parametrized(models.use_custom_pypto(patched, block_size=16))
     assert_matters(upstream, tiny_model(kind))
-    assert_same(upstream, patched)
+    assert_same_logits(upstream, patched)
 
 
 # ---- hooks ------------------------------------------------------------------------------------
@@ -230,20 +208,14 @@ def test_hooks_are_called_as_in_upstream(kind, name):
             attention.get_submodule(module).register_forward_hook(louder)
         return model
 
-    assert_same(hooked(tiny_model(kind)), hooked(patched_model(kind)))
+    assert_same_logits(hooked(tiny_model(kind)), hooked(patched_model(kind)))
 
 
 # ---- rejections -------------------------------------------------------------------------------
 
 
-def of_layer(path):
-    def register(change):
-        def apply(model):
-            change(model.model.layers[2].self_attn.get_submodule(path))
-
-        return apply
-
-    return register
+def of_layer(path, change):
+    return lambda model: change(model.model.layers[2].self_attn.get_submodule(path))
 
 
 def replaced(make):
@@ -271,8 +243,8 @@ def quantised(linear):
     return dynamic.from_float(linear)
 
 
-def with_config(config):
-    return lambda model: with_adapter(model, config)
+def hooked(module):
+    module.register_forward_hook(lambda *_: None)
 
 
 def other_forward(module):
@@ -287,22 +259,18 @@ def another_class(module):
 KV_B = (
     r"use_custom_pypto: kv_b_proj of layer {} must be a plain torch.nn.Linear \(.*\), got {}; .*{}"
 )
+IA3 = peft.IA3Config(target_modules=["kv_b_proj"], feedforward_modules=[])
+HOOK = KV_B.format(2, "Linear with a forward hook", "remove its hook")
 INDEXER = r"use_custom_pypto: the indexer of layer 2 must be a plain .*Indexer \(.*\), got .*{}"
 OBSTACLES = {
-    "hook": (
-        of_layer("kv_b_proj")(lambda m: m.register_forward_hook(lambda *_: None)),
-        KV_B.format(2, "Linear with a forward hook", "remove its hook"),
-    ),
+    "hook": (of_layer("kv_b_proj", hooked), HOOK),
     "pre-hook": (
-        of_layer("kv_b_proj")(lambda m: m.register_forward_pre_hook(lambda *_: None)),
-        KV_B.format(2, "Linear with a forward hook", "remove its hook"),
+        of_layer("kv_b_proj", lambda m: m.register_forward_pre_hook(lambda *_: None)),
+        HOOK,
     ),
-    "weight-norm-of-old": (
-        of_layer("kv_b_proj")(nn.utils.spectral_norm),
-        KV_B.format(2, "Linear with a forward hook", "remove its hook"),
-    ),
+    "weight-norm-of-old": (of_layer("kv_b_proj", nn.utils.spectral_norm), HOOK),
     "forward": (
-        of_layer("kv_b_proj")(other_forward),
+        of_layer("kv_b_proj", other_forward),
         KV_B.format(2, "Linear with a replaced forward", "use_transformers"),
     ),
     "bias": (replaced(with_bias), KV_B.format(2, "one with a bias", "use_transformers")),
@@ -319,22 +287,19 @@ OBSTACLES = {
         KV_B.format(2, "one with a TwoTensor", "dequantise it"),
     ),
     "dora": (
-        with_config(lora(use_dora=True)),
+        lambda model: with_adapter(model, lora(use_dora=True)),
         KV_B.format(0, "a LoRA of DoraLinearVariant", "merge its adapter .merge_and_unload"),
     ),
     "other-adapter": (
-        with_config(peft.IA3Config(target_modules=["kv_b_proj"], feedforward_modules=[])),
+        lambda model: with_adapter(model, IA3),
         KV_B.format(0, "Linear of peft.tuners.ia3.layer", "merge its adapter .merge_and_unload"),
     ),
-    "indexer-hook": (
-        of_layer("indexer")(lambda m: m.register_forward_hook(lambda *_: None)),
-        INDEXER.format("with a forward hook"),
-    ),
+    "indexer-hook": (of_layer("indexer", hooked), INDEXER.format("with a forward hook")),
     "indexer-forward": (
-        of_layer("indexer")(other_forward),
+        of_layer("indexer", other_forward),
         INDEXER.format("with a replaced forward"),
     ),
-    "indexer-class": (of_layer("indexer")(another_class), INDEXER.format("Mine of .*")),
+    "indexer-class": (of_layer("indexer", another_class), INDEXER.format("Mine of .*")),
 }
 
 
@@ -345,14 +310,10 @@ def test_what_absorption_would_pass_over_is_rejected(kind, change, message):
     patched = patched_model(kind)
     ids = token_ids(1, 20)
     cache = patched(ids).past_key_values
-    before = copy.deepcopy(cache)
     change(patched)
-    for call in (patched, lambda ids: patched(ids, past_key_values=cache)):
-        with pytest.raises(TypeError, match=message):
-            call(ids[:, :1])
-    assert cache.lengths.tolist() == [20]
-    for now, then in zip(cache.store.pools(), before.store.pools(), strict=True):
-        torch.testing.assert_close(now, then, rtol=0, atol=0, equal_nan=True)
+    for past in (None, cache):
+        with unchanged(cache), pytest.raises(TypeError, match=message):
+            patched(ids[:, :1], past_key_values=past)
     # the remedy, in the message, and the same rejection before a patch
     models.use_transformers(patched)(ids)
     with pytest.raises(TypeError, match=message):

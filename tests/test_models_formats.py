@@ -4,13 +4,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from model_harness import feed, left_padded, no_grad_and_one_thread  # noqa: F401
+from model_harness import (
+    feed,
+    left_padded,
+    no_grad_and_one_thread,  # noqa: F401
+    patched_model,
+    round_latents,
+)
 from tiny import tiny_model, token_ids
 
 from custom_pypto import models
 from custom_pypto.models.cache import formats, write
 from custom_pypto.models.cache.layout import Row
-from custom_pypto.models.latent_attention import LatentAttention
 
 FP8 = torch.float8_e4m3fn
 
@@ -62,18 +67,15 @@ def logits(**dtypes):
 
 def test_a_format_that_is_added_computes_like_rounded_rows(monkeypatch):
     got = logits(kv_dtype=FP8)
-    compress = LatentAttention.compress_key
 
-    def rounded(self, hidden_states):
-        latent, rope = compress(self, hidden_states)
+    def rounded(latent):
         values, scale = scaled(latent)
-        return (values.float() * scale).to(latent.dtype), rope
+        return (values.float() * scale).to(latent.dtype)
 
-    monkeypatch.setattr(LatentAttention, "compress_key", rounded)
+    round_latents(monkeypatch, rounded)
     assert all(map(torch.equal, got, logits()))
 
 
 def test_a_format_that_is_added_is_named_where_another_is_rejected():
-    model = models.use_custom_pypto(tiny_model())
     with pytest.raises(ValueError, match="kv_dtype must be torch.int8 or torch.float8_e4m3fn or "):
-        models.PagedCache(model, 1, 64, kv_dtype=torch.float16)
+        models.PagedCache(patched_model(), 1, 64, kv_dtype=torch.float16)

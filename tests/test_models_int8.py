@@ -1,10 +1,18 @@
 """Patched models with index keys and latents in int8."""
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from model_harness import (
+    feed,
+    interrupted,
+    left_padded,
+    no_grad_and_one_thread,  # noqa: F401
+    round_latents,
+)
 from tiny import tiny_model, token_ids
 
 from custom_pypto import models, npu_lightning_indexer_prolog_pto, npu_quant_rows_pto
@@ -17,40 +25,22 @@ from train_lookup import lookup_accuracy, lookup_batch  # noqa: E402
 
 CHECKPOINT = Path(__file__).parents[1] / "examples/checkpoints/lookup"
 INT8 = torch.int8
-BOTH = dict(index_dtype=INT8, kv_dtype=INT8)
+INDEX, KV = dict(index_dtype=INT8), dict(kv_dtype=INT8)
+BOTH = INDEX | KV
 KINDS = ["deepseek_v32", "glm_moe_dsa", "axk2"]
 LENGTHS = [512, pytest.param(2048, marks=pytest.mark.slow)]
-
-
-@pytest.fixture(autouse=True)
-def no_grad_and_one_thread():
-    torch.set_num_threads(1)
-    with torch.no_grad():
-        yield
 
 
 def lookup(**dtypes):
     return models.use_custom_pypto(models.load(CHECKPOINT, dtype=torch.bfloat16), **dtypes)
 
 
+def bfloat16(*kind, **changes):
+    return tiny_model(*kind, **changes).to(torch.bfloat16)
+
+
 def tiny(kind, **dtypes):
-    model = tiny_model(kind, kv_lora_rank=128).to(torch.bfloat16)
-    return models.use_custom_pypto(model, block_size=16, **dtypes)
-
-
-def feed(model, cache, ids, mask, chunks=(40, 1, 1)):
-    logits, end = [], 0
-    for size in chunks:
-        start, end = end, end + size
-        part = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache)
-        logits.append(part.logits)
-    return torch.cat(logits, 1)
-
-
-def left_padded(pads, tokens=42):
-    ids = token_ids(len(pads), tokens)
-    mask = torch.arange(tokens) >= torch.tensor(pads)[:, None]
-    return ids.where(mask, 0), mask.long()
+    return models.use_custom_pypto(bfloat16(kind, kv_lora_rank=128), block_size=16, **dtypes)
 
 
 def dequantised(latent):
@@ -63,28 +53,22 @@ def dequantised(latent):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_latents_in_int8_are_a_cache_of_dequantised_latents_to_the_bit(kind, monkeypatch):
-    ids, mask = left_padded([0, 9])
-    model = tiny(kind, kv_dtype=INT8)
-    got = feed(model, models.PagedCache(model, 2, 64, block_size=16), ids, mask)
+    def logits(**dtypes):
+        model, (ids, mask, positions) = tiny(kind, **dtypes), left_padded([0, 9], 42)
+        cache = models.PagedCache(model, 2, 64, block_size=16)
+        return feed(model, cache, ids, mask, positions, [40, 1, 1])[mask.bool()]
 
-    compress = LatentAttention.compress_key
-
-    def rounded(self, hidden_states):
-        latent, rope = compress(self, hidden_states)
-        return dequantised(latent), rope
-
-    monkeypatch.setattr(LatentAttention, "compress_key", rounded)
-    model = tiny(kind)
-    want = feed(model, models.PagedCache(model, 2, 64, block_size=16), ids, mask)
-    assert torch.equal(got[mask.bool()], want[mask.bool()])
+    got = logits(**KV)
+    round_latents(monkeypatch, dequantised)
+    assert torch.equal(got, logits())
 
 
 @pytest.mark.parametrize(
     "dtypes, per_token",
     [
         ({}, 2 * (512 + 64 + 128)),
-        (dict(index_dtype=INT8), 2 * (512 + 64) + 128 + 2),
-        (dict(kv_dtype=INT8), 656 + 2 * 128),
+        (INDEX, 2 * (512 + 64) + 128 + 2),
+        (KV, 656 + 2 * 128),
         (BOTH, 786),
     ],
     ids=["bfloat16", "index", "kv", "both"],
@@ -104,9 +88,7 @@ def test_shared_layers_have_no_index_keys_and_no_scales():
 
 
 @pytest.mark.parametrize("length", LENGTHS)
-@pytest.mark.parametrize(
-    "dtypes", [dict(index_dtype=INT8), dict(kv_dtype=INT8), BOTH], ids=["index", "kv", "both"]
-)
+@pytest.mark.parametrize("dtypes", [INDEX, KV, BOTH], ids=["index", "kv", "both"])
 def test_answers_are_as_right_as_in_bfloat16(dtypes, length):
     def accuracy(**dtypes):
         model = lookup(**dtypes)
@@ -135,7 +117,7 @@ def recall(got, want):
 def test_an_int8_index_selects_what_a_bfloat16_index_selects():
     ids, _ = lookup_batch(1, 512, questions=16, seed=5)
     want = selected(lookup(), ids)
-    assert recall(selected(lookup(index_dtype=INT8), ids), want) >= 0.985
+    assert recall(selected(lookup(**INDEX), ids), want) >= 0.985
 
 
 def test_queries_rotated_alone_select_something_else(monkeypatch):
@@ -150,7 +132,7 @@ def test_queries_rotated_alone_select_something_else(monkeypatch):
         self.rotation = rotation
 
     monkeypatch.setattr(formats.Int8IndexRows, "write", unrotated)
-    assert recall(selected(lookup(index_dtype=INT8), ids), want) < 0.3
+    assert recall(selected(lookup(**INDEX), ids), want) < 0.3
 
 
 # ---- what a cache does, with both in int8 ------------------------------------------------------
@@ -190,14 +172,11 @@ def test_left_padding_crop_and_growth_change_no_answer():
     assert next_tokens(model, ids[:, -1:], cache, attention_mask=mask) == alone
 
 
-def test_a_forward_that_raises_leaves_the_cache_as_it_was(monkeypatch):
+def test_a_forward_that_raises_leaves_the_cache_as_it_was():
     model, ids = lookup(**BOTH), questions(1)
     cache = models.PagedCache(model, 1, 256)
     model(ids[:, :-1], past_key_values=cache)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(
-            model.model.norm, "forward", lambda _: (_ for _ in ()).throw(KeyboardInterrupt)
-        )
+    with interrupted(model.model.norm):
         model(ids[:, -1:] + 1, past_key_values=cache)
     again = next_tokens(model, ids[:, -1:], cache)
     assert again == next_tokens(model, ids, models.PagedCache(model, 1, 256))
@@ -225,7 +204,7 @@ def test_a_cache_takes_the_dtypes_of_its_model_or_its_own():
 
 
 def test_rows_hold_rotated_keys_of_the_definition():
-    model = lookup(index_dtype=INT8)
+    model = lookup(**INDEX)
     cache = models.PagedCache(model, 1, 128)
     matrix = cache.layers[0].index_format.rotation
     assert torch.equal(matrix @ matrix.T * 1.0, matrix.T @ matrix)
@@ -295,52 +274,47 @@ def test_the_prolog_op_makes_the_queries_and_keys_of_the_model(monkeypatch):
         torch.testing.assert_close(got_scale[..., 0], scale.flatten(0, 1), rtol=2**-10, atol=0)
 
 
-@pytest.mark.parametrize(
-    "kind, changes, dtype, call, message",
-    [
-        (
-            "deepseek_v32",
-            {},
-            torch.bfloat16,
-            dict(kv_dtype=torch.float8_e4m3fn),
-            "kv_dtype must be torch.int8 or None (dtype of the model), got torch.float8_e4m3fn; "
-            "Atlas A2 and A3 compute in no other",
-        ),
-        (
-            "deepseek_v32",
-            {},
-            torch.float32,
-            dict(kv_dtype=INT8),
-            "kv_dtype must be None for a model in torch.float32 (rows have RoPE keys of 2 bytes; "
-            "load it in bfloat16), got torch.int8",
-        ),
-        (
-            "deepseek_v32",
-            dict(kv_lora_rank=64),
-            torch.bfloat16,
-            dict(kv_dtype=INT8),
-            "kv_dtype must be None for kv_lora_rank 64, no multiple of 128, got torch.int8",
-        ),
-        (
-            "deepseek_v32",
-            dict(index_head_dim=48),
-            torch.bfloat16,
-            dict(index_dtype=INT8),
-            "index_dtype must be None for index_head_dim 48, no power of two, got torch.int8",
-        ),
-        (
-            "hy_v4",
-            {},
-            torch.bfloat16,
-            dict(index_dtype=INT8),
-            "index_dtype must be None for model_type hy_v4, which has no caches in int8, got "
-            "torch.int8",
-        ),
-    ],
-    ids=["fp8", "float32", "latent", "index", "architecture"],
-)
-def test_a_cache_that_cannot_be_is_rejected_by_name(kind, changes, dtype, call, message):
-    model = tiny_model(kind, **changes).to(dtype)
+NO_INT8 = "must be None for model_type {}, which has no caches in int8, got torch.int8"
+UNSUPPORTED = {
+    "fp8": (
+        bfloat16,
+        dict(kv_dtype=torch.float8_e4m3fn),
+        "kv_dtype must be torch.int8 or None (dtype of the model), got torch.float8_e4m3fn; "
+        "Atlas A2 and A3 compute in no other",
+    ),
+    "float32": (
+        tiny_model,
+        KV,
+        "kv_dtype must be None for a model in torch.float32 (rows have RoPE keys of 2 bytes; "
+        "load it in bfloat16), got torch.int8",
+    ),
+    "latent": (
+        partial(bfloat16, kv_lora_rank=64),
+        KV,
+        "kv_dtype must be None for kv_lora_rank 64, no multiple of 128, got torch.int8",
+    ),
+    "index": (
+        partial(bfloat16, index_head_dim=48),
+        INDEX,
+        "index_dtype must be None for index_head_dim 48, no power of two, got torch.int8",
+    ),
+    "hy_v4-index": (partial(bfloat16, "hy_v4"), INDEX, "index_dtype " + NO_INT8.format("hy_v4")),
+    "deepseek_v4-index": (
+        partial(bfloat16, "deepseek_v4"),
+        INDEX,
+        "index_dtype " + NO_INT8.format("deepseek_v4"),
+    ),
+    "deepseek_v4-kv": (
+        partial(bfloat16, "deepseek_v4"),
+        KV,
+        "kv_dtype " + NO_INT8.format("deepseek_v4"),
+    ),
+}
+
+
+@pytest.mark.parametrize("make, call, message", UNSUPPORTED.values(), ids=UNSUPPORTED)
+def test_a_cache_that_cannot_be_is_rejected_by_name(make, call, message):
+    model = make()
     with pytest.raises(ValueError) as error:
         models.use_custom_pypto(model, **call)
     assert str(error.value) == f"use_custom_pypto: {message}"

@@ -6,16 +6,8 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from tiny import (
-    KINDS,
-    V4_LAYERS,
-    clear_case,
-    tiny_glm5,
-    tiny_mistral,
-    tiny_model,
-    tiny_v4,
-    token_ids,
-)
+from model_harness import TOLERANCES
+from tiny import ALL_KINDS, V4_LAYERS, clear_case, tiny_model, token_ids
 
 from custom_pypto import models
 from custom_pypto.models import deepseek_v4
@@ -27,50 +19,36 @@ class Case(NamedTuple):
     """What differs between architectures."""
 
     make: Callable
+    tolerance: float
     #: indices of a token in a record
-    width: int
+    width: int = 8
     #: from how many indices a token selects if it sees ``n`` tokens, and how many it selects
-    selectable: Callable
-    selected: Callable
+    selectable: Callable = lambda n: n
+    selected: Callable = lambda n: n.clamp(max=8)
     #: projections before and after the selection
-    projections: list[str]
+    projections: tuple[str, str] = ("kv_b_proj", "o_proj")
     #: of a batch in training
-    pads: list[int]
-    tolerance: float  # float32, as in the tests of the architecture
+    pads: tuple[int, int] = (0, 9)
 
 
-PADS = [0, 9]
-OF_MLA = dict(projections=["kv_b_proj", "o_proj"], pads=PADS, selectable=lambda n: n)
-CASES = {
-    kind: Case(
-        partial(tiny_model, kind), 8, selected=lambda n: n.clamp(max=8), tolerance=5e-5, **OF_MLA
-    )
-    for kind in KINDS
-}
-CASES["glm5_next"] = Case(
-    tiny_glm5,
-    16 + 3,  # four groups of 4 tokens, and the incomplete last one
+PADS = (0, 9)
+CASES = {kind: Case(partial(tiny_model, kind), TOLERANCES[kind]) for kind in ALL_KINDS}
+CASES["glm5_next"] = CASES["glm5_next"]._replace(
+    width=16 + 3,  # four groups of 4 tokens, and the incomplete last one
     selected=lambda n: (n // 4).clamp(max=4) * 4 + n % 4,
-    tolerance=1e-4,
-    **OF_MLA,
 )
 CASES["glm5_next-without-the-tail"] = CASES["glm5_next"]._replace(
-    make=partial(tiny_glm5, index_kpool_always_select_tail=False),
+    make=partial(tiny_model, "glm5_next", index_kpool_always_select_tail=False),
     width=16,
     selectable=lambda n: n - n % 4,
     selected=lambda n: (n // 4).clamp(max=4) * 4,
 )
-CASES["mistral_large4"] = Case(
-    tiny_mistral, 8, selected=lambda n: n.clamp(max=8), tolerance=5e-5, **OF_MLA
-)
-CASES["deepseek_v4"] = Case(
-    tiny_v4,
-    5,
+CASES["deepseek_v4"] = CASES["deepseek_v4"]._replace(
+    width=5,
     selectable=lambda n: n // 4,
     selected=lambda n: (n // 4).clamp(max=5),
-    projections=["kv_proj", "o_b_proj"],
-    pads=[0, 0],
-    tolerance=5e-4,
+    projections=("kv_proj", "o_b_proj"),
+    pads=(0, 0),
 )
 
 
@@ -305,7 +283,10 @@ def test_deepseek_v4_trains_padded_sequences_alone():
 
 def test_a_model_without_an_indexer_has_an_empty_record():
     changes = dict(layer_types=V4_LAYERS[:1] * 2, num_hidden_layers=2, mlp_layer_types=["moe"] * 2)
-    model, ids = models.use_custom_pypto(tiny_v4(**changes), block_size=16), token_ids(2, 20)
+    model, ids = (
+        models.use_custom_pypto(tiny_model("deepseek_v4", **changes), block_size=16),
+        token_ids(2, 20),
+    )
     with models.record_indices(model) as record, torch.no_grad():
         want = model(ids).logits
     assert record == {}

@@ -23,7 +23,7 @@ NAMES = {
     "hy_v4": ("HYV4Config", "HYV4ForCausalLM"),
     "dots3_note": ("Dots3NoteTextConfig", "Dots3NoteForCausalLM"),
 }
-# an older transformers lacks some
+# of one config; an older transformers lacks some
 CLASSES = {
     kind: tuple(getattr(transformers, name) for name in names)
     for kind, names in NAMES.items()
@@ -103,19 +103,41 @@ def query_projection(kind):
 
 
 def tiny_model(kind="deepseek_v32", **changes):
+    """A random model of any architecture."""
+    if kind in MAKERS:
+        return MAKERS[kind](**changes)
     torch.manual_seed(0)
     config = tiny_config(kind, **changes)
     model = CLASSES[kind][1](config).eval()
-    # transformers initialises these to 1 and 0, which would hide a missing one
-    for name, tensor in model.state_dict().items():
-        if any(part in name for part in ("norm", "correction_bias", "sinks", "hc")):
-            tensor.add_(torch.randn_like(tensor), alpha=0.3)
+    randomise(model, norm=0.3, correction_bias=0.3, sinks=0.3, hc=0.3)
     model.set_attn_implementation("eager")
     return model
 
 
+def randomise(model, **spreads):
+    """Adds noise of these spreads to parameters whose names have a part of ``spreads``:
+    transformers initialises them to 1 and 0, which would hide a missing one."""
+    for name, tensor in model.state_dict().items():
+        if matching := [spread for part, spread in spreads.items() if part in name]:
+            tensor.add_(torch.randn_like(tensor), alpha=matching[0])
+        if "tid2eid" in name:
+            tensor.copy_(torch.randint(0, 4, tensor.shape))
+
+
 V4_LAYERS = ["sliding_attention", "compressed_sparse_attention"]
 V4_LAYERS += ["heavily_compressed_attention", "compressed_sparse_attention"]
+# the published dims of attention and indexer, the window and both ratios
+PUBLISHED_V4 = dict(
+    head_dim=512,
+    partial_rotary_factor=0.125,
+    num_attention_heads=8,
+    o_groups=4,
+    sliding_window=128,
+    index_n_heads=64,
+    index_head_dim=128,
+    index_topk=8,
+    compress_rates={V4_LAYERS[1]: 4, V4_LAYERS[2]: 128},
+)
 
 
 def tiny_v4(**changes):
@@ -152,13 +174,7 @@ def tiny_v4(**changes):
     )
     v4 = transformers.DeepseekV4Config(**config | changes)
     model = transformers.DeepseekV4ForCausalLM(v4).eval()
-    # transformers initialises these to 1 and 0, which would hide a missing one
-    hidden = "norm", "sinks", "position_bias", "correction_bias"
-    for name, tensor in model.state_dict().items():
-        if any(part in name for part in hidden):
-            tensor.add_(torch.randn_like(tensor), alpha=0.3 if "norm" in name else 1)
-        if "tid2eid" in name:
-            tensor.copy_(torch.randint(0, 4, tensor.shape))
+    randomise(model, norm=0.3, sinks=1, position_bias=1, correction_bias=1)
     return model
 
 
@@ -199,17 +215,13 @@ def tiny_glm5(**changes):
     vision = dict(depth=1, hidden_size=32, num_heads=2, intermediate_size=32, out_hidden_size=64)
     config = transformers.Glm5NextConfig(text_config=text | changes, vision_config=vision)
     model = transformers.Glm5NextForConditionalGeneration(config).eval()
-    for name, tensor in model.state_dict().items():
-        if "kpool" in name or "norm" in name:
-            tensor.add_(torch.randn_like(tensor), alpha=0.3 if "norm" in name else 1)
+    randomise(model, norm=0.3, kpool=1)
     return model
 
 
 def tiny_mistral(**changes):
     """Mistral Large 4: the third layer has no RoPE, the fourth attends to the latents of the first,
     the second to positions that the first selects."""
-    if not hasattr(transformers, "MistralLarge4ForConditionalGeneration"):
-        pytest.skip(f"transformers {transformers.__version__} has no Mistral Large 4")
     torch.manual_seed(0)
     text = dict(
         **SIZES,
@@ -230,12 +242,16 @@ def tiny_mistral(**changes):
     )
     config = transformers.MistralLarge4Config(text_config=text | changes, vision_config=vision)
     model = transformers.MistralLarge4ForConditionalGeneration(config).eval()
-    # transformers initialises these to 1 and 0, which would hide a missing one
-    for name, tensor in model.state_dict().items():
-        if "norm" in name or "softmax_scaling" in name or "alpha" in name:
-            tensor.add_(torch.randn_like(tensor), alpha=0.3)
+    randomise(model, norm=0.3, softmax_scaling=0.3, alpha=0.3)
     model.set_attn_implementation("eager")
     return model
+
+
+# of architectures with a config of their own
+MAKERS = {"deepseek_v4": tiny_v4, "glm5_next": tiny_glm5}
+if hasattr(transformers, "MistralLarge4ForConditionalGeneration"):
+    MAKERS["mistral_large4"] = tiny_mistral
+ALL_KINDS = [*KINDS, *MAKERS]
 
 
 def token_ids(batch, tokens, seed=1):

@@ -1,0 +1,136 @@
+"""Loading takes the memory of the model and of one shard; a model that does not fit is rejected
+before anything is read."""
+
+import sys
+
+import psutil
+import pytest
+import torch
+from memory import in_a_process, peak_of
+from published import V4, published, save_sparse, shards_of, stored_v4, write_published
+from tiny import KINDS, YARN, tiny_config
+from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DeepseekV32Config
+
+from custom_pypto import models
+
+
+def peak_of_loading(small, large):
+    models.load(small)  # has imported all there is to import
+    loaded = []
+    peak = peak_of(lambda: loaded.append(models.load(large)))
+    return peak, sum(tensor.nbytes for tensor in loaded[0].state_dict().values())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+@pytest.mark.parametrize(
+    "kind, quantised",
+    [
+        pytest.param(KINDS[0], True, id="fp8"),
+        pytest.param(V4, True, id="fp4"),
+        pytest.param(KINDS[0], False, id="bf16", marks=pytest.mark.slow),
+    ],
+)
+def test_loading_takes_no_more_than_the_model_and_one_shard(kind, quantised, tmp_path):
+    small = published(tmp_path / "small", kind)
+    sizes = dict(hidden_size=1024, moe_intermediate_size=512, n_routed_experts=32)
+    path = published(tmp_path / "quantised", kind, **sizes)
+    if not quantised:
+        models.load(path).save_pretrained(path := tmp_path / "bf16", max_shard_size="60MB")
+    peak, size = in_a_process(peak_of_loading, small, path)
+    shard = max(file.stat().st_size for file in path.glob("*.safetensors"))
+    assert size > 200e6 and shard < 61e6
+    # a few MB less than the model may do: those that the small one has left
+    assert 0.95 * size < peak <= size + shard, f"{peak / 1e6} MB for {size / 1e6} + {shard / 1e6}"
+
+
+# ---- a model that does not fit ------------------------------------------------------------------
+
+
+def deepseek_v32(**changes):
+    yarn = YARN | {"factor": 40.0, "original_max_position_embeddings": 4096}
+    return DeepseekV32Config(rope_parameters=yarn, **changes)
+
+
+def deepseek_v4_flash(**changes):
+    yarn = {"type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1}
+    return DeepseekV4Config(
+        compress_ratios=[0, 0, *[4, 128] * 20, 4, 0],
+        num_hash_layers=3,
+        rope_scaling=yarn | {"original_max_position_embeddings": 65536},
+        **changes,
+    )
+
+
+LARGE = dict(n_routed_experts=16, moe_intermediate_size=32768)
+LARGE_V4 = dict(n_routed_experts=8, moe_intermediate_size=65536)
+
+
+@pytest.mark.parametrize(
+    "make, changes, needs",
+    [
+        # what all layers need, and the first ones
+        pytest.param(
+            deepseek_v32, LARGE, {None: "1.42TB", 31: "689GB"}, id="deepseek_v32-of-large-experts"
+        ),
+        pytest.param(
+            deepseek_v4_flash,
+            LARGE_V4,
+            {None: "636GB", 21: "312GB"},
+            id="deepseek_v4-of-large-experts",
+        ),
+        # 93,000 and 69,000 tensors
+        pytest.param(
+            deepseek_v32,
+            {},
+            {None: "1.34TB", 31: "652GB"},
+            id="deepseek_v32-as-published",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            deepseek_v4_flash,
+            {},
+            {None: "569GB", 21: "279GB"},
+            id="deepseek_v4-as-published",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit_is_rejected_before_anything_is_read(
+    make, changes, needs, tmp_path
+):
+    """The 671 billion weights of DeepSeek-V3.2 and the 284 billion of V4-Flash, as far as their
+    headers go."""
+    if psutil.virtual_memory().available > 270e9:
+        pytest.skip("this machine has the memory")
+    with torch.device("meta"):
+        write_published(tmp_path, make(**changes), save=save_sparse)
+    on_disk = sum(file.stat().st_blocks * 512 for file in tmp_path.iterdir())
+    assert on_disk < 100e6 < 159e9 < sum(file.stat().st_size for file in tmp_path.iterdir())
+    for layers, needed in needs.items():
+        with pytest.raises(MemoryError) as error:
+            models.load(tmp_path, num_hidden_layers=layers)
+        error.match(
+            rf"load: out of memory: the model needs {needed} in bfloat16, this machine has "
+            r"[\d.]+[GM]B free; load fewer layers with num_hidden_layers, or use more devices"
+        )
+
+
+@pytest.mark.slow
+def test_a_synthetic_deepseek_v4_flash_has_as_many_tensors_as_the_published_one():
+    config = deepseek_v4_flash()
+    with torch.device("meta"):
+        shards = shards_of(DeepseekV4ForCausalLM(config))
+        names = [
+            len(stored_v4(name, shape, config, "fp4"))
+            for shard in shards
+            for name, shape in shard.items()
+        ]
+    assert sum(names) == 69187
+
+
+@pytest.mark.ascend_host
+def test_a_model_that_does_not_fit_on_the_device_is_rejected(tmp_path):
+    with torch.device("meta"):
+        write_published(tmp_path, tiny_config(vocab_size=10**10), save=save_sparse)
+    with pytest.raises(MemoryError, match=r"needs 3\.84TB in bfloat16, npu has 17\.2GB free"):
+        models.load(tmp_path, device="npu")

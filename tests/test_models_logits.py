@@ -1,0 +1,198 @@
+"""Patched models compute the logits of upstream transformers."""
+
+import pytest
+import torch
+from model_harness import (
+    CHUNKS,
+    COUNT_PADDING,
+    PADS,
+    TOLERANCES,
+    alone,
+    assert_close,
+    assert_same,
+    both,
+    feed,
+    furthest,
+    left_padded,
+    no_grad_and_one_thread,  # noqa: F401
+    upstream_and_patched,
+)
+from tiny import ALL_KINDS, KINDS, PUBLISHED_V4, V4_LAYERS, clear_case, tiny_model, token_ids
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from custom_pypto import models
+from custom_pypto.models import deepseek_v4
+from custom_pypto.models.latent_attention import LatentAttention
+
+
+@pytest.mark.parametrize("pads", [[0], [0, 0], PADS], ids=["batch-1", "batch-2", "left-padded"])
+@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_logits_equal_upstream_transformers(kind, chunks, pads):
+    want, got = both(*upstream_and_patched(kind), pads, chunks)
+    assert_close(got, want, kind)
+
+
+@pytest.mark.parametrize("pads", [[0], PADS], ids=["batch-1", "left-padded"])
+@pytest.mark.parametrize("slice_", [256, 7], ids=["one-slice", "slices-of-7"])
+def test_logits_equal_upstream_transformers_of_decode_steps_only(slice_, pads, monkeypatch):
+    monkeypatch.setattr(deepseek_v4, "SLICE", slice_)
+    want, got = both(*upstream_and_patched("deepseek_v4"), pads, [1] * 40)
+    assert_close(got, want, "deepseek_v4")
+
+
+@pytest.mark.parametrize("pads", [[0], PADS], ids=["batch-1", "left-padded"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_upstream_transformers_where_a_prompt_is_read_in_slices(
+    kind, pads, monkeypatch
+):
+    monkeypatch.setattr(LatentAttention, "slice_tokens", 7)
+    upstream, patched = upstream_and_patched(kind)
+    tokens = []
+    patched.model.layers[0].self_attn.o_proj.register_forward_hook(
+        lambda module, args, output: tokens.append(output.size(1))
+    )
+    want, got = both(upstream, patched, pads, [47, 8, 1])
+    assert_close(got, want)
+    assert tokens == [7] * 6 + [5] + [7, 1] + [1]
+
+
+@pytest.mark.parametrize("pads", [[0], PADS], ids=["batch-1", "left-padded"])
+@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
+def test_logits_of_deepseek_v4_equal_upstreams_in_slices_shorter_than_the_window(
+    chunks, pads, monkeypatch
+):
+    monkeypatch.setattr(deepseek_v4, "SLICE", 7)
+    want, got = both(*upstream_and_patched("deepseek_v4"), pads, chunks)
+    assert_close(got, want, "deepseek_v4")
+
+
+@pytest.mark.parametrize("chunks", [[300], [261, 1, 1, 4]], ids=["prefill", "decode"])
+def test_logits_equal_upstream_transformers_at_the_published_dims(chunks):
+    want, got = both(*upstream_and_patched("deepseek_v4", **PUBLISHED_V4), [0, 5], chunks)
+    assert_close(got, want, "deepseek_v4")
+
+
+@pytest.mark.parametrize("index_topk", [1, 2, 16, 128], ids=lambda k: f"{k}-of-70-keys")
+@pytest.mark.parametrize("kind", [*KINDS, "deepseek_v4"])
+def test_logits_equal_upstream_transformers_however_many_keys_are_selected(kind, index_topk):
+    found = furthest(*upstream_and_patched(kind, index_topk=index_topk), (66, 1, 3))
+    assert found <= TOLERANCES[kind]
+
+
+def of_one_type(layer_type):
+    return dict(layer_types=[layer_type] * 2, num_hidden_layers=2, mlp_layer_types=["moe"] * 2)
+
+
+CONFIGS = {
+    "deepseek_v32": {
+        "without-yarn": dict(rope_parameters={"rope_type": "default", "rope_theta": 10000.0}),
+    },
+    "deepseek_v4": {f"of-{name}s": of_one_type(name) for name in V4_LAYERS[:3]},
+    "glm5_next": {
+        "one-group": dict(index_topk=4),
+        "every-group": dict(index_topk=64),
+        "groups-of-16": dict(index_kpool=16, index_topk=32),
+        "without-the-tail": dict(index_kpool_always_select_tail=False),
+        "an-indexer-after-an-indexer": dict(indexer_types=["full"] * 6),
+    },
+    "mistral_large4": {
+        "no-rope": dict(no_rope_layers=[0] * 4),
+        "rope-everywhere": dict(no_rope_layers=[1] * 4),
+        "pairs": dict(kv_source_layers=[0, 0, 2, 2], no_rope_layers=[1, 1, 0, 0]),
+        "own-latents": dict(kv_source_layers=[0, 1, 2, 3]),
+        "an-indexer-in-every-layer": dict(indexer_types=["full"] * 4),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "kind, changes",
+    [
+        pytest.param(kind, changes, id=f"{kind}-{name}")
+        for kind in CONFIGS
+        if kind in ALL_KINDS
+        for name, changes in CONFIGS[kind].items()
+    ],
+)
+def test_logits_equal_upstream_transformers_of_other_configs(kind, changes):
+    assert furthest(*upstream_and_patched(kind, **changes)) <= TOLERANCES[kind]
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_forward_without_a_cache_makes_its_own(kind, use_cache):
+    caches = []
+
+    def run(model, seed):
+        ids = token_ids(2, 33, seed)
+        output = model(ids[:, :30], use_cache=use_cache)
+        caches.append(output.past_key_values)
+        if not use_cache:
+            return output.logits
+        # the positions continue after the cache
+        return model(ids[:, 30:], past_key_values=output.past_key_values).logits
+
+    assert_same(*upstream_and_patched(kind), run)
+    assert isinstance(caches[-1], models.PagedCache if use_cache else type(None))
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_positions_count_from_the_first_real_token_if_none_are_given(kind):
+    upstream, patched = upstream_and_patched(kind)
+    seed, want = clear_case(lambda seed: alone(upstream, left_padded(PADS, 60, seed)[0], PADS))
+    ids, mask, _ = left_padded(PADS, 60, seed)
+    for use_cache in (False, True):
+        got = patched(ids, attention_mask=mask, use_cache=use_cache).logits
+        assert_close(got[mask.bool()], want, kind)
+        assert got.isfinite().all()  # of padding, too
+
+
+def test_hidden_states_can_be_asked_for():
+    def run(model, seed):
+        states = model(token_ids(1, 20, seed), output_hidden_states=True).hidden_states
+        assert len(states) == 4
+        return states
+
+    assert_same(*upstream_and_patched(), run)
+
+
+@pytest.mark.parametrize("kind", COUNT_PADDING)
+def test_the_reference_of_the_tests_is_upstreams_own_cache(kind):
+    upstream = tiny_model(kind)
+    ids, mask, positions = left_padded([0], 60)
+    cache = DynamicCache(config=upstream.config)
+    got = feed(upstream, cache, ids, mask, positions, [40] + [1] * 20)
+    assert_close(got[0], alone(upstream, ids, [0]), kind)
+
+
+# ---- bf16 -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("index_topk", [8, 64], ids=["selection", "all-keys"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_is_as_close_to_float32_as_upstream_bf16(kind, index_topk, tmp_path):
+    # selection and routing are discontinuous: bf16 logits may differ from upstream's as much as
+    # upstream's differ from float32's. All three are loaded: model.to() would also round inv_freq.
+    tiny_model(kind, index_topk=index_topk).save_pretrained(tmp_path)
+
+    def logits(dtype, patch=False):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+        model = models.use_custom_pypto(model) if patch else model
+        return model(token_ids(8, 60), use_cache=False).logits.float()
+
+    exact = logits(torch.float32)
+    upstream_error = (logits(torch.bfloat16) - exact).abs().mean()
+    assert (logits(torch.bfloat16, patch=True) - exact).abs().mean() <= 1.2 * upstream_error
+
+
+def test_bf16_of_deepseek_v4_is_as_close_to_float32_as_upstream_bf16():
+    # all rows: a selection is a choice
+    upstream, patched = upstream_and_patched("deepseek_v4", index_topk=64)
+    ids = token_ids(2, 60)
+    want = upstream(ids, use_cache=False).logits
+    theirs, ours = (
+        (model.bfloat16()(ids, use_cache=False).logits.float() - want).pow(2).mean()
+        for model in (upstream, patched)
+    )
+    assert ours <= 1.2**2 * theirs
