@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+import custom_pypto
 import custom_pypto.reference
 from custom_pypto.descriptions import OPS
 from custom_pypto.reference.checks import ROUNDING
@@ -168,3 +169,20 @@ def assert_same_selection(got: Tensor, inputs: dict, smallest: float = 0) -> Non
             f"{rise.max():.2g}, rounding explains {eps:.2g}"
         )
     assert not different, f"rows {sorted(different)[:5]} are padding and not all -1"
+
+
+def assert_attends_as_the_reference(x: dict) -> Tensor:
+    """The output of ``npu_sparse_flash_attention_pto``, and its statistics, are the reference's."""
+    attend = custom_pypto.npu_sparse_flash_attention_pto
+    got, *ours = attend(**x, return_softmax_lse=True)
+    expected, *theirs = reference.npu_sparse_flash_attention_pto(**x, return_softmax_lse=True)
+    info = torch.finfo(got.dtype)
+    # a step of the subnormal numbers: sinks may leave nothing else of a row
+    assert_close_to_rows(got, expected, smallest=info.tiny * info.eps)
+    # logits round by 2^-20 of the largest, and so does an exponential of two
+    largest = theirs[0].nan_to_num(0, 0, 0).abs().max() if theirs[0].numel() else 0
+    near = 2**-20 * float(8 + largest)
+    for name, mine, other in zip(("max", "sum"), ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=near, atol=near, equal_nan=True, msg=name)
+    torch.testing.assert_close(attend(**x), got, rtol=0, atol=0, equal_nan=True)
+    return got

@@ -1,10 +1,5 @@
 """Eager calls through aclnn, on the host stand-in for CANN and a kernel package built for it."""
 
-import contextlib
-import ctypes
-import functools
-import gc
-import itertools
 import json
 import re
 import shutil
@@ -15,75 +10,19 @@ from types import SimpleNamespace
 import cases
 import pytest
 import torch
+from aclnn_calls import PROTOTYPES, agrees, call
 from cases import inputs_of
 from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
 from kernel_package import ALL, TUTORIAL, library, package
-from memory import FLAT, growth
-from npu_calls import CALLS, assert_replays_follow, changed, on_npu, same
-from torch.utils._pytree import tree_leaves
+from npu_calls import CALLS, on_npu, same
 
 import custom_pypto
 from custom_pypto import npu
 from custom_pypto.descriptions import OPS
-from custom_pypto.graph.prototypes import prototypes
-from custom_pypto.npu import aclnn
 from custom_pypto.npu.aclnn import Operator
 
 pytestmark = pytest.mark.ascend_host
-
-PROTOTYPES = {prototype.name: prototype for prototype in prototypes()}
-
-
-@pytest.fixture(scope="module")
-def built(tmp_path_factory):
-    """A package with all operators, written once."""
-    from custom_pypto.simulation.ascend_host import kernel_package
-
-    return kernel_package.build(tmp_path_factory.mktemp("kernels"))
-
-
-@pytest.fixture
-def stand_in(built, monkeypatch):
-    """The module of the package's computation, in a process that calls through aclnn."""
-    from custom_pypto.simulation.ascend_host import kernel_package
-
-    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", str(built))
-    monkeypatch.setenv("CUSTOM_PYPTO_EAGER", "aclnn")
-    nothing = dict(tensors=0, executors=0, plans=0)
-    assert kernel_package.live() == nothing
-    yield kernel_package
-    assert kernel_package.live() == nothing  # after every test, whatever failed in it
-
-
-@pytest.fixture
-def pypto(monkeypatch):
-    """Calls through PyPTO fail the test."""
-
-    def launch(*_):
-        raise AssertionError("PyPTO was called")
-
-    for op in OPS:
-        monkeypatch.setattr(npu._module(op), "kernel_call", launch)
-
-
-def written(op: str) -> list[str]:
-    return [x.name for x in PROTOTYPES[op].outputs if x in PROTOTYPES[op].inputs]
-
-
-def call(op: str, x: dict) -> list[torch.Tensor]:
-    """What the op returns, and what it has written."""
-    returned = tree_leaves(getattr(custom_pypto, op)(**x))
-    return [tensor for tensor in returned if tensor is not None] + [x[n] for n in written(op)]
-
-
-def agrees(op: str, x: dict) -> bool:
-    """Whether the call equals that on the CPU, to the bit, and writes what that writes."""
-    given = on_npu(x)
-    got = call(op, given)
-    assert all(tensor.device.type == "npu" for tensor in got)
-    expected = call(op, cases.copied(x))
-    return len(got) == len(expected) and all(map(same, got, expected))
-
+pytest_plugins = ["aclnn_fixtures"]
 
 OPTIONAL = [
     (p.op, x.name)
@@ -198,44 +137,6 @@ def test_the_command_writes_a_package(tmp_path, stand_in, pypto, monkeypatch):
     assert (done.returncode, done.stdout) == (0, f"{folder}\n"), done.stderr
     monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", folder)
     assert agrees("add_custom", CALLS["add_custom"]())
-
-
-# ---- capture -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_a_captured_call_runs_at_every_replay_and_not_before(op, stand_in, pypto):
-    first = CALLS[op]()
-    second = changed(op)
-    static = on_npu(first)
-    graph = torch.npu.NPUGraph()
-    with torch.npu.graph(graph):
-        captured = call(op, static)
-    assert all(same(static[name], first[name]) for name in written(op))
-    torch.full((2**20,), 7, dtype=torch.uint8).npu()  # takes memory that is free
-    assert_replays_follow(graph, functools.partial(call, op), static, captured, [second, first])
-
-
-def test_a_compiled_call_is_captured(stand_in, pypto, monkeypatch):
-    import torchair
-
-    torchair.get_npu_backend()  # fails if it is called for the first time after the graph below
-    # torchair's buffers for inputs would be filled in every replay
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-
-    def step(x, slots, cache, scales):
-        custom_pypto.npu_quant_index_update_pto(x * 2, slots, cache, scales)
-        return custom_pypto.npu_quant_rows_pto(x + 1)[0]
-
-    x = CALLS["npu_quant_index_update_pto"]()
-    arguments = [x[name] for name in ("x", "slots", "cache", "scale_cache")]
-    device = [tensor.npu() for tensor in arguments]
-    compiled = torch.compile(step, backend="npugraph_ex", fullgraph=True, dynamic=False)
-    for _ in range(3):
-        assert same(compiled(*device), step(*arguments))
-        assert all(map(same, device, arguments))
-        arguments[0].mul_(-0.5)
-        device[0].mul_(-0.5)
 
 
 # ---- failures ------------------------------------------------------------------------------------
@@ -410,132 +311,3 @@ def test_the_report_says_that_the_package_works(stand_in):
     assert report["npu"]["eager"] == "aclnn"
     for way in ("ops on the NPU", "ops on the NPU through aclnn"):
         assert report["ways"][way] == {"works": True, "missing": []}
-
-
-# ---- memory --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("fails", [None, "GetWorkspaceSize", ""])
-def test_ten_thousand_calls_leave_nothing(fails, stand_in):
-    x = on_npu(CALLS["npu_quant_rows_pto"]())
-
-    def once():
-        custom_pypto.npu_quant_rows_pto(**x)
-
-    def caught():
-        with contextlib.suppress(RuntimeError):
-            once()
-
-    once()
-    gc.collect()  # of earlier tests
-    before = torch.npu.memory_allocated()
-    if fails is None:
-        assert growth(once, 10_000) < FLAT
-    else:
-        with stand_in.failing(f"aclnnQuantRowsPto{fails}", "no"):
-            assert growth(caught, 10_000) < FLAT
-    assert torch.npu.memory_allocated() == before
-    assert stand_in.live() == dict(tensors=0, executors=0, plans=0)
-
-
-# ---- mistakes that the tests above must find -----------------------------------------------------
-
-
-def is_found(op: str, x: dict) -> bool:
-    try:
-        return not agrees(op, x)
-    except RuntimeError as error:
-        assert "failed with" in str(error)
-        return True
-
-
-NEXT_TO = [
-    (op, one.name, other.name)
-    for op in OPS
-    if op != "add_custom"  # whose result stays the same
-    for one, other in itertools.pairwise(PROTOTYPES[op].inputs)
-    if {one.name, other.name} != {"key_dequant_scale", "value_dequant_scale"}  # always absent
-]
-ATTRIBUTES = [(op, i) for op in OPS for i in range(len(PROTOTYPES[op].attributes))]
-
-
-@pytest.mark.parametrize("op, one, other", NEXT_TO)
-def test_swapped_inputs_are_found(op, one, other, stand_in, monkeypatch):
-    right = Operator._call
-    i = [x.name for x in PROTOTYPES[op].inputs].index(one)
-
-    def wrong(self, found, inputs, *others):
-        inputs[i], inputs[i + 1] = inputs[i + 1], inputs[i]
-        right(self, found, inputs, *others)
-
-    monkeypatch.setattr(Operator, "_call", wrong)
-    assert is_found(op, cases.not_default(op))
-
-
-@pytest.mark.parametrize("op, i", ATTRIBUTES)
-def test_a_dropped_attribute_is_found(op, i, stand_in, monkeypatch):
-    right = Operator._attributes
-    default = PROTOTYPES[op].attributes[i].default
-
-    def wrong(self, arguments):
-        values = right(self, arguments)
-        other = default.encode() if isinstance(default, str) else default
-        if other in (None, values[i]):  # there is no default, or the contract allows only that
-            other = b"" if isinstance(values[i], bytes) else values[i] + 1
-        values[i] = other
-        return values
-
-    monkeypatch.setattr(Operator, "_attributes", wrong)
-    assert is_found(op, cases.not_default(op))
-
-
-def test_contiguous_strides_for_a_view_are_found(stand_in, monkeypatch):
-    x = CALLS["npu_quant_rows_pto"]()
-    expected = call("npu_quant_rows_pto", x)
-    view = on_npu(x) | {"x": cases.in_a_wider_row(x["x"].npu())}
-    assert all(map(same, call("npu_quant_rows_pto", view), expected))
-    right = aclnn._Cann.described
-
-    def wrong(self, tensor):
-        strides = torch.empty(tensor.size(), device="meta").stride()
-        return right(self, tensor.as_strided(tensor.size(), strides))
-
-    monkeypatch.setattr(aclnn._Cann, "described", wrong)
-    assert not all(map(same, call("npu_quant_rows_pto", view), expected))
-
-
-@pytest.mark.parametrize(
-    "mistake",
-    ["workspace of another size", "no workspace", "tensor freed early", "executor used twice"],
-)
-def test_the_stand_in_rejects_what_cann_does_not_survive(mistake, stand_in, monkeypatch):
-    right = Operator.functions
-
-    def functions(self):
-        found = right(self)
-
-        def second(workspace, size, executor, stream):
-            if mistake == "workspace of another size":
-                size = ctypes.c_uint64(size.value - 1)
-            if mistake == "no workspace":
-                workspace = None
-            if mistake == "tensor freed early":
-                extra.append(base.aclDestroyTensor(created[-1]))
-            status = found.second(workspace, size, executor, stream)
-            if mistake == "executor used twice":
-                status = found.second(workspace, size, executor, stream)
-            return status
-
-        return found._replace(second=second)
-
-    created, extra, base = [], [], aclnn._cann().base
-    described = aclnn._Cann.described
-
-    def recorded(self, tensor):
-        created.append(described(self, tensor))
-        return created[-1]
-
-    monkeypatch.setattr(aclnn._Cann, "described", recorded)
-    monkeypatch.setattr(Operator, "functions", functions)
-    with pytest.raises(RuntimeError, match="failed with 161002: .*"):
-        call("npu_quant_rows_pto", on_npu(CALLS["npu_quant_rows_pto"]()))

@@ -11,68 +11,43 @@ import sys
 
 import pytest
 import torch
-from cases import DTYPES, copied
-from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
-from cases.npu_quant_lightning_indexer_pto import inputs as quant_inputs
-from cases.npu_sparse_attention_pto import CACHES, fused_inputs
-from cases.npu_sparse_flash_attention_pto import inputs as attention_inputs
+from cases import DTYPES, copied, inputs_of, of
 
 import custom_pypto
 
 SETS = ["generic", "avx2", "avx512", "avx512_bf16", "amx_emulated", "amx"]
 THREADS = (1, 2, 3, 7)
 RUNS = 20
-FUSED = dict(latent=64, rope=32, index_dim=64)
+INDEXERS = {
+    "indexer": "npu_lightning_indexer_pto",
+    "int8 indexer": "npu_quant_lightning_indexer_pto",
+}
+ATTENTION, FUSED = "npu_sparse_flash_attention_pto", "npu_sparse_attention_pto"
+# one call for each way in which the kernels share work between threads
+CALLS = {
+    **{f"{name}, keys split": (op, [1], [3000], {}) for name, op in INDEXERS.items()},
+    **{f"{name}, tokens split": (op, [30], [90], {}) for name, op in INDEXERS.items()},
+    **{
+        f"{name}, exact": (op, [2, 1], [1500, 90], dict(integers=True))
+        for name, op in INDEXERS.items()
+    },
+    "attention, indices split": (ATTENTION, [1], [1200], dict(sparse_count=1100)),
+    "attention, dense": (ATTENTION, [40], [60], dict(sparse_count=50)),
+    "attention, gathered": (ATTENTION, [10], [300], dict(sparse_count=20)),
+    "fused": (FUSED, [3, 3], [70, 50], dict(sparse_count=8)),
+}
+# fill tile registers, where a CPU has them
+SIZES = {
+    **dict.fromkeys(INDEXERS.values(), dict(heads=4, dim=32)),
+    ATTENTION: dict(heads=4, latent=64, rope=32),
+    FUSED: dict(latent=64, rope=32, index_dim=64),
+}
 
 
-def index(x: dict) -> list[torch.Tensor]:
-    return [custom_pypto.npu_lightning_indexer_pto(**x)]
-
-
-def quant_index(x: dict) -> list[torch.Tensor]:
-    return [custom_pypto.npu_quant_lightning_indexer_pto(**x)]
-
-
-def attend(x: dict) -> list[torch.Tensor]:
-    return [custom_pypto.npu_sparse_flash_attention_pto(**x)]
-
-
-def fused(x: dict) -> list[torch.Tensor]:
+def run(op: str, x: dict) -> list[torch.Tensor]:
+    """The output and the caches of a call on copies."""
     x = copied(x)
-    return [custom_pypto.npu_sparse_attention_pto(**x), *(x[name] for name in CACHES)]
-
-
-def calls(dtype: torch.dtype) -> dict:
-    """One call for each way in which the kernels share work between threads."""
-    # fill tile registers, where a CPU has them
-    few, many = dict(heads=4, dim=32), dict(heads=4, latent=64, rope=32)
-    return {
-        "indexer, keys split": (index, indexer_inputs([1], [3000], **few, dtype=dtype)),
-        "indexer, tokens split": (index, indexer_inputs([30], [90], **few, dtype=dtype)),
-        "indexer, exact": (
-            index,
-            indexer_inputs([2, 1], [1500, 90], **few, dtype=dtype, integers=True),
-        ),
-        "int8 indexer, keys split": (quant_index, quant_inputs([1], [3000], **few, dtype=dtype)),
-        "int8 indexer, tokens split": (quant_index, quant_inputs([30], [90], **few, dtype=dtype)),
-        "int8 indexer, exact": (
-            quant_index,
-            quant_inputs([2, 1], [1500, 90], **few, dtype=dtype, integers=True),
-        ),
-        "attention, indices split": (
-            attend,
-            attention_inputs([1], [1200], **many, dtype=dtype, sparse_count=1100),
-        ),
-        "attention, dense": (
-            attend,
-            attention_inputs([40], [60], **many, dtype=dtype, sparse_count=50),
-        ),
-        "attention, gathered": (
-            attend,
-            attention_inputs([10], [300], **many, dtype=dtype, sparse_count=20),
-        ),
-        "fused": (fused, fused_inputs([70, 50], 3, **FUSED, dtype=dtype, sparse_count=8)),
-    }
+    return [getattr(custom_pypto, op)(**x), *(x[name] for name in getattr(of(op), "CACHES", ()))]
 
 
 def digest(results: list[torch.Tensor]) -> str:
@@ -86,11 +61,11 @@ def digests() -> dict[str, list[str]]:
     """Of each call, the different results it has had."""
     found = {}
     for dtype in DTYPES:
-        for name, (op, x) in calls(dtype).items():
-            results = set()
+        for name, (op, *lengths, arguments) in CALLS.items():
+            x, results = inputs_of(op, *lengths, **SIZES[op], **arguments, dtype=dtype), set()
             for threads in THREADS:
                 torch.set_num_threads(threads)
-                results |= {digest(op(x)) for _ in range(RUNS)}
+                results |= {digest(run(op, x)) for _ in range(RUNS)}
             found[f"{name}, {dtype}"] = sorted(results)
     return found
 
@@ -134,7 +109,7 @@ def test_amx_and_its_emulation_give_the_same_bits(results):
     assert not different
 
 
-@pytest.mark.parametrize("op", ["indexer", "int8 indexer"])
+@pytest.mark.parametrize("op", INDEXERS)
 def test_every_set_of_kernels_selects_the_same_where_arithmetic_is_exact(results, op):
     exact = {
         bit
@@ -148,10 +123,10 @@ def test_every_set_of_kernels_selects_the_same_where_arithmetic_is_exact(results
 
 def test_fused_op_repeats_its_bits_on_as_many_threads():
     # without a setting of MKL
-    x = fused_inputs([70, 50], 3, sparse_count=8)
+    x = inputs_of(FUSED, [3, 3], [70, 50], sparse_count=8)
     for threads in THREADS[:3]:
         torch.set_num_threads(threads)
-        assert len({digest(fused(x)) for _ in range(RUNS)}) == 1
+        assert len({digest(run(FUSED, x)) for _ in range(RUNS)}) == 1
 
 
 if __name__ == "__main__":

@@ -133,45 +133,28 @@ def test_a_prototype_compiles_and_says_what_the_schema_says(op, tmp_path):
     assert differences(op, compiled(command.FOLDER / f"{op}.h", tmp_path)) == []
 
 
-@pytest.mark.parametrize(
-    "op, old, new",
-    [
-        pytest.param(
-            "npu_lightning_indexer_pto",
-            ".ATTR(sparse_count, Int, 2048)",
-            "",
-            id="attribute-lost",
-        ),
-        pytest.param("npu_lightning_indexer_pto", "Int, 2048", "Int, 1024", id="other-default"),
-        pytest.param("npu_lightning_indexer_pto", "Int, 3", "Float, 3", id="other-kind"),
-        pytest.param("npu_lightning_indexer_pto", "INPUT(key,", "INPUT(keys,", id="other-name"),
-        pytest.param(
-            "npu_sparse_flash_attention_pto",
-            "OPTIONAL_INPUT(value",
-            "INPUT(value",
-            id="optional-is-required",
-        ),
-        pytest.param(
-            "npu_sparse_flash_attention_pto",
-            "REQUIRED_ATTR(scale_value, Float)",
-            "ATTR(scale_value, Float, 1.0)",
-            id="required-is-optional",
-        ),
-        pytest.param(
-            "npu_sparse_attention_pto",
-            ".OUTPUT(kr_cache, TensorType({DT_BF16, DT_FLOAT16}))",
-            "",
-            id="written-cache-is-no-output",
-        ),
-        pytest.param("npu_sparse_attention_pto", "1e-06", "1e-05", id="other-eps"),
-        pytest.param(
-            "npu_sparse_flash_attention_pto_softmax_lse",
-            "REQUIRED_ATTR(return_softmax_lse, Bool)",
-            "ATTR(return_softmax_lse, Bool, false)",
-            id="optional-in-an-overload",
-        ),
-    ],
-)
+INDEXER, ATTENTION = "npu_lightning_indexer_pto", "npu_sparse_flash_attention_pto"
+FUSED, STATISTICS = "npu_sparse_attention_pto", f"{ATTENTION}_softmax_lse"
+WRITTEN = ".OUTPUT(kr_cache, TensorType({DT_BF16, DT_FLOAT16}))"
+SCALE = "ATTR(scale_value, Float"
+DIFFERENT = {
+    "attribute-lost": (INDEXER, ".ATTR(sparse_count, Int, 2048)", ""),
+    "other-default": (INDEXER, "Int, 2048", "Int, 1024"),
+    "other-kind": (INDEXER, "Int, 3", "Float, 3"),
+    "other-name": (INDEXER, "INPUT(key,", "INPUT(keys,"),
+    "optional-is-required": (ATTENTION, "OPTIONAL_INPUT(value", "INPUT(value"),
+    "required-is-optional": (ATTENTION, f"REQUIRED_{SCALE})", f"{SCALE}, 1.0)"),
+    "written-cache-is-no-output": (FUSED, WRITTEN, ""),
+    "other-eps": (FUSED, "1e-06", "1e-05"),
+    "optional-in-an-overload": (
+        STATISTICS,
+        "REQUIRED_ATTR(return_softmax_lse, Bool)",
+        "ATTR(return_softmax_lse, Bool, false)",
+    ),
+}
+
+
+@pytest.mark.parametrize("op, old, new", DIFFERENT.values(), ids=DIFFERENT)
 @needs_compiler
 def test_a_prototype_that_differs_from_the_schema_is_found(op, old, new, tmp_path):
     text = (command.FOLDER / f"{op}.h").read_text()
@@ -257,60 +240,48 @@ def test_a_prototype_takes_the_dtypes_that_the_npu_takes(name, monkeypatch):
     assert [set(tensor.dtypes) for tensor in prototype.outputs[: len(returned)]] == returned
 
 
-@pytest.mark.parametrize(
-    "op, description, message",
-    [
-        pytest.param(
-            "add_custom",
-            Description(outputs={"out": FLOAT}, dtypes={"selfs": FLOAT}),
-            "add_custom: the description names selfs, which the schema lacks",
-            id="unknown-argument",
-        ),
-        pytest.param(
-            "add_custom",
-            Description(outputs={}),
-            "add_custom: the description must name the 1 outputs of the schema, got none",
-            id="no-output",
-        ),
-        pytest.param(
-            "add_custom",
-            Description(outputs={"out": FLOAT, "more": FLOAT}),
-            "add_custom: the description must name the 1 outputs of the schema, got out, more",
-            id="two-outputs",
-        ),
-        pytest.param(
-            "npu_sparse_attention_pto",
-            OPS["npu_sparse_attention_pto"]._replace(absent={}),
-            "npu_sparse_attention_pto: the description must map softmax_scale in absent to the "
-            "value that stands for None, which GE cannot hold",
-            id="none-of-an-attribute",
-        ),
-        pytest.param(
-            "npu_sparse_attention_pto",
-            OPS["npu_sparse_attention_pto"]._replace(absent={"softmax_scale": 0.0, "eps": 0.0}),
-            "npu_sparse_attention_pto: the description maps eps in absent, but eps is never None",
-            id="never-none",
-        ),
-        pytest.param(
-            "npu_sparse_flash_attention_pto_softmax_lse",
-            OPS["npu_sparse_flash_attention_pto"]._replace(outputs={"attention_out": FLOAT}),
-            "npu_sparse_flash_attention_pto: the description must name the 3 outputs of the "
-            "schema, got attention_out",
-            id="an-output-of-an-overload",
-        ),
-        pytest.param(
-            "npu_sparse_flash_attention_pto",
-            OPS["npu_sparse_flash_attention_pto"]._replace(outputs={}),
-            "npu_sparse_flash_attention_pto: the description must name the 1 outputs of the "
-            "schema, got none",
-            id="the-output-of-both-overloads",
-        ),
-    ],
-)
+COUNT = "the description must name the {} outputs of the schema, got {}"
+MISFITS = {
+    "unknown-argument": (
+        "add_custom",
+        Description({"out": FLOAT}, dtypes={"selfs": FLOAT}),
+        "the description names selfs, which the schema lacks",
+    ),
+    "no-output": ("add_custom", Description({}), COUNT.format(1, "none")),
+    "two-outputs": (
+        "add_custom",
+        Description({"out": FLOAT, "more": FLOAT}),
+        COUNT.format(1, "out, more"),
+    ),
+    "none-of-an-attribute": (
+        FUSED,
+        OPS[FUSED]._replace(absent={}),
+        "the description must map softmax_scale in absent to the value that stands for None, which "
+        "GE cannot hold",
+    ),
+    "never-none": (
+        FUSED,
+        OPS[FUSED]._replace(absent={"softmax_scale": 0.0, "eps": 0.0}),
+        "the description maps eps in absent, but eps is never None",
+    ),
+    "an-output-of-an-overload": (
+        STATISTICS,
+        OPS[ATTENTION]._replace(outputs={"attention_out": FLOAT}),
+        COUNT.format(3, "attention_out"),
+    ),
+    "the-output-of-both-overloads": (
+        ATTENTION,
+        OPS[ATTENTION]._replace(outputs={}),
+        COUNT.format(1, "none"),
+    ),
+}
+
+
+@pytest.mark.parametrize("op, description, message", MISFITS.values(), ids=MISFITS)
 def test_a_description_that_does_not_fit_its_schema_is_rejected(op, description, message):
     with pytest.raises(prototypes.PrototypeError) as rejected:
         prototypes.prototype(SCHEMAS[op], description)
-    assert str(rejected.value) == message
+    assert str(rejected.value) == f"{SCHEMAS[op].name.removeprefix('custom_pypto::')}: {message}"
 
 
 @pytest.mark.parametrize("type", ["int[]", "Tensor[]", "Scalar", "str?[]"])

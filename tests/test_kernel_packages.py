@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import json
 import re
 
@@ -52,6 +53,13 @@ BY_HAND = {
 def no_cann(monkeypatch):
     for variable in (*VARIABLES, kernel_packages.EAGER, converter.VARIABLE):
         monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Installs a package in ``tmp_path``, by the path to its folder."""
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", str(tmp_path))
+    return functools.partial(package, tmp_path)
 
 
 def problem_of(type: str, **keywords) -> str | None:
@@ -120,9 +128,8 @@ def test_vendors_without_a_priority_are_none(tmp_path, monkeypatch):
     assert problem_of("AddCustom") is not None
 
 
-def test_only_what_is_absent_is_named_as_absent(tmp_path, monkeypatch):
-    package(tmp_path, BY_HAND)
-    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", str(tmp_path))
+def test_only_what_is_absent_is_named_as_absent(install):
+    install(BY_HAND)
     absent = ", ".join(type for type in ALL if type not in BY_HAND)
     assert kernel_packages.problem() == {
         "what": f"a kernel package with {absent} in ASCEND_CUSTOM_OPP_PATH or "
@@ -131,9 +138,8 @@ def test_only_what_is_absent_is_named_as_absent(tmp_path, monkeypatch):
     }
 
 
-def test_what_is_foreign_is_named_beside_what_is_absent(tmp_path, monkeypatch):
-    path = package(tmp_path, BY_HAND | TUTORIAL)
-    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", str(tmp_path))
+def test_what_is_foreign_is_named_beside_what_is_absent(install):
+    path = install(BY_HAND | TUTORIAL)
     what, *foreign = kernel_packages.problem()["what"].split("; ")
     assert what.startswith("a kernel package with ")
     assert foreign == [
@@ -142,9 +148,8 @@ def test_what_is_foreign_is_named_beside_what_is_absent(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("type", BY_HAND)
-def test_a_description_written_by_hand_agrees(tmp_path, monkeypatch, type):
-    package(tmp_path, BY_HAND)
-    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", str(tmp_path))
+def test_a_description_written_by_hand_agrees(install, type):
+    install(BY_HAND)
     assert problem_of(type) is None
 
 
@@ -160,47 +165,38 @@ MORE = "actual_seq_lengths_key (optional), block_table (optional)"
 COUNTS = "layout_query (str), layout_key (str), sparse_count (int), sparse_mode (int), cmp_ratio"
 
 
-@pytest.mark.parametrize(
-    "operators, difference",
-    [
-        pytest.param(
-            edited(input0={"name": "key"}, input1={"name": "query"}),
-            f"inputs must be {INPUTS}{MORE}, got key, query{INPUTS[10:]}{MORE}",
-            id="swapped",
-        ),
-        pytest.param(
-            edited(input3={"valueDepend": "optional"}),
-            f"inputs must be {INPUTS}{MORE}, got query, key, weights, "
-            f"actual_seq_lengths_query (optional, by value), {MORE}",
-            id="lengths-by-value",
-        ),
-        pytest.param(
-            edited(input2={"paramType": "dynamic"}),
-            f"inputs must be {INPUTS}{MORE}, got query, key, weights (dynamic){INPUTS[19:]}{MORE}",
-            id="a-list-of-tensors",
-        ),
-        pytest.param(
-            edited(output0={"name": "indices"}),
-            "outputs must be sparse_indices, got indices",
-            id="output",
-        ),
-        pytest.param(
-            edited(attr={"list": "layout_query,layout_key,sparse_count,sparse_mode"}),
-            f"attributes must be {COUNTS} (int), got {COUNTS.rpartition(',')[0]}",
-            id="an-attribute-less",
-        ),
-        pytest.param(
-            edited(attr_cmp_ratio={"type": "float"}),
-            f"attributes must be {COUNTS} (int), got {COUNTS} (float)",
-            id="attribute-of-another-type",
-        ),
-    ],
-)
-def test_another_operator_of_the_same_type_is_rejected(
-    tmp_path, monkeypatch, operators, difference
-):
-    path = package(tmp_path, operators)
-    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", str(tmp_path))
+OTHERS = {
+    "swapped": (
+        edited(input0={"name": "key"}, input1={"name": "query"}),
+        f"inputs must be {INPUTS}{MORE}, got key, query{INPUTS[10:]}{MORE}",
+    ),
+    "lengths-by-value": (
+        edited(input3={"valueDepend": "optional"}),
+        f"inputs must be {INPUTS}{MORE}, got query, key, weights, "
+        f"actual_seq_lengths_query (optional, by value), {MORE}",
+    ),
+    "a-list-of-tensors": (
+        edited(input2={"paramType": "dynamic"}),
+        f"inputs must be {INPUTS}{MORE}, got query, key, weights (dynamic){INPUTS[19:]}{MORE}",
+    ),
+    "output": (
+        edited(output0={"name": "indices"}),
+        "outputs must be sparse_indices, got indices",
+    ),
+    "an-attribute-less": (
+        edited(attr={"list": "layout_query,layout_key,sparse_count,sparse_mode"}),
+        f"attributes must be {COUNTS} (int), got {COUNTS.rpartition(',')[0]}",
+    ),
+    "attribute-of-another-type": (
+        edited(attr_cmp_ratio={"type": "float"}),
+        f"attributes must be {COUNTS} (int), got {COUNTS} (float)",
+    ),
+}
+
+
+@pytest.mark.parametrize("operators, difference", OTHERS.values(), ids=OTHERS)
+def test_another_operator_of_the_same_type_is_rejected(tmp_path, install, operators, difference):
+    path = install(operators)
     found = kernel_packages.problem([PROTOTYPES["LightningIndexerPto"]])
     assert found == {
         "what": f"LightningIndexerPto in {path} is another operator: its {difference}",
@@ -210,9 +206,8 @@ def test_another_operator_of_the_same_type_is_rejected(
 
 
 @pytest.mark.parametrize("type", PROTOTYPES)
-def test_every_part_of_every_operator_is_compared(tmp_path, monkeypatch, type):
-    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", str(tmp_path))
-    path = package(tmp_path, ALL)
+def test_every_part_of_every_operator_is_compared(install, type):
+    path = install(ALL)
     right = PROTOTYPES[type]
     for part in ("inputs", "outputs", "attributes"):
         things = getattr(right, part)
@@ -228,26 +223,25 @@ def test_every_part_of_every_operator_is_compared(tmp_path, monkeypatch, type):
                 assert f"its {part} must be" in problem_of(type)
 
 
-def test_every_soc_of_the_deciding_package_must_agree(tmp_path, monkeypatch):
-    package(tmp_path, ALL, "ascend910_93")
-    package(tmp_path, TUTORIAL, "ascend310p")
-    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", str(tmp_path))
+def test_every_soc_of_the_deciding_package_must_agree(install):
+    install(ALL, "ascend910_93")
+    install(TUTORIAL, "ascend310p")
     assert "is another operator" in problem_of("AddCustom")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        pytest.param(json.dumps({"AddCustomV2": ALL["AddCustom"]}), id="similar-name"),
-        pytest.param(json.dumps(ALL)[:-3], id="cut"),
-        pytest.param("", id="empty"),
-        pytest.param(json.dumps(list(ALL)), id="a-list"),
-        pytest.param(json.dumps({"operators": ALL}), id="below"),
-        pytest.param(json.dumps(dict.fromkeys(ALL)), id="null"),
-        pytest.param(json.dumps(dict.fromkeys(ALL, {"attr": 7, "input0": []})), id="others"),
-        pytest.param("7", id="a-number"),
-    ],
-)
+NO_LISTS = {
+    "similar-name": json.dumps({"AddCustomV2": ALL["AddCustom"]}),
+    "cut": json.dumps(ALL)[:-3],
+    "empty": "",
+    "a-list": json.dumps(list(ALL)),
+    "below": json.dumps({"operators": ALL}),
+    "null": json.dumps(dict.fromkeys(ALL)),
+    "others": json.dumps(dict.fromkeys(ALL, {"attr": 7, "input0": []})),
+    "a-number": "7",
+}
+
+
+@pytest.mark.parametrize("text", NO_LISTS.values(), ids=NO_LISTS)
 @pytest.mark.parametrize("variable", VARIABLES)
 def test_anything_else_is_no_package(tmp_path, monkeypatch, variable, text):
     package(tmp_path / "vendors/us", text)
@@ -256,10 +250,9 @@ def test_anything_else_is_no_package(tmp_path, monkeypatch, variable, text):
     assert kernel_packages.problem() is not None
 
 
-def test_a_list_that_cannot_be_read_is_no_package(tmp_path, monkeypatch):
-    package(tmp_path, "").write_bytes(b"\xff\xfe{")
+def test_a_list_that_cannot_be_read_is_no_package(tmp_path, install):
+    install("").write_bytes(b"\xff\xfe{")
     (tmp_path / "op_impl/ai_core/tbe/config/ascend310p/aic-x-ops-info.json").mkdir(parents=True)
-    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", str(tmp_path))
     assert kernel_packages.problem() is not None
 
 

@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from repository import REPOSITORY
 
-REPOSITORY = Path(__file__).parents[1]
 # folder -> the packages of others, besides Python's, that its files may import: import-linter knows
 # what is forbidden, not what alone is allowed
 THIRD_PARTY = {
@@ -21,15 +21,7 @@ THIRD_PARTY = {
     "custom_pypto/kernels": {"pypto"},  # the NPU programs: never torch
     "custom_pypto/graph": {"torchair"},
     "custom_pypto/converter": {"torch", "torch_npu", "torchair"},
-    "custom_pypto/simulation": {
-        "cmake",
-        "filelock",
-        "pypto",
-        "torch",
-        "torch_npu",
-        "torchair",
-        "tqdm",
-    },
+    "custom_pypto/simulation": set("cmake filelock pypto torch torch_npu torchair tqdm".split()),
     "custom_pypto": {"custom_pypto", "safetensors", "torch"},
 }
 # file -> modules that it imports by a name made at run time, which import-linter cannot see
@@ -139,123 +131,95 @@ def test_no_modules_depend_on_each_other_in_a_circle():
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize(
-    "path, line, contracts",
-    [
-        pytest.param("custom_pypto/ops.py", "import models", {EXAMPLES}, id="package-to-models"),
-        pytest.param("custom_pypto/ops.py", "from . import models", {LAYERS}, id="ops-to-models"),
-        pytest.param(
-            "custom_pypto/kernels/a.py", "from tests.cases import x", {TESTS}, id="package-to-tests"
-        ),
-        pytest.param(
-            "models/a.py",
-            "if x:\n    import examples.generate",
-            {EXAMPLES},
-            id="models-to-examples",
-        ),
-        pytest.param(
-            "examples/a.py", "import benchmarks.x as y", {TESTS}, id="examples-to-benchmarks"
-        ),
-        pytest.param(
-            "custom_pypto/reference/a.py", "from .. import ops", {LAYERS}, id="reference-to-the-ops"
-        ),
-        pytest.param(
-            "custom_pypto/kernels/a.py", "from .. import ops", {LAYERS}, id="kernels-to-the-ops"
-        ),
-        pytest.param(
-            "custom_pypto/npu/a.py",
-            "from .. import simulation",
-            {LAYERS, CIRCLE, SIMULATION},
-            id="npu-to-simulation",
-        ),
-        pytest.param(
-            "custom_pypto/env.py",
-            "from . import simulation",
-            {LAYERS, SIMULATION},
-            id="env-to-simulation",
-        ),
-        pytest.param(
-            "custom_pypto/npu/a.py",
-            "def f():\n    from .. import converter",
-            {LAYERS, CIRCLE, CONVERTERS},
-            id="npu-to-converter-in-a-function",
-        ),
-        pytest.param(
-            "custom_pypto/converter/a.py",
-            "from ..simulation import calculator",
-            {LAYERS, CIRCLE, SIMULATION},
-            id="converter-to-simulation",
-        ),
-        pytest.param(
-            "custom_pypto/schemas.py",
-            "import custom_pypto.graph.prototypes",
-            {LAYERS, CIRCLE},
-            id="two-modules-in-a-circle",
-        ),
-        pytest.param(
-            "custom_pypto/verify.py", "from . import converter", {CONVERTERS}, id="verify"
-        ),
-        pytest.param("custom_pypto/utils.py", "import torch", {LAYERS}, id="a-module-of-no-layer"),
-    ],
-)
+# id -> file, line appended to it, contracts that it breaks
+BACKWARDS = {
+    "package-to-models": ("custom_pypto/ops.py", "import models", {EXAMPLES}),
+    "ops-to-models": ("custom_pypto/ops.py", "from . import models", {LAYERS}),
+    "package-to-tests": ("custom_pypto/kernels/a.py", "from tests.cases import x", {TESTS}),
+    "models-to-examples": ("models/a.py", "if x:\n    import examples.generate", {EXAMPLES}),
+    "examples-to-benchmarks": ("examples/a.py", "import benchmarks.x as y", {TESTS}),
+    "reference-to-the-ops": ("custom_pypto/reference/a.py", "from .. import ops", {LAYERS}),
+    "kernels-to-the-ops": ("custom_pypto/kernels/a.py", "from .. import ops", {LAYERS}),
+    "npu-to-simulation": (
+        "custom_pypto/npu/a.py",
+        "from .. import simulation",
+        {LAYERS, CIRCLE, SIMULATION},
+    ),
+    "env-to-simulation": ("custom_pypto/env.py", "from . import simulation", {LAYERS, SIMULATION}),
+    "npu-to-converter-in-a-function": (
+        "custom_pypto/npu/a.py",
+        "def f():\n    from .. import converter",
+        {LAYERS, CIRCLE, CONVERTERS},
+    ),
+    "converter-to-simulation": (
+        "custom_pypto/converter/a.py",
+        "from ..simulation import calculator",
+        {LAYERS, CIRCLE, SIMULATION},
+    ),
+    "two-modules-in-a-circle": (
+        "custom_pypto/schemas.py",
+        "import custom_pypto.graph.prototypes",
+        {LAYERS, CIRCLE},
+    ),
+    "verify": ("custom_pypto/verify.py", "from . import converter", {CONVERTERS}),
+    "a-module-of-no-layer": ("custom_pypto/utils.py", "import torch", {LAYERS}),
+}
+
+
+@pytest.mark.parametrize("path, line, contracts", BACKWARDS.values(), ids=BACKWARDS)
 def test_a_dependency_that_points_backwards_is_found(tree, path, line, contracts):
     spoil(tree, path, line)
     assert broken_contracts(tree) >= contracts
 
 
-@pytest.mark.parametrize(
-    "path, line",
-    [
-        pytest.param("custom_pypto/reference/a.py", "import numpy", id="reference-to-another"),
-        pytest.param("custom_pypto/kernels/a.py", "import torch", id="kernels-to-torch"),
-        pytest.param("custom_pypto/graph/a.py", "import torch", id="graph-to-torch"),
-        pytest.param("custom_pypto/npu/a.py", "import pypto.x", id="package-to-pypto"),
-        pytest.param("custom_pypto/npu/a.py", "from torchair import ge", id="npu-to-torchair"),
-        pytest.param("custom_pypto/env.py", "import torch_npu", id="env-to-torch-npu"),
-        pytest.param(
-            "custom_pypto/npu/a.py",
-            "import importlib\nimportlib.import_module(f'custom_pypto.converter.{op}')",
-            id="npu-to-converter-by-name",
-        ),
-        pytest.param("custom_pypto/converter/a.py", "import pypto", id="converter-to-pypto"),
-        pytest.param("custom_pypto/csrc/ops/a.cpp", "#include <torch_npu/x.h>", id="csrc"),
-        pytest.param("custom_pypto/csrc/cpu/a.h", "#include <ATen/x.h>", id="micro-kernel"),
-        pytest.param("custom_pypto/csrc/cpu/a.h", '#include "../tasks/x.h"', id="cpu-to-tasks"),
-        pytest.param("custom_pypto/csrc/tasks/a.h", '#include "../ops/x.h"', id="tasks-to-ops"),
-        pytest.param("custom_pypto/csrc/ops/a.cpp", '#include "../cpu/x.h"', id="ops-to-cpu"),
-        pytest.param("custom_pypto/csrc/ops/a.cpp", '#include "../../x.h"', id="csrc-to-outside"),
-        pytest.param("custom_pypto/csrc/ops/a.cpp", "at::parallel_for(0, 8, 1, f);", id="threads"),
-    ],
-)
+UNSEEN = {
+    "reference-to-another": ("custom_pypto/reference/a.py", "import numpy"),
+    "kernels-to-torch": ("custom_pypto/kernels/a.py", "import torch"),
+    "graph-to-torch": ("custom_pypto/graph/a.py", "import torch"),
+    "package-to-pypto": ("custom_pypto/npu/a.py", "import pypto.x"),
+    "npu-to-torchair": ("custom_pypto/npu/a.py", "from torchair import ge"),
+    "env-to-torch-npu": ("custom_pypto/env.py", "import torch_npu"),
+    "npu-to-converter-by-name": (
+        "custom_pypto/npu/a.py",
+        "import importlib\nimportlib.import_module(f'custom_pypto.converter.{op}')",
+    ),
+    "converter-to-pypto": ("custom_pypto/converter/a.py", "import pypto"),
+    "csrc": ("custom_pypto/csrc/ops/a.cpp", "#include <torch_npu/x.h>"),
+    "micro-kernel": ("custom_pypto/csrc/cpu/a.h", "#include <ATen/x.h>"),
+    "cpu-to-tasks": ("custom_pypto/csrc/cpu/a.h", '#include "../tasks/x.h"'),
+    "tasks-to-ops": ("custom_pypto/csrc/tasks/a.h", '#include "../ops/x.h"'),
+    "ops-to-cpu": ("custom_pypto/csrc/ops/a.cpp", '#include "../cpu/x.h"'),
+    "csrc-to-outside": ("custom_pypto/csrc/ops/a.cpp", '#include "../../x.h"'),
+    "threads": ("custom_pypto/csrc/ops/a.cpp", "at::parallel_for(0, 8, 1, f);"),
+}
+
+
+@pytest.mark.parametrize("path, line", UNSEEN.values(), ids=UNSEEN)
 def test_what_import_linter_cannot_see_is_found(tmp_path, path, line):
     (tmp_path / path).parent.mkdir(parents=True)
     spoil(tmp_path, path, line)
     assert len(violations(tmp_path)) == 1
 
 
-@pytest.mark.parametrize(
-    "files",
-    [
-        pytest.param(
-            {
-                "custom_pypto/simulation/a.py": "from . import b",
-                "custom_pypto/simulation/b.py": "from . import c",
-                "custom_pypto/simulation/c.py": "def f():\n    from .a import x",
-            },
-            id="three-modules-one-of-them-in-a-function",
-        ),
-        pytest.param(
-            {"models/cache.py": "from . import attention", "models/a.py": "from . import cache"}
-            | {"models/attention.py": "from models import cache"},
-            id="models",
-        ),
-        pytest.param(
-            {"custom_pypto/graph/__init__.py": "from .ops import add_custom"}
-            | {"custom_pypto/graph/ops.py": "from custom_pypto import graph"},
-            id="a-file-and-its-folder",
-        ),
-    ],
-)
+CIRCULAR = {
+    "three-modules-one-of-them-in-a-function": {
+        "custom_pypto/simulation/a.py": "from . import b",
+        "custom_pypto/simulation/b.py": "from . import c",
+        "custom_pypto/simulation/c.py": "def f():\n    from .a import x",
+    },
+    "models": {
+        "models/cache.py": "from . import attention",
+        "models/a.py": "from . import cache",
+        "models/attention.py": "from models import cache",
+    },
+    "a-file-and-its-folder": {
+        "custom_pypto/graph/__init__.py": "from .ops import add_custom",
+        "custom_pypto/graph/ops.py": "from custom_pypto import graph",
+    },
+}
+
+
+@pytest.mark.parametrize("files", CIRCULAR.values(), ids=CIRCULAR)
 def test_a_circle_of_imports_is_found(tree, files):
     for path, line in files.items():
         spoil(tree, path, line)

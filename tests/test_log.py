@@ -2,25 +2,23 @@
 
 import functools
 import logging
-import os
 import re
-import subprocess
 import sys
 import tempfile
-from pathlib import Path
 
 import pytest
 import torch
 from cases import inputs_of, on_meta
 from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
 from numerics import reference
+from processes import python
 from torch.utils._pytree import tree_leaves
 
 import custom_pypto
 from custom_pypto import log
 from custom_pypto.__main__ import main
 
-REPOSITORY = Path(__file__).parents[1]
+ATTENTION = "npu_sparse_flash_attention_pto"
 INPUTS = {op: functools.partial(inputs_of, op) for op in log.OPS}
 
 
@@ -44,16 +42,6 @@ def logging_at(monkeypatch, tmp_path):
 
 def call(op: str):
     return getattr(custom_pypto, op)(**INPUTS[op]())
-
-
-def python(code: str, **variables):
-    return subprocess.run(
-        [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": str(REPOSITORY)} | variables,
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
 
 
 def is_in_the_way(op: str) -> bool:
@@ -96,23 +84,11 @@ def test_level_2_logs_every_call_with_shapes_and_dtypes(logging_at, caplog):
 
 def test_overloads_of_an_op_share_their_first_call(logging_at, caplog):
     logging_at(1)
-    op = "npu_sparse_flash_attention_pto"
-    getattr(custom_pypto, op)(**INPUTS[op](), return_softmax_lse=True)
-    call(op)
+    custom_pypto.npu_sparse_flash_attention_pto(**INPUTS[ATTENTION](), return_softmax_lse=True)
+    call(ATTENTION)
     [message] = caplog.messages
-    assert message.startswith(f"{op}: first call, ")
+    assert message.startswith(f"{ATTENTION}: first call, ")
     assert message.endswith(", return_softmax_lse True")
-
-
-def test_a_call_of_an_overload_is_repeated_as_such(logging_at, capsys):
-    op = "npu_sparse_flash_attention_pto"
-    inputs = INPUTS[op]() | dict(return_softmax_lse=True)
-    logging_at(3)
-    path = log._write(op, inputs, RuntimeError("another machine's"))
-    assert main(["replay", path]) == 0
-    shapes = [list(out.shape) for out in getattr(reference, op)(**inputs)]
-    results = ", ".join(f"float32 {shape}" for shape in shapes)
-    assert f"then: another machine's\nnow:  returns {results}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("op", INPUTS)
@@ -238,13 +214,19 @@ def test_the_reproducer_repeats_the_failure(logging_at, caplog, capsys):
     assert f"then: {message}\nnow:  {message}\n" in out
 
 
-def test_a_call_that_succeeds_when_repeated_says_so(logging_at, capsys, tmp_path):
+@pytest.mark.parametrize(
+    "op, more",
+    [("npu_lightning_indexer_pto", {}), (ATTENTION, dict(return_softmax_lse=True))],
+    ids=["default", "overload"],
+)
+def test_a_call_that_succeeds_when_repeated_says_so(op, more, logging_at, capsys):
     logging_at(3)
-    inputs = INPUTS["npu_lightning_indexer_pto"]()
-    path = log._write("npu_lightning_indexer_pto", inputs, RuntimeError("another machine's"))
+    inputs = INPUTS[op]() | more
+    path = log._write(op, inputs, RuntimeError("another machine's"))
     assert main(["replay", path]) == 0
-    shape = list(reference.npu_lightning_indexer_pto(**inputs).shape)
-    assert f"then: another machine's\nnow:  returns int32 {shape}\n" in capsys.readouterr().out
+    outputs = tree_leaves(getattr(reference, op)(**inputs))
+    results = ", ".join(f"{str(x.dtype).removeprefix('torch.')} {list(x.shape)}" for x in outputs)
+    assert f"then: another machine's\nnow:  returns {results}\n" in capsys.readouterr().out
 
 
 def test_no_file_is_written_over_and_they_are_no_more_than_ten(logging_at, caplog, tmp_path):
@@ -276,14 +258,14 @@ ADD = "import torch, custom_pypto; custom_pypto.add_custom(torch.ones(2), torch.
 
 
 def test_whoever_has_not_set_up_logging_sees_the_lines_on_standard_error():
-    result = python(ADD, CUSTOM_PYPTO_LOG="1")
+    result = python("-c", ADD, CUSTOM_PYPTO_LOG="1")
     assert re.fullmatch(r"custom_pypto: add_custom: first call, on cpu .*\n", result.stderr)
     assert result.stdout == ""
 
 
 def test_whoever_has_set_up_logging_gets_each_line_once_and_there():
     setup = "import logging; logging.basicConfig(format='mine %(message)s');"
-    result = python(setup + ADD, CUSTOM_PYPTO_LOG="2")
+    result = python("-c", setup + ADD, CUSTOM_PYPTO_LOG="2")
     assert re.fullmatch(r"mine add_custom: first call, .*\n", result.stderr)
 
 
@@ -298,7 +280,7 @@ def test_another_value_is_rejected(value, monkeypatch):
 
 
 def test_the_import_says_that_the_value_is_wrong():
-    result = python("import custom_pypto", CUSTOM_PYPTO_LOG="loud")
+    result = python("-c", "import custom_pypto", CUSTOM_PYPTO_LOG="loud")
     assert "ValueError: custom_pypto: CUSTOM_PYPTO_LOG must be" in result.stderr.splitlines()[-1]
 
 

@@ -1,11 +1,10 @@
 import pytest
 import torch
-from cases import DTYPES, in_a_wider_row, on_meta
+from cases import DTYPES
 from cases.npu_quant_rows_pto import inputs as rows_inputs
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from numerics import reference
-from torch._dynamo.testing import CompileCounterWithBackend
 
 import custom_pypto
 from custom_pypto.reference.npu_quant_rows_pto import dequantised, hadamard_matrix
@@ -117,43 +116,3 @@ def test_takes_any_number_of_dims(shape):
     rows, scales = quantise(x)
     assert rows.shape == shape and scales.shape == shape[:-1]
     assert_equal((rows, scales), reference.npu_quant_rows_pto(x))
-
-
-def test_strided_rows_give_the_same_as_contiguous_ones():
-    x = rows_inputs([5], [])["x"]
-    assert_equal(quantise(in_a_wider_row(x)), quantise(x))
-    assert_equal(quantise(x.mT.contiguous().mT), quantise(x))
-
-
-def test_bits_do_not_depend_on_the_number_of_threads():
-    x = torch.randn(500, 128)
-    torch.set_num_threads(1)
-    expected = quantise(x)
-    for threads in (2, 3, 7):
-        torch.set_num_threads(threads)
-        assert_equal(quantise(x), expected)
-
-
-def test_backward_says_that_it_is_not_implemented():
-    x = torch.randn(2, 16, requires_grad=True)
-    with pytest.raises(RuntimeError, match="npu_quant_rows_pto.*not implemented"):
-        quantise(x)[1].sum().backward()
-
-
-@pytest.mark.parametrize("hadamard", [False, True])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_op_is_registered_as_torch_expects(dtype, hadamard):
-    x = rows_inputs([3], [], dtype=dtype, hadamard=hadamard)
-    op = torch.ops.custom_pypto.npu_quant_rows_pto.default
-    torch.library.opcheck(op, (x["x"],), dict(hadamard=x["hadamard"]))
-    for real, meta in zip(quantise(**x), quantise(**on_meta(x)), strict=True):
-        assert (meta.shape, meta.stride(), meta.dtype) == (real.shape, real.stride(), real.dtype)
-
-
-def test_shapes_compile_at_most_twice_and_equal_eager():
-    counter = CompileCounterWithBackend("aot_eager")
-    compiled = torch.compile(quantise, backend=counter, dynamic=True, fullgraph=True)
-    for tokens in (2, 3, 5, 7, 11):
-        x = rows_inputs([tokens], [], hadamard=True)
-        assert_equal(compiled(**x), quantise(**x))
-    assert counter.frame_count <= 2

@@ -8,22 +8,13 @@ import re
 
 import pytest
 import torch
-from cases import on_meta
-from cases.npu_kv_quant_sparse_flash_attention_pto import inputs as kv_quant_inputs
-from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
-from cases.npu_quant_lightning_indexer_pto import inputs as quant_inputs
-from cases.npu_sparse_flash_attention_pto import inputs as attention_inputs
+from cases import inputs_of, on_meta
 
 import custom_pypto
 from custom_pypto.descriptions import OPS
 from custom_pypto.standard import KEYWORDS
 
-INPUTS = {
-    "npu_lightning_indexer_pto": indexer_inputs([3, 2], [40, 33]),
-    "npu_quant_lightning_indexer_pto": quant_inputs([3, 2], [40, 33]),
-    "npu_sparse_flash_attention_pto": attention_inputs([3, 2], [40, 33]),
-    "npu_kv_quant_sparse_flash_attention_pto": kv_quant_inputs([3, 2], [40, 33]),
-}
+INPUTS = {op: inputs_of(op, (3, 2), (40, 33)) for op in KEYWORDS}
 LEGAL = {op: {name: k.legal for name, k in table.items()} for op, table in KEYWORDS.items()}
 # the keywords of torch_npu 2.13.0 and their defaults
 STANDARD = {

@@ -1,0 +1,268 @@
+"""What holds for every op: registration, Meta, compilation, strides, threads, gradients.
+
+A new op is tested here as soon as ``cases`` has its inputs.
+"""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from cases import (
+    DTYPES,
+    FIVE_SHAPES,
+    LAYOUT_IDS,
+    LAYOUTS,
+    changed,
+    copied,
+    in_a_wider_row,
+    inputs_of,
+    of,
+    on_meta,
+    without_nan,
+)
+from cases.npu_programs import HALF
+from cases.rejections import tensors
+from numerics import assert_close_to_rows
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._pytree import tree_leaves
+
+import custom_pypto
+from custom_pypto.descriptions import OPS
+
+INDEXER, QUANT_INDEXER = "npu_lightning_indexer_pto", "npu_quant_lightning_indexer_pto"
+ATTENTION = "npu_sparse_flash_attention_pto"
+QUANT_ATTENTION = "npu_kv_quant_sparse_flash_attention_pto"
+FUSED = "npu_sparse_attention_pto"
+PROLOG = "npu_lightning_indexer_prolog_pto"
+QUANT_ROWS, QUANT_UPDATE = "npu_quant_rows_pto", "npu_quant_index_update_pto"
+
+
+def in_dtypes(dtypes: list, id: str = "", **arguments) -> dict[str, dict]:
+    names = {dtype: id + str(dtype).removeprefix("torch.") for dtype in dtypes}
+    return {name: dict(dtype=dtype) | arguments for dtype, name in names.items()}
+
+
+def in_layouts(keys: str, calls: dict[str, dict]) -> dict[str, dict]:
+    """Each call in each pair of ``layout_query`` and the argument ``keys``."""
+    return {
+        f"{id}-{layout_id}": {"layout_query": query, keys: key} | arguments
+        for id, arguments in calls.items()
+        for (query, key), layout_id in zip(LAYOUTS, LAYOUT_IDS, strict=True)
+    }
+
+
+# of the attention ops: fill tile registers, where a CPU has them
+WIDE, FUSED_WIDE = dict(latent=64, rope=32), dict(latent=64, rope=32, index_dim=64)
+# op -> id -> arguments of a call; an op that is not listed has one of default arguments
+CALLS = {
+    INDEXER: in_layouts(
+        "layout_key",
+        {
+            f"K-{count}": dict(sparse_count=count, dtype=dtype)
+            for count, dtype in zip((1, 16, 2048, 3072), [*DTYPES, torch.float32], strict=True)
+        },
+    ),
+    QUANT_INDEXER: in_layouts("layout_key", {"few": {}}),
+    ATTENTION: in_layouts(
+        "layout_kv",
+        {
+            "rope": WIDE,
+            "no-rope": dict(latent=64, rope=0),
+            "value-bf16": dict(**WIDE, own_value=True, dtype=torch.bfloat16),
+            "sinks": dict(**WIDE, sinks=True),
+            "strided-fp16": dict(**WIDE, strided=True, dtype=torch.float16),
+        },
+    ),
+    QUANT_ATTENTION: in_layouts("layout_kv", in_dtypes(HALF)),
+    FUSED: in_dtypes(DTYPES, **FUSED_WIDE, sparse_count=8),
+    PROLOG: {"plain": {}, "w8a8": dict(w8a8=True)},
+    QUANT_UPDATE: {"plain": {}, "hadamard": dict(hadamard=True)},
+    QUANT_ROWS: in_dtypes(DTYPES) | in_dtypes(DTYPES, "hadamard-", hadamard=True),
+}
+# op -> arguments with which no tensor is absent
+EVERY_TENSOR = {
+    ATTENTION: dict(**WIDE, own_value=True, sinks=True),
+    FUSED: dict(**FUSED_WIDE, sparse_count=8),
+    PROLOG: dict(w8a8=True),
+    QUANT_UPDATE: dict(hadamard=True),
+    QUANT_ROWS: dict(hadamard=True),
+}
+# op -> id -> sizes that no other size of the call equals: equal sizes would share a symbol
+INDEX, ATTEND = dict(heads=11, dim=48, integers=True), dict(heads=11, latent=64, rope=48)
+SIZES = {
+    INDEXER: in_layouts("layout_key", {"five": dict(**INDEX, sparse_count=27)}),
+    QUANT_INDEXER: in_layouts("layout_key", {"five": dict(**INDEX, sparse_count=27)}),
+    ATTENTION: in_layouts(
+        "layout_kv",
+        {
+            "five": dict(**ATTEND, sparse_count=27),
+            "statistics": dict(**ATTEND, sparse_count=27, sinks=True),
+        },
+    ),
+    QUANT_ATTENTION: in_layouts("layout_kv", {"five": dict(heads=11, rope=48, sparse_count=27)}),
+    FUSED: {"five": dict(heads=13, index_heads=11, nope=24, latent=64, rope=32, index_dim=80)},
+    QUANT_ROWS: {"hadamard": dict(hadamard=True)},
+}
+# op -> id -> calls that divide their work between threads in different ways
+LONG_INDEX = dict(heads=8, dim=64, block_size=128, sparse_count=2048)
+LONG_ATTEND = dict(heads=8, latent=64, rope=16, block_size=128)
+THREADS = {
+    INDEXER: {
+        "one-token": ([1], [9000], LONG_INDEX),
+        "ragged": ([1, 2, 1], [3000, 10, 2500], LONG_INDEX),
+        "prefill": ([37], [2600], LONG_INDEX),
+    },
+    ATTENTION: {
+        "decode": ([1], [5000], LONG_ATTEND | dict(sparse_count=2048)),
+        "ragged": ([1, 3, 1], [3000, 30, 2500], LONG_ATTEND | dict(sparse_count=2048)),
+        "dense": ([70], [300], LONG_ATTEND | dict(sparse_count=200)),
+        "gather": ([30], [3000], LONG_ATTEND | dict(sparse_count=40)),
+    },
+    QUANT_ROWS: {"many": ([125], [], dict(dim=128))},
+}
+DEFAULT = {op: {"default": {}} for op in OPS}
+
+
+def each(table: dict[str, dict]):
+    """A test of each call of the table: op -> id -> arguments."""
+    rows = [(op, id, arguments) for op, calls in table.items() for id, arguments in calls.items()]
+    params = [pytest.param(op, arguments, id=f"{op}-{id}") for op, id, arguments in rows]
+    return pytest.mark.parametrize("op, arguments", params)
+
+
+def overloads(op: str) -> list[tuple]:
+    """Each overload, and the argument that it has more than the default one."""
+    packet, more = getattr(torch.ops.custom_pypto, op), OPS[op].omitted
+    found = [(packet.default, {})]
+    for name, value in more.items():
+        overload = getattr(packet, OPS[op].overload)
+        found += [(overload, {name: value}), (overload, {name: not value})]
+    return found
+
+
+def outcome(op, x: dict, **more) -> list[Tensor]:
+    """What a call returns, and then its tensors, which some ops write."""
+    returned = tree_leaves(op(**x, **more))
+    return [y for y in returned if y is not None] + [x[name] for name in tensors(x)]
+
+
+def assert_same(op: str, got: list[Tensor], expected: list[Tensor]) -> None:
+    for mine, other in zip(got, expected, strict=True):
+        if op == FUSED and mine.is_floating_point():
+            assert_close_to_rows(mine, other)  # torch.mm sums strided rows in another order
+        else:
+            torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
+
+
+@each(DEFAULT | CALLS)
+def test_op_is_registered_as_torch_expects(op, arguments):
+    x = without_nan(inputs_of(op, (2, 3), (20, 33), **arguments))
+    for overload, more in overloads(op):
+        torch.library.opcheck(overload, (), x | more)
+
+
+@each(DEFAULT | CALLS)
+def test_meta_gives_the_shape_and_dtype_of_the_result(op, arguments):
+    run = getattr(custom_pypto, op)
+    x = inputs_of(op, (2, 3), (20, 33), **arguments)
+    strided = changed(x, lambda y: in_a_wider_row(y) if y.dim() > 1 else y)
+    for given in (x, strided):
+        for _, more in overloads(op):
+            results = (tree_leaves(run(**y, **more)) for y in (copied(given), on_meta(given)))
+            for real, meta in zip(*results, strict=True):
+                if real is None:
+                    assert meta is None
+                    continue
+                expected = real.shape, real.stride(), real.dtype, "meta"
+                assert (meta.shape, meta.stride(), meta.dtype, meta.device.type) == expected
+
+
+@each(DEFAULT | SIZES)
+def test_five_shapes_compile_at_most_twice_and_equal_eager(op, arguments):
+    run, counter = getattr(custom_pypto, op), CompileCounterWithBackend("aot_eager")
+    more = dict(return_softmax_lse=True) if "sinks" in arguments else {}
+    compiled = torch.compile(run, backend=counter, dynamic=True, fullgraph=True)
+    for lengths in FIVE_SHAPES:
+        x = inputs_of(op, *lengths, **arguments)
+        x = without_nan(x) if op == FUSED else x
+        assert_same(op, outcome(compiled, copied(x), **more), outcome(run, copied(x), **more))
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@each(THREADS)
+def test_result_does_not_depend_on_the_number_of_threads(op, arguments, dtype):
+    lengths_query, lengths_key, sizes = arguments
+    x = inputs_of(op, lengths_query, lengths_key, **sizes, dtype=dtype)
+    if "weights" in x:
+        x["key"][:, ::3] = 0  # a third of the scores tie
+    _, more = overloads(op)[-1]
+    results = []
+    for threads in (1, 2, 3, 7, 2):
+        torch.set_num_threads(threads)
+        results.append(outcome(getattr(custom_pypto, op), x, **more))
+        assert_same(op, results[-1], results[0])
+
+
+EVERY_INPUT = {
+    op: without_nan(inputs_of(op, (3, 2), (40, 33), **EVERY_TENSOR.get(op, {}))) for op in OPS
+}
+NAMES = [(op, name) for op, x in EVERY_INPUT.items() for name in tensors(x)]
+WRITTEN = {(op, name) for op in OPS for name in getattr(of(op), "CACHES", ())}
+FLOATS = [
+    (op, name)
+    for op, name in NAMES
+    if EVERY_INPUT[op][name].is_floating_point() and (op, name) not in WRITTEN
+]
+DIFFERENTIABLE = [op for op in OPS if hasattr(torch.ops.custom_pypto, f"{op}_backward")]
+
+
+def contiguous_rows(op: str) -> set[str]:
+    """The tensors whose rows must be contiguous, by the rules of the op."""
+    messages = [message for *_, message in (row.values for row in of(op).rejected())]
+    return {m.partition(".")[0] for m in messages if ".stride(-1) must be 1 " in m}
+
+
+@pytest.mark.parametrize("op, name", NAMES)
+def test_strided_inputs_give_the_same_as_contiguous_ones(op, name):
+    run, x = getattr(custom_pypto, op), EVERY_INPUT[op]
+    expected = outcome(run, copied(x))
+    right = x[name]
+    views = [in_a_wider_row(right)] if right.dim() > 1 else []
+    if name not in contiguous_rows(op):
+        views.append(right.repeat_interleave(2, -1)[..., ::2])
+        if min(right.shape[-2:]) > 1 < right.dim():
+            views.append(right.mT.contiguous().mT)
+    for view in views:
+        assert not view.is_contiguous()
+        assert_same(op, outcome(run, copied(x) | {name: view}), expected)
+
+
+@pytest.mark.parametrize("op, name", [(op, n) for op, n in FLOATS if op not in DIFFERENTIABLE])
+def test_a_backward_that_is_not_implemented_says_so(op, name):
+    for _, more in overloads(op):
+        x = copied(EVERY_INPUT[op])
+        x[name].requires_grad_()
+        for y in tree_leaves(getattr(custom_pypto, op)(**x, **more)):
+            if y is None or not y.is_floating_point():
+                assert y is None or not y.requires_grad
+                continue
+            with pytest.raises(RuntimeError, match=f"{op}.*not implemented"):
+                y.sum().backward()
+            assert x[name].grad is None
+
+
+@pytest.mark.parametrize("mode", [nullcontext, torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("op", OPS)
+def test_inputs_that_require_gradients_give_the_same(op, mode):
+    run, x = getattr(custom_pypto, op), copied(EVERY_INPUT[op])
+    expected = outcome(run, copied(x))
+    for name in [n for o, n in FLOATS if o == op]:
+        x[name].requires_grad_()
+    with mode():
+        got = outcome(run, x)
+    assert_same(op, got, expected)
+    assert not any(x[name].requires_grad for o, name in WRITTEN if o == op)
+    if mode is not nullcontext:
+        assert not any(y.requires_grad for y in got[: -len(tensors(x))])
