@@ -5,7 +5,7 @@ import json
 import sys
 
 from . import env
-from .descriptions import OPS
+from .descriptions import ALL_OPS
 
 WAYS = {
     "npu": "ops on the NPU",
@@ -65,7 +65,7 @@ def main(arguments: list[str] | None = None, load_error: Exception | None = None
         "C++ that PyPTO generates; default: cpu, then npu if there is one",
     )
     verify_parser.add_argument(
-        "--op", choices=list(OPS), default="", metavar="OP", help="one op; default: all of them"
+        "--op", choices=list(ALL_OPS), default="", metavar="OP", help="one op; default: all of them"
     )
     replay_parser = commands.add_parser(
         "replay", help="repeat a failed call from a file written by CUSTOM_PYPTO_LOG=3"

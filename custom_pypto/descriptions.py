@@ -1,4 +1,4 @@
-"""The only list of all ops, with the properties that a schema cannot express.
+"""The only lists of ops, with the properties that a schema cannot express.
 
 The schema (``REGISTER_OP`` in ``csrc/ops/<op>.cpp``) declares an op's arguments. Schemas and
 entries determine the functions registered on NPUs, the converters of graph mode, the GE prototypes
@@ -152,6 +152,21 @@ OPS = {
         notes=("The cache is an input and, under the same name, an output.",),
     ),
 }
+
+# without NPU programs: rejected on an NPU
+GRADIENTS = {
+    "npu_sparse_flash_attention_grad_pto": Description(
+        outputs={
+            "d_query": HALF,
+            "d_key": HALF,
+            "d_value": HALF,
+            "d_query_rope": HALF,
+            "d_key_rope": HALF,
+            "d_sinks": FLOAT32,
+        },
+    ),
+}
+ALL_OPS = OPS | GRADIENTS
 
 
 def variant(op: str, overload: str) -> str:

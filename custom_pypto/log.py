@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .descriptions import OPS
+from .descriptions import ALL_OPS
 from .schemas import given, overloads
 from .version import __version__
 
@@ -60,7 +60,7 @@ def start_if_wanted() -> None:
     handler.addFilter(lambda record: not logging.root.handlers)
     logger.addHandler(handler)
     _library = torch.library.Library("custom_pypto", "IMPL")
-    for op in OPS:
+    for op in ALL_OPS:
         backends: set[str] = set()
         for one in overloads(op):
             # below autograd and fake tensors, above the kernels of every device
@@ -177,9 +177,9 @@ def read_call(path: str | Path, device: str = "cpu") -> tuple[str, dict, str]:
         raise ValueError(
             f"replay: {path} must be a file written by {VARIABLE}=3, got {error!r}"
         ) from error
-    if call["op"] not in OPS:
+    if call["op"] not in ALL_OPS:
         raise ValueError(
-            f"replay: {path}: op must be one of {', '.join(sorted(OPS))}, got {call['op']!r}"
+            f"replay: {path}: op must be one of {', '.join(sorted(ALL_OPS))}, got {call['op']!r}"
         )
     strided = {name: _strided(values[name], s) for name, s in call["strides"].items()}
     return call["op"], strided | call["arguments"], call["error"]

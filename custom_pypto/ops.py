@@ -24,6 +24,8 @@ from typing import Any
 
 from torch import Tensor
 
+from .gradient_ops import *  # noqa: F403
+from .gradient_ops import __all__ as _gradients
 from .quantised_ops import *  # noqa: F403
 from .quantised_ops import __all__ as _quantised
 from .schemas import public_function
@@ -33,6 +35,7 @@ __all__ = [
     "npu_lightning_indexer_pto",
     "npu_sparse_attention_pto",
     "npu_sparse_flash_attention_pto",
+    *_gradients,
     *_quantised,
 ]
 
@@ -186,7 +189,7 @@ def npu_sparse_flash_attention_pto(
         reasons.
     Raises:
         RuntimeError: a constraint above is violated; the message names the argument. ``backward()``
-            raises it too: the op has no backward.
+            raises it too: on an NPU, and for a paged cache that requires no gradient.
 
     Example:
         >>> import torch

@@ -6,7 +6,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from .descriptions import OPS
+from .descriptions import ALL_OPS
 from .standard import check_keywords
 
 Parameters = ParamSpec("Parameters")
@@ -22,7 +22,7 @@ def overload(op: str, name: str = "") -> torch._ops.OpOverload:
 @functools.cache
 def overloads(op: str) -> tuple[torch._ops.OpOverload, ...]:
     """All overloads, the default one first; the last one has every argument of the op."""
-    return tuple(overload(op, name) for name in dict.fromkeys(["", OPS[op].overload]))
+    return tuple(overload(op, name) for name in dict.fromkeys(["", ALL_OPS[op].overload]))
 
 
 def given(op: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def _names(op: str) -> tuple[str, ...]:
 def _defaults(op: str) -> dict[str, Any]:
     arguments = overload(op)._schema.arguments
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    return defaults | OPS[op].omitted
+    return defaults | ALL_OPS[op].omitted
 
 
 def public_function(contract: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
@@ -60,7 +60,7 @@ def public_function(contract: Callable[Parameters, Result]) -> Callable[Paramete
         standard = {given: kwargs.pop(given) for given in [*kwargs] if given not in arguments}
         if not standard:
             return op(*args, **kwargs)
-        more = {given: standard.pop(given) for given in OPS[name].omitted if given in standard}
+        more = {given: standard.pop(given) for given in ALL_OPS[name].omitted if given in standard}
         check_keywords(name, standard)
         if any(more.values()):
             return others[-1](*args, **kwargs, **more)

@@ -21,6 +21,9 @@ _NO_WINDOW = Keyword(
     "2**63 - 1: no window",
     "omit it (sparse_mode and the lengths determine the keys that a token sees)",
 )
+_ABSORBED = Keyword(
+    2, "MLA, absorbed", "omit it, and pass the RoPE dims as query_rope and key_rope"
+)
 _INT8 = Keyword(None, "int8", "omit it (only Ascend 950 has another type, hifloat8)")
 
 _OWN_DTYPE = Keyword(None, "None: int8", "omit it (hifloat8 needs an Ascend 950)")
@@ -45,11 +48,12 @@ KEYWORDS = {
     "npu_sparse_flash_attention_pto": {
         "pre_tokens": _NO_WINDOW,
         "next_tokens": _NO_WINDOW,
-        "attention_mode": Keyword(
-            2,
-            "MLA, absorbed",
-            "omit it, and pass the RoPE dims as query_rope and key_rope",
-        ),
+        "attention_mode": _ABSORBED,
+    },
+    "npu_sparse_flash_attention_grad_pto": {
+        "pre_tokens": _NO_WINDOW,
+        "next_tokens": _NO_WINDOW,
+        "attention_mode": _ABSORBED,
     },
     "npu_kv_quant_sparse_flash_attention_pto": {
         "pre_tokens": _NO_WINDOW,

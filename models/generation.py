@@ -19,9 +19,10 @@ def prepare_forward(model, args: tuple, kwargs: dict):
     """Forward pre-hook of the base model: makes room in the cache for the new tokens and passes the
     layers a :class:`Step` in place of the attention mask.
 
-    Without ``past_key_values``, the upstream path runs in training mode, since the ops have no
-    backward, and, without ``use_cache``, for sequences packed into one row of the batch. Otherwise
-    this forward creates a cache: with ``use_cache`` it returns a growing one, else it drops it.
+    Without ``past_key_values``, the upstream path runs in training mode, since writes into a cache
+    cut gradients, and, without ``use_cache``, for sequences packed into one row of the batch.
+    Otherwise this forward creates a cache: with ``use_cache`` it returns a growing one, else it
+    drops it.
     """
     # names the positional arguments, in the order of the upstream forward
     kwargs = {**dict(zip(FORWARD_ARGUMENTS, args, strict=False)), **kwargs}

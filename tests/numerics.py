@@ -9,7 +9,7 @@ from torch import Tensor
 
 import custom_pypto
 import custom_pypto.reference
-from custom_pypto.descriptions import OPS
+from custom_pypto.descriptions import ALL_OPS
 from custom_pypto.reference.checks import ROUNDING
 from custom_pypto.reference.sequences import keys_of, query_tokens
 
@@ -30,7 +30,7 @@ def single_threaded(function: Callable) -> Callable:
 
 
 reference = SimpleNamespace(
-    **{op: single_threaded(getattr(custom_pypto.reference, op)) for op in OPS}
+    **{op: single_threaded(getattr(custom_pypto.reference, op)) for op in ALL_OPS}
 )
 
 ROW_TOLERANCE = ROUNDING | {torch.float64: 1e-12}

@@ -271,6 +271,17 @@ def test_a_captured_op_follows_new_lengths_and_block_tables(op):
     assert_replays_follow(graph, functools.partial(call, op), static, captured, [second, first])
 
 
+def test_a_gradient_on_an_npu_is_rejected_with_the_remedy():
+    x = on_npu(CALLS["npu_sparse_flash_attention_pto"]())
+    for name in ("query", "key"):
+        x[name].requires_grad_()
+    message = r"^npu_sparse_flash_attention_grad_pto: query.device must be cpu \(gradients have no"
+    with pytest.raises(
+        RuntimeError, match=rf"{message} NPU program yet\), got npu:0; train on the"
+    ):
+        custom_pypto.npu_sparse_flash_attention_pto(**x).sum().backward()
+
+
 def test_a_captured_op_follows_new_prefix_sums():
     x = indexer_inputs([2, 1], [30, 17], dim=128, layout_query="TND", **HALF)
     static = on_npu(x)

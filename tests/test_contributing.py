@@ -7,7 +7,7 @@ import pytest
 from repository import REPOSITORY, tracked_files
 
 import custom_pypto
-from custom_pypto.descriptions import OPS
+from custom_pypto.descriptions import ALL_OPS
 
 # where an op stands besides: other code that calls it, figures, examples of any op. A new op has
 # nothing to add there.
@@ -87,7 +87,7 @@ def test_every_user_is_one(op):
 
 
 def test_descriptions_and_public_functions_are_of_the_same_ops():
-    assert set(OPS) == set(custom_pypto.__all__)
+    assert set(ALL_OPS) == set(custom_pypto.__all__)
 
 
 def test_the_commit_hooks_have_the_versions_of_the_test_extra():

@@ -19,7 +19,7 @@ from custom_pypto import log
 from custom_pypto.__main__ import main
 
 ATTENTION = "npu_sparse_flash_attention_pto"
-INPUTS = {op: functools.partial(inputs_of, op) for op in log.OPS}
+INPUTS = {op: functools.partial(inputs_of, op) for op in log.ALL_OPS}
 
 
 @pytest.fixture

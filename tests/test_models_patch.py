@@ -119,11 +119,37 @@ def test_training_mode_gives_upstream_gradients(kind):
     assert_same_gradients(*upstream_and_patched(kind))
 
 
-def test_evaluation_mode_rejects_a_backward_instead_of_losing_gradients():
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_evaluation_mode_gives_upstream_gradients(kind):
+    gradients = []
+    for model in upstream_and_patched(kind):
+        ids = token_ids(2, 40)
+        with torch.enable_grad():
+            model(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    want, got = gradients
+    assert want.keys() == got.keys()
+    # in float32: sums in another order, in forward and backward
+    bound = 10 * TOLERANCES[kind]
+    assert all((got[n] - want[n]).norm() <= bound * want[n].norm() for n in want)
+
+
+def test_a_backward_through_a_cache_that_was_written_since_is_rejected():
     patched, ids = patched_model(), token_ids(2, 20)
     with torch.enable_grad():
-        loss = patched(ids, labels=ids, use_cache=False).loss
-        with pytest.raises(RuntimeError, match="npu_sparse_flash_attention_pto"):
+        first = patched(ids[:, :12], use_cache=True)
+        second = patched(ids[:, 12:], past_key_values=first.past_key_values)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            (first.logits.sum() + second.logits.sum()).backward()
+
+
+def test_a_backward_through_latents_of_int8_is_rejected():
+    patched = models.use_custom_pypto(tiny_model(kv_lora_rank=128).bfloat16(), block_size=16)
+    ids = token_ids(2, 20)
+    cache = models.PagedCache(patched, 2, 32, block_size=16, kv_dtype=torch.int8)
+    with torch.enable_grad():
+        loss = patched(ids, labels=ids, past_key_values=cache).loss
+        with pytest.raises(RuntimeError, match="npu_kv_quant_sparse_flash_attention_pto"):
             loss.backward()
 
 

@@ -28,7 +28,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_leaves
 
 import custom_pypto
-from custom_pypto.descriptions import OPS
+from custom_pypto.descriptions import GRADIENTS, OPS
 
 INDEXER, QUANT_INDEXER = "npu_lightning_indexer_pto", "npu_quant_lightning_indexer_pto"
 ATTENTION = "npu_sparse_flash_attention_pto"
@@ -215,7 +215,12 @@ FLOATS = [
     for op, name in NAMES
     if EVERY_INPUT[op][name].is_floating_point() and (op, name) not in WRITTEN
 ]
-DIFFERENTIABLE = [op for op in OPS if hasattr(torch.ops.custom_pypto, f"{op}_backward")]
+DIFFERENTIABLE = [
+    op
+    for op in OPS
+    if hasattr(torch.ops.custom_pypto, f"{op}_backward")
+    or op.replace("_pto", "_grad_pto") in GRADIENTS
+]
 
 
 def contiguous_rows(op: str) -> set[str]:

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from .. import kernel_packages
-from ..descriptions import OPS
+from ..descriptions import GRADIENTS, OPS
 from ..graph.prototypes import prototype
 from ..requirements import pypto_problem
 from ..schemas import bound, overloads
@@ -132,3 +132,14 @@ def _functions(call: Callable, launch: Launch) -> dict[str, Callable]:
 _library = torch.library.Library("custom_pypto", "IMPL")
 for _name, _function in eager(on_device).items():
     _library.impl(_name, _function, "PrivateUse1")
+
+
+def _without_program(op: str, /, *args, **kwargs):
+    raise RuntimeError(
+        f"{op}: query.device must be cpu (gradients have no NPU program yet), got "
+        f"{args[0].device}; train on the CPU, or on the op of torch_npu that is named without _pto"
+    )
+
+
+for _name in GRADIENTS:
+    _library.impl(_name, functools.partial(_without_program, _name), "PrivateUse1")

@@ -9,9 +9,9 @@ the arguments after the call of the op and of the reference.
 
 import importlib
 
-from ..descriptions import OPS
+from ..descriptions import ALL_OPS
 
-MODULES = {op: importlib.import_module(f"{__name__}.{op}") for op in OPS}
+MODULES = {op: importlib.import_module(f"{__name__}.{op}") for op in ALL_OPS}
 
 # after all imports, since each sets the op's name to a module
 globals().update({op: getattr(module, op) for op, module in MODULES.items()})

@@ -6,7 +6,7 @@ from torch import Tensor
 from ..cache_rows import SCALE_GROUP
 from .checks import ROUNDING, SIZES, of_sequences, row_error
 from .npu_kv_quant_update_pto import npu_kv_quant_update_pto
-from .npu_sparse_flash_attention_pto import _arguments as unquantised
+from .npu_sparse_flash_attention_pto import arguments as unquantised
 from .npu_sparse_flash_attention_pto import npu_sparse_flash_attention_pto
 
 

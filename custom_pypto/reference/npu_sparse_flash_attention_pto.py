@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from .checks import BLOCK, INT_MAX, INT_MIN, ROUNDING, SIZES, cache, of_sequences, row_error
-from .sequences import keys_of, query_tokens
+from .sequences import selected_rows
 
 
 def npu_sparse_flash_attention_pto(
@@ -29,8 +29,6 @@ def npu_sparse_flash_attention_pto(
 ) -> Tensor | Any:  # a tuple with return_softmax_lse
     """Softmax attention of each token over the latent-cache rows that its indices select; a sink is
     one more logit, without a value."""
-    batch = len(actual_seq_lengths_query) if layout_query == "TND" else query.size(0)
-    keys = keys_of(key, layout_kv, actual_seq_lengths_kv, block_table, batch)
     out = torch.zeros_like(query, memory_format=torch.contiguous_format)
     largest = query.new_full(query.shape[:-1], -torch.inf, dtype=torch.float32)
     total = torch.zeros_like(largest)
@@ -40,25 +38,28 @@ def npu_sparse_flash_attention_pto(
     if query_rope is not None:
         k = torch.cat([latent, key_rope.reshape(-1, key_rope.size(-1))], -1)
         q = torch.cat([query, query_rope], -1)
-    q, indices = q.flatten(0, -3), sparse_indices.flatten(0, -3)[:, 0].long()
+    q = q.flatten(0, -3)
     rows, maxima, sums = (x.flatten(0, query.dim() - 3) for x in (out, largest, total))
-    tokens = [k.tokens for k in keys]
-    for token in query_tokens(query, layout_query, actual_seq_lengths_query, tokens, sparse_mode):
-        index = indices[token.row]
-        before_end = (index == -1).cumsum(0) == 0  # -1 ends the row
-        index = index[before_end & (index >= 0) & (index < token.visible)]
-        slot = keys[token.sequence].slots[index]
-        slot = slot[slot >= 0]
-        if len(slot):
-            logits = q[token.row].float() @ k[slot].float().T * scale_value
-            if sinks is not None:
-                logits = torch.cat([logits, sinks[:, None]], -1)
-            probabilities = logits.softmax(-1)[:, : len(slot)]
-            rows[token.row] = (probabilities @ v[slot].float()).to(out.dtype)
-            # NaN reaches the sum only
-            maxima[token.row] = logits.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(-1)
-            shift = maxima[token.row].nan_to_num(neginf=0.0, posinf=torch.inf)
-            sums[token.row] = (logits - shift[:, None]).exp().sum(-1)
+    for row, slots in selected_rows(
+        query,
+        key,
+        sparse_indices,
+        layout_query=layout_query,
+        layout_kv=layout_kv,
+        actual_seq_lengths_query=actual_seq_lengths_query,
+        actual_seq_lengths_kv=actual_seq_lengths_kv,
+        block_table=block_table,
+        sparse_mode=sparse_mode,
+    ):
+        logits = q[row].float() @ k[slots].float().T * scale_value
+        if sinks is not None:
+            logits = torch.cat([logits, sinks[:, None]], -1)
+        probabilities = logits.softmax(-1)[:, : len(slots)]
+        rows[row] = (probabilities @ v[slots].float()).to(out.dtype)
+        # NaN reaches the sum only
+        maxima[row] = logits.nan_to_num(-torch.inf, torch.inf, -torch.inf).amax(-1)
+        shift = maxima[row].nan_to_num(neginf=0.0, posinf=torch.inf)
+        sums[row] = (logits - shift[:, None]).exp().sum(-1)
     if not return_softmax_lse:
         return out
     # [B, N2, S1, N1] or [N2, T1, N1]
@@ -66,16 +67,16 @@ def npu_sparse_flash_attention_pto(
 
 
 def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
-    yield from of_sequences(dtypes, SIZES, _arguments)
-    yield from of_sequences(dtypes, [([700, 3], 2, 640)], _with_sinks, ", sinks, no RoPE")
+    yield from of_sequences(dtypes, SIZES, arguments)
+    yield from of_sequences(dtypes, [([700, 3], 2, 640)], with_sinks, ", sinks, no RoPE")
 
 
-def _with_sinks(*sizes) -> dict:
+def with_sinks(*sizes) -> dict:
     sinks = torch.randn(128, generator=torch.Generator().manual_seed(3))
-    return _arguments(*sizes) | dict(query_rope=None, key_rope=None, sinks=sinks)
+    return arguments(*sizes) | dict(query_rope=None, key_rope=None, sinks=sinks)
 
 
-def _arguments(dtype: torch.dtype, lengths: list[int], S1: int, K: int) -> dict:
+def arguments(dtype: torch.dtype, lengths: list[int], S1: int, K: int) -> dict:
     g = torch.Generator().manual_seed(2)
     actual, table, blocks = cache(lengths, g)
     heads, latent, rope = 128, 512, 64

@@ -89,3 +89,29 @@ def keys_of(
             slots = position + (start if layout == "TND" else b * capacity)
         found.append(Keys(slots, tokens))
     return found
+
+
+def selected_rows(
+    query: Tensor,
+    key: Tensor,
+    sparse_indices: Tensor,
+    *,
+    layout_query: str,
+    layout_kv: str,
+    actual_seq_lengths_query: Tensor | None,
+    actual_seq_lengths_kv: Tensor | None,
+    block_table: Tensor | None,
+    sparse_mode: int,
+) -> Iterator[tuple[int, Tensor]]:
+    """Of each token that attends to a key: its row in the flattened query, and the rows of its keys
+    in the flattened cache."""
+    batch = len(actual_seq_lengths_query) if layout_query == "TND" else query.size(0)
+    keys = keys_of(key, layout_kv, actual_seq_lengths_kv, block_table, batch)
+    indices, tokens = sparse_indices.flatten(0, -3)[:, 0].long(), [k.tokens for k in keys]
+    for token in query_tokens(query, layout_query, actual_seq_lengths_query, tokens, sparse_mode):
+        index = indices[token.row]
+        before_end = (index == -1).cumsum(0) == 0  # -1 ends the row
+        index = index[before_end & (index >= 0) & (index < token.visible)]
+        slots = keys[token.sequence].slots[index]
+        if len(slots := slots[slots >= 0]):
+            yield token.row, slots

@@ -14,7 +14,7 @@ from cases import DTYPES
 from cases.hostile import Maker
 from torch import Tensor
 
-from custom_pypto.descriptions import OPS
+from custom_pypto.descriptions import ALL_OPS
 from custom_pypto.schemas import overloads
 
 
@@ -135,7 +135,7 @@ def empty_and_large(rng: Random, op: str, arguments: dict) -> str:
 
 
 def generate(rng: Random) -> Case:
-    op = rng.choices(list(OPS), [cases.of(op).WEIGHT for op in OPS])[0]
+    op = rng.choices(list(ALL_OPS), [cases.of(op).WEIGHT for op in ALL_OPS])[0]
     m = Maker(rng)
     case = Case(op, cases.of(op).random_call(m), m.values)
     fate = rng.random()

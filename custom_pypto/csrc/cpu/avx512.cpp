@@ -3,11 +3,14 @@
 #define VECTOR_BYTES 64
 #include "filter.h"
 #include "float32.h"
+#include "gradients.h"
 
 namespace custom_pypto::cpu {
 const Kernels kAvx512 = {.name = "avx512",
                          .index = index_f32,
                          .attend = attend_f32,
+                         .multiply = multiply_f32,
+                         .probabilities = probabilities_f32,
                          .dequantise = dequantise_f32,
                          .filter = filter,
                          .count = count,

@@ -82,6 +82,31 @@ struct AttendScratch {
   uint16_t* staged;  // AMX only: copies of keys, [kStagedKeys][latent + rope]
 };
 
+// out[i] += sum over k < depth of a[i][k * a_step] * b[k], for i < n. Rows of `out` may be equal:
+// they are added to one after the other, in the order of i. The bits of a row depend on its own
+// operands alone.
+struct Product {
+  const float* const* a;  // [n]
+  int64_t a_step;
+  int n;
+  const float* const* b;  // [depth], rows of `width`
+  int depth;
+  int width;  // multiple of 16
+  float* const* out;
+};
+
+// scores becomes p = exp2(scores * scale - max) / sum; delta += the sum over keys of p * dots.
+struct Probabilities {
+  float* scores;         // [n][heads]
+  const float* dots;     // [n][heads]
+  int n;                 // keys
+  int heads;             // multiple of 16
+  float scale;           // logit scale times log2(e)
+  const float* max;      // [heads], times log2(e)
+  const float* inverse;  // [heads]: 1 / sum
+  float* delta;          // [heads]
+};
+
 // Kernels that multiply bfloat16 without widening it.
 struct Bf16Kernels {
   // panel[pair][row] from rows[row][dim]: `count` rows, padded with zeros to the panel's width
@@ -117,6 +142,8 @@ struct Kernels {
   void (*index)(const IndexCall<float>&);
   void (*attend)(const Chunk<float>&, const AttendPanel<float>* panels, int count,
                  const AttendScratch&);
+  void (*multiply)(const Product&);
+  void (*probabilities)(const Probabilities&);
   // to[i] = scale * from[i], rounded, i < n, a multiple of 16
   void (*dequantise)(const int8_t* from, float scale, int n, Rounding rounding, float* to);
   // Writes ranks and positions (first, first + 1, ...) of the scores whose rank exceeds `above`, in

@@ -1,8 +1,9 @@
 // Sparse attention over the rows of a latent cache. docs/npu_sparse_flash_attention_pto.md
 #include "npu_sparse_flash_attention_pto.h"
 
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
 
+#include <string>
 #include <tuple>
 
 #include "../tasks/attention.h"
@@ -15,46 +16,10 @@ constexpr KeyNames kNames = {.op = "npu_sparse_flash_attention_pto",
                              .layout = "layout_kv",
                              .lengths = "actual_seq_lengths_kv"};
 
-// Checks that rank, dtype, device and all sizes but the last match `like`.
-Argument like(const Tensor& like, const char* name, const Tensor& tensor, const char* why) {
-  return Argument(kNames.op, name, tensor)
-      .rank(like.dim(), why)
-      .sizes(like, like.dim() - 1, why)
-      .dtype(like.scalar_type(), why)
-      .device_of(like);
-}
-
 // Checks every argument and allocates the output.
 void contract(AttentionParams& p) {
-  const char* op = kNames.op;
-  check_attention(kNames, p);
-  const Tensor &query = p.sequences.query, &key = p.sequences.key;
-  const int64_t query_last = query.dim() - 1, key_last = key.dim() - 1;
-  const c10::SymInt L = query.sym_size(-1);
-  Argument(op, "query", query).dtype(kFloating).keeps(query_last, Dim::kMultipleOf16, "L");
-  Argument(op, "key", key)
-      .dtype(query.scalar_type(), "dtype of query")
-      .device_of(query)
-      .size(key_last, L, "L of query")
-      .dense_rows();
-  if (p.value) like(key, "value", *p.value, "as key").size(key_last, L, "as key").dense_rows();
-  CHECK_ARGUMENT(p.query_rope.has_value() == p.key_rope.has_value(), op, "key_rope",
-                 p.query_rope ? "a tensor, as query_rope is" : "None, as query_rope is",
-                 p.key_rope ? "a tensor" : "None");
-  if (p.query_rope) {
-    like(query, "query_rope", *p.query_rope, "as query, except R")
-        .keeps(query_last, Dim::kMultipleOf16, "R");
-    like(key, "key_rope", *p.key_rope, "as key, except R")
-        .size(key_last, p.query_rope->sym_size(-1), "R of query_rope")
-        .dense_rows();
-  }
-  if (p.sinks) {
-    Argument(op, "sinks", *p.sinks)
-        .rank(1, "[N1]")
-        .size(0, query.sym_size(-2), "N1 of query")
-        .dtype(at::kFloat, "a logit per head")
-        .device_of(query);
-  }
+  check_unquantised_attention(kNames, p);
+  const Tensor& query = p.sequences.query;
   p.out = at::empty_symint(query.sym_sizes(), query.options());
   if (p.return_softmax_lse) {
     // [B, N2, S1, N1] or [N2, T1, N1]
@@ -129,11 +94,156 @@ TORCH_LIBRARY_IMPL(custom_pypto, Meta, m) {
   m.impl(kSoftmaxLse, &npu_sparse_flash_attention_pto<false, bool>);
 }
 
-// backward() raises an error instead of silently omitting a gradient
-TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) {
-  for (const char* overload : {kNames.op, kSoftmaxLse}) {
-    m.impl(overload, torch::autograd::autogradNotImplementedFallback());
+namespace {
+
+using Statistics = std::tuple<Tensor, Tensor, Tensor>;  // with the output
+
+// The arguments of a call without a gradient.
+struct Constants {
+  const Tensor& sparse_indices;
+  double scale_value;
+  const OptionalTensor &block_table, &lengths_query, &lengths_kv;
+  int64_t sparse_block_size;
+  c10::string_view layout_query, layout_kv;
+  int64_t sparse_mode;
+};
+
+// Below autograd; the statistics only where they are wanted.
+Statistics call(const Tensor& query, const Tensor& key, const OptionalTensor& value,
+                const OptionalTensor& query_rope, const OptionalTensor& key_rope,
+                const OptionalTensor& sinks, const Constants& c, bool statistics) {
+  using Plain = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, double,
+                       const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                       const OptionalTensor&, const OptionalTensor&, int64_t, c10::string_view,
+                       c10::string_view, int64_t, const OptionalTensor&);
+  using Lse = Statistics(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, double,
+                         const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                         const OptionalTensor&, const OptionalTensor&, int64_t, c10::string_view,
+                         c10::string_view, int64_t, const OptionalTensor&, bool);
+  const auto find = [](const char* overload) {
+    return c10::Dispatcher::singleton().findSchemaOrThrow(
+        "custom_pypto::npu_sparse_flash_attention_pto", overload);
+  };
+  static const auto plain = find("").typed<Plain>();
+  static const auto lse = find("softmax_lse").typed<Lse>();
+  const at::AutoDispatchBelowADInplaceOrView guard;
+  const auto run = [&](const auto& op, auto... more) {
+    return op.call(query, key, value, c.sparse_indices, c.scale_value, c.block_table,
+                   c.lengths_query, c.lengths_kv, query_rope, key_rope, c.sparse_block_size,
+                   c.layout_query, c.layout_kv, c.sparse_mode, sinks, more...);
+  };
+  if (statistics) return run(lse, true);
+  return {run(plain), Tensor(), Tensor()};
+}
+
+class SparseFlashAttention : public torch::autograd::Function<SparseFlashAttention> {
+ public:
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx,
+                                                const Tensor& query, const Tensor& key,
+                                                const OptionalTensor& value,
+                                                const OptionalTensor& query_rope,
+                                                const OptionalTensor& key_rope,
+                                                const OptionalTensor& sinks, const Constants& c) {
+    auto [out, max, sum] = call(query, key, value, query_rope, key_rope, sinks, c, true);
+    const auto some = [](const OptionalTensor& x) { return x.value_or(Tensor()); };
+    ctx->save_for_backward({query, key, some(value), some(query_rope), some(key_rope), some(sinks),
+                            c.sparse_indices, out, max, sum, some(c.block_table),
+                            some(c.lengths_query), some(c.lengths_kv)});
+    ctx->saved_data["scale_value"] = c.scale_value;
+    ctx->saved_data["sparse_block_size"] = c.sparse_block_size;
+    ctx->saved_data["layout_query"] = std::string(c.layout_query);
+    ctx->saved_data["layout_kv"] = std::string(c.layout_kv);
+    ctx->saved_data["sparse_mode"] = c.sparse_mode;
+    ctx->saved_data["cut"] = c.layout_kv == "PA_BSND" && !key.requires_grad();
+    ctx->mark_non_differentiable({max, sum});
+    return {out, max, sum};
   }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
+                                                 torch::autograd::variable_list grads) {
+    using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+    using Grad = Gradients(
+        const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, const Tensor&,
+        const Tensor&, const Tensor&, const Tensor&, double, int64_t, const OptionalTensor&,
+        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, c10::string_view,
+        int64_t, std::optional<c10::string_view>, const OptionalTensor&, const OptionalTensor&);
+    static const auto op =
+        c10::Dispatcher::singleton()
+            .findSchemaOrThrow("custom_pypto::npu_sparse_flash_attention_grad_pto", "")
+            .typed<Grad>();
+    TORCH_CHECK(!ctx->saved_data["cut"].toBool(), kNames.op,
+                ": key must require a gradient if another tensor does, got a paged cache without: "
+                "writes into a cache cut the gradient of the keys; train on the keys of the call "
+                "(layout_kv 'TND' or 'BSND')");
+    const torch::autograd::variable_list saved = ctx->get_saved_variables();
+    const auto some = [&](int i) {
+      return saved[i].defined() ? OptionalTensor(saved[i]) : OptionalTensor();
+    };
+    const auto text = [&](const char* name) { return ctx->saved_data[name].toStringRef(); };
+    const std::string layout_query = text("layout_query"), layout_kv = text("layout_kv");
+    const Tensor d_out = grads[0].defined() ? grads[0] : at::zeros_like(saved[7]);
+    const auto [d_query, d_key, d_value, d_query_rope, d_key_rope, d_sinks] =
+        op.call(saved[0], saved[1], some(2), saved[6], d_out, saved[7], saved[8], saved[9],
+                ctx->saved_data["scale_value"].toDouble(),
+                ctx->saved_data["sparse_block_size"].toInt(), some(3), some(4), some(11), some(12),
+                layout_query, ctx->saved_data["sparse_mode"].toInt(), layout_kv, some(10), some(5));
+    const auto of = [&](int i, const Tensor& gradient) {
+      return saved[i].defined() ? gradient : Tensor();
+    };
+    return {d_query,           d_key,          of(2, d_value), of(3, d_query_rope),
+            of(4, d_key_rope), of(5, d_sinks), Tensor()};
+  }
+};
+
+// Both overloads, as npu_sparse_flash_attention_pto.
+template <typename... Wanted>
+auto with_gradients(const Tensor& query, const Tensor& key, const OptionalTensor& value,
+                    const Tensor& sparse_indices, double scale_value,
+                    const OptionalTensor& block_table,
+                    const OptionalTensor& actual_seq_lengths_query,
+                    const OptionalTensor& actual_seq_lengths_kv, const OptionalTensor& query_rope,
+                    const OptionalTensor& key_rope, int64_t sparse_block_size,
+                    c10::string_view layout_query, c10::string_view layout_kv, int64_t sparse_mode,
+                    const OptionalTensor& sinks, Wanted... return_softmax_lse) {
+  const Constants c{.sparse_indices = sparse_indices,
+                    .scale_value = scale_value,
+                    .block_table = block_table,
+                    .lengths_query = actual_seq_lengths_query,
+                    .lengths_kv = actual_seq_lengths_kv,
+                    .sparse_block_size = sparse_block_size,
+                    .layout_query = layout_query,
+                    .layout_kv = layout_kv,
+                    .sparse_mode = sparse_mode};
+  const auto wants = [](const OptionalTensor& x) {
+    return x && x->defined() && x->requires_grad();
+  };
+  const bool gradient =
+      at::GradMode::is_enabled() && (wants(query) || wants(key) || wants(value) ||
+                                     wants(query_rope) || wants(key_rope) || wants(sinks));
+  const bool statistics = (false || ... || return_softmax_lse);
+  Statistics found;
+  if (gradient) {
+    const auto list =
+        SparseFlashAttention::apply(query, key, value, query_rope, key_rope, sinks, c);
+    found = {list[0], list[1], list[2]};
+  } else {
+    found = call(query, key, value, query_rope, key_rope, sinks, c, statistics);
+  }
+  if constexpr (sizeof...(Wanted) == 0) {
+    return std::get<0>(found);
+  } else {
+    if (statistics) return found;
+    const Tensor& out = std::get<0>(found);
+    const auto none = [&] { return at::empty({0}, out.options().dtype(at::kFloat)); };
+    return Statistics(out, none(), none());
+  }
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) {
+  m.impl(kNames.op, &with_gradients<>);
+  m.impl(kSoftmaxLse, &with_gradients<bool>);
 }
 
 }  // namespace custom_pypto

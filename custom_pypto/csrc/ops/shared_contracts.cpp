@@ -24,32 +24,32 @@ bool check_lengths(const char* op, const char* name, const OptionalTensor& lengt
 
 std::string other_query_layout(const KeyNames& names, Layout given) {
   if (given == Layout::kTnd) {
-    return c10::str("; [B, S1, N1, D] needs layout_query 'BSND', ", names.layout,
-                    " 'PA_BSND' or 'BSND', and actual_seq_lengths_query None or int32 query tokens "
-                    "of each sequence [B]");
+    return c10::str("; [B, S1, N1, D] needs ", names.query_layout, " 'BSND', ", names.layout,
+                    " 'PA_BSND' or 'BSND', and ", names.query_lengths,
+                    " None or int32 query tokens of each sequence [B]");
   }
-  return c10::str("; [T1, N1, D] needs layout_query 'TND', ", names.layout,
-                  " 'PA_BSND' or 'TND', and actual_seq_lengths_query: int32 inclusive prefix sums "
-                  "of query tokens [B]");
+  return c10::str("; [T1, N1, D] needs ", names.query_layout, " 'TND', ", names.layout,
+                  " 'PA_BSND' or 'TND', and ", names.query_lengths,
+                  ": int32 inclusive prefix sums of query tokens [B]");
 }
 
 std::string other_key_layout(const KeyNames& names, Layout given) {
   if (given == Layout::kTnd) {
     return c10::str("; [blocks, block_size, 1, D] needs ", names.layout,
-                    " 'PA_BSND' and block_table; [B, S2, 1, D] needs layout_query and ",
+                    " 'PA_BSND' and block_table; [B, S2, 1, D] needs ", names.query_layout, " and ",
                     names.layout, " 'BSND'");
   }
   return c10::str(given == Layout::kPaged
                       ? "; [blocks, block_size, D] lacks the head dim: pass key.unsqueeze(2)"
                       : "",
-                  "; [T2, 1, D] needs layout_query and ", names.layout,
-                  " 'TND', and int32 inclusive prefix sums [B] in actual_seq_lengths_query and ",
+                  "; [T2, 1, D] needs ", names.query_layout, " and ", names.layout,
+                  " 'TND', and int32 inclusive prefix sums [B] in ", names.query_lengths, " and ",
                   names.lengths);
 }
 
 // Argument::rank with a hint: a tensor with the other layout's rank most often has that layout.
 void check_layout_rank(const KeyNames& names, const char* name, const Tensor& tensor, Layout layout,
-                       const char* shape,
+                       const std::string& shape,
                        std::string (*other_layout)(const KeyNames& names, Layout given)) {
   Argument(names.op, name, tensor);
   const int64_t rank = layout == Layout::kTnd ? 3 : 4;
@@ -61,12 +61,12 @@ void check_lengths_and_blocks(const KeyNames& names, const SequenceParams& p) {
   const char* op = names.op;
   const bool packed = p.query_layout == Layout::kTnd, paged = p.key_layout == Layout::kPaged;
   const OptionalTensor& query_lengths = p.actual_seq_lengths_query;
-  const bool given = check_lengths(op, "actual_seq_lengths_query", query_lengths, packed,
+  const bool given = check_lengths(op, names.query_lengths, query_lengths, packed,
                                    packed ? "inclusive prefix sums of query tokens [B], for 'TND'"
                                           : "query tokens of each sequence [B]",
                                    p.query);
   const c10::SymInt B = packed ? query_lengths->sym_size(0) : p.query.sym_size(0);
-  if (given) Argument(op, "actual_seq_lengths_query", *query_lengths).size(0, B, "B");
+  if (given) Argument(op, names.query_lengths, *query_lengths).size(0, B, "B");
   const OptionalTensor& key_lengths = p.actual_seq_lengths_key;
   if (check_lengths(op, names.lengths, key_lengths, paged || packed,
                     paged    ? "keys of each sequence [B], for a paged cache"
@@ -99,18 +99,18 @@ void check_sequences(const KeyNames& names, SequenceParams& p) {
   const char* op = names.op;
   CHECK_ARGUMENT(p.sparse_mode == 0 || p.sparse_mode == 3, op, "sparse_mode",
                  "0 (every key) or 3 (causal, right-aligned)", p.sparse_mode);
-  CHECK_ARGUMENT(p.layout_query == "BSND" || p.layout_query == "TND", op, "layout_query",
+  CHECK_ARGUMENT(p.layout_query == "BSND" || p.layout_query == "TND", op, names.query_layout,
                  "'BSND' or 'TND'", c10::str("'", p.layout_query, "'"));
   CHECK_ARGUMENT(p.layout_key == "PA_BSND" || p.layout_key == p.layout_query, op, names.layout,
-                 c10::str("'PA_BSND' or '", p.layout_query, "' (layout_query)"),
+                 c10::str("'PA_BSND' or '", p.layout_query, "' (", names.query_layout, ")"),
                  c10::str("'", p.layout_key, "'"));
   const bool packed = p.layout_query == "TND", paged = p.layout_key == "PA_BSND";
   p.query_layout = packed ? Layout::kTnd : Layout::kBsnd;
   p.key_layout = paged ? Layout::kPaged : p.query_layout;
-  check_layout_rank(
-      names, "query", p.query, p.query_layout,
-      packed ? "[T1, N1, D] (layout_query 'TND')" : "[B, S1, N1, D] (layout_query 'BSND')",
-      other_query_layout);
+  const std::string shape = packed ? "[T1, N1, D]" : "[B, S1, N1, D]";
+  check_layout_rank(names, "query", p.query, p.query_layout,
+                    c10::str(shape, " (", names.query_layout, " '", p.layout_query, "')"),
+                    other_query_layout);
   check_layout_rank(names, "key", p.key, p.key_layout,
                     paged    ? "[blocks, block_size, 1, D] (paged)"
                     : packed ? "[T2, 1, D] (TND)"
@@ -155,6 +155,53 @@ void check_attention(const KeyNames& names, AttentionParams& p) {
       .size(heads, 1, "N2: one key head")
       .dtype(at::kInt, "positions")
       .device_of(query);
+}
+
+namespace {
+
+// Checks that rank, dtype, device and all sizes but the last match `like`.
+Argument like(const KeyNames& names, const Tensor& like, const char* name, const Tensor& tensor,
+              const char* why) {
+  return Argument(names.op, name, tensor)
+      .rank(like.dim(), why)
+      .sizes(like, like.dim() - 1, why)
+      .dtype(like.scalar_type(), why)
+      .device_of(like);
+}
+
+}  // namespace
+
+void check_unquantised_attention(const KeyNames& names, AttentionParams& p) {
+  const char* op = names.op;
+  check_attention(names, p);
+  const Tensor &query = p.sequences.query, &key = p.sequences.key;
+  const int64_t query_last = query.dim() - 1, key_last = key.dim() - 1;
+  const c10::SymInt L = query.sym_size(-1);
+  Argument(op, "query", query).dtype(kFloating).keeps(query_last, Dim::kMultipleOf16, "L");
+  Argument(op, "key", key)
+      .dtype(query.scalar_type(), "dtype of query")
+      .device_of(query)
+      .size(key_last, L, "L of query")
+      .dense_rows();
+  if (p.value)
+    like(names, key, "value", *p.value, "as key").size(key_last, L, "as key").dense_rows();
+  CHECK_ARGUMENT(p.query_rope.has_value() == p.key_rope.has_value(), op, "key_rope",
+                 p.query_rope ? "a tensor, as query_rope is" : "None, as query_rope is",
+                 p.key_rope ? "a tensor" : "None");
+  if (p.query_rope) {
+    like(names, query, "query_rope", *p.query_rope, "as query, except R")
+        .keeps(query_last, Dim::kMultipleOf16, "R");
+    like(names, key, "key_rope", *p.key_rope, "as key, except R")
+        .size(key_last, p.query_rope->sym_size(-1), "R of query_rope")
+        .dense_rows();
+  }
+  if (p.sinks) {
+    Argument(op, "sinks", *p.sinks)
+        .rank(1, "[N1]")
+        .size(0, query.sym_size(-2), "N1 of query")
+        .dtype(at::kFloat, "a logit per head")
+        .device_of(query);
+  }
 }
 
 void check_index_rows(const char* op, const Tensor& x, const OptionalTensor& hadamard) {

@@ -6,11 +6,13 @@
 
 namespace custom_pypto {
 
-// The names of an op and of its key arguments.
+// The names of an op and of its arguments on sequences.
 struct KeyNames {
   const char* op;
   const char* layout;   // layout_key or layout_kv
   const char* lengths;  // actual_seq_lengths_key or actual_seq_lengths_kv
+  const char* query_layout = "layout_query";
+  const char* query_lengths = "actual_seq_lengths_query";
 };
 
 // Logits are scaled in float32, as exponents of 2. A scale that is 0 or infinite in float32 turns
@@ -29,6 +31,9 @@ void check_indexer(const KeyNames& names, IndexerParams& p);
 
 // Checks what every sparse attention has in common: sequences, indices, scale.
 void check_attention(const KeyNames& names, AttentionParams& p);
+
+// Checks the same, and the tensors of attention over rows in the dtype of the query.
+void check_unquantised_attention(const KeyNames& names, AttentionParams& p);
 
 // Checks rows x [.., D] of an indexer, and the matrix that rotates them.
 void check_index_rows(const char* op, const Tensor& x, const OptionalTensor& hadamard);

@@ -45,4 +45,12 @@ struct AttentionParams {
   Tensor softmax_max = {}, softmax_sum = {};  // set by the contract if return_softmax_lse
 };
 
+struct AttentionGradParams {
+  AttentionParams attention;
+  const Tensor& d_out;
+  const Tensor &softmax_max, &softmax_sum;  // of the forward
+  // set by the contract; those of absent tensors have no elements
+  Tensor d_query = {}, d_key = {}, d_value = {}, d_query_rope = {}, d_key_rope = {}, d_sinks = {};
+};
+
 }  // namespace custom_pypto

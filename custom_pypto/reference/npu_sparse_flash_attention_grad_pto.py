@@ -1,0 +1,161 @@
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from . import npu_sparse_flash_attention_pto as forward
+from .checks import ROUNDING, of_sequences
+from .sequences import selected_rows
+
+GRADIENTS = ("query", "key", "value", "query_rope", "key_rope", "sinks")
+
+
+def npu_sparse_flash_attention_grad_pto(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    d_out: Tensor,
+    out: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    scale_value: float,
+    sparse_block_size: int = 1,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    actual_seq_qlen: Tensor | None = None,
+    actual_seq_kvlen: Tensor | None = None,
+    layout: str = "BSND",
+    sparse_mode: int = 3,
+    *,
+    layout_kv: str | None = None,
+    block_table: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, ...]:
+    """By autograd in float64. The softmax is computed again: ``out`` and the statistics of another
+    call show as an error."""
+    given = dict(zip(GRADIENTS, (query, key, value, query_rope, key_rope, sinks), strict=True))
+    leaves = {n: x.detach().double().requires_grad_() for n, x in given.items() if x is not None}
+    flat = {n: _flat(n, x) for n, x in leaves.items()}
+    g = d_out.double().flatten(0, -3)
+    # zeros where no token selects a key
+    total = torch.stack([(0 * x).sum() for x in leaves.values()]).sum()
+    for row, slots in selected_rows(
+        query,
+        key,
+        sparse_indices,
+        layout_query=layout,
+        layout_kv=layout_kv or layout,
+        actual_seq_lengths_query=actual_seq_qlen,
+        actual_seq_lengths_kv=actual_seq_kvlen,
+        block_table=block_table,
+        sparse_mode=sparse_mode,
+    ):
+        probabilities, values, _ = _attention(flat, row, slots, scale_value)
+        total = total + (probabilities @ values * g[row]).sum()
+    found = dict(zip(leaves, torch.autograd.grad(total, list(leaves.values())), strict=True))
+    absent = dict.fromkeys(GRADIENTS, query.new_empty(0)) | dict(sinks=query.new_empty(0).float())
+    return tuple(
+        absent[name] if x is None else found[name].to(x.dtype) for name, x in given.items()
+    )
+
+
+def _flat(name: str, x: Tensor) -> Tensor:
+    """Rows of the cache, rows of the query by head, or the sinks."""
+    if name in ("key", "value", "key_rope"):
+        return x.reshape(-1, x.size(-1))
+    return x if name == "sinks" else x.flatten(0, -3)
+
+
+def _attention(
+    x: dict[str, Tensor], row: int, slots: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Probabilities ``[N1, keys]``, values ``[keys, L]``, and the sinks' probabilities ``[N1]``."""
+    logits = x["query"][row] @ x["key"][slots].T
+    if "query_rope" in x:
+        logits = logits + x["query_rope"][row] @ x["key_rope"][slots].T
+    logits = logits * scale
+    if "sinks" in x:
+        logits = torch.cat([logits, x["sinks"][:, None]], -1)
+    probabilities = logits.softmax(-1)
+    values = x.get("value", x["key"])[slots]
+    n = len(slots)
+    return probabilities[:, :n], values, probabilities[:, n] if "sinks" in x else None
+
+
+def with_gradient(call: dict) -> dict:
+    """The arguments of the gradient of a call of ``npu_sparse_flash_attention_pto``."""
+    g = torch.Generator().manual_seed(5)
+    out, largest, total = forward.npu_sparse_flash_attention_pto(**call, return_softmax_lse=True)
+    call = dict(call)
+    lengths = (call.pop(f"actual_seq_lengths_{x}", None) for x in ("query", "kv"))
+    return call | dict(
+        d_out=torch.randn(out.shape, generator=g).to(out.dtype),
+        out=out,
+        softmax_max=largest,
+        softmax_sum=total,
+        **dict(zip(("actual_seq_qlen", "actual_seq_kvlen"), lengths, strict=True)),
+        layout=call.pop("layout_query", "BSND"),
+        layout_kv=call.pop("layout_kv", "PA_BSND"),
+    )
+
+
+def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
+    sizes = [([1], 1, 16), ([300, 0, 700], 1, 128), ([131, 5], 4, 16)]
+    yield from of_sequences(dtypes, sizes, lambda *x: with_gradient(forward.arguments(*x)))
+    sinks = [([300, 3], 2, 128)]
+    more = ", sinks, no RoPE"
+    yield from of_sequences(dtypes, sinks, lambda *x: with_gradient(forward.with_sinks(*x)), more)
+
+
+def error(got: tuple, expected: tuple, mine: dict, theirs: dict) -> tuple[float, float]:
+    """Of finite elements, relative to the sum of the magnitudes of their terms."""
+    largest = 0.0
+    for one, other, magnitude in zip(got, expected, _magnitudes(**theirs), strict=True):
+        limits = torch.finfo(other.dtype)
+        difference = (one.double() - other.double()).abs().nan_to_num(nan=torch.inf)
+        # below the normal numbers, of float32 in sums and of the dtype in results
+        smallest = max(torch.finfo(torch.float32).tiny, limits.tiny * limits.eps)
+        difference = (difference - smallest).clamp(min=0) / magnitude
+        counts = other.isfinite() & magnitude.isfinite() & (one != other)
+        if counts.any():
+            largest = max(largest, float(difference[counts].amax()))
+    return largest, ROUNDING[theirs["query"].dtype]
+
+
+def _magnitudes(
+    scale_value: float,
+    d_out: Tensor,
+    layout: str = "BSND",
+    actual_seq_qlen: Tensor | None = None,
+    actual_seq_kvlen: Tensor | None = None,
+    **call,
+) -> list[Tensor]:
+    """The sums of the magnitudes of each gradient's terms."""
+    flat = {
+        name: _flat(name, call[name].double()) for name in GRADIENTS if call.get(name) is not None
+    }
+    g = d_out.double().flatten(0, -3).abs()
+    found = {name: torch.zeros_like(x) for name, x in flat.items()}
+    same = {name: call.get(name) for name in ("query", "key", "sparse_indices", "block_table")}
+    for row, slots in selected_rows(
+        **same,
+        layout_query=layout,
+        layout_kv=call.get("layout_kv") or layout,
+        actual_seq_lengths_query=actual_seq_qlen,
+        actual_seq_lengths_kv=actual_seq_kvlen,
+        sparse_mode=call.get("sparse_mode", 3),
+    ):
+        p, values, of_sink = _attention(flat, row, slots, scale_value)
+        dots = g[row] @ values.abs().T
+        delta = (p * dots).sum(-1, keepdim=True)
+        d_logits = scale_value * p * (dots + delta)
+        for query, key in (("query", "key"), ("query_rope", "key_rope")):
+            if query in flat:
+                found[query][row] += d_logits @ flat[key][slots].abs()
+                found[key].index_add_(0, slots, d_logits.T @ flat[query][row].abs())
+        found["value" if "value" in flat else "key"].index_add_(0, slots, p.T @ g[row])
+        if of_sink is not None:
+            found["sinks"] += of_sink * delta[:, 0]
+    zero = d_out.new_zeros(0)
+    return [found[n].view_as(call[n]) if call.get(n) is not None else zero for n in GRADIENTS]

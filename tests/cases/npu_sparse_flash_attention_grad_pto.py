@@ -1,0 +1,110 @@
+"""Arguments of ``npu_sparse_flash_attention_grad_pto``."""
+
+import torch
+from torch import Tensor
+
+from custom_pypto import reference
+
+from . import npu_sparse_flash_attention_pto as forward
+from .hostile import Maker
+from .rejections import Op, none, table
+
+OP = "npu_sparse_flash_attention_grad_pto"
+WEIGHT = 5
+GRADIENTS = ("query", "key", "value", "query_rope", "key_rope", "sinks")
+NAMES = dict(
+    actual_seq_lengths_query="actual_seq_qlen",
+    actual_seq_lengths_kv="actual_seq_kvlen",
+    layout_query="layout",
+)
+
+
+def with_gradient(call: dict, d_out: Tensor) -> dict:
+    """The arguments of the gradient of a call of the forward."""
+    call = call | dict(return_softmax_lse=True)
+    out, largest, total = reference.npu_sparse_flash_attention_pto(**call)
+    del call["return_softmax_lse"]
+    renamed = {NAMES.get(name, name): x for name, x in call.items()}
+    return renamed | dict(d_out=d_out, out=out, softmax_max=largest, softmax_sum=total)
+
+
+def inputs(lengths_query: list[int], lengths_key: list[int], *, seed: int = 0, **keywords) -> dict:
+    call = forward.inputs(lengths_query, lengths_key, seed=seed, **keywords)
+    g = torch.Generator().manual_seed(seed + 1)
+    d_out = torch.randn(call["query"].shape, generator=g).to(call["query"].dtype)
+    return with_gradient(call, d_out)
+
+
+def not_default() -> dict:
+    x = forward.not_default()
+    g = torch.Generator().manual_seed(1)
+    return with_gradient(x, torch.randn(x["query"].shape, generator=g).to(x["query"].dtype))
+
+
+def random_call(m: Maker) -> dict:
+    call = forward.random_call(m)
+    width = call["query"].size(-1) + (0 if call["query_rope"] is None else 32)
+    # larger logits have errors that an exponential shows
+    call["scale_value"] = m.rng.random() * width**-0.5 + 1e-3
+    if call["sinks"] is not None:
+        call["sinks"] = call["sinks"].clamp(-9, 9)
+    return with_gradient(call, m.tensor(call["query"].shape))
+
+
+def rejected() -> list:
+    def call(layout_query: str, layout_kv: str) -> dict:
+        return inputs([3, 2], [40, 33], layout_query=layout_query, layout_kv=layout_kv)
+
+    pa, bsnd, tnd = call("BSND", "PA_BSND"), call("BSND", "BSND"), call("TND", "TND")
+    row = table(OP, "grad", pa)
+    op = Op(row, "layout_kv", "actual_seq_kvlen", pa, bsnd, tnd, call("TND", "PA_BSND"))
+    optional = ["block_table", "actual_seq_kvlen", "actual_seq_qlen", "query_rope", "key_rope"]
+    layout = "layout must be 'BSND' or 'TND', got 'BNSD'"
+    tnd_keys = "layout_kv must be 'PA_BSND' or 'BSND' (layout), got 'TND'"
+    lengths = "actual_seq_qlen must be an int32 tensor: inclusive prefix sums of query tokens [B], "
+    return [
+        row("layout", layout, layout="BNSD"),
+        row("layout_kv", tnd_keys, layout_kv="TND"),
+        row("no-lengths-TND", f"{lengths}for 'TND', got None", tnd, actual_seq_qlen=None),
+        *forward.rejected_dims(op),
+        *forward.rejected_values(op),
+        *forward.rejected_indices(op),
+        *forward.rejected_ropes(op),
+        *forward.rejected_sinks(op),
+        *forward.rejected_keywords(op),
+        *rejected_of_the_output(op),
+        *rejected_statistics(op),
+        *none(row, pa, optional),
+    ]
+
+
+def rejected_of_the_output(op: Op) -> list:
+    rows = []
+    for name in ("d_out", "out"):
+        x = op.pa[name]
+        for id, message, value in (
+            ("rank", " must be of shape that of query, got [4, 4, 32]", x[0]),
+            ("tokens", ".size(1) must be 4 (as query), got 2", x[:, :2]),
+            ("L", ".size(3) must be 32 (as query), got 16", x[..., :16]),
+            ("dtype", ".dtype must be float32 (dtype of query), got bfloat16", x.bfloat16()),
+        ):
+            rows.append(op.row(f"{name}-{id}", f"{name}{message}", **{name: value}))
+    return rows
+
+
+def rejected_statistics(op: Op) -> list:
+    of = "(of the forward, with return_softmax_lse=True)"
+    rows = []
+    for name in ("softmax_max", "softmax_sum"):
+        x, packed = op.pa[name], op.tnd[name]
+        for id, message, value in (
+            ("rank", " must be of shape [B, N2, S1, N1], got [1, 4, 4]", x[0]),
+            ("batch", ".size(0) must be 2 (B of query), got 1", x[:1]),
+            ("heads", ".size(3) must be 4 (N1 of query), got 3", x[..., :3]),
+            ("tokens", ".size(2) must be 4 (S1 of query), got 2", x[:, :, :2]),
+            ("dtype", f".dtype must be float32 {of}, got float64", x.double()),
+        ):
+            rows.append(op.row(f"{name}-{id}", f"{name}{message}", **{name: value}))
+        tokens = f"{name}.size(1) must be 6 (T1 of query), got 5"
+        rows.append(op.row(f"{name}-tokens-TND", tokens, op.tnd, **{name: packed[:, :5]}))
+    return rows
