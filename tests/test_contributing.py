@@ -40,6 +40,7 @@ USERS = {
         "tests/test_graph.py",
         "tests/test_graph_mode.py",
         "tests/test_graph_mode_faults.py",
+        "tests/test_kernel_calls.py",
         "tests/test_kernels.py",
         "tests/test_layering.py",
         "tests/test_log.py",

@@ -1,0 +1,225 @@
+"""The way to an NPU program: limits, tensors by name, task graphs, work on the host."""
+
+import importlib.util
+
+import cases
+import pytest
+import torch
+from cases import on_meta, without_nan
+from cases.npu_programs import attention_case, fused_case, index_case
+from cases.npu_sparse_attention_pto import CACHES
+
+import custom_pypto
+from custom_pypto import npu
+from custom_pypto.descriptions import OPS
+
+if importlib.util.find_spec("pypto") is None:
+    pytest.skip("the sim extra is not installed", allow_module_level=True)
+
+from custom_pypto import simulation  # noqa: E402
+
+pytestmark = pytest.mark.sim
+
+
+@pytest.fixture(scope="module", autouse=True)
+def npu_programs():
+    with simulation.on_cpu():
+        yield
+
+
+@pytest.mark.parametrize(
+    "op, inputs, message", [row for op in OPS for row in cases.of(op).unsupported_on_npu()]
+)
+def test_what_the_programs_do_not_support_is_rejected_with_the_remedy(op, inputs, message):
+    with pytest.raises(RuntimeError) as rejected:
+        getattr(custom_pypto, op)(**inputs)
+    assert str(rejected.value).startswith(f"{op}: {message}")
+
+
+def test_the_contract_holds_for_npu_tensors():
+    with pytest.raises(RuntimeError, match="^npu_lightning_indexer_pto: sparse_mode must be"):
+        custom_pypto.npu_lightning_indexer_pto(**index_case([1], [40]) | dict(sparse_mode=7))
+
+
+def test_npu_tensors_reach_the_wrappers():
+    for op in custom_pypto.__all__:
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"custom_pypto::{op}", "PrivateUse1")
+
+
+CALLS = {
+    "npu_lightning_indexer_pto": lambda layout: index_case([2, 1], [300, 40], layout_query=layout),
+    "npu_sparse_flash_attention_pto": lambda layout: attention_case(
+        [2, 1], [300, 40], layout_query=layout
+    ),
+    "npu_sparse_flash_attention_pto.softmax_lse": lambda layout: attention_case(
+        [2, 1], [300, 40], layout_query=layout, sinks=(-9, 9), statistics=True
+    ),
+    "npu_sparse_attention_pto": lambda layout: fused_case([300, 40], 2),
+}
+
+
+X = torch.ones(3)
+
+
+def strided(x: dict) -> dict:
+    """The same values, every argument but the caches in memory that is not contiguous."""
+    caches = {"key", "value", "key_rope", *CACHES}
+    return {
+        name: torch.stack([t, t], -1)[..., 0]
+        if isinstance(t, torch.Tensor) and name not in caches
+        else t
+        for name, t in x.items()
+    }
+
+
+@pytest.mark.parametrize("change", [dict, strided], ids=["contiguous", "strided"])
+@pytest.mark.parametrize("layout", ["BSND", "TND"])
+@pytest.mark.parametrize("op", CALLS)
+def test_wrappers_read_no_value_on_the_host(op, layout, change):
+    """On meta tensors there is no value to read: what waits for the device fails here."""
+    launched = []
+
+    def launch(kernel, tensors, written):
+        launched.append([(tuple(t.shape), t.dtype, t.is_contiguous()) for t in tensors.values()])
+        assert written and {*written} <= {*tensors}
+
+    x = change(CALLS[op](layout))
+    for arguments in (x, on_meta(x)):
+        npu.implementations(launch)[op](**arguments)
+    real, meta = launched
+    assert real == meta and all(contiguous for *_, contiguous in real)
+
+
+@pytest.mark.parametrize(
+    "tensors, written, message",
+    [
+        pytest.param(["self", "out"], "out", "the kernel's tensor other is missing", id="missing"),
+        pytest.param(
+            ["self", "other", "out", "more"], "out", "the kernel has no tensor more", id="unknown"
+        ),
+        pytest.param(
+            ["self", "other", "out"], "result", "the kernel has no tensor result", id="written"
+        ),
+    ],
+)
+def test_a_tensor_that_the_kernel_lacks_or_has_not_is_named(tensors, written, message):
+    facts = npu.common.program("add_custom").Facts(dtype="float32")
+    call = npu.common.KernelCall(facts, dict.fromkeys(tensors, X), written=(written,))
+    with pytest.raises(TypeError, match=f"^add_custom: {message}$"):
+        npu.common.prepared("add_custom", call)
+
+
+def test_tensors_are_passed_in_the_order_of_the_kernel():
+    facts = npu.common.program("add_custom").Facts(dtype="float32")
+    call = npu.common.KernelCall(facts, {"out": X, "other": X, "self": None}, written=("out",))
+    _, tensors, _ = npu.common.prepared("add_custom", call)
+    assert list(tensors) == ["self", "other", "out"]
+    assert tensors["self"].shape == (1, 1) and tensors["self"].dtype == torch.float32
+
+
+def test_calls_of_a_class_of_sizes_share_a_kernel():
+    kernels = []
+
+    def launch(kernel, tensors, written):
+        kernels.append(kernel)
+
+    attend = npu.implementations(launch)["npu_sparse_flash_attention_pto"]
+    for tokens, heads in (5, 16), (6, 16), (12, 16), (6, 32):
+        attend(**attention_case([tokens], [300], heads=heads))
+    first, same, *others = kernels
+    assert first is same and first not in others
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_lengths_and_block_tables_can_be_declared_ready_on_the_host(op, monkeypatch):
+    """PyPTO rejects a name that is not an argument; the estimate stays what it was."""
+    found = []
+
+    def launch(kernel, tensors, written):
+        names = kernel._runtime_options.get("ready_on_host_tensors", [])
+        found.append((names, simulation.estimate(kernel, *tensors.values()).latency_us))
+
+    for value in ("0", "1"):
+        monkeypatch.setenv("CUSTOM_PYPTO_READY_ON_HOST", value)
+        npu.implementations(launch)[op](**CALLS[op]("BSND"))
+    (without, before), (declared, after) = found
+    assert not without and declared and before == after
+
+
+@pytest.mark.parametrize("op", ["npu_lightning_indexer_pto", "npu_sparse_flash_attention_pto"])
+def test_prefix_sums_are_never_declared_ready_on_the_host(op, monkeypatch):
+    """The wrapper makes them non-decreasing, on the device."""
+    found = []
+
+    def launch(kernel, tensors, written):
+        found.extend(kernel._runtime_options["ready_on_host_tensors"])
+
+    monkeypatch.setenv("CUSTOM_PYPTO_READY_ON_HOST", "1")
+    npu.implementations(launch)[op](**CALLS[op]("TND"))
+    assert "key_lengths" in found and "query_lengths" not in found
+
+
+def priced(op: str, arguments: dict) -> simulation.Estimate:
+    found = []
+
+    def launch(kernel, tensors, written):
+        found.append(simulation.estimate(kernel, *tensors.values()))
+
+    npu.implementations(launch)[op](**arguments)
+    return found[0]
+
+
+@pytest.mark.parametrize("tokens", [2, 5, pytest.param(40, marks=pytest.mark.slow)])
+def test_the_task_graph_orders_cache_writes_before_reads(tokens):
+    """The batch of tasks that reads the caches follows the one that writes them."""
+    estimate = priced("npu_sparse_attention_pto", fused_case([300] * tokens, 1, sparse_count=64))
+    writes = {t.node[0] for t in estimate.timeline if t.name.startswith("PROLOG_CACHE")}
+    reads = {t.node[0] for t in estimate.timeline if t.name.startswith(("LI_", "DSA_"))}
+    assert writes and reads and max(writes) < min(reads)
+
+
+@pytest.mark.parametrize("S1", [1, 3])
+@pytest.mark.parametrize("length", [300, pytest.param(9000, marks=pytest.mark.slow)])
+def test_every_attention_waits_for_its_own_selection(length, S1):
+    """An edge that is missing would be a race, which the interpreter does not have."""
+    estimate = priced("npu_sparse_attention_pto", fused_case([length] * 2, S1, sparse_count=64))
+    last_sort = "LI_CHUNK1" if length <= 8192 else "LI_MERGE"
+    attentions = {t.node for t in estimate.timeline if "DSA" in t.name and "MUL_B" in t.name}
+    waiting = []
+    for task in estimate.timeline:
+        if task.name.startswith(last_sort) and "SORT" in task.name:
+            seen, stack = set(), [task.node]
+            while stack:
+                new = set(estimate.successors.get(stack.pop(), ())) - seen
+                seen |= new
+                stack += new
+            waiting.append(seen & attentions)
+    assert len(waiting) == 2 * S1
+    assert set.union(*waiting) == attentions
+    assert sum(map(len, waiting)) == len(attentions)
+
+
+@pytest.mark.parametrize("op", CALLS)
+def test_after_the_last_pass_the_tiles_compute_the_same(op):
+    """PyPTO's own check, on the graph that code is generated from."""
+    found = []
+
+    def launch(kernel, tensors, written):
+        found.append(simulation.verify_passes(kernel, *tensors.values()))
+
+    npu.implementations(launch)[op](**without_nan(CALLS[op]("BSND")))
+    (counts,) = found
+    agree, differ = counts["CodegenPreproc"]
+    assert agree > 0
+    assert differ == 0
+
+
+def test_another_pypto_leaves_the_cpu_and_says_what_the_npu_needs(monkeypatch):
+    monkeypatch.setattr(custom_pypto.requirements, "PYPTO", ("9.9.8", "9.9.9"))
+    npu.common.program.cache_clear()
+    with pytest.raises(
+        RuntimeError,
+        match=r"add_custom: an NPU needs pypto 9.9.8 or 9.9.9, found 0.2.\d.* in /.*pypto; source "
+        r"the set_env.sh of CANN 9.1 or later, which has its own, else pip install pypto==9.9.8",
+    ):
+        custom_pypto.add_custom(torch.ones(3), torch.ones(3))
