@@ -108,10 +108,10 @@ struct Constants {
   int64_t sparse_mode;
 };
 
-// Below autograd; the statistics only where they are wanted.
+// The overload below autograd: the default one without `statistics`.
 Statistics call(const Tensor& query, const Tensor& key, const OptionalTensor& value,
                 const OptionalTensor& query_rope, const OptionalTensor& key_rope,
-                const OptionalTensor& sinks, const Constants& c, bool statistics) {
+                const OptionalTensor& sinks, const Constants& c, std::optional<bool> statistics) {
   using Plain = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, double,
                        const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                        const OptionalTensor&, const OptionalTensor&, int64_t, c10::string_view,
@@ -132,7 +132,7 @@ Statistics call(const Tensor& query, const Tensor& key, const OptionalTensor& va
                    c.lengths_query, c.lengths_kv, query_rope, key_rope, c.sparse_block_size,
                    c.layout_query, c.layout_kv, c.sparse_mode, sinks, more...);
   };
-  if (statistics) return run(lse, true);
+  if (statistics) return run(lse, *statistics);
   return {run(plain), Tensor(), Tensor()};
 }
 
@@ -220,19 +220,20 @@ auto with_gradients(const Tensor& query, const Tensor& key, const OptionalTensor
   const bool gradient =
       at::GradMode::is_enabled() && (wants(query) || wants(key) || wants(value) ||
                                      wants(query_rope) || wants(key_rope) || wants(sinks));
-  const bool statistics = (false || ... || return_softmax_lse);
   Statistics found;
   if (gradient) {
     const auto list =
         SparseFlashAttention::apply(query, key, value, query_rope, key_rope, sinks, c);
     found = {list[0], list[1], list[2]};
   } else {
+    std::optional<bool> statistics;
+    ((statistics = return_softmax_lse), ...);
     found = call(query, key, value, query_rope, key_rope, sinks, c, statistics);
   }
   if constexpr (sizeof...(Wanted) == 0) {
     return std::get<0>(found);
   } else {
-    if (statistics) return found;
+    if (!gradient || (false || ... || return_softmax_lse)) return found;
     const Tensor& out = std::get<0>(found);
     const auto none = [&] { return at::empty({0}, out.options().dtype(at::kFloat)); };
     return Statistics(out, none(), none());
