@@ -99,16 +99,6 @@ class SparseAttention {
     return sequences_[task.sequence].first_token + task.first + i;
   }
 
-  // Calls f(position) for every index in columns [begin, end) that the token may see.
-  template <typename F>
-  void for_each_index(int64_t token, int64_t begin, int64_t end, int64_t visible,
-                      const F& f) const {
-    const int32_t* row = indices_ + token * k_;
-    for (int64_t c = begin; c < end && row[c] != -1; ++c) {
-      if (row[c] >= 0 && row[c] < visible) f(int64_t{row[c]});
-    }
-  }
-
   // columns before the -1 that ends a row
   int64_t columns(int64_t token) const {
     const int32_t* row = indices_ + token * k_;
@@ -192,8 +182,8 @@ class SparseAttention {
     start(task, scratch, sums);
     const Sequence& s = sequences_[task.sequence];
     const auto all = [](int64_t, int64_t) -> const float* { return nullptr; };
-    for_each_index(token(task, 0), task.begin, task.end, s.visible(task.first, mode_),
-                   [&](int64_t position) {
+    for_each_index(indices_ + token(task, 0) * k_, task.begin, task.end,
+                   s.visible(task.first, mode_), [&](int64_t position) {
                      const KeyMap::Slot slot = key_map_.find(s, position);
                      if (!slot.exists) return;
                      add_key(slot, position, task, scratch, sums, all);
@@ -210,7 +200,7 @@ class SparseAttention {
     const Sequence& s = sequences_[task.sequence];
     scratch.counts.assign(task.count * task.end, 0);
     for (int64_t t = 0; t < task.count; ++t) {
-      for_each_index(token(task, t), 0, k_, s.visible(task.first + t, mode_),
+      for_each_index(indices_ + token(task, t) * k_, 0, k_, s.visible(task.first + t, mode_),
                      [&](int64_t position) { ++scratch.counts[position * task.count + t]; });
     }
     scratch.panel_counts.resize(Keys::kKeys * panel_rows(task.count * heads_));

@@ -13,7 +13,6 @@ namespace {
 
 constexpr int64_t kBlock = 64;             // keys of a product
 constexpr int64_t kOwners = 32;            // tasks that own the rows of the cache
-constexpr int64_t kStrip = 64;             // heads of a panel
 constexpr int64_t kChunkBytes = 64 << 20;  // what the first pass leaves for the second
 constexpr int64_t kLeastTokens = 16;       // of a chunk
 
@@ -26,11 +25,11 @@ std::vector<const float*> rows_of(const float* first, int64_t count, int64_t str
   return rows;
 }
 
-// The rows of a gradient: float32 sums, which become the gradient's dtype at the end.
+// The rows of a gradient, which holds zeros: float32 sums, which become its dtype at the end.
 struct Sums {
   Sums(const Tensor& gradient, int64_t row)
       : tensor(gradient.scalar_type() == at::kFloat
-                   ? gradient.zero_()
+                   ? gradient
                    : at::zeros(gradient.sizes(), gradient.options().dtype(at::kFloat))),
         width(row),
         data(tensor.mutable_data_ptr<float>()) {}
@@ -64,7 +63,7 @@ class Backward {
         value_(p.attention.value ? *p.attention.value : p.attention.sequences.key),
         own_value_(p.attention.value.has_value()),
         heads_(query_.size(-2)),
-        padded_((heads_ + 15) / 16 * 16),
+        padded_(panel_rows(heads_)),
         latent_(query_.size(-1)),
         rope_(p.attention.query_rope ? p.attention.query_rope->size(-1) : 0),
         width_(latent_ + rope_),
@@ -74,16 +73,14 @@ class Backward {
         d_value_(p.d_value, latent_) {
     const Tensor& key = p.attention.sequences.key;
     block_size_ = key.size(-3);
-    rows_ = key.numel() / latent_;
+    const int64_t rows = key.numel() / latent_;
     for (const Sequence& s : sequences_) {
       for (int64_t i = 0; i < s.len_query; ++i) tokens_.push_back({&s, i});
     }
-    per_owner_ = std::max<int64_t>(1, (rows_ + kOwners - 1) / kOwners);
+    per_owner_ = std::max<int64_t>(1, (rows + kOwners - 1) / kOwners);
   }
 
   void run() {
-    p_.d_query.zero_();
-    p_.d_query_rope.zero_();
     Floats sink_terms(p_.attention.sinks ? tokens_.size() * heads_ : 0);
     const int64_t floats = 2 * k_ * padded_ + heads_ * (width_ + latent_);  // of a token
     const int64_t least = std::max<int64_t>(kLeastTokens, at::get_num_threads());
@@ -108,9 +105,9 @@ class Backward {
             first_pass(tokens_[first + i], scratch, pairs[i], sink);
           });
       run_tasks(
-          kOwners, [] { return Rows(); },
-          [&](Rows& rows, int64_t owner) {
-            for (int64_t i = 0; i < here; ++i) add_rows(pairs[i], owner, rows);
+          kOwners, [] { return Operands(); },
+          [&](Operands& operands, int64_t owner) {
+            for (int64_t i = 0; i < here; ++i) add_rows(pairs[i], owner, operands);
           });
     }
     d_key_.finish(p_.d_key);
@@ -145,12 +142,12 @@ class Backward {
           max(op.padded_),
           inverse(op.padded_),
           delta(op.padded_) {}
-    Floats query, d_out;  // panels [dim][up to kStrip heads]
+    Floats query, d_out;  // panels
     Floats keys, values;  // of a block
     Floats d_query, max, inverse, delta;
   };
 
-  struct Rows {
+  struct Operands {
     std::vector<const float*> a, b;
     std::vector<float*> out;
   };
@@ -162,13 +159,12 @@ class Backward {
     const int32_t* row = indices_.template const_data_ptr<int32_t>() + token.row() * k_;
     pairs.slots.clear();
     pairs.begin.assign(kOwners + 1, 0);
-    for (int64_t c = 0; c < k_ && row[c] != -1; ++c) {
-      if (row[c] < 0 || row[c] >= visible) continue;
-      const KeyMap::Slot slot = key_map_.find(s, row[c]);
-      if (!slot.exists) continue;
+    for_each_index(row, 0, k_, visible, [&](int64_t position) {
+      const KeyMap::Slot slot = key_map_.find(s, position);
+      if (!slot.exists) return;
       pairs.slots.push_back(slot);
       ++pairs.begin[flat(slot) / per_owner_ + 1];
-    }
+    });
     for (int64_t o = 0; o < kOwners; ++o) pairs.begin[o + 1] += pairs.begin[o];
     std::vector<int64_t> next(pairs.begin.begin(), pairs.begin.end() - 1);
     const int64_t n = pairs.slots.size();
@@ -235,17 +231,8 @@ class Backward {
       const T* rope = static_cast<const T*>(query_rope_.const_data_ptr()) + (row + h) * rope_;
       widen(rope, rope_, pairs.query + h * width_ + latent_);
     }
-    transpose(pairs.query, width_, scratch.query.data());
-    transpose(pairs.d_out, latent_, scratch.d_out.data());
-  }
-
-  // [head][dims] as panels of up to kStrip heads, [dim][head], padded with zeros
-  void transpose(const float* rows, int64_t dims, float* panels) const {
-    for (int64_t h = 0; h < padded_; h += kStrip) {
-      const int64_t width = std::min(kStrip, padded_ - h);
-      pack_panel(rows + h * dims, dims, std::min(heads_ - h, width), width, dims, panels);
-      panels += width * dims;
-    }
+    pack_panels<float>(pairs.query, heads_, width_, scratch.query.data());
+    pack_panels<float>(pairs.d_out, heads_, latent_, scratch.d_out.data());
   }
 
   void load_keys(const Pairs& pairs, int64_t first, int64_t count, Scratch& scratch) const {
@@ -263,8 +250,8 @@ class Backward {
                  int64_t dims, float* out) const {
     const auto a = rows_of(rows, count, stride);
     std::vector<float*> to(count);
-    for (int64_t h = 0; h < padded_; h += kStrip) {
-      const int64_t width = std::min(kStrip, padded_ - h);
+    for (int64_t h = 0; h < padded_; h += cpu::kMaxWidth) {
+      const int64_t width = std::min<int64_t>(cpu::kMaxWidth, padded_ - h);
       const auto b = rows_of(panels, dims, width);
       for (int64_t j = 0; j < count; ++j) to[j] = out + j * padded_ + h;
       kernels().multiply({.a = a.data(),
@@ -305,27 +292,26 @@ class Backward {
   }
 
   // Adds the token's pairs to the rows of this owner.
-  void add_rows(const Pairs& pairs, int64_t owner, Rows& rows) const {
-    if (pairs.slots.empty()) return;
+  void add_rows(const Pairs& pairs, int64_t owner, Operands& operands) const {
     const int64_t* order = pairs.order.data() + pairs.begin[owner];
     const int64_t n = pairs.begin[owner + 1] - pairs.begin[owner];
     if (n == 0) return;
     const auto add = [&](const float* weights, const float* from, int64_t stride,
                          const Sums& sums) {
-      rows.a.resize(n);
-      rows.out.resize(n);
+      operands.a.resize(n);
+      operands.out.resize(n);
       for (int64_t j = 0; j < n; ++j) {
-        rows.a[j] = weights + order[j] * padded_;
-        rows.out[j] = sums.data + flat(pairs.slots[order[j]]) * sums.width;
+        operands.a[j] = weights + order[j] * padded_;
+        operands.out[j] = sums.data + flat(pairs.slots[order[j]]) * sums.width;
       }
-      rows.b = rows_of(from, heads_, stride);
-      kernels().multiply({.a = rows.a.data(),
+      operands.b = rows_of(from, heads_, stride);
+      kernels().multiply({.a = operands.a.data(),
                           .a_step = 1,
                           .n = static_cast<int>(n),
-                          .b = rows.b.data(),
+                          .b = operands.b.data(),
                           .depth = static_cast<int>(heads_),
                           .width = static_cast<int>(sums.width),
-                          .out = rows.out.data()});
+                          .out = operands.out.data()});
     };
     add(pairs.d_logits, pairs.query, width_, d_key_);
     if (rope_) add(pairs.d_logits, pairs.query + latent_, width_, d_key_rope_);
@@ -349,7 +335,7 @@ class Backward {
   bool own_value_;
   int64_t heads_, padded_, latent_, rope_, width_, k_;
   Sums d_key_, d_key_rope_, d_value_;
-  int64_t block_size_, rows_, per_owner_;
+  int64_t block_size_, per_owner_;
   std::vector<Token> tokens_;
 };
 
