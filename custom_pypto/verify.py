@@ -26,6 +26,10 @@ def verify(device: str, op: str = "") -> bool:
     Returns:
         Whether every check passed.
     """
+    names = ALL_OPS if device == "cpu" else OPS
+    if op and op not in names:
+        print(f"FAILED  {op} has no NPU program; verify --device cpu checks it")
+        return False
     context: contextlib.AbstractContextManager = contextlib.nullcontext()
     if device == "interpreter":
         from .simulation import calculator, on_cpu
@@ -43,7 +47,7 @@ def verify(device: str, op: str = "") -> bool:
     with context:
         passed = [
             _passes(place, name, *check)
-            for name in ([op] if op else ALL_OPS if device == "cpu" else OPS)
+            for name in ([op] if op else names)
             for check in reference.MODULES[name].checks(dtypes)
         ]
     print(f"{sum(passed)} of {len(passed)} checks passed on {device}")

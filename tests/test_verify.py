@@ -57,6 +57,15 @@ def test_one_op_is_checked_by_itself(capsys):
     assert {row[2] for row in rows if row} == {"npu_quant_rows_pto"}
 
 
+@pytest.mark.parametrize("device", ["npu", "interpreter", "generated"])
+def test_an_op_without_an_npu_program_does_not_pass_where_programs_run(device, capsys):
+    op = "npu_sparse_flash_attention_grad_pto"
+    assert not verify.verify(device, op)
+    assert capsys.readouterr().out == (
+        f"FAILED  {op} has no NPU program; verify --device cpu checks it\n"
+    )
+
+
 def test_an_unknown_op_is_named_with_those_there_are(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["verify", "--op", "npu_quant_row"])
