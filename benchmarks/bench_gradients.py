@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 
 import torch
-from bench_ops import K, L, R
+from bench_ops import K, L, R, attention_inputs
 from measure import check, interleaved, machine, of_kernels, ratio, table, write_section
 
 import custom_pypto
@@ -23,62 +23,26 @@ CASES = [(64, 128, 8192), (64, 16, 8192)]
 MOST = 3.0
 
 
-def attention(T: int, heads: int, keys: int, dtype: torch.dtype) -> dict[str, Callable]:
-    """The forward and its gradients, checked for the first token."""
-
-    def random(*shape: int) -> torch.Tensor:
-        return torch.randn(shape).to(dtype)
-
-    query, key = random(T, heads, L), random(keys, 1, L)
-    ropes = dict(query_rope=random(T, heads, R), key_rope=random(keys, 1, R))
-    indices = torch.stack([torch.randperm(keys)[:K] for _ in range(T)]).int()[:, None]
-    lengths = [torch.tensor([n], dtype=torch.int32) for n in (T, keys)]
-    d_out, scale = random(T, heads, L), 192**-0.5
-
-    def forward(n: int = T):
-        return custom_pypto.npu_sparse_flash_attention_pto(
-            query[:n],
-            key,
-            None,
-            indices[:n],
-            scale,
-            actual_seq_lengths_query=lengths[0].clamp(max=n),
-            actual_seq_lengths_kv=lengths[1],
-            layout_query="TND",
-            layout_kv="TND",
-            sparse_mode=0,
-            return_softmax_lse=True,
-            **ropes | dict(query_rope=ropes["query_rope"][:n]),
-        )
-
-    def gradient_of(n: int, of_forward: tuple) -> dict:
-        out, largest, total = of_forward
-        return dict(
-            query=query[:n],
-            key=key,
-            value=None,
-            sparse_indices=indices[:n],
-            d_out=d_out[:n],
-            out=out,
-            softmax_max=largest,
-            softmax_sum=total,
-            scale_value=scale,
-            query_rope=ropes["query_rope"][:n],
-            key_rope=ropes["key_rope"],
-            actual_seq_qlen=lengths[0].clamp(max=n),
-            actual_seq_kvlen=lengths[1],
-            layout="TND",
-            sparse_mode=0,
-        )
-
-    op, name = custom_pypto.npu_sparse_flash_attention_grad_pto, "sparse_flash_attention_grad_pto"
-    one = gradient_of(1, forward(1))
-    expected = getattr(reference, f"npu_{name}")(**one)
-    error, bound = reference.MODULES[f"npu_{name}"].error(op(**one), expected, one, one)
+def attention(S1: int, heads: int, keys: int, dtype: torch.dtype) -> dict[str, Callable]:
+    """The forward with statistics and its gradients, checked for the first token."""
+    module = reference.MODULES["npu_sparse_flash_attention_grad_pto"]
+    call = attention_inputs(S1, heads, keys, dtype)
+    d_out = torch.randn(call["query"].shape).to(dtype)
+    of_tokens = ("query", "query_rope", "sparse_indices")
+    first = call | dict(sparse_mode=0) | {name: call[name][:, :1] for name in of_tokens}
+    one = module.with_gradient(first, d_out[:, :1])
+    op = custom_pypto.npu_sparse_flash_attention_grad_pto
+    error, bound = module.error(
+        op(**one), reference.npu_sparse_flash_attention_grad_pto(**one), one, one
+    )
     if error > bound:
-        raise SystemExit(f"{name} {heads=} {dtype}: error {error:.1e}; not timed")
-    whole = gradient_of(T, forward())
-    return {"forward": forward, "backward": lambda: op(**whole)}
+        raise SystemExit(f"gradients {S1=} {heads=} {dtype}: error {error:.1e}; not timed")
+    whole = module.with_gradient(call, d_out)
+    forward = custom_pypto.npu_sparse_flash_attention_pto
+    return {
+        "forward": lambda: forward(**call, return_softmax_lse=True),
+        "backward": lambda: op(**whole),
+    }
 
 
 def measured(case: tuple, dtype: torch.dtype, repeats: int) -> dict[str, list[float]]:

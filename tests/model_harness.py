@@ -178,14 +178,18 @@ def furthest(upstream, patched, chunks=(46, 1, 5)):
     return (got - want).abs().max()
 
 
+def gradients(model):
+    """Those of every parameter that has one, without a cache to return."""
+    ids = token_ids(2, 40)
+    with torch.enable_grad():
+        model(ids, labels=ids, use_cache=False).loss.backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
 def assert_same_gradients(*of_two):
-    gradients, ids = [], token_ids(2, 40)
-    for model in of_two:
-        with torch.enable_grad():
-            model.train()(ids, labels=ids).loss.backward()
-        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
-    assert gradients[0] and gradients[0].keys() == gradients[1].keys()
-    assert all(torch.equal(gradients[0][name], gradients[1][name]) for name in gradients[0])
+    want, got = (gradients(model.train()) for model in of_two)
+    assert want and want.keys() == got.keys()
+    assert all(torch.equal(want[name], got[name]) for name in want)
 
 
 # ---- caches -----------------------------------------------------------------------------------

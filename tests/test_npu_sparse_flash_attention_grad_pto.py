@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from cases import DTYPES, LAYOUT_IDS, LAYOUTS, without_nan
-from cases.npu_sparse_flash_attention_grad_pto import GRADIENTS, inputs, with_gradient
+from cases.npu_sparse_flash_attention_grad_pto import inputs
 from cases.npu_sparse_flash_attention_pto import inputs as forward_inputs
 from numerics import reference
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -13,6 +13,10 @@ from torch.utils.checkpoint import checkpoint
 
 import custom_pypto
 from custom_pypto.reference import MODULES
+from custom_pypto.reference.npu_sparse_flash_attention_grad_pto import (
+    DIFFERENTIABLE,
+    with_gradient,
+)
 
 OP = "npu_sparse_flash_attention_grad_pto"
 grad = custom_pypto.npu_sparse_flash_attention_grad_pto
@@ -21,7 +25,7 @@ attend = custom_pypto.npu_sparse_flash_attention_pto
 
 def check(x: dict) -> tuple:
     got, expected = grad(**x), reference.npu_sparse_flash_attention_grad_pto(**x)
-    for name, one, other in zip(GRADIENTS, got, expected, strict=True):
+    for name, one, other in zip(DIFFERENTIABLE, got, expected, strict=True):
         assert (one.shape, one.dtype) == (other.shape, other.dtype), name
         assert other.isfinite().all(), name
     error, bound = MODULES[OP].error(got, expected, x, x)
@@ -33,7 +37,7 @@ def leaves(x: dict) -> dict:
     """The arguments of the forward, with gradients for those that have them."""
     return {
         name: tensor.detach().clone().requires_grad_()
-        if name in GRADIENTS and tensor is not None
+        if name in DIFFERENTIABLE and tensor is not None
         else tensor
         for name, tensor in x.items()
     }
@@ -42,7 +46,7 @@ def leaves(x: dict) -> dict:
 def backward(x: dict, d_out: torch.Tensor, op=attend) -> list:
     given = leaves(x)
     op(**given).backward(d_out)
-    return [None if given[n] is None else given[n].grad for n in GRADIENTS]
+    return [None if given[n] is None else given[n].grad for n in DIFFERENTIABLE]
 
 
 CALLS = {

@@ -7,7 +7,13 @@ from . import npu_sparse_flash_attention_pto as forward
 from .checks import ROUNDING, of_sequences
 from .sequences import selected_rows
 
-GRADIENTS = ("query", "key", "value", "query_rope", "key_rope", "sinks")
+DIFFERENTIABLE = ("query", "key", "value", "query_rope", "key_rope", "sinks")
+# arguments of the forward that have another name here
+RENAMED = {
+    "actual_seq_lengths_query": "actual_seq_qlen",
+    "actual_seq_lengths_kv": "actual_seq_kvlen",
+    "layout_query": "layout",
+}
 
 
 def npu_sparse_flash_attention_grad_pto(
@@ -34,7 +40,7 @@ def npu_sparse_flash_attention_grad_pto(
 ) -> tuple[Tensor, ...]:
     """By autograd in float64. The softmax is computed again: ``out`` and the statistics of another
     call show as an error."""
-    given = dict(zip(GRADIENTS, (query, key, value, query_rope, key_rope, sinks), strict=True))
+    given = dict(zip(DIFFERENTIABLE, (query, key, value, query_rope, key_rope, sinks), strict=True))
     leaves = {n: x.detach().double().requires_grad_() for n, x in given.items() if x is not None}
     flat = {n: _flat(n, x) for n, x in leaves.items()}
     g = d_out.double().flatten(0, -3)
@@ -54,7 +60,9 @@ def npu_sparse_flash_attention_grad_pto(
         probabilities, values, _ = _attention(flat, row, slots, scale_value)
         total = total + (probabilities @ values * g[row]).sum()
     found = dict(zip(leaves, torch.autograd.grad(total, list(leaves.values())), strict=True))
-    absent = dict.fromkeys(GRADIENTS, query.new_empty(0)) | dict(sinks=query.new_empty(0).float())
+    absent = dict.fromkeys(DIFFERENTIABLE, query.new_empty(0)) | dict(
+        sinks=query.new_empty(0).float()
+    )
     return tuple(
         absent[name] if x is None else found[name].to(x.dtype) for name, x in given.items()
     )
@@ -83,29 +91,27 @@ def _attention(
     return probabilities[:, :n], values, probabilities[:, n] if "sinks" in x else None
 
 
-def with_gradient(call: dict) -> dict:
+def with_gradient(call: dict, d_out: Tensor) -> dict:
     """The arguments of the gradient of a call of ``npu_sparse_flash_attention_pto``."""
+    call = dict(layout_kv="PA_BSND") | call | dict(return_softmax_lse=True)
+    out, largest, total = forward.npu_sparse_flash_attention_pto(**call)
+    del call["return_softmax_lse"]
+    renamed = {RENAMED.get(name, name): x for name, x in call.items()}
+    return renamed | dict(d_out=d_out, out=out, softmax_max=largest, softmax_sum=total)
+
+
+def _with_gradient(call: dict) -> dict:
     g = torch.Generator().manual_seed(5)
-    out, largest, total = forward.npu_sparse_flash_attention_pto(**call, return_softmax_lse=True)
-    call = dict(call)
-    lengths = (call.pop(f"actual_seq_lengths_{x}", None) for x in ("query", "kv"))
-    return call | dict(
-        d_out=torch.randn(out.shape, generator=g).to(out.dtype),
-        out=out,
-        softmax_max=largest,
-        softmax_sum=total,
-        **dict(zip(("actual_seq_qlen", "actual_seq_kvlen"), lengths, strict=True)),
-        layout=call.pop("layout_query", "BSND"),
-        layout_kv=call.pop("layout_kv", "PA_BSND"),
-    )
+    query = call["query"]
+    return with_gradient(call, torch.randn(query.shape, generator=g).to(query.dtype))
 
 
 def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
     sizes = [([1], 1, 16), ([300, 0, 700], 1, 128), ([131, 5], 4, 16)]
-    yield from of_sequences(dtypes, sizes, lambda *x: with_gradient(forward.arguments(*x)))
+    yield from of_sequences(dtypes, sizes, lambda *x: _with_gradient(forward.arguments(*x)))
     sinks = [([300, 3], 2, 128)]
     more = ", sinks, no RoPE"
-    yield from of_sequences(dtypes, sinks, lambda *x: with_gradient(forward.with_sinks(*x)), more)
+    yield from of_sequences(dtypes, sinks, lambda *x: _with_gradient(forward.with_sinks(*x)), more)
 
 
 def error(got: tuple, expected: tuple, mine: dict, theirs: dict) -> tuple[float, float]:
@@ -133,7 +139,9 @@ def _magnitudes(
 ) -> list[Tensor]:
     """The sums of the magnitudes of each gradient's terms."""
     flat = {
-        name: _flat(name, call[name].double()) for name in GRADIENTS if call.get(name) is not None
+        name: _flat(name, call[name].double())
+        for name in DIFFERENTIABLE
+        if call.get(name) is not None
     }
     g = d_out.double().flatten(0, -3).abs()
     found = {name: torch.zeros_like(x) for name, x in flat.items()}
@@ -158,4 +166,4 @@ def _magnitudes(
         if of_sink is not None:
             found["sinks"] += of_sink * delta[:, 0]
     zero = d_out.new_zeros(0)
-    return [found[n].view_as(call[n]) if call.get(n) is not None else zero for n in GRADIENTS]
+    return [found[n].view_as(call[n]) if call.get(n) is not None else zero for n in DIFFERENTIABLE]

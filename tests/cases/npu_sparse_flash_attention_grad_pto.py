@@ -1,9 +1,8 @@
 """Arguments of ``npu_sparse_flash_attention_grad_pto``."""
 
 import torch
-from torch import Tensor
 
-from custom_pypto import reference
+from custom_pypto.reference.npu_sparse_flash_attention_grad_pto import with_gradient
 
 from . import npu_sparse_flash_attention_pto as forward
 from .hostile import Maker
@@ -11,21 +10,6 @@ from .rejections import Op, none, table
 
 OP = "npu_sparse_flash_attention_grad_pto"
 WEIGHT = 5
-GRADIENTS = ("query", "key", "value", "query_rope", "key_rope", "sinks")
-NAMES = dict(
-    actual_seq_lengths_query="actual_seq_qlen",
-    actual_seq_lengths_kv="actual_seq_kvlen",
-    layout_query="layout",
-)
-
-
-def with_gradient(call: dict, d_out: Tensor) -> dict:
-    """The arguments of the gradient of a call of the forward."""
-    call = call | dict(return_softmax_lse=True)
-    out, largest, total = reference.npu_sparse_flash_attention_pto(**call)
-    del call["return_softmax_lse"]
-    renamed = {NAMES.get(name, name): x for name, x in call.items()}
-    return renamed | dict(d_out=d_out, out=out, softmax_max=largest, softmax_sum=total)
 
 
 def inputs(lengths_query: list[int], lengths_key: list[int], *, seed: int = 0, **keywords) -> dict:
