@@ -138,6 +138,23 @@ Statistics call(const Tensor& query, const Tensor& key, const OptionalTensor& va
 
 class SparseFlashAttention : public torch::autograd::Function<SparseFlashAttention> {
  public:
+  // the saved tensors, in order
+  enum Saved {
+    kQuery,
+    kKey,
+    kValue,
+    kQueryRope,
+    kKeyRope,
+    kSinks,
+    kIndices,
+    kOut,
+    kMax,
+    kSum,
+    kBlockTable,
+    kLengthsQuery,
+    kLengthsKv
+  };
+
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx,
                                                 const Tensor& query, const Tensor& key,
                                                 const OptionalTensor& value,
@@ -176,22 +193,28 @@ class SparseFlashAttention : public torch::autograd::Function<SparseFlashAttenti
                 "writes into a cache cut the gradient of the keys; train on the keys of the call "
                 "(layout_kv 'TND' or 'BSND')");
     const torch::autograd::variable_list saved = ctx->get_saved_variables();
-    const auto some = [&](int i) {
+    const auto some = [&](Saved i) {
       return saved[i].defined() ? OptionalTensor(saved[i]) : OptionalTensor();
     };
     const auto text = [&](const char* name) { return ctx->saved_data[name].toStringRef(); };
     const std::string layout_query = text("layout_query"), layout_kv = text("layout_kv");
-    const Tensor d_out = grads[0].defined() ? grads[0] : at::zeros_like(saved[7]);
+    const Tensor d_out = grads[0].defined() ? grads[0] : at::zeros_like(saved[kOut]);
     const auto [d_query, d_key, d_value, d_query_rope, d_key_rope, d_sinks] =
-        op.call(saved[0], saved[1], some(2), saved[6], d_out, saved[7], saved[8], saved[9],
-                ctx->saved_data["scale_value"].toDouble(),
-                ctx->saved_data["sparse_block_size"].toInt(), some(3), some(4), some(11), some(12),
-                layout_query, ctx->saved_data["sparse_mode"].toInt(), layout_kv, some(10), some(5));
-    const auto of = [&](int i, const Tensor& gradient) {
+        op.call(saved[kQuery], saved[kKey], some(kValue), saved[kIndices], d_out, saved[kOut],
+                saved[kMax], saved[kSum], ctx->saved_data["scale_value"].toDouble(),
+                ctx->saved_data["sparse_block_size"].toInt(), some(kQueryRope), some(kKeyRope),
+                some(kLengthsQuery), some(kLengthsKv), layout_query,
+                ctx->saved_data["sparse_mode"].toInt(), layout_kv, some(kBlockTable), some(kSinks));
+    const auto of = [&](Saved i, const Tensor& gradient) {
       return saved[i].defined() ? gradient : Tensor();
     };
-    return {d_query,           d_key,          of(2, d_value), of(3, d_query_rope),
-            of(4, d_key_rope), of(5, d_sinks), Tensor()};
+    return {d_query,
+            d_key,
+            of(kValue, d_value),
+            of(kQueryRope, d_query_rope),
+            of(kKeyRope, d_key_rope),
+            of(kSinks, d_sinks),
+            Tensor()};
   }
 };
 
