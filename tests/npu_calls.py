@@ -3,9 +3,10 @@
 import functools
 
 import torch
-from cases import inputs_of
-from torch.utils._pytree import tree_map_only
+from cases import inputs_of, written
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+import custom_pypto
 from custom_pypto.descriptions import OPS
 
 CALLS = {
@@ -22,6 +23,12 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal bits, NaN of the caches' unused rows included."""
     a, b = a.cpu().contiguous(), b.cpu().contiguous()
     return a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def call(op: str, x: dict) -> list[torch.Tensor]:
+    """What the op returns, and what it has written."""
+    returned = tree_leaves(getattr(custom_pypto, op)(**x))
+    return [tensor for tensor in returned if tensor is not None] + [x[n] for n in written(op)]
 
 
 def changed(op: str) -> dict:

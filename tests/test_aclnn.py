@@ -10,11 +10,11 @@ from types import SimpleNamespace
 import cases
 import pytest
 import torch
-from aclnn_calls import PROTOTYPES, agrees, call
+from aclnn_calls import PROTOTYPES, agrees
 from cases import inputs_of
 from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
 from kernel_package import ALL, TUTORIAL, library, package
-from npu_calls import CALLS, on_npu, same
+from npu_calls import CALLS, call, on_npu, same
 
 import custom_pypto
 from custom_pypto import npu

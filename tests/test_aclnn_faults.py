@@ -9,9 +9,10 @@ import itertools
 import cases
 import pytest
 import torch
-from aclnn_calls import PROTOTYPES, agrees, call, written
+from aclnn_calls import PROTOTYPES, agrees
+from cases import written
 from memory import FLAT, growth
-from npu_calls import CALLS, assert_replays_follow, changed, on_npu, same
+from npu_calls import CALLS, assert_replays_follow, call, changed, on_npu, same
 
 import custom_pypto
 from custom_pypto.descriptions import OPS

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from cases import prefix_sums
 from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
-from npu_calls import CALLS, assert_replays_follow, changed, on_npu, same
+from npu_calls import CALLS, assert_replays_follow, call, changed, on_npu, same
 from torch.utils._pytree import tree_leaves
 
 import custom_pypto
@@ -94,13 +94,6 @@ def test_what_only_an_npu_does_fails_with_the_name_of_the_function():
 # ---- the ops -------------------------------------------------------------------------------------
 
 HALF = dict(dtype=torch.bfloat16)
-
-
-def call(op: str, x: dict) -> list[torch.Tensor]:
-    """What the op returns, and what it may have written."""
-    returned = tree_leaves(getattr(custom_pypto, op)(**x))
-    written = [x[name] for name in x if name.endswith("cache")]
-    return [tensor for tensor in returned if tensor is not None] + written
 
 
 @pytest.mark.parametrize("op", CALLS)

@@ -19,6 +19,7 @@ from cases import (
     of,
     on_meta,
     without_nan,
+    written,
 )
 from cases.npu_programs import HALF
 from cases.rejections import tensors
@@ -209,7 +210,7 @@ EVERY_INPUT = {
     op: without_nan(inputs_of(op, (3, 2), (40, 33), **EVERY_TENSOR.get(op, {}))) for op in OPS
 }
 NAMES = [(op, name) for op, x in EVERY_INPUT.items() for name in tensors(x)]
-WRITTEN = {(op, name) for op in OPS for name in getattr(of(op), "CACHES", ())}
+WRITTEN = {(op, name) for op in OPS for name in written(op)}
 FLOATS = [
     (op, name)
     for op, name in NAMES

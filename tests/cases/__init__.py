@@ -19,6 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from custom_pypto.schemas import overload
+
 INT_MIN, INT_MAX = -(2**31), 2**31 - 1
 LAYOUTS = [("BSND", "PA_BSND"), ("TND", "PA_BSND"), ("BSND", "BSND"), ("TND", "TND")]
 LAYOUT_IDS = ["-".join(layouts) for layouts in LAYOUTS]
@@ -132,6 +134,12 @@ def not_default(op: str) -> dict:
     """A call of any op with every input given, and no attribute at its default, unless an NPU
     supports only that."""
     return of(op).not_default()
+
+
+def written(op: str) -> list[str]:
+    """The arguments that an op writes, by its schema."""
+    arguments = overload(op)._schema.arguments
+    return [x.name for x in arguments if x.alias_info and x.alias_info.is_write]
 
 
 def changed(inputs: dict, change: Callable[[Tensor], Tensor]) -> dict:

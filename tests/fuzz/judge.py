@@ -4,7 +4,7 @@ caches and the memory around them must match the reference."""
 from unittest.mock import patch
 
 import torch
-from cases import on_meta
+from cases import on_meta, written
 from cases.npu_sparse_attention_pto import CACHES
 from numerics import ROW_TOLERANCE, assert_close_to_rows, assert_same_selection, reference
 from torch import Tensor
@@ -13,7 +13,6 @@ import custom_pypto
 from custom_pypto.descriptions import GRADIENTS
 from custom_pypto.reference import MODULES
 from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantised
-from custom_pypto.schemas import overload
 
 from .generate import Case
 
@@ -148,8 +147,7 @@ def assert_same_bits(got, arguments: dict, expected: dict, case: Case) -> None:
     Writes the caches into ``expected``; the caller compares the memory around them.
     """
     exact = getattr(reference, case.op)(**expected)
-    schema = overload(case.op)._schema
-    caches = [x.name for x in schema.arguments if x.alias_info and x.alias_info.is_write]
+    caches = written(case.op)
     mine = *outputs(got), *(arguments[name] for name in caches)
     theirs = *outputs(exact), *(expected[name] for name in caches)
     if all(bits(a).equal(bits(b)) for a, b in zip(mine, theirs, strict=True)):
