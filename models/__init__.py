@@ -63,8 +63,8 @@ def use_custom_pypto(
 
     The patch replaces the lightning indexer and the attention of every layer, and the cache that
     ``generate()`` creates. Patching again only sets the options of that cache. A forward pass in
-    training mode runs the upstream path, since writes into a cache cut gradients. Padding must be
-    on the left. Additions such as hooks or adapters, made before or after, take effect or raise:
+    training mode runs the upstream path, with its dropout and checkpointing. Padding must be on the
+    left. Additions such as hooks or adapters, made before or after, take effect or raise:
     docs/models.md has the tables.
 
     Args:

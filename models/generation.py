@@ -19,8 +19,8 @@ def prepare_forward(model, args: tuple, kwargs: dict):
     """Forward pre-hook of the base model: makes room in the cache for the new tokens and passes the
     layers a :class:`Step` in place of the attention mask.
 
-    Without ``past_key_values``, the upstream path runs in training mode, since writes into a cache
-    cut gradients, and, without ``use_cache``, for sequences packed into one row of the batch.
+    Without ``past_key_values``, the upstream path runs in training mode, with its dropout and
+    checkpointing, and, without ``use_cache``, for sequences packed into one row of the batch.
     Otherwise this forward creates a cache: with ``use_cache`` it returns a growing one, else it
     drops it.
     """

@@ -190,8 +190,8 @@ class SparseFlashAttention : public torch::autograd::Function<SparseFlashAttenti
             .typed<Grad>();
     TORCH_CHECK(!ctx->saved_data["cut"].toBool(), kNames.op,
                 ": key must require a gradient if another tensor does, got a paged cache without: "
-                "writes into a cache cut the gradient of the keys; train on the keys of the call "
-                "(layout_kv 'TND' or 'BSND')");
+                "the gradient of the keys would be lost; write the rows under autograd, or pass "
+                "the keys of the call (layout_kv 'TND' or 'BSND')");
     const torch::autograd::variable_list saved = ctx->get_saved_variables();
     const auto some = [&](Saved i) {
       return saved[i].defined() ? OptionalTensor(saved[i]) : OptionalTensor();
