@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .absorbed import Heads
 from .attention import PatchedAttention, rotate
 from .cache import Step, TokenSlice
 from .cache.store import PagedLayer
@@ -18,11 +19,7 @@ from .tensor_parallel import CHECK_RANKS, check_indices
 
 
 class LatentAttention(PatchedAttention):
-    """The cached latent is both key and value of every head (arXiv:2405.04434, section 2.1): with
-    ``kv_b_proj.weight`` as ``W_UK`` and ``W_UV``, ``q . (W_UK c) = (W_UK^T q) . c`` and
-    ``sum_j p_j W_UV c_j = W_UV sum_j p_j c_j``. Upstream transformers expands the whole cache
-    instead.
-    """
+    """The cached latent is both key and value of every head: :mod:`.absorbed`."""
 
     #: upstream class of the indexer
     indexer_class: type
@@ -77,26 +74,16 @@ class LatentAttention(PatchedAttention):
                     f"{self.layer_idx}, which is 'shared'"
                 )
             indices = self.select(hidden_states, q_latent, cos, sin, tokens)
-        weight = weight_of(self.kv_b_proj).view(query.size(2), -1, self.kv_lora_rank)
-        w_uk, w_uv = weight.split([self.qk_nope_head_dim, self.v_head_dim], 1)
-        dtype = layer.latent_format.dtype  # autocast gives the queries another dtype
-        absorbed = torch.einsum("bshd,hdl->bshl", q_nope, w_uk).contiguous().to(dtype)
-        rotated = None
         if self.qk_rope_head_dim:
-            rotated = rotate(self.rope, q_rope, cos, sin).to(dtype)
-        call = {
-            "actual_seq_lengths_kv": tokens.lengths,
-            "block_table": tokens.store.tables[layer.layouts["latent"]],
-            "sparse_mode": 3,
-        }
-        if (sinks := getattr(self, "sinks", None)) is not None:  # of some architectures
-            call["sinks"] = sinks.float()
-        output = layer.latent_format.attend(layer, absorbed, rotated, indices, self.scaling, **call)
-        # for one token, multiplying by both halves is faster than copying the strided w_uv
-        if output.size(1) == 1:
-            output = torch.einsum("bshl,hvl->bshv", output, weight)[..., self.qk_nope_head_dim :]
-        else:
-            output = torch.einsum("bshl,hvl->bshv", output, w_uv)
+            q_rope = rotate(self.rope, q_rope, cos, sin)
+        heads = Heads(
+            q_nope,
+            q_rope if self.qk_rope_head_dim else None,
+            weight_of(self.kv_b_proj).view(query.size(2), -1, self.kv_lora_rank),
+            self.scaling,
+            self.sinks.float() if hasattr(self, "sinks") else None,  # of some architectures
+        )
+        output = layer.latent_format.attend(layer, heads, indices, tokens)
         return self.project_output(output, gate), indices
 
     def cached_layer(self, tokens: TokenSlice) -> PagedLayer:

@@ -43,9 +43,9 @@ class Float8LatentRows(formats.LatentRows):
         write(layer.latent_scale, step.slots, scale)
         super().write(step, layer, values.view(torch.uint8), rope)
 
-    def attend(self, layer, *arguments, **call):
+    def read(self, layer, *arguments, **call):
         latent = (layer.latent.view(FP8).float() * layer.latent_scale).to(self.dtype)
-        return super().attend(SimpleNamespace(latent=latent, rope=layer.rope), *arguments, **call)
+        return super().read(SimpleNamespace(latent=latent, rope=layer.rope), *arguments, **call)
 
 
 @pytest.fixture(autouse=True)

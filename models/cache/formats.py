@@ -14,6 +14,7 @@ import custom_pypto
 from custom_pypto.cache_rows import SCALE_GROUP, int8_row_bytes
 from custom_pypto.reference.npu_quant_rows_pto import hadamard_matrix
 
+from ..absorbed import Heads, absorbed_query
 from .layout import Row
 from .step import Step, TokenSlice
 from .store import PagedLayer, write
@@ -38,6 +39,27 @@ class LatentRows:
             write(layer.rope, step.slots, rope)
 
     def attend(
+        self, layer: PagedLayer, heads: Heads, indices: Tensor, tokens: TokenSlice
+    ) -> Tensor:
+        """The outputs ``[B, S, H, v]`` of the heads over the rows at ``indices``."""
+        call = {
+            "actual_seq_lengths_kv": tokens.lengths,
+            "block_table": tokens.store.tables[layer.layouts["latent"]],
+            "sparse_mode": 3,
+        }
+        if heads.sinks is not None:  # of some architectures
+            call["sinks"] = heads.sinks
+        # autocast gives the queries another dtype
+        query = absorbed_query(heads.q_nope, heads.weight).to(self.dtype)
+        rope = None if heads.q_rope is None else heads.q_rope.to(self.dtype)
+        output = self.read(layer, query, rope, indices, heads.scaling, **call)
+        nope = heads.q_nope.size(-1)
+        # for one token, multiplying by both halves is faster than copying the strided w_uv
+        if output.size(1) == 1:
+            return torch.einsum("bshl,hvl->bshv", output, heads.weight)[..., nope:]
+        return torch.einsum("bshl,hvl->bshv", output, heads.weight[:, nope:])
+
+    def read(
         self,
         layer: PagedLayer,
         query: Tensor,
@@ -84,7 +106,7 @@ class Int8LatentRows(LatentRows):
             layer.latent,
         )
 
-    def attend(
+    def read(
         self,
         layer: PagedLayer,
         query: Tensor,

@@ -36,11 +36,8 @@ class PagedDots3NoteAttention(LatentAttention, Dots3NoteTextAttention):
         if self.sliding_window is None:
             return super().select(hidden_states, q_latent, cos, sin, tokens)
         # the window of a token, newest position first; -1 before the first token
-        device = tokens.lengths.device
-        back = torch.arange(hidden_states.size(1), device=device).flip(0)[:, None]
-        back = back + torch.arange(1, self.sliding_window + 1, device=device)
-        last = tokens.lengths[:, None, None, None]
-        return (last - back[:, None]).clamp(min=-1).to(torch.int32)
+        back = torch.arange(self.sliding_window, device=tokens.positions.device)
+        return (tokens.positions[..., None] - back).clamp(min=-1).int().unsqueeze(2)
 
     def project_query(
         self, hidden_states: Tensor, q_latent: Tensor, tokens: TokenSlice

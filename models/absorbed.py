@@ -1,0 +1,147 @@
+"""Absorption: latents as keys and values of every head (arXiv:2405.04434, section 2.1).
+
+With ``kv_b_proj.weight`` as ``W_UK`` and ``W_UV``, ``q . (W_UK c) = (W_UK^T q) . c`` and ``sum_j
+p_j W_UV c_j = W_UV sum_j p_j c_j``. Upstream transformers expands all latents instead.
+
+Shapes: T tokens, H heads, L ``kv_lora_rank``, R ``qk_rope_head_dim``, K selected positions.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+import custom_pypto
+
+
+class Heads(NamedTuple):
+    """What the heads of a layer attend with."""
+
+    q_nope: Tensor  # [.., H, nope]
+    q_rope: Tensor | None  # [.., H, R], rotated
+    weight: Tensor  # [H, nope + v, L] of kv_b_proj
+    scaling: float
+    sinks: Tensor | None  # [H] float32
+
+
+class Part(NamedTuple):
+    """Consecutive tokens of sequences laid end to end, and the keys of these sequences up to
+    them."""
+
+    queries: slice
+    keys: slice
+    query_ends: Tensor  # [sequences] int32, counted from the first token of the slice
+    key_ends: Tensor
+
+
+def absorbed_query(q_nope: Tensor, weight: Tensor) -> Tensor:
+    """``W_UK^T q``, ``[.., H, L]``."""
+    w_uk = weight[:, : q_nope.size(-1)]
+    return torch.einsum("...hd,hdl->...hl", q_nope, w_uk).contiguous()
+
+
+class AbsorbedAttention(torch.autograd.Function):
+    """Sparse attention from queries ``[T, H, nope]`` to outputs ``[T, H, v]`` of the heads, and the
+    softmax's maxima and sums ``[1, T, H]`` float32, which have no gradient.
+
+    The absorbed query, four times as wide as the query, exists for a part at a time: the backward
+    computes it again. All tensors have one dtype, but ``sinks`` and the statistics.
+
+    Args:
+        q_rope: ``[T, H, R]``, or None.
+        weight: ``[H, nope + v, L]``.
+        latent: ``[T, 1, L]`` keys and values.
+        k_rope: ``[T, 1, R]``, or None.
+        sinks: ``[H]`` float32, or None.
+        indices: ``[T, 1, K]`` int32 positions within the sequence.
+        parts: of the tokens, in their order.
+    """
+
+    @staticmethod
+    def forward(ctx, q_nope, q_rope, weight, latent, k_rope, sinks, indices, scaling, parts):
+        w_uv = weight[:, q_nope.size(-1) :]
+        results = []
+        for part in parts:
+            output, *statistics = custom_pypto.npu_sparse_flash_attention_pto(
+                absorbed_query(q_nope[part.queries], weight),
+                latent[part.keys],
+                None,
+                indices[part.queries],
+                scaling,
+                query_rope=None if q_rope is None else q_rope[part.queries],
+                key_rope=None if k_rope is None else k_rope[part.keys],
+                actual_seq_lengths_query=part.query_ends,
+                actual_seq_lengths_kv=part.key_ends,
+                layout_query="TND",
+                layout_kv="TND",
+                sinks=sinks,
+                return_softmax_lse=True,
+            )
+            heads = torch.einsum("thl,hvl->thv", output, w_uv)
+            # only the gradient of the weight needs the output in latent space
+            results.append((heads, output if ctx.needs_input_grad[2] else None, *statistics))
+        heads, outputs, maxima, sums = zip(*results, strict=True)
+        outputs = torch.cat(outputs) if ctx.needs_input_grad[2] else None
+        heads, maxima, sums = torch.cat(heads), torch.cat(maxima, 1), torch.cat(sums, 1)
+        ctx.save_for_backward(
+            q_nope, q_rope, weight, latent, k_rope, sinks, indices, outputs, maxima, sums
+        )
+        ctx.scaling, ctx.parts = scaling, parts
+        ctx.mark_non_differentiable(maxima, sums)
+        return heads, maxima, sums
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, d_heads, *_):
+        q_nope, q_rope, weight, latent, k_rope, sinks, indices, outputs, *statistics = (
+            ctx.saved_tensors
+        )
+        w_uk, w_uv = weight.split([q_nope.size(-1), d_heads.size(-1)], 1)
+        d_q_nope, d_q_rope = [], []
+        # in float32: parts add to the same rows
+        d_weight, d_latent, d_k_rope, d_sinks = (
+            None if x is None else torch.zeros_like(x, dtype=torch.float32)
+            for x in (None if outputs is None else weight, latent, k_rope, sinks)
+        )
+        for part in ctx.parts:
+            d_part = d_heads[part.queries]
+            d_output = torch.einsum("thv,hvl->thl", d_part, w_uv).contiguous()
+            d_absorbed, d_key, _, d_rope, d_key_rope, d_sink = (
+                custom_pypto.npu_sparse_flash_attention_grad_pto(
+                    absorbed_query(q_nope[part.queries], weight),
+                    latent[part.keys],
+                    None,
+                    indices[part.queries],
+                    d_output,
+                    d_output,  # in place of the output, which the op does not read
+                    *(x[:, part.queries] for x in statistics),
+                    ctx.scaling,
+                    query_rope=None if q_rope is None else q_rope[part.queries],
+                    key_rope=None if k_rope is None else k_rope[part.keys],
+                    actual_seq_qlen=part.query_ends,
+                    actual_seq_kvlen=part.key_ends,
+                    layout="TND",
+                    sinks=sinks,
+                )
+            )
+            d_q_nope.append(torch.einsum("thl,hdl->thd", d_absorbed, w_uk))
+            d_q_rope.append(d_rope)
+            d_latent[part.keys] += d_key
+            if k_rope is not None:
+                d_k_rope[part.keys] += d_key_rope
+            if sinks is not None:
+                d_sinks += d_sink
+            if outputs is not None:
+                d_w_uk = torch.einsum("thd,thl->hdl", q_nope[part.queries], d_absorbed)
+                d_w_uv = torch.einsum("thv,thl->hvl", d_part, outputs[part.queries])
+                d_weight += torch.cat([d_w_uk, d_w_uv], 1)
+        return (
+            torch.cat(d_q_nope),
+            None if q_rope is None else torch.cat(d_q_rope),
+            None if outputs is None else d_weight.to(weight.dtype),
+            d_latent.to(latent.dtype),
+            None if k_rope is None else d_k_rope.to(k_rope.dtype),
+            d_sinks,
+            *[None] * 3,
+        )
