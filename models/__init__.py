@@ -41,6 +41,7 @@ from .patched import patched_layers, sizes, text_model  # noqa: E402
 from .projection import change_class, has_other_forward  # noqa: E402
 from .replay import record_indices, replay_indices  # noqa: E402
 from .tensor_parallel import own_device, sharing  # noqa: E402
+from .training import TRAINING  # noqa: E402
 
 __all__ = [
     "PagedCache",
@@ -58,14 +59,14 @@ def use_custom_pypto(
     block_size: int = 128,
     index_dtype: torch.dtype | None = None,
     kv_dtype: torch.dtype | None = None,
+    training: str = "auto",
 ):
     """Patches ``model`` to run on the ops: sparse attention over a paged cache.
 
     The patch replaces the lightning indexer and the attention of every layer, and the cache that
-    ``generate()`` creates. Patching again only sets the options of that cache. A forward pass in
-    training mode runs the upstream path, with its dropout and checkpointing. Padding must be on the
-    left. Additions such as hooks or adapters, made before or after, take effect or raise:
-    docs/models.md has the tables.
+    ``generate()`` creates. Patching again only sets the options. Padding must be on the left; in
+    training it may be on either side. Additions such as hooks or adapters, made before or after,
+    take effect or raise: docs/models.md has the tables.
 
     Args:
         model: of a class in :data:`models.architectures.ARCHITECTURES`, patched in place.
@@ -73,15 +74,27 @@ def use_custom_pypto(
         index_dtype: ``torch.int8`` for index keys and queries of a byte per value; None: the dtype
             of the model. See :class:`PagedCache`.
         kv_dtype: likewise for cached latents, of models in bfloat16 or float16.
+        training: the path of forwards in training mode without a cache. ``"ops"``: the ops, with
+            gradients for all parameters but the indexers', which have none upstream either; memory
+            grows linearly with the sequence, and no cache is returned. ``"upstream"``: upstream's
+            dense attention. ``"auto"``: upstream where it takes fewer operations and little memory
+            (:func:`models.training.upstream_is_cheaper`) or where the ops cannot run, else the ops.
     Returns:
         ``model`` itself.
     Raises:
         TypeError: unsupported model class, wrapped attention, or a ``kv_b_proj`` or indexer with
             additions that the ops would bypass. Every forward repeats the check.
-        ValueError: unsupported ``block_size``, ``index_topk`` or dtype of a cache.
+        ValueError: unsupported ``block_size``, ``index_topk``, dtype of a cache or ``training``.
+            With ``training="ops"``, from a forward: dropout, attentions or a cache are requested,
+            or the sequences are packed or padded in a way that the ops do not support.
     """
     upstream, paged = attention_classes("use_custom_pypto", model)
     check_block_size("use_custom_pypto", block_size)
+    if training not in TRAINING:
+        raise ValueError(
+            f"use_custom_pypto: training must be {' or '.join(map(repr, TRAINING))}, "
+            f"got {training!r}"
+        )
     text = text_model(model)
     topk = text.config.index_topk
     if not (1 <= topk <= 2048 or topk in range(3072, 8193, 1024)):
@@ -104,6 +117,7 @@ def use_custom_pypto(
         paged.check(attention, i)
     for attention in layers.values():
         change_class(attention, paged)
+    text.custom_pypto_training = training
     text.custom_pypto_cache = {"block_size": block_size, **dtypes}
     text.custom_pypto_sizes = sizes(text.config, patched_layers(text))
     model._undo_custom_pypto = (
@@ -132,6 +146,7 @@ def use_transformers(model):
         del model.create_masks_for_generate
         text = text_model(model)
         del text.custom_pypto_cache
+        del text.custom_pypto_training
         del text.custom_pypto_sizes
         for layer in text.layers:
             if type(layer.self_attn) is paged:

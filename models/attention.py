@@ -16,8 +16,8 @@ SKIPPED = -2
 
 
 class PatchedAttention:
-    """Mixin for an upstream attention class with unchanged parameters: without a cache it takes the
-    upstream path, with a cache it attends slice by slice.
+    """Mixin for an upstream attention class with unchanged parameters: it attends on the ops, slice
+    by slice, if a :class:`Step` is in place of the mask, else it takes the upstream path.
 
     The folder of an architecture declares the attributes below, and overrides methods where it
     differs.
@@ -29,6 +29,10 @@ class PatchedAttention:
     int8 = False
     #: whether the layer passes its indices to the next layer
     returns_indices = False
+    #: whether rows of the cache belong to groups of tokens, which upstream counts along the batch
+    counts_groups = False
+    #: whether later layers attend to the latents of this one
+    shares_latents = False
     #: upstream classes of layers that stay unpatched
     upstream_layers: tuple[type, ...] = ()
     #: name of a submodule with a weight on the layer's device
@@ -72,6 +76,7 @@ class PatchedAttention:
             position_embeddings: of the upstream model.
             indices: of an earlier layer or a record; None: this layer selects.
         """
+        step = step.of_call(self)
         cos, sin = self.angles(position_embeddings)
         self.write(hidden_states, cos, sin, step)
         inputs, results = (hidden_states, cos, sin, indices), []
@@ -106,6 +111,11 @@ class PatchedAttention:
         """The number n of indices, 0 to n - 1, from which the tokens at these positions select."""
         return positions + 1
 
+    def multiplications(self, tokens: int) -> tuple[int, int]:
+        """Per head of a forward over a sequence: upstream's, of all pairs of tokens, and the op's,
+        of the selected ones."""
+        raise NotImplementedError
+
     def padding(self, mask: Tensor) -> Tensor:
         """Tokens of left padding in the mask of an upstream forward, ``[B]``."""
         visible = mask if mask.dtype == torch.bool else mask == 0
@@ -118,6 +128,12 @@ class PatchedAttention:
         that it sees, and column 0 is either among that or masked as padding.
         """
         return columns.clamp(min=0)
+
+
+def causal_pairs(tokens: int, most: int) -> int:
+    """Pairs of a token and one that it sees, at most ``most`` per token."""
+    first = min(tokens, most)
+    return first * (first + 1) // 2 + (tokens - first) * most
 
 
 def rotate(rope: Callable, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

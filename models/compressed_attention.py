@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import custom_pypto
 
 from . import compression
-from .attention import SKIPPED, PatchedAttention
+from .attention import SKIPPED, PatchedAttention, causal_pairs
 from .cache import TokenSlice, write
 from .cache.store import PagedLayer
 from .projection import brought_in
@@ -22,6 +22,7 @@ from .projection import brought_in
 
 class CompressedAttention(PatchedAttention):
     first_norm = "kv_norm"
+    counts_groups = True
 
     def read(
         self, x: Tensor, cos: Tensor, sin: Tensor, indices: Tensor | None, tokens: TokenSlice
@@ -79,6 +80,13 @@ class CompressedAttention(PatchedAttention):
         # a record may hold any number
         seen = (rows >= 0) & (rows < self.selectable(tokens.positions)[..., None])
         return torch.cat([near, torch.where(seen, rows + layout.ring, -1).int()], -1)
+
+    def multiplications(self, tokens: int) -> tuple[int, int]:
+        rate = self.compressor.compress_rate if self.compressor is not None else tokens + 1
+        rows = tokens // rate
+        selected = self.indexer.index_topk if self.selects else rows
+        pairs = causal_pairs(tokens, self.sliding_window) + rate * causal_pairs(rows, selected)
+        return tokens * (tokens + rows) * 2 * self.head_dim, pairs * 2 * self.head_dim
 
     def selectable(self, positions: Tensor) -> Tensor:
         """Compressed rows that the tokens at these positions see."""

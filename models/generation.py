@@ -5,8 +5,8 @@ These functions become hooks and methods of the patched model only.
 
 import torch
 from torch import Tensor, nn
-from transformers.masking_utils import find_packed_sequence_indices
 
+from . import training
 from .cache import PagedCache, Step
 from .patched import dimensions, patched_layers, text_model
 
@@ -19,17 +19,24 @@ def prepare_forward(model, args: tuple, kwargs: dict):
     """Forward pre-hook of the base model: makes room in the cache for the new tokens and passes the
     layers a :class:`Step` in place of the attention mask.
 
-    Without ``past_key_values``, the upstream path runs in training mode, with its dropout and
-    checkpointing, and, without ``use_cache``, for sequences packed into one row of the batch.
+    Without ``past_key_values`` in training mode, :mod:`.training` decides. In evaluation mode the
+    upstream path runs, without ``use_cache``, for sequences packed into one row of the batch.
     Otherwise this forward creates a cache: with ``use_cache`` it returns a growing one, else it
     drops it.
     """
     # names the positional arguments, in the order of the upstream forward
     kwargs = {**dict(zip(FORWARD_ARGUMENTS, args, strict=False)), **kwargs}
     cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+    batch, tokens = (ids if embeddings is None else embeddings).shape[:2]
+    if cache is None and model.training:
+        step = training.step_of(model, kwargs, batch, tokens)
+        if step is None:
+            return None
+        return (), kwargs | {"use_cache": False} | arguments(model, kwargs, step, step.store.real)
     if cache is None:
         keep = model.config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
-        if model.training or (not keep and is_packed(mask, kwargs.get("position_ids"))):
+        if not keep and training.is_packed(mask, kwargs.get("position_ids")):
             return None
     elif model.training and model.config.attention_dropout:
         raise ValueError(
@@ -42,8 +49,6 @@ def prepare_forward(model, args: tuple, kwargs: dict):
             "patched model: output_attentions must be False (the ops never form the attention "
             "matrix), got True; call models.use_transformers(model) for the upstream path"
         )
-    ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
-    batch, tokens = (ids if embeddings is None else embeddings).shape[:2]
     layers = patched_layers(model)
     for i, layer in layers.items():
         attention = layer._modules["self_attn"]
@@ -57,21 +62,18 @@ def prepare_forward(model, args: tuple, kwargs: dict):
         if cache.grows and not isinstance(mask, dict):  # generate() has made room already
             grow(cache, tokens)
     step = cache.place(batch, tokens, new_tokens(mask, tokens))
-    if kwargs.get("position_ids") is None:  # upstream would count padding
-        kwargs["position_ids"] = step.positions.clamp(min=0)
+    return (), kwargs | arguments(model, kwargs, step, step.valid)
+
+
+def arguments(model, kwargs: dict, step: Step, real: Tensor) -> dict:
+    """What the layers get: the step in place of the masks, and positions."""
     masks = dict.fromkeys(["indexed_attention", *model.config.layer_types], step)
     if "linear_attention" in masks:
-        masks["linear_attention"] = step.valid
-    kwargs["attention_mask"] = masks
-    return (), kwargs
-
-
-def is_packed(attention_mask: Tensor | None, position_ids: Tensor | None) -> bool:
-    """Whether transformers treats a row of the batch as several sequences, since its positions
-    restart. A graph cannot tell and assumes so: upstream's mask is right for both."""
-    if attention_mask is not None or position_ids is None:
-        return False
-    return find_packed_sequence_indices(position_ids) is not None
+        masks["linear_attention"] = real
+    positions = kwargs.get("position_ids")
+    if positions is None:  # upstream would count padding
+        positions = step.positions.clamp(min=0)
+    return {"attention_mask": masks, "position_ids": positions}
 
 
 @torch.compiler.disable(reason="pass past_key_values=models.PagedCache(...) to a compiled forward")

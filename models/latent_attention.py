@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .absorbed import Heads
-from .attention import PatchedAttention, rotate
+from .attention import PatchedAttention, causal_pairs, rotate
 from .cache import Step, TokenSlice
 from .cache.store import PagedLayer
 from .projection import check_absorbed, check_replaced, weight_of
@@ -86,6 +86,16 @@ class LatentAttention(PatchedAttention):
         output = layer.latent_format.attend(layer, heads, indices, tokens)
         return self.project_output(output, gate), indices
 
+    def multiplications(self, tokens: int) -> tuple[int, int]:
+        dense = tokens**2 * (self.qk_head_dim + self.v_head_dim)
+        width = 2 * self.kv_lora_rank + self.qk_rope_head_dim
+        return dense, causal_pairs(tokens, self.attended) * width
+
+    @property
+    def attended(self) -> int:
+        """The most positions that a token attends to."""
+        return self.config.index_topk
+
     def cached_layer(self, tokens: TokenSlice) -> PagedLayer:
         """The layer whose latents this one attends to."""
         return tokens.store.layers[self.layer_idx]
@@ -124,19 +134,29 @@ class LatentAttention(PatchedAttention):
         self, hidden_states: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor, tokens: TokenSlice
     ) -> Tensor:
         """The ``[B, S, 1, K]`` int32 positions that each token attends to."""
-        indexer = self.indexer
-        query = self.index_query(q_latent, tokens)
-        projection = indexer.weights_proj
-        weights = projection(hidden_states.to(projection.weight.dtype)).float()
-        query = self.rotate_index(query, cos, sin)
-        # both scales are positive, so they may move out of the ReLU into the weights
-        weights = weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
+        query, weights = self.score_inputs(hidden_states, q_latent, cos, sin, tokens)
         layer = tokens.store.layers[self.layer_idx]
-        count = indexer.index_topk // layer.layouts["index"].ratio
-        indices = layer.index_format.select(layer, query, weights, tokens, count)
+        indices = layer.index_format.select(layer, query, weights, tokens, self.selected_rows)
         if CHECK_RANKS and dist.is_initialized():
             check_indices(self.layer_idx, indices)
         return indices
+
+    @property
+    def selected_rows(self) -> int:
+        """Rows of index keys that a token selects."""
+        return self.indexer.index_topk
+
+    def score_inputs(
+        self, hidden_states: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor, tokens: TokenSlice
+    ) -> tuple[Tensor, Tensor]:
+        """The indexer's query ``[B, S, N, D]``, and the weights ``[B, S, N]`` float32 of its
+        heads."""
+        indexer = self.indexer
+        query = self.rotate_index(self.index_query(q_latent, tokens), cos, sin)
+        projection = indexer.weights_proj
+        weights = projection(hidden_states.to(projection.weight.dtype)).float()
+        # both scales are positive, so they may move out of the ReLU into the weights
+        return query, weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
 
     def index_query(self, q_latent: Tensor, tokens: TokenSlice) -> Tensor:
         """The indexer's query ``[B, S, N, D]``, not rotated yet."""

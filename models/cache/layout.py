@@ -29,6 +29,11 @@ class RowLayout(NamedTuple):
         ring = -(-self.ring // block) * block
         return self._replace(ring=ring, block=block, spare=self.spare + ring - self.ring)
 
+    def for_whole(self, tokens: int) -> "RowLayout":
+        """This layout with a window that ``tokens`` tokens do not overwrite. A ring with blocks of
+        its own is a state that only the next forward reads."""
+        return self if self.block else self._replace(ring=max(self.ring, tokens) * bool(self.ring))
+
     def blocks(self, tokens: int) -> int:
         """Blocks of a sequence of ``tokens`` tokens, at least one, so that a table has a column."""
         rows = tokens // self.ratio if self.ratio else 0

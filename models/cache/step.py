@@ -36,6 +36,10 @@ class Step(NamedTuple):
         """Counts the new tokens as cached, after every layer has written them."""
         self.sequences.commit(self.lengths, self.positions.size(1))
 
+    def of_call(self, attention) -> "Step":
+        """The step of a call of this layer: itself, as the rows of a cache last."""
+        return self
+
     def slices(self, size: int) -> list[TokenSlice]:
         """The new tokens, at most ``size`` at once."""
         tokens = self.positions.size(1)

@@ -81,7 +81,8 @@ class PagedDeepseekV4Attention(CompressedAttention, DeepseekV4Attention):
             compress(self.compressor, self.rope, layer, "kv", "state", tokens, x)
         elif self.layer_type == SPARSE:
             compress(self.compressor, self.rope, layer, "kv", "overlap_state", tokens, x)
-            compress(self.indexer, self.rope, layer, "index", "index_state", tokens, x)
+            with torch.no_grad():  # as in transformers: a selection has no gradient
+                compress(self.indexer, self.rope, layer, "index", "index_state", tokens, x)
 
     def padding(self, mask: Tensor) -> Tensor:
         """Always 0.

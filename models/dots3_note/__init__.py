@@ -23,6 +23,10 @@ class PagedDots3NoteAttention(LatentAttention, Dots3NoteTextAttention):
     index_rope = staticmethod(apply_rotary_pos_emb_interleave)
     selects = True
 
+    @property
+    def attended(self) -> int:
+        return self.sliding_window or super().attended
+
     def compress_key(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         latent, k_rope = super().compress_key(hidden_states)
         return latent * self.kv_lora_scale, self.k_rope_only_layernorm(k_rope)

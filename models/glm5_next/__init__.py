@@ -40,6 +40,7 @@ class PagedGlm5NextAttention(LatentAttention, Glm5NextTextAttention):
     indexer_class = Glm5NextTextIndexer
     upstream_layers = (Glm5NextTextLinearAttention,)
     returns_indices = True
+    counts_groups = True
 
     def forward(self, hidden_states, attention_mask, position_embeddings=None, **kwargs):
         return super().forward(hidden_states, (None, None), attention_mask, **kwargs)
@@ -51,6 +52,10 @@ class PagedGlm5NextAttention(LatentAttention, Glm5NextTextAttention):
     def selection_width(self) -> int:
         tail = self.indexer.index_kpool_always_select_tail
         return super().selection_width + (self.config.index_kpool - 1 if tail else 0)
+
+    @property
+    def selected_rows(self) -> int:
+        return super().selected_rows // self.config.index_kpool
 
     def selectable(self, positions: Tensor) -> Tensor:
         if self.indexer.index_kpool_always_select_tail:

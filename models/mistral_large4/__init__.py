@@ -25,6 +25,10 @@ class PagedMistralLarge4Attention(LatentAttention, MistralLarge4TextAttention):
     returns_indices = True
     first_norm = "kv_b_proj"  # the norm is missing in layers without latents of their own
 
+    @property
+    def shares_latents(self) -> bool:
+        return self.store_full_length_kv
+
     def write_latents(self, *args) -> None:
         if not self.is_kv_shared_layer:
             super().write_latents(*args)

@@ -1,0 +1,210 @@
+"""Training on the ops: which forwards do, and what their layers attend to.
+
+No row outlives a call of its layer, since activation checkpointing calls layers again in the
+backward. The ops see the tokens of a batch laid end to end as sequences: a row of the batch is one
+sequence, more if it is packed, and its padding on the left is one too. Padding on the right ends
+its sequence, where no token before it sees it.
+
+Shapes: B batch, S tokens, T = B * S.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+from transformers.masking_utils import find_packed_sequence_indices
+
+from .absorbed import Part
+from .cache.formats import IndexRows
+from .cache.sequence import Sequences
+from .cache.step import Step, TokenSlice
+from .cache.store import Store
+from .patched import device_of, patched_layers
+from .training_rows import IndexKeysOfCall, LatentsOfCall
+
+TRAINING = ("auto", "ops", "upstream")
+# bytes of scores per layer that upstream may keep for the backward
+UPSTREAM_SCORES = 2**30
+
+
+class TrainingStep(Step):
+    """A training forward; its store is a :class:`StoreOfCalls`."""
+
+    def of_call(self, attention) -> "TrainingStep":
+        return self._replace(store=self.store.create(attention))
+
+    def slices(self, size: int) -> list[TokenSlice]:
+        """One: rings are long enough, and latent attention has its :class:`Part` s."""
+        return super().slices(self.positions.size(1))
+
+
+class StoreOfCalls:
+    """Creates the store of each call of a layer.
+
+    Args:
+        real: ``[B, S]`` bool, False for padding on either side.
+        parts: of the tokens.
+    """
+
+    def __init__(self, text, device: torch.device, real: Tensor, parts: list[Part]):
+        self.config, self.real, self.parts = text.config, real, parts
+        self.block_size = text.custom_pypto_cache["block_size"]
+        autocast = torch.is_autocast_enabled(device.type)
+        self.dtype = torch.get_autocast_dtype(device.type) if autocast else text.dtype
+        self.device = device
+        #: layers with latents for others
+        self.shared: dict = {}
+
+    def create(self, attention) -> Store:
+        """The store of a call of this layer, and in it the layers that share their latents."""
+        batch, tokens = self.real.shape
+        layer, (keys, compressed) = attention.layer_idx, (IndexKeysOfCall, IndexRows)
+        index = compressed if attention.counts_groups else keys
+        formats = {
+            "latent": LatentsOfCall(self.dtype),
+            "index": index(self.config, self.dtype, self.device),
+        }
+        rows = {
+            name: pool.row(self.config, layer, self.dtype) for name, pool in attention.pools.items()
+        }
+        for each in formats.values():
+            rows = each.rows(rows)
+        rows = {
+            name: row and row._replace(layout=row.layout.for_whole(tokens))
+            for name, row in rows.items()
+        }
+        store = Store([rows], formats, batch, tokens, self.block_size, self.device)
+        own = store.layers[0]
+        store.layers, store.parts = {**self.shared, layer: own}, self.parts
+        if attention.shares_latents:
+            # the first call: a repeated one comes after the layers that attend to these latents
+            self.shared.setdefault(layer, own)
+        return store
+
+
+def step_of(model, kwargs: dict, batch: int, tokens: int) -> TrainingStep | None:
+    """The step of a training forward with these arguments; None: it runs the upstream path.
+
+    Raises:
+        ValueError: ``training="ops"`` and an argument that the ops cannot honour.
+        TypeError: ``training="ops"`` and a projection or indexer with additions that they bypass.
+    """
+    option, layers = model.custom_pypto_training, patched_layers(model)
+    if option == "upstream":
+        return None
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    attentions = [layer.self_attn for layer in layers.values()]
+    try:
+        if problem := obstacle(model, attentions[0], kwargs):
+            raise ValueError(
+                f'patched model: {problem}; call models.use_custom_pypto(model, training="auto") '
+                "for the upstream path where the ops cannot run"
+            )
+        for i, attention in zip(layers, attentions, strict=True):
+            attention.check(attention, i)
+    except (TypeError, ValueError):
+        if option == "auto":
+            return None
+        raise
+    device = device_of(layers)
+    if option == "auto" and (
+        device.type != "cpu"  # the ops have no gradient there
+        or torch.compiler.is_compiling()
+        or upstream_is_cheaper(attentions, batch, tokens, model.dtype.itemsize)
+    ):
+        return None
+    return place(model, attentions[0], device, batch, tokens, mask, positions)
+
+
+def obstacle(model, attention, kwargs: dict) -> str | None:
+    """Why a training forward with these arguments cannot run on the ops; None if it can."""
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if dropout := getattr(model.config, "attention_dropout", 0):
+        return f"attention_dropout must be 0 to train on the ops (they have none), got {dropout}"
+    if kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)):
+        return "output_attentions must be False (the ops never form the attention matrix), got True"
+    if kwargs.get("use_cache"):
+        return "use_cache must be False to train on the ops (no row outlives its layer), got True"
+    if mask is None:
+        if attention.counts_groups and is_packed(mask, positions):
+            return (
+                "position_ids must not restart (upstream counts groups of tokens across sequences "
+                "packed into a row), got sequences packed into a row"
+            )
+        return None
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        return f"attention_mask must be [B, tokens] to train on the ops, got {got}"
+    if (first_tokens(mask.bool()).sum(1) > 1).any():
+        return "attention_mask must have padding at the ends only, got a 0 between ones"
+    return None
+
+
+def place(
+    model, attention, device: torch.device, batch: int, tokens: int, mask, positions
+) -> TrainingStep:
+    """The sequences of a batch, and the parts of them that latent attention takes at once."""
+    real = torch.ones(batch, tokens, dtype=torch.bool, device=device)
+    starts = torch.zeros_like(real)
+    starts[:, 0] = True
+    if mask is not None:
+        real = mask.bool()
+        starts |= first_tokens(real)
+    placed = real.cumsum(1) > 0  # not padding on the left
+    within = placed.cumsum(1) - 1
+    if is_packed(mask, positions):
+        segment = find_packed_sequence_indices(positions.expand(batch, -1))
+        starts[:, 1:] |= segment.diff(dim=1) > 0
+        within = within - torch.where(starts, within, 0).cummax(1).values
+    ends = [*starts.flatten().nonzero().flatten().tolist()[1:], batch * tokens]
+    parts = parts_of(ends, attention.slice_tokens, device)
+    lengths = placed.sum(1).int()
+    sequences = Sequences(batch, None, device)
+    store = StoreOfCalls(model, device, real, parts)
+    return TrainingStep(store, sequences, sequences.lengths, lengths, placed, within, None)
+
+
+def is_packed(attention_mask: Tensor | None, position_ids: Tensor | None) -> bool:
+    """Whether transformers treats a row of the batch as several sequences, since its positions
+    restart. A graph cannot tell and assumes so: upstream's mask is right for both."""
+    if attention_mask is not None or position_ids is None:
+        return False
+    return find_packed_sequence_indices(position_ids) is not None
+
+
+def first_tokens(real: Tensor) -> Tensor:
+    """``[B, S]`` bool, True for real tokens that no real token precedes directly."""
+    return real & ~nn.functional.pad(real, (1, 0))[:, :-1]
+
+
+def parts_of(ends: list[int], size: int, device: torch.device) -> list[Part]:
+    """Parts of at most ``size`` tokens of the sequences with these ends."""
+    parts, starts = [], [0, *ends[:-1]]
+    for first in range(0, ends[-1], size):
+        last = min(first + size, ends[-1])
+        inside = [i for i, end in enumerate(ends) if end > first and starts[i] < last]
+        keys = slice(starts[inside[0]], last)
+        upto = torch.tensor([min(ends[i], last) for i in inside], dtype=torch.int32)
+        query_ends, key_ends = (upto - start for start in (first, keys.start))
+        parts.append(Part(slice(first, last), keys, query_ends.to(device), key_ends.to(device)))
+    return parts
+
+
+def upstream_is_cheaper(
+    attentions: Iterable[nn.Module], batch: int, tokens: int, itemsize: int
+) -> bool:
+    """Whether upstream trains with fewer operations than the ops and keeps little memory.
+
+    A backward takes 2 times the operations of its forward upstream, 2.53 times on the ops. Upstream
+    attends to all S^2 pairs of tokens, 320 multiplications per pair and head with DeepSeek-V3.2's
+    dims, the ops to the selected pairs, 1088 each: equal at about 7000 tokens. Upstream keeps
+    the scores of all heads and pairs for the backward.
+    """
+    dense = sparse = 0
+    for attention in attentions:
+        if batch * attention.num_heads * tokens**2 * itemsize >= UPSTREAM_SCORES:
+            return False
+        upstream, ops = attention.multiplications(tokens)
+        dense += 3 * attention.num_heads * upstream
+        sparse += 3.53 * attention.num_heads * ops
+    return dense < sparse
