@@ -161,7 +161,8 @@ def place(
     lengths = placed.sum(1).int()
     sequences = Sequences(batch, None, device)
     store = StoreOfCalls(model, device, real, parts)
-    return TrainingStep(store, sequences, sequences.lengths, lengths, placed, within, None)
+    start = torch.zeros_like(lengths)
+    return TrainingStep(store, sequences, start, lengths, placed, within, None)
 
 
 def is_packed(attention_mask: Tensor | None, position_ids: Tensor | None) -> bool:
