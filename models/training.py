@@ -23,8 +23,9 @@ from .patched import device_of, patched_layers
 from .training_rows import IndexKeysOfCall, LatentsOfCall
 
 TRAINING = ("auto", "ops", "upstream")
-# bytes of scores per layer that upstream may keep for the backward
-UPSTREAM_SCORES = 2**30
+# bytes of a layer's scores: upstream may keep so many for the backward, and trains fewer than the
+# second number without a thought, since an op saves nothing there
+UPSTREAM_SCORES, FEW_SCORES = 2**30, 2**20
 
 
 class TrainingStep(Step):
@@ -201,10 +202,12 @@ def upstream_is_cheaper(
     dims, the ops to the selected pairs, 1088 each: equal at about 7000 tokens. Upstream keeps
     the scores of all heads and pairs for the backward.
     """
+    attentions = list(attentions)
+    scores = batch * max(attention.num_heads for attention in attentions) * tokens**2 * itemsize
+    if scores >= UPSTREAM_SCORES or scores < FEW_SCORES:
+        return scores < UPSTREAM_SCORES
     dense = sparse = 0
     for attention in attentions:
-        if batch * attention.num_heads * tokens**2 * itemsize >= UPSTREAM_SCORES:
-            return False
         upstream, ops = attention.multiplications(tokens)
         dense += 3 * attention.num_heads * upstream
         sparse += 3.53 * attention.num_heads * ops
