@@ -34,6 +34,9 @@ class TrainingStep(Step):
     def of_call(self, attention) -> "TrainingStep":
         return self._replace(store=self.store.create(attention))
 
+    def commit(self) -> None:
+        """Nothing: no later forward continues, and recomputed layers start at the first token."""
+
     def slices(self, size: int) -> list[TokenSlice]:
         """One: rings are long enough, and latent attention has its :class:`Part` s."""
         return super().slices(self.positions.size(1))
@@ -56,6 +59,7 @@ class StoreOfCalls:
         #: layers with latents for others
         self.shared: dict = {}
 
+    @torch.compiler.disable
     def create(self, attention) -> Store:
         """The store of a call of this layer, and in it the layers that share their latents."""
         batch, tokens = self.real.shape
@@ -141,6 +145,7 @@ def obstacle(model, attention, kwargs: dict) -> str | None:
     return None
 
 
+@torch.compiler.disable
 def place(
     model, attention, device: torch.device, batch: int, tokens: int, mask, positions
 ) -> TrainingStep:
@@ -159,11 +164,9 @@ def place(
         within = within - torch.where(starts, within, 0).cummax(1).values
     ends = [*starts.flatten().nonzero().flatten().tolist()[1:], batch * tokens]
     parts = parts_of(ends, attention.slice_tokens, device)
+    store, sequences = StoreOfCalls(model, device, real, parts), Sequences(batch, None, device)
     lengths = placed.sum(1).int()
-    sequences = Sequences(batch, None, device)
-    store = StoreOfCalls(model, device, real, parts)
-    start = torch.zeros_like(lengths)
-    return TrainingStep(store, sequences, start, lengths, placed, within, None)
+    return TrainingStep(store, sequences, sequences.lengths, lengths, placed, within, None)
 
 
 def is_packed(attention_mask: Tensor | None, position_ids: Tensor | None) -> bool:

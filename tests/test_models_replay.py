@@ -57,8 +57,8 @@ def one_thread():
     torch.set_num_threads(1)  # tensors this small only wait for a second one
 
 
-def patched_model(kind="deepseek_v32"):
-    return models.use_custom_pypto(CASES[kind].make(), block_size=16)
+def patched_model(kind="deepseek_v32", training="auto"):
+    return models.use_custom_pypto(CASES[kind].make(), block_size=16, training=training)
 
 
 def indexers(model):
@@ -71,9 +71,9 @@ def indexers(model):
     }
 
 
-def other_policy(kind="deepseek_v32"):
+def other_policy(kind="deepseek_v32", training="auto"):
     """The same model but for its indexers, which prefer what those of the rollout avoid."""
-    model = patched_model(kind)
+    model = patched_model(kind, training)
     for indexer in indexers(model).values():
         getattr(indexer, "scorer", indexer).weights_proj.weight.data.neg_()
     return model
@@ -144,8 +144,9 @@ def test_another_policy_attends_to_what_the_rollout_did(kind, monkeypatch):
 
 @pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointing"])
-def test_training_attends_to_what_the_rollout_did_and_has_gradients(kind, checkpointing):
-    case, trained = CASES[kind], other_policy(kind)
+@pytest.mark.parametrize("path", ["ops", "upstream"])
+def test_training_attends_to_what_the_rollout_did_and_has_gradients(kind, path, checkpointing):
+    case, trained = CASES[kind], other_policy(kind, path)
 
     def both(seed):  # routing of experts is discontinuous, too
         fed, record = rollout(patched_model(kind), seed, case.pads)
