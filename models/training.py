@@ -59,7 +59,7 @@ class StoreOfCalls:
         #: layers with latents for others
         self.shared: dict = {}
 
-    @torch.compiler.disable
+    @torch.compiler.disable(reason="each call of a layer creates its rows")
     def create(self, attention) -> Store:
         """The store of a call of this layer, and in it the layers that share their latents."""
         batch, tokens = self.real.shape
@@ -145,7 +145,7 @@ def obstacle(model, attention, kwargs: dict) -> str | None:
     return None
 
 
-@torch.compiler.disable
+@torch.compiler.disable(reason="the sequences of a batch are read from its mask and positions")
 def place(
     model, attention, device: torch.device, batch: int, tokens: int, mask, positions
 ) -> TrainingStep:

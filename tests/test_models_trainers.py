@@ -1,0 +1,198 @@
+"""Training loops of others run patched models on the ops."""
+
+from datetime import timedelta
+
+import pytest
+import tokenizers
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from model_harness import PADS
+from tiny import tiny_model, token_ids
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from transformers.utils import is_accelerate_available
+
+from custom_pypto import models
+
+STEPS, BATCH, TOKENS = 3, 2, 40
+
+
+def model_for(path):
+    model = tiny_model("deepseek_v32").train()
+    return models.use_custom_pypto(model, block_size=16, training=path)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)  # tensors this small only wait for a second one
+
+
+# ---- Trainer ----------------------------------------------------------------------------------
+
+
+def samples(padded):
+    rows = [{"input_ids": ids, "labels": ids} for ids in token_ids(STEPS * BATCH, TOKENS)]
+    if padded:  # on the right, as tokenizers do by default
+        for pads, row in zip(PADS * 2, rows, strict=True):
+            real = torch.arange(TOKENS) < TOKENS - pads
+            row["attention_mask"], row["labels"] = real.long(), row["labels"].where(real, -100)
+    return rows
+
+
+def losses(path, folder, rows, **arguments):
+    trainer = Trainer(
+        model=model_for(path),
+        args=TrainingArguments(
+            output_dir=str(folder),
+            max_steps=STEPS,
+            per_device_train_batch_size=BATCH,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            **arguments,
+        ),
+        train_dataset=rows,
+    )
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@pytest.mark.skipif(not is_accelerate_available(), reason="transformers.Trainer needs accelerate")
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {},
+        {"gradient_checkpointing": True},
+        {"gradient_accumulation_steps": 2, "max_grad_norm": 0},
+    ],
+    ids=["plain", "checkpointing", "accumulation"],
+)
+@pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
+def test_the_trainer_of_transformers_logs_upstream_losses(padded, arguments, tmp_path):
+    ops, upstream = (
+        losses(path, tmp_path, samples(padded), **arguments) for path in ("ops", "upstream")
+    )
+    assert len(ops) == STEPS and ops[0] != ops[1]
+    assert ops == pytest.approx(upstream, rel=1e-5)
+
+
+@pytest.mark.skipif(not is_accelerate_available(), reason="transformers.Trainer needs accelerate")
+def test_the_trainer_in_bfloat16_starts_with_a_loss_near_upstreams(tmp_path):
+    ops, upstream = (
+        losses(path, tmp_path, samples(False), bf16=True) for path in ("ops", "upstream")
+    )
+    assert ops == pytest.approx(upstream, rel=0.02)  # another rounding, other experts
+
+
+# ---- processes --------------------------------------------------------------------------------
+
+
+def loss_of(model, ids, items):
+    return model(input_ids=ids, labels=ids, use_cache=False, num_items_in_batch=items).loss
+
+
+def work(rank, folder):
+    """The gradients that one of two ranks has of its half of the batch."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    ids = token_ids(4, TOKENS)
+    for frozen in (True, False):
+        model = model_for("ops")
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(not (frozen and ".indexer." in name))
+        parallel = DistributedDataParallel(model, find_unused_parameters=not frozen)
+        # the ranks' gradients are averaged, and each divides by the tokens of the whole batch
+        loss = 2 * loss_of(parallel, ids[2 * rank : 2 * rank + 2], 4 * (TOKENS - 1))
+        loss.backward()
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        torch.save(gradients, f"{folder}/{rank}-{frozen}.pt")
+    dist.destroy_process_group()
+
+
+def test_two_processes_have_the_gradients_of_one(tmp_path):
+    """The indexers get none: a user freezes them, or has DDP find unused parameters."""
+    torch.multiprocessing.spawn(work, args=(tmp_path,), nprocs=2)
+    model = model_for("ops")
+    loss_of(model, token_ids(4, TOKENS), 4 * (TOKENS - 1)).backward()
+    want = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    for file in ("0-True", "1-True", "0-False", "1-False"):
+        got = torch.load(tmp_path / f"{file}.pt")
+        others = got.keys() - want.keys()
+        assert want.keys() <= got.keys() and not any(got[name].any() for name in others)
+        # in float32: sums in another order
+        errors = {n: float((got[n] - want[n]).norm() / want[n].norm()) for n in want}
+        assert max(errors.values()) <= 5e-6, max(errors, key=errors.get)
+
+
+# ---- torch.compile ------------------------------------------------------------------------------
+
+
+def test_a_compiled_model_trains_alike():
+    model, ids = model_for("ops"), token_ids(2, TOKENS)
+    want = torch.autograd.grad(loss_of(model, ids, None), model.lm_head.weight)
+    compiled = torch.compile(model, backend="aot_eager")
+    got = torch.autograd.grad(loss_of(compiled, ids, None), model.lm_head.weight)
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-7)
+
+
+# ---- trl ----------------------------------------------------------------------------------------
+
+
+def test_trl_trains_on_sequences_without_padding(tmp_path):
+    """trl lays them end to end, with positions that restart."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    words = {"<pad>": 0, "<eos>": 1} | {f"w{i}": i for i in range(2, 199)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w2")),
+        pad_token="<pad>",
+        eos_token="<eos>",
+    )
+    lengths = [40, 13, 22, 9, 31, 17]
+    rows = [
+        {"input_ids": ids[:n].tolist(), "labels": ids[:n].tolist()}
+        for n, ids in zip(lengths, token_ids(STEPS * BATCH, TOKENS), strict=True)
+    ]
+
+    # a name of its own, else datasets would pickle the rows to make one
+    dataset = datasets.Dataset(datasets.table.InMemoryTable.from_pylist(rows), fingerprint="rows")
+
+    def of(path):
+        shapes, model = set(), model_for(path)
+        model.model.register_forward_pre_hook(
+            lambda _, args, kwargs: shapes.add(kwargs["position_ids"].shape),
+            with_kwargs=True,
+        )
+        trainer = trl.SFTTrainer(
+            model=model,
+            processing_class=tokenizer,
+            args=trl.SFTConfig(
+                output_dir=str(tmp_path),
+                max_steps=STEPS,
+                per_device_train_batch_size=BATCH,
+                padding_free=True,
+                max_length=None,
+                dataset_kwargs={"skip_prepare_dataset": True},
+                logging_steps=1,
+                save_strategy="no",
+                report_to=[],
+                use_cpu=True,
+                bf16=False,
+                disable_tqdm=True,
+            ),
+            train_dataset=dataset,
+        )
+        trainer.train()
+        assert all(shape[0] == 1 for shape in shapes)
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    ops = of("ops")
+    assert len(ops) == STEPS and ops == pytest.approx(of("upstream"), rel=1e-5)
