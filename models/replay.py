@@ -60,10 +60,10 @@ def replay_indices(model, record: Record) -> Iterator[None]:
     """Attends to the recorded positions; the indexers do not select. See :func:`record_indices`.
 
     On the ops, token ``t`` of the cache attends to ``record[layer][:, t]``; index keys are still
-    written. On the upstream path, as in training mode, a forward has the T tokens of the record,
-    padded alike; for DeepSeek-V4 without padding, which upstream counts as tokens of compressed
-    rows. Activation checkpointing repeats forwards in the backward, which must then be in this
-    context, too.
+    written. On the upstream path, which training mode may take, a forward has the T tokens of the
+    record, padded alike; for DeepSeek-V4 without padding, which upstream counts as tokens of
+    compressed rows. Activation checkpointing repeats forwards in the backward, which must then be
+    in this context, too.
 
     Args:
         model: a model patched by :func:`models.use_custom_pypto`.
