@@ -30,6 +30,7 @@ class Description(NamedTuple):
         dtypes: tensors whose dtypes on an NPU are other than bfloat16 and float16.
         absent: the value that stands for None in a GE attribute, which cannot hold None.
         overload: the name of the overload beside the default one.
+        overload_on_npu: whether an NPU has a program of that overload.
         omitted: arguments that only that overload has, and the values that the default one implies.
         notes: paragraphs for readers of the GE prototype, on facts that its declaration lacks.
     """
@@ -38,6 +39,7 @@ class Description(NamedTuple):
     dtypes: dict[str, Dtypes] = {}
     absent: dict[str, object] = {}
     overload: str = ""
+    overload_on_npu: bool = True
     omitted: dict[str, object] = {}
     notes: tuple[str, ...] = ()
 
@@ -45,13 +47,16 @@ class Description(NamedTuple):
 OPS = {
     "add_custom": Description(outputs={"out": FLOAT}, dtypes={"self": FLOAT, "other": FLOAT}),
     "npu_lightning_indexer_pto": Description(
-        outputs={"sparse_indices": INT32},
+        outputs={"sparse_indices": INT32, "sparse_values": HALF},
         dtypes={
             "weights": FLOAT,
             "actual_seq_lengths_query": INT32,
             "actual_seq_lengths_key": INT32,
             "block_table": INT32,
         },
+        overload="return_value",
+        overload_on_npu=False,
+        omitted={"return_value": False},
         notes=("query and key share a dtype, weights have that one or float32.",),
     ),
     "npu_sparse_flash_attention_pto": Description(
@@ -153,8 +158,10 @@ OPS = {
     ),
 }
 
-# without NPU programs: rejected on an NPU
-GRADIENTS = {
+_KL = {"d_query_index": HALF, "d_key_index": HALF, "d_weights": FLOAT, "loss": FLOAT32}
+
+# gradients and losses, without NPU programs: rejected on an NPU
+TRAINING = {
     "npu_sparse_flash_attention_grad_pto": Description(
         outputs={
             "d_query": HALF,
@@ -165,13 +172,27 @@ GRADIENTS = {
             "d_sinks": FLOAT32,
         },
     ),
+    "npu_lightning_indexer_grad_pto": Description(
+        outputs={"d_query": HALF, "d_key": HALF, "d_weights": FLOAT},
+    ),
+    "npu_sparse_lightning_indexer_grad_kl_loss_pto": Description(outputs=_KL),
+    "npu_dense_lightning_indexer_softmax_lse_pto": Description(
+        outputs={"softmax_max_index": FLOAT32, "softmax_sum_index": FLOAT32},
+    ),
+    "npu_dense_lightning_indexer_grad_kl_loss_pto": Description(outputs=_KL),
 }
-ALL_OPS = OPS | GRADIENTS
+ALL_OPS = OPS | TRAINING
 
 
 def variant(op: str, overload: str) -> str:
     """The name of an overload in files and functions: that of the op, unless it is another one."""
     return f"{op}_{overload}" if overload else op
+
+
+def with_programs(description: Description) -> tuple[str, ...]:
+    """The names of the overloads of which an NPU has programs, the default one first."""
+    other = description.overload if description.overload_on_npu else ""
+    return tuple(dict.fromkeys(["", other]))
 
 
 def ge_type(name: str) -> str:
@@ -185,7 +206,7 @@ def ge_types() -> tuple[str, ...]:
     return tuple(
         ge_type(variant(op, overload))
         for op, description in OPS.items()
-        for overload in dict.fromkeys(["", description.overload])
+        for overload in with_programs(description)
     )
 
 

@@ -24,19 +24,19 @@ from typing import Any
 
 from torch import Tensor
 
-from .gradient_ops import *  # noqa: F403
-from .gradient_ops import __all__ as _gradients
 from .quantised_ops import *  # noqa: F403
 from .quantised_ops import __all__ as _quantised
 from .schemas import public_function
+from .training_ops import *  # noqa: F403
+from .training_ops import __all__ as _training
 
 __all__ = [
     "add_custom",
     "npu_lightning_indexer_pto",
     "npu_sparse_attention_pto",
     "npu_sparse_flash_attention_pto",
-    *_gradients,
     *_quantised,
+    *_training,
 ]
 
 
@@ -73,8 +73,9 @@ def npu_lightning_indexer_pto(
     sparse_count: int = 2048,
     sparse_mode: int = 3,
     cmp_ratio: int = 1,
+    return_value: bool = False,
     **standard: Any,
-) -> Tensor:
+) -> Tensor | Any:  # a tuple with return_value
     r"""Positions of the ``sparse_count`` highest-scoring keys of each query token.
 
     The score of key ``j`` for query token ``i`` is
@@ -99,14 +100,18 @@ def npu_lightning_indexer_pto(
             ``(len_k - len_q + i + 1) // r``, those whose tokens are all known to it; with
             ``sparse_mode`` 0, all. Positions are rows of the sequence. For ``TND``, its rows follow
             those of the sequences before it.
+        return_value: return the scores of the positions too. On the CPU only: an NPU has no program
+            of it yet.
         standard: the remaining keywords of ``torch_npu.npu_lightning_indexer``, each with its only
-            supported value: ``pre_tokens`` and ``next_tokens`` 2**63 - 1, ``return_value`` False.
+            supported value: ``pre_tokens`` and ``next_tokens`` 2**63 - 1.
     Returns:
         ``[B, S1, 1, K]`` or ``[T1, 1, K]`` int32 positions within the sequence (not rows of
         ``key``), best first, ties by ascending position; deterministic on every run and for any
         number of threads. ``-1`` pads the row of a token that sees fewer than K keys; rows of
         padding tokens and of tokens that see no key are all ``-1``. A NaN score ranks first, as in
-        ``torch.topk``.
+        ``torch.topk``. With ``return_value`` a tuple of these positions and their scores, in the
+        dtype of ``query``, ``-inf`` beside each ``-1``; the scores are differentiable
+        (:func:`npu_lightning_indexer_grad_pto`).
     Raises:
         RuntimeError: a constraint above is violated; the message names the argument.
 

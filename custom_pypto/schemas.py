@@ -6,7 +6,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from .descriptions import ALL_OPS
+from .descriptions import ALL_OPS, with_programs
 from .standard import check_keywords
 
 Parameters = ParamSpec("Parameters")
@@ -23,6 +23,12 @@ def overload(op: str, name: str = "") -> torch._ops.OpOverload:
 def overloads(op: str) -> tuple[torch._ops.OpOverload, ...]:
     """All overloads, the default one first; the last one has every argument of the op."""
     return tuple(overload(op, name) for name in dict.fromkeys(["", ALL_OPS[op].overload]))
+
+
+@functools.cache
+def programs(op: str) -> tuple[torch._ops.OpOverload, ...]:
+    """The overloads of which an NPU has programs."""
+    return tuple(overload(op, name) for name in with_programs(ALL_OPS[op]))
 
 
 def given(op: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -32,12 +32,6 @@ KEYWORDS = {
     "npu_lightning_indexer_pto": {
         "pre_tokens": _NO_WINDOW,
         "next_tokens": _NO_WINDOW,
-        "return_value": Keyword(
-            False,
-            "only positions are returned",
-            "compute the scores of the returned positions in torch, or call "
-            "torch_npu.npu_lightning_indexer",
-        ),
     },
     "npu_quant_lightning_indexer_pto": {
         "pre_tokens": _NO_WINDOW,
@@ -54,6 +48,22 @@ KEYWORDS = {
         "pre_tokens": _NO_WINDOW,
         "next_tokens": _NO_WINDOW,
         "attention_mode": _ABSORBED,
+    },
+    "npu_lightning_indexer_grad_pto": {"pre_tokens": _NO_WINDOW, "next_tokens": _NO_WINDOW},
+    "npu_sparse_lightning_indexer_grad_kl_loss_pto": {
+        "pre_tokens": _NO_WINDOW,
+        "next_tokens": _NO_WINDOW,
+        "sinks": Keyword(
+            None, "sinks are in the statistics", "omit them (softmax_max and softmax_sum hold them)"
+        ),
+    },
+    "npu_dense_lightning_indexer_softmax_lse_pto": {
+        "pre_tokens": _NO_WINDOW,
+        "next_tokens": _NO_WINDOW,
+    },
+    "npu_dense_lightning_indexer_grad_kl_loss_pto": {
+        "pre_tokens": _NO_WINDOW,
+        "next_tokens": _NO_WINDOW,
     },
     "npu_kv_quant_sparse_flash_attention_pto": {
         "pre_tokens": _NO_WINDOW,

@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_map_only
 from . import ops, reference
 from .descriptions import ALL_OPS, OPS
 
-ROW = "{:<7} {:<39} {:<9} {:<45} {:>8} {:>8}"
+ROW = "{:<7} {:<46} {:<9} {:<45} {:>8} {:>8}"
 
 
 def verify(device: str, op: str = "") -> bool:

@@ -19,9 +19,10 @@ from cases import inputs_of, on_meta
 from torch.utils._pytree import tree_leaves
 
 from custom_pypto import npu
-from custom_pypto.descriptions import FLOAT, OPS, Description
+from custom_pypto.descriptions import FLOAT, OPS, Description, variant, with_programs
 from custom_pypto.graph import __main__ as command
 from custom_pypto.graph import headers, ops, prototypes
+from custom_pypto.schemas import overload
 
 COMPILER = shlex.split(os.environ.get("CXX") or "g++")
 
@@ -81,10 +82,9 @@ def compiled(header: Path, folder: Path) -> Compiled:
 
 
 OVERLOADS = {
-    op if name == "default" else f"{op}_{name}": getattr(packet, name)
-    for op in OPS
-    for packet in [getattr(torch.ops.custom_pypto, op)]
-    for name in packet.overloads()
+    variant(op, name): overload(op, name)
+    for op, description in OPS.items()
+    for name in with_programs(description)
 }
 SCHEMAS = {name: overload._schema for name, overload in OVERLOADS.items()}
 

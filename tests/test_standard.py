@@ -46,6 +46,27 @@ STANDARD = {
         int pre_tokens=9223372036854775807, int next_tokens=9223372036854775807,
         int attention_mode=0
     """,
+    "npu_lightning_indexer_grad_pto": """
+        Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_key=None,
+        str? layout="BSND", int? sparse_mode=3, int pre_tokens=9223372036854775807,
+        int next_tokens=9223372036854775807
+    """,
+    "npu_sparse_lightning_indexer_grad_kl_loss_pto": """
+        Tensor? query_rope=None, Tensor? key_rope=None, SymInt[]? actual_seq_qlen=None,
+        SymInt[]? actual_seq_klen=None, str? layout="BSND", int? sparse_mode=3,
+        int? pre_tokens=9223372036854775807, int? next_tokens=9223372036854775807,
+        Tensor? sinks=None
+    """,
+    "npu_dense_lightning_indexer_softmax_lse_pto": """
+        SymInt[]? actual_seq_qlen=None, SymInt[]? actual_seq_klen=None, str? layout="BSND",
+        int? sparse_mode=3, int? pre_tokens=9223372036854775807,
+        int? next_tokens=9223372036854775807
+    """,
+    "npu_dense_lightning_indexer_grad_kl_loss_pto": """
+        Tensor? query_rope=None, Tensor? key_rope=None, SymInt[]? actual_seq_qlen=None,
+        SymInt[]? actual_seq_klen=None, str? layout="BSND", int? sparse_mode=3,
+        int? pre_tokens=9223372036854775807, int? next_tokens=9223372036854775807
+    """,
     "npu_sparse_flash_attention_pto": """
         Tensor? block_table=None, Tensor? actual_seq_lengths_query=None,
         Tensor? actual_seq_lengths_kv=None, Tensor? query_rope=None, Tensor? key_rope=None,
@@ -112,7 +133,6 @@ def test_keywords_leave_no_trace_in_a_compiled_graph(op, given):
 @pytest.mark.parametrize(
     "op, keyword, value, got",
     [
-        ("npu_lightning_indexer_pto", "return_value", True, "True"),
         ("npu_lightning_indexer_pto", "pre_tokens", 7, "7"),
         ("npu_quant_lightning_indexer_pto", "key_dtype", 290, "290"),
         ("npu_sparse_flash_attention_pto", "attention_mode", 0, "0"),
@@ -147,7 +167,7 @@ def test_other_keywords_raise_what_python_raises(op):
 def test_a_public_function_has_the_arguments_of_its_op(op):
     parameters = inspect.signature(getattr(custom_pypto, op)).parameters.values()
     empty = inspect.Parameter.empty
-    given = {"return_softmax_lse": False}  # required by its overload
+    given = ALL_OPS[op].omitted  # required by their overload
     assert [
         (p.name, p.kind is p.KEYWORD_ONLY, p.default)
         for p in parameters

@@ -35,10 +35,10 @@ from typing import Any
 import torch
 
 from .. import kernel_packages
-from ..descriptions import GRADIENTS, OPS
+from ..descriptions import OPS, TRAINING
 from ..graph.prototypes import prototype
 from ..requirements import pypto_problem
-from ..schemas import bound, overloads
+from ..schemas import bound, overloads, programs
 from .aclnn import Operator
 from .common import Arguments, Launch, on_device, prepared
 
@@ -121,7 +121,7 @@ def eager(launch: Launch) -> dict[str, Callable]:
 def _functions(call: Callable, launch: Launch) -> dict[str, Callable]:
     functions: dict[str, Callable] = {}
     for op in OPS:
-        for overload in overloads(op):
+        for overload in programs(op):
             name = overload.name().removeprefix("custom_pypto::")
             functions[name] = functools.partial(call, op, overload, launch)
         if hasattr(_module(op), "backward"):
@@ -136,10 +136,21 @@ for _name, _function in eager(on_device).items():
 
 def _without_program(op: str, /, *args, **kwargs):
     raise RuntimeError(
-        f"{op}: query.device must be cpu (gradients have no NPU program yet), got "
+        f"{op}: query.device must be cpu (training has no NPU program yet), got "
         f"{args[0].device}; train on the CPU, or on the op of torch_npu that is named without _pto"
     )
 
 
-for _name in GRADIENTS:
+def _without_program_of(other: torch._ops.OpOverload, /, *args, **kwargs):
+    op, argument = other._schema.name.removeprefix("custom_pypto::"), other._schema.overload_name
+    raise RuntimeError(
+        f"{op}: {argument} must be False on an NPU, which has no program of it yet, got True; call "
+        f"it on the CPU, or call torch_npu.{op.removesuffix('_pto')}"
+    )
+
+
+for _name in TRAINING:
     _library.impl(_name, functools.partial(_without_program, _name), "PrivateUse1")
+for _op in OPS:
+    for _other in set(overloads(_op)) - set(programs(_op)):
+        _library.impl(_other, functools.partial(_without_program_of, _other), "PrivateUse1")

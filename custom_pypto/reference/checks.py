@@ -2,7 +2,7 @@
 sequence's end invalid.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -47,3 +47,18 @@ def row_error(got: Tensor, expected: Tensor) -> float:
     got, expected = got.double(), expected.double()
     scale = expected.abs().amax(-1, keepdim=True).clamp(min=1e-30)
     return float(((got - expected).abs() / scale).nan_to_num(nan=torch.inf).amax())
+
+
+def excess(got: tuple, expected: tuple, magnitudes: Iterable) -> float:
+    """The largest error of a finite element, relative to the sum of the magnitudes of its terms."""
+    largest = 0.0
+    for one, other, magnitude in zip(got, expected, magnitudes, strict=True):
+        limits = torch.finfo(other.dtype)
+        difference = (one.double() - other.double()).abs().nan_to_num(nan=torch.inf)
+        # below the normal numbers, of float32 in sums and of the dtype in results
+        smallest = max(torch.finfo(torch.float32).tiny, limits.tiny * limits.eps)
+        difference = (difference - smallest).clamp(min=0) / magnitude
+        counts = other.isfinite() & magnitude.isfinite() & (one != other)
+        if counts.any():
+            largest = max(largest, float(difference[counts].amax()))
+    return largest

@@ -1,10 +1,11 @@
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .checks import BLOCK, SIZES, cache, of_sequences
-from .sequences import keys_of, query_tokens
+from .sequences import keys_of, query_tokens, selected_rows
 
 
 def scores(query: Tensor, keys: Tensor, weights: Tensor) -> Tensor:
@@ -26,10 +27,11 @@ def npu_lightning_indexer_pto(
     sparse_count: int = 2048,
     sparse_mode: int = 3,
     cmp_ratio: int = 1,
-) -> Tensor:
+    return_value: bool = False,
+) -> Tensor | Any:  # a tuple with return_value
     """The best ``sparse_count`` positions by :func:`scores`; ties by ascending position."""
     q, k, w = query.flatten(0, -3), key.reshape(-1, key.size(-1)), weights.flatten(0, -2)
-    return selection(
+    indices = selection(
         lambda row, slots: scores(q[row], k[slots], w[row]),
         query,
         key,
@@ -42,6 +44,23 @@ def npu_lightning_indexer_pto(
         sparse_mode,
         cmp_ratio,
     )
+    if not return_value:
+        return indices
+    values = torch.full_like(indices, -torch.inf, dtype=query.dtype)
+    for row, slots, columns in selected_rows(
+        query,
+        key,
+        indices,
+        layout_query=layout_query,
+        layout_kv=layout_key,
+        actual_seq_lengths_query=actual_seq_lengths_query,
+        actual_seq_lengths_kv=actual_seq_lengths_key,
+        block_table=block_table,
+        sparse_mode=sparse_mode,
+        cmp_ratio=cmp_ratio,
+    ):
+        values.flatten(0, -3)[row, 0, columns] = scores(q[row], k[slots], w[row]).to(query.dtype)
+    return indices, values
 
 
 def selection(
@@ -75,15 +94,15 @@ def selection(
 
 
 def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
-    yield from of_sequences(dtypes, SIZES, _arguments)
-    yield from of_sequences(dtypes, [([2050, 3], 2, 128)], _compressed, ", cmp_ratio 4")
+    yield from of_sequences(dtypes, SIZES, arguments)
+    yield from of_sequences(dtypes, [([2050, 3], 2, 128)], compressed, ", cmp_ratio 4")
 
 
-def _compressed(*sizes) -> dict:
-    return _arguments(*sizes) | dict(cmp_ratio=4)
+def compressed(*sizes) -> dict:
+    return arguments(*sizes) | dict(cmp_ratio=4)
 
 
-def _arguments(dtype: torch.dtype, lengths: list[int], S1: int, K: int) -> dict:
+def arguments(dtype: torch.dtype, lengths: list[int], S1: int, K: int) -> dict:
     g = torch.Generator().manual_seed(1)
     actual, table, blocks = cache(lengths, g)
     heads, dim = 64, 128

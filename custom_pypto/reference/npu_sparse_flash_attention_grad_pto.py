@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from . import npu_sparse_flash_attention_pto as forward
-from .checks import ROUNDING, of_sequences
+from .checks import ROUNDING, excess, of_sequences
 from .sequences import selected_rows
 
 DIFFERENTIABLE = ("query", "key", "value", "query_rope", "key_rope", "sinks")
@@ -46,7 +46,7 @@ def npu_sparse_flash_attention_grad_pto(
     g = d_out.double().flatten(0, -3)
     # zeros where no token selects a key
     total = torch.stack([(0 * x).sum() for x in leaves.values()]).sum()
-    for row, slots in selected_rows(
+    for row, slots, _ in selected_rows(
         query,
         key,
         sparse_indices,
@@ -116,17 +116,7 @@ def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
 
 def error(got: tuple, expected: tuple, mine: dict, theirs: dict) -> tuple[float, float]:
     """Of finite elements, relative to the sum of the magnitudes of their terms."""
-    largest = 0.0
-    for one, other, magnitude in zip(got, expected, _magnitudes(**theirs), strict=True):
-        limits = torch.finfo(other.dtype)
-        difference = (one.double() - other.double()).abs().nan_to_num(nan=torch.inf)
-        # below the normal numbers, of float32 in sums and of the dtype in results
-        smallest = max(torch.finfo(torch.float32).tiny, limits.tiny * limits.eps)
-        difference = (difference - smallest).clamp(min=0) / magnitude
-        counts = other.isfinite() & magnitude.isfinite() & (one != other)
-        if counts.any():
-            largest = max(largest, float(difference[counts].amax()))
-    return largest, ROUNDING[theirs["query"].dtype]
+    return excess(got, expected, _magnitudes(**theirs)), ROUNDING[theirs["query"].dtype]
 
 
 def _magnitudes(
@@ -146,7 +136,7 @@ def _magnitudes(
     g = d_out.double().flatten(0, -3).abs()
     found = {name: torch.zeros_like(x) for name, x in flat.items()}
     same = {name: call.get(name) for name in ("query", "key", "sparse_indices", "block_table")}
-    for row, slots in selected_rows(
+    for row, slots, _ in selected_rows(
         **same,
         layout_query=layout,
         layout_kv=call.get("layout_kv") or layout,

@@ -40,7 +40,7 @@ def npu_sparse_flash_attention_pto(
         q = torch.cat([query, query_rope], -1)
     q = q.flatten(0, -3)
     rows, maxima, sums = (x.flatten(0, query.dim() - 3) for x in (out, largest, total))
-    for row, slots in selected_rows(
+    for row, slots, _ in selected_rows(
         query,
         key,
         sparse_indices,

@@ -91,10 +91,9 @@ def keys_of(
     return found
 
 
-def selected_rows(
+def visible_rows(
     query: Tensor,
     key: Tensor,
-    sparse_indices: Tensor,
     *,
     layout_query: str,
     layout_kv: str,
@@ -102,16 +101,29 @@ def selected_rows(
     actual_seq_lengths_kv: Tensor | None,
     block_table: Tensor | None,
     sparse_mode: int,
+    cmp_ratio: int = 1,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Of each token that attends to a key: its row in the flattened query, and the rows of its keys
-    in the flattened cache."""
+    """Of each token that is not padding: its row in the flattened query, and the rows in the
+    flattened cache of the keys that it sees; -1 where a key does not exist."""
     batch = len(actual_seq_lengths_query) if layout_query == "TND" else query.size(0)
-    keys = keys_of(key, layout_kv, actual_seq_lengths_kv, block_table, batch)
-    indices, tokens = sparse_indices.flatten(0, -3)[:, 0].long(), [k.tokens for k in keys]
-    for token in query_tokens(query, layout_query, actual_seq_lengths_query, tokens, sparse_mode):
-        index = indices[token.row]
+    keys = keys_of(key, layout_kv, actual_seq_lengths_kv, block_table, batch, cmp_ratio)
+    tokens = [k.tokens for k in keys]
+    for token in query_tokens(
+        query, layout_query, actual_seq_lengths_query, tokens, sparse_mode, cmp_ratio
+    ):
+        yield token.row, keys[token.sequence].slots[: token.visible]
+
+
+def selected_rows(
+    query: Tensor, key: Tensor, sparse_indices: Tensor, **sequences
+) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Of each token that attends to a key: its row in the flattened query, the rows of its keys in
+    the flattened cache, and the columns of their indices; ``sequences`` as :func:`visible_rows`."""
+    indices = sparse_indices.flatten(0, -3)[:, 0].long()
+    for row, visible in visible_rows(query, key, **sequences):
+        index = indices[row]
         before_end = (index == -1).cumsum(0) == 0  # -1 ends the row
-        index = index[before_end & (index >= 0) & (index < token.visible)]
-        slots = keys[token.sequence].slots[index]
-        if len(slots := slots[slots >= 0]):
-            yield token.row, slots
+        columns = (before_end & (index >= 0) & (index < len(visible))).nonzero()[:, 0]
+        slots = visible[index[columns]]
+        if (exist := slots >= 0).any():
+            yield row, slots[exist], columns[exist]

@@ -89,8 +89,6 @@ def random_call(m: Maker) -> dict:
 def rejected() -> list:
     names = "layout_key", "actual_seq_lengths_key"
     op = in_layouts("npu_lightning_indexer_pto", "index", inputs, *names)
-    scores = "compute the scores of the returned positions in torch, or call "
-    scores += "torch_npu.npu_lightning_indexer"
     return [
         *shared(op),
         *rejected_dims(op),
@@ -107,12 +105,6 @@ def rejected() -> list:
                 cmp_ratio=n,
             )
             for n in (0, -1, -4, 129, 2**32 + 4)
-        ),
-        # a keyword of torch_npu's standard op
-        op.row(
-            "return_value",
-            f"return_value must be False (only positions are returned), got True; {scores}",
-            return_value=True,
         ),
     ]
 

@@ -6,7 +6,7 @@ from custom_pypto.reference.npu_sparse_flash_attention_grad_pto import with_grad
 
 from . import npu_sparse_flash_attention_pto as forward
 from .hostile import Maker
-from .rejections import Op, none, table
+from .rejections import Op, none, strided_rows, table
 
 OP = "npu_sparse_flash_attention_grad_pto"
 WEIGHT = 5
@@ -58,6 +58,7 @@ def rejected() -> list:
         *forward.rejected_keywords(op),
         *rejected_of_the_output(op),
         *rejected_statistics(op),
+        *strided_rows(row, pa, ["key"]),
         *none(row, pa, optional),
     ]
 

@@ -35,6 +35,16 @@ def transposed(x: Tensor) -> Tensor:
     return x.transpose(1, 3).contiguous().transpose(1, 3)
 
 
+def strided_rows(row: Callable, inputs: dict, names: Iterable[str]) -> list:
+    """Tensors whose last dim must be contiguous."""
+    rows = []
+    for name in names:
+        x = transposed(inputs[name])
+        message = f"{name}.stride(-1) must be 1 (contiguous last dim), got {x.stride(-1)}; call "
+        rows.append(row(f"{name}-last-stride", f"{message}.contiguous()", **{name: x}))
+    return rows
+
+
 def none(row: Callable, inputs: dict, optional: Iterable[str] = ()) -> list:
     """None for each required tensor."""
     required = [name for name in tensors(inputs) if name not in optional]

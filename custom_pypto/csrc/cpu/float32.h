@@ -34,18 +34,6 @@ INLINE void index_tile(const float* panel, int width, const float* weights, int 
   }
 }
 
-// lane sums of n vectors, added in a fixed order
-INLINE void reduce_lanes(const float* partial, int n, float* scores) {
-  for (int j = 0; j < n; ++j) {
-    float lane[kLanes];
-    store(lane, load(partial + j * kLanes));
-    UNROLL for (int half = kLanes / 2; half > 0; half /= 2) {
-      UNROLL for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
-    }
-    scores[j] = lane[0];
-  }
-}
-
 void index_f32(const IndexCall<float>& call) {
   alignas(64) float partial[kMaxKeys * kLanes];
   for (int i = 0; i < call.n * kLanes; ++i) partial[i] = 0.0f;

@@ -42,20 +42,67 @@ void multiply_f32(const Product& p) {
   for (; column < p.width; column += 16) product_strip<16 / kLanes>(p, column);
 }
 
+// exp2(x) for any x: above 0 by rounding, and far above it with statistics of other logits
+INLINE Vec power(const Vec& x) {
+  const Vec near = exp2(x > 127.0f ? broadcast(127.0f) : x);
+  return x > 127.0f ? broadcast(INFINITY) : near;
+}
+
 void probabilities_f32(const Probabilities& call) {
   for (int h = 0; h < call.heads; h += kLanes) {
     const Vec max = load(call.max + h), inverse = load(call.inverse + h);
     Vec delta = load(call.delta + h);
     for (int j = 0; j < call.n; ++j) {
       float* score = call.scores + j * call.heads + h;
-      // above 0 by rounding, and far above it with statistics of other logits
-      const Vec x = load(score) * call.scale - max;
-      const Vec power = exp2(x > 127.0f ? broadcast(127.0f) : x);
-      const Vec p = (x > 127.0f ? broadcast(INFINITY) : power) * inverse;
+      const Vec p = power(load(score) * call.scale - max) * inverse;
       delta += p * load(call.dots + j * call.heads + h);
       store(score, p);
     }
     store(call.delta + h, delta);
+  }
+}
+
+void head_sums_f32(const HeadSums& call) {
+  for (int j = 0; j < call.n; ++j) {
+    Vec sum = {};
+    for (int h = 0; h < call.heads; h += kLanes) {
+      const Vec score = load(call.scores + j * call.heads + h);
+      sum += power(score * call.scale - load(call.max + h)) * load(call.inverse + h);
+    }
+    float lanes[kLanes];
+    store(lanes, sum);
+    reduce_lanes(lanes, 1, call.out + j);
+  }
+}
+
+void index_scores_f32(const IndexScores& call) {
+  for (int j = 0; j < call.n; ++j) {
+    Vec sum = {};
+    for (int h = 0; h < call.heads; h += kLanes) {
+      const Vec product = load(call.products + j * call.padded + h);
+      const Vec relu = product < 0.0f ? Vec{} : product;  // NaN stays visible
+      const Vec term = load(call.weights + h) * relu;
+      // mask padding: 0 times an infinite key is NaN
+      sum += lane_index() < call.heads - h ? term : Vec{};
+    }
+    float lanes[kLanes];
+    store(lanes, sum);
+    reduce_lanes(lanes, 1, call.scores + j);
+  }
+}
+
+void index_scores_grad_f32(const IndexScoresGrad& call) {
+  for (int h = 0; h < call.heads; h += kLanes) {
+    const Vec weight = load(call.weights + h);
+    Vec d_weight = load(call.d_weights + h);
+    for (int j = 0; j < call.n; ++j) {
+      float* at = call.products + j * call.heads + h;
+      const Vec product = load(at);
+      const float d_score = call.d_scores[j];
+      d_weight += (product < 0.0f ? Vec{} : product) * d_score;
+      store(at, product <= 0.0f ? Vec{} : weight * d_score);  // NaN stays visible
+    }
+    store(call.d_weights + h, d_weight);
   }
 }
 

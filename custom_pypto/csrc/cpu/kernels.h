@@ -107,6 +107,37 @@ struct Probabilities {
   float* delta;          // [heads]
 };
 
+// out[j] = the sum over heads of exp2(scores[j] * scale - max) / sum.
+struct HeadSums {
+  const float* scores;   // [n][heads]
+  int n;                 // keys
+  int heads;             // multiple of 16
+  float scale;           // logit scale times log2(e)
+  const float* max;      // [heads], times log2(e)
+  const float* inverse;  // [heads]: 1 / sum
+  float* out;            // [n]
+};
+
+// Of an indexer: scores[j] = sum over heads of weights * relu(products[j]).
+struct IndexScores {
+  const float* products;  // [n][padded]
+  int n;                  // keys
+  int heads, padded;      // padded: multiple of 16
+  const float* weights;   // [padded]
+  float* scores;          // [n]
+};
+
+// Its derivative: d_weights += the sum over keys of d_scores * relu(products); products become
+// their gradients, 0 where they are not positive, else d_scores * weights.
+struct IndexScoresGrad {
+  float* products;        // [n][heads]
+  int n;                  // keys
+  int heads;              // multiple of 16
+  const float* weights;   // [heads]
+  const float* d_scores;  // [n]
+  float* d_weights;       // [heads]
+};
+
 // Kernels that multiply bfloat16 without widening it.
 struct Bf16Kernels {
   // panel[pair][row] from rows[row][dim]: `count` rows, padded with zeros to the panel's width
@@ -144,6 +175,9 @@ struct Kernels {
                  const AttendScratch&);
   void (*multiply)(const Product&);
   void (*probabilities)(const Probabilities&);
+  void (*head_sums)(const HeadSums&);
+  void (*index_scores)(const IndexScores&);
+  void (*index_scores_grad)(const IndexScoresGrad&);
   // to[i] = scale * from[i], rounded, i < n, a multiple of 16
   void (*dequantise)(const int8_t* from, float scale, int n, Rounding rounding, float* to);
   // Writes ranks and positions (first, first + 1, ...) of the scores whose rank exceeds `above`, in

@@ -126,6 +126,18 @@ INLINE Vec softmax(int n, const AttendPanel<E>& panel, const float* scores, int 
   return factor;
 }
 
+// lane sums of n vectors, added in a fixed order
+INLINE void reduce_lanes(const float* partial, int n, float* scores) {
+  for (int j = 0; j < n; ++j) {
+    float lane[kLanes];
+    store(lane, load(partial + j * kLanes));
+    UNROLL for (int half = kLanes / 2; half > 0; half /= 2) {
+      UNROLL for (int i = 0; i < half; ++i) lane[i] += lane[i + half];
+    }
+    scores[j] = lane[0];
+  }
+}
+
 enum class Carry { kNothing, kKeep, kRescale };  // how to treat the sums of earlier chunks
 
 }  // namespace

@@ -22,19 +22,6 @@ Tensor gradient_of(const OptionalTensor& tensor, const Tensor& query) {
   return at::empty_symint(tensor->sym_sizes(), tensor->options());
 }
 
-void check_statistics(const char* name, const Tensor& tensor, const Tensor& query) {
-  const bool packed = query.dim() == 3;
-  const Argument argument(kNames.op, name, tensor);
-  argument.rank(query.dim(), packed ? "[N2, T1, N1]" : "[B, N2, S1, N1]")
-      .dtype(at::kFloat, "of the forward, with return_softmax_lse=True")
-      .device_of(query);
-  const int64_t heads = packed ? 0 : 1;
-  if (!packed) argument.size(0, query.sym_size(0), "B of query");
-  argument.size(heads, 1, "N2: one key head")
-      .size(heads + 1, query.sym_size(heads), packed ? "T1 of query" : "S1 of query")
-      .size(heads + 2, query.sym_size(heads + 1), "N1 of query");
-}
-
 // Checks every argument and allocates the gradients.
 void contract(AttentionGradParams& p, const Tensor& out) {
   check_unquantised_attention(kNames, p.attention);
@@ -47,8 +34,8 @@ void contract(AttentionGradParams& p, const Tensor& out) {
         .dtype(query.scalar_type(), "dtype of query")
         .device_of(query);
   }
-  check_statistics("softmax_max", p.softmax_max, query);
-  check_statistics("softmax_sum", p.softmax_sum, query);
+  check_statistics(kNames, "softmax_max", p.softmax_max, query);
+  check_statistics(kNames, "softmax_sum", p.softmax_sum, query);
   p.d_query = gradient_of(query, query);
   p.d_key = gradient_of(p.attention.sequences.key, query);
   p.d_value = gradient_of(p.attention.value, query);

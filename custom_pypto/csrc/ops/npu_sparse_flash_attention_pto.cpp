@@ -188,10 +188,7 @@ class SparseFlashAttention : public torch::autograd::Function<SparseFlashAttenti
         c10::Dispatcher::singleton()
             .findSchemaOrThrow("custom_pypto::npu_sparse_flash_attention_grad_pto", "")
             .typed<Grad>();
-    TORCH_CHECK(!ctx->saved_data["cut"].toBool(), kNames.op,
-                ": key must require a gradient if another tensor does, got a paged cache without: "
-                "the gradient of the keys would be lost; write the rows under autograd, or pass "
-                "the keys of the call (layout_kv 'TND' or 'BSND')");
+    if (ctx->saved_data["cut"].toBool()) reject_cut_cache(kNames.op);
     const torch::autograd::variable_list saved = ctx->get_saved_variables();
     const auto some = [&](Saved i) {
       return saved[i].defined() ? OptionalTensor(saved[i]) : OptionalTensor();

@@ -4,6 +4,10 @@
 
 namespace custom_pypto {
 
+void check_scale(const char* op, double scale_value) {
+  CHECK_ARGUMENT(is_scale(scale_value), op, "scale_value", kScales, scale_value);
+}
+
 void check_sparse_count(const char* op, int64_t sparse_count) {
   const bool small = sparse_count >= 1 && sparse_count <= 2048;
   const bool large = sparse_count >= 3072 && sparse_count <= 8192 && sparse_count % 1024 == 0;
@@ -84,12 +88,12 @@ void check_lengths_and_blocks(const KeyNames& names, const SequenceParams& p) {
         .dtype(at::kInt, "block ids")
         .device_of(p.query)
         .size(0, B, "B");
-    Argument(op, "key", p.key).keeps(1, Dim::kBlockSize, "block_size");
+    Argument(op, names.key, p.key).keeps(1, Dim::kBlockSize, "block_size");
   } else {
     CHECK_ARGUMENT(!p.block_table, op, "block_table",
                    c10::str("None (", names.layout, " is '", p.layout_key, "', not 'PA_BSND')"),
                    "a tensor");
-    if (!packed) Argument(op, "key", p.key).size(0, B, "B of query");
+    if (!packed) Argument(op, names.key, p.key).size(0, B, "B of query");
   }
 }
 
@@ -97,6 +101,8 @@ void check_lengths_and_blocks(const KeyNames& names, const SequenceParams& p) {
 
 void check_sequences(const KeyNames& names, SequenceParams& p) {
   const char* op = names.op;
+  CHECK_ARGUMENT(p.cmp_ratio >= 1 && p.cmp_ratio <= 128, op, "cmp_ratio",
+                 "1 to 128 (tokens per key)", p.cmp_ratio);
   CHECK_ARGUMENT(p.sparse_mode == 0 || p.sparse_mode == 3, op, "sparse_mode",
                  "0 (every key) or 3 (causal, right-aligned)", p.sparse_mode);
   CHECK_ARGUMENT(p.layout_query == "BSND" || p.layout_query == "TND", op, names.query_layout,
@@ -108,53 +114,71 @@ void check_sequences(const KeyNames& names, SequenceParams& p) {
   p.query_layout = packed ? Layout::kTnd : Layout::kBsnd;
   p.key_layout = paged ? Layout::kPaged : p.query_layout;
   const std::string shape = packed ? "[T1, N1, D]" : "[B, S1, N1, D]";
-  check_layout_rank(names, "query", p.query, p.query_layout,
+  check_layout_rank(names, names.query, p.query, p.query_layout,
                     c10::str(shape, " (", names.query_layout, " '", p.layout_query, "')"),
                     other_query_layout);
-  check_layout_rank(names, "key", p.key, p.key_layout,
+  check_layout_rank(names, names.key, p.key, p.key_layout,
                     paged    ? "[blocks, block_size, 1, D] (paged)"
                     : packed ? "[T2, 1, D] (TND)"
                              : "[B, S2, 1, D] (BSND)",
                     other_key_layout);
-  Argument(op, "key", p.key).size(p.key.dim() - 2, 1, "N2: one key head");
-  Argument(op, "query", p.query).keeps(p.query.dim() - 2, Dim::kPositive, "N1");
+  Argument(op, names.key, p.key).size(p.key.dim() - 2, 1, "N2: one key head");
+  Argument(op, names.query, p.query).keeps(p.query.dim() - 2, Dim::kPositive, "N1");
   check_lengths_and_blocks(names, p);
 }
 
-void check_indexer(const KeyNames& names, IndexerParams& p) {
+void check_index(const KeyNames& names, SequenceParams& p, const Tensor& weights) {
   const char* op = names.op;
-  check_sparse_count(op, p.sparse_count);
-  check_sequences(names, p.sequences);
-  const Tensor &query = p.sequences.query, &key = p.sequences.key;
-  const int64_t rank = query.dim();
-  Argument(op, "key", key)
-      .device_of(query)
-      .size(key.dim() - 1, query.sym_size(-1), "D of query")
+  check_sequences(names, p);
+  const int64_t rank = p.query.dim();
+  Argument(op, names.key, p.key)
+      .device_of(p.query)
+      .size(p.key.dim() - 1, p.query.sym_size(-1), c10::str("D of ", names.query).c_str())
       .dense_rows();
-  Argument(op, "weights", p.weights)
+  Argument(op, "weights", weights)
       .rank(rank - 1, rank == 4 ? "[B, S1, N1]" : "[T1, N1]")
-      .sizes(query, rank - 1, "shape of query without D")
-      .device_of(query);
+      .sizes(p.query, rank - 1, c10::str("shape of ", names.query, " without D").c_str())
+      .device_of(p.query);
+}
+
+void check_indexer(const KeyNames& names, IndexerParams& p) {
+  check_sparse_count(names.op, p.sparse_count);
+  check_index(names, p.sequences, p.weights);
+  const Tensor& query = p.sequences.query;
   c10::SymDimVector shape(query.sym_sizes().begin(), query.sym_sizes().end());
-  shape[rank - 2] = 1;
-  shape[rank - 1] = p.sparse_count;
+  shape[query.dim() - 2] = 1;
+  shape[query.dim() - 1] = p.sparse_count;
   p.out = at::empty_symint(shape, query.options().dtype(at::kInt));
 }
 
-void check_attention(const KeyNames& names, AttentionParams& p) {
+void check_unquantised_index(const KeyNames& names, const SequenceParams& p,
+                             const Tensor& weights) {
   const char* op = names.op;
-  CHECK_ARGUMENT(p.sparse_block_size == 1, op, "sparse_block_size", "1 (an index names one key)",
-                 p.sparse_block_size);
-  CHECK_ARGUMENT(is_scale(p.scale_value), op, "scale_value", kScales, p.scale_value);
-  check_sequences(names, p.sequences);
-  const Tensor& query = p.sequences.query;
-  const int64_t heads = query.dim() - 2;
-  Argument(op, "sparse_indices", p.sparse_indices)
-      .rank(query.dim(), p.sequences.query_layout == Layout::kTnd ? "[T1, 1, K]" : "[B, S1, 1, K]")
-      .sizes(query, heads, "as query")
+  const std::string why = c10::str("dtype of ", names.query);
+  const auto dtype = p.query.scalar_type();
+  Argument(op, names.query, p.query)
+      .dtype(kFloating)
+      .keeps(p.query.dim() - 1, Dim::kMultipleOf16, "D");
+  Argument(op, names.key, p.key).dtype(dtype, why.c_str());
+  Argument(op, "weights", weights).dtype_or_float32(dtype, why.c_str());
+}
+
+void check_sparse_indices(const KeyNames& names, const SequenceParams& p, const Tensor& indices) {
+  const int64_t heads = p.query.dim() - 2;
+  Argument(names.op, "sparse_indices", indices)
+      .rank(p.query.dim(), p.query_layout == Layout::kTnd ? "[T1, 1, K]" : "[B, S1, 1, K]")
+      .sizes(p.query, heads, "as query")
       .size(heads, 1, "N2: one key head")
       .dtype(at::kInt, "positions")
-      .device_of(query);
+      .device_of(p.query);
+}
+
+void check_attention(const KeyNames& names, AttentionParams& p) {
+  CHECK_ARGUMENT(p.sparse_block_size == 1, names.op, "sparse_block_size",
+                 "1 (an index names one key)", p.sparse_block_size);
+  check_scale(names.op, p.scale_value);
+  check_sequences(names, p.sequences);
+  check_sparse_indices(names, p.sequences, p.sparse_indices);
 }
 
 namespace {
@@ -171,10 +195,11 @@ Argument like(const KeyNames& names, const Tensor& like, const char* name, const
 
 }  // namespace
 
-void check_unquantised_attention(const KeyNames& names, AttentionParams& p) {
+void check_unquantised_rows(const KeyNames& names, const SequenceParams& p,
+                            const OptionalTensor& value, const OptionalTensor& query_rope,
+                            const OptionalTensor& key_rope, const OptionalTensor& sinks) {
   const char* op = names.op;
-  check_attention(names, p);
-  const Tensor &query = p.sequences.query, &key = p.sequences.key;
+  const Tensor &query = p.query, &key = p.key;
   const int64_t query_last = query.dim() - 1, key_last = key.dim() - 1;
   const c10::SymInt L = query.sym_size(-1);
   Argument(op, "query", query).dtype(kFloating).keeps(query_last, Dim::kMultipleOf16, "L");
@@ -183,25 +208,51 @@ void check_unquantised_attention(const KeyNames& names, AttentionParams& p) {
       .device_of(query)
       .size(key_last, L, "L of query")
       .dense_rows();
-  if (p.value)
-    like(names, key, "value", *p.value, "as key").size(key_last, L, "as key").dense_rows();
-  CHECK_ARGUMENT(p.query_rope.has_value() == p.key_rope.has_value(), op, "key_rope",
-                 p.query_rope ? "a tensor, as query_rope is" : "None, as query_rope is",
-                 p.key_rope ? "a tensor" : "None");
-  if (p.query_rope) {
-    like(names, query, "query_rope", *p.query_rope, "as query, except R")
+  if (value) like(names, key, "value", *value, "as key").size(key_last, L, "as key").dense_rows();
+  CHECK_ARGUMENT(query_rope.has_value() == key_rope.has_value(), op, "key_rope",
+                 query_rope ? "a tensor, as query_rope is" : "None, as query_rope is",
+                 key_rope ? "a tensor" : "None");
+  if (query_rope) {
+    like(names, query, "query_rope", *query_rope, "as query, except R")
         .keeps(query_last, Dim::kMultipleOf16, "R");
-    like(names, key, "key_rope", *p.key_rope, "as key, except R")
-        .size(key_last, p.query_rope->sym_size(-1), "R of query_rope")
+    like(names, key, "key_rope", *key_rope, "as key, except R")
+        .size(key_last, query_rope->sym_size(-1), "R of query_rope")
         .dense_rows();
   }
-  if (p.sinks) {
-    Argument(op, "sinks", *p.sinks)
+  if (sinks) {
+    Argument(op, "sinks", *sinks)
         .rank(1, "[N1]")
         .size(0, query.sym_size(-2), "N1 of query")
         .dtype(at::kFloat, "a logit per head")
         .device_of(query);
   }
+}
+
+void check_unquantised_attention(const KeyNames& names, AttentionParams& p) {
+  check_attention(names, p);
+  check_unquantised_rows(names, p.sequences, p.value, p.query_rope, p.key_rope, p.sinks);
+}
+
+void check_statistics(const KeyNames& names, const char* name, const Tensor& tensor,
+                      const Tensor& query) {
+  const bool packed = query.dim() == 3;
+  const Argument argument(names.op, name, tensor);
+  argument.rank(query.dim(), packed ? "[N2, T1, N1]" : "[B, N2, S1, N1]")
+      .dtype(at::kFloat, "of the forward, with return_softmax_lse=True")
+      .device_of(query);
+  const int64_t heads = packed ? 0 : 1;
+  if (!packed) argument.size(0, query.sym_size(0), "B of query");
+  argument.size(heads, 1, "N2: one key head")
+      .size(heads + 1, query.sym_size(heads), packed ? "T1 of query" : "S1 of query")
+      .size(heads + 2, query.sym_size(heads + 1), "N1 of query");
+}
+
+void reject_cut_cache(const char* op) {
+  TORCH_CHECK(
+      false, op,
+      ": key must require a gradient if another tensor does, got a paged cache without: the "
+      "gradient of the keys would be lost; write the rows under autograd, or pass the keys "
+      "of the call (layout 'TND' or 'BSND')");
 }
 
 void check_index_rows(const char* op, const Tensor& x, const OptionalTensor& hadamard) {

@@ -183,7 +183,7 @@ class SparseAttention {
     const Sequence& s = sequences_[task.sequence];
     const auto all = [](int64_t, int64_t) -> const float* { return nullptr; };
     for_each_index(indices_ + token(task, 0) * k_, task.begin, task.end,
-                   s.visible(task.first, mode_), [&](int64_t position) {
+                   s.visible(task.first, mode_), [&](int64_t position, int64_t) {
                      const KeyMap::Slot slot = key_map_.find(s, position);
                      if (!slot.exists) return;
                      add_key(slot, position, task, scratch, sums, all);
@@ -200,8 +200,9 @@ class SparseAttention {
     const Sequence& s = sequences_[task.sequence];
     scratch.counts.assign(task.count * task.end, 0);
     for (int64_t t = 0; t < task.count; ++t) {
-      for_each_index(indices_ + token(task, t) * k_, 0, k_, s.visible(task.first + t, mode_),
-                     [&](int64_t position) { ++scratch.counts[position * task.count + t]; });
+      for_each_index(
+          indices_ + token(task, t) * k_, 0, k_, s.visible(task.first + t, mode_),
+          [&](int64_t position, int64_t) { ++scratch.counts[position * task.count + t]; });
     }
     scratch.panel_counts.resize(Keys::kKeys * panel_rows(task.count * heads_));
     const auto mask = [&](int64_t row, int64_t width) -> const float* {

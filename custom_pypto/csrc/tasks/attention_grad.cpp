@@ -4,47 +4,12 @@
 #include <cmath>
 #include <vector>
 
-#include "panels.h"
-#include "run_tasks.h"
-#include "sequences.h"
+#include "two_passes.h"
 
 namespace custom_pypto {
 namespace {
 
-constexpr int64_t kBlock = 64;             // keys of a product
-constexpr int64_t kOwners = 32;            // tasks that own the rows of the cache
-constexpr int64_t kChunkBytes = 64 << 20;  // what the first pass leaves for the second
-constexpr int64_t kLeastTokens = 16;       // of a chunk
-
-using Floats = AlignedVector<float>;
-
-// Pointers to `count` rows.
-std::vector<const float*> rows_of(const float* first, int64_t count, int64_t stride) {
-  std::vector<const float*> rows(count);
-  for (int64_t i = 0; i < count; ++i) rows[i] = first + i * stride;
-  return rows;
-}
-
-// The rows of a gradient, which holds zeros: float32 sums, which become its dtype at the end.
-struct Sums {
-  Sums(const Tensor& gradient, int64_t row)
-      : tensor(gradient.scalar_type() == at::kFloat
-                   ? gradient
-                   : at::zeros(gradient.sizes(), gradient.options().dtype(at::kFloat))),
-        width(row),
-        data(tensor.mutable_data_ptr<float>()) {}
-  void finish(const Tensor& gradient) const {
-    if (!gradient.is_same(tensor)) gradient.copy_(tensor);
-  }
-  Tensor tensor;
-  int64_t width;
-  float* data;
-};
-
-// T is the storage type. Chunks of tokens take two passes. In the first, tasks own tokens: the
-// probabilities, the gradients of logits, and all that ends within a token. In the second, tasks
-// own rows of the cache, to which they add the pairs of the chunk in the order of tokens and
-// columns. So every sum has one order, whatever the number of threads and of tokens in a chunk.
+// T is the storage type.
 template <typename T>
 class Backward {
  public:
@@ -57,7 +22,9 @@ class Backward {
         sum_(p.softmax_sum.contiguous()),
         indices_(p.attention.sparse_indices.contiguous()),
         sequences_(read_sequences(p.attention.sequences)),
+        tokens_(tokens_of(sequences_)),
         key_map_(p.attention.sequences),
+        owners_(p.attention.sequences.key),
         key_(p.attention.sequences.key),
         key_rope_(p.attention.key_rope ? *p.attention.key_rope : p.attention.sequences.key),
         value_(p.attention.value ? *p.attention.value : p.attention.sequences.key),
@@ -70,23 +37,13 @@ class Backward {
         k_(indices_.size(-1)),
         d_key_(p.d_key, latent_),
         d_key_rope_(p.d_key_rope, rope_),
-        d_value_(p.d_value, latent_) {
-    const Tensor& key = p.attention.sequences.key;
-    block_size_ = key.size(-3);
-    const int64_t rows = key.numel() / latent_;
-    for (const Sequence& s : sequences_) {
-      for (int64_t i = 0; i < s.len_query; ++i) tokens_.push_back({&s, i});
-    }
-    per_owner_ = std::max<int64_t>(1, (rows + kOwners - 1) / kOwners);
-  }
+        d_value_(p.d_value, latent_) {}
 
   void run() {
     Floats sink_terms(p_.attention.sinks ? tokens_.size() * heads_ : 0);
     const int64_t floats = 2 * k_ * padded_ + heads_ * (width_ + latent_);  // of a token
-    const int64_t least = std::max<int64_t>(kLeastTokens, at::get_num_threads());
-    const int64_t chunk = std::max<int64_t>(least, kChunkBytes / (floats * sizeof(float)));
-    const int64_t count = tokens_.size();
-    std::vector<Pairs> pairs(std::min(chunk, count));
+    const int64_t chunk = chunk_of(floats), count = tokens_.size();
+    std::vector<Logits> pairs(std::min(chunk, count));
     // allocated and freed by this thread: each keeps a pool of its own
     Floats memory(pairs.size() * floats);
     for (size_t i = 0; i < pairs.size(); ++i) {
@@ -105,8 +62,8 @@ class Backward {
             first_pass(tokens_[first + i], scratch, pairs[i], sink);
           });
       run_tasks(
-          kOwners, [] { return Operands(); },
-          [&](Operands& operands, int64_t owner) {
+          kOwners, [] { return Owners::Operands(); },
+          [&](Owners::Operands& operands, int64_t owner) {
             for (int64_t i = 0; i < here; ++i) add_rows(pairs[i], owner, operands);
           });
     }
@@ -117,17 +74,7 @@ class Backward {
   }
 
  private:
-  struct Token {
-    const Sequence* sequence;
-    int64_t i;
-    int64_t row() const { return sequence->first_token + i; }
-  };
-
-  // The keys that a token attends to, with what the second pass reads.
-  struct Pairs {
-    std::vector<KeyMap::Slot> slots;  // in the order of the columns
-    std::vector<int64_t> order;       // pairs by owner, stable
-    std::vector<int64_t> begin;       // of each owner, in order
+  struct Logits : Pairs {
     float *probabilities, *d_logits;  // [pair][padded heads]
     float *query, *d_out;             // [head][latent + rope], [head][latent]
   };
@@ -147,35 +94,21 @@ class Backward {
     Floats d_query, max, inverse, delta;
   };
 
-  struct Operands {
-    std::vector<const float*> a, b;
-    std::vector<float*> out;
-  };
-
   // Fills the token's pairs; returns their number.
   int64_t find(const Token& token, Pairs& pairs) const {
     const Sequence& s = *token.sequence;
     const int64_t visible = s.visible(token.i, p_.attention.sequences.sparse_mode);
     const int32_t* row = indices_.template const_data_ptr<int32_t>() + token.row() * k_;
     pairs.slots.clear();
-    pairs.begin.assign(kOwners + 1, 0);
-    for_each_index(row, 0, k_, visible, [&](int64_t position) {
+    for_each_index(row, 0, k_, visible, [&](int64_t position, int64_t) {
       const KeyMap::Slot slot = key_map_.find(s, position);
-      if (!slot.exists) return;
-      pairs.slots.push_back(slot);
-      ++pairs.begin[flat(slot) / per_owner_ + 1];
+      if (slot.exists) pairs.slots.push_back(slot);
     });
-    for (int64_t o = 0; o < kOwners; ++o) pairs.begin[o + 1] += pairs.begin[o];
-    std::vector<int64_t> next(pairs.begin.begin(), pairs.begin.end() - 1);
-    const int64_t n = pairs.slots.size();
-    pairs.order.resize(n);
-    for (int64_t j = 0; j < n; ++j) pairs.order[next[flat(pairs.slots[j]) / per_owner_]++] = j;
-    return n;
+    owners_.group(pairs);
+    return pairs.slots.size();
   }
 
-  int64_t flat(const KeyMap::Slot& slot) const { return slot.block * block_size_ + slot.row; }
-
-  void first_pass(const Token& token, Scratch& scratch, Pairs& pairs, float* sink) const {
+  void first_pass(const Token& token, Scratch& scratch, Logits& pairs, float* sink) const {
     const int64_t n = find(token, pairs), row = token.row() * heads_;
     if (sink) std::fill_n(sink, heads_, 0.0f);
     if (n == 0) return;
@@ -195,8 +128,10 @@ class Backward {
       const float* values = own_value_ ? scratch.values.data() : scratch.keys.data();
       float* scores = pairs.probabilities + first * padded_;
       float* dots = pairs.d_logits + first * padded_;
-      by_panels(scratch.keys.data(), width_, count, scratch.query.data(), width_, scores);
-      by_panels(values, own_value_ ? latent_ : width_, count, scratch.d_out.data(), latent_, dots);
+      multiply_panels(scratch.keys.data(), width_, count, scratch.query.data(), width_, padded_,
+                      scores);
+      multiply_panels(values, own_value_ ? latent_ : width_, count, scratch.d_out.data(), latent_,
+                      padded_, dots);
       kernels().probabilities({.scores = scores,
                                .dots = dots,
                                .n = static_cast<int>(count),
@@ -221,7 +156,7 @@ class Backward {
   }
 
   // Rows of query and d_out in float, as they are and as panels.
-  void load_query(int64_t row, Scratch& scratch, Pairs& pairs) const {
+  void load_query(int64_t row, Scratch& scratch, Logits& pairs) const {
     const T* query = static_cast<const T*>(query_.const_data_ptr()) + row * latent_;
     const T* d_out = static_cast<const T*>(d_out_.const_data_ptr()) + row * latent_;
     for (int64_t h = 0; h < heads_; ++h) {
@@ -245,27 +180,7 @@ class Backward {
     }
   }
 
-  // out[key][padded heads] += rows[key] . panels, over `dims` dims
-  void by_panels(const float* rows, int64_t stride, int64_t count, const float* panels,
-                 int64_t dims, float* out) const {
-    const auto a = rows_of(rows, count, stride);
-    std::vector<float*> to(count);
-    for (int64_t h = 0; h < padded_; h += cpu::kMaxWidth) {
-      const int64_t width = std::min<int64_t>(cpu::kMaxWidth, padded_ - h);
-      const auto b = rows_of(panels, dims, width);
-      for (int64_t j = 0; j < count; ++j) to[j] = out + j * padded_ + h;
-      kernels().multiply({.a = a.data(),
-                          .a_step = 1,
-                          .n = static_cast<int>(count),
-                          .b = b.data(),
-                          .depth = static_cast<int>(dims),
-                          .width = static_cast<int>(width),
-                          .out = to.data()});
-      panels += width * dims;
-    }
-  }
-
-  void write_query(int64_t row, const Pairs& pairs, Scratch& scratch) const {
+  void write_query(int64_t row, const Logits& pairs, Scratch& scratch) const {
     const int64_t n = pairs.slots.size();
     std::fill(scratch.d_query.begin(), scratch.d_query.end(), 0.0f);
     std::vector<float*> to(heads_);
@@ -273,15 +188,8 @@ class Backward {
     for (int64_t first = 0; first < n; first += kBlock) {
       const int64_t count = std::min(kBlock, n - first);
       load_keys(pairs, first, count, scratch);
-      const auto a = rows_of(pairs.d_logits + first * padded_, heads_, 1);
-      const auto b = rows_of(scratch.keys.data(), count, width_);
-      kernels().multiply({.a = a.data(),
-                          .a_step = padded_,
-                          .n = static_cast<int>(heads_),
-                          .b = b.data(),
-                          .depth = static_cast<int>(count),
-                          .width = static_cast<int>(width_),
-                          .out = to.data()});
+      multiply_rows(pairs.d_logits + first * padded_, padded_, count, scratch.keys.data(), width_,
+                    to);
     }
     T* d_query = static_cast<T*>(p_.d_query.mutable_data_ptr()) + row * latent_;
     T* d_rope = rope_ ? static_cast<T*>(p_.d_query_rope.mutable_data_ptr()) + row * rope_ : nullptr;
@@ -292,26 +200,12 @@ class Backward {
   }
 
   // Adds the token's pairs to the rows of this owner.
-  void add_rows(const Pairs& pairs, int64_t owner, Operands& operands) const {
-    const int64_t* order = pairs.order.data() + pairs.begin[owner];
-    const int64_t n = pairs.begin[owner + 1] - pairs.begin[owner];
-    if (n == 0) return;
+  void add_rows(const Logits& pairs, int64_t owner, Owners::Operands& operands) const {
+    if (pairs.begin[owner] == pairs.begin[owner + 1]) return;
     const auto add = [&](const float* weights, const float* from, int64_t stride,
                          const Sums& sums) {
-      operands.a.resize(n);
-      operands.out.resize(n);
-      for (int64_t j = 0; j < n; ++j) {
-        operands.a[j] = weights + order[j] * padded_;
-        operands.out[j] = sums.data + flat(pairs.slots[order[j]]) * sums.width;
-      }
-      operands.b = rows_of(from, heads_, stride);
-      kernels().multiply({.a = operands.a.data(),
-                          .a_step = 1,
-                          .n = static_cast<int>(n),
-                          .b = operands.b.data(),
-                          .depth = static_cast<int>(heads_),
-                          .width = static_cast<int>(sums.width),
-                          .out = operands.out.data()});
+      const auto rows = rows_of(from, heads_, stride);
+      owners_.add(pairs, owner, weights, padded_, rows, sums, operands);
     };
     add(pairs.d_logits, pairs.query, width_, d_key_);
     if (rope_) add(pairs.d_logits, pairs.query + latent_, width_, d_key_rope_);
@@ -330,13 +224,13 @@ class Backward {
   AttentionGradParams& p_;
   Tensor query_, query_rope_, d_out_, max_, sum_, indices_;
   std::vector<Sequence> sequences_;
+  std::vector<Token> tokens_;
   KeyMap key_map_;
+  Owners owners_;
   Cache<T> key_, key_rope_, value_;
   bool own_value_;
   int64_t heads_, padded_, latent_, rope_, width_, k_;
   Sums d_key_, d_key_rope_, d_value_;
-  int64_t block_size_, per_owner_;
-  std::vector<Token> tokens_;
 };
 
 }  // namespace

@@ -6,6 +6,17 @@
 namespace custom_pypto {
 namespace {
 
+// Calls f(operands) for rows in the dtype of the query.
+template <typename F>
+void with_operands(const SequenceParams& p, const Tensor& weights, const F& f) {
+  const cpu::Bf16Kernels* bf16 = index_kernels(p.query.size(-1));
+  dispatch_elements(p.query.scalar_type(), bf16, [&](auto multiplied, auto stored) {
+    const IndexOperands<decltype(multiplied), decltype(stored)> operands(
+        p, weights.to(at::kFloat).contiguous(), bf16);
+    f(operands);
+  });
+}
+
 // E is the compute type, S the type of the scales
 template <typename E, typename S>
 void select_scaled(const IndexerParams& p, const Tensor& query_scale, const Tensor& key_scale) {
@@ -28,13 +39,14 @@ void select_int8(const IndexerParams& p, const Tensor& query_scale, const Tensor
 void select_keys(const IndexerParams& p) {
   // without tokens the number of sequences is unbounded: a list of them may not fit in memory
   if (p.out.numel() == 0) return;
-  const Tensor& query = p.sequences.query;
-  const cpu::Bf16Kernels* bf16 = index_kernels(query.size(-1));
-  dispatch_elements(query.scalar_type(), bf16, [&](auto multiplied, auto stored) {
-    const IndexOperands<decltype(multiplied), decltype(stored)> operands(
-        p.sequences, p.weights.to(at::kFloat).contiguous(), bf16);
-    Indexer(p, operands).run();
-  });
+  with_operands(p.sequences, p.weights, [&](const auto& operands) { Indexer(p, operands).run(); });
+}
+
+void index_statistics(const SequenceParams& p, const Tensor& weights, const Tensor& max,
+                      const Tensor& sum) {
+  if (max.numel() == 0) return;  // as above
+  with_operands(p, weights,
+                [&](const auto& operands) { IndexStatistics(p, operands, max, sum).run(); });
 }
 
 void select_int8_keys(const IndexerParams& p, const Tensor& query_scale, const Tensor& key_scale) {

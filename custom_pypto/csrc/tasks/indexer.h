@@ -12,4 +12,8 @@ void select_keys(const IndexerParams& p);
 // [.., 1] for a key.
 void select_int8_keys(const IndexerParams& p, const Tensor& query_scale, const Tensor& key_scale);
 
+// Statistics of the softmax of each token's scores over every key that it sees; float32.
+void index_statistics(const SequenceParams& p, const Tensor& weights, const Tensor& max,
+                      const Tensor& sum);
+
 }  // namespace custom_pypto

@@ -28,7 +28,9 @@ struct IndexerParams {
   SequenceParams sequences;
   const Tensor& weights;
   int64_t sparse_count;
-  Tensor out = {};  // set by the contract
+  bool return_value = false;
+  Tensor out = {};     // set by the contract
+  Tensor values = {};  // set by the contract if return_value; float32
 };
 
 struct AttentionParams {
@@ -51,6 +53,27 @@ struct AttentionGradParams {
   const Tensor &softmax_max, &softmax_sum;  // of the forward
   // set by the contract; those of absent tensors have no elements
   Tensor d_query = {}, d_key = {}, d_value = {}, d_query_rope = {}, d_key_rope = {}, d_sinks = {};
+};
+
+struct IndexGradParams {
+  SequenceParams sequences;
+  const Tensor& weights;
+  Tensor d_query = {}, d_key = {}, d_weights = {};  // set by the contract
+};
+
+// The divergence of an indexer from the attention that it selects for.
+struct IndexKlParams {
+  IndexGradParams index;
+  const Tensor &query, &key;  // of the attention
+  const OptionalTensor& query_rope = kNone;
+  const OptionalTensor& key_rope = kNone;
+  const Tensor &softmax_max, &softmax_sum;  // of the attention
+  double scale_value;
+  const OptionalTensor& sparse_indices = kNone;  // without: every key that a token sees
+  // without sparse_indices: statistics of the scores of the indexer
+  const OptionalTensor& softmax_max_index = kNone;
+  const OptionalTensor& softmax_sum_index = kNone;
+  Tensor loss = {};  // set by the contract
 };
 
 }  // namespace custom_pypto

@@ -57,12 +57,12 @@ class KeyMap {
   int64_t pages_ = 0;  // blocks of a sequence
 };
 
-// Calls f(position) for every index in columns [begin, end) of a row that sees the keys [0,
+// Calls f(position, column) for every index in columns [begin, end) of a row that sees the keys [0,
 // visible). -1 ends the row, other positions that it does not see are skipped.
 template <typename F>
 void for_each_index(const int32_t* row, int64_t begin, int64_t end, int64_t visible, const F& f) {
   for (int64_t c = begin; c < end && row[c] != -1; ++c) {
-    if (row[c] >= 0 && row[c] < visible) f(int64_t{row[c]});
+    if (row[c] >= 0 && row[c] < visible) f(int64_t{row[c]}, c);
   }
 }
 

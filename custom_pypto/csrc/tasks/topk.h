@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <cstring>
 #include <memory>
 #include <numeric>
 #include <vector>
@@ -63,8 +64,9 @@ class TopK {
     keep(high, k_ - above_high);  // the first of equal ranks stay: they have the lower positions
   }
 
-  // best first, the lower position first among equals, -1 after the last
-  void write(int32_t* out) {
+  // Best first, the lower position first among equals, -1 after the last. Writes their scores to
+  // `values` unless it is null, and nothing after the last.
+  void write(int32_t* out, float* values = nullptr) {
     shrink();
     std::fill(out + count_, out + k_, -1);
     uint32_t best = 0, worst = UINT32_MAX;
@@ -90,10 +92,21 @@ class TopK {
       order_.swap(sorted_);
     }
     for (int64_t i = 0; i < count_; ++i) out[i] = static_cast<int32_t>(order_[i]);
+    for (int64_t i = 0; values && i < count_; ++i) {
+      values[i] = score_of(best - static_cast<uint32_t>(order_[i] >> 32));
+    }
   }
 
  private:
   int64_t capacity() const { return 2 * k_ + 1024; }
+
+  // the inverse of the filter's ranks; the rank of NaN is that of one NaN
+  static float score_of(uint32_t rank) {
+    const uint32_t bits = rank ^ (rank >> 31 ? 0x80000000u : 0xFFFFFFFFu);
+    float score;
+    std::memcpy(&score, &bits, 4);
+    return score;
+  }
 
   void keep(uint32_t above, int64_t equal) {
     threshold_ = above;

@@ -1,0 +1,234 @@
+// Where the gradients of an indexer's scores come from: given ones, or the divergence from the
+// attention whose keys the indexer selects.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "two_passes.h"
+
+namespace custom_pypto {
+
+constexpr int64_t kTileKeys = 1024;   // of a token that reads every key it sees
+constexpr int64_t kTiledTokens = 64;  // of a chunk then, whatever the number of threads: tiles
+                                      // follow one another within a chunk
+
+// Pairs of a token, or those of one tile of its keys.
+struct Scored : Pairs {
+  std::vector<int64_t> columns;  // of each pair, among the token's indices
+  float* products;               // [pair][padded heads]: query . key, then their gradients
+  float *query, *d_query;        // [head][dims]
+  float* d_weights;              // [padded heads]
+  double loss;
+};
+
+// The attention whose keys an indexer selects.
+template <typename T>
+class Attention {
+ public:
+  explicit Attention(const IndexKlParams& p)
+      : query_(p.query.contiguous()),
+        query_rope_(p.query_rope ? p.query_rope->contiguous() : Tensor()),
+        max_(p.softmax_max.contiguous()),
+        sum_(p.softmax_sum.contiguous()),
+        key_(p.key),
+        key_rope_(p.key_rope ? *p.key_rope : p.key),
+        scale_(p.scale_value),
+        heads_(query_.size(-2)),
+        padded_(panel_rows(heads_)),
+        latent_(query_.size(-1)),
+        rope_(p.query_rope ? p.query_rope->size(-1) : 0),
+        width_(latent_ + rope_) {}
+
+  struct Scratch {
+    explicit Scratch(const Attention& op)
+        : rows(op.heads_ * op.width_),
+          query(op.padded_ * op.width_),
+          keys(kBlock * op.width_),
+          scores(kBlock * op.padded_),
+          max(op.padded_),
+          inverse(op.padded_) {}
+    Floats rows, query;   // of the token: query is packed into panels
+    Floats keys, scores;  // of a block
+    Floats max, inverse;
+  };
+
+  int64_t heads() const { return heads_; }
+
+  // The probabilities of the token's keys, summed over the heads.
+  void sums(const Token& token, const Pairs& pairs, Scratch& scratch, float* out) const {
+    load_query(token.row() * heads_, scratch);
+    const int64_t n = pairs.slots.size();
+    for (int64_t first = 0; first < n; first += kBlock) {
+      const int64_t count = std::min(kBlock, n - first);
+      for (int64_t j = 0; j < count; ++j) {
+        const KeyMap::Slot& slot = pairs.slots[first + j];
+        float* to = scratch.keys.data() + j * width_;
+        widen(key_.row(slot), latent_, to);
+        if (rope_) widen(key_rope_.row(slot), rope_, to + latent_);
+      }
+      std::fill_n(scratch.scores.data(), count * padded_, 0.0f);
+      multiply_panels(scratch.keys.data(), width_, count, scratch.query.data(), width_, padded_,
+                      scratch.scores.data());
+      kernels().head_sums({.scores = scratch.scores.data(),
+                           .n = static_cast<int>(count),
+                           .heads = static_cast<int>(padded_),
+                           .scale = static_cast<float>(scale_ * M_LOG2E),
+                           .max = scratch.max.data(),
+                           .inverse = scratch.inverse.data(),
+                           .out = out + first});
+    }
+  }
+
+ private:
+  void load_query(int64_t row, Scratch& scratch) const {
+    const T* query = static_cast<const T*>(query_.const_data_ptr()) + row * latent_;
+    for (int64_t h = 0; h < heads_; ++h) {
+      float* to = scratch.rows.data() + h * width_;
+      widen(query + h * latent_, latent_, to);
+      if (!rope_) continue;
+      widen(static_cast<const T*>(query_rope_.const_data_ptr()) + (row + h) * rope_, rope_,
+            to + latent_);
+    }
+    pack_panels<float>(scratch.rows.data(), heads_, width_, scratch.query.data());
+    const float* max = max_.const_data_ptr<float>() + row;
+    const float* sum = sum_.const_data_ptr<float>() + row;
+    for (int64_t h = 0; h < padded_; ++h) {
+      scratch.max[h] = h < heads_ ? max[h] * static_cast<float>(M_LOG2E) : 0.0f;
+      scratch.inverse[h] = h < heads_ ? 1.0f / sum[h] : 0.0f;
+    }
+  }
+
+  Tensor query_, query_rope_, max_, sum_;
+  Cache<T> key_, key_rope_;
+  double scale_;
+  int64_t heads_, padded_, latent_, rope_, width_;
+};
+
+// Where the gradients of scores come from. A source has
+//   tokens(floats)             tokens of a chunk, each of which takes so many floats
+//   keys()                     the most keys of a token's tile
+//   tiles(visible)             the number of tiles of a token that sees so many keys
+//   each(token, visible, tile, f)   calls f(position, column) for the keys of a tile
+//   Scratch(source)            buffers of a thread
+//   gradients(token, scored, scores, d_scores, scratch)   returns the loss of the pairs
+
+// The keys of a token are those that its indices name.
+class Selected {
+ public:
+  explicit Selected(const Tensor& indices) : indices_(indices.contiguous()) {}
+  int64_t tokens(int64_t floats) const { return chunk_of(floats); }
+  int64_t keys() const { return indices_.size(-1); }
+  int64_t tiles(int64_t) const { return 1; }
+  template <typename F>
+  void each(const Token& token, int64_t visible, int64_t, const F& f) const {
+    const int32_t* row = indices_.const_data_ptr<int32_t>() + token.row() * keys();
+    for_each_index(row, 0, keys(), visible, f);
+  }
+
+ private:
+  Tensor indices_;
+};
+
+// A gradient for each index.
+class Given : public Selected {
+ public:
+  Given(const Tensor& indices, const Tensor& d_values)
+      : Selected(indices), d_values_(d_values.to(at::kFloat).contiguous()) {}
+  struct Scratch {
+    explicit Scratch(const Given&) {}
+  };
+  double gradients(const Token& token, const Scored& scored, const float*, float* d_scores,
+                   Scratch&) const {
+    const float* row = d_values_.const_data_ptr<float>() + token.row() * keys();
+    for (size_t j = 0; j < scored.columns.size(); ++j) d_scores[j] = row[scored.columns[j]];
+    return 0;
+  }
+
+ private:
+  Tensor d_values_;
+};
+
+// The summand p log(p / q) of a divergence, given log q.
+inline double divergence(float p, double log_q) { return p == 0 ? 0.0 : p * (std::log(p) - log_q); }
+
+// The divergence over the indices: both distributions are of these keys alone.
+template <typename T>
+class SelectedKl : public Selected {
+ public:
+  explicit SelectedKl(const IndexKlParams& p) : Selected(*p.sparse_indices), attention_(p) {}
+  struct Scratch {
+    explicit Scratch(const SelectedKl& op) : attention(op.attention_), target(op.keys()) {}
+    typename Attention<T>::Scratch attention;
+    Floats target;
+  };
+  double gradients(const Token& token, const Scored& scored, const float* scores, float* d_scores,
+                   Scratch& scratch) const {
+    const int64_t n = scored.slots.size();
+    float* target = scratch.target.data();
+    attention_.sums(token, scored, scratch.attention, target);
+    double total = 0, sum = 0, loss = 0;
+    for (int64_t j = 0; j < n; ++j) total += target[j];
+    if (total == 0) {  // no probability in float32: nothing to learn
+      std::fill_n(d_scores, n, 0.0f);
+      return 0;
+    }
+    const float max = *std::max_element(scores, scores + n);
+    for (int64_t j = 0; j < n; ++j) sum += d_scores[j] = std::exp(scores[j] - max);
+    const double log_sum = std::log(sum);
+    for (int64_t j = 0; j < n; ++j) {
+      const auto p = static_cast<float>(target[j] / total);
+      loss += divergence(p, scores[j] - max - log_sum);
+      d_scores[j] = static_cast<float>(d_scores[j] / sum) - p;
+    }
+    return loss;
+  }
+
+ private:
+  Attention<T> attention_;
+};
+
+// The divergence over every key that a token sees, tile by tile.
+template <typename T>
+class VisibleKl {
+ public:
+  explicit VisibleKl(const IndexKlParams& p)
+      : attention_(p),
+        max_(p.softmax_max_index->contiguous()),
+        sum_(p.softmax_sum_index->contiguous()) {}
+  struct Scratch {
+    explicit Scratch(const VisibleKl& op) : attention(op.attention_), target(kTileKeys) {}
+    typename Attention<T>::Scratch attention;
+    Floats target;
+  };
+  int64_t tokens(int64_t) const { return kTiledTokens; }
+  int64_t keys() const { return kTileKeys; }
+  int64_t tiles(int64_t visible) const { return (visible + kTileKeys - 1) / kTileKeys; }
+  template <typename F>
+  void each(const Token&, int64_t visible, int64_t tile, const F& f) const {
+    const int64_t end = std::min(visible, (tile + 1) * kTileKeys);
+    for (int64_t j = tile * kTileKeys; j < end; ++j) f(j, j);
+  }
+  double gradients(const Token& token, const Scored& scored, const float* scores, float* d_scores,
+                   Scratch& scratch) const {
+    float* target = scratch.target.data();
+    attention_.sums(token, scored, scratch.attention, target);
+    const float max = max_.const_data_ptr<float>()[token.row()];
+    const float sum = sum_.const_data_ptr<float>()[token.row()];
+    const double log_sum = std::log(static_cast<double>(sum));
+    double loss = 0;
+    for (size_t j = 0; j < scored.slots.size(); ++j) {
+      const float p = target[j] / attention_.heads();
+      loss += divergence(p, scores[j] - max - log_sum);
+      d_scores[j] = std::exp(scores[j] - max) / sum - p;
+    }
+    return loss;
+  }
+
+ private:
+  Attention<T> attention_;
+  Tensor max_, sum_;
+};
+
+}  // namespace custom_pypto

@@ -1,0 +1,156 @@
+// What the backward passes share. Chunks of tokens take two passes. In the first, tasks own tokens:
+// all that ends within a token. In the second, tasks own rows of the cache, to which they add the
+// pairs of the chunk in the order of tokens and columns. So every sum has one order, whatever the
+// number of threads and of tokens in a chunk.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "panels.h"
+#include "run_tasks.h"
+#include "sequences.h"
+
+namespace custom_pypto {
+
+constexpr int64_t kBlock = 64;             // keys of a product
+constexpr int64_t kOwners = 32;            // tasks that own the rows of the cache
+constexpr int64_t kChunkBytes = 64 << 20;  // what the first pass leaves for the second
+constexpr int64_t kLeastTokens = 16;       // of a chunk
+
+using Floats = AlignedVector<float>;
+
+struct Token {
+  const Sequence* sequence;
+  int64_t i;
+  int64_t row() const { return sequence->first_token + i; }
+};
+
+inline std::vector<Token> tokens_of(const std::vector<Sequence>& sequences) {
+  std::vector<Token> tokens;
+  for (const Sequence& s : sequences) {
+    for (int64_t i = 0; i < s.len_query; ++i) tokens.push_back({&s, i});
+  }
+  return tokens;
+}
+
+// Tokens of a chunk, each of which leaves so many floats.
+inline int64_t chunk_of(int64_t floats) {
+  const int64_t least = std::max<int64_t>(kLeastTokens, at::get_num_threads());
+  return std::max<int64_t>(least, kChunkBytes / (floats * sizeof(float)));
+}
+
+// Pointers to `count` rows.
+inline std::vector<const float*> rows_of(const float* first, int64_t count, int64_t stride) {
+  std::vector<const float*> rows(count);
+  for (int64_t i = 0; i < count; ++i) rows[i] = first + i * stride;
+  return rows;
+}
+
+// out[key][padded heads] += rows[key] . panels, over `dims` dims
+inline void multiply_panels(const float* rows, int64_t stride, int64_t count, const float* panels,
+                            int64_t dims, int64_t padded, float* out) {
+  const auto a = rows_of(rows, count, stride);
+  std::vector<float*> to(count);
+  for (int64_t h = 0; h < padded; h += cpu::kMaxWidth) {
+    const int64_t width = std::min<int64_t>(cpu::kMaxWidth, padded - h);
+    const auto b = rows_of(panels, dims, width);
+    for (int64_t j = 0; j < count; ++j) to[j] = out + j * padded + h;
+    kernels().multiply({.a = a.data(),
+                        .a_step = 1,
+                        .n = static_cast<int>(count),
+                        .b = b.data(),
+                        .depth = static_cast<int>(dims),
+                        .width = static_cast<int>(width),
+                        .out = to.data()});
+    panels += width * dims;
+  }
+}
+
+// out[head][width] += sum over keys of weights[key][head] * rows[key]
+inline void multiply_rows(const float* weights, int64_t padded, int64_t count, const float* rows,
+                          int64_t width, const std::vector<float*>& out) {
+  const auto a = rows_of(weights, out.size(), 1);
+  const auto b = rows_of(rows, count, width);
+  kernels().multiply({.a = a.data(),
+                      .a_step = padded,
+                      .n = static_cast<int>(out.size()),
+                      .b = b.data(),
+                      .depth = static_cast<int>(count),
+                      .width = static_cast<int>(width),
+                      .out = out.data()});
+}
+
+// The rows of a gradient, which holds zeros: float32 sums, which become its dtype at the end.
+struct Sums {
+  Sums(const Tensor& gradient, int64_t row)
+      : tensor(gradient.scalar_type() == at::kFloat
+                   ? gradient
+                   : at::zeros(gradient.sizes(), gradient.options().dtype(at::kFloat))),
+        width(row),
+        data(tensor.mutable_data_ptr<float>()) {}
+  void finish(const Tensor& gradient) const {
+    if (!gradient.is_same(tensor)) gradient.copy_(tensor);
+  }
+  Tensor tensor;
+  int64_t width;
+  float* data;
+};
+
+// The keys that a token reads, with their owners.
+struct Pairs {
+  std::vector<KeyMap::Slot> slots;  // in the order of the columns
+  std::vector<int64_t> order;       // pairs by owner, stable
+  std::vector<int64_t> begin;       // of each owner, in `order`
+};
+
+// The owners of the rows of a cache.
+class Owners {
+ public:
+  struct Operands {
+    std::vector<const float*> weights;
+    std::vector<float*> out;
+  };
+
+  explicit Owners(const Tensor& key)
+      : block_size_(key.size(-3)),
+        rows_(std::max<int64_t>(1, (key.numel() / key.size(-1) + kOwners - 1) / kOwners)) {}
+
+  // Fills order and begin of the pairs.
+  void group(Pairs& pairs) const {
+    pairs.begin.assign(kOwners + 1, 0);
+    for (const KeyMap::Slot& slot : pairs.slots) ++pairs.begin[flat(slot) / rows_ + 1];
+    for (int64_t o = 0; o < kOwners; ++o) pairs.begin[o + 1] += pairs.begin[o];
+    std::vector<int64_t> next(pairs.begin.begin(), pairs.begin.end() - 1);
+    pairs.order.resize(pairs.slots.size());
+    for (size_t j = 0; j < pairs.slots.size(); ++j) {
+      pairs.order[next[flat(pairs.slots[j]) / rows_]++] = j;
+    }
+  }
+
+  // Adds weights[pair] . from, over the rows of `from`, to the row of each pair of an owner.
+  void add(const Pairs& pairs, int64_t owner, const float* weights, int64_t padded,
+           const std::vector<const float*>& from, const Sums& sums, Operands& operands) const {
+    const int64_t* order = pairs.order.data() + pairs.begin[owner];
+    const int64_t n = pairs.begin[owner + 1] - pairs.begin[owner];
+    operands.weights.resize(n);
+    operands.out.resize(n);
+    for (int64_t j = 0; j < n; ++j) {
+      operands.weights[j] = weights + order[j] * padded;
+      operands.out[j] = sums.data + flat(pairs.slots[order[j]]) * sums.width;
+    }
+    kernels().multiply({.a = operands.weights.data(),
+                        .a_step = 1,
+                        .n = static_cast<int>(n),
+                        .b = from.data(),
+                        .depth = static_cast<int>(from.size()),
+                        .width = static_cast<int>(sums.width),
+                        .out = operands.out.data()});
+  }
+
+ private:
+  int64_t flat(const KeyMap::Slot& slot) const { return slot.block * block_size_ + slot.row; }
+  int64_t block_size_, rows_;
+};
+
+}  // namespace custom_pypto

@@ -1,0 +1,92 @@
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from . import npu_lightning_indexer_pto as forward
+from .checks import ROUNDING, excess, of_sequences
+from .index_training import Indexer, Magnitudes
+from .sequences import selected_rows
+
+# arguments of the forward that have another name here
+RENAMED = {"layout_query": "layout"}
+
+
+def npu_lightning_indexer_grad_pto(
+    query: Tensor,
+    key: Tensor,
+    dy: Tensor,
+    sparse_indices: Tensor,
+    weights: Tensor,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_key: Tensor | None = None,
+    layout: str = "BSND",
+    sparse_mode: int = 3,
+    *,
+    layout_key: str | None = None,
+    block_table: Tensor | None = None,
+    cmp_ratio: int = 1,
+) -> tuple[Tensor, ...]:
+    """By autograd in float64."""
+    indexer, total = Indexer(query, key, weights), torch.zeros((), dtype=torch.float64)
+    gradients = dy.double().flatten(0, -3)[:, 0]
+    for row, slots, columns in selected_rows(
+        query,
+        key,
+        sparse_indices,
+        layout_query=layout,
+        layout_kv=layout_key or layout,
+        actual_seq_lengths_query=actual_seq_lengths_query,
+        actual_seq_lengths_kv=actual_seq_lengths_key,
+        block_table=block_table,
+        sparse_mode=sparse_mode,
+        cmp_ratio=cmp_ratio,
+    ):
+        total = total + indexer.scores(row, slots) @ gradients[row, columns]
+    return indexer.gradients(total)
+
+
+def with_gradient(call: dict, dy: Tensor) -> dict:
+    """The arguments of the gradient of a call of ``npu_lightning_indexer_pto``, whose scores have
+    the gradient ``dy``."""
+    call = dict(layout_query="BSND", layout_key="PA_BSND") | call
+    indices = forward.npu_lightning_indexer_pto(**call)
+    del call["sparse_count"]
+    renamed = {RENAMED.get(name, name): x for name, x in call.items()}
+    return renamed | dict(sparse_indices=indices, dy=dy)
+
+
+def _with_gradient(call: dict) -> dict:
+    g = torch.Generator().manual_seed(5)
+    shape = *call["query"].shape[:2], 1, call["sparse_count"]
+    return with_gradient(call, torch.randn(shape, generator=g).to(call["query"].dtype))
+
+
+def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
+    sizes = [([1], 1, 16), ([300, 0, 700], 1, 128), ([131, 5], 4, 16)]
+    yield from of_sequences(dtypes, sizes, lambda *x: _with_gradient(forward.arguments(*x)))
+    compressed = [([2050, 3], 2, 128)]
+    more = ", cmp_ratio 4"
+    yield from of_sequences(
+        dtypes, compressed, lambda *x: _with_gradient(forward.compressed(*x)), more
+    )
+
+
+def error(got: tuple, expected: tuple, mine: dict, theirs: dict) -> tuple[float, float]:
+    """Relative to the sum of the magnitudes of the terms of an element."""
+    magnitudes = Magnitudes(theirs["query"], theirs["key"], theirs["weights"])
+    gradients = theirs["dy"].double().abs().flatten(0, -3)[:, 0]
+    for row, slots, columns in selected_rows(
+        theirs["query"],
+        theirs["key"],
+        theirs["sparse_indices"],
+        layout_query=theirs.get("layout", "BSND"),
+        layout_kv=theirs.get("layout_key") or theirs.get("layout", "BSND"),
+        actual_seq_lengths_query=theirs.get("actual_seq_lengths_query"),
+        actual_seq_lengths_kv=theirs.get("actual_seq_lengths_key"),
+        block_table=theirs.get("block_table"),
+        sparse_mode=theirs.get("sparse_mode", 3),
+        cmp_ratio=theirs.get("cmp_ratio", 1),
+    ):
+        magnitudes.add(row, slots, gradients[row, columns])
+    return excess(got, expected, magnitudes.found()), ROUNDING[theirs["query"].dtype]

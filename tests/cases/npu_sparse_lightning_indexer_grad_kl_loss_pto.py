@@ -1,0 +1,74 @@
+"""Arguments of ``npu_sparse_lightning_indexer_grad_kl_loss_pto``."""
+
+import torch
+
+from custom_pypto.reference.index_training import attention_statistics, with_selection
+
+from . import index_kl
+from .hostile import Maker
+from .npu_sparse_flash_attention_pto import some_indices
+from .rejections import none, table
+
+OP = "npu_sparse_lightning_indexer_grad_kl_loss_pto"
+WEIGHT = 4
+
+
+def inputs(
+    lengths_query: list[int],
+    lengths_key: list[int],
+    *,
+    sparse_count: int = 8,
+    hostile: bool = False,
+    seed: int = 0,
+    **keywords,
+) -> dict:
+    """``hostile``: indices of any kind in place of the indexer's own."""
+    call = index_kl.inputs(lengths_query, lengths_key, seed=seed, **keywords)
+    if not hostile:
+        return with_selection(call, sparse_count)
+    g = torch.Generator().manual_seed(seed + 1)
+    tokens = call["query"].shape[:-2]
+    longest = max(lengths_key) // call["cmp_ratio"]
+    indices = some_indices(tokens.numel(), longest, sparse_count, 0, True, g)
+    indices = indices.view(*tokens, 1, sparse_count)
+    return call | attention_statistics(call, indices) | dict(sparse_indices=indices)
+
+
+def not_default() -> dict:
+    return inputs([2, 3], [12, 20], dtype=torch.float16, sparse_mode=0, cmp_ratio=4)
+
+
+def random_call(m: Maker) -> dict:
+    call, rng = index_kl.random_call(m), m.rng
+    count = rng.choice([1, 2, 7, 16, 40])
+    if rng.random() < 0.5:
+        return with_selection(call, count)
+    most = max(call["key"].shape[:-2], default=0)
+    indices = m.tensor((*call["query"].shape[:-2], 1, count), m.ints(-1, most))
+    return call | attention_statistics(call, indices) | dict(sparse_indices=indices)
+
+
+def rejected() -> list:
+    bsnd, tnd = (inputs([3, 2], [40, 33], layout=layout) for layout in ("BSND", "TND"))
+    row = table(OP, "kl", bsnd)
+    indices = bsnd["sparse_indices"]
+    return [
+        *index_kl.rejected(row, bsnd, tnd),
+        row(
+            "indices-dtype",
+            "sparse_indices.dtype must be int32 (positions), got int64",
+            sparse_indices=indices.long(),
+        ),
+        row(
+            "indices-tokens",
+            "sparse_indices.size(1) must be 4 (as query), got 2",
+            sparse_indices=indices[:, :2],
+        ),
+        row(
+            "sinks",
+            "sinks must be None (sinks are in the statistics), got a tensor; omit them "
+            "(softmax_max and softmax_sum hold them)",
+            sinks=torch.zeros(4),
+        ),
+        *none(row, bsnd, ["query_rope", "key_rope"]),
+    ]
