@@ -12,7 +12,10 @@ template <int ROWS, int VECS>
 INLINE void product_tile(const Product& p, int i, int column) {
   Vec acc[ROWS][VECS] = {};
   const float* a[ROWS];
-  UNROLL for (int r = 0; r < ROWS; ++r) a[r] = p.a[i + r];
+  UNROLL for (int r = 0; r < ROWS; ++r) {
+    a[r] = p.a[i + r];
+    __builtin_prefetch(p.out[i + r] + column, 1);  // rows of `out` may be anywhere
+  }
   for (int k = 0; k < p.depth; ++k) {
     const float* row = p.b[k] + column;
     Vec b[VECS];
@@ -32,6 +35,11 @@ INLINE void product_tile(const Product& p, int i, int column) {
 template <int VECS>
 INLINE void product_strip(const Product& p, int column) {
   each_tile<kTileKeys<VECS>>(p.n, [&](auto rows, int i) INLINED {
+    if (column == 0 && p.a_step == 1) {  // rows of `a` may be anywhere, too
+      for (int next = i + rows; next < i + 2 * rows && next < p.n; ++next) {
+        fetch(p.a[next], p.depth);
+      }
+    }
     product_tile<decltype(rows)::value, VECS>(p, i, column);
   });
 }

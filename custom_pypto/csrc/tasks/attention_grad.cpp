@@ -125,13 +125,12 @@ class Backward {
     for (int64_t first = 0; first < n; first += kBlock) {
       const int64_t count = std::min(kBlock, n - first);
       load_keys(pairs, first, count, scratch);
-      const float* values = own_value_ ? scratch.values.data() : scratch.keys.data();
+      const auto keys = rows_of(scratch.keys.data(), count, width_);
+      const auto values = own_value_ ? rows_of(scratch.values.data(), count, latent_) : keys;
       float* scores = pairs.probabilities + first * padded_;
       float* dots = pairs.d_logits + first * padded_;
-      multiply_panels(scratch.keys.data(), width_, count, scratch.query.data(), width_, padded_,
-                      scores);
-      multiply_panels(values, own_value_ ? latent_ : width_, count, scratch.d_out.data(), latent_,
-                      padded_, dots);
+      multiply_panels(keys, scratch.query.data(), width_, padded_, scores);
+      multiply_panels(values, scratch.d_out.data(), latent_, padded_, dots);
       kernels().probabilities({.scores = scores,
                                .dots = dots,
                                .n = static_cast<int>(count),
@@ -188,8 +187,8 @@ class Backward {
     for (int64_t first = 0; first < n; first += kBlock) {
       const int64_t count = std::min(kBlock, n - first);
       load_keys(pairs, first, count, scratch);
-      multiply_rows(pairs.d_logits + first * padded_, padded_, count, scratch.keys.data(), width_,
-                    to);
+      multiply_keys(pairs.d_logits + first * padded_, padded_,
+                    rows_of(scratch.keys.data(), count, width_), width_, to);
     }
     T* d_query = static_cast<T*>(p_.d_query.mutable_data_ptr()) + row * latent_;
     T* d_rope = rope_ ? static_cast<T*>(p_.d_query_rope.mutable_data_ptr()) + row * rope_ : nullptr;

@@ -8,6 +8,8 @@
 namespace custom_pypto {
 namespace {
 
+constexpr int64_t kIndexBlock = 128;  // keys of a product
+
 // T is the storage type.
 template <typename T, typename Source>
 class IndexBackward {
@@ -74,13 +76,14 @@ class IndexBackward {
     explicit Scratch(const IndexBackward& op)
         : source(op.source_),
           query(op.padded_ * op.dims_),
-          keys(kBlock * op.dims_),
+          keys(std::is_same_v<T, float> ? 0 : kIndexBlock * op.dims_),
           weights(op.padded_),
           scores(op.source_.keys()),
           d_scores(op.source_.keys()) {}
     typename Source::Scratch source;
     Floats query;  // panels
     Floats keys;   // of a block
+    std::vector<const float*> rows;
     Floats weights, scores, d_scores;
   };
 
@@ -113,42 +116,58 @@ class IndexBackward {
     std::fill_n(scratch.weights.data(), padded_, 0.0f);
     std::copy_n(weights_.const_data_ptr<float>() + token.row() * heads_, heads_,
                 scratch.weights.data());
-    std::fill_n(scored.products, n * padded_, 0.0f);
-    for (int64_t first = 0; first < n; first += kBlock) {
-      const int64_t count = load_keys(scored, first, scratch);
-      multiply_panels(scratch.keys.data(), dims_, count, scratch.query.data(), dims_, padded_,
-                      scored.products + first * padded_);
-    }
-    kernels().index_scores({.products = scored.products,
-                            .n = static_cast<int>(n),
-                            .heads = static_cast<int>(heads_),
-                            .padded = static_cast<int>(padded_),
-                            .weights = scratch.weights.data(),
-                            .scores = scratch.scores.data()});
-    scored.loss += source_.gradients(token, scored, scratch.scores.data(), scratch.d_scores.data(),
-                                     scratch.source);
-    kernels().index_scores_grad({.products = scored.products,
-                                 .n = static_cast<int>(n),
-                                 .heads = static_cast<int>(padded_),
-                                 .weights = scratch.weights.data(),
-                                 .d_scores = scratch.d_scores.data(),
-                                 .d_weights = scored.d_weights});
-    std::vector<float*> to(heads_);
-    for (int64_t h = 0; h < heads_; ++h) to[h] = scored.d_query + h * dims_;
-    for (int64_t first = 0; first < n; first += kBlock) {
-      const int64_t count = load_keys(scored, first, scratch);
-      multiply_rows(scored.products + first * padded_, padded_, count, scratch.keys.data(), dims_,
-                    to);
+    const int64_t step = Source::kByPair ? kIndexBlock : n;
+    for (int64_t first = 0; first < n; first += step) {
+      const int64_t end = std::min(first + step, n);
+      for (int64_t j = first; j < end; j += kIndexBlock) score_block(scored, j, scratch);
+      scored.loss += source_.gradients(token, scored, first, end, scratch.scores.data(),
+                                       scratch.d_scores.data(), scratch.source);
+      for (int64_t j = first; j < end; j += kIndexBlock) {
+        if (!Source::kByPair) load_keys(scored, j, scratch);
+        add_block(scored, j, scratch);
+      }
     }
   }
 
-  // Returns their number.
-  int64_t load_keys(const Scored& scored, int64_t first, Scratch& scratch) const {
-    const int64_t count = std::min<int64_t>(kBlock, scored.slots.size() - first);
-    for (int64_t j = 0; j < count; ++j) {
-      widen(key_.row(scored.slots[first + j]), dims_, scratch.keys.data() + j * dims_);
+  void score_block(Scored& scored, int64_t first, Scratch& scratch) const {
+    load_keys(scored, first, scratch);
+    float* products = scored.products + first * padded_;
+    std::fill_n(products, scratch.rows.size() * padded_, 0.0f);
+    multiply_panels(scratch.rows, scratch.query.data(), dims_, padded_, products);
+    kernels().index_scores({.products = products,
+                            .n = static_cast<int>(scratch.rows.size()),
+                            .heads = static_cast<int>(heads_),
+                            .padded = static_cast<int>(padded_),
+                            .weights = scratch.weights.data(),
+                            .scores = scratch.scores.data() + first});
+  }
+
+  void add_block(Scored& scored, int64_t first, Scratch& scratch) const {
+    float* products = scored.products + first * padded_;
+    kernels().index_scores_grad({.products = products,
+                                 .n = static_cast<int>(scratch.rows.size()),
+                                 .heads = static_cast<int>(padded_),
+                                 .weights = scratch.weights.data(),
+                                 .d_scores = scratch.d_scores.data() + first,
+                                 .d_weights = scored.d_weights});
+    std::vector<float*> to(heads_);
+    for (int64_t h = 0; h < heads_; ++h) to[h] = scored.d_query + h * dims_;
+    multiply_keys(products, padded_, scratch.rows, dims_, to);
+  }
+
+  // The keys of a block in float, in place if they are.
+  void load_keys(const Scored& scored, int64_t first, Scratch& scratch) const {
+    scratch.rows.resize(std::min<int64_t>(kIndexBlock, scored.slots.size() - first));
+    for (size_t j = 0; j < scratch.rows.size(); ++j) {
+      const T* row = key_.row(scored.slots[first + j]);
+      if constexpr (std::is_same_v<T, float>) {
+        scratch.rows[j] = row;
+      } else {
+        float* to = scratch.keys.data() + j * dims_;
+        widen(row, dims_, to);
+        scratch.rows[j] = to;
+      }
     }
-    return count;
   }
 
   // Adds the token's pairs to the rows of this owner.

@@ -69,8 +69,8 @@ class Attention {
         if (rope_) widen(key_rope_.row(slot), rope_, to + latent_);
       }
       std::fill_n(scratch.scores.data(), count * padded_, 0.0f);
-      multiply_panels(scratch.keys.data(), width_, count, scratch.query.data(), width_, padded_,
-                      scratch.scores.data());
+      multiply_panels(rows_of(scratch.keys.data(), count, width_), scratch.query.data(), width_,
+                      padded_, scratch.scores.data());
       kernels().head_sums({.scores = scratch.scores.data(),
                            .n = static_cast<int>(count),
                            .heads = static_cast<int>(padded_),
@@ -112,7 +112,9 @@ class Attention {
 //   tiles(visible)             the number of tiles of a token that sees so many keys
 //   each(token, visible, tile, f)   calls f(position, column) for the keys of a tile
 //   Scratch(source)            buffers of a thread
-//   gradients(token, scored, scores, d_scores, scratch)   returns the loss of the pairs
+//   kByPair                    whether the gradient of a score depends on no other score
+//   gradients(token, scored, first, end, scores, d_scores, scratch)
+//                              of these pairs, all of a tile unless kByPair; returns their loss
 
 // The keys of a token are those that its indices name.
 class Selected {
@@ -139,10 +141,11 @@ class Given : public Selected {
   struct Scratch {
     explicit Scratch(const Given&) {}
   };
-  double gradients(const Token& token, const Scored& scored, const float*, float* d_scores,
-                   Scratch&) const {
+  static constexpr bool kByPair = true;
+  double gradients(const Token& token, const Scored& scored, int64_t first, int64_t end,
+                   const float*, float* d_scores, Scratch&) const {
     const float* row = d_values_.const_data_ptr<float>() + token.row() * keys();
-    for (size_t j = 0; j < scored.columns.size(); ++j) d_scores[j] = row[scored.columns[j]];
+    for (int64_t j = first; j < end; ++j) d_scores[j] = row[scored.columns[j]];
     return 0;
   }
 
@@ -163,9 +166,9 @@ class SelectedKl : public Selected {
     typename Attention<T>::Scratch attention;
     Floats target;
   };
-  double gradients(const Token& token, const Scored& scored, const float* scores, float* d_scores,
-                   Scratch& scratch) const {
-    const int64_t n = scored.slots.size();
+  static constexpr bool kByPair = false;
+  double gradients(const Token& token, const Scored& scored, int64_t, int64_t n,
+                   const float* scores, float* d_scores, Scratch& scratch) const {
     float* target = scratch.target.data();
     attention_.sums(token, scored, scratch.attention, target);
     double total = 0, sum = 0, loss = 0;
@@ -210,15 +213,16 @@ class VisibleKl {
     const int64_t end = std::min(visible, (tile + 1) * kTileKeys);
     for (int64_t j = tile * kTileKeys; j < end; ++j) f(j, j);
   }
-  double gradients(const Token& token, const Scored& scored, const float* scores, float* d_scores,
-                   Scratch& scratch) const {
+  static constexpr bool kByPair = false;
+  double gradients(const Token& token, const Scored& scored, int64_t, int64_t n,
+                   const float* scores, float* d_scores, Scratch& scratch) const {
     float* target = scratch.target.data();
     attention_.sums(token, scored, scratch.attention, target);
     const float max = max_.const_data_ptr<float>()[token.row()];
     const float sum = sum_.const_data_ptr<float>()[token.row()];
     const double log_sum = std::log(static_cast<double>(sum));
     double loss = 0;
-    for (size_t j = 0; j < scored.slots.size(); ++j) {
+    for (int64_t j = 0; j < n; ++j) {
       const float p = target[j] / attention_.heads();
       loss += divergence(p, scores[j] - max - log_sum);
       d_scores[j] = std::exp(scores[j] - max) / sum - p;

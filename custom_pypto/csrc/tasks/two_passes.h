@@ -13,10 +13,10 @@
 
 namespace custom_pypto {
 
-constexpr int64_t kBlock = 64;             // keys of a product
-constexpr int64_t kOwners = 32;            // tasks that own the rows of the cache
-constexpr int64_t kChunkBytes = 64 << 20;  // what the first pass leaves for the second
-constexpr int64_t kLeastTokens = 16;       // of a chunk
+constexpr int64_t kBlock = 64;            // keys of a product
+constexpr int64_t kOwners = 32;           // tasks that own the rows of the cache
+constexpr int64_t kChunkBytes = 8 << 20;  // what the first pass leaves for the second
+constexpr int64_t kLeastTokens = 16;      // of a chunk
 
 using Floats = AlignedVector<float>;
 
@@ -47,18 +47,17 @@ inline std::vector<const float*> rows_of(const float* first, int64_t count, int6
   return rows;
 }
 
-// out[key][padded heads] += rows[key] . panels, over `dims` dims
-inline void multiply_panels(const float* rows, int64_t stride, int64_t count, const float* panels,
+// out[key][padded heads] += keys[key] . panels, over `dims` dims
+inline void multiply_panels(const std::vector<const float*>& keys, const float* panels,
                             int64_t dims, int64_t padded, float* out) {
-  const auto a = rows_of(rows, count, stride);
-  std::vector<float*> to(count);
+  std::vector<float*> to(keys.size());
   for (int64_t h = 0; h < padded; h += cpu::kMaxWidth) {
     const int64_t width = std::min<int64_t>(cpu::kMaxWidth, padded - h);
     const auto b = rows_of(panels, dims, width);
-    for (int64_t j = 0; j < count; ++j) to[j] = out + j * padded + h;
-    kernels().multiply({.a = a.data(),
+    for (size_t j = 0; j < keys.size(); ++j) to[j] = out + j * padded + h;
+    kernels().multiply({.a = keys.data(),
                         .a_step = 1,
-                        .n = static_cast<int>(count),
+                        .n = static_cast<int>(keys.size()),
                         .b = b.data(),
                         .depth = static_cast<int>(dims),
                         .width = static_cast<int>(width),
@@ -67,16 +66,16 @@ inline void multiply_panels(const float* rows, int64_t stride, int64_t count, co
   }
 }
 
-// out[head][width] += sum over keys of weights[key][head] * rows[key]
-inline void multiply_rows(const float* weights, int64_t padded, int64_t count, const float* rows,
-                          int64_t width, const std::vector<float*>& out) {
+// out[head][width] += the sum over keys of weights[key][head] * keys[key]
+inline void multiply_keys(const float* weights, int64_t padded,
+                          const std::vector<const float*>& keys, int64_t width,
+                          const std::vector<float*>& out) {
   const auto a = rows_of(weights, out.size(), 1);
-  const auto b = rows_of(rows, count, width);
   kernels().multiply({.a = a.data(),
                       .a_step = padded,
                       .n = static_cast<int>(out.size()),
-                      .b = b.data(),
-                      .depth = static_cast<int>(count),
+                      .b = keys.data(),
+                      .depth = static_cast<int>(keys.size()),
                       .width = static_cast<int>(width),
                       .out = out.data()});
 }
@@ -112,20 +111,20 @@ class Owners {
     std::vector<float*> out;
   };
 
-  explicit Owners(const Tensor& key)
-      : block_size_(key.size(-3)),
-        rows_(std::max<int64_t>(1, (key.numel() / key.size(-1) + kOwners - 1) / kOwners)) {}
+  explicit Owners(const Tensor& key) : block_size_(key.size(-3)) {
+    const int64_t rows = key.numel() / key.size(-1);
+    while (kOwners << shift_ < rows) ++shift_;
+  }
 
   // Fills order and begin of the pairs.
   void group(Pairs& pairs) const {
+    const size_t n = pairs.slots.size();
     pairs.begin.assign(kOwners + 1, 0);
-    for (const KeyMap::Slot& slot : pairs.slots) ++pairs.begin[flat(slot) / rows_ + 1];
+    for (const KeyMap::Slot& slot : pairs.slots) ++pairs.begin[(flat(slot) >> shift_) + 1];
     for (int64_t o = 0; o < kOwners; ++o) pairs.begin[o + 1] += pairs.begin[o];
     std::vector<int64_t> next(pairs.begin.begin(), pairs.begin.end() - 1);
-    pairs.order.resize(pairs.slots.size());
-    for (size_t j = 0; j < pairs.slots.size(); ++j) {
-      pairs.order[next[flat(pairs.slots[j]) / rows_]++] = j;
-    }
+    pairs.order.resize(n);
+    for (size_t j = 0; j < n; ++j) pairs.order[next[flat(pairs.slots[j]) >> shift_]++] = j;
   }
 
   // Adds weights[pair] . from, over the rows of `from`, to the row of each pair of an owner.
@@ -150,7 +149,8 @@ class Owners {
 
  private:
   int64_t flat(const KeyMap::Slot& slot) const { return slot.block * block_size_ + slot.row; }
-  int64_t block_size_, rows_;
+  int64_t block_size_;
+  int shift_ = 0;  // log2 of the rows of an owner: a division per pair is slow
 };
 
 }  // namespace custom_pypto
