@@ -5,6 +5,7 @@ CPU, and prints the error and its bound.
 """
 
 import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -70,14 +71,25 @@ def _passes(device: str, op: str, dtype: torch.dtype, shape: str, arguments: dic
 
 def _error(op: str, arguments: dict, device: str) -> tuple[float, float]:
     """The error and its bound."""
-    mine = _copied(arguments, device)
-    got = getattr(ops, op)(**mine)
-    expected = getattr(reference, op)(**arguments)
-    got = tree_map_only(Tensor, Tensor.cpu, got)
-    return reference.MODULES[op].error(got, expected, _copied(mine, "cpu"), arguments)
+    mine = copied(arguments, device)
+    got = tree_map_only(Tensor, Tensor.cpu, getattr(ops, op)(**mine))
+    with one_thread():
+        expected = getattr(reference, op)(**arguments)
+        return reference.MODULES[op].error(got, expected, copied(mine, "cpu"), arguments)
 
 
-def _copied(arguments: dict, device: str) -> dict:
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """The reference works token by token: threads bring no speed and cost much on a busy CPU."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def copied(arguments: dict, device: str) -> dict:
     return {
         name: value.to(device, copy=True) if isinstance(value, Tensor) else value
         for name, value in arguments.items()

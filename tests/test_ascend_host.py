@@ -268,7 +268,7 @@ def test_a_gradient_on_an_npu_is_rejected_with_the_remedy():
     x = on_npu(CALLS["npu_sparse_flash_attention_pto"]())
     for name in ("query", "key"):
         x[name].requires_grad_()
-    message = r"^npu_sparse_flash_attention_grad_pto: query.device must be cpu \(gradients have no"
+    message = r"^npu_sparse_flash_attention_grad_pto: query.device must be cpu \(training has no"
     with pytest.raises(
         RuntimeError, match=rf"{message} NPU program yet\), got npu:0; train on the"
     ):

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from . import npu_lightning_indexer_pto as forward
 from .checks import ROUNDING, excess, of_sequences
-from .index_training import Indexer, Magnitudes
+from .index_training import Indexer, Magnitudes, arguments
 from .sequences import selected_rows
 
 # arguments of the forward that have another name here
@@ -58,7 +58,7 @@ def with_gradient(call: dict, dy: Tensor) -> dict:
 
 def _with_gradient(call: dict) -> dict:
     g = torch.Generator().manual_seed(5)
-    shape = *call["query"].shape[:2], 1, call["sparse_count"]
+    shape = *call["query"].shape[:-2], 1, call["sparse_count"]
     return with_gradient(call, torch.randn(shape, generator=g).to(call["query"].dtype))
 
 
@@ -70,6 +70,17 @@ def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
     yield from of_sequences(
         dtypes, compressed, lambda *x: _with_gradient(forward.compressed(*x)), more
     )
+    for dtype in dtypes:
+        yield dtype, "packed, tokens [1, 2], keys [2100, 2500], K 2048", _packed(dtype)
+
+
+def _packed(dtype: torch.dtype) -> dict:
+    """Within the limits of torch_npu's op."""
+    x = arguments(dtype, [1, 2], [2100, 2500])
+    call = dict(query=x["query_index"], key=x["key_index"], weights=x["weights"].to(dtype))
+    lengths = dict(actual_seq_lengths_query=[1, 3], actual_seq_lengths_key=[2100, 4600])
+    call |= {name: torch.tensor(n, dtype=torch.int32) for name, n in lengths.items()}
+    return _with_gradient(call | dict(layout_query="TND", layout_key="TND", sparse_count=2048))
 
 
 def error(got: tuple, expected: tuple, mine: dict, theirs: dict) -> tuple[float, float]:

@@ -112,6 +112,37 @@ def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
     sinks = [([300, 3], 2, 128)]
     more = ", sinks, no RoPE"
     yield from of_sequences(dtypes, sinks, lambda *x: _with_gradient(forward.with_sinks(*x)), more)
+    for dtype in dtypes:
+        yield dtype, "packed, tokens [1, 2], keys [1100, 1500], K 1024", _packed(dtype)
+
+
+def _packed(dtype: torch.dtype) -> dict:
+    """Within the limits of torch_npu's op."""
+    g = torch.Generator().manual_seed(6)
+    tokens, keys, heads, latent, rope, K = [1, 2], [1100, 1500], 128, 512, 64, 1024
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g).to(dtype)
+
+    visible = [
+        n - count + i + 1 for n, count in zip(keys, tokens, strict=True) for i in range(count)
+    ]
+    indices = [torch.randperm(n, generator=g)[:K] for n in visible]
+    ends = [torch.tensor(x, dtype=torch.int32).cumsum(0).int() for x in (tokens, keys)]
+    call = dict(
+        query=normal(sum(tokens), heads, latent),
+        key=normal(sum(keys), 1, latent),
+        value=None,
+        sparse_indices=torch.stack(indices).int().unsqueeze(1),
+        scale_value=192**-0.5,
+        query_rope=normal(sum(tokens), heads, rope),
+        key_rope=normal(sum(keys), 1, rope),
+        actual_seq_lengths_query=ends[0],
+        actual_seq_lengths_kv=ends[1],
+        layout_query="TND",
+        layout_kv="TND",
+    )
+    return _with_gradient(call)
 
 
 def error(got: tuple, expected: tuple, mine: dict, theirs: dict) -> tuple[float, float]:

@@ -1,0 +1,193 @@
+"""A training step of an attention layer of DeepSeek-V3.2, on the ops and on upstream's path: peak
+memory and time of forward and backward by the length of the sequence.
+
+    python benchmarks/bench_training.py            # a table
+    python benchmarks/bench_training.py --write    # into RESULTS.md, with a plot
+    python benchmarks/bench_training.py --check    # exit code 1 if a floor is missed
+
+One layer with a quarter of the hidden size and HEADS heads, all other sizes in full, float32, one
+thread, random weights, ``index_topk`` 2048. Both sides get the same input; nothing is reported
+unless the gradients of all their parameters match. Each figure is of a process of its own: memory
+beyond weights and input, user CPU time.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import torch
+from measure import RESULTS, check, machine, of_kernels, peak_over, table, write_section
+from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+
+from custom_pypto import models
+
+SIDES = ("ops", "upstream")
+HEADS = 16
+TOKENS = (1024, 2048, 4096, 8192, 16384, 32768)
+COMPARED = 1024  # tokens of the check
+TOLERANCE = 1e-5  # relative norm of a gradient: float32 sums in another order
+# bytes that upstream takes per head and pair of tokens, from 4096 tokens on
+UPSTREAM_BYTES = 14
+# of upstream's, at 4096 tokens
+MOST_MEMORY, MOST_TIME = 0.5, 1.2
+# memory of twice the tokens
+MOST_GROWTH = 2.2
+
+
+def layer(side: str) -> DeepseekV32ForCausalLM:
+    torch.manual_seed(0)
+    config = DeepseekV32Config(
+        vocab_size=16,
+        hidden_size=1792,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=HEADS,
+        num_key_value_heads=HEADS,
+        index_n_heads=HEADS // 2,
+        index_topk=2048,
+        first_k_dense_replace=1,
+    )
+    model = DeepseekV32ForCausalLM(config).train()
+    return models.use_custom_pypto(model, training=side)
+
+
+def step(side: str, tokens: int) -> tuple[DeepseekV32ForCausalLM, dict]:
+    """A model with gradients, and the figures of its step."""
+    torch.set_num_threads(1)
+    model = layer(side)
+    hidden = torch.randn(1, tokens, model.config.hidden_size, requires_grad=True)
+    # a square would be constant behind the last norm
+    weights = torch.randn_like(hidden)
+    found = {}
+
+    def run() -> None:
+        start = time.process_time()
+        out = model.model(inputs_embeds=hidden, use_cache=False).last_hidden_state
+        middle = time.process_time()
+        (out * weights).sum().backward()
+        found.update(forward=middle - start, backward=time.process_time() - middle)
+
+    found["bytes"] = peak_over(run)
+    return model, found
+
+
+def measured(side: str, tokens: int) -> dict:
+    """The figures of a process of its own."""
+    command = [sys.executable, __file__, "--side", side, "--tokens", str(tokens)]
+    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare() -> None:
+    mine, theirs = (
+        {name: p.grad for name, p in step(side, COMPARED)[0].named_parameters()} for side in SIDES
+    )
+    for name, gradient in theirs.items():
+        if gradient is None:
+            if mine[name] is not None:
+                raise SystemExit(f"{name} has a gradient on the ops only; not timed")
+            continue
+        error = (mine[name] - gradient).norm() / gradient.norm()
+        if not error <= TOLERANCE:
+            raise SystemExit(f"gradient of {name}: error {error:.1e}; not timed")
+
+
+def check_floors() -> int:
+    figures = {(side, n): measured(side, n) for side in SIDES for n in (2048, 4096)}
+    ops, upstream = (figures[side, 4096] for side in SIDES)
+
+    def seconds(side: str) -> float:
+        again = measured(side, 4096)
+        return again["forward"] + again["backward"]
+
+    return check(
+        [
+            (
+                f"memory at 4096 tokens, {MOST_MEMORY} of upstream's",
+                lambda: MOST_MEMORY * upstream["bytes"] / ops["bytes"],
+                1.0,
+            ),
+            (
+                f"memory of twice the tokens, {MOST_GROWTH} times",
+                lambda: MOST_GROWTH * figures["ops", 2048]["bytes"] / ops["bytes"],
+                1.0,
+            ),
+            (
+                f"time at 4096 tokens, {MOST_TIME} of upstream's",
+                lambda: MOST_TIME * seconds("upstream") / seconds("ops"),
+                1.0,
+            ),
+        ]
+    )
+
+
+def plot(figures: dict) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (memory, times) = pyplot.subplots(1, 2, figsize=(10, 4))
+    for side in SIDES:
+        lengths = [n for s, n in figures if s == side]
+        values = [figures[side, n] for n in lengths]
+        memory.plot(lengths, [v["bytes"] / 2**30 for v in values], marker="o", label=side)
+        seconds = [v["forward"] + v["backward"] for v in values]
+        times.plot(lengths, seconds, marker="o", label=side)
+    for axes, title in ((memory, "peak memory, GiB"), (times, "forward + backward, s")):
+        axes.set(xscale="log", yscale="log", xlabel="tokens", title=title)
+        axes.set_xticks(TOKENS, [f"{n // 1024}K" for n in TOKENS])
+        axes.minorticks_off()
+        axes.grid(alpha=0.3)
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(RESULTS.parent / "plots" / "training.png", dpi=100)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--side", choices=SIDES, help="one step of one side, for its own process")
+    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
+    parser.add_argument("--write", action="store_true", help="write to benchmarks/RESULTS.md")
+    parser.add_argument("--check", action="store_true", help="compare with the floors")
+    args = parser.parse_args()
+    if args.side:
+        print(json.dumps(step(args.side, args.tokens[0])[1]))
+        return 0
+    torch.set_num_threads(1)
+    print(machine())
+    compare()
+    if args.check:
+        return check_floors()
+    figures, rows = {}, []
+    for tokens in args.tokens:
+        row = [f"{tokens // 1024}K"]
+        for side in SIDES:
+            needs = UPSTREAM_BYTES * HEADS * tokens**2
+            if side == "upstream" and needs > 0.8 * psutil.virtual_memory().available:
+                row.append(f"needs about {needs / 2**30:.0f} GiB")
+                continue
+            found = figures[side, tokens] = measured(side, tokens)
+            size = f"{found['bytes'] / 2**20:.0f} MiB"
+            row.append(f"{size}, {found['forward']:.1f} + {found['backward']:.1f} s")
+        rows.append(row)
+        print(*row, sep="  ", flush=True)
+    if args.write:
+        plot(figures)
+        header = ["tokens", "ops: memory, forward + backward", "upstream"]
+        picture = "![memory and time by tokens](plots/training.png)"
+        text = f"{table(header, rows)}\n\n{picture}"
+        title = of_kernels(f"Training step of a layer, {HEADS} heads, 1 thread")
+        write_section(title, "python benchmarks/bench_training.py --write", text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
