@@ -36,6 +36,12 @@ from .cache import PagedCache  # noqa: E402
 from .cache.formats import check_cache_dtypes  # noqa: E402
 from .cache.layout import check_block_size  # noqa: E402
 from .checkpoint import check_shards, first_layers  # noqa: E402
+from .indexer_loss import (  # noqa: E402
+    Option,
+    add_indexer_loss,
+    begin_indexer_loss,
+    check_indexer_loss,
+)
 from .loading import Reader, check_memory, parameters, resolve_dtype  # noqa: E402
 from .patched import patched_layers, sizes, text_model  # noqa: E402
 from .projection import change_class, has_other_forward  # noqa: E402
@@ -60,6 +66,8 @@ def use_custom_pypto(
     index_dtype: torch.dtype | None = None,
     kv_dtype: torch.dtype | None = None,
     training: str = "auto",
+    indexer_loss: str | None = None,
+    indexer_loss_coefficient: float = 1.0,
 ):
     """Patches ``model`` to run on the ops: sparse attention over a paged cache.
 
@@ -79,14 +87,22 @@ def use_custom_pypto(
             grows linearly with the sequence, and no cache is returned. ``"upstream"``: upstream's
             dense attention. ``"auto"``: upstream where it takes fewer operations and little memory
             (:func:`models.training.upstream_is_cheaper`) or where the ops cannot run, else the ops.
+        indexer_loss: a loss for the indexers, and for nothing else, in training forwards with
+            gradients, which then always run on the ops: their divergence from the attention, summed
+            over layers. ``"sparse"``: over the selected positions. ``"dense"``, to warm indexers
+            up: over all positions, to which the model attends in training mode. The output has it
+            as ``indexer_loss``, divided like the loss of the language model, without labels by
+            the number of real tokens. None: none.
+        indexer_loss_coefficient: what it is multiplied by in the output's ``loss``.
     Returns:
         ``model`` itself.
     Raises:
         TypeError: unsupported model class, wrapped attention, or a ``kv_b_proj`` or indexer with
             additions that the ops would bypass. Every forward repeats the check.
-        ValueError: unsupported ``block_size``, ``index_topk``, dtype of a cache or ``training``.
-            With ``training="ops"``, from a forward: dropout, attentions or a cache are requested,
-            or the sequences are packed or padded in a way that the ops do not support.
+        ValueError: unsupported ``block_size``, ``index_topk``, dtype of a cache, ``training`` or
+            ``indexer_loss``. With ``training="ops"`` or ``indexer_loss``, from a forward: dropout,
+            attentions or a cache are requested, or the sequences are packed or padded in a way that
+            the ops do not support.
     """
     upstream, paged = attention_classes("use_custom_pypto", model)
     check_block_size("use_custom_pypto", block_size)
@@ -95,6 +111,8 @@ def use_custom_pypto(
             f"use_custom_pypto: training must be {' or '.join(map(repr, TRAINING))}, "
             f"got {training!r}"
         )
+    option = Option(indexer_loss, indexer_loss_coefficient)
+    check_indexer_loss("use_custom_pypto", model, paged, training, option)
     text = text_model(model)
     topk = text.config.index_topk
     if not (1 <= topk <= 2048 or topk in range(3072, 8193, 1024)):
@@ -117,12 +135,16 @@ def use_custom_pypto(
         paged.check(attention, i)
     for attention in layers.values():
         change_class(attention, paged)
-    text.custom_pypto_training = training
+    # the upstream path has no loss for indexers
+    text.custom_pypto_training = "ops" if indexer_loss else training
+    text.custom_pypto_indexer_loss = option
     text.custom_pypto_cache = {"block_size": block_size, **dtypes}
     text.custom_pypto_sizes = sizes(text.config, patched_layers(text))
     model._undo_custom_pypto = (
         text.register_forward_pre_hook(generation.prepare_forward, with_kwargs=True),
         text.register_forward_hook(generation.finish_forward, with_kwargs=True),
+        model.register_forward_pre_hook(begin_indexer_loss, with_kwargs=True),
+        model.register_forward_hook(add_indexer_loss, with_kwargs=True),
     )
     model._prepare_cache_for_generation = partial(generation.prepare_cache_for_generation, model)
     model.create_masks_for_generate = generation.create_masks_for_generate
@@ -147,6 +169,7 @@ def use_transformers(model):
         text = text_model(model)
         del text.custom_pypto_cache
         del text.custom_pypto_training
+        del text.custom_pypto_indexer_loss
         del text.custom_pypto_sizes
         for layer in text.layers:
             if type(layer.self_attn) is paged:

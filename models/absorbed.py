@@ -35,6 +35,15 @@ class Part(NamedTuple):
     key_ends: Tensor
 
 
+def indices_of(part: Part, indices: Tensor) -> Tensor:
+    """Those of the part's tokens; if ``indices`` has no columns, all positions that exist."""
+    if indices.size(-1):
+        return indices[part.queries]
+    longest = int(part.key_ends.diff(prepend=part.key_ends.new_zeros(1)).max())
+    every = torch.arange(longest, dtype=torch.int32, device=indices.device)
+    return every.expand(part.queries.stop - part.queries.start, 1, longest)
+
+
 def absorbed_query(q_nope: Tensor, weight: Tensor) -> Tensor:
     """``W_UK^T q``, ``[.., H, L]``."""
     w_uk = weight[:, : q_nope.size(-1)]
@@ -54,7 +63,7 @@ class AbsorbedAttention(torch.autograd.Function):
         latent: ``[T, 1, L]`` keys and values.
         k_rope: ``[T, 1, R]``, or None.
         sinks: ``[H]`` float32, or None.
-        indices: ``[T, 1, K]`` int32 positions within the sequence.
+        indices: ``[T, 1, K]`` int32 positions within the sequence; K = 0: all that a token sees.
         parts: of the tokens, in their order.
     """
 
@@ -67,7 +76,7 @@ class AbsorbedAttention(torch.autograd.Function):
                 absorbed_query(q_nope[part.queries], weight),
                 latent[part.keys],
                 None,
-                indices[part.queries],
+                indices_of(part, indices),
                 scaling,
                 query_rope=None if q_rope is None else q_rope[part.queries],
                 key_rope=None if k_rope is None else k_rope[part.keys],
@@ -89,11 +98,14 @@ class AbsorbedAttention(torch.autograd.Function):
         )
         ctx.scaling, ctx.parts = scaling, parts
         ctx.mark_non_differentiable(maxima, sums)
+        ctx.set_materialize_grads(False)
         return heads, maxima, sums
 
     @staticmethod
     @once_differentiable
     def backward(ctx, d_heads, *_):
+        if d_heads is None:  # only the indexer has a loss
+            return (None,) * 9
         q_nope, q_rope, weight, latent, k_rope, sinks, indices, outputs, *statistics = (
             ctx.saved_tensors
         )
@@ -112,7 +124,7 @@ class AbsorbedAttention(torch.autograd.Function):
                     absorbed_query(q_nope[part.queries], weight),
                     latent[part.keys],
                     None,
-                    indices[part.queries],
+                    indices_of(part, indices),
                     d_output,
                     d_output,  # in place of the output, which the op does not read
                     *(x[:, part.queries] for x in statistics),

@@ -6,7 +6,7 @@ These functions become hooks and methods of the patched model only.
 import torch
 from torch import Tensor, nn
 
-from . import training
+from . import indexer_loss, training
 from .cache import PagedCache, Step
 from .patched import dimensions, patched_layers, text_model
 
@@ -26,11 +26,12 @@ def prepare_forward(model, args: tuple, kwargs: dict):
     """
     # names the positional arguments, in the order of the upstream forward
     kwargs = {**dict(zip(FORWARD_ARGUMENTS, args, strict=False)), **kwargs}
+    loss = kwargs.pop(indexer_loss.NAME, None)  # before any way to the upstream path
     cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
     ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     batch, tokens = (ids if embeddings is None else embeddings).shape[:2]
     if cache is None and model.training:
-        step = training.step_of(model, kwargs, batch, tokens)
+        step = training.step_of(model, kwargs, batch, tokens, loss)
         if step is None:
             return None
         return (), kwargs | {"use_cache": False} | arguments(model, kwargs, step, step.store.real)
@@ -91,10 +92,13 @@ def grow(cache: PagedCache, tokens: int) -> None:
 
 
 def finish_forward(model, args: tuple, kwargs: dict, output) -> None:
-    """Forward hook of the base model: the tokens of a completed forward count from now on."""
+    """Forward hook of the base model: the tokens of a completed forward count from now on, and the
+    loss of its indexers is complete."""
     mask = kwargs.get("attention_mask")
     if isinstance(mask, dict) and isinstance(step := mask.get("indexed_attention"), Step):
         step.commit()
+        if isinstance(step, training.TrainingStep):
+            step.report(output[0], patched_layers(model))
 
 
 def prepare_cache_for_generation(

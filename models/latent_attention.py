@@ -120,22 +120,23 @@ class LatentAttention(PatchedAttention):
         """``[B, S, hidden]`` from the output of the heads, ``[B, S, H, v_head_dim]``."""
         return self.o_proj(output.flatten(2))
 
-    @torch.no_grad()  # as in transformers: a selection has no gradient
     def write_index_keys(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, step: Step) -> None:
-        indexer = self.indexer
-        # some architectures keep the norm in float32
-        key = indexer.k_norm(indexer.wk(hidden_states).to(indexer.k_norm.weight.dtype))
-        key = self.rotate_index(key.unsqueeze(2), cos, sin)
-        layer = step.store.layers[self.layer_idx]
+        indexer, layer = self.indexer, step.store.layers[self.layer_idx]
+        with indexer_gradients(layer):
+            # some architectures keep the norm in float32
+            key = indexer.wk(hidden_states.detach()).to(indexer.k_norm.weight.dtype)
+            key = self.rotate_index(indexer.k_norm(key).unsqueeze(2), cos, sin)
         layer.index_format.write(step, layer, key)
 
-    @torch.no_grad()
     def select(
         self, hidden_states: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor, tokens: TokenSlice
     ) -> Tensor:
         """The ``[B, S, 1, K]`` int32 positions that each token attends to."""
-        query, weights = self.score_inputs(hidden_states, q_latent, cos, sin, tokens)
         layer = tokens.store.layers[self.layer_idx]
+        with indexer_gradients(layer):
+            query, weights = self.score_inputs(
+                hidden_states.detach(), q_latent.detach(), cos, sin, tokens
+            )
         indices = layer.index_format.select(layer, query, weights, tokens, self.selected_rows)
         if CHECK_RANKS and dist.is_initialized():
             check_indices(self.layer_idx, indices)
@@ -173,3 +174,8 @@ class LatentAttention(PatchedAttention):
             return torch.cat([rest, rotate(self.index_rope, rope, cos, sin)], -1)
         rope, rest = x.split(widths, -1)
         return torch.cat([rotate(self.index_rope, rope, cos, sin), rest], -1)
+
+
+def indexer_gradients(layer: PagedLayer) -> torch.set_grad_enabled:
+    """No gradients inside, as in transformers, unless this layer's indexer learns."""
+    return torch.set_grad_enabled(layer.index_format.learns and torch.is_grad_enabled())

@@ -19,6 +19,7 @@ from .cache.formats import IndexRows
 from .cache.sequence import Sequences
 from .cache.step import Step, TokenSlice
 from .cache.store import Store
+from .indexer_loss import IndexerLoss, LayerLoss
 from .patched import device_of, patched_layers
 from .training_rows import IndexKeysOfCall, LatentsOfCall
 
@@ -26,6 +27,8 @@ TRAINING = ("auto", "ops", "upstream")
 # bytes of a layer's scores: upstream may keep so many for the backward, and trains fewer than the
 # second number without a thought, since an op saves nothing there
 UPSTREAM_SCORES, FEW_SCORES = 2**30, 2**20
+# tokens whose indices of all keys exist at once: 64 MiB for 131072 keys
+DENSE_TOKENS = 128
 
 
 class TrainingStep(Step):
@@ -36,6 +39,12 @@ class TrainingStep(Step):
 
     def commit(self) -> None:
         """Nothing: no later forward continues, and recomputed layers start at the first token."""
+
+    def report(self, last_hidden_state: Tensor, layers: dict[int, nn.Module]) -> None:
+        """The loss of the indexers, after every layer has added to it."""
+        if (loss := self.store.loss) is not None:
+            learning = {i for i, layer in layers.items() if layer.self_attn.indexer is not None}
+            loss.report(last_hidden_state, self.store.real, learning)
 
     def slices(self, size: int) -> list[TokenSlice]:
         """One: rings are long enough, and latent attention has its :class:`Part` s."""
@@ -48,10 +57,19 @@ class StoreOfCalls:
     Args:
         real: ``[B, S]`` bool, False for padding on either side.
         parts: of the tokens.
+        loss: of the indexers, or None.
     """
 
-    def __init__(self, text, device: torch.device, real: Tensor, parts: list[Part]):
-        self.config, self.real, self.parts = text.config, real, parts
+    def __init__(
+        self,
+        text,
+        device: torch.device,
+        real: Tensor,
+        parts: list[Part],
+        loss: IndexerLoss | None,
+    ):
+        self.config, self.real, self.parts, self.loss = text.config, real, parts, loss
+        self.dense = text.custom_pypto_indexer_loss.kind == "dense"
         self.block_size = text.custom_pypto_cache["block_size"]
         autocast = torch.is_autocast_enabled(device.type)
         self.dtype = torch.get_autocast_dtype(device.type) if autocast else text.dtype
@@ -63,12 +81,12 @@ class StoreOfCalls:
     def create(self, attention) -> Store:
         """The store of a call of this layer, and in it the layers that share their latents."""
         batch, tokens = self.real.shape
-        layer, (keys, compressed) = attention.layer_idx, (IndexKeysOfCall, IndexRows)
-        index = compressed if attention.counts_groups else keys
-        formats = {
-            "latent": LatentsOfCall(self.dtype),
-            "index": index(self.config, self.dtype, self.device),
-        }
+        layer = attention.layer_idx
+        if attention.counts_groups:
+            index = IndexRows(self.config, self.dtype, self.device)
+        else:
+            index = IndexKeysOfCall(self.dtype, self.loss is not None, self.dense)
+        formats = {"latent": LatentsOfCall(self.dtype), "index": index}
         rows = {
             name: pool.row(self.config, layer, self.dtype) for name, pool in attention.pools.items()
         }
@@ -81,15 +99,22 @@ class StoreOfCalls:
         store = Store([rows], formats, batch, tokens, self.block_size, self.device)
         own = store.layers[0]
         store.layers, store.parts = {**self.shared, layer: own}, self.parts
+        store.loss = None
+        if self.loss is not None:
+            store.loss = LayerLoss(self.loss, layer, self.real.flatten(), self.parts)
         if attention.shares_latents:
             # the first call: a repeated one comes after the layers that attend to these latents
             self.shared.setdefault(layer, own)
         return store
 
 
-def step_of(model, kwargs: dict, batch: int, tokens: int) -> TrainingStep | None:
+def step_of(
+    model, kwargs: dict, batch: int, tokens: int, loss: IndexerLoss | None = None
+) -> TrainingStep | None:
     """The step of a training forward with these arguments; None: it runs the upstream path.
 
+    Args:
+        loss: of the indexers, if they have one.
     Raises:
         ValueError: ``training="ops"`` and an argument that the ops cannot honour.
         TypeError: ``training="ops"`` and a projection or indexer with additions that they bypass.
@@ -111,6 +136,12 @@ def step_of(model, kwargs: dict, batch: int, tokens: int) -> TrainingStep | None
         if option == "auto":
             return None
         raise
+    if model.custom_pypto_indexer_loss.kind and loss is None and torch.is_grad_enabled():
+        raise ValueError(
+            "patched model: the whole model must be called for indexer_loss, got a call of "
+            f"{type(model).__name__} or of a forward() that bypasses hooks; call the model that "
+            "models.use_custom_pypto returned"
+        )
     device = device_of(layers)
     if option == "auto" and (
         device.type != "cpu"  # the ops have no gradient there
@@ -118,7 +149,7 @@ def step_of(model, kwargs: dict, batch: int, tokens: int) -> TrainingStep | None
         or upstream_is_cheaper(attentions, batch, tokens, model.dtype.itemsize)
     ):
         return None
-    return place(model, attentions[0], device, batch, tokens, mask, positions)
+    return place(model, attentions[0], device, batch, tokens, mask, positions, loss)
 
 
 def obstacle(model, attention, kwargs: dict) -> str | None:
@@ -147,7 +178,7 @@ def obstacle(model, attention, kwargs: dict) -> str | None:
 
 @torch.compiler.disable(reason="the sequences of a batch are read from its mask and positions")
 def place(
-    model, attention, device: torch.device, batch: int, tokens: int, mask, positions
+    model, attention, device: torch.device, batch: int, tokens: int, mask, positions, loss
 ) -> TrainingStep:
     """The sequences of a batch, and the parts of them that latent attention takes at once."""
     real = torch.ones(batch, tokens, dtype=torch.bool, device=device)
@@ -163,8 +194,10 @@ def place(
         starts[:, 1:] |= segment.diff(dim=1) > 0
         within = within - torch.where(starts, within, 0).cummax(1).values
     ends = [*starts.flatten().nonzero().flatten().tolist()[1:], batch * tokens]
-    parts = parts_of(ends, attention.slice_tokens, device)
-    store, sequences = StoreOfCalls(model, device, real, parts), Sequences(batch, None, device)
+    dense = model.custom_pypto_indexer_loss.kind == "dense"
+    parts = parts_of(ends, DENSE_TOKENS if dense else attention.slice_tokens, device)
+    store = StoreOfCalls(model, device, real, parts, loss)
+    sequences = Sequences(batch, None, device)
     lengths = placed.sum(1).int()
     return TrainingStep(store, sequences, sequences.lengths, lengths, placed, within, None)
 

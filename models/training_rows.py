@@ -13,6 +13,7 @@ from .absorbed import AbsorbedAttention, Heads
 from .cache.formats import IndexRows, LatentRows, Rows
 from .cache.step import Step, TokenSlice
 from .cache.store import PagedLayer
+from .indexer_loss import IndexInputs
 
 
 class LatentsOfCall(LatentRows):
@@ -35,25 +36,38 @@ class LatentsOfCall(LatentRows):
                 "attend to the latents of an earlier one, got True, which would drop the gradient "
                 "of these latents"
             )
-        output, *_ = AbsorbedAttention.apply(
-            laid_end_to_end(heads.q_nope, self.dtype),
-            laid_end_to_end(heads.q_rope, self.dtype),
-            heads.weight.to(self.dtype),
+        shape, indices = indices.shape[:2], indices.flatten(0, 1)
+        heads = heads._replace(
+            q_nope=laid_end_to_end(heads.q_nope, self.dtype),
+            q_rope=laid_end_to_end(heads.q_rope, self.dtype),
+            weight=heads.weight.to(self.dtype),
+        )
+        output, *statistics = AbsorbedAttention.apply(
+            heads.q_nope,
+            heads.q_rope,
+            heads.weight,
             layer.latent,
             layer.rope,
             heads.sinks,
-            indices.flatten(0, 1),
+            indices,
             heads.scaling,
             tokens.store.parts,
         )
-        return output.unflatten(0, indices.shape[:2])
+        if (loss := tokens.store.loss) is not None:
+            output = loss.attach(output, heads, layer.latent, layer.rope, indices, statistics)
+        return output.unflatten(0, shape)
 
 
 class IndexKeysOfCall(IndexRows):
-    """Index keys ``[T, 1, D]``."""
+    """Index keys ``[T, 1, D]``.
 
-    def __init__(self, config, dtype: torch.dtype, device: torch.device):
-        self.dtype = dtype
+    Args:
+        learns: the indexer has a loss.
+        dense: tokens attend to all keys: the selection has no columns.
+    """
+
+    def __init__(self, dtype: torch.dtype, learns: bool, dense: bool):
+        self.dtype, self.learns, self.dense = dtype, learns, dense
 
     def rows(self, declared: Rows) -> Rows:
         return declared | {"index": None}
@@ -64,12 +78,17 @@ class IndexKeysOfCall(IndexRows):
     def select(
         self, layer: PagedLayer, query: Tensor, weights: Tensor, tokens: TokenSlice, count: int
     ) -> Tensor:
-        shape, query = query.shape[:2], laid_end_to_end(query, self.dtype)
-        weights = weights.flatten(0, 1)
+        shape = query.shape[:2]
+        inputs = IndexInputs(laid_end_to_end(query, self.dtype), layer.index, weights.flatten(0, 1))
+        if (loss := tokens.store.loss) is not None:
+            loss.inputs = inputs
+        if self.dense:
+            return torch.empty(*shape, 1, 0, dtype=torch.int32, device=query.device)
+        query, key, weights = (x.detach() for x in inputs)
         selected = [
             custom_pypto.npu_lightning_indexer_pto(
                 query[part.queries],
-                layer.index[part.keys],
+                key[part.keys],
                 weights[part.queries],
                 actual_seq_lengths_query=part.query_ends,
                 actual_seq_lengths_key=part.key_ends,

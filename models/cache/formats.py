@@ -131,6 +131,9 @@ class Int8LatentRows(LatentRows):
 class IndexRows:
     """Index keys in the dtype of the model."""
 
+    #: whether the keys, and the queries and weights of :meth:`select`, have gradients
+    learns = False
+
     def __init__(self, config, dtype: torch.dtype, device: torch.device):
         pass
 
