@@ -16,6 +16,7 @@ from custom_pypto.models import indexer_loss
 from custom_pypto.models.absorbed import absorbed_query
 from custom_pypto.models.latent_attention import LatentAttention
 from custom_pypto.models.patched import text_model
+from custom_pypto.models.training_rows import IndexKeysOfCall
 
 # their indexers score tokens, not groups of tokens
 LEARNING = [kind for kind in ALL_KINDS if kind not in ("deepseek_v4", "glm5_next")]
@@ -291,6 +292,27 @@ def test_nothing_of_a_forward_outlives_its_output(reentrant, backward):
     assert not [x for x in gc.get_objects() if isinstance(x, kept)]
 
 
+@pytest.mark.parametrize("loss", [None, "sparse"])
+def test_indexers_keep_a_graph_only_while_they_learn(loss, monkeypatch):
+    """Not in the first forward of reentrant checkpointing, whose graph nobody uses."""
+    scored, select = [], IndexKeysOfCall.select
+
+    def recorded(self, layer, query, weights, *args):
+        scored.append([x.requires_grad for x in (query, layer.index, weights)])
+        return select(self, layer, query, weights, *args)
+
+    monkeypatch.setattr(IndexKeysOfCall, "select", recorded)
+    model = model_for(loss)
+    model(**whole())
+    assert scored == [[loss is not None] * 3] * 3
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.enable_input_require_grads()
+    output = model(**whole())
+    assert scored[3:] == [[False] * 3] * 3
+    output.loss.backward()
+    assert scored[6:] == [[loss is not None] * 3] * 3
+
+
 # ---- backward -----------------------------------------------------------------------------------
 
 
@@ -501,6 +523,30 @@ def test_patching_again_changes_the_option():
     assert "indexer_loss" not in model(**batch)
     copied = copy.deepcopy(model_for("sparse"))
     assert torch.equal(copied(**batch).loss, want.loss)
+
+
+def test_a_frozen_indexer_beside_others_that_learn():
+    model, batch = model_for("sparse"), whole()
+    want, _ = gradients(model, model(**batch).loss)
+    frozen = model.model.layers[1].self_attn.indexer.requires_grad_(False)
+    output = model(**batch)
+    got, _ = gradients(model, output.loss)
+    assert len(want) - len(got) == len([*frozen.parameters()])
+    assert_equal(got, {name: want[name] for name in got})
+
+
+def test_adapters_train_beside_the_indexers():
+    peft = pytest.importorskip("peft")
+    model = model_for("sparse")
+    want, _ = gradients(model, model(**whole()).loss)
+    config = peft.LoraConfig(r=4, target_modules=["kv_b_proj", "o_proj"])
+    adapted = peft.get_peft_model(model, config).train()
+    for name, parameter in adapted.named_parameters():
+        parameter.requires_grad_(".indexer." in name or "lora" in name)
+    got, others = gradients(adapted, adapted(**whole()).loss)
+    assert all("lora" in name for name in others)  # adapters start at 0
+    prefix = "base_model.model."
+    assert_near({name.removeprefix(prefix): x for name, x in got.items()}, want)
 
 
 # ---- trainers -----------------------------------------------------------------------------------
