@@ -26,7 +26,7 @@ def prepare_forward(model, args: tuple, kwargs: dict):
     """
     # names the positional arguments, in the order of the upstream forward
     kwargs = {**dict(zip(FORWARD_ARGUMENTS, args, strict=False)), **kwargs}
-    loss = kwargs.pop(indexer_loss.NAME, None)  # before any way to the upstream path
+    loss = kwargs.pop(indexer_loss.NAME, None)
     cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
     ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     batch, tokens = (ids if embeddings is None else embeddings).shape[:2]

@@ -32,6 +32,8 @@ from .patched import text_model
 INDEXER_LOSS = ("sparse", "dense")
 # name of the forward's keyword and of the output
 NAME = "indexer_loss"
+# of breaks in a compiled graph
+SCALE = "a backward hands its gradient to others, which a graph would not see"
 
 
 class Option(NamedTuple):
@@ -74,6 +76,7 @@ class IndexerLoss:
         total, self.total = self.total, None
         return total
 
+    @torch.compiler.disable(reason=SCALE)
     def report(self, last_hidden_state: Tensor, real: Tensor, layers: set[int]) -> None:
         """Adds up what these layers have added."""
         if missing := sorted(layers - self.values.keys()):
@@ -101,6 +104,7 @@ class LayerLoss:
         #: None: the layer has no indexer
         self.inputs: IndexInputs | None = None
 
+    @torch.compiler.disable(reason=SCALE)
     def attach(
         self,
         output: Tensor,
@@ -277,6 +281,7 @@ def begin_indexer_loss(model, args: tuple, kwargs: dict):
     return None
 
 
+@torch.compiler.disable(reason="makes a class of outputs")
 def add_indexer_loss(model, args: tuple, kwargs: dict, output):
     """Forward hook: puts the loss into the output, and adds it to that of the language model."""
     loss = kwargs.get(NAME)

@@ -549,6 +549,15 @@ def test_adapters_train_beside_the_indexers():
     assert_near({name.removeprefix(prefix): x for name, x in got.items()}, want)
 
 
+def test_a_compiled_model_trains_alike():
+    model, batch = model_for("sparse"), whole()
+    output = model(**batch)
+    want, _ = gradients(model, output.loss)
+    again = torch.compile(model, backend="aot_eager")(**batch)
+    torch.testing.assert_close(again.indexer_loss, output.indexer_loss)
+    assert_near(gradients(model, again.loss)[0], want)
+
+
 # ---- trainers -----------------------------------------------------------------------------------
 
 
