@@ -275,29 +275,32 @@ def check_indexer_loss(caller: str, model, attention, training: str, option: Opt
 
 def begin_indexer_loss(model, args: tuple, kwargs: dict):
     """Forward pre-hook: the text model gets a loss to add to, in training with gradients."""
-    text = text_model(model)
-    if text.custom_pypto_indexer_loss.kind and text.training and torch.is_grad_enabled():
+    if text_model(model).training and torch.is_grad_enabled():
         return args, kwargs | {NAME: IndexerLoss()}
     return None
 
 
-@torch.compiler.disable(reason="makes a class of outputs")
 def add_indexer_loss(model, args: tuple, kwargs: dict, output):
     """Forward hook: puts the loss into the output, and adds it to that of the language model."""
     loss = kwargs.get(NAME)
     if loss is None or (total := loss.take()) is None:
         return None
+    names = inspect.signature(type(model).forward).parameters
+    given = dict(zip([*names][1:], args, strict=False)) | kwargs
+    coefficient = text_model(model).custom_pypto_indexer_loss.coefficient
+    return with_loss(output, total / divisor(loss, given), coefficient)
+
+
+@torch.compiler.disable(reason="makes a class of outputs")
+def with_loss(output: ModelOutput, value: Tensor, coefficient: float) -> ModelOutput:
+    """``output`` with this loss of the indexers."""
     if not isinstance(output, ModelOutput):
         raise ValueError(
             "patched model: return_dict must be True with indexer_loss (a tuple has no place for "
             "it), got False; omit return_dict"
         )
-    names = inspect.signature(type(model).forward).parameters
-    given = dict(zip([*names][1:], args, strict=False)) | kwargs
-    value = total / divisor(loss, given)
     items = {**output, NAME: value}
     if items.get("loss") is not None:
-        coefficient = text_model(model).custom_pypto_indexer_loss.coefficient
         items["loss"] = items["loss"] + coefficient * value
     return with_field(type(output))(**items)
 
