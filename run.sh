@@ -22,7 +22,7 @@ usage: run.sh [arguments of examples/generate.py]    the demo: text from a spars
        run.sh test --arch aarch64 [arguments of pytest]
                                                      builds and tests for aarch64 in emulation, 10 GB,
                                                      root; --compile-only: cross-compiles csrc
-       run.sh bench [arguments of the benchmarks]    times ops, gradients, peers, a model, loading;
+       run.sh bench [arguments of the benchmarks]    times ops, gradients, training, peers, a model, loading;
                                                      --check: exit code 1 if a floor is missed
        run.sh bench npu [arguments]                  the NPU programs in PyPTO's cost model
        run.sh bench serving [arguments]              requests per second of vLLM on the ops
@@ -202,7 +202,7 @@ run_tests() {
 
 run_benchmarks() {
   local benchmark status=0
-  for benchmark in ops gradients peers model loading log; do
+  for benchmark in ops gradients training peers model loading log; do
     "$python" "$root/benchmarks/bench_$benchmark.py" "$@" || status=1
   done
   return "$status"
