@@ -50,18 +50,18 @@ def verify_standard(device: str = "npu", op: str = "") -> bool:
 def _missing() -> str:
     """What an NPU lacks to run torch_npu's ops; empty: nothing."""
     try:
-        import torch_npu  # noqa: F401
+        import torch_npu
     except (ImportError, OSError) as error:
         return f"torch_npu cannot be imported ({error}); install it and CANN, docs/npu.md"
-    return "" if torch.npu.is_available() else "no NPU found; run on a machine with one"
+    return "" if torch_npu.npu.is_available() else "no NPU found; run on a machine with one"
 
 
 def _result(device: str, op: str, case: tuple[str, str, str], arguments: dict) -> str:
     try:
         got = _call(op, copied(arguments, device))
-    except (Rejected, RuntimeError) as error:
+    except (Rejected, RuntimeError) as reason:
         print(ROW.format("reject", *case, "-", "-"))
-        print(f"        {str(error).splitlines()[0]}", flush=True)
+        print(f"        {str(reason).splitlines()[0]}", flush=True)
         return "rejected"
     with one_thread():
         expected = getattr(reference, op)(**arguments)
