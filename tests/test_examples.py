@@ -144,6 +144,24 @@ def test_needles_are_counted_by_depth_and_found(tmp_path):
         assert re.search(rf"{attention} +200 +{sum(result['right'])} of 32 ", done.stdout)
 
 
+@pytest.mark.parametrize("samples", [2, 8], ids=["few sequences", "many"])
+def test_replay_keeps_the_probabilities_of_the_rollout(samples):
+    said = run(
+        "examples/replay_rollout.py",
+        *("--samples", str(samples), "--prompts", "1", "--threads", "1"),
+    ).stdout
+    ratios = re.findall(r"^(.+?) +largest \|log-ratio\| ([^\s,]+)", said, re.M)
+    ratios = {title: float(number) for title, number in ratios}
+    assert ratios["replay"] == ratios["other indexer, replay"] < 1e-4
+    assert ratios["other indexer"] > 0.1
+
+
+def test_a_step_with_replayed_selections_makes_right_answers_more_likely():
+    said = run("examples/replay_rollout.py", "--threads", "1").stdout
+    before, after = re.search(r"probability (\S+), after the step (\S+)", said).groups()
+    assert float(after) > float(before) + 0.005
+
+
 def on_stand_in(*command: str) -> str:
     """What an example prints on the host stand-in for CANN."""
     done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
