@@ -157,9 +157,13 @@ def lookup_accuracy(
     return right / asked
 
 
-def lookup_model(index_topk):
-    """The ops at their published dimensions (latent 512, RoPE 64, indexer 64 x 128), else tiny."""
-    config = DeepseekV32Config(
+def lookup_model(index_topk, **sizes):
+    """The ops at their published dimensions (latent 512, RoPE 64, indexer 64 x 128), else tiny.
+
+    Args:
+        sizes: other settings of the config.
+    """
+    settings = dict(
         vocab_size=len(VOCABULARY),
         hidden_size=128,
         intermediate_size=256,
@@ -182,7 +186,7 @@ def lookup_model(index_topk):
         bos_token_id=None,
         eos_token_id=TOKEN_ID[END],
     )
-    return DeepseekV32ForCausalLM(config)
+    return DeepseekV32ForCausalLM(DeepseekV32Config(**settings | sizes))
 
 
 def lookup_tokenizer(token_id=TOKEN_ID):

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import xml.etree.ElementTree
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -142,6 +143,40 @@ def test_needles_are_counted_by_depth_and_found(tmp_path):
         assert sum(result["right"]) >= 30  # chance: 4
         assert result["seconds_to_read"] > 0 and result["seconds_per_question_token"] > 0
         assert re.search(rf"{attention} +200 +{sum(result['right'])} of 32 ", done.stdout)
+
+
+def train_sparse(folder: Path, *arguments: str) -> dict[str, list[float]]:
+    """Accuracies with dense and sparse attention and the recall, by indexer."""
+    if importlib.util.find_spec("matplotlib") is None:
+        pytest.skip("matplotlib is not installed")
+    said = run("examples/train_sparse.py", "--output", str(folder), *arguments).stdout
+    assert (folder / "train_sparse.png").read_bytes().startswith(b"\x89PNG")
+    rows = re.findall(r"^((?:un)?trained) indexer +(\S+) +(\S+) +(\S+)$", said, re.M)
+    return {title: list(map(float, numbers)) for title, *numbers in rows}
+
+
+def test_few_steps_teach_the_indexers_where_attention_looks(tmp_path):
+    arguments = ["--steps", "60", "60", "60", "--batch", "4", "--threads", "1"]
+    rows = train_sparse(tmp_path, *arguments)
+    assert rows["trained"][2] > 0.8 and rows["untrained"][2] < 0.5
+    assert rows["trained"][0] == rows["untrained"][0]  # dense attention asks no indexer
+
+
+@pytest.mark.slow
+def test_sparse_training_answers_right_only_with_trained_indexers(tmp_path):
+    rows = train_sparse(tmp_path, "--save")
+    dense, sparse, recall = rows["trained"]
+    assert dense > 0.95 and sparse > 0.95 and recall > 0.8
+    assert rows["untrained"][0] == dense and rows["untrained"][1] < 0.5
+
+    sys.path.append(str(ROOT / "examples"))
+    from train_lookup import lookup_accuracy
+
+    from custom_pypto import models
+
+    model = models.load(tmp_path)
+    new_cache = partial(models.PagedCache, model, 1, 160)
+    assert lookup_accuracy(model, 160, new_cache=new_cache) > 0.95
 
 
 @pytest.mark.parametrize("samples", [2, 8], ids=["few sequences", "many"])
