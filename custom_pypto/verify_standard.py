@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from . import reference
+from . import env, reference
 from .descriptions import ALL_OPS
 from .schemas import bound
 from .standard import KEYWORDS
@@ -27,8 +27,8 @@ def verify_standard(device: str = "npu", op: str = "") -> bool:
     Returns:
         Whether a check passed and none failed.
     """
-    if device == "npu" and (missing := _missing()):
-        print(f"torch_npu's own ops: {missing}")
+    if device == "npu" and (problem := env.collect()["npu"]["problem"]):
+        print(f"missing: {problem['what']}\nremedy:  {problem['remedy']}")
         return False
     print(ROW.format("result", f"torch_npu's op on {device}", "dtype", "shape", "error", "allowed"))
     results = []
@@ -45,15 +45,6 @@ def verify_standard(device: str = "npu", op: str = "") -> bool:
     counts = ", ".join(f"{results.count(kind)} {kind}" for kind in ("ok", "FAILED", "rejected"))
     print(f"torch_npu's own ops on {device}: {counts}")
     return "ok" in results and "FAILED" not in results
-
-
-def _missing() -> str:
-    """What an NPU lacks to run torch_npu's ops; empty: nothing."""
-    try:
-        import torch_npu
-    except (ImportError, OSError) as error:
-        return f"torch_npu cannot be imported ({error}); install it and CANN, docs/npu.md"
-    return "" if torch_npu.npu.is_available() else "no NPU found; run on a machine with one"
 
 
 def _result(device: str, op: str, case: tuple[str, str, str], arguments: dict) -> str:
