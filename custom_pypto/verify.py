@@ -63,6 +63,11 @@ def _passes(device: str, op: str, dtype: torch.dtype, shape: str, arguments: dic
         print(ROW.format("FAILED", *case, "-", "-"))
         print(f"        {type(failure).__name__}: {failure}", flush=True)
         return False
+    return report(case, error, allowed)
+
+
+def report(case: tuple[str, str, str], error: float, allowed: float) -> bool:
+    """Prints the row of a check; returns whether it passed."""
     passed = error <= allowed
     result = "ok" if passed else "FAILED"
     print(ROW.format(result, *case, f"{error:.2g}", f"{allowed:.2g}"), flush=True)

@@ -14,7 +14,7 @@ from . import env, reference
 from .descriptions import ALL_OPS
 from .schemas import bound
 from .standard import KEYWORDS
-from .verify import ROW, copied, one_thread
+from .verify import ROW, copied, one_thread, report
 
 
 class Rejected(Exception):
@@ -58,9 +58,7 @@ def _result(device: str, op: str, case: tuple[str, str, str], arguments: dict) -
         expected = getattr(reference, op)(**arguments)
         got = tree_map_only(Tensor, Tensor.cpu, _alike(got, expected))
         error, allowed = reference.MODULES[op].error(got, expected, arguments, arguments)
-    result = "ok" if error <= allowed else "FAILED"
-    print(ROW.format(result, *case, f"{error:.2g}", f"{allowed:.2g}"), flush=True)
-    return result
+    return "ok" if report(case, error, allowed) else "FAILED"
 
 
 def _call(op: str, arguments: dict[str, Any]) -> Any:

@@ -1,7 +1,5 @@
 """Comparisons with the reference, and the messages of their failures."""
 
-from collections.abc import Callable
-from functools import wraps
 from types import SimpleNamespace
 
 import torch
@@ -12,25 +10,10 @@ import custom_pypto.reference
 from custom_pypto.descriptions import ALL_OPS
 from custom_pypto.reference.checks import ROUNDING
 from custom_pypto.reference.sequences import keys_of, query_tokens
-
-
-def single_threaded(function: Callable) -> Callable:
-    """The reference works token by token: threads bring no speed and cost much on a busy CPU."""
-
-    @wraps(function)
-    def on_one_thread(*args, **kwargs):
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)
-        try:
-            return function(*args, **kwargs)
-        finally:
-            torch.set_num_threads(threads)
-
-    return on_one_thread
-
+from custom_pypto.verify import one_thread
 
 reference = SimpleNamespace(
-    **{op: single_threaded(getattr(custom_pypto.reference, op)) for op in ALL_OPS}
+    **{op: one_thread()(getattr(custom_pypto.reference, op)) for op in ALL_OPS}
 )
 
 ROW_TOLERANCE = ROUNDING | {torch.float64: 1e-12}

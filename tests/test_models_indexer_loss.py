@@ -7,8 +7,7 @@ import pytest
 import torch
 from tiny import ALL_KINDS, clear_case, tiny_model, token_ids
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from training_harness import BATCHES, TOKENS, Quadratic, padded, whole
-from transformers import Trainer, TrainingArguments
+from training_harness import BATCHES, TOKENS, Quadratic, logged_losses, padded, whole
 from transformers.utils import is_accelerate_available
 
 from custom_pypto import models
@@ -562,25 +561,8 @@ def test_a_compiled_model_trains_alike():
 
 
 def trained(model, folder, steps, **arguments):
-    """What transformers' Trainer logs of its steps."""
     rows = [{"input_ids": ids, "labels": ids} for ids in token_ids(4, TOKENS)]
-    trainer = Trainer(
-        model=model,
-        args=TrainingArguments(
-            output_dir=str(folder),
-            max_steps=steps,
-            per_device_train_batch_size=2,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            **arguments,
-        ),
-        train_dataset=rows,
-    )
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return logged_losses(model, folder, rows, steps, **arguments)
 
 
 @pytest.mark.skipif(not is_accelerate_available(), reason="transformers.Trainer needs accelerate")

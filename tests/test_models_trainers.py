@@ -10,12 +10,13 @@ import torch.multiprocessing
 from model_harness import PADS
 from tiny import tiny_model, token_ids
 from torch.nn.parallel import DistributedDataParallel
-from transformers import PreTrainedTokenizerFast, Trainer, TrainingArguments
+from training_harness import TOKENS, logged_losses
+from transformers import PreTrainedTokenizerFast
 from transformers.utils import is_accelerate_available
 
 from custom_pypto import models
 
-STEPS, BATCH, TOKENS = 3, 2, 40
+STEPS, BATCH = 3, 2  # BATCH: as logged_losses
 
 
 def model_for(path):
@@ -41,23 +42,7 @@ def samples(padded):
 
 
 def losses(path, folder, rows, **arguments):
-    trainer = Trainer(
-        model=model_for(path),
-        args=TrainingArguments(
-            output_dir=str(folder),
-            max_steps=STEPS,
-            per_device_train_batch_size=BATCH,
-            logging_steps=1,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            **arguments,
-        ),
-        train_dataset=rows,
-    )
-    trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return logged_losses(model_for(path), folder, rows, STEPS, **arguments)
 
 
 @pytest.mark.skipif(not is_accelerate_available(), reason="transformers.Trainer needs accelerate")

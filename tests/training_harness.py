@@ -4,6 +4,7 @@ import torch
 from tiny import token_ids
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from transformers import Trainer, TrainingArguments
 
 TOKENS = 40
 
@@ -51,6 +52,27 @@ def trained(model, batch, **arguments):
     loss = model(**batch, use_cache=False, **arguments).loss
     loss.backward()
     return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def logged_losses(model, folder, rows, steps, **arguments):
+    """What transformers' Trainer logs of its steps, of 2 rows each."""
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(
+            output_dir=str(folder),
+            max_steps=steps,
+            per_device_train_batch_size=2,
+            logging_steps=1,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            **arguments,
+        ),
+        train_dataset=rows,
+    )
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
 class Quadratic(TorchDispatchMode):

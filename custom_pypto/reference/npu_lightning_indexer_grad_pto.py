@@ -28,22 +28,28 @@ def npu_lightning_indexer_grad_pto(
     cmp_ratio: int = 1,
 ) -> tuple[Tensor, ...]:
     """By autograd in float64."""
+    call = locals()
     indexer, total = Indexer(query, key, weights), torch.zeros((), dtype=torch.float64)
     gradients = dy.double().flatten(0, -3)[:, 0]
-    for row, slots, columns in selected_rows(
-        query,
-        key,
-        sparse_indices,
-        layout_query=layout,
-        layout_kv=layout_key or layout,
-        actual_seq_lengths_query=actual_seq_lengths_query,
-        actual_seq_lengths_kv=actual_seq_lengths_key,
-        block_table=block_table,
-        sparse_mode=sparse_mode,
-        cmp_ratio=cmp_ratio,
-    ):
+    for row, slots, columns in _selected(call):
         total = total + indexer.scores(row, slots) @ gradients[row, columns]
     return indexer.gradients(total)
+
+
+def _selected(call: dict) -> Iterator[tuple[int, Tensor, Tensor]]:
+    layout = call.get("layout", "BSND")
+    return selected_rows(
+        call["query"],
+        call["key"],
+        call["sparse_indices"],
+        layout_query=layout,
+        layout_kv=call.get("layout_key") or layout,
+        actual_seq_lengths_query=call.get("actual_seq_lengths_query"),
+        actual_seq_lengths_kv=call.get("actual_seq_lengths_key"),
+        block_table=call.get("block_table"),
+        sparse_mode=call.get("sparse_mode", 3),
+        cmp_ratio=call.get("cmp_ratio", 1),
+    )
 
 
 def with_gradient(call: dict, dy: Tensor) -> dict:
@@ -87,17 +93,6 @@ def error(got: tuple, expected: tuple, mine: dict, theirs: dict) -> tuple[float,
     """Relative to the sum of the magnitudes of the terms of an element."""
     magnitudes = Magnitudes(theirs["query"], theirs["key"], theirs["weights"])
     gradients = theirs["dy"].double().abs().flatten(0, -3)[:, 0]
-    for row, slots, columns in selected_rows(
-        theirs["query"],
-        theirs["key"],
-        theirs["sparse_indices"],
-        layout_query=theirs.get("layout", "BSND"),
-        layout_kv=theirs.get("layout_key") or theirs.get("layout", "BSND"),
-        actual_seq_lengths_query=theirs.get("actual_seq_lengths_query"),
-        actual_seq_lengths_kv=theirs.get("actual_seq_lengths_key"),
-        block_table=theirs.get("block_table"),
-        sparse_mode=theirs.get("sparse_mode", 3),
-        cmp_ratio=theirs.get("cmp_ratio", 1),
-    ):
+    for row, slots, columns in _selected(theirs):
         magnitudes.add(row, slots, gradients[row, columns])
     return excess(got, expected, magnitudes.found()), ROUNDING[theirs["query"].dtype]

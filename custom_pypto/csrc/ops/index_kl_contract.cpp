@@ -4,7 +4,6 @@
 #include <limits>
 
 namespace custom_pypto {
-
 namespace {
 
 // int32, without values unless `computes`
@@ -67,13 +66,9 @@ void check_index_kl(const KeyNames& names, SequenceParams& attention, IndexKlPar
       .rank(rank, rank == 4 ? "[B, S2, 1, D]" : "[T2, 1, D]")
       .sizes(p.key, rank - 1, "as key");
   Argument(op, "query_index", index.query).dtype(p.query.scalar_type(), "dtype of query");
-  const KeyNames of_index = {.op = op,
-                             .layout = names.layout,
-                             .lengths = names.lengths,
-                             .query_layout = names.query_layout,
-                             .query_lengths = names.query_lengths,
-                             .query = "query_index",
-                             .key = "key_index"};
+  KeyNames of_index = names;
+  of_index.query = "query_index";
+  of_index.key = "key_index";
   check_index(of_index, index, p.index.weights);
   check_unquantised_index(of_index, index, p.index.weights);
   const auto like = [](const Tensor& x) { return at::empty_symint(x.sym_sizes(), x.options()); };

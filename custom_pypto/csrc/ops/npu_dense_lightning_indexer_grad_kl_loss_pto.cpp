@@ -3,7 +3,6 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 #include <tuple>
-#include <utility>
 
 #include "../tasks/index_grad.h"
 #include "index_kl_contract.h"

@@ -4,7 +4,7 @@
 #include <cmath>
 #include <vector>
 
-#include "two_passes.h"
+#include "attention_rows.h"
 
 namespace custom_pypto {
 namespace {
@@ -15,25 +15,21 @@ class Backward {
  public:
   explicit Backward(AttentionGradParams& p)
       : p_(p),
-        query_(p.attention.sequences.query.contiguous()),
-        query_rope_(p.attention.query_rope ? p.attention.query_rope->contiguous() : Tensor()),
+        rows_(p.attention.sequences.query, p.attention.sequences.key, p.attention.query_rope,
+              p.attention.key_rope, p.softmax_max, p.softmax_sum),
         d_out_(p.d_out.contiguous()),
-        max_(p.softmax_max.contiguous()),
-        sum_(p.softmax_sum.contiguous()),
         indices_(p.attention.sparse_indices.contiguous()),
         sequences_(read_sequences(p.attention.sequences)),
         tokens_(tokens_of(sequences_)),
         key_map_(p.attention.sequences),
         owners_(p.attention.sequences.key),
-        key_(p.attention.sequences.key),
-        key_rope_(p.attention.key_rope ? *p.attention.key_rope : p.attention.sequences.key),
         value_(p.attention.value ? *p.attention.value : p.attention.sequences.key),
         own_value_(p.attention.value.has_value()),
-        heads_(query_.size(-2)),
-        padded_(panel_rows(heads_)),
-        latent_(query_.size(-1)),
-        rope_(p.attention.query_rope ? p.attention.query_rope->size(-1) : 0),
-        width_(latent_ + rope_),
+        heads_(rows_.heads),
+        padded_(rows_.padded),
+        latent_(rows_.latent),
+        rope_(rows_.rope),
+        width_(rows_.width),
         k_(indices_.size(-1)),
         d_key_(p.d_key, latent_),
         d_key_rope_(p.d_key_rope, rope_),
@@ -112,13 +108,8 @@ class Backward {
     const int64_t n = find(token, pairs), row = token.row() * heads_;
     if (sink) std::fill_n(sink, heads_, 0.0f);
     if (n == 0) return;
-    load_query(row, scratch, pairs);
-    const float* max = max_.template const_data_ptr<float>() + row;
-    const float* sum = sum_.template const_data_ptr<float>() + row;
-    for (int64_t h = 0; h < padded_; ++h) {
-      scratch.max[h] = h < heads_ ? max[h] * static_cast<float>(M_LOG2E) : 0.0f;
-      scratch.inverse[h] = h < heads_ ? 1.0f / sum[h] : 0.0f;
-    }
+    load_query(token, scratch, pairs);
+    rows_.load_statistics(token, scratch.max.data(), scratch.inverse.data());
     std::fill(scratch.delta.begin(), scratch.delta.end(), 0.0f);
     std::fill_n(pairs.probabilities, n * padded_, 0.0f);
     std::fill_n(pairs.d_logits, n * padded_, 0.0f);
@@ -148,6 +139,7 @@ class Backward {
     }
     write_query(row, pairs, scratch);
     if (!sink) return;
+    const float *max = rows_.maxima(token), *sum = rows_.sums(token);
     const float* logits = p_.attention.sinks->template const_data_ptr<float>();
     for (int64_t h = 0; h < heads_; ++h) {
       sink[h] = std::exp(logits[h] - max[h]) / sum[h] * scratch.delta[h];
@@ -155,16 +147,10 @@ class Backward {
   }
 
   // Rows of query and d_out in float, as they are and as panels.
-  void load_query(int64_t row, Scratch& scratch, Logits& pairs) const {
-    const T* query = static_cast<const T*>(query_.const_data_ptr()) + row * latent_;
-    const T* d_out = static_cast<const T*>(d_out_.const_data_ptr()) + row * latent_;
-    for (int64_t h = 0; h < heads_; ++h) {
-      widen(query + h * latent_, latent_, pairs.query + h * width_);
-      widen(d_out + h * latent_, latent_, pairs.d_out + h * latent_);
-      if (!rope_) continue;
-      const T* rope = static_cast<const T*>(query_rope_.const_data_ptr()) + (row + h) * rope_;
-      widen(rope, rope_, pairs.query + h * width_ + latent_);
-    }
+  void load_query(const Token& token, Scratch& scratch, Logits& pairs) const {
+    rows_.load_query(token, pairs.query);
+    const int64_t size = heads_ * latent_;
+    widen(static_cast<const T*>(d_out_.const_data_ptr()) + token.row() * size, size, pairs.d_out);
     pack_panels<float>(pairs.query, heads_, width_, scratch.query.data());
     pack_panels<float>(pairs.d_out, heads_, latent_, scratch.d_out.data());
   }
@@ -172,9 +158,7 @@ class Backward {
   void load_keys(const Pairs& pairs, int64_t first, int64_t count, Scratch& scratch) const {
     for (int64_t j = 0; j < count; ++j) {
       const KeyMap::Slot& slot = pairs.slots[first + j];
-      float* to = scratch.keys.data() + j * width_;
-      widen(key_.row(slot), latent_, to);
-      if (rope_) widen(key_rope_.row(slot), rope_, to + latent_);
+      rows_.load_key(slot, scratch.keys.data() + j * width_);
       if (own_value_) widen(value_.row(slot), latent_, scratch.values.data() + j * latent_);
     }
   }
@@ -221,12 +205,13 @@ class Backward {
   }
 
   AttentionGradParams& p_;
-  Tensor query_, query_rope_, d_out_, max_, sum_, indices_;
+  AttentionRows<T> rows_;
+  Tensor d_out_, indices_;
   std::vector<Sequence> sequences_;
   std::vector<Token> tokens_;
   KeyMap key_map_;
   Owners owners_;
-  Cache<T> key_, key_rope_, value_;
+  Cache<T> value_;
   bool own_value_;
   int64_t heads_, padded_, latent_, rope_, width_, k_;
   Sums d_key_, d_key_rope_, d_value_;

@@ -49,14 +49,16 @@ class IndexBackward {
       const int64_t here = std::min(chunk, count - first);
       int64_t tiles = 0;
       for (int64_t i = 0; i < here; ++i) {
-        load(tokens_[first + i], scored[i]);
         tiles = std::max(tiles, source_.tiles(visible(tokens_[first + i])));
       }
       for (int64_t tile = 0; tile < tiles; ++tile) {
         run_tasks(
             here, [&] { return Scratch(*this); },
             [&](Scratch& scratch, int64_t i) {
-              score(tokens_[first + i], tile, scratch, scored[i]);
+              const Token& token = tokens_[first + i];
+              if (tile == 0) load(token, scored[i]);
+              score(token, tile, scratch, scored[i]);
+              if (tile == tiles - 1) write(token, scored[i]);
             });
         run_tasks(
             kOwners, [] { return Owners::Operands(); },
@@ -64,7 +66,7 @@ class IndexBackward {
               for (int64_t i = 0; i < here; ++i) add_rows(scored[i], owner, operands);
             });
       }
-      for (int64_t i = 0; i < here; ++i) loss += write(tokens_[first + i], scored[i]);
+      for (int64_t i = 0; tiles > 0 && i < here; ++i) loss += scored[i].loss;
     }
     d_key_.finish(p_.d_key);
     d_weights_.finish(p_.d_weights);
@@ -177,12 +179,11 @@ class IndexBackward {
     owners_.add(scored, owner, scored.products, padded_, rows, d_key_, operands);
   }
 
-  // Returns the token's loss.
-  double write(const Token& token, const Scored& scored) const {
+  // The gradients that end within the token.
+  void write(const Token& token, const Scored& scored) const {
     T* to = static_cast<T*>(p_.d_query.mutable_data_ptr()) + token.row() * heads_ * dims_;
     narrow(scored.d_query, heads_ * dims_, to);
     std::copy_n(scored.d_weights, heads_, d_weights_.data + token.row() * heads_);
-    return scored.loss;
   }
 
   IndexGradParams& p_;

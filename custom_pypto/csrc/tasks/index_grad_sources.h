@@ -6,7 +6,7 @@
 #include <cmath>
 #include <vector>
 
-#include "two_passes.h"
+#include "attention_rows.h"
 
 namespace custom_pypto {
 
@@ -28,52 +28,41 @@ template <typename T>
 class Attention {
  public:
   explicit Attention(const IndexKlParams& p)
-      : query_(p.query.contiguous()),
-        query_rope_(p.query_rope ? p.query_rope->contiguous() : Tensor()),
-        max_(p.softmax_max.contiguous()),
-        sum_(p.softmax_sum.contiguous()),
-        key_(p.key),
-        key_rope_(p.key_rope ? *p.key_rope : p.key),
-        scale_(p.scale_value),
-        heads_(query_.size(-2)),
-        padded_(panel_rows(heads_)),
-        latent_(query_.size(-1)),
-        rope_(p.query_rope ? p.query_rope->size(-1) : 0),
-        width_(latent_ + rope_) {}
+      : rows_(p.query, p.key, p.query_rope, p.key_rope, p.softmax_max, p.softmax_sum),
+        scale_(p.scale_value) {}
 
   struct Scratch {
     explicit Scratch(const Attention& op)
-        : rows(op.heads_ * op.width_),
-          query(op.padded_ * op.width_),
-          keys(kBlock * op.width_),
-          scores(kBlock * op.padded_),
-          max(op.padded_),
-          inverse(op.padded_) {}
+        : rows(op.rows_.heads * op.rows_.width),
+          query(op.rows_.padded * op.rows_.width),
+          keys(kBlock * op.rows_.width),
+          scores(kBlock * op.rows_.padded),
+          max(op.rows_.padded),
+          inverse(op.rows_.padded) {}
     Floats rows, query;   // of the token: query is packed into panels
     Floats keys, scores;  // of a block
     Floats max, inverse;
   };
 
-  int64_t heads() const { return heads_; }
+  int64_t heads() const { return rows_.heads; }
 
   // The probabilities of the token's keys, summed over the heads.
   void sums(const Token& token, const Pairs& pairs, Scratch& scratch, float* out) const {
-    load_query(token.row() * heads_, scratch);
-    const int64_t n = pairs.slots.size();
+    const int64_t n = pairs.slots.size(), width = rows_.width, padded = rows_.padded;
+    rows_.load_query(token, scratch.rows.data());
+    pack_panels<float>(scratch.rows.data(), rows_.heads, width, scratch.query.data());
+    rows_.load_statistics(token, scratch.max.data(), scratch.inverse.data());
     for (int64_t first = 0; first < n; first += kBlock) {
       const int64_t count = std::min(kBlock, n - first);
       for (int64_t j = 0; j < count; ++j) {
-        const KeyMap::Slot& slot = pairs.slots[first + j];
-        float* to = scratch.keys.data() + j * width_;
-        widen(key_.row(slot), latent_, to);
-        if (rope_) widen(key_rope_.row(slot), rope_, to + latent_);
+        rows_.load_key(pairs.slots[first + j], scratch.keys.data() + j * width);
       }
-      std::fill_n(scratch.scores.data(), count * padded_, 0.0f);
-      multiply_panels(rows_of(scratch.keys.data(), count, width_), scratch.query.data(), width_,
-                      padded_, scratch.scores.data());
+      std::fill_n(scratch.scores.data(), count * padded, 0.0f);
+      multiply_panels(rows_of(scratch.keys.data(), count, width), scratch.query.data(), width,
+                      padded, scratch.scores.data());
       kernels().head_sums({.scores = scratch.scores.data(),
                            .n = static_cast<int>(count),
-                           .heads = static_cast<int>(padded_),
+                           .heads = static_cast<int>(padded),
                            .scale = static_cast<float>(scale_ * M_LOG2E),
                            .max = scratch.max.data(),
                            .inverse = scratch.inverse.data(),
@@ -82,28 +71,8 @@ class Attention {
   }
 
  private:
-  void load_query(int64_t row, Scratch& scratch) const {
-    const T* query = static_cast<const T*>(query_.const_data_ptr()) + row * latent_;
-    for (int64_t h = 0; h < heads_; ++h) {
-      float* to = scratch.rows.data() + h * width_;
-      widen(query + h * latent_, latent_, to);
-      if (!rope_) continue;
-      widen(static_cast<const T*>(query_rope_.const_data_ptr()) + (row + h) * rope_, rope_,
-            to + latent_);
-    }
-    pack_panels<float>(scratch.rows.data(), heads_, width_, scratch.query.data());
-    const float* max = max_.const_data_ptr<float>() + row;
-    const float* sum = sum_.const_data_ptr<float>() + row;
-    for (int64_t h = 0; h < padded_; ++h) {
-      scratch.max[h] = h < heads_ ? max[h] * static_cast<float>(M_LOG2E) : 0.0f;
-      scratch.inverse[h] = h < heads_ ? 1.0f / sum[h] : 0.0f;
-    }
-  }
-
-  Tensor query_, query_rope_, max_, sum_;
-  Cache<T> key_, key_rope_;
+  AttentionRows<T> rows_;
   double scale_;
-  int64_t heads_, padded_, latent_, rope_, width_;
 };
 
 // Where the gradients of scores come from. A source has

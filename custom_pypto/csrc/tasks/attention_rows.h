@@ -1,0 +1,70 @@
+// Queries and keys of attention in float, latent and RoPE dims in one row, for the passes of
+// training.
+#pragma once
+
+#include <cmath>
+
+#include "two_passes.h"
+
+namespace custom_pypto {
+
+// T is the storage type.
+template <typename T>
+class AttentionRows {
+ public:
+  AttentionRows(const Tensor& query, const Tensor& key, const OptionalTensor& query_rope,
+                const OptionalTensor& key_rope, const Tensor& softmax_max,
+                const Tensor& softmax_sum)
+      : heads(query.size(-2)),
+        padded(panel_rows(heads)),
+        latent(query.size(-1)),
+        rope(query_rope ? query_rope->size(-1) : 0),
+        width(latent + rope),
+        query_(query.contiguous()),
+        query_rope_(query_rope ? query_rope->contiguous() : Tensor()),
+        max_(softmax_max.contiguous()),
+        sum_(softmax_sum.contiguous()),
+        key_(key),
+        key_rope_(key_rope ? *key_rope : key) {}
+
+  // [head][width] of a token
+  void load_query(const Token& token, float* to) const {
+    const int64_t row = token.row() * heads;
+    const T* query = static_cast<const T*>(query_.const_data_ptr()) + row * latent;
+    for (int64_t h = 0; h < heads; ++h) {
+      widen(query + h * latent, latent, to + h * width);
+      if (!rope) continue;
+      const T* rotated = static_cast<const T*>(query_rope_.const_data_ptr()) + (row + h) * rope;
+      widen(rotated, rope, to + h * width + latent);
+    }
+  }
+
+  // [width] of a key
+  void load_key(const KeyMap::Slot& slot, float* to) const {
+    widen(key_.row(slot), latent, to);
+    if (rope) widen(key_rope_.row(slot), rope, to + latent);
+  }
+
+  // [padded heads] of a token: maxima times log2(e), and inverses of sums; 0 for padding
+  void load_statistics(const Token& token, float* max, float* inverse) const {
+    for (int64_t h = 0; h < padded; ++h) {
+      max[h] = h < heads ? maxima(token)[h] * static_cast<float>(M_LOG2E) : 0.0f;
+      inverse[h] = h < heads ? 1.0f / sums(token)[h] : 0.0f;
+    }
+  }
+
+  const float* maxima(const Token& token) const { return statistic(max_, token); }
+  const float* sums(const Token& token) const { return statistic(sum_, token); }
+
+  const int64_t heads, padded, latent, rope, width;
+
+ private:
+  const float* statistic(const Tensor& tensor, const Token& token) const {
+    return tensor.const_data_ptr<float>() + token.row() * heads;
+  }
+
+  Tensor query_, query_rope_, max_, sum_;
+  Cache<T> key_, key_rope_;
+};
+
+}  // namespace custom_pypto
