@@ -181,7 +181,9 @@ TRAINING = {
     ),
     "npu_dense_lightning_indexer_grad_kl_loss_pto": Description(outputs=_KL),
 }
-ALL_OPS = OPS | TRAINING
+# linear layers over stored weights, on the CPU only: torch_npu has its own
+WEIGHTS = {"weight_only_linear": Description(outputs={"out": FLOAT})}
+ALL_OPS = OPS | TRAINING | WEIGHTS
 
 
 def variant(op: str, overload: str) -> str:

@@ -29,6 +29,8 @@ from .quantised_ops import __all__ as _quantised
 from .schemas import public_function
 from .training_ops import *  # noqa: F403
 from .training_ops import __all__ as _training
+from .weight_ops import *  # noqa: F403
+from .weight_ops import __all__ as _weights
 
 __all__ = [
     "add_custom",
@@ -37,6 +39,7 @@ __all__ = [
     "npu_sparse_flash_attention_pto",
     *_quantised,
     *_training,
+    *_weights,
 ]
 
 

@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from .. import kernel_packages
-from ..descriptions import OPS, TRAINING
+from ..descriptions import OPS, TRAINING, WEIGHTS
 from ..graph.prototypes import prototype
 from ..requirements import pypto_problem
 from ..schemas import bound, overloads, programs
@@ -141,6 +141,13 @@ def _without_program(op: str, /, *args, **kwargs):
     )
 
 
+def _on_cpu_only(op: str, /, *args, **kwargs):
+    raise RuntimeError(
+        f"{op}: x.device must be cpu (an NPU has torch_npu.npu_weight_quant_batchmatmul), got "
+        f"{args[0].device}; load the model with weights=None"
+    )
+
+
 def _without_program_of(other: torch._ops.OpOverload, /, *args, **kwargs):
     op, argument = other._schema.name.removeprefix("custom_pypto::"), other._schema.overload_name
     raise RuntimeError(
@@ -151,6 +158,8 @@ def _without_program_of(other: torch._ops.OpOverload, /, *args, **kwargs):
 
 for _name in TRAINING:
     _library.impl(_name, functools.partial(_without_program, _name), "PrivateUse1")
+for _name in WEIGHTS:
+    _library.impl(_name, functools.partial(_on_cpu_only, _name), "PrivateUse1")
 for _op in OPS:
     for _other in set(overloads(_op)) - set(programs(_op)):
         _library.impl(_other, functools.partial(_without_program_of, _other), "PrivateUse1")

@@ -138,6 +138,38 @@ struct IndexScoresGrad {
   float* d_weights;       // [heads]
 };
 
+// How the values of a weight are stored: bfloat16, int8, e4m3, and two values per byte, the first
+// in the low bits, unsigned integers or e2m1.
+enum WeightFormat { kBfloat16Weight, kInt8Weight, kFp8Weight, kInt4Weight, kFp4Weight };
+constexpr int kWeightFormats = 5;
+constexpr int kWeightUnit = 32;  // depth is a multiple of it
+
+// out[i][w] = the sum over d of x[i][d] * (scale * value[w][d] + offset), of rows w of a weight.
+// Consecutive values of a row share scale and offset, in int8 and bfloat16 all. The value of e4m3
+// counts 2^-8 times, that of e2m1 twice.
+struct Dots {
+  const uint8_t* weight;
+  int64_t stride;        // bytes of a row
+  int n;                 // rows of the weight
+  int depth, group;      // multiples of kWeightUnit; the last group may be shorter
+  int groups;            // of a row
+  const float* scales;   // [n][groups]
+  const float* offsets;  // [n][groups], or null: 0
+  const void* const* x;  // [m], prepared
+  int m;
+  float* const* out;  // [m]
+};
+
+// bytes of a prepared row of x
+constexpr int64_t prepared_bytes(int64_t depth) { return depth * 4 + depth / kWeightUnit * 8; }
+
+struct WeightKernels {
+  void (*prepare)(const Dots&, const float* x, void* to);
+  void (*dots)(const Dots&);
+  // row w of the weight in float, [depth]
+  void (*widen)(const Dots&, int w, float* to);
+};
+
 // Kernels that multiply bfloat16 without widening it.
 struct Bf16Kernels {
   // panel[pair][row] from rows[row][dim]: `count` rows, padded with zeros to the panel's width
@@ -189,6 +221,10 @@ struct Kernels {
   // Moves ranks above `above`, and the first `equal` ranks equal to it, to the front, with their
   // positions; returns their number. Overwrites up to kLineElements elements behind them.
   int (*keep)(uint32_t* ranks, int32_t* positions, int n, uint32_t above, int equal);
+  WeightKernels weights[kWeightFormats];
+  // out[l] = the sum over d of x[d] * rows[d][l], in bfloat16; width: a multiple of 16
+  void (*add_rows)(const uint16_t* rows, int64_t stride, const float* x, int depth, int width,
+                   float* out);
   const Bf16Kernels* bf16 = nullptr;   // null: bfloat16 is widened to float
   const Bf16Kernels* tiles = nullptr;  // for shapes that fill tiles; null: the CPU has none
   bool widens_index = false;           // the indexer widens bfloat16 all the same

@@ -1,0 +1,262 @@
+// Products with weights as they are stored, in float, written once for all instruction sets.
+#pragma once
+
+#if defined(__x86_64__) && VECTOR_BYTES >= 32
+#include <immintrin.h>
+#endif
+
+#include <cstring>
+#include <type_traits>
+
+#include "kernels.h"
+#include "vectors.h"
+
+namespace custom_pypto::cpu {
+namespace {
+
+constexpr int kUnit = kWeightUnit;         // values that are unpacked together
+constexpr int kUnitVecs = kUnit / kLanes;  // vectors of them
+constexpr int kAhead = 2048;               // bytes
+constexpr int kUsualGroup = 128;
+constexpr int kMostRows = VECTOR_BYTES == 64 ? 4 : 2;  // whose sums fit in registers
+typedef uint16_t LaneHalves __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
+typedef uint8_t Bytes16 __attribute__((vector_size(16), aligned(1), may_alias));
+
+INLINE Bytes16 load16(const uint8_t* p) { return *reinterpret_cast<const Bytes16*>(p); }
+
+// kLanes int8
+INLINE IntVec load_int8(const void* p) {
+#if VECTOR_BYTES == 64
+  // g++ 12 warns of the one without a mask
+  return (IntVec)_mm512_maskz_cvtepi8_epi32(0xFFFF,
+                                            _mm_loadu_si128(static_cast<const __m128i*>(p)));
+#elif defined(__x86_64__) && VECTOR_BYTES == 32
+  // g++ 12 converts 8 bytes by a dozen instructions
+  return (IntVec)_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
+#else
+  typedef int8_t Lanes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+  return __builtin_convertvector(*static_cast<const Lanes*>(p), IntVec);
+#endif
+}
+
+// the values low[0], high[0], low[1], ...
+INLINE void unpack_pairs(const Bytes16& low, const Bytes16& high, Vec* to) {
+  const Bytes16 first = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+  const Bytes16 bytes[2] = {__builtin_shuffle(low, high, first),
+                            __builtin_shuffle(low, high, first + 8)};
+  UNROLL for (int i = 0; i < kUnitVecs; ++i) {
+    const IntVec values = load_int8(reinterpret_cast<const uint8_t*>(bytes) + i * kLanes);
+    to[i] = __builtin_convertvector(values, Vec);
+  }
+}
+
+struct Bfloat16Weight {
+  static constexpr int kBytes = 64;  // of a unit
+  static INLINE void unpack(const uint8_t* p, Vec* to) {
+    UNROLL for (int i = 0; i < kUnitVecs; ++i) {
+      const LaneHalves bits = *reinterpret_cast<const LaneHalves*>(p + 2 * i * kLanes);
+      to[i] = (Vec)(__builtin_convertvector(bits, IntVec) << 16);
+    }
+  }
+};
+
+struct Int8Weight {
+  static constexpr int kBytes = 32;
+  static INLINE void unpack(const uint8_t* p, Vec* to) {
+    UNROLL for (int i = 0; i < kUnitVecs; ++i) {
+      to[i] = __builtin_convertvector(load_int8(p + i * kLanes), Vec);
+    }
+  }
+};
+
+// e4m3 times 2^-8: its bits, shifted, are those of float16, whose exponent has another bias.
+struct Fp8Weight {
+  static constexpr int kBytes = 32;
+  static INLINE void unpack(const uint8_t* p, Vec* to) {
+#if VECTOR_BYTES == 64
+    UNROLL for (int i = 0; i < 2; ++i) {
+      const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + 16 * i)));
+      const __m256i bits = _mm256_slli_epi16(wide, 7) & _mm256_set1_epi16((short)0xBFFF);
+      to[i] = (Vec)_mm512_maskz_cvtph_ps(0xFFFF, bits);
+    }
+#elif defined(__x86_64__) && VECTOR_BYTES == 32
+    UNROLL for (int i = 0; i < 2; ++i) {
+      const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + 16 * i)));
+      const __m256i bits = _mm256_slli_epi16(wide, 7) & _mm256_set1_epi16((short)0xBFFF);
+      to[2 * i] = (Vec)_mm256_cvtph_ps(_mm256_castsi256_si128(bits));
+      to[2 * i + 1] = (Vec)_mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1));
+    }
+#else
+    UNROLL for (int i = 0; i < kUnitVecs; ++i) {
+      const IntVec byte = load_int8(p + i * kLanes);
+      const IntVec normal = ((byte & 0x7F) << 20) + (112 << 23);
+      const Vec subnormal = __builtin_convertvector(byte & 7, Vec) * 0x1p-17f;
+      to[i] = (Vec)((byte & INT32_MIN) | ((byte & 0x78) == 0 ? (IntVec)subnormal : normal));
+    }
+#endif
+  }
+};
+
+struct Int4Weight {
+  static constexpr int kBytes = 16;
+  static INLINE void unpack(const uint8_t* p, Vec* to) {
+    const Bytes16 bytes = load16(p);
+    unpack_pairs(bytes & 15, bytes >> 4, to);
+  }
+};
+
+// e2m1 times 2
+struct Fp4Weight {
+  static constexpr int kBytes = 16;
+  static INLINE void unpack(const uint8_t* p, Vec* to) {
+    const Bytes16 values = {0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253, 252, 250, 248, 244};
+    const Bytes16 bytes = load16(p);
+    unpack_pairs(__builtin_shuffle(values, bytes & 15), __builtin_shuffle(values, bytes >> 4), to);
+  }
+};
+
+INLINE float sum_of(const Vec& x) {
+  float sum = 0.0f;
+  for (int i = 0; i < kLanes; ++i) sum += x[i];
+  return sum;
+}
+
+// Calls tile(rows, w, i) for every row w of the weight and tiles of rows of x, up to MOST. A
+// product must not depend on its tile. Two rows of a weight at a time were slower.
+template <int MOST, typename Tile>
+INLINE void each_dots_tile(const Dots& call, const Tile& tile) {
+  int i = 0;
+  const auto strips = [&](auto rows) INLINED {
+    constexpr int ROWS = decltype(rows)::value;
+    for (; i + ROWS <= call.m; i += ROWS) {
+      for (int w = 0; w < call.n; ++w) tile(rows, w, i);
+    }
+  };
+  if constexpr (MOST >= 4) strips(std::integral_constant<int, 4>());
+  strips(std::integral_constant<int, 2>());
+  strips(std::integral_constant<int, 1>());
+}
+
+// what groups with an offset add to a product
+INLINE float offset_of(const Dots& call, int w, const float* sums) {
+  float sum = 0.0f;
+  for (int g = 0; g < call.groups; ++g) sum += call.offsets[w * call.groups + g] * sums[g];
+  return sum;
+}
+
+// A row of x for `dots`: the sums of its groups, then its values.
+struct FloatRow {
+  FloatRow(const Dots& call, int i)
+      : sums(static_cast<const float*>(call.x[i])),
+        values(sums + (call.offsets ? call.groups : 0)) {}
+  const float *sums, *values;
+};
+
+void prepare_sums(const Dots& call, const float* x, float* sums) {
+  if (!call.offsets) return;
+  for (int g = 0, d = 0; g < call.groups; ++g) {
+    const int end = call.depth - d < call.group ? call.depth : d + call.group;
+    for (sums[g] = 0.0f; d < end; ++d) sums[g] += x[d];
+  }
+}
+
+void prepare_f32(const Dots& call, const float* x, void* to) {
+  float* sums = static_cast<float*>(to);
+  prepare_sums(call, x, sums);
+  std::memcpy(sums + (call.offsets ? call.groups : 0), x, sizeof(float) * call.depth);
+}
+
+// Of each group kSums sums, then those of the groups. GROUP: that of the call, if all groups have
+// this length; 0: any.
+template <class Format, int GROUP, int ROWS>
+INLINE void dots_tile(const Dots& call, int w, int i) {
+  constexpr int kSums = kUnitVecs < 4 ? kUnitVecs : 4;
+  const uint8_t* p = call.weight + w * call.stride;
+  const float* scales = call.scales + w * call.groups;
+  const float* x[ROWS];
+  UNROLL for (int r = 0; r < ROWS; ++r) x[r] = FloatRow(call, i + r).values;
+  Vec total[ROWS] = {};
+  for (int d = 0, g = 0; d < call.depth; ++g) {
+    const int rest = call.depth - d, n = GROUP ? GROUP : rest < call.group ? rest : call.group;
+    Vec acc[ROWS][kSums] = {};
+    for (const int end = d + n; d < end; d += kUnit) {
+      Vec unit[kUnitVecs];
+      Format::unpack(p, unit);
+      __builtin_prefetch(p + kAhead);
+      p += Format::kBytes;
+      UNROLL for (int r = 0; r < ROWS; ++r) {
+        UNROLL for (int v = 0; v < kUnitVecs; ++v) {
+          acc[r][v % kSums] += unit[v] * load(x[r] + d + v * kLanes);
+        }
+      }
+    }
+    const Vec scale = broadcast(scales[g]);
+    UNROLL for (int r = 0; r < ROWS; ++r) {
+      Vec sum = acc[r][0];
+      UNROLL for (int s = 1; s < kSums; ++s) sum += acc[r][s];
+      total[r] += sum * scale;
+    }
+  }
+  UNROLL for (int r = 0; r < ROWS; ++r) {
+    float sum = sum_of(total[r]);
+    if (call.offsets) sum += offset_of(call, w, FloatRow(call, i + r).sums);
+    call.out[i + r][w] = sum;
+  }
+}
+
+template <class Format>
+void dots_f32(const Dots& call) {
+  const bool even = call.group == kUsualGroup && call.depth % kUsualGroup == 0;
+  each_dots_tile<kMostRows>(call, [&](auto rows, int w, int i) INLINED {
+    constexpr int ROWS = decltype(rows)::value;
+    even ? dots_tile<Format, kUsualGroup, ROWS>(call, w, i)
+         : dots_tile<Format, 0, ROWS>(call, w, i);
+  });
+}
+
+template <class Format>
+void widen_f32(const Dots& call, int w, float* to) {
+  const uint8_t* p = call.weight + w * call.stride;
+  for (int d = 0, g = w * call.groups; d < call.depth; ++g) {
+    const int end = call.depth - d < call.group ? call.depth : d + call.group;
+    const Vec scale = broadcast(call.scales[g]);
+    const Vec offset = broadcast(call.offsets ? call.offsets[g] : 0.0f);
+    for (; d < end; d += kUnit, p += Format::kBytes) {
+      Vec unit[kUnitVecs];
+      Format::unpack(p, unit);
+      UNROLL for (int v = 0; v < kUnitVecs; ++v) {
+        store(to + d + v * kLanes, unit[v] * scale + offset);
+      }
+    }
+  }
+}
+
+template <int ROWS>
+INLINE void add_rows_tile(const uint16_t* rows, int64_t stride, const float* x, int width,
+                          float* out) {
+  Vec factor[ROWS];
+  UNROLL for (int i = 0; i < ROWS; ++i) factor[i] = broadcast(x[i]);
+  for (int l = 0; l < width; l += kLanes) {
+    Vec sum = load(out + l);
+    UNROLL for (int i = 0; i < ROWS; ++i) {
+      const LaneHalves bits = *reinterpret_cast<const LaneHalves*>(rows + i * stride + l);
+      sum += factor[i] * (Vec)(__builtin_convertvector(bits, IntVec) << 16);
+    }
+    store(out + l, sum);
+  }
+}
+
+void add_rows_f32(const uint16_t* rows, int64_t stride, const float* x, int depth, int width,
+                  float* out) {
+  for (int l = 0; l < width; ++l) out[l] = 0.0f;
+  int d = 0;
+  for (; d + 8 <= depth; d += 8) add_rows_tile<8>(rows + d * stride, stride, x + d, width, out);
+  for (; d < depth; ++d) add_rows_tile<1>(rows + d * stride, stride, x + d, width, out);
+}
+
+template <class Format>
+constexpr WeightKernels kFloatWeight = {
+    .prepare = prepare_f32, .dots = dots_f32<Format>, .widen = widen_f32<Format>};
+
+}  // namespace
+}  // namespace custom_pypto::cpu

@@ -1,0 +1,54 @@
+// Weights as they are stored, and where their values and scales are.
+#pragma once
+
+#include "kernel_set.h"
+#include "panels.h"
+#include "tensor.h"
+
+namespace custom_pypto {
+
+constexpr int64_t kFp4Group = 32;
+
+// The format of a weight and its scales with these dtypes, or nothing. docs/weight_only_linear.md
+std::optional<cpu::WeightFormat> weight_format(at::ScalarType weight,
+                                               std::optional<at::ScalarType> scales);
+
+// [N, K], or [E, N, K] of E experts.
+class StoredWeight {
+ public:
+  // block: rows and values that share a scale of fp8
+  StoredWeight(const Tensor& weight, const OptionalTensor& scales, int64_t block);
+
+  int64_t experts() const { return experts_; }
+  int64_t rows() const { return rows_; }
+  int64_t depth() const { return depth_; }
+  bool is_bfloat16() const { return format_ == cpu::kBfloat16Weight; }
+  // whether the values of a column are contiguous, instead of those of a row; bfloat16 only
+  bool transposed() const { return transposed_; }
+  const cpu::WeightKernels& kernels() const { return custom_pypto::kernels().weights[format_]; }
+
+  // the first value of a row of bfloat16
+  const uint16_t* bfloat16(int64_t expert, int64_t row) const {
+    return reinterpret_cast<const uint16_t*>(values_ + expert * expert_stride_ + row * row_stride_);
+  }
+  // elements of bfloat16 between values of a row, if transposed
+  int64_t column_stride() const { return column_stride_; }
+
+  // The operand of the kernels for some rows; `scales` keeps theirs.
+  cpu::Dots operand(int64_t expert, int64_t first, int64_t rows,
+                    AlignedVector<float>& scales) const;
+
+ private:
+  void read_scales(int64_t row, int64_t rows, float* scales) const;
+
+  cpu::WeightFormat format_;
+  const uint8_t* values_;
+  int64_t experts_, rows_, depth_;
+  int64_t expert_stride_, row_stride_;  // bytes
+  int64_t column_stride_ = 1;
+  bool transposed_ = false;
+  Tensor scales_;  // contiguous
+  int64_t group_, groups_, block_;
+};
+
+}  // namespace custom_pypto

@@ -1,0 +1,239 @@
+#include "weight_only.h"
+
+#include <algorithm>
+#include <cstddef>
+#include <vector>
+
+#include "run_tasks.h"
+#include "stored_weight.h"
+
+namespace custom_pypto {
+namespace {
+
+// Up to so many rows of x, a weight is multiplied as it is stored; above, widened once for all.
+constexpr int64_t kFewRows = 16;
+// of a weight, per task
+constexpr int64_t kRowsOfDots = 64;
+constexpr int64_t kColumns = 512;  // of a transposed one
+constexpr int64_t kRowsOfProduct = 256;
+constexpr int64_t kTokensOfProduct = 512;
+
+// The rows of x for one expert.
+struct Group {
+  int64_t expert, first, count;  // in the order of the rows
+  bool few() const { return count <= kFewRows; }
+};
+
+// A part of the weight for a group.
+struct Task {
+  int64_t group, first, rows;
+};
+
+// T is the type of x and of the output.
+template <typename T>
+class Linear {
+ public:
+  explicit Linear(const WeightOnlyParams& p)
+      : weight_(p.weight, p.scales, p.block_size),
+        x_(p.x.reshape({-1, weight_.depth()})),
+        x_stride_(x_.stride(0)),
+        out_(p.out.mutable_data_ptr<T>()),
+        copies_(x_.size(0) ? p.out.numel() / weight_.rows() / x_.size(0) : 1) {
+    if (x_.stride(1) != 1 && weight_.depth() > 1) {
+      x_ = x_.contiguous();
+      x_stride_ = x_.stride(0);
+    }
+    group_rows(p.experts, p.out.numel() / weight_.rows());
+  }
+
+  void run() {
+    prepare();
+    std::vector<Task> tasks;
+    for (size_t g = 0; g < groups_.size(); ++g) {
+      const int64_t most = weight_.transposed() ? kColumns
+                           : groups_[g].few()   ? kRowsOfDots
+                                                : kRowsOfProduct;
+      for (int64_t first = 0; first < weight_.rows(); first += most) {
+        tasks.push_back({static_cast<int64_t>(g), first, std::min(most, weight_.rows() - first)});
+      }
+    }
+    run_tasks(
+        tasks.size(), [] { return Scratch(); },
+        [&](Scratch& scratch, int64_t t) {
+          const Group& group = groups_[tasks[t].group];
+          if (!group.few()) {
+            products(group, tasks[t], scratch);
+          } else if (weight_.transposed()) {
+            sums_of_rows(group, tasks[t], scratch);
+          } else {
+            dots(group, tasks[t], scratch);
+          }
+        });
+  }
+
+ private:
+  struct Scratch {
+    AlignedVector<float> scales, weight, x, out;
+  };
+
+  const T* x_row(int64_t row) const {
+    return x_.const_data_ptr<T>() + order_[row] / copies_ * x_stride_;
+  }
+  T* out_row(int64_t row) const { return out_ + order_[row] * weight_.rows(); }
+  char* prepared(int64_t row) { return prepared_.data() + index_[row] * prepared_bytes_; }
+
+  // Rows in the order of their experts; rows of an expert that does not exist are 0.
+  void group_rows(const OptionalTensor& experts, int64_t rows) {
+    if (!experts) {
+      for (int64_t i = 0; i < rows; ++i) order_.push_back(i);
+      groups_.push_back({.expert = 0, .first = 0, .count = rows});
+      return;
+    }
+    const Tensor ids = experts->to(at::kLong).contiguous();
+    const int64_t* id = ids.const_data_ptr<int64_t>();
+    std::vector<int64_t> counts(weight_.experts() + 1);
+    for (int64_t i = 0; i < rows; ++i) {
+      if (exists(id[i])) {
+        ++counts[id[i] + 1];
+      } else {
+        std::fill_n(out_ + i * weight_.rows(), weight_.rows(), T(0.0f));
+      }
+    }
+    for (int64_t e = 0; e < weight_.experts(); ++e) {
+      if (counts[e + 1])
+        groups_.push_back({.expert = e, .first = counts[e], .count = counts[e + 1]});
+      counts[e + 1] += counts[e];
+    }
+    order_.resize(counts.back());
+    for (int64_t i = 0; i < rows; ++i) {
+      if (exists(id[i])) order_[counts[id[i]]++] = i;
+    }
+  }
+  bool exists(int64_t expert) const { return expert >= 0 && expert < weight_.experts(); }
+
+  // The rows of x for the groups of few rows, each once.
+  void prepare() {
+    prepared_bytes_ = cpu::prepared_bytes(weight_.depth());
+    index_.resize(order_.size());
+    std::vector<int64_t> place(x_.size(0), -1), rows;
+    for (const Group& group : groups_) {
+      if (!group.few()) continue;
+      for (int64_t row = group.first; row < group.first + group.count; ++row) {
+        int64_t& at = place[order_[row] / copies_];
+        if (at < 0) {
+          at = rows.size();
+          rows.push_back(row);
+        }
+        index_[row] = at;
+      }
+    }
+    prepared_.resize(rows.size() * prepared_bytes_);
+    run_tasks(
+        rows.size(), [] { return Scratch(); },
+        [&](Scratch& scratch, int64_t i) {
+          scratch.x.resize(weight_.depth());
+          widen(x_row(rows[i]), weight_.depth(), scratch.x.data());
+          char* to = prepared_.data() + i * prepared_bytes_;
+          if (weight_.transposed()) {
+            std::memcpy(to, scratch.x.data(), sizeof(float) * weight_.depth());
+          } else {
+            const cpu::Dots shape = weight_.operand(0, 0, 1, scratch.scales);
+            weight_.kernels().prepare(shape, scratch.x.data(), to);
+          }
+        });
+  }
+
+  void dots(const Group& group, const Task& task, Scratch& scratch) {
+    const void* x[kFewRows];
+    float* out[kFewRows];
+    scratch.out.resize(group.count * task.rows);
+    for (int64_t i = 0; i < group.count; ++i) {
+      x[i] = prepared(group.first + i);
+      out[i] = scratch.out.data() + i * task.rows;
+    }
+    cpu::Dots call = weight_.operand(group.expert, task.first, task.rows, scratch.scales);
+    call.x = x;
+    call.m = group.count;
+    call.out = out;
+    weight_.kernels().dots(call);
+    for (int64_t i = 0; i < group.count; ++i) {
+      narrow(out[i], task.rows, out_row(group.first + i) + task.first);
+    }
+  }
+
+  void sums_of_rows(const Group& group, const Task& task, Scratch& scratch) {
+    scratch.out.resize(task.rows);
+    for (int64_t row = group.first; row < group.first + group.count; ++row) {
+      kernels().add_rows(weight_.bfloat16(group.expert, task.first), weight_.column_stride(),
+                         reinterpret_cast<const float*>(prepared(row)), weight_.depth(), task.rows,
+                         scratch.out.data());
+      narrow(scratch.out.data(), task.rows, out_row(row) + task.first);
+    }
+  }
+
+  // On one thread, as all threads are here.
+  void products(const Group& group, const Task& task, Scratch& scratch) {
+    const int64_t depth = weight_.depth();
+    scratch.weight.resize(task.rows * depth);
+    widen_weight(group, task, scratch);
+    const Tensor widened = weight_.transposed()
+                               ? at::from_blob(scratch.weight.data(), {depth, task.rows})
+                               : at::from_blob(scratch.weight.data(), {task.rows, depth}).t();
+    const int64_t end = group.first + group.count;
+    for (int64_t first = group.first; first < end; first += kTokensOfProduct) {
+      const int64_t rows = std::min(kTokensOfProduct, end - first);
+      scratch.x.resize(rows * depth);
+      scratch.out.resize(rows * task.rows);
+      for (int64_t i = 0; i < rows; ++i) {
+        widen(x_row(first + i), depth, scratch.x.data() + i * depth);
+      }
+      Tensor out = at::from_blob(scratch.out.data(), {rows, task.rows});
+      at::mm_out(out, at::from_blob(scratch.x.data(), {rows, depth}), widened);
+      for (int64_t i = 0; i < rows; ++i) {
+        narrow(scratch.out.data() + i * task.rows, task.rows, out_row(first + i) + task.first);
+      }
+    }
+  }
+
+  void widen_weight(const Group& group, const Task& task, Scratch& scratch) {
+    float* to = scratch.weight.data();
+    if (weight_.transposed()) {
+      const uint16_t* from = weight_.bfloat16(group.expert, task.first);
+      for (int64_t d = 0; d < weight_.depth(); ++d) {
+        widen(reinterpret_cast<const c10::BFloat16*>(from + d * weight_.column_stride()), task.rows,
+              to + d * task.rows);
+      }
+      return;
+    }
+    const cpu::Dots rows = weight_.operand(group.expert, task.first, task.rows, scratch.scales);
+    for (int64_t r = 0; r < task.rows; ++r) {
+      weight_.kernels().widen(rows, r, to + r * weight_.depth());
+    }
+  }
+
+  StoredWeight weight_;
+  Tensor x_;
+  int64_t x_stride_;
+  T* out_;
+  int64_t copies_;              // rows of the output for a row of x
+  std::vector<int64_t> order_;  // rows of the output, by expert
+  std::vector<Group> groups_;
+  std::vector<int64_t> index_;  // of the prepared row of x
+  std::vector<char> prepared_;
+  int64_t prepared_bytes_ = 0;
+};
+
+}  // namespace
+
+void weight_only(const WeightOnlyParams& p) {
+  switch (p.x.scalar_type()) {
+    case at::kFloat:
+      return Linear<float>(p).run();
+    case at::kHalf:
+      return Linear<c10::Half>(p).run();
+    default:
+      return Linear<c10::BFloat16>(p).run();
+  }
+}
+
+}  // namespace custom_pypto

@@ -1,0 +1,19 @@
+// Linear layers over weights as they are stored.
+#pragma once
+
+#include "tensor.h"
+
+namespace custom_pypto {
+
+struct WeightOnlyParams {
+  const Tensor& x;       // [.., K]
+  const Tensor& weight;  // [N, K] or [E, N, K] in a stored format
+  const OptionalTensor& scales;
+  const OptionalTensor& experts;  // [.., k] of integers, or of x's leading dims
+  int64_t block_size;
+  Tensor out;  // [.., N] or [.., k, N], contiguous
+};
+
+void weight_only(const WeightOnlyParams& p);
+
+}  // namespace custom_pypto
