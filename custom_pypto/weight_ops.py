@@ -37,9 +37,9 @@ def weight_only_linear(
     ``K / b`` round up.
 
     Products have a float32 sum. For up to 16 rows the weight is read once, as it is stored, and x
-    is rounded to 16 bits with a scale for 64 to 4096 values where the weight has 4 bits or is int8:
-    each product is within 2**-13 of the norms' product. More rows are multiplied by float32 copies
-    of parts of the weight. On more than one thread the bits are the same.
+    is rounded to 16 bits with a scale for 64 to 4096 values where the weight has 4 bits: each
+    product is within 2**-13 of the norms' product. More rows are multiplied by float32 copies of
+    parts of the weight. The bits are the same on any number of threads.
 
     Args:
         x: ``[.., K]``; bfloat16, float16 or float32; K a multiple of 32.

@@ -58,7 +58,7 @@ class Conversion:
             model = models.use_custom_pypto(AutoModelForCausalLM.from_config(parsed))
         check_shards(source, model, self.blocks)
 
-        self.tensors = stored_tensors(source, self.wants)
+        self.tensors = stored_tensors(source, self.wants, self.blocks)
         check_dtypes(self.tensors, self.blocks)
         check_scales(self.tensors, self.blocks)
         quantised = filter(self.is_quantised, self.tensors)

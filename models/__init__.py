@@ -42,12 +42,15 @@ from .indexer_loss import (  # noqa: E402
     begin_indexer_loss,
     check_indexer_loss,
 )
-from .loading import Reader, check_memory, parameters, resolve_dtype  # noqa: E402
+from .loading import Reader, check_memory, dtypes_of, parameters, resolve_dtype  # noqa: E402
 from .patched import patched_layers, sizes, text_model  # noqa: E402
 from .projection import change_class, has_other_forward  # noqa: E402
 from .replay import record_indices, replay_indices  # noqa: E402
 from .tensor_parallel import own_device, sharing  # noqa: E402
 from .training import TRAINING  # noqa: E402
+from .weights.choice import check_stored, check_weights, kinds_of  # noqa: E402
+from .weights.modules import convert  # noqa: E402
+from .weights.quantizer import StoredWeights, stored_kinds  # noqa: E402
 
 __all__ = [
     "PagedCache",
@@ -180,14 +183,22 @@ def use_transformers(model):
     return model
 
 
-def load(path, *, dtype="auto", num_hidden_layers=None, device=None, tensor_parallel=False):
+def load(
+    path,
+    *,
+    dtype="auto",
+    num_hidden_layers=None,
+    device=None,
+    tensor_parallel=False,
+    weights=None,
+):
     """Loads the checkpoint in directory ``path``, patched by :func:`models.use_custom_pypto`.
 
     The header of every file is validated first. Upstream ``from_pretrained`` does not name a
     truncated or mismatched file, and fills missing tensors with random numbers after a warning.
     Weights in the published fp8 (e4m3, a scale per 128x128 block) and fp4 (e2m1, a scale per 32
-    values of a row) are dequantised. Files without a requested tensor are not opened and may be
-    missing.
+    values of a row) are dequantised, unless ``weights`` says otherwise. Files without a requested
+    tensor are not opened and may be missing.
 
     Args:
         path: a directory with ``config.json`` and safetensors, sharded or not.
@@ -197,6 +208,13 @@ def load(path, *, dtype="auto", num_hidden_layers=None, device=None, tensor_para
         device: target device; None: CPU.
         tensor_parallel: shard the model across all ranks of torch's process group, which the caller
             initialises; each rank uses its own accelerator, or the CPU if there is none.
+        weights: the format of linear layers and experts, which compute with it on the CPU
+            (:func:`custom_pypto.weight_only_linear`): ``"stored"``, bfloat16, fp8 and fp4 as on
+            disk; ``"int8"``, rounded with a scale for each row; ``"int4"``, rounded with scale and
+            zero for each 128 values; or a dict of these for ``"experts"`` and ``"rest"``. Such a
+            model has no gradients. Embedding, head, norms, routers, ``kv_b_proj`` and the indexers'
+            ``weights_proj`` are in ``dtype`` in any case. None: ``dtype``, or the formats of a
+            model that was saved with them.
     Raises:
         FileNotFoundError: no such directory, config, index or shard.
         RuntimeError: ``tensor_parallel`` without a process group.
@@ -218,6 +236,8 @@ def load(path, *, dtype="auto", num_hidden_layers=None, device=None, tensor_para
         check_available("load", path)
         raise
     plan = sharing(config, device) if tensor_parallel else None
+    weights, kinds = check_weights(weights), stored_kinds(config)
+    check_stored(weights, kinds, device, tensor_parallel)
     blocks = quantised_weights.blocks_of(config.to_dict())
     if num_hidden_layers is not None:
         config = type(config).from_dict(first_layers(config.to_dict(), num_hidden_layers))
@@ -225,8 +245,17 @@ def load(path, *, dtype="auto", num_hidden_layers=None, device=None, tensor_para
         delattr(config, name)  # describes the files; the model is not quantised
     with torch.device("meta"):
         skeleton = use_custom_pypto(AutoModelForCausalLM.from_config(config))
+    names = {name for name, _ in skeleton.named_modules()}
+    kinds = {name: kind for name, kind in kinds.items() if name in names}  # of the first layers
+    convert(skeleton, kinds)
     checkpoint = check_shards(path, skeleton, blocks)
     dtype = resolve_dtype(dtype, config, checkpoint)
+    reader = Reader(checkpoint.tensors, blocks)
+    chosen = kinds_of(skeleton, weights, checkpoint, dtypes_of(skeleton, dtype))
+    state = parameters(skeleton, checkpoint, reader, dtype, chosen)
+    convert(skeleton, chosen)
+    if kinds := kinds | chosen:
+        config.quantization_config = StoredWeights.of(kinds).to_dict()
     device = torch.device("cpu" if device is None else device)
     if plan is None:
         check_memory(skeleton, dtype, device)
@@ -239,11 +268,13 @@ def load(path, *, dtype="auto", num_hidden_layers=None, device=None, tensor_para
         None,
         config=config,
         generation_config=generation_config,
-        state_dict=parameters(skeleton, checkpoint, Reader(checkpoint.tensors, blocks), dtype),
+        state_dict=state,
         dtype=dtype,
         distributed_config=plan,
     )
     model.config.name_or_path = model.name_or_path = str(path)
-    # else transformers would save the experts stacked, as it got them here
-    del model._weight_conversions
+    if kinds:  # saved as they are in the model: transformers cannot split stored experts
+        model._weight_conversions = []
+    else:  # else transformers would save the experts stacked, as it got them here
+        del model._weight_conversions
     return use_custom_pypto(model.to(device) if plan is None else model)

@@ -15,6 +15,11 @@ from torch.autograd.function import once_differentiable
 import custom_pypto
 
 
+# torch multiplies bfloat16 fast only where a CPU does
+MULTIPLIES_BF16 = torch.ops.custom_pypto.cpu_isa() in ("avx512_bf16", "amx", "amx_emulated")
+FEW_ROWS = 16  # for which torch copies the weight of an einsum
+
+
 class Heads(NamedTuple):
     """What the heads of a layer attend with."""
 
@@ -46,8 +51,19 @@ def indices_of(part: Part, indices: Tensor) -> Tensor:
 
 def absorbed_query(q_nope: Tensor, weight: Tensor) -> Tensor:
     """``W_UK^T q``, ``[.., H, L]``."""
-    w_uk = weight[:, : q_nope.size(-1)]
-    return torch.einsum("...hd,hdl->...hl", q_nope, w_uk).contiguous()
+    return of_heads(q_nope, weight[:, : q_nope.size(-1)].transpose(1, 2))
+
+
+def of_heads(x: Tensor, weight: Tensor) -> Tensor:
+    """``[.., H, B]``: rows ``[.., H, A]`` times the matrix of their head, of ``[H, B, A]``."""
+    wanted = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    on_cpu = x.device.type == "cpu" and x.dtype == weight.dtype == torch.bfloat16
+    whole = x.size(-1) % 32 == 0 and weight.size(1) % 16 == 0
+    if on_cpu and whole and not wanted:
+        if not MULTIPLIES_BF16 or x.shape[:-2].numel() <= FEW_ROWS:
+            heads = torch.arange(len(weight)).expand(x.shape[:-1])
+            return custom_pypto.weight_only_linear(x, weight, experts=heads)
+    return torch.einsum("...ha,hba->...hb", x, weight).contiguous()
 
 
 class AbsorbedAttention(torch.autograd.Function):

@@ -14,6 +14,8 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from . import quantised_weights
 from .quantised_weights import FLOATS, FP4, FP8, INTEGERS
+from .weights.modules import stored_parameters
+from .weights.reading import NAMES
 
 EXPERT = r"(\.experts\.)(\d+)\."
 # lists of a config.json with one entry per layer
@@ -46,7 +48,8 @@ class Checkpoint(NamedTuple):
 
 
 def check_shards(path: Path, model, blocks: dict[str, tuple[int, int]]) -> Checkpoint:
-    """Rejects a checkpoint unless it holds every tensor of ``model``, complete and in its shape.
+    """Rejects a checkpoint unless it holds every tensor of ``model``, complete and in its shape; of
+    stored weights in their dtype.
 
     Files without a tensor of ``model`` may be missing, such as those of unused layers and of layers
     for multi-token prediction.
@@ -56,18 +59,31 @@ def check_shards(path: Path, model, blocks: dict[str, tuple[int, int]]) -> Check
     """
     part_of = parts_on_disk(model)
     tensors = stored_tensors(
-        path, lambda name: bool(part_of(name) or part_of(quantised_weights.weight_name(name)))
+        path,
+        lambda name: bool(part_of(name) or part_of(quantised_weights.weight_name(name))),
+        blocks,
     )
-    check_dtypes(tensors, blocks)
+    own = stored_parameters(model)
+    others = {
+        name: tensor
+        for name, tensor in tensors.items()
+        if (part := part_of(name)) is None or part.parameter not in own
+    }
+    check_dtypes(others, blocks)
     state, found = stored_state(model), {}
     for name, (file, dtype, shape) in tensors.items():
         if (part := part_of(name)) is None:
             continue  # a scale
+        if name not in others and dtype != (expected := NAMES[state[part.parameter].dtype]):
+            raise ValueError(
+                f"load: {file}: {name} must be {expected} (quantization_config of config.json), "
+                f"got {dtype}"
+            )
         if shape != part.shape:
             raise ValueError(
                 f"load: {file}: {name} must be of shape {part.shape} (config.json), got {shape}"
             )
-        if (dtype in INTEGERS) == state[part.parameter].is_floating_point():
+        if name in others and (dtype in INTEGERS) == state[part.parameter].is_floating_point():
             kind = "floating-point values" if dtype in INTEGERS else "integers"
             raise ValueError(
                 f"load: {file}: {name} must be of {kind}, as in the model, got {dtype}"
@@ -78,7 +94,7 @@ def check_shards(path: Path, model, blocks: dict[str, tuple[int, int]]) -> Check
             f"load: {index_file(path)} lacks {examples(missing)}; use the checkpoint's own "
             "config.json, or download it again"
         )
-    check_scales(tensors, blocks)
+    check_scales(others, blocks)
     parts = {name: [found[name][i] for i in sorted(found[name])] for name in state}
     return Checkpoint(tensors, parts)
 
@@ -148,7 +164,9 @@ def index_file(path: Path) -> Path:
     return index if index.is_file() else path / "model.safetensors"
 
 
-def stored_tensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Stored]:
+def stored_tensors(
+    path: Path, wanted: Callable[[str], bool], blocks: dict[str, tuple[int, int]]
+) -> dict[str, Stored]:
     """Locations of the ``wanted`` tensors, from the headers of their files."""
     index = index_file(path)
     promised: dict[str, set[str]] = {}
@@ -166,7 +184,7 @@ def stored_tensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Store
 
     tensors = {}
     for file, names in sorted(promised.items()):
-        found = read_header(path / file)
+        found = read_header(path / file, blocks)
         if missing := names - found.keys():
             raise ValueError(
                 f"load: {path / file} lacks {examples(missing)}, listed in {index.name}; "
@@ -176,14 +194,14 @@ def stored_tensors(path: Path, wanted: Callable[[str], bool]) -> dict[str, Store
     return tensors
 
 
-def read_header(file: Path) -> dict[str, Stored]:
+def read_header(file: Path, blocks: dict[str, tuple[int, int]]) -> dict[str, Stored]:
     """Every tensor of a safetensors file, which must not be truncated."""
     if not file.is_file():
         raise FileNotFoundError(f"load: {file} is missing; download it again")
     try:
         with safe_open(file, framework="pt", backend="pread") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}
-            return {name: stored(file, one) for name, one in slices.items()}
+            return {name: stored(file, one, blocks) for name, one in slices.items()}
     except SafetensorError as error:  # an error page, a broken download, a git-lfs pointer
         raise ValueError(
             f"load: {file} ({file.stat().st_size} bytes) is not a complete safetensors file: "
@@ -191,10 +209,10 @@ def read_header(file: Path) -> dict[str, Stored]:
         ) from error
 
 
-def stored(file: Path, tensor) -> Stored:
+def stored(file: Path, tensor, blocks: dict[str, tuple[int, int]]) -> Stored:
     """The description of a slice of safetensors."""
     dtype, shape = tensor.get_dtype(), tensor.get_shape()
-    if dtype == FP4 and shape:
+    if dtype == FP4 and FP4 in blocks and shape:
         shape = [*shape[:-1], 2 * shape[-1]]
     return Stored(file, dtype, shape)
 

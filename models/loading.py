@@ -2,6 +2,7 @@
 
 import functools
 import os
+import threading
 
 import torch
 from safetensors import safe_open
@@ -10,6 +11,8 @@ from tqdm import tqdm
 from . import quantised_weights
 from .checkpoint import Checkpoint, Stored
 from .memory import free_memory
+from .weights.modules import SCALE, stored_parameters
+from .weights.reading import OnDisk, StoredWeight, check_blocks
 
 
 class Reader:
@@ -58,6 +61,10 @@ class Parameter:
     def get_shape(self) -> list[int]:
         return self.shape
 
+    def get_dtype(self) -> str:
+        """safetensors' name of a dtype; transformers asks whether it is one of floats."""
+        return "BF16" if self.dtype.is_floating_point else "I64"
+
     def __getitem__(self, index) -> torch.Tensor:
         if len(self.parts) == 1:
             whole = self.reader.read(self.parts[0], self.dtype).view(self.shape)
@@ -81,25 +88,41 @@ class Parameter:
 
 
 def parameters(
-    model, checkpoint: Checkpoint, reader: Reader, dtype: torch.dtype
-) -> dict[str, Parameter]:
-    """Every parameter of ``model``, and its persistent buffers, still on disk."""
-    state, dtypes = model.state_dict(), dtypes_of(model, dtype)
-    return {
-        name: Parameter(reader, parts, list(state[name].shape), dtypes[name])
-        for name, parts in checkpoint.parts.items()
-    }
+    model, checkpoint: Checkpoint, reader: Reader, dtype: torch.dtype, kinds: dict[str, str]
+) -> dict[str, Parameter | OnDisk]:
+    """Every parameter of ``model``, and its persistent buffers, still on disk.
+
+    Args:
+        model: without stored weights, unless the checkpoint has them.
+        kinds: the format of each module with stored weights.
+    """
+    state, dtypes, lock = model.state_dict(), dtypes_of(model, dtype), threading.Lock()
+    found: dict[str, Parameter | OnDisk] = {}
+    for name, parts in checkpoint.parts.items():
+        module, _, weight = name.rpartition(".")
+        shape = list(state[name].shape)
+        kind = kinds.get(module) if weight != "bias" else None
+        if kind is None:
+            found[name] = Parameter(reader, parts, shape, dtypes[name])
+            continue
+        check_blocks(name, kind, len(parts), shape, reader.blocks.get(quantised_weights.FP8))
+        stored = StoredWeight(reader, parts, shape, kind, lock)
+        found[name] = OnDisk(stored, "weight")
+        if stored.layout.scale_shape is not None:
+            found[name + SCALE] = OnDisk(stored, "scales")
+    return found
 
 
 def dtypes_of(model, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The dtype of every parameter and persistent buffer once ``model`` is loaded in ``dtype``.
 
-    Tables of integers keep their dtype, and upstream's float32 parameters stay in float32.
+    Tables of integers and stored weights keep their dtype, and upstream's float32 parameters stay
+    in float32.
     """
-    kept = model._get_dtype_plan(dtype)
+    kept, stored = model._get_dtype_plan(dtype), stored_parameters(model)
 
     def dtype_of(name: str, tensor: torch.Tensor) -> torch.dtype:
-        if not tensor.is_floating_point():
+        if name in stored or not tensor.is_floating_point():
             return tensor.dtype
         return next((kept[part] for part in kept if part in name), dtype)
 

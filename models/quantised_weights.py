@@ -23,6 +23,8 @@ FLOATS = {
     "BF16": torch.bfloat16,
     "F8_E8M0": torch.float8_e8m0fnu,
 }
+# quant_method of a config.json for weights that the modules keep as they are stored
+METHOD = "custom_pypto"
 # keys of a config.json about quantisation
 CONFIG = {"quantization_config", "expert_dtype"}
 INTEGERS = {"I32": torch.int32, "I64": torch.int64}
@@ -56,7 +58,7 @@ def blocks_of(config: dict) -> dict[str, tuple[int, int]]:
         ValueError: unsupported quantisation.
     """
     quantization = config.get("quantization_config")
-    if quantization is None:
+    if quantization is None or quantization.get("quant_method") == METHOD:
         return {}
     method, block = quantization.get("quant_method"), quantization.get("weight_block_size")
     if method != "fp8" or not block:

@@ -14,7 +14,7 @@ import custom_pypto
 from custom_pypto.cache_rows import SCALE_GROUP, int8_row_bytes
 from custom_pypto.reference.npu_quant_rows_pto import hadamard_matrix
 
-from ..absorbed import Heads, absorbed_query
+from ..absorbed import Heads, absorbed_query, of_heads
 from .layout import Row
 from .step import Step, TokenSlice
 from .store import PagedLayer, write
@@ -53,11 +53,7 @@ class LatentRows:
         query = absorbed_query(heads.q_nope, heads.weight).to(self.dtype)
         rope = None if heads.q_rope is None else heads.q_rope.to(self.dtype)
         output = self.read(layer, query, rope, indices, heads.scaling, **call)
-        nope = heads.q_nope.size(-1)
-        # for one token, multiplying by both halves is faster than copying the strided w_uv
-        if output.size(1) == 1:
-            return torch.einsum("bshl,hvl->bshv", output, heads.weight)[..., nope:]
-        return torch.einsum("bshl,hvl->bshv", output, heads.weight[:, nope:])
+        return of_heads(output, heads.weight[:, heads.q_nope.size(-1) :])
 
     def read(
         self,

@@ -1,6 +1,6 @@
-// Products of weights of 4 and 8 bits with rows of x rounded to 16 bits, in integers: to unpack
-// values to float takes twice as many instructions, which is more time than to read them. A group
-// of x has the scale of its largest value, so that a product is within 2^-13 of the norms' product.
+// Products of weights of 4 bits with rows of x rounded to 16 bits, in integers: to unpack values to
+// float takes twice as many instructions, which is more time than to read them. A group of x has
+// the scale of its largest value, so that a product is within 2^-13 of the norms' product.
 #pragma once
 
 #include <immintrin.h>
@@ -12,26 +12,19 @@
 namespace custom_pypto::cpu {
 namespace {
 
-// values of x that share a scale, where those of the weight do not say
-constexpr int kInt16Group = 128;
-constexpr int kInt16Unit = 64;
+constexpr int kInt16Unit = 64;         // values that are unpacked together
 constexpr int kMostInt16Group = 4096;  // 15 * 32767 * 4096 / 8 lanes is below 2^31
 
-template <class Format>
-constexpr bool kPairs = Format::kBytes == 16;  // two values per byte
-
+// values of x that share a scale
 template <class Format>
 INLINE int int16_group(const Dots& call) {
-  if (std::is_same_v<Format, Int4Weight>) return call.group;
-  return std::is_same_v<Format, Fp4Weight> ? kInt16Unit : kInt16Group;
+  return std::is_same_v<Format, Int4Weight> ? call.group : kInt16Unit;
 }
 
 template <class Format>
 INLINE bool fits_int16(const Dots& call) {
-  if (std::is_same_v<Format, Int4Weight>) {
-    if (call.group % kInt16Unit || call.group > kMostInt16Group) return false;
-  }
-  return !kPairs<Format> || call.depth % kInt16Unit == 0;
+  const int group = int16_group<Format>(call);
+  return call.depth % kInt16Unit == 0 && group % kInt16Unit == 0 && group <= kMostInt16Group;
 }
 
 // A row of x for `dots`: the sums of the weight's groups, a scale for each group of x, the values.
@@ -47,7 +40,7 @@ struct Int16Row {
 };
 
 // returns the scale
-INLINE float round_to_int16(const float* x, int n, int16_t* to, int step) {
+INLINE float round_to_int16(const float* x, int n, int16_t* to) {
   int32_t magnitude = 0;  // the bits of |x|, ordered as |x|, with NaN above infinity
   for (int i = 0; i < n; ++i) {
     int32_t bits;
@@ -59,9 +52,9 @@ INLINE float round_to_int16(const float* x, int n, int16_t* to, int step) {
   std::memcpy(&largest, &magnitude, 4);
   const bool finite = largest < INFINITY;
   const float factor = largest > 1e-30f && finite ? 32767.0f / largest : 0.0f;
-  // of 4 bits: the values 0, 4, 8, ... of a unit, then 1, 5, 9, ...
+  // the values 0, 4, 8, ... of a unit, then 1, 5, 9, ...
   for (int i = 0; i < n; ++i) {
-    const int at = step == 1 ? i : i / kInt16Unit * kInt16Unit + i % 4 * 16 + i % kInt16Unit / 4;
+    const int at = i / kInt16Unit * kInt16Unit + i % 4 * 16 + i % kInt16Unit / 4;
     const float scaled = x[i] * factor;
     to[at] = static_cast<int16_t>(std::nearbyint(scaled == scaled ? scaled : 0.0f));
   }
@@ -78,28 +71,18 @@ void prepare_int16(const Dots& call, const float* x, void* to) {
   for (int d = 0, g = 0; d < call.depth; d += group, ++g) {
     const int n = call.depth - d < group ? call.depth - d : group;
     const_cast<float*>(row.scales)[g] =
-        round_to_int16(x + d, n, const_cast<int16_t*>(row.values) + d, kPairs<Format> ? 4 : 1);
+        round_to_int16(x + d, n, const_cast<int16_t*>(row.values) + d);
   }
 }
 
 INLINE __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
 
-// The values that are unpacked together, 16 each time.
+// kInt16Unit values, 16 at a time.
 template <class Format>
 struct Int16Unit;
 
 template <>
-struct Int16Unit<Int8Weight> {
-  static constexpr int kVecs = 1;
-  explicit INLINE Int16Unit(const uint8_t* p)
-      : bytes(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))) {}
-  INLINE __m256i values(int) const { return _mm256_cvtepi8_epi16(bytes); }
-  __m128i bytes;
-};
-
-template <>
 struct Int16Unit<Int4Weight> {
-  static constexpr int kVecs = 4;
   explicit INLINE Int16Unit(const uint8_t* p) : bits(load256(p)) {}
   INLINE __m256i values(int i) const {
     return i == 3 ? _mm256_srli_epi16(bits, 12)
@@ -110,7 +93,6 @@ struct Int16Unit<Int4Weight> {
 
 template <>
 struct Int16Unit<Fp4Weight> {
-  static constexpr int kVecs = 4;
   explicit INLINE Int16Unit(const uint8_t* p) {
     const __m256i bits = load256(p), last = _mm256_set1_epi8(15);
     const __m256i twice = _mm256_broadcastsi128_si256(
@@ -134,7 +116,6 @@ INLINE float sum_of_256(__m256 x) {
 
 template <class Format, int GROUP, int ROWS>
 INLINE void dots_int16_tile(const Dots& call, int w, int i) {
-  constexpr int VECS = Int16Unit<Format>::kVecs, VALUES = 16 * VECS;
   const int group = int16_group<Format>(call);
   const uint8_t* p = call.weight + w * call.stride;
   const float* scales = call.scales + w * call.groups;
@@ -149,11 +130,11 @@ INLINE void dots_int16_tile(const Dots& call, int w, int i) {
   for (int d = 0, g = 0; d < call.depth; ++g) {
     const int rest = call.depth - d, n = GROUP ? GROUP : rest < group ? rest : group;
     __m256i acc[ROWS] = {};
-    for (const int end = d + n; d < end; d += VALUES) {
+    for (const int end = d + n; d < end; d += kInt16Unit) {
       const Int16Unit<Format> unit(p);
       __builtin_prefetch(p + kAhead);
-      p += Format::kBytes * VALUES / kUnit;
-      UNROLL for (int v = 0; v < VECS; ++v) {
+      p += Format::kBytes * kInt16Unit / kUnit;
+      UNROLL for (int v = 0; v < kInt16Unit / 16; ++v) {
         const __m256i values = unit.values(v);
         UNROLL for (int r = 0; r < ROWS; ++r) {
           const __m256i product = _mm256_madd_epi16(values, load256(x[r] + d + 16 * v));
@@ -161,9 +142,10 @@ INLINE void dots_int16_tile(const Dots& call, int w, int i) {
         }
       }
     }
-    __m256 scale = _mm256_set1_ps(1.0f);
-    if (std::is_same_v<Format, Int4Weight>) scale = _mm256_set1_ps(scales[g]);
-    if (std::is_same_v<Format, Fp4Weight>) {  // of a unit's two groups
+    __m256 scale;
+    if constexpr (std::is_same_v<Format, Int4Weight>) {
+      scale = _mm256_set1_ps(scales[g]);
+    } else {  // of a unit's two groups
       scale = _mm256_set_m128(_mm_set1_ps(scales[2 * g + 1]), _mm_set1_ps(scales[2 * g]));
     }
     UNROLL for (int r = 0; r < ROWS; ++r) {
@@ -172,7 +154,6 @@ INLINE void dots_int16_tile(const Dots& call, int w, int i) {
   }
   UNROLL for (int r = 0; r < ROWS; ++r) {
     float sum = sum_of_256(total[r]);
-    if (std::is_same_v<Format, Int8Weight>) sum *= scales[0];
     if (std::is_same_v<Format, Fp4Weight>) sum *= 1.0f / 256;
     if (call.offsets) sum += offset_of(call, w, Int16Row<Format>(call, call.x[i + r]).sums);
     call.out[i + r][w] = sum;

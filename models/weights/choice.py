@@ -1,0 +1,110 @@
+"""Which layers of a model get stored weights, and in which format."""
+
+import torch
+from torch import nn
+
+from ..checkpoint import Checkpoint
+from ..patched import text_model
+from ..quantised_weights import FP4, FP8
+from .formats import MULTIPLE, ROUNDED
+from .modules import EXPERT_WEIGHTS, is_experts
+
+#: linear layers that stay plain: absorption reads the weight of the first; the others decide which
+#: tokens and experts are selected, and are small
+PLAIN = ("kv_b_proj", "weights_proj", "gate")
+STORED = "stored"
+PARTS = ("experts", "rest")
+ON_DISK = {FP8: "fp8", FP4: "fp4", "BF16": "bfloat16"}
+
+Weights = str | dict[str, str | None] | None
+
+
+def check_weights(weights: Weights) -> dict[str, str | None]:
+    """The option ``weights`` of :func:`models.load` for experts and for the rest.
+
+    Raises:
+        ValueError: names the argument, what was expected and what came.
+    """
+    names = (STORED, *ROUNDED, None)
+    both = weights if isinstance(weights, dict) else dict.fromkeys(PARTS, weights)
+    if not both.keys() <= set(PARTS) or not all(kind in names for kind in both.values()):
+        allowed = ", ".join(map(repr, names))
+        raise ValueError(
+            f"load: weights must be one of {allowed}, or a dict of these for 'experts' and "
+            f"'rest', got {weights!r}"
+        )
+    return {part: both.get(part) for part in PARTS}
+
+
+def check_stored(
+    weights: dict[str, str | None], kinds: dict[str, str], device, tensor_parallel: bool
+) -> None:
+    """Rejects what a model with stored weights cannot have.
+
+    Args:
+        weights: that were asked for.
+        kinds: formats of the checkpoint's own modules.
+    Raises:
+        ValueError: names the argument, what was expected and what came.
+    """
+    wanted = {part: kind for part, kind in weights.items() if kind is not None}
+    if not wanted and not kinds:
+        return
+    if wanted and kinds:
+        raise ValueError(
+            "load: weights must be None for a checkpoint that was saved with weights in "
+            f"{', '.join(sorted(set(kinds.values())))}, got {wanted}; load the original one"
+        )
+    if device is not None and torch.device(device).type != "cpu":
+        raise ValueError(
+            f"load: device must be None or 'cpu' with stored weights, got {device!r}; load with "
+            "weights=None"
+        )
+    if tensor_parallel:
+        raise ValueError(
+            "load: tensor_parallel must be False with stored weights, got True; load with "
+            "weights=None"
+        )
+
+
+def kinds_of(
+    model,
+    weights: dict[str, str | None],
+    checkpoint: Checkpoint,
+    dtypes: dict[str, torch.dtype],
+) -> dict[str, str]:
+    """The format of each module of ``model`` that gets one, by its name.
+
+    Args:
+        dtypes: of the parameters in the loaded model.
+    """
+    kinds = {}
+    usual = dtypes[next(name for name in dtypes if name.endswith("embed_tokens.weight"))]
+    for name, module in layers_of(model):
+        if is_experts(module):
+            wanted, parameters = weights["experts"], [f"{name}.{one}" for one in EXPERT_WEIGHTS]
+        else:
+            wanted, parameters = weights["rest"], [f"{name}.weight"]
+        # upstream keeps some in float32
+        if wanted is None or any(dtypes[parameter] != usual for parameter in parameters):
+            continue
+        if wanted == STORED:
+            files = [one for parameter in parameters for one in checkpoint.parts[parameter]]
+            found = {checkpoint.tensors[one].dtype for one in files}
+            wanted = ON_DISK.get(found.pop()) if len(found) == 1 else None
+        if wanted is not None:
+            kinds[name] = wanted
+    return kinds
+
+
+def layers_of(model):
+    """Names and modules of experts and of linear layers that may have stored weights."""
+    text = text_model(model)
+    prefix = next(name for name, module in model.named_modules() if module is text)
+    for name, module in text.layers.named_modules():
+        linear = type(module) is nn.Linear and name.rpartition(".")[2] not in PLAIN
+        if linear and module.in_features % MULTIPLE == 0:
+            yield f"{prefix}.layers.{name}", module
+        elif hasattr(module, "_apply_gate") and is_experts(module):
+            if all(module._parameters[one].size(-1) % MULTIPLE == 0 for one in EXPERT_WEIGHTS):
+                yield f"{prefix}.layers.{name}", module

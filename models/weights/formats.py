@@ -1,0 +1,83 @@
+"""The stored formats of a weight ``[.., N, K]``: dtypes, shapes of scales, and rounding to them.
+
+:func:`custom_pypto.weight_only_linear` defines the formats.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+#: those that :func:`quantise` makes
+ROUNDED = ("int8", "int4")
+FORMATS = ("bfloat16", "fp8", "fp4", *ROUNDED)
+#: K is a multiple of it
+MULTIPLE = 32
+BLOCK = 128  # rows and columns of fp8 with a scale
+FP4_GROUP = 32
+INT4_GROUPS = (128, 64, 32)  # the largest that divides K
+ROWS_AT_ONCE = 256  # in float32
+
+
+class Layout(NamedTuple):
+    """Shapes and dtypes of a stored weight."""
+
+    shape: list[int]
+    dtype: torch.dtype
+    scale_shape: list[int] | None  # None: no scales
+    scale_dtype: torch.dtype | None
+
+
+def layout(kind: str, shape: list[int]) -> Layout:
+    """How a weight of this ``shape`` is stored."""
+    *lead, rows, columns = shape
+    if kind == "bfloat16":
+        return Layout(shape, torch.bfloat16, None, None)
+    if kind == "fp8":
+        grid = [*lead, -(-rows // BLOCK), -(-columns // BLOCK)]
+        return Layout(shape, torch.float8_e4m3fn, grid, torch.float32)
+    if kind == "int8":
+        return Layout(shape, torch.int8, [*lead, rows], torch.float32)
+    pairs = [*lead, rows, columns // 2]
+    if kind == "fp4":
+        scales = [*lead, rows, columns // FP4_GROUP]
+        return Layout(pairs, torch.uint8, scales, torch.float8_e8m0fnu)
+    groups = columns // int4_group(columns)
+    return Layout(pairs, torch.uint8, [*lead, rows, groups, 2], torch.bfloat16)
+
+
+def int4_group(columns: int) -> int:
+    """Values of a row that share scale and zero."""
+    return next(group for group in INT4_GROUPS if columns % group == 0)
+
+
+def quantise(kind: str, matrix: Tensor, weight: Tensor, scales: Tensor) -> None:
+    """Rounds ``matrix [N, K]`` to a format of :data:`ROUNDED`: int8 symmetric with a scale for each
+    row, int4 between the smallest and the largest value of a group."""
+    of_rows = {"int8": _int8, "int4": _int4}[kind]
+    for rows, *out in zip(
+        matrix.split(ROWS_AT_ONCE),
+        weight.split(ROWS_AT_ONCE),
+        scales.split(ROWS_AT_ONCE),
+        strict=True,
+    ):
+        of_rows(rows.float(), *out)
+
+
+def _int8(rows: Tensor, weight: Tensor, scales: Tensor) -> None:
+    tiny = torch.finfo(torch.float32).tiny  # of a row of zeros
+    torch.div(rows.abs().amax(-1).clamp(min=tiny), 127, out=scales)
+    weight.copy_((rows / scales[:, None]).round_().clamp_(-127, 127))
+
+
+def _int4(rows: Tensor, weight: Tensor, scales: Tensor) -> None:
+    groups = rows.unflatten(-1, (scales.size(1), -1))
+    low, high = groups.aminmax(dim=-1)
+    scale, zero = scales.unbind(-1)
+    # of a group of one value, whose zero is that value
+    scale.copy_(((high - low) / 15).clamp(min=torch.finfo(torch.float32).tiny))
+    step = scale.float()
+    zero.copy_(low + 8 * step)
+    values = (groups - zero.float()[..., None]) / step[..., None]
+    pairs = (values.round_() + 8).clamp_(0, 15).to(torch.uint8).flatten(1).unflatten(-1, (-1, 2))
+    weight.copy_(pairs[..., 0] | pairs[..., 1] << 4)

@@ -1,0 +1,122 @@
+"""Modules with stored weights, in place of linear layers and inside experts of transformers.
+
+Shapes: T tokens, E experts, k experts of a token, I intermediate size.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+import custom_pypto
+
+from .formats import layout
+
+#: name of the implementation of experts in transformers
+EXPERTS = "custom_pypto"
+EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
+SCALE = "_scale"
+
+
+class StoredLinear(nn.Module):
+    """A linear layer whose weight is in a format of :mod:`.formats`."""
+
+    def __init__(self, linear: nn.Linear, kind: str):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.kind = kind
+        self.bias = linear.bias
+        store(self, "weight", kind, list(linear.weight.shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_no_gradient(x, self.kind)
+        y = custom_pypto.weight_only_linear(x, self.weight, self.weight_scale)
+        return y if self.bias is None else y + self.bias
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, {self.kind}"
+
+
+def store(module: nn.Module, name: str, kind: str, shape: list[int]) -> None:
+    """Gives ``module`` empty parameters for a stored weight of this shape, and for its scales."""
+    stored = layout(kind, shape)
+    device = next(iter(module.parameters(recurse=False)), torch.empty(0, device="meta")).device
+    weight = torch.empty(stored.shape, dtype=stored.dtype, device=device)
+    setattr(module, name, nn.Parameter(weight, requires_grad=False))
+    scales = None
+    if stored.scale_shape is not None:
+        empty = torch.empty(stored.scale_shape, dtype=stored.scale_dtype, device=device)
+        scales = nn.Parameter(empty, requires_grad=False)
+    module.register_parameter(name + SCALE, scales)
+
+
+def check_no_gradient(x: Tensor, kind: str) -> None:
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise ValueError(
+            f"patched model: the input of a layer with weights in {kind} must not require a "
+            "gradient, which these weights do not pass on; use torch.no_grad(), or train a model "
+            "that was loaded with weights=None"
+        )
+
+
+def is_experts(module: nn.Module) -> bool:
+    """Whether transformers computes ``module`` by a function of :data:`ALL_EXPERTS_FUNCTIONS`, and
+    its weights are those of :data:`EXPERT_WEIGHTS`."""
+    own = module._parameters
+    return all(own.get(name) is not None and own[name].dim() == 3 for name in EXPERT_WEIGHTS) and (
+        module.is_concatenated and not module.is_transposed and not module.has_bias
+    )
+
+
+def stored_experts(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """transformers' computation of experts ``self``, over stored weights.
+
+    Args:
+        hidden_states: ``[T, hidden]``.
+        top_k_index: ``[T, k]``; E, of an expert on another rank, adds nothing.
+        top_k_weights: ``[T, k]``.
+    """
+    if getattr(self, "kind", None) is None:  # a layer in a dtype that is not stored
+        return ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
+    check_no_gradient(hidden_states, self.kind)
+
+    def product(x: Tensor, name: str) -> Tensor:
+        weight, scales = getattr(self, name), getattr(self, name + SCALE)
+        return custom_pypto.weight_only_linear(x, weight, scales, experts=top_k_index)
+
+    outputs = product(self._apply_gate(product(hidden_states, "gate_up_proj")), "down_proj")
+    total = torch.zeros_like(hidden_states, dtype=torch.float32)
+    for output, weight in zip(outputs.unbind(1), top_k_weights.unbind(1), strict=True):
+        total += output.float() * weight[:, None].float()
+    return total.to(hidden_states.dtype)
+
+
+ALL_EXPERTS_FUNCTIONS.register(EXPERTS, stored_experts)
+
+
+def convert(model: nn.Module, kinds: dict[str, str]) -> None:
+    """Gives the modules of these names their format. They are on the meta device."""
+    for name, kind in kinds.items():
+        module = model.get_submodule(name)
+        if not is_experts(module):
+            parent, _, child = name.rpartition(".")
+            setattr(model.get_submodule(parent), child, StoredLinear(module, kind))
+            continue
+        module.kind = kind
+        for weight in EXPERT_WEIGHTS:
+            shape = list(module._parameters.pop(weight).shape)
+            store(module, weight, kind, shape)
+    if any(is_experts(module) for module in model.modules() if hasattr(module, "_apply_gate")):
+        model.set_experts_implementation(EXPERTS)
+
+
+def stored_parameters(model: nn.Module) -> set[str]:
+    """Names of the parameters with values or scales of stored weights."""
+    found = set()
+    for name, module in model.named_modules():
+        if getattr(module, "kind", None) is not None:
+            weights = ["weight"] if isinstance(module, StoredLinear) else EXPERT_WEIGHTS
+            both = {weight + end for weight in weights for end in ("", SCALE)}
+            found |= {f"{name}.{one}" for one in both & module._parameters.keys()}
+    return found

@@ -1,0 +1,62 @@
+"""Stored weights as a quantisation method of transformers, which then creates the modules of
+:mod:`.modules` while it loads a model, and records them in ``config.json``."""
+
+from transformers.quantizers import HfQuantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from ..quantised_weights import METHOD
+from .modules import convert
+
+
+@register_quantization_config(METHOD)
+class StoredWeights(QuantizationConfigMixin):
+    """The ``quantization_config`` of a model with stored weights.
+
+    Args:
+        modules: names of linear layers and experts, by format.
+    """
+
+    def __init__(self, modules: dict[str, list[str]], quant_method: str = METHOD):
+        self.quant_method, self.modules = quant_method, modules
+
+    @classmethod
+    def of(cls, kinds: dict[str, str]) -> "StoredWeights":
+        """From the format of each module."""
+        modules: dict[str, list[str]] = {}
+        for name, kind in kinds.items():
+            modules.setdefault(kind, []).append(name)
+        return cls(modules)
+
+    @property
+    def kinds(self) -> dict[str, str]:
+        """The format of each module."""
+        return {name: kind for kind, names in self.modules.items() for name in names}
+
+
+@register_quantizer(METHOD)
+class StoredWeightsQuantizer(HfQuantizer):
+    """Creates the modules; their weights are loaded like any others."""
+
+    def _process_model_before_weight_loading(self, model, **kwargs):
+        convert(model, self.quantization_config.kinds)
+        return model
+
+    def is_serializable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        return False
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+
+def stored_kinds(config) -> dict[str, str]:
+    """The formats of the modules of a saved model, by name."""
+    described = getattr(config, "quantization_config", None)
+    if described is None or described.get("quant_method") != METHOD:
+        return {}
+    return StoredWeights.from_dict(described).kinds

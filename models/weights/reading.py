@@ -1,0 +1,110 @@
+"""Reads weights from a checkpoint into stored formats, one tensor at a time."""
+
+import threading
+
+import torch
+from torch import Tensor
+
+from .. import quantised_weights
+from .formats import BLOCK, layout, quantise
+
+# safetensors' names of the dtypes of stored weights and their scales
+NAMES = {
+    torch.bfloat16: "BF16",
+    torch.float32: "F32",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e8m0fnu: "F8_E8M0",
+}
+
+
+class StoredWeight:
+    """A weight on disk and its scales, both made when the first of them is read.
+
+    Args:
+        parts: names on disk: one, or of each expert one or two.
+        shape: of the values.
+        lock: held while a weight is made, so that one tensor of the checkpoint is in memory.
+    """
+
+    def __init__(self, reader, parts: list[str], shape: list[int], kind: str, lock: threading.Lock):
+        self.reader, self.parts, self.shape, self.kind = reader, parts, shape, kind
+        self.layout = layout(kind, shape)
+        self.lock = lock
+        self.made: dict[str, Tensor] = {}
+
+    def take(self, which: str) -> Tensor:
+        """``"weight"`` or ``"scales"``, once."""
+        with self.lock:
+            if which not in self.made:
+                self.make()
+            return self.made.pop(which)
+
+    def make(self) -> None:
+        weight = torch.empty(self.layout.shape, dtype=self.layout.dtype)
+        self.made = {"weight": weight}
+        # a part is some rows of a matrix
+        weights, scales = weight.view(len(self.parts), -1, weight.size(-1)), None
+        if self.layout.scale_shape is not None:
+            self.made["scales"] = torch.empty(
+                self.layout.scale_shape, dtype=self.layout.scale_dtype
+            )
+            of_matrix = self.layout.scale_shape[2 if len(self.shape) == 3 else 1 :]
+            scales = self.made["scales"].view(len(self.parts), -1, *of_matrix)
+        for i, part in enumerate(self.parts):
+            self.read(part, weights[i], None if scales is None else scales[i])
+
+    def read(self, part: str, weight: Tensor, scales: Tensor | None) -> None:
+        if self.kind in ("int8", "int4"):
+            matrix = self.reader.read(part, torch.float32).flatten(0, -2)
+            quantise(self.kind, matrix, weight, scales)
+            return
+        stored = self.reader.stored(part).flatten(0, -2)
+        weight.copy_(stored.view(weight.dtype) if self.kind == "fp4" else stored)
+        if self.kind == "fp8" and bool(weight.isnan().any()):
+            file = self.reader.tensors[part].file
+            raise ValueError(f"load: {file}: {part} has NaN; download it again")
+        if scales is not None:
+            name = quantised_weights.scale_name(part, self.reader.tensors)
+            scales.copy_(self.reader.stored(name))
+
+
+class OnDisk:
+    """A parameter with the values or the scales of a stored weight, like a slice of safetensors."""
+
+    def __init__(self, weight: StoredWeight, which: str):
+        self.weight, self.which = weight, which
+
+    def get_shape(self) -> list[int]:
+        stored = self.weight.layout
+        return stored.shape if self.which == "weight" else stored.scale_shape
+
+    def get_dtype(self) -> str:
+        stored = self.weight.layout
+        return NAMES[stored.dtype if self.which == "weight" else stored.scale_dtype]
+
+    def __getitem__(self, index) -> Tensor:
+        whole = self.weight.take(self.which)
+        return whole if index is ... else whole[index].clone()
+
+
+def check_blocks(name: str, kind: str, parts: int, shape: list[int], block) -> None:
+    """Rejects blocks of fp8 that :func:`custom_pypto.weight_only_linear` cannot have.
+
+    Raises:
+        ValueError: names the weight and the remedy.
+    """
+    if kind != "fp8":
+        return
+    if tuple(block) != (BLOCK, BLOCK):
+        raise ValueError(
+            f"load: weight_block_size of config.json must be [{BLOCK}, {BLOCK}] for "
+            f"weights='stored', got {list(block)}; pass weights='int8'"
+        )
+    rows = shape[-2] // (parts // shape[0] if len(shape) == 3 else 1)
+    if len(shape) == 3 and rows % BLOCK:
+        raise ValueError(
+            f"load: {name} must have a multiple of {BLOCK} rows in each projection for "
+            f"weights='stored', got {rows}; pass weights='int8'"
+        )
