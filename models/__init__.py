@@ -42,7 +42,14 @@ from .indexer_loss import (  # noqa: E402
     begin_indexer_loss,
     check_indexer_loss,
 )
-from .loading import Reader, check_memory, dtypes_of, parameters, resolve_dtype  # noqa: E402
+from .loading import (  # noqa: E402
+    Reader,
+    check_memory,
+    check_scale_values,
+    dtypes_of,
+    parameters,
+    resolve_dtype,
+)
 from .patched import patched_layers, sizes, text_model  # noqa: E402
 from .projection import change_class, has_other_forward  # noqa: E402
 from .replay import record_indices, replay_indices  # noqa: E402
@@ -251,6 +258,7 @@ def load(
     checkpoint = check_shards(path, skeleton, blocks)
     dtype = resolve_dtype(dtype, config, checkpoint)
     reader = Reader(checkpoint.tensors, blocks)
+    check_scale_values(skeleton, checkpoint, reader)
     chosen = kinds_of(skeleton, weights, checkpoint, dtypes_of(skeleton, dtype))
     state = parameters(skeleton, checkpoint, reader, dtype, chosen)
     convert(skeleton, chosen)

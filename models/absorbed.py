@@ -14,7 +14,6 @@ from torch.autograd.function import once_differentiable
 
 import custom_pypto
 
-
 # torch multiplies bfloat16 fast only where a CPU does
 MULTIPLIES_BF16 = torch.ops.custom_pypto.cpu_isa() in ("avx512_bf16", "amx", "amx_emulated")
 FEW_ROWS = 16  # for which torch copies the weight of an einsum

@@ -113,6 +113,24 @@ def parameters(
     return found
 
 
+def check_scale_values(model, checkpoint: Checkpoint, reader: Reader) -> None:
+    """Rejects scales that are infinite or NaN.
+
+    Raises:
+        ValueError: names file and tensor.
+    """
+    weights = filter(reader.is_quantised, checkpoint.tensors)
+    names = [quantised_weights.scale_name(name, checkpoint.tensors) for name in weights]
+    own = (name for name in stored_parameters(model) if name.endswith(SCALE))
+    names += [checkpoint.parts[name][0] for name in own]
+    for name in names:
+        if not bool(reader.stored(name).float().isfinite().all()):
+            file = checkpoint.tensors[name].file
+            raise ValueError(
+                f"load: {file}: {name} must be finite, got an infinity or NaN; download it again"
+            )
+
+
 def dtypes_of(model, dtype: torch.dtype) -> dict[str, torch.dtype]:
     """The dtype of every parameter and persistent buffer once ``model`` is loaded in ``dtype``.
 

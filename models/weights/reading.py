@@ -102,8 +102,9 @@ def check_blocks(name: str, kind: str, parts: int, shape: list[int], block) -> N
             f"load: weight_block_size of config.json must be [{BLOCK}, {BLOCK}] for "
             f"weights='stored', got {list(block)}; pass weights='int8'"
         )
-    rows = shape[-2] // (parts // shape[0] if len(shape) == 3 else 1)
-    if len(shape) == 3 and rows % BLOCK:
+    projections = parts // shape[0] if len(shape) == 3 else 1
+    rows = shape[-2] // projections
+    if projections > 1 and rows % BLOCK:
         raise ValueError(
             f"load: {name} must have a multiple of {BLOCK} rows in each projection for "
             f"weights='stored', got {rows}; pass weights='int8'"
