@@ -281,9 +281,12 @@ def begin_indexer_loss(model, args: tuple, kwargs: dict):
 
 
 def add_indexer_loss(model, args: tuple, kwargs: dict, output):
-    """Forward hook: puts the loss into the output, and adds it to that of the language model."""
+    """Forward hook: puts the loss into the output, and adds it to that of the language model.
+
+    It must also be called if the forward raises, then without an output, to take the loss.
+    """
     loss = kwargs.get(NAME)
-    if loss is None or (total := loss.take()) is None:
+    if loss is None or (total := loss.take()) is None or output is None:
         return None
     names = inspect.signature(type(model).forward).parameters
     given = dict(zip([*names][1:], args, strict=False)) | kwargs

@@ -9,6 +9,7 @@ Shapes: B batch, S tokens, T = B * S.
 """
 
 from collections.abc import Iterable
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from .absorbed import Part
 from .cache.formats import IndexRows
 from .cache.sequence import Sequences
 from .cache.step import Step, TokenSlice
-from .cache.store import Store
+from .cache.store import PagedLayer, Store
 from .indexer_loss import IndexerLoss, LayerLoss
 from .patched import device_of, patched_layers
 from .training_rows import IndexKeysOfCall, LatentsOfCall
@@ -74,8 +75,12 @@ class StoreOfCalls:
         autocast = torch.is_autocast_enabled(device.type)
         self.dtype = torch.get_autocast_dtype(device.type) if autocast else text.dtype
         self.device = device
-        #: layers with latents for others
-        self.shared: dict = {}
+        # Checkpointed layers keep this store, and latents keep the graph of these layers: together
+        # a cycle through C++, which Python does not collect.
+        #: layers with latents for others, kept by the graph of those
+        self.shared: WeakValueDictionary = WeakValueDictionary()
+        #: those of them that have no graph
+        self.constant: list[PagedLayer] = []
 
     @torch.compiler.disable(reason="each call of a layer creates its rows")
     def create(self, attention) -> Store:
@@ -102,10 +107,20 @@ class StoreOfCalls:
         store.loss = None
         if self.loss is not None:
             store.loss = LayerLoss(self.loss, layer, self.real.flatten(), self.parts)
-        if attention.shares_latents:
+        own.shared, store.hold = attention.shares_latents, self.hold
+        if own.shared:
             # the first call: a repeated one comes after the layers that attend to these latents
             self.shared.setdefault(layer, own)
         return store
+
+    @torch.compiler.disable(reason="the graph of a layer keeps the latents to which it attends")
+    def hold(self, layer: PagedLayer, output: Tensor) -> None:
+        """Keeps the latents of ``layer`` as long as ``output``, which comes from them."""
+        layer.index = None  # it may have a graph, and nobody reads it any more
+        if output.grad_fn is None:
+            self.constant.append(layer)
+        else:
+            output.grad_fn.layer = layer
 
 
 def step_of(

@@ -53,6 +53,8 @@ class LatentsOfCall(LatentRows):
             heads.scaling,
             tokens.store.parts,
         )
+        if layer.shared:
+            tokens.store.hold(layer, output)
         if (loss := tokens.store.loss) is not None:
             output = loss.attach(output, heads, layer.latent, layer.rope, indices, statistics)
         return output.unflatten(0, shape)
