@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from transformers.distributed import DistributedConfig
 
 from custom_pypto.requirements import TRANSFORMERS
@@ -87,6 +88,23 @@ def possible_sizes(config, device: str) -> list[int]:
         for ranks in range(fewest, heads[0] + 1)
         if width % ranks == 0 and all(number % ranks == 0 for number in heads)
     ]
+
+
+class ReadByHeads(torch.autograd.Function):
+    """A tensor, equal on all ranks, that each reads for its own heads: the gradient is the sum of
+    the ranks'."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, ranks: dist.ProcessGroup) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient, group=ctx.ranks)
+        return gradient, None
 
 
 def check_indices(layer: int, indices: Tensor) -> None:

@@ -91,7 +91,7 @@ class StoreOfCalls:
             index = IndexRows(self.config, self.dtype, self.device)
         else:
             index = IndexKeysOfCall(self.dtype, self.loss is not None, self.dense)
-        formats = {"latent": LatentsOfCall(self.dtype), "index": index}
+        formats = {"latent": LatentsOfCall(self.dtype, attention.ranks), "index": index}
         rows = {
             name: pool.row(self.config, layer, self.dtype) for name, pool in attention.pools.items()
         }
