@@ -107,6 +107,32 @@ class ReadByHeads(torch.autograd.Function):
         return gradient, None
 
 
+def of_all_heads(x: Tensor, ranks: dist.ProcessGroup) -> Tensor:
+    """``x [heads of this rank, ..]`` with the heads of all ranks."""
+    of_rank = places(x, ranks)
+    dist.all_gather(of_rank, x.contiguous(), group=ranks)
+    return torch.cat(of_rank)
+
+
+def at_rank(
+    rank: int, of_heads: list[Tensor | None], ranks: dist.ProcessGroup
+) -> list[Tensor | None] | None:
+    """Tensors ``[T, heads of this rank, ..]`` with the heads of all ranks, on this ``rank`` of the
+    group; None on the others."""
+    here, gathered = ranks.rank() == rank, []
+    for x in of_heads:
+        of_rank = places(x, ranks) if here and x is not None else None
+        if x is not None:
+            dist.gather(x.contiguous(), of_rank, group=ranks, group_dst=rank)
+        gathered.append(None if of_rank is None else torch.cat(of_rank, 1))
+    return gathered if here else None
+
+
+def places(x: Tensor, ranks: dist.ProcessGroup) -> list[Tensor]:
+    """For the tensors of all ranks that are like ``x``."""
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(ranks.size())]
+
+
 def check_indices(layer: int, indices: Tensor) -> None:
     """Raises on all ranks unless all selected the same positions in the same order."""
     of_rank = [torch.empty_like(indices) for _ in range(dist.get_world_size())]

@@ -57,7 +57,8 @@ class StoreOfCalls:
 
     Args:
         real: ``[B, S]`` bool, False for padding on either side.
-        parts: of the tokens.
+        ends: of the sequences, which are laid end to end.
+        size: tokens of a part of them.
         loss: of the indexers, or None.
     """
 
@@ -66,10 +67,12 @@ class StoreOfCalls:
         text,
         device: torch.device,
         real: Tensor,
-        parts: list[Part],
+        ends: list[int],
+        size: int,
         loss: IndexerLoss | None,
     ):
-        self.config, self.real, self.parts, self.loss = text.config, real, parts, loss
+        self.config, self.real, self.loss = text.config, real, loss
+        self.ends, self.size, self.parts = ends, size, parts_of(ends, size, device)
         self.dense = text.custom_pypto_indexer_loss.kind == "dense"
         self.block_size = text.custom_pypto_cache["block_size"]
         autocast = torch.is_autocast_enabled(device.type)
@@ -106,7 +109,11 @@ class StoreOfCalls:
         store.layers, store.parts = {**self.shared, layer: own}, self.parts
         store.loss = None
         if self.loss is not None:
-            store.loss = LayerLoss(self.loss, layer, self.real.flatten(), self.parts)
+            parts, ranks = self.parts, attention.ranks
+            if ranks is not None:  # each takes some
+                size = min(self.size, -(-self.ends[-1] // ranks.size()))
+                parts = parts_of(self.ends, size, self.device)
+            store.loss = LayerLoss(self.loss, layer, self.real.flatten(), parts, ranks)
         own.shared, store.hold = attention.shares_latents, self.hold
         if own.shared:
             # the first call: a repeated one comes after the layers that attend to these latents
@@ -210,8 +217,8 @@ def place(
         within = within - torch.where(starts, within, 0).cummax(1).values
     ends = [*starts.flatten().nonzero().flatten().tolist()[1:], batch * tokens]
     dense = model.custom_pypto_indexer_loss.kind == "dense"
-    parts = parts_of(ends, DENSE_TOKENS if dense else attention.slice_tokens, device)
-    store = StoreOfCalls(model, device, real, parts, loss)
+    size = DENSE_TOKENS if dense else attention.slice_tokens
+    store = StoreOfCalls(model, device, real, ends, size, loss)
     sequences = Sequences(batch, None, device)
     lengths = placed.sum(1).int()
     return TrainingStep(store, sequences, sequences.lengths, lengths, placed, within, None)

@@ -493,13 +493,6 @@ def test_indexers_of_groups_are_rejected(kind, loss):
         model_for(loss, kind)
 
 
-def test_a_shared_model_is_rejected():
-    model = tiny_model()
-    model._tp_size = 2  # as transformers does
-    with pytest.raises(ValueError, match="must be None for a model with tensor_parallel, .*got"):
-        models.use_custom_pypto(model, indexer_loss="sparse")
-
-
 def holes():
     batch = padded()
     batch["attention_mask"][1, 20] = 0

@@ -1,4 +1,4 @@
-"""Two ranks that share a model train it as one process does."""
+"""Two ranks that share a model train it as one process does, its indexers too."""
 
 from datetime import timedelta
 from pathlib import Path
@@ -14,7 +14,7 @@ from training_harness import padded, trained
 from custom_pypto import models
 from custom_pypto.models.latent_attention import LatentAttention
 
-LOSSES = [None]
+LOSSES = [None, "sparse", "dense"]
 # use_reentrant of checkpointing; None: without
 CHECKPOINTS = [None, False, True]
 # of a gradient's norm, in float32: two partial sums in place of one
