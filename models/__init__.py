@@ -157,7 +157,7 @@ def use_custom_pypto(
     if indexer_loss:
         model._undo_custom_pypto += (
             model.register_forward_pre_hook(begin_indexer_loss, with_kwargs=True),
-            model.register_forward_hook(add_indexer_loss, with_kwargs=True),
+            model.register_forward_hook(add_indexer_loss, with_kwargs=True, always_call=True),
         )
     model._prepare_cache_for_generation = partial(generation.prepare_cache_for_generation, model)
     model.create_masks_for_generate = generation.create_masks_for_generate

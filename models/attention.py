@@ -6,6 +6,7 @@ Shapes: B batch, S new tokens.
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .cache import Step
@@ -96,6 +97,11 @@ class PatchedAttention:
 
     def write(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, step: Step) -> None:
         """Writes the cache rows of all new tokens, unless :meth:`read` does."""
+
+    @property
+    def ranks(self) -> dist.ProcessGroup | None:
+        """Those that share the heads, in tensor parallel; None: this one has all."""
+        return None
 
     @property
     def selects(self) -> bool:

@@ -10,7 +10,10 @@ them to the indexer when the backward passes the layer, times a scale. :class:`R
 itself, made from the last hidden state: its backward sets the scale, before that of any layer. So
 checkpointed layers may run again in between, and whatever scales the loss scales these gradients.
 
-Shapes: T tokens laid end to end, H heads, N index heads, D ``index_head_dim``.
+Ranks that share the heads, in tensor parallel, have the same indexers and tokens. Each takes
+some of the tokens, for which the others send it their heads, and all add up the results.
+
+Shapes: T tokens laid end to end, H heads of this rank, N index heads, D ``index_head_dim``.
 """
 
 import dataclasses
@@ -19,6 +22,7 @@ import inspect
 from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
@@ -28,6 +32,7 @@ import custom_pypto
 
 from .absorbed import Heads, Part, absorbed_query
 from .patched import text_model
+from .tensor_parallel import at_rank, of_all_heads
 
 INDEXER_LOSS = ("sparse", "dense")
 # name of the forward's keyword and of the output
@@ -97,10 +102,19 @@ class LayerLoss:
         loss: of the forward.
         real: ``[T]`` bool, False for padding.
         parts: of the tokens.
+        ranks: that share the heads, or None. They take the parts in turns.
     """
 
-    def __init__(self, loss: IndexerLoss, layer: int, real: Tensor, parts: list[Part]):
+    def __init__(
+        self,
+        loss: IndexerLoss,
+        layer: int,
+        real: Tensor,
+        parts: list[Part],
+        ranks: dist.ProcessGroup | None,
+    ):
         self.loss, self.layer, self.real, self.parts = loss, layer, real, parts
+        self.ranks = ranks
         #: None: the layer has no indexer
         self.inputs: IndexInputs | None = None
 
@@ -143,22 +157,32 @@ class LayerLoss:
         # in float32: parts add to the same rows
         d_key = torch.zeros_like(index.key, dtype=torch.float32)
         value = d_key.new_zeros(())
-        if not indices.size(-1) and heads.sinks is not None:
-            # the dense op divides by the number of heads, but a sink takes a share of each
-            shares = torch.exp(heads.sinks - maxima) / sums
-            sums = sums * (1 - shares).mean(-1, keepdim=True)
+        weight, sinks = heads.weight[:, : heads.q_nope.size(-1)], heads.sinks
+        if self.ranks is not None:
+            weight = of_all_heads(weight, self.ranks)
+            sinks = None if sinks is None else of_all_heads(sinks, self.ranks)
+        turn = 0
         for part in self.parts:
             queries, query_ends = real_rows(self.real, part.queries, part.query_ends)
             keys, key_ends = real_rows(self.real, part.keys, part.key_ends)
             if not len(queries):
                 continue
-            of_attention = absorbed_query(heads.q_nope[queries], heads.weight), latent[keys]
+            of_heads = heads.q_nope, heads.q_rope, maxima[0], sums[0]
+            of_heads = [None if x is None else x[queries] for x in of_heads]
+            if self.ranks is not None:
+                of_heads = at_rank(turn % self.ranks.size(), of_heads, self.ranks)
+                turn += 1
+                if of_heads is None:
+                    continue
+            q_nope, q_rope, *of_softmax = of_heads
+            if not indices.size(-1) and sinks is not None:
+                # the dense op divides by the number of heads, but a sink takes a share of each
+                shares = torch.exp(sinks - of_softmax[0]) / of_softmax[1]
+                of_softmax[1] = of_softmax[1] * (1 - shares).mean(-1, keepdim=True)
+            of_softmax = [x.unsqueeze(0) for x in of_softmax]
+            of_attention = absorbed_query(q_nope, weight), latent[keys]
             of_index = index.query[queries], index.key[keys], index.weights[queries]
-            of_softmax = maxima[:, queries], sums[:, queries]
-            ropes = {
-                "query_rope": None if heads.q_rope is None else heads.q_rope[queries],
-                "key_rope": None if rope is None else rope[keys],
-            }
+            ropes = {"query_rope": q_rope, "key_rope": None if rope is None else rope[keys]}
             lengths = {
                 "actual_seq_qlen": query_ends,
                 "actual_seq_klen": key_ends,
@@ -187,6 +211,9 @@ class LayerLoss:
             d_query[queries], of_keys, d_weights[queries], of_tokens = of_part
             d_key[keys] += of_keys
             value += of_tokens[0]
+        if self.ranks is not None:
+            for x in (d_query, d_key, d_weights, value):
+                dist.all_reduce(x, group=self.ranks)
         return d_query, d_key.to(index.key.dtype), d_weights, value
 
 
@@ -267,8 +294,6 @@ def check_indexer_loss(caller: str, model, attention, training: str, option: Opt
         why = "training='upstream', whose indexers have no gradient; pass training='auto'"
     elif attention.counts_groups:
         why = f"model_type {model.config.model_type}, whose indexer scores groups of tokens"
-    elif getattr(model, "tp_size", None) is not None:
-        why = "a model with tensor_parallel, whose ranks see the probabilities of their heads only"
     if why:
         raise ValueError(f"{caller}: indexer_loss must be None for {why}, got {kind!r}")
 
@@ -281,9 +306,12 @@ def begin_indexer_loss(model, args: tuple, kwargs: dict):
 
 
 def add_indexer_loss(model, args: tuple, kwargs: dict, output):
-    """Forward hook: puts the loss into the output, and adds it to that of the language model."""
+    """Forward hook: puts the loss into the output, and adds it to that of the language model.
+
+    It must also be called if the forward raises, then without an output, to take the loss.
+    """
     loss = kwargs.get(NAME)
-    if loss is None or (total := loss.take()) is None:
+    if loss is None or (total := loss.take()) is None or output is None:
         return None
     names = inspect.signature(type(model).forward).parameters
     given = dict(zip([*names][1:], args, strict=False)) | kwargs

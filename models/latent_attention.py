@@ -14,7 +14,7 @@ from .absorbed import Heads
 from .attention import PatchedAttention, causal_pairs, rotate
 from .cache import Step, TokenSlice
 from .cache.store import PagedLayer
-from .projection import check_absorbed, check_replaced, weight_of
+from .projection import check_absorbed, check_replaced, ranks_of, weight_of
 from .tensor_parallel import CHECK_RANKS, check_indices
 
 
@@ -90,6 +90,10 @@ class LatentAttention(PatchedAttention):
         dense = tokens**2 * (self.qk_head_dim + self.v_head_dim)
         width = 2 * self.kv_lora_rank + self.qk_rope_head_dim
         return dense, causal_pairs(tokens, self.attended) * width
+
+    @property
+    def ranks(self) -> dist.ProcessGroup | None:
+        return ranks_of(self.kv_b_proj)
 
     @property
     def attended(self) -> int:

@@ -8,6 +8,7 @@ anything runs.
 from contextlib import AbstractContextManager, nullcontext
 from types import MethodType
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import type_before_parametrizations
@@ -63,6 +64,17 @@ def weight_of(projection: nn.Module) -> Tensor:
         with brought_in(projection.lora_A[adapter]), brought_in(projection.lora_B[adapter]):
             weight = weight + projection.get_delta_weight(adapter)
     return weight.to(dtype)
+
+
+def ranks_of(projection: nn.Module) -> dist.ProcessGroup | None:
+    """The ranks that share the heads of a ``kv_b_proj``; None: this one has all."""
+    if is_lora(projection):
+        return ranks_of(projection.base_layer)
+    weight = projection.weight
+    if not isinstance(weight, DTensor):
+        return None
+    mesh = weight.device_mesh
+    return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
 
 
 def obstacle(projection: nn.Module) -> str | None:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from transformers.distributed import DistributedConfig
 
 from custom_pypto.requirements import TRANSFORMERS
@@ -87,6 +88,49 @@ def possible_sizes(config, device: str) -> list[int]:
         for ranks in range(fewest, heads[0] + 1)
         if width % ranks == 0 and all(number % ranks == 0 for number in heads)
     ]
+
+
+class ReadByHeads(torch.autograd.Function):
+    """A tensor, equal on all ranks, that each reads for its own heads: the gradient is the sum of
+    the ranks'."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, ranks: dist.ProcessGroup) -> Tensor:
+        ctx.ranks = ranks
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        gradient = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(gradient, group=ctx.ranks)
+        return gradient, None
+
+
+def of_all_heads(x: Tensor, ranks: dist.ProcessGroup) -> Tensor:
+    """``x [heads of this rank, ..]`` with the heads of all ranks."""
+    of_rank = places(x, ranks)
+    dist.all_gather(of_rank, x.contiguous(), group=ranks)
+    return torch.cat(of_rank)
+
+
+def at_rank(
+    rank: int, of_heads: list[Tensor | None], ranks: dist.ProcessGroup
+) -> list[Tensor | None] | None:
+    """Tensors ``[T, heads of this rank, ..]`` with the heads of all ranks, on this ``rank`` of the
+    group; None on the others."""
+    here, gathered = ranks.rank() == rank, []
+    for x in of_heads:
+        of_rank = places(x, ranks) if here and x is not None else None
+        if x is not None:
+            dist.gather(x.contiguous(), of_rank, group=ranks, group_dst=rank)
+        gathered.append(None if of_rank is None else torch.cat(of_rank, 1))
+    return gathered if here else None
+
+
+def places(x: Tensor, ranks: dist.ProcessGroup) -> list[Tensor]:
+    """For the tensors of all ranks that are like ``x``."""
+    return [torch.empty(x.shape, dtype=x.dtype, device=x.device) for _ in range(ranks.size())]
 
 
 def check_indices(layer: int, indices: Tensor) -> None:

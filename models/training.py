@@ -9,6 +9,7 @@ Shapes: B batch, S tokens, T = B * S.
 """
 
 from collections.abc import Iterable
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,7 @@ from .absorbed import Part
 from .cache.formats import IndexRows
 from .cache.sequence import Sequences
 from .cache.step import Step, TokenSlice
-from .cache.store import Store
+from .cache.store import PagedLayer, Store
 from .indexer_loss import IndexerLoss, LayerLoss
 from .patched import device_of, patched_layers
 from .training_rows import IndexKeysOfCall, LatentsOfCall
@@ -56,7 +57,8 @@ class StoreOfCalls:
 
     Args:
         real: ``[B, S]`` bool, False for padding on either side.
-        parts: of the tokens.
+        ends: of the sequences, which are laid end to end.
+        size: tokens of a part of them.
         loss: of the indexers, or None.
     """
 
@@ -65,17 +67,23 @@ class StoreOfCalls:
         text,
         device: torch.device,
         real: Tensor,
-        parts: list[Part],
+        ends: list[int],
+        size: int,
         loss: IndexerLoss | None,
     ):
-        self.config, self.real, self.parts, self.loss = text.config, real, parts, loss
+        self.config, self.real, self.loss = text.config, real, loss
+        self.ends, self.size, self.parts = ends, size, parts_of(ends, size, device)
         self.dense = text.custom_pypto_indexer_loss.kind == "dense"
         self.block_size = text.custom_pypto_cache["block_size"]
         autocast = torch.is_autocast_enabled(device.type)
         self.dtype = torch.get_autocast_dtype(device.type) if autocast else text.dtype
         self.device = device
-        #: layers with latents for others
-        self.shared: dict = {}
+        # Checkpointed layers keep this store, and latents keep the graph of these layers: together
+        # a cycle through C++, which Python does not collect.
+        #: layers with latents for others, kept by the graph of those
+        self.shared: WeakValueDictionary = WeakValueDictionary()
+        #: those of them that have no graph
+        self.constant: list[PagedLayer] = []
 
     @torch.compiler.disable(reason="each call of a layer creates its rows")
     def create(self, attention) -> Store:
@@ -86,7 +94,7 @@ class StoreOfCalls:
             index = IndexRows(self.config, self.dtype, self.device)
         else:
             index = IndexKeysOfCall(self.dtype, self.loss is not None, self.dense)
-        formats = {"latent": LatentsOfCall(self.dtype), "index": index}
+        formats = {"latent": LatentsOfCall(self.dtype, attention.ranks), "index": index}
         rows = {
             name: pool.row(self.config, layer, self.dtype) for name, pool in attention.pools.items()
         }
@@ -101,11 +109,25 @@ class StoreOfCalls:
         store.layers, store.parts = {**self.shared, layer: own}, self.parts
         store.loss = None
         if self.loss is not None:
-            store.loss = LayerLoss(self.loss, layer, self.real.flatten(), self.parts)
-        if attention.shares_latents:
+            parts, ranks = self.parts, attention.ranks
+            if ranks is not None:  # each takes some
+                size = min(self.size, -(-self.ends[-1] // ranks.size()))
+                parts = parts_of(self.ends, size, self.device)
+            store.loss = LayerLoss(self.loss, layer, self.real.flatten(), parts, ranks)
+        own.shared, store.hold = attention.shares_latents, self.hold
+        if own.shared:
             # the first call: a repeated one comes after the layers that attend to these latents
             self.shared.setdefault(layer, own)
         return store
+
+    @torch.compiler.disable(reason="the graph of a layer keeps the latents to which it attends")
+    def hold(self, layer: PagedLayer, output: Tensor) -> None:
+        """Keeps the latents of ``layer`` as long as ``output``, which comes from them."""
+        layer.index = None  # it may have a graph, and nobody reads it any more
+        if output.grad_fn is None:
+            self.constant.append(layer)
+        else:
+            output.grad_fn.layer = layer
 
 
 def step_of(
@@ -195,8 +217,8 @@ def place(
         within = within - torch.where(starts, within, 0).cummax(1).values
     ends = [*starts.flatten().nonzero().flatten().tolist()[1:], batch * tokens]
     dense = model.custom_pypto_indexer_loss.kind == "dense"
-    parts = parts_of(ends, DENSE_TOKENS if dense else attention.slice_tokens, device)
-    store = StoreOfCalls(model, device, real, parts, loss)
+    size = DENSE_TOKENS if dense else attention.slice_tokens
+    store = StoreOfCalls(model, device, real, ends, size, loss)
     sequences = Sequences(batch, None, device)
     lengths = placed.sum(1).int()
     return TrainingStep(store, sequences, sequences.lengths, lengths, placed, within, None)

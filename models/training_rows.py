@@ -5,6 +5,7 @@ Shapes: B batch, S tokens, T = B * S, H heads, N index heads, D ``index_head_dim
 """
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import custom_pypto
@@ -14,15 +15,26 @@ from .cache.formats import IndexRows, LatentRows, Rows
 from .cache.step import Step, TokenSlice
 from .cache.store import PagedLayer
 from .indexer_loss import IndexInputs
+from .tensor_parallel import ReadByHeads
 
 
 class LatentsOfCall(LatentRows):
-    """Latents and RoPE keys ``[T, 1, .]``."""
+    """Latents and RoPE keys ``[T, 1, .]``.
+
+    Args:
+        ranks: that share the heads, or None.
+    """
+
+    def __init__(self, dtype: torch.dtype, ranks: dist.ProcessGroup | None):
+        super().__init__(dtype)
+        self.ranks = ranks
 
     def rows(self, declared: Rows) -> Rows:
         return declared | {"latent": None, "rope": None}
 
     def write(self, step: Step, layer: PagedLayer, latent: Tensor, rope: Tensor | None) -> None:
+        if self.ranks is not None:  # transformers' plan adds up the gradients of RoPE keys
+            latent = ReadByHeads.apply(latent, self.ranks)
         layer.latent = laid_end_to_end(latent.unsqueeze(2), self.dtype)
         layer.rope = laid_end_to_end(rope, self.dtype)
         layer.has_gradient = torch.is_grad_enabled()
@@ -53,6 +65,8 @@ class LatentsOfCall(LatentRows):
             heads.scaling,
             tokens.store.parts,
         )
+        if layer.shared:
+            tokens.store.hold(layer, output)
         if (loss := tokens.store.loss) is not None:
             output = loss.attach(output, heads, layer.latent, layer.rope, indices, statistics)
         return output.unflatten(0, shape)

@@ -1,13 +1,20 @@
 """The loss of the indexers: its value and gradients by definition, and nobody else's."""
 
 import copy
-import gc
 
 import pytest
 import torch
 from tiny import ALL_KINDS, clear_case, tiny_model, token_ids
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from training_harness import BATCHES, TOKENS, Quadratic, logged_losses, padded, whole
+from training_harness import (
+    BATCHES,
+    TOKENS,
+    Quadratic,
+    logged_losses,
+    nothing_outlives_it,
+    padded,
+    whole,
+)
 from transformers.utils import is_accelerate_available
 
 from custom_pypto import models
@@ -20,6 +27,7 @@ from custom_pypto.models.training_rows import IndexKeysOfCall
 # their indexers score tokens, not groups of tokens
 LEARNING = [kind for kind in ALL_KINDS if kind not in ("deepseek_v4", "glm5_next")]
 KINDS_OF_LOSS = ["sparse", "dense"]
+OF_A_FORWARD = (indexer_loss.IndexerLoss, indexer_loss.Scale, models.training.StoreOfCalls)
 # of a gradient's norm, in float32
 TOLERANCE = 1e-5
 
@@ -282,13 +290,28 @@ def test_nothing_of_a_forward_outlives_its_output(reentrant, backward):
     if reentrant is not None:
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         model.enable_input_require_grads()
-    output = model(**whole())
-    if backward:
-        output.loss.backward()
-    del output
-    gc.collect()
-    kept = (indexer_loss.IndexerLoss, indexer_loss.Scale, models.training.StoreOfCalls)
-    assert not [x for x in gc.get_objects() if isinstance(x, kept)]
+    with nothing_outlives_it(*OF_A_FORWARD):
+        output = model(**whole())
+        if backward:
+            output.loss.backward()
+        del output
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("where", ["in the text model", "behind it"])
+def test_nothing_of_a_forward_that_raises_outlives_it(reentrant, where):
+    def refuse(*_):
+        raise ValueError("refused")
+
+    model = model_for("sparse")
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+    module = text_model(model).norm if where == "in the text model" else model.lm_head
+    module.register_forward_hook(refuse)
+    with nothing_outlives_it(*OF_A_FORWARD):
+        with pytest.raises(ValueError, match="refused"):
+            model(**whole())
 
 
 @pytest.mark.parametrize("loss", [None, "sparse"])
@@ -468,13 +491,6 @@ def test_indexers_of_groups_are_rejected(kind, loss):
     message = "indexer_loss must be None for model_type .*, whose indexer scores groups .*got"
     with pytest.raises(ValueError, match=message):
         model_for(loss, kind)
-
-
-def test_a_shared_model_is_rejected():
-    model = tiny_model()
-    model._tp_size = 2  # as transformers does
-    with pytest.raises(ValueError, match="must be None for a model with tensor_parallel, .*got"):
-        models.use_custom_pypto(model, indexer_loss="sparse")
 
 
 def holes():

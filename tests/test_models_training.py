@@ -1,13 +1,21 @@
 """Training on the ops: upstream's gradients in every kind of batch, without a matrix of scores."""
 
-import gc
 from collections import defaultdict
 
 import pytest
 import torch
 from model_harness import COUNT_PADDING
 from tiny import ALL_KINDS, KINDS, clear_case, tiny_model, token_ids
-from training_harness import BATCHES, TOKENS, Quadratic, packed, padded, trained, whole
+from training_harness import (
+    BATCHES,
+    TOKENS,
+    Quadratic,
+    nothing_outlives_it,
+    packed,
+    padded,
+    trained,
+    whole,
+)
 
 from custom_pypto import models
 from custom_pypto.models import deepseek_v4, training
@@ -19,6 +27,8 @@ from custom_pypto.models.patched import text_model
 TOLERANCES = defaultdict(lambda: 5e-6)
 TOLERANCES |= {"axk2": 1e-5, "hy_v4": 1e-5, "glm5_next": 1e-5}
 TOLERANCES |= {"mistral_large4": 1e-4, "deepseek_v4": 1e-4}
+# its layers attend to the latents of others, where transformers has it
+SHARING = "mistral_large4" if "mistral_large4" in ALL_KINDS else KINDS[0]
 # those of hyper-connections: of a few elements, and a hundredth of the other gradients
 HYPER_CONNECTIONS = 1e-3
 
@@ -178,13 +188,32 @@ def test_no_tensor_grows_with_the_square_of_the_sequence(kind):
 
 
 def test_nothing_of_a_forward_outlives_its_backward():
-    model = model_for("ops", "mistral_large4" if "mistral_large4" in ALL_KINDS else KINDS[0])
-    output = model(**whole())
-    assert output.past_key_values is None
-    output.loss.backward()
-    del output
-    gc.collect()
-    assert not [x for x in gc.get_objects() if isinstance(x, training.StoreOfCalls)]
+    model = model_for("ops", SHARING)
+    with nothing_outlives_it(training.StoreOfCalls):
+        output = model(**whole())
+        assert output.past_key_values is None
+        output.loss.backward()
+        del output
+
+
+@pytest.mark.parametrize("learns", ["everything", "indexers"])
+@pytest.mark.parametrize("loss", [None, "sparse"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_nothing_of_a_checkpointed_forward_without_backward_outlives_its_output(
+    reentrant, loss, learns
+):
+    """Neither the layers' latents for others, nor the graph of those."""
+    model = models.use_custom_pypto(
+        tiny_model(SHARING).train(), block_size=16, training="ops", indexer_loss=loss
+    )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(learns == "everything" or ".indexer." in name)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    with nothing_outlives_it(training.StoreOfCalls):
+        output = model(**whole())
+        assert output.loss.requires_grad
+        del output
 
 
 # ---- the choice of a path -----------------------------------------------------------------------

@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-import transformers.distributed.tensor_parallel
-from tiny import KINDS, clear_case, tiny_config, tiny_model, token_ids
+from tiny import SHARED, clear_case, tiny_config, tiny_model, token_ids
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
 
@@ -21,9 +20,6 @@ from custom_pypto import models, npu
 from custom_pypto.models import tensor_parallel
 
 ROOT = Path(__file__).parents[1]
-# an older transformers hands an attention its sinks sharded
-OLDER = not hasattr(transformers.distributed.tensor_parallel, "LocalParamsParallel")
-SHARED = [kind for kind in KINDS if not (OLDER and kind == "hy_v4")]
 # float32, 3 layers: two partial sums in place of one
 TOLERANCE = 2e-5
 PREFILL, DECODE = 40, 4

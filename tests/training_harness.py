@@ -1,5 +1,8 @@
 """What tests of training share: kinds of batches, gradients, and a watch over memory."""
 
+import gc
+from contextlib import contextmanager
+
 import torch
 from tiny import token_ids
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,6 +76,22 @@ def logged_losses(model, folder, rows, steps, **arguments):
     )
     trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+@contextmanager
+def nothing_outlives_it(*classes):
+    """Inside, no object of these classes is made that lives on. Those of before may: they are kept,
+    so that no new one can have the address of an old one."""
+
+    def alive():
+        gc.collect()
+        # isinstance() would ask the objects, some of which answer with a warning
+        return [x for x in gc.get_objects() if issubclass(type(x), classes)]
+
+    before = alive()
+    yield
+    addresses = {id(x) for x in before}
+    assert not [x for x in alive() if id(x) not in addresses]
 
 
 class Quadratic(TorchDispatchMode):
