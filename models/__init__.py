@@ -259,7 +259,7 @@ def load(
     dtype = resolve_dtype(dtype, config, checkpoint)
     reader = Reader(checkpoint.tensors, blocks)
     check_scale_values(skeleton, checkpoint, reader)
-    chosen = kinds_of(skeleton, weights, checkpoint, dtypes_of(skeleton, dtype))
+    chosen = kinds_of(skeleton, weights, checkpoint.dtypes(), dtypes_of(skeleton, dtype))
     state = parameters(skeleton, checkpoint, reader, dtype, chosen)
     convert(skeleton, chosen)
     if kinds := kinds | chosen:

@@ -46,6 +46,11 @@ class Checkpoint(NamedTuple):
     tensors: dict[str, Stored]  # by name on disk, scales included
     parts: dict[str, list[str]]  # names on disk of each parameter and stored buffer, in order
 
+    def dtypes(self) -> dict[str, set[str]]:
+        """Of the parts of each parameter and stored buffer."""
+        found = self.parts.items()
+        return {name: {self.tensors[part].dtype for part in parts} for name, parts in found}
+
 
 def check_shards(path: Path, model, blocks: dict[str, tuple[int, int]]) -> Checkpoint:
     """Rejects a checkpoint unless it holds every tensor of ``model``, complete and in its shape; of

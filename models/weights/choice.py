@@ -3,7 +3,6 @@
 import torch
 from torch import nn
 
-from ..checkpoint import Checkpoint
 from ..patched import text_model
 from ..quantised_weights import FP4, FP8
 from .formats import MULTIPLE, ROUNDED
@@ -70,12 +69,13 @@ def check_stored(
 def kinds_of(
     model,
     weights: dict[str, str | None],
-    checkpoint: Checkpoint,
+    on_disk: dict[str, set[str]],
     dtypes: dict[str, torch.dtype],
 ) -> dict[str, str]:
     """The format of each module of ``model`` that gets one, by its name.
 
     Args:
+        on_disk: dtypes of the parts of each parameter, by safetensors' names.
         dtypes: of the parameters in the loaded model.
     """
     kinds = {}
@@ -89,8 +89,7 @@ def kinds_of(
         if wanted is None or any(dtypes[parameter] != usual for parameter in parameters):
             continue
         if wanted == STORED:
-            files = [one for parameter in parameters for one in checkpoint.parts[parameter]]
-            found = {checkpoint.tensors[one].dtype for one in files}
+            found = set().union(*(on_disk[parameter] for parameter in parameters))
             wanted = ON_DISK.get(found.pop()) if len(found) == 1 else None
         if wanted is not None:
             kinds[name] = wanted

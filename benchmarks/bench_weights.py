@@ -1,0 +1,264 @@
+"""Times stored weights on one thread: linear layers next to torch's in bfloat16 and to the read
+bandwidth, and a full-size layer of DeepSeek-V3.2 with 8 experts in each format.
+
+python benchmarks/bench_weights.py           # tables
+python benchmarks/bench_weights.py --write   # into RESULTS.md
+python benchmarks/bench_weights.py --check   # exit code 1 if a floor is missed
+"""
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable
+
+import torch
+from measure import check, interleaved, machine, of_kernels, ratio, table, write_section
+from model_sides import LAYER, layer_decode_call, layer_prefill_call
+from torch.nn import functional
+from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32RotaryEmbedding
+
+import custom_pypto
+from custom_pypto import models, reference
+from custom_pypto.models.weights.choice import layers_of
+from custom_pypto.models.weights.formats import FORMATS
+from custom_pypto.models.weights.modules import convert, stored_parameters
+
+# gate and up of one expert
+ROWS, COLUMNS = 4096, 7168
+TOKENS = (1, 2, 4, 16, 64, 2048)
+READ = 256 << 20  # bytes, to measure the bandwidth
+KINDS = ("plain", *FORMATS)
+EXPERTS = 8
+CONTEXTS = (4096, 65536)
+# shares of the read bandwidth at one token
+LEAST_OF_READ = {"bfloat16": 0.8, "int8": 0.8}
+# shares of the plain layer in bfloat16
+MOST_MEMORY = {"fp8": 0.53, "int8": 0.53, "fp4": 0.30, "int4": 0.30}
+MOST_TIME = {"fp8": 0.6, "int8": 0.6, "fp4": 0.5, "int4": 0.4}
+
+
+# ---- linear layers ------------------------------------------------------------------------------
+
+
+class Linears:
+    """A weight in each format; each call finds the caches full of the others."""
+
+    def __init__(self):
+        generator = torch.Generator().manual_seed(0)
+        matrix = torch.randn(ROWS, COLUMNS, generator=generator)
+        quantised = reference.MODULES["weight_only_linear"].quantised
+        self.weights = {kind: quantised(matrix, kind) for kind in FORMATS}
+        self.plain = matrix.bfloat16()
+        self.other = torch.randn(READ // 4)
+        self.x = {tokens: torch.randn(tokens, COLUMNS).bfloat16() for tokens in TOKENS}
+
+    def checked(self) -> None:
+        """Compares with the reference before anything is timed."""
+        module = reference.MODULES["weight_only_linear"]
+        for weight, scales in self.weights.values():
+            call = dict(x=self.x[4], weight=weight, scales=scales)
+            got, expected = (
+                custom_pypto.weight_only_linear(**call),
+                module.weight_only_linear(**call),
+            )
+            error, bound = module.error(got, expected, call, call)
+            if error > bound:
+                raise SystemExit(f"weight_only_linear: error {error:.1e}; not timed")
+
+    def calls(self, tokens: int) -> dict[str, Callable]:
+        x = self.x[tokens]
+        calls = {
+            kind: lambda weight=weight, scales=scales: custom_pypto.weight_only_linear(
+                x, weight, scales
+            )
+            for kind, (weight, scales) in self.weights.items()
+        }
+        return calls | {"torch": lambda: functional.linear(x, self.plain)}
+
+    def measured(self, tokens: int, repeats: int) -> dict[str, list[float]]:
+        return interleaved(self.calls(tokens), repeats)
+
+    def read_bandwidth(self, repeats: int) -> float:
+        """Bytes per second of torch's sum of floats."""
+        seconds = interleaved({"read": self.other.sum}, repeats)["read"]
+        return READ / min(seconds)
+
+    def share_of_read(self, kind: str, repeats: int) -> float:
+        seconds = self.measured(1, repeats)[kind]
+        return self.bytes_of(kind) / min(seconds) / self.read_bandwidth(repeats)
+
+    def bytes_of(self, kind: str) -> int:
+        return sum(x.nbytes for x in self.weights[kind] if x is not None)
+
+
+# ---- a layer ------------------------------------------------------------------------------------
+
+
+def layer(kind: str):
+    """A model of one layer with random weights."""
+    config = DeepseekV32Config(
+        **LAYER | dict(vocab_size=64),
+        num_key_value_heads=LAYER["num_attention_heads"],
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        qk_nope_head_dim=128,
+        v_head_dim=128,
+        n_routed_experts=EXPERTS,
+        n_group=1,
+        topk_group=1,
+        num_experts_per_tok=EXPERTS,
+        first_k_dense_replace=0,
+        mlp_layer_types=["sparse"],
+        max_position_embeddings=163840,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        pad_token_id=0,
+        eos_token_id=None,
+    )
+    with torch.device("meta"):
+        model = DeepseekV32ForCausalLM(config).eval()
+    if kind != "plain":
+        convert(model, {name: kind for name, _ in layers_of(model)})
+    stored = stored_parameters(model)
+    for name, parameter in model.named_parameters():
+        dtype = parameter.dtype if name in stored else torch.bfloat16
+        module, _, own = name.rpartition(".")
+        value = torch.nn.Parameter(torch.empty(parameter.shape, dtype=dtype), requires_grad=False)
+        model.get_submodule(module).register_parameter(own, filled(name, value))
+    model.model.rotary_emb = DeepseekV32RotaryEmbedding(config)
+    for name, _ in [*model.named_buffers()]:
+        if name.endswith("e_score_correction_bias"):
+            module, _, own = name.rpartition(".")
+            setattr(model.get_submodule(module), own, torch.zeros(EXPERTS))
+    return models.use_custom_pypto(model)
+
+
+@torch.no_grad()
+def filled(name: str, x: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Random values of a size that keeps activations finite."""
+    if x.dtype == torch.float8_e8m0fnu:
+        x.view(torch.uint8).fill_(118)
+    elif x.element_size() == 1:
+        x.view(torch.uint8).random_(0, 120)
+    elif name.endswith("_scale"):
+        x.fill_(2e-4)
+    elif "norm" in name:
+        x.fill_(1)
+    else:
+        x.normal_(0, 0.02)
+    return x
+
+
+def bytes_of(model) -> int:
+    return sum(x.nbytes for x in model.parameters())
+
+
+def decode_call(model) -> Callable:
+    """Attention and experts of one token, few tokens cached."""
+    cache = models.PagedCache(model, 1, 128)
+    prompt, token = torch.randint(0, 64, (1, 64)), torch.tensor([[7]])
+    with torch.no_grad():
+        model(prompt, past_key_values=cache)
+
+    @torch.no_grad()
+    def step():
+        logits = model(token, past_key_values=cache).logits
+        cache.crop(-1)
+        return logits
+
+    return step
+
+
+def layer_floors(kind: str, repeats: int) -> tuple[float, float]:
+    """Memory and time of this format, as shares of plain bfloat16."""
+    sides = {side: layer(side) for side in ("plain", kind)}
+    seconds = interleaved({side: decode_call(model) for side, model in sides.items()}, repeats)
+    return bytes_of(sides[kind]) / bytes_of(sides["plain"]), ratio(seconds[kind], seconds["plain"])
+
+
+# ---- reports ------------------------------------------------------------------------------------
+
+
+def linear_table(linears: Linears, repeats: int) -> str:
+    rows = []
+    for tokens in TOKENS:
+        seconds = linears.measured(tokens, repeats if tokens < 64 else 2)
+        cells = [f"{statistics.median(of) * 1e3:.1f}" for of in seconds.values()]
+        rows.append([str(tokens), *cells])
+    read = linears.read_bandwidth(repeats)
+    shares = [f"{linears.share_of_read(kind, repeats):.2f}" for kind in FORMATS]
+    rows.append([f"share of {read / 1e9:.1f} GB/s at 1", *shares, ""])
+    return table(["tokens", *FORMATS, "torch, bfloat16"], rows)
+
+
+@torch.no_grad()
+def layer_table(repeats: int, prefill: int) -> str:
+    rows, plain = [], None
+    for kind in KINDS:
+        model = layer(kind)
+        step = min(interleaved({"step": decode_call(model)}, repeats)["step"])
+        size = bytes_of(model)
+        plain = plain or (size, step)
+        cells = [kind, f"{size / 1e9:.2f} GB ({size / plain[0]:.2f})"]
+        cells.append(f"{step * 1e3:.0f} ms ({step / plain[1]:.2f})")
+        for context in CONTEXTS:
+            call = layer_decode_call("custom_pypto", model, context)
+            cells.append(f"{min(interleaved({'step': call}, repeats)['step']) * 1e3:.0f} ms")
+        if prefill:
+            call = layer_prefill_call("custom_pypto", model, prefill)
+            cells.append(f"{min(interleaved({'once': call}, 1)['once']):.1f} s")
+        rows.append(cells)
+    header = ["weights", "memory", "token with experts"]
+    header += [f"attention, {context // 1024}K" for context in CONTEXTS]
+    return table(header + ([f"attention, prompt of {prefill}"] if prefill else []), rows)
+
+
+def floors(linears: Linears, repeats: int):
+    for kind, least in LEAST_OF_READ.items():
+        share = lambda kind=kind: linears.share_of_read(kind, repeats)  # noqa: E731
+        yield f"{kind}, 1 token, of the read bandwidth", share, least
+    for tokens in TOKENS:
+        few = repeats if tokens < 64 else 2
+
+        def slowest(tokens=tokens, few=few) -> float:
+            seconds = linears.measured(tokens, few)
+            return min(ratio(seconds["torch"], seconds[kind]) for kind in FORMATS)
+
+        yield f"slowest format, {tokens} tokens, speedup over torch", slowest, 1.0
+    for kind, most in MOST_TIME.items():
+
+        def allowed(kind=kind, most=most) -> float:
+            memory, time = layer_floors(kind, repeats)
+            return min(MOST_MEMORY[kind] / memory, most / time)
+
+        yield f"layer in {kind}, allowed over measured memory and time", allowed, 1.0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument(
+        "--prefill", type=int, default=0, help="tokens of a prompt to time, 0: none"
+    )
+    mode = parser.add_mutually_exclusive_group()
+    mode.add_argument("--check", action="store_true")
+    mode.add_argument("--write", action="store_true")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    linears = Linears()
+    linears.checked()
+    if args.check:
+        return check([*floors(linears, args.repeats)])
+    print(machine())
+    text = f"[{ROWS}, {COLUMNS}], milliseconds:\n\n{linear_table(linears, args.repeats)}\n\n"
+    text += f"A layer, {EXPERTS} experts:\n\n{layer_table(args.repeats, args.prefill)}"
+    print(text)
+    if args.write:
+        write_section(of_kernels("Stored weights"), "bench_weights.py", text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
