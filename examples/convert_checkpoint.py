@@ -1,13 +1,16 @@
-"""Converts a published checkpoint in fp8 or fp4 to bfloat16, or cuts a part of one.
+"""Converts a published checkpoint in fp8 or fp4 to bfloat16 or to weights in fewer bits, or cuts a
+part of one.
 
     python examples/convert_checkpoint.py SOURCE TARGET
     python examples/convert_checkpoint.py SOURCE TARGET --layers 4 --experts 32
+    python examples/convert_checkpoint.py SOURCE TARGET --weights int8
     cd TARGET && sha256sum -c SHA256SUMS
 
 The same command resumes an interrupted run: a shard is kept if its checksum still matches, and gets
 its final name only when complete. One shard is in memory at a time. Tensors that are not quantised
 are copied unchanged, including layers for multi-token prediction unless --layers is given. With
---experts the model generates no sensible text, but runs like the whole model.
+--experts the model generates no sensible text, but runs like the whole model. With --weights the
+whole result is in memory, nothing is kept of an interrupted run, and models.load maps the files.
 """
 
 import argparse
@@ -258,17 +261,44 @@ def convert(source, target, conversion):
         weight_map = conversion.split.tensor_to_filename
         index = {"metadata": conversion.split.metadata, "weight_map": weight_map}
         sums[INDEX] = write_json(target / INDEX, index)
-    for file in sorted(source.iterdir()):  # the tokenizer, the licence and other files
-        own = file.name in (RECORD, SUMS, INDEX, "config.json") or file.name.startswith(".")
-        if file.is_file() and file.suffix not in WEIGHTS and not own:
-            sums[file.name] = write_whole(
-                target / file.name, lambda path, file=file: shutil.copyfile(file, path)
-            )
+    copy_others(source, target, sums)
     # last: without it the folder is not a valid checkpoint
     sums["config.json"] = write_json(target / "config.json", conversion.config)
     write_sums(target, sums)
     shutil.rmtree(target / PARTIAL)
     return kept, len(shards) - kept, total
+
+
+def copy_others(source, target, sums):
+    """Copies the tokenizer, the licence and other files that ``target`` does not have yet."""
+    for file in sorted(source.iterdir()):
+        own = file.name in (RECORD, SUMS, INDEX, "config.json", *sums) or file.name.startswith(".")
+        if file.is_file() and file.suffix not in WEIGHTS and not own:
+            sums[file.name] = write_whole(
+                target / file.name, lambda path, file=file: shutil.copyfile(file, path)
+            )
+
+
+def convert_weights(source, target, weights, layers, max_shard_size):
+    """Returns the number of shards and their bytes."""
+    record = {"weights": weights, "layers": layers, "max_shard_size": max_shard_size}
+    begin(target, record | {"source": str(source.resolve())})
+    model = models.load(source, weights=weights, num_hidden_layers=layers)
+    model.save_pretrained(target / PARTIAL, max_shard_size=max_shard_size)
+    sums, shards, total = {}, 0, 0
+    written = sorted((target / PARTIAL).iterdir(), key=lambda file: file.name == "config.json")
+    for file in written:  # config.json last: without it the folder is not a valid checkpoint
+        if file.name == "config.json":
+            copy_others(source, target, sums)
+        if file.suffix == ".safetensors":
+            shards, total = shards + 1, total + file.stat().st_size
+        flush(file)
+        sums[file.name] = sha256(file)
+        file.replace(target / file.name)
+    flush(target)
+    write_sums(target, sums)
+    shutil.rmtree(target / PARTIAL)
+    return shards, total
 
 
 def parse_args():
@@ -280,6 +310,7 @@ def parse_args():
     add("target", type=Path, help="an empty or new directory, or that of an interrupted run")
     add("--layers", type=int, metavar="N", help="the first N layers only")
     add("--experts", type=int, metavar="N", help="the first N routed experts of each layer only")
+    add("--weights", choices=("stored", "int8", "int4"), help="of linear layers and experts")
     add("--max-shard-size", default="5GB", metavar="SIZE", help="largest shard, such as 500MB")
     return parser.parse_args()
 
@@ -291,8 +322,16 @@ def main():
             raise ValueError(
                 f"SOURCE must be a checkpoint directory with a config.json, got {args.source}"
             )
-        conversion = Conversion(args.source, args.layers, args.experts, args.max_shard_size)
-        kept, written, size = convert(args.source, args.target, conversion)
+        kept = 0
+        if args.weights is None:
+            conversion = Conversion(args.source, args.layers, args.experts, args.max_shard_size)
+            kept, written, size = convert(args.source, args.target, conversion)
+        elif args.experts is None:
+            written, size = convert_weights(
+                args.source, args.target, args.weights, args.layers, args.max_shard_size
+            )
+        else:
+            raise ValueError("--experts must be omitted with --weights; cut the experts first")
     except (OSError, TypeError, ValueError) as error:
         sys.exit(f"convert_checkpoint.py: {error}")
     except KeyboardInterrupt:

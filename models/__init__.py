@@ -221,7 +221,7 @@ def load(
             zero for each 128 values; or a dict of these for ``"experts"`` and ``"rest"``. Such a
             model has no gradients. Embedding, head, norms, routers, ``kv_b_proj`` and the indexers'
             ``weights_proj`` are in ``dtype`` in any case. None: ``dtype``, or the formats of a
-            model that was saved with them.
+            model that was saved with them, whose files are then mapped and must stay as they are.
     Raises:
         FileNotFoundError: no such directory, config, index or shard.
         RuntimeError: ``tensor_parallel`` without a process group.
@@ -257,7 +257,7 @@ def load(
     convert(skeleton, kinds)
     checkpoint = check_shards(path, skeleton, blocks)
     dtype = resolve_dtype(dtype, config, checkpoint)
-    reader = Reader(checkpoint.tensors, blocks)
+    reader = Reader(checkpoint.tensors, blocks, mapped=bool(kinds))
     check_scale_values(skeleton, checkpoint, reader)
     chosen = kinds_of(skeleton, weights, checkpoint.dtypes(), dtypes_of(skeleton, dtype))
     state = parameters(skeleton, checkpoint, reader, dtype, chosen)

@@ -16,13 +16,23 @@ from .weights.reading import OnDisk, StoredWeight, check_blocks
 
 
 class Reader:
-    """Reads tensors of a checkpoint, dequantised."""
+    """Reads tensors of a checkpoint, dequantised.
 
-    def __init__(self, tensors: dict[str, Stored], blocks: dict[str, tuple[int, int]]):
+    Args:
+        mapped: whether tensors are pages of their files, which several processes then share.
+    """
+
+    def __init__(
+        self,
+        tensors: dict[str, Stored],
+        blocks: dict[str, tuple[int, int]],
+        mapped: bool = False,
+    ):
         self.tensors, self.blocks = tensors, blocks
-        # read, not mapped: a mapped file counts as memory of this process, and a change of the file
-        # would change or crash the model
-        self._open = functools.cache(functools.partial(safe_open, framework="pt", backend="pread"))
+        # else read: a mapped file counts as memory of this process, and a change of the file would
+        # change or crash the model
+        options = {} if mapped else {"backend": "pread"}
+        self._open = functools.cache(functools.partial(safe_open, framework="pt", **options))
 
     def stored(self, name: str) -> torch.Tensor:
         """The tensor as stored in the file."""

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -219,6 +220,20 @@ def peak_of_loading(small, large, weights):
     size = sum(tensor.nbytes for tensor in loaded[0].state_dict().values())
     plain = sum(x.nbytes for x in models.load(large).state_dict().values())
     return peak, size, plain
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads /proc")
+def test_files_of_a_saved_model_are_mapped(saved, tmp_path):
+    load(saved, "int8").save_pretrained(tmp_path)
+    model = models.load(tmp_path)
+    addresses = [weight.data_ptr() for _, _, weight, _ in stored_modules(model)]
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    ranges = [
+        [int(end, 16) for end in line.split()[0].split("-")]
+        for line in maps
+        if str(tmp_path) in line
+    ]
+    assert all(any(first <= at < end for first, end in ranges) for at in addresses)
 
 
 # ---- rejections ---------------------------------------------------------------------------------
