@@ -259,13 +259,25 @@ def parts() -> list[Case]:
     ]
 
 
+def int8_checks(repeats: int) -> list[tuple[str, Callable[[], float], float]]:
+    return [
+        (
+            f"int8 over bfloat16, {key[0]} {key[1:]}",
+            lambda key=key: int8_speedup(key, repeats),
+            least,
+        )
+        for key, least in floors.INT8.get(torch.ops.custom_pypto.cpu_isa(), {}).items()
+    ]
+
+
 def check_floors(repeats: int) -> int:
-    if torch.ops.custom_pypto.cpu_isa() == "avx2":  # in the child process
+    if torch.ops.custom_pypto.cpu_isa() == "avx2":
         key, least = AVX2_FLOOR
         case = case_of(*key, dtype=torch.float32)
-        return check(
-            [(f"{case.name}, avx2", lambda: share(case, times(case, torch.float32, 5)), least)]
-        )
+        checks = [(f"{case.name}, avx2", lambda: share(case, times(case, torch.float32, 5)), least)]
+        if "CUSTOM_PYPTO_CPU_ISA" not in os.environ:  # not the child process below
+            checks += int8_checks(repeats)
+        return check(checks)
 
     def measured(key):
         case = case_of(*key)
@@ -278,10 +290,7 @@ def check_floors(repeats: int) -> int:
     for ascending, most in ((False, 70), (True, 150)):
         name = f"top-k 2048 of 128K, {'ascending' if ascending else 'random'}, of {most} us"
         checks.append((name, lambda a=ascending, m=most: m / top_k_microseconds(a, repeats), 1.0))
-    for key, least in floors.INT8.get(torch.ops.custom_pypto.cpu_isa(), {}).items():
-        name = f"int8 over bfloat16, {key[0]} {key[1:]}"
-        checks.append((name, lambda key=key: int8_speedup(key, repeats), least))
-    failed = check(checks)
+    failed = check(checks + int8_checks(repeats))
     avx2 = [sys.executable, __file__, "--check"]
     environment = os.environ | {"CUSTOM_PYPTO_CPU_ISA": "avx2"}
     return failed | subprocess.run(avx2, env=environment).returncode

@@ -1,7 +1,7 @@
 """The floors of ``--check`` by set of CPU kernels: the least figures, on one thread, in bfloat16.
 
-``avx512_bf16``: measured on AMD EPYC. ``amx``: from a prototype on one Intel CPU, with slack; these
-kernels themselves have not run on AMX yet.
+``avx512_bf16``: measured on AMD EPYC; ``avx2``: on one of Zen 3. ``amx``: from a prototype on one
+Intel CPU, with slack; these kernels themselves have not run on AMX yet.
 """
 
 from typing import Any
@@ -43,6 +43,17 @@ OPS = {
 # speedup over the bfloat16 op on the same rows in int8, in one run. No floor with AMX: only the
 # bfloat16 op has tiles there
 INT8 = {
+    "avx2": {
+        ("indexer", 1, 8192): 1.3,
+        ("indexer", 1, 65536): 1.3,
+        ("indexer", 1, 131072): 1.3,
+        ("indexer", 4, 65536): 1.3,
+        ("indexer", 256, 8192): 1.3,
+        ("attention", 1, 128, 65536): 0.9,
+        ("attention", 4, 128, 65536): 0.9,
+        ("attention", 4, 16, 65536): 0.9,
+        ("attention", 64, 128, 8192): 0.9,
+    },
     "avx512_bf16": {
         ("indexer", 1, 8192): 1.6,
         ("indexer", 1, 65536): 1.6,

@@ -36,6 +36,7 @@ from .cache import PagedCache  # noqa: E402
 from .cache.formats import check_cache_dtypes  # noqa: E402
 from .cache.layout import check_block_size  # noqa: E402
 from .checkpoint import check_shards, first_layers  # noqa: E402
+from .dequantisation import dequantise, report, restore  # noqa: E402
 from .indexer_loss import (  # noqa: E402
     Option,
     add_indexer_loss,
@@ -84,7 +85,8 @@ def use_custom_pypto(
     The patch replaces the lightning indexer and the attention of every layer, and the cache that
     ``generate()`` creates. Patching again only sets the options. Padding must be on the left; in
     training it may be on either side. Additions such as hooks or adapters, made before or after,
-    take effect or raise: docs/models.md has the tables.
+    take effect or raise: docs/models.md has the tables. A ``kv_b_proj`` whose weight alone is
+    quantised by torchao, optimum-quanto or bitsandbytes is dequantised: docs/checkpoints.md.
 
     Args:
         model: of a class in :data:`models.architectures.ARCHITECTURES`, patched in place.
@@ -142,7 +144,14 @@ def use_custom_pypto(
                 f"{upstream.__name__}, got {type(attention).__name__} or a wrapped forward "
                 "(kernelize?), which the patch would not reach; patch before wrapping"
             )
-        paged.check(attention, i)
+    dequantised = dequantise(layers, text.dtype)
+    try:
+        for i, attention in layers.items():
+            paged.check(attention, i)
+    except TypeError:
+        restore(layers, dequantised)
+        raise
+    report(dequantised)
     for attention in layers.values():
         change_class(attention, paged)
     # the upstream path has no loss for indexers
@@ -150,6 +159,7 @@ def use_custom_pypto(
     text.custom_pypto_indexer_loss = option
     text.custom_pypto_cache = {"block_size": block_size, **dtypes}
     text.custom_pypto_sizes = sizes(text.config, patched_layers(text))
+    text.custom_pypto_dequantised = dequantised
     model._undo_custom_pypto = (
         text.register_forward_pre_hook(generation.prepare_forward, with_kwargs=True),
         text.register_forward_hook(generation.finish_forward, with_kwargs=True),
@@ -187,6 +197,11 @@ def use_transformers(model):
         for layer in text.layers:
             if type(layer.self_attn) is paged:
                 change_class(layer.self_attn, upstream)
+        restore(
+            {i: layer.self_attn for i, layer in enumerate(text.layers)},
+            text.custom_pypto_dequantised,
+        )
+        del text.custom_pypto_dequantised
     return model
 
 

@@ -15,6 +15,8 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.distributed.tensor_parallel import TensorParallelLayer
 
+from .quantisers import exclusion, quantiser_of, quantises_weight_alone
+
 # by name, since peft need not be installed
 LORA = ("peft.tuners.lora.layer", "Linear")
 
@@ -28,8 +30,8 @@ def check_absorbed(layer: int, projection: nn.Module) -> None:
     if found := obstacle(projection):
         raise TypeError(
             f"use_custom_pypto: kv_b_proj of layer {layer} must be a plain torch.nn.Linear (its "
-            f"weight is absorbed, its forward never called), got {found}; dequantise it, merge its "
-            "adapter (merge_and_unload), remove its hook, or call models.use_transformers(model)"
+            f"weight is absorbed, its forward never called), got {found}; {remedy(projection)}, or "
+            "call models.use_transformers(model)"
         )
 
 
@@ -77,6 +79,27 @@ def ranks_of(projection: nn.Module) -> dist.ProcessGroup | None:
     return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
 
 
+def quantised_by(projection: nn.Module) -> str | None:
+    """The library that has quantised the weight of ``projection``, if a plain weight gives the same
+    outputs; None for all others."""
+    library = quantiser_of(projection)
+    if library is None or not quantises_weight_alone(projection, library):
+        return None
+    if wrapped(projection) or projection._parameters["bias"] is not None:
+        return None
+    return None if projection.weight.device.type == "meta" else library  # offloaded
+
+
+def remedy(projection: nn.Module) -> str:
+    """What a user does about an :func:`obstacle`."""
+    library = quantiser_of(projection)
+    if library is None:
+        return "dequantise it, merge its adapter (merge_and_unload), remove its hook"
+    if quantised_by(projection):  # after the patch, which would have replaced it
+        return "call models.use_custom_pypto(model) again, which dequantises it"
+    return exclusion(library)
+
+
 def obstacle(projection: nn.Module) -> str | None:
     """Why ``projection`` does more than multiply by its weight, or None."""
     if type(projection) is not nn.Linear:
@@ -90,7 +113,12 @@ def obstacle(projection: nn.Module) -> str | None:
         return "one with a bias"
     weight = projection._parameters.get("weight")  # missing if parametrized
     if type(weight) is not nn.Parameter and is_traceable_wrapper_subclass(weight):
-        return None if isinstance(weight, DTensor) else f"one with a {type(weight).__name__}"
+        if isinstance(weight, DTensor):
+            return None
+        found = f"one with a {type(weight).__name__}"
+        if quantiser_of(projection) == "torchao" and not quantised_by(projection):
+            found += " that does not quantise the weight alone"
+        return found
     return None
 
 

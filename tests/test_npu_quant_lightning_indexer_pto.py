@@ -41,6 +41,26 @@ def test_selects_what_the_reference_selects_among_extreme_bytes(dim):
     assert torch.equal(index(**x)[0, 0, 0], torch.sort(lower, stable=True).indices.int())
 
 
+@pytest.mark.parametrize("heads, dim", [(2, 16), (10, 48), (24, 128), (64, 128), (96, 1024)])
+def test_rounds_as_the_float32_kernel_of_the_set_does(heads, dim):
+    """Each head has a twin of the opposite weight: scores are nothing but the rounding of sums, and
+    their order tells every bit."""
+    isa = torch.ops.custom_pypto.cpu_isa()
+    if isa not in ("avx2", "generic"):
+        pytest.skip(f"{isa} adds the heads of int8 in another order where it has VNNI")
+    x = quant_inputs([2], [700], heads=heads, dim=dim, layout_key="BSND", sparse_count=700)
+    half = heads // 2
+    x["query"][:, :, half:] = x["query"][:, :, :half].flip(2)
+    x["weights"][:, :, half:] = -x["weights"][:, :, :half].flip(2)
+    ones = {name: torch.ones_like(x[name]) for name in x if name.endswith("_dequant_scale")}
+    call = {name: x[name] for name in x if "quant" not in name}
+    widened = {name: x[name].float() for name in ("query", "key")}
+    want = custom_pypto.npu_lightning_indexer_pto(**call | widened)
+    assert torch.equal(index(**x | ones), want)
+    if heads > 2:  # two terms cancel without rounding
+        assert not torch.equal(want[0, 0, 0], torch.arange(700).int())
+
+
 def test_scales_stay_outside_of_the_relu():
     # inside, a negative scale of a query would turn relu(-4) = 0 into relu(4)
     x = one_token([1.0, 1.0])

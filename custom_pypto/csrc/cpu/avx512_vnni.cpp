@@ -14,6 +14,7 @@
 namespace custom_pypto::cpu {
 namespace {
 
+// to[j][d] = keys[j][d] + 128
 void shift(const int8_t* keys, int64_t stride, int n, int dims, uint8_t* to) {
   const __m512i offset = _mm512_set1_epi8(-128);
   for (int j = 0; j < n; ++j) {
@@ -70,7 +71,7 @@ void index_int8(const IndexCall<uint8_t>& call) {
 
 }  // namespace
 
-const Int8Kernels kAvx512Vnni = {.shift = shift, .index = index_int8};
+const Int8Kernels<uint8_t> kAvx512Vnni = {.convert = shift, .index = index_int8};
 
 }  // namespace custom_pypto::cpu
 #endif

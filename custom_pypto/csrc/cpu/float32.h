@@ -22,15 +22,8 @@ INLINE void index_tile(const float* panel, int width, const float* weights, int 
     }
   }
   UNROLL for (int j = 0; j < KEYS; ++j) {
-    Vec sum = load(partial + j * kLanes);
-    UNROLL for (int v = 0; v < VECS; ++v) {
-      // the comparison is false for NaN: NaN is kept, so that corruption stays visible
-      const Vec relu = acc[j][v] < 0.0f ? Vec{} : acc[j][v];
-      const Vec term = load(weights + v * kLanes) * relu;
-      // mask padding rows: 0 times an infinite key is NaN
-      sum += heads >= VECS * kLanes ? term : lane_index() < heads - v * kLanes ? term : Vec{};
-    }
-    store(partial + j * kLanes, sum);
+    const Vec sum = load(partial + j * kLanes);
+    store(partial + j * kLanes, add_heads(sum, acc[j], weights, heads));
   }
 }
 

@@ -10,7 +10,7 @@
 // The indexer multiplies int8 exactly. As float: products of up to kMostInt8Dims dims add up to at
 // most 2^24. Or with uint8_t as E, which is a key plus 128: a panel is [1 + dims / 4][width] of
 // uint32_t, in which quads of dims follow the first values of the sums, -128 times the sum of a
-// row.
+// row. Or with int16_t: a panel is [dims / 2][width] pairs of dims.
 #pragma once
 
 #include <cstdint>
@@ -190,11 +190,12 @@ struct Bf16Kernels {
   void (*leave)() = nullptr;
 };
 
-// Kernels that multiply int8 without widening it.
+// Kernels that multiply int8 as integers.
+template <typename E>
 struct Int8Kernels {
-  // to[j][d] = keys[j][d] + 128, for n keys
-  void (*shift)(const int8_t* keys, int64_t stride, int n, int dims, uint8_t* to);
-  void (*index)(const IndexCall<uint8_t>&);
+  // to[j][d] = keys[j][d] as E, for n keys
+  void (*convert)(const int8_t* keys, int64_t stride, int n, int dims, E* to);
+  void (*index)(const IndexCall<E>&);
 };
 
 // The type to which a float is rounded before it is multiplied.
@@ -228,7 +229,9 @@ struct Kernels {
   const Bf16Kernels* bf16 = nullptr;   // null: bfloat16 is widened to float
   const Bf16Kernels* tiles = nullptr;  // for shapes that fill tiles; null: the CPU has none
   bool widens_index = false;           // the indexer widens bfloat16 all the same
-  const Int8Kernels* int8 = nullptr;   // null: int8 is widened to float
+  // at most one; null: int8 is widened to float
+  const Int8Kernels<uint8_t>* int8_as_uint8 = nullptr;
+  const Int8Kernels<int16_t>* int8_as_int16 = nullptr;
 };
 
 constexpr int kLineElements = 16;
@@ -255,7 +258,8 @@ extern const Kernels kGeneric;
 #if defined(__x86_64__)
 extern const Kernels kAvx2;
 extern const Kernels kAvx512;
-extern const Int8Kernels kAvx512Vnni;
+extern const Int8Kernels<int16_t> kAvx2Int8;
+extern const Int8Kernels<uint8_t> kAvx512Vnni;
 #endif
 #if defined(CUSTOM_PYPTO_AVX512_BF16)
 extern const Bf16Kernels kAvx512Bf16;

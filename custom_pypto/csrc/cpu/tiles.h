@@ -81,6 +81,20 @@ INLINE void each_tile(int n, const Tile& tile) {
   for (; j < n; ++j) tile(std::integral_constant<int, 1>{}, j);
 }
 
+// sum + weights * relu(dots), per lane of the first `heads` rows
+template <int VECS>
+INLINE Vec add_heads(Vec sum, const Vec (&dots)[VECS], const float* weights, int heads) {
+  UNROLL for (int v = 0; v < VECS; ++v) {
+    // the comparison is false for NaN: NaN is kept, so that corruption stays visible
+    const Vec relu = dots[v] < 0.0f ? Vec{} : dots[v];
+    const Vec term = load(weights + v * kLanes) * relu;
+    // mask padding rows: 0 times an infinite key is NaN. Without a branch, which the compiler would
+    // turn into fused multiply-adds here and not there: float and int8 tiles give the same bits
+    sum += lane_index() < heads - v * kLanes ? term : Vec{};
+  }
+  return sum;
+}
+
 // calls tile(number of keys, first key) for all keys of the call
 template <int VECS, typename E, typename Tile>
 INLINE void index_strip(const IndexCall<E>& call, const E* ahead, const Tile& tile) {

@@ -56,7 +56,7 @@ class IndexOperands {
       if constexpr (std::is_same_v<E, float>) {
         for (int j = 0; j < n; ++j) widen(keys + j * keys_.stride, dims_, to + j * dims_);
       } else {
-        kernels().int8->shift(keys, keys_.stride, n, dims_, to);
+        int8_kernels<E>()->convert(keys, keys_.stride, n, dims_, to);
       }
       scratch.keys = to;
       scratch.stride = dims_;
@@ -87,7 +87,7 @@ class IndexOperands {
     } else if constexpr (std::is_same_v<E, uint16_t>) {
       bf16_->index(call);
     } else {
-      kernels().int8->index(call);
+      int8_kernels<E>()->index(call);
     }
   }
 

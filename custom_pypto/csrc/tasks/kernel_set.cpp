@@ -17,7 +17,7 @@ std::vector<cpu::Kernels> usable_kernels() {
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   cpu::Kernels vectors = cpu::kAvx512;
-  if (__builtin_cpu_supports("avx512vnni")) vectors.int8 = &cpu::kAvx512Vnni;
+  if (__builtin_cpu_supports("avx512vnni")) vectors.int8_as_uint8 = &cpu::kAvx512Vnni;
 #if defined(CUSTOM_PYPTO_AVX512_BF16)
   if (avx512 && __builtin_cpu_supports("avx512bf16")) {
     cpu::Kernels set = vectors;
@@ -39,7 +39,9 @@ std::vector<cpu::Kernels> usable_kernels() {
 #endif
   if (avx512) usable.push_back(vectors);
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
-    usable.push_back(cpu::kAvx2);
+    cpu::Kernels set = cpu::kAvx2;
+    set.int8_as_int16 = &cpu::kAvx2Int8;
+    usable.push_back(set);
   }
 #endif
   usable.push_back(cpu::kGeneric);

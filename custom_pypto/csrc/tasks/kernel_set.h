@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../cpu/kernels.h"
 
@@ -17,6 +18,15 @@ inline const cpu::Bf16Kernels* index_kernels(int64_t dims) {
 }
 inline const cpu::Bf16Kernels* attention_kernels(int64_t latent, int64_t rope) {
   return kernels().tiles && cpu::fills_tiles(latent, rope) ? kernels().tiles : kernels().bf16;
+}
+// The kernels that multiply int8 as E.
+template <typename E>
+const cpu::Int8Kernels<E>* int8_kernels() {
+  if constexpr (std::is_same_v<E, uint8_t>) {
+    return kernels().int8_as_uint8;
+  } else {
+    return kernels().int8_as_int16;
+  }
 }
 
 // Holds a thread's tile registers while kernels use them. Torch's own kernels change them, so none

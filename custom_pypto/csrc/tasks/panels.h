@@ -128,14 +128,14 @@ inline int64_t panel_rows(int64_t rows) {
 
 template <typename E>
 int64_t panel_elements(int64_t rows, int64_t dims) {
-  const int64_t steps = std::is_same_v<E, float>      ? dims
-                        : std::is_same_v<E, uint16_t> ? dims / 2
-                                                      : 1 + dims / 4;
+  const int64_t steps = std::is_same_v<E, float>     ? dims
+                        : std::is_same_v<E, uint8_t> ? 1 + dims / 4
+                                                     : dims / 2;
   return panel_rows(rows) * steps;
 }
 
 // Packs `rows` rows into a panel (cpu/kernels.h), padded with zeros. A row in two parts takes two
-// calls, unless it is int8.
+// calls.
 template <typename T>
 void pack_panel(const T* from, int64_t row_stride, int64_t rows, int64_t width, int64_t dims,
                 float* panel) {
@@ -151,11 +151,24 @@ inline void pack_panel(const uint16_t* from, int64_t row_stride, int64_t rows, i
   kernels().bf16->pack_panel(from, row_stride, rows, width, dims, panel);
 }
 
-inline void pack_panel(const int8_t* from, int64_t row_stride, int64_t rows, int64_t width,
-                       int64_t dims, uint32_t* panel) {
+// A panel of int8 rows as pairs of int16.
+inline void pack_pairs(const int8_t* from, int64_t rows, int64_t width, int64_t dims,
+                       uint32_t* panel) {
+  std::fill_n(panel, dims / 2 * width, 0);
+  for (int64_t r = 0; r < rows; ++r) {
+    for (int64_t d = 0; d < dims; d += 2) {
+      const int16_t pair[] = {from[r * dims + d], from[r * dims + d + 1]};
+      std::memcpy(&panel[d / 2 * width + r], pair, 4);
+    }
+  }
+}
+
+// A panel of int8 rows as quads, after the first values of the sums.
+inline void pack_quads(const int8_t* from, int64_t rows, int64_t width, int64_t dims,
+                       uint32_t* panel) {
   std::fill_n(panel, (1 + dims / 4) * width, 0);
   for (int64_t r = 0; r < rows; ++r) {
-    const int8_t* row = from + r * row_stride;
+    const int8_t* row = from + r * dims;
     int32_t sum = 0;
     for (int64_t d = 0; d < dims; ++d) sum += row[d];
     panel[r] = -128 * sum;
@@ -168,7 +181,14 @@ template <typename E, typename T>
 void pack_panels(const T* from, int64_t rows, int64_t dims, cpu::PanelElement<E>* panels) {
   for (int64_t r = 0; r < rows; r += cpu::kMaxWidth) {
     const int64_t width = cpu::panel_width(std::min<int64_t>(rows - r, cpu::kMaxWidth));
-    pack_panel(from + r * dims, dims, std::min(rows - r, width), width, dims, panels);
+    const int64_t count = std::min(rows - r, width);
+    if constexpr (std::is_same_v<E, int16_t>) {
+      pack_pairs(from + r * dims, count, width, dims, panels);
+    } else if constexpr (std::is_same_v<E, uint8_t>) {
+      pack_quads(from + r * dims, count, width, dims, panels);
+    } else {
+      pack_panel(from + r * dims, dims, count, width, dims, panels);
+    }
     panels += panel_elements<E>(width, dims);
   }
 }
