@@ -38,11 +38,11 @@ def weight_only_linear(
 
     Products have a float32 sum. For up to 16 rows the weight is read once, as it is stored, and x
     is rounded to 16 bits with a scale for 64 to 4096 values where the weight has 4 bits: each
-    product is within 2**-13 of the norms' product. More rows are multiplied by float32 copies of
-    parts of the weight. The bits are the same on any number of threads.
+    product is within 2**-13 to 2**-10 of the norms' product. More rows are multiplied by float32
+    copies of parts of the weight. The bits are the same on any number of threads.
 
     Args:
-        x: ``[.., K]``; bfloat16, float16 or float32; K a multiple of 32.
+        x: ``[.., K]``; bfloat16, float16 or float32; K a multiple of 32 up to 2**30.
         weight: ``[N, K]``, or ``[E, N, K]`` with ``experts``; last dim contiguous, or of bfloat16
             the dim before it.
         scales: of the format, with a leading E if ``weight`` has it; K / G groups for a G that is a

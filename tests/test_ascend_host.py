@@ -6,7 +6,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import prefix_sums
+from cases import inputs_of, prefix_sums
 from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
 from npu_calls import CALLS, assert_replays_follow, call, changed, on_npu, same
 from torch.utils._pytree import tree_leaves
@@ -273,6 +273,15 @@ def test_a_gradient_on_an_npu_is_rejected_with_the_remedy():
         RuntimeError, match=rf"{message} NPU program yet\), got npu:0; train on the"
     ):
         custom_pypto.npu_sparse_flash_attention_pto(**x).sum().backward()
+
+
+def test_a_stored_weight_on_an_npu_is_rejected_with_the_remedy():
+    with pytest.raises(RuntimeError) as rejected:
+        custom_pypto.weight_only_linear(**on_npu(inputs_of("weight_only_linear")))
+    assert str(rejected.value) == (
+        "weight_only_linear: x.device must be cpu (an NPU has "
+        "torch_npu.npu_weight_quant_batchmatmul), got npu:0; load the model with weights=None"
+    )
 
 
 def test_a_captured_op_follows_new_prefix_sums():

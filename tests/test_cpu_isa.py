@@ -18,10 +18,11 @@ NAMES = (
 
 
 FILES = (
-    "lightning_indexer",
-    "quant_lightning_indexer",
-    "sparse_flash_attention",
-    "sparse_attention",
+    "npu_lightning_indexer_pto",
+    "npu_quant_lightning_indexer_pto",
+    "npu_sparse_flash_attention_pto",
+    "npu_sparse_attention_pto",
+    "weight_only_linear",
 )
 
 
@@ -46,7 +47,7 @@ def test_kernels_of_every_instruction_set_equal_the_reference(isa, names):
         pytest.skip(f"this CPU does not have {isa}")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", names]
     ran = subprocess.run(
-        [*command, *(str(TESTS / f"test_npu_{op}_pto.py") for op in FILES)],
+        [*command, *(str(TESTS / f"test_{op}.py") for op in FILES)],
         env=environment,
         cwd=TESTS.parent,
         capture_output=True,

@@ -14,6 +14,7 @@ import torch
 from cases import DTYPES, copied, inputs_of, of
 
 import custom_pypto
+from custom_pypto.reference.weight_only_linear import FORMATS
 
 SETS = ["generic", "avx2", "avx512", "avx512_bf16", "amx_emulated", "amx"]
 THREADS = (1, 2, 3, 7)
@@ -23,6 +24,7 @@ INDEXERS = {
     "int8 indexer": "npu_quant_lightning_indexer_pto",
 }
 ATTENTION, FUSED = "npu_sparse_flash_attention_pto", "npu_sparse_attention_pto"
+LINEAR = "weight_only_linear"
 # one call for each way in which the kernels share work between threads
 CALLS = {
     **{f"{name}, keys split": (op, [1], [3000], {}) for name, op in INDEXERS.items()},
@@ -35,12 +37,22 @@ CALLS = {
     "attention, dense": (ATTENTION, [40], [60], dict(sparse_count=50)),
     "attention, gathered": (ATTENTION, [10], [300], dict(sparse_count=20)),
     "fused": (FUSED, [3, 3], [70, 50], dict(sparse_count=8)),
+    **{
+        f"{kind} weight, {way}": (LINEAR, [tokens], [rows], dict(kind=kind, experts=experts))
+        for kind in FORMATS
+        for way, tokens, rows, experts in (
+            ("few rows", 3, 300, 0),
+            ("one part", 40, 70, 0),
+            ("experts", 40, 70, 3),
+        )
+    },
 }
 # fill tile registers, where a CPU has them
 SIZES = {
     **dict.fromkeys(INDEXERS.values(), dict(heads=4, dim=32)),
     ATTENTION: dict(heads=4, latent=64, rope=32),
     FUSED: dict(latent=64, rope=32, index_dim=64),
+    LINEAR: dict(dim=192),
 }
 
 

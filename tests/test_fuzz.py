@@ -13,6 +13,7 @@ import pytest
 import torch
 from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
 from cases.npu_sparse_flash_attention_pto import inputs as attention_inputs
+from cases.weight_only_linear import inputs as linear_inputs
 from fuzz.generate import Case, generate
 from fuzz.judge import judge
 from hypothesis import given, settings
@@ -48,6 +49,7 @@ INDEX = Case("npu_lightning_indexer_pto", indexer_inputs([3], [40], integers=Tru
 ATTEND = Case("npu_sparse_flash_attention_pto", attention_inputs([3], [40]), "random")
 STATISTICS = attention_inputs([3], [40], sinks=True) | dict(return_softmax_lse=True)
 STATISTICS = Case(ATTEND.op, STATISTICS, "random")
+LINEAR = Case("weight_only_linear", linear_inputs([3], [40]), "random")
 
 
 def reject(words):
@@ -69,6 +71,7 @@ def scribble(op, name):
 
 
 index, attend = custom_pypto.npu_lightning_indexer_pto, custom_pypto.npu_sparse_flash_attention_pto
+linear = custom_pypto.weight_only_linear
 
 
 def scaled(at, factor):
@@ -95,6 +98,18 @@ def on_cpu_in_double(**arguments):
             lambda **x: attend(**x | dict(sinks=None)),
             "differ by more",
             id="no-sinks",
+        ),
+        pytest.param(
+            LINEAR,
+            lambda **x: linear(**x | dict(scales=x["scales"].roll(1, -1))),
+            "from the reference",
+            id="scales-of-the-neighbour",
+        ),
+        pytest.param(
+            LINEAR,
+            lambda **x: linear(**x | dict(experts=x["experts"].clamp(0, 6))),
+            "from the reference",
+            id="no-expert",
         ),
         pytest.param(INDEX, scribble(index, "weights"), "wrote outside the caches", id="writes"),
         pytest.param(INDEX, reject("npu_lightning_indexer_pto: no"), "keeps its", id="rejects"),

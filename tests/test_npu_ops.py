@@ -16,6 +16,7 @@ from cases import (
     copied,
     in_a_wider_row,
     inputs_of,
+    is_float8,
     of,
     on_meta,
     without_nan,
@@ -30,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 import custom_pypto
 from custom_pypto.descriptions import ALL_OPS, TRAINING
+from custom_pypto.reference.weight_only_linear import FORMATS
 
 INDEXER, QUANT_INDEXER = "npu_lightning_indexer_pto", "npu_quant_lightning_indexer_pto"
 ATTENTION = "npu_sparse_flash_attention_pto"
@@ -37,6 +39,7 @@ QUANT_ATTENTION = "npu_kv_quant_sparse_flash_attention_pto"
 FUSED = "npu_sparse_attention_pto"
 PROLOG = "npu_lightning_indexer_prolog_pto"
 QUANT_ROWS, QUANT_UPDATE = "npu_quant_rows_pto", "npu_quant_index_update_pto"
+LINEAR = "weight_only_linear"
 
 
 def in_dtypes(dtypes: list, id: str = "", **arguments) -> dict[str, dict]:
@@ -80,6 +83,7 @@ CALLS = {
     PROLOG: {"plain": {}, "w8a8": dict(w8a8=True)},
     QUANT_UPDATE: {"plain": {}, "hadamard": dict(hadamard=True)},
     QUANT_ROWS: in_dtypes(DTYPES) | in_dtypes(DTYPES, "hadamard-", hadamard=True),
+    LINEAR: {kind: dict(kind=kind) for kind in FORMATS} | in_dtypes(DTYPES, "no-", experts=0),
 }
 # op -> arguments with which no tensor is absent
 EVERY_TENSOR = {
@@ -104,6 +108,11 @@ SIZES = {
     QUANT_ATTENTION: in_layouts("layout_kv", {"five": dict(heads=11, rope=48, sparse_count=27)}),
     FUSED: {"five": dict(heads=13, index_heads=11, nope=24, latent=64, rope=32, index_dim=80)},
     QUANT_ROWS: {"hadamard": dict(hadamard=True)},
+    LINEAR: {
+        f"{kind}-{experts}-experts": dict(kind=kind, experts=experts)
+        for kind in FORMATS
+        for experts in (0, 7)
+    },
     "npu_sparse_flash_attention_grad_pto": {"five": dict(**ATTEND, sparse_count=27)},
 }
 # op -> id -> calls that divide their work between threads in different ways
@@ -122,6 +131,11 @@ THREADS = {
         "gather": ([30], [3000], LONG_ATTEND | dict(sparse_count=40)),
     },
     QUANT_ROWS: {"many": ([125], [], dict(dim=128))},
+    LINEAR: {
+        "few-rows": ([7], [700], dict(experts=0)),
+        "one-part": ([40], [70], dict(experts=0)),
+        "experts": ([60], [300], {}),
+    },
 }
 DEFAULT = {op: {"default": {}} for op in ALL_OPS}
 # ops with lengths in lists, whose number a graph has as a constant
@@ -164,8 +178,12 @@ def assert_same(op: str, got: list[Tensor], expected: list[Tensor]) -> None:
 @each(DEFAULT | CALLS)
 def test_op_is_registered_as_torch_expects(op, arguments):
     x = without_nan(inputs_of(op, (2, 3), (20, 33), **arguments))
+    checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
+    checks.append("test_aot_dispatch_dynamic")
+    if any(is_float8(x[name]) for name in tensors(x)):
+        checks.remove("test_schema")  # multiplies each tensor, which torch cannot in 8 bits
     for overload, more in overloads(op):
-        torch.library.opcheck(overload, (), x | more)
+        torch.library.opcheck(overload, (), x | more, test_utils=checks)
 
 
 @each(DEFAULT | CALLS)

@@ -112,16 +112,45 @@ def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
             yield dtype, f"{kind} [6, 64, 128], 20 rows, 3 experts of 6", arguments
 
 
+def step_of_x(weight: Tensor, scales: Tensor | None) -> float:
+    """How far the rounding of x may move a product, relative to the product of the norms: G values
+    share a scale, each is within half a step of 2**-15 of the largest one."""
+    if scales is None or weight.dtype == torch.float8_e4m3fn:
+        return 0.0
+    group = 128 if weight.dtype == torch.int8 else 64
+    if scales.dtype == torch.bfloat16:  # longer groups are not rounded
+        group = min(2 * weight.size(-1) // scales.size(-2), 4096)
+    return group**0.5 * 2**-16
+
+
 def error(got: Tensor, expected: Tensor, mine: dict, theirs: dict) -> tuple[float, float]:
-    """Relative to the product of the norms of the row and of the weight's row."""
-    matrix = dequantised(theirs["weight"], theirs["scales"], theirs.get("block_size", 128)).double()
+    """In units of what is allowed, by the norms of the row of x and of the weight's row; infinite
+    where only one of the two is finite."""
     x, experts = theirs["x"].double(), theirs.get("experts")
-    norm = x.norm(dim=-1)
+    weight, scales = theirs["weight"], theirs.get("scales")
+    matrix = dequantised(weight, scales, theirs.get("block_size", 128)).double()
+    parts = matrix.abs()
+    if scales is not None and scales.dtype == torch.bfloat16:  # 4 bits and zero, which may cancel
+        of_group = scales.double().abs()
+        of_group = 16 * of_group[..., 0] + of_group[..., 1]
+        parts = of_group.repeat_interleave(matrix.size(-1) // scales.size(-2), -1)
+    step = step_of_x(weight, scales)
+    # float32 sums of some thousand products in another order
+    allowed = step * matrix.norm(dim=-1) + 2**-18 * parts.norm(dim=-1)
+    # sums of values that count as 0: of products, and of x below 1e-30 where it is rounded
+    least = x.size(-1) * (2**-126 + (1e-30 if step else 0.0) * parts.amax(-1))
     if experts is not None:
-        norm = norm[..., None] if experts.dim() == x.dim() else norm
-        matrix = matrix[experts.clamp(0, len(matrix) - 1)]
-    norms = norm[..., None] * matrix.norm(dim=-1)
-    difference = (got.double() - expected.double()).abs().nan_to_num(nan=torch.inf)
-    relative = difference / norms.clamp(min=torch.finfo(torch.float32).tiny)
-    bound = ROUNDING[x.dtype] if (x := theirs["x"]).dtype != torch.float32 else 2**-13
-    return float(relative.amax()), bound
+        exists = (experts >= 0) & (experts < len(matrix))
+        x = torch.where(exists[..., None], x[..., None, :] if experts.dim() == x.dim() else x, 0)
+        chosen = torch.where(exists, experts, len(matrix)).long()  # then nothing is allowed
+        allowed, least = (pad(y, (0, 0, 0, 1))[chosen] for y in (allowed, least))
+    norm, limits = x.norm(dim=-1, keepdim=True), torch.finfo(expected.dtype)
+    finite = norm.isfinite() & allowed.isfinite()
+    one, other = got.double(), expected.double()
+    # a sum near the largest number may be that or infinite
+    difference = one.clamp(limits.min, limits.max) - other.clamp(limits.min, limits.max)
+    allowed = norm * allowed + least + ROUNDING[expected.dtype] * other.abs()
+    relative = difference.abs() / (allowed + limits.tiny * limits.eps)
+    invisible = torch.where(one.isfinite() | other.isfinite(), torch.inf, 0.0)
+    worst = torch.where(finite, relative.nan_to_num(nan=torch.inf), invisible)
+    return float(worst.amax()), 1.0

@@ -223,7 +223,7 @@ struct Kernels {
   // positions; returns their number. Overwrites up to kLineElements elements behind them.
   int (*keep)(uint32_t* ranks, int32_t* positions, int n, uint32_t above, int equal);
   WeightKernels weights[kWeightFormats];
-  // out[l] = the sum over d of x[d] * rows[d][l], in bfloat16; width: a multiple of 16
+  // out[l] = the sum over d of x[d] * rows[d][l], in bfloat16
   void (*add_rows)(const uint16_t* rows, int64_t stride, const float* x, int depth, int width,
                    float* out);
   const Bf16Kernels* bf16 = nullptr;   // null: bfloat16 is widened to float

@@ -236,13 +236,23 @@ INLINE void add_rows_tile(const uint16_t* rows, int64_t stride, const float* x, 
                           float* out) {
   Vec factor[ROWS];
   UNROLL for (int i = 0; i < ROWS; ++i) factor[i] = broadcast(x[i]);
-  for (int l = 0; l < width; l += kLanes) {
+  int l = 0;
+  for (; l + kLanes <= width; l += kLanes) {
     Vec sum = load(out + l);
     UNROLL for (int i = 0; i < ROWS; ++i) {
       const LaneHalves bits = *reinterpret_cast<const LaneHalves*>(rows + i * stride + l);
       sum += factor[i] * (Vec)(__builtin_convertvector(bits, IntVec) << 16);
     }
     store(out + l, sum);
+  }
+  // behind the last row there may be no memory
+  for (; l < width; ++l) {
+    for (int i = 0; i < ROWS; ++i) {
+      const uint32_t bits = static_cast<uint32_t>(rows[i * stride + l]) << 16;
+      float value;
+      std::memcpy(&value, &bits, 4);
+      out[l] += x[i] * value;
+    }
   }
 }
 

@@ -10,6 +10,7 @@ namespace {
 
 constexpr char kOp[] = "weight_only_linear";
 constexpr int64_t kMostBlock = 1024;
+constexpr int64_t kMostDepth = 1 << 30;  // kernels count in int
 
 // [E] if there are experts, then `rest`
 Argument shaped(const char* name, const Tensor& tensor, const Tensor& weight,
@@ -69,8 +70,8 @@ void check_weight(const Tensor& x, const Tensor& weight, const OptionalTensor& s
                  dtype_name(weight.scalar_type()), " and ",
                  scales ? dtype_name(scales->scalar_type()) : "None");
   const c10::SymInt depth = x.sym_size(-1);
-  CHECK_ARGUMENT(depth > 0 && depth % cpu::kWeightUnit == 0, kOp, "x.size(-1)",
-                 "a positive multiple of 32 (K)", depth);
+  CHECK_ARGUMENT(depth > 0 && depth <= kMostDepth && depth % cpu::kWeightUnit == 0, kOp,
+                 "x.size(-1)", "a positive multiple of 32 up to 2**30 (K)", depth);
   const bool pairs = weight.scalar_type() == at::kByte;
   second.size(-1, pairs ? depth / 2 : depth, pairs ? "K / 2, two values per byte" : "K of x");
   CHECK_ARGUMENT(block_size > 0 && block_size <= kMostBlock && block_size % cpu::kWeightUnit == 0,

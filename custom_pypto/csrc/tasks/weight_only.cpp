@@ -57,9 +57,13 @@ class Linear {
         tasks.push_back({static_cast<int64_t>(g), first, std::min(most, weight_.rows() - first)});
       }
     }
+    // A single task would run outside of a parallel region, where torch.mm takes all threads and
+    // gives bits that depend on their number.
+    if (tasks.size() == 1) tasks.push_back({0, 0, 0});
     run_tasks(
         tasks.size(), [] { return Scratch(); },
         [&](Scratch& scratch, int64_t t) {
+          if (tasks[t].rows == 0) return;
           const Group& group = groups_[tasks[t].group];
           if (!group.few()) {
             products(group, tasks[t], scratch);
@@ -91,22 +95,22 @@ class Linear {
     }
     const Tensor ids = experts->to(at::kLong).contiguous();
     const int64_t* id = ids.const_data_ptr<int64_t>();
-    std::vector<int64_t> counts(weight_.experts() + 1);
     for (int64_t i = 0; i < rows; ++i) {
       if (exists(id[i])) {
-        ++counts[id[i] + 1];
+        order_.push_back(i);
       } else {
         std::fill_n(out_ + i * weight_.rows(), weight_.rows(), T(0.0f));
       }
     }
-    for (int64_t e = 0; e < weight_.experts(); ++e) {
-      if (counts[e + 1])
-        groups_.push_back({.expert = e, .first = counts[e], .count = counts[e + 1]});
-      counts[e + 1] += counts[e];
-    }
-    order_.resize(counts.back());
-    for (int64_t i = 0; i < rows; ++i) {
-      if (exists(id[i])) order_[counts[id[i]]++] = i;
+    // an expanded weight may have more experts than memory holds counts of
+    std::stable_sort(order_.begin(), order_.end(),
+                     [&](int64_t a, int64_t b) { return id[a] < id[b]; });
+    for (int64_t i = 0; i < static_cast<int64_t>(order_.size()); ++i) {
+      const int64_t expert = id[order_[i]];
+      if (groups_.empty() || groups_.back().expert != expert) {
+        groups_.push_back({.expert = expert, .first = i, .count = 0});
+      }
+      ++groups_.back().count;
     }
   }
   bool exists(int64_t expert) const { return expert >= 0 && expert < weight_.experts(); }

@@ -1,0 +1,218 @@
+"""Arguments of ``weight_only_linear``: rows of x for query tokens, rows of the weight for keys."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from custom_pypto.reference.weight_only_linear import FORMATS, quantised
+
+from . import INT_MAX, INT_MIN, random
+from .hostile import Maker
+from .rejections import none, table
+
+OP = "weight_only_linear"
+WEIGHT = 4
+
+
+def inputs(
+    lengths_query: list[int],
+    lengths_key: list[int],
+    *,
+    kind: str = "int8",
+    dim: int = 96,
+    experts: int = 7,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> dict:
+    """``experts``: their number, three for each row of x, some of which do not exist; or 0."""
+    g = torch.Generator().manual_seed(seed)
+    tokens, rows = sum(lengths_query), max(lengths_key)
+    shape = (experts, rows, dim) if experts else (rows, dim)
+    weight, scales = quantised(torch.randn(shape, generator=g), kind)
+    ids = None
+    if experts:
+        ids = torch.randint(experts, (tokens, 3), generator=g)
+        hostile = torch.tensor([INT_MIN, -1, experts, INT_MAX, -(2**63), 2**63 - 1])
+        wild = torch.rand(ids.shape, generator=g) < 0.2
+        ids[wild] = hostile[torch.randint(len(hostile), (int(wild.sum()),), generator=g)]
+    return dict(x=random((tokens, dim), dtype, g), weight=weight, scales=scales, experts=ids)
+
+
+def not_default() -> dict:
+    return inputs([2, 3], [40], kind="int4", dtype=torch.float16) | dict(block_size=64)
+
+
+def of_bytes(m: Maker, low: int, high: int, dtype: torch.dtype) -> Callable[[int], Tensor]:
+    """Makes n values of bytes from ``low`` to ``high``."""
+
+    def fill(n: int) -> Tensor:
+        values = torch.randint(low, high + 1, (n,), generator=m.generator)
+        return values.to(torch.uint8).view(dtype)
+
+    return fill
+
+
+def stored(m: Maker, lead: tuple, rows: int, dim: int, block_size: int) -> dict:
+    """A weight of any values in any format, with any strides that the format may have."""
+    kind, rng = m.rng.choice(FORMATS), m.rng
+    scales = None
+    if kind == "bfloat16":
+        values = m.floats(torch.bfloat16)
+        if rng.random() < 0.4:  # a column is contiguous
+            weight = m.rows(*lead, dim, rows, fill=values).mT
+        else:
+            weight = m.rows(*lead, rows, dim, fill=values)
+    elif kind == "int8":
+        weight = m.rows(*lead, rows, dim, fill=m.bytes())
+        scales = m.tensor((*lead, rows), m.floats(torch.float32))
+    elif kind == "fp8":
+        values = of_bytes(m, 0, 255, torch.float8_e4m3fn)
+        weight = m.rows(*lead, rows, dim, fill=values)
+        blocks = (-(-rows // block_size), -(-dim // block_size))
+        scales = m.tensor((*lead, *blocks), m.floats(torch.float32))
+    else:
+        weight = m.rows(*lead, rows, dim // 2, fill=of_bytes(m, 0, 255, torch.uint8))
+        if kind == "int4":
+            group = 32 * rng.choice([n for n in range(1, dim // 32 + 1) if dim // 32 % n == 0])
+            scales = m.tensor((*lead, rows, dim // group, 2), m.floats(torch.bfloat16))
+        else:
+            # up to 2**13: whether products with 2**127 are infinite depends on their order
+            values = of_bytes(m, rng.choice([0, 110, 110, 110]), 140, torch.float8_e8m0fnu)
+            if m.values == "special" and rng.random() < 0.3:
+                values = of_bytes(m, 255, 255, torch.float8_e8m0fnu)
+            scales = m.tensor((*lead, rows, dim // 32), values)
+    return dict(weight=weight, scales=scales)
+
+
+def random_call(m: Maker) -> dict:
+    rng = m.rng
+    dim = 32 * rng.choice([1, 1, 2, 2, 3, 4, 5, 8, 10])
+    rows = rng.choice([0, 1, 2, 3, 7, 15, 16, 17, 33, 65, 130])
+    block_size = rng.choice([32, 64, 96, 128, 128, 128, 1024])
+    tokens = [rng.choice([0, 1, 1, 2, 3, 5, 17, 40])][: rng.choice([0, 1, 1, 1])]
+    tokens = [*tokens, *[rng.choice([0, 1, 1, 2, 3])][: rng.choice([0, 0, 1])]]
+    call = dict(x=None, experts=None, block_size=block_size)
+    lead: tuple = ()
+    if rng.random() < 0.5:
+        lead = (rng.choice([0, 1, 2, 3, 5]),)
+        shape = (*tokens, rng.choice([0, 1, 2, 3, 6]))
+        dtype = rng.choice([torch.int32, torch.int64])
+        call["experts"] = m.tensor(shape, m.ints(-1 if lead == (0,) else 0, lead[0] - 1, dtype))
+        if rng.random() < 0.5:
+            tokens = [*shape]
+    call["x"] = m.tensor((*tokens, dim))
+    return call | stored(m, lead, rows, dim, block_size)
+
+
+def rejected() -> list:
+    call, plain = inputs([3], [40]), inputs([3], [40], experts=0)
+    row = table(OP, "weights", call)
+    x, weight, scales, experts = (call[n] for n in ("x", "weight", "scales", "experts"))
+    known = (
+        "weight.dtype and scales.dtype must be bfloat16 and None, int8 and float32, float8_e4m3fn "
+        "and float32, uint8 (two of 4 bits) and bfloat16 or float8_e8m0fnu, got"
+    )
+    depth = "x.size(-1) must be a positive multiple of 32 up to 2**30 (K), got"
+    block = "block_size must be a multiple of 32 up to 1024, got"
+    floating = "x.dtype must be bfloat16, float16 or float32, got"
+    ids = "experts must be of shape [.., k] for x of shape [.., K] or [.., k, K], got"
+    return [
+        row("dtype", f"{floating} float64", x=x.double()),
+        row("dtype-int8", f"{floating} int8", x=x.to(torch.int8)),
+        row("no-dims", "x must be of shape [.., K], got []", x=x[0, 0]),
+        row(
+            "rank",
+            "weight must be of shape [N, K] (without experts), got [7, 40, 96]",
+            experts=None,
+        ),
+        row(
+            "rank-experts",
+            "weight must be of shape [E, N, K] (with experts), got [40, 96]",
+            weight=weight[0],
+        ),
+        row("no-scales", f"{known} int8 and None", scales=None),
+        row("two-scales", f"{known} bfloat16 and float32", weight=weight.bfloat16()),
+        row("float16", f"{known} float16 and None", plain, weight=plain["x"].half(), scales=None),
+        row("scales-dtype", f"{known} int8 and float16", scales=scales.half()),
+        *(row(f"K-{n}", f"{depth} {n}", x=x.new_zeros(3, n)) for n in (0, 16, 100)),
+        row("columns", "weight.size(-1) must be 96 (K of x), got 64", weight=weight[..., :64]),
+        *(
+            row(f"block-size-{n}", f"{block} {n}", block_size=n)
+            for n in (0, -32, 48, 1056, 2**32 + 128, -(2**63), 2**63 - 1)
+        ),
+        row(
+            "weight-strides",
+            "weight.stride(-1) must be 1 (contiguous last dim), got 2; call .contiguous()",
+            weight=weight.repeat_interleave(2, -1)[..., ::2],
+        ),
+        *rejected_scales(),
+        row(
+            "experts-dtype",
+            "experts.dtype must be int32 or int64, got int16",
+            experts=experts.short(),
+        ),
+        row("experts-rank", f"{ids} [3, 3, 1]", experts=experts[..., None]),
+        row("experts-no-dims", f"{ids} []", experts=experts[0, 0]),
+        row("experts-rows", "experts.size(0) must be 3 (as x), got 2", experts=experts[:2]),
+        row(
+            "experts-k",
+            "experts.size(1) must be 2 (as x), got 3",
+            x=x[:, None].repeat(1, 2, 1),
+        ),
+        *none(row, call, ["scales", "experts"]),
+    ]
+
+
+def rejected_scales() -> list:
+    """Shapes of the scales, and strides, in each format."""
+    found = []
+    for kind, shape, dim, right, wrong in (
+        ("int8", "[N] or [E, N] for int8", 1, "40 (N of weight)", 39),
+        (
+            "fp8",
+            "[N / block_size, K / block_size] or [E, ..] for float8_e4m3fn",
+            2,
+            "1 (blocks of weight, the last one may be shorter)",
+            2,
+        ),
+        ("fp4", "[N, K / 32] or [E, N, K / 32]", 2, "3 (of weight: a scale for 32 values)", 4),
+        ("int4", "[N, K / G, 2] or [E, N, K / G, 2] for 4 bits", -1, "2 (scale and zero)", 1),
+    ):
+        call = inputs([3], [40], kind=kind)
+        row, scales = table(OP, f"weights-{kind}", call), call["scales"]
+        sizes = [*scales.shape]
+        sizes[dim] = wrong
+        of_other_size = torch.ones(sizes).to(scales.dtype)
+        rank = f"scales must be of shape {shape}, got {[*scales.shape[1:]]}"
+        why = "as weight" if kind == "int4" else "E of weight"
+        found += [
+            row("rank", rank, scales=scales[0]),
+            row("size", f"scales.size({dim}) must be {right}, got {wrong}", scales=of_other_size),
+            row("E", f"scales.size(0) must be 7 ({why}), got 6", scales=scales[:6]),
+        ]
+    call = inputs([3], [40], kind="int4")
+    row, scales = table(OP, "weights-int4", call), call["scales"]
+    pairs = "weight.size(-1) must be 48 (K / 2, two values per byte), got 47"
+    groups = "scales.size(-2) must be K / G, for a G that is a multiple of 32, got"
+    found += [
+        row("columns", pairs, weight=call["weight"][..., :47]),
+        row("N", "scales.size(1) must be 40 (as weight), got 39", scales=scales[:, :39]),
+        *(
+            row(f"groups-{n}", f"{groups} {n}", scales=scales.new_ones(7, 40, n, 2))
+            for n in (0, 2, 5, 6, 96)
+        ),
+    ]
+    blocks = inputs([3], [40], kind="fp8", experts=0)
+    row, weight = table(OP, "weights-fp8", blocks), blocks["weight"]
+    needs = "scales.size(0) must be 2 (blocks of weight, the last one may be shorter), got 1"
+    strides = "weight.stride(-1) must be 1 (contiguous last dim), got 40; call .contiguous()"
+    found += [
+        row("N", needs, block_size=32),
+        row("strides", strides, weight=weight.T.contiguous().T),
+    ]
+    values = inputs([3], [40], kind="bfloat16", experts=0)
+    row = table(OP, "weights-bfloat16", values)
+    gaps = values["weight"].repeat_interleave(2, -1)[..., ::2]
+    words = "weight.stride(-1) or weight.stride(-2) must be 1, got 2 and 192; call .contiguous()"
+    return [*found, row("strides", words, weight=gaps)]
