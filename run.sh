@@ -243,7 +243,7 @@ sanitize() {
     LD_PRELOAD="$runtime" CUSTOM_PYPTO_CPU_ISA="$isa" \
       "$python" tests/fuzz --cases 10000 --seed 1 --threads 3
   done
-  local files=(tests/test_add_custom.py tests/test_npu_*.py)
+  local files=(tests/test_add_custom.py tests/test_npu_*.py tests/test_weight_only_linear.py)
   for isa in "${sets[@]}"; do # torch.compile tests are left out: they call the same functions
     LD_PRELOAD="$runtime" CUSTOM_PYPTO_CPU_ISA="$isa" "$python" -m pytest -q -p no:cacheprovider \
       "${files[@]}" -k "not compile and not registered"

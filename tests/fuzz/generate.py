@@ -92,6 +92,10 @@ def other_tensor(rng: Random, x: Tensor) -> tuple[str, object]:
     return f"of shape {tuple(shape)}", torch.zeros(shape, dtype=x.dtype)
 
 
+def is_large(x) -> bool:
+    return isinstance(x, Tensor) and max(x.shape, default=0) > MOST
+
+
 def break_one(rng: Random, op: str, arguments: dict) -> str:
     """Changes one argument in place; says which and how."""
     name = rng.choice(list(arguments))
@@ -99,7 +103,11 @@ def break_one(rng: Random, op: str, arguments: dict) -> str:
     types = {argument.name: str(argument.type) for argument in overloads(op)[-1]._schema.arguments}
     kind = types[name].removeprefix("Optional[").removesuffix("]")
     if isinstance(x, Tensor):
-        what, x = other_tensor(rng, x)
+        what, other = other_tensor(rng, x)
+        # of no expert, it still gives a zero for each of its rows: more than memory holds
+        if (op, name) == ("weight_only_linear", "weight") and is_large(other):
+            return "unchanged"
+        x = other
     elif kind in OTHER_VALUES:
         x = rng.choice(OTHER_VALUES[kind])
         what = repr(x)
