@@ -31,6 +31,7 @@ if _problem := transformers_problem():
     raise ImportError(f"custom_pypto.models: {_problem['what']}; {_problem['remedy']}")
 
 from . import generation, quantised_weights  # noqa: E402
+from .absorbed import advise_on_bfloat16  # noqa: E402
 from .architectures import attention_classes, check_available  # noqa: E402
 from .cache import PagedCache  # noqa: E402
 from .cache.formats import check_cache_dtypes  # noqa: E402
@@ -171,6 +172,9 @@ def use_custom_pypto(
         )
     model._prepare_cache_for_generation = partial(generation.prepare_cache_for_generation, model)
     model.create_masks_for_generate = generation.create_masks_for_generate
+    plain = not any(getattr(module, "kind", None) for module in text.modules())
+    if plain and text.dtype == torch.bfloat16 and text.device.type == "cpu":
+        advise_on_bfloat16()
     return model
 
 

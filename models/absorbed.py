@@ -6,6 +6,8 @@ p_j W_UV c_j = W_UV sum_j p_j c_j``. Upstream transformers expands all latents i
 Shapes: T tokens, H heads, L ``kv_lora_rank``, R ``qk_rope_head_dim``, K selected positions.
 """
 
+import functools
+import logging
 from typing import NamedTuple
 
 import torch
@@ -37,6 +39,17 @@ class Part(NamedTuple):
     keys: slice
     query_ends: Tensor  # [sequences] int32, counted from the first token of the slice
     key_ends: Tensor
+
+
+@functools.cache  # once in a process
+def advise_on_bfloat16() -> None:
+    """For models in bfloat16 on the CPU: says where torch multiplies it row by row."""
+    if not MULTIPLIES_BF16:
+        logging.getLogger("custom_pypto").warning(
+            "use_custom_pypto: this CPU has no bfloat16 instructions, and torch.nn.Linear is "
+            "several times slower in bfloat16 than in float32 on prompts; load the model with "
+            "weights='stored', 'int8' or 'int4', or with dtype=torch.float32"
+        )
 
 
 def indices_of(part: Part, indices: Tensor) -> Tensor:

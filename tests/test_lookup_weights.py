@@ -10,13 +10,13 @@ import torch
 
 from custom_pypto import models
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-sys.path.append(str(EXAMPLES))
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 from train_lookup import lookup_accuracy, lookup_batch
 from train_lookup_v4 import lookup_accuracy as accuracy_v4
 from train_lookup_v4 import lookup_batch as batch_v4
 
+CHECKPOINTS = Path(__file__).parents[1] / "examples/checkpoints"
 EXAMPLE = {"lookup": (lookup_batch, lookup_accuracy), "lookup_v4": (batch_v4, accuracy_v4)}
 LENGTH = 512
 # Most divergence from unrounded weights, on two texts. Among others a near tie in a selection moves
@@ -31,8 +31,7 @@ MOST = {
 
 @functools.cache
 def load(name, weights):
-    path = EXAMPLES / "checkpoints" / name
-    return models.load(path, dtype=torch.float32, weights=weights)
+    return models.load(CHECKPOINTS / name, dtype=torch.float32, weights=weights)
 
 
 def accuracy(model, name):
@@ -59,7 +58,7 @@ def test_answers_stay_right(name, weights):
 
 @pytest.mark.parametrize("name, weights", MOST)
 def test_scales_of_the_neighbour_do_not(name, weights):
-    model = models.load(EXAMPLES / "checkpoints" / name, dtype=torch.float32, weights=weights)
+    model = models.load(CHECKPOINTS / name, dtype=torch.float32, weights=weights)
     for parameter, x in model.named_parameters():
         if parameter.endswith("_scale"):
             x.data = x.data.roll(1, 1 if ".mlp.experts." in parameter else 0)

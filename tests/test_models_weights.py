@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import custom_pypto
 from custom_pypto import models
+from custom_pypto.models import absorbed
 from custom_pypto.models.weights.modules import (
     EXPERT_WEIGHTS,
     StoredLinear,
@@ -234,6 +235,35 @@ def test_files_of_a_saved_model_are_mapped(saved, tmp_path):
         if str(tmp_path) in line
     ]
     assert all(any(first <= at < end for first, end in ranges) for at in addresses)
+
+
+@pytest.mark.parametrize("fast", [False, True])
+def test_a_cpu_without_bfloat16_is_named_once(fast, saved, monkeypatch, caplog):
+    monkeypatch.setattr(absorbed, "MULTIPLIES_BF16", fast)
+    absorbed.advise_on_bfloat16.cache_clear()
+    load(saved, None)
+    models.load(saved, dtype=torch.bfloat16, weights="int8")
+    assert not caplog.messages
+    for _ in range(2):
+        models.load(saved, dtype=torch.bfloat16)
+    assert len(caplog.messages) == (not fast)
+    assert all("has no bfloat16 instructions" in message for message in caplog.messages)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_products_of_heads_are_those_of_einsum(dtype, tokens):
+    g = torch.Generator().manual_seed(3)
+    weight = torch.randn(4, 96, 64, generator=g).to(dtype)  # of kv_b_proj: 32 rows of W_UK
+    query = torch.randn(2, tokens, 4, 32, generator=g).to(dtype)
+    rounding = dict(rtol=2**-7, atol=2**-4) if dtype == torch.bfloat16 else {}
+    exact = torch.einsum("bshd,hdl->bshl", query.float(), weight[:, :32].float())
+    torch.testing.assert_close(absorbed.absorbed_query(query, weight), exact.to(dtype), **rounding)
+    latent = torch.randn(2, tokens, 4, 64, generator=g).to(dtype)
+    exact = torch.einsum("bshl,hvl->bshv", latent.float(), weight[:, 32:].float())
+    torch.testing.assert_close(
+        absorbed.of_heads(latent, weight[:, 32:]), exact.to(dtype), **rounding
+    )
 
 
 # ---- rejections ---------------------------------------------------------------------------------
