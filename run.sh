@@ -202,7 +202,7 @@ run_tests() {
 
 run_benchmarks() {
   local benchmark status=0
-  for benchmark in ops gradients training peers model loading log; do
+  for benchmark in ops gradients weights training peers model loading log; do
     "$python" "$root/benchmarks/bench_$benchmark.py" "$@" || status=1
   done
   return "$status"

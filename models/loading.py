@@ -182,11 +182,14 @@ def check_memory(model, dtype: torch.dtype, device: torch.device, ranks: int = 1
     if device.type == "cpu" or ranks == 1:  # a whole model passes through host memory
         available["this machine"] = free_memory(torch.device("cpu")) // here
     each = "" if ranks == 1 else f" on each of {ranks} ranks"
+    kinds = {module.kind for module in model.modules() if getattr(module, "kind", None)}
+    form = f"weights in {', '.join(sorted(kinds))}" if kinds else str(dtype).removeprefix("torch.")
+    on_cpu = device.type == "cpu" and ranks == 1 and not kinds
+    fewer_bits = ", or pass weights='int8' or 'int4'" if on_cpu else ""
     for place, free in available.items():
         if needed > free:
             raise MemoryError(
                 f"load: out of memory: the model needs {tqdm.format_sizeof(needed, 'B')} in "
-                f"{str(dtype).removeprefix('torch.')}{each}, "
-                f"{place} has {tqdm.format_sizeof(free, 'B')} free; "
-                "load fewer layers with num_hidden_layers, or use more devices"
+                f"{form}{each}, {place} has {tqdm.format_sizeof(free, 'B')} free; "
+                f"load fewer layers with num_hidden_layers, or use more devices{fewer_bits}"
             )

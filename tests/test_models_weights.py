@@ -8,9 +8,9 @@ import pytest
 import torch
 from loading_harness import LOADED_KINDS, edit_json, edit_tensor, saved_checkpoint  # noqa: F401
 from memory import in_a_process, peak_of
-from published import V4, published, true_weights
+from published import V4, published, save_sparse, true_weights, write_published
 from safetensors.torch import load_file
-from tiny import tiny_model, token_ids
+from tiny import tiny_config, tiny_model, token_ids
 from transformers import AutoModelForCausalLM
 
 import custom_pypto
@@ -362,3 +362,12 @@ def test_files_name_the_format(saved, tmp_path):
     assert config["quant_method"] == "custom_pypto" and [*config["modules"]] == ["int4"]
     stored = load_file(next(tmp_path.glob("*.safetensors")))
     assert {x.dtype for name, x in stored.items() if name.endswith("down_proj")} == {torch.uint8}
+
+
+def test_a_model_that_does_not_fit_names_fewer_bits(tmp_path):
+    with torch.device("meta"):
+        write_published(tmp_path, tiny_config(vocab_size=10**10), save=save_sparse)
+    with pytest.raises(MemoryError, match=r"needs 3\.84TB in bfloat16, .*pass weights='int8'"):
+        models.load(tmp_path)
+    with pytest.raises(MemoryError, match=r"needs 3\.84TB in weights in int4, .*more devices$"):
+        models.load(tmp_path, weights="int4")
