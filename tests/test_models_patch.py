@@ -214,8 +214,12 @@ def test_every_architecture_is_tested_and_named_in_the_rejection_of_others():
 def test_what_architectures_share_knows_none_of_them():
     folder = Path(models.__file__).parent
     kinds = [*NAMES, "deepseek_v4", "glm5_next", "mistral_large4"]
-    assert {path.parent.name for path in folder.glob("*/__init__.py")} == {*kinds, "cache"}
-    shared = {*folder.glob("*.py"), *folder.glob("cache/*.py")}
+    assert {path.parent.name for path in folder.glob("*/__init__.py")} == {
+        *kinds,
+        "cache",
+        "weights",
+    }
+    shared = {*folder.glob("*.py"), *folder.glob("cache/*.py"), *folder.glob("weights/*.py")}
     for path in shared - {folder / "architectures.py"}:
         found = re.search("|".join(["transformers.models", *kinds]), path.read_text())
         assert found is None, f"{path.name} names {found[0]}"
