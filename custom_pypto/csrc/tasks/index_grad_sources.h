@@ -122,6 +122,11 @@ class Given : public Selected {
   Tensor d_values_;
 };
 
+// glibc has had another log of double since 2.29, which the wheel for 2.28 may not name
+inline double natural_log(double x) {
+  return static_cast<double>(std::log(static_cast<long double>(x)));
+}
+
 // The summand p log(p / q) of a divergence, given log q.
 inline double divergence(float p, double log_q) { return p == 0 ? 0.0 : p * (std::log(p) - log_q); }
 
@@ -148,7 +153,7 @@ class SelectedKl : public Selected {
     }
     const float max = *std::max_element(scores, scores + n);
     for (int64_t j = 0; j < n; ++j) sum += d_scores[j] = std::exp(scores[j] - max);
-    const double log_sum = std::log(sum);
+    const double log_sum = natural_log(sum);
     for (int64_t j = 0; j < n; ++j) {
       const auto p = static_cast<float>(target[j] / total);
       loss += divergence(p, scores[j] - max - log_sum);
@@ -189,7 +194,7 @@ class VisibleKl {
     attention_.sums(token, scored, scratch.attention, target);
     const float max = max_.const_data_ptr<float>()[token.row()];
     const float sum = sum_.const_data_ptr<float>()[token.row()];
-    const double log_sum = std::log(static_cast<double>(sum));
+    const double log_sum = natural_log(sum);
     double loss = 0;
     for (int64_t j = 0; j < n; ++j) {
       const float p = target[j] / attention_.heads();
