@@ -356,6 +356,14 @@ def test_the_op_computes_both_experts_and_linear_layers(saved, monkeypatch):
     assert any(x is None for x in calls) and any(x is not None for x in calls)
 
 
+@pytest.mark.parametrize("weights", [None, {"rest": "int8"}])
+def test_experts_that_are_not_stored_are_computed_as_upstream_does(weights, saved):
+    upstream = AutoModelForCausalLM.from_pretrained(saved)
+    own = load(saved, weights).config._experts_implementation
+    assert own == upstream.config._experts_implementation
+    assert load(saved, "int8").config._experts_implementation != own
+
+
 def test_files_name_the_format(saved, tmp_path):
     load(saved, "int4").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]

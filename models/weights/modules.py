@@ -37,14 +37,14 @@ class StoredLinear(nn.Module):
 
 
 def store(module: nn.Module, name: str, kind: str, shape: list[int]) -> None:
-    """Gives ``module`` empty parameters for a stored weight of this shape, and for its scales."""
+    """Gives ``module`` parameters for a stored weight of this shape and for its scales, on the meta
+    device."""
     stored = layout(kind, shape)
-    device = next(iter(module.parameters(recurse=False)), torch.empty(0, device="meta")).device
-    weight = torch.empty(stored.shape, dtype=stored.dtype, device=device)
+    weight = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
     setattr(module, name, nn.Parameter(weight, requires_grad=False))
     scales = None
     if stored.scale_shape is not None:
-        empty = torch.empty(stored.scale_shape, dtype=stored.scale_dtype, device=device)
+        empty = torch.empty(stored.scale_shape, dtype=stored.scale_dtype, device="meta")
         scales = nn.Parameter(empty, requires_grad=False)
     module.register_parameter(name + SCALE, scales)
 
@@ -97,17 +97,18 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS, stored_experts)
 
 def convert(model: nn.Module, kinds: dict[str, str]) -> None:
     """Gives the modules of these names their format. They are on the meta device."""
+    of_experts = False
     for name, kind in kinds.items():
         module = model.get_submodule(name)
         if not is_experts(module):
             parent, _, child = name.rpartition(".")
             setattr(model.get_submodule(parent), child, StoredLinear(module, kind))
             continue
-        module.kind = kind
+        of_experts, module.kind = True, kind
         for weight in EXPERT_WEIGHTS:
             shape = list(module._parameters.pop(weight).shape)
             store(module, weight, kind, shape)
-    if any(is_experts(module) for module in model.modules() if hasattr(module, "_apply_gate")):
+    if of_experts:
         model.set_experts_implementation(EXPERTS)
 
 

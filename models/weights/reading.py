@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import quantised_weights
-from .formats import BLOCK, layout, quantise
+from .formats import BLOCK, ROUNDED, layout, quantise
 
 # safetensors' names of the dtypes of stored weights and their scales
 NAMES = {
@@ -56,7 +56,7 @@ class StoredWeight:
             self.read(part, weights[i], None if scales is None else scales[i])
 
     def read(self, part: str, weight: Tensor, scales: Tensor | None) -> None:
-        if self.kind in ("int8", "int4"):
+        if self.kind in ROUNDED:
             matrix = self.reader.read(part, torch.float32).flatten(0, -2)
             quantise(self.kind, matrix, weight, scales)
             return
