@@ -168,6 +168,8 @@ struct WeightKernels {
   void (*dots)(const Dots&);
   // row w of the weight in float, [depth]
   void (*widen)(const Dots&, int w, float* to);
+  // those of 4 bits as `Dots` takes them, offsets behind the scales; null for the others
+  void (*read_scales)(const void* from, int64_t count, float* scales);
 };
 
 // Kernels that multiply bfloat16 without widening it.

@@ -116,9 +116,18 @@ struct Fp4Weight {
 };
 
 INLINE float sum_of(const Vec& x) {
+#if VECTOR_BYTES >= 32
+  __m256 parts[VECTOR_BYTES / 32];
+  std::memcpy(parts, &x, sizeof parts);
+  const __m256 half = VECTOR_BYTES == 64 ? parts[0] + parts[VECTOR_BYTES / 32 - 1] : parts[0];
+  __m128 sum = _mm256_castps256_ps128(half) + _mm256_extractf128_ps(half, 1);
+  sum += _mm_movehl_ps(sum, sum);
+  return sum[0] + sum[1];
+#else
   float sum = 0.0f;
   for (int i = 0; i < kLanes; ++i) sum += x[i];
   return sum;
+#endif
 }
 
 // Calls tile(rows, w, i) for every row w of the weight and tiles of rows of x, up to MOST. A
@@ -139,9 +148,13 @@ INLINE void each_dots_tile(const Dots& call, const Tile& tile) {
 
 // what groups with an offset add to a product
 INLINE float offset_of(const Dots& call, int w, const float* sums) {
-  float sum = 0.0f;
-  for (int g = 0; g < call.groups; ++g) sum += call.offsets[w * call.groups + g] * sums[g];
-  return sum;
+  const float* offsets = call.offsets + w * call.groups;
+  Vec sum = {};
+  int g = 0;
+  for (; g + kLanes <= call.groups; g += kLanes) sum += load(offsets + g) * load(sums + g);
+  float rest = 0.0f;
+  for (; g < call.groups; ++g) rest += offsets[g] * sums[g];
+  return sum_of(sum) + rest;
 }
 
 // A row of x for `dots`: the sums of its groups, then its values.
@@ -264,9 +277,42 @@ void add_rows_f32(const uint16_t* rows, int64_t stride, const float* x, int dept
   for (; d < depth; ++d) add_rows_tile<1>(rows + d * stride, stride, x + d, width, out);
 }
 
+// of int4: value = (q - 8) * scale + zero, of pairs (scale, zero) in bfloat16
+void read_int4_scales(const void* from, int64_t count, float* scales) {
+  const char* pairs = static_cast<const char*>(from);
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t pair;
+    std::memcpy(&pair, pairs + 4 * i, 4);
+    const uint32_t scale_bits = pair << 16, zero_bits = pair & 0xFFFF0000;
+    float scale, zero;
+    std::memcpy(&scale, &scale_bits, 4);
+    std::memcpy(&zero, &zero_bits, 4);
+    scales[i] = scale;
+    scales[count + i] = zero - 8.0f * scale;
+  }
+}
+
+// of fp4: half of 2^(bits - 127), as the kernels' values of e2m1 count twice, and NaN for 255
+void read_fp4_scales(const void* from, int64_t count, float* scales) {
+  const uint8_t* exponents = static_cast<const uint8_t*>(from);
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t exponent = exponents[i];
+    const uint32_t scale = exponent > 1 ? (exponent - 1) << 23 : 1 << (21 + exponent);
+    const uint32_t bits = exponent == 255 ? 0x7FC00000 : scale;
+    std::memcpy(scales + i, &bits, 4);
+  }
+}
+
 template <class Format>
-constexpr WeightKernels kFloatWeight = {
-    .prepare = prepare_f32, .dots = dots_f32<Format>, .widen = widen_f32<Format>};
+constexpr auto kReadScales = std::is_same_v<Format, Int4Weight>  ? read_int4_scales
+                             : std::is_same_v<Format, Fp4Weight> ? read_fp4_scales
+                                                                 : nullptr;
+
+template <class Format>
+constexpr WeightKernels kFloatWeight = {.prepare = prepare_f32,
+                                        .dots = dots_f32<Format>,
+                                        .widen = widen_f32<Format>,
+                                        .read_scales = kReadScales<Format>};
 
 }  // namespace
 }  // namespace custom_pypto::cpu

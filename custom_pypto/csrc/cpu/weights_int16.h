@@ -1,7 +1,7 @@
 // Products of weights of 4 bits with rows of x rounded to 16 bits, in integers: to unpack values to
-// float takes twice as many instructions, which is more time than to read them. A group of G values
-// of x has the scale of its largest one. Each is rounded by up to half a step of 2^-15 of that one,
-// so a product is within sqrt(G) * 2^-16 of the norms' product.
+// float takes twice as many instructions, which is more time than to read them. A unit of values of
+// x has the scale of its largest one. Each is rounded by up to half a step of 2^-15 of that one, so
+// a product is within sqrt(kInt16Unit) * 2^-16 of the norms' product.
 #pragma once
 
 #include <immintrin.h>
@@ -13,37 +13,31 @@
 namespace custom_pypto::cpu {
 namespace {
 
-constexpr int kInt16Unit = 64;         // values that are unpacked together
-constexpr int kMostInt16Group = 4096;  // 15 * 32767 * 4096 / 8 lanes is below 2^31
+typedef uint16_t Shorts __attribute__((vector_size(VECTOR_BYTES), aligned(1), may_alias));
+constexpr int kInt16Unit = 2 * VECTOR_BYTES;  // values of 4 bits in a vector
 
-// values of x that share a scale
-template <class Format>
-INLINE int int16_group(const Dots& call) {
-  return std::is_same_v<Format, Int4Weight> ? call.group : kInt16Unit;
-}
-
-template <class Format>
 INLINE bool fits_int16(const Dots& call) {
-  const int group = int16_group<Format>(call);
-  return call.depth % kInt16Unit == 0 && group % kInt16Unit == 0 && group <= kMostInt16Group;
+  return call.depth % kInt16Unit == 0 &&
+         (call.group % kInt16Unit == 0 || kInt16Unit % call.group == 0);
 }
 
-// A row of x for `dots`: the sums of the weight's groups, a scale for each group of x, the values.
-template <class Format>
+// A row of x for `dots`: the sums of the weight's groups, the scales of units, the values.
 struct Int16Row {
-  Int16Row(const Dots& call, const void* x) : sums(static_cast<const float*>(x)) {
-    const int group = int16_group<Format>(call);
-    scales = sums + (call.offsets ? call.groups : 0);
-    values = reinterpret_cast<const int16_t*>(scales + (call.depth + group - 1) / group);
-  }
+  Int16Row(const Dots& call, const void* x)
+      : sums(static_cast<const float*>(x)),
+        scales(sums + (call.offsets ? call.groups : 0)),
+        values(reinterpret_cast<const int16_t*>(scales + call.depth / kInt16Unit)) {}
   const float *sums, *scales;
   const int16_t* values;
 };
 
-// returns the scale
-INLINE float round_to_int16(const float* x, int n, int16_t* to) {
+// where in a unit `dots` finds a value: 0, 4, 8, ... are in front, then 1, 5, 9, ...
+constexpr int place_in_unit(int i) { return i % 4 * (kInt16Unit / 4) + i / 4; }
+
+// Rounds a unit; returns the scale.
+INLINE float round_to_int16(const float* x, int16_t* to) {
   int32_t magnitude = 0;  // the bits of |x|, ordered as |x|, with NaN above infinity
-  for (int i = 0; i < n; ++i) {
+  for (int i = 0; i < kInt16Unit; ++i) {
     int32_t bits;
     std::memcpy(&bits, x + i, 4);
     bits &= INT32_MAX;
@@ -54,140 +48,161 @@ INLINE float round_to_int16(const float* x, int n, int16_t* to) {
   const bool finite = largest < INFINITY;
   // below, factor or scale would leave the range of normal numbers
   const float factor = largest > 1e-30f && finite ? 32767.0f / largest : 0.0f;
-  // the values 0, 4, 8, ... of a unit, then 1, 5, 9, ...
-  for (int i = 0; i < n; ++i) {
-    const int at = i / kInt16Unit * kInt16Unit + i % 4 * 16 + i % kInt16Unit / 4;
+  for (int i = 0; i < kInt16Unit; ++i) {
     const float scaled = x[i] * factor;
-    to[at] = static_cast<int16_t>(std::nearbyint(scaled == scaled ? scaled : 0.0f));
+    to[place_in_unit(i)] =
+        static_cast<int16_t>(std::nearbyint(scaled == scaled ? scaled : 0.0f));
   }
   // an infinity or NaN stays visible
   return finite ? largest / 32767.0f : NAN;
 }
 
-// The sum of a group. Of the rounded values: an offset that cancels the values of a weight must
-// cancel what they were multiplied by.
-INLINE float sum_of_int16(const int16_t* values, int n, float scale) {
-  int32_t sum = 0;
-  for (int i = 0; i < n; ++i) sum += values[i];
-  return scale * static_cast<float>(sum);
-}
-
 template <class Format>
 void prepare_int16(const Dots& call, const float* x, void* to) {
-  if (!fits_int16<Format>(call)) return prepare_f32(call, x, to);
-  const Int16Row<Format> row(call, to);
+  if (!fits_int16(call)) return prepare_f32(call, x, to);
+  const Int16Row row(call, to);
   float* sums = const_cast<float*>(row.sums);
   float* scales = const_cast<float*>(row.scales);
-  const int group = int16_group<Format>(call);
-  for (int d = 0, g = 0; d < call.depth; d += group, ++g) {
-    int16_t* values = const_cast<int16_t*>(row.values) + d;
-    scales[g] = round_to_int16(x + d, group, values);
-    // a group of x is one of the weight, if its groups have offsets
-    if (call.offsets) sums[g] = sum_of_int16(values, group, scales[g]);
-    if (std::is_same_v<Format, Fp4Weight>) scales[g] *= 1.0f / 256;  // of the values
+  int16_t* values = const_cast<int16_t*>(row.values);
+  if (call.offsets) std::memset(sums, 0, sizeof(float) * call.groups);
+  for (int d = 0; d < call.depth; d += kInt16Unit, values += kInt16Unit, ++scales) {
+    const float scale = round_to_int16(x + d, values);
+    // Of the rounded values: an offset that cancels the values of a weight must cancel what they
+    // were multiplied by.
+    for (int i = 0; call.offsets && i < kInt16Unit; i += kUnit) {
+      int32_t sum = 0;
+      for (int j = i; j < i + kUnit; ++j) sum += values[place_in_unit(j)];
+      sums[(d + i) / call.group] += scale * static_cast<float>(sum);
+    }
+    // the values of e2m1 count 256 times in `dots`
+    *scales = std::is_same_v<Format, Fp4Weight> ? scale * (1.0f / 256) : scale;
   }
 }
 
-INLINE __m256i load256(const void* p) { return _mm256_loadu_si256(static_cast<const __m256i*>(p)); }
+INLINE IntVec multiply_add(const Shorts& a, const int16_t* b) {
+#if VECTOR_BYTES == 64
+  return (IntVec)_mm512_madd_epi16((__m512i)a, _mm512_loadu_si512(b));
+#else
+  return (IntVec)_mm256_madd_epi16((__m256i)a, _mm256_loadu_si256((const __m256i*)b));
+#endif
+}
 
-// kInt16Unit values, 16 at a time.
+// The values of a unit, a quarter at a time.
 template <class Format>
 struct Int16Unit;
 
 template <>
 struct Int16Unit<Int4Weight> {
-  explicit INLINE Int16Unit(const uint8_t* p) : bits(load256(p)) {}
-  INLINE __m256i values(int i) const {
-    return i == 3 ? _mm256_srli_epi16(bits, 12)
-                  : _mm256_srli_epi16(bits, 4 * i) & _mm256_set1_epi16(15);
-  }
-  __m256i bits;
+  explicit INLINE Int16Unit(const uint8_t* p) : bits(*reinterpret_cast<const Shorts*>(p)) {}
+  INLINE Shorts values(int i) const { return i == 3 ? bits >> 12 : (bits >> 4 * i) & 15; }
+  Shorts bits;
 };
 
 template <>
 struct Int16Unit<Fp4Weight> {
   explicit INLINE Int16Unit(const uint8_t* p) {
-    const __m256i bits = load256(p), last = _mm256_set1_epi8(15);
-    const __m256i twice = _mm256_broadcastsi128_si256(
-        _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12));
-    low = _mm256_shuffle_epi8(twice, bits & last);
-    high = _mm256_shuffle_epi8(twice, _mm256_srli_epi16(bits, 4) & last);
+    const Shorts bits = *reinterpret_cast<const Shorts*>(p);
+    low = twice(bits & 0x0F0F);
+    high = twice((bits >> 4) & 0x0F0F);
   }
   // times 256
-  INLINE __m256i values(int i) const {
-    const __m256i bytes = i % 2 ? high : low;
-    return i < 2 ? _mm256_slli_epi16(bytes, 8) : bytes & _mm256_set1_epi16(-256);
+  INLINE Shorts values(int i) const {
+    const Shorts& bytes = i % 2 ? high : low;
+    return i < 2 ? bytes << 8 : bytes & 0xFF00;
   }
-  __m256i low, high;
+  // the values of e2m1
+  static INLINE Shorts twice(const Shorts& bits) {
+    const __m128i values =
+        _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+#if VECTOR_BYTES == 64
+    const __m512i table = _mm512_maskz_broadcast_i32x4(0xFFFF, values);
+    return (Shorts)_mm512_shuffle_epi8(table, (__m512i)bits);
+#else
+    return (Shorts)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), (__m256i)bits);
+#endif
+  }
+  Shorts low, high;
 };
 
-INLINE float sum_of_256(__m256 x) {
-  __m128 sum = _mm256_castps256_ps128(x) + _mm256_extractf128_ps(x, 1);
-  sum += _mm_movehl_ps(sum, sum);
-  return sum[0] + sum[1];
-}
+// The scales of a weight's units, one after the other. PARTS: groups in a unit, 1 also for longer
+// ones.
+template <int PARTS>
+class UnitScales {
+ public:
+  INLINE UnitScales(const Dots& call, int w)
+      : next_(call.scales + w * call.groups), units_(call.group / kInt16Unit) {}
+  INLINE Vec next() {
+    if constexpr (PARTS > 1) {
+      const Vec scales = load(next_);  // of which there may be fewer
+      next_ += PARTS;
+      return __builtin_shuffle(scales, lane_index() / (kLanes / PARTS));
+    }
+    const Vec scale = broadcast(*next_);
+    if (++unit_ == units_) ++next_, unit_ = 0;
+    return scale;
+  }
 
-template <class Format, int GROUP, int ROWS>
+ private:
+  const float* next_;
+  int units_, unit_ = 0;  // of a group
+};
+
+template <class Format, int PARTS, int ROWS>
 INLINE void dots_int16_tile(const Dots& call, int w, int i) {
-  const int group = int16_group<Format>(call);
   const uint8_t* p = call.weight + w * call.stride;
-  const float* scales = call.scales + w * call.groups;
+  UnitScales<PARTS> scales(call, w);
   const int16_t* x[ROWS];
   const float* x_scales[ROWS];
   UNROLL for (int r = 0; r < ROWS; ++r) {
-    const Int16Row<Format> row(call, call.x[i + r]);
+    const Int16Row row(call, call.x[i + r]);
     x[r] = row.values;
     x_scales[r] = row.scales;
   }
-  __m256 total[ROWS] = {};
-  for (int d = 0, g = 0; d < call.depth; ++g) {
-    const int rest = call.depth - d, n = GROUP ? GROUP : rest < group ? rest : group;
-    __m256i acc[ROWS] = {};
-    for (const int end = d + n; d < end; d += kInt16Unit) {
-      const Int16Unit<Format> unit(p);
-      __builtin_prefetch(p + kAhead);
-      p += Format::kBytes * kInt16Unit / kUnit;
-      UNROLL for (int v = 0; v < kInt16Unit / 16; ++v) {
-        const __m256i values = unit.values(v);
-        UNROLL for (int r = 0; r < ROWS; ++r) {
-          const __m256i product = _mm256_madd_epi16(values, load256(x[r] + d + 16 * v));
-          acc[r] = _mm256_add_epi32(acc[r], product);
-        }
+  Vec total[ROWS] = {};
+  for (int d = 0, u = 0; d < call.depth; d += kInt16Unit, ++u, p += VECTOR_BYTES) {
+    const Int16Unit<Format> unit(p);
+    __builtin_prefetch(p + kAhead);
+    const Vec scale = scales.next();
+    IntVec sums[ROWS] = {};
+    UNROLL for (int q = 0; q < 4; ++q) {
+      const Shorts values = unit.values(q);
+      UNROLL for (int r = 0; r < ROWS; ++r) {
+        sums[r] += multiply_add(values, x[r] + d + q * (kInt16Unit / 4));
       }
-    }
-    __m256 scale;
-    if constexpr (std::is_same_v<Format, Int4Weight>) {
-      scale = _mm256_set1_ps(scales[g]);
-    } else {  // of a unit's two groups
-      scale = _mm256_set_m128(_mm_set1_ps(scales[2 * g + 1]), _mm_set1_ps(scales[2 * g]));
     }
     UNROLL for (int r = 0; r < ROWS; ++r) {
       // the scale of x first: with that of the weight an integer may overflow
-      total[r] += _mm256_cvtepi32_ps(acc[r]) * _mm256_set1_ps(x_scales[r][g]) * scale;
+      total[r] += __builtin_convertvector(sums[r], Vec) * broadcast(x_scales[r][u]) * scale;
     }
   }
   UNROLL for (int r = 0; r < ROWS; ++r) {
-    float sum = sum_of_256(total[r]);
-    if (call.offsets) sum += offset_of(call, w, Int16Row<Format>(call, call.x[i + r]).sums);
+    float sum = sum_of(total[r]);
+    if (call.offsets) sum += offset_of(call, w, Int16Row(call, call.x[i + r]).sums);
     call.out[i + r][w] = sum;
   }
 }
 
 template <class Format>
 void dots_int16(const Dots& call) {
-  if (!fits_int16<Format>(call)) return dots_f32<Format>(call);
-  constexpr int USUAL = std::is_same_v<Format, Fp4Weight> ? kInt16Unit : kUsualGroup;
-  const bool even = int16_group<Format>(call) == USUAL && call.depth % USUAL == 0;
+  if (!fits_int16(call)) return dots_f32<Format>(call);
   each_dots_tile<4>(call, [&](auto rows, int w, int i) INLINED {
     constexpr int ROWS = decltype(rows)::value;
-    even ? dots_int16_tile<Format, USUAL, ROWS>(call, w, i)
-         : dots_int16_tile<Format, 0, ROWS>(call, w, i);
+    switch (kInt16Unit / call.group) {
+      case 4:
+        return dots_int16_tile<Format, 4, ROWS>(call, w, i);
+      case 2:
+        return dots_int16_tile<Format, 2, ROWS>(call, w, i);
+      default:
+        return dots_int16_tile<Format, 1, ROWS>(call, w, i);
+    }
   });
 }
 
 template <class Format>
-constexpr WeightKernels kInt16Weight = {
-    .prepare = prepare_int16<Format>, .dots = dots_int16<Format>, .widen = widen_f32<Format>};
+constexpr WeightKernels kInt16Weight = {.prepare = prepare_int16<Format>,
+                                        .dots = dots_int16<Format>,
+                                        .widen = widen_f32<Format>,
+                                        .read_scales = kReadScales<Format>};
 
 }  // namespace
 }  // namespace custom_pypto::cpu

@@ -1,20 +1,11 @@
 #include "stored_weight.h"
 
 #include <algorithm>
-#include <cstring>
 
 namespace custom_pypto {
 namespace {
 
-// 2^(bits - 127), and NaN for 255
-float from_e8m0(uint8_t bits) {
-  const uint32_t value = bits == 255 ? 0x7FC00000
-                         : bits      ? static_cast<uint32_t>(bits) << 23
-                                     : 1 << 22;
-  float scale;
-  std::memcpy(&scale, &value, 4);
-  return scale;
-}
+constexpr int64_t kReadBehind = 16;  // scales that kernels may read behind the last
 
 }  // namespace
 
@@ -53,7 +44,6 @@ StoredWeight::StoredWeight(const Tensor& weight, const OptionalTensor& scales, i
 
 void StoredWeight::read_scales(int64_t row, int64_t rows, float* scales) const {
   const int64_t count = rows * groups_;
-  float* offsets = scales + count;
   switch (format_) {
     case cpu::kBfloat16Weight:
       std::fill_n(scales, count, 1.0f);
@@ -71,20 +61,11 @@ void StoredWeight::read_scales(int64_t row, int64_t rows, float* scales) const {
       }
       break;
     }
-    case cpu::kInt4Weight: {
-      // value = (q - 8) * scale + zero
-      const auto* from = scales_.const_data_ptr<c10::BFloat16>() + row * groups_ * 2;
-      for (int64_t i = 0; i < count; ++i) {
-        scales[i] = from[2 * i];
-        offsets[i] = static_cast<float>(from[2 * i + 1]) - 8.0f * scales[i];
-      }
-      break;
-    }
+    case cpu::kInt4Weight:
     case cpu::kFp4Weight: {
-      const auto* from = static_cast<const uint8_t*>(scales_.const_data_ptr()) + row * groups_;
-      // the kernels' values of e2m1 count twice
-      for (int64_t i = 0; i < count; ++i) scales[i] = from_e8m0(from[i]) * 0.5f;
-      break;
+      const auto* from = static_cast<const char*>(scales_.const_data_ptr());
+      const int64_t bytes = format_ == cpu::kInt4Weight ? 4 : 1;
+      kernels().read_scales(from + row * groups_ * bytes, count, scales);
     }
   }
 }
@@ -92,7 +73,7 @@ void StoredWeight::read_scales(int64_t row, int64_t rows, float* scales) const {
 cpu::Dots StoredWeight::operand(int64_t expert, int64_t first, int64_t rows,
                                 AlignedVector<float>& scales) const {
   const bool has_offsets = format_ == cpu::kInt4Weight;
-  scales.resize(rows * groups_ * (has_offsets ? 2 : 1));
+  scales.resize(rows * groups_ * (has_offsets ? 2 : 1) + kReadBehind);
   read_scales(expert * rows_ + first, rows, scales.data());
   return {.weight = values_ + expert * expert_stride_ + first * row_stride_,
           .stride = row_stride_,

@@ -7,8 +7,28 @@
 #include "run_tasks.h"
 #include "stored_weight.h"
 
+// of MKL, which torch brings on x86
+extern "C" int MKL_Set_Num_Threads_Local(int threads) __attribute__((weak));
+
 namespace custom_pypto {
 namespace {
+
+// Keeps torch.mm on the calling thread. torch.set_num_threads also sets MKL's number, and MKL then
+// divides a product by it inside of a parallel region too: the bits depend on it.
+class OneMklThread {
+ public:
+  OneMklThread() {
+    if (MKL_Set_Num_Threads_Local) before_ = MKL_Set_Num_Threads_Local(1);
+  }
+  ~OneMklThread() {
+    if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(before_);
+  }
+  OneMklThread(const OneMklThread&) = delete;
+  OneMklThread& operator=(const OneMklThread&) = delete;
+
+ private:
+  int before_ = 0;
+};
 
 // Up to so many rows of x, a weight is multiplied as it is stored; above, widened once for all.
 constexpr int64_t kFewRows = 16;
@@ -175,8 +195,8 @@ class Linear {
     }
   }
 
-  // On one thread, as all threads are here.
   void products(const Group& group, const Task& task, Scratch& scratch) {
+    const OneMklThread one_thread;
     const int64_t depth = weight_.depth();
     scratch.weight.resize(task.rows * depth);
     widen_weight(group, task, scratch);
