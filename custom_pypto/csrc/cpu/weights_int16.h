@@ -159,15 +159,16 @@ INLINE void dots_int16_tile(const Dots& call, int w, int i) {
     x_scales[r] = row.scales;
   }
   Vec total[ROWS] = {};
-  for (int d = 0, u = 0; d < call.depth; d += kInt16Unit, ++u, p += VECTOR_BYTES) {
-    const Int16Unit<Format> unit(p);
-    __builtin_prefetch(p + kAhead);
+  const int64_t units = call.depth / kInt16Unit;
+  _Pragma("GCC unroll 2") for (int64_t u = 0; u < units; ++u) {
+    const Int16Unit<Format> unit(p + u * VECTOR_BYTES);
+    __builtin_prefetch(p + u * VECTOR_BYTES + kAhead);
     const Vec scale = scales.next();
     IntVec sums[ROWS] = {};
     UNROLL for (int q = 0; q < 4; ++q) {
       const Shorts values = unit.values(q);
       UNROLL for (int r = 0; r < ROWS; ++r) {
-        sums[r] += multiply_add(values, x[r] + d + q * (kInt16Unit / 4));
+        sums[r] += multiply_add(values, x[r] + u * kInt16Unit + q * (kInt16Unit / 4));
       }
     }
     UNROLL for (int r = 0; r < ROWS; ++r) {
