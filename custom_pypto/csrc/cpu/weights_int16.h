@@ -50,8 +50,7 @@ INLINE float round_to_int16(const float* x, int16_t* to) {
   const float factor = largest > 1e-30f && finite ? 32767.0f / largest : 0.0f;
   for (int i = 0; i < kInt16Unit; ++i) {
     const float scaled = x[i] * factor;
-    to[place_in_unit(i)] =
-        static_cast<int16_t>(std::nearbyint(scaled == scaled ? scaled : 0.0f));
+    to[place_in_unit(i)] = static_cast<int16_t>(std::nearbyint(scaled == scaled ? scaled : 0.0f));
   }
   // an infinity or NaN stays visible
   return finite ? largest / 32767.0f : NAN;
@@ -112,8 +111,7 @@ struct Int16Unit<Fp4Weight> {
   }
   // the values of e2m1
   static INLINE Shorts twice(const Shorts& bits) {
-    const __m128i values =
-        _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+    const __m128i values = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
 #if VECTOR_BYTES == 64
     const __m512i table = _mm512_maskz_broadcast_i32x4(0xFFFF, values);
     return (Shorts)_mm512_shuffle_epi8(table, (__m512i)bits);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <type_traits>
 #include <vector>
 
 #include "run_tasks.h"
@@ -49,6 +50,32 @@ struct Task {
   int64_t group, first, rows;
 };
 
+// Operands of a product in type E.
+template <typename E>
+struct Slices {
+  AlignedVector<E> weight, x, out;
+  AlignedVector<float> row;  // of the weight
+};
+
+template <typename E>
+Tensor matrix(AlignedVector<E>& values, int64_t rows, int64_t columns) {
+  return at::from_blob(values.data(), {rows, columns}, c10::CppTypeToScalarType<E>::value);
+}
+
+template <typename From, typename To>
+void convert(const From* from, int64_t n, To* to) {
+  if constexpr (std::is_same_v<From, To>) {
+    std::copy_n(from, n, to);
+  } else if constexpr (std::is_same_v<To, float>) {
+    widen(from, n, to);
+  } else {
+    narrow(from, n, to);
+  }
+}
+
+// Whether the CPU multiplies bfloat16 faster than float32.
+bool multiplies_bf16() { return kernels().tiles || (kernels().bf16 && !kernels().widens_index); }
+
 // T is the type of x and of the output.
 template <typename T>
 class Linear {
@@ -86,7 +113,10 @@ class Linear {
           if (tasks[t].rows == 0) return;
           const Group& group = groups_[tasks[t].group];
           if (!group.few()) {
-            products(group, tasks[t], scratch);
+            if constexpr (std::is_same_v<T, c10::BFloat16>) {
+              if (multiplies_bf16()) return products<T>(group, tasks[t], scratch);
+            }
+            products<float>(group, tasks[t], scratch);
           } else if (weight_.transposed()) {
             sums_of_rows(group, tasks[t], scratch);
           } else {
@@ -97,7 +127,11 @@ class Linear {
 
  private:
   struct Scratch {
-    AlignedVector<float> scales, weight, x, out;
+    AlignedVector<float> scales, x, out;
+    Slices<float> floats;
+    Slices<c10::BFloat16> halves;
+    Slices<float>& slices(float) { return floats; }
+    Slices<c10::BFloat16>& slices(c10::BFloat16) { return halves; }
   };
 
   const T* x_row(int64_t row) const {
@@ -195,43 +229,49 @@ class Linear {
     }
   }
 
+  // E: the type in which slices are multiplied.
+  template <typename E>
   void products(const Group& group, const Task& task, Scratch& scratch) {
     const OneMklThread one_thread;
+    Slices<E>& slices = scratch.slices(E{});
     const int64_t depth = weight_.depth();
-    scratch.weight.resize(task.rows * depth);
-    widen_weight(group, task, scratch);
-    const Tensor widened = weight_.transposed()
-                               ? at::from_blob(scratch.weight.data(), {depth, task.rows})
-                               : at::from_blob(scratch.weight.data(), {task.rows, depth}).t();
+    slices.weight.resize(task.rows * depth);
+    widen_weight(group, task, scratch.scales, slices);
+    const Tensor weight = weight_.transposed() ? matrix(slices.weight, depth, task.rows)
+                                               : matrix(slices.weight, task.rows, depth).t();
     const int64_t end = group.first + group.count;
     for (int64_t first = group.first; first < end; first += kTokensOfProduct) {
       const int64_t rows = std::min(kTokensOfProduct, end - first);
-      scratch.x.resize(rows * depth);
-      scratch.out.resize(rows * task.rows);
+      slices.x.resize(rows * depth);
+      slices.out.resize(rows * task.rows);
       for (int64_t i = 0; i < rows; ++i) {
-        widen(x_row(first + i), depth, scratch.x.data() + i * depth);
+        convert(x_row(first + i), depth, slices.x.data() + i * depth);
       }
-      Tensor out = at::from_blob(scratch.out.data(), {rows, task.rows});
-      at::mm_out(out, at::from_blob(scratch.x.data(), {rows, depth}), widened);
+      Tensor out = matrix(slices.out, rows, task.rows);
+      at::mm_out(out, matrix(slices.x, rows, depth), weight);
       for (int64_t i = 0; i < rows; ++i) {
-        narrow(scratch.out.data() + i * task.rows, task.rows, out_row(first + i) + task.first);
+        convert(slices.out.data() + i * task.rows, task.rows, out_row(first + i) + task.first);
       }
     }
   }
 
-  void widen_weight(const Group& group, const Task& task, Scratch& scratch) {
-    float* to = scratch.weight.data();
+  template <typename E>
+  void widen_weight(const Group& group, const Task& task, AlignedVector<float>& scales,
+                    Slices<E>& slices) {
+    E* to = slices.weight.data();
     if (weight_.transposed()) {
       const uint16_t* from = weight_.bfloat16(group.expert, task.first);
       for (int64_t d = 0; d < weight_.depth(); ++d) {
-        widen(reinterpret_cast<const c10::BFloat16*>(from + d * weight_.column_stride()), task.rows,
-              to + d * task.rows);
+        convert(reinterpret_cast<const c10::BFloat16*>(from + d * weight_.column_stride()),
+                task.rows, to + d * task.rows);
       }
       return;
     }
-    const cpu::Dots rows = weight_.operand(group.expert, task.first, task.rows, scratch.scales);
+    const cpu::Dots rows = weight_.operand(group.expert, task.first, task.rows, scales);
+    slices.row.resize(weight_.depth());
     for (int64_t r = 0; r < task.rows; ++r) {
-      weight_.kernels().widen(rows, r, to + r * weight_.depth());
+      weight_.kernels().widen(rows, r, slices.row.data());
+      convert(slices.row.data(), weight_.depth(), to + r * weight_.depth());
     }
   }
 
