@@ -3,6 +3,7 @@
     python examples/needle.py                               # two minutes; writes needle.png, .json
     python examples/needle.py --tokens 2048 65536 --texts 4 --output long.png
     python examples/needle.py --index-dtype int8 --kv-dtype int8     # and with a cache in int8
+    python examples/needle.py --weights int8 int4                   # and with weights in fewer bits
 
 It compares two ways to run the lookup checkpoint (examples/checkpoints/lookup):
 
@@ -12,7 +13,8 @@ It compares two ways to run the lookup checkpoint (examples/checkpoints/lookup):
   ``index_topk`` beyond the length attends to the same keys, but also computes all index scores.
 
 With ``--index-dtype`` or ``--kv-dtype`` a third, ``int8``: as ``sparse``, with index keys or
-latents in int8.
+latents in int8. With ``--weights`` one more for each format: as ``sparse``, loaded with these
+weights.
 
 Every text has all 32 facts. It is read in chunks; then the questions follow one token at a time, as
 in decoding, each after the right answers to the earlier ones. Chance is 1 of 8.
@@ -46,7 +48,6 @@ from transformers import DeepseekV32ForCausalLM, DynamicCache
 
 from custom_pypto import models
 
-SPARSE, DENSE, INT8 = "sparse", "dense", "int8"
 INK = {False: "white", True: "black"}  # on the dark ends of the colours, and between them
 QUESTION_TOKENS = 3 * len(KEYS)  # question, value, "."
 
@@ -62,13 +63,21 @@ class Result:
     peak_bytes: int | None  # None: not on Linux
 
 
-def load(attention, args):
+def sides(args):
+    """The ways to run the model, each with what it changes on the ops; None: not on the ops."""
+    found = {"sparse": {}, "dense": None}
+    if args.index_dtype or args.kv_dtype:
+        found["int8"] = dict(index_dtype=args.index_dtype, kv_dtype=args.kv_dtype)
+    return found | {f"{weights} weights": dict(weights=weights) for weights in args.weights}
+
+
+def load(changes, args):
     """The model, the factory of its cache, and the context in which it runs."""
     dtype = getattr(torch, args.dtype)
-    if attention != DENSE:
-        model = models.load(args.model, dtype=dtype)
-        if attention == INT8:
-            dtypes = dict(index_dtype=args.index_dtype, kv_dtype=args.kv_dtype)
+    if changes is not None:
+        model = models.load(args.model, dtype=dtype, weights=changes.get("weights"))
+        dtypes = {name: changes.get(name) for name in ("index_dtype", "kv_dtype")}
+        if any(dtypes.values()):
             models.use_custom_pypto(model, **{k: v and torch.int8 for k, v in dtypes.items()})
         return model, lambda tokens: models.PagedCache(model, 1, tokens), nullcontext()
     model = DeepseekV32ForCausalLM.from_pretrained(
@@ -110,11 +119,11 @@ def peak_memory():
 
 
 @torch.no_grad()
-def measure(attention, tokens, args):
+def measure(attention, changes, tokens, args):
     torch.set_num_threads(args.threads)
     clock = time.process_time if args.threads == 1 else time.perf_counter
     transformers.utils.logging.disable_progress_bar()
-    model, new_cache, context = load(attention, args)
+    model, new_cache, context = load(changes, args)
     result = Result(attention, tokens, [0] * args.depths, [0] * args.depths, 0.0, 0.0, None)
     with context:
         ids, _ = lookup_batch(1, 512, seed=args.seed)  # warm-up
@@ -143,7 +152,7 @@ def measure(attention, tokens, args):
 
 def table(results):
     def row(*cells):
-        return "".join(f"{cell:>14}" for cell in cells)
+        return "".join(f"{cell:>15}" for cell in cells)
 
     lines = [row("attention", "tokens", "right", "s to read", "ms per token", "peak MB")]
     for result in results:
@@ -167,23 +176,21 @@ def plot(results, conditions, path):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    sides = list(dict.fromkeys(result.attention for result in results))
-    figure, axes = plt.subplots(
-        1, 3 + len(sides), figsize=(11 + 3 * len(sides), 4), layout="constrained"
-    )
+    names = list(dict.fromkeys(result.attention for result in results))
+    maps = len(names)
+    figure, axes = plt.subplots(1, 3 + maps, figsize=(11 + 3 * maps, 4), layout="constrained")
     costs = {
         "seconds to read the text": lambda r: r.seconds_to_read,
         "ms per token of the questions": lambda r: 1000 * r.seconds_per_question_token,
         "peak memory, MB": lambda r: r.peak_bytes and r.peak_bytes / 1e6,
     }
-    for axis, attention in zip(axes, sides, strict=False):
+    for axis, attention in zip(axes, names, strict=False):
         image = plot_accuracy(axis, [r for r in results if r.attention == attention])
-    maps = len(sides)
     figure.colorbar(
         image, ax=axes[maps - 1], label=f"right answers, % (chance: {100 / len(VALUES):g})"
     )
     for axis, (title, cost) in zip(axes[maps:], costs.items(), strict=True):
-        for attention in sides:
+        for attention in names:
             points = [r for r in results if r.attention == attention and cost(r)]
             axis.plot([r.tokens for r in points], list(map(cost, points)), "o-", label=attention)
         # a short text may need no more memory than the warm-up
@@ -235,6 +242,8 @@ def parse_args():
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     add("--index-dtype", choices=["int8"], help="measures a cache with such index keys too")
     add("--kv-dtype", choices=["int8"], help="measures a cache with such latents too")
+    weights = ["stored", "int8", "int4"]
+    add("--weights", nargs="+", default=[], choices=weights, help="measures such weights too")
     add("--threads", type=int, default=torch.get_num_threads())
     add("--seed", type=int, default=0)
     add("--output", type=Path, default=Path("needle.png"), help="plot file, with .json beside it")
@@ -255,9 +264,7 @@ def main():
         "threads": args.threads,
         "seed": args.seed,
     }
-    sides = [SPARSE, DENSE]
     if args.index_dtype or args.kv_dtype:
-        sides.append(INT8)
         conditions |= {"index_dtype": args.index_dtype, "kv_dtype": args.kv_dtype}
     results = []
     # a new process per measurement: memory kept by one would hide the next one's
@@ -265,8 +272,8 @@ def main():
         1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
     ) as processes:
         for tokens in sorted(args.tokens):
-            for attention in sides:
-                results.append(processes.submit(measure, attention, tokens, args).result())
+            for side in sides(args).items():
+                results.append(processes.submit(measure, *side, tokens, args).result())
     print(table(results))
     print(" | ".join(f"{name} {value}" for name, value in conditions.items()))
     report = conditions | {"results": [asdict(result) for result in results]}

@@ -128,6 +128,7 @@ def test_needles_are_counted_by_depth_and_found(tmp_path):
         pytest.skip("matplotlib is not installed")
     picture = tmp_path / "needle.png"
     arguments = ["--tokens", "200", "--texts", "1", "--depths", "4", "--prefill-chunk", "64"]
+    arguments += ["--weights", "int8", "int4"]
     done = run("examples/needle.py", *arguments, "--seed", "5", "--output", str(picture))
     assert picture.read_bytes().startswith(b"\x89PNG")
     report = json.loads(picture.with_suffix(".json").read_text())
@@ -138,7 +139,8 @@ def test_needles_are_counted_by_depth_and_found(tmp_path):
     text = lookup_batch(1, 200 + 96, seed=5)[0][0, :200]
     facts = ((text >= FIRST_PAIR) & (text < FIRST_QUESTION)).view(4, 50).sum(1).tolist()
     assert sum(facts) == 32
-    for result, attention in zip(report["results"], ["sparse", "dense"], strict=True):
+    names = ["sparse", "dense", "int8 weights", "int4 weights"]
+    for result, attention in zip(report["results"], names, strict=True):
         assert (result["attention"], result["asked"]) == (attention, facts)
         assert sum(result["right"]) >= 30  # chance: 4
         assert result["seconds_to_read"] > 0 and result["seconds_per_question_token"] > 0

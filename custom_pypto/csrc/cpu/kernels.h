@@ -161,7 +161,9 @@ struct Dots {
 };
 
 // bytes of a prepared row of x
-constexpr int64_t prepared_bytes(int64_t depth) { return depth * 4 + depth / kWeightUnit * 8; }
+constexpr int64_t prepared_bytes(int64_t depth) {
+  return (depth * 4 + depth / kWeightUnit * 8 + 63) / 64 * 64;  // each row starts at a cache line
+}
 
 struct WeightKernels {
   void (*prepare)(const Dots&, const float* x, void* to);

@@ -18,7 +18,8 @@ constexpr int kUnit = kWeightUnit;         // values that are unpacked together
 constexpr int kUnitVecs = kUnit / kLanes;  // vectors of them
 constexpr int kAhead = 2048;               // bytes
 constexpr int kUsualGroup = 128;
-constexpr int kMostRows = VECTOR_BYTES == 64 ? 4 : 2;  // whose sums fit in registers
+constexpr int kPart = 512;  // values, a multiple of the usual group; sums do not cross parts
+constexpr int kMostRows = VECTOR_BYTES == 64 ? 8 : 2;  // of x whose sums fit in registers
 typedef uint16_t LaneHalves __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
 typedef uint8_t Bytes16 __attribute__((vector_size(16), aligned(1), may_alias));
 
@@ -130,17 +131,14 @@ INLINE float sum_of(const Vec& x) {
 #endif
 }
 
-// Calls tile(rows, w, i) for every row w of the weight and tiles of rows of x, up to MOST. A
-// product must not depend on its tile. Two rows of a weight at a time were slower.
-template <int MOST, typename Tile>
-INLINE void each_dots_tile(const Dots& call, const Tile& tile) {
+// Calls strip(rows, i) for rows of x, up to MOST at a time. A product must not depend on how many.
+template <int MOST, typename Strip>
+INLINE void each_strip(const Dots& call, const Strip& strip) {
   int i = 0;
   const auto strips = [&](auto rows) INLINED {
-    constexpr int ROWS = decltype(rows)::value;
-    for (; i + ROWS <= call.m; i += ROWS) {
-      for (int w = 0; w < call.n; ++w) tile(rows, w, i);
-    }
+    for (; i + decltype(rows)::value <= call.m; i += decltype(rows)::value) strip(rows, i);
   };
+  if constexpr (MOST >= 8) strips(std::integral_constant<int, 8>());
   if constexpr (MOST >= 4) strips(std::integral_constant<int, 4>());
   strips(std::integral_constant<int, 2>());
   strips(std::integral_constant<int, 1>());
@@ -157,42 +155,39 @@ INLINE float offset_of(const Dots& call, int w, const float* sums) {
   return sum_of(sum) + rest;
 }
 
-// A row of x for `dots`: the sums of its groups, then its values.
+// A row of x for `dots`: its values, then the sums of its groups, if they have offsets.
 struct FloatRow {
-  FloatRow(const Dots& call, int i)
-      : sums(static_cast<const float*>(call.x[i])),
-        values(sums + (call.offsets ? call.groups : 0)) {}
-  const float *sums, *values;
+  FloatRow(const Dots& call, const void* x)
+      : values(static_cast<const float*>(x)), sums(values + call.depth) {}
+  const float *values, *sums;
 };
 
-void prepare_sums(const Dots& call, const float* x, float* sums) {
+void prepare_f32(const Dots& call, const float* x, void* to) {
+  float* values = static_cast<float*>(to);
+  std::memcpy(values, x, sizeof(float) * call.depth);
   if (!call.offsets) return;
+  float* sums = values + call.depth;
   for (int g = 0, d = 0; g < call.groups; ++g) {
     const int end = call.depth - d < call.group ? call.depth : d + call.group;
     for (sums[g] = 0.0f; d < end; ++d) sums[g] += x[d];
   }
 }
 
-void prepare_f32(const Dots& call, const float* x, void* to) {
-  float* sums = static_cast<float*>(to);
-  prepare_sums(call, x, sums);
-  std::memcpy(sums + (call.offsets ? call.groups : 0), x, sizeof(float) * call.depth);
-}
-
-// Of each group kSums sums, then those of the groups. GROUP: that of the call, if all groups have
-// this length; 0: any.
+// total += the products of the values from `first` to `end`. Of each group kSums sums, then those
+// of the groups. GROUP: that of the call, if all groups have this length; 0: any.
 template <class Format, int GROUP, int ROWS>
-INLINE void dots_tile(const Dots& call, int w, int i) {
+INLINE void add_part(const Dots& call, int w, const float* const* x, int first, int end,
+                     Vec* total) {
   constexpr int kSums = kUnitVecs < 4 ? kUnitVecs : 4;
-  const uint8_t* p = call.weight + w * call.stride;
-  const float* scales = call.scales + w * call.groups;
-  const float* x[ROWS];
-  UNROLL for (int r = 0; r < ROWS; ++r) x[r] = FloatRow(call, i + r).values;
-  Vec total[ROWS] = {};
-  for (int d = 0, g = 0; d < call.depth; ++g) {
-    const int rest = call.depth - d, n = GROUP ? GROUP : rest < call.group ? rest : call.group;
+  const uint8_t* p = call.weight + w * call.stride + first / kUnit * Format::kBytes;
+  const bool one = call.groups == 1;  // a division takes as long as 100 products
+  const float* scale =
+      call.scales + w * call.groups + (one ? 0 : first / (GROUP ? GROUP : call.group));
+  for (int d = first; d < end; ++scale) {
+    const int rest = end - d, of_group = GROUP ? GROUP : one ? rest : call.group - d % call.group;
+    const int stop = d + (GROUP || of_group < rest ? of_group : rest);
     Vec acc[ROWS][kSums] = {};
-    for (const int end = d + n; d < end; d += kUnit) {
+    for (; d < stop; d += kUnit) {
       Vec unit[kUnitVecs];
       Format::unpack(p, unit);
       __builtin_prefetch(p + kAhead);
@@ -203,27 +198,46 @@ INLINE void dots_tile(const Dots& call, int w, int i) {
         }
       }
     }
-    const Vec scale = broadcast(scales[g]);
     UNROLL for (int r = 0; r < ROWS; ++r) {
       Vec sum = acc[r][0];
       UNROLL for (int s = 1; s < kSums; ++s) sum += acc[r][s];
-      total[r] += sum * scale;
+      total[r] += sum * broadcast(*scale);
     }
   }
-  UNROLL for (int r = 0; r < ROWS; ++r) {
-    float sum = sum_of(total[r]);
-    if (call.offsets) sum += offset_of(call, w, FloatRow(call, i + r).sums);
-    call.out[i + r][w] = sum;
+}
+
+// Two rows of a weight in one loop were slower. 8 rows of x do not fit in the level-1 cache: they
+// meet many rows of the weight part by part.
+template <class Format, int GROUP, int ROWS>
+INLINE void dots_strip(const Dots& call, int i) {
+  constexpr int kRows = ROWS == 8 ? 16 : 1;  // of the weight
+  const float* x[ROWS];
+  UNROLL for (int r = 0; r < ROWS; ++r) x[r] = FloatRow(call, call.x[i + r]).values;
+  for (int first = 0; first < call.n; first += kRows) {
+    const int rows = call.n - first < kRows ? call.n - first : kRows;
+    Vec total[kRows][ROWS] = {};
+    for (int d = 0; d < call.depth; d += kPart) {
+      const int end = call.depth - d < kPart ? call.depth : d + kPart;
+      for (int w = 0; w < rows; ++w) {
+        add_part<Format, GROUP, ROWS>(call, first + w, x, d, end, total[w]);
+      }
+    }
+    for (int w = 0; w < rows; ++w) {
+      UNROLL for (int r = 0; r < ROWS; ++r) {
+        float sum = sum_of(total[w][r]);
+        if (call.offsets) sum += offset_of(call, first + w, FloatRow(call, call.x[i + r]).sums);
+        call.out[i + r][first + w] = sum;
+      }
+    }
   }
 }
 
 template <class Format>
 void dots_f32(const Dots& call) {
   const bool even = call.group == kUsualGroup && call.depth % kUsualGroup == 0;
-  each_dots_tile<kMostRows>(call, [&](auto rows, int w, int i) INLINED {
+  each_strip<kMostRows>(call, [&](auto rows, int i) INLINED {
     constexpr int ROWS = decltype(rows)::value;
-    even ? dots_tile<Format, kUsualGroup, ROWS>(call, w, i)
-         : dots_tile<Format, 0, ROWS>(call, w, i);
+    even ? dots_strip<Format, kUsualGroup, ROWS>(call, i) : dots_strip<Format, 0, ROWS>(call, i);
   });
 }
 

@@ -21,14 +21,14 @@ INLINE bool fits_int16(const Dots& call) {
          (call.group % kInt16Unit == 0 || kInt16Unit % call.group == 0);
 }
 
-// A row of x for `dots`: the sums of the weight's groups, the scales of units, the values.
+// A row of x for `dots`: the values, the scales of units, the sums of the weight's groups.
 struct Int16Row {
   Int16Row(const Dots& call, const void* x)
-      : sums(static_cast<const float*>(x)),
-        scales(sums + (call.offsets ? call.groups : 0)),
-        values(reinterpret_cast<const int16_t*>(scales + call.depth / kInt16Unit)) {}
-  const float *sums, *scales;
+      : values(static_cast<const int16_t*>(x)),
+        scales(reinterpret_cast<const float*>(values + call.depth)),
+        sums(scales + call.depth / kInt16Unit) {}
   const int16_t* values;
+  const float *scales, *sums;
 };
 
 // where in a unit `dots` finds a value: 0, 4, 8, ... are in front, then 1, 5, 9, ...
@@ -146,7 +146,7 @@ class UnitScales {
 };
 
 template <class Format, int PARTS, int ROWS>
-INLINE void dots_int16_tile(const Dots& call, int w, int i) {
+INLINE void dots_int16_row(const Dots& call, int w, int i) {
   const uint8_t* p = call.weight + w * call.stride;
   UnitScales<PARTS> scales(call, w);
   const int16_t* x[ROWS];
@@ -184,17 +184,23 @@ INLINE void dots_int16_tile(const Dots& call, int w, int i) {
 template <class Format>
 void dots_int16(const Dots& call) {
   if (!fits_int16(call)) return dots_f32<Format>(call);
-  each_dots_tile<4>(call, [&](auto rows, int w, int i) INLINED {
-    constexpr int ROWS = decltype(rows)::value;
-    switch (kInt16Unit / call.group) {
-      case 4:
-        return dots_int16_tile<Format, 4, ROWS>(call, w, i);
-      case 2:
-        return dots_int16_tile<Format, 2, ROWS>(call, w, i);
-      default:
-        return dots_int16_tile<Format, 1, ROWS>(call, w, i);
-    }
-  });
+  each_strip < kMostRows<4 ? 4 : kMostRows>(
+                   call,
+                   [&](auto rows, int i) INLINED {
+                     constexpr int ROWS = decltype(rows)::value;
+                     for (int w = 0; w < call.n; ++w) {
+                       switch (kInt16Unit / call.group) {
+                         case 4:
+                           dots_int16_row<Format, 4, ROWS>(call, w, i);
+                           break;
+                         case 2:
+                           dots_int16_row<Format, 2, ROWS>(call, w, i);
+                           break;
+                         default:
+                           dots_int16_row<Format, 1, ROWS>(call, w, i);
+                       }
+                     }
+                   });
 }
 
 template <class Format>

@@ -283,7 +283,7 @@ class Linear {
   std::vector<int64_t> order_;  // rows of the output, by expert
   std::vector<Group> groups_;
   std::vector<int64_t> index_;  // of the prepared row of x
-  std::vector<char> prepared_;
+  AlignedVector<char> prepared_;
   int64_t prepared_bytes_ = 0;
 };
 
