@@ -58,7 +58,7 @@ INLINE float round_to_int16(const float* x, int16_t* to) {
 
 template <class Format>
 void prepare_int16(const Dots& call, const float* x, void* to) {
-  if (!fits_int16(call)) return prepare_f32(call, x, to);
+  if (!fits_int16(call)) return prepare_f32<Format>(call, x, to);
   const Int16Row row(call, to);
   float* sums = const_cast<float*>(row.sums);
   float* scales = const_cast<float*>(row.scales);
