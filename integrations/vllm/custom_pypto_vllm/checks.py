@@ -16,6 +16,14 @@ def check(vllm_config, modules, non_causal: bool) -> None:
     from vllm.model_executor.models.deepseek_v2 import Indexer
 
     check_weights(vllm_config.model_config)
+    _check_quantised_linears(vllm_config.quant_config, modules)
+    if vllm_config.model_config.quantization and vllm_config.compilation_config.mode:
+        # Inductor fuses what chooses experts with what precedes the router, whose logits vLLM's
+        # op writes into an argument: experts are chosen by memory that is not yet written
+        _reject(
+            "quantised weights must not be compiled: torch.compile of torch 2.13 gives wrong text; "
+            "use --enforce-eager, or leave VLLM_USE_BREAKABLE_CUDAGRAPH unset"
+        )
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name)) > 1:
@@ -32,10 +40,39 @@ def check(vllm_config, modules, non_causal: bool) -> None:
 
 def check_weights(model_config) -> None:
     if model_config.quantization == "fp8":
+        block = model_config.hf_config.quantization_config.get("weight_block_size")
+        if block != [128, 128]:
+            _reject(
+                "weights in fp8 must be in blocks of 128 x 128, as DeepSeek publishes them, got "
+                f"weight_block_size {block}; examples/convert_checkpoint.py SOURCE TARGET converts "
+                "published ones to bfloat16"
+            )
+
+
+def _check_quantised_linears(quantization, modules) -> None:
+    """What vLLM does not reject, and then fails at while it loads."""
+    from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+        CompressedTensorsConfig,
+        CompressedTensorsW8A8Int8,
+    )
+
+    if not isinstance(quantization, CompressedTensorsConfig):
+        return
+    if isinstance(getattr(modules.kv_b_proj, "scheme", None), CompressedTensorsW8A8Int8):
         _reject(
-            "weights must not be in fp8, which vLLM computes on CPUs with AMX alone, and which was "
-            "not tried there; examples/convert_checkpoint.py SOURCE TARGET converts to bfloat16"
+            "kv_b_proj must not be quantised in W8A8: attention absorbs its weight; quantise the "
+            'model with "re:.*kv_b_proj" in `ignore`'
         )
+    if modules.indexer is None:
+        return
+    for name in ("wk", "weights_proj"):
+        merged = modules.indexer.wk_weights_proj  # vLLM's, never quantised
+        scheme = quantization.get_scheme_dict(merged, f"{modules.indexer.prefix}.{name}")
+        if scheme is not None and scheme["weights"].type == "int":
+            _reject(
+                f"{name} of the indexer must not be quantised: vLLM merges wk and weights_proj "
+                f'into a plain layer; quantise the model with "re:.*indexer.{name}" in `ignore`'
+            )
 
 
 def _check_config(config, indexer_rope) -> None:

@@ -191,14 +191,14 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(tmp_path):
     assert torch.cat(ours).square().mean().sqrt() < 3 * torch.cat(theirs).square().mean().sqrt()
 
 
-FP8 = dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[128, 128])
+FP8 = dict(quant_method="fp8", activation_scheme="dynamic", weight_block_size=[64, 64])
 REJECTED = {
-    "fp8 weights": (
+    "fp8 weights in other blocks": (
         V32,
         {},
         dict(quantization_config=FP8),
-        dict(dtype="bfloat16"),
-        "examples/convert_checkpoint.py",
+        {},
+        "blocks of 128 x 128, as DeepSeek publishes them, got weight_block_size [64, 64]",
     ),
     "fp8 cache": (V32, {}, {}, dict(kv_cache_dtype="fp8"), "--kv-cache-dtype must be auto"),
     "a GLM-5 saved by transformers": (

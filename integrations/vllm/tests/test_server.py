@@ -33,9 +33,9 @@ def free_port():
 class Serving:
     """``python -m custom_pypto_vllm.serve`` in a process, ready."""
 
-    def __init__(self, *arguments):
+    def __init__(self, *arguments, checkpoint=LOOKUP):
         self.url = f"http://127.0.0.1:{(port := free_port())}"
-        command = [sys.executable, "-m", "custom_pypto_vllm.serve", LOOKUP, f"--port={port}"]
+        command = [sys.executable, "-m", "custom_pypto_vllm.serve", checkpoint, f"--port={port}"]
         command += [f"--max-model-len={LENGTH}", "--max-num-seqs=32", *arguments]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         watch = threading.Timer(START_SECONDS, self.process.terminate)

@@ -1,0 +1,146 @@
+"""Routed experts over quantised weights that vLLM has no kernel for on this CPU.
+
+E experts of this rank, T tokens, k experts of a token.
+"""
+
+import torch
+from torch import Tensor
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, FusedMoeWeightScaleSupported
+from vllm.model_executor.layers.fused_moe.activation import MoEActivation
+from vllm.model_executor.utils import set_weight_attrs
+
+import custom_pypto
+
+from .linears import unpack
+
+
+class WeightOnlyExperts(FusedMoEMethodBase):
+    """Experts gated by SiLU, their weights as they are stored, their activations unquantised."""
+
+    scale: FusedMoeWeightScaleSupported  # what a scale is of: how vLLM's loader shares them out
+    unit: int  # divides both sizes of an expert
+
+    def parameters(self, rows: int, columns: int) -> dict[str, tuple[list[int], torch.dtype]]:
+        """Shape and dtype of what a checkpoint stores of one ``[rows, columns]``, by its name."""
+        raise NotImplementedError
+
+    def stored(self, **loaded: Tensor) -> tuple[Tensor, Tensor]:
+        """Weight and scales of :func:`custom_pypto.weight_only_linear` from :meth:`parameters`."""
+        raise NotImplementedError
+
+    # churn: the names w13 and w2, which vLLM's loader makes of gate, up and down
+    def create_weights(
+        self,
+        layer,
+        num_experts,
+        hidden_size,
+        intermediate_size_per_partition,
+        params_dtype,
+        **attributes,
+    ):
+        size = intermediate_size_per_partition
+        if hidden_size % self.unit or size % self.unit:
+            raise ValueError(
+                f"custom_pypto_vllm: hidden and intermediate size of the experts of a rank must be "
+                f"multiples of {self.unit}, got {hidden_size} and {size}; with a smaller "
+                "--tensor-parallel-size, or --enable-expert-parallel, a rank has more of each"
+            )
+        attributes |= {"quant_method": self.scale.value}
+        for name, matrix in {"w13": (2 * size, hidden_size), "w2": (hidden_size, size)}.items():
+            for suffix, (shape, dtype) in self.parameters(*matrix).items():
+                empty = torch.empty(num_experts, *shape, dtype=dtype)
+                parameter = torch.nn.Parameter(empty, requires_grad=False)
+                set_weight_attrs(parameter, attributes)
+                layer.register_parameter(f"{name}_{suffix}", parameter)
+
+    def process_weights_after_loading(self, layer):
+        for name in ("w13_", "w2_"):
+            own = [key for key in layer._parameters if key.startswith(name)]
+            loaded = {key.removeprefix(name): layer._parameters.pop(key).data for key in own}
+            for suffix, value in zip(("weight", "scales"), self.stored(**loaded), strict=True):
+                parameter = torch.nn.Parameter(value, requires_grad=False)
+                layer.register_parameter(name + suffix, parameter)
+
+    def get_fused_moe_quant_config(self, layer):
+        return None  # of vLLM's own kernels
+
+    def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input):
+        if layer.expert_map is not None:
+            topk_ids = layer.expert_map[topk_ids]  # -1 for another rank's: adds nothing
+        gate, up = self.product(x, layer.w13_weight, layer.w13_scales, topk_ids).chunk(2, dim=-1)
+        hidden = torch.nn.functional.silu(gate) * up
+        outputs = self.product(hidden, layer.w2_weight, layer.w2_scales, topk_ids)
+        total = torch.zeros_like(x, dtype=torch.float32)
+        for output, weight in zip(outputs.unbind(1), topk_weights.unbind(1), strict=True):
+            total += output.float() * weight[:, None].float()
+        return total.to(x.dtype)
+
+    @staticmethod
+    def product(x: Tensor, weight: Tensor, scales: Tensor, topk_ids: Tensor) -> Tensor:
+        """``[T, k, rows]``, x being ``[T, columns]`` or ``[T, k, columns]``."""
+        return custom_pypto.weight_only_linear(x, weight, scales, experts=topk_ids)
+
+
+class Int8Experts(WeightOnlyExperts):
+    """W8A8 of compressed-tensors."""
+
+    scale = FusedMoeWeightScaleSupported.CHANNEL
+    unit = 32
+
+    def parameters(self, rows, columns):
+        return {
+            "weight": ([rows, columns], torch.int8),
+            "weight_scale": ([rows, 1], torch.float32),
+        }
+
+    def stored(self, weight, weight_scale):
+        return weight, weight_scale[..., 0]
+
+
+class PackedExperts(WeightOnlyExperts):
+    """W4A16 and W8A16 of compressed-tensors, in the format ``pack-quantized``."""
+
+    def __init__(self, moe, bits: int, group_size: int):
+        super().__init__(moe)
+        self.bits, self.group_size = bits, group_size
+        kinds = FusedMoeWeightScaleSupported
+        self.scale = kinds.CHANNEL if group_size == -1 else kinds.GROUP
+        self.unit = max(group_size, 32)
+
+    def parameters(self, rows, columns):
+        groups = 1 if self.group_size == -1 else columns // self.group_size
+        scale_dtype = torch.bfloat16 if self.bits == 4 else torch.float32
+        return {
+            "weight_packed": ([rows, columns * self.bits // 32], torch.int32),
+            "weight_scale": ([rows, groups], scale_dtype),
+            "weight_shape": ([2], torch.int64),
+        }
+
+    def stored(self, weight_packed, weight_scale, weight_shape):
+        return unpack(weight_packed, weight_scale, self.bits)
+
+
+class BlockFp8Experts(WeightOnlyExperts):
+    """fp8 in blocks of 128 x 128, as DeepSeek publishes it."""
+
+    scale = FusedMoeWeightScaleSupported.BLOCK
+    unit = 128
+
+    def parameters(self, rows, columns):
+        return {
+            "weight": ([rows, columns], torch.float8_e4m3fn),
+            "weight_scale_inv": ([rows // 128, columns // 128], torch.float32),
+        }
+
+    def stored(self, weight, weight_scale_inv):
+        return weight, weight_scale_inv
+
+
+def are_plain(layer) -> bool:
+    """Whether :class:`WeightOnlyExperts` computes what ``layer`` asks for besides its weights."""
+    return (
+        layer.activation == MoEActivation.SILU
+        and not layer.moe_config.has_bias
+        and not layer.apply_router_weight_on_input
+        and layer.swiglu_limit is None
+    )

@@ -1,0 +1,76 @@
+"""Quantised checkpoints: vLLM's own reading of them, and the op where vLLM has no kernel."""
+
+import torch
+from vllm.model_executor.kernels import linear
+from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
+    CompressedTensorsConfig,
+)
+from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.platforms.interface import PlatformEnum
+
+from .experts import BlockFp8Experts, Int8Experts, PackedExperts, WeightOnlyExperts, are_plain
+from .linears import VLLM_HAS_INT4, BlockFp8Linear, PackedLinear, rejects
+
+
+class OwnExperts:
+    """Mixed into a config of vLLM: experts of this package where vLLM has no kernel for them."""
+
+    def get_quant_method(self, layer, prefix):
+        if not isinstance(layer, RoutedExperts):
+            return super().get_quant_method(layer, prefix)
+        try:  # churn: without a kernel, the method's constructor raises, or sets None
+            method = super().get_quant_method(layer, prefix)
+            if getattr(method, "experts_cls", method) is not None:
+                return method
+        except NotImplementedError:
+            pass
+        got, experts = self.own_experts(layer, prefix)
+        if experts is None or not are_plain(layer):
+            raise ValueError(
+                "custom_pypto_vllm: on a CPU for which vLLM has no kernel of its own, experts must "
+                "be gated by SiLU without bias, and be int8 with a scale per row, int4 with a "
+                "scale per row or multiple of 32 values (both symmetric), or fp8 in blocks of "
+                f"128 x 128; got {layer.activation.value} and {got}; quantise them so, or leave "
+                "them unquantised"
+            )
+        return experts
+
+
+class CompressedTensors(OwnExperts, CompressedTensorsConfig):
+    def own_experts(self, layer, prefix) -> tuple[str, WeightOnlyExperts | None]:
+        scheme = self.get_scheme_dict(layer, f"{prefix}.0.{layer.ckpt_gate_proj_name}")
+        weights, activations = scheme["weights"], scheme.get("input_activations")
+        experts = None
+        if self._is_wNa16_group_channel(weights, activations):
+            group_size = weights.group_size or -1
+            plain = weights.symmetric and weights.actorder != "group"
+            if plain and rejects(weights.num_bits, group_size) is None:
+                experts = PackedExperts(layer.moe_config, weights.num_bits, group_size)
+        elif self._is_dynamic_token_w8a8(weights, activations):
+            experts = Int8Experts(layer.moe_config)
+        return f"weights {weights} and activations {activations}", experts
+
+
+class Fp8(OwnExperts, Fp8Config):
+    @classmethod
+    def get_supported_act_dtypes(cls):
+        return [*super().get_supported_act_dtypes(), torch.float32]
+
+    def own_experts(self, layer, prefix) -> tuple[str, WeightOnlyExperts | None]:
+        block = self.weight_block_size
+        experts = BlockFp8Experts(layer.moe_config) if block == [128, 128] else None
+        return f"fp8 in blocks of {block}", experts
+
+
+def register() -> None:
+    register_quantization_config("compressed-tensors")(CompressedTensors)
+    register_quantization_config("fp8")(Fp8)
+    # churn: the lists of vllm/model_executor/kernels/linear, whose register_linear_kernel has
+    # none for blocks of fp8 and appends behind a kernel that takes what it cannot compute
+    linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].append(BlockFp8Linear)
+    packed = linear._POSSIBLE_KERNELS[PlatformEnum.CPU]
+    packed.insert(packed.index(linear.CPUWNA16LinearKernel), PackedLinear)
+    if not VLLM_HAS_INT4:
+        packed.remove(linear.CPUWNA16LinearKernel)

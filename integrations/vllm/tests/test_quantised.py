@@ -1,0 +1,90 @@
+"""Quantised weights in vLLM: equal to transformers on what they stand for, or rejected."""
+
+import shutil
+import signal
+
+import pytest
+from checkpoints import save_tiny, write_config
+from quantised import EXPERTS_ALONE, PLAIN, SCHEMES, compressed_tensors, quantise
+from test_engines import COMPILED, GLM, V32, assert_equal, generate, run
+from test_server import Serving
+from traffic import LOOKUP, questions, send
+
+SIZES = dict(hidden_size=256, moe_intermediate_size=128, q_lora_rank=128)
+
+CASES = {
+    # the rest of W8A8 rounds activations, after which a random model selects other keys
+    "W8A8 experts": (
+        V32,
+        "W8A8",
+        EXPERTS_ALONE,
+        dict(tensor_parallel_size=2, enable_expert_parallel=True),
+    ),
+    "W8A16": (GLM, "W8A16", PLAIN, {}),
+    "W4A16": (V32, "W4A16", PLAIN, dict(tensor_parallel_size=2)),
+    "fp8": (V32, "fp8", PLAIN, dict(max_num_batched_tokens=64, rounds=2)),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind, scheme, ignore, options", CASES.values(), ids=CASES)
+def test_equals_transformers(kind, scheme, ignore, options, tmp_path):
+    checkpoint, exact = quantise(save_tiny(tmp_path / kind, kind, **SIZES), scheme, ignore)
+    result = generate(checkpoint, tmp_path, **options)
+    assert_equal(exact, result)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("scheme", ["W8A8", "W4A16"])
+def test_the_lookup_checkpoint_answers_right(scheme, tmp_path):
+    source = shutil.copytree(LOOKUP, tmp_path / LOOKUP.name)
+    checkpoint, _ = quantise(source, scheme, [*PLAIN, r"re:.*kv_b_proj$"])
+    serving = Serving(f"--served-model-name={LOOKUP.name}", checkpoint=checkpoint)
+    try:
+        replies = send(serving.url, questions(), tokens=1)
+    finally:
+        serving.stop(signal.SIGTERM)
+    assert sum(reply.right for reply in replies) >= 0.97 * len(replies)  # unquantised: 0.99
+
+
+def quantisation(scheme, ignore, **changes):
+    """Of config.json alone: what is rejected is so before weights are read."""
+    _, weights, activations = SCHEMES[scheme]
+    return compressed_tensors(weights | changes, activations, ignore)
+
+
+REJECTED = {
+    "W8A8 of kv_b_proj": (quantisation("W8A8", PLAIN), {}, '"re:.*kv_b_proj" in `ignore`'),
+    "the indexer's wk": (
+        quantisation("W4A16", [r"re:.*mlp\.gate$", "re:.*weights_proj$", "lm_head"]),
+        {},
+        '"re:.*indexer.wk" in `ignore`',
+    ),
+    "asymmetric experts": (
+        quantisation("W4A16", EXPERTS_ALONE, symmetric=False),
+        {},
+        "(both symmetric)",
+    ),
+    "experts in groups of 16": (quantisation("W4A16", EXPERTS_ALONE, group_size=16), {}, "size=16"),
+    "experts of a size between groups": (
+        quantisation("W4A16", EXPERTS_ALONE, group_size=96),
+        {},
+        "multiples of 96, got 256 and 128",
+    ),
+    "compilation": (
+        quantisation("W4A16", PLAIN),
+        dict(environment=COMPILED, enforce_eager=False),
+        "quantised weights must not be compiled",
+    ),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("config, options, error", REJECTED.values(), ids=REJECTED)
+def test_rejects_by_name(config, options, error, tmp_path):
+    checkpoint = save_tiny(tmp_path / V32, V32, **SIZES)
+    write_config(checkpoint, quantization_config=config)
+    engine = run(checkpoint, tmp_path, **options)
+    assert engine.returncode != 0
+    assert "custom_pypto_vllm: " in engine.stderr + engine.stdout
+    assert error in engine.stderr + engine.stdout
