@@ -29,7 +29,12 @@ WRITE_TEXT = f"{_CODEGEN}19GenCodeToBinaryTask{_TEXT}RKNS0_11CompileInfoERKSs"
 
 
 def execute(
-    kernel, *tensors: Tensor, timeout: float | None = None, fill: int = NAN, **params
+    kernel,
+    *tensors: Tensor,
+    timeout: float | None = None,
+    fill: int = NAN,
+    unordered_adds: bool = False,
+    **params,
 ) -> list[Tensor]:
     """The value of every tensor argument after the kernel's generated code ran on the host.
 
@@ -47,6 +52,8 @@ def execute(
         tensors: the kernel's tensor arguments, contiguous and on the CPU. They are not changed.
         timeout: seconds, 600 by default.
         fill: the byte that fills the buffers before each task: ``NAN`` or ``LARGE``.
+        unordered_adds: let tasks add to the same memory, by atomic stores, in an order that the
+            task graph leaves open. The last bits of such sums may change from run to run.
         params: the kernel's other arguments.
 
     Returns:
@@ -58,12 +65,12 @@ def execute(
     """
     bodies.toolchain()
     copy = simulated(kernel, pypto_versions.ONE_SCHEDULER)
-    prepare = partial(_prepare, tensors, fill)
+    prepare = partial(_prepare, tensors, (fill, unordered_adds))
     with compiled(copy, tensors, params, prepare=prepare, timeout=timeout) as output:
         return [_read(output.parent / f"argument_{i}", t) for i, t in enumerate(tensors)]
 
 
-def _prepare(tensors: Sequence[Tensor], fill: int) -> None:
+def _prepare(tensors: Sequence[Tensor], options: tuple[int, bool]) -> None:
     """Runs in the child process: PyPTO writes the code for a device and believes it compiled."""
     folder = Path.cwd()
     tools, isa = folder / "tools", folder / "isa"
@@ -82,7 +89,7 @@ def _prepare(tensors: Sequence[Tensor], fill: int) -> None:
 
     def run(self, *arguments):
         del os.environ["ASCEND_HOME_PATH"]
-        _run(library, folder, tensors, fill, lambda: run_control_flow(self, *arguments))
+        _run(library, folder, tensors, options, lambda: run_control_flow(self, *arguments))
 
     JitCallableWrapper._run_with_cpu = run
 
@@ -104,10 +111,14 @@ def _write_code(library: ctypes.CDLL) -> None:
 
 
 def _run(
-    library: ctypes.CDLL, folder: Path, tensors: Sequence[Tensor], fill: int, control_flow: Callable
+    library: ctypes.CDLL,
+    folder: Path,
+    tensors: Sequence[Tensor],
+    options: tuple[int, bool],
+    control_flow: Callable,
 ) -> None:
     (output,) = folder.glob("output_*")
-    library.isa_begin(str(output / "dyn_topo.txt").encode(), fill)
+    library.isa_begin(str(output / "dyn_topo.txt").encode(), *options)
     for tensor in tensors:
         library.isa_argument(ctypes.c_uint64(tensor.numel() * tensor.element_size()))
     for body in bodies.compiled_bodies(output / "kernel_aicore"):

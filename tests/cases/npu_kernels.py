@@ -74,3 +74,31 @@ def selected_kernel():
             pypto.assemble(pypto.matmul(weights, values, pypto.DT_FP32), [0, 0], out)
 
     return selected
+
+
+def scatter_kernel(*, rows_per_task=8, barrier=True):
+    """``sums[index] += x`` of 16 rows at a time, in tasks of ``rows_per_task``, then
+    ``out = 2 * sums``; ``barrier`` between.
+    """
+
+    @pypto.frontend.jit
+    def scatter(
+        x: pypto.Tensor([ROWS, WIDTH], pypto.DT_FP32),
+        index: pypto.Tensor([ROWS], pypto.DT_INT32),
+        sums: pypto.Tensor([WIDTH, WIDTH], pypto.DT_FP32),
+        out: pypto.Tensor([ROWS, WIDTH], pypto.DT_FP32),
+    ):
+        for i in pypto.loop(x.shape[0] // 16, name="ADD", idx_name="i"):
+            pypto.set_vec_tile_shapes(16, 64)
+            rows = pypto.mul(pypto.view(x, [16, x.shape[1]], [i * 16, 0]), 1.0)
+            pypto.set_vec_tile_shapes(rows_per_task)
+            places = pypto.view(index, [16], [i * 16])
+            pypto.index_put_(sums, (places,), rows, accumulate=True)
+        for i in pypto.loop(
+            out.shape[0] // 8, name="READ", idx_name="j", submit_before_loop=barrier
+        ):
+            pypto.set_vec_tile_shapes(8, 64)
+            row = pypto.view(sums, [8, sums.shape[1]], [i * 8, 0])
+            pypto.assemble(pypto.mul(row, 2.0), [i * 8, 0], out)
+
+    return scatter

@@ -7,6 +7,8 @@
 
 namespace isa {
 
+const char* const verbs[] = {"reads", "writes", "adds to"};
+
 namespace {
 
 std::vector<Area> areas;     // the workspace is the last
@@ -32,23 +34,23 @@ const Area* area_of(uint64_t address) {
         before->name + ", which has " + std::to_string(size));
 }
 
-const Area& inside(uint64_t address, int64_t bytes, bool write) {
+const Area& inside(uint64_t address, int64_t bytes, Use use) {
   const Area* area = area_of(address);
-  if (!area || address + bytes > area->end) outside(address, bytes, write ? "writes" : "reads");
+  if (!area || address + bytes > area->end) outside(address, bytes, verbs[static_cast<int>(use)]);
   return *area;
 }
 
-const Area& checked(uint64_t address, int64_t bytes, bool write) {
-  const Area& area = inside(address, bytes, write);
+const Area& checked(uint64_t address, int64_t bytes, Use use) {
+  const Area& area = inside(address, bytes, use);
   if (address >= stack_begin && address + bytes <= stack_end) return area;
   if (!accesses.empty()) {
     Access& last = accesses.back();
-    if (last.end == address && last.write == write && last.instruction == instruction) {
+    if (last.end == address && last.use == use && last.instruction == instruction) {
       last.end += bytes;
       return area;
     }
   }
-  accesses.push_back({address, address + bytes, instruction, write});
+  accesses.push_back({address, address + bytes, instruction, use});
   return area;
 }
 
@@ -84,9 +86,11 @@ std::string place_of(uint64_t address) {
   return "byte " + std::to_string(address - area->begin) + " of " + area->name;
 }
 
-const char* read_global(uint64_t address, int64_t bytes) {
+namespace {
+
+char* read_as(Use use, uint64_t address, int64_t bytes) {
   if (bytes <= 0) return nullptr;
-  const Area& area = checked(address, bytes, false);
+  const Area& area = checked(address, bytes, use);
   if (&area == &areas.back()) {
     const uint8_t* begin = written + (address - area.begin);
     if (!std::memchr(begin, 1, bytes))
@@ -96,14 +100,22 @@ const char* read_global(uint64_t address, int64_t bytes) {
     for (int64_t i = 0; i < bytes; ++i)
       if (!begin[i]) poison(reinterpret_cast<char*>(address + i), 1);
   }
-  return reinterpret_cast<const char*>(address);
+  return reinterpret_cast<char*>(address);
 }
 
-void require_memory(uint64_t address, int64_t bytes) { inside(address, bytes, false); }
+}  // namespace
+
+const char* read_global(uint64_t address, int64_t bytes) {
+  return read_as(Use::read, address, bytes);
+}
+
+char* add_global(uint64_t address, int64_t bytes) { return read_as(Use::add, address, bytes); }
+
+void require_memory(uint64_t address, int64_t bytes) { inside(address, bytes, Use::read); }
 
 char* write_global(uint64_t address, int64_t bytes) {
   if (bytes <= 0) return nullptr;
-  const Area& area = checked(address, bytes, true);
+  const Area& area = checked(address, bytes, Use::write);
   if (&area == &areas.back()) std::memset(written + (address - area.begin), 1, bytes);
   return reinterpret_cast<char*>(address);
 }

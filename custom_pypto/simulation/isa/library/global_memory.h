@@ -13,11 +13,15 @@ struct Area {
   uint64_t begin, end;
 };
 
+// What an instruction does to global memory; an atomic store adds.
+enum class Use { read, write, add };
+extern const char* const verbs[];  // "reads", ...
+
 // Contiguous bytes that one instruction of a task touched.
 struct Access {
   uint64_t begin, end;
   const char* instruction;
-  bool write;
+  Use use;
 };
 
 void set_areas(std::vector<Area> arguments, Area workspace);
@@ -30,6 +34,7 @@ std::string place_of(uint64_t address);
 // The host address of ``bytes`` of global memory, checked and logged.
 const char* read_global(uint64_t address, int64_t bytes);
 char* write_global(uint64_t address, int64_t bytes);
+char* add_global(uint64_t address, int64_t bytes);
 // Requires that the bytes may be read, by a copy of values that do not matter.
 void require_memory(uint64_t address, int64_t bytes);
 

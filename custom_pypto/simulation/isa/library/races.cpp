@@ -60,15 +60,15 @@ struct Touch {
 
 }  // namespace
 
-void check_races(const Graph& graph, const std::vector<uint32_t>& order) {
+void check_races(const Graph& graph, const std::vector<uint32_t>& order, bool unordered_adds) {
   Ancestors ancestors(graph, order);
   std::vector<Touch> touches;
   for (const auto& [id, node] : graph)
     for (const Access& access : node.accesses) touches.push_back({access, id});
   std::sort(touches.begin(), touches.end(),
             [](const Touch& a, const Touch& b) { return a.access.begin < b.access.begin; });
-  // accesses that begin before this one and reach into it; a read meets the writes only
-  std::vector<Touch> reads, writes;
+  // by use, accesses that begin before this one and reach into it
+  std::vector<Touch> open[3];
   for (const Touch& touch : touches) {
     auto meet = [&](std::vector<Touch>& others) {
       auto ended = [&](const Touch& other) { return other.access.end <= touch.access.begin; };
@@ -77,15 +77,19 @@ void check_races(const Graph& graph, const std::vector<uint32_t>& order) {
         if (other.task == touch.task || ancestors.ordered(other.task, touch.task)) continue;
         auto did = [&](const Touch& one) {
           return "task " + std::to_string(one.task) + " (" + graph.at(one.task).name + ", " +
-                 one.access.instruction + ") " + (one.access.write ? "writes" : "reads");
+                 one.access.instruction + ") " + verbs[static_cast<int>(one.access.use)];
         };
+        const bool both_add = other.access.use == Use::add && touch.access.use == Use::add;
         throw Fault("race: " + did(other) + " and " + did(touch) + " " +
-                    place_of(touch.access.begin) + ", and the task graph does not order them");
+                    place_of(touch.access.begin) + ", and the task graph does not order them" +
+                    (both_add ? ": the sum's last bit is not fixed" : ""));
       }
     };
-    meet(writes);
-    if (touch.access.write) meet(reads);
-    (touch.access.write ? writes : reads).push_back(touch);
+    const Use use = touch.access.use;
+    for (Use other : {Use::read, Use::write, Use::add})
+      if (other != use || use == Use::write || (use == Use::add && !unordered_adds))
+        meet(open[static_cast<int>(other)]);
+    open[static_cast<int>(use)].push_back(touch);
   }
 }
 

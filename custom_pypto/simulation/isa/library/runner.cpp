@@ -43,6 +43,7 @@ struct Program {
   std::vector<uint64_t> addresses;
   std::string topology;
   int pattern = 0xff;
+  bool unordered_adds = false;
   std::string problem;  // the first
   uint64_t tasks = 0, batches = 0;
   // what the scalar unit may touch besides global memory and buffers: stack, code, PyPTO's tables
@@ -169,7 +170,7 @@ void run_batch(DynFuncHeader* header) {
   isa::Graph graph = read_graph(header->seqNo, core_types);
   std::vector<uint32_t> order = isa::topological_order(graph);
   for (uint32_t id : order) run_task(header, id, graph[id], core_types[id]);
-  isa::check_races(graph, order);
+  isa::check_races(graph, order, program.unordered_adds);
   ++program.batches;
 }
 
@@ -187,10 +188,11 @@ void scalar_access(uint64_t address, int64_t bytes, bool write) {
 
 extern "C" {
 
-void isa_begin(const char* topology, int pattern) {
+void isa_begin(const char* topology, int pattern, bool unordered_adds) {
   program = Program();
   program.topology = topology;
   program.pattern = pattern;
+  program.unordered_adds = unordered_adds;
 }
 
 void isa_argument(uint64_t bytes) { program.sizes.push_back(bytes); }

@@ -124,8 +124,8 @@ void store_product(const Global& dst, const Tile& src, bool add, bool relu) {
   int width = round_up(src.valid_cols, 16);
   const float* from = reinterpret_cast<const float*>(region(src, 4ll * height * width, "src"));
   for_each_row(dst, [&](int row, uint64_t address) {
-    if (add) read_global(address, src.valid_cols * size);
-    char* to = write_global(address, src.valid_cols * size);
+    int64_t bytes = src.valid_cols * size;
+    char* to = add ? add_global(address, bytes) : write_global(address, bytes);
     for (int col = 0; col < src.valid_cols; ++col) {
       const float* product = from + (col / 16 * height + row) * 16 + col % 16;
       if (integers) {
@@ -148,15 +148,25 @@ void store(const Global& dst, const Tile& src, bool add, bool relu) {
   instruction = "TSTORE";
   check_shapes(src, dst);
   if (src.buffer == Buffer::L0C) return store_product(dst, src, add, relu);
-  require(!add && !relu, "from UB only a plain copy is modelled");
+  require(!relu && (!add || (src.type == Type::f32 && dst.type == Type::f32)),
+          "from UB only a copy and the addition of floats are modelled");
   require(size_of(dst.type) == size_of(src.type), "source and destination of one size");
   const char* from = operand(src, src.valid_rows, src.valid_cols, "src");
   if (!from) return;
   int size = size_of(src.type);
   for_each_row(dst, [&](int row, uint64_t address) {
     int64_t bytes = dst.shape[4] * size;
-    std::memcpy(write_global(address, bytes), from + static_cast<int64_t>(row) * src.cols * size,
-                bytes);
+    const char* values = from + static_cast<int64_t>(row) * src.cols * size;
+    if (!add) {
+      std::memcpy(write_global(address, bytes), values, bytes);
+      return;
+    }
+    char* to = add_global(address, bytes);
+    for (int64_t at = 0; at < bytes; at += size) {
+      float value;
+      std::memcpy(&value, values + at, size);
+      add_or_set<float>(to + at, value, true);
+    }
   });
 }
 

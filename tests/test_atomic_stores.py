@@ -1,0 +1,73 @@
+"""Atomic stores of PyPTO's generated code, and what the host finds about sums that tasks share."""
+
+import importlib.util
+import shutil
+
+import pytest
+import torch
+from cases import INT_MAX
+
+if importlib.util.find_spec("pypto") is None:
+    pytest.skip("the sim extra is not installed", allow_module_level=True)
+if shutil.which("g++") is None:
+    pytest.skip("g++, which compiles the generated code, is not installed", allow_module_level=True)
+
+# before pypto, which reads its configuration while it is imported
+from custom_pypto import simulation  # noqa: E402
+
+# isort: split
+from cases.npu_kernels import scatter_kernel  # noqa: E402
+
+pytestmark = pytest.mark.sim
+UNORDERED = r"race: task \d+ \(ADD .*, TSTORE\) adds to and task \d+ \(ADD .*sum's last bit is not"
+
+
+def arguments(index: list[int]) -> list[torch.Tensor]:
+    x = torch.randn(len(index), 64) * torch.logspace(-3, 3, len(index))[:, None]
+    return [x, torch.tensor(index, dtype=torch.int32), torch.randn(32, 64), torch.zeros(32, 64)]
+
+
+def expected(x, index, sums, out) -> list[torch.Tensor]:
+    """Row after row, as the additions of a destination are ordered."""
+    sums = sums.clone()
+    for row, place in zip(x, index.tolist(), strict=True):
+        sums[place] += row
+    return [x, index, sums, 2 * sums]
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        pytest.param([*range(31, 15, -1), *range(8, 24)], id="of-two-iterations"),
+        # the store of a row is waited for before the next one
+        pytest.param([3] * 8 + [5] * 8, id="duplicates-of-a-task"),
+    ],
+)
+def test_sums_whose_order_the_graph_fixes_are_exact(index):
+    x = arguments(index)
+    assert all(map(torch.equal, simulation.execute(scatter_kernel(), *x), expected(*x)))
+    got, wanted = simulation.interpret(scatter_kernel(), *x)[3], expected(*x)[3]
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-3)
+
+
+def test_a_sum_whose_order_the_graph_leaves_open_is_found():
+    x = arguments([*range(8), *range(8)])
+    with pytest.raises(simulation.SimulationError, match=UNORDERED):
+        simulation.execute(scatter_kernel(), *x)
+    got = simulation.execute(scatter_kernel(), *x, unordered_adds=True)
+    torch.testing.assert_close(got[2:], expected(*x)[2:], rtol=1e-5, atol=1e-3)
+
+
+def test_a_reader_waits_for_all_that_add_to_a_static_destination():
+    """So the graph orders it without a barrier, too."""
+    x = arguments([*range(16), *range(16)])
+    assert all(
+        map(torch.equal, simulation.execute(scatter_kernel(barrier=False), *x), expected(*x))
+    )
+
+
+@pytest.mark.parametrize("place", [-1, 32, INT_MAX])
+def test_a_missing_clamp_is_found(place):
+    x = arguments([*range(15), place])
+    with pytest.raises(simulation.SimulationError, match="TSTORE: adds to 256 bytes at byte"):
+        simulation.execute(scatter_kernel(), *x)
