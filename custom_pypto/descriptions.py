@@ -160,7 +160,7 @@ OPS = {
 
 _KL = {"d_query_index": HALF, "d_key_index": HALF, "d_weights": FLOAT, "loss": FLOAT32}
 
-# gradients and losses, without NPU programs: rejected on an NPU
+# gradients and losses
 TRAINING = {
     "npu_sparse_flash_attention_grad_pto": Description(
         outputs={
@@ -171,6 +171,21 @@ TRAINING = {
             "d_key_rope": HALF,
             "d_sinks": FLOAT32,
         },
+        dtypes={
+            "sparse_indices": INT32,
+            "softmax_max": FLOAT32,
+            "softmax_sum": FLOAT32,
+            "actual_seq_qlen": INT32,
+            "actual_seq_kvlen": INT32,
+            "block_table": INT32,
+            "sinks": FLOAT32,
+        },
+        absent={"layout_kv": ""},
+        notes=(
+            "all floating-point tensors but sinks and the statistics share a dtype.",
+            'layout_kv "" stands for None of the schema: as layout. Gradients of absent inputs '
+            "have no elements.",
+        ),
     ),
     "npu_lightning_indexer_grad_pto": Description(
         outputs={"d_query": HALF, "d_key": HALF, "d_weights": FLOAT},
@@ -181,6 +196,8 @@ TRAINING = {
     ),
     "npu_dense_lightning_indexer_grad_kl_loss_pto": Description(outputs=_KL),
 }
+# those with NPU programs; the others are rejected on an NPU
+OPS |= {op: TRAINING[op] for op in ("npu_sparse_flash_attention_grad_pto",)}
 # linear layers over stored weights, on the CPU only: torch_npu has its own
 WEIGHTS = {"weight_only_linear": Description(outputs={"out": FLOAT})}
 ALL_OPS = OPS | TRAINING | WEIGHTS

@@ -197,7 +197,7 @@ def npu_sparse_flash_attention_pto(
         reasons.
     Raises:
         RuntimeError: a constraint above is violated; the message names the argument. ``backward()``
-            raises it too: on an NPU, and for a paged cache that requires no gradient.
+            raises it too, also for a paged cache that requires no gradient.
 
     Example:
         >>> import torch

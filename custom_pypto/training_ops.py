@@ -80,8 +80,8 @@ def npu_sparse_flash_attention_grad_pto(
         without a valid index, and rows that no token selects get zeros. Rows of a paged cache get
         the sum over all sequences that share them.
     Raises:
-        RuntimeError: a constraint above is violated; the message names the argument. On an NPU: it
-            has no program of this op yet.
+        RuntimeError: a constraint above is violated, or on an NPU a limit of its program; the
+            message names the argument.
 
     Example:
         >>> import torch

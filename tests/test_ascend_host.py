@@ -264,15 +264,27 @@ def test_a_captured_op_follows_new_lengths_and_block_tables(op):
     assert_replays_follow(graph, functools.partial(call, op), static, captured, [second, first])
 
 
-def test_a_gradient_on_an_npu_is_rejected_with_the_remedy():
-    x = on_npu(CALLS["npu_sparse_flash_attention_pto"]())
-    for name in ("query", "key"):
-        x[name].requires_grad_()
-    message = r"^npu_sparse_flash_attention_grad_pto: query.device must be cpu \(training has no"
-    with pytest.raises(
-        RuntimeError, match=rf"{message} NPU program yet\), got npu:0; train on the"
-    ):
+def test_backward_on_an_npu_runs_the_program_of_the_gradient():
+    from custom_pypto import simulation
+
+    def gradients(x: dict) -> list[torch.Tensor]:
+        leaves = [x[name].requires_grad_() for name in ("query", "key", "query_rope", "key_rope")]
         custom_pypto.npu_sparse_flash_attention_pto(**x).sum().backward()
+        return [leaf.grad for leaf in leaves]
+
+    call = CALLS["npu_sparse_flash_attention_pto"]
+    got = gradients(on_npu(call()))
+    assert all(x.device.type == "npu" for x in got)
+    with simulation.on_cpu():
+        expected = gradients(call())
+    assert all(map(same, got, expected))
+
+
+def test_a_gradient_without_a_program_is_rejected_with_the_remedy():
+    x = on_npu(inputs_of("npu_lightning_indexer_grad_pto"))
+    message = r"^npu_lightning_indexer_grad_pto: query.device must be cpu \(the NPU has no program"
+    with pytest.raises(RuntimeError, match=rf"{message} of it yet\), got npu:0; train on the"):
+        custom_pypto.npu_lightning_indexer_grad_pto(**x)
 
 
 def test_a_stored_weight_on_an_npu_is_rejected_with_the_remedy():

@@ -33,7 +33,10 @@ def needs_compiler(test):
 
 
 # how a prototype says what an attribute's type cannot: the schema's None
-ABSENT = {("npu_sparse_attention_pto", "softmax_scale"): 0.0}
+ABSENT = {
+    ("npu_sparse_attention_pto", "softmax_scale"): 0.0,
+    ("npu_sparse_flash_attention_grad_pto", "layout_kv"): "",
+}
 KINDS = {"int": "Int", "float": "Float", "str": "String", "bool": "Bool"}
 GE_DTYPES = {
     torch.bfloat16: "DT_BF16",
@@ -199,7 +202,11 @@ class NoFacts(types.SimpleNamespace):
 @pytest.mark.parametrize("name", OVERLOADS)
 def test_a_prototype_takes_the_dtypes_that_the_npu_takes(name, monkeypatch):
     """Each tensor of calls in each dtype, cast to each dtype: what the wrapper accepts."""
-    pads = {"npu_sparse_attention_pto", "npu_lightning_indexer_prolog_pto"}
+    pads = {
+        "npu_sparse_attention_pto",
+        "npu_lightning_indexer_prolog_pto",
+        "npu_sparse_flash_attention_grad_pto",
+    }
     if name in pads and importlib.util.find_spec("pypto") is None:
         pytest.skip("the sim extra is not installed, whose programs pad the arguments")
     prototype = PROTOTYPES[name]

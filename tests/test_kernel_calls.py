@@ -6,7 +6,7 @@ import cases
 import pytest
 import torch
 from cases import on_meta, without_nan
-from cases.npu_programs import attention_case, fused_case, index_case
+from cases.npu_programs import attention_case, fused_case, gradient_case, index_case
 from cases.npu_sparse_attention_pto import CACHES
 
 import custom_pypto
@@ -53,6 +53,9 @@ CALLS = {
     ),
     "npu_sparse_flash_attention_pto.softmax_lse": lambda layout: attention_case(
         [2, 1], [300, 40], layout_query=layout, sinks=(-9, 9), statistics=True
+    ),
+    "npu_sparse_flash_attention_grad_pto": lambda layout: gradient_case(
+        [2, 1], [300, 40], sparse_count=64, layout_query=layout, sinks=(-9, 9)
     ),
     "npu_sparse_attention_pto": lambda layout: fused_case([300, 40], 2),
 }

@@ -304,3 +304,41 @@ def kv_quant_update_pto(
         cache: int8, the input, written in place.
     """
     return node("npu_kv_quant_update_pto", locals())
+
+
+def sparse_flash_attention_grad_pto(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    d_out: Tensor,
+    out: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    actual_seq_qlen: Tensor | None = None,
+    actual_seq_kvlen: Tensor | None = None,
+    block_table: Tensor | None = None,
+    sinks: Tensor | None = None,
+    *,
+    scale_value: float,
+    sparse_block_size: int = 1,
+    layout: str = "BSND",
+    sparse_mode: int = 3,
+    layout_kv: str = "",
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """GE operator ``SparseFlashAttentionGradPto``.
+
+    Prototype: npu_sparse_flash_attention_grad_pto.h. Meaning and shapes:
+    :func:`custom_pypto.npu_sparse_flash_attention_grad_pto`.
+
+    Returns:
+        d_query: bfloat16 or float16.
+        d_key: bfloat16 or float16.
+        d_value: bfloat16 or float16.
+        d_query_rope: bfloat16 or float16.
+        d_key_rope: bfloat16 or float16.
+        d_sinks: float32.
+    """
+    return node("npu_sparse_flash_attention_grad_pto", locals())

@@ -136,7 +136,7 @@ for _name, _function in eager(on_device).items():
 
 def _without_program(op: str, /, *args, **kwargs):
     raise RuntimeError(
-        f"{op}: query.device must be cpu (training has no NPU program yet), got "
+        f"{op}: query.device must be cpu (the NPU has no program of it yet), got "
         f"{args[0].device}; train on the CPU, or on the op of torch_npu that is named without _pto"
     )
 
@@ -156,7 +156,7 @@ def _without_program_of(other: torch._ops.OpOverload, /, *args, **kwargs):
     )
 
 
-for _name in TRAINING:
+for _name in TRAINING.keys() - OPS.keys():
     _library.impl(_name, functools.partial(_without_program, _name), "PrivateUse1")
 for _name in WEIGHTS:
     _library.impl(_name, functools.partial(_on_cpu_only, _name), "PrivateUse1")

@@ -1,9 +1,10 @@
 """The ops on CPU tensors, computed by the NPU programs."""
 
 import contextlib
+import functools
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from .interpreter import interpret, run_in_place
 
 
 @contextlib.contextmanager
-def on_cpu(*, generated: bool = False) -> Iterator[None]:
+def on_cpu(*, generated: bool = False, unordered_adds: bool = False) -> Iterator[None]:
     """Inside, the ops on CPU tensors take the NPU path, run by the interpreter.
 
     The path has the wrappers of :mod:`custom_pypto.npu`, with their checks and limits, and the
@@ -26,12 +27,15 @@ def on_cpu(*, generated: bool = False) -> Iterator[None]:
     Args:
         generated: run the C++ that PyPTO generates (:func:`execute`) instead of interpreting the
             programs; the first call with a shape class compiles it, for up to a minute.
+        unordered_adds: as for :func:`execute`.
 
     Raises:
         SimulationError: from the call of an op, if PyPTO does not interpret its program, or if its
             generated code breaks a rule of the device.
     """
-    run = execute if generated else interpret
+    run: Callable = interpret
+    if generated:
+        run = functools.partial(execute, unordered_adds=unordered_adds)
     route = "PyPTO's generated code" if generated else "PyPTO's interpreter"
     with tqdm(unit=" kernels", desc=route, disable=None, leave=False) as progress:
 

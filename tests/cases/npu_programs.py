@@ -15,6 +15,7 @@ from .npu_kv_quant_sparse_flash_attention_pto import inputs as int8_attention_in
 from .npu_lightning_indexer_pto import inputs as indexer_inputs
 from .npu_quant_lightning_indexer_pto import inputs as int8_indexer_inputs
 from .npu_sparse_attention_pto import CACHES, fused_inputs
+from .npu_sparse_flash_attention_grad_pto import inputs as gradient_inputs
 from .npu_sparse_flash_attention_pto import inputs as attention_inputs
 
 HALF = [torch.bfloat16, torch.float16]
@@ -122,6 +123,44 @@ ATTENTION = {
     ),
 }
 
+GRADIENT = {
+    "one-key": dict(lengths_query=[1], lengths_key=[1], sparse_count=16),
+    "ragged-and-empty": dict(lengths_query=[1, 1, 1], lengths_key=[300, 0, 1000], sparse_count=128),
+    # more tokens than destinations of the sums, some of them without keys
+    "padded-and-shorter-than-the-query": dict(
+        lengths_query=[6, 3, 2, 1], lengths_key=[131, 3, 1, 700], sparse_count=16
+    ),
+    "packed-query": dict(
+        lengths_query=[4, 0, 3], lengths_key=[140, 9, 300], sparse_count=64, layout_query="TND"
+    ),
+    "packed": dict(
+        lengths_query=[4, 0, 3],
+        lengths_key=[140, 9, 300],
+        sparse_count=64,
+        layout_query="TND",
+        layout_kv="TND",
+    ),
+    "keys-by-sequence": dict(
+        lengths_query=[3, 2], lengths_key=[140, 30], sparse_count=64, layout_kv="BSND"
+    ),
+    "every-key": dict(lengths_query=[3, 2], lengths_key=[140, 30], sparse_count=16, sparse_mode=0),
+    "prefill": dict(lengths_query=[20, 9], lengths_key=[50, 9], sparse_count=16),
+    "blocks-of-48": dict(lengths_query=[2, 1], lengths_key=[700, 40], block_size=48),
+    "no-rope": dict(lengths_query=[2], lengths_key=[300], rope=0, sparse_count=64),
+    "values": dict(lengths_query=[5], lengths_key=[300], own_value=True, sparse_count=64),
+    # with exp of a logit or of a sink alone they would be infinite, or 0 / 0
+    "sinks-beyond-exp": dict(
+        lengths_query=[3, 2], lengths_key=[300, 1], sparse_count=64, sinks=(-1e4, 1e4)
+    ),
+    # heads that fill no tile
+    "sinks-of-5-heads": dict(
+        lengths_query=[2, 1], lengths_key=[300, 40], sparse_count=64, heads=5, sinks=(-9, 9)
+    ),
+    "latent-48": dict(
+        lengths_query=[2, 1], lengths_key=[300, 40], latent=48, rope=32, sparse_count=100
+    ),
+}
+
 
 def calls(table: dict, fast: Collection[str] | None = None) -> list:
     """The parameters of a test, those that are not ``fast`` marked as slow."""
@@ -174,6 +213,15 @@ def check_attention(x: dict, like: dict | None = None) -> None:
     assert ours <= 2 * theirs + 1e-7, f"root mean square error {ours:.2g}, reference {theirs:.2g}"
 
 
+def gradient_case(lengths_query, lengths_key, *, sinks=None, **arguments):
+    """``sinks``: as in :func:`attention_case`."""
+    defaults = dict(heads=16, latent=512, rope=64, block_size=128, dtype=torch.bfloat16)
+    arguments = defaults | arguments
+    if sinks is not None:
+        arguments["sinks"] = torch.linspace(*sinks, arguments["heads"])
+    return gradient_inputs(lengths_query, lengths_key, **arguments)
+
+
 def fused_case(lengths, S1, **arguments):
     sizes = dict(hidden=128, q_rank=64, heads=4, nope=32, latent=512, rope=64)
     index = dict(index_heads=64, index_dim=128, block_size=128, dtype=torch.bfloat16)
@@ -218,6 +266,7 @@ VERIFIED = [
         "add_custom",
         "npu_lightning_indexer_pto",
         "npu_sparse_flash_attention_pto",
+        "npu_sparse_flash_attention_grad_pto",
         "npu_sparse_attention_pto",
         "npu_quant_lightning_indexer_pto",
         "npu_kv_quant_sparse_flash_attention_pto",

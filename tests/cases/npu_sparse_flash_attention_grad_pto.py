@@ -1,9 +1,12 @@
 """Arguments of ``npu_sparse_flash_attention_grad_pto``."""
 
+import functools
+
 import torch
 
 from custom_pypto.reference.npu_sparse_flash_attention_grad_pto import with_gradient
 
+from . import in_a_wider_row
 from . import npu_sparse_flash_attention_pto as forward
 from .hostile import Maker
 from .rejections import Op, none, strided_rows, table
@@ -17,6 +20,9 @@ def inputs(lengths_query: list[int], lengths_key: list[int], *, seed: int = 0, *
     g = torch.Generator().manual_seed(seed + 1)
     d_out = torch.randn(call["query"].shape, generator=g).to(call["query"].dtype)
     return with_gradient(call, d_out)
+
+
+on_npu = functools.partial(inputs, dtype=torch.bfloat16)
 
 
 def not_default() -> dict:
@@ -93,3 +99,42 @@ def rejected_statistics(op: Op) -> list:
         tokens = f"{name}.size(1) must be 6 (T1 of query), got 5"
         rows.append(op.row(f"{name}-tokens-TND", tokens, op.tnd, **{name: packed[:, :5]}))
     return rows
+
+
+def unsupported_on_npu() -> list:
+    x = on_npu([2, 2], [20, 5])
+    row = table(OP, "grad", x)
+    strides = "{} must be contiguous on an NPU, got strides"
+    return [
+        row(
+            "heads",
+            "query.size(2) must be at most 128 on an NPU, got 129",
+            on_npu([2], [5], heads=129),
+        ),
+        row("strides", strides.format("key"), on_npu([2, 2], [20, 5], strided=True)),
+        row("rope-strides", strides.format("key_rope"), key_rope=in_a_wider_row(x["key_rope"])),
+        row(
+            "table",
+            "block_table.size(1) must be at most 8192 on an NPU, got 8193",
+            block_table=x["block_table"].new_zeros(2, 2**13 + 1),
+        ),
+    ]
+
+
+def graph_calls() -> dict[str, list[dict]]:
+    """As autograd calls the op, which names the layout of the keys, and as torch_npu's."""
+    small = on_npu([2, 1], [20, 5])
+    large = on_npu([3, 3, 2], [50, 2, 8], heads=7, latent=48, rope=32, block_size=32)
+    # one compilation has one scale
+    large["scale_value"] = small["scale_value"]
+    packed = on_npu([3, 1], [50, 4], layout_query="TND", layout_kv="TND", dtype=torch.float16)
+    del packed["layout_kv"]
+    return {
+        "sizes": [small, large],
+        "packed": [packed],
+        "values-and-sinks": [not_default()],
+        "no-query-lengths": [
+            on_npu([3, 3], [20, 5], rope=0, layout_kv="BSND")
+            | dict(actual_seq_qlen=None, actual_seq_kvlen=None)
+        ],
+    }

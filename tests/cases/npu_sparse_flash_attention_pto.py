@@ -65,13 +65,13 @@ def inputs(
     sparse_count: int = 8,
     sparse_mode: int = 3,
     own_value: bool = False,
-    sinks: bool = False,
+    sinks: bool | Tensor = False,
     hostile: bool = False,
     strided: bool = False,
     seed: int = 0,
 ) -> dict:
     """``rope=0``: no rope arguments; ``strided``: key and key_rope are parts of one row;
-    ``sinks``: of the size of the logits."""
+    ``sinks``: of the size of the logits, or these."""
     g = torch.Generator().manual_seed(seed)
     width = latent + rope
     query = place(
@@ -86,6 +86,8 @@ def inputs(
         some_indices(len_q, len_k, sparse_count, sparse_mode, hostile, g)
         for len_q, len_k in zip(lengths_query, lengths_key, strict=True)
     ]
+    if not isinstance(sinks, Tensor):
+        sinks = 3 * torch.randn(heads, generator=g) if sinks else None
     return dict(
         query=query[..., :latent].contiguous(),
         key=key,
@@ -100,7 +102,7 @@ def inputs(
         layout_query=layout_query,
         layout_kv=layout_kv,
         sparse_mode=sparse_mode,
-        sinks=3 * torch.randn(heads, generator=g) if sinks else None,
+        sinks=sinks,
     )
 
 

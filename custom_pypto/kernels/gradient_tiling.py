@@ -1,0 +1,63 @@
+"""Tile settings of the programs of gradients, chosen per shape class as in :mod:`.tiling`."""
+
+from dataclasses import dataclass
+from math import gcd
+
+from .tiling import largest_divisor
+
+
+@dataclass(frozen=True)
+class GradientTiling:
+    """Settings of :mod:`.npu_sparse_flash_attention_grad_pto`; any gives right results."""
+
+    score_keys: int = 256  # per score tile
+    columns: int = 256  # of the query's gradient per tile
+    query_keys: int = 512  # keys whose dS are copied into L1 at once
+    rows: int = 4  # heads per softmax tile
+    term_keys: int = 128  # per tile of terms
+    term_columns: int = 256
+    add_rows: int = 32  # per tile of terms that is added
+    result_rows: int = 128  # of the cache per iteration
+    result_tile: int = 32  # per tile
+    l1_reuse: int = 4  # cube tiles that share an operand per task
+    vec_nbuffer: int = 4  # vector tiles per task
+
+    def splits(self, heads: int, latent: int, rope: int, width: int) -> list[tuple[int, int]]:
+        """``(indices per gather, parts of a row)`` of the right operands: rope and latents of the
+        scores, latents and rope of the query's gradient.
+        """
+        _, (_, k), (_, n) = self.scores(heads, latent, width)
+        _, (_, keys), (_, columns) = self.query(heads, latent, width)
+        return [(n, 1), (n, latent // k), (keys, latent // columns), (keys, 1)]
+
+    def scores(self, heads: int, latent: int, width: int) -> tuple[list[int], ...]:
+        """Cube tiles ([m], [k], [n]) of ``[heads, latent + rope] @ [latent + rope, width]``."""
+        n, k = min(self.score_keys, width), gcd(latent, 512)
+        return [heads, heads], [min(128, k), k], [n, n]
+
+    def query(self, heads: int, columns: int, width: int) -> tuple[list[int], ...]:
+        """Those of ``[heads, width] @ [width, columns]``."""
+        k, n = min(128, width), gcd(self.columns, columns)
+        return [heads, heads], [k, min(self.query_keys, -(-width // k) * k)], [n, n]
+
+    def sums(self, heads: int, columns: int, width: int) -> tuple[list[int], ...]:
+        """Those of ``[heads, width]^T @ [heads, columns]``."""
+        m, n = largest_divisor(width, 16, self.term_keys), gcd(self.term_columns, columns)
+        return [m, m], [largest_divisor(heads, 16, 128), heads], [n, n]
+
+    def softmax_rows(self, width: int) -> int:
+        """``rows``, or fewer where float32 rows of ``width`` would not fit UB."""
+        most = max(1, min(128, 2**13 // width))
+        return min(self.rows, 1 << (most.bit_length() - 1))
+
+    @property
+    def pass_options(self) -> dict:
+        return {
+            "cube_l1_reuse_setting": {-1: self.l1_reuse},
+            "vec_nbuffer_setting": {-1: self.vec_nbuffer},
+        }
+
+
+def gradient_tiling(*, tokens: int) -> GradientTiling:
+    """For ``tokens`` query tokens of all sequences together."""
+    return GradientTiling()

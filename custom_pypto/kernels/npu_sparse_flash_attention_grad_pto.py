@@ -1,0 +1,307 @@
+"""npu_sparse_flash_attention_grad_pto as a PyPTO program.
+
+Stages per query token:
+
+1. vector: the cache rows that the indices name, and the places of their terms in the sums;
+2. cube: the scores again, and ``dP = d_out x values^T``, float32;
+3. vector: P from the forward's statistics, ``D = sum(P * dP)``, ``dS = scale * P * (dP - D)``;
+4. cube: ``dS x keys``, the query's gradient, and ``[dS; P]^T x [query; d_out]``, a row of terms for
+   each index, of its key's and its value's role together;
+5. vector: adds these rows to float32 sums, by atomic stores.
+
+Behind all tokens, vector: the sums in the dtype of the keys.
+
+Additions to one destination wait for each other, in the order of the tokens. There are therefore
+``PARTS`` destinations, one for each remainder of the token's number; the last stage adds them up.
+The bits of a sum are the same in every run: the task graph orders the tokens of a destination, and
+a token adds to a row once, unless its indices name a row twice.
+
+Memory besides the results, in bytes: PARTS * :func:`sums_rows` * (L + R) * 4 for the sums, and as
+much with L for values of their own. Workspace per token in flight:
+K * (N1 * (8 + 4) + (L + R) * 4 + 16).
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
+
+import pypto
+
+from . import DTYPES, Arguments, arguments, loop, runtime_options
+from .gradient_tiling import GradientTiling, gradient_tiling
+from .npu_sparse_flash_attention_pto import beside
+from .pypto_versions import after_all, behind, gathered, jit, padded_indices
+from .selected_rows import MOST_ROWS, KeyFacts, capacity, selected_rows
+from .sequences import query_tiles
+from .tiling import power_of_two
+
+F32, I32 = pypto.DT_FP32, pypto.DT_INT32
+PARTS = 4  # destinations of the sums
+LARGEST = 3e38  # as the maximum of a token without a key it makes exp 0
+
+
+def sums_rows(rows: int, count: int) -> int:
+    """Rows of the sums over a cache, with one for each of ``count`` indices that may be invalid.
+
+    PyPTO needs a static destination. Rounded up to one of 4 sizes per power of two, so that a
+    binary serves many caches.
+    """
+    rows += padded_indices(count)
+    step = max(power_of_two(rows) // 8, 64)
+    return -(-rows // step) * step
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts(KeyFacts):
+    dtype: str
+    heads: int
+    scale: float
+    rope: bool  # whether the call has it, like the next two
+    own_value: bool
+    sinks: bool
+    ready_on_host: bool
+    tokens: InitVar[int]
+    tiling: GradientTiling = field(init=False)
+
+    def __post_init__(self, tokens: int):
+        super().__post_init__()
+        object.__setattr__(self, "tiling", gradient_tiling(tokens=tokens))
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """The arguments that the call lacks."""
+        found = [] if self.rope else ["query_rope", "key_rope", "d_query_rope", "d_key_rope"]
+        if not self.own_value:
+            found += ["d_value", *(f"value_sums_{part}" for part in range(PARTS))]
+        return tuple(found if self.sinks else [*found, "sinks", "sink_terms", "d_sinks"])
+
+    @property
+    def rows(self) -> int:
+        """Rows of a token in the inputs by head: whole tiles, behind the heads of zeros."""
+        return self.heads + behind(self.heads)
+
+
+class Backward:
+    """The stages. ``token(row, sequence, visible, part)`` and ``nothing(row)`` build the rows of
+    one token, ``results()`` those of the cache.
+    """
+
+    def __init__(self, a: Arguments, facts: Facts):
+        self.a, self.facts, self.tiling = a, facts, facts.tiling
+        self.dtype, self.latent, self.heads = a.key.dtype, a.key.shape[1], facts.rows
+        self.rope = 0 if a.query_rope is None else a.query_rope.shape[1]
+        self.sums = [getattr(a, f"sums_{part}") for part in range(PARTS)]
+        self.value_sums = [getattr(a, f"value_sums_{part}") for part in range(PARTS)]
+
+    def token(self, row, sequence, visible, part: int) -> None:
+        pypto.set_pass_options(**self.tiling.pass_options)  # of the calling loop
+        pypto.experimental.set_operation_options(combine_axis=True)
+        a, heads, latent, tiling = self.a, self.heads, self.latent, self.tiling
+        splits = functools.partial(tiling.splits, heads, latent, self.rope)
+        found, places, mask = selected_rows(a, self.facts, row, sequence, visible, splits)
+        width = mask.shape[1]
+        for_rope, for_scores, for_query, for_query_rope = found
+        table = pypto.view(a.one_block, [1, 1], [0, 0])
+        gather = functools.partial(gathered, table=table, block_size=MOST_ROWS)
+
+        pypto.set_cube_tile_shapes(*tiling.scores(heads, latent, width))
+        q, k = self.of_query(row), gather(a.key, for_scores, transposed=True)
+        if self.rope:
+            q = beside(q, self.of_rope(row), "query")
+            k = beside(k, gather(a.key_rope, for_rope, transposed=True), "keys")
+        logits = pypto.matmul(q, k, F32, a_trans=False, b_trans=True)
+        v = gather(a.value, for_scores, transposed=True)
+        dp = pypto.matmul(self.of_out(row), v, F32, a_trans=False, b_trans=True)
+
+        pypto.set_vec_tile_shapes(tiling.softmax_rows(width), width)
+        both = pypto.tensor([2 * heads, width], self.dtype, "dS_P")
+        for i, half in enumerate(self.probabilities(row, logits, dp, mask)):
+            pypto.assemble(half, [i * heads, 0], both)
+
+        ds = pypto.view(both, [heads, width], [0, 0])
+        pypto.set_cube_tile_shapes(*tiling.query(heads, latent, width))
+        keys = gather(a.key, for_query, transposed=False)
+        self.write(pypto.matmul(ds, keys, self.dtype), row, a.d_query)
+        if self.rope:
+            pypto.set_cube_tile_shapes(*tiling.query(heads, self.rope, width))
+            keys = gather(a.key_rope, for_query_rope, transposed=False)
+            self.write(pypto.matmul(ds, keys, self.dtype), row, a.d_query_rope)
+        self.add(row, both, places, part)
+
+    def of_query(self, row):
+        return pypto.view(
+            self.a.query_and_d_out, [self.heads, self.latent], [row * 2 * self.heads, 0]
+        )
+
+    def of_out(self, row):
+        return pypto.view(
+            self.a.query_and_d_out, [self.heads, self.latent], [(row * 2 + 1) * self.heads, 0]
+        )
+
+    def of_rope(self, row):
+        return pypto.view(self.a.query_rope, [self.heads, self.rope], [row * self.heads, 0])
+
+    def write(self, of_heads, row, argument) -> None:
+        """Stores the rows of the heads, without those behind them."""
+        heads = self.facts.heads
+        if heads < self.heads:
+            of_heads = pypto.view(of_heads, [heads, of_heads.shape[1]], [0, 0])
+        pypto.assemble(of_heads, [row * heads, 0], argument)
+
+    def probabilities(self, row, logits, dp, mask) -> tuple:
+        """``dS`` and ``P``, in the dtype of the products."""
+        a, heads, scale = self.a, self.heads, self.facts.scale
+        top = pypto.view(a.softmax_max, [heads, 1], [row * heads, 0])
+        total = pypto.view(a.softmax_sum, [heads, 1], [row * heads, 0])
+        nothing = pypto.lt(total, 1e-30)
+        # exp(x - top) / total as one exponential
+        top = pypto.where(
+            nothing, LARGEST, pypto.add(top, pypto.log(pypto.where(nothing, 1.0, total)))
+        )
+        p = pypto.mul(pypto.exp(pypto.sub(pypto.mul(logits, scale), top)), mask)
+        delta = pypto.sum(pypto.mul(p, dp), dim=-1, keepdim=True)
+        if a.sinks is not None:
+            sinks = pypto.view(a.sinks, [heads, 1], [0, 0])
+            terms = pypto.mul(pypto.mul(pypto.exp(pypto.sub(sinks, top)), delta), -1.0)
+            pypto.assemble(terms, [row * heads, 0], a.sink_terms)
+        ds = pypto.mul(pypto.mul(p, pypto.sub(dp, delta)), scale)
+        return pypto.cast(ds, self.dtype), pypto.cast(p, self.dtype)
+
+    def add(self, row, both, places, part: int) -> None:
+        """Adds the terms of the token's keys and values to the sums."""
+        a, heads, latent, tiling = self.a, self.heads, self.latent, self.tiling
+        width = both.shape[1]
+        ds = pypto.view(both, [heads, width], [0, 0])
+        product = functools.partial(pypto.matmul, out_dtype=F32, a_trans=True, b_trans=False)
+        rows = pypto.tensor([width, latent + self.rope], F32, "rows")
+        if a.d_value is None:
+            factors = pypto.view(a.query_and_d_out, [2 * heads, latent], [row * 2 * heads, 0])
+            pypto.set_cube_tile_shapes(*tiling.sums(2 * heads, latent, width))
+            pypto.assemble(product(both, factors), [0, 0], rows)
+        else:
+            p = pypto.view(both, [heads, width], [heads, 0])
+            pypto.set_cube_tile_shapes(*tiling.sums(heads, latent, width))
+            pypto.assemble(product(ds, self.of_query(row)), [0, 0], rows)
+            of_value = product(p, self.of_out(row))
+            pypto.set_vec_tile_shapes(tiling.add_rows)
+            pypto.index_put_(self.value_sums[part], (places,), of_value, accumulate=True)
+        if self.rope:
+            pypto.set_cube_tile_shapes(*tiling.sums(heads, self.rope, width))
+            pypto.assemble(product(ds, self.of_rope(row)), [0, latent], rows)
+        pypto.set_vec_tile_shapes(tiling.add_rows)
+        pypto.index_put_(self.sums[part], (places,), rows, accumulate=True)
+
+    def nothing(self, row) -> None:
+        a, heads = self.a, self.facts.heads
+        for argument, width in ((a.d_query, self.latent), (a.d_query_rope, self.rope)):
+            if argument is not None:
+                pypto.set_vec_tile_shapes(16, width)
+                zeros = pypto.full([heads, width], 0.0, self.dtype)
+                pypto.assemble(zeros, [row * heads, 0], argument)
+
+    def results(self) -> None:
+        """The sums over all parts, in the dtype of the cache."""
+        a, size = self.a, self.tiling.result_rows
+        cache = a.key.shape[0]
+        if a.sinks is not None:
+            self.of_sinks()
+        for i in loop("SFAG_ROWS", (cache + size - 1) // size):
+            first, count = i * size, (cache - i * size).min(size)
+            self.store(self.sums, 0, a.d_key, first, count)
+            if self.rope:
+                self.store(self.sums, self.latent, a.d_key_rope, first, count)
+            if a.d_value is not None:
+                self.store(self.value_sums, 0, a.d_value, first, count)
+
+    def store(self, sums: list, column: int, argument, first, count) -> None:
+        """The total of the columns of ``argument``, from ``column`` on."""
+        shape = [self.tiling.result_rows, argument.shape[1]]
+        pypto.set_vec_tile_shapes(self.tiling.result_tile, shape[1])
+        valid = [count, shape[1]]
+        parts = [pypto.view(part, shape, [first, column], valid_shape=valid) for part in sums]
+        total = pypto.cast(functools.reduce(pypto.add, parts), self.dtype)
+        pypto.assemble(total, [first, 0], argument)
+
+    def of_sinks(self) -> None:
+        """Adds the terms of all tokens to ``d_sinks``, 64 tokens at a time."""
+        a, size, tokens = self.a, 64, self.a.indices.shape[0]
+        terms = pypto.reshape(a.sink_terms, [tokens, self.heads], inplace=True)
+        for i in loop("SFAG_SINKS", (tokens + size - 1) // size):
+            pypto.set_vec_tile_shapes(size, self.heads)
+            valid = [(tokens - i * size).min(size), self.heads]
+            tile = pypto.view(terms, [size, self.heads], [i * size, 0], valid_shape=valid)
+            total = pypto.sum(tile, dim=0, keepdim=True)
+            total = pypto.view(total, [1, self.facts.heads], [0, 0])
+            pypto.set_vec_tile_shapes(16)
+            first = pypto.full([1], 0, I32)
+            pypto.index_put_(a.d_sinks, (first,), total, accumulate=True)
+
+
+def program(a: Arguments, facts: Facts) -> None:
+    """Writes the gradients.
+
+    Args:
+        a: the arguments of :func:`query_tiles` and :func:`.selected_rows.selected_rows`;
+            ``query_and_d_out [T * 2 * rows, L]``, per token the query, then the output's gradient;
+            ``query_rope [T * rows, R]``; ``key``, ``value``, ``key_rope``, the cache;
+            ``softmax_max`` and ``softmax_sum [T * rows, 1]``; ``sums_<part>`` and, for values that
+            are not the keys, ``value_sums_<part>``, zeros; ``d_query [T * heads, L]``, ….
+    """
+    backward = Backward(a, facts)
+    tokens = a.indices.shape[0]
+    for row, sequence, (visible,) in query_tiles(
+        facts, a.query_lengths, a.key_lengths, tokens, capacity(a, facts), name="SFAG"
+    ):
+        # each case in a loop of its own: conditions side by side multiply the paths to compile
+        for part in range(PARTS):
+            for _ in loop(f"SFAG_PART{part}", (visible > 0) * (row % PARTS == part)):
+                backward.token(row, sequence, visible, part)
+        for _ in loop("SFAG_NONE", visible <= 0):
+            backward.nothing(row)
+    for _ in after_all("SFAG_RESULTS"):
+        backward.results()
+
+
+@functools.cache
+def kernel(facts: Facts) -> Callable:
+    """The kernel of :func:`program`."""
+    D, S = pypto.DYNAMIC, pypto.STATIC
+    dtype = DTYPES[facts.dtype]
+    control_flow = ["query_lengths"] + ["key_lengths"] * (facts.block_size > 0)
+    options = runtime_options(*control_flow, ready_on_host=facts.ready_on_host, layout=facts.layout)
+
+    @jit(runtime_options=options)
+    def sparse_flash_attention_grad(
+        query_and_d_out: pypto.Tensor([D, S], dtype),
+        query_rope: pypto.Tensor([D, S], dtype),
+        key: pypto.Tensor([D, S], dtype),
+        key_rope: pypto.Tensor([D, S], dtype),
+        value: pypto.Tensor([D, S], dtype),
+        softmax_max: pypto.Tensor([D, S], F32),
+        softmax_sum: pypto.Tensor([D, S], F32),
+        indices: pypto.Tensor([D, S], I32),
+        sinks: pypto.Tensor([S, S], F32),
+        query_lengths: pypto.Tensor([D], I32),
+        key_lengths: pypto.Tensor([D], I32),
+        key_starts: pypto.Tensor([D], I32),
+        block_table: pypto.Tensor([D, D], I32),
+        one_block: pypto.Tensor([S, S], I32),
+        sink_terms: pypto.Tensor([D, S], F32),
+        sums_0: pypto.Tensor([S, S], F32),
+        sums_1: pypto.Tensor([S, S], F32),
+        sums_2: pypto.Tensor([S, S], F32),
+        sums_3: pypto.Tensor([S, S], F32),
+        value_sums_0: pypto.Tensor([S, S], F32),
+        value_sums_1: pypto.Tensor([S, S], F32),
+        value_sums_2: pypto.Tensor([S, S], F32),
+        value_sums_3: pypto.Tensor([S, S], F32),
+        d_query: pypto.Tensor([D, S], dtype),
+        d_query_rope: pypto.Tensor([D, S], dtype),
+        d_key: pypto.Tensor([D, S], dtype),
+        d_key_rope: pypto.Tensor([D, S], dtype),
+        d_value: pypto.Tensor([D, S], dtype),
+        d_sinks: pypto.Tensor([S, S], F32),
+    ):
+        program(arguments(locals(), facts.absent), facts)
+
+    return sparse_flash_attention_grad
