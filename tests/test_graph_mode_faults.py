@@ -14,7 +14,7 @@ from custom_pypto.graph import ops
 
 pytestmark = pytest.mark.ascend_host
 
-# their default is the only value that an NPU takes, and that no result can tell apart
+# their default is the only value that an NPU takes, or that a call with every input has
 ONE_VALUE = {
     *("layout_key", "layout_kv", "sparse_block_size"),
     *("attention_mode", "quant_scale_repo_mode", "tile_size", "rope_head_dim"),

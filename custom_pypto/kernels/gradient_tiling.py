@@ -12,14 +12,14 @@ class GradientTiling:
 
     score_keys: int = 256  # per score tile
     columns: int = 256  # of the query's gradient per tile
-    query_keys: int = 512  # keys whose dS are copied into L1 at once
+    query_keys: int = 256  # keys whose dS are copied into L1 at once
     rows: int = 4  # heads per softmax tile
-    term_keys: int = 128  # per tile of terms
-    term_columns: int = 256
+    term_keys: int = 256  # per tile of terms
+    term_columns: int = 128
     add_rows: int = 32  # per tile of terms that is added
     result_rows: int = 128  # of the cache per iteration
     result_tile: int = 32  # per tile
-    l1_reuse: int = 4  # cube tiles that share an operand per task
+    l1_reuse: int = 32  # cube tiles that share an operand per task
     vec_nbuffer: int = 4  # vector tiles per task
 
     def splits(self, heads: int, latent: int, rope: int, width: int) -> list[tuple[int, int]]:

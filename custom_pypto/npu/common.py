@@ -138,6 +138,11 @@ class Limits:
             "use a smaller table or cache",
         )
 
+    def countable(self, argument: str, keys: int) -> None:
+        """Positions pass through float32, which is exact up to 2^24."""
+        remedy = "pass fewer keys, or run on the CPU"
+        self.require(keys <= 2**24 - 2**13, argument, "of at most 16 million keys", keys, remedy)
+
     def ready_on_host(self, *control: str) -> bool:
         """Whether the caller guarantees that lengths, tables and slots are final before the launch.
 

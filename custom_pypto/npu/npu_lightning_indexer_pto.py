@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from .common import Arguments, KernelCall, Limits, name, padded, program, query_lengths, rows
+from .pages import paged
 
 OP = "npu_lightning_indexer_pto"
 
@@ -12,16 +13,18 @@ OP = "npu_lightning_indexer_pto"
 def check(a: Arguments) -> None:
     limits = Limits(OP, a)
     limits.dtype("query")
-    check_sizes(limits)
-    limits.contiguous("key")
+    if a.layout_key == "PA_BSND" or a.cmp_ratio != 1:
+        check_cache(limits)
+        limits.contiguous("key")
+    else:
+        limits.countable("key", a.key.size(-3))
+        limits.sortable(a.key.size(-3))
+    check_query(limits)
 
 
-def check_sizes(limits: Limits) -> None:
+def check_cache(limits: Limits) -> None:
     a = limits.arguments
     limits.paged("layout_key")
-    dim = a.query.size(-1)
-    limits.require(dim == 128, f"query.size({a.query.dim() - 1})", "128", dim)
-    limits.heads(64)
     keys = a.block_table.size(1) * a.key.size(1)
     limits.sortable(keys)
     # positions pass through float32, exact up to 2^24
@@ -29,16 +32,28 @@ def check_sizes(limits: Limits) -> None:
     limits.require(keys <= 2**24, "block_table", at_most, keys, "use a smaller table")
 
 
+def check_query(limits: Limits) -> None:
+    a = limits.arguments
+    dim = a.query.size(-1)
+    limits.require(dim == 128, f"query.size({a.query.dim() - 1})", "128", dim)
+    limits.heads(64)
+
+
 def kernel_call(a: Arguments, out: Tensor) -> KernelCall | None:
     if is_filled(a, out):
         return None
-    facts = program(OP).Facts(**common_facts(OP, a, out), cmp_ratio=a.cmp_ratio)
+    made: dict[str, Any] = {}
+    if a.layout_key != "PA_BSND":
+        caches, lengths, table = paged(a.layout_key, a.actual_seq_lengths_key, dict(key=a.key))
+        a = Arguments(**vars(a) | caches | dict(block_table=table, actual_seq_lengths_key=lengths))
+        made = dict(ready_on_host=False)  # lengths are computed on the device
+    facts = program(OP).Facts(**common_facts(OP, a, out) | made, cmp_ratio=a.cmp_ratio)
     return KernelCall(facts, common_tensors(a, out, facts), written=("indices",))
 
 
 def is_filled(a: Arguments, out: Tensor) -> bool:
     """Whether no token sees a key, so that there is nothing to launch."""
-    if a.key.numel() == 0 or a.block_table.numel() == 0:
+    if a.key.numel() == 0 or (a.block_table is not None and a.block_table.numel() == 0):
         out.fill_(-1)
         return True
     return out.numel() == 0

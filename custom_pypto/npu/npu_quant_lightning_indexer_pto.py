@@ -3,14 +3,21 @@
 from torch import Tensor
 
 from .common import Arguments, KernelCall, Limits, name, product_tile, program
-from .npu_lightning_indexer_pto import check_sizes, common_facts, common_tensors, is_filled
+from .npu_lightning_indexer_pto import (
+    check_cache,
+    check_query,
+    common_facts,
+    common_tensors,
+    is_filled,
+)
 
 OP = "npu_quant_lightning_indexer_pto"
 
 
 def check(a: Arguments) -> None:
     limits = Limits(OP, a)
-    check_sizes(limits)
+    check_cache(limits)
+    check_query(limits)
     # else the last tile of a block is loaded from behind it
     block_size, tile = a.key.size(1), product_tile(a.key.dtype)
     limits.require(block_size % tile == 0, "key.size(1)", f"a multiple of {tile}", block_size)

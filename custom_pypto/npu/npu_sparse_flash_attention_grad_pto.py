@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from .common import Arguments, KernelCall, Limits, name, program, query_lengths, rows
+from .pages import counts, spans
 
 OP = "npu_sparse_flash_attention_grad_pto"
 OUTPUTS = "d_query", "d_key", "d_value", "d_query_rope", "d_key_rope", "d_sinks"
@@ -97,13 +98,11 @@ def _of_keys(a: Arguments) -> dict[str, Tensor | None]:
     starts = a.sparse_indices.new_zeros(1)  # not read with pages
     layout = a.layout_kv or a.layout
     if layout == "TND":
-        ends = lengths.clamp(0, len(a.key)).cummax(0).values
-        starts = torch.nn.functional.pad(ends[:-1], (1, 0))
-        lengths = ends - starts
+        starts, lengths = spans(lengths, len(a.key))
     elif layout == "BSND":
         batch, most = a.key.shape[:2]
         starts = torch.arange(0, batch * most, most, dtype=torch.int32, device=a.key.device)
-        lengths = torch.full_like(starts, most) if lengths is None else lengths.clamp(max=most)
+        lengths = counts(lengths, a.key)
     tokens = a.sparse_indices.numel() // a.sparse_indices.size(-1)
     return dict(
         key=rows(a.key),

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .common import Arguments, KernelCall, Limits, name, padded, program, query_lengths, rows
+from .pages import paged
 
 OP = "npu_sparse_flash_attention_pto"
 OUTPUTS = "out", "softmax_max", "softmax_sum"  # of the program, the last two if wanted
@@ -14,10 +15,12 @@ OUTPUTS = "out", "softmax_max", "softmax_sum"  # of the program, the last two if
 def check(a: Arguments) -> None:
     limits = Limits(OP, a)
     limits.dtype("query")
-    limits.paged("layout_kv")
     limits.heads(128)
-    limits.contiguous("key", "value", "key_rope")
-    limits.checkable(a.block_table.size(1) * a.key.size(1), a.key.size(0))
+    if a.layout_kv == "PA_BSND":
+        limits.contiguous("key", "value", "key_rope")
+        limits.checkable(a.block_table.size(1) * a.key.size(1), a.key.size(0))
+    else:
+        limits.countable("key", a.key.size(-3))
 
 
 def kernel_call(a: Arguments, results: Tensor | tuple[Tensor, ...]) -> KernelCall | None:
@@ -26,6 +29,9 @@ def kernel_call(a: Arguments, results: Tensor | tuple[Tensor, ...]) -> KernelCal
         statistics = []
     if is_filled(a, out, *statistics):
         return None
+    made: dict[str, Any] = {}
+    if a.layout_kv != "PA_BSND":
+        a, made = with_pages(a), dict(ready_on_host=False)  # lengths are computed on the device
     matrices = out.view(-1, out.size(-1)), *(tensor.view(-1, 1) for tensor in statistics)
     written = dict(zip(OUTPUTS, matrices, strict=False))
     rope = a.query_rope is not None
@@ -36,7 +42,7 @@ def kernel_call(a: Arguments, results: Tensor | tuple[Tensor, ...]) -> KernelCal
     )
     optional |= dict.fromkeys(OUTPUTS) | written
     absent = tuple(argument for argument, tensor in optional.items() if tensor is None)
-    facts = program(OP).Facts(**common_facts(OP, a), absent=absent)
+    facts = program(OP).Facts(**common_facts(OP, a) | made, absent=absent)
     if rope:
         optional["query_rope"] = padded(optional["query_rope"], rows=facts.rows_behind_query)
     value = rows(a.key if a.value is None else a.value)
@@ -44,9 +50,17 @@ def kernel_call(a: Arguments, results: Tensor | tuple[Tensor, ...]) -> KernelCal
     return KernelCall(facts, tensors, written=tuple(written))
 
 
+def with_pages(a: Arguments) -> Arguments:
+    """The call with a paged cache of its keys."""
+    keys = dict(key=a.key, key_rope=a.key_rope, value=a.value)
+    caches, lengths, table = paged(a.layout_kv, a.actual_seq_lengths_kv, keys)
+    return Arguments(**vars(a) | caches | dict(block_table=table, actual_seq_lengths_kv=lengths))
+
+
 def is_filled(a: Arguments, out: Tensor, *statistics: Tensor) -> bool:
     """Whether no token sees a selected key, so that there is nothing to launch."""
-    if a.key.numel() == 0 or a.block_table.numel() == 0 or a.sparse_indices.size(-1) == 0:
+    no_table = a.block_table is not None and a.block_table.numel() == 0
+    if a.key.numel() == 0 or no_table or a.sparse_indices.size(-1) == 0:
         for tensor, nothing in zip((out, *statistics), (0, -torch.inf, 0), strict=False):
             tensor.fill_(nothing)
         return True

@@ -165,7 +165,7 @@ def unsupported_on_npu() -> list:
             on_npu([2], [5], heads=65),
         ),
         row("dim", "query.size(3) must be 128 on an NPU, got 64", on_npu([2], [20], dim=64)),
-        row("layout", paged, on_npu([2], [20], layout_key="BSND")),
+        row("layout", paged, on_npu([2], [20], layout_key="BSND", cmp_ratio=4)),
         row(
             "strides",
             "key must be contiguous on an NPU, got strides (4608, 144, 144, 1)",
@@ -207,5 +207,7 @@ def graph_calls() -> dict[str, list[dict]]:
             on_npu([3, 3, 2], [203, 6, 33], heads=7, block_size=32, cmp_ratio=4, seed=1),
         ],
         "packed-sizes": [not_default(), on_npu([3, 1, 1], [50, 4, 8], **weights, **packed)],
+        "keys-by-sequence": [on_npu([2, 3], [20, 5], layout_key="BSND")],
+        "packed-keys": [on_npu([2, 3], [20, 5], layout_query="TND", layout_key="TND")],
         "weights-of-float32": [on_npu([1, 2], [5, 16], **weights, sparse_count=16)],
     }

@@ -34,6 +34,16 @@ INDEXER = {
     "packed": dict(
         lengths_query=[4, 0, 3], lengths_key=[140, 9, 300], sparse_count=64, layout_query="TND"
     ),
+    "packed-keys": dict(
+        lengths_query=[4, 0, 3],
+        lengths_key=[140, 9, 300],
+        sparse_count=64,
+        layout_query="TND",
+        layout_key="TND",
+    ),
+    "keys-by-sequence": dict(
+        lengths_query=[3, 2], lengths_key=[140, 30], sparse_count=64, layout_key="BSND"
+    ),
     "every-key": dict(lengths_query=[3, 2], lengths_key=[140, 30], sparse_count=16, sparse_mode=0),
     "prefill": dict(lengths_query=[40, 9], lengths_key=[200, 9], sparse_count=16),
     # tiles of 4 tokens, padding among them
@@ -65,6 +75,16 @@ ATTENTION = {
     ),
     "packed": dict(
         lengths_query=[4, 0, 3], lengths_key=[140, 9, 300], sparse_count=64, layout_query="TND"
+    ),
+    "packed-keys": dict(
+        lengths_query=[4, 0, 3],
+        lengths_key=[140, 9, 300],
+        sparse_count=64,
+        layout_query="TND",
+        layout_kv="TND",
+    ),
+    "keys-by-sequence": dict(
+        lengths_query=[3, 2], lengths_key=[140, 30], sparse_count=64, layout_kv="BSND"
     ),
     "every-key": dict(lengths_query=[3, 2], lengths_key=[140, 30], sparse_count=16, sparse_mode=0),
     "prefill": dict(lengths_query=[20, 9], lengths_key=[50, 9], sparse_count=16),
@@ -251,11 +271,11 @@ def check_fused(x: dict) -> None:
 
 
 # those of the calls above that the ops on int8 caches take
-INT8_INDEXER = {id: x for id, x in INDEXER.items() if "cmp_ratio" not in x}
+INT8_INDEXER = {id: x for id, x in INDEXER.items() if not {"cmp_ratio", "layout_key"} & {*x}}
 INT8_ATTENTION = {
     id: x
     for id, x in ATTENTION.items()
-    if not {"sinks", "statistics", "rope"} & {*x} and id != "every-key"
+    if not {"sinks", "statistics", "rope", "layout_kv"} & {*x} and id != "every-key"
 }
 # ops without calls of their own here make those of `verify`
 VERIFIED = [

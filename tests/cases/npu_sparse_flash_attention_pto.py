@@ -302,10 +302,8 @@ def rejected_keywords(op: Op) -> list:
 def unsupported_on_npu() -> list:
     x = on_npu([2, 2], [20, 5])
     row = table("npu_sparse_flash_attention_pto", "attend", x)
-    paged = "layout_kv must be 'PA_BSND' on an NPU, got 'BSND'; keep the keys in a paged cache"
     strides = "{} must be contiguous on an NPU, got strides"
     return [
-        row("layout", paged, on_npu([2, 2], [20, 5], layout_kv="BSND")),
         row(
             "heads",
             "query.size(2) must be at most 128 on an NPU, got 129",
@@ -333,6 +331,8 @@ def graph_calls() -> dict[str, list[dict]]:
             on_npu([3, 3], [20, 5], **float16) | dict(actual_seq_lengths_query=None)
         ],
         "no-rope": [on_npu([2, 3], [20, 5], rope=0, own_value=True)],
+        "keys-by-sequence": [on_npu([2, 3], [20, 5], layout_kv="BSND")],
+        "packed-keys": [on_npu([2, 3], [20, 5], layout_query="TND", layout_kv="TND")],
         "rope-and-value": [on_npu([2, 1], [20, 5], own_value=True)],
         "sizes": [small, large],
         "packed-sizes": [
