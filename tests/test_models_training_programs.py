@@ -1,0 +1,59 @@
+"""Training of a whole model on the NPU programs, in PyPTO's interpreter."""
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+from tiny import tiny_model, token_ids
+from training_harness import trained
+
+import models
+
+if importlib.util.find_spec("pypto") is None:
+    pytest.skip("the sim extra is not installed", allow_module_level=True)
+
+# before pypto, which reads its configuration while it is imported
+from custom_pypto import simulation  # noqa: E402
+
+pytestmark = pytest.mark.sim
+
+
+def steps(model, batches) -> list:
+    """Loss and gradients of each step."""
+    found = []
+    for batch in batches:
+        loss, gradients = trained(model, batch)
+        found.append((loss, {name: g.clone() for name, g in gradients.items()}))
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p -= 0.01 * p.grad
+    return found
+
+
+def test_three_steps_on_the_programs_are_as_near_to_float32_as_on_the_cpu():
+    """All visible keys are selected and no layer routes: rounding changes no choice."""
+    sizes = dict(num_hidden_layers=2, first_k_dense_replace=2, index_head_dim=128, index_topk=64)
+    exact = tiny_model(**sizes).train()
+    half = copy.deepcopy(exact).bfloat16()
+    exact.load_state_dict(half.state_dict())
+    batches = []
+    for seed in range(3):
+        ids = token_ids(2, 12, seed)
+        batches.append({"input_ids": ids, "labels": ids})
+    wanted, on_cpu, on_npu = (
+        models.use_custom_pypto(model, training="ops")
+        for model in (exact, half, copy.deepcopy(half))
+    )
+    expected, others = steps(wanted, batches), steps(on_cpu, batches)
+    with simulation.on_cpu():
+        got = steps(on_npu, batches)
+    for step in zip(got, others, expected, strict=True):
+        (loss, mine), (_, theirs), (right, exactly) = step
+        assert abs(loss - right) <= 2**-8 * right
+        assert mine.keys() == theirs.keys() == exactly.keys()
+        for name, gradient in exactly.items():
+            error, allowed = ((x[name].float() - gradient).norm() for x in (mine, theirs))
+            # the programs round probabilities and their gradients, too
+            assert error <= 1.6 * allowed, name
