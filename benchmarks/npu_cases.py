@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
+from npu_gradient_cases import attention_gradient
 
 from custom_pypto import npu
 from custom_pypto.cache_rows import int8_row_bytes
@@ -345,6 +346,8 @@ def cases() -> list[Case]:
         attention_with_sinks(4, 1, 128 + 2048, count=128 + 512, floor=33),
         attention_with_sinks(64, 2, 128 + 2048, count=128 + 512, floor=117),
         attention_with_sinks(64, 2, 128 + 64, count=128 + 64, floor=104),
+        Case(**attention_gradient(64, 8192, floor=690)),
+        Case(**attention_gradient(256, 8192, floor=2320)),
         indexer(1, 1, 8192, floor=25),
         indexer(4, 1, 8192),
         indexer(4, 2, 8192, floor=42),

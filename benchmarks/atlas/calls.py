@@ -47,7 +47,8 @@ class Call:
         }
         x = self.arguments
         if "sparse_indices" in x:
-            visible = int(x["actual_seq_lengths_kv"].min())
+            lengths = "actual_seq_kvlen" if "d_out" in x else "actual_seq_lengths_kv"
+            visible = int(x[lengths].min())
             if x.get("sparse_mode", 3) == 3:
                 visible += 1 - x["query"].size(1)
             for row in x["sparse_indices"].flatten(0, 2):

@@ -16,6 +16,7 @@ TIMED = (
     "npu_kv_quant_sparse_flash_attention_pto",
     "npu_lightning_indexer_prolog_pto",
     "npu_sparse_attention_pto",
+    "npu_sparse_flash_attention_grad_pto",
 )
 STANDARD = TIMED[:4]  # those that torch_npu has, too
 

@@ -23,12 +23,12 @@ K * (N1 * (8 + 4) + (L + R) * 4 + 16).
 
 import functools
 from collections.abc import Callable
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass
 
 import pypto
 
 from . import DTYPES, Arguments, arguments, loop, runtime_options
-from .gradient_tiling import GradientTiling, gradient_tiling
+from .gradient_tiling import GradientTiling
 from .npu_sparse_flash_attention_pto import beside
 from .pypto_versions import after_all, behind, gathered, jit, padded_indices
 from .selected_rows import MOST_ROWS, KeyFacts, capacity, selected_rows
@@ -60,12 +60,7 @@ class Facts(KeyFacts):
     own_value: bool
     sinks: bool
     ready_on_host: bool
-    tokens: InitVar[int]
-    tiling: GradientTiling = field(init=False)
-
-    def __post_init__(self, tokens: int):
-        super().__post_init__()
-        object.__setattr__(self, "tiling", gradient_tiling(tokens=tokens))
+    tiling: GradientTiling = GradientTiling()
 
     @property
     def absent(self) -> tuple[str, ...]:
@@ -97,7 +92,7 @@ class Backward:
         pypto.set_pass_options(**self.tiling.pass_options)  # of the calling loop
         pypto.experimental.set_operation_options(combine_axis=True)
         a, heads, latent, tiling = self.a, self.heads, self.latent, self.tiling
-        splits = functools.partial(tiling.splits, heads, latent, self.rope)
+        splits = functools.partial(tiling.splits, heads, latent)
         found, places, mask = selected_rows(a, self.facts, row, sequence, visible, splits)
         width = mask.shape[1]
         for_rope, for_scores, for_query, for_query_rope = found

@@ -65,7 +65,6 @@ def kernel_call(a: Arguments, results: tuple[Tensor, ...]) -> KernelCall | None:
         own_value=a.value is not None,
         sinks=a.sinks is not None,
         ready_on_host=Limits(OP, a).ready_on_host("actual_seq_qlen", "actual_seq_kvlen"),
-        tokens=a.sparse_indices.numel() // K,
     )
     inputs = _of_tokens(a, facts) | _of_keys(a) | _sums(a, facts)
     return KernelCall(facts, dict.fromkeys(OUTPUTS) | inputs | written, written=tuple(written))
