@@ -18,7 +18,8 @@ constexpr int kUnit = kWeightUnit;         // values that are unpacked together
 constexpr int kUnitVecs = kUnit / kLanes;  // vectors of them
 constexpr int kAhead = 2048;               // bytes
 constexpr int kUsualGroup = 128;
-constexpr int kPart = 512;  // values, a multiple of the usual group; sums do not cross parts
+constexpr int kPart = 512;     // values, a multiple of the usual group; sums do not cross parts
+constexpr int kCached = 4096;  // values of x that stay in the level-1 cache
 constexpr int kMostRows = VECTOR_BYTES == 64 ? 8 : 2;  // of x whose sums fit in registers
 typedef uint16_t LaneHalves __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
 typedef uint8_t Bytes16 __attribute__((vector_size(16), aligned(1), may_alias));
@@ -192,16 +193,20 @@ void prepare_f32(const Dots& call, const float* x, void* to) {
 // total += the products of the values from `first` to `end`. Of each group kSums sums, then those
 // of the groups. GROUP: that of the call, if all groups have this length; 0: any.
 template <class Format, int GROUP, int ROWS>
-INLINE void add_part(const Dots& call, int w, const float* const* x, int first, int end,
-                     Vec* total) {
+INLINE void add_block(const Dots& call, int w, const float* const* x, int first, int end,
+                      int64_t ahead, Vec* total) {
   constexpr int kSums = kUnitVecs < 4 ? kUnitVecs : 4;
   const uint8_t* p = call.weight + w * call.stride + first / kUnit * Format::kBytes;
-  const bool one = call.groups == 1;  // a division takes as long as 100 products
-  const float* scale =
-      call.scales + w * call.groups + (one ? 0 : first / (GROUP ? GROUP : call.group));
-  for (int d = first; d < end; ++scale) {
-    const int rest = end - d, of_group = GROUP ? GROUP : one ? rest : call.group - d % call.group;
-    const int stop = d + (GROUP || of_group < rest ? of_group : rest);
+  const int group = GROUP ? GROUP : call.group;
+  const float* scale = call.scales + w * call.groups + first / group;
+  int of_group = group - first % group;
+  for (int d = first; d < end;) {
+    int count = GROUP;
+    if (!GROUP) {
+      const int of_part = kPart - d % kPart, rest = end - d < of_part ? end - d : of_part;
+      count = of_group < rest ? of_group : rest;
+    }
+    const int stop = d + count;
     Vec acc[ROWS][kSums] = {};
     for (; d < stop; d += kUnit) {
       Vec unit[kUnitVecs];
@@ -210,7 +215,7 @@ INLINE void add_part(const Dots& call, int w, const float* const* x, int first, 
       } else {
         Format::unpack(p, unit);
       }
-      __builtin_prefetch(p + kAhead);
+      __builtin_prefetch(p + ahead);
       p += Format::kBytes;
       UNROLL for (int r = 0; r < ROWS; ++r) {
         UNROLL for (int v = 0; v < kUnitVecs; ++v) {
@@ -223,23 +228,31 @@ INLINE void add_part(const Dots& call, int w, const float* const* x, int first, 
       UNROLL for (int s = 1; s < kSums; ++s) sum += acc[r][s];
       total[r] += sum * broadcast(*scale);
     }
+    of_group -= count;
+    if (of_group == 0) ++scale, of_group = group;
   }
 }
 
-// Two rows of a weight in one loop were slower. 8 rows of x do not fit in the level-1 cache: they
-// meet many rows of the weight part by part.
+// Rows of x that do not fit in the level-1 cache meet some rows of the weight block by block. Two
+// rows of a weight in one loop were slower.
 template <class Format, int GROUP, int ROWS>
 INLINE void dots_strip(const Dots& call, int i) {
-  constexpr int kRows = ROWS == 8 ? 16 : 1;  // of the weight
+  constexpr int kRows = 16;  // of the weight
+  const bool fits = call.depth <= 2 * kCached / ROWS;
+  const int block = fits ? call.depth : kCached / ROWS, most = fits ? 1 : kRows;
+  const int64_t ahead = fits ? kAhead : call.stride;  // bytes
   const float* x[ROWS];
   UNROLL for (int r = 0; r < ROWS; ++r) x[r] = FloatRow(call, call.x[i + r]).values;
-  for (int first = 0; first < call.n; first += kRows) {
-    const int rows = call.n - first < kRows ? call.n - first : kRows;
-    Vec total[kRows][ROWS] = {};
-    for (int d = 0; d < call.depth; d += kPart) {
-      const int end = call.depth - d < kPart ? call.depth : d + kPart;
+  for (int first = 0; first < call.n; first += most) {
+    const int rows = call.n - first < most ? call.n - first : most;
+    Vec total[kRows][ROWS];
+    for (int w = 0; w < rows; ++w) {
+      UNROLL for (int r = 0; r < ROWS; ++r) total[w][r] = Vec{};
+    }
+    for (int d = 0; d < call.depth; d += block) {
+      const int end = call.depth - d < block ? call.depth : d + block;
       for (int w = 0; w < rows; ++w) {
-        add_part<Format, GROUP, ROWS>(call, first + w, x, d, end, total[w]);
+        add_block<Format, GROUP, ROWS>(call, first + w, x, d, end, ahead, total[w]);
       }
     }
     for (int w = 0; w < rows; ++w) {
