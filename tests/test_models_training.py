@@ -26,7 +26,7 @@ from custom_pypto.models.patched import text_model
 # sinks, position biases and learned scales of queries are sums over all tokens that nearly cancel:
 # upstream's own are as far from those of float64, by the test below.
 TOLERANCES = defaultdict(lambda: 5e-6)
-TOLERANCES |= {"axk2": 1e-5, "hy_v4": 1e-5, "glm5_next": 1e-5}
+TOLERANCES |= dict.fromkeys(["axk2", "dots3_note", "glm5_next", "hy_v4"], 2e-5)
 TOLERANCES |= {"mistral_large4": 1e-4, "deepseek_v4": 1e-4}
 # its layers attend to the latents of others, where transformers has it
 SHARING = "mistral_large4" if "mistral_large4" in ALL_KINDS else KINDS[0]

@@ -113,14 +113,17 @@ class Backward:
         for i, half in enumerate(self.probabilities(row, logits, dp, mask)):
             pypto.assemble(half, [i * heads, 0], both)
 
-        ds = pypto.view(both, [heads, width], [0, 0])
+        # of the heads alone: their products are stored as they are
+        ds = pypto.view(both, [self.facts.heads, width], [0, 0])
         pypto.set_cube_tile_shapes(*tiling.query(heads, latent, width))
         keys = gather(a.key, for_query, transposed=False)
-        self.write(pypto.matmul(ds, keys, self.dtype), row, a.d_query)
+        of_heads = pypto.matmul(ds, keys, self.dtype)
+        pypto.assemble(of_heads, [row * self.facts.heads, 0], a.d_query)
         if self.rope:
             pypto.set_cube_tile_shapes(*tiling.query(heads, self.rope, width))
             keys = gather(a.key_rope, for_query_rope, transposed=False)
-            self.write(pypto.matmul(ds, keys, self.dtype), row, a.d_query_rope)
+            of_heads = pypto.matmul(ds, keys, self.dtype)
+            pypto.assemble(of_heads, [row * self.facts.heads, 0], a.d_query_rope)
         self.add(row, both, places, part)
 
     def of_query(self, row):
@@ -135,13 +138,6 @@ class Backward:
 
     def of_rope(self, row):
         return pypto.view(self.a.query_rope, [self.heads, self.rope], [row * self.heads, 0])
-
-    def write(self, of_heads, row, argument) -> None:
-        """Stores the rows of the heads, without those behind them."""
-        heads = self.facts.heads
-        if heads < self.heads:
-            of_heads = pypto.view(of_heads, [heads, of_heads.shape[1]], [0, 0])
-        pypto.assemble(of_heads, [row * heads, 0], argument)
 
     def probabilities(self, row, logits, dp, mask) -> tuple:
         """``dS`` and ``P``, in the dtype of the products."""
