@@ -184,23 +184,22 @@ INLINE void dots_int16_row(const Dots& call, int w, int i) {
 template <class Format>
 void dots_int16(const Dots& call) {
   if (!fits_int16(call)) return dots_f32<Format>(call);
-  each_strip < kMostRows<4 ? 4 : kMostRows>(
-                   call,
-                   [&](auto rows, int i) INLINED {
-                     constexpr int ROWS = decltype(rows)::value;
-                     for (int w = 0; w < call.n; ++w) {
-                       switch (kInt16Unit / call.group) {
-                         case 4:
-                           dots_int16_row<Format, 4, ROWS>(call, w, i);
-                           break;
-                         case 2:
-                           dots_int16_row<Format, 2, ROWS>(call, w, i);
-                           break;
-                         default:
-                           dots_int16_row<Format, 1, ROWS>(call, w, i);
-                       }
-                     }
-                   });
+  constexpr int kMost = VECTOR_BYTES == 64 ? 8 : 4;  // a row of x has one sum
+  each_strip<kMost>(call, [&](auto rows, int i) INLINED {
+    constexpr int ROWS = decltype(rows)::value;
+    for (int w = 0; w < call.n; ++w) {
+      switch (kInt16Unit / call.group) {
+        case 4:
+          dots_int16_row<Format, 4, ROWS>(call, w, i);
+          break;
+        case 2:
+          dots_int16_row<Format, 2, ROWS>(call, w, i);
+          break;
+        default:
+          dots_int16_row<Format, 1, ROWS>(call, w, i);
+      }
+    }
+  });
 }
 
 template <class Format>

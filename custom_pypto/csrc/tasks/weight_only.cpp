@@ -268,10 +268,15 @@ class Linear {
       return;
     }
     const cpu::Dots rows = weight_.operand(group.expert, task.first, task.rows, scales);
-    slices.row.resize(weight_.depth());
-    for (int64_t r = 0; r < task.rows; ++r) {
-      weight_.kernels().widen(rows, r, slices.row.data());
-      convert(slices.row.data(), weight_.depth(), to + r * weight_.depth());
+    const int64_t depth = weight_.depth();
+    for (int64_t r = 0; r < task.rows; ++r, to += depth) {
+      if constexpr (std::is_same_v<E, float>) {
+        weight_.kernels().widen(rows, r, to);
+      } else {
+        slices.row.resize(depth);
+        weight_.kernels().widen(rows, r, slices.row.data());
+        narrow(slices.row.data(), depth, to);
+      }
     }
   }
 
