@@ -14,7 +14,7 @@ from model_harness import (
 from tiny import tiny_model, token_ids
 
 from custom_pypto import models
-from custom_pypto.models.cache import formats, write
+from custom_pypto.models.cache import formats, store, write
 from custom_pypto.models.cache.layout import Row
 
 FP8 = torch.float8_e4m3fn
@@ -42,6 +42,11 @@ class Float8LatentRows(formats.LatentRows):
         values, scale = scaled(latent)
         write(layer.latent_scale, step.slots, scale)
         super().write(step, layer, values.view(torch.uint8), rope)
+
+    def first_rows(self, layer, table, count, width):
+        pools = layer.latent, layer.latent_scale
+        latent, scale = (store.first_rows(pool, table, count) for pool in pools)
+        return latent.view(FP8).to(self.dtype) * scale, store.first_rows(layer.rope, table, count)
 
     def read(self, layer, *arguments, **call):
         latent = (layer.latent.view(FP8).float() * layer.latent_scale).to(self.dtype)

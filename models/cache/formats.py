@@ -12,12 +12,14 @@ from torch import Tensor
 
 import custom_pypto
 from custom_pypto.cache_rows import SCALE_GROUP, int8_row_bytes
+from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantised
 from custom_pypto.reference.npu_quant_rows_pto import hadamard_matrix
 
 from ..absorbed import Heads, absorbed_query, of_heads
+from ..expanded import FEWEST_TOKENS, expanded_attention, is_cheaper
 from .layout import Row
 from .step import Step, TokenSlice
-from .store import PagedLayer, write
+from .store import PagedLayer, first_rows, write
 
 Rows = dict[str, Row | None]
 
@@ -42,6 +44,8 @@ class LatentRows:
         self, layer: PagedLayer, heads: Heads, indices: Tensor, tokens: TokenSlice
     ) -> Tensor:
         """The outputs ``[B, S, H, v]`` of the heads over the rows at ``indices``."""
+        if (output := self.attend_expanded(layer, heads, indices, tokens)) is not None:
+            return output
         call = {
             "actual_seq_lengths_kv": tokens.lengths,
             "block_table": tokens.store.tables[layer.layouts["latent"]],
@@ -54,6 +58,33 @@ class LatentRows:
         rope = None if heads.q_rope is None else heads.q_rope.to(self.dtype)
         output = self.read(layer, query, rope, indices, heads.scaling, **call)
         return of_heads(output, heads.weight[:, heads.q_nope.size(-1) :])
+
+    def attend_expanded(
+        self, layer: PagedLayer, heads: Heads, indices: Tensor, tokens: TokenSlice
+    ) -> Tensor | None:
+        """:func:`.expanded_attention`, or None where it is not cheaper or cannot be."""
+        size = indices.size(1)
+        # in a graph the lengths are unknown
+        if size < FEWEST_TOKENS or indices.device.type != "cpu" or torch.compiler.is_compiling():
+            return None
+        keys = int(tokens.lengths.max())
+        if torch.is_grad_enabled() or not is_cheaper(heads, indices, keys):
+            return None
+        table = tokens.store.tables[layer.layouts["latent"]]
+        latent, rope = self.first_rows(layer, table, keys, heads.weight.size(2))
+        unwritten = (torch.arange(keys) >= tokens.lengths[:, None]).unsqueeze(-1)
+        for rows in (latent, rope):
+            if rows is not None and not rows.masked_fill_(unwritten, 0).isfinite().all():
+                return None  # a NaN would reach tokens that do not select its row
+        ends = tokens.lengths[:, None] + torch.arange(1 - size, 1)
+        return expanded_attention(heads, indices, ends, latent, rope)
+
+    def first_rows(
+        self, layer: PagedLayer, table: Tensor, count: int, width: int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Copies of the latents ``[B, count, width]`` and RoPE keys ``[B, count, R]``."""
+        rope = None if layer.rope is None else first_rows(layer.rope, table, count)
+        return first_rows(layer.latent, table, count), rope
 
     def read(
         self,
@@ -101,6 +132,11 @@ class Int8LatentRows(LatentRows):
             flat_slots(step),
             layer.latent,
         )
+
+    def first_rows(
+        self, layer: PagedLayer, table: Tensor, count: int, width: int
+    ) -> tuple[Tensor, Tensor | None]:
+        return dequantised(first_rows(layer.latent, table, count), width, self.dtype)
 
     def read(
         self,

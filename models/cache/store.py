@@ -198,6 +198,12 @@ def write(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
         pool.view(-1, width).index_copy_(0, slots, rows.reshape(-1, width))
 
 
+def first_rows(pool: Tensor, table: Tensor, count: int) -> Tensor:
+    """A copy of the first rows of each sequence, ``[B, count, width]``."""
+    blocks = -(-count // pool.size(1))
+    return pool[table[:, :blocks]].flatten(1, 3)[:, :count]
+
+
 def empty_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """An uninitialised pool: rows past a sequence's length are never read, and memory pages without
     a token cost nothing."""

@@ -1,0 +1,96 @@
+"""Expansion: keys and values of every head from the latents, as in upstream transformers.
+
+A pair of a query and a key costs ``nope + R + v`` products per head, where :mod:`.absorbed` takes
+``2 L + R``: 320 and 1088 in DeepSeek-V3.2. But all keys are expanded, and multiplied with every
+query, selected or not. So expansion is for prompts of a few thousand tokens.
+
+Shapes: B batch, S new tokens, n cached tokens, H heads, L ``kv_lora_rank``, R
+``qk_rope_head_dim``, K selected positions.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .absorbed import Heads
+
+# The products are float32. Tile registers absorb many times faster in bfloat16; "pypto" computes
+# the ops on the NPU programs, which is to show all that an NPU does.
+ABSORB = ("amx", "amx_emulated", "pypto")
+FEWEST_TOKENS = 64
+TOKENS = 256  # that attend at once
+HEADS = 16  # that are expanded at once
+
+
+def is_cheaper(heads: Heads, indices: Tensor, keys: int) -> bool:
+    """Whether expansion of ``keys`` rows takes fewer products than absorption, on this CPU."""
+    if torch.ops.custom_pypto.cpu_isa() in ABSORB or heads.sinks is not None:
+        return False
+    nope, value, rope = widths(heads)
+    latent, tokens = heads.weight.size(2), indices.size(1)
+    expanded = keys * (nope + value) * latent + tokens * keys * 2 * max(nope + rope, value)
+    selected = min(indices.size(-1), keys)
+    absorbed = tokens * (nope + value) * latent + tokens * selected * (2 * latent + rope)
+    return expanded < absorbed
+
+
+def widths(heads: Heads) -> tuple[int, int, int]:
+    """``nope``, v and R."""
+    nope = heads.q_nope.size(-1)
+    return nope, heads.weight.size(1) - nope, 0 if heads.q_rope is None else heads.q_rope.size(-1)
+
+
+def expanded_attention(
+    heads: Heads, indices: Tensor, ends: Tensor, latent: Tensor, k_rope: Tensor | None
+) -> Tensor:
+    """The outputs ``[B, S, H, v]`` of the heads, in the dtype of the queries.
+
+    Args:
+        heads: without sinks.
+        indices: ``[B, S, 1, K]`` int32, as for ``npu_sparse_flash_attention_pto``.
+        ends: ``[B, S]``, the number of keys that a token sees, at most n.
+        latent: ``[B, n, L]``, finite.
+        k_rope: ``[B, n, R]``, finite, or None.
+    """
+    blocks = list(zip(indices.squeeze(2).split(TOKENS, 1), ends.split(TOKENS, 1), strict=True))
+    biases = [log_of_counts(*block) for block in blocks]
+    nope, value, rope = widths(heads)
+    width = max(nope + rope, value)  # scaled_dot_product_attention has one for keys and values
+
+    def padded(x: Tensor) -> Tensor:
+        return F.pad(x, (0, width - x.size(-1))).transpose(1, 2)
+
+    outputs = []
+    with torch.autocast("cpu", enabled=False):
+        for some in torch.arange(len(heads.weight)).split(HEADS):
+            some = slice(int(some[0]), int(some[-1]) + 1)
+            both = F.linear(latent.float(), heads.weight[some].flatten(0, 1).float())
+            k, v = both.unflatten(-1, (-1, nope + value)).split([nope, value], -1)
+            q = heads.q_nope[:, :, some].float()
+            if k_rope is not None:
+                q = torch.cat([q, heads.q_rope[:, :, some].float()], -1)
+                k = torch.cat([k, k_rope.float().unsqueeze(2).expand(*k.shape[:3], rope)], -1)
+            q, k, v = padded(q), padded(k), padded(v)
+            parts = [
+                F.scaled_dot_product_attention(
+                    part,
+                    k[:, :, : bias.size(-1)],
+                    v[:, :, : bias.size(-1)],
+                    bias,
+                    scale=heads.scaling,
+                )
+                for part, bias in zip(q.split(TOKENS, 2), biases, strict=True)
+            ]
+            outputs.append(torch.cat(parts, 2).transpose(1, 2)[..., :value].to(heads.q_nope.dtype))
+    return torch.cat(outputs, 2)
+
+
+def log_of_counts(indices: Tensor, ends: Tensor) -> Tensor:
+    """The bias of scores ``[B, 1, tokens, keys]``: the logarithm of how many ``indices`` ``[B,
+    tokens, K]`` name a key."""
+    keys = max(int(ends.max()), 0)
+    counts = (indices != -1).cumprod(-1)
+    counts *= (indices >= 0) & (indices < ends.unsqueeze(-1))
+    named = torch.zeros(*ends.shape, keys + 1)
+    named.scatter_add_(-1, indices.clamp(0, keys).long(), counts.float())
+    return named[..., :keys].log().unsqueeze(1)

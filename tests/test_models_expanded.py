@@ -1,0 +1,180 @@
+"""Prompts over few keys attend to keys and values of every head, not to latents."""
+
+import math
+
+import pytest
+import torch
+from model_harness import (
+    assert_close,
+    both,
+    feed,
+    left_padded,
+    no_grad_and_one_thread,  # noqa: F401
+    patched_model,
+    upstream_and_patched,
+)
+from test_models_formats import FP8, Float8LatentRows
+from tiny import SHARED, tiny_model
+
+from custom_pypto import models, reference, simulation
+from custom_pypto.models import expanded
+from custom_pypto.models.absorbed import Heads, absorbed_query
+from custom_pypto.models.cache import formats
+
+WITH_SINKS = ("hy_v4",)
+CHUNKS = {"prompt": [96], "chunks": [70, 64], "decode-between": [64, 1, 64], "long": [300]}
+
+
+@pytest.fixture(autouse=True)
+def in_float32(monkeypatch):
+    monkeypatch.setattr(expanded, "ABSORB", ("pypto",))  # on every CPU
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The new tokens of each call."""
+    found = []
+
+    def counted(heads, *arguments):
+        found.append(heads.q_nope.size(1))
+        return expanded.expanded_attention(heads, *arguments)
+
+    monkeypatch.setattr(formats, "expanded_attention", counted)
+    return found
+
+
+@pytest.mark.parametrize("pads", [[0], [0, 9, 33]], ids=["batch-1", "left-padded"])
+@pytest.mark.parametrize("chunks", CHUNKS.values(), ids=CHUNKS)
+@pytest.mark.parametrize("kind", SHARED)
+def test_logits_equal_upstream_transformers(kind, chunks, pads, calls):
+    model = upstream_and_patched(kind, index_topk=256, max_position_embeddings=512)
+    want, got = both(*model, pads, chunks)
+    assert_close(got, want)
+    assert set(calls) == (set() if kind in WITH_SINKS else {size for size in chunks if size > 1})
+
+
+# ---- as the op --------------------------------------------------------------------------------
+
+
+def heads_of(tokens, heads, nope, value, latent, rope):
+    return Heads(
+        torch.randn(2, tokens, heads, nope),
+        torch.randn(2, tokens, heads, rope) if rope else None,
+        torch.randn(heads, nope + value, latent) / math.sqrt(latent),
+        (nope + rope) ** -0.5,
+        None,
+    )
+
+
+def by_the_op(heads, indices, lengths, latent, k_rope):
+    nope = heads.q_nope.size(-1)
+    output = reference.npu_sparse_flash_attention_pto(
+        absorbed_query(heads.q_nope, heads.weight),
+        latent.unsqueeze(2),
+        None,
+        indices,
+        heads.scaling,
+        query_rope=heads.q_rope,
+        key_rope=None if k_rope is None else k_rope.unsqueeze(2),
+        actual_seq_lengths_kv=lengths,
+        layout_kv="BSND",
+    )
+    return torch.einsum("bshl,hvl->bshv", output, heads.weight[:, nope:])
+
+
+@pytest.mark.parametrize("rope, value", [(16, 32), (16, 64), (0, 32)])
+@pytest.mark.parametrize("tokens, keys", [(300, 300), (70, 300), (80, 60)])
+def test_any_indices_mean_what_they_mean_to_the_op(tokens, keys, rope, value):
+    torch.manual_seed(0)
+    heads = heads_of(tokens, 20, 32, value, 64, rope)
+    latent, k_rope = torch.randn(2, keys, 64), torch.randn(2, keys, rope) if rope else None
+    lengths = torch.tensor([keys, keys // 3], dtype=torch.int32)
+    # duplicates, what is invisible or negative, ends of rows, and rows of nothing
+    indices = torch.randint(-3, keys + 3, (2, tokens, 1, 40), dtype=torch.int32)
+    indices[:, 5, :, 0] = -1
+    indices[:, 6] = 2**31 - 1
+    indices[:, 7] = -(2**31)
+    ends = lengths[:, None] + torch.arange(1 - tokens, 1)
+    got = expanded.expanded_attention(heads, indices, ends, latent, k_rope)
+    want = by_the_op(heads, indices, lengths, latent, k_rope)
+    torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
+    assert (got[:, 5:8] == 0).all()
+
+
+def test_bfloat16_is_nearer_to_float32_than_absorption(monkeypatch):
+    torch.manual_seed(0)
+    model = patched_model(index_topk=256, max_position_embeddings=512)
+    ids, mask, _ = left_padded([0], 200)
+    exact = model(ids).logits
+    model = model.bfloat16()
+    errors = []
+    for absorb in ((), (torch.ops.custom_pypto.cpu_isa(),)):
+        monkeypatch.setattr(expanded, "ABSORB", absorb)
+        errors.append((model(ids).logits.float() - exact).norm() / exact.norm())
+    assert errors[0] < 1.05 * errors[1] < 0.2, errors
+
+
+# ---- where it is taken ------------------------------------------------------------------------
+
+
+def prefill(model, tokens, **dtypes):
+    cache = models.PagedCache(model, 2, 128, block_size=16, **dtypes)
+    ids, mask, positions = left_padded([0, 9], tokens)
+    return feed(model, cache, ids, mask, positions, [tokens])[mask.bool()]
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, FP8], ids=str)
+def test_caches_of_other_formats_are_read_as_by_their_op(dtype, calls, monkeypatch):
+    monkeypatch.setitem(formats.LATENT_FORMATS, FP8, Float8LatentRows)
+    sizes = dict(index_topk=128, num_hidden_layers=1)  # experts would be others after rounding
+    if dtype == torch.int8:
+        sizes |= dict(kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128)
+    model = models.use_custom_pypto(tiny_model(**sizes).bfloat16())
+    got = prefill(model, 100, kv_dtype=dtype)
+    assert calls == [100]
+    monkeypatch.setattr(expanded, "ABSORB", (torch.ops.custom_pypto.cpu_isa(),))
+    want = prefill(model, 100, kv_dtype=dtype)
+    assert calls == [100]
+    assert (got.float() - want.float()).norm() < 0.02 * want.float().norm()
+
+
+def test_few_tokens_long_contexts_and_gradients_absorb(calls):
+    model = patched_model(index_topk=8)
+    prefill(model, 100)
+    model.model.layers[0].self_attn.indexer.index_topk = 128
+    prefill(model, 63)
+    assert calls == []
+    prefill(model, 100)
+    assert calls == [100]  # the only layer that selects as many
+
+
+def test_a_nan_reaches_no_token_that_does_not_select_it(calls):
+    model = patched_model(index_topk=128, num_hidden_layers=1)
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = torch.nan
+    ids = torch.randint(10, 190, (1, 100))
+    ids[0, 50] = 7
+    got = model(ids).logits.isnan().any(-1)[0]
+    assert calls == [] and got[50:].all() and not got[:50].any()
+
+
+def test_the_npu_programs_absorb():
+    heads = heads_of(64, 1, 32, 32, 64, 16)
+    indices = torch.zeros(2, 64, 1, 64, dtype=torch.int32)
+    assert expanded.is_cheaper(heads, indices, 64)
+    with simulation.on_cpu():
+        assert not expanded.is_cheaper(heads, indices, 64)
+    assert expanded.is_cheaper(heads, indices, 64)
+
+
+def test_the_cheaper_one_by_products_of_deepseek_v32():
+    heads = Heads(
+        torch.empty(1, 2048, 128, 128, device="meta"),
+        torch.empty(1, 2048, 128, 64, device="meta"),
+        torch.empty(128, 256, 512, device="meta"),
+        1.0,
+        None,
+    )
+    indices = torch.empty(1, 2048, 1, 2048, device="meta")
+    cheaper = [expanded.is_cheaper(heads, indices, keys) for keys in (2048, 4096, 6144)]
+    assert cheaper == [True, True, False]
