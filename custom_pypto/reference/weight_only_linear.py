@@ -120,8 +120,11 @@ def step_of_operands(call: dict) -> float:
     rows = x.numel() // x.size(-1) if experts is None else experts.numel()
     if x.dtype == torch.bfloat16 and rows > 16:
         return 2**-9  # a CPU with instructions for bfloat16 rounds the weight to it
-    # up to 128 values of x share a scale, each is within half a step of 2**-15 of the largest one
-    return 128**0.5 * 2**-16 if weight.dtype == torch.uint8 else 0.0
+    many = x.dtype == torch.float16 and rows > 16
+    if weight.dtype == torch.uint8 or (weight.dtype == torch.int8 and many):
+        # values of x that share a scale are within half a step of 2**-15 of the largest one
+        return (256 if many else 128) ** 0.5 * 2**-16
+    return 0.0
 
 
 def error(got: Tensor, expected: Tensor, mine: dict, theirs: dict) -> tuple[float, float]:

@@ -20,7 +20,7 @@ const Kernels kAvx2 = {
     .filter = filter,
     .count = count,
     .keep = keep,
-    .weights = {kFloatWeight<Bfloat16Weight>, kFloatWeight<Int8Weight>, kFloatWeight<Fp8Weight>,
+    .weights = {kFloatWeight<Bfloat16Weight>, kWidenedInt8, kFloatWeight<Fp8Weight>,
                 kInt16Weight<Int4Weight>, kInt16Weight<Fp4Weight>},
     .add_rows = add_rows_f32};
 }

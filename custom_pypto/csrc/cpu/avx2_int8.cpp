@@ -1,11 +1,12 @@
-// int8 with vpmaddwd: acc[lane] += sum of two products of int16, exact in int32. A broadcast pair
-// of a key, widened to int16, meets a pair of dims of each query row.
+// Integers with vpmaddwd: acc[lane] += sum of two products of int16, exact in int32. In the indexer
+// a broadcast pair of a key, widened to int16, meets a pair of dims of each query row.
 #if defined(__x86_64__)
 #pragma GCC target("avx2,fma")
 #include <immintrin.h>
 #define VECTOR_BYTES 32
 #include <cstring>
 
+#include "int16_products.h"
 #include "tiles.h"
 
 namespace custom_pypto::cpu {
@@ -26,14 +27,6 @@ INLINE __m256i load_pairs(const uint32_t* p) {
   return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
 }
 
-// asm: g++ 12 would multiply all before it adds, and keep half of the sums in memory
-INLINE void add_products(__m256i& acc, const __m256i& keys, const __m256i& rows) {
-  __m256i products;
-  asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0"
-      : "+x"(acc), "=&x"(products)
-      : "x"(keys), "x"(rows));
-}
-
 // partial[j] += weights * relu(keys[j] . rows), per lane of the first `heads` rows, with the bits
 // of index_tile in float32.h
 template <int KEYS, int VECS>
@@ -48,7 +41,7 @@ INLINE void index_tile(const uint32_t* panel, int width, const float* weights, i
       int32_t pair;
       std::memcpy(&pair, keys + j * stride + d, 4);
       const __m256i k = _mm256_set1_epi32(pair);
-      UNROLL for (int v = 0; v < VECS; ++v) { add_products(acc[j][v], k, q[v]); }
+      UNROLL for (int v = 0; v < VECS; ++v) { add_pairs(acc[j][v], k, q[v]); }
     }
   }
   UNROLL for (int j = 0; j < KEYS; ++j) {
@@ -82,6 +75,7 @@ void index_int8(const IndexCall<int16_t>& call) {
 }  // namespace
 
 const Int8Kernels<int16_t> kAvx2Int8 = {.convert = widen, .index = index_int8};
+const Int16Kernels kAvx2Int16 = kInt16Kernels<6>;
 
 }  // namespace custom_pypto::cpu
 #endif

@@ -1,6 +1,6 @@
-// int8 with vpdpbusd: acc[lane] += sum of four products a[lane][i] * b[lane][i], of which a is
-// unsigned, in int32 without saturation. a is a broadcast quad of a key, shifted to unsigned; a
-// lane of b is a query row.
+// Integers with VNNI. int8 with vpdpbusd: acc[lane] += sum of four products a[lane][i] *
+// b[lane][i], of which a is unsigned, in int32 without saturation. a is a broadcast quad of a key,
+// shifted to unsigned; a lane of b is a query row.
 #if defined(__x86_64__)
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx2,fma,prefer-vector-width=512")
 // gcc 12 warns about the deliberately undefined operands inside its own intrinsics
@@ -10,6 +10,7 @@
 #include <cstring>
 
 #include "avx512.h"
+#include "int16_products.h"
 
 namespace custom_pypto::cpu {
 namespace {
@@ -72,6 +73,7 @@ void index_int8(const IndexCall<uint8_t>& call) {
 }  // namespace
 
 const Int8Kernels<uint8_t> kAvx512Vnni = {.convert = shift, .index = index_int8};
+const Int16Kernels kAvx512VnniInt16 = kInt16Kernels<12>;
 
 }  // namespace custom_pypto::cpu
 #endif

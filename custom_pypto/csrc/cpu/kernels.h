@@ -160,6 +160,29 @@ struct Dots {
   float* const* out;  // [m]
 };
 
+// out[i][w] += the sum over pairs of x[i] . value[w], times the scales of both, plus the sum of
+// x[i] times the offset of w, for consecutive values that share scales and offset.
+struct Int16Product {
+  const int32_t* panels;  // [n_panels][pairs][panel_width], of two values as int16 each
+  int n_panels, pairs;
+  const float* scales;   // [n_panels * panel_width]
+  const float* offsets;  // likewise, or null: 0
+  const int16_t* x;      // [m], rounded
+  int64_t x_stride;
+  const float *x_scales, *x_sums;  // [m] of them, one of x_parts each
+  int64_t x_parts;
+  int m;
+  float* out;
+  int64_t out_stride;
+};
+
+constexpr int kMostInt16Values = 256;  // that share a scale of x
+
+struct Int16Kernels {
+  int panel_width;
+  void (*multiply)(const Int16Product&);
+};
+
 // bytes of a prepared row of x
 constexpr int64_t prepared_bytes(int64_t depth) {
   return (depth * 4 + depth / kWeightUnit * 8 + 63) / 64 * 64;  // each row starts at a cache line
@@ -172,6 +195,11 @@ struct WeightKernels {
   void (*widen)(const Dots&, int w, float* to);
   // those of 4 bits as `Dots` takes them, offsets behind the scales; null for the others
   void (*read_scales)(const void* from, int64_t count, float* scales);
+  // to[d / 2][w - first] = the values d, d + 1 of row w as int16, of `rows` rows, zeros up to
+  // `width`; null for formats that are no small integers
+  void (*pack_int16)(const Dots&, int first, int rows, int d, int count, int width, int32_t* to);
+  // to = x[i] / scale, rounded, i < n, a multiple of kWeightUnit; the sum is that of scale * to
+  void (*round_int16)(const float* x, int n, int16_t* to, float* scale, float* sum);
 };
 
 // Kernels that multiply bfloat16 without widening it.
@@ -236,6 +264,7 @@ struct Kernels {
   // at most one; null: int8 is widened to float
   const Int8Kernels<uint8_t>* int8_as_uint8 = nullptr;
   const Int8Kernels<int16_t>* int8_as_int16 = nullptr;
+  const Int16Kernels* int16 = nullptr;  // null: prompts multiply weights of few bits as float
 };
 
 constexpr int kLineElements = 16;
@@ -264,6 +293,7 @@ extern const Kernels kAvx2;
 extern const Kernels kAvx512;
 extern const Int8Kernels<int16_t> kAvx2Int8;
 extern const Int8Kernels<uint8_t> kAvx512Vnni;
+extern const Int16Kernels kAvx2Int16, kAvx512VnniInt16;
 #endif
 #if defined(CUSTOM_PYPTO_AVX512_BF16)
 extern const Bf16Kernels kAvx512Bf16;

@@ -359,7 +359,9 @@ template <class Format>
 constexpr WeightKernels kFloatWeight = {.prepare = prepare_f32<Format>,
                                         .dots = dots_f32<Format>,
                                         .widen = widen_f32<Format>,
-                                        .read_scales = kReadScales<Format>};
+                                        .read_scales = kReadScales<Format>,
+                                        .pack_int16 = nullptr,
+                                        .round_int16 = nullptr};
 
 }  // namespace
 }  // namespace custom_pypto::cpu

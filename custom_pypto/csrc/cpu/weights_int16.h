@@ -34,10 +34,11 @@ struct Int16Row {
 // where in a unit `dots` finds a value: 0, 4, 8, ... are in front, then 1, 5, 9, ...
 constexpr int place_in_unit(int i) { return i % 4 * (kInt16Unit / 4) + i / 4; }
 
-// Rounds a unit; returns the scale.
-INLINE float round_to_int16(const float* x, int16_t* to) {
+// Rounds n values, of which i goes to place(i); returns the scale.
+template <typename Place>
+INLINE float round_to_int16(const float* x, int n, int16_t* to, const Place& place) {
   int32_t magnitude = 0;  // the bits of |x|, ordered as |x|, with NaN above infinity
-  for (int i = 0; i < kInt16Unit; ++i) {
+  for (int i = 0; i < n; ++i) {
     int32_t bits;
     std::memcpy(&bits, x + i, 4);
     bits &= INT32_MAX;
@@ -48,12 +49,37 @@ INLINE float round_to_int16(const float* x, int16_t* to) {
   const bool finite = largest < INFINITY;
   // below, factor or scale would leave the range of normal numbers
   const float factor = largest > 1e-30f && finite ? 32767.0f / largest : 0.0f;
-  for (int i = 0; i < kInt16Unit; ++i) {
+  for (int i = 0; i < n; ++i) {
     const float scaled = x[i] * factor;
-    to[place_in_unit(i)] = static_cast<int16_t>(std::nearbyint(scaled == scaled ? scaled : 0.0f));
+    to[place(i)] = static_cast<int16_t>(std::nearbyint(scaled == scaled ? scaled : 0.0f));
   }
   // an infinity or NaN stays visible
   return finite ? largest / 32767.0f : NAN;
+}
+
+void round_part(const float* x, int n, int16_t* to, float* scale, float* sum) {
+  *scale = round_to_int16(x, n, to, [](int i) INLINED { return i; });
+  int32_t total = 0;
+  for (int i = 0; i < n; ++i) total += to[i];
+  *sum = *scale * static_cast<float>(total);
+}
+
+template <class Format>
+void pack_int16(const Dots& call, int first, int rows, int d, int count, int width, int32_t* to) {
+  typedef int16_t LaneShorts __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
+  for (int r = 0; r < width; ++r) {
+    const uint8_t* p = call.weight + (first + r) * call.stride + d / kUnit * Format::kBytes;
+    for (int i = 0; i < count; i += kUnit, p += Format::kBytes) {
+      Vec unit[kUnitVecs] = {};
+      if (r < rows) Format::unpack(p, unit);
+      int32_t pairs[kUnit / 2];
+      UNROLL for (int v = 0; v < kUnitVecs; ++v) {
+        const IntVec values = __builtin_convertvector(unit[v], IntVec);
+        reinterpret_cast<LaneShorts*>(pairs)[v] = __builtin_convertvector(values, LaneShorts);
+      }
+      UNROLL for (int j = 0; j < kUnit / 2; ++j) to[(i / 2 + j) * width + r] = pairs[j];
+    }
+  }
 }
 
 template <class Format>
@@ -65,7 +91,7 @@ void prepare_int16(const Dots& call, const float* x, void* to) {
   int16_t* values = const_cast<int16_t*>(row.values);
   if (call.offsets) std::memset(sums, 0, sizeof(float) * call.groups);
   for (int d = 0; d < call.depth; d += kInt16Unit, values += kInt16Unit, ++scales) {
-    const float scale = round_to_int16(x + d, values);
+    const float scale = round_to_int16(x + d, kInt16Unit, values, place_in_unit);
     // Of the rounded values: an offset that cancels the values of a weight must cancel what they
     // were multiplied by.
     for (int i = 0; call.offsets && i < kInt16Unit; i += kUnit) {
@@ -206,7 +232,17 @@ template <class Format>
 constexpr WeightKernels kInt16Weight = {.prepare = prepare_int16<Format>,
                                         .dots = dots_int16<Format>,
                                         .widen = widen_f32<Format>,
-                                        .read_scales = kReadScales<Format>};
+                                        .read_scales = kReadScales<Format>,
+                                        .pack_int16 = pack_int16<Format>,
+                                        .round_int16 = round_part};
+
+// as float where rows of x are few
+constexpr WeightKernels kWidenedInt8 = {.prepare = prepare_f32<Int8Weight>,
+                                        .dots = dots_f32<Int8Weight>,
+                                        .widen = widen_f32<Int8Weight>,
+                                        .read_scales = nullptr,
+                                        .pack_int16 = pack_int16<Int8Weight>,
+                                        .round_int16 = round_part};
 
 }  // namespace
 }  // namespace custom_pypto::cpu

@@ -17,7 +17,10 @@ std::vector<cpu::Kernels> usable_kernels() {
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   cpu::Kernels vectors = cpu::kAvx512;
-  if (__builtin_cpu_supports("avx512vnni")) vectors.int8_as_uint8 = &cpu::kAvx512Vnni;
+  if (__builtin_cpu_supports("avx512vnni")) {
+    vectors.int8_as_uint8 = &cpu::kAvx512Vnni;
+    vectors.int16 = &cpu::kAvx512VnniInt16;
+  }
 #if defined(CUSTOM_PYPTO_AVX512_BF16)
   if (avx512 && __builtin_cpu_supports("avx512bf16")) {
     cpu::Kernels set = vectors;
@@ -41,6 +44,7 @@ std::vector<cpu::Kernels> usable_kernels() {
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
     cpu::Kernels set = cpu::kAvx2;
     set.int8_as_int16 = &cpu::kAvx2Int8;
+    set.int16 = &cpu::kAvx2Int16;
     usable.push_back(set);
   }
 #endif

@@ -22,6 +22,7 @@ class StoredWeight {
   int64_t experts() const { return experts_; }
   int64_t rows() const { return rows_; }
   int64_t depth() const { return depth_; }
+  int64_t group() const { return group_; }  // values that share a scale
   bool is_bfloat16() const { return format_ == cpu::kBfloat16Weight; }
   // whether the values of a column are contiguous, instead of those of a row; bfloat16 only
   bool transposed() const { return transposed_; }

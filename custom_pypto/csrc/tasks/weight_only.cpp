@@ -5,6 +5,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "rounded_rows.h"
 #include "run_tasks.h"
 #include "stored_weight.h"
 
@@ -38,6 +39,7 @@ constexpr int64_t kRowsOfDots = 64;
 constexpr int64_t kColumns = 512;  // of a transposed one
 constexpr int64_t kRowsOfProduct = 256;
 constexpr int64_t kTokensOfProduct = 512;
+constexpr int64_t kRowsOfTurn = 1024;  // of x, rounded at once
 
 // The rows of x for one expert.
 struct Group {
@@ -96,14 +98,16 @@ class Linear {
   void run() {
     prepare();
     std::vector<Task> tasks;
+    std::vector<Group> rounded;
     for (size_t g = 0; g < groups_.size(); ++g) {
-      const int64_t most = weight_.transposed() ? kColumns
-                           : groups_[g].few()   ? kRowsOfDots
-                                                : kRowsOfProduct;
-      for (int64_t first = 0; first < weight_.rows(); first += most) {
-        tasks.push_back({static_cast<int64_t>(g), first, std::min(most, weight_.rows() - first)});
+      if (!groups_[g].few() && rounds_x()) {
+        rounded.push_back(groups_[g]);
+      } else {
+        add_tasks(g, groups_[g], tasks);
       }
     }
+    multiply_rounded(rounded);
+    if (tasks.empty()) return;
     // A single task would run outside of a parallel region, where torch.mm takes all threads and
     // gives bits that depend on their number.
     if (tasks.size() == 1) tasks.push_back({0, 0, 0});
@@ -133,6 +137,21 @@ class Linear {
     Slices<float>& slices(float) { return floats; }
     Slices<c10::BFloat16>& slices(c10::BFloat16) { return halves; }
   };
+
+  void add_tasks(int64_t index, const Group& group, std::vector<Task>& tasks) const {
+    const int64_t most = weight_.transposed() ? kColumns
+                         : group.few()        ? kRowsOfDots
+                                              : kRowsOfProduct;
+    for (int64_t first = 0; first < weight_.rows(); first += most) {
+      tasks.push_back({index, first, std::min(most, weight_.rows() - first)});
+    }
+  }
+
+  // Whether many rows are multiplied in integers, faster than in float.
+  bool rounds_x() const {
+    return !std::is_same_v<T, float> && !multiplies_bf16() && custom_pypto::kernels().int16 &&
+           weight_.kernels().pack_int16;
+  }
 
   const T* x_row(int64_t row) const {
     return x_.const_data_ptr<T>() + order_[row] / copies_ * x_stride_;
@@ -227,6 +246,55 @@ class Linear {
                          scratch.out.data());
       narrow(scratch.out.data(), task.rows, out_row(row) + task.first);
     }
+  }
+
+  // In turns, for the memory of the rounded rows.
+  void multiply_rounded(const std::vector<Group>& groups) {
+    RoundedRows rounded(weight_);
+    std::vector<Group> turn;
+    int64_t count = 0;
+    for (const Group& group : groups) {
+      const int64_t end = group.first + group.count;
+      for (int64_t first = group.first; first < end; first += kRowsOfTurn) {
+        turn.push_back({group.expert, first, std::min(kRowsOfTurn, end - first)});
+        count += turn.back().count;
+        if (count < kRowsOfTurn) continue;
+        multiply_turn(turn, rounded);
+        turn.clear();
+        count = 0;
+      }
+    }
+    if (count) multiply_turn(turn, rounded);
+  }
+
+  void multiply_turn(const std::vector<Group>& turn, RoundedRows& rounded) {
+    std::vector<int64_t> rows, first_rows;
+    std::vector<Task> tasks;
+    for (size_t g = 0; g < turn.size(); ++g) {
+      first_rows.push_back(rows.size());
+      for (int64_t i = 0; i < turn[g].count; ++i) rows.push_back(turn[g].first + i);
+      add_tasks(g, turn[g], tasks);
+    }
+    rounded.resize(rows.size());
+    run_tasks(
+        rows.size(), [] { return Scratch(); },
+        [&](Scratch& scratch, int64_t i) {
+          scratch.x.resize(weight_.depth());
+          widen(x_row(rows[i]), weight_.depth(), scratch.x.data());
+          rounded.round(i, scratch.x.data());
+        });
+    run_tasks(
+        tasks.size(), [] { return RoundedRows::Scratch(); },
+        [&](RoundedRows::Scratch& scratch, int64_t t) {
+          const Task& task = tasks[t];
+          const Group& group = turn[task.group];
+          rounded.multiply(first_rows[task.group], group.count, group.expert, task.first, task.rows,
+                           scratch);
+          for (int64_t i = 0; i < group.count; ++i) {
+            narrow(scratch.out.data() + i * scratch.width, task.rows,
+                   out_row(group.first + i) + task.first);
+          }
+        });
   }
 
   // E: the type in which slices are multiplied.
