@@ -8,7 +8,7 @@ import pytest
 import torch
 from memory import in_a_process, peak_of
 from published import V4, published, save_sparse, shards_of, stored_v4, write_published
-from tiny import KINDS, YARN, tiny_config
+from tiny import KINDS, YARN, tiny_config, token_ids
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DeepseekV32Config
 
 from custom_pypto import models
@@ -53,12 +53,9 @@ def deepseek_v32(**changes):
 
 def deepseek_v4_flash(**changes):
     yarn = {"type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1}
-    return DeepseekV4Config(
-        compress_ratios=[0, 0, *[4, 128] * 20, 4, 0],
-        num_hash_layers=3,
-        rope_scaling=yarn | {"original_max_position_embeddings": 65536},
-        **changes,
-    )
+    published = dict(compress_ratios=[0, 0, *[4, 128] * 20, 4, 0], num_hash_layers=3)
+    rope_scaling = yarn | {"original_max_position_embeddings": 65536}
+    return DeepseekV4Config(rope_scaling=rope_scaling, **published | changes)
 
 
 LARGE = dict(n_routed_experts=16, moe_intermediate_size=32768)
@@ -126,6 +123,36 @@ def test_a_synthetic_deepseek_v4_flash_has_as_many_tensors_as_the_published_one(
             for name, shape in shard.items()
         ]
     assert sum(names) == 69187
+
+
+def stored_deepseek_v4_flash(path):
+    """Size, peak of loading, and what the model says."""
+    loaded = []
+    peak = peak_of(lambda: loaded.append(models.load(path, weights="stored")))
+    size = sum(tensor.nbytes for tensor in loaded[0].state_dict().values())
+    tokens = loaded[0].generate(token_ids(1, 40), max_new_tokens=8, do_sample=False)
+    model = models.load(path, weights="stored", dtype=torch.float32)
+    with torch.no_grad():
+        return size, peak, tokens, model(tokens).logits
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_deepseek_v4_flash_computes_in_its_published_form(tmp_path):
+    """Its widths, in a layer of each type with 8 of the 256 experts and few words."""
+    sizes = dict(num_hidden_layers=3, n_routed_experts=8, vocab_size=1024, num_hash_layers=1)
+    config = deepseek_v4_flash(compress_ratios=[0, 4, 128, 0], **sizes)
+    write_published(tmp_path, config)
+    size, peak, tokens, got = in_a_process(stored_deepseek_v4_flash, tmp_path)
+    plain = models.load(tmp_path, dtype=torch.float32)
+    of_bfloat16 = sum(tensor.numel() * 2 for tensor in plain.state_dict().values())
+    shard = max(file.stat().st_size for file in tmp_path.glob("*.safetensors"))
+    assert of_bfloat16 > 1.5e9
+    assert size < 0.53 * of_bfloat16 and peak < size + shard, (size, peak, of_bfloat16)
+    assert tokens.shape == (1, 48)
+    with torch.no_grad():
+        want = plain(tokens).logits
+    assert (got - want).norm() < 1e-3 * want.norm(), (got - want).norm() / want.norm()
 
 
 @pytest.mark.ascend_host
