@@ -20,6 +20,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Ro
 
 import custom_pypto
 from custom_pypto import models, reference
+from custom_pypto.models.memory import empty
 from custom_pypto.models.weights.choice import layers_of
 from custom_pypto.models.weights.formats import FORMATS
 from custom_pypto.models.weights.modules import convert, stored_parameters
@@ -38,6 +39,11 @@ MOST_MEMORY = {"fp8": 0.53, "int8": 0.53, "fp4": 0.30, "int4": 0.30}
 MOST_TIME = {"fp8": 0.6, "int8": 0.6, "fp4": 0.5, "int4": 0.4}
 
 
+def as_loaded(x: torch.Tensor) -> torch.Tensor:
+    """A copy in the memory that ``models.load`` gives weights."""
+    return empty(x.shape, x.dtype).copy_(x)
+
+
 # ---- linear layers ------------------------------------------------------------------------------
 
 
@@ -48,9 +54,12 @@ class Linears:
         generator = torch.Generator().manual_seed(0)
         matrix = torch.randn(ROWS, COLUMNS, generator=generator)
         quantised = reference.MODULES["weight_only_linear"].quantised
-        self.weights = {kind: quantised(matrix, kind) for kind in FORMATS}
-        self.plain = matrix.bfloat16()
-        self.other = torch.randn(READ // 4)
+        self.weights = {
+            kind: [x if x is None else as_loaded(x) for x in quantised(matrix, kind)]
+            for kind in FORMATS
+        }
+        self.plain = as_loaded(matrix.bfloat16())
+        self.other = as_loaded(torch.randn(READ // 4))
         self.x = {tokens: torch.randn(tokens, COLUMNS).bfloat16() for tokens in TOKENS}
 
     def checked(self) -> None:
@@ -123,7 +132,7 @@ def layer(kind: str):
     for name, parameter in model.named_parameters():
         dtype = parameter.dtype if name in stored else torch.bfloat16
         module, _, own = name.rpartition(".")
-        value = torch.nn.Parameter(torch.empty(parameter.shape, dtype=dtype), requires_grad=False)
+        value = torch.nn.Parameter(empty(parameter.shape, dtype), requires_grad=False)
         model.get_submodule(module).register_parameter(own, filled(name, value))
     model.model.rotary_emb = DeepseekV32RotaryEmbedding(config)
     for name, _ in [*model.named_buffers()]:

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from . import quantised_weights
 from .checkpoint import Checkpoint, Stored
-from .memory import free_memory
+from .memory import empty, free_memory
 from .weights.modules import SCALE, stored_parameters
 from .weights.reading import OnDisk, StoredWeight, check_blocks
 
@@ -45,7 +45,7 @@ class Reader:
         """The tensor as stored, or dequantised to ``dtype``."""
         if not self.is_quantised(name):
             return self.stored(name)
-        tensor = torch.empty(self.tensors[name].shape, dtype=dtype)
+        tensor = empty(self.tensors[name].shape, dtype)
         self.read_into(name, tensor)
         return tensor
 
@@ -85,7 +85,7 @@ class Parameter:
         selected = range(self.shape[0])[experts]
         parts_of_one = len(self.parts) // self.shape[0]
         buffer = torch.empty(self.shape[1:], dtype=self.dtype)
-        parameter = buffer.new_empty(len(selected), *buffer[rows, columns].shape)
+        parameter = empty((len(selected), *buffer[rows, columns].shape), self.dtype)
         for i, place in zip(selected, parameter, strict=True):
             expert = place if index is ... else buffer
             parts = self.parts[i * parts_of_one : (i + 1) * parts_of_one]

@@ -1,9 +1,13 @@
-"""Memory that this process can still allocate."""
+"""Memory that this process can still allocate, and large tensors in it."""
 
+import ctypes
+import mmap
 import resource
 
 import psutil
 import torch
+
+CPU = torch.device("cpu")
 
 
 def free_memory(device: torch.device) -> int:
@@ -17,3 +21,19 @@ def free_memory(device: torch.device) -> int:
     if limit == resource.RLIM_INFINITY:
         return available
     return min(available, limit - psutil.Process().memory_info().vms)
+
+
+def empty(shape, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:
+    """An uninitialised tensor, for much that is read often: on Linux in pages of 2 MiB.
+
+    Fewer pages mean fewer misses in the TLB, above all in a virtual machine.
+    """
+    tensor = torch.empty(shape, dtype=dtype, device=device)
+    if tensor.device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
+        huge = 2**21
+        start = -(-tensor.data_ptr() // huge) * huge
+        size = (tensor.data_ptr() + tensor.nbytes - start) // huge * huge
+        if size > 0:  # advice: nothing depends on its result
+            libc = ctypes.CDLL(None)
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
+    return tensor

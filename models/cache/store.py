@@ -1,15 +1,13 @@
 """The memory of a cache: the pools of each layer, and the block tables of their rows."""
 
 import bisect
-import ctypes
-import mmap
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from ..memory import free_memory
+from ..memory import empty, free_memory
 from .layout import EVERY_TOKEN, Row, RowLayout
 
 
@@ -128,7 +126,7 @@ class Store:
                 if shape == pool.shape:
                     continue  # of constant size, or grown before memory ran out
                 try:
-                    larger = empty_pool(shape, pool.dtype, pool.device)
+                    larger = empty(shape, pool.dtype, pool.device)
                 except RuntimeError as error:
                     raise torch.OutOfMemoryError(
                         "PagedCache: out of memory: cannot grow from max_cache_len="
@@ -183,7 +181,8 @@ class Store:
             if row is not None:
                 layouts[name] = layout = row.layout.in_blocks(self.block_size)
                 shape = (1 + batch_size * layout.blocks(self.max_cache_len), layout.block, 1)
-                pools[name] = empty_pool((*shape, row.width), row.dtype, device)
+                # never read past a length, and pages without a token cost nothing
+                pools[name] = empty((*shape, row.width), row.dtype, device)
         return PagedLayer(pools, layouts, **formats)
 
 
@@ -202,21 +201,6 @@ def first_rows(pool: Tensor, table: Tensor, count: int) -> Tensor:
     """A copy of the first rows of each sequence, ``[B, count, width]``."""
     blocks = -(-count // pool.size(1))
     return pool[table[:, :blocks]].flatten(1, 3)[:, :count]
-
-
-def empty_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """An uninitialised pool: rows past a sequence's length are never read, and memory pages without
-    a token cost nothing."""
-    pool = torch.empty(shape, dtype=dtype, device=device)
-    if pool.device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
-        # sparse attention reads rows in random order: fewer pages mean fewer misses in the TLB
-        huge = 2**21
-        start = -(-pool.data_ptr() // huge) * huge
-        size = (pool.data_ptr() + pool.nbytes - start) // huge * huge
-        if size > 0:  # advice: nothing depends on its result
-            libc = ctypes.CDLL(None)
-            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), mmap.MADV_HUGEPAGE)
-    return pool
 
 
 def own_blocks(batch_size: int, blocks: int, device: torch.device) -> Tensor:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import quantised_weights
+from ..memory import empty
 from .formats import BLOCK, ROUNDED, layout, quantise
 
 # safetensors' names of the dtypes of stored weights and their scales
@@ -42,7 +43,7 @@ class StoredWeight:
             return self.made.pop(which)
 
     def make(self) -> None:
-        weight = torch.empty(self.layout.shape, dtype=self.layout.dtype)
+        weight = empty(self.layout.shape, self.layout.dtype)
         self.made = {"weight": weight}
         # a part is some rows of a matrix
         weights, scales = weight.view(len(self.parts), -1, weight.size(-1)), None
