@@ -23,30 +23,28 @@ void widen(const int8_t* keys, int64_t stride, int n, int dims, int16_t* to) {
   }
 }
 
-INLINE __m256i load_pairs(const uint32_t* p) {
-  return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-}
-
 // partial[j] += weights * relu(keys[j] . rows), per lane of the first `heads` rows, with the bits
 // of index_tile in float32.h
 template <int KEYS, int VECS>
 INLINE void index_tile(const uint32_t* panel, int width, const float* weights, int heads, int dims,
                        const int16_t* keys, int64_t stride, float* partial) {
-  __m256i acc[KEYS][VECS] = {};
+  IntVec acc[KEYS][VECS] = {};
   for (int d = 0; d < dims; d += 2) {
-    __m256i q[VECS];
-    UNROLL for (int v = 0; v < VECS; ++v) q[v] = load_pairs(panel + v * kLanes);
+    IntVec q[VECS];
+    UNROLL for (int v = 0; v < VECS; ++v) {
+      q[v] = *reinterpret_cast<const IntVec*>(panel + v * kLanes);
+    }
     panel += width;
     UNROLL for (int j = 0; j < KEYS; ++j) {
       int32_t pair;
       std::memcpy(&pair, keys + j * stride + d, 4);
-      const __m256i k = _mm256_set1_epi32(pair);
+      const IntVec k = pair - IntVec{};
       UNROLL for (int v = 0; v < VECS; ++v) { add_pairs(acc[j][v], k, q[v]); }
     }
   }
   UNROLL for (int j = 0; j < KEYS; ++j) {
     Vec dots[VECS];
-    UNROLL for (int v = 0; v < VECS; ++v) dots[v] = (Vec)_mm256_cvtepi32_ps(acc[j][v]);
+    UNROLL for (int v = 0; v < VECS; ++v) dots[v] = __builtin_convertvector(acc[j][v], Vec);
     const Vec sum = load(partial + j * kLanes);
     store(partial + j * kLanes, add_heads(sum, dots, weights, heads));
   }

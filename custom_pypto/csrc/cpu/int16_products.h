@@ -16,12 +16,11 @@ constexpr int kPanelVecs = 2;
 
 // acc[lane] += a's pair . b's pair of int16. asm: g++ 12 copies each accumulator around the
 // intrinsic, or would multiply all before it adds, and keep half of the sums in memory.
-template <typename V>
-INLINE void add_pairs(V& acc, const V& a, const V& b) {
+INLINE void add_pairs(IntVec& acc, const IntVec& a, const IntVec& b) {
 #if VECTOR_BYTES == 64
   asm("vpdpwssd %2, %1, %0" : "+v"(acc) : "v"(a), "v"(b));
 #else
-  V products;
+  IntVec products;
   asm("vpmaddwd %3, %2, %1\n\tvpaddd %1, %0, %0" : "+x"(acc), "=&x"(products) : "x"(a), "x"(b));
 #endif
 }

@@ -21,6 +21,8 @@ constexpr int kUsualGroup = 128;
 constexpr int kPart = 512;     // values, a multiple of the usual group; sums do not cross parts
 constexpr int kCached = 4096;  // values of x that stay in the level-1 cache
 constexpr int kMostRows = VECTOR_BYTES == 64 ? 8 : 2;  // of x whose sums fit in registers
+// of bfloat16, in memory that is aligned for one
+typedef int32_t LanePairs __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));
 typedef uint16_t LaneHalves __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
 typedef uint8_t Bytes16 __attribute__((vector_size(16), aligned(1), may_alias));
 
@@ -63,7 +65,7 @@ struct Bfloat16Weight {
   // Of two vectors the values 0, 2, 4, ..., then 1, 3, 5, ...: half the instructions.
   static INLINE void unpack_apart(const uint8_t* p, Vec* to) {
     UNROLL for (int i = 0; i < kUnitVecs; i += 2) {
-      const IntVec pairs = *reinterpret_cast<const IntVec*>(p + 2 * i * kLanes);
+      const IntVec pairs = *reinterpret_cast<const LanePairs*>(p + 2 * i * kLanes);
       to[i] = (Vec)(pairs << 16);
       to[i + 1] = (Vec)(pairs & -0x10000);
     }
