@@ -7,18 +7,12 @@ Stages per query token:
 3. vector: P from the forward's statistics, ``D = sum(P * dP)``, ``dS = scale * P * (dP - D)``;
 4. cube: ``dS x keys``, the query's gradient, and ``[dS; P]^T x [query; d_out]``, a row of terms for
    each index, of its key's and its value's role together;
-5. vector: adds these rows to float32 sums, by atomic stores.
+5. vector: adds these rows to the sums of :mod:`.row_sums`.
 
 Behind all tokens, vector: the sums in the dtype of the keys.
 
-Additions to one destination wait for each other, in the order of the tokens. There are therefore
-``PARTS`` destinations, one for each remainder of the token's number; the last stage adds them up.
-The bits of a sum are the same in every run: the task graph orders the tokens of a destination, and
-a token adds to a row once, unless its indices name a row twice.
-
-Memory besides the results, in bytes: PARTS * :func:`sums_rows` * (L + R) * 4 for the sums, and as
-much with L for values of their own. Workspace per token in flight:
-K * (N1 * (8 + 4) + (L + R) * 4 + 16).
+Memory besides the results: sums of rows of L + R elements, and of L for values of their own.
+Workspace per token in flight, in bytes: K * (N1 * (8 + 4) + (L + R) * 4 + 16).
 """
 
 import functools
@@ -30,25 +24,13 @@ import pypto
 from . import DTYPES, Arguments, arguments, loop, runtime_options
 from .gradient_tiling import GradientTiling
 from .npu_sparse_flash_attention_pto import beside
-from .pypto_versions import after_all, behind, gathered, jit, padded_indices
+from .pypto_versions import after_all, behind, gathered, jit
+from .row_sums import PARTS, add_rows, parts_of, row_tiles, store_total, sums_of
 from .selected_rows import MOST_ROWS, KeyFacts, capacity, selected_rows
 from .sequences import query_tiles
-from .tiling import power_of_two
 
 F32, I32 = pypto.DT_FP32, pypto.DT_INT32
-PARTS = 4  # destinations of the sums
 LARGEST = 3e38  # as the maximum of a token without a key it makes exp 0
-
-
-def sums_rows(rows: int, count: int) -> int:
-    """Rows of the sums over a cache, with one for each of ``count`` indices that may be invalid.
-
-    PyPTO needs a static destination. Rounded up to one of 4 sizes per power of two, so that a
-    binary serves many caches.
-    """
-    rows += padded_indices(count)
-    step = max(power_of_two(rows) // 8, 64)
-    return -(-rows // step) * step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +67,7 @@ class Backward:
         self.a, self.facts, self.tiling = a, facts, facts.tiling
         self.dtype, self.latent, self.heads = a.key.dtype, a.key.shape[1], facts.rows
         self.rope = 0 if a.query_rope is None else a.query_rope.shape[1]
-        self.sums = [getattr(a, f"sums_{part}") for part in range(PARTS)]
-        self.value_sums = [getattr(a, f"value_sums_{part}") for part in range(PARTS)]
+        self.sums, self.value_sums = sums_of(a, "sums"), sums_of(a, "value_sums")
 
     def token(self, row, sequence, visible, part: int) -> None:
         pypto.set_pass_options(**self.tiling.pass_options)  # of the calling loop
@@ -174,13 +155,11 @@ class Backward:
             pypto.set_cube_tile_shapes(*tiling.sums(heads, latent, width))
             pypto.assemble(product(ds, self.of_query(row)), [0, 0], rows)
             of_value = product(p, self.of_out(row))
-            pypto.set_vec_tile_shapes(tiling.add_rows)
-            pypto.index_put_(self.value_sums[part], (places,), of_value, accumulate=True)
+            add_rows(self.value_sums[part], places, of_value, tiling.add_rows)
         if self.rope:
             pypto.set_cube_tile_shapes(*tiling.sums(heads, self.rope, width))
             pypto.assemble(product(ds, self.of_rope(row)), [0, latent], rows)
-        pypto.set_vec_tile_shapes(tiling.add_rows)
-        pypto.index_put_(self.sums[part], (places,), rows, accumulate=True)
+        add_rows(self.sums[part], places, rows, tiling.add_rows)
 
     def nothing(self, row) -> None:
         a, heads = self.a, self.facts.heads
@@ -192,26 +171,17 @@ class Backward:
 
     def results(self) -> None:
         """The sums over all parts, in the dtype of the cache."""
-        a, size = self.a, self.tiling.result_rows
-        cache = a.key.shape[0]
+        a, tiling = self.a, self.tiling
+        size, tile = tiling.result_rows, tiling.result_tile
         if a.sinks is not None:
             self.of_sinks()
-        for i in loop("SFAG_ROWS", (cache + size - 1) // size):
-            first, count = i * size, (cache - i * size).min(size)
-            self.store(self.sums, 0, a.d_key, first, count)
+        for first, count in row_tiles("SFAG", a.key.shape[0], size):
+            store = functools.partial(store_total, first=first, count=count, size=size, tile=tile)
+            store(self.sums, 0, a.d_key)
             if self.rope:
-                self.store(self.sums, self.latent, a.d_key_rope, first, count)
+                store(self.sums, self.latent, a.d_key_rope)
             if a.d_value is not None:
-                self.store(self.value_sums, 0, a.d_value, first, count)
-
-    def store(self, sums: list, column: int, argument, first, count) -> None:
-        """The total of the columns of ``argument``, from ``column`` on."""
-        shape = [self.tiling.result_rows, argument.shape[1]]
-        pypto.set_vec_tile_shapes(self.tiling.result_tile, shape[1])
-        valid = [count, shape[1]]
-        parts = [pypto.view(part, shape, [first, column], valid_shape=valid) for part in sums]
-        total = pypto.cast(functools.reduce(pypto.add, parts), self.dtype)
-        pypto.assemble(total, [first, 0], argument)
+                store(self.value_sums, 0, a.d_value)
 
     def of_sinks(self) -> None:
         """Adds the terms of all tokens to ``d_sinks``, 64 tokens at a time."""
@@ -243,10 +213,8 @@ def program(a: Arguments, facts: Facts) -> None:
     for row, sequence, (visible,) in query_tiles(
         facts, a.query_lengths, a.key_lengths, tokens, capacity(a, facts), name="SFAG"
     ):
-        # each case in a loop of its own: conditions side by side multiply the paths to compile
-        for part in range(PARTS):
-            for _ in loop(f"SFAG_PART{part}", (visible > 0) * (row % PARTS == part)):
-                backward.token(row, sequence, visible, part)
+        for part in parts_of("SFAG", row, visible):
+            backward.token(row, sequence, visible, part)
         for _ in loop("SFAG_NONE", visible <= 0):
             backward.nothing(row)
     for _ in after_all("SFAG_RESULTS"):

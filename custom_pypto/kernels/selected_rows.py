@@ -31,10 +31,9 @@ class KeyFacts(QueryFacts):
 
 
 def capacity(a: Arguments, facts: KeyFacts):
-    """Keys that one sequence can have."""
-    if facts.block_size:
-        return a.block_table.shape[1] * facts.block_size
-    return a.key.shape[0]
+    """Rows that one sequence can have."""
+    rows = a.block_table.shape[1] * facts.block_size if facts.block_size else a.key.shape[0]
+    return pypto.min(rows, MOST_ROWS)  # int64, as query_tiles needs it
 
 
 def selected_rows(a: Arguments, facts: KeyFacts, row, sequence, visible, splits: Callable) -> tuple:

@@ -14,19 +14,24 @@ from .common import rows
 PAGE = 128  # rows
 
 
-def spans(lengths: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """The first row and the number of rows of each packed sequence, from its prefix sum."""
-    ends = lengths.clamp(0, total).cummax(0).values
-    starts = pad(ends[:-1], (1, 0))
-    return starts, ends - starts
+def spans(lengths: Tensor, total: int, ratio: int = 1) -> tuple[Tensor, Tensor]:
+    """The first row and the number of tokens of each packed sequence, from the prefix sums of
+    tokens, ``ratio`` of which share a row.
+    """
+    ends = lengths.clamp(min=0).cummax(0).values.long()
+    tokens = ends - pad(ends[:-1], (1, 0))
+    rows = torch.div(tokens, ratio, rounding_mode="floor")
+    starts = pad(rows.cumsum(0)[:-1], (1, 0)).clamp(max=total)
+    tokens = torch.minimum(tokens, (total - starts) * ratio + ratio - 1)
+    return starts.int(), tokens.int()
 
 
-def counts(lengths: Tensor | None, key: Tensor) -> Tensor:
-    """Rows of each sequence of ``[B, S2, 1, W]``."""
+def counts(lengths: Tensor | None, key: Tensor, ratio: int = 1) -> Tensor:
+    """Tokens of each sequence of ``[B, S2, 1, W]``, whose rows have ``ratio`` tokens each."""
     batch, most = key.shape[:2]
     if lengths is None:
-        return torch.full((batch,), most, dtype=torch.int32, device=key.device)
-    return lengths.clamp(max=most)
+        return torch.full((batch,), most * ratio, dtype=torch.int32, device=key.device)
+    return lengths.clamp(max=most * ratio + ratio - 1)
 
 
 def paged(
