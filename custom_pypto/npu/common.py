@@ -164,6 +164,12 @@ def rows(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(-1, tensor.size(-1))
 
 
+def by_head(x: Tensor, count: int) -> Tensor:
+    """``[..., heads, W]`` as ``[tokens * count, W]``, with zeros behind the heads of a token."""
+    heads, width = x.shape[-2:]
+    return rows(torch.nn.functional.pad(x.reshape(-1, heads, width), (0, 0, 0, count - heads)))
+
+
 def words(slots: Tensor) -> Tensor:
     """``slots`` as ``[1, words]`` int32; one of int64 is two words, the low one first."""
     return slots.contiguous().view(1, -1).view(torch.int32)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from .common import Arguments, KernelCall, Limits, name, program, query_lengths, rows
+from .common import Arguments, KernelCall, Limits, by_head, name, program, query_lengths, rows
 from .key_sequences import KeySequences, zero_sums
 
 OP = "npu_sparse_flash_attention_grad_pto"
@@ -51,20 +51,14 @@ def kernel_call(a: Arguments, results: tuple[Tensor, ...]) -> KernelCall | None:
 
 
 def _of_tokens(a: Arguments, facts, key_lengths: Tensor) -> dict[str, Tensor | None]:
-    heads, missing = a.query.size(-2), facts.rows - a.query.size(-2)
-
-    def padded(x: Tensor) -> Tensor:
-        """``[tokens, heads, W]`` with whole tiles of heads, the last ones zeros."""
-        return torch.nn.functional.pad(x.reshape(-1, heads, x.size(-1)), (0, 0, 0, missing))
-
     def statistic(x: Tensor) -> Tensor:
-        return rows(padded(x.unsqueeze(-1)))
+        return by_head(x.unsqueeze(-1), facts.rows)
 
     rope, sinks, total = a.query_rope, a.sinks, statistic(a.softmax_sum)
     tokens = a.sparse_indices.numel() // a.sparse_indices.size(-1)
     return dict(
-        query_and_d_out=rows(torch.cat([padded(a.query), padded(a.d_out)], 1)),
-        query_rope=None if rope is None else rows(padded(rope)),
+        query_and_d_out=by_head(torch.stack([a.query, a.d_out], -3), facts.rows),
+        query_rope=None if rope is None else by_head(rope, facts.rows),
         softmax_max=statistic(a.softmax_max),
         softmax_sum=total,
         indices=rows(a.sparse_indices),
