@@ -30,7 +30,6 @@ class Description(NamedTuple):
         dtypes: tensors whose dtypes on an NPU are other than bfloat16 and float16.
         absent: the value that stands for None in a GE attribute, which cannot hold None.
         overload: the name of the overload beside the default one.
-        overload_on_npu: whether an NPU has a program of that overload.
         omitted: arguments that only that overload has, and the values that the default one implies.
         notes: paragraphs for readers of the GE prototype, on facts that its declaration lacks.
     """
@@ -39,7 +38,6 @@ class Description(NamedTuple):
     dtypes: dict[str, Dtypes] = {}
     absent: dict[str, object] = {}
     overload: str = ""
-    overload_on_npu: bool = True
     omitted: dict[str, object] = {}
     notes: tuple[str, ...] = ()
 
@@ -55,7 +53,6 @@ OPS = {
             "block_table": INT32,
         },
         overload="return_value",
-        overload_on_npu=False,
         omitted={"return_value": False},
         notes=("query and key share a dtype, weights have that one or float32.",),
     ),
@@ -189,6 +186,19 @@ TRAINING = {
     ),
     "npu_lightning_indexer_grad_pto": Description(
         outputs={"d_query": HALF, "d_key": HALF, "d_weights": FLOAT},
+        dtypes={
+            "dy": FLOAT,
+            "sparse_indices": INT32,
+            "weights": FLOAT,
+            "actual_seq_lengths_query": INT32,
+            "actual_seq_lengths_key": INT32,
+            "block_table": INT32,
+        },
+        absent={"layout_key": ""},
+        notes=(
+            "query and key share a dtype, dy and weights have that one or float32.",
+            'layout_key "" stands for None of the schema: as layout.',
+        ),
     ),
     "npu_sparse_lightning_indexer_grad_kl_loss_pto": Description(outputs=_KL),
     "npu_dense_lightning_indexer_softmax_lse_pto": Description(
@@ -197,7 +207,8 @@ TRAINING = {
     "npu_dense_lightning_indexer_grad_kl_loss_pto": Description(outputs=_KL),
 }
 # those with NPU programs; the others are rejected on an NPU
-OPS |= {op: TRAINING[op] for op in ("npu_sparse_flash_attention_grad_pto",)}
+_PROGRAMS = ("npu_sparse_flash_attention_grad_pto", "npu_lightning_indexer_grad_pto")
+OPS |= {op: TRAINING[op] for op in _PROGRAMS}
 # linear layers over stored weights, on the CPU only: torch_npu has its own
 WEIGHTS = {"weight_only_linear": Description(outputs={"out": FLOAT})}
 ALL_OPS = OPS | TRAINING | WEIGHTS
@@ -208,10 +219,9 @@ def variant(op: str, overload: str) -> str:
     return f"{op}_{overload}" if overload else op
 
 
-def with_programs(description: Description) -> tuple[str, ...]:
-    """The names of the overloads of which an NPU has programs, the default one first."""
-    other = description.overload if description.overload_on_npu else ""
-    return tuple(dict.fromkeys(["", other]))
+def overload_names(description: Description) -> tuple[str, ...]:
+    """The names of the overloads, the default one first."""
+    return tuple(dict.fromkeys(["", description.overload]))
 
 
 def ge_type(name: str) -> str:
@@ -225,7 +235,7 @@ def ge_types() -> tuple[str, ...]:
     return tuple(
         ge_type(variant(op, overload))
         for op, description in OPS.items()
-        for overload in with_programs(description)
+        for overload in overload_names(description)
     )
 
 

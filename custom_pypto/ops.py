@@ -103,8 +103,7 @@ def npu_lightning_indexer_pto(
             ``(len_k - len_q + i + 1) // r``, those whose tokens are all known to it; with
             ``sparse_mode`` 0, all. Positions are rows of the sequence. For ``TND``, its rows follow
             those of the sequences before it.
-        return_value: return the scores of the positions too. On the CPU only: an NPU has no program
-            of it yet.
+        return_value: return the scores of the positions too.
         standard: the remaining keywords of ``torch_npu.npu_lightning_indexer``, each with its only
             supported value: ``pre_tokens`` and ``next_tokens`` 2**63 - 1.
     Returns:

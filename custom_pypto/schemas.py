@@ -6,7 +6,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from .descriptions import ALL_OPS, with_programs
+from .descriptions import ALL_OPS, overload_names
 from .standard import check_keywords
 
 Parameters = ParamSpec("Parameters")
@@ -22,13 +22,7 @@ def overload(op: str, name: str = "") -> torch._ops.OpOverload:
 @functools.cache
 def overloads(op: str) -> tuple[torch._ops.OpOverload, ...]:
     """All overloads, the default one first; the last one has every argument of the op."""
-    return tuple(overload(op, name) for name in dict.fromkeys(["", ALL_OPS[op].overload]))
-
-
-@functools.cache
-def programs(op: str) -> tuple[torch._ops.OpOverload, ...]:
-    """The overloads of which an NPU has programs."""
-    return tuple(overload(op, name) for name in with_programs(ALL_OPS[op]))
+    return tuple(overload(op, name) for name in overload_names(ALL_OPS[op]))
 
 
 def given(op: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -142,8 +142,8 @@ def npu_lightning_indexer_grad_pto(
         ``d_query``, ``d_key`` and ``d_weights``, of the shape and dtype of their tensor. Padding,
         tokens without a valid index, and keys that no token selects get zeros.
     Raises:
-        RuntimeError: a constraint above is violated; the message names the argument. On an NPU: it
-            has no program of this op yet.
+        RuntimeError: a constraint above is violated, or on an NPU a limit of its program; the
+            message names the argument.
 
     Example:
         >>> import torch

@@ -14,7 +14,7 @@ import cases
 import torch
 from torch import Tensor
 
-from custom_pypto.descriptions import OPS, with_programs
+from custom_pypto.descriptions import OPS, overload_names
 from custom_pypto.graph import prototypes
 
 # written again and not imported from ge_executor: the tests must not share its mistakes
@@ -29,7 +29,7 @@ WEIGHTS += ("wq_b", "wq_b_scale", "wk", "weights_proj", "ln_gamma_k", "ln_beta_k
 OVERLOADS = [
     f"{op}.{name}" if name else op
     for op, description in OPS.items()
-    for name in with_programs(description)
+    for name in overload_names(description)
 ]
 
 

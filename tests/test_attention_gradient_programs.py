@@ -1,8 +1,6 @@
 """The gradients of sparse attention as an NPU program: in the interpreter and as generated code."""
 
-import functools
 import importlib.util
-import shutil
 
 import pytest
 import torch
@@ -15,12 +13,13 @@ from cases.npu_programs import (
     calls,
     check_by_its_rule,
     gradient_case,
+    needs_gcc,
+    pypto_0_2_0_only,
 )
 
 import custom_pypto
 from custom_pypto import reference
 from custom_pypto.reference import MODULES
-from custom_pypto.requirements import installed_version
 
 if importlib.util.find_spec("pypto") is None:
     pytest.skip("the sim extra is not installed", allow_module_level=True)
@@ -34,26 +33,11 @@ import pypto  # noqa: E402
 from custom_pypto.kernels import npu_sparse_flash_attention_grad_pto as kernels  # noqa: E402
 from custom_pypto.kernels import selected_rows  # noqa: E402
 
+pytest_plugins = ["program_fixtures"]
 pytestmark = pytest.mark.sim
+PROGRAMS = [kernels]
 OP = "npu_sparse_flash_attention_grad_pto"
-needs_gcc = pytest.mark.skipif(
-    shutil.which("g++") is None, reason="g++, which compiles the generated code, is not installed"
-)
 SMALL = dict(lengths_query=[5], lengths_key=[300], sparse_count=64)
-
-
-@pytest.fixture(autouse=True)
-def no_result_by_chance():
-    """NaN in fresh memory: a result that a program does not write is wrong in every run."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def interpreted():
-    with simulation.on_cpu():
-        yield
 
 
 @pytest.mark.parametrize(
@@ -104,14 +88,8 @@ def test_the_bits_of_every_sum_are_fixed():
     assert all(map(torch.equal, map(torch.nan_to_num, first), map(torch.nan_to_num, second)))
 
 
-@pytest.fixture
-def fresh_kernels(monkeypatch):
-    """Kernels of the program that a test changes are the test's own."""
-    monkeypatch.setattr(kernels, "kernel", functools.cache(kernels.kernel.__wrapped__))
-
-
 @needs_gcc
-@pytest.mark.skipif(installed_version("pypto") != "0.2.0", reason="a mistake of PyPTO 0.2.0 only")
+@pypto_0_2_0_only
 def test_a_missing_barrier_is_found(monkeypatch, fresh_kernels):
     """The terms of the sinks are an argument with a dynamic dim."""
     monkeypatch.setattr(kernels, "after_all", lambda name: kernels.loop(name, 1))

@@ -6,6 +6,7 @@ import cases
 import pytest
 import torch
 from cases import on_meta, without_nan
+from cases.npu_index_programs import index_gradient_case
 from cases.npu_programs import attention_case, fused_case, gradient_case, index_case
 from cases.npu_sparse_attention_pto import CACHES
 
@@ -56,6 +57,12 @@ CALLS = {
     ),
     "npu_sparse_flash_attention_grad_pto": lambda layout: gradient_case(
         [2, 1], [300, 40], sparse_count=64, layout_query=layout, sinks=(-9, 9)
+    ),
+    "npu_lightning_indexer_pto.return_value": lambda layout: (
+        index_case([2, 1], [300, 40], layout_query=layout) | dict(return_value=True)
+    ),
+    "npu_lightning_indexer_grad_pto": lambda layout: index_gradient_case(
+        [2, 1], [300, 40], sparse_count=64, layout_query=layout
     ),
     "npu_sparse_attention_pto": lambda layout: fused_case([300, 40], 2),
 }

@@ -10,7 +10,7 @@ from torchair.ge import Tensor
 from .. import npu
 from ..descriptions import OPS, variant
 from ..graph import ops
-from ..schemas import bound, programs
+from ..schemas import bound, overloads
 
 # the number of a symbol in this call; an older torch has it by the second name
 HINTS = ("optimization_hint", "hint_int")
@@ -18,9 +18,9 @@ hint = next(getattr(symbolic_shapes, name) for name in HINTS if hasattr(symbolic
 
 
 def register(op: str) -> None:
-    """Registers the converters of an op's programs with torchair, which calls them by the names of
+    """Registers the converters of an op with torchair, which calls them by the names of
     the schemas."""
-    for overload in programs(op):
+    for overload in overloads(op):
         _register(op, overload)
 
 

@@ -54,6 +54,33 @@ def lightning_indexer_pto(
     return node("npu_lightning_indexer_pto", locals())
 
 
+def lightning_indexer_pto_return_value(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_key: Tensor | None = None,
+    block_table: Tensor | None = None,
+    *,
+    layout_query: str = "BSND",
+    layout_key: str = "PA_BSND",
+    sparse_count: int = 2048,
+    sparse_mode: int = 3,
+    cmp_ratio: int = 1,
+    return_value: bool,
+) -> tuple[Tensor, Tensor]:
+    """GE operator ``LightningIndexerPtoReturnValue``.
+
+    Prototype: npu_lightning_indexer_pto_return_value.h. Meaning and shapes:
+    :func:`custom_pypto.npu_lightning_indexer_pto`.
+
+    Returns:
+        sparse_indices: int32.
+        sparse_values: bfloat16 or float16.
+    """
+    return node("npu_lightning_indexer_pto", locals(), "return_value")
+
+
 def sparse_flash_attention_pto(
     query: Tensor,
     key: Tensor,
@@ -342,3 +369,31 @@ def sparse_flash_attention_grad_pto(
         d_sinks: float32.
     """
     return node("npu_sparse_flash_attention_grad_pto", locals())
+
+
+def lightning_indexer_grad_pto(
+    query: Tensor,
+    key: Tensor,
+    dy: Tensor,
+    sparse_indices: Tensor,
+    weights: Tensor,
+    actual_seq_lengths_query: Tensor | None = None,
+    actual_seq_lengths_key: Tensor | None = None,
+    block_table: Tensor | None = None,
+    *,
+    layout: str = "BSND",
+    sparse_mode: int = 3,
+    layout_key: str = "",
+    cmp_ratio: int = 1,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """GE operator ``LightningIndexerGradPto``.
+
+    Prototype: npu_lightning_indexer_grad_pto.h. Meaning and shapes:
+    :func:`custom_pypto.npu_lightning_indexer_grad_pto`.
+
+    Returns:
+        d_query: bfloat16 or float16.
+        d_key: bfloat16 or float16.
+        d_weights: bfloat16, float16 or float32.
+    """
+    return node("npu_lightning_indexer_grad_pto", locals())

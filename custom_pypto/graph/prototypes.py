@@ -5,7 +5,7 @@ import dataclasses
 from typing import Any
 
 from ..descriptions import HALF, OPS, Description, ge_type, variant
-from ..schemas import overload, programs
+from ..schemas import overload, overloads
 
 # schema type -> GE's kind of attribute
 KINDS = {"int": "Int", "float": "Float", "str": "String", "bool": "Bool"}
@@ -72,7 +72,7 @@ def prototypes() -> list[Prototype]:
     return [
         prototype(one._schema, description)
         for op, description in OPS.items()
-        for one in programs(op)
+        for one in overloads(op)
     ]
 
 

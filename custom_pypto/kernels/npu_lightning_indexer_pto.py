@@ -32,6 +32,7 @@ from . import DTYPES, Arguments, arguments, begin_task, end_task, loop, runtime_
 from .pypto_versions import (
     begin_sort,
     behind,
+    infinite_where,
     jit,
     padded_row,
     places_or_minus_one,
@@ -90,6 +91,7 @@ class Facts(SelectorFacts, QueryFacts):
     dtype: str  # of query and key
     weights_dtype: str
     ready_on_host: bool
+    values: bool = False  # whether the scores are results, too
 
     @property
     def rows_behind_query(self) -> int:
@@ -288,8 +290,27 @@ def write_indices(indices, row, g, value, place):
     pypto.assemble(pypto.view(place, [1, indices.shape[1]], [0, 0]), [row + g, 0], indices)
 
 
+def write_selection(a: Arguments, row, g, value, place) -> None:
+    """The indices, and the values unless these are None."""
+    write_indices(a.indices, row, g, value, place)
+    if a.values is not None:
+        value = infinite_where(pypto.lt(value, LOWEST), value)
+        value = pypto.cast(value, a.values.dtype)
+        pypto.assemble(pypto.view(value, [1, a.values.shape[1]], [0, 0]), [row + g, 0], a.values)
+
+
+def write_nothing(a: Arguments, row, count: int) -> None:
+    nothing = pypto.full([1, count], -1, I32)
+    pypto.assemble(nothing, [row, 0], a.indices)
+    if a.values is not None:
+        zeros = pypto.full([1, count], 0.0, F32)
+        value = infinite_where(pypto.eq(zeros, 0.0), zeros)
+        pypto.assemble(pypto.cast(value, a.values.dtype), [row, 0], a.values)
+
+
 def program(a: Arguments, facts: Facts, selector: Callable = Selector) -> None:
-    """Fills every row of ``indices [T, sparse_count]``: best first, then -1.
+    """Fills every row of ``indices [T, sparse_count]``: best first, then -1; and of ``values``,
+    their scores and -inf, or None.
 
     The other arguments are those of :class:`Selector` and :func:`query_tiles`.
     """
@@ -302,9 +323,8 @@ def program(a: Arguments, facts: Facts, selector: Callable = Selector) -> None:
         for _ in loop(f"LI_NONE{len(visible)}", widest(visible) <= 0):
             pypto.set_vec_tile_shapes(1, select.width)
             for g in range(len(visible)):
-                nothing = pypto.full([1, facts.sparse_count], -1, I32)
-                pypto.assemble(nothing, [row + g, 0], a.indices)
-        select(row, sequence, visible, functools.partial(write_indices, a.indices, row))
+                write_nothing(a, row + g, facts.sparse_count)
+        select(row, sequence, visible, functools.partial(write_selection, a, row))
 
 
 def options(facts: Facts) -> dict:
@@ -334,7 +354,8 @@ def kernel(facts: Facts) -> Callable:
         key_lengths: pypto.Tensor([D], I32),
         block_table: pypto.Tensor([D, D], I32),
         indices: pypto.Tensor([D, S], I32),
+        values: pypto.Tensor([D, S], dtype),
     ):
-        program(arguments(locals()), facts)
+        program(arguments(locals(), () if facts.values else ("values",)), facts)
 
     return npu_lightning_indexer_pto

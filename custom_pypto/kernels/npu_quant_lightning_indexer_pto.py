@@ -104,6 +104,6 @@ def kernel(facts: Facts) -> Callable:
         block_table: pypto.Tensor([D, D], I32),
         indices: pypto.Tensor([D, S], I32),
     ):
-        program(arguments(locals()), facts)
+        program(arguments(locals(), ("values",)), facts)
 
     return npu_quant_lightning_indexer_pto

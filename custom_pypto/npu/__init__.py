@@ -38,7 +38,7 @@ from .. import kernel_packages
 from ..descriptions import OPS, TRAINING, WEIGHTS
 from ..graph.prototypes import prototype
 from ..requirements import pypto_problem
-from ..schemas import bound, overloads, programs
+from ..schemas import bound, overloads
 from .aclnn import Operator
 from .common import Arguments, Launch, on_device, prepared
 
@@ -121,7 +121,7 @@ def eager(launch: Launch) -> dict[str, Callable]:
 def _functions(call: Callable, launch: Launch) -> dict[str, Callable]:
     functions: dict[str, Callable] = {}
     for op in OPS:
-        for overload in programs(op):
+        for overload in overloads(op):
             name = overload.name().removeprefix("custom_pypto::")
             functions[name] = functools.partial(call, op, overload, launch)
         if hasattr(_module(op), "backward"):
@@ -148,18 +148,7 @@ def _on_cpu_only(op: str, /, *args, **kwargs):
     )
 
 
-def _without_program_of(other: torch._ops.OpOverload, /, *args, **kwargs):
-    op, argument = other._schema.name.removeprefix("custom_pypto::"), other._schema.overload_name
-    raise RuntimeError(
-        f"{op}: {argument} must be False on an NPU, which has no program of it yet, got True; call "
-        f"it on the CPU, or call torch_npu.{op.removesuffix('_pto')}"
-    )
-
-
 for _name in TRAINING.keys() - OPS.keys():
     _library.impl(_name, functools.partial(_without_program, _name), "PrivateUse1")
 for _name in WEIGHTS:
     _library.impl(_name, functools.partial(_on_cpu_only, _name), "PrivateUse1")
-for _op in OPS:
-    for _other in set(overloads(_op)) - set(programs(_op)):
-        _library.impl(_other, functools.partial(_without_program_of, _other), "PrivateUse1")

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .common import Arguments, KernelCall, Limits, name, padded, program, query_lengths, rows
@@ -39,22 +40,32 @@ def check_query(limits: Limits) -> None:
     limits.heads(64)
 
 
-def kernel_call(a: Arguments, out: Tensor) -> KernelCall | None:
-    if is_filled(a, out):
+def kernel_call(a: Arguments, results: Tensor | tuple[Tensor, Tensor]) -> KernelCall | None:
+    out, values = results if isinstance(results, tuple) else (results, None)
+    if not a.return_value:
+        values = None
+    if is_filled(a, out, values):
         return None
     made: dict[str, Any] = {}
     if a.layout_key != "PA_BSND":
         caches, lengths, table = paged(a.layout_key, a.actual_seq_lengths_key, dict(key=a.key))
         a = Arguments(**vars(a) | caches | dict(block_table=table, actual_seq_lengths_key=lengths))
         made = dict(ready_on_host=False)  # lengths are computed on the device
-    facts = program(OP).Facts(**common_facts(OP, a, out) | made, cmp_ratio=a.cmp_ratio)
-    return KernelCall(facts, common_tensors(a, out, facts), written=("indices",))
+    made |= dict(cmp_ratio=a.cmp_ratio, values=values is not None)
+    facts = program(OP).Facts(**common_facts(OP, a, out) | made)
+    tensors = common_tensors(a, out, facts)
+    if values is None:
+        return KernelCall(facts, tensors | dict(values=None), written=("indices",))
+    values = values.view(-1, a.sparse_count)
+    return KernelCall(facts, tensors | dict(values=values), written=("indices", "values"))
 
 
-def is_filled(a: Arguments, out: Tensor) -> bool:
+def is_filled(a: Arguments, out: Tensor, values: Tensor | None = None) -> bool:
     """Whether no token sees a key, so that there is nothing to launch."""
     if a.key.numel() == 0 or (a.block_table is not None and a.block_table.numel() == 0):
         out.fill_(-1)
+        if values is not None:
+            values.fill_(-torch.inf)
         return True
     return out.numel() == 0
 

@@ -1,5 +1,7 @@
 """Arguments of ``npu_lightning_indexer_grad_pto``."""
 
+import functools
+
 import torch
 
 from custom_pypto.reference.npu_lightning_indexer_grad_pto import with_gradient
@@ -36,6 +38,9 @@ def inputs(
     # beside an index without a key nothing is read
     x["dy"] = dy.masked_fill(x["sparse_indices"] == -1, torch.nan)
     return x
+
+
+on_npu = functools.partial(inputs, dim=128, dtype=torch.bfloat16)
 
 
 def not_default() -> dict:
@@ -101,3 +106,49 @@ def rejected() -> list:
         *strided_rows(row, pa, ["key"]),
         *none(row, pa, optional),
     ]
+
+
+def unsupported_on_npu() -> list:
+    x = on_npu([2, 2], [20, 5])
+    row = table(OP, "index-grad", x)
+    return [
+        row(
+            "dtype",
+            "query.dtype must be bfloat16 or float16 on an NPU, got float32; convert it",
+            on_npu([2], [20], dtype=torch.float32),
+        ),
+        row(
+            "heads",
+            "query.size(2) must be at most 64 on an NPU, got 65",
+            on_npu([2], [5], heads=65),
+        ),
+        row(
+            "strides",
+            "key must be contiguous on an NPU, got strides",
+            on_npu([2, 2], [20, 5], strided=True),
+        ),
+        row(
+            "table",
+            "block_table.size(1) must be at most 8192 on an NPU, got 8193",
+            block_table=x["block_table"].new_zeros(2, 2**13 + 1),
+        ),
+    ]
+
+
+def graph_calls() -> dict[str, list[dict]]:
+    """As autograd calls the op, which names the layout of the keys, and as torch_npu's."""
+    packed = on_npu([3, 1], [50, 4], layout_query="TND", layout_key="TND", dtype=torch.float16)
+    del packed["layout_key"]
+    float32 = dict(weights_dtype=torch.float32, dy_dtype=torch.float32)
+    return {
+        "sizes": [
+            on_npu([2, 1], [20, 5]),
+            on_npu([3, 3, 2], [50, 2, 8], heads=7, dim=48, block_size=32),
+        ],
+        "packed": [packed],
+        "compressed": [not_default()],
+        "no-query-lengths": [
+            on_npu([3, 3], [20, 5], layout_key="BSND", **float32)
+            | dict(actual_seq_lengths_query=None, actual_seq_lengths_key=None)
+        ],
+    }

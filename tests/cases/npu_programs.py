@@ -1,5 +1,6 @@
 """Calls of the ops that the NPU programs take, and what their results must be."""
 
+import shutil
 from collections.abc import Collection
 
 import pytest
@@ -9,6 +10,7 @@ from numerics import assert_close_to_rows, assert_same_selection, reference
 import custom_pypto
 from custom_pypto.descriptions import OPS
 from custom_pypto.reference import MODULES
+from custom_pypto.requirements import installed_version
 
 from . import copied
 from .npu_kv_quant_sparse_flash_attention_pto import inputs as int8_attention_inputs
@@ -18,6 +20,12 @@ from .npu_sparse_attention_pto import CACHES, fused_inputs
 from .npu_sparse_flash_attention_grad_pto import inputs as gradient_inputs
 from .npu_sparse_flash_attention_pto import inputs as attention_inputs
 
+needs_gcc = pytest.mark.skipif(
+    shutil.which("g++") is None, reason="g++, which compiles the generated code, is not installed"
+)
+pypto_0_2_0_only = pytest.mark.skipif(
+    installed_version("pypto") != "0.2.0", reason="a mistake of PyPTO 0.2.0 only"
+)
 HALF = [torch.bfloat16, torch.float16]
 # probabilities are rounded before they meet the values, the result once more
 ATTENTION_TOLERANCE = {torch.bfloat16: 2**-6, torch.float16: 2**-9}
@@ -287,6 +295,7 @@ VERIFIED = [
         "npu_lightning_indexer_pto",
         "npu_sparse_flash_attention_pto",
         "npu_sparse_flash_attention_grad_pto",
+        "npu_lightning_indexer_grad_pto",
         "npu_sparse_attention_pto",
         "npu_quant_lightning_indexer_pto",
         "npu_kv_quant_sparse_flash_attention_pto",
