@@ -155,7 +155,21 @@ OPS = {
     ),
 }
 
-_KL = {"d_query_index": HALF, "d_key_index": HALF, "d_weights": FLOAT, "loss": FLOAT32}
+_KL = Description(
+    outputs={"d_query_index": HALF, "d_key_index": HALF, "d_weights": FLOAT, "loss": FLOAT32},
+    dtypes={
+        "weights": FLOAT,
+        "sparse_indices": INT32,
+        "softmax_max": FLOAT32,
+        "softmax_sum": FLOAT32,
+    },
+    absent={"actual_seq_qlen": (), "actual_seq_klen": ()},
+    notes=(
+        "all floating-point tensors but weights and the statistics share a dtype, weights have "
+        "that one or float32.",
+        "Lengths without an element stand for None of the schema: every row counts.",
+    ),
+)
 
 # gradients and losses
 TRAINING = {
@@ -200,14 +214,18 @@ TRAINING = {
             'layout_key "" stands for None of the schema: as layout.',
         ),
     ),
-    "npu_sparse_lightning_indexer_grad_kl_loss_pto": Description(outputs=_KL),
+    "npu_sparse_lightning_indexer_grad_kl_loss_pto": _KL,
     "npu_dense_lightning_indexer_softmax_lse_pto": Description(
         outputs={"softmax_max_index": FLOAT32, "softmax_sum_index": FLOAT32},
     ),
-    "npu_dense_lightning_indexer_grad_kl_loss_pto": Description(outputs=_KL),
+    "npu_dense_lightning_indexer_grad_kl_loss_pto": Description(outputs=_KL.outputs),
 }
 # those with NPU programs; the others are rejected on an NPU
-_PROGRAMS = ("npu_sparse_flash_attention_grad_pto", "npu_lightning_indexer_grad_pto")
+_PROGRAMS = (
+    "npu_sparse_flash_attention_grad_pto",
+    "npu_lightning_indexer_grad_pto",
+    "npu_sparse_lightning_indexer_grad_kl_loss_pto",
+)
 OPS |= {op: TRAINING[op] for op in _PROGRAMS}
 # linear layers over stored weights, on the CPU only: torch_npu has its own
 WEIGHTS = {"weight_only_linear": Description(outputs={"out": FLOAT})}

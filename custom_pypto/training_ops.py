@@ -214,8 +214,8 @@ def npu_sparse_lightning_indexer_grad_kl_loss_pto(
         ``d_query_index``, ``d_key_index`` and ``d_weights``, of the shape and dtype of their
         tensor, and ``loss``, float32 ``[1]``. Padding and tokens without a valid index add nothing.
     Raises:
-        RuntimeError: a constraint above is violated; the message names the argument. On an NPU: it
-            has no program of this op yet.
+        RuntimeError: a constraint above is violated, or on an NPU a limit of its program; the
+            message names the argument.
 
     Example:
         >>> import torch

@@ -19,7 +19,7 @@ from custom_pypto.graph import prototypes
 
 # written again and not imported from ge_executor: the tests must not share its mistakes
 # where a protobuf attribute holds a value of each of GE's types that the prototypes use
-FIELDS = {"VT_INT": "i", "VT_FLOAT": "f", "VT_STRING": "s", "VT_BOOL": "b"}
+FIELDS = {"VT_INT": "i", "VT_FLOAT": "f", "VT_STRING": "s", "VT_BOOL": "b", "VT_LIST_INT": "list"}
 # arguments whose sizes are constants of a graph, as those of a module's parameters
 WEIGHTS = ("w_dq", "w_uq_qr", "w_uk", "w_dkv_kr", "gamma_cq", "gamma_ckv")
 WEIGHTS += ("w_idx_qb", "w_idx_k", "w_idx_proj", "in_gamma_k", "in_beta_k")

@@ -62,9 +62,10 @@ def test_an_attribute_that_a_converter_drops_is_found(op, attribute, monkeypatch
     default = inspect.signature(right).parameters[attribute].default
 
     def wrong(*inputs, **attributes):
-        value = attributes[attribute]
-        other = False if isinstance(value, bool) else type(value)(1)
-        attributes[attribute] = other if default is inspect.Parameter.empty else default
+        value, other = attributes[attribute], default
+        if default is inspect.Parameter.empty:
+            other = False if isinstance(value, bool) else type(value)(1)
+        attributes[attribute] = other
         return right(*inputs, **attributes)
 
     monkeypatch.setattr(ops, constructor(op), wrong)

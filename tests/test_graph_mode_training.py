@@ -1,9 +1,10 @@
-"""Forward and backward of sparse attention in graphs, on the host stand-in for CANN."""
+"""Training in graphs, on the host stand-in for CANN."""
 
 import ge_graphs
 import pytest
 import torch
 from cases.npu_sparse_flash_attention_pto import on_npu as attend
+from cases.npu_sparse_lightning_indexer_grad_kl_loss_pto import on_npu as loss_inputs
 from npu_calls import on_npu, same
 
 import custom_pypto
@@ -53,3 +54,19 @@ def test_torchair_compiles_a_step_with_its_backward():
     types = [node.type for graph in graphs for node in ge_graphs.nodes(graph)]
     assert types == ["SparseFlashAttentionPtoSoftmaxLse", "SparseFlashAttentionGradPto"]
     assert all(map(same, (loss.detach().view(1), *got), step(x)))
+
+
+def test_other_lengths_of_the_host_are_compiled_anew():
+    """They are attributes of the node, which hold no symbols."""
+    calls = [on_npu(loss_inputs(lengths, [20, 9])) for lengths in ([2, 3], [4, 1])]
+
+    def loss_of(x, qlen):
+        arguments = x | dict(actual_seq_qlen=qlen)
+        return custom_pypto.npu_sparse_lightning_indexer_grad_kl_loss_pto(**arguments)
+
+    with ge_graphs.converted() as graphs:
+        compiled = ge_graphs.compiled(loss_of, dynamic=True)
+        for x in calls:
+            qlen = x.pop("actual_seq_qlen")
+            assert all(map(same, compiled(x, qlen), loss_of(x, qlen)))
+    assert len(graphs) == 2

@@ -30,7 +30,7 @@ def _register(op: str, overload: torch._ops.OpOverload) -> None:
     constructor = variant(op, schema.overload_name).removeprefix("npu_")
 
     def convert(*args, **kwargs):
-        arguments = bound(op, args, kwargs)
+        arguments = {n: of_host(value) for n, value in bound(op, args, kwargs).items()}
         check(op, arguments)
         tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
         infer_shapes_anew(tensors[0])
@@ -49,6 +49,14 @@ def _register(op: str, overload: torch._ops.OpOverload) -> None:
     convert.__name__ = convert.__qualname__ = f"convert_{variant(op, schema.overload_name)}"
     convert.__doc__ = f"NB: func: {str(schema).removeprefix('custom_pypto::')}"
     register_fx_node_ge_converter(overload)(convert)
+
+
+def of_host(value):
+    """A list of integers as constants, also if some are symbols: a call with others is compiled
+    anew, as GE's attributes hold no symbols.
+    """
+    listed = value.meta if isinstance(value, Tensor) else value
+    return [int(n) for n in listed] if isinstance(listed, list | tuple) else value
 
 
 def check(op: str, arguments: dict[str, Any]) -> None:

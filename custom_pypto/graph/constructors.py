@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING
 from .prototypes import node
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torchair.ge import Tensor
 '''
 
@@ -76,7 +78,8 @@ def _parameters(prototype: Prototype) -> Iterator[str]:
         value = attribute.default
         text = json.dumps(value) if isinstance(value, str) else repr(value)
         given = "" if attribute.required else f" = {text}"
-        yield f"{attribute.name}: {attribute.type}{given}"
+        type = {"listInt": "Sequence[int]"}.get(attribute.type, attribute.type)
+        yield f"{attribute.name}: {type}{given}"
 
 
 def _described(output: Tensor, written: bool) -> str:

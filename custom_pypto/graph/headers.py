@@ -59,6 +59,9 @@ def _attribute(attribute: Attribute) -> str:
     if attribute.required:
         return f"REQUIRED_ATTR({attribute.name}, {attribute.kind})"
     default = attribute.default
+    if attribute.type == "listInt":
+        text = ", ".join(map(str, default))  # type: ignore[call-overload]
+        return f"ATTR({attribute.name}, {attribute.kind}, {{{text}}})"
     # C++ writes numbers as Python does, and strings and booleans as JSON
     text = json.dumps(default) if isinstance(default, str | bool) else repr(default)
     return f"ATTR({attribute.name}, {attribute.kind}, {text})"

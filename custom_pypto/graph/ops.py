@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 from .prototypes import node
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torchair.ge import Tensor
 
 
@@ -397,3 +399,36 @@ def lightning_indexer_grad_pto(
         d_weights: bfloat16, float16 or float32.
     """
     return node("npu_lightning_indexer_grad_pto", locals())
+
+
+def sparse_lightning_indexer_grad_kl_loss_pto(
+    query: Tensor,
+    key: Tensor,
+    query_index: Tensor,
+    key_index: Tensor,
+    weights: Tensor,
+    sparse_indices: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    *,
+    scale_value: float,
+    actual_seq_qlen: Sequence[int] = (),
+    actual_seq_klen: Sequence[int] = (),
+    layout: str = "BSND",
+    sparse_mode: int = 3,
+    cmp_ratio: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """GE operator ``SparseLightningIndexerGradKlLossPto``.
+
+    Prototype: npu_sparse_lightning_indexer_grad_kl_loss_pto.h. Meaning and shapes:
+    :func:`custom_pypto.npu_sparse_lightning_indexer_grad_kl_loss_pto`.
+
+    Returns:
+        d_query_index: bfloat16 or float16.
+        d_key_index: bfloat16 or float16.
+        d_weights: bfloat16, float16 or float32.
+        loss: float32.
+    """
+    return node("npu_sparse_lightning_indexer_grad_kl_loss_pto", locals())

@@ -2,13 +2,14 @@
 nodes of them, which torchair makes."""
 
 import dataclasses
+import re
 from typing import Any
 
 from ..descriptions import HALF, OPS, Description, ge_type, variant
 from ..schemas import overload, overloads
 
-# schema type -> GE's kind of attribute
-KINDS = {"int": "Int", "float": "Float", "str": "String", "bool": "Bool"}
+# type of an attribute, as CANN's lists of operators name it -> GE's kind
+KINDS = {"int": "Int", "float": "Float", "str": "String", "bool": "Bool", "listInt": "ListInt"}
 
 
 # torchair's names of kinds, where they differ from GE's
@@ -31,7 +32,7 @@ class Tensor:
 @dataclasses.dataclass(frozen=True)
 class Attribute:
     name: str
-    type: str  # in Python
+    type: str
     required: bool
     default: object  # None if required
 
@@ -42,7 +43,7 @@ class Attribute:
     @property
     def vt(self) -> str:
         """GE's name of the type of its value: VT_INT, ..."""
-        return f"VT_{self.kind.upper()}"
+        return f"VT_{'_'.join(re.findall('[A-Z][a-z]+', self.kind)).upper()}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,9 +113,11 @@ def prototype(schema, description: Description) -> Prototype:
 
 def _attribute(op: str, argument, type: str, optional: bool, description: Description) -> Attribute:
     name, default = argument.name, argument.default_value
+    type = {"List[int]": "listInt"}.get(type, type)
     if type not in KINDS:
         raise PrototypeError(
-            f"{op}: {name} must be Tensor or one of {', '.join(KINDS)} for GE, got {argument.type}"
+            f"{op}: {name} must be Tensor or one of int, float, str, bool, int[] for GE, got "
+            f"{argument.type}"
         )
     if optional != (name in description.absent):
         raise PrototypeError(

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pypto
 
 from .npu_lightning_indexer_pto import in_float32
+from .pypto_versions import div
 
 F32 = pypto.DT_FP32
 LARGEST = 2.0**14
@@ -54,7 +55,7 @@ def scaled(d_scores, weights, columns: int) -> DScores:
     most = pypto.mul(pypto.amax(pypto.abs(d_scores), dim=-1, keepdim=True), heaviest)
     most = pypto.maximum(most, TINY)
     pypto.set_vec_tile_shapes(1, max(keys, columns))
-    to_largest = pypto.div(pypto.add(pypto.mul(most, 0.0), LARGEST), most)
+    to_largest = div(pypto.add(pypto.mul(most, 0.0), LARGEST), most)
     unit = pypto.add(pypto.full([1, columns], 0.0, F32), pypto.mul(most, 1 / LARGEST))
     return DScores(d_scores, pypto.mul(d_scores, to_largest), unit)
 

@@ -25,12 +25,13 @@ import pypto
 from . import DTYPES, Arguments, arguments, begin_task, end_task, loop, runtime_options
 from .gradient_tiling import GradientTiling
 from .index_gradients import DScores, d_products, scaled, unscaled, weights_of
-from .pypto_versions import after_all, behind, gathered, jit
+from .pypto_versions import after_all, behind, jit
 from .row_sums import add_rows, parts_of, row_tiles, store_total, sums_of
-from .selected_rows import MOST_ROWS, KeyFacts, capacity, selected_rows
+from .selected_rows import KeyFacts, capacity, gather_rows, selected_rows
 from .sequences import query_tiles
 
 F32, I32 = pypto.DT_FP32, pypto.DT_INT32
+D_SCORES = 2  # the scope of the gradients of scores; that of the selected rows is 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +54,7 @@ class IndexBackward:
 
     Args:
         a: ``query_index [T * rows, D]``, ``weights [T * rows, 1]``, ``key_index``, a cache,
-            ``sums_<part>``, and the results ``d_query_index [T * heads, D]``,
+            ``one_block``, ``sums_<part>``, and the results ``d_query_index [T * heads, D]``,
             ``d_weights [T * heads, 1]`` and ``d_key_index``.
     """
 
@@ -75,15 +76,9 @@ class IndexBackward:
     def weights(self, row):
         return weights_of(self.a.weights, row * self.rows, self.rows)
 
-    def gather(self, index: list, *, transposed: bool):
-        table = pypto.view(self.a.one_block, [1, 1], [0, 0])
-        return gathered(
-            self.a.key_index, index, table=table, block_size=MOST_ROWS, transposed=transposed
-        )
-
     def products(self, row, index: list, width: int):
         pypto.set_cube_tile_shapes(*self.tiling.scores(self.rows, self.dim, width))
-        keys = self.gather(index, transposed=True)
+        keys = gather_rows(self.a)(self.a.key_index, index, transposed=True)
         return pypto.matmul(self.query(row), keys, F32, a_trans=False, b_trans=True)
 
     def add(self, row, products, d_scores: DScores, weights, index, places, part: int) -> None:
@@ -96,7 +91,8 @@ class IndexBackward:
         pypto.assemble(pypto.view(d_weights, [heads, 1], [0, 0]), [row * heads, 0], a.d_weights)
 
         pypto.set_cube_tile_shapes(*tiling.query(rows, dim, width))
-        of_query = pypto.matmul(terms, self.gather(index, transposed=False), F32)
+        keys = gather_rows(a)(a.key_index, index, transposed=False)
+        of_query = pypto.matmul(terms, keys, F32)
         of_query = pypto.cast(unscaled(of_query, d_scores, rows), self.dtype)
         of_heads = pypto.view(of_query, [heads, dim], [0, 0])
         pypto.assemble(of_heads, [row * heads, 0], a.d_query_index)
@@ -150,7 +146,7 @@ def program(a: Arguments, facts: Facts) -> None:
             pypto.set_pass_options(**facts.tiling.pass_options)  # of the calling loop
             found, places, mask = selected_rows(a, facts, row, sequence, visible, backward.splits)
             products = backward.products(row, found[0], mask.shape[1])
-            begin_task()
+            begin_task(D_SCORES)
             weights = backward.weights(row)
             d_scores = scaled(given_gradients(a, row, mask), weights, backward.dim)
             end_task()

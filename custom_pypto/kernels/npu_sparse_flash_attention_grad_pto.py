@@ -23,10 +23,10 @@ import pypto
 
 from . import DTYPES, Arguments, arguments, loop, runtime_options
 from .gradient_tiling import GradientTiling
-from .npu_sparse_flash_attention_pto import beside
-from .pypto_versions import after_all, behind, gathered, jit
+from .pypto_versions import after_all, behind, jit
 from .row_sums import PARTS, add_rows, parts_of, row_tiles, store_total, sums_of
-from .selected_rows import MOST_ROWS, KeyFacts, capacity, selected_rows
+from .selected_attention import attention_scores
+from .selected_rows import KeyFacts, capacity, gather_rows, selected_rows
 from .sequences import query_tiles
 
 F32, I32 = pypto.DT_FP32, pypto.DT_INT32
@@ -77,15 +77,13 @@ class Backward:
         found, places, mask = selected_rows(a, self.facts, row, sequence, visible, splits)
         width = mask.shape[1]
         for_rope, for_scores, for_query, for_query_rope = found
-        table = pypto.view(a.one_block, [1, 1], [0, 0])
-        gather = functools.partial(gathered, table=table, block_size=MOST_ROWS)
+        gather = gather_rows(a)
 
-        pypto.set_cube_tile_shapes(*tiling.scores(heads, latent, width))
-        q, k = self.of_query(row), gather(a.key, for_scores, transposed=True)
+        query, caches, selected = [self.of_query(row)], [a.key], [for_scores]
         if self.rope:
-            q = beside(q, self.of_rope(row), "query")
-            k = beside(k, gather(a.key_rope, for_rope, transposed=True), "keys")
-        logits = pypto.matmul(q, k, F32, a_trans=False, b_trans=True)
+            query, caches = [*query, self.of_rope(row)], [*caches, a.key_rope]
+            selected = [*selected, for_rope]
+        logits = attention_scores(query, caches, selected, gather, tiling)
         v = gather(a.value, for_scores, transposed=True)
         dp = pypto.matmul(self.of_out(row), v, F32, a_trans=False, b_trans=True)
 

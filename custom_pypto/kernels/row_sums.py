@@ -68,3 +68,15 @@ def store_total(sums: list, column: int, argument, first, count, *, size: int, t
     parts = [pypto.view(part, shape, [first, column], valid_shape=valid) for part in sums]
     total = pypto.cast(functools.reduce(pypto.add, parts), argument.dtype)
     pypto.assemble(total, [first, 0], argument)
+
+
+def store_sum(name: str, terms, total) -> None:
+    """Adds ``terms [1, T]``, one of each token, to ``total [1, 1]``, 1024 at a time in order."""
+    tokens, size = terms.shape[1], 1024
+    for i in loop(f"{name}_SUM", (tokens + size - 1) // size):
+        pypto.set_vec_tile_shapes(1, size)
+        valid = [1, (tokens - i * size).min(size)]
+        tile = pypto.view(terms, [1, size], [0, i * size], valid_shape=valid)
+        found = pypto.sum(tile, dim=-1, keepdim=True)
+        pypto.set_vec_tile_shapes(16)
+        pypto.index_put_(total, (pypto.full([1], 0, pypto.DT_INT32),), found, accumulate=True)

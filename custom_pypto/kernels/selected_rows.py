@@ -1,5 +1,6 @@
 """The cache rows that the indices of a query token name, for programs that add to these rows."""
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -7,7 +8,7 @@ import pypto
 
 from . import Arguments, begin_task, end_task
 from .npu_sparse_flash_attention_pto import checked_indices, checked_table
-from .pypto_versions import number, pieces
+from .pypto_versions import gathered, number, pieces
 from .sequences import QueryFacts
 from .tiling import power_of_two
 
@@ -75,6 +76,12 @@ def selected_rows(a: Arguments, facts: KeyFacts, row, sequence, visible, splits:
     end_task()
     # in a task of its own: one that holds it and the gathers' indices depends on itself
     return found, pypto.reshape(places, [width]), mask
+
+
+def gather_rows(a: Arguments) -> Callable:
+    """:func:`.pypto_versions.gathered` from the rows of any cache, with ``one_block [1, 1]``, 0."""
+    table = pypto.view(a.one_block, [1, 1], [0, 0])
+    return functools.partial(gathered, table=table, block_size=MOST_ROWS)
 
 
 def paged(index, table, size: float):

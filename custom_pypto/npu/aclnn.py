@@ -9,6 +9,7 @@ through ctypes, so nothing links against CANN. Not verified on hardware.
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,7 @@ ATTRIBUTES = {
     "float": ctypes.c_double,
     "bool": ctypes.c_bool,
     "str": ctypes.c_char_p,
+    "listInt": ctypes.c_void_p,  # aclIntArray
 }
 
 
@@ -90,10 +92,15 @@ class Operator:
     def _call(self, found: Functions, inputs: list, attributes: list, outputs: list) -> None:
         cann = _cann()
         descriptions: list[int | None] = []
+        lists: list[int] = []
         size, executor = ctypes.c_uint64(), ctypes.c_void_p()
         try:
             for tensor in (*inputs, *outputs):
                 descriptions.append(None if tensor is None else cann.described(tensor))
+            for i, attribute in enumerate(self.prototype.attributes):
+                if attribute.type == "listInt":
+                    lists.append(cann.numbers(attributes[i]))
+                    attributes[i] = lists[-1]
             status = found.first(
                 *descriptions[: len(inputs)],
                 *attributes,
@@ -115,7 +122,9 @@ class Operator:
             if status := found.second(address, size, executor, stream):  # frees the executor
                 raise self._failed(found, "", status)
         finally:
-            # the executor refers to the descriptions until the second phase has returned
+            # the executor refers to all of these until the second phase has returned
+            for numbers in lists:
+                cann.base.aclDestroyIntArray(numbers)
             for description in descriptions:
                 if description is not None:
                     cann.base.aclDestroyTensor(description)
@@ -188,6 +197,9 @@ class _Cann:
             ctypes.c_void_p,
         ]
         self.base.aclDestroyTensor.argtypes = [ctypes.c_void_p]
+        self.base.aclCreateIntArray.restype = ctypes.c_void_p
+        self.base.aclCreateIntArray.argtypes = [numbers, ctypes.c_uint64]
+        self.base.aclDestroyIntArray.argtypes = [ctypes.c_void_p]
         self.base.aclSetAclOpExecutorRepeatable.argtypes = [ctypes.c_void_p]
         self.base.aclDestroyAclOpExecutor.argtypes = [ctypes.c_void_p]
         self._recent = ctypes.CDLL("libascendcl.so").aclGetRecentErrMsg
@@ -214,6 +226,13 @@ class _Cann:
                 f"{name(tensor.dtype)} with strides {list(tensor.stride())}: {self.message()}"
             )
         return description
+
+    def numbers(self, values: Sequence[int]) -> int:
+        """A new ``aclIntArray``."""
+        array = self.base.aclCreateIntArray((ctypes.c_int64 * len(values))(*values), len(values))
+        if not array:
+            raise RuntimeError(f"aclCreateIntArray makes no list of {values}: {self.message()}")
+        return array
 
     def free(self, executor: ctypes.c_void_p) -> None:
         """Frees an executor that is not launched; a launch would free it.

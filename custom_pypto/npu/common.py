@@ -113,9 +113,9 @@ class Limits:
                 strides = f"strides {tensor.stride()}"
                 self.require(tensor.is_contiguous(), argument, expected, strides, remedy)
 
-    def heads(self, most: int) -> None:
-        query = self.arguments.query
-        argument = f"query.size({query.dim() - 2})"
+    def heads(self, most: int, argument: str = "query") -> None:
+        query = getattr(self.arguments, argument)
+        argument = f"{argument}.size({query.dim() - 2})"
         self.require(query.size(-2) <= most, argument, f"at most {most}", query.size(-2))
 
     def sortable(self, keys: int) -> None:

@@ -79,6 +79,19 @@ class KeySequences:
         )
 
 
+def on_device(lengths: list[int] | None, like: Tensor) -> Tensor | None:
+    """Lengths that are integers of the host as a tensor, clamped to int32.
+
+    Each is written by a kernel: a capture allows no copy from the host, and a copy would wait.
+    """
+    if lengths is None:
+        return None
+    limits, found = torch.iinfo(torch.int32), like.new_empty(len(lengths), dtype=torch.int32)
+    for i, n in enumerate(lengths):
+        found[i].fill_(min(max(n, limits.min), limits.max))
+    return found
+
+
 def zero_sums(like: Tensor, count: int, widths: dict[str, int]) -> dict[str, Tensor | None]:
     """The destinations of :mod:`custom_pypto.kernels.row_sums`, by the prefix of their names, for
     ``count`` indices per token into the rows of ``like``; None for a width of 0.

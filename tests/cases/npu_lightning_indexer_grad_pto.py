@@ -47,7 +47,10 @@ def not_default() -> dict:
     x = forward.not_default()
     g = torch.Generator().manual_seed(1)
     shape = *x["query"].shape[:-2], 1, x["sparse_count"]
-    return with_gradient(x, torch.randn(shape, generator=g).to(x["query"].dtype))
+    x = with_gradient(x, torch.randn(shape, generator=g).to(x["query"].dtype))
+    # a key that the first sequence has with another ratio only
+    x["sparse_indices"][..., 0] = 4
+    return x
 
 
 def random_call(m: Maker) -> dict:

@@ -1,10 +1,12 @@
 """Arguments of ``npu_sparse_lightning_indexer_grad_kl_loss_pto``."""
 
+import functools
+
 import torch
 
 from custom_pypto.reference.index_training import attention_statistics, with_selection
 
-from . import index_kl
+from . import in_a_wider_row, index_kl
 from .hostile import Maker
 from .npu_sparse_flash_attention_pto import some_indices
 from .rejections import none, table
@@ -34,8 +36,14 @@ def inputs(
     return call | attention_statistics(call, indices) | dict(sparse_indices=indices)
 
 
+on_npu = functools.partial(inputs, dtype=torch.bfloat16)
+
+
 def not_default() -> dict:
-    return inputs([2, 3], [12, 20], dtype=torch.float16, sparse_mode=0, cmp_ratio=4)
+    x = inputs([2, 3], [12, 20], dtype=torch.float16, sparse_mode=0, cmp_ratio=4)
+    # a key that the first sequence has with another ratio only
+    x["sparse_indices"][..., 0] = 4
+    return x | attention_statistics(x, x["sparse_indices"])
 
 
 def random_call(m: Maker) -> dict:
@@ -72,3 +80,39 @@ def rejected() -> list:
         ),
         *none(row, bsnd, ["query_rope", "key_rope"]),
     ]
+
+
+def unsupported_on_npu() -> list:
+    x = on_npu([2, 2], [20, 5])
+    row = table(OP, "kl", x)
+    strides = "{} must be contiguous on an NPU, got strides"
+    return [
+        row(
+            "heads",
+            "query.size(1) must be at most 128 on an NPU, got 129",
+            on_npu([2], [5], heads=129),
+        ),
+        row(
+            "index-heads",
+            "query_index.size(1) must be at most 64 on an NPU, got 65",
+            on_npu([2], [5], index_heads=65),
+        ),
+        row("strides", strides.format("key"), on_npu([2, 2], [20, 5], strided=True)),
+        *(
+            row(f"{name}-strides", strides.format(name), **{name: in_a_wider_row(x[name])})
+            for name in ("key_rope", "key_index")
+        ),
+    ]
+
+
+def graph_calls() -> dict[str, list[dict]]:
+    """Lengths are constants of a graph."""
+    float32 = dict(weights_dtype=torch.float32, rope=0, layout="BSND")
+    return {
+        "packed": [on_npu([3, 1], [50, 4])],
+        "by-sequence": [on_npu([3, 3], [20, 5], heads=7, index_heads=5, layout="BSND")],
+        "compressed": [not_default()],
+        "no-lengths": [
+            on_npu([3, 3], [20, 5], **float32) | dict(actual_seq_qlen=None, actual_seq_klen=None)
+        ],
+    }

@@ -24,7 +24,7 @@ from . import ge_operators
 from .libraries import AscendHostError
 
 # GE's name of an attribute's kind -> its field on a node
-FIELDS = {"VT_INT": "i", "VT_FLOAT": "f", "VT_BOOL": "b", "VT_STRING": "s"}
+FIELDS = {"VT_INT": "i", "VT_FLOAT": "f", "VT_BOOL": "b", "VT_STRING": "s", "VT_LIST_INT": "list"}
 DEVICE = 1  # torchair's number for an input on the NPU; 0 is the host
 
 
@@ -159,7 +159,7 @@ class Node:
         required = [tensor.name for tensor in prototype.inputs if tensor.kind == "required"]
         attributes = dict(self.attributes)
         for name, value in OPS[prototype.op].absent.items():
-            if attributes[name] == value:
+            if attributes[name] == (list(value) if isinstance(value, tuple) else value):
                 attributes[name] = None
 
         def compute(**inputs):

@@ -37,12 +37,14 @@ DTYPES = {
     9: torch.int64,
     27: torch.bfloat16,
 }
-KINDS = ("required", "optional", "output", "int", "float", "bool", "str")  # Argument::Kind
+# Argument::Kind
+KINDS = ("required", "optional", "output", "int", "float", "bool", "str", "listInt")
 ATTRIBUTES = {  # type -> its C++ type and its member of Argument
     "int": ("int64_t", "integer"),
     "float": ("double", "real"),
     "bool": ("bool", "integer"),
     "str": ("char*", "text"),
+    "listInt": ("const aclIntArray*", "list"),
 }
 
 _cann: ctypes.CDLL
@@ -63,6 +65,10 @@ class _Tensor(ctypes.Structure):
     ]
 
 
+class _IntArray(ctypes.Structure):
+    _fields_ = [("values", ctypes.POINTER(ctypes.c_int64)), ("size", ctypes.c_uint64)]
+
+
 class _Argument(ctypes.Structure):
     _fields_ = [
         ("name", ctypes.c_char_p),
@@ -71,6 +77,7 @@ class _Argument(ctypes.Structure):
         ("integer", ctypes.c_int64),
         ("real", ctypes.c_double),
         ("text", ctypes.c_char_p),
+        ("list", ctypes.POINTER(_IntArray)),
     ]
 
     def value(self):
@@ -83,6 +90,8 @@ class _Argument(ctypes.Structure):
                 return bool(self.integer)
             case "str":
                 return self.text.decode()
+            case "listInt":
+                return self.list[0].values[: self.list[0].size]
         return _view(self.tensor[0]) if self.tensor else None
 
 
@@ -117,13 +126,14 @@ def _functions(prototype: Prototype) -> str:
         kind = KINDS.index("output" if tensor in outputs else tensor.kind)
         parameters.append(f"const aclTensor* {tensor.name}_")
         arguments.append(
-            f'{{"{tensor.name}", Argument::Kind({kind}), {tensor.name}_, 0, 0, nullptr}}'
+            f'{{"{tensor.name}", Argument::Kind({kind}), {tensor.name}_, 0, 0, nullptr, nullptr}}'
         )
     attributes = []
     for attribute in prototype.attributes:
         type, member = ATTRIBUTES[attribute.type]
         attributes.append(f"{type} {attribute.name}_")
-        values = {"integer": "0", "real": "0", "text": "nullptr"} | {member: f"{attribute.name}_"}
+        values = {"integer": "0", "real": "0", "text": "nullptr", "list": "nullptr"}
+        values[member] = f"{attribute.name}_"
         kind = KINDS.index(attribute.type)
         arguments.append(
             f'{{"{attribute.name}", Argument::Kind({kind}), nullptr, {", ".join(values.values())}}}'
@@ -196,7 +206,7 @@ def _plan(type: str, arguments: Iterator[_Argument]) -> tuple[Callable, int]:
     named = {argument.name.decode(): argument.value() for argument in arguments}
     outputs = [named.pop(x.name) for x in prototype.outputs if x not in prototype.inputs]
     for name, value in OPS[prototype.op].absent.items():
-        if named[name] == value:
+        if named[name] == (list(value) if isinstance(value, tuple) else value):
             named[name] = None
     op = overload(prototype.op, prototype.overload)
 

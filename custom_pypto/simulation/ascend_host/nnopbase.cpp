@@ -1,7 +1,8 @@
 // Host emulator of CANN's libnnopbase: descriptions of tensors, and executors of single-operator
 // calls. Written from the public documentation of aclCreateTensor, aclDestroyTensor,
-// aclSetAclOpExecutorRepeatable and aclDestroyAclOpExecutor. It fails where CANN would read freed
-// memory or leak: a tensor destroyed before the launch, an executor that is launched twice.
+// aclCreateIntArray, aclDestroyIntArray, aclSetAclOpExecutorRepeatable and aclDestroyAclOpExecutor.
+// It fails where CANN would read freed memory or leak: a tensor or list destroyed before the launch,
+// an executor that is launched twice.
 #include "nnopbase.h"
 
 #include <algorithm>
@@ -34,6 +35,7 @@ struct aclOpExecutor {
   int64_t plan;
   uint64_t workspace_size;
   std::vector<const aclTensor*> tensors;
+  std::vector<const aclIntArray*> lists;
   bool repeatable;
 };
 
@@ -41,6 +43,7 @@ namespace {
 
 std::mutex mutex;
 std::set<const aclTensor*> tensors;  // those that exist
+std::set<const aclIntArray*> lists;
 std::set<aclOpExecutor*> executors;
 
 int fail(int code, const std::string& what) {
@@ -51,6 +54,11 @@ int fail(int code, const std::string& what) {
 bool exists(const aclTensor* tensor) {
   const std::lock_guard<std::mutex> lock(mutex);
   return tensors.count(tensor);
+}
+
+bool list_exists(const aclIntArray* list) {
+  const std::lock_guard<std::mutex> lock(mutex);
+  return lists.count(list);
 }
 
 bool take(aclOpExecutor* executor) {
@@ -78,7 +86,7 @@ API void ascend_host_connect_packages(decltype(python.plan) plan, decltype(pytho
 }
 API void ascend_host_count(uint64_t* live_tensors, uint64_t* live_executors) {
   const std::lock_guard<std::mutex> lock(mutex);
-  *live_tensors = tensors.size();
+  *live_tensors = tensors.size() + lists.size();
   *live_executors = executors.size();
 }
 
@@ -93,6 +101,12 @@ API int ascend_host_first_phase(const char* prototype, const Argument* arguments
   };
   for (uint64_t i = 0; i < count; ++i) {
     const Argument& argument = arguments[i];
+    if (argument.kind == Argument::kList) {
+      if (!list_exists(argument.list)) {
+        return reject(kInvalid, std::string(argument.name) + " is no aclIntArray");
+      }
+      made->lists.push_back(argument.list);
+    }
     if (argument.kind > Argument::kOutput) continue;
     if (argument.tensor == nullptr) {
       if (argument.kind == Argument::kOptional) continue;
@@ -127,6 +141,9 @@ API int ascend_host_second_phase(const char* function, void* workspace, uint64_t
   };
   if (!std::all_of(launched.tensors.begin(), launched.tensors.end(), exists)) {
     return reject("a tensor was destroyed before the launch");
+  }
+  if (!std::all_of(launched.lists.begin(), launched.lists.end(), list_exists)) {
+    return reject("a list was destroyed before the launch");
   }
   if (workspace_size != launched.workspace_size || (workspace_size && workspace == nullptr)) {
     return reject("the workspace must have " + std::to_string(launched.workspace_size) +
@@ -168,6 +185,25 @@ API int aclDestroyTensor(const aclTensor* tensor) {
     if (!tensors.erase(tensor)) return fail(kInvalid, "aclDestroyTensor: there is no such tensor");
   }
   delete tensor;
+  return kSuccess;
+}
+
+API aclIntArray* aclCreateIntArray(const int64_t* values, uint64_t size) {
+  const auto copy = new int64_t[size];
+  std::copy_n(values, size, copy);
+  const auto made = new aclIntArray{copy, size};
+  const std::lock_guard<std::mutex> lock(mutex);
+  lists.insert(made);
+  return made;
+}
+
+API int aclDestroyIntArray(const aclIntArray* list) {
+  {
+    const std::lock_guard<std::mutex> lock(mutex);
+    if (!lists.erase(list)) return fail(kInvalid, "aclDestroyIntArray: there is no such list");
+  }
+  delete[] list->values;
+  delete list;
   return kSuccess;
 }
 

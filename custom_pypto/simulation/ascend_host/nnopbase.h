@@ -14,17 +14,23 @@ struct aclTensor {
   void* data;
 };
 
+struct aclIntArray {
+  const int64_t* values;
+  uint64_t size;
+};
+
 struct aclOpExecutor;
 
 // An argument of a first phase, by its name in the prototype.
 struct Argument {
-  enum Kind : int32_t { kRequired, kOptional, kOutput, kInteger, kReal, kBool, kText };
+  enum Kind : int32_t { kRequired, kOptional, kOutput, kInteger, kReal, kBool, kText, kList };
   const char* name;
   Kind kind;
   const aclTensor* tensor;
   int64_t integer;
   double real;
   const char* text;
+  const aclIntArray* list;
 };
 
 #define API extern "C" __attribute__((visibility("default")))

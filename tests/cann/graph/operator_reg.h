@@ -27,6 +27,7 @@ using Int = int64_t;
 using Float = float;
 using String = const char*;
 using Bool = bool;
+using ListInt = std::initializer_list<int64_t>;
 
 struct Chain {
   const Chain& print(const char* macro, const char* name, const std::string& text) const {
