@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
-from npu_gradient_cases import attention_gradient
+from npu_gradient_cases import attention_gradient, index_gradient, index_loss
 
 from custom_pypto import npu
 from custom_pypto.cache_rows import int8_row_bytes
@@ -348,6 +348,10 @@ def cases() -> list[Case]:
         attention_with_sinks(64, 2, 128 + 64, count=128 + 64, floor=104),
         Case(**attention_gradient(64, 8192, floor=690)),
         Case(**attention_gradient(256, 8192, floor=2320)),
+        Case(**index_gradient(64, 8192, floor=375)),
+        Case(**index_gradient(256, 8192, floor=1440)),
+        Case(**index_loss(64, 8192, floor=495)),
+        Case(**index_loss(256, 8192, floor=1940)),
         indexer(1, 1, 8192, floor=25),
         indexer(4, 1, 8192),
         indexer(4, 2, 8192, floor=42),

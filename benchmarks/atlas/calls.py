@@ -17,6 +17,12 @@ from custom_pypto import schemas
 
 IN_A_ROW = 20  # calls that the host launches without waiting
 ROUNDS = 15
+KEY_LENGTHS = (
+    "actual_seq_lengths_kv",
+    "actual_seq_lengths_key",
+    "actual_seq_kvlen",
+    "actual_seq_klen",
+)
 PART_OF_A_PROGRAM = "prolog alone"  # a case without a public op
 
 
@@ -47,8 +53,7 @@ class Call:
         }
         x = self.arguments
         if "sparse_indices" in x:
-            lengths = "actual_seq_kvlen" if "d_out" in x else "actual_seq_lengths_kv"
-            visible = int(x[lengths].min())
+            visible = int(min(next(x[name] for name in KEY_LENGTHS if name in x)))
             if x.get("sparse_mode", 3) == 3:
                 visible += 1 - x["query"].size(1)
             for row in x["sparse_indices"].flatten(0, 2):

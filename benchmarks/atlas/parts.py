@@ -17,6 +17,8 @@ TIMED = (
     "npu_lightning_indexer_prolog_pto",
     "npu_sparse_attention_pto",
     "npu_sparse_flash_attention_grad_pto",
+    "npu_lightning_indexer_grad_pto",
+    "npu_sparse_lightning_indexer_grad_kl_loss_pto",
 )
 STANDARD = TIMED[:4]  # those that torch_npu has, too
 

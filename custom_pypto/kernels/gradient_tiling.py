@@ -8,10 +8,10 @@ from .tiling import largest_divisor
 
 @dataclass(frozen=True)
 class GradientTiling:
-    """Settings of :mod:`.npu_sparse_flash_attention_grad_pto`; any gives right results.
+    """Settings of the programs of gradients; any gives right results.
 
-    The defaults are the best of some twenty that were priced for 64 tokens of 128 heads. Edges of
-    the task graph decide: large tasks, which share what they load.
+    The defaults are the best of some twenty that were priced for the gradient of attention, 64
+    tokens of 128 heads. Edges of the task graph decide: large tasks, which share what they load.
     """
 
     score_keys: int = 256  # per score tile
@@ -51,6 +51,11 @@ class GradientTiling:
         m, n = largest_divisor(width, 16, self.term_keys), gcd(self.term_columns, columns)
         return [m, m], [largest_divisor(heads, 16, 128), heads], [n, n]
 
+    def rows_of(self, most: int, columns: int) -> int:
+        """``most``, or fewer float32 rows of ``columns`` that fit UB: 64 KiB."""
+        fitting = max(1, 2**14 // columns)
+        return min(most, 1 << (fitting.bit_length() - 1))
+
     def softmax_rows(self, width: int) -> int:
         """``rows``, or fewer where float32 rows of ``width`` would not fit UB."""
         most = max(1, min(128, 2**13 // width))
@@ -62,3 +67,8 @@ class GradientTiling:
             "cube_l1_reuse_setting": {-1: self.l1_reuse},
             "vec_nbuffer_setting": {-1: self.vec_nbuffer},
         }
+
+
+# an indexer's rows are short: more of them per task. The best of some twenty for 64 tokens of 64
+# heads of 128 dims.
+INDEX = GradientTiling(add_rows=128, result_rows=512, result_tile=128, vec_nbuffer=16)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import pypto
 
 from . import DTYPES, Arguments, arguments, begin_task, end_task, loop, runtime_options
-from .gradient_tiling import GradientTiling
+from .gradient_tiling import INDEX, GradientTiling
 from .index_gradients import DScores, d_products, scaled, unscaled, weights_of
 from .pypto_versions import after_all, behind, jit
 from .row_sums import add_rows, parts_of, row_tiles, store_total, sums_of
@@ -41,7 +41,7 @@ class Facts(KeyFacts):
     dy_dtype: str
     heads: int
     ready_on_host: bool
-    tiling: GradientTiling = GradientTiling()
+    tiling: GradientTiling = INDEX
 
     @property
     def rows(self) -> int:
@@ -93,14 +93,15 @@ class IndexBackward:
         pypto.set_cube_tile_shapes(*tiling.query(rows, dim, width))
         keys = gather_rows(a)(a.key_index, index, transposed=False)
         of_query = pypto.matmul(terms, keys, F32)
-        of_query = pypto.cast(unscaled(of_query, d_scores, rows), self.dtype)
+        of_query = unscaled(of_query, d_scores, tiling.rows_of(rows, dim))
+        of_query = pypto.cast(of_query, self.dtype)
         of_heads = pypto.view(of_query, [heads, dim], [0, 0])
         pypto.assemble(of_heads, [row * heads, 0], a.d_query_index)
 
         pypto.set_cube_tile_shapes(*tiling.sums(rows, dim, width))
         of_keys = pypto.matmul(terms, self.query(row), F32, a_trans=True, b_trans=False)
-        of_keys = unscaled(of_keys, d_scores, tiling.add_rows)
-        add_rows(self.sums[part], places, of_keys, tiling.add_rows)
+        tile = tiling.rows_of(tiling.add_rows, dim)
+        add_rows(self.sums[part], places, unscaled(of_keys, d_scores, tile), tile)
 
     def nothing(self, row) -> None:
         a, heads = self.a, self.heads
@@ -111,8 +112,8 @@ class IndexBackward:
 
     def results(self, name: str) -> None:
         """The sums over all parts, in the dtype of the cache."""
-        size, tile = self.tiling.result_rows, self.tiling.result_tile
-        d_key = self.a.d_key_index
+        d_key, size = self.a.d_key_index, self.tiling.result_rows
+        tile = self.tiling.rows_of(self.tiling.result_tile, self.dim)
         for first, count in row_tiles(name, d_key.shape[0], size):
             store_total(self.sums, 0, d_key, first, count, size=size, tile=tile)
 

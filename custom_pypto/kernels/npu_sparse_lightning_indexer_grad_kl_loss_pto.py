@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import pypto
 
 from . import DTYPES, Arguments, arguments, begin_task, end_task, loop, runtime_options
-from .gradient_tiling import GradientTiling
+from .gradient_tiling import INDEX, GradientTiling
 from .index_gradients import TINY, index_scores, scaled
 from .npu_lightning_indexer_grad_pto import D_SCORES, IndexBackward
 from .npu_lightning_indexer_pto import LOWEST
@@ -42,7 +42,7 @@ class Facts(KeyFacts):
     index_heads: int
     scale: float
     rope: bool  # whether the call has it
-    tiling: GradientTiling = GradientTiling()
+    tiling: GradientTiling = INDEX
 
     @property
     def absent(self) -> tuple[str, ...]:

@@ -52,6 +52,7 @@ INDEX_GRADIENT = {
     ),
     # heads and dims that fill no tile
     "5-heads": dict(lengths_query=[2, 1], lengths_key=[300, 40], heads=5, dim=48),
+    "512-dims": dict(lengths_query=[2], lengths_key=[300], heads=64, dim=512, sparse_count=256),
 }
 
 INDEX_LOSS = {
