@@ -32,7 +32,8 @@ def steps(model, batches) -> list:
     return found
 
 
-def test_three_steps_on_the_programs_are_as_near_to_float32_as_on_the_cpu():
+@pytest.mark.parametrize("loss", [None, "sparse"])
+def test_three_steps_on_the_programs_are_as_near_to_float32_as_on_the_cpu(loss):
     """All visible keys are selected and no layer routes: rounding changes no choice."""
     sizes = dict(num_hidden_layers=2, first_k_dense_replace=2, index_head_dim=128, index_topk=64)
     exact = tiny_model(**sizes).train()
@@ -43,15 +44,15 @@ def test_three_steps_on_the_programs_are_as_near_to_float32_as_on_the_cpu():
         ids = token_ids(2, 12, seed)
         batches.append({"input_ids": ids, "labels": ids})
     wanted, on_cpu, on_npu = (
-        models.use_custom_pypto(model, training="ops")
+        models.use_custom_pypto(model, training="ops", indexer_loss=loss)
         for model in (exact, half, copy.deepcopy(half))
     )
     expected, others = steps(wanted, batches), steps(on_cpu, batches)
     with simulation.on_cpu():
         got = steps(on_npu, batches)
     for step in zip(got, others, expected, strict=True):
-        (loss, mine), (_, theirs), (right, exactly) = step
-        assert abs(loss - right) <= 2**-8 * right
+        (found, mine), (_, theirs), (right, exactly) = step
+        assert abs(found - right) <= 2**-8 * right
         assert mine.keys() == theirs.keys() == exactly.keys()
         for name, gradient in exactly.items():
             error, allowed = ((x[name].float() - gradient).norm() for x in (mine, theirs))
