@@ -69,6 +69,6 @@ class GradientTiling:
         }
 
 
-# an indexer's rows are short: more of them per task. The best of some twenty for 64 tokens of 64
-# heads of 128 dims.
-INDEX = GradientTiling(add_rows=128, result_rows=512, result_tile=128, vec_nbuffer=16)
+# An indexer's rows are short: more of them per task. Priced for 64 tokens of 64 heads of 128 dims;
+# 16 vector tiles per task are better with PyPTO 0.2.0, and with CANN 9.1 far worse.
+INDEX = GradientTiling(add_rows=128, result_rows=512, result_tile=128, vec_nbuffer=8)
