@@ -16,8 +16,9 @@ from typing import NamedTuple
 
 import pypto
 
-from .npu_lightning_indexer_pto import in_float32
+from .index_scores import in_float32
 from .pypto_versions import div
+from .tiling import power_of_two
 
 F32 = pypto.DT_FP32
 LARGEST = 2.0**14
@@ -34,7 +35,7 @@ def index_scores(products, weights):
     """``[1, keys]`` from ``products`` and ``weights [heads, 1]``."""
     heads, keys = products.shape
     # terms take 64 KiB of UB
-    pypto.set_vec_tile_shapes(heads, min(2**14 // heads, keys))
+    pypto.set_vec_tile_shapes(heads, min(2**14 // power_of_two(heads), keys))
     return pypto.sum(pypto.mul(pypto.relu(products), weights), dim=0, keepdim=True)
 
 
@@ -47,15 +48,23 @@ class DScores(NamedTuple):
 
 
 def scaled(d_scores, weights, columns: int) -> DScores:
-    """``d_scores [1, keys]`` of a token, with ``columns`` of its query and keys."""
-    keys, heads = d_scores.shape[1], weights.shape[0]
+    """``d_scores [tokens, keys]``, with ``columns`` of query and keys; ``weights [heads, 1]`` of
+    all tokens.
+    """
+    (tokens, keys), heads = d_scores.shape, weights.shape[0]
     pypto.set_vec_tile_shapes(heads, 16)
     heaviest = pypto.amax(pypto.abs(weights), dim=0, keepdim=True)
     pypto.set_vec_tile_shapes(1, keys)
-    most = pypto.mul(pypto.amax(pypto.abs(d_scores), dim=-1, keepdim=True), heaviest)
+    most = pypto.amax(pypto.abs(d_scores), dim=-1, keepdim=True)
+    if tokens > 1:
+        pypto.set_vec_tile_shapes(tokens, 16)
+        most = pypto.amax(most, dim=0, keepdim=True)
+    most = pypto.mul(most, heaviest)
     most = pypto.maximum(most, TINY)
     pypto.set_vec_tile_shapes(1, max(keys, columns))
     to_largest = div(pypto.add(pypto.mul(most, 0.0), LARGEST), most)
+    if tokens > 1:
+        to_largest = pypto.add(pypto.full([tokens, 1], 0.0, F32), to_largest)
     unit = pypto.add(pypto.full([1, columns], 0.0, F32), pypto.mul(most, 1 / LARGEST))
     return DScores(d_scores, pypto.mul(d_scores, to_largest), unit)
 

@@ -28,7 +28,8 @@ from dataclasses import InitVar, dataclass, field
 
 import pypto
 
-from . import DTYPES, Arguments, arguments, begin_task, end_task, loop, runtime_options
+from . import DTYPES, Arguments, arguments, end_task, loop, runtime_options
+from .index_scores import LOWEST, IndexScores, widest
 from .pypto_versions import (
     begin_sort,
     behind,
@@ -42,19 +43,10 @@ from .sequences import QueryFacts, query_tiles
 from .tiling import IndexerTiling, indexer_tiling
 
 F32, I32 = pypto.DT_FP32, pypto.DT_INT32
-LOWEST = -3.4028234663852886e38
 
 
 def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
-
-
-def in_float32(x):
-    return x if x.dtype == F32 else pypto.cast(x, F32)
-
-
-def widest(visible):
-    return functools.reduce(lambda most, keys: most.max(keys), visible)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +92,7 @@ class Facts(SelectorFacts, QueryFacts):
         return tile - 1 if behind(self.heads, tile) else 0
 
 
-class Selector:
+class Selector(IndexScores):
     """``select(row, sequence, visible, write)`` builds the selection of a tile of tokens.
 
     The tile is one of :func:`query_tiles`. ``write(g, value, place)`` builds the use of the result
@@ -114,18 +106,14 @@ class Selector:
             ``capacity`` keys count.
     """
 
-    product = F32  # dtype of query times key
-
     def __init__(self, a: Arguments, facts: SelectorFacts):
-        self.a, self.facts, self.heads = a, facts, facts.heads
         block_size, tiling = facts.block_size, facts.tiling
-        self.block_size, self.tiling = block_size, tiling
+        super().__init__(a, facts.heads, tiling, max(tiling.keys // block_size, 1) * block_size)
+        self.facts, self.block_size = facts, block_size
         self.width = width = round_up(facts.sparse_count, 32)  # the sort works on groups of 32
         self.chunk = chunk = round_up(max(tiling.chunk, width), block_size)
         sizes = (round_up(max(chunk // part, width), block_size) for part in (tiling.part, 1))
         self.sizes = sorted(set(sizes))
-        # keys per tile of the weighted sum
-        self.step = max(tiling.keys // block_size, 1) * block_size
         # the positions of all candidates of a merge are in UB at once: 128 KiB
         self.fan = max((tiling.fan_in if width <= 3072 else tiling.fan_in // 2) // width, 2)
         # keys of a sequence that its row of the block table and the chunks can hold
@@ -170,34 +158,12 @@ class Selector:
             return self.sizes[0]
         return self.sizes[1]
 
-    def scores(self, row, sequence, first, size, visible) -> list:
-        """Per token of the tile, the scores ``[1, size]`` of the keys from ``first`` on."""
-        a, heads, step = self.a, self.heads, self.step
-        rows = [pypto.tensor([1, size], F32, f"scores{g}") for g in range(len(visible))]
-        q = pypto.view(a.query, [len(rows) * heads, a.query.shape[1]], [row * heads, 0])
-        w = [self.factors((row + g) * heads) for g in range(len(rows))]
-        last = (widest(visible) - 1) // self.block_size
-        part = self.tiling.tiles * step  # keys per vector task
-        for begin in range(0, size, part):
-            end = min(begin + part, size)
-            logits = [
-                self.logits(q, sequence, first + start, min(step, end - start), last)
-                for start in range(begin, end, step)
-            ]
-            for g, row_K in enumerate(rows):
-                pypto.assemble(self.weighted(logits, g, w[g], begin), [0, begin], row_K)
-        return rows
-
-    def factors(self, at) -> list:
-        """``[N1, 1]`` each, whose product weights the heads of the token at row ``at``."""
-        return [pypto.view(self.a.weights, [self.heads, 1], [at, 0])]
-
-    def logits(self, q, sequence, first, keys, last):
-        """``q`` times the ``keys`` keys from ``first`` on, whose blocks end with ``last``."""
+    def logits(self, q, sequence, first, keys, visible):
         a, block_size, tiling = self.a, self.block_size, self.tiling
         dim, blocks = a.query.shape[1], a.key.shape[0] // block_size
         pypto.set_cube_tile_shapes([tiling.m] * 2, [dim] * 2, [tiling.n] * 2)
         logits = pypto.tensor([q.shape[0], keys], self.product, "logits")
+        last = (widest(visible) - 1) // block_size
         for offset in range(0, keys, block_size):
             # beyond the sequence: its last block once more, whose scores are ignored
             column = last.min((first + offset) // block_size)
@@ -205,33 +171,6 @@ class Selector:
             k = pypto.view(a.key, [block_size, dim], [block * block_size, 0])
             pypto.assemble(pypto.matmul(q, k, self.product, b_trans=True), [0, offset], logits)
         return logits
-
-    def weighted(self, logits, g, w, begin):
-        """Scores of token ``g`` from tiles of logits, for the keys of the chunk from ``begin`` on.
-
-        One task: it loads ``w`` once and writes once, since each written piece costs an edge to its
-        reader.
-        """
-        heads = self.heads
-        begin_task()
-        pypto.set_vec_tile_shapes(heads, 16)
-        w_H = functools.reduce(pypto.mul, (in_float32(factor) for factor in w))
-        pypto.set_vec_tile_shapes(heads, self.tiling.keys)
-        score_K = pypto.tensor([1, sum(tile.shape[1] for tile in logits)], F32, "score")
-        for i, tile in enumerate(logits):
-            logits_HK = pypto.view(tile, [heads, tile.shape[1]], [g * heads, 0])
-            terms_HK = pypto.mul(pypto.relu(in_float32(logits_HK)), w_H)
-            sums_K = pypto.sum(terms_HK, dim=0, keepdim=True)
-            pypto.assemble(sums_K, [0, i * self.step], score_K)
-        pypto.set_vec_tile_shapes(1, score_K.shape[1])
-        # scores of -inf become LOWEST: from here on -inf means no key
-        score_K = pypto.maximum(self.by_key(score_K, begin), LOWEST)
-        end_task()
-        return score_K
-
-    def by_key(self, score_K, begin):
-        """The scores of keys from ``begin`` on, for a subclass to multiply."""
-        return score_K
 
     def rank(self, g, scores, left, write) -> None:
         """Writes the best of a row, of which the first ``left`` scores are keys of token ``g``."""
