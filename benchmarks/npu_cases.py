@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from unittest import mock
 
 import torch
+from npu_dense_cases import dense_loss, dense_statistics
 from npu_gradient_cases import attention_gradient, index_gradient, index_loss
 
 from custom_pypto import npu
@@ -352,6 +353,10 @@ def cases() -> list[Case]:
         Case(**index_gradient(256, 8192, floor=1665)),
         Case(**index_loss(64, 8192, floor=560)),
         Case(**index_loss(256, 8192, floor=2185)),
+        Case(**dense_statistics(64, 8192, floor=300)),
+        Case(**dense_statistics(256, 8192, floor=1180)),
+        Case(**dense_loss(64, 8192, floor=1690)),
+        Case(**dense_loss(256, 8192, floor=6720)),
         indexer(1, 1, 8192, floor=25),
         indexer(4, 1, 8192),
         indexer(4, 2, 8192, floor=42),

@@ -157,12 +157,7 @@ OPS = {
 
 _KL = Description(
     outputs={"d_query_index": HALF, "d_key_index": HALF, "d_weights": FLOAT, "loss": FLOAT32},
-    dtypes={
-        "weights": FLOAT,
-        "sparse_indices": INT32,
-        "softmax_max": FLOAT32,
-        "softmax_sum": FLOAT32,
-    },
+    dtypes={"weights": FLOAT, "softmax_max": FLOAT32, "softmax_sum": FLOAT32},
     absent={"actual_seq_qlen": (), "actual_seq_klen": ()},
     notes=(
         "all floating-point tensors but weights and the statistics share a dtype, weights have "
@@ -170,6 +165,7 @@ _KL = Description(
         "Lengths without an element stand for None of the schema: every row counts.",
     ),
 )
+_OF_INDEX = {"softmax_max_index": FLOAT32, "softmax_sum_index": FLOAT32}
 
 # gradients and losses
 TRAINING = {
@@ -214,22 +210,21 @@ TRAINING = {
             'layout_key "" stands for None of the schema: as layout.',
         ),
     ),
-    "npu_sparse_lightning_indexer_grad_kl_loss_pto": _KL,
-    "npu_dense_lightning_indexer_softmax_lse_pto": Description(
-        outputs={"softmax_max_index": FLOAT32, "softmax_sum_index": FLOAT32},
+    "npu_sparse_lightning_indexer_grad_kl_loss_pto": _KL._replace(
+        dtypes=_KL.dtypes | {"sparse_indices": INT32}
     ),
-    "npu_dense_lightning_indexer_grad_kl_loss_pto": Description(outputs=_KL.outputs),
+    "npu_dense_lightning_indexer_softmax_lse_pto": Description(
+        outputs=_OF_INDEX,
+        dtypes={"weights": FLOAT},
+        absent=_KL.absent,
+        notes=_KL.notes,
+    ),
+    "npu_dense_lightning_indexer_grad_kl_loss_pto": _KL._replace(dtypes=_KL.dtypes | _OF_INDEX),
 }
-# those with NPU programs; the others are rejected on an NPU
-_PROGRAMS = (
-    "npu_sparse_flash_attention_grad_pto",
-    "npu_lightning_indexer_grad_pto",
-    "npu_sparse_lightning_indexer_grad_kl_loss_pto",
-)
-OPS |= {op: TRAINING[op] for op in _PROGRAMS}
+OPS |= TRAINING
 # linear layers over stored weights, on the CPU only: torch_npu has its own
 WEIGHTS = {"weight_only_linear": Description(outputs={"out": FLOAT})}
-ALL_OPS = OPS | TRAINING | WEIGHTS
+ALL_OPS = OPS | WEIGHTS
 
 
 def variant(op: str, overload: str) -> str:

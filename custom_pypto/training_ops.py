@@ -257,8 +257,8 @@ def npu_dense_lightning_indexer_softmax_lse_pto(
         ``softmax_max_index`` and ``softmax_sum_index``, float32 ``[B, 1, S1]`` or ``[1, T1]``; -inf
         and 0 for padding and for tokens that see no key.
     Raises:
-        RuntimeError: a constraint above is violated; the message names the argument. On an NPU: it
-            has no program of this op yet.
+        RuntimeError: a constraint above is violated, or on an NPU a limit of its program; the
+            message names the argument.
 
     Example:
         >>> import torch
@@ -312,8 +312,8 @@ def npu_dense_lightning_indexer_grad_kl_loss_pto(
     Returns:
         ``d_query_index``, ``d_key_index``, ``d_weights`` and ``loss``, as that op.
     Raises:
-        RuntimeError: a constraint above is violated; the message names the argument. On an NPU: it
-            has no program of this op yet.
+        RuntimeError: a constraint above is violated, or on an NPU a limit of its program; the
+            message names the argument.
 
     Example:
         >>> import torch

@@ -81,7 +81,8 @@ def test_tensors_may_be_views(op, stand_in, pypto):
     expected = call(op, cases.copied(x))
     views = 0
     for name, tensor in x.items():
-        if not isinstance(tensor, torch.Tensor) or tensor.dim() < 2:
+        # one row has no other strides
+        if not isinstance(tensor, torch.Tensor) or tensor.numel() == tensor.size(-1):
             continue
         wide = on_npu(x)
         shared = [n for n, other in x.items() if other is tensor]

@@ -280,14 +280,6 @@ def test_backward_on_an_npu_runs_the_program_of_the_gradient():
     assert all(map(same, got, expected))
 
 
-def test_an_op_without_a_program_is_rejected_with_the_remedy():
-    op = "npu_dense_lightning_indexer_softmax_lse_pto"
-    x = on_npu(inputs_of(op))
-    message = rf"^{op}: query.device must be cpu \(the NPU has no program of it yet\), got npu:0"
-    with pytest.raises(RuntimeError, match=f"{message}; train on the"):
-        getattr(custom_pypto, op)(**x)
-
-
 def test_a_stored_weight_on_an_npu_is_rejected_with_the_remedy():
     with pytest.raises(RuntimeError) as rejected:
         custom_pypto.weight_only_linear(**on_npu(inputs_of("weight_only_linear")))

@@ -214,6 +214,8 @@ def test_a_prototype_takes_the_dtypes_that_the_npu_takes(name, monkeypatch):
         "npu_sparse_flash_attention_grad_pto",
         "npu_lightning_indexer_grad_pto",
         "npu_sparse_lightning_indexer_grad_kl_loss_pto",
+        "npu_dense_lightning_indexer_softmax_lse_pto",
+        "npu_dense_lightning_indexer_grad_kl_loss_pto",
     }
     if name in pads and importlib.util.find_spec("pypto") is None:
         pytest.skip("the sim extra is not installed, whose programs pad the arguments")

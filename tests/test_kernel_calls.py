@@ -67,6 +67,16 @@ CALLS = {
     "npu_sparse_lightning_indexer_grad_kl_loss_pto": lambda layout: index_loss_case(
         [2, 1], [300, 40], sparse_count=64, layout=layout
     ),
+    "npu_dense_lightning_indexer_softmax_lse_pto": lambda layout: cases.inputs_of(
+        "npu_dense_lightning_indexer_softmax_lse_pto", (2, 1), (300, 40), on_npu=True, layout=layout
+    ),
+    "npu_dense_lightning_indexer_grad_kl_loss_pto": lambda layout: cases.inputs_of(
+        "npu_dense_lightning_indexer_grad_kl_loss_pto",
+        (2, 1),
+        (300, 40),
+        on_npu=True,
+        layout=layout,
+    ),
     "npu_sparse_attention_pto": lambda layout: fused_case([300, 40], 2),
 }
 
@@ -143,8 +153,8 @@ def test_calls_of_a_class_of_sizes_share_a_kernel():
     assert first is same and first not in others
 
 
-# the lengths of the losses are integers of the host
-@pytest.mark.parametrize("op", [op for op in CALLS if not op.endswith("loss_pto")])
+# the lengths of the losses and of their statistics are integers of the host
+@pytest.mark.parametrize("op", [op for op in CALLS if not op.endswith(("loss_pto", "lse_pto"))])
 def test_lengths_and_block_tables_can_be_declared_ready_on_the_host(op, monkeypatch):
     """PyPTO rejects a name that is not an argument; the estimate stays what it was."""
     found = []

@@ -19,6 +19,8 @@ TIMED = (
     "npu_sparse_flash_attention_grad_pto",
     "npu_lightning_indexer_grad_pto",
     "npu_sparse_lightning_indexer_grad_kl_loss_pto",
+    "npu_dense_lightning_indexer_softmax_lse_pto",
+    "npu_dense_lightning_indexer_grad_kl_loss_pto",
 )
 STANDARD = TIMED[:4]  # those that torch_npu has, too
 

@@ -432,3 +432,60 @@ def sparse_lightning_indexer_grad_kl_loss_pto(
         loss: float32.
     """
     return node("npu_sparse_lightning_indexer_grad_kl_loss_pto", locals())
+
+
+def dense_lightning_indexer_softmax_lse_pto(
+    query_index: Tensor,
+    key_index: Tensor,
+    weights: Tensor,
+    *,
+    actual_seq_qlen: Sequence[int] = (),
+    actual_seq_klen: Sequence[int] = (),
+    layout: str = "BSND",
+    sparse_mode: int = 3,
+    cmp_ratio: int = 1,
+) -> tuple[Tensor, Tensor]:
+    """GE operator ``DenseLightningIndexerSoftmaxLsePto``.
+
+    Prototype: npu_dense_lightning_indexer_softmax_lse_pto.h. Meaning and shapes:
+    :func:`custom_pypto.npu_dense_lightning_indexer_softmax_lse_pto`.
+
+    Returns:
+        softmax_max_index: float32.
+        softmax_sum_index: float32.
+    """
+    return node("npu_dense_lightning_indexer_softmax_lse_pto", locals())
+
+
+def dense_lightning_indexer_grad_kl_loss_pto(
+    query: Tensor,
+    key: Tensor,
+    query_index: Tensor,
+    key_index: Tensor,
+    weights: Tensor,
+    softmax_max: Tensor,
+    softmax_sum: Tensor,
+    softmax_max_index: Tensor,
+    softmax_sum_index: Tensor,
+    query_rope: Tensor | None = None,
+    key_rope: Tensor | None = None,
+    *,
+    scale_value: float,
+    actual_seq_qlen: Sequence[int] = (),
+    actual_seq_klen: Sequence[int] = (),
+    layout: str = "BSND",
+    sparse_mode: int = 3,
+    cmp_ratio: int = 1,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """GE operator ``DenseLightningIndexerGradKlLossPto``.
+
+    Prototype: npu_dense_lightning_indexer_grad_kl_loss_pto.h. Meaning and shapes:
+    :func:`custom_pypto.npu_dense_lightning_indexer_grad_kl_loss_pto`.
+
+    Returns:
+        d_query_index: bfloat16 or float16.
+        d_key_index: bfloat16 or float16.
+        d_weights: bfloat16, float16 or float32.
+        loss: float32.
+    """
+    return node("npu_dense_lightning_indexer_grad_kl_loss_pto", locals())

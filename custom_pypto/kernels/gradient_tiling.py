@@ -1,6 +1,6 @@
 """Tile settings of the programs of gradients, as those of :mod:`.tiling`."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 
 from .tiling import largest_divisor
@@ -72,3 +72,5 @@ class GradientTiling:
 # An indexer's rows are short: more of them per task. Priced for 64 tokens of 64 heads of 128 dims;
 # 16 vector tiles per task are better with PyPTO 0.2.0, and with CANN 9.1 far worse.
 INDEX = GradientTiling(add_rows=128, result_rows=512, result_tile=128, vec_nbuffer=8)
+# of a divergence over every key: tasks of 4 tokens are merged, and fit L1
+EVERY_KEY = replace(INDEX, l1_reuse=4)

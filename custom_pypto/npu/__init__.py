@@ -35,7 +35,7 @@ from typing import Any
 import torch
 
 from .. import kernel_packages
-from ..descriptions import OPS, TRAINING, WEIGHTS
+from ..descriptions import OPS, WEIGHTS
 from ..graph.prototypes import prototype
 from ..requirements import pypto_problem
 from ..schemas import bound, overloads
@@ -134,13 +134,6 @@ for _name, _function in eager(on_device).items():
     _library.impl(_name, _function, "PrivateUse1")
 
 
-def _without_program(op: str, /, *args, **kwargs):
-    raise RuntimeError(
-        f"{op}: query.device must be cpu (the NPU has no program of it yet), got "
-        f"{args[0].device}; train on the CPU, or on the op of torch_npu that is named without _pto"
-    )
-
-
 def _on_cpu_only(op: str, /, *args, **kwargs):
     raise RuntimeError(
         f"{op}: x.device must be cpu (an NPU has torch_npu.npu_weight_quant_batchmatmul), got "
@@ -148,7 +141,5 @@ def _on_cpu_only(op: str, /, *args, **kwargs):
     )
 
 
-for _name in TRAINING.keys() - OPS.keys():
-    _library.impl(_name, functools.partial(_without_program, _name), "PrivateUse1")
 for _name in WEIGHTS:
     _library.impl(_name, functools.partial(_on_cpu_only, _name), "PrivateUse1")

@@ -170,6 +170,14 @@ def by_head(x: Tensor, count: int) -> Tensor:
     return rows(torch.nn.functional.pad(x.reshape(-1, heads, width), (0, 0, 0, count - heads)))
 
 
+NOTHING = 3e38  # as the logarithm of a sum of no exponentials: exp(x - NOTHING) is 0
+
+
+def log_of_sums(largest: Tensor, total: Tensor) -> Tensor:
+    """The logarithms of sums of exponentials, from the statistics of a softmax."""
+    return torch.where(total > 0, largest + total.log(), NOTHING)
+
+
 def words(slots: Tensor) -> Tensor:
     """``slots`` as ``[1, words]`` int32; one of int64 is two words, the low one first."""
     return slots.contiguous().view(1, -1).view(torch.int32)

@@ -3,12 +3,21 @@
 import torch
 from torch import Tensor
 
-from .common import Arguments, KernelCall, Limits, by_head, name, program, query_lengths, rows
+from .common import (
+    Arguments,
+    KernelCall,
+    Limits,
+    by_head,
+    log_of_sums,
+    name,
+    program,
+    query_lengths,
+    rows,
+)
 from .key_sequences import KeySequences, on_device, zero_sums
 from .npu_lightning_indexer_grad_pto import OUTPUTS
 
 OP = "npu_sparse_lightning_indexer_grad_kl_loss_pto"
-NOTHING = 3e38  # as the logarithm of a sum of no exponentials: exp(x - NOTHING) is 0
 
 
 def check(a: Arguments) -> None:
@@ -66,11 +75,11 @@ def kernel_call(a: Arguments, results: tuple[Tensor, ...]) -> KernelCall | None:
 def _attention(a: Arguments, heads: int) -> dict[str, Tensor | None]:
     rope = a.query_rope is not None
     # heads behind those of a token have a sum of 0
-    largest, total = (by_head(x.unsqueeze(-1), heads) for x in (a.softmax_max, a.softmax_sum))
+    statistics = (by_head(x.unsqueeze(-1), heads) for x in (a.softmax_max, a.softmax_sum))
     return dict(
         query=by_head(a.query, heads),
         query_rope=by_head(a.query_rope, heads) if rope else None,
         key=rows(a.key),
         key_rope=rows(a.key_rope) if rope else None,
-        attention_lse=torch.where(total > 0, largest + total.log(), NOTHING),
+        attention_lse=log_of_sums(*statistics),
     )

@@ -192,3 +192,24 @@ def rejected(row, bsnd: dict, tnd: dict) -> list:
             row(f"{name}-dtype", dtype, **{name: x.double()}),
         ]
     return rows
+
+
+def unsupported_on_npu(row, on_npu) -> list:
+    """Calls over every visible key that only the NPU programs reject."""
+    at_most = "query_index.size({}) must be at most {} on an NPU, got {}"
+    return [
+        row("heads", at_most.format(1, 64, 65), on_npu([2], [5], index_heads=65)),
+        row("D", at_most.format(2, 128, 144), on_npu([2], [5], dim=144)),
+    ]
+
+
+def graph_calls(on_npu) -> dict[str, list[dict]]:
+    """Lengths are constants of a graph."""
+    return {
+        "packed": [on_npu([2, 1], [20, 5])],
+        "by-sequence": [on_npu([3, 1], [50, 4], layout="BSND", dtype=torch.float16)],
+        "no-lengths": [
+            on_npu([3, 3], [20, 20], layout="BSND", rope=0)
+            | dict(actual_seq_qlen=None, actual_seq_klen=None)
+        ],
+    }

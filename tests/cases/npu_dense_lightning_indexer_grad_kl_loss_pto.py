@@ -1,5 +1,7 @@
 """Arguments of ``npu_dense_lightning_indexer_grad_kl_loss_pto``."""
 
+import functools
+
 import torch
 
 from custom_pypto.reference.npu_dense_lightning_indexer_grad_kl_loss_pto import with_statistics
@@ -14,6 +16,9 @@ WEIGHT = 4
 
 def inputs(lengths_query: list[int], lengths_key: list[int], **keywords) -> dict:
     return with_statistics(index_kl.inputs(lengths_query, lengths_key, **keywords))
+
+
+on_npu = functools.partial(inputs, dtype=torch.bfloat16)
 
 
 def not_default() -> dict:
@@ -42,3 +47,11 @@ def rejected() -> list:
         tokens = f"{name}.size(1) must be 6 (T1 of query), got 5"
         rows.append(row(f"{name}-tokens-TND", tokens, tnd, **{name: tnd[name][:, :5]}))
     return [*rows, *none(row, bsnd, ["query_rope", "key_rope"])]
+
+
+def unsupported_on_npu() -> list:
+    return index_kl.unsupported_on_npu(table(OP, "dense-kl", on_npu([2, 2], [20, 5])), on_npu)
+
+
+def graph_calls() -> dict[str, list[dict]]:
+    return index_kl.graph_calls(on_npu)

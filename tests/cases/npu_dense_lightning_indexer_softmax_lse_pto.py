@@ -1,5 +1,7 @@
 """Arguments of ``npu_dense_lightning_indexer_softmax_lse_pto``."""
 
+import functools
+
 import torch
 
 from custom_pypto.reference.npu_dense_lightning_indexer_softmax_lse_pto import of_indexer
@@ -14,6 +16,9 @@ WEIGHT = 3
 
 def inputs(lengths_query: list[int], lengths_key: list[int], **keywords) -> dict:
     return of_indexer(index_kl.inputs(lengths_query, lengths_key, **keywords))
+
+
+on_npu = functools.partial(inputs, dtype=torch.bfloat16)
 
 
 def not_default() -> dict:
@@ -87,3 +92,11 @@ def rejected() -> list:
         *strided_rows(row, bsnd, ["key_index"]),
         *none(row, bsnd),
     ]
+
+
+def unsupported_on_npu() -> list:
+    return index_kl.unsupported_on_npu(table(OP, "lse", on_npu([2, 2], [20, 5])), on_npu)
+
+
+def graph_calls() -> dict[str, list[dict]]:
+    return index_kl.graph_calls(on_npu)

@@ -297,6 +297,8 @@ VERIFIED = [
         "npu_sparse_flash_attention_grad_pto",
         "npu_lightning_indexer_grad_pto",
         "npu_sparse_lightning_indexer_grad_kl_loss_pto",
+        "npu_dense_lightning_indexer_softmax_lse_pto",
+        "npu_dense_lightning_indexer_grad_kl_loss_pto",
         "npu_sparse_attention_pto",
         "npu_quant_lightning_indexer_pto",
         "npu_kv_quant_sparse_flash_attention_pto",
