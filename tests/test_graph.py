@@ -37,8 +37,16 @@ ABSENT = {
     ("npu_sparse_attention_pto", "softmax_scale"): 0.0,
     ("npu_sparse_flash_attention_grad_pto", "layout_kv"): "",
     ("npu_lightning_indexer_grad_pto", "layout_key"): "",
-    ("npu_sparse_lightning_indexer_grad_kl_loss_pto", "actual_seq_qlen"): [],
-    ("npu_sparse_lightning_indexer_grad_kl_loss_pto", "actual_seq_klen"): [],
+}
+# lists of lengths
+ABSENT |= {
+    (op, name): []
+    for op in (
+        "npu_sparse_lightning_indexer_grad_kl_loss_pto",
+        "npu_dense_lightning_indexer_softmax_lse_pto",
+        "npu_dense_lightning_indexer_grad_kl_loss_pto",
+    )
+    for name in ("actual_seq_qlen", "actual_seq_klen")
 }
 KINDS = {"int": "Int", "float": "Float", "str": "String", "bool": "Bool", "List[int]": "ListInt"}
 GE_DTYPES = {

@@ -23,8 +23,8 @@ import pypto
 from . import DTYPES, Arguments, arguments, begin_task, end_task, loop, runtime_options
 from .gradient_tiling import INDEX, GradientTiling
 from .index_gradients import TINY, index_scores, scaled
+from .index_scores import LOWEST
 from .npu_lightning_indexer_grad_pto import D_SCORES, IndexBackward
-from .npu_lightning_indexer_pto import LOWEST
 from .pypto_versions import after_all, behind, div, jit
 from .row_sums import parts_of, store_sum
 from .selected_attention import attention_scores
