@@ -28,7 +28,8 @@ HIDDEN, Q_RANK, NOPE, DTYPE = 7168, 1536, 128, torch.bfloat16
 class Case:
     """One call and its minimal cost.
 
-    ``floor`` is the highest accepted estimate in µs, by the model of PyPTO 0.2.0.
+    ``floor`` is the highest accepted estimate in µs, by the model of PyPTO 0.2.0; ``later`` times
+    as much by that of CANN 9.1, which merges other tasks and charges them otherwise.
     """
 
     op: str
@@ -37,6 +38,7 @@ class Case:
     bytes: int
     flop: int
     floor: float | None = None
+    later: float = 1.35
 
     def estimate(self, trace: Path | None = None) -> "simulation.Estimate":
         from custom_pypto import simulation

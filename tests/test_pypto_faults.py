@@ -36,10 +36,13 @@ from custom_pypto import simulation  # noqa: E402
 import pypto  # noqa: E402
 from cases.npu_kernels import affine_kernel, product_kernel, selected_kernel  # noqa: E402
 
+from custom_pypto.kernels import (
+    index_scores,  # noqa: E402
+    pypto_versions,  # noqa: E402
+)
 from custom_pypto.kernels import npu_lightning_indexer_pto as indexer  # noqa: E402
 from custom_pypto.kernels import npu_sparse_attention_pto as fused  # noqa: E402
 from custom_pypto.kernels import npu_sparse_flash_attention_pto as attention  # noqa: E402
-from custom_pypto.kernels import pypto_versions  # noqa: E402
 from custom_pypto.simulation import compiler, loaded_calls  # noqa: E402
 
 pytestmark = pytest.mark.sim
@@ -134,8 +137,12 @@ def test_a_row_sorted_in_the_task_that_made_it_loses_its_valid_shape_in_0_2_0(
     monkeypatch, fresh_kernels
 ):
     """A token then selects keys that it does not see."""
-    for function in ("begin_task", "begin_sort", "end_task"):
-        monkeypatch.setattr(indexer, function, lambda *scope: None)
+    for module, functions in (
+        (index_scores, ("begin_task", "end_task")),
+        (indexer, ("begin_sort", "end_task")),
+    ):
+        for function in functions:
+            monkeypatch.setattr(module, function, lambda *scope: None)
     x = index_case([2], [700], sparse_count=1024, heads=32)
     with simulation.on_cpu():
         check_selection(x)

@@ -173,8 +173,7 @@ class Divergence:
     def add(self, terms, sums) -> None:
         rows, columns = terms.shape
         pypto.set_vec_tile_shapes(min(rows, 64), max(columns, 16))
-        total = pypto.add(pypto.view(sums, [rows, columns], [0, 0]), terms)
-        pypto.assemble(total, [0, 0], sums)
+        sums.move(pypto.add(sums, terms))
 
     def store(self, row, tile: int, d_query, d_weights, loss) -> None:
         """Writes what is of the tokens alone."""

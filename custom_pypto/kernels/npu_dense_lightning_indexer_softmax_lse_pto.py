@@ -67,13 +67,13 @@ class Statistics:
         pypto.set_vec_tile_shapes(1, score_K.shape[1])
         seen = pypto.eq(mask, 1.0)
         score_K = pypto.where(seen, score_K, LOWEST)
-        before = pypto.view(top, [1, 1], [0, 0])
+        before = top
         now = pypto.maximum(before, pypto.amax(score_K, dim=-1, keepdim=True))
         terms_K = pypto.mul(pypto.exp(pypto.sub(score_K, now)), mask)
-        sums = pypto.mul(pypto.view(total, [1, 1], [0, 0]), pypto.exp(pypto.sub(before, now)))
+        sums = pypto.mul(total, pypto.exp(pypto.sub(before, now)))
         sums = pypto.add(sums, pypto.sum(terms_K, dim=-1, keepdim=True))
-        pypto.assemble(now, [0, 0], top)
-        pypto.assemble(sums, [0, 0], total)
+        top.move(now)
+        total.move(sums)
 
 
 def program(a: Arguments, facts: Facts) -> None:
