@@ -37,6 +37,7 @@ pytest_plugins = ["program_fixtures"]
 pytestmark = pytest.mark.sim
 PROGRAMS = [kernels]
 OP = "npu_sparse_flash_attention_grad_pto"
+FAST = ["packed", "sinks-of-5-heads", "latent-48-rope-32"]  # as generated code
 SMALL = dict(lengths_query=[5], lengths_key=[300], sparse_count=64)
 
 
@@ -61,7 +62,7 @@ def test_gradients_of_128_heads_and_2048_keys(interpreted):
     [(torch.bfloat16, False), (torch.float16, True)],
     ids=["selected-bfloat16", "hostile-float16"],
 )
-@pytest.mark.parametrize("arguments", calls(GRADIENT, fast=["packed", "sinks-of-5-heads"]))
+@pytest.mark.parametrize("arguments", calls(GRADIENT, fast=FAST))
 def test_generated_gradients_equal_the_reference(arguments, dtype, hostile):
     """Indices that name a row twice leave the order of two additions open."""
     with simulation.on_cpu(generated=True, unordered_adds=hostile):

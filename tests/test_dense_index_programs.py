@@ -102,7 +102,7 @@ def test_sizes_of_deepseek_v3_2(interpreted):
 
 @needs_gcc
 @pytest.mark.parametrize("dtype, layout", [(HALF[0], "BSND"), (HALF[1], "TND")], ids=str)
-@pytest.mark.parametrize("arguments", calls(CALLS, fast=["every-key"]))
+@pytest.mark.parametrize("arguments", calls(CALLS, fast=["every-key", "weights-of-float32"]))
 def test_generated_code_computes_what_the_reference_does(arguments, layout, dtype):
     with simulation.on_cpu(generated=True):
         check(inputs(**arguments, layout=layout, dtype=dtype))
@@ -198,6 +198,7 @@ def test_a_missing_barrier_is_found(monkeypatch, fresh_kernels):
 
 
 @needs_gcc
+@pytest.mark.skipif(installed_version("pypto") != "0.2.0", reason="mended in CANN 9.1")
 def test_keys_without_a_last_tile_are_found(monkeypatch, fresh_kernels):
     """Rows behind the keys, which the wrapper appends."""
     x = inputs([2], [70], dtype=torch.bfloat16)

@@ -214,6 +214,17 @@ def test_indexer_selects_what_the_reference_selects(arguments, dtype, on_generat
                 )
                 for n in (320, 1024)
             },
+            # rows of rope longer than a tile of the scores
+            **{
+                f"latent-{latent}-rope-{rope}": dict(
+                    lengths_query=[2, 1],
+                    lengths_key=[300, 70],
+                    latent=latent,
+                    rope=rope,
+                    sparse_count=64,
+                )
+                for latent, rope in ((48, 32), (96, 64), (32, 48))
+            },
             "no-rope": dict(lengths_query=[2], lengths_key=[300], rope=0, sparse_count=64),
             "values": dict(lengths_query=[2], lengths_key=[300], own_value=True, sparse_count=64),
             "sinks-of-5-heads": dict(
@@ -239,7 +250,7 @@ def test_indexer_selects_what_the_reference_selects(arguments, dtype, on_generat
             )
             for heads, block_size in ((2, 1024), (24, 48), (72, 16))
         },
-        fast=["two-tiles-of-keys", "4-heads", "sinks"],
+        fast=["two-tiles-of-keys", "4-heads", "latent-48-rope-32", "sinks"],
     ),
 )
 def test_attention_equals_the_reference(arguments, dtype, hostile, on_generated_code):

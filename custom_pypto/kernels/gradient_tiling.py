@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from math import gcd
 
-from .tiling import largest_divisor
+from .tiling import largest_divisor, score_tiles
 
 
 @dataclass(frozen=True)
@@ -28,18 +28,23 @@ class GradientTiling:
     l1_reuse: int = 32  # cube tiles that share an operand per task: all of a token's
     vec_nbuffer: int = 4  # vector tiles per task: more of them make tokens wait longer in line
 
-    def splits(self, heads: int, latent: int, width: int) -> list[tuple[int, int]]:
+    def splits(self, heads: int, latent: int, rope: int, width: int) -> list[tuple[int, int]]:
         """``(indices per gather, parts of a row)`` of the right operands: rope and latents of the
-        scores, latents and rope of the query's gradient.
+        scores, latents and rope of the query's gradient. A tile takes a part.
         """
-        _, (_, k), (_, n) = self.scores(heads, latent, width)
+        _, (_, k), (_, n) = self.scores(heads, latent, rope, width)
         _, (_, keys), (_, columns) = self.query(heads, latent, width)
-        return [(n, 1), (n, latent // k), (keys, latent // columns), (keys, 1)]
+        _, _, (_, rope_columns) = self.query(heads, rope, width)
+        return [
+            (n, max(rope // k, 1)),
+            (n, latent // k),
+            (keys, latent // columns),
+            (keys, max(rope // rope_columns, 1)),
+        ]
 
-    def scores(self, heads: int, latent: int, width: int) -> tuple[list[int], ...]:
+    def scores(self, heads: int, latent: int, rope: int, width: int) -> tuple[list[int], ...]:
         """Cube tiles ([m], [k], [n]) of ``[heads, latent + rope] @ [latent + rope, width]``."""
-        n, k = min(self.score_keys, width), gcd(latent, 512)
-        return [heads, heads], [min(128, k), k], [n, n]
+        return score_tiles(heads, latent, rope, min(self.score_keys, width))
 
     def query(self, heads: int, columns: int, width: int) -> tuple[list[int], ...]:
         """Those of ``[heads, width] @ [width, columns]``."""

@@ -64,7 +64,8 @@ def scaled(d_scores, weights, columns: int) -> DScores:
     pypto.set_vec_tile_shapes(1, max(keys, columns))
     to_largest = div(pypto.add(pypto.mul(most, 0.0), LARGEST), most)
     if tokens > 1:
-        to_largest = pypto.add(pypto.full([tokens, 1], 0.0, F32), to_largest)
+        # a row: elements of a column, which CANN 9.1 packs, have no address that it may broadcast
+        to_largest = pypto.add(pypto.full([1, keys], 0.0, F32), to_largest)
     unit = pypto.add(pypto.full([1, columns], 0.0, F32), pypto.mul(most, 1 / LARGEST))
     return DScores(d_scores, pypto.mul(d_scores, to_largest), unit)
 

@@ -75,7 +75,7 @@ class Divergence:
         for _ in loop(f"{name}_START", 1):
             for x, rows in ((d_query, self.heads), (d_weights, self.heads), (loss, tile)):
                 pypto.set_vec_tile_shapes(rows, max(x.shape[1], 16))
-                pypto.assemble(pypto.full(x.shape, 0.0, F32), [0, 0], x)
+                x.move(pypto.full(x.shape, 0.0, F32))
         for c in loop(f"{name}_KEYS", (widest(visible) + size - 1) // size):
             first = self.a.key_starts[sequence] + c * size
             terms = pypto.tensor([size, self.dim], F32, "terms")
@@ -114,7 +114,7 @@ class Divergence:
         pypto.assemble(whole.unit, [0, 0], unit)
         of_products = pypto.tensor([tile * heads, size], self.dtype, "of_products")
         of_weights = pypto.tensor([tile * heads, 1], F32, "of_weights")
-        rows = self.facts.sums.softmax_rows(size)
+        rows = 8  # weights of fewer heads start between multiples of 32 bytes
         for g in range(tile):
             begin_task(PRODUCTS + g)
             weights = weights_of(self.a.weights, (row + g) * heads, heads)
@@ -182,7 +182,8 @@ class Divergence:
             for sums, argument in ((d_query, a.d_query), (d_weights, a.d_weights)):
                 columns = sums.shape[1]
                 pypto.set_vec_tile_shapes(64, max(columns, 16))
-                of_heads = pypto.view(sums, [heads, columns], [g * self.heads, 0])
+                # computed: PyPTO 0.2.0 writes no copy of a part of sums that were moved
+                of_heads = pypto.mul(pypto.view(sums, [heads, columns], [g * self.heads, 0]), 1.0)
                 result = pypto.cast(of_heads, argument.dtype)
                 pypto.assemble(result, [(row + g) * heads, 0], argument)
             pypto.set_vec_tile_shapes(1, 16)

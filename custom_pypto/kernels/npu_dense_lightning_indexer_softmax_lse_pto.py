@@ -44,8 +44,8 @@ class Statistics:
         for _ in loop(f"LSE_START{tile}", 1):
             pypto.set_vec_tile_shapes(1, 16)
             for g in range(tile):
-                pypto.assemble(pypto.full([1, 1], LOWEST, F32), [0, 0], top[g])
-                pypto.assemble(pypto.full([1, 1], 0.0, F32), [0, 0], total[g])
+                top[g].move(pypto.full([1, 1], LOWEST, F32))
+                total[g].move(pypto.full([1, 1], 0.0, F32))
         for c in loop(f"LSE_KEYS{tile}", (widest(visible) + size - 1) // size):
             rows = self.index.scores(row, sequence, c * size, size, visible)
             for g, score_K in enumerate(rows):

@@ -67,7 +67,7 @@ class IndexBackward:
         """``(indices per gather, parts of a row)`` of the right operands: keys of the products,
         keys of the query's gradient.
         """
-        _, latents, rows, _ = self.tiling.splits(self.rows, self.dim, width)
+        _, latents, rows, _ = self.tiling.splits(self.rows, self.dim, 0, width)
         return [latents, rows]
 
     def query(self, row):
@@ -77,7 +77,7 @@ class IndexBackward:
         return weights_of(self.a.weights, row * self.rows, self.rows)
 
     def products(self, row, index: list, width: int):
-        pypto.set_cube_tile_shapes(*self.tiling.scores(self.rows, self.dim, width))
+        pypto.set_cube_tile_shapes(*self.tiling.scores(self.rows, self.dim, 0, width))
         keys = gather_rows(self.a)(self.a.key_index, index, transposed=True)
         return pypto.matmul(self.query(row), keys, F32, a_trans=False, b_trans=True)
 

@@ -73,7 +73,7 @@ class Backward:
         pypto.set_pass_options(**self.tiling.pass_options)  # of the calling loop
         pypto.experimental.set_operation_options(combine_axis=True)
         a, heads, latent, tiling = self.a, self.heads, self.latent, self.tiling
-        splits = functools.partial(tiling.splits, heads, latent)
+        splits = functools.partial(tiling.splits, heads, latent, self.rope)
         found, places, mask = selected_rows(a, self.facts, row, sequence, visible, splits)
         width = mask.shape[1]
         for_rope, for_scores, for_query, for_query_rope = found

@@ -173,7 +173,8 @@ class GatheredRows:
 
     def __init__(self, a: Arguments, facts: AttenderFacts):
         self.a, self.block_size = a, facts.block_size
-        self.splits = functools.partial(facts.tiling.splits, facts.heads, a.out.shape[1])
+        sizes = facts.heads, a.out.shape[1], rope_columns(a)
+        self.splits = functools.partial(facts.tiling.splits, *sizes)
 
     def load(self, index: list, table) -> None:
         self.index = index
@@ -202,7 +203,7 @@ def attender(a: Arguments, facts: AttenderFacts, loader: Callable = GatheredRows
         loader: class that loads keys and values, like :class:`GatheredRows`.
     """
     heads, tiling, dtype, latent = facts.heads, facts.tiling, a.out.dtype, a.out.shape[1]
-    statistics = a.softmax_max is not None
+    rope, statistics = rope_columns(a), a.softmax_max is not None
     rows = loader(a, facts)
 
     def attend(row, sequence, visible, selection):
@@ -211,7 +212,7 @@ def attender(a: Arguments, facts: AttenderFacts, loader: Callable = GatheredRows
         if pypto.cond(visible > 0):
             index, mask, table = checked(a, facts, selection, sequence, visible, rows.splits)
             width = mask.shape[1]
-            scores_tiles, output_tiles = tiling.cube_tiles(heads, latent, width)
+            scores_tiles, output_tiles = tiling.cube_tiles(heads, latent, rope, width)
             rows.load(index, table)
             for first in range(0, heads, tiling.heads):
                 group = min(tiling.heads, heads - first)
@@ -239,6 +240,11 @@ def attender(a: Arguments, facts: AttenderFacts, loader: Callable = GatheredRows
             write(a, row * heads, pypto.full([heads, latent], 0.0, dtype), *results)
 
     return attend
+
+
+def rope_columns(a: Arguments) -> int:
+    """The width of the RoPE part, 0 without one."""
+    return 0 if a.query_rope is None else a.query_rope.shape[1]
 
 
 def queries(a: Arguments, at, group: int):

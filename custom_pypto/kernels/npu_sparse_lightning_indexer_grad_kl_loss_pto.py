@@ -66,9 +66,10 @@ class Divergence(IndexBackward):
     def __init__(self, a: Arguments, facts: Facts):
         super().__init__(a, facts.index_heads, facts.tiling)
         self.facts, self.latent = facts, a.key.shape[1]
+        self.rope = a.query_rope.shape[1] if facts.rope else 0
 
     def splits(self, width: int) -> list[tuple[int, int]]:
-        rope, latents, *_ = self.tiling.splits(self.facts.rows, self.latent, width)
+        rope, latents, *_ = self.tiling.splits(self.facts.rows, self.latent, self.rope, width)
         return [rope, latents, *super().splits(width)]
 
     def token(self, row, sequence, visible, part: int) -> None:
@@ -92,7 +93,7 @@ class Divergence(IndexBackward):
         a, heads = self.a, self.facts.rows
         query, caches, rows = [(a.query, self.latent)], [a.key], [for_scores]
         if self.facts.rope:
-            query, caches = [*query, (a.query_rope, a.query_rope.shape[1])], [*caches, a.key_rope]
+            query, caches = [*query, (a.query_rope, self.rope)], [*caches, a.key_rope]
             rows = [*rows, for_rope]
         query = [pypto.view(x, [heads, width], [row * heads, 0]) for x, width in query]
         logits = attention_scores(query, caches, rows, gather_rows(a), self.tiling)

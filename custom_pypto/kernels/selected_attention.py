@@ -24,7 +24,8 @@ def attention_scores(
     """
     heads, latent = query[0].shape
     width = sum(piece.shape[1] for piece in rows[0][0])
-    pypto.set_cube_tile_shapes(*tiling.scores(heads, latent, width))
+    rope = query[1].shape[1] if len(query) > 1 else 0
+    pypto.set_cube_tile_shapes(*tiling.scores(heads, latent, rope, width))
     q = query[0]
     keys = [gather(x, found, transposed=True) for x, found in zip(caches, rows, strict=True)]
     k = keys[0]

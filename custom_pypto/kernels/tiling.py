@@ -93,6 +93,19 @@ def indexer_tiling(
     return replace(tiling, tokens=shared, chunk=chunk, chunks=chunks, keys=keys)
 
 
+def score_tiles(m: int, latent: int, rope: int, n: int) -> tuple[list[int], ...]:
+    """Cube tiles of ``m`` rows and ``n`` keys for ``[m, latent + rope] @ [latent + rope, keys]``.
+
+    A tile across the border of latent and rope would make the compiler write both to memory, and
+    several tiles of one gather repeat the first (:func:`.pypto_versions.gathered`): a row of rope
+    that is longer than a tile is gathered in parts, which are tiles.
+    """
+    k = gcd(latent, 512)
+    if k < rope:
+        k = gcd(k, rope)
+    return [m, m], [min(128, k), k], [n, n]
+
+
 @dataclass(frozen=True)
 class AttentionTiling:
     """Settings of :mod:`.npu_sparse_flash_attention_pto`; any gives right results."""
@@ -106,25 +119,23 @@ class AttentionTiling:
     vec_nbuffer: int  # softmax tiles per task; 0: the compiler chooses
     apart: bool = False  # the indices of the values are a task of their own, parallel to the scores
 
-    def cube_tiles(self, heads: int, latent: int, keys: int) -> tuple[tuple, tuple]:
+    def cube_tiles(self, heads: int, latent: int, rope: int, keys: int) -> tuple[tuple, tuple]:
         """Cube tiles ([m], [k], [n]) of both matmuls, in L0 and L1 each."""
         m = -(-min(self.heads, heads) // 16) * 16
-        n, columns = min(self.score_keys, keys), gcd(self.output_columns, latent)
-        # a tile across the border of latent and rope would make the compiler write both to memory
-        k = gcd(latent, 512)
-        scores = [m, m], [min(128, k), k], [n, n]
+        columns = gcd(self.output_columns, latent)
+        scores = score_tiles(m, latent, rope, min(self.score_keys, keys))
         k = min(128, keys)  # whole tiles of L0 in L1, or compilation fails
         output = [m, m], [k, min(self.output_keys, -(-keys // k) * k)], [columns, columns]
         return scores, output
 
-    def splits(self, heads: int, latent: int, keys: int) -> list[tuple[int, int]]:
-        """``(indices per gather, parts of a row)`` of the right operands: rope, latent (unless of
-        one part, like rope), values. A part is the share of a row in a tile.
+    def splits(self, heads: int, latent: int, rope: int, keys: int) -> list[tuple[int, int]]:
+        """``(indices per gather, parts of a row)`` of the right operands: rope, latent (unless
+        split like rope), values. A part is the share of a row in a tile.
         """
-        scores, output = self.cube_tiles(heads, latent, keys)
+        scores, output = self.cube_tiles(heads, latent, rope, keys)
         (_, k), (_, n), (_, columns) = scores[1], scores[2], output[2]
-        latents = [(n, latent // k)] if latent > k else []
-        return [(n, 1), *latents, (output[1][1], latent // columns)]
+        of_scores = dict.fromkeys([(n, max(rope // k, 1)), (n, latent // k)])
+        return [*of_scores, (output[1][1], latent // columns)]
 
     def softmax_rows(self, keys: int, *, sinks: bool) -> int:
         """``rows``, or fewer where float32 rows of ``keys`` would not fit UB; with sinks, which

@@ -184,8 +184,12 @@ GRADIENT = {
     "sinks-of-5-heads": dict(
         lengths_query=[2, 1], lengths_key=[300, 40], sparse_count=64, heads=5, sinks=(-9, 9)
     ),
-    "latent-48": dict(
+    # rows of rope longer than a tile of the scores
+    "latent-48-rope-32": dict(
         lengths_query=[2, 1], lengths_key=[300, 40], latent=48, rope=32, sparse_count=100
+    ),
+    "latent-32-rope-48": dict(
+        lengths_query=[2, 1], lengths_key=[300, 40], latent=32, rope=48, sparse_count=64
     ),
 }
 

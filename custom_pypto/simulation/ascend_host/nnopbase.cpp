@@ -1,8 +1,8 @@
 // Host emulator of CANN's libnnopbase: descriptions of tensors, and executors of single-operator
 // calls. Written from the public documentation of aclCreateTensor, aclDestroyTensor,
 // aclCreateIntArray, aclDestroyIntArray, aclSetAclOpExecutorRepeatable and aclDestroyAclOpExecutor.
-// It fails where CANN would read freed memory or leak: a tensor or list destroyed before the launch,
-// an executor that is launched twice.
+// It fails where CANN would read freed memory or leak: a tensor or list destroyed before the
+// launch, an executor that is launched twice.
 #include "nnopbase.h"
 
 #include <algorithm>
