@@ -28,8 +28,7 @@ HIDDEN, Q_RANK, NOPE, DTYPE = 7168, 1536, 128, torch.bfloat16
 class Case:
     """One call and its minimal cost.
 
-    ``floor`` is the highest accepted estimate in µs, by the model of PyPTO 0.2.0; ``later`` times
-    as much by that of CANN 9.1, which merges other tasks and charges them otherwise.
+    ``floor`` is the highest accepted estimate in µs, by the model of PyPTO 0.2.0.
     """
 
     op: str
@@ -38,7 +37,6 @@ class Case:
     bytes: int
     flop: int
     floor: float | None = None
-    later: float = 1.35
 
     def estimate(self, trace: Path | None = None) -> "simulation.Estimate":
         from custom_pypto import simulation
@@ -357,8 +355,8 @@ def cases() -> list[Case]:
         Case(**index_loss(256, 8192, floor=2185)),
         Case(**dense_statistics(64, 8192, floor=300)),
         Case(**dense_statistics(256, 8192, floor=1180)),
-        Case(**dense_loss(64, 8192, floor=1690)),
-        Case(**dense_loss(256, 8192, floor=6720)),
+        Case(**dense_loss(64, 8192, floor=1600)),
+        Case(**dense_loss(256, 8192, floor=6280)),
         indexer(1, 1, 8192, floor=25),
         indexer(4, 1, 8192),
         indexer(4, 2, 8192, floor=42),

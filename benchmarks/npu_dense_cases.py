@@ -30,7 +30,6 @@ def dense_statistics(tokens: int, keys: int, floor: float | None = None) -> dict
         bytes=2 * DIM * (tokens * INDEX_HEADS + keys) + 4 * tokens * (INDEX_HEADS + 2),
         flop=2 * tokens * keys * INDEX_HEADS * DIM,
         floor=floor,
-        later=3.0,
     )
 
 
@@ -61,5 +60,4 @@ def dense_loss(tokens: int, keys: int, floor: float | None = None) -> dict:
         bytes=2 * (tokens * (HEADS * width + 2 * INDEX_HEADS * DIM) + keys * (width + 2 * DIM)),
         flop=2 * tokens * keys * (HEADS * width + 3 * INDEX_HEADS * DIM),
         floor=floor,
-        later=2.1,
     )

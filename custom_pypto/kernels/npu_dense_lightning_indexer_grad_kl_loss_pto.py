@@ -27,7 +27,7 @@ from .every_key import DenseFacts, DenseScores
 from .gradient_tiling import EVERY_KEY, GradientTiling
 from .index_gradients import DScores, d_products, index_scores, scaled, unscaled, weights_of
 from .index_scores import F32, LOWEST, widest
-from .pypto_versions import after_all, behind, jit
+from .pypto_versions import after_all, behind, computed, jit
 from .row_sums import add_rows, parts_of, row_tiles, store_sum, store_total, sums_of
 from .sequences import query_tiles
 from .tiling import cube_tile, power_of_two
@@ -182,12 +182,11 @@ class Divergence:
             for sums, argument in ((d_query, a.d_query), (d_weights, a.d_weights)):
                 columns = sums.shape[1]
                 pypto.set_vec_tile_shapes(64, max(columns, 16))
-                # computed: PyPTO 0.2.0 writes no copy of a part of sums that were moved
-                of_heads = pypto.mul(pypto.view(sums, [heads, columns], [g * self.heads, 0]), 1.0)
+                of_heads = computed(pypto.view(sums, [heads, columns], [g * self.heads, 0]))
                 result = pypto.cast(of_heads, argument.dtype)
                 pypto.assemble(result, [(row + g) * heads, 0], argument)
             pypto.set_vec_tile_shapes(1, 16)
-            one = pypto.mul(pypto.view(loss, [1, 1], [g, 0]), 1.0)
+            one = computed(pypto.view(loss, [1, 1], [g, 0]))
             pypto.assemble(one, [0, row + g], a.loss_terms)
 
     def results(self) -> None:

@@ -124,12 +124,13 @@ def bounded(x, rows: int, columns: int, first: int = 0):
     return pypto.view(x, [rows, columns], [0, first], valid_shape=[x.shape[0], columns])
 
 
-def computed(gathered):
-    """The float32 values of ``gathered``, a result of a gather in UB, to be written.
+def computed(x):
+    """The float32 values of ``x``, a result of a gather in UB or a part of a moved tensor, to be
+    written.
 
-    0.2.0: results of gathers are written by arithmetic only; not tried on CANN 9.1.
+    0.2.0: these are written by arithmetic only; not tried on CANN 9.1.
     """
-    x = gathered if gathered.dtype == FLOAT else pypto.cast(gathered, FLOAT)
+    x = x if x.dtype == FLOAT else pypto.cast(x, FLOAT)
     return pypto.mul(x, 1.0)
 
 
