@@ -1,8 +1,7 @@
 """Sparse attention as an attention backend of vLLM: a step's metadata, the caches, the op calls.
 
-Both caches are paged by vLLM and share a block table: latent and RoPE key of a token in a row of
-``[blocks, block_size, kv_lora_rank + qk_rope_head_dim]``, its index key in a row of
-``[blocks, block_size, index_head_dim]``, both in the dtype of the model.
+vLLM pages both caches, with one block table: a token has a row of latent and RoPE key in one, and a
+row of its index key in the other (:mod:`.caches`).
 """
 
 from dataclasses import dataclass
@@ -20,7 +19,8 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-import custom_pypto
+from .caches import latent_rows
+from .checks import INT8
 
 
 @dataclass
@@ -59,7 +59,7 @@ class SparseMetadataBuilder(AttentionMetadataBuilder[SparseMetadata]):
 
 class SparseAttentionBackend(AttentionBackend):
     supported_dtypes: ClassVar = [torch.bfloat16, torch.float16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar = ["auto", "bfloat16", "float16"]
+    supported_kv_cache_dtypes: ClassVar = ["auto", "bfloat16", "float16", INT8]
 
     @staticmethod
     def get_name():
@@ -94,21 +94,6 @@ class IndexerBackend(SparseAttentionBackend):
         return "CUSTOM_PYPTO_INDEXER"
 
 
-def write_rows(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """Writes ``rows [tokens, width]`` into ``cache [blocks, block_size, width]`` at their slots.
-
-    Rows at a negative slot are padding and not written.
-    """
-    if cache.numel() == 0:
-        return  # vLLM's profile run, before it allocates the caches
-    slots = slots.flatten()
-    rows = rows[: len(slots)]
-    if (slots < 0).any():
-        rows, slots = rows[slots >= 0], slots[slots >= 0]
-    size = cache.shape[1]
-    cache[slots // size, slots % size] = rows.to(cache.dtype)
-
-
 # churn: the arguments by which MLAAttention.__init__ makes an implementation, and the methods that
 # its forward_impl calls; index_group_builder groups the layers of an accelerator's cache
 class SparseAttentionImpl(SharedTopkIndicesBuffer, MLAAttentionImpl[SparseMetadata]):
@@ -139,51 +124,23 @@ class SparseAttentionImpl(SharedTopkIndicesBuffer, MLAAttentionImpl[SparseMetada
         indexer,
         topk_indices_buffer,
     ):
-        if is_quantized_kv_cache(kv_cache_dtype):
+        if is_quantized_kv_cache(kv_cache_dtype) and kv_cache_dtype != INT8:
             raise ValueError(
-                "custom_pypto_vllm: --kv-cache-dtype must be auto, the dtype of the model, got "
-                f"{kv_cache_dtype}; this plugin keeps no quantised cache"
+                "custom_pypto_vllm: --kv-cache-dtype must be auto, the dtype of the model, or "
+                f"{INT8}, got {kv_cache_dtype}"
             )
-        self.scale, self.kv_lora_rank = float(scale), kv_lora_rank
+        self.scale, self.rows = float(scale), latent_rows(kv_cache_dtype, kv_lora_rank)
         self.kv_cache_dtype = kv_cache_dtype
         # the indexer's buffer if the layer has an indexer: speculative decoding replaces it
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
 
     def do_kv_cache_update(self, kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale):
-        write_rows(kv_cache, slot_mapping, torch.cat([kv_c, k_pe.squeeze(1)], dim=-1))
+        if kv_cache.numel() == 0:
+            return  # vLLM's profile run, before it allocates the caches
+        tokens = slot_mapping.numel()
+        self.rows.write(kv_cache, slot_mapping.flatten(), kv_c[:tokens], k_pe[:tokens].squeeze(1))
 
     def forward_mqa(self, q, kv_cache, metadata, layer):
         """Attention of all new tokens over the selected rows: [tokens, heads, kv_lora_rank]."""
-        query, query_rope = q
-        latent, key_rope = kv_cache[..., None, :].tensor_split([self.kv_lora_rank], dim=-1)
-        out = custom_pypto.npu_sparse_flash_attention_pto(
-            query,
-            latent,
-            None,
-            self.topk_indices_buffer[: len(query), None],
-            self.scale,
-            block_table=metadata.block_table,
-            actual_seq_lengths_query=metadata.query_ends,
-            actual_seq_lengths_kv=metadata.seq_lens,
-            query_rope=query_rope,
-            key_rope=key_rope,
-            layout_query="TND",
-        )
-        return out, None
-
-
-def select(query: Tensor, key: Tensor, weights: Tensor, indices: Tensor, cache, metadata) -> None:
-    """Writes the index keys of the new tokens into ``cache [blocks, block_size, index_head_dim]``,
-    then the positions that each token selects into the first rows of ``indices``."""
-    tokens = metadata.num_actual_tokens
-    write_rows(cache, metadata.slot_mapping, key)
-    indices[:tokens] = custom_pypto.npu_lightning_indexer_pto(
-        query[:tokens],
-        cache[..., None, :],
-        weights[:tokens],
-        actual_seq_lengths_query=metadata.query_ends,
-        actual_seq_lengths_key=metadata.seq_lens,
-        block_table=metadata.block_table,
-        layout_query="TND",
-        sparse_count=indices.shape[1],
-    ).squeeze(1)
+        indices = self.topk_indices_buffer[: len(q[0]), None]
+        return self.rows.attend(*q, kv_cache, indices, self.scale, metadata), None

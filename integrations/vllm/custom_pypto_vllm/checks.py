@@ -2,6 +2,9 @@
 middle of a request, or give wrong text without an error."""
 
 
+INT8 = "int8_per_token_head"  # vLLM's word for a cache in int8
+
+
 def _reject(what: str) -> None:
     raise ValueError(f"custom_pypto_vllm: {what}")
 
@@ -36,6 +39,8 @@ def check(vllm_config, modules, non_causal: bool) -> None:
     if other or not isinstance(modules.indexer, Indexer | None):
         _reject("the attention must be that of DeepSeek-V3.2 or GLM-5, got another one")
     _check_config(vllm_config.model_config.hf_config, modules.indexer_rotary_emb)
+    if vllm_config.cache_config.cache_dtype == INT8:
+        _check_int8(vllm_config)
 
 
 def check_weights(model_config) -> None:
@@ -73,6 +78,21 @@ def _check_quantised_linears(quantization, modules) -> None:
                 f"{name} of the indexer must not be quantised: vLLM merges wk and weights_proj "
                 f'into a plain layer; quantise the model with "re:.*indexer.{name}" in `ignore`'
             )
+
+
+def _check_int8(vllm_config) -> None:
+    """What the ops of caches in int8 do not take."""
+    dtype, config = vllm_config.model_config.dtype, vllm_config.model_config.hf_config
+    word = f"with --kv-cache-dtype {INT8}"
+    if dtype.itemsize != 2:
+        _reject(f"{word} the model must be in bfloat16 or float16, got {dtype}; --dtype bfloat16")
+    if skipped := vllm_config.cache_config.kv_cache_dtype_skip_layers:
+        _reject(f"{word} all layers are in int8, got --kv-cache-dtype-skip-layers {skipped}")
+    for name, unit in (("kv_lora_rank", 128), ("qk_rope_head_dim", 16)):
+        if (size := getattr(config, name)) % unit:
+            _reject(f"{word} {name} must be a multiple of {unit}, got {size}")
+    if (size := config.index_head_dim).bit_count() != 1:
+        _reject(f"{word} index_head_dim must be a power of two, got {size}")
 
 
 def _check_config(config, indexer_rope) -> None:

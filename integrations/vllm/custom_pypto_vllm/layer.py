@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from .backend import IndexerBackend, SparseAttentionBackend, select
+from .backend import IndexerBackend, SparseAttentionBackend
+from .caches import SparseAttention, index_rows
 from .checks import check
 
 
@@ -21,7 +21,11 @@ def _index(query: Tensor, key: Tensor, weights: Tensor, q: Tensor, layer_name: s
     if isinstance(context.attn_metadata, dict):  # else vLLM's profile run, before there are caches
         layer = context.no_compile_layers[layer_name]
         metadata = context.attn_metadata[layer_name]
-        select(query, key, weights, layer.topk_indices_buffer, layer.kv_cache, metadata)
+        tokens, indices = metadata.num_actual_tokens, layer.topk_indices_buffer
+        layer.rows.write(layer.kv_cache, metadata.slot_mapping, key[:tokens])
+        indices[:tokens] = layer.rows.select(
+            query[:tokens], weights[:tokens], layer.kv_cache, metadata, indices.shape[1]
+        ).squeeze(1)
 
 
 def _index_meta(query: Tensor, key: Tensor, weights: Tensor, q: Tensor, layer_name: str) -> None:
@@ -95,7 +99,7 @@ class SparseAttentionLayer(MultiHeadLatentAttentionWrapper):
         self._take(modules)
         # churn: speculative decoding reads and sets both (deepseek_mtp.py, llm_base_proposer.py)
         self.skip_topk, self.topk_indices_buffer = skip_topk, modules.topk_indices_buffer
-        self.mla_attn = MLAAttention(
+        self.mla_attn = SparseAttention(
             num_heads=num_heads,
             scale=scale,
             kv_b_proj=modules.kv_b_proj,
@@ -106,6 +110,8 @@ class SparseAttentionLayer(MultiHeadLatentAttentionWrapper):
             topk_indices_buffer=modules.topk_indices_buffer,
             **same,
         )
+        if self.indexer is not None:
+            _own_index_cache(self.indexer, self.mla_attn.kv_cache_dtype)
 
     def _take(self, modules) -> None:
         self.fused_qkv_a_proj, self.q_a_layernorm = modules.fused_qkv_a_proj, modules.q_a_layernorm
@@ -113,8 +119,6 @@ class SparseAttentionLayer(MultiHeadLatentAttentionWrapper):
         self.kv_b_proj, self.o_proj = modules.kv_b_proj, modules.o_proj
         self.rotary_emb, self.indexer_rope_emb = modules.rotary_emb, modules.indexer_rotary_emb
         self.indexer = modules.indexer
-        if self.indexer is not None:
-            _keep_index_keys_unquantised(self.indexer)
 
     def forward(self, positions, hidden_states, llama_4_scaling=None):
         if not self.is_sparse:
@@ -168,11 +172,12 @@ def _rotate(rope, positions, q_pe, k_pe):
     return q.view(q_pe.shape), k.view(len(k_pe), 1, -1)
 
 
-def _keep_index_keys_unquantised(indexer):
-    """Makes the indexer's cache one of the model's dtype, instead of fp8 keys beside scales."""
+def _own_index_cache(indexer, kv_cache_dtype: str):
+    """Makes the indexer's cache one of :mod:`.caches`, instead of fp8 keys beside scales."""
     # churn: the fields of DeepseekV32IndexerCache that make its cache
     cache = indexer.k_cache
-    cache.head_dim, cache.dtype = indexer.head_dim, torch.get_default_dtype()
+    cache.rows = index_rows(kv_cache_dtype, indexer.head_dim)
+    cache.head_dim, cache.dtype = cache.rows.width, cache.rows.dtype
     cache.get_attn_backend = lambda: IndexerBackend
     # by this name speculative decoding finds it in a draft, and sets it to the target's buffer
     cache.topk_indices_buffer = indexer.topk_indices_buffer

@@ -35,6 +35,7 @@ def main(arguments: Path, result: Path) -> None:
         json.dumps(
             dict(
                 block_size=config.cache_config.block_size,
+                blocks=config.cache_config.num_gpu_blocks,
                 prefix_caching=config.cache_config.enable_prefix_caching,
                 chunked_prefill=config.scheduler_config.enable_chunked_prefill,
                 compilation=int(config.compilation_config.mode),

@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 
 START_SECONDS = 300  # of an engine, on a busy machine
 COMPILED = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "0"}  # vLLM's default for these models is eager
+INT8 = "int8_per_token_head"
 V32, GLM = "deepseek_v32", "glm_moe_dsa"
 NEARLY_TIED = 1e-5  # of the largest score
 SHARED = dict(num_hidden_layers=4, indexer_types=["full", "shared"] * 2)
@@ -170,11 +171,10 @@ def test_preempted_requests_equal_transformers(tmp_path):
     assert_equal(checkpoint, result)
 
 
-@pytest.mark.matrix
-def test_bfloat16_is_as_near_to_float32_as_transformers_is(tmp_path):
-    """Beyond index_topk a random model selects differently after each rounding; float32 judges."""
-    checkpoint = save_tiny(tmp_path / V32, V32, torch.bfloat16)
-    result = generate(checkpoint, tmp_path, dtype="bfloat16")
+def errors(checkpoint, result) -> tuple[list, list]:
+    """Of the log-probabilities of each prompt's tokens, and of those by transformers in bfloat16:
+    float32 judges.
+    """
     ours, theirs = [], []
     load = AutoModelForCausalLM.from_pretrained
     rounded = log_probabilities(load(checkpoint, dtype=torch.bfloat16).eval(), result)
@@ -186,6 +186,16 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(tmp_path):
         judge = judge.gather(1, at)[:, 0]
         ours.append(torch.tensor(logprobs) - judge)
         theirs.append(upstream.gather(1, at)[:, 0] - judge)
+    return ours, theirs
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("cache", ["auto", INT8])
+def test_bfloat16_is_as_near_to_float32_as_transformers_is(cache, tmp_path):
+    """Beyond index_topk a random model selects differently after each rounding."""
+    checkpoint = save_tiny(tmp_path / V32, V32, torch.bfloat16)
+    result = generate(checkpoint, tmp_path, dtype="bfloat16", kv_cache_dtype=cache)
+    ours, theirs = errors(checkpoint, result)
     # contexts within index_topk: no selection, so rounding alone
     assert torch.cat(ours[:2]).abs().max() < 0.1
     assert torch.cat(ours).square().mean().sqrt() < 3 * torch.cat(theirs).square().mean().sqrt()
@@ -201,6 +211,27 @@ REJECTED = {
         "blocks of 128 x 128, as DeepSeek publishes them, got weight_block_size [64, 64]",
     ),
     "fp8 cache": (V32, {}, {}, dict(kv_cache_dtype="fp8"), "--kv-cache-dtype must be auto"),
+    "int8 cache of a model in float32": (
+        V32,
+        {},
+        {},
+        dict(kv_cache_dtype=INT8),
+        "the model must be in bfloat16 or float16, got torch.float32",
+    ),
+    "int8 cache of some layers": (
+        V32,
+        {},
+        {},
+        dict(kv_cache_dtype=INT8, dtype="bfloat16", kv_cache_dtype_skip_layers=["1"]),
+        "all layers are in int8, got --kv-cache-dtype-skip-layers ['1']",
+    ),
+    "int8 index keys without a rotation": (
+        V32,
+        dict(index_head_dim=96),
+        {},
+        dict(kv_cache_dtype=INT8, dtype="bfloat16"),
+        "index_head_dim must be a power of two, got 96",
+    ),
     "a GLM-5 saved by transformers": (
         GLM,
         {},
