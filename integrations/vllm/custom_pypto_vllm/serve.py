@@ -14,7 +14,10 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+from .resources import describe
+
 HOST = "127.0.0.1"
+CACHE_GIB = "4"  # unset, vLLM wants 92 % of the memory to be free
 # the trained checkpoint examples/checkpoints/lookup answers with a fact of the text
 PROMPT = "the weary sailor otter=red slowly found every silent village near rain , otter?"
 
@@ -44,6 +47,8 @@ def main(arguments=None) -> int:
         parser.error(f"CHECKPOINT must be a folder with a config.json, got {options.checkpoint}")
     model = options.checkpoint.resolve().name
     url = f"http://{HOST}:{options.port}"
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CACHE_GIB)
+    print(describe(options.checkpoint, others, url), flush=True)
     server = start(options.checkpoint, model, options.port, others)
     # as Ctrl-C: the finally below must run
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
@@ -68,7 +73,7 @@ def start(checkpoint: Path, model: str, port: int, arguments=()) -> subprocess.P
     environment = {
         "HF_HUB_OFFLINE": "1",  # the checkpoint is a folder
         "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": "4",  # GiB; unset, vLLM wants 92 % of the memory to be free
+        "VLLM_CPU_KVCACHE_SPACE": CACHE_GIB,
         **os.environ,
     }
     command = [sys.executable, "-m", "custom_pypto_vllm.vllm_serve", str(checkpoint)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from checkpoints import add_draft_layer, save_tiny
 from test_engines import COMPILED, GLM, INT8, V32, errors, generate
-from test_server import Serving
+from test_server import Serving, cache_tokens
 from traffic import metric, questions, send
 
 BYTES = {"auto": 1408, INT8: 786}  # of a token and layer at the sizes of DeepSeek-V3.2
@@ -55,6 +55,8 @@ def test_the_lookup_checkpoint_answers_right():
     try:
         replies = send(serving.url, questions(), tokens=1)
         assert metric(serving.url, "vllm:prefix_cache_hits_total") > 0
+        said, has = cache_tokens(serving)
+        assert has == pytest.approx(said, rel=1e-3)
     finally:
         serving.stop(signal.SIGTERM)
     assert sum(reply.right for reply in replies) >= 0.97 * len(replies)  # in bfloat16: 0.99

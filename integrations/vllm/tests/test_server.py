@@ -94,6 +94,25 @@ def test_the_printed_python_snippet_works(serving):
     assert reply.stdout.strip() == "red"
 
 
+def cache_tokens(serving):
+    """As printed, and as the engine has them."""
+    for line in httpx.get(f"{serving.url}/metrics").text.splitlines():
+        if line.startswith("vllm:cache_config_info"):
+            settings = dict(re.findall(r'(\w+)="([^"]*)"', line))
+            has = int(settings["num_gpu_blocks"]) * int(settings["block_size"])
+            said = re.search(r"^cache .* ([\d,]+) tokens", serving.printed, re.M)[1]
+            return int(said.replace(",", "")), has
+    raise AssertionError("the server has no metric vllm:cache_config_info")
+
+
+def test_prints_what_it_uses(serving):
+    names = [line.partition(" ")[0] for line in serving.printed.splitlines()[:5]]
+    assert names == ["kernels", "weights", "cache", "memory", "address"]
+    assert f"address  {serving.url}/v1" in serving.printed
+    said, has = cache_tokens(serving)
+    assert has == pytest.approx(said, rel=1e-3)
+
+
 def test_200_requests_32_at_a_time_are_answered_right(serving):
     replies = send(serving.url, questions())
     assert all(reply.tokens == 32 for reply in replies)

@@ -1,0 +1,82 @@
+"""What a server will use, in five lines, from the checkpoint and the arguments alone."""
+
+import argparse
+import json
+import os
+from pathlib import Path
+
+import psutil
+import torch
+
+import custom_pypto
+from custom_pypto.cache_rows import int8_row_bytes
+from custom_pypto.requirements import VLLM
+
+from .checks import INT8
+
+GIB = 2**30
+DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other words
+
+
+def describe(checkpoint: Path, arguments: list[str], url: str) -> str:
+    """Kernels, weights, cache, memory and address.
+
+    Args:
+        arguments: vLLM's.
+    """
+    config = json.loads((checkpoint / "config.json").read_text())
+    options = _read(arguments)
+    weights = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
+    stored = config.get("dtype") or config.get("torch_dtype") or "float32"
+    dtype = stored if options.dtype == "auto" else DTYPES.get(options.dtype, options.dtype)
+    space = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 0)
+    quantised = config.get("quantization_config", {}).get("quant_method")
+    available = psutil.virtual_memory().available
+    kernels = torch.ops.custom_pypto.cpu_isa()
+    lines = {
+        "kernels": f"{kernels}, of custom_pypto {custom_pypto.__version__}; vLLM {VLLM}",
+        "weights": f"{_size(weights)} in files, {quantised or stored}; computed in {dtype}",
+        "cache": _cache(config, options, dtype, space),
+        "memory": f"{_size(available)} available, {_size(weights + space * GIB)} of them for weights "
+        "and cache; each further worker has a cache of its own",
+        "address": f"{url}/v1",
+    }
+    if weights + space * GIB > available:
+        lines["memory"] += ": too much; a smaller VLLM_CPU_KVCACHE_SPACE takes less"
+    return "\n".join(f"{name:8} {line}" for name, line in lines.items())
+
+
+def _read(arguments: list[str]) -> argparse.Namespace:
+    """Those of vLLM's arguments that count here, with either of its spellings."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    words = [
+        name.replace("_", "-") + separator + value if name.startswith("--") else word
+        for word in arguments
+        for name, separator, value in [word.partition("=")]
+    ]
+    return parser.parse_known_args(words)[0]
+
+
+def _cache(config: dict, options: argparse.Namespace, dtype: str, space: float) -> str:
+    sizes = [config.get(key) for key in ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim")]
+    if None in sizes:
+        return f"{space:g} GiB, in vLLM's own layout"
+    latent, rope, index = sizes
+    if options.kv_cache_dtype == INT8:
+        word, row, index_row = "int8", int8_row_bytes(latent, rope), index + 2
+    else:
+        word = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+        value = getattr(torch, word, torch.uint8).itemsize
+        row, index_row = value * (latent + rope), value * index
+    layers = config["num_hidden_layers"]
+    # layers that take the indices of another one have no index keys
+    pattern = config.get("index_topk_pattern") or "F" * layers
+    token = layers * row + pattern.count("F") * index_row
+    tokens = int(space * GIB / token)
+    return f"{space:g} GiB in {word}: {tokens:,} tokens of {token:,} bytes in {layers} layers"
+
+
+def _size(count: int) -> str:
+    return f"{count / GIB:.3g} GiB"
