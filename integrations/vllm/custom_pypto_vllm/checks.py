@@ -1,7 +1,6 @@
 """What the layer does not support, rejected when the model is built: later it would fail in the
 middle of a request, or give wrong text without an error."""
 
-
 INT8 = "int8_per_token_head"  # vLLM's word for a cache in int8
 
 

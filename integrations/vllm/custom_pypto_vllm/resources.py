@@ -33,16 +33,17 @@ def describe(checkpoint: Path, arguments: list[str], url: str) -> str:
     quantised = config.get("quantization_config", {}).get("quant_method")
     available = psutil.virtual_memory().available
     kernels = torch.ops.custom_pypto.cpu_isa()
+    taken = weights + space * GIB
     lines = {
         "kernels": f"{kernels}, of custom_pypto {custom_pypto.__version__}; vLLM {VLLM}",
         "weights": f"{_size(weights)} in files, {quantised or stored}; computed in {dtype}",
         "cache": _cache(config, options, dtype, space),
-        "memory": f"{_size(available)} available, {_size(weights + space * GIB)} of them for weights "
-        "and cache; each further worker has a cache of its own",
+        "memory": f"{_size(available)} available, {_size(taken)} of them for weights and cache; "
+        "each further worker has a cache of its own",
         "address": f"{url}/v1",
     }
-    if weights + space * GIB > available:
-        lines["memory"] += ": too much; a smaller VLLM_CPU_KVCACHE_SPACE takes less"
+    if taken > available:
+        lines["memory"] += ". That is too much: a smaller VLLM_CPU_KVCACHE_SPACE takes less"
     return "\n".join(f"{name:8} {line}" for name, line in lines.items())
 
 

@@ -23,8 +23,8 @@ CASES = {
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind, environment, options", CASES.values(), ids=CASES)
 def test_is_near_to_float32(kind, environment, options, tmp_path):
-    """All keys are within index_topk, and no layer has experts, so rounding chooses nothing: a wrong
-    row is far off.
+    """All keys are within index_topk, and no layer has experts, so rounding chooses nothing: a
+    wrong row is far off.
     """
     sizes = dict(index_topk=512, first_k_dense_replace=9)
     checkpoint = save_tiny(tmp_path / kind, kind, torch.bfloat16, **sizes)
