@@ -1,5 +1,6 @@
 """Eager calls through aclnn, on the host stand-in for CANN and a kernel package built for it."""
 
+import gc
 import json
 import re
 import shutil
@@ -165,10 +166,12 @@ def test_a_phase_that_fails_says_what_cann_says(phase, stand_in, built):
 def test_a_workspace_that_does_not_fit_frees_the_executor(stand_in, monkeypatch):
     plan = stand_in._plan
     monkeypatch.setattr(stand_in, "_plan", lambda *given: (plan(*given)[0], 2**50))
+    gc.collect()  # what other tests left would be freed meanwhile
+    torch.npu.synchronize()
     before = torch.npu.memory_allocated()
     with pytest.raises(RuntimeError, match="out of memory"):
         custom_pypto.add_custom(X.npu(), X.npu())
-    assert torch.npu.memory_allocated() == before
+    assert torch.npu.memory_allocated() <= before
 
 
 def test_without_a_stream_nothing_is_launched(stand_in, monkeypatch):
