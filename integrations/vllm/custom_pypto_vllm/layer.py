@@ -26,6 +26,8 @@ def _index(query: Tensor, key: Tensor, weights: Tensor, q: Tensor, layer_name: s
         indices[:tokens] = layer.rows.select(
             query[:tokens], weights[:tokens], layer.kv_cache, metadata, indices.shape[1]
         ).squeeze(1)
+        if layer.recorder is not None:
+            layer.recorder.add(layer_name, metadata, indices[:tokens])
 
 
 def _index_meta(query: Tensor, key: Tensor, weights: Tensor, q: Tensor, layer_name: str) -> None:
@@ -177,6 +179,7 @@ def _own_index_cache(indexer, kv_cache_dtype: str):
     # churn: the fields of DeepseekV32IndexerCache that make its cache
     cache = indexer.k_cache
     cache.rows = index_rows(kv_cache_dtype, indexer.head_dim)
+    cache.recorder = None  # of selections.py
     cache.head_dim, cache.dtype = cache.rows.width, cache.rows.dtype
     cache.get_attn_backend = lambda: IndexerBackend
     # by this name speculative decoding finds it in a draft, and sets it to the target's buffer

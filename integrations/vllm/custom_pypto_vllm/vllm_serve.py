@@ -13,9 +13,20 @@ def main() -> None:
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from .selections import WORKER, Middleware
+
     # churn: the steps of vllm/entrypoints/cli/main.py
     cli_env_setup()
-    options = make_arg_parser(FlexibleArgumentParser(prog="vllm serve")).parse_args()
+    parser = make_arg_parser(FlexibleArgumentParser(prog="vllm serve"))
+    parser.add_argument(
+        "--enable-return-indexer-topk",
+        action="store_true",
+        help="replies with token ids have `indexer_topk`; turns the prefix cache off",
+    )
+    options = parser.parse_args()
+    if options.enable_return_indexer_topk:
+        options.worker_extension_cls, options.enable_prefix_caching = WORKER, False
+        options.middleware = [*options.middleware, f"{Middleware.__module__}.Middleware"]
     configure_logging_from_args(options)
     command = ServeSubcommand()
     command.validate(options)

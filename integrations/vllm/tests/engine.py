@@ -4,6 +4,8 @@ import json
 import sys
 from pathlib import Path
 
+import numpy as np
+
 PROMPTS = [[(7 * i + 3 * n + i * i % 11) % 500 + 5 for i in range(n)] for n in (5, 40, 130, 300)]
 
 
@@ -11,9 +13,11 @@ def main(arguments: Path, result: Path) -> None:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
+    from custom_pypto_vllm import selections
+
     options = json.loads(arguments.read_text())
     rounds, tokens = options.pop("rounds"), options.pop("tokens")
-    adapter = options.pop("adapter")
+    adapter, selections_file = options.pop("adapter"), options.pop("selections", None)
     llm = LLM(
         max_model_len=512,
         max_num_seqs=len(PROMPTS),
@@ -26,8 +30,13 @@ def main(arguments: Path, result: Path) -> None:
     )
     lora = LoRARequest("adapter", 1, adapter) if adapter else None
     prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    if selections_file:
+        selections.record(llm)
     for _ in range(rounds):
         requests = llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
+    if selections_file:
+        taken = [array for request in requests for array in selections.take(llm, request)]
+        np.savez(selections_file, *taken)
     config = llm.llm_engine.vllm_config
     answers = [request.outputs[0] for request in requests]
     values = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}

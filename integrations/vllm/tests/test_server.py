@@ -168,6 +168,23 @@ def test_requests_of_vanished_clients_end(serving):
     assert all(reply.right for reply in send(serving.url, asked, tokens=1))
 
 
+def test_a_seed_repeats_an_answer_whatever_the_chunks():
+    """The second time most of the prompt is cached. vLLM alone dies of the first chunk."""
+    serving = Serving("--max-num-batched-tokens=64", "--max-num-seqs=4")
+    ask = openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", timeout=120, max_retries=0)
+    request = dict(model=LOOKUP.name, prompt=questions()[0].prompt, max_tokens=32, temperature=2.0)
+    try:
+        texts = [
+            ask.completions.create(**request, seed=seed, extra_body={"ignore_eos": True})
+            .choices[0]
+            .text
+            for seed in (5, 5, 6)
+        ]
+    finally:
+        serving.stop(signal.SIGTERM)
+    assert texts[0] == texts[1] != texts[2]
+
+
 @pytest.mark.matrix
 def test_two_engines_answer_right():
     serving = Serving("--data-parallel-size=2")

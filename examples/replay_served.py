@@ -1,0 +1,125 @@
+"""Replays what a server of vLLM selected: a rollout served, a policy gradient computed on it.
+
+The server answers questions of the lookup checkpoint, several samples for each, and says which
+positions each token attended to. Training attends to the same ones. Prints
+
+- how many of the served selections are those that the model makes itself of the same tokens;
+- the largest distance of a log-ratio, training over server, from 0, with replay;
+- the same after noise on the indexers: equal to the bit with replay, as no indexer chooses, and far
+  off without;
+- the norm of the gradient of a step of GRPO on them.
+
+In one terminal the server, in float32 so that rounding chooses nothing, in another this program:
+
+    bash run.sh serve examples/checkpoints/lookup --dtype float32 --enable-return-indexer-topk
+    python examples/replay_served.py
+"""
+
+import argparse
+import base64
+import io
+import json
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import torch
+from replay_rollout import advantages_of, disturb_indexers, print_distance
+from train_lookup import lookup_batch
+from transformers import set_seed
+
+from custom_pypto import models
+
+
+def served(args, prompts: torch.Tensor):
+    """Token ids, log-probabilities of the new ones, and selections of all samples."""
+    request = dict(
+        model=args.model.resolve().name,
+        prompt=prompts.tolist(),
+        n=args.samples,
+        max_tokens=args.new_tokens,
+        temperature=args.temperature,
+        seed=args.seed,
+        logprobs=0,
+        ignore_eos=True,
+        return_token_ids=True,
+    )
+    url = f"{args.url}/v1/completions"
+    body, kind = json.dumps(request).encode(), {"Content-Type": "application/json"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, body, kind)) as reply:
+            choices = json.load(reply)["choices"]
+    except urllib.error.HTTPError as error:
+        raise SystemExit(f"{url}: {error} {error.read().decode()}") from error
+    if not choices[0].get("indexer_topk"):
+        raise SystemExit(f"{url} returns no selections; serve with --enable-return-indexer-topk")
+    ids = torch.tensor([choice["prompt_token_ids"] + choice["token_ids"] for choice in choices])
+    logprobs = torch.tensor([choice["logprobs"]["token_logprobs"] for choice in choices])
+    arrays = [np.load(io.BytesIO(base64.b64decode(c["indexer_topk"]))) for c in choices]
+    return ids, logprobs, torch.from_numpy(np.stack(arrays))
+
+
+def log_probabilities(model, ids, args):
+    """Of the new tokens, as the server reports them: before the temperature."""
+    logits = model(ids[:, :-1]).logits[:, -args.new_tokens :]
+    return logits.log_softmax(-1).gather(2, ids[:, -args.new_tokens :, None]).squeeze(2)
+
+
+def parse_args():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--url", default="http://127.0.0.1:8000")
+    here = Path(__file__).resolve().parent
+    add("--model", type=Path, default=here / "checkpoints/lookup", help="what the server serves")
+    add("--prompts", type=int, default=4)
+    add("--samples", type=int, default=8, help="per prompt, at least 2")
+    add("--prompt-tokens", type=int, default=96, help="at least 33")
+    add("--new-tokens", type=int, default=8)
+    add("--temperature", type=float, default=2.0)
+    add("--noise", type=float, default=0.5, help="on the indexers, of their standard deviation")
+    add("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+def main():
+    args = parse_args()
+    set_seed(args.seed)
+    model = models.load(args.model, dtype=torch.float32)
+    models.use_custom_pypto(model, training="ops")
+    texts, _ = lookup_batch(args.prompts, args.prompt_tokens + 2, questions=1, seed=args.seed)
+    answers = texts[:, -2:-1].repeat_interleave(args.samples, 0)
+    ids, old, selections = served(args, texts[:, :-2])
+
+    with torch.no_grad(), models.record_indices(model) as own:
+        model.eval()(ids[:, :-1], use_cache=True)
+    layers = dict(zip(own, selections.unbind(2), strict=True))
+    same = [own[i].sort(-1).values == layers[i].sort(-1).values for i in own]
+    equal = torch.stack(same).all(-1)
+    print(f"selections             {equal.sum()} of {equal.numel()} are the model's own")
+
+    model.train()
+    with torch.no_grad(), models.replay_indices(model, layers):
+        replayed = log_probabilities(model, ids, args)
+    print_distance("replay", replayed - old)
+    weights = {name: x.clone() for name, x in model.state_dict().items()}
+    disturb_indexers(model, args.noise)
+    with torch.no_grad():
+        with models.replay_indices(model, layers):
+            again = log_probabilities(model, ids, args)
+        print_distance("replay, other indexer", again - replayed)
+        print_distance("other indexer", log_probabilities(model, ids, args) - replayed)
+    model.load_state_dict(weights)
+
+    rewards = (ids[:, -args.new_tokens, None] == answers).float().view(args.prompts, args.samples)
+    with models.replay_indices(model, layers):
+        ratio = (log_probabilities(model, ids, args) - old).exp()
+        (-ratio * advantages_of(rewards).view(-1, 1)).mean().backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    print(f"gradient of a step     norm {norm:.2e}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Selections of requests are those that stock transformers makes of the same tokens."""
+
+import base64
+import io
+import os
+import re
+import signal
+import subprocess
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from checkpoints import INDEX_TOPK, save_tiny
+from engine import PROMPTS
+from test_engines import COMPILED, GLM, NEARLY_TIED, SHARED, V32, NarrowestChoices, generate
+from test_server import SMALL, Serving
+from torch.overrides import TorchFunctionMode
+from traffic import LOOKUP, ROOT
+from transformers import AutoModelForCausalLM
+
+from custom_pypto_vllm.selections import WORKER
+
+MODELS = ROOT / ".venv" / "bin" / "python"  # transformers is too new for vLLM there
+TOPK = (torch.topk, torch.Tensor.topk)
+
+
+class Choices(TorchFunctionMode):
+    """Records the indices of every top-k."""
+
+    def __init__(self):
+        super().__init__()
+        self.indices = []
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        if function in TOPK:
+            self.indices.append(result.indices)
+        return result
+
+
+def assert_selected(got: np.ndarray, indices: list, distance: torch.Tensor) -> None:
+    """``got [tokens, layers, K]`` has the positions of ``indices`` up to each token."""
+    tokens = len(got)
+    assert got.shape == (tokens, len(indices), INDEX_TOPK) and got.dtype == np.int32
+    for layer, of_layer in enumerate(indices):
+        for token in range(tokens):
+            if distance[token] >= NEARLY_TIED:
+                mine = got[token, layer][got[token, layer] >= 0]
+                theirs = of_layer.view(tokens, -1)[token]
+                assert sorted(mine) == sorted(theirs[theirs <= token].tolist())
+
+
+CASES = {
+    "chunks": (V32, {}, {}, dict(max_num_batched_tokens=64, rounds=2)),
+    "shared_indices": (GLM, SHARED, {}, dict(hf_overrides=dict(index_topk_pattern="FSFS"))),
+    "preempted": (V32, {}, {}, dict(block_size=64, num_gpu_blocks_override=11, tokens=64)),
+    "tensor_parallel": (V32, {}, {}, dict(tensor_parallel_size=2)),
+    "pipeline_parallel": (GLM, {}, COMPILED, dict(pipeline_parallel_size=2, enforce_eager=False)),
+    "n_gram": (
+        V32,
+        {},
+        {},
+        dict(
+            speculative_config=dict(
+                method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1
+            )
+        ),
+    ),
+}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("kind, changes, environment, options", CASES.values(), ids=CASES)
+@torch.no_grad()
+def test_are_those_of_transformers(kind, changes, environment, options, tmp_path):
+    # without experts, which are chosen by a top-k, too
+    checkpoint = save_tiny(tmp_path / kind, kind, first_k_dense_replace=9, **changes)
+    recording = dict(worker_extension_cls=WORKER, enable_prefix_caching=False)
+    recording["selections"] = str(tmp_path / "selections.npz")
+    result = generate(checkpoint, tmp_path, environment, **recording, **options)
+    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    taken = np.load(tmp_path / "selections.npz")
+    assert len(taken.files) == len(PROMPTS)
+    for name, prompt, tokens in zip(taken.files, PROMPTS, result["tokens"], strict=True):
+        ids = (prompt + tokens)[:-1]
+        with NarrowestChoices(len(ids)) as narrowest, Choices() as choices:
+            model(torch.tensor([ids]))
+        assert (narrowest.distance < NEARLY_TIED).sum() <= len(ids) / 8
+        assert_selected(taken[name], choices.indices, narrowest.distance)
+
+
+@pytest.mark.matrix
+def test_a_reply_has_the_selections_of_each_choice():
+    serving = Serving("--enable-return-indexer-topk")
+    request = dict(model=LOOKUP.name, prompt=[SMALL, SMALL], max_tokens=3, temperature=1, n=2)
+    request |= dict(return_token_ids=True, ignore_eos=True)
+    try:
+        url = f"{serving.url}/v1/completions"
+        choices = httpx.post(url, json=request, timeout=120).json()["choices"]
+        plain = httpx.post(url, json=request | dict(return_token_ids=False), timeout=120).json()
+        bad = httpx.post(url, json=request | dict(max_tokens=-1), timeout=120)
+    finally:
+        serving.stop(signal.SIGTERM)
+    assert [choice["index"] for choice in choices] == [0, 1, 2, 3]
+    assert bad.status_code == 400 and "indexer_topk" not in plain["choices"][0]
+    for choice in choices:
+        indices = np.load(io.BytesIO(base64.b64decode(choice["indexer_topk"])))
+        tokens = len(choice["prompt_token_ids"]) + len(choice["token_ids"]) - 1
+        assert indices.shape == (tokens, 2, 16) and indices.dtype == np.int32
+        assert (np.sort(indices[-1, 0]) == np.unique(indices[-1, 0])).all()
+        assert indices.max() == tokens - 1 and (indices[0, :, 0] == 0).all()
+
+
+@pytest.mark.matrix
+@pytest.mark.skipif(
+    not MODELS.exists(), reason="needs .venv: build_and_install.sh --editable models"
+)
+def test_training_replays_what_a_server_selected():
+    serving = Serving("--enable-return-indexer-topk", "--dtype=float32")
+    try:
+        example = [MODELS, ROOT / "examples" / "replay_served.py", "--url", serving.url]
+        environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+        run = subprocess.run(example, env=environment, capture_output=True, text=True)
+    finally:
+        serving.stop(signal.SIGTERM)
+    assert run.returncode == 0, run.stderr
+    own, total = map(int, re.search(r"(\d+) of (\d+) are the model's own", run.stdout).groups())
+    assert own >= 0.999 * total  # all but near ties
+    assert re.search(r"replay, other indexer .* equal to the bit", run.stdout), run.stdout
+    log_ratios = [float(x) for x in re.findall(r"log-ratio\| (\S+?),?\s", run.stdout)]
+    replayed, _, without = log_ratios
+    assert replayed < 1e-4 < 0.1 < without
+
+
+def test_a_prefix_cache_is_rejected(tmp_path):
+    checkpoint = save_tiny(tmp_path / V32, V32)
+    with pytest.raises(AssertionError, match="not recorded with --enable-prefix-caching"):
+        generate(checkpoint, tmp_path, worker_extension_cls=WORKER, selections="x.npz")
