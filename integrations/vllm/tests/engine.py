@@ -10,10 +10,9 @@ PROMPTS = [[(7 * i + 3 * n + i * i % 11) % 500 + 5 for i in range(n)] for n in (
 
 
 def main(arguments: Path, result: Path) -> None:
+    from custom_pypto_vllm import selections
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
-
-    from custom_pypto_vllm import selections
 
     options = json.loads(arguments.read_text())
     rounds, tokens = options.pop("rounds"), options.pop("tokens")

@@ -12,14 +12,13 @@ import numpy as np
 import pytest
 import torch
 from checkpoints import INDEX_TOPK, save_tiny
+from custom_pypto_vllm.selections import WORKER
 from engine import PROMPTS
 from test_engines import COMPILED, GLM, NEARLY_TIED, SHARED, V32, NarrowestChoices, generate
 from test_server import SMALL, Serving
 from torch.overrides import TorchFunctionMode
 from traffic import LOOKUP, ROOT
 from transformers import AutoModelForCausalLM
-
-from custom_pypto_vllm.selections import WORKER
 
 MODELS = ROOT / ".venv" / "bin" / "python"  # transformers is too new for vLLM there
 TOPK = (torch.topk, torch.Tensor.topk)
