@@ -74,6 +74,9 @@ def start(checkpoint: Path, model: str, port: int, arguments=()) -> subprocess.P
         "HF_HUB_OFFLINE": "1",  # the checkpoint is a folder
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_KVCACHE_SPACE": CACHE_GIB,
+        # Unset, 5: a machine that is busy for longer reads a client's next request too late, and
+        # closes the connection instead.
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
         **os.environ,
     }
     command = [sys.executable, "-m", "custom_pypto_vllm.vllm_serve", str(checkpoint)]
