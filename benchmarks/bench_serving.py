@@ -22,8 +22,10 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
+import psutil
 from custom_pypto_vllm import serve
 from measure import machine, table, write_section
+from soak_serving import soak
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "integrations" / "vllm" / "tests"))
@@ -38,7 +40,7 @@ TWO_THREADS = dict(zip(THREADS, ["2", "nobind"], strict=True))
 
 @contextlib.contextmanager
 def server(variables: dict):
-    """The URL of a server with these variables."""
+    """The URL of a server with these variables, and its process."""
     with socket.socket() as listener:
         listener.bind((serve.HOST, 0))
         port = listener.getsockname()[1]
@@ -57,7 +59,7 @@ def server(variables: dict):
     try:
         if not serve.wait_until_ready(process, url):
             raise RuntimeError(f"the server ended with {process.returncode}, see above")
-        yield url
+        yield url, process
     finally:
         serve.stop(process)
 
@@ -104,9 +106,9 @@ def measure(rounds: int, generate_python: str) -> list[list[str]]:
     asked = traffic.questions()
     with contextlib.ExitStack() as stack:
         sides = {
-            "ops": stack.enter_context(server({})),
-            "ops, 2 threads in every process": stack.enter_context(server(TWO_THREADS)),
-            "plain torch": stack.enter_context(server(stack.enter_context(standin()))),
+            "ops": stack.enter_context(server({}))[0],
+            "ops, 2 threads in every process": stack.enter_context(server(TWO_THREADS))[0],
+            "plain torch": stack.enter_context(server(stack.enter_context(standin())))[0],
         }
         cold = {name: one_round(url, asked) for name, url in sides.items()}
         warm = {name: [] for name in sides}
@@ -127,12 +129,24 @@ def measure(rounds: int, generate_python: str) -> list[list[str]]:
     ]
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3, help="warm rounds of each server")
     parser.add_argument("--generate-python", default=sys.executable, help="python of the models")
+    parser.add_argument(
+        "--soak", type=float, metavar="MINUTES", help="mixed traffic instead (soak_serving.py)"
+    )
     parser.add_argument("--write", action="store_true", help="writes the section of RESULTS.md")
     options = parser.parse_args()
+    if options.soak:
+        with server({}) as (url, process):
+            return soak(
+                psutil.Process(process.pid),
+                url,
+                options.soak,
+                options.generate_python,
+                options.write,
+            )
     header = ["", "s", "requests/s", "new tokens/s", "first token, s, median / 95 %"]
     header += ["reply, s, median / 95 %", "right"]
     text = table(header, measure(options.rounds, options.generate_python))
@@ -141,7 +155,8 @@ def main() -> None:
         note = "Other work of the machine shows in all rows; compare rows, not runs."
         command = f"bash run.sh bench serving --rounds {options.rounds} --write"
         write_section("Serving, 200 requests, 32 at a time", command, f"{text}\n\n{note}")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -58,7 +58,11 @@ def main(arguments=None) -> int:
         elif wait_until_ready(server, url):
             print(REQUESTS.format(model=model, url=url, prompt=PROMPT, python=sys.executable))
             sys.stdout.flush()
-        return server.wait()
+        code = server.wait()
+        if "--headless" in others:
+            return code
+        print("run.sh serve: the server ended by itself, see above", file=sys.stderr)
+        return code or 1  # vLLM ends with 0 after its engine died
     except KeyboardInterrupt:
         return 0
     finally:

@@ -258,6 +258,16 @@ def test_a_signal_ends_all_processes(sent):
         assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
 
 
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", ["VLLM::EngineCore", "VLLM::Worker"])
+def test_a_killed_process_ends_the_server(name):
+    serving = Serving()
+    started = psutil.Process(serving.process.pid).children(recursive=True)
+    next(process for process in started if process.name().startswith(name[:15])).kill()
+    assert serving.process.wait(60) != 0
+    assert psutil.wait_procs(started, timeout=30)[1] == []
+
+
 def test_a_folder_without_a_model_is_rejected(tmp_path):
     command = [sys.executable, "-m", "custom_pypto_vllm.serve", tmp_path]
     run = subprocess.run(command, capture_output=True, text=True, env=os.environ)

@@ -89,7 +89,7 @@ def send(url: str, asked: list[Question], *, at_a_time: int = 32, tokens: int = 
 
 def metric(url: str, name: str, **labels: str) -> float:
     """The sum of a Prometheus metric of the server over its other labels."""
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    lines = httpx.get(f"{url}/metrics", timeout=60).text.splitlines()
     own = [line for line in lines if line.startswith((name + "{", name + " "))]
     own = [line for line in own if all(f'{k}="{v}"' in line for k, v in labels.items())]
     values = [float(line.split()[-1]) for line in own]
