@@ -25,6 +25,16 @@ def main() -> None:
     )
     options = parser.parse_args()
     if options.enable_return_indexer_topk:
+        for name, given in (
+            ("--enable-prefix-caching", options.enable_prefix_caching),
+            ("--worker-extension-cls", options.worker_extension_cls),
+            ("--data-parallel-size", options.data_parallel_size > 1),
+        ):
+            if given:
+                parser.error(
+                    f"--enable-return-indexer-topk does not go with {name}: a cached prefix has no "
+                    "record, and one worker of its own keeps it"
+                )
         options.worker_extension_cls, options.enable_prefix_caching = WORKER, False
         options.middleware = [*options.middleware, f"{Middleware.__module__}.Middleware"]
     configure_logging_from_args(options)

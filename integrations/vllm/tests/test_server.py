@@ -272,3 +272,14 @@ def test_a_folder_without_a_model_is_rejected(tmp_path):
     command = [sys.executable, "-m", "custom_pypto_vllm.serve", tmp_path]
     run = subprocess.run(command, capture_output=True, text=True, env=os.environ)
     assert run.returncode == 2 and "config.json" in run.stderr
+
+
+@pytest.mark.parametrize(
+    "argument", ["--enable-prefix-caching", "--data-parallel-size=2", "--worker-extension-cls=x.Y"]
+)
+def test_what_a_record_of_selections_rules_out_is_rejected(argument):
+    command = [sys.executable, "-m", "custom_pypto_vllm.vllm_serve", LOOKUP, argument]
+    command.append("--enable-return-indexer-topk")
+    run = subprocess.run(command, capture_output=True, text=True, timeout=START_SECONDS)
+    name, _, _ = argument.partition("=")
+    assert run.returncode == 2 and f"does not go with {name}" in run.stderr
