@@ -60,7 +60,6 @@ class Sample:
     minute: float
     mib: float  # resident, of all processes of the server
     running: float
-    cache: float  # share in use
 
 
 async def client(url: str, asked: list, until: float, counts: Counts, number: int) -> None:
@@ -110,8 +109,7 @@ def watch(server: psutil.Process, url: str, stop: threading.Event, samples: list
         processes = [server, *server.children(recursive=True)]
         mib = sum(process.memory_info().rss for process in processes) / 2**20
         running = traffic.metric(url, "vllm:num_requests_running")
-        cache = traffic.metric(url, "vllm:kv_cache_usage_perc")
-        samples.append(Sample((time.monotonic() - start) / 60, mib, running, cache))
+        samples.append(Sample((time.monotonic() - start) / 60, mib, running))
 
 
 def killed(server: psutil.Process) -> tuple[float, int]:

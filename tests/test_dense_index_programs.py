@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import INT_MAX, INT_MIN, without_nan
 from cases.npu_dense_lightning_indexer_grad_kl_loss_pto import inputs
-from cases.npu_programs import HALF, calls, check_by_its_rule
+from cases.npu_programs import HALF, calls, check_by_its_rule, pypto_0_2_0_only
 
 import custom_pypto
 from custom_pypto import npu, reference
@@ -198,7 +198,7 @@ def test_a_missing_barrier_is_found(monkeypatch, fresh_kernels):
 
 
 @needs_gcc
-@pytest.mark.skipif(installed_version("pypto") != "0.2.0", reason="mended in CANN 9.1")
+@pypto_0_2_0_only
 def test_keys_without_a_last_tile_are_found(monkeypatch, fresh_kernels):
     """Rows behind the keys, which the wrapper appends."""
     x = inputs([2], [70], dtype=torch.bfloat16)

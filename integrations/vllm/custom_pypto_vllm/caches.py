@@ -26,12 +26,11 @@ def write_rows(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
     cache[slots // size, slots % size] = rows.to(cache.dtype)
 
 
-def lengths(metadata) -> dict:
-    """The arguments of the attentions that say which token belongs to which keys."""
+def paged(metadata) -> dict:
+    """The arguments that all ops share: whose tokens these are, and where their keys are."""
     return dict(
         block_table=metadata.block_table,
         actual_seq_lengths_query=metadata.query_ends,
-        actual_seq_lengths_kv=metadata.seq_lens,
         layout_query="TND",
     )
 
@@ -56,7 +55,8 @@ class LatentRows:
             scale,
             query_rope=query_rope,
             key_rope=key_rope,
-            **lengths(metadata),
+            actual_seq_lengths_kv=metadata.seq_lens,
+            **paged(metadata),
         )
 
 
@@ -77,7 +77,8 @@ class Int8LatentRows(LatentRows):
             2,
             2,
             rope_head_dim=query_rope.shape[-1],
-            **lengths(metadata),
+            actual_seq_lengths_kv=metadata.seq_lens,
+            **paged(metadata),
         )
 
 
@@ -97,10 +98,7 @@ class IndexRows:
         )
 
     def arguments(self, metadata, count: int) -> dict:
-        given = lengths(metadata)
-        return given | dict(
-            actual_seq_lengths_key=given.pop("actual_seq_lengths_kv"), sparse_count=count
-        )
+        return paged(metadata) | dict(actual_seq_lengths_key=metadata.seq_lens, sparse_count=count)
 
 
 class Int8IndexRows(IndexRows):

@@ -27,6 +27,7 @@ from torch import Tensor
 from .caches import IndexRows
 
 WORKER = f"{__name__}.RecordingWorker"
+Part = tuple[int, Tensor]  # tokens of a request up to here, and the rows of the last of them
 PATHS = "/v1/completions", "/v1/chat/completions"
 
 
@@ -40,7 +41,7 @@ class Recorder:
 
     def __init__(self, runner, layers: list[str], most: int):
         self.runner, self.layers, self.most = runner, layers, most
-        self.requests: OrderedDict[str, dict[str, list[Tensor]]] = OrderedDict()
+        self.requests: OrderedDict[str, dict[str, list[Part]]] = OrderedDict()
 
     def add(self, layer: str, metadata, indices: Tensor) -> None:
         """Records a layer's ``indices [tokens, K]`` of a step."""
@@ -52,9 +53,9 @@ class Recorder:
         ):
             parts = self._of(request, running)[layer]
             if _cut(parts, length - (end - start)):
-                parts.append(indices[start:end].clone())
+                parts.append((length, indices[start:end].clone()))
 
-    def _of(self, request: str, running: list[str]) -> dict[str, list[Tensor]]:
+    def _of(self, request: str, running: list[str]) -> dict[str, list[Part]]:
         if request not in self.requests:
             for old in [name for name in self.requests if name not in running]:
                 if len(self.requests) < self.most:
@@ -76,27 +77,24 @@ class Recorder:
             if match
         }
         return {
-            number: torch.stack([torch.cat(parts) for parts in layers], dim=1)
+            number: torch.stack([torch.cat([rows for _, rows in parts]) for parts in layers], dim=1)
             for number, layers in taken.items()
             if all(layers)
         }
 
 
-def _cut(parts: list[Tensor], length: int) -> bool:
+def _cut(parts: list[Part], length: int) -> bool:
     """Shortens ``parts`` to ``length`` rows: those behind are computed again, after a preemption or
     a rejected draft. False, and nothing is left, if there are fewer: the record lacks the beginning
     of a request.
     """
-    have = sum(map(len, parts))
-    if have < length:
+    if length > (parts[-1][0] if parts else 0):
         parts.clear()
         return False
-    while have > length:
-        last = parts.pop()
-        have -= len(last)
-        if have < length:
-            parts.append(last[: length - have])
-            have = length
+    while parts and parts[-1][0] > length:
+        end, rows = parts.pop()
+        if (kept := length - (end - len(rows))) > 0:
+            parts.append((length, rows[:kept]))
     return True
 
 
