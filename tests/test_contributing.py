@@ -16,6 +16,7 @@ USERS = {
         "benchmarks/atlas/calls.py",
         "benchmarks/bench_ops.py",
         "custom_pypto/reference/npu_kv_quant_sparse_flash_attention_pto.py",
+        "integrations/vllm/custom_pypto_vllm/caches.py",
         "models/cache/formats.py",
         "tests/cases/npu_kv_quant_sparse_flash_attention_pto.py",
         "tests/test_contributing.py",
