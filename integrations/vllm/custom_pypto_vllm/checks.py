@@ -26,10 +26,7 @@ def check(vllm_config, modules, non_causal: bool) -> None:
             "quantised weights must not be compiled: torch.compile of torch 2.13 gives wrong text; "
             "use --enforce-eager, or leave VLLM_USE_BREAKABLE_CUDAGRAPH unset"
         )
-    parallel = vllm_config.parallel_config
-    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
-        if (size := getattr(parallel, name)) > 1:
-            _reject(f"{name} must be 1, got {size}; use --tensor-parallel-size")
+    _check_parallel(vllm_config.parallel_config)
     if vllm_config.attention_config.hisparse_config is not None:
         _reject("hisparse_config must be unset: caches stay in the memory of the CPU")
     if non_causal:
@@ -94,10 +91,58 @@ def _check_int8(vllm_config) -> None:
         _reject(f"{word} index_head_dim must be a power of two, got {size}")
 
 
-def _check_config(config, indexer_rope) -> None:
-    count = config.index_topk
+def check_v4(vllm_config) -> None:
+    """Rejects what the attention of DeepSeek-V4 does not support.
+
+    Raises:
+        ValueError: with the setting, what is supported, and what came.
+    """
+    config = vllm_config.model_config.hf_config
+    _check_parallel(vllm_config.parallel_config)
+    cache = vllm_config.cache_config.cache_dtype
+    if cache not in ("auto", str(vllm_config.model_config.dtype).removeprefix("torch.")):
+        _reject(f"--kv-cache-dtype must be auto with DeepSeek-V4, got {cache}")
+    if vllm_config.speculative_config and vllm_config.speculative_config.method != "ngram":
+        _reject(
+            "vLLM has no draft layers of DeepSeek-V4 for CPUs: speculative decoding must be "
+            f"ngram, got {vllm_config.speculative_config.method}"
+        )
+    if getattr(config, "vision_n_layers", 0):
+        _reject("DeepSeek-V4 must be a model of text, got one with images")
+    if other := set(config.compress_ratios) - {0, 1, 4, 128}:
+        _reject(f"compress_ratios must be of 0, 1, 4 and 128, got {sorted(other)}")
+    _check_stages(config.compress_ratios[: config.num_hidden_layers], vllm_config.parallel_config)
+    _check_count(config.index_topk)
+
+
+def _check_stages(ratios: list[int], parallel) -> None:
+    """vLLM fails at a stage of a pipeline without a layer of some kind of cache."""
+    from vllm.distributed.utils import get_pp_indices
+
+    stages = parallel.pipeline_parallel_size
+    for stage in range(stages):
+        start, end = get_pp_indices(len(ratios), stage, stages)
+        if missing := set(ratios) - {0, 1} - set(ratios[start:end]):
+            _reject(
+                "every stage of a pipeline must have a layer of each of compress_ratios, got none "
+                f"of {sorted(missing)} in layers {start} to {end - 1}; use another "
+                "--pipeline-parallel-size, or VLLM_PP_LAYER_PARTITION"
+            )
+
+
+def _check_parallel(parallel) -> None:
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if (size := getattr(parallel, name)) > 1:
+            _reject(f"{name} must be 1, got {size}; use --tensor-parallel-size")
+
+
+def _check_count(count: int) -> None:
     if not (1 <= count <= 2048 or count in range(3072, 8193, 1024)):
         _reject(f"index_topk must be 1 to 2048, or 3072 to 8192 in steps of 1024, got {count}")
+
+
+def _check_config(config, indexer_rope) -> None:
+    _check_count(config.index_topk)
     if config.model_type != "glm_moe_dsa":
         return
     if indexer_rope is not None and indexer_rope.is_neox_style:

@@ -68,6 +68,8 @@ class WeightOnlyExperts(FusedMoEMethodBase):
         if layer.expert_map is not None:
             topk_ids = layer.expert_map[topk_ids]  # -1 for another rank's: adds nothing
         gate, up = self.product(x, layer.w13_weight, layer.w13_scales, topk_ids).chunk(2, dim=-1)
+        if (limit := layer.swiglu_limit) is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
         hidden = torch.nn.functional.silu(gate) * up
         outputs = self.product(hidden, layer.w2_weight, layer.w2_scales, topk_ids)
         total = torch.zeros_like(x, dtype=torch.float32)
@@ -79,6 +81,25 @@ class WeightOnlyExperts(FusedMoEMethodBase):
     def product(x: Tensor, weight: Tensor, scales: Tensor, topk_ids: Tensor) -> Tensor:
         """``[T, k, rows]``, x being ``[T, columns]`` or ``[T, k, columns]``."""
         return custom_pypto.weight_only_linear(x, weight, scales, experts=topk_ids)
+
+
+class PlainExperts(WeightOnlyExperts):
+    """Unquantised weights, whose gates and values vLLM's kernel does not limit."""
+
+    def process_weights_after_loading(self, layer):
+        layer.w13_scales = layer.w2_scales = None
+
+    @staticmethod
+    def product(x, weight, scales, topk_ids):
+        if weight.dtype == torch.bfloat16:
+            return custom_pypto.weight_only_linear(x, weight, experts=topk_ids)
+        if x.dim() == 2:
+            x = x[:, None].expand(*topk_ids.shape, -1)
+        output = x.new_zeros(*topk_ids.shape, weight.shape[1])
+        for expert in topk_ids[topk_ids >= 0].unique().tolist():
+            chosen = topk_ids == expert
+            output[chosen] = x[chosen] @ weight[expert].T
+        return output
 
 
 class Int8Experts(WeightOnlyExperts):
@@ -136,11 +157,26 @@ class BlockFp8Experts(WeightOnlyExperts):
         return weight, weight_scale_inv
 
 
+class Fp4Experts(WeightOnlyExperts):
+    """e2m1 with a scale in e8m0 for 32 values, as DeepSeek-V4 is published."""
+
+    scale = FusedMoeWeightScaleSupported.GROUP
+    unit = 32
+
+    def parameters(self, rows, columns):
+        return {
+            "weight": ([rows, columns // 2], torch.uint8),
+            "weight_scale": ([rows, columns // 32], torch.uint8),
+        }
+
+    def stored(self, weight, weight_scale):
+        return weight, weight_scale.view(torch.float8_e8m0fnu)
+
+
 def are_plain(layer) -> bool:
     """Whether :class:`WeightOnlyExperts` computes what ``layer`` asks for besides its weights."""
     return (
         layer.activation == MoEActivation.SILU
         and not layer.moe_config.has_bias
         and not layer.apply_router_weight_on_input
-        and layer.swiglu_limit is None
     )

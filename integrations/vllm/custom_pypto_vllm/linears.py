@@ -91,5 +91,11 @@ class BlockFp8Linear(Fp8BlockScaledMMLinearKernel):
         block = config.weight_quant_key.scale.group_shape
         return block.row == block.col and block.row % 32 == 0, "the blocks are not square"
 
+    def process_weights_after_loading(self, layer):
+        super().process_weights_after_loading(layer)
+        params = self._get_layer_params(layer)
+        # DeepSeek-V4 stores scales as powers of two, in e8m0
+        replace_parameter(layer, params.block_scale_attr, params.block_scale.data.float())
+
     def apply_block_scaled_mm(self, A, B, As, Bs):
         return custom_pypto.weight_only_linear(A, B, Bs, block_size=self.weight_group_shape.row)

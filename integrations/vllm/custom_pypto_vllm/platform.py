@@ -6,6 +6,7 @@ from vllm.utils.import_utils import resolve_obj_by_qualname
 from .checks import check_weights
 
 BLOCK_SIZE = 64
+V4_BLOCK_SIZE = 256  # the smallest with whole compressed rows in a block, and 64 that the ops read
 MAX_BLOCK_SIZE = 1024  # of the ops
 
 CpuPlatform = resolve_obj_by_qualname(cpu_platform_plugin())
@@ -15,7 +16,6 @@ def is_sparse(model_config) -> bool:
     return (
         model_config is not None
         and model_config.use_mla
-        and model_config.hf_config.model_type != "deepseek_v4"  # vLLM has its own kernels
         and hasattr(model_config.hf_text_config, "index_topk")
     )
 
@@ -29,6 +29,8 @@ class SparseAttentionCpuPlatform(CpuPlatform):
         check_weights(vllm_config.model_config)
         cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
         block_size = cache.block_size if cache.user_specified_block_size else BLOCK_SIZE
+        if vllm_config.model_config.hf_config.model_type == "deepseek_v4":
+            block_size = V4_BLOCK_SIZE
         if block_size % 16 or block_size > MAX_BLOCK_SIZE:
             raise ValueError(
                 "custom_pypto_vllm: --block-size must be a multiple of 16, at most "

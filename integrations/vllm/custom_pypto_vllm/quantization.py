@@ -8,9 +8,17 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
     CompressedTensorsConfig,
 )
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+from vllm.models.deepseek_v4.quant_config import DeepseekV4FP8Config
 from vllm.platforms.interface import PlatformEnum
 
-from .experts import BlockFp8Experts, Int8Experts, PackedExperts, WeightOnlyExperts, are_plain
+from .experts import (
+    BlockFp8Experts,
+    Fp4Experts,
+    Int8Experts,
+    PackedExperts,
+    WeightOnlyExperts,
+    are_plain,
+)
 from .linears import VLLM_HAS_INT4, BlockFp8Linear, PackedLinear, rejects
 
 
@@ -31,9 +39,9 @@ class OwnExperts:
             raise ValueError(
                 "custom_pypto_vllm: on a CPU for which vLLM has no kernel of its own, experts must "
                 "be gated by SiLU without bias, and be int8 with a scale per row, int4 with a "
-                "scale per row or multiple of 32 values (both symmetric), or fp8 in blocks of "
-                f"128 x 128; got {layer.activation.value} and {got}; quantise them so, or leave "
-                "them unquantised"
+                "scale per row or multiple of 32 values (both symmetric), fp8 in blocks of "
+                f"128 x 128, or DeepSeek-V4's fp4; got {layer.activation.value} and {got}; "
+                "quantise them so, or leave them unquantised"
             )
         return experts
 
@@ -64,9 +72,19 @@ class Fp8(OwnExperts, Fp8Config):
         return f"fp8 in blocks of {block}", experts
 
 
+class V4Fp8(Fp8, DeepseekV4FP8Config):
+    """Linear layers in fp8, experts in fp4 or fp8 by ``expert_dtype`` of config.json."""
+
+    def own_experts(self, layer, prefix):
+        if self.expert_dtype == "fp4":
+            return "fp4", Fp4Experts(layer.moe_config)
+        return super().own_experts(layer, prefix)
+
+
 def register() -> None:
     register_quantization_config("compressed-tensors")(CompressedTensors)
     register_quantization_config("fp8")(Fp8)
+    register_quantization_config("deepseek_v4_fp8")(V4Fp8)
     # churn: the lists of vllm/model_executor/kernels/linear, whose register_linear_kernel has
     # none for blocks of fp8 and appends behind a kernel that takes what it cannot compute
     linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].append(BlockFp8Linear)

@@ -1,0 +1,165 @@
+"""The caches of DeepSeek-V4, paged by vLLM: a window of tokens, compressed rows, and their states.
+
+Each is a layer to vLLM, with a spec of its own, so that prefix cache, preemption and chunked
+prefill hold. Shapes: T new tokens of all sequences, packed; r tokens per compressed row; D width of
+a row.
+"""
+
+import torch
+from torch import Tensor, nn
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.model_executor.layers.layernorm import RMSNorm
+from vllm.model_executor.layers.linear import MergedColumnParallelLinear
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
+from vllm.v1.kv_cache_layout import KVCacheLayout
+
+from .backend import SparseAttentionBackend, SparseMetadata
+from .caches import write_rows
+
+WINDOW_BLOCK = 64
+STATE_BLOCKS = {4: 4, 128: 8}  # tokens, by r: about as many bytes as a block of compressed rows
+
+
+class RowsBackend(SparseAttentionBackend):
+    """Blocks of any size: states have fewer tokens in a block than the ops read."""
+
+    @staticmethod
+    def get_name():
+        return "CUSTOM_PYPTO_ROWS"
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None):
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls):
+        # blocks of all caches side by side, each of its own size: with equal blocks the smallest
+        # rows have blocks of 8192 tokens, and the prefix cache finds only multiples of that
+        return (KVCacheLayout.BLHNC, KVCacheLayout.BLNHC)
+
+
+class Rows(nn.Module, AttentionLayerBase):
+    """A cache ``[blocks, rows, D]`` that vLLM allocates by ``spec`` and finds by ``prefix``."""
+
+    # churn: the methods that vLLM's own caches of this model have
+    def __init__(self, prefix: str, spec: KVCacheSpec):
+        super().__init__()
+        self.prefix, self.spec, self.kv_cache = prefix, spec, torch.tensor([])
+        get_current_vllm_config().compilation_config.static_forward_context[prefix] = self
+
+    def get_kv_cache_spec(self, vllm_config) -> KVCacheSpec:
+        return self.spec
+
+    def get_attn_backend(self):
+        return RowsBackend
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        self.kv_cache = kv_cache.squeeze(1)
+
+    def forward(self): ...
+
+
+def window_rows(prefix: str, width: int, tokens: int) -> Rows:
+    return Rows(prefix, _recent(WINDOW_BLOCK, width, torch.get_default_dtype(), tokens))
+
+
+def compressed_rows(prefix: str, width: int, ratio: int) -> Rows:
+    spec = MLAAttentionSpec(
+        block_size=get_current_vllm_config().cache_config.block_size,
+        num_kv_heads=1,
+        max_tp_shards=1,
+        head_size=width,
+        dtype=torch.get_default_dtype(),
+        tokens_per_state=ratio,
+    )
+    return Rows(prefix, spec)
+
+
+def _recent(block: int, width: int, dtype: torch.dtype, tokens: int) -> SlidingWindowMLASpec:
+    return SlidingWindowMLASpec(
+        block_size=block,
+        num_kv_heads=1,
+        max_tp_shards=1,
+        head_size=width,
+        dtype=dtype,
+        sliding_window=tokens,
+    )
+
+
+def sequences(metadata: SparseMetadata) -> Tensor:
+    """``[T]``: the sequence of each token."""
+    tokens = torch.arange(metadata.num_actual_tokens)
+    return torch.searchsorted(metadata.query_ends, tokens, right=True)
+
+
+def paged_rows(cache: Tensor, block_table: Tensor, sequence: Tensor, rows: Tensor) -> Tensor:
+    """``[n, D]``: rows by number, ``[n]``, of sequences ``[n]``."""
+    size = cache.shape[1]
+    return cache[block_table[sequence, rows // size].long(), rows % size]
+
+
+def rotate(rope, x: Tensor, positions: Tensor, sign: int = 1) -> Tensor:
+    """RoPE on pairs of the last dims of ``x [T, heads, dim]``; back again with ``sign`` -1."""
+    cos, sin = rope.cos_sin_cache[positions].float()[:, None].chunk(2, dim=-1)
+    rest, rotated = x.tensor_split([-2 * cos.shape[-1]], dim=-1)
+    even, odd = rotated.float().unflatten(-1, (-1, 2)).unbind(-1)
+    pairs = (even * cos - sign * odd * sin, odd * cos + sign * even * sin)
+    return torch.cat([rest, torch.stack(pairs, -1).flatten(-2).to(x.dtype)], dim=-1)
+
+
+class Compressor(nn.Module):
+    """Rows of r tokens: the sum of their values C, weighted per channel by a softmax of their gates
+    Z (DeepSeek-V4, technical report, section 2.3).
+
+    For r = 4 a row sums the group before its own, too, with C and Z of their own. The parameters
+    have the names of vLLM's class.
+    """
+
+    def __init__(self, config, width: int, ratio: int, prefix: str):
+        super().__init__()
+        self.ratio, self.groups = ratio, 2 if ratio == 4 else 1
+        inner = self.groups * width
+        self.ape = nn.Parameter(torch.empty(ratio, inner, dtype=torch.float32), False)
+        self.fused_wkv_wgate = MergedColumnParallelLinear(
+            config.hidden_size,
+            [inner, inner],
+            bias=False,
+            return_bias=False,
+            disable_tp=True,
+            prefix=f"{prefix}.fused_wkv_wgate",
+        )
+        self.norm = RMSNorm(width, config.rms_norm_eps)
+        spec = _recent(STATE_BLOCKS[ratio], 2 * inner, torch.float32, self.groups * ratio)
+        self.state = Rows(f"{prefix}.state_cache", spec)
+
+    def write(self, new: Tensor, positions: Tensor, rows: Rows, rope, metadata: dict) -> None:
+        """Writes the states ``new [T, 2 * groups * D]``, and the rows that these tokens complete,
+        rotated by the position of their first token."""
+        step = metadata[self.state.prefix]
+        states = self.state.kv_cache
+        values, gates = new.float().chunk(2, dim=-1)
+        gates = gates + self.ape[positions % self.ratio]
+        write_rows(states, step.slot_mapping, torch.cat([values, gates], dim=-1))
+
+        complete = ((positions + 1) % self.ratio == 0).nonzero().flatten()
+        if not len(complete):
+            return
+        last, span = positions[complete], self.groups * self.ratio
+        tokens = last[:, None] + torch.arange(1 - span, 1)
+        exists = (tokens >= 0)[..., None]
+        sequence = sequences(step)[complete, None].expand_as(tokens)
+        found = paged_rows(states, step.block_table, sequence, tokens.clamp(min=0))
+        values, gates = (self.own(half) for half in found.chunk(2, dim=-1))
+        gates = gates.masked_fill(~exists, -torch.inf)
+        sums = (values.masked_fill(~exists, 0) * gates.softmax(1)).sum(1)
+        row = rotate(rope, self.norm(sums.to(new.dtype))[:, None], last + 1 - self.ratio)
+        # a block has as many tokens per row as rows have tokens
+        slots = metadata[rows.prefix].slot_mapping[complete] // self.ratio
+        write_rows(rows.kv_cache, slots, row.squeeze(1))
+
+    def own(self, found: Tensor) -> Tensor:
+        """``[n, tokens, D]`` of ``[n, tokens, groups * D]``: what each group's tokens add here."""
+        groups = found.unflatten(1, (self.groups, -1)).unflatten(-1, (self.groups, -1))
+        return groups.diagonal(dim1=1, dim2=3).movedim(-1, 1).flatten(1, 2)
