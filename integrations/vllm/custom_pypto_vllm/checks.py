@@ -26,7 +26,7 @@ def check(vllm_config, modules, non_causal: bool) -> None:
             "quantised weights must not be compiled: torch.compile of torch 2.13 gives wrong text; "
             "use --enforce-eager, or leave VLLM_USE_BREAKABLE_CUDAGRAPH unset"
         )
-    _check_parallel(vllm_config.parallel_config)
+    _check_parallel(vllm_config)
     if vllm_config.attention_config.hisparse_config is not None:
         _reject("hisparse_config must be unset: caches stay in the memory of the CPU")
     if non_causal:
@@ -98,7 +98,6 @@ def check_v4(vllm_config) -> None:
         ValueError: with the setting, what is supported, and what came.
     """
     config = vllm_config.model_config.hf_config
-    _check_parallel(vllm_config.parallel_config)
     cache = vllm_config.cache_config.cache_dtype
     if cache not in ("auto", str(vllm_config.model_config.dtype).removeprefix("torch.")):
         _reject(f"--kv-cache-dtype must be auto with DeepSeek-V4, got {cache}")
@@ -112,7 +111,29 @@ def check_v4(vllm_config) -> None:
     if other := set(config.compress_ratios) - {0, 1, 4, 128}:
         _reject(f"compress_ratios must be of 0, 1, 4 and 128, got {sorted(other)}")
     _check_stages(config.compress_ratios[: config.num_hidden_layers], vllm_config.parallel_config)
+    _check_parallel(vllm_config)
     _check_count(config.index_topk)
+
+
+def check_hy_v4(vllm_config) -> None:
+    """Rejects what the attention of Hy4 does not support.
+
+    Raises:
+        ValueError: with the setting, what is supported, and what came.
+    """
+    config, speculative = vllm_config.model_config.hf_config, vllm_config.speculative_config
+    _check_parallel(vllm_config)
+    _check_count(config.index_topk)
+    types = config.layer_types or ["full_attention"]
+    if "full_attention" in types:
+        _reject(
+            "every layer of Hy4 must select its keys, with layer_types in config.json of "
+            f"indexed_attention, got {types}"
+        )
+    if speculative and speculative.method != "ngram":
+        _reject(f"speculative decoding of Hy4 must be ngram, got {speculative.method}")
+    if vllm_config.cache_config.cache_dtype == INT8:
+        _reject(f"--kv-cache-dtype must be auto with Hy4, whose softmax has sinks, got {INT8}")
 
 
 def _check_stages(ratios: list[int], parallel) -> None:
@@ -130,10 +151,18 @@ def _check_stages(ratios: list[int], parallel) -> None:
             )
 
 
-def _check_parallel(parallel) -> None:
+def _check_parallel(vllm_config) -> None:
+    parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name)) > 1:
             _reject(f"{name} must be 1, got {size}; use --tensor-parallel-size")
+    if (size := parallel.pipeline_parallel_size) > 1 and not vllm_config.compilation_config.mode:
+        # vLLM's workers on CPUs hand over nothing then, and the engine dies of its first request
+        _reject(
+            f"pipeline_parallel_size must be 1 without compilation, got {size}; set "
+            "VLLM_USE_BREAKABLE_CUDAGRAPH=0 without --enforce-eager and --enable-lora, or use "
+            "--tensor-parallel-size"
+        )
 
 
 def _check_count(count: int) -> None:

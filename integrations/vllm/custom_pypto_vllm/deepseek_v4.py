@@ -7,7 +7,6 @@ does not limit the gates of unquantised experts. Loading, weights and the rest s
 import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.layers.fused_moe import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.fused_moe.router import cpu_router
 from vllm.models.deepseek_v4.cpu import model as upstream
 from vllm.utils.torch_utils import direct_register_custom_op
@@ -15,7 +14,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 from . import portable
 from .checks import check_v4
 from .compressed_attention import CompressedAttention
-from .experts import PlainExperts
+from .experts import limit_gates
 
 
 class MixtureOfExperts(upstream.DeepseekV4MoE):
@@ -23,11 +22,7 @@ class MixtureOfExperts(upstream.DeepseekV4MoE):
 
     def __init__(self, vllm_config, prefix=""):
         super().__init__(vllm_config, prefix)
-        experts = self.experts.routed_experts
-        if isinstance(experts.quant_method, UnquantizedFusedMoEMethod):
-            # churn: swiglu_limit, which vLLM's experts in 16 and 32 bits ignore on CPUs
-            del experts.quant_method  # a module, which only another module may replace
-            experts._replace_quant_method(PlainExperts(experts.moe_config))
+        limit_gates(self.experts.routed_experts)
         vllm_config.compilation_config.static_forward_context[prefix] = self
 
     def forward(self, hidden_states, input_ids=None):

@@ -5,7 +5,11 @@ E experts of this rank, T tokens, k experts of a token.
 
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, FusedMoeWeightScaleSupported
+from vllm.model_executor.layers.fused_moe import (
+    FusedMoEMethodBase,
+    FusedMoeWeightScaleSupported,
+    UnquantizedFusedMoEMethod,
+)
 from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.utils import set_weight_attrs
 
@@ -171,6 +175,14 @@ class Fp4Experts(WeightOnlyExperts):
 
     def stored(self, weight, weight_scale):
         return weight, weight_scale.view(torch.float8_e8m0fnu)
+
+
+def limit_gates(layer) -> None:
+    """Makes unquantised experts of a layer honour ``swiglu_limit``, which vLLM's kernel ignores."""
+    if layer.swiglu_limit is None or not isinstance(layer.quant_method, UnquantizedFusedMoEMethod):
+        return
+    del layer.quant_method  # a module, which only another module may replace
+    layer._replace_quant_method(PlainExperts(layer.moe_config))  # churn: RoutedExperts
 
 
 def are_plain(layer) -> bool:

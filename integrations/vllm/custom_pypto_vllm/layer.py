@@ -41,13 +41,64 @@ def _index_meta(query: Tensor, key: Tensor, weights: Tensor, q: Tensor, layer_na
 direct_register_custom_op("custom_pypto_index", _index, ["q"], _index_meta)
 
 
-class SparseAttentionLayer(MultiHeadLatentAttentionWrapper):
-    """The layer of DeepSeek-V3.2 and GLM-5; layers without an indexer's indices are vLLM's own.
+class LatentAttention:
+    """Mixed into layers of vLLM: attention over what their indexer selects.
 
     Formula: arXiv:2512.02556, section 2.1. Positions and hidden states of the new tokens of all
     sequences come packed, ``[tokens]`` and ``[tokens, hidden]``; caches and lengths come from the
     step's metadata.
     """
+
+    index_rope_last = False  # the dims of the indexer that are rotated
+
+    def attend(self, positions, hidden_states, scaling=None):
+        """``[tokens, heads * v_head_dim]``, before the output projection."""
+        q_c, kv_c, k_pe = self.fused_qkv_a_proj(hidden_states)[0].split(
+            [self.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
+        )
+        q_c, kv_c = self.q_a_layernorm(q_c), self.kv_a_layernorm(kv_c)
+        q = self.q_b_proj(q_c)[0].unflatten(-1, (self.num_heads, -1))
+        q_nope, q_pe = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
+        q_pe, k_pe = _rotate(self.rotary_emb, positions, q_pe, k_pe)
+        q = torch.cat([q_nope, q_pe], dim=-1)
+        if scaling is not None:
+            q = q * scaling
+
+        if self.indexer is not None and not self.skip_topk:
+            self.select(positions, hidden_states, q_c, q)
+        return self.mla_attn(
+            q,
+            kv_c,
+            k_pe,
+            output_shape=(len(hidden_states), self.num_heads * self.v_head_dim),
+        )
+
+    def select(self, positions, hidden_states, q_c, attention_query):
+        """The scores of the indexer: sum over heads of weight * relu(q . k), top-k by the op."""
+        indexer = self.indexer
+        q = indexer.wq_b(q_c)[0].unflatten(-1, (indexer.n_head, indexer.head_dim))
+        k, weights = indexer.wk_weights_proj(hidden_states)[0].split(
+            [indexer.head_dim, indexer.n_head], dim=-1
+        )
+        k = indexer.k_norm(k).to(q.dtype)
+        dims = [indexer.rope_dim, indexer.head_dim - indexer.rope_dim]
+        if self.index_rope_last:
+            (q_nope, q_pe), (k_nope, k_pe) = q.split(dims[::-1], -1), k.split(dims[::-1], -1)
+        else:
+            (q_pe, q_nope), (k_pe, k_nope) = q.split(dims, -1), k.split(dims, -1)
+        q_pe, k_pe = _rotate(self.indexer_rope_emb, positions, q_pe, k_pe)
+        # equal products in whatever order the dims have
+        torch.ops.vllm.custom_pypto_index(
+            torch.cat([q_pe, q_nope], dim=-1),
+            torch.cat([k_pe.squeeze(1), k_nope], dim=-1),
+            weights.float() * (indexer.softmax_scale * indexer.n_head**-0.5),
+            attention_query,
+            indexer.k_cache.prefix,
+        )
+
+
+class SparseAttentionLayer(LatentAttention, MultiHeadLatentAttentionWrapper):
+    """The layer of DeepSeek-V3.2 and GLM-5; layers without an indexer's indices are vLLM's own."""
 
     # churn: the constructor of vllm/model_executor/layers/mla.py; an argument that is not listed
     # here is an error
@@ -113,7 +164,7 @@ class SparseAttentionLayer(MultiHeadLatentAttentionWrapper):
             **same,
         )
         if self.indexer is not None:
-            _own_index_cache(self.indexer, self.mla_attn.kv_cache_dtype)
+            own_index_cache(self.indexer, self.mla_attn.kv_cache_dtype)
 
     def _take(self, modules) -> None:
         self.fused_qkv_a_proj, self.q_a_layernorm = modules.fused_qkv_a_proj, modules.q_a_layernorm
@@ -125,45 +176,7 @@ class SparseAttentionLayer(MultiHeadLatentAttentionWrapper):
     def forward(self, positions, hidden_states, llama_4_scaling=None):
         if not self.is_sparse:
             return super().forward(positions, hidden_states, llama_4_scaling)
-        q_c, kv_c, k_pe = self.fused_qkv_a_proj(hidden_states)[0].split(
-            [self.q_lora_rank, self.kv_lora_rank, self.qk_rope_head_dim], dim=-1
-        )
-        q_c, kv_c = self.q_a_layernorm(q_c), self.kv_a_layernorm(kv_c)
-        q = self.q_b_proj(q_c)[0].unflatten(-1, (self.num_heads, -1))
-        q_nope, q_pe = q.split([self.qk_nope_head_dim, self.qk_rope_head_dim], dim=-1)
-        q_pe, k_pe = _rotate(self.rotary_emb, positions, q_pe, k_pe)
-        q = torch.cat([q_nope, q_pe], dim=-1)
-        if llama_4_scaling is not None:
-            q = q * llama_4_scaling
-
-        if self.indexer is not None and not self.skip_topk:
-            self._select(positions, hidden_states, q_c, q)
-        out = self.mla_attn(
-            q,
-            kv_c,
-            k_pe,
-            output_shape=(len(hidden_states), self.num_heads * self.v_head_dim),
-        )
-        return self.o_proj(out)[0]
-
-    def _select(self, positions, hidden_states, q_c, attention_query):
-        """The scores of the indexer: sum over heads of weight * relu(q . k), top-k by the op."""
-        indexer = self.indexer
-        q = indexer.wq_b(q_c)[0].unflatten(-1, (indexer.n_head, indexer.head_dim))
-        k, weights = indexer.wk_weights_proj(hidden_states)[0].split(
-            [indexer.head_dim, indexer.n_head], dim=-1
-        )
-        k = indexer.k_norm(k).to(q.dtype)
-        rope, rest = indexer.rope_dim, indexer.head_dim - indexer.rope_dim
-        (q_pe, q_nope), (k_pe, k_nope) = q.split([rope, rest], -1), k.split([rope, rest], -1)
-        q_pe, k_pe = _rotate(self.indexer_rope_emb, positions, q_pe, k_pe)
-        torch.ops.vllm.custom_pypto_index(
-            torch.cat([q_pe, q_nope], dim=-1),
-            torch.cat([k_pe.squeeze(1), k_nope], dim=-1),
-            weights.float() * (indexer.softmax_scale * indexer.n_head_scale),
-            attention_query,
-            indexer.k_cache.prefix,
-        )
+        return self.o_proj(self.attend(positions, hidden_states, llama_4_scaling))[0]
 
 
 def _rotate(rope, positions, q_pe, k_pe):
@@ -174,7 +187,7 @@ def _rotate(rope, positions, q_pe, k_pe):
     return q.view(q_pe.shape), k.view(len(k_pe), 1, -1)
 
 
-def _own_index_cache(indexer, kv_cache_dtype: str):
+def own_index_cache(indexer, kv_cache_dtype: str):
     """Makes the indexer's cache one of :mod:`.caches`, instead of fp8 keys beside scales."""
     # churn: the fields of DeepseekV32IndexerCache that make its cache
     cache = indexer.k_cache

@@ -18,6 +18,11 @@ GIB = 2**30
 DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other words
 
 
+def int8_index_row_bytes(dim: int) -> int:
+    """Of the indexer: ``dim`` values of one byte, a float16 scale."""
+    return dim + 2
+
+
 def describe(checkpoint: Path, arguments: list[str], url: str) -> str:
     """Kernels, weights, cache, memory and address.
 
@@ -66,7 +71,7 @@ def _cache(config: dict, options: argparse.Namespace, dtype: str, space: float) 
         return f"{space:g} GiB, in vLLM's own layout"
     latent, rope, index = sizes
     if options.kv_cache_dtype == INT8:
-        word, row, index_row = "int8", int8_row_bytes(latent, rope), index + 2
+        word, row, index_row = "int8", int8_row_bytes(latent, rope), int8_index_row_bytes(index)
     else:
         word = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
         value = getattr(torch, word, torch.uint8).itemsize

@@ -17,7 +17,14 @@ from pathlib import Path
 from .resources import describe
 
 HOST = "127.0.0.1"
-CACHE_GIB = "4"  # unset, vLLM wants 92 % of the memory to be free
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",  # the checkpoint is a folder
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_CPU_KVCACHE_SPACE": "4",  # unset, vLLM wants 92 % of the memory to be free
+    # Unset, 5: a machine that is busy for longer reads a client's next request too late, and
+    # closes the connection instead.
+    "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
+}
 # the trained checkpoint examples/checkpoints/lookup answers with a fact of the text
 PROMPT = "the weary sailor otter=red slowly found every silent village near rain , otter?"
 
@@ -47,7 +54,7 @@ def main(arguments=None) -> int:
         parser.error(f"CHECKPOINT must be a folder with a config.json, got {options.checkpoint}")
     model = options.checkpoint.resolve().name
     url = f"http://{HOST}:{options.port}"
-    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", CACHE_GIB)
+    os.environ |= ENVIRONMENT | os.environ  # the server's, and describe reads it
     print(describe(options.checkpoint, others, url), flush=True)
     server = start(options.checkpoint, model, options.port, others)
     # as Ctrl-C: the finally below must run
@@ -74,18 +81,9 @@ def start(checkpoint: Path, model: str, port: int, arguments=()) -> subprocess.P
 
     ``arguments`` are vLLM's own and come last, so that they win.
     """
-    environment = {
-        "HF_HUB_OFFLINE": "1",  # the checkpoint is a folder
-        "VLLM_NO_USAGE_STATS": "1",
-        "VLLM_CPU_KVCACHE_SPACE": CACHE_GIB,
-        # Unset, 5: a machine that is busy for longer reads a client's next request too late, and
-        # closes the connection instead.
-        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
-        **os.environ,
-    }
     command = [sys.executable, "-m", "custom_pypto_vllm.vllm_serve", str(checkpoint)]
     command += ["--served-model-name", model, "--host", HOST, "--port", str(port), *arguments]
-    return subprocess.Popen(command, env=environment, start_new_session=True)
+    return subprocess.Popen(command, start_new_session=True)
 
 
 def wait_until_ready(server: subprocess.Popen, url: str) -> bool:

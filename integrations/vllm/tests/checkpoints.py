@@ -33,6 +33,15 @@ def write_config(folder: Path, **keys) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | keys, indent=1))
 
 
+def disturb(model, *parts: str) -> None:
+    """Adds noise to parameters and buffers with one of ``parts`` in their name, which transformers
+    initialises to 1 and 0: that would hide a missing one.
+    """
+    for name, tensor in model.state_dict().items():
+        if any(part in name for part in parts):
+            tensor.add_(torch.randn_like(tensor), alpha=0.1)
+
+
 def save_tiny(folder: Path, kind: str, dtype=torch.float32, **changes) -> Path:
     """A model of three layers, the last two with experts, at the ops' published dimensions."""
     torch.manual_seed(0)
@@ -65,10 +74,7 @@ def save_tiny(folder: Path, kind: str, dtype=torch.float32, **changes) -> Path:
     )
     config_class, model_class = CLASSES[kind]
     model = model_class(config_class(**config | changes)).eval()
-    # transformers initialises these to 1 and 0, which would hide a missing one
-    for name, tensor in model.state_dict().items():
-        if "norm" in name or "correction_bias" in name:
-            tensor.add_(torch.randn_like(tensor), alpha=0.1)
+    disturb(model, "norm", "correction_bias")
     # zeros score every key alike: no choice that two implementations must agree on
     model.get_input_embeddings().weight.data[0].normal_(std=0.1)
     model.to(dtype).save_pretrained(folder)

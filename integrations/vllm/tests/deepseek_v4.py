@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import torch
-from checkpoints import write_config
+from checkpoints import disturb, write_config
 from quantised import PUBLISHED_FP8, blocks
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
@@ -58,12 +58,10 @@ def save_tiny(folder: Path, dtype=torch.float32, **changes) -> Path:
         initializer_range=0.1,
     )
     model = DeepseekV4ForCausalLM(DeepseekV4Config(**config | changes)).eval()
-    # transformers initialises these to 1 and 0, which would hide a missing one
-    for name, tensor in model.state_dict().items():
-        if any(part in name for part in ("norm", "bias", "sinks", "base", "scale")):
-            tensor.add_(torch.randn_like(tensor), alpha=0.1)
-        elif "tid2eid" in name:
-            tensor.copy_(torch.rand(len(tensor), 8).argsort(-1)[:, :2])
+    disturb(model, "norm", "bias", "sinks", "base", "scale")
+    for name, table in model.named_buffers():
+        if "tid2eid" in name:
+            table.copy_(torch.rand(len(table), 8).argsort(-1)[:, :2])
     model.to(dtype).save_pretrained(folder)
     return folder
 

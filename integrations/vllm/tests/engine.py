@@ -16,7 +16,7 @@ def main(arguments: Path, result: Path) -> None:
 
     options = json.loads(arguments.read_text())
     rounds, tokens = options.pop("rounds"), options.pop("tokens")
-    adapter, selections_file = options.pop("adapter"), options.pop("selections", None)
+    adapters, selections_file = options.pop("adapters"), options.pop("selections", None)
     llm = LLM(
         max_model_len=512,
         max_num_seqs=len(PROMPTS),
@@ -27,12 +27,14 @@ def main(arguments: Path, result: Path) -> None:
     sampling = SamplingParams(
         temperature=0, max_tokens=tokens, ignore_eos=True, logprobs=1, detokenize=False
     )
-    lora = LoRARequest("adapter", 1, adapter) if adapter else None
-    prompts = [{"prompt_token_ids": ids} for ids in PROMPTS]
+    loras = [path and LoRARequest(path, n, path) for n, path in enumerate(adapters, start=1)]
+    # each prompt to each adapter, side by side: a step computes several adapters
+    requested = [({"prompt_token_ids": ids}, lora) for ids in PROMPTS for lora in loras]
+    prompts, loras = zip(*requested, strict=True)
     if selections_file:
         selections.record(llm)
     for _ in range(rounds):
-        requests = llm.generate(prompts, sampling, use_tqdm=False, lora_request=lora)
+        requests = llm.generate(prompts, sampling, use_tqdm=False, lora_request=loras)
     if selections_file:
         taken = [array for request in requests for array in selections.take(llm, request)]
         np.savez(selections_file, *taken)

@@ -5,14 +5,13 @@ import signal
 import pytest
 import torch
 from deepseek_v4 import RATIOS, V4, publish, quantise, save_tiny
-from test_engines import COMPILED, assert_equal, generate, log_probabilities, run
+from test_engines import COMPILED, NGRAM, assert_equal, generate, log_probabilities, run
 from test_server import Serving
 from traffic import LOOKUP, Question, send
 from train_lookup_v4 import lookup_prompt
 from transformers import AutoModelForCausalLM
 
 LOOKUP_V4 = LOOKUP.with_name("lookup_v4")
-NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1)
 
 
 def test_published_in_chunks_and_from_the_prefix_cache_equals_transformers(tmp_path):

@@ -5,12 +5,11 @@ import signal
 import pytest
 import torch
 from checkpoints import add_draft_layer, save_tiny
-from test_engines import COMPILED, GLM, INT8, V32, errors, generate
+from test_engines import COMPILED, GLM, INT8, MTP, V32, errors, generate
 from test_server import Serving, cache_tokens
 from traffic import metric, questions, send
 
 BYTES = {"auto": 1408, INT8: 786}  # of a token and layer at the sizes of DeepSeek-V3.2
-MTP = dict(method="mtp", num_speculative_tokens=2)
 CASES = {
     "chunks": (V32, {}, dict(max_num_batched_tokens=64, rounds=2, enable_prefix_caching=True)),
     "preempted": (V32, {}, dict(block_size=64, num_gpu_blocks_override=11, tokens=64)),

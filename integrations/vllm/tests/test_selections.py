@@ -10,32 +10,17 @@ import subprocess
 import httpx
 import numpy as np
 import pytest
+import test_engines
 import torch
 from checkpoints import INDEX_TOPK, save_tiny
 from custom_pypto_vllm.selections import WORKER
 from engine import PROMPTS
-from test_engines import COMPILED, GLM, NEARLY_TIED, SHARED, V32, NarrowestChoices, generate
+from test_engines import NEARLY_TIED, V32, NarrowestChoices, generate
 from test_server import SMALL, Serving
-from torch.overrides import TorchFunctionMode
 from traffic import LOOKUP, ROOT
 from transformers import AutoModelForCausalLM
 
 MODELS = ROOT / ".venv" / "bin" / "python"  # transformers is too new for vLLM there
-TOPK = (torch.topk, torch.Tensor.topk)
-
-
-class Choices(TorchFunctionMode):
-    """Records the indices of every top-k."""
-
-    def __init__(self):
-        super().__init__()
-        self.indices = []
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **kwargs or {})
-        if function in TOPK:
-            self.indices.append(result.indices)
-        return result
 
 
 def assert_selected(got: np.ndarray, indices: list, distance: torch.Tensor) -> None:
@@ -50,22 +35,10 @@ def assert_selected(got: np.ndarray, indices: list, distance: torch.Tensor) -> N
                 assert sorted(mine) == sorted(theirs[theirs <= token].tolist())
 
 
-CASES = {
+SAME = ("shared_indices", "tensor_parallel", "pipeline_parallel", "n_gram")
+CASES = {name: test_engines.CASES[name] for name in SAME} | {
     "chunks": (V32, {}, {}, dict(max_num_batched_tokens=64, rounds=2)),
-    "shared_indices": (GLM, SHARED, {}, dict(hf_overrides=dict(index_topk_pattern="FSFS"))),
     "preempted": (V32, {}, {}, dict(block_size=64, num_gpu_blocks_override=11, tokens=64)),
-    "tensor_parallel": (V32, {}, {}, dict(tensor_parallel_size=2)),
-    "pipeline_parallel": (GLM, {}, COMPILED, dict(pipeline_parallel_size=2, enforce_eager=False)),
-    "n_gram": (
-        V32,
-        {},
-        {},
-        dict(
-            speculative_config=dict(
-                method="ngram", num_speculative_tokens=3, prompt_lookup_max=3, prompt_lookup_min=1
-            )
-        ),
-    ),
 }
 
 
@@ -83,10 +56,10 @@ def test_are_those_of_transformers(kind, changes, environment, options, tmp_path
     assert len(taken.files) == len(PROMPTS)
     for name, prompt, tokens in zip(taken.files, PROMPTS, result["tokens"], strict=True):
         ids = (prompt + tokens)[:-1]
-        with NarrowestChoices(len(ids)) as narrowest, Choices() as choices:
+        with NarrowestChoices(len(ids)) as choices:
             model(torch.tensor([ids]))
-        assert (narrowest.distance < NEARLY_TIED).sum() <= len(ids) / 8
-        assert_selected(taken[name], choices.indices, narrowest.distance)
+        assert (choices.distance < NEARLY_TIED).sum() <= len(ids) / 8
+        assert_selected(taken[name], choices.indices, choices.distance)
 
 
 @pytest.mark.matrix

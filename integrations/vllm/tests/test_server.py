@@ -4,7 +4,6 @@ import contextlib
 import itertools
 import os
 import re
-import shutil
 import signal
 import socket
 import subprocess
@@ -16,11 +15,11 @@ import httpx
 import openai
 import psutil
 import pytest
+from second_host import FAR, NEAR, second_host
 from traffic import LOOKUP, metric, questions, send
 
 START_SECONDS = 300  # on a busy machine
 LENGTH = 4096
-NEAR, FAR = "198.18.7.1", "198.18.7.2"  # RFC 2544: for tests between hosts
 SMALL = "the weary sailor otter=red slowly found every silent village near rain , otter?"
 
 
@@ -198,38 +197,15 @@ def test_two_engines_answer_right():
     assert min(served) > 0 and sum(served) == len(replies)
 
 
-@contextlib.contextmanager
-def second_host():
-    """The start of a command on another host: with its own network, name and shared memory; a
-    cable joins it to this one."""
-    name, near, far = (f"{kind}{os.getpid()}" for kind in ("host", "near", "far"))
-    add = ["ip", "netns", "add", name]
-    if not shutil.which("ip") or subprocess.run(add, capture_output=True).returncode:
-        pytest.skip("makes a network namespace, which needs `ip` and root")
-    inside = ["ip", "-n", name]
-    try:
-        for command in (
-            ["ip", "link", "add", near, "type", "veth", "peer", "name", far, "netns", name],
-            ["ip", "address", "add", f"{NEAR}/30", "dev", near],
-            ["ip", "link", "set", near, "up"],
-            [*inside, "address", "add", f"{FAR}/30", "dev", far],
-            [*inside, "link", "set", far, "up"],
-            [*inside, "link", "set", "lo", "up"],
-        ):
-            subprocess.run(command, check=True)
-        own = 'mount -t tmpfs tmpfs /dev/shm && hostname second && exec "$@"'
-        there = ["ip", "netns", "exec", name, "unshare", "--uts", "bash", "-c", own, "bash"]
-        yield there, near, far
-    finally:
-        subprocess.run(["ip", "netns", "delete", name], check=True)  # the cable, too
-
-
 @pytest.mark.matrix
+@pytest.mark.parametrize(
+    "seconds, loss, asked", [(0, 0, 200), (0.02, 0.01, 40)], ids=["near", "far"]
+)
 @pytest.mark.parametrize("split, worker", [("tensor", "TP1"), ("pipeline", "PP1")])
-def test_two_hosts_share_a_model(split, worker, monkeypatch):
+def test_two_hosts_share_a_model(split, worker, seconds, loss, asked, monkeypatch):
     if split == "pipeline":
         monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "0")  # vLLM needs compilation for it
-    with second_host() as (there, near, far), contextlib.ExitStack() as stack:
+    with second_host(seconds, loss) as (there, near, far), contextlib.ExitStack() as stack:
         both = [f"--{split}-parallel-size=2", "--nnodes=2"]
         both += [f"--master-addr={NEAR}", f"--master-port={free_port()}"]
         further = [*there, sys.executable, "-m", "custom_pypto_vllm.serve", LOOKUP, *both]
@@ -243,7 +219,7 @@ def test_two_hosts_share_a_model(split, worker, monkeypatch):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", near)
         serving = Serving(*both)
         stack.callback(serving.stop, signal.SIGTERM)
-        replies = send(serving.url, questions())
+        replies = send(serving.url, questions()[:asked])
         computing = [p.name() for p in psutil.Process(other.pid).children(recursive=True)]
     assert sum(reply.right for reply in replies) >= 0.97 * len(replies)
     assert any(name.startswith(f"VLLM::Worker_{worker}") for name in computing), computing

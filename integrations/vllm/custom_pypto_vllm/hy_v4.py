@@ -1,0 +1,66 @@
+"""Hy4 in vLLM, whose own attention of this model is written for GPUs.
+
+Rotations are vLLM's: pairs of neighbouring dims. transformers rotates halves of the same weights.
+"""
+
+from vllm.models.hy_v4.nvidia import attention
+from vllm.models.hy_v4.nvidia import model as upstream
+
+from .backend import SparseAttentionBackend
+from .caches import SparseAttention
+from .checks import check_hy_v4
+from .experts import limit_gates
+from .layer import LatentAttention, own_index_cache
+
+
+class GatedAttention(LatentAttention, attention.HYV4MLAAttention):
+    """Attention with a sink in each head's softmax and a gate of its output."""
+
+    index_rope_last = True
+
+    def __init__(self, vllm_config, *arguments, **keywords):
+        check_hy_v4(vllm_config)
+        super().__init__(vllm_config, *arguments, **keywords)
+        self.num_heads = self.num_local_heads
+        if self.indexer is not None:
+            own_index_cache(self.indexer, self.mla_attn.kv_cache_dtype)
+
+    def forward(self, positions, hidden_states, llama_4_scaling=None):
+        output = self.attend(positions, hidden_states, llama_4_scaling)
+        if self.gated_mla:
+            gate = self.linear_gate(hidden_states)[0].sigmoid().unflatten(-1, (self.num_heads, -1))
+            output = (output.unflatten(-1, (self.num_heads, -1)) * gate).flatten(-2)
+        return self.o_proj(output)[0]
+
+
+class MixtureOfExperts(upstream.HYV4MoEFused):
+    def __init__(self, *arguments, **keywords):
+        super().__init__(*arguments, **keywords)
+        limit_gates(self.experts.routed_experts)
+
+
+# churn: names of vllm/models/hy_v4/nvidia, resolved when layers are made
+attention.get_attn_backend = lambda **_: SparseAttentionBackend
+attention.MLAAttention = SparseAttention
+upstream.HYV4MLAAttention = GatedAttention
+upstream.HYV4MoEFused = MixtureOfExperts
+
+
+class HYV4ForCausalLM(upstream.HYV4ForCausalLM):
+    """vLLM's class, which also loads what transformers saved."""
+
+    def load_weights(self, weights):
+        return super().load_weights((published(name), tensor) for name, tensor in weights)
+
+
+def published(name: str) -> str:
+    """The published name of a tensor: transformers 5 saves some under names of its own."""
+    for own, other in {
+        ".hc_pre.hc_attn_layer.": ".hc_attn_layer.hc_pre.",
+        ".hc_pre.hc_mlp_layer.": ".hc_mlp_layer.hc_pre.",
+        "model.hc_pre.hc_head.": "model.hc_head.",
+        "mlp.linear_gate.": "mlp.gate_proj.",
+        "shared_experts.linear_gate.": "shared_experts.gate_proj.",
+    }.items():
+        name = name.replace(own, other)
+    return name
