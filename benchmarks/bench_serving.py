@@ -25,7 +25,7 @@ from pathlib import Path
 import psutil
 from custom_pypto_vllm import serve
 from measure import machine, table, write_section
-from soak_serving import soak
+from soak_serving import SMALL_CACHE, soak
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "integrations" / "vllm" / "tests"))
@@ -35,12 +35,13 @@ import traffic  # noqa: E402
 AT_A_TIME, TOKENS = 32, 32
 RIGHT = 0.97  # of the checkpoint's answers at these lengths: 0.99
 THREADS = ["OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"]  # unset: as vLLM sets them
+INT8, RECORDED = "--kv-cache-dtype=int8_per_token_head", "--enable-return-indexer-topk"
 TWO_THREADS = dict(zip(THREADS, ["2", "nobind"], strict=True))
 
 
 @contextlib.contextmanager
-def server(variables: dict):
-    """The URL of a server with these variables, and its process."""
+def server(variables: dict, *arguments: str):
+    """The URL of a server with these variables and arguments, and its process."""
     with socket.socket() as listener:
         listener.bind((serve.HOST, 0))
         port = listener.getsockname()[1]
@@ -50,7 +51,7 @@ def server(variables: dict):
         os.environ.pop(name, None)
     os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", **variables}
     options = ["--max-model-len", "4096", "--max-num-seqs", str(AT_A_TIME)]
-    options += ["--disable-uvicorn-access-log"]
+    options += ["--disable-uvicorn-access-log", *arguments]
     try:
         process = serve.start(traffic.LOOKUP, traffic.LOOKUP.name, port, options)
     finally:
@@ -107,6 +108,8 @@ def measure(rounds: int, generate_python: str) -> list[list[str]]:
     with contextlib.ExitStack() as stack:
         sides = {
             "ops": stack.enter_context(server({}))[0],
+            "ops, caches in int8": stack.enter_context(server({}, INT8))[0],
+            "ops, selections recorded": stack.enter_context(server({}, RECORDED))[0],
             "ops, 2 threads in every process": stack.enter_context(server(TWO_THREADS))[0],
             "plain torch": stack.enter_context(server(stack.enter_context(standin())))[0],
         }
@@ -139,7 +142,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="writes the section of RESULTS.md")
     options = parser.parse_args()
     if options.soak:
-        with server({}) as (url, process):
+        with server({}, SMALL_CACHE) as (url, process):
             return soak(
                 psutil.Process(process.pid),
                 url,

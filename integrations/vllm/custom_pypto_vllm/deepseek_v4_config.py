@@ -2,14 +2,17 @@
 
 from vllm.transformers_utils.configs.deepseek_v4 import DeepseekV4Config
 
-HASH = "hash_moe"
+from .resources import compress_ratios
 
 
 class SavedConfig(DeepseekV4Config):
-    def __init__(self, layer_types=None, mlp_layer_types=None, compress_rates=None, **keys):
-        if layer_types is not None:
-            keys.setdefault("compress_ratios", [compress_rates.get(t, 0) for t in layer_types])
-        if mlp_layer_types is not None:
-            keys.setdefault("num_hash_layers", mlp_layer_types.count(HASH))
+    def __init__(self, **keys):
+        if "layer_types" in keys:
+            keys.setdefault("compress_ratios", compress_ratios(keys))
+        if types := keys.pop("mlp_layer_types", None):
+            keys.setdefault("num_hash_layers", types.count("hash_moe"))
+        # these words are transformers' alone, but for the names of rotations
+        for name in ("layer_types", "compress_rates"):
+            keys.pop(name, None)
         keys.setdefault("topk_method", "noaux_tc")  # the only one of this model
         super().__init__(**keys)

@@ -66,6 +66,8 @@ def _read(arguments: list[str]) -> argparse.Namespace:
 
 
 def _cache(config: dict, options: argparse.Namespace, dtype: str, space: float) -> str:
+    if config["model_type"] == "deepseek_v4":
+        return _cache_v4(config, dtype, space)
     sizes = [config.get(key) for key in ("kv_lora_rank", "qk_rope_head_dim", "index_head_dim")]
     if None in sizes:
         return f"{space:g} GiB, in vLLM's own layout"
@@ -78,10 +80,34 @@ def _cache(config: dict, options: argparse.Namespace, dtype: str, space: float) 
         row, index_row = value * (latent + rope), value * index
     layers = config["num_hidden_layers"]
     # layers that take the indices of another one have no index keys
-    pattern = config.get("index_topk_pattern") or "F" * layers
-    token = layers * row + pattern.count("F") * index_row
+    kinds = config.get("index_topk_pattern") or config.get("indexer_types") or "F" * layers
+    token = layers * row + sum(kind in ("F", "full") for kind in kinds) * index_row
     tokens = int(space * GIB / token)
     return f"{space:g} GiB in {word}: {tokens:,} tokens of {token:,} bytes in {layers} layers"
+
+
+def _cache_v4(config: dict, dtype: str, space: float) -> str:
+    value, layers = getattr(torch, dtype).itemsize, config["num_hidden_layers"]
+    width, window = config["head_dim"], config["sliding_window"]
+    token, request = 0, layers * window * width * value
+    for ratio in compress_ratios(config)[:layers]:
+        if ratio > 1:
+            groups = 2 if ratio == 4 else 1  # a row sums so many groups of tokens
+            row = width + (config["index_head_dim"] if ratio == 4 else 0)
+            token += row * value / ratio
+            request += groups * ratio * 2 * groups * row * 4  # values and gates in float32
+    return (
+        f"{space:g} GiB in {dtype}: {token:,.0f} bytes of a token in {layers} layers, and "
+        f"{request / 2**20:.3g} MiB of a request for its windows and states"
+    )
+
+
+def compress_ratios(config: dict) -> list[int]:
+    """Tokens per compressed row of each layer of DeepSeek-V4, 0 for a window alone, from a
+    config.json as published or as transformers saves it."""
+    if "compress_ratios" in config:
+        return config["compress_ratios"]
+    return [config["compress_rates"].get(kind, 0) for kind in config["layer_types"]]
 
 
 def _size(count: int) -> str:

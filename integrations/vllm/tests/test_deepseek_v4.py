@@ -4,6 +4,7 @@ import signal
 
 import pytest
 import torch
+from custom_pypto_vllm.resources import describe
 from deepseek_v4 import RATIOS, V4, publish, quantise, save_tiny
 from test_engines import COMPILED, NGRAM, assert_equal, generate, log_probabilities, run
 from test_server import Serving
@@ -102,6 +103,16 @@ def test_rejects_by_name(options, error, tmp_path):
     assert engine.returncode != 0
     assert "custom_pypto_vllm: " in engine.stderr + engine.stdout
     assert error in engine.stderr + engine.stdout
+
+
+def test_says_the_size_of_its_caches():
+    """Rows of 512 and 128 for 4 tokens, of 512 for 128 tokens, in bfloat16; in float32 the states
+    of 8 and of 128 tokens."""
+    states = 8 * 4 * (512 + 128) * 4 + 128 * 2 * 512 * 4
+    request = (3 * 128 * 512 * 2 + states) / 2**20
+    said = describe(LOOKUP_V4, [], "")
+    assert f"{(512 + 128) / 4 * 2 + 512 / 128 * 2:.0f} bytes of a token in 3 layers" in said
+    assert f"{request:.3g} MiB of a request" in said
 
 
 @pytest.mark.matrix
