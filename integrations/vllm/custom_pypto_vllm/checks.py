@@ -9,7 +9,7 @@ def _reject(what: str) -> None:
 
 
 def check(vllm_config, modules, non_causal: bool) -> None:
-    """Rejects configurations and layers that are not those of DeepSeek-V3.2 and GLM-5.
+    """Rejects configurations and layers that are not those of DeepSeek-V3.2 or GLM-5.
 
     Raises:
         ValueError: with the setting, what is supported, and what came.

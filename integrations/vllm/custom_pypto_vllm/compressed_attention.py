@@ -126,6 +126,7 @@ class CompressedAttention(nn.Module):
             self.rows = compressed_rows(prefix, self.width, self.ratio)
         if self.ratio == INDEXED:
             self.indexer = Indexer(config, quantised, f"{prefix}.indexer")
+            self.recorder = None  # of selections.py
         self.name = f"{prefix}.attention"  # a cache may have the prefix itself
         vllm_config.compilation_config.static_forward_context[self.name] = self
         self._keep_wo_a()
@@ -181,19 +182,21 @@ class CompressedAttention(nn.Module):
             self.compressor.write(new, positions, self.rows, rope, metadata)
             selected = None
             if self.indexer is not None:
-                self.indexer.compressor.write(
-                    index_new, positions, self.indexer.rows, rope, metadata
-                )
-                index_query = index_query.unflatten(-1, (self.indexer.heads, -1))
-                selected = self.indexer.select(
-                    rotate(rope, index_query, positions),
-                    index_weights.float() * self.indexer.scale,
-                    metadata[self.indexer.rows.prefix],
-                )
+                selected = self.select(positions, index_new, index_query, index_weights, metadata)
             parts.append(self.attend_rows(query, positions, selected, metadata[self.rows.prefix]))
         output = rotate(rope, merge(parts).to(query.dtype), positions, -1)
         grouped = output.reshape(len(output), self.groups, -1).transpose(0, 1)
         return torch.bmm(grouped, self.output_weight).transpose(0, 1).flatten(1)
+
+    def select(self, positions, new, query, weights, metadata) -> Tensor:
+        """``[T, 1, index_topk]`` of the new tokens, whose rows it writes first."""
+        indexer, step = self.indexer, metadata[self.indexer.rows.prefix]
+        indexer.compressor.write(new, positions, indexer.rows, self.rotary_emb, metadata)
+        query = rotate(self.rotary_emb, query.unflatten(-1, (indexer.heads, -1)), positions)
+        selected = indexer.select(query, weights.float() * indexer.scale, step)
+        if self.recorder is not None:
+            self.recorder.add(self.name, step, selected.squeeze(1))
+        return selected
 
     def attend_near(self, query: Tensor, positions: Tensor, step):
         seen = positions[:, None] - torch.arange(self.window)

@@ -10,7 +10,7 @@ has :class:`Middleware`::
 
 An array is int32 ``[tokens, indexer layers, index_topk]``: of the prompt and of the answer without
 its last token, which no forward has seen. Positions count from the first token of the request, best
-first, -1 behind the last.
+first, -1 behind the last; of DeepSeek-V4 they are numbers of compressed rows.
 """
 
 import asyncio
@@ -23,8 +23,6 @@ from collections import OrderedDict
 import numpy as np
 import torch
 from torch import Tensor
-
-from .caches import IndexRows
 
 WORKER = f"{__name__}.RecordingWorker"
 Part = tuple[int, Tensor]  # tokens of a request up to here, and the rows of the last of them
@@ -119,7 +117,7 @@ class RecordingWorker:
         caches = {
             name: layer
             for name, layer in layers.items()
-            if isinstance(getattr(layer, "rows", None), IndexRows) and _number(name) < own
+            if hasattr(layer, "recorder") and _number(name) < own
         }
         most = 4 * self.vllm_config.scheduler_config.max_num_seqs
         self.recorder = Recorder(self.model_runner, list(caches), most)

@@ -7,7 +7,9 @@ import re
 import signal
 import subprocess
 
+import deepseek_v4
 import httpx
+import hy_v4
 import numpy as np
 import pytest
 import test_engines
@@ -17,22 +19,44 @@ from custom_pypto_vllm.selections import WORKER
 from engine import PROMPTS
 from test_engines import NEARLY_TIED, V32, NarrowestChoices, generate
 from test_server import SMALL, Serving
+from torch import Tensor
 from traffic import LOOKUP, ROOT
 from transformers import AutoModelForCausalLM
 
 MODELS = ROOT / ".venv" / "bin" / "python"  # transformers is too new for vLLM there
 
 
-def assert_selected(got: np.ndarray, indices: list, distance: torch.Tensor) -> None:
-    """``got [tokens, layers, K]`` has the positions of ``indices`` up to each token."""
+def assert_selected(got: np.ndarray, indices: list, distance: Tensor, count: int, ratio) -> None:
+    """``got [tokens, layers, count]`` has the rows of ``indices`` that each token sees."""
     tokens = len(got)
-    assert got.shape == (tokens, len(indices), INDEX_TOPK) and got.dtype == np.int32
+    assert got.shape == (tokens, len(indices), count) and got.dtype == np.int32
     for layer, of_layer in enumerate(indices):
         for token in range(tokens):
             if distance[token] >= NEARLY_TIED:
                 mine = got[token, layer][got[token, layer] >= 0]
                 theirs = of_layer.view(tokens, -1)[token]
-                assert sorted(mine) == sorted(theirs[theirs <= token].tolist())
+                assert sorted(mine) == sorted(theirs[theirs < (token + 1) // ratio].tolist())
+
+
+@torch.no_grad()
+def assert_recorded(
+    checkpoint, folder, count: int, *, ratio=1, reference=None, environment=(), **options
+) -> None:
+    """A model without a top-k but those of its indexers, of rows of so many tokens, selects as
+    transformers does, with the checkpoint ``reference`` if that is another one."""
+    recording = dict(worker_extension_cls=WORKER, enable_prefix_caching=False)
+    recording["selections"] = str(folder / "selections.npz")
+    result = generate(checkpoint, folder, environment, **recording, **options)
+    load = AutoModelForCausalLM.from_pretrained
+    model = load(reference or checkpoint, dtype=torch.float32).eval()
+    taken = np.load(folder / "selections.npz")
+    assert len(taken.files) == len(PROMPTS)
+    for name, prompt, tokens in zip(taken.files, PROMPTS, result["tokens"], strict=True):
+        ids = (prompt + tokens)[:-1]
+        with NarrowestChoices(len(ids)) as choices:
+            model(torch.tensor([ids]))
+        assert (choices.distance < NEARLY_TIED).sum() <= len(ids) / 8
+        assert_selected(taken[name], choices.indices, choices.distance, count, ratio)
 
 
 SAME = ("shared_indices", "tensor_parallel", "pipeline_parallel", "n_gram")
@@ -44,22 +68,23 @@ CASES = {name: test_engines.CASES[name] for name in SAME} | {
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind, changes, environment, options", CASES.values(), ids=CASES)
-@torch.no_grad()
 def test_are_those_of_transformers(kind, changes, environment, options, tmp_path):
     # without experts, which are chosen by a top-k, too
     checkpoint = save_tiny(tmp_path / kind, kind, first_k_dense_replace=9, **changes)
-    recording = dict(worker_extension_cls=WORKER, enable_prefix_caching=False)
-    recording["selections"] = str(tmp_path / "selections.npz")
-    result = generate(checkpoint, tmp_path, environment, **recording, **options)
-    model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
-    taken = np.load(tmp_path / "selections.npz")
-    assert len(taken.files) == len(PROMPTS)
-    for name, prompt, tokens in zip(taken.files, PROMPTS, result["tokens"], strict=True):
-        ids = (prompt + tokens)[:-1]
-        with NarrowestChoices(len(ids)) as choices:
-            model(torch.tensor([ids]))
-        assert (choices.distance < NEARLY_TIED).sum() <= len(ids) / 8
-        assert_selected(taken[name], choices.indices, choices.distance)
+    assert_recorded(checkpoint, tmp_path, INDEX_TOPK, environment=environment, **options)
+
+
+@pytest.mark.matrix
+def test_rows_of_deepseek_v4_are_those_of_transformers(tmp_path):
+    # with experts by a table
+    checkpoint = deepseek_v4.save_tiny(tmp_path / "v4", num_hash_layers=4)
+    assert_recorded(checkpoint, tmp_path, count=32, ratio=4, max_num_batched_tokens=64)
+
+
+@pytest.mark.matrix
+def test_those_of_hy4_are_those_of_transformers(tmp_path):
+    checkpoint, reference = hy_v4.save_tiny(tmp_path / "halves", mlp_layer_types=["dense"] * 3)
+    assert_recorded(checkpoint, tmp_path, INDEX_TOPK, reference=reference)
 
 
 @pytest.mark.matrix
