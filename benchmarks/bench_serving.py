@@ -50,7 +50,8 @@ def server(variables: dict, *arguments: str):
     old = dict(os.environ)
     for name in THREADS:
         os.environ.pop(name, None)
-    os.environ |= {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_LOGGING_LEVEL": "WARNING", **variables}
+    os.environ |= serve.ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+    os.environ |= {"VLLM_LOGGING_LEVEL": "WARNING", **variables}
     options = ["--max-model-len", "4096", "--max-num-seqs", str(AT_A_TIME)]
     options += ["--disable-uvicorn-access-log", *arguments]
     try:
