@@ -24,6 +24,9 @@ ENVIRONMENT = {
     # Unset, 5: a machine that is busy for longer reads a client's next request too late, and
     # closes the connection instead.
     "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
+    # Unset, 1024: a worker keeps a compiled product for each number of tokens that a step had, and
+    # grows by hundreds of MB for half an hour.
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
 }
 # the trained checkpoint examples/checkpoints/lookup answers with a fact of the text
 PROMPT = "the weary sailor otter=red slowly found every silent village near rain , otter?"
