@@ -171,5 +171,5 @@ def soak(server: psutil.Process, url: str, minutes: float, plot_python: str, wri
     if write and not faults:
         command = f"bash run.sh bench serving --soak {minutes:g} --write"
         note = "Memory is resident, of all processes. Picture: plots/serving_soak.png."
-        write_section("Serving for half an hour", command, f"{text}\n\n{note}")
+        write_section("Serving under mixed load", command, f"{text}\n\n{note}")
     return int(bool(faults))
