@@ -23,7 +23,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import psutil
-import serving_step
 from custom_pypto_vllm import serve
 from measure import machine, table, write_section
 from soak_serving import SMALL_CACHE, soak
@@ -141,13 +140,8 @@ def main() -> int:
     parser.add_argument(
         "--soak", type=float, metavar="MINUTES", help="mixed traffic instead (soak_serving.py)"
     )
-    parser.add_argument(
-        "--step", action="store_true", help="the parts of a step's time instead (serving_step.py)"
-    )
     parser.add_argument("--write", action="store_true", help="writes the section of RESULTS.md")
     options = parser.parse_args()
-    if options.step:
-        return serving_step.main(options.write)
     if options.soak:
         with server({}, SMALL_CACHE) as (url, process):
             return soak(
