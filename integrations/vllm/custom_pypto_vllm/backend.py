@@ -5,6 +5,7 @@ row of its index key in the other (:mod:`.caches`).
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -37,6 +38,12 @@ class SparseMetadata(AttentionMetadata):
     num_decodes: int
     num_decode_tokens: int
     num_prefills: int = 0
+
+    @cached_property
+    def sequences(self) -> Tensor:
+        """``[tokens]``: the sequence of each token."""
+        tokens = torch.arange(self.num_actual_tokens)
+        return torch.searchsorted(self.query_ends, tokens, right=True)
 
 
 class SparseMetadataBuilder(AttentionMetadataBuilder[SparseMetadata]):

@@ -12,11 +12,10 @@ from torch import Tensor
 from vllm.model_executor.layers.attention import MLAAttention
 
 import custom_pypto
-from custom_pypto.cache_rows import int8_row_bytes
+from custom_pypto.cache_rows import int8_index_row_bytes, int8_row_bytes
 from custom_pypto.reference.npu_quant_rows_pto import hadamard_matrix
 
 from .checks import INT8
-from .resources import int8_index_row_bytes
 
 
 def write_rows(cache: Tensor, slots: Tensor, rows: Tensor) -> None:

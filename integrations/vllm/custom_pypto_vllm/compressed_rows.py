@@ -15,8 +15,9 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from .backend import SparseAttentionBackend, SparseMetadata
+from .backend import SparseAttentionBackend
 from .caches import write_rows
+from .resources import GROUPS
 
 WINDOW_BLOCK = 64
 STATE_BLOCKS = {4: 4, 128: 8}  # tokens, by r: about as many bytes as a block of compressed rows
@@ -88,12 +89,6 @@ def _recent(block: int, width: int, dtype: torch.dtype, tokens: int) -> SlidingW
     )
 
 
-def sequences(metadata: SparseMetadata) -> Tensor:
-    """``[T]``: the sequence of each token."""
-    tokens = torch.arange(metadata.num_actual_tokens)
-    return torch.searchsorted(metadata.query_ends, tokens, right=True)
-
-
 def paged_rows(cache: Tensor, block_table: Tensor, sequence: Tensor, rows: Tensor) -> Tensor:
     """``[n, D]``: rows by number, ``[n]``, of sequences ``[n]``."""
     size = cache.shape[1]
@@ -119,7 +114,7 @@ class Compressor(nn.Module):
 
     def __init__(self, config, width: int, ratio: int, prefix: str):
         super().__init__()
-        self.ratio, self.groups = ratio, 2 if ratio == 4 else 1
+        self.ratio, self.groups = ratio, GROUPS[ratio]
         inner = self.groups * width
         self.ape = nn.Parameter(torch.empty(ratio, inner, dtype=torch.float32), False)
         self.fused_wkv_wgate = MergedColumnParallelLinear(
@@ -149,7 +144,7 @@ class Compressor(nn.Module):
         last, span = positions[complete], self.groups * self.ratio
         tokens = last[:, None] + torch.arange(1 - span, 1)
         exists = (tokens >= 0)[..., None]
-        sequence = sequences(step)[complete, None].expand_as(tokens)
+        sequence = step.sequences[complete, None].expand_as(tokens)
         found = paged_rows(states, step.block_table, sequence, tokens.clamp(min=0))
         values, gates = (self.own(half) for half in found.chunk(2, dim=-1))
         gates = gates.masked_fill(~exists, -torch.inf)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.fused_moe.router import cpu_router
+from vllm.model_executor.models.utils import WeightsMapper
 from vllm.models.deepseek_v4.cpu import model as upstream
 from vllm.utils.torch_utils import direct_register_custom_op
 
@@ -52,24 +53,23 @@ upstream.HCHeadOp = portable.HyperConnectionHead
 cpu_router._sqrtsoftplus_bias_topk = portable.route
 
 
+# published names of the tensors that transformers 5 saves under its own
+PUBLISHED = WeightsMapper(
+    orig_to_new_substr={
+        "model.": "",
+        "embed_tokens.": "embed.",
+        "hc_head.hc_": "hc_head_",
+        ".attn.norm.": ".attn.kv_norm.",
+    }
+)
+
+
 class DeepseekV4ForCausalLM(upstream.DeepseekV4ForCausalLM):
-    """vLLM's class, which also loads what transformers saved."""
+    """vLLM's class, which also loads checkpoints of transformers."""
 
     def __init__(self, *, vllm_config, prefix=""):
         check_v4(vllm_config)
         super().__init__(vllm_config=vllm_config, prefix=prefix)
 
     def load_weights(self, weights):
-        return super().load_weights((published(name), tensor) for name, tensor in weights)
-
-
-def published(name: str) -> str:
-    """The published name of a tensor: transformers 5 saves some under names of its own."""
-    for own, other in {
-        "model.": "",
-        "embed_tokens.": "embed.",
-        "hc_head.hc_": "hc_head_",
-        ".attn.norm.": ".attn.kv_norm.",
-    }.items():
-        name = name.replace(own, other)
-    return name
+        return super().load_weights(PUBLISHED.apply(weights))

@@ -3,6 +3,7 @@
 Rotations are vLLM's: pairs of neighbouring dims. transformers rotates halves of the same weights.
 """
 
+from vllm.model_executor.models.utils import WeightsMapper
 from vllm.models.hy_v4.nvidia import attention
 from vllm.models.hy_v4.nvidia import model as upstream
 
@@ -46,21 +47,20 @@ upstream.HYV4MLAAttention = GatedAttention
 upstream.HYV4MoEFused = MixtureOfExperts
 
 
-class HYV4ForCausalLM(upstream.HYV4ForCausalLM):
-    """vLLM's class, which also loads what transformers saved."""
-
-    def load_weights(self, weights):
-        return super().load_weights((published(name), tensor) for name, tensor in weights)
-
-
-def published(name: str) -> str:
-    """The published name of a tensor: transformers 5 saves some under names of its own."""
-    for own, other in {
+# published names of the tensors that transformers 5 saves under its own
+PUBLISHED = WeightsMapper(
+    orig_to_new_substr={
         ".hc_pre.hc_attn_layer.": ".hc_attn_layer.hc_pre.",
         ".hc_pre.hc_mlp_layer.": ".hc_mlp_layer.hc_pre.",
         "model.hc_pre.hc_head.": "model.hc_head.",
         "mlp.linear_gate.": "mlp.gate_proj.",
         "shared_experts.linear_gate.": "shared_experts.gate_proj.",
-    }.items():
-        name = name.replace(own, other)
-    return name
+    }
+)
+
+
+class HYV4ForCausalLM(upstream.HYV4ForCausalLM):
+    """vLLM's class, which also loads checkpoints of transformers."""
+
+    def load_weights(self, weights):
+        return super().load_weights(PUBLISHED.apply(weights))

@@ -3,24 +3,21 @@
 import argparse
 import json
 import os
+from importlib.metadata import version
 from pathlib import Path
 
 import psutil
 import torch
 
 import custom_pypto
-from custom_pypto.cache_rows import int8_row_bytes
-from custom_pypto.requirements import VLLM
+from custom_pypto.cache_rows import int8_index_row_bytes, int8_row_bytes
 
 from .checks import INT8
 
 GIB = 2**30
+# of DeepSeek-V4: the groups of tokens that a compressed row sums, by its tokens per row
+GROUPS = {4: 2, 128: 1}
 DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other words
-
-
-def int8_index_row_bytes(dim: int) -> int:
-    """Of the indexer: ``dim`` values of one byte, a float16 scale."""
-    return dim + 2
 
 
 def describe(checkpoint: Path, arguments: list[str], url: str) -> str:
@@ -37,10 +34,11 @@ def describe(checkpoint: Path, arguments: list[str], url: str) -> str:
     space = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 0)
     quantised = config.get("quantization_config", {}).get("quant_method")
     available = psutil.virtual_memory().available
+    vllm = version("vllm-cpu")
     kernels = torch.ops.custom_pypto.cpu_isa()
     taken = weights + space * GIB
     lines = {
-        "kernels": f"{kernels}, of custom_pypto {custom_pypto.__version__}; vLLM {VLLM}",
+        "kernels": f"{kernels}, of custom_pypto {custom_pypto.__version__}; vLLM {vllm}",
         "weights": f"{_size(weights)} in files, {quantised or stored}; computed in {dtype}",
         "cache": _cache(config, options, dtype, space),
         "memory": f"{_size(available)} available, {_size(taken)} of them for weights and cache; "
@@ -92,7 +90,7 @@ def _cache_v4(config: dict, dtype: str, space: float) -> str:
     token, request = 0, layers * window * width * value
     for ratio in compress_ratios(config)[:layers]:
         if ratio > 1:
-            groups = 2 if ratio == 4 else 1  # a row sums so many groups of tokens
+            groups = GROUPS.get(ratio, 1)
             row = width + (config["index_head_dim"] if ratio == 4 else 0)
             token += row * value / ratio
             request += groups * ratio * 2 * groups * row * 4  # values and gates in float32

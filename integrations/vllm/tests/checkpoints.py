@@ -15,6 +15,7 @@ from transformers import (
 )
 
 VOCABULARY = 512
+TARGETS = ("o_proj", "q_b_proj")  # of adapters
 INDEX_TOPK = 64  # below most of the contexts
 CLASSES = {
     "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
@@ -110,11 +111,11 @@ def add_draft_layer(folder: Path) -> None:
     write_config(folder, num_nextn_predict_layers=1)
 
 
-def save_adapter(folder: Path, checkpoint: Path, merged: Path) -> Path:
-    """A LoRA adapter (arXiv:2106.09685) of two projections, and the checkpoint with it merged."""
+def save_adapter(folder: Path, checkpoint: Path, merged: Path, targets=TARGETS) -> Path:
+    """A LoRA adapter (arXiv:2106.09685) of these projections, and the checkpoint with it merged."""
     generator = torch.Generator().manual_seed(1)
     weights = load_file(checkpoint / "model.safetensors")
-    rank, alpha, targets, adapter = 8, 16, ["o_proj", "q_b_proj"], {}
+    rank, alpha, adapter = 8, 16, {}
     for name, weight in weights.items():
         if name.split(".")[-2] in targets:
             a = torch.randn(rank, weight.shape[1], generator=generator) * 0.1
@@ -133,7 +134,7 @@ def save_adapter(folder: Path, checkpoint: Path, merged: Path) -> Path:
         lora_alpha=alpha,
         lora_dropout=0.0,
         bias="none",
-        target_modules=targets,
+        target_modules=list(targets),
         base_model_name_or_path=str(checkpoint),
     )
     (folder / "adapter_config.json").write_text(json.dumps(config))

@@ -99,7 +99,8 @@ def test_weights_that_do_not_fit_are_rejected(name, a, b, error):
 
 @pytest.mark.parametrize("targets, rejects", [(None, True), (["q_b_proj"], False)])
 def test_what_lora_target_modules_leaves_out_need_not_fit(targets, rejects):
-    from custom_pypto_vllm.adapters import SparseAttentionLayer, checked
+    from custom_pypto_vllm.adapters import checked
+    from custom_pypto_vllm.layer import SparseAttentionLayer
     from vllm.lora.utils import is_in_target_modules
 
     layer = SparseAttentionLayer.__new__(SparseAttentionLayer)

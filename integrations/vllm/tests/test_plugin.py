@@ -56,7 +56,7 @@ def test_another_version_of_vllm_is_rejected_with_both_versions():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode != 0
-    assert "vLLM must be 0.32.0, the tested version, got 0.33.1" in run.stderr
+    assert "vLLM must be 0.31.0 or 0.32.0, the tested versions, got 0.33.1" in run.stderr
 
 
 def test_unknown_constructor_arguments_are_rejected():
