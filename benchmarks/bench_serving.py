@@ -1,12 +1,14 @@
 """Requests per second of vLLM on the ops, beside the same engine on plain torch and generate().
 
-    bash run.sh bench serving [--rounds 3] [--write]
+    bash run.sh bench serving [--rounds 3] [--llama-server FILE] [--write]
 
 200 questions about 8 texts of 96 to 1600 tokens, 32 at a time, 32 new tokens each, to the
 checkpoint examples/checkpoints/lookup in bfloat16, by the client openai on loopback. Cold is the
 first round of a server, with a prefix cache that fills as it goes; warm is the median of the next
-rounds, which take turns between the servers. Answers are checked before a time counts. Needs the
-environment that `bash run.sh serve` makes; generate() runs in the environment of the models.
+rounds, which take turns between the servers. Answers are checked before a time counts. Memory is
+that of all processes of a server after its last round (PSS). Needs the environment that `bash
+run.sh serve` makes; generate() runs in the environment of the models. FILE is ik_llama.cpp's
+llama-server, which needs the package gguf in the same environment (serving_llama.py).
 """
 
 import argparse
@@ -19,10 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
+import serving_step
 from custom_pypto_vllm import serve
 from measure import machine, table, write_section
 from soak_serving import SMALL_CACHE, soak
@@ -32,26 +35,45 @@ sys.path.append(str(ROOT / "integrations" / "vllm" / "tests"))
 
 import traffic  # noqa: E402
 
-AT_A_TIME, TOKENS = 32, 32
+AT_A_TIME, TOKENS, CONTEXT = 32, 32, 4096
 RIGHT = 0.97  # of the checkpoint's answers at these lengths: 0.99
 THREADS = ["OMP_NUM_THREADS", "VLLM_CPU_OMP_THREADS_BIND"]  # unset: as vLLM sets them
 INT8, RECORDED = "--kv-cache-dtype=int8_per_token_head", "--enable-return-indexer-topk"
 TWO_THREADS = dict(zip(THREADS, ["2", "nobind"], strict=True))
 
 
-@contextlib.contextmanager
-def server(variables: dict, *arguments: str):
-    """The URL of a server with these variables and arguments, and its process."""
+@dataclass
+class Side:
+    """A server, and what it is asked."""
+
+    url: str
+    process: subprocess.Popen
+    asked: list
+    retries: int = 0
+
+    def mib(self) -> float:
+        parent = psutil.Process(self.process.pid)
+        processes = [parent, *parent.children(recursive=True)]
+        return sum(process.memory_full_info().pss for process in processes) / 2**20
+
+
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind((serve.HOST, 0))
-        port = listener.getsockname()[1]
+        return listener.getsockname()[1]
+
+
+@contextlib.contextmanager
+def vllm(variables: dict, *arguments: str):
+    """vLLM with these variables and arguments."""
+    port = free_port()
     url = f"http://{serve.HOST}:{port}"
     old = dict(os.environ)
     for name in THREADS:
         os.environ.pop(name, None)
     os.environ |= serve.ENVIRONMENT | {"VLLM_CPU_KVCACHE_SPACE": "1"}
     os.environ |= {"VLLM_LOGGING_LEVEL": "WARNING", **variables}
-    options = ["--max-model-len", "4096", "--max-num-seqs", str(AT_A_TIME)]
+    options = ["--max-model-len", str(CONTEXT), "--max-num-seqs", str(AT_A_TIME)]
     options += ["--disable-uvicorn-access-log", *arguments]
     try:
         process = serve.start(traffic.LOOKUP, traffic.LOOKUP.name, port, options)
@@ -61,9 +83,24 @@ def server(variables: dict, *arguments: str):
     try:
         if not serve.wait_until_ready(process, url):
             raise RuntimeError(f"the server ended with {process.returncode}, see above")
-        yield url, process
+        yield Side(url, process, traffic.questions())
     finally:
         serve.stop(process)
+
+
+@contextlib.contextmanager
+def llama(program: Path, arguments: list[str]):
+    """ik_llama.cpp's server, which gets prompts as numbers of tokens."""
+    from serving_llama import server, tokens
+
+    port = free_port()
+    url = f"http://{serve.HOST}:{port}"
+    asked = [replace(q, prompt=tokens(traffic.LOOKUP, q.prompt)) for q in traffic.questions()]
+    with server(program, traffic.LOOKUP, port, CONTEXT, arguments) as process:
+        if not serve.wait_until_ready(process, url):
+            raise RuntimeError(f"{program} ended with {process.returncode}")
+        # it closes connections that a client is about to use again
+        yield Side(url, process, asked, retries=5)
 
 
 @contextlib.contextmanager
@@ -80,12 +117,14 @@ def standin():
         yield {"PYTHONPATH": path}
 
 
-def one_round(url: str, asked: list) -> dict:
+def one_round(side: Side) -> dict:
     start = time.monotonic()
-    replies = traffic.send(url, asked, at_a_time=AT_A_TIME, tokens=TOKENS)
+    replies = traffic.send(
+        side.url, side.asked, at_a_time=AT_A_TIME, tokens=TOKENS, retries=side.retries
+    )
     seconds = time.monotonic() - start
     right = sum(reply.right for reply in replies)
-    assert right >= RIGHT * len(asked), f"{right} of {len(asked)} answers are right"
+    assert right >= RIGHT * len(replies), f"{right} of {len(replies)} answers are right"
     return dict(
         seconds=seconds,
         right=right,
@@ -94,31 +133,39 @@ def one_round(url: str, asked: list) -> dict:
     )
 
 
-def row(name: str, rounds: list[dict], count: int) -> list[str]:
+def row(name: str, rounds: list[dict], count: int, mib: float | None = None) -> list[str]:
     middle = sorted(rounds, key=lambda one: one["seconds"])[len(rounds) // 2]
     cells = [name, f"{middle['seconds']:.1f}", f"{count / middle['seconds']:.1f}"]
     cells.append(f"{count * TOKENS / middle['seconds']:.0f}")
     for key in ("first", "latency"):  # 20-quantiles: the 10th is the median, the 19th 95 %
         share = middle.get(key)
         cells.append(f"{share[9]:.2f} / {share[18]:.2f}" if share else "")
+    cells.append("" if mib is None else f"{mib:.0f}")
     return [*cells, f"{middle['right']} of {count}"]
 
 
-def measure(rounds: int, generate_python: str) -> list[list[str]]:
+def measure(rounds: int, generate_python: str, llama_server: Path | None) -> list[list[str]]:
     asked = traffic.questions()
     with contextlib.ExitStack() as stack:
         sides = {
-            "ops": stack.enter_context(server({}))[0],
-            "ops, caches in int8": stack.enter_context(server({}, INT8))[0],
-            "ops, selections recorded": stack.enter_context(server({}, RECORDED))[0],
-            "ops, 2 threads in every process": stack.enter_context(server(TWO_THREADS))[0],
-            "plain torch": stack.enter_context(server(stack.enter_context(standin())))[0],
+            "vLLM, ops": vllm({}),
+            "vLLM, ops, caches in int8": vllm({}, INT8),
+            "vLLM, ops, selections recorded": vllm({}, RECORDED),
+            "vLLM, ops, 2 threads in every process": vllm(TWO_THREADS),
+            "vLLM, plain torch": vllm(stack.enter_context(standin())),
         }
-        cold = {name: one_round(url, asked) for name, url in sides.items()}
+        if llama_server:
+            from serving_llama import SPARSE
+
+            sides["ik_llama.cpp, 64 keys"] = llama(llama_server, SPARSE)
+            sides["ik_llama.cpp, all keys"] = llama(llama_server, [])
+        sides = {name: stack.enter_context(side) for name, side in sides.items()}
+        cold = {name: one_round(side) for name, side in sides.items()}
         warm = {name: [] for name in sides}
         for _ in range(rounds):
-            for name, url in sides.items():
-                warm[name].append(one_round(url, asked))
+            for name, side in sides.items():
+                warm[name].append(one_round(side))
+        memory = {name: side.mib() for name, side in sides.items()}
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "questions.json"
         file.write_text(json.dumps([asdict(question) for question in asked]))
@@ -127,8 +174,8 @@ def measure(rounds: int, generate_python: str) -> list[list[str]]:
         run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         generated = json.loads(run.stdout.splitlines()[-1])
     return [
-        *(row(f"vLLM, {name}, cold", [one], len(asked)) for name, one in cold.items()),
-        *(row(f"vLLM, {name}, warm", several, len(asked)) for name, several in warm.items()),
+        *(row(f"{name}, cold", [one], len(asked)) for name, one in cold.items()),
+        *(row(f"{name}, warm", some, len(asked), memory[name]) for name, some in warm.items()),
         row("generate(), batches of 32", [generated], len(asked)),
     ]
 
@@ -137,27 +184,35 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--rounds", type=int, default=3, help="warm rounds of each server")
     parser.add_argument("--generate-python", default=sys.executable, help="python of the models")
+    parser.add_argument("--llama-server", type=Path, metavar="FILE", help="ik_llama.cpp's, too")
     parser.add_argument(
         "--soak", type=float, metavar="MINUTES", help="mixed traffic instead (soak_serving.py)"
     )
+    parser.add_argument(
+        "--step", action="store_true", help="the parts of a step's time instead (serving_step.py)"
+    )
     parser.add_argument("--write", action="store_true", help="writes the section of RESULTS.md")
     options = parser.parse_args()
+    if options.step:
+        return serving_step.main(options.write)
     if options.soak:
-        with server({}, SMALL_CACHE) as (url, process):
+        with vllm({}, SMALL_CACHE) as side:
             return soak(
-                psutil.Process(process.pid),
-                url,
+                psutil.Process(side.process.pid),
+                side.url,
                 options.soak,
                 options.generate_python,
                 options.write,
             )
     header = ["", "s", "requests/s", "new tokens/s", "first token, s, median / 95 %"]
-    header += ["reply, s, median / 95 %", "right"]
-    text = table(header, measure(options.rounds, options.generate_python))
+    header += ["reply, s, median / 95 %", "MiB", "right"]
+    rows = measure(options.rounds, options.generate_python, options.llama_server)
+    text = table(header, rows)
     print(f"{machine()}\n\n{text}")
     if options.write:
         note = "Other work of the machine shows in all rows; compare rows, not runs."
-        command = f"bash run.sh bench serving --rounds {options.rounds} --write"
+        command = f"bash run.sh bench serving --rounds {options.rounds}"
+        command += " --llama-server FILE --write" if options.llama_server else " --write"
         write_section("Serving, 200 requests, 32 at a time", command, f"{text}\n\n{note}")
     return 0
 

@@ -70,13 +70,22 @@ def test_bfloat16_is_near_to_float32(tmp_path):
         assert (torch.tensor(logprobs) - exact).abs().max() < 0.15
 
 
+WAYS = {
+    "eager": ((), {}),
+    "two ranks": ((), dict(tensor_parallel_size=2)),
+    "compiled": (COMPILED, dict(enforce_eager=False)),
+}
+
+
 @pytest.mark.matrix
-@pytest.mark.parametrize("options", [{}, dict(tensor_parallel_size=2)], ids=["one", "two ranks"])
-def test_fp4_experts_and_fp8_projections_equal_transformers(options, tmp_path):
+@pytest.mark.parametrize("environment, options", WAYS.values(), ids=WAYS)
+def test_fp4_experts_and_fp8_projections_equal_transformers(environment, options, tmp_path):
     """On what these weights stand for."""
     sizes = dict(hidden_size=256, q_lora_rank=256, o_lora_rank=128, moe_intermediate_size=256)
     checkpoint, exact = quantise(publish(save_tiny(tmp_path / V4, **sizes)))
-    assert_equal(exact, generate(checkpoint, tmp_path, max_num_batched_tokens=64, **options))
+    result = generate(checkpoint, tmp_path, environment, max_num_batched_tokens=64, **options)
+    assert (result["compilation"] > 0) == bool(environment)
+    assert_equal(exact, result)
 
 
 REJECTED = {

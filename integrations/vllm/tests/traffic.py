@@ -65,7 +65,9 @@ async def ask(client: AsyncOpenAI, question: Question, tokens: int) -> Reply:
     return Reply(right, usage.completion_tokens, first, time.monotonic() - start)
 
 
-def send(url: str, asked: list[Question], *, at_a_time: int = 32, tokens: int = 32) -> list[Reply]:
+def send(
+    url: str, asked: list[Question], *, at_a_time: int = 32, tokens: int = 32, retries: int = 0
+) -> list[Reply]:
     """Sends all questions, ``at_a_time`` of them in flight.
 
     Raises:
@@ -75,7 +77,7 @@ def send(url: str, asked: list[Question], *, at_a_time: int = 32, tokens: int = 
     async def send_all():
         free = asyncio.Semaphore(at_a_time)
         async with AsyncOpenAI(
-            base_url=f"{url}/v1", api_key="none", timeout=600, max_retries=0
+            base_url=f"{url}/v1", api_key="none", timeout=600, max_retries=retries
         ) as client:
 
             async def one(question):

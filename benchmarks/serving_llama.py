@@ -1,0 +1,147 @@
+"""ik_llama.cpp's llama-server on the lookup checkpoint, which is converted to GGUF.
+
+Names of keys and tensors are those that ik_llama.cpp 8337e4c reads of the architecture glm-dsa,
+whose layers are those of DeepSeek-V3.2. Needs the package gguf.
+"""
+
+import contextlib
+import json
+import subprocess
+import tempfile
+from pathlib import Path
+
+import gguf
+import torch
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
+from torch import Tensor
+
+ARCHITECTURE = "glm-dsa"
+TENSORS = {
+    "model.embed_tokens.weight": "token_embd.weight",
+    "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
+}
+LAYER_TENSORS = {
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_a_proj": "attn_q_a",
+    "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b",
+    "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.indexer.k_norm": "indexer.k_norm",
+    "self_attn.indexer.weights_proj": "indexer.proj",
+    "self_attn.indexer.wk": "indexer.attn_k",
+    "self_attn.indexer.wq_b": "indexer.attn_q_b",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+
+# its flash attention is wrong for fewer than 32 keys (a third of the answers): 64, not 16
+SLOTS = 4  # requests at a time; the others wait
+SPARSE = ["-dsa", "-dsatk", "64"]
+
+
+@contextlib.contextmanager
+def server(program: Path, checkpoint: Path, port: int, context: int, arguments: list[str]):
+    """The process that serves ``checkpoint``, requests of up to ``context`` tokens, on ``port``."""
+    with tempfile.TemporaryDirectory() as folder:
+        model, log = Path(folder) / "model.gguf", Path(folder) / "log"
+        convert(checkpoint, model)
+        command = [program, "-m", model, "--port", str(port), "-np", str(SLOTS)]
+        command += ["-c", str(SLOTS * context), "-mla", "1", "-fa", "on", *arguments]
+        with log.open("w") as file:
+            process = subprocess.Popen(command, cwd=folder, stdout=file, stderr=file)
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+
+def tokens(checkpoint: Path, text: str) -> list[int]:
+    return Tokenizer.from_file(str(checkpoint / "tokenizer.json")).encode(text).ids
+
+
+def convert(checkpoint: Path, target: Path) -> None:
+    """Writes ``checkpoint``, a DeepSeek-V3.2 of dense layers in bfloat16, to ``target``."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    assert config["first_k_dense_replace"] >= config["num_hidden_layers"]
+    writer = gguf.GGUFWriter(target, ARCHITECTURE)
+    _add_sizes(writer, config)
+    _add_vocabulary(writer, Tokenizer.from_file(str(checkpoint / "tokenizer.json")))
+    for name, tensor in load_file(checkpoint / "model.safetensors").items():
+        if name.endswith("kv_b_proj.weight"):
+            layer, dims = f"blk.{name.split('.')[2]}.", config["qk_nope_head_dim"]
+            heads = tensor.unflatten(0, (config["num_attention_heads"], -1))
+            # absorbed into the queries and the output, so that attention reads latents alone
+            _add(writer, f"{layer}attn_k_b.weight", heads[:, :dims].transpose(1, 2))
+            _add(writer, f"{layer}attn_v_b.weight", heads[:, dims:])
+        else:
+            _add(writer, TENSORS.get(name) or _layer_name(name), tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _layer_name(name: str) -> str:
+    _, _, layer, own = name.split(".", 3)
+    part, _, kind = own.rpartition(".")
+    return f"blk.{layer}.{LAYER_TENSORS[part]}.{kind}"
+
+
+def _add(writer: gguf.GGUFWriter, name: str, tensor: Tensor) -> None:
+    if tensor.dim() == 1:  # norms are float32 there
+        writer.add_tensor(name, tensor.float().numpy())
+    else:
+        stored = tensor.contiguous().view(torch.uint8).numpy()
+        writer.add_tensor(name, stored, raw_dtype=gguf.GGMLQuantizationType.BF16)
+
+
+def _add_sizes(writer: gguf.GGUFWriter, config: dict) -> None:
+    latent, rope = config["kv_lora_rank"], config["qk_rope_head_dim"]
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(config["num_attention_heads"])
+    writer.add_head_count_kv(1)
+    writer.add_key_length(latent + rope)
+    writer.add_value_length(latent)
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_float32(f"{ARCHITECTURE}.expert_weights_scale", config["routed_scaling_factor"])
+    for key, value in {
+        "attention.key_length_mla": config["qk_nope_head_dim"] + rope,
+        "attention.value_length_mla": config["v_head_dim"],
+        "attention.q_lora_rank": config["q_lora_rank"],
+        "attention.kv_lora_rank": latent,
+        "rope.dimension_count": rope,
+        "leading_dense_block_count": config["num_hidden_layers"],
+        "expert_count": 8,  # of no layer, but the reader asks for them
+        "expert_used_count": 1,
+        "expert_shared_count": 1,
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "attention.indexer.head_count": config["index_n_heads"],
+        "attention.indexer.key_length": config["index_head_dim"],
+        "attention.indexer.top_k": config["index_topk"],
+    }.items():
+        writer.add_uint32(f"{ARCHITECTURE}.{key}", value)
+
+
+def _add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
+    """Words, so that answers come as text; prompts go as numbers of tokens."""
+    words = [tokenizer.id_to_token(number) for number in range(tokenizer.get_vocab_size())]
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list(["\u2581" + word for word in words])
+    writer.add_token_scores([0.0] * len(words))
+    writer.add_token_types([gguf.TokenType.NORMAL] * len(words))
+    writer.add_add_bos_token(False)
+    writer.add_bos_token_id(0)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(1)
