@@ -157,8 +157,8 @@ def measure(rounds: int, generate_python: str, llama_server: Path | None) -> lis
         if llama_server:
             from serving_llama import SPARSE
 
-            sides["ik_llama.cpp, 64 keys"] = llama(llama_server, SPARSE)
-            sides["ik_llama.cpp, all keys"] = llama(llama_server, [])
+            sides["ik_llama.cpp, 32 keys"] = llama(llama_server, SPARSE)
+            sides["ik_llama.cpp, every key"] = llama(llama_server, [])
         sides = {name: stack.enter_context(side) for name, side in sides.items()}
         cold = {name: one_round(side) for name, side in sides.items()}
         warm = {name: [] for name in sides}

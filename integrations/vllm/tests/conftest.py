@@ -1,4 +1,5 @@
 import os
+import signal
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",  # no look-up of models, no usage report: loopback alone
@@ -9,3 +10,5 @@ os.environ |= {
     "OMP_NUM_THREADS": "1",
 }
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+# a script runs what it puts into the background without Ctrl-C, and so the servers of the tests
+signal.signal(signal.SIGINT, signal.default_int_handler)
