@@ -150,7 +150,8 @@ def measure(rounds: int, generate_python: str, llama_server: Path | None) -> lis
         sides = {
             "vLLM, ops": vllm({}),
             "vLLM, ops, caches in int8": vllm({}, INT8),
-            "vLLM, ops, selections recorded": vllm({}, RECORDED),
+            "vLLM, ops, no prefix cache": vllm({}, "--no-enable-prefix-caching"),
+            "vLLM, ops, selections recorded, no prefix cache": vllm({}, RECORDED),
             "vLLM, ops, 2 threads in every process": vllm(TWO_THREADS),
             "vLLM, plain torch": vllm(stack.enter_context(standin())),
         }
