@@ -13,6 +13,7 @@ def register() -> None:
             stands on is a promised API of vLLM.
     """
     import vllm
+    from transformers import configuration_utils
     from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
     from vllm.model_executor.models.registry import ModelRegistry
     from vllm.platforms import current_platform
@@ -39,6 +40,9 @@ def register() -> None:
         quantization.register()
         sampling.keep_generators()
         adapters.register()
+        # transformers 5.18 saves a word for these layers that vLLM 0.31's transformers rejects
+        allowed, indexed = configuration_utils.ALLOWED_ATTN_LAYER_TYPES, "indexed_attention"
+        configuration_utils.ALLOWED_ATTN_LAYER_TYPES = (*dict.fromkeys((*allowed, indexed)),)
         # churn: the table of classes by model_type
         config._CONFIG_REGISTRY["deepseek_v4"] = SavedConfig
         for module, model in {
