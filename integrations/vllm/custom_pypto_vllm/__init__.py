@@ -40,7 +40,7 @@ def register() -> None:
         quantization.register()
         sampling.keep_generators()
         adapters.register()
-        # transformers 5.18 saves a word for these layers that vLLM 0.31's transformers rejects
+        # the transformers of the models saves a word that the one of vLLM 0.31 rejects
         allowed, indexed = configuration_utils.ALLOWED_ATTN_LAYER_TYPES, "indexed_attention"
         configuration_utils.ALLOWED_ATTN_LAYER_TYPES = (*dict.fromkeys((*allowed, indexed)),)
         # churn: the table of classes by model_type
