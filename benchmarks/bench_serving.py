@@ -91,11 +91,12 @@ def vllm(variables: dict, *arguments: str):
 @contextlib.contextmanager
 def llama(program: Path, arguments: list[str]):
     """ik_llama.cpp's server, which gets prompts as numbers of tokens."""
-    from serving_llama import server, tokens
+    from serving_llama import server, tokenizer
 
     port = free_port()
     url = f"http://{serve.HOST}:{port}"
-    asked = [replace(q, prompt=tokens(traffic.LOOKUP, q.prompt)) for q in traffic.questions()]
+    encode = tokenizer(traffic.LOOKUP).encode
+    asked = [replace(q, prompt=encode(q.prompt).ids) for q in traffic.questions()]
     with server(program, traffic.LOOKUP, port, CONTEXT, arguments) as process:
         if not serve.wait_until_ready(process, url):
             raise RuntimeError(f"{program} ended with {process.returncode}")

@@ -62,8 +62,8 @@ def server(program: Path, checkpoint: Path, port: int, context: int, arguments: 
             process.wait()
 
 
-def tokens(checkpoint: Path, text: str) -> list[int]:
-    return Tokenizer.from_file(str(checkpoint / "tokenizer.json")).encode(text).ids
+def tokenizer(checkpoint: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
 
 
 def convert(checkpoint: Path, target: Path) -> None:
@@ -72,7 +72,7 @@ def convert(checkpoint: Path, target: Path) -> None:
     assert config["first_k_dense_replace"] >= config["num_hidden_layers"]
     writer = gguf.GGUFWriter(target, ARCHITECTURE)
     _add_sizes(writer, config)
-    _add_vocabulary(writer, Tokenizer.from_file(str(checkpoint / "tokenizer.json")))
+    _add_vocabulary(writer, tokenizer(checkpoint))
     for name, tensor in load_file(checkpoint / "model.safetensors").items():
         if name.endswith("kv_b_proj.weight"):
             layer, dims = f"blk.{name.split('.')[2]}.", config["qk_nope_head_dim"]
@@ -134,9 +134,9 @@ def _add_sizes(writer: gguf.GGUFWriter, config: dict) -> None:
         writer.add_uint32(f"{ARCHITECTURE}.{key}", value)
 
 
-def _add_vocabulary(writer: gguf.GGUFWriter, tokenizer: Tokenizer) -> None:
+def _add_vocabulary(writer: gguf.GGUFWriter, own: Tokenizer) -> None:
     """Words, so that answers come as text; prompts go as numbers of tokens."""
-    words = [tokenizer.id_to_token(number) for number in range(tokenizer.get_vocab_size())]
+    words = [own.id_to_token(number) for number in range(own.get_vocab_size())]
     writer.add_tokenizer_model("llama")
     writer.add_token_list(["\u2581" + word for word in words])
     writer.add_token_scores([0.0] * len(words))
