@@ -1,43 +1,72 @@
-"""What every test starts from: poisoned uninitialised memory, one seed, all threads.
+"""What every test starts from: poisoned uninitialised memory, one seed, all threads; and which
+tests a run takes.
 
-A run takes neither the tests marked ``slow`` nor those marked ``ascend_host``, unless by option.
+With ``--all`` a run takes every case. Without, it leaves out those marked ``slow`` and thins the
+products of parameters: of each function only as many cases that each value of each parameter occurs.
+Those marked ``ascend_host`` are taken by ``--ascend-host``, and alone.
 """
 
+import itertools
 import os
 import warnings
 
 import hypothesis
 import pytest
 import torch
+from cpu_time import CpuTime
 
 hypothesis.settings.register_profile(
     "custom_pypto", deadline=None, derandomize="CI" in os.environ, print_blob=True
 )
 hypothesis.settings.load_profile("custom_pypto")
 
-# their tests run by themselves, with the option of that name; the stand-in for CANN changes torch
-# for a whole process
-ALONE = {"slow": "take minutes each", "ascend_host": "run on the host stand-in for CANN"}
 stand_in_problem = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser):
-    for mark, what in ALONE.items():
-        option = f"--{mark.replace('_', '-')}"
-        parser.addoption(
-            option, action="store_true", help=f"run the tests, and only these, that {what}"
-        )
+    parser.addoption("--all", action="store_true", help="run every case of every test")
+    parser.addoption(
+        "--ascend-host",
+        action="store_true",
+        help="run the tests, and only these, that run on the host stand-in for CANN",
+    )
 
 
+def function_of(item) -> tuple:
+    return item.path, getattr(item, "originalname", item.name)
+
+
+def thinned(items: list) -> list:
+    """Of a function's cases, a diagonal through the product of its parameters."""
+    kept = []
+    for _, cases in itertools.groupby(items, function_of):
+        cases = list(cases)
+        places = [case.callspec.indices if hasattr(case, "callspec") else {} for case in cases]
+        values = {name: sorted({place[name] for place in places}) for name in places[0]}
+        longest = max(map(len, values.values()), default=1)
+        diagonal = [
+            {name: own[i % len(own)] for name, own in values.items()} for i in range(longest)
+        ]
+        kept += [case for case, place in zip(cases, places, strict=True) if place in diagonal]
+    return kept
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    def wanted(item):
-        return all(bool(item.get_closest_marker(m)) is config.getoption(m) for m in ALONE)
-
-    config.hook.pytest_deselected(items=[item for item in items if not wanted(item)])
-    items[:] = filter(wanted, items)
+    everything, stand_in = config.getoption("all"), config.getoption("ascend_host")
+    wanted = [
+        item
+        for item in items
+        if bool(item.get_closest_marker("ascend_host")) is stand_in
+        and (everything or not item.get_closest_marker("slow"))
+    ]
+    wanted = wanted if everything else thinned(wanted)
+    config.hook.pytest_deselected(items=list(set(items) - set(wanted)))
+    items[:] = wanted
 
 
 def pytest_configure(config):
+    config.pluginmanager.register(CpuTime(config))
     shared_out = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
     if not config.getoption("ascend_host") or shared_out:
         return
