@@ -2,7 +2,7 @@
 tests a run takes.
 
 With ``--all`` a run takes every case. Without, it leaves out those marked ``slow`` and thins the
-products of parameters: of each function only as many cases that each value of each parameter occurs.
+products of parameters: each value of each parameter occurs, not each combination.
 Those marked ``ascend_host`` are taken by ``--ascend-host``, and alone.
 """
 
