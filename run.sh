@@ -13,8 +13,9 @@ usage() {
 usage: run.sh [arguments of examples/generate.py]    the demo: text from a sparse-attention model;
                                                      then graph mode, where torch_npu is installed
        run.sh graph [arguments of compile_torchair]  installs torch_npu into build/, compiles the model
-       run.sh test [arguments of pytest]             the tests, in several processes; -n 0: in one
-       run.sh test --slow                            the tests that take minutes each
+       run.sh test [arguments of pytest]             the tests, a few cases of each property, in several
+                                                     processes; -n 0: in one
+       run.sh test --all [arguments of pytest]       every case of every test
        run.sh test --pypto WHEEL|FOLDER [arguments of pytest]
                                                      the NPU programs on another PyPTO than the
                                                      installed one: that of CANN, docs/npu.md

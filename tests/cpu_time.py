@@ -71,26 +71,30 @@ class CpuTime:
         if report.failed and report.nodeid not in self.failed:
             self.failed.append(report.nodeid)
 
-    def pytest_sessionfinish(self, session):
+    def pytest_sessionfinish(self, session, exitstatus):
         if hasattr(self.config, "workeroutput"):
             self.config.workeroutput["cpu_seconds"] = cpu_seconds()
+        elif self.whole and exitstatus in (0, 1):
+            TIMES.parent.mkdir(exist_ok=True)
+            TIMES.write_text(json.dumps(known_times() | {self.kind: self.workers + cpu_seconds()}))
+            if "CI" in os.environ and over_budget():
+                session.exitstatus = 1
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node, error):
         self.workers += getattr(node, "workeroutput", {}).get("cpu_seconds", 0)
 
-    def pytest_terminal_summary(self, terminalreporter, exitstatus):
+    def pytest_terminal_summary(self, terminalreporter):
         write = terminalreporter.write_line
-        total = self.workers + cpu_seconds()
-        terminalreporter.section(f"{total / 60:.1f} CPU minutes; the dearest files, in seconds")
+        minutes = (self.workers + cpu_seconds()) / 60
+        terminalreporter.section(f"{minutes:.1f} CPU minutes; the dearest files, in seconds")
         for file, seconds in self.files.most_common(DEAREST):
             write(f"{seconds:7.1f}  {file}")
         for nodeid in self.failed:
             alone = " --all" if self.config.getoption("all") else ""
             write(f"again, alone: bash run.sh test{alone} -n 0 '{nodeid}'")
-        if self.whole and exitstatus in (0, 1):
-            TIMES.parent.mkdir(exist_ok=True)
-            TIMES.write_text(json.dumps(known_times() | {self.kind: total}))
+        if self.whole and (problem := over_budget()):
+            write(problem)
 
 
 def known_times() -> dict[str, float]:
@@ -104,7 +108,3 @@ def over_budget() -> str | None:
     if minutes <= BUDGET:
         return None
     return f"the default run took {minutes:.1f} CPU minutes {parts}, more than its {BUDGET}"
-
-
-if __name__ == "__main__":
-    raise SystemExit(over_budget())
