@@ -10,10 +10,10 @@ import pytest
 from processes import variables_of
 from repository import REPOSITORY
 
-# forks for each line of its input a child that runs the line's code as a program, and says how the
-# child ended
+# Forks for each line of its input a child that runs the line's code as a program, and says how the
+# child ended. That skips the end of Python, which takes longer than most programs.
 FORKING = """
-import json, os, sys, torch
+import json, os, sys, torch, traceback
 for line in sys.stdin:
     code, arguments, path, cwd, variables, out, err = json.loads(line)
     if child := os.fork():
@@ -25,8 +25,19 @@ for line in sys.stdin:
     os.environ.update(variables)
     os.chdir(cwd)
     sys.argv[1:], sys.path[:1] = arguments, [cwd, *path]
-    exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
-    break
+    status = 0
+    try:
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+    except SystemExit as end:
+        status = end.code or 0
+        if isinstance(status, str):
+            print(status, file=sys.stderr)
+            status = 1
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(status)
 """
 
 
@@ -34,7 +45,9 @@ for line in sys.stdin:
 def with_torch():
     """Runs code in a process that has imported torch, which takes a second, and nothing else."""
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    server = subprocess.Popen([sys.executable, "-c", FORKING], env=variables_of((), {}), **pipes)
+    # torch reads the policy once: threads that wait must not occupy the cores of others
+    variables = variables_of((), {"OMP_WAIT_POLICY": "PASSIVE"})
+    server = subprocess.Popen([sys.executable, "-c", FORKING], env=variables, **pipes)
 
     def run(code: str, *arguments: str, path=(), cwd=REPOSITORY, **variables):
         with tempfile.TemporaryDirectory() as folder:
