@@ -23,7 +23,7 @@ handler=/proc/sys/fs/binfmt_misc/custom_pypto_aarch64
 TESTS=(tests/test_npu_{lightning_indexer,sparse_flash_attention,sparse_attention}_pto.py
   tests/test_npu_quant_{lightning_indexer,rows,index_update}_pto.py
   tests/test_npu_{ops,sequences,indexers,slots}.py
-  tests/test_weight_only_linear.py tests/test_add_custom.py tests/test_cpu_isa.py
+  tests/test_weight_only_linear.py tests/test_add_custom.py
   tests/test_determinism.py)
 
 die() {

@@ -8,6 +8,7 @@ from torch import Tensor
 import custom_pypto
 import custom_pypto.reference
 from custom_pypto.descriptions import ALL_OPS
+from custom_pypto.reference import MODULES
 from custom_pypto.reference.checks import ROUNDING
 from custom_pypto.reference.sequences import keys_of, query_tokens
 from custom_pypto.verify import one_thread
@@ -168,4 +169,15 @@ def assert_attends_as_the_reference(x: dict) -> Tensor:
     for name, mine, other in zip(("max", "sum"), ours, theirs, strict=True):
         torch.testing.assert_close(mine, other, rtol=near, atol=near, equal_nan=True, msg=name)
     torch.testing.assert_close(attend(**x), got, rtol=0, atol=0, equal_nan=True)
+    return got
+
+
+def assert_within_its_bound(op: str, x: dict) -> tuple:
+    """The results of an op, which are those of the reference within the bound that this states."""
+    got, expected = getattr(custom_pypto, op)(**x), getattr(reference, op)(**x)
+    for one, other in zip(got, expected, strict=True):
+        assert (one.shape, one.dtype) == (other.shape, other.dtype)
+        assert other.isfinite().all()
+    error, bound = MODULES[op].error(got, expected, x, x)
+    assert error <= bound
     return got

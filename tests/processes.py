@@ -7,13 +7,18 @@ import sys
 from repository import REPOSITORY
 
 
-def python(*arguments, path=(), cwd=REPOSITORY, **variables):
-    """Runs Python with ``path`` before everything else, and no CANN."""
-    variables = {"PYTHONPATH": os.pathsep.join(map(str, path)), "LD_LIBRARY_PATH": "", **variables}
+def variables_of(path, changes: dict) -> dict:
+    """The environment with ``path`` before everything else, and no CANN."""
     inherited = {k: v for k, v in os.environ.items() if k != "TORCH_DEVICE_BACKEND_AUTOLOAD"}
+    path = os.pathsep.join(map(str, path))
+    return inherited | {"PYTHONPATH": path, "LD_LIBRARY_PATH": ""} | changes
+
+
+def python(*arguments, path=(), cwd=REPOSITORY, **variables) -> subprocess.CompletedProcess:
+    """Runs Python."""
     return subprocess.run(
         [sys.executable, *arguments],
-        env=inherited | variables,
+        env=variables_of(path, variables),
         cwd=cwd,
         capture_output=True,
         text=True,

@@ -63,7 +63,10 @@ def test_a_compiled_call_is_captured(stand_in, pypto, monkeypatch):
 # ---- memory --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("fails", [None, "GetWorkspaceSize", ""])
+OF_A_PHASE = [pytest.param(phase, marks=pytest.mark.slow) for phase in ("GetWorkspaceSize", "")]
+
+
+@pytest.mark.parametrize("fails", [None, *OF_A_PHASE])
 def test_ten_thousand_calls_leave_nothing(fails, stand_in):
     x = on_npu(CALLS["npu_quant_rows_pto"]())
 

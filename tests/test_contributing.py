@@ -1,91 +1,73 @@
-"""What "Add an op" in CONTRIBUTING.md says, against the files in which an op's name stands."""
+"""What documents and first lines of sources name exists, and each op has its file in each layer."""
 
 import re
-from pathlib import Path
 
 import pytest
 from repository import REPOSITORY, tracked_files
 
 import custom_pypto
-from custom_pypto.descriptions import ALL_OPS
+from custom_pypto.descriptions import ALL_OPS, OPS
 
-# where an op stands besides: other code that calls it, figures, examples of any op. A new op has
-# nothing to add there.
-USERS = {
-    "npu_kv_quant_update_pto": {
-        "benchmarks/atlas/calls.py",
-        "benchmarks/bench_ops.py",
-        "custom_pypto/reference/npu_kv_quant_sparse_flash_attention_pto.py",
-        "integrations/vllm/custom_pypto_vllm/caches.py",
-        "models/cache/formats.py",
-        "tests/cases/npu_kv_quant_sparse_flash_attention_pto.py",
-        "tests/test_contributing.py",
-    },
-    # the smallest, there to be copied
-    "add_custom": {
-        ".ci/versions",  # one of the tests that each version runs
-        "benchmarks/RESULTS.md",  # the cost of a call
-        "benchmarks/bench_eager_launch.py",
-        "benchmarks/bench_log.py",
-        "benchmarks/bench_ops.py",  # which ops are timed is a choice
-        "docs/npu.md",
-        "docs/site/mkdocs.yml",
-        "docs/zh/npu.md",
-        "tests/cases/npu_programs.py",
-        "tests/kernel_package.py",
-        "tests/test_aclnn.py",
-        "tests/test_contributing.py",
-        "tests/test_converter.py",
-        "tests/test_env.py",
-        "tests/test_generated.py",
-        "tests/test_graph.py",
-        "tests/test_graph_mode.py",
-        "tests/test_graph_mode_faults.py",
-        "tests/test_kernel_calls.py",
-        "tests/test_kernels.py",
-        "tests/test_layering.py",
-        "tests/test_log.py",
-        "tests/test_simulation.py",
-        "tests/test_verify.py",
-    },
-}
-# with four documents and two files of tests; no fewer while each layer has a file of its own
-FILES = 12
+FILES = tracked_files()
+FOLDERS = {name.partition("/")[0] for name in FILES if "/" in name}  # build/ is not of them
+# a path of the repository: `custom_pypto/kernels/<op>.py`, `tests/test_npu_{ops,slots}.py`
+PATH = re.compile(rf"(?<![\w./:-])(?:{'|'.join(map(re.escape, FOLDERS))})/[\w.<>{{}},*/-]*")
+# layers that an op has only if it has an NPU program
+OF_NPU = ("custom_pypto/kernels/", "custom_pypto/npu/")
 
 
-def generated(op: str) -> set[str]:
-    """Written by `python -m custom_pypto.graph`, and by nobody else."""
-    return {f"custom_pypto/graph/{op}.h", "custom_pypto/graph/ops.py"}
+def in_braces(path: str) -> list[str]:
+    """The paths of one with alternatives in braces."""
+    if not (braces := re.search(r"{([^{}]*)}", path)):
+        return [path]
+    begin, end = path[: braces.start()], path[braces.end() :]
+    return [p for part in braces[1].split(",") for p in in_braces(begin + part + end)]
 
 
-def named(op: str) -> set[str]:
-    """The files in whose name or text the op stands."""
-    word = re.compile(rf"\b{op}\b".encode())
-    return {
-        name
-        for name in tracked_files()
-        if Path(name).stem in (op, f"test_{op}") or word.search((REPOSITORY / name).read_bytes())
-    }
+def missing(text: str) -> list[str]:
+    """The paths that a text names, of which there is no file; ``<op>`` and ``*`` are any name."""
+    found = [p for path in PATH.findall(text) for p in in_braces(path.rstrip(".,"))]
+    patterns = [re.sub(r"<\w+>", "*", path).rstrip("/") for path in found]
+    return [path for path in patterns if not any(REPOSITORY.glob(path))]
 
 
-def steps(op: str) -> set[str]:
-    """The files that the steps name and that this op has."""
+def named_in(name: str) -> str:
+    """The part of a file that must name existing paths."""
+    text = (REPOSITORY / name).read_text(encoding="utf-8")
+    if name.endswith(".md"):
+        return text
+    lines = text.splitlines() or [""]
+    return lines[1] if lines[0].startswith("#!") and len(lines) > 1 else lines[0]
+
+
+@pytest.mark.parametrize("kind", [".md", ".py", ".cpp", ".h", ".sh"])
+def test_every_path_that_is_named_exists(kind):
+    of_others = ("CHANGELOG.md", "tests/cann/")  # what was; CANN's
+    names = [name for name in FILES if name.endswith(kind) and not name.startswith(of_others)]
+    wrong = {name: paths for name in names if (paths := missing(named_in(name)))}
+    assert names and not wrong
+
+
+def test_a_path_that_does_not_exist_is_found():
+    text = "`docs/npu.md`, tests/test_{ops,env}.py: docs/<name>.md https://x/docs/y models/z*/a."
+    assert missing(text) == ["tests/test_ops.py", "models/z*/a"]
+
+
+def test_each_op_has_its_file_in_each_layer_and_a_document():
     text = (REPOSITORY / "CONTRIBUTING.md").read_text()
     section = text.partition("## Add an op")[2].partition("\n## ")[0]
-    numbered = section[section.index("\n1. ") : section.index("\n\nAn op that")]
-    paths = re.findall(r"`([\w/.<>-]+\.(?:py|cpp|md))`", numbered)
-    return {path.replace("<op>", op) for path in paths} & named(op)
-
-
-@pytest.mark.parametrize("op", USERS)
-def test_an_op_stands_where_the_steps_say_and_in_few_files(op):
-    assert named(op) - generated(op) - USERS[op] == steps(op)
-    assert len(steps(op)) == FILES
-
-
-@pytest.mark.parametrize("op", USERS)
-def test_every_user_is_one(op):
-    assert generated(op) | USERS[op] <= named(op)
+    layers = {path for path in re.findall(r"`([\w/]+<op>\.\w+)`", section) if "docs/" not in path}
+    assert len(layers) == 6
+    for layer in layers:
+        ops = OPS if layer.startswith(OF_NPU) else ALL_OPS
+        assert [
+            layer.replace("<op>", op) for op in ops if layer.replace("<op>", op) not in FILES
+        ] == []
+    documents = "".join((REPOSITORY / p).read_text() for p in FILES if re.match(r"docs/\w+\.md", p))
+    assert [op for op in ALL_OPS if op not in documents] == []
+    for readme in ("README.md", "README.zh-CN.md"):
+        rows = re.findall(r"^\|.*$", (REPOSITORY / readme).read_text(), re.MULTILINE)
+        assert [op for op in ALL_OPS if sum(op in row for row in rows) < 2] == []
 
 
 def test_descriptions_and_public_functions_are_of_the_same_ops():

@@ -4,10 +4,12 @@ import json
 
 import pytest
 from kernel_package import ALL, TUTORIAL, VARIABLES, package
-from processes import install, python
+from processes import install
 
 from custom_pypto import converter
 from custom_pypto.descriptions import ge_types
+
+pytest_plugins = ["process_fixtures"]
 
 
 @pytest.fixture(autouse=True)
@@ -70,37 +72,43 @@ def torch_npu_without_cann(tmp_path):
     return install(tmp_path / "site", "torch_npu", "2.13.0", init)
 
 
-def imported(site, **variables) -> str:
-    """What an import of the package says; the ops work after it."""
-    done = python("-c", IMPORT, path=[site], **variables)
-    assert done.stdout == "tensor([2., 2.])\n[]\n", done.stderr
-    return done.stderr
+@pytest.fixture
+def imported(torch_npu_without_cann, with_torch):
+    """Says what an import of the package says; the ops work after it."""
+
+    def run(**variables) -> str:
+        done = with_torch(IMPORT, path=[torch_npu_without_cann], **variables)
+        assert done.stdout == "tensor([2., 2.])\n[]\n", done.stderr
+        return done.stderr
+
+    return run
 
 
-def test_the_tutorials_package_imports_no_torchair(tmp_path, torch_npu_without_cann):
+def test_the_tutorials_package_imports_no_torchair(tmp_path, imported):
     package(tmp_path / "vendors/customize", TUTORIAL)
-    assert imported(torch_npu_without_cann, ASCEND_OPP_PATH=str(tmp_path)) == ""
+    assert imported(ASCEND_OPP_PATH=str(tmp_path)) == ""
 
 
-def test_converters_that_are_asked_for_in_vain_are_a_warning(torch_npu_without_cann):
-    said = imported(torch_npu_without_cann, CUSTOM_PYPTO_GE_CONVERTERS="1")
+def test_converters_that_are_asked_for_in_vain_are_a_warning(imported):
     # Python 3.13 shows the line, too
-    assert said.partition("\n")[0] == f"<string>:1: {WARNING}"
+    assert WARNING in imported(CUSTOM_PYPTO_GE_CONVERTERS="1").partition("\n")[0]
 
 
-def test_a_package_without_torchair_is_a_warning(tmp_path, torch_npu_without_cann):
+def test_a_package_without_torchair_is_a_warning(tmp_path, imported):
     package(tmp_path / "vendors/us", ALL)
-    assert WARNING in imported(torch_npu_without_cann, ASCEND_OPP_PATH=str(tmp_path))
-    variables = dict(ASCEND_OPP_PATH=str(tmp_path), CUSTOM_PYPTO_GE_CONVERTERS="0")
-    assert imported(torch_npu_without_cann, **variables) == ""
+    assert WARNING in imported(ASCEND_OPP_PATH=str(tmp_path))
+    assert imported(ASCEND_OPP_PATH=str(tmp_path), CUSTOM_PYPTO_GE_CONVERTERS="0") == ""
 
 
-def test_an_import_with_another_value_ends_with_the_reason():
-    done = python("-c", "import custom_pypto", CUSTOM_PYPTO_GE_CONVERTERS="on")
+def test_an_import_with_another_value_ends_with_the_reason(with_torch):
+    done = with_torch("import custom_pypto", CUSTOM_PYPTO_GE_CONVERTERS="on")
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(
         "ValueError: custom_pypto: CUSTOM_PYPTO_GE_CONVERTERS must be 1"
     )
+
+
+REPORT = "import sys; from custom_pypto.__main__ import main; sys.exit(main(['env', '--json']))"
 
 
 @pytest.mark.parametrize(
@@ -111,24 +119,24 @@ def test_an_import_with_another_value_ends_with_the_reason():
         ("1", "torchair cannot be imported (ImportError: libhccl.so: none)", "install torch_npu"),
     ],
 )
-def test_the_report_names_what_is_missing(torch_npu_without_cann, asked, what, remedy):
+def test_the_report_names_what_is_missing(torch_npu_without_cann, with_torch, asked, what, remedy):
     variables = {converter.VARIABLE: asked} if asked else {}
-    done = python("-m", "custom_pypto", "env", "--json", path=[torch_npu_without_cann], **variables)
+    done = with_torch(REPORT, path=[torch_npu_without_cann], **variables)
     assert done.returncode == 0, done.stderr
     *_, missing = json.loads(done.stdout)["ways"]["graph mode with torchair"]["missing"]
     assert missing["what"].startswith(what)
     assert missing["remedy"].startswith(remedy)
 
 
-def test_another_operator_of_the_same_name_registers_nothing(tmp_path, torch_npu_without_cann):
+def test_another_operator_of_the_same_name_registers_nothing(tmp_path, imported, with_torch):
     path = package(tmp_path / "vendors/us", ALL | TUTORIAL)
-    assert imported(torch_npu_without_cann, ASCEND_OPP_PATH=str(tmp_path)) == ""
-    done = python("-m", "custom_pypto", "env", "--json", ASCEND_OPP_PATH=str(tmp_path))
+    assert imported(ASCEND_OPP_PATH=str(tmp_path)) == ""
+    done = with_torch(REPORT, ASCEND_OPP_PATH=str(tmp_path))
     ways = json.loads(done.stdout)["ways"]
     what = f"AddCustom in {path} is another operator: its inputs must be self, other, got x, y"
     for way in ("graph mode with torchair", "ops on the NPU through aclnn"):
         (remedy,) = (x["remedy"] for x in ways[way]["missing"] if x["what"] == what)
         assert remedy.startswith("put a package built from") and converter.VARIABLE not in remedy
     asked = {converter.VARIABLE: "1", "ASCEND_OPP_PATH": str(tmp_path)}
-    said = imported(torch_npu_without_cann, **asked)
+    said = imported(**asked)
     assert f"CUSTOM_PYPTO_GE_CONVERTERS=1 registers the GE converters, but {what}; put a" in said

@@ -18,7 +18,10 @@ from repository import REPOSITORY
 import custom_pypto
 from custom_pypto import env, requirements
 
+pytest_plugins = ["process_fixtures"]
+
 COMMAND = ("-m", "custom_pypto_command", "env")
+RUN = "import runpy; runpy.run_module('custom_pypto_command', run_name='__main__')"
 ADD = "import torch, custom_pypto; print(custom_pypto.add_custom(torch.ones(2), torch.ones(2)))"
 
 
@@ -55,8 +58,8 @@ def test_report_names_what_is_loaded_in_this_process():
     assert report["ways"]["ops on the CPU"] == {"works": True, "missing": []}
 
 
-def test_command_prints_the_report_as_text_and_as_json():
-    text, as_json = python(*COMMAND), python(*COMMAND, "--json")
+def test_command_prints_the_report_as_text_and_as_json(with_torch):
+    text, as_json = with_torch(RUN, "env"), with_torch(RUN, "env", "--json")
     assert (text.returncode, as_json.returncode) == (0, 0), text.stderr + as_json.stderr
     report = json.loads(as_json.stdout)
     for name, version in report["versions"].items():
@@ -141,15 +144,15 @@ def test_torch_for_cuda_is_reported_with_the_remedy(tmp_path, monkeypatch, insta
     assert (report["npu"]["problem"] == problem) == ("torch_npu" in installed)
 
 
-def test_import_of_half_a_library_says_how_to_build_it(package_with_half_a_library):
-    result = python("-c", "import custom_pypto", cwd=package_with_half_a_library)
+def test_import_of_half_a_library_says_how_to_build_it(package_with_half_a_library, with_torch):
+    result = with_torch("import custom_pypto", cwd=package_with_half_a_library)
     assert result.returncode == 1
     assert "_C.abi3.so: file too short" in result.stderr
     assert "bash build_and_install.sh" in result.stderr.splitlines()[-1]
 
 
-def test_command_reports_a_library_that_does_not_load(package_with_half_a_library):
-    result = python(*COMMAND, "--json", cwd=package_with_half_a_library)
+def test_command_reports_a_library_that_does_not_load(package_with_half_a_library, with_torch):
+    result = with_torch(RUN, "env", "--json", cwd=package_with_half_a_library)
     assert result.returncode == 1, result.stderr
     report = json.loads(result.stdout)
     assert "_C.abi3.so: file too short" in report["custom_pypto"]["load_error"]

@@ -9,7 +9,6 @@ import os
 import shlex
 import shutil
 import subprocess
-import sys
 import types
 from pathlib import Path
 
@@ -19,7 +18,14 @@ from cases import inputs_of, on_meta
 from torch.utils._pytree import tree_leaves
 
 from custom_pypto import npu
-from custom_pypto.descriptions import FLOAT, OPS, Description, overload_names, variant
+from custom_pypto.descriptions import (
+    FLOAT,
+    OPS,
+    TRAINING,
+    Description,
+    overload_names,
+    variant,
+)
 from custom_pypto.graph import __main__ as command
 from custom_pypto.graph import headers, ops, prototypes
 from custom_pypto.schemas import overload
@@ -37,16 +43,6 @@ ABSENT = {
     ("npu_sparse_attention_pto", "softmax_scale"): 0.0,
     ("npu_sparse_flash_attention_grad_pto", "layout_kv"): "",
     ("npu_lightning_indexer_grad_pto", "layout_key"): "",
-}
-# lists of lengths
-ABSENT |= {
-    (op, name): []
-    for op in (
-        "npu_sparse_lightning_indexer_grad_kl_loss_pto",
-        "npu_dense_lightning_indexer_softmax_lse_pto",
-        "npu_dense_lightning_indexer_grad_kl_loss_pto",
-    )
-    for name in ("actual_seq_qlen", "actual_seq_klen")
 }
 KINDS = {"int": "Int", "float": "Float", "str": "String", "bool": "Bool", "List[int]": "ListInt"}
 GE_DTYPES = {
@@ -71,29 +67,35 @@ class Compiled:
     attributes: list = dataclasses.field(default_factory=list)  # name, kind, required, default
 
 
-def compiled(header: Path, folder: Path) -> Compiled:
-    """Compiles and runs a header with the macros of tests/cann, which print its chain."""
+def compiled(headers: list[str], folder: Path) -> list[Compiled]:
+    """Compiles headers and runs them with the macros of tests/cann, which print their chains."""
     program, unit = folder / "print", folder / "print.cpp"
-    unit.write_text(f'#include "{header}"\nint main() {{}}\n')
+    spaces = [
+        f"namespace n{i} {{ namespace ge {{ using namespace ::ge; }}\n{text}\n}}\n"
+        for i, text in enumerate(headers)
+    ]
+    unit.write_text('#include "graph/operator_reg.h"\n' + "".join(spaces) + "int main() {}\n")
     include = f"-I{Path(__file__).parent / 'cann'}"
     subprocess.run([*COMPILER, "-std=c++17", include, str(unit), "-o", str(program)], check=True)
     printed = subprocess.run([program], capture_output=True, text=True, check=True).stdout
-    found = Compiled()
+    found = []
     for macro, name, *fields in (line.split("\t") for line in printed.splitlines()):
-        if macro.endswith("INPUT"):
+        if macro == "REG_OP":
+            found.append(Compiled(type=name))
+        elif macro == "OP_END_FACTORY_REG":
+            found[-1].end = name
+        elif macro.endswith("INPUT"):
             kind = {"INPUT": "required", "OPTIONAL_INPUT": "optional"}[macro]
-            found.inputs.append((name, kind, fields[0].split(",")))
+            found[-1].inputs.append((name, kind, fields[0].split(",")))
         elif macro == "OUTPUT":
-            found.outputs.append((name, fields[0].split(",")))
-        elif macro.endswith("ATTR"):
+            found[-1].outputs.append((name, fields[0].split(",")))
+        else:
             kind, text = fields
             value = {"true": True, "false": False}.get(text)
             # braces hold a list
             text = text.replace("{", "[").replace("}", "]") if kind == "ListInt" else text
             default = ast.literal_eval(text) if text and value is None else value
-            found.attributes.append((name, kind, macro == "REQUIRED_ATTR", default))
-        else:
-            setattr(found, {"REG_OP": "type", "OP_END_FACTORY_REG": "end"}[macro], name)
+            found[-1].attributes.append((name, kind, macro == "REQUIRED_ATTR", default))
     return found
 
 
@@ -118,7 +120,8 @@ def differences(op: str, prototype: Compiled) -> list[str]:
             if a.alias_info is not None and a.alias_info.is_write:
                 written.append(a.name)
         else:
-            default = ABSENT[op, a.name] if optional else a.default_value
+            none = [] if kind == "List[int]" else ABSENT.get((op, a.name))
+            default = none if optional else a.default_value
             attributes.append((a.name, KINDS[kind], not a.has_default_value(), default))
     dtypes = {name: dtypes for name, _, dtypes in prototype.inputs}
     camel_case = "".join(word.capitalize() for word in op.removeprefix("npu_").split("_"))
@@ -144,16 +147,12 @@ def test_every_overload_has_one_prototype_named_after_it():
     assert len(SCHEMAS) == len(OPS) + sum(bool(op.overload) for op in OPS.values())
 
 
-@needs_compiler
-@pytest.mark.parametrize("op", SCHEMAS)
-def test_a_prototype_compiles_and_says_what_the_schema_says(op, tmp_path):
-    assert differences(op, compiled(command.FOLDER / f"{op}.h", tmp_path)) == []
-
-
+HEADERS = {op: (command.FOLDER / f"{op}.h").read_text() for op in SCHEMAS}
 INDEXER, ATTENTION = "npu_lightning_indexer_pto", "npu_sparse_flash_attention_pto"
 FUSED, STATISTICS = "npu_sparse_attention_pto", f"{ATTENTION}_softmax_lse"
 WRITTEN = ".OUTPUT(kr_cache, TensorType({DT_BF16, DT_FLOAT16}))"
 SCALE = "ATTR(scale_value, Float"
+SIN_COS = "{}, TensorType({{DT_BF16, DT_FLOAT16, DT_FLOAT}}))\n    .INPUT({},"
 DIFFERENT = {
     "attribute-lost": (INDEXER, ".ATTR(sparse_count, Int, 2048)", ""),
     "other-default": (INDEXER, "Int, 2048", "Int, 1024"),
@@ -163,6 +162,7 @@ DIFFERENT = {
     "required-is-optional": (ATTENTION, f"REQUIRED_{SCALE})", f"{SCALE}, 1.0)"),
     "written-cache-is-no-output": (FUSED, WRITTEN, ""),
     "other-eps": (FUSED, "1e-06", "1e-05"),
+    "swapped-inputs": (FUSED, SIN_COS.format("sin", "cos"), SIN_COS.format("cos", "sin")),
     "optional-in-an-overload": (
         STATISTICS,
         "REQUIRED_ATTR(return_softmax_lse, Bool)",
@@ -171,25 +171,28 @@ DIFFERENT = {
 }
 
 
-@pytest.mark.parametrize("op, old, new", DIFFERENT.values(), ids=DIFFERENT)
-@needs_compiler
-def test_a_prototype_that_differs_from_the_schema_is_found(op, old, new, tmp_path):
-    text = (command.FOLDER / f"{op}.h").read_text()
-    assert text.count(old) == 1
-    changed = tmp_path / f"{op}.h"
-    changed.write_text(text.replace(old, new))
-    assert differences(op, compiled(changed, tmp_path))
+@pytest.fixture(scope="module")
+def chains(tmp_path_factory) -> dict[str, Compiled]:
+    """What the compiler finds in the headers and in those that differ, all in one program."""
+    texts = dict(HEADERS)
+    for id, (op, old, new) in DIFFERENT.items():
+        assert HEADERS[op].count(old) == 1
+        texts[id] = HEADERS[op].replace(old, new)
+    found = compiled([*texts.values()], tmp_path_factory.mktemp("headers"))
+    return dict(zip(texts, found, strict=True))
 
 
 @needs_compiler
-def test_swapped_inputs_are_found(tmp_path):
-    op = "npu_sparse_attention_pto"
-    text = (command.FOLDER / f"{op}.h").read_text()
-    changed = tmp_path / f"{op}.h"
-    changed.write_text(
-        text.replace("(sin,", "(_,").replace("(cos,", "(sin,").replace("(_,", "(cos,")
-    )
-    assert len(differences(op, compiled(changed, tmp_path))) == 1
+@pytest.mark.parametrize("op", SCHEMAS)
+def test_a_prototype_compiles_and_says_what_the_schema_says(op, chains):
+    assert '#include "graph/operator_reg.h"' in HEADERS[op]
+    assert differences(op, chains[op]) == []
+
+
+@needs_compiler
+@pytest.mark.parametrize("id", DIFFERENT)
+def test_a_prototype_that_differs_from_the_schema_is_found(id, chains):
+    assert differences(DIFFERENT[id][0], chains[id])
 
 
 PROTOTYPES = {prototype.name: prototype for prototype in prototypes.prototypes()}
@@ -216,15 +219,7 @@ class NoFacts(types.SimpleNamespace):
 @pytest.mark.parametrize("name", OVERLOADS)
 def test_a_prototype_takes_the_dtypes_that_the_npu_takes(name, monkeypatch):
     """Each tensor of calls in each dtype, cast to each dtype: what the wrapper accepts."""
-    pads = {
-        "npu_sparse_attention_pto",
-        "npu_lightning_indexer_prolog_pto",
-        "npu_sparse_flash_attention_grad_pto",
-        "npu_lightning_indexer_grad_pto",
-        "npu_sparse_lightning_indexer_grad_kl_loss_pto",
-        "npu_dense_lightning_indexer_softmax_lse_pto",
-        "npu_dense_lightning_indexer_grad_kl_loss_pto",
-    }
+    pads = {FUSED, "npu_lightning_indexer_prolog_pto", *TRAINING}
     if name in pads and importlib.util.find_spec("pypto") is None:
         pytest.skip("the sim extra is not installed, whose programs pad the arguments")
     prototype = PROTOTYPES[name]
@@ -240,26 +235,26 @@ def test_a_prototype_takes_the_dtypes_that_the_npu_takes(name, monkeypatch):
     accepted = {tensor.name: set() for tensor in prototype.inputs if tensor.name not in fixed}
     returned = [set() for _ in SCHEMAS[name].returns]
     kinds = [dict(w8a8=False), dict(w8a8=True)] if "prolog" in name else [{}]
-    for common, changed, dtype, kind in itertools.product(GE_DTYPES, accepted, GE_DTYPES, kinds):
-        if not common.is_floating_point:
-            continue
+    floating = [dtype for dtype in GE_DTYPES if dtype.is_floating_point]
+    for common, kind in itertools.product(floating, kinds):
         x = on_meta(inputs_of(prototype.op, on_npu=True, dtype=common, **kind))
-        if kind and x[changed] is None:  # a scale of the other kind
-            continue
         if "sinks" in x:  # given, so that they have a dtype
             x |= dict(value=x["key"], sinks=x["query"].new_empty(x["query"].size(-2)).float())
         if "hadamard" in x:
             x["hadamard"] = x["x"].new_empty(x["x"].size(-1), x["x"].size(-1))
         if prototype.overload:
             x[OVERLOADS[name]._schema.arguments[-1].name] = True
-        try:
-            out = run(**(x | {changed: x[changed].to(dtype)}))
-        except RuntimeError:
-            continue
-        accepted[changed].add(torch_name(dtype))
-        outputs = [x for x in tree_leaves(out) if x is not None]
-        for dtypes, output in zip(returned, outputs, strict=True):
-            dtypes.add(torch_name(output.dtype))
+        for changed, dtype in itertools.product(accepted, GE_DTYPES):
+            if kind and x[changed] is None:  # a scale of the other kind
+                continue
+            try:
+                out = run(**(x | {changed: x[changed].to(dtype)}))
+            except RuntimeError:
+                continue
+            accepted[changed].add(torch_name(dtype))
+            outputs = [y for y in tree_leaves(out) if y is not None]
+            for dtypes, output in zip(returned, outputs, strict=True):
+                dtypes.add(torch_name(output.dtype))
     expected = {tensor.name: set(tensor.dtypes) for tensor in prototype.inputs}
     assert {tensor: expected[tensor] for tensor in accepted} == accepted
     assert [set(tensor.dtypes) for tensor in prototype.outputs[: len(returned)]] == returned
@@ -326,11 +321,8 @@ def test_all_that_a_schema_says_is_in_the_header_and_compiles(tmp_path):
         "int[] sizes=[1, -2], Tensor(a!)? z=None) -> (Tensor, Tensor)"
     )
     outputs = {"one": FLOAT, "two": ("int64",)}
-    header = tmp_path / "npu_twice.h"
-    header.write_text(
-        headers.source(prototypes.prototype(parsed, Description(outputs, {"z": ("int32",)})))
-    )
-    found = compiled(header, tmp_path)
+    header = headers.source(prototypes.prototype(parsed, Description(outputs, {"z": ("int32",)})))
+    (found,) = compiled([header], tmp_path)
     half = ["DT_BF16", "DT_FLOAT16"]
     assert found == Compiled(
         "Twice",
@@ -378,58 +370,3 @@ def test_a_wrong_description_is_one_line_and_writes_nothing(tmp_path, monkeypatc
     assert command.main([]) == 1
     assert len(capsys.readouterr().err.splitlines()) == 1
     assert list(tmp_path.iterdir()) == []
-
-
-@pytest.fixture
-def nodes(monkeypatch) -> list[dict]:
-    """What a stand-in for torchair was asked to build."""
-    made = []
-
-    def custom_op(type, *, inputs, outputs, attrs=None):
-        made.append(dict(type=type, inputs=inputs, outputs=outputs, attrs=attrs or {}))
-        return tuple(outputs)
-
-    names = ("Int", "Float", "Str", "Bool", "ListInt")
-    attr = {name: lambda value, name=name: (name, value) for name in names}
-    torchair = types.ModuleType("torchair")
-    torchair.ge = types.SimpleNamespace(custom_op=custom_op, attr=types.SimpleNamespace(**attr))
-    monkeypatch.setitem(sys.modules, "torchair", torchair)
-    return made
-
-
-def in_torchair(attribute: prototypes.Attribute, value) -> tuple:
-    return {"String": "Str"}.get(attribute.kind, attribute.kind), value
-
-
-@pytest.mark.parametrize("op", PROTOTYPES)
-def test_a_constructor_builds_the_node_of_its_prototype(op, nodes):
-    expected = PROTOTYPES[op]
-    construct = getattr(ops, op.removeprefix("npu_"))
-    tensors = {tensor.name: object() for tensor in expected.inputs}
-    values = {a.name: object() for a in expected.attributes}
-    outputs = [output.name for output in expected.outputs]
-    assert construct(**tensors, **values) == construct(*tensors.values(), **values)
-    for node in nodes:
-        assert node["type"] == expected.type
-        assert list(node["inputs"].items()) == list(tensors.items())
-        assert list(node["attrs"].items()) == [
-            (a.name, in_torchair(a, values[a.name])) for a in expected.attributes
-        ]
-        assert node["outputs"] == outputs
-    assert list(inspect.signature(construct).parameters) == [*tensors, *values]
-
-
-@pytest.mark.parametrize("op", PROTOTYPES)
-def test_a_constructor_has_the_defaults_of_its_prototype(op, nodes):
-    construct = getattr(ops, op.removeprefix("npu_"))
-    parameters = inspect.signature(construct).parameters.values()
-    given = {p.name: object() for p in parameters if p.default is p.empty}
-    construct(**given)
-    (node,) = nodes
-    for tensor in PROTOTYPES[op].inputs:
-        assert node["inputs"][tensor.name] is given.get(tensor.name)
-        assert tensor.name in given or tensor.kind == "optional"
-    for a in PROTOTYPES[op].attributes:
-        value = given[a.name] if a.required else a.default
-        assert node["attrs"][a.name] == in_torchair(a, value)
-        assert a.required or a.name not in given

@@ -36,11 +36,26 @@ def of_overload(op: str, calls: list[dict]) -> str:
     return f"{op}.{OPS[op].overload}" if OPS[op].omitted.keys() & calls[0].keys() else op
 
 
+# of the calls of an op besides the one with every input, those that a run without --all takes: new
+# sizes of an op with several outputs, of one that writes, of one that pads; lists; statistics
+TAKEN = {
+    "lightning_indexer_pto-sizes",
+    "sparse_flash_attention_pto-statistics-sizes",
+    "sparse_attention_pto-sizes",
+    "quant_index_update_pto-sizes",
+    "sparse_lightning_indexer_grad_kl_loss_pto-packed",
+}
+CALLS = [(f"{constructor(op)}-not-default", op, [not_default(op)], True) for op in OVERLOADS]
+for op in OPS:
+    for name, calls in cases.of(op).graph_calls().items():
+        id = f"{constructor(op)}-{name}"
+        CALLS.append((id, of_overload(op, calls), calls, id in TAKEN))
 CALLS = [
-    pytest.param(of_overload(op, calls), calls, id=f"{constructor(op)}-{name}")
-    for op in OPS
-    for name, calls in cases.of(op).graph_calls().items()
-] + [pytest.param(op, [not_default(op)], id=f"{constructor(op)}-not-default") for op in OVERLOADS]
+    pytest.param(op, calls, id=id, marks=[] if taken else pytest.mark.slow)
+    for id, op, calls, taken in CALLS
+]
+STATIC_TOO = [pytest.param(False, marks=pytest.mark.slow), True]
+each_kind = pytest.mark.parametrize("dynamic", STATIC_TOO, ids=["static", "dynamic"])
 
 
 # ---- compiled as eager ---------------------------------------------------------------------------
@@ -95,7 +110,7 @@ def test_the_fused_op_is_fed_a_copy_of_each_cache_and_of_nothing_else():
     assert all(move.input[0].split(":")[0] in data for move in copies.values())
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@each_kind
 def test_nodes_feed_each_other(dynamic):
     indexed = index([2, 1], [20, 5], sparse_count=4)
     attended = attend([2, 1], [20, 5])  # the same lengths, and another cache
@@ -128,7 +143,7 @@ def test_nodes_feed_each_other(dynamic):
     assert all(rules) and rules[:3] == rules[3:]
 
 
-@pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
+@each_kind
 def test_readers_see_what_was_written_before_them_and_in_two_caches(dynamic):
     queries, keys = (
         rows([4], []),
@@ -212,10 +227,12 @@ def test_the_report_says_that_graph_mode_works():
     assert way == {"works": True, "missing": []}
 
 
-@pytest.mark.parametrize(
-    "op, inputs, message", [row for op in OPS for row in cases.of(op).unsupported_on_npu()]
-)
-def test_what_an_npu_does_not_support_is_rejected_as_in_eager_mode(op, inputs, message):
+UNSUPPORTED = [row for op in OPS for row in cases.of(op).unsupported_on_npu()]
+
+
+@each_kind
+@pytest.mark.parametrize("op, inputs, message", UNSUPPORTED)
+def test_what_an_npu_does_not_support_is_rejected_as_in_eager_mode(op, inputs, message, dynamic):
     tensors, constants = split(inputs)
 
     def call(tensors):
@@ -224,12 +241,10 @@ def test_what_an_npu_does_not_support_is_rejected_as_in_eager_mode(op, inputs, m
     with pytest.raises(RuntimeError) as eager:
         run(call, tensors)
     assert str(eager.value).startswith(f"{op}: {message}")
-    for dynamic in (False, True):
-        torch.compiler.reset()
-        # when it is compiled: if it were run, the stand-in would reject it too
-        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as graph:
-            run(ge_graphs.compiled(call, dynamic=dynamic), tensors)
-        assert str(eager.value) in str(graph.value)
+    # when it is compiled: if it were run, the stand-in would reject it too
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as graph:
+        run(ge_graphs.compiled(call, dynamic=dynamic), tensors)
+    assert str(eager.value) in str(graph.value)
 
 
 def test_what_a_later_call_breaks_is_rejected_too():

@@ -11,13 +11,13 @@ import torch
 from cases import inputs_of, on_meta
 from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
 from numerics import reference
-from processes import python
 from torch.utils._pytree import tree_leaves
 
 import custom_pypto
 from custom_pypto import log
 from custom_pypto.__main__ import main
 
+pytest_plugins = ["process_fixtures"]
 ATTENTION = "npu_sparse_flash_attention_pto"
 INPUTS = {op: functools.partial(inputs_of, op) for op in log.ALL_OPS}
 
@@ -257,15 +257,15 @@ def test_a_file_that_is_no_dump_is_rejected(tmp_path, capsys):
 ADD = "import torch, custom_pypto; custom_pypto.add_custom(torch.ones(2), torch.ones(2))"
 
 
-def test_whoever_has_not_set_up_logging_sees_the_lines_on_standard_error():
-    result = python("-c", ADD, CUSTOM_PYPTO_LOG="1")
+def test_whoever_has_not_set_up_logging_sees_the_lines_on_standard_error(with_torch):
+    result = with_torch(ADD, CUSTOM_PYPTO_LOG="1")
     assert re.fullmatch(r"custom_pypto: add_custom: first call, on cpu .*\n", result.stderr)
     assert result.stdout == ""
 
 
-def test_whoever_has_set_up_logging_gets_each_line_once_and_there():
+def test_whoever_has_set_up_logging_gets_each_line_once_and_there(with_torch):
     setup = "import logging; logging.basicConfig(format='mine %(message)s');"
-    result = python("-c", setup + ADD, CUSTOM_PYPTO_LOG="2")
+    result = with_torch(setup + ADD, CUSTOM_PYPTO_LOG="2")
     assert re.fullmatch(r"mine add_custom: first call, .*\n", result.stderr)
 
 
@@ -279,8 +279,8 @@ def test_another_value_is_rejected(value, monkeypatch):
         log.start_if_wanted()
 
 
-def test_the_import_says_that_the_value_is_wrong():
-    result = python("-c", "import custom_pypto", CUSTOM_PYPTO_LOG="loud")
+def test_the_import_says_that_the_value_is_wrong(with_torch):
+    result = with_torch("import custom_pypto", CUSTOM_PYPTO_LOG="loud")
     assert "ValueError: custom_pypto: CUSTOM_PYPTO_LOG must be" in result.stderr.splitlines()[-1]
 
 

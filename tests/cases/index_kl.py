@@ -99,86 +99,54 @@ def rejected(row, bsnd: dict, tnd: dict) -> list:
     of_16 = "must be a positive multiple of 16, got"
     statistics = "(of the forward, with return_softmax_lse=True)"
     rows = [
-        row("layout", "layout must be 'BSND' or 'TND', got 'PA_BSND'", layout="PA_BSND"),
-        *(
-            row(f"scale-{x}", f"scale_value must be {SCALE}{x:g}", scale_value=x)
-            for x in SCALES[:4]
-        ),
-        row("sparse_mode", f"{MODE}1", sparse_mode=1),
-        row("cmp_ratio", "cmp_ratio must be 1 to 128 (tokens per key), got 129", cmp_ratio=129),
+        row("layout must be 'BSND' or 'TND', got 'PA_BSND'", layout="PA_BSND"),
+        *(row(f"scale_value must be {SCALE}{x:g}", scale_value=x) for x in SCALES[:4]),
+        row(f"{MODE}1", sparse_mode=1),
+        row("cmp_ratio must be 1 to 128 (tokens per key), got 129", cmp_ratio=129),
         row(
-            "no-qlen-TND",
             "actual_seq_qlen must be a list of int: inclusive prefix sums of query tokens, for "
             "'TND', got None",
             tnd,
             actual_seq_qlen=None,
         ),
         row(
-            "no-klen-TND",
             "actual_seq_klen must be a list of int: inclusive prefix sums of keys, for 'TND', got "
             "None",
             tnd,
             actual_seq_klen=None,
         ),
-        row("klen", "actual_seq_klen.size(0) must be 2 (B), got 1", tnd, actual_seq_klen=[40]),
-        row("qlen", "actual_seq_qlen.size(0) must be 2 (B), got 1", actual_seq_qlen=[3]),
+        row("actual_seq_klen.size(0) must be 2 (B), got 1", tnd, actual_seq_klen=[40]),
+        row("actual_seq_qlen.size(0) must be 2 (B), got 1", actual_seq_qlen=[3]),
         row(
-            "query-rank",
             "query must be of shape [B, S1, N1, D] (layout 'BSND'), got [4, 4]",
             query=query[0, :, :, 0],
         ),
+        row(f"query.size(3) {of_16} 24", **each(bsnd, ("query", "key"), lambda x: x[..., :24])),
+        row("key.size(3) must be 32 (L of query), got 16", key=key[..., :16]),
+        row("key.dtype must be float32 (dtype of query), got bfloat16", key=key.bfloat16()),
+        row("key_rope must be a tensor, as query_rope is, got None", key_rope=None),
+        row("query_index must be of shape [B, S1, N, D], got [4, 3, 48]", query_index=index[0]),
+        row("query_index.size(1) must be 4 (as query), got 2", query_index=index[:, :2]),
         row(
-            "L", f"query.size(3) {of_16} 24", **each(bsnd, ("query", "key"), lambda x: x[..., :24])
-        ),
-        row("key-L", "key.size(3) must be 32 (L of query), got 16", key=key[..., :16]),
-        row(
-            "key-dtype",
-            "key.dtype must be float32 (dtype of query), got bfloat16",
-            key=key.bfloat16(),
-        ),
-        row("no-key_rope", "key_rope must be a tensor, as query_rope is, got None", key_rope=None),
-        row(
-            "query_index-rank",
-            "query_index must be of shape [B, S1, N, D], got [4, 3, 48]",
-            query_index=index[0],
-        ),
-        row(
-            "query_index-tokens",
-            "query_index.size(1) must be 4 (as query), got 2",
-            query_index=index[:, :2],
-        ),
-        row(
-            "query_index-dtype",
             "query_index.dtype must be float32 (dtype of query), got bfloat16",
             query_index=index.bfloat16(),
         ),
+        row(f"key_index.size(1) must be {key.size(1)} (as key), got 2", key_index=keys[:, :2]),
+        row("key_index.size(3) must be 48 (D of query_index), got 16", key_index=keys[..., :16]),
         row(
-            "key_index-keys",
-            f"key_index.size(1) must be {key.size(1)} (as key), got 2",
-            key_index=keys[:, :2],
-        ),
-        row(
-            "key_index-D",
-            "key_index.size(3) must be 48 (D of query_index), got 16",
-            key_index=keys[..., :16],
-        ),
-        row(
-            "D",
             f"query_index.size(3) {of_16} 24",
             **each(bsnd, ("query_index", "key_index"), lambda x: x[..., :24]),
         ),
         row(
-            "weights-heads",
             "weights.size(2) must be 3 (shape of query_index without D), got 2",
             weights=bsnd["weights"][..., :2],
         ),
         row(
-            "weights-dtype",
             "weights.dtype must be float32 (dtype of query_index), got float16",
             weights=bsnd["weights"].half(),
         ),
         *(
-            row(f"{name}-0", f"{name} must be {WINDOW}, got 0; {WINDOW_REMEDY}", **{name: 0})
+            row(f"{name} must be {WINDOW}, got 0; {WINDOW_REMEDY}", **{name: 0})
             for name in ("pre_tokens", "next_tokens")
         ),
         *strided_rows(row, bsnd, ["key", "key_rope", "key_index"]),
@@ -187,10 +155,7 @@ def rejected(row, bsnd: dict, tnd: dict) -> list:
         x = bsnd[name]
         of_heads = f"{name}.size(3) must be 4 (N1 of query), got 3"
         dtype = f"{name}.dtype must be float32 {statistics}, got float64"
-        rows += [
-            row(f"{name}-heads", of_heads, **{name: x[..., :3]}),
-            row(f"{name}-dtype", dtype, **{name: x.double()}),
-        ]
+        rows += [row(of_heads, **{name: x[..., :3]}), row(dtype, **{name: x.double()})]
     return rows
 
 
@@ -198,8 +163,8 @@ def unsupported_on_npu(row, on_npu) -> list:
     """Calls over every visible key that only the NPU programs reject."""
     at_most = "query_index.size({}) must be at most {} on an NPU, got {}"
     return [
-        row("heads", at_most.format(1, 64, 65), on_npu([2], [5], index_heads=65)),
-        row("D", at_most.format(2, 128, 144), on_npu([2], [5], dim=144)),
+        row(at_most.format(1, 64, 65), on_npu([2], [5], index_heads=65)),
+        row(at_most.format(2, 128, 144), on_npu([2], [5], dim=144)),
     ]
 
 

@@ -31,26 +31,26 @@ def random_call(m: Maker) -> dict:
 
 def rejected() -> list:
     bsnd, tnd = (inputs([3, 2], [40, 33], layout=layout) for layout in ("BSND", "TND"))
-    row = table(OP, "dense-kl", bsnd)
+    row = table(OP, bsnd)
     rows = index_kl.rejected(row, bsnd, tnd)
     of = "(of npu_dense_lightning_indexer_softmax_lse_pto)"
     for name in ("softmax_max_index", "softmax_sum_index"):
         x = bsnd[name]
-        for id, message, value in (
-            ("rank", " must be of shape [B, 1, S1], got [1, 4]", x[0]),
-            ("batch", ".size(0) must be 2 (B of query), got 1", x[:1]),
-            ("heads", ".size(1) must be 1 (N2: one key head), got 2", x.repeat(1, 2, 1)),
-            ("tokens", ".size(2) must be 4 (S1 of query), got 2", x[..., :2]),
-            ("dtype", f".dtype must be float32 {of}, got float64", x.double()),
+        for message, value in (
+            (" must be of shape [B, 1, S1], got [1, 4]", x[0]),
+            (".size(0) must be 2 (B of query), got 1", x[:1]),
+            (".size(1) must be 1 (N2: one key head), got 2", x.repeat(1, 2, 1)),
+            (".size(2) must be 4 (S1 of query), got 2", x[..., :2]),
+            (f".dtype must be float32 {of}, got float64", x.double()),
         ):
-            rows.append(row(f"{name}-{id}", f"{name}{message}", **{name: value}))
+            rows.append(row(f"{name}{message}", **{name: value}))
         tokens = f"{name}.size(1) must be 6 (T1 of query), got 5"
-        rows.append(row(f"{name}-tokens-TND", tokens, tnd, **{name: tnd[name][:, :5]}))
+        rows.append(row(tokens, tnd, **{name: tnd[name][:, :5]}))
     return [*rows, *none(row, bsnd, ["query_rope", "key_rope"])]
 
 
 def unsupported_on_npu() -> list:
-    return index_kl.unsupported_on_npu(table(OP, "dense-kl", on_npu([2, 2], [20, 5])), on_npu)
+    return index_kl.unsupported_on_npu(table(OP, on_npu([2, 2], [20, 5])), on_npu)
 
 
 def graph_calls() -> dict[str, list[dict]]:

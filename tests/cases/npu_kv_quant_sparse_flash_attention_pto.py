@@ -116,7 +116,7 @@ def scales(m: Maker, key: Tensor, latent: int) -> Tensor:
 
 
 def rejected() -> list:
-    op = in_layouts(OP, "kv-quant", inputs, "layout_kv", "actual_seq_lengths_kv")
+    op = in_layouts(OP, inputs, "layout_kv", "actual_seq_lengths_kv")
     row = op.row
     parts = [layout_names, lengths, block_tables, modes, rejected_indices]
     return [
@@ -125,15 +125,10 @@ def rejected() -> list:
         *rejected_queries(row, op.pa["query"]),
         *rejected_keys(row, op.pa["key"]),
         *none(row, op.pa, optional(op)),
-        *(row(f"scale-{x}", f"scale_value must be {SCALE}{x:g}", scale_value=x) for x in SCALES),
-        row(
-            "sparse_block_size",
-            "sparse_block_size must be 1 (an index names one key), got 64",
-            sparse_block_size=64,
-        ),
+        *(row(f"scale_value must be {SCALE}{x:g}", scale_value=x) for x in SCALES),
+        row("sparse_block_size must be 1 (an index names one key), got 64", sparse_block_size=64),
         *(
             row(
-                name,
                 f"{name} must be None (None: int8), got 290; "
                 "omit it (hifloat8 needs an Ascend 950)",
                 **{name: 290},
@@ -149,34 +144,25 @@ def rejected_modes(row) -> list:
     one_scale = torch.ones(1)
     return [
         *(
-            row(f"{name}-{n}", f"{name} {per_tile} {n}", **{name: n})
+            row(f"{name} {per_tile} {n}", **{name: n})
             for name in ("key_quant_mode", "value_quant_mode")
             for n in (0, 1, 3)
         ),
         *(
-            row(
-                f"attention_mode-{n}",
-                f"attention_mode must be 2 (MLA, absorbed), got {n}",
-                attention_mode=n,
-            )
+            row(f"attention_mode must be 2 (MLA, absorbed), got {n}", attention_mode=n)
             for n in (0, 1)
         ),
         row(
-            "repo_mode",
             "quant_scale_repo_mode must be 1 (scales are part of the cache's rows), got 0",
             quant_scale_repo_mode=0,
         ),
-        row("tile_size", "tile_size must be 128 (elements per scale), got 64", tile_size=64),
+        row("tile_size must be 128 (elements per scale), got 64", tile_size=64),
         *(
-            row(
-                f"R-{n}",
-                f"rope_head_dim must be a positive multiple of 16, got {n}",
-                rope_head_dim=n,
-            )
+            row(f"rope_head_dim must be a positive multiple of 16, got {n}", rope_head_dim=n)
             for n in (0, -16, 24)
         ),
         *(
-            row(name, f"{name} {in_rows}", **{name: one_scale})
+            row(f"{name} {in_rows}", **{name: one_scale})
             for name in ("key_dequant_scale", "value_dequant_scale")
         ),
     ]
@@ -189,12 +175,12 @@ def rejected_queries(row, query: Tensor) -> list:
     width = "query.size(3) must be a positive multiple of 128 (L) plus 16 (rope_head_dim), got"
     shape = "query must be of shape [B, S1, N1, D] (layout_query 'BSND'), got [4, 144]"
     return [
-        row("query-float32", f"{dtype} float32", query=query.float()),
-        row("query-int8", f"{dtype} int8", query=query.to(torch.int8)),
-        row("query-L", f"{width} 80", query=query[..., :80]),
-        row("query-no-L", f"{width} 16", query=query[..., :16]),
-        row("query-rank", shape, query=query[0, 0]),
-        row("no-heads", "query.size(2) must be at least 1 (N1), got 0", query=query[:, :, :0]),
+        row(f"{dtype} float32", query=query.float()),
+        row(f"{dtype} int8", query=query.to(torch.int8)),
+        row(f"{width} 80", query=query[..., :80]),
+        row(f"{width} 16", query=query[..., :16]),
+        row(shape, query=query[0, 0]),
+        row("query.size(2) must be at least 1 (N1), got 0", query=query[:, :, :0]),
     ]
 
 
@@ -208,9 +194,7 @@ def rejected_keys(row, key: Tensor) -> list:
     stride = "key.stride(-1) must be 1 (contiguous last dim), got 16; call .contiguous()"
     return [
         *(
-            row(
-                f"key-{str(dtype)[6:]}", f"key.dtype must be int8, got {str(dtype)[6:]}{end}", key=x
-            )
+            row(f"key.dtype must be int8, got {str(dtype)[6:]}{end}", key=x)
             for dtype, end, x in (
                 (torch.bfloat16, unquantised, key.bfloat16()),
                 (torch.float8_e4m3fn, of_950, key.view(torch.float8_e4m3fn)),
@@ -218,24 +202,20 @@ def rejected_keys(row, key: Tensor) -> list:
                 (torch.int32, "", key.int()),
             )
         ),
-        row("key-width", f"{width} 160", key=key[..., :160]),
-        row(
-            "two-key-heads",
-            "key.size(2) must be 1 (N2: one key head), got 2",
-            key=key.repeat(1, 1, 2, 1),
-        ),
-        row("key-last-stride", stride, key=transposed(key)),
-        row("value-copy", other, value=key.clone()),
-        row("value-part", other, value=key[..., :128]),
+        row(f"{width} 160", key=key[..., :160]),
+        row("key.size(2) must be 1 (N2: one key head), got 2", key=key.repeat(1, 1, 2, 1)),
+        row(stride, key=transposed(key)),
+        row(other, value=key.clone()),
+        row(other, value=key[..., :128]),
     ]
 
 
 def unsupported_on_npu() -> list:
-    row = table(OP, "kv-quant", on_npu([2, 2], [20, 5], strided=True))
+    row = table(OP, on_npu([2, 2], [20, 5], strided=True))
     narrow = inputs([2, 2], [20, 5])
     return [
-        row("rope", "rope_head_dim must be 64 on an NPU, got 16", narrow),
-        row("strides", "key must be contiguous on an NPU, got strides"),
+        row("rope_head_dim must be 64 on an NPU, got 16", narrow),
+        row("key must be contiguous on an NPU, got strides"),
     ]
 
 

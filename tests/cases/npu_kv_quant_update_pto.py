@@ -74,7 +74,7 @@ def random_call(m: Maker) -> dict:
 
 def rejected() -> list:
     x = inputs([3, 2], [40, 33])
-    row, latent, rope, slots, cache = table(OP, "kv-update", x), *x.values()
+    row, latent, rope, slots, cache = table(OP, x), *x.values()
     blocks = len(cache)
     half = (
         "latent.dtype must be bfloat16 or float16 (that of the RoPE part of the cache's rows), got"
@@ -85,49 +85,33 @@ def rejected() -> list:
     )
     stride = "cache.stride(-1) must be 1 (contiguous last dim), got 16; call .contiguous()"
 
-    def change(name: str, id: str, message: str, value: Tensor):
-        return row(f"{name}-{id}", message, **{name: value})
+    def change(name: str, message: str, value: Tensor):
+        return row(message, **{name: value})
 
     return [
         *none(row, x),
-        change("latent", "dtype", f"{half} float32", latent.float()),
-        change("latent", "scalar", "latent must be of shape [.., L], got []", latent[0, 0, 0]),
+        change("latent", f"{half} float32", latent.float()),
+        change("latent", "latent must be of shape [.., L], got []", latent[0, 0, 0]),
         change(
             "latent",
-            "L",
             "latent.size(2) must be a positive multiple of 128 (L), got 64",
             latent[..., :64],
         ),
+        change("rope", "rope must be of shape that of latent with R for L, got [16]", rope[0, 0]),
+        change("rope", "rope.size(0) must be 2 (as latent, except R), got 1", rope[:1]),
+        change("rope", "rope.size(2) must be a positive multiple of 16, got 8", rope[..., :8]),
+        change("rope", "rope.dtype must be bfloat16 (dtype of latent), got float16", rope.half()),
         change(
-            "rope",
-            "rank",
-            "rope must be of shape that of latent with R for L, got [16]",
-            rope[0, 0],
+            "slots", "slots must be of shape that of latent without L, got [6]", slots.flatten()
         ),
-        change("rope", "batch", "rope.size(0) must be 2 (as latent, except R), got 1", rope[:1]),
-        change("rope", "R", "rope.size(2) must be a positive multiple of 16, got 8", rope[..., :8]),
-        change(
-            "rope",
-            "dtype",
-            "rope.dtype must be bfloat16 (dtype of latent), got float16",
-            rope.half(),
-        ),
+        change("slots", f"slots.size(1) must be 3 {of_latent} 2", slots[:, :2]),
         change(
             "slots",
-            "rank",
-            "slots must be of shape that of latent without L, got [6]",
-            slots.flatten(),
-        ),
-        change("slots", "tokens", f"slots.size(1) must be 3 {of_latent} 2", slots[:, :2]),
-        change(
-            "slots",
-            "dtype",
             "slots.dtype must be int32 or int64 (flat slots of the cache), got int16",
             slots.short(),
         ),
         change(
             "cache",
-            "rank",
             f"cache must be of shape [blocks, block_size, 1, bytes of a row], got [{blocks}, 16, "
             "164]",
             cache[:, :, 0],
@@ -135,27 +119,23 @@ def rejected() -> list:
         *(
             change(
                 "cache",
-                f"block-size-{n}",
                 f"{BLOCK_SIZE.replace('key', 'cache', 1)}{n}",
                 cache.new_zeros(9, n, 1, 164),
             )
             for n in (0, 24, 1040)
         ),
         change(
-            "cache",
-            "heads",
-            "cache.size(2) must be 1 (N2: one key head), got 2",
-            cache.repeat(1, 1, 2, 1),
+            "cache", "cache.size(2) must be 1 (N2: one key head), got 2", cache.repeat(1, 1, 2, 1)
         ),
-        change("cache", "width", f"{width} 160", cache[..., :160]),
-        change("cache", "dtype", "cache.dtype must be int8, got uint8", cache.view(torch.uint8)),
-        change("cache", "last-stride", stride, transposed(cache)),
+        change("cache", f"{width} 160", cache[..., :160]),
+        change("cache", "cache.dtype must be int8, got uint8", cache.view(torch.uint8)),
+        change("cache", stride, transposed(cache)),
     ]
 
 
 def unsupported_on_npu() -> list:
-    row = table(OP, "kv-update", inputs([2, 2], [20, 5]))
-    return [row("latent", "latent.size(2) must be 512 on an NPU, got 128")]
+    row = table(OP, inputs([2, 2], [20, 5]))
+    return [row("latent.size(2) must be 512 on an NPU, got 128")]
 
 
 def graph_calls() -> dict[str, list[dict]]:

@@ -70,42 +70,28 @@ def rejected() -> list:
         return inputs([3, 2], [40, 33], layout_query=layout_query, layout_key=layout_key)
 
     pa, bsnd, tnd = call("BSND", "PA_BSND"), call("BSND", "BSND"), call("TND", "TND")
-    row = table(OP, "index-grad", pa)
+    row = table(OP, pa)
     op = Op(row, "layout_key", "actual_seq_lengths_key", pa, bsnd, tnd, call("TND", "PA_BSND"))
     optional = ["block_table", "actual_seq_lengths_key", "actual_seq_lengths_query"]
     lengths = "actual_seq_lengths_query must be an int32 tensor: inclusive prefix sums of query"
     dy, indices = pa["dy"], pa["sparse_indices"]
     as_indices = "(as sparse_indices), got"
     return [
-        row("layout", "layout must be 'BSND' or 'TND', got 'BNSD'", layout="BNSD"),
-        row(
-            "layout_key",
-            "layout_key must be 'PA_BSND' or 'BSND' (layout), got 'TND'",
-            layout_key="TND",
-        ),
-        row(
-            "no-lengths-TND",
-            f"{lengths} tokens [B], for 'TND', got None",
-            tnd,
-            actual_seq_lengths_query=None,
-        ),
-        row("cmp_ratio", "cmp_ratio must be 1 to 128 (tokens per key), got 0", cmp_ratio=0),
+        row("layout must be 'BSND' or 'TND', got 'BNSD'", layout="BNSD"),
+        row("layout_key must be 'PA_BSND' or 'BSND' (layout), got 'TND'", layout_key="TND"),
+        row(f"{lengths} tokens [B], for 'TND', got None", tnd, actual_seq_lengths_query=None),
+        row("cmp_ratio must be 1 to 128 (tokens per key), got 0", cmp_ratio=0),
         *forward.rejected_dims(op),
         *forward.rejected_weights(op),
-        row("dy-rank", "dy must be of shape that of sparse_indices, got [4, 1, 8]", dy=dy[0]),
-        row("dy-tokens", f"dy.size(1) must be 4 {as_indices} 2", dy=dy[:, :2]),
-        row("dy-K", f"dy.size(3) must be 8 {as_indices} 4", dy=dy[..., :4]),
-        row("dy-dtype", "dy.dtype must be float32 (dtype of query), got float64", dy=dy.double()),
+        row("dy must be of shape that of sparse_indices, got [4, 1, 8]", dy=dy[0]),
+        row(f"dy.size(1) must be 4 {as_indices} 2", dy=dy[:, :2]),
+        row(f"dy.size(3) must be 8 {as_indices} 4", dy=dy[..., :4]),
+        row("dy.dtype must be float32 (dtype of query), got float64", dy=dy.double()),
         row(
-            "indices-dtype",
             "sparse_indices.dtype must be int32 (positions), got int64",
             sparse_indices=indices.long(),
         ),
-        row(
-            "indices-tokens",
-            "sparse_indices.size(1) must be 4 (as query), got 2",
-            sparse_indices=indices[:, :2],
-        ),
+        row("sparse_indices.size(1) must be 4 (as query), got 2", sparse_indices=indices[:, :2]),
         *strided_rows(row, pa, ["key"]),
         *none(row, pa, optional),
     ]
@@ -113,25 +99,15 @@ def rejected() -> list:
 
 def unsupported_on_npu() -> list:
     x = on_npu([2, 2], [20, 5])
-    row = table(OP, "index-grad", x)
+    row = table(OP, x)
     return [
         row(
-            "dtype",
             "query.dtype must be bfloat16 or float16 on an NPU, got float32; convert it",
             on_npu([2], [20], dtype=torch.float32),
         ),
+        row("query.size(2) must be at most 64 on an NPU, got 65", on_npu([2], [5], heads=65)),
+        row("key must be contiguous on an NPU, got strides", on_npu([2, 2], [20, 5], strided=True)),
         row(
-            "heads",
-            "query.size(2) must be at most 64 on an NPU, got 65",
-            on_npu([2], [5], heads=65),
-        ),
-        row(
-            "strides",
-            "key must be contiguous on an NPU, got strides",
-            on_npu([2, 2], [20, 5], strided=True),
-        ),
-        row(
-            "table",
             "block_table.size(1) must be at most 8192 on an NPU, got 8193",
             block_table=x["block_table"].new_zeros(2, 2**13 + 1),
         ),

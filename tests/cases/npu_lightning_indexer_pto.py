@@ -88,22 +88,18 @@ def random_call(m: Maker) -> dict:
 
 def rejected() -> list:
     names = "layout_key", "actual_seq_lengths_key"
-    op = in_layouts("npu_lightning_indexer_pto", "index", inputs, *names)
+    op = in_layouts("npu_lightning_indexer_pto", inputs, *names)
     return [
         *shared(op),
         *rejected_dims(op),
         *rejected_weights(op),
         *none(op.row, op.pa, optional(op)),
         *(
-            op.row(f"sparse_count-{n}", f"{COUNT}{n}", sparse_count=n)
+            op.row(f"{COUNT}{n}", sparse_count=n)
             for n in (0, -1, 2049, 2560, 3071, 4095, 8193, 9216, 2**40)
         ),
         *(
-            op.row(
-                f"cmp_ratio-{n}",
-                f"cmp_ratio must be 1 to 128 (tokens per key), got {n}",
-                cmp_ratio=n,
-            )
+            op.row(f"cmp_ratio must be 1 to 128 (tokens per key), got {n}", cmp_ratio=n)
             for n in (0, -1, -4, 129, 2**32 + 4)
         ),
     ]
@@ -117,12 +113,12 @@ def rejected_dims(op: Op) -> list:
     packed = each(op.tnd, names, lambda x: x[..., :24])
     of_query = "must be 32 (D of query), got 16"
     return [
-        row("no-heads", "query.size(2) must be at least 1 (N1), got 0", **no_heads),
-        row("D-not-16s", f"query.size(3) {of_16} 24", **each(op.pa, names, lambda x: x[..., :24])),
-        row("D-0", f"query.size(3) {of_16} 0", **each(op.pa, names, lambda x: x[..., :0])),
-        row("D-not-16s-TND", f"query.size(2) {of_16} 24", op.tnd, **packed),
-        row("key-D", f"key.size(3) {of_query}", key=key[..., :16]),
-        row("key-D-TND", f"key.size(2) {of_query}", op.tnd, key=op.tnd["key"][..., :16]),
+        row("query.size(2) must be at least 1 (N1), got 0", **no_heads),
+        row(f"query.size(3) {of_16} 24", **each(op.pa, names, lambda x: x[..., :24])),
+        row(f"query.size(3) {of_16} 0", **each(op.pa, names, lambda x: x[..., :0])),
+        row(f"query.size(2) {of_16} 24", op.tnd, **packed),
+        row(f"key.size(3) {of_query}", key=key[..., :16]),
+        row(f"key.size(2) {of_query}", op.tnd, key=op.tnd["key"][..., :16]),
     ]
 
 
@@ -133,52 +129,44 @@ def rejected_weights(op: Op) -> list:
     half = "weights.dtype must be bfloat16 (dtype of query) or float32, got float16"
     bfloat16 = op.pa | each(op.pa, ["query", "key"], Tensor.bfloat16)
 
-    def row(id: str, message: str, value: Tensor, inputs: dict = op.pa):
-        return op.row(f"weights-{id}", message, inputs, weights=value)
+    def row(message: str, value: Tensor, inputs: dict = op.pa):
+        return op.row(message, inputs, weights=value)
 
     return [
-        row("rank", "weights must be of shape [B, S1, N1], got [2, 4, 4, 1]", weights[..., None]),
-        row("dtype", f"{dtype} float16", weights.half()),
-        row("float64", f"{dtype} float64", weights.double()),
-        row("dtype-of-bfloat16-query", half, weights.half(), bfloat16),
-        row("batch", f"weights.size(0) must be 2 {of_query} 1", weights[:1]),
-        row("tokens", f"weights.size(1) must be 4 {of_query} 3", weights[:, :3]),
-        row("heads", f"weights.size(2) must be 4 {of_query} 3", weights[..., :3]),
-        row("tokens-TND", f"weights.size(0) must be 6 {of_query} 5", packed[:5], op.tnd),
-        row("heads-TND", f"weights.size(1) must be 4 {of_query} 3", packed[:, :3], op.tnd),
+        row("weights must be of shape [B, S1, N1], got [2, 4, 4, 1]", weights[..., None]),
+        row(f"{dtype} float16", weights.half()),
+        row(f"{dtype} float64", weights.double()),
+        row(half, weights.half(), bfloat16),
+        row(f"weights.size(0) must be 2 {of_query} 1", weights[:1]),
+        row(f"weights.size(1) must be 4 {of_query} 3", weights[:, :3]),
+        row(f"weights.size(2) must be 4 {of_query} 3", weights[..., :3]),
+        row(f"weights.size(0) must be 6 {of_query} 5", packed[:5], op.tnd),
+        row(f"weights.size(1) must be 4 {of_query} 3", packed[:, :3], op.tnd),
     ]
 
 
 def unsupported_on_npu() -> list:
     x = on_npu([2, 2], [20, 5])
-    row = table("npu_lightning_indexer_pto", "index", x)
+    row = table("npu_lightning_indexer_pto", x)
     paged = "layout_key must be 'PA_BSND' on an NPU, got 'BSND'; keep the keys in a paged cache"
     return [
         row(
-            "dtype",
             "query.dtype must be bfloat16 or float16 on an NPU, got float32; convert it",
             on_npu([2], [20], dtype=torch.float32),
         ),
+        row("query.size(2) must be at most 64 on an NPU, got 65", on_npu([2], [5], heads=65)),
+        row("query.size(3) must be 128 on an NPU, got 64", on_npu([2], [20], dim=64)),
+        row(paged, on_npu([2], [20], layout_key="BSND", cmp_ratio=4)),
         row(
-            "heads",
-            "query.size(2) must be at most 64 on an NPU, got 65",
-            on_npu([2], [5], heads=65),
-        ),
-        row("dim", "query.size(3) must be 128 on an NPU, got 64", on_npu([2], [20], dim=64)),
-        row("layout", paged, on_npu([2], [20], layout_key="BSND", cmp_ratio=4)),
-        row(
-            "strides",
             "key must be contiguous on an NPU, got strides (4608, 144, 144, 1)",
             on_npu([2, 2], [20, 5], strided=True),
         ),
         row(
-            "sort",
             "sparse_count must be at most 4096 for a block table of 8208 keys",
             sparse_count=5120,
             block_table=x["block_table"].new_zeros(2, 513),
         ),
         row(
-            "table",
             "block_table must be of at most 16 million keys on an NPU",
             on_npu([2, 2], [20, 5], block_size=1024),
             block_table=x["block_table"].new_zeros(2, 2**14 + 1),

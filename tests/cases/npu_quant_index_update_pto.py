@@ -75,61 +75,50 @@ def random_call(m: Maker) -> dict:
 
 def rejected() -> list:
     x = inputs([3, 2], [40, 33], hadamard=True)
-    row, cache, scales, slots = table(OP, "update", x), x["cache"], x["scale_cache"], x["slots"]
+    row, cache, scales, slots = table(OP, x), x["cache"], x["scale_cache"], x["slots"]
     blocks = len(cache)
     of_x, of_cache = "(shape of x without D), got", "(shape of cache without D), got"
     heads = cache.repeat(1, 1, 2, 1)
     stride = "cache.stride(-1) must be 1 (contiguous last dim), got 16; call .contiguous()"
 
-    def slot(id: str, message: str, value: Tensor):
-        return row(f"slots-{id}", f"slots{message}", slots=value)
+    def slot(message: str, value: Tensor):
+        return row(f"slots{message}", slots=value)
 
-    def cached(id: str, message: str, value: Tensor):
-        return row(f"cache-{id}", message, cache=value)
+    def cached(message: str, value: Tensor):
+        return row(message, cache=value)
 
-    def scale(id: str, message: str, value: Tensor):
-        return row(f"scale-{id}", f"scale_cache{message}", scale_cache=value)
+    def scale(message: str, value: Tensor):
+        return row(f"scale_cache{message}", scale_cache=value)
 
     return [
         *rejected_rows(row, x),
         *none(row, x, ["hadamard"]),
-        slot("rank", " must be of shape that of x without D, got [6]", slots.flatten()),
-        slot("batch", f".size(0) must be 2 {of_x} 1", slots[:1]),
-        slot("tokens", f".size(1) must be 3 {of_x} 2", slots[:, :2]),
-        slot(
-            "dtype",
-            ".dtype must be int32 or int64 (flat slots of the caches), got int16",
-            slots.short(),
-        ),
+        slot(" must be of shape that of x without D, got [6]", slots.flatten()),
+        slot(f".size(0) must be 2 {of_x} 1", slots[:1]),
+        slot(f".size(1) must be 3 {of_x} 2", slots[:, :2]),
+        slot(".dtype must be int32 or int64 (flat slots of the caches), got int16", slots.short()),
         cached(
-            "rank",
             f"cache must be of shape [blocks, block_size, 1, D], got [{blocks}, 16, 32]",
             cache[:, :, 0],
         ),
         *(
-            cached(
-                f"block-size-{n}",
-                f"{BLOCK_SIZE.replace('key', 'cache', 1)}{n}",
-                cache.new_zeros(9, n, 1, 32),
-            )
+            cached(f"{BLOCK_SIZE.replace('key', 'cache', 1)}{n}", cache.new_zeros(9, n, 1, 32))
             for n in (0, 24, 1040)
         ),
-        cached("heads", "cache.size(2) must be 1 (N2: one key head), got 2", heads),
-        cached("D", "cache.size(3) must be 32 (D of x), got 16", cache[..., :16]),
-        cached("dtype", "cache.dtype must be int8, got uint8", cache.view(torch.uint8)),
-        cached("last-stride", stride, transposed(cache)),
-        scale(
-            "rank", f" must be of shape [blocks, block_size, 1], got [{blocks}, 16]", scales[..., 0]
-        ),
-        scale("blocks", f".size(0) must be {blocks} {of_cache} 1", scales[:1]),
-        scale("rows", f".size(1) must be 16 {of_cache} 8", scales[:, :8]),
-        scale("dtype", ".dtype must be float16, got float32", scales.float()),
+        cached("cache.size(2) must be 1 (N2: one key head), got 2", heads),
+        cached("cache.size(3) must be 32 (D of x), got 16", cache[..., :16]),
+        cached("cache.dtype must be int8, got uint8", cache.view(torch.uint8)),
+        cached(stride, transposed(cache)),
+        scale(f" must be of shape [blocks, block_size, 1], got [{blocks}, 16]", scales[..., 0]),
+        scale(f".size(0) must be {blocks} {of_cache} 1", scales[:1]),
+        scale(f".size(1) must be 16 {of_cache} 8", scales[:, :8]),
+        scale(".dtype must be float16, got float32", scales.float()),
     ]
 
 
 def unsupported_on_npu() -> list:
-    row = table(OP, "quant-update", on_npu([2, 2], [20, 5], strided=True))
-    return [row("strides", "cache must be contiguous on an NPU, got strides")]
+    row = table(OP, on_npu([2, 2], [20, 5], strided=True))
+    return [row("cache must be contiguous on an NPU, got strides")]
 
 
 def graph_calls() -> dict[str, list[dict]]:

@@ -121,7 +121,7 @@ def random_call(m: Maker) -> dict:
 
 
 def rejected() -> list:
-    op = in_layouts(OP, "quant", inputs, "layout_key", "actual_seq_lengths_key")
+    op = in_layouts(OP, inputs, "layout_key", "actual_seq_lengths_key")
     mode = "must be 0 (int8, one scale per row), got"
     only_950 = "must be None (int8), got 290; omit it (only Ascend 950 has another type, hifloat8)"
     return [
@@ -131,18 +131,12 @@ def rejected() -> list:
         *rejected_weights_and_scales(op),
         *none(op.row, op.pa, optional(op)),
         *(
-            op.row(f"{name}-{n}", f"{name} {mode} {n}", **{name: n})
+            op.row(f"{name} {mode} {n}", **{name: n})
             for name in ("query_quant_mode", "key_quant_mode")
             for n in (1, 2, -1, 2**32)
         ),
-        *(
-            op.row(f"sparse_count-{n}", f"{COUNT}{n}", sparse_count=n)
-            for n in (0, -1, 2049, 8193, 2**40)
-        ),
-        *(
-            op.row(name, f"{name} {only_950}", **{name: 290})
-            for name in ("query_dtype", "key_dtype")
-        ),
+        *(op.row(f"{COUNT}{n}", sparse_count=n) for n in (0, -1, 2049, 8193, 2**40)),
+        *(op.row(f"{name} {only_950}", **{name: 290}) for name in ("query_dtype", "key_dtype")),
     ]
 
 
@@ -158,7 +152,6 @@ def rejected_int8(op: Op) -> list:
     }
     return [
         op.row(
-            f"{name}-{str(dtype).removeprefix('torch.')}",
             f"{name}.dtype must be int8, got {str(dtype).removeprefix('torch.')}{remedy}",
             **{name: torch.zeros(op.pa[name].shape, dtype=dtype)},
         )
@@ -178,14 +171,13 @@ def rejected_dims(op: Op) -> list:
     no_heads = each(op.pa, ("weights", "query_dequant_scale"), lambda x: x[..., :0])
     return [
         row(
-            "no-heads",
             "query.size(2) must be at least 1 (N1), got 0",
             **no_heads,
             query=op.pa["query"][:, :, :0],
         ),
-        *(row(f"D-{n}", f"query.size(3) {legal} {n}", **of_dims(n)) for n in (0, 24, 1040)),
-        row("D-24-TND", f"query.size(2) {legal} 24", op.tnd, **of_dims(24, op.tnd)),
-        row("key-D", f"key.size(3) {of_query}", key=op.pa["key"][..., :16]),
+        *(row(f"query.size(3) {legal} {n}", **of_dims(n)) for n in (0, 24, 1040)),
+        row(f"query.size(2) {legal} 24", op.tnd, **of_dims(24, op.tnd)),
+        row(f"key.size(3) {of_query}", key=op.pa["key"][..., :16]),
     ]
 
 
@@ -195,57 +187,49 @@ def rejected_weights_and_scales(op: Op) -> list:
     of_key = "(shape of key without D), got"
     weights, scale = "weights", "query_dequant_scale"
 
-    def row(name: str, id: str, message: str, value: Tensor, inputs: dict = pa):
-        return op.row(f"{name}-{id}", f"{name}{message}", inputs, **{name: value})
+    def row(name: str, message: str, value: Tensor, inputs: dict = pa):
+        return op.row(f"{name}{message}", inputs, **{name: value})
 
     found = []
     for name in (weights, scale):
         value, packed = pa[name], tnd[name]
         found += [
-            row(name, "rank", " must be of shape [B, S1, N1], got [2, 4, 4, 1]", value[..., None]),
-            row(name, "batch", f".size(0) must be 2 {of_query} 1", value[:1]),
-            row(name, "tokens", f".size(1) must be 4 {of_query} 3", value[:, :3]),
-            row(name, "heads", f".size(2) must be 4 {of_query} 3", value[..., :3]),
-            row(name, "heads-TND", f".size(1) must be 4 {of_query} 3", packed[:, :3], tnd),
+            row(name, " must be of shape [B, S1, N1], got [2, 4, 4, 1]", value[..., None]),
+            row(name, f".size(0) must be 2 {of_query} 1", value[:1]),
+            row(name, f".size(1) must be 4 {of_query} 3", value[:, :3]),
+            row(name, f".size(2) must be 4 {of_query} 3", value[..., :3]),
+            row(name, f".size(1) must be 4 {of_query} 3", packed[:, :3], tnd),
         ]
     name, value = "key_dequant_scale", pa["key_dequant_scale"]
     pages, packed = len(value), tnd["key_dequant_scale"]
     wide, floating = "float32 (dtype of query_dequant_scale)", "bfloat16, float16 or float32"
     return [
         *found,
-        row(weights, "dtype", f".dtype must be {floating}, got float64", pa[weights].double()),
-        row(
-            scale, "dtype", ".dtype must be float16 or float32, got bfloat16", pa[scale].bfloat16()
-        ),
-        row(name, "dtype", f".dtype must be {wide}, got float16", value.half()),
+        row(weights, f".dtype must be {floating}, got float64", pa[weights].double()),
+        row(scale, ".dtype must be float16 or float32, got bfloat16", pa[scale].bfloat16()),
+        row(name, f".dtype must be {wide}, got float16", value.half()),
         row(
             name,
-            "rank",
             f" must be of shape [blocks, block_size, 1], got [{pages}, 16, 1, 1]",
             value[..., None],
         ),
-        row(name, "pages", f".size(0) must be {pages} {of_key} 1", value[:1]),
-        row(name, "rows", f".size(1) must be 16 {of_key} 8", value[:, :8]),
-        row(name, "head", f".size(2) must be 1 {of_key} 2", value.repeat(1, 1, 2)),
-        row(name, "rows-TND", f".size(0) must be {len(packed)} {of_key} 1", packed[:1], tnd),
+        row(name, f".size(0) must be {pages} {of_key} 1", value[:1]),
+        row(name, f".size(1) must be 16 {of_key} 8", value[:, :8]),
+        row(name, f".size(2) must be 1 {of_key} 2", value.repeat(1, 1, 2)),
+        row(name, f".size(0) must be {len(packed)} {of_key} 1", packed[:1], tnd),
     ]
 
 
 def unsupported_on_npu() -> list:
-    row = table(OP, "quant-index", on_npu([2, 2], [20, 5]))
+    row = table(OP, on_npu([2, 2], [20, 5]))
     blocks = "key.size(1) must be a multiple of 32 on an NPU, got 48"
     return [
+        row("query.size(2) must be at most 64 on an NPU, got 65", on_npu([2], [5], heads=65)),
         row(
-            "heads",
-            "query.size(2) must be at most 64 on an NPU, got 65",
-            on_npu([2], [5], heads=65),
-        ),
-        row(
-            "strides",
             "key must be contiguous on an NPU, got strides (9216, 144, 144, 1)",
             on_npu([2, 2], [20, 5], strided=True),
         ),
-        row("blocks", blocks, on_npu([2, 2], [20, 5], block_size=48)),
+        row(blocks, on_npu([2, 2], [20, 5], block_size=48)),
     ]
 
 

@@ -53,7 +53,7 @@ def random_call(m: Maker) -> dict:
 
 def rejected() -> list:
     x = inputs([3], [], hadamard=True)
-    row = table(OP, "rows", x)
+    row = table(OP, x)
     return [*rejected_rows(row, x), *none(row, x, ["hadamard"])]
 
 
@@ -64,24 +64,24 @@ def rejected_rows(row: Callable, inputs: dict) -> list:
     floating = "x.dtype must be bfloat16, float16 or float32, got"
     last = f"x.size({x.dim() - 1})"
 
-    def rotated(id: str, message: str, value: Tensor):
-        return row(f"hadamard-{id}", f"hadamard{message}", hadamard=value)
+    def rotated(message: str, value: Tensor):
+        return row(f"hadamard{message}", hadamard=value)
 
     return [
-        row("dtype", f"{floating} int8", x=x.to(torch.int8)),
-        row("float64", f"{floating} float64", x=x.double()),
-        row("no-dims", "x must be of shape [.., D], got []", x=x.flatten()[0]),
-        *(row(f"D-{n}", f"{last} {legal} {n}", x=x.new_zeros(3, 4, n)) for n in (0, 24, 1040)),
-        rotated("rank", " must be of shape [D, D], got [1, 32, 32]", matrix[None]),
-        rotated("rows", ".size(0) must be 32 (D of x), got 16", matrix[:16]),
-        rotated("columns", ".size(1) must be 32 (D of x), got 16", matrix[:, :16]),
-        rotated("dtype", ".dtype must be float32 (dtype of x), got bfloat16", matrix.bfloat16()),
+        row(f"{floating} int8", x=x.to(torch.int8)),
+        row(f"{floating} float64", x=x.double()),
+        row("x must be of shape [.., D], got []", x=x.flatten()[0]),
+        *(row(f"{last} {legal} {n}", x=x.new_zeros(3, 4, n)) for n in (0, 24, 1040)),
+        rotated(" must be of shape [D, D], got [1, 32, 32]", matrix[None]),
+        rotated(".size(0) must be 32 (D of x), got 16", matrix[:16]),
+        rotated(".size(1) must be 32 (D of x), got 16", matrix[:, :16]),
+        rotated(".dtype must be float32 (dtype of x), got bfloat16", matrix.bfloat16()),
     ]
 
 
 def unsupported_on_npu() -> list:
-    row = table(OP, "quant-rows", on_npu([3], []))
-    return [row("dim", "x.size(2) must be 128 on an NPU, got 64", on_npu([3], [], dim=64))]
+    row = table(OP, on_npu([3], []))
+    return [row("x.size(2) must be 128 on an NPU, got 64", on_npu([3], [], dim=64))]
 
 
 def graph_calls() -> dict[str, list[dict]]:

@@ -46,16 +46,16 @@ def rejected() -> list:
         return inputs([3, 2], [40, 33], layout_query=layout_query, layout_kv=layout_kv)
 
     pa, bsnd, tnd = call("BSND", "PA_BSND"), call("BSND", "BSND"), call("TND", "TND")
-    row = table(OP, "grad", pa)
+    row = table(OP, pa)
     op = Op(row, "layout_kv", "actual_seq_kvlen", pa, bsnd, tnd, call("TND", "PA_BSND"))
     optional = ["block_table", "actual_seq_kvlen", "actual_seq_qlen", "query_rope", "key_rope"]
     layout = "layout must be 'BSND' or 'TND', got 'BNSD'"
     tnd_keys = "layout_kv must be 'PA_BSND' or 'BSND' (layout), got 'TND'"
     lengths = "actual_seq_qlen must be an int32 tensor: inclusive prefix sums of query tokens [B], "
     return [
-        row("layout", layout, layout="BNSD"),
-        row("layout_kv", tnd_keys, layout_kv="TND"),
-        row("no-lengths-TND", f"{lengths}for 'TND', got None", tnd, actual_seq_qlen=None),
+        row(layout, layout="BNSD"),
+        row(tnd_keys, layout_kv="TND"),
+        row(f"{lengths}for 'TND', got None", tnd, actual_seq_qlen=None),
         *forward.rejected_dims(op),
         *forward.rejected_values(op),
         *forward.rejected_indices(op),
@@ -73,13 +73,13 @@ def rejected_of_the_output(op: Op) -> list:
     rows = []
     for name in ("d_out", "out"):
         x = op.pa[name]
-        for id, message, value in (
-            ("rank", " must be of shape that of query, got [4, 4, 32]", x[0]),
-            ("tokens", ".size(1) must be 4 (as query), got 2", x[:, :2]),
-            ("L", ".size(3) must be 32 (as query), got 16", x[..., :16]),
-            ("dtype", ".dtype must be float32 (dtype of query), got bfloat16", x.bfloat16()),
+        for message, value in (
+            (" must be of shape that of query, got [4, 4, 32]", x[0]),
+            (".size(1) must be 4 (as query), got 2", x[:, :2]),
+            (".size(3) must be 32 (as query), got 16", x[..., :16]),
+            (".dtype must be float32 (dtype of query), got bfloat16", x.bfloat16()),
         ):
-            rows.append(op.row(f"{name}-{id}", f"{name}{message}", **{name: value}))
+            rows.append(op.row(f"{name}{message}", **{name: value}))
     return rows
 
 
@@ -88,33 +88,28 @@ def rejected_statistics(op: Op) -> list:
     rows = []
     for name in ("softmax_max", "softmax_sum"):
         x, packed = op.pa[name], op.tnd[name]
-        for id, message, value in (
-            ("rank", " must be of shape [B, N2, S1, N1], got [1, 4, 4]", x[0]),
-            ("batch", ".size(0) must be 2 (B of query), got 1", x[:1]),
-            ("heads", ".size(3) must be 4 (N1 of query), got 3", x[..., :3]),
-            ("tokens", ".size(2) must be 4 (S1 of query), got 2", x[:, :, :2]),
-            ("dtype", f".dtype must be float32 {of}, got float64", x.double()),
+        for message, value in (
+            (" must be of shape [B, N2, S1, N1], got [1, 4, 4]", x[0]),
+            (".size(0) must be 2 (B of query), got 1", x[:1]),
+            (".size(3) must be 4 (N1 of query), got 3", x[..., :3]),
+            (".size(2) must be 4 (S1 of query), got 2", x[:, :, :2]),
+            (f".dtype must be float32 {of}, got float64", x.double()),
         ):
-            rows.append(op.row(f"{name}-{id}", f"{name}{message}", **{name: value}))
+            rows.append(op.row(f"{name}{message}", **{name: value}))
         tokens = f"{name}.size(1) must be 6 (T1 of query), got 5"
-        rows.append(op.row(f"{name}-tokens-TND", tokens, op.tnd, **{name: packed[:, :5]}))
+        rows.append(op.row(tokens, op.tnd, **{name: packed[:, :5]}))
     return rows
 
 
 def unsupported_on_npu() -> list:
     x = on_npu([2, 2], [20, 5])
-    row = table(OP, "grad", x)
+    row = table(OP, x)
     strides = "{} must be contiguous on an NPU, got strides"
     return [
+        row("query.size(2) must be at most 128 on an NPU, got 129", on_npu([2], [5], heads=129)),
+        row(strides.format("key"), on_npu([2, 2], [20, 5], strided=True)),
+        row(strides.format("key_rope"), key_rope=in_a_wider_row(x["key_rope"])),
         row(
-            "heads",
-            "query.size(2) must be at most 128 on an NPU, got 129",
-            on_npu([2], [5], heads=129),
-        ),
-        row("strides", strides.format("key"), on_npu([2, 2], [20, 5], strided=True)),
-        row("rope-strides", strides.format("key_rope"), key_rope=in_a_wider_row(x["key_rope"])),
-        row(
-            "table",
             "block_table.size(1) must be at most 8192 on an NPU, got 8193",
             block_table=x["block_table"].new_zeros(2, 2**13 + 1),
         ),

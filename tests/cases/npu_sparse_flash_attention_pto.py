@@ -178,7 +178,7 @@ def random_call(m: Maker) -> dict:
 
 def rejected() -> list:
     names = "layout_kv", "actual_seq_lengths_kv"
-    op = in_layouts("npu_sparse_flash_attention_pto", "attend", inputs, *names)
+    op = in_layouts("npu_sparse_flash_attention_pto", inputs, *names)
     row = op.row
     return [
         *shared(op),
@@ -189,10 +189,9 @@ def rejected() -> list:
         *rejected_sinks(op),
         *rejected_keywords(op),
         *none(row, op.pa, optional(op)),
-        *(row(f"scale-{x}", f"scale_value must be {SCALE}{x:g}", scale_value=x) for x in SCALES),
+        *(row(f"scale_value must be {SCALE}{x:g}", scale_value=x) for x in SCALES),
         *(
             row(
-                f"sparse_block_size-{n}",
                 f"sparse_block_size must be 1 (an index names one key), got {n}",
                 sparse_block_size=n,
             )
@@ -206,9 +205,9 @@ def rejected_dims(op: Op) -> list:
     of_24 = each(op.pa, ["query", "key"], lambda x: x[..., :24])
     of_query = "key.size(3) must be 32 (L of query), got 16"
     return [
-        op.row("no-heads", "query.size(2) must be at least 1 (N1), got 0", **no_heads),
-        op.row("L-not-16s", "query.size(3) must be a positive multiple of 16, got 24", **of_24),
-        op.row("key-L", of_query, key=op.pa["key"][..., :16]),
+        op.row("query.size(2) must be at least 1 (N1), got 0", **no_heads),
+        op.row("query.size(3) must be a positive multiple of 16, got 24", **of_24),
+        op.row(of_query, key=op.pa["key"][..., :16]),
     ]
 
 
@@ -216,15 +215,15 @@ def rejected_values(op: Op) -> list:
     key = op.pa["key"]
     stride = "stride(-1) must be 1 (contiguous last dim), got 16; call .contiguous()"
 
-    def row(id: str, message: str, value: Tensor):
-        return op.row(f"value-{id}", f"value{message}", value=value)
+    def row(message: str, value: Tensor):
+        return op.row(f"value{message}", value=value)
 
     return [
-        row("rank", " must be of shape as key, got [16, 1, 32]", key[0]),
-        row("L", ".size(3) must be 32 (as key), got 16", key[..., :16]),
-        row("blocks", ".size(0) must be 8 (as key), got 2", key[:2]),
-        row("dtype", ".dtype must be float32 (as key), got float16", key.half()),
-        row("last-stride", f".{stride}", transposed(key)),
+        row(" must be of shape as key, got [16, 1, 32]", key[0]),
+        row(".size(3) must be 32 (as key), got 16", key[..., :16]),
+        row(".size(0) must be 8 (as key), got 2", key[:2]),
+        row(".dtype must be float32 (as key), got float16", key.half()),
+        row(f".{stride}", transposed(key)),
     ]
 
 
@@ -232,18 +231,18 @@ def rejected_indices(op: Op) -> list:
     indices, packed = op.pa["sparse_indices"], op.tnd["sparse_indices"]
     one_head = "must be 1 (N2: one key head), got 2"
 
-    def row(id: str, message: str, value: Tensor, inputs: dict = op.pa):
+    def row(message: str, value: Tensor, inputs: dict = op.pa):
         message = f"sparse_indices{message}"
-        return op.row(f"indices-{id}", message, inputs, sparse_indices=value)
+        return op.row(message, inputs, sparse_indices=value)
 
     return [
-        row("rank", " must be of shape [B, S1, 1, K], got [4, 1, 8]", indices[0]),
-        row("dtype", ".dtype must be int32 (positions), got int64", indices.long()),
-        row("batch", ".size(0) must be 2 (as query), got 1", indices[:1]),
-        row("tokens", ".size(1) must be 4 (as query), got 2", indices[:, :2]),
-        row("heads", f".size(2) {one_head}", indices.repeat(1, 1, 2, 1)),
-        row("tokens-TND", ".size(0) must be 6 (as query), got 5", packed[:5], op.tnd),
-        row("heads-TND", f".size(1) {one_head}", packed.repeat(1, 2, 1), op.tnd),
+        row(" must be of shape [B, S1, 1, K], got [4, 1, 8]", indices[0]),
+        row(".dtype must be int32 (positions), got int64", indices.long()),
+        row(".size(0) must be 2 (as query), got 1", indices[:1]),
+        row(".size(1) must be 4 (as query), got 2", indices[:, :2]),
+        row(f".size(2) {one_head}", indices.repeat(1, 1, 2, 1)),
+        row(".size(0) must be 6 (as query), got 5", packed[:5], op.tnd),
+        row(f".size(1) {one_head}", packed.repeat(1, 2, 1), op.tnd),
     ]
 
 
@@ -254,41 +253,41 @@ def rejected_ropes(op: Op) -> list:
     without_key = "key_rope must be a tensor, as query_rope is, got None"
     without_query = "key_rope must be None, as query_rope is, got a tensor"
 
-    def of_query(id: str, message: str, value: Tensor):
-        return op.row(f"query_rope-{id}", f"query_rope{message}", query_rope=value)
+    def of_query(message: str, value: Tensor):
+        return op.row(f"query_rope{message}", query_rope=value)
 
-    def of_key(id: str, message: str, value: Tensor):
-        return op.row(f"key_rope-{id}", f"key_rope{message}", key_rope=value)
+    def of_key(message: str, value: Tensor):
+        return op.row(f"key_rope{message}", key_rope=value)
 
     return [
-        op.row("query_rope-alone", without_key, key_rope=None),
-        op.row("key_rope-alone", without_query, query_rope=None),
-        of_query("rank", " must be of shape as query, except R, got [4, 4, 16]", query[0]),
-        of_query("heads", ".size(2) must be 4 (as query, except R), got 3", query[:, :, :3]),
-        of_query("tokens", ".size(1) must be 4 (as query, except R), got 2", query[:, :2]),
-        of_query("dtype", ".dtype must be float32 (as query, except R), got float16", query.half()),
-        op.row("R-not-16s", "query_rope.size(3) must be a positive multiple of 16, got 8", **of_8),
-        of_key("R", ".size(3) must be 16 (R of query_rope), got 32", key.repeat(1, 1, 1, 2)),
-        of_key("rank", " must be of shape as key, except R, got [16, 1, 16]", key[0]),
-        of_key("blocks", ".size(0) must be 8 (as key, except R), got 2", key[:2]),
-        of_key("heads", ".size(2) must be 1 (as key, except R), got 2", key.repeat(1, 1, 2, 1)),
-        of_key("dtype", ".dtype must be float32 (as key, except R), got float16", key.half()),
-        op.row("key_rope-last-stride", stride, key_rope=transposed(key)),
+        op.row(without_key, key_rope=None),
+        op.row(without_query, query_rope=None),
+        of_query(" must be of shape as query, except R, got [4, 4, 16]", query[0]),
+        of_query(".size(2) must be 4 (as query, except R), got 3", query[:, :, :3]),
+        of_query(".size(1) must be 4 (as query, except R), got 2", query[:, :2]),
+        of_query(".dtype must be float32 (as query, except R), got float16", query.half()),
+        op.row("query_rope.size(3) must be a positive multiple of 16, got 8", **of_8),
+        of_key(".size(3) must be 16 (R of query_rope), got 32", key.repeat(1, 1, 1, 2)),
+        of_key(" must be of shape as key, except R, got [16, 1, 16]", key[0]),
+        of_key(".size(0) must be 8 (as key, except R), got 2", key[:2]),
+        of_key(".size(2) must be 1 (as key, except R), got 2", key.repeat(1, 1, 2, 1)),
+        of_key(".dtype must be float32 (as key, except R), got float16", key.half()),
+        op.row(stride, key_rope=transposed(key)),
     ]
 
 
 def rejected_sinks(op: Op) -> list:
-    def row(id: str, message: str, value: Tensor, inputs: dict = op.pa):
-        return op.row(f"sinks-{id}", f"sinks{message}", inputs, sinks=value)
+    def row(message: str, value: Tensor, inputs: dict = op.pa):
+        return op.row(f"sinks{message}", inputs, sinks=value)
 
     logits = ".dtype must be float32 (a logit per head), got"
     return [
-        row("rank", " must be of shape [N1], got [1, 4]", torch.zeros(1, 4)),
-        row("scalar", " must be of shape [N1], got []", torch.tensor(0.0)),
-        row("heads", ".size(0) must be 4 (N1 of query), got 5", torch.zeros(5)),
-        row("heads-TND", ".size(0) must be 4 (N1 of query), got 3", torch.zeros(3), op.tnd),
-        row("dtype", f"{logits} bfloat16", torch.zeros(4).bfloat16()),
-        row("float64", f"{logits} float64", torch.zeros(4).double()),
+        row(" must be of shape [N1], got [1, 4]", torch.zeros(1, 4)),
+        row(" must be of shape [N1], got []", torch.tensor(0.0)),
+        row(".size(0) must be 4 (N1 of query), got 5", torch.zeros(5)),
+        row(".size(0) must be 4 (N1 of query), got 3", torch.zeros(3), op.tnd),
+        row(f"{logits} bfloat16", torch.zeros(4).bfloat16()),
+        row(f"{logits} float64", torch.zeros(4).double()),
     ]
 
 
@@ -296,23 +295,18 @@ def rejected_keywords(op: Op) -> list:
     """Keywords of torch_npu's standard op."""
     mode = "attention_mode must be 2 (MLA, absorbed), got {}; omit it, and pass the RoPE dims as "
     mode += "query_rope and key_rope"
-    return [op.row(f"attention_mode-{x}", mode.format(x), attention_mode=x) for x in (0, 1, None)]
+    return [op.row(mode.format(x), attention_mode=x) for x in (0, 1, None)]
 
 
 def unsupported_on_npu() -> list:
     x = on_npu([2, 2], [20, 5])
-    row = table("npu_sparse_flash_attention_pto", "attend", x)
+    row = table("npu_sparse_flash_attention_pto", x)
     strides = "{} must be contiguous on an NPU, got strides"
     return [
+        row("query.size(2) must be at most 128 on an NPU, got 129", on_npu([2], [5], heads=129)),
+        row(strides.format("key"), on_npu([2, 2], [20, 5], strided=True)),
+        row(strides.format("key_rope"), key_rope=in_a_wider_row(x["key_rope"])),
         row(
-            "heads",
-            "query.size(2) must be at most 128 on an NPU, got 129",
-            on_npu([2], [5], heads=129),
-        ),
-        row("strides", strides.format("key"), on_npu([2, 2], [20, 5], strided=True)),
-        row("rope-strides", strides.format("key_rope"), key_rope=in_a_wider_row(x["key_rope"])),
-        row(
-            "table",
             "block_table.size(1) must be at most 32768 on an NPU, got 32769",
             block_table=x["block_table"].new_zeros(2, 2**15 + 1),
         ),

@@ -58,22 +58,16 @@ def random_call(m: Maker) -> dict:
 
 def rejected() -> list:
     bsnd, tnd = (inputs([3, 2], [40, 33], layout=layout) for layout in ("BSND", "TND"))
-    row = table(OP, "kl", bsnd)
+    row = table(OP, bsnd)
     indices = bsnd["sparse_indices"]
     return [
         *index_kl.rejected(row, bsnd, tnd),
         row(
-            "indices-dtype",
             "sparse_indices.dtype must be int32 (positions), got int64",
             sparse_indices=indices.long(),
         ),
+        row("sparse_indices.size(1) must be 4 (as query), got 2", sparse_indices=indices[:, :2]),
         row(
-            "indices-tokens",
-            "sparse_indices.size(1) must be 4 (as query), got 2",
-            sparse_indices=indices[:, :2],
-        ),
-        row(
-            "sinks",
             "sinks must be None (sinks are in the statistics), got a tensor; omit them "
             "(softmax_max and softmax_sum hold them)",
             sinks=torch.zeros(4),
@@ -84,22 +78,17 @@ def rejected() -> list:
 
 def unsupported_on_npu() -> list:
     x = on_npu([2, 2], [20, 5])
-    row = table(OP, "kl", x)
+    row = table(OP, x)
     strides = "{} must be contiguous on an NPU, got strides"
     return [
+        row("query.size(1) must be at most 128 on an NPU, got 129", on_npu([2], [5], heads=129)),
         row(
-            "heads",
-            "query.size(1) must be at most 128 on an NPU, got 129",
-            on_npu([2], [5], heads=129),
-        ),
-        row(
-            "index-heads",
             "query_index.size(1) must be at most 64 on an NPU, got 65",
             on_npu([2], [5], index_heads=65),
         ),
-        row("strides", strides.format("key"), on_npu([2, 2], [20, 5], strided=True)),
+        row(strides.format("key"), on_npu([2, 2], [20, 5], strided=True)),
         *(
-            row(f"{name}-strides", strides.format(name), **{name: in_a_wider_row(x[name])})
+            row(strides.format(name), **{name: in_a_wider_row(x[name])})
             for name in ("key_rope", "key_index")
         ),
     ]

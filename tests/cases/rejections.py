@@ -3,6 +3,7 @@ are op, arguments, and the error's text after the name of the op. ``rejected`` i
 those of an op; the rules of queries, keys, lengths and block tables, which two ops share, are here.
 """
 
+import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
@@ -13,11 +14,12 @@ from torch import Tensor
 from . import int32
 
 
-def table(op: str, prefix: str, default: dict) -> Callable:
-    """``row(id, message, inputs, **change)``: the call of ``inputs | change``."""
+def table(op: str, default: dict) -> Callable:
+    """``row(message, inputs, **change)``: the call of ``inputs | change``, named by its message."""
 
-    def row(id: str, message: str, inputs: dict = default, /, **change):
-        return pytest.param(op, inputs | change, message, id=f"{prefix}-{id}")
+    def row(message: str, inputs: dict = default, /, **change):
+        words = re.sub(r"[^\w.]+", "-", message)[:80]
+        return pytest.param(op, inputs | change, message, id=f"{op}-{words}")
 
     return row
 
@@ -41,7 +43,7 @@ def strided_rows(row: Callable, inputs: dict, names: Iterable[str]) -> list:
     for name in names:
         x = transposed(inputs[name])
         message = f"{name}.stride(-1) must be 1 (contiguous last dim), got {x.stride(-1)}; call "
-        rows.append(row(f"{name}-last-stride", f"{message}.contiguous()", **{name: x}))
+        rows.append(row(f"{message}.contiguous()", **{name: x}))
     return rows
 
 
@@ -49,7 +51,7 @@ def none(row: Callable, inputs: dict, optional: Iterable[str] = ()) -> list:
     """None for each required tensor."""
     required = [name for name in tensors(inputs) if name not in optional]
     message = "{} must be a tensor, got None"
-    return [row(f"{name}-None", message.format(name), **{name: None}) for name in required]
+    return [row(message.format(name), **{name: None}) for name in required]
 
 
 COUNT = "sparse_count must be 1 to 2048, or 3072 to 8192 in steps of 1024, got "
@@ -94,12 +96,12 @@ class Op(NamedTuple):
     tnd_pa: dict
 
 
-def in_layouts(op: str, prefix: str, inputs: Callable, layout: str, lengths: str) -> Op:
+def in_layouts(op: str, inputs: Callable, layout: str, lengths: str) -> Op:
     def call(layout_query: str, layout_key: str) -> dict:
         return inputs([3, 2], [40, 33], **{"layout_query": layout_query, layout: layout_key})
 
     pa, bsnd, tnd = call("BSND", "PA_BSND"), call("BSND", "BSND"), call("TND", "TND")
-    return Op(table(op, prefix, pa), layout, lengths, pa, bsnd, tnd, call("TND", "PA_BSND"))
+    return Op(table(op, pa), layout, lengths, pa, bsnd, tnd, call("TND", "PA_BSND"))
 
 
 def shared(op: Op) -> list:
@@ -118,11 +120,11 @@ def layout_names(op: Op) -> list:
     bsnd = f"{layout} must be 'PA_BSND' or 'BSND' (layout_query), got "
     tnd = f"{layout} must be 'PA_BSND' or 'TND' (layout_query), got "
     return [
-        row("layout_query", f"{query}'BNSD'", layout_query="BNSD"),
-        row("layout_query-paged", f"{query}'PA_BSND'", layout_query="PA_BSND"),
-        row(layout, f"{bsnd}'SBND'", **{layout: "SBND"}),
-        row("TND-keys-BSND-query", f"{bsnd}'TND'", op.tnd, layout_query="BSND"),
-        row("BSND-keys-TND-query", f"{tnd}'BSND'", op.tnd, **{layout: "BSND"}),
+        row(f"{query}'BNSD'", layout_query="BNSD"),
+        row(f"{query}'PA_BSND'", layout_query="PA_BSND"),
+        row(f"{bsnd}'SBND'", **{layout: "SBND"}),
+        row(f"{bsnd}'TND'", op.tnd, layout_query="BSND"),
+        row(f"{tnd}'BSND'", op.tnd, **{layout: "BSND"}),
     ]
 
 
@@ -130,9 +132,9 @@ def dtypes(op: Op) -> list:
     row, query, key = op.row, op.pa["query"], op.pa["key"]
     key_dtype = "key.dtype must be float32 (dtype of query), got bfloat16"
     return [
-        row("query-dtype", f"{QUERY_DTYPE}int32", query=query.int()),
-        row("query-float64", f"{QUERY_DTYPE}float64", query=query.double()),
-        row("key-dtype", key_dtype, key=key.bfloat16()),
+        row(f"{QUERY_DTYPE}int32", query=query.int()),
+        row(f"{QUERY_DTYPE}float64", query=query.double()),
+        row(key_dtype, key=key.bfloat16()),
     ]
 
 
@@ -142,14 +144,11 @@ def keys(op: Op) -> list:
     stride = "key.stride(-1) must be 1 (contiguous last dim), got 16; call .contiguous()"
     batch = "key.size(0) must be 2 (B of query), got 1"
     return [
-        row("two-key-heads", f"key.size(2) {heads}", key=key.repeat(1, 1, 2, 1)),
-        row("two-key-heads-TND", f"key.size(1) {heads}", op.tnd, key=op.tnd["key"].repeat(1, 2, 1)),
-        row("key-last-stride", stride, key=transposed(key)),
-        *(
-            row(f"block-size-{n}", f"{BLOCK_SIZE}{n}", key=key.new_zeros(9, n, 1, key.size(-1)))
-            for n in (24, 0, 1040)
-        ),
-        row("key-batch", batch, op.bsnd, key=op.bsnd["key"][:1]),
+        row(f"key.size(2) {heads}", key=key.repeat(1, 1, 2, 1)),
+        row(f"key.size(1) {heads}", op.tnd, key=op.tnd["key"].repeat(1, 2, 1)),
+        row(stride, key=transposed(key)),
+        *(row(f"{BLOCK_SIZE}{n}", key=key.new_zeros(9, n, 1, key.size(-1))) for n in (24, 0, 1040)),
+        row(batch, op.bsnd, key=op.bsnd["key"][:1]),
     ]
 
 
@@ -161,11 +160,11 @@ def query_shapes(op: Op) -> list:
     packed = f"{bsnd}[8, 4, 32]" + NEEDS_TND.format(op.layout)
     padded = f"{tnd}[2, 4, 4, 32]" + NEEDS_BSND.format(op.layout)
     return [
-        row("TND-query-named-BSND-PA_BSND-keys", packed, query=query.flatten(0, 1)),
-        row("TND-query-named-BSND-BSND-keys", packed, op.bsnd, query=query.flatten(0, 1)),
-        row("BSND-query-named-TND-PA_BSND-keys", padded, op.tnd_pa, query=query),
-        row("BSND-query-named-TND-TND-keys", padded, op.tnd, query=query),
-        row("query-of-2-dims", f"{bsnd}[32, 32]", query=query.flatten(0, 2)),
+        row(packed, query=query.flatten(0, 1)),
+        row(packed, op.bsnd, query=query.flatten(0, 1)),
+        row(padded, op.tnd_pa, query=query),
+        row(padded, op.tnd, query=query),
+        row(f"{bsnd}[32, 32]", query=query.flatten(0, 2)),
     ]
 
 
@@ -179,17 +178,16 @@ def key_shapes(op: Op) -> list:
     tnd = "key must be of shape [T2, 1, D] (TND), got "
     paged_as_tnd = f"{tnd}[8, 16, 1, 32]" + KEYS_NEED_FOUR_DIMS.format(op.layout)
     return [
-        row("cache-without-head-dim-BSND-query", paged, key=key[:, :, 0]),
-        row("cache-without-head-dim-TND-query", paged, op.tnd_pa, key=key[:, :, 0]),
-        row("TND-keys-named-BSND", bsnd, op.bsnd, key=packed),
-        row("PA_BSND-keys-named-TND", paged_as_tnd, op.tnd, key=key),
-        row("key-of-2-dims", f"{tnd}[75, 32]", op.tnd, key=packed[:, 0]),
+        row(paged, key=key[:, :, 0]),
+        row(paged, op.tnd_pa, key=key[:, :, 0]),
+        row(bsnd, op.bsnd, key=packed),
+        row(paged_as_tnd, op.tnd, key=key),
+        row(f"{tnd}[75, 32]", op.tnd, key=packed[:, 0]),
     ]
 
 
 def lengths(op: Op) -> list:
     row, name = op.row, op.lengths
-    short = f"lengths-{name.rpartition('_')[2]}"
     meaning = "keys of each sequence [B], for a paged cache"
     packed = "inclusive prefix sums of keys [B], for 'TND'"
     batch = f"{name}.size(0) must be 2 (B), got "
@@ -197,35 +195,27 @@ def lengths(op: Op) -> list:
     packed_query = "inclusive prefix sums of query tokens [B], for 'TND'"
     no_query = f"{of_query} must be an int32 tensor: {packed_query}, got None"
 
-    def given(id: str, message: str, values, inputs: dict = op.pa):
-        return row(f"{short}-{id}", message, inputs, **{name: values})
+    def given(message: str, values, inputs: dict = op.pa):
+        return row(message, inputs, **{name: values})
 
-    def given_query(id: str, message: str, values):
-        return row(f"lengths-query-{id}", f"{of_query}{message}", **{of_query: values})
+    def given_query(message: str, values):
+        return row(f"{of_query}{message}", **{of_query: values})
 
     return [
-        row(f"no-{short}", f"{name} must be an int32 tensor: {meaning}, got None", **{name: None}),
-        given(
-            "dtype", f"{name}.dtype must be int32 ({meaning}), got int64", torch.tensor([40, 33])
-        ),
-        given("rank", f"{name} must be of shape [B], got [1, 2]", int32([[40, 33]])),
-        given("batch", f"{batch}3", int32([40, 33, 1])),
-        given("batch-BSND", f"{batch}1", int32([40]), op.bsnd),
-        given("batch-TND", f"{batch}1", int32([40]), op.tnd),
-        row(
-            f"no-{short}-TND",
-            f"{name} must be an int32 tensor: {packed}, got None",
-            op.tnd,
-            **{name: None},
-        ),
-        row("no-lengths-query-TND", no_query, op.tnd_pa, actual_seq_lengths_query=None),
+        row(f"{name} must be an int32 tensor: {meaning}, got None", **{name: None}),
+        given(f"{name}.dtype must be int32 ({meaning}), got int64", torch.tensor([40, 33])),
+        given(f"{name} must be of shape [B], got [1, 2]", int32([[40, 33]])),
+        given(f"{batch}3", int32([40, 33, 1])),
+        given(f"{batch}1", int32([40]), op.bsnd),
+        given(f"{batch}1", int32([40]), op.tnd),
+        row(f"{name} must be an int32 tensor: {packed}, got None", op.tnd, **{name: None}),
+        row(no_query, op.tnd_pa, actual_seq_lengths_query=None),
         given_query(
-            "dtype",
             ".dtype must be int32 (query tokens of each sequence [B]), got int64",
             torch.tensor([3, 2]),
         ),
-        given_query("rank", " must be of shape [B], got []", int32(3)),
-        given_query("batch", ".size(0) must be 2 (B), got 1", int32([3])),
+        given_query(" must be of shape [B], got []", int32(3)),
+        given_query(".size(0) must be 2 (B), got 1", int32([3])),
     ]
 
 
@@ -236,31 +226,23 @@ def block_tables(op: Op) -> list:
     unused = f"block_table must be None ({op.layout} is '{{}}', not 'PA_BSND'), got a tensor"
     batch = "block_table.size(0) must be 2 (B), got 1"
     return [
-        row("no-block-table", missing, block_table=None),
-        row(
-            "block-table-dtype",
-            "block_table.dtype must be int32 (block ids), got int64",
-            block_table=table.long(),
-        ),
-        row(
-            "block-table-rank",
-            f"block_table must be of shape {shape}, got [4]",
-            block_table=table[0],
-        ),
-        row("block-table-batch", batch, block_table=table[:1]),
-        row("block-table-batch-TND", batch, op.tnd_pa, block_table=table[:1]),
-        row("block-table-BSND", unused.format("BSND"), op.bsnd, block_table=table),
-        row("block-table-TND", unused.format("TND"), op.tnd, block_table=table),
+        row(missing, block_table=None),
+        row("block_table.dtype must be int32 (block ids), got int64", block_table=table.long()),
+        row(f"block_table must be of shape {shape}, got [4]", block_table=table[0]),
+        row(batch, block_table=table[:1]),
+        row(batch, op.tnd_pa, block_table=table[:1]),
+        row(unused.format("BSND"), op.bsnd, block_table=table),
+        row(unused.format("TND"), op.tnd, block_table=table),
     ]
 
 
 def modes(op: Op) -> list:
     row = op.row
     return [
-        *(row(f"sparse_mode-{n}", f"{MODE}{n}", sparse_mode=n) for n in (-1, 1, 2, 4, 2**32 + 3)),
+        *(row(f"{MODE}{n}", sparse_mode=n) for n in (-1, 1, 2, 4, 2**32 + 3)),
         # a keyword of torch_npu's standard ops
         *(
-            row(f"{name}-{n}", f"{name} must be {WINDOW}, got {n}; {WINDOW_REMEDY}", **{name: n})
+            row(f"{name} must be {WINDOW}, got {n}; {WINDOW_REMEDY}", **{name: n})
             for name in ("pre_tokens", "next_tokens")
             for n in (0, -1, 128, 2**63 - 2)
         ),

@@ -107,7 +107,7 @@ def random_call(m: Maker) -> dict:
 
 def rejected() -> list:
     call, plain = inputs([3], [40]), inputs([3], [40], experts=0)
-    row = table(OP, "weights", call)
+    row = table(OP, call)
     x, weight, scales, experts = (call[n] for n in ("x", "weight", "scales", "experts"))
     known = (
         "weight.dtype and scales.dtype must be bfloat16 and None, int8 and float32, float8_e4m3fn "
@@ -118,48 +118,31 @@ def rejected() -> list:
     floating = "x.dtype must be bfloat16, float16 or float32, got"
     ids = "experts must be of shape [.., k] for x of shape [.., K] or [.., k, K], got"
     return [
-        row("dtype", f"{floating} float64", x=x.double()),
-        row("dtype-int8", f"{floating} int8", x=x.to(torch.int8)),
-        row("no-dims", "x must be of shape [.., K], got []", x=x[0, 0]),
-        row(
-            "rank",
-            "weight must be of shape [N, K] (without experts), got [7, 40, 96]",
-            experts=None,
-        ),
-        row(
-            "rank-experts",
-            "weight must be of shape [E, N, K] (with experts), got [40, 96]",
-            weight=weight[0],
-        ),
-        row("no-scales", f"{known} int8 and None", scales=None),
-        row("two-scales", f"{known} bfloat16 and float32", weight=weight.bfloat16()),
-        row("float16", f"{known} float16 and None", plain, weight=plain["x"].half(), scales=None),
-        row("scales-dtype", f"{known} int8 and float16", scales=scales.half()),
-        *(row(f"K-{n}", f"{depth} {n}", x=x.new_zeros(3, n)) for n in (0, 16, 100)),
-        row("columns", "weight.size(-1) must be 96 (K of x), got 64", weight=weight[..., :64]),
+        row(f"{floating} float64", x=x.double()),
+        row(f"{floating} int8", x=x.to(torch.int8)),
+        row("x must be of shape [.., K], got []", x=x[0, 0]),
+        row("weight must be of shape [N, K] (without experts), got [7, 40, 96]", experts=None),
+        row("weight must be of shape [E, N, K] (with experts), got [40, 96]", weight=weight[0]),
+        row(f"{known} int8 and None", scales=None),
+        row(f"{known} bfloat16 and float32", weight=weight.bfloat16()),
+        row(f"{known} float16 and None", plain, weight=plain["x"].half(), scales=None),
+        row(f"{known} int8 and float16", scales=scales.half()),
+        *(row(f"{depth} {n}", x=x.new_zeros(3, n)) for n in (0, 16, 100)),
+        row("weight.size(-1) must be 96 (K of x), got 64", weight=weight[..., :64]),
         *(
-            row(f"block-size-{n}", f"{block} {n}", block_size=n)
+            row(f"{block} {n}", block_size=n)
             for n in (0, -32, 48, 1056, 2**32 + 128, -(2**63), 2**63 - 1)
         ),
         row(
-            "weight-strides",
             "weight.stride(-1) must be 1 (contiguous last dim), got 2; call .contiguous()",
             weight=weight.repeat_interleave(2, -1)[..., ::2],
         ),
         *rejected_scales(),
-        row(
-            "experts-dtype",
-            "experts.dtype must be int32 or int64, got int16",
-            experts=experts.short(),
-        ),
-        row("experts-rank", f"{ids} [3, 3, 1]", experts=experts[..., None]),
-        row("experts-no-dims", f"{ids} []", experts=experts[0, 0]),
-        row("experts-rows", "experts.size(0) must be 3 (as x), got 2", experts=experts[:2]),
-        row(
-            "experts-k",
-            "experts.size(1) must be 2 (as x), got 3",
-            x=x[:, None].repeat(1, 2, 1),
-        ),
+        row("experts.dtype must be int32 or int64, got int16", experts=experts.short()),
+        row(f"{ids} [3, 3, 1]", experts=experts[..., None]),
+        row(f"{ids} []", experts=experts[0, 0]),
+        row("experts.size(0) must be 3 (as x), got 2", experts=experts[:2]),
+        row("experts.size(1) must be 2 (as x), got 3", x=x[:, None].repeat(1, 2, 1)),
         *none(row, call, ["scales", "experts"]),
     ]
 
@@ -180,39 +163,33 @@ def rejected_scales() -> list:
         ("int4", "[N, K / G, 2] or [E, N, K / G, 2] for 4 bits", -1, "2 (scale and zero)", 1),
     ):
         call = inputs([3], [40], kind=kind)
-        row, scales = table(OP, f"weights-{kind}", call), call["scales"]
+        row, scales = table(OP, call), call["scales"]
         sizes = [*scales.shape]
         sizes[dim] = wrong
         of_other_size = torch.ones(sizes).to(scales.dtype)
         rank = f"scales must be of shape {shape}, got {[*scales.shape[1:]]}"
         why = "as weight" if kind == "int4" else "E of weight"
         found += [
-            row("rank", rank, scales=scales[0]),
-            row("size", f"scales.size({dim}) must be {right}, got {wrong}", scales=of_other_size),
-            row("E", f"scales.size(0) must be 7 ({why}), got 6", scales=scales[:6]),
+            row(rank, scales=scales[0]),
+            row(f"scales.size({dim}) must be {right}, got {wrong}", scales=of_other_size),
+            row(f"scales.size(0) must be 7 ({why}), got 6", scales=scales[:6]),
         ]
     call = inputs([3], [40], kind="int4")
-    row, scales = table(OP, "weights-int4", call), call["scales"]
+    row, scales = table(OP, call), call["scales"]
     pairs = "weight.size(-1) must be 48 (K / 2, two values per byte), got 47"
     groups = "scales.size(-2) must be K / G, for a G that is a multiple of 32, got"
     found += [
-        row("columns", pairs, weight=call["weight"][..., :47]),
-        row("N", "scales.size(1) must be 40 (as weight), got 39", scales=scales[:, :39]),
-        *(
-            row(f"groups-{n}", f"{groups} {n}", scales=scales.new_ones(7, 40, n, 2))
-            for n in (0, 2, 5, 6, 96)
-        ),
+        row(pairs, weight=call["weight"][..., :47]),
+        row("scales.size(1) must be 40 (as weight), got 39", scales=scales[:, :39]),
+        *(row(f"{groups} {n}", scales=scales.new_ones(7, 40, n, 2)) for n in (0, 2, 5, 6, 96)),
     ]
     blocks = inputs([3], [40], kind="fp8", experts=0)
-    row, weight = table(OP, "weights-fp8", blocks), blocks["weight"]
+    row, weight = table(OP, blocks), blocks["weight"]
     needs = "scales.size(0) must be 2 (blocks of weight, the last one may be shorter), got 1"
     strides = "weight.stride(-1) must be 1 (contiguous last dim), got 40; call .contiguous()"
-    found += [
-        row("N", needs, block_size=32),
-        row("strides", strides, weight=weight.T.contiguous().T),
-    ]
+    found += [row(needs, block_size=32), row(strides, weight=weight.T.contiguous().T)]
     values = inputs([3], [40], kind="bfloat16", experts=0)
-    row = table(OP, "weights-bfloat16", values)
+    row = table(OP, values)
     gaps = values["weight"].repeat_interleave(2, -1)[..., ::2]
     words = "weight.stride(-1) or weight.stride(-2) must be 1, got 2 and 192; call .contiguous()"
-    return [*found, row("strides", words, weight=gaps)]
+    return [*found, row(words, weight=gaps)]
