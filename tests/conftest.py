@@ -6,9 +6,9 @@ products of parameters: each value of each parameter occurs, not each combinatio
 Those marked ``ascend_host`` are taken by ``--ascend-host``, and alone.
 """
 
-import itertools
 import os
 import warnings
+from collections import defaultdict
 
 import hypothesis
 import pytest
@@ -38,17 +38,19 @@ def function_of(item) -> tuple:
 
 def thinned(items: list) -> list:
     """Of a function's cases, a diagonal through the product of its parameters."""
-    kept = []
-    for _, cases in itertools.groupby(items, function_of):
-        cases = list(cases)
-        places = [case.callspec.indices if hasattr(case, "callspec") else {} for case in cases]
-        values = {name: sorted({place[name] for place in places}) for name in places[0]}
-        longest = max(map(len, values.values()), default=1)
-        diagonal = [
-            {name: own[i % len(own)] for name, own in values.items()} for i in range(longest)
-        ]
-        kept += [case for case, place in zip(cases, places, strict=True) if place in diagonal]
-    return kept
+    functions, kept = defaultdict(dict), set()
+    for item in items:  # cases that share a fixture run together, those of a function may not
+        ids = item.callspec._idlist if hasattr(item, "callspec") else ()  # one for each decorator
+        functions[function_of(item)][tuple(ids)] = item
+    for cases in functions.values():
+        values = [list(dict.fromkeys(ids)) for ids in zip(*cases, strict=True)]
+        longest = max(map(len, values), default=1)
+        diagonal = {tuple(own[i % len(own)] for own in values) for i in range(longest)}
+        seen = {(i, one) for ids in diagonal & cases.keys() for i, one in enumerate(ids)}
+        # where the product has gaps, each value that the diagonal misses
+        diagonal |= {ids for ids in cases if not seen.issuperset(enumerate(ids))}
+        kept |= {cases[ids] for ids in diagonal & cases.keys()}
+    return [item for item in items if item in kept]
 
 
 @pytest.hookimpl(trylast=True)
