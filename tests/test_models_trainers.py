@@ -6,7 +6,7 @@ import pytest
 import tokenizers
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from memory import in_ranks
 from model_harness import PADS
 from tiny import tiny_model, token_ids
 from torch.nn.parallel import DistributedDataParallel
@@ -105,7 +105,7 @@ def work(rank, folder):
 
 def test_two_processes_have_the_gradients_of_one(tmp_path):
     """The indexers get none: a user freezes them, or has DDP find unused parameters."""
-    torch.multiprocessing.spawn(work, args=(tmp_path,), nprocs=2)
+    in_ranks(work, tmp_path)
     model = model_for("ops")
     loss_of(model, token_ids(4, TOKENS), 4 * (TOKENS - 1)).backward()
     want = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}

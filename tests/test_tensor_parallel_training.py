@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+from memory import in_ranks
 from tiny import SHARED, clear_case, tiny_model
 from torch.distributed.tensor import DTensor
 from training_harness import padded, trained
 
 from custom_pypto import models
+from custom_pypto.models import latent_attention
 from custom_pypto.models.latent_attention import LatentAttention
 
 LOSSES = [None, "sparse", "dense"]
@@ -48,6 +49,7 @@ def gradients(model, seed, loss, checkpoint=None):
 
 def work(rank: int, folder: Path, seeds: dict):
     torch.set_num_threads(1)
+    latent_attention.CHECK_RANKS = True  # as CUSTOM_PYPTO_CHECK_RANKS=1 does at the import
     dist.init_process_group(
         init_method=f"file://{folder}/store",
         rank=rank,
@@ -74,7 +76,6 @@ def shared(tmp_path_factory):
         # put back what gradients() changes
         patch.setattr(LatentAttention, "slice_tokens", LatentAttention.slice_tokens)
         patch.setattr(models.training, "DENSE_TOKENS", models.training.DENSE_TOKENS)
-        patch.setenv("CUSTOM_PYPTO_CHECK_RANKS", "1")
         for kind in SHARED:
             model = tiny_model(kind).train()
             model.save_pretrained(folder / kind)
@@ -87,7 +88,7 @@ def shared(tmp_path_factory):
             seeds[kind], (upstream, of_loss) = clear_case(run)
             alone |= {(kind, loss): found for loss, found in of_loss.items()}
             alone[kind, "upstream"] = {"loss": upstream[0]}, upstream[1]
-        torch.multiprocessing.spawn(work, (folder, seeds), nprocs=2)
+        in_ranks(work, folder, seeds)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)], alone
 
 
