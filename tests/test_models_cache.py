@@ -21,7 +21,7 @@ from model_harness import (
     unchanged,
     upstream_and_patched,
 )
-from tiny import ALL_KINDS, KINDS, MAKERS, clear_case, tiny_model, token_ids
+from tiny import ALL_KINDS, KINDS, OWN, clear_case, tiny_model, token_ids
 from transformers import DynamicCache
 
 from custom_pypto import models
@@ -71,7 +71,7 @@ CROPS = {"deepseek_v4": [16, 3, 60], "glm5_next": [50]}
     "kind, fed, change, rows",
     [
         pytest.param(kind, fed, *change, id=f"{kind}-{fed}-tokens-{name}")
-        for kind in MAKERS
+        for kind in OWN
         for fed in FED.get(kind, [50])
         for name, change in (
             {f"crop-{n}": crop(n) for n in CROPS.get(kind, [13])}

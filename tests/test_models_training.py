@@ -5,12 +5,21 @@ from collections import defaultdict
 import pytest
 import torch
 from model_harness import COUNT_PADDING
-from tiny import ALL_KINDS, KINDS, clear_case, tiny_model, token_ids
+from tiny import ALL_KINDS, KINDS, clear_case, token_ids
 from training_harness import (
     BATCHES,
+    KINDS_OF_LOSS,
+    LEARNING,
     TOKENS,
     Quadratic,
+    assert_equal,
+    checkpointed,
+    errors,
+    gradients,
+    holes,
+    model_for,
     nothing_outlives_it,
+    one_thread,  # noqa: F401
     packed,
     padded,
     trained,
@@ -18,7 +27,7 @@ from training_harness import (
 )
 
 from custom_pypto import models
-from custom_pypto.models import deepseek_v4, training
+from custom_pypto.models import deepseek_v4, indexer_loss, training
 from custom_pypto.models.latent_attention import LatentAttention
 from custom_pypto.models.patched import text_model
 
@@ -34,21 +43,9 @@ SHARING = "mistral_large4" if "mistral_large4" in ALL_KINDS else KINDS[0]
 HYPER_CONNECTIONS = 1e-3
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    torch.set_num_threads(1)  # tensors this small only wait for a second one
-
-
-def model_for(path, kind="deepseek_v32", **changes):
-    model = tiny_model(kind, **changes).train()
-    return models.use_custom_pypto(model, block_size=16, training=path)
-
-
 def assert_same(got, want, kind):
-    assert want[1] and got[1].keys() == want[1].keys()
     torch.testing.assert_close(got[0], want[0], rtol=TOLERANCES[kind], atol=0)
-    for name, gradient in want[1].items():
-        error = float((got[1][name] - gradient).norm() / gradient.norm())
+    for name, error in errors(got[1], want[1]).items():
         assert error <= (HYPER_CONNECTIONS if "hc" in name else TOLERANCES[kind]), name
 
 
@@ -74,17 +71,13 @@ def test_the_ops_give_upstream_gradients(kind, batch):
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_float32_is_as_near_to_float64_as_upstream(kind):
-    def errors(got):
-        assert got.keys() == exact.keys()
-        return {n: float((got[n] - exact[n]).norm() / exact[n].norm()) for n in exact}
-
     upstream = model_for("upstream", kind)
-    seed, want = clear_case(lambda seed: trained(upstream, whole(seed)))
-    upstreams = dict(want[1])
+    seed, (_, theirs) = clear_case(lambda seed: trained(upstream, whole(seed)))
     upstream.config._experts_implementation = "eager"  # the default takes no float64
-    exact = trained(upstream.double(), whole(seed))[1]
-    ours = errors(trained(model_for("ops", kind), whole(seed))[1])
-    assert max(ours.values()) <= 4 * max(errors(upstreams).values()), ours
+    _, exact = trained(upstream.double(), whole(seed))
+    _, ours = trained(model_for("ops", kind), whole(seed))
+    theirs, ours = (max(errors(got, exact).values()) for got in (theirs, ours))
+    assert ours <= 4 * theirs
 
 
 def test_deepseek_v4_with_left_padding_trains_like_each_sequence_alone():
@@ -96,10 +89,7 @@ def test_deepseek_v4_with_left_padding_trains_like_each_sequence_alone():
         for row, n in enumerate(pads):
             ids, labels = (batch[name][row : row + 1, n:] for name in ("input_ids", "labels"))
             losses.append(upstream(input_ids=ids, labels=labels, num_items_in_batch=items).loss)
-        upstream.zero_grad()
-        sum(losses).backward()
-        named = upstream.named_parameters()
-        return sum(losses).detach(), {n: p.grad for n, p in named if p.grad is not None}
+        return sum(losses).detach(), gradients(upstream, sum(losses))
 
     seed, want = clear_case(alone)
     got = trained(model_for("ops", "deepseek_v4"), padded(left=pads, seed=seed))
@@ -121,20 +111,21 @@ def test_num_items_in_batch_scales_the_gradients(kind):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("kind", ALL_KINDS)
-def test_checkpointing_changes_no_bit(kind, reentrant):
-    model, batch = model_for("ops", kind), BATCHES["left-padding"](1)
+@pytest.mark.parametrize(
+    "kind, loss",
+    [*((k, None) for k in ALL_KINDS), *((k, loss) for k in LEARNING for loss in KINDS_OF_LOSS)],
+)
+def test_checkpointing_changes_no_bit(kind, loss, reentrant):
+    model, batch = model_for("ops", kind, loss), BATCHES["left-padding"](1)
     want = trained(model, batch)
-    want = {name: gradient.clone() for name, gradient in want[1].items()}
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    model.enable_input_require_grads()
+    checkpointed(model, reentrant)
     if kind == "mistral_large4" and reentrant:  # upstream drops the gradient of shared latents
         with pytest.raises(ValueError, match="use_reentrant=False .*got True, which would drop"):
             trained(model, batch)
         return
-    got = trained(model, batch)[1]
-    assert got.keys() == want.keys()
-    assert [name for name in want if not torch.equal(got[name], want[name])] == []
+    got = trained(model, batch)
+    assert torch.equal(got[0], want[0])
+    assert_equal(got[1], want[1])
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
@@ -150,11 +141,9 @@ def test_gradients_in_bfloat16_are_as_close_to_float32_as_upstream(kind, precisi
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast"):
             model = model.bfloat16() if precision == "weights" else model
             loss = model(**whole(), use_cache=False).loss
-        loss.backward()
-        got = {n: p.grad.float() for n, p in model.named_parameters() if p.grad is not None}
-        assert got.keys() == exact.keys() and all(x.isfinite().all() for x in got.values())
-        errors = [float((got[n] - exact[n]).norm() / exact[n].norm()) for n in exact]
-        return torch.tensor(errors).median()
+        of_each = torch.tensor([*errors(gradients(model, loss), exact).values()])
+        assert of_each.isfinite().all()
+        return of_each.median()
 
     exact = trained(model_for("upstream", kind, **dense), whole())[1]
     assert error("ops") <= 1.2 * error("upstream")
@@ -191,44 +180,50 @@ def test_a_second_derivative_is_rejected():
 # ---- memory -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ALL_KINDS)
-def test_no_tensor_grows_with_the_square_of_the_sequence(kind):
-    ids = token_ids(1, 1100)  # more than any other dim
+@pytest.mark.parametrize(
+    "kind, loss", [*((k, None) for k in ALL_KINDS), *((KINDS[0], loss) for loss in KINDS_OF_LOSS)]
+)
+def test_no_tensor_grows_with_the_square_of_the_sequence(kind, loss):
+    ids = token_ids(1, 400)  # more than any other dim
 
-    def shapes(path):
+    def shapes(path, loss):
+        model = model_for(path, kind, loss, index_n_heads=16, index_head_dim=16)
         with Quadratic(ids.size(1)) as mode:
-            trained(model_for(path, kind), {"input_ids": ids, "labels": ids})
+            trained(model, {"input_ids": ids, "labels": ids})
         return mode.found
 
-    assert shapes("upstream") and not shapes("ops")
-
-
-def test_nothing_of_a_forward_outlives_its_backward():
-    model = model_for("ops", SHARING)
-    with nothing_outlives_it(training.StoreOfCalls):
-        output = model(**whole())
-        assert output.past_key_values is None
-        output.loss.backward()
-        del output
+    assert shapes("upstream", None) and not shapes("ops", loss)
 
 
 @pytest.mark.parametrize("learns", ["everything", "indexers"])
 @pytest.mark.parametrize("loss", [None, "sparse"])
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_nothing_of_a_checkpointed_forward_without_backward_outlives_its_output(
-    reentrant, loss, learns
-):
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("end", ["output dropped", "backward", "norm raises", "lm_head raises"])
+def test_nothing_of_a_forward_outlives_it(end, reentrant, loss, learns):
     """Neither the layers' latents for others, nor the graph of those."""
-    model = models.use_custom_pypto(
-        tiny_model(SHARING).train(), block_size=16, training="ops", indexer_loss=loss
-    )
+    # which rejects the backward of shared latents with reentrant checkpointing
+    model = model_for("ops", KINDS[0] if end == "backward" and reentrant else SHARING, loss)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(learns == "everything" or ".indexer." in name)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
-    with nothing_outlives_it(training.StoreOfCalls):
+    if reentrant is not None:
+        checkpointed(model, reentrant)
+
+    def refuse(*_):
+        raise ValueError("refused")
+
+    raising = {"norm raises": text_model(model).norm, "lm_head raises": model.lm_head}
+    if end in raising:
+        raising[end].register_forward_hook(refuse)
+    with nothing_outlives_it(training.StoreOfCalls, indexer_loss.IndexerLoss, indexer_loss.Scale):
+        if end in raising:
+            with pytest.raises(ValueError, match="refused"):
+                model(**whole())
+            return
         output = model(**whole())
-        assert output.loss.requires_grad
+        assert output.loss.requires_grad and output.past_key_values is None
+        if end == "backward":
+            output.loss.backward()
         del output
 
 
@@ -279,12 +274,6 @@ def test_auto_takes_the_ops_where_upstream_is_not_cheaper(kind, monkeypatch):
     monkeypatch.setattr(training, "UPSTREAM_SCORES", 0)
     assert runs_on_the_ops(auto, whole()) and not runs_on_the_ops(upstream, whole())
     assert_same(trained(auto, whole()), trained(ops, whole()), kind)
-
-
-def holes():
-    batch = padded()
-    batch["attention_mask"][1, 20] = 0
-    return batch
 
 
 def masked_by_pairs():

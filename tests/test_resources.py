@@ -1,5 +1,6 @@
 """What the ops and models take of memory: no more with every call, and no more than documented."""
 
+import ctypes
 import re
 import resource
 
@@ -8,8 +9,10 @@ import pytest
 import torch
 from cases import inputs_of
 from memory import FLAT, MIB, growth, in_a_process, peak_of, status
+from tiny import tiny_model, token_ids
 
 import custom_pypto
+from custom_pypto import models
 from custom_pypto.descriptions import ALL_OPS
 
 
@@ -37,11 +40,6 @@ def growth_of_ops(calls: int, rejected: bool) -> dict[str, int]:
 
 
 def growth_of_generation(calls: int) -> int:
-    # here, and not above: the processes that need no model start in a second
-    from tiny import tiny_model, token_ids
-
-    from custom_pypto import models
-
     torch.set_num_threads(1)
     model = models.use_custom_pypto(tiny_model(), block_size=16)
     ids = token_ids(2, 12)
@@ -143,13 +141,14 @@ def test_the_indexers_workspace_at_a_million_keys_is_the_documented_one(
 # ---- a cache that does not fit --------------------------------------------------------------
 
 
+M_ARENA_MAX = -8  # of mallopt
+
+
 def tokens_that_fit(tokens: int, batch_size: int, room: int | None):
     """The error of a cache that does not fit; whether the tokens that it names do fit, and more."""
-    from tiny import tiny_model
-
-    from custom_pypto import models
-
     model = models.use_custom_pypto(tiny_model(), block_size=16)
+    # glibc would answer a rejection with another arena, 64 MiB of the limited address space
+    ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
     # threads and their memory start outside what is limited
     torch.set_num_threads(1)
     models.PagedCache(model, batch_size, 16, block_size=16)
@@ -173,9 +172,7 @@ BYTES_OF_A_TOKEN = 3 * (64 + 16 + 32) * 4
 
 
 @pytest.mark.parametrize("batch_size", [1, 3])
-def test_a_cache_that_the_process_may_not_have_says_how_many_tokens_fit(batch_size, monkeypatch):
-    # glibc would answer a rejection with another arena, 64 MiB of the limited address space
-    monkeypatch.setenv("MALLOC_ARENA_MAX", "1")
+def test_a_cache_that_the_process_may_not_have_says_how_many_tokens_fit(batch_size):
     room = 2048 * MIB  # nothing is written there
     tokens = room // BYTES_OF_A_TOKEN
     said, fit, at_that, at_more = in_a_process(tokens_that_fit, 2 * tokens, batch_size, room)

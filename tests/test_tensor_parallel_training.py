@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
-from tiny import SHARED, clear_case, tiny_model
+from memory import in_ranks
+from tiny import SHARED, clear_case, representatives, tiny_model
 from torch.distributed.tensor import DTensor
-from training_harness import padded, trained
+from training_harness import assert_equal, checkpointed, errors, gradients, padded, trained
 
 from custom_pypto import models
+from custom_pypto.models import latent_attention
 from custom_pypto.models.latent_attention import LatentAttention
 
 LOSSES = [None, "sparse", "dense"]
@@ -27,67 +28,60 @@ def batch_of(seed):
     return padded(left=(0, 9), right=(4, 0), seed=seed)
 
 
-def gradients(model, seed, loss, checkpoint=None):
+def losses_and_gradients(model, seed, loss, checkpoint=None):
     """The loss, that of the indexers, and the gradients of all parameters, whole."""
     models.use_custom_pypto(model, block_size=16, training="ops", indexer_loss=loss)
     LatentAttention.slice_tokens = models.training.DENSE_TOKENS = 23  # several turns of each rank
-    if checkpoint is None:
-        model.gradient_checkpointing_disable()
-    else:
-        model.gradient_checkpointing_enable({"use_reentrant": checkpoint})
-        model.enable_input_require_grads()
-    model.zero_grad()
+    model.gradient_checkpointing_disable()
+    if checkpoint is not None:
+        checkpointed(model, checkpoint)
     output = model(**batch_of(seed), use_cache=False)
-    output.loss.backward()
+    grads = gradients(model, output.loss)
     found = {"loss": output.loss.detach()}
     if loss:
         found["indexer_loss"] = output.indexer_loss.detach()
-    grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     return found, {n: x.full_tensor() if isinstance(x, DTensor) else x for n, x in grads.items()}
 
 
-def work(rank: int, folder: Path, seeds: dict):
+def work(rank: int, folder: Path, kind: str, seed: int):
     torch.set_num_threads(1)
+    latent_attention.CHECK_RANKS = True  # as CUSTOM_PYPTO_CHECK_RANKS=1 does at the import
     dist.init_process_group(
         init_method=f"file://{folder}/store",
         rank=rank,
         world_size=2,
         timeout=timedelta(seconds=60),
     )
-    seen = {}
-    for kind, seed in seeds.items():
-        model = models.load(folder / kind, tensor_parallel=True).train()
-        for loss in LOSSES:
-            for checkpoint in CHECKPOINTS:
-                seen[kind, loss, checkpoint] = gradients(model, seed, loss, checkpoint)
+    model = models.load(folder / kind, tensor_parallel=True).train()
+    seen = {
+        (loss, checkpoint): losses_and_gradients(model, seed, loss, checkpoint)
+        for loss in LOSSES
+        for checkpoint in CHECKPOINTS
+    }
     torch.save(seen, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module")
-def shared(tmp_path_factory):
+@pytest.fixture(scope="module", params=representatives(SHARED))
+def shared(request, tmp_path_factory):
     """What two ranks have computed, and what one process does."""
-    folder = tmp_path_factory.mktemp("ranks")
+    folder, kind = tmp_path_factory.mktemp("ranks"), request.param
     torch.set_num_threads(1)
-    alone, seeds = {}, {}
     with pytest.MonkeyPatch.context() as patch:
-        # put back what gradients() changes
+        # put back what losses_and_gradients() changes
         patch.setattr(LatentAttention, "slice_tokens", LatentAttention.slice_tokens)
         patch.setattr(models.training, "DENSE_TOKENS", models.training.DENSE_TOKENS)
-        patch.setenv("CUSTOM_PYPTO_CHECK_RANKS", "1")
-        for kind in SHARED:
-            model = tiny_model(kind).train()
-            model.save_pretrained(folder / kind)
+        model = tiny_model(kind).train()
+        model.save_pretrained(folder / kind)
 
-            def run(seed, model=model):
-                models.use_transformers(model)
-                upstream = trained(model, batch_of(seed))  # shows close calls of the selection
-                return upstream, {loss: gradients(model, seed, loss) for loss in LOSSES}
+        def run(seed):
+            models.use_transformers(model)
+            loss, grads = trained(model, batch_of(seed))  # shows close calls of the selection
+            of_loss = {loss: losses_and_gradients(model, seed, loss) for loss in LOSSES}
+            return of_loss | {"upstream": ({"loss": loss}, grads)}
 
-            seeds[kind], (upstream, of_loss) = clear_case(run)
-            alone |= {(kind, loss): found for loss, found in of_loss.items()}
-            alone[kind, "upstream"] = {"loss": upstream[0]}, upstream[1]
-        torch.multiprocessing.spawn(work, (folder, seeds), nprocs=2)
+        seed, alone = clear_case(run)
+        in_ranks(work, folder, kind, seed)
     return [torch.load(folder / f"{rank}.pt") for rank in range(2)], alone
 
 
@@ -95,36 +89,30 @@ def assert_near(got, want):
     """Losses and gradients."""
     for name, value in want[0].items():
         torch.testing.assert_close(got[0][name], value, rtol=TOLERANCE, atol=0)
-    assert want[1] and got[1].keys() == want[1].keys()
-    for name, x in want[1].items():
-        error = float((got[1][name].double() - x.double()).norm() / x.double().norm())
+    for name, error in errors(got[1], want[1]).items():
         assert error <= (HYPER_CONNECTIONS if "hc" in name else TOLERANCE), (name, error)
 
 
-@pytest.mark.parametrize("checkpoint", CHECKPOINTS)
 @pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("kind", SHARED)
-def test_two_ranks_have_the_losses_and_gradients_of_one_process(shared, kind, loss, checkpoint):
+def test_two_ranks_have_the_losses_and_gradients_of_one_process(shared, loss):
     ranks, alone = shared
-    learning = [name for name in alone[kind, loss][1] if ".indexer." in name]
+    learning = [name for name in alone[loss][1] if ".indexer." in name]
     assert bool(learning) is (loss is not None)
     for rank in ranks:
-        assert_near(rank[kind, loss, checkpoint], alone[kind, loss])
+        for checkpoint in CHECKPOINTS:
+            assert_near(rank[loss, checkpoint], alone[loss])
 
 
-@pytest.mark.parametrize("kind", SHARED)
-def test_two_ranks_have_the_gradients_of_upstream(shared, kind):
+def test_two_ranks_have_the_gradients_of_upstream(shared):
     ranks, alone = shared
     for rank in ranks:
-        assert_near(rank[kind, None, None], alone[kind, "upstream"])
+        assert_near(rank[None, None], alone["upstream"])
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-@pytest.mark.parametrize("kind", SHARED)
-def test_both_ranks_have_equal_bits(shared, kind, loss):
+def test_both_ranks_have_equal_bits(shared):
     """Else weights that both have would drift apart."""
-    for checkpoint in CHECKPOINTS:
-        one, other = (rank[kind, loss, checkpoint] for rank in shared[0])
-        for found, same in zip(one, other, strict=True):
-            assert found.keys() == same.keys()
-            assert [name for name, x in found.items() if not torch.equal(x, same[name])] == []
+    one, other = shared[0]
+    assert one.keys() == other.keys()
+    for case, of_one in one.items():
+        for found, same in zip(of_one, other[case], strict=True):
+            assert_equal(found, same)

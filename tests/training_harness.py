@@ -1,15 +1,45 @@
-"""What tests of training share: kinds of batches, gradients, and a watch over memory."""
+"""What tests of training share: models, kinds of batches, gradients, and a watch over memory."""
 
 import gc
 from contextlib import contextmanager
 
+import pytest
 import torch
-from tiny import token_ids
+from tiny import ALL_KINDS, tiny_model, token_ids
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import Trainer, TrainingArguments
 
+from custom_pypto import models
+
 TOKENS = 40
+# whose indexers score tokens, not groups of tokens
+LEARNING = [kind for kind in ALL_KINDS if kind not in ("deepseek_v4", "glm5_next")]
+KINDS_OF_LOSS = ["sparse", "dense"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    torch.set_num_threads(1)  # tensors this small only wait for a second one
+
+
+# ---- models and batches -----------------------------------------------------------------------
+
+
+def model_for(path, kind="deepseek_v32", loss=None, coefficient=1.0, **changes):
+    """A model that trains on this path, "auto", "ops" or "upstream", and learns by this loss."""
+    return models.use_custom_pypto(
+        tiny_model(kind, **changes).train(),
+        block_size=16,
+        training=path,
+        indexer_loss=loss,
+        indexer_loss_coefficient=coefficient,
+    )
+
+
+def checkpointed(model, reentrant):
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
 
 
 def whole(seed=1):
@@ -40,6 +70,12 @@ def packed(seed=1, rows=2):
     }
 
 
+def holes():
+    batch = padded()
+    batch["attention_mask"][1, 20] = 0
+    return batch
+
+
 BATCHES = {
     "whole-rows": whole,
     "left-padding": lambda seed: padded(left=(0, 9), seed=seed),
@@ -49,12 +85,39 @@ BATCHES = {
 }
 
 
-def trained(model, batch, **arguments):
-    """The loss of a batch, and the gradients of all parameters that have one."""
+# ---- gradients --------------------------------------------------------------------------------
+
+
+def gradients(model, loss):
+    """Of all parameters that have one, as one backward of ``loss`` gives them."""
     model.zero_grad()
-    loss = model(**batch, use_cache=False, **arguments).loss
     loss.backward()
-    return loss.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def trained(model, batch, **arguments):
+    """The loss of a batch, and its gradients."""
+    loss = model(**batch, use_cache=False, **arguments).loss
+    return loss.detach(), gradients(model, loss)
+
+
+def errors(got, want):
+    """Of each gradient, as a share of its norm."""
+    assert want and got.keys() == want.keys()
+    got, want = ({name: x.double() for name, x in of.items()} for of in (got, want))
+    return {name: float((got[name] - x).norm() / x.norm()) for name, x in want.items()}
+
+
+def assert_near(got, want, tolerance):
+    assert not {name: x for name, x in errors(got, want).items() if not x <= tolerance}
+
+
+def assert_equal(got, want):
+    assert want and got.keys() == want.keys()
+    assert [name for name in want if not torch.equal(got[name], want[name])] == []
+
+
+# ---- trainers and memory ----------------------------------------------------------------------
 
 
 def logged_losses(model, folder, rows, steps, **arguments):
@@ -80,18 +143,15 @@ def logged_losses(model, folder, rows, steps, **arguments):
 
 @contextmanager
 def nothing_outlives_it(*classes):
-    """Inside, no object of these classes is made that lives on. Those of before may: they are kept,
-    so that no new one can have the address of an old one."""
-
-    def alive():
+    """Inside, no object of these classes is made that lives on."""
+    gc.freeze()  # the objects of before are neither looked at nor found
+    try:
+        yield
         gc.collect()
         # isinstance() would ask the objects, some of which answer with a warning
-        return [x for x in gc.get_objects() if issubclass(type(x), classes)]
-
-    before = alive()
-    yield
-    addresses = {id(x) for x in before}
-    assert not [x for x in alive() if id(x) not in addresses]
+        assert not [x for x in gc.get_objects() if issubclass(type(x), classes)]
+    finally:
+        gc.unfreeze()
 
 
 class Quadratic(TorchDispatchMode):
