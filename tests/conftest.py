@@ -41,12 +41,13 @@ def thinned(items: list) -> list:
     kept = []
     for _, cases in itertools.groupby(items, function_of):
         cases = list(cases)
-        places = [case.callspec.indices if hasattr(case, "callspec") else {} for case in cases]
-        values = {name: sorted({place[name] for place in places}) for name in places[0]}
-        longest = max(map(len, values.values()), default=1)
-        diagonal = [
-            {name: own[i % len(own)] for name, own in values.items()} for i in range(longest)
+        # the ids of each parametrization; the indices of a case count the cases of the product
+        places = [
+            tuple(case.callspec._idlist) if hasattr(case, "callspec") else () for case in cases
         ]
+        values = [list(dict.fromkeys(column)) for column in zip(*places, strict=True)]
+        longest = max(map(len, values), default=1)
+        diagonal = {tuple(own[i % len(own)] for own in values) for i in range(longest)}
         kept += [case for case, place in zip(cases, places, strict=True) if place in diagonal]
     return kept
 
