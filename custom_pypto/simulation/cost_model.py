@@ -13,6 +13,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from . import control_flow
 from .compiler import SimulationError, compiled, pypto_versions, simulated
 
 CYCLES_PER_US = 1800.0  # PyPTO's own conversion, though its A2A3.ini has cores of 1850 MHz
@@ -92,7 +93,8 @@ def estimate(
             instance a tile that does not fit; it did not finish in time; it ended its process.
     """
     copy = simulated(kernel)
-    with compiled(copy, tensors, params, timeout=timeout) as output:
+    control_flow.folder()
+    with compiled(copy, tensors, params, prepare=control_flow.keep, timeout=timeout) as output:
         swim = output / "CostModelSimulationOutput" / "_simulate.swim.json"
         if not swim.exists():
             raise SimulationError(f"{copy.__name__}: the cost model wrote no timeline")

@@ -15,8 +15,8 @@ import torch
 from pypto.frontend.parser.entry import JitCallableWrapper
 from torch import Tensor
 
-from . import bodies, loaded_calls
-from .compiler import SimulationError, compiled, pypto_versions, simulated
+from . import bodies, control_flow, loaded_calls
+from .compiler import PACKAGE, SimulationError, compiled, pypto_versions, simulated
 
 NAN, LARGE = 0xFF, 0x4B  # bytes of NaN, and of large finite numbers, in every type
 
@@ -26,6 +26,11 @@ _TEXT = "ERSt19basic_ostringstreamIcSt11char_traitsIcESaIcEE"
 END_TEXT = f"{_CODEGEN}10GenFuncEnd{_TEXT}"
 UPDATE = f"{_CODEGEN}13UpdateSubFuncESt4pairImPNS0_8FunctionEERKNS0_11CompileInfoE"
 WRITE_TEXT = f"{_CODEGEN}19GenCodeToBinaryTask{_TEXT}RKNS0_11CompileInfoERKSs"
+# and of its cost model, which prices the tasks after they have run
+COST_MODEL = (
+    "_ZN3npu8tile_fwk14CostModelAgent12RunCostModelEv",
+    "_ZN3npu8tile_fwk14CostModelAgent18TerminateCostModelEv",
+)
 
 
 def execute(
@@ -64,6 +69,7 @@ def execute(
             breaks a rule; the message names the task, the instruction and the buffer or argument.
     """
     bodies.toolchain()
+    control_flow.folder()
     copy = simulated(kernel, pypto_versions.ONE_SCHEDULER)
     prepare = partial(_prepare, tensors, (fill, unordered_adds))
     with compiled(copy, tensors, params, prepare=prepare, timeout=timeout) as output:
@@ -72,6 +78,7 @@ def execute(
 
 def _prepare(tensors: Sequence[Tensor], options: tuple[int, bool]) -> None:
     """Runs in the child process: PyPTO writes the code for a device and believes it compiled."""
+    control_flow.keep()
     folder = Path.cwd()
     tools, isa = folder / "tools", folder / "isa"
     (isa / "include" / "pto").mkdir(parents=True)
@@ -126,6 +133,9 @@ def _run(
         address = ctypes.cast(function, ctypes.c_void_p)
         library.isa_body(ctypes.c_uint64(body.hash), address, body.title.encode())
     pypto_versions.register_inspector(library.isa_run)
+    nothing = loaded_calls.address(ctypes.CDLL(None).getpid)  # takes any arguments
+    for name in COST_MODEL:
+        loaded_calls.replace_in(PACKAGE, name, nothing)
     control_flow()
     library.isa_problem.restype = ctypes.c_char_p
     if problem := library.isa_problem().decode():

@@ -72,7 +72,8 @@ def verify_passes(
         "pass_verify_pass_filter": ["CodegenPreproc"],
         "pass_verify_error_tol": [1e-3, 1e-3],  # absolute and relative, of each element
     }
-    copy = simulated(kernel, verify_options=verify)
+    stop_early = {"compile_stage": pypto.CompStage.EXECUTE_GRAPH}  # the passes, not the code
+    copy = simulated(kernel, host_options=stop_early, verify_options=verify)
     prepare = partial(_set_inputs, dump=False)
     with compiled(copy, tensors, params, prepare=prepare, timeout=timeout) as output:
         counts: dict[str, list[int]] = {}
