@@ -5,6 +5,7 @@ These functions become hooks and methods of the patched model only.
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from . import indexer_loss, training
 from .cache import PagedCache, Step
@@ -87,8 +88,9 @@ def own_cache(model, batch_size: int, max_cache_len: int) -> PagedCache:
 
 @torch.compiler.disable(reason="a cache created by a forward grows; create one of a fixed size")
 def grow(cache: PagedCache, tokens: int) -> None:
-    """Makes room for ``tokens`` more per sequence."""
-    cache.reserve(int(cache.seen) + tokens)
+    """Makes room for ``tokens`` more per sequence; a fake cache has no length, and no rows."""
+    if not is_fake(cache.seen):
+        cache.reserve(int(cache.seen) + tokens)
 
 
 def finish_forward(model, args: tuple, kwargs: dict, output) -> None:

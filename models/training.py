@@ -244,9 +244,9 @@ def parts_of(ends: list[int], size: int, device: torch.device) -> list[Part]:
         last = min(first + size, ends[-1])
         inside = [i for i, end in enumerate(ends) if end > first and starts[i] < last]
         keys = slice(starts[inside[0]], last)
-        upto = torch.tensor([min(ends[i], last) for i in inside], dtype=torch.int32)
-        query_ends, key_ends = (upto - start for start in (first, keys.start))
-        parts.append(Part(slice(first, last), keys, query_ends.to(device), key_ends.to(device)))
+        upto = [min(ends[i], last) for i in inside]
+        upto = torch.tensor(upto, dtype=torch.int32, device=device)
+        parts.append(Part(slice(first, last), keys, upto - first, upto - keys.start))
     return parts
 
 

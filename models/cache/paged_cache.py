@@ -5,6 +5,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from ..memory import is_readable
 from ..patched import device_of, dimensions, patched_layers, pools_of, text_model
 from .formats import INDEX_FORMATS, LATENT_FORMATS, IndexRows, LatentRows, check_cache_dtypes
 from .layout import check_block_size
@@ -138,7 +139,7 @@ class PagedCache(Cache):
             )
         self.check_room(tokens)
         store, sequences = self.store, self.sequences
-        if store.recurrent and not torch.compiler.is_compiling() and sequences.seen == 0:
+        if store.recurrent and is_readable(sequences.seen) and sequences.seen == 0:
             store.reset_recurrent()  # an interrupted forward may have left a state
         sequences.announce(tokens)
         start = sequences.lengths.clone()
@@ -156,7 +157,7 @@ class PagedCache(Cache):
 
     def check_room(self, tokens: int) -> None:
         """Validates the room for ``tokens`` more per sequence, where that needs no device sync."""
-        if not torch.compiler.is_compiling() and self.seen.device.type == "cpu":
+        if is_readable(self.seen):
             self.sequences.check_room(tokens, self.max_cache_len)
 
     @torch.inference_mode(False)

@@ -49,7 +49,7 @@ class StoredWeight:
         weights, scales = weight.view(len(self.parts), -1, weight.size(-1)), None
         if self.layout.scale_shape is not None:
             self.made["scales"] = torch.empty(
-                self.layout.scale_shape, dtype=self.layout.scale_dtype
+                self.layout.scale_shape, dtype=self.layout.scale_dtype, device="cpu"
             )
             of_matrix = self.layout.scale_shape[2 if len(self.shape) == 3 else 1 :]
             scales = self.made["scales"].view(len(self.parts), -1, *of_matrix)
