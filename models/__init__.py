@@ -168,7 +168,7 @@ def use_custom_pypto(
             model.register_forward_hook(add_indexer_loss, with_kwargs=True, always_call=True),
         )
     model._prepare_cache_for_generation = partial(generation.prepare_cache_for_generation, model)
-    model.create_masks_for_generate = generation.create_masks_for_generate
+    model.create_masks_for_generate = partial(generation.create_masks_for_generate, model)
     plain = not any(getattr(module, "kind", None) for module in text.modules())
     if plain and text.dtype == torch.bfloat16 and text.device.type == "cpu":
         advise_on_bfloat16()

@@ -164,9 +164,15 @@ def check_scales(tensors: dict[str, Stored], blocks: dict[str, tuple[int, int]])
 
 
 def index_file(path: Path) -> Path:
-    """The index of a sharded checkpoint, else its only file."""
-    index = path / "model.safetensors.index.json"
-    return index if index.is_file() else path / "model.safetensors"
+    """The index of a sharded checkpoint, else its only file.
+
+    Both exist where a checkpoint was saved over one with other shards: transformers leaves the
+    index behind, but not its shards.
+    """
+    index, whole = path / "model.safetensors.index.json", path / "model.safetensors"
+    if not index.is_file():
+        return whole
+    return whole if whole.is_file() and not any(path.glob("model-*-of-*.safetensors")) else index
 
 
 def stored_tensors(

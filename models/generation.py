@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from . import indexer_loss, masks, training
 from .cache import PagedCache, Step
-from .patched import dimensions, patched_attentions, text_model
+from .patched import checkpoints, dimensions, patched_attentions, text_model
 
 # positional arguments of the upstream base models
 FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values")
@@ -62,6 +62,12 @@ def prepare_forward(model, args: tuple, kwargs: dict):
         check_cache(cache, model, attentions)
         if cache.grows and not isinstance(mask, dict):  # generate() has made room already
             grow(cache, tokens)
+    if cache.store.recurrent and checkpoints(model):
+        raise ValueError(
+            "patched model: gradient checkpointing must be off in training mode with a cache that "
+            "has states of linear attention (transformers gives checkpointed layers no cache), got "
+            "it on; call model.eval() or model.gradient_checkpointing_disable() before"
+        )
     cache.check_batch(batch)
     real = masks.new_tokens(mask, cache.sequences, tokens)
     if next(iter(attentions.values())).counts_columns:
@@ -120,6 +126,8 @@ def prepare_cache_for_generation(
             f"got {kind!r}; omit it, or pass past_key_values=models.PagedCache(...)"
         )
     rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
+    # transformers does not cut the drafts of prompt lookup
+    max_length += virtual_tokens(model) + (generation_config.prompt_lookup_num_tokens or 0)
     cache = model_kwargs.get("past_key_values")
     if cache is None and generation_config.use_cache is not False:
         options = text_model(model).custom_pypto_cache
@@ -150,12 +158,23 @@ def prepare_cache_for_generation(
     )
 
 
-def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, **kwargs):
+def virtual_tokens(model) -> int:
+    """Those that peft's prompt tuning puts in front of the tokens of ``generate()``."""
+    # peft puts a method of its own in place of the model's while it generates
+    owner = getattr(model.prepare_inputs_for_generation, "__self__", model)
+    tuned = getattr(owner, "active_peft_config", None)
+    return getattr(tuned, "num_virtual_tokens", None) or 0
+
+
+def create_masks_for_generate(
+    model, config, inputs_embeds, attention_mask, past_key_values, **kwargs
+):
     """``generate()`` calls this outside of the compiled forward, where the mask may still grow
     with the sequence and lengths can be read."""
-    tokens = inputs_embeds.shape[1]
-    past_key_values.check_room(tokens)
-    cache = past_key_values
+    if virtual_tokens(model):  # whose ones peft will put in front of the mask
+        return attention_mask
+    tokens, cache = inputs_embeds.shape[1], past_key_values
+    cache.check_room(tokens)
     return masks.for_generate(attention_mask, cache.sequences, tokens, cache.max_cache_len)
 
 
@@ -163,8 +182,8 @@ def check_cache(cache, text, attentions: dict[int, nn.Module]) -> None:
     if not isinstance(cache, PagedCache):
         raise TypeError(
             "patched model: past_key_values must be a models.PagedCache, got "
-            f"{type(cache).__name__}; omit it, or call models.use_transformers(model) for the "
-            "upstream path"
+            f"{type(cache).__name__}; omit it, and use no prefix tuning, or call "
+            "models.use_transformers(model) for the upstream path"
         )
     if torch.compiler.is_compiling():  # generate() has validated it already
         return

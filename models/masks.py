@@ -15,6 +15,7 @@ from transformers.masking_utils import find_packed_sequence_indices
 
 from .cache.sequence import Sequences
 from .memory import is_readable
+from .patched import checkpoints
 
 UPSTREAM = "call models.use_transformers(model) for the upstream path"
 
@@ -97,12 +98,8 @@ def check_pauses(real: Tensor | None, sequences: Sequences) -> None:
 
 def for_generate(mask: Tensor | None, sequences: Sequences, tokens: int, capacity: int) -> dict:
     """The mask that ``generate()`` passes to a forward, which may be compiled: checked here, and of
-    one width for all steps.
-
-    A mask that is too short is not: peft's prompt tuning puts ones in front of it.
-    """
-    if mask is None or mask.size(1) >= int(sequences.seen) + tokens:
-        new_tokens(mask, sequences, tokens)
+    one width for all steps."""
+    new_tokens(mask, sequences, tokens)
     if mask is not None:
         mask = nn.functional.pad(mask.bool(), (0, max(0, capacity - mask.size(1))))
     return {"indexed_attention": mask}
@@ -166,7 +163,7 @@ def columns_of(found: Tensor) -> str:
 
 def keeps_cache(model, kwargs: dict) -> bool:
     """Whether upstream transformers would create a cache in this forward without one."""
-    if model.training and getattr(model, "gradient_checkpointing", False):
+    if checkpoints(model):
         return False
     wanted = kwargs.get("use_cache")
     return model.config.use_cache if wanted is None else wanted

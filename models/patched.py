@@ -29,6 +29,12 @@ def is_patched(cls: type) -> bool:
     return hasattr(cls, "pools")
 
 
+def checkpoints(text) -> bool:
+    """Whether transformers checkpoints the layers in a forward, without a cache, and then repeats
+    them in the backward."""
+    return text.training and getattr(text, "gradient_checkpointing", False)
+
+
 def upstream_class(attention: nn.Module) -> type:
     """The class of transformers of an attention, patched or not."""
     cls = type(attention)
@@ -73,11 +79,10 @@ def patched_attentions(text) -> dict[int, nn.Module]:
     Raises:
         TypeError: the model is not patched.
     """
-    attentions = {
-        i: attention
-        for i, layer in enumerate(text.layers)
-        if (attention := attention_of(layer, is_patched)) is not None
-    }
+    attentions = {}
+    for i, layer in enumerate(text.layers):  # torch.compile takes no comprehension that assigns
+        if (attention := attention_of(layer, is_patched)) is not None:
+            attentions[i] = attention
     if not attentions:
         raise TypeError(
             "PagedCache: model must be patched by models.use_custom_pypto first, "

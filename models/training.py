@@ -22,8 +22,8 @@ from .cache.sequence import Sequences
 from .cache.step import Step, TokenSlice
 from .cache.store import PagedLayer, Store
 from .indexer_loss import IndexerLoss, LayerLoss
-from .patched import device_of, patched_attentions
-from .training_rows import IndexKeysOfCall, LatentsOfCall
+from .patched import checkpoints, device_of, patched_attentions
+from .training_rows import REENTRANT, IndexKeysOfCall, LatentsOfCall
 
 TRAINING = ("auto", "ops", "upstream")
 # bytes of a layer's scores: upstream may keep so many for the backward, and trains fewer than the
@@ -146,6 +146,10 @@ def step_of(
     if option == "upstream":
         return None
     attentions = list(by_layer.values())
+    if checkpoints(model) and torch.is_grad_enabled():
+        options = getattr(model._gradient_checkpointing_func, "keywords", {})
+        if options.get("use_reentrant") and any(each.shares_latents for each in attentions):
+            raise ValueError(f"patched model: {REENTRANT}")
     try:
         if problem := obstacle(model, attentions[0], kwargs, batch, tokens):
             raise ValueError(

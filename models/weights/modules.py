@@ -125,21 +125,25 @@ def round_plain_weights(model: nn.Module, state: dict[str, Tensor], prefix: str,
     """
     rounded = {}
     for name in stored_parameters(model):
+        if name.endswith(SCALE):
+            continue
         kind = model.get_submodule(name.rpartition(".")[0]).kind
         plain, stored = state.get(prefix + name), model.get_parameter(name)
-        if name.endswith(SCALE) or kind == "bfloat16" or plain is None or plain.dtype not in PLAIN:
+        if kind == "bfloat16" or plain is None or plain.dtype not in PLAIN:
             continue
         if kind not in ROUNDED:
             raise ValueError(
                 f"load_state_dict: {name} must be in {kind} with its scales, got {plain.dtype}; "
                 "load the model with weights='int8' or 'int4', which round new weights, or None"
             )
-        values = layout(kind, list(plain.shape))
-        if values.shape != list(stored.shape):
+        shape = list(matrices(stored).shape)
+        if kind == "int4":  # two to a byte
+            shape[-1] *= 2
+        if list(plain.shape) != shape:
             raise ValueError(
-                f"load_state_dict: {name} must have the shape of a weight that is stored as "
-                f"{list(stored.shape)} in {kind}, got {list(plain.shape)}"
+                f"load_state_dict: {name} must be of shape {shape}, got {list(plain.shape)}"
             )
+        values = layout(kind, shape)
         weight = torch.empty(values.shape, dtype=values.dtype, device="cpu")
         scales = torch.empty(values.scale_shape, dtype=values.scale_dtype, device="cpu")
         rows = plain.shape[:-1].numel()
