@@ -245,6 +245,10 @@ def load(
     try:
         # by default transformers prompts at the terminal, and "y" runs the checkpoint's code
         config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+    except OSError as error:  # transformers says neither what is wrong nor where
+        raise ValueError(
+            f"load: {path / 'config.json'} must be JSON in UTF-8 without a byte-order mark: {error}"
+        ) from error
     except ValueError:
         check_available("load", path)
         raise
