@@ -64,7 +64,8 @@ def is_experts(module: nn.Module) -> bool:
     """Whether transformers computes ``module`` by a function of :data:`ALL_EXPERTS_FUNCTIONS`, and
     its weights are those of :data:`EXPERT_WEIGHTS`."""
     own = module._parameters
-    return all(own.get(name) is not None and own[name].dim() == 3 for name in EXPERT_WEIGHTS) and (
+    found = [own.get(name) for name in EXPERT_WEIGHTS]
+    return all(x is not None and matrices(x).dim() == 3 for x in found) and (
         module.is_concatenated and not module.is_transposed and not module.has_bias
     )
 
