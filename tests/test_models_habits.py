@@ -93,7 +93,7 @@ def test_generate_while_layers_are_checkpointed_gives_the_tokens_of_evaluation(k
         return model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
 
     seed, want = clear_case(generate)
-    model.train().activation_checkpointing_enable({"use_reentrant": reentrant})
+    model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
     if kind == "glm5_next":
         with pytest.raises(ValueError, match="checkpointing must be off .*linear attention"):
             generate(seed)
@@ -105,7 +105,7 @@ def test_generate_while_layers_are_checkpointed_gives_the_tokens_of_evaluation(k
 @pytest.mark.parametrize("training", ["auto", "ops"])
 def test_reentrant_checkpoints_that_lose_a_gradient_are_rejected(training):
     _, model = pair("mistral_large4", training=training)
-    model.train().activation_checkpointing_enable({"use_reentrant": True})
+    model.train().gradient_checkpointing_enable({"use_reentrant": True})
     ids = token_ids(1, 20)
     with torch.enable_grad(), pytest.raises(ValueError, match="use_reentrant=False .*got True"):
         model(ids, labels=ids)
