@@ -8,6 +8,7 @@ from . import converter, env
 from .requirements import build_problem as _build_problem
 from .version import __version__ as __version__
 
+env.check_stack_size()
 env.disable_broken_autoload()
 try:
     import torch as _torch  # before _C, which links to its libraries

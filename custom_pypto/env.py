@@ -22,12 +22,32 @@ from . import converter, kernel_packages, requirements
 from .requirements import installed_version, pypto_copy, pypto_problem
 from .version import __version__
 
+# bytes; with 16K, the least of pthreads, sparse attention ends with SIGSEGV
+LEAST_STACK = 20 * 2**10
 # CPU features that kernels use or could use: x86, then Arm
 CPU_FEATURES = (
     "fma f16c avx2 avx_vnni avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 "
     "amx_tile amx_int8 amx_bf16 amx_fp16 asimd asimdhp asimddp asimdfhm bf16 i8mm sve sve2 svebf16 "
     "svei8mm"
 ).split()
+
+
+def check_stack_size() -> None:
+    """Rejects an ``OMP_STACKSIZE`` with which CPU kernels would end the process.
+
+    Raises:
+        ImportError: names the variable, the least and the given value.
+    """
+    given = os.environ.get("OMP_STACKSIZE", "")
+    found = re.fullmatch(r"\s*(\d+)\s*([BKMG]?)\s*", given, re.IGNORECASE)
+    if found is None:  # the OpenMP runtime ignores it, too
+        return
+    unit = {"B": 1, "": 2**10, "K": 2**10, "M": 2**20, "G": 2**30}[found[2].upper()]
+    if int(found[1]) * unit < LEAST_STACK:
+        raise ImportError(
+            f"custom_pypto: OMP_STACKSIZE must be at least {LEAST_STACK >> 10}K, which threads of "
+            f"CPU kernels need, got {given!r}; unset it"
+        )
 
 
 def disable_broken_autoload() -> None:

@@ -32,7 +32,7 @@ if _problem := transformers_problem():
 
 from . import generation, quantised_weights  # noqa: E402
 from .absorbed import advise_on_bfloat16  # noqa: E402
-from .architectures import attention_classes, check_available  # noqa: E402
+from .architectures import attention_classes, check_available, check_widths  # noqa: E402
 from .cache import PagedCache  # noqa: E402
 from .cache.formats import check_cache_dtypes  # noqa: E402
 from .cache.layout import check_block_size  # noqa: E402
@@ -52,8 +52,15 @@ from .loading import (  # noqa: E402
     parameters,
     resolve_dtype,
 )
-from .patched import patched_layers, sizes, text_model  # noqa: E402
-from .projection import change_class, has_other_forward  # noqa: E402
+from .patched import (  # noqa: E402
+    attentions_to_patch,
+    patched_attentions,
+    remove_hooks,
+    sizes,
+    text_model,
+    upstream_class,
+)
+from .projection import change_class  # noqa: E402
 from .replay import record_indices, replay_indices  # noqa: E402
 from .tensor_parallel import own_device, sharing  # noqa: E402
 from .training import TRAINING  # noqa: E402
@@ -112,10 +119,10 @@ def use_custom_pypto(
     Raises:
         TypeError: unsupported model class, wrapped attention, or a ``kv_b_proj`` or indexer with
             additions that the ops would bypass. Every forward repeats the check.
-        ValueError: unsupported ``block_size``, ``index_topk``, dtype of a cache, ``training`` or
-            ``indexer_loss``. With ``training="ops"`` or ``indexer_loss``, from a forward: dropout,
-            attentions or a cache are requested, or the sequences are packed or padded in a way that
-            the ops do not support.
+        ValueError: unsupported ``block_size``, ``index_topk``, width in the config, dtype of a
+            cache, ``training`` or ``indexer_loss``. With ``training="ops"`` or ``indexer_loss``,
+            from a forward: dropout, attentions or a cache are requested, or the sequences are
+            packed or padded in a way that the ops do not support.
     """
     upstream, paged = attention_classes("use_custom_pypto", model)
     check_block_size("use_custom_pypto", block_size)
@@ -127,39 +134,29 @@ def use_custom_pypto(
     option = Option(indexer_loss, indexer_loss_coefficient)
     check_indexer_loss("use_custom_pypto", model, paged, training, option)
     text = text_model(model)
-    topk = text.config.index_topk
-    if not (1 <= topk <= 2048 or topk in range(3072, 8193, 1024)):
-        raise ValueError(
-            "use_custom_pypto: config.index_topk must be 1 to 2048, or 3072 to 8192 in steps of "
-            f"1024, got {topk}"
-        )
+    check_widths(text.config, paged.pools)
     dtypes = {"index_dtype": index_dtype, "kv_dtype": kv_dtype}
     check_cache_dtypes("use_custom_pypto", text, paged, **dtypes)
-    use_transformers(model)
-    found = {i: layer.self_attn for i, layer in enumerate(text.layers)}
-    layers = {i: x for i, x in found.items() if type(x) not in paged.upstream_layers}
-    for i, attention in layers.items():
-        if type(attention) is not upstream or has_other_forward(attention):
-            raise TypeError(
-                f"use_custom_pypto: the attention of layer {i} must be a plain "
-                f"{upstream.__name__}, got {type(attention).__name__} or a wrapped forward "
-                "(kernelize?), which the patch would not reach; patch before wrapping"
-            )
-    dequantised = dequantise(layers, text.dtype)
+    attentions = attentions_to_patch(text, upstream, paged)
+    dequantised = dequantise(attentions, text.dtype)
     try:
-        for i, attention in layers.items():
+        for i, attention in attentions.items():
             paged.check(attention, i)
-    except TypeError:
-        restore(layers, dequantised)
+        cache_sizes = sizes(text.config, paged.pools, attentions)
+    except Exception:
+        restore(attentions, dequantised)
         raise
     report(dequantised)
-    for attention in layers.values():
+    # nothing below can fail
+    dequantised = vars(text).get("custom_pypto_dequantised", []) + dequantised
+    remove_hooks(model)
+    for attention in attentions.values():
         change_class(attention, paged)
     # the upstream path has no loss for indexers
     text.custom_pypto_training = "ops" if indexer_loss else training
     text.custom_pypto_indexer_loss = option
     text.custom_pypto_cache = {"block_size": block_size, **dtypes}
-    text.custom_pypto_sizes = sizes(text.config, patched_layers(text))
+    text.custom_pypto_sizes = cache_sizes
     text.custom_pypto_dequantised = dequantised
     model._undo_custom_pypto = (
         text.register_forward_pre_hook(generation.prepare_forward, with_kwargs=True),
@@ -171,7 +168,7 @@ def use_custom_pypto(
             model.register_forward_hook(add_indexer_loss, with_kwargs=True, always_call=True),
         )
     model._prepare_cache_for_generation = partial(generation.prepare_cache_for_generation, model)
-    model.create_masks_for_generate = generation.create_masks_for_generate
+    model.create_masks_for_generate = partial(generation.create_masks_for_generate, model)
     plain = not any(getattr(module, "kind", None) for module in text.modules())
     if plain and text.dtype == torch.bfloat16 and text.device.type == "cpu":
         advise_on_bfloat16()
@@ -186,26 +183,16 @@ def use_transformers(model):
     Raises:
         TypeError: unsupported model class.
     """
-    upstream, paged = attention_classes("use_transformers", model)
+    attention_classes("use_transformers", model)
     if hasattr(model, "_undo_custom_pypto"):
-        for hook in model._undo_custom_pypto:
-            hook.remove()
-        del model._undo_custom_pypto
-        del model._prepare_cache_for_generation
-        del model.create_masks_for_generate
+        remove_hooks(model)
         text = text_model(model)
-        del text.custom_pypto_cache
-        del text.custom_pypto_training
-        del text.custom_pypto_indexer_loss
-        del text.custom_pypto_sizes
-        for layer in text.layers:
-            if type(layer.self_attn) is paged:
-                change_class(layer.self_attn, upstream)
-        restore(
-            {i: layer.self_attn for i, layer in enumerate(text.layers)},
-            text.custom_pypto_dequantised,
-        )
-        del text.custom_pypto_dequantised
+        attentions = patched_attentions(text)
+        for attention in attentions.values():
+            change_class(attention, upstream_class(attention))
+        restore(attentions, text.custom_pypto_dequantised)
+        for name in [name for name in vars(text) if name.startswith("custom_pypto_")]:
+            delattr(text, name)
     return model
 
 
@@ -258,6 +245,10 @@ def load(
     try:
         # by default transformers prompts at the terminal, and "y" runs the checkpoint's code
         config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
+    except OSError as error:  # transformers says neither what is wrong nor where
+        raise ValueError(
+            f"load: {path / 'config.json'} must be JSON in UTF-8 without a byte-order mark: {error}"
+        ) from error
     except ValueError:
         check_available("load", path)
         raise

@@ -73,7 +73,7 @@ def of_heads(x: Tensor, weight: Tensor) -> Tensor:
     whole = x.size(-1) % 32 == 0 and weight.size(1) % 16 == 0
     if on_cpu and whole and not wanted:
         if not MULTIPLIES_BF16 or x.shape[:-2].numel() <= FEW_ROWS:
-            heads = torch.arange(len(weight)).expand(x.shape[:-1])
+            heads = torch.arange(len(weight), device=x.device).expand(x.shape[:-1])
             return custom_pypto.weight_only_linear(x, weight, experts=heads)
     return torch.einsum("...ha,hba->...hb", x, weight).contiguous()
 

@@ -6,8 +6,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import transformers
+from torch.distributed.fsdp import FSDPModule
 
 from custom_pypto.requirements import TRANSFORMERS
+
+from .cache.layout import Pool
 
 
 class Architecture(NamedTuple):
@@ -32,6 +35,29 @@ ARCHITECTURES = {
 }
 
 
+def check_widths(config, pools: dict[str, Pool]) -> None:
+    """Rejects widths that the ops do not take.
+
+    Raises:
+        ValueError: names the attribute of ``config``, what was expected and what came.
+    """
+    topk = config.index_topk
+    if not (1 <= topk <= 2048 or topk in range(3072, 8193, 1024)):
+        raise ValueError(
+            "use_custom_pypto: config.index_topk must be 1 to 2048, or 3072 to 8192 in steps of "
+            f"1024, got {topk}"
+        )
+    names = dict.fromkeys(pool.width for pool in pools.values() if isinstance(pool.width, str))
+    for layer in range(config.num_hidden_layers):
+        for name in names:
+            width = getattr(config.per_layer_config[layer], name)
+            if width and width % 16:
+                raise ValueError(
+                    f"use_custom_pypto: config.{name} must be a multiple of 16, got {width} in "
+                    f"layer {layer}; without the patch transformers runs this model"
+                )
+
+
 def available() -> list[str]:
     """The supported model classes that the installed transformers has."""
     return [name for name in ARCHITECTURES if name in dir(transformers)]
@@ -43,8 +69,10 @@ def attention_classes(caller: str, model) -> tuple[type, type]:
     Raises:
         TypeError: unsupported model class.
     """
-    name = type(model).__name__
-    if name not in ARCHITECTURES or getattr(transformers, name, None) is not type(model):
+    # FSDP2 gives a model a class of its own, whose last base is the model's
+    cls = type(model).__bases__[-1] if isinstance(model, FSDPModule) else type(model)
+    name = cls.__name__
+    if name not in ARCHITECTURES or getattr(transformers, name, None) is not cls:
         inside = "; pass its get_base_model()" if hasattr(model, "get_base_model") else ""  # peft's
         raise TypeError(
             f"{caller}: model must be a {' or '.join(available())} of transformers, "

@@ -32,6 +32,10 @@ class PatchedAttention:
     returns_indices = False
     #: whether rows of the cache belong to groups of tokens, which upstream counts along the batch
     counts_groups = False
+    #: whether rotations and what a token sees follow the count of a sequence's real tokens
+    counts_positions = False
+    #: whether other layers count padding between tokens, so that a sequence cannot pause
+    counts_columns = False
     #: whether later layers attend to the latents of this one
     shares_latents = False
     #: upstream classes of layers that stay unpatched

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import logging
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ from . import quantised_weights
 from .quantised_weights import FLOATS, FP4, FP8, INTEGERS
 from .weights.modules import stored_parameters
 from .weights.reading import NAMES
+
+logger = logging.getLogger("custom_pypto")
 
 EXPERT = r"(\.experts\.)(\d+)\."
 # lists of a config.json with one entry per layer
@@ -164,9 +167,14 @@ def check_scales(tensors: dict[str, Stored], blocks: dict[str, tuple[int, int]])
 
 
 def index_file(path: Path) -> Path:
-    """The index of a sharded checkpoint, else its only file."""
-    index = path / "model.safetensors.index.json"
-    return index if index.is_file() else path / "model.safetensors"
+    """The only file of a checkpoint, else the index of its shards. Where both exist, since one was
+    saved over the other, transformers takes the file, too."""
+    index, whole = path / "model.safetensors.index.json", path / "model.safetensors"
+    if not whole.is_file():
+        return index if index.is_file() else whole
+    if index.is_file():
+        logger.warning("load: takes %s, as transformers does, and not %s; delete one", whole, index)
+    return whole
 
 
 def stored_tensors(

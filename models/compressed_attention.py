@@ -23,6 +23,7 @@ from .projection import brought_in
 class CompressedAttention(PatchedAttention):
     first_norm = "kv_norm"
     counts_groups = True
+    counts_positions = True
 
     def read(
         self, x: Tensor, cos: Tensor, sin: Tensor, indices: Tensor | None, tokens: TokenSlice

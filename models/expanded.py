@@ -62,8 +62,8 @@ def expanded_attention(
 
     outputs = []
     with torch.autocast("cpu", enabled=False):
-        for some in torch.arange(len(heads.weight)).split(HEADS):
-            some = slice(int(some[0]), int(some[-1]) + 1)
+        for first in range(0, len(heads.weight), HEADS):
+            some = slice(first, first + HEADS)
             both = F.linear(latent.float(), heads.weight[some].flatten(0, 1).float())
             k, v = both.unflatten(-1, (-1, nope + value)).split([nope, value], -1)
             q = heads.q_nope[:, :, some].float()
@@ -91,6 +91,6 @@ def log_of_counts(indices: Tensor, ends: Tensor) -> Tensor:
     keys = max(int(ends.max()), 0)
     counts = (indices != -1).cumprod(-1)
     counts *= (indices >= 0) & (indices < ends.unsqueeze(-1))
-    named = torch.zeros(*ends.shape, keys + 1)
+    named = torch.zeros(*ends.shape, keys + 1, dtype=torch.float32, device=ends.device)
     named.scatter_add_(-1, indices.clamp(0, keys).long(), counts.float())
     return named[..., :keys].log().unsqueeze(1)

@@ -5,10 +5,11 @@ These functions become hooks and methods of the patched model only.
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
-from . import indexer_loss, training
+from . import indexer_loss, masks, training
 from .cache import PagedCache, Step
-from .patched import dimensions, patched_layers, text_model
+from .patched import checkpoints, dimensions, patched_attentions, text_model
 
 # positional arguments of the upstream base models
 FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values")
@@ -36,9 +37,9 @@ def prepare_forward(model, args: tuple, kwargs: dict):
             return None
         return (), kwargs | {"use_cache": False} | arguments(model, kwargs, step, step.store.real)
     if cache is None:
-        keep = model.config.use_cache if kwargs.get("use_cache") is None else kwargs["use_cache"]
-        if not keep and training.is_packed(mask, kwargs.get("position_ids")):
+        if masks.is_packed(model, kwargs):
             return None
+        keep = masks.keeps_cache(model, kwargs)
     elif model.training and model.config.attention_dropout:
         raise ValueError(
             "patched model: attention_dropout must be 0 in training mode with a cache (the ops "
@@ -50,31 +51,43 @@ def prepare_forward(model, args: tuple, kwargs: dict):
             "patched model: output_attentions must be False (the ops never form the attention "
             "matrix), got True; call models.use_transformers(model) for the upstream path"
         )
-    layers = patched_layers(model)
-    for i, layer in layers.items():
-        attention = layer._modules["self_attn"]
+    attentions = patched_attentions(model)
+    for i, attention in attentions.items():
         attention.check(attention, i)
     if cache is None:
         spare = model.custom_pypto_cache["block_size"] if keep else 0
         cache = own_cache(model, batch, tokens + spare)
         kwargs["past_key_values"] = cache if keep else None
     else:
-        check_cache(cache, model, layers)
+        check_cache(cache, model, attentions)
         if cache.grows and not isinstance(mask, dict):  # generate() has made room already
             grow(cache, tokens)
-    step = cache.place(batch, tokens, new_tokens(mask, tokens))
+    if cache.store.recurrent and checkpoints(model):
+        raise ValueError(
+            "patched model: gradient checkpointing must be off in training mode with a cache that "
+            "has states of linear attention (transformers gives checkpointed layers no cache), got "
+            "it on; call model.eval() or model.gradient_checkpointing_disable() before"
+        )
+    cache.check_batch(batch)
+    real = masks.new_tokens(mask, cache.sequences, tokens)
+    if next(iter(attentions.values())).counts_columns:
+        masks.check_pauses(real, cache.sequences)
+    step = cache.place(batch, tokens, real, kwargs.get("position_ids"))
     return (), kwargs | arguments(model, kwargs, step, step.valid)
 
 
 def arguments(model, kwargs: dict, step: Step, real: Tensor) -> dict:
     """What the layers get: the step in place of the masks, and positions."""
-    masks = dict.fromkeys(["indexed_attention", *model.config.layer_types], step)
-    if "linear_attention" in masks:
-        masks["linear_attention"] = real
-    positions = kwargs.get("position_ids")
-    if positions is None:  # upstream would count padding
-        positions = step.positions.clamp(min=0)
-    return {"attention_mask": masks, "position_ids": positions}
+    in_place_of_masks = dict.fromkeys(["indexed_attention", *model.config.layer_types], step)
+    if "linear_attention" in in_place_of_masks:
+        in_place_of_masks["linear_attention"] = real
+    positions = step.position_ids
+    if next(iter(patched_attentions(model).values())).counts_positions:
+        given = kwargs.get("position_ids")
+        if problem := masks.problem_of_positions(given, step.positions, real):
+            raise ValueError(f"patched model: {problem}; omit them, or {masks.UPSTREAM}")
+        positions = step.positions.clamp(min=0) if given is None else given
+    return {"attention_mask": in_place_of_masks, "position_ids": positions}
 
 
 @torch.compiler.disable(reason="pass past_key_values=models.PagedCache(...) to a compiled forward")
@@ -87,8 +100,9 @@ def own_cache(model, batch_size: int, max_cache_len: int) -> PagedCache:
 
 @torch.compiler.disable(reason="a cache created by a forward grows; create one of a fixed size")
 def grow(cache: PagedCache, tokens: int) -> None:
-    """Makes room for ``tokens`` more per sequence."""
-    cache.reserve(int(cache.seen) + tokens)
+    """Makes room for ``tokens`` more per sequence; a fake cache has no length, and no rows."""
+    if not is_fake(cache.seen):
+        cache.reserve(int(cache.seen) + tokens)
 
 
 def finish_forward(model, args: tuple, kwargs: dict, output) -> None:
@@ -98,7 +112,7 @@ def finish_forward(model, args: tuple, kwargs: dict, output) -> None:
     if isinstance(mask, dict) and isinstance(step := mask.get("indexed_attention"), Step):
         step.commit()
         if isinstance(step, training.TrainingStep):
-            step.report(output[0], patched_layers(model))
+            step.report(output[0], patched_attentions(model))
 
 
 def prepare_cache_for_generation(
@@ -112,6 +126,8 @@ def prepare_cache_for_generation(
             f"got {kind!r}; omit it, or pass past_key_values=models.PagedCache(...)"
         )
     rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
+    # transformers does not cut the drafts of prompt lookup
+    max_length += virtual_tokens(model) + (generation_config.prompt_lookup_num_tokens or 0)
     cache = model_kwargs.get("past_key_values")
     if cache is None and generation_config.use_cache is not False:
         options = text_model(model).custom_pypto_cache
@@ -120,7 +136,7 @@ def prepare_cache_for_generation(
         return
     if cache is not None:
         text = text_model(model)
-        check_cache(cache, text, patched_layers(text))
+        check_cache(cache, text, patched_attentions(text))
         if cache.grows:
             cache.reserve(max_length)
         if cache.max_cache_len < max_length or cache.batch_size != rows:
@@ -142,24 +158,36 @@ def prepare_cache_for_generation(
     )
 
 
-def create_masks_for_generate(config, inputs_embeds, attention_mask, past_key_values, **kwargs):
+def virtual_tokens(model) -> int:
+    """Those that peft's prompt tuning puts in front of the tokens of ``generate()``."""
+    # peft puts a method of its own in place of the model's while it generates
+    owner = getattr(model.prepare_inputs_for_generation, "__self__", model)
+    tuned = getattr(owner, "active_peft_config", None)
+    return getattr(tuned, "num_virtual_tokens", None) or 0
+
+
+def create_masks_for_generate(
+    model, config, inputs_embeds, attention_mask, past_key_values, **kwargs
+):
     """``generate()`` calls this outside of the compiled forward, where the mask may still grow
     with the sequence and lengths can be read."""
-    tokens = inputs_embeds.shape[1]
-    past_key_values.check_room(tokens)
-    return {"indexed_attention": new_tokens(attention_mask, tokens)}
+    if virtual_tokens(model):  # whose ones peft will put in front of the mask
+        return attention_mask
+    tokens, cache = inputs_embeds.shape[1], past_key_values
+    cache.check_room(tokens)
+    return masks.for_generate(attention_mask, cache.sequences, tokens, cache.max_cache_len)
 
 
-def check_cache(cache, text, layers: dict[int, nn.Module]) -> None:
+def check_cache(cache, text, attentions: dict[int, nn.Module]) -> None:
     if not isinstance(cache, PagedCache):
         raise TypeError(
             "patched model: past_key_values must be a models.PagedCache, got "
-            f"{type(cache).__name__}; omit it, or call models.use_transformers(model) for the "
-            "upstream path"
+            f"{type(cache).__name__}; omit it, and use no prefix tuning, or call "
+            "models.use_transformers(model) for the upstream path"
         )
     if torch.compiler.is_compiling():  # generate() has validated it already
         return
-    if (made := cache.made_for) != (wanted := dimensions(text, layers)):
+    if (made := cache.made_for) != (wanted := dimensions(text, attentions)):
         names = [name for name in made | wanted if made.get(name) != wanted.get(name)]
         raise ValueError(
             f"PagedCache: created for a model with {listed(made, names)}, got one with "
@@ -169,25 +197,3 @@ def check_cache(cache, text, layers: dict[int, nn.Module]) -> None:
 
 def listed(values: dict, names: list[str]) -> str:
     return ", ".join(f"{name}={values.get(name)}" for name in names)
-
-
-def new_tokens(attention_mask: Tensor | dict | None, tokens: int) -> Tensor | None:
-    """Which of the ``tokens`` new tokens are real, ``[B, tokens]`` bool; None: all of them."""
-    if isinstance(attention_mask, dict):
-        return attention_mask["indexed_attention"]
-    if attention_mask is None:
-        return None
-    if attention_mask.ndim != 2 or attention_mask.size(1) < tokens:
-        raise ValueError(
-            "patched model: attention_mask must be [B, tokens so far] with at least the "
-            f"{tokens} new tokens, got {list(attention_mask.shape)}; call "
-            "models.use_transformers(model) for masks of other shapes"
-        )
-    mask = attention_mask.bool()
-    # one device sync per prefill; decode (one new token) skips it, and a graph cannot contain it
-    if tokens > 1 and not torch.compiler.is_compiling() and (mask[:, :-1] & ~mask[:, 1:]).any():
-        raise ValueError(
-            "patched model: attention_mask must have all padding on the left, got a 0 after a 1; "
-            "set tokenizer.padding_side = 'left'"
-        )
-    return mask[:, -tokens:]

@@ -84,7 +84,7 @@ class Parameter:
         experts, rows, columns = [slice(None)] * 3 if index is ... else index
         selected = range(self.shape[0])[experts]
         parts_of_one = len(self.parts) // self.shape[0]
-        buffer = torch.empty(self.shape[1:], dtype=self.dtype)
+        buffer = torch.empty(self.shape[1:], dtype=self.dtype, device="cpu")
         parameter = empty((len(selected), *buffer[rows, columns].shape), self.dtype)
         for i, place in zip(selected, parameter, strict=True):
             expert = place if index is ... else buffer

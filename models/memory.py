@@ -6,8 +6,18 @@ import resource
 
 import psutil
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import is_fake
 
 CPU = torch.device("cpu")
+
+
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Whether numbers of ``tensor`` can be read here: those of an accelerator would stall it, and a
+    graph or a fake tensor has none."""
+    if torch.compiler.is_compiling():
+        return False
+    return tensor.device.type == "cpu" and not is_fake(tensor)
 
 
 def free_memory(device: torch.device) -> int:
@@ -27,9 +37,16 @@ def empty(shape, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor
     """An uninitialised tensor, for much that is read often: on Linux in pages of 2 MiB.
 
     Fewer pages mean fewer misses in the TLB, above all in a virtual machine.
+
+    Raises:
+        torch.OutOfMemoryError: of any allocator; torch's own on a CPU is a RuntimeError.
     """
-    tensor = torch.empty(shape, dtype=dtype, device=device)
-    if tensor.device.type == "cpu" and hasattr(mmap, "MADV_HUGEPAGE"):
+    try:
+        tensor = torch.empty(shape, dtype=dtype, device=device)
+    except RuntimeError as error:
+        raise torch.OutOfMemoryError(str(error)) from error
+    has_memory = is_readable(tensor) and not is_functorch_wrapped_tensor(tensor)
+    if has_memory and hasattr(mmap, "MADV_HUGEPAGE"):
         huge = 2**21
         start = -(-tensor.data_ptr() // huge) * huge
         size = (tensor.data_ptr() + tensor.nbytes - start) // huge * huge

@@ -1,9 +1,11 @@
 """The parts of a patched model: its patched layers, their device, the sizes of its cache."""
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 
-from .projection import aligning_hook
+from .projection import aligning_hook, has_other_forward
 
 
 def text_model(model):
@@ -11,69 +13,123 @@ def text_model(model):
     return getattr(model.base_model, "language_model", model.base_model)
 
 
-def patched_layers(text) -> dict[int, nn.Module]:
-    """The layers of a patched :func:`text_model` with patched attention, by their number.
+def attention_of(layer: nn.Module, is_wanted: Callable[[type], bool]) -> nn.Module | None:
+    """The attention of a decoder layer, by its class: the layer, or the attention, may be inside
+    somebody's wrapper, such as torch's ``checkpoint_wrapper`` or ``OptimizedModule``."""
+    # runs for every layer in every forward, and nn.Module's lookup is slow
+    outermost = layer._modules.get("self_attn", layer)
+    if is_wanted(type(outermost)):
+        return outermost
+    return next((x for x in outermost.modules() if is_wanted(type(x))), None)
+
+
+def is_patched(cls: type) -> bool:
+    """Whether this is the attention class of a patched model. By an attribute: after a reload of
+    this package its classes are others."""
+    return hasattr(cls, "pools")
+
+
+def checkpoints(text) -> bool:
+    """Whether transformers checkpoints the layers in a forward, without a cache, and then repeats
+    them in the backward."""
+    return text.training and getattr(text, "gradient_checkpointing", False)
+
+
+def upstream_class(attention: nn.Module) -> type:
+    """The class of transformers of an attention, patched or not."""
+    cls = type(attention)
+    return cls.__bases__[-1] if is_patched(cls) else cls
+
+
+def attentions_to_patch(text, upstream: type, paged: type) -> dict[int, nn.Module]:
+    """The attentions of a :func:`text_model`, patched or not, by the number of their layer; without
+    the layers that stay unpatched.
+
+    Raises:
+        TypeError: another attention, or one that the patch would not reach.
+    """
+    classes, found = (upstream, *paged.upstream_layers), {}
+    for i, layer in enumerate(text.layers):
+        attention = attention_of(layer, lambda cls: issubclass(cls, classes))
+        if attention is None:
+            attention = layer.self_attn
+        if type(attention) in paged.upstream_layers:
+            continue
+        if upstream_class(attention) is not upstream or has_other_forward(attention):
+            raise TypeError(
+                f"use_custom_pypto: the attention of layer {i} must be a plain "
+                f"{upstream.__name__}, got {type(attention).__name__} or a wrapped forward "
+                "(kernelize?), which the patch would not reach; patch before wrapping"
+            )
+        found[i] = attention
+    return found
+
+
+def remove_hooks(model) -> None:
+    """Takes the hooks and methods of a patch from ``model``, if it has them."""
+    for hook in vars(model).pop("_undo_custom_pypto", ()):
+        hook.remove()
+    for name in ("_prepare_cache_for_generation", "create_masks_for_generate"):
+        vars(model).pop(name, None)
+
+
+def patched_attentions(text) -> dict[int, nn.Module]:
+    """The patched attentions of a :func:`text_model`, by the number of their layer.
 
     Raises:
         TypeError: the model is not patched.
     """
-    # runs for every layer in every forward, and nn.Module's lookup is slow
-    found = {
-        i: layer
-        for i, layer in enumerate(text.layers)
-        if hasattr(type(layer._modules["self_attn"]), "pools")
-    }
-    if not found:
+    attentions = {}
+    for i, layer in enumerate(text.layers):  # torch.compile takes no comprehension that assigns
+        if (attention := attention_of(layer, is_patched)) is not None:
+            attentions[i] = attention
+    if not attentions:
         raise TypeError(
             "PagedCache: model must be patched by models.use_custom_pypto first, "
             f"got one with a {type(text.layers[0].self_attn).__name__}"
         )
-    return found
+    return attentions
 
 
-def pools_of(layers: dict[int, nn.Module]) -> dict:
-    """The pools that the architecture of these patched layers declares."""
-    return next(iter(layers.values())).self_attn.pools
-
-
-def dimensions(text, layers: dict[int, nn.Module]) -> dict:
-    """The properties that a text model, with these patched layers, and its cache must share."""
+def dimensions(text, attentions: dict[int, nn.Module]) -> dict:
+    """The properties that a text model, with these patched attentions, and its cache must share."""
+    first, attention = next(iter(attentions.items()))
     return {
         # generate() changes it while it drafts with the first layers
         "num_hidden_layers": text.config.num_hidden_layers,
         **text.custom_pypto_sizes,
         "dtype": text.dtype,
-        "device": device_of(dict([next(iter(layers.items()))])),
-        "pools": {name: pool.dtype for name, pool in pools_of(layers).items()},
+        "device": device_of(text, {first: attention}),
+        "pools": {name: pool.dtype for name, pool in attention.pools.items()},
     }
 
 
-def sizes(config, layers: dict[int, nn.Module]) -> dict:
+def sizes(config, pools: dict, attentions: dict[int, nn.Module]) -> dict:
     """The config attributes of the pools, read once: reading a config is slow, and the weights
     already have these sizes.
     """
-    pools, differing = pools_of(layers), config.per_layer_attributes or ()
+    differing = config.per_layer_attributes or ()
     names = [name for pool in pools.values() for name in pool.attributes]
     return {
-        name: [getattr(layer.self_attn, name) for layer in layers.values()]
+        name: [getattr(attention, name) for attention in attentions.values()]
         if name in differing
         else getattr(config, name)
         for name in names
     }
 
 
-def device_of(layers: dict[int, nn.Module]) -> torch.device:
-    """The compute device of these decoder layers; offloaded weights are elsewhere.
+def device_of(text, attentions: dict[int, nn.Module]) -> torch.device:
+    """The compute device of the layers with these attentions; offloaded weights are elsewhere.
 
     Raises:
         ValueError: several devices; the ops need cache and tables on one.
     """
     first = None
-    for i, layer in layers.items():
-        norm = layer.self_attn.get_submodule(layer.self_attn.first_norm)
+    for i, attention in attentions.items():
+        norm = attention.get_submodule(attention.first_norm)
         device = norm.weight.device
         if device.type == "meta":
-            for module in (norm, layer.self_attn, layer):
+            for module in (norm, attention, text.layers[i]):
                 if (hook := aligning_hook(module)) and hook.offload:
                     device = torch.empty(0, device=hook.execution_device).device  # with its index
                     break
@@ -82,7 +138,7 @@ def device_of(layers: dict[int, nn.Module]) -> torch.device:
         elif device != first:
             raise ValueError(
                 "PagedCache: all layers must compute on one device, got layer "
-                f"{min(layers)} on {first} and layer {i} on {device}; load the model with "
+                f"{min(attentions)} on {first} and layer {i} on {device}; load the model with "
                 f"device_map={{'': '{first}'}} or call models.use_transformers(model)"
             )
     return first

@@ -15,7 +15,7 @@ from torch.nn.functional import embedding
 # safetensors' names for e4m3, and for bytes, which hold two values of e2m1
 FP8, FP4 = "F8_E4M3", "I8"
 FP4_BLOCK = (1, 32)
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float32, device="cpu")
 # other dtypes of weights and scales in a checkpoint, by safetensors' names
 FLOATS = {
     "F32": torch.float32,
@@ -76,8 +76,8 @@ def values(stored: Tensor) -> Tensor:
     """The values of a weight before scaling, in float32."""
     if stored.dtype != torch.int8:
         return stored.float()
-    four_bits = torch.cat([E2M1, -E2M1])
-    byte = torch.arange(256)
+    four_bits = torch.cat([E2M1, -E2M1]).to(stored.device)
+    byte = torch.arange(256, device=stored.device)
     pairs = torch.stack([four_bits[byte & 15], four_bits[byte >> 4]], 1)
     return embedding(stored.view(torch.uint8).int(), pairs).flatten(1)
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .cache import Step
-from .patched import patched_layers, text_model
+from .patched import patched_attentions, text_model
 
 #: for each layer with an indexer, the int32 positions ``[B, T, K]`` its T tokens attend to
 Record = dict[int, Tensor]
@@ -90,8 +90,8 @@ def with_indexer(caller: str, model) -> dict[int, nn.Module]:
             f"{caller}: model must be patched by models.use_custom_pypto first, "
             f"got a {type(model).__name__}"
         )
-    attentions = {i: layer.self_attn for i, layer in patched_layers(text_model(model)).items()}
-    return {i: attention for i, attention in attentions.items() if attention.indexer is not None}
+    found = patched_attentions(text_model(model)).items()
+    return {i: attention for i, attention in found if attention.indexer is not None}
 
 
 def check_record(record: Record, attentions: dict[int, nn.Module]) -> None:

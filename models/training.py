@@ -15,14 +15,15 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import find_packed_sequence_indices
 
+from . import masks
 from .absorbed import Part
 from .cache.formats import IndexRows
 from .cache.sequence import Sequences
 from .cache.step import Step, TokenSlice
 from .cache.store import PagedLayer, Store
 from .indexer_loss import IndexerLoss, LayerLoss
-from .patched import device_of, patched_layers
-from .training_rows import IndexKeysOfCall, LatentsOfCall
+from .patched import checkpoints, device_of, patched_attentions
+from .training_rows import REENTRANT, IndexKeysOfCall, LatentsOfCall
 
 TRAINING = ("auto", "ops", "upstream")
 # bytes of a layer's scores: upstream may keep so many for the backward, and trains fewer than the
@@ -41,10 +42,10 @@ class TrainingStep(Step):
     def commit(self) -> None:
         """Nothing: no later forward continues, and recomputed layers start at the first token."""
 
-    def report(self, last_hidden_state: Tensor, layers: dict[int, nn.Module]) -> None:
+    def report(self, last_hidden_state: Tensor, attentions: dict[int, nn.Module]) -> None:
         """The loss of the indexers, after every layer has added to it."""
         if (loss := self.store.loss) is not None:
-            learning = {i for i, layer in layers.items() if layer.self_attn.indexer is not None}
+            learning = {i for i, attention in attentions.items() if attention.indexer is not None}
             loss.report(last_hidden_state, self.store.real, learning)
 
     def slices(self, size: int) -> list[TokenSlice]:
@@ -141,18 +142,21 @@ def step_of(
         ValueError: ``training="ops"`` and an argument that the ops cannot honour.
         TypeError: ``training="ops"`` and a projection or indexer with additions that they bypass.
     """
-    option, layers = model.custom_pypto_training, patched_layers(model)
+    option, by_layer = model.custom_pypto_training, patched_attentions(model)
     if option == "upstream":
         return None
-    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    attentions = [layer.self_attn for layer in layers.values()]
+    attentions = list(by_layer.values())
+    if checkpoints(model) and torch.is_grad_enabled():
+        options = getattr(model._gradient_checkpointing_func, "keywords", {})
+        if options.get("use_reentrant") and any(each.shares_latents for each in attentions):
+            raise ValueError(f"patched model: {REENTRANT}")
     try:
-        if problem := obstacle(model, attentions[0], kwargs):
+        if problem := obstacle(model, attentions[0], kwargs, batch, tokens):
             raise ValueError(
                 f'patched model: {problem}; call models.use_custom_pypto(model, training="auto") '
                 "for the upstream path where the ops cannot run"
             )
-        for i, attention in zip(layers, attentions, strict=True):
+        for i, attention in by_layer.items():
             attention.check(attention, i)
     except (TypeError, ValueError):
         if option == "auto":
@@ -164,17 +168,17 @@ def step_of(
             f"{type(model).__name__} or of a forward() that bypasses hooks; call the model that "
             "models.use_custom_pypto returned"
         )
-    device = device_of(layers)
+    device = device_of(model, by_layer)
     if option == "auto" and (
         device.type != "cpu"  # the ops have no gradient there
         or torch.compiler.is_compiling()
         or upstream_is_cheaper(attentions, batch, tokens, model.dtype.itemsize)
     ):
         return None
-    return place(model, attentions[0], device, batch, tokens, mask, positions, loss)
+    return place(model, attentions[0], device, batch, tokens, kwargs, loss)
 
 
-def obstacle(model, attention, kwargs: dict) -> str | None:
+def obstacle(model, attention, kwargs: dict, batch: int, tokens: int) -> str | None:
     """Why a training forward with these arguments cannot run on the ops; None if it can."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
     if dropout := getattr(model.config, "attention_dropout", 0):
@@ -183,36 +187,42 @@ def obstacle(model, attention, kwargs: dict) -> str | None:
         return "output_attentions must be False (the ops never form the attention matrix), got True"
     if kwargs.get("use_cache"):
         return "use_cache must be False to train on the ops (no row outlives its layer), got True"
-    if mask is None:
-        if attention.counts_groups and is_packed(mask, positions):
+    if attention.counts_groups and masks.is_packed(model, kwargs):
+        return (
+            "position_ids must not restart (upstream counts groups of tokens across sequences "
+            "packed into a row), got sequences packed into a row"
+        )
+    if problem := masks.problem_of_training(mask, batch, tokens):
+        return problem
+    if attention.counts_positions:
+        real = torch.ones(batch, tokens, dtype=torch.bool) if mask is None else mask.bool()
+        if model.custom_pypto_training == "auto" and not real[:, 0].all():
             return (
-                "position_ids must not restart (upstream counts groups of tokens across sequences "
-                "packed into a row), got sequences packed into a row"
+                "attention_mask must have no padding on the left, which upstream counts as tokens"
             )
-        return None
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        got = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
-        return f"attention_mask must be [B, tokens] to train on the ops, got {got}"
-    if (first_tokens(mask.bool()).sum(1) > 1).any():
-        return "attention_mask must have padding at the ends only, got a 0 between ones"
+        return masks.problem_of_positions(positions, count(placed(real)), real)
     return None
 
 
 @torch.compiler.disable(reason="the sequences of a batch are read from its mask and positions")
 def place(
-    model, attention, device: torch.device, batch: int, tokens: int, mask, positions, loss
+    model, attention, device: torch.device, batch: int, tokens: int, kwargs: dict, loss
 ) -> TrainingStep:
     """The sequences of a batch, and the parts of them that latent attention takes at once."""
+    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    if positions is None:
+        positions = torch.arange(tokens, device=device)
+    positions = positions.expand(batch, -1)
     real = torch.ones(batch, tokens, dtype=torch.bool, device=device)
     starts = torch.zeros_like(real)
     starts[:, 0] = True
     if mask is not None:
-        real = mask.bool()
-        starts |= first_tokens(real)
-    placed = real.cumsum(1) > 0  # not padding on the left
-    within = placed.cumsum(1) - 1
-    if is_packed(mask, positions):
-        segment = find_packed_sequence_indices(positions.expand(batch, -1))
+        real = mask.to(device).bool()
+        starts |= real & ~nn.functional.pad(real, (1, 0))[:, :-1]
+    valid = placed(real)
+    within = count(valid)
+    if masks.is_packed(model, kwargs):
+        segment = find_packed_sequence_indices(positions)
         starts[:, 1:] |= segment.diff(dim=1) > 0
         within = within - torch.where(starts, within, 0).cummax(1).values
     ends = [*starts.flatten().nonzero().flatten().tolist()[1:], batch * tokens]
@@ -220,21 +230,19 @@ def place(
     size = DENSE_TOKENS if dense else attention.slice_tokens
     store = StoreOfCalls(model, device, real, ends, size, loss)
     sequences = Sequences(batch, None, device)
-    lengths = placed.sum(1).int()
-    return TrainingStep(store, sequences, sequences.lengths, lengths, placed, within, None)
+    return TrainingStep(
+        store, sequences, sequences.lengths, valid.sum(1).int(), valid, within, positions, None
+    )
 
 
-def is_packed(attention_mask: Tensor | None, position_ids: Tensor | None) -> bool:
-    """Whether transformers treats a row of the batch as several sequences, since its positions
-    restart. A graph cannot tell and assumes so: upstream's mask is right for both."""
-    if attention_mask is not None or position_ids is None:
-        return False
-    return find_packed_sequence_indices(position_ids) is not None
+def placed(real: Tensor) -> Tensor:
+    """``[B, S]`` bool, False for padding on the left."""
+    return real.cumsum(1) > 0
 
 
-def first_tokens(real: Tensor) -> Tensor:
-    """``[B, S]`` bool, True for real tokens that no real token precedes directly."""
-    return real & ~nn.functional.pad(real, (1, 0))[:, :-1]
+def count(placed: Tensor) -> Tensor:
+    """``[B, S]`` positions from the first real token on."""
+    return placed.cumsum(1) - 1
 
 
 def parts_of(ends: list[int], size: int, device: torch.device) -> list[Part]:
@@ -244,9 +252,9 @@ def parts_of(ends: list[int], size: int, device: torch.device) -> list[Part]:
         last = min(first + size, ends[-1])
         inside = [i for i, end in enumerate(ends) if end > first and starts[i] < last]
         keys = slice(starts[inside[0]], last)
-        upto = torch.tensor([min(ends[i], last) for i in inside], dtype=torch.int32)
-        query_ends, key_ends = (upto - start for start in (first, keys.start))
-        parts.append(Part(slice(first, last), keys, query_ends.to(device), key_ends.to(device)))
+        upto = [min(ends[i], last) for i in inside]
+        upto = torch.tensor(upto, dtype=torch.int32, device=device)
+        parts.append(Part(slice(first, last), keys, upto - first, upto - keys.start))
     return parts
 
 

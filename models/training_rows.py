@@ -17,6 +17,11 @@ from .cache.store import PagedLayer
 from .indexer_loss import IndexInputs
 from .tensor_parallel import ReadByHeads
 
+REENTRANT = (
+    "gradient checkpointing must have use_reentrant=False where layers attend to the latents of an "
+    "earlier one, got True, which would drop the gradient of these latents"
+)
+
 
 class LatentsOfCall(LatentRows):
     """Latents and RoPE keys ``[T, 1, .]``.
@@ -43,11 +48,7 @@ class LatentsOfCall(LatentRows):
         self, layer: PagedLayer, heads: Heads, indices: Tensor, tokens: TokenSlice
     ) -> Tensor:
         if torch.is_grad_enabled() and not layer.has_gradient:
-            raise ValueError(
-                "patched model: gradient checkpointing must have use_reentrant=False where layers "
-                "attend to the latents of an earlier one, got True, which would drop the gradient "
-                "of these latents"
-            )
+            raise ValueError(f"patched model: {REENTRANT}")
         shape, indices = indices.shape[:2], indices.flatten(0, 1)
         heads = heads._replace(
             q_nope=laid_end_to_end(heads.q_nope, self.dtype),

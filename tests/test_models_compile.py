@@ -171,7 +171,7 @@ def test_a_compiled_step_past_the_cache_harms_no_other_sequence():
     model(ids, attention_mask=mask, past_key_values=cache)
     before = [layer.latent.clone() for layer in cache.layers]
     step = torch.compile(model.forward, backend="eager", fullgraph=True)
-    alive = {"indexed_attention": torch.tensor([[True], [False]])}
+    alive = {"indexed_attention": torch.arange(33) != torch.tensor([[33], [32]])}
     step(ids[:, :1], attention_mask=alive, past_key_values=cache)
     assert cache.lengths.tolist() == [33, 12]
     for layer, then in zip(cache.layers, before, strict=True):

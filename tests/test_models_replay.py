@@ -12,7 +12,7 @@ from tiny import ALL_KINDS, V4_LAYERS, clear_case, tiny_model, token_ids
 from custom_pypto import models
 from custom_pypto.models import deepseek_v4
 from custom_pypto.models.latent_attention import LatentAttention
-from custom_pypto.models.patched import patched_layers, text_model
+from custom_pypto.models.patched import patched_attentions, text_model
 
 
 class Case(NamedTuple):
@@ -164,7 +164,7 @@ def test_training_attends_to_what_the_rollout_did_and_has_gradients(kind, path, 
     torch.testing.assert_close(got.detach(), want, rtol=0, atol=case.tolerance)
     assert (own - want).abs().max() > 100 * case.tolerance
     for name in case.projections:
-        attention = patched_layers(text_model(trained))[max(record)].self_attn
+        attention = patched_attentions(text_model(trained))[max(record)]
         gradient = getattr(attention, name).weight.grad
         assert gradient.isfinite().all() and gradient.abs().max() > 0
     # afterwards the indexers select again

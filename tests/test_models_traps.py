@@ -15,13 +15,13 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32
 
 from custom_pypto.models import compressed_attention, compression, deepseek_v4
 from custom_pypto.models.latent_attention import LatentAttention
-from custom_pypto.models.patched import patched_layers, text_model
+from custom_pypto.models.patched import patched_attentions, text_model
 
 _, SPARSE, HEAVY, _ = V4_LAYERS
 
 
 def attentions(model):
-    return [layer.self_attn for layer in patched_layers(text_model(model)).values()]
+    return list(patched_attentions(text_model(model)).values())
 
 
 def each(change, part=None, layer_type=None):

@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 import custom_pypto
 from custom_pypto import models
 from custom_pypto.models import absorbed
+from custom_pypto.models.weights.formats import matrices
 from custom_pypto.models.weights.modules import (
     EXPERT_WEIGHTS,
     StoredLinear,
@@ -51,7 +52,7 @@ def stored_modules(model):
             continue
         for weight in ["weight"] if isinstance(module, StoredLinear) else EXPERT_WEIGHTS:
             scales = getattr(module, f"{weight}_scale")
-            yield f"{name}.{weight}", module.kind, getattr(module, weight), scales
+            yield f"{name}.{weight}", module.kind, matrices(getattr(module, weight)), scales
 
 
 @pytest.fixture(scope="module", name="saved")

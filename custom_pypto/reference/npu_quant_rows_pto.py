@@ -28,7 +28,7 @@ def npu_quant_rows_pto(x: Tensor, *, hadamard: Tensor | None = None) -> tuple[Te
 
 def hadamard_matrix(dim: int) -> Tensor:
     """Sylvester's, of a power of two, times ``dim ** -0.5``: symmetric and orthogonal."""
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, dtype=torch.float32, device="cpu")
     while len(matrix) < dim:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
     return matrix * dim**-0.5

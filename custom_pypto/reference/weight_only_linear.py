@@ -6,7 +6,7 @@ from torch.nn.functional import embedding, pad
 
 from .checks import ROUNDING
 
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float32, device="cpu")
 
 
 def weight_only_linear(

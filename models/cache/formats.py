@@ -17,6 +17,7 @@ from custom_pypto.reference.npu_quant_rows_pto import hadamard_matrix
 
 from ..absorbed import Heads, absorbed_query, of_heads
 from ..expanded import FEWEST_TOKENS, expanded_attention, is_cheaper
+from ..memory import is_readable
 from .layout import Row
 from .step import Step, TokenSlice
 from .store import PagedLayer, first_rows, write
@@ -64,19 +65,19 @@ class LatentRows:
     ) -> Tensor | None:
         """:func:`.expanded_attention`, or None where it is not cheaper or cannot be."""
         size = indices.size(1)
-        # in a graph the lengths are unknown
-        if size < FEWEST_TOKENS or indices.device.type != "cpu" or torch.compiler.is_compiling():
+        if size < FEWEST_TOKENS or not is_readable(tokens.lengths):
             return None
         keys = int(tokens.lengths.max())
         if torch.is_grad_enabled() or not is_cheaper(heads, indices, keys):
             return None
         table = tokens.store.tables[layer.layouts["latent"]]
         latent, rope = self.first_rows(layer, table, keys, heads.weight.size(2))
-        unwritten = (torch.arange(keys) >= tokens.lengths[:, None]).unsqueeze(-1)
+        device = indices.device
+        unwritten = (torch.arange(keys, device=device) >= tokens.lengths[:, None]).unsqueeze(-1)
         for rows in (latent, rope):
             if rows is not None and not rows.masked_fill_(unwritten, 0).isfinite().all():
                 return None  # a NaN would reach tokens that do not select its row
-        ends = tokens.lengths[:, None] + torch.arange(1 - size, 1)
+        ends = tokens.lengths[:, None] + torch.arange(1 - size, 1, device=device)
         return expanded_attention(heads, indices, ends, latent, rope)
 
     def first_rows(

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from ..patched import device_of, dimensions, patched_layers, pools_of, text_model
+from ..memory import is_readable
+from ..patched import device_of, dimensions, patched_attentions, text_model
 from .formats import INDEX_FORMATS, LATENT_FORMATS, IndexRows, LatentRows, check_cache_dtypes
 from .layout import check_block_size
 from .sequence import Sequences
@@ -86,22 +87,22 @@ class PagedCache(Cache):
     ):
         check_block_size("PagedCache", block_size)
         text = text_model(model)
-        layers, options = patched_layers(text), text.custom_pypto_cache
-        attention = next(iter(layers.values())).self_attn
+        attentions, options = patched_attentions(text), text.custom_pypto_cache
+        attention = next(iter(attentions.values()))
         index_dtype = index_dtype or options["index_dtype"]
         kv_dtype = kv_dtype or options["kv_dtype"]
         check_cache_dtypes("PagedCache", text, attention, index_dtype, kv_dtype)
         for name, value in (("batch_size", batch_size), ("max_cache_len", max_cache_len)):
             if value < 1:
                 raise ValueError(f"PagedCache: {name} must be at least 1, got {value}")
-        self.made_for, device = dimensions(text, layers), device_of(layers)
+        self.made_for, device = dimensions(text, attentions), device_of(text, attentions)
         formats = {
             "latent": LATENT_FORMATS.get(kv_dtype, LatentRows)(text.dtype),
             "index": INDEX_FORMATS.get(index_dtype, IndexRows)(text.config, text.dtype, device),
         }
-        pools = pools_of(layers).items()
+        pools = attention.pools.items()
         rows: list[dict] = [{} for _ in range(text.config.num_hidden_layers)]
-        for layer in layers.keys() & range(len(rows)):  # generate() may draft with the first
+        for layer in attentions.keys() & range(len(rows)):  # generate() may draft with the first
             rows[layer] = {name: pool.row(text.config, layer, text.dtype) for name, pool in pools}
             for each in formats.values():
                 rows[layer] = each.rows(rows[layer])
@@ -123,7 +124,13 @@ class PagedCache(Cache):
         self.store.tables[self.store.every_token] = table
         self.store.max_cache_len = table.size(1) * self.block_size
 
-    def place(self, batch_size: int, tokens: int, valid: Tensor | None) -> Step:
+    def place(
+        self,
+        batch_size: int,
+        tokens: int,
+        valid: Tensor | None,
+        position_ids: Tensor | None = None,
+    ) -> Step:
         """The positions of new tokens, and the resulting sequence lengths.
 
         The tokens count after :meth:`Step.commit`. Until then a forward has only written rows that
@@ -131,14 +138,11 @@ class PagedCache(Cache):
 
         Args:
             valid: ``[batch_size, tokens]`` bool, False for padding; None: no padding.
+            position_ids: of the caller; None: from the number of cached tokens on.
         """
-        if batch_size != self.batch_size:
-            raise ValueError(
-                f"PagedCache: the batch must be {self.batch_size} (batch_size), got {batch_size}"
-            )
         self.check_room(tokens)
         store, sequences = self.store, self.sequences
-        if store.recurrent and not torch.compiler.is_compiling() and sequences.seen == 0:
+        if store.recurrent and is_readable(sequences.seen) and sequences.seen == 0:
             store.reset_recurrent()  # an interrupted forward may have left a state
         sequences.announce(tokens)
         start = sequences.lengths.clone()
@@ -149,14 +153,23 @@ class PagedCache(Cache):
         else:
             positions = start[:, None] + valid.cumsum(1) - 1
             lengths = start + valid.sum(1).to(start.dtype)
+        if position_ids is None:
+            position_ids = sequences.seen + torch.arange(tokens, device=start.device)
+        position_ids = position_ids.expand(batch_size, -1)
         slots = None
         if store.every_token in store.tables:
             slots = store.slots(store.every_token, positions, valid)
-        return Step(store, sequences, start, lengths, valid, positions, slots)
+        return Step(store, sequences, start, lengths, valid, positions, position_ids, slots)
+
+    def check_batch(self, batch_size: int) -> None:
+        if batch_size != self.batch_size:
+            raise ValueError(
+                f"PagedCache: the batch must be {self.batch_size} (batch_size), got {batch_size}"
+            )
 
     def check_room(self, tokens: int) -> None:
         """Validates the room for ``tokens`` more per sequence, where that needs no device sync."""
-        if not torch.compiler.is_compiling() and self.seen.device.type == "cpu":
+        if is_readable(self.seen):
             self.sequences.check_room(tokens, self.max_cache_len)
 
     @torch.inference_mode(False)

@@ -1,7 +1,7 @@
 """The tokens of the sequences in a cache: how many count, and how many can be forgotten."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 class Sequences:
@@ -20,6 +20,9 @@ class Sequences:
         self.seen = torch.zeros((), dtype=torch.int64, device=device)
         #: the largest ``seen`` since the cache was empty, interrupted forwards included
         self.written = torch.zeros((), dtype=torch.int64, device=device)
+        #: ``[B, k]`` bool, True for padding among the first k cached tokens; later ones are real.
+        #: No graph reads it.
+        self.padding = torch.zeros(batch_size, 0, dtype=torch.bool, device=device)
         for tensor in (self.lengths, self.seen, self.written):
             torch._dynamo.mark_static_address(tensor)
 
@@ -28,6 +31,14 @@ class Sequences:
         if self.spare is not None:
             after = self.seen + tokens
             self.written.copy_(torch.where(self.seen > 0, self.written.maximum(after), after))
+
+    def padding_of(self, tokens: int) -> Tensor:
+        """``[B, tokens]`` bool, True for padding among the first cached tokens."""
+        return nn.functional.pad(self.padding, (0, tokens - self.padding.size(1)))
+
+    def remember(self, first: int, padding: Tensor) -> None:
+        """Notes which new tokens, behind the ``first`` cached ones, are padding."""
+        self.padding = torch.cat([self.padding_of(first), padding], 1)
 
     def commit(self, lengths: Tensor, tokens: int) -> None:
         """Counts the tokens of a completed forward."""
@@ -71,20 +82,26 @@ class Sequences:
                 f"{tokens_to_remove}; reset() the cache and feed the sequence again"
             )
         self.lengths.add_(tokens_to_remove).clamp_(min=0)
+        self.padding = self.padding & (
+            torch.arange(self.padding.size(1), device=left.device) < left
+        )
         self.seen.copy_(left)
         self.written.mul_(left > 0)
 
     def reset(self) -> None:
         for length in (self.lengths, self.seen, self.written):
             length.zero_()
+        self.padding = self.padding[:, :0]
 
     def reorder(self, sources: Tensor) -> None:
         """Replaces each sequence ``b`` by a copy of sequence ``sources[b]``."""
         self.lengths.copy_(self.lengths[sources])
+        self.padding = self.padding[sources]
 
     def select(self, indices: Tensor) -> None:
         """Keeps only these sequences, in this order, in a new tensor."""
         self.lengths = self.lengths[indices]
+        self.padding = self.padding[indices]
 
     def _lost(self, tokens: Tensor) -> bool:
         """Whether rings lack rows that the token after the first ``tokens`` needs."""

@@ -16,6 +16,7 @@ class TokenSlice(NamedTuple):
     lengths: Tensor
     valid: Tensor
     positions: Tensor
+    position_ids: Tensor
     columns: slice  # among the new tokens of the step
 
 
@@ -28,6 +29,7 @@ class Step(NamedTuple):
     lengths: Tensor  # [B] int32 tokens of each sequence, the new ones included
     valid: Tensor  # [B, tokens] bool, False for padding
     positions: Tensor  # [B, tokens] int64 within the sequence, counted from its first real token
+    position_ids: Tensor  # [B, tokens] int64 of the caller, or upstream's default
     slots: Tensor | None  # of new tokens, in pools with a row per token; see Store.slots
 
     # no properties: torch 2.10 cannot compile those of a NamedTuple
@@ -45,7 +47,7 @@ class Step(NamedTuple):
         tokens = self.positions.size(1)
         if tokens <= size:
             whole = slice(0, tokens)
-            of_step = self.start, self.lengths, self.valid, self.positions
+            of_step = self.start, self.lengths, self.valid, self.positions, self.position_ids
             return [TokenSlice(self.store, *of_step, whole)]
         found, first, start = [], 0, self.start
         while first < tokens:  # range() would give torch.compile one graph per length
@@ -53,7 +55,7 @@ class Step(NamedTuple):
             columns = slice(first, end)
             valid = self.valid[:, columns]
             lengths = start + valid.sum(1).to(start.dtype)
-            positions = self.positions[:, columns]
-            found.append(TokenSlice(self.store, start, lengths, valid, positions, columns))
+            both = self.positions[:, columns], self.position_ids[:, columns]
+            found.append(TokenSlice(self.store, start, lengths, valid, *both, columns))
             first, start = end, lengths
         return found

@@ -69,7 +69,7 @@ class Store:
         present = [row for layer in rows for row in layer.values() if row is not None]
         try:
             self.layers = [self._layer(layer, formats, batch_size, device) for layer in rows]
-        except RuntimeError as error:  # of any allocator; on an accelerator OutOfMemoryError
+        except torch.OutOfMemoryError as error:
             raise out_of_memory(present, batch_size, max_cache_len, block_size, device) from error
         layouts = dict.fromkeys(row.layout.in_blocks(block_size) for row in present)
         self.tables = {
@@ -127,7 +127,7 @@ class Store:
                     continue  # of constant size, or grown before memory ran out
                 try:
                     larger = empty(shape, pool.dtype, pool.device)
-                except RuntimeError as error:
+                except torch.OutOfMemoryError as error:
                     raise torch.OutOfMemoryError(
                         "PagedCache: out of memory: cannot grow from max_cache_len="
                         f"{self.max_cache_len} to {tokens} on {pool.device}; pass a "

@@ -22,6 +22,7 @@ class PagedDots3NoteAttention(LatentAttention, Dots3NoteTextAttention):
     rope = staticmethod(apply_rotary_pos_emb_interleave)
     index_rope = staticmethod(apply_rotary_pos_emb_interleave)
     selects = True
+    counts_columns = True
 
     @property
     def attended(self) -> int:

@@ -41,6 +41,7 @@ class PagedGlm5NextAttention(LatentAttention, Glm5NextTextAttention):
     upstream_layers = (Glm5NextTextLinearAttention,)
     returns_indices = True
     counts_groups = True
+    counts_columns = True
 
     def forward(self, hidden_states, attention_mask, position_embeddings=None, **kwargs):
         return super().forward(hidden_states, (None, None), attention_mask, **kwargs)

@@ -43,15 +43,13 @@ class PagedMistralLarge4Attention(LatentAttention, MistralLarge4TextAttention):
         self, hidden_states: Tensor, q_latent: Tensor, tokens: TokenSlice
     ) -> tuple[Tensor, None]:
         query = self.q_proj(q_latent).unflatten(-1, (-1, self.qk_head_dim))
-        return self.softmax_scaling(
-            query, tokens.positions.clamp(min=0), head_dim_first=False
-        ), None
+        return self.softmax_scaling(query, tokens.position_ids, head_dim_first=False), None
 
     def index_query(self, q_latent: Tensor, tokens: TokenSlice) -> Tensor:
         indexer = self.indexer
         query = indexer.wq_b(indexer.q_input_norm(q_latent))
         query = query.unflatten(-1, (indexer.n_heads, indexer.head_dim))
-        return indexer.softmax_scaling(query, tokens.positions.clamp(min=0), head_dim_first=False)
+        return indexer.softmax_scaling(query, tokens.position_ids, head_dim_first=False)
 
     def rotate_index(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         return super().rotate_index(x, cos, sin) if self.use_rope else x

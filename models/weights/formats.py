@@ -29,21 +29,30 @@ class Layout(NamedTuple):
 
 
 def layout(kind: str, shape: list[int]) -> Layout:
-    """How a weight of this ``shape`` is stored."""
+    """How a weight of this ``shape`` is stored.
+
+    A code for each value has one dim more, of size 1: a loop that copies plain weights by name then
+    fails, which would cast them into codes.
+    """
     *lead, rows, columns = shape
     if kind == "bfloat16":
         return Layout(shape, torch.bfloat16, None, None)
     if kind == "fp8":
         grid = [*lead, -(-rows // BLOCK), -(-columns // BLOCK)]
-        return Layout(shape, torch.float8_e4m3fn, grid, torch.float32)
+        return Layout([*shape, 1], torch.float8_e4m3fn, grid, torch.float32)
     if kind == "int8":
-        return Layout(shape, torch.int8, [*lead, rows], torch.float32)
+        return Layout([*shape, 1], torch.int8, [*lead, rows], torch.float32)
     pairs = [*lead, rows, columns // 2]
     if kind == "fp4":
         scales = [*lead, rows, columns // FP4_GROUP]
         return Layout(pairs, torch.uint8, scales, torch.float8_e8m0fnu)
     groups = columns // int4_group(columns)
     return Layout(pairs, torch.uint8, [*lead, rows, groups, 2], torch.bfloat16)
+
+
+def matrices(weight: Tensor) -> Tensor:
+    """A stored weight ``[.., N, columns]``, as :func:`custom_pypto.weight_only_linear` takes it."""
+    return weight.squeeze(-1)
 
 
 def int4_group(columns: int) -> int:

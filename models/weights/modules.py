@@ -9,12 +9,14 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import custom_pypto
 
-from .formats import layout
+from .formats import ROUNDED, layout, matrices, quantise
 
 #: name of the implementation of experts in transformers
 EXPERTS = "custom_pypto"
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
 SCALE = "_scale"
+#: dtypes of weights in no stored format but bfloat16
+PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class StoredLinear(nn.Module):
@@ -29,7 +31,7 @@ class StoredLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         check_no_gradient(x, self.kind)
-        y = custom_pypto.weight_only_linear(x, self.weight, self.weight_scale)
+        y = custom_pypto.weight_only_linear(x, matrices(self.weight), self.weight_scale)
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
@@ -62,7 +64,8 @@ def is_experts(module: nn.Module) -> bool:
     """Whether transformers computes ``module`` by a function of :data:`ALL_EXPERTS_FUNCTIONS`, and
     its weights are those of :data:`EXPERT_WEIGHTS`."""
     own = module._parameters
-    return all(own.get(name) is not None and own[name].dim() == 3 for name in EXPERT_WEIGHTS) and (
+    found = [own.get(name) for name in EXPERT_WEIGHTS]
+    return all(x is not None and matrices(x).dim() == 3 for x in found) and (
         module.is_concatenated and not module.is_transposed and not module.has_bias
     )
 
@@ -82,7 +85,7 @@ def stored_experts(
     check_no_gradient(hidden_states, self.kind)
 
     def product(x: Tensor, name: str) -> Tensor:
-        weight, scales = getattr(self, name), getattr(self, name + SCALE)
+        weight, scales = matrices(getattr(self, name)), getattr(self, name + SCALE)
         return custom_pypto.weight_only_linear(x, weight, scales, experts=top_k_index)
 
     outputs = product(self._apply_gate(product(hidden_states, "gate_up_proj")), "down_proj")
@@ -97,6 +100,8 @@ ALL_EXPERTS_FUNCTIONS.register(EXPERTS, stored_experts)
 
 def convert(model: nn.Module, kinds: dict[str, str]) -> None:
     """Gives the modules of these names their format. They are on the meta device."""
+    if kinds and not stored_parameters(model):
+        model.register_load_state_dict_pre_hook(round_plain_weights)
     of_experts = False
     for name, kind in kinds.items():
         module = model.get_submodule(name)
@@ -110,6 +115,47 @@ def convert(model: nn.Module, kinds: dict[str, str]) -> None:
             store(module, weight, kind, shape)
     if of_experts:
         model.set_experts_implementation(EXPERTS)
+
+
+def round_plain_weights(model: nn.Module, state: dict[str, Tensor], prefix: str, *_) -> None:
+    """Hook before ``model.load_state_dict``: rounds plain weights to the formats of the model, as
+    when an updated model is loaded into a quantised one.
+
+    Raises:
+        ValueError: names the weight; nothing is loaded.
+    """
+    rounded = {}
+    for name in stored_parameters(model):
+        if name.endswith(SCALE):
+            continue
+        kind = model.get_submodule(name.rpartition(".")[0]).kind
+        plain, stored = state.get(prefix + name), model.get_parameter(name)
+        if kind == "bfloat16" or plain is None or plain.dtype not in PLAIN:
+            continue
+        if kind not in ROUNDED:
+            raise ValueError(
+                f"load_state_dict: {name} must be in {kind} with its scales, got {plain.dtype}; "
+                "load the model with weights='int8' or 'int4', which round new weights, or None"
+            )
+        shape = list(matrices(stored).shape)
+        if kind == "int4":  # two to a byte
+            shape[-1] *= 2
+        if list(plain.shape) != shape:
+            raise ValueError(
+                f"load_state_dict: {name} must be of shape {shape}, got {list(plain.shape)}"
+            )
+        values = layout(kind, shape)
+        weight = torch.empty(values.shape, dtype=values.dtype, device="cpu")
+        scales = torch.empty(values.scale_shape, dtype=values.scale_dtype, device="cpu")
+        rows = plain.shape[:-1].numel()
+        quantise(
+            kind,
+            plain.flatten(0, -2),
+            weight.view(rows, -1),
+            scales.view(rows, *scales.shape[plain.ndim - 1 :]),
+        )
+        rounded |= {prefix + name: weight, prefix + name + SCALE: scales}
+    state |= rounded
 
 
 def stored_parameters(model: nn.Module) -> set[str]:

@@ -2,14 +2,16 @@
 :mod:`.modules` while it loads a model, and records them in ``config.json``."""
 
 from transformers.quantizers import HfQuantizer
-from transformers.quantizers.auto import register_quantization_config, register_quantizer
+from transformers.quantizers.auto import (
+    AUTO_QUANTIZATION_CONFIG_MAPPING,
+    AUTO_QUANTIZER_MAPPING,
+)
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ..quantised_weights import METHOD
 from .modules import convert
 
 
-@register_quantization_config(METHOD)
 class StoredWeights(QuantizationConfigMixin):
     """The ``quantization_config`` of a model with stored weights.
 
@@ -34,7 +36,6 @@ class StoredWeights(QuantizationConfigMixin):
         return {name: kind for kind, names in self.modules.items() for name in names}
 
 
-@register_quantizer(METHOD)
 class StoredWeightsQuantizer(HfQuantizer):
     """Creates the modules; their weights are loaded like any others."""
 
@@ -52,6 +53,11 @@ class StoredWeightsQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+# not by transformers' decorators, which reject a second registration: a notebook reloads modules
+AUTO_QUANTIZATION_CONFIG_MAPPING[METHOD] = StoredWeights
+AUTO_QUANTIZER_MAPPING[METHOD] = StoredWeightsQuantizer
 
 
 def stored_kinds(config) -> dict[str, str]:

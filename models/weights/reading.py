@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import quantised_weights
 from ..memory import empty
-from .formats import BLOCK, ROUNDED, layout, quantise
+from .formats import BLOCK, ROUNDED, layout, matrices, quantise
 
 # safetensors' names of the dtypes of stored weights and their scales
 NAMES = {
@@ -46,10 +46,11 @@ class StoredWeight:
         weight = empty(self.layout.shape, self.layout.dtype)
         self.made = {"weight": weight}
         # a part is some rows of a matrix
-        weights, scales = weight.view(len(self.parts), -1, weight.size(-1)), None
+        weights, scales = matrices(weight).flatten(0, -2), None
+        weights = weights.unflatten(0, (len(self.parts), -1))
         if self.layout.scale_shape is not None:
             self.made["scales"] = torch.empty(
-                self.layout.scale_shape, dtype=self.layout.scale_dtype
+                self.layout.scale_shape, dtype=self.layout.scale_dtype, device="cpu"
             )
             of_matrix = self.layout.scale_shape[2 if len(self.shape) == 3 else 1 :]
             scales = self.made["scales"].view(len(self.parts), -1, *of_matrix)

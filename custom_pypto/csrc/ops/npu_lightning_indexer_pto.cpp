@@ -164,8 +164,7 @@ IndicesAndValues with_gradients(const Tensor& query, const Tensor& key, const Te
                     .sparse_count = sparse_count,
                     .sparse_mode = sparse_mode,
                     .cmp_ratio = cmp_ratio};
-  const bool wanted = query.requires_grad() || key.requires_grad() || weights.requires_grad();
-  if (!return_value || !at::GradMode::is_enabled() || !wanted) {
+  if (!return_value || !wants_gradient(kNames.op, {query, key, weights})) {
     return call(query, key, weights, c, return_value);
   }
   const auto list = LightningIndexer::apply(query, key, weights, c);

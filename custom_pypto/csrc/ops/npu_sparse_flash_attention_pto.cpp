@@ -234,12 +234,7 @@ auto with_gradients(const Tensor& query, const Tensor& key, const OptionalTensor
                     .layout_query = layout_query,
                     .layout_kv = layout_kv,
                     .sparse_mode = sparse_mode};
-  const auto wants = [](const OptionalTensor& x) {
-    return x && x->defined() && x->requires_grad();
-  };
-  const bool gradient =
-      at::GradMode::is_enabled() && (wants(query) || wants(key) || wants(value) ||
-                                     wants(query_rope) || wants(key_rope) || wants(sinks));
+  const bool gradient = wants_gradient(kNames.op, {query, key, value, query_rope, key_rope, sinks});
   Statistics found;
   if (gradient) {
     const auto list =

@@ -247,6 +247,19 @@ void check_statistics(const KeyNames& names, const char* name, const Tensor& ten
       .size(heads + 2, query.sym_size(heads + 1), "N1 of query");
 }
 
+bool wants_gradient(const char* op, std::initializer_list<OptionalTensor> arguments) {
+  bool wanted = false;
+  for (const OptionalTensor& x : arguments) {
+    if (!x || !x->defined()) continue;
+    TORCH_CHECK_NOT_IMPLEMENTED(
+        !x->_fw_grad(/*level=*/0).defined(), op,
+        ": arguments must have no tangent, got one: forward-mode derivatives (torch.func.jvp, "
+        "torch.autograd.forward_ad) are not implemented; use backward(), or torch.func.vjp");
+    wanted |= x->requires_grad();
+  }
+  return wanted && at::GradMode::is_enabled();
+}
+
 void reject_cut_cache(const char* op) {
   TORCH_CHECK(
       false, op,

@@ -1,6 +1,8 @@
 // Checks that several ops share.
 #pragma once
 
+#include <initializer_list>
+
 #include "../tasks/params.h"
 #include "contract.h"
 
@@ -55,6 +57,10 @@ void check_unquantised_rows(const KeyNames& names, const SequenceParams& p,
 // Checks statistics of the softmax of attention, [B, N2, S1, N1] or [N2, T1, N1].
 void check_statistics(const KeyNames& names, const char* name, const Tensor& tensor,
                       const Tensor& query);
+
+// Whether autograd records a call of `op` with these arguments. Rejects arguments with tangents of
+// forward-mode differentiation, which the op would drop.
+bool wants_gradient(const char* op, std::initializer_list<OptionalTensor> arguments);
 
 // Raises the error of a backward through a paged cache that requires no gradient.
 [[noreturn]] void reject_cut_cache(const char* op);

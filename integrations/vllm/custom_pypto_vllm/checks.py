@@ -39,6 +39,27 @@ def check(vllm_config, modules, non_causal: bool) -> None:
         _check_int8(vllm_config)
 
 
+def reject_reload(model, packed: type) -> None:
+    """Rejects new weights for a model of which vLLM keeps copies of the old ones.
+
+    Args:
+        packed: class of the methods that pack the weights of experts.
+    Raises:
+        ValueError: with the module and the remedy.
+    """
+    for name, module in model.named_modules():
+        if isinstance(getattr(module, "quant_method", None), packed):
+            what = f"the packed experts {name}"
+        elif getattr(module, "learnable_sink", False):
+            what = f"the sinks of {name}"
+        else:
+            continue
+        _reject(
+            f"reload_weights must not be called for this model: vLLM would keep {what} of the old "
+            "weights; start a new engine, or serve quantised experts of a model without sinks"
+        )
+
+
 def check_weights(model_config) -> None:
     if model_config.quantization == "fp8":
         block = model_config.hf_config.quantization_config.get("weight_block_size")

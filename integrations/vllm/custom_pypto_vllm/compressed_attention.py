@@ -129,15 +129,15 @@ class CompressedAttention(nn.Module):
             self.recorder = None  # of selections.py
         self.name = f"{prefix}.attention"  # a cache may have the prefix itself
         vllm_config.compilation_config.static_forward_context[self.name] = self
-        self._keep_wo_a()
+        self._keep_wo_a(vllm_config.model_config.dtype)
 
-    def _keep_wo_a(self) -> None:
+    def _keep_wo_a(self, dtype: torch.dtype) -> None:
         """Takes the weight of ``wo_a``, one matrix per group, before vLLM packs it for a product
         with all of its rows."""
         method = self.wo_a.quant_method
 
         def process(layer):
-            weight = _dequant_linear_weight(layer).to(torch.get_default_dtype())
+            weight = _dequant_linear_weight(layer).to(dtype)
             self.output_weight = weight.unflatten(0, (self.groups, -1)).transpose(1, 2)
             for name, parameter in layer.named_parameters():
                 setattr(layer, name, nn.Parameter(parameter.new_empty(0), False))

@@ -75,3 +75,20 @@ def test_its_models_are_not_imported():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.splitlines()[-1] == "[]"
+
+
+def test_a_reload_is_rejected_where_vllm_keeps_copies_of_the_old_weights():
+    from custom_pypto_vllm.checks import reject_reload
+
+    class Packed:
+        pass
+
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    reject_reload(model, Packed)
+    model[1].quant_method = Packed()
+    with pytest.raises(ValueError, match="reload_weights must not .* the packed experts 1 of"):
+        reject_reload(model, Packed)
+    del model[1].quant_method
+    model[0].learnable_sink = True
+    with pytest.raises(ValueError, match="the sinks of 0 of the old weights; start a new engine"):
+        reject_reload(model, Packed)

@@ -1,0 +1,222 @@
+"""Habits of those who generate, tune and update models: upstream's result, or an error by name."""
+
+import copy
+import tempfile
+
+import pytest
+import torch
+from model_harness import TOLERANCES, no_grad_and_one_thread  # noqa: F401
+from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from tiny import ALL_KINDS, KINDS, MAKERS, clear_case, tiny_model, token_ids
+
+from custom_pypto import models
+from custom_pypto.models.weights.modules import convert, stored_parameters
+
+WITH_DRAFTS = [*KINDS, *(kind for kind in MAKERS if kind == "mistral_large4")]
+
+
+def pair(kind, **options):
+    upstream = tiny_model(kind)
+    return upstream, models.use_custom_pypto(copy.deepcopy(upstream), **options)
+
+
+# ---- generate() feeds more than max_length ----------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", WITH_DRAFTS)
+def test_prompt_lookup_may_draft_past_the_last_token(kind):
+    upstream, patched = pair(kind, block_size=16)
+    total, drafts = 48, 10  # whole blocks, so that rounding leaves no room
+
+    def generate(model, seed):
+        half = token_ids(1, 20, seed)
+        ids = torch.cat([half, half], 1)
+        return model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=total - 40,
+            do_sample=False,
+            prompt_lookup_num_tokens=drafts,
+        )
+
+    seed, want = clear_case(lambda seed: generate(upstream, seed))
+    assert torch.equal(generate(patched, seed), want)
+    cache = models.PagedCache(patched, 1, total, block_size=16)
+    ids = token_ids(1, 40)
+    with pytest.raises(ValueError, match="max_cache_len of at least 57"):
+        patched.generate(
+            ids, past_key_values=cache, max_new_tokens=8, prompt_lookup_num_tokens=drafts
+        )
+
+
+def tuned(model, config):
+    torch.manual_seed(0)
+    sizes = dict(num_virtual_tokens=20, token_dim=96, num_layers=3, num_attention_heads=4)
+    return get_peft_model(model, config(task_type="CAUSAL_LM", **sizes)).eval()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prompt_tuning_generates(kind):
+    upstream, patched = (tuned(x, PromptTuningConfig) for x in pair(kind, block_size=16))
+
+    def generate(model, seed):
+        ids = token_ids(2, 20, seed)
+        mask = torch.ones_like(ids)
+        return model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=8, do_sample=False)
+
+    seed, want = clear_case(lambda seed: generate(upstream, seed))
+    assert torch.equal(generate(patched, seed), want)
+
+
+def test_soft_prompts_that_cannot_be_honoured_are_rejected_by_name():
+    ids = token_ids(2, 20)
+    mask = torch.ones_like(ids)
+    mask[1, :5] = 0  # behind the virtual tokens
+    call = dict(input_ids=ids, attention_mask=mask, max_new_tokens=2)
+    with pytest.raises(ValueError, match="0 after a 1 in columns 20 to 24 .*prompt tuning"):
+        tuned(pair("deepseek_v32")[1], PromptTuningConfig).generate(**call)
+    with pytest.raises(TypeError, match="past_key_values must be .*prefix tuning"):
+        tuned(pair("deepseek_v32")[1], PrefixTuningConfig)(input_ids=ids)
+
+
+# ---- gradient checkpointing -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_generate_while_layers_are_checkpointed_gives_the_tokens_of_evaluation(kind, reentrant):
+    _, model = pair(kind)
+
+    def generate(seed=1):
+        ids = token_ids(2, 30, seed)
+        mask = torch.ones_like(ids)
+        return model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+
+    seed, want = clear_case(generate)
+    model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+    if kind == "glm5_next":
+        with pytest.raises(ValueError, match="checkpointing must be off .*linear attention"):
+            generate(seed)
+        return
+    assert torch.equal(generate(seed), want)
+
+
+@pytest.mark.skipif("mistral_large4" not in MAKERS, reason="needs a newer transformers")
+@pytest.mark.parametrize("training", ["auto", "ops"])
+def test_reentrant_checkpoints_that_lose_a_gradient_are_rejected(training):
+    _, model = pair("mistral_large4", training=training)
+    model.train().gradient_checkpointing_enable({"use_reentrant": True})
+    ids = token_ids(1, 20)
+    with torch.enable_grad(), pytest.raises(ValueError, match="use_reentrant=False .*got True"):
+        model(ids, labels=ids)
+
+
+# ---- weights that change ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def of_two():
+    """Plain models with different weights in bfloat16, and a folder with the first."""
+    old = tiny_model().bfloat16()
+    new = copy.deepcopy(old)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in new.parameters():
+            noise = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            parameter += 0.3 * parameter.std() * noise
+    with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
+        old.save_pretrained(first)
+        new.save_pretrained(second)
+        yield first, second, new
+
+
+LOADS = {
+    "strict": {},
+    "not-strict": {"strict": False},
+    "assign": {"assign": True},
+}
+
+
+@pytest.mark.parametrize("options", LOADS.values(), ids=LOADS)
+@pytest.mark.parametrize("weights", ["int8", "int4", "stored"])
+def test_plain_weights_that_are_loaded_are_rounded(of_two, weights, options):
+    first, second, new = of_two
+    ids = token_ids(1, 20)
+    want = models.load(second, weights=weights)(ids).logits
+    model = models.load(first, weights=weights)
+    assert (model(ids).logits - want).abs().max() > 1
+    past = model(ids, use_cache=True).past_key_values
+    copied = copy.deepcopy(model)
+    model.load_state_dict(new.state_dict(), **options)
+    assert torch.equal(model(ids).logits, want)
+    past.reset()  # a cache of before computes with the new weights
+    assert torch.equal(model(ids, past_key_values=past).logits, want)
+    # a copy has its own weights, and the same rule
+    assert not torch.equal(copied(ids).logits, want)
+    copied.load_state_dict(new.state_dict(), **options)
+    assert torch.equal(copied(ids).logits, want)
+
+
+@pytest.mark.parametrize("write", ["copy_", "data", "set_", "lerp_"])
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_plain_weights_written_by_name_never_become_codes(of_two, weights, write):
+    first, _, new = of_two
+    model = models.load(first, weights=weights)
+    stored = stored_parameters(model)
+    name = next(name for name in sorted(stored) if name.endswith("o_proj.weight"))
+    parameter, plain = model.get_parameter(name), new.get_parameter(name)
+    with pytest.raises((RuntimeError, TypeError)):
+        if write == "copy_":
+            parameter.copy_(plain)
+        elif write == "data":
+            parameter.data.copy_(plain)
+        elif write == "set_":
+            parameter.set_(plain)
+        else:
+            parameter.lerp_(plain, 0.1)
+    with pytest.raises(RuntimeError, match="weight_only_linear"):
+        plain = {name: plain}
+        torch.func.functional_call(model, plain, (token_ids(1, 4),))
+
+
+def test_plain_weights_are_rejected_before_anything_is_loaded_where_no_rounding_is_defined(of_two):
+    _, _, new = of_two
+    model = tiny_model().bfloat16()
+    convert(model, {"model.layers.2.self_attn.o_proj": "fp8"})
+    before = model.model.embed_tokens.weight.clone()
+    for strict in (True, False):
+        with pytest.raises(ValueError, match="o_proj.weight must be in fp8 with its scales, got"):
+            model.load_state_dict(new.state_dict(), strict=strict)
+    assert torch.equal(model.model.embed_tokens.weight, before)
+
+
+@pytest.mark.parametrize("change", ["copy_", "data", "set_", "assign", "ema", "functional_call"])
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_plain_and_absorbed_weights_change_at_once(kind, change):
+    upstream, patched = pair(kind)
+    ids, new = token_ids(1, 20), copy.deepcopy(upstream)
+    past = patched(ids, use_cache=True).past_key_values
+    for parameter in new.parameters():
+        parameter.mul_(1.1)
+    want, state = new(ids).logits, dict(new.named_parameters())
+    if change == "assign":
+        patched.load_state_dict(new.state_dict(), assign=True)
+    elif change == "functional_call":
+        got = torch.func.functional_call(patched, state, (ids,)).logits
+        torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCES[kind])
+        return
+    else:
+        for name, parameter in patched.named_parameters():
+            value = state[name].detach().clone()
+            if change == "copy_":
+                parameter.copy_(value)
+            elif change == "data":
+                parameter.data = value
+            elif change == "set_":
+                parameter.set_(value)
+            else:
+                parameter.lerp_(value, 1.0)
+    past.reset()
+    for options in ({}, {"past_key_values": past}):
+        got = patched(ids, **options).logits
+        torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCES[kind])
