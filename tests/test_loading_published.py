@@ -52,7 +52,7 @@ def test_deepseek_v4_computes_what_upstream_does_with_its_weights(fp4_checkpoint
         weight.copy_(want[name])
     ids = token_ids(1, 140)  # a row of 128 tokens, and more rows of 4 than are selected
     got, logits = (it(ids, use_cache=False).logits for it in (model, upstream))
-    torch.testing.assert_close(got, logits, rtol=0, atol=1e-4)
+    assert_close(got, logits, V4)
 
 
 @pytest.mark.parametrize("experts", ["fp4", "fp8"])

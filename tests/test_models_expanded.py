@@ -97,7 +97,7 @@ def test_any_indices_mean_what_they_mean_to_the_op(tokens, keys, rope, value):
     ends = lengths[:, None] + torch.arange(1 - tokens, 1)
     got = expanded.expanded_attention(heads, indices, ends, latent, k_rope)
     want = by_the_op(heads, indices, lengths, latent, k_rope)
-    torch.testing.assert_close(got, want, rtol=0, atol=2e-5)
+    torch.testing.assert_close(got, want, rtol=0, atol=5e-5)  # 100 terms, 5 in all
     assert (got[:, 5:8] == 0).all()
 
 

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
+from model_harness import TOLERANCES as LOGITS
 from tiny import clear_case, tiny_model
 from training_harness import (
     BATCHES,
     KINDS_OF_LOSS,
     LEARNING,
     TOKENS,
+    TOLERANCES,
     assert_equal,
     assert_near,
     gradients,
@@ -23,8 +25,7 @@ from custom_pypto.models.absorbed import absorbed_query
 from custom_pypto.models.latent_attention import LatentAttention
 from custom_pypto.models.patched import text_model
 
-# of a gradient's norm, in float32
-TOLERANCE = 1e-5
+ROUNDING = TOLERANCES["deepseek_v32"]
 
 
 def indexer_names(model):
@@ -122,13 +123,17 @@ def test_values_and_gradients_are_those_of_the_definition(kind, loss, batch, mon
     inputs = BATCHES[batch](seed)
     got = model(**inputs).indexer_loss
     items = (inputs["labels"][:, 1:] != -100).sum()
-    torch.testing.assert_close(got.double() * items, want.detach(), rtol=TOLERANCE, atol=0)
+    torch.testing.assert_close(got.double() * items, want.detach(), rtol=ROUNDING, atol=0)
     got, want = gradients(model, got * items), gradients(upstream, want)
     assert got.keys() == indexer_names(model)
-    assert_near(got, want, TOLERANCE)
+    assert_near(got, want)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 4e-3)])
+@pytest.mark.parametrize(
+    "dtype, tolerance",
+    # gradients in bfloat16 are rounded once, which is half of this
+    [(torch.float32, ROUNDING), (torch.bfloat16, 2**-8)],
+)
 @pytest.mark.parametrize("loss", KINDS_OF_LOSS)
 @pytest.mark.parametrize("kind", LEARNING)
 def test_each_layer_measures_the_attention_that_it_computes(
@@ -222,12 +227,12 @@ def test_dense_training_attends_to_everything(kind, loss):
     want = model_for("ops", kind, index_topk=64)
     got = model_for("auto", kind, loss, **({"index_topk": 64} if loss == "sparse" else {}))
     want, got = (model(**BATCHES["left-padding"](1)).logits for model in (want, got))
-    torch.testing.assert_close(got, want, rtol=0, atol=5e-5)
+    torch.testing.assert_close(got, want, rtol=0, atol=LOGITS[kind])
 
 
 def test_both_losses_agree_where_the_selection_is_everything():
     sparse, dense = (model_for("auto", loss=loss, index_topk=64) for loss in ("sparse", "dense"))
     results = [model(**padded(left=(0, 9), right=(4, 0))) for model in (sparse, dense)]
-    torch.testing.assert_close(*(x.indexer_loss for x in results), rtol=TOLERANCE, atol=0)
+    torch.testing.assert_close(*(x.indexer_loss for x in results), rtol=ROUNDING, atol=0)
     pairs = zip((sparse, dense), results, strict=True)
-    assert_near(*(gradients(model, x.indexer_loss) for model, x in pairs), 1e-4)
+    assert_near(*(gradients(model, x.indexer_loss) for model, x in pairs))

@@ -1,7 +1,5 @@
 """Training on the ops: upstream's gradients in every kind of batch, without a matrix of scores."""
 
-from collections import defaultdict
-
 import pytest
 import torch
 from model_harness import COUNT_PADDING
@@ -11,8 +9,10 @@ from training_harness import (
     KINDS_OF_LOSS,
     LEARNING,
     TOKENS,
+    TOLERANCES,
     Quadratic,
     assert_equal,
+    assert_near,
     checkpointed,
     errors,
     gradients,
@@ -31,22 +31,13 @@ from custom_pypto.models import deepseek_v4, indexer_loss, training
 from custom_pypto.models.latent_attention import LatentAttention
 from custom_pypto.models.patched import text_model
 
-# of a gradient's norm, in float32: sums in another order in forward and backward. Gradients of
-# sinks, position biases and learned scales of queries are sums over all tokens that nearly cancel:
-# upstream's own are as far from those of float64, by the test below.
-TOLERANCES = defaultdict(lambda: 5e-6)
-TOLERANCES |= dict.fromkeys(["axk2", "dots3_note", "glm5_next", "hy_v4"], 2e-5)
-TOLERANCES |= {"mistral_large4": 1e-4, "deepseek_v4": 1e-4}
 # its layers attend to the latents of others, where transformers has it
 SHARING = "mistral_large4" if "mistral_large4" in ALL_KINDS else KINDS[0]
-# those of hyper-connections: of a few elements, and a hundredth of the other gradients
-HYPER_CONNECTIONS = 1e-3
 
 
 def assert_same(got, want, kind):
     torch.testing.assert_close(got[0], want[0], rtol=TOLERANCES[kind], atol=0)
-    for name, error in errors(got[1], want[1]).items():
-        assert error <= (HYPER_CONNECTIONS if "hc" in name else TOLERANCES[kind]), name
+    assert_near(got[1], want[1], kind)
 
 
 def assert_upstreams(kind, make_batch, **arguments):

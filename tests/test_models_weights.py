@@ -257,7 +257,8 @@ def test_products_of_heads_are_those_of_einsum(dtype, tokens):
     g = torch.Generator().manual_seed(3)
     weight = torch.randn(4, 96, 64, generator=g).to(dtype)  # of kv_b_proj: 32 rows of W_UK
     query = torch.randn(2, tokens, 4, 32, generator=g).to(dtype)
-    rounding = dict(rtol=2**-7, atol=2**-4) if dtype == torch.bfloat16 else {}
+    # float32: up to 64 terms, up to 40 in all, in any order
+    rounding = dict(rtol=2**-7, atol=2**-4) if dtype == torch.bfloat16 else dict(rtol=0, atol=2e-4)
     exact = torch.einsum("bshd,hdl->bshl", query.float(), weight[:, :32].float())
     torch.testing.assert_close(absorbed.absorbed_query(query, weight), exact.to(dtype), **rounding)
     latent = torch.randn(2, tokens, 4, 64, generator=g).to(dtype)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from datetime import timedelta
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from memory import in_ranks
+from model_harness import assert_close
 from tiny import SHARED, clear_case, tiny_config, tiny_model, token_ids
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
@@ -19,8 +21,6 @@ from custom_pypto import models, npu
 from custom_pypto.models import latent_attention, tensor_parallel
 
 ROOT = Path(__file__).parents[1]
-# float32, 3 layers: two partial sums in place of one
-TOLERANCE = 2e-5
 PREFILL, DECODE = 40, 4
 
 
@@ -135,7 +135,7 @@ def test_both_ranks_quantise_the_same_keys_to_the_same_bytes(shared, kind):
 def test_two_ranks_give_the_logits_of_one_process(shared, kind, path):
     ranks, alone = shared
     for rank in ranks:
-        torch.testing.assert_close(rank[kind][path], alone[kind][path], rtol=0, atol=TOLERANCE)
+        assert_close(rank[kind][path], alone[kind][path], kind)
 
 
 @pytest.mark.parametrize("kind", SHARED)
@@ -217,18 +217,17 @@ def test_sharing_needs_a_process_group_and_no_device(tmp_path):
         models.load(tmp_path, tensor_parallel=True, device="cpu")
 
 
-def generate(*command: str, status: int = 0) -> subprocess.CompletedProcess:
+def generate(*command: str) -> dict:
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUSTOM_PYPTO_CHECK_RANKS": "1"}
     done = subprocess.run(
         [sys.executable, *command],
         cwd=ROOT,
-        env=os.environ
-        | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUSTOM_PYPTO_CHECK_RANKS": "1"},
+        env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=300,
     )
-    assert done.returncode == status, done.stderr
-    return done
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @pytest.mark.slow
@@ -236,14 +235,18 @@ def test_the_example_answers_as_in_one_process_and_prints_once():
     example = ["examples/generate.py", "--json", "--prompt-tokens", "200", "--questions", "2"]
     example += ["--dtype", "float32"]
     two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    one, both = (json.loads(generate(*line).stdout) for line in (example, [*two, *example, "--tp"]))
+    one, both = generate(*example), generate(*two, *example, "--tp")
     assert (one["ranks"], both["ranks"]) == (1, 2)
     for alone, shared in zip(one["results"], both["results"], strict=True):
         assert shared["answers"] == alone["answers"] and shared["right"] == 2
 
 
-def test_the_example_without_torchrun_says_how():
-    assert "torchrun --nproc" in generate("examples/generate.py", "--tp", status=2).stderr
+def test_the_example_without_torchrun_says_how(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["generate.py", "--tp"])
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(ROOT / "examples/generate.py"), run_name="__main__")
+    assert "torchrun --nproc" in capsys.readouterr().err
 
 
 def test_sinks_that_are_handed_over_sharded_are_rejected(monkeypatch):

@@ -1,6 +1,7 @@
 """What tests of training share: models, kinds of batches, gradients, and a watch over memory."""
 
 import gc
+from collections import defaultdict
 from contextlib import contextmanager
 
 import pytest
@@ -13,6 +14,13 @@ from transformers import Trainer, TrainingArguments
 from custom_pypto import models
 
 TOKENS = 40
+# Of a gradient's norm, in float32. Those of upstream and ours are up to 7.8e-6 from the same in
+# float64, of these kinds 4.4e-5, which sum what nearly cancels (sinks, position biases, learned
+# scales), and of hyper-connections 1.4e-4, by any instruction set (generic, AVX2, AVX-512) and
+# number of threads (1, 4); two of them are up to twice as far apart, and other CPUs get twice that.
+TOLERANCES = defaultdict(lambda: 3e-5)
+TOLERANCES |= dict.fromkeys(["deepseek_v4", "glm5_next", "mistral_large4"], 2e-4)
+HYPER_CONNECTIONS = 6e-4
 # whose indexers score tokens, not groups of tokens
 LEARNING = [kind for kind in ALL_KINDS if kind not in ("deepseek_v4", "glm5_next")]
 KINDS_OF_LOSS = ["sparse", "dense"]
@@ -108,8 +116,10 @@ def errors(got, want):
     return {name: float((got[name] - x).norm() / x.norm()) for name, x in want.items()}
 
 
-def assert_near(got, want, tolerance):
-    assert not {name: x for name, x in errors(got, want).items() if not x <= tolerance}
+def assert_near(got, want, kind="deepseek_v32"):
+    """Equal gradients but for rounding."""
+    for name, error in errors(got, want).items():
+        assert error <= (HYPER_CONNECTIONS if "hc" in name else TOLERANCES[kind]), (name, error)
 
 
 def assert_equal(got, want):
