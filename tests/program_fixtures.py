@@ -1,27 +1,31 @@
-"""Fixtures of the tests of NPU programs of gradients.
+"""What the tests of NPU programs share: PyPTO, without which they are skipped, and fixtures.
 
 A module that changes programs names their modules in ``PROGRAMS``.
 """
 
 import functools
+import importlib.util
 
 import pytest
-import torch
 
+if importlib.util.find_spec("pypto") is None:
+    pytest.skip("the sim extra is not installed", allow_module_level=True)
 
-@pytest.fixture(autouse=True)
-def no_result_by_chance():
-    """NaN in fresh memory: a result that a program does not write is wrong in every run."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
+from custom_pypto import simulation  # noqa: E402
+
+# isort: split
+import pypto  # noqa: E402, F401  # behind the simulation, which sets options that it reads once
 
 
 @pytest.fixture
 def interpreted():
-    from custom_pypto import simulation  # with PyPTO, which may be missing
-
     with simulation.on_cpu():
+        yield
+
+
+@pytest.fixture
+def generated():
+    with simulation.on_cpu(generated=True):
         yield
 
 

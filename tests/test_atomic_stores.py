@@ -1,24 +1,13 @@
 """Atomic stores of PyPTO's generated code, and what the host finds about sums that tasks share."""
 
-import importlib.util
-import shutil
-
 import pytest
 import torch
 from cases import INT_MAX
+from cases.npu_checks import needs_gcc
+from cases.npu_kernels import scatter_kernel
+from program_fixtures import simulation
 
-if importlib.util.find_spec("pypto") is None:
-    pytest.skip("the sim extra is not installed", allow_module_level=True)
-if shutil.which("g++") is None:
-    pytest.skip("g++, which compiles the generated code, is not installed", allow_module_level=True)
-
-# before pypto, which reads its configuration while it is imported
-from custom_pypto import simulation  # noqa: E402
-
-# isort: split
-from cases.npu_kernels import scatter_kernel  # noqa: E402
-
-pytestmark = pytest.mark.sim
+pytestmark = [pytest.mark.sim, needs_gcc]
 UNORDERED = r"race: task \d+ \(ADD .*, TSTORE\) adds to and task \d+ \(ADD .*sum's last bit is not"
 
 
