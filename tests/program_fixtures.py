@@ -1,30 +1,25 @@
-"""What the tests of NPU programs share: PyPTO, without which they are skipped, and fixtures.
+"""Fixtures of the tests of NPU programs.
 
 A module that changes programs names their modules in ``PROGRAMS``.
 """
 
 import functools
-import importlib.util
 
 import pytest
-
-if importlib.util.find_spec("pypto") is None:
-    pytest.skip("the sim extra is not installed", allow_module_level=True)
-
-from custom_pypto import simulation  # noqa: E402
-
-# isort: split
-import pypto  # noqa: E402, F401  # behind the simulation, which sets options that it reads once
 
 
 @pytest.fixture
 def interpreted():
+    from custom_pypto import simulation  # with PyPTO, which may be missing
+
     with simulation.on_cpu():
         yield
 
 
 @pytest.fixture
 def generated():
+    from custom_pypto import simulation
+
     with simulation.on_cpu(generated=True):
         yield
 

@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from cases.npu_checks import calls, needs_gcc
+from cases.npu_checks import needs_gcc
 from cases.npu_programs import HALF, INDEXER, index_case
 from numerics import assert_same_selection
-from program_fixtures import simulation
 
 import custom_pypto
 from custom_pypto import reference
@@ -44,16 +43,17 @@ def check_training(x: dict) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("arguments", calls(INDEXER))
-def test_backward_through_the_scores(arguments, dtype, interpreted):
-    check_training(index_case(**arguments, dtype=dtype))
+@pytest.mark.parametrize("id", INDEXER)
+def test_backward_through_the_scores(id, dtype, interpreted):
+    check_training(index_case(**INDEXER[id], dtype=dtype))
 
 
 @needs_gcc
-@pytest.mark.parametrize("arguments", calls(INDEXER, fast=["ragged-and-empty"]))
-def test_generated_code_of_a_backward_through_the_scores(arguments):
-    with simulation.on_cpu(generated=True):
-        check_training(index_case(**arguments))
+@pytest.mark.parametrize(
+    "id", ["ragged-and-empty", *(pytest.param(id, marks=pytest.mark.slow) for id in INDEXER)]
+)
+def test_generated_code_of_a_backward_through_the_scores(id, generated):
+    check_training(index_case(**INDEXER[id]))
 
 
 def test_without_a_key_all_scores_are_minus_infinity(interpreted):

@@ -17,7 +17,7 @@ from cases.npu_programs import (
     statistics_case,
 )
 from cases.npu_sparse_attention_pto import CACHES
-from program_fixtures import simulation
+from with_pypto import simulation
 
 import custom_pypto
 from custom_pypto import npu

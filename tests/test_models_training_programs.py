@@ -4,9 +4,9 @@ import copy
 
 import pytest
 import torch
-from program_fixtures import simulation
 from tiny import tiny_model, token_ids
 from training_harness import trained
+from with_pypto import simulation
 
 import models
 

@@ -13,7 +13,7 @@ import torch
 from cases.npu_checks import check_attention, check_fused, check_selection, needs_gcc
 from cases.npu_kernels import affine_kernel, assert_product, product_kernel, selected_kernel
 from cases.npu_programs import attention_case, fused_case, index_case
-from program_fixtures import pypto, simulation
+from with_pypto import pypto, simulation
 
 from custom_pypto.kernels import index_scores, pypto_versions
 from custom_pypto.kernels import npu_lightning_indexer_pto as indexer

@@ -8,7 +8,7 @@ import time
 
 import pytest
 import torch
-from program_fixtures import pypto, simulation
+from with_pypto import pypto, simulation
 
 pytestmark = pytest.mark.sim
 

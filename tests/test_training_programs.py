@@ -1,11 +1,9 @@
 """The NPU programs of gradients and of divergences: interpreted, and as generated code."""
 
-import functools
-from typing import NamedTuple
-
 import pytest
 import torch
 from cases import INT_MAX, INT_MIN, without_nan
+from cases import npu_checks as checks
 from cases.npu_checks import (
     block_ids_clamped,
     check_by_its_rule,
@@ -13,11 +11,7 @@ from cases.npu_checks import (
     pypto_0_2_0_only,
 )
 from cases.npu_programs import (
-    DENSE_LOSS,
-    GRADIENT,
     HALF,
-    INDEX_GRADIENT,
-    INDEX_LOSS,
     attention_case,
     dense_loss_case,
     gradient_case,
@@ -25,7 +19,7 @@ from cases.npu_programs import (
     index_loss_case,
     statistics_case,
 )
-from program_fixtures import pypto, simulation
+from with_pypto import pypto
 
 import custom_pypto
 from custom_pypto import npu, reference
@@ -51,68 +45,11 @@ OF_ATTENTION, OF_INDEXER = "npu_sparse_flash_attention_grad_pto", "npu_lightning
 SPARSE = "npu_sparse_lightning_indexer_grad_kl_loss_pto"
 DENSE = "npu_dense_lightning_indexer_grad_kl_loss_pto"
 LSE = "npu_dense_lightning_indexer_softmax_lse_pto"
-HOSTILE = [dict(dtype=torch.float16, hostile=False), dict(dtype=torch.bfloat16, hostile=True)]
-LAYOUTS = [dict(dtype=HALF[0], layout="TND"), dict(dtype=HALF[1], layout="BSND")]
-
-
-class Op(NamedTuple):
-    """``fast``: the calls of generated code that a run takes by default."""
-
-    case: functools.partial
-    calls: dict
-    fast: list[str]
-    variants: list[dict] = HOSTILE
-
-
-OPS = {
-    OF_ATTENTION: Op(
-        gradient_case, GRADIENT, ["packed-keys", "sinks-of-5-heads", "latent-48-rope-32"]
-    ),
-    OF_INDEXER: Op(index_gradient_case, INDEX_GRADIENT, ["packed-keys", "5-heads"]),
-    SPARSE: Op(index_loss_case, INDEX_LOSS, ["by-sequence", "5-heads"]),
-    DENSE: Op(dense_loss_case, DENSE_LOSS, ["every-key", "weights-of-float32"], LAYOUTS),
-    LSE: Op(statistics_case, DENSE_LOSS, ["every-key", "weights-of-float32"], LAYOUTS),
-}
 SMALL = dict(lengths_query=[5], lengths_key=[300])
 
 
-def rows(fast_alone: bool) -> list:
-    return [
-        pytest.param(
-            *(op, id), marks=[pytest.mark.slow] if fast_alone and id not in facts.fast else []
-        )
-        for op, facts in OPS.items()
-        for id in facts.calls
-    ]
-
-
-@pytest.mark.parametrize("variant", [0, 1])
-@pytest.mark.parametrize("op, id", rows(fast_alone=False))
-def test_results_equal_the_reference(op, id, variant, interpreted):
-    facts = OPS[op]
-    check_by_its_rule(op, facts.case(**facts.calls[id] | facts.variants[variant]))
-
-
-@needs_gcc
-@pytest.mark.parametrize("variant", [0, 1])
-@pytest.mark.parametrize("op, id", rows(fast_alone=True))
-def test_generated_code_equals_the_reference(op, id, variant):
-    """Each variant with the dtype of the other. Indices that name a row twice leave the order of
-    two additions open."""
-    facts = OPS[op]
-    arguments = facts.variants[variant] | dict(dtype=facts.variants[1 - variant]["dtype"])
-    hostile = arguments.get("hostile", False)
-    with simulation.on_cpu(generated=True, unordered_adds=hostile):
-        check_by_its_rule(op, facts.case(**facts.calls[id] | arguments))
-
-
-@needs_gcc
-@pytest.mark.parametrize("op", [*OPS][:4])
-def test_the_bits_of_every_sum_are_fixed(op, generated):
-    """By the task graph, which orders all additions to a row: the host checks that."""
-    x = OPS[op].case([9], [70])
-    first, second = (getattr(custom_pypto, op)(**x) for _ in range(2))
-    assert all(map(torch.equal, map(torch.nan_to_num, first), map(torch.nan_to_num, second)))
+def row(op: str, *values, slow: bool = False) -> pytest.param:
+    return pytest.param(op, *values, id=op, marks=[pytest.mark.slow] if slow else [])
 
 
 @needs_gcc
@@ -121,22 +58,21 @@ def test_the_bits_of_every_sum_are_fixed(op, generated):
     "op, program, arguments",
     [
         # arguments with a dynamic dim: the terms of the sinks, the losses of the tokens
-        (OF_ATTENTION, npu_sparse_flash_attention_grad_pto, dict(sinks=(-9, 9), **SMALL)),
-        (SPARSE, npu_sparse_lightning_indexer_grad_kl_loss_pto, SMALL),
-        (DENSE, npu_dense_lightning_indexer_grad_kl_loss_pto, SMALL | dict(lengths_key=[70])),
+        row(OF_ATTENTION, npu_sparse_flash_attention_grad_pto, dict(sinks=(-9, 9), **SMALL)),
+        row(SPARSE, npu_sparse_lightning_indexer_grad_kl_loss_pto, SMALL, slow=True),
+        row(DENSE, npu_dense_lightning_indexer_grad_kl_loss_pto, SMALL, slow=True),
     ],
-    ids=[OF_ATTENTION, SPARSE, DENSE],
 )
 def test_a_missing_barrier_is_found(op, program, arguments, monkeypatch, fresh_kernels, generated):
     monkeypatch.setattr(program, "after_all", lambda name: program.loop(name, 1))
-    x = OPS[op].case(**arguments)
+    x = checks.PROGRAMS[op].case(**arguments)
     with pytest.raises(RuntimeError, match="race: task"):
         getattr(custom_pypto, op)(**x)
 
 
 @needs_gcc
 @pytest.mark.parametrize(
-    "op, keys", [(OF_ATTENTION, "layout_kv"), (OF_INDEXER, "layout_key")], ids=str
+    "op, keys", [row(OF_ATTENTION, "layout_kv", slow=True), row(OF_INDEXER, "layout_key")]
 )
 def test_a_missing_clamp_is_found(op, keys, monkeypatch, fresh_kernels, generated):
     def unchecked(indices, row, last):
@@ -146,12 +82,13 @@ def test_a_missing_clamp_is_found(op, keys, monkeypatch, fresh_kernels, generate
         return index, pypto.where(pypto.eq(index, index), 1.0, 0.0)
 
     monkeypatch.setattr(selected_rows, "checked_indices", unchecked)
-    x = OPS[op].case(**SMALL, sparse_count=64, **{keys: "BSND"})
+    x = checks.PROGRAMS[op].case(**SMALL, sparse_count=64, **{keys: "BSND"})
     x["sparse_indices"][..., 1] = -INT_MAX
     with pytest.raises(RuntimeError, match="reads 4 bytes at byte"):
         getattr(custom_pypto, op)(**x)
 
 
+@pytest.mark.slow
 @needs_gcc
 @pypto_0_2_0_only
 def test_keys_without_a_last_tile_are_found(monkeypatch, fresh_kernels, generated):
@@ -222,7 +159,7 @@ def test_no_length_and_no_block_id_leads_outside(op, layout, cmp_ratio, value, i
 @pytest.mark.parametrize("lengths", [([0], [5]), ([2], [0]), ([0, 0], [3, 3])], ids=str)
 @pytest.mark.parametrize("layout", ["TND", "BSND"])
 def test_without_tokens_or_keys_all_is_zero(op, lengths, layout, interpreted):
-    x = OPS[op].case(*lengths, layout=layout)
+    x = checks.PROGRAMS[op].case(*lengths, layout=layout)
     assert not any(result.any() for result in getattr(custom_pypto, op)(**x))
 
 
@@ -235,7 +172,7 @@ def test_without_tokens_or_keys_all_is_zero(op, lengths, layout, interpreted):
     ids=[OF_INDEXER, SPARSE],
 )
 def test_keys_that_no_token_selects_reach_nothing(op, keys, leaves, interpreted):
-    x = OPS[op].case([2], [40], sparse_count=16, **keys)
+    x = checks.PROGRAMS[op].case([2], [40], sparse_count=16, **keys)
     x["sparse_indices"] = x["sparse_indices"].clamp(max=19)
     for name in leaves:
         x[name][:, 20:] = torch.nan
@@ -370,7 +307,7 @@ def test_no_tensor_has_an_element_per_pair_of_tokens():
     small = dict(heads=1, latent=16, rope=0, index_heads=1, dim=16)
     ops = npu.implementations(launch)
     for op in (DENSE, LSE):
-        ops[op](**OPS[op].case([3000], [3000], **small))
+        ops[op](**checks.PROGRAMS[op].case([3000], [3000], **small))
     assert 0 < max(sizes) < 3000 * 3000 / 8
 
 

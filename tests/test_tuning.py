@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from program_fixtures import simulation
+from with_pypto import simulation
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 

@@ -1,8 +1,8 @@
 """PyPTO kernels of a few lines, for what the host runs of them."""
 
 import torch
-from program_fixtures import pypto
 from pypto.experimental import gather_in_l1
+from with_pypto import pypto
 
 ROWS, WIDTH = pypto.DYNAMIC, pypto.STATIC
 

@@ -48,6 +48,13 @@ INDEXER = of_every_op("layout_key") | {
     "compressed-every-key": call([2, 3], [403, 3], 16, cmp_ratio=4, sparse_mode=0),
     "compressed-packed": call([9, 0, 6], [2050, 9, 7], cmp_ratio=4, layout_query="TND"),
     "compressed-by-128": call([3, 2], [2560, 128], 16, cmp_ratio=128),
+    "two-tokens": call([2, 1], [600, 70]),
+    "chunks": call([1, 2], [9000, 300]),
+    "levels": call([1], [50000], 4096, heads=8),
+    "fewer-keys-than-K": call([2, 2], [3000, 300], 2048),
+    "1-head": call([2, 1], [1100, 70], heads=1, block_size=16),
+    "12-heads": call([2, 1], [1100, 70], heads=12, block_size=48),
+    "33-heads": call([2, 1], [1100, 70], heads=33, block_size=1024),
 }
 
 ATTENTION = of_every_op("layout_kv") | {
@@ -70,6 +77,39 @@ ATTENTION = of_every_op("layout_kv") | {
     ),
     "no-rope": call([2, 1], [300, 70], rope=0),
     "values": call([2, 1], [300, 70], own_value=True),
+    # several gathers for the scores: with parts of a tensor as indices they read another tensor
+    "two-tiles-of-keys": call([1, 1], [300, 700], 512),
+    "fewer-keys-than-K": call([2, 2], [300, 2047], 2048),
+    "128-heads": call([1], [3000], 2048, heads=128),
+    # queries that do not fill a tile: the last ones were loaded from behind the tensor
+    "4-heads": call([2, 1], [300, 70], heads=4),
+    "sinks-of-5-heads": call([2, 1], [300, 40], heads=5, sinks=(-9, 9), statistics=True),
+    # one row of 512 values is too few for a mean error: three tokens
+    "1-head": call([3], [300], heads=1),
+    "2-heads": call([2, 1], [1100, 70], heads=2, block_size=1024),
+    "24-heads": call([2, 1], [1100, 70], heads=24, block_size=48),
+    "72-heads": call([2, 1], [1100, 70], heads=72, block_size=16),
+    # rows in two parts for the scores, in columns that are no power of two for the output
+    "latent-320": call([2, 1], [300, 70], latent=320),
+    "latent-1024": call([2, 1], [300, 70], latent=1024),
+    # rows of rope longer than a tile of the scores
+    "latent-48-rope-32": call([2, 1], [300, 70], latent=48, rope=32),
+    "latent-96-rope-64": call([2, 1], [300, 70], latent=96, rope=64),
+    "latent-32-rope-48": call([2, 1], [300, 70], latent=32, rope=48),
+    "K-1": call([2, 1], [700, 40], 1),
+    "K-7": call([2, 1], [700, 40], 7),
+    "K-100": call([2, 1], [700, 40], 100),
+    "K-1000": call([2, 1], [700, 40], 1000),
+}
+
+# K is no less than the keys: rounding before the selection does not change it
+FUSED = {
+    "first-token": dict(lengths=[1], S1=1),
+    "decode": dict(lengths=[300, 1, 129], S1=1),
+    "mtp-and-padding": dict(lengths=[300, 2], S1=3),
+    "prefill": dict(lengths=[20], S1=20),
+    "16-tokens": dict(lengths=[200] * 16, S1=1, heads=16),
+    "heads-that-fill-no-tile": dict(lengths=[40, 3], S1=1, heads=5, index_heads=12),
 }
 
 GRADIENT = of_every_op("layout_kv") | {
@@ -139,24 +179,16 @@ DENSE_LOSS = {
 }
 
 # those of the calls above that the ops on int8 caches take
-INT8_INDEXER = {id: x for id, x in INDEXER.items() if not {"cmp_ratio", "layout_key"} & {*x}}
+INT8_INDEXER = {
+    id: x
+    for id, x in INDEXER.items()
+    if not {"cmp_ratio", "layout_key", "heads"} & {*x} and id != "levels"
+} | {"blocks-of-32": call([2, 1], [300, 77], block_size=32), "8K": call([1], [8192], 2048)}
 INT8_ATTENTION = {
     id: x
     for id, x in ATTENTION.items()
-    if not {"sinks", "statistics", "rope", "layout_kv", "own_value"} & {*x} and id != "every-key"
-}
-TABLES = {
-    "add_custom": {},
-    "npu_lightning_indexer_pto": INDEXER,
-    "npu_lightning_indexer_grad_pto": INDEX_GRADIENT,
-    "npu_sparse_flash_attention_pto": ATTENTION,
-    "npu_sparse_flash_attention_grad_pto": GRADIENT,
-    "npu_sparse_lightning_indexer_grad_kl_loss_pto": INDEX_LOSS,
-    "npu_dense_lightning_indexer_softmax_lse_pto": DENSE_LOSS,
-    "npu_dense_lightning_indexer_grad_kl_loss_pto": DENSE_LOSS,
-    "npu_sparse_attention_pto": {},
-    "npu_quant_lightning_indexer_pto": INT8_INDEXER,
-    "npu_kv_quant_sparse_flash_attention_pto": INT8_ATTENTION,
+    if not {"sinks", "statistics", "rope", "layout_kv", "own_value", "latent", "block_size"} & {*x}
+    and id != "every-key"
 }
 
 
@@ -205,5 +237,5 @@ def statistics_case(*lengths, **arguments) -> dict:
 
 def fused_case(lengths, S1, **arguments):
     sizes = dict(hidden=128, q_rank=64, heads=4, nope=32, latent=512, rope=64)
-    index = dict(index_heads=64, index_dim=128, block_size=128, dtype=BF16)
+    index = dict(index_heads=64, index_dim=128, block_size=128, dtype=BF16, sparse_count=512)
     return fused_inputs(lengths, S1, **sizes | index | arguments)
