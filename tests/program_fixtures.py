@@ -1,4 +1,4 @@
-"""Fixtures of the tests of NPU programs of gradients.
+"""Fixtures of the tests of NPU programs.
 
 A module that changes programs names their modules in ``PROGRAMS``.
 """
@@ -6,15 +6,6 @@ A module that changes programs names their modules in ``PROGRAMS``.
 import functools
 
 import pytest
-import torch
-
-
-@pytest.fixture(autouse=True)
-def no_result_by_chance():
-    """NaN in fresh memory: a result that a program does not write is wrong in every run."""
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture
@@ -22,6 +13,14 @@ def interpreted():
     from custom_pypto import simulation  # with PyPTO, which may be missing
 
     with simulation.on_cpu():
+        yield
+
+
+@pytest.fixture
+def generated():
+    from custom_pypto import simulation
+
+    with simulation.on_cpu(generated=True):
         yield
 
 

@@ -1,23 +1,27 @@
 """The way to an NPU program: limits, tensors by name, task graphs, work on the host."""
 
-import importlib.util
+from functools import partial
 
 import cases
 import pytest
 import torch
 from cases import on_meta, without_nan
-from cases.npu_index_programs import index_gradient_case, index_loss_case
-from cases.npu_programs import attention_case, fused_case, gradient_case, index_case
+from cases.npu_programs import (
+    attention_case,
+    dense_loss_case,
+    fused_case,
+    gradient_case,
+    index_case,
+    index_gradient_case,
+    index_loss_case,
+    statistics_case,
+)
 from cases.npu_sparse_attention_pto import CACHES
+from with_pypto import simulation
 
 import custom_pypto
 from custom_pypto import npu
 from custom_pypto.descriptions import OPS
-
-if importlib.util.find_spec("pypto") is None:
-    pytest.skip("the sim extra is not installed", allow_module_level=True)
-
-from custom_pypto import simulation  # noqa: E402
 
 pytestmark = pytest.mark.sim
 
@@ -47,38 +51,38 @@ def test_npu_tensors_reach_the_wrappers():
         assert torch._C._dispatch_has_kernel_for_dispatch_key(f"custom_pypto::{op}", "PrivateUse1")
 
 
+SIZES = dict(lengths_query=[2, 1], lengths_key=[300, 40])
+
+
+def scores_case(**arguments):
+    return index_case(**arguments) | dict(return_value=True)
+
+
 CALLS = {
-    "npu_lightning_indexer_pto": lambda layout: index_case([2, 1], [300, 40], layout_query=layout),
-    "npu_sparse_flash_attention_pto": lambda layout: attention_case(
-        [2, 1], [300, 40], layout_query=layout
+    "npu_lightning_indexer_pto": partial(index_case, **SIZES),
+    "npu_sparse_flash_attention_pto": partial(attention_case, **SIZES),
+    "npu_sparse_flash_attention_pto.softmax_lse": partial(
+        attention_case, **SIZES, sinks=(-9, 9), statistics=True
     ),
-    "npu_sparse_flash_attention_pto.softmax_lse": lambda layout: attention_case(
-        [2, 1], [300, 40], layout_query=layout, sinks=(-9, 9), statistics=True
+    "npu_sparse_flash_attention_grad_pto": partial(
+        gradient_case, **SIZES, sparse_count=64, sinks=(-9, 9)
     ),
-    "npu_sparse_flash_attention_grad_pto": lambda layout: gradient_case(
-        [2, 1], [300, 40], sparse_count=64, layout_query=layout, sinks=(-9, 9)
+    "npu_lightning_indexer_pto.return_value": partial(scores_case, **SIZES),
+    "npu_lightning_indexer_grad_pto": partial(index_gradient_case, **SIZES, sparse_count=64),
+    "npu_sparse_lightning_indexer_grad_kl_loss_pto": partial(
+        index_loss_case, **SIZES, sparse_count=64
     ),
-    "npu_lightning_indexer_pto.return_value": lambda layout: (
-        index_case([2, 1], [300, 40], layout_query=layout) | dict(return_value=True)
-    ),
-    "npu_lightning_indexer_grad_pto": lambda layout: index_gradient_case(
-        [2, 1], [300, 40], sparse_count=64, layout_query=layout
-    ),
-    "npu_sparse_lightning_indexer_grad_kl_loss_pto": lambda layout: index_loss_case(
-        [2, 1], [300, 40], sparse_count=64, layout=layout
-    ),
-    "npu_dense_lightning_indexer_softmax_lse_pto": lambda layout: cases.inputs_of(
-        "npu_dense_lightning_indexer_softmax_lse_pto", (2, 1), (300, 40), on_npu=True, layout=layout
-    ),
-    "npu_dense_lightning_indexer_grad_kl_loss_pto": lambda layout: cases.inputs_of(
-        "npu_dense_lightning_indexer_grad_kl_loss_pto",
-        (2, 1),
-        (300, 40),
-        on_npu=True,
-        layout=layout,
-    ),
-    "npu_sparse_attention_pto": lambda layout: fused_case([300, 40], 2),
+    "npu_dense_lightning_indexer_softmax_lse_pto": partial(statistics_case, **SIZES),
+    "npu_dense_lightning_indexer_grad_kl_loss_pto": partial(dense_loss_case, **SIZES),
+    "npu_sparse_attention_pto": partial(fused_case, [300, 40], 2),
 }
+ON_HOST = ("loss_pto", "lse_pto")  # whose lengths are integers of the host
+
+
+def arguments_of(op: str, layout: str) -> dict:
+    if op == "npu_sparse_attention_pto":
+        return CALLS[op]()
+    return CALLS[op](**{"layout" if op.endswith(ON_HOST) else "layout_query": layout})
 
 
 X = torch.ones(3)
@@ -106,7 +110,7 @@ def test_wrappers_read_no_value_on_the_host(op, layout, change):
         launched.append([(tuple(t.shape), t.dtype, t.is_contiguous()) for t in tensors.values()])
         assert written and {*written} <= {*tensors}
 
-    x = change(CALLS[op](layout))
+    x = change(arguments_of(op, layout))
     for arguments in (x, on_meta(x)):
         npu.implementations(launch)[op](**arguments)
     real, meta = launched
@@ -153,8 +157,7 @@ def test_calls_of_a_class_of_sizes_share_a_kernel():
     assert first is same and first not in others
 
 
-# the lengths of the losses and of their statistics are integers of the host
-@pytest.mark.parametrize("op", [op for op in CALLS if not op.endswith(("loss_pto", "lse_pto"))])
+@pytest.mark.parametrize("op", [op for op in CALLS if not op.endswith(ON_HOST)])
 def test_lengths_and_block_tables_can_be_declared_ready_on_the_host(op, monkeypatch):
     """PyPTO rejects a name that is not an argument; the estimate stays what it was."""
     found = []
@@ -165,7 +168,7 @@ def test_lengths_and_block_tables_can_be_declared_ready_on_the_host(op, monkeypa
 
     for value in ("0", "1"):
         monkeypatch.setenv("CUSTOM_PYPTO_READY_ON_HOST", value)
-        npu.implementations(launch)[op](**CALLS[op]("BSND"))
+        npu.implementations(launch)[op](**arguments_of(op, "BSND"))
     (without, before), (declared, after) = found
     assert not without and declared and before == after
 
@@ -179,7 +182,7 @@ def test_prefix_sums_are_never_declared_ready_on_the_host(op, monkeypatch):
         found.extend(kernel._runtime_options["ready_on_host_tensors"])
 
     monkeypatch.setenv("CUSTOM_PYPTO_READY_ON_HOST", "1")
-    npu.implementations(launch)[op](**CALLS[op]("TND"))
+    npu.implementations(launch)[op](**arguments_of(op, "TND"))
     assert "key_lengths" in found and "query_lengths" not in found
 
 
@@ -231,7 +234,7 @@ def test_after_the_last_pass_the_tiles_compute_the_same(op):
     def launch(kernel, tensors, written):
         found.append(simulation.verify_passes(kernel, *tensors.values()))
 
-    npu.implementations(launch)[op](**without_nan(CALLS[op]("BSND")))
+    npu.implementations(launch)[op](**without_nan(arguments_of(op, "BSND")))
     (counts,) = found
     agree, differ = counts["CodegenPreproc"]
     assert agree > 0

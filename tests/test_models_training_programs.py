@@ -1,20 +1,14 @@
 """Training of a whole model on the NPU programs, in PyPTO's interpreter."""
 
 import copy
-import importlib.util
 
 import pytest
 import torch
 from tiny import tiny_model, token_ids
 from training_harness import trained
+from with_pypto import simulation
 
 import models
-
-if importlib.util.find_spec("pypto") is None:
-    pytest.skip("the sim extra is not installed", allow_module_level=True)
-
-# before pypto, which reads its configuration while it is imported
-from custom_pypto import simulation  # noqa: E402
 
 pytestmark = pytest.mark.sim
 

@@ -6,46 +6,25 @@ them.
 
 import contextlib
 import ctypes
-import functools
-import importlib.util
-import shutil
 import subprocess
 
 import pytest
 import torch
-from cases.npu_programs import (
-    attention_case,
-    check_attention,
-    check_fused,
-    check_selection,
-    fused_case,
-    index_case,
-)
+from cases.npu_checks import check_attention, check_fused, check_selection, needs_gcc
+from cases.npu_kernels import affine_kernel, assert_product, product_kernel, selected_kernel
+from cases.npu_programs import attention_case, fused_case, index_case
+from with_pypto import pypto, simulation
 
+from custom_pypto.kernels import index_scores, pypto_versions
+from custom_pypto.kernels import npu_lightning_indexer_pto as indexer
+from custom_pypto.kernels import npu_sparse_attention_pto as fused
+from custom_pypto.kernels import npu_sparse_flash_attention_pto as attention
 from custom_pypto.requirements import PYPTO, installed_version
+from custom_pypto.simulation import compiler, loaded_calls
 
-if importlib.util.find_spec("pypto") is None:
-    pytest.skip("the sim extra is not installed", allow_module_level=True)
-if shutil.which("g++") is None:
-    pytest.skip("g++, which compiles the generated code, is not installed", allow_module_level=True)
-
-# before pypto, which reads its configuration while it is imported
-from custom_pypto import simulation  # noqa: E402
-
-# isort: split
-import pypto  # noqa: E402
-from cases.npu_kernels import affine_kernel, product_kernel, selected_kernel  # noqa: E402
-
-from custom_pypto.kernels import (
-    index_scores,  # noqa: E402
-    pypto_versions,  # noqa: E402
-)
-from custom_pypto.kernels import npu_lightning_indexer_pto as indexer  # noqa: E402
-from custom_pypto.kernels import npu_sparse_attention_pto as fused  # noqa: E402
-from custom_pypto.kernels import npu_sparse_flash_attention_pto as attention  # noqa: E402
-from custom_pypto.simulation import compiler, loaded_calls  # noqa: E402
-
-pytestmark = pytest.mark.sim
+pytest_plugins = ["program_fixtures"]
+pytestmark = [pytest.mark.sim, needs_gcc]
+PROGRAMS = [indexer, attention, fused]
 
 INSTALLED = installed_version("pypto")
 # of CANN 9.0, from the package index; the other one is of CANN 9.1 and later
@@ -65,19 +44,6 @@ def found_if(here: bool, error: type[Exception], match: str) -> contextlib.Abstr
     return pytest.raises(error, match=match) if here else contextlib.nullcontext()
 
 
-@pytest.fixture
-def fresh_kernels(monkeypatch):
-    """Kernels of the programs that a test changes are the test's own."""
-    for module in (indexer, attention, fused):
-        monkeypatch.setattr(module, "kernel", functools.cache(module.kernel.__wrapped__))
-
-
-@pytest.fixture
-def on_generated_code(fresh_kernels):
-    with simulation.on_cpu(generated=True):
-        yield
-
-
 def selected_case() -> tuple[list[torch.Tensor], torch.Tensor]:
     """Arguments of :func:`selected_kernel` and its result."""
     weights, rows = torch.randn(16, 64).bfloat16(), torch.randn(128, 256).bfloat16()
@@ -95,7 +61,7 @@ def test_a_gather_reads_its_start_column_as_0_since_cann_9_1():
     assert torch.equal(got[:, 128:], expected[:, 128:] if OLD else expected[:, :128])
 
 
-def test_values_gathered_by_columns_are_wrong_since_cann_9_1(monkeypatch, on_generated_code):
+def test_values_gathered_by_columns_are_wrong_since_cann_9_1(monkeypatch, fresh_kernels, generated):
     """What sparse attention did before its rows were gathered in parts."""
     splits = attention.AttentionTiling.splits
 
@@ -109,7 +75,7 @@ def test_values_gathered_by_columns_are_wrong_since_cann_9_1(monkeypatch, on_gen
 
 
 def test_several_gathers_by_parts_of_a_tensor_read_the_first_in_0_2_0(
-    monkeypatch, on_generated_code
+    monkeypatch, fresh_kernels, generated
 ):
     def views(index, size, parts):
         index = pypto.cast(index, pypto.DT_INT32)
@@ -126,7 +92,7 @@ def test_several_gathers_by_parts_of_a_tensor_read_the_first_in_0_2_0(
         check_attention(x)
 
 
-def test_fewer_than_64_indices_are_no_valid_code_in_0_2_0(monkeypatch, on_generated_code):
+def test_fewer_than_64_indices_are_no_valid_code_in_0_2_0(monkeypatch, fresh_kernels, generated):
     monkeypatch.setattr(pypto_versions, "LEAST_INDICES", 16)
     x = attention_case([2, 1], [300, 40], sparse_count=32)
     with found_if(OLD, simulation.SimulationError, "does not compile for the host"):
@@ -153,13 +119,11 @@ def test_a_row_sorted_in_the_task_that_made_it_loses_its_valid_shape_in_0_2_0(
 
 def test_operands_of_a_product_are_loaded_in_whole_tiles_in_0_2_0():
     a, b = torch.randn(4, 64).bfloat16(), torch.randn(64, 64).bfloat16()
-    expected = a.float() @ b.float()
     message = r"PRODUCT path 0 aic 0\), TLOAD: reads 128 bytes at byte 512 of argument 0, which has"
     with found_if(OLD, simulation.SimulationError, message):
         got = simulation.execute(product_kernel(), a, b, torch.zeros(4, 64))[2]
-        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
-    got = simulation.interpret(product_kernel(), a, b, torch.zeros(4, 64))[2]
-    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
+        assert_product(got, a, b)
+    assert_product(simulation.interpret(product_kernel(), a, b, torch.zeros(4, 64))[2], a, b)
 
 
 def test_a_reader_of_a_dynamic_argument_waits_for_its_last_writer_only_in_0_2_0():
@@ -204,7 +168,7 @@ def test_schedulers_wait_for_a_control_flow_that_starts_late(monkeypatch, tmp_pa
 
 
 @pytest.mark.slow
-def test_a_missing_barrier_of_the_fused_op_is_found(monkeypatch, on_generated_code):
+def test_a_missing_barrier_of_the_fused_op_is_found(monkeypatch, fresh_kernels, generated):
     """Without ``submit_before_loop`` a token may read caches before they are written."""
     monkeypatch.setattr(fused, "after_all", lambda name: fused.loop(name, 1))
     x = fused_case([200] * 16, 1, heads=16, sparse_count=256)

@@ -1,6 +1,5 @@
 """The interpreter and the cost model themselves, on kernels of a few lines."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -9,15 +8,7 @@ import time
 
 import pytest
 import torch
-
-if importlib.util.find_spec("pypto") is None:
-    pytest.skip("the sim extra is not installed", allow_module_level=True)
-
-# before pypto, which reads its configuration while it is imported
-from custom_pypto import simulation  # noqa: E402
-
-# isort: split
-import pypto  # noqa: E402
+from with_pypto import pypto, simulation
 
 pytestmark = pytest.mark.sim
 

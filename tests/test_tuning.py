@@ -1,16 +1,11 @@
 """The tuner of the NPU programs, on shapes that compile in about a second."""
 
 import dataclasses
-import importlib.util
 import sys
 from pathlib import Path
 
 import pytest
-
-if importlib.util.find_spec("pypto") is None:
-    pytest.skip("the sim extra is not installed", allow_module_level=True)
-
-from custom_pypto import simulation  # noqa: E402
+from with_pypto import simulation
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -120,6 +115,12 @@ def test_every_class_is_tuned_on_shapes_that_use_its_entry(name, monkeypatch):
         monkeypatch.setattr(tiling, subject.table, {shape_class: table[shape_class]})
         for case in cases():  # with another entry: KeyError
             case.call(npu.implementations(lambda *arguments: None))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", npu_cases.cases(), ids=lambda case: f"{case.op} {case.shape}")
+def test_every_benchmark_shape_compiles_and_is_priced(case):
+    assert case.estimate().latency_us > 0
 
 
 @pytest.mark.slow

@@ -118,36 +118,61 @@ def _for_host(text: str) -> str:
         r"\1isa::buffer_address(isa::Buffer::\2, ",
         text,
     )
-    return f'#include "TileOpImpl.h"\n{text}'
+    return f"{text}\n"
 
 
-def _body(source: Path) -> Body:
-    """Compiles a file from PyPTO, ``<function>_<number>_<aic or aiv>.cpp``."""
-    folder, core = toolchain(), source.stem.rsplit("_", 1)[1]
+def _body(source: Path) -> tuple[Body, str]:
+    """The body of a file from PyPTO, ``<function>_<number>_<aic or aiv>.cpp``, and its code."""
     text = source.read_text()
     code = _for_host(text)
-    library = folder / "bodies" / f"{hashlib.sha256(code.encode()).hexdigest()[:24]}.so"
+    name = f"{hashlib.sha256(code.encode()).hexdigest()[:24]}.so"
     title = re.sub(
         r"^TENSOR_(.*)_Unroll(\d+)_PATH(\d+)_.*_(\d+)_(aic|aiv)$", r"\1 path \3 \5 \4", source.stem
     )
-    if not library.exists():
-        part = library.with_suffix(f".{os.getpid()}.cpp")
-        part.write_text(code)
-        output = part.with_suffix(".so")
-        flags = [*_body_flags(folder, core), "-shared", "-o", str(output)]
-        _compile(f"the generated code of {title}", *flags, str(part))
-        part.unlink()
-        output.replace(library)
-    return Body(
+    body = Body(
         hash=int(re.search(r"// funcHash: (\d+)", text)[1]),
         function=re.search(r"void (\w+)\(CoreFuncParam", text)[1],
         title=title,
-        library=library,
+        library=toolchain() / "bodies" / name,
     )
+    return body, code
+
+
+def _compile_bodies(core: str, bodies: dict[Body, str]) -> None:
+    """In one library: templates that several bodies use are compiled once."""
+    folder = toolchain()
+    first = next(iter(bodies))
+    part = first.library.with_suffix(f".{os.getpid()}.cpp")
+    part.write_text('#include "TileOpImpl.h"\n' + "".join(bodies.values()))
+    output = part.with_suffix(".so")
+    flags = [*_body_flags(folder, core), "-shared", "-o", str(output)]
+    try:
+        _compile(f"the generated code of {first.title}", *flags, str(part))
+    except SimulationError:
+        if len(bodies) == 1:
+            raise
+        for body, code in bodies.items():  # one of them does not compile
+            _compile_bodies(core, {body: code})
+        return
+    finally:
+        part.unlink()
+    for body in bodies:
+        link = output.with_suffix(".link")
+        os.link(output, link)
+        link.replace(body.library)
+    output.unlink()
 
 
 def compiled_bodies(folder: Path) -> list[Body]:
     """The bodies of PyPTO's folder ``kernel_aicore``."""
     toolchain()
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(_body, sorted(folder.glob("*.cpp"))))
+    found = {core: dict(map(_body, sorted(folder.glob(f"*_{core}.cpp")))) for core in CORES}
+    missing = {
+        core: {body: code for body, code in bodies.items() if not body.library.exists()}
+        for core, bodies in found.items()
+    }
+    with concurrent.futures.ThreadPoolExecutor(len(CORES)) as pool:
+        jobs = [pool.submit(_compile_bodies, *job) for job in missing.items() if job[1]]
+    for job in jobs:
+        job.result()
+    return [body for bodies in found.values() for body in bodies]

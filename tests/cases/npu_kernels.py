@@ -1,19 +1,18 @@
-"""PyPTO kernels of a few lines, for what the host runs of them.
+"""PyPTO kernels of a few lines, for what the host runs of them."""
 
-Can be imported without PyPTO, as pytest does.
-"""
+import torch
+from pypto.experimental import gather_in_l1
+from with_pypto import pypto
 
-import importlib.util
+ROWS, WIDTH = pypto.DYNAMIC, pypto.STATIC
 
-if importlib.util.find_spec("pypto") is not None:
-    # before pypto, whose options it sets
-    from custom_pypto import simulation  # noqa: F401
 
-    # isort: split
-    import pypto
-    from pypto.experimental import gather_in_l1
-
-    ROWS, WIDTH = pypto.DYNAMIC, pypto.STATIC
+def assert_product(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """``a @ b`` of half precision, whose products float32 holds: each addition of a sum, in any
+    order, rounds by at most 2^-24 of the magnitudes.
+    """
+    a, b = a.double(), b.double()
+    assert bool(((got - a @ b).abs() <= len(b) * 2**-24 * (a.abs() @ b.abs())).all())
 
 
 def affine_kernel(*, barrier=True):
