@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import shlex
 import sys
 
 # ranges name the first and the last tested version
@@ -92,6 +93,7 @@ def extras(torch: str) -> dict[str, list[str]]:
             "safetensors>=0.8.0",
             # transformers asks for it where a model is shared among ranks or offloaded
             "accelerate>=1.1",
+            "huggingface_hub",  # checkpoints by name
             "psutil",
         ],
         # cmake and ninja compile PyPTO's interpreter, once
@@ -146,9 +148,13 @@ def transformers_problem() -> dict[str, str] | None:
     found, (first, last) = installed_version("transformers"), TRANSFORMERS
     if found and numbers(first) <= numbers(found) <= numbers(last):
         return None
+    needed = [part.partition(";")[0] for part in extras(DEFAULT_TORCH)["models"]]
     return {
         "what": f"needs transformers {first} to {last}, found {found or 'none'}",
-        "remedy": f"pip install 'transformers=={last}.*'",
+        # by their names: a package index may not have this package
+        "remedy": f"pip install 'transformers=={last}.*'"
+        if found
+        else f"pip install {shlex.join(needed)}",
     }
 
 
