@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from huggingface_hub import HfApi, constants, errors, snapshot_download
+from huggingface_hub import HfApi, RepoFile, constants, errors, snapshot_download
 from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 # what says which shards are needed
@@ -37,6 +37,10 @@ class Directory:
     def files(self) -> list[str]:
         """All files at the top of the checkpoint, here or not."""
         return sorted(file.name for file in self.folder.iterdir() if file.is_file())
+
+    def lacking(self, files: Iterable[str]) -> dict[str, int]:
+        """Files that are not here yet, and their bytes."""
+        return {}
 
     def fetch(self, files: Iterable[str]) -> None:
         """Brings files into the folder."""
@@ -92,21 +96,28 @@ class Snapshot(Directory):
             found = HfApi().list_repo_files(self.name, revision=self.commit)
         return [file for file in found if "/" not in file]
 
+    def lacking(self, files: Iterable[str]) -> dict[str, int]:
+        names = sorted(file for file in files if not (self.folder / file).is_file())
+        if not names:
+            return {}
+        with self._explained():
+            found = HfApi().get_paths_info(self.name, names, revision=self.commit)
+        return {file.path: file.size for file in found if isinstance(file, RepoFile)}
+
     def fetch(self, files: Iterable[str]) -> None:
         """Downloads the files that the cache lacks, if they fit on its disk."""
-        lacking = sorted(file for file in files if not (self.folder / file).is_file())
+        lacking = self.lacking(files)
         if not lacking:
             return
+        needed, free = sum(lacking.values()), shutil.disk_usage(self.folder).free
+        if needed > free:
+            raise OSError(
+                errno.ENOSPC,
+                f"{self.what}: {self.name} needs {needed / 1e9:.1f} GB in "
+                f"{constants.HF_HUB_CACHE}, which has {free / 1e9:.1f} GB free; set HF_HOME to "
+                "a larger disk",
+            )
         with self._explained():
-            found = HfApi().get_paths_info(self.name, lacking, revision=self.commit)
-            needed = sum(file.size for file in found)
-            if needed > (free := shutil.disk_usage(self.folder).free):
-                raise OSError(
-                    errno.ENOSPC,
-                    f"{self.what}: {self.name} needs {needed / 1e9:.1f} GB in "
-                    f"{constants.HF_HUB_CACHE}, which has {free / 1e9:.1f} GB free; set HF_HOME to "
-                    "a larger disk, or load fewer layers",
-                )
             snapshot_download(
                 self.name, revision=self.commit, allow_patterns=list(map(glob.escape, lacking))
             )

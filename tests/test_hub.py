@@ -277,6 +277,35 @@ def test_convert_checkpoint_takes_a_name_and_fetches_what_it_converts(server, fo
     assert torch.equal(logits(models.load(target)), logits(want))
 
 
+SERVE = """
+import sys
+from custom_pypto_vllm import serve
+serve.start = lambda checkpoint, model, port, arguments: sys.exit(f"{model} in {checkpoint}")
+serve.main()
+"""
+
+
+def serve(name: str, server: Hub, home) -> str:
+    """Standard error of ``run.sh serve``, up to the start of vLLM's server."""
+    paths = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "integrations/vllm")))
+    variables = {"HF_ENDPOINT": server.url, "HF_HOME": str(home), "PYTHONPATH": paths}
+    done = subprocess.run(
+        [sys.executable, "-c", SERVE, name],
+        env=os.environ | variables,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    return done.stderr.splitlines()[-1]
+
+
+def test_serve_takes_a_name(server, folder, tmp_path):
+    said = serve(NAME, server, tmp_path / "home")
+    assert re.fullmatch(rf"tiny in {tmp_path}/home/hub/models--owner--tiny/snapshots/{MAIN}", said)
+    assert shards_of(folder) < set(server.downloaded())
+    assert "CHECKPOINT: owner/none is no directory here" in serve("owner/none", server, tmp_path)
+
+
 @pytest.mark.parametrize("script", ["generate.py", "needle.py", "convert_checkpoint.py"])
 def test_programs_say_what_is_wrong_with_a_name(script, server, tmp_path):
     option = ["--model"] if script != "convert_checkpoint.py" else []
