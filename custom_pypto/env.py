@@ -323,7 +323,7 @@ def _ways(
 
     load = [] if error is None else [_problem(str(error), "bash build_and_install.sh")]
     models = [problem] if (problem := requirements.transformers_problem()) else []
-    if versions["safetensors"] is None:
+    if versions["safetensors"] is None and not models:
         models.append(_problem("safetensors", "pip install safetensors"))
     oldest = requirements.MODELS_PYTHON
     if sys.version_info < requirements.numbers(oldest):

@@ -116,6 +116,12 @@ def extras(torch: str) -> dict[str, list[str]]:
     }
 
 
+def installing(extra: str) -> str:
+    """The command for an extra, by the names of its parts: no package index has this package."""
+    needed = (part.partition(";")[0] for part in extras(DEFAULT_TORCH)[extra])
+    return f"pip install {shlex.join(needed)}"
+
+
 def torch_problem(torch: str) -> str | None:
     """Why the ops must not be compiled against this torch."""
     if minor(torch) in TORCH or os.environ.get(UNTESTED_TORCH) == "1":
@@ -161,13 +167,9 @@ def transformers_problem() -> dict[str, str] | None:
     found, (first, last) = installed_version("transformers"), TRANSFORMERS
     if found and numbers(first) <= numbers(found) <= numbers(last):
         return None
-    needed = [part.partition(";")[0] for part in extras(DEFAULT_TORCH)["models"]]
     return {
         "what": f"needs transformers {first} to {last}, found {found or 'none'}",
-        # by their names: a package index may not have this package
-        "remedy": f"pip install 'transformers=={last}.*'"
-        if found
-        else f"pip install {shlex.join(needed)}",
+        "remedy": f"pip install 'transformers=={last}.*'" if found else installing("models"),
     }
 
 
@@ -199,10 +201,12 @@ def pypto_problem() -> dict[str, str] | None:
     found = installed_version("pypto")
     if found and (found in PYPTO or release(found) > release(PYPTO[-1])):
         return None
-    remedy = f"pip install pypto=={PYPTO[0]}"
+    with_cann = cann() is not None
+    # without CANN what runs the programs on a CPU, too
+    remedy = f"pip install pypto=={PYPTO[0]}" if with_cann else installing("sim")
     if sys.version_info[:2] > numbers(PYPTO_PYTHON):
         remedy += f", which needs Python {PYPTO_PYTHON} or older"
-    if cann():
+    if with_cann:
         remedy = "source the set_env.sh of CANN 9.1 or later, which has its own, else " + remedy
     return {
         "what": f"needs pypto {listed(PYPTO)}, found {pypto_copy() or 'none'}",
