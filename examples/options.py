@@ -7,8 +7,8 @@ class Help(argparse.RawDescriptionHelpFormatter):
     """Shows the default of every option that has one; a switch has none."""
 
     def _format_action(self, action):
-        shown = action.option_strings and action.default not in (None, False, argparse.SUPPRESS)
-        if shown and "%(default)s" not in (action.help or ""):
+        none = any(action.default is it for it in (None, False, argparse.SUPPRESS))
+        if action.option_strings and not none and "%(default)s" not in (action.help or ""):
             action.help = f"{action.help or ''} (default: %(default)s)".strip()
         return super()._format_action(action)
 
