@@ -20,8 +20,8 @@ Try
   run.sh env [--json]                          reports what works here, what is missing, the remedy;
                                                installs nothing
   run.sh serve [CHECKPOINT] [arguments of vLLM]
-                                               serves a folder, or a name on the Hub, of DeepSeek-V3.2
-                                               or V4, GLM-5, Hy4, in an environment of its own, 3.5 GB
+                                               serves a DeepSeek-V3.2 or V4, GLM-5 or Hy4, by folder
+                                               or name, in an environment of its own, 3.5 GB
 
 On an Atlas
   run.sh atlas [--stand-in] [--only PART,...]  runs all that needs an NPU, into one archive;
@@ -361,10 +361,8 @@ case "${1:-}" in
     ;;
   lint)
     [[ $# -eq 1 ]] || { usage >&2; exit 2; }
-    if ! "$python" -c 'import mypy, ruff, torch, transformers' 2>/dev/null; then
-      echo "run.sh lint: its tools are not in $environment: bash run.sh setup models,sim,test" >&2
-      exit 1
-    fi
+    "$python" -c 'import mypy, ruff, torch, transformers' 2>/dev/null ||
+      { echo "run.sh lint: its tools are not in $environment: bash run.sh setup models,sim,test" >&2; exit 1; }
     lint
     ;;
   docs)
