@@ -11,13 +11,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from documents import TRANSLATED, pages
 
 ROOT = Path(__file__).parents[1]
-CHINESE = {"README.md": "README.zh-CN.md"} | {
-    f"docs/{page}.md": f"docs/zh/{page}.md"
-    for page in ["checkpoints", "graph_mode", "npu", "serving"]
+CHINESE = TRANSLATED | {
+    f"docs/{page}.md": f"docs/zh/{page}.md" for page in ("checkpoints", "training")
 }
-PAGES = [*CHINESE, *CHINESE.values()]
 
 
 def run(*command: str, status: int = 0, **kwargs) -> subprocess.CompletedProcess:
@@ -38,16 +37,10 @@ def python_blocks(readme: str) -> list[str]:
     return re.findall(r"```python\n(.*?)```", (ROOT / readme).read_text(), re.S)
 
 
-def test_readme_shows_the_ops_as_in_call_ops():
-    code = (ROOT / "examples/call_ops.py").read_text()
-    assert python_blocks("README.md")[0] == code.split('"""\n', 1)[1].lstrip()
-
-
-@pytest.mark.parametrize("block", range(3), ids=["ops", "model", "equivalent"])
-def test_every_block_of_the_readme_runs(block):
-    blocks = python_blocks("README.md")
-    assert len(blocks) == 3
-    run("-c", blocks[block])
+@pytest.mark.parametrize("page, says", [("README.md", "red"), ("docs/dsa.md", "")])
+def test_the_block_of_the_page_runs(page, says):
+    (block,) = python_blocks(page)
+    assert run("-c", block).stdout.strip() == says
 
 
 @pytest.mark.parametrize("page", CHINESE)
@@ -63,11 +56,9 @@ def test_the_chinese_page_shows_the_code_of_the_english_one(page):
     assert code(CHINESE[page]) == code(page) != []
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", pages())
 def test_every_file_the_page_links_to_exists(page):
-    links = re.findall(r"\]\((?!https:)([^)#]+)", (ROOT / page).read_text())
-    assert links
-    for link in links:
+    for link in re.findall(r"\]\((?!https:)([^)#]+)", (ROOT / page).read_text()):
         assert ((ROOT / page).parent / link).exists(), link
 
 

@@ -1,10 +1,9 @@
 """Computes how large the weights of a model are in each format, how much of them a token reads, and
-which machine holds them. Nothing is measured, downloaded or allocated.
+which machine holds them. Nothing is measured, and no weight is read or allocated.
 
-    python examples/memory.py                                  # the architectures, as configured by
-                                                               # default in transformers
-    python examples/memory.py DIRECTORY --layers 4             # a checkpoint: only its config.json
-                                                               # is read
+    python examples/model_memory.py                        # the default configurations of transformers
+    python examples/model_memory.py DIRECTORY --layers 4   # a checkpoint, or a name on the Hub: only
+                                                           # its config.json is read
 
 Formats are those of models.load: "bfloat16" is weights=None, "stored" the published format. A token
 reads the weights of its layers and the head, of the routed experts only those it is sent to. Caches
@@ -129,6 +128,9 @@ def defaults() -> list[Model]:
 
 def of_checkpoint(path: str, layers: int | None) -> Model:
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    have = config.get_text_config().num_hidden_layers
+    if layers is not None and not 1 <= layers <= have:
+        raise ValueError(f"--layers must be 1 to {have}, got {layers}")
     blocks = quantised_weights.blocks_of(config.to_dict())
     published = None
     if blocks:
@@ -222,7 +224,7 @@ def main() -> None:
         try:
             found = [of_checkpoint(arguments.checkpoint, arguments.layers)]
         except (OSError, ValueError) as error:
-            sys.exit(f"memory.py: {arguments.checkpoint}: {error}")
+            sys.exit(f"model_memory.py: {arguments.checkpoint}: {error}")
     print(f"GB of weights; GB of them that a token reads. Computed from {source}, not measured.")
     print("", by_model(found), "", by_machine(found), sep="\n")
 

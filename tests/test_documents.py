@@ -1,0 +1,85 @@
+"""Pages agree with their translations, name files and tests that exist, and show what programs
+compute."""
+
+import documents
+import pytest
+from documents import REPOSITORY, TRANSLATED, pages
+
+TABLE = "| a | b |\n| --- | --- |\n| 1 | `x\\|y` |\n"
+
+
+@pytest.mark.parametrize("page", TRANSLATED)
+def test_the_tables_of_both_languages_have_equal_rows_and_columns(page):
+    english, chinese = ((REPOSITORY / name).read_text() for name in (page, TRANSLATED[page]))
+    assert documents.tables(english) and not documents.unequal_tables(english, chinese)
+
+
+@pytest.mark.parametrize(
+    "chinese, says",
+    [
+        (TABLE + "| 2 | 3 |\n", r"table 1: rows and columns (3, 2), (4, 2) in Chinese"),
+        (TABLE.replace("| 1 | ", "| 1 | 2 | "), "table 1: rows and columns (3, 2), (3, 3) in"),
+        ("text\n", "1 tables, 0 in Chinese"),
+        (f"```\n{TABLE}```\n", "1 tables, 0 in Chinese"),
+    ],
+    ids=["row", "column", "table", "code"],
+)
+def test_a_table_that_differs_is_found(chinese, says):
+    (found,) = documents.unequal_tables(TABLE, chinese)
+    assert found.startswith(says)
+    assert not documents.unequal_tables(TABLE, f"text\n\n{TABLE}\ntext")
+
+
+def test_pages_name_files_and_tests_that_exist():
+    # the changelog names what there was
+    texts = {page: (REPOSITORY / page).read_text() for page in pages() if page != "CHANGELOG.md"}
+    missing = {
+        page: names
+        for page, text in texts.items()
+        if (names := documents.missing_paths(text) + documents.missing_tests(text))
+    }
+    assert not missing
+
+
+def test_a_path_or_test_that_is_missing_is_found():
+    assert documents.missing_paths("`csrc/nothing.cpp`, `docs/<op>.md`, `tests/test_docu*.py`") == [
+        "csrc/nothing.cpp"
+    ]
+    own = test_a_path_or_test_that_is_missing_is_found.__name__
+    assert documents.missing_tests(f"`{own}`, `test_of_nothing_`") == ["test_of_nothing_"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_readme_is_short(page):
+    assert len((REPOSITORY / page).read_text().splitlines()) <= 180
+
+
+def test_every_page_is_in_the_index():
+    index = (REPOSITORY / "docs/README.md").read_text()
+    for page in pages():
+        folder, _, name = page.rpartition("/")
+        if folder in ("docs", "docs/zh") and page != "docs/README.md":
+            assert f"]({page.removeprefix('docs/')})" in index, page
+
+
+def test_every_example_is_in_its_index():
+    index = (REPOSITORY / "examples/README.md").read_text()
+    programs = [
+        path.name
+        for path in (REPOSITORY / "examples").glob("*.py")
+        if '__name__ == "__main__"' in path.read_text()
+    ]
+    assert len(programs) > 5 and all(f"]({name})" in index for name in programs)
+
+
+@pytest.mark.parametrize("page", ["docs/dsa.md", "docs/zh/dsa.md"])
+def test_the_cost_of_dsa_is_that_of_its_sizes(page):
+    heads, latent, rope, index_heads, dim, topk = 128, 512, 64, 64, 128, 2048
+    row, product = 2 * (latent + rope), 2 * heads * (2 * latent + rope)
+    text = (REPOSITORY / page).read_text()
+    for context in (4096, 16384, 65536, 131072):
+        read = (context * 2 * dim, topk * row, context * row)
+        megabytes = " | ".join(f"{count / 1e6:.1f} MB" for count in read)
+        indexer, attention = 2 * context * index_heads * dim, topk * product
+        gigaflop = f"{indexer / 1e9:.2f}, {attention / 1e9:.2f} | {context * product / 1e9:.1f}"
+        assert f"| {context} | {megabytes} | {gigaflop} |" in text
