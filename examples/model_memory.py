@@ -1,9 +1,9 @@
 """Computes how large the weights of a model are in each format, how much of them a token reads, and
 which machine holds them. Nothing is measured, and no weight is read or allocated.
 
-    python examples/model_memory.py                        # the default configurations of transformers
-    python examples/model_memory.py DIRECTORY --layers 4   # a checkpoint, or a name on the Hub: only
-                                                           # its config.json is read
+    python examples/model_memory.py                 # the default configurations of transformers
+    python examples/model_memory.py DIR --layers 4  # a checkpoint, or a name on the Hub: only its
+                                                    # config.json is read
 
 Formats are those of models.load: "bfloat16" is weights=None, "stored" the published format. A token
 reads the weights of its layers and the head, of the routed experts only those it is sent to. Caches
