@@ -1,4 +1,4 @@
-// Quantises key rows into a paged cache. docs/npu_kv_quant_update_pto.md
+// Quantises key rows into a paged cache. docs/int8_caches.md
 #include "../tasks/int8_rows.h"
 #include "contract.h"
 
