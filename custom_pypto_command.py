@@ -1,4 +1,4 @@
-"""``custom-pypto``: ``python -m custom_pypto``, with a report where the package does not load."""
+"""The command ``custom-pypto``, with a report where the package does not load."""
 
 import importlib.util
 import sys

@@ -3,43 +3,58 @@
 set -euo pipefail
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-environment="${VIRTUAL_ENV:-${CONDA_PREFIX:-$root/.venv}}"
+environment="$(bash "$root/build_and_install.sh" --where)"
 python="$environment/bin/python"
 # torch_npu without CANN breaks `import torch`: its folder is on PYTHONPATH only on demand
 torch_npu_folder="$root/build/torch_npu"
 
 usage() {
   cat <<'TEXT'
-usage: run.sh [arguments of examples/generate.py]    the demo: text from a sparse-attention model;
-                                                     then graph mode, where torch_npu is installed
-       run.sh graph [arguments of compile_torchair]  installs torch_npu into build/, compiles the model
-       run.sh test [arguments of pytest]             the tests, a few cases of each property, in several
-                                                     processes; -n 0: in one
-       run.sh test --all [arguments of pytest]       every case of every test
-       run.sh test --pypto WHEEL|FOLDER [arguments of pytest]
-                                                     the NPU programs on another PyPTO than the
-                                                     installed one: that of CANN, docs/npu.md
-       run.sh test --serving [--vllm VERSION] [arguments of pytest]
-                                                     all tests of vLLM on the ops, in an environment
-                                                     of its own; VERSION: the one before the newest
-       run.sh test --arch aarch64 [arguments of pytest]
-                                                     builds and tests for aarch64 in emulation, 10 GB,
-                                                     root; --compile-only: cross-compiles csrc
-       run.sh bench [arguments of the benchmarks]    times ops, gradients, training, peers, a model, loading;
-                                                     --check: exit code 1 if a floor is missed
-       run.sh bench npu [arguments]                  the NPU programs in PyPTO's cost model
-       run.sh bench serving [arguments]              requests per second of vLLM on the ops
-       run.sh atlas [--stand-in] [--only PART,...]   runs all that needs an NPU, into one archive;
-                                                     --stand-in: on the host stand-in for CANN
-       run.sh serve [checkpoint] [arguments of vLLM] serves a DeepSeek-V3.2 or GLM-5 on this machine by
-                                                     vLLM, in an environment of its own, 3.5 GB
-       run.sh fuzz [--minutes N] [--seed S]          fuzzes the ops on this CPU with random calls
-       run.sh sanitize [address|thread]              30000 fuzz calls and the tests of the ops, compiled
-                                                     with AddressSanitizer and UBSan, or TSan
-       run.sh env [--json]                           reports what works here, what is missing, the remedy
-       run.sh lint                                   checks format and style, changes nothing
-       run.sh docs                                   builds the documentation site into build/site;
-                                                     fails on a dead link
+usage: run.sh COMMAND, in the active environment, or in .venv; conda's base counts as none
+
+Try
+  run.sh [arguments of examples/generate.py]   the demo: text from a sparse-attention model; then
+                                               graph mode, where torch_npu is installed
+  run.sh setup [EXTRAS]                        installs this folder in editable mode, if it is not;
+                                               EXTRAS: models (the default), sim, npu, test or
+                                               several, as in models,sim
+  run.sh env [--json]                          reports what works here, what is missing, the remedy;
+                                               installs nothing
+  run.sh serve [CHECKPOINT] [arguments of vLLM]
+                                               serves a DeepSeek-V3.2, GLM-5, DeepSeek-V4 or Hy4 by
+                                               vLLM, in an environment of its own, 3.5 GB;
+                                               CHECKPOINT: a folder, or a name on the Hub
+
+On an Atlas
+  run.sh atlas [--stand-in] [--only PART,...]  runs all that needs an NPU, into one archive;
+                                               --stand-in: on the host simulator of CANN
+  run.sh graph [arguments of compile_torchair] compiles the demo's model by torchair; without an NPU
+                                               on that simulator, with torch_npu in build/
+
+Develop
+  run.sh test [arguments of pytest]            the tests, a few cases of each property, in several
+                                               processes; -n 0: in one
+  run.sh test --all [arguments of pytest]      every case of every test
+  run.sh test --pypto WHEEL|FOLDER [arguments of pytest]
+                                               the NPU programs on another PyPTO than the installed
+                                               one: that of CANN, docs/pypto_versions.md
+  run.sh test --serving [--vllm VERSION] [arguments of pytest]
+                                               all tests of vLLM on the ops, in an environment of
+                                               its own; VERSION: the one before the newest
+  run.sh test --arch aarch64 [arguments of pytest]
+                                               builds and tests for aarch64 in emulation, 10 GB,
+                                               root; --compile-only: cross-compiles csrc
+  run.sh bench [arguments of the benchmarks]   times ops, gradients, training, peers, a model,
+                                               loading; --check: exit code 1 if a floor is missed
+  run.sh bench npu [arguments]                 the NPU programs in PyPTO's cost model
+  run.sh bench serving [arguments]             requests per second of vLLM on the ops
+  run.sh fuzz [--minutes N] [--seed S]         fuzzes the ops on this CPU with random calls
+  run.sh sanitize [address|thread]             30000 fuzz calls and the tests of the ops, compiled
+                                               with AddressSanitizer and UBSan, or TSan
+  run.sh lint                                  checks format and style, changes nothing; needs
+                                               run.sh setup models,sim,test
+  run.sh docs                                  builds the documentation site into build/site, in an
+                                               environment of its own; fails on a dead link
 TEXT
 }
 
@@ -96,7 +111,8 @@ setup_torch_npu() {
   local part wanted
   wanted="$(requirement torch_npu)"
   if [[ -z "$wanted" ]]; then
-    echo "run.sh: graph mode is skipped; $(requirement torch_npu_remedy)" >&2
+    echo "run.sh: graph mode is skipped: no torch_npu is tested with this torch; one is with torch" \
+      "$(requirement torch)" >&2
     return 1
   fi
   echo "installing $wanted into $torch_npu_folder, for graph mode only" >&2
@@ -189,7 +205,7 @@ run_pytest() {
   OMP_WAIT_POLICY=passive "$python" -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal "$@"
 }
 
-# Runs the tests; those on the host stand-in for CANN, which changes torch, in separate processes.
+# Runs the tests; those on the host simulator of CANN, which changes torch, in separate processes.
 run_tests() {
   local here=0 stand_in=0 none=5 # pytest's status if it selected no tests
   cd "$root"
@@ -258,11 +274,13 @@ sanitize() {
 }
 
 report_environment() {
-  # a failed set-up needs the report most
-  setup || echo "run.sh env: the set-up failed, see above" >&2
   [[ -x "$python" ]] || python=python3
-  [[ "$(requirement python_supported)" == True ]] || exit 1
-  # the source tree works even if the build failed
+  if [[ "$(requirement python_supported)" != True ]]; then
+    echo "run.sh env: Python must be $(requirement python | tr ' ' - | sed 's/-/ to /'), got" \
+      "$("$python" --version 2>&1) ($python)" >&2
+    exit 1
+  fi
+  # the source tree works even if it is not built
   PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m custom_pypto_command env "$@"
 }
 
@@ -348,12 +366,21 @@ case "${1:-}" in
     ;;
   lint)
     [[ $# -eq 1 ]] || { usage >&2; exit 2; }
-    setup test
+    if ! "$python" -c 'import mypy, ruff, torch, transformers' 2>/dev/null; then
+      echo "run.sh lint: its tools are not in $environment: bash run.sh setup models,sim,test" >&2
+      exit 1
+    fi
     lint
     ;;
   docs)
     [[ $# -eq 1 ]] || { usage >&2; exit 2; }
     build_docs
+    ;;
+  setup)
+    [[ $# -le 2 ]] || { usage >&2; exit 2; }
+    setup "${2:-models}"
+    echo "custom_pypto is installed in $environment"
+    [[ "${VIRTUAL_ENV:-${CONDA_PREFIX:-}}" == "$environment" ]] || echo "to use it: . $environment/bin/activate"
     ;;
   -h | --help) usage ;;
   graph)
@@ -372,6 +399,7 @@ case "${1:-}" in
     fi
     ;;
   *)
+    echo "run.sh: unknown command '$1'" >&2
     usage >&2
     exit 2
     ;;

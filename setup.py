@@ -12,11 +12,21 @@ from setuptools import setup
 
 # the build needs no backend; one installed without its driver would break the import
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-import torch  # noqa: E402
-from torch.utils.cpp_extension import BuildExtension, CppExtension  # noqa: E402
+try:
+    import torch
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+except ModuleNotFoundError as error:
+    # an isolated build, which pip makes by default, sees no torch of the environment
+    raise SystemExit(
+        f"setup.py: {error}: the ops are compiled for the torch that is installed; in the "
+        "repository run bash build_and_install.sh, or pip install torch 'setuptools>=77.0.3' ninja "
+        "and then pip install --no-build-isolation with what you passed"
+    ) from error
 
 # neither can be imported, since the package needs what is built here
 requirements = SimpleNamespace(**runpy.run_path("custom_pypto/requirements.py"))
+if problem := requirements.recipe_problem():
+    raise SystemExit(f"setup.py: {problem}")
 VERSION = runpy.run_path("custom_pypto/version.py")["__version__"]
 CSRC = "custom_pypto/csrc"
 TORCH = str(torch.__version__)

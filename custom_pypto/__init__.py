@@ -4,6 +4,8 @@ Importing the package registers the ops under ``torch.ops.custom_pypto``; the ex
 call them and document their contracts. ``custom-pypto env`` reports what works on this machine.
 """
 
+import sys as _sys
+
 from . import converter, env
 from .requirements import build_problem as _build_problem
 from .version import __version__ as __version__
@@ -26,7 +28,7 @@ except (ImportError, OSError, RuntimeError) as _error:
     raise ImportError(
         f"custom_pypto: cannot load torch or the compiled ops ({_error}); run "
         "`bash build_and_install.sh` in the repository, or install the wheel for this torch; "
-        "`custom-pypto env` reports what is missing"
+        f"`{_sys.executable} -m custom_pypto_command env` reports what is missing"
     ) from _error
 
 converter.register_if_wanted()

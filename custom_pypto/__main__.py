@@ -1,4 +1,4 @@
-"""``custom-pypto <command>``, or ``python -m custom_pypto <command>``."""
+"""``custom-pypto <command>``."""
 
 import argparse
 import json
@@ -6,6 +6,7 @@ import sys
 
 from . import env
 from .descriptions import ALL_OPS
+from .version import __version__
 
 WAYS = {
     "npu": "ops on the NPU",
@@ -50,6 +51,7 @@ def replay(file: str, device: str) -> int:
 
 def main(arguments: list[str] | None = None, load_error: Exception | None = None) -> int:
     parser = argparse.ArgumentParser(prog="custom-pypto")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     env_parser = commands.add_parser(
         "env", help="report versions, what works here, what is missing and the remedy"

@@ -22,6 +22,11 @@ from . import converter, kernel_packages, requirements
 from .requirements import installed_version, pypto_copy, pypto_problem
 from .version import __version__
 
+NO_NPU = {
+    "what": "an NPU: here are no /dev/davinci* and no CANN",
+    "remedy": "nothing to install on this machine; in the repository bash run.sh graph tries graph "
+    "mode on a stand-in for CANN",
+}
 # CPU features that kernels use or could use: x86, then Arm
 CPU_FEATURES = (
     "fma f16c avx2 avx_vnni avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 "
@@ -135,7 +140,9 @@ def _torch_npu_problem() -> dict[str, str] | None:
         except OSError as error:
             return _problem(
                 f"CANN cannot be loaded: {error}",
-                "install CANN and source its set_env.sh before Python starts",
+                "source the set_env.sh of CANN before Python starts"
+                if _npu_expected()
+                else "pip uninstall torch_npu, which needs CANN",
             )
     torch, torch_npu = _torch(), installed_version("torch_npu")
     # torch_npu links to torch's C++ symbols, which differ from one minor version to the next
@@ -145,6 +152,15 @@ def _torch_npu_problem() -> dict[str, str] | None:
             requirements.torch_npu_remedy(torch),
         )
     return _build_problem()
+
+
+def _device_nodes() -> int:
+    return len(glob.glob("/dev/davinci[0-9]*"))
+
+
+def _npu_expected() -> bool:
+    """Whether this machine has an NPU, or what only a machine with one has."""
+    return bool(_device_nodes() or requirements.cann())
 
 
 def _build_problem() -> dict[str, str] | None:
@@ -169,25 +185,34 @@ def _torch() -> str | None:
 
 
 def _versions() -> dict[str, str | None]:
+    recipe = requirements.recipe()
     return {
         "python": platform.python_version(),
         "torch": _torch(),
         "torch_npu": installed_version("torch_npu"),
         "CANN": _cann(),
-        "pypto": pypto_copy(),
+        "pypto": _pypto(),
+        **({"recipe": f"its custom_pypto, of the same name, in {recipe}"} if recipe else {}),
         "transformers": installed_version("transformers"),
         "safetensors": installed_version("safetensors"),
         "compiler": _compiler(),
     }
 
 
+def _pypto() -> str | None:
+    copy = pypto_copy()
+    return f"{copy}, untested" if copy and requirements.untested_pypto() else copy
+
+
 def _cann() -> str | None:
-    home = os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/ascend-toolkit/latest")
+    home = requirements.cann()
+    if home is None:
+        return None
     places = f"{home}/ascend_*_install.info", f"{home}/*/ascend_*_install.info"
     for path in sorted(path for place in places for path in glob.glob(place)):
         if version := re.search(r"^version=(.+)$", _read(path), re.MULTILINE):
             return f"{version[1].strip()} in {home}"
-    return f"unknown version in {home}" if os.path.isdir(home) else None
+    return f"unknown version in {home}"
 
 
 def _compiler() -> str | None:
@@ -236,7 +261,9 @@ def _cpu(*, loaded: bool) -> dict:
 def _npu() -> dict:
     torch = sys.modules.get("torch")
     devices, problem = [], None
-    if importlib.util.find_spec("torch_npu") is None:
+    if not hasattr(torch, "npu") and not _npu_expected():
+        problem = NO_NPU
+    elif importlib.util.find_spec("torch_npu") is None:
         problem = _problem("torch_npu", requirements.torch_npu_remedy(_torch()))
     elif not hasattr(torch, "npu"):
         problem = _torch_npu_problem() or _problem(
@@ -257,7 +284,7 @@ def _npu() -> dict:
     return {
         "devices": devices,
         "problem": problem,
-        "device_nodes": len(glob.glob("/dev/davinci[0-9]*")),
+        "device_nodes": _device_nodes(),
         "autoload": os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD"),
     }
 
@@ -281,11 +308,7 @@ def _eager(pypto: dict | None, packages: dict | None) -> tuple[str | None, list[
         return "aclnn", []
     if asked != "auto":
         return None, [pypto if asked == "pypto" else packages]
-    return None, [
-        _problem(
-            f"{pypto['what']}, or {packages['what']}", f"{pypto['remedy']}, or {packages['remedy']}"
-        )
-    ]
+    return None, [_problem(f"{pypto['what']}, or {packages['what']}", pypto["remedy"])]
 
 
 def _ways(
@@ -300,8 +323,8 @@ def _ways(
 
     load = [] if error is None else [_problem(str(error), "bash build_and_install.sh")]
     models = [problem] if (problem := requirements.transformers_problem()) else []
-    if versions["safetensors"] is None:
-        models.append(_problem("safetensors", "bash run.sh installs it"))
+    if versions["safetensors"] is None and not models:
+        models.append(_problem("safetensors", "pip install safetensors"))
     oldest = requirements.MODELS_PYTHON
     if sys.version_info < requirements.numbers(oldest):
         models.append(_problem(f"Python {oldest} for transformers", f"use Python {oldest}"))
@@ -310,7 +333,7 @@ def _ways(
         models.append(
             _problem(
                 f"transformers imports the installed torch_npu; {torch_npu['what']}",
-                f"use an environment without torch_npu, or {torch_npu['remedy']}",
+                torch_npu["remedy"],
             )
         )
     compiler = []
@@ -323,12 +346,18 @@ def _ways(
         python = [_problem(header, "install Python's headers (Debian, Ubuntu: python3-dev)")]
     pypto = [pypto_missing] if pypto_missing else []
     packages = [package_missing] if package_missing else []
+    on_npu = {
+        "ops on the NPU": eager,
+        "ops on the NPU through aclnn": packages,
+        "graph mode npugraph_ex, by capture": eager,
+        "graph mode max-autotune, by a callback of PyPTO": pypto + _callback_problem(),
+        "graph mode max-autotune, by a kernel package": _converter_problem(error),
+    }
     device = [npu["problem"]] if npu["problem"] else []
-    if versions["torch_npu"] is None and (problem := _build_problem()):
+    if NO_NPU in device:  # nothing else is to be installed for a machine without one
+        on_npu = dict.fromkeys(on_npu, [])
+    elif versions["torch_npu"] is None and (problem := _build_problem()):
         device.append(problem)
-    converters = []
-    if error is None and (problem := converter.problem()):
-        converters = [problem]
 
     ways = {
         "ops on the CPU": load,
@@ -337,8 +366,23 @@ def _ways(
         "building from source": compiler + python,
         "NPU kernels in PyPTO's interpreter and cost model": load + pypto,
         "NPU kernels as PyPTO's generated code": load + pypto + compiler,
-        "ops on the NPU": load + eager + device,
-        "ops on the NPU through aclnn": load + packages + device,
-        "graph mode with torchair": load + device + converters,
-    }
+    } | {way: load + lacking + device for way, lacking in on_npu.items()}
     return {way: {"works": not missing, "missing": missing} for way, missing in ways.items()}
+
+
+def _callback_problem() -> list[dict[str, str]]:
+    """Why torchair does not compile a callback from a GE graph."""
+    if (home := requirements.cann()) is None:
+        return [_problem("CANN, against which torchair compiles", "source its set_env.sh")]
+    header = f"{home}/include/graph/custom_op.h"
+    if not os.path.exists(header):
+        return [_problem(f"{header}, which newer versions of CANN have", "use npugraph_ex")]
+    if converter.problem() is None:  # a converter keeps torchair from the callback
+        return [_problem("no converters: GE has kernels", f"set {converter.VARIABLE}=0")]
+    return []
+
+
+def _converter_problem(error: Exception | None) -> list[dict[str, str]]:
+    if error is not None:
+        return []
+    return [problem] if (problem := converter.problem()) else []

@@ -188,7 +188,8 @@ def _loaded(path: str) -> ctypes.CDLL:
 def _absent(types: Sequence[str]) -> dict[str, str]:
     return {
         "what": f"a kernel package with {', '.join(types)} in {PLACES}",
-        "remedy": "install one, built from custom_pypto/graph/*.h",
+        "remedy": "this package ships no kernels for CANN, and PyPTO needs none; one of your own "
+        "is built from custom_pypto/graph/*.h",
     }
 
 

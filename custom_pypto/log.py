@@ -131,7 +131,7 @@ def _report(op: str, arguments: dict, error: Exception) -> None:
         logger.error(f"{text}\n  inputs not written: {type(reason).__name__}: {reason}")
         return
     device = _device(arguments.values())
-    reproducer = f"python -m custom_pypto replay {shlex.quote(path)} --device {device}"
+    reproducer = f"custom-pypto replay {shlex.quote(path)} --device {device}"
     logger.error(f"{text}\n  inputs in {path}\n  reproduce: {reproducer}")
 
 

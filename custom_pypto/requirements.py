@@ -6,10 +6,14 @@ for vLLM read it. Standard library only; ``python requirements.py NAME`` prints 
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import importlib.util
 import os
+import re
+import shlex
 import sys
+import warnings
 
 # ranges name the first and the last tested version
 PYTHON = ("3.10", "3.14")
@@ -41,9 +45,19 @@ PYPTO = ("0.2.0", "0.2.1")
 PYPTO_GCC = "9.4"  # for what PyPTO compiles with C++17
 
 
+# of the published recipe, whose package has the name of this one and the file that ours lacks
+RECIPE = "converter/npu_sparse_attention_pto.py"
+CANN = "/usr/local/Ascend/ascend-toolkit/latest"  # where it is without ASCEND_HOME_PATH
+
+
 def numbers(version: str) -> tuple[int, ...]:
     """The first two numbers of a version, to compare them."""
     return tuple(map(int, version.split(".")[:2]))
+
+
+def release(version: str) -> tuple[int, ...]:
+    """All numbers of a version up to the first part that is none: 0.2.1 of ``0.2.1.post1``."""
+    return tuple(map(int, re.match(r"\d+(?:\.\d+)*", version)[0].split(".")))
 
 
 def minor(version: str) -> str:
@@ -92,6 +106,7 @@ def extras(torch: str) -> dict[str, list[str]]:
             "safetensors>=0.8.0",
             # transformers asks for it where a model is shared among ranks or offloaded
             "accelerate>=1.1",
+            "huggingface_hub",  # checkpoints by name
             "psutil",
         ],
         # cmake and ninja compile PyPTO's interpreter, once
@@ -99,6 +114,12 @@ def extras(torch: str) -> dict[str, list[str]]:
         # pip finds no such torch_npu for a torch without one, and says so
         "npu": [f"torch_npu=={minor(torch)}.*", pypto],
     }
+
+
+def installing(extra: str) -> str:
+    """The command for an extra, by the names of its parts: no package index has this package."""
+    needed = (part.partition(";")[0] for part in extras(DEFAULT_TORCH)[extra])
+    return f"pip install {shlex.join(needed)}"
 
 
 def torch_problem(torch: str) -> str | None:
@@ -148,7 +169,7 @@ def transformers_problem() -> dict[str, str] | None:
         return None
     return {
         "what": f"needs transformers {first} to {last}, found {found or 'none'}",
-        "remedy": f"pip install 'transformers=={last}.*'",
+        "remedy": f"pip install 'transformers=={last}.*'" if found else installing("models"),
     }
 
 
@@ -168,17 +189,62 @@ def pypto_copy() -> str | None:
     return f"{found.version}{owner} in {folder}"
 
 
+def cann() -> str | None:
+    """The folder of CANN on this machine."""
+    home = os.environ.get("ASCEND_HOME_PATH") or CANN
+    return home if os.path.isdir(home) else None
+
+
 def pypto_problem() -> dict[str, str] | None:
-    """The problem of the installed PyPTO, if any, for NPU kernels and simulation."""
-    if installed_version("pypto") in PYPTO:
+    """The problem of the installed PyPTO, if any, for NPU kernels and simulation. A newer one than
+    the tested has none: :func:`untested_pypto`."""
+    found = installed_version("pypto")
+    if found and (found in PYPTO or release(found) > release(PYPTO[-1])):
         return None
-    install = f"pip install pypto=={PYPTO[0]}"
+    with_cann = cann() is not None
+    # without CANN what runs the programs on a CPU, too
+    remedy = f"pip install pypto=={PYPTO[0]}" if with_cann else installing("sim")
     if sys.version_info[:2] > numbers(PYPTO_PYTHON):
-        install += f", which needs Python {PYPTO_PYTHON} or older"
+        remedy += f", which needs Python {PYPTO_PYTHON} or older"
+    if with_cann:
+        remedy = "source the set_env.sh of CANN 9.1 or later, which has its own, else " + remedy
     return {
         "what": f"needs pypto {listed(PYPTO)}, found {pypto_copy() or 'none'}",
-        "remedy": "source the set_env.sh of CANN 9.1 or later, which has its own, else " + install,
+        "remedy": remedy,
     }
+
+
+def untested_pypto() -> str | None:
+    """What is said of a newer PyPTO than the tested ones."""
+    found = installed_version("pypto")
+    if found is None or release(found) <= release(PYPTO[-1]):
+        return None
+    return f"pypto {pypto_copy()} is untested; tested are {listed(PYPTO).replace(' or ', ' and ')}"
+
+
+@functools.cache  # once for each process
+def warn_of_untested_pypto() -> None:
+    if message := untested_pypto():
+        warnings.warn(f"custom_pypto: {message}", RuntimeWarning, stacklevel=3)
+
+
+def recipe() -> str | None:
+    """Where the published recipe's package of the same name is installed."""
+    for found in importlib.metadata.distributions(name="custom_pypto"):
+        for file in found.files or ():
+            if str(file).endswith(RECIPE):
+                return os.path.dirname(os.path.dirname(os.path.abspath(found.locate_file(file))))
+    return None
+
+
+def recipe_problem() -> str | None:
+    """Why this package must not be installed beside the recipe's."""
+    if (folder := recipe()) is None:
+        return None
+    return (
+        f"the recipe's package of the same name is in {folder}, and this one would replace it; use "
+        "another environment, or pip uninstall custom_pypto first"
+    )
 
 
 def newest_first() -> list[str]:
@@ -214,6 +280,7 @@ def _for_scripts(name: str, torch: str = DEFAULT_TORCH) -> str:
         "torch_npu_remedy": torch_npu_remedy(torch),
         "vllm_ascend": " ".join(VLLM_ASCEND),
         "gcc": str(gcc(torch)),
+        "recipe_problem": recipe_problem() or "",
         "torch_of_newest_torch_npu": list(TORCH_NPU.values())[-1][-1],
     }[name]
 

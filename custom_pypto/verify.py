@@ -1,4 +1,4 @@
-"""Compares the ops on a device with their reference: ``python -m custom_pypto verify``.
+"""Compares the ops on a device with their reference: ``custom-pypto verify``.
 
 Every check of :mod:`custom_pypto.reference` calls the op on the device and the reference on the
 CPU, and prints the error and its bound.

@@ -1,4 +1,4 @@
-"""Compares torch_npu's own ops with our references: ``python -m custom_pypto verify --standard``.
+"""Compares torch_npu's own ops with our references: ``custom-pypto verify --standard``.
 
 The ops of our names without ``_pto`` have the same meaning. A check is rejected where torch_npu's
 op lacks an argument that it needs, or raises; the limits of CANN are narrower than ours.

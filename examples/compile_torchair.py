@@ -14,6 +14,8 @@ import sys
 import time
 from pathlib import Path
 
+from options import Help, at_least
+
 # before importing torch, which would import torch_npu and fail without CANN
 from custom_pypto.simulation import ascend_host
 
@@ -87,12 +89,10 @@ def answers(decoder, prompt_ids, questions):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--mode", choices=MODES, default=MODES[0])
     parser.add_argument("--prompt-tokens", type=int, default=96, help="length of the demo's text")
-    parser.add_argument("--questions", type=int, default=3, help="number of questions, 1 to 32")
+    parser.add_argument("--questions", type=at_least(1), default=3, help="of the demo, 1 to 32")
     args = parser.parse_args()
     try:
         real = ascend_host.start_unless_npu()

@@ -4,6 +4,7 @@ part of one.
     python examples/convert_checkpoint.py SOURCE TARGET
     python examples/convert_checkpoint.py SOURCE TARGET --layers 4 --experts 32
     python examples/convert_checkpoint.py SOURCE TARGET --weights int8
+    python examples/convert_checkpoint.py deepseek-ai/DeepSeek-V3.2 TARGET --layers 4
     cd TARGET && sha256sum -c SHA256SUMS
 
 The same command resumes an interrupted run: a shard is kept if its checksum still matches, and gets
@@ -24,12 +25,13 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
+from options import Help
 from safetensors.torch import save_file
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM
 
-from custom_pypto import models
+from custom_pypto import hub, models
 from custom_pypto.models import quantised_weights
+from custom_pypto.models.architectures import supported_model
 from custom_pypto.models.checkpoint import (
     check_dtypes,
     check_scales,
@@ -45,20 +47,29 @@ WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
 
 class Conversion:
-    """The conversion plan, from ``config.json`` and the headers of the source only."""
+    """The conversion plan, from ``config.json`` and the headers of the source only.
+
+    Args:
+        source: what :func:`custom_pypto.hub.find` found.
+    """
 
     def __init__(self, source, layers, experts, max_shard_size):
         self.source, self.layers, self.experts = source, layers, experts
-        original = json.loads((source / "config.json").read_text())
+        parsed, model_class = supported_model("SOURCE", source.folder)
+        original = json.loads((source.folder / "config.json").read_text())
+        if "text_config" in original:
+            raise ValueError(
+                f"SOURCE must be a model of text for a conversion to bfloat16, got a "
+                f"{model_class.__name__}; --weights takes it"
+            )
         self.blocks = quantised_weights.blocks_of(original)
         self.config = self.new_config(original)
-        parsed = AutoConfig.from_pretrained(source, trust_remote_code=False)
         if layers is not None:
-            parsed = type(parsed).from_dict(first_layers(parsed.to_dict(), layers))
+            parsed = type(parsed).from_dict(first_layers(parsed.to_dict(), layers, "--layers"))
         if experts is not None:
             check_experts(experts, parsed)
         with torch.device("meta"):
-            model = models.use_custom_pypto(AutoModelForCausalLM.from_config(parsed))
+            model = models.use_custom_pypto(model_class._from_config(parsed))
         check_shards(source, model, self.blocks)
 
         self.tensors = stored_tensors(source, self.wants, self.blocks)
@@ -72,21 +83,21 @@ class Conversion:
             filename_pattern="model{suffix}.safetensors",
             max_shard_size=max_shard_size,
         )
-        files = {stored.file for stored in self.tensors.values()}
-        stats = {file.name: file.stat() for file in sorted(files)}
-        self.record = {
-            "layers": layers,
-            "experts": experts,
-            "max_shard_size": max_shard_size,
-            "source": {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()},
-        }
+        self.files = sorted({stored.file for stored in self.tensors.values()})
+        self.options = {"layers": layers, "experts": experts, "max_shard_size": max_shard_size}
+
+    def record(self):
+        """What must be equal for an interrupted run to go on; needs the files."""
+        stats = {file.name: file.stat() for file in self.files}
+        source = {name: [stat.st_size, stat.st_mtime_ns] for name, stat in stats.items()}
+        return self.options | {"source": source}
 
     def new_config(self, original):
         config = {name: it for name, it in original.items() if name not in quantised_weights.CONFIG}
         if self.blocks:
             config["torch_dtype" if "torch_dtype" in config else "dtype"] = "bfloat16"
         if self.layers is not None:
-            config = first_layers(config, self.layers)
+            config = first_layers(config, self.layers, "--layers")
             if "num_nextn_predict_layers" in config:
                 config["num_nextn_predict_layers"] = 0
         if self.experts is not None:
@@ -238,7 +249,8 @@ def check_space(target, conversion, sums):
 
 def convert(source, target, conversion):
     """Returns the number of shards kept and written, and their bytes."""
-    sums = begin(target, conversion.record)
+    source.fetch([*others(source), *(file.name for file in conversion.files)])
+    sums = begin(target, conversion.record())
     check_space(target, conversion, sums)
     reader = Reader(conversion.tensors, conversion.blocks)
     kept, total = 0, conversion.split.metadata["total_size"]
@@ -269,21 +281,31 @@ def convert(source, target, conversion):
     return kept, len(shards) - kept, total
 
 
+def others(source):
+    """Names of the tokenizer, the licence and other files that need no conversion."""
+    own = (RECORD, SUMS, INDEX, "config.json")
+    return [
+        name
+        for name in source.files()
+        if name not in own and not name.startswith(".") and Path(name).suffix not in WEIGHTS
+    ]
+
+
 def copy_others(source, target, sums):
-    """Copies the tokenizer, the licence and other files that ``target`` does not have yet."""
-    for file in sorted(source.iterdir()):
-        own = file.name in (RECORD, SUMS, INDEX, "config.json", *sums) or file.name.startswith(".")
-        if file.is_file() and file.suffix not in WEIGHTS and not own:
-            sums[file.name] = write_whole(
-                target / file.name, lambda path, file=file: shutil.copyfile(file, path)
+    """Copies what needs no conversion and ``target`` does not have yet."""
+    for name in others(source):
+        if name not in sums:
+            sums[name] = write_whole(
+                target / name, lambda path, name=name: shutil.copyfile(source.folder / name, path)
             )
 
 
-def convert_weights(source, target, weights, layers, max_shard_size):
+def convert_weights(name, revision, source, target, weights, layers, max_shard_size):
     """Returns the number of shards and their bytes."""
     record = {"weights": weights, "layers": layers, "max_shard_size": max_shard_size}
-    begin(target, record | {"source": str(source.resolve())})
-    model = models.load(source, weights=weights, num_hidden_layers=layers)
+    begin(target, record | {"source": str(source.folder.resolve())})
+    model = models.load(name, weights=weights, num_hidden_layers=layers, revision=revision)
+    source.fetch(others(source))
     model.save_pretrained(target / PARTIAL, max_shard_size=max_shard_size)
     sums, shards, total = {}, 0, 0
     written = sorted((target / PARTIAL).iterdir(), key=lambda file: file.name == "config.json")
@@ -302,12 +324,21 @@ def convert_weights(source, target, weights, layers, max_shard_size):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = parser.add_argument
-    add("source", type=Path, help="a checkpoint directory with config.json and safetensors")
-    add("target", type=Path, help="an empty or new directory, or that of an interrupted run")
+    add(
+        "source",
+        metavar="SOURCE",
+        help="a checkpoint directory with config.json and safetensors, or the name of a repository "
+        "on the Hugging Face Hub",
+    )
+    add(
+        "target",
+        metavar="TARGET",
+        type=Path,
+        help="an empty or new directory, or that of an interrupted run",
+    )
+    add("--revision", help="branch, tag or commit of the repository")
     add("--layers", type=int, metavar="N", help="the first N layers only")
     add("--experts", type=int, metavar="N", help="the first N routed experts of each layer only")
     add("--weights", choices=("stored", "int8", "int4"), help="of linear layers and experts")
@@ -318,21 +349,23 @@ def parse_args():
 def main():
     args = parse_args()
     try:
-        if not (args.source / "config.json").is_file():
-            raise ValueError(
-                f"SOURCE must be a checkpoint directory with a config.json, got {args.source}"
-            )
-        kept = 0
+        kept, source = 0, hub.find("SOURCE", args.source, args.revision)
         if args.weights is None:
-            conversion = Conversion(args.source, args.layers, args.experts, args.max_shard_size)
-            kept, written, size = convert(args.source, args.target, conversion)
+            conversion = Conversion(source, args.layers, args.experts, args.max_shard_size)
+            kept, written, size = convert(source, args.target, conversion)
         elif args.experts is None:
             written, size = convert_weights(
-                args.source, args.target, args.weights, args.layers, args.max_shard_size
+                args.source,
+                args.revision,
+                source,
+                args.target,
+                args.weights,
+                args.layers,
+                args.max_shard_size,
             )
         else:
             raise ValueError("--experts must be omitted with --weights; cut the experts first")
-    except (OSError, TypeError, ValueError) as error:
+    except (MemoryError, OSError, TypeError, ValueError) as error:
         sys.exit(f"convert_checkpoint.py: {error}")
     except KeyboardInterrupt:
         sys.exit("convert_checkpoint.py: interrupted; run the same command to resume")

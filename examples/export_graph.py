@@ -15,6 +15,7 @@ import tempfile
 from pathlib import Path
 
 from compile_torchair import CHECKPOINT, Decoder, load
+from options import Help
 
 # isort: split
 import torch
@@ -141,9 +142,7 @@ def attributes(node):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--folder", type=Path, default=Path("ge_graph"), help="created if missing")
     args = parser.parse_args()
     try:

@@ -3,6 +3,7 @@
     python examples/generate.py                                   # the demo, DeepSeek-V3.2
     python examples/generate.py --model examples/checkpoints/lookup_v4    # the demo, DeepSeek-V4
     python examples/generate.py --model DIR --prompt "Once upon a time"
+    python examples/generate.py --model deepseek-ai/DeepSeek-V3.2 --layers 4 --prompt "Once upon"
     cat text | python examples/generate.py --model DIR --prompt-file - --backend custom_pypto
     torchrun --nproc-per-node 2 examples/generate.py --tp         # heads and experts shared by two
 
@@ -25,6 +26,7 @@ import torch.distributed as dist
 import train_lookup
 import train_lookup_v4
 import transformers
+from options import Help, at_least, block_size
 from tqdm import tqdm
 from transformers import (
     AutoTokenizer,
@@ -35,7 +37,7 @@ from transformers import (
     TextStreamer,
 )
 
-from custom_pypto import models
+from custom_pypto import hub, models
 
 BACKENDS = ["custom_pypto", "transformers"]
 
@@ -190,12 +192,18 @@ def run(model, tokenizer, backend, prompts, dialogues, args):
 def load(args):
     if not sys.stderr.isatty() or not is_first_rank():
         transformers.utils.logging.disable_progress_bar()
-    dtype = args.dtype if args.dtype == "auto" else getattr(torch, args.dtype)
+    hub.find("--model", args.model, args.revision)
     # validates every shard, and names a damaged one
-    model = models.load(args.model, dtype=dtype, tensor_parallel=args.tp)
+    model = models.load(
+        args.model,
+        dtype=args.dtype,
+        num_hidden_layers=args.layers,
+        tensor_parallel=args.tp,
+        revision=args.revision,
+    )
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            args.model, local_files_only=True, trust_remote_code=False
+            args.model, revision=args.revision, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         raise ValueError(f"{args.model} has no readable tokenizer: {error}") from error
@@ -222,10 +230,15 @@ def make_prompts(tokenizer, args):
     task = next((task for task in tasks if task.TOKEN_ID == tokenizer.get_vocab()), None)
     if task is None:
         raise ValueError(f"{args.model} is not the demo's model; pass --prompt or --prompt-file")
-    demo = [
-        task.lookup_prompt(args.prompt_tokens, questions=args.questions, seed=args.seed + row)
-        for row in range(args.batch)
-    ]
+    try:
+        demo = [
+            task.lookup_prompt(args.prompt_tokens, questions=args.questions, seed=args.seed + row)
+            for row in range(args.batch)
+        ]
+    except ValueError as error:
+        raise ValueError(
+            f"--prompt-tokens {args.prompt_tokens} is too short for --questions {args.questions}"
+        ) from error
     return [prompt for prompt, _ in demo], [dialogue for _, dialogue in demo]
 
 
@@ -275,26 +288,42 @@ def print_results(results):
 
 def parse_args():
     here = Path(__file__).resolve().parent
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = parser.add_argument
-    add("--model", type=Path, default=here / "checkpoints/lookup", help="a checkpoint directory")
+    add(
+        "--model",
+        default=os.path.relpath(here / "checkpoints/lookup"),
+        help="a checkpoint directory, or the name of a repository on the Hugging Face Hub",
+    )
+    add("--revision", help="branch, tag or commit of the repository")
+    add("--layers", type=at_least(1), metavar="N", help="the first N layers only")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", help="text to continue; default: the demo")
     prompt.add_argument(
         "--prompt-file", type=argparse.FileType(encoding="utf-8"), help="a file, - for stdin"
     )
-    add("--max-new-tokens", type=int, help="default: 64, or 4 for each question of the demo")
+    add("--max-new-tokens", type=at_least(1), help="default: 64, or 4 per question of the demo")
     add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     add("--backend", choices=BACKENDS, help="default: both, side by side")
     add("--compile", action="store_true", help="torch.compile the decode step")
     add("--tp", action="store_true", help="shard the model across the ranks of torchrun")
-    add("--batch", type=int, default=1, help="batch size (only the first row is shown)")
-    add("--block-size", type=int, default=128, help="tokens per block of the paged cache")
-    add("--prefill-chunk", type=int, default=512, help="tokens per forward pass of the prefill")
-    add("--prompt-tokens", type=int, default=4096, help="length of the demo's text")
-    add("--questions", type=int, default=16, help="number of questions of the demo, 1 to 32")
+    add("--batch", type=at_least(1), default=1, help="batch size (only the first row is shown)")
+    add("--block-size", type=block_size, default=128, help="tokens per block of the paged cache")
+    add(
+        "--prefill-chunk",
+        type=at_least(1),
+        default=512,
+        help="tokens per forward pass",
+    )
+    add("--prompt-tokens", type=at_least(1), default=4096, help="length of the demo's text")
+    add(
+        "--questions",
+        type=int,
+        choices=range(1, 33),
+        metavar="N",
+        default=16,
+        help="number of questions of the demo, 1 to 32",
+    )
     add("--seed", type=int, default=0, help="seed of the demo's text and questions")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     args = parser.parse_args()
@@ -321,16 +350,20 @@ def main():
         dist.destroy_process_group()
 
 
+def stop(error, args):
+    sys.exit(f"generate.py: {error}" + (f" (rank {dist.get_rank()})" if args.tp else ""))
+
+
 def generate(args):
     try:
         model, tokenizer = load(args)
         prompts, dialogues = make_prompts(tokenizer, args)
     except (MemoryError, OSError, TypeError, ValueError) as error:
-        sys.exit(f"generate.py: {error}" + (f" (rank {dist.get_rank()})" if args.tp else ""))
+        stop(error, args)
     if args.max_new_tokens is None:
         args.max_new_tokens = 4 if dialogues else 64
     conditions = {
-        "model": str(args.model),
+        "model": args.model,
         "index_topk": model.config.index_topk,
         "dtype": str(model.dtype).removeprefix("torch."),
         "batch": args.batch,
@@ -344,7 +377,10 @@ def generate(args):
     for backend in [args.backend] if args.backend else BACKENDS:
         if backend == "transformers":
             models.use_transformers(model)
-        results.append(run(model, tokenizer, backend, prompts, dialogues, args))
+        try:
+            results.append(run(model, tokenizer, backend, prompts, dialogues, args))
+        except (MemoryError, ValueError) as error:
+            stop(error, args)
     if args.json:
         print(json.dumps(conditions | {"results": [asdict(result) for result in results]}))
     else:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 import transformers
+from options import Help
 from transformers import AutoConfig
 
 from custom_pypto import models
@@ -201,11 +202,7 @@ def table(rows: list[list[str]]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description="How large the weights of a model are in each format, and which machine holds "
-        "them. Computed, not measured.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument(
         "checkpoint",
         nargs="?",

@@ -32,7 +32,9 @@ import importlib.util
 import json
 import math
 import multiprocessing
+import os
 import re
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
@@ -41,12 +43,13 @@ from pathlib import Path
 
 import torch
 import transformers
+from options import Help, at_least
 from tqdm import tqdm
 from train_lookup import FIRST_PAIR, FIRST_QUESTION, FIRST_VALUE, KEYS, VALUES, lookup_batch
 from train_lookup import dense_attention as without_indexers
 from transformers import DeepseekV32ForCausalLM, DynamicCache
 
-from custom_pypto import models
+from custom_pypto import hub, models
 
 INK = {False: "white", True: "black"}  # on the dark ends of the colours, and between them
 QUESTION_TOKENS = 3 * len(KEYS)  # question, value, "."
@@ -75,13 +78,15 @@ def load(changes, args):
     """The model, the factory of its cache, and the context in which it runs."""
     dtype = getattr(torch, args.dtype)
     if changes is not None:
-        model = models.load(args.model, dtype=dtype, weights=changes.get("weights"))
+        model = models.load(
+            args.model, dtype=dtype, weights=changes.get("weights"), revision=args.revision
+        )
         dtypes = {name: changes.get(name) for name in ("index_dtype", "kv_dtype")}
         if any(dtypes.values()):
             models.use_custom_pypto(model, **{k: v and torch.int8 for k, v in dtypes.items()})
         return model, lambda tokens: models.PagedCache(model, 1, tokens), nullcontext()
     model = DeepseekV32ForCausalLM.from_pretrained(
-        args.model, dtype=dtype, attn_implementation="sdpa", local_files_only=True
+        args.model, revision=args.revision, dtype=dtype, attn_implementation="sdpa"
     )
     return model, lambda _: DynamicCache(config=model.config), without_indexers(model)
 
@@ -229,34 +234,44 @@ def plot_accuracy(axis, results):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = parser.add_argument
     here = Path(__file__).resolve().parent
-    add("--model", type=Path, default=here / "checkpoints/lookup", help="made by train_lookup.py")
-    add("--tokens", type=int, nargs="+", default=[1024, 2048, 4096, 8192], help="text lengths")
-    add("--texts", type=int, default=2, help="texts per length, with 32 questions each")
-    add("--depths", type=int, default=10, help="number of depth buckets in the plot")
-    add("--prefill-chunk", type=int, default=512, help="tokens per forward pass of the text")
+    add(
+        "--model",
+        default=os.path.relpath(here / "checkpoints/lookup"),
+        help="made by train_lookup.py: a directory, or the name of a repository on the Hub",
+    )
+    add("--revision", help="branch, tag or commit of the repository")
+    lengths = [1024, 2048, 4096, 8192]
+    add("--tokens", type=at_least(len(KEYS)), nargs="+", default=lengths, help="text lengths")
+    add("--texts", type=at_least(1), default=2, help="texts per length, with 32 questions each")
+    add("--depths", type=at_least(1), default=10, help="number of depth buckets in the plot")
+    add("--prefill-chunk", type=at_least(1), default=512, help="tokens per forward pass")
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     add("--index-dtype", choices=["int8"], help="measures a cache with such index keys too")
     add("--kv-dtype", choices=["int8"], help="measures a cache with such latents too")
     weights = ["stored", "int8", "int4"]
     add("--weights", nargs="+", default=[], choices=weights, help="measures such weights too")
-    add("--threads", type=int, default=torch.get_num_threads())
+    add("--threads", type=at_least(1), default=torch.get_num_threads())
     add("--seed", type=int, default=0)
     add("--output", type=Path, default=Path("needle.png"), help="plot file, with .json beside it")
     args = parser.parse_args()
     if importlib.util.find_spec("matplotlib") is None:
         parser.error("the plot needs matplotlib: pip install matplotlib")
-    if min(args.tokens) < len(KEYS) or args.texts < 1 or args.depths < 1:
-        parser.error(f"--tokens must be at least {len(KEYS)}, --texts and --depths at least 1")
     return args
 
 
 def main():
     args = parse_args()
+    try:
+        hub.find("--model", args.model, args.revision)
+        run(args)
+    except (MemoryError, OSError, TypeError, ValueError) as error:
+        sys.exit(f"needle.py: {error}")
+
+
+def run(args):
     conditions = {
         "dtype": args.dtype,
         "texts": args.texts,

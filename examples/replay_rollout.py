@@ -24,10 +24,12 @@ passes a selection.
 """
 
 import argparse
+import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from options import Help, at_least
 from train_lookup import lookup_batch
 from transformers import set_seed
 
@@ -80,34 +82,30 @@ def print_distance(title, log_ratio):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = parser.add_argument
     here = Path(__file__).resolve().parent
     add("--model", type=Path, default=here / "checkpoints/lookup", help="made by train_lookup.py")
-    add("--prompts", type=int, default=4)
-    add("--samples", type=int, default=8, help="per prompt, at least 2")
-    add("--prompt-tokens", type=int, default=96, help="at least 33")
-    add("--new-tokens", type=int, default=8)
+    add("--prompts", type=at_least(1), default=4)
+    add("--samples", type=at_least(2), default=8, help="per prompt, at least 2")
+    add("--prompt-tokens", type=at_least(33), default=96, help="at least 33")
+    add("--new-tokens", type=at_least(1), default=8)
     add("--temperature", type=float, default=3.0)
     add("--noise", type=float, default=0.5, help="on the indexers, of their standard deviation")
     add("--learning-rate", type=float, default=1e-4)
     add("--seed", type=int, default=0)
-    add("--threads", type=int, default=1)
-    args = parser.parse_args()
-    if args.samples < 2:
-        parser.error(
-            f"--samples must be at least 2, to be normalised in groups, got {args.samples}"
-        )
-    return args
+    add("--threads", type=at_least(1), default=1)
+    return parser.parse_args()
 
 
 def main():
     args = parse_args()
     set_seed(args.seed)
     torch.set_num_threads(args.threads)
-    model = models.load(args.model, dtype=torch.float32)
+    try:
+        model = models.load(args.model, dtype=torch.float32)
+    except (MemoryError, OSError, TypeError, ValueError) as error:
+        sys.exit(f"replay_rollout.py: {error}")
     models.use_custom_pypto(model, training="ops")
     model.generation_config.eos_token_id = None  # all samples get the same length
 

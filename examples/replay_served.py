@@ -19,12 +19,14 @@ import argparse
 import base64
 import io
 import json
+import sys
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import numpy as np
 import torch
+from options import Help, at_least
 from replay_rollout import advantages_of, disturb_indexers, print_distance
 from train_lookup import lookup_batch
 from transformers import set_seed
@@ -52,6 +54,8 @@ def served(args, prompts: torch.Tensor):
             choices = json.load(reply)["choices"]
     except urllib.error.HTTPError as error:
         raise SystemExit(f"{url}: {error} {error.read().decode()}") from error
+    except urllib.error.URLError as error:
+        raise SystemExit(f"--url {args.url}: {error.reason}; start bash run.sh serve") from error
     if not choices[0].get("indexer_topk"):
         raise SystemExit(f"{url} returns no selections; serve with --enable-return-indexer-topk")
     ids = torch.tensor([choice["prompt_token_ids"] + choice["token_ids"] for choice in choices])
@@ -67,17 +71,15 @@ def log_probabilities(model, ids, args):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = parser.add_argument
     add("--url", default="http://127.0.0.1:8000")
     here = Path(__file__).resolve().parent
     add("--model", type=Path, default=here / "checkpoints/lookup", help="what the server serves")
-    add("--prompts", type=int, default=4)
-    add("--samples", type=int, default=8, help="per prompt, at least 2")
-    add("--prompt-tokens", type=int, default=96, help="at least 33")
-    add("--new-tokens", type=int, default=8)
+    add("--prompts", type=at_least(1), default=4)
+    add("--samples", type=at_least(2), default=8, help="per prompt, at least 2")
+    add("--prompt-tokens", type=at_least(33), default=96, help="at least 33")
+    add("--new-tokens", type=at_least(1), default=8)
     add("--temperature", type=float, default=2.0)
     add("--noise", type=float, default=0.5, help="on the indexers, of their standard deviation")
     add("--seed", type=int, default=0)
@@ -87,7 +89,10 @@ def parse_args():
 def main():
     args = parse_args()
     set_seed(args.seed)
-    model = models.load(args.model, dtype=torch.float32)
+    try:
+        model = models.load(args.model, dtype=torch.float32)
+    except (MemoryError, OSError, TypeError, ValueError) as error:
+        sys.exit(f"replay_served.py: {error}")
     models.use_custom_pypto(model, training="ops")
     texts, _ = lookup_batch(args.prompts, args.prompt_tokens + 2, questions=1, seed=args.seed)
     answers = texts[:, -2:-1].repeat_interleave(args.samples, 0)

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from options import Help, at_least
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from tqdm import tqdm
@@ -324,14 +325,12 @@ def train_lookup(args):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = parser.add_argument
     add("--output", type=Path, default=Path(__file__).resolve().parent / "checkpoints/lookup")
     add("--seed", type=int, default=0)
-    add("--threads", type=int, default=2, help="changes rounding, hence the weights")
-    add("--index-topk", type=int, default=16)
+    add("--threads", type=at_least(1), default=2, help="changes rounding, hence the weights")
+    add("--index-topk", type=at_least(1), default=16)
     add("--tokens", type=int, default=2048, help="tokens per step")
     add("--model-steps", type=int, default=1700)
     add("--short-steps", type=int, default=1000, help="first model steps on short texts")

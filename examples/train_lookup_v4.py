@@ -34,6 +34,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 import train_lookup
+from options import Help, at_least
 from train_lookup import CLAUSE, END, KEYS, PAD, UNK, VALUES, lookup_tokenizer, train
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, set_seed
 
@@ -269,15 +270,13 @@ def train_lookup_v4(args):
 
 
 def main():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = parser.add_argument
     add("--output", type=Path, default=Path(__file__).resolve().parent / "checkpoints/lookup_v4")
     add("--measure", action="store_true", help="measure the checkpoint at --output, do not train")
     add("--seed", type=int, default=0)
-    add("--threads", type=int, default=1, help="changes rounding, hence the weights")
-    add("--index-topk", type=int, default=16)
+    add("--threads", type=at_least(1), default=1, help="changes rounding, hence the weights")
+    add("--index-topk", type=at_least(1), default=16)
     add("--tokens", type=int, default=1056, help="tokens per step")
     add("--model-steps", type=int, default=700)
     add("--indexer-steps", type=int, default=200)

@@ -23,6 +23,7 @@ import importlib.util
 from pathlib import Path
 
 import torch
+from options import Help, at_least
 from train_lookup import (
     END,
     TOKEN_ID,
@@ -179,20 +180,23 @@ def plot(training, path):
 
 
 def parse_args():
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = parser.add_argument
     add("--output", type=Path, default=Path("train_sparse"), help="folder of the plot")
     add("--save", action="store_true", help="save model and tokenizer to the folder, too")
     add("--steps", type=int, nargs=3, default=list(STEPS.values()), metavar=tuple(STEPS))
     add("--quick", action="store_true", help=f"1/{QUICK} of the steps, at least 60 per stage")
     add("--seed", type=int, default=0)
-    add("--threads", type=int, default=1, help="changes rounding, hence the weights")
-    add("--index-topk", type=int, default=16)
-    add("--length", type=int, default=160, help="tokens per text, 96 of them questions, answers")
-    add("--batch", type=int, default=12, help="texts per step")
-    add("--measure-every", type=int, default=50, help="steps")
+    add("--threads", type=at_least(1), default=1, help="changes rounding, hence the weights")
+    add("--index-topk", type=at_least(1), default=16)
+    add(
+        "--length",
+        type=at_least(1),
+        default=160,
+        help="tokens per text, 96 of questions, answers",
+    )
+    add("--batch", type=at_least(1), default=12, help="texts per step")
+    add("--measure-every", type=at_least(1), default=50, help="steps")
     args = parser.parse_args()
     if importlib.util.find_spec("matplotlib") is None:
         parser.error("the plot needs matplotlib: pip install matplotlib")

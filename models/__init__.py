@@ -19,20 +19,22 @@ if __name__ == "models":  # in the repository's root: the same modules under bot
     for name in [name for name in sys.modules if name.startswith("custom_pypto.models")]:
         sys.modules[name.removeprefix("custom_pypto.")] = sys.modules[name]
 
-from functools import partial
-from pathlib import Path
-
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
-
 from custom_pypto.requirements import transformers_problem
 
 if _problem := transformers_problem():
     raise ImportError(f"custom_pypto.models: {_problem['what']}; {_problem['remedy']}")
 
+from functools import partial  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import torch  # noqa: E402
+from transformers import GenerationConfig, PreTrainedModel  # noqa: E402
+
+from custom_pypto import hub  # noqa: E402
+
 from . import generation, quantised_weights  # noqa: E402
 from .absorbed import advise_on_bfloat16  # noqa: E402
-from .architectures import attention_classes, check_available  # noqa: E402
+from .architectures import attention_classes, supported_model  # noqa: E402
 from .cache import PagedCache  # noqa: E402
 from .cache.formats import check_cache_dtypes  # noqa: E402
 from .cache.layout import check_block_size  # noqa: E402
@@ -46,6 +48,8 @@ from .indexer_loss import (  # noqa: E402
 )
 from .loading import (  # noqa: E402
     Reader,
+    check_device,
+    check_dtype,
     check_memory,
     check_scale_values,
     dtypes_of,
@@ -57,7 +61,7 @@ from .projection import change_class, has_other_forward  # noqa: E402
 from .replay import record_indices, replay_indices  # noqa: E402
 from .tensor_parallel import own_device, sharing  # noqa: E402
 from .training import TRAINING  # noqa: E402
-from .weights.choice import check_stored, check_weights, kinds_of  # noqa: E402
+from .weights.choice import Weights, check_stored, check_weights, kinds_of  # noqa: E402
 from .weights.modules import convert  # noqa: E402
 from .weights.quantizer import StoredWeights, stored_kinds  # noqa: E402
 
@@ -210,15 +214,19 @@ def use_transformers(model):
 
 
 def load(
-    path,
+    path: str | Path,
     *,
-    dtype="auto",
-    num_hidden_layers=None,
-    device=None,
-    tensor_parallel=False,
-    weights=None,
-):
-    """Loads the checkpoint in directory ``path``, patched by :func:`models.use_custom_pypto`.
+    dtype: torch.dtype | str = "auto",
+    num_hidden_layers: int | None = None,
+    device: torch.device | str | None = None,
+    tensor_parallel: bool = False,
+    weights: Weights = None,
+    revision: str | None = None,
+) -> PreTrainedModel:
+    """Loads a checkpoint, patched by :func:`models.use_custom_pypto`.
+
+    Of a repository on the Hub, config and index are downloaded first, then the headers of the files
+    that the layers need, and these files last, if the disk and the memory are large enough.
 
     The header of every file is validated first. Upstream ``from_pretrained`` does not name a
     truncated or mismatched file, and fills missing tensors with random numbers after a warning.
@@ -227,9 +235,10 @@ def load(
     tensor are not opened and may be missing.
 
     Args:
-        path: a directory with ``config.json`` and safetensors, sharded or not.
-        dtype: a ``torch.dtype``, or ``"auto"``: the dtype in ``config.json``, else of the
-            embedding. Upstream keeps some parameters of some architectures in float32.
+        path: a directory with ``config.json`` and safetensors, sharded or not; or the name of a
+            repository on the Hugging Face Hub, as ``"deepseek-ai/DeepSeek-V3.2"``.
+        dtype: a ``torch.dtype`` or its name, or ``"auto"``: the dtype in ``config.json``, else of
+            the embedding. Upstream keeps some parameters of some architectures in float32.
         num_hidden_layers: number of layers, from the first on; None: all.
         device: target device; None: CPU.
         tensor_parallel: shard the model across all ranks of torch's process group, which the caller
@@ -241,62 +250,57 @@ def load(
             model has no gradients. Embedding, head, norms, routers, ``kv_b_proj`` and the indexers'
             ``weights_proj`` are in ``dtype`` in any case. None: ``dtype``, or the formats of a
             model that was saved with them, whose files are then mapped and must stay as they are.
+        revision: branch, tag or commit of a repository; None: its main branch.
     Raises:
-        FileNotFoundError: no such directory, config, index or shard.
+        FileNotFoundError: no such directory, repository, revision, config, index or shard.
+        OSError: the Hub does not answer, or refuses; or the disk is too small.
         RuntimeError: ``tensor_parallel`` without a process group.
         ValueError: a damaged or mismatched file; the message names the file, the expected and the
             actual value. Or invalid ``num_hidden_layers``, unsupported quantisation, unsupported
-            number of ranks, or ``device`` with ``tensor_parallel``.
+            number of ranks, ``dtype`` or ``device``, or ``device`` with ``tensor_parallel``.
         TypeError: unsupported model class in the config.
-        MemoryError: the model does not fit; nothing was read.
+        MemoryError: the model does not fit; nothing was read or, of a repository, downloaded.
     """
-    path = Path(path)
-    if not (path / "config.json").is_file():
-        raise FileNotFoundError(
-            f"load: path must be a checkpoint directory with a config.json, got {path}"
-        )
-    try:
-        # by default transformers prompts at the terminal, and "y" runs the checkpoint's code
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config()
-    except ValueError:
-        check_available("load", path)
-        raise
-    plan = sharing(config, device) if tensor_parallel else None
-    weights, kinds = check_weights(weights), stored_kinds(config)
-    check_stored(weights, kinds, device, tensor_parallel)
+    wanted, formats = check_dtype(dtype), check_weights(weights)
+    place = check_device(device)
+    source = hub.find("load: path", path, revision)
+    config, model_class = supported_model("load", source.folder)
+    plan = sharing(config.get_text_config(), device) if tensor_parallel else None
+    kinds = stored_kinds(config)
+    check_stored(formats, kinds, device, tensor_parallel)
     blocks = quantised_weights.blocks_of(config.to_dict())
     if num_hidden_layers is not None:
         config = type(config).from_dict(first_layers(config.to_dict(), num_hidden_layers))
     for name in quantised_weights.CONFIG & vars(config).keys():
         delattr(config, name)  # describes the files; the model is not quantised
     with torch.device("meta"):
-        skeleton = use_custom_pypto(AutoModelForCausalLM.from_config(config))
+        skeleton = use_custom_pypto(model_class._from_config(config))
     names = {name for name, _ in skeleton.named_modules()}
     kinds = {name: kind for name, kind in kinds.items() if name in names}  # of the first layers
     convert(skeleton, kinds)
-    checkpoint = check_shards(path, skeleton, blocks)
-    dtype = resolve_dtype(dtype, config, checkpoint)
+    checkpoint = check_shards(source, skeleton, blocks)
+    resolved = resolve_dtype(wanted, config, checkpoint)
     reader = Reader(checkpoint.tensors, blocks, mapped=bool(kinds))
-    check_scale_values(skeleton, checkpoint, reader)
-    chosen = kinds_of(skeleton, weights, checkpoint.dtypes(), dtypes_of(skeleton, dtype))
-    state = parameters(skeleton, checkpoint, reader, dtype, chosen)
+    chosen = kinds_of(skeleton, formats, checkpoint.dtypes(), dtypes_of(skeleton, resolved))
+    state = parameters(skeleton, checkpoint, reader, resolved, chosen)
     convert(skeleton, chosen)
     if kinds := kinds | chosen:
         config.quantization_config = StoredWeights.of(kinds).to_dict()
-    device = torch.device("cpu" if device is None else device)
     if plan is None:
-        check_memory(skeleton, dtype, device)
+        check_memory(skeleton, resolved, place)
     else:
-        check_memory(skeleton, dtype, own_device(), ranks=plan.tp_size)
+        check_memory(skeleton, resolved, own_device(), ranks=plan.tp_size)
+    source.fetch({tensor.file.name for tensor in checkpoint.tensors.values()})
+    check_scale_values(skeleton, checkpoint, reader)
     generation_config = None
-    if (path / "generation_config.json").is_file():
-        generation_config = GenerationConfig.from_pretrained(path)
-    model = type(skeleton).from_pretrained(
+    if (source.folder / "generation_config.json").is_file():
+        generation_config = GenerationConfig.from_pretrained(source.folder)
+    model = model_class.from_pretrained(
         None,
         config=config,
         generation_config=generation_config,
         state_dict=state,
-        dtype=dtype,
+        dtype=resolved,
         distributed_config=plan,
     )
     model.config.name_or_path = model.name_or_path = str(path)
@@ -304,4 +308,4 @@ def load(
         model._weight_conversions = []
     else:  # else transformers would save the experts stacked, as it got them here
         del model._weight_conversions
-    return use_custom_pypto(model.to(device) if plan is None else model)
+    return use_custom_pypto(model.to(place) if plan is None else model)

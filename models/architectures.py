@@ -6,8 +6,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 import transformers
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+)
 
 from custom_pypto.requirements import TRANSFORMERS
+
+_VERSION = transformers.__version__
 
 
 class Architecture(NamedTuple):
@@ -56,17 +63,51 @@ def attention_classes(caller: str, model) -> tuple[type, type]:
     return paged.__bases__[-1], paged
 
 
-def check_available(caller: str, checkpoint: Path) -> None:
-    """Rejects a checkpoint of a model class that only a newer transformers has.
+def supported_model(caller: str, checkpoint: Path) -> tuple[transformers.PreTrainedConfig, type]:
+    """The configuration of a checkpoint and its supported model class; of a multimodal model whose
+    class is unsupported, those of its text model.
 
     Raises:
-        TypeError: names the class, and the version that has it.
+        TypeError: unsupported model class, or one that only a newer transformers has.
+        ValueError: ``config.json`` is no configuration.
     """
-    config = json.loads((checkpoint / "config.json").read_text())
-    for name in config.get("architectures") or []:
+    file = checkpoint / "config.json"
+    try:
+        written = json.loads(file.read_text())
+        named = written.get("architectures") or [f"model of type {written['model_type']}"]
+    except (ValueError, KeyError, AttributeError) as error:
+        raise ValueError(
+            f"{caller}: {file} is not the configuration of a model: {error!r}; download it again"
+        ) from error
+    for name in named:
         if name in ARCHITECTURES and not hasattr(transformers, name):
             since = ARCHITECTURES[name].since
             raise TypeError(
-                f"{caller}: {name} needs transformers {since}, found {transformers.__version__}; "
+                f"{caller}: {name} needs transformers {since}, found {_VERSION}; "
                 f"pip install 'transformers=={since}.*'"
             )
+    try:
+        # by default transformers prompts at the terminal, and "y" runs the checkpoint's code
+        config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
+    except ValueError as error:
+        if written["model_type"] in transformers.CONFIG_MAPPING:
+            raise ValueError(f"{caller}: {file}: {error}") from error
+        raise _unsupported(caller, file, named, f"unknown to transformers {_VERSION}") from error
+    text = config.get_text_config()
+    for part, mapping in (
+        (config, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
+        (text, MODEL_FOR_CAUSAL_LM_MAPPING),
+    ):
+        found = mapping.get(type(part), None)
+        if found is not None and found.__name__ in ARCHITECTURES:
+            return part, found
+    if hasattr(text, "index_topk"):
+        raise _unsupported(caller, file, named, "which has no lightning indexer in transformers")
+    raise _unsupported(caller, file, named, "without index_topk, so without sparse attention")
+
+
+def _unsupported(caller: str, file: Path, named: list[str], why: str) -> TypeError:
+    return TypeError(
+        f"{caller}: {file} is of a {' or '.join(named)}, {why}; supported are "
+        f"{', '.join(available())}"
+    )

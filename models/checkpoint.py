@@ -10,7 +10,15 @@ from typing import NamedTuple
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
+from transformers.core_model_loading import (
+    Concatenate,
+    ConversionOps,
+    WeightConverter,
+    WeightRenaming,
+    rename_source_key,
+)
+
+from custom_pypto.hub import Directory
 
 from . import quantised_weights
 from .quantised_weights import FLOATS, FP4, FP8, INTEGERS
@@ -20,7 +28,8 @@ from .weights.reading import NAMES
 EXPERT = r"(\.experts\.)(\d+)\."
 # lists of a config.json with one entry per layer
 PER_LAYER = ["layer_types", "mlp_layer_types", "indexer_types", "index_topk_pattern"]
-PER_LAYER += ["compress_ratios"]
+PER_LAYER += ["compress_ratios", "no_rope_layers", "kv_source_layers"]
+LFS_POINTER = b"version https://git-lfs."
 
 
 class Stored(NamedTuple):
@@ -36,8 +45,9 @@ class Part(NamedTuple):
 
     parameter: str
     index: int
-    count: int  # parts of the parameter: 1, or one or two of each expert
+    count: int  # parts of the parameter: 1, or one or two of each expert, or blocks of its rows
     shape: list[int]
+    operation: ConversionOps | None = None  # of transformers, on the tensor as read
 
 
 class Checkpoint(NamedTuple):
@@ -45,6 +55,7 @@ class Checkpoint(NamedTuple):
 
     tensors: dict[str, Stored]  # by name on disk, scales included
     parts: dict[str, list[str]]  # names on disk of each parameter and stored buffer, in order
+    operations: dict[str, ConversionOps]  # of the parameters that have one
 
     def dtypes(self) -> dict[str, set[str]]:
         """Of the parts of each parameter and stored buffer."""
@@ -52,7 +63,7 @@ class Checkpoint(NamedTuple):
         return {name: {self.tensors[part].dtype for part in parts} for name, parts in found}
 
 
-def check_shards(path: Path, model, blocks: dict[str, tuple[int, int]]) -> Checkpoint:
+def check_shards(source: Directory, model, blocks: dict[str, tuple[int, int]]) -> Checkpoint:
     """Rejects a checkpoint unless it holds every tensor of ``model``, complete and in its shape; of
     stored weights in their dtype.
 
@@ -64,7 +75,7 @@ def check_shards(path: Path, model, blocks: dict[str, tuple[int, int]]) -> Check
     """
     part_of = parts_on_disk(model)
     tensors = stored_tensors(
-        path,
+        source,
         lambda name: bool(part_of(name) or part_of(quantised_weights.weight_name(name))),
         blocks,
     )
@@ -75,7 +86,7 @@ def check_shards(path: Path, model, blocks: dict[str, tuple[int, int]]) -> Check
         if (part := part_of(name)) is None or part.parameter not in own
     }
     check_dtypes(others, blocks)
-    state, found = stored_state(model), {}
+    state, found, operations = stored_state(model), {}, {}
     for name, (file, dtype, shape) in tensors.items():
         if (part := part_of(name)) is None:
             continue  # a scale
@@ -94,14 +105,16 @@ def check_shards(path: Path, model, blocks: dict[str, tuple[int, int]]) -> Check
                 f"load: {file}: {name} must be of {kind}, as in the model, got {dtype}"
             )
         found.setdefault(part.parameter, {})[part.index] = name
+        if part.operation is not None:
+            operations[part.parameter] = part.operation
     if missing := missing_tensors(state, found, part_of):
         raise ValueError(
-            f"load: {index_file(path)} lacks {examples(missing)}; use the checkpoint's own "
-            "config.json, or download it again"
+            f"load: {index_file(source.folder)} lacks {examples(missing)}; use the checkpoint's "
+            "own config.json, or download it again"
         )
     check_scales(others, blocks)
     parts = {name: [found[name][i] for i in sorted(found[name])] for name in state}
-    return Checkpoint(tensors, parts)
+    return Checkpoint(tensors, parts, operations)
 
 
 def missing_tensors(
@@ -114,7 +127,11 @@ def missing_tensors(
     missing = state.keys() - found.keys()
     for parameter, names in found.items():
         count = part_of(next(iter(names.values()))).count
-        for index in set(range(count)) - names.keys():
+        lacking = set(range(count)) - names.keys()
+        if not all(re.search(EXPERT, name) for name in names.values()):
+            missing |= {parameter} if lacking else set()
+            continue
+        for index in lacking:
             per_expert = count // len(state[parameter])
             alike = [name for i, name in names.items() if (i - index) % per_expert == 0]
             expert = rf"\g<1>{index // per_expert}."
@@ -170,10 +187,10 @@ def index_file(path: Path) -> Path:
 
 
 def stored_tensors(
-    path: Path, wanted: Callable[[str], bool], blocks: dict[str, tuple[int, int]]
+    source: Directory, wanted: Callable[[str], bool], blocks: dict[str, tuple[int, int]]
 ) -> dict[str, Stored]:
     """Locations of the ``wanted`` tensors, from the headers of their files."""
-    index = index_file(path)
+    index = index_file(source.folder)
     promised: dict[str, set[str]] = {}
     if index.name.endswith(".json"):
         try:
@@ -189,34 +206,46 @@ def stored_tensors(
 
     tensors = {}
     for file, names in sorted(promised.items()):
-        found = read_header(path / file, blocks)
+        found = read_header(source, file, blocks)
         if missing := names - found.keys():
             raise ValueError(
-                f"load: {path / file} lacks {examples(missing)}, listed in {index.name}; "
+                f"load: {source.folder / file} lacks {examples(missing)}, listed in {index.name}; "
                 f"is the file from another checkpoint?"
             )
         tensors |= {name: found[name] for name in filter(wanted, found)}
     return tensors
 
 
-def read_header(file: Path, blocks: dict[str, tuple[int, int]]) -> dict[str, Stored]:
+def read_header(
+    source: Directory, name: str, blocks: dict[str, tuple[int, int]]
+) -> dict[str, Stored]:
     """Every tensor of a safetensors file, which must not be truncated."""
+    file = source.folder / name
     if not file.is_file():
-        raise FileNotFoundError(f"load: {file} is missing; download it again")
+        if (header := source.header(name)) is None:
+            raise FileNotFoundError(f"load: {file} is missing; download it again")
+        return {tensor: stored(file, *facts, blocks) for tensor, facts in header.items()}
     try:
         with safe_open(file, framework="pt", backend="pread") as opened:
             slices = {name: opened.get_slice(name) for name in opened.keys()}
-            return {name: stored(file, one, blocks) for name, one in slices.items()}
-    except SafetensorError as error:  # an error page, a broken download, a git-lfs pointer
+            return {
+                name: stored(file, one.get_dtype(), one.get_shape(), blocks)
+                for name, one in slices.items()
+            }
+    except SafetensorError as error:  # an error page, a broken download
+        with file.open("rb") as opened:
+            if opened.read(len(LFS_POINTER)) == LFS_POINTER:
+                raise ValueError(
+                    f"load: {file} is a Git LFS pointer, not the file; run git lfs pull in "
+                    f"{file.parent}"
+                ) from error
         raise ValueError(
             f"load: {file} ({file.stat().st_size} bytes) is not a complete safetensors file: "
             f"{error}; download it again"
         ) from error
 
 
-def stored(file: Path, tensor, blocks: dict[str, tuple[int, int]]) -> Stored:
-    """The description of a slice of safetensors."""
-    dtype, shape = tensor.get_dtype(), tensor.get_shape()
+def stored(file: Path, dtype: str, shape: list[int], blocks: dict[str, tuple[int, int]]) -> Stored:
     if dtype == FP4 and FP4 in blocks and shape:
         shape = [*shape[:-1], 2 * shape[-1]]
     return Stored(file, dtype, shape)
@@ -240,9 +269,7 @@ def parts_on_disk(model) -> Callable[[str], Part | None]:
     rules = get_model_conversion_mapping(model, add_legacy=False)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
-    sources = {
-        source: rule.source_patterns for rule in converters for source in rule.source_patterns
-    }
+    rule_of = {source: rule for rule in converters for source in rule.source_patterns}
     state = stored_state(model)
 
     @functools.cache
@@ -257,22 +284,33 @@ def parts_on_disk(model) -> Callable[[str], Part | None]:
         shape = list(state[parameter].shape)
         if source is None:
             return Part(parameter, 0, 1, shape)
+        rule = rule_of[source]
+        per_expert, index = len(rule.source_patterns), rule.source_patterns.index(source)
+        if (numbered := re.search(EXPERT, name)) is None:
+            [operation] = rule.operations
+            other = None if isinstance(operation, Concatenate) else operation
+            return Part(parameter, index, per_expert, [shape[0] // per_expert, *shape[1:]], other)
         experts, rows, columns = shape
-        per_expert = len(sources[source])
-        expert = int(re.search(EXPERT, name)[2])
+        expert = int(numbered[2])
         if expert >= experts:
             return None
-        index = expert * per_expert + sources[source].index(source)
+        index += expert * per_expert
         return Part(parameter, index, experts * per_expert, [rows // per_expert, columns])
 
     return part_of
 
 
-def first_layers(config: dict, layers: int) -> dict:
-    """The ``config.json`` of a checkpoint, reduced to the first ``layers`` layers."""
+def first_layers(config: dict, layers: int, what: str = "load: num_hidden_layers") -> dict:
+    """The ``config.json`` of a checkpoint, reduced to the first ``layers`` layers.
+
+    Args:
+        what: the argument that ``layers`` is, for the error.
+    """
+    if "text_config" in config:  # of a multimodal model
+        return config | {"text_config": first_layers(config["text_config"], layers, what)}
     have = config["num_hidden_layers"]
     if not 1 <= layers <= have:
-        raise ValueError(f"load: num_hidden_layers must be 1 to {have} (config.json), got {layers}")
+        raise ValueError(f"{what} must be 1 to {have} (config.json), got {layers}")
     cut = {name: config[name][:layers] for name in PER_LAYER if config.get(name) is not None}
     if config.get("per_layer_config") is not None:
         own = config["per_layer_config"].items()

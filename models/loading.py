@@ -3,10 +3,12 @@
 import functools
 import os
 import threading
+from collections.abc import Callable
 
 import torch
 from safetensors import safe_open
 from tqdm import tqdm
+from transformers.core_model_loading import ConversionOps
 
 from . import quantised_weights
 from .checkpoint import Checkpoint, Stored
@@ -65,8 +67,16 @@ class Parameter:
     all parts and then stacks them, which takes that tensor's memory twice.
     """
 
-    def __init__(self, reader: Reader, parts: list[str], shape: list[int], dtype: torch.dtype):
+    def __init__(
+        self,
+        reader: Reader,
+        parts: list[str],
+        shape: list[int],
+        dtype: torch.dtype,
+        convert: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ):
         self.reader, self.parts, self.shape, self.dtype = reader, parts, shape, dtype
+        self.convert = convert
 
     def get_shape(self) -> list[int]:
         return self.shape
@@ -78,7 +88,11 @@ class Parameter:
     def __getitem__(self, index) -> torch.Tensor:
         if len(self.parts) == 1:
             whole = self.reader.read(self.parts[0], self.dtype).view(self.shape)
+            whole = whole if self.convert is None else self.convert(whole)
             # a copy: a view of a part would keep the whole tensor in memory
+            return whole if index is ... else whole[index].clone()
+        if len(self.parts) < self.shape[0]:  # blocks of rows
+            whole = torch.cat([self.reader.read(part, self.dtype) for part in self.parts])
             return whole if index is ... else whole[index].clone()
         # with tensor parallelism, a rank reads only a part of each expert
         experts, rows, columns = [slice(None)] * 3 if index is ... else index
@@ -113,7 +127,9 @@ def parameters(
         shape = list(state[name].shape)
         kind = kinds.get(module) if weight != "bias" else None
         if kind is None:
-            found[name] = Parameter(reader, parts, shape, dtypes[name])
+            operation = checkpoint.operations.get(name)
+            convert = operation and functools.partial(converted, operation, model.config)
+            found[name] = Parameter(reader, parts, shape, dtypes[name], convert)
             continue
         check_blocks(name, kind, len(parts), shape, reader.blocks.get(quantised_weights.FP8))
         stored = StoredWeight(reader, parts, shape, kind, lock)
@@ -121,6 +137,12 @@ def parameters(
         if stored.layout.scale_shape is not None:
             found[name + SCALE] = OnDisk(stored, "scales")
     return found
+
+
+def converted(operation: ConversionOps, config, tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor`` after an operation by which transformers reads a checkpoint."""
+    [result] = operation.convert({"": [tensor]}, [""], [""], config=config).values()
+    return result
 
 
 def check_scale_values(model, checkpoint: Checkpoint, reader: Reader) -> None:
@@ -131,7 +153,9 @@ def check_scale_values(model, checkpoint: Checkpoint, reader: Reader) -> None:
     """
     weights = filter(reader.is_quantised, checkpoint.tensors)
     names = [quantised_weights.scale_name(name, checkpoint.tensors) for name in weights]
+    # of a module that is stored in another format than on disk, there is none to read
     own = (name for name in stored_parameters(model) if name.endswith(SCALE))
+    own = (name for name in own if name in checkpoint.parts)
     names += [checkpoint.parts[name][0] for name in own]
     for name in names:
         if not bool(reader.stored(name).float().isfinite().all()):
@@ -157,11 +181,51 @@ def dtypes_of(model, dtype: torch.dtype) -> dict[str, torch.dtype]:
     return {name: dtype_of(name, tensor) for name, tensor in model.state_dict().items()}
 
 
-def resolve_dtype(dtype: torch.dtype | str, config, checkpoint: Checkpoint) -> torch.dtype:
-    """``dtype``, or for ``"auto"`` that of the config, else of the embedding on disk."""
-    if dtype != "auto":
+def check_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
+    """The dtype that was asked for; None: ``"auto"``.
+
+    Raises:
+        ValueError: names the argument, what was expected and what came.
+    """
+    if dtype == "auto":
+        return None
+    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if wanted not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            "load: dtype must be 'auto', 'float32', 'bfloat16', 'float16' or such a torch.dtype, "
+            f"got {dtype!r}"
+        )
+    return wanted
+
+
+def check_device(device: torch.device | str | None) -> torch.device:
+    """The device that was asked for.
+
+    Raises:
+        ValueError: it has no ops, or is not there.
+    """
+    try:
+        wanted = torch.device("cpu" if device is None else device)
+    except RuntimeError as error:
+        wanted, problem = None, error
+    if wanted is not None and wanted.type in ("cpu", "npu"):
+        return wanted
+    if str(device).partition(":")[0] == "npu":
+        raise ValueError(
+            f"load: device {str(device)!r} needs torch_npu, which is not loaded; custom-pypto env "
+            "says what is missing"
+        ) from problem
+    raise ValueError(
+        f"load: device must be a CPU or an NPU, where the ops run, got {str(device)!r}"
+    )
+
+
+def resolve_dtype(dtype: torch.dtype | None, config, checkpoint: Checkpoint) -> torch.dtype:
+    """``dtype``, or for None that of the config, else of the embedding on disk."""
+    if dtype is not None:
         return dtype
-    [embedding] = checkpoint.parts["model.embed_tokens.weight"]
+    name = next(name for name in checkpoint.parts if name.endswith("embed_tokens.weight"))
+    [embedding] = checkpoint.parts[name]
     return config.dtype or quantised_weights.FLOATS[checkpoint.tensors[embedding].dtype]
 
 

@@ -167,8 +167,8 @@ def test_a_part_of_a_checkpoint_in_bfloat16(source, convert, tmp_path):
         (["--experts", 5], "--experts must be one of 4, 6, 8 .*, got 5"),
         (["--experts", 2], "--experts must be one of 4, 6, 8 .*, got 2"),
         (["--experts", 10], "--experts must be one of 4, 6, 8 .*, got 10"),
-        (["--layers", 4], "num_hidden_layers must be 1 to 3 .config.json., got 4"),
-        (["--layers", 0], "num_hidden_layers must be 1 to 3 .config.json., got 0"),
+        (["--layers", 4], "--layers must be 1 to 3 .config.json., got 4"),
+        (["--layers", 0], "--layers must be 1 to 3 .config.json., got 0"),
     ],
 )
 def test_a_part_that_is_none_is_rejected(arguments, message, convert, tmp_path):

@@ -106,16 +106,22 @@ def test_an_import_with_another_value_ends_with_the_reason():
 @pytest.mark.parametrize(
     "asked, what, remedy",
     [
-        (None, "a kernel package with the operators of the ops in ", "install one, built from"),
+        (
+            None,
+            "a kernel package with the operators of the ops in ",
+            "this package ships no",
+        ),
         ("0", "GE converters are disabled by CUSTOM_PYPTO_GE_CONVERTERS=0", "unset"),
         ("1", "torchair cannot be imported (ImportError: libhccl.so: none)", "install torch_npu"),
     ],
 )
-def test_the_report_names_what_is_missing(torch_npu_without_cann, asked, what, remedy):
-    variables = {converter.VARIABLE: asked} if asked else {}
+def test_the_report_names_what_is_missing(tmp_path, torch_npu_without_cann, asked, what, remedy):
+    variables = {"ASCEND_HOME_PATH": str(tmp_path)}  # else only the NPU is missing
+    variables |= {converter.VARIABLE: asked} if asked else {}
     done = python("-m", "custom_pypto", "env", "--json", path=[torch_npu_without_cann], **variables)
     assert done.returncode == 0, done.stderr
-    *_, missing = json.loads(done.stdout)["ways"]["graph mode with torchair"]["missing"]
+    ways = json.loads(done.stdout)["ways"]
+    missing, *_ = ways["graph mode max-autotune, by a kernel package"]["missing"]
     assert missing["what"].startswith(what)
     assert missing["remedy"].startswith(remedy)
 
@@ -123,10 +129,11 @@ def test_the_report_names_what_is_missing(torch_npu_without_cann, asked, what, r
 def test_another_operator_of_the_same_name_registers_nothing(tmp_path, torch_npu_without_cann):
     path = package(tmp_path / "vendors/us", ALL | TUTORIAL)
     assert imported(torch_npu_without_cann, ASCEND_OPP_PATH=str(tmp_path)) == ""
-    done = python("-m", "custom_pypto", "env", "--json", ASCEND_OPP_PATH=str(tmp_path))
+    here = {"ASCEND_OPP_PATH": str(tmp_path), "ASCEND_HOME_PATH": str(tmp_path)}
+    done = python("-m", "custom_pypto", "env", "--json", **here)
     ways = json.loads(done.stdout)["ways"]
     what = f"AddCustom in {path} is another operator: its inputs must be self, other, got x, y"
-    for way in ("graph mode with torchair", "ops on the NPU through aclnn"):
+    for way in ("graph mode max-autotune, by a kernel package", "ops on the NPU through aclnn"):
         (remedy,) = (x["remedy"] for x in ways[way]["missing"] if x["what"] == what)
         assert remedy.startswith("put a package built from") and converter.VARIABLE not in remedy
     asked = {converter.VARIABLE: "1", "ASCEND_OPP_PATH": str(tmp_path)}

@@ -74,8 +74,9 @@ def test_torch_npu_without_cann_breaks_torch_but_not_the_package(torch_npu_witho
     assert with_package.stdout == "tensor([2., 2.])\n", with_package.stderr
 
 
-def test_torch_npu_without_cann_is_reported_with_the_remedy(torch_npu_without_cann):
-    result = python(*COMMAND, "--json", path=[torch_npu_without_cann])
+def test_torch_npu_without_cann_is_reported_with_the_remedy(torch_npu_without_cann, tmp_path):
+    here = {"ASCEND_HOME_PATH": str(tmp_path)}  # a CANN whose set_env.sh was not sourced
+    result = python(*COMMAND, "--json", path=[torch_npu_without_cann], **here)
     assert result.returncode == 0, result.stderr
     report = json.loads(result.stdout)
     assert report["versions"]["torch_npu"] == "2.13.0"
@@ -112,6 +113,7 @@ def test_autoload_is_left_alone_where_there_is_no_torch_npu(monkeypatch):
 
 
 def test_torch_npu_for_another_torch_is_reported_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
     monkeypatch.syspath_prepend(install(tmp_path, "torch_npu", "2.7.1.post2", ""))
     monkeypatch.setattr(ctypes, "CDLL", lambda library: None)  # a machine with CANN
     monkeypatch.delattr(torch, "npu", raising=False)
@@ -123,6 +125,7 @@ def test_torch_npu_for_another_torch_is_reported_with_the_remedy(tmp_path, monke
 
 @pytest.mark.parametrize("installed", [("torch", "torch_npu"), ("torch",)], ids=len)
 def test_torch_for_cuda_is_reported_with_the_remedy(tmp_path, monkeypatch, installed):
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
     for name in installed:  # the default index has no builds in its versions
         install(tmp_path, name, "2.13.0", "")
     (tmp_path / "torch/version.py").write_text("__version__ = '2.13.0+cu130'\ndebug = False\n")
@@ -241,12 +244,105 @@ def test_the_copy_of_pypto_in_use_is_named_with_its_folder(tmp_path, monkeypatch
     assert requirements.pypto_copy() == f"0.2.1 in {site.resolve()}/pypto"
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "cann"))
     assert requirements.pypto_copy() == f"0.2.1 of CANN 9.1.0 in {site.resolve()}/pypto"
-    assert requirements.pypto_problem() is None
-    (site / "pypto-0.2.1.dist-info/METADATA").write_text(facts.replace("0.2.1", "0.3.0"))
+    assert requirements.pypto_problem() is requirements.untested_pypto() is None
+    metadata = site / "pypto-0.2.1.dist-info/METADATA"
+    metadata.write_text(facts.replace("0.2.1", "0.1.9"))
     problem = requirements.pypto_problem()
-    found = f"found 0.3.0 of CANN 9.1.0 in {site.resolve()}/pypto"
+    found = f"found 0.1.9 of CANN 9.1.0 in {site.resolve()}/pypto"
     assert problem["what"] == f"needs pypto 0.2.0 or 0.2.1, {found}"
     assert problem["remedy"].startswith(
         "source the set_env.sh of CANN 9.1 or later, which has its own, else pip install "
         "pypto==0.2.0"
+    )
+    metadata.write_text(facts.replace("0.2.1", "0.3.0"))
+    assert requirements.pypto_problem() is None
+    copy = f"0.3.0 of CANN 9.1.0 in {site.resolve()}/pypto"
+    said = f"pypto {copy} is untested; tested are 0.2.0 and 0.2.1"
+    assert requirements.untested_pypto() == said
+    assert env.collect()["versions"]["pypto"] == f"{copy}, untested"
+    requirements.warn_of_untested_pypto.cache_clear()
+    with pytest.warns(RuntimeWarning) as warned:
+        requirements.warn_of_untested_pypto()
+        requirements.warn_of_untested_pypto()  # once for each process
+    assert [str(warning.message) for warning in warned] == [f"custom_pypto: {said}"]
+    requirements.warn_of_untested_pypto.cache_clear()
+
+
+def test_a_machine_without_an_npu_is_recommended_nothing_that_needs_one(monkeypatch, tmp_path):
+    monkeypatch.setattr(env, "_device_nodes", lambda: 0)
+    monkeypatch.setattr(requirements, "CANN", str(tmp_path / "none"))
+    monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
+    monkeypatch.delattr(torch, "npu", raising=False)
+    monkeypatch.setattr(env, "pypto_problem", lambda: {"what": "pypto", "remedy": "PYPTO"})
+    report = env.collect()
+    on_npu = {
+        way: state for way, state in report["ways"].items() if re.search("on the NPU|graph", way)
+    }
+    assert len(on_npu) == 5
+    for state in on_npu.values():
+        assert state == {"works": False, "missing": [env.NO_NPU]}
+    assert "torch_npu" not in env.render(report).partition("What works here")[2]
+    remedies = {x["remedy"] for state in report["ways"].values() for x in state["missing"]}
+    assert remedies == {"PYPTO", env.NO_NPU["remedy"]}
+
+
+def test_the_ways_to_graph_mode_are_those_of_its_page(monkeypatch, tmp_path):
+    """PyPTO alone runs what is captured, and what a GE with callbacks calls back."""
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
+    monkeypatch.setattr(
+        env,
+        "_npu",
+        lambda: {"devices": ["910B"], "device_nodes": 1, "problem": None, "autoload": None},
+    )
+    monkeypatch.setattr(env, "_build_problem", lambda: None)
+    monkeypatch.setattr(env, "pypto_problem", lambda: None)
+    monkeypatch.delenv("ASCEND_CUSTOM_OPP_PATH", raising=False)
+    monkeypatch.delenv("ASCEND_OPP_PATH", raising=False)
+    capture, callback, package = (
+        f"graph mode {way}"
+        for way in (
+            "npugraph_ex, by capture",
+            "max-autotune, by a callback of PyPTO",
+            "max-autotune, by a kernel package",
+        )
+    )
+    ways = env.collect()["ways"]
+    assert ways[capture]["works"] and not ways[package]["works"]
+    (missing,) = ways[callback]["missing"]
+    assert missing["what"].startswith(f"{tmp_path}/include/graph/custom_op.h")
+    assert missing["remedy"] == "use npugraph_ex"
+    (tmp_path / "include/graph").mkdir(parents=True)
+    (tmp_path / "include/graph/custom_op.h").touch()
+    assert env.collect()["ways"][callback]["works"]
+    remedies = {x["remedy"] for state in ways.values() for x in state["missing"]}
+    assert not any("CUSTOM_PYPTO_GE_CONVERTERS" in remedy for remedy in remedies)
+
+
+def recipes_package(site: Path) -> Path:
+    install(site, "custom_pypto", "1.0.0", "")
+    files = ("__init__.py", "converter/npu_sparse_attention_pto.py")
+    record = "".join(f"custom_pypto/{file},,\n" for file in files)
+    (site / "custom_pypto-1.0.0.dist-info/RECORD").write_text(record)
+    return site / "custom_pypto"
+
+
+def test_the_recipes_package_of_the_same_name_is_named(tmp_path, monkeypatch):
+    assert requirements.recipe() is None
+    monkeypatch.syspath_prepend(tmp_path)
+    folder = recipes_package(tmp_path)
+    assert requirements.recipe() == str(folder)
+    report = env.collect()
+    assert report["versions"]["recipe"] == f"its custom_pypto, of the same name, in {folder}"
+    assert f"  recipe        its custom_pypto, of the same name, in {folder}\n" in env.render(
+        report
+    )
+
+
+def test_a_build_beside_the_recipes_package_stops(tmp_path):
+    folder = recipes_package(tmp_path)
+    done = python("setup.py", "--version", path=[tmp_path])
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        f"setup.py: the recipe's package of the same name is in {folder}, and this one would "
+        "replace it; use another environment, or pip uninstall custom_pypto first"
     )

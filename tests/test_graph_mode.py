@@ -208,7 +208,7 @@ def test_without_a_converter_torchair_makes_a_callback(monkeypatch):
 
 
 def test_the_report_says_that_graph_mode_works():
-    way = custom_pypto.env.collect()["ways"]["graph mode with torchair"]
+    way = custom_pypto.env.collect()["ways"]["graph mode max-autotune, by a kernel package"]
     assert way == {"works": True, "missing": []}
 
 

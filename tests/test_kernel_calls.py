@@ -243,7 +243,7 @@ def test_another_pypto_leaves_the_cpu_and_says_what_the_npu_needs(monkeypatch):
     npu.common.program.cache_clear()
     with pytest.raises(
         RuntimeError,
-        match=r"add_custom: an NPU needs pypto 9.9.8 or 9.9.9, found 0.2.\d.* in /.*pypto; source "
-        r"the set_env.sh of CANN 9.1 or later, which has its own, else pip install pypto==9.9.8",
+        match=r"add_custom: an NPU needs pypto 9.9.8 or 9.9.9, found 0.2.\d.* in /.*pypto; "
+        r"pip install 'pypto>=9.9.8,<=9.9.9' 'cmake",
     ):
         custom_pypto.add_custom(torch.ones(3), torch.ones(3))

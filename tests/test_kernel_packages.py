@@ -49,6 +49,12 @@ BY_HAND = {
 }
 
 
+NEW_PACKAGE = (
+    "this package ships no kernels for CANN, and PyPTO needs none; one of your own is built from "
+    "custom_pypto/graph/*.h"
+)
+
+
 @pytest.fixture(autouse=True)
 def no_cann(monkeypatch):
     for variable in (*VARIABLES, kernel_packages.EAGER, converter.VARIABLE):
@@ -134,7 +140,7 @@ def test_only_what_is_absent_is_named_as_absent(install):
     assert kernel_packages.problem() == {
         "what": f"a kernel package with {absent} in ASCEND_CUSTOM_OPP_PATH or "
         "ASCEND_OPP_PATH/vendors",
-        "remedy": "install one, built from custom_pypto/graph/*.h",
+        "remedy": NEW_PACKAGE,
     }
 
 
@@ -287,13 +293,20 @@ def test_eager_calls_need_the_library_and_its_two_functions(tmp_path, monkeypatc
 
 # ---- the report ----------------------------------------------------------------------------------
 
+
+@pytest.fixture
+def with_cann(tmp_path, monkeypatch):
+    """The report of a machine without NPU names nothing of one."""
+    (tmp_path / "cann").mkdir()
+    monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path / "cann"))
+
+
 FUNCTIONS = "".join(
     f"int aclnn{type}GetWorkspaceSize() {{ return 0; }} int aclnn{type}() {{ return 0; }}\n"
     for type in ALL
 )
 NO_PYPTO = {"what": "needs pypto 0.2.0, found none", "remedy": "pip install pypto==0.2.0"}
 NO_PACKAGE = f"a kernel package with the operators of the ops in {kernel_packages.PLACES}"
-NEW_PACKAGE = "install one, built from custom_pypto/graph/*.h"
 
 
 @pytest.mark.parametrize(
@@ -312,7 +325,7 @@ NEW_PACKAGE = "install one, built from custom_pypto/graph/*.h"
     ],
 )
 def test_the_report_says_what_runs_eager_calls(
-    tmp_path, monkeypatch, asked, pypto, package_, eager, lacking
+    tmp_path, monkeypatch, with_cann, asked, pypto, package_, eager, lacking
 ):
     if package_ != "none":
         package(tmp_path, ALL if package_ == "right" else ALL | TUTORIAL)
@@ -330,7 +343,7 @@ def test_the_report_says_what_runs_eager_calls(
     }
     wanted = [lacking] if lacking else []
     assert len([w for w in what["ops on the NPU"] if w.startswith(tuple(wanted))]) == len(wanted)
-    for way in ("ops on the NPU through aclnn", "graph mode with torchair"):
+    for way in ("ops on the NPU through aclnn", "graph mode max-autotune, by a kernel package"):
         foreign = [
             w for w in what[way] if "is another operator: its inputs must be self, other" in w
         ]
@@ -338,7 +351,7 @@ def test_the_report_says_what_runs_eager_calls(
         assert (NO_PACKAGE in what[way]) == (package_ == "none")
 
 
-def test_the_report_says_each_missing_thing_once(monkeypatch):
+def test_the_report_says_each_missing_thing_once(monkeypatch, with_cann):
     monkeypatch.setattr(env, "pypto_problem", lambda: NO_PYPTO)
     report = env.collect()
     said = env.render(report).partition("What works here")[2]
@@ -359,7 +372,7 @@ def test_the_report_says_each_missing_thing_once(monkeypatch):
         assert found == [missing["what"] for missing in state["missing"]]
 
 
-def test_the_report_names_a_way_for_each_remedy(monkeypatch):
+def test_the_report_recommends_pypto_where_neither_is_there(monkeypatch, with_cann):
     monkeypatch.setattr(env, "pypto_problem", lambda: NO_PYPTO)
     (missing, *_) = env.collect()["ways"]["ops on the NPU"]["missing"]
-    assert missing["remedy"] == f"{NO_PYPTO['remedy']}, or {NEW_PACKAGE}"
+    assert missing["remedy"] == NO_PYPTO["remedy"]

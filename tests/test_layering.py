@@ -22,7 +22,7 @@ THIRD_PARTY = {
     "custom_pypto/graph": {"torchair"},
     "custom_pypto/converter": {"torch", "torch_npu", "torchair"},
     "custom_pypto/simulation": set("cmake filelock pypto torch torch_npu torchair tqdm".split()),
-    "custom_pypto": {"custom_pypto", "safetensors", "torch"},
+    "custom_pypto": {"custom_pypto", "huggingface_hub", "safetensors", "torch"},
 }
 # file -> modules that it imports by a name made at run time, which import-linter cannot see
 BY_NAME = {

@@ -53,7 +53,6 @@ INCOMPLETE = {
     ),
     "empty": (lambda file: os.truncate(file, 0), "header too small"),
     "too-long": (lambda file: file.write_bytes(file.read_bytes() + b"more"), "incomplete metadata"),
-    "git-lfs-pointer": (lambda file: file.write_text(POINTER), "header too large"),
 }
 
 
@@ -64,6 +63,15 @@ def test_an_incomplete_file_is_rejected_by_name(damage, why, checkpoint, copied)
     damage(file)
     damaged = rf"{file.name} \({file.stat().st_size} bytes\) is not a complete safetensors file"
     assert_rejected(path, f"{damaged}: .*{why}.*; download it again")
+
+
+def test_a_git_lfs_pointer_is_named(checkpoint, copied):
+    path = copied(checkpoint[0])
+    file = sorted(path.glob("*.safetensors"))[1]
+    file.write_text(POINTER)
+    assert_rejected(
+        path, f"{file.name} is a Git LFS pointer, not the file; run git lfs pull in {path}"
+    )
 
 
 def first_over(path, shard):
@@ -106,7 +114,7 @@ FILES = {
             hidden_size=16, num_attention_heads=2, vocab_size=8
         ).save_pretrained(path),
         TypeError,
-        "model must be a DeepseekV32ForCausalLM .*got .*LlamaForCausalLM",
+        "config.json is of a model of type llama, without index_topk, .*; supported are Deepseek",
     ),
 }
 

@@ -284,7 +284,7 @@ def test_a_gradient_is_rejected(saved):
         (dict(weights="int3"), "weights must be one of 'stored', 'int8', 'int4', None, or a dict"),
         (dict(weights={"heads": "int8"}), "got {'heads': 'int8'}"),
         (dict(weights={"experts": "fp4"}), "got {'experts': 'fp4'}"),
-        (dict(weights="int8", device="meta"), "device must be None or 'cpu' with stored weights"),
+        (dict(weights="int8", device="meta"), "device must be a CPU or an NPU"),
     ],
 )
 def test_an_option_that_does_not_work_is_rejected(options, message, saved):

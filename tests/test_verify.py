@@ -1,4 +1,4 @@
-"""``python -m custom_pypto verify`` tells a right op from a wrong one."""
+"""``custom-pypto verify`` tells a right op from a wrong one."""
 
 import functools
 import itertools

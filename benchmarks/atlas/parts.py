@@ -182,7 +182,7 @@ PARTS = [
         "every check of `verify` on the NPU, a process for each op",
         600,
         verify_npu,
-        "run `python -m custom_pypto verify --device generated --op {step}` on a machine with the "
+        "run `custom-pypto verify --device generated --op {step}` on a machine with the "
         "`sim` extra: if that fails, the program is wrong; if it passes, the device's compiler, "
         "flags between pipes, or an instruction",
     ),

@@ -83,7 +83,7 @@ def wanted() -> bool:
 
 
 def problem() -> dict[str, str] | None:
-    """Why the converters are not registered, for the report of ``python -m custom_pypto env``."""
+    """Why the converters are not registered, for the report of ``custom-pypto env``."""
     if _registered:
         return None
     if failure is not None:
@@ -94,8 +94,6 @@ def problem() -> dict[str, str] | None:
         remedy = f"unset {VARIABLE}"
     elif missing := kernel_packages.problem():
         what, remedy = missing["what"], missing["remedy"]
-        if kernel_packages.foreign() is None:
-            remedy += f", or set {VARIABLE}=1 to convert the ops without it"
     else:  # a package that was installed after the import
         what, remedy = "GE converters are not registered", "start the program anew"
     return {"what": what, "remedy": remedy}

@@ -103,8 +103,8 @@ def _remedies(op: str, asked: str, missing: kernel_packages.Missing) -> str:
         )
     problem = _pypto_problem()
     return (
-        f"{op}: an NPU {problem['what']}, or {missing.what}; {problem['remedy']}, or "
-        f"{missing.remedy}, or move the tensors to the CPU, which needs neither"
+        f"{op}: an NPU {problem['what']}, or {missing.what}; {problem['remedy']}, or move the "
+        "tensors to the CPU, which needs neither"
     )
 
 

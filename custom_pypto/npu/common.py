@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..descriptions import HALF, OPS, spelled
-from ..requirements import pypto_problem
+from ..requirements import pypto_problem, warn_of_untested_pypto
 
 Arguments = SimpleNamespace  # of a call, by their names in the schema
 
@@ -69,6 +69,7 @@ def program(op: str):
             f"{op}: an NPU {problem['what']}; {problem['remedy']}, or move the tensors to the "
             "CPU, which needs no pypto"
         )
+    warn_of_untested_pypto()
     return importlib.import_module(f"custom_pypto.kernels.{op}")
 
 

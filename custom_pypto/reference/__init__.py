@@ -2,7 +2,7 @@
 define the results that the kernels are tested against.
 
 ``<op>.py`` has three functions. One is the op itself, under its name. ``checks(dtypes)`` yields
-seeded calls for ``python -m custom_pypto verify``: dtype, shape and arguments of each. ``error(got,
+seeded calls for ``custom-pypto verify``: dtype, shape and arguments of each. ``error(got,
 expected, mine, theirs)`` returns the error of a result and its bound; ``mine`` and ``theirs`` are
 the arguments after the call of the op and of the reference.
 """

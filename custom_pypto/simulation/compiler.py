@@ -23,7 +23,7 @@ from pathlib import Path
 
 import filelock
 
-from ..requirements import pypto_problem
+from ..requirements import pypto_problem, warn_of_untested_pypto
 
 TIMEOUT = 600.0  # seconds; the slowest kernel of the package takes about one minute
 
@@ -91,6 +91,7 @@ def _configure() -> None:
 # this folder uses internals of PyPTO
 if _problem := pypto_problem():
     raise ImportError(f"custom_pypto.simulation: {_problem['what']}; {_problem['remedy']}")
+warn_of_untested_pypto()
 if "pypto" not in sys.modules:
     _configure()
 

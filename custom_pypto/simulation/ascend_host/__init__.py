@@ -88,7 +88,7 @@ def start_unless_npu() -> bool:
         works, problem = False, f"torch_npu does not load ({error})"
     if not works:
         raise AscendHostUnavailable(
-            f"ascend_host: CANN is here ({found}), but {problem}; `python -m custom_pypto env` "
+            f"ascend_host: CANN is here ({found}), but {problem}; `custom-pypto env` "
             "says what is missing"
         )
     return True

@@ -14,6 +14,10 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+import psutil
+
+from custom_pypto import hub
+
 from .resources import describe
 
 HOST = "127.0.0.1"
@@ -28,6 +32,7 @@ ENVIRONMENT = {
     # grows by hundreds of MB for half an hour.
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
 }
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf")  # of a repository, beside its safetensors
 # the trained checkpoint examples/checkpoints/lookup answers with a fact of the text
 PROMPT = "the weary sailor otter=red slowly found every silent village near rain , otter?"
 
@@ -50,16 +55,23 @@ Ctrl-C ends the server."""
 
 def main(arguments=None) -> int:
     parser = argparse.ArgumentParser(prog="run.sh serve", description=__doc__.partition(":")[0])
-    parser.add_argument("checkpoint", type=Path, help="a folder with config.json and safetensors")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a folder with config.json and safetensors, or the name of a repository on the Hub",
+    )
+    parser.add_argument("--revision", help="branch, tag or commit of the repository")
+    parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
     options, others = parser.parse_known_args(arguments)
-    if not (options.checkpoint / "config.json").is_file():
-        parser.error(f"CHECKPOINT must be a folder with a config.json, got {options.checkpoint}")
-    model = options.checkpoint.resolve().name
+    try:
+        checkpoint = fetched(options.checkpoint, options.revision)
+    except (MemoryError, OSError, ValueError) as error:
+        parser.error(str(error))
+    model = Path(options.checkpoint).resolve().name
     url = f"http://{HOST}:{options.port}"
     os.environ |= ENVIRONMENT | os.environ  # the server's, and describe reads it
-    print(describe(options.checkpoint, others, url), flush=True)
-    server = start(options.checkpoint, model, options.port, others)
+    print(describe(checkpoint, others, url), flush=True)
+    server = start(checkpoint, model, options.port, others)
     # as Ctrl-C: the finally below must run
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
@@ -77,6 +89,24 @@ def main(arguments=None) -> int:
         return 0
     finally:
         stop(server)
+
+
+def fetched(name: str, revision: str | None) -> Path:
+    """The folder of a checkpoint, or of a repository, whose files are then downloaded.
+
+    Raises:
+        MemoryError: the files are larger than the available memory; nothing was downloaded.
+    """
+    source = hub.find("CHECKPOINT", name, revision)
+    files = [file for file in source.files() if not file.endswith(OTHER_WEIGHTS)]
+    needed = sum(source.lacking(files).values())
+    if needed > (available := psutil.virtual_memory().available):
+        raise MemoryError(
+            f"CHECKPOINT: {name} has {needed / 1e9:.1f} GB of files to download, this machine has "
+            f"{available / 1e9:.1f} GB of memory available"
+        )
+    source.fetch(files)
+    return source.folder
 
 
 def start(checkpoint: Path, model: str, port: int, arguments=()) -> subprocess.Popen:

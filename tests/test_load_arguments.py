@@ -1,0 +1,155 @@
+"""What a caller of ``models.load`` passes, and what the environment lacks."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from loading_harness import edit_json
+from repository import REPOSITORY
+from tiny import MAKERS, tiny_model, token_ids
+from transformers import LlamaConfig
+
+from custom_pypto import models, requirements
+from custom_pypto.models.weights.choice import check_stored
+
+MULTIMODAL = sorted(MAKERS.keys() - {"deepseek_v4"})
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("checkpoint")
+    tiny_model().save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
+def test_a_dtype_goes_by_its_name(name, folder):
+    model = models.load(folder, dtype=name, num_hidden_layers=1)
+    assert model.dtype == getattr(torch, name)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8", torch.int8, "Tensor", 16])
+def test_another_dtype_is_rejected(dtype, folder):
+    message = f"load: dtype must be 'auto', 'float32', .*, got {dtype!r}"
+    with pytest.raises(ValueError, match=message):
+        models.load(folder, dtype=dtype)
+
+
+DEVICES = {
+    "npu": "load: device 'npu' needs torch_npu, which is not loaded; custom-pypto env says",
+    "npu:1": "load: device 'npu:1' needs torch_npu",
+    "cuda": "load: device must be a CPU or an NPU, where the ops run, got 'cuda'",
+    "nonsense": "load: device must be a CPU or an NPU, where the ops run, got 'nonsense'",
+}
+
+
+@pytest.mark.parametrize("device, message", DEVICES.items(), ids=DEVICES)
+def test_a_device_without_ops_is_rejected(device, message, folder):
+    with pytest.raises(ValueError, match=message):
+        models.load(folder, device=device)
+
+
+def test_stored_weights_need_a_cpu():
+    with pytest.raises(ValueError, match="device must be None or 'cpu' with stored weights, got"):
+        check_stored({"experts": "int8", "rest": None}, {}, "meta", False)
+
+
+NO_DSA = {
+    "llama": (LlamaConfig(architectures=["LlamaForCausalLM"]).to_dict(), "a LlamaForCausalLM"),
+    "deepseek_v3": (
+        {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
+        "a DeepseekV3ForCausalLM",
+    ),
+}
+
+
+@pytest.mark.parametrize("config, named", NO_DSA.values(), ids=NO_DSA)
+def test_a_model_without_sparse_attention_is_named(config, named, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    edit_json(tmp_path / "config.json", **config)
+    message = f"load: .*config.json is of {named}, without index_topk, so without sparse attention"
+    with pytest.raises(TypeError, match=message):
+        models.load(tmp_path)
+
+
+def test_a_model_type_that_transformers_does_not_know_is_named(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "deepseek_v99", "index_topk": 8}')
+    with pytest.raises(TypeError, match="model of type deepseek_v99, unknown to transformers 5"):
+        models.load(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"model_type": 3'])
+def test_a_config_that_is_none_is_named(text, tmp_path):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(ValueError, match="is not the configuration of a model: .*again"):
+        models.load(tmp_path)
+
+
+@pytest.mark.parametrize("kind", MULTIMODAL)
+def test_a_multimodal_model_loads_to_the_bit(kind, tmp_path):
+    model = MAKERS[kind]()
+    model.save_pretrained(tmp_path, max_shard_size="300KB")
+    loaded = models.load(tmp_path)
+    assert type(loaded) is type(model)
+    want, found = model.state_dict(), loaded.state_dict()
+    assert found.keys() == want.keys()
+    assert [name for name in want if not torch.equal(found[name], want[name])] == []
+    ids = token_ids(1, 7)
+    with torch.no_grad():
+        same = models.use_custom_pypto(model)(ids).logits
+        assert torch.equal(loaded(ids).logits, same)
+
+
+@pytest.mark.parametrize("kind", MULTIMODAL)
+def test_a_multimodal_model_saved_after_loading_has_the_same_shards(kind, tmp_path):
+    MAKERS[kind]().save_pretrained(tmp_path / "one", max_shard_size="300KB")
+    models.load(tmp_path / "one").save_pretrained(tmp_path / "two", max_shard_size="300KB")
+    files = sorted((tmp_path / "one").glob("model*"))
+    assert len(files) > 2
+    for file in files:
+        assert (tmp_path / "two" / file.name).read_bytes() == file.read_bytes(), file.name
+
+
+@pytest.mark.parametrize("kind", MULTIMODAL)
+def test_the_first_layers_of_a_multimodal_model(kind, tmp_path):
+    model = MAKERS[kind]()
+    model.save_pretrained(tmp_path, max_shard_size="300KB")
+    loaded = models.load(tmp_path, num_hidden_layers=2)
+    assert loaded.config.text_config.num_hidden_layers == 2
+    want = model.state_dict()
+    assert all(torch.equal(tensor, want[name]) for name, tensor in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", MULTIMODAL)
+def test_the_text_of_a_multimodal_model_takes_stored_weights(kind, tmp_path):
+    MAKERS[kind]().save_pretrained(tmp_path, max_shard_size="300KB")
+    loaded = models.load(tmp_path, dtype="bfloat16", weights={"experts": "int8"})
+    kinds = {name for name, module in loaded.named_modules() if getattr(module, "kind", None)}
+    assert kinds and all("language_model" in name for name in kinds)
+    with torch.no_grad():
+        assert loaded(token_ids(1, 7)).logits.isfinite().all()
+
+
+MISSING = """
+import importlib.metadata as metadata, sys
+found = metadata.version
+def version(name):
+    if name == "transformers":
+        raise metadata.PackageNotFoundError(name)
+    return found(name)
+metadata.version, sys.modules["transformers"] = version, None
+import custom_pypto.models
+"""
+
+
+def test_without_transformers_the_import_names_what_to_install():
+    done = subprocess.run(
+        [sys.executable, "-c", MISSING], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    first, last = requirements.TRANSFORMERS
+    above = requirements.below(last)
+    assert done.stderr.splitlines()[-1].startswith(
+        f"ImportError: custom_pypto.models: needs transformers {first} to {last}, found none; "
+        f"pip install 'transformers>={first},<{above}' 'safetensors"
+    )
