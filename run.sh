@@ -235,7 +235,7 @@ sanitize() {
   rm -rf "$folder/custom_pypto" "$folder/tests"
   cd "$root"
   # keeps timestamps, so that only changed files are compiled again
-  git ls-files -z --cached --others --exclude-standard setup.py pyproject.toml README.md LICENSE \
+  git ls-files -z --cached --others --exclude-standard setup.py pyproject.toml README.md LICENSE NOTICE \
     custom_pypto tests | xargs -0 cp --no-dereference --preserve=timestamps --parents -t "$folder"
   cd "$folder"
   CUSTOM_PYPTO_SANITIZE="$kind" "$python" setup.py -q build_ext --inplace >build.log 2>&1 ||

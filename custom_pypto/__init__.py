@@ -1,4 +1,4 @@
-"""DeepSeek sparse attention as PyTorch ops: lightning indexer, sparse flash attention, fused MLA.
+"""DeepSeek Sparse Attention as PyTorch ops for Ascend NPUs and CPUs.
 
 Importing the package registers the ops under ``torch.ops.custom_pypto``; the exported functions
 call them and document their contracts. ``custom-pypto env`` reports what works on this machine.

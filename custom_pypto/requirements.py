@@ -233,7 +233,9 @@ def recipe() -> str | None:
     for found in importlib.metadata.distributions(name="custom_pypto"):
         for file in found.files or ():
             if str(file).endswith(RECIPE):
-                return os.path.dirname(os.path.dirname(os.path.abspath(found.locate_file(file))))
+                return os.path.dirname(
+                    os.path.dirname(os.path.abspath(str(found.locate_file(file))))
+                )
     return None
 
 

@@ -6,14 +6,10 @@ import argparse
 class Help(argparse.RawDescriptionHelpFormatter):
     """Shows the default of every option that has one; a switch has none."""
 
-    def _get_help_string(self, action):
-        text = action.help or ""
-        shown = action.option_strings and action.default not in (None, False, argparse.SUPPRESS)
-        return f"{text} (default: %(default)s)".strip() if shown else text
-
     def _format_action(self, action):
-        # argparse prints no second column for an option without help
-        action.help = action.help or " " * bool(action.option_strings)
+        none = any(action.default is it for it in (None, False, argparse.SUPPRESS))
+        if action.option_strings and not none and "%(default)s" not in (action.help or ""):
+            action.help = f"{action.help or ''} (default: %(default)s)".strip()
         return super()._format_action(action)
 
 

@@ -26,6 +26,7 @@ if _problem := transformers_problem():
 
 from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
 
 import torch  # noqa: E402
 from transformers import GenerationConfig, PreTrainedModel  # noqa: E402
@@ -76,7 +77,7 @@ __all__ = [
 
 
 def use_custom_pypto(
-    model,
+    model: PreTrainedModel,
     *,
     block_size: int = 128,
     index_dtype: torch.dtype | None = None,
@@ -84,7 +85,7 @@ def use_custom_pypto(
     training: str = "auto",
     indexer_loss: str | None = None,
     indexer_loss_coefficient: float = 1.0,
-):
+) -> PreTrainedModel:
     """Patches ``model`` to run on the ops: sparse attention over a paged cache.
 
     The patch replaces the lightning indexer and the attention of every layer, and the cache that
@@ -140,8 +141,10 @@ def use_custom_pypto(
     dtypes = {"index_dtype": index_dtype, "kv_dtype": kv_dtype}
     check_cache_dtypes("use_custom_pypto", text, paged, **dtypes)
     use_transformers(model)
-    found = {i: layer.self_attn for i, layer in enumerate(text.layers)}
-    layers = {i: x for i, x in found.items() if type(x) not in paged.upstream_layers}
+    found: dict[int, Any] = {i: layer.self_attn for i, layer in enumerate(text.layers)}
+    layers: dict[int, Any] = {
+        i: x for i, x in found.items() if type(x) not in paged.upstream_layers
+    }
     for i, attention in layers.items():
         if type(attention) is not upstream or has_other_forward(attention):
             raise TypeError(
@@ -182,7 +185,7 @@ def use_custom_pypto(
     return model
 
 
-def use_transformers(model):
+def use_transformers(model: PreTrainedModel) -> PreTrainedModel:
     """Undoes :func:`use_custom_pypto` and restores the original model exactly.
 
     Returns:

@@ -3,10 +3,10 @@
 import json
 from importlib import import_module
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import transformers
-from transformers import AutoConfig
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -44,7 +44,7 @@ def available() -> list[str]:
     return [name for name in ARCHITECTURES if name in dir(transformers)]
 
 
-def attention_classes(caller: str, model) -> tuple[type, type]:
+def attention_classes(caller: str, model: PreTrainedModel) -> tuple[Any, Any]:
     """The upstream attention class of ``model``, and the patched one.
 
     Raises:
@@ -63,7 +63,9 @@ def attention_classes(caller: str, model) -> tuple[type, type]:
     return paged.__bases__[-1], paged
 
 
-def supported_model(caller: str, checkpoint: Path) -> tuple[transformers.PreTrainedConfig, type]:
+def supported_model(
+    caller: str, checkpoint: Path
+) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
     """The configuration of a checkpoint and its supported model class; of a multimodal model whose
     class is unsupported, those of its text model.
 

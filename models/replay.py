@@ -11,6 +11,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from .cache import Step
 from .patched import patched_layers, text_model
@@ -20,7 +21,7 @@ Record = dict[int, Tensor]
 
 
 @contextmanager
-def record_indices(model) -> Iterator[Record]:
+def record_indices(model: PreTrainedModel) -> Iterator[Record]:
     """Records which positions each token attends to, in every layer with an indexer::
 
         with models.record_indices(model) as record:
@@ -56,7 +57,7 @@ def record_indices(model) -> Iterator[Record]:
 
 
 @contextmanager
-def replay_indices(model, record: Record) -> Iterator[None]:
+def replay_indices(model: PreTrainedModel, record: Record) -> Iterator[None]:
     """Attends to the recorded positions; the indexers do not select. See :func:`record_indices`.
 
     On the ops, token ``t`` of the cache attends to ``record[layer][:, t]``; index keys are still

@@ -1,5 +1,6 @@
 """What a caller of ``models.load`` passes, and what the environment lacks."""
 
+import inspect
 import subprocess
 import sys
 
@@ -53,6 +54,14 @@ def test_a_device_without_ops_is_rejected(device, message, folder):
 def test_stored_weights_need_a_cpu():
     with pytest.raises(ValueError, match="device must be None or 'cpu' with stored weights, got"):
         check_stored({"experts": "int8", "rest": None}, {}, "meta", False)
+
+
+@pytest.mark.parametrize("name", models.__all__)
+def test_every_public_function_has_types(name):
+    signature = inspect.signature(getattr(models, name))
+    untyped = [x.name for x in signature.parameters.values() if x.annotation is x.empty]
+    assert untyped == []
+    assert name == "PagedCache" or signature.return_annotation is not signature.empty
 
 
 NO_DSA = {

@@ -28,6 +28,7 @@ from atlas.parts import PARTS, Machine, Part  # noqa: E402
 from atlas.run import NOT_RUN, Result, lines, run  # noqa: E402
 
 WAY = "ops on the NPU"
+REPORT = '"Hardware report" (.github/ISSUE_TEMPLATE/hardware_report.md)'
 TRY_STAND_IN = "bash run.sh atlas --stand-in runs everything on the host stand-in for CANN instead"
 
 
@@ -80,6 +81,7 @@ def tell(results: list[Result], archive: Path) -> None:
     for result in results:
         if result.status in (children.SKIPPED, NOT_RUN):
             print(f"{result.status:7} {result.part.name}: {result.line()}".rstrip(": "))
+    print(f"Please attach this archive to an issue of the kind {REPORT}")
     print(archive)
 
 

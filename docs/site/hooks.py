@@ -8,8 +8,9 @@ from mkdocs.structure.files import File
 from mkdocs.structure.nav import Navigation
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["*.md", "LICENSE", "docs/*.md", "docs/zh/*.md", "benchmarks/*.md", "examples/**/*.md"]
-LINKED = ["benchmarks/plots/*.png", "docs/figures/*.png", "examples/*.py"]
+PAGES = ["*.md", "docs/*.md", "docs/zh/*.md", "benchmarks/*.md", "examples/**/*.md"]
+LINKED = ["LICENSE", "NOTICE", "CITATION.cff"]
+LINKED += ["benchmarks/plots/*.png", "docs/figures/*.png", "examples/*.py"]
 # the landing page of each language
 HOME = {"en": "index.md", "zh": "index.zh-CN.md"}
 

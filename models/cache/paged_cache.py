@@ -3,6 +3,7 @@ rows."""
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..patched import device_of, dimensions, patched_layers, pools_of, text_model
@@ -76,7 +77,7 @@ class PagedCache(Cache):
     @torch.inference_mode(False)  # inference tensors are read-only outside the mode
     def __init__(
         self,
-        model,
+        model: PreTrainedModel,
         batch_size: int,
         max_cache_len: int,
         *,

@@ -21,7 +21,13 @@ def register() -> None:
 
     if not current_platform.is_cpu():
         return  # this device's own plugin registers a layer under the same name
-    from custom_pypto.requirements import VLLM, listed
+    try:
+        from custom_pypto.requirements import VLLM, listed
+    except ModuleNotFoundError as error:
+        raise RuntimeError(
+            "custom_pypto_vllm: needs custom_pypto of the same revision; run bash "
+            "build_and_install.sh in its repository"
+        ) from error
 
     version = vllm.__version__.partition("+")[0]
     if version not in VLLM:
