@@ -15,15 +15,13 @@ usage: run.sh COMMAND, in the active environment, or in .venv; conda's base coun
 Try
   run.sh [arguments of examples/generate.py]   the demo: text from a sparse-attention model; then
                                                graph mode, where torch_npu is installed
-  run.sh setup [EXTRAS]                        installs this folder in editable mode, if it is not;
-                                               EXTRAS: models (the default), sim, npu, test or
-                                               several, as in models,sim
+  run.sh setup [EXTRAS]                        installs this folder in editable mode; EXTRAS: models
+                                               (the default), sim, npu, test, or models,sim
   run.sh env [--json]                          reports what works here, what is missing, the remedy;
                                                installs nothing
   run.sh serve [CHECKPOINT] [arguments of vLLM]
-                                               serves a DeepSeek-V3.2, GLM-5, DeepSeek-V4 or Hy4 by
-                                               vLLM, in an environment of its own, 3.5 GB;
-                                               CHECKPOINT: a folder, or a name on the Hub
+                                               serves a DeepSeek-V3.2 or V4, GLM-5 or Hy4, by folder
+                                               or name, in an environment of its own, 3.5 GB
 
 On an Atlas
   run.sh atlas [--stand-in] [--only PART,...]  runs all that needs an NPU, into one archive;
@@ -32,20 +30,17 @@ On an Atlas
                                                on that simulator, with torch_npu in build/
 
 Develop
-  run.sh test [arguments of pytest]            the tests, a few cases of each property, in several
-                                               processes; -n 0: in one
-  run.sh test --all [arguments of pytest]      every case of every test
+  run.sh test [--all] [arguments of pytest]    the tests, a few cases of each property; --all: every
+                                               case; -n 0: in one process
   run.sh test --pypto WHEEL|FOLDER [arguments of pytest]
                                                the NPU programs on another PyPTO than the installed
                                                one: that of CANN, docs/pypto_versions.md
   run.sh test --serving [--vllm VERSION] [arguments of pytest]
-                                               all tests of vLLM on the ops, in an environment of
-                                               its own; VERSION: the one before the newest
+                                               vLLM on the ops; VERSION: the one before the newest
   run.sh test --arch aarch64 [arguments of pytest]
                                                builds and tests for aarch64 in emulation, 10 GB,
                                                root; --compile-only: cross-compiles csrc
-  run.sh bench [arguments of the benchmarks]   times ops, gradients, training, peers, a model,
-                                               loading; --check: exit code 1 if a floor is missed
+  run.sh bench [arguments of the benchmarks]   times all; --check: exit code 1 below a floor
   run.sh bench npu [arguments]                 the NPU programs in PyPTO's cost model
   run.sh bench serving [arguments]             requests per second of vLLM on the ops
   run.sh fuzz [--minutes N] [--seed S]         fuzzes the ops on this CPU with random calls
@@ -366,10 +361,8 @@ case "${1:-}" in
     ;;
   lint)
     [[ $# -eq 1 ]] || { usage >&2; exit 2; }
-    if ! "$python" -c 'import mypy, ruff, torch, transformers' 2>/dev/null; then
-      echo "run.sh lint: its tools are not in $environment: bash run.sh setup models,sim,test" >&2
-      exit 1
-    fi
+    "$python" -c 'import mypy, ruff, torch, transformers' 2>/dev/null ||
+      { echo "run.sh lint: its tools are not in $environment: bash run.sh setup models,sim,test" >&2; exit 1; }
     lint
     ;;
   docs)

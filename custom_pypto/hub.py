@@ -6,7 +6,6 @@ variables (``HF_TOKEN``, ``HF_ENDPOINT``, ``HF_HUB_OFFLINE``, ``HF_HOME``) are t
 
 from __future__ import annotations
 
-import errno
 import functools
 import glob
 import shutil
@@ -20,6 +19,12 @@ from huggingface_hub.utils import HFValidationError, validate_repo_id
 # what says which shards are needed
 FIRST = ["config.json", "generation_config.json", "model.safetensors.index.json"]
 
+CLIENT_ERRORS = (
+    errors.HTTPError,  # of the client's HTTP library, and all answers of the Hub
+    errors.EntryNotFoundError,
+    errors.OfflineModeIsEnabled,
+    getattr(errors, "XetDownloadError", errors.HTTPError),  # older clients have none
+)
 #: dtype and shape of each tensor of a safetensors file
 Header = dict[str, tuple[str, list[int]]]
 
@@ -112,7 +117,6 @@ class Snapshot(Directory):
         needed, free = sum(lacking.values()), shutil.disk_usage(self.folder).free
         if needed > free:
             raise OSError(
-                errno.ENOSPC,
                 f"{self.what}: {self.name} needs {needed / 1e9:.1f} GB in "
                 f"{constants.HF_HUB_CACHE}, which has {free / 1e9:.1f} GB free; set HF_HOME to "
                 "a larger disk",
@@ -127,7 +131,7 @@ class Snapshot(Directory):
         """The errors of the client, each as one sentence with the remedy."""
         try:
             yield
-        except (errors.HTTPError, errors.EntryNotFoundError, errors.OfflineModeIsEnabled) as error:
+        except CLIENT_ERRORS as error:
             raise self._sentence(error) from error
 
     def _sentence(self, error: BaseException) -> OSError:
@@ -162,7 +166,7 @@ class Snapshot(Directory):
                 )
             happened = f"{endpoint} answers {status}"
         elif not self.folder:
-            happened = f"{endpoint} does not answer"
+            happened = f"{name} is no directory here, and {endpoint} does not answer"
             remedy = f"hf download {name} --local-dir DIR on another machine, and pass DIR"
         why = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return ConnectionError(
