@@ -25,16 +25,16 @@ Try
 
 On an Atlas
   run.sh atlas [--stand-in] [--only PART,...]  runs all that needs an NPU, into one archive;
-                                               --stand-in: on the host stand-in for CANN
+                                               --stand-in: on the host simulator of CANN
   run.sh graph [arguments of compile_torchair] compiles the demo's model by torchair; without an NPU
-                                               on the stand-in, with a torch_npu in build/
+                                               on that simulator, with torch_npu in build/
 
 Develop
   run.sh test [--all] [arguments of pytest]    the tests, a few cases of each property, in several
                                                processes; --all: every case; -n 0: in one process
   run.sh test --pypto WHEEL|FOLDER [arguments of pytest]
                                                the NPU programs on another PyPTO than the installed
-                                               one: that of CANN, docs/npu.md
+                                               one: that of CANN, docs/pypto_versions.md
   run.sh test --serving [--vllm VERSION] [arguments of pytest]
                                                vLLM on the ops; VERSION: the one before the newest
   run.sh test --arch aarch64 [arguments of pytest]
@@ -200,7 +200,7 @@ run_pytest() {
   OMP_WAIT_POLICY=passive "$python" -m pytest --numprocesses auto --maxprocesses 4 --dist worksteal "$@"
 }
 
-# Runs the tests; those on the host stand-in for CANN, which changes torch, in separate processes.
+# Runs the tests; those on the host simulator of CANN, which changes torch, in separate processes.
 run_tests() {
   local here=0 stand_in=0 none=5 # pytest's status if it selected no tests
   cd "$root"

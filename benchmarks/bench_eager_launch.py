@@ -3,10 +3,10 @@
     PYTHONPATH=.:build/torch_npu TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
         python benchmarks/bench_eager_launch.py [--repeats 15] [--write]
 
-It runs on the host stand-in for CANN, after the results of every call were compared with the CPU's.
+It runs on the host simulator of CANN, after the results of every call were compared with the CPU's.
 What then is timed computes nothing: "contract" checks the arguments and allocates the outputs;
 "PyPTO" is the whole wrapper without PyPTO's own launch, which needs a device; its views and copies
-are the stand-in's, which run through Python. "aclnn" is the whole call with a kernel package whose
+are the simulator's, which run through Python. "aclnn" is the whole call with a kernel package whose
 two phases only note the call, without the work of CANN in them. These are times of the host, and
 say nothing of an NPU. bash run.sh graph installs torch_npu into build/torch_npu.
 """
@@ -125,7 +125,7 @@ def main() -> int:
     if args.write:
         header = ["op", "tensors", "contract, us", "PyPTO, us", "aclnn, us"]
         write_section(
-            "Eager launch, host time on the stand-in for CANN",
+            "Eager launch, host time on the host simulator of CANN",
             "python benchmarks/bench_eager_launch.py --write",
             table(header, rows),
         )

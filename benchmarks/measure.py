@@ -3,10 +3,13 @@
 import ctypes
 import re
 import resource
+import shutil
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -102,9 +105,19 @@ def of_kernels(title: str) -> str:
     return f"{title}, {torch.ops.custom_pypto.cpu_isa()}"
 
 
+def when() -> str:
+    """Commit, where this is a checkout, and date."""
+    commit = ""
+    if shutil.which("git"):
+        head = ["git", "-C", str(RESULTS.parent), "rev-parse", "--short", "HEAD"]
+        done = subprocess.run(head, capture_output=True, text=True)
+        commit = f"commit {done.stdout.strip()}, " if done.returncode == 0 else ""
+    return f"{commit}{date.today()}"
+
+
 def write_section(title: str, command: str, text: str) -> None:
     """Replaces the text under ``## title`` of RESULTS.md."""
-    section = f"## {title}\n\n`{command}`\n\n{machine()}\n\n{text.strip()}\n"
+    section = f"## {title}\n\n`{command}`, {when()}\n\n{machine()}\n\n{text.strip()}\n"
     old = RESULTS.read_text() if RESULTS.exists() else "# Results\n"
     pattern = rf"## {re.escape(title)}\n.*?(?=\n## |\Z)"
     if re.search(pattern, old, re.S):

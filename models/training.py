@@ -170,7 +170,7 @@ def step_of(
         )
     device = device_of(model, by_layer)
     if option == "auto" and (
-        device.type != "cpu"  # the ops have no gradient there
+        device.type != "cpu"  # no NPU has run the programs of the gradients
         or torch.compiler.is_compiling()
         or upstream_is_cheaper(attentions, batch, tokens, model.dtype.itemsize)
     ):

@@ -1,6 +1,8 @@
 """The benchmarks' own logic: floors, and sides that compute the same. No times."""
 
 import os
+import re
+import shutil
 import subprocess
 import sys
 from functools import partial
@@ -165,3 +167,18 @@ def test_a_row_says_what_was_not_run_and_what_is_too_small_to_measure():
     assert both.row() == "layer decode|4K|20.0|2000.0|100.0|<1|7|>7.0|3".split("|")
     alone = bench_model.Result("layer prefill", 16384, {ours: [1.0]}, {ours: 3 * 2**20}, 1)
     assert alone.row() == "layer prefill|16K|1000.0|not run|-|3|not run|-|1".split("|")
+
+
+def test_a_section_names_command_commit_and_date_and_is_replaced(monkeypatch, tmp_path):
+    results = tmp_path / "RESULTS.md"
+    results.write_text("# Results\n\n## Before\n\nold\n\n## Mine\n\nold\n\n## After\n\nold\n")
+    monkeypatch.setattr(measure, "RESULTS", results)  # no checkout: the date alone
+    measure.write_section("Mine", "python x.py --write", "| new |")
+    before, mine, after = results.read_text().split("\n## ")[1:]
+    assert (before, after) == ("Before\n\nold\n", "After\n\nold\n")
+    command, machine, text = mine.split("\n\n")[1:]
+    assert re.fullmatch(r"`python x\.py --write`, \d{4}-\d\d-\d\d", command)
+    assert "thread(s)" in machine and text == "| new |\n"
+    monkeypatch.undo()
+    if shutil.which("git") and (measure.RESULTS.parents[1] / ".git").exists():
+        assert re.fullmatch(r"commit [0-9a-f]{7,}, \d{4}-\d\d-\d\d", measure.when())

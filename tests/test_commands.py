@@ -40,7 +40,7 @@ NAMED = [
     r"bash run\.sh (serve|fuzz|bench|atlas|test --serving).*",
     r"custom-pypto verify --device npu",
     r"python (examples|benchmarks)/\S+\.py .*",
-    r"python examples/needle\.py",
+    r"python examples/(needle|train_sparse)\.py",
     r"python -m pytest tests/test_kernels\.py .*",
     r"CUSTOM_PYPTO_LOG=2 python your_program\.py",
     r"git clone .*",

@@ -1,7 +1,7 @@
 """PyPTO's own mistakes, which the programs work around: each is found on the PyPTO that makes it.
 
-Every one is in the generated code alone, where the interpreter cannot see it. docs/npu.md lists
-them.
+Every one is in the generated code alone, where the interpreter cannot see it.
+docs/pypto_versions.md lists them.
 """
 
 import contextlib
@@ -35,7 +35,8 @@ OLD = INSTALLED == "0.2.0"
 def release(request):
     if request.param != INSTALLED:
         pytest.skip(
-            f"pypto {request.param} is not installed: bash run.sh test --pypto WHEEL (docs/npu.md)"
+            f"pypto {request.param} is not installed: bash run.sh test --pypto WHEEL "
+            "(docs/pypto_versions.md)"
         )
 
 

@@ -15,7 +15,7 @@ from custom_pypto import requirements
 
 pytest_plugins = ["process_fixtures"]
 
-README, README_ZH = REPOSITORY / "README.md", REPOSITORY / "README.zh-CN.md"
+README, INSTALL = REPOSITORY / "README.md", REPOSITORY / "docs/install.md"
 # may name others: figures and facts of a version, and the place itself
 ELSEWHERE = ("CHANGELOG.md", "benchmarks/", "tests/", "custom_pypto/requirements.py")
 # a distribution and, close by, a version
@@ -78,16 +78,17 @@ def row(minor: str) -> str:
 
 
 @pytest.mark.parametrize("minor", requirements.TORCH)
-def test_readme_has_the_matrix(minor):
-    assert row(minor) in README.read_text()
-    assert row(minor).replace(" to ", " 至 ") in README_ZH.read_text()
+def test_the_page_on_installing_has_the_matrix(minor):
+    assert row(minor) in INSTALL.read_text()
+    chinese = (REPOSITORY / "docs/zh/install.md").read_text()
+    assert row(minor).replace(" to ", " 至 ") in chinese
 
 
 def test_documents_name_the_ranges():
     first, last = requirements.PYTHON
     ranges = f"Python {first} to {last}", f"torch {requirements.span(requirements.TORCH)}"
     models = f"transformers {requirements.span(requirements.TRANSFORMERS)}"
-    for document in (README, REPOSITORY / "CONTRIBUTING.md"):
+    for document in (README, INSTALL):
         text = document.read_text()
         assert all(part in text for part in (*ranges, models)), document
 

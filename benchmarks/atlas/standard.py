@@ -4,7 +4,7 @@
 
 Errors and their limit are those of ``verify``: of the indexers the largest score that was missed,
 or is out of order, of attention the largest error relative to its row. torch_npu's op rounds
-elsewhere (docs/<op>.md, "Beside torch_npu"), so only our error decides the exit code.
+elsewhere (docs/<op>.md, "Compared with torch_npu"), so only our error decides the exit code.
 """
 
 import argparse

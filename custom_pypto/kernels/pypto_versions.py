@@ -1,9 +1,9 @@
 """Work-arounds for versions of PyPTO; no other program names a version.
 
 A docstring gives the symptom and the version that ends it; "not tried" means that the work-around
-has not been removed on CANN 9.1. ``tests/test_pypto_faults.py`` has programs that show the mistakes
-of docs/npu.md. Differences between versions are detected in PyPTO's functions, not by its number,
-which several releases share.
+has not been removed on CANN 9.1. ``tests/test_pypto_faults.py`` has programs that show the bugs of
+docs/pypto_versions.md. Differences between versions are detected in PyPTO's functions, not by its
+number, which several releases share.
 """
 
 import functools
@@ -26,7 +26,7 @@ def _where_taken(function: Callable, **options) -> Callable:
 
 
 # The default of CANN 9.2 is a compiler that parses the source of a kernel and of its helpers; it
-# takes neither generators nor context managers nor variable arguments (docs/npu.md).
+# takes neither generators nor context managers nor variable arguments (docs/pypto_versions.md).
 jit = _where_taken(pypto.frontend.jit, new_ir=False)
 
 # CANN 9.1 rounds better by default, in several instructions; 0.2.0 has the chip's instruction only.

@@ -8,8 +8,11 @@ from mkdocs.structure.files import File
 from mkdocs.structure.nav import Navigation
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["*.md", "LICENSE", "docs/*.md", "docs/zh/*.md", "benchmarks/*.md"]
-PICTURES = ["benchmarks/plots/*.png"]
+PAGES = ["*.md", "docs/*.md", "docs/zh/*.md", "benchmarks/*.md", "examples/**/*.md"]
+LINKED = ["LICENSE", "NOTICE", "CITATION.cff"]
+LINKED += ["benchmarks/plots/*.png", "docs/figures/*.png", "examples/*.py"]
+# the landing page of each language
+HOME = {"en": "index.md", "zh": "index.zh-CN.md"}
 
 
 def on_config(config):
@@ -22,10 +25,13 @@ def on_config(config):
 
 def on_files(files, config):
     """Pages keep their paths in the repository, so their links to each other hold."""
-    for pattern in PAGES + PICTURES:
+    for pattern in PAGES + LINKED:
         for path in sorted(ROOT.glob(pattern)):
             name = path.relative_to(ROOT).as_posix()
-            files.append(File.generated(config, name, abs_src_path=str(path)))
+            file = File.generated(config, name, abs_src_path=str(path))
+            if name == "README.md":  # MkDocs would write it to index.html, the landing page
+                file.dest_uri = "README.html"
+            files.append(file)
     return files
 
 
@@ -41,7 +47,7 @@ def on_page_context(context, page, config, nav):
     other = sources.get(translation(page.file.src_uri))
     for language in config.extra["alternate"]:
         same = (language["lang"] == "zh") == chinese
-        home = sources["README.zh-CN.md" if language["lang"] == "zh" else "README.md"]
+        home = sources[HOME[language["lang"]]]
         language["link"] = (page if same else other or home).url
     config.theme["language"] = "zh" if chinese else "en"
     *english, section = nav.items

@@ -1,0 +1,230 @@
+"""Computes how large the weights of a model are in each format, how much of them a token reads, and
+which machine holds them. Nothing is measured, and no weight is read or allocated.
+
+    python examples/model_memory.py                 # the default configurations of transformers
+    python examples/model_memory.py DIR --layers 4  # a checkpoint, or a name on the Hub: only its
+                                                    # config.json is read
+
+Formats are those of models.load: "bfloat16" is weights=None, "stored" the published format. A token
+reads the weights of its layers and the head, of the routed experts only those it is sent to. Caches
+are not counted: docs/dsa.md has their bytes.
+"""
+
+import argparse
+import sys
+from typing import NamedTuple
+
+import torch
+import transformers
+from options import Help
+from transformers import AutoConfig
+
+from custom_pypto import models
+from custom_pypto.models import quantised_weights
+from custom_pypto.models.architectures import ARCHITECTURES, available
+from custom_pypto.models.checkpoint import first_layers
+from custom_pypto.models.loading import dtypes_of
+from custom_pypto.models.patched import text_model
+from custom_pypto.models.weights.choice import kinds_of
+from custom_pypto.models.weights.formats import layout
+from custom_pypto.models.weights.modules import EXPERT_WEIGHTS, is_experts
+
+#: names of the default configurations, and the format in which the weights are published, where
+#: that is not bfloat16
+NAMES = {
+    "DeepseekV32ForCausalLM": ("DeepSeek-V3.2", {"experts": "fp8", "rest": "fp8"}),
+    "DeepseekV4ForCausalLM": ("DeepSeek-V4-Flash", {"experts": "fp4", "rest": "fp8"}),
+    "GlmMoeDsaForCausalLM": ("GLM-5", {"experts": "fp8", "rest": "fp8"}),
+    "Glm5NextForConditionalGeneration": ("GLM-5.3-Flash", None),
+    "AXK2ForCausalLM": ("A.X-K2", None),
+    "HYV4ForCausalLM": ("Hy4", None),
+    "Dots3NoteForCausalLM": ("Dots 3 Note, text", None),
+    "MistralLarge4ForConditionalGeneration": ("Mistral Large 4", None),
+}
+# GB
+MACHINES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536)
+FREE = 0.1  # of the memory, for caches, activations and other programs
+VERSION = transformers.__version__
+
+
+class Size(NamedTuple):
+    weights: float  # bytes
+    read: float  # bytes that one token reads
+
+
+class Model(NamedTuple):
+    name: str
+    parameters: int
+    sizes: dict[str, Size]  # by format, the exact ones first
+
+
+def build(config, layers: int | None):
+    """The patched model without memory for its weights."""
+    name = next((name for name in config.architectures or [] if name in available()), None)
+    if name is None:
+        raise ValueError(
+            f"config.json: architectures must be one of {', '.join(available())}, "
+            f"got {config.architectures}"
+        )
+    if layers is not None:
+        config = type(config).from_dict(first_layers(config.to_dict(), layers))
+    for key in quantised_weights.CONFIG & vars(config).keys():
+        delattr(config, key)
+    with torch.device("meta"):
+        return models.use_custom_pypto(getattr(transformers, name)._from_config(config))
+
+
+def size(model, weights: dict[str, str] | None) -> Size:
+    """The bytes of ``model`` with weights in these formats for experts and for the rest."""
+    dtypes, state = dtypes_of(model, torch.bfloat16), model.state_dict()
+    kinds = kinds_of(model, weights, {}, dtypes) if weights else {}
+    text = text_model(model)
+    inside = next(name for name, module in model.named_modules() if module is text)
+    experts = {name: module for name, module in model.named_modules() if is_experts(module)}
+    chosen = text.config.num_experts_per_tok
+    total = read = 0.0
+    for name, tensor in state.items():
+        module, _, weight = name.rpartition(".")
+        stored = weight in ("weight", *EXPERT_WEIGHTS) and module in kinds
+        one = stored_bytes(kinds[module], tensor) if stored else tensor.numel()
+        one *= 1 if stored else dtypes[name].itemsize
+        total += one
+        if module in experts and weight in EXPERT_WEIGHTS:
+            read += one * chosen / tensor.size(0)
+        elif "embed_tokens" not in name and (name.startswith(inside) or "lm_head" in name):
+            read += one
+    return Size(total, read)
+
+
+def stored_bytes(kind: str, tensor: torch.Tensor) -> int:
+    stored = layout(kind, list(tensor.shape))
+    count = torch.Size(stored.shape).numel() * stored.dtype.itemsize
+    if stored.scale_shape is not None:
+        count += torch.Size(stored.scale_shape).numel() * stored.scale_dtype.itemsize
+    return count
+
+
+def measure(
+    name: str, config, published: dict[str, str] | None, layers: int | None = None
+) -> Model:
+    model = build(config, layers)
+    formats: dict[str, dict[str, str] | None] = {"bfloat16": None}
+    if published:
+        formats["stored"] = published
+    formats |= {kind: dict.fromkeys(("experts", "rest"), kind) for kind in ("int8", "int4")}
+    sizes = {label: size(model, weights) for label, weights in formats.items()}
+    return Model(name, sum(one.numel() for one in model.parameters()), sizes)
+
+
+def defaults() -> list[Model]:
+    """The default configuration of each architecture that the installed transformers has."""
+    found = []
+    for architecture in filter(set(available()).__contains__, ARCHITECTURES):
+        config = getattr(transformers, architecture).config_class()
+        config.architectures = [architecture]
+        name, published = NAMES[architecture]
+        found.append(measure(name, config, published))
+    return found
+
+
+def of_checkpoint(path: str, layers: int | None) -> Model:
+    config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    have = config.get_text_config().num_hidden_layers
+    if layers is not None and not 1 <= layers <= have:
+        raise ValueError(f"--layers must be 1 to {have}, got {layers}")
+    blocks = quantised_weights.blocks_of(config.to_dict())
+    published = None
+    if blocks:
+        four_bits = quantised_weights.FP4 in blocks
+        published = {"experts": "fp4" if four_bits else "fp8", "rest": "fp8"}
+    return measure(path, config, published, layers)
+
+
+def by_model(found: list[Model]) -> str:
+    """A row for each model: GB of weights, GB that a token reads."""
+    labels = ["bfloat16", "stored", "int8", "int4"]
+    rows = [["model", "weights, billions", *labels]]
+    for model in found:
+        cells = [
+            f"{shown(model.sizes[label].weights)}; {shown(model.sizes[label].read)}"
+            if label in model.sizes
+            else "–"
+            for label in labels
+        ]
+        rows.append([model.name, shown(model.parameters), *cells])
+    return table(rows)
+
+
+def by_machine(found: list[Model], machines: tuple[int, ...] = MACHINES) -> str:
+    """A row for each size of memory: the models that it holds in a format that a smaller one of
+    these machines does not hold."""
+    rows = [["memory", "holds, besides the rows above: model, format, GB; GB that a token reads"]]
+    best: dict[str, int] = {}  # place of the format in the model's sizes
+    for machine in machines:
+        cells = []
+        for model in found:
+            labels = useful(model)
+            fits = [
+                i
+                for i, label in enumerate(labels)
+                if model.sizes[label].weights <= machine * 1e9 * (1 - FREE)
+            ]
+            if fits and fits[0] < best.get(model.name, len(labels)):
+                best[model.name] = fits[0]
+                label = labels[fits[0]]
+                weights, read = map(shown, model.sizes[label])
+                cells.append(f"{model.name} {label}, {weights}; {read}")
+        if cells:
+            rows.append([f"{machine} GB", " · ".join(cells)])
+    return table(rows)
+
+
+def shown(count: float) -> str:
+    """Billions, two digits at least."""
+    billions = count / 1e9
+    return f"{billions:.0f}" if billions >= 10 else f"{billions:.2g}"
+
+
+def useful(model: Model) -> list[str]:
+    """Formats of a model, the exact one first: the published one, where there is one. Of the others
+    those that are smaller by 1 % at least."""
+    labels = ["stored" if "stored" in model.sizes else "bfloat16"]
+    for label in ("int8", "int4"):
+        if model.sizes[label].weights < 0.99 * model.sizes[labels[-1]].weights:
+            labels.append(label)
+    return labels
+
+
+def table(rows: list[list[str]]) -> str:
+    head, *rest = rows
+    lines = [head, ["---"] * len(head), *rest]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+    parser.add_argument(
+        "checkpoint",
+        nargs="?",
+        help="a directory with a config.json, or a name on the Hub; without it: the default "
+        "configurations of transformers",
+    )
+    parser.add_argument("--layers", type=int, help="the first layers of the checkpoint only")
+    arguments = parser.parse_args()
+    if arguments.layers is not None and arguments.checkpoint is None:
+        parser.error("--layers needs a checkpoint")
+    transformers.logging.set_verbosity_error()  # it reports what default configurations leave out
+    if arguments.checkpoint is None:
+        found, source = defaults(), f"the default configurations of transformers {VERSION}"
+    else:
+        source = "config.json"
+        try:
+            found = [of_checkpoint(arguments.checkpoint, arguments.layers)]
+        except (OSError, ValueError) as error:
+            sys.exit(f"model_memory.py: {arguments.checkpoint}: {error}")
+    print(f"GB of weights; GB of them that a token reads. Computed from {source}, not measured.")
+    print("", by_model(found), "", by_machine(found), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

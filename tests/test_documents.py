@@ -1,0 +1,119 @@
+"""Pages agree with their translations, name files and tests that exist, and show what programs
+compute."""
+
+import importlib.util
+import re
+import runpy
+
+import documents
+import pytest
+from documents import REPOSITORY, TRANSLATED, pages
+
+CHINESE = TRANSLATED | {
+    f"docs/{page}.md": f"docs/zh/{page}.md" for page in ("checkpoints", "training")
+}
+TABLE = "| a | b |\n| --- | --- |\n| 1 | `x\\|y` |\n"
+
+
+@pytest.mark.parametrize("page", TRANSLATED)
+def test_the_tables_of_both_languages_have_equal_rows_and_columns(page):
+    english, chinese = ((REPOSITORY / name).read_text() for name in (page, TRANSLATED[page]))
+    assert documents.tables(english) and not documents.unequal_tables(english, chinese)
+
+
+@pytest.mark.parametrize(
+    "chinese, says",
+    [
+        (TABLE + "| 2 | 3 |\n", r"table 1: rows and columns (3, 2), (4, 2) in Chinese"),
+        (TABLE.replace("| 1 | ", "| 1 | 2 | "), "table 1: rows and columns (3, 2), (3, 3) in"),
+        ("text\n", "1 tables, 0 in Chinese"),
+        (f"```\n{TABLE}```\n", "1 tables, 0 in Chinese"),
+    ],
+    ids=["row", "column", "table", "code"],
+)
+def test_a_table_that_differs_is_found(chinese, says):
+    (found,) = documents.unequal_tables(TABLE, chinese)
+    assert found.startswith(says)
+    assert not documents.unequal_tables(TABLE, f"text\n\n{TABLE}\ntext")
+
+
+@pytest.mark.parametrize("page", CHINESE)
+def test_the_chinese_page_shows_the_code_of_the_english_one(page):
+    def code(name):
+        text = (REPOSITORY / name).read_text()
+        blocks = re.findall(r"^```(\w*)\n(.*?)^```", text, re.S | re.M)
+        # comments are translated, and the labels of diagrams
+        return [
+            (language, re.sub(r'"[^"]*"' if language == "mermaid" else r" *#.*", "", block))
+            for language, block in blocks
+        ]
+
+    assert code(CHINESE[page]) == code(page) != []
+
+
+def test_every_file_that_a_page_links_to_exists():
+    # links of docs/site/pages are the site's: its build checks them
+    for page in (REPOSITORY / page for page in pages() if not page.startswith("docs/site/")):
+        for link in re.findall(r"\]\((?!https:)([^)#]+)", page.read_text()):
+            assert (page.parent / link).exists(), (page, link)
+
+
+@pytest.mark.parametrize("suffix", documents.SUFFIXES)
+def test_every_path_and_test_that_is_named_exists(suffix):
+    assert documents.missing(suffix) == {}
+
+
+def test_a_path_or_test_that_is_missing_is_found():
+    text = "`docs/npu.md`, tests/test_{ops,env}.py: docs/<op>.md https://x/docs/y models/z*/a."
+    assert documents.missing_paths(text) == ["tests/test_ops.py", "models/z*/a"]
+    assert documents.missing_paths("`csrc/nothing.cpp`, csrc/ops") == ["csrc/nothing.cpp"]
+    own = test_a_path_or_test_that_is_missing_is_found.__name__
+    assert documents.missing_tests(f"`{own}`, `test_of_nothing_`") == ["test_of_nothing_"]
+
+
+@pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
+def test_readme_is_short(page):
+    assert len((REPOSITORY / page).read_text().splitlines()) <= 180
+
+
+def test_every_page_is_in_the_index():
+    index = (REPOSITORY / "docs/README.md").read_text()
+    for page in pages():
+        folder, _, name = page.rpartition("/")
+        if folder in ("docs", "docs/zh") and page != "docs/README.md":
+            assert f"]({page.removeprefix('docs/')})" in index, page
+
+
+def test_every_example_is_in_its_index():
+    index = (REPOSITORY / "examples/README.md").read_text()
+    programs = [
+        path.name
+        for path in (REPOSITORY / "examples").glob("*.py")
+        if '__name__ == "__main__"' in path.read_text()
+    ]
+    assert len(programs) > 5 and all(f"]({name})" in index for name in programs)
+
+
+@pytest.mark.parametrize("page", ["docs/dsa.md", "docs/zh/dsa.md"])
+def test_the_cost_of_dsa_is_that_of_its_sizes(page):
+    heads, latent, rope, index_heads, dim, topk = 128, 512, 64, 64, 128, 2048
+    row, product = 2 * (latent + rope), 2 * heads * (2 * latent + rope)
+    text = (REPOSITORY / page).read_text()
+    for context in (4096, 16384, 65536, 131072):
+        read = (context * 2 * dim, topk * row, context * row)
+        megabytes = " | ".join(f"{count / 1e6:.1f} MB" for count in read)
+        indexer, attention = 2 * context * index_heads * dim, topk * product
+        gigaflop = f"{indexer / 1e9:.2f}, {attention / 1e9:.2f} | {context * product / 1e9:.1f}"
+        assert f"| {context} | {megabytes} | {gigaflop} |" in text
+
+
+def test_the_drawing_of_the_data_flow_has_every_box_and_arrow():
+    if importlib.util.find_spec("matplotlib") is None:
+        pytest.skip("matplotlib is not installed")
+    program = runpy.run_path(str(REPOSITORY / "docs/figures/dsa.py"))
+    boxes, arrows = program["BOXES"], program["ARROWS"]
+    assert {name for start, end, _ in arrows for name in (start, end)} == boxes.keys()
+    (axes,) = program["draw"]().axes
+    assert len(axes.patches) == len(boxes) + len(arrows)
+    texts = {text.get_text() for text in axes.texts}
+    assert {text for *_, text in boxes.values()} <= texts

@@ -1,0 +1,69 @@
+"""examples/model_memory.py computes what models.load allocates; the pages show what it prints."""
+
+import subprocess
+import sys
+
+import pytest
+from repository import REPOSITORY
+
+pytest.importorskip("transformers")
+sys.path.append(str(REPOSITORY / "examples"))
+import model_memory as program  # noqa: E402
+
+from custom_pypto import models, requirements  # noqa: E402
+
+NEWEST = requirements.minor(program.VERSION) == requirements.TRANSFORMERS[-1]
+
+
+def printed(*arguments: str, status: int = 0) -> subprocess.CompletedProcess:
+    command = [sys.executable, "examples/model_memory.py", *arguments]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    assert done.returncode == status, done.stderr
+    return done
+
+
+@pytest.mark.parametrize("weights", [None, "int8", "int4"])
+@pytest.mark.parametrize("checkpoint", ["lookup", "lookup_v4"])
+def test_the_size_is_that_of_the_loaded_model(checkpoint, weights):
+    path = f"{REPOSITORY}/examples/checkpoints/{checkpoint}"
+    size = program.of_checkpoint(path, None).sizes[weights or "bfloat16"]
+    model = models.load(path, weights=weights)
+    state = model.state_dict()
+    assert size.weights == sum(tensor.nbytes for tensor in state.values())
+    # every weight but the embedding, and the experts that a token is not sent to
+    read = sum(tensor.nbytes for name, tensor in state.items() if "embed_tokens" not in name)
+    config = model.config
+    if checkpoint == "lookup_v4":
+        experts = sum(tensor.nbytes for name, tensor in state.items() if ".experts." in name)
+        read -= experts * (1 - config.num_experts_per_tok / config.n_routed_experts)
+    assert size.read == pytest.approx(read)
+
+
+def test_fewer_layers_are_those_of_load():
+    path = f"{REPOSITORY}/examples/checkpoints/lookup"
+    one, all_layers = program.of_checkpoint(path, 1), program.of_checkpoint(path, None)
+    model = models.load(path, num_hidden_layers=1)
+    assert one.parameters == sum(x.numel() for x in model.parameters()) < all_layers.parameters
+
+
+@pytest.mark.skipif(not NEWEST, reason="the pages have the figures of the newest transformers")
+def test_the_pages_have_what_it_prints():
+    lines = printed().stdout.splitlines()
+    of_models, of_machines = (
+        [line for line in lines if line.startswith("|") and line.count("|") == bars]
+        for bars in (7, 3)
+    )
+    assert len(of_models) == 10 and len(of_machines) > 8
+    text = (REPOSITORY / "docs/checkpoints.md").read_text()
+    assert all(line in text for line in of_models)
+    for page, first in (("README.md", 0), ("README.zh-CN.md", 1)):  # the heading is translated
+        text = (REPOSITORY / page).read_text()
+        assert all(line in text for line in of_machines[first:])
+
+
+def test_bad_input_is_named():
+    assert "--layers needs a checkpoint" in printed("--layers", "2", status=2).stderr
+    done = printed("tests", status=1)
+    assert done.stderr.startswith("model_memory.py: tests: ") and "Traceback" not in done.stderr
+    done = printed("examples/checkpoints/lookup", "--layers", "9", status=1)
+    assert "--layers must be 1 to 2, got 9" in done.stderr and "Traceback" not in done.stderr
