@@ -60,7 +60,7 @@ def unequal_tables(english: str, chinese: str) -> list[str]:
 
 @functools.cache
 def _path() -> re.Pattern:
-    """As ``custom_pypto/kernels/<op>.py``, ``kernels/<op>.py``, ``tests/test_npu_{ops,slots}.py``."""
+    """Paths such as ``custom_pypto/npu/<op>.py``, ``npu/<op>.py``, ``tests/test_{env,log}.py``."""
     folders = {name.partition("/")[0] for name in tracked_files() if "/" in name} | SHORT
     return re.compile(rf"(?<![\w./:-])(?:{'|'.join(map(re.escape, folders))})/[\w.<>{{}},*/-]*")
 

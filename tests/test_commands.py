@@ -41,7 +41,7 @@ NAMED = [
     r"custom-pypto verify --device npu",
     r"python (examples|benchmarks)/\S+\.py .*",
     r"python examples/(needle|train_sparse)\.py",
-    r"python -m pytest tests/test_kernels\.py .*",
+    r"python -m pytest tests/test_programs\.py .*",
     r"CUSTOM_PYPTO_LOG=2 python your_program\.py",
     r"git clone .*",
     r"PYPTO_ALLOW_WHL_BUILD=1 .* pip wheel .*",
