@@ -94,7 +94,9 @@ def test_an_op_that_torch_npu_lacks_is_named(standard, capsys):
 
 def test_without_an_npu_the_command_says_what_is_missing(capsys):
     assert main(["verify", "--standard"]) == 1
-    assert re.fullmatch(r"missing: (an NPU: here|.*torch_npu).*\nremedy:  .+\n", capsys.readouterr().out)
+    assert re.fullmatch(
+        r"missing: (an NPU: here|.*torch_npu).*\nremedy:  .+\n", capsys.readouterr().out
+    )
     with pytest.raises(SystemExit):
         main(["verify", "--standard", "--device", "cpu"])
     assert "--standard runs on an NPU, got --device cpu" in capsys.readouterr().err
