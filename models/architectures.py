@@ -121,7 +121,7 @@ def supported_model(
         # by default transformers prompts at the terminal, and "y" runs the checkpoint's code
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     except ValueError as error:
-        if written.get("model_type") in transformers.CONFIG_MAPPING:
+        if "auto_map" in written or written.get("model_type") in transformers.CONFIG_MAPPING:
             raise ValueError(f"{caller}: {file}: {error}") from error
         raise _unsupported(caller, file, named, f"unknown to transformers {_VERSION}") from error
     text = config.get_text_config()
