@@ -8,13 +8,13 @@ import pytest
 import torch
 from loading_harness import edit_json
 from repository import REPOSITORY
-from tiny import MAKERS, tiny_model, token_ids
+from tiny import OWN, tiny_model, token_ids
 from transformers import LlamaConfig
 
 from custom_pypto import models, requirements
 from custom_pypto.models.weights.choice import check_stored
 
-MULTIMODAL = sorted(MAKERS.keys() - {"deepseek_v4"})
+MULTIMODAL = sorted(OWN.keys() - {"deepseek_v4"})
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_a_config_that_is_none_is_named(text, tmp_path):
 
 @pytest.mark.parametrize("kind", MULTIMODAL)
 def test_a_multimodal_model_loads_to_the_bit(kind, tmp_path):
-    model = MAKERS[kind]()
+    model = OWN[kind]()
     model.save_pretrained(tmp_path, max_shard_size="300KB")
     loaded = models.load(tmp_path)
     assert type(loaded) is type(model)
@@ -117,7 +117,7 @@ def test_a_multimodal_model_loads_to_the_bit(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", MULTIMODAL)
 def test_a_multimodal_model_saved_after_loading_has_the_same_shards(kind, tmp_path):
-    MAKERS[kind]().save_pretrained(tmp_path / "one", max_shard_size="300KB")
+    OWN[kind]().save_pretrained(tmp_path / "one", max_shard_size="300KB")
     models.load(tmp_path / "one").save_pretrained(tmp_path / "two", max_shard_size="300KB")
     files = sorted((tmp_path / "one").glob("model*"))
     assert len(files) > 2
@@ -127,7 +127,7 @@ def test_a_multimodal_model_saved_after_loading_has_the_same_shards(kind, tmp_pa
 
 @pytest.mark.parametrize("kind", MULTIMODAL)
 def test_the_first_layers_of_a_multimodal_model(kind, tmp_path):
-    model = MAKERS[kind]()
+    model = OWN[kind]()
     model.save_pretrained(tmp_path, max_shard_size="300KB")
     loaded = models.load(tmp_path, num_hidden_layers=2)
     assert loaded.config.text_config.num_hidden_layers == 2
@@ -137,7 +137,7 @@ def test_the_first_layers_of_a_multimodal_model(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", MULTIMODAL)
 def test_the_text_of_a_multimodal_model_takes_stored_weights(kind, tmp_path):
-    MAKERS[kind]().save_pretrained(tmp_path, max_shard_size="300KB")
+    OWN[kind]().save_pretrained(tmp_path, max_shard_size="300KB")
     loaded = models.load(tmp_path, dtype="bfloat16", weights={"experts": "int8"})
     kinds = {name for name, module in loaded.named_modules() if getattr(module, "kind", None)}
     assert kinds and all("language_model" in name for name in kinds)

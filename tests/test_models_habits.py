@@ -7,12 +7,12 @@ import pytest
 import torch
 from model_harness import TOLERANCES, no_grad_and_one_thread  # noqa: F401
 from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from tiny import ALL_KINDS, KINDS, MAKERS, clear_case, tiny_model, token_ids
+from tiny import ALL_KINDS, KINDS, OWN, clear_case, tiny_model, token_ids
 
 from custom_pypto import models
 from custom_pypto.models.weights.modules import convert, stored_parameters
 
-WITH_DRAFTS = [*KINDS, *(kind for kind in MAKERS if kind == "mistral_large4")]
+WITH_DRAFTS = [*KINDS, *(kind for kind in OWN if kind == "mistral_large4")]
 
 
 def pair(kind, **options):
@@ -101,7 +101,7 @@ def test_generate_while_layers_are_checkpointed_gives_the_tokens_of_evaluation(k
     assert torch.equal(generate(seed), want)
 
 
-@pytest.mark.skipif("mistral_large4" not in MAKERS, reason="needs a newer transformers")
+@pytest.mark.skipif("mistral_large4" not in OWN, reason="needs a newer transformers")
 @pytest.mark.parametrize("training", ["auto", "ops"])
 def test_reentrant_checkpoints_that_lose_a_gradient_are_rejected(training):
     _, model = pair("mistral_large4", training=training)

@@ -6,7 +6,7 @@ import copy
 import pytest
 import torch
 from model_harness import TOLERANCES, no_grad_and_one_thread  # noqa: F401
-from tiny import ALL_KINDS, MAKERS, clear_case, tiny_model, token_ids
+from tiny import ALL_KINDS, OWN, clear_case, tiny_model, token_ids
 
 from custom_pypto import models
 
@@ -293,6 +293,6 @@ def test_the_ops_are_what_auto_takes_without_these_limits(monkeypatch):
     monkeypatch.setattr(models.training, "place", lambda *args: calls.append(1) or place(*args))
     for name in ("FEW_SCORES", "UPSTREAM_SCORES"):
         monkeypatch.setattr(models.training, name, 0)
-    for kind in ("deepseek_v32", *MAKERS):
+    for kind in ("deepseek_v32", *OWN):
         models.use_custom_pypto(tiny_model(kind)).train()(**labelled(40))
-    assert len(calls) == 1 + len(MAKERS)
+    assert len(calls) == 1 + len(OWN)
