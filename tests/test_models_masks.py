@@ -175,7 +175,7 @@ def with_a_pause(model, seed):
     mask = torch.ones_like(ids)
     mask[1, PROMPT + 1 : PROMPT + 3] = 0
     positions = mask.cumsum(1) - 1
-    past = after_prompt(model, mask[:, :PROMPT])
+    past = model(ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], use_cache=True).past_key_values
     for t in range(PROMPT, PROMPT + 6):
         output = model(
             ids[:, t : t + 1],
