@@ -31,7 +31,6 @@ USERS = {
         "docs/npu.md",
         "docs/site/mkdocs.yml",
         "docs/zh/npu.md",
-        "tests/cases/npu_programs.py",
         "tests/kernel_package.py",
         "tests/test_aclnn.py",
         "tests/test_contributing.py",
