@@ -15,7 +15,7 @@ from loading_harness import INDEX, LOADED_KINDS
 from published import published, save_sparse, true_weights, write_published
 from safetensors import safe_open
 from safetensors.torch import load_file
-from tiny import tiny_config, token_ids
+from tiny import representatives, tiny_config, token_ids
 
 from custom_pypto import models
 
@@ -27,7 +27,7 @@ import convert_checkpoint  # noqa: E402
 SMALL = {"tokenizer.json": "{}", "generation_config.json": '{"temperature": 0.6}', "LICENSE": "MIT"}
 
 
-@pytest.fixture(scope="module", params=LOADED_KINDS)
+@pytest.fixture(scope="module", params=representatives(LOADED_KINDS))
 def source(request, tmp_path_factory):
     path = published(tmp_path_factory.mktemp(request.param), request.param)
     for name, text in SMALL.items():
