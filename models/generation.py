@@ -5,10 +5,10 @@ These functions become hooks and methods of the patched model only.
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 
 from . import indexer_loss, masks, training
 from .cache import PagedCache, Step
+from .memory import has_numbers
 from .patched import checkpoints, dimensions, patched_attentions, text_model
 
 # positional arguments of the upstream base models
@@ -100,8 +100,8 @@ def own_cache(model, batch_size: int, max_cache_len: int) -> PagedCache:
 
 @torch.compiler.disable(reason="a cache created by a forward grows; create one of a fixed size")
 def grow(cache: PagedCache, tokens: int) -> None:
-    """Makes room for ``tokens`` more per sequence; a fake cache has no length, and no rows."""
-    if not is_fake(cache.seen):
+    """Makes room for ``tokens`` more per sequence; a fake cache has no length."""
+    if has_numbers(cache.seen):
         cache.reserve(int(cache.seen) + tokens)
 
 

@@ -10,11 +10,10 @@ Shapes: B batch, S new tokens, P cached tokens.
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from transformers.masking_utils import find_packed_sequence_indices
 
 from .cache.sequence import Sequences
-from .memory import is_readable
+from .memory import has_numbers, is_readable
 from .patched import checkpoints
 
 UPSTREAM = "call models.use_transformers(model) for the upstream path"
@@ -40,7 +39,7 @@ def new_tokens(mask: Tensor | dict | None, sequences: Sequences, tokens: int) ->
             f"patched model: attention_mask must be [B, tokens so far], B = {batch}, got {got}; "
             "call models.use_transformers(model) for masks of other shapes"
         )
-    if not is_readable(seen) and (tokens == 1 or torch.compiler.is_compiling() or is_fake(seen)):
+    if not has_numbers(seen) or (tokens == 1 and not is_readable(seen)):
         if mask is None:
             return None
         columns = (seen + torch.arange(tokens, device=seen.device)).clamp(max=mask.size(1) - 1)

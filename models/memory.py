@@ -12,12 +12,16 @@ from torch._subclasses.fake_tensor import is_fake
 CPU = torch.device("cpu")
 
 
-def is_readable(tensor: torch.Tensor) -> bool:
-    """Whether numbers of ``tensor`` can be read here: those of an accelerator would stall it, and a
-    graph or a fake tensor has none."""
+def has_numbers(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` has numbers; in a graph, on the meta device or if fake, it has none."""
     if torch.compiler.is_compiling():
         return False
-    return tensor.device.type == "cpu" and not is_fake(tensor)
+    return tensor.device.type != "meta" and not is_fake(tensor)
+
+
+def is_readable(tensor: torch.Tensor) -> bool:
+    """Whether numbers of ``tensor`` can be read here; those of an accelerator would stall it."""
+    return has_numbers(tensor) and tensor.device.type == "cpu"
 
 
 def free_memory(device: torch.device) -> int:

@@ -3,24 +3,35 @@
 A module that changes programs names their modules in ``PROGRAMS``.
 """
 
+import contextlib
 import functools
 
 import pytest
 
 
-@pytest.fixture
-def interpreted():
+@contextlib.contextmanager
+def on_cpu(**options):
     from custom_pypto import simulation  # with PyPTO, which may be missing
 
-    with simulation.on_cpu():
+    with simulation.on_cpu(**options):
+        yield
+
+
+@pytest.fixture
+def interpreted():
+    with on_cpu():
         yield
 
 
 @pytest.fixture
 def generated():
-    from custom_pypto import simulation
+    with on_cpu(generated=True):
+        yield
 
-    with simulation.on_cpu(generated=True):
+
+@pytest.fixture(params=["interpreted", pytest.param("generated", marks=pytest.mark.slow)])
+def both_ways(request):
+    with on_cpu(generated=request.param == "generated"):
         yield
 
 

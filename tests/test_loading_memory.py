@@ -32,13 +32,13 @@ def peak_of_loading(small, large):
 )
 def test_loading_takes_no_more_than_the_model_and_one_shard(kind, quantised, tmp_path):
     small = published(tmp_path / "small", kind)
-    sizes = dict(hidden_size=1024, moe_intermediate_size=512, n_routed_experts=32)
+    sizes = dict(hidden_size=1024, moe_intermediate_size=512, n_routed_experts=16)
     path = published(tmp_path / "quantised", kind, **sizes)
     if not quantised:
-        models.load(path).save_pretrained(path := tmp_path / "bf16", max_shard_size="60MB")
+        models.load(path).save_pretrained(path := tmp_path / "bf16", max_shard_size="20MB")
     peak, size = in_a_process(peak_of_loading, small, path)
     shard = max(file.stat().st_size for file in path.glob("*.safetensors"))
-    assert size > 200e6 and shard < 61e6
+    assert size > 100e6 and shard < size / 3
     # a few MB less than the model may do: those that the small one has left
     assert 0.95 * size < peak <= size + shard, f"{peak / 1e6} MB for {size / 1e6} + {shard / 1e6}"
 
@@ -99,8 +99,9 @@ def test_a_model_that_does_not_fit_is_rejected_before_anything_is_read(
     headers go."""
     if psutil.virtual_memory().available > 270e9:
         pytest.skip("this machine has the memory")
+    # scales of fp4 are a byte for 32 values, and load() reads them before it asks for memory
     with torch.device("meta"):
-        write_published(tmp_path, make(**changes), save=save_sparse)
+        write_published(tmp_path, make(**changes), save=save_sparse, experts="fp8")
     on_disk = sum(file.stat().st_blocks * 512 for file in tmp_path.iterdir())
     assert on_disk < 100e6 < 159e9 < sum(file.stat().st_size for file in tmp_path.iterdir())
     for layers, needed in needs.items():

@@ -34,8 +34,9 @@ def load(name, weights):
     return models.load(CHECKPOINTS / name, dtype=torch.float32, weights=weights)
 
 
-def accuracy(model, name):
-    _, share = EXAMPLE[name]
+@functools.cache
+def accuracy(name, weights):
+    model, (_, share) = load(name, weights), EXAMPLE[name]
     return share(model, LENGTH, new_cache=lambda: models.PagedCache(model, 1, LENGTH))
 
 
@@ -50,9 +51,9 @@ def divergence(model, name):
 
 @pytest.mark.parametrize("name, weights", MOST)
 def test_answers_stay_right(name, weights):
-    model, exact = load(name, weights), accuracy(load(name, None), name)
-    assert exact > 0.9 and accuracy(model, name) >= exact - 0.02
-    found = divergence(model, name)
+    exact = accuracy(name, None)
+    assert exact > 0.9 and accuracy(name, weights) >= exact - 0.02
+    found = divergence(load(name, weights), name)
     assert 0 < found <= MOST[name, weights]
 
 

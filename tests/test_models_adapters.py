@@ -17,7 +17,7 @@ from model_harness import (
     upstream_and_patched,
     whole_graph,
 )
-from tiny import KINDS, clear_case, query_projection, tiny_model, token_ids
+from tiny import KINDS, clear_case, query_projection, representatives, tiny_model, token_ids
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -66,7 +66,7 @@ def assert_matters(model, plain):
 
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("targets", TARGETS.values(), ids=TARGETS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", representatives(KINDS))
 def test_lora_counts_as_in_upstream(kind, targets, order):
     upstream, patched = with_adapter(tiny_model(kind), lora(targets)), tiny_model(kind)
     if order == "before":
@@ -78,7 +78,7 @@ def test_lora_counts_as_in_upstream(kind, targets, order):
     assert_same_logits(upstream, models.use_transformers(patched))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", representatives(KINDS))
 def test_generation_with_lora_equals_upstream(kind):
     def generate(model, seed):
         return model.generate(token_ids(2, 20, seed), max_new_tokens=8, do_sample=False)
@@ -89,7 +89,7 @@ def test_generation_with_lora_equals_upstream(kind):
     assert_same(upstream, patched, generate)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", representatives(KINDS))
 def test_adapters_can_be_chosen_joined_disabled_and_merged(kind):
     upstream, patched = upstream_and_patched(kind)
     plain = copy.deepcopy(upstream)
@@ -117,7 +117,7 @@ def test_adapters_can_be_chosen_joined_disabled_and_merged(kind):
     assert_same_logits(plain, patched)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", representatives(KINDS))
 def test_a_peft_model_around_a_patched_one_works_and_merges(kind):
     tuned = []
     for model in upstream_and_patched(kind):
@@ -132,7 +132,7 @@ def test_a_peft_model_around_a_patched_one_works_and_merges(kind):
     assert_same_logits(*(model.merge_and_unload() for model in tuned))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", representatives(KINDS))
 def test_lora_in_bfloat16_is_as_close_to_float32_as_upstream(kind):
     def difference(model):
         model = with_adapter(model, lora()).to(torch.bfloat16)
@@ -143,9 +143,7 @@ def test_lora_in_bfloat16_is_as_close_to_float32_as_upstream(kind):
     assert difference(patched_model(kind, index_topk=64)) <= 1.2 * upstream_error
 
 
-@pytest.mark.parametrize(
-    "kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS[1:])]
-)
+@pytest.mark.parametrize("kind", representatives(KINDS))
 def test_a_decode_step_with_lora_is_one_graph(kind):
     patched = with_adapter(patched_model(kind), lora(["kv_b_proj", query_projection(kind)]))
     options = {"max_new_tokens": 6, "do_sample": False}
@@ -154,7 +152,7 @@ def test_a_decode_step_with_lora_is_one_graph(kind):
     assert torch.equal(patched.generate(token_ids(2, 20, seed), **options), want)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", representatives(KINDS))
 def test_training_of_an_adapter_gives_upstream_gradients(kind):
     assert_same_gradients(*(with_adapter(model, lora()) for model in upstream_and_patched(kind)))
 
@@ -168,7 +166,7 @@ class Louder(nn.Module):
 
 
 @pytest.mark.parametrize("order", ["before", "after"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", representatives(KINDS))
 def test_a_parametrization_counts_as_in_upstream(kind, order):
     def parametrized(model):
         for layer in model.model.layers:
@@ -193,7 +191,7 @@ CALLED_IN_INDEXER = "indexer.wq_b indexer.wk indexer.k_norm indexer.weights_proj
 
 
 @pytest.mark.parametrize("name", ["", *CALLED.split(), *CALLED_IN_INDEXER.split()])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", representatives(KINDS))
 def test_hooks_are_called_as_in_upstream(kind, name):
     def louder(module, args, output):
         if isinstance(output, tuple):
@@ -305,7 +303,7 @@ OBSTACLES = {
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 @pytest.mark.parametrize("change, message", OBSTACLES.values(), ids=OBSTACLES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", representatives(KINDS))
 def test_what_absorption_would_pass_over_is_rejected(kind, change, message):
     patched = patched_model(kind)
     ids = token_ids(1, 20)
@@ -320,7 +318,7 @@ def test_what_absorption_would_pass_over_is_rejected(kind, change, message):
         models.use_custom_pypto(patched)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", representatives(KINDS))
 def test_adapters_for_each_sequence_are_rejected(kind):
     # peft hands them to its layers by hooks
     tuned = peft.get_peft_model(patched_model(kind), lora()).eval()
@@ -328,7 +326,7 @@ def test_adapters_for_each_sequence_are_rejected(kind):
         tuned(token_ids(2, 8), adapter_names=["default", "__base__"])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", representatives(KINDS))
 def test_an_adapter_of_a_projection_that_ranks_share_is_rejected(kind):
     model = with_adapter(patched_model(kind), lora())
     torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
@@ -344,7 +342,7 @@ def test_an_adapter_of_a_projection_that_ranks_share_is_rejected(kind):
         torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", representatives(KINDS))
 def test_dropout_in_training_mode_is_rejected_where_the_ops_would_run(kind):
     model = patched_model(kind).train()
     cache = models.PagedCache(model, 1, 32)

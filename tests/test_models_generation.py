@@ -233,6 +233,7 @@ FORWARD = {
     "router-logits": lambda m, ids: m(ids, output_router_logits=True),
     "labels": lambda m, ids: m(ids, labels=ids),
     "tuple": lambda m, ids: m(ids, return_dict=False)[:1],
+    "hidden-states": lambda m, ids: m(ids, output_hidden_states=True).hidden_states,
     "later-positions": lambda m, ids: m(ids, position_ids=torch.arange(5, 25)[None]),
     "bool-mask": mask_of(torch.bool),
     "float-mask": mask_of(torch.float32),

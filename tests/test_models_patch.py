@@ -21,7 +21,6 @@ from model_harness import (
     upstream_and_patched,
 )
 from tiny import ALL_KINDS, CLASSES, KINDS, NAMES, tiny_config, tiny_model, token_ids
-from torch import nn
 from training_harness import assert_near
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -149,12 +148,6 @@ def test_a_backward_through_latents_of_int8_is_rejected():
 # ---- rejections -----------------------------------------------------------------------------
 
 
-def quantised_projection():
-    model = tiny_model()
-    model.model.layers[1].self_attn.kv_b_proj.__class__ = type("QuantisedLinear", (nn.Linear,), {})
-    return model
-
-
 def wrapped_forward():
     model = tiny_model()
     attention = model.model.layers[1].self_attn
@@ -174,11 +167,6 @@ UNPATCHABLE = {
         lambda: tiny_model(index_topk=2049),
         ValueError,
         "index_topk must be 1 to 2048.*got 2049",
-    ),
-    "quantised": (
-        quantised_projection,
-        TypeError,
-        r"kv_b_proj of layer 1 must be a plain torch.nn.Linear \(.*\), got QuantisedLinear",
     ),
     "wrapped": (
         wrapped_forward,

@@ -206,7 +206,7 @@ def test_experts_of_another_rank_add_nothing(saved):
 
 @pytest.mark.parametrize("weights", ["int8", "stored"])
 def test_loading_takes_no_more_than_the_model_and_one_shard(weights, tmp_path):
-    sizes = dict(hidden_size=1024, moe_intermediate_size=512, n_routed_experts=32)
+    sizes = dict(hidden_size=1024, moe_intermediate_size=512, n_routed_experts=12)
     small = published(tmp_path / "small", **WIDE)
     path = published(tmp_path / "large", **sizes)
     peak, size, plain = in_a_process(peak_of_loading, small, path, weights)

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from cases.npu_checks import PROGRAMS, VERIFIED, check_by_its_rule, needs_gcc
+from cases import INT_MAX, INT_MIN, without_nan
+from cases.npu_checks import PROGRAMS, VERIFIED, block_ids_clamped, check_by_its_rule, needs_gcc
 from cases.npu_programs import HALF
 from with_pypto import simulation
 
@@ -58,13 +59,52 @@ def test_generated_code_equals_the_reference(op, id, dtype):
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("op", VERIFIED)
-def test_writers_of_int8_write_what_the_reference_writes(op, dtype, interpreted):
+def test_ops_without_calls_here_pass_their_checks(op, dtype, interpreted):
     for _, _, x in MODULES[op].checks([dtype]):
         check_by_its_rule(op, x)
 
 
 @needs_gcc
 @pytest.mark.parametrize("op", VERIFIED)
-def test_generated_writers_of_int8_write_what_the_reference_writes(op, generated):
+def test_generated_code_passes_the_checks_too(op, generated):
     for _, _, x in MODULES[op].checks([torch.bfloat16]):
         check_by_its_rule(op, x)
+
+
+@pytest.mark.parametrize("layout", ["BSND", "TND"])
+@pytest.mark.parametrize("value", [INT_MIN, -1, 0, 10**6, INT_MAX])
+@pytest.mark.parametrize(
+    "op, arguments",
+    [
+        ("npu_lightning_indexer_pto", dict(lengths_key=[300, 40])),
+        ("npu_lightning_indexer_pto", dict(lengths_key=[301, 40], cmp_ratio=4)),
+        ("npu_sparse_flash_attention_pto", dict(lengths_key=[300, 40])),
+        ("npu_quant_lightning_indexer_pto", dict(lengths_key=[300, 40])),
+        ("npu_kv_quant_sparse_flash_attention_pto", dict(lengths_key=[300, 40])),
+    ],
+    ids=lambda of: of if isinstance(of, str) else f"{of.get('cmp_ratio', 1)}",
+)
+def test_no_length_and_no_block_id_leads_outside(op, arguments, value, layout, both_ways):
+    # the interpreter rejects most addresses outside a tensor; of the others the result tells
+    program = PROGRAMS[op]
+    x = program.case([2, 1], **arguments, layout_query=layout, sparse_count=64)
+    if op == "npu_kv_quant_sparse_flash_attention_pto":
+        x["key"][..., 512:] = 0  # scales: every row may be reached now
+    else:
+        x = without_nan(x)
+    for name in (name for name in x if name.startswith(("actual_seq", "block_table"))):
+        hostile = x | {name: x[name].clone()}
+        hostile[name].view(-1)[0] = value
+        program.check(hostile, like=block_ids_clamped(hostile))
+    everywhere = x | dict(block_table=torch.full_like(x["block_table"], value))
+    program.check(everywhere, like=block_ids_clamped(everywhere))
+
+
+@pytest.mark.parametrize("slot", [-1, INT_MIN, INT_MAX, 10**6])
+def test_fused_does_not_write_a_slot_outside_the_cache(slot, both_ways):
+    fused = PROGRAMS["npu_sparse_attention_pto"]
+    x = without_nan(fused.case([300, 129], 2))
+    x["cache_index"][0, 1] = slot
+    fused.check(x)
+    x["cache_index"] = x["cache_index"].long()
+    fused.check(x)

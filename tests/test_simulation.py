@@ -8,35 +8,10 @@ import time
 
 import pytest
 import torch
+from cases.npu_kernels import affine_kernel
 from with_pypto import pypto, simulation
 
 pytestmark = pytest.mark.sim
-
-ROWS, WIDTH = pypto.DYNAMIC, pypto.STATIC
-
-
-def affine_kernel(body=None, *, tile=(8, 512)):
-    """``out = factor * x + 1`` and ``x = 2 * out`` in place, or whatever ``body`` does."""
-
-    @pypto.frontend.jit
-    def affine(
-        x: pypto.Tensor([ROWS, WIDTH], pypto.DT_FP32),
-        out: pypto.Tensor([ROWS, WIDTH], pypto.DT_FP32),
-        factor: float = 3.0,
-    ):
-        (body or loop)(x, out, factor)
-
-    def loop(x, out, factor):
-        for i in pypto.loop(0, x.shape[0] // 8, 1, name="ROWS", idx_name="i"):
-            pypto.set_vec_tile_shapes(*tile)
-            row = pypto.view(x, [8, x.shape[1]], [i * 8, 0])
-            pypto.assemble(pypto.add(pypto.mul(row, factor), 1.0), [i * 8, 0], out)
-        for i in pypto.loop(0, x.shape[0] // 8, 1, name="IN_PLACE", idx_name="j"):
-            pypto.set_vec_tile_shapes(*tile)
-            row = pypto.view(out, [8, x.shape[1]], [i * 8, 0])
-            pypto.assemble(pypto.mul(row, 2.0), [i * 8, 0], x)
-
-    return affine
 
 
 def arguments(rows=16, width=512):
@@ -92,8 +67,13 @@ def test_a_pass_that_is_verified_is_counted():
 
 
 def test_a_tile_that_does_not_fit_is_named_with_the_sizes():
+    def body(x, out, factor):
+        for _ in pypto.loop(1, name="ROWS", idx_name="i"):
+            pypto.set_vec_tile_shapes(8, 16384)
+            pypto.assemble(pypto.mul(pypto.view(x, [8, 16384], [0, 0]), factor), [0, 0], out)
+
     with pytest.raises(simulation.SimulationError) as error:
-        simulation.estimate(affine_kernel(tile=(8, 16384)), *arguments(width=16384))
+        simulation.estimate(affine_kernel(body), *arguments(width=16384))
     assert "affine" in str(error.value)
     assert "size [524288] exceeds MEM_UB size [196608]" in str(error.value)
 

@@ -62,6 +62,10 @@ def test_fake_tensors_have_the_shapes_of_a_forward_and_of_a_decode_step(kind):
         output = model(ids, use_cache=True)
         step = model(ids[:, :1], past_key_values=output.past_key_values)
     assert output.logits.shape == (2, 96, 199) and step.logits.shape == (2, 1, 199)
+    model, ids = model.to("meta"), ids.to("meta")
+    output = model(ids, use_cache=True)
+    step = model(ids[:, :1], past_key_values=output.past_key_values)
+    assert output.logits.shape == (2, 96, 199) and step.logits.shape == (2, 1, 199)
 
 
 @pytest.mark.parametrize("given", ["16k", "16", "19000B", " 19 K "])

@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 
 import pytest
-from tiny import KINDS, tiny_model
+from loading_harness import edit_json
+from tiny import KINDS, representatives, tiny_model
 
 from custom_pypto import models
 
@@ -25,7 +26,7 @@ class Marked:
         return Path.touch, (self.marker,)
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=representatives(KINDS))
 def checkpoint(request, tmp_path):
     path = tmp_path / "checkpoint"
     tiny_model(request.param).save_pretrained(path)
@@ -43,11 +44,6 @@ def marker(tmp_path, monkeypatch):
     return marker
 
 
-def edit_config(path, **changes):
-    file = path / "config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
 def bring_code(path, marker):
     """Modules for every name that a config may give to its own code."""
     code = f"from pathlib import Path\n\nPath({str(marker)!r}).touch()\n"
@@ -58,8 +54,8 @@ def bring_code(path, marker):
     )
     (path / "custom_generate").mkdir()
     (path / "custom_generate/generate.py").write_text(code + "def generate(model, **kwargs): ...\n")
-    edit_config(
-        path,
+    edit_json(
+        path / "config.json",
         auto_map={
             "AutoConfig": "theirs.Config",
             "AutoModel": "theirs.Model",
@@ -68,39 +64,23 @@ def bring_code(path, marker):
     )
 
 
-def test_pickled_weights_alone_are_rejected_and_not_opened(checkpoint, marker):
+SHARD, INDEX = "pytorch_model-00001-of-00001.bin", "model.safetensors.index.json"
+INCOMPLETE = "is not a complete safetensors file"
+PICKLES = {  # a pickle by this name, an index beside it, and what is said
+    "alone": ("pytorch_model.bin", None, r"model\.safetensors is missing"),
+    "in-shards": (SHARD, "pytorch_model.bin.index.json", r"model\.safetensors is missing"),
+    "in-the-index": ("weights.bin", INDEX, rf"weights\.bin .* {INCOMPLETE}"),
+    "by-the-name-of-safetensors": ("model.safetensors", None, rf"model\.safet.* {INCOMPLETE}"),
+}
+
+
+@pytest.mark.parametrize("file, index, message", PICKLES.values(), ids=PICKLES)
+def test_pickled_weights_are_rejected_and_not_opened(file, index, message, checkpoint, marker):
     (checkpoint / "model.safetensors").unlink()
-    (checkpoint / "pytorch_model.bin").write_bytes(pickle.dumps(Marked(marker)))
-    with pytest.raises(FileNotFoundError, match=r"model\.safetensors is missing"):
-        models.load(checkpoint)
-    assert not marker.exists()
-
-
-def test_pickled_weights_in_shards_are_rejected_and_not_opened(checkpoint, marker):
-    (checkpoint / "model.safetensors").unlink()
-    (checkpoint / "pytorch_model-00001-of-00001.bin").write_bytes(pickle.dumps(Marked(marker)))
-    index = {"weight_map": {"lm_head.weight": "pytorch_model-00001-of-00001.bin"}}
-    (checkpoint / "pytorch_model.bin.index.json").write_text(json.dumps(index))
-    with pytest.raises(FileNotFoundError, match=r"model\.safetensors is missing"):
-        models.load(checkpoint)
-    assert not marker.exists()
-
-
-def test_an_index_that_names_a_pickle_is_rejected_and_the_pickle_not_opened(checkpoint, marker):
-    (checkpoint / "model.safetensors").unlink()
-    (checkpoint / "weights.bin").write_bytes(pickle.dumps(Marked(marker)))
-    index = {"weight_map": {"lm_head.weight": "weights.bin"}}
-    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"weights\.bin .* is not a complete safetensors file"):
-        models.load(checkpoint)
-    assert not marker.exists()
-
-
-def test_a_pickle_by_the_name_of_safetensors_is_rejected_and_not_opened(checkpoint, marker):
-    (checkpoint / "model.safetensors").write_bytes(pickle.dumps(Marked(marker)))
-    with pytest.raises(
-        ValueError, match=r"model\.safetensors .* is not a complete safetensors file"
-    ):
+    (checkpoint / file).write_bytes(pickle.dumps(Marked(marker)))
+    if index:
+        (checkpoint / index).write_text(json.dumps({"weight_map": {"lm_head.weight": file}}))
+    with pytest.raises((FileNotFoundError, ValueError), match=message):
         models.load(checkpoint)
     assert not marker.exists()
 
@@ -121,7 +101,7 @@ def test_code_of_a_checkpoint_of_ours_is_passed_over(checkpoint, marker):
 
 def test_a_checkpoint_that_needs_code_of_its_own_is_rejected(checkpoint, marker):
     bring_code(checkpoint, marker)
-    edit_config(checkpoint, model_type="theirs")
+    edit_json(checkpoint / "config.json", model_type="theirs")
     with pytest.raises(ValueError, match="trust_remote_code"):
         models.load(checkpoint)
     assert not marker.exists()

@@ -10,4 +10,5 @@ if importlib.util.find_spec("pypto") is None:
 from custom_pypto import simulation  # noqa: E402, F401
 
 # isort: split
-import pypto  # noqa: E402, F401  # behind the simulation, which sets options that it reads once
+import pypto  # noqa: E402  # behind the simulation, which sets options that it reads once
+import pypto.experimental  # noqa: E402, F401

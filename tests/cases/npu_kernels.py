@@ -1,7 +1,6 @@
 """PyPTO kernels of a few lines, for what the host runs of them."""
 
 import torch
-from pypto.experimental import gather_in_l1
 from with_pypto import pypto
 
 ROWS, WIDTH = pypto.DYNAMIC, pypto.STATIC
@@ -15,24 +14,30 @@ def assert_product(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
     assert bool(((got - a @ b).abs() <= len(b) * 2**-24 * (a.abs() @ b.abs())).all())
 
 
-def affine_kernel(*, barrier=True):
-    """``out = 3 * x + 1`` and ``x = 2 * out`` in place, in tiles of 8 rows; ``barrier`` between."""
+def affine_kernel(body=None, *, barrier=True):
+    """``out = factor * x + 1`` and ``x = 2 * out`` in place, in tiles of 8 rows, with ``barrier``
+    between; or whatever ``body`` does.
+    """
 
     @pypto.frontend.jit
     def affine(
         x: pypto.Tensor([ROWS, WIDTH], pypto.DT_FP32),
         out: pypto.Tensor([ROWS, WIDTH], pypto.DT_FP32),
+        factor: float = 3.0,
     ):
-        for i in pypto.loop((x.shape[0] + 7) // 8, name="ROWS", idx_name="i"):
+        (body or both)(x, out, factor)
+
+    def tiles(name, source, barrier):
+        rows = (source.shape[0] + 7) // 8
+        for i in pypto.loop(rows, name=name, idx_name=name.lower(), submit_before_loop=barrier):
             pypto.set_vec_tile_shapes(8, 64)
-            valid = [(x.shape[0] - i * 8).min(8), x.shape[1]]
-            row = pypto.view(x, [8, x.shape[1]], [i * 8, 0], valid_shape=valid)
-            pypto.assemble(pypto.add(pypto.mul(row, 3.0), 1.0), [i * 8, 0], out)
-        tiles = (x.shape[0] + 7) // 8
-        for i in pypto.loop(tiles, name="IN_PLACE", idx_name="j", submit_before_loop=barrier):
-            pypto.set_vec_tile_shapes(8, 64)
-            valid = [(x.shape[0] - i * 8).min(8), x.shape[1]]
-            row = pypto.view(out, [8, x.shape[1]], [i * 8, 0], valid_shape=valid)
+            valid = [(source.shape[0] - i * 8).min(8), source.shape[1]]
+            yield i, pypto.view(source, [8, source.shape[1]], [i * 8, 0], valid_shape=valid)
+
+    def both(x, out, factor):
+        for i, row in tiles("ROWS", x, False):
+            pypto.assemble(pypto.add(pypto.mul(row, factor), 1.0), [i * 8, 0], out)
+        for i, row in tiles("IN_PLACE", out, barrier):
             pypto.assemble(pypto.mul(row, 2.0), [i * 8, 0], x)
 
     return affine
@@ -69,7 +74,9 @@ def selected_kernel():
             pypto.set_cube_tile_shapes([16, 16], [64, 64], [128, 128])
             chosen = pypto.view(index, [1, 64], [0, 0])
             blocks = pypto.view(table, [1, 8], [0, 0])
-            values = gather_in_l1(rows, chosen, blocks, 16, 256, is_b_matrix=True, is_trans=False)
+            values = pypto.experimental.gather_in_l1(
+                rows, chosen, blocks, 16, 256, is_b_matrix=True, is_trans=False
+            )
             pypto.assemble(pypto.matmul(weights, values, pypto.DT_FP32), [0, 0], out)
 
     return selected
