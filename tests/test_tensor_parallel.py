@@ -131,57 +131,31 @@ def test_both_ranks_quantise_the_same_keys_to_the_same_bytes(shared, kind):
 
 
 @pytest.mark.parametrize("kind", SHARED)
-@pytest.mark.parametrize("path", ["logits", "upstream"])
-def test_two_ranks_give_the_logits_of_one_process(shared, kind, path):
+def test_two_ranks_give_what_one_process_gives_with_half_of_the_heads_and_weights(shared, kind):
     ranks, alone = shared
-    for rank in ranks:
-        assert_close(rank[kind][path], alone[kind][path], kind)
-
-
-@pytest.mark.parametrize("kind", SHARED)
-def test_two_ranks_generate_the_tokens_of_one_process(shared, kind):
-    ranks, alone = shared
-    assert alone[kind]["tokens"].shape == (2, PREFILL + DECODE + 8)
-    for rank in ranks:
-        assert torch.equal(rank[kind]["tokens"], alone[kind]["tokens"])
-
-
-@pytest.mark.parametrize("kind", SHARED)
-def test_each_rank_has_half_of_the_heads(shared, kind):
-    ranks, _ = shared
-    for rank in ranks:
-        assert rank[kind]["class"].startswith("Paged")
-        assert rank[kind]["sharded"] == (2 * (32 + 24), 64)
-
-
-@pytest.mark.parametrize("kind", SHARED)
-def test_each_rank_keeps_its_part_of_the_weights_in_memory(shared, kind):
-    ranks, _ = shared
     with torch.device("meta"):
         model = tiny_model(kind)
     whole = {name: p.nbytes for name, p in model.named_parameters()}
     replicated = ("indexer", "norm", "_a_proj", "gate.weight", "hc")
     kept = sum(size for name, size in whole.items() if any(part in name for part in replicated))
     rest = sum(whole.values()) - kept
-    for rank in ranks:  # 199 rows of embedding and head are 100 and 99
-        assert rank[kind]["bytes"] == pytest.approx(kept + rest / 2, abs=2 * 96 * 4)
+    assert alone[kind]["tokens"].shape == (2, PREFILL + DECODE + 8)
+    for rank in (rank[kind] for rank in ranks):
+        assert_close(rank["logits"], alone[kind]["logits"], kind)
+        assert_close(rank["upstream"], alone[kind]["upstream"], kind)
+        assert torch.equal(rank["tokens"], alone[kind]["tokens"])
+        assert rank["class"].startswith("Paged")
+        assert rank["sharded"] == (2 * (32 + 24), 64)
+        # 199 rows of embedding and head are 100 and 99
+        assert rank["bytes"] == pytest.approx(kept + rest / 2, abs=2 * 96 * 4)
 
 
-def test_a_rank_that_selects_otherwise_is_named(shared):
+def test_ranks_that_cannot_share_or_differ_say_so(shared):
     ranks, _ = shared
-    for rank in ranks:
-        assert "layer 2" in rank["different"] and "between rank 0 and rank 1," in rank["different"]
-
-
-def test_a_rank_left_alone_fails_at_once(shared):
-    ranks, _ = shared
-    assert ranks[0]["alone"] and "imed out" not in ranks[0]["alone"]
-
-
-def test_heads_that_ranks_cannot_share_are_rejected_before_anything_is_loaded(shared):
-    ranks, _ = shared  # the folder has a config.json and no weights
-    for rank in ranks:
+    for rank in ranks:  # the folder has a config.json and no weights
         assert "must have 1 ranks" in rank["rejected"] and "got 2" in rank["rejected"]
+        assert "layer 2" in rank["different"] and "between rank 0 and rank 1," in rank["different"]
+    assert ranks[0]["alone"] and "imed out" not in ranks[0]["alone"]  # fails at once
 
 
 def test_numbers_of_ranks_that_can_share_a_model():
