@@ -22,8 +22,6 @@ from . import converter, kernel_packages, requirements
 from .requirements import installed_version, pypto_copy, pypto_problem
 from .version import __version__
 
-# bytes; with 16K, the least of pthreads, sparse attention ends with SIGSEGV
-LEAST_STACK = 20 * 2**10
 NO_NPU = {
     "what": "an NPU: here are no /dev/davinci* and no CANN",
     "remedy": "nothing to install on this machine; in the repository bash run.sh graph tries graph "
@@ -48,9 +46,9 @@ def check_stack_size() -> None:
     if found is None:  # the OpenMP runtime ignores it, too
         return
     unit = {"B": 1, "": 2**10, "K": 2**10, "M": 2**20, "G": 2**30}[found[2].upper()]
-    if int(found[1]) * unit < LEAST_STACK:
+    if int(found[1]) * unit < 20 * 2**10:  # with 16K sparse attention ends with SIGSEGV
         raise ImportError(
-            f"custom_pypto: OMP_STACKSIZE must be at least {LEAST_STACK >> 10}K, which threads of "
+            "custom_pypto: OMP_STACKSIZE must be at least 20K, which threads of "
             f"CPU kernels need, got {given!r}; unset it"
         )
 
@@ -366,19 +364,19 @@ def _ways(
         python = [_problem(header, "install Python's headers (Debian, Ubuntu: python3-dev)")]
     pypto = [pypto_missing] if pypto_missing else []
     packages = [package_missing] if package_missing else []
+    converters = [problem] if error is None and (problem := converter.problem()) else []
     on_npu = {
         "ops on the NPU": eager,
         "ops on the NPU through aclnn": packages,
         "graph mode npugraph_ex, by capture": eager,
         "graph mode max-autotune, by a callback of PyPTO": pypto + _callback_problem(),
-        "graph mode max-autotune, by a kernel package": _converter_problem(error),
+        "graph mode max-autotune, by a kernel package": converters,
     }
     device = [npu["problem"]] if npu["problem"] else []
     if NO_NPU in device:  # nothing else is to be installed for a machine without one
         on_npu = dict.fromkeys(on_npu, [])
     elif versions["torch_npu"] is None and (problem := _build_problem()):
         device.append(problem)
-
     ways = {
         "ops on the CPU": load,
         "models of transformers on the CPU": load + models,
@@ -400,9 +398,3 @@ def _callback_problem() -> list[dict[str, str]]:
     if converter.problem() is None:  # a converter keeps torchair from the callback
         return [_problem("no converters: GE has kernels", f"set {converter.VARIABLE}=0")]
     return []
-
-
-def _converter_problem(error: Exception | None) -> list[dict[str, str]]:
-    if error is not None:
-        return []
-    return [problem] if (problem := converter.problem()) else []
