@@ -16,6 +16,10 @@ OP = "npu_lightning_indexer_grad_pto"
 LEAVES = ("query", "key", "weights")
 
 
+def rows(*fast: str) -> list:
+    return [pytest.param(id, marks=[] if id in fast else [pytest.mark.slow]) for id in INDEXER]
+
+
 def scores_and_gradients(x: dict) -> tuple:
     """Positions and scores of the public forward, the gradients of the scores, and those that
     ``backward()`` makes of them.
@@ -43,15 +47,15 @@ def check_training(x: dict) -> None:
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("id", INDEXER)
+@pytest.mark.parametrize(
+    "id", rows("ragged-and-empty", "packed-keys", "keys-by-sequence", "compressed")
+)
 def test_backward_through_the_scores(id, dtype, interpreted):
     check_training(index_case(**INDEXER[id], dtype=dtype))
 
 
 @needs_gcc
-@pytest.mark.parametrize(
-    "id", ["ragged-and-empty", *(pytest.param(id, marks=pytest.mark.slow) for id in INDEXER)]
-)
+@pytest.mark.parametrize("id", rows("ragged-and-empty"))
 def test_generated_code_of_a_backward_through_the_scores(id, generated):
     check_training(index_case(**INDEXER[id]))
 

@@ -157,7 +157,16 @@ def test_calls_of_a_class_of_sizes_share_a_kernel():
     assert first is same and first not in others
 
 
-@pytest.mark.parametrize("op", [op for op in CALLS if not op.endswith(ON_HOST)])
+@pytest.mark.parametrize(
+    "op",
+    [
+        pytest.param(
+            op, marks=[] if op.endswith(("indexer_pto", "attention_pto")) else [pytest.mark.slow]
+        )
+        for op in CALLS
+        if not op.endswith(ON_HOST)
+    ],
+)
 def test_lengths_and_block_tables_can_be_declared_ready_on_the_host(op, monkeypatch):
     """PyPTO rejects a name that is not an argument; the estimate stays what it was."""
     found = []
