@@ -21,7 +21,7 @@ from model_harness import (
     unchanged,
     upstream_and_patched,
 )
-from tiny import ALL_KINDS, KINDS, OWN, clear_case, tiny_model, token_ids
+from tiny import ALL_KINDS, KINDS, OWN, clear_case, marks_of, tiny_model, token_ids
 from transformers import DynamicCache
 
 from custom_pypto import models
@@ -70,7 +70,7 @@ CROPS = {"deepseek_v4": [16, 3, 60], "glm5_next": [50]}
 @pytest.mark.parametrize(
     "kind, fed, change, rows",
     [
-        pytest.param(kind, fed, *change, id=f"{kind}-{fed}-tokens-{name}")
+        pytest.param(kind, fed, *change, id=f"{kind}-{fed}-tokens-{name}", marks=marks_of(kind))
         for kind in OWN
         for fed in FED.get(kind, [50])
         for name, change in (
