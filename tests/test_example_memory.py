@@ -46,6 +46,7 @@ def test_fewer_layers_are_those_of_load():
     assert one.parameters == sum(x.numel() for x in model.parameters()) < all_layers.parameters
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not NEWEST, reason="the pages have the figures of the newest transformers")
 def test_the_pages_have_what_it_prints():
     lines = printed().stdout.splitlines()
@@ -61,6 +62,7 @@ def test_the_pages_have_what_it_prints():
         assert all(line in text for line in of_machines[first:])
 
 
+@pytest.mark.slow
 def test_bad_input_is_named():
     assert "--layers needs a checkpoint" in printed("--layers", "2", status=2).stderr
     done = printed("tests", status=1)

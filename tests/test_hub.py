@@ -306,7 +306,13 @@ def test_serve_takes_a_name(server, folder, tmp_path):
     assert "CHECKPOINT: owner/none is no directory here" in serve("owner/none", server, tmp_path)
 
 
-@pytest.mark.parametrize("script", ["generate.py", "needle.py", "convert_checkpoint.py"])
+@pytest.mark.parametrize(
+    "script",
+    [
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("generate.py", "needle.py")),
+        "convert_checkpoint.py",
+    ],
+)
 def test_programs_say_what_is_wrong_with_a_name(script, server, tmp_path):
     option = ["--model"] if script != "convert_checkpoint.py" else []
     more = [] if option else [str(tmp_path / "target")]
