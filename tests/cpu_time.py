@@ -76,7 +76,7 @@ class CpuTime:
             self.config.workeroutput["cpu_seconds"] = cpu_seconds()
         elif self.whole and exitstatus in (0, 1):
             TIMES.parent.mkdir(exist_ok=True)
-            TIMES.write_text(json.dumps(known_times() | {self.kind: self.workers + cpu_seconds()}))
+            TIMES.write_text(json.dumps(known_times() | {self.kind: self.total()}))
             if "CI" in os.environ and over_budget():
                 session.exitstatus = 1
 
@@ -84,9 +84,12 @@ class CpuTime:
     def pytest_testnodedown(self, node, error):
         self.workers += getattr(node, "workeroutput", {}).get("cpu_seconds", 0)
 
+    def total(self) -> float:
+        return self.workers or cpu_seconds()  # ended workers are children, too
+
     def pytest_terminal_summary(self, terminalreporter):
         write = terminalreporter.write_line
-        minutes = (self.workers + cpu_seconds()) / 60
+        minutes = self.total() / 60
         terminalreporter.section(f"{minutes:.1f} CPU minutes; the dearest files, in seconds")
         for file, seconds in self.files.most_common(DEAREST):
             write(f"{seconds:7.1f}  {file}")

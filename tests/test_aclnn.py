@@ -191,8 +191,9 @@ def test_without_a_package_the_error_names_the_remedy(monkeypatch):
         custom_pypto.add_custom(X.npu(), X.npu())
     assert str(rejected.value) == (
         "add_custom: CUSTOM_PYPTO_EAGER=aclnn needs a kernel package with AddCustom in "
-        "ASCEND_CUSTOM_OPP_PATH or ASCEND_OPP_PATH/vendors; install one, built from "
-        "custom_pypto/graph/*.h, or set it to pypto"
+        "ASCEND_CUSTOM_OPP_PATH or ASCEND_OPP_PATH/vendors; this package ships no kernels for "
+        "CANN, and PyPTO needs none; one of your own is built from custom_pypto/graph/*.h, or set "
+        "it to pypto"
     )
 
 

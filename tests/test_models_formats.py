@@ -67,7 +67,9 @@ def logits(**dtypes):
     cache.reorder_cache(torch.tensor([1, 1]))
     cache.batch_repeat_interleave(2)
     cache.crop(-3)
-    return got, model(token_ids(4, 3), past_key_values=cache).logits
+    mask = torch.ones(4, 42)
+    mask[:, :9] = 0  # the padding of the sequence that all are copies of
+    return got, model(token_ids(4, 3), attention_mask=mask, past_key_values=cache).logits
 
 
 def test_a_format_that_is_added_computes_like_rounded_rows(monkeypatch):

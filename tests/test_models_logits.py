@@ -127,9 +127,16 @@ def test_a_forward_without_a_cache_makes_its_own(kind, use_cache):
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
-def test_positions_count_from_the_first_real_token_if_none_are_given(kind):
+def test_positions_that_are_left_out_are_upstreams(kind):
     upstream, patched = upstream_and_patched(kind)
-    seed, want = clear_case(lambda seed: alone(upstream, left_padded(PADS, 60, seed)[0], PADS))
+
+    def run(seed):
+        ids, mask, _ = left_padded(PADS, 60, seed)
+        if kind in COUNT_PADDING:
+            return alone(upstream, ids, PADS)
+        return upstream(ids, attention_mask=mask).logits[mask.bool()]
+
+    seed, want = clear_case(run)
     ids, mask, _ = left_padded(PADS, 60, seed)
     for use_cache in (False, True):
         got = patched(ids, attention_mask=mask, use_cache=use_cache).logits
