@@ -12,14 +12,16 @@ from collections import Counter
 import pytest
 from repository import REPOSITORY
 
-BUDGET = 10  # CPU minutes of `bash run.sh test`, on the stand-in for CANN included
+# CPU minutes of `bash run.sh test`, on the stand-in for CANN included, with room for slower CPUs
+# than the Intel Xeon with AMX that the numbers below are from
+BUDGET = 40
 TIMES = REPOSITORY / "build/test_times.json"  # CPU seconds of the last whole run of each kind
-# before the first run on a machine; measured on an Intel Xeon with AMX, in CPU seconds
+# before the first run on a machine, in CPU seconds; those of --all are estimates
 USUAL = {
-    "default": 300.0,
-    "default on the stand-in": 60.0,
-    "all": 900.0,
-    "all on the stand-in": 180.0,
+    "default": 720.0,
+    "default on the stand-in": 200.0,
+    "all": 2400.0,
+    "all on the stand-in": 600.0,
 }
 DEAREST = 10
 started = pytest.StashKey[float]()
