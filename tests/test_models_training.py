@@ -1,9 +1,12 @@
 """Training on the ops: upstream's gradients in every kind of batch, without a matrix of scores."""
 
+from functools import partial
+
 import pytest
 import torch
 from model_harness import COUNT_PADDING
 from tiny import ALL_KINDS, KINDS, clear_case, token_ids
+from torch.utils.checkpoint import checkpoint
 from training_harness import (
     BATCHES,
     KINDS_OF_LOSS,
@@ -166,6 +169,20 @@ def test_a_second_derivative_is_rejected():
     (first,) = torch.autograd.grad(model(**whole()).loss, weight, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         first.sum().backward()
+
+
+def test_a_reentrant_checkpoint_of_shared_latents_is_rejected_by_the_layer():
+    """Whoever made it: `gradient_checkpointing_enable` tells the model, a hand-written one none."""
+
+    def by_hand(forward, hidden_states, **kwargs):
+        return checkpoint(partial(forward, **kwargs), hidden_states, use_reentrant=True)
+
+    model = model_for("ops", SHARING)
+    model.enable_input_require_grads()
+    for layer in text_model(model).layers:
+        layer.forward = partial(by_hand, layer.forward)
+    with pytest.raises(ValueError, match="use_reentrant=False .*got True, which would drop"):
+        trained(model, whole())
 
 
 # ---- memory -----------------------------------------------------------------------------------
