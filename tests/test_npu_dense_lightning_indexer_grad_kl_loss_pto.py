@@ -64,8 +64,8 @@ def test_over_all_keys_both_losses_are_equal():
         kl(**dense),
         custom_pypto.npu_sparse_lightning_indexer_grad_kl_loss_pto(**sparse),
     )
-    for one, other in zip(got, expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    error, bound = MODULES[OP].error(got, expected, dense, dense)
+    assert error <= 2 * bound  # of each
 
 
 class Largest(TorchDispatchMode):

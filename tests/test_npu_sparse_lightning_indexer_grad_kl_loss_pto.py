@@ -72,19 +72,22 @@ def test_the_loss_is_that_of_torch():
     leaves = {name: exact[name].requires_grad_() for name in index}
     expected = definition(exact | leaves)
     gradients = torch.autograd.grad(expected, [leaves[name] for name in index])
-    *got, loss = kl(**x)
-    torch.testing.assert_close(loss.double(), expected.detach()[None], rtol=1e-5, atol=0)
-    for one, other in zip(got, gradients, strict=True):
-        error = one[: len(other)].double() - other
-        assert error.norm() <= 1e-5 * other.norm()
+    of_torch = *gradients, expected.detach()[None]
+    got = kl(**x)
+    rest = [len(one) - len(other) for one, other in zip(got, of_torch, strict=True)]  # padding
+    padded = [
+        torch.cat([x, x.new_zeros(n, *x.shape[1:])]) for x, n in zip(of_torch, rest, strict=True)
+    ]
+    error, bound = MODULES[OP].error(got, tuple(padded), x, x)
+    assert error <= bound
 
 
 def test_sinks_in_the_statistics_change_nothing():
     """They scale the probabilities of a head, so the heads weigh otherwise."""
     x = inputs([4], [40], heads=1)
     more = x | dict(softmax_sum=x["softmax_sum"] * 3)
-    for one, other in zip(kl(**more), kl(**x), strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-7)
+    error, bound = MODULES[OP].error(kl(**more), kl(**x), x, x)
+    assert error <= 2 * bound  # of each
     x = inputs([4], [40], heads=2)
     weighed = x | dict(softmax_sum=x["softmax_sum"] * torch.tensor([1.0, 3.0]))
     assert not torch.allclose(check(weighed)[0], kl(**x)[0])
@@ -103,7 +106,9 @@ def test_an_indexer_that_agrees_has_neither_loss_nor_gradient():
     x["weights"] = torch.full_like(x["weights"], x["scale_value"])
     x |= MODULES[OP].with_selection(x, 8)
     *gradients, loss = kl(**x)
-    assert abs(loss) <= 1e-6
+    # the largest logit, a sum of 48 positive products, rounds so in either distribution
+    logits = 2 * 48 * 2**-24 * x["scale_value"] * (x["query"][0] @ x["key"][:20, 0].T).max()
+    assert abs(loss) <= 2 * logits
     assert all(gradient[:1].abs().max() <= 1e-6 for gradient in gradients)
 
 
