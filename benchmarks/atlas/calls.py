@@ -88,9 +88,9 @@ class Call:
 
 def calls(op: str, quick: bool) -> list[Call]:
     """The cases of an op; with ``quick`` the one with the least work."""
-    found = [recorded(case) for case in npu_cases.cases() if case.op != PART_OF_A_PROGRAM]
-    found = [call for call in found if call.op == op]
-    return [min(found, key=lambda call: call.case.flop)] if quick else found
+    found = (recorded(case) for case in npu_cases.cases() if case.op != PART_OF_A_PROGRAM)
+    found = (call for call in found if call.op == op)
+    return [min(found, key=lambda call: call.case.flop)] if quick else list(found)
 
 
 def recorded(case: npu_cases.Case) -> Call:
