@@ -111,9 +111,16 @@ def _described(arguments: dict) -> str:
             return repr(value)
         strides = "" if value.is_contiguous() else f" strides {list(value.stride())}"
         dtype = str(value.dtype).removeprefix("torch.")
-        return f"{dtype} {list(value.shape)}{strides}"
+        return f"{dtype} {list(value.shape)}{strides}{_range(value)}"
 
     return ", ".join(f"{name} {one(value)}" for name, value in arguments.items())
+
+
+def _range(value: Tensor) -> str:
+    """Of positions, lengths and block ids: the ops clamp or skip those out of range."""
+    if value.dtype not in (torch.int32, torch.int64) or value.device.type != "cpu":
+        return ""  # reading from a device would wait for it
+    return f" of {value.min()} to {value.max()}" if value.numel() else ""
 
 
 def _report(op: str, arguments: dict, error: Exception) -> None:
