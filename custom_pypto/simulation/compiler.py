@@ -7,6 +7,9 @@ output is turned into one error.
 
 import contextlib
 import ctypes
+import functools
+import gc
+import inspect
 import hashlib
 import importlib.util
 import json
@@ -208,6 +211,9 @@ def _run_in_child(kernel, tensors, params, prepare, timeout, run: Path) -> None:
 
 
 def _child(kernel, tensors, params, prepare, run: Path, send) -> None:
+    gc.disable()  # it writes to every object, whose memory would be copied
+    # PyPTO asks for its caller's line with the source lines of the whole stack around it
+    inspect.stack = functools.partial(inspect.stack, context=0)
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     log = os.open(run / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sys.stdout.flush()
