@@ -2,7 +2,7 @@
 
 The schema (``REGISTER_OP`` in ``csrc/ops/<op>.cpp``) declares an op's arguments. Schemas and
 entries determine the functions registered on NPUs, the converters of graph mode, the GE prototypes
-with their constructors, and the logged ops.
+and the logged ops.
 
 This module imports the standard library only, so that it can be read where torch does not load.
 """

@@ -1,18 +1,23 @@
 """Mistakes in converters and graphs: the tests of graph mode find them."""
 
 import contextlib
-import inspect
 import itertools
 from collections import Counter
 
 import ge_graphs
 import pytest
-from ge_graphs import OVERLOADS, check, constructor, not_default, split
+from ge_graphs import OVERLOADS, check, not_default, split
 
 from custom_pypto.descriptions import ge_type
-from custom_pypto.graph import ops
+from custom_pypto.graph import prototypes
 
 pytestmark = pytest.mark.ascend_host
+
+
+def attributes_of(op: str) -> dict[str, prototypes.Attribute]:
+    named = {prototype.name: prototype for prototype in prototypes.prototypes()}
+    return {a.name: a for a in named[op.replace(".", "_")].attributes}
+
 
 # their default is the only value that an NPU takes, or that a call with every input has
 ONE_VALUE = {
@@ -21,11 +26,10 @@ ONE_VALUE = {
     ("npu_lightning_indexer_prolog_pto", "layout_query"),
 }
 ATTRIBUTES = [
-    (op, parameter.name)
+    (op, attribute)
     for op in OVERLOADS
-    for parameter in inspect.signature(getattr(ops, constructor(op))).parameters.values()
-    if parameter.kind is parameter.KEYWORD_ONLY
-    if not {parameter.name, (op, parameter.name)} & ONE_VALUE
+    for attribute in attributes_of(op)
+    if not {attribute, (op, attribute)} & ONE_VALUE
 ]
 PAIRS = [
     (op, *pair)
@@ -66,31 +70,30 @@ def test_there_are_attributes_and_inputs_to_confuse():
 
 @pytest.mark.parametrize("op, attribute", few(ATTRIBUTES))
 def test_an_attribute_that_a_converter_drops_is_found(op, attribute, monkeypatch):
-    right = getattr(ops, constructor(op))
-    default = inspect.signature(right).parameters[attribute].default
+    from custom_pypto.converter import convert  # with torchair
 
-    def wrong(*inputs, **attributes):
-        value, other = attributes[attribute], default
-        if default is inspect.Parameter.empty:
+    described = attributes_of(op)[attribute]
+
+    def wrong(op, arguments, overload_name):
+        value, other = arguments[attribute], described.default
+        if described.required:
             other = False if isinstance(value, bool) else type(value)(1)
-        attributes[attribute] = other
-        return right(*inputs, **attributes)
+        return prototypes.node(op, arguments | {attribute: other}, overload_name)
 
-    monkeypatch.setattr(ops, constructor(op), wrong)
+    monkeypatch.setattr(convert, "node", wrong)
     with found(op):
         check(op, [not_default(op)])
 
 
 @pytest.mark.parametrize("op, one, other", few(PAIRS))
 def test_inputs_that_a_converter_swaps_are_found(op, one, other, monkeypatch):
-    right = getattr(ops, constructor(op))
+    from custom_pypto.converter import convert
 
-    def wrong(*inputs, **attributes):
-        named = inspect.signature(right).bind(*inputs, **attributes).arguments
-        named[one], named[other] = named[other], named[one]
-        return right(**named)
+    def wrong(op, arguments, overload_name):
+        swapped = {one: arguments[other], other: arguments[one]}
+        return prototypes.node(op, arguments | swapped, overload_name)
 
-    monkeypatch.setattr(ops, constructor(op), wrong)
+    monkeypatch.setattr(convert, "node", wrong)
     with found(op):
         check(op, [not_default(op)])
 

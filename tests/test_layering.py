@@ -223,8 +223,8 @@ CIRCULAR = {
         "models/attention.py": "from models import cache",
     },
     "a-file-and-its-folder": {
-        "custom_pypto/graph/__init__.py": "from .ops import add_custom",
-        "custom_pypto/graph/ops.py": "from custom_pypto import graph",
+        "custom_pypto/graph/__init__.py": "from .headers import source",
+        "custom_pypto/graph/headers.py": "from custom_pypto import graph",
     },
 }
 

@@ -9,7 +9,7 @@ from torchair.ge import Tensor
 
 from .. import npu
 from ..descriptions import OPS, variant
-from ..graph import ops
+from ..graph.prototypes import node
 from ..schemas import bound, overloads
 
 # the number of a symbol in this call; an older torch has it by the second name
@@ -27,7 +27,6 @@ def register(op: str) -> None:
 def _register(op: str, overload: torch._ops.OpOverload) -> None:
     description, schema = OPS[op], overload._schema
     returned = len(schema.returns)
-    constructor = variant(op, schema.overload_name).removeprefix("npu_")
 
     def convert(*args, **kwargs):
         arguments = {n: of_host(value) for n, value in bound(op, args, kwargs).items()}
@@ -38,7 +37,7 @@ def _register(op: str, overload: torch._ops.OpOverload) -> None:
             if arguments[name] is None:
                 arguments[name] = value
         own = {argument.name: arguments[argument.name] for argument in schema.arguments}
-        outputs = getattr(ops, constructor)(**own)
+        outputs = node(op, own, schema.overload_name)
         # the node also outputs the inputs that it writes, as torchair requires; the op does not
         if returned == 0:
             return None

@@ -1,11 +1,11 @@
-"""``python -m custom_pypto.graph``: writes the GE prototypes and ``ops.py`` beside this file."""
+"""``python -m custom_pypto.graph``: writes the GE prototypes beside this file."""
 
 import argparse
 import os
 import sys
 from pathlib import Path
 
-from . import constructors, headers
+from . import headers
 from .prototypes import PrototypeError, prototypes
 
 FOLDER = Path(__file__).parent
@@ -14,8 +14,8 @@ FOLDER = Path(__file__).parent
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m custom_pypto.graph",
-        description="writes the prototypes of the GE operators (<op>.h) and their constructors "
-        "(ops.py) from the schemas and descriptions of the ops",
+        description="writes the prototypes of the GE operators (<op>.h) from the schemas and "
+        "descriptions of the ops",
     )
     parser.add_argument(
         "--check", action="store_true", help="write nothing; exit with 1 if a file would change"
@@ -27,7 +27,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 1
     texts = {FOLDER / f"{prototype.name}.h": headers.source(prototype) for prototype in found}
-    texts[FOLDER / "ops.py"] = constructors.source(found)
     stale = [path for path in texts if not path.exists() or path.read_text() != texts[path]]
     if options.check:
         for path in stale:

@@ -131,16 +131,16 @@ def _attribute(op: str, argument, type: str, optional: bool, description: Descri
     return Attribute(name, type, not argument.has_default_value(), default)
 
 
-def node(op: str, arguments: dict[str, Any], other: str = ""):
+def node(op: str, arguments: dict[str, Any], overload_name: str = ""):
     """Adds a node of the GE operator of ``op``; returns its output, or a tuple of them.
 
     Args:
         arguments: every input and attribute, by name.
-        other: the overload, if it is not the default one.
+        overload_name: empty for the default one.
     """
     from torchair import ge  # needs torch_npu
 
-    found = prototype(overload(op, other)._schema, OPS[op])
+    found = prototype(overload(op, overload_name)._schema, OPS[op])
     return ge.custom_op(
         found.type,
         inputs={tensor.name: arguments[tensor.name] for tensor in found.inputs},
