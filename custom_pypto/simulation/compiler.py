@@ -9,9 +9,9 @@ import contextlib
 import ctypes
 import functools
 import gc
-import inspect
 import hashlib
 import importlib.util
+import inspect
 import json
 import multiprocessing
 import os
