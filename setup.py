@@ -63,7 +63,7 @@ FLAGS = ["-DPy_LIMITED_API=0x030A0000", "-O3", "-fopenmp", "-g0", "-Wall", "-Wex
 FLAGS.append(f"-std=c++{requirements.cxx_standard(TORCH)}")
 if sanitize:
     FLAGS += ["-O1", "-g1", "-fno-omit-frame-pointer", *sanitize]
-if os.environ.get("CUSTOM_PYPTO_WERROR") == "1":
+if requirements.switched_on("CUSTOM_PYPTO_WERROR"):
     FLAGS.append("-Werror")
 
 

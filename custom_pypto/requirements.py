@@ -122,9 +122,21 @@ def installing(extra: str) -> str:
     return f"pip install {shlex.join(needed)}"
 
 
+def switched_on(variable: str) -> bool:
+    """Whether this variable of the environment is 1; unset, empty or 0: off.
+
+    Raises:
+        ValueError: it has another value.
+    """
+    value = os.environ.get(variable) or "0"
+    if value not in ("0", "1"):
+        raise ValueError(f"custom_pypto: {variable} must be 1 (on) or 0 (off), got {value!r}")
+    return value == "1"
+
+
 def torch_problem(torch: str) -> str | None:
     """Why the ops must not be compiled against this torch."""
-    if minor(torch) in TORCH or os.environ.get(UNTESTED_TORCH) == "1":
+    if minor(torch) in TORCH or switched_on(UNTESTED_TORCH):
         return None
     return (
         f"torch must be {listed(TORCH)}, the tested versions, got {torch}; install one of them, or "

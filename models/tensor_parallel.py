@@ -14,10 +14,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from transformers.distributed import DistributedConfig
 
-from custom_pypto.requirements import TRANSFORMERS
+from custom_pypto.requirements import TRANSFORMERS, switched_on
 
 # compare the indices of all ranks after every indexer, to find a rank with different results
-CHECK_RANKS = os.environ.get("CUSTOM_PYPTO_CHECK_RANKS") == "1"
+CHECK_RANKS = switched_on("CUSTOM_PYPTO_CHECK_RANKS")
 # query heads that npu_sparse_flash_attention_pto takes on an NPU; on CPU it takes any number
 NPU_HEADS = 128
 

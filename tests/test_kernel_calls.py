@@ -17,11 +17,13 @@ from cases.npu_programs import (
     statistics_case,
 )
 from cases.npu_sparse_attention_pto import CACHES
+from torch.utils._python_dispatch import TorchDispatchMode
 from with_pypto import simulation
 
 import custom_pypto
 from custom_pypto import npu
 from custom_pypto.descriptions import OPS
+from custom_pypto.schemas import bound
 
 pytestmark = pytest.mark.sim
 
@@ -115,6 +117,19 @@ def test_wrappers_read_no_value_on_the_host(op, layout, change):
         npu.implementations(launch)[op](**arguments)
     real, meta = launched
     assert real == meta and all(contiguous for *_, contiguous in real)
+
+
+class Computes(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        raise AssertionError(f"a check calls {function}")
+
+
+@pytest.mark.parametrize("layout", ["BSND", "TND"])
+@pytest.mark.parametrize("op", CALLS)
+def test_a_check_reads_sizes_strides_and_dtypes_only(op, layout):
+    arguments = bound(op.partition(".")[0], (), arguments_of(op, layout))
+    with Computes():
+        npu.check(op.partition(".")[0], arguments)
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,17 @@ def test_a_build_for_another_torch_is_rejected_before_it_is_loaded(tmp_path, wit
     assert "built for torch of unknown version" in last
 
 
+@pytest.mark.parametrize("value, on", [(None, False), ("", False), ("0", False), ("1", True)])
+def test_a_switch_is_0_or_1(value, on, monkeypatch):
+    if value is not None:
+        monkeypatch.setenv(requirements.UNTESTED_TORCH, value)
+    assert requirements.switched_on(requirements.UNTESTED_TORCH) == on
+    monkeypatch.setenv(requirements.UNTESTED_TORCH, "true")
+    message = f"^custom_pypto: {requirements.UNTESTED_TORCH} must be 1 .on. or 0 .off., got 'true'$"
+    with pytest.raises(ValueError, match=message):
+        requirements.torch_problem("2.99")
+
+
 def of_torch(version: str, code: str) -> str:
     """The code, where this is the installed torch."""
     return f"import torch; torch.__version__ = {version!r}\n{code}"

@@ -2,7 +2,6 @@
 
 import functools
 import importlib
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..descriptions import HALF, OPS, spelled
-from ..requirements import pypto_problem, warn_of_untested_pypto
+from ..requirements import pypto_problem, switched_on, warn_of_untested_pypto
 
 Arguments = SimpleNamespace  # of a call, by their names in the schema
 
@@ -152,7 +151,7 @@ class Limits:
         ``lengths += 1`` does, and is therefore off by default. A strided tensor is rejected, since
         its contiguous copy would be such an op.
         """
-        ready = os.environ.get("CUSTOM_PYPTO_READY_ON_HOST", "0") == "1"
+        ready = switched_on("CUSTOM_PYPTO_READY_ON_HOST")
         if ready:
             expected = "contiguous with CUSTOM_PYPTO_READY_ON_HOST=1"
             remedy = "pass a contiguous tensor, or unset the variable"

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .common import Arguments, Limits, name, padded, query_lengths
-from .key_sequences import KeySequences, on_device
+from .key_sequences import KeySequences, as_tensor
 
 
 def check(limits: Limits) -> None:
@@ -21,8 +21,7 @@ def check(limits: Limits) -> None:
 
 
 def key_sequences(a: Arguments) -> KeySequences:
-    lengths = on_device(a.actual_seq_klen, a.key_index)
-    return KeySequences(a.key_index, a.layout, lengths, cmp_ratio=a.cmp_ratio)
+    return KeySequences(a.key_index, a.layout, a.actual_seq_klen, cmp_ratio=a.cmp_ratio)
 
 
 def common_facts(a: Arguments, keys: KeySequences) -> dict[str, Any]:
@@ -46,7 +45,7 @@ def common_facts(a: Arguments, keys: KeySequences) -> dict[str, Any]:
 def common_tensors(a: Arguments, keys: KeySequences, size: int) -> dict[str, Tensor | None]:
     """Lengths, first rows and the mask of both programs, for tiles of ``size`` keys."""
     found = keys.tensors()
-    lengths, tokens = on_device(a.actual_seq_qlen, a.key_index), a.query_index[..., 0, 0].numel()
+    lengths, tokens = as_tensor(a.actual_seq_qlen, a.key_index), a.query_index[..., 0, 0].numel()
     ones = a.key_index.new_ones(1, size, dtype=torch.float32)
     return dict(
         query_lengths=query_lengths(lengths, a.layout, tokens, found["key_lengths"]),

@@ -15,7 +15,7 @@ from .pages import counts, spans
 class KeySequences:
     key: Tensor
     layout: str
-    lengths: Tensor | None  # in tokens, as the layout has them
+    lengths: Tensor | list[int] | None  # in tokens, as the layout has them
     block_table: Tensor | None = None
     cmp_ratio: int = 1  # tokens per row
 
@@ -61,7 +61,7 @@ class KeySequences:
 
     def tensors(self) -> dict[str, Tensor | None]:
         """Lengths and first rows of the sequences, and the block tables of gathers."""
-        device, lengths = self.key.device, self.lengths
+        device, lengths = self.key.device, as_tensor(self.lengths, self.key)
         starts = torch.zeros(1, dtype=torch.int32, device=device)  # not read with pages
         if self.layout == "TND":
             assert lengths is not None  # by the contract
@@ -79,13 +79,13 @@ class KeySequences:
         )
 
 
-def on_device(lengths: list[int] | None, like: Tensor) -> Tensor | None:
-    """Lengths that are integers of the host as a tensor, clamped to int32.
+def as_tensor(lengths: Tensor | list[int] | None, like: Tensor) -> Tensor | None:
+    """Lengths on the device of ``like``; integers of the host are clamped to int32.
 
     Each is written by a kernel: a capture allows no copy from the host, and a copy would wait.
     """
-    if lengths is None:
-        return None
+    if lengths is None or isinstance(lengths, Tensor):
+        return lengths
     limits, found = torch.iinfo(torch.int32), like.new_empty(len(lengths), dtype=torch.int32)
     for i, n in enumerate(lengths):
         found[i].fill_(min(max(n, limits.min), limits.max))

@@ -14,7 +14,7 @@ from .common import (
     query_lengths,
     rows,
 )
-from .key_sequences import KeySequences, on_device, zero_sums
+from .key_sequences import KeySequences, as_tensor, zero_sums
 from .npu_lightning_indexer_grad_pto import OUTPUTS
 
 OP = "npu_sparse_lightning_indexer_grad_kl_loss_pto"
@@ -30,8 +30,7 @@ def check(a: Arguments) -> None:
 
 
 def key_sequences(a: Arguments) -> KeySequences:
-    lengths = on_device(a.actual_seq_klen, a.key)
-    return KeySequences(a.key, a.layout, lengths, cmp_ratio=a.cmp_ratio)
+    return KeySequences(a.key, a.layout, a.actual_seq_klen, cmp_ratio=a.cmp_ratio)
 
 
 def kernel_call(a: Arguments, results: tuple[Tensor, ...]) -> KernelCall | None:
@@ -58,7 +57,7 @@ def kernel_call(a: Arguments, results: tuple[Tensor, ...]) -> KernelCall | None:
         **keys.facts(),
     )
     of_keys, indices = keys.tensors(), rows(a.sparse_indices)
-    lengths = on_device(a.actual_seq_qlen, a.query)
+    lengths = as_tensor(a.actual_seq_qlen, a.query)
     index = dict(
         query_index=by_head(a.query_index, facts.index_rows),
         key_index=rows(a.key_index),

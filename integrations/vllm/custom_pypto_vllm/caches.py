@@ -68,7 +68,8 @@ class Int8LatentRows(LatentRows):
         custom_pypto.npu_kv_quant_update_pto(latent, rope, slots, cache[..., None, :])
 
     def attend(self, query, query_rope, cache, indices, scale, metadata, sinks):
-        assert sinks is None  # the op has none; check_hy_v4 rejects the cache
+        if sinks is not None:  # check_hy_v4 rejects the cache
+            raise ValueError("custom_pypto_vllm: int8 caches take no sinks, got a tensor")
         # churn: MLAAttention.forward_impl takes any quantised cache for one in fp8
         return custom_pypto.npu_kv_quant_sparse_flash_attention_pto(
             torch.cat([query, query_rope], dim=-1),

@@ -28,6 +28,8 @@ class HyperConnectionPre(MHCPreOp):
     ):
         """Of streams ``[..., S, hidden]``: gates ``[..., S, 1]`` of the output, a doubly stochastic
         mixture ``[..., S, S]`` of the streams, and the input ``[..., hidden]``."""
+        if norm_weight is not None:
+            raise ValueError("custom_pypto_vllm: norm_weight must be None, got a tensor")
         streams = residual.shape[-2]
         before, after, mixture = _mixes(residual, fn, rms_eps).split(
             [streams, streams, streams**2], dim=-1
@@ -78,6 +80,8 @@ def route(
 ) -> tuple[Tensor, Tensor]:
     """Weights ``[tokens, top_k]`` float32 and experts int32: by sqrt(softplus(logit)) and a bias
     that counts in the choice alone, or, in the first layers, by a table of the tokens' ids."""
+    if not renormalize:
+        raise ValueError("custom_pypto_vllm: norm_topk_prob must be true, got false")
     scores = F.softplus(router_logits.float()).sqrt()
     if hash_indices_table is None:
         experts = (scores + e_score_correction_bias).topk(top_k, dim=-1).indices
