@@ -24,8 +24,8 @@ Try
                                                or name, in an environment of its own, 3.5 GB
 
 On an Atlas
-  run.sh atlas [--stand-in] [--only PART,...]  runs all that needs an NPU, into one archive;
-                                               --stand-in: on the host simulator of CANN
+  run.sh atlas [--simulator] [--only PART,...]  runs all that needs an NPU, into one archive;
+                                               --simulator: on the host simulator of CANN
   run.sh graph [arguments of compile_torchair] compiles the demo's model by torchair; without an NPU
                                                on that simulator, with torch_npu in build/
 
@@ -202,15 +202,15 @@ run_pytest() {
 
 # Runs the tests; those on the host simulator of CANN, which changes torch, in separate processes.
 run_tests() {
-  local here=0 stand_in=0 none=5 # pytest's status if it selected no tests
+  local here=0 simulator=0 none=5 # pytest's status if it selected no tests
   cd "$root"
   run_pytest "$@" || here=$?
   has_torch_npu || export PYTHONPATH="$root:$torch_npu_folder${PYTHONPATH:+:$PYTHONPATH}"
-  # unraisableexception collects garbage after each test: most of a second on the stand-in
+  # unraisableexception collects garbage after each test: most of a second on the simulator
   TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
-    run_pytest --ascend-host -p no:unraisableexception "$@" || stand_in=$?
-  if [[ "$here" -eq "$none" || "$here" -eq 0 && "$stand_in" -ne "$none" ]]; then
-    return "$stand_in"
+    run_pytest --ascend-host -p no:unraisableexception "$@" || simulator=$?
+  if [[ "$here" -eq "$none" || "$here" -eq 0 && "$simulator" -ne "$none" ]]; then
+    return "$simulator"
   fi
   return "$here"
 }
@@ -349,11 +349,11 @@ case "${1:-}" in
     ;;
   atlas)
     shift
-    if [[ " $* " == *" --stand-in "* ]]; then
+    if [[ " $* " == *" --simulator "* ]]; then
       setup models,sim
       setup_torch_npu
       has_torch_npu || export PYTHONPATH="$torch_npu_folder${PYTHONPATH:+:$PYTHONPATH}"
-      export TORCH_DEVICE_BACKEND_AUTOLOAD=0 # the stand-in imports torch_npu itself
+      export TORCH_DEVICE_BACKEND_AUTOLOAD=0 # the simulator imports torch_npu itself
     else
       setup models
     fi

@@ -25,7 +25,7 @@ from .version import __version__
 NO_NPU = {
     "what": "an NPU: here are no /dev/davinci* and no CANN",
     "remedy": "nothing to install on this machine; in the repository bash run.sh graph tries graph "
-    "mode on a stand-in for CANN",
+    "mode on a host simulator of CANN",
 }
 # CPU features that kernels use or could use: x86, then Arm
 CPU_FEATURES = (

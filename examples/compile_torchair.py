@@ -3,7 +3,7 @@
     python examples/compile_torchair.py                        # max-autotune: GE graphs
     python examples/compile_torchair.py --mode npugraph_ex     # capture and replay (aclgraph)
 
-On a machine with an NPU and CANN it runs there. Anywhere else it starts the host stand-in for CANN:
+On a machine with an NPU and CANN it runs there. Anywhere else it starts the host simulator of CANN:
 the real torch_npu and torchair, on CPU memory, with the NPU programs in PyPTO's interpreter. That
 shows what is compiled and computed; its times are not NPU times. docs/graph_mode.md lists what each
 mode requires of CANN.

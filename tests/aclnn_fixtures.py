@@ -1,4 +1,4 @@
-"""Fixtures of the tests of calls through aclnn, on the host stand-in for CANN."""
+"""Fixtures of the tests of calls through aclnn, on the host simulator of CANN."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def built(tmp_path_factory):
 
 
 @pytest.fixture
-def stand_in(built, monkeypatch):
+def simulator(built, monkeypatch):
     """The module of the package's computation, in a process that calls through aclnn."""
     from custom_pypto.simulation.ascend_host import kernel_package
 

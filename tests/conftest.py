@@ -20,7 +20,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("custom_pypto")
 
-stand_in_problem = pytest.StashKey[str]()
+simulator_problem = pytest.StashKey[str]()
 
 
 def pytest_addoption(parser):
@@ -28,7 +28,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--ascend-host",
         action="store_true",
-        help="run the tests, and only these, that run on the host stand-in for CANN",
+        help="run the tests, and only these, that run on the host simulator of CANN",
     )
 
 
@@ -55,11 +55,11 @@ def thinned(items: list) -> list:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
-    everything, stand_in = config.getoption("all"), config.getoption("ascend_host")
+    everything, simulator = config.getoption("all"), config.getoption("ascend_host")
     wanted = [
         item
         for item in items
-        if bool(item.get_closest_marker("ascend_host")) is stand_in
+        if bool(item.get_closest_marker("ascend_host")) is simulator
         and (everything or not item.get_closest_marker("slow"))
     ]
     wanted = wanted if everything else thinned(wanted)
@@ -75,18 +75,18 @@ def pytest_configure(config):
     try:
         from custom_pypto.simulation import ascend_host
     except ImportError as problem:  # the sim extra has no PyPTO for this Python
-        config.stash[stand_in_problem] = str(problem)
+        config.stash[simulator_problem] = str(problem)
         return
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch_npu's own
             ascend_host.start()
     except ascend_host.AscendHostUnavailable as problem:
-        config.stash[stand_in_problem] = str(problem)
+        config.stash[simulator_problem] = str(problem)
 
 
 def pytest_runtest_setup(item):
-    if problem := item.config.stash.get(stand_in_problem, None):
+    if problem := item.config.stash.get(simulator_problem, None):
         pytest.skip(problem)
 
 

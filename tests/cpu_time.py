@@ -12,16 +12,16 @@ from collections import Counter
 import pytest
 from repository import REPOSITORY
 
-# CPU minutes of `bash run.sh test`, on the stand-in for CANN included, with room for slower CPUs
-# than the Intel Xeon with AMX that the numbers below are from
+# CPU minutes of `bash run.sh test`, on the host simulator of CANN included, with room for slower
+# CPUs than the Intel Xeon with AMX that the numbers below are from
 BUDGET = 40
 TIMES = REPOSITORY / "build/test_times.json"  # CPU seconds of the last whole run of each kind
 # before the first run on a machine, in CPU seconds; those of --all are estimates
 USUAL = {
     "default": 720.0,
-    "default on the stand-in": 200.0,
+    "default on the simulator": 200.0,
     "all": 2400.0,
-    "all on the stand-in": 600.0,
+    "all on the simulator": 600.0,
 }
 DEAREST = 10
 started = pytest.StashKey[float]()
@@ -39,7 +39,7 @@ class CpuTime:
     def __init__(self, config):
         self.config = config
         self.kind = "all" if config.getoption("all") else "default"
-        self.kind += " on the stand-in" if config.getoption("ascend_host") else ""
+        self.kind += " on the simulator" if config.getoption("ascend_host") else ""
         options = config.option
         named = config.args_source is config.ArgsSource.ARGS
         self.whole = not (named or options.keyword or options.markexpr or options.lf)

@@ -1,6 +1,6 @@
 """The GE graphs that torchair makes: how tests compile with torchair, see the graphs, check them.
 
-torchair is imported by the functions, since only the tests on the stand-in for CANN have it.
+torchair is imported by the functions, since only the tests on the host simulator of CANN have it.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Calls of the ops on NPU tensors, on the host stand-in for CANN, and replays of captured ones."""
+"""Calls of the ops on NPU tensors, on the host simulator of CANN, and replays of captured ones."""
 
 import functools
 

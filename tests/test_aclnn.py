@@ -1,4 +1,4 @@
-"""Eager calls through aclnn, on the host stand-in for CANN and a kernel package built for it."""
+"""Eager calls through aclnn, on the host simulator of CANN and a kernel package built for it."""
 
 import gc
 import json
@@ -37,17 +37,17 @@ HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("op", OPS)
-def test_an_op_computes_what_the_package_does(op, dtype, stand_in, pypto):
+def test_an_op_computes_what_the_package_does(op, dtype, simulator, pypto):
     assert agrees(op, inputs_of(op, (2, 1), (30, 17), on_npu=True, dtype=HALF[dtype]))
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_every_input_and_attribute_arrives(op, stand_in, pypto):
+def test_every_input_and_attribute_arrives(op, simulator, pypto):
     assert agrees(op, cases.not_default(op))
 
 
 @pytest.mark.parametrize("op, name", OPTIONAL)
-def test_an_optional_input_may_be_absent(op, name, stand_in, pypto):
+def test_an_optional_input_may_be_absent(op, name, simulator, pypto):
     x = cases.not_default(op) | {name: None}
     try:
         getattr(custom_pypto, op)(**cases.copied(x))
@@ -60,13 +60,13 @@ def test_an_optional_input_may_be_absent(op, name, stand_in, pypto):
 
 @pytest.mark.parametrize("layout_query, layout_key", cases.LAYOUTS, ids=cases.LAYOUT_IDS)
 def test_limits_of_the_npu_programs_are_none_of_the_packages(
-    layout_query, layout_key, stand_in, pypto
+    layout_query, layout_key, simulator, pypto
 ):
     more = dict(layout_query=layout_query, layout_key=layout_key, dim=48, dtype=torch.float16)
     assert agrees("npu_lightning_indexer_pto", indexer_inputs([2, 1], [30, 17], **more))
 
 
-def test_the_statistics_of_the_softmax_are_outputs_of_another_operator(stand_in, pypto):
+def test_the_statistics_of_the_softmax_are_outputs_of_another_operator(simulator, pypto):
     op = "npu_sparse_flash_attention_pto"
     x = inputs_of(op, (2, 1), (30, 17), on_npu=True, dtype=torch.bfloat16)
     got, expected = (
@@ -76,7 +76,7 @@ def test_the_statistics_of_the_softmax_are_outputs_of_another_operator(stand_in,
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_tensors_may_be_views(op, stand_in, pypto):
+def test_tensors_may_be_views(op, simulator, pypto):
     """Each tensor in turn, in wider rows behind a storage offset."""
     x = cases.not_default(op)
     expected = call(op, cases.copied(x))
@@ -100,12 +100,12 @@ def test_tensors_may_be_views(op, stand_in, pypto):
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_empty_tensors_are_no_problem(op, stand_in, pypto):
+def test_empty_tensors_are_no_problem(op, simulator, pypto):
     assert agrees(op, cases.inputs_of(op, (0, 0), (5, 3), on_npu=True, dtype=torch.bfloat16))
 
 
-def test_outputs_without_elements_launch_nothing(stand_in, pypto):
-    with stand_in.failing("aclnnAddCustomGetWorkspaceSize", "called"):
+def test_outputs_without_elements_launch_nothing(simulator, pypto):
+    with simulator.failing("aclnnAddCustomGetWorkspaceSize", "called"):
         x = torch.empty(0, 3).npu()
         assert custom_pypto.add_custom(x, x).shape == (0, 3)
 
@@ -113,13 +113,13 @@ def test_outputs_without_elements_launch_nothing(stand_in, pypto):
 @pytest.mark.parametrize(
     "op", [op for op in OPS if any(tuple(HALF) == x.dtypes for x in PROTOTYPES[op].inputs)]
 )
-def test_another_dtype_than_the_prototypes_is_rejected(op, stand_in, pypto):
+def test_another_dtype_than_the_prototypes_is_rejected(op, simulator, pypto):
     x = inputs_of(op, (2, 1), (30, 17), on_npu=True, dtype=torch.float32)
     with pytest.raises(RuntimeError, match=rf"^{op}: \w+.dtype must be .* got float32"):
         call(op, on_npu(x))
 
 
-def test_a_private_format_is_rejected(stand_in):
+def test_a_private_format_is_rejected(simulator):
     import torch_npu
 
     like = dict(dtype=torch.float16, device="npu")
@@ -132,7 +132,7 @@ def test_a_private_format_is_rejected(stand_in):
     )
 
 
-def test_the_command_writes_a_package(tmp_path, stand_in, pypto, monkeypatch):
+def test_the_command_writes_a_package(tmp_path, simulator, pypto, monkeypatch):
     command = [sys.executable, "-m", "custom_pypto.simulation.ascend_host.kernel_package"]
     folder = str(tmp_path / "new" / "package")
     done = subprocess.run([*command, folder], capture_output=True, text=True)
@@ -147,10 +147,10 @@ X = torch.ones(3)
 
 
 @pytest.mark.parametrize("phase", ["GetWorkspaceSize", ""], ids=["first", "second"])
-def test_a_phase_that_fails_says_what_cann_says(phase, stand_in, built):
+def test_a_phase_that_fails_says_what_cann_says(phase, simulator, built):
     status = "161002" if phase else "361001"
     with (
-        stand_in.failing(f"aclnnQuantRowsPto{phase}", "no core is left"),
+        simulator.failing(f"aclnnQuantRowsPto{phase}", "no core is left"),
         pytest.raises(RuntimeError) as failed,
     ):
         call("npu_quant_rows_pto", on_npu(CALLS["npu_quant_rows_pto"]()))
@@ -163,9 +163,9 @@ def test_a_phase_that_fails_says_what_cann_says(phase, stand_in, built):
     assert agrees("npu_quant_rows_pto", CALLS["npu_quant_rows_pto"]())
 
 
-def test_a_workspace_that_does_not_fit_frees_the_executor(stand_in, monkeypatch):
-    plan = stand_in._plan
-    monkeypatch.setattr(stand_in, "_plan", lambda *given: (plan(*given)[0], 2**50))
+def test_a_workspace_that_does_not_fit_frees_the_executor(simulator, monkeypatch):
+    plan = simulator._plan
+    monkeypatch.setattr(simulator, "_plan", lambda *given: (plan(*given)[0], 2**50))
     gc.collect()  # what other tests left would be freed meanwhile
     torch.npu.synchronize()
     before = torch.npu.memory_allocated()
@@ -174,10 +174,10 @@ def test_a_workspace_that_does_not_fit_frees_the_executor(stand_in, monkeypatch)
     assert torch.npu.memory_allocated() == before
 
 
-def test_without_a_stream_nothing_is_launched(stand_in, monkeypatch):
+def test_without_a_stream_nothing_is_launched(simulator, monkeypatch):
     monkeypatch.setattr(torch.npu, "current_stream", lambda: SimpleNamespace(npu_stream=0))
     with (
-        stand_in.failing("aclnnAddCustom", "launched"),
+        simulator.failing("aclnnAddCustom", "launched"),
         pytest.raises(RuntimeError, match="^add_custom: torch_npu gives no stream, .* failed;"),
     ):
         custom_pypto.add_custom(X.npu(), X.npu())
@@ -197,7 +197,7 @@ def test_without_a_package_the_error_names_the_remedy(monkeypatch):
     )
 
 
-def test_a_foreign_package_is_not_called(tmp_path, built, stand_in, monkeypatch):
+def test_a_foreign_package_is_not_called(tmp_path, built, simulator, monkeypatch):
     shutil.copytree(built, tmp_path / "foreign")
     (path,) = (tmp_path / "foreign").rglob("*.json")
     path.write_text(json.dumps(ALL | TUTORIAL))
@@ -300,17 +300,17 @@ def test_another_value_is_rejected(asked, monkeypatch):
     )
 
 
-def test_the_contract_is_checked_first(stand_in):
+def test_the_contract_is_checked_first(simulator):
     with pytest.raises(RuntimeError) as on_cpu:
         custom_pypto.add_custom(X, X.half())
     with (
-        stand_in.failing("aclnnAddCustomGetWorkspaceSize", "called"),
+        simulator.failing("aclnnAddCustomGetWorkspaceSize", "called"),
         pytest.raises(RuntimeError, match=f"^{re.escape(str(on_cpu.value))}$"),
     ):
         custom_pypto.add_custom(X.npu(), X.npu().half())
 
 
-def test_the_report_says_that_the_package_works(stand_in):
+def test_the_report_says_that_the_package_works(simulator):
     report = custom_pypto.env.collect()
     assert report["npu"]["eager"] == "aclnn"
     for way in ("ops on the NPU", "ops on the NPU through aclnn"):

@@ -26,7 +26,7 @@ pytest_plugins = ["aclnn_fixtures"]
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_captured_call_runs_at_every_replay_and_not_before(op, stand_in, pypto):
+def test_a_captured_call_runs_at_every_replay_and_not_before(op, simulator, pypto):
     first = CALLS[op]()
     second = changed(op)
     static = on_npu(first)
@@ -38,7 +38,7 @@ def test_a_captured_call_runs_at_every_replay_and_not_before(op, stand_in, pypto
     assert_replays_follow(graph, functools.partial(call, op), static, captured, [second, first])
 
 
-def test_a_compiled_call_is_captured(stand_in, pypto, monkeypatch):
+def test_a_compiled_call_is_captured(simulator, pypto, monkeypatch):
     import torchair
 
     torchair.get_npu_backend()  # fails if it is called for the first time after the graph below
@@ -67,7 +67,7 @@ OF_A_PHASE = [pytest.param(phase, marks=pytest.mark.slow) for phase in ("GetWork
 
 
 @pytest.mark.parametrize("fails", [None, *OF_A_PHASE])
-def test_ten_thousand_calls_leave_nothing(fails, stand_in):
+def test_ten_thousand_calls_leave_nothing(fails, simulator):
     x = on_npu(CALLS["npu_quant_rows_pto"]())
 
     def once():
@@ -83,10 +83,10 @@ def test_ten_thousand_calls_leave_nothing(fails, stand_in):
     if fails is None:
         assert growth(once, 10_000) < FLAT
     else:
-        with stand_in.failing(f"aclnnQuantRowsPto{fails}", "no"):
+        with simulator.failing(f"aclnnQuantRowsPto{fails}", "no"):
             assert growth(caught, 10_000) < FLAT
     assert torch.npu.memory_allocated() == before
-    assert stand_in.live() == dict(tensors=0, executors=0, plans=0)
+    assert simulator.live() == dict(tensors=0, executors=0, plans=0)
 
 
 # ---- mistakes that the tests above must find -----------------------------------------------------
@@ -111,7 +111,7 @@ ATTRIBUTES = [(op, i) for op in OPS for i in range(len(PROTOTYPES[op].attributes
 
 
 @pytest.mark.parametrize("op, one, other", NEXT_TO)
-def test_swapped_inputs_are_found(op, one, other, stand_in, monkeypatch):
+def test_swapped_inputs_are_found(op, one, other, simulator, monkeypatch):
     right = Operator._call
     i = [x.name for x in PROTOTYPES[op].inputs].index(one)
 
@@ -124,7 +124,7 @@ def test_swapped_inputs_are_found(op, one, other, stand_in, monkeypatch):
 
 
 @pytest.mark.parametrize("op, i", ATTRIBUTES)
-def test_a_dropped_attribute_is_found(op, i, stand_in, monkeypatch):
+def test_a_dropped_attribute_is_found(op, i, simulator, monkeypatch):
     right = Operator._attributes
     default = PROTOTYPES[op].attributes[i].default
 
@@ -140,7 +140,7 @@ def test_a_dropped_attribute_is_found(op, i, stand_in, monkeypatch):
     assert is_found(op, cases.not_default(op))
 
 
-def test_contiguous_strides_for_a_view_are_found(stand_in, monkeypatch):
+def test_contiguous_strides_for_a_view_are_found(simulator, monkeypatch):
     x = CALLS["npu_quant_rows_pto"]()
     expected = call("npu_quant_rows_pto", x)
     view = on_npu(x) | {"x": cases.in_a_wider_row(x["x"].npu())}
@@ -159,7 +159,7 @@ def test_contiguous_strides_for_a_view_are_found(stand_in, monkeypatch):
     "mistake",
     ["workspace of another size", "no workspace", "tensor freed early", "executor used twice"],
 )
-def test_the_stand_in_rejects_what_cann_does_not_survive(mistake, stand_in, monkeypatch):
+def test_the_simulator_rejects_what_cann_does_not_survive(mistake, simulator, monkeypatch):
     right = Operator.functions
 
     def functions(self):

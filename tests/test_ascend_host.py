@@ -1,4 +1,4 @@
-"""The host stand-in for CANN: torch_npu's device in host memory, capture and replay, rejections."""
+"""The host simulator of CANN: torch_npu's device in host memory, capture and replay, rejections."""
 
 import contextlib
 import functools

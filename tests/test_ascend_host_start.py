@@ -1,4 +1,4 @@
-"""How the host stand-in for CANN starts: its command, its rejections, the libraries it compiles."""
+"""How the host simulator of CANN starts: its command, its rejections, the libraries it compiles."""
 
 import importlib.metadata
 import importlib.util
@@ -14,13 +14,13 @@ from custom_pypto.requirements import minor
 
 pytestmark = pytest.mark.ascend_host
 
-STAND_IN = [sys.executable, "-m", "custom_pypto.simulation.ascend_host"]
+SIMULATOR = [sys.executable, "-m", "custom_pypto.simulation.ascend_host"]
 UNAVAILABLE = 3  # its exit code where it cannot run, with the reason in one line
 
 
-def stand_in(*arguments: str, **env: str) -> subprocess.CompletedProcess:
+def simulator(*arguments: str, **env: str) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [*STAND_IN, *arguments], env=os.environ | env, capture_output=True, text=True
+        [*SIMULATOR, *arguments], env=os.environ | env, capture_output=True, text=True
     )
 
 
@@ -37,11 +37,11 @@ def test_a_program_runs_as_it_would_alone(tmp_path):
         "    print(sys.argv, torch.full((2,), beside.VALUE, device='npu').tolist())\n"
         "    sys.exit(5)\n"
     )
-    done = stand_in(str(program), "--flag", "x")
+    done = simulator(str(program), "--flag", "x")
     assert done.returncode == 5, done.stderr
     assert done.stdout == f"{[str(program), '--flag', 'x']} [3, 3]\n"
-    assert "npu is a host stand-in for CANN" in done.stderr
-    module = stand_in("-m", "json.tool", "--help")
+    assert "npu is a host simulator of CANN" in done.stderr
+    module = simulator("-m", "json.tool", "--help")
     assert module.returncode == 0 and "usage" in module.stdout, module.stderr
 
 
@@ -57,7 +57,7 @@ def test_nothing_starts_by_itself():
 def test_beside_a_real_cann_it_rejects(tmp_path):
     library = ["g++", "-shared", "-x", "c", "/dev/null", "-o", tmp_path / "libascendcl.so"]
     subprocess.run(library, check=True)
-    done = stand_in(LD_LIBRARY_PATH=str(tmp_path))
+    done = simulator(LD_LIBRARY_PATH=str(tmp_path))
     assert done.returncode == UNAVAILABLE
     (line,) = done.stderr.splitlines()
     assert "must not run beside a real CANN" in line and "use the NPU" in line
@@ -71,13 +71,13 @@ def test_beside_a_cann_that_is_only_installed_it_rejects(tmp_path):
     done = subprocess.run([sys.executable, "-c", start], capture_output=True, text=True)
     assert f"it is in {tmp_path}; use the NPU" in done.stderr.splitlines()[-1]
     # PyPTO, too, takes the variable for a CANN that can be loaded
-    done = stand_in(ASCEND_HOME_PATH=str(tmp_path))
+    done = simulator(ASCEND_HOME_PATH=str(tmp_path))
     assert done.returncode == 1
     assert "PyPTO does not load" in done.stderr and "ASCEND_HOME_PATH" in done.stderr
 
 
 def test_a_missing_compiler_is_named():
-    done = stand_in(CXX="no-such-compiler")
+    done = simulator(CXX="no-such-compiler")
     assert done.returncode == UNAVAILABLE
     (line,) = done.stderr.splitlines()
     assert "no g++, or $CXX" in line and "install" in line
@@ -90,7 +90,7 @@ def test_a_compiler_that_fails_is_a_failure_and_no_reason_to_skip(tmp_path):
         'exec g++ "$@"\n'
     )
     compiler.chmod(0o755)
-    done = stand_in(CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path))
+    done = simulator(CXX=str(compiler), XDG_CACHE_HOME=str(tmp_path))
     assert done.returncode == 1 and "cann.cpp:1: error: no" in done.stderr
     assert libraries(tmp_path) == []
 
@@ -102,7 +102,7 @@ def test_what_torchair_needs_is_named(tmp_path):
         pytest.skip("protobuf is not beside torch_npu alone")
     for entry in folder.glob("torch*"):
         (tmp_path / entry.name).symlink_to(entry)
-    done = stand_in(PYTHONPATH=str(tmp_path))
+    done = simulator(PYTHONPATH=str(tmp_path))
     assert done.returncode == UNAVAILABLE
     (line,) = done.stderr.splitlines()
     found = importlib.metadata.version("torch_npu")
@@ -114,7 +114,7 @@ def test_another_torch_npu_is_rejected_with_the_remedy(tmp_path):
     found.mkdir()
     (found / "METADATA").write_text("Metadata-Version: 2.1\nName: torch_npu\nVersion: 2.9.0\n")
     path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
-    done = stand_in(PYTHONPATH=path)
+    done = simulator(PYTHONPATH=path)
     assert done.returncode == UNAVAILABLE
     (line,) = done.stderr.splitlines()
     torch = importlib.metadata.version("torch")
@@ -125,14 +125,14 @@ def test_another_torch_npu_is_rejected_with_the_remedy(tmp_path):
 
 def starting(cache: Path) -> subprocess.Popen:
     env = os.environ | {"XDG_CACHE_HOME": str(cache)}
-    return subprocess.Popen(STAND_IN, env=env, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(SIMULATOR, env=env, stderr=subprocess.PIPE, text=True)
 
 
 def test_an_interrupted_build_leaves_nothing_half_made_and_two_at_once_compile_once(tmp_path):
     for how in (signal.SIGINT, signal.SIGKILL):
         process = starting(tmp_path)
         for line in process.stderr:
-            if "compiling the host stand-in" in line:
+            if "compiling the host simulator" in line:
                 break
         while not libraries(tmp_path):  # until it has begun to write
             assert process.poll() is None
@@ -144,6 +144,6 @@ def test_an_interrupted_build_leaves_nothing_half_made_and_two_at_once_compile_o
     both = [starting(tmp_path) for _ in "12"]
     said = [process.communicate()[1] for process in both]
     assert [process.returncode for process in both] == [0, 0], said
-    assert sum(text.count("compiling the host stand-in") for text in said) == 1
+    assert sum(text.count("compiling the host simulator") for text in said) == 1
     (folder,) = libraries(tmp_path)
     assert ".part-" not in folder

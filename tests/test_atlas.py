@@ -1,6 +1,6 @@
 """`run.sh atlas`: the run goes on whatever a part does, and the archive names nobody.
 
-The parts here are small programs; the last test runs the real ones on the host stand-in for CANN.
+The parts here are small programs; the last test runs the real ones on the host simulator of CANN.
 """
 
 import faulthandler
@@ -56,7 +56,7 @@ def part(name, code, seconds=60, lacks="", steps=("one",)):
     ], f"look at {name}, {{step}}", lambda machine: lacks, tables=True)
 
 parts = [part(*each) for each in json.loads(sys.argv[2])]
-sys.exit(main(parts, Namespace(limit=1.0, output=Path(sys.argv[3]), stand_in=False)))
+sys.exit(main(parts, Namespace(limit=1.0, output=Path(sys.argv[3]), simulator=False)))
 """
 WRITES_REPORT = (
     "installed",
@@ -252,7 +252,7 @@ def test_the_log_of_a_failure_cannot_end_its_block():
     failed = Result(PARTS[0], steps=[(Step("", []), ended, "```\n| x |\n")])
     page = summary.page([failed], Machine(REPORT, Path(), True), summary.datetime.now())
     assert page.count("```") == 2
-    assert page.splitlines()[2].startswith("**Host stand-in for CANN: this was no NPU.**")
+    assert page.splitlines()[2].startswith("**Host simulator of CANN: this was no NPU.**")
 
 
 def no_npu(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
@@ -270,7 +270,7 @@ def test_without_an_npu_it_says_so_with_the_remedy(tmp_path):
     assert said[0] == "no NPU"
     assert re.match("  missing: (an NPU: here are no|.*(torch_npu|pypto)|CANN)", said[1])
     assert said[2].startswith("  remedy:  ")
-    assert said[-1].startswith("bash run.sh atlas --stand-in")
+    assert said[-1].startswith("bash run.sh atlas --simulator")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -292,7 +292,7 @@ def test_the_guide_lists_every_part():
     assert re.findall(r"^\| `(\w+)` \|", guide, re.M) == [part.name for part in PARTS]
 
 
-# ---- on the host stand-in for CANN
+# ---- on the host simulator of CANN
 
 
 def foreign_package(folder: Path) -> Path:
@@ -313,7 +313,7 @@ def test_the_whole_run_with_a_part_that_fails(tmp_path):
     faulthandler.cancel_dump_traceback_later()
     package, archive = foreign_package(tmp_path / "vendor"), tmp_path / "found.zip"
     done = subprocess.run(
-        [sys.executable, ATLAS, "--stand-in", "--output", str(archive)],
+        [sys.executable, ATLAS, "--simulator", "--output", str(archive)],
         env=os.environ | {"ASCEND_CUSTOM_OPP_PATH": str(package)} | NAMES,
         cwd=tmp_path,
         capture_output=True,
@@ -325,10 +325,10 @@ def test_the_whole_run_with_a_part_that_fails(tmp_path):
     page = found["summary.md"]
     expected = {part.name: "ok" for part in PARTS} | {"aclnn": "FAILED", "torch_npu": "skipped"}
     assert results(page) == expected, done.stdout
-    assert page.splitlines()[2].startswith("**Host stand-in for CANN: this was no NPU.**")
+    assert page.splitlines()[2].startswith("**Host simulator of CANN: this was no NPU.**")
     assert re.search(
         r"Next: <kernel package 1>/op_impl/\S+\.json has an operator KvQuantUpdatePto that is not "
-        r"ours.* ASCEND_CUSTOM_OPP_PATH\..*`bash run\.sh atlas --stand-in --only aclnn`",
+        r"ours.* ASCEND_CUSTOM_OPP_PATH\..*`bash run\.sh atlas --simulator --only aclnn`",
         of_failure(page, "aclnn"),
         re.S,
     )

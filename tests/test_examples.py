@@ -178,10 +178,10 @@ def test_a_step_with_replayed_selections_makes_right_answers_more_likely(run):
     assert float(after) > float(before) + 0.005
 
 
-def on_stand_in(*command: str) -> str:
-    """What an example prints on the host stand-in for CANN."""
+def on_simulator(*command: str) -> str:
+    """What an example prints on the host simulator of CANN."""
     done = process(*command)
-    assert "npu is a host stand-in for CANN" in done.stderr
+    assert "npu is a host simulator of CANN" in done.stderr
     return done.stdout
 
 
@@ -189,14 +189,14 @@ def on_stand_in(*command: str) -> str:
 @pytest.mark.ascend_host
 @pytest.mark.parametrize("mode", ["max-autotune", "reduce-overhead", "npugraph_ex"])
 def test_a_model_compiled_by_torchair_answers_as_eager_does(mode):
-    said = on_stand_in("examples/compile_torchair.py", "--mode", mode).splitlines()
+    said = on_simulator("examples/compile_torchair.py", "--mode", mode).splitlines()
     assert len(said) == 4 and not any("wrong" in line for line in said)
     assert said[-1].startswith(f"mode {mode}: 1 graph") and said[-1].endswith("equal eager's")
 
 
 @pytest.mark.ascend_host
 def test_the_graph_of_a_decode_step_is_written_as_text_and_picture(tmp_path):
-    said = on_stand_in("examples/export_graph.py", "--folder", str(tmp_path))
+    said = on_simulator("examples/export_graph.py", "--folder", str(tmp_path))
     assert "6 ScatterNdUpdate" in said and "0 TensorMove" in said
     text, picture = (tmp_path / "decode.txt").read_text(), (tmp_path / "decode.svg").read_text()
     nodes = xml.etree.ElementTree.fromstring(picture).findall("{http://www.w3.org/2000/svg}g")

@@ -1,4 +1,4 @@
-"""The executor of GE graphs behind the host stand-in for CANN: what it rejects, where it writes."""
+"""The executor of GE graphs behind the host simulator of CANN: what it rejects, where it writes."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The ops through torchair into GE graphs, on the host stand-in for CANN."""
+"""The ops through torchair into GE graphs, on the host simulator of CANN."""
 
 import inspect
 
@@ -241,7 +241,7 @@ def test_what_an_npu_does_not_support_is_rejected_as_in_eager_mode(op, inputs, m
     with pytest.raises(RuntimeError) as eager:
         run(call, tensors)
     assert str(eager.value).startswith(f"{op}: {message}")
-    # when it is compiled: if it were run, the stand-in would reject it too
+    # when it is compiled: if it were run, the simulator would reject it too
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as graph:
         run(ge_graphs.compiled(call, dynamic=dynamic), tensors)
     assert str(eager.value) in str(graph.value)

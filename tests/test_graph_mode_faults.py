@@ -51,7 +51,7 @@ def few(mistakes: list) -> list:
 
 @contextlib.contextmanager
 def found(op: str):
-    """By the values, or when the stand-in runs the node: it has another shape, or is rejected."""
+    """By the values, or when the simulator runs the node: it has another shape, or is rejected."""
     node = f"ge_executor: {ge_type(op.replace('.', '_'))} node"
     wrong = f"^{op}: |^{op.partition('.')[0]}: |^{node}"
     with pytest.raises((AssertionError, RuntimeError), match=wrong):

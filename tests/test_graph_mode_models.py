@@ -1,5 +1,5 @@
-"""The decode step of patched models, compiled by torchair in its three modes, on the host stand-in
-for CANN: one graph whatever the position, the answers of eager, and no copy of the cache."""
+"""The decode step of patched models, compiled by torchair in its three modes, on the host simulator
+of CANN: one graph whatever the position, the answers of eager, and no copy of the cache."""
 
 import contextlib
 import functools

@@ -1,4 +1,4 @@
-"""Training in graphs, on the host stand-in for CANN."""
+"""Training in graphs, on the host simulator of CANN."""
 
 import ge_graphs
 import pytest

@@ -103,7 +103,7 @@ def test_without_an_npu_the_command_says_what_is_missing(capsys):
 
 
 @pytest.mark.ascend_host
-def test_the_stand_in_takes_every_call_up_to_the_operator(capsys):
+def test_the_simulator_takes_every_call_up_to_the_operator(capsys):
     """It has none of CANN's operators; torch_npu itself accepts names, order and types."""
     assert not verify_standard()
     lines = capsys.readouterr().out.splitlines()

@@ -1,7 +1,7 @@
 """Runs everything that needs an NPU and packs the results into one archive.
 
     bash run.sh atlas                       # on an Atlas A2 or A3, with CANN's set_env.sh sourced
-    bash run.sh atlas --stand-in            # anywhere: on the host stand-in for CANN, to see it run
+    bash run.sh atlas --simulator           # anywhere: on the host simulator of CANN, to see it run
     bash run.sh atlas --only npu,graph      # some parts again
 
 Every part is one or more child processes with a time limit; what fails does not stop the others.
@@ -29,7 +29,9 @@ from atlas.run import NOT_RUN, Result, lines, run  # noqa: E402
 
 WAY = "ops on the NPU"
 REPORT = '"Hardware report" (.github/ISSUE_TEMPLATE/hardware_report.md)'
-TRY_STAND_IN = "bash run.sh atlas --stand-in runs everything on the host stand-in for CANN instead"
+TRY_SIMULATOR = (
+    "bash run.sh atlas --simulator runs everything on the host simulator of CANN instead"
+)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -39,7 +41,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         epilog="Parts: " + "; ".join(f"{part.name}: {part.shows}" for part in PARTS) + ".",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--stand-in", action="store_true", help="on the host stand-in for CANN")
+    parser.add_argument("--simulator", action="store_true", help="on the host simulator of CANN")
     parser.add_argument("--only", type=chosen, default=PARTS, metavar="PART[,PART]")
     parser.add_argument(
         "--limit", type=float, default=1.0, metavar="FACTOR", help="multiplies the time limits"
@@ -98,10 +100,10 @@ def main(parts: list[Part], options: argparse.Namespace) -> int:
         if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
             signal.signal(number, signal.default_int_handler)
     with tempfile.TemporaryDirectory(prefix="custom_pypto-atlas-") as scratch:
-        machine = Machine({}, Path(scratch), options.stand_in)
+        machine = Machine({}, Path(scratch), options.simulator)
         results = run(parts, machine, options.limit, lambda first: not why_not(first, machine))
         if reason := why_not(results[0], machine):
-            print(reason if options.stand_in else f"{reason}\n{TRY_STAND_IN}", file=sys.stderr)
+            print(reason if options.simulator else f"{reason}\n{TRY_SIMULATOR}", file=sys.stderr)
             return 1
         scrubbed = scrub.of_this_machine(os.environ, scratch=scratch)
         try:

@@ -18,7 +18,7 @@ from custom_pypto import reference
 
 CALLS = 3
 ONCE = "--once"
-STAND_IN = "custom_pypto.simulation.ascend_host"
+SIMULATOR = "custom_pypto.simulation.ascend_host"
 
 
 def digest(op: str, arguments: dict) -> str:
@@ -43,8 +43,8 @@ def digests(op: str, calls: int) -> dict[str, list[str]]:
 
 def of_another_process(op: str) -> dict[str, str]:
     # not imported for its name: that would load PyPTO's internals beside a real CANN
-    stand_in = ["-m", STAND_IN] if STAND_IN in sys.modules else []
-    command = [sys.executable, *stand_in, __file__, op, ONCE]
+    simulator = ["-m", SIMULATOR] if SIMULATOR in sys.modules else []
+    command = [sys.executable, *simulator, __file__, op, ONCE]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     rows = [line.split("\t") for line in done.stdout.splitlines() if "\t" in line]
     return {name: value for value, name in rows}

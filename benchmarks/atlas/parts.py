@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).parent
-ON_STAND_IN = ["-m", "custom_pypto.simulation.ascend_host"]
+ON_SIMULATOR = ["-m", "custom_pypto.simulation.ascend_host"]
 MODES = ["max-autotune", "reduce-overhead", "npugraph_ex"]
 # the ops of benchmarks/npu_cases.py, each in a process of its own
 TIMED = (
@@ -34,15 +34,15 @@ class Machine:
 
     report: dict
     scratch: Path
-    stand_in: bool
+    simulator: bool
 
     def on_npu(self, *program: str) -> list[str]:
-        """The command that runs a Python program with an NPU, or the stand-in for one."""
-        return [sys.executable, *(ON_STAND_IN if self.stand_in else []), *program]
+        """The command that runs a Python program with an NPU, or the simulator for one."""
+        return [sys.executable, *(ON_SIMULATOR if self.simulator else []), *program]
 
     def short(self, ops: list[str]) -> list[str]:
-        """The ops, or on the stand-in, which is slow, the last of them."""
-        return ops[-1:] if self.stand_in else ops
+        """The ops, or on the simulator, which is slow, the last of them."""
+        return ops[-1:] if self.simulator else ops
 
 
 @dataclass(frozen=True)
@@ -114,8 +114,8 @@ def model(machine: Machine) -> list[Step]:
 
 def graph(machine: Machine) -> list[Step]:
     example = str(HERE.parents[1] / "examples/compile_torchair.py")
-    sizes = ["--prompt-tokens", "48", "--questions", "2"] if machine.stand_in else []
-    # the example starts the stand-in itself
+    sizes = ["--prompt-tokens", "48", "--questions", "2"] if machine.simulator else []
+    # the example starts the simulator itself
     return [Step(mode, [sys.executable, example, "--mode", mode, *sizes]) for mode in MODES]
 
 
@@ -132,8 +132,8 @@ def aclnn(machine: Machine) -> list[Step]:
 
 
 def times(machine: Machine, *options: str) -> list[Step]:
-    options += ("--quick",) if machine.stand_in else ()
-    ops = TIMED[:2] if machine.stand_in else TIMED
+    options += ("--quick",) if machine.simulator else ()
+    ops = TIMED[:2] if machine.simulator else TIMED
     return [Step(op, machine.on_npu(*program("times.py", op, *options))) for op in ops]
 
 
@@ -142,13 +142,13 @@ def replayed(machine: Machine) -> list[Step]:
 
 
 def standard(machine: Machine) -> list[Step]:
-    options = ["--quick"] if machine.stand_in else []
+    options = ["--quick"] if machine.simulator else []
     return [Step(op, machine.on_npu(*program("standard.py", op, *options))) for op in STANDARD]
 
 
 def own_package(machine: Machine) -> bool:
-    """Whether the stand-in needs a kernel package of its own, for want of an installed one."""
-    return machine.stand_in and not machine.report["listed"]
+    """Whether the simulator needs a kernel package of its own, for want of an installed one."""
+    return machine.simulator and not machine.report["listed"]
 
 
 def no_package(machine: Machine) -> str:

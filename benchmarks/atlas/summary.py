@@ -11,7 +11,7 @@ from atlas.parts import Machine, Step
 from atlas.run import Result, lines
 from atlas.scrub import Scrubber
 
-STAND_IN = """**Host stand-in for CANN: this was no NPU.** CPU memory and CPU kernels computed all,
+SIMULATOR = """**Host simulator of CANN: this was no NPU.** CPU memory and CPU kernels computed all,
 PyPTO's interpreter the ops. Times say nothing. Shortened: one op in `again`, `ready` and `aclnn`,
 two in `times`, the smallest case of an op in `times` and `torch_npu`, a short prompt in `graph`."""
 VERDICTS = 10  # lines of a log that begin with FAILED
@@ -28,17 +28,19 @@ def page(results: list[Result], machine: Machine, date: datetime) -> str:
     other = len(results) - sum(count.values())
     counted = [f"{n} {status}" for status, n in count.items() if n]
     counted += [f"{other} not finished"] if other else []
-    text = [f"# custom_pypto on {'a stand-in' if machine.stand_in else 'an NPU'}, {date:%Y-%m-%d}"]
-    text += [STAND_IN] if machine.stand_in else []
+    text = [
+        f"# custom_pypto on {'a simulator' if machine.simulator else 'an NPU'}, {date:%Y-%m-%d}"
+    ]
+    text += [SIMULATOR] if machine.simulator else []
     text += [_machine(machine.report), f"Parts: {', '.join(counted)}."]
     rows = [["part", "shows", "result", "seconds", "in a line"], ["---"] * 5]
     rows += [[r.part.name, r.part.shows, r.status, f"{r.seconds:.1f}", r.line()] for r in results]
     text.append("\n".join("| " + " | ".join(map(_cell, row)) + " |" for row in rows))
     for result in results:
-        text += [_failure(result, *failed, machine.stand_in) for failed in result.failures()]
+        text += [_failure(result, *failed, machine.simulator) for failed in result.failures()]
     for result in results:
         if result.part.tables and (table := _tables(result)):
-            note = "**On the stand-in: no times of an NPU.**\n\n" if machine.stand_in else ""
+            note = "**On the simulator: no times of an NPU.**\n\n" if machine.simulator else ""
             text.append(f"## {result.part.name}: {result.part.shows}\n\n{note}{table}")
     return "\n\n".join(text) + "\n"
 
@@ -57,13 +59,13 @@ def _cell(text: str) -> str:
     return " ".join(text.replace("|", "\\|").split())[:300]
 
 
-def _failure(result: Result, step: Step, ended: Ended, log: str, stand_in: bool) -> str:
+def _failure(result: Result, step: Step, ended: Ended, log: str, simulator: bool) -> str:
     said = lines(log)
     verdicts = [line for line in said[:-LAST] if line.startswith("FAILED")][:VERDICTS]
     shown = "\n".join([*verdicts, *(["…"] if verdicts else []), *said[-LAST:]])
     # no line of a log may end the block
     block = shown.replace("```", "'''")
-    only = f"bash run.sh atlas{' --stand-in' * stand_in} --only {result.part.name}"
+    only = f"bash run.sh atlas{' --simulator' * simulator} --only {result.part.name}"
     return (
         f"## Failed: {result.part.name} {step.name}".rstrip()
         + f"\n\n{ended.how}, after {ended.seconds:.1f} s.\n\n```\n{block}\n```\n\n"

@@ -1,6 +1,7 @@
 """The list of operators in a kernel package, ``aic-<soc>-ops-info.json``, from the prototypes.
 
-CANN's build of a package writes one; here it is made for the host stand-in's package and for tests.
+CANN's build of a package writes one; here it is made for the package of the host
+simulator and for tests.
 """
 
 from collections.abc import Iterable

@@ -1,4 +1,4 @@
-"""The real torch_npu and torchair on a machine without an NPU, on a host stand-in for CANN.
+"""The real torch_npu and torchair on a machine without an NPU, on a host simulator of CANN.
 
 After ``start()`` there is a device ``npu`` whose memory is the host's: tensors, streams, events and
 graph capture are torch_npu's, aten ops run as CPU kernels, the ops of this package run their NPU
@@ -36,7 +36,7 @@ def is_running() -> bool:
 def start() -> None:
     """Makes ``npu`` a device of this process, in host memory, and torchair importable.
 
-    The first call on a machine compiles the stand-in's libraries, which takes some seconds. Call it
+    The first call on a machine compiles the simulator's libraries, which takes seconds. Call it
     before importing transformers, which looks for torch_npu once.
 
     Raises:
@@ -62,7 +62,7 @@ def start() -> None:
     converter.register()
     _running = True
     print(
-        "custom_pypto: npu is a host stand-in for CANN in this process: CPU memory and kernels, "
+        "custom_pypto: npu is a host simulator of CANN in this process: CPU memory and kernels, "
         "PyPTO's interpreter for the ops; not an NPU, and slow",
         file=sys.stderr,
     )

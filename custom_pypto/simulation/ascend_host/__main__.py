@@ -1,4 +1,4 @@
-"""Runs a Python program on the host stand-in for CANN; without a program, only builds it.
+"""Runs a Python program on the host simulator of CANN; without a program, only builds it.
 
 python -m custom_pypto.simulation.ascend_host program.py arguments
 python -m custom_pypto.simulation.ascend_host -m module arguments

@@ -71,7 +71,7 @@ int64_t model_of(Stream stream) { return capture.streams.count(stream) ? capture
 void* model_handle(int64_t model) { return reinterpret_cast<void*>(model); }
 
 aclError fail(const std::string& what) {
-  last_error = "custom_pypto's stand-in for CANN: " + what;
+  last_error = "custom_pypto's host simulator of CANN: " + what;
   return kInternalError;
 }
 

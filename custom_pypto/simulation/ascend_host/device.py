@@ -230,7 +230,7 @@ COPIES = {"_to_copy": _to_copy, "clone": _clone}
 
 
 def install(cann: ctypes.CDLL) -> None:
-    """Replaces all computation on NPU tensors in this process; ``cann`` is the stand-in's
+    """Replaces all computation on NPU tensors in this process; ``cann`` is the simulator's
     library."""
     global _cann
     _cann = cann

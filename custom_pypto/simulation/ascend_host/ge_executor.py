@@ -79,7 +79,7 @@ class Graph:
 
 
 def install(cann: ctypes.CDLL) -> None:
-    """Makes torchair run its graphs here; ``cann`` is the stand-in's library."""
+    """Makes torchair run its graphs here; ``cann`` is the simulator's library."""
     import torchair.core._backend
 
     for type, prototype in _prototypes().items():

@@ -1,8 +1,8 @@
-"""A kernel package for the host stand-in, whose operators are this package's CPU kernels.
+"""A kernel package for the host simulator, whose operators are this package's CPU kernels.
 
 ``python -m custom_pypto.simulation.ascend_host.kernel_package FOLDER`` writes one into a folder, in
 the layout of CANN's custom operator packages, from the GE prototypes. With
-``ASCEND_CUSTOM_OPP_PATH=FOLDER`` and ``CUSTOM_PYPTO_EAGER=aclnn``, eager calls on the stand-in go
+``ASCEND_CUSTOM_OPP_PATH=FOLDER`` and ``CUSTOM_PYPTO_EAGER=aclnn``, eager calls on the simulator go
 through its ``libcust_opapi.so``. Each of its functions has the signature that CANN generates, and
 passes its arguments by name to Python, which computes on the memory that they describe.
 """
@@ -27,7 +27,7 @@ from ...schemas import overload
 from . import device
 from .libraries import compile_library
 
-SOC = "ascend910_93"  # of the chip that the stand-in's aclrtGetSocName names
+SOC = "ascend910_93"  # of the chip that the simulator's aclrtGetSocName names
 # aclDataType of CANN's acl/acl_base.h
 DTYPES = {
     0: torch.float32,
@@ -157,7 +157,7 @@ API int aclnn{prototype.type}(void* workspace, uint64_t size,
 
 
 def install(cann: ctypes.CDLL) -> None:
-    """Lets packages compute in this process; ``cann`` is the stand-in's library."""
+    """Lets packages compute in this process; ``cann`` is the simulator's library."""
     global _cann
     _cann = cann
     cann.ascend_host_connect_packages(*_CALLBACKS)

@@ -41,11 +41,11 @@ SUCCEED = (
 
 
 class AscendHostError(SimulationError):
-    """The stand-in failed, or does not support a call that needs an NPU."""
+    """The simulator failed, or does not support a call that needs an NPU."""
 
 
 class AscendHostUnavailable(AscendHostError):
-    """The stand-in cannot run on this machine as it is; the message says why, and the remedy."""
+    """The simulator cannot run on this machine as it is; the message says why, and the remedy."""
 
 
 @functools.cache
@@ -57,12 +57,12 @@ def load() -> ctypes.CDLL:
             its dependencies, a compiler or binutils.
         AscendHostError: the libraries do not compile.
     """
-    if found := cann():  # the stand-in would hide the NPU, or CANN parts of the stand-in
+    if found := cann():  # the simulator would hide the NPU, or CANN parts of the simulator
         raise AscendHostUnavailable(
-            f"ascend_host: the host stand-in must not run beside a real CANN, and {found}; "
+            f"ascend_host: the host simulator must not run beside a real CANN, and {found}; "
             "use the NPU, or a machine or container without CANN"
         )
-    folder = built_once("the host stand-in for CANN", _name(), _build)
+    folder = built_once("the host simulator of CANN", _name(), _build)
     # the loader later resolves these names to the libraries that are already loaded
     others = sorted(path for path in folder.glob("*.so") if path.name != MAIN)
     main, *_ = [ctypes.CDLL(str(path), ctypes.RTLD_GLOBAL) for path in (folder / MAIN, *others)]
@@ -211,7 +211,7 @@ def _build(folder: Path) -> None:
 
 
 def compile_library(source: Path, library: Path) -> None:
-    """Compiles a library of a kernel package, whose undefined symbols are the stand-in's."""
+    """Compiles a library of a kernel package, whose undefined symbols are the simulator's."""
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", f"-I{NNOPBASE.parent}"]
     _run([*_compiler(), *flags, str(source), "-o", str(library)])
 

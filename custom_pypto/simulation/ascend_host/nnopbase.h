@@ -1,4 +1,4 @@
-// Shared by the stand-in's libnnopbase.so and the kernel packages of kernel_package.py; the structs
+// Shared by the simulator's libnnopbase.so and the kernel packages of kernel_package.py; the structs
 // are read in Python, too.
 #pragma once
 
