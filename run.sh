@@ -24,7 +24,7 @@ Try
                                                or name, in an environment of its own, 3.5 GB
 
 On an Atlas
-  run.sh atlas [--simulator] [--only PART,...]  runs all that needs an NPU, into one archive;
+  run.sh atlas [--simulator] [--only PART,...] runs all that needs an NPU, into one archive;
                                                --simulator: on the host simulator of CANN
   run.sh graph [arguments of compile_torchair] compiles the demo's model by torchair; without an NPU
                                                on that simulator, with torch_npu in build/
