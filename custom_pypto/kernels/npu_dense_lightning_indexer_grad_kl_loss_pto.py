@@ -108,7 +108,7 @@ class Divergence:
             lse = pypto.view(self.a.index_lse, [1, 1], [row + g, 0])
             pypto.assemble(pypto.sub(scores, lse), [g, 0], log_q)
         begin_task(DIVERGENCE)
-        loss, d_scores = self.divergence(row, visible, position, p, log_q)
+        loss, d_scores = self.divergence(visible, position, p, log_q)
         all_weights = weights_of(self.a.weights, row * heads, tile * heads)
         whole = scaled(d_scores, all_weights, self.dim)
         pypto.assemble(whole.unit, [0, 0], unit)
@@ -156,7 +156,7 @@ class Divergence:
         end_task()
         return p
 
-    def divergence(self, row, visible, position, p, log_q):
+    def divergence(self, visible, position, p, log_q):
         """Losses of the tokens, ``[tile, 1]``, and gradients of the scores, ``[tile, chunk]``."""
         tile, size = p.shape
         pypto.set_vec_tile_shapes(1, size)
