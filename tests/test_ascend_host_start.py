@@ -128,6 +128,7 @@ def starting(cache: Path) -> subprocess.Popen:
     return subprocess.Popen(SIMULATOR, env=env, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow
 def test_an_interrupted_build_leaves_nothing_half_made_and_two_at_once_compile_once(tmp_path):
     for how in (signal.SIGINT, signal.SIGKILL):
         process = starting(tmp_path)
