@@ -26,6 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 
 from custom_pypto import models
+from custom_pypto.models.patched import CACHE
 
 TARGETS = {
     "kv_b_proj": ["kv_b_proj"],
@@ -307,11 +308,11 @@ OBSTACLES = {
 def test_what_absorption_would_pass_over_is_rejected(kind, change, message):
     patched = patched_model(kind)
     ids = token_ids(1, 20)
-    cache = patched(ids).past_key_values
+    cache = patched(ids)[CACHE]
     change(patched)
     for past in (None, cache):
         with unchanged(cache), pytest.raises(TypeError, match=message):
-            patched(ids[:, :1], past_key_values=past)
+            patched(ids[:, :1], cache=past)
     # the remedy, in the message, and the same rejection before a patch
     models.use_transformers(patched)(ids)
     with pytest.raises(TypeError, match=message):
@@ -346,11 +347,11 @@ def test_an_adapter_of_a_projection_that_ranks_share_is_rejected(kind):
 def test_dropout_in_training_mode_is_rejected_where_the_ops_would_run(kind):
     model = patched_model(kind).train()
     cache = models.PagedCache(model, 1, 32)
-    model(token_ids(1, 4), past_key_values=cache)
+    model(token_ids(1, 4), cache=cache)
     with_adapter(model, lora(lora_dropout=0.5)).train()
     with pytest.raises(TypeError, match="got a LoRA with dropout in training mode"):
-        model(token_ids(1, 4), past_key_values=cache)
+        model(token_ids(1, 4), cache=cache)
     model.model.config.attention_dropout = 0.5
     with pytest.raises(ValueError, match="attention_dropout must be 0 .*, got 0.5; call .*eval"):
-        model(token_ids(1, 4), past_key_values=cache)
-    model.eval()(token_ids(1, 4), past_key_values=cache)
+        model(token_ids(1, 4), cache=cache)
+    model.eval()(token_ids(1, 4), cache=cache)

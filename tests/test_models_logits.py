@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from custom_pypto import models
 from custom_pypto.models import deepseek_v4
 from custom_pypto.models.latent_attention import LatentAttention
+from custom_pypto.models.patched import CACHE
 
 
 @pytest.mark.parametrize("pads", [[0], [0, 0], PADS], ids=["batch-1", "batch-2", "left-padded"])
@@ -116,11 +117,11 @@ def test_a_forward_without_a_cache_makes_its_own(kind, use_cache):
     def run(model, seed):
         ids = token_ids(2, 33, seed)
         output = model(ids[:, :30], use_cache=use_cache)
-        caches.append(output.past_key_values)
+        caches.append(output.get(CACHE))
         if not use_cache:
             return output.logits
         # the positions continue after the cache
-        return model(ids[:, 30:], past_key_values=output.past_key_values).logits
+        return model(ids[:, 30:], **{CACHE: output[CACHE]}).logits
 
     assert_same(*upstream_and_patched(kind), run)
     assert isinstance(caches[-1], models.PagedCache if use_cache else type(None))
