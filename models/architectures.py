@@ -34,6 +34,7 @@ ARCHITECTURES = {
     "AXK2ForCausalLM": Architecture("axk2", "PagedAXK2Attention"),
     "DeepseekV4ForCausalLM": Architecture("deepseek_v4", "PagedDeepseekV4Attention"),
     "HYV4ForCausalLM": Architecture("hy_v4", "PagedHYV4Attention"),
+    "HYV4VLForConditionalGeneration": Architecture("hy_v4_vl", "PagedHYV4VLAttention", "5.24"),
     "Dots3NoteForCausalLM": Architecture("dots3_note", "PagedDots3NoteAttention", "5.23"),
     "Glm5NextForConditionalGeneration": Architecture("glm5_next", "PagedGlm5NextAttention"),
     "MistralLarge4ForConditionalGeneration": Architecture(

@@ -31,11 +31,16 @@ def prepare_forward(model, args: tuple, kwargs: dict):
     cache, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
     ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     batch, tokens = (ids if embeddings is None else embeddings).shape[:2]
+    attentions, positions = patched_attentions(model), kwargs.get("position_ids")
+    attention = next(iter(attentions.values()))
+    if attention.rotates_by_axes:
+        kwargs["position_ids"] = masks.text_axis(positions)
     if cache is None and model.training:
         step = training.step_of(model, kwargs, batch, tokens, loss)
         if step is None:
             return None
-        return (), kwargs | {"use_cache": False} | arguments(model, kwargs, step, step.store.real)
+        kwargs["use_cache"] = False
+        return (), kwargs | arguments(model, positions, step, step.store.real)
     if cache is None:
         if masks.is_packed(model, kwargs):
             return None
@@ -51,9 +56,8 @@ def prepare_forward(model, args: tuple, kwargs: dict):
             "patched model: output_attentions must be False (the ops never form the attention "
             "matrix), got True; call models.use_transformers(model) for the upstream path"
         )
-    attentions = patched_attentions(model)
-    for i, attention in attentions.items():
-        attention.check(attention, i)
+    for i, each in attentions.items():
+        each.check(each, i)
     if cache is None:
         spare = model.custom_pypto_cache["block_size"] if keep else 0
         cache = own_cache(model, batch, tokens + spare)
@@ -70,10 +74,10 @@ def prepare_forward(model, args: tuple, kwargs: dict):
         )
     cache.check_batch(batch)
     real = masks.new_tokens(mask, cache.sequences, tokens)
-    if next(iter(attentions.values())).counts_columns:
+    if attention.counts_columns:
         masks.check_pauses(real, cache.sequences)
     step = cache.place(batch, tokens, real, kwargs.get("position_ids"))
-    return (), kwargs | arguments(model, kwargs, step, step.valid)
+    return (), kwargs | arguments(model, positions, step, step.valid)
 
 
 def rename_cache(caller: str, kwargs: dict) -> None:
@@ -94,14 +98,15 @@ def rename_cache(caller: str, kwargs: dict) -> None:
         kwargs[CACHE] = given[0]
 
 
-def arguments(model, kwargs: dict, step: Step, real: Tensor) -> dict:
-    """What the layers get: the step in place of the masks, and positions."""
+def arguments(model, given: Tensor | None, step: Step, real: Tensor) -> dict:
+    """What the layers get: the step in place of the masks, and positions, those ``given`` by the
+    caller or those of the step."""
     in_place_of_masks = dict.fromkeys(["indexed_attention", *model.config.layer_types], step)
     if "linear_attention" in in_place_of_masks:
         in_place_of_masks["linear_attention"] = real
-    positions = step.position_ids
-    if next(iter(patched_attentions(model).values())).counts_positions:
-        given = kwargs.get("position_ids")
+    attention = next(iter(patched_attentions(model).values()))
+    positions = step.position_ids if given is None or not attention.rotates_by_axes else given
+    if attention.counts_positions:
         if problem := masks.problem_of_positions(given, step.positions, real):
             raise ValueError(f"patched model: {problem}; omit them, or {masks.UPSTREAM}")
         positions = step.positions.clamp(min=0) if given is None else given
