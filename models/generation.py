@@ -4,7 +4,11 @@ These functions become hooks and methods of the patched model only.
 """
 
 import torch
+import transformers
 from torch import Tensor, nn
+from transformers.integrations.peft import MIN_PEFT_VERSION
+
+from custom_pypto.requirements import TRANSFORMERS, installed_version, numbers
 
 from . import indexer_loss, masks, training
 from .cache import PagedCache, Step
@@ -155,8 +159,10 @@ def prepare_cache_for_generation(
             f"got {kind!r}; omit it, or pass {CACHE}=models.PagedCache(...)"
         )
     rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
+    if virtual := virtual_tokens(model):
+        check_peft()
     # transformers does not cut the drafts of prompt lookup
-    max_length += virtual_tokens(model) + (generation_config.prompt_lookup_num_tokens or 0)
+    max_length += virtual + (generation_config.prompt_lookup_num_tokens or 0)
     cache = model_kwargs.get(CACHE)
     if cache is None and generation_config.use_cache is not False:
         options = text_model(model).custom_pypto_cache
@@ -193,6 +199,18 @@ def virtual_tokens(model) -> int:
     owner = getattr(model.prepare_inputs_for_generation, "__self__", model)
     tuned = getattr(owner, "active_peft_config", None)
     return getattr(tuned, "num_virtual_tokens", None) or 0
+
+
+def check_peft() -> None:
+    """Rejects a peft that knows the cache by another name only: it takes each step for the first,
+    and puts the virtual tokens in front of every new one."""
+    found = installed_version("peft")
+    if numbers(found) < numbers(MIN_PEFT_VERSION):
+        raise ValueError(
+            f"generate: prompt tuning needs the peft that transformers {transformers.__version__} "
+            f"asks for, {MIN_PEFT_VERSION} or newer, got {found}; pip install "
+            f"'peft>={MIN_PEFT_VERSION}', or an older 'transformers=={TRANSFORMERS[0]}.*'"
+        )
 
 
 def create_masks_for_generate(model, config, inputs_embeds, attention_mask, **kwargs):
