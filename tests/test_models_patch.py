@@ -197,7 +197,7 @@ def test_every_architecture_is_tested_and_named_in_the_rejection_of_others():
 
 def test_what_architectures_share_knows_none_of_them():
     folder = Path(models.__file__).parent
-    kinds = [*NAMES, "deepseek_v4", "glm5_next", "mistral_large4"]
+    kinds = [*NAMES, "deepseek_v4", "glm5_next", "mistral_large4", "hy_v4_vl"]
     assert {path.parent.name for path in folder.glob("*/__init__.py")} == {
         *kinds,
         "cache",
