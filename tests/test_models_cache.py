@@ -27,6 +27,7 @@ from transformers import DynamicCache
 from custom_pypto import models
 from custom_pypto.models.cache import write
 from custom_pypto.models.cache.layout import Pool
+from custom_pypto.models.patched import CACHE
 
 
 def crop(tokens):
@@ -53,7 +54,7 @@ def test_a_changed_cache_continues_like_upstreams(kind, change, rows):
                 ids[:, t : t + 4],
                 attention_mask=mask[:, : t + 4],
                 position_ids=positions[:, t : t + 4],
-                cache=cache,
+                **{CACHE: cache},
             ).logits
             for t in range(past, past + 12, 4)
         ]
@@ -281,7 +282,7 @@ def test_an_upstream_model_rejects_a_paged_cache(kind):
     upstream, patched = upstream_and_patched(kind)
     message = "PagedCache: model must be patched by models.use_custom_pypto"
     with pytest.raises(TypeError, match=message):
-        upstream(token_ids(1, 4), cache=models.PagedCache(patched, 1, 16))
+        upstream(token_ids(1, 4), **{CACHE: models.PagedCache(patched, 1, 16)})
 
 
 # ---- interruption ---------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch._dynamo.backends.registry import lookup_backend
 
 from custom_pypto import models
 from custom_pypto.models.latent_attention import LatentAttention
+from custom_pypto.models.patched import CACHE
 
 TWO_LAYERS = {"num_hidden_layers": 2}
 
@@ -49,8 +50,8 @@ def decode(forward, cache, ids, start, sizes):
                 # a copy, as generate() makes: the offset of a view is part of a graph's guards
                 ids[:, start : start + size].clone(),
                 position_ids=positions,
-                cache=cache,
                 use_cache=True,
+                **{CACHE: cache},
             ).logits
         )
         start += size

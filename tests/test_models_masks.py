@@ -81,7 +81,7 @@ def step(change=lambda mask: None, tokens=1, pads=(0, 0)):
         mask = real.clone()
         changed = change(mask)
         mask = mask if changed is None else changed
-        return model(token_ids(2, tokens), attention_mask=mask, cache=past)
+        return model(token_ids(2, tokens), attention_mask=mask, **{CACHE: past})
 
     return call
 
@@ -182,7 +182,7 @@ def with_a_pause(model, seed):
             ids[:, t : t + 1],
             attention_mask=mask[:, : t + 1],
             position_ids=positions[:, t : t + 1],
-            cache=past,
+            **{CACHE: past},
         )
         logits.append(output.logits[mask[:, t].bool()])
     return torch.cat(logits)

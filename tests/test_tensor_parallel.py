@@ -19,6 +19,7 @@ from transformers import DynamicCache
 
 from custom_pypto import models, npu
 from custom_pypto.models import latent_attention, tensor_parallel
+from custom_pypto.models.patched import CACHE
 
 ROOT = Path(__file__).parents[1]
 PREFILL, DECODE = 40, 4
@@ -28,7 +29,7 @@ PREFILL, DECODE = 40, 4
 def logits(model, ids, cache):
     """Of a prefill and of every decode step."""
     calls = ids.split([PREFILL, *[1] * DECODE], 1)
-    return torch.cat([model(call, cache=cache).logits for call in calls], 1)
+    return torch.cat([model(call, **{CACHE: cache}).logits for call in calls], 1)
 
 
 def generated(model, ids):
