@@ -10,6 +10,7 @@ from model_harness import (
     CHANGES,
     PADS,
     assert_close,
+    both,
     continued,
     feed,
     interrupted,
@@ -126,6 +127,13 @@ def test_a_cache_may_be_shorter_than_a_group_of_tokens():
     ids = token_ids(1, 12)
     got = patched(ids, cache=paged_cache(patched, 1, 16)).logits
     assert_close(got, upstream(ids, use_cache=False).logits, "glm5_next")
+
+
+@pytest.mark.parametrize("group", [3, 5, 24])
+def test_blocks_need_be_no_multiple_of_a_group_of_tokens(group):
+    changes = {"index_kpool": group, "index_topk": 2 * group}
+    want, got = both(*upstream_and_patched("glm5_next", **changes), [0, 0], [47, 1, 1, 70, 1, 9])
+    assert_close(got, want, "glm5_next")
 
 
 # ---- pools ------------------------------------------------------------------------------------
