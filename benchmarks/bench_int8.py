@@ -127,7 +127,7 @@ def recalls_of_16(model, length: int) -> tuple[float, float]:
         return want
 
     with mock.patch.object(custom_pypto, "npu_lightning_indexer_pto", both):
-        model(ids, past_key_values=cache)
+        model(ids, cache=cache)
     return statistics.mean(found[::2]), statistics.mean(found[1::2])
 
 

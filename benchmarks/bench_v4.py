@@ -36,6 +36,7 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 
 from custom_pypto import models
 from custom_pypto.models.cache import write
+from custom_pypto.models.patched import CACHE
 
 SIDES = ("custom_pypto", "transformers")
 KINDS = {
@@ -154,7 +155,7 @@ def attend(side: str, model, hidden: Tensor, cache, cached: int) -> Tensor:
             config=model.config,
             inputs_embeds=hidden,
             attention_mask=None,
-            past_key_values=None,
+            **{CACHE: None},
             position_ids=positions,
         )
     return attention(
@@ -162,7 +163,7 @@ def attend(side: str, model, hidden: Tensor, cache, cached: int) -> Tensor:
         position_embeddings=rotations,
         position_ids=positions,
         attention_mask=mask,
-        past_key_values=cache,
+        **{CACHE: cache},
     )[0]
 
 

@@ -167,11 +167,11 @@ def decode_call(model) -> Callable:
     cache = models.PagedCache(model, 1, 128)
     prompt, token = torch.randint(0, 64, (1, 64)), torch.tensor([[7]])
     with torch.no_grad():
-        model(prompt, past_key_values=cache)
+        model(prompt, cache=cache)
 
     @torch.no_grad()
     def step():
-        logits = model(token, past_key_values=cache).logits
+        logits = model(token, cache=cache).logits
         cache.crop(-1)
         return logits
 

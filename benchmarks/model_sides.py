@@ -7,6 +7,7 @@ from transformers import DeepseekV32Config, DeepseekV32ForCausalLM, DynamicCache
 from custom_pypto import models
 from custom_pypto.models.architectures import attention_classes
 from custom_pypto.models.cache import write
+from custom_pypto.models.patched import CACHE
 
 SIDES = ("custom_pypto", "transformers")
 MODEL = dict(
@@ -81,7 +82,7 @@ def decode_call(side: str, model, context: int):
 
     @torch.no_grad()
     def step():
-        logits = model(ids, past_key_values=cache, use_cache=True).logits
+        logits = model(ids, **{CACHE: cache}, use_cache=True).logits
         cache.crop(-1)
         return logits
 
@@ -94,7 +95,7 @@ def prefill_call(side: str, model, context: int):
     @torch.no_grad()
     def prefill():
         cache = models.PagedCache(model, 1, context) if side == "custom_pypto" else None
-        return model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        return model(ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits
 
     return prefill
 
@@ -110,7 +111,7 @@ def attend(side: str, model, hidden: Tensor, cache, cached: int) -> Tensor:
         step.commit()
         return attention(hidden, rotation, step)[0]
     causal = torch.arange(cached + tokens) <= positions[:, None]
-    return attention(hidden, rotation, causal[None, None], past_key_values=cache)[0]
+    return attention(hidden, rotation, causal[None, None], **{CACHE: cache})[0]
 
 
 def hidden_states(model, tokens: int) -> Tensor:

@@ -41,7 +41,7 @@ def measure_step(steps: int = 100) -> str:
     for _ in range(steps):
         start, spent[0] = time.perf_counter(), 0.0
         with torch.inference_mode():
-            model(token, past_key_values=cache)
+            model(token, cache=cache)
         of_step.append(time.perf_counter() - start)
         of_hooks.append(spent[0])
     rows = [

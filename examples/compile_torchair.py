@@ -64,14 +64,14 @@ class Decoder:
         self.cache = models.PagedCache(model, batch_size=1, max_cache_len=length)
 
     def prefill(self, input_ids):
-        self.model(input_ids, past_key_values=self.cache, logits_to_keep=1)
+        self.model(input_ids, cache=self.cache, logits_to_keep=1)
         self.position += input_ids.size(1)
 
     def next_token(self, token):
         """The token after ``token`` ``[1, 1]``."""
         position_ids = torch.tensor([[self.position]], device=token.device)
         self.position += 1
-        logits = self.step(token, position_ids=position_ids, past_key_values=self.cache).logits
+        logits = self.step(token, position_ids=position_ids, cache=self.cache).logits
         return logits[:, -1:].argmax(-1)
 
 

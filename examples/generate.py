@@ -91,7 +91,7 @@ class Session:
         ) as progress:
             for start in range(0, prompt.size(1), chunk):
                 part = prompt[:, start : start + chunk]
-                self.model(part, past_key_values=self.cache, logits_to_keep=1)
+                self.model(part, cache=self.cache, logits_to_keep=1)
                 progress.update(part.size(1))
 
     def generate(self, input_ids, max_new_tokens):
@@ -101,7 +101,7 @@ class Session:
         self.ids = self.model.generate(
             self.ids,
             attention_mask=torch.ones_like(self.ids),
-            past_key_values=self.cache,
+            cache=self.cache,
             max_new_tokens=max_new_tokens,
             streamer=self.streamer,
         )

@@ -50,6 +50,7 @@ from train_lookup import dense_attention as without_indexers
 from transformers import DeepseekV32ForCausalLM, DynamicCache
 
 from custom_pypto import hub, models
+from custom_pypto.models.patched import CACHE
 
 INK = {False: "white", True: "black"}  # on the dark ends of the colours, and between them
 QUESTION_TOKENS = 3 * len(KEYS)  # question, value, "."
@@ -94,7 +95,7 @@ def load(changes, args):
 def read(model, cache, text, chunk, title):
     with tqdm(total=text.size(1), desc=title, unit=" tokens", leave=False, disable=None) as bar:
         for part in text.split(chunk, 1):
-            model(part, past_key_values=cache, logits_to_keep=1)
+            model(part, **{CACHE: cache}, logits_to_keep=1)
             bar.update(part.size(1))
 
 
@@ -102,7 +103,7 @@ def answer(model, cache, questions):
     """For each question, whether the model ranks its answer first."""
     right = []
     for i in range(questions.size(1) - 2):  # no question follows the last answer
-        guess = model(questions[:, i : i + 1], past_key_values=cache).logits.argmax()
+        guess = model(questions[:, i : i + 1], **{CACHE: cache}).logits.argmax()
         if i % 3 == 0:
             right.append(guess.item() == questions[0, i + 1].item())
     return right
@@ -134,7 +135,7 @@ def measure(attention, changes, tokens, args):
         ids, _ = lookup_batch(1, 512, seed=args.seed)  # warm-up
         cache = new_cache(ids.size(1))
         read(model, cache, ids[:, :-1], 128, "warm up")
-        model(ids[:, -1:], past_key_values=cache)
+        model(ids[:, -1:], **{CACHE: cache})
         before = peak_memory()
         for i in range(args.texts):
             ids, _ = lookup_batch(1, tokens + QUESTION_TOKENS, seed=args.seed + i)

@@ -37,6 +37,8 @@ from transformers import (
 )
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import apply_rotary_pos_emb
 
+from custom_pypto.models.patched import CACHE
+
 KEYS = (
     "otter whale heron badger lynx falcon beaver walrus gecko moose panda tiger raven stork bison "
     "koala camel zebra hyena lemur sloth tapir viper egret finch goose hippo llama mole newt ox yak"
@@ -149,7 +151,7 @@ def lookup_accuracy(
     for ids, label in zip(input_ids.split(1), labels.split(1), strict=True):
         cache = new_cache() if new_cache else DynamicCache(config=model.config)
         guess = torch.cat(
-            [model(chunk, past_key_values=cache).logits.argmax(-1) for chunk in ids.split(512, 1)],
+            [model(chunk, **{CACHE: cache}).logits.argmax(-1) for chunk in ids.split(512, 1)],
             dim=1,
         )
         is_value = label[:, 1:] > TOKEN_ID[END]

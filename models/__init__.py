@@ -57,6 +57,7 @@ from .loading import (  # noqa: E402
     resolve_dtype,
 )
 from .patched import (  # noqa: E402
+    METHODS,
     attentions_to_patch,
     patched_attentions,
     remove_hooks,
@@ -171,8 +172,8 @@ def use_custom_pypto(
             model.register_forward_pre_hook(begin_indexer_loss, with_kwargs=True),
             model.register_forward_hook(add_indexer_loss, with_kwargs=True, always_call=True),
         )
-    model._prepare_cache_for_generation = partial(generation.prepare_cache_for_generation, model)
-    model.create_masks_for_generate = partial(generation.create_masks_for_generate, model)
+    for name in METHODS:
+        setattr(model, name, partial(getattr(generation, name.lstrip("_")), model))
     plain = not any(getattr(module, "kind", None) for module in text.modules())
     if plain and text.dtype == torch.bfloat16 and text.device.type == "cpu":
         advise_on_bfloat16()

@@ -34,11 +34,21 @@ ARCHITECTURES = {
     "AXK2ForCausalLM": Architecture("axk2", "PagedAXK2Attention"),
     "DeepseekV4ForCausalLM": Architecture("deepseek_v4", "PagedDeepseekV4Attention"),
     "HYV4ForCausalLM": Architecture("hy_v4", "PagedHYV4Attention"),
+    "HYV4VLForConditionalGeneration": Architecture("hy_v4_vl", "PagedHYV4VLAttention", "5.24"),
     "Dots3NoteForCausalLM": Architecture("dots3_note", "PagedDots3NoteAttention", "5.23"),
     "Glm5NextForConditionalGeneration": Architecture("glm5_next", "PagedGlm5NextAttention"),
     "MistralLarge4ForConditionalGeneration": Architecture(
         "mistral_large4", "PagedMistralLarge4Attention", "5.23"
     ),
+}
+
+# what is known of models with an index_topk that cannot be patched, by the class in their config
+KNOWN = {
+    "DeepseekV3ForCausalLM": " (DeepseekV32ForCausalLM, of model_type deepseek_v32, has one)",
+    "LongcatFlashForCausalLM": " (LongCat-2.0 always selects the first 16 and the last 1024 "
+    "positions besides, as no op here does)",
+    "DeepseekV41ForCausalLM": " (DeepSeek-V4.1 selects from blocks of candidates and reads engram "
+    "tables, as no op here does)",
 }
 
 
@@ -110,6 +120,7 @@ def supported_model(
             f"{caller}: {file} is not the configuration of a model, JSON in UTF-8 without a "
             f"byte-order mark: {error!r}; download it again"
         ) from error
+    remark = KNOWN.get(named[0], "")
     for name in named:
         if name in ARCHITECTURES and not hasattr(transformers, name):
             since = ARCHITECTURES[name].since
@@ -121,9 +132,13 @@ def supported_model(
         # by default transformers prompts at the terminal, and "y" runs the checkpoint's code
         config = AutoConfig.from_pretrained(checkpoint, trust_remote_code=False)
     except ValueError as error:
-        if "auto_map" in written or written.get("model_type") in transformers.CONFIG_MAPPING:
+        selects = "index_topk" in written.get("text_config", written)
+        known = written.get("model_type") in transformers.CONFIG_MAPPING
+        # of unknown classes transformers says only how to run the checkpoint's code
+        if known or ("auto_map" in written and not selects):
             raise ValueError(f"{caller}: {file}: {error}") from error
-        raise _unsupported(caller, file, named, f"unknown to transformers {_VERSION}") from error
+        why = f"unknown to transformers {_VERSION}{remark if selects else ''}"
+        raise _unsupported(caller, file, named, why) from error
     text = config.get_text_config()
     for part, mapping in (
         (config, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING),
@@ -133,7 +148,8 @@ def supported_model(
         if found is not None and found.__name__ in ARCHITECTURES:
             return part, found
     if hasattr(text, "index_topk"):
-        raise _unsupported(caller, file, named, "which has no lightning indexer in transformers")
+        why = f"with index_topk, but without a lightning indexer in transformers {_VERSION}{remark}"
+        raise _unsupported(caller, file, named, why)
     raise _unsupported(caller, file, named, "without index_topk, so without sparse attention")
 
 

@@ -34,6 +34,8 @@ class PatchedAttention:
     counts_groups = False
     #: whether rotations and what a token sees follow the count of a sequence's real tokens
     counts_positions = False
+    #: whether RoPE rotates by positions of time, height and width, ``[3, B, S]``
+    rotates_by_axes = False
     #: whether other layers count padding between tokens, so that a sequence cannot pause
     counts_columns = False
     #: whether later layers attend to the latents of this one

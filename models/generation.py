@@ -4,15 +4,19 @@ These functions become hooks and methods of the patched model only.
 """
 
 import torch
+import transformers
 from torch import Tensor, nn
+from transformers.integrations.peft import MIN_PEFT_VERSION
+
+from custom_pypto.requirements import TRANSFORMERS, installed_version, numbers
 
 from . import indexer_loss, masks, training
 from .cache import PagedCache, Step
 from .memory import has_numbers
-from .patched import checkpoints, dimensions, patched_attentions, text_model
+from .patched import CACHE, CACHE_NAMES, checkpoints, dimensions, patched_attentions, text_model
 
 # positional arguments of the upstream base models
-FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values")
+FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", CACHE)
 FORWARD_ARGUMENTS += ("inputs_embeds", "use_cache")
 
 
@@ -20,22 +24,27 @@ def prepare_forward(model, args: tuple, kwargs: dict):
     """Forward pre-hook of the base model: makes room in the cache for the new tokens and passes the
     layers a :class:`Step` in place of the attention mask.
 
-    Without ``past_key_values`` in training mode, :mod:`.training` decides. In evaluation mode the
-    upstream path runs, without ``use_cache``, for sequences packed into one row of the batch.
-    Otherwise this forward creates a cache: with ``use_cache`` it returns a growing one, else it
-    drops it.
+    Without a cache in training mode, :mod:`.training` decides. In evaluation mode the upstream path
+    runs, without ``use_cache``, for sequences packed into one row of the batch. Otherwise this
+    forward creates a cache: with ``use_cache`` it returns a growing one, else it drops it.
     """
     # names the positional arguments, in the order of the upstream forward
     kwargs = {**dict(zip(FORWARD_ARGUMENTS, args, strict=False)), **kwargs}
     loss = kwargs.pop(indexer_loss.NAME, None)
-    cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    rename_cache("patched model", kwargs)
+    cache, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
     ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     batch, tokens = (ids if embeddings is None else embeddings).shape[:2]
+    attentions, positions = patched_attentions(model), kwargs.get("position_ids")
+    attention = next(iter(attentions.values()))
+    if attention.rotates_by_axes:
+        kwargs["position_ids"] = masks.text_axis(positions)
     if cache is None and model.training:
         step = training.step_of(model, kwargs, batch, tokens, loss)
         if step is None:
             return None
-        return (), kwargs | {"use_cache": False} | arguments(model, kwargs, step, step.store.real)
+        kwargs["use_cache"] = False
+        return (), kwargs | arguments(model, positions, step, step.store.real)
     if cache is None:
         if masks.is_packed(model, kwargs):
             return None
@@ -44,20 +53,19 @@ def prepare_forward(model, args: tuple, kwargs: dict):
         raise ValueError(
             "patched model: attention_dropout must be 0 in training mode with a cache (the ops "
             f"have no dropout), got {model.config.attention_dropout}; call model.eval(), or omit "
-            "past_key_values to run the upstream path"
+            f"{CACHE} to run the upstream path"
         )
     if kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)):
         raise ValueError(
             "patched model: output_attentions must be False (the ops never form the attention "
             "matrix), got True; call models.use_transformers(model) for the upstream path"
         )
-    attentions = patched_attentions(model)
-    for i, attention in attentions.items():
-        attention.check(attention, i)
+    for i, each in attentions.items():
+        each.check(each, i)
     if cache is None:
         spare = model.custom_pypto_cache["block_size"] if keep else 0
         cache = own_cache(model, batch, tokens + spare)
-        kwargs["past_key_values"] = cache if keep else None
+        kwargs[CACHE] = cache if keep else None
     else:
         check_cache(cache, model, attentions)
         if cache.grows and not isinstance(mask, dict):  # generate() has made room already
@@ -70,27 +78,46 @@ def prepare_forward(model, args: tuple, kwargs: dict):
         )
     cache.check_batch(batch)
     real = masks.new_tokens(mask, cache.sequences, tokens)
-    if next(iter(attentions.values())).counts_columns:
+    if attention.counts_columns:
         masks.check_pauses(real, cache.sequences)
     step = cache.place(batch, tokens, real, kwargs.get("position_ids"))
-    return (), kwargs | arguments(model, kwargs, step, step.valid)
+    return (), kwargs | arguments(model, positions, step, step.valid)
 
 
-def arguments(model, kwargs: dict, step: Step, real: Tensor) -> dict:
-    """What the layers get: the step in place of the masks, and positions."""
+def rename_cache(caller: str, kwargs: dict) -> None:
+    """Gives a cache under either name the one of the installed transformers, which would drop the
+    other in silence, or prefer it to its own.
+
+    Raises:
+        ValueError: two caches.
+    """
+    given = [kwargs.pop(name, None) for name in CACHE_NAMES]
+    given = [cache for cache in given if cache is not None]
+    if len(given) > 1:
+        raise ValueError(
+            f"{caller}: {' and '.join(CACHE_NAMES)} are two names of one argument, got both; pass "
+            f"{CACHE}"
+        )
+    if given:
+        kwargs[CACHE] = given[0]
+
+
+def arguments(model, given: Tensor | None, step: Step, real: Tensor) -> dict:
+    """What the layers get: the step in place of the masks, and positions, those ``given`` by the
+    caller or those of the step."""
     in_place_of_masks = dict.fromkeys(["indexed_attention", *model.config.layer_types], step)
     if "linear_attention" in in_place_of_masks:
         in_place_of_masks["linear_attention"] = real
-    positions = step.position_ids
-    if next(iter(patched_attentions(model).values())).counts_positions:
-        given = kwargs.get("position_ids")
+    attention = next(iter(patched_attentions(model).values()))
+    positions = step.position_ids if given is None or not attention.rotates_by_axes else given
+    if attention.counts_positions:
         if problem := masks.problem_of_positions(given, step.positions, real):
             raise ValueError(f"patched model: {problem}; omit them, or {masks.UPSTREAM}")
         positions = step.positions.clamp(min=0) if given is None else given
     return {"attention_mask": in_place_of_masks, "position_ids": positions}
 
 
-@torch.compiler.disable(reason="pass past_key_values=models.PagedCache(...) to a compiled forward")
+@torch.compiler.disable(reason=f"pass {CACHE}=models.PagedCache(...) to a compiled forward")
 def own_cache(model, batch_size: int, max_cache_len: int) -> PagedCache:
     """Creates the cache of a forward that got none."""
     cache = PagedCache(model, batch_size, max_cache_len, **model.custom_pypto_cache)
@@ -115,6 +142,12 @@ def finish_forward(model, args: tuple, kwargs: dict, output) -> None:
             step.report(output[0], patched_attentions(model))
 
 
+def extract_generation_mode_kwargs(model, custom_generate, kwargs: dict, *args) -> dict:
+    """What ``generate()`` calls first, with its arguments for the model."""
+    rename_cache("generate", kwargs)
+    return type(model)._extract_generation_mode_kwargs(model, custom_generate, kwargs, *args)
+
+
 def prepare_cache_for_generation(
     model, generation_config, model_kwargs, generation_mode, batch_size, max_length
 ):
@@ -123,16 +156,18 @@ def prepare_cache_for_generation(
     if kind not in (None, "dynamic"):
         raise ValueError(
             "generate: cache_implementation must be None or 'dynamic' for a patched model, "
-            f"got {kind!r}; omit it, or pass past_key_values=models.PagedCache(...)"
+            f"got {kind!r}; omit it, or pass {CACHE}=models.PagedCache(...)"
         )
     rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
+    if virtual := virtual_tokens(model):
+        check_peft()
     # transformers does not cut the drafts of prompt lookup
-    max_length += virtual_tokens(model) + (generation_config.prompt_lookup_num_tokens or 0)
-    cache = model_kwargs.get("past_key_values")
+    max_length += virtual + (generation_config.prompt_lookup_num_tokens or 0)
+    cache = model_kwargs.get(CACHE)
     if cache is None and generation_config.use_cache is not False:
         options = text_model(model).custom_pypto_cache
         cache = PagedCache(model, rows, max_length, **options)
-        model_kwargs["past_key_values"] = cache
+        model_kwargs[CACHE] = cache
         return
     if cache is not None:
         text = text_model(model)
@@ -141,7 +176,7 @@ def prepare_cache_for_generation(
             cache.reserve(max_length)
         if cache.max_cache_len < max_length or cache.batch_size != rows:
             raise ValueError(
-                f"generate: past_key_values must be a PagedCache with batch_size={rows} and "
+                f"generate: {CACHE} must be a PagedCache with batch_size={rows} and "
                 f"max_cache_len of at least {max_length}, got {cache}"
             )
         mask, seen = model_kwargs.get("attention_mask"), int(cache.get_seq_length())
@@ -166,14 +201,24 @@ def virtual_tokens(model) -> int:
     return getattr(tuned, "num_virtual_tokens", None) or 0
 
 
-def create_masks_for_generate(
-    model, config, inputs_embeds, attention_mask, past_key_values, **kwargs
-):
+def check_peft() -> None:
+    """Rejects a peft that knows the cache by another name only: it takes each step for the first,
+    and puts the virtual tokens in front of every new one."""
+    found = installed_version("peft")
+    if numbers(found) < numbers(MIN_PEFT_VERSION):
+        raise ValueError(
+            f"generate: prompt tuning needs the peft that transformers {transformers.__version__} "
+            f"asks for, {MIN_PEFT_VERSION} or newer, got {found}; pip install "
+            f"'peft>={MIN_PEFT_VERSION}', or an older 'transformers=={TRANSFORMERS[0]}.*'"
+        )
+
+
+def create_masks_for_generate(model, config, inputs_embeds, attention_mask, **kwargs):
     """``generate()`` calls this outside of the compiled forward, where the mask may still grow
     with the sequence and lengths can be read."""
     if virtual_tokens(model):  # whose ones peft will put in front of the mask
         return attention_mask
-    tokens, cache = inputs_embeds.shape[1], past_key_values
+    tokens, cache = inputs_embeds.shape[1], kwargs[CACHE]
     cache.check_room(tokens)
     return masks.for_generate(attention_mask, cache.sequences, tokens, cache.max_cache_len)
 
@@ -181,7 +226,7 @@ def create_masks_for_generate(
 def check_cache(cache, text, attentions: dict[int, nn.Module]) -> None:
     if not isinstance(cache, PagedCache):
         raise TypeError(
-            "patched model: past_key_values must be a models.PagedCache, got "
+            f"patched model: {CACHE} must be a models.PagedCache, got "
             f"{type(cache).__name__}; omit it, and use no prefix tuning, or call "
             "models.use_transformers(model) for the upstream path"
         )

@@ -172,6 +172,8 @@ class LatentAttention(PatchedAttention):
     def rotate_index(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``[B, S, N, D]`` with R of the D dims rotated."""
         indexer = self.indexer
+        # some architectures have parameters in their frequencies, which indexers do not train
+        cos, sin = cos.detach(), sin.detach()
         widths = [indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim]
         if self.index_rope_last:
             rest, rope = x.split(widths[::-1], -1)

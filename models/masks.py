@@ -168,6 +168,14 @@ def keeps_cache(model, kwargs: dict) -> bool:
     return model.config.use_cache if wanted is None else wanted
 
 
+def text_axis(positions: Tensor | None) -> Tensor | None:
+    """The positions by which transformers tells sequences packed into a row, where RoPE rotates by
+    axes: the first of four axes; None: there are none."""
+    if positions is None or positions.ndim == 2 or positions.size(0) < 4:
+        return None
+    return positions[0]
+
+
 def is_packed(model, kwargs: dict) -> bool:
     """Whether transformers treats a row of the batch as several sequences: positions restart, and
     there is neither a mask nor a cache. A graph cannot tell positions and assumes so: upstream's

@@ -1,11 +1,26 @@
-"""The parts of a patched model: its patched layers, their device, the sizes of its cache."""
+"""The parts of a patched model: its patched layers, their device, name and sizes of its cache."""
 
+import inspect
 from collections.abc import Callable
 
 import torch
 from torch import nn
+from transformers.masking_utils import create_masks_for_generate
 
 from .projection import aligning_hook, has_other_forward
+
+# the argument of forwards and of generate() for a cache: transformers renamed it to the first
+CACHE_NAMES = ("cache", "past_key_values")
+_PARAMETERS = inspect.signature(create_masks_for_generate).parameters
+#: the name in the installed transformers, also of the field of outputs
+CACHE = next(name for name in CACHE_NAMES if name in _PARAMETERS)
+
+# of generate(), which a patched model has in place of its class's
+METHODS = (
+    "_extract_generation_mode_kwargs",
+    "_prepare_cache_for_generation",
+    "create_masks_for_generate",
+)
 
 
 def text_model(model):
@@ -69,7 +84,7 @@ def remove_hooks(model) -> None:
     """Takes the hooks and methods of a patch from ``model``, if it has them."""
     for hook in vars(model).pop("_undo_custom_pypto", ()):
         hook.remove()
-    for name in ("_prepare_cache_for_generation", "create_masks_for_generate"):
+    for name in METHODS:
         vars(model).pop(name, None)
 
 

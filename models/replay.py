@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .cache import Step
-from .patched import patched_attentions, text_model
+from .patched import CACHE, patched_attentions, text_model
 
 #: for each layer with an indexer, the int32 positions ``[B, T, K]`` its T tokens attend to
 Record = dict[int, Tensor]
@@ -133,7 +133,7 @@ def recording(attend, parts: list[Tensor], hidden_states, position_embeddings, s
     recorded = sum(part.size(1) for part in parts)
     if before > recorded or (before and len(parts[0]) != len(indices)):
         raise ValueError(
-            "record_indices: past_key_values must be empty, or hold the recorded tokens, "
+            f"record_indices: {CACHE} must be empty, or hold the recorded tokens, "
             f"[{len(parts[0]) if parts else 0}, {recorded}]; got one with {[len(indices), before]}"
         )
     if before < recorded:  # the cache was cropped, or is another one

@@ -7,12 +7,16 @@ import pytest
 import torch
 from published import FLOAT32, V4, kind_of, published, true_weights, weights_on_disk
 from safetensors.torch import load_file, save_file
-from tiny import KINDS, tiny_model, token_ids
+from tiny import CLASSES, KINDS, tiny_model, token_ids
 
 INDEX = "model.safetensors.index.json"
 LOADED_KINDS = [*KINDS, V4]
 # what upstream keeps in float32; of a model in float16, some weights more
 KEPT = FLOAT32 | {V4: f"{FLOAT32[V4]}|norm"}
+for kind, (_, model_class) in CLASSES.items():
+    lists = [getattr(base, "_keep_in_fp32_modules_strict", None) for base in model_class.__mro__]
+    if any("gate.weight" in names for names in lists if names):  # the routers of a newer one
+        KEPT[kind] += r"|\.gate\.weight"
 FROM_FLOAT16 = r"compressor\.(wkv|wgate)|weights_proj"
 
 

@@ -11,6 +11,7 @@ from transformers import CompileConfig, DynamicCache
 
 from custom_pypto import models
 from custom_pypto.models.latent_attention import LatentAttention
+from custom_pypto.models.patched import CACHE
 
 # Of logits up to about 10, in float32. Those of upstream and ours are up to 3.6e-5 from the same in
 # float64, with groups of tokens 1.3e-4, by any instruction set (generic, AVX2, AVX-512) and number
@@ -116,7 +117,7 @@ def feed(model, cache, ids, mask, positions, chunks):
                 ids[:, start:end],
                 attention_mask=mask[:, :end],
                 position_ids=positions[:, start:end],
-                past_key_values=cache,
+                **{CACHE: cache},
             ).logits
         )
         start = end
@@ -133,7 +134,7 @@ def continued(model, cache, ids, start, sizes):
     """The logits of ``ids`` from position ``start`` on."""
     logits = []
     for size in sizes:
-        logits.append(model(ids[:, start : start + size], past_key_values=cache).logits)
+        logits.append(model(ids[:, start : start + size], **{CACHE: cache}).logits)
         start += size
     return torch.cat(logits, 1)
 
@@ -141,7 +142,7 @@ def continued(model, cache, ids, start, sizes):
 def in_steps(model, ids, prefill):
     """The logits of a prefill, and of a decode step for each token after it."""
     output = model(ids[:, :prefill], use_cache=True)
-    steps = continued(model, output.past_key_values, ids, prefill, [1] * (ids.size(1) - prefill))
+    steps = continued(model, output[CACHE], ids, prefill, [1] * (ids.size(1) - prefill))
     return torch.cat([output.logits, steps], 1)
 
 

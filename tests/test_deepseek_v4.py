@@ -27,7 +27,7 @@ PR_SET_THP_DISABLE = 41  # of prctl
 def test_crop_beyond_what_the_state_holds_is_rejected_and_changes_nothing():
     upstream, patched = upstream_and_patched(KIND)
     ids, cache = token_ids(1, 90), paged_cache(patched, 1)
-    patched(ids[:, :60], past_key_values=cache)
+    patched(ids[:, :60], cache=cache)
     message = r"must be at least -16 \(.*or at most -60 \(all tokens\), got -17; reset\(\)"
     with pytest.raises(ValueError, match=rf"PagedCache.crop: tokens_to_remove {message}"):
         cache.crop(-17)
@@ -45,18 +45,18 @@ def test_a_short_interrupted_forward_leaves_the_cache_as_it_was_and_a_long_one_s
 
     def interrupt(start, end):
         with interrupted(patched.model.layers[-1].mlp):
-            patched(ids[:, start:end], past_key_values=cache)
+            patched(ids[:, start:end], cache=cache)
 
     interrupt(0, 60)  # nothing was cached: nothing to lose
-    patched(ids[:, :40], past_key_values=cache)
+    patched(ids[:, :40], cache=cache)
     interrupt(40, 56)
-    got = patched(ids[:, 40:60], past_key_values=cache).logits
+    got = patched(ids[:, 40:60], cache=cache).logits
     assert_close(got, want[:, 40:60], KIND)
     interrupt(60, 90)
     with pytest.raises(ValueError, match="interrupted forward of 30 tokens has overwritten .*60"):
-        patched(ids[:, 60:], past_key_values=cache)
+        patched(ids[:, 60:], cache=cache)
     cache.reset()
-    assert_close(patched(ids, past_key_values=cache).logits, want, KIND)
+    assert_close(patched(ids, cache=cache).logits, want, KIND)
 
 
 @pytest.mark.parametrize("batch, tokens", [(1, 4096), (3, 65536)])

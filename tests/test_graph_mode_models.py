@@ -117,7 +117,7 @@ def decode(forward, cache, ids, first, last):
     for i in range(first, last):
         position = torch.tensor([[i]]).npu()
         token = ids[:, i : i + 1].clone()
-        output = forward(token, position_ids=position, past_key_values=cache, use_cache=True)
+        output = forward(token, position_ids=position, cache=cache, use_cache=True)
         logits.append(output.logits.clone())  # a captured graph writes the next ones there
     return torch.cat(logits, 1)
 
@@ -146,7 +146,7 @@ def new_cache(max_cache_len=96):
 @functools.cache
 def read_text():
     cache = new_cache()
-    lookup_model()(LOOKUP()[0][:, :FIRST].npu(), past_key_values=cache)
+    lookup_model()(LOOKUP()[0][:, :FIRST].npu(), cache=cache)
     return cache
 
 
@@ -205,7 +205,7 @@ def decoded_v4(forward):
     model = deepseek_v4()
     ids = token_ids(1, 44) % model.config.vocab_size
     cache = models.PagedCache(model, 1, 96, block_size=BLOCK)
-    model(ids[:, :40].npu(), past_key_values=cache)
+    model(ids[:, :40].npu(), cache=cache)
     return decode(forward, cache, ids.npu(), 40, 44)  # completes a row of 4 tokens
 
 
@@ -334,7 +334,7 @@ def decoded(forward):
     model, ids, mask = glm(), token_ids(2, 34).npu(), torch.ones(2, 30, dtype=torch.int64)
     mask[0, :7] = 0
     cache = models.PagedCache(model, 2, 64, block_size=BLOCK)
-    model(ids[:, :30], attention_mask=mask.npu(), past_key_values=cache)
+    model(ids[:, :30], attention_mask=mask.npu(), cache=cache)
     return decode(forward, cache, ids, 30, 34)
 
 

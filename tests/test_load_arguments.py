@@ -1,11 +1,13 @@
 """What a caller of ``models.load`` passes, and what the environment lacks."""
 
 import inspect
+import json
 import subprocess
 import sys
 
 import pytest
 import torch
+import transformers
 from loading_harness import edit_json
 from repository import REPOSITORY
 from tiny import OWN, tiny_model, token_ids
@@ -79,6 +81,46 @@ def test_a_model_without_sparse_attention_is_named(config, named, tmp_path):
     edit_json(tmp_path / "config.json", **config)
     message = f"load: .*config.json is of {named}, without index_topk, so without sparse attention"
     with pytest.raises(TypeError, match=message):
+        models.load(tmp_path)
+
+
+LOOK_ALIKES = {
+    "deepseek_v3": (
+        {"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3"},
+        "a DeepseekV3ForCausalLM, with index_topk, but without a lightning indexer in transformers "
+        "[0-9.]+ .DeepseekV32ForCausalLM, of model_type deepseek_v32, has one.; supported are ",
+    ),
+    "longcat": (
+        {"architectures": ["LongcatFlashForCausalLM"], "model_type": "longcat_flash"},
+        "a LongcatFlashForCausalLM, with index_topk, but without a lightning indexer .* "
+        ".LongCat-2.0 always selects the first 16 and the last 1024 positions besides, as no op "
+        "here does.; supported are ",
+    ),
+    "deepseek_v41": (
+        {"architectures": ["DeepseekV41ForCausalLM"], "model_type": "deepseek_v41"},
+        "a DeepseekV41ForCausalLM, unknown to transformers [0-9.]+ .DeepSeek-V4.1 selects from "
+        "blocks of candidates and reads engram tables, as no op here does.; supported are ",
+    ),
+    "unheard-of": (
+        {"architectures": ["NewForCausalLM"], "model_type": "new"},
+        "a NewForCausalLM, unknown to transformers [0-9.]+; supported are ",
+    ),
+}
+
+
+@pytest.mark.parametrize("place", ["config", "text_config", "remote-code"])
+@pytest.mark.parametrize("config, message", LOOK_ALIKES.values(), ids=LOOK_ALIKES)
+def test_a_model_with_index_topk_that_cannot_be_patched_is_named(config, message, place, tmp_path):
+    config = config | {"index_topk": 8}
+    if place == "remote-code":
+        config["auto_map"] = {"AutoConfig": "configuration_new.NewConfig"}
+    if place == "text_config":
+        if config["model_type"] in transformers.CONFIG_MAPPING:
+            config = {**config, "model_type": "mistral3", "text_config": config}
+        else:
+            config = {**config, "text_config": {"index_topk": config.pop("index_topk")}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(TypeError, match=f"^load: .*config.json is of {message}"):
         models.load(tmp_path)
 
 

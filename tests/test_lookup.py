@@ -92,9 +92,9 @@ def test_npu_programs_answer_as_the_cpu_kernels_do(generated):
 
     def answers():
         cache = models.PagedCache(model, 1, 96)
-        return torch.cat(
-            [model(ids, past_key_values=cache).logits.argmax(-1) for ids in calls], dim=1
-        )[:, :-1]
+        return torch.cat([model(ids, cache=cache).logits.argmax(-1) for ids in calls], dim=1)[
+            :, :-1
+        ]
 
     expected = answers()
     with simulation.on_cpu(generated=generated):

@@ -17,6 +17,7 @@ from model_harness import (
     upstream_and_patched,
     whole_graph,
 )
+from peft.functional import delete_adapter, set_adapter
 from tiny import KINDS, clear_case, query_projection, representatives, tiny_model, token_ids
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -26,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 
 from custom_pypto import models
+from custom_pypto.models.patched import CACHE
 
 TARGETS = {
     "kv_b_proj": ["kv_b_proj"],
@@ -44,7 +46,9 @@ def lora(targets=("kv_b_proj",), r=4, **options):
 
 def with_adapter(model, config, name="default", seed=7):
     torch.manual_seed(seed)
-    model.add_adapter(config, adapter_name=name)
+    # as the model's own add_adapter, for which transformers 5.24 wants a newer peft
+    peft.inject_adapter_in_model(config, model, name)
+    set_adapter(model, name)
     return model.eval()
 
 
@@ -105,15 +109,17 @@ def test_adapters_can_be_chosen_joined_disabled_and_merged(kind):
             change(model)
         assert_same_logits(upstream, patched)
 
-    both(lambda model: model.set_adapter("a"))
-    both(lambda model: model.set_adapter(["a", "b"]))
+    both(lambda model: set_adapter(model, "a"))
+    both(lambda model: set_adapter(model, ["a", "b"]))
     assert_matters(upstream, plain)
     both(lambda model: [layer.merge() for layer in tuned(model)])
-    both(lambda model: model.disable_adapters())  # the merged ones too, in the next forward
+    both(
+        lambda model: [layer.enable_adapters(False) for layer in tuned(model)]
+    )  # the merged ones too, in the next forward
     assert_same_logits(plain, patched)
-    both(lambda model: model.enable_adapters())
+    both(lambda model: [layer.enable_adapters(True) for layer in tuned(model)])
     assert_matters(patched, plain)
-    both(lambda model: model.delete_adapter(["a", "b"]))
+    both(lambda model: [delete_adapter(model, name, "lora_") for name in ("a", "b")])
     assert_same_logits(plain, patched)
 
 
@@ -307,11 +313,11 @@ OBSTACLES = {
 def test_what_absorption_would_pass_over_is_rejected(kind, change, message):
     patched = patched_model(kind)
     ids = token_ids(1, 20)
-    cache = patched(ids).past_key_values
+    cache = patched(ids)[CACHE]
     change(patched)
     for past in (None, cache):
         with unchanged(cache), pytest.raises(TypeError, match=message):
-            patched(ids[:, :1], past_key_values=past)
+            patched(ids[:, :1], cache=past)
     # the remedy, in the message, and the same rejection before a patch
     models.use_transformers(patched)(ids)
     with pytest.raises(TypeError, match=message):
@@ -346,11 +352,11 @@ def test_an_adapter_of_a_projection_that_ranks_share_is_rejected(kind):
 def test_dropout_in_training_mode_is_rejected_where_the_ops_would_run(kind):
     model = patched_model(kind).train()
     cache = models.PagedCache(model, 1, 32)
-    model(token_ids(1, 4), past_key_values=cache)
+    model(token_ids(1, 4), cache=cache)
     with_adapter(model, lora(lora_dropout=0.5)).train()
     with pytest.raises(TypeError, match="got a LoRA with dropout in training mode"):
-        model(token_ids(1, 4), past_key_values=cache)
+        model(token_ids(1, 4), cache=cache)
     model.model.config.attention_dropout = 0.5
     with pytest.raises(ValueError, match="attention_dropout must be 0 .*, got 0.5; call .*eval"):
-        model(token_ids(1, 4), past_key_values=cache)
-    model.eval()(token_ids(1, 4), past_key_values=cache)
+        model(token_ids(1, 4), cache=cache)
+    model.eval()(token_ids(1, 4), cache=cache)

@@ -10,6 +10,7 @@ from model_harness import (
     CHANGES,
     PADS,
     assert_close,
+    both,
     continued,
     feed,
     interrupted,
@@ -27,6 +28,7 @@ from transformers import DynamicCache
 from custom_pypto import models
 from custom_pypto.models.cache import write
 from custom_pypto.models.cache.layout import Pool
+from custom_pypto.models.patched import CACHE
 
 
 def crop(tokens):
@@ -53,7 +55,7 @@ def test_a_changed_cache_continues_like_upstreams(kind, change, rows):
                 ids[:, t : t + 4],
                 attention_mask=mask[:, : t + 4],
                 position_ids=positions[:, t : t + 4],
-                past_key_values=cache,
+                **{CACHE: cache},
             ).logits
             for t in range(past, past + 12, 4)
         ]
@@ -83,7 +85,7 @@ CROPS = {"deepseek_v4": [16, 3, 60], "glm5_next": [50]}
 def test_a_changed_cache_continues_as_if_its_tokens_had_been_fed(kind, fed, change, rows):
     upstream, patched = upstream_and_patched(kind)
     ids, cache = token_ids(3, fed), paged_cache(patched, 3)
-    patched(ids, past_key_values=cache)
+    patched(ids, cache=cache)
     cache = change(cache) or cache
     left, steps = int(cache.get_seq_length()), [4, 1, 1, 7, 17]
     # other tokens than those that were cropped
@@ -107,7 +109,7 @@ def test_crop_takes_real_tokens_of_left_padded_rows():
     cache.crop(-4)
     assert cache.lengths.tolist() == [36 - n for n in PADS]
     got = patched(
-        ids[:, 36:], attention_mask=mask, position_ids=positions[:, 36:], past_key_values=cache
+        ids[:, 36:], attention_mask=mask, position_ids=positions[:, 36:], cache=cache
     ).logits
     assert_close(got, want)
 
@@ -115,7 +117,7 @@ def test_crop_takes_real_tokens_of_left_padded_rows():
 def test_a_recurrent_state_cannot_be_taken_back():
     patched = patched_model("glm5_next")
     cache = paged_cache(patched, 1)
-    patched(token_ids(1, 50), past_key_values=cache)
+    patched(token_ids(1, 50), cache=cache)
     with pytest.raises(ValueError, match="must be at least 0 .*or at most -50 .*got -1"):
         cache.crop(-1)
 
@@ -123,8 +125,15 @@ def test_a_recurrent_state_cannot_be_taken_back():
 def test_a_cache_may_be_shorter_than_a_group_of_tokens():
     upstream, patched = upstream_and_patched("glm5_next", index_kpool=32, index_topk=32)
     ids = token_ids(1, 12)
-    got = patched(ids, past_key_values=paged_cache(patched, 1, 16)).logits
+    got = patched(ids, cache=paged_cache(patched, 1, 16)).logits
     assert_close(got, upstream(ids, use_cache=False).logits, "glm5_next")
+
+
+@pytest.mark.parametrize("group", [3, 5, 24])
+def test_blocks_need_be_no_multiple_of_a_group_of_tokens(group):
+    changes = {"index_kpool": group, "index_topk": 2 * group}
+    want, got = both(*upstream_and_patched("glm5_next", **changes), [0, 0], [47, 1, 1, 70, 1, 9])
+    assert_close(got, want, "glm5_next")
 
 
 # ---- pools ------------------------------------------------------------------------------------
@@ -163,11 +172,11 @@ def test_a_pool_that_an_architecture_adds_goes_where_the_others_go(monkeypatch):
     monkeypatch.setattr(cls, "write_index_keys", and_numbers)
     monkeypatch.setattr(cls, "pools", cls.pools | {"number": Pool(3, torch.int32)})
     with pytest.raises(ValueError, match=r"pools=\{.*got one with pools=.*'number': torch.int32"):
-        patched(token_ids(2, 20), past_key_values=plain)
+        patched(token_ids(2, 20), cache=plain)
     cache = paged_cache(patched, 2, 32)
     rows = 5 * 16 * 3  # 2 * 2 blocks, and one for pads
     assert cache.nbytes == rows * (64 + 16 + 32) * 4 + rows * 3 * 4
-    patched(token_ids(2, 20), past_key_values=cache)
+    patched(token_ids(2, 20), cache=cache)
     cache.batch_select_indices(torch.tensor([1, 0, 1]))
     cache.reserve(64)
     cache.reorder_cache(torch.tensor([1, 0, 0]))
@@ -184,11 +193,11 @@ def test_a_pool_that_an_architecture_adds_goes_where_the_others_go(monkeypatch):
 def test_out_of_capacity_is_rejected_before_anything_is_written():
     patched = patched_model()
     cache = models.PagedCache(patched, 1, 32, block_size=16)
-    patched(token_ids(1, 30), past_key_values=cache)
+    patched(token_ids(1, 30), cache=cache)
     message = "capacity exceeded: holds 30 of 32 tokens.*got 3 more"
     with unchanged(cache), pytest.raises(ValueError, match=message):
-        patched(token_ids(1, 3), past_key_values=cache)
-    patched(token_ids(1, 2), past_key_values=cache)  # exactly full
+        patched(token_ids(1, 3), cache=cache)
+    patched(token_ids(1, 2), cache=cache)  # exactly full
 
 
 def test_a_block_table_that_is_too_small_is_out_of_capacity():
@@ -196,10 +205,10 @@ def test_a_block_table_that_is_too_small_is_out_of_capacity():
     cache = models.PagedCache(patched, 1, 64, block_size=16)
     cache.block_table = cache.block_table[:, :2].clone()
     with pytest.raises(ValueError, match="capacity exceeded: holds 0 of 32 tokens.*got 33 more"):
-        patched(token_ids(1, 33), past_key_values=cache)
+        patched(token_ids(1, 33), cache=cache)
     assert cache.lengths.tolist() == [0]
     with pytest.raises(ValueError, match="max_cache_len of at least 39, got .*max_cache_len=32"):
-        patched.generate(token_ids(1, 20), past_key_values=cache, max_new_tokens=20)
+        patched.generate(token_ids(1, 20), cache=cache, max_new_tokens=20)
 
 
 @pytest.mark.parametrize(
@@ -214,13 +223,13 @@ def test_a_cache_that_generate_would_outgrow_is_rejected(batch, sizes, message):
     patched = patched_model()
     cache = models.PagedCache(patched, *sizes, block_size=16)
     with pytest.raises(ValueError, match=message):
-        patched.generate(token_ids(batch, 10), past_key_values=cache, max_new_tokens=20)
+        patched.generate(token_ids(batch, 10), cache=cache, max_new_tokens=20)
 
 
 def test_another_batch_is_rejected():
     patched = patched_model()
     with pytest.raises(ValueError, match=r"the batch must be 2 \(batch_size\), got 3"):
-        patched(token_ids(3, 4), past_key_values=models.PagedCache(patched, 2, 16))
+        patched(token_ids(3, 4), cache=models.PagedCache(patched, 2, 16))
 
 
 @pytest.mark.parametrize("name, sizes", [("batch_size", (0, 16)), ("max_cache_len", (1, 0))])
@@ -262,13 +271,13 @@ def test_the_cache_of_another_model_is_rejected_before_anything_is_written(
     sizes = {name: value for name, value in change.items() if name != "dtype"}
     other = models.use_custom_pypto(tiny_model(kind, **sizes).to(change.get("dtype")))
     cache = models.PagedCache(patched, 1, 64, block_size=16)
-    patched(token_ids(1, 20), past_key_values=cache)
+    patched(token_ids(1, 20), cache=cache)
     ids, message = token_ids(1, 24), f"PagedCache: created for a model with {difference}"
     with unchanged(cache):
         with pytest.raises(ValueError, match=message):
-            other(ids[:, 20:], past_key_values=cache)
+            other(ids[:, 20:], cache=cache)
         with pytest.raises(ValueError, match=message):
-            other.generate(ids, past_key_values=cache, max_new_tokens=2)
+            other.generate(ids, cache=cache, max_new_tokens=2)
 
 
 def test_a_cache_is_made_for_a_patched_model():
@@ -281,7 +290,7 @@ def test_an_upstream_model_rejects_a_paged_cache(kind):
     upstream, patched = upstream_and_patched(kind)
     message = "PagedCache: model must be patched by models.use_custom_pypto"
     with pytest.raises(TypeError, match=message):
-        upstream(token_ids(1, 4), past_key_values=models.PagedCache(patched, 1, 16))
+        upstream(token_ids(1, 4), **{CACHE: models.PagedCache(patched, 1, 16)})
 
 
 # ---- interruption ---------------------------------------------------------------------------
@@ -299,7 +308,7 @@ def test_a_cache_can_be_used_again_after_an_interrupted_generation(kind, forward
     cache = paged_cache(patched, len(PADS))
     # Ctrl-C when the first layer has written and no other has
     with interrupted(patched.model.layers[0].mlp, after=forward):
-        patched.generate(**asked, **options, past_key_values=cache)
+        patched.generate(**asked, **options, cache=cache)
     fed = tokens + forward - 1 if forward else 0  # the forward that was interrupted does not count
     assert int(cache.get_seq_length()) == fed
     assert cache.lengths.tolist() == [fed - n if fed else 0 for n in PADS]
@@ -311,7 +320,7 @@ def test_a_cache_can_be_used_again_after_an_interrupted_generation(kind, forward
             attention_mask=mask,
             max_length=want.size(1),
             do_sample=False,
-            past_key_values=cache,
+            cache=cache,
         )
 
     # with all tokens that had come, a streamer's for instance
@@ -328,10 +337,10 @@ def test_a_cache_can_be_used_again_after_an_interrupted_generation(kind, forward
 def test_a_forward_that_raises_leaves_the_cache_as_it_was():
     patched, ids = patched_model(), token_ids(1, 30)
     cache = paged_cache(patched, 1)
-    patched(ids[:, :20], past_key_values=cache)
-    want = patched(ids[:, 20:], past_key_values=copy.deepcopy(cache)).logits
+    patched(ids[:, :20], cache=cache)
+    want = patched(ids[:, 20:], cache=copy.deepcopy(cache)).logits
     with interrupted(patched.model.layers[1].mlp, RuntimeError):
-        patched(ids[:, 20:], past_key_values=cache)
+        patched(ids[:, 20:], cache=cache)
     assert cache.lengths.tolist() == [20] and cache.get_seq_length() == 20
-    assert torch.equal(patched(ids[:, 20:], past_key_values=cache).logits, want)
+    assert torch.equal(patched(ids[:, 20:], cache=cache).logits, want)
     assert cache.lengths.tolist() == [30]

@@ -14,6 +14,7 @@ from torch._dynamo.backends.registry import lookup_backend
 
 from custom_pypto import models
 from custom_pypto.models.latent_attention import LatentAttention
+from custom_pypto.models.patched import CACHE
 
 TWO_LAYERS = {"num_hidden_layers": 2}
 
@@ -49,8 +50,8 @@ def decode(forward, cache, ids, start, sizes):
                 # a copy, as generate() makes: the offset of a view is part of a graph's guards
                 ids[:, start : start + size].clone(),
                 position_ids=positions,
-                past_key_values=cache,
                 use_cache=True,
+                **{CACHE: cache},
             ).logits
         )
         start += size
@@ -82,7 +83,7 @@ def test_decode_is_one_graph_for_all_positions_and_equals_eager(kind, backend, d
 
     def after_prefill():
         cache = models.PagedCache(model, 2, 64, block_size=16)
-        model(ids[:, :29], past_key_values=cache)
+        model(ids[:, :29], cache=cache)
         return cache
 
     # across a block, and of DeepSeek-V4 enough to complete rows of both ratios
@@ -119,8 +120,8 @@ def test_a_prompt_read_in_slices_is_one_graph_for_each_number_of_slices(monkeypa
     step = torch.compile(model.forward, backend=backend, fullgraph=True, dynamic=True)
     for tokens, graphs in [(40, 1), (45, 1), (35, 1), (30, 2)]:
         ids = token_ids(2, tokens)
-        want = model(ids, past_key_values=models.PagedCache(model, 2, 64, block_size=16)).logits
-        got = step(ids, past_key_values=models.PagedCache(model, 2, 64, block_size=16)).logits
+        want = model(ids, cache=models.PagedCache(model, 2, 64, block_size=16)).logits
+        got = step(ids, cache=models.PagedCache(model, 2, 64, block_size=16)).logits
         assert torch.equal(got, want)
         assert len(backend.graphs) == graphs
     assert backend.ops()["npu_lightning_indexer_pto"] == 3 + 2  # slices
@@ -150,13 +151,13 @@ def test_compiled_generate_equals_eager_generate_and_upstream(kind):
 def test_compiled_generate_past_the_cache_is_rejected_by_the_step_that_does_not_fit():
     model = patched_model(**TWO_LAYERS)
     cache = models.PagedCache(model, 1, 32, block_size=16)
-    model(token_ids(1, 30), past_key_values=cache)
+    model(token_ids(1, 30), cache=cache)
     # 6 tokens fit the cache, but not behind the 30 that are there
     with pytest.raises(ValueError, match="holds 32 of 32 tokens per sequence, got 1 more"):
         model.generate(
             token_ids(1, 1),
             attention_mask=torch.ones(1, 31),
-            past_key_values=cache,
+            cache=cache,
             max_new_tokens=5,
             compile_config=whole_graph("eager"),
         )
@@ -168,11 +169,11 @@ def test_a_compiled_step_past_the_cache_harms_no_other_sequence():
     cache = models.PagedCache(model, 2, 32, block_size=16)
     ids, mask = token_ids(2, 32), torch.ones(2, 32, dtype=torch.int64)
     mask[1, :20] = 0
-    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids, attention_mask=mask, cache=cache)
     before = [layer.latent.clone() for layer in cache.layers]
     step = torch.compile(model.forward, backend="eager", fullgraph=True)
     alive = {"indexed_attention": torch.arange(33) != torch.tensor([[33], [32]])}
-    step(ids[:, :1], attention_mask=alive, past_key_values=cache)
+    step(ids[:, :1], attention_mask=alive, cache=cache)
     assert cache.lengths.tolist() == [33, 12]
     for layer, then in zip(cache.layers, before, strict=True):
         torch.testing.assert_close(layer.latent[1:], then[1:], rtol=0, atol=0, equal_nan=True)

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import custom_pypto
 from custom_pypto import models
+from custom_pypto.models.patched import CACHE
 
 # ---- packed sequences -------------------------------------------------------------------------
 
@@ -117,12 +118,12 @@ def test_generate_under_autocast_shares_its_cache_with_what_is_outside(kind):
         cache, want = models.PagedCache(patched, 2, 32), ids
         for _ in range(8):
             new = want[:, int(cache.get_seq_length()) :]
-            logits = patched(new, past_key_values=cache).logits
+            logits = patched(new, cache=cache).logits
             want = torch.cat([want, logits[:, -1:].argmax(-1)], 1)
     assert torch.equal(generated.sequences, want)
-    assert generated.past_key_values.layers[0].latent.dtype == torch.float32
-    patched.generate(want, past_key_values=generated.past_key_values, max_length=31)
-    patched(want[:, -1:], past_key_values=cache)
+    assert generated[CACHE].layers[0].latent.dtype == torch.float32
+    patched.generate(want, cache=generated[CACHE], max_length=31)
+    patched(want[:, -1:], cache=cache)
 
 
 # ---- offloaded weights ------------------------------------------------------------------------
@@ -240,24 +241,24 @@ def test_a_cache_made_in_inference_mode_is_of_use_outside(kind, made):
             if made == "by-the-caller" and model is patched:
                 cache = models.PagedCache(model, 2, 96, block_size=16)
             if made == "by-generate":
-                cache = model.generate(
-                    ids[:, :20], max_new_tokens=1, return_dict_in_generate=True
-                ).past_key_values
+                cache = model.generate(ids[:, :20], max_new_tokens=1, return_dict_in_generate=True)[
+                    CACHE
+                ]
             else:
-                cache = model(ids[:, :20], past_key_values=cache, use_cache=True).past_key_values
+                cache = model(ids[:, :20], use_cache=True, **{CACHE: cache})[CACHE]
         if made == "by-generate":
-            return model.generate(ids[:, :21], past_key_values=cache, max_length=24)
+            return model.generate(ids[:, :21], **{CACHE: cache}, max_length=24)
         parts = []
         cache.activate_past_recording()  # else upstream cannot crop a sliding window
         for t in range(20, 60, 2):  # a cache that grows does so here, and once more inside
             with torch.inference_mode(40 < t < 50):
-                parts.append(model(ids[:, t : t + 2], past_key_values=cache).logits)
+                parts.append(model(ids[:, t : t + 2], **{CACHE: cache}).logits)
         cache.reorder_cache(torch.tensor([1, 0]))
         with torch.inference_mode():
             cache.batch_repeat_interleave(2)
         cache.crop(-3)
         ids = ids[:, 57:].flip(0).repeat_interleave(2, 0)
-        return torch.cat([*parts, model(ids, past_key_values=cache).logits[::2]], 1)
+        return torch.cat([*parts, model(ids, **{CACHE: cache}).logits[::2]], 1)
 
     assert_same(upstream, patched, run)
 
@@ -275,10 +276,10 @@ def loop(model, seed, pads=(0, 0), end=66, forward=None):
             ids[:, start:stop].clone(),
             attention_mask=mask[:, :stop] if max(pads) else None,
             position_ids=positions[:, start:stop],
-            past_key_values=cache,
+            **{CACHE: cache},
             use_cache=True,
         )
-        cache = output.past_key_values
+        cache = output[CACHE]
         logits.append(output.logits)
     return torch.cat(logits, 1)[mask.bool()], cache
 
@@ -297,10 +298,10 @@ def test_a_loop_on_the_cache_of_a_forward_goes_on_and_on(kind):
 @pytest.mark.parametrize("kind", representatives(KINDS))
 def test_a_cache_grows_by_doubling_and_keeps_what_it_has(kind):
     model = patched_model(kind)
-    cache, sizes = model(token_ids(2, 20)).past_key_values, []
+    cache, sizes = model(token_ids(2, 20))[CACHE], []
     for t in range(20, 100):
         table, pools = cache.block_table.clone(), [pool.clone() for pool in cache.store.pools()]
-        model(token_ids(2, 1, t), past_key_values=cache)
+        model(token_ids(2, 1, t), cache=cache)
         if cache.max_cache_len not in sizes:
             sizes.append(cache.max_cache_len)
         blocks = cache.block_table
@@ -326,11 +327,11 @@ def test_a_compiled_loop_on_the_cache_of_a_forward_is_right_too(kind):
 def test_a_whole_graph_wants_a_cache_of_a_fixed_size(kind):
     patched = patched_model(kind, num_hidden_layers=1)
     compiled = torch.compile(patched.forward, backend="eager", fullgraph=True)
-    with pytest.raises(Exception, match=r"pass past_key_values=models.PagedCache\(...\)"):
+    with pytest.raises(Exception, match=rf"pass {CACHE}=models.PagedCache\(...\)"):
         compiled(token_ids(1, 20))
-    cache = patched(token_ids(1, 20)).past_key_values
+    cache = patched(token_ids(1, 20))[CACHE]
     with pytest.raises(Exception, match="a cache created by a forward grows"):
-        compiled(token_ids(1, 1), past_key_values=cache)
+        compiled(token_ids(1, 1), cache=cache)
 
 
 @pytest.mark.parametrize("kind", representatives(KINDS))
@@ -338,24 +339,24 @@ def test_a_cache_of_the_caller_grows_only_when_told_to(kind):
     model = patched_model(kind)
     cache = models.PagedCache(model, 2, 32, block_size=16)
     addresses = [pool.data_ptr() for pool in cache.store.pools()]
-    model(token_ids(2, 32), past_key_values=cache)
+    model(token_ids(2, 32), cache=cache)
     with pytest.raises(ValueError, match="capacity exceeded: holds 32 of 32 tokens"):
-        model(token_ids(2, 1), past_key_values=cache)
+        model(token_ids(2, 1), cache=cache)
     with pytest.raises(ValueError, match="max_cache_len of at least"):
-        model.generate(token_ids(2, 33), past_key_values=cache, max_new_tokens=3)
+        model.generate(token_ids(2, 33), cache=cache, max_new_tokens=3)
     cache.reserve(20)
     assert [pool.data_ptr() for pool in cache.store.pools()] == addresses
     cache.reserve(33)
     assert cache.max_cache_len == 64
-    model(token_ids(2, 32), past_key_values=cache)
+    model(token_ids(2, 32), cache=cache)
     with pytest.raises(ValueError, match="capacity exceeded: holds 64 of 64 tokens"):
-        model(token_ids(2, 1), past_key_values=cache)
+        model(token_ids(2, 1), cache=cache)
 
 
 @pytest.mark.parametrize("kind", representatives(KINDS))
 def test_a_cache_that_cannot_grow_says_so_and_can_be_used_on(kind, monkeypatch):
     model, ids = patched_model(kind), token_ids(2, 70)
-    cache = model(ids[:, :48]).past_key_values
+    cache = model(ids[:, :48])[CACHE]
     other = copy.deepcopy(cache)
     empty, pools = torch.empty, []
 
@@ -367,10 +368,10 @@ def test_a_cache_that_cannot_grow_says_so_and_can_be_used_on(kind, monkeypatch):
 
     with monkeypatch.context() as patch, pytest.raises(torch.OutOfMemoryError) as error:
         patch.setattr(torch, "empty", no_memory)
-        model(ids[:, 48:], past_key_values=cache)
+        model(ids[:, 48:], cache=cache)
     assert "cannot grow from max_cache_len=64 to 128 on cpu; pass a models.Paged" in str(
         error.value
     )
     assert cache.max_cache_len == 64 and cache.lengths.tolist() == [48, 48]
-    want = model(ids[:, 48:], past_key_values=other).logits
-    assert torch.equal(model(ids[:, 48:], past_key_values=cache).logits, want)
+    want = model(ids[:, 48:], cache=other).logits
+    assert torch.equal(model(ids[:, 48:], cache=cache).logits, want)

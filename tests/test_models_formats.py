@@ -69,7 +69,7 @@ def logits(**dtypes):
     cache.crop(-3)
     mask = torch.ones(4, 42)
     mask[:, :9] = 0  # the padding of the sequence that all are copies of
-    return got, model(token_ids(4, 3), attention_mask=mask, past_key_values=cache).logits
+    return got, model(token_ids(4, 3), attention_mask=mask, cache=cache).logits
 
 
 def test_a_format_that_is_added_computes_like_rounded_rows(monkeypatch):

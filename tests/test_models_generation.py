@@ -18,6 +18,7 @@ from tiny import ALL_KINDS, KIND_OF, KINDS, clear_case, tiny_model, token_ids
 from transformers import DynamicCache, GenerationConfig
 
 from custom_pypto import models
+from custom_pypto.models.patched import CACHE, CACHE_NAMES, text_model
 from custom_pypto.requirements import numbers
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
@@ -109,13 +110,43 @@ def test_a_cache_kept_between_calls_continues_the_conversation(kind):
     def two_turns(model, seed):
         cache, asked = {}, prompts(model, seed)
         if model is patched:
-            cache["past_key_values"] = models.PagedCache(patched, 3, 96, block_size=16)
+            cache[CACHE] = models.PagedCache(patched, 3, 96, block_size=16)
         first = model.generate(**asked, **GREEDY, **cache)
         ids = torch.cat([first, token_ids(3, 10, seed=2)], 1)
         mask = torch.cat([asked["attention_mask"], torch.ones(3, 16, dtype=torch.int64)], 1)
         return model.generate(ids, attention_mask=mask, **GREEDY, **cache)
 
     assert_same(upstream, patched, two_turns)
+
+
+@pytest.mark.filterwarnings("ignore:.*past_key_values:FutureWarning")
+@pytest.mark.parametrize("name", CACHE_NAMES)
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_a_cache_has_either_name_with_every_transformers(kind, name):
+    upstream, patched = tiny_model(kind), patched_model(kind)
+
+    def run(model, seed):
+        ids, argument = token_ids(2, 40, seed), CACHE
+        cache = DynamicCache(config=text_model(model).config)
+        if model is patched:
+            cache, argument = models.PagedCache(patched, 2, 64, block_size=16), name
+        logits = [model(part, **{argument: cache}).logits for part in (ids[:, :13], ids[:, 13:30])]
+        hidden = model.base_model(ids[:, 30:39], **{argument: cache}).last_hidden_state
+        assert cache.get_seq_length() == 39
+        tokens = model.generate(ids, **{argument: cache}, **GREEDY)
+        assert cache.get_seq_length() == tokens.size(1) - 1
+        return *logits, hidden, tokens
+
+    assert_same(upstream, patched, run)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_caches_are_rejected(kind):
+    model, ids = patched_model(kind), token_ids(2, 4)
+    caches = {name: models.PagedCache(model, 2, 16) for name in CACHE_NAMES}
+    message = f"cache and past_key_values are two names of one argument, got both; pass {CACHE}"
+    with pytest.raises(ValueError, match=message):
+        model.base_model(ids, **caches)
 
 
 # ---- every way to call ------------------------------------------------------------------------
@@ -145,18 +176,18 @@ def continued(model, ids):
     """A second turn on the cache that the first one returned."""
     turn = model.generate(ids[:, :14], **DICT, **GREEDY)
     ids = torch.cat([turn.sequences, ids[:, 14:]], 1)
-    return model.generate(ids, past_key_values=turn.past_key_values, **GREEDY)
+    return model.generate(ids, **{CACHE: turn[CACHE]}, **GREEDY)
 
 
 def continued_from_a_forward(model, ids):
-    cache = model(ids[:, :13], use_cache=True).past_key_values
-    return model.generate(ids, past_key_values=cache, max_new_tokens=40, do_sample=False)
+    cache = model(ids[:, :13], use_cache=True)[CACHE]
+    return model.generate(ids, **{CACHE: cache}, max_new_tokens=40, do_sample=False)
 
 
 def continued_from_embeddings(model, ids):
     turn = model.generate(inputs_embeds=embedded(model, ids), **DICT, **GREEDY)
     together = torch.cat([embedded(model, ids), embedded(model, turn.sequences)], 1)
-    return model.generate(inputs_embeds=together, past_key_values=turn.past_key_values, **GREEDY)
+    return model.generate(inputs_embeds=together, **{CACHE: turn[CACHE]}, **GREEDY)
 
 
 def padded(model, ids, pads=5):
@@ -245,7 +276,7 @@ def tensors(output):
     if isinstance(output, torch.Tensor):
         return [output]
     if isinstance(output, dict):
-        output = [value for key, value in output.items() if key != "past_key_values"]
+        output = [value for key, value in output.items() if key != CACHE]
     return [t for value in output or () for t in tensors(value)]
 
 
@@ -277,7 +308,7 @@ def right_padded():
 
 # of calls that upstream serves; those that it rejects itself are not asked
 ATTENTIONS = "output_attentions must be False .the ops never form the attention matrix.*, got True"
-CACHE = "past_key_values must be a models.PagedCache, got DynamicCache"
+OTHER_CACHE = f"{CACHE} must be a models.PagedCache, got DynamicCache"
 REJECTED = {
     "attentions": (
         lambda m, ids: m.generate(ids, output_attentions=True, **DICT, **GREEDY),
@@ -289,12 +320,12 @@ REJECTED = {
         "generate: cache_implementation must be None or 'dynamic' .*, got 'static'",
     ),
     "upstream-cache": (
-        lambda m, ids: m.generate(ids, past_key_values=DynamicCache(config=m.config), **GREEDY),
-        CACHE,
+        lambda m, ids: m.generate(ids, **{CACHE: DynamicCache(config=m.config)}, **GREEDY),
+        OTHER_CACHE,
     ),
     "upstream-cache-of-a-forward": (
-        lambda m, ids: m(ids, past_key_values=DynamicCache(config=m.config)),
-        CACHE,
+        lambda m, ids: m(ids, **{CACHE: DynamicCache(config=m.config)}),
+        OTHER_CACHE,
     ),
     "4d-mask": (
         lambda m, ids: m(ids, attention_mask=torch.zeros(2, 1, 20, 20)),

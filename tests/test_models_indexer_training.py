@@ -162,7 +162,7 @@ def test_forwards_that_do_not_train_have_no_loss():
     with torch.no_grad():
         assert "indexer_loss" not in model(ids)
         cache = models.PagedCache(model, 2, TOKENS, block_size=16)
-        assert "indexer_loss" not in model(ids, past_key_values=cache)
+        assert "indexer_loss" not in model(ids, cache=cache)
         plain = learning(None).eval()
         got = model.eval()(ids)
     assert "indexer_loss" not in got and torch.equal(got.logits, plain(ids).logits)

@@ -101,7 +101,7 @@ def test_answers_are_as_right_as_in_bfloat16(dtypes, length):
 
 def selected(model, ids):
     with models.record_indices(model) as record:
-        model(ids, past_key_values=models.PagedCache(model, len(ids), ids.size(1)))
+        model(ids, cache=models.PagedCache(model, len(ids), ids.size(1)))
     return record
 
 
@@ -144,14 +144,14 @@ def questions(count=2):
 
 
 def next_tokens(model, ids, cache, **call):
-    return model(ids, past_key_values=cache, **call).logits[:, -1].argmax(-1).tolist()
+    return model(ids, cache=cache, **call).logits[:, -1].argmax(-1).tolist()
 
 
 def test_beams_and_their_copies_continue_like_one_sequence():
     model, ids = lookup(**BOTH), questions(1)
     alone = next_tokens(model, ids, models.PagedCache(model, 1, 256))
     cache = models.PagedCache(model, 1, 256)
-    model(ids[:, :-1], past_key_values=cache)
+    model(ids[:, :-1], cache=cache)
     cache.batch_repeat_interleave(3)
     cache.reorder_cache(torch.tensor([2, 0, 1]))
     assert next_tokens(model, ids[:, -1:].expand(3, 1), cache) == alone * 3
@@ -175,9 +175,9 @@ def test_left_padding_crop_and_growth_change_no_answer():
 def test_a_forward_that_raises_leaves_the_cache_as_it_was():
     model, ids = lookup(**BOTH), questions(1)
     cache = models.PagedCache(model, 1, 256)
-    model(ids[:, :-1], past_key_values=cache)
+    model(ids[:, :-1], cache=cache)
     with interrupted(model.model.norm):
-        model(ids[:, -1:] + 1, past_key_values=cache)
+        model(ids[:, -1:] + 1, cache=cache)
     again = next_tokens(model, ids[:, -1:], cache)
     assert again == next_tokens(model, ids, models.PagedCache(model, 1, 256))
 
@@ -186,10 +186,10 @@ def test_a_decode_step_is_one_graph_and_equals_eager():
     model, ids = lookup(**BOTH), questions(1)
     caches = [models.PagedCache(model, 1, 256) for _ in range(2)]
     for cache in caches:
-        model(ids[:, :-1], past_key_values=cache)
+        model(ids[:, :-1], cache=cache)
     compiled = torch.compile(model, fullgraph=True, backend="eager")
-    eager = model(ids[:, -1:], past_key_values=caches[0]).logits
-    assert torch.equal(compiled(ids[:, -1:], past_key_values=caches[1]).logits, eager)
+    eager = model(ids[:, -1:], cache=caches[0]).logits
+    assert torch.equal(compiled(ids[:, -1:], cache=caches[1]).logits, eager)
 
 
 def test_a_cache_takes_the_dtypes_of_its_model_or_its_own():
@@ -238,7 +238,7 @@ def test_the_prolog_op_makes_the_queries_and_keys_of_the_model(monkeypatch):
     monkeypatch.setattr(formats.custom_pypto, "npu_quant_rows_pto", rows)
     model = models.use_custom_pypto(tiny_model("deepseek_v32"), block_size=16, index_dtype=INT8)
     cache = models.PagedCache(model, 2, 32, block_size=16)
-    model(token_ids(2, 7), past_key_values=cache)
+    model(token_ids(2, 7), cache=cache)
     assert len(selected) == len(quantised) == model.config.num_hidden_layers
     for (attention, hidden, latent, cos, sin, _), (query, scale), slots in zip(
         selected, quantised, written, strict=True

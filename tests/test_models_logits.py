@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from custom_pypto import models
 from custom_pypto.models import deepseek_v4
 from custom_pypto.models.latent_attention import LatentAttention
+from custom_pypto.models.patched import CACHE
 
 
 @pytest.mark.parametrize("pads", [[0], [0, 0], PADS], ids=["batch-1", "batch-2", "left-padded"])
@@ -116,11 +117,11 @@ def test_a_forward_without_a_cache_makes_its_own(kind, use_cache):
     def run(model, seed):
         ids = token_ids(2, 33, seed)
         output = model(ids[:, :30], use_cache=use_cache)
-        caches.append(output.past_key_values)
+        caches.append(output.get(CACHE))
         if not use_cache:
             return output.logits
         # the positions continue after the cache
-        return model(ids[:, 30:], past_key_values=output.past_key_values).logits
+        return model(ids[:, 30:], **{CACHE: output[CACHE]}).logits
 
     assert_same(*upstream_and_patched(kind), run)
     assert isinstance(caches[-1], models.PagedCache if use_cache else type(None))
@@ -151,6 +152,92 @@ def test_the_reference_of_the_tests_is_upstreams_own_cache(kind):
     cache = DynamicCache(config=upstream.config)
     got = feed(upstream, cache, ids, mask, positions, [40] + [1] * 20)
     assert_close(got[0], alone(upstream, ids, [0]), kind)
+
+
+# ---- images ---------------------------------------------------------------------------------
+
+has_images = pytest.mark.skipif("hy_v4_vl" not in ALL_KINDS, reason="needs transformers 5.24")
+IMAGE, VIDEO = 3, 4
+
+
+def seen(seed, pads=(0, 5), frames=2):
+    """Prompts of text, an image of 2 x 3 tokens, text, a video of as many a frame, and text."""
+    generator = torch.Generator().manual_seed(seed)
+    ids, mask, _ = left_padded(list(pads), 60, seed)
+    ids[(ids == IMAGE) | (ids == VIDEO)] = 5
+    ids[:, 12:18], ids[:, 25 : 25 + 6 * frames] = IMAGE, VIDEO
+    grids = torch.tensor([[1, 4, 4], [frames, 4, 4]])[:, None].expand(-1, len(pads), -1)
+    images, videos = (
+        torch.randn(int(grid.prod(1).sum()), 3 * 4 * 4, generator=generator) for grid in grids
+    )
+    return dict(
+        input_ids=ids,
+        attention_mask=mask,
+        mm_token_type_ids=(ids == IMAGE).int() + 2 * (ids == VIDEO).int(),
+        pixel_values=images,
+        image_grid_thw=grids[0],
+        pixel_values_videos=videos,
+        video_grid_thw=grids[1],
+    )
+
+
+@has_images
+@pytest.mark.parametrize("beams", [1, 2])
+def test_images_and_videos_are_seen_as_upstream_sees_them(beams):
+    upstream, patched = upstream_and_patched("hy_v4_vl")
+
+    def run(model, seed):
+        inputs = seen(seed)
+        logits = model(**inputs, use_cache=False).logits[inputs["attention_mask"].bool()]
+        options = dict(do_sample=False, return_dict_in_generate=True, num_beams=beams)
+        turn = model.generate(**inputs, **options, max_new_tokens=6)
+        new = torch.cat([turn.sequences, token_ids(2, 7, seed).clamp(min=5)], 1)
+        old = inputs["attention_mask"]
+        mask = torch.cat([old, old.new_ones(2, new.size(1) - old.size(1))], 1)
+        if beams > 1:
+            return logits, turn.sequences
+        # positions go on after those of the images
+        cache = {CACHE: turn[CACHE]}
+        last = model.generate(new, attention_mask=mask, **options, **cache, max_new_tokens=4)
+        return logits, turn.sequences, last.sequences
+
+    assert_same(upstream, patched, run)
+    inputs = seen(1)
+    blind = patched(inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+    assert (patched(**inputs).logits - blind).abs().max() > 1
+
+
+def packed_positions():
+    """Of two sequences, of text and of pictures, in a row."""
+    text = torch.cat([torch.arange(25), torch.arange(15)])
+    pictures = torch.stack([text, text // 3, text % 5])
+    return text.expand(2, -1), pictures[:, None].expand(-1, 2, -1)
+
+
+POSITIONS = {
+    "of-text": lambda text, axes: torch.arange(40)[None] * 3,
+    "three-axes": lambda text, axes: axes,
+    "one-axis": lambda text, axes: axes[1:2],
+    "packed": lambda text, axes: torch.cat([text[None], axes]),
+    "restarting-yet-not-packed": lambda text, axes: text,
+}
+
+
+@has_images
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
+def test_positions_of_three_axes_mean_what_they_mean_upstream(positions, training):
+    upstream, patched = upstream_and_patched("hy_v4_vl")
+    models.use_custom_pypto(patched, training="ops")
+    position_ids = positions(*packed_positions())
+
+    def run(model, seed):
+        ids = token_ids(2, 40, seed)
+        return model.train(training)(ids, position_ids=position_ids, use_cache=False).logits
+
+    assert_same(upstream, patched, run)
+    moved = patched(token_ids(2, 40), use_cache=False).logits - run(patched, 1)
+    assert moved.abs().max() > 0.1
 
 
 # ---- bf16 -----------------------------------------------------------------------------------

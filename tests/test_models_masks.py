@@ -9,6 +9,7 @@ from model_harness import TOLERANCES, no_grad_and_one_thread  # noqa: F401
 from tiny import ALL_KINDS, OWN, clear_case, tiny_model, token_ids
 
 from custom_pypto import models
+from custom_pypto.models.patched import CACHE
 
 PROMPT, STEPS, CAPACITY = 20, 3, 48
 # tokens of left padding in each sequence; upstream counts them as tokens of windows in DeepSeek-V4
@@ -47,11 +48,11 @@ def logits_in_steps(model, mask_of, real, seed):
             ids[:, start:end],
             attention_mask=mask_of(real, end),
             position_ids=positions[:, start:end],
-            past_key_values=past,
+            **{CACHE: past},
             use_cache=True,
         )
         logits.append(output.logits[real[:, start:end].bool()])
-        past, start = output.past_key_values, end
+        past, start = output[CACHE], end
     return torch.cat(logits)
 
 
@@ -66,7 +67,7 @@ def test_a_mask_of_any_width_means_its_first_columns(kind):
 
 
 def after_prompt(model, mask):
-    return model(token_ids(2, PROMPT), attention_mask=mask, use_cache=True).past_key_values
+    return model(token_ids(2, PROMPT), attention_mask=mask, use_cache=True)[CACHE]
 
 
 def step(change=lambda mask: None, tokens=1, pads=(0, 0)):
@@ -80,7 +81,7 @@ def step(change=lambda mask: None, tokens=1, pads=(0, 0)):
         mask = real.clone()
         changed = change(mask)
         mask = mask if changed is None else changed
-        return model(token_ids(2, tokens), attention_mask=mask, past_key_values=past)
+        return model(token_ids(2, tokens), attention_mask=mask, **{CACHE: past})
 
     return call
 
@@ -146,7 +147,7 @@ def test_hidden_cached_tokens_are_rejected_in_every_architecture(kind):
 def test_a_cache_remembers_its_padding_through_changes():
     model, real = models.use_custom_pypto(tiny_model(), block_size=16), real_columns("")[:, :PROMPT]
     cache = models.PagedCache(model, 2, 64)
-    model(token_ids(2, PROMPT), attention_mask=real, past_key_values=cache)
+    model(token_ids(2, PROMPT), attention_mask=real, cache=cache)
 
     def next_mask(rows, tokens):
         return torch.cat([real[rows, :tokens], torch.ones(len(rows), 1, dtype=torch.int64)], 1)
@@ -161,12 +162,12 @@ def test_a_cache_remembers_its_padding_through_changes():
         change()
         wrong = 1 - next_mask(rows, tokens)
         with pytest.raises(ValueError, match=CACHED):
-            model(token_ids(len(rows), 1), attention_mask=wrong, past_key_values=cache)
+            model(token_ids(len(rows), 1), attention_mask=wrong, cache=cache)
         mask = next_mask(rows, tokens)
-        model(token_ids(len(rows), 1), attention_mask=mask, past_key_values=cache)
+        model(token_ids(len(rows), 1), attention_mask=mask, cache=cache)
         cache.crop(-1)
     cache.reset()
-    model(token_ids(2, 4), past_key_values=cache)
+    model(token_ids(2, 4), cache=cache)
 
 
 def with_a_pause(model, seed):
@@ -175,13 +176,13 @@ def with_a_pause(model, seed):
     mask = torch.ones_like(ids)
     mask[1, PROMPT + 1 : PROMPT + 3] = 0
     positions = mask.cumsum(1) - 1
-    past = model(ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], use_cache=True).past_key_values
+    past = model(ids[:, :PROMPT], attention_mask=mask[:, :PROMPT], use_cache=True)[CACHE]
     for t in range(PROMPT, PROMPT + 6):
         output = model(
             ids[:, t : t + 1],
             attention_mask=mask[:, : t + 1],
             position_ids=positions[:, t : t + 1],
-            past_key_values=past,
+            **{CACHE: past},
         )
         logits.append(output.logits[mask[:, t].bool()])
     return torch.cat(logits)

@@ -26,7 +26,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from custom_pypto import models
 from custom_pypto.models.architectures import ARCHITECTURES, available
-from custom_pypto.models.patched import text_model
+from custom_pypto.models.patched import CACHE, text_model
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_a_patch_leaves_other_models_alone():
 def test_patching_twice_and_undoing_twice_are_harmless():
     upstream, model = tiny_model(), tiny_model()
     models.use_custom_pypto(models.use_custom_pypto(model), block_size=32)
-    cache = model(token_ids(1, 4)).past_key_values
+    cache = model(token_ids(1, 4))[CACHE]
     assert cache.block_size == 32
     models.use_transformers(models.use_transformers(model))
     assert trace(model) == trace(upstream)
@@ -84,9 +84,7 @@ def test_a_copy_of_a_patched_model_is_a_patched_model_of_its_own(duplicate):
     models.use_transformers(patched)
     assert trace(patched) == trace(upstream)
     assert furthest(upstream, copied) <= TOLERANCES["deepseek_v32"]
-    cache = copied.generate(
-        **prompt(), max_new_tokens=2, return_dict_in_generate=True
-    ).past_key_values
+    cache = copied.generate(**prompt(), max_new_tokens=2, return_dict_in_generate=True)[CACHE]
     assert isinstance(cache, models.PagedCache)
     assert trace(models.use_transformers(copied)) == trace(upstream)
 
@@ -130,7 +128,7 @@ def test_a_backward_through_a_cache_that_was_written_since_is_rejected():
     patched, ids = patched_model(), token_ids(2, 20)
     with torch.enable_grad():
         first = patched(ids[:, :12], use_cache=True)
-        second = patched(ids[:, 12:], past_key_values=first.past_key_values)
+        second = patched(ids[:, 12:], cache=first[CACHE])
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             (first.logits.sum() + second.logits.sum()).backward()
 
@@ -140,7 +138,7 @@ def test_a_backward_through_latents_of_int8_is_rejected():
     ids = token_ids(2, 20)
     cache = models.PagedCache(patched, 2, 32, block_size=16, kv_dtype=torch.int8)
     with torch.enable_grad():
-        loss = patched(ids, labels=ids, past_key_values=cache).loss
+        loss = patched(ids, labels=ids, cache=cache).loss
         with pytest.raises(RuntimeError, match="npu_kv_quant_sparse_flash_attention_pto"):
             loss.backward()
 
@@ -199,7 +197,7 @@ def test_every_architecture_is_tested_and_named_in_the_rejection_of_others():
 
 def test_what_architectures_share_knows_none_of_them():
     folder = Path(models.__file__).parent
-    kinds = [*NAMES, "deepseek_v4", "glm5_next", "mistral_large4"]
+    kinds = [*NAMES, "deepseek_v4", "glm5_next", "mistral_large4", "hy_v4_vl"]
     assert {path.parent.name for path in folder.glob("*/__init__.py")} == {
         *kinds,
         "cache",

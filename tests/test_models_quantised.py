@@ -255,7 +255,7 @@ def test_lora_after_the_patch_counts_and_stays_when_the_modules_come_back():
     config = peft.LoraConfig(r=4, target_modules=["kv_b_proj"], init_lora_weights=False)
     patched = models.use_custom_pypto(as_int8_rows(tiny_model()), block_size=16)
     torch.manual_seed(7)
-    patched.add_adapter(config)
+    peft.inject_adapter_in_model(config, patched)
     seed, want = clear_case(lambda seed: logits(patched.eval(), seed))
     restored = models.use_transformers(patched)
     assert {type(p.base_layer.weight) for p in projections(restored)} == {Int8Rows}

@@ -136,7 +136,7 @@ def test_another_policy_attends_to_what_the_rollout_did(kind, monkeypatch):
             for first, end in [(0, 30), *((t, t + 1) for t in range(30, 37))]:
                 step = {name: x[:, first:end] for name, x in fed.items()}
                 step["attention_mask"] = fed["attention_mask"][:, :end]
-                parts.append(trained(**step, past_key_values=cache).logits)
+                parts.append(trained(**step, cache=cache).logits)
     in_steps = torch.cat(parts, 1)[fed["attention_mask"].bool()]
     torch.testing.assert_close(in_steps, replayed, rtol=0, atol=tolerance)
     assert (own - replayed).abs().max() > WRONG
@@ -187,10 +187,10 @@ def test_a_record_follows_crops_second_turns_and_new_caches():
     cache = models.PagedCache(model, 2, 64, block_size=16)
     with models.record_indices(model) as record, torch.no_grad():
         model(token_ids(2, 20, seed=7))  # of another cache
-        model(ids[:, :30], past_key_values=cache)
-        model(token_ids(2, 5, seed=8), past_key_values=cache)
+        model(ids[:, :30], cache=cache)
+        model(token_ids(2, 5, seed=8), cache=cache)
         cache.crop(-5)
-        model(ids[:, 30:], past_key_values=cache)
+        model(ids[:, 30:], cache=cache)
     with models.record_indices(model) as whole, torch.no_grad():
         model(ids)
     assert whole[0].shape == (2, 40, 8)
@@ -200,13 +200,13 @@ def test_a_record_follows_crops_second_turns_and_new_caches():
 def test_a_cache_from_before_the_recording_is_rejected():
     model = patched_model()
     cache = models.PagedCache(model, 2, 64, block_size=16)
-    model(token_ids(2, 20), past_key_values=cache)
+    model(token_ids(2, 20), cache=cache)
     with models.record_indices(model) as record:
         with pytest.raises(ValueError, match=r"must be empty, or hold .*\[0, 0\]; got .*\[2, 20\]"):
-            model(token_ids(2, 1), past_key_values=cache)
+            model(token_ids(2, 1), cache=cache)
     assert all(indices.numel() == 0 for indices in record.values())
     assert int(cache.seen) == 20
-    model(token_ids(2, 1), past_key_values=cache)
+    model(token_ids(2, 1), cache=cache)
 
 
 RECORDS = {

@@ -15,7 +15,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import FSDPModule
 
 from custom_pypto import models
-from custom_pypto.models.patched import text_model
+from custom_pypto.models.patched import CACHE, text_model
 
 
 def checkpointed(model):
@@ -57,7 +57,7 @@ def test_wrapped_layers_are_patched(wrap, first):
     else:
         model = models.use_custom_pypto(wrap(model))
     output = model(ids[:, :29], use_cache=True)
-    step = model(ids[:, 29:], past_key_values=output.past_key_values)
+    step = model(ids[:, 29:], cache=output[CACHE])
     got = torch.cat([output.logits, step.logits], 1)
     torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCES["deepseek_v32"])
     models.use_transformers(model)

@@ -19,6 +19,7 @@ from transformers import DynamicCache
 
 from custom_pypto import models, npu
 from custom_pypto.models import latent_attention, tensor_parallel
+from custom_pypto.models.patched import CACHE
 
 ROOT = Path(__file__).parents[1]
 PREFILL, DECODE = 40, 4
@@ -28,7 +29,7 @@ PREFILL, DECODE = 40, 4
 def logits(model, ids, cache):
     """Of a prefill and of every decode step."""
     calls = ids.split([PREFILL, *[1] * DECODE], 1)
-    return torch.cat([model(call, past_key_values=cache).logits for call in calls], 1)
+    return torch.cat([model(call, **{CACHE: cache}).logits for call in calls], 1)
 
 
 def generated(model, ids):
@@ -46,7 +47,7 @@ def computed(model, ids):
 def int8_index_rows(model, ids):
     """The cached index keys and scales of all tokens, after a prefill that selects by them."""
     cache = models.PagedCache(model, len(ids), ids.size(1), index_dtype=torch.int8)
-    model(ids, past_key_values=cache)
+    model(ids, cache=cache)
     return [
         pool[cache.block_table].flatten(1, 2)[:, : ids.size(1)]
         for layer in cache.layers

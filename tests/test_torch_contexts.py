@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import custom_pypto
 from custom_pypto import env, models
 from custom_pypto.models.cache import formats
+from custom_pypto.models.patched import CACHE
 
 FORWARD_MODE = "forward-mode derivatives .* are not implemented; use backward"
 
@@ -60,11 +61,11 @@ def test_fake_tensors_have_the_shapes_of_a_forward_and_of_a_decode_step(kind):
     model, ids = expanding(kind).bfloat16(), token_ids(2, 96)
     with FakeTensorMode(allow_non_fake_inputs=True):
         output = model(ids, use_cache=True)
-        step = model(ids[:, :1], past_key_values=output.past_key_values)
+        step = model(ids[:, :1], cache=output[CACHE])
     assert output.logits.shape == (2, 96, 199) and step.logits.shape == (2, 1, 199)
     model, ids = model.to("meta"), ids.to("meta")
     output = model(ids, use_cache=True)
-    step = model(ids[:, :1], past_key_values=output.past_key_values)
+    step = model(ids[:, :1], cache=output[CACHE])
     assert output.logits.shape == (2, 96, 199) and step.logits.shape == (2, 1, 199)
 
 

@@ -20,8 +20,11 @@ class PagedCache(Cache):
     one by default. Create it yourself to keep it between calls or for a custom decode loop::
 
         cache = models.PagedCache(model, batch_size=1, max_cache_len=4096)
-        model(prompt_ids, past_key_values=cache)
-        model.generate(all_ids, past_key_values=cache, max_new_tokens=100)
+        model(prompt_ids, cache=cache)
+        model.generate(all_ids, cache=cache, max_new_tokens=100)
+
+    Before transformers 5.24 the argument is ``past_key_values``; patched models take both names,
+    and upstream's outputs have the field of the installed version.
 
     Padding is not stored: sequence ``b`` has ``lengths[b]`` tokens from position 0 on, regardless
     of left padding, and position ``p`` is row ``p % block_size`` of block ``block_table[b, p //

@@ -13,11 +13,8 @@ from ..cache.layout import MLA_POOLS, Pool
 from ..latent_attention import LatentAttention
 
 
-class PagedHYV4Attention(LatentAttention, HYV4Attention):
+class GatedAttention(LatentAttention):
     pools = MLA_POOLS | {"index": Pool("index_head_dim", where=("indexer_types", "full"))}
-    indexer_class = HYV4Indexer
-    rope = staticmethod(apply_rotary_pos_emb)
-    index_rope = staticmethod(apply_rotary_pos_emb)
     index_rope_last = True
     returns_indices = True
 
@@ -29,3 +26,9 @@ class PagedHYV4Attention(LatentAttention, HYV4Attention):
 
     def project_output(self, output: Tensor, gate: Tensor) -> Tensor:
         return super().project_output(output * gate.sigmoid(), None)
+
+
+class PagedHYV4Attention(GatedAttention, HYV4Attention):
+    indexer_class = HYV4Indexer
+    rope = staticmethod(apply_rotary_pos_emb)
+    index_rope = staticmethod(apply_rotary_pos_emb)
