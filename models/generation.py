@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from . import indexer_loss, masks, training
 from .cache import PagedCache, Step
-from .memory import has_numbers
-from .patched import checkpoints, dimensions, patched_attentions, text_model
+from .memory import has_numbers, is_transformed
+from .patched import checkpoints, dimensions, dropout_of, patched_attentions, text_model
 
 # positional arguments of the upstream base models
 FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", "past_key_values")
@@ -21,7 +21,8 @@ def prepare_forward(model, args: tuple, kwargs: dict):
     layers a :class:`Step` in place of the attention mask.
 
     Without ``past_key_values`` in training mode, :mod:`.training` decides. In evaluation mode the
-    upstream path runs, without ``use_cache``, for sequences packed into one row of the batch.
+    upstream path runs inside transforms of ``torch.func``, and without ``use_cache`` for sequences
+    packed into one row of the batch.
     Otherwise this forward creates a cache: with ``use_cache`` it returns a growing one, else it
     drops it.
     """
@@ -37,15 +38,9 @@ def prepare_forward(model, args: tuple, kwargs: dict):
             return None
         return (), kwargs | {"use_cache": False} | arguments(model, kwargs, step, step.store.real)
     if cache is None:
-        if masks.is_packed(model, kwargs):
+        if is_transformed() or masks.is_packed(model, kwargs):
             return None
         keep = masks.keeps_cache(model, kwargs)
-    elif model.training and model.config.attention_dropout:
-        raise ValueError(
-            "patched model: attention_dropout must be 0 in training mode with a cache (the ops "
-            f"have no dropout), got {model.config.attention_dropout}; call model.eval(), or omit "
-            "past_key_values to run the upstream path"
-        )
     if kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)):
         raise ValueError(
             "patched model: output_attentions must be False (the ops never form the attention "
@@ -54,6 +49,12 @@ def prepare_forward(model, args: tuple, kwargs: dict):
     attentions = patched_attentions(model)
     for i, attention in attentions.items():
         attention.check(attention, i)
+    if dropout := dropout_of(attentions):
+        raise ValueError(
+            "patched model: attention_dropout must be 0 in attentions in training mode, but for "
+            "training forwards without a cache (the ops have no dropout), got "
+            f"{dropout}; call model.eval(), or model.train() and omit past_key_values"
+        )
     if cache is None:
         spare = model.custom_pypto_cache["block_size"] if keep else 0
         cache = own_cache(model, batch, tokens + spare)

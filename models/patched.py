@@ -91,6 +91,12 @@ def patched_attentions(text) -> dict[int, nn.Module]:
     return attentions
 
 
+def dropout_of(attentions: dict[int, nn.Module]) -> float:
+    """The largest dropout of these attentions in a forward."""
+    # upstream reads it of the attention, and its mode, which may not be those of the model
+    return max((x.attention_dropout for x in attentions.values() if x.training), default=0.0)
+
+
 def dimensions(text, attentions: dict[int, nn.Module]) -> dict:
     """The properties that a text model, with these patched attentions, and its cache must share."""
     first, attention = next(iter(attentions.items()))
