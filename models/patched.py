@@ -94,7 +94,11 @@ def patched_attentions(text) -> dict[int, nn.Module]:
 def dropout_of(attentions: dict[int, nn.Module]) -> float:
     """The largest dropout of these attentions in a forward."""
     # upstream reads it of the attention, and its mode, which may not be those of the model
-    return max((x.attention_dropout for x in attentions.values() if x.training), default=0.0)
+    most = 0.0
+    for attention in attentions.values():  # torch.compile takes no max() with a default
+        if attention.training:
+            most = max(most, attention.attention_dropout)
+    return most
 
 
 def dimensions(text, attentions: dict[int, nn.Module]) -> dict:
