@@ -8,11 +8,11 @@ Shapes: T tokens, H heads, L ``kv_lora_rank``, R ``qk_rope_head_dim``, K selecte
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 import custom_pypto
 
@@ -78,6 +78,23 @@ def of_heads(x: Tensor, weight: Tensor) -> Tensor:
     return torch.einsum("...ha,hba->...hb", x, weight).contiguous()
 
 
+def first_derivative(backward: Callable) -> Callable:
+    """A ``backward`` that rejects ``create_graph``: torch's ``once_differentiable`` loses the
+    second derivative silently where ``torch.autograd.grad`` asks for some tensors only."""
+
+    @functools.wraps(backward)
+    def rejecting(ctx, *gradients):
+        if torch.is_grad_enabled():
+            raise NotImplementedError(
+                "patched model: create_graph must be False on the ops (they have no second "
+                "derivative), got True; call models.use_custom_pypto(model, "
+                'training="upstream")'
+            )
+        return backward(ctx, *gradients)
+
+    return rejecting
+
+
 class AbsorbedAttention(torch.autograd.Function):
     """Sparse attention from queries ``[T, H, nope]`` to outputs ``[T, H, v]`` of the heads, and the
     softmax's maxima and sums ``[1, T, H]`` float32, which have no gradient.
@@ -130,7 +147,7 @@ class AbsorbedAttention(torch.autograd.Function):
         return heads, maxima, sums
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, d_heads, *_):
         if d_heads is None:  # only the indexer has a loss
             return (None,) * 9

@@ -51,12 +51,20 @@ class PatchedAttention:
 
     @classmethod
     def check(cls, attention: nn.Module, layer: int) -> None:
-        """Rejects an ``attention``, patched or not, with additions that the ops would bypass.
+        """Rejects an ``attention``, patched or not, with additions that the ops would bypass, or
+        under the number of another layer, whose cache rows it would write.
 
         Raises:
             TypeError: names the layer, the addition and the remedy.
+            ValueError: names both numbers.
         """
-        raise NotImplementedError
+        if attention.layer_idx != layer:
+            raise ValueError(
+                f"use_custom_pypto: the attention of layer {layer} must have layer_idx={layer}, "
+                f"got {attention.layer_idx}; number layers anew after adding or removing some "
+                "(each self_attn.layer_idx, config.num_hidden_layers and the config's lists by "
+                "layer), or call models.use_transformers(model)"
+            )
 
     def forward(self, hidden_states, position_embeddings, attention_mask, **kwargs):
         if not isinstance(attention_mask, Step):

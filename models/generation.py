@@ -12,8 +12,16 @@ from custom_pypto.requirements import TRANSFORMERS, installed_version, numbers
 
 from . import indexer_loss, masks, training
 from .cache import PagedCache, Step
-from .memory import has_numbers
-from .patched import CACHE, CACHE_NAMES, checkpoints, dimensions, patched_attentions, text_model
+from .memory import has_numbers, is_transformed
+from .patched import (
+    CACHE,
+    CACHE_NAMES,
+    checkpoints,
+    dimensions,
+    dropout_of,
+    patched_attentions,
+    text_model,
+)
 
 # positional arguments of the upstream base models
 FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", CACHE)
@@ -25,8 +33,9 @@ def prepare_forward(model, args: tuple, kwargs: dict):
     layers a :class:`Step` in place of the attention mask.
 
     Without a cache in training mode, :mod:`.training` decides. In evaluation mode the upstream path
-    runs, without ``use_cache``, for sequences packed into one row of the batch. Otherwise this
-    forward creates a cache: with ``use_cache`` it returns a growing one, else it drops it.
+    runs inside transforms of ``torch.func``, and without ``use_cache`` for sequences packed into
+    one row of the batch. Otherwise this forward creates a cache: with ``use_cache`` it returns a
+    growing one, else it drops it.
     """
     # names the positional arguments, in the order of the upstream forward
     kwargs = {**dict(zip(FORWARD_ARGUMENTS, args, strict=False)), **kwargs}
@@ -46,15 +55,9 @@ def prepare_forward(model, args: tuple, kwargs: dict):
         kwargs["use_cache"] = False
         return (), kwargs | arguments(model, positions, step, step.store.real)
     if cache is None:
-        if masks.is_packed(model, kwargs):
+        if is_transformed() or masks.is_packed(model, kwargs):
             return None
         keep = masks.keeps_cache(model, kwargs)
-    elif model.training and model.config.attention_dropout:
-        raise ValueError(
-            "patched model: attention_dropout must be 0 in training mode with a cache (the ops "
-            f"have no dropout), got {model.config.attention_dropout}; call model.eval(), or omit "
-            f"{CACHE} to run the upstream path"
-        )
     if kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)):
         raise ValueError(
             "patched model: output_attentions must be False (the ops never form the attention "
@@ -62,6 +65,12 @@ def prepare_forward(model, args: tuple, kwargs: dict):
         )
     for i, each in attentions.items():
         each.check(each, i)
+    if dropout := dropout_of(attentions):
+        raise ValueError(
+            "patched model: attention_dropout must be 0 in attentions in training mode, but for "
+            "training forwards without a cache (the ops have no dropout), got "
+            f"{dropout}; call model.eval(), or model.train() and omit {CACHE}"
+        )
     if cache is None:
         spare = model.custom_pypto_cache["block_size"] if keep else 0
         cache = own_cache(model, batch, tokens + spare)

@@ -24,13 +24,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 from transformers.utils import ModelOutput
 
 import custom_pypto
 
-from .absorbed import Heads, Part, absorbed_query
+from .absorbed import Heads, Part, absorbed_query, first_derivative
 from .patched import text_model
 from .tensor_parallel import at_rank, of_all_heads
 
@@ -240,7 +239,7 @@ class Attach(torch.autograd.Function):
         return output.view_as(output)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, d_output):
         scale = ctx.scale.value
         gradients = [None if scale is None else scale * x for x in ctx.saved_tensors]
@@ -259,7 +258,7 @@ class Report(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, d_value):
         ctx.scale.value = d_value
         # a later backward of a retained graph may not ask for the loss

@@ -34,6 +34,7 @@ class LatentAttention(PatchedAttention):
 
     @classmethod
     def check(cls, attention: nn.Module, layer: int) -> None:
+        super().check(attention, layer)
         parts = attention._modules  # runs in every forward, and nn.Module's lookup is slow
         check_absorbed(layer, parts["kv_b_proj"])
         if (indexer := parts.get("indexer")) is not None:

@@ -31,8 +31,8 @@ def new_tokens(mask: Tensor | dict | None, sequences: Sequences, tokens: int) ->
     Raises:
         ValueError: names the shape, or the columns, and the remedy.
     """
-    if isinstance(mask, dict):
-        mask = mask.get("indexed_attention")
+    if isinstance(mask, dict) and mask.keys() == {"indexed_attention"}:
+        mask = mask["indexed_attention"]
     batch, seen = sequences.lengths.size(0), sequences.seen
     if mask is not None and (got := other_shape(mask, batch)):
         raise ValueError(
@@ -52,6 +52,7 @@ def new_tokens(mask: Tensor | dict | None, sequences: Sequences, tokens: int) ->
                 f"patched model: attention_mask must be [B, {end}], with zeros for the padding in "
                 f"{columns_of(~cached)} of the cache, got None"
             )
+        sequences.remember(first, cached[:, :0])  # not that of an interrupted forward
         return None
     if mask.size(1) < end:
         raise ValueError(

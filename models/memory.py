@@ -6,7 +6,7 @@ import resource
 
 import psutil
 import torch
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_stack
 from torch._subclasses.fake_tensor import is_fake
 
 CPU = torch.device("cpu")
@@ -22,6 +22,11 @@ def has_numbers(tensor: torch.Tensor) -> bool:
 def is_readable(tensor: torch.Tensor) -> bool:
     """Whether numbers of ``tensor`` can be read here; those of an accelerator would stall it."""
     return has_numbers(tensor) and tensor.device.type == "cpu"
+
+
+def is_transformed() -> bool:
+    """Whether a transform of ``torch.func`` is running; the ops have no rules for any."""
+    return not torch.compiler.is_compiling() and peek_interpreter_stack() is not None
 
 
 def free_memory(device: torch.device) -> int:

@@ -106,6 +106,16 @@ def patched_attentions(text) -> dict[int, nn.Module]:
     return attentions
 
 
+def dropout_of(attentions: dict[int, nn.Module]) -> float:
+    """The largest dropout of these attentions in a forward."""
+    # upstream reads it of the attention, and its mode, which may not be those of the model
+    most = 0.0
+    for attention in attentions.values():  # torch.compile takes no max() with a default
+        if attention.training:
+            most = max(most, attention.attention_dropout)
+    return most
+
+
 def dimensions(text, attentions: dict[int, nn.Module]) -> dict:
     """The properties that a text model, with these patched attentions, and its cache must share."""
     first, attention = next(iter(attentions.items()))

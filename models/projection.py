@@ -152,10 +152,17 @@ def active_adapters(projection: nn.Module) -> list[str]:
 
 def wrapped(module: nn.Module) -> bool:
     """Whether a hook or a replaced ``forward`` makes ``module`` do more than its class."""
-    if module._forward_hooks or module._forward_pre_hooks:
+    if hooks_of(module):
         return True
     # runs in every forward of every layer: a call less for most modules
     return "forward" in module.__dict__ and has_other_forward(module)
+
+
+def hooks_of(module: nn.Module) -> str | None:
+    """The kind of hooks that a call of ``module`` would run; None without."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return "forward"
+    return "backward" if module._backward_hooks or module._backward_pre_hooks else None
 
 
 def has_other_forward(module: nn.Module) -> bool:
@@ -198,8 +205,8 @@ def described(module: nn.Module) -> str:
     name = type(module).__name__
     if type(module) is not nn.Linear:
         name += f" of {type(module).__module__}"  # most substitutes are called Linear, too
-    if module._forward_hooks or module._forward_pre_hooks:
-        return f"{name} with a forward hook"
+    if found := hooks_of(module):
+        return f"{name} with a {found} hook"
     return f"{name} with a replaced forward" if has_other_forward(module) else name
 
 

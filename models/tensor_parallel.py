@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 import transformers
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from transformers.distributed import DistributedConfig
 
 from custom_pypto.requirements import TRANSFORMERS, switched_on
+
+from .absorbed import first_derivative
 
 # compare the indices of all ranks after every indexer, to find a rank with different results
 CHECK_RANKS = switched_on("CUSTOM_PYPTO_CHECK_RANKS")
@@ -100,7 +101,7 @@ class ReadByHeads(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    @once_differentiable
+    @first_derivative
     def backward(ctx, gradient):
         gradient = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(gradient, group=ctx.ranks)

@@ -22,7 +22,8 @@ from .cache.sequence import Sequences
 from .cache.step import Step, TokenSlice
 from .cache.store import PagedLayer, Store
 from .indexer_loss import IndexerLoss, LayerLoss
-from .patched import checkpoints, device_of, patched_attentions
+from .memory import has_numbers, is_transformed
+from .patched import checkpoints, device_of, dropout_of, patched_attentions
 from .training_rows import REENTRANT, IndexKeysOfCall, LatentsOfCall
 
 TRAINING = ("auto", "ops", "upstream")
@@ -151,7 +152,8 @@ def step_of(
         if options.get("use_reentrant") and any(each.shares_latents for each in attentions):
             raise ValueError(f"patched model: {REENTRANT}")
     try:
-        if problem := obstacle(model, attentions[0], kwargs, batch, tokens):
+        device = device_of(model, by_layer)
+        if problem := obstacle(model, by_layer, device, kwargs, batch, tokens):
             raise ValueError(
                 f'patched model: {problem}; call models.use_custom_pypto(model, training="auto") '
                 "for the upstream path where the ops cannot run"
@@ -168,7 +170,6 @@ def step_of(
             f"{type(model).__name__} or of a forward() that bypasses hooks; call the model that "
             "models.use_custom_pypto returned"
         )
-    device = device_of(model, by_layer)
     if option == "auto" and (
         device.type != "cpu"  # no NPU has run the programs of the gradients
         or torch.compiler.is_compiling()
@@ -178,10 +179,17 @@ def step_of(
     return place(model, attentions[0], device, batch, tokens, kwargs, loss)
 
 
-def obstacle(model, attention, kwargs: dict, batch: int, tokens: int) -> str | None:
+def obstacle(
+    model, by_layer: dict, device: torch.device, kwargs: dict, batch: int, tokens: int
+) -> str | None:
     """Why a training forward with these arguments cannot run on the ops; None if it can."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
-    if dropout := getattr(model.config, "attention_dropout", 0):
+    attention = next(iter(by_layer.values()))
+    if not (torch.compiler.is_compiling() or has_numbers(torch.empty(0, device=device))):
+        return "tensors must have numbers to train on the ops, got some on meta or fake ones"
+    if is_transformed():
+        return "transforms of torch.func have no rules for training on the ops, got one around"
+    if dropout := dropout_of(by_layer):
         return f"attention_dropout must be 0 to train on the ops (they have none), got {dropout}"
     if kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)):
         return "output_attentions must be False (the ops never form the attention matrix), got True"

@@ -356,7 +356,13 @@ def test_dropout_in_training_mode_is_rejected_where_the_ops_would_run(kind):
     with_adapter(model, lora(lora_dropout=0.5)).train()
     with pytest.raises(TypeError, match="got a LoRA with dropout in training mode"):
         model(token_ids(1, 4), cache=cache)
-    model.model.config.attention_dropout = 0.5
-    with pytest.raises(ValueError, match="attention_dropout must be 0 .*, got 0.5; call .*eval"):
-        model(token_ids(1, 4), cache=cache)
     model.eval()(token_ids(1, 4), cache=cache)
+    attention = model.model.layers[1].self_attn
+    attention.attention_dropout = 0.5  # upstream reads it, and not the config, in each forward
+    model(token_ids(1, 4), cache=cache)
+    attention.training = True  # as upstream: its own mode, not the model's
+    for options in ({"cache": cache}, {"use_cache": False}):
+        with pytest.raises(
+            ValueError, match="attention_dropout must be 0 .*, got 0.5; call .*eval"
+        ):
+            model(token_ids(1, 4), **options)

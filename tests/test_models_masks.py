@@ -110,7 +110,7 @@ MASKS = {
     "shows-cached-padding": (step(show, pads=(0, 4)), CACHED + r"columns 0 to 3 \(row 1\)"),
     "moves-cached-padding": (step(exchange, pads=(0, 4)), CACHED + r"7 of the columns 0 to 19"),
     "is-missing": (
-        step(lambda mask: {}, pads=(0, 4)),
+        step(lambda mask: {"indexed_attention": None}, pads=(0, 4)),
         r"with zeros for the padding in columns 0 to 3 \(row 1\) of the cache, got None",
     ),
     "has-new-tokens-only": (
@@ -122,6 +122,10 @@ MASKS = {
     "has-four-dims-in-a-dict": (
         step(lambda mask: {"indexed_attention": torch.zeros(2, 1, 1, 21)}),
         r"got \[2, 1, 1, 21\]",
+    ),
+    "is-a-dict-of-other-layers": (
+        step(lambda mask: {"full_attention": torch.zeros(2, 1, 1, 21)}),
+        r"\[B, tokens so far\], B = 2, got a dict",
     ),
     "is-a-list": (step(lambda mask: mask.tolist()), "got a list"),
     "has-a-hole": (step(hole, 4), r"a 0 after a 1 in column 22 \(row 0\); set tokenizer"),
@@ -171,7 +175,8 @@ def test_a_cache_remembers_its_padding_through_changes():
 
 
 def with_a_pause(model, seed):
-    """The logits of two sequences, of which the second waits for two steps."""
+    """The logits of two sequences, of which the second waits for two steps, and of five tokens
+    that are taken back and fed again."""
     ids, logits = token_ids(2, PROMPT + 6, seed), []
     mask = torch.ones_like(ids)
     mask[1, PROMPT + 1 : PROMPT + 3] = 0
@@ -184,8 +189,16 @@ def with_a_pause(model, seed):
             position_ids=positions[:, t : t + 1],
             **{CACHE: past},
         )
-        logits.append(output.logits[mask[:, t].bool()])
-    return torch.cat(logits)
+        logits.append(output.logits[mask[:, t : t + 1].bool()])
+    past.crop(-5)  # the pause among them, which counts for no position
+    again = slice(PROMPT + 1, PROMPT + 6)
+    output = model(
+        ids[:, again],
+        attention_mask=mask,
+        position_ids=positions[:, again],
+        past_key_values=past,
+    )
+    return torch.cat([*logits, output.logits[mask[:, again].bool()]])
 
 
 @pytest.mark.parametrize("kind", [kind for kind in ALL_KINDS if kind != "deepseek_v4"])
@@ -197,6 +210,22 @@ def test_a_sequence_may_pause_where_no_layer_counts_padding(kind):
         return
     seed, want = clear_case(lambda seed: with_a_pause(upstream, seed))
     torch.testing.assert_close(with_a_pause(patched, seed), want, rtol=0, atol=TOLERANCES[kind])
+
+
+def test_an_interrupted_forward_leaves_no_padding():
+    model, ids = models.use_custom_pypto(tiny_model(), block_size=16), token_ids(2, 30)
+    cache = models.PagedCache(model, 2, 64)
+    want = model(ids, use_cache=False).logits[:, 20:]
+    model(ids[:, :20], past_key_values=cache)
+    mask = torch.ones(2, 24, dtype=torch.int64)
+    mask[1, 20:22] = 0
+    with pytest.raises(IndexError):  # an id that the embedding lacks
+        model(ids[:, 20:24] + 1000, attention_mask=mask, past_key_values=cache)
+    steps = [
+        model(ids[:, start:end], attention_mask=given, past_key_values=cache).logits
+        for start, end, given in ((20, 24, None), (24, 30, torch.ones_like(ids)))
+    ]
+    torch.testing.assert_close(torch.cat(steps, 1), want, rtol=0, atol=TOLERANCES["deepseek_v32"])
 
 
 # ---- positions --------------------------------------------------------------------------------

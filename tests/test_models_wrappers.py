@@ -87,6 +87,10 @@ def with_hook(model):
     model.model.layers[1].self_attn.kv_b_proj.register_forward_hook(lambda *args: None)
 
 
+def with_backward_hook(model):
+    model.model.layers[1].self_attn.kv_b_proj.register_full_backward_hook(lambda *args: None)
+
+
 def with_other_forward(model):
     attention = model.model.layers[2].self_attn
     attention.forward = lambda *args, **kwargs: type(attention).forward(attention, *args, **kwargs)
@@ -97,7 +101,16 @@ def with_other_attention(model):
     layer.self_attn.__class__ = type("Attention", (type(layer.self_attn),), {})
 
 
-CHANGES = [with_hook, with_other_forward, with_other_attention]
+def with_a_layer_less(model):
+    del model.model.layers[1]
+
+
+def with_a_layer_twice(model):
+    model.model.layers[1] = model.model.layers[0]
+
+
+CHANGES = [with_hook, with_backward_hook, with_other_forward, with_other_attention]
+CHANGES += [with_a_layer_less, with_a_layer_twice]
 
 
 @pytest.mark.parametrize("already", [False, True], ids=["stock", "patched"])
@@ -108,11 +121,20 @@ def test_a_rejected_patch_leaves_the_model_as_it_was(change, already):
         models.use_custom_pypto(model, block_size=32)
     change(model)
     before = trace(model)
-    with pytest.raises(TypeError, match="use_custom_pypto: the .*|kv_b_proj of layer 1"):
+    with pytest.raises((TypeError, ValueError), match="the attention of|kv_b_proj of layer 1"):
         models.use_custom_pypto(model, block_size=64)
     assert trace(model) == before
     if already:
         assert model.model.custom_pypto_cache["block_size"] == 32
+
+
+@pytest.mark.parametrize("change", [with_backward_hook, with_a_layer_less, with_a_layer_twice])
+def test_what_comes_after_the_patch_is_rejected_by_a_forward(change):
+    model = models.use_custom_pypto(tiny_model())
+    change(model)
+    with pytest.raises((TypeError, ValueError), match="layer_idx=1, got|with a backward hook"):
+        model(token_ids(1, 8))
+    models.use_transformers(model)(token_ids(1, 8), use_cache=False)
 
 
 WIDTHS = {"kv_lora_rank": 40, "qk_rope_head_dim": 8, "index_head_dim": 40, "index_topk": 2049}

@@ -1,6 +1,7 @@
 """Patched models and ops where a program has changed what torch does by default."""
 
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -67,6 +68,47 @@ def test_fake_tensors_have_the_shapes_of_a_forward_and_of_a_decode_step(kind):
     output = model(ids, use_cache=True)
     step = model(ids[:, :1], cache=output[CACHE])
     assert output.logits.shape == (2, 96, 199) and step.logits.shape == (2, 1, 199)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("kind", [kind for kind in ALL_KINDS if kind != "glm5_next"])
+def test_training_without_numbers_takes_upstreams_path(kind, device, padded):
+    model, ids = expanding(kind).bfloat16().to(device).train(), token_ids(2, 20).to(device)
+    also = {"attention_mask": torch.ones_like(ids)} if padded else {}
+    fake = FakeTensorMode(allow_non_fake_inputs=True) if device == "cpu" else nullcontext()
+    with torch.enable_grad(), fake:
+        output = model(ids, labels=ids, **also)
+        output.loss.backward()
+        models.use_custom_pypto(model, training="ops")
+        with pytest.raises(ValueError, match="tensors must have numbers .*training="):
+            model(ids, labels=ids)
+    assert output.logits.shape == (2, 20, 199)
+
+
+@pytest.mark.parametrize("mode", ["eval", "train"])
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_transforms_of_torch_func_see_upstreams_model(kind, mode, monkeypatch):
+    for name in ("FEW_SCORES", "UPSTREAM_SCORES"):
+        monkeypatch.setattr(models.training, name, 0)  # the ops wherever they can
+    upstream = tiny_model(kind)
+    upstream.set_experts_implementation("eager")
+    patched = models.use_custom_pypto(copy.deepcopy(upstream))
+    ids = token_ids(1, 20)
+
+    def gradients(model):
+        getattr(model, mode)()
+
+        def loss(parameters):
+            return torch.func.functional_call(model, parameters, (ids,), {"labels": ids}).loss
+
+        return torch.func.grad(loss)({k: p.detach() for k, p in model.named_parameters()})
+
+    torch.testing.assert_close(gradients(patched), gradients(upstream), rtol=0, atol=0)
+    if mode == "train":
+        models.use_custom_pypto(patched, training="ops")
+        with pytest.raises(ValueError, match="transforms of torch.func .*training="):
+            gradients(patched)
 
 
 @pytest.mark.parametrize("given", ["16k", "16", "19000B", " 19 K "])

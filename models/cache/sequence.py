@@ -81,10 +81,10 @@ class Sequences:
                 f"window is overwritten) or at most {-self.seen} (all tokens), got "
                 f"{tokens_to_remove}; reset() the cache and feed the sequence again"
             )
-        self.lengths.add_(tokens_to_remove).clamp_(min=0)
-        self.padding = self.padding & (
-            torch.arange(self.padding.size(1), device=left.device) < left
-        )
+        columns = torch.arange(self.padding.size(1), device=left.device)
+        not_counted = self.padding & (columns >= left) & (columns < self.seen)
+        self.lengths.add_(tokens_to_remove + not_counted.sum(1)).clamp_(min=0)
+        self.padding = self.padding & (columns < left)
         self.seen.copy_(left)
         self.written.mul_(left > 0)
 

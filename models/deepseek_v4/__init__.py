@@ -60,6 +60,7 @@ class PagedDeepseekV4Attention(CompressedAttention, DeepseekV4Attention):
 
     @classmethod
     def check(cls, attention: DeepseekV4Attention, layer: int) -> None:
+        super().check(attention, layer)
         compressor = attention.compressor
         if attention.layer_type == HEAVY:
             check_replaced(layer, "compressor", compressor, DeepseekV4HCACompressor)
