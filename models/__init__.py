@@ -160,6 +160,7 @@ def use_custom_pypto(
     # the upstream path has no loss for indexers
     text.custom_pypto_training = "ops" if indexer_loss else training
     text.custom_pypto_indexer_loss = option
+    text.custom_pypto_told = set()
     text.custom_pypto_cache = {"block_size": block_size, **dtypes}
     text.custom_pypto_sizes = cache_sizes
     text.custom_pypto_dequantised = dequantised

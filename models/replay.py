@@ -33,7 +33,7 @@ def record_indices(model: PreTrainedModel) -> Iterator[Record]:
     ``[B, T, K]``: prompt and new tokens, but the last, which ``generate()`` does not feed. Cropped
     tokens leave it; a forward on an empty cache starts it anew. Positions count from the first real
     token of a sequence; negative numbers are none. The record is complete when the context ends.
-    It follows no exchange of sequences, as in beam search, and no forward on the upstream path.
+    It has no forward on the upstream path.
 
     K is ``index_topk``. For DeepSeek-V4 the positions are compressed rows of 4 tokens each; the
     first 3 tokens have none. For GLM-5.3-Flash K is ``index_topk + index_kpool - 1``, with the
@@ -43,7 +43,8 @@ def record_indices(model: PreTrainedModel) -> Iterator[Record]:
         model: a model patched by :func:`models.use_custom_pypto`.
     Raises:
         TypeError: the model is not patched.
-        ValueError: from a forward whose cache has tokens from before or of other sequences.
+        ValueError: from a forward whose cache has tokens from before or of other sequences, or
+            whose sequences have changed places, as in beam search.
     """
     record: dict[int, list[Tensor]] = {}
     with ExitStack() as stack:
@@ -135,6 +136,11 @@ def recording(attend, parts: list[Tensor], hidden_states, position_embeddings, s
         raise ValueError(
             f"record_indices: {CACHE} must be empty, or hold the recorded tokens, "
             f"[{len(parts[0]) if parts else 0}, {recorded}]; got one with {[len(indices), before]}"
+        )
+    if before and step.sequences.exchanged:
+        raise ValueError(
+            "record_indices: sequences must keep their places in the cache, got an exchange, as of "
+            "beam search; generate without num_beams, or record a forward of its result"
         )
     if before < recorded:  # the cache was cropped, or is another one
         parts[:] = [torch.cat(parts, 1)[:, :before]] if before else []

@@ -8,6 +8,7 @@ its sequence, where no token before it sees it.
 Shapes: B batch, S tokens, T = B * S.
 """
 
+import logging
 from collections.abc import Iterable
 from weakref import WeakValueDictionary
 
@@ -25,6 +26,8 @@ from .indexer_loss import IndexerLoss, LayerLoss
 from .memory import has_numbers, is_transformed
 from .patched import checkpoints, device_of, dropout_of, patched_attentions
 from .training_rows import REENTRANT, IndexKeysOfCall, LatentsOfCall
+
+logger = logging.getLogger("custom_pypto")
 
 TRAINING = ("auto", "ops", "upstream")
 # bytes of a layer's scores: upstream may keep so many for the backward, and trains fewer than the
@@ -153,17 +156,21 @@ def step_of(
             raise ValueError(f"patched model: {REENTRANT}")
     try:
         device = device_of(model, by_layer)
-        if problem := obstacle(model, by_layer, device, kwargs, batch, tokens):
-            raise ValueError(
-                f'patched model: {problem}; call models.use_custom_pypto(model, training="auto") '
-                "for the upstream path where the ops cannot run"
-            )
-        for i, attention in by_layer.items():
+        problem = obstacle(model, by_layer, device, kwargs, batch, tokens)
+        for i, attention in () if problem else by_layer.items():
             attention.check(attention, i)
-    except (TypeError, ValueError):
-        if option == "auto":
-            return None
-        raise
+    except (TypeError, ValueError) as error:
+        if option == "ops":
+            raise
+        problem = str(error)
+    if problem and option == "auto":
+        tell_once(model, problem)
+        return None
+    if problem:
+        raise ValueError(
+            f'patched model: {problem}; call models.use_custom_pypto(model, training="auto") for '
+            "the upstream path where the ops cannot run"
+        )
     if model.custom_pypto_indexer_loss.kind and loss is None and torch.is_grad_enabled():
         raise ValueError(
             "patched model: the whole model must be called for indexer_loss, got a call of "
@@ -177,6 +184,13 @@ def step_of(
     ):
         return None
     return place(model, attentions[0], device, batch, tokens, kwargs, loss)
+
+
+def tell_once(model, problem: str) -> None:
+    """Logs, once for a model, why it trains on the upstream path, which takes more memory."""
+    if not torch.compiler.is_compiling() and problem not in model.custom_pypto_told:
+        model.custom_pypto_told.add(problem)
+        logger.warning("training on the upstream path: %s", problem)
 
 
 def obstacle(

@@ -209,6 +209,15 @@ def test_a_cache_from_before_the_recording_is_rejected():
     model(token_ids(2, 1), cache=cache)
 
 
+def test_an_exchange_of_sequences_while_recording_is_rejected():
+    model = patched_model()
+    with (
+        pytest.raises(ValueError, match="sequences must keep their places .*of beam search"),
+        models.record_indices(model),
+    ):
+        model.generate(token_ids(1, 20), num_beams=2, max_new_tokens=4, do_sample=False)
+
+
 RECORDS = {
     "of-other-layers": (
         lambda record: {0: record[0]},

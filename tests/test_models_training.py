@@ -1,5 +1,6 @@
 """Training on the ops: upstream's gradients in every kind of batch, without a matrix of scores."""
 
+import re
 from functools import partial
 
 import pytest
@@ -311,7 +312,7 @@ REJECTED = {
 
 @pytest.mark.parametrize("kind, batch, arguments, message", REJECTED.values(), ids=REJECTED)
 def test_what_the_ops_cannot_train_is_rejected_or_takes_upstreams_path(
-    kind, batch, arguments, message, monkeypatch
+    kind, batch, arguments, message, monkeypatch, caplog
 ):
     monkeypatch.setattr(training, "UPSTREAM_SCORES", 0)
     for path in ("ops", "auto"):
@@ -320,6 +321,9 @@ def test_what_the_ops_cannot_train_is_rejected_or_takes_upstreams_path(
             text_model(model).layers[1].self_attn.attention_dropout = 0.5
         if path == "auto":
             assert not runs_on_the_ops(model, batch(), **arguments)
+            assert not runs_on_the_ops(model, batch(), **arguments)
+            (told,) = caplog.messages  # once, in words that name the reason
+            assert re.match(f"training on the upstream path: .*{message}", told)
             continue
         with pytest.raises(ValueError, match=f'patched model: .*{message}.*training="auto"'):
             model(**batch(), **arguments)

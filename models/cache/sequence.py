@@ -23,6 +23,8 @@ class Sequences:
         #: ``[B, k]`` bool, True for padding among the first k cached tokens; later ones are real.
         #: No graph reads it.
         self.padding = torch.zeros(batch_size, 0, dtype=torch.bool, device=device)
+        #: whether they have changed places since the cache was empty, as in beam search
+        self.exchanged = False
         for tensor in (self.lengths, self.seen, self.written):
             torch._dynamo.mark_static_address(tensor)
 
@@ -92,16 +94,19 @@ class Sequences:
         for length in (self.lengths, self.seen, self.written):
             length.zero_()
         self.padding = self.padding[:, :0]
+        self.exchanged = False
 
     def reorder(self, sources: Tensor) -> None:
         """Replaces each sequence ``b`` by a copy of sequence ``sources[b]``."""
         self.lengths.copy_(self.lengths[sources])
         self.padding = self.padding[sources]
+        self.exchanged = True
 
     def select(self, indices: Tensor) -> None:
         """Keeps only these sequences, in this order, in a new tensor."""
         self.lengths = self.lengths[indices]
         self.padding = self.padding[indices]
+        self.exchanged = True
 
     def _lost(self, tokens: Tensor) -> bool:
         """Whether rings lack rows that the token after the first ``tokens`` needs."""
