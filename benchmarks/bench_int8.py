@@ -4,7 +4,7 @@
 
 Recall is the share of the bfloat16 indexer's 2048 positions that the int8 indexer selects, of
 Gaussian queries and keys; beside it that of fp8 (e4m3 with a scale per row, as DeepSeek's own
-inference code quantises), which must not be larger. The lookup checkpoint answers questions on
+inference code quantizes), which must not be larger. The lookup checkpoint answers questions on
 texts of 512 and 2048 tokens. Speeds are those of one thread, relative to the bfloat16 op in the
 same run (bench_ops.py --int8); estimates are of PyPTO's cost model, not of hardware
 (bench_npu_model.py).
@@ -137,10 +137,10 @@ def accuracy() -> Iterator[Floor]:
         int8, fp8 = recalls(keys, tokens)
         yield Floor(f"recall of 2048 of {keys // 1024}K keys", int8, 0.985)
         yield Floor(f"recall of 2048 of {keys // 1024}K keys, above fp8's", int8, fp8)
-    plain, quantised = lookup(), lookup(**BOTH)
+    plain, quantized = lookup(), lookup(**BOTH)
     for length in (512, 2048):
         right = answers(plain, length)
-        yield Floor(f"right answers, {length} tokens", answers(quantised, length), right - 0.02)
+        yield Floor(f"right answers, {length} tokens", answers(quantized, length), right - 0.02)
         rotated, alone = recalls_of_16(plain, length)
         yield Floor(f"recall of 16, {length} tokens", rotated, 0.985)
         yield Floor(f"recall of 16, {length} tokens, queries alone rotated", alone, 0.3, False)

@@ -5,7 +5,7 @@
 
 The checkpoint has 2 GB of random fp8 weights in the layout and the sizes of DeepSeek-V3.2, with
 fewer layers, experts and vocabulary entries. The baseline reads every tensor with safetensors,
-dequantises fp8 with torch, one row of blocks at a time, and drops each tensor before the next.
+dequantizes fp8 with torch, one row of blocks at a time, and drops each tensor before the next.
 models.load also validates the headers, creates the model and keeps every tensor. The files are in
 the page cache. One thread is timed by the CPU time of the process, which includes transformers'
 reader threads.
@@ -55,7 +55,7 @@ def write_checkpoint(path: Path) -> int:
 
 
 def read(path: Path) -> int:
-    """Every tensor, dequantised.
+    """Every tensor, dequantized.
 
     Returns:
         how many weights there were.
@@ -68,12 +68,12 @@ def read(path: Path) -> int:
                     continue
                 weight = tensors.get_tensor(name)
                 if weight.dtype == torch.float8_e4m3fn:
-                    weight = dequantised(weight, tensors.get_tensor(f"{name}_scale_inv"))
+                    weight = dequantized(weight, tensors.get_tensor(f"{name}_scale_inv"))
                 weights += weight.numel()
     return weights
 
 
-def dequantised(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+def dequantized(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     result = torch.empty(weight.shape, dtype=torch.bfloat16)
     for i, row in enumerate(scales):
         rows = slice(i * BLOCK, (i + 1) * BLOCK)

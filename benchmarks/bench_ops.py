@@ -28,7 +28,7 @@ from measure import check, interleaved, machine, of_kernels, ratio, table, write
 import custom_pypto
 from custom_pypto import reference
 from custom_pypto.cache_rows import int8_row_bytes
-from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantised
+from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantized
 
 BLOCK, K, D, L, R = 128, 2048, 128, 512, 64
 
@@ -88,8 +88,8 @@ def indexer_case(S1: int, S2: int, dtype: torch.dtype) -> Case:
 
 def int8_indexer_cases(S1: int, S2: int) -> tuple[Case, Case]:
     inputs = index_inputs(S1, S2, torch.bfloat16)
-    quantised = checked_indexer("npu_quant_lightning_indexer_pto", in_int8(inputs))
-    return checked_indexer("npu_lightning_indexer_pto", inputs), quantised
+    quantized = checked_indexer("npu_quant_lightning_indexer_pto", in_int8(inputs))
+    return checked_indexer("npu_lightning_indexer_pto", inputs), quantized
 
 
 def attention_inputs(S1: int, N1: int, S2: int, dtype: torch.dtype) -> dict:
@@ -127,13 +127,13 @@ def attention_case(S1: int, N1: int, S2: int, dtype: torch.dtype) -> Case:
 
 
 def int8_attention_cases(S1: int, N1: int, S2: int) -> tuple[Case, Case]:
-    """On the dequantised rows, and on those of int8: the same to the bit."""
+    """On the dequantized rows, and on those of int8: the same to the bit."""
     inputs = attention_inputs(S1, N1, S2, torch.bfloat16)
     key, key_rope = (inputs[name] for name in ("key", "key_rope"))
     cache = torch.zeros(*key.shape[:-1], int8_row_bytes(L, R), dtype=torch.int8)
     slots = torch.arange(key.size(0) * key.size(1)).view(key.shape[:2])
     custom_pypto.npu_kv_quant_update_pto(key.squeeze(2), key_rope.squeeze(2), slots, cache)
-    rows = dict(zip(("key", "key_rope"), dequantised(cache, L, torch.bfloat16), strict=True))
+    rows = dict(zip(("key", "key_rope"), dequantized(cache, L, torch.bfloat16), strict=True))
     bfloat16 = attention_of(inputs | rows, "sparse attention")
     query = torch.cat([inputs.pop("query"), inputs.pop("query_rope")], -1)
     inputs.pop("key_rope")

@@ -53,9 +53,9 @@ class Linears:
     def __init__(self):
         generator = torch.Generator().manual_seed(0)
         matrix = torch.randn(ROWS, COLUMNS, generator=generator)
-        quantised = reference.MODULES["weight_only_linear"].quantised
+        quantized = reference.MODULES["weight_only_linear"].quantized
         self.weights = {
-            kind: [x if x is None else as_loaded(x) for x in quantised(matrix, kind)]
+            kind: [x if x is None else as_loaded(x) for x in quantized(matrix, kind)]
             for kind in FORMATS
         }
         self.plain = as_loaded(matrix.bfloat16())

@@ -145,7 +145,7 @@ OPS = {
         },
         notes=(
             "the RoPE part of the rows of key has the dtype of query. value is key or absent, the "
-            "dequantisation scales are always absent: rows hold theirs.",
+            "dequantization scales are always absent: rows hold theirs.",
         ),
     ),
     "npu_kv_quant_update_pto": Description(

@@ -24,8 +24,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .quantised_ops import *  # noqa: F403
-from .quantised_ops import __all__ as _quantised
+from .quantized_ops import *  # noqa: F403
+from .quantized_ops import __all__ as _quantized
 from .schemas import public_function
 from .training_ops import *  # noqa: F403
 from .training_ops import __all__ as _training
@@ -37,7 +37,7 @@ __all__ = [
     "npu_lightning_indexer_pto",
     "npu_sparse_attention_pto",
     "npu_sparse_flash_attention_pto",
-    *_quantised,
+    *_quantized,
     *_training,
     *_weights,
 ]

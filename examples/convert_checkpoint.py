@@ -8,7 +8,7 @@ part of one.
     cd TARGET && sha256sum -c SHA256SUMS
 
 The same command resumes an interrupted run: a shard is kept if its checksum still matches, and gets
-its final name only when complete. One shard is in memory at a time. Tensors that are not quantised
+its final name only when complete. One shard is in memory at a time. Tensors that are not quantized
 are copied unchanged, including layers for multi-token prediction unless --layers is given. With
 --experts the model generates no sensible text, but runs like the whole model. With --weights the
 whole result is in memory, nothing is kept of an interrupted run, and models.load maps the files.
@@ -30,7 +30,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from custom_pypto import hub, models
-from custom_pypto.models import quantised_weights
+from custom_pypto.models import quantized_weights
 from custom_pypto.models.architectures import supported_model
 from custom_pypto.models.checkpoint import (
     check_dtypes,
@@ -62,7 +62,7 @@ class Conversion:
                 f"SOURCE must be a model of text for a conversion to bfloat16, got a "
                 f"{model_class.__name__}; --weights takes it"
             )
-        self.blocks = quantised_weights.blocks_of(original)
+        self.blocks = quantized_weights.blocks_of(original)
         self.config = self.new_config(original)
         if layers is not None:
             parsed = type(parsed).from_dict(first_layers(parsed.to_dict(), layers, "--layers"))
@@ -75,8 +75,8 @@ class Conversion:
         self.tensors = stored_tensors(source, self.wants, self.blocks)
         check_dtypes(self.tensors, self.blocks)
         check_scales(self.tensors, self.blocks)
-        quantised = filter(self.is_quantised, self.tensors)
-        scales = {quantised_weights.scale_name(name, self.tensors) for name in quantised}
+        quantized = filter(self.is_quantized, self.tensors)
+        scales = {quantized_weights.scale_name(name, self.tensors) for name in quantized}
         self.split = split_state_dict_into_shards_factory(
             {name: self.size(name) for name in sorted(self.tensors.keys() - scales, key=natural)},
             get_storage_size=int,
@@ -93,7 +93,7 @@ class Conversion:
         return self.options | {"source": source}
 
     def new_config(self, original):
-        config = {name: it for name, it in original.items() if name not in quantised_weights.CONFIG}
+        config = {name: it for name, it in original.items() if name not in quantized_weights.CONFIG}
         if self.blocks:
             config["torch_dtype" if "torch_dtype" in config else "dtype"] = "bfloat16"
         if self.layers is not None:
@@ -111,7 +111,7 @@ class Conversion:
         expert = re.search(r"\.experts\.(\d+)\.", name)
         return self.experts is None or not expert or int(expert[1]) < self.experts
 
-    def is_quantised(self, name):
+    def is_quantized(self, name):
         return self.tensors[name].dtype in self.blocks
 
     def cuts(self, name):
@@ -123,8 +123,8 @@ class Conversion:
     def size(self, name):
         _, dtype, (rows, *columns) = self.tensors[name]
         rows = self.experts if self.cuts(name) else rows
-        others = quantised_weights.FLOATS | quantised_weights.INTEGERS
-        dtype = torch.bfloat16 if self.is_quantised(name) else others[dtype]
+        others = quantized_weights.FLOATS | quantized_weights.INTEGERS
+        dtype = torch.bfloat16 if self.is_quantized(name) else others[dtype]
         return rows * torch.Size(columns).numel() * dtype.itemsize
 
     def shard(self, reader, names):

@@ -20,7 +20,7 @@ from options import Help
 from transformers import AutoConfig
 
 from custom_pypto import models
-from custom_pypto.models import quantised_weights
+from custom_pypto.models import quantized_weights
 from custom_pypto.models.architectures import ARCHITECTURES, available
 from custom_pypto.models.checkpoint import first_layers
 from custom_pypto.models.loading import dtypes_of
@@ -68,7 +68,7 @@ def build(config, layers: int | None):
         )
     if layers is not None:
         config = type(config).from_dict(first_layers(config.to_dict(), layers))
-    for key in quantised_weights.CONFIG & vars(config).keys():
+    for key in quantized_weights.CONFIG & vars(config).keys():
         delattr(config, key)
     with torch.device("meta"):
         return models.use_custom_pypto(getattr(transformers, name)._from_config(config))
@@ -132,10 +132,10 @@ def of_checkpoint(path: str, layers: int | None) -> Model:
     have = config.get_text_config().num_hidden_layers
     if layers is not None and not 1 <= layers <= have:
         raise ValueError(f"--layers must be 1 to {have}, got {layers}")
-    blocks = quantised_weights.blocks_of(config.to_dict())
+    blocks = quantized_weights.blocks_of(config.to_dict())
     published = None
     if blocks:
-        four_bits = quantised_weights.FP4 in blocks
+        four_bits = quantized_weights.FP4 in blocks
         published = {"experts": "fp4" if four_bits else "fp8", "rest": "fp8"}
     return measure(path, config, published, layers)
 

@@ -32,14 +32,14 @@ from transformers import GenerationConfig, PreTrainedModel  # noqa: E402
 
 from custom_pypto import hub  # noqa: E402
 
-from . import generation, quantised_weights  # noqa: E402
+from . import generation, quantized_weights  # noqa: E402
 from .absorbed import advise_on_bfloat16  # noqa: E402
 from .architectures import attention_classes, check_widths, supported_model  # noqa: E402
 from .cache import PagedCache  # noqa: E402
 from .cache.formats import check_cache_dtypes  # noqa: E402
 from .cache.layout import check_block_size  # noqa: E402
 from .checkpoint import check_shards, first_layers  # noqa: E402
-from .dequantisation import dequantise, report, restore  # noqa: E402
+from .dequantization import dequantize, report, restore  # noqa: E402
 from .indexer_loss import (  # noqa: E402
     Option,
     add_indexer_loss,
@@ -99,7 +99,7 @@ def use_custom_pypto(
     ``generate()`` creates. Patching again only sets the options. Padding must be on the left; in
     training it may be on either side. Additions such as hooks or adapters, made before or after,
     take effect or raise: docs/models.md has the tables. A ``kv_b_proj`` whose weight alone is
-    quantised by torchao, optimum-quanto or bitsandbytes is dequantised: docs/checkpoints.md.
+    quantized by torchao, optimum-quanto or bitsandbytes is dequantized: docs/checkpoints.md.
 
     Args:
         model: of a class in :data:`models.architectures.ARCHITECTURES`, patched in place.
@@ -143,17 +143,17 @@ def use_custom_pypto(
     dtypes = {"index_dtype": index_dtype, "kv_dtype": kv_dtype}
     check_cache_dtypes("use_custom_pypto", text, paged, **dtypes)
     attentions = attentions_to_patch(text, upstream, paged)
-    dequantised = dequantise(attentions, text.dtype)
+    dequantized = dequantize(attentions, text.dtype)
     try:
         for i, attention in attentions.items():
             paged.check(attention, i)
         cache_sizes = sizes(text.config, paged.pools, attentions)
     except Exception:
-        restore(attentions, dequantised)
+        restore(attentions, dequantized)
         raise
-    report(dequantised)
+    report(dequantized)
     # nothing below can fail
-    dequantised = vars(text).get("custom_pypto_dequantised", []) + dequantised
+    dequantized = vars(text).get("custom_pypto_dequantized", []) + dequantized
     remove_hooks(model)
     for attention in attentions.values():
         change_class(attention, paged)
@@ -163,7 +163,7 @@ def use_custom_pypto(
     text.custom_pypto_told = set()
     text.custom_pypto_cache = {"block_size": block_size, **dtypes}
     text.custom_pypto_sizes = cache_sizes
-    text.custom_pypto_dequantised = dequantised
+    text.custom_pypto_dequantized = dequantized
     model._undo_custom_pypto = (
         text.register_forward_pre_hook(generation.prepare_forward, with_kwargs=True),
         text.register_forward_hook(generation.finish_forward, with_kwargs=True),
@@ -196,7 +196,7 @@ def use_transformers(model: PreTrainedModel) -> PreTrainedModel:
         attentions = patched_attentions(text)
         for attention in attentions.values():
             change_class(attention, upstream_class(attention))
-        restore(attentions, text.custom_pypto_dequantised)
+        restore(attentions, text.custom_pypto_dequantized)
         for name in [name for name in vars(text) if name.startswith("custom_pypto_")]:
             delattr(text, name)
     return model
@@ -220,7 +220,7 @@ def load(
     The header of every file is validated first. Upstream ``from_pretrained`` does not name a
     truncated or mismatched file, and fills missing tensors with random numbers after a warning.
     Weights in the published fp8 (e4m3, a scale per 128x128 block) and fp4 (e2m1, a scale per 32
-    values of a row) are dequantised, unless ``weights`` says otherwise. Files without a requested
+    values of a row) are dequantized, unless ``weights`` says otherwise. Files without a requested
     tensor are not opened and may be missing.
 
     Args:
@@ -245,7 +245,7 @@ def load(
         OSError: the Hub does not answer, or refuses; or the disk is too small.
         RuntimeError: ``tensor_parallel`` without a process group.
         ValueError: a damaged or mismatched file; the message names the file, the expected and the
-            actual value. Or invalid ``num_hidden_layers``, unsupported quantisation, unsupported
+            actual value. Or invalid ``num_hidden_layers``, unsupported quantization, unsupported
             number of ranks, ``dtype`` or ``device``, or ``device`` with ``tensor_parallel``.
         TypeError: unsupported model class in the config.
         MemoryError: the model does not fit; nothing was read or, of a repository, downloaded.
@@ -257,11 +257,11 @@ def load(
     plan = sharing(config.get_text_config(), device) if tensor_parallel else None
     kinds = stored_kinds(config)
     check_stored(formats, kinds, device, tensor_parallel)
-    blocks = quantised_weights.blocks_of(config.to_dict())
+    blocks = quantized_weights.blocks_of(config.to_dict())
     if num_hidden_layers is not None:
         config = type(config).from_dict(first_layers(config.to_dict(), num_hidden_layers))
-    for name in quantised_weights.CONFIG & vars(config).keys():
-        delattr(config, name)  # describes the files; the model is not quantised
+    for name in quantized_weights.CONFIG & vars(config).keys():
+        delattr(config, name)  # describes the files; the model is not quantized
     with torch.device("meta"):
         skeleton = use_custom_pypto(model_class._from_config(config))
     names = {name for name, _ in skeleton.named_modules()}

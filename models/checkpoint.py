@@ -21,8 +21,8 @@ from transformers.core_model_loading import (
 
 from custom_pypto.hub import Directory
 
-from . import quantised_weights
-from .quantised_weights import FLOATS, FP4, FP8, INTEGERS
+from . import quantized_weights
+from .quantized_weights import FLOATS, FP4, FP8, INTEGERS
 from .weights.modules import stored_parameters
 from .weights.reading import NAMES
 
@@ -74,12 +74,12 @@ def check_shards(source: Directory, model, blocks: dict[str, tuple[int, int]]) -
     for multi-token prediction.
 
     Args:
-        blocks: rows and columns that share a scale, for each quantised dtype.
+        blocks: rows and columns that share a scale, for each quantized dtype.
     """
     part_of = parts_on_disk(model)
     tensors = stored_tensors(
         source,
-        lambda name: bool(part_of(name) or part_of(quantised_weights.weight_name(name))),
+        lambda name: bool(part_of(name) or part_of(quantized_weights.weight_name(name))),
         blocks,
     )
     own = stored_parameters(model)
@@ -157,7 +157,7 @@ def check_dtypes(tensors: dict[str, Stored], blocks: dict[str, tuple[int, int]])
 
 
 def check_scales(tensors: dict[str, Stored], blocks: dict[str, tuple[int, int]]) -> None:
-    """Rejects quantised tensors that are no matrices, lack scales, or have scales of another grid
+    """Rejects quantized tensors that are no matrices, lack scales, or have scales of another grid
     or dtype."""
     for name, (file, dtype, shape) in tensors.items():
         if dtype not in blocks:
@@ -167,13 +167,13 @@ def check_scales(tensors: dict[str, Stored], blocks: dict[str, tuple[int, int]])
                 f"load: {file}: {name} must be a matrix to be {dtype}, got shape {shape}; use a "
                 "checkpoint with this tensor in bfloat16"
             )
-        if (scale := quantised_weights.scale_name(name, tensors)) is None:
-            names = " or ".join(quantised_weights.scale_names(name))
+        if (scale := quantized_weights.scale_name(name, tensors)) is None:
+            names = " or ".join(quantized_weights.scale_names(name))
             raise ValueError(
                 f"load: {file}: {name} is {dtype} and lacks its {names}; download the checkpoint "
                 "again"
             )
-        grid, found = quantised_weights.grid(shape, blocks[dtype]), tensors[scale]
+        grid, found = quantized_weights.grid(shape, blocks[dtype]), tensors[scale]
         if found.shape != grid or found.dtype not in FLOATS:
             height, width = blocks[dtype]
             raise ValueError(

@@ -10,7 +10,7 @@ from safetensors import safe_open
 from tqdm import tqdm
 from transformers.core_model_loading import ConversionOps
 
-from . import quantised_weights
+from . import quantized_weights
 from .checkpoint import Checkpoint, Stored
 from .memory import empty, free_memory
 from .weights.modules import SCALE, stored_parameters
@@ -18,7 +18,7 @@ from .weights.reading import OnDisk, StoredWeight, check_blocks
 
 
 class Reader:
-    """Reads tensors of a checkpoint, dequantised.
+    """Reads tensors of a checkpoint, dequantized.
 
     Args:
         mapped: whether tensors are pages of their files, which several processes then share.
@@ -40,22 +40,22 @@ class Reader:
         """The tensor as stored in the file."""
         return self._open(self.tensors[name].file).get_tensor(name)
 
-    def is_quantised(self, name: str) -> bool:
+    def is_quantized(self, name: str) -> bool:
         return self.tensors[name].dtype in self.blocks
 
     def read(self, name: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """The tensor as stored, or dequantised to ``dtype``."""
-        if not self.is_quantised(name):
+        """The tensor as stored, or dequantized to ``dtype``."""
+        if not self.is_quantized(name):
             return self.stored(name)
         tensor = empty(self.tensors[name].shape, dtype)
         self.read_into(name, tensor)
         return tensor
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        if self.is_quantised(name):
-            scales = self.stored(quantised_weights.scale_name(name, self.tensors))
+        if self.is_quantized(name):
+            scales = self.stored(quantized_weights.scale_name(name, self.tensors))
             block = self.blocks[self.tensors[name].dtype]
-            quantised_weights.dequantise(self.stored(name), scales, block, out)
+            quantized_weights.dequantize(self.stored(name), scales, block, out)
         else:
             out.copy_(self.stored(name))
 
@@ -131,7 +131,7 @@ def parameters(
             convert = operation and functools.partial(converted, operation, model.config)
             found[name] = Parameter(reader, parts, shape, dtypes[name], convert)
             continue
-        check_blocks(name, kind, len(parts), shape, reader.blocks.get(quantised_weights.FP8))
+        check_blocks(name, kind, len(parts), shape, reader.blocks.get(quantized_weights.FP8))
         stored = StoredWeight(reader, parts, shape, kind, lock)
         found[name] = OnDisk(stored, "weight")
         if stored.layout.scale_shape is not None:
@@ -151,8 +151,8 @@ def check_scale_values(model, checkpoint: Checkpoint, reader: Reader) -> None:
     Raises:
         ValueError: names file and tensor.
     """
-    weights = filter(reader.is_quantised, checkpoint.tensors)
-    names = [quantised_weights.scale_name(name, checkpoint.tensors) for name in weights]
+    weights = filter(reader.is_quantized, checkpoint.tensors)
+    names = [quantized_weights.scale_name(name, checkpoint.tensors) for name in weights]
     # of a module that is stored in another format than on disk, there is none to read
     own = (name for name in stored_parameters(model) if name.endswith(SCALE))
     own = (name for name in own if name in checkpoint.parts)
@@ -226,7 +226,7 @@ def resolve_dtype(dtype: torch.dtype | None, config, checkpoint: Checkpoint) -> 
         return dtype
     name = next(name for name in checkpoint.parts if name.endswith("embed_tokens.weight"))
     [embedding] = checkpoint.parts[name]
-    return config.dtype or quantised_weights.FLOATS[checkpoint.tensors[embedding].dtype]
+    return config.dtype or quantized_weights.FLOATS[checkpoint.tensors[embedding].dtype]
 
 
 def check_memory(model, dtype: torch.dtype, device: torch.device, ranks: int = 1) -> None:

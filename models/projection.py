@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.distributed.tensor_parallel import TensorParallelLayer
 
-from .quantisers import exclusion, quantiser_of, quantises_weight_alone
+from .quantizers import exclusion, quantizer_of, quantizes_weight_alone
 
 # by name, since peft need not be installed
 LORA = ("peft.tuners.lora.layer", "Linear")
@@ -79,11 +79,11 @@ def ranks_of(projection: nn.Module) -> dist.ProcessGroup | None:
     return mesh.get_group() if mesh.ndim == 1 else mesh.get_group("tp")
 
 
-def quantised_by(projection: nn.Module) -> str | None:
-    """The library that has quantised the weight of ``projection``, if a plain weight gives the same
+def quantized_by(projection: nn.Module) -> str | None:
+    """The library that has quantized the weight of ``projection``, if a plain weight gives the same
     outputs; None for all others."""
-    library = quantiser_of(projection)
-    if library is None or not quantises_weight_alone(projection, library):
+    library = quantizer_of(projection)
+    if library is None or not quantizes_weight_alone(projection, library):
         return None
     if wrapped(projection) or projection._parameters["bias"] is not None:
         return None
@@ -92,11 +92,11 @@ def quantised_by(projection: nn.Module) -> str | None:
 
 def remedy(projection: nn.Module) -> str:
     """What a user does about an :func:`obstacle`."""
-    library = quantiser_of(projection)
+    library = quantizer_of(projection)
     if library is None:
-        return "dequantise it, merge its adapter (merge_and_unload), remove its hook"
-    if quantised_by(projection):  # after the patch, which would have replaced it
-        return "call models.use_custom_pypto(model) again, which dequantises it"
+        return "dequantize it, merge its adapter (merge_and_unload), remove its hook"
+    if quantized_by(projection):  # after the patch, which would have replaced it
+        return "call models.use_custom_pypto(model) again, which dequantizes it"
     return exclusion(library)
 
 
@@ -116,8 +116,8 @@ def obstacle(projection: nn.Module) -> str | None:
         if isinstance(weight, DTensor):
             return None
         found = f"one with a {type(weight).__name__}"
-        if quantiser_of(projection) == "torchao" and not quantised_by(projection):
-            found += " that does not quantise the weight alone"
+        if quantizer_of(projection) == "torchao" and not quantized_by(projection):
+            found += " that does not quantize the weight alone"
         return found
     return None
 

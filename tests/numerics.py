@@ -88,8 +88,8 @@ def assert_same_selection(got: Tensor, inputs: dict, smallest: float = 0) -> Non
     which is at least ``smallest``. If a score in a row is unbounded (:func:`exact_scores`), only
     its number of positions, their visibility and their uniqueness are checked.
     """
-    quantised = "query_dequant_scale" in inputs
-    op = "npu_quant_lightning_indexer_pto" if quantised else "npu_lightning_indexer_pto"
+    quantized = "query_dequant_scale" in inputs
+    op = "npu_quant_lightning_indexer_pto" if quantized else "npu_lightning_indexer_pto"
     expected = getattr(reference, op)(**inputs)
     assert got.shape == expected.shape, f"shape {tuple(got.shape)}, not {tuple(expected.shape)}"
     assert got.dtype == torch.int32
@@ -131,7 +131,7 @@ def assert_same_selection(got: Tensor, inputs: dict, smallest: float = 0) -> Non
         exists = (slot >= 0).nonzero().flatten()
         scores = torch.full((len(slot),), torch.nan, dtype=torch.float64)
         operands = query[token.row], key_rows[slot[exists]], weights[token.row]
-        if quantised:
+        if quantized:
             query_scale = inputs["query_dequant_scale"].flatten(0, -2)[token.row]
             key_scale = inputs["key_dequant_scale"].flatten()[slot[exists]]
             scores[exists], eps, anything = exact_scores_of_int8(*operands, query_scale, key_scale)

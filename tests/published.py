@@ -111,7 +111,7 @@ def stored(name, shape, kind):
         return {name: weight, f"{name}_scale_inv": scales}
     if re.search(FLOAT32[kind], name):
         return {name: 0.3 * torch.randn(shape)}
-    return {name: unquantised(name, shape).bfloat16()}
+    return {name: unquantized(name, shape).bfloat16()}
 
 
 def stored_v4(name, shape, config, experts):
@@ -127,11 +127,11 @@ def stored_v4(name, shape, config, experts):
     elif re.search(FLOAT32[V4], name):
         return {name: 0.3 * torch.randn(shape)}
     else:
-        return {name: unquantised(name, shape).bfloat16()}
+        return {name: unquantized(name, shape).bfloat16()}
     return {name: weight, scale: scales}
 
 
-def unquantised(name, shape):
+def unquantized(name, shape):
     spread, centre = (0.3, 1) if "norm" in name else (0.15, 0)
     return centre + spread * torch.randn(shape)
 
@@ -271,7 +271,7 @@ def e2m1(bits):
     return (-1) ** sign * (2 ** (exponent - 1) * (1 + mantissa / 2) if exponent else mantissa / 2)
 
 
-def dequantised(weight, scales):
+def dequantized(weight, scales):
     """By the definition: the value times the scale of its block, in float32."""
     height, width = BLOCK, BLOCK
     if weight.dtype == torch.int8:
@@ -289,7 +289,7 @@ def dequantised(weight, scales):
 
 
 def true_weights(path, dtype):
-    """Every tensor, dequantised in float32, then rounded to ``dtype``; tables of integers as they
+    """Every tensor, dequantized in float32, then rounded to ``dtype``; tables of integers as they
     are."""
     files = {}
     for file in path.glob("*.safetensors"):
@@ -298,7 +298,7 @@ def true_weights(path, dtype):
     for name, weight in files.items():
         scales = files.get(f"{name}_scale_inv", files.get(name.removesuffix("weight") + "scale"))
         if weight.dtype in (torch.float8_e4m3fn, torch.int8):
-            weight = dequantised(weight, scales)
+            weight = dequantized(weight, scales)
         weights[name] = weight.to(dtype) if weight.is_floating_point() else weight
     return weights
 

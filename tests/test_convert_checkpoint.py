@@ -97,8 +97,8 @@ def test_everything_is_converted_and_nothing_else_changes(source, convert, tmp_p
     assert_same_tensors(stored, want)
 
     old, new = (json.loads((path / "config.json").read_text()) for path in (source, tmp_path))
-    quantisation = {"quantization_config", "expert_dtype"}
-    assert new == {name: value for name, value in old.items() if name not in quantisation}
+    quantization = {"quantization_config", "expert_dtype"}
+    assert new == {name: value for name, value in old.items() if name not in quantization}
     for name, text in SMALL.items():
         assert (tmp_path / name).read_text() == text
 

@@ -168,7 +168,7 @@ def test_a_checkpoint_with_other_tensors_is_rejected(
 PROJECTION = r"layers\.2\.(self_attn\.kv_a_proj_with_mqa|attn\.wq_b)\."
 WEIGHT, SCALES = rf"{PROJECTION}weight$", rf"{PROJECTION}(scale|weight_scale_inv)$"
 NORM = r"^(model\.)?norm\.weight$"
-QUANTISED = {
+QUANTIZED = {
     "without-a-scale": (SCALES, removed, True, f"{{shard}} lacks {{name}}, listed in {INDEX}"),
     "without-a-scale-in-the-index-either": (
         SCALES,
@@ -204,7 +204,7 @@ QUANTISED = {
 }
 
 
-@pytest.mark.parametrize("name, edit, listed, message", QUANTISED.values(), ids=QUANTISED)
+@pytest.mark.parametrize("name, edit, listed, message", QUANTIZED.values(), ids=QUANTIZED)
 def test_a_damaged_fp8_checkpoint_is_rejected(name, edit, listed, message, fp8_checkpoint, copied):
     path = copied(fp8_checkpoint)
     found = edit_tensor(path, name, edit, listed=listed)

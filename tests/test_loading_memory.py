@@ -23,18 +23,18 @@ def peak_of_loading(small, large):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
-    "kind, quantised",
+    "kind, quantized",
     [
         pytest.param(KINDS[0], True, id="fp8"),
         pytest.param(V4, True, id="fp4"),
         pytest.param(KINDS[0], False, id="bf16", marks=pytest.mark.slow),
     ],
 )
-def test_loading_takes_no_more_than_the_model_and_one_shard(kind, quantised, tmp_path):
+def test_loading_takes_no_more_than_the_model_and_one_shard(kind, quantized, tmp_path):
     small = published(tmp_path / "small", kind)
     sizes = dict(hidden_size=1024, moe_intermediate_size=512, n_routed_experts=16)
-    path = published(tmp_path / "quantised", kind, **sizes)
-    if not quantised:
+    path = published(tmp_path / "quantized", kind, **sizes)
+    if not quantized:
         models.load(path).save_pretrained(path := tmp_path / "bf16", max_shard_size="20MB")
     peak, size = in_a_process(peak_of_loading, small, path)
     shard = max(file.stat().st_size for file in path.glob("*.safetensors"))

@@ -1,4 +1,4 @@
-"""Published checkpoints, in fp8 and fp4, load dequantised to the bit."""
+"""Published checkpoints, in fp8 and fp4, load dequantized to the bit."""
 
 import json
 import logging
@@ -25,7 +25,7 @@ from custom_pypto import models
 
 @pytest.mark.parametrize("kv_lora_rank", [128, 192, 512])
 @pytest.mark.parametrize("kind", KINDS)
-def test_fp8_is_dequantised_to_the_bit(kind, kv_lora_rank, tmp_path):
+def test_fp8_is_dequantized_to_the_bit(kind, kv_lora_rank, tmp_path):
     # with rope 192 rows in 2 blocks, which 5.23 would take for 96 high; 256; and 576 in 5
     path = published(tmp_path / "checkpoint", kind, kv_lora_rank)
     model = models.load(path)
@@ -37,7 +37,7 @@ def test_fp8_is_dequantised_to_the_bit(kind, kv_lora_rank, tmp_path):
 
 @pytest.mark.parametrize("experts", ["fp4", "fp8"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-def test_deepseek_v4_is_dequantised_to_the_bit(dtype, experts, tmp_path):
+def test_deepseek_v4_is_dequantized_to_the_bit(dtype, experts, tmp_path):
     # 160 and 48 columns: 5 scales of fp4, and 2 of which the last is of 16 values
     path = published(tmp_path / "checkpoint", V4, experts=experts)
     assert_equal_to_the_bit(models.load(path, dtype=dtype), path, dtype)
@@ -57,7 +57,7 @@ def test_deepseek_v4_computes_what_upstream_does_with_its_weights(fp4_checkpoint
 
 @pytest.mark.parametrize("experts", ["fp4", "fp8"])
 def test_deepseek_v4_has_the_weights_that_upstream_loads(experts, tmp_path):
-    # whole blocks, which upstream needs; it keeps unquantised tensors in their dtype on disk
+    # whole blocks, which upstream needs; it keeps unquantized tensors in their dtype on disk
     sizes = dict(hidden_size=256, moe_intermediate_size=128, q_lora_rank=128, o_lora_rank=64)
     sizes |= dict(head_dim=128, partial_rotary_factor=0.125, index_head_dim=128)
     path = published(tmp_path / "checkpoint", V4, experts=experts, **sizes)
@@ -66,7 +66,7 @@ def test_deepseek_v4_has_the_weights_that_upstream_loads(experts, tmp_path):
         assert torch.equal(tensor, upstream[name].to(tensor.dtype)), name
 
 
-def test_a_dequantised_model_is_as_if_it_had_never_been_in_fp8(fp8_checkpoint, tmp_path):
+def test_a_dequantized_model_is_as_if_it_had_never_been_in_fp8(fp8_checkpoint, tmp_path):
     model = models.load(fp8_checkpoint)
     assert model.dtype == model.config.dtype == torch.bfloat16 and not model.training
     assert {it.dtype for it in model.model.rotary_emb.buffers()} == {torch.float32}
@@ -88,7 +88,7 @@ def test_fp8_in_float32_is_not_rounded_and_computes_as_upstream_does(fp8_checkpo
         assert model.config.rope_parameters.items() >= frequencies.items()
 
 
-def test_auto_is_the_dtype_of_what_is_not_quantised(fp8_checkpoint, tmp_path):
+def test_auto_is_the_dtype_of_what_is_not_quantized(fp8_checkpoint, tmp_path):
     path = shutil.copytree(fp8_checkpoint, tmp_path / "checkpoint")
     edit_json(path / "config.json", torch_dtype=None)
     assert models.load(path).dtype == torch.bfloat16

@@ -241,7 +241,7 @@ def with_bias(linear):
     return other
 
 
-def quantised(linear):
+def quantized(linear):
     dynamic = torch.ao.nn.quantized.dynamic.Linear
     linear.qconfig = torch.ao.quantization.default_dynamic_qconfig
     return dynamic.from_float(linear)
@@ -282,13 +282,13 @@ OBSTACLES = {
         replaced(lambda linear: nn.Sequential(linear)),
         KV_B.format(2, "Sequential of torch.nn.modules.container", "use_transformers"),
     ),
-    "quantised-module": (
-        replaced(quantised),
-        KV_B.format(2, "Linear of torch.ao.nn.quantized.dynamic.*", "dequantise it"),
+    "quantized-module": (
+        replaced(quantized),
+        KV_B.format(2, "Linear of torch.ao.nn.quantized.dynamic.*", "dequantize it"),
     ),
     "tensor-subclass": (
         replaced(as_two_tensors),
-        KV_B.format(2, "one with a TwoTensor", "dequantise it"),
+        KV_B.format(2, "one with a TwoTensor", "dequantize it"),
     ),
     "dora": (
         lambda model: with_adapter(model, lora(use_dora=True)),

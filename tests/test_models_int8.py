@@ -43,8 +43,8 @@ def tiny(kind, **dtypes):
     return models.use_custom_pypto(bfloat16(kind, kv_lora_rank=128), block_size=16, **dtypes)
 
 
-def dequantised(latent):
-    """``[.., L]`` after quantisation in tiles of 128, by the definition."""
+def dequantized(latent):
+    """``[.., L]`` after quantization in tiles of 128, by the definition."""
     tiles = latent.float().unflatten(-1, (-1, 128))
     largest = tiles.abs().amax(-1, keepdim=True).clamp(min=1e-4)
     rows = (tiles * (torch.tensor(127.0) / largest)).round().clamp(-127, 127)
@@ -52,14 +52,14 @@ def dequantised(latent):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_latents_in_int8_are_a_cache_of_dequantised_latents_to_the_bit(kind, monkeypatch):
+def test_latents_in_int8_are_a_cache_of_dequantized_latents_to_the_bit(kind, monkeypatch):
     def logits(**dtypes):
         model, (ids, mask, positions) = tiny(kind, **dtypes), left_padded([0, 9], 42)
         cache = models.PagedCache(model, 2, 64, block_size=16)
         return feed(model, cache, ids, mask, positions, [40, 1, 1])[mask.bool()]
 
     got = logits(**KV)
-    round_latents(monkeypatch, dequantised)
+    round_latents(monkeypatch, dequantized)
     assert torch.equal(got, logits())
 
 
@@ -217,8 +217,8 @@ def test_rows_hold_rotated_keys_of_the_definition():
 
 
 def test_the_prolog_op_makes_the_queries_and_keys_of_the_model(monkeypatch):
-    selected, quantised, written = [], [], []
-    select, quantise = LatentAttention.select, npu_quant_rows_pto
+    selected, quantized, written = [], [], []
+    select, quantize = LatentAttention.select, npu_quant_rows_pto
     write = formats.Int8IndexRows.write
 
     def recorded(self, *arguments):
@@ -230,8 +230,8 @@ def test_the_prolog_op_makes_the_queries_and_keys_of_the_model(monkeypatch):
         write(self, step, *arguments)
 
     def rows(x, **keywords):
-        quantised.append(quantise(x, **keywords))
-        return quantised[-1]
+        quantized.append(quantize(x, **keywords))
+        return quantized[-1]
 
     monkeypatch.setattr(LatentAttention, "select", recorded)
     monkeypatch.setattr(formats.Int8IndexRows, "write", recorded_write)
@@ -239,9 +239,9 @@ def test_the_prolog_op_makes_the_queries_and_keys_of_the_model(monkeypatch):
     model = models.use_custom_pypto(tiny_model("deepseek_v32"), block_size=16, index_dtype=INT8)
     cache = models.PagedCache(model, 2, 32, block_size=16)
     model(token_ids(2, 7), cache=cache)
-    assert len(selected) == len(quantised) == model.config.num_hidden_layers
+    assert len(selected) == len(quantized) == model.config.num_hidden_layers
     for (attention, hidden, latent, cos, sin, _), (query, scale), slots in zip(
-        selected, quantised, written, strict=True
+        selected, quantized, written, strict=True
     ):
         indexer, layer = attention.indexer, cache.layers[attention.layer_idx]
         keys, scales = torch.zeros_like(layer.index), torch.zeros_like(layer.index_scale)

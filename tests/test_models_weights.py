@@ -23,7 +23,7 @@ from custom_pypto.models.weights.modules import (
     is_experts,
     stored_parameters,
 )
-from custom_pypto.reference.weight_only_linear import dequantised
+from custom_pypto.reference.weight_only_linear import dequantized
 
 MIXED = {"experts": "int4", "rest": "int8"}
 OPTIONS = ["int8", "int4", MIXED]
@@ -108,7 +108,7 @@ def load_kind(checkpoint):
 def test_values_are_the_nearest_ones(weights, checkpoint):
     plain = models.load(checkpoint[0], dtype=torch.float32).state_dict()
     for name, kind, weight, scales in stored_modules(load(checkpoint[0], weights)):
-        values, exact = dequantised(weight, scales), plain[name]
+        values, exact = dequantized(weight, scales), plain[name]
         if kind == "int8":
             step = scales[..., None]
             # the largest value of a row is exact
@@ -125,7 +125,7 @@ def test_published_weights_are_kept_bit_for_bit(on_disk):
     exact = models.load(on_disk, dtype=torch.float32)
     state, found = exact.state_dict(), set()
     for name, kind, weight, scales in stored_modules(model):
-        assert dequantised(weight, scales).equal(state[name]), name
+        assert dequantized(weight, scales).equal(state[name]), name
         found.add(kind)
     assert found == ({"fp8", "fp4", "bfloat16"} if V4 in str(on_disk) else {"fp8"})
     assert distance(logits(model), logits(exact)) <= 1e-4

@@ -2,22 +2,22 @@ import numpy as np
 import pytest
 import torch
 from cases import LAYOUT_IDS, LAYOUTS, int32
-from cases.npu_kv_quant_sparse_flash_attention_pto import inputs, quantised
+from cases.npu_kv_quant_sparse_flash_attention_pto import inputs, quantized
 from cases.npu_programs import HALF
 from numerics import assert_close_to_rows, reference
 
 from custom_pypto import npu_kv_quant_sparse_flash_attention_pto as attend
 from custom_pypto import npu_sparse_flash_attention_pto
-from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantised
+from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantized
 
 
-def unquantised(x: dict) -> dict:
-    """The call of npu_sparse_flash_attention_pto on the dequantised rows."""
+def unquantized(x: dict) -> dict:
+    """The call of npu_sparse_flash_attention_pto on the dequantized rows."""
     names = ("key_quant_mode", "value_quant_mode", "rope_head_dim")
     names += ("key_dequant_scale", "value_dequant_scale")
     rest = {name: value for name, value in x.items() if name not in names}
     query, latent = x["query"], x["query"].size(-1) - x["rope_head_dim"]
-    key, key_rope = dequantised(x["key"], latent, query.dtype)
+    key, key_rope = dequantized(x["key"], latent, query.dtype)
     ropes = dict(query_rope=query[..., latent:], key_rope=key_rope)
     return rest | dict(query=query[..., :latent], key=key) | ropes
 
@@ -32,13 +32,13 @@ def unquantised(x: dict) -> dict:
         pytest.param(dict(latent=256, rope=32, heads=17, strided=True), id="other-dims-strided"),
     ],
 )
-def test_equals_the_unquantised_op_on_the_dequantised_rows(
+def test_equals_the_unquantized_op_on_the_dequantized_rows(
     arguments, layout_query, layout_kv, dtype
 ):
     layouts = dict(layout_query=layout_query, layout_kv=layout_kv)
     x = inputs([2, 5], [40, 33], dtype=dtype, **layouts, **arguments)
     got = attend(**x)
-    assert torch.equal(got, npu_sparse_flash_attention_pto(**unquantised(x)))
+    assert torch.equal(got, npu_sparse_flash_attention_pto(**unquantized(x)))
     assert_close_to_rows(got, reference.npu_kv_quant_sparse_flash_attention_pto(**x))
 
 
@@ -55,7 +55,7 @@ def test_equals_it_in_every_kind_of_task(lengths_query, lengths_key, K, dtype):
     x = inputs(
         lengths_query, lengths_key, sparse_count=K, heads=8, block_size=128, dtype=dtype, **REAL
     )
-    expected = npu_sparse_flash_attention_pto(**unquantised(x))
+    expected = npu_sparse_flash_attention_pto(**unquantized(x))
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         assert torch.equal(attend(**x), expected)
@@ -65,7 +65,7 @@ REAL = dict(latent=512, rope=64)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_any_int8_and_any_scale_are_dequantised_alike(dtype):
+def test_any_int8_and_any_scale_are_dequantized_alike(dtype):
     g = torch.Generator().manual_seed(0)
     x = inputs([40], [60], heads=4, sparse_count=50, dtype=dtype)
     key = x["key"]
@@ -79,7 +79,7 @@ def test_any_int8_and_any_scale_are_dequantised_alike(dtype):
     key[..., 128:160] = torch.randn(*key.shape[:-1], 16, generator=g).to(dtype).view(torch.int8)
     for indices in (x["sparse_indices"], x["sparse_indices"].clamp(max=3)):
         call = x | dict(sparse_indices=indices)
-        got, expected = attend(**call), npu_sparse_flash_attention_pto(**unquantised(call))
+        got, expected = attend(**call), npu_sparse_flash_attention_pto(**unquantized(call))
         assert ((got == expected) | (got.isnan() & expected.isnan())).all()
 
 
@@ -130,16 +130,16 @@ def test_a_row_is_nope_rope_and_scales():
 
 
 def test_rounding_to_int8_is_a_small_error():
-    from cases.npu_sparse_flash_attention_pto import inputs as unquantised_inputs
+    from cases.npu_sparse_flash_attention_pto import inputs as unquantized_inputs
 
-    x = unquantised_inputs([4], [300], sparse_count=200, heads=8, dtype=torch.bfloat16, **REAL)
+    x = unquantized_inputs([4], [300], sparse_count=200, heads=8, dtype=torch.bfloat16, **REAL)
     key, rope = (x[name].nan_to_num(0) for name in ("key", "key_rope"))
     x |= dict(key=key, key_rope=rope)
     exact = npu_sparse_flash_attention_pto(**x).float()
     for name in ("sinks", "value"):
         x.pop(name)
     query = torch.cat([x.pop("query"), x.pop("query_rope")], -1)
-    x |= dict(query=query, key=quantised(x["key"], x.pop("key_rope")), value=None)
+    x |= dict(query=query, key=quantized(x["key"], x.pop("key_rope")), value=None)
     got = attend(**x, key_quant_mode=2, value_quant_mode=2).float()
     assert 0 < (got - exact)[:, :4].norm() / exact[:, :4].norm() < 0.015
 

@@ -46,7 +46,7 @@ def test_writes_what_the_reference_writes(dtype, dims, size, slots, strided, see
     assert torch.equal(written(update, x), written(reference.npu_kv_quant_update_pto, x))
 
 
-def test_a_row_holds_the_quantised_tiles_the_rope_and_the_scales():
+def test_a_row_holds_the_quantized_tiles_the_rope_and_the_scales():
     x = update_inputs([2, 3], [20, 30], latent=256)
     rows = written(update, x).flatten(0, 2)[x["slots"][1].long()]
     tiles = x["latent"][1].unflatten(-1, (2, 128)).float()

@@ -127,7 +127,7 @@ def test_sums_of_bytes_are_exact(value):
     x["wq_b"][0] = torch.arange(-127, -95)  # the last digits of the sums differ
     x["q_norm_scale"], x["wq_b_scale"] = torch.ones(3), torch.ones(32)
     exact = (x["q_norm"].long() @ x["wq_b"].long()).float()
-    # float32 rows are quantised without a loss that this test could not see
+    # float32 rows are quantized without a loss that this test could not see
     x["wq_b_scale"] = 1 / exact[0].abs()
     rows = results(prolog, x)[0][:, 0]
     assert torch.equal(rows, torch.full_like(rows, 127) * exact.sign().to(torch.int8))

@@ -7,7 +7,7 @@ import custom_pypto
 from custom_pypto.reference.npu_quant_rows_pto import hadamard_matrix
 
 index = custom_pypto.npu_quant_lightning_indexer_pto
-quantise = custom_pypto.npu_quant_rows_pto
+quantize = custom_pypto.npu_quant_rows_pto
 
 
 def one_token(scores: list[float], **keywords) -> dict:
@@ -112,13 +112,13 @@ def test_a_pool_of_several_layers_serves_as_cache(name):
     assert torch.equal(index(**x | dict(key_dequant_scale=turned)), index(**x))
 
 
-# ---- quantised from the rows of the bfloat16 op -------------------------------------------------
+# ---- quantized from the rows of the bfloat16 op -------------------------------------------------
 
 
 def of_rows(query, key, weights, matrices=(None, None)) -> dict:
-    """The call of rows quantised by the ops, each perhaps rotated before."""
-    rows, query_scale = quantise(query, hadamard=matrices[0])
-    keys, key_scale = quantise(key, hadamard=matrices[1])
+    """The call of rows quantized by the ops, each perhaps rotated before."""
+    rows, query_scale = quantize(query, hadamard=matrices[0])
+    keys, key_scale = quantize(key, hadamard=matrices[1])
     return dict(
         query=rows,
         key=keys,
@@ -142,16 +142,16 @@ def in_float8(x: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("keys", [8192, 65_536])
-def test_recall_of_the_best_keys_is_that_of_no_quantisation_and_above_float8s(keys):
+def test_recall_of_the_best_keys_is_that_of_no_quantization_and_above_float8s(keys):
     g = torch.Generator().manual_seed(0)
     query = torch.randn(1, 1, 64, 128, generator=g).bfloat16()
     key = torch.randn(1, keys, 1, 128, generator=g).bfloat16()
     weights = torch.randn(1, 1, 64, generator=g)
     matrix = hadamard_matrix(128).bfloat16()
-    unquantised = custom_pypto.npu_lightning_indexer_pto
-    expected = unquantised(query, key, weights, layout_key="BSND")
+    unquantized = custom_pypto.npu_lightning_indexer_pto
+    expected = unquantized(query, key, weights, layout_key="BSND")
     rotated = [(x.float() @ matrix.float()).bfloat16() for x in (query, key)]
-    float8 = unquantised(*map(in_float8, rotated), weights, layout_key="BSND")
+    float8 = unquantized(*map(in_float8, rotated), weights, layout_key="BSND")
     found = recall(index(**of_rows(query, key, weights, (matrix, matrix))), expected)
     assert found >= 0.985  # measured: 0.994 and 0.991
     assert found >= recall(float8, expected)

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from numerics import reference
 
 import custom_pypto
-from custom_pypto.reference.npu_quant_rows_pto import dequantised, hadamard_matrix
+from custom_pypto.reference.npu_quant_rows_pto import dequantized, hadamard_matrix
 
-quantise = custom_pypto.npu_quant_rows_pto
+quantize = custom_pypto.npu_quant_rows_pto
 
 
 def assert_equal(got: tuple, expected: tuple) -> None:
@@ -33,13 +33,13 @@ def row(*values: float, dim: int = 16) -> torch.Tensor:
 def test_equals_the_reference_to_the_bit(dtype, dim, rows, exponent, seed):
     g = torch.Generator().manual_seed(seed)
     x = (torch.randn(rows, dim, generator=g) * 2.0**exponent).to(dtype)
-    assert_equal(quantise(x), reference.npu_quant_rows_pto(x))
+    assert_equal(quantize(x), reference.npu_quant_rows_pto(x))
 
 
 def test_ties_between_two_steps_go_to_the_even_one():
     # 127 / 254 is 0.5: odd values lie between two steps, and ties go to the even one
     x = row(254, *range(1, 30, 2), dim=32)
-    rows, scales = quantise(x)
+    rows, scales = quantize(x)
     assert rows[0, 1:16].tolist() == [0, 2, 2, 4, 4, 6, 6, 8, 8, 10, 10, 12, 12, 14, 14]
     assert rows[0, 0] == 127 and scales[0] == 2
 
@@ -50,40 +50,40 @@ def test_the_largest_magnitude_becomes_127_wherever_it_is(place, sign):
     for largest in (1e-4, 0.0078125, 1.0, 3.0, 61_000.0):
         x = torch.linspace(-0.5, 0.5, 16)[None] * largest
         x[0, place] = sign * largest
-        rows, scales = quantise(x)
+        rows, scales = quantize(x)
         assert rows[0, place] == sign * 127 and rows.abs().max() == 127
         assert scales[0] == torch.tensor(largest / 127).half()
 
 
 def test_a_row_of_zeros_has_a_positive_scale():
     for x in (row(), -row(), row(1e-12)):
-        rows, scales = quantise(x)
+        rows, scales = quantize(x)
         assert not rows.any() and 7e-7 < float(scales[0]) < 9e-7
 
 
 def test_smaller_rows_than_the_least_maximum_are_rounded_to_its_steps():
-    rows, _ = quantise(row(1e-5, -4e-5))
+    rows, _ = quantize(row(1e-5, -4e-5))
     assert rows[0, :2].tolist() == [13, -51]
 
 
 def test_corruption_shows_in_the_scale():
     inf, nan = torch.inf, torch.nan
     for x, scale in ((row(1, inf), inf), (row(-inf, 1), inf), (row(nan, 1, inf), nan)):
-        rows, scales = quantise(x)
+        rows, scales = quantize(x)
         assert not rows.any()
         assert torch.equal(
             scales.nan_to_num(5.0, inf), torch.tensor([scale]).half().nan_to_num(5.0, inf)
         )
-    other_rows, _ = quantise(torch.cat([row(nan), row(1)]))
+    other_rows, _ = quantize(torch.cat([row(nan), row(1)]))
     assert other_rows[1, 0] == 127
 
 
 def test_the_error_is_at_most_half_a_step():
     x = torch.randn(100, 128, dtype=torch.float64)
-    rows, scales = quantise(x.float())
+    rows, scales = quantize(x.float())
     # and the rounding of the scale to float16, of at most 127 steps
     bound = (0.5 + 127 * 2**-11 + 1e-3) * scales.double()[:, None]
-    assert ((dequantised(rows, scales) - x).abs() <= bound).all()
+    assert ((dequantized(rows, scales) - x).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("dim", [16, 32, 128])
@@ -95,7 +95,7 @@ def test_rotated_rows_have_the_same_products(dim):
     exact = x.double() @ x.double().T
     errors = []
     for hadamard in (None, matrix):
-        rows = dequantised(*quantise(x, hadamard=hadamard))
+        rows = dequantized(*quantize(x, hadamard=hadamard))
         errors.append(float((rows @ rows.T - exact).norm() / exact.norm()))
     assert errors[1] < 0.02 and errors[1] < errors[0]
 
@@ -104,7 +104,7 @@ def test_rotated_rows_have_the_same_products(dim):
 def test_rotated_rows_are_rounded_to_the_dtype_of_x(dtype):
     x = rows_inputs([5], [], dtype=dtype, hadamard=True)
     rotated = (x["x"].double() @ x["hadamard"].double()).to(dtype)
-    got, expected = dequantised(*quantise(**x)), dequantised(*quantise(rotated))
+    got, expected = dequantized(*quantize(**x)), dequantized(*quantize(rotated))
     # sums may round to a neighbour, the largest one as well
     step = expected.abs().amax(-1, keepdim=True) * (1 / 127 + 2 * torch.finfo(dtype).eps)
     assert ((got - expected).abs() <= 1.01 * step).all()
@@ -113,6 +113,6 @@ def test_rotated_rows_are_rounded_to_the_dtype_of_x(dtype):
 @pytest.mark.parametrize("shape", [(16,), (0, 16), (3, 0, 16), (2, 3, 4, 16)], ids=str)
 def test_takes_any_number_of_dims(shape):
     x = torch.randn(shape)
-    rows, scales = quantise(x)
+    rows, scales = quantize(x)
     assert rows.shape == shape and scales.shape == shape[:-1]
     assert_equal((rows, scales), reference.npu_quant_rows_pto(x))

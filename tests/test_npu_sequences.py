@@ -62,7 +62,7 @@ def assert_equals_reference(op: str, x: dict) -> Tensor:
 
 
 def with_numbers(x: dict) -> dict:
-    """The same with a number for each NaN, in the bytes of a quantised cache as well."""
+    """The same with a number for each NaN, in the bytes of a quantized cache as well."""
     x = without_nan(x)
     if "rope_head_dim" in x:
         key = x["key"].clone()

@@ -125,7 +125,7 @@ def shared(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v32", "glm_moe_dsa", "axk2"])
-def test_both_ranks_quantise_the_same_keys_to_the_same_bytes(shared, kind):
+def test_both_ranks_quantize_the_same_keys_to_the_same_bytes(shared, kind):
     one, other = (rank[kind]["int8"] for rank in shared[0])
     assert len(one) >= 4 and all(rows.any() for rows in one)
     assert all(map(torch.equal, one, other))

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 import custom_pypto
 from custom_pypto.reference import MODULES
-from custom_pypto.reference.weight_only_linear import FORMATS, quantised
+from custom_pypto.reference.weight_only_linear import FORMATS, quantized
 
 linear = custom_pypto.weight_only_linear
 # rows of x: the most that meet a stored weight, the least that meet a widened one
@@ -24,7 +24,7 @@ KINDS = pytest.mark.parametrize("kind", FORMATS)
 
 def made(kind: str, *shape: int, seed: int = 0, rows: int = 3, dtype=torch.float32) -> dict:
     g = torch.Generator().manual_seed(seed)
-    weight, scales = quantised(torch.randn(shape, generator=g), kind)
+    weight, scales = quantized(torch.randn(shape, generator=g), kind)
     x = torch.randn(rows, shape[-1], generator=g).to(dtype)
     return dict(x=x, weight=weight, scales=scales)
 

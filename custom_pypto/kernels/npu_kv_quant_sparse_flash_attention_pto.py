@@ -1,5 +1,5 @@
 """npu_kv_quant_sparse_flash_attention_pto as a PyPTO program: that of
-npu_sparse_flash_attention_pto, on rows that the vector cores dequantise once per token.
+npu_sparse_flash_attention_pto, on rows that the vector cores dequantize once per token.
 
 Workspace per token in flight, besides that program's: K * (L + R) * 2 bytes for the rows.
 """
@@ -34,7 +34,7 @@ class Facts(AttentionFacts):
         object.__setattr__(self, "cache_rows", power_of_two(self.cache_rows))
 
 
-class DequantisedRows:
+class DequantizedRows:
     """The selected rows of a cache ``nope | rope | scales``, in the dtype of the output."""
 
     def __init__(self, a: Arguments, facts: Facts):
@@ -52,7 +52,7 @@ class DequantisedRows:
         for i, part in enumerate(parts):
             # else gathers and arithmetic become tasks of their own
             begin_task(CHECKS + 1 + i)
-            self._dequantise(i * parts[0].shape[1], part, table)
+            self._dequantize(i * parts[0].shape[1], part, table)
         end_task()
 
     def keys(self):
@@ -61,7 +61,7 @@ class DequantisedRows:
     def values(self):
         return pypto.view(self.rows, [self.rows.shape[0], self.latent], [0, 0])
 
-    def _dequantise(self, at: int, index, table) -> None:
+    def _dequantize(self, at: int, index, table) -> None:
         """Writes the rows that ``index`` names, from row ``at`` on."""
         latent, dtype, n = self.latent, self.a.out.dtype, index.shape[1]
         gather = functools.partial(self._columns, index, table)
@@ -92,7 +92,7 @@ class DequantisedRows:
 def program(a: Arguments, facts: Facts) -> None:
     """Writes every row of ``out``; see :func:`.npu_sparse_flash_attention_pto.program`."""
     # not in the body of the kernel, where PyPTO cannot evaluate the name of a class
-    attention.program(a, facts, DequantisedRows)
+    attention.program(a, facts, DequantizedRows)
 
 
 @functools.cache

@@ -11,7 +11,7 @@ import pypto
 from ..cache_rows import SCALE_GROUP
 from . import DTYPES, Arguments, arguments, begin_task, end_task, runtime_options
 from .pypto_versions import jit, words
-from .quantiser import FLOAT, TOKENS, loaded, quantised, tiles
+from .quantizer import FLOAT, TOKENS, loaded, quantized, tiles
 from .slots import SlotFacts, write_rows
 
 
@@ -36,7 +36,7 @@ def program(a: Arguments, facts: SlotFacts) -> None:
             begin_task(1 + group)
             at, valid = [0, group * SCALE_GROUP], [rows, SCALE_GROUP]
             part = pypto.view(x, [TOKENS, SCALE_GROUP], at, valid_shape=valid)
-            values, scales = quantised(part)
+            values, scales = quantized(part)
             pypto.assemble(words(values), [0, group * SCALE_GROUP // 4], row)
             pypto.assemble(scales, [0, (latent + 2 * rope) // 4 + group], row)
         end_task()

@@ -1,6 +1,6 @@
 """npu_lightning_indexer_prolog_pto as a PyPTO program: the indexer's part of :mod:`.prolog` writes
 queries and keys in the dtype of ``token_x``; then the programs of npu_quant_rows_pto and
-npu_quant_index_update_pto rotate and quantise them.
+npu_quant_index_update_pto rotate and quantize them.
 
 Memory: ``T * (N1 + 1) * D`` elements in global memory, and the workspace of those programs.
 """

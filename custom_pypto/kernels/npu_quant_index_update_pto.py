@@ -11,7 +11,7 @@ import pypto
 from . import DTYPES, Arguments, arguments, npu_quant_rows_pto, runtime_options
 from .npu_quant_rows_pto import index_rows
 from .pypto_versions import jit
-from .quantiser import TOKENS, tiles
+from .quantizer import TOKENS, tiles
 from .slots import SlotFacts, write_rows
 
 

@@ -10,7 +10,7 @@ import pypto
 
 from . import DTYPES, Arguments, arguments, begin_task, end_task, runtime_options
 from .pypto_versions import behind, jit
-from .quantiser import FLOAT, TOKENS, loaded, quantised, tiles
+from .quantizer import FLOAT, TOKENS, loaded, quantized, tiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ def index_rows(a: Arguments, start, rows) -> tuple:
     begin_task()
     if a.hadamard is not None:
         x = pypto.cast(x, a.x.dtype)
-    values, scales = quantised(x)
+    values, scales = quantized(x)
     scales = pypto.cast(scales, pypto.DT_FP16)
     end_task()
     return values, scales

@@ -80,7 +80,7 @@ def _inputs(a: Arguments, facts: Any) -> dict[str, Tensor | None]:
 
 
 def _between(a: Arguments, facts: Any, query: Tensor) -> dict[str, Tensor | None]:
-    """Queries and keys before quantisation, in whole tiles."""
+    """Queries and keys before quantization, in whole tiles."""
     tokens, heads, dim = query.shape
     count = tokens + facts.missing_rows(tokens)
     return dict(

@@ -6,11 +6,11 @@ from torch import Tensor
 from ..cache_rows import SCALE_GROUP
 from .checks import ROUNDING, SIZES, of_sequences, row_error
 from .npu_kv_quant_update_pto import npu_kv_quant_update_pto
-from .npu_sparse_flash_attention_pto import arguments as unquantised
+from .npu_sparse_flash_attention_pto import arguments as unquantized
 from .npu_sparse_flash_attention_pto import npu_sparse_flash_attention_pto
 
 
-def dequantised(cache: Tensor, latent: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def dequantized(cache: Tensor, latent: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``(latent, rope)`` of the rows of an int8 cache, in ``dtype``: each int8 times the scale of
     its group, in float32, then rounded."""
     scales = cache.size(-1) - latent // SCALE_GROUP * 4
@@ -45,9 +45,9 @@ def npu_kv_quant_sparse_flash_attention_pto(
     tile_size: int = SCALE_GROUP,
     rope_head_dim: int = 64,
 ) -> Tensor:
-    """Sparse attention over the dequantised rows."""
+    """Sparse attention over the dequantized rows."""
     latent = query.size(-1) - rope_head_dim
-    keys, key_rope = dequantised(key, latent, query.dtype)
+    keys, key_rope = dequantized(key, latent, query.dtype)
     return npu_sparse_flash_attention_pto(
         query[..., :latent],
         keys,
@@ -70,7 +70,7 @@ def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
 
 
 def _arguments(*sizes) -> dict:
-    x = unquantised(*sizes)
+    x = unquantized(*sizes)
     key, key_rope = x.pop("key"), x.pop("key_rope")
     cache = key.new_empty(*key.shape[:-1], 656, dtype=torch.int8)
     slots = torch.arange(key.size(0) * key.size(1)).view(key.shape[:2])

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from ..cache_rows import SCALE_GROUP
 from .checks import BLOCK
-from .npu_quant_rows_pto import quantise
+from .npu_quant_rows_pto import quantize
 from .npu_sparse_attention_pto import write_cache
 
 
@@ -13,7 +13,7 @@ def npu_kv_quant_update_pto(latent: Tensor, rope: Tensor, slots: Tensor, cache: 
     """Rows ``nope | rope | scales``: int8, with a float32 scale per group."""
     if not slots.numel():
         return
-    values, scales = quantise(latent.unflatten(-1, (-1, SCALE_GROUP)))
+    values, scales = quantize(latent.unflatten(-1, (-1, SCALE_GROUP)))
     scales = scales.where(~scales.isnan(), torch.nan)  # one of the many
     parts = values.flatten(-2), *(part.contiguous().view(torch.int8) for part in (rope, scales))
     write_cache(cache, torch.cat(parts, -1), slots)

@@ -6,7 +6,7 @@ from torch.nn.functional import layer_norm
 
 from .checks import BLOCK, ROUNDING, row_error
 from .npu_quant_index_update_pto import npu_quant_index_update_pto
-from .npu_quant_rows_pto import dequantised, hadamard_matrix, npu_quant_rows_pto
+from .npu_quant_rows_pto import dequantized, hadamard_matrix, npu_quant_rows_pto
 from .npu_sparse_attention_pto import rope_half_split
 
 
@@ -108,12 +108,12 @@ def _arguments(T: int, w8a8: bool, dtype: torch.dtype) -> dict:
 
 
 def error(got: tuple, expected: tuple, mine: dict, theirs: dict) -> tuple[float, float]:
-    """The largest relative error of a row: of dequantised queries and caches, and of weights."""
+    """The largest relative error of a row: of dequantized queries and caches, and of weights."""
 
     def tensors(result: tuple, arguments: dict) -> tuple:
         query, scale, weights = result
         keys, scales = arguments["idx_k_cache"], arguments["idx_k_scale_cache"]
-        return dequantised(query, scale[..., 0]), dequantised(keys, scales), weights
+        return dequantized(query, scale[..., 0]), dequantized(keys, scales), weights
 
     pairs = zip(tensors(got, mine), tensors(expected, theirs), strict=True)
     # one of the 127 steps; four results are rounded before: projection, LayerNorm, RoPE, rotation

@@ -76,7 +76,7 @@ def _arguments(dtype: torch.dtype, lengths: list[int], S1: int, K: int) -> dict:
     heads, dim = 64, 128
     query, query_scale = npu_quant_rows_pto(torch.randn(len(lengths), S1, heads, dim, generator=g))
     key, key_scale = npu_quant_rows_pto(torch.randn(blocks, BLOCK, 1, dim, generator=g))
-    key[::2, ::5] = -128  # no quantiser writes it
+    key[::2, ::5] = -128  # no quantizer writes it
     return dict(
         query=query,
         key=key,

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 
-def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Each row of the last dim as int8, and its scale, in float32.
 
     A row with an infinity or NaN has that as its scale; its products that are NaN become 0.
@@ -13,8 +13,8 @@ def quantise(rows: Tensor) -> tuple[Tensor, Tensor]:
     largest = rows.abs().amax(-1, keepdim=True).clamp(min=1e-4)
     # 127 / largest would be the reciprocal times 127, which rounds twice
     steps = torch.full_like(largest, 127)
-    quantised = (rows * (steps / largest)).round().clamp(-127, 127).nan_to_num(0)
-    return quantised.to(torch.int8), (largest / steps).squeeze(-1)
+    quantized = (rows * (steps / largest)).round().clamp(-127, 127).nan_to_num(0)
+    return quantized.to(torch.int8), (largest / steps).squeeze(-1)
 
 
 def rotated(x: Tensor, hadamard: Tensor | None) -> Tensor:
@@ -22,7 +22,7 @@ def rotated(x: Tensor, hadamard: Tensor | None) -> Tensor:
 
 
 def npu_quant_rows_pto(x: Tensor, *, hadamard: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    rows, scales = quantise(rotated(x, hadamard))
+    rows, scales = quantize(rotated(x, hadamard))
     return rows, scales.half()
 
 
@@ -56,7 +56,7 @@ def index_rows(*shape: int, seed: int = 1) -> Tensor:
 
 def error(got: tuple, expected: tuple, mine: dict, theirs: dict) -> tuple[float, float]:
     """The largest error in steps of the scale of its row."""
-    steps = (dequantised(*got) - dequantised(*expected)).abs() / expected[1].double()[..., None]
+    steps = (dequantized(*got) - dequantized(*expected)).abs() / expected[1].double()[..., None]
     bound = 0.0
     if theirs.get("hadamard") is not None:
         # sums may round to a neighbour in the dtype of x, the largest one as well, then to another
@@ -65,5 +65,5 @@ def error(got: tuple, expected: tuple, mine: dict, theirs: dict) -> tuple[float,
     return float(steps.nan_to_num(nan=torch.inf).amax()), bound
 
 
-def dequantised(rows: Tensor, scales: Tensor) -> Tensor:
+def dequantized(rows: Tensor, scales: Tensor) -> Tensor:
     return rows.double() * scales.double()[..., None]

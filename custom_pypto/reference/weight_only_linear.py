@@ -17,7 +17,7 @@ def weight_only_linear(
     experts: Tensor | None = None,
     block_size: int = 128,
 ) -> Tensor:
-    matrix = dequantised(weight, scales, block_size).double()
+    matrix = dequantized(weight, scales, block_size).double()
     if experts is None:
         return (x.double() @ matrix.mT).to(x.dtype)
     rows = x.double()
@@ -31,7 +31,7 @@ def weight_only_linear(
     return out
 
 
-def dequantised(weight: Tensor, scales: Tensor | None, block_size: int = 128) -> Tensor:
+def dequantized(weight: Tensor, scales: Tensor | None, block_size: int = 128) -> Tensor:
     """The values of a weight in float32."""
     if scales is None:
         return weight.float()
@@ -55,7 +55,7 @@ def dequantised(weight: Tensor, scales: Tensor | None, block_size: int = 128) ->
     return values * scales.float().repeat_interleave(32, -1)
 
 
-def quantised(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
+def quantized(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
     """``[.., N, K]`` float32 in a stored format; its values need not be the nearest."""
     *lead, rows, columns = matrix.shape
     if kind == "bfloat16":
@@ -101,11 +101,11 @@ def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
     for dtype in dtypes:
         for kind in FORMATS:
             for rows, columns, tokens in ((300, 256, 1), (200, 384, 5), (70, 96, 40)):
-                weight, scales = quantised(torch.randn(rows, columns, generator=g), kind)
+                weight, scales = quantized(torch.randn(rows, columns, generator=g), kind)
                 x = torch.randn(tokens, columns, generator=g).to(dtype)
                 shape = f"{kind} [{rows}, {columns}], {tokens} rows"
                 yield dtype, shape, dict(x=x, weight=weight, scales=scales)
-            weight, scales = quantised(torch.randn(6, 64, 128, generator=g), kind)
+            weight, scales = quantized(torch.randn(6, 64, 128, generator=g), kind)
             experts = torch.randint(-1, 7, (20, 3), generator=g)
             x = torch.randn(20, 128, generator=g).to(dtype)
             arguments = dict(x=x, weight=weight, scales=scales, experts=experts)
@@ -132,7 +132,7 @@ def error(got: Tensor, expected: Tensor, mine: dict, theirs: dict) -> tuple[floa
     where only one of the two is finite."""
     x, experts = theirs["x"].double(), theirs.get("experts")
     weight, scales = theirs["weight"], theirs.get("scales")
-    matrix = dequantised(weight, scales, theirs.get("block_size", 128)).double()
+    matrix = dequantized(weight, scales, theirs.get("block_size", 128)).double()
     parts = matrix.abs()
     if scales is not None and scales.dtype == torch.bfloat16:  # 4 bits and zero, which may cancel
         of_group = scales.double().abs()

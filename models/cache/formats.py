@@ -12,7 +12,7 @@ from torch import Tensor
 
 import custom_pypto
 from custom_pypto.cache_rows import SCALE_GROUP, int8_row_bytes
-from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantised
+from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantized
 from custom_pypto.reference.npu_quant_rows_pto import hadamard_matrix
 
 from ..absorbed import Heads, absorbed_query, of_heads
@@ -110,7 +110,7 @@ class LatentRows:
 
 
 class Int8LatentRows(LatentRows):
-    """A row of bytes: the quantised latent, the RoPE key, a float32 scale per scale group."""
+    """A row of bytes: the quantized latent, the RoPE key, a float32 scale per scale group."""
 
     @staticmethod
     def lacking(config, dtype: torch.dtype) -> str | None:
@@ -137,7 +137,7 @@ class Int8LatentRows(LatentRows):
     def first_rows(
         self, layer: PagedLayer, table: Tensor, count: int, width: int
     ) -> tuple[Tensor, Tensor | None]:
-        return dequantised(first_rows(layer.latent, table, count), width, self.dtype)
+        return dequantized(first_rows(layer.latent, table, count), width, self.dtype)
 
     def read(
         self,
@@ -197,7 +197,7 @@ class IndexRows:
 
 
 class Int8IndexRows(IndexRows):
-    """Quantised index keys, and their float16 scales in a pool of their own.
+    """Quantized index keys, and their float16 scales in a pool of their own.
 
     A Hadamard matrix rotates keys and queries, as in DeepSeek-V3.2's own inference code: outliers
     spread over all dims, products stay equal. All keys of a cache must be rotated, or none; their

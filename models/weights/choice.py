@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from ..patched import text_model
-from ..quantised_weights import FP4, FP8
+from ..quantized_weights import FP4, FP8
 from .formats import MULTIPLE, ROUNDED
 from .modules import EXPERT_WEIGHTS, is_experts
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-#: those that :func:`quantise` makes
+#: those that :func:`quantize` makes
 ROUNDED = ("int8", "int4")
 FORMATS = ("bfloat16", "fp8", "fp4", *ROUNDED)
 #: K is a multiple of it
@@ -60,7 +60,7 @@ def int4_group(columns: int) -> int:
     return next(group for group in INT4_GROUPS if columns % group == 0)
 
 
-def quantise(kind: str, matrix: Tensor, weight: Tensor, scales: Tensor) -> None:
+def quantize(kind: str, matrix: Tensor, weight: Tensor, scales: Tensor) -> None:
     """Rounds ``matrix [N, K]`` to a format of :data:`ROUNDED`: int8 symmetric with a scale for each
     row, int4 between the smallest and the largest value of a group."""
     of_rows = {"int8": _int8, "int4": _int4}[kind]

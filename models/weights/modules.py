@@ -9,7 +9,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import custom_pypto
 
-from .formats import ROUNDED, layout, matrices, quantise
+from .formats import ROUNDED, layout, matrices, quantize
 
 #: name of the implementation of experts in transformers
 EXPERTS = "custom_pypto"
@@ -119,7 +119,7 @@ def convert(model: nn.Module, kinds: dict[str, str]) -> None:
 
 def round_plain_weights(model: nn.Module, state: dict[str, Tensor], prefix: str, *_) -> None:
     """Hook before ``model.load_state_dict``: rounds plain weights to the formats of the model, as
-    when an updated model is loaded into a quantised one.
+    when an updated model is loaded into a quantized one.
 
     Raises:
         ValueError: names the weight; nothing is loaded.
@@ -148,7 +148,7 @@ def round_plain_weights(model: nn.Module, state: dict[str, Tensor], prefix: str,
         weight = torch.empty(values.shape, dtype=values.dtype, device="cpu")
         scales = torch.empty(values.scale_shape, dtype=values.scale_dtype, device="cpu")
         rows = plain.shape[:-1].numel()
-        quantise(
+        quantize(
             kind,
             plain.flatten(0, -2),
             weight.view(rows, -1),

@@ -1,4 +1,4 @@
-"""Stored weights as a quantisation method of transformers, which then creates the modules of
+"""Stored weights as a quantization method of transformers, which then creates the modules of
 :mod:`.modules` while it loads a model, and records them in ``config.json``."""
 
 from transformers.quantizers import HfQuantizer
@@ -8,7 +8,7 @@ from transformers.quantizers.auto import (
 )
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..quantised_weights import METHOD
+from ..quantized_weights import METHOD
 from .modules import convert
 
 

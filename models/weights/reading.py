@@ -5,9 +5,9 @@ import threading
 import torch
 from torch import Tensor
 
-from .. import quantised_weights
+from .. import quantized_weights
 from ..memory import empty
-from .formats import BLOCK, ROUNDED, layout, matrices, quantise
+from .formats import BLOCK, ROUNDED, layout, matrices, quantize
 
 # safetensors' names of the dtypes of stored weights and their scales
 NAMES = {
@@ -60,7 +60,7 @@ class StoredWeight:
     def read(self, part: str, weight: Tensor, scales: Tensor | None) -> None:
         if self.kind in ROUNDED:
             matrix = self.reader.read(part, torch.float32).flatten(0, -2)
-            quantise(self.kind, matrix, weight, scales)
+            quantize(self.kind, matrix, weight, scales)
             return
         stored = self.reader.stored(part).flatten(0, -2)
         weight.copy_(stored.view(weight.dtype) if self.kind == "fp4" else stored)
@@ -68,7 +68,7 @@ class StoredWeight:
             file = self.reader.tensors[part].file
             raise ValueError(f"load: {file}: {part} has NaN; download it again")
         if scales is not None:
-            name = quantised_weights.scale_name(part, self.reader.tensors)
+            name = quantized_weights.scale_name(part, self.reader.tensors)
             scales.copy_(self.reader.stored(name))
 
 

@@ -10,7 +10,7 @@ from custom_pypto.reference import npu_kv_quant_update_pto as update
 
 from . import in_a_wider_row
 from .hostile import HEADS, Maker, sequences
-from .npu_sparse_flash_attention_pto import inputs as unquantised_inputs
+from .npu_sparse_flash_attention_pto import inputs as unquantized_inputs
 from .npu_sparse_flash_attention_pto import rejected_indices, scale
 from .rejections import (
     SCALE,
@@ -41,20 +41,20 @@ def inputs(
     strided: bool = False,
     **keywords,
 ) -> dict:
-    """Those of ``npu_sparse_flash_attention_pto`` with a quantised cache, whose unused rows have
+    """Those of ``npu_sparse_flash_attention_pto`` with a quantized cache, whose unused rows have
     scales and RoPE dims of NaN."""
     sizes = dict(latent=latent, rope=rope, dtype=dtype)
-    x = unquantised_inputs(lengths_query, lengths_key, **sizes, **keywords)
+    x = unquantized_inputs(lengths_query, lengths_key, **sizes, **keywords)
     for name in ("sinks", "value"):
         x.pop(name)
-    key = quantised(x.pop("key"), x.pop("key_rope"))
+    key = quantized(x.pop("key"), x.pop("key_rope"))
     query = torch.cat([x.pop("query"), x.pop("query_rope")], -1)
     key = in_a_wider_row(key) if strided else key
     absent = dict.fromkeys(("value", "key_dequant_scale", "value_dequant_scale"))
     return dict(query=query, key=key) | absent | x | MODES | dict(rope_head_dim=rope)
 
 
-def quantised(latent: Tensor, rope: Tensor) -> Tensor:
+def quantized(latent: Tensor, rope: Tensor) -> Tensor:
     """The int8 rows of ``latent [.., 1, L]`` and ``rope [.., 1, R]``."""
     rows = [x.reshape(-1, x.size(-1)) for x in (latent, rope)]
     if latent.dtype.itemsize != 2:  # of a query that the op rejects
@@ -186,7 +186,7 @@ def rejected_queries(row, query: Tensor) -> list:
 
 def rejected_keys(row, key: Tensor) -> list:
     of_950 = "; only Ascend 950 multiplies 8-bit floats, this op does not"
-    unquantised = "; npu_sparse_flash_attention_pto takes it"
+    unquantized = "; npu_sparse_flash_attention_pto takes it"
     width = (
         "key.size(3) must be 164 (bytes of a row: L of int8, 2 R of RoPE, L / 32 of scales), got"
     )
@@ -196,7 +196,7 @@ def rejected_keys(row, key: Tensor) -> list:
         *(
             row(f"key.dtype must be int8, got {str(dtype)[6:]}{end}", key=x)
             for dtype, end, x in (
-                (torch.bfloat16, unquantised, key.bfloat16()),
+                (torch.bfloat16, unquantized, key.bfloat16()),
                 (torch.float8_e4m3fn, of_950, key.view(torch.float8_e4m3fn)),
                 (torch.uint8, of_950, key.view(torch.uint8)),
                 (torch.int32, "", key.int()),

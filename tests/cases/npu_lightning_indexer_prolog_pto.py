@@ -295,7 +295,7 @@ def rejected_scales(row: Callable, call: dict) -> list:
             for case in (
                 row(f"{name} must be a tensor (q_norm is int8), got None", int8, **{name: None}),
                 row(
-                    f"{name} must be None (q_norm is float32), got a tensor; quantise q_norm and "
+                    f"{name} must be None (q_norm is float32), got a tensor; quantize q_norm and "
                     "wq_b to int8, or omit both scales",
                     **{name: int8[name]},
                 ),

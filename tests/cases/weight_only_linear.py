@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from custom_pypto.reference.weight_only_linear import FORMATS, quantised
+from custom_pypto.reference.weight_only_linear import FORMATS, quantized
 
 from . import INT_MAX, INT_MIN, random
 from .hostile import Maker
@@ -29,7 +29,7 @@ def inputs(
     g = torch.Generator().manual_seed(seed)
     tokens, rows = sum(lengths_query), max(lengths_key)
     shape = (experts, rows, dim) if experts else (rows, dim)
-    weight, scales = quantised(torch.randn(shape, generator=g), kind)
+    weight, scales = quantized(torch.randn(shape, generator=g), kind)
     ids = None
     if experts:
         ids = torch.randint(experts, (tokens, 3), generator=g)

@@ -12,7 +12,7 @@ from torch import Tensor
 import custom_pypto
 from custom_pypto.descriptions import TRAINING, WEIGHTS
 from custom_pypto.reference import MODULES
-from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantised
+from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantized
 
 from .generate import Case
 
@@ -89,7 +89,7 @@ def judge(case: Case) -> str:
             assert case.values not in ("integers", "special"), "selects other keys"
             assert_same_selection(got, expected, SMALLEST_SCORE)
     elif case.op == "npu_kv_quant_sparse_flash_attention_pto":
-        assert same_numbers(got, attention_of_dequantised(**expected)), "differs"
+        assert same_numbers(got, attention_of_dequantized(**expected)), "differs"
     elif case.op in TRAINING | WEIGHTS:
         # a legal change of one argument of a loss leaves the statistics of another call
         if case.op in WEIGHTS or not case.broken:
@@ -117,12 +117,12 @@ def assert_same_attention(got: tuple, expected: dict) -> None:
         torch.testing.assert_close(mine, other, rtol=near[0], atol=near[1], equal_nan=True)
 
 
-def attention_of_dequantised(
+def attention_of_dequantized(
     query: Tensor, key: Tensor, rope_head_dim: int, key_quant_mode, value_quant_mode, value, **same
 ) -> Tensor:
-    """Our unquantised op on the rows of the reference."""
+    """Our unquantized op on the rows of the reference."""
     latent = query.size(-1) - rope_head_dim
-    rows, key_rope = dequantised(key, latent, query.dtype)
+    rows, key_rope = dequantized(key, latent, query.dtype)
     ropes = dict(query_rope=query[..., latent:], key_rope=key_rope)
     op = custom_pypto.npu_sparse_flash_attention_pto
     return op(query[..., :latent], rows, None, **ropes, **same)

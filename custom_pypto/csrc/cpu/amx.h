@@ -335,7 +335,7 @@ const Bf16Kernels TILE_KERNELS = {.pack_panel = pack_panel_bf16,
                                   .attend = attend_amx,
                                   .add_sums = add_sums_amx,
                                   .finish = finish_amx,
-                                  .dequantise = dequantise_bf16,
+                                  .dequantize = dequantize_bf16,
                                   .enter = tile::enter,
                                   .leave = tile::leave};
 

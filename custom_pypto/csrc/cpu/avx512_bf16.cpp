@@ -275,7 +275,7 @@ const Bf16Kernels kAvx512Bf16 = {.pack_panel = pack_panel_bf16,
                                  .attend = attend_bf16,
                                  .add_sums = add_sums_bf16,
                                  .finish = finish_bf16,
-                                 .dequantise = dequantise_bf16};
+                                 .dequantize = dequantize_bf16};
 
 }  // namespace custom_pypto::cpu
 #endif

@@ -78,7 +78,7 @@ void pack_panel_bf16(const uint16_t* rows, int64_t stride, int count, int width,
   }
 }
 
-void dequantise_bf16(const int8_t* from, float scale, int n, uint16_t* to) {
+void dequantize_bf16(const int8_t* from, float scale, int n, uint16_t* to) {
   for (int i = 0; i < n; i += 16) {
     const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i));
     const __m512 x = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes)) * _mm512_set1_ps(scale);

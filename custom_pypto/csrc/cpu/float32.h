@@ -165,7 +165,7 @@ INLINE Vec to_float16(const Vec& x) {
 }
 
 template <Rounding ROUNDING>
-INLINE void dequantise_to(const int8_t* from, float scale, int n, float* to) {
+INLINE void dequantize_to(const int8_t* from, float scale, int n, float* to) {
   typedef int8_t Bytes __attribute__((vector_size(kLanes), aligned(1), may_alias));
   for (int i = 0; i < n; i += kLanes) {
     const Bytes bytes = *reinterpret_cast<const Bytes*>(from + i);
@@ -175,9 +175,9 @@ INLINE void dequantise_to(const int8_t* from, float scale, int n, float* to) {
   }
 }
 
-void dequantise_f32(const int8_t* from, float scale, int n, Rounding rounding, float* to) {
-  rounding == Rounding::kBfloat16 ? dequantise_to<Rounding::kBfloat16>(from, scale, n, to)
-                                  : dequantise_to<Rounding::kFloat16>(from, scale, n, to);
+void dequantize_f32(const int8_t* from, float scale, int n, Rounding rounding, float* to) {
+  rounding == Rounding::kBfloat16 ? dequantize_to<Rounding::kBfloat16>(from, scale, n, to)
+                                  : dequantize_to<Rounding::kFloat16>(from, scale, n, to);
 }
 
 }  // namespace

@@ -216,7 +216,7 @@ struct Bf16Kernels {
   void (*finish)(const float* sums, int width, int count, int dims, const float* factors,
                  uint16_t* rows, int64_t stride);
   // to[i] = scale * from[i], i < n, a multiple of 16
-  void (*dequantise)(const int8_t* from, float scale, int n, uint16_t* to);
+  void (*dequantize)(const int8_t* from, float scale, int n, uint16_t* to);
   // around the calls of index and attend of one thread; null: nothing to do
   void (*enter)() = nullptr;
   void (*leave)() = nullptr;
@@ -244,7 +244,7 @@ struct Kernels {
   void (*index_scores)(const IndexScores&);
   void (*index_scores_grad)(const IndexScoresGrad&);
   // to[i] = scale * from[i], rounded, i < n, a multiple of 16
-  void (*dequantise)(const int8_t* from, float scale, int n, Rounding rounding, float* to);
+  void (*dequantize)(const int8_t* from, float scale, int n, Rounding rounding, float* to);
   // Writes ranks and positions (first, first + 1, ...) of the scores whose rank exceeds `above`, in
   // order; returns their number. Overwrites up to kLineElements elements behind them.
   int (*filter)(const float* scores, int n, uint32_t above, int32_t first, uint32_t* ranks,

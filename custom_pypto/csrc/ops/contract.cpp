@@ -74,13 +74,13 @@ const Argument& Argument::dtype_or_float32(at::ScalarType expected, const char* 
   return *this;
 }
 
-const Argument& Argument::int8(const char* unquantised) const {
+const Argument& Argument::int8(const char* unquantized) const {
   const auto dtype = tensor_.scalar_type();
   const bool wide = std::count(std::begin(kFloating), std::end(kFloating), dtype);
   // hifloat8, which torch lacks, is passed as uint8
   const bool float8 = c10::isFloat8Type(dtype) || dtype == at::kByte;
   CHECK_ARGUMENT(dtype == at::kChar, op_, c10::str(name_, ".dtype"), "int8", dtype_name(dtype),
-                 wide     ? c10::str("; ", unquantised, " takes it")
+                 wide     ? c10::str("; ", unquantized, " takes it")
                  : float8 ? "; only Ascend 950 multiplies 8-bit floats, this op does not"
                           : "");
   return *this;

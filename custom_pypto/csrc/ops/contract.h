@@ -63,8 +63,8 @@ class Argument {
   const Argument& keeps(int64_t dim, Dim::Rule rule, const char* letter) const;
   const Argument& dtype(at::ArrayRef<at::ScalarType> expected, const char* why = nullptr) const;
   const Argument& dtype_or_float32(at::ScalarType expected, const char* why) const;
-  // `unquantised` is the op that takes tensors of kFloating
-  const Argument& int8(const char* unquantised) const;
+  // `unquantized` is the op that takes tensors of kFloating
+  const Argument& int8(const char* unquantized) const;
   const Argument& device_of(const Tensor& first) const;
   const Argument& dense_rows() const;  // the last dim is contiguous
 

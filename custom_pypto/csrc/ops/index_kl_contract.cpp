@@ -53,7 +53,7 @@ void check_index_kl(const KeyNames& names, SequenceParams& attention, IndexKlPar
   const char* op = names.op;
   check_scale(op, p.scale_value);
   check_sequences(names, attention);
-  check_unquantised_rows(names, attention, kNone, p.query_rope, p.key_rope, kNone);
+  check_unquantized_rows(names, attention, kNone, p.query_rope, p.key_rope, kNone);
   check_statistics(names, "softmax_max", p.softmax_max, p.query);
   check_statistics(names, "softmax_sum", p.softmax_sum, p.query);
   SequenceParams& index = p.index.sequences;
@@ -70,7 +70,7 @@ void check_index_kl(const KeyNames& names, SequenceParams& attention, IndexKlPar
   of_index.query = "query_index";
   of_index.key = "key_index";
   check_index(of_index, index, p.index.weights);
-  check_unquantised_index(of_index, index, p.index.weights);
+  check_unquantized_index(of_index, index, p.index.weights);
   const auto like = [](const Tensor& x) { return at::empty_symint(x.sym_sizes(), x.options()); };
   p.index.d_query = like(index.query);
   p.index.d_key = like(index.key);

@@ -29,7 +29,7 @@ std::tuple<Tensor, Tensor> npu_dense_lightning_indexer_softmax_lse_pto(
                                 sparse_mode, cmp_ratio, computes);
   SequenceParams p = sequences.of(query_index, key_index);
   check_index(kNames, p, weights);
-  check_unquantised_index(kNames, p, weights);
+  check_unquantized_index(kNames, p, weights);
   // [B, 1, S1] or [1, T1]
   c10::SymDimVector shape(query_index.sym_sizes().begin(), query_index.sym_sizes().end() - 2);
   shape.insert(shape.end() - 1, 1);

@@ -1,4 +1,4 @@
-// Sparse attention over the rows of an int8 latent cache, which are dequantised while they are
+// Sparse attention over the rows of an int8 latent cache, which are dequantized while they are
 // gathered. docs/npu_kv_quant_sparse_flash_attention_pto.md
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
@@ -14,7 +14,7 @@ constexpr KeyNames kNames = {.op = "npu_kv_quant_sparse_flash_attention_pto",
 
 // The arguments that `attention` lacks have one legal value or determine the row.
 // `attention.sequences.query` is [nope | rope].
-struct QuantisedAttentionParams {
+struct QuantizedAttentionParams {
   AttentionParams attention;
   int64_t key_quant_mode, value_quant_mode;
   const OptionalTensor &key_dequant_scale, &value_dequant_scale;
@@ -22,7 +22,7 @@ struct QuantisedAttentionParams {
 };
 
 // The arguments of torch_npu's op that have one legal value here.
-void check_modes(const QuantisedAttentionParams& p) {
+void check_modes(const QuantizedAttentionParams& p) {
   const char* op = kNames.op;
   constexpr char kPerGroup[] = "2 (a scale per token and tile of 128)";
   CHECK_ARGUMENT(p.key_quant_mode == 2, op, "key_quant_mode", kPerGroup, p.key_quant_mode);
@@ -46,14 +46,14 @@ bool same_memory(const Tensor& a, const Tensor& b) {
 }
 
 // Checks every argument and allocates the output.
-void contract(QuantisedAttentionParams& quantised) {
+void contract(QuantizedAttentionParams& quantized) {
   const char* op = kNames.op;
-  AttentionParams& p = quantised.attention;
-  check_modes(quantised);
+  AttentionParams& p = quantized.attention;
+  check_modes(quantized);
   check_attention(kNames, p);
   const Tensor &query = p.sequences.query, &key = p.sequences.key;
   const int64_t query_last = query.dim() - 1, key_last = key.dim() - 1;
-  const c10::SymInt width = query.sym_size(query_last), rope = quantised.rope_head_dim;
+  const c10::SymInt width = query.sym_size(query_last), rope = quantized.rope_head_dim;
   const Int8RowLayout<c10::SymInt> row{.latent = width - rope, .rope = rope};
   Argument(op, "query", query).dtype(kHalves, "that of the RoPE part of the cache's rows");
   CHECK_ARGUMENT(row.latent > 0 && row.latent % kScaleGroup == 0, op,
@@ -71,10 +71,10 @@ void contract(QuantisedAttentionParams& quantised) {
   p.out = at::empty_symint(shape, query.options());
 }
 
-void compute(const QuantisedAttentionParams& quantised) {
-  const AttentionParams& p = quantised.attention;
+void compute(const QuantizedAttentionParams& quantized) {
+  const AttentionParams& p = quantized.attention;
   const SequenceParams& s = p.sequences;
-  const int64_t rope = quantised.rope_head_dim, latent = s.query.size(-1) - rope;
+  const int64_t rope = quantized.rope_head_dim, latent = s.query.size(-1) - rope;
   const Tensor query = s.query.narrow(-1, 0, latent);
   const OptionalTensor query_rope = s.query.narrow(-1, latent, rope);
   attend<Int8Rows>(
@@ -104,7 +104,7 @@ Tensor npu_kv_quant_sparse_flash_attention_pto(
     int64_t sparse_block_size, c10::string_view layout_query, c10::string_view layout_kv,
     int64_t sparse_mode, int64_t attention_mode, int64_t quant_scale_repo_mode, int64_t tile_size,
     int64_t rope_head_dim) {
-  QuantisedAttentionParams p{
+  QuantizedAttentionParams p{
       .attention = {.sequences = {.query = query,
                                   .key = key,
                                   .actual_seq_lengths_query = actual_seq_lengths_query,

@@ -1,4 +1,4 @@
-// Quantises key rows into a paged cache. docs/int8_caches.md
+// Quantizes key rows into a paged cache. docs/int8_caches.md
 #include "../tasks/int8_rows.h"
 #include "contract.h"
 

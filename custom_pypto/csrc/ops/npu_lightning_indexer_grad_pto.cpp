@@ -17,7 +17,7 @@ constexpr KeyNames kNames = {.op = "npu_lightning_indexer_grad_pto",
 // Checks every argument and allocates the gradients.
 void contract(IndexGradParams& p, const Tensor& sparse_indices, const Tensor& dy) {
   check_index(kNames, p.sequences, p.weights);
-  check_unquantised_index(kNames, p.sequences, p.weights);
+  check_unquantized_index(kNames, p.sequences, p.weights);
   check_sparse_indices(kNames, p.sequences, sparse_indices);
   const Tensor& query = p.sequences.query;
   Argument(kNames.op, "dy", dy)

@@ -1,4 +1,4 @@
-// Projections, RoPE and quantisation before the lightning indexer on an int8 cache.
+// Projections, RoPE and quantization before the lightning indexer on an int8 cache.
 // docs/npu_lightning_indexer_prolog_pto.md
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
@@ -42,7 +42,7 @@ void check_scale(const char* name, const OptionalTensor& scale, const Dim& size,
   argument.dtype(at::kFloat).device_of(first);
 }
 
-void check_quantisation(const PrologParams& p, const Dim& tokens, const Dim& columns) {
+void check_quantization(const PrologParams& p, const Dim& tokens, const Dim& columns) {
   if (p.q_norm.scalar_type() == at::kChar) {
     CHECK_ARGUMENT(p.q_norm.sym_size(1) <= kMostInt8, kOp, "q_norm.size(1)",
                    c10::str("at most ", kMostInt8, " (int32 holds the sums)"),
@@ -54,7 +54,7 @@ void check_quantisation(const PrologParams& p, const Dim& tokens, const Dim& col
   const auto unscaled = [&](const char* name, const OptionalTensor& scale) {
     CHECK_ARGUMENT(!scale, kOp, name,
                    c10::str("None (q_norm is ", dtype_name(p.q_norm.scalar_type()), ")"),
-                   "a tensor; quantise q_norm and wq_b to int8, or omit both scales");
+                   "a tensor; quantize q_norm and wq_b to int8, or omit both scales");
   };
   unscaled("q_norm_scale", p.q_norm_scale);
   unscaled("wq_b_scale", p.wq_b_scale);
@@ -102,7 +102,7 @@ Result contract(const PrologParams& p) {
                  c10::str("at most ", D.size, " (the first R of D dims are rotated)"), R.size);
   columns.size = N1.size * D.size;
   table.check_sizes();
-  check_quantisation(p, T, columns);
+  check_quantization(p, T, columns);
   const auto in = [&](at::ScalarType dtype) { return p.token_x.options().dtype(dtype); };
   return {at::empty_symint({T.size, N1.size, D.size}, in(at::kChar)),
           at::empty_symint({T.size, N1.size, 1}, in(at::kHalf)),
@@ -126,14 +126,14 @@ void compute(const PrologParams& p, const Result& result) {
     const int64_t some = std::min(kTokensAtOnce, T - first);
     const auto part = [&](const Tensor& x) { return x.narrow(0, first, some); };
     const Tensor q = queries(p, first, some).view({some, N1, D});
-    quantise_rows(rope_half_split(q, part(sin), part(cos)), p.hadamard_q, part(query),
+    quantize_rows(rope_half_split(q, part(sin), part(cos)), p.hadamard_q, part(query),
                   part(query_scale));
   }
   weights.copy_(index_weights(p.token_x, p.weights_proj, D));
   const Tensor key = normed_index_key(at::matmul(p.token_x, p.wk), p.ln_gamma_k, p.ln_beta_k,
                                       p.layernorm_epsilon_k);
   const bool four = p.idx_k_scale_cache.dim() == 4;
-  quantise_into_cache(rope_half_split(key.unsqueeze(1), sin, cos).squeeze(1), p.hadamard_k,
+  quantize_into_cache(rope_half_split(key.unsqueeze(1), sin, cos).squeeze(1), p.hadamard_k,
                       p.idx_k_cache_index, p.idx_k_cache,
                       four ? p.idx_k_scale_cache.squeeze(3) : p.idx_k_scale_cache);
 }

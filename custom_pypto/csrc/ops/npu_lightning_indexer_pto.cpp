@@ -18,7 +18,7 @@ constexpr KeyNames kNames = {
 // Checks every argument and allocates the output.
 void contract(IndexerParams& p) {
   check_indexer(kNames, p);
-  check_unquantised_index(kNames, p.sequences, p.weights);
+  check_unquantized_index(kNames, p.sequences, p.weights);
   if (p.return_value) p.values = at::empty_like(p.out, p.out.options().dtype(at::kFloat));
 }
 

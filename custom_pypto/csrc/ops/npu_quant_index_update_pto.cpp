@@ -1,4 +1,4 @@
-// Quantises index keys into a paged cache. docs/int8_caches.md
+// Quantizes index keys into a paged cache. docs/int8_caches.md
 #include "../tasks/index_rows.h"
 #include "shared_contracts.h"
 
@@ -37,7 +37,7 @@ template <bool computes>
 void npu_quant_index_update_pto(const Tensor& x, const Tensor& slots, const Tensor& cache,
                                 const Tensor& scale_cache, const OptionalTensor& hadamard) {
   contract(x, slots, cache, scale_cache, hadamard);
-  if (computes && x.numel() != 0) quantise_into_cache(x, hadamard, slots, cache, scale_cache);
+  if (computes && x.numel() != 0) quantize_into_cache(x, hadamard, slots, cache, scale_cache);
 }
 
 REGISTER_OP(npu_quant_index_update_pto,

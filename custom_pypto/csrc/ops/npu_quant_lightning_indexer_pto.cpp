@@ -18,15 +18,15 @@ struct QuantIndexerParams {
 
 // Checks every argument and allocates the output.
 void contract(QuantIndexerParams& p) {
-  const char *op = kNames.op, *unquantised = "npu_lightning_indexer_pto";
+  const char *op = kNames.op, *unquantized = "npu_lightning_indexer_pto";
   constexpr char kMode[] = "0 (int8, one scale per row)";
   CHECK_ARGUMENT(p.query_quant_mode == 0, op, "query_quant_mode", kMode, p.query_quant_mode);
   CHECK_ARGUMENT(p.key_quant_mode == 0, op, "key_quant_mode", kMode, p.key_quant_mode);
   check_indexer(kNames, p.indexer);
   const SequenceParams& s = p.indexer.sequences;
   const int64_t query_last = s.query.dim() - 1, key_last = s.key.dim() - 1;
-  Argument(op, "query", s.query).int8(unquantised).keeps(query_last, Dim::kInt8Dims, "D");
-  Argument(op, "key", s.key).int8(unquantised);
+  Argument(op, "query", s.query).int8(unquantized).keeps(query_last, Dim::kInt8Dims, "D");
+  Argument(op, "key", s.key).int8(unquantized);
   Argument(op, "weights", p.indexer.weights).dtype(kFloating);
   Argument(op, "query_dequant_scale", p.query_dequant_scale)
       .rank(query_last, query_last == 3 ? "[B, S1, N1]" : "[T1, N1]")

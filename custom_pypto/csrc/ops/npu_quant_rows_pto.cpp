@@ -1,4 +1,4 @@
-// Quantises rows to int8. docs/int8_caches.md
+// Quantizes rows to int8. docs/int8_caches.md
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 #include <tuple>
@@ -8,16 +8,16 @@
 
 namespace custom_pypto {
 
-using Quantised = std::tuple<Tensor, Tensor>;  // rows and scales
+using Quantized = std::tuple<Tensor, Tensor>;  // rows and scales
 
 template <bool computes>
-Quantised npu_quant_rows_pto(const Tensor& x, const OptionalTensor& hadamard) {
+Quantized npu_quant_rows_pto(const Tensor& x, const OptionalTensor& hadamard) {
   check_index_rows("npu_quant_rows_pto", x, hadamard);
   const auto shape = x.sym_sizes();
   const Tensor rows = at::empty_symint(shape, x.options().dtype(at::kChar));
   const Tensor scales =
       at::empty_symint(shape.slice(0, shape.size() - 1), x.options().dtype(at::kHalf));
-  if (computes && x.numel() != 0) quantise_rows(x, hadamard, rows, scales);
+  if (computes && x.numel() != 0) quantize_rows(x, hadamard, rows, scales);
   return {rows, scales};
 }
 

@@ -24,7 +24,7 @@ Tensor gradient_of(const OptionalTensor& tensor, const Tensor& query) {
 
 // Checks every argument and allocates the gradients.
 void contract(AttentionGradParams& p, const Tensor& out) {
-  check_unquantised_attention(kNames, p.attention);
+  check_unquantized_attention(kNames, p.attention);
   const Tensor& query = p.attention.sequences.query;
   for (const auto& [name, tensor] : {std::pair<const char*, const Tensor&>{"d_out", p.d_out},
                                      std::pair<const char*, const Tensor&>{"out", out}}) {

@@ -18,7 +18,7 @@ constexpr KeyNames kNames = {.op = "npu_sparse_flash_attention_pto",
 
 // Checks every argument and allocates the output.
 void contract(AttentionParams& p) {
-  check_unquantised_attention(kNames, p);
+  check_unquantized_attention(kNames, p);
   const Tensor& query = p.sequences.query;
   p.out = at::empty_symint(query.sym_sizes(), query.options());
   if (p.return_softmax_lse) {

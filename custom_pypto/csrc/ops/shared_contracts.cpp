@@ -151,7 +151,7 @@ void check_indexer(const KeyNames& names, IndexerParams& p) {
   p.out = at::empty_symint(shape, query.options().dtype(at::kInt));
 }
 
-void check_unquantised_index(const KeyNames& names, const SequenceParams& p,
+void check_unquantized_index(const KeyNames& names, const SequenceParams& p,
                              const Tensor& weights) {
   const char* op = names.op;
   const std::string why = c10::str("dtype of ", names.query);
@@ -195,7 +195,7 @@ Argument like(const KeyNames& names, const Tensor& like, const char* name, const
 
 }  // namespace
 
-void check_unquantised_rows(const KeyNames& names, const SequenceParams& p,
+void check_unquantized_rows(const KeyNames& names, const SequenceParams& p,
                             const OptionalTensor& value, const OptionalTensor& query_rope,
                             const OptionalTensor& key_rope, const OptionalTensor& sinks) {
   const char* op = names.op;
@@ -228,9 +228,9 @@ void check_unquantised_rows(const KeyNames& names, const SequenceParams& p,
   }
 }
 
-void check_unquantised_attention(const KeyNames& names, AttentionParams& p) {
+void check_unquantized_attention(const KeyNames& names, AttentionParams& p) {
   check_attention(names, p);
-  check_unquantised_rows(names, p.sequences, p.value, p.query_rope, p.key_rope, p.sinks);
+  check_unquantized_rows(names, p.sequences, p.value, p.query_rope, p.key_rope, p.sinks);
 }
 
 void check_statistics(const KeyNames& names, const char* name, const Tensor& tensor,

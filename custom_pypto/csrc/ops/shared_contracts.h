@@ -38,7 +38,7 @@ void check_index(const KeyNames& names, SequenceParams& p, const Tensor& weights
 void check_indexer(const KeyNames& names, IndexerParams& p);
 
 // Checks dtypes and dims of an indexer over rows in the dtype of the query.
-void check_unquantised_index(const KeyNames& names, const SequenceParams& p, const Tensor& weights);
+void check_unquantized_index(const KeyNames& names, const SequenceParams& p, const Tensor& weights);
 
 // Checks the indices of a sparse attention, after its sequences.
 void check_sparse_indices(const KeyNames& names, const SequenceParams& p, const Tensor& indices);
@@ -47,10 +47,10 @@ void check_sparse_indices(const KeyNames& names, const SequenceParams& p, const 
 void check_attention(const KeyNames& names, AttentionParams& p);
 
 // Checks the same, and the tensors of attention over rows in the dtype of the query.
-void check_unquantised_attention(const KeyNames& names, AttentionParams& p);
+void check_unquantized_attention(const KeyNames& names, AttentionParams& p);
 
 // Checks the tensors of attention over rows in the dtype of the query, after its sequences.
-void check_unquantised_rows(const KeyNames& names, const SequenceParams& p,
+void check_unquantized_rows(const KeyNames& names, const SequenceParams& p,
                             const OptionalTensor& value, const OptionalTensor& query_rope,
                             const OptionalTensor& key_rope, const OptionalTensor& sinks);
 

@@ -4,7 +4,7 @@
 #include <cstddef>
 
 #include "cache_slots.h"
-#include "quantise.h"
+#include "quantize.h"
 #include "run_tasks.h"
 
 namespace custom_pypto {
@@ -24,7 +24,7 @@ Tensor rotated(const Tensor& x, const OptionalTensor& hadamard) {
 
 }  // namespace
 
-void quantise_rows(const Tensor& x, const OptionalTensor& hadamard, const Tensor& rows,
+void quantize_rows(const Tensor& x, const OptionalTensor& hadamard, const Tensor& rows,
                    const Tensor& scales) {
   int8_t* to = rows.mutable_data_ptr<int8_t>();
   auto* scale = scales.mutable_data_ptr<c10::Half>();
@@ -37,14 +37,14 @@ void quantise_rows(const Tensor& x, const OptionalTensor& hadamard, const Tensor
     const auto task = [&](std::nullptr_t, int64_t t) {
       const int64_t begin = t * kRowsPerTask, end = std::min(begin + kRowsPerTask, some);
       for (int64_t i = begin; i < end; ++i) {
-        scale[first + i] = quantise(from + i * dims, dims, to + (first + i) * dims);
+        scale[first + i] = quantize(from + i * dims, dims, to + (first + i) * dims);
       }
     };
     run_tasks((some + kRowsPerTask - 1) / kRowsPerTask, [] { return nullptr; }, task);
   }
 }
 
-void quantise_into_cache(const Tensor& x, const OptionalTensor& hadamard, const Tensor& slots,
+void quantize_into_cache(const Tensor& x, const OptionalTensor& hadamard, const Tensor& slots,
                          const Tensor& cache, const Tensor& scale_cache) {
   const Tensor rows = rotated(x, hadamard), where = slots.to(at::kLong).contiguous();
   const float* from = rows.const_data_ptr<float>();
@@ -53,7 +53,7 @@ void quantise_into_cache(const Tensor& x, const OptionalTensor& hadamard, const 
   const CacheSlots scales(scale_cache.unsqueeze(-1));
   for_each_slot(where, cache, [&](int64_t i, void* key) {
     *static_cast<c10::Half*>(scales.row(slot[i])) =
-        quantise(from + i * dims, dims, static_cast<int8_t*>(key));
+        quantize(from + i * dims, dims, static_cast<int8_t*>(key));
   });
 }
 

@@ -3,7 +3,7 @@
 #include <cmath>
 
 #include "cache_slots.h"
-#include "quantise.h"
+#include "quantize.h"
 
 namespace custom_pypto {
 namespace {
@@ -12,7 +12,7 @@ void write_row(const float* latent, const char* rope, const Int8RowLayout<int64_
                int8_t* row) {
   int8_t* scales = row + layout.scales_at();
   for (int64_t l = 0; l < layout.latent; l += kScaleGroup, scales += sizeof(float)) {
-    float scale = quantise(latent + l, kScaleGroup, row + l);
+    float scale = quantize(latent + l, kScaleGroup, row + l);
     if (std::isnan(scale)) scale = NAN;  // one of the many, so that the bytes are defined
     std::memcpy(scales, &scale, sizeof(scale));
   }

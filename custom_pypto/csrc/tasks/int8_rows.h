@@ -2,7 +2,7 @@
 //
 //   from        bytes   content
 //   0           L       the latent dims: int8, a multiple of kScaleGroup
-//   L           2 R     the RoPE dims, not quantised: the 16 bits of the query's dtype
+//   L           2 R     the RoPE dims, not quantized: the 16 bits of the query's dtype
 //   L + 2 R     L / 32  a float32 scale for each group of kScaleGroup latent dims, in order
 //
 // Numbers have the byte order of the machine. Nothing is aligned: a row starts at any byte, because
@@ -35,18 +35,18 @@ struct Int8RowLayout {
 // Unpacks a row to latent + rope elements: each int8 times the scale of its group, rounded to the
 // storage type T. E is the compute type.
 template <typename E, typename T>
-void dequantise_row(const int8_t* row, const Int8RowLayout<int64_t>& layout,
+void dequantize_row(const int8_t* row, const Int8RowLayout<int64_t>& layout,
                     const cpu::Bf16Kernels* bf16, E* to) {
   const int8_t *ropes = row + layout.rope_at(), *scales = row + layout.scales_at();
   for (int64_t l = 0; l < layout.latent; l += kScaleGroup, scales += sizeof(float)) {
     float scale;
     std::memcpy(&scale, scales, sizeof(scale));
     if constexpr (std::is_same_v<E, uint16_t>) {
-      bf16->dequantise(row + l, scale, kScaleGroup, to + l);
+      bf16->dequantize(row + l, scale, kScaleGroup, to + l);
     } else {
       const auto rounding =
           std::is_same_v<T, c10::Half> ? cpu::Rounding::kFloat16 : cpu::Rounding::kBfloat16;
-      kernels().dequantise(row + l, scale, kScaleGroup, rounding, to + l);
+      kernels().dequantize(row + l, scale, kScaleGroup, rounding, to + l);
     }
   }
   if constexpr (std::is_same_v<E, uint16_t>) {
@@ -60,7 +60,7 @@ void dequantise_row(const int8_t* row, const Int8RowLayout<int64_t>& layout,
   }
 }
 
-// Quantises latent [.., L] and copies rope [.., R] into the rows of a cache [blocks, block_size, 1,
+// Quantizes latent [.., L] and copies rope [.., R] into the rows of a cache [blocks, block_size, 1,
 // bytes] at `slots`; slots outside are skipped, and of two rows for one slot the later one stays.
 void write_int8_rows(const Tensor& latent, const Tensor& rope, const Tensor& slots,
                      const Tensor& cache);

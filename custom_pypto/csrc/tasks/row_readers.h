@@ -11,7 +11,7 @@
 //   unpacked_elements()        of an unpacked key; 0: kInPlace
 //   unpack(stored, j, to, chunk)  writes key j to `to`, and makes it key j of a chunk for kernels
 //   finite_values(slot, buffer)   whether all values are finite; `buffer` holds an unpacked key
-// E is the compute type, T the storage type of the query and of what is not quantised. A stored
+// E is the compute type, T the storage type of the query and of what is not quantized. A stored
 // chunk has pointers to E whatever the cache holds: kernels only prefetch its rows, unless
 // kInPlace.
 #pragma once
@@ -140,13 +140,13 @@ struct Int8Rows {
   int64_t unpacked_elements() const { return latent + rope; }
 
   void unpack(const cpu::Chunk<E>& stored, int j, E* to, cpu::Chunk<E>& chunk) const {
-    dequantise_row<E, T>(reinterpret_cast<const int8_t*>(stored.keys[j]), layout, bf16, to);
+    dequantize_row<E, T>(reinterpret_cast<const int8_t*>(stored.keys[j]), layout, bf16, to);
     chunk.keys[j] = chunk.values[j] = to;
     chunk.ropes[j] = to + latent;
   }
 
   bool finite_values(const KeyMap::Slot& slot, E* buffer) const {
-    dequantise_row<E, T>(rows.row(slot), layout, bf16, buffer);
+    dequantize_row<E, T>(rows.row(slot), layout, bf16, buffer);
     return finite(buffer, latent);
   }
 

@@ -5,7 +5,7 @@ vLLM calls both functions in each of its processes: they are the entry points of
 
 
 def register() -> None:
-    """Replaces vLLM's outer layer of multi-head latent attention, and adds kernels for quantised
+    """Replaces vLLM's outer layer of multi-head latent attention, and adds kernels for quantized
     weights, on CPUs only.
 
     Raises:

@@ -70,7 +70,7 @@ class Int8LatentRows(LatentRows):
     def attend(self, query, query_rope, cache, indices, scale, metadata, sinks):
         if sinks is not None:  # check_hy_v4 rejects the cache
             raise ValueError("custom_pypto_vllm: int8 caches take no sinks, got a tensor")
-        # churn: MLAAttention.forward_impl takes any quantised cache for one in fp8
+        # churn: MLAAttention.forward_impl takes any quantized cache for one in fp8
         return custom_pypto.npu_kv_quant_sparse_flash_attention_pto(
             torch.cat([query, query_rope], dim=-1),
             cache.view(torch.int8)[..., None, :],

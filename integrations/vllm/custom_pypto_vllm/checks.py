@@ -18,12 +18,12 @@ def check(vllm_config, modules, non_causal: bool) -> None:
     from vllm.model_executor.models.deepseek_v2 import Indexer
 
     check_weights(vllm_config.model_config)
-    _check_quantised_linears(vllm_config.quant_config, modules)
+    _check_quantized_linears(vllm_config.quant_config, modules)
     if vllm_config.model_config.quantization and vllm_config.compilation_config.mode:
         # Inductor fuses what chooses experts with what precedes the router, whose logits vLLM's
         # op writes into an argument: experts are chosen by memory that is not yet written
         _reject(
-            "quantised weights must not be compiled: torch.compile of torch 2.13 gives wrong text; "
+            "quantized weights must not be compiled: torch.compile of torch 2.13 gives wrong text; "
             "use --enforce-eager, or leave VLLM_USE_BREAKABLE_CUDAGRAPH unset"
         )
     _check_parallel(vllm_config)
@@ -56,7 +56,7 @@ def reject_reload(model, packed: type) -> None:
             continue
         _reject(
             f"reload_weights must not be called for this model: vLLM would keep {what} of the old "
-            "weights; start a new engine, or serve quantised experts of a model without sinks"
+            "weights; start a new engine, or serve quantized experts of a model without sinks"
         )
 
 
@@ -71,7 +71,7 @@ def check_weights(model_config) -> None:
             )
 
 
-def _check_quantised_linears(quantization, modules) -> None:
+def _check_quantized_linears(quantization, modules) -> None:
     """What vLLM does not reject, and then fails at while it loads."""
     from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
         CompressedTensorsConfig,
@@ -82,18 +82,18 @@ def _check_quantised_linears(quantization, modules) -> None:
         return
     if isinstance(getattr(modules.kv_b_proj, "scheme", None), CompressedTensorsW8A8Int8):
         _reject(
-            "kv_b_proj must not be quantised in W8A8: attention absorbs its weight; quantise the "
+            "kv_b_proj must not be quantized in W8A8: attention absorbs its weight; quantize the "
             'model with "re:.*kv_b_proj" in `ignore`'
         )
     if modules.indexer is None:
         return
     for name in ("wk", "weights_proj"):
-        merged = modules.indexer.wk_weights_proj  # vLLM's, never quantised
+        merged = modules.indexer.wk_weights_proj  # vLLM's, never quantized
         scheme = quantization.get_scheme_dict(merged, f"{modules.indexer.prefix}.{name}")
         if scheme is not None and scheme["weights"].type == "int":
             _reject(
-                f"{name} of the indexer must not be quantised: vLLM merges wk and weights_proj "
-                f'into a plain layer; quantise the model with "re:.*indexer.{name}" in `ignore`'
+                f"{name} of the indexer must not be quantized: vLLM merges wk and weights_proj "
+                f'into a plain layer; quantize the model with "re:.*indexer.{name}" in `ignore`'
             )
 
 

@@ -82,7 +82,7 @@ class CompressedAttention(nn.Module):
     # churn: the constructor and the names of the parameters, by which vLLM builds and loads
     def __init__(self, vllm_config, prefix, topk_indices_buffer=None):
         super().__init__()
-        config, quantised = vllm_config.model_config.hf_config, vllm_config.quant_config
+        config, quantized = vllm_config.model_config.hf_config, vllm_config.quant_config
         ranks, layer = get_tensor_model_parallel_world_size(), extract_layer_index(prefix)
         self.prefix, self.width, self.window = prefix, config.head_dim, config.sliding_window
         self.heads, self.groups = config.num_attention_heads // ranks, config.o_groups // ranks
@@ -93,22 +93,22 @@ class CompressedAttention(nn.Module):
             config.hidden_size,
             [config.q_lora_rank, config.head_dim],
             disable_tp=True,
-            **_linear(quantised, f"{prefix}.fused_wqa_wkv"),
+            **_linear(quantized, f"{prefix}.fused_wqa_wkv"),
         )
         self.wq_b = ColumnParallelLinear(
             config.q_lora_rank,
             config.num_attention_heads * config.head_dim,
-            **_linear(quantised, f"{prefix}.wq_b"),
+            **_linear(quantized, f"{prefix}.wq_b"),
         )
         self.wo_a = ColumnParallelLinear(
             config.num_attention_heads * config.head_dim // config.o_groups,
             config.o_groups * config.o_lora_rank,
-            **_linear(quantised, f"{prefix}.wo_a"),
+            **_linear(quantized, f"{prefix}.wo_a"),
         )
         self.wo_b = RowParallelLinear(
             config.o_groups * config.o_lora_rank,
             config.hidden_size,
-            **_linear(quantised, f"{prefix}.wo_b"),
+            **_linear(quantized, f"{prefix}.wo_b"),
         )
         self.q_norm = RMSNorm(config.q_lora_rank, self.eps)
         self.kv_norm = RMSNorm(config.head_dim, self.eps)
@@ -125,7 +125,7 @@ class CompressedAttention(nn.Module):
             self.compressor = Compressor(config, self.width, self.ratio, f"{prefix}.compressor")
             self.rows = compressed_rows(prefix, self.width, self.ratio)
         if self.ratio == INDEXED:
-            self.indexer = Indexer(config, quantised, f"{prefix}.indexer")
+            self.indexer = Indexer(config, quantized, f"{prefix}.indexer")
             self.recorder = None  # of selections.py
         self.name = f"{prefix}.attention"  # a cache may have the prefix itself
         vllm_config.compilation_config.static_forward_context[self.name] = self

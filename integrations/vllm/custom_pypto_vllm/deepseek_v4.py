@@ -1,7 +1,7 @@
 """DeepSeek-V4 in vLLM on any CPU.
 
 vLLM's own model for CPUs attends, routes and connects layers by kernels in AMX and AVX-512, and
-does not limit the gates of unquantised experts. Loading, weights and the rest stay vLLM's.
+does not limit the gates of unquantized experts. Loading, weights and the rest stay vLLM's.
 """
 
 import torch

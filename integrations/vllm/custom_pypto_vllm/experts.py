@@ -1,4 +1,4 @@
-"""Routed experts over quantised weights that vLLM has no kernel for on this CPU.
+"""Routed experts over quantized weights that vLLM has no kernel for on this CPU.
 
 E experts of this rank, T tokens, k experts of a token.
 """
@@ -19,7 +19,7 @@ from .linears import unpack
 
 
 class WeightOnlyExperts(FusedMoEMethodBase):
-    """Experts gated by SiLU, their weights as they are stored, their activations unquantised."""
+    """Experts gated by SiLU, their weights as they are stored, their activations unquantized."""
 
     scale: FusedMoeWeightScaleSupported  # what a scale is of: how vLLM's loader shares them out
     unit: int  # divides both sizes of an expert
@@ -88,7 +88,7 @@ class WeightOnlyExperts(FusedMoEMethodBase):
 
 
 class PlainExperts(WeightOnlyExperts):
-    """Unquantised weights, whose gates and values vLLM's kernel does not limit."""
+    """Unquantized weights, whose gates and values vLLM's kernel does not limit."""
 
     def process_weights_after_loading(self, layer):
         layer.w13_scales = layer.w2_scales = None
@@ -178,7 +178,7 @@ class Fp4Experts(WeightOnlyExperts):
 
 
 def limit_gates(layer) -> None:
-    """Makes unquantised experts of a layer honour ``swiglu_limit``, which vLLM's kernel ignores."""
+    """Makes unquantized experts of a layer honour ``swiglu_limit``, which vLLM's kernel ignores."""
     if layer.swiglu_limit is None or not isinstance(layer.quant_method, UnquantizedFusedMoEMethod):
         return
     del layer.quant_method  # a module, which only another module may replace

@@ -1,7 +1,7 @@
 """vLLM's outer layer of multi-head latent attention, with the sparse-attention ops inside.
 
 The projections, norms and weights are vLLM's own, so that loading, tensor parallelism, LoRA and
-quantised weights stay its own, too.
+quantized weights stay its own, too.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Linear layers over quantised weights that vLLM has no kernel for on this CPU."""
+"""Linear layers over quantized weights that vLLM has no kernel for on this CPU."""
 
 import torch
 from torch import Tensor

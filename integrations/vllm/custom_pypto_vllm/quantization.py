@@ -1,4 +1,4 @@
-"""Quantised checkpoints: vLLM's own reading of them, and the op where vLLM has no kernel."""
+"""Quantized checkpoints: vLLM's own reading of them, and the op where vLLM has no kernel."""
 
 import torch
 from vllm.model_executor.kernels import linear
@@ -41,7 +41,7 @@ class OwnExperts:
                 "be gated by SiLU without bias, and be int8 with a scale per row, int4 with a "
                 "scale per row or multiple of 32 values (both symmetric), fp8 in blocks of "
                 f"128 x 128, or DeepSeek-V4's fp4; got {layer.activation.value} and {got}; "
-                "quantise them so, or leave them unquantised"
+                "quantize them so, or leave them unquantized"
             )
         return experts
 

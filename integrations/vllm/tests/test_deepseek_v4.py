@@ -5,7 +5,7 @@ import signal
 import pytest
 import torch
 from custom_pypto_vllm.resources import describe
-from deepseek_v4 import RATIOS, V4, publish, quantise, save_tiny
+from deepseek_v4 import RATIOS, V4, publish, quantize, save_tiny
 from test_engines import COMPILED, NGRAM, assert_equal, generate, log_probabilities, run
 from test_server import Serving
 from traffic import LOOKUP, Question, send
@@ -82,7 +82,7 @@ WAYS = {
 def test_fp4_experts_and_fp8_projections_equal_transformers(environment, options, tmp_path):
     """On what these weights stand for."""
     sizes = dict(hidden_size=256, q_lora_rank=256, o_lora_rank=128, moe_intermediate_size=256)
-    checkpoint, exact = quantise(publish(save_tiny(tmp_path / V4, **sizes)))
+    checkpoint, exact = quantize(publish(save_tiny(tmp_path / V4, **sizes)))
     result = generate(checkpoint, tmp_path, environment, max_num_batched_tokens=64, **options)
     assert (result["compilation"] > 0) == bool(environment)
     assert_equal(exact, result)

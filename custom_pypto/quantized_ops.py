@@ -40,7 +40,7 @@ def npu_quant_lightning_indexer_pto(
     The score of key ``j`` for query token ``i`` is
     :math:`s^K_j \sum_h w_{i,h}\,s^Q_{i,h}\,\mathrm{ReLU}(q_{i,h} \cdot k_j)`. The integer products
     are exact, sums over heads in float32. The scales stay outside of the ReLU; where they are not
-    negative, this is the indexer of the dequantised rows. Arguments, order of axes and names are
+    negative, this is the indexer of the dequantized rows. Arguments, order of axes and names are
     those of ``torch_npu.npu_quant_lightning_indexer``.
 
     Args:
@@ -59,7 +59,7 @@ def npu_quant_lightning_indexer_pto(
             ``key_dtype`` None.
     Returns:
         int32 positions as :func:`npu_lightning_indexer_pto` returns them. They differ from those of
-        the rows before quantisation where scores nearly tie.
+        the rows before quantization where scores nearly tie.
     Raises:
         RuntimeError: a constraint above is violated; the message names the argument.
 
@@ -123,7 +123,7 @@ def npu_quant_index_update_pto(
     *,
     hadamard: Tensor | None = None,
 ) -> None:
-    r"""Quantises index keys as :func:`npu_quant_rows_pto` and writes them into a paged cache.
+    r"""Quantizes index keys as :func:`npu_quant_rows_pto` and writes them into a paged cache.
 
     Args:
         x: ``[.., D]``; bfloat16, float16 or (CPU only) float32; D a multiple of 16 up to 1024.
@@ -274,7 +274,7 @@ def npu_kv_quant_sparse_flash_attention_pto(
 
     A row of the cache is ``nope | rope | scales``: L int8, R elements of the dtype of ``query``,
     and L / 128 float32 scales, one per tile of 128 int8: 656 bytes for L 512 and R 64. The result
-    is that of :func:`npu_sparse_flash_attention_pto`, without sinks, on the dequantised rows
+    is that of :func:`npu_sparse_flash_attention_pto`, without sinks, on the dequantized rows
 
     .. math:: c_{j,d} = \mathrm{round}\big(x_{j,d}\,s_{j, \lfloor d/128 \rfloor}\big)
 
@@ -337,9 +337,9 @@ def npu_kv_quant_sparse_flash_attention_pto(
 
 @public_function
 def npu_kv_quant_update_pto(latent: Tensor, rope: Tensor, slots: Tensor, cache: Tensor) -> None:
-    r"""Quantises key rows into a cache of :func:`npu_kv_quant_sparse_flash_attention_pto`.
+    r"""Quantizes key rows into a cache of :func:`npu_kv_quant_sparse_flash_attention_pto`.
 
-    Each tile of 128 elements of ``latent`` is quantised by the formula of
+    Each tile of 128 elements of ``latent`` is quantized by the formula of
     :func:`npu_quant_rows_pto`, with a float32 scale; ``rope`` is stored as it is. A row is
     ``nope | rope | scales``.
 

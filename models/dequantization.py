@@ -1,7 +1,7 @@
-"""Replaces a ``kv_b_proj`` whose weight alone is quantised by a plain one, and puts it back.
+"""Replaces a ``kv_b_proj`` whose weight alone is quantized by a plain one, and puts it back.
 
-Absorption multiplies by the weight itself, so it is dequantised once, not in each forward. The
-quantised module is kept outside the model's modules: it is in no state dict.
+Absorption multiplies by the weight itself, so it is dequantized once, not in each forward. The
+quantized module is kept outside the model's modules: it is in no state dict.
 """
 
 import logging
@@ -11,13 +11,13 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .projection import brought_in, quantised_by
-from .quantisers import dequantised
+from .projection import brought_in, quantized_by
+from .quantizers import dequantized
 
 logger = logging.getLogger("custom_pypto")
 
 
-class Dequantised(NamedTuple):
+class Dequantized(NamedTuple):
     """A ``kv_b_proj`` that a plain one stands in for."""
 
     layer: int
@@ -27,8 +27,8 @@ class Dequantised(NamedTuple):
     dtype: torch.dtype  # of `plain` when it was made
 
 
-def dequantise(attentions: dict[int, nn.Module], dtype: torch.dtype) -> list[Dequantised]:
-    """Replaces every ``kv_b_proj`` whose weight alone is quantised by a plain one in ``dtype``.
+def dequantize(attentions: dict[int, nn.Module], dtype: torch.dtype) -> list[Dequantized]:
+    """Replaces every ``kv_b_proj`` whose weight alone is quantized by a plain one in ``dtype``.
 
     Args:
         attentions: by the number of their layer.
@@ -36,22 +36,22 @@ def dequantise(attentions: dict[int, nn.Module], dtype: torch.dtype) -> list[Deq
     replaced = []
     for layer, attention in attentions.items():
         original = attention._modules.get("kv_b_proj")
-        if original is None or (library := quantised_by(original)) is None:
+        if original is None or (library := quantized_by(original)) is None:
             continue
         plain = nn.Linear(original.in_features, original.out_features, bias=False, device="meta")
         with torch.no_grad():
-            weight = dequantised(original, library).to(dtype)
+            weight = dequantized(original, library).to(dtype)
         plain.weight = nn.Parameter(weight, requires_grad=False)
         attention.kv_b_proj = plain.train(original.training)
-        replaced.append(Dequantised(layer, library, original, plain, dtype))
+        replaced.append(Dequantized(layer, library, original, plain, dtype))
     return replaced
 
 
-def report(replaced: list[Dequantised]) -> None:
+def report(replaced: list[Dequantized]) -> None:
     """One line for the log."""
     if replaced:
         logger.warning(
-            "kv_b_proj of %s, quantised by %s, is dequantised to %s (%.1f MB), because its weight "
+            "kv_b_proj of %s, quantized by %s, is dequantized to %s (%.1f MB), because its weight "
             "is absorbed; models.use_transformers(model) puts it back",
             named(each.layer for each in replaced),
             " and ".join(sorted({each.library for each in replaced})),
@@ -60,8 +60,8 @@ def report(replaced: list[Dequantised]) -> None:
         )
 
 
-def restore(attentions: dict[int, nn.Module], replaced: list[Dequantised]) -> None:
-    """Puts the quantised modules back, but for those whose plain weight has changed since."""
+def restore(attentions: dict[int, nn.Module], replaced: list[Dequantized]) -> None:
+    """Puts the quantized modules back, but for those whose plain weight has changed since."""
     kept = []
     for each in replaced:
         owner = owner_of(attentions[each.layer], each.plain)
@@ -78,7 +78,7 @@ def restore(attentions: dict[int, nn.Module], replaced: list[Dequantised]) -> No
         setattr(*owner, original.train(each.plain.training))
     if kept:
         logger.warning(
-            "kv_b_proj of %s stays plain: its weight is no longer the quantised one", named(kept)
+            "kv_b_proj of %s stays plain: its weight is no longer the quantized one", named(kept)
         )
 
 
@@ -91,13 +91,13 @@ def owner_of(attention: nn.Module, plain: nn.Linear) -> tuple[nn.Module, str] | 
     return None
 
 
-def changed(each: Dequantised) -> bool:
-    """Whether the plain weight is another than the quantised one, as after training."""
+def changed(each: Dequantized) -> bool:
+    """Whether the plain weight is another than the quantized one, as after training."""
     if type(each.plain._parameters.get("weight")) is not nn.Parameter:
         return True
     with torch.no_grad(), brought_in(each.plain):
         weight = each.plain.weight
-        want = dequantised(each.original, each.library).to(each.dtype)
+        want = dequantized(each.original, each.library).to(each.dtype)
         return not torch.equal(weight, want.to(weight.device, weight.dtype))
 
 

@@ -1,4 +1,4 @@
-"""A ``kv_b_proj`` that another library has quantised: a weight alone is dequantised by the patch,
+"""A ``kv_b_proj`` that another library has quantized: a weight alone is dequantized by the patch,
 and put back afterwards; anything else is rejected with the remedy.
 
 The libraries are optional. What the patch does is also tested on a subclass of a weight that says
@@ -23,9 +23,9 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from custom_pypto import models
-from custom_pypto.models import dequantisation, quantisers
+from custom_pypto.models import dequantization, quantizers
 
-QUANTISED_AGAIN = r"call models.use_custom_pypto\(model\) again, which dequantises it"
+QUANTIZED_AGAIN = r"call models.use_custom_pypto\(model\) again, which dequantizes it"
 
 
 class Int8Rows(torch.Tensor):
@@ -72,27 +72,27 @@ def as_int8_rows(model):
 
 
 def by_torchao(config, **options):
-    def quantise(model):
+    def quantize(model):
         torchao = pytest.importorskip("torchao.quantization")
         torchao.quantize_(model, getattr(torchao, config)(**options))
         return model
 
-    return quantise
+    return quantize
 
 
 def by_quanto(weights, frozen=True, **options):
-    def quantise(model):
+    def quantize(model):
         quanto = pytest.importorskip("optimum.quanto")
         quanto.quantize(model, weights=weights, exclude="lm_head", **options)
         if frozen:
             quanto.freeze(model)
         return model
 
-    return quantise
+    return quantize
 
 
 def by_bitsandbytes(**options):
-    def quantise(model):
+    def quantize(model):
         bnb = pytest.importorskip("bitsandbytes")
         for attention in (layer.self_attn for layer in model.model.layers):
             for name in ("kv_b_proj", "o_proj"):
@@ -104,7 +104,7 @@ def by_bitsandbytes(**options):
                 setattr(attention, name, other.to("cpu").eval())
         return model
 
-    return quantise
+    return quantize
 
 
 WEIGHT_ALONE = {
@@ -120,36 +120,36 @@ WEIGHT_ALONE = {
 INPUTS_TOO = {
     "torchao-dynamic": (
         by_torchao("Int8DynamicActivationInt8WeightConfig"),
-        "a Int8Tensor that does not quantise the weight alone; .*modules_to_not_convert=",
+        "a Int8Tensor that does not quantize the weight alone; .*modules_to_not_convert=",
     ),
     "quanto-activations": (by_quanto("qint8", activations="qint8"), 'QLinear .*exclude="'),
     "quanto-not-frozen": (by_quanto("qint8", frozen=False), 'QLinear .*exclude="'),
     "bitsandbytes-8bit": (by_bitsandbytes(), "Linear8bitLt .*llm_int8_skip_modules="),
 }
-weight_alone = pytest.mark.parametrize("quantise", WEIGHT_ALONE.values(), ids=WEIGHT_ALONE)
+weight_alone = pytest.mark.parametrize("quantize", WEIGHT_ALONE.values(), ids=WEIGHT_ALONE)
 
 
 def logits(model, seed=1):
     return in_steps(model, token_ids(2, 42, seed), 40)
 
 
-def assert_same_logits(quantised, patched):
-    seed, want = clear_case(lambda seed: logits(quantised, seed))
-    assert_close(logits(patched, seed), want, quantised.config.model_type)
+def assert_same_logits(quantized, patched):
+    seed, want = clear_case(lambda seed: logits(quantized, seed))
+    assert_close(logits(patched, seed), want, quantized.config.model_type)
 
 
 @weight_alone
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_weight_alone_is_dequantised_and_gives_upstreams_logits(kind, quantise):
-    quantised = quantise(tiny_model(kind))
-    patched = models.use_custom_pypto(quantise(tiny_model(kind)), block_size=16)
+def test_a_weight_alone_is_dequantized_and_gives_upstreams_logits(kind, quantize):
+    quantized = quantize(tiny_model(kind))
+    patched = models.use_custom_pypto(quantize(tiny_model(kind)), block_size=16)
     assert {(type(p), type(p.weight)) for p in projections(patched)} == {(nn.Linear, nn.Parameter)}
-    assert_same_logits(quantised, patched)
+    assert_same_logits(quantized, patched)
 
 
 @weight_alone
-def test_the_quantised_modules_come_back_as_they_were(quantise):
-    model = quantise(tiny_model())
+def test_the_quantized_modules_come_back_as_they_were(quantize):
+    model = quantize(tiny_model())
     before, originals, want = trace(model), projections(model), logits(model)
     for _ in range(2):  # patched twice: options are set anew
         models.use_custom_pypto(model, block_size=16)
@@ -160,34 +160,34 @@ def test_the_quantised_modules_come_back_as_they_were(quantise):
 
 
 @weight_alone
-def test_a_state_dict_in_between_has_the_plain_weight_once(quantise):
-    model = models.use_custom_pypto(quantise(tiny_model()), block_size=16)
+def test_a_state_dict_in_between_has_the_plain_weight_once(quantize):
+    model = models.use_custom_pypto(quantize(tiny_model()), block_size=16)
     names = [name for name in model.state_dict() if ".kv_b_proj." in name]
     assert names == [f"model.layers.{i}.self_attn.kv_b_proj.weight" for i in range(3)]
     assert sum("kv_b_proj" in name for name, _ in model.named_parameters()) == 3
 
 
 @weight_alone
-def test_quantising_after_the_patch_is_rejected_until_patched_again(quantise):
-    patched = quantise(models.use_custom_pypto(tiny_model(), block_size=16))
-    with pytest.raises(TypeError, match=f"kv_b_proj of layer 0 .*{QUANTISED_AGAIN}"):
+def test_quantizing_after_the_patch_is_rejected_until_patched_again(quantize):
+    patched = quantize(models.use_custom_pypto(tiny_model(), block_size=16))
+    with pytest.raises(TypeError, match=f"kv_b_proj of layer 0 .*{QUANTIZED_AGAIN}"):
         patched(token_ids(1, 8))
     models.use_custom_pypto(patched, block_size=16)
-    assert_same_logits(quantise(tiny_model()), patched)
+    assert_same_logits(quantize(tiny_model()), patched)
 
 
-@pytest.mark.parametrize("quantise, message", INPUTS_TOO.values(), ids=INPUTS_TOO)
+@pytest.mark.parametrize("quantize, message", INPUTS_TOO.values(), ids=INPUTS_TOO)
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_inputs_that_are_quantised_too_are_rejected_with_the_remedy(quantise, message, order):
+def test_inputs_that_are_quantized_too_are_rejected_with_the_remedy(quantize, message, order):
     message = f"kv_b_proj of layer 0 .* got .*{message}.*kv_b_proj"
     if order == "before":
-        model = quantise(tiny_model())
+        model = quantize(tiny_model())
         before = trace(model)
         with pytest.raises(TypeError, match=message):
             models.use_custom_pypto(model)
         assert trace(model) == before
     else:
-        model = quantise(models.use_custom_pypto(tiny_model(), block_size=16))
+        model = quantize(models.use_custom_pypto(tiny_model(), block_size=16))
         with pytest.raises(TypeError, match=message):
             model(token_ids(1, 8))
 
@@ -206,7 +206,7 @@ def test_compressed_tensors_are_rejected_with_their_remedy(ignore):
         models.use_custom_pypto(model)
 
 
-def test_a_rejected_model_keeps_its_quantised_modules():
+def test_a_rejected_model_keeps_its_quantized_modules():
     model = as_int8_rows(tiny_model())
     model.model.layers[2].self_attn.kv_b_proj.register_forward_hook(lambda *_: None)
     originals = projections(model)
@@ -221,15 +221,15 @@ def test_one_line_of_the_log_names_layers_library_and_memory(caplog):
         models.use_custom_pypto(model)
     nbytes = sum(p.weight.nbytes for p in projections(model))
     assert caplog.messages == [
-        "kv_b_proj of layers 0 to 2, quantised by torchao, is dequantised to float32 "
+        "kv_b_proj of layers 0 to 2, quantized by torchao, is dequantized to float32 "
         f"({nbytes / 1e6:.1f} MB), because its weight is absorbed; models.use_transformers(model) "
         "puts it back"
     ]
 
 
 def test_layers_are_named_in_runs():
-    assert dequantisation.named([4]) == "layer 4"
-    assert dequantisation.named([0, 1, 2, 7, 9, 10]) == "layers 0 to 2 and 7 and 9 to 10"
+    assert dequantization.named([4]) == "layer 4"
+    assert dequantization.named([0, 1, 2, 7, 9, 10]) == "layers 0 to 2 and 7 and 9 to 10"
 
 
 def test_a_weight_that_changed_after_the_patch_is_kept(caplog):
@@ -243,7 +243,7 @@ def test_a_weight_that_changed_after_the_patch_is_kept(caplog):
     assert "kv_b_proj of layer 1 stays plain" in caplog.text
 
 
-def test_a_copy_of_a_patched_model_has_quantised_modules_of_its_own():
+def test_a_copy_of_a_patched_model_has_quantized_modules_of_its_own():
     model = models.use_custom_pypto(as_int8_rows(tiny_model()), block_size=16)
     copied = models.use_transformers(copy.deepcopy(model))
     assert {type(p.weight) for p in projections(copied)} == {Int8Rows}
@@ -263,8 +263,8 @@ def test_lora_after_the_patch_counts_and_stays_when_the_modules_come_back():
 
 
 def test_another_dtype_after_the_patch_holds_for_the_modules_that_come_back():
-    quantise = by_torchao("Int8WeightOnlyConfig")
-    model = models.use_custom_pypto(quantise(tiny_model()), block_size=16).bfloat16()
+    quantize = by_torchao("Int8WeightOnlyConfig")
+    model = models.use_custom_pypto(quantize(tiny_model()), block_size=16).bfloat16()
     models.use_transformers(model)
     assert {type(p.weight).__name__ for p in projections(model)} == {"Int8Tensor"}
     assert logits(model).dtype == torch.bfloat16
@@ -273,19 +273,19 @@ def test_another_dtype_after_the_patch_holds_for_the_modules_that_come_back():
 def test_a_weight_packed_for_avx512_bf16_is_unpacked_in_a_copy():
     functional = pytest.importorskip("bitsandbytes.functional")
     linear = projections(by_bitsandbytes(quant_type="nf4")(tiny_model().bfloat16()))[0]
-    want = quantisers.dequantised(linear, "bitsandbytes")
+    want = quantizers.dequantized(linear, "bitsandbytes")
     # what the forward does on such a CPU
     linear.weight.data, linear.weight.quant_state = functional._convert_weight_packed_for_cpu(
         linear.weight.data, linear.weight.quant_state
     )
     packed = linear.weight.data
-    got = quantisers.dequantised(linear, "bitsandbytes")
+    got = quantizers.dequantized(linear, "bitsandbytes")
     assert linear.weight.data is packed or torch.equal(linear.weight.data, packed)
     # its scales are rounded to bfloat16, and so is the product
     torch.testing.assert_close(got.float(), want.float(), rtol=2**-7, atol=0)
 
 
-def test_a_decode_step_of_a_dequantised_model_is_one_graph():
+def test_a_decode_step_of_a_dequantized_model_is_one_graph():
     model = models.use_custom_pypto(as_int8_rows(tiny_model()), block_size=16)
     options = {"max_new_tokens": 6, "do_sample": False}
     seed, want = clear_case(lambda seed: model.generate(token_ids(2, 20, seed), **options))

@@ -1,4 +1,4 @@
-"""Shared by the programs of the int8 writers: tiles of tokens and the quantiser."""
+"""Shared by the programs of the int8 writers: tiles of tokens and the quantizer."""
 
 from collections.abc import Iterator
 
@@ -25,7 +25,7 @@ def loaded(x, start, rows):
     return pypto.view(x, [TOKENS, width], [start, 0], valid_shape=[rows, width])
 
 
-def quantised(x) -> tuple:
+def quantized(x) -> tuple:
     """``(int8, float32 scales)`` of the rows of ``x``, ``[n, W]`` and ``[n, 1]``."""
     pypto.set_vec_tile_shapes(*x.shape)
     x = pypto.cast(x, FLOAT)

@@ -7,7 +7,7 @@ import copy
 
 from torch import Tensor, nn
 
-# torchao's subclasses of a weight: what is None if the weight alone is quantised; the first is in
+# torchao's subclasses of a weight: what is None if the weight alone is quantized; the first is in
 # every version of the class
 TORCHAO = {
     "Int8Tensor": ("act_quant_kwargs", "act_pre_scale"),
@@ -26,8 +26,8 @@ EXCLUDING = {
 }
 
 
-def quantiser_of(projection: nn.Module) -> str | None:
-    """The library that has quantised ``projection``, or None."""
+def quantizer_of(projection: nn.Module) -> str | None:
+    """The library that has quantized ``projection``, or None."""
     module = type(projection).__module__
     if module == QUANTO:
         return "optimum-quanto"
@@ -42,7 +42,7 @@ def quantiser_of(projection: nn.Module) -> str | None:
     return "torchao" if type(weight).__module__.startswith("torchao.") else None
 
 
-def quantises_weight_alone(projection: nn.Module, library: str) -> bool:
+def quantizes_weight_alone(projection: nn.Module, library: str) -> bool:
     """Whether the outputs are those of a plain weight: the input is multiplied as it is."""
     weight = projection._parameters.get("weight")
     if library == "torchao":
@@ -51,15 +51,15 @@ def quantises_weight_alone(projection: nn.Module, library: str) -> bool:
             return False
         return all(getattr(weight, name, None) is None for name in names)
     if library == "optimum-quanto":
-        # one that is not frozen quantises its weight anew in each forward
+        # one that is not frozen quantizes its weight anew in each forward
         return projection.frozen and projection.activation_qtype is None
-    if library == "bitsandbytes":  # Linear8bitLt quantises its input
+    if library == "bitsandbytes":  # Linear8bitLt quantizes its input
         return getattr(weight, "quant_state", None) is not None
     return False
 
 
-def dequantised(projection: nn.Module, library: str) -> Tensor:
-    """The weight that a projection multiplies by which :func:`quantises_weight_alone`."""
+def dequantized(projection: nn.Module, library: str) -> Tensor:
+    """The weight that a projection multiplies by which :func:`quantizes_weight_alone`."""
     if library != "bitsandbytes":
         return projection.weight.detach().dequantize()
     from bitsandbytes.functional import dequantize_4bit
@@ -77,4 +77,4 @@ def exclusion(library: str) -> str:
             "load the model with quantization_config=CompressedTensorsConfig(dequantize=True), "
             "since the library replaces the forward of modules in `ignore`, too"
         )
-    return f"leave it out of the quantisation ({EXCLUDING[library]})"
+    return f"leave it out of the quantization ({EXCLUDING[library]})"

@@ -1,11 +1,11 @@
-"""Quantised weights in vLLM: equal to transformers on what they stand for, or rejected."""
+"""Quantized weights in vLLM: equal to transformers on what they stand for, or rejected."""
 
 import shutil
 import signal
 
 import pytest
 from checkpoints import save_tiny, write_config
-from quantised import EXPERTS_ALONE, PLAIN, SCHEMES, compressed_tensors, quantise
+from quantized import EXPERTS_ALONE, PLAIN, SCHEMES, compressed_tensors, quantize
 from test_engines import COMPILED, GLM, V32, assert_equal, generate, run
 from test_server import Serving
 from traffic import LOOKUP, questions, send
@@ -29,7 +29,7 @@ CASES = {
 @pytest.mark.matrix
 @pytest.mark.parametrize("kind, scheme, ignore, options", CASES.values(), ids=CASES)
 def test_equals_transformers(kind, scheme, ignore, options, tmp_path):
-    checkpoint, exact = quantise(save_tiny(tmp_path / kind, kind, **SIZES), scheme, ignore)
+    checkpoint, exact = quantize(save_tiny(tmp_path / kind, kind, **SIZES), scheme, ignore)
     result = generate(checkpoint, tmp_path, **options)
     assert_equal(exact, result)
 
@@ -38,43 +38,43 @@ def test_equals_transformers(kind, scheme, ignore, options, tmp_path):
 @pytest.mark.parametrize("scheme", ["W8A8", "W4A16"])
 def test_the_lookup_checkpoint_answers_right(scheme, tmp_path):
     source = shutil.copytree(LOOKUP, tmp_path / LOOKUP.name)
-    checkpoint, _ = quantise(source, scheme, [*PLAIN, r"re:.*kv_b_proj$"])
+    checkpoint, _ = quantize(source, scheme, [*PLAIN, r"re:.*kv_b_proj$"])
     serving = Serving(f"--served-model-name={LOOKUP.name}", checkpoint=checkpoint)
     try:
         replies = send(serving.url, questions(), tokens=1)
     finally:
         serving.stop(signal.SIGTERM)
-    assert sum(reply.right for reply in replies) >= 0.97 * len(replies)  # unquantised: 0.99
+    assert sum(reply.right for reply in replies) >= 0.97 * len(replies)  # unquantized: 0.99
 
 
-def quantisation(scheme, ignore, **changes):
+def quantization(scheme, ignore, **changes):
     """Of config.json alone: what is rejected is so before weights are read."""
     _, weights, activations = SCHEMES[scheme]
     return compressed_tensors(weights | changes, activations, ignore)
 
 
 REJECTED = {
-    "W8A8 of kv_b_proj": (quantisation("W8A8", PLAIN), {}, '"re:.*kv_b_proj" in `ignore`'),
+    "W8A8 of kv_b_proj": (quantization("W8A8", PLAIN), {}, '"re:.*kv_b_proj" in `ignore`'),
     "the indexer's wk": (
-        quantisation("W4A16", [r"re:.*mlp\.gate$", "re:.*weights_proj$", "lm_head"]),
+        quantization("W4A16", [r"re:.*mlp\.gate$", "re:.*weights_proj$", "lm_head"]),
         {},
         '"re:.*indexer.wk" in `ignore`',
     ),
     "asymmetric experts": (
-        quantisation("W4A16", EXPERTS_ALONE, symmetric=False),
+        quantization("W4A16", EXPERTS_ALONE, symmetric=False),
         {},
         "(both symmetric)",
     ),
-    "experts in groups of 16": (quantisation("W4A16", EXPERTS_ALONE, group_size=16), {}, "size=16"),
+    "experts in groups of 16": (quantization("W4A16", EXPERTS_ALONE, group_size=16), {}, "size=16"),
     "experts of a size between groups": (
-        quantisation("W4A16", EXPERTS_ALONE, group_size=96),
+        quantization("W4A16", EXPERTS_ALONE, group_size=96),
         {},
         "multiples of 96, got 256 and 128",
     ),
     "compilation": (
-        quantisation("W4A16", PLAIN),
+        quantization("W4A16", PLAIN),
         dict(environment=COMPILED, enforce_eager=False),
-        "quantised weights must not be compiled",
+        "quantized weights must not be compiled",
     ),
 }
 

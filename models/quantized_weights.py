@@ -1,4 +1,4 @@
-"""Weights in the published quantised formats: a scale for each block of a weight.
+"""Weights in the published quantized formats: a scale for each block of a weight.
 
 fp8 is e4m3 with blocks of ``weight_block_size``. fp4, of DeepSeek-V4's experts, is e2m1 with blocks
 of 32 values of a row, two values per byte, the first in the low four bits (OCP Microscaling
@@ -25,7 +25,7 @@ FLOATS = {
 }
 # quant_method of a config.json for weights that the modules keep as they are stored
 METHOD = "custom_pypto"
-# keys of a config.json about quantisation
+# keys of a config.json about quantization
 CONFIG = {"quantization_config", "expert_dtype"}
 INTEGERS = {"I32": torch.int32, "I64": torch.int64}
 
@@ -52,10 +52,10 @@ def grid(shape: list[int], block: tuple[int, int]) -> list[int]:
 
 
 def blocks_of(config: dict) -> dict[str, tuple[int, int]]:
-    """Rows and columns that share a scale, for each quantised dtype that a ``config.json`` allows.
+    """Rows and columns that share a scale, for each quantized dtype that a ``config.json`` allows.
 
     Raises:
-        ValueError: unsupported quantisation.
+        ValueError: unsupported quantization.
     """
     quantization = config.get("quantization_config")
     if quantization is None or quantization.get("quant_method") == METHOD:
@@ -82,7 +82,7 @@ def values(stored: Tensor) -> Tensor:
     return embedding(stored.view(torch.uint8).int(), pairs).flatten(1)
 
 
-def dequantise(weight: Tensor, scales: Tensor, block: tuple[int, int], out: Tensor) -> None:
+def dequantize(weight: Tensor, scales: Tensor, block: tuple[int, int], out: Tensor) -> None:
     """``out = weight * scale of its block``, in float32, rounded once to the dtype of ``out``.
 
     Args:

@@ -1,4 +1,4 @@
-"""Checkpoints with quantised weights, and what these weights stand for."""
+"""Checkpoints with quantized weights, and what these weights stand for."""
 
 import re
 import shutil
@@ -80,19 +80,19 @@ SCHEMES = {
 }
 
 
-def quantise(source: Path, scheme: str, ignore=PLAIN) -> tuple[Path, Path]:
-    """The checkpoint ``source`` with quantised weights, and with what they stand for.
+def quantize(source: Path, scheme: str, ignore=PLAIN) -> tuple[Path, Path]:
+    """The checkpoint ``source`` with quantized weights, and with what they stand for.
 
     Args:
         scheme: of :data:`SCHEMES`, or ``fp8``, which vLLM reads without a list of what is plain
-            but for wk, and so quantises that, too.
+            but for wk, and so quantizes that, too.
         ignore: names and patterns of compressed-tensors.
     """
     if scheme == "fp8":
         ignore = [name for name in ignore if "wk" not in name] + [r"re:.*weights_proj$"]
-        quantised, config = blocks, PUBLISHED_FP8
+        quantized, config = blocks, PUBLISHED_FP8
     else:
-        quantised, *arguments = SCHEMES[scheme]
+        quantized, *arguments = SCHEMES[scheme]
         config = compressed_tensors(*arguments, ignore)
     plain = [re.compile(name.removeprefix("re:")) for name in ignore]
     stored, exact = {}, {}
@@ -102,7 +102,7 @@ def quantise(source: Path, scheme: str, ignore=PLAIN) -> tuple[Path, Path]:
         linear = tensor.dim() == 2 and "embed" not in name
         if linear and not any(pattern.fullmatch(layer) for pattern in plain):
             del stored[name]
-            of_layer, exact[name] = quantised(tensor)
+            of_layer, exact[name] = quantized(tensor)
             stored |= {f"{layer}.{key}": value for key, value in of_layer.items()}
     folders = []
     for ending, weights in (("", stored), ("-exact", exact)):

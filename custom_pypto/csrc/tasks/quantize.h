@@ -1,4 +1,4 @@
-// The quantiser of every int8 op: symmetric, one scale per row.
+// The quantizer of every int8 op: symmetric, one scale per row.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace custom_pypto {
 // the scale a / 127. The minimum keeps a row of zeros from 0 / 0, and the scale above 0 in float16;
 // it is that of act_quant in DeepSeek-V3.2's inference code. An infinite or NaN x makes the scale
 // infinite or NaN, so that corruption stays visible; a product that is NaN becomes 0.
-inline float quantise(const float* x, int64_t n, int8_t* y) {
+inline float quantize(const float* x, int64_t n, int8_t* y) {
   int32_t magnitude = 0;  // the bits of |x|, ordered as |x|, with NaN above infinity
   for (int64_t i = 0; i < n; ++i) {
     int32_t bits;
