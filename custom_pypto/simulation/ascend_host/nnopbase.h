@@ -1,5 +1,5 @@
-// Shared by the simulator's libnnopbase.so and the kernel packages of kernel_package.py; the structs
-// are read in Python, too.
+// Shared by the simulator's libnnopbase.so and the kernel packages of kernel_package.py; the
+// structs are read in Python, too.
 #pragma once
 
 #include <cstdint>
