@@ -38,6 +38,7 @@ from transformers import (
 )
 
 from custom_pypto import hub, models
+from custom_pypto.models.patched import CACHE  # an argument's name in this transformers
 
 BACKENDS = ["custom_pypto", "transformers"]
 
@@ -91,7 +92,7 @@ class Session:
         ) as progress:
             for start in range(0, prompt.size(1), chunk):
                 part = prompt[:, start : start + chunk]
-                self.model(part, cache=self.cache, logits_to_keep=1)
+                self.model(part, **{CACHE: self.cache}, logits_to_keep=1)
                 progress.update(part.size(1))
 
     def generate(self, input_ids, max_new_tokens):
@@ -101,7 +102,7 @@ class Session:
         self.ids = self.model.generate(
             self.ids,
             attention_mask=torch.ones_like(self.ids),
-            cache=self.cache,
+            **{CACHE: self.cache},
             max_new_tokens=max_new_tokens,
             streamer=self.streamer,
         )

@@ -134,6 +134,7 @@ def supported_model(
     except ValueError as error:
         selects = "index_topk" in written.get("text_config", written)
         known = written.get("model_type") in transformers.CONFIG_MAPPING
+        known |= any(name in ARCHITECTURES for name in named)
         # of unknown classes transformers says only how to run the checkpoint's code
         if known or ("auto_map" in written and not selects):
             raise ValueError(f"{caller}: {file}: {error}") from error

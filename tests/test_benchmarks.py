@@ -89,7 +89,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["indexer", pytest.param("attention", marks=pytest.mark.slow)])
 def test_peers_give_what_the_op_gives(case):
     case = bench_peers.checked(CASES[case]())
     assert list(case.sides)[:3] == ["op", "eager", "inductor"]

@@ -250,7 +250,9 @@ def test_every_attention_waits_for_its_own_selection(length, S1):
     assert sum(map(len, waiting)) == len(attentions)
 
 
-@pytest.mark.parametrize("op", CALLS)
+@pytest.mark.parametrize(
+    "op", [pytest.param(op, marks=pytest.mark.slow if i % 3 else []) for i, op in enumerate(CALLS)]
+)
 def test_after_the_last_pass_the_tiles_compute_the_same(op):
     """PyPTO's own check, on the graph that code is generated from."""
     found = []

@@ -62,7 +62,13 @@ def test_add_has_a_gradient():
 # ---- lightning indexer ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("sparse_count", [1, 2, 8, 16, 100, 512, 1000, 2048, 3072, 4096, 8192])
+@pytest.mark.parametrize(
+    "sparse_count",
+    [
+        pytest.param(n, marks=[] if n in (1, 100, 2048, 8192) else pytest.mark.slow)
+        for n in (1, 2, 8, 16, 100, 512, 1000, 2048, 3072, 4096, 8192)
+    ],
+)
 def test_programs_select_and_take_any_number_of_keys(sparse_count):
     check_selection(index_case([1], [8000], sparse_count=sparse_count))
     check_attention(attention_case([2, 1], [700, 40], sparse_count=min(sparse_count, 2048)))

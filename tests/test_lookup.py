@@ -64,7 +64,10 @@ V4_DEFECTS = {
     "name, patched, break_",
     [
         pytest.param("lookup", True, negated_index_weights, id="lookup"),
-        *(pytest.param("lookup_v4", False, it, id=f"upstream-{n}") for n, it in V4_DEFECTS.items()),
+        *(
+            pytest.param("lookup_v4", False, it, id=f"upstream-{n}", marks=pytest.mark.slow)
+            for n, it in V4_DEFECTS.items()
+        ),
         *(pytest.param("lookup_v4", True, it, id=f"patched-{n}") for n, it in V4_DEFECTS.items()),
     ],
 )

@@ -149,6 +149,7 @@ def test_lora_in_bfloat16_is_as_close_to_float32_as_upstream(kind):
     assert difference(patched_model(kind, index_topk=64)) <= 1.2 * upstream_error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", representatives(KINDS))
 def test_a_decode_step_with_lora_is_one_graph(kind):
     patched = with_adapter(patched_model(kind), lora(["kv_b_proj", query_projection(kind)]))

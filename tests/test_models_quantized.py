@@ -285,6 +285,7 @@ def test_a_weight_packed_for_avx512_bf16_is_unpacked_in_a_copy():
     torch.testing.assert_close(got.float(), want.float(), rtol=2**-7, atol=0)
 
 
+@pytest.mark.slow
 def test_a_decode_step_of_a_dequantized_model_is_one_graph():
     model = models.use_custom_pypto(as_int8_rows(tiny_model()), block_size=16)
     options = {"max_new_tokens": 6, "do_sample": False}

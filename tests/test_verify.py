@@ -49,7 +49,10 @@ def first_checks(checks, in_float32, dtypes):
     return itertools.islice(checks([torch.float32] if in_float32 else dtypes), 2)
 
 
-@pytest.mark.parametrize("op", ALL_OPS)
+@pytest.mark.parametrize(
+    "op",
+    [pytest.param(op, marks=pytest.mark.slow if i % 3 else []) for i, op in enumerate(ALL_OPS)],
+)
 def test_a_wrong_result_fails_the_command_and_the_others_still_run(op, monkeypatch, capsys):
     monkeypatch.setattr(ops, op, wrong(getattr(ops, op)))
     for name, module in MODULES.items():  # two of each op
