@@ -15,6 +15,7 @@ from loading_harness import (
 )
 from model_harness import assert_close
 from published import V4, published, true_weights, weights_on_disk
+from safetensors import safe_open
 from tiny import KINDS, YARN, token_ids
 from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV4ForCausalLM
@@ -76,6 +77,24 @@ def test_a_dequantized_model_is_as_if_it_had_never_been_in_fp8(fp8_checkpoint, t
     assert_equal_to_the_bit(models.load(tmp_path), fp8_checkpoint)
     upstream = AutoModelForCausalLM.from_pretrained(tmp_path)  # with this one's experts, too
     assert torch.equal(logits(upstream), logits(models.use_transformers(model)))
+
+
+def names_of(path):
+    """Of the tensors in all files of a checkpoint."""
+    names = set()
+    for file in path.glob("*.safetensors"):
+        with safe_open(file, "pt") as tensors:
+            names.update(tensors.keys())
+    return names
+
+
+@pytest.mark.parametrize("kind, drafts", [("deepseek_v32", "model.layers.3."), (V4, "mtp.")])
+def test_a_saved_model_has_no_drafts_and_its_checkpoint_has(kind, drafts, tmp_path):
+    path = published(tmp_path / "checkpoint", kind)
+    models.load(path).save_pretrained(tmp_path / "saved")
+    assert any(name.startswith(drafts) for name in names_of(path))
+    saved = names_of(tmp_path / "saved")
+    assert saved and not [name for name in saved if "mtp" in name or ".layers.3." in name]
 
 
 def test_fp8_in_float32_is_not_rounded_and_computes_as_upstream_does(fp8_checkpoint):

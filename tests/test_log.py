@@ -11,10 +11,11 @@ import torch
 from cases import inputs_of, on_meta
 from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
 from numerics import reference
+from tiny import tiny_model, token_ids
 from torch.utils._pytree import tree_leaves
 
 import custom_pypto
-from custom_pypto import log
+from custom_pypto import log, models
 from custom_pypto.__main__ import main
 
 pytest_plugins = ["process_fixtures"]
@@ -81,6 +82,19 @@ def test_level_2_logs_every_call_with_shapes_and_dtypes(logging_at, caplog):
     # an argument that has its default value is left out
     assert re.search(r"query float32 \[1, 3, 4, 32\], .* sparse_count 8$", caplog.messages[2])
     assert re.search(r"block_table int32 \[[\d, ]+\] of -?\d+ to \d+", caplog.messages[2])
+
+
+def test_level_1_tells_whether_a_model_runs_on_the_ops(logging_at, caplog):
+    logging_at(1)
+    model, ids = tiny_model(), token_ids(1, 20)
+    model(ids)
+    assert not caplog.messages
+    models.use_custom_pypto(model)(ids)
+    called = {message.split(":")[0] for message in caplog.messages}
+    assert called == {"npu_lightning_indexer_pto", ATTENTION}
+    caplog.clear()
+    models.use_transformers(model)(ids)
+    assert not caplog.messages
 
 
 def test_overloads_of_an_op_share_their_first_call(logging_at, caplog):

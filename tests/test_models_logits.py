@@ -1,5 +1,8 @@
 """Patched models compute the logits of upstream transformers."""
 
+import copy
+from collections import defaultdict
+
 import pytest
 import torch
 from model_harness import (
@@ -15,9 +18,20 @@ from model_harness import (
     furthest,
     left_padded,
     no_grad_and_one_thread,  # noqa: F401
+    paged_cache,
     upstream_and_patched,
 )
-from tiny import ALL_KINDS, KINDS, PUBLISHED_V4, V4_LAYERS, clear_case, tiny_model, token_ids
+from tiny import (
+    ALL_KINDS,
+    KINDS,
+    PUBLISHED_V4,
+    V4_LAYERS,
+    ClosestCall,
+    clear_case,
+    representatives,
+    tiny_model,
+    token_ids,
+)
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from custom_pypto import models
@@ -68,6 +82,44 @@ def test_logits_equal_upstream_transformers_at_the_published_dims(chunks):
 def test_logits_equal_upstream_transformers_however_many_keys_are_selected(kind, index_topk):
     found = furthest(*upstream_and_patched(kind, index_topk=index_topk), (66, 1, 3))
     assert found <= TOLERANCES[kind]
+
+
+ONE_LAYER = defaultdict(lambda: dict(num_hidden_layers=1)) | {
+    "deepseek_v4": dict(
+        num_hidden_layers=1,
+        layer_types=["compressed_sparse_attention"],
+        mlp_layer_types=["hash_moe"],
+    ),
+    "glm5_next": dict(
+        num_hidden_layers=1,
+        layer_types=["indexed_attention"],
+        indexer_types=["full"],
+        mlp_layer_types=["dense"],
+    ),
+    "hy_v4_vl": dict(num_hidden_layers=1, indexer_types=["full"]),
+    "mistral_large4": dict(
+        num_hidden_layers=1, indexer_types=["full"], no_rope_layers=[1], kv_source_layers=[0]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", representatives(ALL_KINDS))
+def test_logits_equal_upstream_transformers_beyond_4096_keys_in_chunks(kind):
+    """Of one layer: a close call, which some thousand tokens always have, moves the logits of its
+    own token alone."""
+    changes = ONE_LAYER[kind] | dict(max_position_embeddings=8192)
+    upstream, patched = upstream_and_patched(kind, **changes)
+    chunks = [700] * 6 + [1, 3]
+    tokens = sum(chunks)
+    ids, mask, positions = left_padded([0], tokens)
+    with ClosestCall() as calls:
+        cache = DynamicCache(config=upstream.config)
+        want = feed(upstream, cache, ids, mask, positions, chunks)[0]
+    got = feed(patched, paged_cache(patched, 1, tokens), ids, mask, positions, chunks)[0]
+    # one choice of each token, by its indexer
+    clear = torch.cat([gaps.flatten() for gaps in calls.gaps]) > 1e-4
+    assert clear.shape == (tokens,) and clear.sum() > 0.99 * tokens
+    assert_close(got[clear], want[clear], kind)
 
 
 def of_one_type(layer_type):
@@ -270,3 +322,22 @@ def test_bf16_of_deepseek_v4_is_as_close_to_float32_as_upstream_bf16():
         for model in (upstream, patched)
     )
     assert ours <= 1.2**2 * theirs
+
+
+EVERY_EXPERT = {
+    "deepseek_v4": dict(num_experts_per_tok=4),
+    "hy_v4": dict(num_experts_per_tok=8, topk_group=2),
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in EVERY_EXPERT if kind in ALL_KINDS])
+def test_bf16_made_from_a_config_is_as_close_to_float32_as_upstream_bf16(kind):
+    # from transformers 5.24 on such a model has norms and sinks in float32; nothing is a choice
+    config = tiny_model(kind, index_topk=64, **EVERY_EXPERT[kind]).config
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    ids = token_ids(8, 60)
+    want = copy.deepcopy(model).float()(ids, use_cache=False).logits
+    theirs = (model(ids, use_cache=False).logits - want).pow(2).mean()
+    patched = models.use_custom_pypto(model)
+    ours = (patched(ids, use_cache=False).logits - want).pow(2).mean()
+    assert 0 < ours <= 1.2**2 * theirs

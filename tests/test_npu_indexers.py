@@ -115,6 +115,18 @@ def test_selects_what_the_reference_selects_at_real_sizes(
         assert_same_selection(got, x)
 
 
+@pytest.mark.parametrize("integers", [False, True], ids=["random", "ties"])
+@pytest.mark.parametrize("keys", [131_073, 262_144, 2**20])
+def test_selects_what_the_reference_selects_beyond_128k_keys(keys, integers):
+    sizes = dict(heads=2, dim=16, block_size=128, sparse_count=2048, integers=integers)
+    for op, dtype in [(INDEXER, torch.bfloat16), (QUANT_INDEXER, torch.float32)]:
+        x = inputs_of(op, [2], [keys], **sizes, dtype=dtype)
+        got = select(op, x)
+        assert_same_selection(got, x)
+        if integers:
+            assert torch.equal(got, getattr(reference, op)(**x))
+
+
 @settings(max_examples=100)
 @given(SEQUENCES, st.sampled_from(LAYOUTS), st.sampled_from([0, 3]), st.sampled_from([2, 8, 16]))
 @each_op

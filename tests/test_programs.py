@@ -76,6 +76,38 @@ def test_generated_code_passes_the_checks_too(op, generated):
         check_by_its_rule(op, x)
 
 
+BEYOND = [
+    # from 131,073 keys on, candidates of 2048 a chunk are merged twice
+    pytest.param([131_073, 150_000], 2048, id="131073"),
+    pytest.param([262_144], 4096, id="262144", marks=pytest.mark.slow),  # merged three times
+    pytest.param([2**20], 2048, id="1048576", marks=pytest.mark.slow),
+]
+
+
+def over_many_keys(op: str, lengths: list[int], sparse_count: int) -> dict:
+    """Block tables that name 61 blocks again and again, in other places of each chunk of 64: the
+    interpreter copies a cache for each chunk."""
+    heads = {"npu_lightning_indexer_pto": 4, "npu_quant_lightning_indexer_pto": 16}[op]
+    few = [61 * 128] * len(lengths)
+    x = PROGRAMS[op].case([1] * len(few), few, sparse_count=sparse_count, heads=heads)
+    blocks = -(-max(lengths) // 128)
+    table = x["block_table"][:, :61].repeat(1, -(-blocks // 61))[:, :blocks].contiguous()
+    return x | dict(block_table=table, actual_seq_lengths_key=torch.tensor(lengths).int())
+
+
+@pytest.mark.parametrize("lengths, sparse_count", BEYOND)
+@pytest.mark.parametrize("op", ["npu_lightning_indexer_pto", "npu_quant_lightning_indexer_pto"])
+def test_indexers_select_beyond_128k_keys(op, lengths, sparse_count, interpreted):
+    PROGRAMS[op].check(over_many_keys(op, lengths, sparse_count))
+
+
+@needs_gcc
+@pytest.mark.slow
+@pytest.mark.parametrize("op", ["npu_lightning_indexer_pto", "npu_quant_lightning_indexer_pto"])
+def test_generated_code_selects_beyond_128k_keys(op, generated):
+    PROGRAMS[op].check(over_many_keys(op, [131_073, 150_000], 2048))
+
+
 @pytest.mark.parametrize("layout", ["BSND", "TND"])
 @pytest.mark.parametrize("value", [INT_MIN, -1, 0, 10**6, INT_MAX])
 @pytest.mark.parametrize(

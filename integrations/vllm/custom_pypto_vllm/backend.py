@@ -11,7 +11,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention.sparse_mla_attention import SharedTopkIndicesBuffer
-from vllm.utils.torch_utils import is_quantized_kv_cache
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionMetadata,
@@ -136,7 +135,7 @@ class SparseAttentionImpl(SharedTopkIndicesBuffer, MLAAttentionImpl[SparseMetada
         topk_indices_buffer,
         sinks=None,
     ):
-        if is_quantized_kv_cache(kv_cache_dtype) and kv_cache_dtype != INT8:
+        if kv_cache_dtype not in SparseAttentionBackend.supported_kv_cache_dtypes:
             raise ValueError(
                 "custom_pypto_vllm: --kv-cache-dtype must be auto, the dtype of the model, or "
                 f"{INT8}, got {kv_cache_dtype}"
@@ -146,7 +145,10 @@ class SparseAttentionImpl(SharedTopkIndicesBuffer, MLAAttentionImpl[SparseMetada
         # the indexer's buffer if the layer has an indexer: speculative decoding replaces it
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
 
-    def do_kv_cache_update(self, kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale):
+    def do_kv_cache_update(
+        self, kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale=False
+    ):
+        # k_scale and skip_scale, which vLLM has since 0.33, are of caches in fp8
         if kv_cache.numel() == 0:
             return  # vLLM's profile run, before it allocates the caches
         tokens = slot_mapping.numel()

@@ -112,6 +112,14 @@ def _check_int8(vllm_config) -> None:
         _reject(f"{word} index_head_dim must be a power of two, got {size}")
 
 
+def compress_ratios(config: dict) -> list[int]:
+    """Tokens per compressed row of each layer of DeepSeek-V4, 0 for a window alone, from a
+    config.json as published or as transformers saves it."""
+    if ratios := config.get("compress_ratios"):
+        return ratios
+    return [config["compress_rates"].get(kind, 0) for kind in config["layer_types"]]
+
+
 def check_v4(vllm_config) -> None:
     """Rejects what the attention of DeepSeek-V4 does not support.
 
@@ -129,9 +137,10 @@ def check_v4(vllm_config) -> None:
         )
     if getattr(config, "vision_n_layers", 0):
         _reject("DeepSeek-V4 must be a model of text, got one with images")
-    if other := set(config.compress_ratios) - {0, 1, 4, 128}:
+    ratios = compress_ratios(config.to_dict())
+    if other := set(ratios) - {0, 1, 4, 128}:
         _reject(f"compress_ratios must be of 0, 1, 4 and 128, got {sorted(other)}")
-    _check_stages(config.compress_ratios[: config.num_hidden_layers], vllm_config.parallel_config)
+    _check_stages(ratios[: config.num_hidden_layers], vllm_config.parallel_config)
     _check_parallel(vllm_config)
     _check_count(config.index_topk)
 

@@ -15,6 +15,7 @@ from vllm.model_executor.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
+from vllm.model_executor.model_loader import weight_utils
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.models.deepseek_v4.common.rope import build_deepseek_v4_rope
 from vllm.models.deepseek_v4.cpu.cpu_sparse import _dequant_linear_weight
@@ -23,6 +24,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 import custom_pypto
 
 from .caches import paged, write_rows
+from .checks import compress_ratios
 from .compressed_rows import (
     Compressor,
     compressed_rows,
@@ -32,6 +34,14 @@ from .compressed_rows import (
 )
 
 INDEXED = 4  # tokens per row in the layers that select rows
+
+
+def new_sinks(heads: int) -> nn.Parameter:
+    """Those of a rank's heads."""
+    # churn: since vLLM 0.33 the parameter takes its part of a loaded tensor, before that the model
+    if make := getattr(weight_utils, "make_attention_sink", None):
+        return make(heads, torch.float32)
+    return nn.Parameter(torch.zeros(heads, dtype=torch.float32), False)
 
 
 class Indexer(nn.Module):
@@ -87,8 +97,8 @@ class CompressedAttention(nn.Module):
         self.prefix, self.width, self.window = prefix, config.head_dim, config.sliding_window
         self.heads, self.groups = config.num_attention_heads // ranks, config.o_groups // ranks
         self.q_lora_rank, self.o_lora_rank = config.q_lora_rank, config.o_lora_rank
-        self.eps, self.ratio = config.rms_norm_eps, config.compress_ratios[layer]
-        self.attn_sink = nn.Parameter(torch.zeros(self.heads, dtype=torch.float32), False)
+        self.eps, self.ratio = config.rms_norm_eps, compress_ratios(config.to_dict())[layer]
+        self.attn_sink = new_sinks(self.heads)
         self.fused_wqa_wkv = MergedColumnParallelLinear(
             config.hidden_size,
             [config.q_lora_rank, config.head_dim],

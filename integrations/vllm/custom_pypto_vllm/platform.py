@@ -42,3 +42,9 @@ class SparseAttentionCpuPlatform(CpuPlatform):
         cache.block_size, cache.enable_prefix_caching = block_size, prefix_caching
         scheduler.enable_chunked_prefill = chunked
         scheduler.max_num_batched_tokens = tokens
+
+    # churn: here vLLM sets the block size since 0.33; before, of hybrid models alone
+    @classmethod
+    def update_block_size_for_backend(cls, vllm_config):
+        if not is_sparse(vllm_config.model_config):
+            super().update_block_size_for_backend(vllm_config)

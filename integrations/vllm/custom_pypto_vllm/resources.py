@@ -12,7 +12,7 @@ import custom_pypto
 from custom_pypto.cache_rows import int8_index_row_bytes, int8_row_bytes
 from custom_pypto.requirements import installed_version
 
-from .checks import INT8
+from .checks import INT8, compress_ratios
 
 GIB = 2**30
 # of DeepSeek-V4: the groups of tokens that a compressed row sums, by its tokens per row
@@ -98,14 +98,6 @@ def _cache_v4(config: dict, dtype: str, space: float) -> str:
         f"{space:g} GiB in {dtype}: {token:,.0f} bytes of a token in {layers} layers, and "
         f"{request / 2**20:.3g} MiB of a request for its windows and states"
     )
-
-
-def compress_ratios(config: dict) -> list[int]:
-    """Tokens per compressed row of each layer of DeepSeek-V4, 0 for a window alone, from a
-    config.json as published or as transformers saves it."""
-    if "compress_ratios" in config:
-        return config["compress_ratios"]
-    return [config["compress_rates"].get(kind, 0) for kind in config["layer_types"]]
 
 
 def _size(count: int) -> str:

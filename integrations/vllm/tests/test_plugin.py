@@ -1,5 +1,6 @@
 """How the plugin starts, and what it corrects of vLLM."""
 
+import inspect
 import subprocess
 import sys
 
@@ -57,6 +58,40 @@ def test_another_version_of_vllm_is_rejected_with_both_versions():
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode != 0
     assert "vLLM must be 0.31.0 or 0.32.0, the tested versions, got 0.33.1" in run.stderr
+
+
+def test_the_platform_is_this_ones_without_amx_and_vllms_with_it():
+    """Of a platform plugin that fails, vLLM only logs it."""
+    code = "from vllm.platforms import current_platform; print(type(current_platform).__name__)"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    wanted = "Cpu" if torch.cpu._is_amx_tile_supported() else "SparseAttentionCpu"
+    assert run.stdout.splitlines()[-1] == f"{wanted}Platform"
+
+
+def test_vllm_has_no_sleep_mode_on_cpus():
+    """Fails when it has one: then caches and absorbed weights need a test of sleep and wake."""
+    from vllm.platforms import current_platform
+
+    assert not current_platform.is_sleep_mode_available()
+
+
+def test_the_cache_is_written_with_what_vllm_passes():
+    from custom_pypto_vllm.backend import SparseAttentionImpl
+    from vllm.v1.attention.backend import MLAAttentionImpl
+
+    theirs, ours = (
+        inspect.signature(cls.do_kv_cache_update).parameters
+        for cls in (MLAAttentionImpl, SparseAttentionImpl)
+    )
+    assert len(theirs) <= len(ours)
+    inspect.signature(SparseAttentionImpl.do_kv_cache_update).bind(*theirs)
+
+
+def test_sinks_start_in_float32_for_the_heads_of_a_rank():
+    from custom_pypto_vllm.compressed_attention import new_sinks
+
+    sinks = new_sinks(3)
+    assert sinks.shape == (3,) and sinks.dtype == torch.float32 and not sinks.requires_grad
 
 
 def test_unknown_constructor_arguments_are_rejected():
