@@ -117,9 +117,9 @@ def measure(
 
 
 def defaults() -> list[Model]:
-    """The default configuration of each architecture that the installed transformers has."""
+    """The default configuration of each of ``NAMES`` that the installed transformers has."""
     found = []
-    for architecture in filter(set(available()).__contains__, ARCHITECTURES):
+    for architecture in (name for name in ARCHITECTURES if name in NAMES and name in available()):
         config = getattr(transformers, architecture).config_class()
         config.architectures = [architecture]
         name, published = NAMES[architecture]

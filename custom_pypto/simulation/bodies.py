@@ -27,7 +27,7 @@ LIBRARY_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared")
 # PyPTO's macros for Atlas A2/A3; the sanitizer's calls, which the library implements, report every
 # load and store of the scalar unit
 BODY_FLAGS = (
-    *("-std=c++17", "-O1", "-fPIC", "-w", "-DSUPPORT_TILE_TENSOR", "-D__DAV_V220", "-DMEMORY_BASE"),
+    *("-std=c++17", "-O0", "-fPIC", "-w", "-DSUPPORT_TILE_TENSOR", "-D__DAV_V220", "-DMEMORY_BASE"),
     *("-fsanitize=kernel-address", "--param", "asan-instrumentation-with-call-threshold=0"),
     *("--param", "asan-stack=0", "--param", "asan-globals=0"),
 )
