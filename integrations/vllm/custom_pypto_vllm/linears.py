@@ -2,12 +2,14 @@
 
 import torch
 from torch import Tensor
+from vllm.model_executor.kernels import linear
 from vllm.model_executor.kernels.linear import (
     CPUWNA16LinearKernel,
     Fp8BlockScaledMMLinearKernel,
     MPLinearKernel,
 )
 from vllm.model_executor.utils import replace_parameter
+from vllm.platforms.interface import PlatformEnum
 from vllm.scalar_type import scalar_types
 
 import custom_pypto
@@ -88,6 +90,12 @@ class BlockFp8Linear(Fp8BlockScaledMMLinearKernel):
 
     @classmethod
     def can_implement(cls, config):
+        if config.input_dtype != torch.float32 and any(
+            kernel.is_supported()[0] and kernel.can_implement(config)[0]
+            for kernel in linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU]
+            if kernel is not cls
+        ):
+            return False, "vLLM's own kernel, for CPUs with AMX, can"
         block = config.weight_quant_key.scale.group_shape
         return block.row == block.col and block.row % 32 == 0, "the blocks are not square"
 

@@ -86,8 +86,8 @@ def register() -> None:
     register_quantization_config("fp8")(Fp8)
     register_quantization_config("deepseek_v4_fp8")(V4Fp8)
     # churn: the lists of vllm/model_executor/kernels/linear, whose register_linear_kernel has
-    # none for blocks of fp8 and appends behind a kernel that takes what it cannot compute
-    linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].append(BlockFp8Linear)
+    # none for blocks of fp8 and appends behind kernels that take what they cannot compute
+    linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, BlockFp8Linear)
     packed = linear._POSSIBLE_KERNELS[PlatformEnum.CPU]
     packed.insert(packed.index(linear.CPUWNA16LinearKernel), PackedLinear)
     if not VLLM_HAS_INT4:
