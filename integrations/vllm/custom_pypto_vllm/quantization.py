@@ -28,13 +28,16 @@ class OwnExperts:
     def get_quant_method(self, layer, prefix):
         if not isinstance(layer, RoutedExperts):
             return super().get_quant_method(layer, prefix)
+        got, experts = self.own_experts(layer, prefix)
+        # churn: vLLM chooses its kernels for CPUs with AMX, which take no float32, in float32 too
+        if experts is not None and layer.moe_config.in_dtype == torch.float32:
+            return experts
         try:  # churn: without a kernel, the method's constructor raises, or sets None
             method = super().get_quant_method(layer, prefix)
             if getattr(method, "experts_cls", method) is not None:
                 return method
         except NotImplementedError:
             pass
-        got, experts = self.own_experts(layer, prefix)
         if experts is None or not are_plain(layer):
             raise ValueError(
                 "custom_pypto_vllm: on a CPU for which vLLM has no kernel of its own, experts must "
