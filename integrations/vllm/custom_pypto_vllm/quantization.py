@@ -2,7 +2,7 @@
 
 import torch
 from vllm.model_executor.kernels import linear
-from vllm.model_executor.layers.fused_moe import RoutedExperts
+from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
@@ -28,17 +28,19 @@ class OwnExperts:
     def get_quant_method(self, layer, prefix):
         if not isinstance(layer, RoutedExperts):
             return super().get_quant_method(layer, prefix)
-        got, experts = self.own_experts(layer, prefix)
-        # churn: vLLM chooses its kernels for CPUs with AMX, which take no float32, in float32 too
-        if experts is not None and layer.moe_config.in_dtype == torch.float32:
-            return experts
         try:  # churn: without a kernel, the method's constructor raises, or sets None
             method = super().get_quant_method(layer, prefix)
-            if getattr(method, "experts_cls", method) is not None:
-                return method
+            method = method if getattr(method, "experts_cls", method) is not None else None
         except NotImplementedError:
-            pass
+            method = None
+        # churn: vLLM chooses its kernels for CPUs with AMX, which take no float32, for float32 too
+        in_float32 = layer.moe_config.in_dtype == torch.float32
+        if method is not None and not in_float32 or isinstance(method, UnquantizedFusedMoEMethod):
+            return method
+        got, experts = self.own_experts(layer, prefix)
         if experts is None or not are_plain(layer):
+            if method is not None:
+                return method
             raise ValueError(
                 "custom_pypto_vllm: on a CPU for which vLLM has no kernel of its own, experts must "
                 "be gated by SiLU without bias, and be int8 with a scale per row, int4 with a "
