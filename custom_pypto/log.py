@@ -11,6 +11,8 @@ import json
 import logging
 import os
 import shlex
+import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -138,7 +140,10 @@ def _report(op: str, arguments: dict, error: Exception) -> None:
         logger.error(f"{text}\n  inputs not written: {type(reason).__name__}: {reason}")
         return
     device = _device(arguments.values())
-    reproducer = f"custom-pypto replay {shlex.quote(path)} --device {device}"
+    command = "custom-pypto"
+    if shutil.which(command) is None:  # in an environment that is not activated
+        command = f"{shlex.quote(sys.executable)} -m custom_pypto_command"
+    reproducer = f"{command} replay {shlex.quote(path)} --device {device}"
     logger.error(f"{text}\n  inputs in {path}\n  reproduce: {reproducer}")
 
 

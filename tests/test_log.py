@@ -223,7 +223,9 @@ def test_level_3_writes_the_inputs_of_a_failing_call(logging_at, caplog, tmp_pat
 def test_the_reproducer_repeats_the_failure(logging_at, caplog, capsys):
     logging_at(3)
     message = fail()
-    reproducer = re.search(r"reproduce: custom-pypto (.*)$", caplog.messages[-1])[1]
+    # by its Python where the command is not on PATH
+    command = r"reproduce: (?:custom-pypto|\S+ -m custom_pypto_command) (.*)$"
+    reproducer = re.search(command, caplog.messages[-1])[1]
     assert main(reproducer.split()) == 1
     out = capsys.readouterr().out
     assert f"then: {message}\nnow:  {message}\n" in out
