@@ -21,7 +21,7 @@ from transformers import AutoConfig
 
 from custom_pypto import models
 from custom_pypto.models import quantized_weights
-from custom_pypto.models.architectures import ARCHITECTURES, available
+from custom_pypto.models.architectures import available
 from custom_pypto.models.checkpoint import first_layers
 from custom_pypto.models.loading import dtypes_of
 from custom_pypto.models.patched import text_model
@@ -119,7 +119,7 @@ def measure(
 def defaults() -> list[Model]:
     """The default configuration of each of ``NAMES`` that the installed transformers has."""
     found = []
-    for architecture in (name for name in ARCHITECTURES if name in NAMES and name in available()):
+    for architecture in filter(NAMES.__contains__, available()):
         config = getattr(transformers, architecture).config_class()
         config.architectures = [architecture]
         name, published = NAMES[architecture]

@@ -53,7 +53,7 @@ def prepare_forward(model, args: tuple, kwargs: dict):
         if step is None:
             return None
         kwargs["use_cache"] = False
-        return (), kwargs | arguments(model, positions, step, step.store.real)
+        return (), kwargs | arguments(model, attention, positions, step, step.store.real)
     if cache is None:
         if is_transformed() or masks.is_packed(model, kwargs):
             return None
@@ -90,7 +90,7 @@ def prepare_forward(model, args: tuple, kwargs: dict):
     if attention.counts_columns:
         masks.check_pauses(real, cache.sequences)
     step = cache.place(batch, tokens, real, kwargs.get("position_ids"))
-    return (), kwargs | arguments(model, positions, step, step.valid)
+    return (), kwargs | arguments(model, attention, positions, step, step.valid)
 
 
 def rename_cache(caller: str, kwargs: dict) -> None:
@@ -111,13 +111,12 @@ def rename_cache(caller: str, kwargs: dict) -> None:
         kwargs[CACHE] = given[0]
 
 
-def arguments(model, given: Tensor | None, step: Step, real: Tensor) -> dict:
+def arguments(model, attention: nn.Module, given: Tensor | None, step: Step, real: Tensor) -> dict:
     """What the layers get: the step in place of the masks, and positions, those ``given`` by the
     caller or those of the step."""
     in_place_of_masks = dict.fromkeys(["indexed_attention", *model.config.layer_types], step)
     if "linear_attention" in in_place_of_masks:
         in_place_of_masks["linear_attention"] = real
-    attention = next(iter(patched_attentions(model).values()))
     positions = step.position_ids if given is None or not attention.rotates_by_axes else given
     if attention.counts_positions:
         if problem := masks.problem_of_positions(given, step.positions, real):

@@ -157,8 +157,9 @@ def step_of(
     try:
         device = device_of(model, by_layer)
         problem = obstacle(model, by_layer, device, kwargs, batch, tokens)
-        for i, attention in () if problem else by_layer.items():
-            attention.check(attention, i)
+        if not problem:
+            for i, attention in by_layer.items():
+                attention.check(attention, i)
     except (TypeError, ValueError) as error:
         if option == "ops":
             raise

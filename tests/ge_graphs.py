@@ -38,10 +38,6 @@ def overload(op: str) -> torch._ops.OpOverload:
     return getattr(getattr(torch.ops.custom_pypto, packet), name or "default")
 
 
-def constructor(op: str) -> str:
-    return op.removeprefix("npu_").replace(".", "_")
-
-
 def not_default(op: str) -> dict:
     packet, _, name = op.partition(".")
     return cases.not_default(packet) | (dict.fromkeys(OPS[packet].omitted, True) if name else {})

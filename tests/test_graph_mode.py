@@ -15,7 +15,6 @@ from cases.npu_sparse_flash_attention_pto import on_npu as attend
 from ge_graphs import (
     OVERLOADS,
     check,
-    constructor,
     not_default,
     one_graph,
     outputs,
@@ -45,10 +44,10 @@ TAKEN = {
     "quant_index_update_pto-sizes",
     "sparse_lightning_indexer_grad_kl_loss_pto-packed",
 }
-CALLS = [(f"{constructor(op)}-not-default", op, [not_default(op)], True) for op in OVERLOADS]
+CALLS = [(f"{op}-not-default", op, [not_default(op)], True) for op in OVERLOADS]
 for op in OPS:
     for name, calls in cases.of(op).graph_calls().items():
-        id = f"{constructor(op)}-{name}"
+        id = f"{op}-{name}"
         CALLS.append((id, of_overload(op, calls), calls, id in TAKEN))
 CALLS = [
     pytest.param(op, calls, id=id, marks=[] if taken else pytest.mark.slow)

@@ -6,17 +6,17 @@ from collections import Counter
 
 import ge_graphs
 import pytest
-from ge_graphs import OVERLOADS, check, not_default, split
+from ge_graphs import OVERLOADS, check, not_default, overload, split
 
-from custom_pypto.descriptions import ge_type
+from custom_pypto.descriptions import OPS, ge_type
 from custom_pypto.graph import prototypes
 
 pytestmark = pytest.mark.ascend_host
 
 
 def attributes_of(op: str) -> dict[str, prototypes.Attribute]:
-    named = {prototype.name: prototype for prototype in prototypes.prototypes()}
-    return {a.name: a for a in named[op.replace(".", "_")].attributes}
+    description = OPS[op.partition(".")[0]]
+    return {a.name: a for a in prototypes.prototype(overload(op)._schema, description).attributes}
 
 
 # their default is the only value that an NPU takes, or that a call with every input has

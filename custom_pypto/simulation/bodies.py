@@ -25,7 +25,7 @@ HEADERS = ("tilefwk", "tileop")  # of INCLUDE
 
 LIBRARY_FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared")
 # PyPTO's macros for Atlas A2/A3; the sanitizer's calls, which the library implements, report every
-# load and store of the scalar unit
+# load and store of the scalar unit; not optimized, as that takes longer than a body runs
 BODY_FLAGS = (
     *("-std=c++17", "-O0", "-fPIC", "-w", "-DSUPPORT_TILE_TENSOR", "-D__DAV_V220", "-DMEMORY_BASE"),
     *("-fsanitize=kernel-address", "--param", "asan-instrumentation-with-call-threshold=0"),
