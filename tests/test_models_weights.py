@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from loading_harness import LOADED_KINDS, edit_json, edit_tensor, saved_checkpoint  # noqa: F401
-from memory import in_a_process, peak_of
+from memory import PAGES, in_a_process, peak_of
 from published import V4, published, save_sparse, true_weights, write_published
 from safetensors.torch import load_file
 from tiny import tiny_config, tiny_model, token_ids
@@ -211,7 +211,8 @@ def test_loading_takes_no_more_than_the_model_and_one_shard(weights, tmp_path):
     path = published(tmp_path / "large", **sizes)
     peak, size, plain = in_a_process(peak_of_loading, small, path, weights)
     shard = max(file.stat().st_size for file in path.glob("*.safetensors"))
-    assert 0.9 * size < peak <= size + shard, f"{peak / 1e6} MB, {size / 1e6} + {shard / 1e6}"
+    most = size + shard + PAGES
+    assert 0.9 * size < peak <= most < plain, f"{peak / 1e6} MB, {size / 1e6} + {shard / 1e6}"
     assert size <= 0.6 * plain
 
 
