@@ -63,10 +63,8 @@ def test_a_compiled_call_is_captured(simulator, pypto, monkeypatch):
 # ---- memory --------------------------------------------------------------------------------------
 
 
-OF_A_PHASE = [pytest.param(phase, marks=pytest.mark.slow) for phase in ("GetWorkspaceSize", "")]
-
-
-@pytest.mark.parametrize("fails", [None, *OF_A_PHASE])
+@pytest.mark.slow
+@pytest.mark.parametrize("fails", [None, "GetWorkspaceSize", ""])
 def test_ten_thousand_calls_leave_nothing(fails, simulator):
     x = on_npu(CALLS["npu_quant_rows_pto"]())
 

@@ -41,6 +41,10 @@ def test_a_program_runs_as_it_would_alone(tmp_path):
     assert done.returncode == 5, done.stderr
     assert done.stdout == f"{[str(program), '--flag', 'x']} [3, 3]\n"
     assert "npu is a host simulator of CANN" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_module_runs_as_it_would_alone():
     module = simulator("-m", "json.tool", "--help")
     assert module.returncode == 0 and "usage" in module.stdout, module.stderr
 

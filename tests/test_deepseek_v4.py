@@ -80,6 +80,7 @@ def peak_of_prefill(tokens):
     return peak_of(lambda: patched(ids, logits_to_keep=1))
 
 
+@pytest.mark.slow
 def test_the_memory_of_a_prefill_is_linear_in_its_tokens():
     short, long = (in_a_process(peak_of_prefill, tokens) for tokens in (4096, 16384))
     # a mask [S, S / 4], in bytes, would add 50 MB; the scores of an indexer 128 times as much.

@@ -166,7 +166,8 @@ def eager():
     return decode(lookup_model(), cache, LOOKUP()[0].npu(), FIRST, LAST), cache
 
 
-@pytest.mark.parametrize("mode", FIRST_MODE)
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
 def test_decode_is_one_graph_for_all_positions_and_answers_as_eager(mode):
     ids, labels = LOOKUP()
     step = torch.compile(

@@ -59,7 +59,7 @@ def test_backward_through_the_scores(id, dtype, interpreted):
 
 
 @needs_gcc
-@pytest.mark.parametrize("id, dtype", rows("ragged-and-empty"))
+@pytest.mark.parametrize("id, dtype", rows())
 def test_generated_code_of_a_backward_through_the_scores(id, dtype, generated):
     check_training(index_case(**INDEXER[id], dtype=dtype))
 

@@ -175,9 +175,7 @@ def test_calls_of_a_class_of_sizes_share_a_kernel():
 @pytest.mark.parametrize(
     "op",
     [
-        pytest.param(
-            op, marks=[] if op.endswith(("indexer_pto", "attention_pto")) else [pytest.mark.slow]
-        )
+        pytest.param(op, marks=[] if op == "npu_sparse_flash_attention_pto" else [pytest.mark.slow])
         for op in CALLS
         if not op.endswith(ON_HOST)
     ],
@@ -229,7 +227,7 @@ def test_the_task_graph_orders_cache_writes_before_reads(tokens):
     assert writes and reads and max(writes) < min(reads)
 
 
-@pytest.mark.parametrize("S1", [1, 3])
+@pytest.mark.parametrize("S1", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("length", [300, pytest.param(9000, marks=pytest.mark.slow)])
 def test_every_attention_waits_for_its_own_selection(length, S1):
     """An edge that is missing would be a race, which the interpreter does not have."""

@@ -270,6 +270,7 @@ def test_adapters_train_beside_the_indexers():
     assert_near({name.removeprefix(prefix): x for name, x in got.items()}, want)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_trains_alike():
     model, batch = learning(num_hidden_layers=2), whole()
     output = model(**batch)

@@ -26,7 +26,8 @@ def steps(model, batches) -> list:
     return found
 
 
-@pytest.mark.parametrize("loss", [pytest.param(None, marks=pytest.mark.slow), "sparse"])
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", [None, "sparse"])
 def test_three_steps_on_the_programs_are_as_near_to_float32_as_on_the_cpu(loss):
     """All visible keys are selected and no layer routes: rounding changes no choice."""
     sizes = dict(num_hidden_layers=2, first_k_dense_replace=2, index_head_dim=128, index_topk=64)

@@ -169,24 +169,24 @@ PROGRAMS |= by_its_rule(
     "npu_sparse_flash_attention_grad_pto",
     gradient_case,
     GRADIENT,
-    ["packed-keys", "sinks-of-5-heads"],
+    ["packed-keys"],
 )
 PROGRAMS |= by_its_rule(
     "npu_lightning_indexer_grad_pto",
     index_gradient_case,
     INDEX_GRADIENT,
-    ["packed-keys", "5-heads"],
+    ["5-heads"],
 )
 PROGRAMS |= by_its_rule(
     "npu_sparse_lightning_indexer_grad_kl_loss_pto",
     index_loss_case,
     INDEX_LOSS,
-    ["by-sequence", "5-heads"],
+    ["by-sequence"],
 )
 for op, case in (
     ("npu_dense_lightning_indexer_grad_kl_loss_pto", dense_loss_case),
     ("npu_dense_lightning_indexer_softmax_lse_pto", statistics_case),
 ):
-    PROGRAMS |= by_its_rule(op, case, DENSE_LOSS, ["every-key"], LAYOUTS)
+    PROGRAMS |= by_its_rule(op, case, DENSE_LOSS, ["ragged-and-empty"], LAYOUTS)
 # ops without calls of their own make those of `verify`
 VERIFIED = [op for op in OPS if op not in PROGRAMS]
