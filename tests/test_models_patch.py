@@ -20,7 +20,16 @@ from model_harness import (
     trace,
     upstream_and_patched,
 )
-from tiny import ALL_KINDS, CLASSES, KINDS, NAMES, tiny_config, tiny_model, token_ids
+from tiny import (
+    ALL_KINDS,
+    CLASSES,
+    KINDS,
+    NAMES,
+    representatives,
+    tiny_config,
+    tiny_model,
+    token_ids,
+)
 from training_harness import assert_near
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -166,6 +175,7 @@ UNPATCHABLE = {
         ValueError,
         "index_topk must be 1 to 2048.*got 2049",
     ),
+    "float64": (lambda: tiny_model().double(), ValueError, "model must be .*got torch.float64"),
     "wrapped": (
         wrapped_forward,
         TypeError,
@@ -181,6 +191,14 @@ def test_a_model_that_cannot_be_patched_is_rejected_untouched(model, error, mess
     with pytest.raises(error, match=f"use_custom_pypto: .*{message}"):
         models.use_custom_pypto(model)
     assert {name: type(m) for name, m in model.named_modules()} == before
+
+
+@pytest.mark.parametrize("kind", representatives(KINDS))
+def test_a_patched_model_that_becomes_float64_is_named(kind):
+    model = patched_model(kind).double()
+    for call in (model, model.generate):
+        with pytest.raises(ValueError, match="PagedCache: model must be .*got torch.float64"):
+            call(token_ids(1, 4))
 
 
 def test_every_architecture_is_tested_and_named_in_the_rejection_of_others():

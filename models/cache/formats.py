@@ -23,6 +23,7 @@ from .step import Step, TokenSlice
 from .store import PagedLayer, first_rows, write
 
 Rows = dict[str, Row | None]
+COMPUTED = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of the ops
 
 
 class LatentRows:
@@ -254,6 +255,11 @@ def check_cache_dtypes(
     Raises:
         ValueError: names the argument, the supported and the given dtype.
     """
+    if text.dtype not in COMPUTED:
+        raise ValueError(
+            f"{caller}: model must be {' or '.join(map(str, COMPUTED))}, got "
+            f"{text.dtype}, which the ops do not compute in; call model.float() first"
+        )
     for name, dtype, formats in (
         ("index_dtype", index_dtype, INDEX_FORMATS),
         ("kv_dtype", kv_dtype, LATENT_FORMATS),
