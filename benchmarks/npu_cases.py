@@ -3,10 +3,8 @@
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
-from unittest import mock
 
 import torch
 from npu_dense_cases import dense_loss, dense_statistics
@@ -268,27 +266,6 @@ def fused(B: int, S1: int, S2: int, floor: float | None = None) -> Case:
     )
 
 
-def prolog(B: int, S1: int, S2: int) -> Case:
-    """The first part of the fused op alone."""
-    arguments = fused_arguments(B, S1, S2)
-    weights = sum(arguments[name].numel() for name in WEIGHTS)
-
-    def call(ops):
-        from custom_pypto.kernels import npu_sparse_attention_pto as kernels
-
-        alone = partial(kernels.Facts, prolog_only=True)
-        with mock.patch.object(kernels, "Facts", alone):
-            ops["npu_sparse_attention_pto"](**arguments)
-
-    return Case(
-        "prolog alone",
-        shape(B, S1, [S2]),
-        call,
-        bytes=2 * weights,
-        flop=2 * B * S1 * weights,
-    )
-
-
 def int8_prolog(tokens: int, floor: float | None = None) -> Case:
     def int8(*shape):
         return torch.zeros(shape, dtype=torch.int8)
@@ -379,5 +356,4 @@ def cases() -> Iterator[Case]:
     yield int8_prolog(1, floor=46)
     yield int8_prolog(8, floor=60)  # the published kernel: 54.5
     yield int8_prolog(64, floor=195)
-    yield prolog(4, 1, 8192)
     yield fused(4, 1, 8192, floor=170)

@@ -23,7 +23,6 @@ KEY_LENGTHS = (
     "actual_seq_kvlen",
     "actual_seq_klen",
 )
-PART_OF_A_PROGRAM = "prolog alone"  # a case without a public op
 
 
 @dataclass
@@ -88,8 +87,7 @@ class Call:
 
 def calls(op: str, quick: bool) -> list[Call]:
     """The cases of an op; with ``quick`` the one with the least work."""
-    found = (recorded(case) for case in npu_cases.cases() if case.op != PART_OF_A_PROGRAM)
-    found = (call for call in found if call.op == op)
+    found = (call for call in map(recorded, npu_cases.cases()) if call.op == op)
     return [min(found, key=lambda call: call.case.flop)] if quick else list(found)
 
 

@@ -22,7 +22,6 @@ FLOAT, I32 = pypto.DT_FP32, pypto.DT_INT32
 class Facts(prologs.PrologFacts):
     select: SelectorFacts
     attend: AttenderFacts
-    prolog_only: bool = False  # omits everything after the prolog, to measure the prolog alone
 
     def query_rows(self, tokens: int) -> int:
         """The rows of queries to allocate: a product may load a tile behind the last token."""
@@ -42,10 +41,7 @@ def program(a: Arguments, facts: Facts) -> None:
     for tile in loop("DSA_TILE", (tokens + M - 1) // M):
         # a tile waits for all caches and queries, and for the tile before to read ``indices``
         for _ in after_all("DSA_AFTER_ALL"):
-            if facts.prolog_only:
-                prologs.absorb(a, tile, facts.tiling)
-            else:
-                select_and_attend(a, tile, facts)
+            select_and_attend(a, tile, facts)
 
 
 def select_and_attend(a: Arguments, tile, facts: Facts) -> None:
