@@ -25,8 +25,8 @@ class Description(NamedTuple):
     """Properties of one op.
 
     Args:
-        outputs: names and dtypes of the returned tensors, which a schema does not name. An overload
-            returns the first ones.
+        outputs: names and dtypes of the returned tensors (schemas have no names for them). An
+            overload that returns fewer returns the first ones.
         dtypes: tensors whose dtypes on an NPU are other than bfloat16 and float16.
         absent: the value that stands for None in a GE attribute, which cannot hold None.
         overload: the name of the overload beside the default one.
@@ -243,8 +243,8 @@ def ge_type(name: str) -> str:
 
 
 def ge_types() -> tuple[str, ...]:
-    """The GE operators of all overloads, as torchair infers shapes for each output of a node from
-    the overload's Meta function."""
+    """One GE operator per overload: torchair asks the overload's Meta function for the shape of
+    every output of a node, so the number of outputs must match."""
     return tuple(
         ge_type(variant(op, overload))
         for op, description in OPS.items()
@@ -256,3 +256,10 @@ def spelled(dtypes: Dtypes) -> str:
     """``bfloat16, float16 or float32``."""
     *others, last = dtypes
     return f"{', '.join(others)} or {last}" if others else last
+
+
+def sparse_count_problem(count: int) -> str | None:
+    """Why the indexers, and the attentions, do not take so many selected keys."""
+    if 1 <= count <= 2048 or count in range(3072, 8193, 1024):
+        return None
+    return f"must be 1 to 2048, or 3072 to 8192 in steps of 1024, got {count}"

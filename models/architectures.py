@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
 )
 
+from custom_pypto.descriptions import sparse_count_problem
 from custom_pypto.requirements import TRANSFORMERS
 
 from .cache.layout import Pool
@@ -58,12 +59,8 @@ def check_widths(config, pools: dict[str, Pool]) -> None:
     Raises:
         ValueError: names the attribute of ``config``, what was expected and what came.
     """
-    topk = config.index_topk
-    if not (1 <= topk <= 2048 or topk in range(3072, 8193, 1024)):
-        raise ValueError(
-            "use_custom_pypto: config.index_topk must be 1 to 2048, or 3072 to 8192 in steps of "
-            f"1024, got {topk}"
-        )
+    if problem := sparse_count_problem(config.index_topk):
+        raise ValueError(f"use_custom_pypto: config.index_topk {problem}")
     names = dict.fromkeys(pool.width for pool in pools.values() if isinstance(pool.width, str))
     for layer in range(config.num_hidden_layers):
         for name in names:

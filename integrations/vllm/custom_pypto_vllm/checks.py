@@ -1,6 +1,8 @@
 """What the layer does not support, rejected when the model is built: later it would fail in the
 middle of a request, or give wrong text without an error."""
 
+from .compression import compress_ratios
+
 INT8 = "int8_per_token_head"  # vLLM's word for a cache in int8
 
 
@@ -112,14 +114,6 @@ def _check_int8(vllm_config) -> None:
         _reject(f"{word} index_head_dim must be a power of two, got {size}")
 
 
-def compress_ratios(config: dict) -> list[int]:
-    """Tokens per compressed row of each layer of DeepSeek-V4, 0 for a window alone, from a
-    config.json as published or as transformers saves it."""
-    if ratios := config.get("compress_ratios"):
-        return ratios
-    return [config["compress_rates"].get(kind, 0) for kind in config["layer_types"]]
-
-
 def check_v4(vllm_config) -> None:
     """Rejects what the attention of DeepSeek-V4 does not support.
 
@@ -187,7 +181,8 @@ def _check_parallel(vllm_config) -> None:
         if (size := getattr(parallel, name)) > 1:
             _reject(f"{name} must be 1, got {size}; use --tensor-parallel-size")
     if (size := parallel.pipeline_parallel_size) > 1 and not vllm_config.compilation_config.mode:
-        # vLLM's workers on CPUs hand over nothing then, and the engine dies of its first request
+        # without compilation vLLM's CPU workers pass no hidden states to the next stage, and the
+        # first request kills the engine
         _reject(
             f"pipeline_parallel_size must be 1 without compilation, got {size}; set "
             "VLLM_USE_BREAKABLE_CUDAGRAPH=0 without --enforce-eager and --enable-lora, or use "
@@ -196,8 +191,11 @@ def _check_parallel(vllm_config) -> None:
 
 
 def _check_count(count: int) -> None:
-    if not (1 <= count <= 2048 or count in range(3072, 8193, 1024)):
-        _reject(f"index_topk must be 1 to 2048, or 3072 to 8192 in steps of 1024, got {count}")
+    # not above: without custom_pypto, register() says what to install
+    from custom_pypto.descriptions import sparse_count_problem
+
+    if problem := sparse_count_problem(count):
+        _reject(f"index_topk {problem}")
 
 
 def _check_config(config, indexer_rope) -> None:

@@ -24,7 +24,6 @@ from vllm.utils.torch_utils import direct_register_custom_op
 import custom_pypto
 
 from .caches import paged, write_rows
-from .checks import compress_ratios
 from .compressed_rows import (
     Compressor,
     compressed_rows,
@@ -32,6 +31,7 @@ from .compressed_rows import (
     rotate,
     window_rows,
 )
+from .compression import compress_ratios
 
 INDEXED = 4  # tokens per row in the layers that select rows
 

@@ -17,7 +17,7 @@ from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from .backend import SparseAttentionBackend
 from .caches import write_rows
-from .resources import GROUPS
+from .compression import GROUPS
 
 WINDOW_BLOCK = 64
 STATE_BLOCKS = {4: 4, 128: 8}  # tokens, by r: about as many bytes as a block of compressed rows

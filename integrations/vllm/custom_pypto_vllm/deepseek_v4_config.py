@@ -2,7 +2,7 @@
 
 from vllm.transformers_utils.configs.deepseek_v4 import DeepseekV4Config
 
-from .checks import compress_ratios
+from .compression import compress_ratios
 
 
 class SavedConfig(DeepseekV4Config):

@@ -12,11 +12,10 @@ import custom_pypto
 from custom_pypto.cache_rows import int8_index_row_bytes, int8_row_bytes
 from custom_pypto.requirements import installed_version
 
-from .checks import INT8, compress_ratios
+from .checks import INT8
+from .compression import GROUPS, compress_ratios
 
 GIB = 2**30
-# of DeepSeek-V4: the groups of tokens that a compressed row sums, by its tokens per row
-GROUPS = {4: 2, 128: 1}
 DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other words
 
 
