@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 import custom_pypto
-from custom_pypto.cache_rows import SCALE_GROUP, int8_row_bytes
-from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantized
-from custom_pypto.reference.npu_quant_rows_pto import hadamard_matrix
+from custom_pypto.cache_rows import SCALE_GROUP, dequantized, hadamard_matrix, int8_row_bytes
 
 from ..absorbed import Heads, absorbed_query, of_heads
 from ..expanded import FEWEST_TOKENS, expanded_attention, is_cheaper

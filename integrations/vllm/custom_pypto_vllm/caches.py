@@ -12,8 +12,7 @@ from torch import Tensor
 from vllm.model_executor.layers.attention import MLAAttention
 
 import custom_pypto
-from custom_pypto.cache_rows import int8_index_row_bytes, int8_row_bytes
-from custom_pypto.reference.npu_quant_rows_pto import hadamard_matrix
+from custom_pypto.cache_rows import hadamard_matrix, int8_index_row_bytes, int8_row_bytes
 
 from .checks import INT8
 
