@@ -11,7 +11,7 @@ import pypto
 from ..cache_rows import SCALE_GROUP
 from . import DTYPES, Arguments, arguments, begin_task, end_task, runtime_options
 from .pypto_versions import jit, words
-from .quantizer import FLOAT, TOKENS, loaded, quantized, tiles
+from .quantizer import F32, TOKENS, loaded, quantized, tiles
 from .slots import SlotFacts, write_rows
 
 
@@ -31,7 +31,7 @@ def program(a: Arguments, facts: SlotFacts) -> None:
     width = -(-a.cache.shape[1] // 8) * 8  # whole blocks of 32 bytes
     for start, rows in tiles(a.latent.shape[0], "QUANT"):
         x = loaded(a.latent, start, rows)
-        row = pypto.tensor([TOKENS, width], FLOAT, "row")
+        row = pypto.tensor([TOKENS, width], F32, "row")
         for group in range(latent // SCALE_GROUP):
             begin_task(1 + group)
             at, valid = [0, group * SCALE_GROUP], [rows, SCALE_GROUP]
@@ -56,7 +56,7 @@ def kernel(facts: Facts) -> Callable:
         latent: pypto.Tensor([D, S], half),
         rope: pypto.Tensor([D, S], half),
         slots: pypto.Tensor([S, D], pypto.DT_INT32),
-        cache: pypto.Tensor([D, S], FLOAT),
+        cache: pypto.Tensor([D, S], F32),
     ):
         program(arguments(locals()), facts)
 

@@ -20,7 +20,7 @@ from . import (
     npu_quant_rows_pto,
     runtime_options,
 )
-from .prolog import FLOAT, PrologFacts, Tile, columns, rounded
+from .prolog import F32, PrologFacts, Tile, columns, rounded
 from .pypto_versions import after_all, behind, jit, product_tile
 from .tiling import PrologTiling
 
@@ -51,7 +51,7 @@ class IndexTile(Tile):
         a, rows, D = self.a, self.tiling.rows, self.a.q_index.shape[2]
         q, heads = self.up(latent, a.wq_b, D, h, self.tiling.index_n, I32)
         pypto.set_vec_tile_shapes(rows, heads * D)
-        q = pypto.mul(pypto.cast(q, FLOAT), self.view(a.q_norm_scale, 0, 1))
+        q = pypto.mul(pypto.cast(q, F32), self.view(a.q_norm_scale, 0, 1))
         q = pypto.mul(q, pypto.view(a.wq_b_scale, [1, heads * D], [0, h * D]))
         q = rounded(q, self.dtype)
         pypto.set_vec_tile_shapes(rows, heads, D)
@@ -109,12 +109,12 @@ def kernel(facts: Facts) -> Callable:
     dtype, angle_dtype, latent = (DTYPES[name] for name in dtypes)
 
     @jit(runtime_options=runtime_options("idx_k_cache_index", ready_on_host=facts.ready_on_host))
-    def npu_lightning_indexer_prolog_pto(
+    def lightning_indexer_prolog(
         token_x: pypto.Tensor(rows, dtype),
         q_norm: pypto.Tensor(rows, latent),
-        q_norm_scale: pypto.Tensor(rows, FLOAT),
+        q_norm_scale: pypto.Tensor(rows, F32),
         wq_b: pypto.Tensor(matrix, latent),
-        wq_b_scale: pypto.Tensor(matrix, FLOAT),
+        wq_b_scale: pypto.Tensor(matrix, F32),
         wk: pypto.Tensor(matrix, dtype),
         weights_proj: pypto.Tensor(matrix, dtype),
         ln_gamma_k: pypto.Tensor(matrix, dtype),
@@ -134,4 +134,4 @@ def kernel(facts: Facts) -> Callable:
     ):
         program(arguments(locals(), facts.absent), facts)
 
-    return npu_lightning_indexer_prolog_pto
+    return lightning_indexer_prolog

@@ -285,7 +285,7 @@ def kernel(facts: Facts) -> Callable:
     dtype, weights_dtype = DTYPES[facts.dtype], DTYPES[facts.weights_dtype]
 
     @jit(runtime_options=options(facts))
-    def npu_lightning_indexer_pto(
+    def lightning_indexer(
         query: pypto.Tensor([D, S], dtype),
         weights: pypto.Tensor([D, S], weights_dtype),
         key: pypto.Tensor([D, S], dtype),
@@ -297,4 +297,4 @@ def kernel(facts: Facts) -> Callable:
     ):
         program(arguments(locals(), () if facts.values else ("values",)), facts)
 
-    return npu_lightning_indexer_pto
+    return lightning_indexer

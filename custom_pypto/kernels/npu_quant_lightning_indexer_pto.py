@@ -93,7 +93,7 @@ def kernel(facts: Facts) -> Callable:
     weights_dtype, scale_dtype = DTYPES[facts.weights_dtype], DTYPES[facts.scale_dtype]
 
     @jit(runtime_options=indexer.options(facts))
-    def npu_quant_lightning_indexer_pto(
+    def quant_lightning_indexer(
         query: pypto.Tensor([D, S], I8),
         weights: pypto.Tensor([D, S], weights_dtype),
         query_scale: pypto.Tensor([D, S], scale_dtype),
@@ -106,4 +106,4 @@ def kernel(facts: Facts) -> Callable:
     ):
         program(arguments(locals(), ("values",)), facts)
 
-    return npu_quant_lightning_indexer_pto
+    return quant_lightning_indexer

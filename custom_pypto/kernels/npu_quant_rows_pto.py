@@ -10,7 +10,7 @@ import pypto
 
 from . import DTYPES, Arguments, arguments, begin_task, end_task, runtime_options
 from .pypto_versions import behind, jit
-from .quantizer import FLOAT, TOKENS, loaded, quantized, tiles
+from .quantizer import F32, TOKENS, loaded, quantized, tiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,7 @@ def index_rows(a: Arguments, start, rows) -> tuple:
     if a.hadamard is not None:
         width = a.x.shape[1]
         pypto.set_cube_tile_shapes([TOKENS] * 2, [width] * 2, [width] * 2)
-        x = pypto.matmul(x, a.hadamard, FLOAT)
+        x = pypto.matmul(x, a.hadamard, F32)
         pypto.set_vec_tile_shapes(TOKENS, width)
     begin_task()
     if a.hadamard is not None:

@@ -15,7 +15,7 @@ from .npu_lightning_indexer_pto import Selector, SelectorFacts, write_indices
 from .npu_sparse_flash_attention_pto import AttenderFacts, attender
 from .pypto_versions import after_all, behind, jit
 
-FLOAT, I32 = pypto.DT_FP32, pypto.DT_INT32
+F32, I32 = pypto.DT_FP32, pypto.DT_INT32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,8 +55,8 @@ def select_and_attend(a: Arguments, tile, facts: Facts) -> None:
     count = (a.sin.shape[0] - first).min(tiling.tokens)
     select = Selector(
         Arguments(
-            query=rows(a.q_index, a.q_index.shape[2]),
-            weights=rows(a.index_weights, 1),
+            query=as_rows(a.q_index, a.q_index.shape[2]),
+            weights=as_rows(a.index_weights, 1),
             key=a.index_k_cache,
             block_table=a.block_table,
         ),
@@ -70,8 +70,8 @@ def select_and_attend(a: Arguments, tile, facts: Facts) -> None:
     attend = attender(
         Arguments(
             # a view taken here: an earlier one would not wait for the products with w_uk
-            query=rows(a.q_latent, a.kv_cache.shape[1]),
-            query_rope=rows(a.q_rope, a.q_rope.shape[2]),
+            query=as_rows(a.q_latent, a.kv_cache.shape[1]),
+            query_rope=as_rows(a.q_rope, a.q_rope.shape[2]),
             key=a.kv_cache,
             key_rope=a.kr_cache,
             value=a.kv_cache,
@@ -89,7 +89,7 @@ def select_and_attend(a: Arguments, tile, facts: Facts) -> None:
         attend(first + i, sequence, visible, i)
 
 
-def rows(x, width):
+def as_rows(x, width):
     """``x`` as ``[rows, width]``."""
     count = x.shape[0] * (math.prod(x.shape[1:]) // width)
     return pypto.reshape(x, [count, width], inplace=True)
@@ -114,7 +114,7 @@ def kernel(facts: Facts) -> Callable:
     control_flow = "cache_index", "act_seqs", "block_table"
 
     @jit(runtime_options=runtime_options(*control_flow, ready_on_host=facts.ready_on_host))
-    def npu_sparse_attention_pto(
+    def sparse_attention(
         x: pypto.Tensor(rows, dtype),
         w_dq: pypto.Tensor(matrix, dtype),
         w_uq_qr: pypto.Tensor(matrix, dtype),
@@ -137,7 +137,7 @@ def kernel(facts: Facts) -> Callable:
         q_latent: pypto.Tensor(rows, dtype),
         q_rope: pypto.Tensor(heads, dtype),
         q_index: pypto.Tensor(heads, dtype),
-        index_weights: pypto.Tensor(rows, FLOAT),
+        index_weights: pypto.Tensor(rows, F32),
         act_seqs: pypto.Tensor([pypto.DYNAMIC], I32),
         block_table: pypto.Tensor([pypto.DYNAMIC, pypto.DYNAMIC], I32),
         indices: pypto.Tensor(matrix, I32),
@@ -145,4 +145,4 @@ def kernel(facts: Facts) -> Callable:
     ):
         program(arguments(locals()), facts)
 
-    return npu_sparse_attention_pto
+    return sparse_attention

@@ -30,7 +30,7 @@ from .selected_rows import KeyFacts, capacity, gather_rows, selected_rows
 from .sequences import query_tiles
 
 F32, I32 = pypto.DT_FP32, pypto.DT_INT32
-LARGEST = 3e38  # as the maximum of a token without a key it makes exp 0
+NOTHING = 3e38  # as the maximum of a token without a key it makes exp 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +126,7 @@ class Backward:
         nothing = pypto.lt(total, 1e-30)
         # exp(x - top) / total as one exponential
         top = pypto.where(
-            nothing, LARGEST, pypto.add(top, pypto.log(pypto.where(nothing, 1.0, total)))
+            nothing, NOTHING, pypto.add(top, pypto.log(pypto.where(nothing, 1.0, total)))
         )
         p = pypto.mul(pypto.exp(pypto.sub(pypto.mul(logits, scale), top)), mask)
         delta = pypto.sum(pypto.mul(p, dp), dim=-1, keepdim=True)

@@ -27,7 +27,7 @@ from .pypto_versions import assemble_side_by_side, behind
 from .slots import SlotFacts, write_rows
 from .tiling import PrologTiling, cube_tile, prolog_tiling
 
-FLOAT = pypto.DT_FP32
+F32 = pypto.DT_FP32
 INDEX_KEY_EPS = 1e-6  # LayerNorm of the index key, whatever the eps of the RMSNorms
 
 
@@ -62,7 +62,7 @@ class PrologFacts(SlotFacts):
 
 def rounded(x, dtype):
     """Float32 values that ``dtype`` holds: the reference rounds here."""
-    return pypto.cast(pypto.cast(x, dtype), FLOAT)
+    return pypto.cast(pypto.cast(x, dtype), F32)
 
 
 def mean(x):
@@ -71,16 +71,14 @@ def mean(x):
 
 def rms_norm(x, gamma, eps, dtype):
     scale = pypto.rsqrt(pypto.add(mean(pypto.mul(x, x)), eps))
-    return pypto.cast(
-        pypto.mul(rounded(pypto.mul(x, scale), dtype), pypto.cast(gamma, FLOAT)), dtype
-    )
+    return pypto.cast(pypto.mul(rounded(pypto.mul(x, scale), dtype), pypto.cast(gamma, F32)), dtype)
 
 
 def layer_norm(x, gamma, beta, eps):
     centred = pypto.sub(x, mean(x))
     scale = pypto.rsqrt(pypto.add(mean(pypto.mul(centred, centred)), eps))
-    y = pypto.mul(pypto.mul(centred, scale), pypto.cast(gamma, FLOAT))
-    return pypto.add(y, pypto.cast(beta, FLOAT))
+    y = pypto.mul(pypto.mul(centred, scale), pypto.cast(gamma, F32))
+    return pypto.add(y, pypto.cast(beta, F32))
 
 
 def rotated(first, second, sin, cos, dtype):
@@ -129,7 +127,7 @@ class Tile:
         K, N = w.shape[0] // self.tiling.split, w.shape[1]
         pypto.set_cube_tile_shapes(*cube_tile(self.tiling.tokens, K, n, columns=N))
         parts = [
-            pypto.matmul(self.view(self.a.x, k, K), pypto.view(w, [K, N], [k, 0]), FLOAT)
+            pypto.matmul(self.view(self.a.x, k, K), pypto.view(w, [K, N], [k, 0]), F32)
             for k in range(0, K * self.tiling.split, K)
         ]
         pypto.set_vec_tile_shapes(self.tiling.rows, N)
@@ -196,11 +194,11 @@ class Tile:
         D = self.a.q_index.shape[2]
         q, heads = self.up(latent, self.a.w_idx_qb, D, h, self.tiling.index_n)
         pypto.set_vec_tile_shapes(self.tiling.rows, heads, D)
-        return pypto.cast(self.by_head(q, heads), FLOAT)
+        return pypto.cast(self.by_head(q, heads), F32)
 
     def angle(self):
         pypto.set_vec_tile_shapes(self.tiling.rows, self.half)
-        return [pypto.cast(self.view(x, 0, self.half), FLOAT) for x in (self.a.sin, self.a.cos)]
+        return [pypto.cast(self.view(x, 0, self.half), F32) for x in (self.a.sin, self.a.cos)]
 
     def by_token(self, angle):
         pypto.set_vec_tile_shapes(self.tiling.rows, self.half)
@@ -215,7 +213,7 @@ class Tile:
             pypto.assemble(q, [self.start, h * (P + R)], a.q_heads)
             pypto.set_vec_tile_shapes(self.tiling.rows, heads, R)
             # the cast stays outside: inside it would pull the matmul into the task
-            q = pypto.cast(columns(self.by_head(q, heads), P, R), FLOAT)
+            q = pypto.cast(columns(self.by_head(q, heads), P, R), F32)
             begin_task()
             even, odd = interleaved_pairs(q, self.rows)
             self.store_rotated(even, odd, angle, h, a.q_rope)

@@ -16,7 +16,7 @@ from pypto.experimental import gather_in_l1
 
 from . import DTYPES, begin_task, loop
 
-FLOAT, I32 = pypto.DT_FP32, pypto.DT_INT32
+F32, I32 = pypto.DT_FP32, pypto.DT_INT32
 
 
 def _where_taken(function: Callable, **options) -> Callable:
@@ -130,7 +130,7 @@ def computed(x):
 
     0.2.0: these are written by arithmetic only; not tried on CANN 9.1.
     """
-    x = x if x.dtype == FLOAT else pypto.cast(x, FLOAT)
+    x = x if x.dtype == F32 else pypto.cast(x, F32)
     return pypto.mul(x, 1.0)
 
 
@@ -139,7 +139,7 @@ def floats(x):
 
     0.2.0: a view of a view is of the first type; not tried on CANN 9.1.
     """
-    return pypto.add(pypto.view(input=x, dtype=FLOAT), 0.0)
+    return pypto.add(pypto.view(input=x, dtype=F32), 0.0)
 
 
 def words(x):
@@ -147,7 +147,7 @@ def words(x):
 
     0.2.0: narrow rows are viewed wrongly as a type of fewer bytes; not tried on CANN 9.1.
     """
-    return pypto.clone(pypto.view(input=x, dtype=FLOAT))
+    return pypto.clone(pypto.view(input=x, dtype=F32))
 
 
 def filled(like, value: float):
@@ -182,7 +182,7 @@ def number(value):
     pypto.set_vec_tile_shapes(1, RADIX)
     total = None
     for digit, weight in (value % RADIX, 1.0), (value // RADIX, float(RADIX)):
-        row = pypto.full([1, RADIX], weight, FLOAT, valid_shape=[1, digit + 1])
+        row = pypto.full([1, RADIX], weight, F32, valid_shape=[1, digit + 1])
         row = pypto.sum(row, dim=-1, keepdim=True)
         total = row if total is None else pypto.add(total, row)
     return pypto.add(total, -1.0 - RADIX)
@@ -212,7 +212,7 @@ def places_or_minus_one(places, values, least: float):
     0.2.0: the compiler loses the second valid shape in a graph, which would mark these places; not
     tried on CANN 9.1.
     """
-    places = pypto.where(pypto.lt(values, least), -1.0, pypto.cast(places, FLOAT))
+    places = pypto.where(pypto.lt(values, least), -1.0, pypto.cast(places, F32))
     return pypto.cast(places, I32)
 
 

@@ -8,7 +8,7 @@ from . import loop
 from .pypto_versions import div, filled, rounded_to_int8
 
 TOKENS = 16  # per tile
-FLOAT = pypto.DT_FP32
+F32 = pypto.DT_FP32
 
 
 def tiles(tokens, name: str) -> Iterator[tuple]:
@@ -28,7 +28,7 @@ def loaded(x, start, rows):
 def quantized(x) -> tuple:
     """``(int8, float32 scales)`` of the rows of ``x``, ``[n, W]`` and ``[n, 1]``."""
     pypto.set_vec_tile_shapes(*x.shape)
-    x = pypto.cast(x, FLOAT)
+    x = pypto.cast(x, F32)
     largest = pypto.maximum(pypto.amax(pypto.abs(x), dim=-1, keepdim=True), 1e-4)
     steps = filled(largest, 127.0)
     return rounded_to_int8(pypto.mul(x, div(steps, largest))), div(largest, steps)

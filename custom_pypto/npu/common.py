@@ -131,7 +131,7 @@ class Limits:
         remedy = "use larger blocks or a smaller table"
         self.require(width <= 32768, "block_table.size(1)", "at most 32768", width, remedy)
         self.require(
-            keys + blocks <= 2**24 - 2**13,
+            keys + blocks <= MOST_COUNTED,
             "block_table",
             "of fewer than 16 million keys and cache blocks in total",
             f"{keys} keys and {blocks} blocks",
@@ -141,7 +141,7 @@ class Limits:
     def countable(self, argument: str, keys: int) -> None:
         """Positions pass through float32, which is exact up to 2^24."""
         remedy = "pass fewer keys, or run on the CPU"
-        self.require(keys <= 2**24 - 2**13, argument, "of at most 16 million keys", keys, remedy)
+        self.require(keys <= MOST_COUNTED, argument, "of at most 16 million keys", keys, remedy)
 
     def ready_on_host(self, *control: str) -> bool:
         """Whether the caller guarantees that lengths, tables and slots are final before the launch.
@@ -170,6 +170,8 @@ def by_head(x: Tensor, count: int) -> Tensor:
     return rows(torch.nn.functional.pad(x.reshape(-1, heads, width), (0, 0, 0, count - heads)))
 
 
+# what float32 counts exactly, up to 2^24, without the last chunk of keys, of at most 2^13
+MOST_COUNTED = 2**24 - 2**13
 NOTHING = 3e38  # as the logarithm of a sum of no exponentials: exp(x - NOTHING) is 0
 
 
@@ -181,11 +183,6 @@ def log_of_sums(largest: Tensor, total: Tensor) -> Tensor:
 def words(slots: Tensor) -> Tensor:
     """``slots`` as ``[1, words]`` int32; one of int64 is two words, the low one first."""
     return slots.contiguous().view(1, -1).view(torch.int32)
-
-
-def product_tile(dtype: torch.dtype) -> int:
-    """Rows and columns of the tiles in which the cube cores take operands: 32 bytes."""
-    return 32 if dtype == torch.int8 else 16
 
 
 def padded(matrix: Tensor, *, rows: int = 0, columns: int = 0) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .common import Limits
+from .common import MOST_COUNTED, Limits
 from .pages import counts, spans
 
 
@@ -45,7 +45,7 @@ class KeySequences:
             width, remedy = self.block_table.size(1), "use larger blocks or a smaller table"
             limits.require(width <= 8192, "block_table.size(1)", "at most 8192", width, remedy)
         limits.require(
-            self.most + self.rows <= 2**24 - 2**13,
+            self.most + self.rows <= MOST_COUNTED,
             "key",
             "of fewer than 16 million rows, the keys of a sequence in addition",
             f"{self.rows} rows and {self.most} keys",

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import Arguments, KernelCall, Limits, name, padded, product_tile, program, rows, words
+from .common import Arguments, KernelCall, Limits, name, padded, program, rows, words
 
 OP = "npu_lightning_indexer_prolog_pto"
 
@@ -18,7 +18,7 @@ def check(a: Arguments) -> None:
     limits.require(heads <= 64, "weights_proj.size(1)", "at most 64", heads)
     for argument, width, step in (
         ("token_x.size(1)", a.token_x.size(1), 16),
-        ("q_norm.size(1)", a.q_norm.size(1), product_tile(a.q_norm.dtype)),
+        ("q_norm.size(1)", a.q_norm.size(1), 32 // a.q_norm.element_size()),
     ):
         legal = width > 0 and width % step == 0
         limits.require(legal, argument, f"a positive multiple of {step}", width)

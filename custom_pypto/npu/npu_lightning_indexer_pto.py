@@ -28,9 +28,7 @@ def check_cache(limits: Limits) -> None:
     limits.paged("layout_key")
     keys = a.block_table.size(1) * a.key.size(1)
     limits.sortable(keys)
-    # positions pass through float32, exact up to 2^24
-    at_most = "of at most 16 million keys"
-    limits.require(keys <= 2**24, "block_table", at_most, keys, "use a smaller table")
+    limits.countable("block_table", keys)
 
 
 def check_query(limits: Limits) -> None:

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from .common import Arguments, KernelCall, Limits, name, product_tile, program
+from .common import MOST_COUNTED, Arguments, KernelCall, Limits, name, program
 from .npu_lightning_indexer_pto import (
     check_cache,
     check_query,
@@ -18,13 +18,13 @@ def check(a: Arguments) -> None:
     limits = Limits(OP, a)
     check_cache(limits)
     check_query(limits)
-    # else the last tile of a block is loaded from behind it
-    block_size, tile = a.key.size(1), product_tile(a.key.dtype)
-    limits.require(block_size % tile == 0, "key.size(1)", f"a multiple of {tile}", block_size)
+    # else the last tile of a block, of 32 rows, is loaded from behind it
+    block_size = a.key.size(1)
+    limits.require(block_size % 32 == 0, "key.size(1)", "a multiple of 32", block_size)
     limits.contiguous("key", "key_dequant_scale")
     # block ids pass through float32
     blocks = a.key.size(0)
-    limits.require(blocks <= 2**24 - 2**13, "key.size(0)", "at most 16 million", blocks)
+    limits.require(blocks <= MOST_COUNTED, "key.size(0)", "at most 16 million", blocks)
 
 
 def kernel_call(a: Arguments, out: Tensor) -> KernelCall | None:
