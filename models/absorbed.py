@@ -17,7 +17,7 @@ from torch import Tensor
 import custom_pypto
 
 # torch multiplies bfloat16 fast only where a CPU does
-MULTIPLIES_BF16 = torch.ops.custom_pypto.cpu_isa() in ("avx512_bf16", "amx", "amx_emulated")
+HAS_BF16 = torch.ops.custom_pypto.has_bf16()
 FEW_ROWS = 16  # for which torch copies the weight of an einsum
 
 
@@ -44,7 +44,7 @@ class Part(NamedTuple):
 @functools.cache  # once in a process
 def advise_on_bfloat16() -> None:
     """For models in bfloat16 on the CPU: says where torch multiplies it row by row."""
-    if not MULTIPLIES_BF16:
+    if not HAS_BF16:
         logging.getLogger("custom_pypto").warning(
             "use_custom_pypto: this CPU has no bfloat16 instructions, and torch.nn.Linear is "
             "several times slower in bfloat16 than in float32 on prompts; load the model with "
@@ -72,7 +72,7 @@ def of_heads(x: Tensor, weight: Tensor) -> Tensor:
     on_cpu = x.device.type == "cpu" and x.dtype == weight.dtype == torch.bfloat16
     whole = x.size(-1) % 32 == 0 and weight.size(1) % 16 == 0
     if on_cpu and whole and not wanted:
-        if not MULTIPLIES_BF16 or x.shape[:-2].numel() <= FEW_ROWS:
+        if not HAS_BF16 or x.shape[:-2].numel() <= FEW_ROWS:
             heads = torch.arange(len(weight), device=x.device).expand(x.shape[:-1])
             return custom_pypto.weight_only_linear(x, weight, experts=heads)
     return torch.einsum("...ha,hba->...hb", x, weight).contiguous()

@@ -14,9 +14,6 @@ from torch import Tensor
 
 from .absorbed import Heads
 
-# The products are float32. Tile registers absorb many times faster in bfloat16; "pypto" computes
-# the ops on the NPU programs, which is to show all that an NPU does.
-ABSORB = ("amx", "amx_emulated", "pypto")
 FEWEST_TOKENS = 64
 TOKENS = 256  # that attend at once
 HEADS = 16  # that are expanded at once
@@ -24,7 +21,7 @@ HEADS = 16  # that are expanded at once
 
 def is_cheaper(heads: Heads, indices: Tensor, keys: int) -> bool:
     """Whether expansion of ``keys`` rows takes fewer products than absorption, on this CPU."""
-    if torch.ops.custom_pypto.cpu_isa() in ABSORB or heads.sinks is not None:
+    if torch.ops.custom_pypto.absorbs() or heads.sinks is not None:
         return False
     nope, value, rope = widths(heads)
     latent, tokens = heads.weight.size(2), indices.size(1)

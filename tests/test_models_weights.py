@@ -241,7 +241,7 @@ def test_files_of_a_saved_model_are_mapped(saved, tmp_path):
 
 @pytest.mark.parametrize("fast", [False, True])
 def test_a_cpu_without_bfloat16_is_named_once(fast, saved, monkeypatch, caplog):
-    monkeypatch.setattr(absorbed, "MULTIPLIES_BF16", fast)
+    monkeypatch.setattr(absorbed, "HAS_BF16", fast)
     absorbed.advise_on_bfloat16.cache_clear()
     load(saved, None)
     models.load(saved, dtype=torch.bfloat16, weights="int8")

@@ -166,7 +166,7 @@ struct Int16Product {
   const int32_t* panels;  // [n_panels][pairs][panel_width], of two values as int16 each
   int n_panels, pairs;
   const float* scales;   // [n_panels * panel_width]
-  const float* offsets;  // likewise, or null: 0
+  const float* offsets;  // [n_panels * panel_width], or null: 0
   const int16_t* x;      // [m], rounded
   int64_t x_stride;
   const float *x_scales, *x_sums;  // [m] of them, one of x_parts each

@@ -40,7 +40,7 @@ class Backward {
     const int64_t floats = 2 * k_ * padded_ + heads_ * (width_ + latent_);  // of a token
     const int64_t chunk = chunk_of(floats), count = tokens_.size();
     std::vector<Logits> pairs(std::min(chunk, count));
-    // allocated and freed by this thread: each keeps a pool of its own
+    // One thread allocates and frees, because malloc keeps a pool per thread.
     Floats memory(pairs.size() * floats);
     for (size_t i = 0; i < pairs.size(); ++i) {
       float* at = memory.data() + i * floats;

@@ -38,8 +38,8 @@ class KeyChunks {
     const int j = stored.n++;
     next_->position[j] = position;
     reader_.locate(slot, j, stored);
-    // no kernel runs yet that could prefetch it; kernels of float never do, and rows that are
-    // unpacked at once would wait for memory
+    // Fetch it here, ahead of use: in the first chunk no kernel runs that would prefetch it, and
+    // the kernels of float never prefetch, though unpacking a row would wait for memory.
     if (count() == 0 || (!kKernelsPrefetch && !Reader::kInPlace)) reader_.fetch(stored, j);
     return stored.n == (count() ? kKeys : kFirstKeys);
   }

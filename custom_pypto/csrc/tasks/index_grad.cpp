@@ -35,7 +35,7 @@ class IndexBackward {
     const int64_t floats = source_.keys() * padded_ + 2 * heads_ * dims_ + padded_;  // of a token
     const int64_t chunk = source_.tokens(floats), count = tokens_.size();
     std::vector<Scored> scored(std::min(chunk, count));
-    // allocated and freed by this thread: each keeps a pool of its own
+    // One thread allocates and frees, because malloc keeps a pool per thread.
     Floats memory(scored.size() * floats);
     for (size_t i = 0; i < scored.size(); ++i) {
       float* at = memory.data() + i * floats;

@@ -10,9 +10,10 @@
 
 namespace custom_pypto {
 
-constexpr int64_t kTileKeys = 1024;   // of a token that reads every key it sees
-constexpr int64_t kTiledTokens = 64;  // of a chunk then, whatever the number of threads: tiles
-                                      // follow one another within a chunk
+constexpr int64_t kTileKeys = 1024;  // of a token that reads every key it sees, in tiles
+// Tokens of a chunk in tiles. Their number does not depend on that of threads, since the tiles of a
+// chunk run one after another.
+constexpr int64_t kTiledTokens = 64;
 
 // Pairs of a token, or those of one tile of its keys.
 struct Scored : Pairs {
