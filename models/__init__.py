@@ -24,7 +24,6 @@ from custom_pypto.requirements import transformers_problem
 if _problem := transformers_problem():
     raise ImportError(f"custom_pypto.models: {_problem['what']}; {_problem['remedy']}")
 
-from functools import partial  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
@@ -32,7 +31,7 @@ from transformers import GenerationConfig, PreTrainedModel  # noqa: E402
 
 from custom_pypto import hub  # noqa: E402
 
-from . import generation, quantized_weights  # noqa: E402
+from . import quantized_weights  # noqa: E402
 from .absorbed import advise_on_bfloat16  # noqa: E402
 from .architectures import attention_classes, check_widths, supported_model  # noqa: E402
 from .cache import PagedCache  # noqa: E402
@@ -40,12 +39,7 @@ from .cache.formats import check_cache_dtypes  # noqa: E402
 from .cache.layout import check_block_size  # noqa: E402
 from .checkpoint import check_shards, first_layers  # noqa: E402
 from .dequantization import dequantize, report, restore  # noqa: E402
-from .indexer_loss import (  # noqa: E402
-    Option,
-    add_indexer_loss,
-    begin_indexer_loss,
-    check_indexer_loss,
-)
+from .indexer_loss import Option, check_indexer_loss  # noqa: E402
 from .loading import (  # noqa: E402
     Reader,
     check_device,
@@ -56,16 +50,8 @@ from .loading import (  # noqa: E402
     parameters,
     resolve_dtype,
 )
-from .patched import (  # noqa: E402
-    METHODS,
-    attentions_to_patch,
-    patched_attentions,
-    remove_hooks,
-    sizes,
-    text_model,
-    upstream_class,
-)
-from .projection import change_class  # noqa: E402
+from .patch import Patch, patch_of  # noqa: E402
+from .patched import attentions_to_patch, sizes, text_model  # noqa: E402
 from .replay import record_indices, replay_indices  # noqa: E402
 from .tensor_parallel import own_device, sharing  # noqa: E402
 from .training import TRAINING  # noqa: E402
@@ -145,36 +131,15 @@ def use_custom_pypto(
     attentions = attentions_to_patch(text, upstream, paged)
     dequantized = dequantize(attentions, text.dtype)
     try:
-        for i, attention in attentions.items():
-            paged.check(attention, i)
+        paged.check(attentions)
         cache_sizes = sizes(text.config, paged.pools, attentions)
     except Exception:
         restore(attentions, dequantized)
         raise
     report(dequantized)
-    # nothing below can fail
-    dequantized = vars(text).get("custom_pypto_dequantized", []) + dequantized
-    remove_hooks(model)
-    for attention in attentions.values():
-        change_class(attention, paged)
     # the upstream path has no loss for indexers
-    text.custom_pypto_training = "ops" if indexer_loss else training
-    text.custom_pypto_indexer_loss = option
-    text.custom_pypto_told = set()
-    text.custom_pypto_cache = {"block_size": block_size, **dtypes}
-    text.custom_pypto_sizes = cache_sizes
-    text.custom_pypto_dequantized = dequantized
-    model._undo_custom_pypto = (
-        text.register_forward_pre_hook(generation.prepare_forward, with_kwargs=True),
-        text.register_forward_hook(generation.finish_forward, with_kwargs=True),
-    )
-    if indexer_loss:
-        model._undo_custom_pypto += (
-            model.register_forward_pre_hook(begin_indexer_loss, with_kwargs=True),
-            model.register_forward_hook(add_indexer_loss, with_kwargs=True, always_call=True),
-        )
-    for name in METHODS:
-        setattr(model, name, partial(getattr(generation, name.lstrip("_")), model))
+    path, cache = "ops" if indexer_loss else training, {"block_size": block_size, **dtypes}
+    Patch(path, option, cache, cache_sizes, dequantized).apply(model, attentions, paged)
     plain = not any(getattr(module, "kind", None) for module in text.modules())
     if plain and text.dtype == torch.bfloat16 and text.device.type == "cpu":
         advise_on_bfloat16()
@@ -190,15 +155,8 @@ def use_transformers(model: PreTrainedModel) -> PreTrainedModel:
         TypeError: unsupported model class.
     """
     attention_classes("use_transformers", model)
-    if hasattr(model, "_undo_custom_pypto"):
-        remove_hooks(model)
-        text = text_model(model)
-        attentions = patched_attentions(text)
-        for attention in attentions.values():
-            change_class(attention, upstream_class(attention))
-        restore(attentions, text.custom_pypto_dequantized)
-        for name in [name for name in vars(text) if name.startswith("custom_pypto_")]:
-            delattr(text, name)
+    if (patch := patch_of(model)) is not None:
+        patch.undo(model)
     return model
 
 

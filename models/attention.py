@@ -30,7 +30,8 @@ class PatchedAttention:
     int8 = False
     #: whether the layer passes its indices to the next layer
     returns_indices = False
-    #: whether rows of the cache belong to groups of tokens, which upstream counts along the batch
+    #: whether a cache row stands for a group of tokens. Upstream groups by column of the batch, so
+    #: left padding shifts the groups
     counts_groups = False
     #: whether rotations and what a token sees follow the count of a sequence's real tokens
     counts_positions = False
@@ -50,21 +51,30 @@ class PatchedAttention:
     rope: Callable
 
     @classmethod
-    def check(cls, attention: nn.Module, layer: int) -> None:
-        """Rejects an ``attention``, patched or not, with additions that the ops would bypass, or
-        under the number of another layer, whose cache rows it would write.
+    def check(cls, attentions: dict[int, nn.Module]) -> None:
+        """Rejects an attention, patched or not, with additions that the ops would bypass, or under
+        the number of another layer, whose cache rows it would write.
 
+        Args:
+            attentions: by the number of their layer.
         Raises:
             TypeError: names the layer, the addition and the remedy.
             ValueError: names both numbers.
         """
-        if attention.layer_idx != layer:
-            raise ValueError(
-                f"use_custom_pypto: the attention of layer {layer} must have layer_idx={layer}, "
-                f"got {attention.layer_idx}; number layers anew after adding or removing some "
-                "(each self_attn.layer_idx, config.num_hidden_layers and the config's lists by "
-                "layer), or call models.use_transformers(model)"
-            )
+        for layer, attention in attentions.items():
+            if attention.layer_idx != layer:
+                raise ValueError(
+                    f"use_custom_pypto: the attention of layer {layer} must have layer_idx={layer},"
+                    f" got {attention.layer_idx}; number layers anew after adding or removing some "
+                    "(each self_attn.layer_idx, config.num_hidden_layers and the config's lists by "
+                    "layer), or call models.use_transformers(model)"
+                )
+            cls.check_parts(attention, layer)
+
+    @classmethod
+    def check_parts(cls, attention: nn.Module, layer: int) -> None:
+        """Rejects modules of an ``attention`` with additions that the ops would bypass."""
+        raise NotImplementedError
 
     def forward(self, hidden_states, position_embeddings, attention_mask, **kwargs):
         if not isinstance(attention_mask, Step):

@@ -49,7 +49,7 @@ def prepare_forward(model, args: tuple, kwargs: dict):
     if attention.rotates_by_axes:
         kwargs["position_ids"] = masks.text_axis(positions)
     if cache is None and model.training:
-        step = training.step_of(model, kwargs, batch, tokens, loss)
+        step = training.step_of(model, attentions, kwargs, batch, tokens, loss)
         if step is None:
             return None
         kwargs["use_cache"] = False
@@ -63,8 +63,7 @@ def prepare_forward(model, args: tuple, kwargs: dict):
             "patched model: output_attentions must be False (the ops never form the attention "
             "matrix), got True; call models.use_transformers(model) for the upstream path"
         )
-    for i, each in attentions.items():
-        each.check(each, i)
+    attention.check(attentions)
     if dropout := dropout_of(attentions):
         raise ValueError(
             "patched model: attention_dropout must be 0 in attentions in training mode, but for "
@@ -72,7 +71,7 @@ def prepare_forward(model, args: tuple, kwargs: dict):
             f"{dropout}; call model.eval(), or model.train() and omit {CACHE}"
         )
     if cache is None:
-        spare = model.custom_pypto_cache["block_size"] if keep else 0
+        spare = model._custom_pypto.cache["block_size"] if keep else 0
         cache = own_cache(model, batch, tokens + spare)
         kwargs[CACHE] = cache if keep else None
     else:
@@ -128,7 +127,7 @@ def arguments(model, attention: nn.Module, given: Tensor | None, step: Step, rea
 @torch.compiler.disable(reason=f"pass {CACHE}=models.PagedCache(...) to a compiled forward")
 def own_cache(model, batch_size: int, max_cache_len: int) -> PagedCache:
     """Creates the cache of a forward that got none."""
-    cache = PagedCache(model, batch_size, max_cache_len, **model.custom_pypto_cache)
+    cache = PagedCache(model, batch_size, max_cache_len, **model._custom_pypto.cache)
     cache.grows = True
     return cache
 
@@ -147,7 +146,7 @@ def finish_forward(model, args: tuple, kwargs: dict, output) -> None:
     if isinstance(mask, dict) and isinstance(step := mask.get("indexed_attention"), Step):
         step.commit()
         if isinstance(step, training.TrainingStep):
-            step.report(output[0], patched_attentions(model))
+            step.report(output[0])
 
 
 def extract_generation_mode_kwargs(model, custom_generate, kwargs: dict, *args) -> dict:
@@ -173,7 +172,7 @@ def prepare_cache_for_generation(
     max_length += virtual + (generation_config.prompt_lookup_num_tokens or 0)
     cache = model_kwargs.get(CACHE)
     if cache is None and generation_config.use_cache is not False:
-        options = text_model(model).custom_pypto_cache
+        options = text_model(model)._custom_pypto.cache
         cache = PagedCache(model, rows, max_length, **options)
         model_kwargs[CACHE] = cache
         return

@@ -314,7 +314,7 @@ def add_indexer_loss(model, args: tuple, kwargs: dict, output):
         return None
     names = inspect.signature(type(model).forward).parameters
     given = dict(zip([*names][1:], args, strict=False)) | kwargs
-    coefficient = text_model(model).custom_pypto_indexer_loss.coefficient
+    coefficient = text_model(model)._custom_pypto.indexer_loss.coefficient
     return with_loss(output, total / divisor(loss, given), coefficient)
 
 

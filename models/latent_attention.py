@@ -33,8 +33,7 @@ class LatentAttention(PatchedAttention):
     slice_tokens = 2048
 
     @classmethod
-    def check(cls, attention: nn.Module, layer: int) -> None:
-        super().check(attention, layer)
+    def check_parts(cls, attention: nn.Module, layer: int) -> None:
         parts = attention._modules  # runs in every forward, and nn.Module's lookup is slow
         check_absorbed(layer, parts["kv_b_proj"])
         if (indexer := parts.get("indexer")) is not None:

@@ -44,6 +44,8 @@ def new_tokens(mask: Tensor | dict | None, sequences: Sequences, tokens: int) ->
             return None
         columns = (seen + torch.arange(tokens, device=seen.device)).clamp(max=mask.size(1) - 1)
         return mask.bool().gather(1, columns.expand(batch, -1))
+    if mask is None and not sequences.padding.size(1):
+        return None  # no cached token is known as padding, an interrupted forward's neither
     first = int(seen)
     cached, end = ~sequences.padding_of(first), first + tokens
     if mask is None:

@@ -15,13 +15,6 @@ _PARAMETERS = inspect.signature(create_masks_for_generate).parameters
 #: the name in the installed transformers, also of the field of outputs
 CACHE = next(name for name in CACHE_NAMES if name in _PARAMETERS)
 
-# of generate(), which a patched model has in place of its class's
-METHODS = (
-    "_extract_generation_mode_kwargs",
-    "_prepare_cache_for_generation",
-    "create_masks_for_generate",
-)
-
 
 def text_model(model):
     """The decoder of ``model``; of a multimodal model, its language model."""
@@ -80,14 +73,6 @@ def attentions_to_patch(text, upstream: type, paged: type) -> dict[int, nn.Modul
     return found
 
 
-def remove_hooks(model) -> None:
-    """Takes the hooks and methods of a patch from ``model``, if it has them."""
-    for hook in vars(model).pop("_undo_custom_pypto", ()):
-        hook.remove()
-    for name in METHODS:
-        vars(model).pop(name, None)
-
-
 def patched_attentions(text) -> dict[int, nn.Module]:
     """The patched attentions of a :func:`text_model`, by the number of their layer.
 
@@ -122,7 +107,7 @@ def dimensions(text, attentions: dict[int, nn.Module]) -> dict:
     return {
         # generate() changes it while it drafts with the first layers
         "num_hidden_layers": text.config.num_hidden_layers,
-        **text.custom_pypto_sizes,
+        **text._custom_pypto.sizes,
         "dtype": text.dtype,
         "device": device_of(text, {first: attention}),
         "pools": {name: pool.dtype for name, pool in attention.pools.items()},
@@ -151,8 +136,9 @@ def device_of(text, attentions: dict[int, nn.Module]) -> torch.device:
     """
     first = None
     for i, attention in attentions.items():
-        norm = attention.get_submodule(attention.first_norm)
-        device = norm.weight.device
+        norm = attention._modules[attention.first_norm]  # nn.Module's lookups are slow
+        weight = norm._parameters.get("weight")
+        device = (norm.weight if weight is None else weight).device
         if device.type == "meta":
             for module in (norm, attention, text.layers[i]):
                 if (hook := aligning_hook(module)) and hook.offload:

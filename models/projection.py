@@ -152,10 +152,12 @@ def active_adapters(projection: nn.Module) -> list[str]:
 
 def wrapped(module: nn.Module) -> bool:
     """Whether a hook or a replaced ``forward`` makes ``module`` do more than its class."""
-    if hooks_of(module):
+    state = module.__dict__  # runs for every layer in every forward, and attributes are slower
+    if state["_forward_hooks"] or state["_forward_pre_hooks"]:
         return True
-    # runs in every forward of every layer: a call less for most modules
-    return "forward" in module.__dict__ and has_other_forward(module)
+    if state["_backward_hooks"] or state["_backward_pre_hooks"]:
+        return True
+    return "forward" in state and has_other_forward(module)
 
 
 def hooks_of(module: nn.Module) -> str | None:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .cache import Step
+from .patch import patch_of
 from .patched import CACHE, patched_attentions, text_model
 
 #: for each layer with an indexer, the int32 positions ``[B, T, K]`` its T tokens attend to
@@ -87,7 +88,7 @@ def replay_indices(model: PreTrainedModel, record: Record) -> Iterator[None]:
 
 def with_indexer(caller: str, model) -> dict[int, nn.Module]:
     """The attention modules with an indexer, by layer."""
-    if not hasattr(model, "_undo_custom_pypto"):
+    if patch_of(model) is None:
         raise TypeError(
             f"{caller}: model must be patched by models.use_custom_pypto first, "
             f"got a {type(model).__name__}"

@@ -9,7 +9,8 @@ Shapes: B batch, S tokens, T = B * S.
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -19,22 +20,34 @@ from transformers.masking_utils import find_packed_sequence_indices
 from . import masks
 from .absorbed import Part
 from .cache.formats import IndexRows
+from .cache.layout import RowLayout
 from .cache.sequence import Sequences
 from .cache.step import Step, TokenSlice
 from .cache.store import PagedLayer, Store
 from .indexer_loss import IndexerLoss, LayerLoss
 from .memory import has_numbers, is_transformed
-from .patched import checkpoints, device_of, dropout_of, patched_attentions
+from .patched import checkpoints, device_of, dropout_of
 from .training_rows import REENTRANT, IndexKeysOfCall, LatentsOfCall
 
 logger = logging.getLogger("custom_pypto")
 
 TRAINING = ("auto", "ops", "upstream")
-# bytes of a layer's scores: upstream may keep so many for the backward, and trains fewer than the
-# second number without a thought, since an op saves nothing there
+# Limits on the bytes of a layer's scores. From the first on, upstream's backward needs too much
+# memory. Below the second, the ops save nothing, so upstream runs.
 UPSTREAM_SCORES, FEW_SCORES = 2**30, 2**20
 # tokens whose indices of all keys exist at once: 64 MiB for 131072 keys
 DENSE_TOKENS = 128
+
+
+class CallStore(NamedTuple):
+    """What one call of a layer attends to, in place of a cache's :class:`Store`."""
+
+    layers: dict[int, PagedLayer]  # itself, and earlier ones that share their latents
+    tables: dict[RowLayout, Tensor]  # of its own rows
+    slots: Callable[[RowLayout, Tensor, Tensor], Tensor]  # of its own rows: Store.slots
+    parts: list[Part]
+    loss: LayerLoss | None
+    hold: Callable[[PagedLayer, Tensor], None]  # StoreOfCalls.hold
 
 
 class TrainingStep(Step):
@@ -46,11 +59,10 @@ class TrainingStep(Step):
     def commit(self) -> None:
         """Nothing: no later forward continues, and recomputed layers start at the first token."""
 
-    def report(self, last_hidden_state: Tensor, attentions: dict[int, nn.Module]) -> None:
+    def report(self, last_hidden_state: Tensor) -> None:
         """The loss of the indexers, after every layer has added to it."""
         if (loss := self.store.loss) is not None:
-            learning = {i for i, attention in attentions.items() if attention.indexer is not None}
-            loss.report(last_hidden_state, self.store.real, learning)
+            loss.report(last_hidden_state, self.store.real, self.store.learning)
 
     def slices(self, size: int) -> list[TokenSlice]:
         """One: rings are long enough, and latent attention has its :class:`Part` s."""
@@ -65,6 +77,7 @@ class StoreOfCalls:
         ends: of the sequences, which are laid end to end.
         size: tokens of a part of them.
         loss: of the indexers, or None.
+        learning: layers with an indexer.
     """
 
     def __init__(
@@ -75,23 +88,25 @@ class StoreOfCalls:
         ends: list[int],
         size: int,
         loss: IndexerLoss | None,
+        learning: set[int],
     ):
-        self.config, self.real, self.loss = text.config, real, loss
+        self.config, self.real, self.loss, self.learning = text.config, real, loss, learning
         self.ends, self.size, self.parts = ends, size, parts_of(ends, size, device)
-        self.dense = text.custom_pypto_indexer_loss.kind == "dense"
-        self.block_size = text.custom_pypto_cache["block_size"]
+        self.dense = text._custom_pypto.indexer_loss.kind == "dense"
+        self.block_size = text._custom_pypto.cache["block_size"]
         autocast = torch.is_autocast_enabled(device.type)
         self.dtype = torch.get_autocast_dtype(device.type) if autocast else text.dtype
         self.device = device
-        # Checkpointed layers keep this store, and latents keep the graph of these layers: together
-        # a cycle through C++, which Python does not collect.
+        # Weak, to break a reference cycle: checkpointed layers hold this store, the store would
+        # hold latents, and latents hold the autograd graph of these layers. Python's collector
+        # cannot see the part in C++.
         #: layers with latents for others, kept by the graph of those
         self.shared: WeakValueDictionary = WeakValueDictionary()
         #: those of them that have no graph
         self.constant: list[PagedLayer] = []
 
     @torch.compiler.disable(reason="each call of a layer creates its rows")
-    def create(self, attention) -> Store:
+    def create(self, attention) -> CallStore:
         """The store of a call of this layer, and in it the layers that share their latents."""
         batch, tokens = self.real.shape
         layer = attention.layer_idx
@@ -99,7 +114,8 @@ class StoreOfCalls:
             index = IndexRows(self.config, self.dtype, self.device)
         else:
             index = IndexKeysOfCall(self.dtype, self.loss is not None, self.dense)
-        formats = {"latent": LatentsOfCall(self.dtype, attention.ranks), "index": index}
+        latent = LatentsOfCall(self.dtype, attention.ranks, attention.shares_latents)
+        formats = {"latent": latent, "index": index}
         rows = {
             name: pool.row(self.config, layer, self.dtype) for name, pool in attention.pools.items()
         }
@@ -110,20 +126,17 @@ class StoreOfCalls:
             for name, row in rows.items()
         }
         store = Store([rows], formats, batch, tokens, self.block_size, self.device)
-        own = store.layers[0]
-        store.layers, store.parts = {**self.shared, layer: own}, self.parts
-        store.loss = None
+        layers, loss = {**self.shared, layer: store.layers[0]}, None
         if self.loss is not None:
             parts, ranks = self.parts, attention.ranks
             if ranks is not None:  # each takes some
                 size = min(self.size, -(-self.ends[-1] // ranks.size()))
                 parts = parts_of(self.ends, size, self.device)
-            store.loss = LayerLoss(self.loss, layer, self.real.flatten(), parts, ranks)
-        own.shared, store.hold = attention.shares_latents, self.hold
-        if own.shared:
+            loss = LayerLoss(self.loss, layer, self.real.flatten(), parts, ranks)
+        if attention.shares_latents:
             # the first call: a repeated one comes after the layers that attend to these latents
-            self.shared.setdefault(layer, own)
-        return store
+            self.shared.setdefault(layer, layers[layer])
+        return CallStore(layers, store.tables, store.slots, self.parts, loss, self.hold)
 
     @torch.compiler.disable(reason="the graph of a layer keeps the latents to which it attends")
     def hold(self, layer: PagedLayer, output: Tensor) -> None:
@@ -136,17 +149,23 @@ class StoreOfCalls:
 
 
 def step_of(
-    model, kwargs: dict, batch: int, tokens: int, loss: IndexerLoss | None = None
+    model,
+    by_layer: dict[int, nn.Module],
+    kwargs: dict,
+    batch: int,
+    tokens: int,
+    loss: IndexerLoss | None = None,
 ) -> TrainingStep | None:
     """The step of a training forward with these arguments; None: it runs the upstream path.
 
     Args:
+        by_layer: the patched attentions.
         loss: of the indexers, if they have one.
     Raises:
         ValueError: ``training="ops"`` and an argument that the ops cannot honour.
         TypeError: ``training="ops"`` and a projection or indexer with additions that they bypass.
     """
-    option, by_layer = model.custom_pypto_training, patched_attentions(model)
+    option = model._custom_pypto.training
     if option == "upstream":
         return None
     attentions = list(by_layer.values())
@@ -158,8 +177,7 @@ def step_of(
         device = device_of(model, by_layer)
         problem = obstacle(model, by_layer, device, kwargs, batch, tokens)
         if not problem:
-            for i, attention in by_layer.items():
-                attention.check(attention, i)
+            attentions[0].check(by_layer)
     except (TypeError, ValueError) as error:
         if option == "ops":
             raise
@@ -172,7 +190,7 @@ def step_of(
             f'patched model: {problem}; call models.use_custom_pypto(model, training="auto") for '
             "the upstream path where the ops cannot run"
         )
-    if model.custom_pypto_indexer_loss.kind and loss is None and torch.is_grad_enabled():
+    if model._custom_pypto.indexer_loss.kind and loss is None and torch.is_grad_enabled():
         raise ValueError(
             "patched model: the whole model must be called for indexer_loss, got a call of "
             f"{type(model).__name__} or of a forward() that bypasses hooks; call the model that "
@@ -184,13 +202,14 @@ def step_of(
         or upstream_is_cheaper(attentions, batch, tokens, model.dtype.itemsize)
     ):
         return None
-    return place(model, attentions[0], device, batch, tokens, kwargs, loss)
+    return place(model, by_layer, device, batch, tokens, kwargs, loss)
 
 
 def tell_once(model, problem: str) -> None:
     """Logs, once for a model, why it trains on the upstream path, which takes more memory."""
-    if not torch.compiler.is_compiling() and problem not in model.custom_pypto_told:
-        model.custom_pypto_told.add(problem)
+    told = model._custom_pypto.told
+    if not torch.compiler.is_compiling() and problem not in told:
+        told.add(problem)
         logger.warning("training on the upstream path: %s", problem)
 
 
@@ -219,7 +238,7 @@ def obstacle(
         return problem
     if attention.counts_positions:
         real = torch.ones(batch, tokens, dtype=torch.bool) if mask is None else mask.bool()
-        if model.custom_pypto_training == "auto" and not real[:, 0].all():
+        if model._custom_pypto.training == "auto" and not real[:, 0].all():
             return (
                 "attention_mask must have no padding on the left, which upstream counts as tokens"
             )
@@ -229,7 +248,7 @@ def obstacle(
 
 @torch.compiler.disable(reason="the sequences of a batch are read from its mask and positions")
 def place(
-    model, attention, device: torch.device, batch: int, tokens: int, kwargs: dict, loss
+    model, by_layer: dict, device: torch.device, batch: int, tokens: int, kwargs: dict, loss
 ) -> TrainingStep:
     """The sequences of a batch, and the parts of them that latent attention takes at once."""
     mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
@@ -249,9 +268,10 @@ def place(
         starts[:, 1:] |= segment.diff(dim=1) > 0
         within = within - torch.where(starts, within, 0).cummax(1).values
     ends = [*starts.flatten().nonzero().flatten().tolist()[1:], batch * tokens]
-    dense = model.custom_pypto_indexer_loss.kind == "dense"
-    size = DENSE_TOKENS if dense else attention.slice_tokens
-    store = StoreOfCalls(model, device, real, ends, size, loss)
+    dense = model._custom_pypto.indexer_loss.kind == "dense"
+    size = DENSE_TOKENS if dense else next(iter(by_layer.values())).slice_tokens
+    learning = set() if loss is None else {i for i, each in by_layer.items() if each.indexer}
+    store = StoreOfCalls(model, device, real, ends, size, loss, learning)
     sequences = Sequences(batch, None, device)
     return TrainingStep(
         store, sequences, sequences.lengths, valid.sum(1).int(), valid, within, positions, None

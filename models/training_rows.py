@@ -28,11 +28,13 @@ class LatentsOfCall(LatentRows):
 
     Args:
         ranks: that share the heads, or None.
+        shared: later layers attend to them.
     """
 
-    def __init__(self, dtype: torch.dtype, ranks: dist.ProcessGroup | None):
+    def __init__(self, dtype: torch.dtype, ranks: dist.ProcessGroup | None, shared: bool):
         super().__init__(dtype)
-        self.ranks = ranks
+        self.ranks, self.shared = ranks, shared
+        self.has_graph = False
 
     def rows(self, declared: Rows) -> Rows:
         return declared | {"latent": None, "rope": None}
@@ -42,12 +44,12 @@ class LatentsOfCall(LatentRows):
             latent = ReadByHeads.apply(latent, self.ranks)
         layer.latent = laid_end_to_end(latent.unsqueeze(2), self.dtype)
         layer.rope = laid_end_to_end(rope, self.dtype)
-        layer.has_gradient = torch.is_grad_enabled()
+        self.has_graph = torch.is_grad_enabled()
 
     def attend(
         self, layer: PagedLayer, heads: Heads, indices: Tensor, tokens: TokenSlice
     ) -> Tensor:
-        if torch.is_grad_enabled() and not layer.has_gradient:
+        if torch.is_grad_enabled() and not self.has_graph:
             raise ValueError(f"patched model: {REENTRANT}")
         shape, indices = indices.shape[:2], indices.flatten(0, 1)
         heads = heads._replace(
@@ -66,7 +68,7 @@ class LatentsOfCall(LatentRows):
             heads.scaling,
             tokens.store.parts,
         )
-        if layer.shared:
+        if self.shared:
             tokens.store.hold(layer, output)
         if (loss := tokens.store.loss) is not None:
             output = loss.attach(output, heads, layer.latent, layer.rope, indices, statistics)

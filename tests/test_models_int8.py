@@ -318,7 +318,7 @@ def test_a_cache_that_cannot_be_is_rejected_by_name(make, call, message):
     with pytest.raises(ValueError) as error:
         models.use_custom_pypto(model, **call)
     assert str(error.value) == f"use_custom_pypto: {message}"
-    assert not hasattr(model, "_undo_custom_pypto")
+    assert not hasattr(model.model, "_custom_pypto")
     models.use_custom_pypto(model)
     with pytest.raises(ValueError) as error:
         models.PagedCache(model, 1, 64, **call)

@@ -33,7 +33,7 @@ from training_harness import (
 from custom_pypto import models
 from custom_pypto.models import deepseek_v4, indexer_loss, training
 from custom_pypto.models.latent_attention import LatentAttention
-from custom_pypto.models.patched import CACHE, text_model
+from custom_pypto.models.patched import CACHE, patched_attentions, text_model
 
 # its layers attend to the latents of others, where transformers has it
 SHARING = "mistral_large4" if "mistral_large4" in ALL_KINDS else KINDS[0]
@@ -244,7 +244,8 @@ def runs_on_the_ops(model, batch, **arguments):
     """Whether a training forward does."""
     text, tokens = text_model(model), batch["input_ids"].shape
     inputs = {name: x for name, x in batch.items() if name != "labels"}
-    return training.step_of(text, inputs | arguments, *tokens) is not None
+    attentions = patched_attentions(text)
+    return training.step_of(text, attentions, inputs | arguments, *tokens) is not None
 
 
 def published():

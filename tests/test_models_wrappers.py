@@ -125,7 +125,7 @@ def test_a_rejected_patch_leaves_the_model_as_it_was(change, already):
         models.use_custom_pypto(model, block_size=64)
     assert trace(model) == before
     if already:
-        assert model.model.custom_pypto_cache["block_size"] == 32
+        assert model.model._custom_pypto.cache["block_size"] == 32
 
 
 @pytest.mark.parametrize("change", [with_backward_hook, with_a_layer_less, with_a_layer_twice])
@@ -156,7 +156,7 @@ def test_a_model_of_fsdp2_is_patched_again_and_undone():
     model.__class__ = type(f"FSDP{plain.__name__}", (FSDPModule, plain), {})
     models.use_custom_pypto(model, block_size=32)
     models.use_transformers(model)
-    assert not hasattr(model, "_undo_custom_pypto")
+    assert not hasattr(model.model, "_custom_pypto")
     with pytest.raises(TypeError, match="model must be a .*, got .*Other"):
         model.__class__ = type("Other", (plain,), {})
         models.use_custom_pypto(model)

@@ -91,7 +91,7 @@ class PagedCache(Cache):
     ):
         check_block_size("PagedCache", block_size)
         text = text_model(model)
-        attentions, options = patched_attentions(text), text.custom_pypto_cache
+        attentions, options = patched_attentions(text), text._custom_pypto.cache
         attention = next(iter(attentions.values()))
         index_dtype = index_dtype or options["index_dtype"]
         kv_dtype = kv_dtype or options["kv_dtype"]
@@ -149,16 +149,16 @@ class PagedCache(Cache):
         if store.recurrent and is_readable(sequences.seen) and sequences.seen == 0:
             store.reset_recurrent()  # an interrupted forward may have left a state
         sequences.announce(tokens)
-        start = sequences.lengths.clone()
+        start, new = sequences.lengths.clone(), torch.arange(tokens, device=sequences.seen.device)
         if valid is None:
             valid = torch.ones(batch_size, tokens, dtype=torch.bool, device=start.device)
-            positions = start[:, None] + torch.arange(tokens, device=start.device)
+            positions = start[:, None] + new
             lengths = start + tokens
         else:
             positions = start[:, None] + valid.cumsum(1) - 1
             lengths = start + valid.sum(1).to(start.dtype)
         if position_ids is None:
-            position_ids = sequences.seen + torch.arange(tokens, device=start.device)
+            position_ids = sequences.seen + new
         position_ids = position_ids.expand(batch_size, -1)
         slots = None
         if store.every_token in store.tables:

@@ -59,8 +59,7 @@ class PagedDeepseekV4Attention(CompressedAttention, DeepseekV4Attention):
     slice_tokens = property(lambda self: SLICE)
 
     @classmethod
-    def check(cls, attention: DeepseekV4Attention, layer: int) -> None:
-        super().check(attention, layer)
+    def check_parts(cls, attention: DeepseekV4Attention, layer: int) -> None:
         compressor = attention.compressor
         if attention.layer_type == HEAVY:
             check_replaced(layer, "compressor", compressor, DeepseekV4HCACompressor)

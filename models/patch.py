@@ -1,0 +1,75 @@
+"""What :func:`models.use_custom_pypto` did to a model, as one record: applied and undone as a
+whole."""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+from torch import nn
+
+from . import generation
+from .dequantization import Dequantized, restore
+from .indexer_loss import Option, add_indexer_loss, begin_indexer_loss
+from .patched import patched_attentions, text_model, upstream_class
+from .projection import change_class
+
+# of generate(), which a patched model has in place of its class's
+METHODS = (
+    "_extract_generation_mode_kwargs",
+    "_prepare_cache_for_generation",
+    "create_masks_for_generate",
+)
+
+
+@dataclass
+class Patch:
+    """The attribute ``_custom_pypto`` of a patched text model."""
+
+    training: str  # the path of training forwards
+    indexer_loss: Option
+    cache: dict  # options of the caches that forwards and generate() create
+    sizes: dict  # of patched.sizes
+    dequantized: list[Dequantized]
+    told: set[str] = field(default_factory=set)  # why it trained on the upstream path, if logged
+    hooks: tuple = ()
+
+    def apply(self, model, attentions: dict[int, nn.Module], paged: type) -> None:
+        """In place of an earlier patch, if there is one. Nothing here can fail."""
+        text = text_model(model)
+        if (earlier := patch_of(model)) is not None:
+            earlier.remove_hooks(model)
+            self.dequantized = earlier.dequantized + self.dequantized
+        for attention in attentions.values():
+            change_class(attention, paged)
+        self.hooks = (
+            text.register_forward_pre_hook(generation.prepare_forward, with_kwargs=True),
+            text.register_forward_hook(generation.finish_forward, with_kwargs=True),
+        )
+        if self.indexer_loss.kind:
+            self.hooks += (
+                model.register_forward_pre_hook(begin_indexer_loss, with_kwargs=True),
+                model.register_forward_hook(add_indexer_loss, with_kwargs=True, always_call=True),
+            )
+        for name in METHODS:
+            setattr(model, name, partial(getattr(generation, name.lstrip("_")), model))
+        text._custom_pypto = self
+
+    def undo(self, model) -> None:
+        text = text_model(model)
+        self.remove_hooks(model)
+        attentions = patched_attentions(text)
+        for attention in attentions.values():
+            change_class(attention, upstream_class(attention))
+        restore(attentions, self.dequantized)
+        del text._custom_pypto
+
+    def remove_hooks(self, model) -> None:
+        """Takes hooks and methods from ``model``."""
+        for hook in self.hooks:
+            hook.remove()
+        for name in METHODS:
+            vars(model).pop(name, None)
+
+
+def patch_of(model) -> Patch | None:
+    """The patch of ``model``; None: it is not patched."""
+    return vars(text_model(model)).get("_custom_pypto")
