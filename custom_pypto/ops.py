@@ -261,7 +261,7 @@ def npu_sparse_attention_pto(
         w_uk: ``[N1, P, L]``.
         w_dkv_kr: ``[H, L + R]``.
         gamma_cq: ``[Q]`` of the RMSNorm of the query latent; gamma_ckv: ``[L]`` of the key latent.
-        sin: ``[B, S1, R]``, the R / 2 angles twice; cos likewise; dtype of ``x`` or float32.
+        sin: ``[B, S1, R]``, the R / 2 angles twice, of the dtype of ``x`` or float32; so is cos.
         cache_index: ``[B, S1]`` int32 or int64: slot ``block * block_size + row`` of each new
             token; a token whose slot is outside the cache (-1: padding) is not written.
         kv_cache: ``[blocks, block_size, 1, L]``; kr_cache: ``[.., R]``, in each row the first

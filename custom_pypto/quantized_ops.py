@@ -51,7 +51,7 @@ def npu_quant_lightning_indexer_pto(
         query_dequant_scale: of the shape of ``weights``; float16 or float32.
         key_dequant_scale: of the shape of ``key`` without D, as ``[blocks, block_size, 1]``; dtype
             of ``query_dequant_scale``; any strides.
-        query_quant_mode: must be 0: int8, one scale per row; key_quant_mode likewise.
+        query_quant_mode: must be 0: int8, one scale per row; key_quant_mode: the same.
         actual_seq_lengths_query: as for :func:`npu_lightning_indexer_pto`, and so are
             ``actual_seq_lengths_key``, ``block_table``, ``sparse_count`` and ``sparse_mode``.
         standard: the remaining keywords of ``torch_npu.npu_quant_lightning_indexer``, each with its
@@ -198,7 +198,7 @@ def npu_lightning_indexer_prolog_pto(
         weights_proj: ``[H, N1]``.
         ln_gamma_k: ``[D]``, weight of the LayerNorm; ``ln_beta_k``, its bias.
         cos_idx_rope: ``[T, R]``, each angle's cosine twice, in two halves; also float32; R a
-            multiple of 16 up to D. ``sin_idx_rope`` likewise.
+            multiple of 16 up to D. ``sin_idx_rope``: their sines.
         hadamard_q: ``[D, D]``, rotates queries; ``hadamard_k``, keys: the same orthogonal matrix.
         idx_k_cache: ``[blocks, block_size, 1, D]`` int8, written in place; last dim contiguous,
             other strides arbitrary on the CPU.
@@ -292,8 +292,8 @@ def npu_kv_quant_sparse_flash_attention_pto(
             for :func:`npu_sparse_flash_attention_pto`.
         scale_value: s, from 1e-38 to 2e38: ``192**-0.5`` for DeepSeek-V3.2, times mscale squared
             with YaRN; not ``576**-0.5``.
-        key_quant_mode: must be 2, a scale per token and tile; value_quant_mode: likewise.
-        key_dequant_scale: must be None: rows hold their scales; value_dequant_scale: likewise.
+        key_quant_mode: must be 2, a scale per token and tile; value_quant_mode: the same.
+        key_dequant_scale: must be None: rows hold their scales; value_dequant_scale: the same.
         block_table: ``[B, blocks per sequence]`` int32, for a paged cache only.
         actual_seq_lengths_query: ``[B]`` int32 query tokens of each sequence; ``TND``: prefix sums.
         actual_seq_lengths_kv: ``[B]`` int32 keys of each sequence; ``TND``: prefix sums.

@@ -66,7 +66,7 @@ def npu_sparse_flash_attention_grad_pto(
         out: that output. Not read; torch_npu's op has it, too.
         softmax_max: statistics of the forward with ``return_softmax_lse``; float32
             ``[B, 1, S1, N1]`` or ``[1, T1, N1]``.
-        softmax_sum: likewise.
+        softmax_sum: of shape and dtype of ``softmax_max``, from the same forward.
         actual_seq_qlen: ``actual_seq_lengths_query`` of the forward.
         actual_seq_kvlen: ``actual_seq_lengths_kv`` of the forward.
         layout: ``layout_query`` of the forward.
@@ -202,9 +202,9 @@ def npu_sparse_lightning_indexer_grad_kl_loss_pto(
         softmax_max: statistics of the attention with ``return_softmax_lse``; float32
             ``[B, 1, S1, N1]`` or ``[1, T1, N1]``. They may be of more keys than the indices name,
             and hold the sinks.
-        softmax_sum: likewise.
+        softmax_sum: of shape and dtype of ``softmax_max``, from the same attention.
         actual_seq_qlen: query tokens of each sequence, integers on the host; ``TND``: prefix sums.
-        actual_seq_klen: likewise of keys.
+        actual_seq_klen: keys of each sequence, in the same form.
         layout: ``BSND`` or ``TND``, of queries and keys.
         cmp_ratio: as for the indexer: both keys have one row per so many tokens.
         standard: the remaining keywords of
@@ -303,10 +303,10 @@ def npu_dense_lightning_indexer_grad_kl_loss_pto(
     Args:
         query: as for that op, like all arguments that it has.
         softmax_max: statistics of attention over every key that a token sees.
-        softmax_sum: likewise.
+        softmax_sum: of shape and dtype of ``softmax_max``, from the same attention.
         softmax_max_index: of :func:`npu_dense_lightning_indexer_softmax_lse_pto`; float32
             ``[B, 1, S1]`` or ``[1, T1]``.
-        softmax_sum_index: likewise.
+        softmax_sum_index: of the same op, shape and dtype.
         standard: the remaining keywords of ``torch_npu.npu_dense_lightning_indexer_grad_kl_loss``,
             each with its only supported value: ``pre_tokens`` and ``next_tokens`` 2**63 - 1.
     Returns:

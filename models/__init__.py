@@ -92,7 +92,7 @@ def use_custom_pypto(
         block_size: tokens per cache block, a multiple of 16 up to 1024.
         index_dtype: ``torch.int8`` for index keys and queries of a byte per value; None: the dtype
             of the model. See :class:`PagedCache`.
-        kv_dtype: likewise for cached latents, of models in bfloat16 or float16.
+        kv_dtype: the same for cached latents, of models in bfloat16 or float16.
         training: the path of forwards in training mode without a cache. ``"ops"``: the ops, with
             gradients for all parameters but the indexers', which have none upstream either; memory
             grows linearly with the sequence, and no cache is returned. ``"upstream"``: upstream's

@@ -5,10 +5,10 @@ A layer with an indexer of its own adds the divergence KL(target || softmax(scor
 token. The target is the sum over heads of the attention's probabilities, a constant, and so are the
 indexer's inputs: nothing else learns from this loss, and the indexer learns from nothing else.
 
-The ops return gradients beside the loss, which leave a layer in two steps. :class:`Attach` gives
-them to the indexer when the backward passes the layer, times a scale. :class:`Report` is the loss
-itself, made from the last hidden state: its backward sets the scale, before that of any layer. So
-checkpointed layers may run again in between, and whatever scales the loss scales these gradients.
+The ops return the loss and its gradients at once. Two autograd functions use them. :class:`Report`,
+on the last hidden state, receives the scale of the loss first; :class:`Attach`, in each layer, then
+hands the gradients of that layer, times the scale, to its indexer. So checkpointed layers may run
+again in between, and whatever scales the loss scales these gradients.
 
 Ranks that share the heads, in tensor parallel, have the same indexers and tokens. Each takes
 some of the tokens, for which the others send it their heads, and all add up the results.

@@ -59,7 +59,7 @@ def quantizes_weight_alone(projection: nn.Module, library: str) -> bool:
 
 
 def dequantized(projection: nn.Module, library: str) -> Tensor:
-    """The weight that a projection multiplies by which :func:`quantizes_weight_alone`."""
+    """The dequantized weight of a projection for which :func:`quantizes_weight_alone` is true."""
     if library != "bitsandbytes":
         return projection.weight.detach().dequantize()
     from bitsandbytes.functional import dequantize_4bit

@@ -5,7 +5,8 @@ the body of a ``pypto.loop`` is recorded once per branch that it may take, not p
 
 ``<op>.py`` has ``Facts``, a frozen dataclass of what is static in a call; ``kernel(facts)``, the
 cached PyPTO kernel, whose parameters are the tensors; and ``program(a, facts)``, which records it.
-Sizes that only choose tiles are no fields of the facts (``InitVar``), so that calls share a binary.
+A size that only chooses tiles is an ``InitVar``, not a field: calls that choose the same tiles then
+share a binary.
 """
 
 import logging

@@ -43,7 +43,7 @@ class DScores(NamedTuple):
     """Gradients of scores, float32."""
 
     values: object  # [1, keys]
-    scaled: object  # likewise; times weights at most LARGEST
+    scaled: object  # [1, keys]; times weights at most LARGEST
     unit: object  # [1, columns], all equal, that a product of scaled gradients is multiplied by
 
 

@@ -1,9 +1,9 @@
 """Float32 sums of rows that several query tokens add to, by atomic stores.
 
-Additions to one destination wait for each other, in the order of the tokens. There are therefore
-``PARTS`` destinations, one for each remainder of the token's number, which :func:`store_total` adds
-up. The bits of a sum are the same in every run: the task graph orders the tokens of a destination,
-and a token adds to a row once, unless its indices name a row twice.
+Additions to one destination run one after another, in the order of the tokens. To let tokens run in
+parallel there are ``PARTS`` destinations: token t adds to number t % ``PARTS``, and
+:func:`store_total` sums them. The bits of a sum are the same in every run: the task graph orders
+the tokens of a destination, and a token adds to a row once, unless its indices name a row twice.
 
 Memory in bytes, for rows of W elements: PARTS * :func:`sums_rows` * W * 4.
 """

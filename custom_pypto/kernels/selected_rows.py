@@ -13,8 +13,8 @@ from .sequences import QueryFacts
 from .tiling import power_of_two
 
 F32, I32 = pypto.DT_FP32, pypto.DT_INT32
-# Of a cache: float32 counts them exactly. As the block size of a gather it makes one block of any
-# cache, the block 0, so that its indices are rows.
+# The most rows of a cache, which float32 still counts exactly. Also the block size of gathers: any
+# cache is then one block, so an index is a row.
 MOST_ROWS = 1 << 24
 
 

@@ -1,6 +1,7 @@
 """Keys of the layouts BSND and TND as paged caches, for the programs that read only these.
 
-All is computed on the device. The copy has the bytes of the keys, which a call reads many times.
+All is computed on the device. The copy is as large as the keys. It is made once; the program reads
+each key many times.
 """
 
 from collections.abc import Callable

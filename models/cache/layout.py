@@ -30,8 +30,8 @@ class RowLayout(NamedTuple):
         return self._replace(ring=ring, block=block, spare=self.spare + ring - self.ring)
 
     def for_whole(self, tokens: int) -> "RowLayout":
-        """This layout with a window that ``tokens`` tokens do not overwrite. A ring with blocks of
-        its own is a state that only the next forward reads."""
+        """This layout with a ring, if it has one, of at least ``tokens`` rows. Layouts with blocks
+        of their own stay: within one forward nobody reads them."""
         return self if self.block else self._replace(ring=max(self.ring, tokens) * bool(self.ring))
 
     def blocks(self, tokens: int) -> int:

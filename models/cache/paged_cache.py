@@ -55,7 +55,7 @@ class PagedCache(Cache):
         block_size: tokens per block, a multiple of 16 up to 1024.
         index_dtype: ``torch.int8`` for index keys of a byte per value, or the dtype of the model;
             None: as :func:`models.use_custom_pypto` was told.
-        kv_dtype: likewise for latents. The same memory holds 1.1 times as many tokens with int8
+        kv_dtype: the same for latents. The same memory holds 1.1 times as many tokens with int8
             index keys, 1.5 with latents, 1.8 with both; selections differ where scores nearly tie.
 
     Raises:

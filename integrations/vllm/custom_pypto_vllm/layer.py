@@ -30,10 +30,10 @@ def _index(query: Tensor, key: Tensor, weights: Tensor, q: Tensor, layer_name: s
             layer.recorder.add(layer_name, metadata, indices[:tokens])
 
 
-# An op, because torch.compile must not look into a step's metadata. It fills a buffer behind the
-# compiler's back, and attention reads that: q, the query of the attention, is declared as mutated,
-# which keeps attention after it. The buffer itself as mutated argument gives wrong text: the
-# compiler lets the op fill a copy, and copies that back after the last layer.
+# An op, because torch.compile must not look into a step's metadata. It fills a buffer that
+# attention reads; the compiler knows nothing of it. To keep attention behind it, q, the query of
+# the attention, is declared as mutated. Declaring the buffer itself gives wrong text: the compiler
+# would fill a copy and copy it back after the last layer.
 direct_register_custom_op("custom_pypto_index", _index, ["q"], lambda *inputs: None)
 
 
