@@ -25,8 +25,8 @@ from measure import interleaved, machine, table, write_section
 
 import custom_pypto
 from custom_pypto import npu, schemas
+from custom_pypto.eager import VARIABLE as EAGER
 from custom_pypto.graph.prototypes import prototypes
-from custom_pypto.kernel_packages import EAGER
 from custom_pypto.simulation import ascend_host
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))

@@ -18,15 +18,15 @@ import subprocess
 import sys
 import sysconfig
 
-from . import converter, kernel_packages, requirements
-from .requirements import installed_version, pypto_copy, pypto_problem
+from . import converter, eager, kernel_packages, requirements
+from .requirements import Problem, installed_version, pypto_copy, pypto_problem
 from .version import __version__
 
-NO_NPU = {
-    "what": "an NPU: here are no /dev/davinci* and no CANN",
-    "remedy": "nothing to install on this machine; in the repository bash run.sh graph tries graph "
-    "mode on a host simulator of CANN",
-}
+NO_NPU = Problem(
+    "an NPU: here are no /dev/davinci* and no CANN",
+    "nothing to install on this machine; in the repository bash run.sh graph tries graph mode on a "
+    "host simulator of CANN",
+)
 # CPU features that kernels use or could use: x86, then Arm
 CPU_FEATURES = (
     "fma f16c avx2 avx_vnni avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 "
@@ -78,8 +78,8 @@ def collect(load_error: Exception | None = None) -> dict:
     """
     versions = _versions()
     pypto, packages = pypto_problem(), _package_problem(load_error)
-    eager, lacking = _eager(pypto, packages)
-    npu = _npu() | {"eager": eager}
+    runs, lacking = _eager(pypto, packages)
+    npu = _npu() | {"eager": runs}
     error = None if load_error is None else f"{type(load_error).__name__}: {load_error}"
     return {
         "custom_pypto": {
@@ -89,7 +89,7 @@ def collect(load_error: Exception | None = None) -> dict:
         },
         "versions": versions,
         "cpu": _cpu(loaded=error is None),
-        "npu": npu,
+        "npu": npu | {"problem": npu["problem"] and vars(npu["problem"])},
         "settings": {k: v for k, v in sorted(os.environ.items()) if k.startswith("CUSTOM_PYPTO_")},
         "ways": _ways(load_error, versions, npu, pypto, packages, lacking),
     }
@@ -144,11 +144,7 @@ def summary(report: dict) -> str:
     return ", ".join([f"custom_pypto {report['custom_pypto']['version']}", *versions, kernels, npu])
 
 
-def _problem(what: str, remedy: str) -> dict[str, str]:
-    return {"what": what, "remedy": remedy}
-
-
-def _torch_npu_problem() -> dict[str, str] | None:
+def _torch_npu_problem() -> Problem | None:
     """Why an installed torch_npu cannot load, as far as known without importing it."""
     if importlib.util.find_spec("torch_npu") is None:
         return None
@@ -156,7 +152,7 @@ def _torch_npu_problem() -> dict[str, str] | None:
         try:
             ctypes.CDLL(library)
         except OSError as error:
-            return _problem(
+            return Problem(
                 f"CANN cannot be loaded: {error}",
                 "source the set_env.sh of CANN before Python starts"
                 if _npu_expected()
@@ -165,7 +161,7 @@ def _torch_npu_problem() -> dict[str, str] | None:
     torch, torch_npu = _torch(), installed_version("torch_npu")
     # torch_npu links to torch's C++ symbols, which differ from one minor version to the next
     if torch and torch_npu and requirements.minor(torch) != requirements.minor(torch_npu):
-        return _problem(
+        return Problem(
             f"torch_npu {torch_npu} does not match torch {torch}",
             requirements.torch_npu_remedy(torch),
         )
@@ -181,13 +177,13 @@ def _npu_expected() -> bool:
     return bool(_device_nodes() or requirements.cann())
 
 
-def _build_problem() -> dict[str, str] | None:
+def _build_problem() -> Problem | None:
     """Why no torch_npu can load with the installed build of torch."""
     torch = _torch()
     # both register allocator settings under the same keys, which torch accepts only once
     if torch is None or "+cu" not in torch:
         return None
-    return _problem(
+    return Problem(
         f"torch_npu cannot be loaded with torch {torch}, a CUDA build",
         f"pip install torch=={torch.partition('+')[0]}+cpu "
         "--extra-index-url https://download.pytorch.org/whl/cpu",
@@ -282,9 +278,9 @@ def _npu() -> dict:
     if not hasattr(torch, "npu") and not _npu_expected():
         problem = NO_NPU
     elif importlib.util.find_spec("torch_npu") is None:
-        problem = _problem("torch_npu", requirements.torch_npu_remedy(_torch()))
+        problem = Problem("torch_npu", requirements.torch_npu_remedy(_torch()))
     elif not hasattr(torch, "npu"):
-        problem = _torch_npu_problem() or _problem(
+        problem = _torch_npu_problem() or Problem(
             "torch_npu is installed, but not loaded into torch",
             "unset TORCH_DEVICE_BACKEND_AUTOLOAD, or import torch_npu first",
         )
@@ -295,7 +291,7 @@ def _npu() -> dict:
         except RuntimeError as error:
             answer = f"reports: {error}".partition("\n")[0]
         if not devices:
-            problem = _problem(
+            problem = Problem(
                 f"an NPU: torch_npu {answer}",
                 "npu-smi info must list one; a container needs /dev/davinci* and the driver",
             )
@@ -307,68 +303,68 @@ def _npu() -> dict:
     }
 
 
-def _package_problem(error: Exception | None) -> dict[str, str] | None:
+def _package_problem(error: Exception | None) -> Problem | None:
     """Why eager calls through aclnn would fail."""
     if error is not None:  # what a package must offer follows from the schemas of the loaded ops
-        return _problem("the ops, which do not load", "bash build_and_install.sh")
+        return Problem("the ops, which do not load", "bash build_and_install.sh")
     return kernel_packages.problem(library=True)
 
 
-def _eager(pypto: dict | None, packages: dict | None) -> tuple[str | None, list[dict[str, str]]]:
+def _eager(pypto: Problem | None, packages: Problem | None) -> tuple[str | None, list[Problem]]:
     """What runs eager calls on an NPU, and what is missing if nothing does."""
     try:
-        asked = kernel_packages.asked()
+        asked = eager.asked()
     except ValueError as error:
-        return None, [_problem(str(error), f"unset {kernel_packages.EAGER}")]
+        return None, [Problem(str(error), f"unset {eager.VARIABLE}")]
     if asked != "aclnn" and pypto is None:
         return "PyPTO", []
     if asked != "pypto" and packages is None:
         return "aclnn", []
     if asked != "auto":
         return None, [pypto if asked == "pypto" else packages]
-    return None, [_problem(f"{pypto['what']}, or {packages['what']}", pypto["remedy"])]
+    return None, [Problem(f"{pypto.what}, or {packages.what}", pypto.remedy)]
 
 
 def _ways(
     error: Exception | None,
     versions: dict,
     npu: dict,
-    pypto_missing: dict | None,
-    package_missing: dict | None,
-    eager: list[dict[str, str]],
+    pypto_missing: Problem | None,
+    package_missing: Problem | None,
+    eager_missing: list[Problem],
 ) -> dict[str, dict]:
     torch = sys.modules.get("torch")
 
-    load = [] if error is None else [_problem(str(error), "bash build_and_install.sh")]
+    load = [] if error is None else [Problem(str(error), "bash build_and_install.sh")]
     models = [problem] if (problem := requirements.transformers_problem()) else []
     if versions["safetensors"] is None and not models:
-        models.append(_problem("safetensors", "pip install safetensors"))
+        models.append(Problem("safetensors", "pip install safetensors"))
     oldest = requirements.MODELS_PYTHON
     if sys.version_info < requirements.numbers(oldest):
-        models.append(_problem(f"Python {oldest} for transformers", f"use Python {oldest}"))
+        models.append(Problem(f"Python {oldest} for transformers", f"use Python {oldest}"))
     torch_npu = _torch_npu_problem()
     if torch_npu and not hasattr(torch, "npu"):
         models.append(
-            _problem(
-                f"transformers imports the installed torch_npu; {torch_npu['what']}",
-                torch_npu["remedy"],
+            Problem(
+                f"transformers imports the installed torch_npu; {torch_npu.what}",
+                torch_npu.remedy,
             )
         )
     compiler = []
     if versions["compiler"] is None:
         gcc = requirements.gcc(versions["torch"] or requirements.DEFAULT_TORCH)
-        compiler = [_problem("a C++ compiler", f"install g++ {gcc} or later, or set CXX")]
+        compiler = [Problem("a C++ compiler", f"install g++ {gcc} or later, or set CXX")]
     header = os.path.join(sysconfig.get_paths()["include"], "Python.h")
     python = []
     if not os.path.exists(header):
-        python = [_problem(header, "install Python's headers (Debian, Ubuntu: python3-dev)")]
+        python = [Problem(header, "install Python's headers (Debian, Ubuntu: python3-dev)")]
     pypto = [pypto_missing] if pypto_missing else []
     packages = [package_missing] if package_missing else []
     converters = [problem] if error is None and (problem := converter.problem()) else []
     on_npu = {
-        "ops on the NPU": eager,
+        "ops on the NPU": eager_missing,
         "ops on the NPU through aclnn": packages,
-        "graph mode npugraph_ex, by capture": eager,
+        "graph mode npugraph_ex, by capture": eager_missing,
         "graph mode max-autotune, by a callback of PyPTO": pypto + _callback_problem(),
         "graph mode max-autotune, by a kernel package": converters,
     }
@@ -385,16 +381,19 @@ def _ways(
         "NPU kernels in PyPTO's interpreter and cost model": load + pypto,
         "NPU kernels as PyPTO's generated code": load + pypto + compiler,
     } | {way: load + lacking + device for way, lacking in on_npu.items()}
-    return {way: {"works": not missing, "missing": missing} for way, missing in ways.items()}
+    return {
+        way: {"works": not missing, "missing": [vars(problem) for problem in missing]}
+        for way, missing in ways.items()
+    }
 
 
-def _callback_problem() -> list[dict[str, str]]:
+def _callback_problem() -> list[Problem]:
     """Why torchair does not compile a callback from a GE graph."""
     if (home := requirements.cann()) is None:
-        return [_problem("CANN, against which torchair compiles", "source its set_env.sh")]
+        return [Problem("CANN, against which torchair compiles", "source its set_env.sh")]
     header = f"{home}/include/graph/custom_op.h"
     if not os.path.exists(header):
-        return [_problem(f"{header}, which newer versions of CANN have", "use npugraph_ex")]
+        return [Problem(f"{header}, which newer versions of CANN have", "use npugraph_ex")]
     if converter.problem() is None:  # a converter keeps torchair from the callback
-        return [_problem("no converters: GE has kernels", f"set {converter.VARIABLE}=0")]
+        return [Problem("no converters: GE has kernels", f"set {converter.VARIABLE}=0")]
     return []

@@ -26,21 +26,14 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+from .requirements import Problem
+
 if TYPE_CHECKING:
     from .graph.prototypes import Prototype
 
 LISTS = "op_impl/ai_core/tbe/config/*/aic-*-ops-info.json"
 LIBRARY = "op_api/lib/libcust_opapi.so"
 PLACES = "ASCEND_CUSTOM_OPP_PATH or ASCEND_OPP_PATH/vendors"
-EAGER = "CUSTOM_PYPTO_EAGER"
-
-
-class Missing(RuntimeError):
-    """No installed package offers an operator; the fields are those of an entry of ``env``."""
-
-    def __init__(self, what: str, remedy: str):
-        super().__init__(f"{what}; {remedy}")
-        self.what, self.remedy = what, remedy
 
 
 class Functions(NamedTuple):
@@ -49,21 +42,6 @@ class Functions(NamedTuple):
     library: str
     first: ctypes._CFuncPtr  # type: ignore[name-defined]
     second: ctypes._CFuncPtr  # type: ignore[name-defined]
-
-
-def asked() -> str:
-    """What is to run eager calls by the variable of the user: auto, pypto or aclnn.
-
-    Raises:
-        ValueError: it has another value.
-    """
-    value = os.environ.get(EAGER) or "auto"
-    if value not in ("auto", "pypto", "aclnn"):
-        raise ValueError(
-            f"custom_pypto: {EAGER} must be auto (PyPTO where it is installed, else aclnn), pypto "
-            f"or aclnn (a kernel package), got {value!r}"
-        )
-    return value
 
 
 def places() -> tuple[str, str]:
@@ -90,10 +68,8 @@ def packages() -> list[str]:
     return folders
 
 
-def problem(
-    wanted: Sequence[Prototype] | None = None, *, library: bool = False
-) -> dict[str, str] | None:
-    """Why the installed packages do not offer the operators, as the report of ``env`` has it.
+def problem(wanted: Sequence[Prototype] | None = None, *, library: bool = False) -> Problem | None:
+    """Why the installed packages do not offer the operators.
 
     Args:
         wanted: the prototypes, by default all.
@@ -113,14 +89,14 @@ def problem(
             continue
         try:
             functions(prototype) if library else package(prototype)
-        except Missing as missing:
+        except Problem as missing:
             if found is None:
-                return {"what": missing.what, "remedy": missing.remedy}
-            return found | {"what": f"{found['what']}; {missing.what}"}
+                return missing
+            return Problem(f"{found.what}; {missing.what}", found.remedy)
     return found
 
 
-def foreign() -> Missing | None:
+def foreign() -> Problem | None:
     """The first operator of ours that a package lists with other inputs, outputs or attributes."""
     if not packages():
         return None
@@ -130,7 +106,7 @@ def foreign() -> Missing | None:
         if listed(prototype.type):
             try:
                 package(prototype)
-            except Missing as other:
+            except Problem as other:
                 return other
     return None
 
@@ -139,14 +115,14 @@ def package(prototype: Prototype) -> str:
     """The folder of the package that offers the operator.
 
     Raises:
-        Missing: there is none, or the first one lists another operator of that type.
+        Problem: there is none, or the first one lists another operator of that type.
     """
     if not (found := listed(prototype.type)):
-        raise Missing(**_absent([prototype.type]))
+        raise _absent([prototype.type])
     folder = found[0][0]
     for _, path, description in found:
         if difference := _difference(prototype, description):
-            raise Missing(
+            raise Problem(
                 f"{prototype.type} in {path} is another operator: {difference}",
                 f"put a package built from custom_pypto/graph/{prototype.name}.h before {folder} "
                 "in ASCEND_CUSTOM_OPP_PATH",
@@ -158,22 +134,22 @@ def functions(prototype: Prototype) -> Functions:
     """The operator's functions for eager calls.
 
     Raises:
-        Missing: as :func:`package`; or the package lacks them, or its library does not load.
+        Problem: as :func:`package`; or the package lacks them, or its library does not load.
     """
     path = os.path.join(package(prototype), LIBRARY)
     if not os.path.exists(path):
-        raise Missing(
+        raise Problem(
             f"{path}, with aclnn{prototype.type}",
             "install the package with op_api, as CANN's build of an operator project makes it",
         )
     try:
         library = _loaded(path)
     except OSError as error:
-        raise Missing(f"{path} cannot be loaded: {error}", "source CANN's set_env.sh") from error
+        raise Problem(f"{path} cannot be loaded: {error}", "source CANN's set_env.sh") from error
     phases = f"aclnn{prototype.type}GetWorkspaceSize", f"aclnn{prototype.type}"
     for phase in phases:
         if not hasattr(library, phase):
-            raise Missing(
+            raise Problem(
                 f"{path} has no function {phase}",
                 f"build the package from custom_pypto/graph/{prototype.name}.h with its op_api",
             )
@@ -185,12 +161,12 @@ def _loaded(path: str) -> ctypes.CDLL:
     return ctypes.CDLL(path)
 
 
-def _absent(types: Sequence[str]) -> dict[str, str]:
-    return {
-        "what": f"a kernel package with {', '.join(types)} in {PLACES}",
-        "remedy": "this package ships no kernels for CANN, and PyPTO needs none; one of your own "
-        "is built from custom_pypto/graph/*.h",
-    }
+def _absent(types: Sequence[str]) -> Problem:
+    return Problem(
+        f"a kernel package with {', '.join(types)} in {PLACES}",
+        "this package ships no kernels for CANN, and PyPTO needs none; one of your own is built "
+        "from custom_pypto/graph/*.h",
+    )
 
 
 def listed(type: str) -> list[tuple[str, str, dict]]:

@@ -50,6 +50,14 @@ RECIPE = "converter/npu_sparse_attention_pto.py"
 CANN = "/usr/local/Ascend/ascend-toolkit/latest"  # where it is without ASCEND_HOME_PATH
 
 
+class Problem(RuntimeError):
+    """What is missing, and its remedy: raised, or an entry in the report of ``env``."""
+
+    def __init__(self, what: str, remedy: str):
+        super().__init__(f"{what}; {remedy}")
+        self.what, self.remedy = what, remedy
+
+
 def numbers(version: str) -> tuple[int, ...]:
     """The first two numbers of a version, to compare them."""
     return tuple(map(int, version.split(".")[:2]))
@@ -174,15 +182,15 @@ def installed_version(distribution: str) -> str | None:
         return None
 
 
-def transformers_problem() -> dict[str, str] | None:
+def transformers_problem() -> Problem | None:
     """The problem of the installed transformers, if any, for the models."""
     found, (first, last) = installed_version("transformers"), TRANSFORMERS
     if found and numbers(first) <= numbers(found) <= numbers(last):
         return None
-    return {
-        "what": f"needs transformers {first} to {last}, found {found or 'none'}",
-        "remedy": f"pip install 'transformers=={last}.*'" if found else installing("models"),
-    }
+    return Problem(
+        f"needs transformers {first} to {last}, found {found or 'none'}",
+        f"pip install 'transformers=={last}.*'" if found else installing("models"),
+    )
 
 
 def pypto_copy() -> str | None:
@@ -207,7 +215,7 @@ def cann() -> str | None:
     return home if os.path.isdir(home) else None
 
 
-def pypto_problem() -> dict[str, str] | None:
+def pypto_problem() -> Problem | None:
     """The problem of the installed PyPTO, if any, for NPU kernels and simulation. A newer one than
     the tested has none: :func:`untested_pypto`."""
     found = installed_version("pypto")
@@ -220,10 +228,7 @@ def pypto_problem() -> dict[str, str] | None:
         remedy += f", which needs Python {PYPTO_PYTHON} or older"
     if with_cann:
         remedy = "source the set_env.sh of CANN 9.1 or later, which has its own, else " + remedy
-    return {
-        "what": f"needs pypto {listed(PYPTO)}, found {pypto_copy() or 'none'}",
-        "remedy": remedy,
-    }
+    return Problem(f"needs pypto {listed(PYPTO)}, found {pypto_copy() or 'none'}", remedy)
 
 
 def untested_pypto() -> str | None:

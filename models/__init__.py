@@ -22,7 +22,7 @@ if __name__ == "models":  # in the repository's root: the same modules under bot
 from custom_pypto.requirements import transformers_problem
 
 if _problem := transformers_problem():
-    raise ImportError(f"custom_pypto.models: {_problem['what']}; {_problem['remedy']}")
+    raise ImportError(f"custom_pypto.models: {_problem}")
 
 from pathlib import Path  # noqa: E402
 

@@ -18,7 +18,7 @@ from kernel_package import ALL, TUTORIAL, library, package
 from npu_calls import CALLS, call, on_npu, same
 
 import custom_pypto
-from custom_pypto import npu
+from custom_pypto import npu, requirements
 from custom_pypto.descriptions import OPS
 from custom_pypto.npu.aclnn import Operator
 
@@ -264,7 +264,7 @@ def test_the_variable_chooses_at_each_call(
         monkeypatch.setenv("CUSTOM_PYPTO_EAGER", asked)
     monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", str(built) if has_package else "")
     if not has_pypto:
-        problem = {"what": "needs pypto", "remedy": "pip install pypto"}
+        problem = requirements.Problem("needs pypto", "pip install pypto")
         monkeypatch.setattr(npu, "_pypto_problem", lambda: problem)
     if expected:
         assert custom_pypto.add_custom(x, x).tolist() == [2, 2, 2]
@@ -278,7 +278,7 @@ def test_the_variable_chooses_at_each_call(
 def test_without_either_the_error_names_both_remedies(monkeypatch):
     monkeypatch.delenv("CUSTOM_PYPTO_EAGER", raising=False)
     monkeypatch.delenv("ASCEND_CUSTOM_OPP_PATH", raising=False)
-    problem = {"what": "needs pypto 0.2.0, found none", "remedy": "pip install pypto==0.2.0"}
+    problem = requirements.Problem("needs pypto 0.2.0, found none", "pip install pypto==0.2.0")
     monkeypatch.setattr(npu, "_pypto_problem", lambda: problem)
     with pytest.raises(RuntimeError) as rejected:
         custom_pypto.add_custom(X.npu(), X.npu())

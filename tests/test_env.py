@@ -252,8 +252,8 @@ def test_the_copy_of_pypto_in_use_is_named_with_its_folder(tmp_path, monkeypatch
     metadata.write_text(facts.replace("0.2.1", "0.1.9"))
     problem = requirements.pypto_problem()
     found = f"found 0.1.9 of CANN 9.1.0 in {site.resolve()}/pypto"
-    assert problem["what"] == f"needs pypto 0.2.0 or 0.2.1, {found}"
-    assert problem["remedy"].startswith(
+    assert problem.what == f"needs pypto 0.2.0 or 0.2.1, {found}"
+    assert problem.remedy.startswith(
         "source the set_env.sh of CANN 9.1 or later, which has its own, else pip install "
         "pypto==0.2.0"
     )
@@ -276,17 +276,17 @@ def test_a_machine_without_an_npu_is_recommended_nothing_that_needs_one(monkeypa
     monkeypatch.setattr(requirements, "CANN", str(tmp_path / "none"))
     monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
     monkeypatch.delattr(torch, "npu", raising=False)
-    monkeypatch.setattr(env, "pypto_problem", lambda: {"what": "pypto", "remedy": "PYPTO"})
+    monkeypatch.setattr(env, "pypto_problem", lambda: requirements.Problem("pypto", "PYPTO"))
     report = env.collect()
     on_npu = {
         way: state for way, state in report["ways"].items() if re.search("on the NPU|graph", way)
     }
     assert len(on_npu) == 5
     for state in on_npu.values():
-        assert state == {"works": False, "missing": [env.NO_NPU]}
+        assert state == {"works": False, "missing": [vars(env.NO_NPU)]}
     assert "torch_npu" not in env.render(report).partition("What works here")[2]
     remedies = {x["remedy"] for state in report["ways"].values() for x in state["missing"]}
-    assert remedies == {"PYPTO", env.NO_NPU["remedy"]}
+    assert remedies == {"PYPTO", env.NO_NPU.remedy}
 
 
 def test_the_ways_to_graph_mode_are_those_of_its_page(monkeypatch, tmp_path):

@@ -11,6 +11,7 @@ from kernel_package import ALL, PROTOTYPES, TUTORIAL, VARIABLES, library, packag
 
 from custom_pypto import converter, env, kernel_packages
 from custom_pypto.graph.listing import listing
+from custom_pypto.requirements import Problem
 
 BY_HAND = {
     "AddCustom": {
@@ -57,7 +58,7 @@ NEW_PACKAGE = (
 
 @pytest.fixture(autouse=True)
 def no_cann(monkeypatch):
-    for variable in (*VARIABLES, kernel_packages.EAGER, converter.VARIABLE):
+    for variable in (*VARIABLES, "CUSTOM_PYPTO_EAGER", converter.VARIABLE):
         monkeypatch.delenv(variable, raising=False)
 
 
@@ -70,7 +71,7 @@ def install(tmp_path, monkeypatch):
 
 def problem_of(type: str, **keywords) -> str | None:
     found = kernel_packages.problem([PROTOTYPES[type]], **keywords)
-    return found and found["what"]
+    return found and found.what
 
 
 def test_a_package_is_found_by_the_path_to_its_folder(tmp_path, monkeypatch):
@@ -101,7 +102,7 @@ def test_operators_may_come_from_several_packages(tmp_path, monkeypatch):
     package(tmp_path / "a", first)
     package(tmp_path / "vendors/b", {type: x for type, x in ALL.items() if type not in first})
     monkeypatch.setenv("ASCEND_OPP_PATH", str(tmp_path))
-    assert "AddCustom" in kernel_packages.problem()["what"]
+    assert "AddCustom" in kernel_packages.problem().what
     monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", f"{tmp_path}/a")
     assert kernel_packages.problem() is None
 
@@ -137,16 +138,15 @@ def test_vendors_without_a_priority_are_none(tmp_path, monkeypatch):
 def test_only_what_is_absent_is_named_as_absent(install):
     install(BY_HAND)
     absent = ", ".join(type for type in ALL if type not in BY_HAND)
-    assert kernel_packages.problem() == {
-        "what": f"a kernel package with {absent} in ASCEND_CUSTOM_OPP_PATH or "
-        "ASCEND_OPP_PATH/vendors",
-        "remedy": NEW_PACKAGE,
-    }
+    assert str(kernel_packages.problem()) == (
+        f"a kernel package with {absent} in ASCEND_CUSTOM_OPP_PATH or ASCEND_OPP_PATH/vendors; "
+        f"{NEW_PACKAGE}"
+    )
 
 
 def test_what_is_foreign_is_named_beside_what_is_absent(install):
     path = install(BY_HAND | TUTORIAL)
-    what, *foreign = kernel_packages.problem()["what"].split("; ")
+    what, *foreign = kernel_packages.problem().what.split("; ")
     assert what.startswith("a kernel package with ")
     assert foreign == [
         f"AddCustom in {path} is another operator: its inputs must be self, other, got x, y"
@@ -204,11 +204,11 @@ OTHERS = {
 def test_another_operator_of_the_same_type_is_rejected(tmp_path, install, operators, difference):
     path = install(operators)
     found = kernel_packages.problem([PROTOTYPES["LightningIndexerPto"]])
-    assert found == {
-        "what": f"LightningIndexerPto in {path} is another operator: its {difference}",
-        "remedy": "put a package built from custom_pypto/graph/npu_lightning_indexer_pto.h before "
-        f"{tmp_path} in ASCEND_CUSTOM_OPP_PATH",
-    }
+    assert found.what == f"LightningIndexerPto in {path} is another operator: its {difference}"
+    assert found.remedy == (
+        "put a package built from custom_pypto/graph/npu_lightning_indexer_pto.h before "
+        f"{tmp_path} in ASCEND_CUSTOM_OPP_PATH"
+    )
 
 
 @pytest.mark.parametrize("type", PROTOTYPES)
@@ -305,7 +305,7 @@ FUNCTIONS = "".join(
     f"int aclnn{type}GetWorkspaceSize() {{ return 0; }} int aclnn{type}() {{ return 0; }}\n"
     for type in ALL
 )
-NO_PYPTO = {"what": "needs pypto 0.2.0, found none", "remedy": "pip install pypto==0.2.0"}
+NO_PYPTO = Problem("needs pypto 0.2.0, found none", "pip install pypto==0.2.0")
 NO_PACKAGE = f"a kernel package with the operators of the ops in {kernel_packages.PLACES}"
 
 
@@ -315,9 +315,9 @@ NO_PACKAGE = f"a kernel package with the operators of the ops in {kernel_package
         ("", True, "none", "PyPTO", None),
         ("", False, "right", "aclnn", None),
         ("", True, "right", "PyPTO", None),
-        ("", False, "none", None, f"{NO_PYPTO['what']}, or {NO_PACKAGE}"),
-        ("", False, "foreign", None, f"{NO_PYPTO['what']}, or AddCustom in "),
-        ("pypto", False, "right", None, NO_PYPTO["what"]),
+        ("", False, "none", None, f"{NO_PYPTO.what}, or {NO_PACKAGE}"),
+        ("", False, "foreign", None, f"{NO_PYPTO.what}, or AddCustom in "),
+        ("pypto", False, "right", None, NO_PYPTO.what),
         ("aclnn", True, "right", "aclnn", None),
         ("aclnn", True, "none", None, NO_PACKAGE),
         ("aclnn", True, "foreign", None, "AddCustom in "),
@@ -331,7 +331,7 @@ def test_the_report_says_what_runs_eager_calls(
         package(tmp_path, ALL if package_ == "right" else ALL | TUTORIAL)
         library(tmp_path, FUNCTIONS)
         monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", str(tmp_path))
-    monkeypatch.setenv(kernel_packages.EAGER, asked)
+    monkeypatch.setenv("CUSTOM_PYPTO_EAGER", asked)
     monkeypatch.setattr(env, "pypto_problem", lambda: None if pypto else NO_PYPTO)
     monkeypatch.setattr(converter, "_registered", False)
     report = env.collect()
@@ -375,4 +375,4 @@ def test_the_report_says_each_missing_thing_once(monkeypatch, with_cann):
 def test_the_report_recommends_pypto_where_neither_is_there(monkeypatch, with_cann):
     monkeypatch.setattr(env, "pypto_problem", lambda: NO_PYPTO)
     (missing, *_) = env.collect()["ways"]["ops on the NPU"]["missing"]
-    assert missing["remedy"] == NO_PYPTO["remedy"]
+    assert missing["remedy"] == NO_PYPTO.remedy

@@ -19,6 +19,7 @@ import warnings
 
 from .. import kernel_packages
 from ..descriptions import OPS
+from ..requirements import Problem
 
 VARIABLE = "CUSTOM_PYPTO_GE_CONVERTERS"
 
@@ -61,10 +62,7 @@ def register_if_wanted() -> None:
     # the ops work without torchair, whose import may raise any exception
     except Exception as error:
         failure = error
-        missing = problem()
-        warnings.warn(
-            f"custom_pypto: {missing['what']}; {missing['remedy']}", RuntimeWarning, stacklevel=3
-        )
+        warnings.warn(f"custom_pypto: {problem()}", RuntimeWarning, stacklevel=3)
 
 
 def wanted() -> bool:
@@ -82,18 +80,18 @@ def wanted() -> bool:
     return asked == "1" if asked else kernel_packages.problem() is None
 
 
-def problem() -> dict[str, str] | None:
-    """Why the converters are not registered, for the report of ``custom-pypto env``."""
+def problem() -> Problem | None:
+    """Why the converters are not registered."""
     if _registered:
         return None
     if failure is not None:
-        what = f"torchair cannot be imported ({type(failure).__name__}: {failure})"
-        remedy = f"install torch_npu, source CANN's set_env.sh, or set {VARIABLE}=0"
-    elif os.environ.get(VARIABLE) == "0":
-        what = f"GE converters are disabled by {VARIABLE}=0"
-        remedy = f"unset {VARIABLE}"
-    elif missing := kernel_packages.problem():
-        what, remedy = missing["what"], missing["remedy"]
-    else:  # a package that was installed after the import
-        what, remedy = "GE converters are not registered", "start the program anew"
-    return {"what": what, "remedy": remedy}
+        return Problem(
+            f"torchair cannot be imported ({type(failure).__name__}: {failure})",
+            f"install torch_npu, source CANN's set_env.sh, or set {VARIABLE}=0",
+        )
+    if os.environ.get(VARIABLE) == "0":
+        return Problem(f"GE converters are disabled by {VARIABLE}=0", f"unset {VARIABLE}")
+    # the last: a package that was installed after the import
+    return kernel_packages.problem() or Problem(
+        "GE converters are not registered", "start the program anew"
+    )

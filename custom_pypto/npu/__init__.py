@@ -34,10 +34,10 @@ from typing import Any
 
 import torch
 
-from .. import kernel_packages
 from ..descriptions import OPS, WEIGHTS
+from ..eager import VARIABLE, asked
 from ..graph.prototypes import prototype
-from ..requirements import pypto_problem
+from ..requirements import Problem, pypto_problem
 from ..schemas import bound, overloads
 from .aclnn import Operator
 from .common import Arguments, Launch, on_device, prepared
@@ -73,20 +73,20 @@ def _contract(op: str, overload: torch._ops.OpOverload, args: tuple, kwargs: dic
 
 
 def _call_eagerly(op: str, overload: torch._ops.OpOverload, launch: Launch, /, *args, **kwargs):
-    asked = kernel_packages.asked()
-    if asked == "pypto" or (asked == "auto" and _pypto_problem() is None):
+    choice = asked()
+    if choice == "pypto" or (choice == "auto" and _pypto_problem() is None):
         return _call(op, overload, launch, *args, **kwargs)
     out, arguments = _contract(op, overload, args, kwargs)
     operator = _operator(op, overload)
     try:
         found = operator.functions()
-    except kernel_packages.Missing as missing:
-        raise RuntimeError(_remedies(op, asked, missing)) from None
+    except Problem as missing:
+        raise RuntimeError(_remedies(op, choice, missing)) from None
     return operator.run(found, arguments, out)
 
 
 @functools.cache  # reading an installed version takes longer than a launch
-def _pypto_problem() -> dict[str, str] | None:
+def _pypto_problem() -> Problem | None:
     return pypto_problem()
 
 
@@ -95,15 +95,12 @@ def _operator(op: str, overload: torch._ops.OpOverload) -> Operator:
     return Operator(prototype(overload._schema, OPS[op]))
 
 
-def _remedies(op: str, asked: str, missing: kernel_packages.Missing) -> str:
-    if asked == "aclnn":
-        return (
-            f"{op}: {kernel_packages.EAGER}=aclnn needs {missing.what}; {missing.remedy}, or set "
-            "it to pypto"
-        )
+def _remedies(op: str, choice: str, missing: Problem) -> str:
+    if choice == "aclnn":
+        return f"{op}: {VARIABLE}=aclnn needs {missing.what}; {missing.remedy}, or set it to pypto"
     problem = _pypto_problem()
     return (
-        f"{op}: an NPU {problem['what']}, or {missing.what}; {problem['remedy']}, or move the "
+        f"{op}: an NPU {problem.what}, or {missing.what}; {problem.remedy}, or move the "
         "tensors to the CPU, which needs neither"
     )
 

@@ -65,8 +65,7 @@ def program(op: str):
     """The module of an op's PyPTO program; PyPTO is looked for and imported when first needed."""
     if problem := pypto_problem():
         raise RuntimeError(
-            f"{op}: an NPU {problem['what']}; {problem['remedy']}, or move the tensors to the "
-            "CPU, which needs no pypto"
+            f"{op}: an NPU {problem}, or move the tensors to the CPU, which needs no pypto"
         )
     warn_of_untested_pypto()
     return importlib.import_module(f"custom_pypto.kernels.{op}")

@@ -93,7 +93,7 @@ def _configure() -> None:
 
 # this folder uses internals of PyPTO
 if _problem := pypto_problem():
-    raise ImportError(f"custom_pypto.simulation: {_problem['what']}; {_problem['remedy']}")
+    raise ImportError(f"custom_pypto.simulation: {_problem}")
 warn_of_untested_pypto()
 if "pypto" not in sys.modules:
     _configure()
