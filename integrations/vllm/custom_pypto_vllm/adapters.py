@@ -12,7 +12,7 @@ from vllm.lora.punica_wrapper import punica_cpu
 from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.layers.linear import LinearBase
 
-from .layer import LatentAttention
+from .layer import ServedLatentAttention
 
 
 def check(adapter: str, weights: dict, sizes: dict, layers: int) -> None:
@@ -67,7 +67,7 @@ def checked(load):
     @functools.wraps(load)
     def load_and_check(self, request):
         lora, manager = load(self, request), self._adapter_manager
-        if any(isinstance(module, LatentAttention) for module in manager.model.modules()):
+        if any(isinstance(module, ServedLatentAttention) for module in manager.model.modules()):
             layers = manager.model.config.num_hidden_layers
             # --lora-target-modules leaves the others out
             weights = {n: w for n, w in lora.loras.items() if manager._match_target_modules(n)}

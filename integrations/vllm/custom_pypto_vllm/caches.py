@@ -34,7 +34,7 @@ def paged(metadata) -> dict:
     )
 
 
-class LatentRows:
+class ServedLatentRows:
     """``latent | rope``, in the dtype of the model."""
 
     def __init__(self, latent: int):
@@ -60,7 +60,7 @@ class LatentRows:
         )
 
 
-class Int8LatentRows(LatentRows):
+class ServedInt8LatentRows(ServedLatentRows):
     """Those of :func:`custom_pypto.npu_kv_quant_update_pto`: 656 bytes for latents of 512."""
 
     def write(self, cache, slots, latent, rope):
@@ -84,7 +84,7 @@ class Int8LatentRows(LatentRows):
         )
 
 
-class IndexRows:
+class ServedIndexRows:
     """Keys of the indexer, in the dtype of the model."""
 
     def __init__(self, dim: int):
@@ -103,7 +103,7 @@ class IndexRows:
         return paged(metadata) | dict(actual_seq_lengths_key=metadata.seq_lens, sparse_count=count)
 
 
-class Int8IndexRows(IndexRows):
+class ServedInt8IndexRows(ServedIndexRows):
     """int8 keys and a float16 scale: ``key | scale``. A Hadamard matrix rotates keys and queries,
     as in DeepSeek-V3.2's own inference code.
     """
@@ -130,12 +130,12 @@ class Int8IndexRows(IndexRows):
         )
 
 
-def latent_rows(kv_cache_dtype: str, latent: int) -> LatentRows:
-    return (Int8LatentRows if kv_cache_dtype == INT8 else LatentRows)(latent)
+def latent_rows(kv_cache_dtype: str, latent: int) -> ServedLatentRows:
+    return (ServedInt8LatentRows if kv_cache_dtype == INT8 else ServedLatentRows)(latent)
 
 
-def index_rows(kv_cache_dtype: str, dim: int) -> IndexRows:
-    return (Int8IndexRows if kv_cache_dtype == INT8 else IndexRows)(dim)
+def index_rows(kv_cache_dtype: str, dim: int) -> ServedIndexRows:
+    return (ServedInt8IndexRows if kv_cache_dtype == INT8 else ServedIndexRows)(dim)
 
 
 class SparseAttention(MLAAttention):

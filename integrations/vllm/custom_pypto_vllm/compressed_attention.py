@@ -44,7 +44,7 @@ def new_sinks(heads: int) -> nn.Parameter:
     return nn.Parameter(torch.zeros(heads, dtype=torch.float32), False)
 
 
-class Indexer(nn.Module):
+class CompressedIndexer(nn.Module):
     """The lightning indexer of compressed rows, with the parameters of vLLM's class."""
 
     def __init__(self, config, quant_config, prefix: str):
@@ -82,7 +82,7 @@ class Indexer(nn.Module):
         )
 
 
-class CompressedAttention(nn.Module):
+class ServedCompressedAttention(nn.Module):
     """Attention over a window of tokens and compressed rows of all tokens before them.
 
     One latent is key and value of all heads, rotated in its last dims, so that the output is
@@ -135,7 +135,7 @@ class CompressedAttention(nn.Module):
             self.compressor = Compressor(config, self.width, self.ratio, f"{prefix}.compressor")
             self.rows = compressed_rows(prefix, self.width, self.ratio)
         if self.ratio == INDEXED:
-            self.indexer = Indexer(config, quantized, f"{prefix}.indexer")
+            self.indexer = CompressedIndexer(config, quantized, f"{prefix}.indexer")
             self.recorder = None  # of selections.py
         self.name = f"{prefix}.attention"  # a cache may have the prefix itself
         vllm_config.compilation_config.static_forward_context[self.name] = self

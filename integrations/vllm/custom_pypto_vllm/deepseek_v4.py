@@ -14,7 +14,7 @@ from vllm.utils.torch_utils import direct_register_custom_op
 
 from . import portable
 from .checks import check_v4
-from .compressed_attention import CompressedAttention
+from .compressed_attention import ServedCompressedAttention
 from .experts import limit_gates
 
 
@@ -45,7 +45,7 @@ direct_register_custom_op("custom_pypto_experts", _experts, [], _experts_meta)
 
 # churn: names of vllm/models/deepseek_v4/cpu/model.py and of its router, resolved when layers are
 # made and called
-upstream.DeepseekV4CPUAttention = CompressedAttention
+upstream.DeepseekV4CPUAttention = ServedCompressedAttention
 upstream.DeepseekV4MoE = MixtureOfExperts
 upstream.MHCPreOp = portable.HyperConnectionPre
 upstream.MHCPostOp = portable.HyperConnectionPost

@@ -11,10 +11,10 @@ from .backend import SparseAttentionBackend
 from .caches import SparseAttention
 from .checks import check_hy_v4
 from .experts import limit_gates
-from .layer import LatentAttention, own_index_cache
+from .layer import ServedLatentAttention, own_index_cache
 
 
-class GatedAttention(LatentAttention, attention.HYV4MLAAttention):
+class GatedAttention(ServedLatentAttention, attention.HYV4MLAAttention):
     """Attention with a sink in each head's softmax and a gate of its output."""
 
     index_rope_last = True

@@ -37,7 +37,7 @@ def _index(query: Tensor, key: Tensor, weights: Tensor, q: Tensor, layer_name: s
 direct_register_custom_op("custom_pypto_index", _index, ["q"], lambda *inputs: None)
 
 
-class LatentAttention:
+class ServedLatentAttention:
     """Mixed into layers of vLLM: attention over what their indexer selects.
 
     Formula: arXiv:2512.02556, section 2.1. Positions and hidden states of the new tokens of all
@@ -93,7 +93,7 @@ class LatentAttention:
         )
 
 
-class SparseAttentionLayer(LatentAttention, MultiHeadLatentAttentionWrapper):
+class SparseAttentionLayer(ServedLatentAttention, MultiHeadLatentAttentionWrapper):
     """The layer of DeepSeek-V3.2 and GLM-5; layers without an indexer's indices are vLLM's own."""
 
     # churn: the constructor of vllm/model_executor/layers/mla.py; an argument that is not listed
