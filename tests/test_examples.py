@@ -195,6 +195,17 @@ def test_a_model_compiled_by_torchair_answers_as_eager_does(mode):
     assert said[-1].startswith(f"mode {mode}: 1 graph") and said[-1].endswith("equal eager's")
 
 
+def test_add_custom_is_a_sum_in_eager_mode_and_compiled(run):
+    assert run("add_custom.py").split() == ["eager", "equal", "torch.compile", "equal"]
+
+
+@pytest.mark.ascend_host
+def test_add_custom_and_its_backward_in_every_mode_of_torchair():
+    said = on_simulator("examples/add_custom.py", "--npu").split()
+    modes = ["eager", "torch.compile", "max-autotune", "reduce-overhead", "npugraph_ex"]
+    assert said == [word for mode in modes for word in (mode, "equal")]
+
+
 @pytest.mark.ascend_host
 def test_the_graph_of_a_decode_step_is_written_as_text_and_picture(tmp_path):
     said = on_simulator("examples/export_graph.py", "--folder", str(tmp_path))
