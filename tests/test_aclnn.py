@@ -127,7 +127,7 @@ def test_a_private_format_is_rejected(simulator):
     with pytest.raises(RuntimeError) as rejected:
         custom_pypto.add_custom(torch.zeros(64, 64, **like), x)
     assert str(rejected.value) == (
-        "add_custom: other must be in format ND on an NPU, got aclFormat 29; cast it: "
+        "add_custom: y must be in format ND on an NPU, got aclFormat 29; cast it: "
         "torch_npu.npu_format_cast(x, 2)"
     )
 
