@@ -43,7 +43,7 @@ class Description(NamedTuple):
 
 
 OPS = {
-    "add_custom": Description(outputs={"out": FLOAT}, dtypes={"self": FLOAT, "other": FLOAT}),
+    "add_custom": Description(outputs={"z": FLOAT}, dtypes={"x": FLOAT, "y": FLOAT}),
     "npu_lightning_indexer_pto": Description(
         outputs={"sparse_indices": INT32, "sparse_values": HALF},
         dtypes={
@@ -242,14 +242,10 @@ def ge_type(name: str) -> str:
     return "".join(word.capitalize() for word in name.removeprefix("npu_").split("_"))
 
 
-def ge_types() -> tuple[str, ...]:
-    """One GE operator per overload: torchair asks the overload's Meta function for the shape of
-    every output of a node, so the number of outputs must match."""
-    return tuple(
-        ge_type(variant(op, overload))
-        for op, description in OPS.items()
-        for overload in overload_names(description)
-    )
+def ge_types(op: str) -> list[str]:
+    """The GE operators of an op, one for each overload: torchair asks the overload's Meta function
+    for the shape of every output of a node, so the number of outputs must match."""
+    return [ge_type(variant(op, overload)) for overload in overload_names(OPS[op])]
 
 
 def spelled(dtypes: Dtypes) -> str:

@@ -8,8 +8,8 @@ A kernel package is what CANN calls a custom operator package: a folder, named b
   ``aclnn<Operator>``, which eager calls through aclnn need as well.
 
 CANN takes an operator from the first package that lists it, so that one decides here too. It must
-list the inputs, outputs and attributes of our prototype: the published recipe and CANN's tutorial
-have operators of the same names with other inputs, and a call with ours would read wrong memory.
+list the inputs, outputs and attributes of our prototype: the published recipe has operators of the
+same names with other inputs, and a call with ours would read wrong memory.
 The lists and functions are what CANN's ``opbuild`` generates from an operator's definition
 (https://gitcode.com/cann/asc-devkit, tools/build/opbuild). Not verified on hardware.
 

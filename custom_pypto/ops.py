@@ -44,12 +44,12 @@ __all__ = [
 
 
 @public_function
-def add_custom(self: Tensor, other: Tensor) -> Tensor:
-    """``self + other``, elementwise and differentiable; the minimal op, a template for new ones.
+def add_custom(x: Tensor, y: Tensor) -> Tensor:
+    """``x + y``, elementwise and differentiable; the minimal op, a template for new ones.
 
     Args:
-        self: any shape; bfloat16, float16, float32 or (CPU only) float64.
-        other: shape, dtype and device of ``self``; no broadcasting.
+        x: any shape; bfloat16, float16, float32 or (CPU only) float64.
+        y: shape, dtype and device of ``x``; no broadcasting.
     Returns:
         Tensor of the same shape and dtype.
     Raises:

@@ -21,10 +21,10 @@ from options import Help
 import torch
 
 from custom_pypto import converter
-from custom_pypto.descriptions import ge_types
+from custom_pypto.descriptions import OPS, ge_types
 from custom_pypto.simulation import ascend_host
 
-OURS, WRITES = set(ge_types()), {"ScatterNdUpdate"}
+OURS, WRITES = {kind for op in OPS for kind in ge_types(op)}, {"ScatterNdUpdate"}
 HIDDEN = {"Data", "RefData", "Const", "NetOutput"}
 WIDTH, HEIGHT, GAP_X, GAP_Y = 190, 34, 24, 26  # pixels of a node and between nodes
 STYLE = """

@@ -12,7 +12,7 @@ ALL = listing(PROTOTYPES.values())
 VARIABLES = ("ASCEND_CUSTOM_OPP_PATH", "ASCEND_OPP_PATH")
 
 # Written by hand with the keys that CANN's op_cfg_generator.cpp writes: the AddCustom of CANN's
-# tutorial.
+# tutorial, which is ours, too.
 TUTORIAL = {
     "AddCustom": {
         "opFile": {"value": "add_custom"},
@@ -21,6 +21,17 @@ TUTORIAL = {
         "output0": {"name": "z", "dtype": "float16", "format": "ND", "paramType": "required"},
     }
 }
+# the published recipe's operator of one of our names
+FOREIGN = {
+    "LightningIndexerPto": {
+        **{f"input{i}": {"name": f"x{i}", "paramType": "required"} for i in range(5)},
+        "output0": {"name": "y0", "paramType": "required"},
+    }
+}
+IS_ANOTHER = (
+    "is another operator: its inputs must be query, key, weights, actual_seq_lengths_query "
+    "(optional), actual_seq_lengths_key (optional), block_table (optional), got x0, x1, x2, x3, x4"
+)
 
 
 def package(vendor: Path, operators: dict | str, soc: str = "ascend910b") -> Path:

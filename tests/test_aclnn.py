@@ -14,7 +14,7 @@ import torch
 from aclnn_calls import PROTOTYPES, agrees
 from cases import inputs_of
 from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
-from kernel_package import ALL, TUTORIAL, library, package
+from kernel_package import ALL, FOREIGN, TUTORIAL, library, package
 from npu_calls import CALLS, call, on_npu, same
 
 import custom_pypto
@@ -127,7 +127,7 @@ def test_a_private_format_is_rejected(simulator):
     with pytest.raises(RuntimeError) as rejected:
         custom_pypto.add_custom(torch.zeros(64, 64, **like), x)
     assert str(rejected.value) == (
-        "add_custom: other must be in format ND on an NPU, got aclFormat 29; cast it: "
+        "add_custom: y must be in format ND on an NPU, got aclFormat 29; cast it: "
         "torch_npu.npu_format_cast(x, 2)"
     )
 
@@ -200,13 +200,24 @@ def test_without_a_package_the_error_names_the_remedy(monkeypatch):
 def test_a_foreign_package_is_not_called(tmp_path, built, simulator, monkeypatch):
     shutil.copytree(built, tmp_path / "foreign")
     (path,) = (tmp_path / "foreign").rglob("*.json")
-    path.write_text(json.dumps(ALL | TUTORIAL))
+    path.write_text(json.dumps(ALL | FOREIGN))
+    op = "npu_lightning_indexer_pto"
     monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", f"{tmp_path}/foreign:{built}")
-    with pytest.raises(RuntimeError, match="AddCustom in .* got x, y; put a package built from"):
-        custom_pypto.add_custom(X.npu(), X.npu())
+    with pytest.raises(RuntimeError, match="Indexer.* got x0, .*, x4; put a package built from"):
+        getattr(custom_pypto, op)(**on_npu(CALLS[op]()))
     assert agrees("npu_quant_rows_pto", CALLS["npu_quant_rows_pto"]())  # this one it has
     monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", f"{built}:{tmp_path}/foreign")
+    assert agrees(op, CALLS[op]())
+
+
+def test_the_package_of_the_tutorial_runs_add_custom(tmp_path, built, simulator, monkeypatch):
+    shutil.copytree(built, tmp_path / "tutorial")
+    (path,) = (tmp_path / "tutorial").rglob("*.json")
+    path.write_text(json.dumps(TUTORIAL))
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", f"{tmp_path}/tutorial")
     assert agrees("add_custom", CALLS["add_custom"]())
+    with pytest.raises(RuntimeError, match="needs a kernel package with QuantRowsPto in"):
+        custom_pypto.npu_quant_rows_pto(**on_npu(CALLS["npu_quant_rows_pto"]()))
 
 
 @pytest.mark.parametrize("source", ["", "int aclnnAddCustomGetWorkspaceSize() {}"], ids=len)

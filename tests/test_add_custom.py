@@ -11,7 +11,7 @@ SHAPES = [(), (0,), (1,), (63,), (3, 0, 5), (7, 11, 13), (100_003,)]
 
 
 def pair(shape, dtype=torch.float32):
-    return dict(self=torch.randn(shape).to(dtype), other=torch.randn(shape).to(dtype))
+    return dict(x=torch.randn(shape).to(dtype), y=torch.randn(shape).to(dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

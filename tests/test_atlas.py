@@ -38,7 +38,7 @@ REPORT = {
         "ways": {"ops on the NPU": {"works": True, "missing": []}},
     },
     "ops": [],
-    "listed": [],
+    "packaged": [],
     "commit": "",
 }
 # the driver with other parts: name, Python code, seconds, reason to skip, steps

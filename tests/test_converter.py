@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from kernel_package import ALL, TUTORIAL, VARIABLES, package
+from kernel_package import ALL, FOREIGN, IS_ANOTHER, TUTORIAL, VARIABLES, library, package
 from processes import install
 
 from custom_pypto import converter
-from custom_pypto.descriptions import ge_types
+from custom_pypto.descriptions import OPS, ge_types
 
 pytest_plugins = ["process_fixtures"]
 
@@ -19,7 +19,7 @@ def no_cann(monkeypatch):
 
 
 def test_the_operators_are_those_of_the_prototypes():
-    assert list(ge_types()) == list(ALL)
+    assert [kind for op in OPS for kind in ge_types(op)] == list(ALL)
     assert {"AddCustom", "LightningIndexerPto", "SparseFlashAttentionPto"} <= set(ALL)
 
 
@@ -137,12 +137,13 @@ def test_the_report_names_what_is_missing(
 
 
 def test_another_operator_of_the_same_name_registers_nothing(tmp_path, imported, with_torch):
-    path = package(tmp_path / "vendors/us", ALL | TUTORIAL)
+    path = package(tmp_path / "vendors/us", ALL | FOREIGN)
+    library(tmp_path / "vendors/us", "int aclnnAddCustom, aclnnAddCustomGetWorkspaceSize;")
     assert imported(ASCEND_OPP_PATH=str(tmp_path)) == ""
     here = {"ASCEND_OPP_PATH": str(tmp_path), "ASCEND_HOME_PATH": str(tmp_path)}
     done = with_torch(REPORT, **here)
     ways = json.loads(done.stdout)["ways"]
-    what = f"AddCustom in {path} is another operator: its inputs must be self, other, got x, y"
+    what = f"LightningIndexerPto in {path} {IS_ANOTHER}"
     for way in ("graph mode max-autotune, by a kernel package", "ops on the NPU through aclnn"):
         (remedy,) = (x["remedy"] for x in ways[way]["missing"] if x["what"] == what)
         assert remedy.startswith("put a package built from") and converter.VARIABLE not in remedy

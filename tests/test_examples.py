@@ -23,6 +23,7 @@ from train_lookup import FIRST_PAIR, FIRST_QUESTION, lookup_accuracy, lookup_bat
 
 from custom_pypto import models  # noqa: E402
 
+MODES = ["max-autotune", "reduce-overhead", "npugraph_ex"]
 plots = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"
 )
@@ -188,11 +189,33 @@ def on_simulator(*command: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.ascend_host
-@pytest.mark.parametrize("mode", ["max-autotune", "reduce-overhead", "npugraph_ex"])
+@pytest.mark.parametrize("mode", MODES)
 def test_a_model_compiled_by_torchair_answers_as_eager_does(mode):
     said = on_simulator("examples/compile_torchair.py", "--mode", mode).splitlines()
     assert len(said) == 4 and not any("wrong" in line for line in said)
     assert said[-1].startswith(f"mode {mode}: 1 graph") and said[-1].endswith("equal eager's")
+
+
+HOST_WAYS = {"add_custom.py": ["eager", "torch.compile"]}
+HOST_WAYS["own_op.py"] = [*HOST_WAYS["add_custom.py"], "interpreter"]
+
+
+def all_equal(ways):
+    return [word for way in ways for word in (way, "equal")]
+
+
+@pytest.mark.parametrize(
+    "name", ["add_custom.py", pytest.param("own_op.py", marks=pytest.mark.sim)]
+)
+def test_an_op_computes_the_same_in_every_way(name, run):
+    assert run(name).split() == all_equal(HOST_WAYS[name])
+
+
+@pytest.mark.ascend_host
+@pytest.mark.parametrize("name", ["add_custom.py", "own_op.py"])
+def test_an_op_computes_the_same_in_every_mode_of_torchair(name):
+    said = on_simulator(f"examples/{name}", "--npu").split()
+    assert said == all_equal(["eager", "torch.compile", *MODES])
 
 
 @pytest.mark.ascend_host

@@ -135,13 +135,9 @@ def test_a_check_reads_sizes_strides_and_dtypes_only(op, layout):
 @pytest.mark.parametrize(
     "tensors, written, message",
     [
-        pytest.param(["self", "out"], "out", "the kernel's tensor other is missing", id="missing"),
-        pytest.param(
-            ["self", "other", "out", "more"], "out", "the kernel has no tensor more", id="unknown"
-        ),
-        pytest.param(
-            ["self", "other", "out"], "result", "the kernel has no tensor result", id="written"
-        ),
+        pytest.param(["x", "z"], "z", "the kernel's tensor y is missing", id="missing"),
+        pytest.param(["x", "y", "z", "more"], "z", "the kernel has no tensor more", id="unknown"),
+        pytest.param(["x", "y", "z"], "sum", "the kernel has no tensor sum", id="written"),
     ],
 )
 def test_a_tensor_that_the_kernel_lacks_or_has_not_is_named(tensors, written, message):
@@ -153,10 +149,10 @@ def test_a_tensor_that_the_kernel_lacks_or_has_not_is_named(tensors, written, me
 
 def test_tensors_are_passed_in_the_order_of_the_kernel():
     facts = npu.common.program("add_custom").Facts(dtype="float32")
-    call = npu.common.KernelCall(facts, {"out": X, "other": X, "self": None}, written=("out",))
+    call = npu.common.KernelCall(facts, {"z": X, "y": X, "x": None}, written=("z",))
     _, tensors, _ = npu.common.prepared("add_custom", call)
-    assert list(tensors) == ["self", "other", "out"]
-    assert tensors["self"].shape == (1, 1) and tensors["self"].dtype == torch.float32
+    assert list(tensors) == ["x", "y", "z"]
+    assert tensors["x"].shape == (1, 1) and tensors["x"].dtype == torch.float32
 
 
 def test_calls_of_a_class_of_sizes_share_a_kernel():

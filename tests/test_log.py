@@ -76,8 +76,8 @@ def test_level_2_logs_every_call_with_shapes_and_dtypes(logging_at, caplog):
     call("npu_lightning_indexer_pto")
     backend = f"on cpu ({torch.ops.custom_pypto.cpu_isa()})"
     assert caplog.messages[:2] == [
-        f"add_custom: first call, {backend}: self bfloat16 [2, 3], other bfloat16 [2, 3]",
-        f"add_custom: {backend}: self bfloat16 [2, 3], other bfloat16 [2, 3] strides [1, 2]",
+        f"add_custom: first call, {backend}: x bfloat16 [2, 3], y bfloat16 [2, 3]",
+        f"add_custom: {backend}: x bfloat16 [2, 3], y bfloat16 [2, 3] strides [1, 2]",
     ]
     # an argument that has its default value is left out
     assert re.search(r"query float32 \[1, 3, 4, 32\], .* sparse_count 8$", caplog.messages[2])
@@ -170,7 +170,7 @@ def test_a_call_on_an_npu_is_logged_with_its_device(logging_at, caplog):
     logging_at(3)
     x = torch.ones(4, dtype=torch.bfloat16).npu()
     custom_pypto.add_custom(x, x)
-    assert caplog.messages[-1].startswith("add_custom: first call, on npu:0: self bfloat16 [4]")
+    assert caplog.messages[-1].startswith("add_custom: first call, on npu:0: x bfloat16 [4]")
     with pytest.raises(RuntimeError):
         custom_pypto.add_custom(x, x.float())
     assert caplog.messages[-1].endswith(".safetensors --device npu:0")

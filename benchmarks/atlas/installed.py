@@ -48,14 +48,14 @@ def main(file: str) -> None:
         "commit": commit(),
         "pypto_copy": requirements.pypto_copy(),
         "kernel_packages": kernel_packages.packages(),
-        "listed": [kind for kind in ge_types() if kernel_packages.listed(kind)],
+        "packaged": [op for op in OPS if all(map(kernel_packages.listed, ge_types(op)))],
         "distributions": dict(sorted(distributions.items())),
     }
     Path(file).write_text(json.dumps(found, ensure_ascii=False), "utf-8")
     print(env.render(report))
     print("\nPyPTO", found["pypto_copy"] or "not installed", sep="\n  ")
     print("\nKernel packages", *found["kernel_packages"] or ["none"], sep="\n  ")
-    print("  operators of ours:", ", ".join(found["listed"]) or "none")
+    print("  with our operators:", ", ".join(found["packaged"]) or "none")
     print("\nDistributions", *(f"{k} {v}" for k, v in found["distributions"].items()), sep="\n  ")
     print("\nnpu-smi info", printed("npu-smi", "info"), sep="\n")
     print(env.summary(report))

@@ -121,9 +121,10 @@ def graph(machine: Machine) -> list[Step]:
 
 def aclnn(machine: Machine) -> list[Step]:
     asked = {"CUSTOM_PYPTO_EAGER": "aclnn"}
-    ops = machine.short(machine.report["ops"])
+    ops = machine.short(machine.report["packaged"])  # CANN's tutorial makes one with add_custom
     made = []
     if own_package(machine):
+        ops = machine.short(machine.report["ops"])
         folder = machine.scratch / "kernel_package"
         asked["ASCEND_CUSTOM_OPP_PATH"] = str(folder)
         writer = ["-m", "custom_pypto.simulation.ascend_host.kernel_package", str(folder)]
@@ -148,13 +149,13 @@ def standard(machine: Machine) -> list[Step]:
 
 def own_package(machine: Machine) -> bool:
     """Whether the simulator needs a kernel package of its own, for want of an installed one."""
-    return machine.simulator and not machine.report["listed"]
+    return machine.simulator and not machine.report["packaged"]
 
 
 def no_package(machine: Machine) -> str:
-    if machine.report["listed"] or own_package(machine):
+    if machine.report["packaged"] or own_package(machine):
         return ""
-    return "no installed kernel package lists an operator of ours"
+    return "no installed kernel package lists the operators of an op"
 
 
 def no_pypto(machine: Machine) -> str:

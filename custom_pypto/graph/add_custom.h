@@ -8,9 +8,9 @@
 namespace ge {
 
 REG_OP(AddCustom)
-    .INPUT(self, TensorType({DT_BF16, DT_FLOAT16, DT_FLOAT}))
-    .INPUT(other, TensorType({DT_BF16, DT_FLOAT16, DT_FLOAT}))
-    .OUTPUT(out, TensorType({DT_BF16, DT_FLOAT16, DT_FLOAT}))
+    .INPUT(x, TensorType({DT_BF16, DT_FLOAT16, DT_FLOAT}))
+    .INPUT(y, TensorType({DT_BF16, DT_FLOAT16, DT_FLOAT}))
+    .OUTPUT(z, TensorType({DT_BF16, DT_FLOAT16, DT_FLOAT}))
     .OP_END_FACTORY_REG(AddCustom)
 
 }  // namespace ge

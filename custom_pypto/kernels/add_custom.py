@@ -19,21 +19,20 @@ class Facts:
 
 
 def program(a: Arguments) -> None:
-    """``out = self + other``, all ``[n]``."""
-    n = a.self.shape[0]
+    """``z = x + y``, all ``[n]``."""
+    n = a.x.shape[0]
     for i in pypto.loop(0, (n + TILE - 1) // TILE, 1, name="ADD", idx_name="add_tile"):
         start = i * TILE
         pypto.set_vec_tile_shapes(TILE)
         x, y = (
-            pypto.view(t, [TILE], [start], valid_shape=[(n - start).min(TILE)])
-            for t in (a.self, a.other)
+            pypto.view(t, [TILE], [start], valid_shape=[(n - start).min(TILE)]) for t in (a.x, a.y)
         )
         begin_task()  # else one task per cast, which bfloat16 needs
-        if a.out.dtype == pypto.DT_BF16:
+        if a.z.dtype == pypto.DT_BF16:
             x, y = pypto.cast(x, pypto.DT_FP32), pypto.cast(y, pypto.DT_FP32)
-        total = pypto.cast(pypto.add(x, y), a.out.dtype)
+        total = pypto.cast(pypto.add(x, y), a.z.dtype)
         end_task()
-        pypto.assemble(total, [start], a.out)
+        pypto.assemble(total, [start], a.z)
 
 
 @functools.cache
@@ -43,9 +42,9 @@ def kernel(facts: Facts) -> Callable:
 
     @jit(runtime_options=runtime_options(ready_on_host=False))
     def add_custom_kernel(
-        self: pypto.Tensor(vector, dtype),
-        other: pypto.Tensor(vector, dtype),
-        out: pypto.Tensor(vector, dtype),
+        x: pypto.Tensor(vector, dtype),
+        y: pypto.Tensor(vector, dtype),
+        z: pypto.Tensor(vector, dtype),
     ):
         program(arguments(locals()))
 

@@ -9,8 +9,7 @@ torch's allocator.
 calls that the contract allows but the NPU programs do not support; it reads only sizes, strides and
 dtypes, and serves graph mode too. ``kernel_call(arguments, out)`` then describes the call of the
 PyPTO kernel that computes ``out``, the output or tuple of outputs of the called overload; if there
-is nothing to launch, it fills ``out`` and returns None. A ``backward`` is registered as
-``<op>_backward``.
+is nothing to launch, it fills ``out`` and returns None.
 
 The caller of :func:`implementations` passes the launch: :func:`.common.on_device`, or the
 interpreter in :mod:`custom_pypto.simulation`.
@@ -121,8 +120,6 @@ def _functions(call: Callable, launch: Launch) -> dict[str, Callable]:
         for overload in overloads(op):
             name = overload.name().removeprefix("custom_pypto::")
             functions[name] = functools.partial(call, op, overload, launch)
-        if hasattr(_module(op), "backward"):
-            functions[f"{op}_backward"] = _module(op).backward
     return functions
 
 

@@ -4,16 +4,16 @@ import torch
 from torch import Tensor
 
 
-def add_custom(self: Tensor, other: Tensor) -> Tensor:
-    """``self + other``, elementwise."""
-    return self + other
+def add_custom(x: Tensor, y: Tensor) -> Tensor:
+    """``x + y``, elementwise."""
+    return x + y
 
 
 def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
     for dtype in dtypes:
         g = torch.Generator().manual_seed(0)
         x, y = (torch.randn(37, 129, generator=g).to(dtype) for _ in range(2))
-        yield dtype, "37 x 129", dict(self=x, other=y)
+        yield dtype, "37 x 129", dict(x=x, y=y)
 
 
 def error(got: Tensor, expected: Tensor, mine: dict, theirs: dict) -> tuple[float, float]:

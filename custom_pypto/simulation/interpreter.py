@@ -1,6 +1,6 @@
 """Runs the tensor graph of a PyPTO kernel on host tensors in PyPTO's interpreter."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -43,13 +43,26 @@ def interpret(kernel, *tensors: Tensor, timeout: float | None = None, **params) 
         return [_dumped(output, i, tensor) for i, tensor in enumerate(tensors)]
 
 
-def run_in_place(
-    kernel, tensors: dict[str, Tensor], written: tuple[str, ...], run: Callable = interpret
-) -> None:
-    """Emulates a launch: stores the results of ``run`` in the ``written`` tensors."""
-    values = dict(zip(tensors, run(kernel, *tensors.values()), strict=True))
-    for name in written:
-        tensors[name].copy_(values[name])
+def run_in_place(kernel, tensors: Sequence[Tensor], run: Callable = interpret, **params) -> None:
+    """Emulates a launch: stores what ``run`` changes in the tensors."""
+    for tensor, value in zip(tensors, run(kernel, *tensors, **params), strict=True):
+        # an argument that is not written may be a view of one that is
+        if not tensor.view(torch.uint8).equal(value.view(torch.uint8)):
+            tensor.copy_(value)
+
+
+def replace_calls(device: str, launch: Callable[[Callable, tuple[Tensor, ...], dict], None]) -> None:
+    """Calls of PyPTO kernels on tensors of the device, by its type, become calls of ``launch`` with
+    the kernel, its tensors and its other arguments."""
+    call = JitCallableWrapper.__call__
+
+    def instead(kernel, *args, **kwargs):
+        if not (args and isinstance(args[0], Tensor) and args[0].device.type == device):
+            return call(kernel, *args, **kwargs)
+        tensors, params, _ = kernel._parse_call_args(args, kwargs)
+        return launch(kernel, tuple(tensors), params)
+
+    JitCallableWrapper.__call__ = instead
 
 
 def verify_passes(

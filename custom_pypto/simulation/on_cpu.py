@@ -41,7 +41,7 @@ def on_cpu(*, generated: bool = False, unordered_adds: bool = False) -> Iterator
 
         def launch(kernel, tensors: dict[str, Tensor], written: tuple[str, ...]) -> None:
             progress.set_postfix_str(kernel.__name__)
-            run_in_place(kernel, tensors, written, run)
+            run_in_place(kernel, tuple(tensors.values()), run)
             progress.update()
 
         library = torch.library.Library("custom_pypto", "IMPL")

@@ -21,7 +21,7 @@ def inputs(
 ) -> dict:
     g = torch.Generator().manual_seed(seed)
     shape = (sum(lengths_query), max(lengths_key))
-    return dict(self=random(shape, dtype, g), other=random(shape, dtype, g))
+    return dict(x=random(shape, dtype, g), y=random(shape, dtype, g))
 
 
 on_npu = functools.partial(inputs, dtype=torch.bfloat16)
@@ -34,21 +34,21 @@ def not_default() -> dict:
 def random_call(m: Maker) -> dict:
     dtype = m.rng.choice([*DTYPES, torch.float64])
     shape = tuple(m.rng.choice([0, 1, 2, 3, 7, 17]) for _ in range(m.rng.randint(0, 4)))
-    return {name: m.tensor(shape, m.floats(dtype)) for name in ("self", "other")}
+    return {name: m.tensor(shape, m.floats(dtype)) for name in ("x", "y")}
 
 
 def rejected() -> list:
-    call = dict(self=torch.zeros(4, 5), other=torch.zeros(4, 5))
+    call = dict(x=torch.zeros(4, 5), y=torch.zeros(4, 5))
     row = table("add_custom", call)
-    shape = "other must be of shape [4, 5] (shape of self; no broadcasting), got "
-    dtype = "self.dtype must be bfloat16, float16, float32 or float64, got "
-    other_dtype = "other.dtype must be float32 (dtype of self), got float64"
+    shape = "y must be of shape [4, 5] (shape of x; no broadcasting), got "
+    dtype = "x.dtype must be bfloat16, float16, float32 or float64, got "
+    y_dtype = "y.dtype must be float32 (dtype of x), got float64"
     float8 = each(call, call, lambda x: x.to(torch.float8_e4m3fn))
     return [
-        row(f"{shape}[4, 4]", other=torch.zeros(4, 4)),
-        row(f"{shape}[5]", other=torch.zeros(5)),
-        row(f"{shape}[]", other=torch.zeros(())),
-        row(other_dtype, other=torch.zeros(4, 5).double()),
+        row(f"{shape}[4, 4]", y=torch.zeros(4, 4)),
+        row(f"{shape}[5]", y=torch.zeros(5)),
+        row(f"{shape}[]", y=torch.zeros(())),
+        row(y_dtype, y=torch.zeros(4, 5).double()),
         row(f"{dtype}int32", **each(call, call, Tensor.int)),
         row(f"{dtype}complex64", **each(call, call, Tensor.cfloat)),
         row(f"{dtype}float8_e4m3fn", **float8),
@@ -59,7 +59,7 @@ def rejected() -> list:
 def unsupported_on_npu() -> list:
     row = table("add_custom", on_npu([3], [5]))
     float64 = on_npu([3], [5], dtype=torch.float64)
-    message = "self.dtype must be bfloat16, float16 or float32 on an NPU, got float64"
+    message = "x.dtype must be bfloat16, float16 or float32 on an NPU, got float64"
     return [row(message, float64)]
 
 

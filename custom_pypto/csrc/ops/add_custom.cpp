@@ -5,37 +5,37 @@
 namespace custom_pypto {
 namespace {
 
+// the names of CANN's tutorial, whose kernel package is then one for this op
 constexpr char kOp[] = "add_custom";
 
 template <bool computes>
-Tensor add_custom(const Tensor& self, const Tensor& other) {
-  const Argument first(kOp, "self", self), second(kOp, "other", other);
+Tensor add_custom(const Tensor& x, const Tensor& y) {
+  const Argument first(kOp, "x", x), second(kOp, "y", y);
   // the floating-point types that torch can add: types of 8 bits or fewer are unsupported
   first.dtype({at::kBFloat16, at::kHalf, at::kFloat, at::kDouble});
-  second.dtype(self.scalar_type(), "dtype of self").device_of(self);
-  CHECK_ARGUMENT(self.sym_sizes() == other.sym_sizes(), kOp, "other",
-                 c10::str("of shape ", self.sym_sizes(), " (shape of self; no broadcasting)"),
-                 other.sym_sizes());
-  Tensor out = at::empty_symint(self.sym_sizes(), self.options());
-  if (computes) at::add_out(out, self, other);
-  return out;
+  second.dtype(x.scalar_type(), "dtype of x").device_of(x);
+  CHECK_ARGUMENT(x.sym_sizes() == y.sym_sizes(), kOp, "y",
+                 c10::str("of shape ", x.sym_sizes(), " (shape of x; no broadcasting)"),
+                 y.sym_sizes());
+  Tensor z = at::empty_symint(x.sym_sizes(), x.options());
+  if (computes) at::add_out(z, x, y);
+  return z;
 }
 
-// d(self + other) = (1, 1): two clones, since an op may not return the same tensor twice
-template <bool /*computes*/>
+// d(x + y) = (1, 1): two clones, since an op may not return the same tensor twice. Of torch's ops
+// alone, into which every backend takes it apart, so that no device and no graph mode needs its own.
 std::tuple<Tensor, Tensor> add_custom_backward(const Tensor& grad) {
   return {grad.clone(), grad.clone()};
 }
 
 class AddCustom : public torch::autograd::Function<AddCustom> {
  public:
-  static Tensor forward(torch::autograd::AutogradContext*, const Tensor& self,
-                        const Tensor& other) {
+  static Tensor forward(torch::autograd::AutogradContext*, const Tensor& x, const Tensor& y) {
     at::AutoDispatchBelowADInplaceOrView guard;
     static auto op = c10::Dispatcher::singleton()
                          .findSchemaOrThrow("custom_pypto::add_custom", "")
                          .typed<Tensor(const Tensor&, const Tensor&)>();
-    return op.call(self, other);
+    return op.call(x, y);
   }
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
@@ -43,21 +43,23 @@ class AddCustom : public torch::autograd::Function<AddCustom> {
     static auto op = c10::Dispatcher::singleton()
                          .findSchemaOrThrow("custom_pypto::add_custom_backward", "")
                          .typed<std::tuple<Tensor, Tensor>(const Tensor&)>();
-    const auto [self, other] = op.call(grads[0]);
-    return {self, other};
+    const auto [x, y] = op.call(grads[0]);
+    return {x, y};
   }
 };
 
-Tensor add_custom_autograd(const Tensor& self, const Tensor& other) {
+Tensor add_custom_autograd(const Tensor& x, const Tensor& y) {
   // reject None first: apply() queries the device of each argument
-  Argument(kOp, "self", self), Argument(kOp, "other", other);
-  return AddCustom::apply(self, other);
+  Argument(kOp, "x", x), Argument(kOp, "y", y);
+  return AddCustom::apply(x, y);
 }
 
 }  // namespace
 
-REGISTER_OP(add_custom, "(Tensor self, Tensor other) -> Tensor")
-REGISTER_OP(add_custom_backward, "(Tensor self) -> (Tensor, Tensor)")
+REGISTER_OP(add_custom, "(Tensor x, Tensor y) -> Tensor")
+TORCH_LIBRARY_FRAGMENT(custom_pypto, m) {
+  m.def("add_custom_backward(Tensor grad) -> (Tensor, Tensor)", &add_custom_backward);
+}
 TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) { m.impl(kOp, &add_custom_autograd); }
 
 }  // namespace custom_pypto

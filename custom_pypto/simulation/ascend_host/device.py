@@ -1,8 +1,7 @@
 """Computes on NPU tensors with CPU kernels, in the memory of the tensors, without copies.
 
-torch_npu allocates, views and frees. This module replaces all computation: aten ops, and the ops of
-this package, whose NPU programs run in PyPTO's interpreter, unless :mod:`.kernel_package` computes
-them.
+torch_npu allocates, views and frees. This module replaces all computation: aten ops, and PyPTO's
+kernels, those of this package and others, which run in PyPTO's interpreter.
 
 While a stream is captured, as in the modes reduce-overhead and npugraph_ex of torchair, its work
 and the work of waiting streams goes to a tape and runs only at every replay. As on a device, a tape
@@ -19,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ... import npu
-from ..interpreter import run_in_place
+from ..interpreter import replace_calls, run_in_place
 from .libraries import AscendHostError
 
 # left to torch_npu: allocations, and queries of a tensor's own fields
@@ -76,10 +74,10 @@ def _break_capture(problem: str) -> AscendHostError:
     return AscendHostError(f"ascend_host: {problem}")
 
 
-def launch(kernel: Callable, tensors: dict[str, Tensor], written: tuple[str, ...]) -> None:
-    """Runs a PyPTO kernel of :mod:`custom_pypto.kernels` in PyPTO's interpreter."""
-    aliases = {name: host(tensor) for name, tensor in tensors.items()}
-    submit(lambda: run_in_place(kernel, aliases, written))
+def _launch(kernel: Callable, tensors: tuple[Tensor, ...], params: dict) -> None:
+    """Runs a PyPTO kernel on NPU tensors in PyPTO's interpreter."""
+    aliases = [host(tensor) for tensor in tensors]
+    submit(lambda: run_in_place(kernel, aliases, **params))
 
 
 def _written_and_returned(op: torch._ops.OpOverload) -> dict[int, str]:
@@ -248,10 +246,8 @@ def install(cann: ctypes.CDLL) -> None:
     }
     for name, function in scatters.items():
         torch_npu.impl(name, function, "PrivateUse1", allow_override=True)
-    ours = torch.library.Library("custom_pypto", "IMPL")
-    for name, function in npu.eager(launch).items():
-        ours.impl(name, function, "PrivateUse1", allow_override=True)
-    _libraries.extend([aten, torch_npu, ours])
+    replace_calls("npu", _launch)
+    _libraries.extend([aten, torch_npu])
 
 
 def _replay(model: int) -> int:
