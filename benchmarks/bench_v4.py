@@ -35,8 +35,8 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 from transformers.masking_utils import create_sliding_window_causal_mask
 
 from custom_pypto import models
+from custom_pypto.models import CACHE
 from custom_pypto.models.cache import write
-from custom_pypto.models.patched import CACHE
 
 SIDES = ("custom_pypto", "transformers")
 KINDS = {

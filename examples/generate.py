@@ -38,7 +38,7 @@ from transformers import (
 )
 
 from custom_pypto import hub, models
-from custom_pypto.models.patched import CACHE  # an argument's name in this transformers
+from custom_pypto.models import CACHE  # an argument's name in this transformers
 
 BACKENDS = ["custom_pypto", "transformers"]
 

@@ -50,7 +50,7 @@ from train_lookup import dense_attention as without_indexers
 from transformers import DeepseekV32ForCausalLM, DynamicCache
 
 from custom_pypto import hub, models
-from custom_pypto.models.patched import CACHE
+from custom_pypto.models import CACHE
 
 INK = {False: "white", True: "black"}  # on the dark ends of the colours, and between them
 QUESTION_TOKENS = 3 * len(KEYS)  # question, value, "."

@@ -145,7 +145,7 @@ def lookup_accuracy(
     ``new_cache()`` makes the cache, transformers' ``DynamicCache`` by default.
     """
     # not above: vLLM's environment, whose tests take prompts from here, has an older transformers
-    from custom_pypto.models.patched import CACHE
+    from custom_pypto.models import CACHE
 
     input_ids, labels = make(batch, length, questions=questions, seed=seed)
     right = asked = 0

@@ -51,7 +51,7 @@ from .loading import (  # noqa: E402
     resolve_dtype,
 )
 from .patch import Patch, patch_of  # noqa: E402
-from .patched import attentions_to_patch, sizes, text_model  # noqa: E402
+from .patched import CACHE, attentions_to_patch, sizes, text_model  # noqa: E402
 from .replay import record_indices, replay_indices  # noqa: E402
 from .tensor_parallel import own_device, sharing  # noqa: E402
 from .training import TRAINING  # noqa: E402
@@ -60,6 +60,7 @@ from .weights.modules import convert  # noqa: E402
 from .weights.quantizer import StoredWeights, stored_kinds  # noqa: E402
 
 __all__ = [
+    "CACHE",
     "PagedCache",
     "load",
     "record_indices",

@@ -27,7 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.testing._internal.two_tensor import TwoTensor
 
 from custom_pypto import models
-from custom_pypto.models.patched import CACHE
+from custom_pypto.models import CACHE
 
 TARGETS = {
     "kv_b_proj": ["kv_b_proj"],

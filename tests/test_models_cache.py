@@ -26,9 +26,9 @@ from tiny import ALL_KINDS, KINDS, OWN, clear_case, marks_of, tiny_model, token_
 from transformers import DynamicCache
 
 from custom_pypto import models
+from custom_pypto.models import CACHE
 from custom_pypto.models.cache import write
 from custom_pypto.models.cache.layout import Pool
-from custom_pypto.models.patched import CACHE
 
 
 def crop(tokens):

@@ -13,8 +13,8 @@ from tiny import KINDS, V4_LAYERS, clear_case, representatives, token_ids
 from torch._dynamo.backends.registry import lookup_backend
 
 from custom_pypto import models
+from custom_pypto.models import CACHE
 from custom_pypto.models.latent_attention import LatentAttention
-from custom_pypto.models.patched import CACHE
 
 TWO_LAYERS = {"num_hidden_layers": 2}
 

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 
 import custom_pypto
 from custom_pypto import models
-from custom_pypto.models.patched import CACHE
+from custom_pypto.models import CACHE
 
 # ---- packed sequences -------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from tiny import ALL_KINDS, KINDS, OWN, clear_case, tiny_model, token_ids
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from custom_pypto import models
-from custom_pypto.models.patched import CACHE
+from custom_pypto.models import CACHE
 from custom_pypto.models.weights.modules import convert, stored_parameters
 from custom_pypto.requirements import installed_version, numbers
 

@@ -35,9 +35,8 @@ from tiny import (
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from custom_pypto import models
-from custom_pypto.models import deepseek_v4
+from custom_pypto.models import CACHE, deepseek_v4
 from custom_pypto.models.latent_attention import LatentAttention
-from custom_pypto.models.patched import CACHE
 
 
 @pytest.mark.parametrize("pads", [[0], [0, 0], PADS], ids=["batch-1", "batch-2", "left-padded"])

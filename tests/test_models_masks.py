@@ -9,7 +9,7 @@ from model_harness import TOLERANCES, no_grad_and_one_thread  # noqa: F401
 from tiny import ALL_KINDS, OWN, clear_case, tiny_model, token_ids
 
 from custom_pypto import models
-from custom_pypto.models.patched import CACHE
+from custom_pypto.models import CACHE
 
 PROMPT, STEPS, CAPACITY = 20, 3, 48
 # tokens of left padding in each sequence; upstream counts them as tokens of windows in DeepSeek-V4

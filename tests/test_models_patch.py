@@ -34,8 +34,9 @@ from training_harness import assert_near
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from custom_pypto import models
+from custom_pypto.models import CACHE
 from custom_pypto.models.architectures import ARCHITECTURES, available
-from custom_pypto.models.patched import CACHE, text_model
+from custom_pypto.models.patched import text_model
 
 
 @pytest.mark.parametrize(

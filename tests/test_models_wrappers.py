@@ -15,7 +15,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.distributed.fsdp import FSDPModule
 
 from custom_pypto import models
-from custom_pypto.models.patched import CACHE, text_model
+from custom_pypto.models import CACHE
+from custom_pypto.models.patched import text_model
 
 
 def checkpointed(model):

@@ -18,8 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
 
 from custom_pypto import models, npu
-from custom_pypto.models import latent_attention, tensor_parallel
-from custom_pypto.models.patched import CACHE
+from custom_pypto.models import CACHE, latent_attention, tensor_parallel
 
 ROOT = Path(__file__).parents[1]
 PREFILL, DECODE = 40, 4

@@ -12,8 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import custom_pypto
 from custom_pypto import env, models
+from custom_pypto.models import CACHE
 from custom_pypto.models.cache import formats
-from custom_pypto.models.patched import CACHE
 
 FORWARD_MODE = "forward-mode derivatives .* are not implemented; use backward"
 

@@ -51,9 +51,9 @@ def run_in_place(kernel, tensors: Sequence[Tensor], run: Callable = interpret, *
             tensor.copy_(value)
 
 
-def replace_calls(device: str, launch: Callable[[Callable, tuple[Tensor, ...], dict], None]) -> None:
+def replace_calls(device: str, launch: Callable) -> None:
     """Calls of PyPTO kernels on tensors of the device, by its type, become calls of ``launch`` with
-    the kernel, its tensors and its other arguments."""
+    the kernel, a tuple of its tensors and a dict of its other arguments."""
     call = JitCallableWrapper.__call__
 
     def instead(kernel, *args, **kwargs):
