@@ -136,7 +136,7 @@ def test_a_compiled_graph_stays_whole_and_logs_what_it_runs(logging_at, caplog):
         assert torch.equal(twice(torch.ones(n)), torch.full((n,), 4.0))
     # tracing with fake tensors is no call
     lines = [r.getMessage() for r in caplog.records if r.name == "custom_pypto"]
-    assert [re.search(r"self float32 \[(\d)\]", line)[1] for line in lines] == list("345")
+    assert [re.search(r"x float32 \[(\d)\]", line)[1] for line in lines] == list("345")
 
 
 @pytest.mark.parametrize("op", INPUTS)
