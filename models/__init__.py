@@ -48,6 +48,7 @@ from .loading import (  # noqa: E402
     check_scale_values,
     dtypes_of,
     parameters,
+    reading,
     resolve_dtype,
 )
 from .patch import Patch, patch_of  # noqa: E402
@@ -243,14 +244,15 @@ def load(
     generation_config = None
     if (source.folder / "generation_config.json").is_file():
         generation_config = GenerationConfig.from_pretrained(source.folder)
-    model = model_class.from_pretrained(
-        None,
-        config=config,
-        generation_config=generation_config,
-        state_dict=state,
-        dtype=resolved,
-        distributed_config=plan,
-    )
+    with reading(reader):
+        model = model_class.from_pretrained(
+            None,
+            config=config,
+            generation_config=generation_config,
+            state_dict=state,
+            dtype=resolved,
+            distributed_config=plan,
+        )
     model.config.name_or_path = model.name_or_path = str(path)
     if kinds:  # saved as they are in the model: transformers cannot split stored experts
         model._weight_conversions = []

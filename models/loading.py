@@ -1,20 +1,27 @@
 """Turns the tensors of a checkpoint into the parameters of a model, if they fit in memory."""
 
+import contextlib
 import functools
+import math
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from safetensors import safe_open
 from tqdm import tqdm
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import GLOBAL_WORKERS, ConversionOps
+from transformers.utils import logging
 
 from . import quantized_weights
 from .checkpoint import Checkpoint, Stored
 from .memory import empty, free_memory
 from .weights.modules import SCALE, stored_parameters
-from .weights.reading import OnDisk, StoredWeight, check_blocks
+from .weights.reading import NAMES, OnDisk, StoredWeight, check_blocks
+
+PROGRESS = "Loading weights"  # transformers' description of its bar
+DTYPES = quantized_weights.FLOATS | quantized_weights.INTEGERS
+DTYPES |= {name: dtype for dtype, name in NAMES.items()}
 
 
 class Reader:
@@ -31,6 +38,7 @@ class Reader:
         mapped: bool = False,
     ):
         self.tensors, self.blocks = tensors, blocks
+        self.progress, self.lock = tqdm(disable=True), threading.Lock()
         # else read: a mapped file counts as memory of this process, and a change of the file would
         # change or crash the model
         options = {} if mapped else {"backend": "pread"}
@@ -38,10 +46,32 @@ class Reader:
 
     def stored(self, name: str) -> torch.Tensor:
         """The tensor as stored in the file."""
-        return self._open(self.tensors[name].file).get_tensor(name)
+        tensor = self._open(self.tensors[name].file).get_tensor(name)
+        with self.lock:
+            self.progress.update(tensor.nbytes)
+        return tensor
+
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(
+            math.prod(shape) * DTYPES[dtype].itemsize // self.per_byte(dtype)
+            for _, dtype, shape in self.tensors.values()
+        )
+
+    def per_byte(self, dtype: str) -> int:
+        return 2 if dtype == quantized_weights.FP4 and dtype in self.blocks else 1
 
     def is_quantized(self, name: str) -> bool:
         return self.tensors[name].dtype in self.blocks
+
+    def rows(self, name: str) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Blocks of rows, as stored or dequantized in float32, and which rows these are."""
+        stored = self.stored(name)
+        if not self.is_quantized(name):
+            return quantized_weights.row_blocks(stored.flatten(0, -2))
+        scales = self.stored(quantized_weights.scale_name(name, self.tensors))
+        block = self.blocks[self.tensors[name].dtype]
+        return quantized_weights.dequantized(stored, scales, block)
 
     def read(self, name: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """The tensor as stored, or dequantized to ``dtype``."""
@@ -52,12 +82,31 @@ class Reader:
         return tensor
 
     def read_into(self, name: str, out: torch.Tensor) -> None:
-        if self.is_quantized(name):
-            scales = self.stored(quantized_weights.scale_name(name, self.tensors))
-            block = self.blocks[self.tensors[name].dtype]
-            quantized_weights.dequantize(self.stored(name), scales, block, out)
-        else:
-            out.copy_(self.stored(name))
+        for rows, values in self.rows(name):
+            out[rows] = values
+
+
+@contextlib.contextmanager
+def reading(reader: Reader) -> Iterator[None]:
+    """While transformers reads: a progress bar of bytes in place of its own of parameters, and a
+    share of torch's threads for each of its threads.
+
+    Else each of these would wait after every operation for as many threads as there are cores.
+    """
+
+    def hide(bar, args, kwargs):
+        return args[0] if kwargs.get("desc") == PROGRESS else bar(*args, **kwargs)
+
+    options = {"desc": PROGRESS, "unit": "B", "unit_scale": True}
+    threads = torch.get_num_threads()
+    with logging.tqdm(total=reader.nbytes(), **options) as reader.progress:
+        hook = logging.set_tqdm_hook(hide)
+        torch.set_num_threads(max(1, threads // GLOBAL_WORKERS))
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            logging.set_tqdm_hook(hook)
 
 
 class Parameter:
@@ -120,7 +169,7 @@ def parameters(
         model: without stored weights, unless the checkpoint has them.
         kinds: the format of each module with stored weights.
     """
-    state, dtypes, lock = model.state_dict(), dtypes_of(model, dtype), threading.Lock()
+    state, dtypes = model.state_dict(), dtypes_of(model, dtype)
     found: dict[str, Parameter | OnDisk] = {}
     for name, parts in checkpoint.parts.items():
         module, _, weight = name.rpartition(".")
@@ -132,7 +181,7 @@ def parameters(
             found[name] = Parameter(reader, parts, shape, dtypes[name], convert)
             continue
         check_blocks(name, kind, len(parts), shape, reader.blocks.get(quantized_weights.FP8))
-        stored = StoredWeight(reader, parts, shape, kind, lock)
+        stored = StoredWeight(reader, parts, shape, kind)
         found[name] = OnDisk(stored, "weight")
         if stored.layout.scale_shape is not None:
             found[name + SCALE] = OnDisk(stored, "scales")

@@ -8,14 +8,14 @@ transformers 5.23 assumes a block height of ``rows // rows of the grid``. It rej
 ``kv_a_proj_with_mqa`` with 5 rows of scales, and applies wrong scales to 192 rows with 2.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding
 
 # safetensors' names for e4m3, and for bytes, which hold two values of e2m1
 FP8, FP4 = "F8_E4M3", "I8"
 FP4_BLOCK = (1, 32)
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float32, device="cpu")
 # other dtypes of weights and scales in a checkpoint, by safetensors' names
 FLOATS = {
     "F32": torch.float32,
@@ -28,6 +28,17 @@ METHOD = "custom_pypto"
 # keys of a config.json about quantization
 CONFIG = {"quantization_config", "expert_dtype"}
 INTEGERS = {"I32": torch.int32, "I64": torch.int64}
+ROWS_AT_ONCE = 32  # whose float32 values stay in the CPU cache
+_BYTES = torch.arange(256, dtype=torch.uint8, device="cpu")
+_E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float32, device="cpu")
+_FOUR_BITS = torch.cat([_E2M1, -_E2M1])
+# by the dtype on disk, what a byte holds in float32: a value, or two as one number of 64 bits
+_VALUES = {
+    torch.float8_e4m3fn: _BYTES.view(torch.float8_e4m3fn).float(),
+    torch.int8: torch.stack([_FOUR_BITS[_BYTES.int() & 15], _FOUR_BITS[_BYTES.int() >> 4]], 1)
+    .view(torch.int64)
+    .squeeze(1),
+}
 
 
 def weight_name(scale: str) -> str:
@@ -72,32 +83,47 @@ def blocks_of(config: dict) -> dict[str, tuple[int, int]]:
     return {FP8: (rows, columns)} | ({FP4: FP4_BLOCK} if experts == "fp4" else {})
 
 
-def values(stored: Tensor) -> Tensor:
-    """The values of a weight before scaling, in float32."""
-    if stored.dtype != torch.int8:
-        return stored.float()
-    four_bits = torch.cat([E2M1, -E2M1]).to(stored.device)
-    byte = torch.arange(256, device=stored.device)
-    pairs = torch.stack([four_bits[byte & 15], four_bits[byte >> 4]], 1)
-    return embedding(stored.view(torch.uint8).int(), pairs).flatten(1)
+def has_nan(weight: Tensor) -> bool:
+    """Whether a weight in float8_e4m3fn has NaN: all bits but the sign are set.
+
+    torch compares float8 value by value, but bytes in vectors.
+    """
+    parts = weight.view(torch.int8).flatten().split(2**20)  # each stays in the CPU cache
+    return any(int((part & 0x7F).max()) == 0x7F for part in parts)
 
 
-def dequantize(weight: Tensor, scales: Tensor, block: tuple[int, int], out: Tensor) -> None:
-    """``out = weight * scale of its block``, in float32, rounded once to the dtype of ``out``.
+def row_blocks(matrix: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of rows, and which rows these are."""
+    for first in range(0, len(matrix), ROWS_AT_ONCE):
+        rows = slice(first, first + ROWS_AT_ONCE)
+        yield rows, matrix[rows]
+
+
+def dequantized(
+    weight: Tensor, scales: Tensor, block: tuple[int, int]
+) -> Iterator[tuple[slice, Tensor]]:
+    """Blocks of rows of ``weight * scale of its block`` in float32, and which rows these are.
+
+    The next block overwrites the memory of the last: new memory costs as much as the product.
 
     Args:
         weight: ``[rows, columns]`` float8_e4m3fn, or ``[rows, columns / 2]`` int8 of fp4.
         scales: of the shape :func:`grid` of ``[rows, columns]`` and any dtype of :data:`FLOATS`.
         block: rows and columns that share a scale.
-        out: ``[rows, columns]``, written to.
     """
     height, width = block
-    # at a time a row of blocks, or 128 if a block is one row: the product stays in the CPU cache
-    together = 128 if height == 1 else 1
-    rows = height * together
-    for part, scale, target in zip(
-        weight.split(rows), scales.float().split(together), out.split(rows), strict=True
-    ):
-        product = values(part)
-        product *= scale.repeat_interleave(width, 1)[:, : out.size(1)]
-        target.copy_(product)
+    table, scales = _VALUES[weight.dtype], scales.float()
+    shape = ROWS_AT_ONCE, weight.size(1)
+    indices = torch.empty(shape, dtype=torch.int32, device="cpu")
+    found = torch.empty(shape, dtype=table.dtype, device="cpu")
+    step = ROWS_AT_ONCE if height == 1 else height
+    for start in range(0, len(weight), step):
+        factors = scales[start // height : -(-(start + step) // height)]
+        factors = factors.repeat_interleave(width, 1)
+        for rows, part in row_blocks(weight[start : start + step].view(torch.uint8)):
+            index, values = indices[: len(part)].copy_(part), found[: len(part)]
+            # torch converts float8 value by value, which takes four times as long
+            torch.index_select(table, 0, index.view(-1), out=values.view(-1))
+            product = values.view(torch.float32)
+            product *= factors[:, : product.size(1)]
+            yield slice(start + rows.start, start + rows.stop), product

@@ -20,6 +20,7 @@ from tiny import KINDS, YARN, token_ids
 from torch import nn
 from transformers import AutoModelForCausalLM, DeepseekV4ForCausalLM
 from transformers.integrations import finegrained_fp8
+from transformers.utils.logging import set_tqdm_hook
 
 from custom_pypto import models
 
@@ -163,7 +164,19 @@ def test_the_settings_for_generation_are_the_checkpoints(fp8_checkpoint, tmp_pat
 
 def test_progress_is_shown(fp8_checkpoint, capsys):
     models.load(fp8_checkpoint)
-    assert "Loading weights: 100%" in capsys.readouterr().err
+    shown = capsys.readouterr().err
+    assert "Loading weights: 100%" in shown and "B/s]" in shown and "it/s]" not in shown
+
+
+def test_loading_leaves_threads_and_progress_bars_as_they_were(fp8_checkpoint):
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        models.load(fp8_checkpoint)
+        assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
+    assert set_tqdm_hook(None) is None
 
 
 def test_deepseek_v4_is_not_sharded(fp4_checkpoint):

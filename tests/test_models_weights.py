@@ -339,13 +339,28 @@ def test_a_damaged_saved_model_is_rejected_by_name(pattern, edit, message, saved
     assert name in str(raised.value)
 
 
-@pytest.mark.parametrize("value, message", [(torch.nan, "has NaN"), (torch.inf, "must be finite")])
-def test_a_damaged_published_weight_is_rejected_by_name(value, message, on_disk, tmp_path):
+def with_one_nan(weight, byte):
+    """In the last value: ``weight`` in float8_e4m3fn, in which these two bytes are NaN."""
+    damaged = weight.clone()
+    damaged.view(torch.uint8)[-1, -1] = byte
+    return damaged
+
+
+@pytest.mark.parametrize(
+    "damage, message",
+    [
+        pytest.param(lambda x: with_one_nan(x, 0x7F), "has NaN", id="nan"),
+        pytest.param(lambda x: with_one_nan(x, 0xFF), "has NaN", id="negative-nan"),
+        pytest.param(None, "must be finite", id="scales"),
+    ],
+)
+def test_a_damaged_published_weight_is_rejected_by_name(damage, message, on_disk, tmp_path):
     path = shutil.copytree(on_disk, tmp_path / "damaged")
     pattern = r"(q_a_proj|wq_a)\.weight$"
-    if value == torch.inf:
+    if damage is None:
         pattern = r"(q_a_proj\.weight_scale_inv|wq_a\.scale)$"
-    edited = edit_tensor(path, pattern, lambda x: torch.full(x.shape, torch.nan).to(x.dtype))
+        damage = lambda x: torch.full(x.shape, torch.nan).to(x.dtype)  # noqa: E731
+    edited = edit_tensor(path, pattern, damage)
     with pytest.raises(ValueError, match=message) as raised:
         models.load(path, weights="stored")
     assert edited["name"] in str(raised.value) and edited["shard"] in str(raised.value)

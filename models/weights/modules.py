@@ -9,6 +9,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import custom_pypto
 
+from ..quantized_weights import row_blocks
 from .formats import ROUNDED, layout, matrices, quantize
 
 #: name of the implementation of experts in transformers
@@ -150,7 +151,7 @@ def round_plain_weights(model: nn.Module, state: dict[str, Tensor], prefix: str,
         rows = plain.shape[:-1].numel()
         quantize(
             kind,
-            plain.flatten(0, -2),
+            row_blocks(plain.flatten(0, -2)),
             weight.view(rows, -1),
             scales.view(rows, *scales.shape[plain.ndim - 1 :]),
         )

@@ -21,50 +21,49 @@ NAMES = {
 
 
 class StoredWeight:
-    """A weight on disk and its scales, both made when the first of them is read.
+    """A weight on disk and its scales, both made when the weight is read.
 
     Args:
         parts: names on disk: one, or of each expert one or two.
         shape: of the values.
-        lock: held while a weight is made, so that one tensor of the checkpoint is in memory.
     """
 
-    def __init__(self, reader, parts: list[str], shape: list[int], kind: str, lock: threading.Lock):
+    def __init__(self, reader, parts: list[str], shape: list[int], kind: str):
         self.reader, self.parts, self.shape, self.kind = reader, parts, shape, kind
         self.layout = layout(kind, shape)
-        self.lock = lock
-        self.made: dict[str, Tensor] = {}
+        self.lock, self.made = threading.Lock(), None
 
-    def take(self, which: str) -> Tensor:
-        """``"weight"`` or ``"scales"``, once."""
+    def scales(self) -> Tensor | None:
+        """The memory of the scales, which :meth:`weight` fills.
+
+        transformers reads both in threads; the one for the scales does not wait for the other, but
+        reads the next weight.
+        """
+        shape, dtype = self.layout.scale_shape, self.layout.scale_dtype
         with self.lock:
-            if which not in self.made:
-                self.make()
-            return self.made.pop(which)
+            if self.made is None and shape is not None:
+                self.made = torch.empty(shape, dtype=dtype, device="cpu")
+            return self.made
 
-    def make(self) -> None:
-        weight = empty(self.layout.shape, self.layout.dtype)
-        self.made = {"weight": weight}
+    def weight(self) -> Tensor:
+        weight, scales = empty(self.layout.shape, self.layout.dtype), self.scales()
         # a part is some rows of a matrix
-        weights, scales = matrices(weight).flatten(0, -2), None
-        weights = weights.unflatten(0, (len(self.parts), -1))
-        if self.layout.scale_shape is not None:
-            self.made["scales"] = torch.empty(
-                self.layout.scale_shape, dtype=self.layout.scale_dtype, device="cpu"
-            )
+        weights = matrices(weight).flatten(0, -2).unflatten(0, (len(self.parts), -1))
+        if scales is not None:
             of_matrix = self.layout.scale_shape[2 if len(self.shape) == 3 else 1 :]
-            scales = self.made["scales"].view(len(self.parts), -1, *of_matrix)
+            scales = scales.view(len(self.parts), -1, *of_matrix)
         for i, part in enumerate(self.parts):
             self.read(part, weights[i], None if scales is None else scales[i])
+        return weight
 
     def read(self, part: str, weight: Tensor, scales: Tensor | None) -> None:
         if self.kind in ROUNDED:
-            matrix = self.reader.read(part, torch.float32).flatten(0, -2)
-            quantize(self.kind, matrix, weight, scales)
+            quantize(self.kind, self.reader.rows(part), weight, scales)
             return
         stored = self.reader.stored(part).flatten(0, -2)
-        weight.copy_(stored.view(weight.dtype) if self.kind == "fp4" else stored)
-        if self.kind == "fp8" and bool(weight.isnan().any()):
+        # as bytes: torch copies float8 value by value
+        weight.view(torch.uint8).copy_(stored.view(torch.uint8))
+        if self.kind == "fp8" and quantized_weights.has_nan(stored):
             file = self.reader.tensors[part].file
             raise ValueError(f"load: {file}: {part} has NaN; download it again")
         if scales is not None:
@@ -87,8 +86,8 @@ class OnDisk:
         return NAMES[stored.dtype if self.which == "weight" else stored.scale_dtype]
 
     def __getitem__(self, index) -> Tensor:
-        whole = self.weight.take(self.which)
-        return whole if index is ... else whole[index].clone()
+        # a view, never a copy: the scales are filled later
+        return getattr(self.weight, self.which)()[index]
 
 
 def check_blocks(name: str, kind: str, parts: int, shape: list[int], block) -> None:
