@@ -6,11 +6,12 @@ call them and document their contracts. ``custom-pypto env`` reports what works 
 
 import sys as _sys
 
-from . import converter, env
+from . import converter, env, threads
 from .requirements import build_problem as _build_problem
 from .version import __version__ as __version__
 
-env.check_stack_size()
+threads.check_stack_size()
+threads.bound_spinning()
 env.disable_broken_autoload()
 try:
     import torch as _torch  # before _C, which links to its libraries

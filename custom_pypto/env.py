@@ -18,7 +18,7 @@ import subprocess
 import sys
 import sysconfig
 
-from . import converter, eager, kernel_packages, requirements
+from . import converter, eager, kernel_packages, requirements, threads
 from .requirements import Problem, installed_version, pypto_copy, pypto_problem
 from .version import __version__
 
@@ -33,24 +33,6 @@ CPU_FEATURES = (
     "amx_tile amx_int8 amx_bf16 amx_fp16 asimd asimdhp asimddp asimdfhm bf16 i8mm sve sve2 svebf16 "
     "svei8mm"
 ).split()
-
-
-def check_stack_size() -> None:
-    """Rejects an ``OMP_STACKSIZE`` with which CPU kernels would end the process.
-
-    Raises:
-        ImportError: names the variable, the least and the given value.
-    """
-    given = os.environ.get("OMP_STACKSIZE", "")
-    found = re.fullmatch(r"\s*(\d+)\s*([BKMG]?)\s*", given, re.IGNORECASE)
-    if found is None:  # the OpenMP runtime ignores it, too
-        return
-    unit = {"B": 1, "": 2**10, "K": 2**10, "M": 2**20, "G": 2**30}[found[2].upper()]
-    if int(found[1]) * unit < 20 * 2**10:  # with 16K sparse attention ends with SIGSEGV
-        raise ImportError(
-            "custom_pypto: OMP_STACKSIZE must be at least 20K, which threads of "
-            f"CPU kernels need, got {given!r}; unset it"
-        )
 
 
 def disable_broken_autoload() -> None:
@@ -110,8 +92,10 @@ def render(report: dict) -> str:
         f"  features      {' '.join(cpu['features']) or 'none that the kernels use'}",
         f"  kernels use   {cpu['kernels_isa'] or 'unknown: the ops do not load'}",
         f"  threads       {cpu['threads'] or 'unknown: torch does not load'} "
-        f"on {cpu['cores']} cores",
+        f"on {cpu['cores']} cores, quota {cpu['quota'] or 'none'}",
     ]
+    if crowded := cpu["oversubscribed"]:
+        lines.append(f"                oversubscribed: {crowded['what']}; {crowded['remedy']}")
     if cpu["memory_bytes"]:
         free, total = cpu["memory_available_bytes"] / gib, cpu["memory_bytes"] / gib
         lines.append(f"  memory        {free:.1f} of {total:.1f} GiB available")
@@ -260,6 +244,7 @@ def _cpu(*, loaded: bool) -> dict:
         model += f" (family {listed['CPU family']}, model {listed['Model']})"
     kib = dict(re.findall(r"(\w+):\s+(\d+) kB", _read("/proc/meminfo")))
     torch = sys.modules.get("torch")
+    crowded = threads.oversubscription(torch.get_num_threads()) if torch else None
     return {
         "model": model,
         "architecture": platform.machine(),
@@ -267,6 +252,8 @@ def _cpu(*, loaded: bool) -> dict:
         "kernels_isa": torch.ops.custom_pypto.cpu_isa() if loaded else None,
         "threads": torch.get_num_threads() if torch else None,
         "cores": len(os.sched_getaffinity(0)),
+        "quota": threads.cpu_quota(),
+        "oversubscribed": crowded and vars(crowded),
         "memory_bytes": int(kib["MemTotal"]) * 1024 if kib else None,
         "memory_available_bytes": int(kib["MemAvailable"]) * 1024 if kib else None,
     }

@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from . import threads
 from .descriptions import ALL_OPS
 from .schemas import given, overloads
 from .version import __version__
@@ -61,6 +62,8 @@ def start_if_wanted() -> None:
     # with a configured root logger, records go there only, not twice
     handler.addFilter(lambda record: not logging.root.handlers)
     logger.addHandler(handler)
+    if crowded := threads.oversubscription(torch.get_num_threads()):
+        logger.info("oversubscribed: %s", crowded)
     _library = torch.library.Library("custom_pypto", "IMPL")
     for op in ALL_OPS:
         backends: set[str] = set()

@@ -14,6 +14,9 @@ are copied unchanged, including layers for multi-token prediction unless --layer
 whole result is in memory, nothing is kept of an interrupted run, and models.load maps the files.
 """
 
+import custom_pypto  # noqa: F401  # before torch, so that its idle threads sleep
+
+# isort: split
 import argparse
 import hashlib
 import json

@@ -11,6 +11,9 @@ The demo hides 32 facts in a long text and asks for some of them, one after anot
 Decoding is greedy, so that both backends do the same work.
 """
 
+import custom_pypto  # noqa: F401  # before torch, so that its idle threads sleep
+
+# isort: split
 import argparse
 import json
 import os

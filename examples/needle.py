@@ -27,6 +27,9 @@ The costs are those of this small model. Its indexer has DeepSeek-V3.2's size, 6
 attention has 4 heads of 96 instead of 128 of 192, so attending to all keys is cheap here.
 """
 
+import custom_pypto  # noqa: F401  # before torch, so that its idle threads sleep
+
+# isort: split
 import argparse
 import importlib.util
 import json

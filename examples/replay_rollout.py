@@ -23,6 +23,9 @@ passes a selection.
     python examples/replay_rollout.py
 """
 
+import custom_pypto  # noqa: F401  # before torch, so that its idle threads sleep
+
+# isort: split
 import argparse
 import sys
 from contextlib import nullcontext

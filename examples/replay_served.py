@@ -15,6 +15,9 @@ In one terminal the server, in float32 so that rounding chooses nothing, in anot
     python examples/replay_served.py
 """
 
+import custom_pypto  # noqa: F401  # before torch, so that its idle threads sleep
+
+# isort: split
 import argparse
 import base64
 import io

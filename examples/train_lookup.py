@@ -17,6 +17,9 @@ Two stages, as DeepSeek-V3.2 (arXiv:2512.02556, section 2.1) trains its own inde
     python examples/train_lookup.py            # about 10 minutes on two cores
 """
 
+import custom_pypto  # noqa: F401  # before torch, so that its idle threads sleep
+
+# isort: split
 import argparse
 import time
 from contextlib import contextmanager

@@ -25,6 +25,9 @@ softmax of its scores.
     python examples/train_lookup_v4.py --measure    # only measures the checkpoint
 """
 
+import custom_pypto  # noqa: F401  # before torch, so that its idle threads sleep
+
+# isort: split
 import argparse
 import copy
 from contextlib import contextmanager

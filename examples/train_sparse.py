@@ -18,6 +18,9 @@ training on the same main model, whose answers are wrong. Guessing is right in 1
     python examples/train_sparse.py --quick    # a tenth of the steps: the answers stay wrong
 """
 
+import custom_pypto  # noqa: F401  # before torch, so that its idle threads sleep
+
+# isort: split
 import argparse
 import importlib.util
 from pathlib import Path

@@ -15,8 +15,9 @@ from tiny import tiny_model, token_ids
 from torch.utils._pytree import tree_leaves
 
 import custom_pypto
-from custom_pypto import log, models
+from custom_pypto import log, models, threads
 from custom_pypto.__main__ import main
+from custom_pypto.requirements import Problem
 
 pytest_plugins = ["process_fixtures"]
 ATTENTION = "npu_sparse_flash_attention_pto"
@@ -27,7 +28,9 @@ INPUTS = {op: functools.partial(inputs_of, op) for op in log.ALL_OPS}
 def logging_at(monkeypatch, tmp_path):
     """Switches a level on, for this test; files go to ``tmp_path``."""
 
-    def start(level: int) -> None:
+    def start(level: int, crowded=None) -> None:
+        # else the first line may be about the machine that runs the tests
+        monkeypatch.setattr(threads, "oversubscription", lambda count: crowded)
         monkeypatch.setenv(log.VARIABLE, str(level))
         monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
         monkeypatch.setattr(log, "_files", 0)
@@ -66,6 +69,11 @@ def test_level_1_logs_the_first_call_of_each_op_with_its_backend(logging_at, cap
     starts = [message.split(":")[0] + message.split(",")[1] for message in caplog.messages]
     assert [text.split(":")[0] for text in starts] == [f"{op} {backend}" for op in INPUTS]
     assert {record.levelno for record in caplog.records} == {logging.INFO}
+
+
+def test_the_first_line_is_about_too_many_threads(logging_at, caplog):
+    logging_at(1, crowded=Problem("4 threads on 1 core", "take fewer"))
+    assert caplog.messages == ["oversubscribed: 4 threads on 1 core; take fewer"]
 
 
 def test_level_2_logs_every_call_with_shapes_and_dtypes(logging_at, caplog):
@@ -286,14 +294,17 @@ ADD = "import torch, custom_pypto; custom_pypto.add_custom(torch.ones(2), torch.
 
 def test_whoever_has_not_set_up_logging_sees_the_lines_on_standard_error(with_torch):
     result = with_torch(ADD, CUSTOM_PYPTO_LOG="1")
-    assert re.fullmatch(r"custom_pypto: add_custom: first call, on cpu .*\n", result.stderr)
+    # a busy machine is named first
+    busy = r"(custom_pypto: oversubscribed: .*\n)?"
+    assert re.fullmatch(busy + r"custom_pypto: add_custom: first call, on cpu .*\n", result.stderr)
     assert result.stdout == ""
 
 
 def test_whoever_has_set_up_logging_gets_each_line_once_and_there(with_torch):
     setup = "import logging; logging.basicConfig(format='mine %(message)s');"
     result = with_torch(setup + ADD, CUSTOM_PYPTO_LOG="2")
-    assert re.fullmatch(r"mine add_custom: first call, .*\n", result.stderr)
+    busy = r"(mine oversubscribed: .*\n)?"
+    assert re.fullmatch(busy + r"mine add_custom: first call, .*\n", result.stderr)
 
 
 @pytest.mark.parametrize("value", ["4", "-1", "yes", "1 "])

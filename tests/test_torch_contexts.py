@@ -11,7 +11,7 @@ from tiny import ALL_KINDS, tiny_model, token_ids
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import custom_pypto
-from custom_pypto import env, models
+from custom_pypto import models, threads
 from custom_pypto.models import CACHE
 from custom_pypto.models.cache import formats
 
@@ -115,10 +115,10 @@ def test_transforms_of_torch_func_see_upstreams_model(kind, mode, monkeypatch):
 def test_too_small_stacks_of_threads_are_rejected(given, monkeypatch):
     monkeypatch.setenv("OMP_STACKSIZE", given)
     with pytest.raises(ImportError, match="OMP_STACKSIZE must be at least 20K, .*; unset it"):
-        env.check_stack_size()
+        threads.check_stack_size()
     for enough in ("20k", "1M", "20480B", "2g", "", "what"):
         monkeypatch.setenv("OMP_STACKSIZE", enough)
-        env.check_stack_size()
+        threads.check_stack_size()
 
 
 # ---- forward mode -----------------------------------------------------------------------------
