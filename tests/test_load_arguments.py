@@ -58,7 +58,7 @@ def test_stored_weights_need_a_cpu():
         check_stored({"experts": "int8", "rest": None}, {}, "meta", False)
 
 
-@pytest.mark.parametrize("name", models.__all__)
+@pytest.mark.parametrize("name", [x for x in models.__all__ if x != "CACHE"])
 def test_every_public_function_has_types(name):
     signature = inspect.signature(getattr(models, name))
     untyped = [x.name for x in signature.parameters.values() if x.annotation is x.empty]
