@@ -76,11 +76,11 @@ LARGE_V4 = dict(n_routed_experts=8, moe_intermediate_size=65536)
             {None: "636GB", 21: "312GB"},
             id="deepseek_v4-of-large-experts",
         ),
-        # 93,000 and 69,000 tensors
+        # 93,000 and 69,000 tensors; routers are float32 from transformers 5.24 on: 653
         pytest.param(
             deepseek_v32,
             {},
-            {None: "1.34TB", 31: "652GB"},
+            {None: "1.34TB", 31: "65[23]GB"},
             id="deepseek_v32-as-published",
             marks=pytest.mark.slow,
         ),
