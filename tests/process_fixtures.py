@@ -45,8 +45,10 @@ for line in sys.stdin:
 def with_torch():
     """Runs code in a process that has imported torch, which takes a second, and nothing else."""
     pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    # torch reads the policy once: threads that wait must not occupy the cores of others
-    variables = variables_of((), {"OMP_WAIT_POLICY": "PASSIVE"})
+    # torch reads both once: threads that wait must not occupy the cores of others, and an installed
+    # torch_npu may lack its CANN
+    once = {"OMP_WAIT_POLICY": "PASSIVE", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    variables = variables_of((), once)
     server = subprocess.Popen([sys.executable, "-c", FORKING], env=variables, **pipes)
 
     def run(code: str, *arguments: str, path=(), cwd=REPOSITORY, **variables):
