@@ -196,6 +196,20 @@ def test_a_model_compiled_by_torchair_answers_as_eager_does(mode):
     assert said[-1].startswith(f"mode {mode}: 1 graph") and said[-1].endswith("equal eager's")
 
 
+@pytest.mark.slow
+@pytest.mark.ascend_host
+def test_the_second_process_loads_what_the_first_compiled(tmp_path):
+    command = "examples/compile_torchair.py", "--cache", str(tmp_path), "--questions", "1"
+    first, second = (on_simulator(*command).splitlines() for _ in range(2))
+    assert first[0] == second[0]
+    for said, graphs in (
+        (first, "1 graph traced, compiled in"),
+        (second, "0 graphs traced, loaded in"),
+    ):
+        assert graphs in said[1] and said[1].endswith("equal eager's")
+    assert re.search(r"s, which took \S+ s when it was compiled", second[1])
+
+
 HOST_WAYS = {"add_custom.py": ["eager", "torch.compile"]}
 HOST_WAYS["own_op.py"] = [*HOST_WAYS["add_custom.py"], "interpreter"]
 

@@ -1,0 +1,97 @@
+"""A decode step that torchair compiled into a folder, loaded by another start of the program."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tiny import tiny_model, token_ids
+
+from custom_pypto import models
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+from compile_torchair import MODES, CachedStep
+
+pytestmark = pytest.mark.ascend_host
+# npugraph_ex, whose graphs are the fastest to make, without --all
+EACH_MODE = [pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[:2]] + MODES[2:]
+
+
+@pytest.fixture(autouse=True)
+def for_compiled_models(monkeypatch):
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    torch.set_num_threads(1)
+    with torch.no_grad():
+        yield
+
+
+def start(**changes):
+    """A model, a cache that holds a prompt, and the prompt's last token."""
+    torch.compiler.reset()  # as in a new process
+    torch._dynamo.utils.counters.clear()
+    torch.manual_seed(0)
+    model = tiny_model("deepseek_v32", num_hidden_layers=1, index_head_dim=128, **changes)
+    model = models.use_custom_pypto(model.to("npu", torch.bfloat16), block_size=16)
+    cache = models.PagedCache(model, 1, 32, block_size=16)
+    ids = token_ids(1, 13).npu()
+    model(ids[:, :-1], cache=cache)
+    return model, cache, ids[:, -1:]
+
+
+def decoded(step, cache, token):
+    """The logits of a token and of the next one."""
+    logits = []
+    for _ in range(2):
+        output = step(token, position_ids=cache.seen.clone().view(1, 1), cache=cache)
+        logits.append(output.logits.clone())
+        token = logits[-1].argmax(-1)
+    return torch.cat(logits)
+
+
+def traced():
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("mode", EACH_MODE)
+def test_the_second_start_traces_nothing_and_answers_alike(mode, tmp_path):
+    model, cache, token = start()
+    expected = decoded(model, cache, token)
+    for graphs in (1, 0):
+        model, cache, token = start()
+        step = CachedStep(model, cache, mode, tmp_path)
+        assert (step.seconds is None) == (graphs == 1)
+        torch.testing.assert_close(decoded(step, cache, token), expected, rtol=0, atol=2**-6)
+        assert traced() == graphs and cache.seen.item() == 14
+
+
+def test_what_a_loaded_graph_does_not_guard_is_rejected_by_name(tmp_path):
+    model, cache, token = start()
+    step = CachedStep(model, cache, "npugraph_ex", tmp_path)
+    position = torch.tensor([[12]]).npu()
+    other = models.PagedCache(model, 1, 32, block_size=16)
+    with pytest.raises(ValueError, match="cache must be the one that the step was made for"):
+        step(token, position_ids=position, cache=other)
+    for wrong in (token.expand(1, 2), token.int()):
+        with pytest.raises(ValueError, match=r"token must be \[1, 1\] int64.*, got \[1, "):
+            step(wrong, position_ids=position, cache=cache)
+    cache.batch_repeat_interleave(1)  # new tables and new pools
+    with pytest.raises(ValueError, match="in its memory of then"):
+        step(token, position_ids=position, cache=cache)
+
+    for mode, sizes, size, message in (
+        ("npugraph_ex", dict(index_topk=4), 32, r"model\.index_topk=8, got 4; give another folder"),
+        ("npugraph_ex", {}, 48, r"cache\.max_cache_len=32, got 48;"),
+        ("max-autotune", {}, 32, r"mode=npugraph_ex, got max-autotune;"),
+    ):
+        model, *_ = start(**sizes)
+        cache = models.PagedCache(model, 1, size, block_size=16)
+        with pytest.raises(ValueError, match=message):
+            CachedStep(model, cache, mode, tmp_path)
+    note = json.loads(step.note.read_text())
+    note["compiled_for"]["versions"]["torch"] = "2.0"
+    step.note.write_text(json.dumps(note))
+    model, cache, _ = start()
+    with pytest.raises(ValueError, match=r"versions\.torch=2\.0, got 2"):
+        CachedStep(model, cache, "npugraph_ex", tmp_path)
