@@ -77,13 +77,13 @@ def _(x):
 
 def register_converters():
     """For max-autotune, by an operator that GE has; your own comes from a kernel package."""
+    import torchair
     from torchair._ge_concrete_graph import ge_apis as ge
-    from torchair._ge_concrete_graph.fx2ge_converter import register_fx_node_ge_converter
 
     def muls(x, meta_outputs=None):
         return ge.Muls(x, value=2.0)
 
-    register_fx_node_ge_converter(torch.ops.own_op.double.default)(muls)
+    torchair.register_fx_node_ge_converter(torch.ops.own_op.double.default)(muls)
 
 
 def twice(x):

@@ -3,8 +3,8 @@
 from typing import Any
 
 import torch
+import torchair
 from torch.fx.experimental import symbolic_shapes
-from torchair._ge_concrete_graph.fx2ge_converter import register_fx_node_ge_converter
 from torchair.ge import Tensor
 
 from .. import npu
@@ -47,7 +47,7 @@ def _register(op: str, overload: torch._ops.OpOverload) -> None:
 
     convert.__name__ = convert.__qualname__ = f"convert_{variant(op, schema.overload_name)}"
     convert.__doc__ = f"NB: func: {str(schema).removeprefix('custom_pypto::')}"
-    register_fx_node_ge_converter(overload)(convert)
+    torchair.register_fx_node_ge_converter(overload)(convert)
 
 
 def of_host(value):
