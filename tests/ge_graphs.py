@@ -11,12 +11,15 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 
 import cases
+import pytest
 import torch
 from torch import Tensor
+from torch._decomp import get_decompositions
 
 from custom_pypto.descriptions import OPS, overload_names
 from custom_pypto.graph import prototypes
 
+MODES = ["max-autotune", "reduce-overhead", "npugraph_ex"]
 # written again and not imported from ge_executor: the tests must not share its mistakes
 # where a protobuf attribute holds a value of each of GE's types that the prototypes use
 FIELDS = {"VT_INT": "i", "VT_FLOAT": "f", "VT_STRING": "s", "VT_BOOL": "b", "VT_LIST_INT": "list"}
@@ -52,12 +55,42 @@ def prototypes_by_type() -> dict[str, prototypes.Prototype]:
     return {prototype.type: prototype for prototype in prototypes.prototypes()}
 
 
-def compiled(function: Callable, *, dynamic: bool = False) -> Callable:
-    """``function`` compiled by torchair for GE (max-autotune), as one graph."""
+def repeat_interleave(tensor, repeats, dim=None, *, output_size=None):
+    """In ops that torchair converts for GE; ``batched_mm`` experts call it."""
+    dim %= tensor.dim()
+    before, after = tensor.shape[: dim + 1], tensor.shape[dim + 1 :]
+    return tensor.unsqueeze(dim + 1).expand(*before, repeats, *after).flatten(dim, dim + 1)
+
+
+def backend(mode: str = MODES[0], settings: dict | None = None):
+    """The ``torch.compile`` backend of a mode; ``settings`` by the path of their attribute."""
     import torchair
 
-    backend = torchair.get_npu_backend(compiler_config=torchair.CompilerConfig())
-    return torch.compile(function, backend=backend, fullgraph=True, dynamic=dynamic)
+    if mode == "npugraph_ex":
+        torchair.get_npu_backend()  # fails if it is called for the first time after such a graph
+        return mode
+    config = torchair.CompilerConfig()
+    config.mode = mode
+    for path, value in (settings or {}).items():
+        *parents, name = path.split(".")
+        setattr(functools.reduce(getattr, parents, config), name, value)
+    return torchair.get_npu_backend(
+        compiler_config=config,
+        custom_decompositions={
+            torch.ops.aten.repeat_interleave.self_int: repeat_interleave,
+            # DeepSeek-V4's router calls it
+            **get_decompositions([torch.ops.aten.softplus]),
+        },
+    )
+
+
+def compiled(
+    function: Callable, *, mode: str = MODES[0], settings: dict | None = None, dynamic: bool = False
+) -> Callable:
+    """``function`` compiled by torchair, as one graph."""
+    options = {"options": settings} if mode == "npugraph_ex" and settings else {}
+    made = backend(mode, settings)
+    return torch.compile(function, backend=made, fullgraph=True, dynamic=dynamic, **options)
 
 
 @contextlib.contextmanager
@@ -77,6 +110,62 @@ def converted() -> Iterator[list]:
         yield graphs
     finally:
         GeConcreteGraph.optimize_graph_without_runtime = optimize
+
+
+class Seen:
+    """What torchair made: GE graphs and the options that GE got with each, FX graphs to capture,
+    and how often one was captured."""
+
+    def __init__(self):
+        self.ge, self.options, self.fx, self.captures = [], [], [], 0
+
+    def counts(self):
+        return len(self.ge), len(self.fx), self.captures
+
+
+@contextlib.contextmanager
+def watched():
+    from npugraph_ex._acl_concrete_graph import acl_graph, fx2acl_converter
+    from torchair._acl_concrete_graph import acl_graph as older
+    from torchair._acl_concrete_graph import fx2acl_converter as older_converter
+    from torchair.core._backend import TorchNpuGraph
+
+    seen, undo = Seen(), pytest.MonkeyPatch()
+    for converter in (fx2acl_converter, older_converter):
+
+        def optimized(
+            self, *args, made=converter.AclConcreteGraph.optimize_graph_without_runtime, **kwargs
+        ):
+            made(self, *args, **kwargs)
+            seen.fx.append(self.fx_graph.graph)
+
+        undo.setattr(converter.AclConcreteGraph, "optimize_graph_without_runtime", optimized)
+    for graphs in (acl_graph, older):
+
+        def captured(self, *args, capture=graphs.AclGraph.compile_for_graph_key, **kwargs):
+            seen.captures += 1
+            capture(self, *args, **kwargs)
+
+        undo.setattr(graphs.AclGraph, "compile_for_graph_key", captured)
+
+    def loaded(self, graph, options=None, load=TorchNpuGraph.load):
+        seen.options.append(options)
+        load(self, graph, options)
+
+    undo.setattr(TorchNpuGraph, "load", loaded)
+    try:
+        with converted() as seen.ge:
+            yield seen
+    finally:
+        undo.undo()
+
+
+# what one graph is, as :meth:`Seen.counts`
+ONE_GRAPH = {
+    "max-autotune": (1, 0, 0),
+    "reduce-overhead": (0, 1, 1),
+    "npugraph_ex": (0, 1, 1),
+}
 
 
 def nodes(graph) -> list:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import re
 
 import pytest
 import torch
@@ -162,6 +163,50 @@ def test_work_on_another_stream_is_captured_once_that_waits_for_the_captured_one
         x += 4  # after the capture it is a stream as any
     graph.replay()
     assert (apart.tolist(), joined.tolist(), y.tolist()) == ([2, 2], [6, 6], [8, 8])
+
+
+def test_a_stream_that_is_not_joined_breaks_a_capture():
+    x, side = torch.ones(2, device="npu"), torch.npu.Stream()
+    with broken_capture(torch.npu.NPUGraph(), "stream that was not joined"):
+        side.wait_stream(torch.npu.current_stream())
+        with torch.npu.stream(side):
+            x += 1
+            event = torch.npu.Event()
+            event.record()
+            x += 1
+        event.wait()  # not after all of its work
+
+
+def test_a_host_function_is_called_at_its_place_in_the_stream_and_in_replays(capsys):
+    x, graph = torch.zeros(1).npu(), torch.npu.NPUGraph()
+
+    def printed():
+        torch.npu.synchronize()
+        return re.findall(r"x=tensor\(\[(.)\.\]\)", capsys.readouterr().out)
+
+    note = functools.partial(torch.ops.npu.print_npugraph_tensor, x, tensor_name="x")
+    note()
+    assert printed() == ["0"]
+    with torch.npu.graph(graph):
+        x += 1
+        note()
+        x += 1
+    assert printed() == []
+    graph.replay()
+    graph.replay()
+    assert printed() == ["1", "3"]
+
+
+def test_a_stream_has_limits_of_cores_that_a_capture_can_set():
+    stream = torch.npu.Stream()
+    limit = functools.partial(torch.npu.get_stream_limit, stream)
+    assert limit() == {"cube_core_num": 24, "vector_core_num": 48}
+    torch.npu.set_stream_limit(stream, 4, 8)
+    assert limit() == {"cube_core_num": 4, "vector_core_num": 8}
+    with pytest.raises(RuntimeError, match="1 to 24 cube cores or 1 to 48 vector cores, got 49"):
+        torch.npu.set_stream_limit(stream, 4, 49)
+    torch.npu.reset_stream_limit(stream)
+    assert limit() == {"cube_core_num": 24, "vector_core_num": 48}
 
 
 @contextlib.contextmanager

@@ -14,27 +14,24 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 from compile_torchair import MODES, CachedStep
 
-pytestmark = pytest.mark.ascend_host
+pytest_plugins = ["graph_fixtures"]
+pytestmark = [pytest.mark.ascend_host, pytest.mark.usefixtures("for_compiled_models")]
 # npugraph_ex, whose graphs are the fastest to make, without --all
 EACH_MODE = [pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[:2]] + MODES[2:]
 
 
-@pytest.fixture(autouse=True)
-def for_compiled_models(monkeypatch):
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    torch.set_num_threads(1)
-    with torch.no_grad():
-        yield
+def model_and_cache(size=32, **changes):
+    model = tiny_model("deepseek_v32", num_hidden_layers=1, index_head_dim=128, **changes)
+    model = models.use_custom_pypto(model.to("npu", torch.bfloat16), block_size=16)
+    return model, models.PagedCache(model, 1, size, block_size=16)
 
 
-def start(**changes):
+def start():
     """A model, a cache that holds a prompt, and the prompt's last token."""
     torch.compiler.reset()  # as in a new process
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(0)
-    model = tiny_model("deepseek_v32", num_hidden_layers=1, index_head_dim=128, **changes)
-    model = models.use_custom_pypto(model.to("npu", torch.bfloat16), block_size=16)
-    cache = models.PagedCache(model, 1, 32, block_size=16)
+    model, cache = model_and_cache()
     ids = token_ids(1, 13).npu()
     model(ids[:, :-1], cache=cache)
     return model, cache, ids[:, -1:]
@@ -67,9 +64,9 @@ def test_the_second_start_traces_nothing_and_answers_alike(mode, tmp_path):
 
 
 def test_what_a_loaded_graph_does_not_guard_is_rejected_by_name(tmp_path):
-    model, cache, token = start()
+    model, cache = model_and_cache()
     step = CachedStep(model, cache, "npugraph_ex", tmp_path)
-    position = torch.tensor([[12]]).npu()
+    token = position = torch.tensor([[12]]).npu()
     other = models.PagedCache(model, 1, 32, block_size=16)
     with pytest.raises(ValueError, match="cache must be the one that the step was made for"):
         step(token, position_ids=position, cache=other)
@@ -80,18 +77,17 @@ def test_what_a_loaded_graph_does_not_guard_is_rejected_by_name(tmp_path):
     with pytest.raises(ValueError, match="in its memory of then"):
         step(token, position_ids=position, cache=cache)
 
-    for mode, sizes, size, message in (
-        ("npugraph_ex", dict(index_topk=4), 32, r"model\.index_topk=8, got 4; give another folder"),
-        ("npugraph_ex", {}, 48, r"cache\.max_cache_len=32, got 48;"),
-        ("max-autotune", {}, 32, r"mode=npugraph_ex, got max-autotune;"),
+    for mode, changes, message in (
+        ("npugraph_ex", dict(index_topk=4), r"model\.index_topk=8, got 4; give another folder"),
+        ("npugraph_ex", dict(size=48), r"cache\.max_cache_len=32, got 48;"),
+        ("max-autotune", {}, r"mode=npugraph_ex, got max-autotune;"),
     ):
-        model, *_ = start(**sizes)
-        cache = models.PagedCache(model, 1, size, block_size=16)
+        model, cache = model_and_cache(**changes)
         with pytest.raises(ValueError, match=message):
             CachedStep(model, cache, mode, tmp_path)
     note = json.loads(step.note.read_text())
     note["compiled_for"]["versions"]["torch"] = "2.0"
     step.note.write_text(json.dumps(note))
-    model, cache, _ = start()
+    model, cache = model_and_cache()
     with pytest.raises(ValueError, match=r"versions\.torch=2\.0, got 2"):
         CachedStep(model, cache, "npugraph_ex", tmp_path)

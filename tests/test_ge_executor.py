@@ -109,6 +109,13 @@ def test_a_node_of_ours_is_rejected_unless_it_is_as_its_prototype_says(changes, 
     )
 
 
+def test_squeeze_without_axes_removes_every_size_of_one():
+    squeeze = node("Squeeze", "squeeze", ["data0:0"], ["x"])
+    squeeze.attr["axis"].list.val_type = 2  # of an empty list of integers
+    (result,) = executed([squeeze], [torch.zeros(1, 3, 1).npu()], ["squeeze:0"])
+    assert list(result.shape) == [3]
+
+
 @pytest.mark.parametrize("axis", [0, 1, -1, -2])
 def test_gather_takes_rows_of_any_axis(axis):
     x, indices = torch.arange(24.0).reshape(4, 6), torch.tensor([[2, 0, 1]])

@@ -1,169 +1,39 @@
 """The decode step of patched models, compiled by torchair in its three modes, on the host simulator
 of CANN: one graph whatever the position, the answers of eager, and no copy of the cache."""
 
-import contextlib
 import functools
-import sys
-from pathlib import Path
 
 import ge_graphs
 import pytest
 import torch
 from cases.npu_sparse_attention_pto import fused_inputs
+from ge_graphs import MODES, ONE_GRAPH, backend, watched
+from lookup_on_npu import (
+    BLOCK,
+    CHECKPOINT,
+    FIRST,
+    LAST,
+    LOOKUP,
+    after_the_text,
+    decode,
+    eager,
+    lookup_model,
+    new_cache,
+    pools,
+)
 from tiny import tiny_model, token_ids
-from torch._decomp import get_decompositions
 from transformers import CompileConfig, DeepseekV4ForCausalLM
 
 from custom_pypto import models
 
-sys.path.append(str(Path(__file__).parents[1] / "examples"))
+pytest_plugins = ["graph_fixtures"]
+pytestmark = [pytest.mark.ascend_host, pytest.mark.usefixtures("for_compiled_models")]
 
-from train_lookup import lookup_batch
-
-pytestmark = pytest.mark.ascend_host
-
-CHECKPOINT = Path(__file__).parents[1] / "examples/checkpoints/lookup"
-MODES = ["max-autotune", "reduce-overhead", "npugraph_ex"]
 FIRST_MODE = [MODES[0], *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[1:])]
 OF_CAPTURES = [MODES[2], pytest.param(MODES[1], marks=pytest.mark.slow)]
-BLOCK = 16
-
-
-@pytest.fixture(autouse=True)
-def for_compiled_models(monkeypatch):
-    torch.set_num_threads(1)  # tensors this small only wait for a second one
-    # torchair makes the inputs of a captured graph by torch.empty inside of the capture: what fills
-    # them here would do so again at every replay
-    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
-    with torch.no_grad():
-        yield
-
-
-def repeat_interleave(tensor, repeats, dim=None, *, output_size=None):
-    """In ops that torchair converts for GE; ``batched_mm`` experts call it."""
-    dim %= tensor.dim()
-    before, after = tensor.shape[: dim + 1], tensor.shape[dim + 1 :]
-    return tensor.unsqueeze(dim + 1).expand(*before, repeats, *after).flatten(dim, dim + 1)
-
-
-def backend(mode):
-    import torchair
-
-    if mode == "npugraph_ex":
-        torchair.get_npu_backend()  # fails if it is called for the first time after such a graph
-        return mode
-    config = torchair.CompilerConfig()
-    config.mode = mode
-    return torchair.get_npu_backend(
-        compiler_config=config,
-        custom_decompositions={
-            torch.ops.aten.repeat_interleave.self_int: repeat_interleave,
-            # DeepSeek-V4's router calls it
-            **get_decompositions([torch.ops.aten.softplus]),
-        },
-    )
-
-
-class Seen:
-    """What torchair made: GE graphs, FX graphs to capture, and how often one was captured."""
-
-    def __init__(self):
-        self.ge, self.fx, self.captures = [], [], 0
-
-    def counts(self):
-        return len(self.ge), len(self.fx), self.captures
-
-
-@contextlib.contextmanager
-def watched():
-    from npugraph_ex._acl_concrete_graph import acl_graph, fx2acl_converter
-    from torchair._acl_concrete_graph import acl_graph as older
-    from torchair._acl_concrete_graph import fx2acl_converter as older_converter
-
-    seen, undo = Seen(), pytest.MonkeyPatch()
-    for converter in (fx2acl_converter, older_converter):
-
-        def optimized(
-            self, *args, made=converter.AclConcreteGraph.optimize_graph_without_runtime, **kwargs
-        ):
-            made(self, *args, **kwargs)
-            seen.fx.append(self.fx_graph.graph)
-
-        undo.setattr(converter.AclConcreteGraph, "optimize_graph_without_runtime", optimized)
-    for graphs in (acl_graph, older):
-
-        def captured(self, *args, capture=graphs.AclGraph.compile_for_graph_key, **kwargs):
-            seen.captures += 1
-            capture(self, *args, **kwargs)
-
-        undo.setattr(graphs.AclGraph, "compile_for_graph_key", captured)
-    try:
-        with ge_graphs.converted() as seen.ge:
-            yield seen
-    finally:
-        undo.undo()
-
-
-ONE_GRAPH = {
-    "max-autotune": (1, 0, 0),
-    "reduce-overhead": (0, 1, 1),
-    "npugraph_ex": (0, 1, 1),
-}
-
-
-def decode(forward, cache, ids, first, last):
-    """The logits of the tokens at positions ``first`` to ``last``, one forward each."""
-    logits = []
-    for i in range(first, last):
-        position = torch.tensor([[i]]).npu()
-        token = ids[:, i : i + 1].clone()
-        output = forward(token, position_ids=position, cache=cache, use_cache=True)
-        logits.append(output.logits.clone())  # a captured graph writes the next ones there
-    return torch.cat(logits, 1)
 
 
 # ---- the trained model ---------------------------------------------------------------------------
-
-# a text of 78 tokens, then questions with their answers: decoding begins with the first one, and
-# the second one is in another block
-LOOKUP = functools.partial(lookup_batch, 1, 96, questions=6, seed=3)
-FIRST, LAST = 78, 82
-
-
-@functools.cache
-def lookup_model():
-    return models.load(CHECKPOINT, dtype=torch.bfloat16, device="npu")
-
-
-def pools(cache):
-    return [pool for layer in cache.layers for pool in layer.pools().values()]
-
-
-def new_cache(max_cache_len=96):
-    return models.PagedCache(lookup_model(), 1, max_cache_len, block_size=BLOCK)
-
-
-@functools.cache
-def read_text():
-    cache = new_cache()
-    lookup_model()(LOOKUP()[0][:, :FIRST].npu(), cache=cache)
-    return cache
-
-
-def after_the_text():
-    cache, read = new_cache(), read_text()
-    for pool, other in zip(pools(cache), pools(read), strict=True):
-        pool.copy_(other)
-    cache.lengths.copy_(read.lengths)
-    cache.seen.copy_(read.seen)
-    return cache
-
-
-@functools.cache
-def eager():
-    """Logits and cache."""
-    cache = after_the_text()
-    return decode(lookup_model(), cache, LOOKUP()[0].npu(), FIRST, LAST), cache
 
 
 @pytest.mark.slow

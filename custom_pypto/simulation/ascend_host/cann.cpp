@@ -14,7 +14,6 @@
 // the ABI of torch_npu's GE bindings, which get a std::string from GEGetErrorMsg
 #define _GLIBCXX_USE_CXX11_ABI 0
 #include <array>
-#include <cstdarg>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
@@ -31,6 +30,7 @@
 
 using aclError = int;
 using Stream = void*;
+using HostFunction = void (*)(void*);
 
 namespace {
 
@@ -44,19 +44,30 @@ int the_context = 0;  // its address is the only context
 std::string last_error;
 std::map<int, int64_t> system_parameters;
 
-// Callbacks that device.py sets: replay or drop the work of a model, record a copy or a fill.
+// Callbacks that device.py sets: replay or drop the work of a model, record a copy, a fill or a
+// call of a host function.
 struct {
   int (*replay)(int64_t model);
   void (*forget)(int64_t model);
   void (*copy)(int64_t model, void* to, const void* from, size_t bytes);
   void (*fill)(int64_t model, void* to, int value, size_t bytes);
+  void (*call)(int64_t model, HostFunction function, void* arguments);
 } python;
 
-// The current capture: its model, or 0; its streams, which are the first one and every stream that
-// waited for an event of a captured stream; these events; the call that broke the capture, if any.
+// How the work of a captured stream ends: with a recorded event, or none; and whether another
+// captured stream waits for that event.
+struct Tail {
+  void* event = nullptr;
+  bool joined = false;
+};
+
+// The current capture: its model, or 0; its first stream; its streams, which are the first one and
+// every stream that waited for an event of a captured stream; these events; the call that broke the
+// capture, if any.
 struct {
   int64_t model = 0;
-  std::set<Stream> streams;
+  Stream first = nullptr;
+  std::map<Stream, Tail> streams;
   std::set<void*> events;
   std::string broken_by;
 } capture;
@@ -67,6 +78,12 @@ std::map<std::string, std::vector<std::array<std::string, 3>>> prototypes;
 
 // The model that captures this stream's work, or 0.
 int64_t model_of(Stream stream) { return capture.streams.count(stream) ? capture.model : 0; }
+
+// The model that captures this work on the stream, or 0.
+int64_t submit(Stream stream) {
+  if (model_of(stream)) capture.streams[stream] = {};
+  return model_of(stream);
+}
 
 void* model_handle(int64_t model) { return reinterpret_cast<void*>(model); }
 
@@ -108,8 +125,9 @@ aclError wait(const char* function) {
 
 API void ascend_host_connect(int (*replay)(int64_t), void (*forget)(int64_t),
                              void (*copy)(int64_t, void*, const void*, size_t),
-                             void (*fill)(int64_t, void*, int, size_t)) {
-  python = {replay, forget, copy, fill};
+                             void (*fill)(int64_t, void*, int, size_t),
+                             void (*call)(int64_t, HostFunction, void*)) {
+  python = {replay, forget, copy, fill, call};
 }
 API void ascend_host_declare(const char* type, const char* part, const char* name,
                              const char* kind) {
@@ -117,8 +135,9 @@ API void ascend_host_declare(const char* type, const char* part, const char* nam
 }
 API int ascend_host_is_capturing() { return capture.model != 0; }
 API int64_t ascend_host_model_of(Stream stream) { return model_of(stream); }
+API int64_t ascend_host_submit(Stream stream) { return submit(stream); }
 API void ascend_host_break_capture(const char* what) { break_capture(what); }
-API void ascend_host_failed(const char* what) { fail(what); }
+API aclError ascend_host_failed(const char* what) { return fail(what); }
 // Called by the generated C functions that fail.
 API aclError ascend_host_missing(const char* function) {
   fail(std::string(function) + " is not part of it; this needs an NPU");
@@ -165,7 +184,6 @@ API aclError aclGetCompileopt(int, char* value, size_t size) {
   std::snprintf(value, size, "disable");
   return kSuccess;
 }
-API aclError aclrtGetStreamResLimit(void*, int, uint32_t* cores) { return give(cores, 24); }
 
 // ---- memory
 
@@ -190,7 +208,7 @@ API aclError aclrtMemcpy(void* to, size_t, const void* from, size_t bytes, int) 
 }
 API aclError aclrtMemcpyAsync(void* to, size_t, const void* from, size_t bytes, int,
                               Stream stream) {
-  if (const int64_t model = model_of(stream)) {
+  if (const int64_t model = submit(stream)) {
     python.copy(model, to, from, bytes);
   } else {
     std::memmove(to, from, bytes);
@@ -203,7 +221,7 @@ API aclError aclrtMemset(void* to, size_t, int32_t value, size_t bytes) {
   return kSuccess;
 }
 API aclError aclrtMemsetAsync(void* to, size_t, int32_t value, size_t bytes, Stream stream) {
-  if (const int64_t model = model_of(stream)) {
+  if (const int64_t model = submit(stream)) {
     python.fill(model, to, value, bytes);
   } else {
     std::memset(to, value, bytes);
@@ -217,8 +235,12 @@ API aclError aclrtCreateStream(Stream* stream) { return make(stream); }
 API aclError aclrtCreateStreamWithConfig(Stream* stream, uint32_t, uint32_t) {
   return make(stream);
 }
-API aclError aclrtDestroyStream(Stream stream) { return aclrtFree(stream); }
-API aclError aclrtDestroyStreamForce(Stream stream) { return aclrtFree(stream); }
+API aclError aclrtResetStreamResLimit(Stream);  // core_limits.cpp
+API aclError aclrtDestroyStream(Stream stream) {
+  aclrtResetStreamResLimit(stream);
+  return aclrtFree(stream);
+}
+API aclError aclrtDestroyStreamForce(Stream stream) { return aclrtDestroyStream(stream); }
 API aclError aclrtSynchronizeStream(Stream) { return wait("aclrtSynchronizeStream"); }
 API aclError aclrtSynchronizeStreamWithTimeout(Stream, int32_t) {
   return wait("aclrtSynchronizeStream");
@@ -231,15 +253,31 @@ API aclError aclrtCreateEventWithFlag(void** event, uint32_t) { return make(even
 API aclError aclrtCreateEventExWithFlag(void** event, uint32_t) { return make(event); }
 API aclError aclrtDestroyEvent(void* event) {
   capture.events.erase(event);
+  for (auto& [stream, tail] : capture.streams) {
+    if (tail.event == event) tail.event = nullptr;
+  }
   return aclrtFree(event);
 }
 API aclError aclrtRecordEvent(void* event, Stream stream) {
   capture.events.erase(event);
-  if (model_of(stream)) capture.events.insert(event);
+  if (model_of(stream)) {
+    capture.events.insert(event);
+    capture.streams[stream] = {event, false};
+  }
   return kSuccess;
 }
 API aclError aclrtStreamWaitEvent(Stream stream, void* event) {
-  if (capture.events.count(event)) capture.streams.insert(stream);
+  if (!capture.events.count(event)) return kSuccess;
+  capture.streams[stream] = {};
+  for (auto& [other, tail] : capture.streams) tail.joined |= tail.event == event;
+  return kSuccess;
+}
+API aclError aclrtLaunchHostFunc(Stream stream, HostFunction function, void* arguments) {
+  if (const int64_t model = submit(stream)) {
+    python.call(model, function, arguments);
+  } else {
+    function(arguments);
+  }
   return kSuccess;
 }
 API aclError aclrtQueryEventStatus(void*, int* done) { return give(done, 1); }
@@ -250,7 +288,8 @@ API aclError aclrtQueryEventWaitStatus(void*, int* done) { return give(done, 1);
 API aclError aclmdlRICaptureBegin(Stream stream, int) {
   if (capture.model) return fail("aclmdlRICaptureBegin: another stream is being captured");
   capture.model = ++models;
-  capture.streams = {stream};
+  capture.first = stream;
+  capture.streams = {{stream, {}}};
   return kSuccess;
 }
 API aclError aclmdlRICaptureGetInfo(Stream stream, int* status, void** model) {
@@ -259,6 +298,13 @@ API aclError aclmdlRICaptureGetInfo(Stream stream, int* status, void** model) {
   return kSuccess;
 }
 API aclError aclmdlRICaptureEnd(Stream, void** model) {
+  for (const auto& [stream, tail] : capture.streams) {
+    if (stream != capture.first && !tail.joined) {
+      break_capture(
+          "a stream that was not joined (ACL_ERROR_RT_STREAM_UNJOINED): record an event "
+          "after its work and let the first stream wait for it");
+    }
+  }
   const auto ended = std::exchange(capture, {});
   *model = nullptr;
   if (!ended.broken_by.empty()) {
@@ -279,26 +325,6 @@ API aclError aclmdlRIExecuteAsync(void* model, Stream) {
 API aclError aclmdlRIDestroy(void* model) {
   python.forget(reinterpret_cast<int64_t>(model));
   return kSuccess;
-}
-
-// ---- the string functions of C11's annex K, which glibc lacks
-
-API int strcpy_s(char* to, size_t size, const char* from) {
-  std::snprintf(to, size, "%s", from);
-  return std::strlen(from) >= size;
-}
-API int vsnprintf_s(char* to, size_t size, size_t count, const char* format, va_list arguments) {
-  const int length = std::vsnprintf(to, size, format, arguments);
-  return length < 0 || static_cast<size_t>(length) >= size || static_cast<size_t>(length) > count
-             ? -1
-             : length;
-}
-API int snprintf_s(char* to, size_t size, size_t count, const char* format, ...) {
-  va_list arguments;
-  va_start(arguments, format);
-  const int length = vsnprintf_s(to, size, count, format, arguments);
-  va_end(arguments);
-  return length;
 }
 
 // ---- GE: sessions and operator prototypes

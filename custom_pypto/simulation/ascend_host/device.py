@@ -62,7 +62,8 @@ def captured_model(stream: int | None = None) -> int:
 
 def submit(work: Callable[[], None], stream: int | None = None) -> None:
     """Runs ``work`` now, or records it for replays of the model that is being captured."""
-    if model := captured_model(stream):
+    current = stream or torch.npu.current_stream().npu_stream
+    if model := _cann.ascend_host_submit(current):
         _tapes[model].append(work)
     else:
         work()
@@ -232,8 +233,8 @@ def install(cann: ctypes.CDLL) -> None:
     library."""
     global _cann
     _cann = cann
-    cann.ascend_host_model_of.argtypes = [_ADDRESS]
-    cann.ascend_host_model_of.restype = _MODEL
+    for function in (cann.ascend_host_model_of, cann.ascend_host_submit):
+        function.argtypes, function.restype = [_ADDRESS], _MODEL
     cann.ascend_host_connect(*_CALLBACKS)
     aten = torch.library.Library("aten", "IMPL")
     for op in _computing():
@@ -272,10 +273,16 @@ def _fill(model: int, to: int, value: int, size: int) -> None:
     _tapes[model].append(lambda: ctypes.memset(to, value, size))
 
 
+def _call(model: int, function: int, arguments: int) -> None:
+    _tapes[model].append(lambda: _HOST_FUNCTION(function)(arguments))
+
+
 _MODEL, _ADDRESS, _BYTES = ctypes.c_int64, ctypes.c_void_p, ctypes.c_size_t
+_HOST_FUNCTION = ctypes.CFUNCTYPE(None, _ADDRESS)
 _CALLBACKS = (
     ctypes.CFUNCTYPE(ctypes.c_int, _MODEL)(_replay),
     ctypes.CFUNCTYPE(None, _MODEL)(_forget),
     ctypes.CFUNCTYPE(None, _MODEL, _ADDRESS, _ADDRESS, _BYTES)(_copy),
     ctypes.CFUNCTYPE(None, _MODEL, _ADDRESS, ctypes.c_int, _BYTES)(_fill),
+    ctypes.CFUNCTYPE(None, _MODEL, _ADDRESS, _ADDRESS)(_call),
 )

@@ -148,7 +148,7 @@ OPERATORS: dict[str, Callable] = {
     "SoftmaxV2": lambda x, axes, half_to_float=False: x.softmax(*axes),
     "SplitV": _split,
     "Sqrt": lambda x: x.sqrt(),
-    "Squeeze": lambda x, axis: x.squeeze(axis),
+    "Squeeze": lambda x, axis: x.squeeze(axis) if axis else x.squeeze(),
     "StridedSliceV2": _slice,
     "Sub": lambda x1, x2: x1 - x2,
     "Swish": lambda x, scale=1.0: torch.nn.functional.silu(x),

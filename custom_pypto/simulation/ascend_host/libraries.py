@@ -25,6 +25,8 @@ NEEDED = ("protobuf", "numpy", "PyYAML", "packaging")  # torchair's dependencies
 SOURCE = Path(__file__).with_name("cann.cpp")
 NNOPBASE = Path(__file__).with_name("nnopbase.cpp")
 TORCH_SETTINGS = Path(__file__).with_name("torch_settings.cpp")
+OTHERS = [Path(__file__).with_name(name) for name in ("annex_k.cpp", "core_limits.cpp")]
+SOURCES = (SOURCE, NNOPBASE, TORCH_SETTINGS, *OTHERS)
 # c10::CachingAllocator::AcceleratorAllocatorConfig::getMutableKeys(), and its static variable: an
 # older torch has the function in a header
 KEYS = "N3c1016CachingAllocator26AcceleratorAllocatorConfig14getMutableKeysB5cxx11Ev"
@@ -93,7 +95,7 @@ def cann() -> str | None:
 def _name() -> str:
     """Name of the library folder, a hash of everything that the libraries are built from."""
     facts = hashlib.sha256()
-    for path in (Path(__file__), SOURCE, NNOPBASE, NNOPBASE.with_suffix(".h"), TORCH_SETTINGS):
+    for path in (Path(__file__), *SOURCES, NNOPBASE.with_suffix(".h")):
         facts.update(path.read_bytes())
     compiler = _run([*_compiler(), "--version"])
     machine = (platform.machine(), sys.version)
@@ -194,7 +196,7 @@ def _build(folder: Path) -> None:
     folder.mkdir()
     flags, rest = ["-O1", "-fPIC"], folder / "rest.c"
     compiled, defined = [], set()
-    for source in (SOURCE, NNOPBASE, TORCH_SETTINGS):
+    for source in SOURCES:
         compiled.append(str(folder / source.with_suffix(".o").name))
         _run([*compiler, "-std=c++17", *flags, "-c", str(source), "-o", compiled[-1]])
         lines = _run(["nm", "--defined-only", "--format=posix", compiled[-1]]).splitlines()

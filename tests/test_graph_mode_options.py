@@ -1,0 +1,384 @@
+"""torchair's options, scopes, streams and switches over our ops and over a model's decode step, on
+the host simulator of CANN: what reaches the graph, and the results of eager."""
+
+import contextlib
+import functools
+
+import ge_graphs
+import pytest
+import torch
+from cases.npu_lightning_indexer_pto import on_npu as index
+from cases.npu_sparse_flash_attention_pto import on_npu as attend
+from ge_graphs import ONE_GRAPH, watched
+from lookup_on_npu import FIRST, LOOKUP, after_the_text, decode, eager, lookup_model
+from npu_calls import on_npu
+
+import custom_pypto
+
+pytest_plugins = ["graph_fixtures"]
+pytestmark = [pytest.mark.ascend_host, pytest.mark.usefixtures("for_compiled_models")]
+GE, OLDER, CAPTURE = ge_graphs.MODES
+slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+INDEXER, ATTENTION = "LightningIndexerPto", "SparseFlashAttentionPto"
+
+
+# ---- a layer of our ops: the indexer beside the projection of the query --------------------------
+
+
+class Layer:
+    """Its inputs, of ``tokens`` per sequence, and its calls."""
+
+    def __init__(self, tokens: int = 3, seed: int = 0):
+        index_inputs = on_npu(index([2, 1], [20, 5], sparse_count=4, seed=seed))
+        attend_inputs = on_npu(attend([2, 1], [20, 5], seed=seed))
+        del attend_inputs["sparse_indices"]
+        self.index, self.index_constants = ge_graphs.split(index_inputs)
+        self.attend, self.attend_constants = ge_graphs.split(attend_inputs)
+        for inputs in (self.index, self.attend):
+            for name in ("query", "weights", "query_rope"):
+                if name in inputs:
+                    repeated = inputs[name].repeat_interleave(2, 1)
+                    inputs[name] = repeated[:, :tokens].contiguous()
+        self.projection = 1.5 * torch.eye(self.attend["query"].size(-1)).bfloat16().npu()
+        self.tensors = self.index, self.attend, self.projection
+
+    def indices(self, inputs):
+        return custom_pypto.npu_lightning_indexer_pto(**inputs, **self.index_constants)
+
+    def attention(self, inputs, indices):
+        return custom_pypto.npu_sparse_flash_attention_pto(
+            **inputs, sparse_indices=indices, **self.attend_constants
+        )
+
+    def call(self, scope=contextlib.nullcontext):
+        """The layer, with its indexer inside of ``scope()``."""
+
+        def layer(index, attend, projection):
+            with scope():
+                indices = self.indices(index)
+            query = attend["query"] @ projection
+            return self.attention(attend | {"query": query}, indices)
+
+        return layer
+
+
+@functools.cache
+def layer():
+    made = Layer()
+    return made, made.call()(*made.tensors).cpu()
+
+
+def check(function, mode, settings=None, scope=contextlib.nullcontext):
+    """A compiled layer gives eager's results, also in a replay; what torchair made."""
+    torch.compiler.reset()
+    made, expected = layer()
+    call = ge_graphs.compiled(function or made.call(scope), mode=mode, settings=settings)
+    with watched() as seen:
+        for _ in range(1 if mode == GE else 2):
+            assert torch.equal(call(*made.tensors).cpu(), expected)
+    return seen
+
+
+# ---- options -------------------------------------------------------------------------------------
+
+EXPERIMENTAL = "experimental_config."
+TOPOLOGY = EXPERIMENTAL + "topology_sorting_strategy"
+# the setting, and what GE gets
+GE_OPTIONS = {
+    "frozen_parameter": ({EXPERIMENTAL + "frozen_parameter": True}, {"frozen_parameter": "1"}),
+    "tiling_schedule_optimize": (
+        {EXPERIMENTAL + "tiling_schedule_optimize": True},
+        {"ge.tiling_schedule_optimize": "1"},
+    ),
+    "topology BFS": ({TOPOLOGY: "BFS"}, {"ge.topoSortingMode": "0"}),
+    "topology RDFS": ({TOPOLOGY: "RDFS"}, {"ge.topoSortingMode": "2"}),
+    "topology StableRDFS": ({TOPOLOGY: "StableRDFS"}, {"ge.topoSortingMode": "3"}),
+}
+
+
+def ids(options, default):
+    return [name if name == default else slow(name) for name in options]
+
+
+@pytest.mark.parametrize("option", ids(GE_OPTIONS, "tiling_schedule_optimize"))
+def test_ge_gets_an_option_with_the_graph(option):
+    settings, given = GE_OPTIONS[option]
+    (options,) = check(None, GE, settings).options
+    assert options | given == options
+
+
+@pytest.mark.slow
+def test_run_eagerly_gives_ge_no_graph():
+    seen = check(None, GE, {"debug.run_eagerly": True})
+    assert len(seen.ge) == 1 and seen.options == []
+
+
+# the setting, and how often two calls capture
+CAPTURE_OPTIONS = {
+    "frozen_parameter": ({"frozen_parameter": True}, 1),
+    "force_eager": ({"force_eager": True}, 0),
+    "force_recapture": ({"force_recapture": True}, 2),
+    "no reuse_graph_pool": ({"reuse_graph_pool_in_same_fx": False}, 1),
+    "no clone_input": ({"clone_input": False}, 1),
+}
+
+
+@pytest.mark.parametrize("option", ids(CAPTURE_OPTIONS, "force_recapture"))
+def test_a_capture_with_an_option(option):
+    settings, captures = CAPTURE_OPTIONS[option]
+    assert check(None, CAPTURE, settings).captures == captures
+
+
+@pytest.mark.slow
+def test_graphs_of_one_pool_take_turns_and_cloned_outputs_outlive_a_replay():
+    layers, pool = (Layer(), Layer(seed=1)), torch.npu.graph_pool_handle()
+    settings = {"use_graph_pool": pool, "clone_output": True}
+    torch.compiler.reset()
+    with pytest.warns(UserWarning, match="use_graph_pool"):
+        calls = [ge_graphs.compiled(x.call(), mode=CAPTURE, settings=settings) for x in layers]
+        results = [
+            call(*x.tensors) for _ in range(2) for call, x in zip(calls, layers, strict=True)
+        ]
+    expected = [x.call()(*x.tensors) for x in layers]
+    assert all(map(torch.equal, results, 2 * expected))
+
+
+def test_a_dump_has_what_our_ops_compute_in_the_replays(tmp_path):
+    made, expected = layer()
+    check(None, CAPTURE, {"dump_tensor_data": True, "data_dump_dir": str(tmp_path)})
+    torch.npu.synchronize()
+    (indices,) = tmp_path.glob("**/npu_lightning_indexer_pto_*.pt")
+    (attention,) = tmp_path.glob("**/npu_sparse_flash_attention_pto_*.pt")
+    assert torch.equal(torch.load(indices), made.indices(made.index).cpu())
+    assert torch.equal(torch.load(attention), expected)
+
+
+# ---- sizes ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_gears_are_one_graph_for_their_sizes_and_reject_others():
+    """The tokens of a decode step with drafts; a single token is a graph of its own."""
+    torch.compiler.reset()
+    call = ge_graphs.compiled(
+        Layer().call(),
+        settings={"inference_config.dynamic_gears_merge_policy": "zip"},
+        dynamic=True,
+    )
+
+    def run(tokens, gears):
+        import torchair
+
+        made = Layer(tokens)
+        expected = made.call()(*made.tensors)
+        for inputs in made.tensors[:2]:
+            for name in ("query", "weights", "query_rope"):
+                if gears and name in inputs:
+                    torchair.inference.set_dim_gears(inputs[name], {1: gears})
+        assert torch.equal(call(*made.tensors), expected)
+
+    with watched() as seen:
+        for tokens in (2, 4, 2, 1):
+            run(tokens, [2, 4] if tokens > 1 else None)
+        assert seen.options[0]["ge.dynamicDims"] == "2,2,2,2;4,4,4,4"
+        assert len(seen.ge) == 2
+        with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="3 .* not within"):
+            run(3, [2, 4])
+
+
+# ---- scopes --------------------------------------------------------------------------------------
+
+
+# torchair's scope, its arguments, and the attributes of the nodes inside
+SCOPES = {
+    "super_kernel": (
+        ("layer", "stream-fusion=1"),
+        {"_super_kernel_scope": b"layer", "_super_kernel_options": b"stream-fusion=1"},
+    ),
+    "limit_core_num": ((4, 8), {"_op_aicore_num": b"4", "_op_vectorcore_num": b"8"}),
+    "npu_stream_switch": (("indexer",), {"_user_stream_label": b"indexer"}),
+    "op_never_timeout": ((True,), {"_op_exec_never_timeout": True}),
+}
+
+
+@pytest.mark.parametrize("name", ids(SCOPES, "super_kernel"))
+def test_the_attributes_of_a_scope_reach_our_nodes_inside(name):
+    import torchair
+
+    arguments, attributes = SCOPES[name]
+    scope = functools.partial(getattr(torchair.scope, name), *arguments)
+    (graph,) = check(None, GE, scope=scope).ge
+    assert ge_graphs.differences_from_prototype(graph) == []
+    inside, outside = ge_graphs.nodes(graph)
+    assert (inside.type, outside.type) == (INDEXER, ATTENTION)
+    for attribute, value in attributes.items():
+        found = inside.attr[attribute]
+        assert getattr(found, found.WhichOneof("value")) == value
+        assert attribute not in outside.attr
+
+
+@pytest.mark.slow
+def test_an_indexer_waits_for_a_tensor_by_a_control_edge():
+    import torchair
+
+    made, _ = layer()
+
+    def after_the_projection(index, attend, projection):
+        query = attend["query"] @ projection
+        with torchair.scope.npu_stream_switch("indexer"):
+            waiting = torchair.scope.npu_wait_tensor(index["query"], query)
+            indices = made.indices(index | {"query": waiting})
+        return made.attention(attend | {"query": query}, indices)
+
+    (graph,) = check(after_the_projection, GE).ge
+    indexer, _ = ge_graphs.nodes(graph)
+    by_name = {node.name: node for node in graph.op}
+    waiting = by_name[indexer.input[0].partition(":")[0]]
+    (control,) = [source for source in waiting.input if source.endswith(":-1")]
+    assert by_name[control.partition(":")[0]].type == "BatchMatMul"
+
+
+# ---- streams and cores of captures ---------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def streams_of_launches():
+    """The streams, with their limit of cube cores, that PyPTO launches go to meanwhile."""
+    from custom_pypto.simulation.ascend_host import device
+
+    found = []
+
+    def noted(kernel, tensors, params, launch=device._launch):
+        stream = torch.npu.current_stream()
+        found.append((stream.npu_stream, torch.npu.get_stream_limit(stream)["cube_core_num"]))
+        launch(kernel, tensors, params)
+
+    device.replace_calls("npu", noted)
+    try:
+        yield found
+    finally:
+        device.replace_calls("npu", device._launch)
+
+
+def test_an_indexer_beside_the_projection_in_a_stream_of_its_own():
+    """A capture whose streams do not join in its end fails, as on a device."""
+    made, _ = layer()
+
+    def two_streams(index, attend, projection):
+        side, begin, end = torch.npu.Stream(), torch.npu.Event(), torch.npu.Event()
+        begin.record()
+        with torch.npu.stream(side):
+            begin.wait(side)
+            indices = made.indices(index)
+            end.record()
+        query = attend["query"] @ projection
+        end.wait(torch.npu.current_stream())
+        return made.attention(attend | {"query": query}, indices)
+
+    with streams_of_launches() as launches:
+        assert check(two_streams, CAPTURE).captures == 1
+    assert len({stream for stream, _ in launches}) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("waits", [False, True])
+def test_streams_of_the_older_mode(waits):
+    import torchair
+
+    made, _ = layer()
+
+    def recorded(index, attend, projection):
+        with torchair.scope.npu_stream_switch("indexer"):
+            indices = made.indices(index)
+            record = torchair.ops.record()
+        query = attend["query"] @ projection
+        torchair.ops.wait([record])
+        return made.attention(attend | {"query": query}, indices)
+
+    scope = functools.partial(torchair.scope.npu_stream_switch, "indexer")
+    with streams_of_launches() as launches:
+        assert check(recorded if waits else None, OLDER, scope=scope).captures == 1
+    assert len({stream for stream, _ in launches}) == 2
+
+
+@pytest.mark.slow
+def test_limit_core_num_holds_on_the_stream_while_our_op_is_captured():
+    import npugraph_ex
+
+    scope = functools.partial(npugraph_ex.scope.limit_core_num, 4, 8)
+    with streams_of_launches() as launches:
+        check(None, CAPTURE, scope=scope)
+    assert [cores for _, cores in launches] == [4, 24]
+
+
+# ---- callables -----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_graphed_callable_has_the_gradients_of_eager():
+    leaves = ("query", "key", "query_rope", "key_rope")
+    tensors, constants = ge_graphs.split(
+        on_npu(attend([2, 3], [20, 9], layout_query="TND", layout_kv="TND"))
+    )
+
+    def arguments(scale):
+        return [
+            (x * scale).detach().requires_grad_() if name in leaves else x.clone()
+            for name, x in tensors.items()
+        ]
+
+    def attention(*values):
+        named = dict(zip(tensors, values, strict=True))
+        return custom_pypto.npu_sparse_flash_attention_pto(**named, **constants)
+
+    def step(function):
+        values = arguments(2)
+        result = function(*values)
+        written = [x for x in values if x.requires_grad]
+        return result, *torch.autograd.grad(result.float().square().sum(), written)
+
+    with torch.enable_grad():
+        graphed = torch.npu.make_graphed_callables(attention, tuple(arguments(1)))
+        assert all(map(torch.equal, step(graphed), step(attention)))
+
+
+# ---- a decode step -------------------------------------------------------------------------------
+
+STEPS = {f"{GE} {name}": (GE, settings, None) for name, (settings, _) in GE_OPTIONS.items()}
+STEPS |= {f"{GE} {name}": (GE, None, name) for name in SCOPES}
+STEPS |= {
+    f"{CAPTURE} {n}": (CAPTURE, settings, None) for n, (settings, _) in CAPTURE_OPTIONS.items()
+}
+STEPS |= {f"{CAPTURE} limit_core_num": (CAPTURE, None, "limit_core_num")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode, settings, name", STEPS.values(), ids=STEPS)
+def test_a_decode_step_with_an_option_or_in_a_scope(mode, settings, name):
+    import npugraph_ex
+    import torchair
+
+    scope = contextlib.nullcontext
+    if name:
+        scopes = torchair.scope if mode == GE else npugraph_ex.scope
+        scope = functools.partial(getattr(scopes, name), *SCOPES[name][0])
+    model, tokens = lookup_model(), LOOKUP()[0].npu()
+
+    def forward(token, **arguments):
+        with scope():
+            return model(token, **arguments)
+
+    torch.compiler.reset()
+    step = ge_graphs.compiled(forward, mode=mode, settings=settings)
+    with watched() as seen:
+        logits = decode(step, after_the_text(), tokens, FIRST, FIRST + 2)
+    torch.testing.assert_close(logits, eager()[0][:, :2], rtol=0, atol=2**-6)
+    graphs, captured, captures = ONE_GRAPH[mode]
+    repeated = {"force_eager": 0, "force_recapture": 2}
+    captures = next((repeated[s] for s in settings or () if s in repeated), captures)
+    assert seen.counts() == (graphs, captured, captures)
+    if name and mode == GE:
+        ours = ge_graphs.nodes(seen.ge[0])
+        assert ours and all(node.attr.keys() >= SCOPES[name][1].keys() for node in ours)
+    if mode == GE and settings and EXPERIMENTAL + "frozen_parameter" in settings:
+        assert "1" in seen.options[0]["frozenInput"]
