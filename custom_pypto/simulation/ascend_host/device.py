@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from ... import ops
+from ...converter import swap
 from ..interpreter import replace_calls, run_in_place
 from .libraries import AscendHostError
 
@@ -209,6 +211,15 @@ def _scatter_nd_update(self: Tensor, indices: Tensor, updates: Tensor) -> Tensor
     return _scatter_nd_update_(self.clone(), indices, updates)
 
 
+def _standard(op: str) -> Callable:
+    """torch_npu's standard op, on the CPU: that of this package, which takes its arguments."""
+
+    def kernel(query, *args, **kwargs):
+        return swap.as_standard(op, getattr(ops, op)(query, *args, **kwargs), query)
+
+    return kernel
+
+
 def _computing() -> Iterator[torch._ops.OpOverload]:
     """The aten ops that torch_npu computes with libraries of CANN, and that have a CPU kernel."""
     for name in torch._C._dispatch_get_registrations_for_dispatch_key("PrivateUse1"):
@@ -247,6 +258,10 @@ def install(cann: ctypes.CDLL) -> None:
     }
     for name, function in scatters.items():
         torch_npu.impl(name, function, "PrivateUse1", allow_override=True)
+    for op in swap.SWAPPED:
+        standard = swap.standard(op)
+        torch_npu.impl(standard, _standard(op), "CPU")
+        torch_npu.impl(standard, _on_npu(standard), "PrivateUse1", allow_override=True)
     replace_calls("npu", _launch)
     _libraries.extend([aten, torch_npu])
 

@@ -89,6 +89,17 @@ def install(cann: ctypes.CDLL) -> None:
             *(("attribute", attribute.name, attribute.vt) for attribute in prototype.attributes),
         ):
             cann.ascend_host_declare(*(text.encode() for text in (type, part, name, kind)))
+    for type, (inputs, outputs, attributes) in ge_operators.PROTOTYPES.items():
+        parts = [
+            ("input", x.rstrip("?"), "optional" if x.endswith("?") else "required")
+            for x in inputs.split()
+        ]
+        parts += [("output", name, "required") for name in outputs.split()]
+        for attribute in attributes.split():
+            name, _, kind = attribute.partition(":")
+            parts.append(("attribute", name, f"VT_{kind}"))
+        for part in parts:
+            cann.ascend_host_declare(*(text.encode() for text in (type, *part)))
     torchair.core._backend.TorchNpuGraph = Graph
 
 

@@ -40,6 +40,53 @@ def _layer_norm(x, normalized_shape, gamma, beta, epsilon):
     return y, *(statistic.float() for statistic in statistics)
 
 
+def _lightning_indexer(
+    query,
+    key,
+    weights,
+    actual_seq_lengths_query,
+    actual_seq_lengths_key,
+    block_table,
+    layout_query,
+    layout_key,
+    sparse_count,
+    sparse_mode,
+    pre_tokens,
+    next_tokens,
+    return_values,
+):
+    keywords = dict(locals())
+    for name in ("query", "key", "weights", "return_values"):
+        del keywords[name]
+    return torch.ops.npu.npu_lightning_indexer(
+        query, key, weights, **keywords, return_value=return_values
+    )
+
+
+def _sparse_flash_attention(
+    query,
+    key,
+    value,
+    sparse_indices,
+    block_table,
+    actual_seq_lengths_query,
+    actual_seq_lengths_kv,
+    query_rope,
+    key_rope,
+    scale_value,
+    sparse_block_size,
+    layout_query,
+    layout_kv,
+    sparse_mode,
+    pre_tokens,
+    next_tokens,
+    attention_mode,
+    return_softmax_lse,
+    sinks=None,
+):
+    return torch.ops.npu.npu_sparse_flash_attention(**locals())
+
+
 def _linear(x1, x2, bias, transpose_x1, transpose_x2):
     y = _matmul(x1, x2, transpose_x1, transpose_x2)
     return y if bias is None else y + bias
@@ -89,6 +136,24 @@ def _topk(x, k, dim, largest, sorted, sort_policy):
     return values, indices.int()
 
 
+# GE's prototypes of the operators that torchair looks up before it makes a node of them: names of
+# the inputs, with ? those of optional ones, of the outputs, and of the attributes with their kinds
+PROTOTYPES = {
+    "LightningIndexer": (
+        "query key weights actual_seq_lengths_query? actual_seq_lengths_key? block_table?",
+        "sparse_indices sparse_values",
+        "layout_query:STRING layout_key:STRING sparse_count:INT sparse_mode:INT pre_tokens:INT "
+        "next_tokens:INT return_values:BOOL",
+    ),
+    "SparseFlashAttention": (
+        "query key value sparse_indices block_table? actual_seq_lengths_query? "
+        "actual_seq_lengths_kv? query_rope? key_rope? sinks?",
+        "attention_out softmax_max softmax_sum",
+        "scale_value:FLOAT sparse_block_size:INT layout_query:STRING layout_kv:STRING "
+        "sparse_mode:INT pre_tokens:INT next_tokens:INT attention_mode:INT return_softmax_lse:BOOL",
+    ),
+}
+
 # What each type computes, as GE documents it; a new type needs a line here only. The parameters are
 # the inputs and attributes of GE's prototype by their names (a dynamic input is a list; else_ is
 # GE's else); a default is the only supported value of that attribute. A function returns the
@@ -116,6 +181,7 @@ OPERATORS: dict[str, Callable] = {
     "Identity": lambda x: x,
     "IndexByTensor": _index,
     "LayerNormV4": _layer_norm,
+    "LightningIndexer": _lightning_indexer,
     "Less": lambda x1, x2: x1 < x2,
     "LessEqual": lambda x1, x2: x1 <= x2,
     "Log1p": lambda x: x.log1p(),
@@ -146,6 +212,7 @@ OPERATORS: dict[str, Callable] = {
     "Sigmoid": lambda x: x.sigmoid(),
     "Sin": lambda x: x.sin(),
     "SoftmaxV2": lambda x, axes, half_to_float=False: x.softmax(*axes),
+    "SparseFlashAttention": _sparse_flash_attention,
     "SplitV": _split,
     "Sqrt": lambda x: x.sqrt(),
     "Squeeze": lambda x, axis: x.squeeze(axis) if axis else x.squeeze(),

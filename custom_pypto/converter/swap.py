@@ -1,0 +1,134 @@
+"""Graph passes that put ops of this package in place of torch_npu's standard ones, and back.
+
+They are for torchair's option ``post_grad_custom_pre_pass``, which changes what a model compiles to
+and leaves the model as it is::
+
+    config.post_grad_custom_pre_pass = swap.use_custom_pypto  # max-autotune, reduce-overhead
+    torch.compile(model, backend="npugraph_ex",
+                  options={"post_grad_custom_pre_pass": swap.use_custom_pypto})
+
+Both need torch_npu. The swapped ops are ``npu_lightning_indexer`` and
+``npu_sparse_flash_attention``.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._inductor.pattern_matcher import (
+    CallFunctionVarArgs,
+    Match,
+    PatternMatcherPass,
+    register_graph_pattern,
+)
+
+from ..descriptions import OPS
+from ..schemas import bound, overload, overloads
+from ..standard import KEYWORDS
+
+SWAPPED = ("npu_lightning_indexer_pto", "npu_sparse_flash_attention_pto")
+
+
+def standard(op: str) -> torch._ops.OpOverload:
+    """torch_npu's op."""
+    return getattr(torch.ops.npu, op.removesuffix("_pto")).default
+
+
+def as_standard(op: str, found: Tensor | tuple, query: Tensor) -> tuple:
+    """The results of ``op`` as torch_npu's op returns them: those not asked for are empty."""
+    if isinstance(found, tuple):
+        return found
+    dtype = query.dtype if op == "npu_lightning_indexer_pto" else torch.float32
+    rest = standard(op)._schema.returns[1:]
+    return found, *(query.new_empty(0, dtype=dtype) for _ in rest)
+
+
+def use_custom_pypto(graph_module: torch.fx.GraphModule, example_inputs=None, config=None) -> None:
+    """Replaces torch_npu's ops in the graph.
+
+    Raises:
+        RuntimeError: an argument has a value that the op of this package does not support.
+    """
+    _from_standard().apply(graph_module)
+
+
+def use_torch_npu(graph_module: torch.fx.GraphModule, example_inputs=None, config=None) -> None:
+    """Replaces the ops of this package in the graph by torch_npu's.
+
+    Raises:
+        RuntimeError: an argument has a value that torch_npu's op does not support.
+    """
+    _to_standard().apply(graph_module)
+
+
+@functools.cache
+def _from_standard() -> PatternMatcherPass:
+    passes = PatternMatcherPass(pass_name="use_custom_pypto")
+    for op in SWAPPED:
+        _register(passes, standard(op), functools.partial(_call_ours, op))
+    return passes
+
+
+@functools.cache
+def _to_standard() -> PatternMatcherPass:
+    passes = PatternMatcherPass(pass_name="use_torch_npu")
+    for op in SWAPPED:
+        for one in overloads(op):
+            _register(passes, one, functools.partial(_call_standard, op, one))
+    return passes
+
+
+def _register(passes: PatternMatcherPass, target: torch._ops.OpOverload, call: Callable) -> None:
+    """Replaces each call of ``target`` by what ``call`` does with its arguments."""
+
+    def replace(match: Match, *args, **kwargs) -> None:
+        leaves, structure = torch.utils._pytree.tree_flatten((args, kwargs))
+        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.fx.Node)]
+
+        def replacement(*tensors):
+            filled = list(leaves)
+            for i, tensor in zip(at, tensors, strict=True):
+                filled[i] = tensor
+            args, kwargs = torch.utils._pytree.tree_unflatten(filled, structure)
+            return call(*args, **kwargs)
+
+        match.replace_by_example(replacement, [leaves[i] for i in at], run_functional_passes=False)
+
+    register_graph_pattern(CallFunctionVarArgs(target), pass_dict=passes)(replace)
+
+
+def _call_ours(op: str, *args, **kwargs) -> tuple:
+    schema = standard(op)._schema
+    names = [argument.name for argument in schema.arguments]
+    named = {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
+    named |= dict(zip(names, args, strict=False)) | kwargs
+    for name, keyword in KEYWORDS[op].items():
+        if (value := named.pop(name)) != keyword.legal:
+            raise RuntimeError(
+                f"use_custom_pypto: {name} of {schema.name} must be {keyword.legal} "
+                f"({keyword.meaning}), got {value}; pass that to the op, or compile without this "
+                "pass"
+            )
+    more = {name: named.pop(name) for name in OPS[op].omitted}
+    asked = any(more.values())
+    found = overloads(op)[-1](**named, **more) if asked else overload(op)(**named)
+    return as_standard(op, found, named["query"])
+
+
+def _call_standard(op: str, one: torch._ops.OpOverload, *args, **kwargs) -> Any:
+    named, schema = bound(op, args, kwargs), standard(op)._schema
+    names = [argument.name for argument in schema.arguments]
+    own = {a.name: a.default_value for a in one._schema.arguments if a.name not in names}
+    for name, legal in own.items():
+        if (value := named.pop(name)) != legal:
+            raise RuntimeError(
+                f"use_torch_npu: {name} of {op} must be {legal}, got {value}: {schema.name} has no "
+                "such argument; compile without this pass"
+            )
+    if named.get("value", True) is None:  # as in eager mode; torch_npu takes None from CANN 9.2 on
+        named["value"] = named["key"]
+    legal = {name: keyword.legal for name, keyword in KEYWORDS[op].items()}
+    found = standard(op)(**named, **legal)
+    return found if len(one._schema.returns) > 1 else found[0]
