@@ -60,7 +60,19 @@ def load(path, prompt_tokens, questions):
     return model, tokenizer, *lookup_prompt(prompt_tokens, questions=questions, seed=0)
 
 
-class CachedStep(torch.nn.Module):
+class Step(torch.nn.Module):
+    """A model's forward of new tokens on one cache. Arguments and result are tensors, which is what
+    torchair and torch.export can store."""
+
+    def __init__(self, model, cache):
+        super().__init__()
+        self.model, self.cache = model, cache
+
+    def forward(self, token, position_ids):
+        return self.model(token, position_ids=position_ids, cache=self.cache).logits
+
+
+class CachedStep:
     """A model's forward of one token on one cache, compiled once into a folder and loaded from it
     by later processes, which trace nothing (torchair's ``cache_compile``).
 
@@ -73,8 +85,7 @@ class CachedStep(torch.nn.Module):
     """
 
     def __init__(self, model, cache, mode, folder):
-        super().__init__()
-        self.model, self.cache, self.note = model, cache, folder / "compiled_for.json"
+        self.cache, self.note = cache, folder / "compiled_for.json"
         self.facts = compiled_for(model, cache, mode)
         if not self.note.exists():  # before the graph, which is never there without it
             folder.mkdir(parents=True, exist_ok=True)
@@ -89,16 +100,13 @@ class CachedStep(torch.nn.Module):
         self.seconds = note.get("seconds")
         self.shape = (cache.batch_size, 1)
         self.pools = self.tensors()
-        self.compiled = cache_compile(mode)(self.step, dynamic=False, cache_dir=str(folder))
+        step = Step(model, cache)
+        self.compiled = cache_compile(mode)(step.forward, dynamic=False, cache_dir=str(folder))
 
     def tensors(self):
         return [*self.cache.store.pools(), *self.cache.tables.values()]
 
-    def step(self, token, position_ids):
-        # torchair cannot store the construction of an output with fields
-        return self.model(token, position_ids=position_ids, cache=self.cache).logits
-
-    def forward(self, token, position_ids, cache):
+    def __call__(self, token, position_ids, cache):
         """The logits, as the model's forward returns them.
 
         Raises:

@@ -1,10 +1,14 @@
-"""Writes the GE graph of a model's decode step, as text and as a picture.
+"""Writes the GE graph of a model's decode step, as text and as a picture, and the exported step.
 
     python examples/export_graph.py [--folder DIR]    # DIR/decode.txt, DIR/decode.svg
+    python examples/export_graph.py --model           # DIR/decode.pt2, DIR/decode.air, too
 
 The text is torchair's own dump of the graph after its passes (a ``GraphDef`` of protobuf). The
 picture shows its nodes from the first to the last, without weights and constants: the operators of
-this package in orange, cache writes in blue. Requirements: those of compile_torchair.py.
+this package in orange, cache writes in blue. ``decode.pt2`` is torch.export's, with weights and
+cache; ``decode.air`` is torchair's offline graph, with the weights, which CANN's ``atc`` compiles
+to a program without Python. Each is loaded again and run: the second one on the simulator only.
+Requirements: those of compile_torchair.py.
 """
 
 import argparse
@@ -14,7 +18,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from compile_torchair import CHECKPOINT, Decoder, load
+from compile_torchair import CHECKPOINT, Step, load
 from options import Help
 
 # isort: split
@@ -36,31 +40,92 @@ path { fill: none; stroke: #bbb } path.ours { stroke: #a65e00; stroke-width: 1.5
 """
 
 
-@torch.no_grad()
-def convert_decode_step(folder):
-    """The graph of the decode step of the demo's model, which torchair writes into ``folder``."""
+class Demo:
+    """The demo's model, a cache that holds its prompt, and the first question."""
+
+    def __init__(self):
+        self.model, tokenizer, prompt, dialogue = load(CHECKPOINT, prompt_tokens=32, questions=1)
+        texts = prompt, dialogue[0][0]
+        ids = [tokenizer(text, return_tensors="pt").input_ids.npu() for text in texts]
+        self.prompt, self.question = ids
+
+    def cache(self):
+        from custom_pypto import models
+
+        cache = models.PagedCache(self.model, batch_size=1, max_cache_len=64)
+        self.model(self.prompt, cache=cache, logits_to_keep=1)
+        return cache
+
+    def arguments(self):
+        """Those of :class:`Step` for the question."""
+        return self.question, torch.tensor([[self.prompt.size(1)]], device="npu")
+
+    def logits(self):
+        """Of the question, eager."""
+        return Step(self.model, self.cache())(*self.arguments())
+
+
+def convert_decode_step(demo, folder):
+    """The graph of the decode step, which torchair writes into ``folder``."""
     import torchair
     from google.protobuf import text_format
     from torchair._ge_concrete_graph.ge_ir_pb2 import GraphDef
 
-    model, tokenizer, prompt, dialogue = load(CHECKPOINT, prompt_tokens=32, questions=1)
     config = torchair.CompilerConfig()
     config.debug.graph_dump.type = "txt"
     backend = torchair.get_npu_backend(compiler_config=config)
-    step = torch.compile(model.forward, backend=backend, fullgraph=True, dynamic=False)
-    decoder = Decoder(model, step, length=64)
-    decoder.prefill(tokenizer(prompt, return_tensors="pt").input_ids.npu())
-    question = tokenizer(dialogue[0][0], return_tensors="pt").input_ids.npu()
+    step = torch.compile(demo.model.forward, backend=backend, fullgraph=True, dynamic=False)
     with tempfile.TemporaryDirectory() as dumps:
         config.debug.graph_dump.path = dumps
         try:
-            decoder.next_token(question)
+            token, position_ids = demo.arguments()
+            step(token, position_ids=position_ids, cache=demo.cache())
         except RuntimeError as error:  # torchair writes the graph before compiling it
             print(f"GE does not compile the graph: {error}", file=sys.stderr)
         (dump,) = Path(dumps).glob("dynamo_optimized_*.txt")
         text = dump.read_text()
     (folder / "decode.txt").write_text(text)
     return text_format.Parse(text, GraphDef())
+
+
+def export_program(demo, path):
+    """Writes the step by torch.export; the logits of the loaded one."""
+    # strict: torch's tracer finds the tensors of the cache, which become buffers of the program
+    program = torch.export.export(Step(demo.model, demo.cache()), demo.arguments(), strict=True)
+    torch.export.save(program, path)
+    return torch.export.load(path).module()(*demo.arguments())
+
+
+def export_offline(demo, path):
+    """Writes the step as torchair's offline graph, for CANN's ``atc``."""
+    import torchair
+
+    torchair.dynamo_export(
+        *demo.arguments(),
+        model=Step(demo.model, demo.cache()),
+        export_path=str(path.parent),
+        export_name=path.stem,
+        config=torchair.CompilerConfig(),
+    )
+
+
+def run_offline(demo, path):
+    """The logits of an offline graph on the simulator. It has the weights; its inputs are those of
+    the step, then the cache, whose pools it writes in place. It returns the new lengths after the
+    logits, which the caller would have to copy into the cache."""
+    from torchair._ge_concrete_graph.ge_ir_pb2 import ModelDef
+
+    from custom_pypto.simulation.ascend_host import ge_executor
+
+    (definition,) = ModelDef.FromString(path.read_bytes()).graph
+    cache = demo.cache()
+    inputs = [*demo.arguments(), cache.block_table, cache.lengths, cache.seen, *cache.store.pools()]
+    placements = definition.attr["_input_placements"].list.i
+    del placements[len(inputs) :]  # the weights' are among them
+    graph = ge_executor.Graph(path.stem)
+    graph.load(definition)
+    graph.compile()
+    return graph.run(inputs)[0]
 
 
 def layers(graph):
@@ -141,17 +206,20 @@ def attributes(node):
     return ", ".join(values)
 
 
+@torch.no_grad()
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--folder", type=Path, default=Path("ge_graph"), help="created if missing")
+    parser.add_argument("--model", action="store_true", help="also the exported step")
     args = parser.parse_args()
     try:
-        ascend_host.start_unless_npu()
+        real = ascend_host.start_unless_npu()
     except ascend_host.AscendHostUnavailable as error:
         sys.exit(f"export_graph.py: {error}")
     converter.register()
     args.folder.mkdir(parents=True, exist_ok=True)
-    graph = convert_decode_step(args.folder.resolve())
+    folder, demo = args.folder.resolve(), Demo()
+    graph = convert_decode_step(demo, folder)
     (args.folder / "decode.svg").write_text(picture(graph))
 
     count = collections.Counter(node.type for node in graph.op)
@@ -162,6 +230,23 @@ def main():
     print(f"  {count['ScatterNdUpdate']} ScatterNdUpdate, into the cache in place")
     print(f"  {count['TensorMove']} TensorMove (copies)")
     print(f"written: {args.folder / 'decode.txt'}, {args.folder / 'decode.svg'}")
+    if args.model:
+        export_model(demo, folder, real)
+
+
+def export_model(demo, folder, real):
+    """Writes the exported step in both formats, and runs each."""
+    expected = demo.logits()
+    program, offline = folder / "decode.pt2", folder / "decode.air"
+    loaded = {program: export_program(demo, program)}
+    export_offline(demo, offline)
+    if real:
+        print(f"next: atc --framework=1 --model={offline} --output=decode --soc_version=…")
+    else:
+        loaded[offline] = run_offline(demo, offline)
+    for path, logits in loaded.items():
+        apart = (logits - expected).abs().max().item()
+        print(f"written: {path}, loaded and run: {'equal to' if apart == 0 else apart} eager's")
 
 
 if __name__ == "__main__":

@@ -232,6 +232,15 @@ def test_an_op_computes_the_same_in_every_mode_of_torchair(name):
     assert said == all_equal(["eager", "torch.compile", *MODES])
 
 
+@pytest.mark.slow
+@pytest.mark.ascend_host
+def test_an_exported_decode_step_is_loaded_and_run(tmp_path):
+    said = on_simulator("examples/export_graph.py", "--folder", str(tmp_path), "--model")
+    for name in ("decode.pt2", "decode.air"):
+        assert f"written: {tmp_path / name}, loaded and run: equal to eager's" in said
+        assert (tmp_path / name).stat().st_size > 1 << 20  # with the weights
+
+
 @pytest.mark.ascend_host
 def test_the_graph_of_a_decode_step_is_written_as_text_and_picture(tmp_path):
     said = on_simulator("examples/export_graph.py", "--folder", str(tmp_path))

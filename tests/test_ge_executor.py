@@ -31,14 +31,14 @@ def data(i):
     return node("Data", f"data{i}", inputs=["x"], index=i)
 
 
-def executed(nodes, inputs, results, *, placements=None, assigned=()):
+def executed(nodes, inputs, results, *, placements=None, assigned=(), inputs_too=True):
     """What the graph of ``nodes`` returns, of which ``results`` are the outputs."""
     from torchair._ge_concrete_graph.ge_ir_pb2 import GraphDef
 
     from custom_pypto.simulation.ascend_host.ge_executor import Graph
 
     definition = GraphDef(name="test")
-    nodes = [*map(data, range(len(inputs))), *nodes]
+    nodes = [*(map(data, range(len(inputs))) if inputs_too else ()), *nodes]
     definition.op.extend([*nodes, node("NetOutput", "end", results, results, ())])
     definition.attr["_input_placements"].list.i.extend(placements or [DEVICE] * len(inputs))
     graph = Graph("test")
@@ -107,6 +107,21 @@ def test_a_node_of_ours_is_rejected_unless_it_is_as_its_prototype_says(changes, 
     rejected(
         rf"LightningIndexerPto node index .*{match}", [indexer(**changes)], [npu(1)], ["index:0"]
     )
+
+
+def test_the_data_of_a_reference_is_written_in_place():
+    pool, rows = torch.zeros(4, 2).npu(), torch.ones(1, 2).npu()
+    write = node(
+        "ScatterNdUpdate",
+        "write",
+        ["data0:0", "data1:0", "data2:0"],
+        ["var", "indices", "updates"],
+        ["var"],
+        use_locking=False,
+    )
+    nodes = [node("RefData", "data0", inputs=["x"], index=0), data(1), data(2), write]
+    executed(nodes, [pool, torch.tensor([[3]]).npu(), rows], ["write:0"], inputs_too=False)
+    assert pool.sum() == 2 and pool[3].tolist() == [1, 1]
 
 
 def test_squeeze_without_axes_removes_every_size_of_one():

@@ -18,6 +18,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <fstream>
 #include <map>
 #include <memory>
 #include <set>
@@ -357,6 +358,26 @@ AscendString GEGetWarningMsgV2() { return {""}; }
 struct Session {
   MEMBER Session(const Options&) {}
   MEMBER ~Session() {}
+};
+
+// A graph is the serialized ModelDef that it was loaded from, which is also what an .air file
+// holds.
+struct Graph {
+  MEMBER Graph(const char*) {}
+  MEMBER uint32_t LoadFromSerializedModelArray(const void* model, size_t size) {
+    if (model == nullptr || size == 0) return kInternalError;
+    model_.reset(new std::string(static_cast<const char*>(model), size));
+    return kSuccess;
+  }
+  MEMBER uint32_t CopyFrom(const Graph& other) {
+    model_ = other.model_;
+    return kSuccess;
+  }
+  MEMBER uint32_t SaveToFile(const char* path) const {
+    std::ofstream file(path, std::ios::binary);
+    return model_ && file << *model_ << std::flush ? kSuccess : kInternalError;
+  }
+  std::shared_ptr<std::string> model_;  // CANN's has one pointer of this kind, too
 };
 
 struct OperatorFactory {

@@ -25,6 +25,7 @@ from .libraries import AscendHostError
 
 # GE's name of an attribute's kind -> its field on a node
 FIELDS = {"VT_INT": "i", "VT_FLOAT": "f", "VT_BOOL": "b", "VT_STRING": "s", "VT_LIST_INT": "list"}
+DATA = ("Data", "RefData")  # inputs of a graph; the second kind may be written in place
 DEVICE = 1  # torchair's number for an input on the NPU; 0 is the host
 
 
@@ -63,7 +64,7 @@ class Graph:
             if node.type == "NetOutput":
                 break
             # values from the host are few and small, and GE copies them too
-            data = node.type == "Data"
+            data = node.type in DATA
             results = [inputs[node.attributes["index"]].npu()] if data else node.run(fed)
             values |= {f"{node.name}:{i}": result for i, result in enumerate(results)}
             values[f"{node.name}:-1"] = None  # where control edges begin
@@ -125,7 +126,7 @@ class Node:
             self.compute = lambda: constant
         elif self.type in ge_operators.OPERATORS:
             self.compute = self._theirs(ge_operators.OPERATORS[self.type])
-        elif self.type not in ("Data", "NetOutput"):
+        elif self.type not in (*DATA, "NetOutput"):
             raise self.error(
                 f"is of a type that is not run here; add it to OPERATORS in {ge_operators.__file__}"
             )
