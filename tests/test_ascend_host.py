@@ -212,6 +212,10 @@ def test_a_stream_has_limits_of_cores_that_a_capture_can_set():
 @contextlib.contextmanager
 def broken_capture(graph, match: str, replayable: bool = False):
     """A capture that must fail, after which there must be nothing to replay."""
+    import torch_npu
+
+    if minor(torch_npu.__version__) == "2.10" and not replayable:
+        pytest.skip("torch_npu 2.10 counts a capture that failed as under way in later tests, too")
     with (
         # torch_npu leaves the capture's stream the current one where that fails
         torch.npu.stream(torch.npu.current_stream()),
