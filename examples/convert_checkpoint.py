@@ -20,6 +20,7 @@ import custom_pypto  # noqa: F401  # before torch, so that its idle threads slee
 import argparse
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -47,6 +48,18 @@ from custom_pypto.models.loading import Reader
 RECORD, SUMS, INDEX = "conversion.json", "SHA256SUMS", "model.safetensors.index.json"
 PARTIAL = ".conversion.partial"  # files being written, under any name
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
+
+
+# layers of the text model, and layers that draft: mtp, mtp_layers, mtp_dspark
+LAYER = re.compile(r"(?:model\.|language_model\.)*(?:layers\.(\d+)|mtp\w*)\.")
+
+
+def layer_of(name):
+    """The layer of a tensor; -1 is none of the text model, infinity one that drafts."""
+    found = LAYER.match(name)
+    if found is None:
+        return -1
+    return math.inf if found[1] is None else int(found[1])
 
 
 class Conversion:
@@ -108,8 +121,7 @@ class Conversion:
         return config
 
     def wants(self, name):
-        layer = re.match(r"(?:model\.)?(?:layers\.(\d+)|mtp)\.", name)
-        if self.layers is not None and layer and (not layer[1] or int(layer[1]) >= self.layers):
+        if self.layers is not None and layer_of(name) >= self.layers:
             return False
         expert = re.search(r"\.experts\.(\d+)\.", name)
         return self.experts is None or not expert or int(expert[1]) < self.experts

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 from loading_harness import INDEX, LOADED_KINDS
 from published import published, save_sparse, true_weights, write_published
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny import representatives, tiny_config, token_ids
 
 from custom_pypto import models
@@ -83,6 +84,24 @@ def test_a_converted_checkpoint_loads_as_its_source_does(source, convert, tmp_pa
     for path in (tmp_path / "bf16", tmp_path / "whole"):
         assert_same_model(path, source)
         assert_checksums_hold(path)
+
+
+# by the names that transformers ignores in its models, and those of a tower that reads images
+DRAFTS = ["model.mtp_layers.0.enorm.weight", "mtp_dspark.0.hnorm.weight", "mtp.0.norm.weight"]
+BEYOND = ["model.language_model.layers.1.norm.weight", "language_model.model.layers.9.norm.weight"]
+OF_A_TOWER = ["model.vision_tower.transformer.layers.5.norm.weight", "mtp_note"]
+
+
+def test_first_layers_are_without_drafts_and_with_the_tower(source, convert, tmp_path):
+    path = tmp_path / "source"
+    shutil.copytree(source, path)
+    more = {name: torch.ones(2) for name in DRAFTS + BEYOND + OF_A_TOWER}
+    save_file(more, path / "more.safetensors", metadata={"format": "pt"})
+    index = json.loads((path / INDEX).read_text())
+    index["weight_map"] |= dict.fromkeys(more, "more.safetensors")
+    (path / INDEX).write_text(json.dumps(index))
+    convert(path, tmp_path / "part", "--layers", 1)
+    assert more.keys() & tensors_of(tmp_path / "part").keys() == set(OF_A_TOWER)
 
 
 def test_everything_is_converted_and_nothing_else_changes(source, convert, tmp_path):
