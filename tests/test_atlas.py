@@ -165,6 +165,12 @@ def test_after_two_hangs_the_rest_of_a_part_is_left_out(tmp_path):
     assert "| 3 of 3 passed |" in page
 
 
+def test_launches_are_tried_with_each_setting_of_the_task_queue(tmp_path):
+    (part,) = (part for part in PARTS if part.name == "launches")
+    steps = part.steps(Machine({}, tmp_path, simulator=False))
+    assert {step.variables.get("TASK_QUEUE_ENABLE") for step in steps} == {None, "0", "1", "2"}
+
+
 def test_without_a_failure_the_exit_code_is_0(tmp_path):
     driver, archive = start(tmp_path, ("works", ""), ("lacking", "", 60, "nothing"))
     driver.communicate(timeout=60)

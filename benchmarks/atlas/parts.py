@@ -105,7 +105,15 @@ def ready(machine: Machine) -> list[Step]:
 
 def launches(machine: Machine) -> list[Step]:
     checks = ["streams", "replay", "devices"]
-    return [Step(check, machine.on_npu(*program("launches.py", check))) for check in checks]
+    steps = [Step(check, machine.on_npu(*program("launches.py", check))) for check in checks]
+    if machine.simulator:  # it has no task queue
+        return steps
+    streams = machine.on_npu(*program("launches.py", "streams"))
+    # an op that torch_npu queues must run before ours, which is launched past its queue
+    return steps + [
+        Step(f"streams, task queue {level}", streams, {"TASK_QUEUE_ENABLE": level})
+        for level in ("0", "1", "2")
+    ]
 
 
 def model(machine: Machine) -> list[Step]:
@@ -209,7 +217,7 @@ PARTS = [
     ),
     Part(
         "launches",
-        "other streams, capture and replay with other lengths, a second device",
+        "other streams, each setting of the task queue, capture and replay, a second device",
         600,
         launches,
         "for `replay`, first see that `streams` passes; `ASCEND_LAUNCH_BLOCKING=1` tells a missing "
