@@ -94,9 +94,9 @@ def test_a_reply_has_the_selections_of_each_choice():
     request |= dict(return_token_ids=True, ignore_eos=True)
     try:
         url = f"{serving.url}/v1/completions"
-        choices = httpx.post(url, json=request, timeout=120).json()["choices"]
-        plain = httpx.post(url, json=request | dict(return_token_ids=False), timeout=120).json()
-        bad = httpx.post(url, json=request | dict(max_tokens=-1), timeout=120)
+        choices = httpx.post(url, json=request, timeout=600).json()["choices"]
+        plain = httpx.post(url, json=request | dict(return_token_ids=False), timeout=600).json()
+        bad = httpx.post(url, json=request | dict(max_tokens=-1), timeout=600)
     finally:
         serving.stop(signal.SIGTERM)
     assert [choice["index"] for choice in choices] == [0, 1, 2, 3]

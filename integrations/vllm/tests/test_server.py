@@ -18,7 +18,7 @@ import pytest
 from second_host import FAR, NEAR, second_host
 from traffic import LOOKUP, metric, questions, send
 
-START_SECONDS = 300  # on a busy machine
+START_SECONDS = 1800  # a busy machine takes many times as long as a quiet one
 LENGTH = 4096
 SMALL = "the weary sailor otter=red slowly found every silent village near rain , otter?"
 
@@ -65,7 +65,7 @@ def serving():
 
 @pytest.fixture
 def client(serving):
-    return openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", timeout=120, max_retries=0)
+    return openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", timeout=600, max_retries=0)
 
 
 def wait_until_idle(url):
@@ -170,7 +170,7 @@ def test_requests_of_vanished_clients_end(serving):
 def test_a_seed_repeats_an_answer_whatever_the_chunks():
     """The second time most of the prompt is cached. vLLM alone dies of the first chunk."""
     serving = Serving("--max-num-batched-tokens=64", "--max-num-seqs=4")
-    ask = openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", timeout=120, max_retries=0)
+    ask = openai.OpenAI(base_url=f"{serving.url}/v1", api_key="none", timeout=600, max_retries=0)
     request = dict(model=LOOKUP.name, prompt=questions()[0].prompt, max_tokens=32, temperature=2.0)
     try:
         texts = [
