@@ -3,8 +3,6 @@
 Shapes: B batch, S new tokens.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -47,8 +45,8 @@ class PatchedAttention:
     first_norm: str
     #: new tokens that :meth:`read` takes at once
     slice_tokens: int
-    #: transformers' RoPE function for queries and keys of the attention
-    rope: Callable
+    #: classes for upstream's norms and routers; mixins of :mod:`.one_op` and the class of upstream
+    one_op: tuple[type[nn.Module], ...] = ()
 
     @classmethod
     def check(cls, attentions: dict[int, nn.Module]) -> None:
@@ -164,8 +162,3 @@ def causal_pairs(tokens: int, most: int) -> int:
     """Pairs of a token and one that it sees, at most ``most`` per token."""
     first = min(tokens, most)
     return first * (first + 1) // 2 + (tokens - first) * most
-
-
-def rotate(rope: Callable, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """``[B, S, N, R]`` rotated by transformers' ``rope``, which requires a query and a key."""
-    return rope(x, x[:, :, :1], cos, sin, unsqueeze_dim=2)[0]

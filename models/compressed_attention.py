@@ -8,6 +8,8 @@ Shapes: B batch, S new tokens, H heads, D ``head_dim``, W ``sliding_window``, N 
 ``index_topk``.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +23,8 @@ from .projection import brought_in
 
 
 class CompressedAttention(PatchedAttention):
+    #: transformers' RoPE function
+    rope: Callable
     first_norm = "kv_norm"
     counts_groups = True
     counts_positions = True

@@ -4,16 +4,15 @@ Shapes: B batch, S new tokens, H heads (those of this rank in tensor parallel), 
 R ``qk_rope_head_dim``, N index heads, D ``index_head_dim``, K ``index_topk``.
 """
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from .absorbed import Heads
-from .attention import PatchedAttention, causal_pairs, rotate
+from .attention import PatchedAttention, causal_pairs
 from .cache import Step, TokenSlice
 from .cache.store import PagedLayer
+from .one_op import Rotation, linear
 from .projection import check_absorbed, check_replaced, ranks_of, weight_of
 from .tensor_parallel import CHECK_RANKS, check_indices
 
@@ -23,8 +22,10 @@ class LatentAttention(PatchedAttention):
 
     #: upstream class of the indexer
     indexer_class: type
-    #: transformers' RoPE function for the indexer's queries and keys
-    index_rope: Callable
+    #: of queries and keys of the attention
+    rope: Rotation
+    #: of the indexer's queries and keys
+    index_rope: Rotation
     #: whether the indexer rotates its last dims instead of its first
     index_rope_last = False
     first_norm = "kv_a_layernorm"
@@ -51,7 +52,7 @@ class LatentAttention(PatchedAttention):
         latent, k_rope = self.compress_key(hidden_states)
         rope = None
         if self.qk_rope_head_dim:
-            rope = rotate(self.rope, k_rope.unsqueeze(2), cos, sin)
+            rope = self.rope.rotate(k_rope.unsqueeze(2), cos, sin)
         layer.latent_format.write(step, layer, latent, rope)
 
     def read(
@@ -75,7 +76,7 @@ class LatentAttention(PatchedAttention):
                 )
             indices = self.select(hidden_states, q_latent, cos, sin, tokens)
         if self.qk_rope_head_dim:
-            q_rope = rotate(self.rope, q_rope, cos, sin)
+            q_rope = self.rope.rotate(q_rope, cos, sin)
         heads = Heads(
             q_nope,
             q_rope if self.qk_rope_head_dim else None,
@@ -107,28 +108,28 @@ class LatentAttention(PatchedAttention):
     def compress_key(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """The normed latent ``[B, S, L]``, and RoPE's key ``[B, S, R]``, not rotated yet."""
         widths = [self.kv_lora_rank, self.qk_rope_head_dim]
-        latent, k_rope = self.kv_a_proj_with_mqa(hidden_states).split(widths, -1)
+        latent, k_rope = linear(self.kv_a_proj_with_mqa, hidden_states).split(widths, -1)
         return self.kv_a_layernorm(latent), k_rope
 
     def compress_query(self, hidden_states: Tensor) -> Tensor:
         """Input of :meth:`project_query`, and of :meth:`index_query`, ``[B, S, .]``."""
-        return self.q_a_layernorm(self.q_a_proj(hidden_states))
+        return self.q_a_layernorm(linear(self.q_a_proj, hidden_states))
 
     def project_query(
         self, hidden_states: Tensor, q_latent: Tensor, tokens: TokenSlice
     ) -> tuple[Tensor, Tensor | None]:
         """The query ``[B, S, H, nope + R]``, and the gate of :meth:`project_output` if any."""
-        return self.q_b_proj(q_latent).unflatten(-1, (-1, self.qk_head_dim)), None
+        return linear(self.q_b_proj, q_latent).unflatten(-1, (-1, self.qk_head_dim)), None
 
     def project_output(self, output: Tensor, gate: Tensor | None) -> Tensor:
         """``[B, S, hidden]`` from the output of the heads, ``[B, S, H, v_head_dim]``."""
-        return self.o_proj(output.flatten(2))
+        return linear(self.o_proj, output.flatten(2))
 
     def write_index_keys(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, step: Step) -> None:
         indexer, layer = self.indexer, step.store.layers[self.layer_idx]
         with indexer_gradients(layer):
             # some architectures keep the norm in float32
-            key = indexer.wk(hidden_states.detach()).to(indexer.k_norm.weight.dtype)
+            key = linear(indexer.wk, hidden_states.detach()).to(indexer.k_norm.weight.dtype)
             key = self.rotate_index(indexer.k_norm(key).unsqueeze(2), cos, sin)
         layer.index_format.write(step, layer, key)
 
@@ -159,7 +160,7 @@ class LatentAttention(PatchedAttention):
         indexer = self.indexer
         query = self.rotate_index(self.index_query(q_latent, tokens), cos, sin)
         projection = indexer.weights_proj
-        weights = projection(hidden_states.to(projection.weight.dtype)).float()
+        weights = linear(projection, hidden_states.to(projection.weight.dtype)).float()
         # both scales are positive, so they may move out of the ReLU into the weights
         return query, weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
 
@@ -167,19 +168,15 @@ class LatentAttention(PatchedAttention):
         """The indexer's query ``[B, S, N, D]``, not rotated yet."""
         indexer = self.indexer
         normed = q_latent[..., : self.q_lora_rank]
-        return indexer.wq_b(normed).unflatten(-1, (indexer.n_heads, indexer.head_dim))
+        return linear(indexer.wq_b, normed).unflatten(-1, (indexer.n_heads, indexer.head_dim))
 
     def rotate_index(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """``[B, S, N, D]`` with R of the D dims rotated."""
         indexer = self.indexer
         # some architectures have parameters in their frequencies, which indexers do not train
         cos, sin = cos.detach(), sin.detach()
-        widths = [indexer.qk_rope_head_dim, indexer.head_dim - indexer.qk_rope_head_dim]
-        if self.index_rope_last:
-            rest, rope = x.split(widths[::-1], -1)
-            return torch.cat([rest, rotate(self.index_rope, rope, cos, sin)], -1)
-        rope, rest = x.split(widths, -1)
-        return torch.cat([rotate(self.index_rope, rope, cos, sin), rest], -1)
+        first = indexer.head_dim - indexer.qk_rope_head_dim if self.index_rope_last else 0
+        return self.index_rope.rotate(x, cos, sin, first)
 
 
 def indexer_gradients(layer: PagedLayer) -> torch.set_grad_enabled:

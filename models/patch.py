@@ -40,6 +40,10 @@ class Patch:
             self.dequantized = earlier.dequantized + self.dequantized
         for attention in attentions.values():
             change_class(attention, paged)
+        for module in list(text.modules()):
+            for cls in paged.one_op:
+                if type(module) is cls.__bases__[-1]:
+                    change_class(module, cls)
         self.hooks = (
             text.register_forward_pre_hook(generation.prepare_forward, with_kwargs=True),
             text.register_forward_hook(generation.finish_forward, with_kwargs=True),
@@ -59,6 +63,9 @@ class Patch:
         attentions = patched_attentions(text)
         for attention in attentions.values():
             change_class(attention, upstream_class(attention))
+        for module in list(text.modules()):
+            if hasattr(cls := type(module), "is_one_op"):
+                change_class(module, cls.__bases__[-1])
         restore(attentions, self.dequantized)
         del text._custom_pypto
 

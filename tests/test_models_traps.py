@@ -21,6 +21,7 @@ from transformers.models.deepseek_v32 import modeling_deepseek_v32
 
 from custom_pypto.models import compressed_attention, compression, deepseek_v4
 from custom_pypto.models.latent_attention import LatentAttention
+from custom_pypto.models.one_op import Rotation
 from custom_pypto.models.patched import patched_attentions, text_model
 
 _, SPARSE, HEAVY, _ = V4_LAYERS
@@ -60,9 +61,10 @@ def replaced(name, wrong, owner=None):
 def other_rope(name):
     def apply(monkeypatch, model):
         cls = type(attentions(model)[0])
-        names = ["apply_rotary_pos_emb", "apply_rotary_pos_emb_interleave"]
-        names.remove(getattr(cls, name).__name__)
-        monkeypatch.setattr(cls, name, staticmethod(getattr(modeling_deepseek_v32, names[0])))
+        interleaved = not getattr(cls, name).interleaved
+        function = "apply_rotary_pos_emb" + "_interleave" * interleaved
+        other = Rotation(getattr(modeling_deepseek_v32, function), interleaved)
+        monkeypatch.setattr(cls, name, other)
 
     return apply
 

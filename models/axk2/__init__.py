@@ -5,6 +5,7 @@ from torch import Tensor
 from transformers.models.axk2.modeling_axk2 import (
     AXK2Attention,
     AXK2Indexer,
+    AXK2RMSNorm,
     apply_rotary_pos_emb,
     apply_rotary_pos_emb_interleave,
 )
@@ -12,14 +13,20 @@ from transformers.models.axk2.modeling_axk2 import (
 from ..cache import TokenSlice
 from ..cache.layout import INDEX_POOLS, MLA_POOLS
 from ..latent_attention import LatentAttention
+from ..one_op import Norm, Rotation
+
+
+class OneOpAXK2RMSNorm(Norm, AXK2RMSNorm):
+    pass
 
 
 class PagedAXK2Attention(LatentAttention, AXK2Attention):
+    one_op = (OneOpAXK2RMSNorm,)
     pools = MLA_POOLS | INDEX_POOLS
     int8 = True
     indexer_class = AXK2Indexer
-    rope = staticmethod(apply_rotary_pos_emb_interleave)
-    index_rope = staticmethod(apply_rotary_pos_emb)
+    rope = Rotation(apply_rotary_pos_emb_interleave, interleaved=True)
+    index_rope = Rotation(apply_rotary_pos_emb, interleaved=False)
 
     def compress_query(self, hidden_states: Tensor) -> Tensor:
         latent = self.q_a_proj(hidden_states)

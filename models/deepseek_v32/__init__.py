@@ -3,18 +3,30 @@
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
     DeepseekV32Attention,
     DeepseekV32Indexer,
+    DeepseekV32RMSNorm,
+    DeepseekV32TopkRouter,
     apply_rotary_pos_emb,
     apply_rotary_pos_emb_interleave,
 )
 
 from ..cache.layout import INDEX_POOLS, MLA_POOLS
 from ..latent_attention import LatentAttention
+from ..one_op import Norm, Rotation, Router
+
+
+class OneOpDeepseekV32RMSNorm(Norm, DeepseekV32RMSNorm):
+    pass
+
+
+class OneOpDeepseekV32TopkRouter(Router, DeepseekV32TopkRouter):
+    pass
 
 
 class PagedDeepseekV32Attention(LatentAttention, DeepseekV32Attention):
+    one_op = (OneOpDeepseekV32RMSNorm, OneOpDeepseekV32TopkRouter)
     pools = MLA_POOLS | INDEX_POOLS
     int8 = True
     indexer_class = DeepseekV32Indexer
-    rope = staticmethod(apply_rotary_pos_emb_interleave)
+    rope = Rotation(apply_rotary_pos_emb_interleave, interleaved=True)
     # DeepSeek's first release rotated interleaved pairs here, as MLA does; that was a bug
-    index_rope = staticmethod(apply_rotary_pos_emb)
+    index_rope = Rotation(apply_rotary_pos_emb, interleaved=False)

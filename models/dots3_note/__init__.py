@@ -4,23 +4,35 @@ have dims of their own; latents scaled after their norms, a gate per head from t
 import torch
 from torch import Tensor
 from transformers.models.dots3_note.modeling_dots3_note import (
+    Dots3NoteRMSNorm,
     Dots3NoteTextAttention,
     Dots3NoteTextIndexer,
+    Dots3NoteTextTopkRouter,
     apply_rotary_pos_emb_interleave,
 )
 
 from ..cache import TokenSlice
 from ..cache.layout import MLA_POOLS, Pool
 from ..latent_attention import LatentAttention
+from ..one_op import Norm, Rotation, Router
+
+
+class OneOpDots3NoteRMSNorm(Norm, Dots3NoteRMSNorm):
+    pass
+
+
+class OneOpDots3NoteTextTopkRouter(Router, Dots3NoteTextTopkRouter):
+    pass
 
 
 class PagedDots3NoteAttention(LatentAttention, Dots3NoteTextAttention):
+    one_op = (OneOpDots3NoteRMSNorm, OneOpDots3NoteTextTopkRouter)
     pools = MLA_POOLS | {
         "index": Pool("index_head_dim", where=("layer_types", "indexed_attention"))
     }
     indexer_class = Dots3NoteTextIndexer
-    rope = staticmethod(apply_rotary_pos_emb_interleave)
-    index_rope = staticmethod(apply_rotary_pos_emb_interleave)
+    rope = Rotation(apply_rotary_pos_emb_interleave, interleaved=True)
+    index_rope = Rotation(apply_rotary_pos_emb_interleave, interleaved=True)
     selects = True
     counts_columns = True
 

@@ -9,6 +9,8 @@ from transformers.models.glm5_next.modeling_glm5_next import (
     Glm5NextTextAttention,
     Glm5NextTextIndexer,
     Glm5NextTextLinearAttention,
+    Glm5NextTextRMSNorm,
+    Glm5NextTextTopkRouter,
 )
 
 from ..attention import SKIPPED
@@ -16,6 +18,7 @@ from ..cache import Step, TokenSlice
 from ..cache.layout import MLA_POOLS, Pool, RowLayout
 from ..compression import compress, state_layout
 from ..latent_attention import LatentAttention
+from ..one_op import Norm, Router
 from ..projection import brought_in
 
 FULL = ("indexer_types", "full")
@@ -29,7 +32,16 @@ def state(config, layer: int) -> RowLayout:
     return state_layout(config.index_kpool)
 
 
+class OneOpGlm5NextTextRMSNorm(Norm, Glm5NextTextRMSNorm):
+    pass
+
+
+class OneOpGlm5NextTextTopkRouter(Router, Glm5NextTextTopkRouter):
+    pass
+
+
 class PagedGlm5NextAttention(LatentAttention, Glm5NextTextAttention):
+    one_op = (OneOpGlm5NextTextRMSNorm, OneOpGlm5NextTextTopkRouter)
     # upstream rejects RoPE dims: the rope pool is None
     pools = MLA_POOLS | {
         "index": Pool(

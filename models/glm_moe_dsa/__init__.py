@@ -4,17 +4,29 @@ layer before (arXiv:2603.12201)."""
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
     GlmMoeDsaAttention,
     GlmMoeDsaIndexer,
+    GlmMoeDsaRMSNorm,
+    GlmMoeDsaTopkRouter,
     apply_rotary_pos_emb_interleave,
 )
 
 from ..cache.layout import MLA_POOLS, Pool
 from ..latent_attention import LatentAttention
+from ..one_op import Norm, Rotation, Router
+
+
+class OneOpGlmMoeDsaRMSNorm(Norm, GlmMoeDsaRMSNorm):
+    pass
+
+
+class OneOpGlmMoeDsaTopkRouter(Router, GlmMoeDsaTopkRouter):
+    pass
 
 
 class PagedGlmMoeDsaAttention(LatentAttention, GlmMoeDsaAttention):
+    one_op = (OneOpGlmMoeDsaRMSNorm, OneOpGlmMoeDsaTopkRouter)
     pools = MLA_POOLS | {"index": Pool("index_head_dim", where=("indexer_types", "full"))}
     int8 = True
     indexer_class = GlmMoeDsaIndexer
-    rope = staticmethod(apply_rotary_pos_emb_interleave)
-    index_rope = staticmethod(apply_rotary_pos_emb_interleave)
+    rope = Rotation(apply_rotary_pos_emb_interleave, interleaved=True)
+    index_rope = Rotation(apply_rotary_pos_emb_interleave, interleaved=True)
     returns_indices = True

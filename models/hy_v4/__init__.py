@@ -5,12 +5,15 @@ from torch import Tensor
 from transformers.models.hy_v4.modeling_hy_v4 import (
     HYV4Attention,
     HYV4Indexer,
+    HYV4RMSNorm,
+    HYV4TopkRouter,
     apply_rotary_pos_emb,
 )
 
 from ..cache import TokenSlice
 from ..cache.layout import MLA_POOLS, Pool
 from ..latent_attention import LatentAttention
+from ..one_op import Norm, Rotation, Router
 
 
 class GatedAttention(LatentAttention):
@@ -28,7 +31,16 @@ class GatedAttention(LatentAttention):
         return super().project_output(output * gate.sigmoid(), None)
 
 
+class OneOpHYV4RMSNorm(Norm, HYV4RMSNorm):
+    pass
+
+
+class OneOpHYV4TopkRouter(Router, HYV4TopkRouter):
+    pass
+
+
 class PagedHYV4Attention(GatedAttention, HYV4Attention):
+    one_op = (OneOpHYV4RMSNorm, OneOpHYV4TopkRouter)
     indexer_class = HYV4Indexer
-    rope = staticmethod(apply_rotary_pos_emb)
-    index_rope = staticmethod(apply_rotary_pos_emb)
+    rope = Rotation(apply_rotary_pos_emb, interleaved=False)
+    index_rope = Rotation(apply_rotary_pos_emb, interleaved=False)

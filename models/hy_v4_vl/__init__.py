@@ -8,10 +8,11 @@ from transformers.models.hy_v4_vl.modeling_hy_v4_vl import (
 )
 
 from ..hy_v4 import GatedAttention
+from ..one_op import Rotation
 
 
 class PagedHYV4VLAttention(GatedAttention, HYV4VLAttention):
     indexer_class = HYV4VLIndexer
-    rope = staticmethod(apply_rotary_pos_emb)
-    index_rope = staticmethod(apply_rotary_pos_emb)
+    rope = Rotation(apply_rotary_pos_emb)
+    index_rope = Rotation(apply_rotary_pos_emb)
     rotates_by_axes = True

@@ -3,6 +3,7 @@ with the logarithm of their position, and layers may attend to the latents of an
 
 from torch import Tensor
 from transformers.models.mistral_large4.modeling_mistral_large4 import (
+    MistralLarge4RMSNorm,
     MistralLarge4TextAttention,
     MistralLarge4TextIndexer,
     apply_rotary_pos_emb_interleave,
@@ -12,16 +13,22 @@ from ..cache import TokenSlice
 from ..cache.layout import MLA_POOLS, Pool
 from ..cache.store import PagedLayer
 from ..latent_attention import LatentAttention
+from ..one_op import Norm, Rotation
+
+
+class OneOpMistralLarge4RMSNorm(Norm, MistralLarge4RMSNorm):
+    pass
 
 
 class PagedMistralLarge4Attention(LatentAttention, MistralLarge4TextAttention):
+    one_op = (OneOpMistralLarge4RMSNorm,)
     pools = MLA_POOLS | {
         "rope": Pool("qk_rope_head_dim", where=("no_rope_layers", 1)),
         "index": Pool("index_head_dim", where=("indexer_types", "full")),
     }
     indexer_class = MistralLarge4TextIndexer
-    rope = staticmethod(apply_rotary_pos_emb_interleave)
-    index_rope = staticmethod(apply_rotary_pos_emb_interleave)
+    rope = Rotation(apply_rotary_pos_emb_interleave, interleaved=True)
+    index_rope = Rotation(apply_rotary_pos_emb_interleave, interleaved=True)
     returns_indices = True
     first_norm = "kv_b_proj"  # the norm is missing in layers without latents of their own
 

@@ -32,7 +32,8 @@ class StoredLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         check_no_gradient(x, self.kind)
-        y = custom_pypto.weight_only_linear(x, matrices(self.weight), self.weight_scale)
+        own = self._parameters  # nn.Module's lookups are slow
+        y = custom_pypto.weight_only_linear(x, matrices(own["weight"]), own["weight_scale"])
         return y if self.bias is None else y + self.bias
 
     def extra_repr(self) -> str:
@@ -90,10 +91,7 @@ def stored_experts(
         return custom_pypto.weight_only_linear(x, weight, scales, experts=top_k_index)
 
     outputs = product(self._apply_gate(product(hidden_states, "gate_up_proj")), "down_proj")
-    total = torch.zeros_like(hidden_states, dtype=torch.float32)
-    for output, weight in zip(outputs.unbind(1), top_k_weights.unbind(1), strict=True):
-        total += output.float() * weight[:, None].float()
-    return total.to(hidden_states.dtype)
+    return torch.ops.custom_pypto.weighted_sum(outputs, top_k_weights.float())
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, stored_experts)

@@ -1,0 +1,209 @@
+#include "row_functions.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <numeric>
+#include <vector>
+
+#include "panels.h"
+
+namespace custom_pypto {
+namespace {
+
+constexpr int64_t kPerThread = 1 << 14;  // numbers; fewer cost less than waking a thread
+constexpr int kLanes = 16;
+
+// f(begin, end) for parts of `count` rows of so many numbers
+template <typename F>
+void for_rows(int64_t count, int64_t numbers, const F& f) {
+  at::parallel_for(0, count, std::max<int64_t>(1, kPerThread / std::max<int64_t>(1, numbers)), f);
+}
+
+float sum_of_squares(const float* x, int64_t n) {
+  float lanes[kLanes] = {};
+  const int64_t whole = n - n % kLanes;
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    for (int j = 0; j < kLanes; ++j) lanes[j] += x[i + j] * x[i + j];
+  }
+  for (int64_t i = whole; i < n; ++i) lanes[i - whole] += x[i] * x[i];
+  for (int width = kLanes / 2; width; width /= 2) {
+    for (int j = 0; j < width; ++j) lanes[j] += lanes[j + width];
+  }
+  return lanes[0];
+}
+
+// with a contiguous last dim
+Tensor dense(const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
+
+template <typename T>
+void norm(const Tensor& x, const Tensor& weight, float eps, const Tensor& out) {
+  const int64_t dims = x.size(-1), count = out.numel() / dims;
+  const Tensor rows = dense(x).reshape({count, dims});
+  const T* from = rows.const_data_ptr<T>();
+  T* to = out.mutable_data_ptr<T>();
+  AlignedVector<float> scale(dims);
+  widen(weight.contiguous().const_data_ptr<T>(), dims, scale.data());
+  for_rows(count, dims, [&](int64_t begin, int64_t end) {
+    AlignedVector<float> values(dims);
+    for (int64_t row = begin; row < end; ++row) {
+      T* y = to + row * dims;
+      float* v = values.data();
+      widen(from + row * rows.stride(0), dims, v);
+      const float norm = 1.0f / std::sqrt(sum_of_squares(v, dims) / dims + eps);
+      for (int64_t i = 0; i < dims; ++i) v[i] *= norm;
+      narrow(v, dims, y);
+      widen(y, dims, v);
+      for (int64_t i = 0; i < dims; ++i) v[i] *= scale[i];
+      narrow(v, dims, y);
+    }
+  });
+}
+
+template <typename T>
+void rotate(const RotationParams& p) {
+  const Tensor rows = dense(p.x), cosines = dense(p.cos), sines = dense(p.sin);
+  const auto size = rows.sizes(), stride = rows.strides();
+  const int64_t dims = size[3], width = cosines.size(2), half = width / 2;
+  const T* from = rows.const_data_ptr<T>();
+  T* to = p.out.mutable_data_ptr<T>();
+  for_rows(size[0] * size[1], size[2] * dims, [&](int64_t begin, int64_t end) {
+    AlignedVector<float> cos(width), sin(width), x(width), products(2 * width);
+    AlignedVector<T> rounded(2 * width);
+    for (int64_t token = begin; token < end; ++token) {
+      const int64_t b = token / size[1], s = token % size[1];
+      const auto angles = [&](const Tensor& all, float* of_token) {
+        widen(all.const_data_ptr<T>() + b * all.stride(0) + s * all.stride(1), width, of_token);
+        // the first half has every angle, and transformers reads no other
+        if (p.interleaved) std::copy_n(of_token, half, of_token + half);
+      };
+      angles(cosines, cos.data());
+      angles(sines, sin.data());
+      for (int64_t n = 0; n < size[2]; ++n) {
+        const T* source = from + b * stride[0] + s * stride[1] + n * stride[2];
+        T* y = to + (token * size[2] + n) * dims;
+        std::copy_n(source, p.first, y);
+        std::copy_n(source + p.first + width, dims - width - p.first, y + p.first + width);
+        source += p.first;
+        if (p.interleaved) {
+          for (int64_t i = 0; i < half; ++i) {
+            x[i] = static_cast<float>(source[2 * i]);
+            x[half + i] = static_cast<float>(source[2 * i + 1]);
+          }
+        } else {
+          widen(source, width, x.data());
+        }
+        float *straight = products.data(), *crossed = straight + width;
+        for (int64_t i = 0; i < width; ++i) straight[i] = x[i] * cos[i];
+        for (int64_t i = 0; i < half; ++i) {
+          crossed[i] = -x[half + i] * sin[i];
+          crossed[half + i] = x[i] * sin[half + i];
+        }
+        narrow(products.data(), 2 * width, rounded.data());
+        widen(rounded.data(), 2 * width, products.data());
+        for (int64_t i = 0; i < width; ++i) straight[i] += crossed[i];
+        narrow(straight, width, y + p.first);
+      }
+    }
+  });
+}
+
+template <typename T>
+void add_weighted(const Tensor& x, const float* weights, const Tensor& out) {
+  const int64_t k = x.size(1), dims = x.size(2);
+  const T* from = x.const_data_ptr<T>();
+  T* to = out.mutable_data_ptr<T>();
+  for_rows(x.size(0), k * dims, [&](int64_t begin, int64_t end) {
+    AlignedVector<float> sum(dims), row(dims);
+    for (int64_t token = begin; token < end; ++token) {
+      std::fill(sum.begin(), sum.end(), 0.0f);
+      for (int64_t i = token * k; i < (token + 1) * k; ++i) {
+        widen(from + i * dims, dims, row.data());
+        for (int64_t d = 0; d < dims; ++d) sum[d] += weights[i] * row[d];
+      }
+      narrow(sum.data(), dims, to + token * dims);
+    }
+  });
+}
+
+// As torch.topk: NaN is the largest. Equal ones: the lower index first.
+void sort_best(const std::vector<float>& values, int64_t count, std::vector<int64_t>& order) {
+  order.resize(values.size());
+  std::iota(order.begin(), order.end(), int64_t{0});
+  std::partial_sort(order.begin(), order.begin() + count, order.end(), [&](int64_t a, int64_t b) {
+    const bool nan_a = std::isnan(values[a]), nan_b = std::isnan(values[b]);
+    if (nan_a != nan_b) return nan_a;
+    return nan_a || values[a] == values[b] ? a < b : values[a] > values[b];
+  });
+}
+
+// f of a value of the type
+template <typename F>
+void with_type(at::ScalarType dtype, const F& f) {
+  if (dtype == at::kFloat) {
+    f(float{});
+  } else if (dtype == at::kHalf) {
+    f(c10::Half{});
+  } else {
+    f(c10::BFloat16{});
+  }
+}
+
+}  // namespace
+
+void norm_rows(const Tensor& x, const Tensor& weight, double eps, const Tensor& out) {
+  with_type(x.scalar_type(),
+            [&](auto type) { norm<decltype(type)>(x, weight, static_cast<float>(eps), out); });
+}
+
+void rotate_rows(const RotationParams& p) {
+  with_type(p.x.scalar_type(), [&](auto type) { rotate<decltype(type)>(p); });
+}
+
+void route_rows(const RouteParams& p) {
+  const int64_t experts = p.logits.size(1), k = p.weights.size(1), size = experts / p.groups;
+  const float* bias = p.bias.const_data_ptr<float>();
+  for_rows(p.logits.size(0), experts, [&](int64_t begin, int64_t end) {
+    std::vector<float> scores(experts), choice(experts), of_groups(p.groups);
+    std::vector<int64_t> order;
+    for (int64_t row = begin; row < end; ++row) {
+      const float* logits = p.logits.const_data_ptr<float>() + row * experts;
+      for (int64_t e = 0; e < experts; ++e) {
+        scores[e] = 1.0f / (1.0f + std::exp(-logits[e]));
+        choice[e] = scores[e] + bias[e];
+      }
+      if (p.kept < p.groups) {
+        std::vector<float> group(size);
+        for (int64_t g = 0; g < p.groups; ++g) {
+          std::copy_n(choice.data() + g * size, size, group.data());
+          sort_best(group, 2, order);
+          of_groups[g] = group[order[0]] + group[order[1]];
+        }
+        sort_best(of_groups, p.groups, order);
+        for (int64_t i = p.kept; i < p.groups; ++i) {
+          std::fill_n(choice.data() + order[i] * size, size,
+                      -std::numeric_limits<float>::infinity());
+        }
+      }
+      sort_best(choice, k, order);
+      float* weights = p.weights.mutable_data_ptr<float>() + row * k;
+      float sum = 0.0f;
+      for (int64_t i = 0; i < k; ++i) sum += weights[i] = scores[order[i]];
+      for (int64_t i = 0; i < k; ++i) {
+        if (p.normalize) weights[i] /= sum + 1e-20f;
+        weights[i] *= static_cast<float>(p.scale);
+      }
+      std::copy_n(order.data(), k, p.experts.mutable_data_ptr<int64_t>() + row * k);
+    }
+  });
+}
+
+void add_weighted_rows(const Tensor& x, const Tensor& weights, const Tensor& out) {
+  with_type(x.scalar_type(), [&](auto type) {
+    add_weighted<decltype(type)>(x, weights.const_data_ptr<float>(), out);
+  });
+}
+
+}  // namespace custom_pypto

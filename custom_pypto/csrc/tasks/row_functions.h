@@ -1,0 +1,42 @@
+// Functions of rows that transformers computes in a dozen of torch's ops: for a few tokens these
+// cost more time than their numbers.
+#pragma once
+
+#include "tensor.h"
+
+namespace custom_pypto {
+
+// out = weight * (x * (mean(x^2) + eps)^-0.5) over the last dim, rounded before the product with
+// weight; x [.., D] and weight [D] in one dtype, out contiguous.
+void norm_rows(const Tensor& x, const Tensor& weight, double eps, const Tensor& out);
+
+struct RotationParams {
+  const Tensor& x;    // [B, S, N, D]
+  const Tensor& cos;  // [B, S, R]
+  const Tensor& sin;  // as cos
+  int64_t first;      // of the R dims that are rotated
+  bool interleaved;   // pairs (x_2i, x_2i+1) become (y_i, y_i+R/2); else (x_i, x_i+R/2)
+  Tensor out;         // [B, S, N, D], contiguous
+};
+
+// Rounds each product, as torch does.
+void rotate_rows(const RotationParams& p);
+
+struct RouteParams {
+  const Tensor& logits;  // [T, E] float32, contiguous
+  const Tensor& bias;    // [E] float32, contiguous: added to the scores for the choice alone
+  int64_t groups, kept;  // the experts are of the groups with the largest two scores in sum
+  bool normalize;        // the weights to a sum of 1
+  double scale;          // of the weights
+  Tensor weights;        // [T, k] float32, contiguous
+  Tensor experts;        // [T, k] int64, contiguous, best first
+};
+
+// The k experts of a token with the largest sigmoid(logits) + bias, and weights from the sigmoids.
+void route_rows(const RouteParams& p);
+
+// out[t] = sum_i weights[t, i] * x[t, i] in float32, in the order of i; x [T, k, D] and weights
+// [T, k] float32 contiguous, out [T, D] in the dtype of x, contiguous.
+void add_weighted_rows(const Tensor& x, const Tensor& weights, const Tensor& out);
+
+}  // namespace custom_pypto

@@ -1,0 +1,117 @@
+"""Norms, rotations and linear layers by one op each.
+
+For a token, the dozen of torch's ops that transformers takes for a norm or a rotation costs more
+time than its numbers, and so does what torch prepares for a product in bfloat16. Outputs equal
+transformers' but for the order of sums. Gradients, other devices and compiled graphs, where torch
+fuses its ops, have transformers' own code.
+
+Shapes: B batch, S new tokens, N heads, D width of a head, R rotated dims.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+import custom_pypto
+
+from .memory import is_transformed
+from .projection import wrapped
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PLAIN = (Tensor, nn.Parameter)
+# for more, torch's product in bfloat16 is as fast or faster
+FEW_ROWS = 4
+
+
+def takes(x: Tensor, *others: Tensor) -> bool:
+    """Whether the ops take these tensors here."""
+    if torch.compiler.is_compiling() or torch.is_grad_enabled() or is_transformed():
+        return False
+    dtype = x.dtype
+    if dtype not in DTYPES:
+        return False
+    for y in (x, *others):  # a generator takes twice the time
+        if type(y) not in PLAIN or y.dtype != dtype or not y.is_cpu:
+            return False
+    return True
+
+
+class OneOp:
+    """Mixin for a class of transformers."""
+
+    # not isinstance: after a reload of this package its classes are others
+    is_one_op = True
+
+
+class Norm(OneOp):
+    """An RMS norm that rounds before its product with the weight."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        if takes(hidden_states, weight := self.weight):
+            return torch.ops.custom_pypto.rms_norm(hidden_states, weight, self.variance_epsilon)
+        return super().forward(hidden_states)
+
+
+class Router(OneOp):
+    """The router of DeepSeek-V3: the best experts of the best groups, by sigmoids and a bias."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight = hidden_states.view(-1, self.hidden_dim), self.weight
+        if x.size(0) > FEW_ROWS or not takes(x, weight):
+            return super().forward(hidden_states)
+        x = x.float()
+        if weight.dtype == torch.bfloat16 and self.hidden_dim % 32 == 0:
+            # transformers widens the weight in every forward
+            logits = custom_pypto.weight_only_linear(x, weight)
+        else:
+            logits = nn.functional.linear(x, weight.float())
+        return logits, *torch.ops.custom_pypto.route(
+            logits,
+            self.e_score_correction_bias.float(),
+            self.num_group,
+            self.topk_group,
+            self.top_k,
+            self.norm_topk_prob,
+            self.routed_scaling_factor,
+        )
+
+
+class Rotation(NamedTuple):
+    """RoPE of queries and keys in an architecture."""
+
+    #: transformers' function, which requires a query and a key
+    upstream: Callable
+    #: whether pairs (x_0, x_1), (x_2, x_3), .. become the halves of the output; False: x has the
+    #: halves, too; None: a rotation that the op lacks
+    interleaved: bool | None = None
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor, first: int = 0) -> Tensor:
+        """``[B, S, N, D]`` with R dims from the ``first`` on rotated.
+
+        Args:
+            cos: ``[B, S, R]``, as sin.
+        """
+        if self.interleaved is not None and takes(x, cos, sin):
+            return torch.ops.custom_pypto.rotate(x, cos, sin, first, self.interleaved)
+        before, rope, after = x.tensor_split([first, first + cos.size(-1)], -1)
+        rope = self.upstream(rope, rope[:, :, :1], cos, sin, unsqueeze_dim=2)[0]
+        parts = [part for part in (before, rope, after) if part.size(-1)]
+        return torch.cat(parts, -1) if len(parts) > 1 else rope
+
+
+def linear(layer: nn.Module, x: Tensor) -> Tensor:
+    """``layer(x)`` of a linear layer that may be wrapped, quantized or somebody's adapter."""
+    if type(layer) is nn.Linear and x.dtype == torch.bfloat16:
+        weight, width = layer._parameters["weight"], x.size(-1)
+        few = x.numel() <= FEW_ROWS * width and width % 32 == 0
+        if few and takes(x, weight) and layer._parameters["bias"] is None and not has_hooks(layer):
+            return custom_pypto.weight_only_linear(x, weight)
+    return layer(x)
+
+
+def has_hooks(layer: nn.Module) -> bool:
+    """Whether a call of ``layer`` runs more than the forward of its class."""
+    return "forward" in layer.__dict__ or wrapped(layer) or _has_any_global_hook()

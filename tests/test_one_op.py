@@ -1,0 +1,251 @@
+"""Norms, rotations, routers and linear layers of patched models by one op each."""
+
+from collections import Counter
+
+import pytest
+import torch
+from cases import DTYPES
+from model_harness import no_grad_and_one_thread  # noqa: F401
+from tiny import representatives, tiny_model, token_ids
+from torch import nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
+    apply_rotary_pos_emb,
+    apply_rotary_pos_emb_interleave,
+)
+
+from custom_pypto import models
+from custom_pypto.models.one_op import Rotation, linear
+
+ops = torch.ops.custom_pypto
+# with a model of each class of transformers that the mixins are for
+NORMS = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note", "glm5_next")
+ROTATIONS = {
+    "half-split": Rotation(apply_rotary_pos_emb, interleaved=False),
+    "interleaved": Rotation(apply_rotary_pos_emb_interleave, interleaved=True),
+}
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls that reach the dispatcher."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.counts[op] += 1
+        return op(*args, **(kwargs or {}))
+
+
+def one_op_modules(model, name):
+    found = [m for m in model.modules() if hasattr(m, "is_one_op") and name in type(m).__name__]
+    assert found
+    return found
+
+
+def by_transformers(module, *args):
+    return type(module).__bases__[-1].forward(module, *args)
+
+
+def steps(dtype: torch.dtype) -> float:
+    """The distance of neighbours, relative to their value."""
+    return torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("kind", representatives(NORMS))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_norms_equal_those_of_transformers(kind, dtype):
+    model = models.use_custom_pypto(tiny_model(kind)).to(dtype)
+    for norm in one_op_modules(model, "RMSNorm")[:4]:
+        width = norm.weight.numel()
+        x = torch.randn(2, 3, width + 3).to(dtype)[..., :width]
+        with Calls() as calls:
+            got = norm(x)
+        assert calls.counts == {ops.rms_norm.default: 1}
+        want = by_transformers(norm, x)
+        # sums of n squares differ by n float32 steps, which may round both factors to a neighbour
+        bound = 2 * steps(dtype) + width * steps(torch.float32)
+        assert ((got - want).abs() <= bound * want.abs()).all() and got.dtype == dtype
+
+
+@pytest.mark.parametrize("name", ROTATIONS)
+@pytest.mark.parametrize("first", [0, 24])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotations_equal_those_of_transformers(name, first, dtype):
+    rotation = ROTATIONS[name]
+    x = torch.randn(2, 3, 5, 48).to(dtype)[..., :40]
+    angles = torch.randn(2, 3, 8).repeat(1, 1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    with Calls() as calls:
+        got = rotation.rotate(x, cos, sin, first)
+    assert calls.counts == {ops.rotate.default: 1}
+    want = rotation._replace(interleaved=None).rotate(x, cos, sin, first)
+    # a compiler may round a product and a sum at once; both products are at most |x|
+    bound = 2 * steps(torch.float32) * x.abs().max() if dtype == torch.float32 else 0
+    assert (got - want).abs().max() <= bound
+    part = x[..., first : first + 16]
+    theirs = rotation.upstream(part, part[:, :, :1], cos, sin, unsqueeze_dim=2)[0]
+    assert want[..., first : first + 16].equal(theirs)
+
+
+@pytest.mark.parametrize("kind", representatives(("deepseek_v32", "glm_moe_dsa", "glm5_next")))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_routers_equal_those_of_transformers(kind, dtype):
+    model = models.use_custom_pypto(tiny_model(kind)).to(dtype)
+    for router in one_op_modules(model, "Router"):
+        x = torch.randn(4, router.hidden_dim).to(dtype)
+        with Calls() as calls:
+            logits, weights, experts = router(x)
+        assert calls.counts[ops.route.default] == 1
+        want = by_transformers(router, x)
+        assert experts.sort().values.equal(want[2].sort().values)
+        # sums of n products, of magnitude |x| |w|; a sigmoid changes by less than its argument
+        magnitude = x.float().norm(dim=1).max() * router.weight.float().norm()
+        bound = x.size(1) * steps(torch.float32) * magnitude
+        assert (logits - want[0]).abs().max() <= bound
+        of_expert = [
+            torch.zeros_like(logits).scatter(1, chosen, weight)
+            for weight, chosen in ((weights, experts), want[1:])
+        ]
+        most = router.routed_scaling_factor * (router.top_k + 1) * (bound + steps(torch.float32))
+        assert (of_expert[0] - of_expert[1]).abs().max() <= most
+
+
+def test_routing_prefers_lower_experts_among_equals_and_takes_nan_for_the_largest():
+    bias = torch.zeros(8)
+    weights, experts = ops.route(torch.zeros(1, 8), bias, 2, 1, 3, True, 2.5)
+    assert experts.tolist() == [[0, 1, 2]] and weights.sum() == 2.5
+    bias[6] = 1  # chooses, and does not weigh
+    weights, experts = ops.route(torch.zeros(1, 8), bias, 2, 1, 2, False, 1.0)
+    assert experts.tolist() == [[6, 4]] and weights.tolist() == [[0.5, 0.5]]
+    logits = torch.zeros(1, 8).index_fill_(1, torch.tensor(5), torch.nan)
+    weights, experts = ops.route(logits, torch.zeros(8), 2, 1, 2, False, 1.0)
+    assert experts.tolist() == [[5, 4]] and weights.isnan().tolist() == [[True, False]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weighted_sum_is_rounded_once(dtype):
+    x, weights = torch.randn(5, 8, 17).to(dtype), torch.rand(5, 8)
+    got = ops.weighted_sum(x, weights)
+    want = torch.einsum("tkd,tk->td", x.double(), weights.double())
+    magnitude = torch.einsum("tkd,tk->td", x.double().abs(), weights.double())
+    bound = steps(dtype) * want.abs() + 8 * steps(torch.float32) * magnitude
+    assert ((got - want).abs() <= bound).all() and got.dtype == dtype
+
+
+def test_the_ops_pass_opcheck():
+    x, angles = torch.randn(2, 3, 5, 32), torch.randn(2, 3, 16)
+    torch.library.opcheck(ops.rms_norm.default, (x, torch.randn(32), 1e-6))
+    torch.library.opcheck(ops.rotate.default, (x, angles.cos(), angles.sin(), 4, True))
+    torch.library.opcheck(
+        ops.route.default, (torch.randn(3, 8), torch.randn(8), 2, 1, 3, True, 2.5)
+    )
+    torch.library.opcheck(ops.weighted_sum.default, (torch.randn(3, 4, 8), torch.rand(3, 4)))
+
+
+ANGLES = torch.zeros(1, 1, 4)
+REJECTED = {
+    "rms_norm: weight.size(0) must be 32 (D of x), got 16": lambda: ops.rms_norm(
+        torch.zeros(1, 32), torch.zeros(16), 1e-6
+    ),
+    "rms_norm: weight.dtype must be float32 (dtype of x), got bfloat16": lambda: ops.rms_norm(
+        torch.zeros(1, 32), torch.zeros(32, dtype=torch.bfloat16), 1e-6
+    ),
+    "rotate: first must be at least 0, and at most D - R, got 5": lambda: ops.rotate(
+        torch.zeros(1, 1, 1, 8), ANGLES, ANGLES, 5, True
+    ),
+    "rotate: cos.size(-1) must be even (R), got 3": lambda: ops.rotate(
+        torch.zeros(1, 1, 1, 8), ANGLES[..., :3], ANGLES[..., :3], 0, True
+    ),
+    "rotate: sin.size(1) must be 2 (as x), got 1": lambda: ops.rotate(
+        torch.zeros(1, 2, 1, 8), ANGLES.expand(1, 2, 4), ANGLES, 0, True
+    ),
+    "route: k must be from 1 to E, got 9": lambda: ops.route(
+        torch.zeros(1, 8), torch.zeros(8), 2, 1, 9, True, 1.0
+    ),
+    "route: groups must be a divisor of E, with two experts in a group, got 8": lambda: ops.route(
+        torch.zeros(1, 8), torch.zeros(8), 8, 1, 2, True, 1.0
+    ),
+    "route: kept must be from 1 to groups, got 3": lambda: ops.route(
+        torch.zeros(1, 8), torch.zeros(8), 2, 3, 2, True, 1.0
+    ),
+    "weighted_sum: weights.size(1) must be 4 (as x), got 3": lambda: ops.weighted_sum(
+        torch.zeros(1, 4, 8), torch.zeros(1, 3)
+    ),
+}
+
+
+@pytest.mark.parametrize("message", REJECTED)
+def test_rejections_name_op_and_argument(message):
+    with pytest.raises(RuntimeError) as error:
+        REJECTED[message]()
+    assert message in str(error.value)
+
+
+# ---- what a layer does where its class is not the whole truth ---------------------------------
+
+
+def layer_and_input(rows=1, dtype=torch.bfloat16, bias=False):
+    layer = nn.Linear(64, 48, bias=bias, dtype=dtype)
+    return layer, torch.randn(1, rows, 64).to(dtype)
+
+
+def op_calls(layer, x) -> int:
+    with Calls() as calls:
+        got = linear(layer, x)
+    want = layer(x)
+    # both round a float32 sum of 64 products once
+    bound = steps(x.dtype) * want.abs() + 64 * steps(torch.float32) * x.norm() * layer.weight.norm()
+    assert ((got - want).abs() <= bound).all()
+    return calls.counts[ops.weight_only_linear.default]
+
+
+def test_few_rows_in_bfloat16_take_one_op():
+    assert op_calls(*layer_and_input()) == 1
+    assert op_calls(*layer_and_input(rows=4)) == 1
+
+
+def with_hook(layer):
+    layer.register_forward_hook(lambda module, args, output: output)
+
+
+def with_forward(layer):
+    layer.forward = lambda x: functional.linear(x, layer.weight)
+
+
+def parametrized(layer):
+    nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
+
+
+@pytest.mark.parametrize("change", [with_hook, with_forward, parametrized])
+def test_changed_layers_run_themselves(change):
+    layer, x = layer_and_input()
+    change(layer)
+    assert op_calls(layer, x) == 0
+
+
+@pytest.mark.parametrize("other", [dict(rows=5), dict(dtype=torch.float32), dict(bias=True)])
+def test_other_layers_and_inputs_run_themselves(other):
+    assert op_calls(*layer_and_input(**other)) == 0
+
+
+def test_layers_with_gradients_run_themselves():
+    layer, x = layer_and_input()
+    with torch.enable_grad():
+        linear(layer, x).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_a_decoded_token_takes_one_op_for_each_norm_and_rotation():
+    model = models.use_custom_pypto(tiny_model())
+    cache = models.PagedCache(model, 1, 32)
+    with Calls() as calls:
+        model(token_ids(1, 1), **{models.CACHE: cache})
+    layers = model.config.num_hidden_layers
+    assert calls.counts[ops.rms_norm.default] == 4 * layers + 1
+    assert calls.counts[ops.rotate.default] == 4 * layers
+    assert calls.counts[ops.route.default] == layers - 1
+    models.use_transformers(model)
+    assert not any(hasattr(module, "is_one_op") for module in model.modules())
