@@ -1,4 +1,4 @@
-"""Norms, rotations and linear layers by one op each.
+"""Norms, rotations, routers, experts and linear layers by an op or two each.
 
 For a token, the dozen of torch's ops that transformers takes for a norm or a rotation costs more
 time than its numbers, and so does what torch prepares for a product in bfloat16. Outputs equal
@@ -28,15 +28,14 @@ FEW_ROWS = 4
 
 def takes(x: Tensor, *others: Tensor) -> bool:
     """Whether the ops take these tensors here."""
-    if torch.compiler.is_compiling() or torch.is_grad_enabled() or is_transformed():
+    # runs a dozen times for every layer in every forward: nothing here may be slow
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
         return False
     dtype = x.dtype
-    if dtype not in DTYPES:
-        return False
-    for y in (x, *others):  # a generator takes twice the time
-        if type(y) not in PLAIN or y.dtype != dtype or not y.is_cpu:
+    for y in (x, *others):
+        if type(y) not in PLAIN or y.dtype is not dtype or not y.is_cpu:
             return False
-    return True
+    return dtype in DTYPES and not is_transformed()
 
 
 class OneOp:
@@ -77,6 +76,23 @@ class Router(OneOp):
             self.norm_topk_prob,
             self.routed_scaling_factor,
         )
+
+
+class Experts(OneOp):
+    """Experts whose plain weights are read as they are: for a few tokens, transformers' sorting by
+    expert costs more."""
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        up, down = self.gate_up_proj, self.down_proj
+        few = hidden_states.size(0) <= FEW_ROWS and up.dtype == torch.bfloat16
+        whole = up.dim() == 3 and up.size(-1) % 32 == 0 and down.size(-1) % 32 == 0
+        if not (few and whole and takes(hidden_states, up, down)):
+            return super().forward(hidden_states, top_k_index, top_k_weights)
+        gated = self._apply_gate(
+            custom_pypto.weight_only_linear(hidden_states, up, experts=top_k_index)
+        )
+        outputs = custom_pypto.weight_only_linear(gated, down, experts=top_k_index)
+        return torch.ops.custom_pypto.weighted_sum(outputs, top_k_weights.float())
 
 
 class Rotation(NamedTuple):

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 from transformers.models.axk2.modeling_axk2 import (
     AXK2Attention,
+    AXK2Experts,
     AXK2Indexer,
     AXK2RMSNorm,
     apply_rotary_pos_emb,
@@ -13,7 +14,11 @@ from transformers.models.axk2.modeling_axk2 import (
 from ..cache import TokenSlice
 from ..cache.layout import INDEX_POOLS, MLA_POOLS
 from ..latent_attention import LatentAttention
-from ..one_op import Norm, Rotation
+from ..one_op import Experts, Norm, Rotation
+
+
+class OneOpAXK2Experts(Experts, AXK2Experts):
+    pass
 
 
 class OneOpAXK2RMSNorm(Norm, AXK2RMSNorm):
@@ -21,7 +26,7 @@ class OneOpAXK2RMSNorm(Norm, AXK2RMSNorm):
 
 
 class PagedAXK2Attention(LatentAttention, AXK2Attention):
-    one_op = (OneOpAXK2RMSNorm,)
+    one_op = (OneOpAXK2Experts, OneOpAXK2RMSNorm)
     pools = MLA_POOLS | INDEX_POOLS
     int8 = True
     indexer_class = AXK2Indexer

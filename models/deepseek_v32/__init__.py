@@ -2,6 +2,7 @@
 
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
     DeepseekV32Attention,
+    DeepseekV32Experts,
     DeepseekV32Indexer,
     DeepseekV32RMSNorm,
     DeepseekV32TopkRouter,
@@ -11,7 +12,11 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
 
 from ..cache.layout import INDEX_POOLS, MLA_POOLS
 from ..latent_attention import LatentAttention
-from ..one_op import Norm, Rotation, Router
+from ..one_op import Experts, Norm, Rotation, Router
+
+
+class OneOpDeepseekV32Experts(Experts, DeepseekV32Experts):
+    pass
 
 
 class OneOpDeepseekV32RMSNorm(Norm, DeepseekV32RMSNorm):
@@ -23,7 +28,7 @@ class OneOpDeepseekV32TopkRouter(Router, DeepseekV32TopkRouter):
 
 
 class PagedDeepseekV32Attention(LatentAttention, DeepseekV32Attention):
-    one_op = (OneOpDeepseekV32RMSNorm, OneOpDeepseekV32TopkRouter)
+    one_op = (OneOpDeepseekV32Experts, OneOpDeepseekV32RMSNorm, OneOpDeepseekV32TopkRouter)
     pools = MLA_POOLS | INDEX_POOLS
     int8 = True
     indexer_class = DeepseekV32Indexer

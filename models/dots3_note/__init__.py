@@ -4,6 +4,7 @@ have dims of their own; latents scaled after their norms, a gate per head from t
 import torch
 from torch import Tensor
 from transformers.models.dots3_note.modeling_dots3_note import (
+    Dots3NoteExperts,
     Dots3NoteRMSNorm,
     Dots3NoteTextAttention,
     Dots3NoteTextIndexer,
@@ -14,7 +15,11 @@ from transformers.models.dots3_note.modeling_dots3_note import (
 from ..cache import TokenSlice
 from ..cache.layout import MLA_POOLS, Pool
 from ..latent_attention import LatentAttention
-from ..one_op import Norm, Rotation, Router
+from ..one_op import Experts, Norm, Rotation, Router
+
+
+class OneOpDots3NoteExperts(Experts, Dots3NoteExperts):
+    pass
 
 
 class OneOpDots3NoteRMSNorm(Norm, Dots3NoteRMSNorm):
@@ -26,7 +31,7 @@ class OneOpDots3NoteTextTopkRouter(Router, Dots3NoteTextTopkRouter):
 
 
 class PagedDots3NoteAttention(LatentAttention, Dots3NoteTextAttention):
-    one_op = (OneOpDots3NoteRMSNorm, OneOpDots3NoteTextTopkRouter)
+    one_op = (OneOpDots3NoteExperts, OneOpDots3NoteRMSNorm, OneOpDots3NoteTextTopkRouter)
     pools = MLA_POOLS | {
         "index": Pool("index_head_dim", where=("layer_types", "indexed_attention"))
     }

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.models.glm5_next.modeling_glm5_next import (
     Glm5NextTextAttention,
+    Glm5NextTextExperts,
     Glm5NextTextIndexer,
     Glm5NextTextLinearAttention,
     Glm5NextTextRMSNorm,
@@ -18,7 +19,7 @@ from ..cache import Step, TokenSlice
 from ..cache.layout import MLA_POOLS, Pool, RowLayout
 from ..compression import compress, state_layout
 from ..latent_attention import LatentAttention
-from ..one_op import Norm, Router
+from ..one_op import Experts, Norm, Router
 from ..projection import brought_in
 
 FULL = ("indexer_types", "full")
@@ -32,6 +33,10 @@ def state(config, layer: int) -> RowLayout:
     return state_layout(config.index_kpool)
 
 
+class OneOpGlm5NextTextExperts(Experts, Glm5NextTextExperts):
+    pass
+
+
 class OneOpGlm5NextTextRMSNorm(Norm, Glm5NextTextRMSNorm):
     pass
 
@@ -41,7 +46,7 @@ class OneOpGlm5NextTextTopkRouter(Router, Glm5NextTextTopkRouter):
 
 
 class PagedGlm5NextAttention(LatentAttention, Glm5NextTextAttention):
-    one_op = (OneOpGlm5NextTextRMSNorm, OneOpGlm5NextTextTopkRouter)
+    one_op = (OneOpGlm5NextTextExperts, OneOpGlm5NextTextRMSNorm, OneOpGlm5NextTextTopkRouter)
     # upstream rejects RoPE dims: the rope pool is None
     pools = MLA_POOLS | {
         "index": Pool(

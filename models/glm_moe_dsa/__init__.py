@@ -3,6 +3,7 @@ layer before (arXiv:2603.12201)."""
 
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
     GlmMoeDsaAttention,
+    GlmMoeDsaExperts,
     GlmMoeDsaIndexer,
     GlmMoeDsaRMSNorm,
     GlmMoeDsaTopkRouter,
@@ -11,7 +12,11 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
 
 from ..cache.layout import MLA_POOLS, Pool
 from ..latent_attention import LatentAttention
-from ..one_op import Norm, Rotation, Router
+from ..one_op import Experts, Norm, Rotation, Router
+
+
+class OneOpGlmMoeDsaExperts(Experts, GlmMoeDsaExperts):
+    pass
 
 
 class OneOpGlmMoeDsaRMSNorm(Norm, GlmMoeDsaRMSNorm):
@@ -23,7 +28,7 @@ class OneOpGlmMoeDsaTopkRouter(Router, GlmMoeDsaTopkRouter):
 
 
 class PagedGlmMoeDsaAttention(LatentAttention, GlmMoeDsaAttention):
-    one_op = (OneOpGlmMoeDsaRMSNorm, OneOpGlmMoeDsaTopkRouter)
+    one_op = (OneOpGlmMoeDsaExperts, OneOpGlmMoeDsaRMSNorm, OneOpGlmMoeDsaTopkRouter)
     pools = MLA_POOLS | {"index": Pool("index_head_dim", where=("indexer_types", "full"))}
     int8 = True
     indexer_class = GlmMoeDsaIndexer

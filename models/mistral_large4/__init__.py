@@ -5,6 +5,7 @@ from torch import Tensor
 from transformers.models.mistral_large4.modeling_mistral_large4 import (
     MistralLarge4RMSNorm,
     MistralLarge4TextAttention,
+    MistralLarge4TextExperts,
     MistralLarge4TextIndexer,
     apply_rotary_pos_emb_interleave,
 )
@@ -13,7 +14,11 @@ from ..cache import TokenSlice
 from ..cache.layout import MLA_POOLS, Pool
 from ..cache.store import PagedLayer
 from ..latent_attention import LatentAttention
-from ..one_op import Norm, Rotation
+from ..one_op import Experts, Norm, Rotation
+
+
+class OneOpMistralLarge4TextExperts(Experts, MistralLarge4TextExperts):
+    pass
 
 
 class OneOpMistralLarge4RMSNorm(Norm, MistralLarge4RMSNorm):
@@ -21,7 +26,7 @@ class OneOpMistralLarge4RMSNorm(Norm, MistralLarge4RMSNorm):
 
 
 class PagedMistralLarge4Attention(LatentAttention, MistralLarge4TextAttention):
-    one_op = (OneOpMistralLarge4RMSNorm,)
+    one_op = (OneOpMistralLarge4TextExperts, OneOpMistralLarge4RMSNorm)
     pools = MLA_POOLS | {
         "rope": Pool("qk_rope_head_dim", where=("no_rope_layers", 1)),
         "index": Pool("index_head_dim", where=("indexer_types", "full")),
