@@ -18,7 +18,8 @@ from tiny import ALL_KINDS, KIND_OF, KINDS, clear_case, tiny_model, token_ids
 from transformers import DynamicCache, GenerationConfig
 
 from custom_pypto import models
-from custom_pypto.models import CACHE, CACHE_NAMES, text_model
+from custom_pypto.models import CACHE
+from custom_pypto.models.patched import CACHE_NAMES, text_model
 from custom_pypto.requirements import numbers
 
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
