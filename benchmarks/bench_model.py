@@ -3,13 +3,15 @@
     python benchmarks/bench_model.py [--part model] [--dtype float32] [--repeats 7] [--write]
     python benchmarks/bench_model.py --part layer [--write] [--plot]
     python benchmarks/bench_model.py --part step [--write]
+    python benchmarks/bench_model.py --part fixed [--write]
     python benchmarks/bench_model.py --check    # the layer against its floors
 
 The model: two dense layers of DeepSeek-V3.2 (hidden 1024, 16 heads, latent 512, RoPE 64, 64 x 128
 indexer, index_topk 2048). The layer: one attention layer of the published size (hidden 7168, 128
 heads), bfloat16, on one thread. Both sides get the same random weights and the same cached tokens;
 no time is reported unless their results match. The step: what the patch does in Python for each
-decoded token, beside 61 small layers. The layer's times are user CPU time: upstream's step takes
+decoded token, beside 61 small layers. Fixed: what a small layer costs in a decode step, on one
+thread's CPU time. The layer's times are user CPU time: upstream's step takes
 gigabytes of fresh pages, whose price is the machine's. Peak memory is the memory of one side beyond
 weights and cache, measured in its own process.
 """
@@ -41,11 +43,15 @@ from measure import (
     write_section,
 )
 from model_sides import CALLS, LAYER, MODEL, SIDES, filled_cache, make_model
-from model_step import measure_step
+from model_step import measure_fixed, measure_step
 from torch import Tensor
 
 import custom_pypto
 
+STEPS = {
+    "step": ("A decoded token, beside the layers", measure_step),
+    "fixed": ("Fixed cost of a decoder layer", measure_fixed),
+}
 CONTEXTS = (1024, 4096, 16384)
 # upstream materialises float32 index scores [64, S, S]: 64 GiB at 16K
 UPSTREAM_PREFILL_LIMIT = 4096
@@ -280,7 +286,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument("--part", choices=["model", "layer", "step"], help="run only one table")
+    parser.add_argument("--part", choices=["model", "layer", *STEPS], help="run only one table")
     parser.add_argument("--write", action="store_true", help="write to benchmarks/RESULTS.md")
     parser.add_argument("--plot", action="store_true", help="plot the layer into benchmarks/plots")
     parser.add_argument("--check", action="store_true", help="compare the layer with its floors")
@@ -313,12 +319,13 @@ def main() -> int:
         "its float32 index scores alone are 64 x 16384 x 16384 x 4 bytes = 64 GiB"
     )
     torch.set_num_threads(1)
-    if args.part == "step":
-        text = measure_step()
+    if args.part in STEPS:
+        title, measure = STEPS[args.part]
+        text = measure()
         print(machine(), text, sep="\n")
         if args.write:
-            command = "python benchmarks/bench_model.py --part step --write"
-            write_section("A decoded token, beside the layers", command, text)
+            command = f"python benchmarks/bench_model.py --part {args.part} --write"
+            write_section(title, command, text)
         return 0
     torch.set_num_threads(threads)
     if not args.check and args.part != "layer":

@@ -1,12 +1,19 @@
-"""The part ``step`` of ``bench_model.py``: Python's part of a forward, beside the layers."""
+"""The parts ``step`` and ``fixed`` of ``bench_model.py``: Python's part of a forward, beside the
+layers; and what a decoder layer costs when there is nothing to compute."""
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 
 import torch
-from measure import table
+from measure import interleaved, table
 from model_sides import SIDES, filled_cache, make_model
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+
+from custom_pypto import models
+from custom_pypto.models import CACHE
 
 # the layers of DeepSeek-V3.2 with little to compute
 STEP = dict(
@@ -49,3 +56,81 @@ def measure_step(steps: int = 100) -> str:
         for name, x in (("step", of_step), ("checks, cache lengths, slots", of_hooks))
     ]
     return table(["61 layers", "median µs", "least µs"], rows)
+
+
+FIXED = dict(
+    vocab_size=64,
+    hidden_size=64,
+    intermediate_size=64,
+    moe_intermediate_size=32,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    q_lora_rank=32,
+    kv_lora_rank=64,
+    qk_rope_head_dim=16,
+    qk_nope_head_dim=32,
+    v_head_dim=32,
+    index_n_heads=16,
+    index_head_dim=32,
+    index_topk=64,
+    n_routed_experts=16,
+    num_experts_per_tok=8,
+    n_group=4,
+    topk_group=2,
+    pad_token_id=0,
+    eos_token_id=None,
+)
+FIXED_LAYERS, FIXED_TOKENS = 16, 128
+
+
+class Calls(TorchDispatchMode):
+    """Counts the calls that reach the dispatcher."""
+
+    count = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        self.count += 1
+        return op(*args, **(kwargs or {}))
+
+
+def measure_fixed(repeats: int = 40) -> str:
+    """A table of the CPU time of a small layer in a decode step, and of its dispatcher calls."""
+    calls, rows = {}, []
+    for experts in (False, True):
+        torch.manual_seed(0)
+        config = DeepseekV32Config(
+            **FIXED,
+            num_hidden_layers=FIXED_LAYERS,
+            first_k_dense_replace=0 if experts else FIXED_LAYERS,
+            dtype=torch.bfloat16,
+        )
+        upstream = DeepseekV32ForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+        name = "experts" if experts else "dense MLP"
+        calls[name, "transformers"] = fixed_call(SIDES[1], upstream)
+        with tempfile.TemporaryDirectory() as folder:
+            upstream.save_pretrained(folder)
+            for weights in (None, "int8"):
+                model = models.load(folder, weights=weights)
+                calls[name, f"weights={weights!r}"] = fixed_call(SIDES[0], model)
+    seconds = interleaved(calls, repeats)
+    for (name, side), call in calls.items():
+        with Calls() as counted:
+            call()
+        each = [
+            f"{x / FIXED_LAYERS * 1e6:.0f}"
+            for x in (statistics.median(seconds[name, side]), min(seconds[name, side]))
+        ]
+        rows.append([name, side, *each, f"{counted.count / FIXED_LAYERS:.0f}"])
+    return table(["layer", "model", "median µs", "least µs", "dispatcher calls"], rows)
+
+
+def fixed_call(side: str, model) -> Callable:
+    """A decode step; the cache is as before afterwards."""
+    cache, ids = filled_cache(side, model, FIXED_TOKENS), torch.tensor([[7]])
+
+    @torch.inference_mode()
+    def step():
+        model(ids, **{CACHE: cache}, use_cache=True)
+        cache.crop(-1)
+
+    return step

@@ -10,7 +10,7 @@ from . import generation
 from .dequantization import Dequantized, restore
 from .indexer_loss import Option, add_indexer_loss, begin_indexer_loss
 from .patched import patched_attentions, text_model, upstream_class
-from .projection import change_class
+from .projection import change_class, is_sharded
 
 # of generate(), which a patched model has in place of its class's
 METHODS = (
@@ -42,7 +42,8 @@ class Patch:
             change_class(attention, paged)
         for module in list(text.modules()):
             for cls in paged.one_op:
-                if type(module) is cls.__bases__[-1]:
+                # transformers shards some by a forward of their own
+                if type(module) is cls.__bases__[-1] and not is_sharded(module):
                     change_class(module, cls)
         self.hooks = (
             text.register_forward_pre_hook(generation.prepare_forward, with_kwargs=True),

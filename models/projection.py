@@ -185,6 +185,10 @@ def is_of_ranks(forward) -> bool:
     return forward.__module__ == TensorParallelLayer.__module__
 
 
+def is_sharded(module: nn.Module) -> bool:
+    return "forward" in vars(module) and is_of_ranks(module.forward)
+
+
 def aligning_hook(module: nn.Module):
     """accelerate's hook on ``module``, if it only moves inputs and weights to the device."""
     if "_hf_hook" not in module.__dict__:
@@ -215,11 +219,11 @@ def described(module: nn.Module) -> str:
 def change_class(module: nn.Module, cls: type) -> None:
     """Sets the class of ``module``, and the ``forward`` under accelerate's hook or under
     transformers' wrapper for sharded parameters."""
-    of_ranks = "forward" in vars(module) and is_of_ranks(module.forward)
-    if of_ranks:
+    sharded = is_sharded(module)
+    if sharded:
         del module.forward
     module.__class__ = cls
-    if of_ranks:
+    if sharded:
         from transformers.distributed.tensor_parallel import LocalParamsParallel  # since 5.23
 
         LocalParamsParallel().install_forward(module, None)

@@ -1,25 +1,27 @@
 #include "row_functions.h"
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <limits>
 #include <numeric>
 #include <vector>
 
 #include "panels.h"
+#include "run_tasks.h"
 
 namespace custom_pypto {
 namespace {
 
-constexpr int64_t kPerThread = 1 << 14;  // numbers; fewer cost less than waking a thread
+constexpr int64_t kPerTask = 1 << 14;  // numbers; fewer cost less than waking a thread
 constexpr int kLanes = 16;
 
 // f(begin, end) for parts of `count` rows of so many numbers
 template <typename F>
 void for_rows(int64_t count, int64_t numbers, const F& f) {
-  at::parallel_for(0, count, std::max<int64_t>(1, kPerThread / std::max<int64_t>(1, numbers)), f);
+  const int64_t rows = std::max<int64_t>(1, kPerTask / std::max<int64_t>(1, numbers));
+  run_tasks((count + rows - 1) / rows, [] { return nullptr; },
+            [&](std::nullptr_t, int64_t t) { f(t * rows, std::min(count, (t + 1) * rows)); });
 }
 
 float sum_of_squares(const float* x, int64_t n) {
