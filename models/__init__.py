@@ -7,8 +7,8 @@
     model = models.use_custom_pypto(model)
     model.generate(input_ids, max_new_tokens=100)
 
-The patch changes the class of the model's attention modules: same parameters, same state dict, no
-copies. transformers and other models are unchanged.
+The patch changes the class of the model's attention modules, norms, routers and experts: same
+parameters, same state dict, no copies. transformers and other models are unchanged.
 """
 
 import sys
