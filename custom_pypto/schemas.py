@@ -57,9 +57,9 @@ def public_function(contract: Callable[Parameters, Result]) -> Callable[Paramete
 
     @functools.wraps(contract)
     def call(*args, **kwargs):
-        standard = {given: kwargs.pop(given) for given in [*kwargs] if given not in arguments}
-        if not standard:
+        if kwargs.keys() <= arguments:
             return op(*args, **kwargs)
+        standard = {given: kwargs.pop(given) for given in [*kwargs] if given not in arguments}
         more = {given: standard.pop(given) for given in ALL_OPS[name].omitted if given in standard}
         check_keywords(name, standard)
         if any(more.values()):
