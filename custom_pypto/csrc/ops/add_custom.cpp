@@ -23,7 +23,8 @@ Tensor add_custom(const Tensor& x, const Tensor& y) {
 }
 
 // d(x + y) = (1, 1): two clones, since an op may not return the same tensor twice. Of torch's ops
-// alone, into which every backend takes it apart, so that no device and no graph mode needs its own.
+// alone, into which every backend takes it apart, so that no device and no graph mode needs its
+// own.
 std::tuple<Tensor, Tensor> add_custom_backward(const Tensor& grad) {
   return {grad.clone(), grad.clone()};
 }
