@@ -2,8 +2,9 @@
 
 For a token, the dozen of torch's ops that transformers takes for a norm or a rotation costs more
 time than its numbers, and so does what torch prepares for a product in bfloat16. Outputs equal
-transformers' but for the order of sums. Gradients and other devices have transformers' own code. In
-compiled graphs the ops stay: torch would compile its own for longer, and not run them faster.
+transformers' but for the order of sums. Training, whose checkpointed layers run once without
+gradients, autocast and other devices have transformers' own code. In compiled graphs the ops stay:
+torch would compile its own for longer, and not run them faster.
 
 Shapes: B batch, S new tokens, N heads, D width of a head, R rotated dims.
 """
@@ -29,7 +30,7 @@ FEW_ROWS = 4
 def takes(x: Tensor, *others: Tensor) -> bool:
     """Whether the ops take these tensors here."""
     # runs a dozen times for every layer in every forward: nothing here may be slow
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu"):
         return False
     dtype = x.dtype
     for y in (x, *others):
@@ -49,7 +50,7 @@ class Norm(OneOp):
     """An RMS norm that rounds before its product with the weight."""
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        if takes(hidden_states, weight := self.weight):
+        if not self.training and takes(hidden_states, weight := self.weight):
             return torch.ops.custom_pypto.rms_norm(hidden_states, weight, self.variance_epsilon)
         return super().forward(hidden_states)
 
@@ -59,7 +60,7 @@ class Router(OneOp):
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, weight = hidden_states.view(-1, self.hidden_dim), self.weight
-        if x.size(0) > FEW_ROWS or not takes(x, weight):
+        if self.training or x.size(0) > FEW_ROWS or not takes(x, weight):
             return super().forward(hidden_states)
         x = x.float()
         if weight.dtype == torch.bfloat16 and self.hidden_dim % 32 == 0:
@@ -86,7 +87,7 @@ class Experts(OneOp):
         up, down = self.gate_up_proj, self.down_proj
         few = hidden_states.size(0) <= FEW_ROWS and up.dtype == torch.bfloat16
         whole = up.dim() == 3 and up.size(-1) % 32 == 0 and down.size(-1) % 32 == 0
-        if not (few and whole and takes(hidden_states, up, down)):
+        if self.training or not (few and whole and takes(hidden_states, up, down)):
             return super().forward(hidden_states, top_k_index, top_k_weights)
         gated = self._apply_gate(
             custom_pypto.weight_only_linear(hidden_states, up, experts=top_k_index)
@@ -120,7 +121,7 @@ class Rotation(NamedTuple):
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
     """``layer(x)`` of a linear layer that may be wrapped, quantized or somebody's adapter."""
-    if type(layer) is nn.Linear and x.dtype == torch.bfloat16:
+    if type(layer) is nn.Linear and not layer.training and x.dtype == torch.bfloat16:
         weight, width = layer._parameters["weight"], x.size(-1)
         few = x.numel() <= FEW_ROWS * width and width % 32 == 0
         if few and takes(x, weight) and layer._parameters["bias"] is None and not has_hooks(layer):

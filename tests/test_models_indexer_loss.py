@@ -62,7 +62,7 @@ def defined(paged, model, batch, dense):
 
         def rotated(rope, x, width):
             x, rest = x.split([width, x.size(-1) - width], -1)
-            return torch.cat([rope(x, x, cos, sin, unsqueeze_dim=2)[0], rest], -1)
+            return torch.cat([rope.upstream(x, x, cos, sin, unsqueeze_dim=2)[0], rest], -1)
 
         def of_index(x):
             return rotated(paged.index_rope, x, indexer.qk_rope_head_dim)

@@ -165,7 +165,7 @@ def test_forwards_that_do_not_train_have_no_loss():
         assert "indexer_loss" not in model(ids, cache=cache)
         plain = learning(None).eval()
         got = model.eval()(ids)
-    assert "indexer_loss" not in got and torch.equal(got.logits, plain(ids).logits)
+        assert "indexer_loss" not in got and torch.equal(got.logits, plain(ids).logits)
     assert "indexer_loss" not in learning().eval()(ids)  # with gradients
 
 

@@ -31,15 +31,9 @@ from training_harness import (
 )
 
 from custom_pypto import models
-from custom_pypto.models import (
-    CACHE,
-    deepseek_v4,
-    indexer_loss,
-    patched_attentions,
-    text_model,
-    training,
-)
+from custom_pypto.models import CACHE, deepseek_v4, indexer_loss, training
 from custom_pypto.models.latent_attention import LatentAttention
+from custom_pypto.models.patched import patched_attentions, text_model
 
 # its layers attend to the latents of others, where transformers has it
 SHARING = "mistral_large4" if "mistral_large4" in ALL_KINDS else KINDS[0]

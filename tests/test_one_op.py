@@ -188,7 +188,7 @@ def test_rejections_name_op_and_argument(message):
 
 
 def layer_and_input(rows=1, dtype=torch.bfloat16, bias=False):
-    layer = nn.Linear(64, 48, bias=bias, dtype=dtype)
+    layer = nn.Linear(64, 48, bias=bias, dtype=dtype).eval()
     return layer, torch.randn(1, rows, 64).to(dtype)
 
 
@@ -219,7 +219,7 @@ def parametrized(layer):
     nn.utils.parametrize.register_parametrization(layer, "weight", nn.Identity())
 
 
-@pytest.mark.parametrize("change", [with_hook, with_forward, parametrized])
+@pytest.mark.parametrize("change", [with_hook, with_forward, parametrized, nn.Linear.train])
 def test_changed_layers_run_themselves(change):
     layer, x = layer_and_input()
     change(layer)
