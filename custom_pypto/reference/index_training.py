@@ -14,8 +14,10 @@ from . import npu_lightning_indexer_pto as lightning_indexer
 from .checks import ROUNDING, excess
 from .sequences import selected_rows, visible_rows
 
-# a product of query and key this close to 0, relative to its terms, may have either sign
+# a product of query and key this close to 0, relative to its terms, may have either sign, and so may
+# one below the normal numbers of float32, which hardware may take as 0
 NEARLY_ZERO = 2**-20
+SMALLEST = torch.finfo(torch.float32).tiny
 
 
 class Indexer:
@@ -144,7 +146,7 @@ class Magnitudes:
         with torch.no_grad():
             q, k, w = self.indexer.query[row], self.indexer.key[slots], self.indexer.weights[row]
             products, terms = q @ k.T, q.abs() @ k.T.abs()
-            unsure = products.abs() <= NEARLY_ZERO * terms
+            unsure = products.abs() <= NEARLY_ZERO * terms + SMALLEST
             self.weights[row] += terms @ d_scores
             d_products = w.abs()[:, None] * d_scores * (~(products <= 0) | unsure)
             # such a term may be there or not
