@@ -29,6 +29,8 @@ DEFAULT_TORCH = "2.13.0"
 # tested builds for each torch, the newest last
 TORCH_NPU = {
     "2.10": ("2.10.0.post2", "2.10.0.post4", "2.10.0.post7"),
+    "2.11": ("2.11.0.post3",),
+    "2.12": ("2.12.0.post3",),
     "2.13": ("2.13.0",),
     "2.14": ("2.14.0",),
 }
