@@ -17,6 +17,7 @@ from .patched import (
     CACHE,
     CACHE_NAMES,
     checkpoints,
+    differences,
     dimensions,
     dropout_of,
     patched_attentions,
@@ -239,13 +240,9 @@ def check_cache(cache, text, attentions: dict[int, nn.Module]) -> None:
         )
     if torch.compiler.is_compiling():  # generate() has validated it already
         return
-    if (made := cache.made_for) != (wanted := dimensions(text, attentions)):
-        names = [name for name in made | wanted if made.get(name) != wanted.get(name)]
+    if cache.made_for != (wanted := dimensions(text, attentions)):
+        made, wanted = differences(cache.made_for, wanted)
         raise ValueError(
-            f"PagedCache: created for a model with {listed(made, names)}, got one with "
-            f"{listed(wanted, names)}; create one for this model"
+            f"PagedCache: created for a model with {made}, got one with {wanted}; create one for "
+            "this model"
         )
-
-
-def listed(values: dict, names: list[str]) -> str:
-    return ", ".join(f"{name}={values.get(name)}" for name in names)

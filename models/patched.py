@@ -114,13 +114,22 @@ def dimensions(text, attentions: dict[int, nn.Module]) -> dict:
     }
 
 
+def differences(made: dict, wanted: dict) -> tuple[str, str]:
+    """The properties in which the two differ, as text."""
+    names = [name for name in made | wanted if made.get(name) != wanted.get(name)]
+    first, second = (
+        ", ".join(f"{name}={values.get(name)}" for name in names) for values in (made, wanted)
+    )
+    return first, second
+
+
 def sizes(config, pools: dict, attentions: dict[int, nn.Module]) -> dict:
-    """The config attributes of the pools, read once: reading a config is slow, and the weights
-    already have these sizes.
+    """The type of the model and the config attributes of its pools, read once: reading a config is
+    slow, and the weights already have these sizes.
     """
     differing = config.per_layer_attributes or ()
     names = [name for pool in pools.values() for name in pool.attributes]
-    return {
+    return {"model_type": config.model_type} | {
         name: [getattr(attention, name) for attention in attentions.values()]
         if name in differing
         else getattr(config, name)

@@ -1,13 +1,17 @@
 """The paged cache of a patched model: pools of blocks per layer, one block table per layout of
 rows."""
 
+import os
+from pathlib import Path
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from ..memory import is_readable
-from ..patched import device_of, dimensions, patched_attentions, text_model
+from ..patched import device_of, differences, dimensions, patched_attentions, text_model
+from . import saved
 from .formats import INDEX_FORMATS, LATENT_FORMATS, IndexRows, LatentRows, check_cache_dtypes
 from .layout import check_block_size
 from .sequence import Sequences
@@ -93,13 +97,14 @@ class PagedCache(Cache):
         text = text_model(model)
         attentions, options = patched_attentions(text), text._custom_pypto.cache
         attention = next(iter(attentions.values()))
-        index_dtype = index_dtype or options["index_dtype"]
-        kv_dtype = kv_dtype or options["kv_dtype"]
+        index_dtype = index_dtype or options["index_dtype"] or text.dtype
+        kv_dtype = kv_dtype or options["kv_dtype"] or text.dtype
         check_cache_dtypes("PagedCache", text, attention, index_dtype, kv_dtype)
         for name, value in (("batch_size", batch_size), ("max_cache_len", max_cache_len)):
             if value < 1:
                 raise ValueError(f"PagedCache: {name} must be at least 1, got {value}")
         self.made_for, device = dimensions(text, attentions), device_of(text, attentions)
+        self.dtypes = {"index_dtype": index_dtype, "kv_dtype": kv_dtype}
         formats = {
             "latent": LATENT_FORMATS.get(kv_dtype, LatentRows)(text.dtype),
             "index": INDEX_FORMATS.get(index_dtype, IndexRows)(text.config, text.dtype, device),
@@ -230,6 +235,44 @@ class PagedCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return self.max_cache_len, 0
+
+    def save(self, path: str | os.PathLike) -> None:
+        """Writes the cached tokens into a file of safetensors, for :meth:`load` in another process.
+
+        The header names the properties of the model and the formats of the rows. The file has the
+        rows of cached tokens alone, and this takes as much memory again.
+        """
+        names = ("batch_size", "max_cache_len", "block_size")
+        options = {name: getattr(self, name) for name in names} | self.dtypes
+        saved.write_file(Path(path), self.made_for, options, self.store, self.sequences)
+
+    @classmethod
+    def load(
+        cls, path: str | os.PathLike, model: PreTrainedModel, *, max_cache_len: int | None = None
+    ) -> "PagedCache":
+        """The cache of a file that :meth:`save` wrote; a model with the weights of then continues
+        to the bit. The weights are not compared.
+
+        Args:
+            path: the file.
+            model: a patched model, on any device; ranks of tensor parallel load the same file.
+            max_cache_len: capacity of a sequence in tokens; None: as saved.
+
+        Raises:
+            ValueError: a model of other dimensions or dtype, fewer tokens than the cache has, or a
+                damaged or foreign file, by name.
+        """
+        text, header = text_model(model), saved.read_header(Path(path))
+        wanted = saved.portable(dimensions(text, patched_attentions(text)))
+        if header.made_for != wanted:
+            made, wanted = differences(header.made_for, wanted)
+            raise ValueError(
+                f"PagedCache.load: {path} is of a model with {made}, got one with {wanted}; load "
+                "it into the model that it is of"
+            )
+        cache = cls(model, **header.arguments(max_cache_len))
+        saved.read_file(Path(path), header, cache.store, cache.sequences)
+        return cache
 
     @property
     def nbytes(self) -> int:

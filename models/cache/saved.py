@@ -1,0 +1,155 @@
+"""A cache in a file of safetensors: the rows of its tokens, the lengths of its sequences, and a
+header that names model, layouts and formats. Rows are packed, so no block table is saved."""
+
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .sequence import Sequences
+from .store import PagedLayer, RecurrentLayer, Store, write
+
+VERSION = "custom_pypto.PagedCache 1"
+LENGTHS = ("lengths", "seen", "written", "padding")  # of Sequences
+STATES = ("conv_states", "recurrent_states")  # of RecurrentLayer
+
+
+class Header(NamedTuple):
+    made_for: dict  # properties of the model; see portable()
+    options: dict  # arguments of PagedCache
+    exchanged: bool  # of Sequences
+    checksums: dict[str, int]  # by tensor
+
+    def arguments(self, max_cache_len: int | None) -> dict:
+        """Of PagedCache."""
+        given = {} if max_cache_len is None else {"max_cache_len": max_cache_len}
+        dtypes = {x: getattr(torch, self.options[x]) for x in ("index_dtype", "kv_dtype")}
+        return self.options | dtypes | given
+
+
+def write_file(path: Path, made_for: dict, options: dict, store: Store, seqs: Sequences) -> None:
+    """Writes a cache. A reader sees the file that was there or the new one, never a part."""
+    seqs.check_room(0, store.max_cache_len)
+    tensors = {name: getattr(seqs, name) for name in LENGTHS}
+    for name, layer, pool, slots in live_rows(store, seqs.lengths):
+        rows = getattr(layer, pool)
+        tensors[name] = rows[tuple(slots.T)] if slots.ndim == 2 else rows.flatten(0, 1)[slots]
+    for name, layer, kind in recurrent_states(store):
+        tensors |= {f"{name}.{i}": x for i, x in getattr(layer, kind).items() if x is not None}
+    tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
+    checksums = {name: checksum(x) for name, x in tensors.items()}
+    header = Header(portable(made_for), portable(options), seqs.exchanged, checksums)
+    text = json.dumps(header._asdict())
+    metadata = {VERSION: text, "checksum": str(zlib.crc32(text.encode()))}
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    try:
+        save_file(tensors, partial, metadata)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read_header(path: Path) -> Header:
+    """
+    Raises:
+        ValueError: a damaged file, or none of :func:`write_file`.
+    """
+    with opened(path) as file:
+        metadata = file.metadata() or {}
+    if VERSION not in metadata:
+        raise ValueError(
+            f"PagedCache.load: path must be a file that PagedCache.save wrote, got {path} without "
+            f"the header {VERSION!r}; another version of this package may have written it"
+        )
+    text = metadata[VERSION]
+    if str(zlib.crc32(text.encode())) != metadata.get("checksum"):
+        raise damaged(path, "its header was changed")
+    return Header(**json.loads(text))
+
+
+def read_file(path: Path, header: Header, store: Store, seqs: Sequences) -> None:
+    """Fills an empty cache with the same arguments.
+
+    Raises:
+        ValueError: a damaged file.
+    """
+    with opened(path) as file:
+
+        def read(name: str) -> Tensor:
+            x = file.get_tensor(name)
+            if checksum(x) != header.checksums[name]:
+                raise damaged(path, f"the bytes of {name} were changed")
+            return x.to(seqs.lengths.device)
+
+        for name in LENGTHS[:-1]:
+            getattr(seqs, name).copy_(read(name))
+        seqs.padding, seqs.exchanged = read("padding"), header.exchanged
+        seqs.check_room(0, store.max_cache_len)
+        for name, layer, pool, slots in live_rows(store, seqs.lengths):
+            write(getattr(layer, pool), slots, read(name))
+        for name, layer, kind in recurrent_states(store):
+            for saved in header.checksums:
+                if saved.startswith(f"{name}."):
+                    restore(layer, kind, int(saved.rpartition(".")[2]), read(saved))
+
+
+def portable(properties: dict) -> dict:
+    """As JSON has them, without the device, which may differ between processes."""
+    kept = {name: x for name, x in properties.items() if name != "device"}
+    return json.loads(json.dumps(kept, default=lambda dtype: str(dtype).removeprefix("torch.")))
+
+
+@contextmanager
+def opened(path: Path) -> Iterator:
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise damaged(path, str(error)) from error
+
+
+def damaged(path: Path, why: str) -> ValueError:
+    return ValueError(
+        f"PagedCache.load: {path} is damaged, or no file of PagedCache.save ({why}); save it again"
+    )
+
+
+def checksum(x: Tensor) -> int:
+    """Of dtype, shape and bytes."""
+    kind = zlib.crc32(f"{x.dtype} {tuple(x.shape)}".encode())
+    return zlib.crc32(x.flatten().view(torch.uint8).numpy(), kind)
+
+
+def live_rows(store: Store, lengths: Tensor) -> Iterator[tuple[str, PagedLayer, str, Tensor]]:
+    """Of every pool its name in a file, layer, name, and the slots of rows with cached tokens."""
+    slots = {}
+    for layout, table in store.tables.items():
+        rows = torch.arange(table.size(1) * layout.block, device=table.device)
+        behind = lengths[:, None] // layout.ratio if layout.ratio else 0
+        live = torch.where(rows < layout.ring, rows < lengths[:, None], rows - layout.ring < behind)
+        found = store.slots(layout, rows.expand(len(lengths), -1), live)
+        slots[layout] = found[live.flatten()]
+    for i, layer in enumerate(store.layers):
+        for pool, layout in layer.layouts.items():
+            yield f"{i}.{pool}", layer, pool, slots[layout]
+
+
+def recurrent_states(store: Store) -> Iterator[tuple[str, RecurrentLayer, str]]:
+    """Of both kinds of states of every recurrent layer the name in a file, the layer, the kind."""
+    for i, layer in enumerate(store.layers):
+        if isinstance(layer, RecurrentLayer):
+            yield from ((f"{i}.{kind}", layer, kind) for kind in STATES)
+
+
+def restore(layer: RecurrentLayer, kind: str, i: int, state: Tensor) -> None:
+    layer.lazy_initialization(**{kind: state}, state_idx=i)
+    getattr(layer, kind)[i].copy_(state)
+    layer.has_previous_state[i] = True
