@@ -38,6 +38,7 @@ from .cache import PagedCache  # noqa: E402
 from .cache.formats import check_cache_dtypes  # noqa: E402
 from .cache.layout import check_block_size  # noqa: E402
 from .checkpoint import check_shards, first_layers  # noqa: E402
+from .context_parallel import check_context_parallel  # noqa: E402
 from .dequantization import dequantize, report, restore  # noqa: E402
 from .indexer_loss import Option, check_indexer_loss  # noqa: E402
 from .loading import (  # noqa: E402
@@ -80,6 +81,7 @@ def use_custom_pypto(
     training: str = "auto",
     indexer_loss: str | None = None,
     indexer_loss_coefficient: float = 1.0,
+    context_parallel: bool = False,
 ) -> PreTrainedModel:
     """Patches ``model`` to run on the ops: sparse attention over a paged cache.
 
@@ -107,6 +109,9 @@ def use_custom_pypto(
             as ``indexer_loss``, divided like the loss of the language model, without labels by
             the number of real tokens. None: none.
         indexer_loss_coefficient: what it is multiplied by in the output's ``loss``.
+        context_parallel: the ranks of torch's process group, which the caller initialises, take a
+            part of each prompt each; the cache of each ends whole. Every rank has the whole model
+            and makes the same calls, and decodes alone. See docs/tensor_parallel.md.
     Returns:
         ``model`` itself.
     Raises:
@@ -126,6 +131,8 @@ def use_custom_pypto(
         )
     option = Option(indexer_loss, indexer_loss_coefficient)
     check_indexer_loss("use_custom_pypto", model, paged, training, option)
+    if context_parallel:
+        check_context_parallel("use_custom_pypto", model, paged)
     text = text_model(model)
     check_widths(text.config, paged.pools)
     dtypes = {"index_dtype": index_dtype, "kv_dtype": kv_dtype}
@@ -141,7 +148,8 @@ def use_custom_pypto(
     report(dequantized)
     # the upstream path has no loss for indexers
     path, cache = "ops" if indexer_loss else training, {"block_size": block_size, **dtypes}
-    Patch(path, option, cache, cache_sizes, dequantized).apply(model, attentions, paged)
+    patch = Patch(path, option, cache, cache_sizes, dequantized, context_parallel)
+    patch.apply(model, attentions, paged)
     plain = not any(getattr(module, "kind", None) for module in text.modules())
     if plain and text.dtype == torch.bfloat16 and text.device.type == "cpu":
         advise_on_bfloat16()

@@ -103,9 +103,10 @@ class PatchedAttention:
         cos, sin = self.angles(position_embeddings)
         self.write(hidden_states, cos, sin, step)
         inputs, results = (hidden_states, cos, sin, indices), []
-        for tokens in step.slices(self.slice_tokens):
+        slices = step.slices(self.slice_tokens)
+        for tokens in slices:
             of_slice = inputs
-            if hidden_states.size(1) > self.slice_tokens:
+            if len(slices) > 1:
                 of_slice = [None if x is None else x[:, tokens.columns] for x in inputs]
             results.append(self.read(*of_slice, tokens))
         if len(results) == 1:

@@ -10,7 +10,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from custom_pypto.requirements import TRANSFORMERS, installed_version, numbers
 
-from . import indexer_loss, masks, training
+from . import context_parallel, indexer_loss, masks, training
 from .cache import PagedCache, Step
 from .memory import has_numbers, is_transformed
 from .patched import (
@@ -90,6 +90,9 @@ def prepare_forward(model, args: tuple, kwargs: dict):
     if attention.counts_columns:
         masks.check_pauses(real, cache.sequences)
     step = cache.place(batch, tokens, real, kwargs.get("position_ids"))
+    if model._custom_pypto.context_parallel and tokens > 1:
+        step, kwargs = context_parallel.share(model, step, kwargs)
+        positions = None if positions is None else kwargs["position_ids"]
     return (), kwargs | arguments(model, attention, positions, step, step.valid)
 
 
@@ -140,7 +143,7 @@ def grow(cache: PagedCache, tokens: int) -> None:
         cache.reserve(int(cache.seen) + tokens)
 
 
-def finish_forward(model, args: tuple, kwargs: dict, output) -> None:
+def finish_forward(model, args: tuple, kwargs: dict, output):
     """Forward hook of the base model: the tokens of a completed forward count from now on, and the
     loss of its indexers is complete."""
     mask = kwargs.get("attention_mask")
@@ -148,6 +151,9 @@ def finish_forward(model, args: tuple, kwargs: dict, output) -> None:
         step.commit()
         if isinstance(step, training.TrainingStep):
             step.report(output[0])
+        if step.pieces is not None:
+            return context_parallel.whole_output(step, output)
+    return output
 
 
 def extract_generation_mode_kwargs(model, custom_generate, kwargs: dict, *args) -> dict:

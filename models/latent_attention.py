@@ -50,9 +50,9 @@ class LatentAttention(PatchedAttention):
         self, hidden_states: Tensor, cos: Tensor, sin: Tensor, step: Step, layer: PagedLayer
     ) -> None:
         latent, k_rope = self.compress_key(hidden_states)
-        rope = None
+        latent, rope = step.whole(latent), None
         if self.qk_rope_head_dim:
-            rope = self.rope.rotate(k_rope.unsqueeze(2), cos, sin)
+            rope = step.whole(self.rope.rotate(k_rope.unsqueeze(2), cos, sin))
         layer.latent_format.write(step, layer, latent, rope)
 
     def read(
@@ -131,7 +131,7 @@ class LatentAttention(PatchedAttention):
             # some architectures keep the norm in float32
             key = linear(indexer.wk, hidden_states.detach()).to(indexer.k_norm.weight.dtype)
             key = self.rotate_index(indexer.k_norm(key).unsqueeze(2), cos, sin)
-        layer.index_format.write(step, layer, key)
+        layer.index_format.write(step, layer, step.whole(key))
 
     def select(
         self, hidden_states: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor, tokens: TokenSlice
@@ -143,7 +143,7 @@ class LatentAttention(PatchedAttention):
                 hidden_states.detach(), q_latent.detach(), cos, sin, tokens
             )
         indices = layer.index_format.select(layer, query, weights, tokens, self.selected_rows)
-        if CHECK_RANKS and dist.is_initialized():
+        if CHECK_RANKS and dist.is_initialized() and tokens.on_every_rank:
             check_indices(self.layer_idx, indices)
         return indices
 

@@ -29,6 +29,7 @@ class Patch:
     cache: dict  # options of the caches that forwards and generate() create
     sizes: dict  # of patched.sizes
     dequantized: list[Dequantized]
+    context_parallel: bool = False  # whether ranks share prompts
     told: set[str] = field(default_factory=set)  # why it trained on the upstream path, if logged
     hooks: tuple = ()
 

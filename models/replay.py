@@ -130,8 +130,8 @@ def replaced(module: nn.Module, name: str, method) -> Iterator[None]:
 
 def recording(attend, parts: list[Tensor], hidden_states, position_embeddings, step: Step, *args):
     """``attend``; appends its positions to ``parts``."""
-    output, indices = attend(hidden_states, position_embeddings, step, *args)
-    before = int(step.sequences.seen)
+    output, own = attend(hidden_states, position_embeddings, step, *args)
+    indices, before = step.whole(own), int(step.sequences.seen)
     recorded = sum(part.size(1) for part in parts)
     if before > recorded or (before and len(parts[0]) != len(indices)):
         raise ValueError(
@@ -146,19 +146,19 @@ def recording(attend, parts: list[Tensor], hidden_states, position_embeddings, s
     if before < recorded:  # the cache was cropped, or is another one
         parts[:] = [torch.cat(parts, 1)[:, :before]] if before else []
     parts.append(indices.squeeze(2))
-    return output, indices
+    return output, own
 
 
 def replaying(attend, recorded: Tensor, hidden_states, position_embeddings, step: Step, *args):
     """``attend`` to the recorded positions of the new tokens."""
-    batch, tokens = hidden_states.shape[:2]
+    batch, tokens = len(hidden_states), step.count()
     first = int(step.sequences.seen)
     if batch != recorded.size(0) or first + tokens > recorded.size(1):
         raise ValueError(
             f"replay_indices: the forward must stay within the {list(recorded.shape[:2])} tokens "
             f"[B, T] of the record, got tokens {first} to {first + tokens} of {batch} sequences"
         )
-    indices = recorded[:, first : first + tokens].unsqueeze(2)
+    indices = step.own(recorded[:, first : first + tokens]).unsqueeze(2)
     return attend(hidden_states, position_embeddings, step, indices)
 
 

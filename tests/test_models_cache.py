@@ -143,7 +143,7 @@ FULL = LATENT | ROPE | INDEX
 WIDTHS = {
     "glm_moe_dsa": [FULL, LATENT | ROPE, FULL],
     "dots3_note": [FULL, {"latent": 80} | ROPE, FULL],
-    "mistral_large4": [FULL, LATENT | ROPE, LATENT | INDEX, FULL],
+    "mistral_large4": [FULL, LATENT | ROPE, LATENT | INDEX, INDEX],
 }
 
 

@@ -14,7 +14,7 @@ from . import npu_lightning_indexer_pto as lightning_indexer
 from .checks import ROUNDING, excess
 from .sequences import selected_rows, visible_rows
 
-# a product of query and key this close to 0, relative to its terms, may have either sign, and so may
+# a product of query and key this close to 0, relative to its terms, may have either sign; so may
 # one below the normal numbers of float32, which hardware may take as 0
 NEARLY_ZERO = 2**-20
 SMALLEST = torch.finfo(torch.float32).tiny

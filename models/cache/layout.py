@@ -41,6 +41,7 @@ class RowLayout(NamedTuple):
 
 
 EVERY_TOKEN = RowLayout()
+OWN_NUMBER = -1  # in Pool.where: the number of the layer
 
 
 class Row(NamedTuple):
@@ -58,8 +59,8 @@ class Pool(NamedTuple):
     width: str | int
     #: None: the dtype of the model
     dtype: torch.dtype | None = None
-    #: a list in the config, by layer, and its value for layers with this pool; None: all layers
-    where: tuple[str, str | int] | None = None
+    #: lists in the config, by layer, and their values for layers with this pool, or OWN_NUMBER
+    where: dict[str, str | int] = {}
     #: vectors of ``width`` elements per row
     vectors: int = 1
     #: the rows of a sequence, from the config and the layer
@@ -69,8 +70,9 @@ class Pool(NamedTuple):
 
     def row(self, config, layer: int, dtype: torch.dtype) -> Row | None:
         """The row in this layer of a model in ``dtype``; None without this pool or with width 0."""
-        if self.where is not None and getattr(config, self.where[0])[layer] != self.where[1]:
-            return None
+        for name, value in self.where.items():
+            if getattr(config, name)[layer] != (layer if value is OWN_NUMBER else value):
+                return None
         width = self.width
         if isinstance(width, str):  # layers of one model may differ in width
             width = getattr(config.per_layer_config[layer], width)
@@ -82,7 +84,7 @@ class Pool(NamedTuple):
     def attributes(self) -> list[str]:
         """The config attributes that determine the rows."""
         width = [self.width] if isinstance(self.width, str) else []
-        return [*width, *(self.where or ())[:1], *self.sizes]
+        return [*width, *self.where, *self.sizes]
 
 
 # pools of multi-head latent attention, and of a lightning indexer in every layer

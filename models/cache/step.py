@@ -19,6 +19,9 @@ class TokenSlice(NamedTuple):
     position_ids: Tensor
     columns: slice  # among the new tokens of the step
 
+    #: whether every rank, if there are several, has these tokens
+    on_every_rank = True
+
 
 class Step(NamedTuple):
     """Cache state of one forward pass, passed in place of the attention mask."""
@@ -31,16 +34,29 @@ class Step(NamedTuple):
     positions: Tensor  # [B, tokens] int64 within the sequence, counted from its first real token
     position_ids: Tensor  # [B, tokens] int64 of the caller, or upstream's default
     slots: Tensor | None  # of new tokens, in pools with a row per token; see Store.slots
+    pieces: tuple | None = None  # of a prompt that ranks share: context_parallel.Pieces
 
     # no properties: torch 2.10 cannot compile those of a NamedTuple
 
     def commit(self) -> None:
         """Counts the new tokens as cached, after every layer has written them."""
-        self.sequences.commit(self.lengths, self.positions.size(1))
+        self.sequences.commit(self.lengths, self.count())
+
+    def count(self) -> int:
+        """New tokens of a sequence."""
+        return self.positions.size(1)
 
     def of_call(self, attention) -> "Step":
         """The step of a call of this layer: itself, as the rows of a cache last."""
         return self
+
+    def own(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Of values of all new tokens those of the tokens that this rank computes."""
+        return x
+
+    def whole(self, x: Tensor) -> Tensor:
+        """Values ``[B, tokens, ..]`` of all new tokens, from those of this rank's."""
+        return x
 
     def slices(self, size: int) -> list[TokenSlice]:
         """The new tokens, at most ``size`` at once."""

@@ -42,7 +42,7 @@ def state(config, layer: int) -> RowLayout:
     return state_layout(config.compress_rates[kind], overlaps=kind == SPARSE)
 
 
-OF_SPARSE, OF_HEAVY = ("layer_types", SPARSE), ("layer_types", HEAVY)
+OF_SPARSE, OF_HEAVY = {"layer_types": SPARSE}, {"layer_types": HEAVY}
 SIZES = ("sliding_window", "compress_rates")
 
 

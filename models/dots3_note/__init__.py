@@ -33,7 +33,7 @@ class OneOpDots3NoteTextTopkRouter(Router, Dots3NoteTextTopkRouter):
 class PagedDots3NoteAttention(LatentAttention, Dots3NoteTextAttention):
     one_op = (OneOpDots3NoteExperts, OneOpDots3NoteRMSNorm, OneOpDots3NoteTextTopkRouter)
     pools = MLA_POOLS | {
-        "index": Pool("index_head_dim", where=("layer_types", "indexed_attention"))
+        "index": Pool("index_head_dim", where={"layer_types": "indexed_attention"})
     }
     indexer_class = Dots3NoteTextIndexer
     rope = Rotation(apply_rotary_pos_emb_interleave, interleaved=True)

@@ -22,7 +22,7 @@ from ..latent_attention import LatentAttention
 from ..one_op import Experts, Norm, Router
 from ..projection import brought_in
 
-FULL = ("indexer_types", "full")
+FULL = {"indexer_types": "full"}
 
 
 def groups_of_tokens(config, layer: int) -> RowLayout:

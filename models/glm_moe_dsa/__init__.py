@@ -29,7 +29,7 @@ class OneOpGlmMoeDsaTopkRouter(Router, GlmMoeDsaTopkRouter):
 
 class PagedGlmMoeDsaAttention(LatentAttention, GlmMoeDsaAttention):
     one_op = (OneOpGlmMoeDsaExperts, OneOpGlmMoeDsaRMSNorm, OneOpGlmMoeDsaTopkRouter)
-    pools = MLA_POOLS | {"index": Pool("index_head_dim", where=("indexer_types", "full"))}
+    pools = MLA_POOLS | {"index": Pool("index_head_dim", where={"indexer_types": "full"})}
     int8 = True
     indexer_class = GlmMoeDsaIndexer
     rope = Rotation(apply_rotary_pos_emb_interleave, interleaved=True)

@@ -18,7 +18,7 @@ from ..one_op import Experts, Norm, Rotation, Router
 
 
 class GatedAttention(LatentAttention):
-    pools = MLA_POOLS | {"index": Pool("index_head_dim", where=("indexer_types", "full"))}
+    pools = MLA_POOLS | {"index": Pool("index_head_dim", where={"indexer_types": "full"})}
     index_rope_last = True
     returns_indices = True
 

@@ -11,10 +11,12 @@ from transformers.models.mistral_large4.modeling_mistral_large4 import (
 )
 
 from ..cache import TokenSlice
-from ..cache.layout import MLA_POOLS, Pool
+from ..cache.layout import OWN_NUMBER, Pool
 from ..cache.store import PagedLayer
 from ..latent_attention import LatentAttention
 from ..one_op import Experts, Norm, Rotation
+
+OWN_LATENTS = {"kv_source_layers": OWN_NUMBER}
 
 
 class OneOpMistralLarge4TextExperts(Experts, MistralLarge4TextExperts):
@@ -27,9 +29,10 @@ class OneOpMistralLarge4RMSNorm(Norm, MistralLarge4RMSNorm):
 
 class PagedMistralLarge4Attention(LatentAttention, MistralLarge4TextAttention):
     one_op = (OneOpMistralLarge4TextExperts, OneOpMistralLarge4RMSNorm)
-    pools = MLA_POOLS | {
-        "rope": Pool("qk_rope_head_dim", where=("no_rope_layers", 1)),
-        "index": Pool("index_head_dim", where=("indexer_types", "full")),
+    pools = {
+        "latent": Pool("kv_lora_rank", where=OWN_LATENTS),
+        "rope": Pool("qk_rope_head_dim", where=OWN_LATENTS | {"no_rope_layers": 1}),
+        "index": Pool("index_head_dim", where={"indexer_types": "full"}),
     }
     indexer_class = MistralLarge4TextIndexer
     rope = Rotation(apply_rotary_pos_emb_interleave, interleaved=True)

@@ -1,0 +1,178 @@
+"""Prompts over ranks: each takes its tokens of a prompt through all layers, every rank writes the
+cache rows of all tokens, and so the caches end equal and whole.
+
+The prompt is cut into ``2 n`` pieces for n ranks; rank r takes pieces r and ``2 n - 1 - r``, an
+early and a late one, since late tokens have more keys to score. In every layer the ranks send each
+other the latent, the RoPE key and the index key of their tokens, before they are written.
+
+Shapes: B batch, S tokens of the prompt, P those of a piece.
+"""
+
+import zlib
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .cache import Step, TokenSlice
+from .latent_attention import LatentAttention
+from .projection import is_sharded
+
+# of a prompt over ranks; fewer are not worth the exchange
+FEWEST_TOKENS = 32
+
+
+class Pieces(NamedTuple):
+    """The tokens of a prompt that this rank takes."""
+
+    rank: int
+    ranks: int
+    real: Tensor  # [B, S] bool, False for padding
+
+    @property
+    def size(self) -> int:
+        """P; the last pieces may be shorter, or empty."""
+        return -(-self.real.size(1) // (2 * self.ranks))
+
+    def bounds(self) -> list[tuple[int, int]]:
+        """First and last column of this rank's pieces."""
+        whole, size = self.real.size(1), self.size
+        starts = (size * self.rank, size * (2 * self.ranks - 1 - self.rank))
+        return [(min(start, whole), min(start + size, whole)) for start in starts]
+
+
+class PieceSlice(TokenSlice):
+    on_every_rank = False
+
+
+class PieceStep(Step):
+    """A step whose tokens are this rank's, of the ``pieces`` of a prompt. Its ``slots``, ``start``
+    and ``lengths`` are those of the whole prompt."""
+
+    def count(self) -> int:
+        return self.pieces.real.size(1)
+
+    def slices(self, size: int) -> list[TokenSlice]:
+        real, found, column = self.pieces.real, [], 0
+        ends = self.start[:, None] + nn.functional.pad(real.cumsum(1), (1, 0))
+        ends = ends.to(self.start.dtype)
+        for first, last in self.pieces.bounds():
+            for begin in range(first, last, size):
+                end = min(begin + size, last)
+                columns = slice(column, column + end - begin)
+                new = (self.valid, self.positions, self.position_ids)
+                of_slice = (x[:, columns] for x in new)
+                found.append(
+                    PieceSlice(self.store, ends[:, begin], ends[:, end], *of_slice, columns)
+                )
+                column = columns.stop
+        return found
+
+    def own(self, x: Tensor, dim: int = 1) -> Tensor:
+        return own_columns(self.pieces, x, dim)
+
+    def whole(self, x: Tensor) -> Tensor:
+        pieces, size = self.pieces, self.pieces.size
+        padded, column = x.new_zeros(x.size(0), 2, size, *x.shape[2:]), 0
+        for i, (begin, end) in enumerate(pieces.bounds()):
+            padded[:, i, : end - begin] = x[:, column : column + end - begin]
+            column += end - begin
+        gathered = [torch.empty_like(padded) for _ in range(pieces.ranks)]
+        dist.all_gather(gathered, padded)
+        early, late = zip(*(of_rank.unbind(1) for of_rank in gathered), strict=True)
+        in_order = torch.cat([*early, *reversed(late)], 1)
+        return in_order[:, : self.count()]
+
+
+def own_columns(pieces: Pieces, x: Tensor, dim: int = 1) -> Tensor:
+    """This rank's tokens of a whole prompt."""
+    return torch.cat([x.narrow(dim, a, b - a) for a, b in pieces.bounds()], dim)
+
+
+@torch.compiler.disable(reason="a prompt over ranks is no graph; compile steps of a token")
+def share(model, step: Step, kwargs: dict) -> tuple[Step, dict]:
+    """The part of this rank in a step, and in the arguments of a forward; all of both if the prompt
+    is short.
+
+    Raises:
+        ValueError: the ranks have other tokens, or caches of other lengths; or all hidden states
+            are requested.
+    """
+    if step.count() < max(FEWEST_TOKENS, 2 * dist.get_world_size()):
+        return step, kwargs
+    if kwargs.get("output_hidden_states", getattr(model.config, "output_hidden_states", False)):
+        raise ValueError(
+            "patched model: output_hidden_states must be False for a prompt over ranks, which have "
+            "a part of them each, got True; call models.use_custom_pypto(model) without "
+            "context_parallel"
+        )
+    pieces = Pieces(dist.get_rank(), dist.get_world_size(), step.valid)
+    check_equal(step, kwargs)
+    own = {
+        name: own_columns(pieces, x, dim)
+        for name, dim in (("input_ids", 1), ("inputs_embeds", 1), ("position_ids", -1))
+        if (x := kwargs.get(name)) is not None
+    }
+    new = {
+        name: own_columns(pieces, getattr(step, name))
+        for name in ("valid", "positions", "position_ids")
+    }
+    return PieceStep(*step._replace(pieces=pieces, **new)), kwargs | own
+
+
+def whole_output(step: Step, output):
+    """The output of the base model for all tokens, from that for this rank's."""
+    if isinstance(output, tuple):
+        return step.whole(output[0]), *output[1:]
+    output.last_hidden_state = step.whole(output.last_hidden_state)
+    return output
+
+
+def check_equal(step: Step, kwargs: dict) -> None:
+    """Rejects ranks with different prompts, on all of them."""
+    given = {
+        "tokens [B, S]": [*step.valid.shape],
+        "cached tokens": [int(step.sequences.seen)],
+        "mask": [checksum(step.valid)],
+        "input_ids": [checksum(kwargs.get("input_ids"))],
+        "inputs_embeds": [checksum(kwargs.get("inputs_embeds"))],
+        "position_ids": [checksum(step.position_ids)],
+    }
+    everyone: list = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, given)
+    for rank, other in enumerate(everyone):
+        names = [name for name in given if other[name] != everyone[0][name]]
+        if names:
+            raise ValueError(
+                f"patched model: {names[0]} must be equal on all ranks with context_parallel, got "
+                f"{other[names[0]]} on rank {rank}, {everyone[0][names[0]]} on rank 0; every rank "
+                "makes the same calls"
+            )
+
+
+def checksum(x: Tensor | None) -> int:
+    if x is None:
+        return 0
+    return zlib.crc32(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+
+
+def check_context_parallel(caller: str, model, paged: type) -> None:
+    """Rejects a model that cannot share prompts.
+
+    Raises:
+        RuntimeError: there is no process group.
+        ValueError: names the model and the reason.
+    """
+    why = None
+    if not issubclass(paged, LatentAttention) or paged.upstream_layers:
+        why = f"model_type {model.config.model_type}, whose tokens need states of earlier ones"
+    elif any(map(is_sharded, model.modules())):
+        why = "a model whose weights are shared by ranks, which compute the same tokens together"
+    if why is not None:
+        raise ValueError(f"{caller}: context_parallel must be False for {why}")
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"{caller}: context_parallel needs a process group: start the program with torchrun "
+            "and call torch.distributed.init_process_group() first"
+        )

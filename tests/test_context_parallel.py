@@ -1,0 +1,155 @@
+"""Ranks that share prompts compute what one process computes, and end with its cache."""
+
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from memory import in_ranks
+from model_harness import assert_close, feed, left_padded
+from tiny import ALL_KINDS, clear_case, tiny_model, token_ids
+
+from custom_pypto import models
+from custom_pypto.models import CACHE
+from custom_pypto.models.patched import text_model
+
+LATENT = [kind for kind in ALL_KINDS if kind not in ("deepseek_v4", "glm5_next")]
+PADS = (0, 9)
+CHUNKS = [45, 1, 37]  # a prompt of uneven pieces, a token, a prompt behind cached tokens
+
+
+def rows(cache):
+    """Of every pool the rows of all tokens, of both sequences."""
+    return [
+        pool[cache.block_table].flatten(1, 2)[b, :length]
+        for layer in cache.layers
+        for pool in layer.pools().values()
+        for b, length in enumerate(cache.lengths.tolist())
+    ]
+
+
+def computed(model, seed):
+    ids, mask, positions = left_padded(PADS, sum(CHUNKS), seed)
+    cache = models.PagedCache(model, len(PADS), 96, block_size=16)
+    with models.record_indices(model) as record:
+        logits = feed(model, cache, ids, mask, positions, CHUNKS)
+    with models.replay_indices(model, record):
+        again = models.PagedCache(model, len(PADS), 96, block_size=16)
+        replayed = feed(model, again, ids, mask, positions, CHUNKS)
+    generated = model.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    return {
+        "logits": logits,
+        "replayed": replayed,
+        "record": record,
+        "rows": rows(cache),
+        "tokens": generated,
+    }
+
+
+def failure(call) -> str:
+    try:
+        call()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+@torch.no_grad()
+def work(rank: int, folder: Path, seeds: dict[str, int]):
+    """What each of two ranks does, and notes in a file."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=2,
+        timeout=timedelta(seconds=60),
+    )
+    seen = {}
+    for kind, seed in seeds.items():
+        model = models.use_custom_pypto(tiny_model(kind), context_parallel=True, block_size=16)
+        norm, fed = text_model(model).norm, []
+        norm.register_forward_hook(lambda _, args, output, fed=fed: fed.append(output.size(1)))
+        seen[kind] = computed(model, seed)
+        seen[kind]["fed"] = fed[: len(CHUNKS)]
+    model = models.use_custom_pypto(tiny_model().bfloat16(), context_parallel=True, **INT8)
+    cache = models.PagedCache(model, 1, 128)
+    model(token_ids(1, 64), **{CACHE: cache})
+    cache.save(folder / f"cache of {rank}")
+    seen["int8"] = rows(cache)
+
+    model = models.use_custom_pypto(tiny_model(), context_parallel=True)
+    other = token_ids(1, 64, seed=rank)
+    seen["other ids"] = failure(lambda: model(other))
+    seen["other sizes"] = failure(lambda: model(other[:, : 40 + rank]))
+    everything = {"output_hidden_states": True}
+    seen["hidden states"] = failure(lambda: model(token_ids(1, 64), **everything))
+    torch.save(seen, folder / f"{rank}.pt")
+
+
+INT8 = {"index_dtype": torch.int8, "kv_dtype": None}
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory, request):
+    """What two ranks have seen, and what one process computes."""
+    folder = tmp_path_factory.mktemp("ranks")
+    torch.set_num_threads(1)
+    kinds = LATENT if request.config.getoption("--all") else ["glm_moe_dsa", "dots3_note"]
+    with torch.no_grad():
+        patched = {kind: models.use_custom_pypto(tiny_model(kind)) for kind in kinds}
+        found = {
+            kind: clear_case(lambda seed, model=model: computed(model, seed))
+            for kind, model in patched.items()
+        }
+    in_ranks(work, folder, {kind: seed for kind, (seed, _) in found.items()})
+    ranks = [torch.load(folder / f"{rank}.pt") for rank in range(2)]
+    return folder, ranks, {kind: alone for kind, (_, alone) in found.items()}
+
+
+def test_ranks_that_share_prompts_end_with_what_one_process_has(shared):
+    _, ranks, expected = shared
+    for kind, alone in expected.items():
+        for rank in (rank[kind] for rank in ranks):
+            assert rank["fed"] in ([21, 1, 17], [24, 1, 20])
+            assert_close(rank["logits"], alone["logits"], kind)
+            assert_close(rank["replayed"], alone["replayed"], kind)
+            assert rank["record"].keys() == alone["record"].keys()
+            for layer, indices in alone["record"].items():
+                assert torch.equal(rank["record"][layer].sort(-1)[0], indices.sort(-1)[0])
+            assert torch.equal(rank["tokens"], alone["tokens"])
+            for mine, other in zip(rank["rows"], alone["rows"], strict=True):
+                assert_close(mine, other, kind)
+        one, other = (rank[kind]["rows"] for rank in ranks)
+        assert one and all(map(torch.equal, one, other))
+
+
+def test_the_caches_of_all_ranks_are_equal_in_int8_and_one_process_continues_on_them(shared):
+    folder, ranks, _ = shared
+    one, other = (rank["int8"] for rank in ranks)
+    assert any(rows.dtype == torch.int8 for rows in one) and all(map(torch.equal, one, other))
+    model = models.use_custom_pypto(tiny_model().bfloat16(), **INT8)
+    assert (folder / "cache of 0").read_bytes() == (folder / "cache of 1").read_bytes()
+    cache = models.PagedCache.load(folder / "cache of 1", model)
+    assert all(map(torch.equal, rows(cache), one))
+
+
+def test_ranks_with_other_prompts_or_requests_say_so(shared):
+    for rank in shared[1]:
+        assert "input_ids must be equal on all ranks" in rank["other ids"]
+        assert (
+            "tokens [B, S] must be equal on all ranks with context_parallel, got [1, 41] on "
+            in rank["other sizes"]
+        )
+        assert "output_hidden_states must be False" in rank["hidden states"]
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v4", "glm5_next"])
+def test_states_of_earlier_tokens_are_not_shared(kind):
+    with pytest.raises(ValueError, match=f"context_parallel must be False for model_type {kind}"):
+        models.use_custom_pypto(tiny_model(kind), context_parallel=True)
+
+
+def test_sharing_needs_a_process_group():
+    with pytest.raises(RuntimeError, match="context_parallel needs a process group.*torchrun"):
+        models.use_custom_pypto(tiny_model(), context_parallel=True)
