@@ -61,7 +61,7 @@ def agree(op: str) -> bool:
 
 def calls_of(op: str) -> dict:
     """The three calls, each ``CALLS`` times, without their computation."""
-    overload = schemas.overload(op)
+    overload, function = schemas.overload(op), getattr(custom_pypto, op)
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
     inputs = on_npu(inputs_of(op, (1, 1), (30, 17), on_npu=True, dtype=torch.bfloat16))
 
@@ -75,8 +75,8 @@ def calls_of(op: str) -> dict:
 
     return {
         "contract": repeated(lambda **x: overload.redispatch(keys, **x)),
-        "PyPTO": repeated(overload, "pypto"),
-        "aclnn": repeated(overload, "aclnn"),
+        "PyPTO": repeated(function, "pypto"),
+        "aclnn": repeated(function, "aclnn"),
     }
 
 
@@ -89,8 +89,8 @@ def compute_nothing(folder: Path) -> torch.library.Library:
     cann = ascend_host.libraries.load()
     cann.ascend_host_connect_packages(nothing.plan, nothing.launch, nothing.drop)
     library = torch.library.Library("custom_pypto", "IMPL")
-    for name, function in npu.eager(lambda kernel, tensors, written: None).items():
-        library.impl(name, function, "PrivateUse1", allow_override=True)
+    for op, function in npu.eager(lambda kernel, tensors, written: None).items():
+        library.impl(schemas.overload(op), function, "PrivateUse1", allow_override=True)
     return library
 
 
@@ -103,7 +103,7 @@ def main() -> int:
     args = parser.parse_args()
     torch.set_num_threads(1)
     ascend_host.start()
-    tensors = {p.op: len({*p.inputs, *p.outputs}) for p in prototypes() if not p.overload}
+    tensors = {p.op: len({*p.inputs, *p.outputs}) for p in prototypes()}
     with tempfile.TemporaryDirectory() as folder:
         package = ascend_host.kernel_package.build(Path(folder) / "package")
         os.environ["ASCEND_CUSTOM_OPP_PATH"] = str(package)

@@ -25,20 +25,15 @@ class Description(NamedTuple):
     """Properties of one op.
 
     Args:
-        outputs: names and dtypes of the returned tensors (schemas have no names for them). An
-            overload that returns fewer returns the first ones.
+        outputs: names and dtypes of the returned tensors (schemas have no names for them).
         dtypes: tensors whose dtypes on an NPU are other than bfloat16 and float16.
         absent: the value that stands for None in a GE attribute, which cannot hold None.
-        overload: the name of the overload beside the default one.
-        omitted: arguments that only that overload has, and the values that the default one implies.
         notes: paragraphs for readers of the GE prototype, on facts that its declaration lacks.
     """
 
     outputs: dict[str, Dtypes]
     dtypes: dict[str, Dtypes] = {}
     absent: dict[str, object] = {}
-    overload: str = ""
-    omitted: dict[str, object] = {}
     notes: tuple[str, ...] = ()
 
 
@@ -52,9 +47,10 @@ OPS = {
             "actual_seq_lengths_key": INT32,
             "block_table": INT32,
         },
-        overload="return_value",
-        omitted={"return_value": False},
-        notes=("query and key share a dtype, weights have that one or float32.",),
+        notes=(
+            "query and key share a dtype, weights have that one or float32. Without return_value "
+            "sparse_values has no elements.",
+        ),
     ),
     "npu_sparse_flash_attention_pto": Description(
         outputs={"attention_out": HALF, "softmax_max": FLOAT32, "softmax_sum": FLOAT32},
@@ -65,9 +61,10 @@ OPS = {
             "actual_seq_lengths_kv": INT32,
             "sinks": FLOAT32,
         },
-        overload="softmax_lse",
-        omitted={"return_softmax_lse": False},
-        notes=("all floating-point tensors but sinks share a dtype.",),
+        notes=(
+            "all floating-point tensors but sinks share a dtype. Without return_softmax_lse the "
+            "statistics have no elements.",
+        ),
     ),
     "npu_quant_lightning_indexer_pto": Description(
         outputs={"sparse_indices": INT32},
@@ -227,25 +224,9 @@ WEIGHTS = {"weight_only_linear": Description(outputs={"out": FLOAT})}
 ALL_OPS = OPS | WEIGHTS
 
 
-def variant(op: str, overload: str) -> str:
-    """The name of an overload in files and functions: that of the op, unless it is another one."""
-    return f"{op}_{overload}" if overload else op
-
-
-def overload_names(description: Description) -> tuple[str, ...]:
-    """The names of the overloads, the default one first."""
-    return tuple(dict.fromkeys(["", description.overload]))
-
-
-def ge_type(name: str) -> str:
-    """The GE operator of an overload: ``npu_sparse_attention_pto`` -> ``SparseAttentionPto``."""
-    return "".join(word.capitalize() for word in name.removeprefix("npu_").split("_"))
-
-
-def ge_types(op: str) -> list[str]:
-    """The GE operators of an op, one for each overload: torchair asks the overload's Meta function
-    for the shape of every output of a node, so the number of outputs must match."""
-    return [ge_type(variant(op, overload)) for overload in overload_names(OPS[op])]
+def ge_type(op: str) -> str:
+    """The GE operator of an op: ``npu_sparse_attention_pto`` -> ``SparseAttentionPto``."""
+    return "".join(word.capitalize() for word in op.removeprefix("npu_").split("_"))
 
 
 def spelled(dtypes: Dtypes) -> str:

@@ -124,7 +124,7 @@ def package(prototype: Prototype) -> str:
         if difference := _difference(prototype, description):
             raise Problem(
                 f"{prototype.type} in {path} is another operator: {difference}",
-                f"put a package built from custom_pypto/graph/{prototype.name}.h before {folder} "
+                f"put a package built from custom_pypto/graph/{prototype.op}.h before {folder} "
                 "in ASCEND_CUSTOM_OPP_PATH",
             )
     return folder
@@ -151,7 +151,7 @@ def functions(prototype: Prototype) -> Functions:
         if not hasattr(library, phase):
             raise Problem(
                 f"{path} has no function {phase}",
-                f"build the package from custom_pypto/graph/{prototype.name}.h with its op_api",
+                f"build the package from custom_pypto/graph/{prototype.op}.h with its op_api",
             )
     return Functions(path, *(getattr(library, phase) for phase in phases))
 

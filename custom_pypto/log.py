@@ -21,7 +21,7 @@ from torch import Tensor
 
 from . import threads
 from .descriptions import ALL_OPS
-from .schemas import given, overloads
+from .schemas import given, overload
 from .version import __version__
 
 VARIABLE = "CUSTOM_PYPTO_LOG"
@@ -66,15 +66,13 @@ def start_if_wanted() -> None:
         logger.info("oversubscribed: %s", crowded)
     _library = torch.library.Library("custom_pypto", "IMPL")
     for op in ALL_OPS:
-        backends: set[str] = set()
-        for one in overloads(op):
-            # below autograd and fake tensors, above the kernels of every device
-            function = _logged(op, one.redispatch, level, backends)
-            _library.impl(one, function, "BackendSelect", with_keyset=True)
+        # below autograd and fake tensors, above the kernels of every device
+        function = _logged(op, overload(op).redispatch, level)
+        _library.impl(overload(op), function, "BackendSelect", with_keyset=True)
 
 
-def _logged(op: str, redispatch, level: int, backends: set[str]):
-    """``backends``: those that have run the op."""
+def _logged(op: str, redispatch, level: int):
+    backends: set[str] = set()  # those that have run the op
     below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
 
     def call(keys, *args, **kwargs):
@@ -219,10 +217,8 @@ def replay(path: str | Path, device: str = "cpu") -> bool:
     """
     op, arguments, error = read_call(path, device)
     print(f"{op} on {_backend(torch.device(device))}: {_described(arguments)}\nthen: {error}")
-    names = arguments.keys()
-    repeated = next(o for o in overloads(op) if names <= {a.name for a in o._schema.arguments})
     try:
-        out = repeated(**arguments)
+        out = getattr(torch.ops.custom_pypto, op)(**arguments)
     except RuntimeError as failure:
         print(f"now:  {failure}")
         return False

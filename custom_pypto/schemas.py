@@ -6,7 +6,6 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from .descriptions import ALL_OPS, overload_names
 from .standard import check_keywords
 
 Parameters = ParamSpec("Parameters")
@@ -14,15 +13,12 @@ Result = TypeVar("Result")
 
 
 @functools.cache
-def overload(op: str, name: str = "") -> torch._ops.OpOverload:
-    """The default overload, or that of the given name."""
-    return getattr(getattr(torch.ops.custom_pypto, op), name or "default")
-
-
-@functools.cache
-def overloads(op: str) -> tuple[torch._ops.OpOverload, ...]:
-    """All overloads, the default one first; the last one has every argument of the op."""
-    return tuple(overload(op, name) for name in overload_names(ALL_OPS[op]))
+def overload(op: str) -> torch._ops.OpOverload:
+    """The implemented overload, which has every argument; a default one without a flag for more
+    results calls it."""
+    packet = getattr(torch.ops.custom_pypto, op)
+    found = [getattr(packet, name) for name in packet.overloads()]
+    return max(found, key=lambda one: len(one._schema.arguments))
 
 
 def given(op: str, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -44,26 +40,24 @@ def _names(op: str) -> tuple[str, ...]:
 @functools.cache
 def _defaults(op: str) -> dict[str, Any]:
     arguments = overload(op)._schema.arguments
-    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
-    return defaults | ALL_OPS[op].omitted
+    return {a.name: a.default_value for a in arguments if a.has_default_value()}
 
 
 def public_function(contract: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Wraps the op that the body-less function ``contract`` names, declares and documents."""
     name = contract.__name__
     # resolve the overloads once: a lookup takes a tenth of the time of a call on cold caches
-    op, *others = overloads(name)
-    arguments = frozenset(argument.name for argument in op._schema.arguments)
+    first, op = getattr(torch.ops.custom_pypto, name).default, overload(name)
+    of_first, of_op = (frozenset(a.name for a in one._schema.arguments) for one in (first, op))
 
     @functools.wraps(contract)
     def call(*args, **kwargs):
-        if kwargs.keys() <= arguments:
-            return op(*args, **kwargs)
-        standard = {given: kwargs.pop(given) for given in [*kwargs] if given not in arguments}
-        more = {given: standard.pop(given) for given in ALL_OPS[name].omitted if given in standard}
-        check_keywords(name, standard)
-        if any(more.values()):
-            return others[-1](*args, **kwargs, **more)
-        return op(*args, **kwargs)
+        if kwargs.keys() <= of_first:
+            return first(*args, **kwargs)
+        flags = {given: kwargs.pop(given) for given in [*kwargs] if given not in of_first}
+        check_keywords(name, {given: flags.pop(given) for given in [*flags] if given not in of_op})
+        if any(flags.values()):
+            return op(*args, **kwargs, **flags)
+        return first(*args, **kwargs)
 
     return call

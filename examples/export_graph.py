@@ -25,10 +25,10 @@ from options import Help
 import torch
 
 from custom_pypto import converter
-from custom_pypto.descriptions import OPS, ge_types
+from custom_pypto.descriptions import OPS, ge_type
 from custom_pypto.simulation import ascend_host
 
-OURS, WRITES = {kind for op in OPS for kind in ge_types(op)}, {"ScatterNdUpdate"}
+OURS, WRITES = {*map(ge_type, OPS)}, {"ScatterNdUpdate"}
 HIDDEN = {"Data", "RefData", "Const", "NetOutput"}
 WIDTH, HEIGHT, GAP_X, GAP_Y = 190, 34, 24, 26  # pixels of a node and between nodes
 STYLE = """

@@ -5,7 +5,7 @@ from npu_calls import call, on_npu, same
 
 from custom_pypto.graph.prototypes import prototypes
 
-PROTOTYPES = {prototype.name: prototype for prototype in prototypes()}
+PROTOTYPES = {prototype.op: prototype for prototype in prototypes()}
 
 
 def agrees(op: str, x: dict) -> bool:

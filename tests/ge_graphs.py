@@ -10,13 +10,11 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 
-import cases
 import pytest
 import torch
 from torch import Tensor
 from torch._decomp import get_decompositions
 
-from custom_pypto.descriptions import OPS, overload_names
 from custom_pypto.graph import prototypes
 
 MODES = ["max-autotune", "reduce-overhead", "npugraph_ex"]
@@ -27,23 +25,6 @@ FIELDS = {"VT_INT": "i", "VT_FLOAT": "f", "VT_STRING": "s", "VT_BOOL": "b", "VT_
 WEIGHTS = ("w_dq", "w_uq_qr", "w_uk", "w_dkv_kr", "gamma_cq", "gamma_ckv")
 WEIGHTS += ("w_idx_qb", "w_idx_k", "w_idx_proj", "in_gamma_k", "in_beta_k")
 WEIGHTS += ("wq_b", "wq_b_scale", "wk", "weights_proj", "ln_gamma_k", "ln_beta_k")
-
-# by the names of their Python packets
-OVERLOADS = [
-    f"{op}.{name}" if name else op
-    for op, description in OPS.items()
-    for name in overload_names(description)
-]
-
-
-def overload(op: str) -> torch._ops.OpOverload:
-    packet, _, name = op.partition(".")
-    return getattr(getattr(torch.ops.custom_pypto, packet), name or "default")
-
-
-def not_default(op: str) -> dict:
-    packet, _, name = op.partition(".")
-    return cases.not_default(packet) | (dict.fromkeys(OPS[packet].omitted, True) if name else {})
 
 
 def outputs(result) -> tuple[Tensor, ...]:
@@ -276,7 +257,7 @@ def check(op: str, calls: list[dict], dynamic: bool = False):
     constants = split(calls[0])[1]
 
     def call(tensors):
-        return overload(op)(**tensors, **constants)
+        return getattr(torch.ops.custom_pypto, op)(**tensors, **constants)
 
     torch.compiler.reset()
     function = compiled(call, dynamic=dynamic)

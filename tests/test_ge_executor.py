@@ -86,7 +86,8 @@ def indexer(**changes):
     (prototype,) = (p for p in prototypes.prototypes() if p.type == "LightningIndexerPto")
     names = [tensor.name for tensor in prototype.inputs]
     attributes = {attribute.name: attribute.default for attribute in prototype.attributes}
-    arguments = dict(inputs=names, outputs=["sparse_indices"], **attributes) | changes
+    outputs = [tensor.name for tensor in prototype.outputs]
+    arguments = dict(inputs=names, outputs=outputs, **attributes) | changes
     arguments = {name: value for name, value in arguments.items() if value is not None}
     sources = ["data0:0", *[""] * (len(arguments["inputs"]) - 1)]
     return node("LightningIndexerPto", "index", sources, **arguments)

@@ -17,14 +17,7 @@ from cases import inputs_of, on_meta
 from torch.utils._pytree import tree_leaves
 
 from custom_pypto import npu
-from custom_pypto.descriptions import (
-    FLOAT,
-    OPS,
-    TRAINING,
-    Description,
-    overload_names,
-    variant,
-)
+from custom_pypto.descriptions import FLOAT, OPS, TRAINING, Description
 from custom_pypto.graph import __main__ as command
 from custom_pypto.graph import headers, prototypes
 from custom_pypto.schemas import overload
@@ -98,12 +91,7 @@ def compiled(headers: list[str], folder: Path) -> list[Compiled]:
     return found
 
 
-OVERLOADS = {
-    variant(op, name): overload(op, name)
-    for op, description in OPS.items()
-    for name in overload_names(description)
-}
-SCHEMAS = {name: overload._schema for name, overload in OVERLOADS.items()}
+SCHEMAS = {op: overload(op)._schema for op in OPS}
 
 
 def differences(op: str, prototype: Compiled) -> list[str]:
@@ -141,14 +129,13 @@ def differences(op: str, prototype: Compiled) -> list[str]:
     return found
 
 
-def test_every_overload_has_one_prototype_named_after_it():
-    assert {path.stem for path in command.FOLDER.glob("*.h")} == set(SCHEMAS)
-    assert len(SCHEMAS) == len(OPS) + sum(bool(op.overload) for op in OPS.values())
+def test_every_op_has_one_prototype_named_after_it():
+    assert {path.stem for path in command.FOLDER.glob("*.h")} == set(OPS)
 
 
 HEADERS = {op: (command.FOLDER / f"{op}.h").read_text() for op in SCHEMAS}
 INDEXER, ATTENTION = "npu_lightning_indexer_pto", "npu_sparse_flash_attention_pto"
-FUSED, STATISTICS = "npu_sparse_attention_pto", f"{ATTENTION}_softmax_lse"
+FUSED = "npu_sparse_attention_pto"
 WRITTEN = ".OUTPUT(kr_cache, TensorType({DT_BF16, DT_FLOAT16}))"
 SCALE = "ATTR(scale_value, Float"
 SIN_COS = "{}, TensorType({{DT_BF16, DT_FLOAT16, DT_FLOAT}}))\n    .INPUT({},"
@@ -162,11 +149,7 @@ DIFFERENT = {
     "written-cache-is-no-output": (FUSED, WRITTEN, ""),
     "other-eps": (FUSED, "1e-06", "1e-05"),
     "swapped-inputs": (FUSED, SIN_COS.format("sin", "cos"), SIN_COS.format("cos", "sin")),
-    "optional-in-an-overload": (
-        STATISTICS,
-        "REQUIRED_ATTR(return_softmax_lse, Bool)",
-        "ATTR(return_softmax_lse, Bool, false)",
-    ),
+    "other-flag": (ATTENTION, "return_softmax_lse, Bool, false", "return_softmax_lse, Bool, true"),
 }
 
 
@@ -194,7 +177,7 @@ def test_a_prototype_that_differs_from_the_schema_is_found(id, chains):
     assert differences(DIFFERENT[id][0], chains[id])
 
 
-PROTOTYPES = {prototype.name: prototype for prototype in prototypes.prototypes()}
+PROTOTYPES = {prototype.op: prototype for prototype in prototypes.prototypes()}
 
 
 def torch_name(dtype: torch.dtype) -> str:
@@ -215,20 +198,20 @@ class NoFacts(types.SimpleNamespace):
         return 0
 
 
-@pytest.mark.parametrize("name", OVERLOADS)
+@pytest.mark.parametrize("name", OPS)
 def test_a_prototype_takes_the_dtypes_that_the_npu_takes(name, monkeypatch):
     """Each tensor of calls in each dtype, cast to each dtype: what the wrapper accepts."""
     pads = {FUSED, "npu_lightning_indexer_prolog_pto", *TRAINING}
     if name in pads and importlib.util.find_spec("pypto") is None:
         pytest.skip("the sim extra is not installed, whose programs pad the arguments")
     prototype = PROTOTYPES[name]
+    attributes = {attribute.name for attribute in prototype.attributes}
     # nothing is launched, so no PyPTO
     if name not in pads:
         program = types.SimpleNamespace(Facts=NoFacts)
-        monkeypatch.setattr(npu._module(prototype.op), "program", lambda op: program)
+        monkeypatch.setattr(npu._module(name), "program", lambda op: program)
     monkeypatch.setattr(npu, "prepared", lambda op, call: (None, call.tensors, call.written))
-    overload = OVERLOADS[name].name().removeprefix("custom_pypto::")
-    run = npu.implementations(lambda kernel, tensors, written: None)[overload]
+    run = npu.implementations(lambda kernel, tensors, written: None)[name]
     # what a call may not give, or only as another argument, has no dtype of its own
     fixed = {"value", "key_dequant_scale", "value_dequant_scale"} if "kv_quant" in name else set()
     accepted = {tensor.name: set() for tensor in prototype.inputs if tensor.name not in fixed}
@@ -236,13 +219,12 @@ def test_a_prototype_takes_the_dtypes_that_the_npu_takes(name, monkeypatch):
     kinds = [dict(w8a8=False), dict(w8a8=True)] if "prolog" in name else [{}]
     floating = [dtype for dtype in GE_DTYPES if dtype.is_floating_point]
     for common, kind in itertools.product(floating, kinds):
-        x = on_meta(inputs_of(prototype.op, on_npu=True, dtype=common, **kind))
+        x = on_meta(inputs_of(name, on_npu=True, dtype=common, **kind))
         if "sinks" in x:  # given, so that they have a dtype
             x |= dict(value=x["key"], sinks=x["query"].new_empty(x["query"].size(-2)).float())
         if "hadamard" in x:
             x["hadamard"] = x["x"].new_empty(x["x"].size(-1), x["x"].size(-1))
-        if prototype.overload:
-            x[OVERLOADS[name]._schema.arguments[-1].name] = True
+        x |= {flag: True for flag in ("return_value", "return_softmax_lse") if flag in attributes}
         for changed, dtype in itertools.product(accepted, GE_DTYPES):
             if kind and x[changed] is None:  # a scale of the other kind
                 continue
@@ -283,15 +265,10 @@ MISFITS = {
         OPS[FUSED]._replace(absent={"softmax_scale": 0.0, "eps": 0.0}),
         "the description maps eps in absent, but eps is never None",
     ),
-    "an-output-of-an-overload": (
-        STATISTICS,
+    "one-of-three-outputs": (
+        ATTENTION,
         OPS[ATTENTION]._replace(outputs={"attention_out": FLOAT}),
         COUNT.format(3, "attention_out"),
-    ),
-    "the-output-of-both-overloads": (
-        ATTENTION,
-        OPS[ATTENTION]._replace(outputs={}),
-        COUNT.format(1, "none"),
     ),
 }
 
@@ -300,7 +277,7 @@ MISFITS = {
 def test_a_description_that_does_not_fit_its_schema_is_rejected(op, description, message):
     with pytest.raises(prototypes.PrototypeError) as rejected:
         prototypes.prototype(SCHEMAS[op], description)
-    assert str(rejected.value) == f"{SCHEMAS[op].name.removeprefix('custom_pypto::')}: {message}"
+    assert str(rejected.value) == f"{op}: {message}"
 
 
 @pytest.mark.parametrize("type", ["float[]", "Tensor[]", "Scalar", "str?[]"])

@@ -12,27 +12,15 @@ from cases.npu_quant_lightning_indexer_pto import on_npu as quant_index
 from cases.npu_quant_rows_pto import on_npu as rows
 from cases.npu_sparse_attention_pto import on_npu as fuse
 from cases.npu_sparse_flash_attention_pto import on_npu as attend
-from ge_graphs import (
-    OVERLOADS,
-    check,
-    not_default,
-    one_graph,
-    outputs,
-    overload,
-    run,
-    split,
-)
+from ge_graphs import check, one_graph, outputs, run, split
 from torch import Tensor
 
 import custom_pypto
 from custom_pypto import converter
 from custom_pypto.descriptions import OPS
+from custom_pypto.schemas import overload
 
 pytestmark = pytest.mark.ascend_host
-
-
-def of_overload(op: str, calls: list[dict]) -> str:
-    return f"{op}.{OPS[op].overload}" if OPS[op].omitted.keys() & calls[0].keys() else op
 
 
 # of the calls of an op besides the one with every input, those that a run without --all takes: new
@@ -44,11 +32,11 @@ TAKEN = {
     "quant_index_update_pto-sizes",
     "sparse_lightning_indexer_grad_kl_loss_pto-packed",
 }
-CALLS = [(f"{op}-not-default", op, [not_default(op)], True) for op in OVERLOADS]
+CALLS = [(f"{op}-not-default", op, [cases.not_default(op)], True) for op in OPS]
 for op in OPS:
     for name, calls in cases.of(op).graph_calls().items():
         id = f"{op}-{name}"
-        CALLS.append((id, of_overload(op, calls), calls, id in TAKEN))
+        CALLS.append((id, op, calls, id in TAKEN))
 CALLS = [
     pytest.param(op, calls, id=id, marks=[] if taken else pytest.mark.slow)
     for id, op, calls, taken in CALLS
@@ -114,17 +102,15 @@ def test_nodes_feed_each_other(dynamic):
     indexed = index([2, 1], [20, 5], sparse_count=4)
     attended = attend([2, 1], [20, 5])  # the same lengths, and another cache
     del attended["sparse_indices"]
-    x, y = split(indexed), split(attended)
+    x, y, ops = split(indexed), split(attended), torch.ops.custom_pypto
 
     def call(tensors):
         to_index = {name: tensors[f"index.{name}"] for name in x[0]} | x[1]
         to_attend = {name: tensors[f"attend.{name}"] for name in y[0]} | y[1]
         for _ in range(2):  # layers
-            indices = overload("npu_lightning_indexer_pto")(**to_index)
-            attention = overload("npu_sparse_flash_attention_pto")(
-                sparse_indices=indices, **to_attend
-            )
-            to_attend["query"] = overload("add_custom")(attention, to_attend["query"])
+            indices = ops.npu_lightning_indexer_pto(**to_index)
+            attention = ops.npu_sparse_flash_attention_pto(sparse_indices=indices, **to_attend)
+            to_attend["query"] = ops.add_custom(attention, to_attend["query"])
         return to_attend["query"]
 
     tensors = {f"index.{name}": t for name, t in x[0].items()}
@@ -157,16 +143,17 @@ def test_readers_see_what_was_written_before_them_and_in_two_caches(dynamic):
     tensors, constants = split({name: x for name, x in read.items() if name not in fed})
     tensors |= {"x": queries["x"].view(2, 2, 4, 128)}
     tensors |= {f"update.{name}": x for name, x in split(keys)[0].items()}
+    ops = torch.ops.custom_pypto
 
     def call(tensors):
         tensors = dict(tensors)
-        query, scale = overload("npu_quant_rows_pto")(tensors.pop("x"))
+        query, scale = ops.npu_quant_rows_pto(tensors.pop("x"))
         written = {n: tensors.pop(f"update.{n}") for n in ("x", "slots", "cache", "scale_cache")}
         found = []
         for _ in range(2):  # layers
-            overload("npu_quant_index_update_pto")(**written)
+            ops.npu_quant_index_update_pto(**written)
             found.append(
-                overload("npu_quant_lightning_indexer_pto")(
+                ops.npu_quant_lightning_indexer_pto(
                     query=query,
                     key=written["cache"],
                     query_dequant_scale=scale,
@@ -175,7 +162,7 @@ def test_readers_see_what_was_written_before_them_and_in_two_caches(dynamic):
                     **constants,
                 )
             )
-            written["x"] = overload("add_custom")(written["x"], written["x"])
+            written["x"] = ops.add_custom(written["x"], written["x"])
             written["slots"] = written["slots"] - 1
         return tuple(found)
 
@@ -193,18 +180,18 @@ def test_readers_see_what_was_written_before_them_and_in_two_caches(dynamic):
 # ---- the converters ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", OVERLOADS)
+@pytest.mark.parametrize("op", OPS)
 def test_a_converter_is_named_after_its_op_and_tells_the_schema(op):
     function = inspect.unwrap(overload(op)._ge_converter)
-    assert function.__name__ == f"convert_{op.replace('.', '_')}"
+    assert function.__name__ == f"convert_{op}"
     text = function.__doc__.removeprefix("NB: func: ")
     assert torch._C.parse_schema(f"custom_pypto::{text}") == overload(op)._schema
 
 
 def test_registering_again_changes_nothing():
-    before = [overload(op)._ge_converter for op in OVERLOADS]
+    before = [overload(op)._ge_converter for op in OPS]
     converter.register()
-    assert [overload(op)._ge_converter for op in OVERLOADS] == before
+    assert [overload(op)._ge_converter for op in OPS] == before
     assert converter.problem() is None
 
 
@@ -215,7 +202,8 @@ def test_without_a_converter_torchair_makes_a_callback(monkeypatch):
     op = "npu_lightning_indexer_pto"  # for add_custom, torchair would find a prototype by its name
     monkeypatch.delattr(overload(op), "_ge_converter")
     tensors, constants = split(index([2, 2], [20, 5]))
-    function = ge_graphs.compiled(lambda tensors: overload(op)(**tensors, **constants))
+    ours = torch.ops.custom_pypto.npu_lightning_indexer_pto
+    function = ge_graphs.compiled(lambda tensors: ours(**tensors, **constants))
     rejected = "ASCEND_HOME_PATH|No AscendIR NpuLightningIndexerPto"  # the second of torch_npu 2.10
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match=rejected):
         run(function, tensors)
@@ -235,7 +223,7 @@ def test_what_an_npu_does_not_support_is_rejected_as_in_eager_mode(op, inputs, m
     tensors, constants = split(inputs)
 
     def call(tensors):
-        return overload(op)(**tensors, **constants)
+        return getattr(torch.ops.custom_pypto, op)(**tensors, **constants)
 
     with pytest.raises(RuntimeError) as eager:
         run(call, tensors)
@@ -251,7 +239,7 @@ def test_what_a_later_call_breaks_is_rejected_too():
     tensors, constants = split(index([2, 2], [20, 5], sparse_count=4))
 
     def call(tensors):
-        return overload(op)(**tensors, **constants)
+        return getattr(torch.ops.custom_pypto, op)(**tensors, **constants)
 
     torch.compiler.reset()
     function = ge_graphs.compiled(call, dynamic=True)

@@ -147,8 +147,8 @@ def test_a_dump_has_what_our_ops_compute_in_the_replays(tmp_path):
     made, expected = layer()
     check(None, CAPTURE, {"dump_tensor_data": True, "data_dump_dir": str(tmp_path)})
     torch.npu.synchronize()
-    (indices,) = tmp_path.glob("**/npu_lightning_indexer_pto_*.pt")
-    (attention,) = tmp_path.glob("**/npu_sparse_flash_attention_pto_*.pt")
+    # of an op with several results, the dump has those that are used: getitem, getitem_2
+    indices, attention = sorted(tmp_path.glob("**/getitem*.pt"), key=lambda path: len(path.name))
     assert torch.equal(torch.load(indices), made.indices(made.index).cpu())
     assert torch.equal(torch.load(attention), expected)
 

@@ -23,7 +23,7 @@ from with_pypto import simulation
 import custom_pypto
 from custom_pypto import npu
 from custom_pypto.descriptions import OPS
-from custom_pypto.schemas import bound
+from custom_pypto.schemas import bound, overload
 
 pytestmark = pytest.mark.sim
 
@@ -50,7 +50,7 @@ def test_the_contract_holds_for_npu_tensors():
 
 def test_npu_tensors_reach_the_wrappers():
     for op in custom_pypto.__all__:
-        assert torch._C._dispatch_has_kernel_for_dispatch_key(f"custom_pypto::{op}", "PrivateUse1")
+        assert torch._C._dispatch_has_kernel_for_dispatch_key(overload(op).name(), "PrivateUse1")
 
 
 SIZES = dict(lengths_query=[2, 1], lengths_key=[300, 40])
@@ -63,13 +63,13 @@ def scores_case(**arguments):
 CALLS = {
     "npu_lightning_indexer_pto": partial(index_case, **SIZES),
     "npu_sparse_flash_attention_pto": partial(attention_case, **SIZES),
-    "npu_sparse_flash_attention_pto.softmax_lse": partial(
+    "npu_sparse_flash_attention_pto-statistics": partial(
         attention_case, **SIZES, sinks=(-9, 9), statistics=True
     ),
     "npu_sparse_flash_attention_grad_pto": partial(
         gradient_case, **SIZES, sparse_count=64, sinks=(-9, 9)
     ),
-    "npu_lightning_indexer_pto.return_value": partial(scores_case, **SIZES),
+    "npu_lightning_indexer_pto-scores": partial(scores_case, **SIZES),
     "npu_lightning_indexer_grad_pto": partial(index_gradient_case, **SIZES, sparse_count=64),
     "npu_sparse_lightning_indexer_grad_kl_loss_pto": partial(
         index_loss_case, **SIZES, sparse_count=64
@@ -78,6 +78,12 @@ CALLS = {
     "npu_dense_lightning_indexer_grad_kl_loss_pto": partial(dense_loss_case, **SIZES),
     "npu_sparse_attention_pto": partial(fused_case, [300, 40], 2),
 }
+
+
+def run(launch, id: str, arguments: dict) -> None:
+    npu.implementations(launch)[id.partition("-")[0]](**arguments)
+
+
 ON_HOST = ("loss_pto", "lse_pto")  # whose lengths are integers of the host
 
 
@@ -114,7 +120,7 @@ def test_wrappers_read_no_value_on_the_host(op, layout, change):
 
     x = change(arguments_of(op, layout))
     for arguments in (x, on_meta(x)):
-        npu.implementations(launch)[op](**arguments)
+        run(launch, op, arguments)
     real, meta = launched
     assert real == meta and all(contiguous for *_, contiguous in real)
 
@@ -127,9 +133,10 @@ class Computes(TorchDispatchMode):
 @pytest.mark.parametrize("layout", ["BSND", "TND"])
 @pytest.mark.parametrize("op", CALLS)
 def test_a_check_reads_sizes_strides_and_dtypes_only(op, layout):
-    arguments = bound(op.partition(".")[0], (), arguments_of(op, layout))
+    name = op.partition("-")[0]
+    arguments = bound(name, (), arguments_of(op, layout))
     with Computes():
-        npu.check(op.partition(".")[0], arguments)
+        npu.check(name, arguments)
 
 
 @pytest.mark.parametrize(
@@ -186,7 +193,7 @@ def test_lengths_and_block_tables_can_be_declared_ready_on_the_host(op, monkeypa
 
     for value in ("0", "1"):
         monkeypatch.setenv("CUSTOM_PYPTO_READY_ON_HOST", value)
-        npu.implementations(launch)[op](**arguments_of(op, "BSND"))
+        run(launch, op, arguments_of(op, "BSND"))
     (without, before), (declared, after) = found
     assert not without and declared and before == after
 
@@ -200,7 +207,7 @@ def test_prefix_sums_are_never_declared_ready_on_the_host(op, monkeypatch):
         found.extend(kernel._runtime_options["ready_on_host_tensors"])
 
     monkeypatch.setenv("CUSTOM_PYPTO_READY_ON_HOST", "1")
-    npu.implementations(launch)[op](**arguments_of(op, "TND"))
+    run(launch, op, arguments_of(op, "TND"))
     assert "key_lengths" in found and "query_lengths" not in found
 
 
@@ -210,7 +217,7 @@ def priced(op: str, arguments: dict) -> simulation.Estimate:
     def launch(kernel, tensors, written):
         found.append(simulation.estimate(kernel, *tensors.values()))
 
-    npu.implementations(launch)[op](**arguments)
+    run(launch, op, arguments)
     return found[0]
 
 
@@ -254,7 +261,7 @@ def test_after_the_last_pass_the_tiles_compute_the_same(op):
     def launch(kernel, tensors, written):
         found.append(simulation.verify_passes(kernel, *tensors.values()))
 
-    npu.implementations(launch)[op](**without_nan(arguments_of(op, "BSND")))
+    run(launch, op, without_nan(arguments_of(op, "BSND")))
     (counts,) = found
     agree, differ = counts["CodegenPreproc"]
     assert agree > 0

@@ -49,12 +49,14 @@ BY_HAND = {
         "input4": {"name": "actual_seq_lengths_key", "paramType": "optional"},
         "input5": {"name": "block_table", "paramType": "optional"},
         "output0": {"name": "sparse_indices", "paramType": "required"},
-        "attr": {"list": "layout_query,layout_key,sparse_count,sparse_mode,cmp_ratio"},
+        "output1": {"name": "sparse_values", "paramType": "required"},
+        "attr": {"list": "layout_query,layout_key,sparse_count,sparse_mode,cmp_ratio,return_value"},
         "attr_layout_query": {"type": "str", "paramType": "optional", "defaultValue": "BSND"},
         "attr_layout_key": {"type": "str", "paramType": "optional", "defaultValue": "PA_BSND"},
         "attr_sparse_count": {"type": "int", "paramType": "optional", "defaultValue": "2048"},
         "attr_sparse_mode": {"type": "int", "paramType": "optional", "defaultValue": "3"},
         "attr_cmp_ratio": {"type": "int", "paramType": "optional", "defaultValue": "1"},
+        "attr_return_value": {"type": "bool", "paramType": "optional", "defaultValue": "false"},
     },
 }
 
@@ -181,7 +183,7 @@ def edited(**changes) -> dict:
 INPUTS = "query, key, weights, actual_seq_lengths_query (optional), "
 MORE = "actual_seq_lengths_key (optional), block_table (optional)"
 COUNTS = "layout_query (str), layout_key (str), sparse_count (int), sparse_mode (int), cmp_ratio"
-
+FLAG = "return_value (bool)"
 
 OTHERS = {
     "swapped": (
@@ -199,15 +201,15 @@ OTHERS = {
     ),
     "output": (
         edited(output0={"name": "indices"}),
-        "outputs must be sparse_indices, got indices",
+        "outputs must be sparse_indices, sparse_values, got indices, sparse_values",
     ),
     "an-attribute-less": (
-        edited(attr={"list": "layout_query,layout_key,sparse_count,sparse_mode"}),
-        f"attributes must be {COUNTS} (int), got {COUNTS.rpartition(',')[0]}",
+        edited(attr={"list": "layout_query,layout_key,sparse_count,sparse_mode,cmp_ratio"}),
+        f"attributes must be {COUNTS} (int), {FLAG}, got {COUNTS} (int)",
     ),
     "attribute-of-another-type": (
         edited(attr_cmp_ratio={"type": "float"}),
-        f"attributes must be {COUNTS} (int), got {COUNTS} (float)",
+        f"attributes must be {COUNTS} (int), {FLAG}, got {COUNTS} (float), {FLAG}",
     ),
 }
 

@@ -18,6 +18,7 @@ import custom_pypto
 from custom_pypto import log, models, threads
 from custom_pypto.__main__ import main
 from custom_pypto.requirements import Problem
+from custom_pypto.schemas import overload
 
 pytest_plugins = ["process_fixtures"]
 ATTENTION = "npu_sparse_flash_attention_pto"
@@ -49,10 +50,10 @@ def call(op: str):
 
 
 def is_in_the_way(op: str) -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key(f"custom_pypto::{op}", "BackendSelect")
+    return torch._C._dispatch_has_kernel_for_dispatch_key(overload(op).name(), "BackendSelect")
 
 
-@pytest.mark.parametrize("op", [*INPUTS, "npu_sparse_flash_attention_pto.softmax_lse"])
+@pytest.mark.parametrize("op", INPUTS)
 def test_switched_off_nothing_is_in_the_way_of_a_call(op, logging_at):
     logging_at(0)
     assert not is_in_the_way(op)
@@ -105,7 +106,7 @@ def test_level_1_tells_whether_a_model_runs_on_the_ops(logging_at, caplog):
     assert not caplog.messages
 
 
-def test_overloads_of_an_op_share_their_first_call(logging_at, caplog):
+def test_forms_of_an_op_share_their_first_call(logging_at, caplog):
     logging_at(1)
     custom_pypto.npu_sparse_flash_attention_pto(**INPUTS[ATTENTION](), return_softmax_lse=True)
     call(ATTENTION)
@@ -252,7 +253,7 @@ def described(x: torch.Tensor) -> str:
 @pytest.mark.parametrize(
     "op, more",
     [("npu_lightning_indexer_pto", {}), (ATTENTION, dict(return_softmax_lse=True))],
-    ids=["default", "overload"],
+    ids=["one-result", "statistics"],
 )
 def test_a_call_that_succeeds_when_repeated_says_so(op, more, logging_at, capsys):
     logging_at(3)

@@ -33,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 import custom_pypto
 from custom_pypto.descriptions import ALL_OPS, TRAINING
 from custom_pypto.reference.weight_only_linear import FORMATS
+from custom_pypto.schemas import overload
 
 INDEXER, QUANT_INDEXER = "npu_lightning_indexer_pto", "npu_quant_lightning_indexer_pto"
 ATTENTION = "npu_sparse_flash_attention_pto"
@@ -184,13 +185,12 @@ def each(table: dict[str, dict], taken: Callable[[str, int], bool] = lambda id, 
 
 
 def overloads(op: str) -> list[tuple]:
-    """Each overload, and the argument that it has more than the default one."""
-    packet, more = getattr(torch.ops.custom_pypto, op), ALL_OPS[op].omitted
-    found = [(packet.default, {})]
-    for name, value in more.items():
-        overload = getattr(packet, ALL_OPS[op].overload)
-        found += [(overload, {name: value}), (overload, {name: not value})]
-    return found
+    """Each overload, and the flag that it has more than the default one, off and on."""
+    default, whole = getattr(torch.ops.custom_pypto, op).default, overload(op)
+    if whole is default:
+        return [(default, {})]
+    flag = whole._schema.arguments[-1].name
+    return [(default, {}), (whole, {flag: False}), (whole, {flag: True})]
 
 
 def outcome(op, x: dict, **more) -> list[Tensor]:
@@ -214,8 +214,18 @@ def test_op_is_registered_as_torch_expects(op, arguments):
     checks.append("test_aot_dispatch_dynamic")
     if any(is_float8(x[name]) for name in tensors(x)):
         checks.remove("test_schema")  # multiplies each tensor, which torch cannot in 8 bits
-    for overload, more in overloads(op):
-        torch.library.opcheck(overload, (), x | more, test_utils=checks)
+    for called, more in overloads(op):
+        torch.library.opcheck(called, (), x | more, test_utils=checks)
+
+
+@pytest.mark.parametrize("op", [INDEXER, ATTENTION])
+def test_the_default_overload_returns_the_first_result_of_the_one_with_a_flag(op):
+    (default, _), (whole, without), (_, wanted) = overloads(op)
+    x = inputs_of(op, (2, 3), (20, 33))
+    first, *others = whole(**x, **without)
+    assert not any(y.numel() for y in others)
+    for y in (first, whole(**x, **wanted)[0]):
+        assert torch.equal(default(**x), y)
 
 
 @each(DEFAULT | CALLS)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 import custom_pypto
 from custom_pypto.descriptions import ALL_OPS
+from custom_pypto.schemas import overload
 from custom_pypto.standard import KEYWORDS
 
 INPUTS = {op: inputs_of(op, (3, 2), (40, 33)) for op in KEYWORDS}
@@ -79,16 +80,9 @@ STANDARD = {
 OTHER_DEFAULTS = {"attention_mode": "0"}
 
 
-def arguments_of(op: str) -> list:
-    """Those of the overload with the most."""
-    packet = getattr(torch.ops.custom_pypto, op)
-    schemas = [getattr(packet, overload)._schema for overload in packet.overloads()]
-    return max((schema.arguments for schema in schemas), key=len)
-
-
 @pytest.mark.parametrize("op", STANDARD)
 def test_every_keyword_of_the_standard_op_is_known(op):
-    ours = {argument.name for argument in arguments_of(op)}
+    ours = {argument.name for argument in overload(op)._schema.arguments}
     theirs = dict(re.findall(r"(\w+)=([^,\s]+)", STANDARD[op]))
     assert theirs.keys() - ours == KEYWORDS[op].keys()
     for name, legal in LEGAL[op].items():
@@ -167,16 +161,11 @@ def test_other_keywords_raise_what_python_raises(op):
 def test_a_public_function_has_the_arguments_of_its_op(op):
     parameters = inspect.signature(getattr(custom_pypto, op)).parameters.values()
     empty = inspect.Parameter.empty
-    given = ALL_OPS[op].omitted  # required by their overload
     assert [
         (p.name, p.kind is p.KEYWORD_ONLY, p.default)
         for p in parameters
         if p.kind is not p.VAR_KEYWORD
     ] == [
-        (
-            a.name,
-            a.kwarg_only,
-            a.default_value if a.has_default_value() else given.get(a.name, empty),
-        )
-        for a in arguments_of(op)
+        (a.name, a.kwarg_only, a.default_value if a.has_default_value() else empty)
+        for a in overload(op)._schema.arguments
     ]

@@ -9,6 +9,7 @@ from lookup_on_npu import FIRST, LOOKUP, after_the_text, decode, eager, lookup_m
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import custom_pypto
+from custom_pypto.schemas import overload
 
 pytest_plugins = ["graph_fixtures"]
 pytestmark = [pytest.mark.ascend_host, pytest.mark.usefixtures("for_compiled_models")]
@@ -53,9 +54,7 @@ def swapped(function, op, way, **changes):
 @pytest.mark.parametrize("op", [INDEX, ATTEND])
 def test_an_op_of_torch_npu_becomes_ours_and_back(op, asked):
     flag = {FLAGS[op]: True} if asked else {}
-    packet = getattr(torch.ops.custom_pypto, f"{op}_pto")
-    mine = getattr(packet, packet.overloads()[-1] if asked else "default")
-    theirs = getattr(torch.ops.npu, op).default
+    mine, theirs = overload(f"{op}_pto"), getattr(torch.ops.npu, op).default
     expected = ours(op, INPUTS[op], **flag)
     expected = expected if isinstance(expected, tuple) else (expected,)
 

@@ -8,9 +8,9 @@ from torch.fx.experimental import symbolic_shapes
 from torchair.ge import Tensor
 
 from .. import npu
-from ..descriptions import OPS, variant
+from ..descriptions import OPS
 from ..graph.prototypes import node
-from ..schemas import bound, overloads
+from ..schemas import bound, overload
 
 # the number of a symbol in this call; an older torch has it by the second name
 HINTS = ("optimization_hint", "hint_int")
@@ -18,14 +18,8 @@ hint = next(getattr(symbolic_shapes, name) for name in HINTS if hasattr(symbolic
 
 
 def register(op: str) -> None:
-    """Registers the converters of an op with torchair, which calls them by the names of
-    the schemas."""
-    for overload in overloads(op):
-        _register(op, overload)
-
-
-def _register(op: str, overload: torch._ops.OpOverload) -> None:
-    description, schema = OPS[op], overload._schema
+    """Registers the converter of an op with torchair, which calls it by the names of the schema."""
+    description, schema = OPS[op], overload(op)._schema
     returned = len(schema.returns)
 
     def convert(*args, **kwargs):
@@ -36,8 +30,7 @@ def _register(op: str, overload: torch._ops.OpOverload) -> None:
         for name, value in description.absent.items():
             if arguments[name] is None:
                 arguments[name] = value
-        own = {argument.name: arguments[argument.name] for argument in schema.arguments}
-        outputs = node(op, own, schema.overload_name)
+        outputs = node(op, arguments)
         # the node also outputs the inputs that it writes, as torchair requires; the op does not
         if returned == 0:
             return None
@@ -45,9 +38,9 @@ def _register(op: str, overload: torch._ops.OpOverload) -> None:
             return outputs
         return outputs[0] if returned == 1 else outputs[:returned]
 
-    convert.__name__ = convert.__qualname__ = f"convert_{variant(op, schema.overload_name)}"
+    convert.__name__ = convert.__qualname__ = f"convert_{op}"
     convert.__doc__ = f"NB: func: {str(schema).removeprefix('custom_pypto::')}"
-    torchair.register_fx_node_ge_converter(overload)(convert)
+    torchair.register_fx_node_ge_converter(overload(op))(convert)
 
 
 def of_host(value):

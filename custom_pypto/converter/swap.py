@@ -13,10 +13,8 @@ Both need torch_npu. The swapped ops are ``npu_lightning_indexer`` and
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
-from torch import Tensor
 from torch._inductor.pattern_matcher import (
     CallFunctionVarArgs,
     Match,
@@ -24,8 +22,7 @@ from torch._inductor.pattern_matcher import (
     register_graph_pattern,
 )
 
-from ..descriptions import OPS
-from ..schemas import bound, overload, overloads
+from ..schemas import bound, overload
 from ..standard import KEYWORDS
 
 SWAPPED = ("npu_lightning_indexer_pto", "npu_sparse_flash_attention_pto")
@@ -34,15 +31,6 @@ SWAPPED = ("npu_lightning_indexer_pto", "npu_sparse_flash_attention_pto")
 def standard(op: str) -> torch._ops.OpOverload:
     """torch_npu's op."""
     return getattr(torch.ops.npu, op.removesuffix("_pto")).default
-
-
-def as_standard(op: str, found: Tensor | tuple, query: Tensor) -> tuple:
-    """The results of ``op`` as torch_npu's op returns them: those not asked for are empty."""
-    if isinstance(found, tuple):
-        return found
-    dtype = query.dtype if op == "npu_lightning_indexer_pto" else torch.float32
-    rest = standard(op)._schema.returns[1:]
-    return found, *(query.new_empty(0, dtype=dtype) for _ in rest)
 
 
 def use_custom_pypto(graph_module: torch.fx.GraphModule, example_inputs=None, config=None) -> None:
@@ -75,8 +63,7 @@ def _from_standard() -> PatternMatcherPass:
 def _to_standard() -> PatternMatcherPass:
     passes = PatternMatcherPass(pass_name="use_torch_npu")
     for op in SWAPPED:
-        for one in overloads(op):
-            _register(passes, one, functools.partial(_call_standard, op, one))
+        _register(passes, overload(op), functools.partial(_call_standard, op))
     return passes
 
 
@@ -111,16 +98,13 @@ def _call_ours(op: str, *args, **kwargs) -> tuple:
                 f"({keyword.meaning}), got {value}; pass that to the op, or compile without this "
                 "pass"
             )
-    more = {name: named.pop(name) for name in OPS[op].omitted}
-    asked = any(more.values())
-    found = overloads(op)[-1](**named, **more) if asked else overload(op)(**named)
-    return as_standard(op, found, named["query"])
+    return overload(op)(**named)
 
 
-def _call_standard(op: str, one: torch._ops.OpOverload, *args, **kwargs) -> Any:
+def _call_standard(op: str, *args, **kwargs) -> tuple:
     named, schema = bound(op, args, kwargs), standard(op)._schema
     names = [argument.name for argument in schema.arguments]
-    own = {a.name: a.default_value for a in one._schema.arguments if a.name not in names}
+    own = {a.name: a.default_value for a in overload(op)._schema.arguments if a.name not in names}
     for name, legal in own.items():
         if (value := named.pop(name)) != legal:
             raise RuntimeError(
@@ -130,5 +114,4 @@ def _call_standard(op: str, one: torch._ops.OpOverload, *args, **kwargs) -> Any:
     if named.get("value", True) is None:  # as in eager mode; torch_npu takes None from CANN 9.2 on
         named["value"] = named["key"]
     legal = {name: keyword.legal for name, keyword in KEYWORDS[op].items()}
-    found = standard(op)(**named, **legal)
-    return found if len(one._schema.returns) > 1 else found[0]
+    return standard(op)(**named, **legal)

@@ -26,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     except PrototypeError as error:
         print(error, file=sys.stderr)
         return 1
-    texts = {FOLDER / f"{prototype.name}.h": headers.source(prototype) for prototype in found}
+    texts = {FOLDER / f"{prototype.op}.h": headers.source(prototype) for prototype in found}
     stale = [path for path in texts if not path.exists() or path.read_text() != texts[path]]
     if options.check:
         for path in stale:

@@ -15,7 +15,7 @@ def listing(prototypes: Iterable[Prototype]) -> dict[str, dict]:
 
 
 def _description(prototype: Prototype) -> dict[str, dict]:
-    found = {"opFile": {"value": prototype.name}}
+    found = {"opFile": {"value": prototype.op}}
     for part, tensors in (("input", prototype.inputs), ("output", prototype.outputs)):
         for i, tensor in enumerate(tensors):
             found[f"{part}{i}"] = {

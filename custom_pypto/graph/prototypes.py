@@ -5,8 +5,8 @@ import dataclasses
 import re
 from typing import Any
 
-from ..descriptions import HALF, OPS, Description, ge_type, variant
-from ..schemas import overload, overloads
+from ..descriptions import HALF, OPS, Description, ge_type
+from ..schemas import overload
 
 # type of an attribute, as CANN's lists of operators name it -> GE's kind
 KINDS = {"int": "Int", "float": "Float", "str": "String", "bool": "Bool", "listInt": "ListInt"}
@@ -49,36 +49,27 @@ class Attribute:
 @dataclasses.dataclass(frozen=True)
 class Prototype:
     op: str
-    overload: str  # empty: the default one
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]  # the returned tensors, then the inputs written in place
     attributes: tuple[Attribute, ...]
     notes: tuple[str, ...]
 
     @property
-    def name(self) -> str:
-        return variant(self.op, self.overload)
-
-    @property
     def type(self) -> str:
-        return ge_type(self.name)
+        return ge_type(self.op)
 
 
 def prototypes() -> list[Prototype]:
-    """The prototypes of all overloads of all ops.
+    """The prototypes of all ops.
 
     Raises:
         PrototypeError: as :func:`prototype`.
     """
-    return [
-        prototype(one._schema, description)
-        for op, description in OPS.items()
-        for one in overloads(op)
-    ]
+    return [prototype(overload(op)._schema, description) for op, description in OPS.items()]
 
 
 def prototype(schema, description: Description) -> Prototype:
-    """The prototype of the overload with that schema.
+    """The prototype of the op with that schema.
 
     Raises:
         PrototypeError: the message names the op, the argument and the remedy.
@@ -88,15 +79,13 @@ def prototype(schema, description: Description) -> Prototype:
     if unknown := described - {argument.name for argument in schema.arguments}:
         raise PrototypeError(f"{op}: the description names {min(unknown)}, which the schema lacks")
     returned = len(schema.returns)
-    last = schema.overload_name == description.overload
-    if last and len(description.outputs) != returned or len(description.outputs) < returned:
+    if len(description.outputs) != returned:
         raise PrototypeError(
             f"{op}: the description must name the {returned} outputs of the schema, got "
             f"{', '.join(description.outputs) or 'none'}"
         )
     inputs, attributes = [], []
-    described_outputs = [*description.outputs.items()][:returned]
-    outputs = [Tensor(name, "required", dtypes) for name, dtypes in described_outputs]
+    outputs = [Tensor(name, "required", dtypes) for name, dtypes in description.outputs.items()]
     for argument in schema.arguments:
         optional = argument.type.kind() == "OptionalType"
         type = str(argument.type.getElementType() if optional else argument.type)
@@ -108,7 +97,7 @@ def prototype(schema, description: Description) -> Prototype:
         if argument.alias_info is not None and argument.alias_info.is_write:
             outputs.append(inputs[-1])
     tensors = tuple(inputs), tuple(outputs)
-    return Prototype(op, schema.overload_name, *tensors, tuple(attributes), description.notes)
+    return Prototype(op, *tensors, tuple(attributes), description.notes)
 
 
 def _attribute(op: str, argument, type: str, optional: bool, description: Description) -> Attribute:
@@ -131,16 +120,15 @@ def _attribute(op: str, argument, type: str, optional: bool, description: Descri
     return Attribute(name, type, not argument.has_default_value(), default)
 
 
-def node(op: str, arguments: dict[str, Any], overload_name: str = ""):
+def node(op: str, arguments: dict[str, Any]):
     """Adds a node of the GE operator of ``op``; returns its output, or a tuple of them.
 
     Args:
         arguments: every input and attribute, by name.
-        overload_name: empty for the default one.
     """
     from torchair import ge  # needs torch_npu
 
-    found = prototype(overload(op, overload_name)._schema, OPS[op])
+    found = prototype(overload(op)._schema, OPS[op])
     return ge.custom_op(
         found.type,
         inputs={tensor.name: arguments[tensor.name] for tensor in found.inputs},

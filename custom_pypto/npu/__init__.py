@@ -8,8 +8,8 @@ torch's allocator.
 ``<op>.py`` has two functions, whose arguments have the schema's names. ``check(arguments)`` rejects
 calls that the contract allows but the NPU programs do not support; it reads only sizes, strides and
 dtypes, and serves graph mode too. ``kernel_call(arguments, out)`` then describes the call of the
-PyPTO kernel that computes ``out``, the output or tuple of outputs of the called overload; if there
-is nothing to launch, it fills ``out`` and returns None.
+PyPTO kernel that computes ``out``, the output or tuple of outputs; if there is nothing to launch,
+it fills ``out`` and returns None.
 
 The caller of :func:`implementations` passes the launch: :func:`.common.on_device`, or the
 interpreter in :mod:`custom_pypto.simulation`.
@@ -37,7 +37,7 @@ from ..descriptions import OPS, WEIGHTS
 from ..eager import VARIABLE, asked
 from ..graph.prototypes import prototype
 from ..requirements import Problem, pypto_problem
-from ..schemas import bound, overloads
+from ..schemas import bound, overload
 from .aclnn import Operator
 from .common import Arguments, Launch, on_device, prepared
 
@@ -56,8 +56,8 @@ def check(op: str, arguments: dict[str, Any]) -> None:
     _module(op).check(Arguments(**arguments))
 
 
-def _call(op: str, overload: torch._ops.OpOverload, launch: Launch, /, *args, **kwargs):
-    out, arguments = _contract(op, overload, args, kwargs)
+def _call(op: str, launch: Launch, /, *args, **kwargs):
+    out, arguments = _contract(op, args, kwargs)
     named = Arguments(**arguments)
     _module(op).check(named)
     if (call := _module(op).kernel_call(named, out)) is not None:
@@ -65,18 +65,18 @@ def _call(op: str, overload: torch._ops.OpOverload, launch: Launch, /, *args, **
     return out
 
 
-def _contract(op: str, overload: torch._ops.OpOverload, args: tuple, kwargs: dict[str, Any]):
+def _contract(op: str, args: tuple, kwargs: dict[str, Any]):
     # checks the arguments as on every device and allocates the output
     keys = torch._C.DispatchKeySet(torch._C.DispatchKey.Meta)
-    return overload.redispatch(keys, *args, **kwargs), bound(op, args, kwargs)
+    return overload(op).redispatch(keys, *args, **kwargs), bound(op, args, kwargs)
 
 
-def _call_eagerly(op: str, overload: torch._ops.OpOverload, launch: Launch, /, *args, **kwargs):
+def _call_eagerly(op: str, launch: Launch, /, *args, **kwargs):
     choice = asked()
     if choice == "pypto" or (choice == "auto" and _pypto_problem() is None):
-        return _call(op, overload, launch, *args, **kwargs)
-    out, arguments = _contract(op, overload, args, kwargs)
-    operator = _operator(op, overload)
+        return _call(op, launch, *args, **kwargs)
+    out, arguments = _contract(op, args, kwargs)
+    operator = _operator(op)
     try:
         found = operator.functions()
     except Problem as missing:
@@ -90,8 +90,8 @@ def _pypto_problem() -> Problem | None:
 
 
 @functools.cache
-def _operator(op: str, overload: torch._ops.OpOverload) -> Operator:
-    return Operator(prototype(overload._schema, OPS[op]))
+def _operator(op: str) -> Operator:
+    return Operator(prototype(overload(op)._schema, OPS[op]))
 
 
 def _remedies(op: str, choice: str, missing: Problem) -> str:
@@ -105,27 +105,18 @@ def _remedies(op: str, choice: str, missing: Problem) -> str:
 
 
 def implementations(launch: Launch) -> dict[str, Callable]:
-    """Overload of the schema -> the function that runs its PyPTO program with ``launch``."""
-    return _functions(_call, launch)
+    """Op -> the function that runs its PyPTO program with ``launch``."""
+    return {op: functools.partial(_call, op, launch) for op in OPS}
 
 
 def eager(launch: Launch) -> dict[str, Callable]:
-    """Overload of the schema -> its function for NPU tensors, by ``CUSTOM_PYPTO_EAGER``."""
-    return _functions(_call_eagerly, launch)
-
-
-def _functions(call: Callable, launch: Launch) -> dict[str, Callable]:
-    functions: dict[str, Callable] = {}
-    for op in OPS:
-        for overload in overloads(op):
-            name = overload.name().removeprefix("custom_pypto::")
-            functions[name] = functools.partial(call, op, overload, launch)
-    return functions
+    """Op -> its function for NPU tensors, by ``CUSTOM_PYPTO_EAGER``."""
+    return {op: functools.partial(_call_eagerly, op, launch) for op in OPS}
 
 
 _library = torch.library.Library("custom_pypto", "IMPL")
 for _name, _function in eager(on_device).items():
-    _library.impl(_name, _function, "PrivateUse1")
+    _library.impl(overload(_name), _function, "PrivateUse1")
 
 
 def _on_cpu_only(op: str, /, *args, **kwargs):

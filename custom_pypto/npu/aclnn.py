@@ -41,7 +41,7 @@ ATTRIBUTES = {
 
 
 class Operator:
-    """The operator of one overload, called through aclnn."""
+    """The operator of one op, called through aclnn."""
 
     def __init__(self, prototype: Prototype):
         self.prototype = prototype

@@ -38,10 +38,8 @@ def check_query(limits: Limits) -> None:
     limits.heads(64)
 
 
-def kernel_call(a: Arguments, results: Tensor | tuple[Tensor, Tensor]) -> KernelCall | None:
-    out, values = results if isinstance(results, tuple) else (results, None)
-    if not a.return_value:
-        values = None
+def kernel_call(a: Arguments, results: tuple[Tensor, Tensor]) -> KernelCall | None:
+    out, values = results[0], results[1] if a.return_value else None
     if is_filled(a, out, values):
         return None
     made: dict[str, Any] = {}

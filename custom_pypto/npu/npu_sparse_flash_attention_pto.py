@@ -23,10 +23,8 @@ def check(a: Arguments) -> None:
         limits.countable("key", a.key.size(-3))
 
 
-def kernel_call(a: Arguments, results: Tensor | tuple[Tensor, ...]) -> KernelCall | None:
-    out, *statistics = (results,) if isinstance(results, Tensor) else results
-    if not a.return_softmax_lse:
-        statistics = []
+def kernel_call(a: Arguments, results: tuple[Tensor, ...]) -> KernelCall | None:
+    out, *statistics = results if a.return_softmax_lse else results[:1]
     if is_filled(a, out, *statistics):
         return None
     made: dict[str, Any] = {}

@@ -11,6 +11,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from .. import npu
+from ..schemas import overload
 from .generated import execute
 from .interpreter import interpret, run_in_place
 
@@ -50,8 +51,8 @@ def on_cpu(*, generated: bool = False, unordered_adds: bool = False) -> Iterator
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Warning only once for all operators")
-                for name, function in npu.implementations(launch).items():
-                    library.impl(name, function, "CPU", allow_override=True)
+                for op, function in npu.implementations(launch).items():
+                    library.impl(overload(op), function, "CPU", allow_override=True)
                 # models leave attention to the ops, as on an NPU
                 for name, value in {"cpu_isa": "pypto", "absorbs": True}.items():
                     fixed = functools.partial(lambda value: value, value)

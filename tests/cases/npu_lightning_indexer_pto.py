@@ -64,7 +64,7 @@ def not_default() -> dict:
         sparse_count=4,
         sparse_mode=0,
         cmp_ratio=4,
-    )
+    ) | dict(return_value=True)
 
 
 def random_call(m: Maker) -> dict:
@@ -194,7 +194,10 @@ def graph_calls() -> dict[str, list[dict]]:
             on_npu([2, 1], [83, 21], cmp_ratio=4),
             on_npu([3, 3, 2], [203, 6, 33], heads=7, block_size=32, cmp_ratio=4, seed=1),
         ],
-        "packed-sizes": [not_default(), on_npu([3, 1, 1], [50, 4, 8], **weights, **packed)],
+        "packed-sizes": [
+            not_default(),
+            on_npu([3, 1, 1], [50, 4, 8], **weights, **packed) | dict(return_value=True),
+        ],
         "keys-by-sequence": [on_npu([2, 3], [20, 5], layout_key="BSND")],
         "packed-keys": [on_npu([2, 3], [20, 5], layout_query="TND", layout_key="TND")],
         "weights-of-float32": [on_npu([1, 2], [5, 16], **weights, sparse_count=16)],

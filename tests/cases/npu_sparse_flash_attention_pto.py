@@ -118,7 +118,7 @@ def not_default() -> dict:
         sparse_mode=0,
         own_value=True,
         sinks=True,
-    )
+    ) | dict(return_softmax_lse=True)
 
 
 def sinks_of(m: Maker, heads: int) -> Tensor:
@@ -331,7 +331,7 @@ def graph_calls() -> dict[str, list[dict]]:
         "sizes": [small, large],
         "packed-sizes": [
             not_default(),
-            on_npu([3, 1, 1], [50, 4, 8], sparse_count=5, **float16, **packed),
+            on_npu([3, 1, 1], [50, 4, 8], sparse_count=5, **float16, **packed) | statistics,
         ],
         "statistics-sizes": [small | statistics, large | statistics],
         "no-statistics": [on_npu([2, 1], [20, 5], sinks=True) | dict(return_softmax_lse=False)],

@@ -15,7 +15,7 @@ from cases.hostile import Maker
 from torch import Tensor
 
 from custom_pypto.descriptions import ALL_OPS
-from custom_pypto.schemas import overloads
+from custom_pypto.schemas import overload
 
 
 @dataclass
@@ -100,7 +100,7 @@ def break_one(rng: Random, op: str, arguments: dict) -> str:
     """Changes one argument in place; says which and how."""
     name = rng.choice(list(arguments))
     x = arguments[name]
-    types = {argument.name: str(argument.type) for argument in overloads(op)[-1]._schema.arguments}
+    types = {argument.name: str(argument.type) for argument in overload(op)._schema.arguments}
     kind = types[name].removeprefix("Optional[").removesuffix("]")
     if isinstance(x, Tensor):
         what, other = other_tensor(rng, x)

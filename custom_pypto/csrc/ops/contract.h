@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/SmallVector.h>
 #include <torch/library.h>
 
@@ -24,10 +25,34 @@ namespace custom_pypto {
 // in order.
 // An op is a template, to state its signature once. Meta runs op<false>: check arguments, allocate
 // the output. CPU runs op<true>: compute as well.
-#define REGISTER_OP(op, schema)                                        \
-  TORCH_LIBRARY_FRAGMENT(custom_pypto, m) { m.def(#op schema); }       \
-  TORCH_LIBRARY_IMPL(custom_pypto, CPU, m) { m.impl(#op, &op<true>); } \
-  TORCH_LIBRARY_IMPL(custom_pypto, Meta, m) { m.impl(#op, &op<false>); }
+#define REGISTER_OP(op, schema) REGISTER_OVERLOAD(op, #op, schema)
+#define REGISTER_OVERLOAD(op, name, schema)                             \
+  TORCH_LIBRARY_FRAGMENT(custom_pypto, m) { m.def(name schema); }       \
+  TORCH_LIBRARY_IMPL(custom_pypto, CPU, m) { m.impl(name, &op<true>); } \
+  TORCH_LIBRARY_IMPL(custom_pypto, Meta, m) { m.impl(name, &op<false>); }
+
+// Runs `overload` of an op without the results that its last argument, a flag, asks for, and
+// returns the first one.
+template <const char* overload>
+void first_result(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  static const auto whole =
+      c10::Dispatcher::singleton().findSchemaOrThrow(op.operator_name().name.c_str(), overload);
+  stack->emplace_back(false);
+  whole.callBoxed(stack);
+  torch::jit::drop(*stack, whole.schema().returns().size() - 1);
+}
+
+// An op whose last argument, a flag, asks for more than the first result: `overload` is the op, and
+// the default overload a composite of it, so that autograd, Meta, NPUs, GE and the log see one op.
+// The default one is defined first, as torch.ops takes the first that fits the arguments.
+#define REGISTER_OP_WITH_FLAG(op, overload, arguments, flag, results)            \
+  constexpr char overload##_name[] = #overload;                                  \
+  TORCH_LIBRARY_FRAGMENT(custom_pypto, m) {                                      \
+    using torch::CppFunction;                                                    \
+    m.def(#op arguments ") -> Tensor",                                           \
+          CppFunction::makeFromBoxedFunction<&first_result<overload##_name>>()); \
+  }                                                                              \
+  REGISTER_OVERLOAD(op, #op "." #overload, arguments ", bool " #flag "=False) -> " results)
 
 std::string dtype_name(at::ScalarType dtype);  // as Python prints it: float32
 

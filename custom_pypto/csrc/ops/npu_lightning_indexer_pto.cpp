@@ -19,7 +19,8 @@ constexpr KeyNames kNames = {
 void contract(IndexerParams& p) {
   check_indexer(kNames, p);
   check_unquantized_index(kNames, p.sequences, p.weights);
-  if (p.return_value) p.values = at::empty_like(p.out, p.out.options().dtype(at::kFloat));
+  p.values = p.return_value ? at::empty_like(p.out, p.out.options().dtype(at::kFloat))
+                            : at::empty({0}, p.sequences.query.options());
 }
 
 }  // namespace
@@ -29,14 +30,14 @@ void lightning_indexer(IndexerParams& p) {
   select_keys(p);
 }
 
-// Both overloads. Value is bool, return_value, for return_value, and absent otherwise.
-template <bool computes, typename... Value>
-auto npu_lightning_indexer_pto(const Tensor& query, const Tensor& key, const Tensor& weights,
-                               const OptionalTensor& actual_seq_lengths_query,
-                               const OptionalTensor& actual_seq_lengths_key,
-                               const OptionalTensor& block_table, c10::string_view layout_query,
-                               c10::string_view layout_key, int64_t sparse_count,
-                               int64_t sparse_mode, int64_t cmp_ratio, Value... return_value) {
+using IndicesAndValues = std::tuple<Tensor, Tensor>;
+
+template <bool computes>
+IndicesAndValues npu_lightning_indexer_pto(
+    const Tensor& query, const Tensor& key, const Tensor& weights,
+    const OptionalTensor& actual_seq_lengths_query, const OptionalTensor& actual_seq_lengths_key,
+    const OptionalTensor& block_table, c10::string_view layout_query, c10::string_view layout_key,
+    int64_t sparse_count, int64_t sparse_mode, int64_t cmp_ratio, bool return_value) {
   IndexerParams p{.sequences = {.query = query,
                                 .key = key,
                                 .actual_seq_lengths_query = actual_seq_lengths_query,
@@ -48,40 +49,21 @@ auto npu_lightning_indexer_pto(const Tensor& query, const Tensor& key, const Ten
                                 .cmp_ratio = cmp_ratio},
                   .weights = weights,
                   .sparse_count = sparse_count,
-                  .return_value = (false || ... || return_value)};
+                  .return_value = return_value};
   computes ? lightning_indexer(p) : contract(p);
-  if constexpr (sizeof...(Value) == 0) {
-    return p.out;
-  } else {
-    return std::make_tuple(
-        p.out, p.return_value ? p.values.to(query.scalar_type()) : at::empty({0}, query.options()));
-  }
+  return {p.out, p.values.to(query.scalar_type())};
 }
 
-constexpr char kReturnValue[] = "npu_lightning_indexer_pto.return_value";
-
-#define ARGUMENTS                                                                         \
-  "(Tensor query, Tensor key, Tensor weights, *, Tensor? actual_seq_lengths_query=None, " \
-  "Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, "                       \
-  "str layout_query='BSND', str layout_key='PA_BSND', int sparse_count=2048, "            \
-  "int sparse_mode=3, int cmp_ratio=1"
-
-REGISTER_OP(npu_lightning_indexer_pto, ARGUMENTS ") -> Tensor")
-TORCH_LIBRARY_FRAGMENT(custom_pypto, m) {
-  // sparse_indices, sparse_values
-  m.def("npu_lightning_indexer_pto.return_value" ARGUMENTS
-        ", bool return_value) -> (Tensor, Tensor)");
-}
-TORCH_LIBRARY_IMPL(custom_pypto, CPU, m) {
-  m.impl(kReturnValue, &npu_lightning_indexer_pto<true, bool>);
-}
-TORCH_LIBRARY_IMPL(custom_pypto, Meta, m) {
-  m.impl(kReturnValue, &npu_lightning_indexer_pto<false, bool>);
-}
+// sparse_indices, sparse_values
+REGISTER_OP_WITH_FLAG(npu_lightning_indexer_pto, return_value,
+                      "(Tensor query, Tensor key, Tensor weights, *, "
+                      "Tensor? actual_seq_lengths_query=None, "
+                      "Tensor? actual_seq_lengths_key=None, Tensor? block_table=None, "
+                      "str layout_query='BSND', str layout_key='PA_BSND', int sparse_count=2048, "
+                      "int sparse_mode=3, int cmp_ratio=1",
+                      return_value, "(Tensor, Tensor)")
 
 namespace {
-
-using IndicesAndValues = std::tuple<Tensor, Tensor>;
 
 // The arguments of a call without a gradient.
 struct Constants {
@@ -173,6 +155,8 @@ IndicesAndValues with_gradients(const Tensor& query, const Tensor& key, const Te
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) { m.impl(kReturnValue, &with_gradients); }
+TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) {
+  m.impl("npu_lightning_indexer_pto.return_value", &with_gradients);
+}
 
 }  // namespace custom_pypto

@@ -16,6 +16,10 @@ constexpr KeyNames kNames = {.op = "npu_sparse_flash_attention_pto",
                              .layout = "layout_kv",
                              .lengths = "actual_seq_lengths_kv"};
 
+Tensor no_statistics(const Tensor& query) {
+  return at::empty({0}, query.options().dtype(at::kFloat));
+}
+
 // Checks every argument and allocates the output.
 void contract(AttentionParams& p) {
   check_unquantized_attention(kNames, p);
@@ -27,6 +31,9 @@ void contract(AttentionParams& p) {
     shape.insert(shape.end() - 2, 1);
     p.softmax_max = at::empty_symint(shape, query.options().dtype(at::kFloat));
     p.softmax_sum = at::empty_like(p.softmax_max);
+  } else {
+    p.softmax_max = no_statistics(query);
+    p.softmax_sum = no_statistics(query);
   }
 }
 
@@ -37,15 +44,16 @@ void sparse_flash_attention(AttentionParams& p) {
   attend<ModelRows>(p);
 }
 
-// Both overloads. Statistics is bool, return_softmax_lse, for softmax_lse, and absent otherwise.
-template <bool computes, typename... Statistics>
-auto npu_sparse_flash_attention_pto(
+using Statistics = std::tuple<Tensor, Tensor, Tensor>;  // with the output
+
+template <bool computes>
+Statistics npu_sparse_flash_attention_pto(
     const Tensor& query, const Tensor& key, const OptionalTensor& value,
     const Tensor& sparse_indices, double scale_value, const OptionalTensor& block_table,
     const OptionalTensor& actual_seq_lengths_query, const OptionalTensor& actual_seq_lengths_kv,
     const OptionalTensor& query_rope, const OptionalTensor& key_rope, int64_t sparse_block_size,
     c10::string_view layout_query, c10::string_view layout_kv, int64_t sparse_mode,
-    const OptionalTensor& sinks, Statistics... return_softmax_lse) {
+    const OptionalTensor& sinks, bool return_softmax_lse) {
   AttentionParams p{.sequences = {.query = query,
                                   .key = key,
                                   .actual_seq_lengths_query = actual_seq_lengths_query,
@@ -61,42 +69,22 @@ auto npu_sparse_flash_attention_pto(
                     .key_rope = key_rope,
                     .sinks = sinks,
                     .sparse_block_size = sparse_block_size,
-                    .return_softmax_lse = (false || ... || return_softmax_lse)};
+                    .return_softmax_lse = return_softmax_lse};
   computes ? sparse_flash_attention(p) : contract(p);
-  if constexpr (sizeof...(Statistics) == 0) {
-    return p.out;
-  } else {
-    const auto none = [&] { return at::empty({0}, query.options().dtype(at::kFloat)); };
-    return p.return_softmax_lse ? std::make_tuple(p.out, p.softmax_max, p.softmax_sum)
-                                : std::make_tuple(p.out, none(), none());
-  }
+  return {p.out, p.softmax_max, p.softmax_sum};
 }
 
-constexpr char kSoftmaxLse[] = "npu_sparse_flash_attention_pto.softmax_lse";
-
-#define ARGUMENTS                                                                           \
-  "(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, float scale_value, *, " \
-  "Tensor? block_table=None, Tensor? actual_seq_lengths_query=None, "                       \
-  "Tensor? actual_seq_lengths_kv=None, Tensor? query_rope=None, Tensor? key_rope=None, "    \
-  "int sparse_block_size=1, str layout_query='BSND', str layout_kv='PA_BSND', "             \
-  "int sparse_mode=3, Tensor? sinks=None"
-
-REGISTER_OP(npu_sparse_flash_attention_pto, ARGUMENTS ") -> Tensor")
-TORCH_LIBRARY_FRAGMENT(custom_pypto, m) {
-  // attention_out, softmax_max, softmax_sum
-  m.def("npu_sparse_flash_attention_pto.softmax_lse" ARGUMENTS
-        ", bool return_softmax_lse) -> (Tensor, Tensor, Tensor)");
-}
-TORCH_LIBRARY_IMPL(custom_pypto, CPU, m) {
-  m.impl(kSoftmaxLse, &npu_sparse_flash_attention_pto<true, bool>);
-}
-TORCH_LIBRARY_IMPL(custom_pypto, Meta, m) {
-  m.impl(kSoftmaxLse, &npu_sparse_flash_attention_pto<false, bool>);
-}
+// attention_out, softmax_max, softmax_sum
+REGISTER_OP_WITH_FLAG(npu_sparse_flash_attention_pto, softmax_lse,
+                      "(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, "
+                      "float scale_value, *, Tensor? block_table=None, "
+                      "Tensor? actual_seq_lengths_query=None, "
+                      "Tensor? actual_seq_lengths_kv=None, Tensor? query_rope=None, "
+                      "Tensor? key_rope=None, int sparse_block_size=1, str layout_query='BSND', "
+                      "str layout_kv='PA_BSND', int sparse_mode=3, Tensor? sinks=None",
+                      return_softmax_lse, "(Tensor, Tensor, Tensor)")
 
 namespace {
-
-using Statistics = std::tuple<Tensor, Tensor, Tensor>;  // with the output
 
 // The arguments of a call without a gradient.
 struct Constants {
@@ -108,32 +96,23 @@ struct Constants {
   int64_t sparse_mode;
 };
 
-// The overload below autograd: the default one without `statistics`.
+// The op below autograd.
 Statistics call(const Tensor& query, const Tensor& key, const OptionalTensor& value,
                 const OptionalTensor& query_rope, const OptionalTensor& key_rope,
-                const OptionalTensor& sinks, const Constants& c, std::optional<bool> statistics) {
-  using Plain = Tensor(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, double,
-                       const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                       const OptionalTensor&, const OptionalTensor&, int64_t, c10::string_view,
-                       c10::string_view, int64_t, const OptionalTensor&);
-  using Lse = Statistics(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, double,
-                         const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                         const OptionalTensor&, const OptionalTensor&, int64_t, c10::string_view,
-                         c10::string_view, int64_t, const OptionalTensor&, bool);
-  const auto find = [](const char* overload) {
-    return c10::Dispatcher::singleton().findSchemaOrThrow(
-        "custom_pypto::npu_sparse_flash_attention_pto", overload);
-  };
-  static const auto plain = find("").typed<Plain>();
-  static const auto lse = find("softmax_lse").typed<Lse>();
+                const OptionalTensor& sinks, const Constants& c, bool return_softmax_lse) {
+  using Attend =
+      Statistics(const Tensor&, const Tensor&, const OptionalTensor&, const Tensor&, double,
+                 const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                 const OptionalTensor&, const OptionalTensor&, int64_t, c10::string_view,
+                 c10::string_view, int64_t, const OptionalTensor&, bool);
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("custom_pypto::npu_sparse_flash_attention_pto", "softmax_lse")
+          .typed<Attend>();
   const at::AutoDispatchBelowADInplaceOrView guard;
-  const auto run = [&](const auto& op, auto... more) {
-    return op.call(query, key, value, c.sparse_indices, c.scale_value, c.block_table,
-                   c.lengths_query, c.lengths_kv, query_rope, key_rope, c.sparse_block_size,
-                   c.layout_query, c.layout_kv, c.sparse_mode, sinks, more...);
-  };
-  if (statistics) return run(lse, *statistics);
-  return {run(plain), Tensor(), Tensor()};
+  return op.call(query, key, value, c.sparse_indices, c.scale_value, c.block_table, c.lengths_query,
+                 c.lengths_kv, query_rope, key_rope, c.sparse_block_size, c.layout_query,
+                 c.layout_kv, c.sparse_mode, sinks, return_softmax_lse);
 }
 
 class SparseFlashAttention : public torch::autograd::Function<SparseFlashAttention> {
@@ -215,16 +194,15 @@ class SparseFlashAttention : public torch::autograd::Function<SparseFlashAttenti
   }
 };
 
-// Both overloads, as npu_sparse_flash_attention_pto.
-template <typename... Wanted>
-auto with_gradients(const Tensor& query, const Tensor& key, const OptionalTensor& value,
-                    const Tensor& sparse_indices, double scale_value,
-                    const OptionalTensor& block_table,
-                    const OptionalTensor& actual_seq_lengths_query,
-                    const OptionalTensor& actual_seq_lengths_kv, const OptionalTensor& query_rope,
-                    const OptionalTensor& key_rope, int64_t sparse_block_size,
-                    c10::string_view layout_query, c10::string_view layout_kv, int64_t sparse_mode,
-                    const OptionalTensor& sinks, Wanted... return_softmax_lse) {
+Statistics with_gradients(const Tensor& query, const Tensor& key, const OptionalTensor& value,
+                          const Tensor& sparse_indices, double scale_value,
+                          const OptionalTensor& block_table,
+                          const OptionalTensor& actual_seq_lengths_query,
+                          const OptionalTensor& actual_seq_lengths_kv,
+                          const OptionalTensor& query_rope, const OptionalTensor& key_rope,
+                          int64_t sparse_block_size, c10::string_view layout_query,
+                          c10::string_view layout_kv, int64_t sparse_mode,
+                          const OptionalTensor& sinks, bool return_softmax_lse) {
   const Constants c{.sparse_indices = sparse_indices,
                     .scale_value = scale_value,
                     .block_table = block_table,
@@ -234,32 +212,18 @@ auto with_gradients(const Tensor& query, const Tensor& key, const OptionalTensor
                     .layout_query = layout_query,
                     .layout_kv = layout_kv,
                     .sparse_mode = sparse_mode};
-  const bool gradient = wants_gradient(kNames.op, {query, key, value, query_rope, key_rope, sinks});
-  Statistics found;
-  if (gradient) {
-    const auto list =
-        SparseFlashAttention::apply(query, key, value, query_rope, key_rope, sinks, c);
-    found = {list[0], list[1], list[2]};
-  } else {
-    std::optional<bool> statistics;
-    ((statistics = return_softmax_lse), ...);
-    found = call(query, key, value, query_rope, key_rope, sinks, c, statistics);
+  if (!wants_gradient(kNames.op, {query, key, value, query_rope, key_rope, sinks})) {
+    return call(query, key, value, query_rope, key_rope, sinks, c, return_softmax_lse);
   }
-  if constexpr (sizeof...(Wanted) == 0) {
-    return std::get<0>(found);
-  } else {
-    if (!gradient || (false || ... || return_softmax_lse)) return found;
-    const Tensor& out = std::get<0>(found);
-    const auto none = [&] { return at::empty({0}, out.options().dtype(at::kFloat)); };
-    return Statistics(out, none(), none());
-  }
+  const auto list = SparseFlashAttention::apply(query, key, value, query_rope, key_rope, sinks, c);
+  if (return_softmax_lse) return {list[0], list[1], list[2]};
+  return {list[0], no_statistics(query), no_statistics(query)};
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) {
-  m.impl(kNames.op, &with_gradients<>);
-  m.impl(kSoftmaxLse, &with_gradients<bool>);
+  m.impl("npu_sparse_flash_attention_pto.softmax_lse", &with_gradients);
 }
 
 }  // namespace custom_pypto

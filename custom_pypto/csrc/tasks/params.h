@@ -30,7 +30,7 @@ struct IndexerParams {
   int64_t sparse_count;
   bool return_value = false;
   Tensor out = {};     // set by the contract
-  Tensor values = {};  // set by the contract if return_value; float32
+  Tensor values = {};  // float32, without elements unless return_value
 };
 
 struct AttentionParams {
@@ -44,7 +44,7 @@ struct AttentionParams {
   int64_t sparse_block_size = 1;
   bool return_softmax_lse = false;
   Tensor out = {};                            // set by the contract
-  Tensor softmax_max = {}, softmax_sum = {};  // set by the contract if return_softmax_lse
+  Tensor softmax_max = {}, softmax_sum = {};  // without elements unless return_softmax_lse
 };
 
 struct AttentionGradParams {

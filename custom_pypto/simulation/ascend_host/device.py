@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from ... import ops
 from ...converter import swap
+from ...schemas import overload
+from ...standard import check_keywords
 from ..interpreter import replace_calls, run_in_place
 from .libraries import AscendHostError
 
@@ -214,8 +215,12 @@ def _scatter_nd_update(self: Tensor, indices: Tensor, updates: Tensor) -> Tensor
 def _standard(op: str) -> Callable:
     """torch_npu's standard op, on the CPU: that of this package, which takes its arguments."""
 
-    def kernel(query, *args, **kwargs):
-        return swap.as_standard(op, getattr(ops, op)(query, *args, **kwargs), query)
+    own = {argument.name for argument in overload(op)._schema.arguments}
+
+    def kernel(*args, **kwargs):
+        given = {name: kwargs.pop(name) for name in [*kwargs] if name in own}
+        check_keywords(op, kwargs)
+        return overload(op)(*args, **given)
 
     return kernel
 

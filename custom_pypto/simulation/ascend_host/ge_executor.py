@@ -167,7 +167,7 @@ class Node:
                 raise self.error(f"must have the {what} of its prototype, {expected}, got {got}")
 
     def _ours(self, prototype: prototypes.Prototype) -> Callable:
-        op = overload(prototype.op, prototype.overload)
+        op = overload(prototype.op)
         required = [tensor.name for tensor in prototype.inputs if tensor.kind == "required"]
         attributes = dict(self.attributes)
         for name, value in OPS[prototype.op].absent.items():

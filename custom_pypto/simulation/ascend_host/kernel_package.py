@@ -208,7 +208,7 @@ def _plan(type: str, arguments: Iterator[_Argument]) -> tuple[Callable, int]:
     for name, value in OPS[prototype.op].absent.items():
         if named[name] == (list(value) if isinstance(value, tuple) else value):
             named[name] = None
-    op = overload(prototype.op, prototype.overload)
+    op = overload(prototype.op)
 
     def launched(workspace: int) -> Callable[[], None]:
         def work() -> None:
