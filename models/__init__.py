@@ -110,8 +110,9 @@ def use_custom_pypto(
             the number of real tokens. None: none.
         indexer_loss_coefficient: what it is multiplied by in the output's ``loss``.
         context_parallel: the ranks of torch's process group, which the caller initialises, take a
-            part of each prompt each; the cache of each ends whole. Every rank has the whole model
-            and makes the same calls, and decodes alone. See docs/tensor_parallel.md.
+            part of the tokens of each prompt, and of each training forward on the ops. Every rank
+            has the whole model, makes the same calls, and ends with the whole cache; gradients are
+            right in their mean over the ranks. See docs/tensor_parallel.md.
     Returns:
         ``model`` itself.
     Raises:
@@ -132,7 +133,7 @@ def use_custom_pypto(
     option = Option(indexer_loss, indexer_loss_coefficient)
     check_indexer_loss("use_custom_pypto", model, paged, training, option)
     if context_parallel:
-        check_context_parallel("use_custom_pypto", model, paged)
+        check_context_parallel("use_custom_pypto", model, paged, indexer_loss)
     text = text_model(model)
     check_widths(text.config, paged.pools)
     dtypes = {"index_dtype": index_dtype, "kv_dtype": kv_dtype}

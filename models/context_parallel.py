@@ -1,5 +1,10 @@
-"""Prompts over ranks: each takes its tokens of a prompt through all layers, every rank writes the
+"""Tokens over ranks: each takes its tokens of a prompt through all layers, every rank writes the
 cache rows of all tokens, and so the caches end equal and whole.
+
+In training the rows of a layer's call are gathered alike, and each rank gets the sum of all ranks'
+gradients of its own. The hidden states at the end, too: every rank computes the same loss, so that
+the gradients of its layers are those of its tokens, times the number of ranks. Their mean over the
+ranks, which DistributedDataParallel and fully_shard take, is the gradient.
 
 The prompt is cut into ``2 n`` pieces for n ranks; rank r takes pieces r and ``2 n - 1 - r``, an
 early and a late one, since late tokens have more keys to score. In every layer the ranks send each
@@ -15,9 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .absorbed import first_derivative
 from .cache import Step, TokenSlice
 from .latent_attention import LatentAttention
 from .projection import is_sharded
+from .training import TrainingStep
 
 # of a prompt over ranks; fewer are not worth the exchange
 FEWEST_TOKENS = 32
@@ -46,13 +53,23 @@ class PieceSlice(TokenSlice):
     on_every_rank = False
 
 
-class PieceStep(Step):
-    """A step whose tokens are this rank's, of the ``pieces`` of a prompt. Its ``slots``, ``start``
-    and ``lengths`` are those of the whole prompt."""
+class OfPieces:
+    """A step whose tokens are this rank's, of its ``pieces``. Its ``slots``, ``start`` and
+    ``lengths`` are those of the whole prompt."""
+
+    pieces: Pieces
 
     def count(self) -> int:
         return self.pieces.real.size(1)
 
+    def own(self, x: Tensor, dim: int = 1) -> Tensor:
+        return own_columns(self.pieces, x, dim)
+
+    def whole(self, x: Tensor) -> Tensor:
+        return Gathered.apply(x, self.pieces)
+
+
+class PieceStep(OfPieces, Step):
     def slices(self, size: int) -> list[TokenSlice]:
         real, found, column = self.pieces.real, [], 0
         ends = self.start[:, None] + nn.functional.pad(real.cumsum(1), (1, 0))
@@ -69,11 +86,17 @@ class PieceStep(Step):
                 column = columns.stop
         return found
 
-    def own(self, x: Tensor, dim: int = 1) -> Tensor:
-        return own_columns(self.pieces, x, dim)
 
-    def whole(self, x: Tensor) -> Tensor:
-        pieces, size = self.pieces, self.pieces.size
+class PieceTrainingStep(OfPieces, TrainingStep):
+    pass
+
+
+class Gathered(torch.autograd.Function):
+    """Values ``[B, S, ..]`` of all tokens, from those of this rank's."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, pieces: Pieces) -> Tensor:
+        ctx.pieces, size = pieces, pieces.size
         padded, column = x.new_zeros(x.size(0), 2, size, *x.shape[2:]), 0
         for i, (begin, end) in enumerate(pieces.bounds()):
             padded[:, i, : end - begin] = x[:, column : column + end - begin]
@@ -82,7 +105,21 @@ class PieceStep(Step):
         dist.all_gather(gathered, padded)
         early, late = zip(*(of_rank.unbind(1) for of_rank in gathered), strict=True)
         in_order = torch.cat([*early, *reversed(late)], 1)
-        return in_order[:, : self.count()]
+        return in_order[:, : pieces.real.size(1)]
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
+        pieces, size = ctx.pieces, ctx.pieces.size
+        missing = 2 * pieces.ranks * size - gradient.size(1)
+        # in float32, as parts add up their gradients
+        padded = nn.functional.pad(gradient.float().movedim(1, -1), (0, missing)).movedim(-1, 1)
+        early, late = padded.unflatten(1, (-1, size)).chunk(2, 1)
+        of_ranks = torch.stack([early, late.flip(1)], 2).unbind(1)
+        own = torch.empty_like(of_ranks[0])
+        dist.reduce_scatter(own, [x.contiguous() for x in of_ranks])
+        parts = [own[:, i, : end - begin] for i, (begin, end) in enumerate(pieces.bounds())]
+        return torch.cat(parts, 1).to(gradient.dtype), None
 
 
 def own_columns(pieces: Pieces, x: Tensor, dim: int = 1) -> Tensor:
@@ -101,12 +138,12 @@ def share(model, step: Step, kwargs: dict) -> tuple[Step, dict]:
     """
     if step.count() < max(FEWEST_TOKENS, 2 * dist.get_world_size()):
         return step, kwargs
-    if kwargs.get("output_hidden_states", getattr(model.config, "output_hidden_states", False)):
-        raise ValueError(
-            "patched model: output_hidden_states must be False for a prompt over ranks, which have "
-            "a part of them each, got True; call models.use_custom_pypto(model) without "
-            "context_parallel"
-        )
+    for name in ("output_hidden_states", "output_router_logits"):
+        if kwargs.get(name, getattr(model.config, name, False)):
+            raise ValueError(
+                f"patched model: {name} must be False for tokens over ranks, which have a part of "
+                "them each, got True; call models.use_custom_pypto(model) without context_parallel"
+            )
     pieces = Pieces(dist.get_rank(), dist.get_world_size(), step.valid)
     check_equal(step, kwargs)
     own = {
@@ -118,7 +155,14 @@ def share(model, step: Step, kwargs: dict) -> tuple[Step, dict]:
         name: own_columns(pieces, getattr(step, name))
         for name in ("valid", "positions", "position_ids")
     }
-    return PieceStep(*step._replace(pieces=pieces, **new)), kwargs | own
+    step = step._replace(pieces=pieces, **new)
+    if not isinstance(step, TrainingStep):
+        return PieceStep(*step), kwargs | own
+    batch, tokens = pieces.real.shape
+    step.store.take(
+        [range(b * tokens + x, b * tokens + y) for b in range(batch) for x, y in pieces.bounds()]
+    )
+    return PieceTrainingStep(*step), kwargs | own
 
 
 def whole_output(step: Step, output):
@@ -157,8 +201,8 @@ def checksum(x: Tensor | None) -> int:
     return zlib.crc32(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
 
 
-def check_context_parallel(caller: str, model, paged: type) -> None:
-    """Rejects a model that cannot share prompts.
+def check_context_parallel(caller: str, model, paged: type, indexer_loss: str | None) -> None:
+    """Rejects a model that cannot share tokens.
 
     Raises:
         RuntimeError: there is no process group.
@@ -169,6 +213,8 @@ def check_context_parallel(caller: str, model, paged: type) -> None:
         why = f"model_type {model.config.model_type}, whose tokens need states of earlier ones"
     elif any(map(is_sharded, model.modules())):
         why = "a model whose weights are shared by ranks, which compute the same tokens together"
+    elif indexer_loss is not None:
+        why = f"indexer_loss={indexer_loss!r}, which ranks with other tokens do not add up"
     if why is not None:
         raise ValueError(f"{caller}: context_parallel must be False for {why}")
     if not dist.is_initialized():

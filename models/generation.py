@@ -54,6 +54,9 @@ def prepare_forward(model, args: tuple, kwargs: dict):
         if step is None:
             return None
         kwargs["use_cache"] = False
+        if model._custom_pypto.context_parallel:
+            step, kwargs = context_parallel.share(model, step, kwargs)
+            positions = None if positions is None else kwargs["position_ids"]
         return (), kwargs | arguments(model, attention, positions, step, step.store.real)
     if cache is None:
         if is_transformed() or masks.is_packed(model, kwargs):

@@ -105,6 +105,10 @@ class StoreOfCalls:
         #: those of them that have no graph
         self.constant: list[PagedLayer] = []
 
+    def take(self, own: list[range]) -> None:
+        """Leaves the queries of other tokens to other ranks."""
+        self.parts = parts_of(self.ends, self.size, self.device, own)
+
     @torch.compiler.disable(reason="each call of a layer creates its rows")
     def create(self, attention) -> CallStore:
         """The store of a call of this layer, and in it the layers that share their latents."""
@@ -288,16 +292,25 @@ def count(placed: Tensor) -> Tensor:
     return placed.cumsum(1) - 1
 
 
-def parts_of(ends: list[int], size: int, device: torch.device) -> list[Part]:
-    """Parts of at most ``size`` tokens of the sequences with these ends."""
-    parts, starts = [], [0, *ends[:-1]]
-    for first in range(0, ends[-1], size):
-        last = min(first + size, ends[-1])
-        inside = [i for i, end in enumerate(ends) if end > first and starts[i] < last]
-        keys = slice(starts[inside[0]], last)
-        upto = [min(ends[i], last) for i in inside]
-        upto = torch.tensor(upto, dtype=torch.int32, device=device)
-        parts.append(Part(slice(first, last), keys, upto - first, upto - keys.start))
+def parts_of(
+    ends: list[int], size: int, device: torch.device, own: list[range] | None = None
+) -> list[Part]:
+    """Parts of at most ``size`` tokens of the sequences with these ends.
+
+    Args:
+        own: the tokens whose queries this rank has, one behind the other; None: all.
+    """
+    parts, starts, query = [], [0, *ends[:-1]], 0
+    for tokens in own or [range(ends[-1])]:
+        for first in tokens[::size]:
+            last = min(first + size, tokens.stop)
+            inside = [i for i, end in enumerate(ends) if end > first and starts[i] < last]
+            keys = slice(starts[inside[0]], last)
+            upto = [min(ends[i], last) for i in inside]
+            upto = torch.tensor(upto, dtype=torch.int32, device=device)
+            queries = slice(query, query + last - first)
+            parts.append(Part(queries, keys, upto - first, upto - keys.start))
+            query = queries.stop
     return parts
 
 

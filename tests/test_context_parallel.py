@@ -9,9 +9,11 @@ import torch.distributed as dist
 from memory import in_ranks
 from model_harness import assert_close, feed, left_padded
 from tiny import ALL_KINDS, clear_case, tiny_model, token_ids
+from training_harness import TOKENS, TOLERANCES, assert_near, checkpointed, packed, padded, trained
 
 from custom_pypto import models
 from custom_pypto.models import CACHE
+from custom_pypto.models.latent_attention import LatentAttention
 from custom_pypto.models.patched import text_model
 
 LATENT = [kind for kind in ALL_KINDS if kind not in ("deepseek_v4", "glm5_next")]
@@ -47,6 +49,29 @@ def computed(model, seed):
     }
 
 
+def batches(seed: int) -> dict[str, dict]:
+    return {"padded": padded(left=(3, 0), right=(5, 9), seed=seed), "packed": packed(seed)}
+
+
+def losses_and_gradients(model, seed: int) -> dict[str, tuple]:
+    """Of each batch, also with activation checkpointing."""
+    LatentAttention.slice_tokens = 23  # several parts of each piece
+    found = {name: trained(model, batch) for name, batch in batches(seed).items()}
+    for reentrant in (False, True)[: 1 + ("mistral" not in model.config.model_type)]:
+        checkpointed(model, reentrant)
+        found[f"checkpointed, {reentrant}"] = trained(model, batches(seed)["padded"])
+        model.gradient_checkpointing_disable()
+    return found
+
+
+def meaned(grads: dict) -> dict:
+    """The mean over the ranks, as DistributedDataParallel takes it."""
+    for x in grads.values():
+        dist.all_reduce(x)
+        x /= dist.get_world_size()
+    return grads
+
+
 def failure(call) -> str:
     try:
         call()
@@ -55,7 +80,6 @@ def failure(call) -> str:
     return ""
 
 
-@torch.no_grad()
 def work(rank: int, folder: Path, seeds: dict[str, int]):
     """What each of two ranks does, and notes in a file."""
     torch.set_num_threads(1)
@@ -70,8 +94,19 @@ def work(rank: int, folder: Path, seeds: dict[str, int]):
         model = models.use_custom_pypto(tiny_model(kind), context_parallel=True, block_size=16)
         norm, fed = text_model(model).norm, []
         norm.register_forward_hook(lambda _, args, output, fed=fed: fed.append(output.size(1)))
-        seen[kind] = computed(model, seed)
+        with torch.no_grad():
+            seen[kind] = computed(model, seed)
         seen[kind]["fed"] = fed[: len(CHUNKS)]
+        models.use_custom_pypto(model.train(), training="ops", context_parallel=True)
+        of_batches = losses_and_gradients(model, seed).items()
+        seen[kind]["trained"] = {x: (loss, meaned(grads)) for x, (loss, grads) in of_batches}
+        assert max(fed[-3:]) < TOKENS
+    of_one_forward(rank, folder, seen)
+    torch.save(seen, folder / f"{rank}.pt")
+
+
+@torch.no_grad()
+def of_one_forward(rank: int, folder: Path, seen: dict):
     model = models.use_custom_pypto(tiny_model().bfloat16(), context_parallel=True, **INT8)
     cache = models.PagedCache(model, 1, 128)
     model(token_ids(1, 64), **{CACHE: cache})
@@ -84,7 +119,14 @@ def work(rank: int, folder: Path, seeds: dict[str, int]):
     seen["other sizes"] = failure(lambda: model(other[:, : 40 + rank]))
     everything = {"output_hidden_states": True}
     seen["hidden states"] = failure(lambda: model(token_ids(1, 64), **everything))
-    torch.save(seen, folder / f"{rank}.pt")
+
+
+def alone(kind: str, seed: int) -> dict:
+    model = models.use_custom_pypto(tiny_model(kind))
+    with torch.no_grad():
+        found = computed(model, seed)
+    models.use_custom_pypto(model.train(), training="ops")
+    return found | {"trained": losses_and_gradients(model, seed)}
 
 
 INT8 = {"index_dtype": torch.int8, "kv_dtype": None}
@@ -96,15 +138,13 @@ def shared(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("ranks")
     torch.set_num_threads(1)
     kinds = LATENT if request.config.getoption("--all") else ["glm_moe_dsa", "dots3_note"]
-    with torch.no_grad():
-        patched = {kind: models.use_custom_pypto(tiny_model(kind)) for kind in kinds}
-        found = {
-            kind: clear_case(lambda seed, model=model: computed(model, seed))
-            for kind, model in patched.items()
-        }
+    with pytest.MonkeyPatch.context() as patch:
+        # put back what losses_and_gradients() changes
+        patch.setattr(LatentAttention, "slice_tokens", LatentAttention.slice_tokens)
+        found = {kind: clear_case(lambda seed, kind=kind: alone(kind, seed)) for kind in kinds}
     in_ranks(work, folder, {kind: seed for kind, (seed, _) in found.items()})
     ranks = [torch.load(folder / f"{rank}.pt") for rank in range(2)]
-    return folder, ranks, {kind: alone for kind, (_, alone) in found.items()}
+    return folder, ranks, {kind: expected for kind, (_, expected) in found.items()}
 
 
 def test_ranks_that_share_prompts_end_with_what_one_process_has(shared):
@@ -122,6 +162,16 @@ def test_ranks_that_share_prompts_end_with_what_one_process_has(shared):
                 assert_close(mine, other, kind)
         one, other = (rank[kind]["rows"] for rank in ranks)
         assert one and all(map(torch.equal, one, other))
+
+
+def test_the_mean_of_the_gradients_of_ranks_is_that_of_one_process(shared):
+    _, ranks, expected = shared
+    for kind, alone in expected.items():
+        for rank in (rank[kind] for rank in ranks):
+            for batch, (loss, grads) in alone["trained"].items():
+                got, of_ranks = rank["trained"][batch]
+                torch.testing.assert_close(got, loss, rtol=TOLERANCES["deepseek_v32"], atol=0)
+                assert_near(of_ranks, grads, kind)
 
 
 def test_the_caches_of_all_ranks_are_equal_in_int8_and_one_process_continues_on_them(shared):

@@ -129,6 +129,11 @@ def check_v4(vllm_config) -> None:
             "vLLM has no draft layers of DeepSeek-V4 for CPUs: speculative decoding must be "
             f"ngram, got {vllm_config.speculative_config.method}"
         )
+    if vllm_config.kv_transfer_config is not None:
+        _reject(
+            "kv_transfer_config must be unset with DeepSeek-V4, whose windows and compressed rows "
+            f"have blocks of their own, got {vllm_config.kv_transfer_config.kv_connector}"
+        )
     if getattr(config, "vision_n_layers", 0):
         _reject("DeepSeek-V4 must be a model of text, got one with images")
     ratios = compress_ratios(config.to_dict())

@@ -64,12 +64,12 @@ class FolderConnector(KVConnectorBase_V1):
                 'custom_pypto_vllm: kv_connector_extra_config must have a "path", a folder that '
                 f"the engines share, got {settings.kv_connector_extra_config}"
             )
-        model = vllm_config.model_config.hf_config
-        if len(kv_cache_config.kv_cache_groups) != 1 or model.model_type == "deepseek_v4":
+        model, groups = vllm_config.model_config.hf_config, kv_cache_config.kv_cache_groups
+        if len(groups) != 1:
             raise ValueError(
                 f"custom_pypto_vllm: kv_connector must be unset for {model.model_type}, whose "
-                "windows and compressed rows are caches with blocks of their own; FolderConnector "
-                "takes DeepSeek-V3.2, GLM-5 and Hy4"
+                f"caches have blocks of {len(groups)} kinds; FolderConnector takes DeepSeek-V3.2, "
+                "GLM-5 and Hy4"
             )
         self.folder = Path(path)
         self.folder.mkdir(parents=True, exist_ok=True)

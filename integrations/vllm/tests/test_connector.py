@@ -1,12 +1,11 @@
 """An engine continues on the prompts that another one computed."""
 
-import deepseek_v4
 import pytest
 import torch
 from checkpoints import save_tiny
 from engine import PROMPTS
 from safetensors import safe_open
-from test_engines import GLM, INT8, V32, assert_equal, errors, generate, run
+from test_engines import GLM, INT8, V32, assert_equal, errors, generate
 
 SIZE = 16
 WHOLE = [(len(prompt) - 1) // SIZE for prompt in PROMPTS]
@@ -72,10 +71,3 @@ def test_is_near_to_float32(kind, producer, consumer, options, tmp_path):
     result, _ = handed_over(checkpoint, tmp_path, producer, consumer, **options)
     ours, _ = errors(checkpoint, result)
     assert torch.cat(ours).abs().max() < 0.15
-
-
-def test_caches_of_several_kinds_are_rejected(tmp_path):
-    checkpoint = deepseek_v4.save_tiny(tmp_path / "deepseek_v4")
-    engine = run(checkpoint, tmp_path, **connected(tmp_path, "kv_both"))
-    assert engine.returncode
-    assert "kv_connector must be unset for deepseek_v4" in engine.stdout + engine.stderr

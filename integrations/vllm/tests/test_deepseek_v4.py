@@ -94,6 +94,16 @@ REJECTED = {
         dict(speculative_config=dict(method="mtp", num_speculative_tokens=1)),
         "speculative decoding must be ngram",
     ),
+    "a KV connector": (
+        dict(
+            kv_transfer_config=dict(
+                kv_connector="FolderConnector",
+                kv_connector_module_path="custom_pypto_vllm.connector",
+                kv_role="kv_both",
+            )
+        ),
+        "kv_transfer_config must be unset with DeepSeek-V4",
+    ),
     "a stage without compressed rows": (
         dict(pipeline_parallel_size=2),
         "got none of [128] in layers 0 to 1",
