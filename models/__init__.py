@@ -27,6 +27,7 @@ if _problem := transformers_problem():
 from pathlib import Path  # noqa: E402
 
 import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
 from transformers import GenerationConfig, PreTrainedModel  # noqa: E402
 
 from custom_pypto import hub  # noqa: E402
@@ -55,7 +56,15 @@ from .loading import (  # noqa: E402
 from .patch import Patch, patch_of  # noqa: E402
 from .patched import CACHE, attentions_to_patch, sizes, text_model  # noqa: E402
 from .replay import record_indices, replay_indices  # noqa: E402
-from .tensor_parallel import own_device, sharing  # noqa: E402
+from .sharing import (  # noqa: E402
+    check_agreement,
+    check_sharing,
+    facts_of_files,
+    facts_of_weights,
+    own_device,
+    plan_of,
+    share_experts_alone,
+)
 from .training import TRAINING  # noqa: E402
 from .weights.choice import Weights, check_stored, check_weights, kinds_of  # noqa: E402
 from .weights.modules import convert  # noqa: E402
@@ -178,6 +187,7 @@ def load(
     num_hidden_layers: int | None = None,
     device: torch.device | str | None = None,
     tensor_parallel: bool = False,
+    expert_parallel: bool = False,
     weights: Weights = None,
     revision: str | None = None,
 ) -> PreTrainedModel:
@@ -199,8 +209,11 @@ def load(
             the embedding. Upstream keeps some parameters of some architectures in float32.
         num_hidden_layers: number of layers, from the first on; None: all.
         device: target device; None: CPU.
-        tensor_parallel: shard the model across all ranks of torch's process group, which the caller
-            initialises; each rank uses its own accelerator, or the CPU if there is none.
+        tensor_parallel: share attention heads, the widths of MLPs and experts, and the vocabulary
+            among all ranks of torch's process group, which the caller initialises; each rank uses
+            its own accelerator, or the CPU if there is none.
+        expert_parallel: share experts, whole ones, and the vocabulary among all ranks; each reads
+            its own experts alone. With ``tensor_parallel`` the heads and other widths, too.
         weights: the format of linear layers and experts, which compute with it on the CPU
             (:func:`custom_pypto.weight_only_linear`): ``"stored"``, bfloat16, fp8 and fp4 as on
             disk; ``"int8"``, rounded with a scale for each row; ``"int4"``, rounded with scale and
@@ -212,10 +225,10 @@ def load(
     Raises:
         FileNotFoundError: no such directory, repository, revision, config, index or shard.
         OSError: the Hub does not answer, or refuses; or the disk is too small.
-        RuntimeError: ``tensor_parallel`` without a process group.
+        RuntimeError: ``tensor_parallel`` or ``expert_parallel`` without a process group.
         ValueError: a damaged or mismatched file; the message names the file, the expected and the
             actual value. Or invalid ``num_hidden_layers``, unsupported quantization, unsupported
-            number of ranks, ``dtype`` or ``device``, or ``device`` with ``tensor_parallel``.
+            number of ranks, ``dtype`` or ``device``, or ``device`` with ranks that share a model.
         TypeError: unsupported model class in the config.
         MemoryError: the model does not fit; nothing was read or, of a repository, downloaded.
     """
@@ -223,14 +236,19 @@ def load(
     place = check_device(device)
     source = hub.find("load: path", path, revision)
     config, model_class = supported_model("load", source.folder)
-    plan = sharing(config.get_text_config(), device) if tensor_parallel else None
+    ranks, shared = 1, tensor_parallel or expert_parallel
+    if shared:
+        text = config.get_text_config()
+        ranks = check_sharing(text, device, tensor_parallel, expert_parallel)
     kinds = stored_kinds(config)
-    check_stored(formats, kinds, device, tensor_parallel)
+    check_stored(formats, kinds, device, tensor_parallel, expert_parallel)
     blocks = quantized_weights.blocks_of(config.to_dict())
     if num_hidden_layers is not None:
         config = type(config).from_dict(first_layers(config.to_dict(), num_hidden_layers))
     for name in quantized_weights.CONFIG & vars(config).keys():
         delattr(config, name)  # describes the files; the model is not quantized
+    if shared and not tensor_parallel:
+        share_experts_alone(config.get_text_config())
     with torch.device("meta"):
         skeleton = use_custom_pypto(model_class._from_config(config))
     names = {name for name, _ in skeleton.named_modules()}
@@ -238,18 +256,21 @@ def load(
     convert(skeleton, kinds)
     checkpoint = check_shards(source, skeleton, blocks)
     resolved = resolve_dtype(wanted, config, checkpoint)
-    reader = Reader(checkpoint.tensors, blocks, mapped=bool(kinds))
+    own = checkpoint.of_rank(dist.get_rank(), ranks) if expert_parallel else checkpoint.tensors
+    reader = Reader(own, blocks, mapped=bool(kinds))
     chosen = kinds_of(skeleton, formats, checkpoint.dtypes(), dtypes_of(skeleton, resolved))
     state = parameters(skeleton, checkpoint, reader, resolved, chosen)
     convert(skeleton, chosen)
     if kinds := kinds | chosen:
         config.quantization_config = StoredWeights.of(kinds).to_dict()
-    if plan is None:
-        check_memory(skeleton, resolved, place)
-    else:
-        check_memory(skeleton, resolved, own_device(), ranks=plan.tp_size)
-    source.fetch({tensor.file.name for tensor in checkpoint.tensors.values()})
-    check_scale_values(skeleton, checkpoint, reader)
+    plan = plan_of(skeleton, ranks, expert_parallel) if shared else None
+    if plan:
+        facts = facts_of_files(config, checkpoint.tensors) | {"dtype": resolved, "weights": formats}
+        ways = {"tensor_parallel": tensor_parallel, "expert_parallel": expert_parallel}
+        check_agreement(facts | ways)
+    check_memory(skeleton, resolved, own_device() if plan else place, plan)
+    source.fetch({tensor.file.name for tensor in own.values()})
+    check_scale_values(skeleton, checkpoint, reader, plan)
     generation_config = None
     if (source.folder / "generation_config.json").is_file():
         generation_config = GenerationConfig.from_pretrained(source.folder)
@@ -267,4 +288,6 @@ def load(
         model._weight_conversions = []
     else:  # else transformers would save the experts stacked, as it got them here
         del model._weight_conversions
+    if plan:
+        check_agreement(facts_of_weights(model))
     return use_custom_pypto(model.to(place) if plan is None else model)

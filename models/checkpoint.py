@@ -65,6 +65,19 @@ class Checkpoint(NamedTuple):
         found = self.parts.items()
         return {name: {self.tensors[part].dtype for part in parts} for name, parts in found}
 
+    def of_rank(self, rank: int, ranks: int) -> dict[str, Stored]:
+        """The tensors without the experts that are another rank's, if all are apart on disk."""
+        others = set()
+        for parts in self.parts.values():
+            if re.search(EXPERT, parts[0]):
+                own = len(parts) // ranks
+                others |= {*parts[: rank * own], *parts[(rank + 1) * own :]}
+        return {
+            name: tensor
+            for name, tensor in self.tensors.items()
+            if quantized_weights.weight_name(name) not in others
+        }
+
 
 def check_shards(source: Directory, model, blocks: dict[str, tuple[int, int]]) -> Checkpoint:
     """Rejects a checkpoint unless it holds every tensor of ``model``, complete and in its shape; of

@@ -11,11 +11,13 @@ import torch
 from safetensors import safe_open
 from tqdm import tqdm
 from transformers.core_model_loading import GLOBAL_WORKERS, ConversionOps
+from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
 from . import quantized_weights
 from .checkpoint import Checkpoint, Stored
 from .memory import empty, free_memory
+from .sharing import part_of_rank, shared_parameters
 from .weights.modules import SCALE, stored_parameters
 from .weights.reading import NAMES, OnDisk, StoredWeight, check_blocks
 
@@ -28,6 +30,7 @@ class Reader:
     """Reads tensors of a checkpoint, dequantized.
 
     Args:
+        tensors: those that this rank reads.
         mapped: whether tensors are pages of their files, which several processes then share.
     """
 
@@ -41,12 +44,19 @@ class Reader:
         self.progress, self.lock = tqdm(disable=True), threading.Lock()
         # else read: a mapped file counts as memory of this process, and a change of the file would
         # change or crash the model
-        options = {} if mapped else {"backend": "pread"}
+        self.mapped, options = mapped, {} if mapped else {"backend": "pread"}
         self._open = functools.cache(functools.partial(safe_open, framework="pt", **options))
+        # pread takes the whole of a tensor for a slice of it
+        self._map = functools.cache(functools.partial(safe_open, framework="pt"))
 
-    def stored(self, name: str) -> torch.Tensor:
-        """The tensor as stored in the file."""
-        tensor = self._open(self.tensors[name].file).get_tensor(name)
+    def stored(self, name: str, first: slice = slice(None)) -> torch.Tensor:
+        """The tensor as stored in the file, or a part of its first dim."""
+        file = self.tensors[name].file
+        if first == slice(None):
+            tensor = self._open(file).get_tensor(name)
+        else:
+            tensor = self._map(file).get_slice(name)[first]
+            tensor = tensor if self.mapped else tensor.clone()
         with self.lock:
             self.progress.update(tensor.nbytes)
         return tensor
@@ -64,9 +74,13 @@ class Reader:
     def is_quantized(self, name: str) -> bool:
         return self.tensors[name].dtype in self.blocks
 
-    def rows(self, name: str) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Blocks of rows, as stored or dequantized in float32, and which rows these are."""
-        stored = self.stored(name)
+    def rows(self, name: str, first: slice = slice(None)) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Blocks of rows, as stored or dequantized in float32, and which rows these are.
+
+        Args:
+            first: a part of the first dim, of a tensor that is not quantized.
+        """
+        stored = self.stored(name, first)
         if not self.is_quantized(name):
             return quantized_weights.row_blocks(stored.flatten(0, -2))
         scales = self.stored(quantized_weights.scale_name(name, self.tensors))
@@ -104,6 +118,7 @@ def reading(reader: Reader) -> Iterator[None]:
         torch.set_num_threads(max(1, threads // GLOBAL_WORKERS))
         try:
             yield
+            reader.progress.total = reader.progress.n  # a rank reads parts of some tensors
         finally:
             torch.set_num_threads(threads)
             logging.set_tqdm_hook(hook)
@@ -136,6 +151,13 @@ class Parameter:
 
     def __getitem__(self, index) -> torch.Tensor:
         if len(self.parts) == 1:
+            [name] = self.parts
+            as_stored = self.convert is None and not self.reader.is_quantized(name)
+            if as_stored and index is not ...:
+                first, *others = index
+                part = self.reader.stored(name, first)
+                wanted = part[(slice(None), *others)]
+                return part if wanted.shape == part.shape else wanted.clone()
             whole = self.reader.read(self.parts[0], self.dtype).view(self.shape)
             whole = whole if self.convert is None else self.convert(whole)
             # a copy: a view of a part would keep the whole tensor in memory
@@ -143,14 +165,15 @@ class Parameter:
         if len(self.parts) < self.shape[0]:  # blocks of rows
             whole = torch.cat([self.reader.read(part, self.dtype) for part in self.parts])
             return whole if index is ... else whole[index].clone()
-        # with tensor parallelism, a rank reads only a part of each expert
+        # a rank reads only a part of each expert, or some of the experts
         experts, rows, columns = [slice(None)] * 3 if index is ... else index
         selected = range(self.shape[0])[experts]
         parts_of_one = len(self.parts) // self.shape[0]
         buffer = torch.empty(self.shape[1:], dtype=self.dtype, device="cpu")
         parameter = empty((len(selected), *buffer[rows, columns].shape), self.dtype)
+        whole = parameter.shape[1:] == buffer.shape
         for i, place in zip(selected, parameter, strict=True):
-            expert = place if index is ... else buffer
+            expert = place if whole else buffer
             parts = self.parts[i * parts_of_one : (i + 1) * parts_of_one]
             targets = expert.view(parts_of_one, -1, self.shape[-1])
             for part, target in zip(parts, targets, strict=True):
@@ -194,21 +217,26 @@ def converted(operation: ConversionOps, config, tensor: torch.Tensor) -> torch.T
     return result
 
 
-def check_scale_values(model, checkpoint: Checkpoint, reader: Reader) -> None:
-    """Rejects scales that are infinite or NaN.
+def check_scale_values(
+    model, checkpoint: Checkpoint, reader: Reader, plan: DistributedConfig | None
+) -> None:
+    """Rejects scales that are infinite or NaN, of the weights that this rank reads.
 
     Raises:
         ValueError: names file and tensor.
     """
-    weights = filter(reader.is_quantized, checkpoint.tensors)
-    names = [quantized_weights.scale_name(name, checkpoint.tensors) for name in weights]
-    # of a module that is stored in another format than on disk, there is none to read
-    own = (name for name in stored_parameters(model) if name.endswith(SCALE))
-    own = (name for name in own if name in checkpoint.parts)
-    names += [checkpoint.parts[name][0] for name in own]
-    for name in names:
-        if not bool(reader.stored(name).float().isfinite().all()):
-            file = checkpoint.tensors[name].file
+    weights = filter(reader.is_quantized, reader.tensors)
+    scales = {quantized_weights.scale_name(name, reader.tensors): slice(None) for name in weights}
+    shared = shared_parameters(model, plan) if plan else set()
+    for name in stored_parameters(model):
+        # of a module that is stored in another format than on disk, there is none to read
+        if name.endswith(SCALE) and name in checkpoint.parts:
+            count = model.get_parameter(name).size(0)
+            first = part_of_rank(count) if name in shared else slice(None)
+            scales[checkpoint.parts[name][0]] = first
+    for name, first in scales.items():
+        if not bool(reader.stored(name, first).float().isfinite().all()):
+            file = reader.tensors[name].file
             raise ValueError(
                 f"load: {file}: {name} must be finite, got an infinity or NaN; download it again"
             )
@@ -278,16 +306,33 @@ def resolve_dtype(dtype: torch.dtype | None, config, checkpoint: Checkpoint) -> 
     return config.dtype or quantized_weights.FLOATS[checkpoint.tensors[embedding].dtype]
 
 
-def check_memory(model, dtype: torch.dtype, device: torch.device, ranks: int = 1) -> None:
+def bytes_of_rank(
+    model, dtypes: dict[str, torch.dtype], plan: DistributedConfig | None = None
+) -> int:
+    """What ``model`` takes on each rank, on average.
+
+    Args:
+        plan: how ranks share it; None: one process has it all.
+    """
+    parts = dict.fromkeys(shared_parameters(model, plan), plan.tp_size) if plan else {}
+    return sum(
+        tensor.numel() * dtypes[name].itemsize // parts.get(name, 1)
+        for name, tensor in model.state_dict().items()
+    )
+
+
+def check_memory(
+    model, dtype: torch.dtype, device: torch.device, plan: DistributedConfig | None = None
+) -> None:
     """Rejects a model that does not fit in memory.
 
     Args:
-        ranks: processes that share the model; those on one machine share its memory.
+        plan: how ranks share the model; those on one machine share its memory.
     Raises:
         MemoryError: names the required and the available memory, and the remedy.
     """
-    state, dtypes = model.state_dict(), dtypes_of(model, dtype)
-    needed = sum(state[name].numel() * dtypes[name].itemsize for name in state) // ranks
+    ranks = 1 if plan is None else plan.tp_size
+    needed = bytes_of_rank(model, dtypes_of(model, dtype), plan)
     here = 1 if ranks == 1 else int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     available = {}
     if device.type != "cpu":

@@ -13,10 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers.distributed.tensor_parallel import TensorParallelLayer
+from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from .quantizers import exclusion, quantizer_of, quantizes_weight_alone
 
+# modules of transformers' wrappers for ranks' heads and widths, and for their experts
+WRAPPERS = {
+    type(ALL_PARALLEL_STYLES[style]).__module__ for style in ("rowwise", "ep_dispatch_experts")
+}
 # by name, since peft need not be installed
 LORA = ("peft.tuners.lora.layer", "Linear")
 
@@ -182,7 +186,7 @@ def has_other_forward(module: nn.Module) -> bool:
 
 def is_of_ranks(forward) -> bool:
     """Whether this ``forward`` is transformers' wrapper for a module with sharded weights."""
-    return forward.__module__ == TensorParallelLayer.__module__
+    return forward.__module__ in WRAPPERS
 
 
 def is_sharded(module: nn.Module) -> bool:

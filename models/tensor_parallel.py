@@ -1,94 +1,20 @@
-"""Tensor parallelism by transformers' plan: one process per device.
+"""What ranks exchange that share the heads of an attention.
 
-Attention heads and the widths of MLPs and experts are sharded. Caches and indexers are replicated
-on every rank, as in DeepSeek's implementation: all heads use the same indices, and the 576 values
-per token that all heads read are too few to be worth an exchange.
+Caches and indexers are replicated on every rank, as in DeepSeek's implementation: all heads use
+the same indices, and the 576 values per token that all heads read are too few to be worth an
+exchange.
 """
-
-import os
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import Tensor
-from transformers.distributed import DistributedConfig
 
-from custom_pypto.requirements import TRANSFORMERS, switched_on
+from custom_pypto.requirements import switched_on
 
 from .absorbed import first_derivative
 
 # compare the indices of all ranks after every indexer, to find a rank with different results
 CHECK_RANKS = switched_on("CUSTOM_PYPTO_CHECK_RANKS")
-# query heads that npu_sparse_flash_attention_pto takes on an NPU; on CPU it takes any number
-NPU_HEADS = 128
-
-
-def sharing(config, device) -> DistributedConfig:
-    """The sharding of a model with ``config`` across all ranks of the process group.
-
-    Raises:
-        RuntimeError: there is no process group.
-        ValueError: unsupported model or number of ranks, or ``device`` is not None.
-    """
-    plan = config.base_model_tp_plan
-    if not any(".self_attn." in name for name in plan):
-        raise ValueError(
-            f"load: tensor_parallel must be False for {config.model_type}: transformers shards no "
-            "attention heads of it"
-        )
-    sharded_sinks = any(name.endswith(".self_attn.sinks") for name in plan)
-    if sharded_sinks and not any(name.endswith(".self_attn") for name in plan):
-        raise ValueError(
-            f"load: tensor_parallel must be False for {config.model_type} with transformers "
-            f"{transformers.__version__}, which gives the ops no rank's share of the sinks; "
-            f"install transformers {TRANSFORMERS[-1]}"
-        )
-    if device is not None:
-        raise ValueError(
-            f"load: device must be None with tensor_parallel (each rank uses its own), got {device}"
-        )
-    if not dist.is_initialized():
-        raise RuntimeError(
-            "load: tensor_parallel needs a process group: start the program with torchrun and call "
-            "torch.distributed.init_process_group() first"
-        )
-    kind = own_device().type
-    ranks, possible = dist.get_world_size(), possible_sizes(config, kind)
-    if ranks not in possible:
-        raise ValueError(
-            f"load: tensor_parallel must have {', '.join(map(str, possible))} ranks for "
-            f"{' and '.join(map(str, heads_of(config)))} heads and experts of width "
-            f"{config.moe_intermediate_size} on {kind}, got {ranks}; set torchrun's "
-            "--nproc-per-node"
-        )
-    return DistributedConfig(tp_size=ranks)
-
-
-def own_device() -> torch.device:
-    """The device on which transformers puts this rank's shard."""
-    # ignores the accelerator of a torch build if this machine lacks it
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None:
-        return torch.device("cpu")
-    return torch.device(accelerator.type, int(os.environ.get("LOCAL_RANK", 0)))
-
-
-def heads_of(config) -> list[int]:
-    """The different numbers of attention heads of the layers, ascending."""
-    return sorted({layer.num_attention_heads for layer in config.per_layer_config})
-
-
-def possible_sizes(config, device: str) -> list[int]:
-    """Numbers of ranks that leave each rank whole heads, no more than the op supports, and experts
-    of equal width."""
-    heads = heads_of(config)
-    width = config.moe_intermediate_size if "sparse" in config.mlp_layer_types else 0
-    fewest = -(-heads[-1] // NPU_HEADS) if device == "npu" else 1
-    return [
-        ranks
-        for ranks in range(fewest, heads[0] + 1)
-        if width % ranks == 0 and all(number % ranks == 0 for number in heads)
-    ]
 
 
 class ReadByHeads(torch.autograd.Function):

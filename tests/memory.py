@@ -39,10 +39,10 @@ def in_a_process(function, *args):
         return processes.submit(function, *args).result()
 
 
-def in_ranks(work, *args):
-    """Calls ``work(rank, *args)`` in two processes."""
+def in_ranks(work, *args, ranks: int = 2):
+    """Calls ``work(rank, *args)`` in so many processes."""
     forkserver()
-    torch.multiprocessing.start_processes(work, args, nprocs=2, start_method="forkserver")
+    torch.multiprocessing.start_processes(work, args, nprocs=ranks, start_method="forkserver")
 
 
 def status(line: str) -> int:

@@ -180,5 +180,6 @@ def test_loading_leaves_threads_and_progress_bars_as_they_were(fp8_checkpoint):
 
 
 def test_deepseek_v4_is_not_sharded(fp4_checkpoint):
-    with pytest.raises(ValueError, match="tensor_parallel must be False for deepseek_v4: "):
+    message = "tensor_parallel must be False for deepseek_v4: .* pass expert_parallel=True"
+    with pytest.raises(ValueError, match=message):
         models.load(fp4_checkpoint, tensor_parallel=True)

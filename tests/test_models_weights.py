@@ -296,9 +296,12 @@ def test_an_option_that_does_not_work_is_rejected(options, message, saved):
 
 
 def test_tensor_parallel_is_rejected(saved, monkeypatch):
-    monkeypatch.setattr(models, "sharing", lambda config, device: None)
+    monkeypatch.setattr(models, "check_sharing", lambda *arguments: 1)
+    for options in [{"weights": "int8"}, {"weights": {"experts": "int8"}}]:
+        with pytest.raises(ValueError, match="tensor_parallel must be False with stored weights"):
+            models.load(saved, tensor_parallel=True, **options)
     with pytest.raises(ValueError, match="tensor_parallel must be False with stored weights"):
-        models.load(saved, weights="int8", tensor_parallel=True)
+        models.load(saved, weights="int8", tensor_parallel=True, expert_parallel=True)
 
 
 def test_a_saved_model_is_not_rounded_again(saved, tmp_path):

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import DynamicCache
 
 from custom_pypto import models, npu
-from custom_pypto.models import CACHE, latent_attention, tensor_parallel
+from custom_pypto.models import CACHE, latent_attention, sharing
 
 ROOT = Path(__file__).parents[1]
 PREFILL, DECODE = 40, 4
@@ -160,7 +160,7 @@ def test_ranks_that_cannot_share_or_differ_say_so(shared):
 
 def test_numbers_of_ranks_that_can_share_a_model():
     def sizes(device="cpu", **changes):
-        return tensor_parallel.possible_sizes(tiny_config(**changes), device)
+        return sharing.possible_sizes(tiny_config(**changes), device)
 
     assert sizes() == [1, 2, 4]
     assert sizes(num_attention_heads=6, num_key_value_heads=6) == [1, 2]  # experts of 32
@@ -178,9 +178,9 @@ def test_an_npu_takes_the_heads_it_is_given():
         arguments = dict(query=query, key=cache, value=None, key_rope=None, block_table=table)
         npu.check("npu_sparse_flash_attention_pto", arguments | dict(layout_kv="PA_BSND"))
 
-    check(tensor_parallel.NPU_HEADS)
+    check(sharing.NPU_HEADS)
     with pytest.raises(RuntimeError, match="at most 128"):
-        check(tensor_parallel.NPU_HEADS + 1)
+        check(sharing.NPU_HEADS + 1)
 
 
 def test_sharing_needs_a_process_group_and_no_device(tmp_path):
@@ -229,4 +229,4 @@ def test_sinks_that_are_handed_over_sharded_are_rejected(monkeypatch):
     plan = {k: v for k, v in config.base_model_tp_plan.items() if not k.endswith(".self_attn")}
     monkeypatch.setattr(type(config), "base_model_tp_plan", plan)
     with pytest.raises(ValueError, match="must be False for hy_v4 with .*; install transformers 5"):
-        tensor_parallel.sharing(config, None)
+        sharing.check_sharing(config, None, heads=True, experts=False)

@@ -36,7 +36,11 @@ def check_weights(weights: Weights) -> dict[str, str | None]:
 
 
 def check_stored(
-    weights: dict[str, str | None], kinds: dict[str, str], device, tensor_parallel: bool
+    weights: dict[str, str | None],
+    kinds: dict[str, str],
+    device,
+    tensor_parallel: bool,
+    expert_parallel: bool,
 ) -> None:
     """Rejects what a model with stored weights cannot have.
 
@@ -59,10 +63,11 @@ def check_stored(
             f"load: device must be None or 'cpu' with stored weights, got {device!r}; load with "
             "weights=None"
         )
-    if tensor_parallel:
+    alone = wanted.keys() <= {"experts"} and all(name.endswith(".experts") for name in kinds)
+    if tensor_parallel and not (expert_parallel and alone):
         raise ValueError(
-            "load: tensor_parallel must be False with stored weights, got True; load with "
-            "weights=None"
+            "load: tensor_parallel must be False with stored weights, got True; pass "
+            "expert_parallel=True, and both only for weights={'experts': ...}"
         )
 
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import quantized_weights
 from ..memory import empty
-from .formats import BLOCK, ROUNDED, layout, matrices, quantize
+from .formats import BLOCK, ROUNDED, Layout, layout, matrices, quantize
 
 # safetensors' names of the dtypes of stored weights and their scales
 NAMES = {
@@ -21,7 +21,7 @@ NAMES = {
 
 
 class StoredWeight:
-    """A weight on disk and its scales, both made when the weight is read.
+    """A weight on disk and its scales, both made when the weight is read, whole or of some experts.
 
     Args:
         parts: names on disk: one, or of each expert one or two.
@@ -33,34 +33,45 @@ class StoredWeight:
         self.layout = layout(kind, shape)
         self.lock, self.made = threading.Lock(), None
 
-    def scales(self) -> Tensor | None:
+    def scales(self, experts: slice) -> Tensor | None:
         """The memory of the scales, which :meth:`weight` fills.
 
         transformers reads both in threads; the one for the scales does not wait for the other, but
         reads the next weight.
         """
-        shape, dtype = self.layout.scale_shape, self.layout.scale_dtype
+        stored = self.layout_of(experts)
         with self.lock:
-            if self.made is None and shape is not None:
-                self.made = torch.empty(shape, dtype=dtype, device="cpu")
+            if self.made is None and stored.scale_shape is not None:
+                self.made = torch.empty(stored.scale_shape, dtype=stored.scale_dtype, device="cpu")
             return self.made
 
-    def weight(self) -> Tensor:
-        weight, scales = empty(self.layout.shape, self.layout.dtype), self.scales()
+    def layout_of(self, experts: slice) -> Layout:
+        first, *others = self.shape
+        return layout(self.kind, [len(range(first)[experts]), *others])
+
+    def weight(self, experts: slice) -> Tensor:
+        stored, parts, first = self.layout_of(experts), self.parts, slice(None)
+        weight, scales = empty(stored.shape, stored.dtype), self.scales(experts)
+        if len(parts) == 1:
+            first = experts
+        else:
+            of_expert = len(parts) // self.shape[0]
+            selected = range(self.shape[0])[experts]
+            parts = parts[selected.start * of_expert : selected.stop * of_expert]
         # a part is some rows of a matrix
-        weights = matrices(weight).flatten(0, -2).unflatten(0, (len(self.parts), -1))
+        weights = matrices(weight).flatten(0, -2).unflatten(0, (len(parts), -1))
         if scales is not None:
-            of_matrix = self.layout.scale_shape[2 if len(self.shape) == 3 else 1 :]
-            scales = scales.view(len(self.parts), -1, *of_matrix)
-        for i, part in enumerate(self.parts):
-            self.read(part, weights[i], None if scales is None else scales[i])
+            of_matrix = stored.scale_shape[2 if len(self.shape) == 3 else 1 :]
+            scales = scales.view(len(parts), -1, *of_matrix)
+        for i, part in enumerate(parts):
+            self.read(part, first, weights[i], None if scales is None else scales[i])
         return weight
 
-    def read(self, part: str, weight: Tensor, scales: Tensor | None) -> None:
+    def read(self, part: str, first: slice, weight: Tensor, scales: Tensor | None) -> None:
         if self.kind in ROUNDED:
-            quantize(self.kind, self.reader.rows(part), weight, scales)
+            quantize(self.kind, self.reader.rows(part, first), weight, scales)
             return
-        stored = self.reader.stored(part).flatten(0, -2)
+        stored = self.reader.stored(part, first).flatten(0, -2)
         # as bytes: torch copies float8 value by value
         weight.view(torch.uint8).copy_(stored.view(torch.uint8))
         if self.kind == "fp8" and quantized_weights.has_nan(stored):
@@ -86,8 +97,8 @@ class OnDisk:
         return NAMES[stored.dtype if self.which == "weight" else stored.scale_dtype]
 
     def __getitem__(self, index) -> Tensor:
-        # a view, never a copy: the scales are filled later
-        return getattr(self.weight, self.which)()[index]
+        # what was read, never a copy: the scales are filled later; ranks share experts alone
+        return getattr(self.weight, self.which)(slice(None) if index is ... else index[0])
 
 
 def check_blocks(name: str, kind: str, parts: int, shape: list[int], block) -> None:

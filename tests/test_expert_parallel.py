@@ -1,0 +1,200 @@
+"""Ranks with experts of their own compute what one process computes, and read those alone."""
+
+import re
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from memory import in_ranks
+from published import published
+from tiny import ALL_KINDS, SHARED, clear_case, tiny_config, tiny_model, token_ids
+from torch.distributed.tensor import DTensor
+
+from custom_pypto import models
+from custom_pypto.models import CACHE, loading, sharing
+from custom_pypto.models.checkpoint import EXPERT
+
+PREFILL, DECODE = 40, 4
+ALONE, BOTH = dict(expert_parallel=True), dict(expert_parallel=True, tensor_parallel=True)
+# Of logits up to about 10, in float32: one process is up to 1e-5 away on ranks that share heads,
+# 0 on those that share experts alone; what transformers rounds otherwise moves them as much.
+NEAR = 2e-4
+# heads of sliding layers that 4 ranks can share
+HEADS = {"dots3_note": dict(swa_num_attention_heads=4, swa_num_key_value_heads=4)}
+# checkpoint, how ranks share it, options of load(); the first ones in every run
+CASES = {
+    "glm_moe_dsa": ("glm_moe_dsa", ALONE, {}),
+    "glm_moe_dsa-heads": ("glm_moe_dsa", BOTH, {}),
+    "deepseek_v4-fp4": ("published deepseek_v4", ALONE, dict(weights="stored")),
+    "glm_moe_dsa-int4-heads": ("glm_moe_dsa", BOTH, dict(weights={"experts": "int4"})),
+    "deepseek_v4-saved": ("saved deepseek_v4", ALONE, {}),
+}
+EVERY_RUN = len(CASES)
+CASES |= {kind: (kind, ALONE, {}) for kind in ALL_KINDS}
+CASES |= {f"{kind}-heads": (kind, BOTH, {}) for kind in SHARED}
+for weights in (None, "stored", "int8", "int4"):
+    for kind in ("deepseek_v32", "deepseek_v4"):
+        name = f"{kind}-published-{weights}"
+        CASES[name] = (f"published {kind}", ALONE, dict(weights=weights))
+NAMES = [
+    pytest.param(name, marks=() if i < EVERY_RUN else pytest.mark.slow)
+    for i, name in enumerate(CASES)
+]
+
+
+def load(folder, case, ranks=True):
+    checkpoint, share, options = CASES[case]
+    share = share if ranks else {}
+    return models.load(folder / checkpoint, dtype=torch.float32, **share, **options)
+
+
+def write(folder, checkpoint):
+    """A checkpoint of random weights: as transformers saves it, as it is published, or as a model
+    in int8 is saved."""
+    if (folder / checkpoint).exists():
+        return
+    form, _, kind = checkpoint.rpartition(" ")
+    if form == "published":
+        published(folder / checkpoint, kind, moe_intermediate_size=128)  # whole blocks of fp8
+    elif form == "saved":
+        write(folder, kind)
+        saved = models.load(folder / kind, dtype=torch.float32, weights="int8")
+        saved.save_pretrained(folder / checkpoint)
+    else:
+        tiny_model(kind, **HEADS.get(kind, {})).save_pretrained(folder / checkpoint)
+
+
+@torch.no_grad()
+def computed(model, ids):
+    """Logits of a prefill and of decode steps, and the tokens that follow."""
+    cache = models.PagedCache(model, len(ids), ids.size(1))
+    calls = ids.split([PREFILL, *[1] * DECODE], 1)
+    logits = torch.cat([model(call, **{CACHE: cache}).logits for call in calls], 1)
+    return logits, model.generate(ids, max_new_tokens=8, do_sample=False)
+
+
+def work(rank: int, ranks: int, folder: Path, cases: list[str]):
+    """What each rank does, and notes in a file."""
+    torch.set_num_threads(1)
+    store = f"file://{folder}/store"
+    limit = timedelta(seconds=60)
+    dist.init_process_group(init_method=store, rank=rank, world_size=ranks, timeout=limit)
+    ids, stored, seen = torch.load(folder / "ids.pt"), loading.Reader.stored, {}
+    for case in cases:
+        read = {}
+
+        def counted(self, name, *args, read=read):
+            tensor = stored(self, name, *args)
+            read[name] = tensor.nbytes  # some are read twice: their scales, first to be checked
+            return tensor
+
+        loading.Reader.stored = counted
+        model = load(folder, case)
+        state = model.state_dict().items()
+        seen[case] = {
+            "computed": computed(model, ids[case]),
+            "read": read,
+            "bytes": {n: (x.to_local() if isinstance(x, DTensor) else x).nbytes for n, x in state},
+            "shared": {n for n, x in state if isinstance(x, DTensor)},
+        }
+    torch.save(seen, folder / f"{rank}.pt")
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def shared(request, tmp_path_factory):
+    """What ranks have seen, and what one process computes."""
+    folder, ranks = tmp_path_factory.mktemp("ranks"), request.param
+    torch.set_num_threads(1)
+    alone, ids = {}, {}
+    cases = list(CASES)[: None if request.config.getoption("all") else EVERY_RUN]
+    for case in cases:
+        write(folder, CASES[case][0])
+        model = load(folder, case, ranks=False)
+        models.use_transformers(model)
+
+        @torch.no_grad()
+        def run(seed, model=model):  # shows close calls
+            ids = token_ids(2, PREFILL + DECODE, seed)
+            model.generate(ids, max_new_tokens=8, do_sample=False)
+            return ids
+
+        _, ids[case] = clear_case(run)
+        alone[case] = model, computed(models.use_custom_pypto(model), ids[case])
+    torch.save(ids, folder / "ids.pt")
+    in_ranks(work, ranks, folder, cases, ranks=ranks)
+    return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)], alone
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_ranks_give_what_one_process_gives_and_read_their_own_experts(shared, case):
+    ranks, alone = shared
+    model, (logits, tokens) = alone[case]
+    whole = {name: tensor.nbytes for name, tensor in model.state_dict().items()}
+    experts = [name for name in whole if ".mlp.experts." in name]
+    assert experts
+    names = set()
+    for i, rank in enumerate(ranks):
+        got, got_tokens = rank[case]["computed"]
+        torch.testing.assert_close(got, logits, rtol=0, atol=NEAR)
+        assert torch.equal(got_tokens, tokens)
+        for name in experts:
+            assert rank[case]["bytes"][name] * len(ranks) == whole[name], name
+        heads = {name for name in rank[case]["shared"] if ".self_attn." in name}
+        assert bool(heads) is ("tensor_parallel" in CASES[case][1])
+        own = {name: size for name, size in rank[case]["read"].items() if re.search(EXPERT, name)}
+        assert not names & own.keys()  # nobody else's
+        names |= own.keys()
+        if own:
+            numbers = {int(re.search(EXPERT, name)[2]) for name in own}
+            each = (max(numbers) + 1) // (i + 1)
+            assert numbers == set(range(i * each, (i + 1) * each))
+        else:  # stacked on disk
+            stacked = [size for name, size in rank[case]["read"].items() if ".experts." in name]
+            assert sum(stacked) * len(ranks) == sum(whole[name] for name in experts)
+
+
+def test_the_memory_of_a_rank_is_what_load_expects(shared):
+    """:func:`loading.bytes_of_rank`, which the check of memory and examples/model_memory.py use."""
+    ranks, alone = shared
+    for case, (model, _) in alone.items():
+        share = CASES[case][1]
+        config = model.config.get_text_config()
+        expected = type(model).config_class.from_dict(model.config.to_dict())
+        if "tensor_parallel" not in share:
+            sharing.share_experts_alone(expected.get_text_config())
+        with torch.device("meta"):
+            skeleton = type(model)(expected)
+        modules = model.named_modules()
+        models.convert(skeleton, {n: m.kind for n, m in modules if getattr(m, "kind", None)})
+        plan = sharing.plan_of(skeleton, len(ranks), experts=True)
+        dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
+        want = loading.bytes_of_rank(skeleton, dtypes, plan)
+        # of 199 rows of embedding and head the last rank has fewer
+        rows = 2 * 4 * config.hidden_size * len(ranks)
+        for rank in ranks:
+            assert abs(sum(rank[case]["bytes"].values()) - want) <= rows, case
+            assert rank[case]["shared"] == sharing.shared_parameters(skeleton, plan), case
+
+
+def test_numbers_of_ranks_that_can_share_experts():
+    def sizes(heads=False, **changes):
+        config = tiny_config(**changes)
+        return sharing.possible_sizes(config, "cpu", heads=heads, experts=True)
+
+    assert sizes() == [1, 2, 4, 8]
+    assert sizes(n_routed_experts=6) == [1, 2, 3, 6]
+    assert sizes(heads=True) == [1, 2, 4]
+    assert sizes(heads=True, n_routed_experts=6) == [1, 2]
+    assert sizes(num_attention_heads=6, num_key_value_heads=6) == [1, 2, 4, 8]
+
+
+def test_unequal_numbers_of_experts_are_rejected(tmp_path, monkeypatch):
+    tiny_config(n_routed_experts=6).save_pretrained(tmp_path)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    message = "expert_parallel must have 1, 2, 3, 6 ranks for 6 experts on cpu, got 4"
+    with pytest.raises(ValueError, match=message):
+        models.load(tmp_path, expert_parallel=True)
