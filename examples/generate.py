@@ -5,7 +5,8 @@
     python examples/generate.py --model DIR --prompt "Once upon a time"
     python examples/generate.py --model deepseek-ai/DeepSeek-V3.2 --layers 4 --prompt "Once upon"
     cat text | python examples/generate.py --model DIR --prompt-file - --backend custom_pypto
-    torchrun --nproc-per-node 2 examples/generate.py --tp         # heads and experts shared by two
+    torchrun --nproc-per-node 2 examples/generate.py --tp               # two share heads and widths
+    torchrun --nproc-per-node 4 examples/generate.py --ep --model DIR   # four share whole experts
 
 The demo hides 32 facts in a long text and asks for some of them, one after another on one cache.
 Decoding is greedy, so that both backends do the same work.
@@ -112,9 +113,14 @@ class Session:
         return self.ids[:, before:]
 
 
+def is_shared():
+    """Whether this process is one of several ranks."""
+    return dist.is_initialized()
+
+
 def is_first_rank():
     """Whether this process is the one that prints."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return not is_shared() or dist.get_rank() == 0
 
 
 def new_cache(model, backend, batch, length, args):
@@ -203,6 +209,7 @@ def load(args):
         dtype=args.dtype,
         num_hidden_layers=args.layers,
         tensor_parallel=args.tp,
+        expert_parallel=args.ep,
         revision=args.revision,
     )
     try:
@@ -310,7 +317,8 @@ def parse_args():
     add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     add("--backend", choices=BACKENDS, help="default: both, side by side")
     add("--compile", action="store_true", help="torch.compile the decode step")
-    add("--tp", action="store_true", help="shard the model across the ranks of torchrun")
+    add("--tp", action="store_true", help="share heads and widths among the ranks of torchrun")
+    add("--ep", action="store_true", help="share experts, whole ones, among the ranks of torchrun")
     add("--batch", type=at_least(1), default=1, help="batch size (only the first row is shown)")
     add("--block-size", type=block_size, default=128, help="tokens per block of the paged cache")
     add(
@@ -331,18 +339,20 @@ def parse_args():
     add("--seed", type=int, default=0, help="seed of the demo's text and questions")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     args = parser.parse_args()
-    if args.tp and "RANK" not in os.environ:
-        parser.error("--tp needs torchrun: torchrun --nproc-per-node 2 examples/generate.py --tp")
-    if args.tp and args.compile:
-        parser.error("--compile is unsupported with --tp")
-    if args.tp and args.prompt_file is sys.stdin:
-        parser.error("--prompt-file must be a file with --tp, got -; every rank reads it")
+    if way := "--tp" if args.tp else "--ep" if args.ep else None:
+        if "RANK" not in os.environ:
+            example = f"torchrun --nproc-per-node 2 examples/generate.py {way}"
+            parser.error(f"{way} needs torchrun: {example}")
+        if args.compile:
+            parser.error(f"--compile is unsupported with {way}")
+        if args.prompt_file is sys.stdin:
+            parser.error(f"--prompt-file must be a file with {way}, got -; every rank reads it")
     return args
 
 
 def main():
     args = parse_args()
-    if not args.tp:
+    if not (args.tp or args.ep):
         return generate(args)
     # gloo on CPU, HCCL on NPUs; a rank that waits longer for another treats it as dead
     dist.init_process_group(timeout=timedelta(minutes=10))
@@ -350,12 +360,17 @@ def main():
         with open(os.devnull, "w") as nowhere:
             with redirect_stdout(sys.stdout if is_first_rank() else nowhere):
                 generate(args)
+    except RuntimeError as error:
+        # gloo's, in all versions of torch, are no class of their own
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        stop("a rank that this one waits for has ended or hangs; its own error says why")
     finally:
         dist.destroy_process_group()
 
 
-def stop(error, args):
-    sys.exit(f"generate.py: {error}" + (f" (rank {dist.get_rank()})" if args.tp else ""))
+def stop(error):
+    sys.exit(f"generate.py: {error}" + (f" (rank {dist.get_rank()})" if is_shared() else ""))
 
 
 def generate(args):
@@ -363,7 +378,7 @@ def generate(args):
         model, tokenizer = load(args)
         prompts, dialogues = make_prompts(tokenizer, args)
     except (MemoryError, OSError, TypeError, ValueError) as error:
-        stop(error, args)
+        stop(error)
     if args.max_new_tokens is None:
         args.max_new_tokens = 4 if dialogues else 64
     conditions = {
@@ -373,7 +388,7 @@ def generate(args):
         "batch": args.batch,
         "compile": args.compile,
         "threads": torch.get_num_threads(),
-        "ranks": dist.get_world_size() if args.tp else 1,
+        "ranks": dist.get_world_size() if is_shared() else 1,
     }
     if not args.json:
         print_prompt(prompts[0], dialogues and dialogues[0])
@@ -384,7 +399,7 @@ def generate(args):
         try:
             results.append(run(model, tokenizer, backend, prompts, dialogues, args))
         except (MemoryError, ValueError) as error:
-            stop(error, args)
+            stop(error)
     if args.json:
         print(json.dumps(conditions | {"results": [asdict(result) for result in results]}))
     else:

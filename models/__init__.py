@@ -225,10 +225,12 @@ def load(
     Raises:
         FileNotFoundError: no such directory, repository, revision, config, index or shard.
         OSError: the Hub does not answer, or refuses; or the disk is too small.
+        ConnectionError: a rank that this one waits for has ended or hangs.
         RuntimeError: ``tensor_parallel`` or ``expert_parallel`` without a process group.
         ValueError: a damaged or mismatched file; the message names the file, the expected and the
             actual value. Or invalid ``num_hidden_layers``, unsupported quantization, unsupported
-            number of ranks, ``dtype`` or ``device``, or ``device`` with ranks that share a model.
+            number of ranks, ``dtype`` or ``device``, ``device`` with ranks that share a model, or
+            ranks that load different things.
         TypeError: unsupported model class in the config.
         MemoryError: the model does not fit; nothing was read or, of a repository, downloaded.
     """

@@ -145,15 +145,16 @@ def check_agreement(facts: dict[str, object]) -> None:
     """Rejects, on all ranks, ``facts`` that differ between them: by name, with their values.
 
     Raises:
-        RuntimeError: a rank has ended.
+        ConnectionError: a rank has ended, or does not answer in the time of the process group.
         ValueError: names the first fact that differs.
     """
     of_rank: list[dict] = [{} for _ in range(dist.get_world_size())]
     try:
         dist.all_gather_object(of_rank, facts)
     except RuntimeError as error:
-        raise RuntimeError(
-            f"load: rank {dist.get_rank()} waits for one that has ended; its own error says why"
+        raise ConnectionError(
+            f"load: a rank that rank {dist.get_rank()} waits for has ended or hangs; its own error "
+            "says why"
         ) from error
     for name in dict.fromkeys(name for found in of_rank for name in found):
         values = [found.get(name) for found in of_rank]

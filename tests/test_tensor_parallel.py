@@ -1,16 +1,23 @@
 """Ranks that share a model compute what one process computes, and say so when they do not."""
 
+import functools
 import json
 import os
+import re
 import runpy
+import shutil
+import socket
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from loading_harness import edit_json
 from memory import in_ranks
 from model_harness import assert_close
 from tiny import SHARED, clear_case, tiny_config, tiny_model, token_ids
@@ -75,6 +82,15 @@ def work(rank: int, folder: Path):
     )
     ids = torch.load(folder / "ids.pt")
     seen = {"rejected": failure(lambda: models.load(folder / "3 heads", tensor_parallel=True))}
+    for name, kind, options in [
+        ("dtype", "deepseek_v32", {"dtype": ["float32", "bfloat16"][rank]}),
+        ("layers", "deepseek_v32", {"num_hidden_layers": 2 + rank}),
+        ("index_topk", f"index_topk {rank}", {}),
+        ("values", f"values {rank}", {}),
+    ]:
+        for way in ("tensor_parallel", "expert_parallel"):
+            call = functools.partial(models.load, folder / kind, **{way: True}, **options)
+            seen[name, way] = failure(call)
     for kind in SHARED:
         model = models.load(folder / kind, tensor_parallel=True)
         seen[kind] = computed(model, ids[kind])
@@ -117,6 +133,12 @@ def shared(tmp_path_factory):
 
         _, (ids[kind], expected) = clear_case(run)
         alone[kind] = computed(models.load(folder / kind), ids[kind]) | {"upstream": expected}
+    for rank in range(2):
+        shutil.copytree(folder / "deepseek_v32", folder / f"index_topk {rank}")
+        edit_json(folder / f"index_topk {rank}" / "config.json", index_topk=8 + rank)
+        model = tiny_model()
+        model.model.layers[1].self_attn.kv_a_proj_with_mqa.weight.data += rank * 0.01
+        model.save_pretrained(folder / f"values {rank}")
     tiny_config(num_attention_heads=3, num_key_value_heads=3).save_pretrained(folder / "3 heads")
     torch.save(ids, folder / "ids.pt")
     in_ranks(work, folder)
@@ -158,6 +180,18 @@ def test_ranks_that_cannot_share_or_differ_say_so(shared):
     assert ranks[0]["alone"] and "imed out" not in ranks[0]["alone"]  # fails at once
 
 
+@pytest.mark.parametrize("way", ["tensor_parallel", "expert_parallel"])
+def test_ranks_that_load_different_things_say_so_before_the_first_layer(shared, way):
+    for rank in shared[0]:
+        for name, message in [
+            ("dtype", "dtype must be .* got torch.float32 on rank 0 and torch.bfloat16 on rank 1"),
+            ("layers", "num_hidden_layers of config.json must be .* got 2 on rank 0 and 3 on rank"),
+            ("index_topk", "index_topk of config.json must be equal on all ranks, got 8 on rank 0"),
+            ("values", r"a checksum of model.layers.1.self_attn.kv_a_proj_with_mqa.weight must be"),
+        ]:
+            assert re.search(f"^load: {message}", rank[name, way]), rank[name, way]
+
+
 def test_numbers_of_ranks_that_can_share_a_model():
     def sizes(device="cpu", **changes):
         return sharing.possible_sizes(tiny_config(**changes), device)
@@ -191,28 +225,64 @@ def test_sharing_needs_a_process_group_and_no_device(tmp_path):
         models.load(tmp_path, tensor_parallel=True, device="cpu")
 
 
-def generate(*command: str) -> dict:
-    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUSTOM_PYPTO_CHECK_RANKS": "1"}
-    done = subprocess.run(
+def started(*command: str, **environment: str) -> subprocess.Popen:
+    environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
         [sys.executable, *command],
         cwd=ROOT,
-        env=os.environ | environment,
-        capture_output=True,
+        env=os.environ | environment | {"CUSTOM_PYPTO_CHECK_RANKS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+
+
+def generate(*command: str) -> dict:
+    process = started(*command)
+    printed, errors = process.communicate()
+    assert process.returncode == 0, errors
+    return json.loads(printed)
+
+
+TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+EXAMPLE = ["examples/generate.py", "--json", "--dtype", "float32"]
 
 
 @pytest.mark.slow
-def test_the_example_answers_as_in_one_process_and_prints_once():
-    example = ["examples/generate.py", "--json", "--prompt-tokens", "200", "--questions", "2"]
-    example += ["--dtype", "float32"]
-    two = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    one, both = generate(*example), generate(*two, *example, "--tp")
+@pytest.mark.parametrize("way, checkpoint", [("--tp", "lookup"), ("--ep", "lookup_v4")])
+def test_the_example_answers_as_in_one_process_and_prints_once(way, checkpoint):
+    example = [*EXAMPLE, "--prompt-tokens", "200", "--questions", "2"]
+    example += ["--model", f"examples/checkpoints/{checkpoint}"]
+    one, both = generate(*example), generate(*TWO, *example, way)
     assert (one["ranks"], both["ranks"]) == (1, 2)
     for alone, shared in zip(one["results"], both["results"], strict=True):
         assert shared["answers"] == alone["answers"] and shared["right"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_that_is_killed_ends_the_other_with_one_sentence(killed):
+    """Far before the ten minutes after which a rank that hangs is given up. Without torchrun, which
+    would end the other: on two hosts it may know later than the connection."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    group = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    example = [*EXAMPLE, "--prompt-tokens", "100000", "--tp"]
+    ranks = [started(*example, **group, RANK=str(rank)) for rank in range(2)]
+    processes = [psutil.Process(rank.pid) for rank in ranks]
+    # once gloo's threads run, each waits for the other again and again
+    while min(process.num_threads() for process in processes) < 4:
+        assert [rank.poll() for rank in ranks] == [None, None]
+        time.sleep(0.1)
+    ranks[killed].kill()
+    _, errors = ranks[1 - killed].communicate(timeout=60)
+    ranks[killed].communicate()
+    assert ranks[1 - killed].returncode == 1
+    message = errors.splitlines()[-1]
+    assert message.startswith("generate.py: ") and message.endswith(f" (rank {1 - killed})")
+    assert "waits for has ended or hangs; its own error says why" in message
+    assert "Traceback" not in errors
 
 
 def test_the_example_without_torchrun_says_how(monkeypatch, capsys):
