@@ -13,7 +13,13 @@ from .attention import PatchedAttention, causal_pairs
 from .cache import Step, TokenSlice
 from .cache.store import PagedLayer
 from .one_op import Rotation, linear
-from .projection import check_absorbed, check_replaced, ranks_of, weight_of
+from .projection import (
+    check_absorbed,
+    check_adapters_of_ranks,
+    check_replaced,
+    ranks_of,
+    weight_of,
+)
 from .tensor_parallel import CHECK_RANKS, check_indices
 
 
@@ -36,6 +42,8 @@ class LatentAttention(PatchedAttention):
     @classmethod
     def check_parts(cls, attention: nn.Module, layer: int) -> None:
         parts = attention._modules  # runs in every forward, and nn.Module's lookup is slow
+        if ranks_of(parts["kv_b_proj"]) is not None:
+            check_adapters_of_ranks(layer, attention)
         check_absorbed(layer, parts["kv_b_proj"])
         if (indexer := parts.get("indexer")) is not None:
             check_replaced(layer, "indexer", indexer, cls.indexer_class)

@@ -39,6 +39,24 @@ def check_absorbed(layer: int, projection: nn.Module) -> None:
         )
 
 
+def check_adapters_of_ranks(layer: int, attention: nn.Module) -> None:
+    """Rejects adapters on modules that ranks share by heads: each would add its rank's part alone.
+
+    Raises:
+        TypeError: names the layer, the module and the remedy.
+    """
+    for name, module in attention._modules.items():
+        base = None if module is None else module._modules.get("base_layer")
+        if base is None:
+            continue
+        if is_sharded(base) or isinstance(base._parameters.get("weight"), DTensor):
+            raise TypeError(
+                f"use_custom_pypto: the {name} of layer {layer} must have no adapter while ranks "
+                f"share its heads (tensor_parallel), got {described(module)}; leave it out of the "
+                "adapter's target_modules, or load with expert_parallel=True alone"
+            )
+
+
 def check_replaced(layer: int, name: str, module: nn.Module, cls: type) -> None:
     """Rejects a module with additions to the forward that an op replaces.
 
@@ -131,10 +149,7 @@ def lora_obstacle(projection: nn.Module) -> str | None:
         return described(projection)
     if projection.disable_adapters or projection.merged:
         return obstacle(projection.base_layer)
-    adapters = active_adapters(projection)
-    if adapters and isinstance(projection.base_layer._parameters.get("weight"), DTensor):
-        return "a LoRA on a sharded weight"
-    for adapter in adapters:
+    for adapter in active_adapters(projection):
         if adapter in projection.lora_variant:
             return f"a LoRA of {type(projection.lora_variant[adapter]).__name__}"
         if projection.training and type(projection.lora_dropout[adapter]) is not nn.Identity:

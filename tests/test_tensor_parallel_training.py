@@ -1,15 +1,19 @@
-"""Two ranks that share a model train it as one process does, its indexers too."""
+"""Two ranks that share a model train it as one process does, its indexers and adapters too."""
 
+import copy
 from datetime import timedelta
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
 from memory import in_ranks
-from tiny import SHARED, clear_case, representatives, tiny_model
+from model_harness import COUNT_PADDING
+from tiny import ALL_KINDS, SHARED, clear_case, marks_of, tiny_model
 from torch.distributed.tensor import DTensor
 from training_harness import (
+    LEARNING,
     TOLERANCES,
     assert_equal,
     assert_near,
@@ -26,10 +30,34 @@ from custom_pypto.models.latent_attention import LatentAttention
 LOSSES = [None, "sparse", "dense"]
 # use_reentrant of checkpointing; None: without
 CHECKPOINTS = [None, False, True]
+HEADS, EXPERTS = dict(tensor_parallel=True), dict(expert_parallel=True)
+# the attention's, of all architectures; of projections whose heads ranks share there are none
+ADAPTED = ["q_a_proj", "q_b_proj", "q_gate_proj", "kv_a_proj_with_mqa", "kv_b_proj", "kv_proj"]
+ADAPTED += ["o_proj", "o_b_proj"]
+WHOLE = ["q_a_proj"]
+# architecture, how the ranks share it, their number
+CASES = [(kind, HEADS, 2) for kind in SHARED] + [(kind, EXPERTS, 2) for kind in ALL_KINDS]
+RARE = [(kind, HEADS | EXPERTS, 2) for kind in SHARED]
+RARE += [("deepseek_v32", EXPERTS, 4), ("glm_moe_dsa", HEADS | EXPERTS, 4)]
+PARAMETERS = [
+    pytest.param(case, id="-".join(map(str, [case[0], *case[1], case[2]])), marks=marks)
+    for cases in (CASES, RARE)
+    for case in cases
+    for marks in [pytest.mark.slow if cases is RARE else marks_of(case[0])]
+]
 
 
-def batch_of(seed):
-    return padded(left=(0, 9), right=(4, 0), seed=seed)
+def losses_of(kind):
+    return LOSSES if kind in LEARNING else [None]
+
+
+def checkpoints_of(way):
+    return CHECKPOINTS if way == HEADS else CHECKPOINTS[:2]
+
+
+def batch_of(model, seed):
+    left = (0, 0) if model.config.model_type in COUNT_PADDING else (0, 9)
+    return padded(left=left, right=(4, 0), seed=seed)
 
 
 def losses_and_gradients(model, seed, loss, checkpoint=None):
@@ -39,7 +67,7 @@ def losses_and_gradients(model, seed, loss, checkpoint=None):
     model.gradient_checkpointing_disable()
     if checkpoint is not None:
         checkpointed(model, checkpoint)
-    output = model(**batch_of(seed), use_cache=False)
+    output = model(**batch_of(model, seed), use_cache=False)
     grads = gradients(model, output.loss)
     found = {"loss": output.loss.detach()}
     if loss:
@@ -47,29 +75,45 @@ def losses_and_gradients(model, seed, loss, checkpoint=None):
     return found, {n: x.full_tensor() if isinstance(x, DTensor) else x for n, x in grads.items()}
 
 
-def work(rank: int, folder: Path, kind: str, seed: int):
+def adapted(model, names):
+    """With adapters on these projections alone to train, equal in all processes."""
+    torch.manual_seed(3)
+    lora = peft.LoraConfig(r=4, target_modules=names, init_lora_weights=False)
+    peft.inject_adapter_in_model(lora, model, "lora")
+    return model
+
+
+def work(rank: int, folder: Path, kind: str, way: dict, ranks: int, seed: int):
     torch.set_num_threads(1)
     latent_attention.CHECK_RANKS = True  # as CUSTOM_PYPTO_CHECK_RANKS=1 does at the import
     dist.init_process_group(
         init_method=f"file://{folder}/store",
         rank=rank,
-        world_size=2,
+        world_size=ranks,
         timeout=timedelta(seconds=60),
     )
-    model = models.load(folder / kind, tensor_parallel=True).train()
+    model = models.load(folder / kind, **way).train()
     seen = {
         (loss, checkpoint): losses_and_gradients(model, seed, loss, checkpoint)
-        for loss in LOSSES
-        for checkpoint in CHECKPOINTS
+        for loss in losses_of(kind)
+        for checkpoint in checkpoints_of(way)
     }
+    models.use_custom_pypto(model)
+    adapted(model, WHOLE if way.keys() & HEADS.keys() else ADAPTED)
+    seen["adapters", None] = losses_and_gradients(model, seed, None)
+    if way == HEADS:
+        with pytest.raises(TypeError, match="q_b_proj of layer 0 must have no adapter while ranks"):
+            losses_and_gradients(
+                adapted(models.load(folder / kind, **way), ["q_b_proj"]), seed, None
+            )
     torch.save(seen, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
 
-@pytest.fixture(scope="module", params=representatives(SHARED))
+@pytest.fixture(scope="module", params=PARAMETERS)
 def shared(request, tmp_path_factory):
-    """What two ranks have computed, and what one process does."""
-    folder, kind = tmp_path_factory.mktemp("ranks"), request.param
+    """What ranks have computed, and what one process does."""
+    folder, (kind, way, ranks) = tmp_path_factory.mktemp("ranks"), request.param
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         # put back what losses_and_gradients() changes
@@ -77,45 +121,52 @@ def shared(request, tmp_path_factory):
         patch.setattr(models.training, "DENSE_TOKENS", models.training.DENSE_TOKENS)
         model = tiny_model(kind).train()
         model.save_pretrained(folder / kind)
+        names = WHOLE if way.keys() & HEADS.keys() else ADAPTED
 
         def run(seed):
             models.use_transformers(model)
-            loss, grads = trained(model, batch_of(seed))  # shows close calls of the selection
-            of_loss = {loss: losses_and_gradients(model, seed, loss) for loss in LOSSES}
+            loss, grads = trained(
+                model, batch_of(model, seed)
+            )  # shows close calls of the selection
+            tuned = adapted(copy.deepcopy(model), names)
+            trained(tuned, batch_of(model, seed))
+            of_loss = {x: losses_and_gradients(model, seed, x) for x in losses_of(kind)}
+            of_loss["adapters"] = losses_and_gradients(tuned, seed, None)
             return of_loss | {"upstream": ({"loss": loss}, grads)}
 
         seed, alone = clear_case(run)
-        in_ranks(work, folder, kind, seed)
-    return [torch.load(folder / f"{rank}.pt") for rank in range(2)], alone
+        in_ranks(work, folder, kind, way, ranks, seed, ranks=ranks)
+    return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)], alone, kind
 
 
-def assert_same(got, want):
+def assert_same(got, want, kind):
     """Losses and gradients, but for the order of sums."""
     for name, value in want[0].items():
-        torch.testing.assert_close(got[0][name], value, rtol=TOLERANCES["deepseek_v32"], atol=0)
-    assert_near(got[1], want[1])
+        torch.testing.assert_close(got[0][name], value, rtol=TOLERANCES[kind], atol=0)
+    assert_near(got[1], want[1], kind)
 
 
-@pytest.mark.parametrize("loss", LOSSES)
-def test_two_ranks_have_the_losses_and_gradients_of_one_process(shared, loss):
-    ranks, alone = shared
-    learning = [name for name in alone[loss][1] if ".indexer." in name]
-    assert bool(learning) is (loss is not None)
+def test_ranks_have_the_losses_and_gradients_of_one_process(shared):
+    ranks, alone, kind = shared
+    for loss in losses_of(kind):
+        learning = [name for name in alone[loss][1] if ".indexer." in name]
+        assert bool(learning) is (loss is not None) or kind not in LEARNING
     for rank in ranks:
-        for checkpoint in CHECKPOINTS:
-            assert_same(rank[loss, checkpoint], alone[loss])
+        for (loss, _), found in rank.items():
+            assert_same(found, alone[loss], kind)
 
 
-def test_two_ranks_have_the_gradients_of_upstream(shared):
-    ranks, alone = shared
+def test_ranks_have_the_gradients_of_upstream(shared):
+    ranks, alone, kind = shared
     for rank in ranks:
-        assert_same(rank[None, None], alone["upstream"])
+        assert_same(rank[None, None], alone["upstream"], kind)
 
 
-def test_both_ranks_have_equal_bits(shared):
-    """Else weights that both have would drift apart."""
-    one, other = shared[0]
-    assert one.keys() == other.keys()
-    for case, of_one in one.items():
-        for found, same in zip(of_one, other[case], strict=True):
-            assert_equal(found, same)
+def test_all_ranks_have_equal_bits(shared):
+    """Else weights that all have would drift apart."""
+    one, *others = shared[0]
+    for other in others:
+        assert one.keys() == other.keys()
+        for case, of_one in one.items():
+            for found, same in zip(of_one, other[case], strict=True):
+                assert_equal(found, same)
