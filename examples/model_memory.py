@@ -4,20 +4,24 @@ which machine holds them. Nothing is measured, and no weight is read or allocate
     python examples/model_memory.py                 # the default configurations of transformers
     python examples/model_memory.py DIR --layers 4  # a checkpoint, or a name on the Hub: only its
                                                     # config.json is read
+    python examples/model_memory.py --ranks 8       # what each of 8 ranks holds that share a model
 
 Formats are those of models.load: "bfloat16" is weights=None, "stored" the published format. A token
 reads the weights of its layers and the head, of the routed experts only those it is sent to. Caches
-are not counted: docs/dsa.md has their bytes.
+are not counted: docs/dsa.md has their bytes. Ranks share a model by tensor_parallel,
+expert_parallel or both of models.load (docs/many_machines.md).
 """
 
 import argparse
+import copy
 import sys
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
 import transformers
-from options import Help
-from transformers import AutoConfig
+from options import Help, at_least
+from transformers import AutoConfig, PreTrainedConfig
 
 from custom_pypto import models
 from custom_pypto.models import quantized_weights
@@ -25,6 +29,13 @@ from custom_pypto.models.architectures import available
 from custom_pypto.models.checkpoint import first_layers
 from custom_pypto.models.loading import dtypes_of
 from custom_pypto.models.patched import text_model
+from custom_pypto.models.sharing import (
+    check_heads,
+    plan_of,
+    possible_sizes,
+    share_experts_alone,
+    shared_parameters,
+)
 from custom_pypto.models.weights.choice import kinds_of
 from custom_pypto.models.weights.formats import layout
 from custom_pypto.models.weights.modules import EXPERT_WEIGHTS, is_experts
@@ -44,6 +55,19 @@ NAMES = {
 # GB
 MACHINES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536)
 FREE = 0.1  # of the memory, for caches, activations and other programs
+LABELS = ("bfloat16", "stored", "int8", "int4")
+#: of the table of ranks, by the way to share: formats
+COLUMNS = {
+    "tensor_parallel": ("bfloat16",),
+    "both": ("bfloat16", "experts int4"),
+    "expert_parallel": LABELS,
+}
+#: whether ranks share heads, and whole experts
+WAYS = {
+    "tensor_parallel": (True, False),
+    "both": (True, True),
+    "expert_parallel": (False, True),
+}
 VERSION = transformers.__version__
 
 
@@ -58,8 +82,12 @@ class Model(NamedTuple):
     sizes: dict[str, Size]  # by format, the exact ones first
 
 
-def build(config, layers: int | None):
-    """The patched model without memory for its weights."""
+def build(config, layers: int | None, heads: bool = True):
+    """The patched model without memory for its weights.
+
+    Args:
+        heads: False: with transformers' plan for ranks that share no heads.
+    """
     name = next((name for name in config.architectures or [] if name in available()), None)
     if name is None:
         raise ValueError(
@@ -70,12 +98,18 @@ def build(config, layers: int | None):
         config = type(config).from_dict(first_layers(config.to_dict(), layers))
     for key in quantized_weights.CONFIG & vars(config).keys():
         delattr(config, key)
+    if not heads:
+        share_experts_alone(config.get_text_config())
     with torch.device("meta"):
         return models.use_custom_pypto(getattr(transformers, name)._from_config(config))
 
 
-def size(model, weights: dict[str, str] | None) -> Size:
-    """The bytes of ``model`` with weights in these formats for experts and for the rest."""
+def size(model, weights: dict[str, str | None] | None, shared=frozenset(), ranks: int = 1) -> Size:
+    """The bytes of ``model`` with weights in these formats for experts and for the rest.
+
+    Args:
+        shared: names of the parameters of which each of so many ranks has a part.
+    """
     dtypes, state = dtypes_of(model, torch.bfloat16), model.state_dict()
     kinds = kinds_of(model, weights, {}, dtypes) if weights else {}
     text = text_model(model)
@@ -88,6 +122,7 @@ def size(model, weights: dict[str, str] | None) -> Size:
         stored = weight in ("weight", *EXPERT_WEIGHTS) and module in kinds
         one = stored_bytes(kinds[module], tensor) if stored else tensor.numel()
         one *= 1 if stored else dtypes[name].itemsize
+        one /= ranks if name in shared else 1
         total += one
         if module in experts and weight in EXPERT_WEIGHTS:
             read += one * chosen / tensor.size(0)
@@ -104,30 +139,75 @@ def stored_bytes(kind: str, tensor: torch.Tensor) -> int:
     return count
 
 
+def formats_of(published: dict[str, str] | None) -> dict[str, dict[str, str | None] | None]:
+    """The option ``weights`` of ``models.load`` by its label in the tables."""
+    formats: dict[str, dict[str, str | None] | None] = {"bfloat16": None}
+    if published:
+        formats["stored"] = {**published}
+    formats |= {kind: dict.fromkeys(("experts", "rest"), kind) for kind in ("int8", "int4")}
+    return formats | {"experts int4": {"experts": "int4", "rest": None}}
+
+
 def measure(
     name: str, config, published: dict[str, str] | None, layers: int | None = None
 ) -> Model:
     model = build(config, layers)
-    formats: dict[str, dict[str, str] | None] = {"bfloat16": None}
-    if published:
-        formats["stored"] = published
-    formats |= {kind: dict.fromkeys(("experts", "rest"), kind) for kind in ("int8", "int4")}
-    sizes = {label: size(model, weights) for label, weights in formats.items()}
+    sizes = {
+        label: size(model, weights)
+        for label, weights in formats_of(published).items()
+        if label in LABELS
+    }
     return Model(name, sum(one.numel() for one in model.parameters()), sizes)
 
 
-def defaults() -> list[Model]:
-    """The default configuration of each of ``NAMES`` that the installed transformers has."""
-    found = []
+def of_ranks(
+    name: str, config, published: dict[str, str] | None, layers: int | None, ranks: int
+) -> list[str]:
+    """A row of :func:`by_ranks`."""
+    cells, text, formats = [name], config.get_text_config(), formats_of(published)
+    for way, (heads, whole) in WAYS.items():
+        if not can_share(text, ranks, heads, whole):
+            cells += ["–"] * len(COLUMNS[way])
+            continue
+        model = build(copy.deepcopy(config), layers, heads)
+        shared = shared_parameters(model, plan_of(model, ranks, whole))
+        for label in COLUMNS[way]:
+            of_rank = "–"
+            if label in formats:
+                of_rank = shown(size(model, formats[label], shared, ranks).weights)
+            cells.append(of_rank)
+    return cells
+
+
+def can_share(config, ranks: int, heads: bool, experts: bool) -> bool:
+    try:
+        if heads:
+            check_heads(config)
+    except ValueError:
+        return False
+    return ranks in possible_sizes(config, "cpu", heads, experts)
+
+
+def sources() -> Iterator[tuple[str, PreTrainedConfig, dict[str, str] | None]]:
+    """Name, default configuration and published format of each of ``NAMES`` that the installed
+    transformers has."""
     for architecture in filter(NAMES.__contains__, available()):
         config = getattr(transformers, architecture).config_class()
         config.architectures = [architecture]
         name, published = NAMES[architecture]
-        found.append(measure(name, config, published))
-    return found
+        yield name, config, published
+
+
+def defaults() -> list[Model]:
+    return [measure(*source) for source in sources()]
 
 
 def of_checkpoint(path: str, layers: int | None) -> Model:
+    return measure(*source_of(path, layers), layers)
+
+
+def source_of(path: str, layers: int | None):
+    """As :func:`sources`, of a checkpoint."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     have = config.get_text_config().num_hidden_layers
     if layers is not None and not 1 <= layers <= have:
@@ -137,19 +217,18 @@ def of_checkpoint(path: str, layers: int | None) -> Model:
     if blocks:
         four_bits = quantized_weights.FP4 in blocks
         published = {"experts": "fp4" if four_bits else "fp8", "rest": "fp8"}
-    return measure(path, config, published, layers)
+    return path, config, published
 
 
 def by_model(found: list[Model]) -> str:
     """A row for each model: GB of weights, GB that a token reads."""
-    labels = ["bfloat16", "stored", "int8", "int4"]
-    rows = [["model", "weights, billions", *labels]]
+    rows = [["model", "weights, billions", *LABELS]]
     for model in found:
         cells = [
             f"{shown(model.sizes[label].weights)}; {shown(model.sizes[label].read)}"
             if label in model.sizes
             else "–"
-            for label in labels
+            for label in LABELS
         ]
         rows.append([model.name, shown(model.parameters), *cells])
     return table(rows)
@@ -177,6 +256,12 @@ def by_machine(found: list[Model], machines: tuple[int, ...] = MACHINES) -> str:
         if cells:
             rows.append([f"{machine} GB", " · ".join(cells)])
     return table(rows)
+
+
+def by_ranks(rows: list[list[str]], ranks: int) -> str:
+    """A row for each model: GB of weights on each of so many ranks."""
+    columns = [f"{way}, {label}" for way, labels in COLUMNS.items() for label in labels]
+    return table([[f"{ranks} ranks", *columns], *rows])
 
 
 def shown(count: float) -> str:
@@ -210,20 +295,32 @@ def main() -> None:
         "configurations of transformers",
     )
     parser.add_argument("--layers", type=int, help="the first layers of the checkpoint only")
+    parser.add_argument(
+        "--ranks",
+        type=at_least(2),
+        metavar="N",
+        help="only what each of N ranks holds",
+    )
     arguments = parser.parse_args()
     if arguments.layers is not None and arguments.checkpoint is None:
         parser.error("--layers needs a checkpoint")
     transformers.logging.set_verbosity_error()  # it reports what default configurations leave out
+    layers, ranks = arguments.layers, arguments.ranks
     if arguments.checkpoint is None:
-        found, source = defaults(), f"the default configurations of transformers {VERSION}"
+        found, source = list(sources()), f"the default configurations of transformers {VERSION}"
     else:
         source = "config.json"
         try:
-            found = [of_checkpoint(arguments.checkpoint, arguments.layers)]
+            found = [source_of(arguments.checkpoint, layers)]
         except (OSError, ValueError) as error:
             sys.exit(f"model_memory.py: {arguments.checkpoint}: {error}")
+    if ranks is not None:
+        print(f"GB of weights on each rank. Computed from {source}, not measured.")
+        print("", by_ranks([of_ranks(*one, layers, ranks) for one in found], ranks), sep="\n")
+        return
+    sizes = [measure(*one, layers) for one in found]
     print(f"GB of weights; GB of them that a token reads. Computed from {source}, not measured.")
-    print("", by_model(found), "", by_machine(found), sep="\n")
+    print("", by_model(sizes), "", by_machine(sizes), sep="\n")
 
 
 if __name__ == "__main__":

@@ -83,6 +83,12 @@ def check_heads(config) -> None:
             f"load: tensor_parallel must be False for {config.model_type}: transformers shards no "
             "attention heads of it; pass expert_parallel=True"
         )
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        raise ValueError(
+            f"load: tensor_parallel must be False for {config.model_type}: transformers shards the "
+            "output projection of its linear attention, and not its heads; pass "
+            "expert_parallel=True"
+        )
     sharded_sinks = any(name.endswith(".self_attn.sinks") for name in plan)
     if sharded_sinks and not any(name.endswith(".self_attn") for name in plan):
         raise ValueError(

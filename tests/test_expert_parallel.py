@@ -191,6 +191,13 @@ def test_numbers_of_ranks_that_can_share_experts():
     assert sizes(num_attention_heads=6, num_key_value_heads=6) == [1, 2, 4, 8]
 
 
+@pytest.mark.parametrize("kind", [kind for kind in ALL_KINDS if kind not in SHARED])
+def test_heads_that_transformers_does_not_share_are_rejected(kind):
+    config = tiny_model(kind).config.get_text_config()
+    with pytest.raises(ValueError, match="tensor_parallel must be False .* expert_parallel=True"):
+        sharing.check_sharing(config, None, heads=True, experts=True)
+
+
 def test_unequal_numbers_of_experts_are_rejected(tmp_path, monkeypatch):
     tiny_config(n_routed_experts=6).save_pretrained(tmp_path)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,6 +29,9 @@ from custom_pypto import models, npu
 from custom_pypto.models import CACHE, latent_attention, sharing
 
 ROOT = Path(__file__).parents[1]
+sys.path.append(str(ROOT / "integrations/vllm/tests"))
+from second_host import NEAR, second_host  # noqa: E402
+
 PREFILL, DECODE = 40, 4
 
 
@@ -225,10 +229,11 @@ def test_sharing_needs_a_process_group_and_no_device(tmp_path):
         models.load(tmp_path, tensor_parallel=True, device="cpu")
 
 
-def started(*command: str, **environment: str) -> subprocess.Popen:
+def started(*command: str, there: Sequence[str] = (), **environment: str) -> subprocess.Popen:
+    """A program of Python, ``there`` on another host."""
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     return subprocess.Popen(
-        [sys.executable, *command],
+        [*there, sys.executable, *command],
         cwd=ROOT,
         env=os.environ | environment | {"CUSTOM_PYPTO_CHECK_RANKS": "1"},
         stdout=subprocess.PIPE,
@@ -283,6 +288,26 @@ def test_a_rank_that_is_killed_ends_the_other_with_one_sentence(killed):
     assert message.startswith("generate.py: ") and message.endswith(f" (rank {1 - killed})")
     assert "waits for has ended or hangs; its own error says why" in message
     assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seconds, loss", [(0.0, 0.0), (0.002, 0.005)])
+@pytest.mark.parametrize("way, checkpoint", [("--tp", "lookup"), ("--ep", "lookup_v4")])
+def test_two_hosts_answer_as_one(way, checkpoint, seconds, loss):
+    """By the commands of docs/many_machines.md, over a cable that delays and loses packets."""
+    example = [*EXAMPLE, "--prompt-tokens", "100", "--questions", "1", "--backend", "custom_pypto"]
+    example += ["--model", f"examples/checkpoints/{checkpoint}"]
+    hosts = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
+    hosts += ["--master-addr", NEAR, "--master-port", "29500", "--node-rank"]
+    with second_host(seconds, loss) as (there, near, far):
+        first = started(*hosts, "0", *example, way, GLOO_SOCKET_IFNAME=near)
+        second = started(*hosts, "1", *example, way, there=there, GLOO_SOCKET_IFNAME=far)
+        printed, errors = first.communicate()
+        assert first.returncode == 0, errors
+        assert second.wait() == 0, second.stderr.read()
+    both, one = json.loads(printed), generate(*example)
+    assert both["ranks"] == 2 and both["results"][0]["right"] == 1
+    assert both["results"][0]["answers"] == one["results"][0]["answers"]
 
 
 def test_the_example_without_torchrun_says_how(monkeypatch, capsys):

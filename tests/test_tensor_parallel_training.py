@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from memory import in_ranks
 from model_harness import COUNT_PADDING
-from tiny import ALL_KINDS, SHARED, clear_case, marks_of, tiny_model
+from tiny import ALL_KINDS, SHARED, clear_case, marks_of, query_projection, tiny_model
 from torch.distributed.tensor import DTensor
 from training_harness import (
     LEARNING,
@@ -102,10 +102,9 @@ def work(rank: int, folder: Path, kind: str, way: dict, ranks: int, seed: int):
     adapted(model, WHOLE if way.keys() & HEADS.keys() else ADAPTED)
     seen["adapters", None] = losses_and_gradients(model, seed, None)
     if way == HEADS:
-        with pytest.raises(TypeError, match="q_b_proj of layer 0 must have no adapter while ranks"):
-            losses_and_gradients(
-                adapted(models.load(folder / kind, **way), ["q_b_proj"]), seed, None
-            )
+        query = query_projection(kind)
+        with pytest.raises(TypeError, match=f"{query} of layer 0 must have no adapter while ranks"):
+            losses_and_gradients(adapted(models.load(folder / kind, **way), [query]), seed, None)
     torch.save(seen, folder / f"{rank}.pt")
     dist.destroy_process_group()
 
