@@ -295,7 +295,7 @@ def test_a_rank_that_is_killed_ends_the_other_with_one_sentence(killed):
 @pytest.mark.parametrize("way, checkpoint", [("--tp", "lookup"), ("--ep", "lookup_v4")])
 def test_two_hosts_answer_as_one(way, checkpoint, seconds, loss):
     """By the commands of docs/many_machines.md, over a cable that delays and loses packets."""
-    example = [*EXAMPLE, "--prompt-tokens", "100", "--questions", "1", "--backend", "custom_pypto"]
+    example = [*EXAMPLE, "--prompt-tokens", "200", "--questions", "1", "--backend", "custom_pypto"]
     example += ["--model", f"examples/checkpoints/{checkpoint}"]
     hosts = ["-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
     hosts += ["--master-addr", NEAR, "--master-port", "29500", "--node-rank"]
