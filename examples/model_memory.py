@@ -59,7 +59,7 @@ LABELS = ("bfloat16", "stored", "int8", "int4")
 #: of the table of ranks, by the way to share: formats
 COLUMNS = {
     "tensor_parallel": ("bfloat16",),
-    "both": ("bfloat16", "experts int4"),
+    "both": ("experts int4",),  # in bfloat16 as much as tensor_parallel
     "expert_parallel": LABELS,
 }
 #: whether ranks share heads, and whole experts

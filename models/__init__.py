@@ -121,7 +121,7 @@ def use_custom_pypto(
         context_parallel: the ranks of torch's process group, which the caller initialises, take a
             part of the tokens of each prompt, and of each training forward on the ops. Every rank
             has the whole model, makes the same calls, and ends with the whole cache; gradients are
-            right in their mean over the ranks. See docs/tensor_parallel.md.
+            right in their mean over the ranks. See docs/many_machines.md.
     Returns:
         ``model`` itself.
     Raises:
@@ -288,6 +288,7 @@ def load(
     model.config.name_or_path = model.name_or_path = str(path)
     if kinds:  # saved as they are in the model: transformers cannot split stored experts
         model._weight_conversions = []
+        model.hf_quantizer.shared = ranks > 1
     else:  # else transformers would save the experts stacked, as it got them here
         del model._weight_conversions
     if plan:

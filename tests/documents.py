@@ -15,6 +15,7 @@ TRANSLATED = {"README.md": "README.zh-CN.md"} | {
         "dsa",
         "graph_mode",
         "install",
+        "many_machines",
         "npu",
         "npu_simulation",
         "pypto_versions",

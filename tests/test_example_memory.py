@@ -9,8 +9,10 @@ from repository import REPOSITORY
 pytest.importorskip("transformers")
 sys.path.append(str(REPOSITORY / "examples"))
 import model_memory as program  # noqa: E402
+from transformers import AutoConfig  # noqa: E402
 
 from custom_pypto import models, requirements  # noqa: E402
+from custom_pypto.models import sharing  # noqa: E402
 
 NEWEST = requirements.minor(program.VERSION) == requirements.TRANSFORMERS[-1]
 
@@ -39,6 +41,19 @@ def test_the_size_is_that_of_the_loaded_model(checkpoint, weights):
     assert size.read == pytest.approx(read)
 
 
+@pytest.mark.parametrize("weights", [None, "int8"])
+def test_the_size_of_a_rank_is_its_part_of_the_loaded_model(weights):
+    path, ranks = f"{REPOSITORY}/examples/checkpoints/lookup_v4", 2
+    model = program.build(AutoConfig.from_pretrained(path), None, heads=False)
+    shared = sharing.shared_parameters(model, sharing.plan_of(model, ranks, experts=True))
+    assert any(".experts." in name for name in shared) and "lm_head.weight" in shared
+    formats = weights and dict.fromkeys(("experts", "rest"), weights)
+    state = models.load(path, weights=weights).state_dict().items()
+    parts = {name: ranks if name.removesuffix("_scale") in shared else 1 for name, _ in state}
+    found = program.size(model, formats, shared, ranks).weights
+    assert found == sum(tensor.nbytes / parts[name] for name, tensor in state)
+
+
 def test_fewer_layers_are_those_of_load():
     path = f"{REPOSITORY}/examples/checkpoints/lookup"
     one, all_layers = program.of_checkpoint(path, 1), program.of_checkpoint(path, None)
@@ -60,6 +75,20 @@ def test_the_pages_have_what_it_prints():
     for page, first in (("README.md", 0), ("README.zh-CN.md", 1)):  # the heading is translated
         text = (REPOSITORY / page).read_text()
         assert all(line in text for line in of_machines[first:])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not NEWEST, reason="the pages have the figures of the newest transformers")
+@pytest.mark.parametrize("ranks", ["4", "8"])
+def test_the_pages_have_what_it_prints_of_ranks(ranks):
+    head, _, *rows = (line for line in printed("--ranks", ranks).stdout.splitlines() if "|" in line)
+    for page in ("docs/many_machines.md", "docs/zh/many_machines.md"):
+        text = (REPOSITORY / page).read_text()
+        assert len(rows) == 8 and all(f"{row}\n" in text for row in rows)
+        assert head.partition("ranks")[2] in text  # the rest is translated
+    stored = next(row for row in rows if "V4-Flash" in row).split(" | ")[4]
+    if ranks == "4":
+        assert float(stored) < 0.3 * 157  # of docs/checkpoints.md
 
 
 @pytest.mark.slow

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from memory import in_ranks
 from published import published
-from tiny import ALL_KINDS, SHARED, clear_case, tiny_config, tiny_model, token_ids
+from safetensors.torch import load_file
+from tiny import ALL_KINDS, SHARED_HEADS, clear_case, tiny_config, tiny_model, token_ids
 from torch.distributed.tensor import DTensor
 
 from custom_pypto import models
@@ -33,7 +34,7 @@ CASES = {
 }
 EVERY_RUN = len(CASES)
 CASES |= {kind: (kind, ALONE, {}) for kind in ALL_KINDS}
-CASES |= {f"{kind}-heads": (kind, BOTH, {}) for kind in SHARED}
+CASES |= {f"{kind}-heads": (kind, BOTH, {}) for kind in SHARED_HEADS}
 for weights in (None, "stored", "int8", "int4"):
     for kind in ("deepseek_v32", "deepseek_v4"):
         name = f"{kind}-published-{weights}"
@@ -75,6 +76,24 @@ def computed(model, ids):
     return logits, model.generate(ids, max_new_tokens=8, do_sample=False)
 
 
+def save(model, checkpoint, target):
+    """Saves ``model``, which was read from a checkpoint, as the same tensors; or cannot."""
+    if getattr(model, "hf_quantizer", None) is not None:
+        with pytest.raises(ValueError, match="save_pretrained: the experts .* ranks share"):
+            model.save_pretrained(target)
+    elif not checkpoint.name.startswith("published"):
+        model.save_pretrained(target)
+        if dist.get_rank() == 0:
+            saved, original = tensors_in(target), tensors_in(checkpoint)
+            assert saved.keys() == original.keys()
+            assert all(torch.equal(saved[name], original[name]) for name in original)
+        dist.barrier()
+
+
+def tensors_in(path):
+    return {k: v for file in path.glob("*.safetensors") for k, v in load_file(file).items()}
+
+
 def work(rank: int, ranks: int, folder: Path, cases: list[str]):
     """What each rank does, and notes in a file."""
     torch.set_num_threads(1)
@@ -92,6 +111,7 @@ def work(rank: int, ranks: int, folder: Path, cases: list[str]):
 
         loading.Reader.stored = counted
         model = load(folder, case)
+        save(model, folder / CASES[case][0], folder / "saved again")
         state = model.state_dict().items()
         seen[case] = {
             "computed": computed(model, ids[case]),
@@ -191,7 +211,7 @@ def test_numbers_of_ranks_that_can_share_experts():
     assert sizes(num_attention_heads=6, num_key_value_heads=6) == [1, 2, 4, 8]
 
 
-@pytest.mark.parametrize("kind", [kind for kind in ALL_KINDS if kind not in SHARED])
+@pytest.mark.parametrize("kind", [kind for kind in ALL_KINDS if kind not in SHARED_HEADS])
 def test_heads_that_transformers_does_not_share_are_rejected(kind):
     config = tiny_model(kind).config.get_text_config()
     with pytest.raises(ValueError, match="tensor_parallel must be False .* expert_parallel=True"):

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from memory import in_ranks
 from model_harness import COUNT_PADDING
-from tiny import ALL_KINDS, SHARED, clear_case, marks_of, query_projection, tiny_model
+from tiny import ALL_KINDS, SHARED_HEADS, clear_case, marks_of, query_projection, tiny_model
 from torch.distributed.tensor import DTensor
 from training_harness import (
     LEARNING,
@@ -36,8 +36,8 @@ ADAPTED = ["q_a_proj", "q_b_proj", "q_gate_proj", "kv_a_proj_with_mqa", "kv_b_pr
 ADAPTED += ["o_proj", "o_b_proj"]
 WHOLE = ["q_a_proj"]
 # architecture, how the ranks share it, their number
-CASES = [(kind, HEADS, 2) for kind in SHARED] + [(kind, EXPERTS, 2) for kind in ALL_KINDS]
-RARE = [(kind, HEADS | EXPERTS, 2) for kind in SHARED]
+CASES = [(kind, HEADS, 2) for kind in SHARED_HEADS] + [(kind, EXPERTS, 2) for kind in ALL_KINDS]
+RARE = [(kind, HEADS | EXPERTS, 2) for kind in SHARED_HEADS]
 RARE += [("deepseek_v32", EXPERTS, 4), ("glm_moe_dsa", HEADS | EXPERTS, 4)]
 PARAMETERS = [
     pytest.param(case, id="-".join(map(str, [case[0], *case[1], case[2]])), marks=marks)

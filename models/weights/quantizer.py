@@ -39,11 +39,20 @@ class StoredWeights(QuantizationConfigMixin):
 class StoredWeightsQuantizer(HfQuantizer):
     """Creates the modules; their weights are loaded like any others."""
 
+    #: whether ranks share the model: gloo gathers no float8
+    shared = False
+
     def _process_model_before_weight_loading(self, model, **kwargs):
         convert(model, self.quantization_config.kinds)
         return model
 
     def is_serializable(self) -> bool:
+        if self.shared:
+            raise ValueError(
+                "save_pretrained: the experts of a model with stored weights must be in one "
+                "process, got one that ranks share; examples/convert_checkpoint.py --weights "
+                "writes such a model"
+            )
         return True
 
     @property
