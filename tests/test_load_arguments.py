@@ -55,7 +55,7 @@ def test_a_device_without_ops_is_rejected(device, message, folder):
 
 def test_stored_weights_need_a_cpu():
     with pytest.raises(ValueError, match="device must be None or 'cpu' with stored weights, got"):
-        check_stored({"experts": "int8", "rest": None}, {}, "meta", False)
+        check_stored({"experts": "int8", "rest": None}, {}, "meta", False, False)
 
 
 @pytest.mark.parametrize("name", [x for x in models.__all__ if x != "CACHE"])
