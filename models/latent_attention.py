@@ -42,9 +42,9 @@ class LatentAttention(PatchedAttention):
     @classmethod
     def check_parts(cls, attention: nn.Module, layer: int) -> None:
         parts = attention._modules  # runs in every forward, and nn.Module's lookup is slow
+        check_absorbed(layer, parts["kv_b_proj"])
         if ranks_of(parts["kv_b_proj"]) is not None:
             check_adapters_of_ranks(layer, attention)
-        check_absorbed(layer, parts["kv_b_proj"])
         if (indexer := parts.get("indexer")) is not None:
             check_replaced(layer, "indexer", indexer, cls.indexer_class)
 
