@@ -69,11 +69,14 @@ def write(folder, checkpoint):
 
 @torch.no_grad()
 def computed(model, ids):
-    """Logits of a prefill and of decode steps, and the tokens that follow."""
+    """Logits of a prefill and of decode steps, those of transformers' attention, and the tokens
+    that follow."""
     cache = models.PagedCache(model, len(ids), ids.size(1))
     calls = ids.split([PREFILL, *[1] * DECODE], 1)
     logits = torch.cat([model(call, **{CACHE: cache}).logits for call in calls], 1)
-    return logits, model.generate(ids, max_new_tokens=8, do_sample=False)
+    tokens = model.generate(ids, max_new_tokens=8, do_sample=False)
+    upstream = models.use_transformers(model)(ids, use_cache=False).logits
+    return torch.cat([logits, upstream], 1), tokens
 
 
 def save(model, checkpoint, target):
