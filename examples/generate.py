@@ -113,14 +113,9 @@ class Session:
         return self.ids[:, before:]
 
 
-def is_shared():
-    """Whether this process is one of several ranks."""
-    return dist.is_initialized()
-
-
 def is_first_rank():
     """Whether this process is the one that prints."""
-    return not is_shared() or dist.get_rank() == 0
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def new_cache(model, backend, batch, length, args):
@@ -321,12 +316,7 @@ def parse_args():
     add("--ep", action="store_true", help="share experts, whole ones, among the ranks of torchrun")
     add("--batch", type=at_least(1), default=1, help="batch size (only the first row is shown)")
     add("--block-size", type=block_size, default=128, help="tokens per block of the paged cache")
-    add(
-        "--prefill-chunk",
-        type=at_least(1),
-        default=512,
-        help="tokens per forward pass",
-    )
+    add("--prefill-chunk", type=at_least(1), default=512, help="tokens per forward pass")
     add("--prompt-tokens", type=at_least(1), default=4096, help="length of the demo's text")
     add(
         "--questions",
@@ -341,8 +331,7 @@ def parse_args():
     args = parser.parse_args()
     if way := "--tp" if args.tp else "--ep" if args.ep else None:
         if "RANK" not in os.environ:
-            example = f"torchrun --nproc-per-node 2 examples/generate.py {way}"
-            parser.error(f"{way} needs torchrun: {example}")
+            parser.error(f"{way} needs torchrun: torchrun --nproc-per-node 2 {sys.argv[0]} {way}")
         if args.compile:
             parser.error(f"--compile is unsupported with {way}")
         if args.prompt_file is sys.stdin:
@@ -361,8 +350,7 @@ def main():
             with redirect_stdout(sys.stdout if is_first_rank() else nowhere):
                 generate(args)
     except RuntimeError as error:
-        # gloo's, in all versions of torch, are no class of their own
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):  # of no class
             raise
         stop("a rank that this one waits for has ended or hangs; its own error says why")
     finally:
@@ -370,7 +358,8 @@ def main():
 
 
 def stop(error):
-    sys.exit(f"generate.py: {error}" + (f" (rank {dist.get_rank()})" if is_shared() else ""))
+    rank = f" (rank {dist.get_rank()})" if dist.is_initialized() else ""
+    sys.exit(f"generate.py: {error}{rank}")
 
 
 def generate(args):
@@ -388,7 +377,7 @@ def generate(args):
         "batch": args.batch,
         "compile": args.compile,
         "threads": torch.get_num_threads(),
-        "ranks": dist.get_world_size() if is_shared() else 1,
+        "ranks": dist.get_world_size() if dist.is_initialized() else 1,
     }
     if not args.json:
         print_prompt(prompts[0], dialogues and dialogues[0])
