@@ -350,7 +350,7 @@ def main():
             with redirect_stdout(sys.stdout if is_first_rank() else nowhere):
                 generate(args)
     except RuntimeError as error:
-        if not isinstance(error, dist.DistError) and "gloo" not in str(error):  # of no class
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):  # gloo's have none
             raise
         stop("a rank that this one waits for has ended or hangs; its own error says why")
     finally:
