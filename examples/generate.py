@@ -7,6 +7,7 @@
     cat text | python examples/generate.py --model DIR --prompt-file - --backend custom_pypto
     torchrun --nproc-per-node 2 examples/generate.py --tp               # two share heads and widths
     torchrun --nproc-per-node 4 examples/generate.py --ep --model DIR   # four share whole experts
+    torchrun --nproc-per-node 2 examples/generate.py --cp               # two share the prompts
 
 The demo hides 32 facts in a long text and asks for some of them, one after another on one cache.
 Decoding is greedy, so that both backends do the same work.
@@ -207,6 +208,8 @@ def load(args):
         expert_parallel=args.ep,
         revision=args.revision,
     )
+    if args.cp:
+        models.use_custom_pypto(model, context_parallel=True)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             args.model, revision=args.revision, trust_remote_code=False
@@ -314,6 +317,7 @@ def parse_args():
     add("--compile", action="store_true", help="torch.compile the decode step")
     add("--tp", action="store_true", help="share heads and widths among the ranks of torchrun")
     add("--ep", action="store_true", help="share experts, whole ones, among the ranks of torchrun")
+    add("--cp", action="store_true", help="share the tokens of prompts among the ranks of torchrun")
     add("--batch", type=at_least(1), default=1, help="batch size (only the first row is shown)")
     add("--block-size", type=block_size, default=128, help="tokens per block of the paged cache")
     add("--prefill-chunk", type=at_least(1), default=512, help="tokens per forward pass")
@@ -329,7 +333,9 @@ def parse_args():
     add("--seed", type=int, default=0, help="seed of the demo's text and questions")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     args = parser.parse_args()
-    if way := "--tp" if args.tp else "--ep" if args.ep else None:
+    if args.cp and (args.tp or args.ep):
+        parser.error("--cp needs the whole model on each rank, got --tp or --ep, too")
+    if way := "--tp" if args.tp else "--ep" if args.ep else "--cp" if args.cp else None:
         if "RANK" not in os.environ:
             parser.error(f"{way} needs torchrun: torchrun --nproc-per-node 2 {sys.argv[0]} {way}")
         if args.compile:
@@ -341,7 +347,7 @@ def parse_args():
 
 def main():
     args = parse_args()
-    if not (args.tp or args.ep):
+    if not (args.tp or args.ep or args.cp):
         return generate(args)
     # gloo on CPU, HCCL on NPUs; a rank that waits longer for another treats it as dead
     dist.init_process_group(timeout=timedelta(minutes=10))

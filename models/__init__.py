@@ -57,6 +57,7 @@ from .patch import Patch, patch_of  # noqa: E402
 from .patched import CACHE, attentions_to_patch, sizes, text_model  # noqa: E402
 from .replay import record_indices, replay_indices  # noqa: E402
 from .sharing import (  # noqa: E402
+    LOAD_ALIKE,
     check_agreement,
     check_sharing,
     facts_of_files,
@@ -269,7 +270,7 @@ def load(
     if plan:
         facts = facts_of_files(config, checkpoint.tensors) | {"dtype": resolved, "weights": formats}
         ways = {"tensor_parallel": tensor_parallel, "expert_parallel": expert_parallel}
-        check_agreement(facts | ways)
+        check_agreement("load", facts | ways, LOAD_ALIKE)
     check_memory(skeleton, resolved, own_device() if plan else place, plan)
     source.fetch({tensor.file.name for tensor in own.values()})
     check_scale_values(skeleton, checkpoint, reader, plan)
@@ -292,5 +293,5 @@ def load(
     else:  # else transformers would save the experts stacked, as it got them here
         del model._weight_conversions
     if plan:
-        check_agreement(facts_of_weights(model))
+        check_agreement("load", facts_of_weights(model), LOAD_ALIKE)
     return use_custom_pypto(model.to(place) if plan is None else model)

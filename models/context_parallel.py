@@ -24,6 +24,7 @@ from .absorbed import first_derivative
 from .cache import Step, TokenSlice
 from .latent_attention import LatentAttention
 from .projection import is_sharded
+from .sharing import check_agreement
 from .training import TrainingStep
 
 # of a prompt over ranks; fewer are not worth the exchange
@@ -133,6 +134,7 @@ def share(model, step: Step, kwargs: dict) -> tuple[Step, dict]:
     is short.
 
     Raises:
+        ConnectionError: a rank has ended or hangs.
         ValueError: the ranks have other tokens, or caches of other lengths; or all hidden states
             are requested.
     """
@@ -145,7 +147,15 @@ def share(model, step: Step, kwargs: dict) -> tuple[Step, dict]:
                 "them each, got True; call models.use_custom_pypto(model) without context_parallel"
             )
     pieces = Pieces(dist.get_rank(), dist.get_world_size(), step.valid)
-    check_equal(step, kwargs)
+    facts = {
+        "tokens [B, S]": [*step.valid.shape],
+        "cached tokens": int(step.sequences.seen),
+        "mask": checksum(step.valid),
+        "input_ids": checksum(kwargs.get("input_ids")),
+        "inputs_embeds": checksum(kwargs.get("inputs_embeds")),
+        "position_ids": checksum(step.position_ids),
+    }
+    check_agreement("patched model", facts, "with context_parallel all ranks make the same calls")
     own = {
         name: own_columns(pieces, x, dim)
         for name, dim in (("input_ids", 1), ("inputs_embeds", 1), ("position_ids", -1))
@@ -171,28 +181,6 @@ def whole_output(step: Step, output):
         return step.whole(output[0]), *output[1:]
     output.last_hidden_state = step.whole(output.last_hidden_state)
     return output
-
-
-def check_equal(step: Step, kwargs: dict) -> None:
-    """Rejects ranks with different prompts, on all of them."""
-    given = {
-        "tokens [B, S]": [*step.valid.shape],
-        "cached tokens": [int(step.sequences.seen)],
-        "mask": [checksum(step.valid)],
-        "input_ids": [checksum(kwargs.get("input_ids"))],
-        "inputs_embeds": [checksum(kwargs.get("inputs_embeds"))],
-        "position_ids": [checksum(step.position_ids)],
-    }
-    everyone: list = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, given)
-    for rank, other in enumerate(everyone):
-        names = [name for name in given if other[name] != everyone[0][name]]
-        if names:
-            raise ValueError(
-                f"patched model: {names[0]} must be equal on all ranks with context_parallel, got "
-                f"{other[names[0]]} on rank {rank}, {everyone[0][names[0]]} on rank 0; every rank "
-                "makes the same calls"
-            )
 
 
 def checksum(x: Tensor | None) -> int:

@@ -25,6 +25,7 @@ NPU_HEADS = 128
 #: styles of transformers' plans that leave each rank a part of a parameter
 SHARDED = {"colwise", "rowwise", "packed_colwise", "colwise_gather_output", "embedding_rowwise"}
 SHARDED |= {"grouped_gemm"}
+LOAD_ALIKE = "load the same checkpoint with the same arguments and versions on all ranks"
 SAMPLED = 1000  # values of a tensor that ranks compare
 
 
@@ -147,7 +148,7 @@ def plan_of(model: nn.Module, ranks: int, experts: bool) -> DistributedConfig:
     return DistributedConfig(tp_size=ranks, ep_size=ranks, ep_plan=scales)
 
 
-def check_agreement(facts: dict[str, object]) -> None:
+def check_agreement(caller: str, facts: dict[str, object], remedy: str) -> None:
     """Rejects, on all ranks, ``facts`` that differ between them: by name, with their values.
 
     Raises:
@@ -159,17 +160,16 @@ def check_agreement(facts: dict[str, object]) -> None:
         dist.all_gather_object(of_rank, facts)
     except RuntimeError as error:
         raise ConnectionError(
-            f"load: a rank that rank {dist.get_rank()} waits for has ended or hangs; its own error "
-            "says why"
+            f"{caller}: a rank that rank {dist.get_rank()} waits for has ended or hangs; its own "
+            "error says why"
         ) from error
     for name in dict.fromkeys(name for found in of_rank for name in found):
         values = [found.get(name) for found in of_rank]
         other = next((i for i, value in enumerate(values) if value != values[0]), None)
         if other is not None:
             raise ValueError(
-                f"load: {name} must be equal on all ranks, got {values[0]!r} on rank 0 and "
-                f"{values[other]!r} on rank {other}; load the same checkpoint with the same "
-                "arguments and versions on all ranks"
+                f"{caller}: {name} must be equal on all ranks, got {values[0]!r} on rank 0 and "
+                f"{values[other]!r} on rank {other}; {remedy}"
             )
 
 

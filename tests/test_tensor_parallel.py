@@ -253,8 +253,11 @@ TWO = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 EXAMPLE = ["examples/generate.py", "--json", "--dtype", "float32"]
 
 
+WAYS = [("--tp", "lookup"), ("--ep", "lookup_v4"), ("--cp", "lookup")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("way, checkpoint", [("--tp", "lookup"), ("--ep", "lookup_v4")])
+@pytest.mark.parametrize("way, checkpoint", WAYS)
 def test_the_example_answers_as_in_one_process_and_prints_once(way, checkpoint):
     example = [*EXAMPLE, "--prompt-tokens", "200", "--questions", "2"]
     example += ["--model", f"examples/checkpoints/{checkpoint}"]
@@ -292,7 +295,7 @@ def test_a_rank_that_is_killed_ends_the_other_with_one_sentence(killed):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seconds, loss", [(0.0, 0.0), (0.002, 0.005)])
-@pytest.mark.parametrize("way, checkpoint", [("--tp", "lookup"), ("--ep", "lookup_v4")])
+@pytest.mark.parametrize("way, checkpoint", WAYS)
 def test_two_hosts_answer_as_one(way, checkpoint, seconds, loss):
     """By the commands of docs/many_machines.md, over a cable that delays and loses packets."""
     example = [*EXAMPLE, "--prompt-tokens", "200", "--questions", "1", "--backend", "custom_pypto"]
