@@ -40,9 +40,13 @@ Develop
   run.sh test --arch aarch64 [arguments of pytest]
                                                builds and tests for aarch64 in emulation, 10 GB,
                                                root; --compile-only: cross-compiles csrc
-  run.sh bench [arguments of the benchmarks]   times all; --check: exit code 1 below a floor
-  run.sh bench npu [arguments]                 the NPU programs in PyPTO's cost model
-  run.sh bench serving [arguments]             requests per second of vLLM on the ops
+  run.sh bench [NAME...] [--check] [--write] [--list]
+                                               times all, or what --list names; --check: exit code
+                                               1 below a floor; --write: into RESULTS.md. NAME:
+                                               ops parts int8_ops gradients weights layer_weights
+                                               training peers model layer step fixed v4 loading
+                                               ranks log int8 npu tune launch serving soak
+                                               serving_step
   run.sh fuzz [--minutes N] [--seed S]         fuzzes the ops on this CPU with random calls
   run.sh sanitize [address|thread]             30000 fuzz calls and the tests of the ops, compiled
                                                with AddressSanitizer and UBSan, or TSan
@@ -215,12 +219,15 @@ run_tests() {
   return "$here"
 }
 
+# Installs what the named benchmarks need, then runs them.
 run_benchmarks() {
-  local benchmark status=0
-  for benchmark in ops gradients weights training peers model loading log; do
-    "$python" "$root/benchmarks/bench_$benchmark.py" "$@" || status=1
-  done
-  return "$status"
+  local needs
+  setup models,test # the tests make the inputs
+  needs="$("$python" "$root/benchmarks" "$@" --needs)"
+  [[ "$needs" != *sim* ]] || setup models,sim,test
+  [[ "$needs" != *torch_npu* ]] || setup_torch_npu
+  [[ "$needs" != *serving* ]] || (setup_serving)
+  exec "$python" "$root/benchmarks" "$@"
 }
 
 # Compiles the library with a sanitizer in a copy of the sources; the installed one stays unchanged.
@@ -308,19 +315,6 @@ case "${1:-}" in
     ;;
   bench)
     shift
-    if [[ "${1:-}" == npu ]]; then
-      shift
-      setup sim
-      exec "$python" "$root/benchmarks/bench_npu_model.py" "$@"
-    fi
-    if [[ "${1:-}" == serving ]]; then
-      shift
-      setup models # generate(), to compare with
-      generate_python="$python"
-      setup_serving
-      exec "$python" "$root/benchmarks/bench_serving.py" --generate-python "$generate_python" "$@"
-    fi
-    setup models
     run_benchmarks "$@"
     ;;
   serve)

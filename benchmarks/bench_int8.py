@@ -1,58 +1,36 @@
 """Every floor of the caches in int8, in one table: accuracy, memory, speed, PyPTO's estimates.
 
-    python benchmarks/bench_int8.py [--write]    # exit code 1 if a floor is missed; 2 minutes
-
 Recall is the share of the bfloat16 indexer's 2048 positions that the int8 indexer selects, of
 Gaussian queries and keys; beside it that of fp8 (e4m3 with a scale per row, as DeepSeek's own
 inference code quantizes), which must not be larger. The lookup checkpoint answers questions on
 texts of 512 and 2048 tokens. Speeds are those of one thread, relative to the bfloat16 op in the
-same run (bench_ops.py --int8); estimates are of PyPTO's cost model, not of hardware
-(bench_npu_model.py).
+same run (bench int8_ops); estimates are of PyPTO's cost model, not of hardware
+(bench npu).
 """
 
-import argparse
 import statistics
-import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 from unittest import mock
 
 import bench_ops
 import floors
 import npu_cases
 import torch
-from measure import of_kernels, table, write_section
+from measure import Benchmark, Floor, known
+from train_lookup import lookup_accuracy, lookup_batch
 
 import custom_pypto
 from custom_pypto import models
 from custom_pypto.reference.npu_quant_rows_pto import hadamard_matrix
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "examples"))
-
-from train_lookup import lookup_accuracy, lookup_batch  # noqa: E402
-
 LOOKUP = ROOT / "examples/checkpoints/lookup"
 HEADS, D, K = 64, 128, 2048
 BOTH = dict(index_dtype=torch.int8, kv_dtype=torch.int8)
 # estimates of CANN's own int8 sparse attention in the same cost model, us
 OFFICIAL = {(1, 1, 4096): 70.7, (4, 2, 8192): 118.4, (16, 1, 16384): 207.7}
-
-
-class Floor(NamedTuple):
-    name: str
-    measured: float
-    limit: float
-    at_least: bool = True
-
-    @property
-    def missed(self) -> bool:
-        return not (self.measured >= self.limit if self.at_least else self.measured <= self.limit)
-
-    def row(self) -> list[str]:
-        limit = f"{'at least' if self.at_least else 'at most'} {self.limit:.4g}"
-        return [self.name, f"{self.measured:.4g}", limit, "missed" if self.missed else "ok"]
 
 
 def paged(rows: torch.Tensor) -> torch.Tensor:
@@ -135,28 +113,28 @@ def recalls_of_16(model, length: int) -> tuple[float, float]:
 def accuracy() -> Iterator[Floor]:
     for keys, tokens in ((8192, 16), (65536, 4)):
         int8, fp8 = recalls(keys, tokens)
-        yield Floor(f"recall of 2048 of {keys // 1024}K keys", int8, 0.985)
-        yield Floor(f"recall of 2048 of {keys // 1024}K keys, above fp8's", int8, fp8)
+        yield known(f"recall of 2048 of {keys // 1024}K keys", int8, 0.985)
+        yield known(f"recall of 2048 of {keys // 1024}K keys, above fp8's", int8, fp8)
     plain, quantized = lookup(), lookup(**BOTH)
     for length in (512, 2048):
         right = answers(plain, length)
-        yield Floor(f"right answers, {length} tokens", answers(quantized, length), right - 0.02)
+        yield known(f"right answers, {length} tokens", answers(quantized, length), right - 0.02)
         rotated, alone = recalls_of_16(plain, length)
-        yield Floor(f"recall of 16, {length} tokens", rotated, 0.985)
-        yield Floor(f"recall of 16, {length} tokens, queries alone rotated", alone, 0.3, False)
+        yield known(f"recall of 16, {length} tokens", rotated, 0.985)
+        yield known(f"recall of 16, {length} tokens, queries alone rotated", alone, 0.3, False)
 
 
 def memory() -> Iterator[Floor]:
     model = lookup(**BOTH)
     small, large = (models.PagedCache(model, 1, tokens).nbytes for tokens in (1024, 2048))
     per_token = (large - small) / 1024 / model.config.num_hidden_layers
-    yield Floor("bytes of a token and layer", per_token, 786, False)
+    yield known("bytes of a token and layer", per_token, 786, False)
 
 
 def speed(repeats: int) -> Iterator[Floor]:
     for key, least in floors.here(floors.INT8).items():
-        ratio = max(bench_ops.int8_speedup(key, repeats) for _ in range(2))
-        yield Floor(f"speed of int8 over bfloat16, {key[0]} {key[1:]}", ratio, least)
+        measure = partial(bench_ops.int8_speedup, key, repeats)
+        yield Floor(f"speed of int8 over bfloat16, {key[0]} {key[1:]}", measure, least)
 
 
 def estimates() -> Iterator[Floor]:
@@ -165,32 +143,24 @@ def estimates() -> Iterator[Floor]:
 
     for shape, most in {(4, 2, 8192): 1.0, (1, 1, 65536): 1.0, (1, 1, 8192): 1.25}.items():
         share = us(npu_cases.int8_indexer(*shape)) / us(npu_cases.indexer(*shape))
-        yield Floor(f"estimate of the indexer over bfloat16's, {shape}", share, most, False)
+        yield known(f"estimate of the indexer over bfloat16's, {shape}", share, most, False)
     for shape, most in OFFICIAL.items():
         found = us(npu_cases.int8_attention(*shape))
-        yield Floor(f"estimate of attention, us, {shape}", found, most, False)
+        yield known(f"estimate of attention, us, {shape}", found, most, False)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def every_floor(repeats: int) -> Iterator[Floor]:
+    yield from accuracy()
+    yield from memory()
+    yield from speed(repeats)
+    yield from estimates()
+
+
+BENCHMARKS = {
+    "int8": Benchmark(
+        "Floors of caches in int8",
+        ["", "measured", "floor", ""],
+        lambda repeats: (floor.row() for floor in every_floor(repeats)),
+        floors=every_floor,
     )
-    parser.add_argument("--repeats", type=int, default=9)
-    parser.add_argument("--write", action="store_true", help="write to benchmarks/RESULTS.md")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    found = []
-    for part in (accuracy(), memory(), speed(args.repeats), estimates()):
-        for floor in part:
-            found.append(floor)
-            print(*floor.row(), sep="  ", flush=True)
-    if args.write:
-        rows = [floor.row() for floor in found]
-        text = table(["", "measured", "floor", ""], rows)
-        command = "python benchmarks/bench_int8.py --write"
-        write_section(of_kernels("Floors of caches in int8"), command, text)
-    return int(any(floor.missed for floor in found))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+}

@@ -1,8 +1,5 @@
 """Speed of models.load on a checkpoint in the published format, in each format of weights.
 
-    python benchmarks/bench_loading.py [--threads 2] [--repeats 3] [--write]
-    python benchmarks/bench_loading.py --check    # against the floors
-
 The checkpoint has 2 GB of random fp8 weights in the layout and the sizes of DeepSeek-V3.2, with
 fewer layers, experts and vocabulary entries. The baseline reads every tensor with safetensors and
 keeps it as stored. models.load also validates the headers, creates the model, and
@@ -10,27 +7,23 @@ dequantizes or rounds the weights. The files are in the page cache. One thread i
 time of the process, which includes transformers' reader threads.
 """
 
-import argparse
+import contextlib
 import gc
 import statistics
-import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 import transformers
-from measure import check, interleaved, machine, ratio, table, write_section
+from measure import Benchmark, Floor, interleaved, ratio
+from published import write_published
 from safetensors import safe_open
+from tiny import YARN
 from transformers import DeepseekV32Config
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tests"))
-
-from published import write_published  # noqa: E402
-from tiny import YARN  # noqa: E402
-
-from custom_pypto import models  # noqa: E402
+from custom_pypto import models
 
 # of the speed of safetensors, on one thread
 FLOORS = {"stored": 0.20, None: 0.10, "int8": 0.08, "int4": 0.07}
@@ -84,48 +77,45 @@ def times(path: Path, weights: list[str | None], repeats: int) -> dict[str, list
     return interleaved({"read": lambda: read(path), **sides}, repeats, clock)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--write", action="store_true", help="write to benchmarks/RESULTS.md")
-    parser.add_argument("--check", action="store_true", help="compare with the floors, one thread")
-    args = parser.parse_args()
-    torch.set_num_threads(1 if args.check else args.threads)
-    torch.manual_seed(0)
+@contextlib.contextmanager
+def checkpoint() -> Iterator[tuple[Path, float]]:
+    """Its folder and GB."""
     transformers.utils.logging.disable_progress_bar()
-    print(machine())
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder)
-        size = write_checkpoint(path)
-        checked(path)
-        if args.check:
+        size = write_checkpoint(Path(folder))
+        checked(Path(folder))
+        yield Path(folder), size / 1e9
 
-            def measured(weights):
-                seconds = times(path, [weights], args.repeats)
+
+def floors(threads: int, repeats: int) -> Iterator[Floor]:
+    torch.set_num_threads(1)
+    with checkpoint() as (path, size):
+        for weights, least in FLOORS.items():
+
+            def share(weights=weights) -> float:
+                seconds = times(path, [weights], repeats)
                 return ratio(seconds["read"], seconds[str(weights)])
 
-            def line(weights, floor):
-                name = f"models.load of {size / 1e9:.2f} GB, weights={weights!r}"
-                return f"{name}, of safetensors' speed", lambda: measured(weights), floor
+            name = f"models.load of {size:.2f} GB, weights={weights!r}, of safetensors' speed"
+            yield Floor(name, share, least)
 
-            return check([line(*case) for case in FLOORS.items()])
-        seconds = times(path, list(FLOORS), args.repeats)
-    rows = []
+
+def rows(threads: int, repeats: int) -> Iterator[list[str]]:
+    with checkpoint() as (path, size):
+        seconds = times(path, list(FLOORS), repeats)
     for side, found in seconds.items():
         median = statistics.median(found)
         share = f"{ratio(seconds['read'], found):.2f}"
         name = "safetensors" if side == "read" else f"weights={side}"
-        rows.append([name, f"{median:.2f}", f"{size / 1e9 / median:.2f}", share])
-    text = table([f"{size / 1e9:.2f} GB in fp8", "s", "GB/s", "of its speed"], rows)
-    print(text)
-    if args.write:
-        command = f"python benchmarks/bench_loading.py --threads {args.threads}"
-        write_section(f"Loading fp8, {args.threads} thread(s)", f"{command} --write", text)
-    return 0
+        yield [name, f"{median:.2f}", f"{size / median:.2f}", share]
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARKS = {
+    "loading": Benchmark(
+        "Loading fp8, {threads} thread(s)",
+        ["2 GB in fp8", "s", "GB/s", "of its speed"],
+        rows,
+        floors=floors,
+        of_kernels=False,
+    )
+}

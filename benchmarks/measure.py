@@ -1,6 +1,8 @@
-"""How the benchmarks time and report: interleaved repeats, medians, sections of RESULTS.md."""
+"""How benchmarks time and report: interleaved repeats, floors, sections of RESULTS.md."""
 
 import ctypes
+import multiprocessing
+import os
 import re
 import resource
 import shutil
@@ -8,9 +10,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from unittest import mock
 
 import torch
 
@@ -23,7 +27,7 @@ def user_seconds() -> float:
     """CPU time of this thread, without the kernel's.
 
     The kernel clears fresh pages, and in a virtual machine the host may have to find them first:
-    that can take longer than the computation (RESULTS.md, "Upstream decode from 8K to 16K").
+    that can take longer than the computation (page_faults.md).
     """
     return resource.getrusage(resource.RUSAGE_THREAD).ru_utime
 
@@ -68,27 +72,80 @@ def ratio(slow: list[float], fast: list[float]) -> float:
     return statistics.median(a / b for a, b in zip(slow, fast, strict=True))
 
 
-def check(floors: list[tuple[str, Callable[[], float], float]], tries: int = 3) -> int:
-    """Compares ratios with their floors: ``(name, measure, floor)``, more is better.
+@dataclass(frozen=True)
+class Floor:
+    """A figure and its limit. A missed one is measured again: the machine may have been busy."""
 
-    A missed floor is measured again, since the machine may have been busy.
+    name: str
+    measure: Callable[[], float]
+    limit: float
+    at_least: bool = True
+    tries: int = 3
+
+    def reached(self, figure: float) -> bool:
+        return figure >= self.limit if self.at_least else figure <= self.limit
+
+    def row(self) -> list[str]:
+        """Name, best figure, limit, and ``ok`` or ``MISSED``."""
+        better, best = (max if self.at_least else min), self.measure()
+        for _ in range(self.tries - 1):
+            if self.reached(best):
+                break
+            best = better(best, self.measure())
+        limit = f"{'at least' if self.at_least else 'at most'} {self.limit:.4g}"
+        return [self.name, f"{best:.4g}", limit, "ok" if self.reached(best) else "MISSED"]
+
+
+def known(name: str, figure: float, limit: float, at_least: bool = True) -> Floor:
+    """Of a figure that measuring again does not change."""
+    return Floor(name, lambda: figure, limit, at_least, tries=1)
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """What the runner prints, checks and writes. All functions take the benchmark's options."""
+
+    title: str  # of its section, a format string of the options
+    header: list[str]
+    rows: Callable[..., Iterable[list[str]]]
+    note: str = ""
+    floors: Callable[..., Iterable[Floor]] | None = None
+    of_kernels: bool = True  # each set of CPU kernels has a section
+
+    def written(self, rows: list[list[str]], command: str, options: dict) -> None:
+        title = self.title.format(**options)
+        if self.of_kernels:
+            title += f", {torch.ops.custom_pypto.cpu_isa()}"
+        note = f"\n\n{self.note}" if self.note else ""
+        write_section(title, command, table(self.header, rows) + note)
+
+
+def check(floors: Iterable[Floor]) -> int:
+    """Prints each floor.
 
     Returns:
         the exit code: 1 if a floor was missed every time; its name goes to standard error.
     """
     missed = []
-    for name, measure, floor in floors:
-        best = 0.0
-        for _ in range(tries):
-            best = max(best, measure())
-            if best >= floor:
-                break
-        else:
+    for floor in floors:
+        name, *rest = floor.row()
+        print(name, *rest, sep="  ", flush=True)
+        if rest[-1] == "MISSED":
             missed.append(name)
-        print(f"{name}  {best:.2f}  {floor:.2f}  {'ok' if best >= floor else 'MISSED'}", flush=True)
     for name in missed:
         print(f"missed: {name}", file=sys.stderr)
-    return 1 if missed else 0
+    return int(bool(missed))
+
+
+def median_ms(seconds: list[float], digits: int = 2) -> str:
+    return f"{statistics.median(seconds) * 1e3:.{digits}f}"
+
+
+def in_own_process(function: Callable, *arguments, **variables: str):
+    """The result of a function of a module, in a new process with these environment variables."""
+    with mock.patch.dict(os.environ, variables):
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            return pool.apply(function, arguments)
 
 
 def machine() -> str:
@@ -98,11 +155,6 @@ def machine() -> str:
         f"{cpu['model']}, {cpu['threads']} thread(s), kernels {cpu['kernels_isa']}, "
         f"torch {versions['torch']}, Python {versions['python']}"
     )
-
-
-def of_kernels(title: str) -> str:
-    """The title of a section with figures of this CPU's kernels: each set has its own section."""
-    return f"{title}, {torch.ops.custom_pypto.cpu_isa()}"
 
 
 def when() -> str:

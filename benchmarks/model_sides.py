@@ -1,6 +1,15 @@
-"""Both sides of ``bench_model.py``: upstream's DeepSeek-V3.2 and the same model, patched."""
+"""A patched model beside the same of upstream: calls of both, times and peak memory.
+
+Both get the same random weights and the same cached tokens; no time is reported unless their
+results match. Peak memory is that of one side beyond weights and cache, in a process of its own.
+"""
+
+import statistics
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
+from measure import in_own_process, interleaved, median_ms, peak_over, ratio
 from torch import Tensor
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM, DynamicCache
 
@@ -142,9 +151,103 @@ def layer_prefill_call(side: str, model, context: int):
     return prefill
 
 
-CALLS = {
-    "decode": decode_call,
-    "prefill": prefill_call,
-    "layer decode": layer_decode_call,
-    "layer prefill": layer_prefill_call,
-}
+HEADER = [
+    *("phase", "context", "ms", "ms upstream", "ratio"),
+    *("peak MiB", "peak MiB upstream", "ratio", "repeats"),
+]
+NOTE = (
+    "ms: of one decoded token, or of the whole prompt; medians of interleaved repeats. Peak: on "
+    "top of weights and cache. Not run: upstream prefill that does not fit; "
+)
+
+
+class Subject(NamedTuple):
+    """What is compared. Functions are of modules, since new processes get them."""
+
+    make: Callable[[str], Any]  # the model of a side
+    calls: dict[str, Callable]  # by phase: of a side, its model and a context
+    limits: dict[str, int]  # by phase: most tokens of upstream, where it fits and takes seconds
+    tolerance: float | None  # None: results are not compared
+    relative: bool = True  # to the largest element of a row
+    clock: Callable[[], float] | None = None
+
+
+class Result(NamedTuple):
+    phase: str
+    context: int
+    seconds: dict[str, list[float]]  # by side
+    peaks: dict[str, int]
+    repeats: int
+
+    def row(self) -> list[str]:
+        ms = {side: median_ms(x, 1) for side, x in self.seconds.items()}
+        # below 1 MiB the allocator's pages dominate, not the call
+        mib = {s: f"{x / 2**20:.0f}" if x >= 2**20 else "<1" for s, x in self.peaks.items()}
+        time = memory = "-"
+        if len(ms) == 2:
+            time = f"{ratio(self.seconds['transformers'], self.seconds['custom_pypto']):.1f}"
+            ours = self.peaks["custom_pypto"]
+            at_least = ">" if ours < 2**20 else ""
+            memory = f"{at_least}{self.peaks['transformers'] / max(ours, 2**20):.1f}"
+        return [
+            *(self.phase, f"{self.context // 1024}K"),
+            *(ms.get(side, "not run") for side in SIDES),
+            time,
+            *(mib.get(side, "not run") for side in SIDES),
+            *(memory, str(self.repeats)),
+        ]
+
+
+def both_of(subject: Subject) -> dict:
+    return {side: subject.make(side) for side in SIDES}
+
+
+def times(
+    subject: Subject, both: dict, phase: str, context: int, repeats: int
+) -> dict[str, list[float]]:
+    """Seconds of each side to run, after their results were compared."""
+    outputs: dict[str, Tensor] = {}
+
+    def kept(side: str) -> Callable[[], None]:
+        call = subject.calls[phase](side, both[side], context)
+        return lambda: outputs.update({side: call().float()})
+
+    sides = SIDES if context <= subject.limits[phase] else SIDES[:1]
+    seconds = interleaved({side: kept(side) for side in sides}, repeats, subject.clock)
+    if len(sides) == 2 and subject.tolerance is not None:
+        ours, upstream = (outputs[side] for side in SIDES)
+        error = (ours - upstream).abs().amax(-1)
+        if subject.relative:
+            error = error / upstream.abs().amax(-1)
+        if not (error <= subject.tolerance).all():
+            raise SystemExit(f"{phase}: the sides differ by {error.max():.1e}; not reported")
+    return seconds
+
+
+def speedup(subject: Subject, both: dict, phase: str, context: int, repeats: int) -> float:
+    seconds = times(subject, both, phase, context, repeats)
+    return ratio(seconds["transformers"], seconds["custom_pypto"])
+
+
+def peak_here(make: Callable, call: Callable, side: str, context: int, threads: int) -> int:
+    torch.set_num_threads(threads)
+    model = make(side)
+    measured = call(side, model, context)
+    call(side, model, 256)()  # threads and libraries start before the measurement
+    return peak_over(measured)
+
+
+def peak_bytes(subject: Subject, side: str, phase: str, context: int) -> int:
+    """Peak resident memory of one call, beyond the memory resident before it."""
+    call, threads = subject.calls[phase], torch.get_num_threads()
+    return in_own_process(peak_here, subject.make, call, side, context, threads)
+
+
+def measured(subject: Subject, both: dict, phase: str, context: int, repeats: int) -> Result:
+    seconds = times(subject, both, phase, context, repeats)
+    peaks = {side: peak_bytes(subject, side, phase, context) for side in seconds}
+    return Result(phase, context, seconds, peaks, repeats)
+
+
+def median_of(result: Result, side: str) -> float:
+    return statistics.median(result.seconds[side]) * 1e3

@@ -1,4 +1,4 @@
-"""Draws the samples of soak_serving.py, JSON on the standard input: soak_plot.py FILE.png."""
+"""Draws the samples of bench_soak.py, JSON on the standard input: soak_plot.py FILE.png."""
 
 import json
 import sys

@@ -57,29 +57,23 @@ def calls():
 
 @pytest.mark.sim
 def test_every_timed_case_has_an_estimate_and_calls_a_public_op(calls):
-    found, ops = estimates(RESULTS.read_text(), None)[0], set()
+    found = estimates(RESULTS.read_text(), None)[0]
+    assert calls.npu_cases.CASES.keys() == set(TIMED)
     for case in calls.npu_cases.cases():
-        if case.op != "prolog alone":
-            ops.add(calls.recorded(case).op)
-            assert (case.op, case.shape) in found
-    assert ops == set(TIMED)
+        assert (case.name, case.shape) in found
+        calls.Call(case).on("meta")()  # a public op takes the arguments
 
 
 @pytest.mark.sim
 @pytest.mark.parametrize("op", TIMED[:5])
-def test_a_timed_call_has_values_and_its_result_is_checked(op, calls):
+def test_the_result_of_a_timed_call_is_checked(op, calls):
     (call,) = calls.calls(op, quick=True)
-    call.fill()
-    floats = [x for x in call.arguments.values() if getattr(x, "is_floating_point", bool)()]
-    assert floats and all(x.any() and x.isfinite().all() for x in floats)
     run = call.on("cpu")
     out = run()
     call.check(out)
     first = out if isinstance(out, torch.Tensor) else out[0]
     rest = () if isinstance(out, torch.Tensor) else tuple(out[1:])
-    if "sparse_indices" in call.arguments:
-        rows = call.arguments["sparse_indices"].flatten(0, 2).sort(-1).values
-        assert bool((rows.diff() > 0).all()) and bool((rows[:, -1] > rows.size(1)).any())
+    if "sparse_indices" in call.case.arguments:
         with pytest.raises(ValueError, match="must be finite"):
             call.check((first * torch.nan, *rest) if rest else first * torch.nan)
     with pytest.raises(ValueError, match="must be "):

@@ -1,5 +1,6 @@
 """The benchmarks' own logic: floors, and sides that compute the same. No times."""
 
+import ast
 import os
 import re
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from repository import REPOSITORY
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 sys.path.append(str(BENCHMARKS))
@@ -20,6 +22,7 @@ import bench_peers  # noqa: E402
 import floors  # noqa: E402
 import measure  # noqa: E402
 import model_sides  # noqa: E402
+import registry  # noqa: E402
 
 
 def measuring(*ratios):
@@ -27,31 +30,80 @@ def measuring(*ratios):
     return iter(ratios).__next__
 
 
-def test_a_floor_that_is_reached_is_measured_once(capsys):
-    assert measure.check([("indexer", measuring(5.0), 5.0)]) == 0
-    out, err = capsys.readouterr()
-    assert out == "indexer  5.00  5.00  ok\n" and err == ""
+def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(BENCHMARKS), *arguments]
+    return subprocess.run(command, env=os.environ | variables, capture_output=True, text=True)
 
 
-def test_a_missed_floor_is_tried_again(capsys):
-    assert measure.check([("indexer", measuring(4.0, 4.9, 6.0), 5.0)]) == 0
-    assert capsys.readouterr().out == "indexer  6.00  5.00  ok\n"
+def names_in(module: Path) -> set[str]:
+    """The keys of ``BENCHMARKS``, without importing what the benchmark needs."""
+    for node in ast.parse(module.read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets) == "BENCHMARKS":
+            return {ast.literal_eval(key) for key in node.value.keys}
+    return set()
 
 
-def test_every_floor_missed_three_times_is_named_and_the_others_are_measured(capsys):
-    checks = [
-        ("indexer", measuring(3.0, 4.25, 4.0), 5.0),
-        ("attention", measuring(2.0), 1.6),
-        ("prefill", measuring(0.5, 0.5, 0.5), 1.0),
-    ]
-    assert measure.check(checks) == 1
+def test_every_benchmark_is_registered_and_named_where_readers_look():
+    found = {
+        (module.stem, name) for module in BENCHMARKS.glob("bench_*.py") for name in names_in(module)
+    }
+    assert found == {(entry.module, name) for name, entry in registry.BENCHMARKS.items()}
+    usage = (REPOSITORY / "run.sh").read_text().partition("\nTEXT\n")[0]
+    page = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    for name in registry.BENCHMARKS:
+        assert re.search(rf"^ {{47}}.*\b{name}\b", usage, re.M), name
+        assert f"`{name}`" in page, name
+    listed = run("--list").stdout
+    assert re.findall(r"^  (\w+)", listed, re.M) == list(registry.BENCHMARKS)
+
+
+def test_every_section_of_the_results_has_a_command_that_exists():
+    for command in re.findall(r"^`bash run\.sh bench (.*?)`", measure.RESULTS.read_text(), re.M):
+        name, *options = re.sub(r"=\S+", "", command).split()
+        flags = {"--write"} | {
+            f"--{o.replace('_', '-')}" for o in registry.BENCHMARKS[name].options
+        }
+        assert {option for option in options if option.startswith("--")} <= flags, command
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["opps"], "no benchmark is called 'opps'"),
+        (["log", "--tokens", "3"], "--tokens is no option of log"),
+        (["log", "--check", "--write"], "--check writes nothing"),
+    ],
+)
+def test_the_runner_rejects(arguments, message):
+    done = run(*arguments)
+    assert done.returncode == 2 and message in done.stderr
+
+
+def test_what_benchmarks_need():
+    assert run("ops", "npu", "soak", "--needs").stdout.split() == ["models", "sim", "serving"]
+
+
+def checked(*figures: float, limit: float, at_least: bool = True) -> list[str]:
+    return measure.Floor("indexer", measuring(*figures), limit, at_least).row()[1:]
+
+
+def test_a_floor_that_is_reached_is_measured_once_and_a_missed_one_again():
+    assert checked(5.0, limit=5.0) == ["5", "at least 5", "ok"]
+    assert checked(4.0, 4.9, 6.0, limit=5.0) == ["6", "at least 5", "ok"]
+    assert checked(3.0, 4.25, 4.0, limit=5.0) == ["4.25", "at least 5", "MISSED"]
+    assert checked(7.0, 4.0, limit=5.0, at_least=False) == ["4", "at most 5", "ok"]
+
+
+def test_every_missed_floor_is_named_and_the_others_are_measured(capsys):
+    figures = {"indexer": 0.5, "attention": 2.0, "prefill": 0.25}
+    assert measure.check([measure.known(name, x, 1.0) for name, x in figures.items()]) == 1
     out, err = capsys.readouterr()
     assert out.splitlines() == [
-        "indexer  4.25  5.00  MISSED",
-        "attention  2.00  1.60  ok",
-        "prefill  0.50  1.00  MISSED",
+        "indexer  0.5  at least 1  MISSED",
+        "attention  2  at least 1  ok",
+        "prefill  0.25  at least 1  MISSED",
     ]
-    assert "indexer" in err and "prefill" in err and "attention" not in err
+    assert err.splitlines() == ["missed: indexer", "missed: prefill"]
 
 
 @pytest.mark.parametrize("table", [floors.OPS, floors.PEERS, floors.LAYER_DECODE])
@@ -69,9 +121,7 @@ def test_an_aim_is_above_the_floor_that_is_printed_beside_it():
 
 
 def test_floors_of_other_kernels_are_not_checked():
-    command = [sys.executable, str(BENCHMARKS / "bench_peers.py"), "--check"]
-    environment = os.environ | {"CUSTOM_PYPTO_CPU_ISA": "generic"}
-    ran = subprocess.run(command, env=environment, capture_output=True, text=True)
+    ran = run("peers", "--check", CUSTOM_PYPTO_CPU_ISA="generic")
     assert ran.returncode == 1
     assert "there are floors for the kernels avx512_bf16, amx, got generic" in ran.stderr
 
@@ -128,27 +178,36 @@ def test_a_missed_floor_of_the_peers_is_named_and_exits_1(monkeypatch, capsys):
     reached, missed, other = (("indexer", tokens, 256) for tokens in (1, 2, 3))
     table = {reached: ("eager", 0.0), missed: ("eager", 1e9), other: None}
     monkeypatch.setattr(floors, "PEERS", {torch.ops.custom_pypto.cpu_isa(): table})
-    assert bench_peers.check_floors(repeats=1) == 1
+    assert measure.check(bench_peers.peer_floors(repeats=1)) == 1
     out, err = capsys.readouterr()
-    assert out.count("ok\n") == out.count("MISSED\n") == 1
+    assert out.count("  ok\n") == out.count("  MISSED\n") == 1
     assert "S1=2" in err and "speedup over eager" in err and "S1=1" not in err
+
+
+def small_layer(side: str):
+    sizes = model_sides.LAYER | dict(hidden_size=64, num_attention_heads=2, q_lora_rank=32)
+    return model_sides.make_model(side, sizes, torch.bfloat16)
 
 
 @pytest.fixture
 def layers():
     """Both sides of a small attention layer."""
-    sizes = model_sides.LAYER | dict(hidden_size=64, num_attention_heads=2, q_lora_rank=32)
-    return {side: model_sides.make_model(side, sizes, torch.bfloat16) for side in model_sides.SIDES}
+    return {side: small_layer(side) for side in model_sides.SIDES}
 
 
 @pytest.mark.parametrize("phase", ["layer decode", "layer prefill"])
 def test_both_sides_of_the_attention_layer_compute_the_same(phase, layers):
-    seconds = bench_model.times(layers, phase, 300, 1)
-    assert list(seconds) == list(model_sides.SIDES)
+    case = (bench_model.LAYERS, layers, phase, 300, 1)
+    assert list(model_sides.times(*case)) == list(model_sides.SIDES)
     with torch.no_grad():  # the sides negate each other: as large, and wrong
         layers["transformers"].base_model.layers[0].self_attn.o_proj.weight.neg_()
     with pytest.raises(SystemExit, match=f"{phase}: the sides differ by .*; not reported"):
-        bench_model.times(layers, phase, 300, 1)
+        model_sides.times(*case)
+
+
+def test_peak_memory_is_measured_in_another_process():
+    subject = bench_model.LAYERS._replace(make=small_layer)
+    assert model_sides.peak_bytes(subject, "custom_pypto", "layer prefill", 300) >= 0
 
 
 def test_a_decode_call_of_the_layer_can_be_repeated(layers):
@@ -160,12 +219,12 @@ def test_a_decode_call_of_the_layer_can_be_repeated(layers):
 
 def test_a_row_says_what_was_not_run_and_what_is_too_small_to_measure():
     ours, upstream = model_sides.SIDES
-    both = bench_model.Result(
+    both = model_sides.Result(
         "layer decode", 4096, {ours: [0.01, 0.02, 0.03], upstream: [1.0, 2.0, 3.0]},
         {ours: 5, upstream: 7 * 2**20}, 3,
     )  # fmt: skip
     assert both.row() == "layer decode|4K|20.0|2000.0|100.0|<1|7|>7.0|3".split("|")
-    alone = bench_model.Result("layer prefill", 16384, {ours: [1.0]}, {ours: 3 * 2**20}, 1)
+    alone = model_sides.Result("layer prefill", 16384, {ours: [1.0]}, {ours: 3 * 2**20}, 1)
     assert alone.row() == "layer prefill|16K|1000.0|not run|-|3|not run|-|1".split("|")
 
 
@@ -173,12 +232,14 @@ def test_a_section_names_command_commit_and_date_and_is_replaced(monkeypatch, tm
     results = tmp_path / "RESULTS.md"
     results.write_text("# Results\n\n## Before\n\nold\n\n## Mine\n\nold\n\n## After\n\nold\n")
     monkeypatch.setattr(measure, "RESULTS", results)  # no checkout: the date alone
-    measure.write_section("Mine", "python x.py --write", "| new |")
+    benchmark = measure.Benchmark("{who}", ["a"], lambda: [], "Note.", of_kernels=False)
+    benchmark.written([["new"]], "bash x --write", dict(who="Mine"))
     before, mine, after = results.read_text().split("\n## ")[1:]
     assert (before, after) == ("Before\n\nold\n", "After\n\nold\n")
-    command, machine, text = mine.split("\n\n")[1:]
-    assert re.fullmatch(r"`python x\.py --write`, \d{4}-\d\d-\d\d", command)
-    assert "thread(s)" in machine and text == "| new |\n"
+    command, machine, text, note = mine.split("\n\n")[1:]
+    assert re.fullmatch(r"`bash x --write`, \d{4}-\d\d-\d\d", command)
+    assert "thread(s)" in machine and text.splitlines()[-1] == "| new |"
+    assert note == "Note.\n"
     monkeypatch.undo()
     if shutil.which("git") and (measure.RESULTS.parents[1] / ".git").exists():
         assert re.fullmatch(r"commit [0-9a-f]{7,}, \d{4}-\d\d-\d\d", measure.when())

@@ -10,10 +10,9 @@ from with_pypto import simulation
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
+import bench_tune as tuner  # noqa: E402
 import npu_cases  # noqa: E402
-import tune_npu_model as tuner  # noqa: E402
 
-from custom_pypto import npu  # noqa: E402
 from custom_pypto.kernels import tiling  # noqa: E402
 
 pytestmark = pytest.mark.sim
@@ -115,34 +114,32 @@ def test_every_class_is_tuned_on_shapes_that_use_its_entry(name, monkeypatch):
     for shape_class, cases in subject.cases.items():
         monkeypatch.setattr(tiling, subject.table, {shape_class: table[shape_class]})
         for case in cases():  # with another entry: KeyError
-            case.call(npu.implementations(lambda *arguments: None))
+            case.launch(lambda *arguments: None)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(8))
 def test_every_benchmark_shape_compiles_and_is_priced(part):
     for case in islice(npu_cases.cases(), part, None, 8):
-        assert case.estimate().latency_us > 0, f"{case.op} {case.shape}"
+        assert case.estimate().latency_us > 0, f"{case.name} {case.shape}"
 
 
 @pytest.mark.slow
-def test_a_bad_entry_is_improved(small, file, capsys):
-    tuner.tune("attention", budget=60, file=file)
+def test_a_bad_entry_is_improved(small, file):
+    [[name, shapes, old, new, _, settings]] = tuner.tune("attention", budget=60, file=file)
     better = tiling.ATTENTION[CLASS]
     assert better != small
     assert entries_of(file, "ATTENTION")[CLASS] == dataclasses.astuple(better)
-    *_, line = capsys.readouterr().out.splitlines()
-    assert line.startswith(f"attention, {CLASS} (1,1,256): ") and line.endswith(f"; {better}")
-    old, new = line.split("): ")[1].split(" µs")[0].split(" -> ")
+    assert (name, shapes, settings) == (CLASS, "1,1,256", str(better))
     assert float(new) < 0.99 * float(old)
 
 
-def test_a_setting_that_does_not_compile_does_not_stop_the_search(small, priced, file, capsys):
+def test_a_setting_that_does_not_compile_does_not_stop_the_search(small, priced, file):
     fails = dataclasses.replace(small, l1_reuse=2)
     priced[fails] = None
     priced[dataclasses.replace(small, vec_nbuffer=0)] = 10.0
-    tuner.tune("attention", budget=60, file=file)
-    assert "30.00 -> 10.00 µs; 3 tried" in capsys.readouterr().out
+    [row] = tuner.tune("attention", budget=60, file=file)
+    assert row[2:5] == ["30.00", "10.00", "3"]
 
 
 def test_of_settings_that_are_close_the_one_with_less_work_is_best(small, priced, file):
@@ -160,17 +157,17 @@ def test_of_settings_that_are_close_the_one_with_less_work_is_best(small, priced
         assert (search.best() is trial) == is_best
 
 
-def test_a_setting_that_slows_a_shape_is_out(small, priced, file, monkeypatch, capsys):
+def test_a_setting_that_slows_a_shape_is_out(small, priced, file, monkeypatch):
     subject = tuner.SUBJECTS["attention"]
     cases = {CLASS: lambda: [npu_cases.attention(1, 1, 256, heads) for heads in (16, 32)]}
     monkeypatch.setitem(tuner.SUBJECTS, "attention", dataclasses.replace(subject, cases=cases))
     faster = dataclasses.replace(small, vec_nbuffer=0)
     priced[faster] = [10.0, 30.4]
-    tuner.tune("attention", budget=60, file=file)
-    assert " µs stays" in capsys.readouterr().out
+    [row] = tuner.tune("attention", budget=60, file=file)
+    assert row[-1] == "stays"
     priced[faster] = [10.0, 30.2]
-    tuner.tune("attention", budget=60, file=file)
-    assert "30.00, 30.00 -> 10.00, 30.20 µs" in capsys.readouterr().out
+    [row] = tuner.tune("attention", budget=60, file=file)
+    assert row[2:4] == ["30.00, 30.00", "10.00, 30.20"]
 
 
 def test_a_better_setting_with_wrong_numbers_is_rejected(small, priced, file, monkeypatch, capsys):
@@ -185,9 +182,9 @@ def test_a_better_setting_with_wrong_numbers_is_rejected(small, priced, file, mo
     better = [dataclasses.replace(small, vec_nbuffer=0), dataclasses.replace(small, l1_reuse=2)]
     priced |= dict.fromkeys(better, 10.0)
     before = file.read_bytes()
-    tuner.tune("attention", budget=60, file=file)
+    [row] = tuner.tune("attention", budget=60, file=file)
     out = capsys.readouterr().out
     assert tested == {*better}
     assert "FAILED  npu_sparse_flash_attention_pto" in out and "indexer" not in out
-    assert " µs stays; 3 tried" in out
+    assert row[4:] == ["3", "stays"]
     assert file.read_bytes() == before and tiling.ATTENTION[CLASS] == small

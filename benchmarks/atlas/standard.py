@@ -15,11 +15,11 @@ from pathlib import Path
 import torch_npu
 from torch import Tensor
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tests")]
 
 from measure import table  # noqa: E402
 
-from atlas.calls import Call, npu_cases, recorded, timed  # noqa: E402
+from atlas.calls import Call, npu_cases, timed  # noqa: E402
 from custom_pypto import reference  # noqa: E402
 
 NOT_HERE = 77  # nothing to do here; the last line says why
@@ -38,9 +38,8 @@ HEADER = [
 
 
 def inputs(op: str, size: tuple[int, int, int]) -> Call:
-    call = recorded(CASES[op](*size))
-    call.fill()
-    x = call.arguments
+    call = Call(CASES[op](*size))
+    x = call.case.arguments
     if "query_dequant_scale" in x:  # torch_npu's op takes no other weights
         x["weights"] = x["weights"].half()
     return call
@@ -53,7 +52,7 @@ def theirs(call: Call, arguments: dict) -> Callable[[], Tensor]:
     if "actual_seq_lengths_kv" in arguments:
         # value may be missing in CANN 9.2 and later only
         more = {"layout_kv": "PA_BSND", "attention_mode": 2, "value": arguments["key"]}
-    op = getattr(torch_npu, call.op.removesuffix("_pto"))
+    op = getattr(torch_npu, call.case.op.removesuffix("_pto"))
 
     def run():
         out = op(**mine | more)
@@ -64,8 +63,8 @@ def theirs(call: Call, arguments: dict) -> Callable[[], Tensor]:
 
 def error(call: Call, out: Tensor, expected: Tensor) -> tuple[float, float]:
     """Of a result, and its limit."""
-    judge = reference.MODULES[call.op].error
-    return judge(out.cpu(), expected, call.arguments, call.arguments)
+    judge, x = reference.MODULES[call.case.op].error, call.case.arguments
+    return judge(out.cpu(), expected, x, x)
 
 
 def apart(one: Tensor, other: Tensor) -> str:
@@ -80,13 +79,13 @@ def compared(call: Call, quick: bool) -> tuple[list[str], bool]:
     """The row of the table, and whether our result is within its limit."""
     ours = call.on("npu")
     sides = {"ours": ours, "torch_npu": theirs(call, ours.keywords)}
-    expected = getattr(reference, call.op)(**call.arguments)
+    expected = getattr(reference, call.case.op)(**call.case.arguments)
     out = {name: run() for name, run in sides.items()}
     errors = {name: error(call, result, expected) for name, result in out.items()}
     (mine, limit), (other, _) = errors["ours"], errors["torch_npu"]
     times = timed(sides, quick)
     pairs = zip(times["ours"], times["torch_npu"], strict=True)
-    row = [call.op, call.case.shape, *(f"{x:.2g}" for x in (limit, mine, other))]
+    row = [call.case.op, call.case.shape, *(f"{x:.2g}" for x in (limit, mine, other))]
     row += [apart(out["ours"].cpu(), out["torch_npu"].cpu())]
     return row + [f"{x:.1f}" for pair in pairs for x in pair], mine <= limit
 

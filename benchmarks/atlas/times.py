@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch_npu  # noqa: F401
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tests")]
 
 from measure import interleaved, table  # noqa: E402
 
@@ -54,14 +54,13 @@ def replayed(ready: list[tuple[Call, object]], quick: bool) -> dict[str, list[st
 
 
 def _name(call: Call) -> str:
-    return f"{call.case.op} {call.case.shape}"
+    return f"{call.case.name} {call.case.shape}"
 
 
 def prepared(op: str, quick: bool) -> tuple[list[tuple[Call, object]], bool]:
     """The calls whose first result passes its check, and whether all do."""
     ready, failed = [], False
     for call in calls(op, quick):
-        call.fill()
         run = call.on("npu")
         begin = time.perf_counter()
         print(f"{_name(call)}: first call", end=" ", flush=True)
@@ -91,7 +90,7 @@ def main() -> int:
     columns = ["replayed µs"] if options.replay else ["alone µs", "in a row µs"]
     rows = []
     for call, _ in ready:
-        of = (call.case.op, call.case.shape)
+        of = (call.case.name, call.case.shape)
         limits = [f"{limit:.1f}" for limit in call.rooflines()]
         rows.append([*of, *measured[_name(call)], estimated.get(of, "-"), *limits])
     print(table(["op", "B, S1, keys", *columns, "estimate µs", "bytes µs", "FLOP µs"], rows))

@@ -1,6 +1,6 @@
 """Tile settings of the kernels, chosen per shape class from the host-side facts of a call.
 
-``python benchmarks/bench_npu_model.py --tune OP`` searches better entries for the tables
+``bash run.sh bench tune --op OP`` searches better entries for the tables
 ``INDEXER``, ``ATTENTION`` and ``PROLOG`` by PyPTO's cost model, and writes them into this file. The
 comment above an entry gives the reason for a manual choice, or a hint for the tuner.
 """

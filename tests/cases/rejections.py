@@ -7,7 +7,6 @@ import re
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -16,6 +15,8 @@ from . import int32
 
 def table(op: str, default: dict) -> Callable:
     """``row(message, inputs, **change)``: the call of ``inputs | change``, named by its message."""
+
+    import pytest  # benchmarks take inputs from here, on machines without it
 
     def row(message: str, inputs: dict = default, /, **change):
         words = re.sub(r"[^\w.]+", "-", message)[:80]

@@ -1,36 +1,30 @@
 """Host time of an eager call on NPU tensors up to its launch, by PyPTO and through aclnn.
 
-    PYTHONPATH=.:build/torch_npu TORCH_DEVICE_BACKEND_AUTOLOAD=0 \
-        python benchmarks/bench_eager_launch.py [--repeats 15] [--write]
-
 It runs on the host simulator of CANN, after the results of every call were compared with the CPU's.
 What then is timed computes nothing: "contract" checks the arguments and allocates the outputs;
 "PyPTO" is the whole wrapper without PyPTO's own launch, which needs a device; its views and copies
 are the simulator's, which run through Python. "aclnn" is the whole call with a kernel package whose
 two phases only note the call, without the work of CANN in them. These are times of the host, and
-say nothing of an NPU. bash run.sh graph installs torch_npu into build/torch_npu.
+say nothing of an NPU.
 """
 
-import argparse
 import ctypes
 import os
 import statistics
 import subprocess
-import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from measure import interleaved, machine, table, write_section
+from cases import inputs_of
+from measure import Benchmark, interleaved
 
 import custom_pypto
 from custom_pypto import npu, schemas
 from custom_pypto.eager import VARIABLE as EAGER
 from custom_pypto.graph.prototypes import prototypes
 from custom_pypto.simulation import ascend_host
-
-sys.path.append(str(Path(__file__).parents[1] / "tests"))
-from cases import inputs_of  # noqa: E402
 
 CALLS = 500
 OPS = (
@@ -94,14 +88,7 @@ def compute_nothing(folder: Path) -> torch.library.Library:
     return library
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--write", action="store_true", help="write to benchmarks/RESULTS.md")
-    args = parser.parse_args()
-    torch.set_num_threads(1)
+def rows(repeats: int) -> Iterator[list[str]]:
     ascend_host.start()
     tensors = {p.op: len({*p.inputs, *p.outputs}) for p in prototypes()}
     with tempfile.TemporaryDirectory() as folder:
@@ -114,23 +101,18 @@ def main() -> int:
                     f"{op}: the result through aclnn differs from the CPU's; not timed"
                 )
         kept = compute_nothing(Path(folder))
-        print(machine())
-        rows = []
         for op in OPS:
-            seconds = interleaved(calls_of(op), args.repeats)
+            seconds = interleaved(calls_of(op), repeats)
             each = [f"{1e6 / CALLS * statistics.median(s):.1f}" for s in seconds.values()]
-            rows.append([op, str(tensors[op]), *each])
-            print(*rows[-1], sep="  ", flush=True)
+            yield [op, str(tensors[op]), *each]
         del kept
-    if args.write:
-        header = ["op", "tensors", "contract, us", "PyPTO, us", "aclnn, us"]
-        write_section(
-            "Eager launch, host time on the host simulator of CANN",
-            "python benchmarks/bench_eager_launch.py --write",
-            table(header, rows),
-        )
-    return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+BENCHMARKS = {
+    "launch": Benchmark(
+        "Eager launch, host time on the host simulator of CANN",
+        ["op", "tensors", "contract, us", "PyPTO, us", "aclnn, us"],
+        rows,
+        of_kernels=False,
+    )
+}

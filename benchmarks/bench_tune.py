@@ -1,4 +1,4 @@
-"""Searches tile settings of the NPU programs: ``bench_npu_model.py --tune OP [--budget SECONDS]``.
+"""Searches tile settings of the NPU programs.
 
 The search covers each shape class of an op's table in custom_pypto/kernels/tiling.py. It alternates
 between neighbours of the best setting so far, which differ in one field, and random settings, which
@@ -24,16 +24,17 @@ import math
 import random
 import shutil
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import npu_cases
+from measure import Benchmark
 from tqdm import tqdm
 
-from custom_pypto import npu, simulation, verify
+from custom_pypto import simulation, verify
 from custom_pypto.kernels import tiling
 
 TILING = Path(__file__).resolve().parents[1] / "custom_pypto/kernels/tiling.py"
@@ -159,7 +160,7 @@ class Search:
 
         with mock.patch.dict(self.table, {self.name: settings}):
             for i, case in enumerate(self.cases):
-                case.call(npu.implementations(launch))
+                case.launch(launch)
                 if limits and found[-1].latency_us > limits[i]:
                     return None
         latencies = [estimate.latency_us for estimate in found]
@@ -260,23 +261,35 @@ def write_entry(file: Path, table: str, name: str, settings) -> None:
     part.replace(file)
 
 
-def tune(name: str, budget: float, file: Path = TILING) -> None:
-    """Tunes the classes of ``SUBJECTS[name]`` and writes better settings into ``file``.
+def tune(op: str, budget: float, file: Path = TILING) -> Iterator[list[str]]:
+    """Tunes the classes of ``SUBJECTS[op]`` and writes better settings into ``file``.
 
     Args:
         budget: seconds, shared equally by the classes; excludes the checks of better settings.
+    Yields:
+        class, shapes, latencies before and after, settings tried, and the best.
     """
-    subject = SUBJECTS[name]
+    if op not in SUBJECTS:
+        raise SystemExit(f"tune: --op must be one of {', '.join(SUBJECTS)}, got {op!r}")
+    subject = SUBJECTS[op]
     for shape_class in subject.cases:
         search = Search(subject, shape_class)
         search.run(budget / len(subject.cases))
         winner, old = search.accepted(), search.shipping
         shapes = "; ".join(case.shape for case in search.cases)
-        about = f"{name}, {shape_class} ({shapes}): {listed(old.latencies)}"
-        tried = f"{len(search.tried) - 1} tried"
-        if winner is old:
-            print(f"{about} µs stays; {tried}", flush=True)
-            continue
-        write_entry(file, subject.table, shape_class, winner.settings)
-        search.table[shape_class] = winner.settings
-        print(f"{about} -> {listed(winner.latencies)} µs; {tried}; {winner.settings}", flush=True)
+        latencies = [listed(trial.latencies) for trial in (old, winner)]
+        if winner is not old:
+            write_entry(file, subject.table, shape_class, winner.settings)
+            search.table[shape_class] = winner.settings
+        best = "stays" if winner is old else str(winner.settings)
+        yield [shape_class, shapes, *latencies, str(len(search.tried) - 1), best]
+
+
+BENCHMARKS = {
+    "tune": Benchmark(
+        "Tiles of {op} by PyPTO's cost model",
+        ["class", "B, S1, keys", "µs before", "µs after", "tried", "settings"],
+        tune,
+        of_kernels=False,
+    )
+}

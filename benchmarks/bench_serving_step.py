@@ -1,7 +1,5 @@
 """What a step of vLLM on the ops spends its time on: the ops, projections, the rest.
 
-    bash run.sh bench serving --step [--write]
-
 Two dense layers of DeepSeek-V3.2's widths with random weights, and the checkpoint
 examples/checkpoints/lookup, both in bfloat16 on one thread. A step with a prompt, then steps that
 give each of several requests a token; their prompts are in the prefix cache. Seconds are of runs
@@ -10,14 +8,14 @@ scheduler and model runner are in the same process, and are what no op spends.
 """
 
 import json
-import multiprocessing
 import os
 import re
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from measure import machine, table, write_section
+from measure import Benchmark, in_own_process
 
 LOOKUP = Path(__file__).resolve().parents[1] / "examples" / "checkpoints" / "lookup"
 STEPS = 32
@@ -121,13 +119,13 @@ def row(title: str, llm, prompts: list, profiled_prompts: list, tokens: int) -> 
     return [title, f"{seconds:.2f}", *(f"{x / seconds:.0%}" for x in (*spent.values(), rest))]
 
 
-def main(write: bool) -> int:
-    alone = multiprocessing.get_context("spawn").Pool(1, maxtasksperchild=1)
-    with alone:
-        rows = [row for rows in alone.map(measure, MODELS, chunksize=1) for row in rows]
-    text = table(["", "s", *KINDS, REST], rows)
-    print(f"{machine()}\n\n{text}")
-    if write:
-        command = "bash run.sh bench serving --step --write"
-        write_section("Serving: where a step's time goes", command, text)
-    return 0
+def rows() -> Iterator[list[str]]:
+    for name in MODELS:
+        yield from in_own_process(measure, name)
+
+
+BENCHMARKS = {
+    "serving_step": Benchmark(
+        "Serving: where a step's time goes", ["", "s", *KINDS, REST], rows, of_kernels=False
+    )
+}

@@ -1,13 +1,13 @@
-"""The parts ``step`` and ``fixed`` of ``bench_model.py``: Python's part of a forward, beside the
-layers; and what a decoder layer costs when there is nothing to compute."""
+"""What a model costs beside computing: Python's part of a forward, beside 61 small layers; and CPU
+time and dispatcher calls of a small decoder layer in a decode step."""
 
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
-from measure import interleaved, table
+from measure import Benchmark, interleaved
 from model_sides import SIDES, filled_cache, make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
@@ -26,11 +26,11 @@ STEP = dict(
 )
 
 
-def measure_step(steps: int = 100) -> str:
-    """A table of the time of a step, and of the patch's hooks in it."""
+def step_rows(repeats: int) -> Iterator[list[str]]:
+    """The time of a step, and of the patch's hooks in it."""
     model = make_model(SIDES[0], STEP, torch.float32)
     cache = filled_cache(SIDES[0], model, 1024)
-    cache.reserve(1024 + steps)
+    cache.reserve(1024 + repeats)
     token, spent = torch.zeros(1, 1, dtype=torch.int64), [0.0]
 
     def timed(hook: Callable) -> Callable:
@@ -45,17 +45,19 @@ def measure_step(steps: int = 100) -> str:
     for hooks in (model.model._forward_pre_hooks, model.model._forward_hooks):
         hooks.update({key: timed(hook) for key, hook in hooks.items()})
     of_step, of_hooks = [], []
-    for _ in range(steps):
+    for _ in range(repeats):
         start, spent[0] = time.perf_counter(), 0.0
         with torch.inference_mode():
             model(token, cache=cache)
         of_step.append(time.perf_counter() - start)
         of_hooks.append(spent[0])
-    rows = [
-        [name, f"{statistics.median(x) * 1e6:.0f}", f"{min(x) * 1e6:.0f}"]
-        for name, x in (("step", of_step), ("checks, cache lengths, slots", of_hooks))
-    ]
-    return table(["61 layers", "median µs", "least µs"], rows)
+    for name, seconds in (("step", of_step), ("checks, cache lengths, slots", of_hooks)):
+        yield [name, *microseconds(seconds)]
+
+
+def microseconds(seconds: list[float], parts: int = 1) -> list[str]:
+    """Median and least."""
+    return [f"{f(seconds) / parts * 1e6:.0f}" for f in (statistics.median, min)]
 
 
 FIXED = dict(
@@ -93,9 +95,9 @@ class Calls(TorchDispatchMode):
         return op(*args, **(kwargs or {}))
 
 
-def measure_fixed(repeats: int = 40) -> str:
-    """A table of the CPU time of a small layer in a decode step, and of its dispatcher calls."""
-    calls, rows = {}, []
+def fixed_rows(repeats: int) -> Iterator[list[str]]:
+    """The CPU time of a small layer in a decode step, and its dispatcher calls."""
+    calls = {}
     for experts in (False, True):
         torch.manual_seed(0)
         config = DeepseekV32Config(
@@ -116,17 +118,8 @@ def measure_fixed(repeats: int = 40) -> str:
     for (name, side), call in calls.items():
         with Calls() as counted:
             call()
-        each = [
-            f"{x / FIXED_LAYERS * 1e6:.0f}"
-            for x in (statistics.median(seconds[name, side]), min(seconds[name, side]))
-        ]
-        rows.append([name, side, *each, f"{counted.count / FIXED_LAYERS:.0f}"])
-    note = (
-        f"\n\nCPU time of a decode step of DeepSeek-V3.2 with hidden size {FIXED['hidden_size']}, "
-        f"{FIXED_LAYERS} layers and {FIXED_TOKENS} cached tokens in bfloat16, divided by its "
-        f"layers; {repeats} interleaved repeats."
-    )
-    return table(["layer", "model", "median µs", "least µs", "dispatcher calls"], rows) + note
+        each = microseconds(seconds[name, side], FIXED_LAYERS)
+        yield [name, side, *each, f"{counted.count / FIXED_LAYERS:.0f}"]
 
 
 def fixed_call(side: str, model) -> Callable:
@@ -139,3 +132,23 @@ def fixed_call(side: str, model) -> Callable:
         cache.crop(-1)
 
     return step
+
+
+TIMES = ["median µs", "least µs"]
+BENCHMARKS = {
+    "step": Benchmark(
+        "A decoded token, beside the layers",
+        [f"{STEP['num_hidden_layers']} layers", *TIMES],
+        step_rows,
+        of_kernels=False,
+    ),
+    "fixed": Benchmark(
+        "Fixed cost of a decoder layer",
+        ["layer", "model", *TIMES, "dispatcher calls"],
+        fixed_rows,
+        f"CPU time of a decode step of DeepSeek-V3.2 with hidden size {FIXED['hidden_size']}, "
+        f"{FIXED_LAYERS} layers and {FIXED_TOKENS} cached tokens in bfloat16, divided by its "
+        "layers; interleaved repeats.",
+        of_kernels=False,
+    ),
+}

@@ -1,6 +1,4 @@
-"""Half an hour of mixed traffic to vLLM on the ops: answers, processes and memory.
-
-    bash run.sh bench serving --soak 30 [--write]
+"""Minutes of mixed traffic to vLLM on the ops: answers, processes and memory.
 
 32 clients at a time ask the questions of bench_serving.py; of every ten requests, one is left in
 the middle of its answer and one must be rejected. /metrics is read every five seconds.
@@ -15,26 +13,22 @@ import json
 import random
 import signal
 import subprocess
-import sys
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import httpx
 import psutil
-from measure import machine, table, write_section
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "integrations" / "vllm" / "tests"))
-
-import traffic  # noqa: E402
+from bench_serving import traffic, vllm
+from measure import Benchmark
 
 CLIENTS, TOKENS = 32, 32
 RIGHT, GROWTH = 0.97, 0.03
 # blocks of 64 tokens: all of them are written, and so resident, long before a third of the time
 SMALL_CACHE = "--num-gpu-blocks-override=1024"
-PLOT = ROOT / "benchmarks" / "plots" / "serving_soak.png"
+PLOT = Path(__file__).with_name("plots") / "serving_soak.png"
 BAD = (
     dict(max_tokens=-1),
     dict(temperature="hot"),
@@ -124,13 +118,17 @@ def killed(server: psutil.Process) -> tuple[float, int]:
     return seconds, len(alive)
 
 
-def soak(server: psutil.Process, url: str, minutes: float, plot_python: str, write: bool) -> int:
+def rows(minutes: float, python: str) -> Iterator[list[str]]:
+    """``python``: has matplotlib, which the environment of vLLM lacks."""
+    with vllm({}, SMALL_CACHE) as side:
+        yield from soak(psutil.Process(side.process.pid), side.url, minutes, python)
+
+
+def soak(server: psutil.Process, url: str, minutes: float, plot_python: str) -> Iterator[list[str]]:
     """Drives a server that is ready, then kills its engine.
 
-    Args:
-        plot_python: has matplotlib, which the environment of vLLM lacks.
-    Returns:
-        0, or 1 if something is not as it must be.
+    Raises:
+        SystemExit: something is not as it must be.
     """
     counts, samples, stop = Counts(), [], threading.Event()
     watcher = threading.Thread(target=watch, args=(server, url, stop, samples))
@@ -157,19 +155,25 @@ def soak(server: psutil.Process, url: str, minutes: float, plot_python: str, wri
         faults.append(f"memory grew from {early:.0f} to {late:.0f} MiB")
     if alive:
         faults.append(f"{alive} processes are left")
-    rows = [
+    yield from (
+        ["minutes, clients at a time", f"{minutes:g}, {CLIENTS}"],
         ["answers, right", f"{answered}, {counts.right}"],
         ["requests of clients that went away", f"{counts.left}"],
         ["bad requests, all rejected", f"{counts.rejected}"],
         ["memory after a third, most afterwards, MiB", f"{early:.0f}, {late:.0f}"],
         ["the server ends after its engine was killed, s", f"{seconds:.1f}"],
         ["processes left", f"{alive}"],
-    ]
-    text = table([f"{minutes:g} minutes, {CLIENTS} clients at a time", ""], rows)
-    print(f"{machine()}\n\n{text}")
-    print("\n".join(faults))
-    if write and not faults:
-        command = f"bash run.sh bench serving --soak {minutes:g} --write"
-        note = "Memory is resident, of all processes. Picture: plots/serving_soak.png."
-        write_section("Serving under mixed load", command, f"{text}\n\n{note}")
-    return int(bool(faults))
+    )
+    if faults:
+        raise SystemExit("\n".join(faults))
+
+
+BENCHMARKS = {
+    "soak": Benchmark(
+        "Serving under mixed load",
+        ["", ""],
+        rows,
+        "Memory is resident, of all processes. Picture: plots/serving_soak.png.",
+        of_kernels=False,
+    )
+}

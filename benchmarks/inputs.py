@@ -1,0 +1,61 @@
+"""Calls with the sizes of DeepSeek-V3.2, of the inputs that the tests make, without padding."""
+
+import torch
+from cases import of
+
+BLOCK, K, D, L, R, INDEX_HEADS = 128, 2048, 128, 512, 64, 64
+SCALE = 192**-0.5
+INDEXER = dict(heads=INDEX_HEADS, dim=D, block_size=BLOCK, sparse_count=K)
+ATTENTION = dict(heads=128, latent=L, rope=R, block_size=BLOCK, sparse_count=K)
+SIZES = {
+    "npu_lightning_indexer_pto": INDEXER | dict(weights_dtype=torch.float32),
+    "npu_quant_lightning_indexer_pto": INDEXER,
+    "npu_sparse_flash_attention_pto": ATTENTION,
+    "npu_kv_quant_sparse_flash_attention_pto": ATTENTION,
+    "npu_sparse_attention_pto": dict(
+        hidden=7168,
+        q_rank=1536,
+        heads=128,
+        nope=128,
+        latent=L,
+        rope=R,
+        index_heads=INDEX_HEADS,
+        index_dim=D,
+        block_size=BLOCK,
+        sparse_count=K,
+    ),
+}
+OF_TOKENS = ("query", "query_rope", "weights", "query_dequant_scale", "sparse_indices")
+
+
+OF_KEYS = ("key", "key_rope")
+
+
+def call(op: str, S1: int, lengths: list[int], dtype: torch.dtype, **sizes) -> dict:
+    """A call of ``S1`` tokens of each sequence, whose key ``lengths`` may differ."""
+    x = of(op).inputs([S1] * len(lengths), lengths, dtype=dtype, **SIZES[op] | sizes)
+    if x["block_table"] is None:
+        x |= first(x, OF_KEYS, max(lengths))
+    else:  # NPU programs choose tiles by its width
+        x["block_table"] = x["block_table"][:, :-1].contiguous()
+    if "scale_value" in x:
+        x["scale_value"] = SCALE
+    return x | first(x, OF_TOKENS, S1) | dict(actual_seq_lengths_query=None)
+
+
+def first(x: dict, names: tuple[str, ...], count: int) -> dict:
+    """The first tokens or keys of each sequence, without what pads them."""
+    return {name: x[name][:, :count].contiguous() for name in names if x.get(name) is not None}
+
+
+def indexer(S1: int, S2: int, dtype: torch.dtype = torch.bfloat16, **sizes) -> dict:
+    return call("npu_lightning_indexer_pto", S1, [S2], dtype, **sizes)
+
+
+def attention(S1: int, N1: int, S2: int, dtype: torch.dtype = torch.bfloat16, **sizes) -> dict:
+    return call("npu_sparse_flash_attention_pto", S1, [S2], dtype, heads=N1, **sizes)
+
+
+def last_token(x: dict) -> dict:
+    """The same call of the last token, which sees the same keys alone."""
+    return x | {name: x[name][:, -1:] for name in OF_TOKENS if x.get(name) is not None}

@@ -1,0 +1,84 @@
+"""Every benchmark by name. Imports the standard library only: the runner lists names with it."""
+
+import os
+from dataclasses import dataclass, field
+
+CORES = len(os.sched_getaffinity(0))
+
+
+@dataclass(frozen=True)
+class Entry:
+    module: str  # whose BENCHMARKS has it under its name
+    about: str
+    options: dict = field(default_factory=dict)  # and their defaults
+    # "models", "sim" (PyPTO), "torch_npu" (the host simulator of CANN), "serving" (vLLM's
+    # environment); without names, run.sh runs those of "models"
+    needs: str = "models"
+
+
+BENCHMARKS = {
+    "ops": Entry("bench_ops", "the ops beside torch.mm", dict(threads=1, repeats=15)),
+    "parts": Entry("bench_ops", "what short calls spend beside arithmetic", dict(repeats=15)),
+    "int8_ops": Entry("bench_ops", "int8 rows, beside the bfloat16 op", dict(repeats=15)),
+    "gradients": Entry(
+        "bench_gradients", "gradients, beside the forward or torch.mm", dict(repeats=5)
+    ),
+    "weights": Entry(
+        "bench_weights", "linear layers of stored weights, beside torch's", dict(repeats=7)
+    ),
+    "layer_weights": Entry(
+        "bench_weights",
+        "a layer of DeepSeek-V3.2 in each format of weights",
+        dict(repeats=7, tokens=2048),
+    ),
+    "training": Entry(
+        "bench_training",
+        "a training step of an attention layer, beside upstream's",
+        dict(tokens=32768, plot=False),
+    ),
+    "peers": Entry("bench_peers", "the ops beside eager and compiled torch", dict(repeats=15)),
+    "model": Entry(
+        "bench_model",
+        "a small model beside upstream transformers",
+        dict(threads=CORES, repeats=7, dtype="float32"),
+    ),
+    "layer": Entry(
+        "bench_model",
+        "an attention layer of DeepSeek-V3.2 beside upstream",
+        dict(repeats=7, plot=False),
+    ),
+    "step": Entry("bench_step", "Python's part of a decoded token", dict(repeats=100)),
+    "fixed": Entry("bench_step", "what a small decoder layer costs", dict(repeats=40)),
+    "v4": Entry("bench_v4", "attention layers of DeepSeek-V4 beside upstream", dict(repeats=5)),
+    "loading": Entry(
+        "bench_loading", "models.load, beside safetensors", dict(threads=2, repeats=3)
+    ),
+    "ranks": Entry("bench_ranks", "a prompt over ranks", dict(ranks=2, tokens=16384, repeats=3)),
+    "log": Entry("bench_log", "the cost of CUSTOM_PYPTO_LOG", dict(repeats=15)),
+    "int8": Entry("bench_int8", "accuracy, memory, speed of int8 caches", dict(repeats=9), "sim"),
+    "npu": Entry(
+        "bench_npu",
+        "the NPU programs in PyPTO's cost model",
+        dict(trace="", plot=False),
+        "sim",
+    ),
+    "tune": Entry(
+        "bench_tune",
+        "searches tile settings of an NPU program",
+        dict(op="attention", budget=600.0),
+        "sim",
+    ),
+    "launch": Entry(
+        "bench_launch", "host time of eager calls up to a launch", dict(repeats=15), "torch_npu"
+    ),
+    "serving": Entry(
+        "bench_serving",
+        "requests per second of vLLM on the ops",
+        dict(rounds=3, llama_server="", python=""),
+        "serving",
+    ),
+    "soak": Entry("bench_soak", "vLLM under mixed load", dict(minutes=30.0, python=""), "serving"),
+    "serving_step": Entry(
+        "bench_serving_step", "where a step of vLLM spends its time", {}, "serving"
+    ),
+}
