@@ -10,12 +10,10 @@ same run (bench int8_ops); estimates are of PyPTO's cost model, not of hardware
 
 import statistics
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from unittest import mock
 
 import bench_ops
-import floors
 import npu_cases
 import torch
 from measure import Benchmark, Floor, known
@@ -131,12 +129,6 @@ def memory() -> Iterator[Floor]:
     yield known("bytes of a token and layer", per_token, 786, False)
 
 
-def speed(repeats: int) -> Iterator[Floor]:
-    for key, least in floors.here(floors.INT8).items():
-        measure = partial(bench_ops.int8_speedup, key, repeats)
-        yield Floor(f"speed of int8 over bfloat16, {key[0]} {key[1:]}", measure, least)
-
-
 def estimates() -> Iterator[Floor]:
     def us(case: npu_cases.Case) -> float:
         return case.estimate().latency_us
@@ -152,7 +144,7 @@ def estimates() -> Iterator[Floor]:
 def every_floor(repeats: int) -> Iterator[Floor]:
     yield from accuracy()
     yield from memory()
-    yield from speed(repeats)
+    yield from bench_ops.int8_floors(repeats)
     yield from estimates()
 
 
