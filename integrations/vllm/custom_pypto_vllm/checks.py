@@ -4,6 +4,7 @@ middle of a request, or give wrong text without an error."""
 from .compression import compress_ratios
 
 INT8 = "int8_per_token_head"  # vLLM's word for a cache in int8
+MAX_BLOCK_SIZE = 1024  # of the ops
 
 
 def _reject(what: str) -> None:
@@ -28,7 +29,7 @@ def check(vllm_config, modules, non_causal: bool) -> None:
             "quantized weights must not be compiled: torch.compile of torch 2.13 gives wrong text; "
             "use --enforce-eager, or leave VLLM_USE_BREAKABLE_CUDAGRAPH unset"
         )
-    _check_parallel(vllm_config)
+    _check_engine(vllm_config)
     if vllm_config.attention_config.hisparse_config is not None:
         _reject("hisparse_config must be unset: caches stay in the memory of the CPU")
     if non_causal:
@@ -140,7 +141,7 @@ def check_v4(vllm_config) -> None:
     if other := set(ratios) - {0, 1, 4, 128}:
         _reject(f"compress_ratios must be of 0, 1, 4 and 128, got {sorted(other)}")
     _check_stages(ratios[: config.num_hidden_layers], vllm_config.parallel_config)
-    _check_parallel(vllm_config)
+    _check_engine(vllm_config)
     _check_count(config.index_topk)
 
 
@@ -151,7 +152,7 @@ def check_hy_v4(vllm_config) -> None:
         ValueError: with the setting, what is supported, and what came.
     """
     config, speculative = vllm_config.model_config.hf_config, vllm_config.speculative_config
-    _check_parallel(vllm_config)
+    _check_engine(vllm_config)
     _check_count(config.index_topk)
     types = config.layer_types or ["full_attention"]
     if "full_attention" in types:
@@ -180,7 +181,13 @@ def _check_stages(ratios: list[int], parallel) -> None:
             )
 
 
-def _check_parallel(vllm_config) -> None:
+def check_block_size(size: int) -> None:
+    if size % 16 or size > MAX_BLOCK_SIZE:
+        _reject(f"--block-size must be a multiple of 16, at most {MAX_BLOCK_SIZE}, got {size}")
+
+
+def _check_engine(vllm_config) -> None:
+    check_block_size(vllm_config.cache_config.block_size)  # vLLM's own platform does not, with AMX
     parallel = vllm_config.parallel_config
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if (size := getattr(parallel, name)) > 1:

@@ -3,11 +3,10 @@
 from vllm.platforms import cpu_platform_plugin
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from .checks import check_weights
+from .checks import check_block_size, check_weights
 
 BLOCK_SIZE = 64
 V4_BLOCK_SIZE = 256  # the smallest with whole compressed rows in a block, and 64 that the ops read
-MAX_BLOCK_SIZE = 1024  # of the ops
 
 CpuPlatform = resolve_obj_by_qualname(cpu_platform_plugin())
 
@@ -31,11 +30,7 @@ class SparseAttentionCpuPlatform(CpuPlatform):
         block_size = cache.block_size if cache.user_specified_block_size else BLOCK_SIZE
         if vllm_config.model_config.hf_config.model_type == "deepseek_v4":
             block_size = V4_BLOCK_SIZE
-        if block_size % 16 or block_size > MAX_BLOCK_SIZE:
-            raise ValueError(
-                "custom_pypto_vllm: --block-size must be a multiple of 16, at most "
-                f"{MAX_BLOCK_SIZE}, got {block_size}"
-            )
+        check_block_size(block_size)
         prefix_caching = cache.enable_prefix_caching
         chunked, tokens = scheduler.enable_chunked_prefill, scheduler.max_num_batched_tokens
         super().check_and_update_config(vllm_config)
