@@ -56,7 +56,7 @@ def prepare_forward(model, args: tuple, kwargs: dict):
         kwargs["use_cache"] = False
         if model._custom_pypto.context_parallel:
             step, kwargs = context_parallel.share(model, step, kwargs)
-            positions = None if positions is None else kwargs["position_ids"]
+            positions = None if positions is None else step.own(positions, -1)
         return (), kwargs | arguments(model, attention, positions, step, step.store.real)
     if cache is None:
         if is_transformed() or masks.is_packed(model, kwargs):
@@ -95,7 +95,7 @@ def prepare_forward(model, args: tuple, kwargs: dict):
     step = cache.place(batch, tokens, real, kwargs.get("position_ids"))
     if model._custom_pypto.context_parallel and tokens > 1:
         step, kwargs = context_parallel.share(model, step, kwargs)
-        positions = None if positions is None else kwargs["position_ids"]
+        positions = None if positions is None else step.own(positions, -1)
     return (), kwargs | arguments(model, attention, positions, step, step.valid)
 
 

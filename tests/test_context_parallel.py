@@ -137,7 +137,7 @@ def shared(tmp_path_factory, request):
     """What two ranks have seen, and what one process computes."""
     folder = tmp_path_factory.mktemp("ranks")
     torch.set_num_threads(1)
-    few = [kind for kind in LATENT if kind in ("glm_moe_dsa", "dots3_note")]
+    few = [kind for kind in LATENT if kind in ("glm_moe_dsa", "dots3_note", "hy_v4_vl")]
     kinds = LATENT if request.config.getoption("--all") else few
     with pytest.MonkeyPatch.context() as patch:
         # put back what losses_and_gradients() changes
