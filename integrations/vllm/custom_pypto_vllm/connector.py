@@ -49,6 +49,7 @@ class Prompt:
     """A request that is being computed."""
 
     names: list[str]  # of the whole blocks of its prompt
+    cached: int  # of them, blocks that this engine has
     blocks: list[int] = field(default_factory=list)  # of the caches
     done: int = 0  # blocks that are stored, or need not be
 
@@ -74,7 +75,7 @@ class FolderConnector(KVConnectorBase_V1):
         self.folder = Path(path)
         self.folder.mkdir(parents=True, exist_ok=True)
         self.size = vllm_config.cache_config.block_size
-        self.loads_, self.stores = settings.is_kv_consumer, settings.is_kv_producer
+        self.reads, self.writes = settings.is_kv_consumer, settings.is_kv_producer
         formats = vllm_config.cache_config.cache_dtype, str(vllm_config.model_config.dtype)
         config = {x: y for x, y in model.to_diff_dict().items() if x not in OF_FILES}
         self.first = digest(b"", json.dumps([self.size, *formats, config], default=str))
@@ -95,8 +96,8 @@ class FolderConnector(KVConnectorBase_V1):
         start = digest(self.first, f"{lora and lora.lora_path} {request.cache_salt}")
         parts = (json.dumps(tokens[end - self.size : end]) for end in whole)
         names = [x.hex() for x in accumulate(parts, digest, initial=start)][1:]
-        self.prompts[request.request_id] = Prompt(names)
-        if not self.loads_:
+        self.prompts[request.request_id] = Prompt(names, num_computed_tokens // self.size)
+        if not self.reads:
             return 0, False
         found = 0
         while found < len(names) and self.file(names[found]).exists():
@@ -105,10 +106,10 @@ class FolderConnector(KVConnectorBase_V1):
 
     def update_state_after_alloc(self, request, blocks, num_external_tokens: int) -> None:
         if num_external_tokens:
-            names, ids = self.prompts[request.request_id].names, blocks.get_block_ids()[0]
-            end = (request.num_computed_tokens + num_external_tokens) // self.size
-            first = end - num_external_tokens // self.size
-            self.waiting += zip(names[first:end], ids[first:end], strict=True)
+            prompt, ids = self.prompts[request.request_id], blocks.get_block_ids()[0]
+            # the request does not count its cached tokens yet
+            found = slice(prompt.cached, prompt.cached + num_external_tokens // self.size)
+            self.waiting += zip(prompt.names[found], ids[found], strict=True)
 
     def build_connector_meta(self, scheduler_output) -> Transfers:
         found, self.waiting = Transfers(loads=self.waiting), []
@@ -129,7 +130,7 @@ class FolderConnector(KVConnectorBase_V1):
         prompt = self.prompts[request]
         whole = (computed + scheduler_output.num_scheduled_tokens[request]) // self.size
         for i in range(prompt.done, min(whole, len(prompt.names))):
-            if self.stores and not self.file(prompt.names[i]).exists():
+            if self.writes and not self.file(prompt.names[i]).exists():
                 found.stores.append((prompt.names[i], prompt.blocks[i]))
             prompt.done = i + 1
 

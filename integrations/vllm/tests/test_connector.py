@@ -1,11 +1,17 @@
 """An engine continues on the prompts that another one computed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from checkpoints import save_tiny
+from custom_pypto_vllm.connector import FolderConnector
 from engine import PROMPTS
 from safetensors import safe_open
 from test_engines import GLM, INT8, V32, assert_equal, errors, generate
+from transformers import DeepseekV32Config
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 SIZE = 16
 WHOLE = [(len(prompt) - 1) // SIZE for prompt in PROMPTS]
@@ -51,6 +57,30 @@ def test_a_block_that_cannot_be_read_is_computed_again(tmp_path):
     options = connected(tmp_path, "kv_both")
     options["kv_transfer_config"]["kv_load_failure_policy"] = "recompute"
     assert_equal(checkpoint, generate(checkpoint, tmp_path, **options))
+
+
+def test_blocks_behind_those_that_the_engine_has_are_read(tmp_path):
+    """vLLM counts the cached tokens of a request after it has asked the connector."""
+    settings = KVTransferConfig(**connected(tmp_path, "kv_both")["kv_transfer_config"])
+    config = SimpleNamespace(
+        kv_transfer_config=settings,
+        model_config=SimpleNamespace(hf_config=DeepseekV32Config(), dtype=torch.float32),
+        cache_config=SimpleNamespace(block_size=SIZE, cache_dtype="auto"),
+    )
+    groups = SimpleNamespace(kv_cache_groups=[None])
+    connector = FolderConnector(config, KVConnectorRole.SCHEDULER, groups)
+    given = dict(lora_request=None, cache_salt=None, num_computed_tokens=0)
+    request = SimpleNamespace(request_id="0", prompt_token_ids=PROMPTS[3], **given)
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    names = connector.prompts["0"].names
+    for name in names:
+        connector.file(name).touch()
+    tokens, _ = connector.get_num_new_matched_tokens(request, 3 * SIZE)
+    assert tokens == (WHOLE[3] - 3) * SIZE
+    ids = list(range(100, 120))
+    blocks = SimpleNamespace(get_block_ids=lambda: (ids,))
+    connector.update_state_after_alloc(request, blocks, tokens)
+    assert connector.waiting == [*zip(names, ids, strict=False)][3 : WHOLE[3]]
 
 
 CASES = {
