@@ -13,7 +13,6 @@ other the latent, the RoPE key and the index key of their tokens, before they ar
 Shapes: B batch, S tokens of the prompt, P those of a piece.
 """
 
-import zlib
 from typing import NamedTuple
 
 import torch
@@ -22,9 +21,10 @@ from torch import Tensor, nn
 
 from .absorbed import first_derivative
 from .cache import Step, TokenSlice
+from .cache.saved import checksum
 from .latent_attention import LatentAttention
 from .projection import is_sharded
-from .sharing import check_agreement
+from .sharing import check_agreement, check_process_group
 from .training import TrainingStep
 
 # of a prompt over ranks; fewer are not worth the exchange
@@ -49,6 +49,10 @@ class Pieces(NamedTuple):
         starts = (size * self.rank, size * (2 * self.ranks - 1 - self.rank))
         return [(min(start, whole), min(start + size, whole)) for start in starts]
 
+    def own(self, x: Tensor, dim: int = 1) -> Tensor:
+        """This rank's tokens of a whole prompt."""
+        return torch.cat([x.narrow(dim, a, b - a) for a, b in self.bounds()], dim)
+
 
 class PieceSlice(TokenSlice):
     on_every_rank = False
@@ -64,7 +68,7 @@ class OfPieces:
         return self.pieces.real.size(1)
 
     def own(self, x: Tensor, dim: int = 1) -> Tensor:
-        return own_columns(self.pieces, x, dim)
+        return self.pieces.own(x, dim)
 
     def whole(self, x: Tensor) -> Tensor:
         return Gathered.apply(x, self.pieces)
@@ -97,13 +101,11 @@ class Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, pieces: Pieces) -> Tensor:
-        ctx.pieces, size = pieces, pieces.size
-        padded, column = x.new_zeros(x.size(0), 2, size, *x.shape[2:]), 0
-        for i, (begin, end) in enumerate(pieces.bounds()):
-            padded[:, i, : end - begin] = x[:, column : column + end - begin]
-            column += end - begin
-        gathered = [torch.empty_like(padded) for _ in range(pieces.ranks)]
-        dist.all_gather(gathered, padded)
+        ctx.pieces = pieces
+        halves = x.split([end - begin for begin, end in pieces.bounds()], 1)
+        own = torch.stack([padded(half, pieces.size) for half in halves], 1)
+        gathered = [torch.empty_like(own) for _ in range(pieces.ranks)]
+        dist.all_gather(gathered, own)
         early, late = zip(*(of_rank.unbind(1) for of_rank in gathered), strict=True)
         in_order = torch.cat([*early, *reversed(late)], 1)
         return in_order[:, : pieces.real.size(1)]
@@ -112,10 +114,9 @@ class Gathered(torch.autograd.Function):
     @first_derivative
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None]:
         pieces, size = ctx.pieces, ctx.pieces.size
-        missing = 2 * pieces.ranks * size - gradient.size(1)
         # in float32, as parts add up their gradients
-        padded = nn.functional.pad(gradient.float().movedim(1, -1), (0, missing)).movedim(-1, 1)
-        early, late = padded.unflatten(1, (-1, size)).chunk(2, 1)
+        whole = padded(gradient.float(), 2 * pieces.ranks * size)
+        early, late = whole.unflatten(1, (-1, size)).chunk(2, 1)
         of_ranks = torch.stack([early, late.flip(1)], 2).unbind(1)
         own = torch.empty_like(of_ranks[0])
         dist.reduce_scatter(own, [x.contiguous() for x in of_ranks])
@@ -123,9 +124,11 @@ class Gathered(torch.autograd.Function):
         return torch.cat(parts, 1).to(gradient.dtype), None
 
 
-def own_columns(pieces: Pieces, x: Tensor, dim: int = 1) -> Tensor:
-    """This rank's tokens of a whole prompt."""
-    return torch.cat([x.narrow(dim, a, b - a) for a, b in pieces.bounds()], dim)
+def padded(x: Tensor, tokens: int) -> Tensor:
+    """``[B, tokens, ..]``, with zeros behind."""
+    found = x.new_zeros(x.size(0), tokens, *x.shape[2:])
+    found[:, : x.size(1)] = x
+    return found
 
 
 @torch.compiler.disable(reason="a prompt over ranks is no graph; compile steps of a token")
@@ -151,20 +154,17 @@ def share(model, step: Step, kwargs: dict) -> tuple[Step, dict]:
         "tokens [B, S]": [*step.valid.shape],
         "cached tokens": int(step.sequences.seen),
         "mask": checksum(step.valid),
-        "input_ids": checksum(kwargs.get("input_ids")),
-        "inputs_embeds": checksum(kwargs.get("inputs_embeds")),
         "position_ids": checksum(step.position_ids),
     }
+    for name in ("input_ids", "inputs_embeds"):
+        facts[name] = None if kwargs.get(name) is None else checksum(kwargs[name])
     check_agreement("patched model", facts, "with context_parallel all ranks make the same calls")
     own = {
-        name: own_columns(pieces, x, dim)
+        name: pieces.own(x, dim)
         for name, dim in (("input_ids", 1), ("inputs_embeds", 1), ("position_ids", -1))
         if (x := kwargs.get(name)) is not None
     }
-    new = {
-        name: own_columns(pieces, getattr(step, name))
-        for name in ("valid", "positions", "position_ids")
-    }
+    new = {name: pieces.own(getattr(step, name)) for name in ("valid", "positions", "position_ids")}
     step = step._replace(pieces=pieces, **new)
     if not isinstance(step, TrainingStep):
         return PieceStep(*step), kwargs | own
@@ -183,12 +183,6 @@ def whole_output(step: Step, output):
     return output
 
 
-def checksum(x: Tensor | None) -> int:
-    if x is None:
-        return 0
-    return zlib.crc32(x.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-
-
 def check_context_parallel(caller: str, model, paged: type, indexer_loss: str | None) -> None:
     """Rejects a model that cannot share tokens.
 
@@ -205,8 +199,4 @@ def check_context_parallel(caller: str, model, paged: type, indexer_loss: str | 
         why = f"indexer_loss={indexer_loss!r}, which ranks with other tokens do not add up"
     if why is not None:
         raise ValueError(f"{caller}: context_parallel must be False for {why}")
-    if not dist.is_initialized():
-        raise RuntimeError(
-            f"{caller}: context_parallel needs a process group: start the program with torchrun "
-            "and call torch.distributed.init_process_group() first"
-        )
+    check_process_group(caller, "context_parallel")

@@ -52,11 +52,7 @@ def check_sharing(config, device, heads: bool, experts: bool) -> int:
         raise ValueError(
             f"load: device must be None with {option} (each rank uses its own), got {device}"
         )
-    if not dist.is_initialized():
-        raise RuntimeError(
-            f"load: {option} needs a process group: start the program with torchrun and call "
-            "torch.distributed.init_process_group() first"
-        )
+    check_process_group("load", option)
     kind = own_device().type
     ranks, possible = dist.get_world_size(), possible_sizes(config, kind, heads, experts)
     if ranks not in possible:
@@ -70,6 +66,14 @@ def check_sharing(config, device, heads: bool, experts: bool) -> int:
             f"{' and '.join(shared)} on {kind}, got {ranks}; set torchrun's --nproc-per-node"
         )
     return ranks
+
+
+def check_process_group(caller: str, option: str) -> None:
+    if not dist.is_initialized():
+        raise RuntimeError(
+            f"{caller}: {option} needs a process group: start the program with torchrun and call "
+            "torch.distributed.init_process_group() first"
+        )
 
 
 def check_heads(config) -> None:

@@ -71,7 +71,7 @@ class Pool(NamedTuple):
     def row(self, config, layer: int, dtype: torch.dtype) -> Row | None:
         """The row in this layer of a model in ``dtype``; None without this pool or with width 0."""
         for name, value in self.where.items():
-            if getattr(config, name)[layer] != (layer if value is OWN_NUMBER else value):
+            if getattr(config, name)[layer] != (layer if value == OWN_NUMBER else value):
                 return None
         width = self.width
         if isinstance(width, str):  # layers of one model may differ in width

@@ -125,7 +125,7 @@ def damaged(path: Path, why: str) -> ValueError:
 def checksum(x: Tensor) -> int:
     """Of dtype, shape and bytes."""
     kind = zlib.crc32(f"{x.dtype} {tuple(x.shape)}".encode())
-    return zlib.crc32(x.flatten().view(torch.uint8).numpy(), kind)
+    return zlib.crc32(x.detach().cpu().flatten().view(torch.uint8).numpy(), kind)
 
 
 def live_rows(store: Store, lengths: Tensor) -> Iterator[tuple[str, PagedLayer, str, Tensor]]:
