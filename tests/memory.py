@@ -7,9 +7,11 @@ import os
 import re
 import sys
 from concurrent.futures import ProcessPoolExecutor
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 import torch.multiprocessing
 
 MIB = 2**20
@@ -39,10 +41,24 @@ def in_a_process(function, *args):
         return processes.submit(function, *args).result()
 
 
-def in_ranks(work, *args, ranks: int = 2):
-    """Calls ``work(rank, *args)`` in so many processes."""
+def in_ranks(work, folder: Path, *args, ranks: int = 2):
+    """Calls ``work(rank, folder, *args)`` in so many processes of a group, on a thread each."""
     forkserver()
-    torch.multiprocessing.start_processes(work, args, nprocs=ranks, start_method="forkserver")
+    of_each = (work, ranks, folder, *args)
+    torch.multiprocessing.start_processes(
+        in_group, of_each, nprocs=ranks, start_method="forkserver"
+    )
+
+
+def in_group(rank: int, work, ranks: int, folder: Path, *args):
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        init_method=f"file://{folder}/store",
+        rank=rank,
+        world_size=ranks,
+        timeout=timedelta(seconds=60),
+    )
+    work(rank, folder, *args)
 
 
 def status(line: str) -> int:

@@ -1,6 +1,5 @@
 """Ranks that share prompts compute what one process computes, and end with its cache."""
 
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -82,13 +81,6 @@ def failure(call) -> str:
 
 def work(rank: int, folder: Path, seeds: dict[str, int]):
     """What each of two ranks does, and notes in a file."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
     seen = {}
     for kind, seed in seeds.items():
         model = models.use_custom_pypto(tiny_model(kind), context_parallel=True, block_size=16)

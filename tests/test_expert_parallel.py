@@ -1,7 +1,6 @@
 """Ranks with experts of their own compute what one process computes, and read those alone."""
 
 import re
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -97,12 +96,8 @@ def tensors_in(path):
     return {k: v for file in path.glob("*.safetensors") for k, v in load_file(file).items()}
 
 
-def work(rank: int, ranks: int, folder: Path, cases: list[str]):
+def work(rank: int, folder: Path, cases: list[str]):
     """What each rank does, and notes in a file."""
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    limit = timedelta(seconds=60)
-    dist.init_process_group(init_method=store, rank=rank, world_size=ranks, timeout=limit)
     ids, stored, seen = torch.load(folder / "ids.pt"), loading.Reader.stored, {}
     for case in cases:
         read = {}
@@ -147,7 +142,7 @@ def shared(request, tmp_path_factory):
         _, ids[case] = clear_case(run)
         alone[case] = model, computed(models.use_custom_pypto(model), ids[case])
     torch.save(ids, folder / "ids.pt")
-    in_ranks(work, ranks, folder, cases, ranks=ranks)
+    in_ranks(work, folder, cases, ranks=ranks)
     return [torch.load(folder / f"{rank}.pt", weights_only=False) for rank in range(ranks)], alone
 
 

@@ -1,7 +1,5 @@
 """Training loops of others run patched models on the ops."""
 
-from datetime import timedelta
-
 import pytest
 import tokenizers
 import torch
@@ -79,14 +77,6 @@ def loss_of(model, ids, items):
 
 def work(rank, folder):
     """The gradients that one of two ranks has of its half of the batch."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
     ids = token_ids(4, TOKENS)
     for frozen in (True, False):
         model = model_for("ops")

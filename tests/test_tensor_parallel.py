@@ -11,13 +11,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from datetime import timedelta
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-import torch.distributed as dist
 from loading_harness import edit_json
 from memory import in_ranks
 from model_harness import assert_close
@@ -76,14 +74,7 @@ def failure(call) -> str:
 
 def work(rank: int, folder: Path):
     """What each of two ranks does, and notes in a file."""
-    torch.set_num_threads(1)
     latent_attention.CHECK_RANKS = True  # as CUSTOM_PYPTO_CHECK_RANKS=1 does at the import
-    dist.init_process_group(
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=2,
-        timeout=timedelta(seconds=60),
-    )
     ids = torch.load(folder / "ids.pt")
     seen = {"rejected": failure(lambda: models.load(folder / "3 heads", tensor_parallel=True))}
     for name, kind, options in [

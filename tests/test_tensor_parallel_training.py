@@ -1,7 +1,6 @@
 """Two ranks that share a model train it as one process does, its indexers and adapters too."""
 
 import copy
-from datetime import timedelta
 from pathlib import Path
 
 import peft
@@ -83,15 +82,8 @@ def adapted(model, names):
     return model
 
 
-def work(rank: int, folder: Path, kind: str, way: dict, ranks: int, seed: int):
-    torch.set_num_threads(1)
+def work(rank: int, folder: Path, kind: str, way: dict, seed: int):
     latent_attention.CHECK_RANKS = True  # as CUSTOM_PYPTO_CHECK_RANKS=1 does at the import
-    dist.init_process_group(
-        init_method=f"file://{folder}/store",
-        rank=rank,
-        world_size=ranks,
-        timeout=timedelta(seconds=60),
-    )
     model = models.load(folder / kind, **way).train()
     seen = {
         (loss, checkpoint): losses_and_gradients(model, seed, loss, checkpoint)
@@ -134,7 +126,7 @@ def shared(request, tmp_path_factory):
             return of_loss | {"upstream": ({"loss": loss}, grads)}
 
         seed, alone = clear_case(run)
-        in_ranks(work, folder, kind, way, ranks, seed, ranks=ranks)
+        in_ranks(work, folder, kind, way, seed, ranks=ranks)
     return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)], alone, kind
 
 
