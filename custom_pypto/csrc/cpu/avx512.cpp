@@ -7,21 +7,19 @@
 #include "weights_int16.h"
 
 namespace custom_pypto::cpu {
-const Kernels kAvx512 = {
-    .name = "avx512",
-    .index = index_f32,
-    .attend = attend_f32,
-    .multiply = multiply_f32,
-    .probabilities = probabilities_f32,
-    .head_sums = head_sums_f32,
-    .index_scores = index_scores_f32,
-    .index_scores_grad = index_scores_grad_f32,
-    .dequantize = dequantize_f32,
-    .filter = filter,
-    .count = count,
-    .keep = keep,
-    .weights = {kFloatWeight<Bfloat16Weight>, kWidenedInt8, kFloatWeight<Fp8Weight>,
-                kInt16Weight<Int4Weight>, kInt16Weight<Fp4Weight>},
-    .add_rows = add_rows_f32};
+const Kernels kAvx512 = {.name = "avx512",
+                         .index = index_f32,
+                         .attend = attend_f32,
+                         .multiply = multiply_f32,
+                         .probabilities = probabilities_f32,
+                         .head_sums = head_sums_f32,
+                         .index_scores = index_scores_f32,
+                         .index_scores_grad = index_scores_grad_f32,
+                         .dequantize = dequantize_f32,
+                         .filter = filter,
+                         .count = count,
+                         .keep = keep,
+                         .weights = kInt16Weights,
+                         .add_rows = add_rows_f32};
 }
 #endif

@@ -6,20 +6,18 @@
 #include "weights.h"
 
 namespace custom_pypto::cpu {
-const Kernels kGeneric = {
-    .name = "generic",
-    .index = index_f32,
-    .attend = attend_f32,
-    .multiply = multiply_f32,
-    .probabilities = probabilities_f32,
-    .head_sums = head_sums_f32,
-    .index_scores = index_scores_f32,
-    .index_scores_grad = index_scores_grad_f32,
-    .dequantize = dequantize_f32,
-    .filter = filter,
-    .count = count,
-    .keep = keep,
-    .weights = {kFloatWeight<Bfloat16Weight>, kFloatWeight<Int8Weight>, kFloatWeight<Fp8Weight>,
-                kFloatWeight<Int4Weight>, kFloatWeight<Fp4Weight>},
-    .add_rows = add_rows_f32};
+const Kernels kGeneric = {.name = "generic",
+                          .index = index_f32,
+                          .attend = attend_f32,
+                          .multiply = multiply_f32,
+                          .probabilities = probabilities_f32,
+                          .head_sums = head_sums_f32,
+                          .index_scores = index_scores_f32,
+                          .index_scores_grad = index_scores_grad_f32,
+                          .dequantize = dequantize_f32,
+                          .filter = filter,
+                          .count = count,
+                          .keep = keep,
+                          .weights = kFloatWeights,
+                          .add_rows = add_rows_f32};
 }

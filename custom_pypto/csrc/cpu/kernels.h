@@ -191,8 +191,9 @@ constexpr int64_t prepared_bytes(int64_t depth) {
 struct WeightKernels {
   void (*prepare)(const Dots&, const float* x, void* to);
   void (*dots)(const Dots&);
-  // row w of the weight in float, [depth]
+  // row w of the weight, [depth], in float or bfloat16
   void (*widen)(const Dots&, int w, float* to);
+  void (*widen_bf16)(const Dots&, int w, uint16_t* to);
   // those of 4 bits as `Dots` takes them, offsets behind the scales; null for the others
   void (*read_scales)(const void* from, int64_t count, float* scales);
   // to[d / 2][w - first] = the values d, d + 1 of row w as int16, of `rows` rows, zeros up to
@@ -254,7 +255,7 @@ struct Kernels {
   // Moves ranks above `above`, and the first `equal` ranks equal to it, to the front, with their
   // positions; returns their number. Overwrites up to kLineElements elements behind them.
   int (*keep)(uint32_t* ranks, int32_t* positions, int n, uint32_t above, int equal);
-  WeightKernels weights[kWeightFormats];
+  const WeightKernels* weights;  // of each format
   // out[l] = the sum over d of x[d] * rows[d][l], in bfloat16
   void (*add_rows)(const uint16_t* rows, int64_t stride, const float* x, int depth, int width,
                    float* out);

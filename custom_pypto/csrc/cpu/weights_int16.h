@@ -1,7 +1,7 @@
-// Products of weights of 4 bits with rows of x rounded to 16 bits, in integers: to unpack values to
-// float takes twice as many instructions, which is more time than to read them. A unit of values of
-// x has the scale of its largest one. Each is rounded by up to half a step of 2^-15 of that one, so
-// a product is within sqrt(kInt16Unit) * 2^-16 of the norms' product.
+// Products of weights of 4 and 8 bits with rows of x rounded to 16 bits, in integers: to unpack
+// values to float takes twice as many instructions, which is more time than to read them. A unit of
+// values of x has the scale of its largest one. Each is rounded by up to half a step of 2^-15 of
+// that one, so a product is within sqrt(kInt16Unit) * 2^-16 of the norms' product.
 #pragma once
 
 #include <immintrin.h>
@@ -14,7 +14,7 @@ namespace custom_pypto::cpu {
 namespace {
 
 typedef uint16_t Shorts __attribute__((vector_size(VECTOR_BYTES), aligned(1), may_alias));
-constexpr int kInt16Unit = 2 * VECTOR_BYTES;  // values of 4 bits in a vector
+constexpr int kInt16Unit = 2 * VECTOR_BYTES;  // values, four vectors of them in 16 bits
 
 INLINE bool fits_int16(const Dots& call) {
   return call.depth % kInt16Unit == 0 &&
@@ -30,9 +30,6 @@ struct Int16Row {
   const int16_t* values;
   const float *scales, *sums;
 };
-
-// where in a unit `dots` finds a value: 0, 4, 8, ... are in front, then 1, 5, 9, ...
-constexpr int place_in_unit(int i) { return i % 4 * (kInt16Unit / 4) + i / 4; }
 
 // Rounds n values, of which i goes to place(i); returns the scale.
 template <typename Place>
@@ -82,28 +79,6 @@ void pack_int16(const Dots& call, int first, int rows, int d, int count, int wid
   }
 }
 
-template <class Format>
-void prepare_int16(const Dots& call, const float* x, void* to) {
-  if (!fits_int16(call)) return prepare_f32<Format>(call, x, to);
-  const Int16Row row(call, to);
-  float* sums = const_cast<float*>(row.sums);
-  float* scales = const_cast<float*>(row.scales);
-  int16_t* values = const_cast<int16_t*>(row.values);
-  if (call.offsets) std::memset(sums, 0, sizeof(float) * call.groups);
-  for (int d = 0; d < call.depth; d += kInt16Unit, values += kInt16Unit, ++scales) {
-    const float scale = round_to_int16(x + d, kInt16Unit, values, place_in_unit);
-    // Of the rounded values: an offset that cancels the values of a weight must cancel what they
-    // were multiplied by.
-    for (int i = 0; call.offsets && i < kInt16Unit; i += kUnit) {
-      int32_t sum = 0;
-      for (int j = i; j < i + kUnit; ++j) sum += values[place_in_unit(j)];
-      sums[(d + i) / call.group] += scale * static_cast<float>(sum);
-    }
-    // the values of e2m1 count 256 times in `dots`
-    *scales = std::is_same_v<Format, Fp4Weight> ? scale * (1.0f / 256) : scale;
-  }
-}
-
 INLINE IntVec multiply_add(const Shorts& a, const int16_t* b) {
 #if VECTOR_BYTES == 64
   return (IntVec)_mm512_madd_epi16((__m512i)a, _mm512_loadu_si512(b));
@@ -112,19 +87,47 @@ INLINE IntVec multiply_add(const Shorts& a, const int16_t* b) {
 #endif
 }
 
-// The values of a unit, a quarter at a time.
+// The values of a unit, a quarter at a time; place(i): where `dots` finds value i of x.
 template <class Format>
 struct Int16Unit;
 
 template <>
-struct Int16Unit<Int4Weight> {
+struct Int16Unit<Int8Weight> {
+  static constexpr int kBytes = kInt16Unit;
+  static constexpr int place(int i) { return i; }
+  // into the level-2 cache: these are read so fast that the level-1 cache would lose some
+  static INLINE void prefetch(const uint8_t* p) {
+    UNROLL for (int i = 0; i < kBytes; i += 64) __builtin_prefetch(p + i + 2 * kAhead, 0, 2);
+  }
+  explicit INLINE Int16Unit(const uint8_t* p) : bytes(p) {}
+  INLINE Shorts values(int i) const {
+#if VECTOR_BYTES == 64
+    return (Shorts)_mm512_maskz_cvtepi8_epi16(
+        UINT32_MAX, _mm256_loadu_si256((const __m256i*)(bytes + i * kInt16Unit / 4)));
+#else
+    return (Shorts)_mm256_cvtepi8_epi16(
+        _mm_loadu_si128((const __m128i*)(bytes + i * kInt16Unit / 4)));
+#endif
+  }
+  const uint8_t* bytes;
+};
+
+// of 4 bits: 0, 4, 8, ... are in front, then 1, 5, 9, ...
+struct Int16Nibbles {
+  static constexpr int kBytes = kInt16Unit / 2;
+  static constexpr int place(int i) { return i % 4 * (kInt16Unit / 4) + i / 4; }
+  static INLINE void prefetch(const uint8_t* p) { __builtin_prefetch(p + kAhead); }
+};
+
+template <>
+struct Int16Unit<Int4Weight> : Int16Nibbles {
   explicit INLINE Int16Unit(const uint8_t* p) : bits(*reinterpret_cast<const Shorts*>(p)) {}
   INLINE Shorts values(int i) const { return i == 3 ? bits >> 12 : (bits >> 4 * i) & 15; }
   Shorts bits;
 };
 
 template <>
-struct Int16Unit<Fp4Weight> {
+struct Int16Unit<Fp4Weight> : Int16Nibbles {
   explicit INLINE Int16Unit(const uint8_t* p) {
     const Shorts bits = *reinterpret_cast<const Shorts*>(p);
     low = twice(bits & 0x0F0F);
@@ -147,6 +150,28 @@ struct Int16Unit<Fp4Weight> {
   }
   Shorts low, high;
 };
+
+template <class Format>
+void prepare_int16(const Dots& call, const float* x, void* to) {
+  if (!fits_int16(call)) return prepare_f32<Format>(call, x, to);
+  const Int16Row row(call, to);
+  float* sums = const_cast<float*>(row.sums);
+  float* scales = const_cast<float*>(row.scales);
+  int16_t* values = const_cast<int16_t*>(row.values);
+  if (call.offsets) std::memset(sums, 0, sizeof(float) * call.groups);
+  for (int d = 0; d < call.depth; d += kInt16Unit, values += kInt16Unit, ++scales) {
+    const float scale = round_to_int16(x + d, kInt16Unit, values, Int16Unit<Format>::place);
+    // Of the rounded values: an offset that cancels the values of a weight must cancel what they
+    // were multiplied by.
+    for (int i = 0; call.offsets && i < kInt16Unit; i += kUnit) {
+      int32_t sum = 0;
+      for (int j = i; j < i + kUnit; ++j) sum += values[Int16Unit<Format>::place(j)];
+      sums[(d + i) / call.group] += scale * static_cast<float>(sum);
+    }
+    // the values of e2m1 count 256 times in `dots`
+    *scales = std::is_same_v<Format, Fp4Weight> ? scale * (1.0f / 256) : scale;
+  }
+}
 
 // The scales of a weight's units, one after the other. PARTS: groups in a unit, 1 also for longer
 // ones.
@@ -185,8 +210,9 @@ INLINE void dots_int16_row(const Dots& call, int w, int i) {
   Vec total[ROWS] = {};
   const int64_t units = call.depth / kInt16Unit;
   _Pragma("GCC unroll 2") for (int64_t u = 0; u < units; ++u) {
-    const Int16Unit<Format> unit(p + u * VECTOR_BYTES);
-    __builtin_prefetch(p + u * VECTOR_BYTES + kAhead);
+    const Int16Unit<Format> unit(p);
+    unit.prefetch(p);
+    p += unit.kBytes;
     const Vec scale = scales.next();
     IntVec sums[ROWS] = {};
     UNROLL for (int q = 0; q < 4; ++q) {
@@ -231,18 +257,15 @@ void dots_int16(const Dots& call) {
 template <class Format>
 constexpr WeightKernels kInt16Weight = {.prepare = prepare_int16<Format>,
                                         .dots = dots_int16<Format>,
-                                        .widen = widen_f32<Format>,
+                                        .widen = widen<Format, float>,
+                                        .widen_bf16 = widen<Format, uint16_t>,
                                         .read_scales = kReadScales<Format>,
                                         .pack_int16 = pack_int16<Format>,
                                         .round_int16 = round_part};
 
-// as float where rows of x are few
-constexpr WeightKernels kWidenedInt8 = {.prepare = prepare_f32<Int8Weight>,
-                                        .dots = dots_f32<Int8Weight>,
-                                        .widen = widen_f32<Int8Weight>,
-                                        .read_scales = nullptr,
-                                        .pack_int16 = pack_int16<Int8Weight>,
-                                        .round_int16 = round_part};
+constexpr WeightKernels kInt16Weights[kWeightFormats] = {
+    kFloatWeight<Bfloat16Weight>, kInt16Weight<Int8Weight>, kFloatWeight<Fp8Weight>,
+    kInt16Weight<Int4Weight>, kInt16Weight<Fp4Weight>};
 
 }  // namespace
 }  // namespace custom_pypto::cpu

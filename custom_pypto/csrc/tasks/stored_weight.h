@@ -32,7 +32,8 @@ class StoredWeight {
   const uint16_t* bfloat16(int64_t expert, int64_t row) const {
     return reinterpret_cast<const uint16_t*>(values_ + expert * expert_stride_ + row * row_stride_);
   }
-  // elements of bfloat16 between values of a row, if transposed
+  // elements of bfloat16 between rows; between values of a row, if transposed
+  int64_t row_stride() const { return row_stride_ / 2; }
   int64_t column_stride() const { return column_stride_; }
 
   // The operand of the kernels for some rows; `scales` keeps theirs.

@@ -34,6 +34,7 @@ class OneMklThread {
 
 // Up to so many rows of x, a weight is multiplied as it is stored; above, widened once for all.
 constexpr int64_t kFewRows = 16;
+constexpr int64_t kFewRowsOfHalves = 4;  // where torch.mm reads the weight as it is stored
 // of a weight, per task
 constexpr int64_t kRowsOfDots = 64;
 constexpr int64_t kColumns = 512;  // of a transposed one
@@ -44,7 +45,6 @@ constexpr int64_t kRowsOfTurn = 1024;  // of x, rounded at once
 // The rows of x for one expert.
 struct Group {
   int64_t expert, first, count;  // in the order of the rows
-  bool few() const { return count <= kFewRows; }
 };
 
 // A part of the weight for a group.
@@ -56,12 +56,12 @@ struct Task {
 template <typename E>
 struct Slices {
   AlignedVector<E> weight, x, out;
-  AlignedVector<float> row;  // of the weight
 };
 
 template <typename E>
-Tensor matrix(AlignedVector<E>& values, int64_t rows, int64_t columns) {
-  return at::from_blob(values.data(), {rows, columns}, c10::CppTypeToScalarType<E>::value);
+Tensor matrix(const E* values, int64_t rows, int64_t columns, int64_t stride) {
+  return at::from_blob(const_cast<E*>(values), {rows, columns}, {stride, 1},
+                       c10::CppTypeToScalarType<E>::value);
 }
 
 template <typename From, typename To>
@@ -100,7 +100,7 @@ class Linear {
     std::vector<Task> tasks;
     std::vector<Group> rounded;
     for (size_t g = 0; g < groups_.size(); ++g) {
-      if (!groups_[g].few() && rounds_x()) {
+      if (!few(groups_[g]) && rounds_x()) {
         rounded.push_back(groups_[g]);
       } else {
         add_tasks(g, groups_[g], tasks);
@@ -116,7 +116,7 @@ class Linear {
         [&](Scratch& scratch, int64_t t) {
           if (tasks[t].rows == 0) return;
           const Group& group = groups_[tasks[t].group];
-          if (!group.few()) {
+          if (!few(group)) {
             if constexpr (std::is_same_v<T, c10::BFloat16>) {
               if (multiplies_bf16()) return products<T>(group, tasks[t], scratch);
             }
@@ -140,12 +140,14 @@ class Linear {
 
   void add_tasks(int64_t index, const Group& group, std::vector<Task>& tasks) const {
     const int64_t most = weight_.transposed() ? kColumns
-                         : group.few()        ? kRowsOfDots
+                         : few(group)         ? kRowsOfDots
                                               : kRowsOfProduct;
     for (int64_t first = 0; first < weight_.rows(); first += most) {
       tasks.push_back({index, first, std::min(most, weight_.rows() - first)});
     }
   }
+
+  bool few(const Group& group) const { return group.count <= few_rows_; }
 
   // Whether many rows are multiplied in integers, faster than in float.
   bool rounds_x() const {
@@ -194,7 +196,7 @@ class Linear {
     index_.resize(order_.size());
     std::vector<int64_t> place(x_.size(0), -1), rows;
     for (const Group& group : groups_) {
-      if (!group.few()) continue;
+      if (!few(group)) continue;
       for (int64_t row = group.first; row < group.first + group.count; ++row) {
         int64_t& at = place[order_[row] / copies_];
         if (at < 0) {
@@ -302,53 +304,67 @@ class Linear {
   void products(const Group& group, const Task& task, Scratch& scratch) {
     const OneMklThread one_thread;
     Slices<E>& slices = scratch.slices(E{});
-    const int64_t depth = weight_.depth();
-    slices.weight.resize(task.rows * depth);
-    widen_weight(group, task, scratch.scales, slices);
-    const Tensor weight = weight_.transposed() ? matrix(slices.weight, depth, task.rows)
-                                               : matrix(slices.weight, task.rows, depth).t();
+    const Tensor weight = weight_of<E>(group, task, scratch.scales, slices.weight);
     const int64_t end = group.first + group.count;
     for (int64_t first = group.first; first < end; first += kTokensOfProduct) {
       const int64_t rows = std::min(kTokensOfProduct, end - first);
-      slices.x.resize(rows * depth);
       slices.out.resize(rows * task.rows);
-      for (int64_t i = 0; i < rows; ++i) {
-        convert(x_row(first + i), depth, slices.x.data() + i * depth);
-      }
-      Tensor out = matrix(slices.out, rows, task.rows);
-      at::mm_out(out, matrix(slices.x, rows, depth), weight);
+      Tensor out = matrix(slices.out.data(), rows, task.rows, task.rows);
+      at::mm_out(out, rows_of_x(first, rows, slices.x), weight);
       for (int64_t i = 0; i < rows; ++i) {
         convert(slices.out.data() + i * task.rows, task.rows, out_row(first + i) + task.first);
       }
     }
   }
 
+  // Rows of x, where they are if they follow each other.
   template <typename E>
-  void widen_weight(const Group& group, const Task& task, AlignedVector<float>& scales,
-                    Slices<E>& slices) {
-    E* to = slices.weight.data();
+  Tensor rows_of_x(int64_t first, int64_t rows, AlignedVector<E>& copy) const {
+    const int64_t depth = weight_.depth();
+    if constexpr (std::is_same_v<E, T>) {
+      int64_t i = 1;
+      while (i < rows && x_row(first + i) == x_row(first) + i * x_stride_) ++i;
+      if (i == rows) return matrix(x_row(first), rows, depth, x_stride_);
+    }
+    copy.resize(rows * depth);
+    for (int64_t i = 0; i < rows; ++i) convert(x_row(first + i), depth, copy.data() + i * depth);
+    return matrix(copy.data(), rows, depth, depth);
+  }
+
+  // The transpose of some rows of the weight, where they are if they are in bfloat16.
+  template <typename E>
+  Tensor weight_of(const Group& group, const Task& task, AlignedVector<float>& scales,
+                   AlignedVector<E>& copy) const {
+    const int64_t depth = weight_.depth();
+    const auto* halves = reinterpret_cast<const c10::BFloat16*>(
+        weight_.is_bfloat16() ? weight_.bfloat16(group.expert, task.first) : nullptr);
+    if constexpr (std::is_same_v<E, c10::BFloat16>) {
+      if (weight_.transposed()) return matrix(halves, depth, task.rows, weight_.column_stride());
+      if (halves) return matrix(halves, task.rows, depth, weight_.row_stride()).t();
+    }
+    copy.resize(task.rows * depth);
     if (weight_.transposed()) {
-      const uint16_t* from = weight_.bfloat16(group.expert, task.first);
-      for (int64_t d = 0; d < weight_.depth(); ++d) {
-        convert(reinterpret_cast<const c10::BFloat16*>(from + d * weight_.column_stride()),
-                task.rows, to + d * task.rows);
+      for (int64_t d = 0; d < depth; ++d) {
+        convert(halves + d * weight_.column_stride(), task.rows, copy.data() + d * task.rows);
       }
-      return;
+      return matrix(copy.data(), depth, task.rows, task.rows);
     }
     const cpu::Dots rows = weight_.operand(group.expert, task.first, task.rows, scales);
-    const int64_t depth = weight_.depth();
-    for (int64_t r = 0; r < task.rows; ++r, to += depth) {
+    for (int64_t r = 0; r < task.rows; ++r) {
       if constexpr (std::is_same_v<E, float>) {
-        weight_.kernels().widen(rows, r, to);
+        weight_.kernels().widen(rows, r, copy.data() + r * depth);
       } else {
-        slices.row.resize(depth);
-        weight_.kernels().widen(rows, r, slices.row.data());
-        narrow(slices.row.data(), depth, to);
+        weight_.kernels().widen_bf16(rows, r, &copy.data()[r * depth].x);
       }
     }
+    return matrix(copy.data(), task.rows, depth, depth).t();
   }
 
   StoredWeight weight_;
+  const int64_t few_rows_ =
+      std::is_same_v<T, c10::BFloat16> && weight_.is_bfloat16() && multiplies_bf16()
+          ? kFewRowsOfHalves
+          : kFewRows;
   Tensor x_;
   int64_t x_stride_;
   T* out_;
