@@ -227,6 +227,7 @@ run_benchmarks() {
   [[ "$needs" != *sim* ]] || setup models,sim,test
   [[ "$needs" != *torch_npu* ]] || setup_torch_npu
   [[ "$needs" != *serving* ]] || (setup_serving)
+  [[ "$needs" != *llama* ]] || "$python" -m pip install -q gguf
   exec "$python" "$root/benchmarks" "$@"
 }
 

@@ -6,7 +6,7 @@ first round of a server, with a prefix cache that fills as it goes; warm is the 
 rounds, which take turns between the servers. Answers are checked before a time counts. Memory is
 that of all processes of a server after its last round (PSS). generate() runs
 in the environment of the models. ``llama_server``: a file, ik_llama.cpp's llama-server, which needs
-the package gguf in the same environment (serving_llama.py).
+the package gguf in the same environment (llama.py).
 """
 
 import contextlib
@@ -85,19 +85,21 @@ def vllm(variables: dict, *arguments: str):
 
 
 @contextlib.contextmanager
-def llama(program: Path, arguments: list[str]):
+def served_llama(program: Path, arguments: list[str]):
     """ik_llama.cpp's server, which gets prompts as numbers of tokens."""
-    from serving_llama import server, tokenizer
+    import llama
+    from tokenizers import Tokenizer
 
-    port = free_port()
-    url = f"http://{serve.HOST}:{port}"
-    encode = tokenizer(traffic.LOOKUP).encode
-    asked = [replace(q, prompt=encode(q.prompt).ids) for q in traffic.questions()]
-    with server(program, traffic.LOOKUP, port, CONTEXT, arguments) as process:
-        if not serve.wait_until_ready(process, url):
-            raise RuntimeError(f"{program} ended with {process.returncode}")
-        # it closes connections that a client is about to use again
-        yield Side(url, process, asked, retries=5)
+    own = Tokenizer.from_file(str(traffic.LOOKUP / "tokenizer.json"))
+    words = [own.id_to_token(number) for number in range(own.get_vocab_size())]
+    asked = [replace(q, prompt=own.encode(q.prompt).ids) for q in traffic.questions()]
+    options = ["-c", str(llama.SLOTS * CONTEXT), "-mla", "1", *arguments]
+    with tempfile.TemporaryDirectory() as folder:
+        model = Path(folder) / "model.gguf"
+        llama.convert(traffic.LOOKUP, model, words)
+        with llama.server(program, model, options) as (url, process):
+            # it closes connections that a client is about to use again
+            yield Side(url, process, asked, retries=5)
 
 
 @contextlib.contextmanager
@@ -154,10 +156,10 @@ def rows(rounds: int, llama_server: str, python: str) -> Iterator[list[str]]:
             "vLLM, plain torch": vllm(stack.enter_context(standin())),
         }
         if llama_server:
-            from serving_llama import SPARSE
+            from llama import SPARSE
 
-            sides["ik_llama.cpp, 32 keys"] = llama(Path(llama_server), SPARSE)
-            sides["ik_llama.cpp, every key"] = llama(Path(llama_server), [])
+            sides["ik_llama.cpp, 32 keys"] = served_llama(Path(llama_server), SPARSE)
+            sides["ik_llama.cpp, every key"] = served_llama(Path(llama_server), [])
         sides = {name: stack.enter_context(side) for name, side in sides.items()}
         cold = {name: one_round(side) for name, side in sides.items()}
         warm = {name: [] for name in sides}

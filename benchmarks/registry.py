@@ -11,8 +11,8 @@ class Entry:
     module: str  # whose BENCHMARKS has it under its name
     about: str
     options: dict = field(default_factory=dict)  # and their defaults
-    # "models", "sim" (PyPTO), "torch_npu" (the host simulator of CANN), "serving" (vLLM's
-    # environment); without names, run.sh runs those of "models"
+    # "models", "sim" (PyPTO), "torch_npu" (the host simulator of CANN), "llama" (gguf), "serving"
+    # (vLLM's environment); without names, run.sh runs those of "models"
     needs: str = "models"
 
 
@@ -37,6 +37,12 @@ BENCHMARKS = {
         dict(tokens=32768, plot=False),
     ),
     "peers": Entry("bench_peers", "the ops beside eager and compiled torch", dict(repeats=15)),
+    "llama": Entry(
+        "bench_llama",
+        "a layer beside ik_llama.cpp and transformers",
+        dict(llama="", threads=1, repeats=5),
+        "llama",
+    ),
     "model": Entry(
         "bench_model",
         "a small model beside upstream transformers",

@@ -1,0 +1,204 @@
+"""A layer of DeepSeek-V3.2's sizes beside ik_llama.cpp and transformers, on the same weights.
+
+One random checkpoint in bfloat16 is written down, loaded by ``models.load`` and by transformers,
+and converted to GGUF, which their llama-quantize quantizes. Whole models of one layer are timed:
+embedding, norms, the layer and a head of 256 tokens. Nothing is timed before the logits of a prompt
+agree. Times are of the clock: run it on a machine that does nothing else.
+
+``llama``: the folder of ik_llama.cpp's programs, llama-server and llama-quantize. They run with the
+options that its users set: weights repacked at run time, flash attention, fused experts; for tokens
+selection of keys (``-mla 1 -dsa``), for prompts attention to every key (``-mla 3``), faster there.
+"""
+
+import json
+import math
+import statistics
+import subprocess
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from llama import convert, server
+from measure import Benchmark, interleaved
+from model_sides import decode_call
+from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+
+from custom_pypto import models
+
+VOCABULARY = 256
+CONTEXT, PROMPTS = 4096, (512, 2048)
+STEPS = 8  # tokens of a repeat
+# a format of ours, and theirs of as many bits
+FORMATS = {"stored": "BF16", "int8": "Q8_0", "int4": "Q4_K"}
+EXPERTS = 32  # of 256: a token reads 8 of either
+PARTS = {
+    "attention": dict(first_k_dense_replace=1, intermediate_size=256, n_routed_experts=EXPERTS),
+    "with experts": dict(first_k_dense_replace=0, n_routed_experts=EXPERTS),
+}
+TOKEN = ["-mla", "1", "-dsa", "-c", str(CONTEXT + 64), "-ub", "512"]
+PROMPT = ["-mla", "3", "-c", str(max(PROMPTS) + 64), "-b", str(max(PROMPTS))]
+# for an answer it computes the experts of its last layer for the last token alone, for an
+# embedding it computes them for all tokens
+PROMPT += ["-ub", str(max(PROMPTS)), "--embedding", "--pooling", "last"]
+# of logits, in their length: rounding of bfloat16 differs in each of some twenty products in a row
+APART = 0.03
+
+
+def write_checkpoint(folder: Path, part: str) -> None:
+    config = DeepseekV32Config(
+        vocab_size=VOCABULARY,
+        num_hidden_layers=1,
+        n_group=1,
+        topk_group=1,
+        max_position_embeddings=163840,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        pad_token_id=0,
+        eos_token_id=None,
+        dtype=torch.bfloat16,
+        **PARTS[part],
+    )
+    DeepseekV32ForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+
+
+class Theirs:
+    """One process of llama-server."""
+
+    def __init__(self, url: str):
+        self.url = url
+
+    def ask(self, path: str, **body) -> dict | list:
+        request = urllib.request.Request(
+            f"{self.url}/{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request) as answer:
+            return json.loads(answer.read())
+
+    def continued(self, prompt: list[int], count: int, **options) -> dict:
+        """The answer to ``prompt``, of ``count`` tokens."""
+        body = dict(prompt=prompt, n_predict=count, temperature=0, ignore_eos=True)
+        return self.ask("completion", cache_prompt=True, **body, **options)
+
+    def log_probabilities(self, prompt: list[int]) -> torch.Tensor:
+        """Of the token after ``prompt``; NaN of those that it leaves out."""
+        found = torch.full((VOCABULARY,), torch.nan)
+        (first,) = self.continued(prompt, 1, n_probs=VOCABULARY)["completion_probabilities"]
+        for entry in first["probs"]:
+            if entry["prob"]:
+                found[int(entry["tok_str"].strip().removeprefix("w"))] = math.log(entry["prob"])
+        return found
+
+    def token_seconds(self, prompt: list[int]) -> float:
+        """Of one token after ``prompt``, which the server has cached."""
+        timings = self.continued(prompt, STEPS + 1)["timings"]
+        return timings["predicted_ms"] / STEPS / 1e3  # the first token comes with the prompt
+
+    def prompt_seconds(self, prompt: list[int]) -> float:
+        start = time.monotonic()
+        self.ask("embedding", content=prompt)
+        return time.monotonic() - start
+
+
+def check(model, theirs: Theirs) -> None:
+    """Compares the logits after a prompt, of the unquantized weights."""
+    prompt = ids(64)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt])).logits[0, -1]
+    ours, other = logits.float().log_softmax(-1), theirs.log_probabilities(prompt)
+    known = ~other.isnan()
+    ours, other = (x[known] - x[known].mean() for x in (ours, other))
+    if (apart := ((ours - other).norm() / other.norm()).item()) > APART:
+        raise SystemExit(f"the logits of both sides differ by {apart:.1e}; not timed")
+
+
+def ids(count: int) -> list[int]:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
+
+
+def prompt_call(side: str, model, prompt: list[int]) -> Callable[[], object]:
+    tokens = torch.tensor([prompt])
+
+    @torch.no_grad()
+    def call():
+        ours = side == "custom_pypto"
+        cache = models.PagedCache(model, 1, len(prompt)) if ours else None
+        return model(tokens, **{models.CACHE: cache}, use_cache=True, logits_to_keep=1)
+
+    return call
+
+
+def milliseconds(
+    calls: dict[str, Callable], theirs: Callable[[], float], repeats: int
+) -> list[str]:
+    """Medians of the sides in this process, of theirs, and ours / theirs."""
+    told = []
+    taken = interleaved(
+        calls | {"llama": lambda: told.append(theirs())}, repeats, clock=time.monotonic
+    )
+    taken["llama"] = told[1:]  # behind the one that warms up
+    medians = {side: statistics.median(x) * 1e3 for side, x in taken.items()}
+    upstream = f"{medians['transformers']:.0f}" if "transformers" in medians else "not measured"
+    ours, other = medians["custom_pypto"], medians["llama"]
+    return [f"{ours:.1f}", f"{other:.1f}", upstream, f"{ours / other:.2f}"]
+
+
+def measured(folder: Path, programs: Path, kind: str, repeats: int) -> Iterator[list[str]]:
+    """Of one format of weights: what, and :func:`milliseconds`."""
+    sides = {"custom_pypto": models.load(folder, weights=kind)}
+    if kind == "stored":  # the format of the checkpoint
+        upstream = DeepseekV32ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        sides["transformers"] = upstream.eval()
+    arguments = ["-t", str(torch.get_num_threads()), "-rtr"]
+    program, file = programs / "llama-server", folder / f"{kind}.gguf"
+    with server(program, file, [*arguments, *TOKEN]) as (url, _):
+        theirs, prompt = Theirs(url), ids(CONTEXT)
+        if "transformers" in sides:
+            check(sides["custom_pypto"], theirs)
+        calls = {side: decode_call(side, model, CONTEXT) for side, model in sides.items()}
+        token = partial(theirs.token_seconds, prompt)
+        yield [f"token, {CONTEXT // 1024}K", *milliseconds(calls, token, repeats)]
+    with server(program, file, [*arguments, *PROMPT]) as (url, _):
+        theirs = Theirs(url)
+        for count in PROMPTS:
+            prompt = ids(count)
+            calls = {side: prompt_call(side, model, prompt) for side, model in sides.items()}
+            whole = partial(theirs.prompt_seconds, prompt)
+            yield [f"prompt of {count}", *milliseconds(calls, whole, 2)]
+
+
+def rows(llama: str, threads: int, repeats: int) -> Iterator[list[str]]:
+    programs = Path(llama)
+    if not (programs / "llama-quantize").exists():
+        raise SystemExit(f"llama: --llama must be a folder with llama-quantize, got {llama!r}")
+    for part in PARTS:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            write_checkpoint(folder, part)
+            plain = folder / "stored.gguf"
+            convert(folder, plain, [f"w{i}" for i in range(VOCABULARY)])
+            for kind, theirs in FORMATS.items():
+                target = folder / f"{kind}.gguf"
+                if target != plain:
+                    quantize = [programs / "llama-quantize", "--pure", plain, target, theirs]
+                    subprocess.run(quantize, check=True, capture_output=True)
+                for what, *cells in measured(folder, programs, kind, repeats):
+                    yield [part, f"{kind}, {theirs}", what, *cells]
+                if target != plain:
+                    target.unlink()
+
+
+BENCHMARKS = {
+    "llama": Benchmark(
+        "A layer compared with ik_llama.cpp and transformers, {threads} thread(s)",
+        ["layer", "weights", "ms of", "custom_pypto", "ik_llama.cpp", "transformers", "ours/ik"],
+        rows,
+        "A model of one layer of DeepSeek-V3.2's sizes with random weights, its embedding and its "
+        f"head of {VOCABULARY} tokens: attention with a feed-forward of 256, or with the router, "
+        f"the shared expert and 8 of {EXPERTS} experts. Caches in bfloat16 (theirs: F16). Medians "
+        "of interleaved repeats by the clock; the logits of both sides agreed before.",
+    )
+}
