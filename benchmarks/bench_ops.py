@@ -21,8 +21,8 @@ from measure import Benchmark, Floor, check, in_own_process, interleaved, median
 
 import custom_pypto
 from custom_pypto import reference
-from custom_pypto.cache_rows import int8_row_bytes
 from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantized
+from custom_pypto.rows.latents import int8_row_bytes
 
 # of the float32 indexer on AVX2, as a share of torch.mm in float32
 AVX2_FLOOR = ("indexer", 256, 8192), 0.6

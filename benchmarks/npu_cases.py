@@ -17,7 +17,7 @@ from cases import index_kl, of
 from inputs import BLOCK, INDEX_HEADS, D, K, L, R
 
 from custom_pypto import npu, reference
-from custom_pypto.cache_rows import int8_row_bytes
+from custom_pypto.rows.latents import int8_row_bytes
 
 if TYPE_CHECKING:  # else imported where a case is estimated: the calls run on an NPU, too
     from custom_pypto import simulation

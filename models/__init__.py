@@ -36,8 +36,7 @@ from . import quantized_weights  # noqa: E402
 from .absorbed import advise_on_bfloat16  # noqa: E402
 from .architectures import attention_classes, check_widths, supported_model  # noqa: E402
 from .cache import PagedCache  # noqa: E402
-from .cache.formats import check_cache_dtypes  # noqa: E402
-from .cache.layout import check_block_size  # noqa: E402
+from .cache.layout import check_block_size, check_cache_dtypes  # noqa: E402
 from .checkpoint import check_shards, first_layers  # noqa: E402
 from .context_parallel import check_context_parallel  # noqa: E402
 from .dequantization import dequantize, report, restore  # noqa: E402

@@ -14,10 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import custom_pypto
+from custom_pypto.rows.index import score_weights
+from custom_pypto.rows.parts import write
 
 from . import compression
 from .attention import SKIPPED, PatchedAttention, causal_pairs
-from .cache import TokenSlice, write
+from .cache import TokenSlice
 from .cache.store import PagedLayer
 from .projection import brought_in
 
@@ -109,10 +111,8 @@ class CompressedAttention(PatchedAttention):
         indexer, layer = self.indexer, tokens.store.layers[self.layer_idx]
         query = indexer.q_b_proj(q_latent).unflatten(-1, (-1, indexer.head_dim))
         query = self.rope(query, cos, sin, unsqueeze_dim=2)
-        scorer = indexer.scorer
-        scale = scorer.weights_scaling * scorer.softmax_scale  # positive: moves out of the ReLU
-        weights = scorer.weights_proj(x).float() * scale
-        return layer.index_format.select(layer, query, weights, tokens, indexer.index_topk)
+        weights = score_weights(indexer.scorer.weights_proj(x), indexer.head_dim)
+        return tokens.store.select_rows(layer, query, weights, indexer.index_topk, tokens.lengths)
 
 
 def compress(

@@ -1,8 +1,5 @@
-"""Cache rows of consecutive groups of ``r`` tokens, written when their last token arrives.
-
-Row ``g`` is ``sum_i softmax_i(Z_i + bias_i) * C_i`` of values C and gates Z, the softmax per
-channel, over the tokens ``i`` of group ``g``, with overlap also of the group before. With overlap
-C, Z and the bias are twice as wide: half for the next group's row, then half for the group's own.
+"""Compressed rows (:mod:`custom_pypto.rows.compressed`), written when the last token of their group
+arrives.
 
 The state between forwards is a ring of the last tokens' ``[C | Z]``. Groups count from the first
 real token of each sequence, so that left padding changes nothing.
@@ -15,7 +12,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from .cache import Step, TokenSlice, write
+from custom_pypto.rows.compressed import pooled
+from custom_pypto.rows.parts import write
+
+from .cache import Step, TokenSlice
 from .cache.layout import RowLayout
 from .cache.store import PagedLayer
 
@@ -83,13 +83,8 @@ def completed(
     source = source.clamp(max=ring + new.size(1) - 1)[..., None]
     found = torch.cat([cached, new.to(cached.dtype)], 1)
     found = found.gather(1, source.expand(-1, -1, found.size(-1))).float()
-    # the group before the first one is empty; the state may hold anything there
-    exists = (tokens >= 0)[..., None]
-    kv, gate = torch.where(exists, found, 0).unflatten(1, (-1, rate)).chunk(2, -1)
-    gate = torch.where(exists.unflatten(1, (-1, rate)), gate + bias.float(), -torch.inf)
-    if overlap:
-        kv, gate = (
-            torch.cat([both[:, :-1, :, :width], both[:, 1:, :, width:]], 2) for both in (kv, gate)
-        )
+    values, gates = found.unflatten(1, (-1, rate)).chunk(2, -1)
+    # the group before the first one is empty
+    exists = (tokens >= 0).unflatten(1, (-1, rate))
     complete = (groups + 1) * rate <= lengths
-    return (kv * gate.softmax(2)).sum(2), groups, complete
+    return pooled(values, gates + bias.float(), exists, width), groups, complete

@@ -8,11 +8,14 @@ Shapes: B batch, S new tokens, n cached tokens, H heads, L ``kv_lora_rank``, R
 ``qk_rope_head_dim``, K selected positions.
 """
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .absorbed import Heads
+from .memory import is_readable
 
 FEWEST_TOKENS = 64
 TOKENS = 256  # that attend at once
@@ -35,6 +38,30 @@ def widths(heads: Heads) -> tuple[int, int, int]:
     """``nope``, v and R."""
     nope = heads.q_nope.size(-1)
     return nope, heads.weight.size(1) - nope, 0 if heads.q_rope is None else heads.q_rope.size(-1)
+
+
+def attend_expanded(
+    heads: Heads, indices: Tensor, lengths: Tensor, first: Callable
+) -> Tensor | None:
+    """:func:`expanded_attention`, or None where it is not cheaper or cannot be.
+
+    Args:
+        lengths: ``[B]``, the keys of each sequence with the new ones.
+        first: copies of the first latents ``[B, n, L]`` and RoPE keys ``[B, n, R]``, from n.
+    """
+    size = indices.size(1)
+    if size < FEWEST_TOKENS or not is_readable(lengths):
+        return None
+    keys = int(lengths.max())
+    if torch.is_grad_enabled() or not is_cheaper(heads, indices, keys):
+        return None
+    latent, rope = first(count=keys)
+    unwritten = (torch.arange(keys, device=indices.device) >= lengths[:, None]).unsqueeze(-1)
+    for rows in (latent, rope):
+        if rows is not None and not rows.masked_fill_(unwritten, 0).isfinite().all():
+            return None  # a NaN would reach tokens that do not select its row
+    ends = lengths[:, None] + torch.arange(1 - size, 1, device=indices.device)
+    return expanded_attention(heads, indices, ends, latent, rope)
 
 
 def expanded_attention(

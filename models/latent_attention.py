@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from custom_pypto.rows.index import score_weights
+
 from .absorbed import Heads
 from .attention import PatchedAttention, causal_pairs
 from .cache import Step, TokenSlice
-from .cache.store import PagedLayer
+from .cache.store import PagedLayer, Store
 from .one_op import Rotation, linear
 from .projection import (
     check_absorbed,
@@ -61,7 +63,7 @@ class LatentAttention(PatchedAttention):
         latent, rope = step.whole(latent), None
         if self.qk_rope_head_dim:
             rope = step.whole(self.rope.rotate(k_rope.unsqueeze(2), cos, sin))
-        layer.latent_format.write(step, layer, latent, rope)
+        step.store.write_latents(layer, step.slots, latent, rope)
 
     def read(
         self,
@@ -92,7 +94,7 @@ class LatentAttention(PatchedAttention):
             self.scaling,
             self.sinks.float() if hasattr(self, "sinks") else None,  # of some architectures
         )
-        output = layer.latent_format.attend(layer, heads, indices, tokens)
+        output = tokens.store.attend(layer, heads, indices, tokens.lengths)
         return self.project_output(output, gate), indices
 
     def multiplications(self, tokens: int) -> tuple[int, int]:
@@ -135,22 +137,24 @@ class LatentAttention(PatchedAttention):
 
     def write_index_keys(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, step: Step) -> None:
         indexer, layer = self.indexer, step.store.layers[self.layer_idx]
-        with indexer_gradients(layer):
+        with indexer_gradients(step.store):
             # some architectures keep the norm in float32
             key = linear(indexer.wk, hidden_states.detach()).to(indexer.k_norm.weight.dtype)
             key = self.rotate_index(indexer.k_norm(key).unsqueeze(2), cos, sin)
-        layer.index_format.write(step, layer, step.whole(key))
+        step.store.write_keys(layer, step.slots, step.whole(key))
 
     def select(
         self, hidden_states: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor, tokens: TokenSlice
     ) -> Tensor:
         """The ``[B, S, 1, K]`` int32 positions that each token attends to."""
         layer = tokens.store.layers[self.layer_idx]
-        with indexer_gradients(layer):
+        with indexer_gradients(tokens.store):
             query, weights = self.score_inputs(
                 hidden_states.detach(), q_latent.detach(), cos, sin, tokens
             )
-        indices = layer.index_format.select(layer, query, weights, tokens, self.selected_rows)
+        indices = tokens.store.select_rows(
+            layer, query, weights, self.selected_rows, tokens.lengths
+        )
         if CHECK_RANKS and dist.is_initialized() and tokens.on_every_rank:
             check_indices(self.layer_idx, indices)
         return indices
@@ -168,9 +172,8 @@ class LatentAttention(PatchedAttention):
         indexer = self.indexer
         query = self.rotate_index(self.index_query(q_latent, tokens), cos, sin)
         projection = indexer.weights_proj
-        weights = linear(projection, hidden_states.to(projection.weight.dtype)).float()
-        # both scales are positive, so they may move out of the ReLU into the weights
-        return query, weights * (indexer.n_heads**-0.5 * indexer.softmax_scale)
+        weights = linear(projection, hidden_states.to(projection.weight.dtype))
+        return query, score_weights(weights, indexer.head_dim)
 
     def index_query(self, q_latent: Tensor, tokens: TokenSlice) -> Tensor:
         """The indexer's query ``[B, S, N, D]``, not rotated yet."""
@@ -187,6 +190,6 @@ class LatentAttention(PatchedAttention):
         return self.index_rope.rotate(x, cos, sin, first)
 
 
-def indexer_gradients(layer: PagedLayer) -> torch.set_grad_enabled:
-    """No gradients inside, as in transformers, unless this layer's indexer learns."""
-    return torch.set_grad_enabled(layer.index_format.learns and torch.is_grad_enabled())
+def indexer_gradients(store: Store) -> torch.set_grad_enabled:
+    """No gradients inside, as in transformers, unless indexers learn."""
+    return torch.set_grad_enabled(store.learns and torch.is_grad_enabled())

@@ -9,25 +9,24 @@ Shapes: B batch, S tokens, T = B * S.
 """
 
 import logging
-from collections.abc import Callable, Iterable
-from typing import NamedTuple
+from collections.abc import Iterable
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers.masking_utils import find_packed_sequence_indices
 
+from custom_pypto.rows import IndexRows
+
 from . import masks
 from .absorbed import Part
-from .cache.formats import IndexRows
-from .cache.layout import RowLayout
 from .cache.sequence import Sequences
 from .cache.step import Step, TokenSlice
-from .cache.store import PagedLayer, Store
+from .cache.store import PagedLayer
 from .indexer_loss import IndexerLoss, LayerLoss
 from .memory import has_numbers, is_transformed
 from .patched import checkpoints, device_of, dropout_of
-from .training_rows import REENTRANT, IndexKeysOfCall, LatentsOfCall
+from .training_rows import REENTRANT, CallStore
 
 logger = logging.getLogger("custom_pypto")
 
@@ -37,17 +36,6 @@ TRAINING = ("auto", "ops", "upstream")
 UPSTREAM_SCORES, FEW_SCORES = 2**30, 2**20
 # tokens whose indices of all keys exist at once: 64 MiB for 131072 keys
 DENSE_TOKENS = 128
-
-
-class CallStore(NamedTuple):
-    """What one call of a layer attends to, in place of a cache's :class:`Store`."""
-
-    layers: dict[int, PagedLayer]  # itself, and earlier ones that share their latents
-    tables: dict[RowLayout, Tensor]  # of its own rows
-    slots: Callable[[RowLayout, Tensor, Tensor], Tensor]  # of its own rows: Store.slots
-    parts: list[Part]
-    loss: LayerLoss | None
-    hold: Callable[[PagedLayer, Tensor], None]  # StoreOfCalls.hold
 
 
 class TrainingStep(Step):
@@ -114,33 +102,43 @@ class StoreOfCalls:
         """The store of a call of this layer, and in it the layers that share their latents."""
         batch, tokens = self.real.shape
         layer = attention.layer_idx
-        if attention.counts_groups:
-            index = IndexRows(self.config, self.dtype, self.device)
-        else:
-            index = IndexKeysOfCall(self.dtype, self.loss is not None, self.dense)
-        latent = LatentsOfCall(self.dtype, attention.ranks, attention.shares_latents)
-        formats = {"latent": latent, "index": index}
+        plain = {"latent", "rope"} if attention.counts_groups else {"latent", "rope", "index"}
         rows = {
-            name: pool.row(self.config, layer, self.dtype) for name, pool in attention.pools.items()
+            name: None if name in plain else pool.row(self.config, layer, self.dtype)
+            for name, pool in attention.pools.items()
         }
-        for each in formats.values():
-            rows = each.rows(rows)
         rows = {
             name: row and row._replace(layout=row.layout.for_whole(tokens))
             for name, row in rows.items()
         }
-        store = Store([rows], formats, batch, tokens, self.block_size, self.device)
-        layers, loss = {**self.shared, layer: store.layers[0]}, None
+        index, loss = IndexRows(self.dtype, self.config.index_head_dim, self.device), None
         if self.loss is not None:
             parts, ranks = self.parts, attention.ranks
             if ranks is not None:  # each takes some
                 size = min(self.size, -(-self.ends[-1] // ranks.size()))
                 parts = parts_of(self.ends, size, self.device)
             loss = LayerLoss(self.loss, layer, self.real.flatten(), parts, ranks)
+        store = CallStore(
+            rows,
+            number=layer,
+            earlier=self.shared,
+            dtype=self.dtype,
+            parts=self.parts,
+            loss=loss,
+            dense=self.dense,
+            ranks=attention.ranks,
+            shared=attention.shares_latents,
+            hold=self.hold,
+            formats={"latent": None, "index": index},
+            batch_size=batch,
+            max_cache_len=tokens,
+            block_size=self.block_size,
+            device=self.device,
+        )
         if attention.shares_latents:
             # the first call: a repeated one comes after the layers that attend to these latents
-            self.shared.setdefault(layer, layers[layer])
-        return CallStore(layers, store.tables, store.slots, self.parts, loss, self.hold)
+            self.shared.setdefault(layer, store.layers[layer])
+        return store
 
     @torch.compiler.disable(reason="the graph of a layer keeps the latents to which it attends")
     def hold(self, layer: PagedLayer, output: Tensor) -> None:

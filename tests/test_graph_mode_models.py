@@ -24,7 +24,7 @@ from lookup_on_npu import (
 from tiny import tiny_model, token_ids
 from transformers import CompileConfig, DeepseekV4ForCausalLM
 
-from custom_pypto import models
+from custom_pypto import models, rows
 
 pytest_plugins = ["graph_fixtures"]
 pytestmark = [pytest.mark.ascend_host, pytest.mark.usefixtures("for_compiled_models")]
@@ -127,7 +127,8 @@ def write_through_a_view(pool, slots, rows):
 @pytest.mark.parametrize("through_a_view", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_ge_graph_writes_the_pools_in_place(through_a_view, monkeypatch):
     if through_a_view:  # what this test must see
-        monkeypatch.setattr(models.cache.formats, "write", write_through_a_view)
+        monkeypatch.setattr(rows.latents, "write", write_through_a_view)
+        monkeypatch.setattr(rows.index, "write", write_through_a_view)
     step = torch.compile(
         lookup_model().forward, backend=backend("max-autotune"), fullgraph=True, dynamic=False
     )

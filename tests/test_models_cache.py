@@ -27,8 +27,8 @@ from transformers import DynamicCache
 
 from custom_pypto import models
 from custom_pypto.models import CACHE
-from custom_pypto.models.cache import write
 from custom_pypto.models.cache.layout import Pool
+from custom_pypto.rows.parts import write
 
 
 def crop(tokens):

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from float8_rows import FP8, Float8LatentRows
 from model_harness import (
     assert_close,
     both,
@@ -14,13 +15,11 @@ from model_harness import (
     patched_model,
     upstream_and_patched,
 )
-from test_models_formats import FP8, Float8LatentRows
 from tiny import SHARED, tiny_model
 
-from custom_pypto import models, reference, simulation
+from custom_pypto import models, reference, rows, simulation
 from custom_pypto.models import expanded
 from custom_pypto.models.absorbed import Heads, absorbed_query
-from custom_pypto.models.cache import formats
 
 WITH_SINKS = ("hy_v4",)
 CHUNKS = {"prompt": [96], "chunks": [70, 64], "decode-between": [64, 1, 64], "long": [300]}
@@ -48,9 +47,10 @@ def calls(monkeypatch):
 
     def counted(heads, *arguments):
         found.append(heads.q_nope.size(1))
-        return expanded.expanded_attention(heads, *arguments)
+        return expanded_attention(heads, *arguments)
 
-    monkeypatch.setattr(formats, "expanded_attention", counted)
+    expanded_attention = expanded.expanded_attention
+    monkeypatch.setattr(expanded, "expanded_attention", counted)
     return found
 
 
@@ -136,7 +136,7 @@ def prefill(model, tokens, **dtypes):
 
 @pytest.mark.parametrize("dtype", [torch.int8, FP8], ids=str)
 def test_caches_of_other_formats_are_read_as_by_their_op(dtype, calls, monkeypatch):
-    monkeypatch.setitem(formats.LATENT_FORMATS, FP8, Float8LatentRows)
+    monkeypatch.setitem(rows.LATENT_FORMATS, FP8, Float8LatentRows)
     sizes = dict(index_topk=128, num_hidden_layers=1)  # experts would be others after rounding
     if dtype == torch.int8:
         sizes |= dict(kv_lora_rank=512, qk_rope_head_dim=64, index_head_dim=128)

@@ -1,9 +1,8 @@
-"""A further format of cache rows is one class and one line: here fp8 with a scale per row."""
-
-from types import SimpleNamespace
+"""A further format of cache rows is one class and one line."""
 
 import pytest
 import torch
+from float8_rows import FP8, Float8LatentRows, scaled
 from model_harness import (
     feed,
     left_padded,
@@ -13,49 +12,12 @@ from model_harness import (
 )
 from tiny import tiny_model, token_ids
 
-from custom_pypto import models
-from custom_pypto.models.cache import formats, store, write
-from custom_pypto.models.cache.layout import Row
-
-FP8 = torch.float8_e4m3fn
-
-
-def scaled(latent):
-    """The nearest fp8 to ``[.., L]`` over a float32 scale ``[.., 1]``."""
-    scale = latent.float().abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448
-    return (latent.float() / scale).to(FP8), scale
-
-
-class Float8LatentRows(formats.LatentRows):
-    """Latents of a byte per value, and a pool of scales beside them."""
-
-    @staticmethod
-    def lacking(config, dtype):
-        return None
-
-    def rows(self, declared):
-        latent = declared["latent"]
-        scale = Row(1, torch.float32, latent.layout)
-        return declared | {"latent": latent._replace(dtype=torch.uint8), "latent_scale": scale}
-
-    def write(self, step, layer, latent, rope):
-        values, scale = scaled(latent)
-        write(layer.latent_scale, step.slots, scale)
-        super().write(step, layer, values.view(torch.uint8), rope)
-
-    def first_rows(self, layer, table, count, width):
-        pools = layer.latent, layer.latent_scale
-        latent, scale = (store.first_rows(pool, table, count) for pool in pools)
-        return latent.view(FP8).to(self.dtype) * scale, store.first_rows(layer.rope, table, count)
-
-    def read(self, layer, *arguments, **call):
-        latent = (layer.latent.view(FP8).float() * layer.latent_scale).to(self.dtype)
-        return super().read(SimpleNamespace(latent=latent, rope=layer.rope), *arguments, **call)
+from custom_pypto import models, rows
 
 
 @pytest.fixture(autouse=True)
 def with_fp8(monkeypatch):
-    monkeypatch.setitem(formats.LATENT_FORMATS, FP8, Float8LatentRows)
+    monkeypatch.setitem(rows.LATENT_FORMATS, FP8, Float8LatentRows)
 
 
 def logits(**dtypes):

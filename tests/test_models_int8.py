@@ -15,9 +15,11 @@ from model_harness import (
 )
 from tiny import tiny_model, token_ids
 
+import custom_pypto
 from custom_pypto import models, npu_lightning_indexer_prolog_pto, npu_quant_rows_pto
-from custom_pypto.models.cache import formats
 from custom_pypto.models.latent_attention import LatentAttention
+from custom_pypto.rows.index import Int8IndexRows
+from custom_pypto.rows.parts import flat
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
@@ -123,15 +125,15 @@ def test_an_int8_index_selects_what_a_bfloat16_index_selects():
 def test_queries_rotated_alone_select_something_else(monkeypatch):
     ids, _ = lookup_batch(1, 512, questions=16, seed=5)
     want = selected(lookup(), ids)
-    write = formats.Int8IndexRows.write
+    write = Int8IndexRows.write
 
-    def unrotated(self, step, layer, key):
+    def unrotated(self, *arguments):
         rotation = self.rotation
         self.rotation = torch.eye(len(rotation), dtype=rotation.dtype)
-        write(self, step, layer, key)
+        write(self, *arguments)
         self.rotation = rotation
 
-    monkeypatch.setattr(formats.Int8IndexRows, "write", unrotated)
+    monkeypatch.setattr(Int8IndexRows, "write", unrotated)
     assert recall(selected(lookup(**INDEX), ids), want) < 0.3
 
 
@@ -155,7 +157,7 @@ def test_beams_and_their_copies_continue_like_one_sequence():
     cache.batch_repeat_interleave(3)
     cache.reorder_cache(torch.tensor([2, 0, 1]))
     assert next_tokens(model, ids[:, -1:].expand(3, 1), cache) == alone * 3
-    assert all(type(x.index_format) is formats.Int8IndexRows for x in cache.layers)
+    assert all(type(x.index_format) is Int8IndexRows for x in cache.layers)
     beams = model.generate(ids, num_beams=3, max_new_tokens=4, do_sample=False)
     assert beams[0, ids.size(1)].item() == alone[0]
 
@@ -209,8 +211,7 @@ def test_rows_hold_rotated_keys_of_the_definition():
     matrix = cache.layers[0].index_format.rotation
     assert torch.equal(matrix @ matrix.T * 1.0, matrix.T @ matrix)
     key = torch.randn(1, 3, 1, 128).to(model.dtype)
-    step = cache.place(1, 3, None)
-    cache.layers[0].index_format.write(step, cache.layers[0], key)
+    cache.store.write_keys(cache.layers[0], cache.place(1, 3, None).slots, key)
     rows, scales = npu_quant_rows_pto(key.flatten(0, 2), hadamard=matrix)
     assert torch.equal(cache.layers[0].index[1, :3, 0], rows)
     assert torch.equal(cache.layers[0].index_scale[1, :3, 0, 0], scales)
@@ -219,23 +220,23 @@ def test_rows_hold_rotated_keys_of_the_definition():
 def test_the_prolog_op_makes_the_queries_and_keys_of_the_model(monkeypatch):
     selected, quantized, written = [], [], []
     select, quantize = LatentAttention.select, npu_quant_rows_pto
-    write = formats.Int8IndexRows.write
+    write = Int8IndexRows.write
 
     def recorded(self, *arguments):
         selected.append((self, *arguments))
         return select(self, *arguments)
 
-    def recorded_write(self, step, *arguments):
-        written.append(formats.flat_slots(step))
-        write(self, step, *arguments)
+    def recorded_write(self, pools, slots, key):
+        written.append(flat(slots, pools["index"]))
+        write(self, pools, slots, key)
 
     def rows(x, **keywords):
         quantized.append(quantize(x, **keywords))
         return quantized[-1]
 
     monkeypatch.setattr(LatentAttention, "select", recorded)
-    monkeypatch.setattr(formats.Int8IndexRows, "write", recorded_write)
-    monkeypatch.setattr(formats.custom_pypto, "npu_quant_rows_pto", rows)
+    monkeypatch.setattr(Int8IndexRows, "write", recorded_write)
+    monkeypatch.setattr(custom_pypto, "npu_quant_rows_pto", rows)
     model = models.use_custom_pypto(tiny_model("deepseek_v32"), block_size=16, index_dtype=INT8)
     cache = models.PagedCache(model, 2, 32, block_size=16)
     model(token_ids(2, 7), cache=cache)

@@ -6,9 +6,10 @@ from cases.npu_kv_quant_sparse_flash_attention_pto import inputs, quantized
 from cases.npu_programs import HALF
 from numerics import assert_close_to_rows, reference
 
-from custom_pypto import cache_rows, npu_sparse_flash_attention_pto
 from custom_pypto import npu_kv_quant_sparse_flash_attention_pto as attend
+from custom_pypto import npu_sparse_flash_attention_pto
 from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantized
+from custom_pypto.rows import latents
 
 
 def unquantized(x: dict) -> dict:
@@ -18,7 +19,7 @@ def unquantized(x: dict) -> dict:
     rest = {name: value for name, value in x.items() if name not in names}
     query, latent = x["query"], x["query"].size(-1) - x["rope_head_dim"]
     key, key_rope = dequantized(x["key"], latent, query.dtype)
-    copied = cache_rows.dequantized(x["key"], latent, query.dtype)  # of the models
+    copied = latents.dequantized(x["key"], latent, query.dtype)  # of the models
     torch.testing.assert_close(copied, (key, key_rope), rtol=0, atol=0, equal_nan=True)
     ropes = dict(query_rope=query[..., latent:], key_rope=key_rope)
     return rest | dict(query=query[..., :latent], key=key) | ropes

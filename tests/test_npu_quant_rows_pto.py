@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from numerics import reference
 
 import custom_pypto
-from custom_pypto import cache_rows
 from custom_pypto.reference.npu_quant_rows_pto import dequantized, hadamard_matrix
+from custom_pypto.rows import index
 
 quantize = custom_pypto.npu_quant_rows_pto
 
@@ -90,7 +90,7 @@ def test_the_error_is_at_most_half_a_step():
 @pytest.mark.parametrize("dim", [16, 32, 128])
 def test_rotated_rows_have_the_same_products(dim):
     matrix = hadamard_matrix(dim)
-    assert matrix.equal(cache_rows.hadamard_matrix(dim))  # what the models rotate by
+    assert matrix.equal(index.hadamard_matrix(dim))  # what the models rotate by
     assert torch.allclose(matrix @ matrix.T, torch.eye(dim), atol=1e-6)
     x = torch.randn(40, dim)
     x[:, ::7] *= 30  # the outliers that rotation spreads

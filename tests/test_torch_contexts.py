@@ -12,8 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import custom_pypto
 from custom_pypto import models, threads
-from custom_pypto.models import CACHE
-from custom_pypto.models.cache import formats
+from custom_pypto.models import CACHE, expanded
 
 FORWARD_MODE = "forward-mode derivatives .* are not implemented; use backward"
 
@@ -33,8 +32,8 @@ def restored_defaults():
 
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_a_default_dtype_changes_no_logit(kind, monkeypatch, restored_defaults):
-    expanded, run = [], formats.expanded_attention
-    monkeypatch.setattr(formats, "expanded_attention", lambda *x: expanded.append(x) or run(*x))
+    calls, run = [], expanded.expanded_attention
+    monkeypatch.setattr(expanded, "expanded_attention", lambda *x: calls.append(x) or run(*x))
     model, ids = expanding(kind), token_ids(2, 96)
     want = model(ids).logits
     for dtype in (torch.bfloat16, torch.float64):
@@ -44,7 +43,7 @@ def test_a_default_dtype_changes_no_logit(kind, monkeypatch, restored_defaults):
         # upstream computes YaRN's frequencies in the default dtype
         torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCES[kind])
     alone = kind in ("hy_v4", "hy_v4_vl", "deepseek_v4")  # sinks
-    assert alone or expanded or "amx" in torch.ops.custom_pypto.cpu_isa()
+    assert alone or calls or "amx" in torch.ops.custom_pypto.cpu_isa()
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)

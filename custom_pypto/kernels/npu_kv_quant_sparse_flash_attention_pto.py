@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import pypto
 from pypto.experimental import gather_in_ub
 
-from ..cache_rows import SCALE_GROUP
 from . import DTYPES, Arguments, arguments, begin_task, end_task
 from . import npu_sparse_flash_attention_pto as attention
 from .npu_sparse_flash_attention_pto import CHECKS, AttentionFacts
 from .pypto_versions import bounded, floats, jit
+from .quantizer import SCALE_GROUP
 from .tiling import power_of_two
 
 ROWS = 64  # per vector task: smaller tasks cost edges, larger ones leave cores idle

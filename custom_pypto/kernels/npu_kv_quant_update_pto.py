@@ -8,10 +8,9 @@ from dataclasses import dataclass
 
 import pypto
 
-from ..cache_rows import SCALE_GROUP
 from . import DTYPES, Arguments, arguments, begin_task, end_task, runtime_options
 from .pypto_versions import jit, words
-from .quantizer import F32, TOKENS, loaded, quantized, tiles
+from .quantizer import F32, SCALE_GROUP, TOKENS, loaded, quantized, tiles
 from .slots import SlotFacts, write_rows
 
 

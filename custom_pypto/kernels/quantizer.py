@@ -8,6 +8,7 @@ from . import loop
 from .pypto_versions import div, filled, rounded_to_int8
 
 TOKENS = 16  # per tile
+SCALE_GROUP = 128  # values of a latent that share a scale
 F32 = pypto.DT_FP32
 
 

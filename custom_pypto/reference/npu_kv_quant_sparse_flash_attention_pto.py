@@ -3,9 +3,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..cache_rows import SCALE_GROUP
 from .checks import ROUNDING, SIZES, of_sequences, row_error
-from .npu_kv_quant_update_pto import npu_kv_quant_update_pto
+from .npu_kv_quant_update_pto import SCALE_GROUP, npu_kv_quant_update_pto
 from .npu_sparse_flash_attention_pto import arguments as unquantized
 from .npu_sparse_flash_attention_pto import npu_sparse_flash_attention_pto
 

@@ -3,10 +3,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..cache_rows import SCALE_GROUP
 from .checks import BLOCK
 from .npu_quant_rows_pto import quantize
 from .npu_sparse_attention_pto import write_cache
+
+SCALE_GROUP = 128  # values of a latent that share a scale
 
 
 def npu_kv_quant_update_pto(latent: Tensor, rope: Tensor, slots: Tensor, cache: Tensor) -> None:

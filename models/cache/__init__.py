@@ -1,8 +1,7 @@
 """The paged cache that the ops read, from the ground up: ``layout`` (rows), ``store`` (pools and
-block tables), ``sequence`` (lengths), ``step`` (new tokens of a forward), ``formats`` (writing and
-reading of rows), ``paged_cache`` (the public class)."""
+block tables), ``sequence`` (lengths), ``step`` (new tokens of a forward), ``paged_cache`` (the
+public class)."""
 
 from .paged_cache import PagedCache as PagedCache
 from .step import Step as Step
 from .step import TokenSlice as TokenSlice
-from .store import write as write

@@ -1,9 +1,11 @@
-"""The rows of a cache: declared by an architecture, resolved for each layer. Data only."""
+"""The rows of a cache: declared by an architecture, resolved for each layer and its formats."""
 
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+
+from custom_pypto.rows import INDEX_FORMATS, LATENT_FORMATS, IndexRows, LatentRows
 
 
 class RowLayout(NamedTuple):
@@ -41,6 +43,7 @@ class RowLayout(NamedTuple):
 
 
 EVERY_TOKEN = RowLayout()
+COMPUTED = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of the ops
 OWN_NUMBER = -1  # in Pool.where: the number of the layer
 
 
@@ -90,6 +93,51 @@ class Pool(NamedTuple):
 # pools of multi-head latent attention, and of a lightning indexer in every layer
 MLA_POOLS = {"latent": Pool("kv_lora_rank"), "rope": Pool("qk_rope_head_dim")}
 INDEX_POOLS = {"index": Pool("index_head_dim")}
+
+
+def in_formats(
+    declared: dict[str, Row | None], latent: LatentRows, index: IndexRows
+) -> dict[str, Row | None]:
+    """The rows of a layer's pools, from those that its architecture declares."""
+    found = dict(declared)
+    for rows, names in ((latent, ("latent", "rope")), (index, ("index",))):
+        own = [found.pop(name, None) for name in names]
+        if own[0] is not None:
+            parts = rows.parts(*(row.width if row else 0 for row in own))
+            found |= {name: Row(*part, own[0].layout) for name, part in parts.items() if part.width}
+    return found
+
+
+def check_cache_dtypes(
+    caller: str, text, attention, index_dtype: torch.dtype | None, kv_dtype: torch.dtype | None
+) -> None:
+    """Rejects dtypes that the cache of a text model with this patched ``attention`` cannot have.
+
+    Raises:
+        ValueError: names the argument, the supported and the given dtype.
+    """
+    if text.dtype not in COMPUTED:
+        raise ValueError(
+            f"{caller}: model must be {' or '.join(map(str, COMPUTED))}, got "
+            f"{text.dtype}, which the ops do not compute in; call model.float() first"
+        )
+    for name, dtype, formats in (
+        ("index_dtype", index_dtype, INDEX_FORMATS),
+        ("kv_dtype", kv_dtype, LATENT_FORMATS),
+    ):
+        if dtype in (None, text.dtype):
+            continue
+        if dtype not in formats:
+            raise ValueError(
+                f"{caller}: {name} must be {' or '.join(map(str, formats))} or None (dtype of the "
+                f"model), got {dtype}; Atlas A2 and A3 compute in no other"
+            )
+        if attention.int8:
+            why = formats[dtype].lacking(text.config, text.dtype)
+        else:
+            why = f"model_type {text.config.model_type}, which has no caches in int8"
+        if why is not None:
+            raise ValueError(f"{caller}: {name} must be None for {why}, got {dtype}")
 
 
 def check_block_size(caller: str, block_size: int) -> None:

@@ -9,11 +9,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from custom_pypto.rows import index_format, latent_format
+
 from ..memory import is_readable
 from ..patched import device_of, differences, dimensions, patched_attentions, text_model
 from . import saved
-from .formats import INDEX_FORMATS, LATENT_FORMATS, IndexRows, LatentRows, check_cache_dtypes
-from .layout import check_block_size
+from .layout import check_block_size, check_cache_dtypes, in_formats
 from .sequence import Sequences
 from .step import Step
 from .store import Store
@@ -105,16 +106,16 @@ class PagedCache(Cache):
                 raise ValueError(f"PagedCache: {name} must be at least 1, got {value}")
         self.made_for, device = dimensions(text, attentions), device_of(text, attentions)
         self.dtypes = {"index_dtype": index_dtype, "kv_dtype": kv_dtype}
+        dim = text.config.index_head_dim
         formats = {
-            "latent": LATENT_FORMATS.get(kv_dtype, LatentRows)(text.dtype),
-            "index": INDEX_FORMATS.get(index_dtype, IndexRows)(text.config, text.dtype, device),
+            "latent": latent_format(kv_dtype)(text.dtype),
+            "index": index_format(index_dtype)(text.dtype, dim, device),
         }
         pools = attention.pools.items()
         rows: list[dict] = [{} for _ in range(text.config.num_hidden_layers)]
         for layer in attentions.keys() & range(len(rows)):  # generate() may draft with the first
-            rows[layer] = {name: pool.row(text.config, layer, text.dtype) for name, pool in pools}
-            for each in formats.values():
-                rows[layer] = each.rows(rows[layer])
+            declared = {name: pool.row(text.config, layer, text.dtype) for name, pool in pools}
+            rows[layer] = in_formats(declared, **formats)
         self.store = Store(rows, formats, batch_size, max_cache_len, block_size, device)
         super().__init__(layers=self.store.layers)
         self.sequences = Sequences(batch_size, self.store.spare, device)

@@ -14,8 +14,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from custom_pypto.rows.parts import write
+
 from .sequence import Sequences
-from .store import PagedLayer, RecurrentLayer, Store, write
+from .store import PagedLayer, RecurrentLayer, Store
 
 VERSION = "custom_pypto.PagedCache 1"
 LENGTHS = ("lengths", "seen", "written", "padding")  # of Sequences

@@ -1,12 +1,15 @@
 """The memory of a cache: the pools of each layer, and the block tables of their rows."""
 
 import bisect
+import functools
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
+from ..absorbed import Heads, absorbed_query, of_heads
+from ..expanded import attend_expanded
 from ..memory import empty, free_memory
 from .layout import EVERY_TOKEN, Row, RowLayout
 
@@ -18,7 +21,7 @@ class PagedLayer:
     def __init__(self, pools: dict[str, Tensor | None], layouts: dict[str, RowLayout], **formats):
         vars(self).update(pools)
         self.layouts = layouts
-        #: see :mod:`.formats`
+        #: of :mod:`custom_pypto.rows`
         self.latent_format, self.index_format = formats["latent"], formats["index"]
 
     def pools(self) -> dict[str, Tensor]:
@@ -54,6 +57,11 @@ class Store:
     Raises:
         torch.OutOfMemoryError: the message says how many tokens fit.
     """
+
+    #: whether index keys, and the queries and weights of :meth:`select_rows`, have gradients
+    learns = False
+    #: of layers with pools
+    layer_class = PagedLayer
 
     def __init__(
         self,
@@ -96,6 +104,55 @@ class Store:
 
     def pools(self) -> Iterator[Tensor]:
         return (pool for layer in self.layers for pool in layer.pools().values())
+
+    def write_latents(
+        self, layer: PagedLayer, slots: Tensor, latent: Tensor, rope: Tensor | None
+    ) -> None:
+        """Writes latents ``[B, S, L]`` and rotated RoPE keys ``[B, S, 1, R]`` of new tokens."""
+        rope = None if rope is None else rope.flatten(0, 2)
+        layer.latent_format.write(layer.pools(), slots, latent.flatten(0, 1), rope)
+
+    def write_keys(self, layer: PagedLayer, slots: Tensor, key: Tensor) -> None:
+        """Writes the index keys ``[B, S, 1, D]`` of new tokens."""
+        layer.index_format.write(layer.pools(), slots, key.flatten(0, 2))
+
+    def select_rows(
+        self, layer: PagedLayer, query: Tensor, weights: Tensor, count: int, lengths: Tensor
+    ) -> Tensor:
+        """The ``count`` rows of index keys with the best scores, ``[B, S, 1, count]`` int32.
+
+        Args:
+            query: ``[B, S, N, D]``.
+            weights: ``[B, S, N]`` float32.
+        """
+        layout = layer.layouts["index"]
+        others = {"block_table": self.tables[layout]}
+        if layout.ratio > 1:
+            others["cmp_ratio"] = layout.ratio
+        return layer.index_format.select(
+            layer.pools(), query, weights, count, lengths=lengths, **others
+        )
+
+    def attend(self, layer: PagedLayer, heads: Heads, indices: Tensor, lengths: Tensor) -> Tensor:
+        """The outputs ``[B, S, H, v]`` of the heads over the latents at ``indices``."""
+        rows, pools, latent = layer.latent_format, layer.pools(), heads.weight.size(2)
+        table = self.tables[layer.layouts["latent"]]
+        first = functools.partial(rows.first, pools, table, latent=latent)
+        if (output := attend_expanded(heads, indices, lengths, first)) is not None:
+            return output
+        others = {} if heads.sinks is None else {"sinks": heads.sinks}  # of some architectures
+        query = absorbed_query(heads.q_nope, heads.weight)
+        output = rows.attend(
+            pools,
+            query,
+            heads.q_rope,
+            indices,
+            heads.scaling,
+            lengths=lengths,
+            block_table=table,
+            **others,
+        )
+        return of_heads(output, heads.weight[:, heads.q_nope.size(-1) :])
 
     def slots(self, layout: RowLayout, rows: Tensor, valid: Tensor) -> Tensor:
         """Slots of ``rows [B, n]`` of each sequence in the flattened pools; on an NPU, block and
@@ -183,24 +240,7 @@ class Store:
                 shape = (1 + batch_size * layout.blocks(self.max_cache_len), layout.block, 1)
                 # never read past a length, and pages without a token cost nothing
                 pools[name] = empty((*shape, row.width), row.dtype, device)
-        return PagedLayer(pools, layouts, **formats)
-
-
-def write(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
-    """``pool[slot] = row``, for the slots of :meth:`Store.slots`."""
-    width, rows = pool.size(-1), rows.to(pool.dtype)  # autocast computes in another dtype
-    if pool.device.type == "npu":
-        # in place in every graph mode; torchair may copy a pool to view it, and cannot convert
-        # index_copy_
-        torch.ops.npu.npu_scatter_nd_update_(pool, slots, rows.reshape(-1, 1, width))
-    else:
-        pool.view(-1, width).index_copy_(0, slots, rows.reshape(-1, width))
-
-
-def first_rows(pool: Tensor, table: Tensor, count: int) -> Tensor:
-    """A copy of the first rows of each sequence, ``[B, count, width]``."""
-    blocks = -(-count // pool.size(1))
-    return pool[table[:, :blocks]].flatten(1, 3)[:, :count]
+        return self.layer_class(pools, layouts, **formats)
 
 
 def own_blocks(batch_size: int, blocks: int, device: torch.device) -> Tensor:

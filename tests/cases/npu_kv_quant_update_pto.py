@@ -5,8 +5,8 @@ import functools
 import torch
 from torch import Tensor
 
-from custom_pypto.cache_rows import int8_row_bytes
 from custom_pypto.reference.npu_quant_rows_pto import index_rows
+from custom_pypto.rows.latents import int8_row_bytes
 
 from . import in_a_wider_row
 from .hostile import BLOCK_SIZES, Maker

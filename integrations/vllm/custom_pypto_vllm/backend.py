@@ -1,15 +1,16 @@
 """Sparse attention as an attention backend of vLLM: a step's metadata, the caches, the op calls.
 
 vLLM pages both caches, with one block table: a token has a row of latent and RoPE key in one, and a
-row of its index key in the other (:mod:`.caches`).
+row of its index key in the other, in a format of :mod:`custom_pypto.rows` by ``--kv-cache-dtype``.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import ClassVar
 
 import torch
 from torch import Tensor
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.model_executor.layers.attention.sparse_mla_attention import SharedTopkIndicesBuffer
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -19,8 +20,10 @@ from vllm.v1.attention.backend import (
     MultipleOf,
 )
 
-from .caches import latent_rows
-from .checks import INT8
+from custom_pypto.rows import latent_format
+from custom_pypto.rows.parts import row_bytes, side_by_side
+
+from .checks import FORMATS
 
 
 @dataclass
@@ -44,6 +47,15 @@ class SparseMetadata(AttentionMetadata):
         tokens = torch.arange(self.num_actual_tokens)
         return torch.searchsorted(self.query_ends, tokens, right=True)
 
+    @property
+    def paged(self) -> dict:
+        """The arguments that all ops share: whose tokens these are, and where their keys are."""
+        return dict(
+            block_table=self.block_table,
+            actual_seq_lengths_query=self.query_ends,
+            layout_query="TND",
+        )
+
 
 class SparseMetadataBuilder(AttentionMetadataBuilder[SparseMetadata]):
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
@@ -65,7 +77,7 @@ class SparseMetadataBuilder(AttentionMetadataBuilder[SparseMetadata]):
 
 class SparseAttentionBackend(AttentionBackend):
     supported_dtypes: ClassVar = [torch.bfloat16, torch.float16, torch.float32]
-    supported_kv_cache_dtypes: ClassVar = ["auto", "bfloat16", "float16", INT8]
+    supported_kv_cache_dtypes: ClassVar = ["auto", "bfloat16", "float16", *FORMATS]
 
     @staticmethod
     def get_name():
@@ -104,6 +116,13 @@ class IndexerBackend(SparseAttentionBackend):
         return "CUSTOM_PYPTO_INDEXER"
 
 
+def without_padding(slots: Tensor, *rows: Tensor) -> tuple[Tensor, ...]:
+    """Slots ``block * block_size + row``, and the rows for them; padding has negative ones."""
+    if (real := slots >= 0).all():
+        return slots, *rows
+    return slots[real], *(x[real] for x in rows)
+
+
 # churn: the arguments by which MLAAttention.__init__ makes an implementation, and the methods that
 # its forward_impl calls; index_group_builder groups the layers of an accelerator's cache
 class SparseAttentionImpl(SharedTopkIndicesBuffer, MLAAttentionImpl[SparseMetadata]):
@@ -138,10 +157,12 @@ class SparseAttentionImpl(SharedTopkIndicesBuffer, MLAAttentionImpl[SparseMetada
         if kv_cache_dtype not in SparseAttentionBackend.supported_kv_cache_dtypes:
             raise ValueError(
                 "custom_pypto_vllm: --kv-cache-dtype must be auto, the dtype of the model, or "
-                f"{INT8}, got {kv_cache_dtype}"
+                f"{' or '.join(FORMATS)}, got {kv_cache_dtype}"
             )
-        self.scale, self.rows = float(scale), latent_rows(kv_cache_dtype, kv_lora_rank)
-        self.kv_cache_dtype, self.sinks = kv_cache_dtype, sinks
+        self.rows = latent_format(FORMATS.get(kv_cache_dtype))(torch.get_default_dtype())
+        self.parts = self.rows.parts(kv_lora_rank, qk_rope_head_dim)
+        self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
+        self.sinks = {} if sinks is None else {"sinks": sinks}
         # the indexer's buffer if the layer has an indexer: speculative decoding replaces it
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
 
@@ -151,10 +172,31 @@ class SparseAttentionImpl(SharedTopkIndicesBuffer, MLAAttentionImpl[SparseMetada
         # k_scale and skip_scale, which vLLM has since 0.33, are of caches in fp8
         if kv_cache.numel() == 0:
             return  # vLLM's profile run, before it allocates the caches
-        tokens = slot_mapping.numel()
-        self.rows.write(kv_cache, slot_mapping.flatten(), kv_c[:tokens], k_pe[:tokens].squeeze(1))
+        tokens, pools = slot_mapping.numel(), side_by_side(kv_cache, self.parts)
+        rows = kv_c[:tokens], k_pe[:tokens].squeeze(1)
+        self.rows.write(pools, *without_padding(slot_mapping.flatten(), *rows))
 
     def forward_mqa(self, q, kv_cache, metadata, layer):
         """Attention of all new tokens over the selected rows: [tokens, heads, kv_lora_rank]."""
         indices = self.topk_indices_buffer[: len(q[0]), None]
-        return self.rows.attend(*q, kv_cache, indices, self.scale, metadata, self.sinks), None
+        output = self.rows.attend(
+            side_by_side(kv_cache, self.parts),
+            *q,
+            indices,
+            self.scale,
+            lengths=metadata.seq_lens,
+            **metadata.paged,
+            **self.sinks,
+        )
+        return output, None
+
+
+class SparseAttention(MLAAttention):
+    """vLLM's layer, which declares the bytes of these rows."""
+
+    # churn: state_content_bytes, the bytes of a row that are no multiple of values
+    def get_kv_cache_spec(self, vllm_config):
+        spec = super().get_kv_cache_spec(vllm_config)
+        if self.kv_cache_dtype not in FORMATS:
+            return spec
+        return replace(spec, state_content_bytes=row_bytes(self.impl.parts))

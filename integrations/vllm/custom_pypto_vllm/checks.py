@@ -1,9 +1,12 @@
 """What the layer does not support, rejected when the model is built: later it would fail in the
 middle of a request, or give wrong text without an error."""
 
+import torch
+
 from .compression import compress_ratios
 
-INT8 = "int8_per_token_head"  # vLLM's word for a cache in int8
+# formats of custom_pypto.rows, by vLLM's words for --kv-cache-dtype
+FORMATS = {"int8_per_token_head": torch.int8}
 MAX_BLOCK_SIZE = 1024  # of the ops
 
 
@@ -38,8 +41,8 @@ def check(vllm_config, modules, non_causal: bool) -> None:
     if other or not isinstance(modules.indexer, Indexer | None):
         _reject("the attention must be that of DeepSeek-V3.2 or GLM-5, got another one")
     _check_config(vllm_config.model_config.hf_config, modules.indexer_rotary_emb)
-    if vllm_config.cache_config.cache_dtype == INT8:
-        _check_int8(vllm_config)
+    if vllm_config.cache_config.cache_dtype in FORMATS:
+        _check_format(vllm_config)
 
 
 def reject_reload(model, packed: type) -> None:
@@ -100,19 +103,19 @@ def _check_quantized_linears(quantization, modules) -> None:
             )
 
 
-def _check_int8(vllm_config) -> None:
-    """What the ops of caches in int8 do not take."""
-    dtype, config = vllm_config.model_config.dtype, vllm_config.model_config.hf_config
-    word = f"with --kv-cache-dtype {INT8}"
-    if dtype.itemsize != 2:
-        _reject(f"{word} the model must be in bfloat16 or float16, got {dtype}; --dtype bfloat16")
-    if skipped := vllm_config.cache_config.kv_cache_dtype_skip_layers:
-        _reject(f"{word} all layers are in int8, got --kv-cache-dtype-skip-layers {skipped}")
-    for name, unit in (("kv_lora_rank", 128), ("qk_rope_head_dim", 16)):
-        if (size := getattr(config, name)) % unit:
-            _reject(f"{word} {name} must be a multiple of {unit}, got {size}")
-    if (size := config.index_head_dim).bit_count() != 1:
-        _reject(f"{word} index_head_dim must be a power of two, got {size}")
+def _check_format(vllm_config) -> None:
+    # not above: without custom_pypto, register() says what to install
+    from custom_pypto.rows import index_format, latent_format
+
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    word = cache.cache_dtype
+    if skipped := cache.kv_cache_dtype_skip_layers:
+        _reject(
+            f"--kv-cache-dtype {word} is for all layers, got --kv-cache-dtype-skip-layers {skipped}"
+        )
+    for rows in (latent_format(FORMATS[word]), index_format(FORMATS[word])):
+        if why := rows.lacking(model.hf_config, model.dtype):
+            _reject(f"--kv-cache-dtype must be auto for {why}, got {word}")
 
 
 def check_v4(vllm_config) -> None:
@@ -162,8 +165,8 @@ def check_hy_v4(vllm_config) -> None:
         )
     if speculative and speculative.method != "ngram":
         _reject(f"speculative decoding of Hy4 must be ngram, got {speculative.method}")
-    if vllm_config.cache_config.cache_dtype == INT8:
-        _reject(f"--kv-cache-dtype must be auto with Hy4, whose softmax has sinks, got {INT8}")
+    if (word := vllm_config.cache_config.cache_dtype) in FORMATS:
+        _reject(f"--kv-cache-dtype must be auto with Hy4, whose softmax has sinks, got {word}")
 
 
 def _check_stages(ratios: list[int], parallel) -> None:

@@ -22,8 +22,9 @@ from vllm.models.deepseek_v4.cpu.cpu_sparse import _dequant_linear_weight
 from vllm.utils.torch_utils import direct_register_custom_op
 
 import custom_pypto
+from custom_pypto.rows import IndexRows
+from custom_pypto.rows.index import score_weights
 
-from .caches import paged, write_rows
 from .compressed_rows import (
     Compressor,
     compressed_rows,
@@ -50,7 +51,8 @@ class CompressedIndexer(nn.Module):
     def __init__(self, config, quant_config, prefix: str):
         super().__init__()
         self.heads, self.width = config.index_n_heads, config.index_head_dim
-        self.scale, self.count = (self.heads * self.width) ** -0.5, config.index_topk
+        self.count = config.index_topk
+        self.format = IndexRows(torch.get_default_dtype(), self.width, "cpu")
         self.wq_b = ReplicatedLinear(
             config.q_lora_rank,
             self.heads * self.width,
@@ -71,14 +73,14 @@ class CompressedIndexer(nn.Module):
 
     def select(self, query: Tensor, weights: Tensor, metadata) -> Tensor:
         """``[T, 1, index_topk]`` rows of each token's sequence, best first, -1 behind the last."""
-        return custom_pypto.npu_lightning_indexer_pto(
+        return self.format.select(
+            {"index": self.rows.pool},
             query,
-            self.rows.kv_cache[..., None, :],
-            weights,
-            actual_seq_lengths_key=metadata.seq_lens,
-            sparse_count=self.count,
+            score_weights(weights, self.width),
+            self.count,
+            lengths=metadata.seq_lens,
             cmp_ratio=INDEXED,
-            **paged(metadata),
+            **metadata.paged,
         )
 
 
@@ -184,7 +186,7 @@ class ServedCompressedAttention(nn.Module):
         metadata, rope = get_forward_context().attn_metadata, self.rotary_emb
         step = metadata[self.near.prefix]
         kv = rotate(rope, kv[:, None], positions).squeeze(1)
-        write_rows(self.near.kv_cache, step.slot_mapping, kv)
+        self.near.write(step.slot_mapping, kv)
         query = query.unflatten(-1, (self.heads, -1))
         query = rotate(rope, _rms_norm(query, self.eps), positions)
         parts = [self.attend_near(query, positions, step)]
@@ -203,7 +205,7 @@ class ServedCompressedAttention(nn.Module):
         indexer, step = self.indexer, metadata[self.indexer.rows.prefix]
         indexer.compressor.write(new, positions, indexer.rows, self.rotary_emb, metadata)
         query = rotate(self.rotary_emb, query.unflatten(-1, (indexer.heads, -1)), positions)
-        selected = indexer.select(query, weights.float() * indexer.scale, step)
+        selected = indexer.select(query, weights, step)
         if self.recorder is not None:
             self.recorder.add(self.name, step, selected.squeeze(1))
         return selected
@@ -213,11 +215,11 @@ class ServedCompressedAttention(nn.Module):
         indices = torch.where(seen < 0, -1, seen).int()
         return self.sparse(
             query,
-            self.near.kv_cache[..., None, :],
+            self.near.pool,
             indices,
             actual_seq_lengths_kv=step.seq_lens,
             sinks=self.attn_sink,
-            **paged(step),
+            **step.paged,
         )
 
     def attend_rows(self, query: Tensor, positions: Tensor, selected: Tensor | None, step):
@@ -225,11 +227,11 @@ class ServedCompressedAttention(nn.Module):
         if selected is not None:
             return self.sparse(
                 query,
-                self.rows.kv_cache[..., None, :],
+                self.rows.pool,
                 selected.squeeze(1),
                 actual_seq_lengths_kv=lengths,
                 sparse_mode=0,
-                **paged(step),
+                **step.paged,
             )
         # every row, too few in a block for the op to page them
         ends = lengths.cumsum(0).int()

@@ -15,8 +15,10 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
-from .backend import SparseAttentionBackend
-from .caches import write_rows
+from custom_pypto.rows.compressed import pooled
+from custom_pypto.rows.parts import write
+
+from .backend import SparseAttentionBackend, without_padding
 from .compression import GROUPS
 
 WINDOW_BLOCK = 64
@@ -58,6 +60,15 @@ class Rows(nn.Module, AttentionLayerBase):
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         self.kv_cache = kv_cache.squeeze(1)
+
+    @property
+    def pool(self) -> Tensor:
+        """``[blocks, rows, 1, D]``, as the ops take it."""
+        return self.kv_cache.unsqueeze(-2)
+
+    def write(self, slots: Tensor, rows: Tensor) -> None:
+        """Writes ``rows [T, D]``."""
+        write(self.pool, *without_padding(slots, rows))
 
     def forward(self): ...
 
@@ -105,16 +116,13 @@ def rotate(rope, x: Tensor, positions: Tensor, sign: int = 1) -> Tensor:
 
 
 class Compressor(nn.Module):
-    """Rows of r tokens: the sum of their values C, weighted per channel by a softmax of their gates
-    Z (DeepSeek-V4, technical report, section 2.3).
-
-    For r = 4 a row sums the group before its own, too, with C and Z of their own. The parameters
-    have the names of vLLM's class.
+    """Rows of r tokens (:mod:`custom_pypto.rows.compressed`), for r = 4 with overlap, by parameters
+    with the names of vLLM's class.
     """
 
     def __init__(self, config, width: int, ratio: int, prefix: str):
         super().__init__()
-        self.ratio, self.groups = ratio, GROUPS[ratio]
+        self.ratio, self.groups, self.width = ratio, GROUPS[ratio], width
         inner = self.groups * width
         self.ape = nn.Parameter(torch.empty(ratio, inner, dtype=torch.float32), False)
         self.fused_wkv_wgate = MergedColumnParallelLinear(
@@ -133,28 +141,21 @@ class Compressor(nn.Module):
         """Writes the states ``new [T, 2 * groups * D]``, and the rows that these tokens complete,
         rotated by the position of their first token."""
         step = metadata[self.state.prefix]
-        states = self.state.kv_cache
         values, gates = new.float().chunk(2, dim=-1)
         gates = gates + self.ape[positions % self.ratio]
-        write_rows(states, step.slot_mapping, torch.cat([values, gates], dim=-1))
+        self.state.write(step.slot_mapping, torch.cat([values, gates], dim=-1))
 
         complete = ((positions + 1) % self.ratio == 0).nonzero().flatten()
         if not len(complete):
             return
         last, span = positions[complete], self.groups * self.ratio
         tokens = last[:, None] + torch.arange(1 - span, 1)
-        exists = (tokens >= 0)[..., None]
         sequence = step.sequences[complete, None].expand_as(tokens)
-        found = paged_rows(states, step.block_table, sequence, tokens.clamp(min=0))
-        values, gates = (self.own(half) for half in found.chunk(2, dim=-1))
-        gates = gates.masked_fill(~exists, -torch.inf)
-        sums = (values.masked_fill(~exists, 0) * gates.softmax(1)).sum(1)
-        row = rotate(rope, self.norm(sums.to(new.dtype))[:, None], last + 1 - self.ratio)
+        found = paged_rows(self.state.kv_cache, step.block_table, sequence, tokens.clamp(min=0))
+        values, gates = found.unflatten(1, (self.groups, -1)).chunk(2, dim=-1)
+        exists = (tokens >= 0).unflatten(1, (self.groups, -1))
+        sums = pooled(values, gates, exists, self.width)
+        row = rotate(rope, self.norm(sums.to(new.dtype)), last + 1 - self.ratio)
         # a block has as many tokens per row as rows have tokens
         slots = metadata[rows.prefix].slot_mapping[complete] // self.ratio
-        write_rows(rows.kv_cache, slots, row.squeeze(1))
-
-    def own(self, found: Tensor) -> Tensor:
-        """``[n, tokens, D]`` of ``[n, tokens, groups * D]``: what each group's tokens add here."""
-        groups = found.unflatten(1, (self.groups, -1)).unflatten(-1, (self.groups, -1))
-        return groups.diagonal(dim1=1, dim2=3).movedim(-1, 1).flatten(1, 2)
+        rows.write(slots, row.squeeze(1))

@@ -7,8 +7,7 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm.models.hy_v4.nvidia import attention
 from vllm.models.hy_v4.nvidia import model as upstream
 
-from .backend import SparseAttentionBackend
-from .caches import SparseAttention
+from .backend import SparseAttention, SparseAttentionBackend
 from .checks import check_hy_v4
 from .experts import limit_gates
 from .layer import ServedLatentAttention, own_index_cache

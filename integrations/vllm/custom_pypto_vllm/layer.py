@@ -11,9 +11,12 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from .backend import IndexerBackend, SparseAttentionBackend
-from .caches import SparseAttention, index_rows
-from .checks import check
+from custom_pypto.rows import index_format
+from custom_pypto.rows.index import score_weights
+from custom_pypto.rows.parts import row_bytes, side_by_side
+
+from .backend import IndexerBackend, SparseAttention, SparseAttentionBackend, without_padding
+from .checks import FORMATS, check
 
 
 def _index(query: Tensor, key: Tensor, weights: Tensor, q: Tensor, layer_name: str) -> None:
@@ -22,9 +25,15 @@ def _index(query: Tensor, key: Tensor, weights: Tensor, q: Tensor, layer_name: s
         layer = context.no_compile_layers[layer_name]
         metadata = context.attn_metadata[layer_name]
         tokens, indices = metadata.num_actual_tokens, layer.topk_indices_buffer
-        layer.rows.write(layer.kv_cache, metadata.slot_mapping, key[:tokens])
+        pools = side_by_side(layer.kv_cache, layer.parts)
+        layer.rows.write(pools, *without_padding(metadata.slot_mapping, key[:tokens]))
         indices[:tokens] = layer.rows.select(
-            query[:tokens], weights[:tokens], layer.kv_cache, metadata, indices.shape[1]
+            pools,
+            query[:tokens],
+            weights[:tokens],
+            indices.shape[1],
+            lengths=metadata.seq_lens,
+            **metadata.paged,
         ).squeeze(1)
         if layer.recorder is not None:
             layer.recorder.add(layer_name, metadata, indices[:tokens])
@@ -87,7 +96,7 @@ class ServedLatentAttention:
         torch.ops.vllm.custom_pypto_index(
             torch.cat([q_pe, q_nope], dim=-1),
             torch.cat([k_pe.squeeze(1), k_nope], dim=-1),
-            weights.float() * (indexer.softmax_scale * indexer.n_head**-0.5),
+            score_weights(weights, indexer.head_dim),
             attention_query,
             indexer.k_cache.prefix,
         )
@@ -184,12 +193,16 @@ def _rotate(rope, positions, q_pe, k_pe):
 
 
 def own_index_cache(indexer, kv_cache_dtype: str):
-    """Makes the indexer's cache one of :mod:`.caches`, instead of fp8 keys beside scales."""
+    """Puts rows of :mod:`custom_pypto.rows` into the indexer's cache, instead of fp8 keys beside
+    scales."""
     # churn: the fields of DeepseekV32IndexerCache that make its cache
     cache = indexer.k_cache
-    cache.rows = index_rows(kv_cache_dtype, indexer.head_dim)
+    rows = index_format(FORMATS.get(kv_cache_dtype))
+    cache.rows = rows(torch.get_default_dtype(), indexer.head_dim, "cpu")
+    cache.parts = cache.rows.parts(indexer.head_dim)
     cache.recorder = None  # of selections.py
-    cache.head_dim, cache.dtype = cache.rows.width, cache.rows.dtype
+    cache.dtype = cache.parts["index"].dtype
+    cache.head_dim = row_bytes(cache.parts) // cache.dtype.itemsize
     cache.get_attn_backend = lambda: IndexerBackend
     # by this name speculative decoding finds it in a draft, and sets it to the target's buffer
     cache.topk_indices_buffer = indexer.topk_indices_buffer

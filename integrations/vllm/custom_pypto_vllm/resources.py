@@ -9,10 +9,11 @@ import psutil
 import torch
 
 import custom_pypto
-from custom_pypto.cache_rows import int8_index_row_bytes, int8_row_bytes
 from custom_pypto.requirements import installed_version
+from custom_pypto.rows import index_format, latent_format
+from custom_pypto.rows.parts import row_bytes
 
-from .checks import INT8
+from .checks import FORMATS
 from .compression import GROUPS, compress_ratios
 
 GIB = 2**30
@@ -69,12 +70,12 @@ def _cache(config: dict, options: argparse.Namespace, dtype: str, space: float) 
     if None in sizes:
         return f"{space:g} GiB, in vLLM's own layout"
     latent, rope, index = sizes
-    if options.kv_cache_dtype == INT8:
-        word, row, index_row = "int8", int8_row_bytes(latent, rope), int8_index_row_bytes(index)
-    else:
-        word = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
-        value = getattr(torch, word, torch.uint8).itemsize
-        row, index_row = value * (latent + rope), value * index
+    word = dtype if options.kv_cache_dtype == "auto" else options.kv_cache_dtype
+    values, stored = getattr(torch, word, torch.uint8), FORMATS.get(word)
+    if stored is not None:
+        word, values = str(stored).removeprefix("torch."), getattr(torch, dtype)
+    row = row_bytes(latent_format(stored)(values).parts(latent, rope))
+    index_row = row_bytes(index_format(stored)(values, index, "cpu").parts(index))
     layers = config["num_hidden_layers"]
     # layers that take the indices of another one have no index keys
     kinds = config.get("index_topk_pattern") or config.get("indexer_types") or "F" * layers

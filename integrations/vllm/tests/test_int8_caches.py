@@ -1,4 +1,5 @@
-"""Caches in int8: as near to float32 as rounding allows, with whatever vLLM does to a cache."""
+"""Caches in int8: as near to float32 as rounding allows, with whatever vLLM does to a cache; and
+with a format that a test adds."""
 
 import signal
 
@@ -16,6 +17,7 @@ CASES = {
     "tensor_parallel": (GLM, {}, dict(tensor_parallel_size=2)),
     "compiled": (GLM, COMPILED, dict(enforce_eager=False)),
     "mtp": (V32, {}, dict(speculative_config=MTP)),
+    "float8": (V32, {}, dict(kv_cache_dtype="fp8", worker_extension_cls="float8.Worker")),
 }
 
 
