@@ -16,8 +16,6 @@ import torch
 from torch import Tensor, nn
 from transformers.masking_utils import find_packed_sequence_indices
 
-from custom_pypto.rows import IndexRows
-
 from . import masks
 from .absorbed import Part
 from .cache.sequence import Sequences
@@ -100,41 +98,14 @@ class StoreOfCalls:
     @torch.compiler.disable(reason="each call of a layer creates its rows")
     def create(self, attention) -> CallStore:
         """The store of a call of this layer, and in it the layers that share their latents."""
-        batch, tokens = self.real.shape
-        layer = attention.layer_idx
-        plain = {"latent", "rope"} if attention.counts_groups else {"latent", "rope", "index"}
-        rows = {
-            name: None if name in plain else pool.row(self.config, layer, self.dtype)
-            for name, pool in attention.pools.items()
-        }
-        rows = {
-            name: row and row._replace(layout=row.layout.for_whole(tokens))
-            for name, row in rows.items()
-        }
-        index, loss = IndexRows(self.dtype, self.config.index_head_dim, self.device), None
+        layer, loss = attention.layer_idx, None
         if self.loss is not None:
             parts, ranks = self.parts, attention.ranks
             if ranks is not None:  # each takes some
                 size = min(self.size, -(-self.ends[-1] // ranks.size()))
                 parts = parts_of(self.ends, size, self.device)
             loss = LayerLoss(self.loss, layer, self.real.flatten(), parts, ranks)
-        store = CallStore(
-            rows,
-            number=layer,
-            earlier=self.shared,
-            dtype=self.dtype,
-            parts=self.parts,
-            loss=loss,
-            dense=self.dense,
-            ranks=attention.ranks,
-            shared=attention.shares_latents,
-            hold=self.hold,
-            formats={"latent": None, "index": index},
-            batch_size=batch,
-            max_cache_len=tokens,
-            block_size=self.block_size,
-            device=self.device,
-        )
+        store = CallStore(self, attention, loss)
         if attention.shares_latents:
             # the first call: a repeated one comes after the layers that attend to these latents
             self.shared.setdefault(layer, store.layers[layer])

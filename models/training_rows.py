@@ -4,16 +4,13 @@ tokens, through which gradients flow.
 Shapes: B batch, S tokens, T = B * S, H heads, N index heads, D ``index_head_dim``.
 """
 
-from collections.abc import Callable
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 import custom_pypto
+from custom_pypto.rows import IndexRows
 
-from .absorbed import AbsorbedAttention, Heads, Part
-from .cache.layout import Row
+from .absorbed import AbsorbedAttention, Heads
 from .cache.store import PagedLayer, Store
 from .indexer_loss import IndexInputs, LayerLoss
 from .tensor_parallel import ReadByHeads
@@ -37,42 +34,32 @@ class CallStore(Store):
     """What one call of a layer attends to, in place of the store of a cache.
 
     Args:
-        rows: of the layer, by pool.
-        number: of the layer.
-        earlier: layers that share their latents, by number.
-        dtype: of the plain tensors.
-        parts: of the tokens.
+        calls: the :class:`.StoreOfCalls` of the forward.
         loss: of the layer's indexer, or None.
-        dense: tokens attend to all keys: the selection has no columns.
-        ranks: that share the heads, or None.
-        shared: later layers attend to the latents.
-        hold: :meth:`.StoreOfCalls.hold`.
-        options: of :class:`Store`.
     """
 
     layer_class = CallLayer
 
-    def __init__(
-        self,
-        rows: dict[str, Row | None],
-        *,
-        number: int,
-        earlier: dict[int, CallLayer],
-        dtype: torch.dtype,
-        parts: list[Part],
-        loss: LayerLoss | None,
-        dense: bool,
-        ranks: dist.ProcessGroup | None,
-        shared: bool,
-        hold: Callable[[PagedLayer, Tensor], None],
-        **options,
-    ):
-        super().__init__([rows], **options)
+    def __init__(self, calls, attention, loss: LayerLoss | None):
+        (batch, tokens), number = calls.real.shape, attention.layer_idx
+        plain = {"latent", "rope"} if attention.counts_groups else {"latent", "rope", "index"}
+        rows = {
+            name: None if name in plain else pool.row(calls.config, number, calls.dtype)
+            for name, pool in attention.pools.items()
+        }
+        rows = {
+            name: row and row._replace(layout=row.layout.for_whole(tokens))
+            for name, row in rows.items()
+        }
+        index = IndexRows(calls.dtype, calls.config.index_head_dim, calls.device)
+        formats = {"latent": None, "index": index}
+        super().__init__([rows], formats, batch, tokens, calls.block_size, calls.device)
         (layer,) = self.layers
-        layer.shared = shared
-        self.layers = {**earlier, number: layer}
-        self.dtype, self.parts, self.loss, self.dense = dtype, parts, loss, dense
-        self.ranks, self.hold, self.learns = ranks, hold, loss is not None
+        layer.shared = attention.shares_latents
+        #: itself, and earlier ones that share their latents
+        self.layers = {**calls.shared, number: layer}
+        self.calls, self.ranks, self.loss = calls, attention.ranks, loss
+        self.learns = loss is not None
 
     def write_latents(
         self, layer: CallLayer, slots: None, latent: Tensor, rope: Tensor | None
@@ -95,7 +82,7 @@ class CallStore(Store):
         inputs = IndexInputs(self.laid_end_to_end(query), layer.index, weights.flatten(0, 1))
         if self.loss is not None:
             self.loss.inputs = inputs
-        if self.dense:
+        if self.calls.dense:
             return torch.empty(*shape, 1, 0, dtype=torch.int32, device=query.device)
         query, key, weights = (x.detach() for x in inputs)
         selected = [
@@ -109,7 +96,7 @@ class CallStore(Store):
                 layout_key="TND",
                 sparse_count=count,
             )
-            for part in self.parts
+            for part in self.calls.parts
         ]
         return torch.cat(selected).unflatten(0, shape)
 
@@ -120,7 +107,7 @@ class CallStore(Store):
         heads = heads._replace(
             q_nope=self.laid_end_to_end(heads.q_nope),
             q_rope=self.laid_end_to_end(heads.q_rope),
-            weight=heads.weight.to(self.dtype),
+            weight=heads.weight.to(self.calls.dtype),
         )
         output, *statistics = AbsorbedAttention.apply(
             heads.q_nope,
@@ -131,14 +118,14 @@ class CallStore(Store):
             heads.sinks,
             indices,
             heads.scaling,
-            self.parts,
+            self.calls.parts,
         )
         if layer.shared:
-            self.hold(layer, output)
+            self.calls.hold(layer, output)
         if self.loss is not None:
             output = self.loss.attach(output, heads, layer.latent, layer.rope, indices, statistics)
         return output.unflatten(0, shape)
 
     def laid_end_to_end(self, x: Tensor | None) -> Tensor | None:
         """``[T, ..]`` of ``[B, S, ..]``."""
-        return None if x is None else x.flatten(0, 1).to(self.dtype)
+        return None if x is None else x.flatten(0, 1).to(self.calls.dtype)

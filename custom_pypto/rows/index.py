@@ -9,7 +9,7 @@ from torch import Tensor
 
 import custom_pypto
 
-from .parts import Part, flat, write
+from .parts import Part, Pools, flat, write
 
 
 class IndexRows:
@@ -31,13 +31,13 @@ class IndexRows:
         """Of a row, from D."""
         return {"index": Part(dim, self.dtype)}
 
-    def write(self, pools: dict[str, Tensor], slots: Tensor, key: Tensor) -> None:
+    def write(self, pools: Pools, slots: Tensor, key: Tensor) -> None:
         """Writes keys ``[T, D]``."""
         write(pools["index"], slots, key)
 
     def select(
         self,
-        pools: dict[str, Tensor],
+        pools: Pools,
         query: Tensor,
         weights: Tensor,
         count: int,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import custom_pypto
 
-from .parts import Part, first_rows, flat, write
+from .parts import Part, Pools, first_rows, flat, write
 
 SCALE_GROUP = 128  # values that share a scale
 
@@ -29,16 +29,14 @@ class LatentRows:
         """Of a row, from L and R."""
         return {"latent": Part(latent, self.dtype), "rope": Part(rope, self.dtype)}
 
-    def write(
-        self, pools: dict[str, Tensor], slots: Tensor, latent: Tensor, rope: Tensor | None
-    ) -> None:
+    def write(self, pools: Pools, slots: Tensor, latent: Tensor, rope: Tensor | None) -> None:
         """Writes latents ``[T, L]`` and rotated RoPE keys ``[T, R]``."""
         write(pools["latent"], slots, latent)
         if rope is not None:
             write(pools["rope"], slots, rope)
 
     def first(
-        self, pools: dict[str, Tensor], block_table: Tensor, count: int, latent: int
+        self, pools: Pools, block_table: Tensor, count: int, latent: int
     ) -> tuple[Tensor, Tensor | None]:
         """Copies of the first latents ``[B, count, L]`` and RoPE keys ``[B, count, R]``."""
         rope = first_rows(pools["rope"], block_table, count) if "rope" in pools else None
@@ -46,7 +44,7 @@ class LatentRows:
 
     def attend(
         self,
-        pools: dict[str, Tensor],
+        pools: Pools,
         query: Tensor,
         query_rope: Tensor | None,
         indices: Tensor,

@@ -6,6 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+Pools = dict[str, Tensor]
+
 
 class Part(NamedTuple):
     width: int
@@ -20,7 +22,7 @@ def row_bytes(parts: dict[str, Part]) -> int:
     return sum(part.nbytes for part in parts.values())
 
 
-def side_by_side(cache: Tensor, parts: dict[str, Part]) -> dict[str, Tensor]:
+def side_by_side(cache: Tensor, parts: dict[str, Part]) -> Pools:
     """The pools that share ``cache [blocks, rows per block, bytes of a row]``, of any dtype."""
     found = cache.view(torch.int8).split([part.nbytes for part in parts.values()], -1)
     return {
