@@ -34,7 +34,9 @@ def test_is_near_to_float32(kind, environment, options, tmp_path):
     options = dict(dtype="bfloat16", kv_cache_dtype=INT8) | options
     result = generate(checkpoint, tmp_path, environment, **options)
     ours, _ = errors(checkpoint, result)
-    assert torch.cat(ours).abs().max() < 0.15
+    # fp8 rounds to 1/16 of a value, int8 to 1/254 of the largest of 128
+    bound = 0.15 if options["kv_cache_dtype"] == INT8 else 0.6
+    assert torch.cat(ours).abs().max() < bound
     if "rounds" in options:
         assert max(result["cached"]) >= 128
     if "num_gpu_blocks_override" in options:
