@@ -21,16 +21,6 @@ HAS_BF16 = torch.ops.custom_pypto.has_bf16()
 FEW_ROWS = 16  # for which torch copies the weight of an einsum
 
 
-class Heads(NamedTuple):
-    """What the heads of a layer attend with."""
-
-    q_nope: Tensor  # [.., H, nope]
-    q_rope: Tensor | None  # [.., H, R], rotated
-    weight: Tensor  # [H, nope + v, L] of kv_b_proj
-    scaling: float
-    sinks: Tensor | None  # [H] float32
-
-
 class Part(NamedTuple):
     """Consecutive tokens of sequences laid end to end, and the keys of these sequences up to
     them."""

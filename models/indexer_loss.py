@@ -28,8 +28,9 @@ from torch.nn import functional
 from transformers.utils import ModelOutput
 
 import custom_pypto
+from custom_pypto.rows.expanded import Heads
 
-from .absorbed import Heads, Part, absorbed_query, first_derivative
+from .absorbed import Part, absorbed_query, first_derivative
 from .patched import text_model
 from .tensor_parallel import at_rank, of_all_heads
 

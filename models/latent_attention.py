@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from custom_pypto.rows.expanded import Heads
 from custom_pypto.rows.index import score_weights
 
-from .absorbed import Heads
 from .attention import PatchedAttention, causal_pairs
 from .cache import Step, TokenSlice
 from .cache.store import PagedLayer, Store

@@ -9,8 +9,9 @@ from torch import Tensor
 
 import custom_pypto
 from custom_pypto.rows import IndexRows
+from custom_pypto.rows.expanded import Heads
 
-from .absorbed import AbsorbedAttention, Heads
+from .absorbed import AbsorbedAttention
 from .cache.store import PagedLayer, Store
 from .indexer_loss import IndexInputs, LayerLoss
 from .tensor_parallel import ReadByHeads

@@ -18,8 +18,9 @@ from model_harness import (
 from tiny import SHARED, tiny_model
 
 from custom_pypto import models, reference, rows, simulation
-from custom_pypto.models import expanded
-from custom_pypto.models.absorbed import Heads, absorbed_query
+from custom_pypto.models.absorbed import absorbed_query
+from custom_pypto.rows import expanded
+from custom_pypto.rows.expanded import Heads
 
 WITH_SINKS = ("hy_v4",)
 CHUNKS = {"prompt": [96], "chunks": [70, 64], "decode-between": [64, 1, 64], "long": [300]}

@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import custom_pypto
 from custom_pypto import models, threads
-from custom_pypto.models import CACHE, expanded
+from custom_pypto.models import CACHE
+from custom_pypto.rows import expanded
 
 FORWARD_MODE = "forward-mode derivatives .* are not implemented; use backward"
 

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
-from ..absorbed import Heads, absorbed_query, of_heads
-from ..expanded import attend_expanded
-from ..memory import empty, free_memory
+from custom_pypto.rows.expanded import FEWEST_TOKENS, Heads, attend_expanded
+
+from ..absorbed import absorbed_query, of_heads
+from ..memory import empty, free_memory, is_readable
 from .layout import EVERY_TOKEN, Row, RowLayout
 
 
@@ -138,8 +139,9 @@ class Store:
         rows, pools, latent = layer.latent_format, layer.pools(), heads.weight.size(2)
         table = self.tables[layer.layouts["latent"]]
         first = functools.partial(rows.first, pools, table, latent=latent)
-        if (output := attend_expanded(heads, indices, lengths, first)) is not None:
-            return output
+        if indices.size(1) >= FEWEST_TOKENS and is_readable(lengths):
+            if (output := attend_expanded(heads, indices, lengths, first)) is not None:
+                return output
         others = {} if heads.sinks is None else {"sinks": heads.sinks}  # of some architectures
         query = absorbed_query(heads.q_nope, heads.weight)
         output = rows.attend(

@@ -5,7 +5,7 @@ row of its index key in the other, in a format of :mod:`custom_pypto.rows` by ``
 """
 
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import ClassVar
 
 import torch
@@ -21,6 +21,7 @@ from vllm.v1.attention.backend import (
 )
 
 from custom_pypto.rows import latent_format
+from custom_pypto.rows.expanded import FEWEST_TOKENS, Heads, attend_expanded
 from custom_pypto.rows.parts import row_bytes, side_by_side
 
 from .checks import FORMATS
@@ -40,12 +41,39 @@ class SparseMetadata(AttentionMetadata):
     num_decodes: int
     num_decode_tokens: int
     num_prefills: int = 0
+    selected: Tensor | None = None  # of a step's tokens, those of some sequences; None: all
 
     @cached_property
     def sequences(self) -> Tensor:
         """``[tokens]``: the sequence of each token."""
         tokens = torch.arange(self.num_actual_tokens)
         return torch.searchsorted(self.query_ends, tokens, right=True)
+
+    @cached_property
+    def prompts(self) -> list[tuple[int, slice]]:
+        """Sequences, and their new tokens, that may attend to keys and values of all heads."""
+        if torch.ops.custom_pypto.absorbs():
+            return []
+        ends = [0, *self.query_ends.tolist()]
+        tokens = [slice(*both) for both in zip(ends[:-1], ends[1:], strict=True)]
+        return [(b, new) for b, new in enumerate(tokens) if new.stop - new.start >= FEWEST_TOKENS]
+
+    def without(self, sequences: list[int]) -> "SparseMetadata":
+        """The step of the other sequences."""
+        counts = self.query_ends.diff(prepend=self.query_ends.new_zeros(1))
+        kept = torch.ones(len(counts), dtype=torch.bool)
+        kept[sequences] = False
+        selected = kept[self.sequences].nonzero().flatten()
+        return replace(
+            self,
+            num_actual_tokens=len(selected),
+            query_ends=counts[kept].cumsum(0).int(),
+            seq_lens=self.seq_lens[kept],
+            block_table=self.block_table[kept],
+            num_decodes=int(kept.sum()),
+            num_decode_tokens=len(selected),
+            selected=selected,
+        )
 
     @property
     def paged(self) -> dict:
@@ -178,7 +206,8 @@ class SparseAttentionImpl(SharedTopkIndicesBuffer, MLAAttentionImpl[SparseMetada
 
     def forward_mqa(self, q, kv_cache, metadata, layer):
         """Attention of all new tokens over the selected rows: [tokens, heads, kv_lora_rank]."""
-        indices = self.topk_indices_buffer[: len(q[0]), None]
+        own = slice(len(q[0])) if metadata.selected is None else metadata.selected
+        indices = self.topk_indices_buffer[own, None]
         output = self.rows.attend(
             side_by_side(kv_cache, self.parts),
             *q,
@@ -192,7 +221,39 @@ class SparseAttentionImpl(SharedTopkIndicesBuffer, MLAAttentionImpl[SparseMetada
 
 
 class SparseAttention(MLAAttention):
-    """vLLM's layer, which declares the bytes of these rows."""
+    """vLLM's layer, which declares the bytes of these rows, and absorbs the queries of all tokens
+    but of prompts for which expansion is cheaper (:mod:`custom_pypto.rows.expanded`)."""
+
+    # churn: the arguments of MLAAttention.forward_impl
+    def forward_impl(self, q, k_c, k_pe, kv_cache, attn_metadata, output, *others, **keywords):
+        step = attn_metadata
+        expanded = self.expand(q, kv_cache, step, output) if step and not self.impl.sinks else []
+        if not expanded:
+            return super().forward_impl(q, k_c, k_pe, kv_cache, step, output, *others, **keywords)
+        rest = step.without(expanded)
+        if len(own := rest.selected):
+            absorbed = output[own]
+            inputs = q[own], k_c[own], k_pe[own], kv_cache, rest, absorbed
+            super().forward_impl(*inputs, *others, **keywords)
+            output[own] = absorbed
+        return output
+
+    def expand(self, q, kv_cache, step: SparseMetadata, output) -> list[int]:
+        """Writes the outputs of prompts that are cheaper expanded, and returns their sequences."""
+        found, impl, weight = [], self.impl, None
+        for b, new in step.prompts:
+            if weight is None:
+                weight = torch.cat([self.W_UK_T, self.W_UV.transpose(1, 2)], 1)
+            q_nope, q_pe = q[None, new].tensor_split([self.qk_nope_head_dim], -1)
+            heads = Heads(q_nope, q_pe, weight, impl.scale, None)
+            pools, table = side_by_side(kv_cache, impl.parts), step.block_table[b : b + 1]
+            first = partial(impl.rows.first, pools, table, latent=self.kv_lora_rank)
+            indices = impl.topk_indices_buffer[None, new, None]
+            x = attend_expanded(heads, indices, step.seq_lens[b : b + 1], first)
+            if x is not None:
+                output[new] = x.flatten(2).squeeze(0)
+                found.append(b)
+        return found
 
     # churn: state_content_bytes, the bytes of a row that are no multiple of values
     def get_kv_cache_spec(self, vllm_config):

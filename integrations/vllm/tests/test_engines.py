@@ -129,6 +129,8 @@ CASES = {
     "tensor_parallel": (V32, {}, {}, dict(tensor_parallel_size=2, max_num_batched_tokens=64)),
     "pipeline_parallel": (GLM, {}, COMPILED, dict(pipeline_parallel_size=2, enforce_eager=False)),
     "n_gram": (V32, {}, {}, dict(speculative_config=NGRAM)),
+    # kernels without AMX, where prompts expand
+    "expanded": (V32, {}, {"CUSTOM_PYPTO_CPU_ISA": "generic"}, {}),
 }
 
 

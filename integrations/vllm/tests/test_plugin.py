@@ -1,6 +1,8 @@
 """How the plugin starts, and what it corrects of vLLM."""
 
+import functools
 import inspect
+import itertools
 import subprocess
 import sys
 
@@ -85,6 +87,61 @@ def test_the_cache_is_written_with_what_vllm_passes():
     )
     assert len(theirs) <= len(ours)
     inspect.signature(SparseAttentionImpl.do_kv_cache_update).bind(*theirs)
+
+
+def sparse_attention(indices):
+    """vLLM's layer with random weights, without what it makes of an engine's configuration."""
+    from custom_pypto_vllm.backend import SparseAttention, SparseAttentionImpl
+
+    sizes = dict(num_heads=4, kv_lora_rank=128, qk_nope_head_dim=32, qk_rope_head_dim=64)
+    sizes |= dict(v_head_dim=32, kv_cache_dtype="auto")
+    given = sizes | dict(scale=96**-0.5, topk_indices_buffer=indices)
+    needed = inspect.signature(SparseAttentionImpl).parameters
+    layer = SparseAttention.__new__(SparseAttention)
+    torch.nn.Module.__init__(layer)
+    layer.impl = SparseAttentionImpl(**dict.fromkeys(needed) | given)
+    layer.W_UK_T, layer.W_UV = torch.randn(4, 32, 128) / 11, torch.randn(4, 128, 32) / 11
+    bmm = [f"is_{kind}_bmm_enabled" for kind in ("amx", "aiter_triton_fp4", "aiter_triton_fp8")]
+    absent = dict.fromkeys([*bmm, "use_pcp", "q_pad_num_heads"])
+    for name, value in (sizes | absent).items():
+        setattr(layer, name, value)
+    return layer
+
+
+@torch.inference_mode()
+def test_prompts_expand_where_that_is_cheaper():
+    """Of four sequences the second: the others have few tokens, or many keys."""
+    from custom_pypto_vllm.backend import SparseMetadata
+
+    torch.manual_seed(0)
+    lengths, new, count, block = [100, 75, 200, 300], [1, 70, 200, 64], 64, 16
+    tokens, table = sum(new), torch.arange(4 * 20).view(4, 20).int()
+    layer = sparse_attention(torch.full((tokens, count), -1, dtype=torch.int32))
+    keys = [range(length - n + 1, length + 1) for length, n in zip(lengths, new, strict=True)]
+    for row, seen in zip(layer.impl.topk_indices_buffer, itertools.chain(*keys), strict=True):
+        row[:seen] = torch.randperm(seen)[:count]
+    cache = torch.randn(table.numel(), block, 128 + 64)
+    query, key = torch.randn(tokens, 4, 32 + 64), torch.randn(tokens, 128)
+    outputs = {}
+    for absorbs in (True, False):
+        with torch.library._scoped_library("custom_pypto", "IMPL") as library:
+            implement = functools.partial(library.impl, "absorbs", allow_override=True)
+            implement(lambda absorbs=absorbs: absorbs, "CompositeImplicitAutograd")
+            step = SparseMetadata(
+                num_actual_tokens=tokens,
+                query_ends=torch.tensor(new).cumsum(0).int(),
+                seq_lens=torch.tensor(lengths).int(),
+                block_table=table,
+                slot_mapping=None,
+                num_decodes=4,
+                num_decode_tokens=tokens,
+            )
+            outputs[absorbs] = torch.full((tokens, 4 * 32), torch.nan)
+            layer.forward_impl(query, key, key, cache, step, output=outputs[absorbs])
+    differ = (outputs[True] != outputs[False]).any(1).nonzero().flatten()
+    assert 1 <= differ.min() and differ.max() <= 70 and len(differ) > 60
+    # 320 terms, of 1 in all: a rounding of float32 for each
+    torch.testing.assert_close(outputs[False], outputs[True], rtol=0, atol=2e-5)
 
 
 def test_sinks_start_in_float32_for_the_heads_of_a_rank():

@@ -1,7 +1,7 @@
 """Expansion: keys and values of every head from the latents, as in upstream transformers.
 
-A pair of a query and a key costs ``nope + R + v`` products per head, where :mod:`.absorbed` takes
-``2 L + R``: 320 and 1088 in DeepSeek-V3.2. But all keys are expanded, and multiplied with every
+A pair of a query and a key costs ``nope + R + v`` products per head, where absorption takes ``2 L +
+R``: 320 and 1088 in DeepSeek-V3.2. But all keys are expanded, and multiplied with every
 query, selected or not. So expansion is for prompts of a few thousand tokens.
 
 Shapes: B batch, S new tokens, n cached tokens, H heads, L ``kv_lora_rank``, R
@@ -9,25 +9,33 @@ Shapes: B batch, S new tokens, n cached tokens, H heads, L ``kv_lora_rank``, R
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from .absorbed import Heads
-from .memory import is_readable
 
 FEWEST_TOKENS = 64
 TOKENS = 256  # that attend at once
 HEADS = 16  # that are expanded at once
 
 
+class Heads(NamedTuple):
+    """What the heads of a layer attend with."""
+
+    q_nope: Tensor  # [.., H, nope]
+    q_rope: Tensor | None  # [.., H, R], rotated
+    weight: Tensor  # [H, nope + v, L] of kv_b_proj
+    scaling: float
+    sinks: Tensor | None  # [H] float32
+
+
 def is_cheaper(heads: Heads, indices: Tensor, keys: int) -> bool:
     """Whether expansion of ``keys`` rows takes fewer products than absorption, on this CPU."""
-    if torch.ops.custom_pypto.absorbs() or heads.sinks is not None:
+    latent, tokens = heads.weight.size(2), indices.size(1)
+    if torch.ops.custom_pypto.absorbs() or heads.sinks is not None or tokens < FEWEST_TOKENS:
         return False
     nope, value, rope = widths(heads)
-    latent, tokens = heads.weight.size(2), indices.size(1)
     expanded = keys * (nope + value) * latent + tokens * keys * 2 * max(nope + rope, value)
     selected = min(indices.size(-1), keys)
     absorbed = tokens * (nope + value) * latent + tokens * selected * (2 * latent + rope)
@@ -49,10 +57,7 @@ def attend_expanded(
         lengths: ``[B]``, the keys of each sequence with the new ones.
         first: copies of the first latents ``[B, n, L]`` and RoPE keys ``[B, n, R]``, from n.
     """
-    size = indices.size(1)
-    if size < FEWEST_TOKENS or not is_readable(lengths):
-        return None
-    keys = int(lengths.max())
+    size, keys = indices.size(1), int(lengths.max())
     if torch.is_grad_enabled() or not is_cheaper(heads, indices, keys):
         return None
     latent, rope = first(count=keys)
