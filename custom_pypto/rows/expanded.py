@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-FEWEST_TOKENS = 64
+FEWEST_TOKENS = 64  # of a prompt; callers leave fewer to absorption
 TOKENS = 256  # that attend at once
 HEADS = 16  # that are expanded at once
 
@@ -32,10 +32,10 @@ class Heads(NamedTuple):
 
 def is_cheaper(heads: Heads, indices: Tensor, keys: int) -> bool:
     """Whether expansion of ``keys`` rows takes fewer products than absorption, on this CPU."""
-    latent, tokens = heads.weight.size(2), indices.size(1)
-    if torch.ops.custom_pypto.absorbs() or heads.sinks is not None or tokens < FEWEST_TOKENS:
+    if torch.ops.custom_pypto.absorbs() or heads.sinks is not None:
         return False
     nope, value, rope = widths(heads)
+    latent, tokens = heads.weight.size(2), indices.size(1)
     expanded = keys * (nope + value) * latent + tokens * keys * 2 * max(nope + rope, value)
     selected = min(indices.size(-1), keys)
     absorbed = tokens * (nope + value) * latent + tokens * selected * (2 * latent + rope)

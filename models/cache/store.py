@@ -136,10 +136,10 @@ class Store:
 
     def attend(self, layer: PagedLayer, heads: Heads, indices: Tensor, lengths: Tensor) -> Tensor:
         """The outputs ``[B, S, H, v]`` of the heads over the latents at ``indices``."""
-        rows, pools, latent = layer.latent_format, layer.pools(), heads.weight.size(2)
+        rows, pools = layer.latent_format, layer.pools()
         table = self.tables[layer.layouts["latent"]]
-        first = functools.partial(rows.first, pools, table, latent=latent)
         if indices.size(1) >= FEWEST_TOKENS and is_readable(lengths):
+            first = functools.partial(rows.first, pools, table, latent=heads.weight.size(2))
             if (output := attend_expanded(heads, indices, lengths, first)) is not None:
                 return output
         others = {} if heads.sinks is None else {"sinks": heads.sinks}  # of some architectures
