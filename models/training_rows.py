@@ -53,8 +53,7 @@ class CallStore(Store):
             for name, row in rows.items()
         }
         index = IndexRows(calls.dtype, calls.config.index_head_dim, calls.device)
-        formats = {"latent": None, "index": index}
-        super().__init__([rows], formats, batch, tokens, calls.block_size, calls.device)
+        super().__init__([rows], None, index, batch, tokens, calls.block_size, calls.device)
         (layer,) = self.layers
         layer.shared = attention.shares_latents
         #: itself, and earlier ones that share their latents

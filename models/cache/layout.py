@@ -96,11 +96,11 @@ INDEX_POOLS = {"index": Pool("index_head_dim")}
 
 
 def in_formats(
-    declared: dict[str, Row | None], latent: LatentRows, index: IndexRows
+    declared: dict[str, Row | None], latents: LatentRows, index_keys: IndexRows
 ) -> dict[str, Row | None]:
     """The rows of a layer's pools, from those that its architecture declares."""
     found = dict(declared)
-    for rows, names in ((latent, ("latent", "rope")), (index, ("index",))):
+    for rows, names in ((latents, ("latent", "rope")), (index_keys, ("index",))):
         own = [found.pop(name, None) for name in names]
         if own[0] is not None:
             parts = rows.parts(*(row.width if row else 0 for row in own))

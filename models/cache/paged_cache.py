@@ -106,17 +106,14 @@ class PagedCache(Cache):
                 raise ValueError(f"PagedCache: {name} must be at least 1, got {value}")
         self.made_for, device = dimensions(text, attentions), device_of(text, attentions)
         self.dtypes = {"index_dtype": index_dtype, "kv_dtype": kv_dtype}
-        dim = text.config.index_head_dim
-        formats = {
-            "latent": latent_format(kv_dtype)(text.dtype),
-            "index": index_format(index_dtype)(text.dtype, dim, device),
-        }
+        latents, dim = latent_format(kv_dtype)(text.dtype), text.config.index_head_dim
+        formats = latents, index_format(index_dtype)(text.dtype, dim, device)
         pools = attention.pools.items()
         rows: list[dict] = [{} for _ in range(text.config.num_hidden_layers)]
         for layer in attentions.keys() & range(len(rows)):  # generate() may draft with the first
             declared = {name: pool.row(text.config, layer, text.dtype) for name, pool in pools}
-            rows[layer] = in_formats(declared, **formats)
-        self.store = Store(rows, formats, batch_size, max_cache_len, block_size, device)
+            rows[layer] = in_formats(declared, *formats)
+        self.store = Store(rows, *formats, batch_size, max_cache_len, block_size, device)
         super().__init__(layers=self.store.layers)
         self.sequences = Sequences(batch_size, self.store.spare, device)
 

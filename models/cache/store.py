@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
+from custom_pypto.rows import IndexRows, LatentRows
 from custom_pypto.rows.expanded import FEWEST_TOKENS, Heads, attend_expanded
 
 from ..absorbed import absorbed_query, of_heads
@@ -16,14 +17,12 @@ from .layout import EVERY_TOKEN, Row, RowLayout
 
 
 class PagedLayer:
-    """Pools of one layer and the formats of their rows. A pool is a tensor ``[blocks, rows per
-    block, 1, width]``, or None if this layer lacks it."""
+    """Pools of one layer: tensors ``[blocks, rows per block, 1, width]``, or None if this layer
+    lacks one."""
 
-    def __init__(self, pools: dict[str, Tensor | None], layouts: dict[str, RowLayout], **formats):
+    def __init__(self, pools: dict[str, Tensor | None], layouts: dict[str, RowLayout]):
         vars(self).update(pools)
         self.layouts = layouts
-        #: of :mod:`custom_pypto.rows`
-        self.latent_format, self.index_format = formats["latent"], formats["index"]
 
     def pools(self) -> dict[str, Tensor]:
         """The pools of this layer, by name."""
@@ -54,7 +53,7 @@ class Store:
 
     Args:
         rows: of each layer, by pool; no pools for an upstream layer.
-        formats: of the rows, for every :class:`PagedLayer`.
+        latents: the format of latents in every :class:`PagedLayer`; index_keys: of index keys.
     Raises:
         torch.OutOfMemoryError: the message says how many tokens fit.
     """
@@ -67,17 +66,19 @@ class Store:
     def __init__(
         self,
         rows: list[dict[str, Row | None]],
-        formats: dict,
+        latents: LatentRows | None,
+        index_keys: IndexRows,
         batch_size: int,
         max_cache_len: int,
         block_size: int,
         device: torch.device,
     ):
+        self.latents, self.index_keys = latents, index_keys
         self.block_size = block_size
         self.max_cache_len = -(-max_cache_len // block_size) * block_size
         present = [row for layer in rows for row in layer.values() if row is not None]
         try:
-            self.layers = [self._layer(layer, formats, batch_size, device) for layer in rows]
+            self.layers = [self._layer(layer, batch_size, device) for layer in rows]
         except torch.OutOfMemoryError as error:
             raise out_of_memory(present, batch_size, max_cache_len, block_size, device) from error
         layouts = dict.fromkeys(row.layout.in_blocks(block_size) for row in present)
@@ -111,11 +112,11 @@ class Store:
     ) -> None:
         """Writes latents ``[B, S, L]`` and rotated RoPE keys ``[B, S, 1, R]`` of new tokens."""
         rope = None if rope is None else rope.flatten(0, 2)
-        layer.latent_format.write(layer.pools(), slots, latent.flatten(0, 1), rope)
+        self.latents.write(layer.pools(), slots, latent.flatten(0, 1), rope)
 
     def write_keys(self, layer: PagedLayer, slots: Tensor, key: Tensor) -> None:
         """Writes the index keys ``[B, S, 1, D]`` of new tokens."""
-        layer.index_format.write(layer.pools(), slots, key.flatten(0, 2))
+        self.index_keys.write(layer.pools(), slots, key.flatten(0, 2))
 
     def select_rows(
         self, layer: PagedLayer, query: Tensor, weights: Tensor, count: int, lengths: Tensor
@@ -130,21 +131,20 @@ class Store:
         others = {"block_table": self.tables[layout]}
         if layout.ratio > 1:
             others["cmp_ratio"] = layout.ratio
-        return layer.index_format.select(
+        return self.index_keys.select(
             layer.pools(), query, weights, count, lengths=lengths, **others
         )
 
     def attend(self, layer: PagedLayer, heads: Heads, indices: Tensor, lengths: Tensor) -> Tensor:
         """The outputs ``[B, S, H, v]`` of the heads over the latents at ``indices``."""
-        rows, pools = layer.latent_format, layer.pools()
-        table = self.tables[layer.layouts["latent"]]
+        pools, table = layer.pools(), self.tables[layer.layouts["latent"]]
         if indices.size(1) >= FEWEST_TOKENS and is_readable(lengths):
-            first = functools.partial(rows.first, pools, table, latent=heads.weight.size(2))
+            first = functools.partial(self.latents.first, pools, table, latent=heads.weight.size(2))
             if (output := attend_expanded(heads, indices, lengths, first)) is not None:
                 return output
         others = {} if heads.sinks is None else {"sinks": heads.sinks}  # of some architectures
         query = absorbed_query(heads.q_nope, heads.weight)
-        output = rows.attend(
+        output = self.latents.attend(
             pools,
             query,
             heads.q_rope,
@@ -231,7 +231,7 @@ class Store:
             layer.reset()
 
     def _layer(
-        self, rows: dict[str, Row | None], formats: dict, batch_size: int, device: torch.device
+        self, rows: dict[str, Row | None], batch_size: int, device: torch.device
     ) -> PagedLayer | RecurrentLayer:
         if not rows:
             return RecurrentLayer()
@@ -242,7 +242,7 @@ class Store:
                 shape = (1 + batch_size * layout.blocks(self.max_cache_len), layout.block, 1)
                 # never read past a length, and pages without a token cost nothing
                 pools[name] = empty((*shape, row.width), row.dtype, device)
-        return self.layer_class(pools, layouts, **formats)
+        return self.layer_class(pools, layouts)
 
 
 def own_blocks(batch_size: int, blocks: int, device: torch.device) -> Tensor:
