@@ -3,7 +3,8 @@
 Row ``g`` is ``sum_i softmax_i(Z_i + bias_i) * C_i`` of values C and gates Z, the softmax per
 channel, over the tokens ``i`` of group ``g``, with overlap also of the group before (DeepSeek-V4,
 technical report, section 2.3). With overlap C, Z and the bias are twice as wide: half for the next
-group's row, then half for the group's own.
+group's row, then half for the group's own. What is cached has a norm, and the rotation of the
+position of its group's first token.
 """
 
 import torch
