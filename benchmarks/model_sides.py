@@ -16,7 +16,7 @@ from transformers import DeepseekV32Config, DeepseekV32ForCausalLM, DynamicCache
 from custom_pypto import models
 from custom_pypto.models import CACHE
 from custom_pypto.models.architectures import attention_classes
-from custom_pypto.models.cache import write
+from custom_pypto.rows.parts import write
 
 SIDES = ("custom_pypto", "transformers")
 MODEL = dict(
