@@ -16,7 +16,7 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 
 from custom_pypto import models
 from custom_pypto.models import CACHE
-from custom_pypto.models.cache import write
+from custom_pypto.rows.parts import write
 
 KINDS = {
     "sliding": "sliding_attention",

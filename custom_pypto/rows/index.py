@@ -32,7 +32,7 @@ class IndexRows:
         return {"index": Part(dim, self.dtype)}
 
     def write(self, pools: Pools, slots: Tensor, key: Tensor) -> None:
-        """Writes keys ``[T, D]``."""
+        """Writes keys ``[.., D]`` of T tokens."""
         write(pools["index"], slots, key)
 
     def select(
@@ -84,7 +84,7 @@ class Int8IndexRows(IndexRows):
 
     def write(self, pools, slots, key):
         custom_pypto.npu_quant_index_update_pto(
-            key.to(self.dtype),
+            key.flatten(0, -2).to(self.dtype),
             flat(slots, pools["index"]),
             pools["index"],
             pools["index_scale"].squeeze(-1),

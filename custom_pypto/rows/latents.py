@@ -30,7 +30,7 @@ class LatentRows:
         return {"latent": Part(latent, self.dtype), "rope": Part(rope, self.dtype)}
 
     def write(self, pools: Pools, slots: Tensor, latent: Tensor, rope: Tensor | None) -> None:
-        """Writes latents ``[T, L]`` and rotated RoPE keys ``[T, R]``."""
+        """Writes latents ``[.., L]`` and rotated RoPE keys ``[.., R]`` of T tokens."""
         write(pools["latent"], slots, latent)
         if rope is not None:
             write(pools["rope"], slots, rope)
@@ -86,7 +86,7 @@ class Int8LatentRows(LatentRows):
     def write(self, pools, slots, latent, rope):
         pool = pools["latent"]
         custom_pypto.npu_kv_quant_update_pto(
-            latent.to(self.dtype), rope.to(self.dtype), flat(slots, pool), pool
+            *(x.flatten(0, -2).to(self.dtype) for x in (latent, rope)), flat(slots, pool), pool
         )
 
     def first(self, pools, block_table, count, latent):

@@ -111,12 +111,11 @@ class Store:
         self, layer: PagedLayer, slots: Tensor, latent: Tensor, rope: Tensor | None
     ) -> None:
         """Writes latents ``[B, S, L]`` and rotated RoPE keys ``[B, S, 1, R]`` of new tokens."""
-        rope = None if rope is None else rope.flatten(0, 2)
-        self.latents.write(layer.pools(), slots, latent.flatten(0, 1), rope)
+        self.latents.write(layer.pools(), slots, latent, rope)
 
     def write_keys(self, layer: PagedLayer, slots: Tensor, key: Tensor) -> None:
         """Writes the index keys ``[B, S, 1, D]`` of new tokens."""
-        self.index_keys.write(layer.pools(), slots, key.flatten(0, 2))
+        self.index_keys.write(layer.pools(), slots, key)
 
     def select_rows(
         self, layer: PagedLayer, query: Tensor, weights: Tensor, count: int, lengths: Tensor
