@@ -23,7 +23,7 @@ from pathlib import Path
 
 import torch
 from llama import convert, server
-from measure import Benchmark, interleaved
+from measure import Benchmark
 from model_sides import decode_call
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
@@ -97,6 +97,7 @@ class Theirs:
         return timings["predicted_ms"] / STEPS / 1e3  # the first token comes with the prompt
 
     def prompt_seconds(self, prompt: list[int]) -> float:
+        self.ask("embedding", content=prompt)
         start = time.monotonic()
         self.ask("embedding", content=prompt)
         return time.monotonic() - start
@@ -132,14 +133,19 @@ def prompt_call(side: str, model, prompt: list[int]) -> Callable[[], object]:
 
 
 def milliseconds(
-    calls: dict[str, Callable], theirs: Callable[[], float], repeats: int
+    calls: dict[str, Callable], theirs: Callable[[], float], repeats: int, steps: int
 ) -> list[str]:
-    """Medians of the sides in this process, of theirs, and ours / theirs."""
-    told = []
-    taken = interleaved(
-        calls | {"llama": lambda: told.append(theirs())}, repeats, clock=time.monotonic
-    )
-    taken["llama"] = told[1:]  # behind the one that warms up
+    """Medians of the sides in this process, of theirs, and ours / theirs. Sides take turns, each
+    for ``steps`` calls after one that is not timed: threads of the other still spin for a while."""
+    taken: dict[str, list[float]] = {side: [] for side in (*calls, "llama")}
+    for _ in range(repeats):
+        for side, call in calls.items():
+            call()
+            start = time.monotonic()
+            for _ in range(steps):
+                call()
+            taken[side].append((time.monotonic() - start) / steps)
+        taken["llama"].append(theirs())
     medians = {side: statistics.median(x) * 1e3 for side, x in taken.items()}
     upstream = f"{medians['transformers']:.0f}" if "transformers" in medians else "not measured"
     ours, other = medians["custom_pypto"], medians["llama"]
@@ -160,14 +166,14 @@ def measured(folder: Path, programs: Path, kind: str, repeats: int) -> Iterator[
             check(sides["custom_pypto"], theirs)
         calls = {side: decode_call(side, model, CONTEXT) for side, model in sides.items()}
         token = partial(theirs.token_seconds, prompt)
-        yield [f"token, {CONTEXT // 1024}K", *milliseconds(calls, token, repeats)]
+        yield [f"token, {CONTEXT // 1024}K", *milliseconds(calls, token, repeats, STEPS)]
     with server(program, file, [*arguments, *PROMPT]) as (url, _):
         theirs = Theirs(url)
         for count in PROMPTS:
             prompt = ids(count)
             calls = {side: prompt_call(side, model, prompt) for side, model in sides.items()}
             whole = partial(theirs.prompt_seconds, prompt)
-            yield [f"prompt of {count}", *milliseconds(calls, whole, 2)]
+            yield [f"prompt of {count}", *milliseconds(calls, whole, 1, 1)]
 
 
 def rows(llama: str, threads: int, repeats: int) -> Iterator[list[str]]:
@@ -198,7 +204,8 @@ BENCHMARKS = {
         rows,
         "A model of one layer of DeepSeek-V3.2's sizes with random weights, its embedding and its "
         f"head of {VOCABULARY} tokens: attention with a feed-forward of 256, or with the router, "
-        f"the shared expert and 8 of {EXPERTS} experts. Caches in bfloat16 (theirs: F16). Medians "
-        "of interleaved repeats by the clock; the logits of both sides agreed before.",
+        f"the shared expert and 8 of {EXPERTS} experts. Caches in bfloat16 (theirs: F16). Tokens: "
+        f"medians of turns of {STEPS}; prompts: one, after one that is not timed. By the clock. The "
+        "logits of both sides agreed before.",
     )
 }

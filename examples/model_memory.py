@@ -5,6 +5,7 @@ which machine holds them. Nothing is measured, and no weight is read or allocate
     python examples/model_memory.py DIR --layers 4  # a checkpoint, or a name on the Hub: only its
                                                     # config.json is read
     python examples/model_memory.py --ranks 8       # what each of 8 ranks holds that share a model
+    python examples/model_memory.py --speed         # tokens per second by the read bandwidth
 
 Formats are those of models.load: "bfloat16" is weights=None, "stored" the published format. A token
 reads the weights of its layers and the head, of the routed experts only those it is sent to. Caches
@@ -68,6 +69,11 @@ WAYS = {
     "both": (True, True),
     "expert_parallel": (False, True),
 }
+#: GB/s that the cores of a machine read, for the estimated speed
+BANDWIDTHS = (100, 200, 400, 800)
+#: of a layer with experts on one thread (benchmarks/RESULTS.md): the share of the read bandwidth at
+#: which it reads its weights, and the seconds that it takes besides
+SHARE, FIXED = 0.75, 0.6e-3
 VERSION = transformers.__version__
 
 
@@ -78,6 +84,7 @@ class Size(NamedTuple):
 
 class Model(NamedTuple):
     name: str
+    layers: int
     parameters: int
     sizes: dict[str, Size]  # by format, the exact ones first
 
@@ -157,7 +164,8 @@ def measure(
         for label, weights in formats_of(published).items()
         if label in LABELS
     }
-    return Model(name, sum(one.numel() for one in model.parameters()), sizes)
+    layers = model.config.get_text_config().num_hidden_layers
+    return Model(name, layers, sum(one.numel() for one in model.parameters()), sizes)
 
 
 def of_ranks(
@@ -264,6 +272,17 @@ def by_ranks(rows: list[list[str]], ranks: int) -> str:
     return table([[f"{ranks} ranks", *columns], *rows])
 
 
+def by_bandwidth(found: list[Model]) -> str:
+    """A row for each model and format: tokens per second of one sequence with a short context."""
+    rows = [["tokens per second, estimated", *(f"{speed} GB/s" for speed in BANDWIDTHS)]]
+    for model in found:
+        for label in useful(model):
+            read, fixed = model.sizes[label].read, model.layers * FIXED
+            seconds = (read / (SHARE * speed * 1e9) + fixed for speed in BANDWIDTHS)
+            rows.append([f"{model.name}, {label}", *(f"{1 / one:.2g}" for one in seconds)])
+    return table(rows)
+
+
 def shown(count: float) -> str:
     """Billions, two digits at least."""
     billions = count / 1e9
@@ -295,11 +314,17 @@ def main() -> None:
         "configurations of transformers",
     )
     parser.add_argument("--layers", type=int, help="the first layers of the checkpoint only")
-    parser.add_argument(
+    tables = parser.add_mutually_exclusive_group()
+    tables.add_argument(
         "--ranks",
         type=at_least(2),
         metavar="N",
         help="only what each of N ranks holds",
+    )
+    tables.add_argument(
+        "--speed",
+        action="store_true",
+        help="only the tokens per second that the read bandwidth of a machine allows",
     )
     arguments = parser.parse_args()
     if arguments.layers is not None and arguments.checkpoint is None:
@@ -319,6 +344,13 @@ def main() -> None:
         print("", by_ranks([of_ranks(*one, layers, ranks) for one in found], ranks), sep="\n")
         return
     sizes = [measure(*one, layers) for one in found]
+    if arguments.speed:
+        print(
+            f"Tokens per second of one sequence, estimated, not measured: weights read at {SHARE} "
+            f"of the bandwidth, and {FIXED * 1e3} ms for each layer. Computed from {source}."
+        )
+        print("", by_bandwidth(sizes), sep="\n")
+        return
     print(f"GB of weights; GB of them that a token reads. Computed from {source}, not measured.")
     print("", by_model(sizes), "", by_machine(sizes), sep="\n")
 

@@ -92,6 +92,15 @@ def test_the_pages_have_what_it_prints_of_ranks(ranks):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(not NEWEST, reason="the pages have the figures of the newest transformers")
+def test_the_page_has_the_speed_that_it_estimates():
+    rows = [line for line in printed("--speed").stdout.splitlines() if "|" in line][2:]
+    text = (REPOSITORY / "docs/comparison.md").read_text()
+    shown = [row for row in rows if row[2:].startswith(("DeepSeek", "GLM-5,"))]
+    assert len(shown) == 8 and all(f"{row}\n" in text for row in shown)
+
+
+@pytest.mark.slow
 def test_bad_input_is_named():
     assert "--layers needs a checkpoint" in printed("--layers", "2", status=2).stderr
     done = printed("tests", status=1)
