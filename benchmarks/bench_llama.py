@@ -205,7 +205,7 @@ BENCHMARKS = {
         "A model of one layer of DeepSeek-V3.2's sizes with random weights, its embedding and its "
         f"head of {VOCABULARY} tokens: attention with a feed-forward of 256, or with the router, "
         f"the shared expert and 8 of {EXPERTS} experts. Caches in bfloat16 (theirs: F16). Tokens: "
-        f"medians of turns of {STEPS}; prompts: one, after one that is not timed. By the clock. The "
-        "logits of both sides agreed before.",
+        f"medians of turns of {STEPS}. Prompts: one, after one that is not timed. By the clock; "
+        "the logits of both sides agreed before.",
     )
 }

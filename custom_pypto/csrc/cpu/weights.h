@@ -312,6 +312,8 @@ INLINE void add_rows_tile(const uint16_t* rows, int64_t stride, const float* x, 
   for (; l + kLanes <= width; l += kLanes) {
     Vec sum = load(out + l);
     UNROLL for (int i = 0; i < ROWS; ++i) {
+      // rows are short streams, which the CPU does not prefetch
+      __builtin_prefetch(rows + (i + ROWS) * stride + l);
       const LaneHalves bits = *reinterpret_cast<const LaneHalves*>(rows + i * stride + l);
       sum += factor[i] * (Vec)(__builtin_convertvector(bits, IntVec) << 16);
     }
