@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from options import Help, at_least
+from options import MODES, Help, at_least
 
 # before importing torch, which would import torch_npu and fail without CANN
 from custom_pypto.simulation import ascend_host
@@ -27,7 +27,6 @@ import torch
 
 from custom_pypto.requirements import installed_version
 
-MODES = ["max-autotune", "reduce-overhead", "npugraph_ex"]
 CHECKPOINT = Path(__file__).resolve().parent / "checkpoints/lookup"
 COMPILED_FROM = ("custom_pypto", "transformers", "torch", "torch_npu")  # whose code is in a graph
 
