@@ -110,11 +110,10 @@ def case_of(name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Case
 
 def with_aim(*key) -> str:
     """The floor of a case on this machine, and its aim if it has one; "-" without a floor."""
-    used = torch.ops.custom_pypto.cpu_isa()
-    if used not in floors.OPS:
+    if (found := floors.here(floors.OPS).get(key)) is None:
         return "-"
-    aim = floors.AIMS[used].get(key)
-    return f"{floors.OPS[used][key]:.2f}" + (f" (aim {aim:.2f})" if aim else "")
+    floor, aim = found
+    return f"{floor:.2f}" + (f" (aim {aim:.2f})" if aim else "")
 
 
 def times(case: Case, dtype: torch.dtype, repeats: int) -> dict[str, list[float]]:
@@ -211,7 +210,7 @@ def parts() -> list[Case]:
 
 
 def int8_floors(repeats: int) -> Iterator[Floor]:
-    for key, least in floors.INT8.get(torch.ops.custom_pypto.cpu_isa(), {}).items():
+    for key, least in floors.here(floors.INT8).items():
         measure = partial(int8_speedup, key, repeats)
         yield Floor(f"int8 over bfloat16, {key[0]} {key[1:]}", measure, least)
 
@@ -232,7 +231,7 @@ def op_floors(threads: int, repeats: int) -> Iterator[Floor]:
     if torch.ops.custom_pypto.cpu_isa() == "avx2":
         yield avx2_floor()
         return
-    for key, least in floors.here(floors.OPS).items():
+    for key, (least, _) in floors.required(floors.OPS).items():
         case = case_of(*key)
 
         def measure(case=case, key=key) -> float:
@@ -248,7 +247,7 @@ def op_floors(threads: int, repeats: int) -> Iterator[Floor]:
 
 def op_rows(threads: int, repeats: int) -> Iterator[list[str]]:
     for dtype in (torch.bfloat16, torch.float32):
-        for key in floors.OPS["avx512_bf16"]:
+        for key in floors.OPS:
             case = case_of(*key, dtype=dtype)
             seconds = times(case, dtype, repeats)
             rate = f"{case.flop / statistics.median(seconds['op']) / 1e9:.0f}"
@@ -266,8 +265,8 @@ def part_rows(repeats: int) -> Iterator[list[str]]:
 
 
 def int8_rows(repeats: int) -> Iterator[list[str]]:
-    here = floors.INT8.get(torch.ops.custom_pypto.cpu_isa(), {})
-    for key in floors.INT8["avx512_bf16"]:
+    here = floors.here(floors.INT8)
+    for key in floors.INT8:
         name, seconds = int8_times(key, repeats)
         speedup = ratio(seconds["bfloat16"], seconds["int8"])
         ms = [median_ms(seconds[op]) for op in ("bfloat16", "int8")]
