@@ -155,7 +155,7 @@ class Search:
         """The model's figures; ``None`` if a shape's latency is above its limit."""
         found = []
 
-        def launch(kernel, tensors, written):
+        def launch(kernel, tensors):
             found.append(simulation.estimate(kernel, *tensors.values(), timeout=timeout))
 
         with mock.patch.dict(self.table, {self.name: settings}):

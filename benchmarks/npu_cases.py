@@ -66,7 +66,7 @@ class Case:
 
         found = []
         self.launch(
-            lambda kernel, tensors, written: found.append(
+            lambda kernel, tensors: found.append(
                 simulation.estimate(kernel, *tensors.values(), trace=trace)
             )
         )

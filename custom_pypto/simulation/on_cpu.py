@@ -40,7 +40,7 @@ def on_cpu(*, generated: bool = False, unordered_adds: bool = False) -> Iterator
     route = "PyPTO's generated code" if generated else "PyPTO's interpreter"
     with tqdm(unit=" kernels", desc=route, disable=None, leave=False) as progress:
 
-        def launch(kernel, tensors: dict[str, Tensor], written: tuple[str, ...]) -> None:
+        def launch(kernel, tensors: dict[str, Tensor]) -> None:
             progress.set_postfix_str(kernel.__name__)
             run_in_place(kernel, tuple(tensors.values()), run)
             progress.update()
