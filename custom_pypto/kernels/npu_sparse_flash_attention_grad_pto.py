@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, Arguments, arguments, loop, runtime_options
+from . import DTYPES, F32, I32, Arguments, arguments, loop, runtime_options
 from .gradient_tiling import GradientTiling
 from .pypto_versions import after_all, behind, jit
 from .row_sums import PARTS, add_rows, parts_of, row_tiles, store_total, sums_of
@@ -29,7 +29,6 @@ from .selected_attention import attention_scores
 from .selected_rows import KeyFacts, capacity, gather_rows, selected_rows
 from .sequences import query_tiles
 
-F32, I32 = pypto.DT_FP32, pypto.DT_INT32
 NOTHING = 3e38  # as the maximum of a token without a key it makes exp 0
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, Arguments, arguments, begin_task, end_task, loop, runtime_options
+from . import DTYPES, F32, I32, Arguments, arguments, begin_task, end_task, loop, runtime_options
 from .gradient_tiling import INDEX, GradientTiling
 from .index_gradients import TINY, index_scores, scaled
 from .index_scores import LOWEST
@@ -30,8 +30,6 @@ from .row_sums import parts_of, store_sum
 from .selected_attention import attention_scores
 from .selected_rows import KeyFacts, capacity, gather_rows, selected_rows
 from .sequences import query_tiles
-
-F32, I32 = pypto.DT_FP32, pypto.DT_INT32
 
 
 @dataclass(frozen=True, kw_only=True)

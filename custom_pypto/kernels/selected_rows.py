@@ -6,16 +6,11 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import Arguments, begin_task, end_task
+from . import F32, I32, Arguments, begin_task, end_task
 from .npu_sparse_flash_attention_pto import checked_indices, checked_table
 from .pypto_versions import gathered, number, pieces
-from .sequences import QueryFacts
+from .sequences import MOST_ROWS, QueryFacts
 from .tiling import power_of_two
-
-F32, I32 = pypto.DT_FP32, pypto.DT_INT32
-# The most rows of a cache, which float32 still counts exactly. Also the block size of gathers: any
-# cache is then one block, so an index is a row.
-MOST_ROWS = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
