@@ -1,4 +1,4 @@
-"""Latency of the NPU programs by PyPTO's cost model; no NPU has been used.
+"""Latency of the NPU kernels by PyPTO's cost model; no NPU has been used.
 
 The figures are PyPTO's estimates for its simulated Atlas A2/A3 (24 cube and 48 vector cores). The
 model prices the task graph, copies and matmuls. It prices gathers and top-k near zero, gives every
@@ -93,7 +93,7 @@ def draw(bars: list[tuple[str, float, float, float]]) -> None:
 
 BENCHMARKS = {
     "npu": Benchmark(
-        f"NPU programs, PyPTO {VERSION} cost-model estimates",
+        f"NPU kernels, PyPTO {VERSION} cost-model estimates",
         [
             *("op", "B, S1, keys", "estimate µs", "floor µs", "cores busy", "tasks", "edges"),
             *("bytes µs", "FLOP µs"),

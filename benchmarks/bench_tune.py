@@ -1,4 +1,4 @@
-"""Searches tile settings of the NPU programs.
+"""Searches tile settings of the NPU kernels.
 
 The search covers each shape class of an op's table in custom_pypto/kernels/tiling.py. It alternates
 between neighbours of the best setting so far, which differ in one field, and random settings, which

@@ -40,7 +40,7 @@ def call(op: str, S1: int, lengths: list[int], dtype: torch.dtype, **sizes) -> d
     x = of(op).inputs([S1] * len(lengths), lengths, dtype=dtype, **SIZES[op] | sizes)
     if x["block_table"] is None:
         x |= first(x, OF_KEYS, max(lengths))
-    else:  # NPU programs choose tiles by its width
+    else:  # NPU kernels choose tiles by its width
         x["block_table"] = x["block_table"][:, :-1].contiguous()
     if "scale_value" in x:
         x["scale_value"] = SCALE

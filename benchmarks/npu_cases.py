@@ -1,4 +1,4 @@
-"""Calls of the NPU programs to estimate: arguments, and their minimal bytes and operations.
+"""Calls of the NPU kernels to estimate: arguments, and their minimal bytes and operations.
 
 Inputs are those of the tests, with the sizes of DeepSeek-V3.2: the time of gathers and sorting
 depends on values, where these calls run on an NPU.

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 Dtypes = tuple[str, ...]
 
-# torch's names; dtypes of the NPU programs, the CPU supports more
+# torch's names; dtypes of the NPU kernels, the CPU supports more
 HALF: Dtypes = ("bfloat16", "float16")
 FLOAT: Dtypes = (*HALF, "float32")
 FLOAT16: Dtypes = ("float16",)

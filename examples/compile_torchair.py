@@ -5,7 +5,7 @@
     python examples/compile_torchair.py --cache FOLDER         # the next start compiles nothing
 
 On a machine with an NPU and CANN it runs there. Anywhere else it starts the host simulator of CANN:
-the real torch_npu and torchair, on CPU memory, with the NPU programs in PyPTO's interpreter. That
+the real torch_npu and torchair, on CPU memory, with the NPU kernels in PyPTO's interpreter. That
 shows what is compiled and computed; its times are not NPU times. docs/graph_mode.md lists what each
 mode requires of CANN.
 """

@@ -7,7 +7,7 @@ answers to each of some questions with the lookup checkpoint (examples/checkpoin
 prints the largest distance of a log-ratio from 0:
 
 - ``replay``: training attends to the recorded keys;
-- ``other indexer, replay``: likewise, after noise on the indexers, which stands for whatever makes
+- ``other indexer, replay``: the same after noise on the indexers, which stands for whatever makes
   training select otherwise; the same bits, as no indexer chooses;
 - ``other indexer``: without replay, the indexers with noise select.
 

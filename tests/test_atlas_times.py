@@ -15,7 +15,7 @@ from atlas.parts import TIMED  # noqa: E402
 
 TWO = """# Results
 
-## NPU programs, PyPTO 0.2.0 cost-model estimates
+## NPU kernels, PyPTO 0.2.0 cost-model estimates
 
 | op | B, S1, keys | estimate µs | floor µs |
 | --- | --- | --- | --- |
@@ -23,7 +23,7 @@ TWO = """# Results
 
 text
 
-## NPU programs, PyPTO 0.2.1 cost-model estimates
+## NPU kernels, PyPTO 0.2.1 cost-model estimates
 
 | op | B, S1, keys | estimate µs | floor µs |
 | --- | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""The way to an NPU program: limits, tensors by name, task graphs, work on the host."""
+"""The way to an NPU kernel: limits, tensors by name, task graphs, work on the host."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""The NPU programs, run by PyPTO's interpreter through the wrappers of custom_pypto.npu."""
+"""The NPU kernels, run by PyPTO's interpreter through the wrappers of custom_pypto.npu."""
 
 import math
 

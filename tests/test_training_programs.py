@@ -1,4 +1,4 @@
-"""The NPU programs of gradients and of divergences: interpreted, and as generated code."""
+"""The NPU kernels of gradients and of divergences: interpreted, and as generated code."""
 
 import pytest
 import torch

@@ -53,7 +53,7 @@ class Facts(DenseFacts):
         return self.attention_heads + behind(self.attention_heads)
 
 
-class Divergence:
+class DenseDivergence:
     """``tokens(row, sequence, visible)`` adds the terms of a tile of tokens, ``results()`` writes
     what is of all tokens.
     """
@@ -208,7 +208,7 @@ def program(a: Arguments, facts: Facts) -> None:
             number; ``sums_<part>`` and ``loss [1, 1]``, zeros; ``loss_terms [1, T]``; ``d_query
             [T * heads, D]``, ….
     """
-    divergence = Divergence(a, facts)
+    divergence = DenseDivergence(a, facts)
     tokens, capacity = a.loss_terms.shape[1], pypto.min(a.d_key.shape[0], MOST_ROWS)
     for tile in query_tiles(
         facts, a.query_lengths, a.key_lengths, tokens, capacity, name="KL", tile=facts.tiling.tokens

@@ -58,7 +58,7 @@ class Facts(KeyFacts):
         return self.index_heads + behind(self.index_heads)
 
 
-class Divergence(IndexBackward):
+class SparseDivergence(IndexBackward):
     """The stages. ``token(row, sequence, visible, part)`` builds the rows of one token."""
 
     def __init__(self, a: Arguments, facts: Facts):
@@ -138,7 +138,7 @@ def program(a: Arguments, facts: Facts) -> None:
             logarithms of the sums of the exponentials; ``loss_terms [1, T]``, zeros, and
             ``loss [1, 1]``, zero.
     """
-    backward = Divergence(a, facts)
+    backward = SparseDivergence(a, facts)
     tokens = a.indices.shape[0]
     for row, sequence, (visible,) in query_tiles(
         facts, a.query_lengths, a.key_lengths, tokens, capacity(a, facts), name="KL"

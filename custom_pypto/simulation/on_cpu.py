@@ -1,4 +1,4 @@
-"""The ops on CPU tensors, computed by the NPU programs."""
+"""The ops on CPU tensors, computed by the NPU kernels."""
 
 import contextlib
 import functools
