@@ -1,8 +1,8 @@
 """The floors of ``--check`` by case and set of CPU kernels: the least figures, on one thread, in
 bfloat16.
 
-``avx512_bf16``: measured on AMD EPYC; ``avx2``: on one of Zen 3. ``amx``: from a prototype on one
-Intel CPU, with slack; these kernels themselves have not run on AMX yet.
+``avx512_bf16``: measured on AMD EPYC; ``avx2``: on one of Zen 3. ``amx``: of a prototype on one
+Intel CPU, with slack.
 """
 
 from typing import Any

@@ -126,7 +126,7 @@ def layer_decode_call(side: str, model, context: int):
     return step
 
 
-def layer_prefill_call(side: str, model, context: int):
+def layer_prefill_call(side: str, model, context: int, attend: Callable = attend):
     hidden = hidden_states(model, context)
 
     def prefill():
