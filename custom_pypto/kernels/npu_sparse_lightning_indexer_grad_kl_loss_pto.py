@@ -54,7 +54,7 @@ class Facts(KeyFacts):
 
     @property
     def index_rows(self) -> int:
-        """Likewise of the indexer."""
+        """Rows of a token in the inputs by head of the indexer."""
         return self.index_heads + behind(self.index_heads)
 
 
