@@ -35,17 +35,10 @@ D_SCORES = 2  # the scope of the gradients of scores; that of the selected rows 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts(KeyFacts):
-    dtype: str
     weights_dtype: str
     dy_dtype: str
-    heads: int
     ready_on_host: bool
     tiling: GradientTiling = INDEX
-
-    @property
-    def rows(self) -> int:
-        """Rows of a token in the inputs by head: whole tiles, behind the heads of zeros."""
-        return self.heads + behind(self.heads)
 
 
 class IndexBackward:

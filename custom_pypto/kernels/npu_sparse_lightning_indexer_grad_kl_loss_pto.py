@@ -34,9 +34,7 @@ from .sequences import query_tiles
 
 @dataclass(frozen=True, kw_only=True)
 class Facts(KeyFacts):
-    dtype: str
     weights_dtype: str
-    heads: int  # of the attention
     index_heads: int
     scale: float
     rope: bool  # whether the call has it
@@ -46,11 +44,6 @@ class Facts(KeyFacts):
     def absent(self) -> tuple[str, ...]:
         """The arguments that the call lacks."""
         return () if self.rope else ("query_rope", "key_rope")
-
-    @property
-    def rows(self) -> int:
-        """Rows of a token in the inputs by head: whole tiles, behind the heads of zeros."""
-        return self.heads + behind(self.heads)
 
     @property
     def index_rows(self) -> int:
