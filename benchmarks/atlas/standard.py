@@ -21,10 +21,10 @@ import npu_cases  # noqa: E402
 from measure import table  # noqa: E402
 
 from atlas.calls import eager  # noqa: E402
+from atlas.children import NOT_HERE  # noqa: E402
 from custom_pypto import reference  # noqa: E402
 from custom_pypto.verify_standard import call_of  # noqa: E402
 
-NOT_HERE = 77  # nothing to do here; the last line says why
 NO_OPERATOR = "not in libopapi.so"  # torch_npu's message where CANN lacks the operator
 CASES = {
     "npu_lightning_indexer_pto": npu_cases.indexer,
