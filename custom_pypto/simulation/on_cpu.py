@@ -46,15 +46,14 @@ def on_cpu(*, generated: bool = False, unordered_adds: bool = False) -> Iterator
             progress.update()
 
         library = torch.library.Library("custom_pypto", "IMPL")
-        # from here on, "cpu" in the log of CUSTOM_PYPTO_LOG means this route
         logging.getLogger("custom_pypto").info("%s stands in for the CPU kernels", route)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Warning only once for all operators")
                 for op, function in npu.implementations(launch).items():
                     library.impl(overload(op), function, "CPU", allow_override=True)
-                # models leave attention to the ops, as on an NPU
-                for name, value in {"cpu_isa": "pypto", "absorbs": True}.items():
+                # the log names this route; models leave attention to the ops, as on an NPU
+                for name, value in {"cpu_isa": route, "absorbs": True}.items():
                     fixed = functools.partial(lambda value: value, value)
                     library.impl(name, fixed, "CompositeImplicitAutograd", allow_override=True)
             yield
