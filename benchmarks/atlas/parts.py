@@ -90,14 +90,12 @@ class Part:
 
 def launches(machine: Machine) -> list[Step]:
     steps = [machine.step(x, "launches.py", x) for x in ("streams", "replay", "devices")]
-    # an op that torch_npu queues must run before ours, which is launched past its queue; the
-    # simulator has none
-    return steps + [
-        machine.step(
-            f"streams, task queue {level}", "launches.py", "streams", TASK_QUEUE_ENABLE=level
-        )
-        for level in ("" if machine.simulator else "012")
-    ]
+    levels = [] if machine.simulator else ["0", "1", "2"]  # the simulator has no task queue
+    for level in levels:
+        # an op that torch_npu queues must run before ours, which is launched past its queue
+        name, queue = f"streams, task queue {level}", dict(TASK_QUEUE_ENABLE=level)
+        steps.append(machine.step(name, "launches.py", "streams", **queue))
+    return steps
 
 
 def graph(machine: Machine) -> list[Step]:
