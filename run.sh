@@ -33,7 +33,7 @@ Develop
   run.sh test [--all] [arguments of pytest]    the tests, a few cases of each property, in several
                                                processes; --all: every case; -n 0: in one process
   run.sh test --pypto WHEEL|FOLDER [arguments of pytest]
-                                               the NPU programs on another PyPTO than the installed
+                                               the NPU kernels on another PyPTO than the installed
                                                one: that of CANN, docs/pypto_versions.md
   run.sh test --serving [--vllm VERSION] [arguments of pytest]
                                                vLLM on the ops; VERSION: the one before the newest
@@ -142,7 +142,7 @@ use_pypto() {
   export PYTHONPATH="$given${PYTHONPATH:+:$PYTHONPATH}"
 }
 
-# All that runs the NPU programs without an NPU, or these tests of it.
+# All that runs the NPU kernels without an NPU, or these tests of it.
 test_programs() {
   local status=0 device running=()
   if [[ $# -eq 0 ]]; then

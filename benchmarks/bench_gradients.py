@@ -38,21 +38,12 @@ class Case(NamedTuple):
         return ratio(seconds["baseline"], seconds["gradients"]) * self.flop / self.baseline_flop
 
 
-def checked(op: str, call: dict) -> None:
-    """Compares a small call with the reference."""
-    module = reference.MODULES[op]
-    got, expected = getattr(custom_pypto, op)(**call), getattr(reference, op)(**call)
-    error, bound = module.error(got, expected, call, call)
-    if error > bound:
-        raise SystemExit(f"{op}: error {error:.1e}; not timed")
-
-
 def attention(heads: int, dtype: torch.dtype) -> Case:
     op = "npu_sparse_flash_attention_grad_pto"
     with_gradient = reference.MODULES[op].with_gradient
     call = inputs.attention(TOKENS, heads, KEYS, dtype)
     d_out = torch.randn(call["query"].shape).to(dtype)
-    checked(op, with_gradient(inputs.last_token(call), d_out[:, -1:]))
+    inputs.compare(op, with_gradient(inputs.last_token(call), d_out[:, -1:]))
     pairs = 2 * TOKENS * heads * K
     return Case(
         f"sparse attention, {heads} heads, {K} of {KEYS} keys, {str(dtype)[6:]}",
@@ -87,7 +78,7 @@ def indexer(dtype: torch.dtype) -> Case:
         x |= dict(layout=x.pop("layout_query"), dy=dy)
         return x | dict(sparse_indices=indices.int().view_as(dy))
 
-    checked(op, call(2, 100, 64))
+    inputs.compare(op, call(2, 100, 64))
     flop = 6 * TOKENS * K * INDEX_HEADS * D
     return beside_mm(f"indexer, {K} of {KEYS} keys", op, call(TOKENS, KEYS, K), flop)
 
@@ -98,7 +89,7 @@ def flop_of_a_pair(call: dict) -> int:
 
 def sparse_divergence(dtype: torch.dtype) -> Case:
     op = "npu_sparse_lightning_indexer_grad_kl_loss_pto"
-    checked(op, reference.MODULES[op].with_selection(training_call(dtype, 2, 100), 64))
+    inputs.compare(op, reference.MODULES[op].with_selection(training_call(dtype, 2, 100), 64))
     call = training_call(dtype)
     attend = inputs.attention(TOKENS, call["query"].size(1), KEYS, dtype)["sparse_indices"][0]
     names = ("query", "key", "query_rope", "key_rope", "scale_value")
@@ -119,7 +110,7 @@ def sparse_divergence(dtype: torch.dtype) -> Case:
 
 def dense_divergence(dtype: torch.dtype) -> Case:
     op = "npu_dense_lightning_indexer_grad_kl_loss_pto"
-    checked(op, reference.MODULES[op].with_statistics(training_call(dtype, 2, 100)))
+    inputs.compare(op, reference.MODULES[op].with_statistics(training_call(dtype, 2, 100)))
     call = training_call(dtype)
     # any statistics: they only scale
     heads = torch.full((1, TOKENS, call["query"].size(1)), 8.0)

@@ -83,7 +83,7 @@ def compute_nothing(folder: Path) -> torch.library.Library:
     cann = ascend_host.libraries.load()
     cann.ascend_host_connect_packages(nothing.plan, nothing.launch, nothing.drop)
     library = torch.library.Library("custom_pypto", "IMPL")
-    for op, function in npu.eager(lambda kernel, tensors, written: None).items():
+    for op, function in npu.eager(lambda kernel, tensors: None).items():
         library.impl(schemas.overload(op), function, "PrivateUse1", allow_override=True)
     return library
 

@@ -1,4 +1,4 @@
-"""Latency of the NPU programs by PyPTO's cost model; no NPU has been used.
+"""Latency of the NPU kernels by PyPTO's cost model; no NPU has been used.
 
 The figures are PyPTO's estimates for its simulated Atlas A2/A3 (24 cube and 48 vector cores). The
 model prices the task graph, copies and matmuls. It prices gathers and top-k near zero, gives every
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from measure import Benchmark, Floor, known
-from npu_cases import CUBE_FLOP_PER_US, HBM_BYTES_PER_US, Case, cases
+from npu_cases import Case, cases
 
 from custom_pypto import simulation
 from custom_pypto.requirements import installed_version
@@ -37,8 +37,7 @@ def estimate(case: Case, trace: str) -> simulation.Estimate:
         return case.estimate()
     folder = Path(trace)
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"{case.name} {case.shape}".replace(", ", ",").replace(" ", "_")
-    return case.estimate(folder / f"{name}.json")
+    return case.estimate(folder / f"{case.title.replace(', ', ',').replace(' ', '_')}.json")
 
 
 def rows(trace: str, plot: bool) -> Iterator[list[str]]:
@@ -50,8 +49,8 @@ def rows(trace: str, plot: bool) -> Iterator[list[str]]:
         except simulation.SimulationError as error:
             failed.append(f"{case.name} at {case.shape} failed: {error}")
             continue
-        least = case.bytes / HBM_BYTES_PER_US, case.flop / CUBE_FLOP_PER_US
-        bars.append((f"{case.name} {case.shape}", found.latency_us, *least))
+        least = case.rooflines()
+        bars.append((case.title, found.latency_us, *least))
         yield [
             *(case.name, case.shape, f"{found.latency_us:.1f}"),
             "-" if case.floor is None else f"{FLOORS_TIMES * case.floor:.1f}",
@@ -94,7 +93,7 @@ def draw(bars: list[tuple[str, float, float, float]]) -> None:
 
 BENCHMARKS = {
     "npu": Benchmark(
-        f"NPU programs, PyPTO {VERSION} cost-model estimates",
+        f"NPU kernels, PyPTO {VERSION} cost-model estimates",
         [
             *("op", "B, S1, keys", "estimate µs", "floor µs", "cores busy", "tasks", "edges"),
             *("bytes µs", "FLOP µs"),

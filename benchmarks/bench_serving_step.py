@@ -7,7 +7,6 @@ without a profiler, shares are the time of an op's own in runs with torch.profil
 scheduler and model runner are in the same process, and are what no op spends.
 """
 
-import json
 import os
 import re
 import tempfile
@@ -16,42 +15,20 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from measure import Benchmark, in_own_process
+from transformers import DeepseekV32Config
 
 LOOKUP = Path(__file__).resolve().parents[1] / "examples" / "checkpoints" / "lookup"
 STEPS = 32
-WIDE = dict(
+# all other sizes are those of DeepSeek-V3.2, transformers' own defaults
+WIDE = DeepseekV32Config(
     architectures=["DeepseekV32ForCausalLM"],
-    model_type="deepseek_v32",
     dtype="bfloat16",
     vocab_size=1024,
-    hidden_size=7168,
-    intermediate_size=18432,
-    moe_intermediate_size=2048,
     num_hidden_layers=2,
     first_k_dense_replace=2,
-    num_attention_heads=128,
-    num_key_value_heads=128,
-    n_routed_experts=256,
-    num_experts_per_tok=8,
-    n_shared_experts=1,
-    n_group=8,
-    topk_group=4,
-    q_lora_rank=1536,
-    kv_lora_rank=512,
-    qk_rope_head_dim=64,
-    qk_nope_head_dim=128,
-    v_head_dim=128,
-    index_topk=2048,
-    index_head_dim=128,
-    index_n_heads=64,
-    scoring_func="sigmoid",
-    topk_method="noaux_tc",
     max_position_embeddings=8192,
-    rope_theta=10000.0,
-    hidden_act="silu",
-    rms_norm_eps=1e-6,
 )
-# name of a row: config.json or the checkpoint, tokens of a prompt, requests
+# name of a row: a config or the checkpoint, tokens of a prompt, requests
 MODELS = {"two layers of DeepSeek-V3.2": (WIDE, 4096, 8), "lookup": (None, 1600, 32)}
 KINDS = {
     "the ops": re.compile("custom_pypto::"),
@@ -76,7 +53,7 @@ def measure(name: str) -> list[list[str]]:
     config, length, requests = MODELS[name]
     with tempfile.TemporaryDirectory() as folder:
         if config:
-            (Path(folder) / "config.json").write_text(json.dumps(config))
+            config.save_pretrained(folder)
         llm = LLM(
             model=folder if config else str(LOOKUP),
             load_format="dummy" if config else "auto",

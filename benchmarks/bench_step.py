@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 from measure import Benchmark, interleaved
-from model_sides import SIDES, filled_cache, make_model
+from model_sides import SIDES, filled_cache, make_model, random_model
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
 from custom_pypto import models
 from custom_pypto.models import CACHE
@@ -66,7 +65,6 @@ FIXED = dict(
     intermediate_size=64,
     moe_intermediate_size=32,
     num_attention_heads=4,
-    num_key_value_heads=4,
     q_lora_rank=32,
     kv_lora_rank=64,
     qk_rope_head_dim=16,
@@ -79,10 +77,9 @@ FIXED = dict(
     num_experts_per_tok=8,
     n_group=4,
     topk_group=2,
-    pad_token_id=0,
-    eos_token_id=None,
+    num_hidden_layers=16,
 )
-FIXED_LAYERS, FIXED_TOKENS = 16, 128
+FIXED_LAYERS, FIXED_TOKENS = FIXED["num_hidden_layers"], 128
 
 
 class Calls(TorchDispatchMode):
@@ -99,14 +96,8 @@ def fixed_rows(repeats: int) -> Iterator[list[str]]:
     """The CPU time of a small layer in a decode step, and its dispatcher calls."""
     calls = {}
     for experts in (False, True):
-        torch.manual_seed(0)
-        config = DeepseekV32Config(
-            **FIXED,
-            num_hidden_layers=FIXED_LAYERS,
-            first_k_dense_replace=0 if experts else FIXED_LAYERS,
-            dtype=torch.bfloat16,
-        )
-        upstream = DeepseekV32ForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
+        dense = dict(first_k_dense_replace=0 if experts else FIXED_LAYERS)
+        upstream = random_model(FIXED | dense, torch.bfloat16)
         name = "experts" if experts else "dense MLP"
         calls[name, "transformers"] = fixed_call(SIDES[1], upstream)
         with tempfile.TemporaryDirectory() as folder:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import psutil
 import torch
 from measure import RESULTS, Benchmark, Floor, in_own_process, peak_over
-from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+from model_sides import LAYER, random_model
 
 from custom_pypto import models
 
@@ -30,27 +30,12 @@ MOST_MEMORY, MOST_TIME = 0.5, 1.2
 MOST_GROWTH = 2.2
 
 
-def layer(side: str) -> DeepseekV32ForCausalLM:
-    torch.manual_seed(0)
-    config = DeepseekV32Config(
-        vocab_size=16,
-        hidden_size=1792,
-        intermediate_size=16,
-        num_hidden_layers=1,
-        num_attention_heads=HEADS,
-        num_key_value_heads=HEADS,
-        index_n_heads=HEADS // 2,
-        index_topk=2048,
-        first_k_dense_replace=1,
-    )
-    model = DeepseekV32ForCausalLM(config).train()
-    return models.use_custom_pypto(model, training=side)
-
-
-def step(side: str, tokens: int) -> tuple[DeepseekV32ForCausalLM, dict]:
+def step(side: str, tokens: int) -> tuple[torch.nn.Module, dict]:
     """A model with gradients, and the figures of its step."""
     torch.set_num_threads(1)
-    model = layer(side)
+    sizes = LAYER | dict(hidden_size=1792, num_attention_heads=HEADS, index_n_heads=HEADS // 2)
+    model = random_model(sizes, torch.float32).train()
+    models.use_custom_pypto(model, training=side)
     hidden = torch.randn(1, tokens, model.config.hidden_size, requires_grad=True)
     # a square would be constant behind the last norm
     weights = torch.randn_like(hidden)

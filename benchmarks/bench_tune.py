@@ -1,4 +1,4 @@
-"""Searches tile settings of the NPU programs.
+"""Searches tile settings of the NPU kernels.
 
 The search covers each shape class of an op's table in custom_pypto/kernels/tiling.py. It alternates
 between neighbours of the best setting so far, which differ in one field, and random settings, which
@@ -155,7 +155,7 @@ class Search:
         """The model's figures; ``None`` if a shape's latency is above its limit."""
         found = []
 
-        def launch(kernel, tensors, written):
+        def launch(kernel, tensors):
             found.append(simulation.estimate(kernel, *tensors.values(), timeout=timeout))
 
         with mock.patch.dict(self.table, {self.name: settings}):

@@ -9,7 +9,15 @@ from functools import partial
 
 import torch
 from measure import Benchmark, Floor, user_seconds
-from model_sides import HEADER, NOTE, Subject, both_of, measured, speedup
+from model_sides import (
+    HEADER,
+    NOTE,
+    Subject,
+    both_of,
+    layer_prefill_call,
+    measured,
+    speedup,
+)
 from torch import Tensor
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DynamicCache
 from transformers.masking_utils import create_sliding_window_causal_mask
@@ -165,21 +173,10 @@ def decode_call(side: str, model, context: int) -> Callable[[], Tensor]:
     return step
 
 
-def prefill_call(side: str, model, context: int) -> Callable[[], Tensor]:
-    hidden = random(1, context, model.config.hidden_size, seed=3)
-
-    def prefill() -> Tensor:
-        ours = side == "custom_pypto"
-        cache = models.PagedCache(model, 1, context) if ours else DynamicCache(config=model.config)
-        return attend(side, model, hidden, cache, 0)
-
-    return prefill
-
-
 def subject_of(kind: str) -> Subject:
     return Subject(
         partial(make_layer, kind=kind),
-        {"decode": decode_call, "prefill": prefill_call},
+        {"decode": decode_call, "prefill": partial(layer_prefill_call, attend=attend)},
         {"decode": max(DECODE_CONTEXTS), "prefill": UPSTREAM_PREFILL_LIMIT},
         TOLERANCE,
         clock=user_seconds,

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from inputs import compare
 from measure import Benchmark, Floor, interleaved, known, median_ms, ratio
 from model_sides import LAYER, layer_decode_call, layer_prefill_call
 from torch.nn import functional
@@ -55,18 +56,9 @@ class Linears:
         self.other = as_loaded(torch.randn(READ // 4))
         self.x = {tokens: torch.randn(tokens, COLUMNS).bfloat16() for tokens in TOKENS}
 
-    def checked(self) -> None:
-        """Compares with the reference before anything is timed."""
-        module = reference.MODULES["weight_only_linear"]
+    def compare(self) -> None:
         for weight, scales in self.weights.values():
-            call = dict(x=self.x[4], weight=weight, scales=scales)
-            got, expected = (
-                custom_pypto.weight_only_linear(**call),
-                module.weight_only_linear(**call),
-            )
-            error, bound = module.error(got, expected, call, call)
-            if error > bound:
-                raise SystemExit(f"weight_only_linear: error {error:.1e}; not timed")
+            compare("weight_only_linear", dict(x=self.x[4], weight=weight, scales=scales))
 
     def calls(self, tokens: int) -> dict[str, Callable]:
         x = self.x[tokens]
@@ -101,21 +93,11 @@ def layer(kind: str):
     """A model of one layer with random weights."""
     config = DeepseekV32Config(
         **LAYER | dict(vocab_size=64),
-        num_key_value_heads=LAYER["num_attention_heads"],
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
         n_routed_experts=EXPERTS,
         n_group=1,
         topk_group=1,
         num_experts_per_tok=EXPERTS,
-        first_k_dense_replace=0,
         mlp_layer_types=["sparse"],
-        max_position_embeddings=163840,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        pad_token_id=0,
-        eos_token_id=None,
     )
     with torch.device("meta"):
         model = DeepseekV32ForCausalLM(config).eval()
@@ -176,7 +158,7 @@ def decode_call(model) -> Callable:
 
 def linear_rows(repeats: int) -> Iterator[list[str]]:
     linears = Linears()
-    linears.checked()
+    linears.compare()
     for tokens in TOKENS:
         seconds = linears.measured(tokens, repeats if tokens < 64 else 2)
         yield [str(tokens), *(median_ms(of, 1) for of in seconds.values())]
@@ -187,7 +169,7 @@ def linear_rows(repeats: int) -> Iterator[list[str]]:
 
 def linear_floors(repeats: int) -> Iterator[Floor]:
     linears = Linears()
-    linears.checked()
+    linears.compare()
     for kind, least in LEAST_OF_READ.items():
         share = partial(linears.share_of_read, kind, repeats)
         yield Floor(f"{kind}, 1 token, of the read bandwidth", share, least)

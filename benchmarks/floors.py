@@ -1,7 +1,8 @@
-"""The floors of ``--check`` by set of CPU kernels: the least figures, on one thread, in bfloat16.
+"""The floors of ``--check`` by case and set of CPU kernels: the least figures, on one thread, in
+bfloat16.
 
-``avx512_bf16``: measured on AMD EPYC; ``avx2``: on one of Zen 3. ``amx``: from a prototype on one
-Intel CPU, with slack; these kernels themselves have not run on AMX yet.
+``avx512_bf16``: measured on AMD EPYC; ``avx2``: on one of Zen 3. ``amx``: of a prototype on one
+Intel CPU, with slack.
 """
 
 from typing import Any
@@ -10,122 +11,71 @@ import torch
 
 import custom_pypto  # noqa: F401  loads the op that names the set
 
-# share of the rate of torch.mm 2048^3: ("indexer", S1, S2) or ("attention", S1, N1, S2)
-OPS = {
-    "avx512_bf16": {
-        ("indexer", 1, 8192): 0.60,
-        ("indexer", 1, 65536): 0.90,
-        ("indexer", 1, 131072): 0.90,
-        ("indexer", 4, 65536): 0.95,
-        ("indexer", 256, 8192): 1.00,
-        ("attention", 64, 128, 8192): 0.93,
-        ("attention", 4, 128, 65536): 0.83,
-        ("attention", 1, 128, 65536): 0.78,
-        ("attention", 4, 64, 65536): 0.78,
-        ("attention", 4, 32, 65536): 0.67,
-        ("attention", 4, 16, 65536): 0.42,
-    },
-    "amx": {
-        ("indexer", 1, 8192): 0.30,
-        ("indexer", 1, 65536): 0.45,
-        ("indexer", 1, 131072): 0.42,
-        ("indexer", 4, 65536): 0.85,
-        ("indexer", 256, 8192): 0.85,
-        ("attention", 64, 128, 8192): 0.75,
-        ("attention", 4, 128, 65536): 0.48,
-        ("attention", 1, 128, 65536): 0.30,
-        ("attention", 4, 64, 65536): 0.33,
-        ("attention", 4, 32, 65536): 0.19,
-        ("attention", 4, 16, 65536): 0.10,
-    },
+# share of the rate of torch.mm 2048^3: ("indexer", S1, S2) or ("attention", S1, N1, S2); then the
+# aim, if it is above: memory and cold caches take the rest
+OPS: dict[tuple, dict[str, Any]] = {
+    ("indexer", 1, 8192): dict(avx512_bf16=(0.60, 0.75), amx=(0.30, 0.40)),
+    ("indexer", 1, 65536): dict(avx512_bf16=(0.90, None), amx=(0.45, 0.65)),
+    ("indexer", 1, 131072): dict(avx512_bf16=(0.90, None), amx=(0.42, 0.65)),
+    ("indexer", 4, 65536): dict(avx512_bf16=(0.95, None), amx=(0.85, 1.10)),
+    ("indexer", 256, 8192): dict(avx512_bf16=(1.00, None), amx=(0.85, 1.30)),
+    ("attention", 64, 128, 8192): dict(avx512_bf16=(0.93, None), amx=(0.75, 1.10)),
+    ("attention", 4, 128, 65536): dict(avx512_bf16=(0.83, None), amx=(0.48, 0.75)),
+    ("attention", 1, 128, 65536): dict(avx512_bf16=(0.78, None), amx=(0.30, 0.50)),
+    ("attention", 4, 64, 65536): dict(avx512_bf16=(0.78, None), amx=(0.33, 0.45)),
+    ("attention", 4, 32, 65536): dict(avx512_bf16=(0.67, None), amx=(0.19, 0.25)),
+    ("attention", 4, 16, 65536): dict(avx512_bf16=(0.42, 0.50), amx=(0.10, 0.14)),
 }
 
-# speedup over the bfloat16 op on the same rows in int8, in one run. No floor with AMX: only the
-# bfloat16 op has tiles there
+# speedup over the bfloat16 op on the same rows in int8, in one run; attention is not slower, what
+# int8 saves is memory. No floor with AMX: only the bfloat16 op has tiles there
 INT8 = {
-    "avx2": {
-        ("indexer", 1, 8192): 1.3,
-        ("indexer", 1, 65536): 1.3,
-        ("indexer", 1, 131072): 1.3,
-        ("indexer", 4, 65536): 1.3,
-        ("indexer", 256, 8192): 1.3,
-        ("attention", 1, 128, 65536): 0.9,
-        ("attention", 4, 128, 65536): 0.9,
-        ("attention", 4, 16, 65536): 0.9,
-        ("attention", 64, 128, 8192): 0.9,
-    },
-    "avx512_bf16": {
-        ("indexer", 1, 8192): 1.6,
-        ("indexer", 1, 65536): 1.6,
-        ("indexer", 1, 131072): 1.6,
-        ("indexer", 4, 65536): 1.7,
-        ("indexer", 256, 8192): 1.7,
-        # not slower: what int8 saves is memory
-        ("attention", 1, 128, 65536): 0.9,
-        ("attention", 4, 128, 65536): 0.9,
-        ("attention", 4, 16, 65536): 0.9,
-        ("attention", 64, 128, 8192): 0.9,
-    },
+    ("indexer", 1, 8192): dict(avx2=1.3, avx512_bf16=1.6),
+    ("indexer", 1, 65536): dict(avx2=1.3, avx512_bf16=1.6),
+    ("indexer", 1, 131072): dict(avx2=1.3, avx512_bf16=1.6),
+    ("indexer", 4, 65536): dict(avx2=1.3, avx512_bf16=1.7),
+    ("indexer", 256, 8192): dict(avx2=1.3, avx512_bf16=1.7),
+    ("attention", 1, 128, 65536): dict(avx2=0.9, avx512_bf16=0.9),
+    ("attention", 4, 128, 65536): dict(avx2=0.9, avx512_bf16=0.9),
+    ("attention", 4, 16, 65536): dict(avx2=0.9, avx512_bf16=0.9),
+    ("attention", 64, 128, 8192): dict(avx2=0.9, avx512_bf16=0.9),
 }
 
-# targets above the floor; memory and cold caches take the rest
-AIMS = {
-    "avx512_bf16": {("indexer", 1, 8192): 0.75, ("attention", 4, 16, 65536): 0.50},
-    "amx": {
-        ("indexer", 1, 8192): 0.40,
-        ("indexer", 1, 65536): 0.65,
-        ("indexer", 1, 131072): 0.65,
-        ("indexer", 4, 65536): 1.10,
-        ("indexer", 256, 8192): 1.30,
-        ("attention", 64, 128, 8192): 1.10,
-        ("attention", 4, 128, 65536): 0.75,
-        ("attention", 1, 128, 65536): 0.50,
-        ("attention", 4, 64, 65536): 0.45,
-        ("attention", 4, 32, 65536): 0.25,
-        ("attention", 4, 16, 65536): 0.14,
-    },
-}
-
-# speedup over a peer: (peer, floor) of an indexer and of an attention row; None: no floor
-PEERS = {
-    "avx512_bf16": {
-        ("indexer", 1, 8192): ("eager", 5.0),
-        ("indexer", 1, 65536): ("eager", 5.0),
-        ("indexer", 1, 131072): ("eager", 5.0),
-        ("indexer", 4, 65536): None,
-        ("indexer", 16, 8192): None,
-        ("attention", 1, 128, 65536): ("inductor", 1.6),
-        ("attention", 4, 128, 65536): ("inductor", 1.6),
-        ("attention", 16, 128, 8192): ("inductor", 1.6),
-        ("attention", 4, 16, 65536): ("inductor", 1.6),
-    },
-    "amx": {
-        ("indexer", 1, 8192): ("inductor", 3.0),
-        ("indexer", 1, 65536): ("inductor", 3.0),
-        ("indexer", 1, 131072): ("inductor", 3.0),
-        ("indexer", 4, 65536): ("inductor", 3.0),
-        ("indexer", 16, 8192): ("inductor", 3.0),
-        ("attention", 1, 128, 65536): ("inductor", 1.6),
-        ("attention", 4, 128, 65536): ("inductor", 1.6),
-        ("attention", 16, 128, 8192): ("inductor", 1.6),
-        ("attention", 4, 16, 65536): ("inductor", 1.6),
-    },
+# a peer, and the speedup over it
+PEERS: dict[tuple, dict[str, Any]] = {
+    ("indexer", 1, 8192): dict(avx512_bf16=("eager", 5.0), amx=("inductor", 3.0)),
+    ("indexer", 1, 65536): dict(avx512_bf16=("eager", 5.0), amx=("inductor", 3.0)),
+    ("indexer", 1, 131072): dict(avx512_bf16=("eager", 5.0), amx=("inductor", 3.0)),
+    ("indexer", 4, 65536): dict(amx=("inductor", 3.0)),
+    ("indexer", 16, 8192): dict(amx=("inductor", 3.0)),
+    ("attention", 1, 128, 65536): dict(avx512_bf16=("inductor", 1.6), amx=("inductor", 1.6)),
+    ("attention", 4, 128, 65536): dict(avx512_bf16=("inductor", 1.6), amx=("inductor", 1.6)),
+    ("attention", 16, 128, 8192): dict(avx512_bf16=("inductor", 1.6), amx=("inductor", 1.6)),
+    ("attention", 4, 16, 65536): dict(avx512_bf16=("inductor", 1.6), amx=("inductor", 1.6)),
 }
 
 # of the layer, by context, over upstream: decode in user time, a tenth below the least measured
 LAYER_DECODE = {
-    "avx512_bf16": {4096: 16.0, 8192: 33.0, 16384: 64.0},
-    "amx": {4096: 16.0, 8192: 33.0, 16384: 64.0},
+    4096: dict(avx512_bf16=16.0, amx=16.0),
+    8192: dict(avx512_bf16=33.0, amx=33.0),
+    16384: dict(avx512_bf16=64.0, amx=64.0),
 }
 
 
-def here(floors: dict[str, dict]) -> dict[Any, Any]:
-    """The part of a table for the kernels of this process.
+def here(floors: dict[Any, dict[str, Any]]) -> dict[Any, Any]:
+    """The floors of the cases that have one for the kernels of this process."""
+    used = torch.ops.custom_pypto.cpu_isa()
+    return {case: row[used] for case, row in floors.items() if used in row}
+
+
+def required(floors: dict[Any, dict[str, Any]]) -> dict[Any, Any]:
+    """As :func:`here`.
 
     Raises:
-        SystemExit: the table has none for them.
+        SystemExit: there are none.
     """
-    used = torch.ops.custom_pypto.cpu_isa()
-    if used not in floors:
-        raise SystemExit(f"there are floors for the kernels {', '.join(floors)}, got {used}")
-    return floors[used]
+    if not (found := here(floors)):
+        sets = ", ".join(dict.fromkeys(used for row in floors.values() for used in row))
+        used = torch.ops.custom_pypto.cpu_isa()
+        raise SystemExit(f"there are floors for the kernels {sets}, got {used}")
+    return found

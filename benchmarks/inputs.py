@@ -1,7 +1,13 @@
-"""Calls with the sizes of DeepSeek-V3.2, of the inputs that the tests make, without padding."""
+"""Calls with the sizes of DeepSeek-V3.2, of the inputs that the tests make, without padding, and
+their comparison with the reference, without which nothing is timed."""
+
+from typing import Any
 
 import torch
 from cases import of
+
+import custom_pypto
+from custom_pypto import reference
 
 BLOCK, K, D, L, R, INDEX_HEADS = 128, 2048, 128, 512, 64, 64
 SCALE = 192**-0.5
@@ -26,8 +32,6 @@ SIZES = {
     ),
 }
 OF_TOKENS = ("query", "query_rope", "weights", "query_dequant_scale", "sparse_indices")
-
-
 OF_KEYS = ("key", "key_rope")
 
 
@@ -36,7 +40,7 @@ def call(op: str, S1: int, lengths: list[int], dtype: torch.dtype, **sizes) -> d
     x = of(op).inputs([S1] * len(lengths), lengths, dtype=dtype, **SIZES[op] | sizes)
     if x["block_table"] is None:
         x |= first(x, OF_KEYS, max(lengths))
-    else:  # NPU programs choose tiles by its width
+    else:  # NPU kernels choose tiles by its width
         x["block_table"] = x["block_table"][:, :-1].contiguous()
     if "scale_value" in x:
         x["scale_value"] = SCALE
@@ -59,3 +63,15 @@ def attention(S1: int, N1: int, S2: int, dtype: torch.dtype = torch.bfloat16, **
 def last_token(x: dict) -> dict:
     """The same call of the last token, which sees the same keys alone."""
     return x | {name: x[name][:, -1:] for name in OF_TOKENS if x.get(name) is not None}
+
+
+def compare(op: str, call: dict, got: Any = None) -> None:
+    """Compares a result, by default that of ``call``, with the reference's.
+
+    Raises:
+        SystemExit: its error is larger than rounding allows.
+    """
+    got = getattr(custom_pypto, op)(**call) if got is None else got
+    error, bound = reference.MODULES[op].error(got, getattr(reference, op)(**call), call, call)
+    if not error <= bound:
+        raise SystemExit(f"{op}: error {error:.1e}, allowed {bound:.1e}; not timed")

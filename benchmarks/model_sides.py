@@ -27,37 +27,23 @@ MODEL = dict(
     num_attention_heads=16,
     q_lora_rank=768,
 )
-# DeepSeek-V3.2 as published; only its first attention layer is used
-LAYER = dict(
-    vocab_size=16,
-    hidden_size=7168,
-    intermediate_size=16,
-    num_hidden_layers=1,
-    num_attention_heads=128,
-    q_lora_rank=1536,
-)
+# only the attention layer is used
+LAYER = dict(vocab_size=16, intermediate_size=16, num_hidden_layers=1)
+
+
+def random_model(sizes: dict, dtype: torch.dtype) -> DeepseekV32ForCausalLM:
+    """Of upstream; all other sizes are those of DeepSeek-V3.2 as published, transformers' own
+    defaults. Layers are dense unless ``sizes`` say more."""
+    torch.manual_seed(0)
+    config = DeepseekV32Config(
+        **dict(first_k_dense_replace=sizes["num_hidden_layers"]) | sizes, dtype=dtype
+    )
+    config.num_key_value_heads = config.num_attention_heads
+    return DeepseekV32ForCausalLM._from_config(config, dtype=dtype).eval()
 
 
 def make_model(side: str, sizes: dict, dtype: torch.dtype):
-    torch.manual_seed(0)
-    config = DeepseekV32Config(
-        **sizes,
-        num_key_value_heads=sizes["num_attention_heads"],
-        first_k_dense_replace=sizes["num_hidden_layers"],
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=128,
-        v_head_dim=128,
-        index_n_heads=64,
-        index_head_dim=128,
-        index_topk=2048,
-        max_position_embeddings=163840,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        pad_token_id=0,
-        eos_token_id=None,
-        dtype=dtype,
-    )
-    model = DeepseekV32ForCausalLM._from_config(config, dtype=dtype).eval()
+    model = random_model(sizes, dtype)
     return models.use_custom_pypto(model) if side == "custom_pypto" else model
 
 
@@ -140,7 +126,7 @@ def layer_decode_call(side: str, model, context: int):
     return step
 
 
-def layer_prefill_call(side: str, model, context: int):
+def layer_prefill_call(side: str, model, context: int, attend: Callable = attend):
     hidden = hidden_states(model, context)
 
     def prefill():

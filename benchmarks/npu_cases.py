@@ -1,4 +1,4 @@
-"""Calls of the NPU programs to estimate: arguments, and their minimal bytes and operations.
+"""Calls of the NPU kernels to estimate: arguments, and their minimal bytes and operations.
 
 Inputs are those of the tests, with the sizes of DeepSeek-V3.2: the time of gathers and sorting
 depends on values, where these calls run on an NPU.
@@ -15,7 +15,9 @@ import inputs
 import torch
 from cases import index_kl, of
 from inputs import BLOCK, INDEX_HEADS, D, K, L, R
+from torch.utils._pytree import tree_map_only
 
+import custom_pypto
 from custom_pypto import npu, reference
 from custom_pypto.rows.latents import int8_row_bytes
 
@@ -43,6 +45,19 @@ class Case:
     flop: int
     floor: float | None = None
 
+    @property
+    def title(self) -> str:
+        return f"{self.name} {self.shape}"
+
+    def rooflines(self) -> tuple[float, float]:
+        """µs that its bytes and its products take at least."""
+        return self.bytes / HBM_BYTES_PER_US, self.flop / CUBE_FLOP_PER_US
+
+    def on(self, device: str) -> partial:
+        """The call of the public op, with its tensors moved to a device once."""
+        moved = tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), self.arguments)
+        return partial(getattr(custom_pypto, self.op), **moved)
+
     def launch(self, launch) -> None:
         npu.implementations(launch)[self.op](**self.arguments)
 
@@ -51,7 +66,7 @@ class Case:
 
         found = []
         self.launch(
-            lambda kernel, tensors, written: found.append(
+            lambda kernel, tensors: found.append(
                 simulation.estimate(kernel, *tensors.values(), trace=trace)
             )
         )

@@ -64,13 +64,13 @@ BENCHMARKS = {
     "int8": Entry("bench_int8", "accuracy, memory, speed of int8 caches", dict(repeats=9), "sim"),
     "npu": Entry(
         "bench_npu",
-        "the NPU programs in PyPTO's cost model",
+        "the NPU kernels in PyPTO's cost model",
         dict(trace="", plot=False),
         "sim",
     ),
     "tune": Entry(
         "bench_tune",
-        "searches tile settings of an NPU program",
+        "searches tile settings of an NPU kernel",
         dict(op="attention", budget=600.0),
         "sim",
     ),

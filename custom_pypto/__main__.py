@@ -35,7 +35,7 @@ def verify(device: str | None, op: str, load_error: Exception | None) -> int:
 
         failed |= not verify(one, op)
     if device is None and "npu" not in here:
-        print("no NPU found; verify --device interpreter checks the NPU programs without one")
+        print("no NPU found; verify --device interpreter checks the NPU kernels without one")
     return int(failed)
 
 
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None, load_error: Exception | None = None
     verify_parser.add_argument(
         "--device",
         choices=["npu", "cpu", "interpreter", "generated"],
-        help="the NPU programs on the CPU: interpreter, in PyPTO's interpreter; generated, as the "
+        help="the NPU kernels on the CPU: interpreter, in PyPTO's interpreter; generated, as the "
         "C++ that PyPTO generates; default: cpu, then npu if there is one",
     )
     verify_parser.add_argument(

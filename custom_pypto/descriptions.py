@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 Dtypes = tuple[str, ...]
 
-# torch's names; dtypes of the NPU programs, the CPU supports more
+# torch's names; dtypes of the NPU kernels, the CPU supports more
 HALF: Dtypes = ("bfloat16", "float16")
 FLOAT: Dtypes = (*HALF, "float32")
 FLOAT16: Dtypes = ("float16",)
@@ -19,6 +19,17 @@ FLOAT32: Dtypes = ("float32",)
 INT8: Dtypes = ("int8",)
 INT32: Dtypes = ("int32",)
 SLOTS: Dtypes = ("int32", "int64")
+# of arguments that mean the same in every op that has them
+BY_NAME: dict[str, Dtypes] = {
+    "weights": FLOAT,
+    "slots": SLOTS,
+    "cache": INT8,
+    **dict.fromkeys(("sparse_indices", "block_table"), INT32),
+    **dict.fromkeys(("actual_seq_lengths_query", "actual_seq_lengths_key"), INT32),
+    **dict.fromkeys(("actual_seq_lengths_kv", "actual_seq_qlen", "actual_seq_kvlen"), INT32),
+    **dict.fromkeys(("softmax_max", "softmax_sum", "sinks"), FLOAT32),
+    **dict.fromkeys(("softmax_max_index", "softmax_sum_index"), FLOAT32),
+}
 
 
 class Description(NamedTuple):
@@ -26,7 +37,8 @@ class Description(NamedTuple):
 
     Args:
         outputs: names and dtypes of the returned tensors (schemas have no names for them).
-        dtypes: tensors whose dtypes on an NPU are other than bfloat16 and float16.
+        dtypes: tensors whose dtypes on an NPU are other than bfloat16 and float16, or than those of
+            ``BY_NAME``.
         absent: the value that stands for None in a GE attribute, which cannot hold None.
         notes: paragraphs for readers of the GE prototype, on facts that its declaration lacks.
     """
@@ -36,17 +48,15 @@ class Description(NamedTuple):
     absent: dict[str, object] = {}
     notes: tuple[str, ...] = ()
 
+    def dtypes_of(self, argument: str) -> Dtypes:
+        """Those of a tensor on an NPU."""
+        return self.dtypes.get(argument) or BY_NAME.get(argument, HALF)
+
 
 OPS = {
     "add_custom": Description(outputs={"z": FLOAT}, dtypes={"x": FLOAT, "y": FLOAT}),
     "npu_lightning_indexer_pto": Description(
         outputs={"sparse_indices": INT32, "sparse_values": HALF},
-        dtypes={
-            "weights": FLOAT,
-            "actual_seq_lengths_query": INT32,
-            "actual_seq_lengths_key": INT32,
-            "block_table": INT32,
-        },
         notes=(
             "query and key share a dtype, weights have that one or float32. Without return_value "
             "sparse_values has no elements.",
@@ -54,13 +64,6 @@ OPS = {
     ),
     "npu_sparse_flash_attention_pto": Description(
         outputs={"attention_out": HALF, "softmax_max": FLOAT32, "softmax_sum": FLOAT32},
-        dtypes={
-            "sparse_indices": INT32,
-            "block_table": INT32,
-            "actual_seq_lengths_query": INT32,
-            "actual_seq_lengths_kv": INT32,
-            "sinks": FLOAT32,
-        },
         notes=(
             "all floating-point tensors but sinks share a dtype. Without return_softmax_lse the "
             "statistics have no elements.",
@@ -71,12 +74,8 @@ OPS = {
         dtypes={
             "query": INT8,
             "key": INT8,
-            "weights": FLOAT,
             "query_dequant_scale": ("float16", "float32"),
             "key_dequant_scale": ("float16", "float32"),
-            "actual_seq_lengths_query": INT32,
-            "actual_seq_lengths_key": INT32,
-            "block_table": INT32,
         },
         notes=("the two scales share a dtype.",),
     ),
@@ -86,7 +85,7 @@ OPS = {
     ),
     "npu_quant_index_update_pto": Description(
         outputs={},
-        dtypes={"slots": SLOTS, "cache": INT8, "scale_cache": FLOAT16},
+        dtypes={"scale_cache": FLOAT16},
         notes=(
             "hadamard has the dtype of x.",
             "The caches are inputs and, under the same names, outputs: they are written in place.",
@@ -113,13 +112,7 @@ OPS = {
     ),
     "npu_sparse_attention_pto": Description(
         outputs={"attention_out": HALF},
-        dtypes={
-            "sin": FLOAT,
-            "cos": FLOAT,
-            "cache_index": SLOTS,
-            "block_table": INT32,
-            "act_seqs": INT32,
-        },
+        dtypes={"sin": FLOAT, "cos": FLOAT, "cache_index": SLOTS, "act_seqs": INT32},
         absent={"softmax_scale": 0.0},
         notes=(
             "weights and caches have the dtype of x, sin and cos that one or float32.",
@@ -133,12 +126,8 @@ OPS = {
         dtypes={
             "key": INT8,
             "value": INT8,
-            "sparse_indices": INT32,
             "key_dequant_scale": FLOAT32,
             "value_dequant_scale": FLOAT32,
-            "block_table": INT32,
-            "actual_seq_lengths_query": INT32,
-            "actual_seq_lengths_kv": INT32,
         },
         notes=(
             "the RoPE part of the rows of key has the dtype of query. value is key or absent, the "
@@ -147,14 +136,12 @@ OPS = {
     ),
     "npu_kv_quant_update_pto": Description(
         outputs={},
-        dtypes={"slots": SLOTS, "cache": INT8},
         notes=("The cache is an input and, under the same name, an output.",),
     ),
 }
 
 _KL = Description(
     outputs={"d_query_index": HALF, "d_key_index": HALF, "d_weights": FLOAT, "loss": FLOAT32},
-    dtypes={"weights": FLOAT, "softmax_max": FLOAT32, "softmax_sum": FLOAT32},
     absent={"actual_seq_qlen": (), "actual_seq_klen": ()},
     notes=(
         "all floating-point tensors but weights and the statistics share a dtype, weights have "
@@ -175,15 +162,6 @@ TRAINING = {
             "d_key_rope": HALF,
             "d_sinks": FLOAT32,
         },
-        dtypes={
-            "sparse_indices": INT32,
-            "softmax_max": FLOAT32,
-            "softmax_sum": FLOAT32,
-            "actual_seq_qlen": INT32,
-            "actual_seq_kvlen": INT32,
-            "block_table": INT32,
-            "sinks": FLOAT32,
-        },
         absent={"layout_kv": ""},
         notes=(
             "all floating-point tensors but sinks and the statistics share a dtype.",
@@ -193,30 +171,20 @@ TRAINING = {
     ),
     "npu_lightning_indexer_grad_pto": Description(
         outputs={"d_query": HALF, "d_key": HALF, "d_weights": FLOAT},
-        dtypes={
-            "dy": FLOAT,
-            "sparse_indices": INT32,
-            "weights": FLOAT,
-            "actual_seq_lengths_query": INT32,
-            "actual_seq_lengths_key": INT32,
-            "block_table": INT32,
-        },
+        dtypes={"dy": FLOAT},
         absent={"layout_key": ""},
         notes=(
             "query and key share a dtype, dy and weights have that one or float32.",
             'layout_key "" stands for None of the schema: as layout.',
         ),
     ),
-    "npu_sparse_lightning_indexer_grad_kl_loss_pto": _KL._replace(
-        dtypes=_KL.dtypes | {"sparse_indices": INT32}
-    ),
+    "npu_sparse_lightning_indexer_grad_kl_loss_pto": _KL,
     "npu_dense_lightning_indexer_softmax_lse_pto": Description(
         outputs=_OF_INDEX,
-        dtypes={"weights": FLOAT},
         absent=_KL.absent,
         notes=_KL.notes,
     ),
-    "npu_dense_lightning_indexer_grad_kl_loss_pto": _KL._replace(dtypes=_KL.dtypes | _OF_INDEX),
+    "npu_dense_lightning_indexer_grad_kl_loss_pto": _KL,
 }
 OPS |= TRAINING
 # linear layers over stored weights, on the CPU only: torch_npu has its own

@@ -23,7 +23,7 @@ import functools
 import glob
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .requirements import Problem
@@ -204,23 +204,39 @@ def _operators(path: str, _modified: int) -> dict:
 
 def _difference(prototype: Prototype, description: dict) -> str | None:
     """The first difference of a list's description to the prototype."""
-    attributes = [f"{attribute.name} ({attribute.type})" for attribute in prototype.attributes]
-    for what, expected, got in (
-        ("inputs", _spelled(prototype.inputs), _tensors(description, "input")),
-        ("outputs", [tensor.name for tensor in prototype.outputs], _tensors(description, "output")),
-        ("attributes", attributes, _attributes(description)),
-    ):
+    own = _description(prototype)
+    for what, read in _PARTS.items():
+        expected, got = read(own), read(description)
         if got != expected:
             return f"its {what} must be {_joined(expected)}, got {_joined(got)}"
     return None
 
 
+def listing(prototypes: Iterable[Prototype]) -> dict[str, dict]:
+    """What CANN's build writes into a list, for :mod:`json`: operator -> its description."""
+    return {prototype.type: _description(prototype) for prototype in prototypes}
+
+
+def _description(prototype: Prototype) -> dict[str, dict]:
+    found = {"opFile": {"value": prototype.op}}
+    for part, tensors in (("input", prototype.inputs), ("output", prototype.outputs)):
+        for i, tensor in enumerate(tensors):
+            found[f"{part}{i}"] = {
+                "name": tensor.name,
+                "dtype": ",".join(tensor.dtypes),
+                "paramType": tensor.kind if part == "input" else "required",
+            }
+    if prototype.attributes:
+        names = ",".join(attribute.name for attribute in prototype.attributes)
+        found["attr"] = {"list": names}
+    for attribute in prototype.attributes:
+        kind = "required" if attribute.required else "optional"
+        found[f"attr_{attribute.name}"] = {"type": attribute.type, "paramType": kind}
+    return found
+
+
 def _joined(names: list[str]) -> str:
     return ", ".join(names) or "none"
-
-
-def _spelled(inputs) -> list[str]:
-    return [x.name if x.kind == "required" else f"{x.name} ({x.kind})" for x in inputs]
 
 
 def _tensors(description: dict, part: str) -> list[str]:
@@ -245,3 +261,10 @@ def _attributes(description: dict) -> list[str]:
         for name, type in zip(names, types, strict=True)
         if name
     ]
+
+
+_PARTS: dict[str, Callable[[dict], list[str]]] = {
+    "inputs": functools.partial(_tensors, part="input"),
+    "outputs": functools.partial(_tensors, part="output"),
+    "attributes": _attributes,
+}

@@ -21,56 +21,27 @@ _NO_WINDOW = Keyword(
     "2**63 - 1: no window",
     "omit it (sparse_mode and the lengths determine the keys that a token sees)",
 )
+_WINDOW = {"pre_tokens": _NO_WINDOW, "next_tokens": _NO_WINDOW}
 _ABSORBED = Keyword(
     2, "MLA, absorbed", "omit it, and pass the RoPE dims as query_rope and key_rope"
 )
 _INT8 = Keyword(None, "int8", "omit it (only Ascend 950 has another type, hifloat8)")
-
 _OWN_DTYPE = Keyword(None, "None: int8", "omit it (hifloat8 needs an Ascend 950)")
+_NO_SINKS = Keyword(
+    None, "sinks are in the statistics", "omit them (softmax_max and softmax_sum hold them)"
+)
 
 KEYWORDS = {
-    "npu_lightning_indexer_pto": {
-        "pre_tokens": _NO_WINDOW,
-        "next_tokens": _NO_WINDOW,
-    },
-    "npu_quant_lightning_indexer_pto": {
-        "pre_tokens": _NO_WINDOW,
-        "next_tokens": _NO_WINDOW,
-        "query_dtype": _INT8,
-        "key_dtype": _INT8,
-    },
-    "npu_sparse_flash_attention_pto": {
-        "pre_tokens": _NO_WINDOW,
-        "next_tokens": _NO_WINDOW,
-        "attention_mode": _ABSORBED,
-    },
-    "npu_sparse_flash_attention_grad_pto": {
-        "pre_tokens": _NO_WINDOW,
-        "next_tokens": _NO_WINDOW,
-        "attention_mode": _ABSORBED,
-    },
-    "npu_lightning_indexer_grad_pto": {"pre_tokens": _NO_WINDOW, "next_tokens": _NO_WINDOW},
-    "npu_sparse_lightning_indexer_grad_kl_loss_pto": {
-        "pre_tokens": _NO_WINDOW,
-        "next_tokens": _NO_WINDOW,
-        "sinks": Keyword(
-            None, "sinks are in the statistics", "omit them (softmax_max and softmax_sum hold them)"
-        ),
-    },
-    "npu_dense_lightning_indexer_softmax_lse_pto": {
-        "pre_tokens": _NO_WINDOW,
-        "next_tokens": _NO_WINDOW,
-    },
-    "npu_dense_lightning_indexer_grad_kl_loss_pto": {
-        "pre_tokens": _NO_WINDOW,
-        "next_tokens": _NO_WINDOW,
-    },
-    "npu_kv_quant_sparse_flash_attention_pto": {
-        "pre_tokens": _NO_WINDOW,
-        "next_tokens": _NO_WINDOW,
-        "key_dtype": _OWN_DTYPE,
-        "value_dtype": _OWN_DTYPE,
-    },
+    "npu_lightning_indexer_pto": _WINDOW,
+    "npu_quant_lightning_indexer_pto": _WINDOW | {"query_dtype": _INT8, "key_dtype": _INT8},
+    "npu_sparse_flash_attention_pto": _WINDOW | {"attention_mode": _ABSORBED},
+    "npu_sparse_flash_attention_grad_pto": _WINDOW | {"attention_mode": _ABSORBED},
+    "npu_lightning_indexer_grad_pto": _WINDOW,
+    "npu_sparse_lightning_indexer_grad_kl_loss_pto": _WINDOW | {"sinks": _NO_SINKS},
+    "npu_dense_lightning_indexer_softmax_lse_pto": _WINDOW,
+    "npu_dense_lightning_indexer_grad_kl_loss_pto": _WINDOW,
+    "npu_kv_quant_sparse_flash_attention_pto": _WINDOW
+    | {"key_dtype": _OWN_DTYPE, "value_dtype": _OWN_DTYPE},
 }
 
 

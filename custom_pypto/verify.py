@@ -20,7 +20,7 @@ ROW = "{:<7} {:<46} {:<9} {:<45} {:>8} {:>8}"
 def verify(device: str, op: str = "") -> bool:
     """Runs every check on ``device``, prints one line each.
 
-    ``cpu`` and ``npu`` name the kernels there. ``interpreter`` runs the NPU programs on the CPU in
+    ``cpu`` and ``npu`` name the kernels there. ``interpreter`` runs the NPU kernels on the CPU in
     PyPTO's interpreter, ``generated`` the C++ that PyPTO generates from them. ``op`` limits the run
     to the checks of one op.
 
@@ -29,7 +29,7 @@ def verify(device: str, op: str = "") -> bool:
     """
     names = ALL_OPS if device == "cpu" else OPS
     if op and op not in names:
-        print(f"FAILED  {op} has no NPU program; verify --device cpu checks it")
+        print(f"FAILED  {op} has no NPU kernel; verify --device cpu checks it")
         return False
     context: contextlib.AbstractContextManager = contextlib.nullcontext()
     if device == "interpreter":
@@ -41,7 +41,7 @@ def verify(device: str, op: str = "") -> bool:
         from .simulation import on_cpu
 
         context = on_cpu(generated=True)
-    # the NPU programs do not support float32
+    # the NPU kernels do not support float32
     dtypes = [torch.bfloat16, torch.float16] + [torch.float32] * (device == "cpu")
     place = "npu" if device == "npu" else "cpu"
     print(ROW.format("result", f"op on {device}", "dtype", "shape", "error", "allowed"))

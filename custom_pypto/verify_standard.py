@@ -4,6 +4,8 @@ The ops of our names without ``_pto`` have the same meaning. A check is rejected
 op lacks an argument that it needs, or raises; the limits of CANN are narrower than ours.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,7 +51,7 @@ def verify_standard(device: str = "npu", op: str = "") -> bool:
 
 def _result(device: str, op: str, case: tuple[str, str, str], arguments: dict) -> str:
     try:
-        got = _call(op, copied(arguments, device))
+        got = call_of(op, copied(arguments, device))()
     except (Rejected, RuntimeError) as reason:
         print(ROW.format("reject", *case, "-", "-"))
         print(f"        {str(reason).splitlines()[0]}", flush=True)
@@ -61,18 +63,26 @@ def _result(device: str, op: str, case: tuple[str, str, str], arguments: dict) -
     return "ok" if report(case, error, allowed) else "FAILED"
 
 
-def _call(op: str, arguments: dict[str, Any]) -> Any:
+def call_of(op: str, arguments: dict[str, Any]) -> Callable[[], Any]:
+    """The call of torch_npu's op with the arguments of ours.
+
+    Raises:
+        Rejected: it lacks an argument that is not at its default.
+    """
     standard = getattr(torch.ops.npu, op.removesuffix("_pto")).default
     names = [argument.name for argument in standard._schema.arguments]
     ours = bound(op, (), arguments)
     given = ours | {name: keyword.legal for name, keyword in KEYWORDS.get(op, {}).items()}
+    # CANN takes None from 9.2 on; a gradient tells the value from the key
+    if given.get("value", ...) is None and "d_out" not in given:
+        given["value"] = given["key"]
     defaults = bound(op, (), {})
     for name in ours.keys() - set(names):
         # a layout of keys by its own name is that of the query
         same = ours[name] in (defaults.get(name), ours.get("layout"))
         if isinstance(ours[name], Tensor) or not same:
             raise Rejected(f"torch_npu's op has no argument {name}, here {_text(ours[name])}")
-    return standard(**{name: given[name] for name in names if name in given})
+    return functools.partial(standard, **{name: given[name] for name in names if name in given})
 
 
 def _text(value: Any) -> str:

@@ -8,8 +8,8 @@ python examples/add_custom.py --npu       # on an NPU, with torchair's three mod
 import argparse
 import sys
 
-from compile_torchair import MODES, backend
-from options import Help
+from compile_torchair import backend
+from options import MODES, Help
 
 from custom_pypto.simulation import ascend_host
 

@@ -5,7 +5,7 @@
     python examples/compile_torchair.py --cache FOLDER         # the next start compiles nothing
 
 On a machine with an NPU and CANN it runs there. Anywhere else it starts the host simulator of CANN:
-the real torch_npu and torchair, on CPU memory, with the NPU programs in PyPTO's interpreter. That
+the real torch_npu and torchair, on CPU memory, with the NPU kernels in PyPTO's interpreter. That
 shows what is compiled and computed; its times are not NPU times. docs/graph_mode.md lists what each
 mode requires of CANN.
 """
@@ -17,7 +17,7 @@ import sys
 import time
 from pathlib import Path
 
-from options import Help, at_least
+from options import MODES, Help, at_least
 
 # before importing torch, which would import torch_npu and fail without CANN
 from custom_pypto.simulation import ascend_host
@@ -27,7 +27,6 @@ import torch
 
 from custom_pypto.requirements import installed_version
 
-MODES = ["max-autotune", "reduce-overhead", "npugraph_ex"]
 CHECKPOINT = Path(__file__).resolve().parent / "checkpoints/lookup"
 COMPILED_FROM = ("custom_pypto", "transformers", "torch", "torch_npu")  # whose code is in a graph
 

@@ -182,11 +182,8 @@ def check_experts(experts, config):
 
 
 def sha256(file):
-    digest = hashlib.sha256()
     with file.open("rb") as stream:
-        while chunk := stream.read(1 << 20):
-            digest.update(chunk)
-    return digest.hexdigest()
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def write_whole(file, write):

@@ -32,6 +32,7 @@ import train_lookup
 import train_lookup_v4
 import transformers
 from options import Help, at_least, block_size
+from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 from transformers import (
     AutoTokenizer,
@@ -130,10 +131,9 @@ def new_cache(model, backend, batch, length, args):
 def cache_bytes(cache):
     if isinstance(cache, models.PagedCache):
         return cache.nbytes
-    values = [value for layer in cache.layers for value in vars(layer).values()]
-    # DeepSeek-V4's layers keep the states of their compressors in dictionaries
-    tensors = [t for v in values for t in (v.values() if isinstance(v, dict) else [v])]
-    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, torch.Tensor))
+    # leaves: DeepSeek-V4's layers keep the states of their compressors in dictionaries
+    values = tree_leaves([vars(layer) for layer in cache.layers])
+    return sum(tensor.nbytes for tensor in values if isinstance(tensor, torch.Tensor))
 
 
 @torch.no_grad()
@@ -265,34 +265,30 @@ def print_prompt(prompt, dialogue):
 
 def print_results(results):
     """One column per backend, and the ratio in favour of custom_pypto."""
-
-    def row(title, show, ratio=None):
-        cells = [show(result) for result in results]
-        if len(results) == 2:
-            cells.append(f"{ratio(*results):.1f}x" if ratio else "")
-        print(f"{title:<22}" + "".join(f"{cell:>16}" for cell in cells))
-
+    rows = {
+        "": "{backend}",
+        "right answers": "{right} of {asked}",
+        "prompt tokens": "{prompt_tokens}",
+        "new tokens": "{new_tokens}",
+        "time to first token": "{seconds_to_first_token:.2f} s",
+        "tokens per second": "{tokens_per_second:.1f}",
+        "cache": "{megabytes:.1f} MB",
+    }
+    if results[0].asked is None:
+        del rows["right answers"]
+    ratios = {  # by title: of which field, and whether more or less of it is better
+        "time to first token": ("seconds_to_first_token", -1),
+        "tokens per second": ("tokens_per_second", 1),
+        "cache": ("cache_bytes", -1),
+    }
     print()
-    row("", lambda r: r.backend, None)
-    if results[0].asked is not None:
-        row("right answers", lambda r: f"{r.right} of {r.asked}")
-    row("prompt tokens", lambda r: f"{r.prompt_tokens}")
-    row("new tokens", lambda r: f"{r.new_tokens}")
-    row(
-        "time to first token",
-        lambda r: f"{r.seconds_to_first_token:.2f} s",
-        lambda ours, upstream: upstream.seconds_to_first_token / ours.seconds_to_first_token,
-    )
-    row(
-        "tokens per second",
-        lambda r: f"{r.tokens_per_second:.1f}",
-        lambda ours, upstream: ours.tokens_per_second / upstream.tokens_per_second,
-    )
-    row(
-        "cache",
-        lambda r: f"{r.cache_bytes / 1e6:.1f} MB",
-        lambda ours, upstream: upstream.cache_bytes / ours.cache_bytes,
-    )
+    for title, text in rows.items():
+        cells = [text.format(**vars(r), megabytes=r.cache_bytes / 1e6) for r in results]
+        if len(results) == 2 and title in ratios:
+            field, better = ratios[title]
+            ours, upstream = (getattr(result, field) for result in results)
+            cells.append(f"{(ours / upstream) ** better:.1f}x")
+        print(f"{title:<22}" + "".join(f"{cell:>16}" for cell in cells))
 
 
 def parse_args():
@@ -322,14 +318,8 @@ def parse_args():
     add("--block-size", type=block_size, default=128, help="tokens per block of the paged cache")
     add("--prefill-chunk", type=at_least(1), default=512, help="tokens per forward pass")
     add("--prompt-tokens", type=at_least(1), default=4096, help="length of the demo's text")
-    add(
-        "--questions",
-        type=int,
-        choices=range(1, 33),
-        metavar="N",
-        default=16,
-        help="number of questions of the demo, 1 to 32",
-    )
+    one_to_32 = dict(type=int, choices=range(1, 33), metavar="N")
+    add("--questions", **one_to_32, default=16, help="number of questions of the demo, 1 to 32")
     add("--seed", type=int, default=0, help="seed of the demo's text and questions")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     args = parser.parse_args()

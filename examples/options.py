@@ -1,6 +1,8 @@
-"""Command lines of the examples: help with every default, and numbers with a lower bound."""
+"""Command lines of the examples: help with every default, and the values of their options."""
 
 import argparse
+
+MODES = ["max-autotune", "reduce-overhead", "npugraph_ex"]  # of torchair
 
 
 class Help(argparse.RawDescriptionHelpFormatter):

@@ -11,8 +11,8 @@ vector: once into a new tensor, once in place.
 import argparse
 import sys
 
-from compile_torchair import MODES, backend
-from options import Help
+from compile_torchair import backend
+from options import MODES, Help
 
 from custom_pypto import simulation  # before pypto, for its full error messages
 from custom_pypto.simulation import ascend_host

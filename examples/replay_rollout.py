@@ -7,7 +7,7 @@ answers to each of some questions with the lookup checkpoint (examples/checkpoin
 prints the largest distance of a log-ratio from 0:
 
 - ``replay``: training attends to the recorded keys;
-- ``other indexer, replay``: likewise, after noise on the indexers, which stands for whatever makes
+- ``other indexer, replay``: the same after noise on the indexers, which stands for whatever makes
   training select otherwise; the same bits, as no indexer chooses;
 - ``other indexer``: without replay, the indexers with noise select.
 
@@ -84,37 +84,42 @@ def print_distance(title, log_ratio):
     print(f"{title:<22} largest |log-ratio| {distance:.1e}{equal}")
 
 
-def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
+def parser_of(description, temperature, of_model):
+    parser = argparse.ArgumentParser(description=description, formatter_class=Help)
     add = parser.add_argument
     here = Path(__file__).resolve().parent
-    add("--model", type=Path, default=here / "checkpoints/lookup", help="made by train_lookup.py")
+    add("--model", type=Path, default=here / "checkpoints/lookup", help=of_model)
     add("--prompts", type=at_least(1), default=4)
     add("--samples", type=at_least(2), default=8, help="per prompt, at least 2")
     add("--prompt-tokens", type=at_least(33), default=96, help="at least 33")
     add("--new-tokens", type=at_least(1), default=8)
-    add("--temperature", type=float, default=3.0)
+    add("--temperature", type=float, default=temperature)
     add("--noise", type=float, default=0.5, help="on the indexers, of their standard deviation")
-    add("--learning-rate", type=float, default=1e-4)
     add("--seed", type=int, default=0)
-    add("--threads", type=at_least(1), default=1)
-    return parser.parse_args()
+    return parser
 
 
-def main():
-    args = parse_args()
+def prepared(args):
+    """The model, patched to train on the ops, prompts, and the right answer of each sample."""
     set_seed(args.seed)
-    torch.set_num_threads(args.threads)
     try:
         model = models.load(args.model, dtype=torch.float32)
     except (MemoryError, OSError, TypeError, ValueError) as error:
-        sys.exit(f"replay_rollout.py: {error}")
+        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
     models.use_custom_pypto(model, training="ops")
-    model.generation_config.eos_token_id = None  # all samples get the same length
-
     texts, _ = lookup_batch(args.prompts, args.prompt_tokens + 2, questions=1, seed=args.seed)
-    prompts = texts[:, :-2].repeat_interleave(args.samples, 0)
-    answers = texts[:, -2:-1].repeat_interleave(args.samples, 0)
+    return model, texts[:, :-2], texts[:, -2:-1].repeat_interleave(args.samples, 0)
+
+
+def main():
+    parser = parser_of(__doc__, 3.0, "made by train_lookup.py")
+    parser.add_argument("--learning-rate", type=float, default=1e-4)
+    parser.add_argument("--threads", type=at_least(1), default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    model, prompts, answers = prepared(args)
+    model.generation_config.eos_token_id = None  # all samples get the same length
+    prompts = prompts.repeat_interleave(args.samples, 0)
     ids, logits, record = rollout(model, prompts, args)
     new_tokens = ids[:, -args.new_tokens :]
     old = log_probabilities(logits, new_tokens, args)

@@ -18,21 +18,15 @@ In one terminal the server, in float32 so that rounding chooses nothing, in anot
 import custom_pypto  # noqa: F401  # before torch, so that its idle threads sleep
 
 # isort: split
-import argparse
 import base64
 import io
 import json
-import sys
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import numpy as np
 import torch
-from options import Help, at_least
-from replay_rollout import advantages_of, disturb_indexers, print_distance
-from train_lookup import lookup_batch
-from transformers import set_seed
+from replay_rollout import advantages_of, disturb_indexers, parser_of, prepared, print_distance
 
 from custom_pypto import models
 
@@ -73,33 +67,12 @@ def log_probabilities(model, ids, args):
     return logits.log_softmax(-1).gather(2, ids[:, -args.new_tokens :, None]).squeeze(2)
 
 
-def parse_args():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
-    add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000")
-    here = Path(__file__).resolve().parent
-    add("--model", type=Path, default=here / "checkpoints/lookup", help="what the server serves")
-    add("--prompts", type=at_least(1), default=4)
-    add("--samples", type=at_least(2), default=8, help="per prompt, at least 2")
-    add("--prompt-tokens", type=at_least(33), default=96, help="at least 33")
-    add("--new-tokens", type=at_least(1), default=8)
-    add("--temperature", type=float, default=2.0)
-    add("--noise", type=float, default=0.5, help="on the indexers, of their standard deviation")
-    add("--seed", type=int, default=0)
-    return parser.parse_args()
-
-
 def main():
-    args = parse_args()
-    set_seed(args.seed)
-    try:
-        model = models.load(args.model, dtype=torch.float32)
-    except (MemoryError, OSError, TypeError, ValueError) as error:
-        sys.exit(f"replay_served.py: {error}")
-    models.use_custom_pypto(model, training="ops")
-    texts, _ = lookup_batch(args.prompts, args.prompt_tokens + 2, questions=1, seed=args.seed)
-    answers = texts[:, -2:-1].repeat_interleave(args.samples, 0)
-    ids, old, selections = served(args, texts[:, :-2])
+    parser = parser_of(__doc__, 2.0, "what the server serves")
+    parser.add_argument("--url", default="http://127.0.0.1:8000")
+    args = parser.parse_args()
+    model, prompts, answers = prepared(args)
+    ids, old, selections = served(args, prompts)
 
     with torch.no_grad(), models.record_indices(model) as own:
         model.eval()(ids[:, :-1], use_cache=True)

@@ -23,6 +23,7 @@ import custom_pypto  # noqa: F401  # before torch, so that its idle threads slee
 import argparse
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -109,10 +110,15 @@ def lookup_batch(batch, length, *, questions=32, seed=None, generator=None):
             ],
             dim=1,
         ).flatten()
+    return input_ids, labels_of(input_ids, text)
+
+
+def labels_of(input_ids, text):
+    """Labels for the answers and the ``.`` behind the first ``text`` tokens."""
     labels = torch.full_like(input_ids, -100)
-    labels[:, text + 1 :: 3] = input_ids[:, text + 1 :: 3]
-    labels[:, text + 2 :: 3] = input_ids[:, text + 2 :: 3]
-    return input_ids, labels
+    for place in (1, 2):
+        labels[:, text + place :: 3] = input_ids[:, text + place :: 3]
+    return labels
 
 
 def _filler(count, generator):
@@ -211,25 +217,26 @@ def lookup_tokenizer(token_id=TOKEN_ID):
 
 
 @contextmanager
-def dense_attention(model):
-    """Inside, the indexers select every key and record their inputs."""
-
-    def select_all(indexer):
-        def forward(hidden_states, q_resid, position_embeddings, attention_mask, *_, **__):
-            indexer.called_with = hidden_states, q_resid, position_embeddings
-            every_key = torch.arange(attention_mask.shape[-1], dtype=torch.int32)
-            return every_key.expand(*hidden_states.shape[:2], -1)
-
-        return forward
-
-    indexers = [layer.self_attn.indexer for layer in model.model.layers]
+def forward_replaced(indexers, forward):
+    """Inside, ``forward(indexer, ..)`` is the forward of each indexer."""
     for indexer in indexers:
-        indexer.forward = select_all(indexer)
+        indexer.forward = partial(forward, indexer)
     try:
         yield indexers
     finally:
         for indexer in indexers:
             del indexer.forward
+
+
+def dense_attention(model):
+    """Inside, the indexers select every key and record their inputs."""
+
+    def select_all(indexer, hidden, q_resid, position_embeddings, attention_mask, *_, **__):
+        indexer.called_with = hidden, q_resid, position_embeddings
+        every_key = torch.arange(attention_mask.shape[-1], dtype=torch.int32)
+        return every_key.expand(*hidden.shape[:2], -1)
+
+    return forward_replaced([layer.self_attn.indexer for layer in model.model.layers], select_all)
 
 
 def index_scores(indexer, rows, hidden_states, q_resid, position_embeddings):
@@ -253,10 +260,19 @@ def index_scores(indexer, rows, hidden_states, q_resid, position_embeddings):
 
 def index_loss(indexer, attention, rows):
     """KL(attention summed over heads, normalised || softmax of the index scores) at ``rows``."""
-    target = attention[:, :, rows].sum(1)
+    return divergence(attention[:, :, rows], index_scores(indexer, rows, *indexer.called_with))
+
+
+def divergence(attention, scores):
+    """Of ``scores`` ``[B, R, T]`` from ``attention`` ``[B, H, R, T]``."""
+    target = attention.sum(1)
     target = target / target.sum(-1, keepdim=True)
-    scores = index_scores(indexer, rows, *indexer.called_with)
     return F.kl_div(scores.log_softmax(-1), target, reduction="none").sum(-1).mean()
+
+
+def answer_loss(model, input_ids, labels):
+    hidden, labels = model.model(input_ids, use_cache=False).last_hidden_state, labels[:, 1:]
+    return F.cross_entropy(model.lm_head(hidden[:, :-1][labels >= 0]), labels[labels >= 0])
 
 
 def train(parameters, loss_of_step, *, steps, title, learning_rate=2e-3):
@@ -293,10 +309,7 @@ def train_lookup(args):
 
     def model_loss(step):
         lengths = [160] if step < args.short_steps else [128, 256, 512, 1024, 2048]
-        input_ids, labels = batch_of(lengths[step % len(lengths)])
-        hidden = model.model(input_ids, use_cache=False).last_hidden_state[:, :-1]
-        labels = labels[:, 1:]
-        return F.cross_entropy(model.lm_head(hidden[labels >= 0]), labels[labels >= 0])
+        return answer_loss(model, *batch_of(lengths[step % len(lengths)]))
 
     def indexer_loss(step):
         length = [256, 512, 1024, 2048][step % 4]

@@ -30,15 +30,26 @@ import custom_pypto  # noqa: F401  # before torch, so that its idle threads slee
 # isort: split
 import argparse
 import copy
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 import train_lookup
 from options import Help, at_least
-from train_lookup import CLAUSE, END, KEYS, PAD, UNK, VALUES, lookup_tokenizer, train
+from train_lookup import (
+    CLAUSE,
+    END,
+    KEYS,
+    PAD,
+    UNK,
+    VALUES,
+    answer_loss,
+    divergence,
+    forward_replaced,
+    labels_of,
+    lookup_tokenizer,
+    train,
+)
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, set_seed
 
 DETERMINERS, ADJECTIVES, PEOPLE = CLAUSE[:3]
@@ -81,10 +92,7 @@ def lookup_batch(batch, length, *, questions=8, seed=None, generator=None, gap=W
         answer = sentences[place[asked], COAT]
         end = torch.full_like(asked, TOKEN_ID[END])
         row[text:] = torch.stack([key[asked], answer, end], dim=1).flatten()
-    labels = torch.full_like(input_ids, -100)
-    labels[:, text + 1 :: 3] = input_ids[:, text + 1 :: 3]
-    labels[:, text + 2 :: 3] = input_ids[:, text + 2 :: 3]
-    return input_ids, labels
+    return input_ids, labels_of(input_ids, text)
 
 
 def _sentences(count, generator):
@@ -142,27 +150,16 @@ def compressors(model):
     return [a.compressor for a in attentions(model) if hasattr(a.compressor, "indexer")]
 
 
-@contextmanager
 def dense_attention(model):
     """Inside, the indexers select every complete row and record their inputs."""
 
-    def select_all(indexer):
-        def forward(hidden_states, q_residual, position_ids, *_):
-            indexer.called_with = hidden_states, q_residual, position_ids
-            complete = (position_ids[..., None] + 1) // RATIO
-            row = torch.arange(complete.max())
-            return row.where(row < complete, -1).expand(len(hidden_states), -1, -1)
+    def select_all(indexer, hidden_states, q_residual, position_ids, *_):
+        indexer.called_with = hidden_states, q_residual, position_ids
+        complete = (position_ids[..., None] + 1) // RATIO
+        row = torch.arange(complete.max())
+        return row.where(row < complete, -1).expand(len(hidden_states), -1, -1)
 
-        return forward
-
-    indexers = [compressor.indexer for compressor in compressors(model)]
-    for indexer in indexers:
-        indexer.forward = select_all(indexer)
-    try:
-        yield indexers
-    finally:
-        for indexer in indexers:
-            del indexer.forward
+    return forward_replaced([compressor.indexer for compressor in compressors(model)], select_all)
 
 
 def index_scores(indexer, rows):
@@ -182,10 +179,7 @@ def index_scores(indexer, rows):
 
 def index_loss(indexer, attention, rows):
     """KL(attention to compressed rows, summed over heads, normalised || softmax of the scores)."""
-    target = attention[:, :, rows, attention.shape[2] :].sum(1)
-    target = target / target.sum(-1, keepdim=True)
-    scores = index_scores(indexer, rows)
-    return F.kl_div(scores.log_softmax(-1), target, reduction="none").sum(-1).mean()
+    return divergence(attention[:, :, rows, attention.shape[2] :], index_scores(indexer, rows))
 
 
 def negate_index_weights(compressor):
@@ -246,10 +240,7 @@ def train_lookup_v4(args):
 
     def model_loss(step):
         lengths = next(lengths for end, lengths in CURRICULUM if step < end * args.model_steps)
-        input_ids, labels = batch_of(lengths[step % len(lengths)])
-        hidden = model.model(input_ids, use_cache=False).last_hidden_state[:, :-1]
-        labels = labels[:, 1:]
-        return F.cross_entropy(model.lm_head(hidden[labels >= 0]), labels[labels >= 0])
+        return answer_loss(model, *batch_of(lengths[step % len(lengths)]))
 
     def indexer_loss(step):
         length = [320, 512, 1024, 2048][step % 4]

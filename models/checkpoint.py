@@ -43,7 +43,7 @@ class Stored(NamedTuple):
     shape: list[int]  # of its values: a byte of fp4 holds two
 
 
-class Part(NamedTuple):
+class Place(NamedTuple):
     """The place of a tensor on disk in the model: a parameter or stored buffer, or a part of it."""
 
     parameter: str
@@ -136,7 +136,7 @@ def check_shards(source: Directory, model, blocks: dict[str, tuple[int, int]]) -
 def missing_tensors(
     state: dict[str, Tensor],
     found: dict[str, dict[int, str]],
-    part_of: Callable[[str], Part | None],
+    part_of: Callable[[str], Place | None],
 ) -> set[str]:
     """Names of the tensors of ``state`` that were not ``found``: of experts the names on disk, of
     others the names in the model."""
@@ -280,7 +280,7 @@ def stored_state(model) -> dict[str, Tensor]:
     return state
 
 
-def parts_on_disk(model) -> Callable[[str], Part | None]:
+def parts_on_disk(model) -> Callable[[str], Place | None]:
     """A function from the name of a tensor on disk to its part of ``model``; None: not in the
     model.
 
@@ -294,7 +294,7 @@ def parts_on_disk(model) -> Callable[[str], Part | None]:
     state = stored_state(model)
 
     @functools.cache
-    def part_of(name: str) -> Part | None:
+    def part_of(name: str) -> Place | None:
         # first by the rules: a rule may also match a name of the model
         for some in ((renamings, converters), ([], [])):
             parameter, source = rename_source_key(name, *some, model.base_model_prefix, state)
@@ -304,19 +304,19 @@ def parts_on_disk(model) -> Callable[[str], Part | None]:
             return None
         shape = list(state[parameter].shape)
         if source is None:
-            return Part(parameter, 0, 1, shape)
+            return Place(parameter, 0, 1, shape)
         rule = rule_of[source]
         per_expert, index = len(rule.source_patterns), rule.source_patterns.index(source)
         if (numbered := re.search(EXPERT, name)) is None:
             [operation] = rule.operations
             other = None if isinstance(operation, Concatenate) else operation
-            return Part(parameter, index, per_expert, [shape[0] // per_expert, *shape[1:]], other)
+            return Place(parameter, index, per_expert, [shape[0] // per_expert, *shape[1:]], other)
         experts, rows, columns = shape
         expert = int(numbered[2])
         if expert >= experts:
             return None
         index += expert * per_expert
-        return Part(parameter, index, experts * per_expert, [rows // per_expert, columns])
+        return Place(parameter, index, experts * per_expert, [rows // per_expert, columns])
 
     return part_of
 

@@ -7,8 +7,10 @@ import contextlib
 import functools
 import json
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,7 +19,10 @@ from torch._decomp import get_decompositions
 
 from custom_pypto.graph import prototypes
 
-MODES = ["max-autotune", "reduce-overhead", "npugraph_ex"]
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+
+from options import MODES  # noqa: E402
+
 # written again and not imported from ge_executor: the tests must not share its mistakes
 # where a protobuf attribute holds a value of each of GE's types that the prototypes use
 FIELDS = {"VT_INT": "i", "VT_FLOAT": "f", "VT_STRING": "s", "VT_BOOL": "b", "VT_LIST_INT": "list"}

@@ -4,8 +4,8 @@ import json
 import subprocess
 from pathlib import Path
 
-from custom_pypto.graph.listing import listing
 from custom_pypto.graph.prototypes import prototypes
+from custom_pypto.kernel_packages import listing
 
 PROTOTYPES = {prototype.type: prototype for prototype in prototypes()}
 ALL = listing(PROTOTYPES.values())

@@ -1,4 +1,4 @@
-"""Fixtures of the tests of NPU programs.
+"""Fixtures of the tests of NPU kernels.
 
 A module that changes programs names their modules in ``PROGRAMS``.
 """

@@ -106,17 +106,15 @@ def test_every_missed_floor_is_named_and_the_others_are_measured(capsys):
     assert err.splitlines() == ["missed: indexer", "missed: prefill"]
 
 
-@pytest.mark.parametrize("table", [floors.OPS, floors.PEERS, floors.LAYER_DECODE])
-def test_every_set_of_kernels_has_floors_for_the_same_cases(table):
-    assert table["amx"].keys() == table["avx512_bf16"].keys()
+@pytest.mark.parametrize("table", [floors.OPS, floors.LAYER_DECODE])
+def test_every_case_has_floors_for_the_same_sets_of_kernels(table):
+    assert all(row.keys() == {"amx", "avx512_bf16"} for row in table.values())
 
 
 def test_an_aim_is_above_the_floor_that_is_printed_beside_it():
-    for used, aims in floors.AIMS.items():
-        assert all(aim > floors.OPS[used][key] for key, aim in aims.items())
-    here = torch.ops.custom_pypto.cpu_isa()
-    for key, floor in floors.OPS.get(here, {}).items():
-        aim = floors.AIMS[here].get(key)
+    for row in floors.OPS.values():
+        assert all(aim is None or aim > floor for floor, aim in row.values())
+    for key, (floor, aim) in floors.here(floors.OPS).items():
         assert bench_ops.with_aim(*key) == f"{floor:.2f}" + (f" (aim {aim:.2f})" if aim else "")
 
 
@@ -128,7 +126,7 @@ def test_floors_of_other_kernels_are_not_checked():
 
 @pytest.mark.parametrize("name", bench_ops.MAKE_INT8)
 def test_int8_is_timed_beside_bfloat16(name):
-    shape = next(key[1:] for key in floors.INT8["avx512_bf16"] if key[0] == name)
+    shape = next(key[1:] for key in floors.INT8 if key[0] == name)
     seconds = bench_ops.int8_times((name, *shape), 1)[1]
     assert list(seconds) == ["bfloat16", "int8"]
 
@@ -176,8 +174,9 @@ def test_a_missed_floor_of_the_peers_is_named_and_exits_1(monkeypatch, capsys):
     small = partial(bench_peers.indexer_case, heads=4, count=64)
     monkeypatch.setitem(bench_peers.MAKE, "indexer", small)
     reached, missed, other = (("indexer", tokens, 256) for tokens in (1, 2, 3))
-    table = {reached: ("eager", 0.0), missed: ("eager", 1e9), other: None}
-    monkeypatch.setattr(floors, "PEERS", {torch.ops.custom_pypto.cpu_isa(): table})
+    used = torch.ops.custom_pypto.cpu_isa()
+    table = {reached: {used: ("eager", 0.0)}, missed: {used: ("eager", 1e9)}, other: {}}
+    monkeypatch.setattr(floors, "PEERS", table)
     assert measure.check(bench_peers.peer_floors(repeats=1)) == 1
     out, err = capsys.readouterr()
     assert out.count("  ok\n") == out.count("  MISSED\n") == 1

@@ -12,7 +12,8 @@ from custom_pypto import models
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
-from compile_torchair import MODES, CachedStep
+from compile_torchair import CachedStep
+from options import MODES
 
 pytest_plugins = ["graph_fixtures"]
 pytestmark = [pytest.mark.ascend_host, pytest.mark.usefixtures("for_compiled_models")]

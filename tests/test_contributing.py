@@ -7,7 +7,7 @@ from repository import REPOSITORY, tracked_files
 import custom_pypto
 from custom_pypto.descriptions import ALL_OPS, OPS
 
-# layers that an op has only if it has an NPU program
+# layers that an op has only if it has an NPU kernel
 OF_NPU = ("custom_pypto/kernels/", "custom_pypto/npu/")
 
 

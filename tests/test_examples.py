@@ -19,11 +19,11 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 sys.path.append(str(EXAMPLES))
 
+from options import MODES  # noqa: E402
 from train_lookup import FIRST_PAIR, FIRST_QUESTION, lookup_accuracy, lookup_batch  # noqa: E402
 
 from custom_pypto import models  # noqa: E402
 
-MODES = ["max-autotune", "reduce-overhead", "npugraph_ex"]
 plots = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"
 )

@@ -210,8 +210,8 @@ def test_a_prototype_takes_the_dtypes_that_the_npu_takes(name, monkeypatch):
     if name not in pads:
         program = types.SimpleNamespace(Facts=NoFacts)
         monkeypatch.setattr(npu._module(name), "program", lambda op: program)
-    monkeypatch.setattr(npu, "prepared", lambda op, call: (None, call.tensors, call.written))
-    run = npu.implementations(lambda kernel, tensors, written: None)[name]
+    monkeypatch.setattr(npu, "prepared", lambda op, call: (None, call.tensors))
+    run = npu.implementations(lambda kernel, tensors: None)[name]
     # what a call may not give, or only as another argument, has no dtype of its own
     fixed = {"value", "key_dequant_scale", "value_dequant_scale"} if "kv_quant" in name else set()
     accepted = {tensor.name: set() for tensor in prototype.inputs if tensor.name not in fixed}

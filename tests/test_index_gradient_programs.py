@@ -1,4 +1,4 @@
-"""Training an indexer on its NPU programs: the scores that it returns, and back through them."""
+"""Training an indexer on its NPU kernels: the scores that it returns, and back through them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The way to an NPU program: limits, tensors by name, task graphs, work on the host."""
+"""The way to an NPU kernel: limits, tensors by name, task graphs, work on the host."""
 
 from functools import partial
 
@@ -114,9 +114,8 @@ def test_wrappers_read_no_value_on_the_host(op, layout, change):
     """On meta tensors there is no value to read: what waits for the device fails here."""
     launched = []
 
-    def launch(kernel, tensors, written):
+    def launch(kernel, tensors):
         launched.append([(tuple(t.shape), t.dtype, t.is_contiguous()) for t in tensors.values()])
-        assert written and {*written} <= {*tensors}
 
     x = change(arguments_of(op, layout))
     for arguments in (x, on_meta(x)):
@@ -140,24 +139,23 @@ def test_a_check_reads_sizes_strides_and_dtypes_only(op, layout):
 
 
 @pytest.mark.parametrize(
-    "tensors, written, message",
+    "tensors, message",
     [
-        pytest.param(["x", "z"], "z", "the kernel's tensor y is missing", id="missing"),
-        pytest.param(["x", "y", "z", "more"], "z", "the kernel has no tensor more", id="unknown"),
-        pytest.param(["x", "y", "z"], "sum", "the kernel has no tensor sum", id="written"),
+        pytest.param(["x", "z"], "the kernel's tensor y is missing", id="missing"),
+        pytest.param(["x", "y", "z", "more"], "the kernel has no tensor more", id="unknown"),
     ],
 )
-def test_a_tensor_that_the_kernel_lacks_or_has_not_is_named(tensors, written, message):
+def test_a_tensor_that_the_kernel_lacks_or_has_not_is_named(tensors, message):
     facts = npu.common.program("add_custom").Facts(dtype="float32")
-    call = npu.common.KernelCall(facts, dict.fromkeys(tensors, X), written=(written,))
+    call = npu.common.KernelCall(facts, dict.fromkeys(tensors, X))
     with pytest.raises(TypeError, match=f"^add_custom: {message}$"):
         npu.common.prepared("add_custom", call)
 
 
 def test_tensors_are_passed_in_the_order_of_the_kernel():
     facts = npu.common.program("add_custom").Facts(dtype="float32")
-    call = npu.common.KernelCall(facts, {"z": X, "y": X, "x": None}, written=("z",))
-    _, tensors, _ = npu.common.prepared("add_custom", call)
+    call = npu.common.KernelCall(facts, {"z": X, "y": X, "x": None})
+    _, tensors = npu.common.prepared("add_custom", call)
     assert list(tensors) == ["x", "y", "z"]
     assert tensors["x"].shape == (1, 1) and tensors["x"].dtype == torch.float32
 
@@ -165,7 +163,7 @@ def test_tensors_are_passed_in_the_order_of_the_kernel():
 def test_calls_of_a_class_of_sizes_share_a_kernel():
     kernels = []
 
-    def launch(kernel, tensors, written):
+    def launch(kernel, tensors):
         kernels.append(kernel)
 
     attend = npu.implementations(launch)["npu_sparse_flash_attention_pto"]
@@ -187,7 +185,7 @@ def test_lengths_and_block_tables_can_be_declared_ready_on_the_host(op, monkeypa
     """PyPTO rejects a name that is not an argument; the estimate stays what it was."""
     found = []
 
-    def launch(kernel, tensors, written):
+    def launch(kernel, tensors):
         names = kernel._runtime_options.get("ready_on_host_tensors", [])
         found.append((names, simulation.estimate(kernel, *tensors.values()).latency_us))
 
@@ -203,7 +201,7 @@ def test_prefix_sums_are_never_declared_ready_on_the_host(op, monkeypatch):
     """The wrapper makes them non-decreasing, on the device."""
     found = []
 
-    def launch(kernel, tensors, written):
+    def launch(kernel, tensors):
         found.extend(kernel._runtime_options["ready_on_host_tensors"])
 
     monkeypatch.setenv("CUSTOM_PYPTO_READY_ON_HOST", "1")
@@ -214,7 +212,7 @@ def test_prefix_sums_are_never_declared_ready_on_the_host(op, monkeypatch):
 def priced(op: str, arguments: dict) -> simulation.Estimate:
     found = []
 
-    def launch(kernel, tensors, written):
+    def launch(kernel, tensors):
         found.append(simulation.estimate(kernel, *tensors.values()))
 
     run(launch, op, arguments)
@@ -258,7 +256,7 @@ def test_after_the_last_pass_the_tiles_compute_the_same(op):
     """PyPTO's own check, on the graph that code is generated from."""
     found = []
 
-    def launch(kernel, tensors, written):
+    def launch(kernel, tensors):
         found.append(simulation.verify_passes(kernel, *tensors.values()))
 
     run(launch, op, without_nan(arguments_of(op, "BSND")))

@@ -19,7 +19,7 @@ from kernel_package import (
 )
 
 from custom_pypto import converter, env, kernel_packages
-from custom_pypto.graph.listing import listing
+from custom_pypto.kernel_packages import listing
 from custom_pypto.requirements import Problem
 
 BY_HAND = {

@@ -18,7 +18,7 @@ from repository import REPOSITORY
 # what is forbidden, not what alone is allowed
 THIRD_PARTY = {
     "custom_pypto/reference": {"torch"},  # the definition
-    "custom_pypto/kernels": {"pypto"},  # the NPU programs: never torch
+    "custom_pypto/kernels": {"pypto"},  # the NPU kernels: never torch
     "custom_pypto/graph": {"torchair"},
     "custom_pypto/converter": {"torch", "torch_npu", "torchair"},
     "custom_pypto/simulation": set("cmake filelock pypto torch torch_npu torchair tqdm".split()),

@@ -1,4 +1,4 @@
-"""Training of a whole model on the NPU programs, in PyPTO's interpreter."""
+"""Training of a whole model on the NPU kernels, in PyPTO's interpreter."""
 
 import copy
 

@@ -1,4 +1,4 @@
-"""The NPU programs of all ops, interpreted and as generated code, against the references."""
+"""The NPU kernels of all ops, interpreted and as generated code, against the references."""
 
 import pytest
 import torch

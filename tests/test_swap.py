@@ -119,7 +119,7 @@ def test_a_decode_step_runs_torch_npus_ops(mode):
     step = ge_graphs.compiled(lookup_model().forward, **pass_of("use_torch_npu", mode))
     with ge_graphs.watched() as seen:
         logits = decode(step, after_the_text(), tokens, FIRST, FIRST + 2)
-    expected = eager()[0][:, :2]  # by the NPU programs, which round elsewhere than the CPU kernels
+    expected = eager()[0][:, :2]  # by the NPU kernels, which round elsewhere than the CPU kernels
     torch.testing.assert_close(logits, expected, rtol=0, atol=2**-6 * expected.abs().max())
     assert torch.equal(logits.argmax(-1), expected.argmax(-1))
     if mode == GE:

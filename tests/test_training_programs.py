@@ -1,4 +1,4 @@
-"""The NPU programs of gradients and of divergences: interpreted, and as generated code."""
+"""The NPU kernels of gradients and of divergences: interpreted, and as generated code."""
 
 import pytest
 import torch
@@ -301,7 +301,7 @@ def test_no_tensor_has_an_element_per_pair_of_tokens():
     """Of those of the wrapper; a tile of the program has a fixed number of keys."""
     sizes = []
 
-    def launch(kernel, tensors, written):
+    def launch(kernel, tensors):
         sizes.extend(x.numel() for x in tensors.values())
 
     small = dict(heads=1, latent=16, rope=0, index_heads=1, dim=16)

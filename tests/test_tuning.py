@@ -1,4 +1,4 @@
-"""The tuner of the NPU programs, on shapes that compile in about a second."""
+"""The tuner of the NPU kernels, on shapes that compile in about a second."""
 
 import dataclasses
 import sys

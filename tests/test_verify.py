@@ -76,7 +76,7 @@ def test_an_op_without_an_npu_program_does_not_pass_where_programs_run(device, c
     op = "weight_only_linear"
     assert not verify.verify(device, op)
     assert capsys.readouterr().out == (
-        f"FAILED  {op} has no NPU program; verify --device cpu checks it\n"
+        f"FAILED  {op} has no NPU kernel; verify --device cpu checks it\n"
     )
 
 

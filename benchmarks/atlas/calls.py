@@ -1,80 +1,76 @@
-"""Calls of the public ops on an NPU, from the cases of benchmarks/npu_cases.py."""
+"""Calls of benchmarks/npu_cases.py on an NPU: checks of their results, and times."""
 
 import functools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import npu_cases
 import torch
 from measure import interleaved
-from torch import Tensor
-from torch.utils._pytree import tree_map_only
-
-import custom_pypto
+from torch.utils._pytree import tree_leaves
 
 IN_A_ROW = 20  # calls that the host launches without waiting
 ROUNDS = 15
 
 
-@dataclass
-class Call:
-    """A case as a call of a public op."""
-
-    case: npu_cases.Case
-
-    def on(self, device: str) -> Callable[[], object]:
-        """The call with its tensors on a device, moved there once."""
-        moved = tree_map_only(Tensor, lambda tensor: tensor.to(device), self.case.arguments)
-        return functools.partial(getattr(custom_pypto, self.case.op), **moved)
-
-    def rooflines(self) -> tuple[float, float]:
-        """µs that the call's bytes and its products take at least."""
-        case = self.case
-        return case.bytes / npu_cases.HBM_BYTES_PER_US, case.flop / npu_cases.CUBE_FLOP_PER_US
-
-    def check(self, out) -> None:
-        """Rejects a result of another shape than the Meta function's, and one that is not finite.
-
-        ``verify`` compares values.
-        """
-        for got, expected in zip(_tensors(out), _tensors(self.on("meta")()), strict=True):
-            if got.shape != expected.shape or got.dtype != expected.dtype:
-                raise ValueError(
-                    f"must be {list(expected.shape)} of {expected.dtype}, "
-                    f"got {list(got.shape)} of {got.dtype}"
-                )
-            if got.is_floating_point() and not bool(got.isfinite().all()):
-                raise ValueError("must be finite, got NaN or infinity")
+def cases(op: str, quick: bool) -> list[npu_cases.Case]:
+    """Those of an op; with ``quick`` the one with the least work."""
+    found = npu_cases.cases(op)
+    return [min(found, key=lambda case: case.flop)] if quick else list(found)
 
 
-def calls(op: str, quick: bool) -> list[Call]:
-    """The cases of an op; with ``quick`` the one with the least work."""
-    found = (Call(case) for case in npu_cases.cases(op))
-    return [min(found, key=lambda call: call.case.flop)] if quick else list(found)
+def check(case: npu_cases.Case, out) -> None:
+    """Rejects a result of another shape than the Meta function's, and one that is not finite.
 
-
-def timed(sides: dict[str, Callable], quick: bool) -> dict[str, tuple[float, float]]:
-    """Median µs of each side: of a call that the host waits for, and of a call in a row of them.
-
-    The rounds of all sides are interleaved.
+    ``verify`` compares values.
     """
-    times = 1 if quick else IN_A_ROW
-    found = {}
-    for count in (1, times):
-        repeated = {name: functools.partial(_row, call, count) for name, call in sides.items()}
-        seconds = interleaved(repeated, 2 if quick else ROUNDS, clock=time.perf_counter)
-        for name, each in seconds.items():
-            found.setdefault(name, []).append(1e6 * statistics.median(each) / count)
-    return {name: tuple(values) for name, values in found.items()}
+    for got, expected in zip(tree_leaves(out), tree_leaves(case.on("meta")()), strict=True):
+        if got.shape != expected.shape or got.dtype != expected.dtype:
+            raise ValueError(
+                f"must be {list(expected.shape)} of {expected.dtype}, "
+                f"got {list(got.shape)} of {got.dtype}"
+            )
+        if got.is_floating_point() and not bool(got.isfinite().all()):
+            raise ValueError("must be finite, got NaN or infinity")
 
 
-def _row(call: Callable, count: int) -> None:
-    for _ in range(count):
-        call()
-    torch.npu.synchronize()
+def eager(sides: dict[str, Callable], quick: bool) -> dict[str, dict[str, float]]:
+    """Median µs of a call of each side, by how the host waits: for each call, or after a row."""
+    rows = {name: functools.partial(_row, run, quick) for name, run in sides.items()}
+    return {
+        "alone µs": _medians(sides, 1, quick),
+        "in a row µs": _medians(rows, _length(quick), quick),
+    }
 
 
-def _tensors(out) -> list[Tensor]:
-    return [out] if isinstance(out, Tensor) else list(out)
+def replayed(sides: dict[str, Callable], quick: bool) -> dict[str, dict[str, float]]:
+    """Median µs of a call of each side in a captured row, where the host launches nothing."""
+    rows = {}
+    for name, run in sides.items():
+        graph = torch.npu.NPUGraph()
+        with torch.npu.graph(graph):
+            _row(run, quick)
+        rows[name] = graph.replay
+    return {"replayed µs": _medians(rows, _length(quick), quick)}
+
+
+def _length(quick: bool) -> int:
+    return 1 if quick else IN_A_ROW
+
+
+def _row(run: Callable, quick: bool) -> None:
+    for _ in range(_length(quick)):
+        run()
+
+
+def _medians(sides: dict[str, Callable], calls: int, quick: bool) -> dict[str, float]:
+    """Median µs of a call, of sides that make so many before the host waits; interleaved."""
+
+    def waited(run: Callable) -> None:
+        run()
+        torch.npu.synchronize()
+
+    each = {name: functools.partial(waited, run) for name, run in sides.items()}
+    seconds = interleaved(each, 2 if quick else ROUNDS, clock=time.perf_counter)
+    return {name: 1e6 * statistics.median(s) / calls for name, s in seconds.items()}

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 RESULTS = Path(__file__).parents[1] / "RESULTS.md"
-TITLE = re.compile(r"^## NPU programs, PyPTO(?: ([\d.]+\d))? .*estimates", re.MULTILINE)
+TITLE = re.compile(r"^## NPU kernels, PyPTO(?: ([\d.]+\d))? .*estimates", re.MULTILINE)
 
 
 def estimates(text: str, version: str | None) -> tuple[dict[tuple[str, str], str], str]:

@@ -3,45 +3,32 @@
 python benchmarks/atlas/launches.py {streams,replay,devices}
 """
 
+import functools
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch_npu  # noqa: F401
 
-import custom_pypto
+sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tests")]
 
-NOT_HERE = 77  # nothing to do here; the last line says why
-K = 2048
+import npu_cases  # noqa: E402
+
+from atlas.children import NOT_HERE  # noqa: E402
+
+LENGTHS = "actual_seq_lengths_key"
 
 
-class Selection:
+def selection(device: str = "npu:0") -> functools.partial:
     """A call of the lightning indexer whose tensors stay where they are, as in a captured step."""
-
-    def __init__(self, seed: int = 0, device: str = "npu:0"):
-        g = torch.Generator().manual_seed(seed)
-        B, blocks, block_size = 4, 256, 128
-        make = {"generator": g}
-        self.query = torch.randn(B, 1, 64, 128, **make).bfloat16().to(device)
-        self.key = torch.randn(blocks, block_size, 1, 128, **make).bfloat16().to(device)
-        self.weights = torch.randn(B, 1, 64, **make).to(device)
-        self.table = torch.arange(blocks, dtype=torch.int32).view(B, -1).to(device)
-        self.lengths = torch.tensor([8192, 971, 1, 5000], dtype=torch.int32).to(device)
-
-    def __call__(self) -> torch.Tensor:
-        return custom_pypto.npu_lightning_indexer_pto(
-            self.query,
-            self.key,
-            self.weights,
-            actual_seq_lengths_key=self.lengths,
-            block_table=self.table,
-            sparse_count=K,
-        )
+    return npu_cases.indexer(4, 1, [8192, 971, 1, 5000]).on(device)
 
 
 def streams():
     """The call on other streams, one of them beside another call."""
-    one, other = Selection(0), Selection(1)
+    one, other = selection(), selection()
+    other.keywords["query"].neg_()
     begin = time.perf_counter()
     expected = one()
     torch.npu.synchronize()
@@ -59,16 +46,16 @@ def streams():
             both.append((one(), expected))
         with torch.npu.stream(second):
             both.append((other(), also))
+    before = one.keywords[LENGTHS].clone()
     torch.npu.synchronize()
     yield "on two streams at once as alone", all(torch.equal(a, b) for a, b in both)
-    lengths, one.lengths = one.lengths, one.lengths.clone()
     with torch.npu.stream(first):
         for _ in range(20):  # keeps the stream busy, so that a launch that does not wait shows
-            one.query.mul_(1.0)
-        one.lengths.sub_(1)
+            one.keywords["query"].mul_(1.0)
+        one.keywords[LENGTHS].sub_(1)
         shorter = one()
     torch.npu.synchronize()
-    one.lengths.copy_(lengths - 1)
+    one.keywords[LENGTHS].copy_(before - 1)
     after = one()
     yield "after an op on its stream that computes lengths", torch.equal(shorter, after)
     yield "other lengths give other positions", not torch.equal(after, expected)
@@ -77,7 +64,7 @@ def streams():
 
 def replay():
     """The call in a graph, replayed after its lengths have changed."""
-    select = Selection()
+    select = selection()
     before = select()  # compiles, which a capture does not allow
     torch.npu.synchronize()
     graph = torch.npu.NPUGraph()
@@ -86,7 +73,7 @@ def replay():
     graph.replay()
     torch.npu.synchronize()
     yield "a replay as eager", torch.equal(captured, before)
-    select.lengths.sub_(1)
+    select.keywords[LENGTHS].sub_(1)
     graph.replay()
     torch.npu.synchronize()
     yield "a replay with other lengths as eager", torch.equal(captured, select())
@@ -99,7 +86,7 @@ def devices():
     if count < 2:
         print("one NPU only")
         sys.exit(NOT_HERE)
-    here, there = Selection()(), Selection(device=f"npu:{count - 1}")()
+    here, there = selection()(), selection(f"npu:{count - 1}")()
     yield "current device after the call: the first", torch.npu.current_device() == 0
     yield f"on npu:{count - 1} as on npu:0", torch.equal(here.cpu(), there.cpu())
 

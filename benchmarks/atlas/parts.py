@@ -6,8 +6,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 HERE = Path(__file__).parent
+EXAMPLES = HERE.parents[1] / "examples"
+sys.path.append(str(EXAMPLES))
+
+from options import MODES  # noqa: E402
+
 ON_SIMULATOR = ["-m", "custom_pypto.simulation.ascend_host"]
-MODES = ["max-autotune", "reduce-overhead", "npugraph_ex"]
+VERIFY = ["-m", "custom_pypto", "verify", "--device"]
 # the ops of benchmarks/npu_cases.py, each in a process of its own
 TIMED = (
     "npu_lightning_indexer_pto",
@@ -26,6 +31,15 @@ STANDARD = TIMED[:4]  # those that torch_npu has, too
 
 
 @dataclass(frozen=True)
+class Step:
+    """A child process of a part, with the variables of its environment."""
+
+    name: str
+    command: list[str]
+    variables: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Machine:
     """Where the parts run.
 
@@ -36,22 +50,24 @@ class Machine:
     scratch: Path
     simulator: bool
 
-    def on_npu(self, *program: str) -> list[str]:
-        """The command that runs a Python program with an NPU, or the simulator for one."""
-        return [sys.executable, *(ON_SIMULATOR if self.simulator else []), *program]
+    def step(self, name: str, *program: str, **variables: str) -> Step:
+        """A Python program, or one of this folder, with an NPU, or the simulator for one."""
+        if program[0].endswith(".py"):
+            program = (str(HERE / program[0]), *program[1:])
+        way = ON_SIMULATOR if self.simulator else []
+        return Step(name, [sys.executable, *way, *program], variables)
+
+    def verify(self, ops: list[str], **variables: str) -> list[Step]:
+        return [self.step(op, *VERIFY, "npu", "--op", op, **variables) for op in ops]
 
     def short(self, ops: list[str]) -> list[str]:
         """The ops, or on the simulator, which is slow, the last of them."""
         return ops[-1:] if self.simulator else ops
 
-
-@dataclass(frozen=True)
-class Step:
-    """A child process of a part, with the variables of its environment."""
-
-    name: str
-    command: list[str]
-    variables: dict[str, str] = field(default_factory=dict)
+    @property
+    def needs_package(self) -> bool:
+        """Whether the simulator needs a kernel package of its own, as none is installed."""
+        return self.simulator and not self.report["packaged"]
 
 
 @dataclass(frozen=True)
@@ -72,95 +88,44 @@ class Part:
     tables: bool = False
 
 
-def program(name: str, *arguments: str) -> list[str]:
-    return [str(HERE / name), *arguments]
-
-
-def verify(device: str, op: str) -> list[str]:
-    return ["-m", "custom_pypto", "verify", "--device", device, "--op", op]
-
-
-def installed(machine: Machine) -> list[Step]:
-    return [Step("", machine.on_npu(*program("installed.py", str(machine.scratch / "env.json"))))]
-
-
-def verify_cpu(machine: Machine) -> list[Step]:
-    return [Step("", [sys.executable, "-m", "custom_pypto", "verify", "--device", "cpu"])]
-
-
-def verify_npu(machine: Machine) -> list[Step]:
-    return [Step(op, machine.on_npu(*verify("npu", op))) for op in machine.report["ops"]]
-
-
-def again(machine: Machine) -> list[Step]:
-    ops = machine.short(machine.report["ops"])
-    return [Step(op, machine.on_npu(*program("again.py", op))) for op in ops]
-
-
-def ready(machine: Machine) -> list[Step]:
-    ops = machine.short(machine.report["ops"])
-    declared = {"CUSTOM_PYPTO_READY_ON_HOST": "1"}
-    return [Step(op, machine.on_npu(*verify("npu", op)), declared) for op in ops]
-
-
 def launches(machine: Machine) -> list[Step]:
-    checks = ["streams", "replay", "devices"]
-    steps = [Step(check, machine.on_npu(*program("launches.py", check))) for check in checks]
-    if machine.simulator:  # it has no task queue
-        return steps
-    streams = machine.on_npu(*program("launches.py", "streams"))
-    # an op that torch_npu queues must run before ours, which is launched past its queue
-    return steps + [
-        Step(f"streams, task queue {level}", streams, {"TASK_QUEUE_ENABLE": level})
-        for level in ("0", "1", "2")
-    ]
-
-
-def model(machine: Machine) -> list[Step]:
-    return [Step("", machine.on_npu(*program("answer.py")))]
+    steps = [machine.step(x, "launches.py", x) for x in ("streams", "replay", "devices")]
+    levels = [] if machine.simulator else ["0", "1", "2"]  # the simulator has no task queue
+    for level in levels:
+        # an op that torch_npu queues must run before ours, which is launched past its queue
+        name, queue = f"streams, task queue {level}", dict(TASK_QUEUE_ENABLE=level)
+        steps.append(machine.step(name, "launches.py", "streams", **queue))
+    return steps
 
 
 def graph(machine: Machine) -> list[Step]:
-    example = str(HERE.parents[1] / "examples/compile_torchair.py")
+    example = [sys.executable, str(EXAMPLES / "compile_torchair.py")]
     sizes = ["--prompt-tokens", "48", "--questions", "2"] if machine.simulator else []
     # the example starts the simulator itself
-    return [Step(mode, [sys.executable, example, "--mode", mode, *sizes]) for mode in MODES]
+    return [Step(mode, [*example, "--mode", mode, *sizes]) for mode in MODES]
 
 
 def aclnn(machine: Machine) -> list[Step]:
-    asked = {"CUSTOM_PYPTO_EAGER": "aclnn"}
-    ops = machine.short(machine.report["packaged"])  # CANN's tutorial makes one with add_custom
-    made = []
-    if own_package(machine):
-        ops = machine.short(machine.report["ops"])
-        folder = machine.scratch / "kernel_package"
-        asked["ASCEND_CUSTOM_OPP_PATH"] = str(folder)
-        writer = ["-m", "custom_pypto.simulation.ascend_host.kernel_package", str(folder)]
-        made = [Step("package", [sys.executable, *writer])]
-    return made + [Step(op, machine.on_npu(*verify("npu", op)), asked) for op in ops]
+    if not machine.needs_package:
+        # CANN's tutorial makes one with add_custom
+        return machine.verify(machine.short(machine.report["packaged"]), CUSTOM_PYPTO_EAGER="aclnn")
+    folder = str(machine.scratch / "kernel_package")
+    writer = ["-m", "custom_pypto.simulation.ascend_host.kernel_package", folder]
+    variables = dict(CUSTOM_PYPTO_EAGER="aclnn", ASCEND_CUSTOM_OPP_PATH=folder)
+    return [
+        Step("package", [sys.executable, *writer]),
+        *machine.verify(machine.short(machine.report["ops"]), **variables),
+    ]
 
 
 def times(machine: Machine, *options: str) -> list[Step]:
     options += ("--quick",) if machine.simulator else ()
     ops = TIMED[:2] if machine.simulator else TIMED
-    return [Step(op, machine.on_npu(*program("times.py", op, *options))) for op in ops]
-
-
-def replayed(machine: Machine) -> list[Step]:
-    return times(machine, "--replay")
-
-
-def standard(machine: Machine) -> list[Step]:
-    return [Step(op, machine.on_npu(*program("standard.py", op))) for op in STANDARD]
-
-
-def own_package(machine: Machine) -> bool:
-    """Whether the simulator needs a kernel package of its own, for want of an installed one."""
-    return machine.simulator and not machine.report["packaged"]
+    return [machine.step(op, "times.py", op, *options) for op in ops]
 
 
 def no_package(machine: Machine) -> str:
-    if machine.report["packaged"] or own_package(machine):
+    if machine.report["packaged"] or machine.needs_package:
         return ""
     return "no installed kernel package lists the operators of an op"
 
@@ -180,14 +145,14 @@ PARTS = [
         "installed",
         "versions, devices, what works",
         120,
-        installed,
+        lambda here: [here.step("", "installed.py", str(here.scratch / "env.json"))],
         "`bash run.sh env` names what is missing, and the remedy",
     ),
     Part(
         "cpu",
         "every check of `verify` on the CPU",
         600,
-        verify_cpu,
+        lambda here: [Step("", [sys.executable, *VERIFY, "cpu"])],
         "the reference does not hold on this CPU, so results of the NPU say nothing yet: "
         "`bash run.sh test`, and send its output",
     ),
@@ -195,7 +160,7 @@ PARTS = [
         "npu",
         "every check of `verify` on the NPU, a process for each op",
         600,
-        verify_npu,
+        lambda here: here.verify(here.report["ops"]),
         "run `custom-pypto verify --device generated --op {step}` on a machine with the "
         "`sim` extra: if that fails, the program is wrong; if it passes, the device's compiler, "
         "flags between pipes, or an instruction",
@@ -204,7 +169,7 @@ PARTS = [
         "again",
         "the same results, to the bit, in repeated calls and in another process",
         600,
-        again,
+        lambda here: [here.step(op, "again.py", op) for op in here.short(here.report["ops"])],
         "set `ASCEND_LAUNCH_BLOCKING=1`: if results then repeat, work overlaps that must not; also "
         "try `CUSTOM_PYPTO_READY_ON_HOST=0`, in case it is set",
     ),
@@ -212,7 +177,7 @@ PARTS = [
         "ready",
         "`verify` with lengths and tables declared ready (`CUSTOM_PYPTO_READY_ON_HOST=1`)",
         600,
-        ready,
+        lambda here: here.verify(here.short(here.report["ops"]), CUSTOM_PYPTO_READY_ON_HOST="1"),
         "leave the variable unset; if part `npu` passed, only `ready_on_host_tensors` is at fault",
     ),
     Part(
@@ -227,7 +192,7 @@ PARTS = [
         "model",
         "the answer of a small model",
         600,
-        model,
+        lambda here: [here.step("", "answer.py")],
         "if part `npu` passed, the fault is between the ops: repeat with `CUSTOM_PYPTO_LOG=2`, "
         "whose last line is the last call",
     ),
@@ -261,7 +226,7 @@ PARTS = [
         "replayed",
         "times of captured calls, without the host's launches",
         1800,
-        replayed,
+        lambda here: times(here, "--replay"),
         "part `launches` shows whether a capture works at all; times of eager calls are in `times`",
         lacks=no_pypto,
         tables=True,
@@ -270,7 +235,7 @@ PARTS = [
         "torch_npu",
         "torch_npu's own ops beside ours: results, then times",
         900,
-        standard,
+        lambda here: [here.step(op, "standard.py", op) for op in STANDARD],
         "the log has both calls; if only torch_npu's fails, its limits for these shapes are in the "
         "documentation of CANN's operator, and our times are in `times`",
         lacks=no_operators,

@@ -9,20 +9,22 @@ elsewhere (docs/<op>.md, "Compared with torch_npu"), so only our error decides t
 
 import argparse
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
-import torch_npu
+import torch_npu  # noqa: F401
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tests")]
 
+import npu_cases  # noqa: E402
 from measure import table  # noqa: E402
 
-from atlas.calls import Call, npu_cases, timed  # noqa: E402
+from atlas.calls import eager  # noqa: E402
+from atlas.children import NOT_HERE  # noqa: E402
 from custom_pypto import reference  # noqa: E402
+from custom_pypto.verify_standard import call_of  # noqa: E402
 
-NOT_HERE = 77  # nothing to do here; the last line says why
 NO_OPERATOR = "not in libopapi.so"  # torch_npu's message where CANN lacks the operator
 CASES = {
     "npu_lightning_indexer_pto": npu_cases.indexer,
@@ -31,40 +33,18 @@ CASES = {
     "npu_kv_quant_sparse_flash_attention_pto": npu_cases.int8_attention,
 }
 SIZES = [(1, 1, 8192), (4, 2, 8192), (1, 1, 65536)]
+SIDES = ("ours", "torch_npu")
 HEADER = [
     *("op", "B, S1, keys", "limit of error", "our error", "torch_npu's error", "positions apart"),
     *("ours alone µs", "torch_npu's alone µs", "ours in a row µs", "torch_npu's in a row µs"),
 ]
 
 
-def inputs(op: str, size: tuple[int, int, int]) -> Call:
-    call = Call(CASES[op](*size))
-    x = call.case.arguments
-    if "query_dequant_scale" in x:  # torch_npu's op takes no other weights
-        x["weights"] = x["weights"].half()
-    return call
-
-
-def theirs(call: Call, arguments: dict) -> Callable[[], Tensor]:
-    """torch_npu's op with the same arguments, and those whose defaults differ."""
-    mine = {name: x for name, x in arguments.items() if name != "cmp_ratio"}  # of ours alone
-    more = {"layout_key": "PA_BSND"}
-    if "actual_seq_lengths_kv" in arguments:
-        # value may be missing in CANN 9.2 and later only
-        more = {"layout_kv": "PA_BSND", "attention_mode": 2, "value": arguments["key"]}
-    op = getattr(torch_npu, call.case.op.removesuffix("_pto"))
-
-    def run():
-        out = op(**mine | more)
-        return out if isinstance(out, Tensor) else out[0]
-
-    return run
-
-
-def error(call: Call, out: Tensor, expected: Tensor) -> tuple[float, float]:
-    """Of a result, and its limit."""
-    judge, x = reference.MODULES[call.case.op].error, call.case.arguments
-    return judge(out.cpu(), expected, x, x)
+def inputs(op: str, size: tuple[int, int, int]) -> npu_cases.Case:
+    case = CASES[op](*size)
+    if "query_dequant_scale" in case.arguments:  # torch_npu's op takes no other weights
+        case.arguments["weights"] = case.arguments["weights"].half()
+    return case
 
 
 def apart(one: Tensor, other: Tensor) -> str:
@@ -75,19 +55,17 @@ def apart(one: Tensor, other: Tensor) -> str:
     return str(sum(len(set(a) - set(b)) for a, b in pairs))
 
 
-def compared(call: Call, quick: bool) -> tuple[list[str], bool]:
+def compared(case: npu_cases.Case, quick: bool) -> tuple[list[str], bool]:
     """The row of the table, and whether our result is within its limit."""
-    ours = call.on("npu")
-    sides = {"ours": ours, "torch_npu": theirs(call, ours.keywords)}
-    expected = getattr(reference, call.case.op)(**call.case.arguments)
-    out = {name: run() for name, run in sides.items()}
-    errors = {name: error(call, result, expected) for name, result in out.items()}
-    (mine, limit), (other, _) = errors["ours"], errors["torch_npu"]
-    times = timed(sides, quick)
-    pairs = zip(times["ours"], times["torch_npu"], strict=True)
-    row = [call.case.op, call.case.shape, *(f"{x:.2g}" for x in (limit, mine, other))]
-    row += [apart(out["ours"].cpu(), out["torch_npu"].cpu())]
-    return row + [f"{x:.1f}" for pair in pairs for x in pair], mine <= limit
+    x, ours = case.arguments, case.on("npu")
+    sides = dict(zip(SIDES, (ours, call_of(case.op, ours.keywords)), strict=True))
+    expected = getattr(reference, case.op)(**x)
+    out = [tree_leaves(run())[0].cpu() for run in sides.values()]
+    errors = [reference.MODULES[case.op].error(result, expected, x, x) for result in out]
+    (mine, limit), (other, _) = errors
+    row = [case.op, case.shape, *(f"{x:.2g}" for x in (limit, mine, other)), apart(*out)]
+    times = eager(sides, quick).values()
+    return row + [f"{each[side]:.1f}" for each in times for side in SIDES], mine <= limit
 
 
 def main() -> int:

@@ -39,7 +39,7 @@ def use_custom_pypto(graph_module: torch.fx.GraphModule, example_inputs=None, co
     Raises:
         RuntimeError: an argument has a value that the op of this package does not support.
     """
-    _from_standard().apply(graph_module)
+    _passes("use_custom_pypto", standard, _call_ours).apply(graph_module)
 
 
 def use_torch_npu(graph_module: torch.fx.GraphModule, example_inputs=None, config=None) -> None:
@@ -48,22 +48,14 @@ def use_torch_npu(graph_module: torch.fx.GraphModule, example_inputs=None, confi
     Raises:
         RuntimeError: an argument has a value that torch_npu's op does not support.
     """
-    _to_standard().apply(graph_module)
+    _passes("use_torch_npu", overload, _call_standard).apply(graph_module)
 
 
 @functools.cache
-def _from_standard() -> PatternMatcherPass:
-    passes = PatternMatcherPass(pass_name="use_custom_pypto")
+def _passes(name: str, target: Callable, call: Callable) -> PatternMatcherPass:
+    passes = PatternMatcherPass(pass_name=name)
     for op in SWAPPED:
-        _register(passes, standard(op), functools.partial(_call_ours, op))
-    return passes
-
-
-@functools.cache
-def _to_standard() -> PatternMatcherPass:
-    passes = PatternMatcherPass(pass_name="use_torch_npu")
-    for op in SWAPPED:
-        _register(passes, overload(op), functools.partial(_call_standard, op))
+        _register(passes, target(op), functools.partial(call, op))
     return passes
 
 

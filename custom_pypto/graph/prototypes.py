@@ -5,7 +5,7 @@ import dataclasses
 import re
 from typing import Any
 
-from ..descriptions import HALF, OPS, Description, ge_type
+from ..descriptions import OPS, Description, ge_type
 from ..schemas import overload
 
 # type of an attribute, as CANN's lists of operators name it -> GE's kind
@@ -92,7 +92,7 @@ def prototype(schema, description: Description) -> Prototype:
         if type != "Tensor":
             attributes.append(_attribute(op, argument, type, optional, description))
             continue
-        dtypes = description.dtypes.get(argument.name, HALF)
+        dtypes = description.dtypes_of(argument.name)
         inputs.append(Tensor(argument.name, "optional" if optional else "required", dtypes))
         if argument.alias_info is not None and argument.alias_info.is_write:
             outputs.append(inputs[-1])

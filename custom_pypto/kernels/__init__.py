@@ -21,13 +21,14 @@ import pypto  # noqa: E402
 _root.setLevel(_level)
 _root.handlers[:] = _handlers
 
+F16, F32, I8, I32 = pypto.DT_FP16, pypto.DT_FP32, pypto.DT_INT8, pypto.DT_INT32
 # keyed by torch's names
 DTYPES = {
     "bfloat16": pypto.DT_BF16,
-    "float16": pypto.DT_FP16,
-    "float32": pypto.DT_FP32,
-    "int32": pypto.DT_INT32,
-    "int8": pypto.DT_INT8,
+    "float16": F16,
+    "float32": F32,
+    "int32": I32,
+    "int8": I8,
 }
 
 Arguments = SimpleNamespace  # the tensors of a program, by name

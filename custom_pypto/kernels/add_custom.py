@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, Arguments, arguments, begin_task, end_task, runtime_options
+from . import DTYPES, F32, Arguments, arguments, begin_task, end_task, runtime_options
 from .pypto_versions import jit
 
 # three float32 tiles and the copies of the next ones fit in the 192 KiB of UB
@@ -29,7 +29,7 @@ def program(a: Arguments) -> None:
         )
         begin_task()  # else one task per cast, which bfloat16 needs
         if a.z.dtype == pypto.DT_BF16:
-            x, y = pypto.cast(x, pypto.DT_FP32), pypto.cast(y, pypto.DT_FP32)
+            x, y = pypto.cast(x, F32), pypto.cast(y, F32)
         total = pypto.cast(pypto.add(x, y), a.z.dtype)
         end_task()
         pypto.assemble(total, [start], a.z)

@@ -4,8 +4,8 @@ from dataclasses import InitVar, dataclass, field, replace
 
 import pypto
 
-from . import Arguments
-from .index_scores import F32, IndexScores
+from . import F32, Arguments
+from .index_scores import IndexScores
 from .pypto_versions import behind
 from .sequences import QueryFacts
 from .tiling import IndexerTiling, indexer_tiling

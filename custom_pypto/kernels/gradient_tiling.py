@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from math import gcd
 
-from .tiling import largest_divisor, score_tiles
+from .tiling import largest_divisor, round_up, score_tiles
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class GradientTiling:
     def query(self, heads: int, columns: int, width: int) -> tuple[list[int], ...]:
         """Those of ``[heads, width] @ [width, columns]``."""
         k, n = min(128, width), gcd(self.columns, columns)
-        return [heads, heads], [k, min(self.query_keys, -(-width // k) * k)], [n, n]
+        return [heads, heads], [k, min(self.query_keys, round_up(width, k))], [n, n]
 
     def sums(self, heads: int, columns: int, width: int) -> tuple[list[int], ...]:
         """Those of ``[heads, width]^T @ [heads, columns]``."""

@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 import pypto
 
+from . import F32
 from .index_scores import in_float32
 from .pypto_versions import div
 from .tiling import power_of_two
 
-F32 = pypto.DT_FP32
 LARGEST = 2.0**14
 TINY = 1e-30  # as a bound it scales gradients that are all 0
 

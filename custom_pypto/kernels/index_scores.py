@@ -4,10 +4,9 @@ import functools
 
 import pypto
 
-from . import Arguments, begin_task, end_task
+from . import F32, Arguments, begin_task, end_task
 from .tiling import IndexerTiling
 
-F32 = pypto.DT_FP32
 LOWEST = -3.4028234663852886e38
 
 

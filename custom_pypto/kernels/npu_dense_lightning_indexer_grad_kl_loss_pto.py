@@ -22,17 +22,16 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, Arguments, arguments, begin_task, end_task, loop, runtime_options
+from . import DTYPES, F32, I32, Arguments, arguments, begin_task, end_task, loop, runtime_options
 from .every_key import DenseFacts, DenseScores
 from .gradient_tiling import EVERY_KEY, GradientTiling
 from .index_gradients import DScores, d_products, index_scores, scaled, unscaled, weights_of
-from .index_scores import F32, LOWEST, widest
+from .index_scores import LOWEST, widest
 from .pypto_versions import after_all, behind, computed, jit
 from .row_sums import add_rows, parts_of, row_tiles, store_sum, store_total, sums_of
-from .sequences import query_tiles
+from .sequences import MOST_ROWS, query_tiles
 from .tiling import cube_tile, power_of_two
 
-I32 = pypto.DT_INT32
 SCORES, PRODUCTS, ATTENTION, DIVERGENCE = 10, 20, 30, 40  # tasks
 
 
@@ -54,7 +53,7 @@ class Facts(DenseFacts):
         return self.attention_heads + behind(self.attention_heads)
 
 
-class Divergence:
+class DenseDivergence:
     """``tokens(row, sequence, visible)`` adds the terms of a tile of tokens, ``results()`` writes
     what is of all tokens.
     """
@@ -209,8 +208,8 @@ def program(a: Arguments, facts: Facts) -> None:
             number; ``sums_<part>`` and ``loss [1, 1]``, zeros; ``loss_terms [1, T]``; ``d_query
             [T * heads, D]``, ….
     """
-    divergence = Divergence(a, facts)
-    tokens, capacity = a.loss_terms.shape[1], pypto.min(a.d_key.shape[0], 1 << 24)
+    divergence = DenseDivergence(a, facts)
+    tokens, capacity = a.loss_terms.shape[1], pypto.min(a.d_key.shape[0], MOST_ROWS)
     for tile in query_tiles(
         facts, a.query_lengths, a.key_lengths, tokens, capacity, name="KL", tile=facts.tiling.tokens
     ):

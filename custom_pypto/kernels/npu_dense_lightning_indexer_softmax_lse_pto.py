@@ -16,13 +16,11 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, Arguments, arguments, loop, runtime_options
+from . import DTYPES, F32, I32, Arguments, arguments, loop, runtime_options
 from .every_key import DenseFacts, DenseScores
-from .index_scores import F32, LOWEST, widest
+from .index_scores import LOWEST, widest
 from .pypto_versions import infinite_where, jit
-from .sequences import query_tiles
-
-I32 = pypto.DT_INT32
+from .sequences import MOST_ROWS, query_tiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +80,7 @@ def program(a: Arguments, facts: Facts) -> None:
     The other arguments are those of :class:`.every_key.DenseScores` and :func:`query_tiles`.
     """
     statistics = Statistics(a, facts)
-    tokens, capacity = a.softmax_max.shape[0], pypto.min(a.key.shape[0], 1 << 24)
+    tokens, capacity = a.softmax_max.shape[0], pypto.min(a.key.shape[0], MOST_ROWS)
     lengths = a.query_lengths, a.key_lengths
     for tile in query_tiles(
         facts, *lengths, tokens, capacity, name="LSE", tile=facts.tiling.tokens

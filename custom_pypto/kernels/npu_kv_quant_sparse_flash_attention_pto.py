@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pypto
 from pypto.experimental import gather_in_ub
 
-from . import DTYPES, Arguments, arguments, begin_task, end_task
+from . import DTYPES, F16, F32, I8, I32, Arguments, arguments, begin_task, end_task
 from . import npu_sparse_flash_attention_pto as attention
 from .npu_sparse_flash_attention_pto import CHECKS, AttentionFacts
 from .pypto_versions import bounded, floats, jit
@@ -75,7 +75,7 @@ class DequantizedRows:
         pypto.set_vec_tile_shapes(n, SCALE_GROUP)
         for group in range(groups):
             x = pypto.view(values, [n, SCALE_GROUP], [0, group * SCALE_GROUP])
-            x = pypto.cast(pypto.cast(x, pypto.DT_FP16), pypto.DT_FP32)
+            x = pypto.cast(pypto.cast(x, F16), F32)
             scale = pypto.view(scales, [n, 1], [0, block // 4 - groups + group])
             x = pypto.cast(pypto.mul(x, scale), dtype)
             pypto.assemble(x, [at, group * SCALE_GROUP], self.rows)
@@ -98,7 +98,7 @@ def program(a: Arguments, facts: Facts) -> None:
 @functools.cache
 def kernel(facts: Facts) -> Callable:
     """The kernel of :func:`program`; ``query`` is ``[T * heads, L + R]``."""
-    D, S, I8, I32 = pypto.DYNAMIC, pypto.STATIC, pypto.DT_INT8, pypto.DT_INT32
+    D, S = pypto.DYNAMIC, pypto.STATIC
     dtype = DTYPES[facts.dtype]
 
     @jit(runtime_options=attention.options(facts))

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, Arguments, arguments, begin_task, end_task, runtime_options
+from . import DTYPES, F32, I32, Arguments, arguments, begin_task, end_task, runtime_options
 from .pypto_versions import jit, words
-from .quantizer import F32, SCALE_GROUP, TOKENS, loaded, quantized, tiles
+from .quantizer import SCALE_GROUP, TOKENS, loaded, quantized, tiles
 from .slots import SlotFacts, write_rows
+from .tiling import round_up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +28,7 @@ def program(a: Arguments, facts: SlotFacts) -> None:
         a: ``latent [T, L]``, ``rope [T, R]``, ``slots [1, T * slot_words]`` int32, ``cache``.
     """
     latent, rope = a.latent.shape[1], a.rope.shape[1]
-    width = -(-a.cache.shape[1] // 8) * 8  # whole blocks of 32 bytes
+    width = round_up(a.cache.shape[1], 8)  # whole blocks of 32 bytes
     for start, rows in tiles(a.latent.shape[0], "QUANT"):
         x = loaded(a.latent, start, rows)
         row = pypto.tensor([TOKENS, width], F32, "row")
@@ -54,7 +55,7 @@ def kernel(facts: Facts) -> Callable:
     def kv_quant_update(
         latent: pypto.Tensor([D, S], half),
         rope: pypto.Tensor([D, S], half),
-        slots: pypto.Tensor([S, D], pypto.DT_INT32),
+        slots: pypto.Tensor([S, D], I32),
         cache: pypto.Tensor([D, S], F32),
     ):
         program(arguments(locals()), facts)

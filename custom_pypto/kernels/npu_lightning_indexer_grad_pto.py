@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, Arguments, arguments, begin_task, end_task, loop, runtime_options
+from . import DTYPES, F32, I32, Arguments, arguments, begin_task, end_task, loop, runtime_options
 from .gradient_tiling import INDEX, GradientTiling
 from .index_gradients import DScores, d_products, scaled, unscaled, weights_of
 from .pypto_versions import after_all, behind, jit
@@ -30,23 +30,15 @@ from .row_sums import add_rows, parts_of, row_tiles, store_total, sums_of
 from .selected_rows import KeyFacts, capacity, gather_rows, selected_rows
 from .sequences import query_tiles
 
-F32, I32 = pypto.DT_FP32, pypto.DT_INT32
 D_SCORES = 2  # the scope of the gradients of scores; that of the selected rows is 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts(KeyFacts):
-    dtype: str
     weights_dtype: str
     dy_dtype: str
-    heads: int
     ready_on_host: bool
     tiling: GradientTiling = INDEX
-
-    @property
-    def rows(self) -> int:
-        """Rows of a token in the inputs by head: whole tiles, behind the heads of zeros."""
-        return self.heads + behind(self.heads)
 
 
 class IndexBackward:

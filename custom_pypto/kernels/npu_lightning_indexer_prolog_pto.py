@@ -13,6 +13,10 @@ import pypto
 
 from . import (
     DTYPES,
+    F16,
+    F32,
+    I8,
+    I32,
     Arguments,
     arguments,
     loop,
@@ -20,11 +24,9 @@ from . import (
     npu_quant_rows_pto,
     runtime_options,
 )
-from .prolog import F32, PrologFacts, Tile, columns, rounded
+from .prolog import PrologFacts, Tile, columns, rounded
 from .pypto_versions import after_all, behind, jit, product_tile
 from .tiling import PrologTiling
-
-I32, HALF = pypto.DT_INT32, pypto.DT_FP16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +64,7 @@ def project(a: Arguments, tile: IndexTile, eps: float) -> None:
     """Writes ``q_index``, ``k_index`` and ``weights`` of a tile of tokens."""
     _, N1, D = a.q_index.shape
     weights = columns(tile.project(a.weights_proj, tile.tiling.side_n), 0, N1)
-    weights = pypto.cast(pypto.mul(weights, (N1 * D) ** -0.5), HALF)
+    weights = pypto.cast(pypto.mul(weights, (N1 * D) ** -0.5), F16)
     pypto.assemble(weights, [tile.start, 0], a.weights)
     key = rounded(tile.project(a.wk, tile.tiling.side_n), tile.dtype)
     angle = tile.angle()
@@ -123,14 +125,14 @@ def kernel(facts: Facts) -> Callable:
         sin_idx_rope: pypto.Tensor(rows, angle_dtype),
         hadamard_q: pypto.Tensor(matrix, dtype),
         hadamard_k: pypto.Tensor(matrix, dtype),
-        idx_k_cache: pypto.Tensor(rows, pypto.DT_INT8),
-        idx_k_scale_cache: pypto.Tensor(rows, HALF),
+        idx_k_cache: pypto.Tensor(rows, I8),
+        idx_k_scale_cache: pypto.Tensor(rows, F16),
         idx_k_cache_index: pypto.Tensor([pypto.STATIC, pypto.DYNAMIC], I32),
         q_index: pypto.Tensor([pypto.DYNAMIC, pypto.STATIC, pypto.STATIC], dtype),
         k_index: pypto.Tensor(rows, dtype),
-        query: pypto.Tensor(rows, pypto.DT_INT8),
-        query_scale: pypto.Tensor(rows, HALF),
-        weights: pypto.Tensor(rows, HALF),
+        query: pypto.Tensor(rows, I8),
+        query_scale: pypto.Tensor(rows, F16),
+        weights: pypto.Tensor(rows, F16),
     ):
         program(arguments(locals(), facts.absent), facts)
 

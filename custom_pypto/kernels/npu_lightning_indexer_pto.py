@@ -28,7 +28,7 @@ from dataclasses import InitVar, dataclass, field
 
 import pypto
 
-from . import DTYPES, Arguments, arguments, end_task, loop, runtime_options
+from . import DTYPES, F32, I32, Arguments, arguments, end_task, loop, runtime_options
 from .index_scores import LOWEST, IndexScores, widest
 from .pypto_versions import (
     begin_sort,
@@ -40,13 +40,7 @@ from .pypto_versions import (
     product_tile,
 )
 from .sequences import QueryFacts, query_tiles
-from .tiling import IndexerTiling, indexer_tiling
-
-F32, I32 = pypto.DT_FP32, pypto.DT_INT32
-
-
-def round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
+from .tiling import IndexerTiling, indexer_tiling, round_up
 
 
 @dataclass(frozen=True, kw_only=True)

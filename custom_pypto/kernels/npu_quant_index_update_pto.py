@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, Arguments, arguments, npu_quant_rows_pto, runtime_options
+from . import DTYPES, F16, I8, I32, Arguments, arguments, npu_quant_rows_pto, runtime_options
 from .npu_quant_rows_pto import index_rows
 from .pypto_versions import jit
 from .quantizer import TOKENS, tiles
@@ -31,7 +31,7 @@ def program(a: Arguments, facts: SlotFacts) -> None:
     for start, rows in tiles(a.slots.shape[1] // slot_words, "QUANT_KEY"):
         values, scales = index_rows(a, start, rows)
         # a row of 32 bytes, the smallest that UB holds
-        padded = pypto.tensor([TOKENS, 16], pypto.DT_FP16, "scales")
+        padded = pypto.tensor([TOKENS, 16], F16, "scales")
         pypto.set_vec_tile_shapes(TOKENS, 16)
         pypto.assemble(scales, [0, 0], padded)
         written = [(values, a.cache), (padded, a.scale_cache)]
@@ -47,9 +47,9 @@ def kernel(facts: Facts) -> Callable:
     def quant_index_update(
         x: pypto.Tensor([D, S], half),
         hadamard: pypto.Tensor([S, S], half),
-        slots: pypto.Tensor([S, D], pypto.DT_INT32),
-        cache: pypto.Tensor([D, S], pypto.DT_INT8),
-        scale_cache: pypto.Tensor([D, S], pypto.DT_FP16),
+        slots: pypto.Tensor([S, D], I32),
+        cache: pypto.Tensor([D, S], I8),
+        scale_cache: pypto.Tensor([D, S], F16),
     ):
         program(arguments(locals(), facts.absent), facts)
 

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 import pypto
 from pypto.experimental import gather_in_ub
 
-from . import DTYPES, Arguments, arguments, begin_task, end_task
+from . import DTYPES, F32, I8, I32, Arguments, arguments, begin_task, end_task
 from . import npu_lightning_indexer_pto as indexer
-from .npu_lightning_indexer_pto import F32, I32, Selector, round_up
+from .npu_lightning_indexer_pto import Selector
 from .pypto_versions import bounded, computed, jit, number
-from .tiling import power_of_two
+from .sequences import MOST_ROWS
+from .tiling import power_of_two, round_up
 
 SCALES = 64  # first scope of the scales, behind the scopes of the tokens
 
@@ -62,7 +63,7 @@ class QuantSelector(Selector):
         begin_task(SCALES + 1)
         pypto.set_vec_tile_shapes(size // block_size, block_size)
         # the cache as one large page, whose id is 0
-        scales = computed(gather_in_ub(cache, ids, page, 2**24, -2))
+        scales = computed(gather_in_ub(cache, ids, page, MOST_ROWS, -2))
         end_task()
         return pypto.reshape(scales, [1, size])
 
@@ -89,7 +90,7 @@ def program(a: Arguments, facts: Facts) -> None:
 @functools.cache
 def kernel(facts: Facts) -> Callable:
     """The kernel of :func:`program`."""
-    D, S, I8 = pypto.DYNAMIC, pypto.STATIC, pypto.DT_INT8
+    D, S = pypto.DYNAMIC, pypto.STATIC
     weights_dtype, scale_dtype = DTYPES[facts.weights_dtype], DTYPES[facts.scale_dtype]
 
     @jit(runtime_options=indexer.options(facts))

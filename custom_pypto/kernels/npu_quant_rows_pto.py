@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, Arguments, arguments, begin_task, end_task, runtime_options
+from . import DTYPES, F16, F32, I8, Arguments, arguments, begin_task, end_task, runtime_options
 from .pypto_versions import behind, jit
-from .quantizer import F32, TOKENS, loaded, quantized, tiles
+from .quantizer import TOKENS, loaded, quantized, tiles
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +35,7 @@ def index_rows(a: Arguments, start, rows) -> tuple:
     if a.hadamard is not None:
         x = pypto.cast(x, a.x.dtype)
     values, scales = quantized(x)
-    scales = pypto.cast(scales, pypto.DT_FP16)
+    scales = pypto.cast(scales, F16)
     end_task()
     return values, scales
 
@@ -57,8 +57,8 @@ def kernel(facts: Facts) -> Callable:
     def quant_rows(
         x: pypto.Tensor([D, S], half),
         hadamard: pypto.Tensor([S, S], half),
-        rows: pypto.Tensor([D, S], pypto.DT_INT8),
-        scales: pypto.Tensor([D, S], pypto.DT_FP16),
+        rows: pypto.Tensor([D, S], I8),
+        scales: pypto.Tensor([D, S], F16),
     ):
         program(arguments(locals(), facts.absent))
 

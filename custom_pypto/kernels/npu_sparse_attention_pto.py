@@ -9,13 +9,11 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, Arguments, arguments, loop, runtime_options
+from . import DTYPES, F32, I32, Arguments, arguments, loop, runtime_options
 from . import prolog as prologs
 from .npu_lightning_indexer_pto import Selector, SelectorFacts, write_indices
 from .npu_sparse_flash_attention_pto import AttenderFacts, attender
 from .pypto_versions import after_all, behind, jit
-
-F32, I32 = pypto.DT_FP32, pypto.DT_INT32
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,22 +21,19 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, Arguments, arguments, loop, runtime_options
+from . import DTYPES, F32, I32, Arguments, arguments, loop, runtime_options
 from .gradient_tiling import GradientTiling
-from .pypto_versions import after_all, behind, jit
+from .pypto_versions import after_all, jit
 from .row_sums import PARTS, add_rows, parts_of, row_tiles, store_total, sums_of
 from .selected_attention import attention_scores
 from .selected_rows import KeyFacts, capacity, gather_rows, selected_rows
 from .sequences import query_tiles
 
-F32, I32 = pypto.DT_FP32, pypto.DT_INT32
 NOTHING = 3e38  # as the maximum of a token without a key it makes exp 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts(KeyFacts):
-    dtype: str
-    heads: int
     scale: float
     rope: bool  # whether the call has it, like the next two
     own_value: bool
@@ -51,11 +48,6 @@ class Facts(KeyFacts):
         if not self.own_value:
             found += ["d_value", *(f"value_sums_{part}" for part in range(PARTS))]
         return tuple(found if self.sinks else [*found, "sinks", "sink_terms", "d_sinks"])
-
-    @property
-    def rows(self) -> int:
-        """Rows of a token in the inputs by head: whole tiles, behind the heads of zeros."""
-        return self.heads + behind(self.heads)
 
 
 class Backward:

@@ -18,7 +18,7 @@ from dataclasses import InitVar, dataclass, field
 
 import pypto
 
-from . import DTYPES, Arguments, arguments, begin_task, end_task, runtime_options
+from . import DTYPES, F32, I32, Arguments, arguments, begin_task, end_task, runtime_options
 from .pypto_versions import (
     behind,
     gathered,
@@ -78,8 +78,8 @@ def checked_table(block_table, sequence, last_block, width):
     row = [1, width]
     table = pypto.view(block_table, row, [sequence, 0], valid_shape=[1, block_table.shape[1]])
     # relu, here and below, for max(x, 0)
-    table = pypto.relu(pypto.cast(table, pypto.DT_FP32))
-    return pypto.cast(pypto.minimum(table, last_block), pypto.DT_INT32)
+    table = pypto.relu(pypto.cast(table, F32))
+    return pypto.cast(pypto.minimum(table, last_block), I32)
 
 
 def checked_indices(indices, row, last):
@@ -93,7 +93,7 @@ def checked_indices(indices, row, last):
     order = pypto.reshape(pypto.arange(0.0, float(width), 1.0), [1, width])
     pypto.set_vec_tile_shapes(1, width)
     index = pypto.view(indices, [1, width], [row, 0], valid_shape=[1, K])
-    index = pypto.cast(index, pypto.DT_FP32)
+    index = pypto.cast(index, F32)
     if K < width:
         index = pypto.fillpad(index, "constant", "-inf")
     ends = pypto.where(pypto.eq(index, -1.0), order, float(width))
@@ -219,7 +219,7 @@ def attender(a: Arguments, facts: AttenderFacts, loader: Callable = GatheredRows
                 at = row * heads + first
                 pypto.set_cube_tile_shapes(*scores_tiles)
                 q, k = queries(a, at, group), rows.keys()
-                logits = pypto.matmul(q, k, pypto.DT_FP32, a_trans=False, b_trans=True)
+                logits = pypto.matmul(q, k, F32, a_trans=False, b_trans=True)
 
                 sinks = None if a.sinks is None else pypto.view(a.sinks, [group, 1], [first, 0])
                 softmax_rows = tiling.softmax_rows(width, sinks=sinks is not None)
@@ -235,7 +235,7 @@ def attender(a: Arguments, facts: AttenderFacts, loader: Callable = GatheredRows
             pypto.set_vec_tile_shapes(16, latent)
             results = []
             if statistics:
-                zeros = pypto.full([heads, 1], 0.0, pypto.DT_FP32)
+                zeros = pypto.full([heads, 1], 0.0, F32)
                 results = where_valid(zeros, zeros, zeros)
             write(a, row * heads, pypto.full([heads, latent], 0.0, dtype), *results)
 
@@ -291,7 +291,7 @@ def options(facts: AttentionFacts) -> dict:
 @functools.cache
 def kernel(facts: Facts) -> Callable:
     """The kernel of :func:`program`."""
-    D, S, F32, I32 = pypto.DYNAMIC, pypto.STATIC, pypto.DT_FP32, pypto.DT_INT32
+    D, S = pypto.DYNAMIC, pypto.STATIC
     dtype = DTYPES[facts.dtype]
 
     @jit(runtime_options=options(facts))

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, Arguments, arguments, begin_task, end_task, loop, runtime_options
+from . import DTYPES, F32, I32, Arguments, arguments, begin_task, end_task, loop, runtime_options
 from .gradient_tiling import INDEX, GradientTiling
 from .index_gradients import TINY, index_scores, scaled
 from .index_scores import LOWEST
@@ -31,14 +31,10 @@ from .selected_attention import attention_scores
 from .selected_rows import KeyFacts, capacity, gather_rows, selected_rows
 from .sequences import query_tiles
 
-F32, I32 = pypto.DT_FP32, pypto.DT_INT32
-
 
 @dataclass(frozen=True, kw_only=True)
 class Facts(KeyFacts):
-    dtype: str
     weights_dtype: str
-    heads: int  # of the attention
     index_heads: int
     scale: float
     rope: bool  # whether the call has it
@@ -50,17 +46,12 @@ class Facts(KeyFacts):
         return () if self.rope else ("query_rope", "key_rope")
 
     @property
-    def rows(self) -> int:
-        """Rows of a token in the inputs by head: whole tiles, behind the heads of zeros."""
-        return self.heads + behind(self.heads)
-
-    @property
     def index_rows(self) -> int:
-        """Likewise of the indexer."""
+        """Rows of a token in the inputs by head of the indexer."""
         return self.index_heads + behind(self.index_heads)
 
 
-class Divergence(IndexBackward):
+class SparseDivergence(IndexBackward):
     """The stages. ``token(row, sequence, visible, part)`` builds the rows of one token."""
 
     def __init__(self, a: Arguments, facts: Facts):
@@ -140,7 +131,7 @@ def program(a: Arguments, facts: Facts) -> None:
             logarithms of the sums of the exponentials; ``loss_terms [1, T]``, zeros, and
             ``loss [1, 1]``, zero.
     """
-    backward = Divergence(a, facts)
+    backward = SparseDivergence(a, facts)
     tokens = a.indices.shape[0]
     for row, sequence, (visible,) in query_tiles(
         facts, a.query_lengths, a.key_lengths, tokens, capacity(a, facts), name="KL"

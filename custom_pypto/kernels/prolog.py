@@ -22,12 +22,11 @@ from dataclasses import InitVar, dataclass, field
 
 import pypto
 
-from . import Arguments, begin_task, end_task
+from . import F32, Arguments, begin_task, end_task
 from .pypto_versions import assemble_side_by_side, behind
 from .slots import SlotFacts, write_rows
 from .tiling import PrologTiling, cube_tile, prolog_tiling
 
-F32 = pypto.DT_FP32
 INDEX_KEY_EPS = 1e-6  # LayerNorm of the index key, whatever the eps of the RMSNorms
 
 

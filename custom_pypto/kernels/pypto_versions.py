@@ -14,9 +14,8 @@ from functools import partial
 import pypto
 from pypto.experimental import gather_in_l1
 
-from . import DTYPES, begin_task, loop
-
-F32, I32 = pypto.DT_FP32, pypto.DT_INT32
+from . import DTYPES, F16, F32, I8, I32, begin_task, loop
+from .tiling import round_up
 
 
 def _where_taken(function: Callable, **options) -> Callable:
@@ -68,7 +67,7 @@ LEAST_INDICES = 64
 
 def padded_indices(count: int) -> int:
     """The width of a row of ``count`` indices: a multiple of 16, at least ``LEAST_INDICES``."""
-    return max(-(-count // 16) * 16, LEAST_INDICES)
+    return max(round_up(count, 16), LEAST_INDICES)
 
 
 def pieces(index, size: int, parts: int) -> list:
@@ -165,7 +164,7 @@ def rounded_to_int8(x):
     0.2.0: casts to int8 exist from float16 only; not tried on CANN 9.1.
     """
     x = pypto.cast(x, I32, pypto.CastMode.CAST_RINT)
-    return pypto.cast(pypto.cast(x, pypto.DT_FP16), pypto.DT_INT8, pypto.CastMode.CAST_TRUNC)
+    return pypto.cast(pypto.cast(x, F16), I8, pypto.CastMode.CAST_TRUNC)
 
 
 RADIX = 4096  # float32 counts to RADIX**2 exactly

@@ -4,12 +4,11 @@ from collections.abc import Iterator
 
 import pypto
 
-from . import loop
+from . import F32, loop
 from .pypto_versions import div, filled, rounded_to_int8
 
 TOKENS = 16  # per tile
 SCALE_GROUP = 128  # values of a latent that share a scale
-F32 = pypto.DT_FP32
 
 
 def tiles(tokens, name: str) -> Iterator[tuple]:

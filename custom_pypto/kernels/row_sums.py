@@ -13,9 +13,9 @@ from collections.abc import Iterator
 
 import pypto
 
-from . import Arguments, loop
+from . import I32, Arguments, loop
 from .pypto_versions import padded_indices
-from .tiling import power_of_two
+from .tiling import power_of_two, round_up
 
 PARTS = 4  # destinations of the sums
 
@@ -28,7 +28,7 @@ def sums_rows(rows: int, count: int) -> int:
     """
     rows += padded_indices(count)
     step = max(power_of_two(rows) // 8, 64)
-    return -(-rows // step) * step
+    return round_up(rows, step)
 
 
 def sums_of(a: Arguments, prefix: str) -> list:
@@ -79,4 +79,4 @@ def store_sum(name: str, terms, total) -> None:
         tile = pypto.view(terms, [1, size], [0, i * size], valid_shape=valid)
         found = pypto.sum(tile, dim=-1, keepdim=True)
         pypto.set_vec_tile_shapes(16)
-        pypto.index_put_(total, (pypto.full([1], 0, pypto.DT_INT32),), found, accumulate=True)
+        pypto.index_put_(total, (pypto.full([1], 0, I32),), found, accumulate=True)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pypto
 
+from . import F32
 from .gradient_tiling import GradientTiling
 from .npu_sparse_flash_attention_pto import beside
 
@@ -31,4 +32,4 @@ def attention_scores(
     k = keys[0]
     if len(keys) > 1:
         q, k = beside(q, query[1], "query"), beside(k, keys[1], "keys")
-    return pypto.matmul(q, k, pypto.DT_FP32, a_trans=False, b_trans=True)
+    return pypto.matmul(q, k, F32, a_trans=False, b_trans=True)

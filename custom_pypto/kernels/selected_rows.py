@@ -6,16 +6,11 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import Arguments, begin_task, end_task
+from . import F32, I32, Arguments, begin_task, end_task
 from .npu_sparse_flash_attention_pto import checked_indices, checked_table
-from .pypto_versions import gathered, number, pieces
-from .sequences import QueryFacts
+from .pypto_versions import behind, gathered, number, pieces
+from .sequences import MOST_ROWS, QueryFacts
 from .tiling import power_of_two
-
-F32, I32 = pypto.DT_FP32, pypto.DT_INT32
-# The most rows of a cache, which float32 still counts exactly. Also the block size of gathers: any
-# cache is then one block, so an index is a row.
-MOST_ROWS = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +19,18 @@ class KeyFacts(QueryFacts):
     power of two.
     """
 
+    dtype: str
+    heads: int  # of the query
     block_size: int  # 0: the keys are not paged
     table_width: int  # of the block table, then rounded up
 
     def __post_init__(self):
         object.__setattr__(self, "table_width", max(power_of_two(self.table_width), 64))
+
+    @property
+    def rows(self) -> int:
+        """Rows of a token in the inputs by head: whole tiles, behind the heads of zeros."""
+        return self.heads + behind(self.heads)
 
 
 def capacity(a: Arguments, facts: KeyFacts):
@@ -70,8 +72,8 @@ def selected_rows(a: Arguments, facts: KeyFacts, row, sequence, visible, splits:
     pypto.set_vec_tile_shapes(width)
     order = pypto.reshape(pypto.arange(1.0, float(width + 1), 1.0), [1, width])
     pypto.set_vec_tile_shapes(1, width)
-    behind = pypto.add(order, last_row)
-    places = pypto.cast(pypto.where(pypto.eq(mask, 1.0), rows, behind), I32)
+    others = pypto.add(order, last_row)
+    places = pypto.cast(pypto.where(pypto.eq(mask, 1.0), rows, others), I32)
     found = [pieces(rows, *split) for split in splits(width)]
     end_task()
     # in a task of its own: one that holds it and the gathers' indices depends on itself

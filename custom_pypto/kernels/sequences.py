@@ -10,6 +10,10 @@ from dataclasses import dataclass
 
 from . import loop
 
+# The most rows of a cache, which float32 still counts exactly. Also the block size of gathers: any
+# cache is then one block, so an index is a row.
+MOST_ROWS = 1 << 24
+
 
 @dataclass(frozen=True, kw_only=True)
 class QueryFacts:

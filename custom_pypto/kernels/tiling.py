@@ -66,6 +66,10 @@ def power_of_two(n: int) -> int:
     return 1 << max(n - 1, 0).bit_length()
 
 
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
 def indexer_tiling(
     *,
     tokens: int,
@@ -121,11 +125,11 @@ class AttentionTiling:
 
     def cube_tiles(self, heads: int, latent: int, rope: int, keys: int) -> tuple[tuple, tuple]:
         """Cube tiles ([m], [k], [n]) of both matmuls, in L0 and L1 each."""
-        m = -(-min(self.heads, heads) // 16) * 16
+        m = round_up(min(self.heads, heads), 16)
         columns = gcd(self.output_columns, latent)
         scores = score_tiles(m, latent, rope, min(self.score_keys, keys))
         k = min(128, keys)  # whole tiles of L0 in L1, or compilation fails
-        output = [m, m], [k, min(self.output_keys, -(-keys // k) * k)], [columns, columns]
+        output = [m, m], [k, min(self.output_keys, round_up(keys, k))], [columns, columns]
         return scores, output
 
     def splits(self, heads: int, latent: int, rope: int, keys: int) -> list[tuple[int, int]]:
@@ -255,7 +259,7 @@ def cube_tile(
     as much of k as L1 holds. ``left_stays``: the left operand is copied once per task, if it leaves
     half of L1 (PyPTO cannot compile that for a view of an argument).
     """
-    m = -(-m // 16) * 16
+    m = round_up(m, 16)
     n = largest_divisor(columns, 16, min(n, columns, L0C_BYTES // 4 // m))
     k0 = largest_divisor(k, 16, min(128, L0_BYTES // 2 // max(m, n)))
     if left_stays and m * k <= L1_BYTES // 4:

@@ -6,7 +6,7 @@ device nor stops a graph capture. PyPTO launches on the current stream and takes
 torch's allocator.
 
 ``<op>.py`` has two functions, whose arguments have the schema's names. ``check(arguments)`` rejects
-calls that the contract allows but the NPU programs do not support; it reads only sizes, strides and
+calls that the contract allows but the NPU kernels do not support; it reads only sizes, strides and
 dtypes, and serves graph mode too. ``kernel_call(arguments, out)`` then describes the call of the
 PyPTO kernel that computes ``out``, the output or tuple of outputs; if there is nothing to launch,
 it fills ``out`` and returns None.

@@ -53,7 +53,7 @@ class Operator:
         """The functions with their signatures; looked up once per value of :func:`places`.
 
         Raises:
-            Missing: no installed package offers the operator.
+            Problem: no installed package offers the operator.
         """
         where = places()
         if where not in self._found:

@@ -16,4 +16,4 @@ def kernel_call(a: Arguments, z: Tensor) -> KernelCall | None:
         return None
     operands = {operand: getattr(a, operand).reshape(-1).contiguous() for operand in ("x", "y")}
     facts = program(OP).Facts(dtype=name(a.x.dtype))
-    return KernelCall(facts, operands | dict(z=z.view(-1)), written=("z",))
+    return KernelCall(facts, operands | dict(z=z.view(-1)))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..descriptions import HALF, OPS, spelled
+from ..descriptions import OPS, spelled
 from ..requirements import pypto_problem, switched_on, warn_of_untested_pypto
 
 Arguments = SimpleNamespace  # of a call, by their names in the schema
@@ -22,21 +22,20 @@ class KernelCall:
 
     facts: Any  # a ``Facts`` of kernels/<op>.py
     tensors: dict[str, Tensor | None]  # by the kernel's names, in any order; None is not read
-    written: tuple[str, ...]  # names of the tensors that the kernel writes
 
 
-# runs a PyPTO kernel; takes tensors in the order of its signature, and names of written ones
-Launch = Callable[[Callable, dict[str, Tensor], tuple[str, ...]], None]
+# runs a PyPTO kernel; takes tensors in the order of its signature
+Launch = Callable[[Callable, dict[str, Tensor]], None]
 
 
-def on_device(kernel: Callable, tensors: dict[str, Tensor], written: tuple[str, ...]) -> None:
+def on_device(kernel: Callable, tensors: dict[str, Tensor]) -> None:
     """Launches the kernel on the current stream of the tensors' device."""
     in_order = tuple(tensors.values())
     with torch.npu.device(in_order[0].device):  # type: ignore[attr-defined]
         kernel(*in_order)
 
 
-def prepared(op: str, call: KernelCall) -> tuple[Callable, dict[str, Tensor], tuple[str, ...]]:
+def prepared(op: str, call: KernelCall) -> tuple[Callable, dict[str, Tensor]]:
     """The arguments of a ``Launch``.
 
     Raises:
@@ -46,7 +45,7 @@ def prepared(op: str, call: KernelCall) -> tuple[Callable, dict[str, Tensor], tu
 
     kernel = program(op).kernel(call.facts)
     dtypes, tensors = signature(kernel), {}
-    for argument in (*call.tensors, *call.written):
+    for argument in call.tensors:
         if argument not in dtypes:
             raise TypeError(f"{op}: the kernel has no tensor {argument}")
     like = next(tensor for tensor in call.tensors.values() if tensor is not None)
@@ -57,7 +56,7 @@ def prepared(op: str, call: KernelCall) -> tuple[Callable, dict[str, Tensor], tu
         if tensor is None:
             tensor = like.new_empty(1, 1, dtype=getattr(torch, dtype))
         tensors[argument] = tensor
-    return kernel, tensors, call.written
+    return kernel, tensors
 
 
 @functools.cache
@@ -90,7 +89,7 @@ class Limits:
             )
 
     def dtype(self, argument: str) -> None:
-        dtypes = OPS[self.op].dtypes.get(argument, HALF)
+        dtypes = OPS[self.op].dtypes_of(argument)
         given = name(getattr(self.arguments, argument).dtype)
         remedy = "convert it, or run on the CPU"
         self.require(given in dtypes, f"{argument}.dtype", spelled(dtypes), given, remedy)

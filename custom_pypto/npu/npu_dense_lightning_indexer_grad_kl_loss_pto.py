@@ -39,7 +39,7 @@ def kernel_call(a: Arguments, results: tuple[Tensor, ...]) -> KernelCall | None:
     size = facts.tiling.chunk
     common = every_key.common_tensors(a, keys, size)
     tensors = common | _attention(a, facts, size) | _index(a, facts, common, size)
-    return KernelCall(facts, tensors | written, written=tuple(written))
+    return KernelCall(facts, tensors | written)
 
 
 def _attention(a: Arguments, facts, size: int) -> dict[str, Tensor]:

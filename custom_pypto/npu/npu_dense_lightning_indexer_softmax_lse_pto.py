@@ -29,4 +29,4 @@ def kernel_call(a: Arguments, out: tuple[Tensor, Tensor]) -> KernelCall | None:
         key=padded(rows(a.key_index), rows=size),
     )
     tensors |= every_key.common_tensors(a, keys, size)
-    return KernelCall(facts, tensors | results, written=tuple(results))
+    return KernelCall(facts, tensors | results)

@@ -29,4 +29,4 @@ def kernel_call(a: Arguments, out: Tensor) -> KernelCall | None:
     cache_rows = a.key.size(0) * a.key.size(1)
     facts = program(OP).Facts(**common_facts(OP, a), cache_rows=cache_rows)
     tensors = common_tensors(a, facts) | dict(out=out.view(-1, out.size(-1)))
-    return KernelCall(facts, tensors, written=("out",))
+    return KernelCall(facts, tensors)

@@ -32,4 +32,4 @@ def kernel_call(a: Arguments, out: None) -> KernelCall | None:
         slots=words(a.slots),
         cache=rows(a.cache).view(torch.float32),
     )
-    return KernelCall(facts, tensors, written=("cache",))
+    return KernelCall(facts, tensors)

@@ -63,4 +63,4 @@ def kernel_call(a: Arguments, results: tuple[Tensor, ...]) -> KernelCall | None:
         ),
     )
     tensors = inputs | of_keys | zero_sums(a.key, K, dict(sums=a.key.size(-1))) | written
-    return KernelCall(facts, tensors, written=tuple(written))
+    return KernelCall(facts, tensors)

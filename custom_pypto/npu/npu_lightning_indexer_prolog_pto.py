@@ -54,7 +54,7 @@ def kernel_call(a: Arguments, out: tuple[Tensor, Tensor, Tensor]) -> KernelCall 
         weights=weights,
     )
     tensors = _inputs(a, facts) | _between(a, facts, query) | results
-    return KernelCall(facts, tensors, written=tuple(results))
+    return KernelCall(facts, tensors)
 
 
 def _inputs(a: Arguments, facts: Any) -> dict[str, Tensor | None]:

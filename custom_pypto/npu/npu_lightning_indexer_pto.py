@@ -49,11 +49,8 @@ def kernel_call(a: Arguments, results: tuple[Tensor, Tensor]) -> KernelCall | No
         made = dict(ready_on_host=False)  # lengths are computed on the device
     made |= dict(cmp_ratio=a.cmp_ratio, values=values is not None)
     facts = program(OP).Facts(**common_facts(OP, a, out) | made)
-    tensors = common_tensors(a, out, facts)
-    if values is None:
-        return KernelCall(facts, tensors | dict(values=None), written=("indices",))
-    values = values.view(-1, a.sparse_count)
-    return KernelCall(facts, tensors | dict(values=values), written=("indices", "values"))
+    values = None if values is None else values.view(-1, a.sparse_count)
+    return KernelCall(facts, common_tensors(a, out, facts) | dict(values=values))
 
 
 def is_filled(a: Arguments, out: Tensor, values: Tensor | None = None) -> bool:

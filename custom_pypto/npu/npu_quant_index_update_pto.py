@@ -25,4 +25,4 @@ def kernel_call(a: Arguments, out: None) -> KernelCall | None:
     )
     caches = dict(cache=rows(a.cache), scale_cache=a.scale_cache.view(-1, 1))
     tensors = operands(a, facts) | dict(slots=words(a.slots)) | caches
-    return KernelCall(facts, tensors, written=tuple(caches))
+    return KernelCall(facts, tensors)

@@ -39,4 +39,4 @@ def kernel_call(a: Arguments, out: Tensor) -> KernelCall | None:
         query_scale=a.query_dequant_scale.contiguous().view(-1, 1),
         key_scale=a.key_dequant_scale.squeeze(2),
     )
-    return KernelCall(facts, common_tensors(a, out, facts) | scales, written=("indices",))
+    return KernelCall(facts, common_tensors(a, out, facts) | scales)

@@ -21,7 +21,7 @@ def kernel_call(a: Arguments, out: tuple[Tensor, Tensor]) -> KernelCall | None:
         return None
     facts = program(OP).Facts(dtype=name(a.x.dtype), absent=absent(a))
     results = dict(rows=out[0].view(-1, a.x.size(-1)), scales=out[1].view(-1, 1))
-    return KernelCall(facts, operands(a, facts) | results, written=("rows", "scales"))
+    return KernelCall(facts, operands(a, facts) | results)
 
 
 def absent(a: Arguments) -> tuple[str, ...]:

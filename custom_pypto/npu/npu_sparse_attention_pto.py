@@ -52,7 +52,7 @@ def kernel_call(a: Arguments, out: Tensor) -> KernelCall | None:
         out=out.view(-1, out.size(-1)),
     )
     tensors = _inputs(a, facts) | _between(a, facts) | results
-    return KernelCall(facts, tensors, written=tuple(results))
+    return KernelCall(facts, tensors)
 
 
 def _facts(a: Arguments) -> Any:

@@ -47,7 +47,7 @@ def kernel_call(a: Arguments, results: tuple[Tensor, ...]) -> KernelCall | None:
     )
     of_keys = keys.tensors()
     inputs = _of_tokens(a, facts, of_keys["key_lengths"]) | of_keys | _of_cache(a, K)
-    return KernelCall(facts, dict.fromkeys(OUTPUTS) | inputs | written, written=tuple(written))
+    return KernelCall(facts, dict.fromkeys(OUTPUTS) | inputs | written)
 
 
 def _of_tokens(a: Arguments, facts, key_lengths: Tensor) -> dict[str, Tensor | None]:

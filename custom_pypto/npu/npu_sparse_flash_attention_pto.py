@@ -45,7 +45,7 @@ def kernel_call(a: Arguments, results: tuple[Tensor, ...]) -> KernelCall | None:
         optional["query_rope"] = padded(optional["query_rope"], rows=facts.rows_behind_query)
     value = rows(a.key if a.value is None else a.value)
     tensors = common_tensors(a, facts) | dict(value=value) | optional
-    return KernelCall(facts, tensors, written=tuple(written))
+    return KernelCall(facts, tensors)
 
 
 def with_pages(a: Arguments) -> Arguments:

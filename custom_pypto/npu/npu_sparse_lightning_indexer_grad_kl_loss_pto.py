@@ -68,7 +68,7 @@ def kernel_call(a: Arguments, results: tuple[Tensor, ...]) -> KernelCall | None:
     )
     sums = zero_sums(a.key_index, K, dict(sums=a.key_index.size(-1)))
     tensors = _attention(a, facts.rows) | index | of_keys | sums | written
-    return KernelCall(facts, tensors, written=tuple(written))
+    return KernelCall(facts, tensors)
 
 
 def _attention(a: Arguments, heads: int) -> dict[str, Tensor | None]:

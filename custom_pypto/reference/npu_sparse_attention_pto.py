@@ -126,7 +126,7 @@ def _index_operands(
 
 
 def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
-    # float16 runs the same NPU programs as bfloat16, the slowest ones in the interpreter
+    # float16 runs the same NPU kernels as bfloat16, the slowest ones in the interpreter
     dtypes = [dtype for dtype in dtypes if dtype != torch.float16]
     return of_sequences(dtypes, [([40, 3], 1, 64), ([200, 130], 2, 16)], _arguments)
 

@@ -1,4 +1,4 @@
-"""The ops on CPU tensors, computed by the NPU programs."""
+"""The ops on CPU tensors, computed by the NPU kernels."""
 
 import contextlib
 import functools
@@ -40,21 +40,20 @@ def on_cpu(*, generated: bool = False, unordered_adds: bool = False) -> Iterator
     route = "PyPTO's generated code" if generated else "PyPTO's interpreter"
     with tqdm(unit=" kernels", desc=route, disable=None, leave=False) as progress:
 
-        def launch(kernel, tensors: dict[str, Tensor], written: tuple[str, ...]) -> None:
+        def launch(kernel, tensors: dict[str, Tensor]) -> None:
             progress.set_postfix_str(kernel.__name__)
             run_in_place(kernel, tuple(tensors.values()), run)
             progress.update()
 
         library = torch.library.Library("custom_pypto", "IMPL")
-        # from here on, "cpu" in the log of CUSTOM_PYPTO_LOG means this route
         logging.getLogger("custom_pypto").info("%s stands in for the CPU kernels", route)
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "Warning only once for all operators")
                 for op, function in npu.implementations(launch).items():
                     library.impl(overload(op), function, "CPU", allow_override=True)
-                # models leave attention to the ops, as on an NPU
-                for name, value in {"cpu_isa": "pypto", "absorbs": True}.items():
+                # the log names this route; models leave attention to the ops, as on an NPU
+                for name, value in {"cpu_isa": route, "absorbs": True}.items():
                     fixed = functools.partial(lambda value: value, value)
                     library.impl(name, fixed, "CompositeImplicitAutograd", allow_override=True)
             yield

@@ -20,7 +20,7 @@ from .loaded_calls import loaded
 if not hasattr(JitCallableWrapper, "_setup_verify_data"):
     raise ImportError(
         "custom_pypto.simulation: needs the internals of PyPTO 0.2.0 or of CANN 9.1, found "
-        f"{pypto_copy()}; unset PYTHONPATH, or run the NPU programs on an NPU"
+        f"{pypto_copy()}; unset PYTHONPATH, or run the NPU kernels on an NPU"
     )
 
 LIB = Path(pypto.__file__).parent / "lib"

@@ -3,7 +3,7 @@
 - ``inputs``: seeded ones of given lengths; ``on_npu``: the same of sizes and dtype of an NPU;
 - ``not_default``: ones with no attribute at its default;
 - ``random_call``: random hostile ones; ``WEIGHT``: how often;
-- ``rejected``: ones that break a rule; ``unsupported_on_npu``: only a limit of the NPU program;
+- ``rejected``: ones that break a rule; ``unsupported_on_npu``: only a limit of the NPU kernel;
 - ``graph_calls``: the calls of each compilation; of several calls, sizes are symbols.
 
 Data that an op must not read is poisoned: NaN in query and key rows past a sequence's length and in

@@ -160,7 +160,7 @@ def rejected(row, bsnd: dict, tnd: dict) -> list:
 
 
 def unsupported_on_npu(row, on_npu) -> list:
-    """Calls over every visible key that only the NPU programs reject."""
+    """Calls over every visible key that only the NPU kernels reject."""
     at_most = "query_index.size({}) must be at most {} on an NPU, got {}"
     return [
         row(at_most.format(1, 64, 65), on_npu([2], [5], index_heads=65)),

@@ -1,4 +1,4 @@
-"""What the results of the NPU programs must be."""
+"""What the results of the NPU kernels must be."""
 
 import shutil
 from collections.abc import Callable
@@ -121,7 +121,7 @@ def check_by_its_rule(op: str, x: dict, like: dict | None = None):
 
 
 class Program(NamedTuple):
-    """Calls of an op that its NPU program takes.
+    """Calls of an op that its NPU kernel takes.
 
     ``fast``: those whose generated code runs by default. ``data``: arguments that change no code.
     """

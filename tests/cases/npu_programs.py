@@ -1,4 +1,4 @@
-"""Calls of the ops that the NPU programs take, by mechanism of the programs."""
+"""Calls of the ops that the NPU kernels take, by mechanism of the programs."""
 
 import torch
 

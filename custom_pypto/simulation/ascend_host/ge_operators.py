@@ -1,6 +1,8 @@
 """The GE operators that torchair emits, computed with torch on NPU tensors."""
 
 import functools
+import inspect
+import re
 from collections.abc import Callable
 
 import torch
@@ -38,53 +40,6 @@ def _index(x, indices, indices_mask):
 def _layer_norm(x, normalized_shape, gamma, beta, epsilon):
     y, *statistics = torch.native_layer_norm(x, _ints(normalized_shape), gamma, beta, epsilon)
     return y, *(statistic.float() for statistic in statistics)
-
-
-def _lightning_indexer(
-    query,
-    key,
-    weights,
-    actual_seq_lengths_query,
-    actual_seq_lengths_key,
-    block_table,
-    layout_query,
-    layout_key,
-    sparse_count,
-    sparse_mode,
-    pre_tokens,
-    next_tokens,
-    return_values,
-):
-    keywords = dict(locals())
-    for name in ("query", "key", "weights", "return_values"):
-        del keywords[name]
-    return torch.ops.npu.npu_lightning_indexer(
-        query, key, weights, **keywords, return_value=return_values
-    )
-
-
-def _sparse_flash_attention(
-    query,
-    key,
-    value,
-    sparse_indices,
-    block_table,
-    actual_seq_lengths_query,
-    actual_seq_lengths_kv,
-    query_rope,
-    key_rope,
-    scale_value,
-    sparse_block_size,
-    layout_query,
-    layout_kv,
-    sparse_mode,
-    pre_tokens,
-    next_tokens,
-    attention_mode,
-    return_softmax_lse,
-    sinks=None,
-):
-    return torch.ops.npu.npu_sparse_flash_attention(**locals())
 
 
 def _linear(x1, x2, bias, transpose_x1, transpose_x2):
@@ -154,6 +109,28 @@ PROTOTYPES = {
     ),
 }
 
+
+def _standard(type: str, function: str, **renamed: str) -> Callable:
+    """torch_npu's op, with the prototype's names of its arguments but for those ``renamed``."""
+    inputs, _, attributes = PROTOTYPES[type]
+    required = inspect.Parameter.empty
+    parameters = [
+        inspect.Parameter(
+            name.rstrip("?"),
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None if name.endswith("?") else required,
+        )
+        for name in [*inputs.split(), *re.findall(r"(\w+):", attributes)]
+    ]
+
+    def compute(**given):
+        op = getattr(torch.ops.npu, function)
+        return op(**{renamed.get(name, name): value for name, value in given.items()})
+
+    compute.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return compute
+
+
 # What each type computes, as GE documents it; a new type needs a line here only. The parameters are
 # the inputs and attributes of GE's prototype by their names (a dynamic input is a list; else_ is
 # GE's else); a default is the only supported value of that attribute. A function returns the
@@ -181,7 +158,9 @@ OPERATORS: dict[str, Callable] = {
     "Identity": lambda x: x,
     "IndexByTensor": _index,
     "LayerNormV4": _layer_norm,
-    "LightningIndexer": _lightning_indexer,
+    "LightningIndexer": _standard(
+        "LightningIndexer", "npu_lightning_indexer", return_values="return_value"
+    ),
     "Less": lambda x1, x2: x1 < x2,
     "LessEqual": lambda x1, x2: x1 <= x2,
     "Log1p": lambda x: x.log1p(),
@@ -212,7 +191,7 @@ OPERATORS: dict[str, Callable] = {
     "Sigmoid": lambda x: x.sigmoid(),
     "Sin": lambda x: x.sin(),
     "SoftmaxV2": lambda x, axes, half_to_float=False: x.softmax(*axes),
-    "SparseFlashAttention": _sparse_flash_attention,
+    "SparseFlashAttention": _standard("SparseFlashAttention", "npu_sparse_flash_attention"),
     "SplitV": _split,
     "Sqrt": lambda x: x.sqrt(),
     "Squeeze": lambda x, axis: x.squeeze(axis) if axis else x.squeeze(),

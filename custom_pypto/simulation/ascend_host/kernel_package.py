@@ -20,9 +20,8 @@ import torch
 from torch import Tensor
 
 from ...descriptions import OPS
-from ...graph.listing import listing
 from ...graph.prototypes import Prototype, prototypes
-from ...kernel_packages import LIBRARY, LISTS
+from ...kernel_packages import LIBRARY, LISTS, listing
 from ...schemas import overload
 from . import device
 from .libraries import compile_library

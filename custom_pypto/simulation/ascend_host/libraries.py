@@ -18,6 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from ... import requirements
 from ...requirements import TORCH_NPU, installed_version, listed, minor
 from ..compiler import SimulationError, built_once
 
@@ -86,10 +87,10 @@ def _clear_allocator_keys(main: ctypes.CDLL) -> None:
 
 def cann() -> str | None:
     """The evidence of a real CANN on this machine; None if there is none."""
-    home = os.environ.get("ASCEND_HOME_PATH", "/usr/local/Ascend/ascend-toolkit/latest")
     if is_loadable(MAIN):
         return f"{MAIN} can be loaded"
-    return f"it is in {home}" if os.path.isdir(home) else None
+    home = requirements.cann()
+    return f"it is in {home}" if home else None
 
 
 def _name() -> str:

@@ -18,7 +18,7 @@ from .compressed_attention import ServedCompressedAttention
 from .experts import limit_gates
 
 
-class MixtureOfExperts(upstream.DeepseekV4MoE):
+class ServedDeepseekV4Experts(upstream.DeepseekV4MoE):
     """vLLM's layer, whose gates and values are limited, as one op to the compiler."""
 
     def __init__(self, vllm_config, prefix=""):
@@ -32,7 +32,7 @@ class MixtureOfExperts(upstream.DeepseekV4MoE):
 
 def _experts(hidden: Tensor, input_ids: Tensor | None, layer_name: str) -> Tensor:
     layer = get_forward_context().no_compile_layers[layer_name]
-    return super(MixtureOfExperts, layer).forward(hidden, input_ids)
+    return super(ServedDeepseekV4Experts, layer).forward(hidden, input_ids)
 
 
 def _experts_meta(hidden: Tensor, input_ids: Tensor | None, layer_name: str) -> Tensor:
@@ -46,7 +46,7 @@ direct_register_custom_op("custom_pypto_experts", _experts, [], _experts_meta)
 # churn: names of vllm/models/deepseek_v4/cpu/model.py and of its router, resolved when layers are
 # made and called
 upstream.DeepseekV4CPUAttention = ServedCompressedAttention
-upstream.DeepseekV4MoE = MixtureOfExperts
+upstream.DeepseekV4MoE = ServedDeepseekV4Experts
 upstream.MHCPreOp = portable.HyperConnectionPre
 upstream.MHCPostOp = portable.HyperConnectionPost
 upstream.HCHeadOp = portable.HyperConnectionHead

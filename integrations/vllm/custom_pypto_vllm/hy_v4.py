@@ -13,7 +13,7 @@ from .experts import limit_gates
 from .layer import ServedLatentAttention, own_index_cache
 
 
-class GatedAttention(ServedLatentAttention, attention.HYV4MLAAttention):
+class ServedGatedAttention(ServedLatentAttention, attention.HYV4MLAAttention):
     """Attention with a sink in each head's softmax and a gate of its output."""
 
     index_rope_last = True
@@ -33,7 +33,7 @@ class GatedAttention(ServedLatentAttention, attention.HYV4MLAAttention):
         return self.o_proj(output)[0]
 
 
-class MixtureOfExperts(upstream.HYV4MoEFused):
+class ServedHYV4Experts(upstream.HYV4MoEFused):
     def __init__(self, *arguments, **keywords):
         super().__init__(*arguments, **keywords)
         limit_gates(self.experts.routed_experts)
@@ -42,8 +42,8 @@ class MixtureOfExperts(upstream.HYV4MoEFused):
 # churn: names of vllm/models/hy_v4/nvidia, resolved when layers are made
 attention.get_attn_backend = lambda **_: SparseAttentionBackend
 attention.MLAAttention = SparseAttention
-upstream.HYV4MLAAttention = GatedAttention
-upstream.HYV4MoEFused = MixtureOfExperts
+upstream.HYV4MLAAttention = ServedGatedAttention
+upstream.HYV4MoEFused = ServedHYV4Experts
 
 
 # published names of the tensors that transformers 5 saves under its own

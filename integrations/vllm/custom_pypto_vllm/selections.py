@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 WORKER = f"{__name__}.RecordingWorker"
-Part = tuple[int, Tensor]  # tokens of a request up to here, and the rows of the last of them
+Recorded = tuple[int, Tensor]  # tokens of a request up to here, and the rows of the last of them
 PATHS = "/v1/completions", "/v1/chat/completions"
 
 
@@ -39,7 +39,7 @@ class Recorder:
 
     def __init__(self, runner, layers: list[str], most: int):
         self.runner, self.layers, self.most = runner, layers, most
-        self.requests: OrderedDict[str, dict[str, list[Part]]] = OrderedDict()
+        self.requests: OrderedDict[str, dict[str, list[Recorded]]] = OrderedDict()
 
     def add(self, layer: str, metadata, indices: Tensor) -> None:
         """Records a layer's ``indices [tokens, K]`` of a step."""
@@ -53,7 +53,7 @@ class Recorder:
             if _cut(parts, length - (end - start)):
                 parts.append((length, indices[start:end].clone()))
 
-    def _of(self, request: str, running: list[str]) -> dict[str, list[Part]]:
+    def _of(self, request: str, running: list[str]) -> dict[str, list[Recorded]]:
         if request not in self.requests:
             for old in [name for name in self.requests if name not in running]:
                 if len(self.requests) < self.most:
@@ -81,7 +81,7 @@ class Recorder:
         }
 
 
-def _cut(parts: list[Part], length: int) -> bool:
+def _cut(parts: list[Recorded], length: int) -> bool:
     """Shortens ``parts`` to ``length`` rows: those behind are computed again, after a preemption or
     a rejected draft. False, and nothing is left, if there are fewer: the record lacks the beginning
     of a request.

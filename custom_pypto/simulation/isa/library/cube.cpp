@@ -1,5 +1,5 @@
 // The cube unit. Layouts in units of 16 rows or columns x 32 bytes of k: L0A row of blocks by row
-// of blocks, L0B likewise with every block in columns; L0C column of blocks of 16 x 16 by column of
+// of blocks, L0B too, with every block in columns; L0C column of blocks of 16 x 16 by column of
 // blocks.
 #include <cstring>
 #include <vector>
