@@ -107,7 +107,9 @@ def run(name: str, args: argparse.Namespace) -> int:
         rows.append(row)
         print(*row, sep="  ", flush=True)
     if args.write:
-        command = " ".join(["bash run.sh bench", name, *given(name, options), "--write"])
+        # a path is of this machine
+        shown = {k: k.upper() if os.sep in str(v) else v for k, v in options.items()}
+        command = " ".join(["bash run.sh bench", name, *given(name, shown), "--write"])
         benchmark.written(rows, command, options)
     return 0
 
