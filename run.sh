@@ -44,9 +44,9 @@ Develop
                                                times all, or what --list names; --check: exit code
                                                1 below a floor; --write: into RESULTS.md. NAME:
                                                ops parts int8_ops gradients weights layer_weights
-                                               training peers model layer step fixed v4 loading
-                                               ranks log int8 npu tune launch serving soak
-                                               serving_step
+                                               training peers llama model layer step fixed v4
+                                               loading ranks log int8 npu tune launch serving
+                                               soak serving_step
   run.sh fuzz [--minutes N] [--seed S]         fuzzes the ops on this CPU with random calls
   run.sh sanitize [address|thread]             30000 fuzz calls and the tests of the ops, compiled
                                                with AddressSanitizer and UBSan, or TSan

@@ -6,6 +6,7 @@ import multiprocessing.forkserver
 import os
 import re
 import sys
+import time
 from concurrent.futures import ProcessPoolExecutor
 from datetime import timedelta
 from pathlib import Path
@@ -59,6 +60,10 @@ def in_group(rank: int, work, ranks: int, folder: Path, *args):
         timeout=timedelta(seconds=60),
     )
     work(rank, folder, *args)
+    # The group's destructor waits for its thread, with the GIL, for which the thread may wait to
+    # free the state of its last work (seen with torch 2.13 and DistributedDataParallel).
+    time.sleep(0.1)
+    dist.destroy_process_group()
 
 
 def status(line: str) -> int:

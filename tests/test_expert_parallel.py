@@ -118,7 +118,6 @@ def work(rank: int, folder: Path, cases: list[str]):
             "shared": {n for n, x in state if isinstance(x, DTensor)},
         }
     torch.save(seen, folder / f"{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])

@@ -6,7 +6,6 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-import torch.distributed as dist
 from memory import in_ranks
 from model_harness import COUNT_PADDING
 from tiny import ALL_KINDS, SHARED_HEADS, clear_case, marks_of, query_projection, tiny_model
@@ -98,7 +97,6 @@ def work(rank: int, folder: Path, kind: str, way: dict, seed: int):
         with pytest.raises(TypeError, match=f"{query} of layer 0 must have no adapter while ranks"):
             losses_and_gradients(adapted(models.load(folder / kind, **way), [query]), seed, None)
     torch.save(seen, folder / f"{rank}.pt")
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module", params=PARAMETERS)

@@ -121,7 +121,8 @@ def step_of_operands(call: dict) -> float:
     if x.dtype == torch.bfloat16 and rows > 16:
         return 2**-9  # a CPU with instructions for bfloat16 rounds the weight to it
     many = x.dtype == torch.float16 and rows > 16
-    if weight.dtype == torch.uint8 or (weight.dtype == torch.int8 and (many or rows <= 16)):
+    exact = x.dtype == torch.float32 and rows > 16 and experts is None
+    if weight.dtype == torch.uint8 or (weight.dtype == torch.int8 and not exact):
         # values of x that share a scale are within half a step of 2**-15 of the largest one
         return (256 if many else 128) ** 0.5 * 2**-16
     return 0.0
