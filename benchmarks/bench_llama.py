@@ -24,8 +24,8 @@ from pathlib import Path
 import torch
 from llama import convert, server
 from measure import Benchmark
-from model_sides import decode_call
-from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+from model_sides import decode_call, prefill_call, prompt_ids, random_model
+from transformers import DeepseekV32ForCausalLM
 
 from custom_pypto import models
 
@@ -35,9 +35,11 @@ STEPS = 8  # tokens of a repeat
 # a format of ours, and theirs of as many bits
 FORMATS = {"stored": "BF16", "int8": "Q8_0", "int4": "Q4_K"}
 EXPERTS = 32  # of 256: a token reads 8 of either
+ALL = dict(vocab_size=VOCABULARY, num_hidden_layers=1, n_routed_experts=EXPERTS)
+ALL |= dict(n_group=1, topk_group=1)  # the file that they read names no groups
 PARTS = {
-    "attention": dict(first_k_dense_replace=1, intermediate_size=256, n_routed_experts=EXPERTS),
-    "with experts": dict(first_k_dense_replace=0, n_routed_experts=EXPERTS),
+    "attention": ALL | dict(intermediate_size=256),
+    "with experts": ALL | dict(first_k_dense_replace=0),
 }
 TOKEN = ["-mla", "1", "-dsa", "-c", str(CONTEXT + 64), "-ub", "512"]
 PROMPT = ["-mla", "3", "-c", str(max(PROMPTS) + 64), "-b", str(max(PROMPTS))]
@@ -46,22 +48,6 @@ PROMPT = ["-mla", "3", "-c", str(max(PROMPTS) + 64), "-b", str(max(PROMPTS))]
 PROMPT += ["-ub", str(max(PROMPTS)), "--embedding", "--pooling", "last"]
 # of logits, in their length: rounding of bfloat16 differs in each of some twenty products in a row
 APART = 0.03
-
-
-def write_checkpoint(folder: Path, part: str) -> None:
-    config = DeepseekV32Config(
-        vocab_size=VOCABULARY,
-        num_hidden_layers=1,
-        n_group=1,
-        topk_group=1,
-        max_position_embeddings=163840,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        pad_token_id=0,
-        eos_token_id=None,
-        dtype=torch.bfloat16,
-        **PARTS[part],
-    )
-    DeepseekV32ForCausalLM._from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
 class Theirs:
@@ -105,31 +91,14 @@ class Theirs:
 
 def check(model, theirs: Theirs) -> None:
     """Compares the logits after a prompt, of the unquantized weights."""
-    prompt = ids(64)
+    prompt = prompt_ids(VOCABULARY, 64)
     with torch.no_grad():
-        logits = model(torch.tensor([prompt])).logits[0, -1]
-    ours, other = logits.float().log_softmax(-1), theirs.log_probabilities(prompt)
+        logits = model(prompt).logits[0, -1]
+    ours, other = logits.float().log_softmax(-1), theirs.log_probabilities(prompt[0].tolist())
     known = ~other.isnan()
     ours, other = (x[known] - x[known].mean() for x in (ours, other))
     if (apart := ((ours - other).norm() / other.norm()).item()) > APART:
         raise SystemExit(f"the logits of both sides differ by {apart:.1e}; not timed")
-
-
-def ids(count: int) -> list[int]:
-    generator = torch.Generator().manual_seed(2)
-    return torch.randint(3, VOCABULARY, (count,), generator=generator).tolist()
-
-
-def prompt_call(side: str, model, prompt: list[int]) -> Callable[[], object]:
-    tokens = torch.tensor([prompt])
-
-    @torch.no_grad()
-    def call():
-        ours = side == "custom_pypto"
-        cache = models.PagedCache(model, 1, len(prompt)) if ours else None
-        return model(tokens, **{models.CACHE: cache}, use_cache=True, logits_to_keep=1)
-
-    return call
 
 
 def milliseconds(
@@ -161,7 +130,7 @@ def measured(folder: Path, programs: Path, kind: str, repeats: int) -> Iterator[
     arguments = ["-t", str(torch.get_num_threads()), "-rtr"]
     program, file = programs / "llama-server", folder / f"{kind}.gguf"
     with server(program, file, [*arguments, *TOKEN]) as (url, _):
-        theirs, prompt = Theirs(url), ids(CONTEXT)
+        theirs, prompt = Theirs(url), prompt_ids(VOCABULARY, CONTEXT)[0].tolist()
         if "transformers" in sides:
             check(sides["custom_pypto"], theirs)
         calls = {side: decode_call(side, model, CONTEXT) for side, model in sides.items()}
@@ -170,9 +139,8 @@ def measured(folder: Path, programs: Path, kind: str, repeats: int) -> Iterator[
     with server(program, file, [*arguments, *PROMPT]) as (url, _):
         theirs = Theirs(url)
         for count in PROMPTS:
-            prompt = ids(count)
-            calls = {side: prompt_call(side, model, prompt) for side, model in sides.items()}
-            whole = partial(theirs.prompt_seconds, prompt)
+            calls = {side: prefill_call(side, model, count) for side, model in sides.items()}
+            whole = partial(theirs.prompt_seconds, prompt_ids(VOCABULARY, count)[0].tolist())
             yield [f"prompt of {count}", *milliseconds(calls, whole, 1, 1)]
 
 
@@ -183,7 +151,7 @@ def rows(llama: str, threads: int, repeats: int) -> Iterator[list[str]]:
     for part in PARTS:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            write_checkpoint(folder, part)
+            random_model(PARTS[part], torch.bfloat16).save_pretrained(folder)
             plain = folder / "stored.gguf"
             convert(folder, plain, [f"w{i}" for i in range(VOCABULARY)])
             for kind, theirs in FORMATS.items():

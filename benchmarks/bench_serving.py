@@ -12,7 +12,6 @@ the package gguf in the same environment (llama.py).
 import contextlib
 import json
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from pathlib import Path
 
 import psutil
 from custom_pypto_vllm import serve
-from measure import Benchmark
+from measure import Benchmark, free_port
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "integrations" / "vllm" / "tests"))
@@ -51,12 +50,6 @@ class Side:
         parent = psutil.Process(self.process.pid)
         processes = [parent, *parent.children(recursive=True)]
         return sum(process.memory_full_info().pss for process in processes) / 2**20
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((serve.HOST, 0))
-        return listener.getsockname()[1]
 
 
 @contextlib.contextmanager

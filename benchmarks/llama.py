@@ -7,7 +7,6 @@ whose layers are those of DeepSeek-V3.2. Needs the package gguf.
 import contextlib
 import json
 import re
-import socket
 import subprocess
 import tempfile
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import gguf
 import torch
+from measure import free_port
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -55,9 +55,7 @@ SPARSE = ["-dsa", "-dsatk", "32"]
 @contextlib.contextmanager
 def server(program: Path, model: Path, arguments: list[str]):
     """``(url, process)`` that serves a GGUF file, once it answers."""
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     url = f"http://{HOST}:{port}"
     with tempfile.TemporaryFile() as log:
         command = [program, "-m", model, "--port", str(port), "-np", str(SLOTS), "-fa", "on"]

@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import shutil
+import socket
 import statistics
 import subprocess
 import sys
@@ -146,6 +147,13 @@ def in_own_process(function: Callable, *arguments, **variables: str):
     with mock.patch.dict(os.environ, variables):
         with multiprocessing.get_context("spawn").Pool(1) as pool:
             return pool.apply(function, arguments)
+
+
+def free_port() -> int:
+    """Of this machine, for a server that is measured."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
 
 
 def machine() -> str:

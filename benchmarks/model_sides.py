@@ -84,8 +84,13 @@ def decode_call(side: str, model, context: int):
     return step
 
 
+def prompt_ids(vocabulary: int, tokens: int) -> Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randint(1, vocabulary, (1, tokens), generator=generator)
+
+
 def prefill_call(side: str, model, context: int):
-    ids = torch.randint(1, 1024, (1, context), generator=torch.Generator().manual_seed(2))
+    ids = prompt_ids(model.config.vocab_size, context)
 
     @torch.no_grad()
     def prefill():
