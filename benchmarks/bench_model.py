@@ -127,7 +127,7 @@ def indexer_call(model, context: int):
     return partial(
         custom_pypto.npu_lightning_indexer_pto,
         query,
-        cache.layers[0].index,
+        cache.layers[0].pools["index"],
         torch.randn(1, 1, indexer.n_heads),
         actual_seq_lengths_key=cache.lengths,
         block_table=cache.block_table,

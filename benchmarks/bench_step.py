@@ -10,6 +10,7 @@ import torch
 from measure import Benchmark, interleaved
 from model_sides import SIDES, filled_cache, make_model, random_model
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import CompileConfig
 
 from custom_pypto import models
 from custom_pypto.models import CACHE
@@ -80,6 +81,7 @@ FIXED = dict(
     num_hidden_layers=16,
 )
 FIXED_LAYERS, FIXED_TOKENS = FIXED["num_hidden_layers"], 128
+COMPILED = ", compiled layers"
 
 
 class Calls(TorchDispatchMode):
@@ -99,27 +101,34 @@ def fixed_rows(repeats: int) -> Iterator[list[str]]:
         dense = dict(first_k_dense_replace=0 if experts else FIXED_LAYERS)
         upstream = random_model(FIXED | dense, torch.bfloat16)
         name = "experts" if experts else "dense MLP"
-        calls[name, "transformers"] = fixed_call(SIDES[1], upstream)
+        calls[name, "transformers"] = fixed_call(SIDES[1], upstream, upstream)
         with tempfile.TemporaryDirectory() as folder:
             upstream.save_pretrained(folder)
             for weights in (None, "int8"):
                 model = models.load(folder, weights=weights)
-                calls[name, f"weights={weights!r}"] = fixed_call(SIDES[0], model)
+                side = f"weights={weights!r}"
+                calls[name, side] = fixed_call(SIDES[0], model, model)
+                compiled = model.get_compiled_call(CompileConfig())
+                calls[name, side + COMPILED] = fixed_call(SIDES[0], model, compiled)
     seconds = interleaved(calls, repeats)
     for (name, side), call in calls.items():
-        with Calls() as counted:
-            call()
         each = microseconds(seconds[name, side], FIXED_LAYERS)
-        yield [name, side, *each, f"{counted.count / FIXED_LAYERS:.0f}"]
+        yield [name, side, *each, "-" if side.endswith(COMPILED) else dispatched(call)]
 
 
-def fixed_call(side: str, model) -> Callable:
-    """A decode step; the cache is as before afterwards."""
+def dispatched(call: Callable) -> str:
+    with Calls() as counted:
+        call()
+    return f"{counted.count / FIXED_LAYERS:.0f}"
+
+
+def fixed_call(side: str, model, forward: Callable) -> Callable:
+    """A decode step by ``forward`` of the model; the cache is as before afterwards."""
     cache, ids = filled_cache(side, model, FIXED_TOKENS), torch.tensor([[7]])
 
     @torch.inference_mode()
     def step():
-        model(ids, **{CACHE: cache}, use_cache=True)
+        forward(ids, **{CACHE: cache}, use_cache=True)
         cache.crop(-1)
 
     return step
@@ -139,7 +148,8 @@ BENCHMARKS = {
         fixed_rows,
         f"CPU time of a decode step of DeepSeek-V3.2 with hidden size {FIXED['hidden_size']}, "
         f"{FIXED_LAYERS} layers and {FIXED_TOKENS} cached tokens in bfloat16, divided by its "
-        "layers; interleaved repeats.",
+        "layers; interleaved repeats. Layers are compiled as by "
+        "generate(compile_config=CompileConfig()).",
         of_kernels=False,
     ),
 }

@@ -96,7 +96,7 @@ def fill_paged(cache: models.PagedCache, attention, tokens: int) -> None:
     def put(name: str, rows: Tensor, values: Tensor) -> None:
         space = layer.layouts[name]
         slots = cache.store.slots(space, rows[None], torch.ones_like(rows[None], dtype=torch.bool))
-        write(getattr(layer, name), slots, values)
+        write(layer.pools[name], slots, values)
 
     window, ring = attention.sliding_window - 1, layer.layouts["kv"].ring
     put("kv", torch.arange(tokens - window, tokens) % ring, random(1, window, 512, seed=1))

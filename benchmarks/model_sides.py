@@ -61,7 +61,7 @@ def filled_cache(side: str, model, tokens: int):
                 values = torch.randn(1, tokens, row.width, generator=generator)
                 rows[name] = values.to(row.dtype)
         if paged:
-            for name, pool in paged.layers[i].pools().items():
+            for name, pool in paged.layers[i].pools.items():
                 write(pool, step.slots, rows[name])
         else:
             cache.update(rows["latent"][:, None], rows["rope"][:, None], i)

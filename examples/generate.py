@@ -136,6 +136,15 @@ def cache_bytes(cache):
     return sum(tensor.nbytes for tensor in values if isinstance(tensor, torch.Tensor))
 
 
+def compile_config(backend, device):
+    """The options of ``generate()`` for a compiled decode step."""
+    if backend == "custom_pypto" and device.type == "cpu":
+        return CompileConfig()  # a graph for each kind of layers
+    whole = CompileConfig(fullgraph=True, dynamic=False, mode=None)
+    whole._compile_all_devices = True  # else generate() compiles on GPUs only
+    return whole
+
+
 @torch.no_grad()
 def run(model, tokenizer, backend, prompts, dialogues, args):
     """Prefills ``prompts``, then generates.
@@ -157,6 +166,8 @@ def run(model, tokenizer, backend, prompts, dialogues, args):
     turns = list(zip(*dialogues, strict=True)) if dialogues else [None]
     room = prompt_tokens + len(turns) * (args.max_new_tokens + 1)
 
+    if args.compile:
+        model.generation_config.compile_config = compile_config(backend, model.device)
     begin = time.perf_counter()  # warm-up: sets up threads, and compiles with --compile
     warm_up = Session(model, new_cache(model, backend, batch, room, args), input_ids[:, :8], None)
     warm_up.generate(input_ids[:, :1], max_new_tokens=3)
@@ -221,10 +232,6 @@ def load(args):
         eos_token_id=defaults.eos_token_id,
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
     )
-    if args.compile:
-        compile_config = CompileConfig(fullgraph=True, dynamic=False, mode=None)
-        compile_config._compile_all_devices = True  # else generate() compiles on GPUs only
-        model.generation_config.compile_config = compile_config
     return model, tokenizer
 
 
@@ -310,7 +317,7 @@ def parse_args():
     add("--max-new-tokens", type=at_least(1), help="default: 64, or 4 per question of the demo")
     add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
     add("--backend", choices=BACKENDS, help="default: both, side by side")
-    add("--compile", action="store_true", help="torch.compile the decode step")
+    add("--compile", action="store_true", help="torch.compile the decode steps")
     add("--tp", action="store_true", help="share heads and widths among the ranks of torchrun")
     add("--ep", action="store_true", help="share experts, whole ones, among the ranks of torchrun")
     add("--cp", action="store_true", help="share the tokens of prompts among the ranks of torchrun")

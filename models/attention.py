@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from .cache import Step
 from .cache.layout import Pool
+from .cache.store import PagedLayer
 
 # an index that the op skips; -1 would end the row
 SKIPPED = -2
@@ -99,16 +100,16 @@ class PatchedAttention:
             position_embeddings: of the upstream model.
             indices: of an earlier layer or a record; None: this layer selects.
         """
-        step = step.of_call(self)
+        step, layer = step.of_call(self)
         cos, sin = self.angles(position_embeddings)
-        self.write(hidden_states, cos, sin, step)
+        self.write(hidden_states, cos, sin, step, layer)
         inputs, results = (hidden_states, cos, sin, indices), []
         slices = step.slices(self.slice_tokens)
         for tokens in slices:
             of_slice = inputs
             if len(slices) > 1:
                 of_slice = [None if x is None else x[:, tokens.columns] for x in inputs]
-            results.append(self.read(*of_slice, tokens))
+            results.append(self.read(*of_slice, tokens, layer))
         if len(results) == 1:
             return results[0]
         outputs, selected = zip(*results, strict=True)
@@ -118,8 +119,15 @@ class PatchedAttention:
         """Cosines and sines ``[B, S, R]`` of this layer."""
         return position_embeddings
 
-    def write(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, step: Step) -> None:
+    def write(
+        self, hidden_states: Tensor, cos: Tensor, sin: Tensor, step: Step, layer: PagedLayer
+    ) -> None:
         """Writes the cache rows of all new tokens, unless :meth:`read` does."""
+
+    @property
+    def source(self) -> int | None:
+        """The layer whose latents this one attends to; None: its own."""
+        return None
 
     @property
     def ranks(self) -> dist.ProcessGroup | None:

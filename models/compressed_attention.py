@@ -20,6 +20,7 @@ from custom_pypto.rows.parts import write
 from . import compression
 from .attention import SKIPPED, PatchedAttention, causal_pairs
 from .cache import TokenSlice
+from .cache.layout import RowLayout
 from .cache.store import PagedLayer
 from .projection import brought_in
 
@@ -32,29 +33,33 @@ class CompressedAttention(PatchedAttention):
     counts_positions = True
 
     def read(
-        self, x: Tensor, cos: Tensor, sin: Tensor, indices: Tensor | None, tokens: TokenSlice
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        indices: Tensor | None,
+        tokens: TokenSlice,
+        layer: PagedLayer,
     ) -> tuple[Tensor, Tensor | None]:
         """Writes a slice, then attends: a longer slice would overwrite its own window in the ring.
         The second result has the selected compressed rows ``[B, S, 1, K]``, or is None."""
-        store = tokens.store
-        layer = store.layers[self.layer_idx]
-        layout = layer.layouts["kv"]
+        store, layout, pool = tokens.store, layer.layouts["kv"], layer.pools["kv"]
         kv = self.kv_norm(self.kv_proj(x)).unsqueeze(2)
         slots = store.slots(layout, tokens.positions % layout.ring, tokens.valid)
-        write(layer.kv, slots, self.rope(kv, cos, sin, unsqueeze_dim=2))
+        write(pool, slots, self.rope(kv, cos, sin, unsqueeze_dim=2))
         self.write_rows(x, layer, tokens)
         q_latent = self.q_a_norm(self.q_a_proj(x))
         if indices is None and self.selects:
-            indices = self.select(x, q_latent, cos, sin, tokens)
+            indices = self.select(x, q_latent, cos, sin, tokens, layer)
 
         query = self.q_b_norm(self.q_b_proj(q_latent).unflatten(-1, (-1, self.head_dim)))
         query = self.rope(query, cos, sin, unsqueeze_dim=2)
         rows = tokens.lengths // layout.ratio if layout.ratio else torch.zeros_like(tokens.lengths)
         output = custom_pypto.npu_sparse_flash_attention_pto(
-            query.to(layer.kv.dtype),
-            layer.kv,
+            query.to(pool.dtype),
+            pool,
             None,
-            self.sparse_indices(indices, tokens).unsqueeze(2),
+            self.sparse_indices(indices, tokens, layout).unsqueeze(2),
             self.scaling,
             actual_seq_lengths_kv=(layout.ring + rows).int(),
             block_table=store.tables[layout],
@@ -70,10 +75,11 @@ class CompressedAttention(PatchedAttention):
         """Writes the compressed rows and index rows that ``tokens`` complete."""
         raise NotImplementedError
 
-    def sparse_indices(self, indices: Tensor | None, tokens: TokenSlice) -> Tensor:
+    def sparse_indices(
+        self, indices: Tensor | None, tokens: TokenSlice, layout: RowLayout
+    ) -> Tensor:
         """``[B, S, .]`` int32 rows of its sequence to which each token attends: its window, then
         compressed rows."""
-        layout = tokens.store.layers[self.layer_idx].layouts["kv"]
         near = window(tokens, self.sliding_window, layout.ring)
         if self.compressor is None:
             return near
@@ -105,10 +111,16 @@ class CompressedAttention(PatchedAttention):
 
     @torch.no_grad()  # as in transformers: a selection has no gradient
     def select(
-        self, x: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor, tokens: TokenSlice
+        self,
+        x: Tensor,
+        q_latent: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        tokens: TokenSlice,
+        layer: PagedLayer,
     ) -> Tensor:
         """``[B, S, 1, K]`` int32 rows of the index keys with the best scores."""
-        indexer, layer = self.indexer, tokens.store.layers[self.layer_idx]
+        indexer = self.indexer
         query = indexer.q_b_proj(q_latent).unflatten(-1, (-1, indexer.head_dim))
         query = self.rope(query, cos, sin, unsqueeze_dim=2)
         weights = score_weights(indexer.scorer.weights_proj(x), indexer.head_dim)

@@ -48,12 +48,12 @@ def compress(
         finish: rows ``[B, n, 1, D]`` from float32 sums ``[B, n, D]`` and groups ``[B, n]``.
     """
     store, layout, ring = step.store, layer.layouts[rows], layer.layouts[state]
-    pool = getattr(layer, state)
+    pool = layer.pools[state]
     cached = pool[store.tables[ring][:, 0]].squeeze(2)
-    width = getattr(layer, rows).size(-1)
+    width = layer.pools[rows].size(-1)
     sums, groups, complete = completed(cached, new, bias, width, step)
     slots = store.slots(layout, layout.ring + groups, complete)
-    write(getattr(layer, rows), slots, finish(sums, groups))
+    write(layer.pools[rows], slots, finish(sums, groups))
     last = slice(max(0, new.size(1) - ring.ring), None)
     positions, valid = step.positions[:, last], step.valid[:, last]
     write(pool, store.slots(ring, positions % ring.ring, valid), new[:, last])

@@ -10,7 +10,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from custom_pypto.requirements import TRANSFORMERS, installed_version, numbers
 
-from . import context_parallel, indexer_loss, masks, training
+from . import context_parallel, indexer_loss, masks, regions, training
 from .cache import PagedCache, Step
 from .memory import has_numbers, is_transformed
 from .patched import (
@@ -41,6 +41,7 @@ def prepare_forward(model, args: tuple, kwargs: dict):
     # names the positional arguments, in the order of the upstream forward
     kwargs = {**dict(zip(FORWARD_ARGUMENTS, args, strict=False)), **kwargs}
     loss = kwargs.pop(indexer_loss.NAME, None)
+    compiled = kwargs.pop(regions.NAME, None)
     rename_cache("patched model", kwargs)
     cache, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
     ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
@@ -96,6 +97,8 @@ def prepare_forward(model, args: tuple, kwargs: dict):
     if model._custom_pypto.context_parallel and tokens > 1:
         step, kwargs = context_parallel.share(model, step, kwargs)
         positions = None if positions is None else step.own(positions, -1)
+    if compiled is not None:
+        step = step._replace(regions=compiled)
     return (), kwargs | arguments(model, attention, positions, step, step.valid)
 
 

@@ -50,11 +50,12 @@ class LatentAttention(PatchedAttention):
         if (indexer := parts.get("indexer")) is not None:
             check_replaced(layer, "indexer", indexer, cls.indexer_class)
 
-    def write(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, step: Step) -> None:
-        layer = step.store.layers[self.layer_idx]
+    def write(
+        self, hidden_states: Tensor, cos: Tensor, sin: Tensor, step: Step, layer: PagedLayer
+    ) -> None:
         self.write_latents(hidden_states, cos, sin, step, layer)
         if self.indexer is not None:
-            self.write_index_keys(hidden_states, cos, sin, step)
+            self.write_index_keys(hidden_states, cos, sin, step, layer)
 
     def write_latents(
         self, hidden_states: Tensor, cos: Tensor, sin: Tensor, step: Step, layer: PagedLayer
@@ -72,9 +73,9 @@ class LatentAttention(PatchedAttention):
         sin: Tensor,
         indices: Tensor | None,
         tokens: TokenSlice,
+        layer: PagedLayer,
     ) -> tuple[Tensor, Tensor]:
         """The results of :meth:`attend` for the tokens of a slice."""
-        layer = self.cached_layer(tokens)
         q_latent = self.compress_query(hidden_states)
         query, gate = self.project_query(hidden_states, q_latent, tokens)
         q_nope, q_rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
@@ -84,7 +85,7 @@ class LatentAttention(PatchedAttention):
                     f"patched model: config.indexer_types must have a 'full' layer before layer "
                     f"{self.layer_idx}, which is 'shared'"
                 )
-            indices = self.select(hidden_states, q_latent, cos, sin, tokens)
+            indices = self.select(hidden_states, q_latent, cos, sin, tokens, layer)
         if self.qk_rope_head_dim:
             q_rope = self.rope.rotate(q_rope, cos, sin)
         heads = Heads(
@@ -94,7 +95,7 @@ class LatentAttention(PatchedAttention):
             self.scaling,
             self.sinks.float() if hasattr(self, "sinks") else None,  # of some architectures
         )
-        output = tokens.store.attend(layer, heads, indices, tokens.lengths)
+        output = tokens.store.attend(layer.source or layer, heads, indices, tokens.lengths)
         return self.project_output(output, gate), indices
 
     def multiplications(self, tokens: int) -> tuple[int, int]:
@@ -110,10 +111,6 @@ class LatentAttention(PatchedAttention):
     def attended(self) -> int:
         """The most positions that a token attends to."""
         return self.config.index_topk
-
-    def cached_layer(self, tokens: TokenSlice) -> PagedLayer:
-        """The layer whose latents this one attends to."""
-        return tokens.store.layers[self.layer_idx]
 
     def compress_key(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """The normed latent ``[B, S, L]``, and RoPE's key ``[B, S, R]``, not rotated yet."""
@@ -135,8 +132,10 @@ class LatentAttention(PatchedAttention):
         """``[B, S, hidden]`` from the output of the heads, ``[B, S, H, v_head_dim]``."""
         return linear(self.o_proj, output.flatten(2))
 
-    def write_index_keys(self, hidden_states: Tensor, cos: Tensor, sin: Tensor, step: Step) -> None:
-        indexer, layer = self.indexer, step.store.layers[self.layer_idx]
+    def write_index_keys(
+        self, hidden_states: Tensor, cos: Tensor, sin: Tensor, step: Step, layer: PagedLayer
+    ) -> None:
+        indexer = self.indexer
         with indexer_gradients(step.store):
             # some architectures keep the norm in float32
             key = linear(indexer.wk, hidden_states.detach()).to(indexer.k_norm.weight.dtype)
@@ -144,10 +143,15 @@ class LatentAttention(PatchedAttention):
         step.store.write_keys(layer, step.slots, step.whole(key))
 
     def select(
-        self, hidden_states: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor, tokens: TokenSlice
+        self,
+        hidden_states: Tensor,
+        q_latent: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        tokens: TokenSlice,
+        layer: PagedLayer,
     ) -> Tensor:
         """The ``[B, S, 1, K]`` int32 positions that each token attends to."""
-        layer = tokens.store.layers[self.layer_idx]
         with indexer_gradients(tokens.store):
             query, weights = self.score_inputs(
                 hidden_states.detach(), q_latent.detach(), cos, sin, tokens

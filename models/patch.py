@@ -11,13 +11,16 @@ from .dequantization import Dequantized, restore
 from .indexer_loss import Option, add_indexer_loss, begin_indexer_loss
 from .patched import patched_attentions, text_model, upstream_class
 from .projection import change_class, is_sharded
+from .regions import Regions, get_compiled_call, valid_auto_compile_criteria
 
 # of generate(), which a patched model has in place of its class's
-METHODS = (
-    "_extract_generation_mode_kwargs",
-    "_prepare_cache_for_generation",
-    "create_masks_for_generate",
-)
+METHODS = {
+    "_extract_generation_mode_kwargs": generation.extract_generation_mode_kwargs,
+    "_prepare_cache_for_generation": generation.prepare_cache_for_generation,
+    "create_masks_for_generate": generation.create_masks_for_generate,
+    "_valid_auto_compile_criteria": valid_auto_compile_criteria,
+    "get_compiled_call": get_compiled_call,
+}
 
 
 @dataclass
@@ -31,6 +34,7 @@ class Patch:
     dequantized: list[Dequantized]
     context_parallel: bool = False  # whether ranks share prompts
     told: set[str] = field(default_factory=set)  # why it trained on the upstream path, if logged
+    regions: Regions | None = None  # of the latest compile_config of generate()
     hooks: tuple = ()
 
     def apply(self, model, attentions: dict[int, nn.Module], paged: type) -> None:
@@ -55,8 +59,8 @@ class Patch:
                 model.register_forward_pre_hook(begin_indexer_loss, with_kwargs=True),
                 model.register_forward_hook(add_indexer_loss, with_kwargs=True, always_call=True),
             )
-        for name in METHODS:
-            setattr(model, name, partial(getattr(generation, name.lstrip("_")), model))
+        for name, method in METHODS.items():
+            setattr(model, name, partial(method, model))
         text._custom_pypto = self
 
     def undo(self, model) -> None:
@@ -72,7 +76,8 @@ class Patch:
         del text._custom_pypto
 
     def remove_hooks(self, model) -> None:
-        """Takes hooks and methods from ``model``."""
+        """Takes hooks, regions and methods from ``model``."""
+        Regions.leave(text_model(model))
         for hook in self.hooks:
             hook.remove()
         for name in METHODS:

@@ -39,8 +39,9 @@ DENSE_TOKENS = 128
 class TrainingStep(Step):
     """A training forward; its store is a :class:`StoreOfCalls`."""
 
-    def of_call(self, attention) -> "TrainingStep":
-        return self._replace(store=self.store.create(attention))
+    def of_call(self, attention) -> tuple["TrainingStep", PagedLayer]:
+        store = self.store.create(attention)
+        return self._replace(store=store), store.layers[0]
 
     def commit(self) -> None:
         """Nothing: no later forward continues, and recomputed layers start at the first token."""
@@ -97,7 +98,7 @@ class StoreOfCalls:
 
     @torch.compiler.disable(reason="each call of a layer creates its rows")
     def create(self, attention) -> CallStore:
-        """The store of a call of this layer, and in it the layers that share their latents."""
+        """The store of a call of this layer."""
         layer, loss = attention.layer_idx, None
         if self.loss is not None:
             parts, ranks = self.parts, attention.ranks
@@ -108,13 +109,13 @@ class StoreOfCalls:
         store = CallStore(self, attention, loss)
         if attention.shares_latents:
             # the first call: a repeated one comes after the layers that attend to these latents
-            self.shared.setdefault(layer, store.layers[layer])
+            self.shared.setdefault(layer, store.layers[0])
         return store
 
     @torch.compiler.disable(reason="the graph of a layer keeps the latents to which it attends")
     def hold(self, layer: PagedLayer, output: Tensor) -> None:
         """Keeps the latents of ``layer`` as long as ``output``, which comes from them."""
-        layer.index = None  # it may have a graph, and nobody reads it any more
+        layer.pools.pop("index", None)  # it may have a graph, and nobody reads it any more
         if output.grad_fn is None:
             self.constant.append(layer)
         else:

@@ -56,8 +56,7 @@ class CallStore(Store):
         super().__init__([rows], None, index, batch, tokens, calls.block_size, calls.device)
         (layer,) = self.layers
         layer.shared = attention.shares_latents
-        #: itself, and earlier ones that share their latents
-        self.layers = {**calls.shared, number: layer}
+        layer.source = calls.shared.get(attention.source)
         self.calls, self.ranks, self.loss = calls, attention.ranks, loss
         self.learns = loss is not None
 
@@ -66,20 +65,20 @@ class CallStore(Store):
     ) -> None:
         if self.ranks is not None:  # transformers' plan adds up the gradients of RoPE keys
             latent = ReadByHeads.apply(latent, self.ranks)
-        layer.latent = self.laid_end_to_end(latent.unsqueeze(2))
-        layer.rope = self.laid_end_to_end(rope)
+        layer.pools["latent"] = self.laid_end_to_end(latent.unsqueeze(2))
+        layer.pools["rope"] = self.laid_end_to_end(rope)
         layer.has_graph = torch.is_grad_enabled()
 
     def write_keys(self, layer: CallLayer, slots: None, key: Tensor) -> None:
-        layer.index = self.laid_end_to_end(key)
+        layer.pools["index"] = self.laid_end_to_end(key)
 
     def select_rows(
         self, layer: CallLayer, query: Tensor, weights: Tensor, count: int, lengths: Tensor
     ) -> Tensor:
         if "index" in layer.layouts:
             return super().select_rows(layer, query, weights, count, lengths)
-        shape = query.shape[:2]
-        inputs = IndexInputs(self.laid_end_to_end(query), layer.index, weights.flatten(0, 1))
+        shape, index = query.shape[:2], layer.pools["index"]
+        inputs = IndexInputs(self.laid_end_to_end(query), index, weights.flatten(0, 1))
         if self.loss is not None:
             self.loss.inputs = inputs
         if self.calls.dense:
@@ -104,6 +103,7 @@ class CallStore(Store):
         if torch.is_grad_enabled() and not layer.has_graph:
             raise ValueError(f"patched model: {REENTRANT}")
         shape, indices = indices.shape[:2], indices.flatten(0, 1)
+        latent, rope = layer.pools["latent"], layer.pools["rope"]
         heads = heads._replace(
             q_nope=self.laid_end_to_end(heads.q_nope),
             q_rope=self.laid_end_to_end(heads.q_rope),
@@ -113,8 +113,8 @@ class CallStore(Store):
             heads.q_nope,
             heads.q_rope,
             heads.weight,
-            layer.latent,
-            layer.rope,
+            latent,
+            rope,
             heads.sinks,
             indices,
             heads.scaling,
@@ -123,7 +123,7 @@ class CallStore(Store):
         if layer.shared:
             self.calls.hold(layer, output)
         if self.loss is not None:
-            output = self.loss.attach(output, heads, layer.latent, layer.rope, indices, statistics)
+            output = self.loss.attach(output, heads, latent, rope, indices, statistics)
         return output.unflatten(0, shape)
 
     def laid_end_to_end(self, x: Tensor | None) -> Tensor | None:

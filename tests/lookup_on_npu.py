@@ -39,7 +39,7 @@ def lookup_model():
 
 
 def pools(cache):
-    return [pool for layer in cache.layers for pool in layer.pools().values()]
+    return [pool for layer in cache.layers for pool in layer.pools.values()]
 
 
 def new_cache(max_cache_len=96):

@@ -25,7 +25,7 @@ def rows(cache):
     return [
         pool[cache.block_table].flatten(1, 2)[b, :length]
         for layer in cache.layers
-        for pool in layer.pools().values()
+        for pool in layer.pools.values()
         for b, length in enumerate(cache.lengths.tolist())
     ]
 

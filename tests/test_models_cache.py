@@ -150,7 +150,7 @@ WIDTHS = {
 @pytest.mark.parametrize("kind", [kind for kind in WIDTHS if kind in ALL_KINDS])
 def test_a_layer_has_the_pools_and_widths_that_it_needs(kind):
     cache = models.PagedCache(patched_model(kind), 2, 33, block_size=16)
-    rows = [{name: pool.size(-1) for name, pool in layer.pools().items()} for layer in cache.layers]
+    rows = [{name: pool.size(-1) for name, pool in layer.pools.items()} for layer in cache.layers]
     assert rows == WIDTHS[kind]
     assert cache.max_cache_len == 48 and cache.block_table.shape == (2, 3)
     tokens = 7 * 16  # 2 * 3 blocks, and one for pads
@@ -163,11 +163,10 @@ def test_a_pool_that_an_architecture_adds_goes_where_the_others_go(monkeypatch):
     cls = type(patched.model.layers[0].self_attn)
     write_index_keys = cls.write_index_keys
 
-    def and_numbers(self, hidden_states, cos, sin, step):
-        write_index_keys(self, hidden_states, cos, sin, step)
+    def and_numbers(self, hidden_states, cos, sin, step, layer):
+        write_index_keys(self, hidden_states, cos, sin, step, layer)
         numbers = torch.arange(hidden_states[..., 0].numel())
-        layer = step.store.layers[self.layer_idx]
-        write(layer.number, step.slots, numbers[:, None].expand(-1, 3))
+        write(layer.pools["number"], step.slots, numbers[:, None].expand(-1, 3))
 
     monkeypatch.setattr(cls, "write_index_keys", and_numbers)
     monkeypatch.setattr(cls, "pools", cls.pools | {"number": Pool(3, torch.int32)})
@@ -181,8 +180,8 @@ def test_a_pool_that_an_architecture_adds_goes_where_the_others_go(monkeypatch):
     cache.reserve(64)
     cache.reorder_cache(torch.tensor([1, 0, 0]))
     for layer in cache.layers:
-        assert layer.number.dtype == torch.int32
-        found = layer.number[cache.block_table].flatten(1, 3)[:, :20]
+        assert layer.pools["number"].dtype == torch.int32
+        found = layer.pools["number"][cache.block_table].flatten(1, 3)[:, :20]
         want = torch.stack([torch.arange(20) + first for first in (0, 20, 20)])
         assert torch.equal(found, want[..., None].expand(-1, -1, 3).int())
 

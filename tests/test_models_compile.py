@@ -1,5 +1,7 @@
 """The decode step of a patched model is one graph, whatever the position."""
 
+import copy
+
 import pytest
 import torch
 from model_harness import (
@@ -9,12 +11,21 @@ from model_harness import (
     upstream_and_patched,
     whole_graph,
 )
-from tiny import KINDS, V4_LAYERS, clear_case, representatives, token_ids
+from tiny import (
+    ALL_KINDS,
+    KINDS,
+    V4_LAYERS,
+    clear_case,
+    representatives,
+    token_ids,
+)
 from torch._dynamo.backends.registry import lookup_backend
+from transformers import CompileConfig
 
 from custom_pypto import models
 from custom_pypto.models import CACHE
 from custom_pypto.models.latent_attention import LatentAttention
+from custom_pypto.models.patched import patched_attentions, text_model
 
 TWO_LAYERS = {"num_hidden_layers": 2}
 
@@ -153,6 +164,95 @@ def test_compiled_generate_equals_eager_generate_and_upstream(kind):
     assert torch.equal(generate(models.use_transformers(model), seed), want)
 
 
+# ---- compiled layers ---------------------------------------------------------------------------
+
+
+def layers_compiled(backend, **options):
+    """Options of ``generate()`` that compile the layers of its decode steps."""
+    return {"compile_config": CompileConfig(backend=backend, mode=None, fullgraph=True, **options)}
+
+
+def continued_by(model, tokens, **options):
+    return model.generate(
+        token_ids(2, 29), max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, **options
+    )
+
+
+def kinds_of_layers(model):
+    """Layers that differ in their modules, their sizes or their rows."""
+    text = text_model(model)
+    cache = models.PagedCache(text, 1, 32, block_size=16)
+    return {
+        (str(text.layers[i]), *((name, x.shape) for name, x in cache.layers[i].pools.items()))
+        for i in patched_attentions(text)
+    }
+
+
+SLOW_KINDS = [
+    pytest.param(kind, marks=[] if kind == "deepseek_v32" else [pytest.mark.slow])
+    for kind in ALL_KINDS
+]
+
+
+@pytest.mark.parametrize("kind", SLOW_KINDS)
+def test_generate_compiles_a_graph_for_each_kind_of_layers(kind):
+    model = patched_model(kind, **({"num_hidden_layers": 7} if kind == "deepseek_v32" else {}))
+    kinds, backend = kinds_of_layers(model), CountingBackend("eager")
+    options = layers_compiled(backend)
+    assert torch.equal(continued_by(model, 6, **options), continued_by(model, 6))
+    assert len(backend.graphs) == len(kinds)
+    # caches of other sizes: graphs for all of them, and where a table of few rows has one block
+    continued_by(model, 30, **options)
+    assert torch.equal(continued_by(model, 80, **options), continued_by(model, 80))
+    known = len(backend.graphs)
+    assert known <= 3 * len(kinds)
+    continued_by(model, 60, **options)
+    assert len(backend.graphs) == known
+
+
+def test_layers_are_compiled_only_where_generate_is_told_to():
+    model, backend = patched_model(), CountingBackend("eager")
+    options = layers_compiled(backend)
+    continued_by(model, 3, disable_compile=True, **options)
+    assert not backend.graphs
+    continued_by(model, 3, **options)
+    known = len(backend.graphs)
+    continued_by(model, 3)
+    model(token_ids(2, 29))
+    assert len(backend.graphs) == known
+    copied = copy.deepcopy(model)
+    assert torch.equal(continued_by(copied, 3), continued_by(model, 3))
+    plain = models.use_transformers(model)
+    assert all(layer._compiled_call_impl is None for layer in plain.model.layers)
+
+
+def test_a_selection_of_a_compiled_layer_is_recorded():
+    model, backend = patched_model(), CountingBackend("eager")
+    records = []
+    for options in ({}, layers_compiled(backend)):
+        with models.record_indices(model) as record:
+            continued_by(model, 4, **options)
+        records.append(record)
+    assert all(torch.equal(record, records[0][i]) for i, record in records[1].items())
+    assert len(backend.graphs) == 0  # layers that a record follows are not compiled
+
+
+def test_layers_that_are_compiled_already_stay_as_they_are():
+    model, own, backend = patched_model(), CountingBackend("eager"), CountingBackend("eager")
+    want = continued_by(model, 4)
+    model.model.layers[0].compile(backend=own)
+    model.model.layers[1] = torch.compile(model.model.layers[1], backend=own)
+    assert torch.equal(continued_by(model, 4, **layers_compiled(backend)), want)
+    assert own.graphs and len(backend.graphs) == 1
+
+
+@pytest.mark.slow
+def test_layers_compiled_by_torch_generate_the_same_tokens():
+    model = patched_model("glm_moe_dsa")
+    compiled = continued_by(model, 6, compile_config=CompileConfig())
+    assert torch.equal(compiled, continued_by(model, 6))
+
+
 def test_compiled_generate_past_the_cache_is_rejected_by_the_step_that_does_not_fit():
     model = patched_model(**TWO_LAYERS)
     cache = models.PagedCache(model, 1, 32, block_size=16)
@@ -175,10 +275,11 @@ def test_a_compiled_step_past_the_cache_harms_no_other_sequence():
     ids, mask = token_ids(2, 32), torch.ones(2, 32, dtype=torch.int64)
     mask[1, :20] = 0
     model(ids, attention_mask=mask, cache=cache)
-    before = [layer.latent.clone() for layer in cache.layers]
+    before = [layer.pools["latent"].clone() for layer in cache.layers]
     step = torch.compile(model.forward, backend="eager", fullgraph=True)
     alive = {"indexed_attention": torch.arange(33) != torch.tensor([[33], [32]])}
     step(ids[:, :1], attention_mask=alive, cache=cache)
     assert cache.lengths.tolist() == [33, 12]
     for layer, then in zip(cache.layers, before, strict=True):
-        torch.testing.assert_close(layer.latent[1:], then[1:], rtol=0, atol=0, equal_nan=True)
+        now = layer.pools["latent"]
+        torch.testing.assert_close(now[1:], then[1:], rtol=0, atol=0, equal_nan=True)

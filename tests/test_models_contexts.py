@@ -122,7 +122,7 @@ def test_generate_under_autocast_shares_its_cache_with_what_is_outside(kind):
             logits = patched(new, cache=cache).logits
             want = torch.cat([want, logits[:, -1:].argmax(-1)], 1)
     assert torch.equal(generated.sequences, want)
-    assert generated[CACHE].layers[0].latent.dtype == torch.float32
+    assert generated[CACHE].layers[0].pools["latent"].dtype == torch.float32
     patched.generate(want, cache=generated[CACHE], max_length=31)
     patched(want[:, -1:], cache=cache)
 

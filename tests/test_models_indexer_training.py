@@ -48,7 +48,7 @@ def test_indexers_keep_a_graph_only_while_they_learn(loss, monkeypatch):
     scored, select = [], CallStore.select_rows
 
     def recorded(self, layer, query, weights, *args):
-        scored.append([x.requires_grad for x in (query, layer.index, weights)])
+        scored.append([x.requires_grad for x in (query, layer.pools["index"], weights)])
         return select(self, layer, query, weights, *args)
 
     monkeypatch.setattr(CallStore, "select_rows", recorded)

@@ -84,7 +84,7 @@ def test_bytes_of_a_token_and_layer(dtypes, per_token):
 
 def test_shared_layers_have_no_index_keys_and_no_scales():
     cache = models.PagedCache(tiny("glm_moe_dsa", **BOTH), 1, 64)
-    names = [set(layer.pools()) for layer in cache.layers]
+    names = [set(layer.pools) for layer in cache.layers]
     full, shared = {"latent", "index", "index_scale"}, {"latent"}
     assert names == [full, shared, full]
 
@@ -196,13 +196,13 @@ def test_a_decode_step_is_one_graph_and_equals_eager():
 
 def test_a_cache_takes_the_dtypes_of_its_model_or_its_own():
     model = lookup(**BOTH)
-    assert models.PagedCache(model, 1, 128).layers[0].latent.dtype == INT8
+    assert models.PagedCache(model, 1, 128).layers[0].pools["latent"].dtype == INT8
     own = models.PagedCache(model, 1, 256, index_dtype=model.dtype, kv_dtype=model.dtype)
-    assert own.layers[0].latent.dtype == own.layers[0].index.dtype == model.dtype
+    assert own.layers[0].pools["latent"].dtype == own.layers[0].pools["index"].dtype == model.dtype
     ids = questions(1)
     assert next_tokens(model, ids, own) == next_tokens(lookup(), ids, None)
     models.use_custom_pypto(model)
-    assert models.PagedCache(model, 1, 128).layers[0].latent.dtype == model.dtype
+    assert models.PagedCache(model, 1, 128).layers[0].pools["latent"].dtype == model.dtype
 
 
 def test_rows_hold_rotated_keys_of_the_definition():
@@ -213,8 +213,8 @@ def test_rows_hold_rotated_keys_of_the_definition():
     key = torch.randn(1, 3, 1, 128).to(model.dtype)
     cache.store.write_keys(cache.layers[0], cache.place(1, 3, None).slots, key)
     rows, scales = npu_quant_rows_pto(key.flatten(0, 2), hadamard=matrix)
-    assert torch.equal(cache.layers[0].index[1, :3, 0], rows)
-    assert torch.equal(cache.layers[0].index_scale[1, :3, 0, 0], scales)
+    assert torch.equal(cache.layers[0].pools["index"][1, :3, 0], rows)
+    assert torch.equal(cache.layers[0].pools["index_scale"][1, :3, 0, 0], scales)
 
 
 def test_the_prolog_op_makes_the_queries_and_keys_of_the_model(monkeypatch):
@@ -241,11 +241,11 @@ def test_the_prolog_op_makes_the_queries_and_keys_of_the_model(monkeypatch):
     cache = models.PagedCache(model, 2, 32, block_size=16)
     model(token_ids(2, 7), cache=cache)
     assert len(selected) == len(quantized) == model.config.num_hidden_layers
-    for (attention, hidden, latent, cos, sin, _), (query, scale), slots in zip(
+    for (attention, hidden, latent, cos, sin, _, layer), (query, scale), slots in zip(
         selected, quantized, written, strict=True
     ):
-        indexer, layer = attention.indexer, cache.layers[attention.layer_idx]
-        keys, scales = torch.zeros_like(layer.index), torch.zeros_like(layer.index_scale)
+        indexer = attention.indexer
+        keys, scales = (torch.zeros_like(layer.pools[x]) for x in ("index", "index_scale"))
         got_query, got_scale, _ = npu_lightning_indexer_prolog_pto(
             hidden.flatten(0, 1),
             latent.flatten(0, 1),
@@ -267,7 +267,10 @@ def test_the_prolog_op_makes_the_queries_and_keys_of_the_model(monkeypatch):
         )
         for mine, model_s in (
             (got_query, query.flatten(0, 1)),
-            (keys.view(-1, keys.size(-1))[slots], layer.index.view(-1, keys.size(-1))[slots]),
+            (
+                keys.view(-1, keys.size(-1))[slots],
+                layer.pools["index"].view(-1, keys.size(-1))[slots],
+            ),
         ):
             # float32 products in another order may fall on the other side of half a step
             steps = (mine.int() - model_s.int()).abs()

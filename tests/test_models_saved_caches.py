@@ -78,7 +78,7 @@ def test_int8_rows_are_saved_as_they_are(tmp_path):
     cache.save(tmp_path / "cache")
     want = continued(patched, cache, mask)
     loaded = assert_continues(patched, tmp_path / "cache", mask, want)
-    assert loaded.layers[0].latent.dtype == torch.int8
+    assert loaded.layers[0].pools["latent"].dtype == torch.int8
 
 
 def test_the_file_has_the_rows_of_cached_tokens_alone(tmp_path):

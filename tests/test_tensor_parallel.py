@@ -59,7 +59,7 @@ def int8_index_rows(model, ids):
     return [
         pool[cache.block_table].flatten(1, 2)[:, : ids.size(1)]
         for layer in cache.layers
-        for name, pool in layer.pools().items()
+        for name, pool in layer.pools.items()
         if name in ("index", "index_scale")
     ]
 

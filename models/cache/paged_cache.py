@@ -114,6 +114,9 @@ class PagedCache(Cache):
             declared = {name: pool.row(text.config, layer, text.dtype) for name, pool in pools}
             rows[layer] = in_formats(declared, *formats)
         self.store = Store(rows, *formats, batch_size, max_cache_len, block_size, device)
+        for layer in attentions.keys() & range(len(rows)):
+            if (source := attentions[layer].source) is not None:
+                self.store.layers[layer].source = self.store.layers[source]
         super().__init__(layers=self.store.layers)
         self.sequences = Sequences(batch_size, self.store.spare, device)
 

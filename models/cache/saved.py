@@ -42,7 +42,7 @@ def write_file(path: Path, made_for: dict, options: dict, store: Store, seqs: Se
     seqs.check_room(0, store.max_cache_len)
     tensors = {name: getattr(seqs, name) for name in LENGTHS}
     for name, layer, pool, slots in live_rows(store, seqs.lengths):
-        rows = getattr(layer, pool)
+        rows = layer.pools[pool]
         tensors[name] = rows[tuple(slots.T)] if slots.ndim == 2 else rows.flatten(0, 1)[slots]
     for name, layer, kind in recurrent_states(store):
         tensors |= {f"{name}.{i}": x for i, x in getattr(layer, kind).items() if x is not None}
@@ -96,7 +96,7 @@ def read_file(path: Path, header: Header, store: Store, seqs: Sequences) -> None
         seqs.padding, seqs.exchanged = read("padding"), header.exchanged
         seqs.check_room(0, store.max_cache_len)
         for name, layer, pool, slots in live_rows(store, seqs.lengths):
-            write(getattr(layer, pool), slots, read(name))
+            write(layer.pools[pool], slots, read(name))
         for name, layer, kind in recurrent_states(store):
             for saved in header.checksums:
                 if saved.startswith(f"{name}."):

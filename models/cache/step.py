@@ -5,7 +5,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 from .sequence import Sequences
-from .store import Store
+from .store import PagedLayer, Store
 
 
 class TokenSlice(NamedTuple):
@@ -35,6 +35,8 @@ class Step(NamedTuple):
     position_ids: Tensor  # [B, tokens] int64 of the caller, or upstream's default
     slots: Tensor | None  # of new tokens, in pools with a row per token; see Store.slots
     pieces: tuple | None = None  # of a prompt that ranks share: context_parallel.Pieces
+    regions: object | None = None  # that compile the layers: regions.Regions
+    layer: PagedLayer | None = None  # inside a compiled layer: its rows
 
     # no properties: torch 2.10 cannot compile those of a NamedTuple
 
@@ -46,9 +48,11 @@ class Step(NamedTuple):
         """New tokens of a sequence."""
         return self.positions.size(1)
 
-    def of_call(self, attention) -> "Step":
-        """The step of a call of this layer: itself, as the rows of a cache last."""
-        return self
+    def of_call(self, attention) -> tuple["Step", PagedLayer]:
+        """The step of a call of this layer, itself, as the rows of a cache last; and its rows."""
+        if self.layer is not None:
+            return self, self.layer
+        return self, self.store.layers[attention.layer_idx]
 
     def own(self, x: Tensor, dim: int = 1) -> Tensor:
         """Of values of all new tokens those of the tokens that this rank computes."""

@@ -17,25 +17,21 @@ from .layout import EVERY_TOKEN, Row, RowLayout
 
 
 class PagedLayer:
-    """Pools of one layer: tensors ``[blocks, rows per block, 1, width]``, or None if this layer
-    lacks one."""
+    """Pools of one layer by name, tensors ``[blocks, rows per block, 1, width]``, and the layout of
+    their rows."""
 
-    def __init__(self, pools: dict[str, Tensor | None], layouts: dict[str, RowLayout]):
-        vars(self).update(pools)
-        self.layouts = layouts
+    #: the layer whose latents this one attends to; None: its own
+    source: "PagedLayer | None" = None
 
-    def pools(self) -> dict[str, Tensor]:
-        """The pools of this layer, by name."""
-        return {name: getattr(self, name) for name in self.layouts}
+    def __init__(self, pools: dict[str, Tensor], layouts: dict[str, RowLayout]):
+        self.pools, self.layouts = pools, layouts
 
 
 class RecurrentLayer(LinearAttentionLayer):
     """Upstream's own state of a layer of linear attention, of constant size."""
 
+    pools: dict[str, Tensor] = {}
     layouts: dict[str, RowLayout] = {}
-
-    def pools(self) -> dict[str, Tensor]:
-        return {}
 
     def states(self) -> list[Tensor]:
         both = *self.conv_states.values(), *self.recurrent_states.values()
@@ -105,17 +101,17 @@ class Store:
         return sum(tensor.nbytes for tensor in [*self.pools(), *states])
 
     def pools(self) -> Iterator[Tensor]:
-        return (pool for layer in self.layers for pool in layer.pools().values())
+        return (pool for layer in self.layers for pool in layer.pools.values())
 
     def write_latents(
         self, layer: PagedLayer, slots: Tensor, latent: Tensor, rope: Tensor | None
     ) -> None:
         """Writes latents ``[B, S, L]`` and rotated RoPE keys ``[B, S, 1, R]`` of new tokens."""
-        self.latents.write(layer.pools(), slots, latent, rope)
+        self.latents.write(layer.pools, slots, latent, rope)
 
     def write_keys(self, layer: PagedLayer, slots: Tensor, key: Tensor) -> None:
         """Writes the index keys ``[B, S, 1, D]`` of new tokens."""
-        self.index_keys.write(layer.pools(), slots, key)
+        self.index_keys.write(layer.pools, slots, key)
 
     def select_rows(
         self, layer: PagedLayer, query: Tensor, weights: Tensor, count: int, lengths: Tensor
@@ -130,13 +126,11 @@ class Store:
         others = {"block_table": self.tables[layout]}
         if layout.ratio > 1:
             others["cmp_ratio"] = layout.ratio
-        return self.index_keys.select(
-            layer.pools(), query, weights, count, lengths=lengths, **others
-        )
+        return self.index_keys.select(layer.pools, query, weights, count, lengths=lengths, **others)
 
     def attend(self, layer: PagedLayer, heads: Heads, indices: Tensor, lengths: Tensor) -> Tensor:
         """The outputs ``[B, S, H, v]`` of the heads over the latents at ``indices``."""
-        pools, table = layer.pools(), self.tables[layer.layouts["latent"]]
+        pools, table = layer.pools, self.tables[layer.layouts["latent"]]
         if indices.size(1) >= FEWEST_TOKENS and is_readable(lengths):
             first = functools.partial(self.latents.first, pools, table, latent=heads.weight.size(2))
             if (output := attend_expanded(heads, indices, lengths, first)) is not None:
@@ -179,7 +173,7 @@ class Store:
         used = {layout: 1 + table.numel() for layout, table in self.tables.items()}
         for layer in self.layers:  # one at a time saves memory; the tables stay valid
             for name, layout in layer.layouts.items():
-                pool, kept = getattr(layer, name), used[layout]
+                pool, kept = layer.pools[name], used[layout]
                 shape = kept + batch_size * more[layout], *pool.shape[1:]
                 if shape == pool.shape:
                     continue  # of constant size, or grown before memory ran out
@@ -193,7 +187,7 @@ class Store:
                     ) from error
                 larger[:kept] = pool[:kept]
                 torch._dynamo.mark_static_address(larger)
-                setattr(layer, name, larger)
+                layer.pools[name] = larger
         for layout, table in self.tables.items():
             new = own_blocks(batch_size, more[layout], table.device) + (used[layout] - 1)
             self.tables[layout] = torch.cat([table, new], 1)
@@ -206,7 +200,7 @@ class Store:
         Blocks are copied because two beams may continue one sequence with different tokens.
         """
         for layer in self.layers:
-            for name, pool in layer.pools().items():
+            for name, pool in layer.pools.items():
                 table = self.tables[layer.layouts[name]]
                 pool[table] = pool[table[sources]]
         for layer in self.recurrent:
@@ -219,9 +213,9 @@ class Store:
             self.tables[layout] = own_blocks(*source.shape, source.device)
             kept = torch.cat([source.new_zeros(1), source.flatten()])
             for layer in self.layers:
-                for name, pool in layer.pools().items():
+                for name, pool in layer.pools.items():
                     if layer.layouts[name] == layout:
-                        setattr(layer, name, pool[kept])
+                        layer.pools[name] = pool[kept]
         for layer in self.recurrent:
             layer.select(indices)
 
@@ -234,7 +228,7 @@ class Store:
     ) -> PagedLayer | RecurrentLayer:
         if not rows:
             return RecurrentLayer()
-        pools, layouts = dict.fromkeys(rows), {}
+        pools, layouts = {}, {}
         for name, row in rows.items():
             if row is not None:
                 layouts[name] = layout = row.layout.in_blocks(self.block_size)

@@ -14,6 +14,7 @@ from transformers.models.dots3_note.modeling_dots3_note import (
 
 from ..cache import TokenSlice
 from ..cache.layout import MLA_POOLS, Pool
+from ..cache.store import PagedLayer
 from ..latent_attention import LatentAttention
 from ..one_op import Experts, Norm, Rotation, Router
 
@@ -53,10 +54,16 @@ class PagedDots3NoteAttention(LatentAttention, Dots3NoteTextAttention):
         return super().compress_query(hidden_states) * self.q_lora_scale
 
     def select(
-        self, hidden_states: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor, tokens: TokenSlice
+        self,
+        hidden_states: Tensor,
+        q_latent: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        tokens: TokenSlice,
+        layer: PagedLayer,
     ) -> Tensor:
         if self.sliding_window is None:
-            return super().select(hidden_states, q_latent, cos, sin, tokens)
+            return super().select(hidden_states, q_latent, cos, sin, tokens, layer)
         # the window of a token, newest position first; -1 before the first token
         back = torch.arange(self.sliding_window, device=tokens.positions.device)
         return (tokens.positions[..., None] - back).clamp(min=-1).int().unsqueeze(2)

@@ -17,6 +17,7 @@ from transformers.models.glm5_next.modeling_glm5_next import (
 from ..attention import SKIPPED
 from ..cache import Step, TokenSlice
 from ..cache.layout import MLA_POOLS, Pool, RowLayout
+from ..cache.store import PagedLayer
 from ..compression import compress, state_layout
 from ..latent_attention import LatentAttention
 from ..one_op import Experts, Norm, Router
@@ -73,7 +74,8 @@ class PagedGlm5NextAttention(LatentAttention, Glm5NextTextAttention):
 
     @property
     def selected_rows(self) -> int:
-        return super().selected_rows // self.config.index_kpool
+        # torch.compile takes no property of super()
+        return self.indexer.index_topk // self.config.index_kpool
 
     def selectable(self, positions: Tensor) -> Tensor:
         if self.indexer.index_kpool_always_select_tail:
@@ -87,14 +89,16 @@ class PagedGlm5NextAttention(LatentAttention, Glm5NextTextAttention):
         return columns
 
     @torch.no_grad()
-    def write_index_keys(self, hidden_states: Tensor, cos: None, sin: None, step: Step) -> None:
+    def write_index_keys(
+        self, hidden_states: Tensor, cos: None, sin: None, step: Step, layer: PagedLayer
+    ) -> None:
         indexer = self.indexer
         key = indexer.k_norm(indexer.wk(hidden_states))
         with brought_in(indexer):
             gate = functional.linear(hidden_states, indexer.index_kpool_compress_gate)
             bias = indexer.index_kpool_compress_ape.float()
         compress(
-            step.store.layers[self.layer_idx],
+            layer,
             "index",
             "index_state",
             step,
@@ -104,9 +108,15 @@ class PagedGlm5NextAttention(LatentAttention, Glm5NextTextAttention):
         )
 
     def select(
-        self, hidden_states: Tensor, q_latent: Tensor, cos: None, sin: None, tokens: TokenSlice
+        self,
+        hidden_states: Tensor,
+        q_latent: Tensor,
+        cos: None,
+        sin: None,
+        tokens: TokenSlice,
+        layer: PagedLayer,
     ) -> Tensor:
-        groups = super().select(hidden_states, q_latent, cos, sin, tokens).squeeze(2)
+        groups = super().select(hidden_states, q_latent, cos, sin, tokens, layer).squeeze(2)
         size, count = self.config.index_kpool, hidden_states.size(1)
         within = torch.arange(size, device=groups.device)
         chosen = torch.where(groups >= 0, groups * size, SKIPPED - size)[..., None] + within

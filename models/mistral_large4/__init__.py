@@ -12,7 +12,6 @@ from transformers.models.mistral_large4.modeling_mistral_large4 import (
 
 from ..cache import TokenSlice
 from ..cache.layout import OWN_NUMBER, Pool
-from ..cache.store import PagedLayer
 from ..latent_attention import LatentAttention
 from ..one_op import Experts, Norm, Rotation
 
@@ -48,8 +47,9 @@ class PagedMistralLarge4Attention(LatentAttention, MistralLarge4TextAttention):
         if not self.is_kv_shared_layer:
             super().write_latents(*args)
 
-    def cached_layer(self, tokens: TokenSlice) -> PagedLayer:
-        return tokens.store.layers[self.config.kv_source_layers[self.layer_idx]]
+    @property
+    def source(self) -> int | None:
+        return self.config.kv_source_layers[self.layer_idx] if self.is_kv_shared_layer else None
 
     def compress_query(self, hidden_states: Tensor) -> Tensor:
         return hidden_states
