@@ -22,6 +22,7 @@ from .attention import SKIPPED, PatchedAttention, causal_pairs
 from .cache import TokenSlice
 from .cache.layout import RowLayout
 from .cache.store import PagedLayer
+from .one_op import linear
 from .projection import brought_in
 
 
@@ -44,15 +45,15 @@ class CompressedAttention(PatchedAttention):
         """Writes a slice, then attends: a longer slice would overwrite its own window in the ring.
         The second result has the selected compressed rows ``[B, S, 1, K]``, or is None."""
         store, layout, pool = tokens.store, layer.layouts["kv"], layer.pools["kv"]
-        kv = self.kv_norm(self.kv_proj(x)).unsqueeze(2)
+        kv = self.kv_norm(linear(self.kv_proj, x)).unsqueeze(2)
         slots = store.slots(layout, tokens.positions % layout.ring, tokens.valid)
         write(pool, slots, self.rope(kv, cos, sin, unsqueeze_dim=2))
         self.write_rows(x, layer, tokens)
-        q_latent = self.q_a_norm(self.q_a_proj(x))
+        q_latent = self.q_a_norm(linear(self.q_a_proj, x))
         if indices is None and self.selects:
             indices = self.select(x, q_latent, cos, sin, tokens, layer)
 
-        query = self.q_b_norm(self.q_b_proj(q_latent).unflatten(-1, (-1, self.head_dim)))
+        query = self.q_b_norm(linear(self.q_b_proj, q_latent).unflatten(-1, (-1, self.head_dim)))
         query = self.rope(query, cos, sin, unsqueeze_dim=2)
         rows = tokens.lengths // layout.ratio if layout.ratio else torch.zeros_like(tokens.lengths)
         output = custom_pypto.npu_sparse_flash_attention_pto(
@@ -69,7 +70,8 @@ class CompressedAttention(PatchedAttention):
         # values are rotated by their own positions: rotated back by the query's, distances remain
         output = self.rope(output, cos, -sin, unsqueeze_dim=2)
         groups = output.flatten(2).unflatten(-1, (self.config.o_groups, -1))
-        return self.o_b_proj(self.o_a_proj(groups.to(x.dtype)).flatten(2)), indices
+        output = linear(self.o_b_proj, self.o_a_proj(groups.to(x.dtype)).flatten(2))
+        return output, indices
 
     def write_rows(self, x: Tensor, layer: PagedLayer, tokens: TokenSlice) -> None:
         """Writes the compressed rows and index rows that ``tokens`` complete."""
@@ -121,9 +123,9 @@ class CompressedAttention(PatchedAttention):
     ) -> Tensor:
         """``[B, S, 1, K]`` int32 rows of the index keys with the best scores."""
         indexer = self.indexer
-        query = indexer.q_b_proj(q_latent).unflatten(-1, (-1, indexer.head_dim))
+        query = linear(indexer.q_b_proj, q_latent).unflatten(-1, (-1, indexer.head_dim))
         query = self.rope(query, cos, sin, unsqueeze_dim=2)
-        weights = score_weights(indexer.scorer.weights_proj(x), indexer.head_dim)
+        weights = score_weights(linear(indexer.scorer.weights_proj, x), indexer.head_dim)
         return tokens.store.select_rows(layer, query, weights, indexer.index_topk, tokens.lengths)
 
 
@@ -145,7 +147,7 @@ def compress(
         cos, sin = module.rotary_emb(row, first, layer_type=module.rope_layer_type)
         return rope(row, cos, sin, unsqueeze_dim=2)
 
-    new = torch.cat([module.kv_proj(x), module.gate_proj(x)], -1)
+    new = torch.cat([linear(module.kv_proj, x), linear(module.gate_proj, x)], -1)
     with brought_in(module):
         bias = module.position_bias.float()
     compression.compress(layer, rows, state, tokens, new, bias, finish)

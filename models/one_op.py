@@ -96,6 +96,32 @@ class Experts(OneOp):
         return torch.ops.custom_pypto.weighted_sum(outputs, top_k_weights.float())
 
 
+class MLP(OneOp):
+    """The gated MLP of dense layers and of shared experts."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        gated = self.act_fn(linear(self.gate_proj, x)) * linear(self.up_proj, x)
+        return linear(self.down_proj, gated)
+
+
+class BoundedMLP(OneOp):
+    """The same with bounds on what is multiplied."""
+
+    bound: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = linear(self.gate_proj, x).clamp(max=self.bound)
+        up = linear(self.up_proj, x).clamp(min=-self.bound, max=self.bound)
+        return linear(self.down_proj, self.act_fn(gate) * up)
+
+
+class Head(OneOp, nn.Linear):
+    """The projection to the vocabulary."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return product(self, x) if multiplies(self, x) else super().forward(x)
+
+
 class Rotation(NamedTuple):
     """RoPE of queries and keys in an architecture."""
 
@@ -121,12 +147,22 @@ class Rotation(NamedTuple):
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
     """``layer(x)`` of a linear layer that may be wrapped, quantized or somebody's adapter."""
-    if type(layer) is nn.Linear and not layer.training and x.dtype == torch.bfloat16:
-        weight, width = layer._parameters["weight"], x.size(-1)
-        few = x.numel() <= FEW_ROWS * width and width % 32 == 0
-        if few and takes(x, weight) and layer._parameters["bias"] is None and not has_hooks(layer):
-            return custom_pypto.weight_only_linear(x, weight)
+    if type(layer) is nn.Linear and multiplies(layer, x) and not has_hooks(layer):
+        return product(layer, x)
     return layer(x)
+
+
+def multiplies(layer: nn.Linear, x: Tensor) -> bool:
+    """Whether :func:`product` takes this call."""
+    if layer.training or x.dtype != torch.bfloat16:
+        return False
+    parameters, width = layer._parameters, x.size(-1)
+    few = x.numel() <= FEW_ROWS * width and width % 32 == 0
+    return few and parameters["bias"] is None and takes(x, parameters["weight"])
+
+
+def product(layer: nn.Linear, x: Tensor) -> Tensor:
+    return custom_pypto.weight_only_linear(x, layer._parameters["weight"])
 
 
 def has_hooks(layer: nn.Module) -> bool:

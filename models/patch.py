@@ -9,6 +9,7 @@ from torch import nn
 from . import generation
 from .dequantization import Dequantized, restore
 from .indexer_loss import Option, add_indexer_loss, begin_indexer_loss
+from .one_op import Head
 from .patched import patched_attentions, text_model, upstream_class
 from .projection import change_class, is_sharded
 from .regions import Regions, get_compiled_call, valid_auto_compile_criteria
@@ -50,6 +51,9 @@ class Patch:
                 # transformers shards some by a forward of their own
                 if type(module) is cls.__bases__[-1] and not is_sharded(module):
                     change_class(module, cls)
+        head = model.get_output_embeddings()
+        if type(head) is nn.Linear and not is_sharded(head):
+            change_class(head, Head)
         self.hooks = (
             text.register_forward_pre_hook(generation.prepare_forward, with_kwargs=True),
             text.register_forward_hook(generation.finish_forward, with_kwargs=True),
@@ -69,7 +73,7 @@ class Patch:
         attentions = patched_attentions(text)
         for attention in attentions.values():
             change_class(attention, upstream_class(attention))
-        for module in list(text.modules()):
+        for module in list(model.modules()):
             if hasattr(cls := type(module), "is_one_op"):
                 change_class(module, cls.__bases__[-1])
         restore(attentions, self.dequantized)

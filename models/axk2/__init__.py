@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 from transformers.models.axk2.modeling_axk2 import (
+    AXK2MLP,
     AXK2Attention,
     AXK2Experts,
     AXK2Indexer,
@@ -14,7 +15,11 @@ from transformers.models.axk2.modeling_axk2 import (
 from ..cache import TokenSlice
 from ..cache.layout import INDEX_POOLS, MLA_POOLS
 from ..latent_attention import LatentAttention
-from ..one_op import Experts, Norm, Rotation
+from ..one_op import MLP, Experts, Norm, Rotation
+
+
+class OneOpAXK2MLP(MLP, AXK2MLP):
+    pass
 
 
 class OneOpAXK2Experts(Experts, AXK2Experts):
@@ -26,7 +31,7 @@ class OneOpAXK2RMSNorm(Norm, AXK2RMSNorm):
 
 
 class PagedAXK2Attention(LatentAttention, AXK2Attention):
-    one_op = (OneOpAXK2Experts, OneOpAXK2RMSNorm)
+    one_op = (OneOpAXK2MLP, OneOpAXK2Experts, OneOpAXK2RMSNorm)
     pools = MLA_POOLS | INDEX_POOLS
     int8 = True
     indexer_class = AXK2Indexer

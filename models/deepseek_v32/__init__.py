@@ -4,6 +4,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
     DeepseekV32Attention,
     DeepseekV32Experts,
     DeepseekV32Indexer,
+    DeepseekV32MLP,
     DeepseekV32RMSNorm,
     DeepseekV32TopkRouter,
     apply_rotary_pos_emb,
@@ -12,7 +13,11 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
 
 from ..cache.layout import INDEX_POOLS, MLA_POOLS
 from ..latent_attention import LatentAttention
-from ..one_op import Experts, Norm, Rotation, Router
+from ..one_op import MLP, Experts, Norm, Rotation, Router
+
+
+class OneOpDeepseekV32MLP(MLP, DeepseekV32MLP):
+    pass
 
 
 class OneOpDeepseekV32Experts(Experts, DeepseekV32Experts):
@@ -28,7 +33,12 @@ class OneOpDeepseekV32TopkRouter(Router, DeepseekV32TopkRouter):
 
 
 class PagedDeepseekV32Attention(LatentAttention, DeepseekV32Attention):
-    one_op = (OneOpDeepseekV32Experts, OneOpDeepseekV32RMSNorm, OneOpDeepseekV32TopkRouter)
+    one_op = (
+        OneOpDeepseekV32MLP,
+        OneOpDeepseekV32Experts,
+        OneOpDeepseekV32RMSNorm,
+        OneOpDeepseekV32TopkRouter,
+    )
     pools = MLA_POOLS | INDEX_POOLS
     int8 = True
     indexer_class = DeepseekV32Indexer

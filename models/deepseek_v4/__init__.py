@@ -12,6 +12,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4HCACompressor,
     DeepseekV4Indexer,
     DeepseekV4IndexerScorer,
+    DeepseekV4MLP,
     apply_rotary_pos_emb,
 )
 
@@ -20,6 +21,7 @@ from ..cache.layout import Pool, RowLayout
 from ..cache.store import PagedLayer
 from ..compressed_attention import CompressedAttention, compress
 from ..compression import state_layout
+from ..one_op import BoundedMLP
 from ..projection import check_replaced
 
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
@@ -46,7 +48,12 @@ OF_SPARSE, OF_HEAVY = {"layer_types": SPARSE}, {"layer_types": HEAVY}
 SIZES = ("sliding_window", "compress_rates")
 
 
+class OneOpDeepseekV4MLP(BoundedMLP, DeepseekV4MLP):
+    bound = property(lambda self: self.limit)
+
+
 class PagedDeepseekV4Attention(CompressedAttention, DeepseekV4Attention):
+    one_op = (OneOpDeepseekV4MLP,)
     pools = {
         "kv": Pool("head_dim", layout=window_and_rows, sizes=SIZES),
         "index": Pool("index_head_dim", where=OF_SPARSE, layout=index_rows),

@@ -8,6 +8,7 @@ from transformers.models.dots3_note.modeling_dots3_note import (
     Dots3NoteRMSNorm,
     Dots3NoteTextAttention,
     Dots3NoteTextIndexer,
+    Dots3NoteTextMLP,
     Dots3NoteTextTopkRouter,
     apply_rotary_pos_emb_interleave,
 )
@@ -16,7 +17,11 @@ from ..cache import TokenSlice
 from ..cache.layout import MLA_POOLS, Pool
 from ..cache.store import PagedLayer
 from ..latent_attention import LatentAttention
-from ..one_op import Experts, Norm, Rotation, Router
+from ..one_op import MLP, Experts, Norm, Rotation, Router
+
+
+class OneOpDots3NoteTextMLP(MLP, Dots3NoteTextMLP):
+    pass
 
 
 class OneOpDots3NoteExperts(Experts, Dots3NoteExperts):
@@ -32,7 +37,12 @@ class OneOpDots3NoteTextTopkRouter(Router, Dots3NoteTextTopkRouter):
 
 
 class PagedDots3NoteAttention(LatentAttention, Dots3NoteTextAttention):
-    one_op = (OneOpDots3NoteExperts, OneOpDots3NoteRMSNorm, OneOpDots3NoteTextTopkRouter)
+    one_op = (
+        OneOpDots3NoteTextMLP,
+        OneOpDots3NoteExperts,
+        OneOpDots3NoteRMSNorm,
+        OneOpDots3NoteTextTopkRouter,
+    )
     pools = MLA_POOLS | {
         "index": Pool("index_head_dim", where={"layer_types": "indexed_attention"})
     }

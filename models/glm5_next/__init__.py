@@ -10,6 +10,7 @@ from transformers.models.glm5_next.modeling_glm5_next import (
     Glm5NextTextExperts,
     Glm5NextTextIndexer,
     Glm5NextTextLinearAttention,
+    Glm5NextTextMLP,
     Glm5NextTextRMSNorm,
     Glm5NextTextTopkRouter,
 )
@@ -20,7 +21,7 @@ from ..cache.layout import MLA_POOLS, Pool, RowLayout
 from ..cache.store import PagedLayer
 from ..compression import compress, state_layout
 from ..latent_attention import LatentAttention
-from ..one_op import Experts, Norm, Router
+from ..one_op import BoundedMLP, Experts, Norm, Router
 from ..projection import brought_in
 
 FULL = {"indexer_types": "full"}
@@ -32,6 +33,10 @@ def groups_of_tokens(config, layer: int) -> RowLayout:
 
 def state(config, layer: int) -> RowLayout:
     return state_layout(config.index_kpool)
+
+
+class OneOpGlm5NextTextMLP(BoundedMLP, Glm5NextTextMLP):
+    bound = property(lambda self: self.swiglu_limit)
 
 
 class OneOpGlm5NextTextExperts(Experts, Glm5NextTextExperts):
@@ -47,7 +52,12 @@ class OneOpGlm5NextTextTopkRouter(Router, Glm5NextTextTopkRouter):
 
 
 class PagedGlm5NextAttention(LatentAttention, Glm5NextTextAttention):
-    one_op = (OneOpGlm5NextTextExperts, OneOpGlm5NextTextRMSNorm, OneOpGlm5NextTextTopkRouter)
+    one_op = (
+        OneOpGlm5NextTextMLP,
+        OneOpGlm5NextTextExperts,
+        OneOpGlm5NextTextRMSNorm,
+        OneOpGlm5NextTextTopkRouter,
+    )
     # upstream rejects RoPE dims: the rope pool is None
     pools = MLA_POOLS | {
         "index": Pool(

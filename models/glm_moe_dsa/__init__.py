@@ -5,6 +5,7 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
     GlmMoeDsaAttention,
     GlmMoeDsaExperts,
     GlmMoeDsaIndexer,
+    GlmMoeDsaMLP,
     GlmMoeDsaRMSNorm,
     GlmMoeDsaTopkRouter,
     apply_rotary_pos_emb_interleave,
@@ -12,7 +13,11 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
 
 from ..cache.layout import MLA_POOLS, Pool
 from ..latent_attention import LatentAttention
-from ..one_op import Experts, Norm, Rotation, Router
+from ..one_op import MLP, Experts, Norm, Rotation, Router
+
+
+class OneOpGlmMoeDsaMLP(MLP, GlmMoeDsaMLP):
+    pass
 
 
 class OneOpGlmMoeDsaExperts(Experts, GlmMoeDsaExperts):
@@ -28,7 +33,12 @@ class OneOpGlmMoeDsaTopkRouter(Router, GlmMoeDsaTopkRouter):
 
 
 class PagedGlmMoeDsaAttention(LatentAttention, GlmMoeDsaAttention):
-    one_op = (OneOpGlmMoeDsaExperts, OneOpGlmMoeDsaRMSNorm, OneOpGlmMoeDsaTopkRouter)
+    one_op = (
+        OneOpGlmMoeDsaMLP,
+        OneOpGlmMoeDsaExperts,
+        OneOpGlmMoeDsaRMSNorm,
+        OneOpGlmMoeDsaTopkRouter,
+    )
     pools = MLA_POOLS | {"index": Pool("index_head_dim", where={"indexer_types": "full"})}
     int8 = True
     indexer_class = GlmMoeDsaIndexer

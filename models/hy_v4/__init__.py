@@ -3,6 +3,7 @@ in its softmax (the parameter ``sinks``) and a gate of its output from the hidde
 
 from torch import Tensor
 from transformers.models.hy_v4.modeling_hy_v4 import (
+    HYV4MLP,
     HYV4Attention,
     HYV4Experts,
     HYV4Indexer,
@@ -14,7 +15,7 @@ from transformers.models.hy_v4.modeling_hy_v4 import (
 from ..cache import TokenSlice
 from ..cache.layout import MLA_POOLS, Pool
 from ..latent_attention import LatentAttention
-from ..one_op import Experts, Norm, Rotation, Router
+from ..one_op import MLP, Experts, Norm, Rotation, Router
 
 
 class GatedAttention(LatentAttention):
@@ -32,6 +33,10 @@ class GatedAttention(LatentAttention):
         return super().project_output(output * gate.sigmoid(), None)
 
 
+class OneOpHYV4MLP(MLP, HYV4MLP):
+    pass
+
+
 class OneOpHYV4Experts(Experts, HYV4Experts):
     pass
 
@@ -45,7 +50,7 @@ class OneOpHYV4TopkRouter(Router, HYV4TopkRouter):
 
 
 class PagedHYV4Attention(GatedAttention, HYV4Attention):
-    one_op = (OneOpHYV4Experts, OneOpHYV4RMSNorm, OneOpHYV4TopkRouter)
+    one_op = (OneOpHYV4MLP, OneOpHYV4Experts, OneOpHYV4RMSNorm, OneOpHYV4TopkRouter)
     indexer_class = HYV4Indexer
     rope = Rotation(apply_rotary_pos_emb, interleaved=False)
     index_rope = Rotation(apply_rotary_pos_emb, interleaved=False)

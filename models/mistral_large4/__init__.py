@@ -7,15 +7,20 @@ from transformers.models.mistral_large4.modeling_mistral_large4 import (
     MistralLarge4TextAttention,
     MistralLarge4TextExperts,
     MistralLarge4TextIndexer,
+    MistralLarge4TextMLP,
     apply_rotary_pos_emb_interleave,
 )
 
 from ..cache import TokenSlice
 from ..cache.layout import OWN_NUMBER, Pool
 from ..latent_attention import LatentAttention
-from ..one_op import Experts, Norm, Rotation
+from ..one_op import MLP, Experts, Norm, Rotation
 
 OWN_LATENTS = {"kv_source_layers": OWN_NUMBER}
+
+
+class OneOpMistralLarge4TextMLP(MLP, MistralLarge4TextMLP):
+    pass
 
 
 class OneOpMistralLarge4TextExperts(Experts, MistralLarge4TextExperts):
@@ -27,7 +32,7 @@ class OneOpMistralLarge4RMSNorm(Norm, MistralLarge4RMSNorm):
 
 
 class PagedMistralLarge4Attention(LatentAttention, MistralLarge4TextAttention):
-    one_op = (OneOpMistralLarge4TextExperts, OneOpMistralLarge4RMSNorm)
+    one_op = (OneOpMistralLarge4TextMLP, OneOpMistralLarge4TextExperts, OneOpMistralLarge4RMSNorm)
     pools = {
         "latent": Pool("kv_lora_rank", where=OWN_LATENTS),
         "rope": Pool("qk_rope_head_dim", where=OWN_LATENTS | {"no_rope_layers": 1}),

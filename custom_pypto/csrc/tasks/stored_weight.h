@@ -28,6 +28,9 @@ class StoredWeight {
   bool transposed() const { return transposed_; }
   const cpu::WeightKernels& kernels() const { return custom_pypto::kernels().weights[format_]; }
 
+  // of a row, or of a column, if transposed
+  int64_t row_bytes() const { return transposed_ ? 2 * depth_ : row_stride_; }
+
   // the first value of a row of bfloat16
   const uint16_t* bfloat16(int64_t expert, int64_t row) const {
     return reinterpret_cast<const uint16_t*>(values_ + expert * expert_stride_ + row * row_stride_);

@@ -108,9 +108,14 @@ class Linear {
     }
     multiply_rounded(rounded);
     if (tasks.empty()) return;
-    // A single task would run outside of a parallel region, where torch.mm takes all threads and
-    // gives bits that depend on their number.
-    if (tasks.size() == 1) tasks.push_back({0, 0, 0});
+    int64_t threads = at::get_num_threads();
+    if (std::all_of(groups_.begin(), groups_.end(), [&](const Group& g) { return few(g); })) {
+      threads = threads_for(order_.size() * weight_.rows() * weight_.row_bytes());
+    } else if (tasks.size() == 1) {
+      // A single task would run outside of a parallel region, where torch.mm takes all threads and
+      // gives bits that depend on their number.
+      tasks.push_back({0, 0, 0});
+    }
     run_tasks(
         tasks.size(), [] { return Scratch(); },
         [&](Scratch& scratch, int64_t t) {
@@ -126,7 +131,8 @@ class Linear {
           } else {
             dots(group, tasks[t], scratch);
           }
-        });
+        },
+        threads);
   }
 
  private:
@@ -219,7 +225,8 @@ class Linear {
             const cpu::Dots shape = weight_.operand(0, 0, 1, scratch.scales);
             weight_.kernels().prepare(shape, scratch.x.data(), to);
           }
-        });
+        },
+        threads_for(rows.size() * weight_.depth() * sizeof(T)));
   }
 
   void dots(const Group& group, const Task& task, Scratch& scratch) {
