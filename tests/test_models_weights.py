@@ -1,4 +1,4 @@
-"""Models with stored weights: computed, saved and loaded as they are, or rejected by name."""
+"""Models with stored weights: computed, saved and loaded as they are, or rejected."""
 
 import json
 import shutil
