@@ -237,7 +237,7 @@ build_wheel() {
 # The wheel with the tag of the oldest supported glibc. auditwheel rejects that tag if the library
 # requires a newer one; torch's libraries, which pip installs with torch, are excluded.
 build_portable_wheel() {
-  local tools="$root/build/auditwheel" folder="$root/build/wheel" tag
+  local tools="$root/build/auditwheel" folder="$root/build/wheel" tag wheel
   tag="manylinux_${MANYLINUX}_$("$python" -c 'import platform; print(platform.machine())')"
   if [[ "$(cat "$tools/installed" 2>/dev/null)" != "$AUDITWHEEL" ]]; then
     rm -rf "$tools"
@@ -254,8 +254,9 @@ build_portable_wheel() {
     die "the wheel does not comply with $tag, see above; build it in Debian 12 or a manylinux container"
   ! "$python" -m zipfile -l "$folder"/*-"$tag".whl | grep '[.]libs/' ||
     die "auditwheel put these libraries into the wheel; they must come from torch or the system"
-  mv "$folder"/*-"$tag".whl "$root/dist/"
-  echo "built $(ls -t "$root"/dist/*-"$tag".whl | head -n 1)"
+  wheel="$(echo "$folder"/*-"$tag".whl)"
+  mv "$wheel" "$root/dist/"
+  echo "built $root/dist/$(basename "$wheel")"
 }
 
 # -I and another directory, so that Python imports the installed package

@@ -157,7 +157,7 @@ def rows(repeats: int) -> Iterator[list[str]]:
 BENCHMARKS = {
     "gradients": Benchmark(
         "Gradients, 1 thread",
-        [f"gradients of {TOKENS} tokens", "ms", "GFLOP/s", "beside"],
+        [f"gradients of {TOKENS} tokens", "ms", "GFLOP/s", "compared with"],
         rows,
         floors=floors,
     )

@@ -1,7 +1,7 @@
 """Every floor of the caches in int8, in one table: accuracy, memory, speed, PyPTO's estimates.
 
 Recall is the share of the bfloat16 indexer's 2048 positions that the int8 indexer selects, of
-Gaussian queries and keys; beside it that of fp8 (e4m3 with a scale per row, as DeepSeek's own
+Gaussian queries and keys; next to it that of fp8 (e4m3 with a scale per row, as DeepSeek's own
 inference code quantizes), which must not be larger. The lookup checkpoint answers questions on
 texts of 512 and 2048 tokens. Speeds are those of one thread, relative to the bfloat16 op in the
 same run (bench int8_ops); estimates are of PyPTO's cost model, not of hardware

@@ -1,4 +1,4 @@
-"""A layer of DeepSeek-V3.2's sizes beside ik_llama.cpp and transformers, on the same weights.
+"""A layer of DeepSeek-V3.2's sizes compared with ik_llama.cpp and transformers, same weights.
 
 One random checkpoint in bfloat16 is written down, loaded by ``models.load`` and by transformers,
 and converted to GGUF, which their llama-quantize quantizes. Whole models of one layer are timed:

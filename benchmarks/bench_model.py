@@ -1,4 +1,4 @@
-"""Patched models beside upstream transformers: time and memory of decode and prefill by context.
+"""Patched models compared with upstream transformers: decode and prefill by context.
 
 The model: two dense layers of DeepSeek-V3.2 (hidden 1024, 16 heads, latent 512, RoPE 64, 64 x 128
 indexer, index_topk 2048). The layer: one attention layer of the published size (hidden 7168, 128

@@ -1,7 +1,7 @@
 """Latency of the NPU kernels by PyPTO's cost model; no NPU has been used.
 
 The figures are PyPTO's estimates for its simulated Atlas A2/A3 (24 cube and 48 vector cores). The
-model prices the task graph, copies and matmuls. It prices gathers and top-k near zero, gives every
+model counts the task graph, copies and matmuls. It counts gathers and top-k near zero, gives every
 core its own memory bandwidth, and charges the full tile of a task, including invalid rows. The
 figures therefore compare programs of the same kind and are not device times. The table also has the
 two rooflines of the chip: minimal bytes over 1.42 TB/s, and minimal FLOP over 364 TFLOP/s in bf16.
@@ -23,7 +23,7 @@ PICTURE = Path(__file__).with_name("plots") / "npu_model.png"
 VERSION = installed_version("pypto")
 FLOORS_TIMES = 1.0 if VERSION == "0.2.0" else 1.35
 NOTE = f"""Estimates of PyPTO {VERSION}'s cost model for its simulated Atlas A2/A3, bf16, 128 heads
-where none are named, K 2048, blocks of 128 keys. They are not device times: the model prices
+where none are named, K 2048, blocks of 128 keys. They are not device times: the model counts
 gathers and top-k near zero, gives every core its own memory bandwidth, and a task its full tile,
 whatever is valid. An estimate below its roofline shows just that. bytes µs: what must move at
 least, over 1.42 TB/s; FLOP µs: what must be computed, over 364 TFLOP/s. Sinks and cmp_ratio: layers

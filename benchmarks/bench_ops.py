@@ -280,7 +280,7 @@ BENCHMARKS = {
         part_rows,
     ),
     "int8_ops": Benchmark(
-        "int8 beside bfloat16, 1 thread",
+        "int8 compared with bfloat16, 1 thread",
         ["op", "ms in bfloat16", "ms in int8", "speedup", "floor of --check"],
         int8_rows,
         floors=int8_floors,

@@ -1,4 +1,4 @@
-"""The ops beside equivalent PyTorch code: eager, and compiled by inductor.
+"""The ops compared with equivalent PyTorch code: eager, and compiled by inductor.
 
 All sides run in turn, in bfloat16 on one thread. The peers read the same paged cache: they gather
 the keys by the block table, then multiply. Their results are compared with the op's before timing.

@@ -1,10 +1,10 @@
-"""A prompt over ranks beside one process: the time, and the bytes between the ranks.
+"""A prompt over ranks compared with one process: the time, and the bytes between the ranks.
 
 Every rank has one thread, and one core if the machine is quiet. Two layers with DeepSeek-V3.2's
 widths of latents and index keys in bfloat16, 16 heads, hidden states of 1024. The first rank takes
 the whole prompt alone, then all ranks share it, in turn; wall time, since a rank waits for the
-others. Bytes are those that the loopback device sent, of this machine as a whole, beside 1408 bytes
-for each token, layer and other rank and the hidden states of the prompt at the end.
+others. Bytes are those that the loopback device sent, of this machine as a whole, next to 1408
+bytes for each token, layer and other rank and the hidden states of the prompt at the end.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Requests per second of vLLM on the ops, beside the same engine on plain torch and generate().
+"""Requests per second of vLLM on the ops, of the same engine on plain torch, and of generate().
 
 200 questions about 8 texts of 96 to 1600 tokens, 32 at a time, 32 new tokens each, to the
 checkpoint examples/checkpoints/lookup in bfloat16, by the client openai on loopback. Cold is the
@@ -96,14 +96,14 @@ def served_llama(program: Path, arguments: list[str]):
 
 
 @contextlib.contextmanager
-def standin():
-    """The variables with which vLLM finds the plugin serving_standin."""
+def plain_torch():
+    """The variables with which vLLM finds the plugin serving_torch."""
     with tempfile.TemporaryDirectory() as folder:
-        described = Path(folder) / "serving_standin-0.dist-info"
+        described = Path(folder) / "serving_torch-0.dist-info"
         described.mkdir()
-        (described / "METADATA").write_text("Name: serving_standin\nVersion: 0\n")
+        (described / "METADATA").write_text("Name: serving_torch\nVersion: 0\n")
         (described / "entry_points.txt").write_text(
-            "[vllm.general_plugins]\nserving_standin = serving_standin:register\n"
+            "[vllm.general_plugins]\nserving_torch = serving_torch:register\n"
         )
         path = os.pathsep.join([folder, str(Path(__file__).parent)])
         yield {"PYTHONPATH": path}
@@ -146,7 +146,7 @@ def rows(rounds: int, llama_server: str, python: str) -> Iterator[list[str]]:
             "vLLM, ops, no prefix cache": vllm({}, "--no-enable-prefix-caching"),
             "vLLM, ops, selections recorded, no prefix cache": vllm({}, RECORDED),
             "vLLM, ops, 2 threads in every process": vllm(TWO_THREADS),
-            "vLLM, plain torch": vllm(stack.enter_context(standin())),
+            "vLLM, plain torch": vllm(stack.enter_context(plain_torch())),
         }
         if llama_server:
             from llama import SPARSE

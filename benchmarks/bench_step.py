@@ -1,5 +1,5 @@
-"""What a model costs beside computing: Python's part of a forward, beside 61 small layers; and CPU
-time and dispatcher calls of a small decoder layer in a decode step."""
+"""What a model costs besides computing: Python's part of a forward of 61 small
+layers; and CPU time and dispatcher calls of a small decoder layer in a decode step."""
 
 import statistics
 import tempfile
@@ -137,7 +137,7 @@ def fixed_call(side: str, model, forward: Callable) -> Callable:
 TIMES = ["median µs", "least µs"]
 BENCHMARKS = {
     "step": Benchmark(
-        "A decoded token, beside the layers",
+        "Python's part of a decoded token",
         [f"{STEP['num_hidden_layers']} layers", *TIMES],
         step_rows,
         of_kernels=False,

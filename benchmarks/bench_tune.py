@@ -4,10 +4,10 @@ The search covers each shape class of an op's table in custom_pypto/kernels/tili
 between neighbours of the best setting so far, which differ in one field, and random settings, which
 share about half of its fields. The score of a setting is the geometric mean, over the class's
 shapes, of its latency by PyPTO's cost model. A setting is rejected if it slows any shape by more
-than 1 % against the current entry, or does not compile in time. The model prices tasks, copies and
+than 1 % against the current entry, or does not compile in time. The model counts tasks, copies and
 matmuls, but gives every core its own memory bandwidth: among settings within 1 % of each other, the
 one that reads least from memory wins, then the one with the fewest tasks and edges. For the same
-reason, and because the model prices sorting near zero, fields that share loads or size sorts are
+reason, and because the model counts sorting near zero, fields that share loads or size sorts are
 not searched.
 
 A setting that is better by 1 % or more is accepted if all ops that use it pass their checks of

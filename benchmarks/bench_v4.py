@@ -1,4 +1,4 @@
-"""Attention layers of DeepSeek-V4 beside upstream transformers: time and memory by context.
+"""Attention layers of DeepSeek-V4 compared with upstream transformers: time and memory by context.
 
 One attention layer of each type in the size of V4-Flash (hidden 4096, 64 heads of 512, window 128,
 64 x 128 indexer, index_topk 512, ratios 4 and 128), bfloat16, one thread, user CPU time.

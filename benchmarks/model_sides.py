@@ -1,4 +1,4 @@
-"""A patched model beside the same of upstream: calls of both, times and peak memory.
+"""A patched model compared with the same of upstream: calls of both, times and peak memory.
 
 Both get the same random weights and the same cached tokens; no time is reported unless their
 results match. Peak memory is that of one side beyond weights and cache, in a process of its own.

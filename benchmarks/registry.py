@@ -17,14 +17,14 @@ class Entry:
 
 
 BENCHMARKS = {
-    "ops": Entry("bench_ops", "the ops beside torch.mm", dict(threads=1, repeats=15)),
-    "parts": Entry("bench_ops", "what short calls spend beside arithmetic", dict(repeats=15)),
-    "int8_ops": Entry("bench_ops", "int8 rows, beside the bfloat16 op", dict(repeats=15)),
+    "ops": Entry("bench_ops", "the ops compared with torch.mm", dict(threads=1, repeats=15)),
+    "parts": Entry("bench_ops", "what short calls spend outside of arithmetic", dict(repeats=15)),
+    "int8_ops": Entry("bench_ops", "int8 rows, compared with the bfloat16 op", dict(repeats=15)),
     "gradients": Entry(
-        "bench_gradients", "gradients, beside the forward or torch.mm", dict(repeats=5)
+        "bench_gradients", "gradients, compared with the forward or torch.mm", dict(repeats=5)
     ),
     "weights": Entry(
-        "bench_weights", "linear layers of stored weights, beside torch's", dict(repeats=7)
+        "bench_weights", "linear layers of stored weights, compared with torch's", dict(repeats=7)
     ),
     "layer_weights": Entry(
         "bench_weights",
@@ -33,31 +33,35 @@ BENCHMARKS = {
     ),
     "training": Entry(
         "bench_training",
-        "a training step of an attention layer, beside upstream's",
+        "a training step of an attention layer, compared with upstream's",
         dict(tokens=32768, plot=False),
     ),
-    "peers": Entry("bench_peers", "the ops beside eager and compiled torch", dict(repeats=15)),
+    "peers": Entry(
+        "bench_peers", "the ops compared with eager and compiled torch", dict(repeats=15)
+    ),
     "llama": Entry(
         "bench_llama",
-        "a layer beside ik_llama.cpp and transformers",
+        "a layer compared with ik_llama.cpp and transformers",
         dict(llama="", threads=1, repeats=5),
         "llama",
     ),
     "model": Entry(
         "bench_model",
-        "a small model beside upstream transformers",
+        "a small model compared with upstream transformers",
         dict(threads=CORES, repeats=7, dtype="float32"),
     ),
     "layer": Entry(
         "bench_model",
-        "an attention layer of DeepSeek-V3.2 beside upstream",
+        "an attention layer of DeepSeek-V3.2 compared with upstream",
         dict(repeats=7, plot=False),
     ),
     "step": Entry("bench_step", "Python's part of a decoded token", dict(repeats=100)),
     "fixed": Entry("bench_step", "what a small decoder layer costs", dict(repeats=40)),
-    "v4": Entry("bench_v4", "attention layers of DeepSeek-V4 beside upstream", dict(repeats=5)),
+    "v4": Entry(
+        "bench_v4", "attention layers of DeepSeek-V4 compared with upstream", dict(repeats=5)
+    ),
     "loading": Entry(
-        "bench_loading", "models.load, beside safetensors", dict(threads=2, repeats=3)
+        "bench_loading", "models.load, compared with safetensors", dict(threads=2, repeats=3)
     ),
     "ranks": Entry("bench_ranks", "a prompt over ranks", dict(ranks=2, tokens=16384, repeats=3)),
     "log": Entry("bench_log", "the cost of CUSTOM_PYPTO_LOG", dict(repeats=15)),

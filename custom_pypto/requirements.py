@@ -24,7 +24,7 @@ TORCH = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
 TORCH_PYTHON = {"2.15": "3.11"}  # the first, for those that need a newer one
 # tried in place of a tested one if this variable is 1
 UNTESTED_TORCH = "CUSTOM_PYPTO_UNTESTED_TORCH"
-# where there is none: the newest of which both a CPU build and a torch_npu are known
+# where there is none: the one on which everything is tested
 DEFAULT_TORCH = "2.13.0"
 # tested builds for each torch, the newest last
 TORCH_NPU = {

@@ -1,5 +1,5 @@
-"""Converts a published checkpoint in fp8 or fp4 to bfloat16 or to weights in fewer bits, or cuts a
-part of one.
+"""Converts a published checkpoint in fp8 or fp4 to bfloat16 or to other quantized weights, or
+cuts a part of one.
 
     python examples/convert_checkpoint.py SOURCE TARGET
     python examples/convert_checkpoint.py SOURCE TARGET --layers 4 --experts 32

@@ -3,7 +3,7 @@
     python examples/needle.py                               # two minutes; writes needle.png, .json
     python examples/needle.py --tokens 2048 65536 --texts 4 --output long.png
     python examples/needle.py --index-dtype int8 --kv-dtype int8     # and with a cache in int8
-    python examples/needle.py --weights int8 int4                   # and with weights in fewer bits
+    python examples/needle.py --weights int8 int4                   # and with quantized weights
 
 It compares two ways to run the lookup checkpoint (examples/checkpoints/lookup):
 

@@ -270,7 +270,7 @@ def load(
         facts = facts_of_files(config, checkpoint.tensors) | {"dtype": resolved, "weights": formats}
         ways = {"tensor_parallel": tensor_parallel, "expert_parallel": expert_parallel}
         check_agreement("load", facts | ways, LOAD_ALIKE)
-    check_memory(skeleton, resolved, own_device() if plan else place, plan)
+    check_memory(skeleton, resolved, own_device() if plan else place, formats, plan)
     source.fetch({tensor.file.name for tensor in own.values()})
     check_scale_values(skeleton, checkpoint, reader, plan)
     generation_config = None

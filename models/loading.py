@@ -322,11 +322,16 @@ def bytes_of_rank(
 
 
 def check_memory(
-    model, dtype: torch.dtype, device: torch.device, plan: DistributedConfig | None = None
+    model,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: dict[str, str | None],
+    plan: DistributedConfig | None = None,
 ) -> None:
     """Rejects a model that does not fit in memory.
 
     Args:
+        weights: formats that the caller asked for, of experts and of the rest.
         plan: how ranks share the model; those on one machine share its memory.
     Raises:
         MemoryError: names the required and the available memory, and the remedy.
@@ -342,12 +347,16 @@ def check_memory(
     each = "" if ranks == 1 else f" on each of {ranks} ranks"
     kinds = {module.kind for module in model.modules() if getattr(module, "kind", None)}
     form = f"weights in {', '.join(sorted(kinds))}" if kinds else str(dtype).removeprefix("torch.")
-    on_cpu = device.type == "cpu" and ranks == 1 and not kinds
-    fewer_bits = ", or pass weights='int8' or 'int4'" if on_cpu else ""
+    smaller = ""
+    if device.type == "cpu" and ranks == 1:
+        if not kinds:
+            smaller = ", or pass weights='int8' or 'int4'"
+        elif any(weights.values()) and not kinds & {"int4", "fp4"}:
+            smaller = ", or pass weights='int4'"  # a model saved with weights keeps its own
     for place, free in available.items():
         if needed > free:
             raise MemoryError(
                 f"load: out of memory: the model needs {tqdm.format_sizeof(needed, 'B')} in "
                 f"{form}{each}, {place} has {tqdm.format_sizeof(free, 'B')} free; "
-                f"load fewer layers with num_hidden_layers, or use more devices{fewer_bits}"
+                f"load fewer layers with num_hidden_layers, or use more devices{smaller}"
             )

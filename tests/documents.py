@@ -1,9 +1,10 @@
-"""What documents hold: their tables, and the files and tests that they name.
+"""What documents hold: their tables and outlines, and the files and tests that they name.
 
 python tests/documents.py    # prints what test_documents.py would reject
 """
 
 import functools
+import itertools
 import re
 
 from repository import REPOSITORY, tracked_files
@@ -18,6 +19,7 @@ TRANSLATED = {"README.md": "README.zh-CN.md"} | {
         "many_machines",
         "npu",
         "npu_simulation",
+        "npu_unverified",
         "pypto_versions",
         "serving",
     )
@@ -57,6 +59,20 @@ def unequal_tables(english: str, chinese: str) -> list[str]:
         if one != other:
             found.append(f"table {number}: rows and columns {one}, {other} in Chinese")
     return found
+
+
+def outline(text: str) -> list[str]:
+    """Levels of headings and marks of list items, in order."""
+    return re.findall(r"^(#+|-|\d+\.) ", FENCE.sub("", text), re.M)
+
+
+def unequal_outlines(english: str, chinese: str) -> list[str]:
+    pairs = itertools.zip_longest(outline(english), outline(chinese), fillvalue="nothing")
+    return [
+        f"heading or list item {number}: {one}, {other} in Chinese"
+        for number, (one, other) in enumerate(pairs, start=1)
+        if one != other
+    ][:1]
 
 
 @functools.cache
@@ -113,7 +129,7 @@ def _tests() -> set[str]:
 def main() -> None:
     for english, chinese in TRANSLATED.items():
         both = [(REPOSITORY / page).read_text() for page in (english, chinese)]
-        for what in unequal_tables(*both):
+        for what in unequal_tables(*both) + unequal_outlines(*both):
             print(f"{english}: {what}")
     for suffix in SUFFIXES:
         for name, wrong in missing(suffix).items():

@@ -19,7 +19,7 @@ MIB = 2**20
 # What memory may grow by after the first tenth of the calls: pages that the allocators of C, Python
 # and torch come to use late, seen up to 0.4 MiB. A leak of 210 bytes a call shows among 10,000.
 FLAT = 2 * MIB
-# What a call may take beside its tensors: pages of code, stacks of threads, free pages that the
+# What a call may take besides its tensors: pages of code, stacks of threads, free pages that the
 # allocators keep. Seen up to 2 MB, by when the threads that read give their buffers back.
 PAGES = 8 * MIB
 

@@ -1,4 +1,4 @@
-"""The calls that `run.sh atlas` times, the estimates beside them, torch_npu's ops beside ours."""
+"""The calls that `run.sh atlas` times, with their estimates, and with torch_npu's ops."""
 
 import importlib.util
 import sys

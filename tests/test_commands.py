@@ -225,20 +225,34 @@ def install(clone, script: str, status: int = 0, **variables):
     return done.stdout, log.read_text()
 
 
-INSTALLING_BLOCKS = {
-    "\n".join(line for line in block if re.match(INSTALLING, line))
-    for page in PAGES
-    for block in blocks(page)
-    if any(re.match(INSTALLS, line) for line in block)
-}
+def installing_blocks(page: str) -> list[str]:
+    return [
+        "\n".join(line for line in block if re.match(INSTALLING, line))
+        for block in blocks(page)
+        if any(re.match(INSTALLS, line) for line in block)
+    ]
 
 
-@pytest.mark.parametrize("block", sorted(INSTALLING_BLOCKS))
+README_BLOCKS = installing_blocks("README.md")
+
+
+@pytest.mark.parametrize(
+    "block", sorted({x for page in PAGES for x in installing_blocks(page)} - {*README_BLOCKS})
+)
 def test_a_block_that_installs_does_so_in_a_fresh_clone(block, clone):
     said, log = install(clone, block)
     assert f"installing into {clone}/.venv\n" in said
     assert re.search(rf"^venv --clear {clone}/\.venv$", log, re.M)
     assert "ls: cannot access" not in said
+
+
+def test_the_blocks_of_the_readme_follow_each_other_in_a_fresh_clone(clone):
+    said, log = install(clone, "\n".join(README_BLOCKS))
+    assert said.count(f"installing into {clone}/.venv\n") == 3
+    assert re.findall(r"^venv .*", log, re.M) == [f"venv --clear {clone}/.venv"]
+    wheel = f"{clone}/build/wheel/custom_pypto-0-py3-none-any.whl[models]"
+    installed = re.findall(r"\S+\.whl\[.*\]$|--editable .*$", log, re.M)
+    assert installed == [wheel, "--editable .[models,sim]", wheel]
 
 
 def test_the_environment_is_printed_before_anything_is_installed(clone):

@@ -38,3 +38,20 @@ def test_the_commit_hooks_have_the_versions_of_the_test_extra():
     for hook, package in (("ruff-pre-commit", "ruff"), ("mirrors-clang-format", "clang-format")):
         version = re.search(rf"/{hook}\n    rev: v(\S+)\n", hooks)[1]
         assert f'"{package}=={version}"' in extras
+
+
+def test_each_module_and_header_begins_with_what_it_holds():
+    """So that docs/architecture.md needs no row for each of them."""
+    begins = {".py": '"""', ".h": "// "}
+    files = [
+        REPOSITORY / name for name in tracked_files() if name.startswith(("custom_", "models"))
+    ]
+    definitions = {f"custom_pypto/reference/{op}.py" for op in ALL_OPS} | {
+        "custom_pypto/version.py"
+    }
+    silent = [
+        str(file.relative_to(REPOSITORY))
+        for file in files
+        if file.suffix in begins and not file.read_text().startswith(begins[file.suffix])
+    ]
+    assert len(files) > 200 and set(silent) <= definitions

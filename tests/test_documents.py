@@ -16,9 +16,10 @@ TABLE = "| a | b |\n| --- | --- |\n| 1 | `x\\|y` |\n"
 
 
 @pytest.mark.parametrize("page", TRANSLATED)
-def test_the_tables_of_both_languages_have_equal_rows_and_columns(page):
+def test_both_languages_have_equal_tables_headings_and_lists(page):
     english, chinese = ((REPOSITORY / name).read_text() for name in (page, TRANSLATED[page]))
-    assert documents.tables(english) and not documents.unequal_tables(english, chinese)
+    assert documents.outline(english) and not documents.unequal_tables(english, chinese)
+    assert not documents.unequal_outlines(english, chinese)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,19 @@ def test_a_table_that_differs_is_found(chinese, says):
     assert not documents.unequal_tables(TABLE, f"text\n\n{TABLE}\ntext")
 
 
-@pytest.mark.parametrize("page", CHINESE)
+def test_a_heading_or_list_item_that_differs_is_found():
+    page = "# a\n\n- b\n- c\n\n## d\n\n1. e\n"
+    for other, says in (
+        (page.replace("- c\n", ""), "3: -, ## in Chinese"),
+        (page.replace("## d", "### d"), "4: ##, ### in Chinese"),
+        (page.replace("1. e", "e"), "5: 1., nothing in Chinese"),
+    ):
+        (found,) = documents.unequal_outlines(page, other)
+        assert found == f"heading or list item {says}"
+    assert not documents.unequal_outlines(page, f"text\n\n{page}\n```\n- f\n```\n")
+
+
+@pytest.mark.parametrize("page", [p for p in CHINESE if "```" in (REPOSITORY / p).read_text()])
 def test_the_chinese_page_shows_the_code_of_the_english_one(page):
     def code(name):
         text = (REPOSITORY / name).read_text()

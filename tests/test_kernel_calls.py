@@ -209,7 +209,7 @@ def test_prefix_sums_are_never_declared_ready_on_the_host(op, monkeypatch):
     assert "key_lengths" in found and "query_lengths" not in found
 
 
-def priced(op: str, arguments: dict) -> simulation.Estimate:
+def estimated(op: str, arguments: dict) -> simulation.Estimate:
     found = []
 
     def launch(kernel, tensors):
@@ -222,7 +222,7 @@ def priced(op: str, arguments: dict) -> simulation.Estimate:
 @pytest.mark.parametrize("tokens", [2, 5, pytest.param(40, marks=pytest.mark.slow)])
 def test_the_task_graph_orders_cache_writes_before_reads(tokens):
     """The batch of tasks that reads the caches follows the one that writes them."""
-    estimate = priced("npu_sparse_attention_pto", fused_case([300] * tokens, 1, sparse_count=64))
+    estimate = estimated("npu_sparse_attention_pto", fused_case([300] * tokens, 1, sparse_count=64))
     writes = {t.node[0] for t in estimate.timeline if t.name.startswith("PROLOG_CACHE")}
     reads = {t.node[0] for t in estimate.timeline if t.name.startswith(("LI_", "DSA_"))}
     assert writes and reads and max(writes) < min(reads)
@@ -232,7 +232,7 @@ def test_the_task_graph_orders_cache_writes_before_reads(tokens):
 @pytest.mark.parametrize("length", [300, pytest.param(9000, marks=pytest.mark.slow)])
 def test_every_attention_waits_for_its_own_selection(length, S1):
     """An edge that is missing would be a race, which the interpreter does not have."""
-    estimate = priced("npu_sparse_attention_pto", fused_case([length] * 2, S1, sparse_count=64))
+    estimate = estimated("npu_sparse_attention_pto", fused_case([length] * 2, S1, sparse_count=64))
     last_sort = "LI_CHUNK1" if length <= 8192 else "LI_MERGE"
     attentions = {t.node for t in estimate.timeline if "DSA" in t.name and "MUL_B" in t.name}
     waiting = []

@@ -1,4 +1,4 @@
-"""The trained checkpoints with weights in fewer bits: their answers, and how far the distribution
+"""The trained checkpoints with quantized weights: their answers, and how far the distribution
 of the next token moves."""
 
 import functools

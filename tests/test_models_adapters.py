@@ -1,5 +1,5 @@
 """What is put on a patched model counts: adapters, parametrizations and hooks of every projection;
-what absorption cannot know is rejected by name."""
+what absorption cannot know is rejected."""
 
 import copy
 

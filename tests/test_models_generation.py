@@ -1,5 +1,5 @@
 """``generate()`` of patched models, and what transformers asks of any model that generates: every
-way to call ``generate()`` and ``forward`` gives what upstream gives, or is rejected by name."""
+way to call ``generate()`` and ``forward`` gives what upstream gives, or is rejected."""
 
 import pytest
 import torch

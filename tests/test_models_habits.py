@@ -1,4 +1,4 @@
-"""Habits of those who generate, tune and update models: upstream's result, or an error by name."""
+"""Habits of those who generate, tune and update models: upstream's result, or an error."""
 
 import copy
 import tempfile

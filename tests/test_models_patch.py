@@ -1,6 +1,7 @@
 """The patch of a model: undone to the bit, copied and saved with it, and rejected with a reason."""
 
 import copy
+import importlib
 import io
 import json
 import re
@@ -212,6 +213,12 @@ def test_every_architecture_is_tested_and_named_in_the_rejection_of_others():
     expected = f"a {' or '.join(available())} of transformers"
     with pytest.raises(TypeError, match=f"use_custom_pypto: model must be {expected}, got .*Llama"):
         models.use_custom_pypto(llama())
+
+
+def test_both_names_in_the_repository_are_the_same_modules():
+    """``custom_pypto/models`` is a link, so that every file has two addresses."""
+    for name in ("models", "models.patch", "models.cache.layout"):
+        assert importlib.import_module(name) is importlib.import_module(f"custom_pypto.{name}")
 
 
 def test_what_architectures_share_knows_none_of_them():

@@ -8,7 +8,7 @@ from tiny import tiny_model, token_ids
 from training_harness import trained
 from with_pypto import simulation
 
-import models
+from custom_pypto import models
 
 pytestmark = pytest.mark.sim
 

@@ -74,5 +74,5 @@ def test_generated_files_are_marked():
 def test_a_workflow_reads_only_and_runs_once(workflow):
     said = text(f".github/workflows/{workflow}.yml")
     assert "\npermissions:\n  contents: read\n" in said and "\nconcurrency:\n" in said
-    for command in re.findall(r"run: bash (\S+)", said):
-        assert (REPOSITORY / command).is_file()
+    for file in re.findall(r"(?:run: bash|cache-dependency-path:) (\S+)", said):
+        assert (REPOSITORY / file).is_file(), file

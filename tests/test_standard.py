@@ -1,4 +1,4 @@
-"""Calls written for torch_npu's standard ops: every keyword of those is taken or rejected by name.
+"""Calls written for torch_npu's standard ops: every keyword of those is taken or rejected.
 
 tests/test_rejections.py has the words of the rejections.
 """

@@ -48,21 +48,21 @@ def small(monkeypatch):
 
 
 @pytest.fixture
-def priced(monkeypatch):
+def estimates(monkeypatch):
     """Settings and what the cost model says of them, per shape or of all; 30 µs of the others."""
-    prices = {}
+    estimates = {}
 
     def estimate(kernel, *tensors, timeout=None):
         heads = tensors[0].size(0)
-        price = prices.get(tiling.ATTENTION[CLASS], 30.0)
-        if price is None:
+        latency = estimates.get(tiling.ATTENTION[CLASS], 30.0)
+        if latency is None:
             raise simulation.SimulationError("does not fit")
-        latency = price[heads > 16] if isinstance(price, list) else price
+        latency = latency[heads > 16] if isinstance(latency, list) else latency
         return simulation.Estimate(latency, 1.0, 1, 1, 1, timeline=(), successors={})
 
     monkeypatch.setattr(simulation, "estimate", estimate)
     monkeypatch.setattr(tuner.verify, "_error", lambda *check: (0.0, 0.0))
-    return prices
+    return estimates
 
 
 def entries_of(file: Path, table: str) -> dict:
@@ -119,7 +119,7 @@ def test_every_class_is_tuned_on_shapes_that_use_its_entry(name, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(8))
-def test_every_benchmark_shape_compiles_and_is_priced(part):
+def test_every_benchmark_shape_compiles_and_is_estimated(part):
     for case in islice(npu_cases.cases(), part, None, 8):
         assert case.estimate().latency_us > 0, f"{case.name} {case.shape}"
 
@@ -134,15 +134,15 @@ def test_a_bad_entry_is_improved(small, file):
     assert float(new) < 0.99 * float(old)
 
 
-def test_a_setting_that_does_not_compile_does_not_stop_the_search(small, priced, file):
+def test_a_setting_that_does_not_compile_does_not_stop_the_search(small, estimates, file):
     fails = dataclasses.replace(small, l1_reuse=2)
-    priced[fails] = None
-    priced[dataclasses.replace(small, vec_nbuffer=0)] = 10.0
+    estimates[fails] = None
+    estimates[dataclasses.replace(small, vec_nbuffer=0)] = 10.0
     [row] = tuner.tune("attention", budget=60, file=file)
     assert row[2:5] == ["30.00", "10.00", "3"]
 
 
-def test_of_settings_that_are_close_the_one_with_less_work_is_best(small, priced, file):
+def test_of_settings_that_are_close_the_one_with_less_work_is_best(small, estimates, file):
     search = tuner.Search(tuner.SUBJECTS["attention"], CLASS)
     assert search.best() is search.shipping
     for latency, loads, work, is_best in [
@@ -157,20 +157,22 @@ def test_of_settings_that_are_close_the_one_with_less_work_is_best(small, priced
         assert (search.best() is trial) == is_best
 
 
-def test_a_setting_that_slows_a_shape_is_out(small, priced, file, monkeypatch):
+def test_a_setting_that_slows_a_shape_is_out(small, estimates, file, monkeypatch):
     subject = tuner.SUBJECTS["attention"]
     cases = {CLASS: lambda: [npu_cases.attention(1, 1, 256, heads) for heads in (16, 32)]}
     monkeypatch.setitem(tuner.SUBJECTS, "attention", dataclasses.replace(subject, cases=cases))
     faster = dataclasses.replace(small, vec_nbuffer=0)
-    priced[faster] = [10.0, 30.4]
+    estimates[faster] = [10.0, 30.4]
     [row] = tuner.tune("attention", budget=60, file=file)
     assert row[-1] == "stays"
-    priced[faster] = [10.0, 30.2]
+    estimates[faster] = [10.0, 30.2]
     [row] = tuner.tune("attention", budget=60, file=file)
     assert row[2:4] == ["30.00, 30.00", "10.00, 30.20"]
 
 
-def test_a_better_setting_with_wrong_numbers_is_rejected(small, priced, file, monkeypatch, capsys):
+def test_a_better_setting_with_wrong_numbers_is_rejected(
+    small, estimates, file, monkeypatch, capsys
+):
     tested = set()
 
     def wrong(*check):
@@ -180,7 +182,7 @@ def test_a_better_setting_with_wrong_numbers_is_rejected(small, priced, file, mo
 
     monkeypatch.setattr(tuner.verify, "_error", wrong)
     better = [dataclasses.replace(small, vec_nbuffer=0), dataclasses.replace(small, l1_reuse=2)]
-    priced |= dict.fromkeys(better, 10.0)
+    estimates |= dict.fromkeys(better, 10.0)
     before = file.read_bytes()
     [row] = tuner.tune("attention", budget=60, file=file)
     out = capsys.readouterr().out

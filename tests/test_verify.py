@@ -7,11 +7,12 @@ import re
 
 import pytest
 import torch
+from repository import REPOSITORY
 from torch.utils._pytree import tree_map_only
 
 from custom_pypto import env, ops, verify
 from custom_pypto.__main__ import main
-from custom_pypto.descriptions import ALL_OPS, TRAINING
+from custom_pypto.descriptions import ALL_OPS, OPS, TRAINING
 from custom_pypto.reference import MODULES
 
 LINE = re.compile(r"(ok|FAILED) +(\w+) +(bfloat16|float16|float32|int8) +(.*\S) +(\S+) +(\S+)")
@@ -113,6 +114,13 @@ def test_an_npu_that_is_there_and_does_not_work_fails_the_command(monkeypatch, c
     out = capsys.readouterr().out
     assert "checks passed on cpu" in out
     assert "FAILED  ops on the NPU\n        missing: " in out and "remedy:" in out
+
+
+@pytest.mark.parametrize("page, words", [("npu", "{} checks"), ("zh/npu", "共 {} 项检查")])
+def test_the_page_has_the_number_of_checks_on_an_npu(page, words):
+    dtypes = [torch.bfloat16, torch.float16]
+    count = sum(len([*MODULES[op].checks(dtypes)]) for op in OPS)
+    assert words.format(count) in (REPOSITORY / f"docs/{page}.md").read_text()
 
 
 def test_the_report_shows_the_settings(monkeypatch, capsys):

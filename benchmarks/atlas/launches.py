@@ -1,4 +1,4 @@
-"""What a launch must do beside computing: the current stream, capture and replay, other devices.
+"""What a launch must do besides computing: the current stream, capture and replay, other devices.
 
 python benchmarks/atlas/launches.py {streams,replay,devices}
 """

@@ -214,7 +214,7 @@ PARTS = [
     ),
     Part(
         "times",
-        "times of eager calls beside PyPTO's estimates and the rooflines",
+        "times of eager calls next to PyPTO's estimates and the rooflines",
         1800,
         times,
         "the table has the cases that were timed before; repeat the last case by itself: "
@@ -233,7 +233,7 @@ PARTS = [
     ),
     Part(
         "torch_npu",
-        "torch_npu's own ops beside ours: results, then times",
+        "torch_npu's own ops compared with ours: results, then times",
         900,
         lambda here: [here.step(op, "standard.py", op) for op in STANDARD],
         "the log has both calls; if only torch_npu's fails, its limits for these shapes are in the "

@@ -1,4 +1,4 @@
-"""An op beside torch_npu's own: the same inputs, errors against the reference, then times.
+"""An op compared with torch_npu's own: the same inputs, errors against the reference, then times.
 
     python benchmarks/atlas/standard.py OP [--quick]
 

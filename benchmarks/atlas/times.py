@@ -1,4 +1,4 @@
-"""Times an op on an NPU beside the estimates of PyPTO's cost model and the rooflines.
+"""Times an op on an NPU, next to the estimates of PyPTO's cost model and the rooflines.
 
     python benchmarks/atlas/times.py OP [--replay] [--quick]
 

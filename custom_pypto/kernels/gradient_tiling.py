@@ -10,7 +10,7 @@ from .tiling import largest_divisor, round_up, score_tiles
 class GradientTiling:
     """Settings of the programs of gradients; any gives right results.
 
-    The defaults are the best of some twenty that were priced for the gradient of attention, 64
+    The defaults are the best of some twenty that were estimated for the gradient of attention, 64
     tokens of 128 heads. Edges of the task graph decide: large tasks, which share what they load.
     """
 
@@ -74,8 +74,8 @@ class GradientTiling:
         }
 
 
-# An indexer's rows are short: more of them per task. Priced for 64 tokens of 64 heads of 128 dims;
-# 16 vector tiles per task are better with PyPTO 0.2.0, and with CANN 9.1 far worse.
+# An indexer's rows are short: more of them per task. Estimated for 64 tokens of 64 heads of 128
+# dims; 16 vector tiles per task are better with PyPTO 0.2.0, and with CANN 9.1 far worse.
 INDEX = GradientTiling(add_rows=128, result_rows=512, result_tile=128, vec_nbuffer=8)
 # of a divergence over every key: tasks of 4 tokens are merged, and fit L1
 EVERY_KEY = replace(INDEX, l1_reuse=4)

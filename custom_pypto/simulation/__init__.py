@@ -2,7 +2,7 @@
 
 ``interpret(kernel, *tensors)`` runs a PyPTO kernel on host tensors as it is written,
 ``execute(kernel, *tensors)`` the C++ that PyPTO generates from it, and ``estimate(kernel,
-*tensors)`` prices it. Inside ``on_cpu()`` the ops run the NPU kernels. All code on PyPTO's
+*tensors)`` its time. Inside ``on_cpu()`` the ops run the NPU kernels. All code on PyPTO's
 internals is in this folder, except ``signature`` of ``kernels/pypto_versions.py``.
 
 PyPTO reads its configuration at import: import this package before ``pypto`` to get full error

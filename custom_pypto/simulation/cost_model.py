@@ -1,8 +1,8 @@
-"""PyPTO's cost model: prices a kernel's task graph on a simulated Atlas A2/A3.
+"""PyPTO's cost model: the time of a kernel's task graph on a simulated Atlas A2/A3.
 
-The figures are estimates, not device measurements. The model prices copies, matmuls and vector
+The figures are estimates, not device measurements. The model counts copies, matmuls and vector
 operations per task, and scheduling per task and per edge. Values count where control flow reads
-them, but padding within a task costs as much as valid data. Gathers and sorting are priced near
+them, but padding within a task costs as much as valid data. Gathers and sorting count near
 zero at any size, and every core has its own memory bandwidth, without a shared limit.
 """
 
@@ -77,7 +77,7 @@ def estimate(
     timeout: float | None = None,
     **params,
 ) -> Estimate:
-    """Compiles the kernel for Atlas A2/A3 and prices one launch in PyPTO's cost model.
+    """Compiles the kernel for Atlas A2/A3 and estimates one launch in PyPTO's cost model.
 
     The result depends on shapes, dtypes and the values that the kernel's control flow reads, and is
     the same on every run.

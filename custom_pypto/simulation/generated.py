@@ -26,7 +26,7 @@ _TEXT = "ERSt19basic_ostringstreamIcSt11char_traitsIcESaIcEE"
 END_TEXT = f"{_CODEGEN}10GenFuncEnd{_TEXT}"
 UPDATE = f"{_CODEGEN}13UpdateSubFuncESt4pairImPNS0_8FunctionEERKNS0_11CompileInfoE"
 WRITE_TEXT = f"{_CODEGEN}19GenCodeToBinaryTask{_TEXT}RKNS0_11CompileInfoERKSs"
-# and of its cost model, which prices the tasks after they have run
+# and of its cost model, which estimates the tasks after they have run
 COST_MODEL = (
     "_ZN3npu8tile_fwk14CostModelAgent12RunCostModelEv",
     "_ZN3npu8tile_fwk14CostModelAgent18TerminateCostModelEv",

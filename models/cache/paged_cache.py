@@ -261,7 +261,7 @@ class PagedCache(Cache):
 
         Raises:
             ValueError: a model of other dimensions or dtype, fewer tokens than the cache has, or a
-                damaged or foreign file, by name.
+                damaged or foreign file.
         """
         text, header = text_model(model), saved.read_header(Path(path))
         wanted = saved.portable(dimensions(text, patched_attentions(text)))

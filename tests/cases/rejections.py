@@ -82,6 +82,7 @@ KEYS_NEED_FOUR_DIMS = (
     "; [blocks, block_size, 1, D] needs {0} 'PA_BSND' and block_table; [B, S2, 1, D] needs "
     "layout_query and {0} 'BSND'"
 )
+ARE_PAGED = "; {0} is 'PA_BSND', pass 'BSND' for keys that are not paged"
 LACKS_HEAD_DIM = "; [blocks, block_size, D] lacks the head dim: pass key.unsqueeze(2)"
 
 
@@ -192,7 +193,7 @@ def lengths(op: Op) -> list:
     meaning = "keys of each sequence [B], for a paged cache"
     packed = "inclusive prefix sums of keys [B], for 'TND'"
     batch = f"{name}.size(0) must be 2 (B), got "
-    of_query = "actual_seq_lengths_query"
+    of_query, are_paged = "actual_seq_lengths_query", ARE_PAGED.format(op.layout)
     packed_query = "inclusive prefix sums of query tokens [B], for 'TND'"
     no_query = f"{of_query} must be an int32 tensor: {packed_query}, got None"
 
@@ -203,7 +204,7 @@ def lengths(op: Op) -> list:
         return row(f"{of_query}{message}", **{of_query: values})
 
     return [
-        row(f"{name} must be an int32 tensor: {meaning}, got None", **{name: None}),
+        row(f"{name} must be an int32 tensor: {meaning}, got None{are_paged}", **{name: None}),
         given(f"{name}.dtype must be int32 ({meaning}), got int64", torch.tensor([40, 33])),
         given(f"{name} must be of shape [B], got [1, 2]", int32([[40, 33]])),
         given(f"{batch}3", int32([40, 33, 1])),
@@ -227,7 +228,7 @@ def block_tables(op: Op) -> list:
     unused = f"block_table must be None ({op.layout} is '{{}}', not 'PA_BSND'), got a tensor"
     batch = "block_table.size(0) must be 2 (B), got 1"
     return [
-        row(missing, block_table=None),
+        row(missing + ARE_PAGED.format(op.layout), block_table=None),
         row("block_table.dtype must be int32 (block ids), got int64", block_table=table.long()),
         row(f"block_table must be of shape {shape}, got [4]", block_table=table[0]),
         row(batch, block_table=table[:1]),

@@ -51,6 +51,12 @@ std::string other_key_layout(const KeyNames& names, Layout given) {
                   names.lengths);
 }
 
+// For callers who did not choose the layout of keys: by default they are paged.
+std::string keys_are_paged(const KeyNames& names, const SequenceParams& p) {
+  return c10::str("; ", names.layout, " is 'PA_BSND', pass '", p.layout_query,
+                  "' for keys that are not paged");
+}
+
 // Argument::rank with a hint: a tensor with the other layout's rank most often has that layout.
 void check_layout_rank(const KeyNames& names, const char* name, const Tensor& tensor, Layout layout,
                        const std::string& shape,
@@ -72,17 +78,18 @@ void check_lengths_and_blocks(const KeyNames& names, const SequenceParams& p) {
   const c10::SymInt B = packed ? query_lengths->sym_size(0) : p.query.sym_size(0);
   if (given) Argument(op, names.query_lengths, *query_lengths).size(0, B, "B");
   const OptionalTensor& key_lengths = p.actual_seq_lengths_key;
-  if (check_lengths(op, names.lengths, key_lengths, paged || packed,
-                    paged    ? "keys of each sequence [B], for a paged cache"
-                    : packed ? "inclusive prefix sums of keys [B], for 'TND'"
-                             : "keys of each sequence [B]",
-                    p.query)) {
+  const char* meaning = paged    ? "keys of each sequence [B], for a paged cache"
+                        : packed ? "inclusive prefix sums of keys [B], for 'TND'"
+                                 : "keys of each sequence [B]";
+  CHECK_ARGUMENT(key_lengths || !paged, op, names.lengths, c10::str("an int32 tensor: ", meaning),
+                 "None", keys_are_paged(names, p));
+  if (check_lengths(op, names.lengths, key_lengths, packed, meaning, p.query)) {
     Argument(op, names.lengths, *key_lengths).size(0, B, "B");
   }
   if (paged) {
     CHECK_ARGUMENT(p.block_table, op, "block_table",
-                   "an int32 tensor: block ids [B, blocks per sequence], for a paged cache",
-                   "None");
+                   "an int32 tensor: block ids [B, blocks per sequence], for a paged cache", "None",
+                   keys_are_paged(names, p));
     Argument(op, "block_table", *p.block_table)
         .rank(2, "[B, blocks per sequence]")
         .dtype(at::kInt, "block ids")

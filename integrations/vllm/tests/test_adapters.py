@@ -1,4 +1,4 @@
-"""LoRA adapters: right with each request's own, or rejected by name."""
+"""LoRA adapters: right with each request's own, or rejected."""
 
 import inspect
 import json
