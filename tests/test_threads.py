@@ -1,11 +1,13 @@
 """The threads of torch beside other processes: how long they spin, and what names too many."""
 
 import ast
+import ctypes
 import os
 import sys
 from pathlib import Path
 
 import pytest
+from compilers import compiled
 from processes import python
 
 from custom_pypto import env, threads
@@ -50,6 +52,54 @@ def test_an_example_that_computes_imports_the_package_before_torch(name):
         alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names
     ]
     assert names.index("custom_pypto") < names.index("torch")
+
+
+CROWD = """
+#include "crowd.h"
+
+static custom_pypto::Crowd crowd;
+extern "C" void report(long begin, long idle, long end, long threads) {
+  crowd.report(begin, idle, end, threads);
+}
+extern "C" bool crowded(long time) { return crowd.crowded(time); }
+"""
+MS = 1_000_000  # nanoseconds
+
+
+@pytest.fixture
+def crowd(tmp_path):
+    library = compiled(tmp_path, CROWD, Path(threads.__file__).parent / "csrc/tasks")
+    library.report.argtypes, library.crowded.argtypes = [ctypes.c_long] * 4, [ctypes.c_long]
+    library.crowded.restype = ctypes.c_bool
+    return library
+
+
+def test_a_wait_for_a_thread_without_a_core_leads_to_one_thread_for_a_while(crowd):
+    crowd.report(0, 1 * MS, 1 * MS + MS // 50, 2)  # as on a quiet machine
+    assert not crowd.crowded(2 * MS)
+    crowd.report(10 * MS, 11 * MS, 15 * MS, 2)  # waited 4 ms, gained 1
+    assert crowd.crowded(16 * MS) and crowd.crowded(15 * MS + 2 * 3 * MS - 1)
+    assert not crowd.crowded(15 * MS + 2 * 3 * MS)
+
+
+def test_a_long_region_may_wait_for_what_it_gains(crowd):
+    crowd.report(0, 10 * MS, 20 * MS, 2)
+    assert not crowd.crowded(20 * MS)
+
+
+def test_one_thread_lasts_longer_where_waits_follow_each_other(crowd):
+    lasts, time = [], 0
+    for _ in range(7):
+        crowd.report(time, time, time + MS, 2)
+        time += MS
+        lasts.append(next(n for n in range(40) if not crowd.crowded(time + n * MS)))
+        time += 100 * MS
+    assert lasts == [2, 4, 8, 16, 32, 32, 32]
+    for _ in range(60):  # regions without a wait, of 1 ms each
+        crowd.report(time, time + MS, time + MS, 2)
+        time += MS
+    crowd.report(time, time, time + MS, 2)
+    assert crowd.crowded(time + MS) and not crowd.crowded(time + 4 * MS)
 
 
 VERSION_1 = "5:memory:/\n4:cpuset:/pod\n3:cpu,cpuacct:/pod/one\n"

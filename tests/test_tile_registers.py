@@ -1,11 +1,9 @@
 """The emulation of AMX tile registers, compared with AMX where the CPU has it."""
 
 import ctypes
-import os
-import shlex
-import subprocess
 from pathlib import Path
 
+import compilers
 import pytest
 import torch
 from torch import Tensor
@@ -33,12 +31,7 @@ extern "C" void dot(const void* a, const void* b, void* c) {
 
 
 def compiled(folder: Path, *flags: str):
-    library = folder / f"tiles{len(flags)}.so"
-    compiler = shlex.split(os.environ.get("CXX") or "g++")
-    command = [*compiler, "-std=c++17", "-O2", "-shared", "-fPIC", f"-I{HEADERS}", *flags]
-    command += ["-x", "c++", "-", "-o", str(library)]
-    subprocess.run(command, input=SOURCE, text=True, check=True)
-    dot = ctypes.CDLL(str(library)).dot
+    dot = compilers.compiled(folder, SOURCE, HEADERS, *flags).dot
     dot.argtypes = [ctypes.c_void_p] * 3
 
     def call(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

@@ -108,13 +108,14 @@ class Linear {
     }
     multiply_rounded(rounded);
     if (tasks.empty()) return;
-    int64_t threads = at::get_num_threads();
+    Team team;
     if (std::all_of(groups_.begin(), groups_.end(), [&](const Group& g) { return few(g); })) {
-      threads = threads_for(order_.size() * weight_.rows() * weight_.row_bytes());
-    } else if (tasks.size() == 1) {
-      // A single task would run outside of a parallel region, where torch.mm takes all threads and
-      // gives bits that depend on their number.
-      tasks.push_back({0, 0, 0});
+      team.most = threads_for(order_.size() * weight_.rows() * weight_.row_bytes());
+    } else {
+      // Outside of a parallel region torch.mm takes all threads, and gives bits that depend on
+      // their number.
+      team.always = true;
+      if (tasks.size() == 1) tasks.push_back({0, 0, 0});
     }
     run_tasks(
         tasks.size(), [] { return Scratch(); },
@@ -132,7 +133,7 @@ class Linear {
             dots(group, tasks[t], scratch);
           }
         },
-        threads);
+        team);
   }
 
  private:
@@ -226,7 +227,7 @@ class Linear {
             weight_.kernels().prepare(shape, scratch.x.data(), to);
           }
         },
-        threads_for(rows.size() * weight_.depth() * sizeof(T)));
+        {.most = threads_for(rows.size() * weight_.depth() * sizeof(T))});
   }
 
   void dots(const Group& group, const Task& task, Scratch& scratch) {
