@@ -119,7 +119,9 @@ class Head(OneOp, nn.Linear):
     """The projection to the vocabulary."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return product(self, x) if multiplies(self, x) else super().forward(x)
+        if multiplies(self, x):
+            return custom_pypto.weight_only_linear(x, self._parameters["weight"])
+        return super().forward(x)
 
 
 class Rotation(NamedTuple):
@@ -148,21 +150,17 @@ class Rotation(NamedTuple):
 def linear(layer: nn.Module, x: Tensor) -> Tensor:
     """``layer(x)`` of a linear layer that may be wrapped, quantized or somebody's adapter."""
     if type(layer) is nn.Linear and multiplies(layer, x) and not has_hooks(layer):
-        return product(layer, x)
+        return custom_pypto.weight_only_linear(x, layer._parameters["weight"])
     return layer(x)
 
 
 def multiplies(layer: nn.Linear, x: Tensor) -> bool:
-    """Whether :func:`product` takes this call."""
+    """Whether an op multiplies ``x`` by the weight."""
     if layer.training or x.dtype != torch.bfloat16:
         return False
     parameters, width = layer._parameters, x.size(-1)
     few = x.numel() <= FEW_ROWS * width and width % 32 == 0
     return few and parameters["bias"] is None and takes(x, parameters["weight"])
-
-
-def product(layer: nn.Linear, x: Tensor) -> Tensor:
-    return custom_pypto.weight_only_linear(x, layer._parameters["weight"])
 
 
 def has_hooks(layer: nn.Module) -> bool:

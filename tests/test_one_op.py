@@ -231,6 +231,28 @@ def test_other_layers_and_inputs_run_themselves(other):
     assert op_calls(*layer_and_input(**other)) == 0
 
 
+@pytest.mark.parametrize("name, products", [("MLP", 3), ("Head", 1)])
+@pytest.mark.parametrize("kind", ["glm_moe_dsa", "deepseek_v4"])
+def test_gated_mlps_and_the_head_take_an_op_for_each_product(kind, name, products):
+    wide = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
+    model = models.use_custom_pypto(tiny_model(kind, **wide)).bfloat16()
+    for module in one_op_modules(model, name):
+        x = torch.randn(1, 2, model.config.hidden_size).bfloat16()
+        with Calls() as calls:
+            got = module(x)
+        assert calls.counts[ops.weight_only_linear.default] == products
+        want = by_transformers(module, x)
+        # sums in another order round to a neighbour; then do the activation, whose slope is at
+        # most 1.1, and the product of both
+        bound = steps(x.dtype) * want.abs()
+        if name == "MLP":
+            gated = module.gate_proj(x).abs() * module.up_proj(x).abs()
+            bound += 4 * steps(x.dtype) * (gated @ module.down_proj.weight.abs().T)
+        assert ((got - want).abs() <= bound).all()
+        many = torch.randn(1, 5, model.config.hidden_size).bfloat16()
+        assert module(many).equal(by_transformers(module, many))
+
+
 def test_layers_with_gradients_run_themselves():
     layer, x = layer_and_input()
     with torch.enable_grad():
