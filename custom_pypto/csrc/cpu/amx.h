@@ -328,6 +328,42 @@ void finish_amx(const float* sums, int width, int count, int dims, const float* 
   }
 }
 
+// ---- gradients -------------------------------------------------------------------------------
+
+template <int AT, int BT>
+INLINE void product_tiles(const PairProduct& p, int i, int column) {
+  alignas(64) float sums[16 * AT][16 * BT];
+  const int rows = std::min(16 * AT, p.n - i);
+  for (int r = 0; r < rows; ++r) {  // rows of `out` may be anywhere
+    UNROLL for (int v = 0; v < BT; ++v) __builtin_prefetch(p.out[i + r] + column + 16 * v, 1);
+  }
+  each<AT * BT>([](auto c) INLINED { tile::zero<decltype(c)::value>(); });
+  const uint16_t* a = p.a + i * p.a_stride;
+  const uint32_t* b = p.b + column / 16 * p.b_stride;
+  for (int k = 0; k < p.depth; k += kStep) {
+    add_products<AT, BT>(a + k, 2 * p.a_stride, 32 * p.a_stride, b + 8 * k, 64, 4 * p.b_stride);
+  }
+  store_sums<AT, BT>(sums[0], sizeof sums[0], 16 * sizeof sums[0], 64);
+  for (int r = 0; r < rows; ++r) {
+    float* to = p.out[i + r] + column;
+    UNROLL for (int v = 0; v < BT; ++v) store(to + 16 * v, load(to + 16 * v) + load(&sums[r][16 * v]));
+  }
+}
+
+template <int AT>
+INLINE void product_rows(const PairProduct& p, int i) {
+  constexpr int BT = 4 / AT;
+  int column = 0;
+  for (; column + 16 * BT <= p.width; column += 16 * BT) product_tiles<AT, BT>(p, i, column);
+  for (; column < p.width; column += 16) product_tiles<AT, 1>(p, i, column);
+}
+
+void multiply_amx(const PairProduct& p) {
+  int i = 0;
+  for (; i + 16 < p.n; i += 32) product_rows<2>(p, i);
+  if (i < p.n) product_rows<1>(p, i);
+}
+
 }  // namespace
 
 const Bf16Kernels TILE_KERNELS = {.pack_panel = pack_panel_bf16,
@@ -336,6 +372,9 @@ const Bf16Kernels TILE_KERNELS = {.pack_panel = pack_panel_bf16,
                                   .add_sums = add_sums_amx,
                                   .finish = finish_amx,
                                   .dequantize = dequantize_bf16,
+                                  .pack_row_pairs = pack_row_pairs_bf16,
+                                  .multiply = multiply_amx,
+                                  .logit_gradients = logit_gradients_bf16,
                                   .enter = tile::enter,
                                   .leave = tile::leave};
 

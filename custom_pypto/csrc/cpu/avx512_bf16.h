@@ -86,5 +86,53 @@ void dequantize_bf16(const int8_t* from, float scale, int n, uint16_t* to) {
   }
 }
 
+void pack_row_pairs_bf16(const uint16_t* const* rows, int n, int padded, int dims, int64_t stride,
+                         uint32_t* to) {
+  const auto part = [&](int row, int d, __mmask32 lanes) INLINED {
+    return row < n ? _mm512_maskz_loadu_epi16(lanes, rows[row] + d) : _mm512_setzero_si512();
+  };
+  for (int p = 0; p < padded / 2; ++p, to += 16) {
+    uint32_t* pairs = to;
+    for (int d = 0; d < dims; d += 32, pairs += 2 * stride) {
+      const bool whole = dims - d >= 32;
+      const __mmask32 lanes = whole ? 0xFFFFFFFF : 0xFFFF;
+      const __m512i even = part(2 * p, d, lanes), odd = part(2 * p + 1, d, lanes);
+      _mm512_storeu_si512(pairs, zip_low(even, odd));
+      if (whole) _mm512_storeu_si512(pairs + stride, zip_high(even, odd));
+    }
+  }
+}
+
+void logit_gradients_bf16(const LogitGradients& call) {
+  const auto half = [](uint16_t* to, __m256i x) INLINED {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), x);
+  };
+  for (int h = 0; h < call.padded; h += 16) {
+    const __mmask16 heads = first_lanes(call.heads - h);  // padding times an infinite key is NaN
+    const __m512 delta = load(call.delta + h), scale = _mm512_set1_ps(call.scale);
+    for (int first = 0; first < call.n; first += 32) {
+      __m512i pairs[16];  // [pair of keys][head]
+      for (int i = 0; i < 16; ++i) {
+        __m512 d[2];
+        UNROLL for (int k = 0; k < 2; ++k) {
+          const int j = first + 2 * i + k;
+          d[k] = _mm512_setzero_ps();
+          if (j >= call.n) continue;
+          const __m512 p = _mm512_maskz_loadu_ps(heads, call.p + j * call.padded + h);
+          const __m512 dot = _mm512_maskz_loadu_ps(heads, call.dots + j * call.padded + h);
+          d[k] = scale * p * (dot - delta);
+          uint16_t* to = call.by_key + j * 2 * call.padded + h;
+          half(to, (__m256i)_mm512_cvtneps_pbh(d[k]));
+          half(to + call.padded, (__m256i)_mm512_cvtneps_pbh(p));
+        }
+        pairs[i] = interleave((__m512i)_mm512_cvtne2ps_pbh(d[1], d[0]));
+      }
+      transpose16(pairs);
+      uint16_t* to = call.by_head + h * call.stride + first;
+      UNROLL for (int i = 0; i < 16; ++i) _mm512_storeu_si512(to + i * call.stride, pairs[i]);
+    }
+  }
+}
+
 }  // namespace
 }  // namespace custom_pypto::cpu

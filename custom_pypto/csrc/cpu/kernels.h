@@ -118,6 +118,30 @@ struct HeadSums {
   float* out;            // [n]
 };
 
+// As Product, of bfloat16. A kernel may read rows of `a` up to a multiple of 16.
+struct PairProduct {
+  const uint16_t* a;  // [n][depth]
+  int64_t a_stride;
+  int n;
+  const uint32_t* b;  // [width / 16][depth / 2][16]: 16 columns of pairs of rows after another
+  int64_t b_stride;   // between 16 columns and the next
+  int depth;          // multiple of 32 for tiles, of 2 for vectors
+  int width;          // multiple of 16
+  float* const* out;  // [n]
+};
+
+// Gradients of logits, d = scale * p * (dots - delta), rounded to bfloat16 as p.
+struct LogitGradients {
+  const float *p, *dots;  // [n][padded]
+  int n;                  // keys
+  int heads, padded;      // padded: multiple of 32
+  float scale;            // of the logits
+  const float* delta;     // [padded]
+  uint16_t* by_key;       // [n][2 * padded]: d, then p
+  uint16_t* by_head;      // d as [padded][n], zeros up to a multiple of 32 keys
+  int64_t stride;         // of by_head
+};
+
 // Of an indexer: scores[j] = sum over heads of weights * relu(products[j]).
 struct IndexScores {
   const float* products;  // [n][padded]
@@ -218,7 +242,12 @@ struct Bf16Kernels {
                  uint16_t* rows, int64_t stride);
   // to[i] = scale * from[i], i < n, a multiple of 16
   void (*dequantize)(const int8_t* from, float scale, int n, uint16_t* to);
-  // around the calls of index and attend of one thread; null: nothing to do
+  // pairs of rows as operand b of a product: n rows, zeros up to `padded`; stride: its b_stride
+  void (*pack_row_pairs)(const uint16_t* const* rows, int n, int padded, int dims, int64_t stride,
+                         uint32_t* to);
+  void (*multiply)(const PairProduct&);
+  void (*logit_gradients)(const LogitGradients&);
+  // around the calls of index, attend and multiply of one thread; null: nothing to do
   void (*enter)() = nullptr;
   void (*leave)() = nullptr;
 };

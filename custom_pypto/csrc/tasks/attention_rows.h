@@ -27,27 +27,34 @@ class AttentionRows {
         key_(key),
         key_rope_(key_rope ? *key_rope : key) {}
 
+  // of a token
+  const T* query(const Token& token) const {
+    return static_cast<const T*>(query_.const_data_ptr()) + token.row() * heads * latent;
+  }
+  const T* query_rope(const Token& token) const {
+    return static_cast<const T*>(query_rope_.const_data_ptr()) + token.row() * heads * rope;
+  }
+
+  const T* key(const KeyMap::Slot& slot) const { return key_.row(slot); }
+  const T* key_rope(const KeyMap::Slot& slot) const { return key_rope_.row(slot); }
+
   // [head][width] of a token
   void load_query(const Token& token, float* to) const {
-    const int64_t row = token.row() * heads;
-    const T* query = static_cast<const T*>(query_.const_data_ptr()) + row * latent;
     for (int64_t h = 0; h < heads; ++h) {
-      widen(query + h * latent, latent, to + h * width);
-      if (!rope) continue;
-      const T* rotated = static_cast<const T*>(query_rope_.const_data_ptr()) + (row + h) * rope;
-      widen(rotated, rope, to + h * width + latent);
+      widen(query(token) + h * latent, latent, to + h * width);
+      if (rope) widen(query_rope(token) + h * rope, rope, to + h * width + latent);
     }
   }
 
   // [width] of a key
   void load_key(const KeyMap::Slot& slot, float* to) const {
-    widen(key_.row(slot), latent, to);
-    if (rope) widen(key_rope_.row(slot), rope, to + latent);
+    widen(key(slot), latent, to);
+    if (rope) widen(key_rope(slot), rope, to + latent);
   }
 
-  // [padded heads] of a token: maxima times log2(e), and inverses of sums; 0 for padding
-  void load_statistics(const Token& token, float* max, float* inverse) const {
-    for (int64_t h = 0; h < padded; ++h) {
+  // Of the first `count` heads of a token: maxima times log2(e), and inverses of sums; 0 for padding
+  void load_statistics(const Token& token, int64_t count, float* max, float* inverse) const {
+    for (int64_t h = 0; h < count; ++h) {
       max[h] = h < heads ? maxima(token)[h] * static_cast<float>(M_LOG2E) : 0.0f;
       inverse[h] = h < heads ? 1.0f / sums(token)[h] : 0.0f;
     }

@@ -152,9 +152,7 @@ class IndexBackward {
                                  .weights = scratch.weights.data(),
                                  .d_scores = scratch.d_scores.data() + first,
                                  .d_weights = scored.d_weights});
-    std::vector<float*> to(heads_);
-    for (int64_t h = 0; h < heads_; ++h) to[h] = scored.d_query + h * dims_;
-    multiply_keys(products, padded_, scratch.rows, dims_, to);
+    multiply_keys(products, padded_, scratch.rows, dims_, rows_to(scored.d_query, heads_, dims_));
   }
 
   // The keys of a block in float, in place if they are.

@@ -52,7 +52,7 @@ class Attention {
     const int64_t n = pairs.slots.size(), width = rows_.width, padded = rows_.padded;
     rows_.load_query(token, scratch.rows.data());
     pack_panels<float>(scratch.rows.data(), rows_.heads, width, scratch.query.data());
-    rows_.load_statistics(token, scratch.max.data(), scratch.inverse.data());
+    rows_.load_statistics(token, padded, scratch.max.data(), scratch.inverse.data());
     for (int64_t first = 0; first < n; first += kBlock) {
       const int64_t count = std::min(kBlock, n - first);
       for (int64_t j = 0; j < count; ++j) {

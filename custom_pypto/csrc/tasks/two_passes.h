@@ -47,6 +47,12 @@ inline std::vector<const float*> rows_of(const float* first, int64_t count, int6
   return rows;
 }
 
+inline std::vector<float*> rows_to(float* first, int64_t count, int64_t stride) {
+  std::vector<float*> rows(count);
+  for (int64_t i = 0; i < count; ++i) rows[i] = first + i * stride;
+  return rows;
+}
+
 // out[key][padded heads] += keys[key] . panels, over `dims` dims
 inline void multiply_panels(const std::vector<const float*>& keys, const float* panels,
                             int64_t dims, int64_t padded, float* out) {
@@ -127,6 +133,11 @@ class Owners {
     for (size_t j = 0; j < n; ++j) pairs.order[next[flat(pairs.slots[j]) >> shift_]++] = j;
   }
 
+  // The row of a gradient that belongs to a row of the cache.
+  float* row(const Sums& sums, const KeyMap::Slot& slot) const {
+    return sums.data + flat(slot) * sums.width;
+  }
+
   // Adds weights[pair] . from, over the rows of `from`, to the row of each pair of an owner.
   void add(const Pairs& pairs, int64_t owner, const float* weights, int64_t padded,
            const std::vector<const float*>& from, const Sums& sums, Operands& operands) const {
@@ -136,7 +147,7 @@ class Owners {
     operands.out.resize(n);
     for (int64_t j = 0; j < n; ++j) {
       operands.weights[j] = weights + order[j] * padded;
-      operands.out[j] = sums.data + flat(pairs.slots[order[j]]) * sums.width;
+      operands.out[j] = row(sums, pairs.slots[order[j]]);
     }
     kernels().multiply({.a = operands.weights.data(),
                         .a_step = 1,

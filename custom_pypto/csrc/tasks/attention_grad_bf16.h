@@ -1,0 +1,203 @@
+// The backward of sparse attention by kernels that multiply bfloat16. P and dS are rounded to it,
+// sums are float.
+#pragma once
+
+#include "attention_grad_products.h"
+
+namespace custom_pypto {
+
+class Bf16Products {
+ public:
+  using Stored = c10::BFloat16;
+  Bf16Products(const AttentionGradParams& p, const cpu::Bf16Kernels* kernels)
+      : rows(p), kernels_(kernels), padded_(tiles(rows.heads)) {}
+
+  struct Operands : Pairs {
+    uint16_t* weights;  // [pair][2 * padded heads]: dS, P
+    uint32_t* heads;    // [group of 16 dims][pair of heads of query, then of d_out][16]
+  };
+
+  // Of an owner, the kernels read weights up to a multiple of 16 pairs.
+  int64_t floats() const { return (rows.k + 15) * padded_ + groups(rows.width) * group(); }
+
+  void place(float* at, Operands& operands) const {
+    operands.weights = reinterpret_cast<uint16_t*>(at);
+    operands.heads = reinterpret_cast<uint32_t*>(at + (rows.k + 15) * padded_);
+  }
+
+  struct Scratch : AttentionGradSums {
+    explicit Scratch(const Bf16Products& op)
+        : AttentionGradSums(op.rows, op.padded_),
+          tiles(op.kernels_),
+          query(op.padded_ * op.rows.width / 2),
+          d_out(op.padded_ * op.rows.latent / 2),
+          keys(kBlock * op.rows.width),
+          values(op.rows.own_value ? kBlock * op.rows.latent : 0),
+          packed(groups(op.rows.width) * kPackedGroup),
+          by_head(op.padded_ * kByHead),
+          logits(op.rows.k * op.padded_),
+          dots(op.rows.k * op.padded_),
+          heads(2 * op.padded_) {}
+    TileRegisters tiles;
+    AlignedVector<uint32_t> query, d_out;  // [16 heads][pair of dims][16]
+    AlignedVector<uint16_t> keys, values;  // rows of a block
+    AlignedVector<uint32_t> packed;        // pairs of keys of a wide block
+    AlignedVector<uint16_t> by_head;       // dS of a wide block
+    Floats logits, dots;                   // [pair][padded heads]
+    std::vector<const uint16_t*> heads, located;
+  };
+
+  void first_pass(const Token& token, Operands& pairs, Scratch& scratch) const {
+    // by owner: its weights are consecutive
+    std::vector<KeyMap::Slot> slots(pairs.slots.size());
+    for (size_t j = 0; j < slots.size(); ++j) slots[j] = pairs.slots[pairs.order[j]];
+    pairs.slots.swap(slots);
+    load_query(token, scratch, pairs);
+    const int64_t n = pairs.slots.size();
+    std::fill_n(scratch.logits.data(), n * padded_, 0.0f);
+    std::fill_n(scratch.dots.data(), n * padded_, 0.0f);
+    for (int64_t first = 0; first < n; first += kBlock) {
+      add_block(pairs, first, std::min(kBlock, n - first), scratch);
+    }
+    for (int64_t first = 0; first < n; first += kWideBlock) {
+      add_wide_block(pairs, first, std::min(kWideBlock, n - first), scratch);
+    }
+  }
+
+  struct Adder {
+    explicit Adder(const Bf16Products& op) : tiles(op.kernels_) {}
+    TileRegisters tiles;
+    std::vector<float*> out;
+  };
+
+  void add_rows(const Operands& pairs, const Owners& owners, int64_t owner,
+                const KeyGradients& gradients, Adder& adder) const {
+    const int64_t first = pairs.begin[owner], n = pairs.begin[owner + 1] - first;
+    const uint16_t* weights = pairs.weights + first * 2 * padded_;
+    adder.out.resize(n);
+    const auto add = [&](int64_t column, int64_t depth, const uint32_t* heads, const Sums& sums) {
+      for (int64_t j = 0; j < n; ++j) adder.out[j] = owners.row(sums, pairs.slots[first + j]);
+      multiply(weights + column, 2 * padded_, n, heads, group(), depth, sums.width, adder.out);
+    };
+    const uint32_t* d_out = pairs.heads + padded_ / 2 * 16;
+    if (rows.own_value) {
+      add(0, padded_, pairs.heads, gradients.key);
+      add(padded_, padded_, d_out, gradients.value);
+    } else {
+      add(0, 2 * padded_, pairs.heads, gradients.key);
+    }
+    if (rows.rope) {
+      add(0, padded_, pairs.heads + groups(rows.latent) * group(), gradients.rope);
+    }
+  }
+
+  const AttentionGradRows<c10::BFloat16> rows;
+
+ private:
+  static constexpr int64_t kWideBlock = 256;  // keys that are added to d_query at once
+  // a power of two as distance would put the lines of a tile into few sets of the cache
+  static constexpr int64_t kByHead = kWideBlock + 32;
+  static constexpr int64_t kPackedGroup = (kWideBlock / 2 + 1) * 16;
+
+  static int64_t tiles(int64_t n) { return (n + 31) / 32 * 32; }
+  static int64_t groups(int64_t dims) { return dims / 16; }
+  int64_t group() const { return (padded_ + 1) * 16; }  // of pairs of heads
+
+  static const uint16_t* bits(const c10::BFloat16* row) {
+    return reinterpret_cast<const uint16_t*>(row);
+  }
+
+  void multiply(const uint16_t* a, int64_t a_stride, int64_t n, const uint32_t* b, int64_t b_stride,
+                int64_t depth, int64_t width, const std::vector<float*>& out) const {
+    kernels_->multiply({.a = a,
+                        .a_stride = a_stride,
+                        .n = static_cast<int>(n),
+                        .b = b,
+                        .b_stride = b_stride,
+                        .depth = static_cast<int>(depth),
+                        .width = static_cast<int>(width),
+                        .out = out.data()});
+  }
+
+  // Query and d_out as operands of both passes.
+  void load_query(const Token& token, Scratch& scratch, Operands& pairs) const {
+    const uint16_t *query = bits(rows.query(token)), *d_out = bits(rows.d_out(token));
+    const uint16_t* rope = rows.rope ? bits(rows.query_rope(token)) : nullptr;
+    const int n = static_cast<int>(rows.heads), padded = static_cast<int>(padded_);
+    const auto pack = [&](const uint16_t* from, int64_t dims, uint32_t* panels, int64_t panel,
+                          uint32_t* to) {
+      for (int64_t h = 0; h < n; h += 16) {
+        kernels_->pack_panel(from + h * dims, dims, std::min<int64_t>(16, n - h), 16, dims,
+                             panels + h / 16 * panel);
+      }
+      for (int64_t h = 0; h < n; ++h) scratch.heads[h] = from + h * dims;
+      kernels_->pack_row_pairs(scratch.heads.data(), n, padded, static_cast<int>(dims), group(),
+                               to);
+    };
+    pack(query, rows.latent, scratch.query.data(), 8 * rows.width, pairs.heads);
+    if (rope) {
+      pack(rope, rows.rope, scratch.query.data() + 8 * rows.latent, 8 * rows.width,
+           pairs.heads + groups(rows.latent) * group());
+    }
+    pack(d_out, rows.latent, scratch.d_out.data(), 8 * rows.latent,
+         pairs.heads + padded_ / 2 * 16);
+  }
+
+  // Probabilities of the keys of a block, dots of d_out and their values, and their part of delta.
+  void add_block(const Operands& pairs, int64_t first, int64_t count, Scratch& scratch) const {
+    const int64_t width = rows.width, latent = rows.latent;
+    for (int64_t j = 0; j < count; ++j) {
+      const KeyMap::Slot& slot = pairs.slots[first + j];
+      uint16_t* to = scratch.keys.data() + j * width;
+      std::copy_n(bits(rows.key(slot)), latent, to);
+      if (rows.rope) std::copy_n(bits(rows.key_rope(slot)), rows.rope, to + latent);
+      if (!rows.own_value) continue;
+      std::copy_n(bits(rows.value.row(slot)), latent, scratch.values.data() + j * latent);
+    }
+    float* logits = scratch.logits.data() + first * padded_;
+    float* dots = scratch.dots.data() + first * padded_;
+    const int64_t heads = (rows.heads + 15) / 16 * 16;
+    multiply(scratch.keys.data(), width, count, scratch.query.data(), 8 * width, width, heads,
+             rows_to(logits, count, padded_));
+    const uint16_t* values = rows.own_value ? scratch.values.data() : scratch.keys.data();
+    multiply(values, rows.own_value ? latent : width, count, scratch.d_out.data(), 8 * latent,
+             latent, heads, rows_to(dots, count, padded_));
+    scratch.add(logits, dots, count, rows.exponent_scale);
+  }
+
+  // Weights of the keys of a block, and their part of d_query.
+  void add_wide_block(Operands& pairs, int64_t first, int64_t count, Scratch& scratch) const {
+    const int n = static_cast<int>(count), padded = static_cast<int>(tiles(count));
+    const auto pack = [&](const auto& row, int64_t dims, uint32_t* to) {
+      scratch.located.resize(count);
+      for (int64_t j = 0; j < count; ++j) {
+        scratch.located[j] = bits(row(pairs.slots[first + j]));
+      }
+      kernels_->pack_row_pairs(scratch.located.data(), n, padded, static_cast<int>(dims),
+                               kPackedGroup, to);
+    };
+    const auto key = [&](const KeyMap::Slot& slot) { return rows.key(slot); };
+    const auto rope = [&](const KeyMap::Slot& slot) { return rows.key_rope(slot); };
+    pack(key, rows.latent, scratch.packed.data());
+    if (rows.rope) {
+      pack(rope, rows.rope, scratch.packed.data() + groups(rows.latent) * kPackedGroup);
+    }
+    kernels_->logit_gradients({.p = scratch.logits.data() + first * padded_,
+                               .dots = scratch.dots.data() + first * padded_,
+                               .n = n,
+                               .heads = static_cast<int>(rows.heads),
+                               .padded = static_cast<int>(padded_),
+                               .scale = rows.scale,
+                               .delta = scratch.delta.data(),
+                               .by_key = pairs.weights + first * 2 * padded_,
+                               .by_head = scratch.by_head.data(),
+                               .stride = kByHead});
+    multiply(scratch.by_head.data(), kByHead, rows.heads, scratch.packed.data(), kPackedGroup,
+             padded, rows.width, rows_to(scratch.d_query.data(), rows.heads, rows.width));
+  }
+
+  const cpu::Bf16Kernels* kernels_;
+  int64_t padded_;  // heads, to a multiple of 32
+};
+
+}  // namespace custom_pypto
