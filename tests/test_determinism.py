@@ -29,6 +29,7 @@ INDEXERS = {
     "int8 indexer": "npu_quant_lightning_indexer_pto",
 }
 ATTENTION, FUSED = "npu_sparse_flash_attention_pto", "npu_sparse_attention_pto"
+GRADIENT = "npu_sparse_flash_attention_grad_pto"
 LINEAR = "weight_only_linear"
 # one call for each way in which the kernels share work between threads
 CALLS = {
@@ -41,6 +42,8 @@ CALLS = {
     "attention, indices split": (ATTENTION, [1], [1200], dict(sparse_count=1100)),
     "attention, dense": (ATTENTION, [40], [60], dict(sparse_count=50)),
     "attention, gathered": (ATTENTION, [10], [300], dict(sparse_count=20)),
+    "gradients with values": (GRADIENT, [20, 3], [60, 40], dict(own_value=True, sinks=True)),
+    "gradients of attention": (GRADIENT, [20], [300], dict(sparse_count=150)),
     "fused": (FUSED, [3, 3], [70, 50], dict(sparse_count=8)),
     **{
         f"{kind} weight, {way}": (LINEAR, [tokens], [rows], dict(kind=kind, experts=experts))
@@ -56,15 +59,18 @@ CALLS = {
 SIZES = {
     **dict.fromkeys(INDEXERS.values(), dict(heads=4, dim=32)),
     ATTENTION: dict(heads=4, latent=64, rope=32),
+    GRADIENT: dict(heads=20, latent=64, rope=32),
     FUSED: dict(latent=64, rope=32, index_dim=64),
     LINEAR: dict(dim=192),
 }
 
 
 def run(op: str, x: dict) -> list[torch.Tensor]:
-    """The output and the caches of a call on copies."""
+    """The outputs and the caches of a call on copies."""
     x = copied(x)
-    return [getattr(custom_pypto, op)(**x), *(x[name] for name in getattr(of(op), "CACHES", ()))]
+    outputs = getattr(custom_pypto, op)(**x)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    return [*outputs, *(x[name] for name in getattr(of(op), "CACHES", ()))]
 
 
 def digest(results: list[torch.Tensor]) -> str:

@@ -12,20 +12,11 @@
 
 #include "ahead.h"
 #include "avx512_bf16.h"
-#include "tile_registers.h"
+#include "tile_products.h"
 #include "tiles.h"
 
 namespace custom_pypto::cpu {
 namespace {
-
-// Calls f(std::integral_constant) for 0 to N - 1.
-template <int N, typename F>
-INLINE void each(const F& f) {
-  if constexpr (N > 0) {
-    each<N - 1>(f);
-    f(std::integral_constant<int, N - 1>{});
-  }
-}
 
 // ---- lightning indexer -----------------------------------------------------------------------
 
@@ -120,45 +111,6 @@ constexpr int kWeightsStride = kMaxKeys + kStep;  // elements, from row to row
 constexpr int kGroup = (kMaxKeys / 2 + 1) * 16;   // packed pairs of 16 dims
 
 constexpr int padded(int keys) { return (keys + kStep - 1) / kStep * kStep; }
-
-// Four sums, AT tiles of A below each other times BT tiles of B beside each other: tile a * BT + b.
-// Distances are in bytes: `stride` from row to row, `down` and `right` from tile to tile.
-template <int AT, int BT, typename F>
-INLINE void each_sum(int64_t down, int64_t right, const F& f) {
-  each<AT * BT>([&](auto c) INLINED { f(c, c / BT * down + c % BT * right); });
-}
-
-template <int AT, int BT>
-INLINE void load_sums(const float* from, int64_t stride, int64_t down, int64_t right) {
-  const char* base = reinterpret_cast<const char*>(from);
-  each_sum<AT, BT>(down, right, [&](auto c, int64_t at) INLINED {
-    tile::load<decltype(c)::value>(base + at, stride);
-  });
-}
-
-template <int AT, int BT>
-INLINE void store_sums(float* to, int64_t stride, int64_t down, int64_t right) {
-  char* base = reinterpret_cast<char*>(to);
-  each_sum<AT, BT>(down, right, [&](auto c, int64_t at) INLINED {
-    tile::store<decltype(c)::value>(base + at, stride);
-  });
-}
-
-template <int AT, int BT>
-INLINE void add_products(const uint16_t* a, int64_t a_stride, int64_t down, const uint32_t* b,
-                         int64_t b_stride, int64_t right) {
-  const char* rows = reinterpret_cast<const char*>(a);
-  const char* columns = reinterpret_cast<const char*>(b);
-  each<AT>([&](auto i) INLINED { tile::load<4 + decltype(i)::value>(rows + i * down, a_stride); });
-  each<BT>([&](auto j) INLINED {
-    constexpr int J = decltype(j)::value, B = 6 + J % 2;
-    tile::load<B>(columns + j * right, b_stride);
-    each<AT>([&](auto i) INLINED {
-      constexpr int I = decltype(i)::value;
-      tile::dot<I * BT + J, 4 + I, B>();
-    });
-  });
-}
 
 // Copies the rows of kStagedKeys keys, which then are A operands, and interleaves their values,
 // which then are B operands: [group of 16 dims][key pair][dim]. Missing keys become zeros.
@@ -328,42 +280,6 @@ void finish_amx(const float* sums, int width, int count, int dims, const float* 
   }
 }
 
-// ---- gradients -------------------------------------------------------------------------------
-
-template <int AT, int BT>
-INLINE void product_tiles(const PairProduct& p, int i, int column) {
-  alignas(64) float sums[16 * AT][16 * BT];
-  const int rows = std::min(16 * AT, p.n - i);
-  for (int r = 0; r < rows; ++r) {  // rows of `out` may be anywhere
-    UNROLL for (int v = 0; v < BT; ++v) __builtin_prefetch(p.out[i + r] + column + 16 * v, 1);
-  }
-  each<AT * BT>([](auto c) INLINED { tile::zero<decltype(c)::value>(); });
-  const uint16_t* a = p.a + i * p.a_stride;
-  const uint32_t* b = p.b + column / 16 * p.b_stride;
-  for (int k = 0; k < p.depth; k += kStep) {
-    add_products<AT, BT>(a + k, 2 * p.a_stride, 32 * p.a_stride, b + 8 * k, 64, 4 * p.b_stride);
-  }
-  store_sums<AT, BT>(sums[0], sizeof sums[0], 16 * sizeof sums[0], 64);
-  for (int r = 0; r < rows; ++r) {
-    float* to = p.out[i + r] + column;
-    UNROLL for (int v = 0; v < BT; ++v) store(to + 16 * v, load(to + 16 * v) + load(&sums[r][16 * v]));
-  }
-}
-
-template <int AT>
-INLINE void product_rows(const PairProduct& p, int i) {
-  constexpr int BT = 4 / AT;
-  int column = 0;
-  for (; column + 16 * BT <= p.width; column += 16 * BT) product_tiles<AT, BT>(p, i, column);
-  for (; column < p.width; column += 16) product_tiles<AT, 1>(p, i, column);
-}
-
-void multiply_amx(const PairProduct& p) {
-  int i = 0;
-  for (; i + 16 < p.n; i += 32) product_rows<2>(p, i);
-  if (i < p.n) product_rows<1>(p, i);
-}
-
 }  // namespace
 
 const Bf16Kernels TILE_KERNELS = {.pack_panel = pack_panel_bf16,
@@ -374,6 +290,7 @@ const Bf16Kernels TILE_KERNELS = {.pack_panel = pack_panel_bf16,
                                   .dequantize = dequantize_bf16,
                                   .pack_row_pairs = pack_row_pairs_bf16,
                                   .multiply = multiply_amx,
+                                  .multiply_to_rows = multiply_to_rows_amx,
                                   .logit_gradients = logit_gradients_bf16,
                                   .enter = tile::enter,
                                   .leave = tile::leave};

@@ -268,13 +268,15 @@ void add_sums_bf16(const float* from, int width, const float* factors, float* to
   }
 }
 
-template <int ROWS, int VECS>
-INLINE void product_tile_bf16(const PairProduct& p, int i, int column, int first, int end) {
+// out(i): row i of the results; `adds`: whether these hold something
+template <int ROWS, int VECS, typename Out>
+INLINE void product_tile_bf16(const PairProduct& p, const Out& out, bool adds, int i, int column,
+                              int first, int end) {
   __m512 acc[ROWS][VECS];
   const uint16_t* a[ROWS];
   UNROLL for (int r = 0; r < ROWS; ++r) {
     a[r] = p.a + (i + r) * p.a_stride;
-    __builtin_prefetch(p.out[i + r] + column, 1);  // rows of `out` may be anywhere
+    __builtin_prefetch(out(i + r) + column, 1);  // rows may be anywhere
     UNROLL for (int v = 0; v < VECS; ++v) acc[r][v] = _mm512_setzero_ps();
   }
   const uint32_t* columns = p.b + column / 16 * p.b_stride;
@@ -287,27 +289,41 @@ INLINE void product_tile_bf16(const PairProduct& p, int i, int column, int first
     }
   }
   for (int r = 0; r < ROWS; ++r) {
-    float* to = p.out[i + r] + column;
-    UNROLL for (int v = 0; v < VECS; ++v) store(to + 16 * v, load(to + 16 * v) + (Vec)acc[r][v]);
+    float* to = out(i + r) + column;
+    UNROLL for (int v = 0; v < VECS; ++v) {
+      const Vec sum = acc[r][v];
+      store(to + 16 * v, adds ? load(to + 16 * v) + sum : sum);
+    }
   }
 }
 
 // A strip of b stays in the level-1 cache while all rows pass.
-template <int VECS>
-INLINE void product_strip_bf16(const PairProduct& p, int column) {
+template <int VECS, typename Out>
+INLINE void product_strip_bf16(const PairProduct& p, const Out& out, bool adds, int column) {
   constexpr int kPairs = 24576 / (64 * VECS);
   for (int first = 0; first < p.depth / 2; first += kPairs) {
     const int end = p.depth / 2 - first < kPairs ? p.depth / 2 : first + kPairs;
     each_tile<kTileKeys<VECS>>(p.n, [&](auto rows, int i) INLINED {
-      product_tile_bf16<decltype(rows)::value, VECS>(p, i, column, first, end);
+      product_tile_bf16<decltype(rows)::value, VECS>(p, out, adds || first, i, column, first, end);
     });
   }
 }
 
-void multiply_bf16(const PairProduct& p) {
+template <typename Out>
+INLINE void product_bf16(const PairProduct& p, const Out& out, bool adds) {
   int column = 0;
-  for (; column + kStrip <= p.width; column += kStrip) product_strip_bf16<kStripVecs>(p, column);
-  for (; column < p.width; column += 16) product_strip_bf16<1>(p, column);
+  for (; column + kStrip <= p.width; column += kStrip) {
+    product_strip_bf16<kStripVecs>(p, out, adds, column);
+  }
+  for (; column < p.width; column += 16) product_strip_bf16<1>(p, out, adds, column);
+}
+
+void multiply_bf16(const PairProduct& p, float* out, int64_t stride, bool first) {
+  product_bf16(p, [&](int i) INLINED { return out + i * stride; }, !first);
+}
+
+void multiply_to_rows_bf16(const PairProduct& p, float* const* out) {
+  product_bf16(p, [&](int i) INLINED { return out[i]; }, true);
 }
 
 }  // namespace
@@ -320,6 +336,7 @@ const Bf16Kernels kAvx512Bf16 = {.pack_panel = pack_panel_bf16,
                                  .dequantize = dequantize_bf16,
                                  .pack_row_pairs = pack_row_pairs_bf16,
                                  .multiply = multiply_bf16,
+                                 .multiply_to_rows = multiply_to_rows_bf16,
                                  .logit_gradients = logit_gradients_bf16};
 
 }  // namespace custom_pypto::cpu

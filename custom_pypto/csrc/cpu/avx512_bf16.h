@@ -104,32 +104,38 @@ void pack_row_pairs_bf16(const uint16_t* const* rows, int n, int padded, int dim
 }
 
 void logit_gradients_bf16(const LogitGradients& call) {
-  const auto half = [](uint16_t* to, __m256i x) INLINED {
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), x);
+  const auto [of_p, of_dots, n, count, padded, factor, of_delta, by_key, by_head, stride] = call;
+  const auto half = [](uint16_t* to, __m256bh x) INLINED {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)x);
   };
-  for (int h = 0; h < call.padded; h += 16) {
-    const __mmask16 heads = first_lanes(call.heads - h);  // padding times an infinite key is NaN
-    const __m512 delta = load(call.delta + h), scale = _mm512_set1_ps(call.scale);
-    for (int first = 0; first < call.n; first += 32) {
+  const __m512 scale = _mm512_set1_ps(factor);
+  for (int first = 0; first < n; first += 32) {
+    for (int h = 0; h < padded; h += 16) {
+      const __mmask16 heads = first_lanes(count - h);  // what padding holds may be NaN
+      const __m512 delta = _mm512_maskz_loadu_ps(heads, of_delta + h);
       __m512i pairs[16];  // [pair of keys][head]
-      for (int i = 0; i < 16; ++i) {
+      UNROLL for (int i = 0; i < 16; ++i) {
         __m512 d[2];
         UNROLL for (int k = 0; k < 2; ++k) {
-          const int j = first + 2 * i + k;
+          const int j = first + 2 * i + k, at = j * padded + h, next = 32 * padded;
+          uint16_t* to = by_key + 2 * at - h;
           d[k] = _mm512_setzero_ps();
-          if (j >= call.n) continue;
-          const __m512 p = _mm512_maskz_loadu_ps(heads, call.p + j * call.padded + h);
-          const __m512 dot = _mm512_maskz_loadu_ps(heads, call.dots + j * call.padded + h);
-          d[k] = scale * p * (dot - delta);
-          uint16_t* to = call.by_key + j * 2 * call.padded + h;
-          half(to, (__m256i)_mm512_cvtneps_pbh(d[k]));
-          half(to + call.padded, (__m256i)_mm512_cvtneps_pbh(p));
+          if (j >= n) continue;
+          __builtin_prefetch(of_p + at + next);
+          __builtin_prefetch(of_dots + at + next);
+          __builtin_prefetch(to + 2 * next, 1);
+          __builtin_prefetch(to + 2 * next + padded, 1);
+          const __m512 p = _mm512_maskz_loadu_ps(heads, of_p + at);
+          d[k] = scale * p * (_mm512_maskz_loadu_ps(heads, of_dots + at) - delta);
+          half(to, _mm512_cvtneps_pbh(d[k]));
+          half(to + padded, _mm512_cvtneps_pbh(p));
         }
         pairs[i] = interleave((__m512i)_mm512_cvtne2ps_pbh(d[1], d[0]));
       }
       transpose16(pairs);
-      uint16_t* to = call.by_head + h * call.stride + first;
-      UNROLL for (int i = 0; i < 16; ++i) _mm512_storeu_si512(to + i * call.stride, pairs[i]);
+      UNROLL for (int i = 0; i < 16; ++i) {
+        _mm512_storeu_si512(by_head + (h + i) * stride + first, pairs[i]);
+      }
     }
   }
 }

@@ -118,7 +118,7 @@ struct HeadSums {
   float* out;            // [n]
 };
 
-// As Product, of bfloat16. A kernel may read rows of `a` up to a multiple of 16.
+// a[i] . b for i < n, of bfloat16. A kernel may read and write rows up to a multiple of 16.
 struct PairProduct {
   const uint16_t* a;  // [n][depth]
   int64_t a_stride;
@@ -127,7 +127,8 @@ struct PairProduct {
   int64_t b_stride;   // between 16 columns and the next
   int depth;          // multiple of 32 for tiles, of 2 for vectors
   int width;          // multiple of 16
-  float* const* out;  // [n]
+  // Chunk whose rows `multiply` prefetches into the level-2 cache while tiles multiply, or null.
+  const Chunk<uint16_t>* next = nullptr;
 };
 
 // Gradients of logits, d = scale * p * (dots - delta), rounded to bfloat16 as p.
@@ -245,7 +246,10 @@ struct Bf16Kernels {
   // pairs of rows as operand b of a product: n rows, zeros up to `padded`; stride: its b_stride
   void (*pack_row_pairs)(const uint16_t* const* rows, int n, int padded, int dims, int64_t stride,
                          uint32_t* to);
-  void (*multiply)(const PairProduct&);
+  // out[i] = a[i] . b, or += unless `first`; rows of `out` are `stride` apart
+  void (*multiply)(const PairProduct&, float* out, int64_t stride, bool first);
+  // out[i] += a[i] . b, as in Product
+  void (*multiply_to_rows)(const PairProduct&, float* const* out);
   void (*logit_gradients)(const LogitGradients&);
   // around the calls of index, attend and multiply of one thread; null: nothing to do
   void (*enter)() = nullptr;
@@ -290,7 +294,7 @@ struct Kernels {
                    float* out);
   const Bf16Kernels* bf16 = nullptr;   // null: bfloat16 is widened to float
   const Bf16Kernels* tiles = nullptr;  // for shapes that fill tiles; null: the CPU has none
-  bool widens_index = false;           // the indexer widens bfloat16 all the same
+  bool widens = false;                 // the indexer and gradients widen bfloat16 all the same
   // at most one; null: int8 is widened to float
   const Int8Kernels<uint8_t>* int8_as_uint8 = nullptr;
   const Int8Kernels<int16_t>* int8_as_int16 = nullptr;

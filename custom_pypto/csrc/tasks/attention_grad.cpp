@@ -44,7 +44,7 @@ class Backward {
             first_pass(tokens_[first + i], scratch, pairs[i], sink);
           });
       run_tasks(
-          kOwners, [&] { return typename Products::Adder(products_); },
+          owners_.count, [&] { return typename Products::Adder(products_); },
           [&](typename Products::Adder& adder, int64_t owner) {
             for (int64_t i = 0; i < here; ++i) {
               if (pairs[i].begin[owner] == pairs[i].begin[owner + 1]) continue;
@@ -129,7 +129,7 @@ void attend_backward(AttentionGradParams& p) {
   // without tokens the number of sequences is unbounded: a list of them may not fit in memory
   if (p.d_query.numel() == 0 || p.d_key.numel() == 0) return;
   const int64_t rope = p.attention.query_rope ? p.attention.query_rope->size(-1) : 0;
-  const cpu::Bf16Kernels* bf16 = attention_kernels(p.d_query.size(-1), rope);
+  const cpu::Bf16Kernels* bf16 = attention_grad_kernels(p.d_query.size(-1), rope);
   dispatch_elements(p.d_query.scalar_type(), bf16, [&](auto multiplied, auto stored) {
     if constexpr (std::is_same_v<decltype(multiplied), uint16_t>) {
       Backward<Bf16Products>(p, bf16).run();

@@ -31,20 +31,21 @@ class Bf16Products {
           tiles(op.kernels_),
           query(op.padded_ * op.rows.width / 2),
           d_out(op.padded_ * op.rows.latent / 2),
-          keys(kBlock * op.rows.width),
-          values(op.rows.own_value ? kBlock * op.rows.latent : 0),
+          keys(kKeys * op.rows.width),
+          values(op.rows.own_value ? kKeys * op.rows.latent : 0),
           packed(groups(op.rows.width) * kPackedGroup),
           by_head(op.padded_ * kByHead),
-          logits(op.rows.k * op.padded_),
-          dots(op.rows.k * op.padded_),
+          logits((op.rows.k + 15) * op.padded_),
+          dots((op.rows.k + 15) * op.padded_),
           heads(2 * op.padded_) {}
     TileRegisters tiles;
     AlignedVector<uint32_t> query, d_out;  // [16 heads][pair of dims][16]
-    AlignedVector<uint16_t> keys, values;  // rows of a block
-    AlignedVector<uint32_t> packed;        // pairs of keys of a wide block
-    AlignedVector<uint16_t> by_head;       // dS of a wide block
+    cpu::Chunk<uint16_t> chunks[2];        // the current one and the next
+    AlignedVector<uint16_t> keys, values;  // rows of a chunk
+    AlignedVector<uint32_t> packed;        // pairs of its keys
+    AlignedVector<uint16_t> by_head;       // its dS
     Floats logits, dots;                   // [pair][padded heads]
-    std::vector<const uint16_t*> heads, located;
+    std::vector<const uint16_t*> heads;
   };
 
   void first_pass(const Token& token, Operands& pairs, Scratch& scratch) const {
@@ -53,15 +54,15 @@ class Bf16Products {
     for (size_t j = 0; j < slots.size(); ++j) slots[j] = pairs.slots[pairs.order[j]];
     pairs.slots.swap(slots);
     load_query(token, scratch, pairs);
-    const int64_t n = pairs.slots.size();
-    std::fill_n(scratch.logits.data(), n * padded_, 0.0f);
-    std::fill_n(scratch.dots.data(), n * padded_, 0.0f);
-    for (int64_t first = 0; first < n; first += kBlock) {
-      add_block(pairs, first, std::min(kBlock, n - first), scratch);
-    }
-    for (int64_t first = 0; first < n; first += kWideBlock) {
-      add_wide_block(pairs, first, std::min(kWideBlock, n - first), scratch);
-    }
+    const int64_t count = (pairs.slots.size() + kKeys - 1) / kKeys;
+    each_chunk(pairs, 0, count, 1, scratch, [&](const Chunk& chunk, const Chunk& next, int64_t at) {
+      add_logits(chunk, next, at, scratch);
+    });
+    // from the last one on: its probabilities are still in the level-2 cache
+    each_chunk(pairs, count - 1, -1, -1, scratch,
+               [&](const Chunk& chunk, const Chunk& next, int64_t at) {
+                 add_query(chunk, next, at, pairs, scratch);
+               });
   }
 
   struct Adder {
@@ -77,7 +78,9 @@ class Bf16Products {
     adder.out.resize(n);
     const auto add = [&](int64_t column, int64_t depth, const uint32_t* heads, const Sums& sums) {
       for (int64_t j = 0; j < n; ++j) adder.out[j] = owners.row(sums, pairs.slots[first + j]);
-      multiply(weights + column, 2 * padded_, n, heads, group(), depth, sums.width, adder.out);
+      kernels_->multiply_to_rows(
+          product(weights + column, 2 * padded_, n, heads, group(), depth, sums.width),
+          adder.out.data());
     };
     const uint32_t* d_out = pairs.heads + padded_ / 2 * 16;
     if (rows.own_value) {
@@ -94,10 +97,11 @@ class Bf16Products {
   const AttentionGradRows<c10::BFloat16> rows;
 
  private:
-  static constexpr int64_t kWideBlock = 256;  // keys that are added to d_query at once
+  using Chunk = cpu::Chunk<uint16_t>;
+  static constexpr int64_t kKeys = cpu::kMaxKeys;
   // a power of two as distance would put the lines of a tile into few sets of the cache
-  static constexpr int64_t kByHead = kWideBlock + 32;
-  static constexpr int64_t kPackedGroup = (kWideBlock / 2 + 1) * 16;
+  static constexpr int64_t kByHead = kKeys + 32;
+  static constexpr int64_t kPackedGroup = (kKeys / 2 + 1) * 16;
 
   static int64_t tiles(int64_t n) { return (n + 31) / 32 * 32; }
   static int64_t groups(int64_t dims) { return dims / 16; }
@@ -107,16 +111,15 @@ class Bf16Products {
     return reinterpret_cast<const uint16_t*>(row);
   }
 
-  void multiply(const uint16_t* a, int64_t a_stride, int64_t n, const uint32_t* b, int64_t b_stride,
-                int64_t depth, int64_t width, const std::vector<float*>& out) const {
-    kernels_->multiply({.a = a,
-                        .a_stride = a_stride,
-                        .n = static_cast<int>(n),
-                        .b = b,
-                        .b_stride = b_stride,
-                        .depth = static_cast<int>(depth),
-                        .width = static_cast<int>(width),
-                        .out = out.data()});
+  static cpu::PairProduct product(const uint16_t* a, int64_t a_stride, int64_t n, const uint32_t* b,
+                                  int64_t b_stride, int64_t depth, int64_t width) {
+    return {.a = a,
+            .a_stride = a_stride,
+            .n = static_cast<int>(n),
+            .b = b,
+            .b_stride = b_stride,
+            .depth = static_cast<int>(depth),
+            .width = static_cast<int>(width)};
   }
 
   // Query and d_out as operands of both passes.
@@ -139,52 +142,71 @@ class Bf16Products {
       pack(rope, rows.rope, scratch.query.data() + 8 * rows.latent, 8 * rows.width,
            pairs.heads + groups(rows.latent) * group());
     }
-    pack(d_out, rows.latent, scratch.d_out.data(), 8 * rows.latent,
-         pairs.heads + padded_ / 2 * 16);
+    pack(d_out, rows.latent, scratch.d_out.data(), 8 * rows.latent, pairs.heads + padded_ / 2 * 16);
   }
 
-  // Probabilities of the keys of a block, dots of d_out and their values, and their part of delta.
-  void add_block(const Operands& pairs, int64_t first, int64_t count, Scratch& scratch) const {
-    const int64_t width = rows.width, latent = rows.latent;
-    for (int64_t j = 0; j < count; ++j) {
+  // Calls f(chunk, the next one, first pair) for chunks of the token's keys.
+  template <typename F>
+  void each_chunk(const Pairs& pairs, int64_t from, int64_t end, int64_t step, Scratch& scratch,
+                  const F& f) const {
+    Chunk *chunk = &scratch.chunks[0], *next = &scratch.chunks[1];
+    locate(pairs, from, *chunk);
+    for (int64_t c = from; c != end; c += step, std::swap(chunk, next)) {
+      next->n = 0;
+      if (c + step != end) locate(pairs, c + step, *next);
+      f(*chunk, *next, c * kKeys);
+    }
+  }
+
+  void locate(const Pairs& pairs, int64_t index, Chunk& chunk) const {
+    const int64_t first = index * kKeys;
+    chunk.n = static_cast<int>(std::min<int64_t>(kKeys, pairs.slots.size() - first));
+    chunk.latent = static_cast<int>(rows.latent);
+    chunk.rope = static_cast<int>(rows.rope);
+    for (int j = 0; j < chunk.n; ++j) {
       const KeyMap::Slot& slot = pairs.slots[first + j];
+      chunk.keys[j] = bits(rows.key(slot));
+      chunk.values[j] = bits(rows.value.row(slot));
+      if (rows.rope) chunk.ropes[j] = bits(rows.key_rope(slot));
+    }
+  }
+
+  // Probabilities of the keys of a chunk, dots of d_out and their values, and their part of delta.
+  void add_logits(const Chunk& chunk, const Chunk& next, int64_t first, Scratch& scratch) const {
+    const int64_t width = rows.width, latent = rows.latent;
+    for (int j = 0; j < chunk.n; ++j) {
       uint16_t* to = scratch.keys.data() + j * width;
-      std::copy_n(bits(rows.key(slot)), latent, to);
-      if (rows.rope) std::copy_n(bits(rows.key_rope(slot)), rows.rope, to + latent);
-      if (!rows.own_value) continue;
-      std::copy_n(bits(rows.value.row(slot)), latent, scratch.values.data() + j * latent);
+      std::copy_n(chunk.keys[j], latent, to);
+      if (rows.rope) std::copy_n(chunk.ropes[j], rows.rope, to + latent);
+      if (rows.own_value) std::copy_n(chunk.values[j], latent, scratch.values.data() + j * latent);
     }
     float* logits = scratch.logits.data() + first * padded_;
     float* dots = scratch.dots.data() + first * padded_;
     const int64_t heads = (rows.heads + 15) / 16 * 16;
-    multiply(scratch.keys.data(), width, count, scratch.query.data(), 8 * width, width, heads,
-             rows_to(logits, count, padded_));
+    cpu::PairProduct keys =
+        product(scratch.keys.data(), width, chunk.n, scratch.query.data(), 8 * width, width, heads);
+    keys.next = &next;
+    kernels_->multiply(keys, logits, padded_, true);
     const uint16_t* values = rows.own_value ? scratch.values.data() : scratch.keys.data();
-    multiply(values, rows.own_value ? latent : width, count, scratch.d_out.data(), 8 * latent,
-             latent, heads, rows_to(dots, count, padded_));
-    scratch.add(logits, dots, count, rows.exponent_scale);
+    kernels_->multiply(product(values, rows.own_value ? latent : width, chunk.n,
+                               scratch.d_out.data(), 8 * latent, latent, heads),
+                       dots, padded_, true);
+    scratch.add(logits, dots, chunk.n, rows.exponent_scale);
   }
 
-  // Weights of the keys of a block, and their part of d_query.
-  void add_wide_block(Operands& pairs, int64_t first, int64_t count, Scratch& scratch) const {
-    const int n = static_cast<int>(count), padded = static_cast<int>(tiles(count));
-    const auto pack = [&](const auto& row, int64_t dims, uint32_t* to) {
-      scratch.located.resize(count);
-      for (int64_t j = 0; j < count; ++j) {
-        scratch.located[j] = bits(row(pairs.slots[first + j]));
-      }
-      kernels_->pack_row_pairs(scratch.located.data(), n, padded, static_cast<int>(dims),
-                               kPackedGroup, to);
-    };
-    const auto key = [&](const KeyMap::Slot& slot) { return rows.key(slot); };
-    const auto rope = [&](const KeyMap::Slot& slot) { return rows.key_rope(slot); };
-    pack(key, rows.latent, scratch.packed.data());
+  // Weights of the keys of a chunk, and their part of d_query.
+  void add_query(const Chunk& chunk, const Chunk& next, int64_t first, Operands& pairs,
+                 Scratch& scratch) const {
+    const int padded = static_cast<int>(tiles(chunk.n));
+    kernels_->pack_row_pairs(chunk.keys, chunk.n, padded, chunk.latent, kPackedGroup,
+                             scratch.packed.data());
     if (rows.rope) {
-      pack(rope, rows.rope, scratch.packed.data() + groups(rows.latent) * kPackedGroup);
+      kernels_->pack_row_pairs(chunk.ropes, chunk.n, padded, chunk.rope, kPackedGroup,
+                               scratch.packed.data() + groups(rows.latent) * kPackedGroup);
     }
     kernels_->logit_gradients({.p = scratch.logits.data() + first * padded_,
                                .dots = scratch.dots.data() + first * padded_,
-                               .n = n,
+                               .n = chunk.n,
                                .heads = static_cast<int>(rows.heads),
                                .padded = static_cast<int>(padded_),
                                .scale = rows.scale,
@@ -192,8 +214,10 @@ class Bf16Products {
                                .by_key = pairs.weights + first * 2 * padded_,
                                .by_head = scratch.by_head.data(),
                                .stride = kByHead});
-    multiply(scratch.by_head.data(), kByHead, rows.heads, scratch.packed.data(), kPackedGroup,
-             padded, rows.width, rows_to(scratch.d_query.data(), rows.heads, rows.width));
+    cpu::PairProduct keys = product(scratch.by_head.data(), kByHead, rows.heads,
+                                    scratch.packed.data(), kPackedGroup, padded, rows.width);
+    keys.next = &next;
+    kernels_->multiply(keys, scratch.d_query.data(), rows.width, false);
   }
 
   const cpu::Bf16Kernels* kernels_;

@@ -56,7 +56,7 @@ struct KeyGradients {
 struct AttentionGradSums {
   template <typename T>
   AttentionGradSums(const AttentionRows<T>& rows, int64_t padded)
-      : d_query(rows.heads * rows.width), max(padded), inverse(padded), delta(padded) {}
+      : d_query(padded * rows.width), max(padded), inverse(padded), delta(padded) {}
 
   template <typename T>
   void start(const AttentionRows<T>& rows, const Token& token) {
@@ -77,7 +77,7 @@ struct AttentionGradSums {
                              .delta = delta.data()});
   }
 
-  Floats d_query;              // [head][latent + rope]
+  Floats d_query;              // [padded head][latent + rope]
   Floats max, inverse, delta;  // [padded heads]
 };
 

@@ -52,7 +52,8 @@ class AttentionRows {
     if (rope) widen(key_rope(slot), rope, to + latent);
   }
 
-  // Of the first `count` heads of a token: maxima times log2(e), and inverses of sums; 0 for padding
+  // Of the first `count` heads of a token: maxima times log2(e), and inverses of sums; 0 for
+  // padding
   void load_statistics(const Token& token, int64_t count, float* max, float* inverse) const {
     for (int64_t h = 0; h < count; ++h) {
       max[h] = h < heads ? maxima(token)[h] * static_cast<float>(M_LOG2E) : 0.0f;

@@ -61,7 +61,7 @@ class IndexBackward {
               if (tile == tiles - 1) write(token, scored[i]);
             });
         run_tasks(
-            kOwners, [] { return Owners::Operands(); },
+            owners_.count, [] { return Owners::Operands(); },
             [&](Owners::Operands& operands, int64_t owner) {
               for (int64_t i = 0; i < here; ++i) add_rows(scored[i], owner, operands);
             });

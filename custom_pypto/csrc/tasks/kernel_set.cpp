@@ -36,7 +36,7 @@ std::vector<cpu::Kernels> usable_kernels() {
 #endif
     set.name = "avx512_bf16";
     // on Intel vdpbf16ps has half the rate of the float FMA, on AMD its double
-    set.widens_index = __builtin_cpu_is("intel");
+    set.widens = __builtin_cpu_is("intel");
     usable.push_back(set);
   }
 #endif

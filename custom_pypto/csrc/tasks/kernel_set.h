@@ -14,10 +14,14 @@ const cpu::Kernels& kernels();
 // The bfloat16 kernels for a shape, tiles or vectors; null: its elements are widened.
 inline const cpu::Bf16Kernels* index_kernels(int64_t dims) {
   if (kernels().tiles && cpu::fills_tiles(dims)) return kernels().tiles;
-  return kernels().widens_index ? nullptr : kernels().bf16;
+  return kernels().widens ? nullptr : kernels().bf16;
 }
 inline const cpu::Bf16Kernels* attention_kernels(int64_t latent, int64_t rope) {
   return kernels().tiles && cpu::fills_tiles(latent, rope) ? kernels().tiles : kernels().bf16;
+}
+inline const cpu::Bf16Kernels* attention_grad_kernels(int64_t latent, int64_t rope) {
+  const cpu::Bf16Kernels* found = attention_kernels(latent, rope);
+  return found != kernels().tiles && kernels().widens ? nullptr : found;
 }
 // The kernels that multiply int8 as E.
 template <typename E>

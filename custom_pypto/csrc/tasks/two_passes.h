@@ -14,7 +14,6 @@
 namespace custom_pypto {
 
 constexpr int64_t kBlock = 64;            // keys of a product
-constexpr int64_t kOwners = 32;           // tasks that own the rows of the cache
 constexpr int64_t kChunkBytes = 8 << 20;  // what the first pass leaves for the second
 constexpr int64_t kLeastTokens = 16;      // of a chunk
 
@@ -117,17 +116,20 @@ class Owners {
     std::vector<float*> out;
   };
 
-  explicit Owners(const Tensor& key) : block_size_(key.size(-3)) {
+  explicit Owners(const Tensor& key)
+      : count(std::max<int64_t>(kLeast, 2 * at::get_num_threads())), block_size_(key.size(-3)) {
     const int64_t rows = key.numel() / key.size(-1);
-    while (kOwners << shift_ < rows) ++shift_;
+    while (count << shift_ < rows) ++shift_;
   }
+
+  const int64_t count;  // tasks that own the rows of the cache
 
   // Fills order and begin of the pairs.
   void group(Pairs& pairs) const {
     const size_t n = pairs.slots.size();
-    pairs.begin.assign(kOwners + 1, 0);
+    pairs.begin.assign(count + 1, 0);
     for (const KeyMap::Slot& slot : pairs.slots) ++pairs.begin[(flat(slot) >> shift_) + 1];
-    for (int64_t o = 0; o < kOwners; ++o) pairs.begin[o + 1] += pairs.begin[o];
+    for (int64_t o = 0; o < count; ++o) pairs.begin[o + 1] += pairs.begin[o];
     std::vector<int64_t> next(pairs.begin.begin(), pairs.begin.end() - 1);
     pairs.order.resize(n);
     for (size_t j = 0; j < n; ++j) pairs.order[next[flat(pairs.slots[j]) >> shift_]++] = j;
@@ -159,6 +161,8 @@ class Owners {
   }
 
  private:
+  // fewer would own more rows than the level-2 cache holds sums of
+  static constexpr int64_t kLeast = 16;
   int64_t flat(const KeyMap::Slot& slot) const { return slot.block * block_size_ + slot.row; }
   int64_t block_size_;
   int shift_ = 0;  // log2 of the rows of an owner: a division per pair is slow

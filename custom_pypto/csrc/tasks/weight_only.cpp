@@ -76,7 +76,7 @@ void convert(const From* from, int64_t n, To* to) {
 }
 
 // Whether the CPU multiplies bfloat16 faster than float32.
-bool multiplies_bf16() { return kernels().tiles || (kernels().bf16 && !kernels().widens_index); }
+bool multiplies_bf16() { return kernels().tiles || (kernels().bf16 && !kernels().widens); }
 
 // T is the type of x and of the output.
 template <typename T>
