@@ -86,6 +86,12 @@ void dequantize_bf16(const int8_t* from, float scale, int n, uint16_t* to) {
   }
 }
 
+void narrow_bf16(const float* from, int n, uint16_t* to) {
+  for (int i = 0; i < n; i += 32) {
+    _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(load(from + i + 16), load(from + i)));
+  }
+}
+
 void pack_row_pairs_bf16(const uint16_t* const* rows, int n, int padded, int dims, int64_t stride,
                          uint32_t* to) {
   const auto part = [&](int row, int d, __mmask32 lanes) INLINED {

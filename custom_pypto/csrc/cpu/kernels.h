@@ -251,6 +251,8 @@ struct Bf16Kernels {
   // out[i] += a[i] . b, as in Product
   void (*multiply_to_rows)(const PairProduct&, float* const* out);
   void (*logit_gradients)(const LogitGradients&);
+  // to[i] = from[i], i < n, a multiple of 32
+  void (*narrow)(const float* from, int n, uint16_t* to);
   // around the calls of index, attend and multiply of one thread; null: nothing to do
   void (*enter)() = nullptr;
   void (*leave)() = nullptr;

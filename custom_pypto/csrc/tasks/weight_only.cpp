@@ -5,6 +5,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "packed_rows.h"
 #include "rounded_rows.h"
 #include "run_tasks.h"
 #include "stored_weight.h"
@@ -34,13 +35,18 @@ class OneMklThread {
 
 // Up to so many rows of x, a weight is multiplied as it is stored; above, widened once for all.
 constexpr int64_t kFewRows = 16;
-constexpr int64_t kFewRowsOfHalves = 4;  // where torch.mm reads the weight as it is stored
+constexpr int64_t kFewRowsOfHalves = 4;  // of a weight in bfloat16, where a CPU multiplies that
+constexpr int64_t kFewRowsOfPacked = 6;  // of other weights there
 // of a weight, per task
 constexpr int64_t kRowsOfDots = 64;
 constexpr int64_t kColumns = 512;  // of a transposed one
 constexpr int64_t kRowsOfProduct = 256;
 constexpr int64_t kTokensOfProduct = 512;
-constexpr int64_t kRowsOfTurn = 1024;  // of x, rounded at once
+constexpr int64_t kRowsOfTurn = 1024;  // of x, rounded or packed at once
+constexpr int64_t kMostPacked = 512;   // of x in a group
+// of a weight, per task of packed rows
+constexpr int64_t kFewTokens = 64;
+constexpr int64_t kRowsOfFewTokens = 32, kRowsOfTokens = 128;
 
 // The rows of x for one expert.
 struct Group {
@@ -98,15 +104,19 @@ class Linear {
   void run() {
     prepare();
     std::vector<Task> tasks;
-    std::vector<Group> rounded;
+    std::vector<Group> packed, rounded;
     for (size_t g = 0; g < groups_.size(); ++g) {
-      if (!few(groups_[g]) && rounds_x()) {
+      if (!few(groups_[g]) && packs_x(groups_[g])) {
+        packed.push_back(groups_[g]);
+      } else if (!few(groups_[g]) && rounds_x()) {
         rounded.push_back(groups_[g]);
       } else {
         add_tasks(g, groups_[g], tasks);
       }
     }
-    multiply_rounded(rounded);
+    in_turns(packed, [&](const std::vector<Group>& turn) { multiply_packed(turn); });
+    RoundedRows rows(weight_);
+    in_turns(rounded, [&](const std::vector<Group>& turn) { multiply_rounded(turn, rows); });
     if (tasks.empty()) return;
     Team team;
     if (std::all_of(groups_.begin(), groups_.end(), [&](const Group& g) { return few(g); })) {
@@ -155,6 +165,12 @@ class Linear {
   }
 
   bool few(const Group& group) const { return group.count <= few_rows_; }
+
+  // Whether the kernels multiply in bfloat16; for more rows, torch.mm is faster.
+  bool packs_x(const Group& group) const {
+    return std::is_same_v<T, c10::BFloat16> && multiplies_bf16() && !weight_.transposed() &&
+           group.count <= kMostPacked;
+  }
 
   // Whether many rows are multiplied in integers, faster than in float.
   bool rounds_x() const {
@@ -258,9 +274,9 @@ class Linear {
     }
   }
 
-  // In turns, for the memory of the rounded rows.
-  void multiply_rounded(const std::vector<Group>& groups) {
-    RoundedRows rounded(weight_);
+  // Groups of many rows, in turns, for the memory of the rows of x that are made for a product.
+  template <typename F>
+  void in_turns(const std::vector<Group>& groups, const F& multiply) {
     std::vector<Group> turn;
     int64_t count = 0;
     for (const Group& group : groups) {
@@ -269,15 +285,59 @@ class Linear {
         turn.push_back({group.expert, first, std::min(kRowsOfTurn, end - first)});
         count += turn.back().count;
         if (count < kRowsOfTurn) continue;
-        multiply_turn(turn, rounded);
+        multiply(turn);
         turn.clear();
         count = 0;
       }
     }
-    if (count) multiply_turn(turn, rounded);
+    if (count) multiply(turn);
   }
 
-  void multiply_turn(const std::vector<Group>& turn, RoundedRows& rounded) {
+  void multiply_packed(const std::vector<Group>& turn) {
+    constexpr int64_t kPanel = PackedRows::kPanel;
+    std::vector<int64_t> first_panels, rows;  // the first row of each panel
+    std::vector<Task> tasks;
+    for (size_t g = 0; g < turn.size(); ++g) {
+      const Group& group = turn[g];
+      first_panels.push_back(rows.size());
+      for (int64_t i = 0; i < group.count; i += kPanel) rows.push_back(group.first + i);
+      const int64_t most = group.count <= kFewTokens ? kRowsOfFewTokens : kRowsOfTokens;
+      for (int64_t first = 0; first < weight_.rows(); first += most) {
+        tasks.push_back({static_cast<int64_t>(g), first, std::min(most, weight_.rows() - first)});
+      }
+    }
+    const auto end = [&](int64_t panel) {  // of its rows
+      const auto next = std::upper_bound(first_panels.begin(), first_panels.end(), panel);
+      const Group& group = turn[next - first_panels.begin() - 1];
+      return std::min(rows[panel] + kPanel, group.first + group.count);
+    };
+    PackedRows packed(weight_);
+    packed.resize(rows.size());
+    run_tasks(
+        rows.size(), [] { return Slices<T>(); },
+        [&](Slices<T>& slices, int64_t p) {
+          if constexpr (std::is_same_v<T, c10::BFloat16>) {
+            const Tensor x = rows_of_x(rows[p], end(p) - rows[p], slices.x);
+            packed.pack(p, x.const_data_ptr<T>(), x.stride(0), x.size(0));
+          }
+        });
+    run_tasks(
+        tasks.size(), [&] { return PackedRows::Scratch(packed); },
+        [&](PackedRows::Scratch& scratch, int64_t t) {
+          const Task& task = tasks[t];
+          const Group& group = turn[task.group];
+          const int64_t panels = (group.count + kPanel - 1) / kPanel;
+          packed.multiply(first_panels[task.group], panels, group.expert, task.first, task.rows,
+                          scratch);
+          float column[kRowsOfTokens];
+          for (int64_t i = 0; i < group.count; ++i) {
+            for (int64_t r = 0; r < task.rows; ++r) column[r] = scratch.out[r * scratch.width + i];
+            narrow(column, task.rows, out_row(group.first + i) + task.first);
+          }
+        });
+  }
+
+  void multiply_rounded(const std::vector<Group>& turn, RoundedRows& rounded) {
     std::vector<int64_t> rows, first_rows;
     std::vector<Task> tasks;
     for (size_t g = 0; g < turn.size(); ++g) {
@@ -369,10 +429,9 @@ class Linear {
   }
 
   StoredWeight weight_;
-  const int64_t few_rows_ =
-      std::is_same_v<T, c10::BFloat16> && weight_.is_bfloat16() && multiplies_bf16()
-          ? kFewRowsOfHalves
-          : kFewRows;
+  const int64_t few_rows_ = !std::is_same_v<T, c10::BFloat16> || !multiplies_bf16() ? kFewRows
+                            : weight_.is_bfloat16() ? kFewRowsOfHalves
+                                                    : kFewRowsOfPacked;
   Tensor x_;
   int64_t x_stride_;
   T* out_;
