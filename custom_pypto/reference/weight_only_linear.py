@@ -118,7 +118,7 @@ def step_of_operands(call: dict) -> float:
     if scales is None:
         return 0.0
     rows = x.numel() // x.size(-1) if experts is None else experts.numel()
-    if x.dtype == torch.bfloat16 and rows > 16:
+    if x.dtype == torch.bfloat16 and rows > 6:
         return 2**-9  # a CPU with instructions for bfloat16 rounds the weight to it
     many = x.dtype == torch.float16 and rows > 16
     exact = x.dtype == torch.float32 and rows > 16 and experts is None
