@@ -49,14 +49,18 @@ def row_error(got: Tensor, expected: Tensor) -> float:
     return float(((got - expected).abs() / scale).nan_to_num(nan=torch.inf).amax())
 
 
-def excess(got: tuple, expected: tuple, magnitudes: Iterable) -> float:
-    """The largest error of a finite element, relative to the sum of the magnitudes of its terms."""
+def excess(got: tuple, expected: tuple, magnitudes: Iterable, flushed: float = 0) -> float:
+    """The largest error of a finite element, relative to the sum of the magnitudes of its terms.
+
+    Args:
+        flushed: what an element may lose where numbers below the normal ones count as 0.
+    """
     largest = 0.0
     for one, other, magnitude in zip(got, expected, magnitudes, strict=True):
         limits = torch.finfo(other.dtype)
         difference = (one.double() - other.double()).abs().nan_to_num(nan=torch.inf)
         # below the normal numbers, of float32 in sums and of the dtype in results
-        smallest = max(torch.finfo(torch.float32).tiny, limits.tiny * limits.eps)
+        smallest = max(flushed, torch.finfo(torch.float32).tiny, limits.tiny * limits.eps)
         difference = (difference - smallest).clamp(min=0) / magnitude
         counts = other.isfinite() & magnitude.isfinite() & (one != other)
         if counts.any():

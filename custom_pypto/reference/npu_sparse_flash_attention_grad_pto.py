@@ -149,7 +149,21 @@ def _packed(dtype: torch.dtype) -> dict:
 
 def error(got: tuple, expected: tuple, mine: dict, theirs: dict) -> tuple[float, float]:
     """Of finite elements, relative to the sum of the magnitudes of their terms."""
-    return excess(got, expected, _magnitudes(**theirs)), BOUND[theirs["query"].dtype]
+    flushed = _flushed(**theirs) if theirs["query"].dtype == torch.bfloat16 else 0
+    return excess(got, expected, _magnitudes(**theirs), flushed), BOUND[theirs["query"].dtype]
+
+
+def _flushed(
+    query: Tensor, key: Tensor, d_out: Tensor, sparse_indices: Tensor, scale_value: float, **call
+) -> float:
+    """What an element may lose: products of bfloat16 may take each number below 2^-126 as 0, an
+    operand P or dS, a sum on its way, and a term of dP, which reaches dS by the scale."""
+    others = [call.get(name) for name in ("value", "query_rope", "key_rope")]
+    operands = [query, key, d_out, *(x for x in others if x is not None)]
+    finite = [x.double().nan_to_num(0, 0, 0).abs().flatten() for x in operands]
+    largest = float(torch.cat([*finite, torch.ones(1)]).max())
+    terms = sparse_indices.size(-1) + 2 * query[..., 0].numel()  # of a query, of a key
+    return 2**-126 * terms * (1 + 2 * scale_value * query.size(-1)) * largest
 
 
 def _magnitudes(

@@ -135,7 +135,7 @@ struct PairProduct {
 struct LogitGradients {
   const float *p, *dots;  // [n][padded]
   int n;                  // keys
-  int heads, padded;      // padded: multiple of 32
+  int heads, padded;      // padded: multiple of 16
   float scale;            // of the logits
   const float* delta;     // [padded]
   uint16_t* by_key;       // [n][2 * padded]: d, then p

@@ -127,11 +127,16 @@ void multiply_to_rows_amx(const PairProduct& p, float* const* out) {
   each_tiles(p, [&](auto rows, auto columns, int i, int column) INLINED {
     constexpr int AT = decltype(rows)::value, BT = decltype(columns)::value;
     const int last = std::min(i + 16 * AT, p.n);
-    for (int r = i; r < last; ++r) {  // rows may be anywhere
-      UNROLL for (int v = 0; v < BT; ++v) __builtin_prefetch(out[r] + column + 16 * v, 1);
-    }
+    const int steps = p.depth / kStep, share = (last - i + steps - 1) / steps;
+    int fetched = i;  // rows may be anywhere; all requests at once would hold up the tiles' loads
     each<AT * BT>([](auto c) INLINED { tile::zero<decltype(c)::value>(); });
-    add_depth<AT, BT>(p, i, column, [] {});
+    add_depth<AT, BT>(p, i, column, [&]() INLINED {
+      for (const int to = std::min(fetched + share, last); fetched < to; ++fetched) {
+        UNROLL for (int v = 0; v < BT; ++v) {
+          __builtin_prefetch(out[fetched] + column + 16 * v, 1);
+        }
+      }
+    });
     add_latest();
     latest = 1 - latest, first = i, end = last, at = column, beside = BT;
     store_sums<AT, BT>(sums[latest][0][0], 64, BT * 1024, 1024);

@@ -10,7 +10,9 @@ class Bf16Products {
  public:
   using Stored = c10::BFloat16;
   Bf16Products(const AttentionGradParams& p, const cpu::Bf16Kernels* kernels)
-      : rows(p), kernels_(kernels), padded_(tiles(rows.heads)) {}
+      : rows(p),
+        kernels_(kernels),
+        padded_(rows.own_value ? tiles(rows.heads) : (rows.heads + 15) / 16 * 16) {}
 
   struct Operands : Pairs {
     uint16_t* weights;  // [pair][2 * padded heads]: dS, P
@@ -37,7 +39,7 @@ class Bf16Products {
           by_head(op.padded_ * kByHead),
           logits((op.rows.k + 15) * op.padded_),
           dots((op.rows.k + 15) * op.padded_),
-          heads(2 * op.padded_) {}
+          heads(op.rows.heads) {}
     TileRegisters tiles;
     AlignedVector<uint32_t> query, d_out;  // [16 heads][pair of dims][16]
     cpu::Chunk<uint16_t> chunks[2];        // the current one and the next
@@ -89,8 +91,8 @@ class Bf16Products {
     } else {
       add(0, 2 * padded_, pairs.heads, gradients.key);
     }
-    if (rows.rope) {
-      add(0, padded_, pairs.heads + groups(rows.latent) * group(), gradients.rope);
+    if (rows.rope) {  // what a depth of whole tiles takes of P meets zeros
+      add(0, tiles(padded_), pairs.heads + groups(rows.latent) * group(), gradients.rope);
     }
   }
 
@@ -126,23 +128,24 @@ class Bf16Products {
   void load_query(const Token& token, Scratch& scratch, Operands& pairs) const {
     const uint16_t *query = bits(rows.query(token)), *d_out = bits(rows.d_out(token));
     const uint16_t* rope = rows.rope ? bits(rows.query_rope(token)) : nullptr;
-    const int n = static_cast<int>(rows.heads), padded = static_cast<int>(padded_);
+    const int n = static_cast<int>(rows.heads);
     const auto pack = [&](const uint16_t* from, int64_t dims, uint32_t* panels, int64_t panel,
-                          uint32_t* to) {
+                          int64_t padded, uint32_t* to) {
       for (int64_t h = 0; h < n; h += 16) {
         kernels_->pack_panel(from + h * dims, dims, std::min<int64_t>(16, n - h), 16, dims,
                              panels + h / 16 * panel);
       }
       for (int64_t h = 0; h < n; ++h) scratch.heads[h] = from + h * dims;
-      kernels_->pack_row_pairs(scratch.heads.data(), n, padded, static_cast<int>(dims), group(),
-                               to);
+      kernels_->pack_row_pairs(scratch.heads.data(), n, static_cast<int>(padded),
+                               static_cast<int>(dims), group(), to);
     };
-    pack(query, rows.latent, scratch.query.data(), 8 * rows.width, pairs.heads);
+    pack(query, rows.latent, scratch.query.data(), 8 * rows.width, padded_, pairs.heads);
     if (rope) {
-      pack(rope, rows.rope, scratch.query.data() + 8 * rows.latent, 8 * rows.width,
+      pack(rope, rows.rope, scratch.query.data() + 8 * rows.latent, 8 * rows.width, tiles(padded_),
            pairs.heads + groups(rows.latent) * group());
     }
-    pack(d_out, rows.latent, scratch.d_out.data(), 8 * rows.latent, pairs.heads + padded_ / 2 * 16);
+    pack(d_out, rows.latent, scratch.d_out.data(), 8 * rows.latent, padded_,
+         pairs.heads + padded_ / 2 * 16);
   }
 
   // Calls f(chunk, the next one, first pair) for chunks of the token's keys.
@@ -217,11 +220,13 @@ class Bf16Products {
     cpu::PairProduct keys = product(scratch.by_head.data(), kByHead, rows.heads,
                                     scratch.packed.data(), kPackedGroup, padded, rows.width);
     keys.next = &next;
-    kernels_->multiply(keys, scratch.d_query.data(), rows.width, false);
+    const bool last = first + chunk.n == static_cast<int64_t>(pairs.slots.size());
+    kernels_->multiply(keys, scratch.d_query.data(), rows.width, last);  // the first to be added
   }
 
   const cpu::Bf16Kernels* kernels_;
-  int64_t padded_;  // heads, to a multiple of 32
+  // heads, so that the depth of each product is a multiple of 32
+  int64_t padded_;
 };
 
 }  // namespace custom_pypto

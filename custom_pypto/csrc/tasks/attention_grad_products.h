@@ -62,7 +62,6 @@ struct AttentionGradSums {
   void start(const AttentionRows<T>& rows, const Token& token) {
     rows.load_statistics(token, delta.size(), max.data(), inverse.data());
     std::fill(delta.begin(), delta.end(), 0.0f);
-    std::fill(d_query.begin(), d_query.end(), 0.0f);
   }
 
   // Makes the logits of some keys probabilities; dots are those of d_out and their values.
@@ -136,6 +135,7 @@ class WidenedProducts {
       float* d = pairs.d_logits + j * padded;
       for (int64_t h = 0; h < padded; ++h) d[h] = rows.scale * p[h] * (d[h] - scratch.delta[h]);
     }
+    std::fill(scratch.d_query.begin(), scratch.d_query.end(), 0.0f);
     const auto to = rows_to(scratch.d_query.data(), rows.heads, rows.width);
     for (int64_t first = 0; first < n; first += kBlock) {
       const int64_t count = std::min(kBlock, n - first);
