@@ -136,15 +136,6 @@ def cache_bytes(cache):
     return sum(tensor.nbytes for tensor in values if isinstance(tensor, torch.Tensor))
 
 
-def compile_config(backend, device):
-    """The options of ``generate()`` for a compiled decode step."""
-    if backend == "custom_pypto" and device.type == "cpu":
-        return CompileConfig()  # a graph for each kind of layers
-    whole = CompileConfig(fullgraph=True, dynamic=False, mode=None)
-    whole._compile_all_devices = True  # else generate() compiles on GPUs only
-    return whole
-
-
 @torch.no_grad()
 def run(model, tokenizer, backend, prompts, dialogues, args):
     """Prefills ``prompts``, then generates.
@@ -167,7 +158,12 @@ def run(model, tokenizer, backend, prompts, dialogues, args):
     room = prompt_tokens + len(turns) * (args.max_new_tokens + 1)
 
     if args.compile:
-        model.generation_config.compile_config = compile_config(backend, model.device)
+        layers = backend == "custom_pypto" and model.device.type == "cpu"  # a graph for each kind
+        config = (
+            CompileConfig() if layers else CompileConfig(fullgraph=True, dynamic=False, mode=None)
+        )
+        config._compile_all_devices = not layers  # else transformers compiles on GPUs only
+        model.generation_config.compile_config = config
     begin = time.perf_counter()  # warm-up: sets up threads, and compiles with --compile
     warm_up = Session(model, new_cache(model, backend, batch, room, args), input_ids[:, :8], None)
     warm_up.generate(input_ids[:, :1], max_new_tokens=3)

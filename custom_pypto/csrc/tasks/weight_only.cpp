@@ -5,33 +5,15 @@
 #include <type_traits>
 #include <vector>
 
+#include "expert_groups.h"
 #include "packed_rows.h"
 #include "rounded_rows.h"
 #include "run_tasks.h"
 #include "stored_weight.h"
-
-// of MKL, which torch brings on x86
-extern "C" int MKL_Set_Num_Threads_Local(int threads) __attribute__((weak));
+#include "torch_product.h"
 
 namespace custom_pypto {
 namespace {
-
-// Keeps torch.mm on the calling thread. torch.set_num_threads also sets MKL's number, and MKL then
-// divides a product by it inside of a parallel region too: the bits depend on it.
-class OneMklThread {
- public:
-  OneMklThread() {
-    if (MKL_Set_Num_Threads_Local) before_ = MKL_Set_Num_Threads_Local(1);
-  }
-  ~OneMklThread() {
-    if (MKL_Set_Num_Threads_Local) MKL_Set_Num_Threads_Local(before_);
-  }
-  OneMklThread(const OneMklThread&) = delete;
-  OneMklThread& operator=(const OneMklThread&) = delete;
-
- private:
-  int before_ = 0;
-};
 
 // Up to so many rows of x, a weight is multiplied as it is stored; above, widened once for all.
 constexpr int64_t kFewRows = 16;
@@ -48,38 +30,10 @@ constexpr int64_t kMostPacked = 512;   // of x in a group
 constexpr int64_t kFewTokens = 64;
 constexpr int64_t kRowsOfFewTokens = 32, kRowsOfTokens = 128;
 
-// The rows of x for one expert.
-struct Group {
-  int64_t expert, first, count;  // in the order of the rows
-};
-
 // A part of the weight for a group.
 struct Task {
   int64_t group, first, rows;
 };
-
-// Operands of a product in type E.
-template <typename E>
-struct Slices {
-  AlignedVector<E> weight, x, out;
-};
-
-template <typename E>
-Tensor matrix(const E* values, int64_t rows, int64_t columns, int64_t stride) {
-  return at::from_blob(const_cast<E*>(values), {rows, columns}, {stride, 1},
-                       c10::CppTypeToScalarType<E>::value);
-}
-
-template <typename From, typename To>
-void convert(const From* from, int64_t n, To* to) {
-  if constexpr (std::is_same_v<From, To>) {
-    std::copy_n(from, n, to);
-  } else if constexpr (std::is_same_v<To, float>) {
-    widen(from, n, to);
-  } else {
-    narrow(from, n, to);
-  }
-}
 
 // Whether the CPU multiplies bfloat16 faster than float32.
 bool multiplies_bf16() { return kernels().tiles || (kernels().bf16 && !kernels().widens); }
@@ -93,12 +47,14 @@ class Linear {
         x_(p.x.reshape({-1, weight_.depth()})),
         x_stride_(x_.stride(0)),
         out_(p.out.mutable_data_ptr<T>()),
-        copies_(x_.size(0) ? p.out.numel() / weight_.rows() / x_.size(0) : 1) {
+        copies_(x_.size(0) ? p.out.numel() / weight_.rows() / x_.size(0) : 1),
+        by_expert_(p.experts, p.out.numel() / weight_.rows(), weight_.experts()) {
     if (x_.stride(1) != 1 && weight_.depth() > 1) {
       x_ = x_.contiguous();
       x_stride_ = x_.stride(0);
     }
-    group_rows(p.experts, p.out.numel() / weight_.rows());
+    // rows of experts that do not exist
+    if (static_cast<int64_t>(order_.size()) * weight_.rows() < p.out.numel()) p.out.zero_();
   }
 
   void run() {
@@ -183,35 +139,6 @@ class Linear {
   }
   T* out_row(int64_t row) const { return out_ + order_[row] * weight_.rows(); }
   char* prepared(int64_t row) { return prepared_.data() + index_[row] * prepared_bytes_; }
-
-  // Rows in the order of their experts; rows of an expert that does not exist are 0.
-  void group_rows(const OptionalTensor& experts, int64_t rows) {
-    if (!experts) {
-      for (int64_t i = 0; i < rows; ++i) order_.push_back(i);
-      groups_.push_back({.expert = 0, .first = 0, .count = rows});
-      return;
-    }
-    const Tensor ids = experts->to(at::kLong).contiguous();
-    const int64_t* id = ids.const_data_ptr<int64_t>();
-    for (int64_t i = 0; i < rows; ++i) {
-      if (exists(id[i])) {
-        order_.push_back(i);
-      } else {
-        std::fill_n(out_ + i * weight_.rows(), weight_.rows(), T(0.0f));
-      }
-    }
-    // an expanded weight may have more experts than memory holds counts of
-    std::stable_sort(order_.begin(), order_.end(),
-                     [&](int64_t a, int64_t b) { return id[a] < id[b]; });
-    for (int64_t i = 0; i < static_cast<int64_t>(order_.size()); ++i) {
-      const int64_t expert = id[order_[i]];
-      if (groups_.empty() || groups_.back().expert != expert) {
-        groups_.push_back({.expert = expert, .first = i, .count = 0});
-      }
-      ++groups_.back().count;
-    }
-  }
-  bool exists(int64_t expert) const { return expert >= 0 && expert < weight_.experts(); }
 
   // The rows of x for the groups of few rows, each once.
   void prepare() {
@@ -435,9 +362,10 @@ class Linear {
   Tensor x_;
   int64_t x_stride_;
   T* out_;
-  int64_t copies_;              // rows of the output for a row of x
-  std::vector<int64_t> order_;  // rows of the output, by expert
-  std::vector<Group> groups_;
+  int64_t copies_;          // rows of the output for a row of x
+  ExpertGroups by_expert_;  // rows of the output
+  const std::vector<int64_t>& order_ = by_expert_.order;
+  const std::vector<Group>& groups_ = by_expert_.groups;
   std::vector<int64_t> index_;  // of the prepared row of x
   AlignedVector<char> prepared_;
   int64_t prepared_bytes_ = 0;
