@@ -101,7 +101,7 @@ class Session:
                 self.model(part, **{CACHE: self.cache}, logits_to_keep=1)
                 progress.update(part.size(1))
 
-    def generate(self, input_ids, max_new_tokens):
+    def generate(self, input_ids, max_new_tokens, **options):
         """The model's answer to ``input_ids`` ``[batch, n]``, after all earlier tokens."""
         self.ids = torch.cat([self.ids, input_ids], dim=1)
         before = self.ids.size(1)
@@ -111,6 +111,7 @@ class Session:
             **{CACHE: self.cache},
             max_new_tokens=max_new_tokens,
             streamer=self.streamer,
+            **options,
         )
         return self.ids[:, before:]
 
@@ -166,7 +167,7 @@ def run(model, tokenizer, backend, prompts, dialogues, args):
         model.generation_config.compile_config = config
     begin = time.perf_counter()  # warm-up: sets up threads, and compiles with --compile
     warm_up = Session(model, new_cache(model, backend, batch, room, args), input_ids[:, :8], None)
-    warm_up.generate(input_ids[:, :1], max_new_tokens=3)
+    warm_up.generate(input_ids[:, :1], max_new_tokens=3, min_new_tokens=3)  # no early end
     if args.compile:
         say(f"{backend}: compiled in {time.perf_counter() - begin:.1f} s\n")
 
