@@ -216,9 +216,8 @@ constexpr int64_t prepared_bytes(int64_t depth) {
 struct WeightKernels {
   void (*prepare)(const Dots&, const float* x, void* to);
   void (*dots)(const Dots&);
-  // row w of the weight, [depth], in float or bfloat16
+  // row w of the weight, [depth]
   void (*widen)(const Dots&, int w, float* to);
-  void (*widen_bf16)(const Dots&, int w, uint16_t* to);
   // those of 4 bits as `Dots` takes them, offsets behind the scales; null for the others
   void (*read_scales)(const void* from, int64_t count, float* scales);
   // to[d / 2][w - first] = the values d, d + 1 of row w as int16, of `rows` rows, zeros up to

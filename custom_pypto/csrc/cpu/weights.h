@@ -276,18 +276,8 @@ void dots_f32(const Dots& call) {
   });
 }
 
-INLINE void store_as(float* to, const Vec& values) { store(to, values); }
-
-// as bfloat16, rounded to the nearest even
-INLINE void store_as(uint16_t* to, const Vec& values) {
-  const IntVec bits = (IntVec)values;
-  const IntVec nearest = (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
-  const IntVec rounded = values == values ? nearest : 0x7FC0 - IntVec{};
-  *reinterpret_cast<LaneHalves*>(to) = __builtin_convertvector(rounded, LaneHalves);
-}
-
-template <class Format, typename To>
-void widen(const Dots& call, int w, To* to) {
+template <class Format>
+void widen(const Dots& call, int w, float* to) {
   const uint8_t* p = call.weight + w * call.stride;
   for (int d = 0, g = w * call.groups; d < call.depth; ++g) {
     const int end = call.depth - d < call.group ? call.depth : d + call.group;
@@ -297,7 +287,7 @@ void widen(const Dots& call, int w, To* to) {
       Vec unit[kUnitVecs];
       Format::unpack(p, unit);
       UNROLL for (int v = 0; v < kUnitVecs; ++v) {
-        store_as(to + d + v * kLanes, unit[v] * scale + offset);
+        store(to + d + v * kLanes, unit[v] * scale + offset);
       }
     }
   }
@@ -372,8 +362,7 @@ constexpr auto kReadScales = std::is_same_v<Format, Int4Weight>  ? read_int4_sca
 template <class Format>
 constexpr WeightKernels kFloatWeight = {.prepare = prepare_f32<Format>,
                                         .dots = dots_f32<Format>,
-                                        .widen = widen<Format, float>,
-                                        .widen_bf16 = widen<Format, uint16_t>,
+                                        .widen = widen<Format>,
                                         .read_scales = kReadScales<Format>,
                                         .pack_int16 = nullptr,
                                         .round_int16 = nullptr};

@@ -257,8 +257,7 @@ void dots_int16(const Dots& call) {
 template <class Format>
 constexpr WeightKernels kInt16Weight = {.prepare = prepare_int16<Format>,
                                         .dots = dots_int16<Format>,
-                                        .widen = widen<Format, float>,
-                                        .widen_bf16 = widen<Format, uint16_t>,
+                                        .widen = widen<Format>,
                                         .read_scales = kReadScales<Format>,
                                         .pack_int16 = pack_int16<Format>,
                                         .round_int16 = round_part};

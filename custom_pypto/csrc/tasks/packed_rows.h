@@ -27,7 +27,7 @@ class PackedRows {
   struct Scratch {
     explicit Scratch(const PackedRows& rows) : registers(&rows.kernels_) {}
     TileRegisters registers;
-    AlignedVector<float> scales, row, out;  // [row of the weight][width]
+    AlignedVector<float> scales, out;  // [row of the weight][width]
     AlignedVector<uint16_t> weight;
     int64_t width;
   };
@@ -42,7 +42,10 @@ class PackedRows {
     const uint16_t* weight = nullptr;
     if (weight_.is_bfloat16()) weight = weight_.bfloat16(expert, first_of_weight);
     if (!weight || padded != rows_of_weight) {
-      weight = widened(expert, first_of_weight, rows_of_weight, padded, scratch);
+      scratch.weight.resize(padded * depth);
+      weight_.widen_bf16(expert, first_of_weight, rows_of_weight, scratch.scales,
+                         scratch.weight.data());
+      weight = scratch.weight.data();
       stride = depth;
     }
     scratch.width = width;
@@ -64,20 +67,6 @@ class PackedRows {
   static constexpr int64_t kDepth = 1152;
 
   int64_t pairs() const { return weight_.depth() / 2 * kPanel; }
-
-  const uint16_t* widened(int64_t expert, int64_t first, int64_t rows, int64_t padded,
-                          Scratch& scratch) const {
-    const int64_t depth = weight_.depth();
-    scratch.weight.resize(padded * depth);
-    const cpu::Dots operand = weight_.operand(expert, first, rows, scratch.scales);
-    scratch.row.resize(depth);
-    for (int64_t r = 0; r < rows; ++r) {
-      weight_.kernels().widen(operand, r, scratch.row.data());
-      kernels_.narrow(scratch.row.data(), static_cast<int>(depth),
-                      scratch.weight.data() + r * depth);
-    }
-    return scratch.weight.data();
-  }
 
   const StoredWeight& weight_;
   const cpu::Bf16Kernels& kernels_;

@@ -344,13 +344,13 @@ class Linear {
       }
       return matrix(copy.data(), depth, task.rows, task.rows);
     }
-    const cpu::Dots rows = weight_.operand(group.expert, task.first, task.rows, scales);
-    for (int64_t r = 0; r < task.rows; ++r) {
-      if constexpr (std::is_same_v<E, float>) {
+    if constexpr (std::is_same_v<E, float>) {
+      const cpu::Dots rows = weight_.operand(group.expert, task.first, task.rows, scales);
+      for (int64_t r = 0; r < task.rows; ++r) {
         weight_.kernels().widen(rows, r, copy.data() + r * depth);
-      } else {
-        weight_.kernels().widen_bf16(rows, r, &copy.data()[r * depth].x);
       }
+    } else {
+      weight_.widen_bf16(group.expert, task.first, task.rows, scales, &copy.data()->x);
     }
     return matrix(copy.data(), task.rows, depth, depth).t();
   }
