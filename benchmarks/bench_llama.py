@@ -145,7 +145,7 @@ def measured(folder: Path, programs: Path, kind: str, repeats: int) -> Iterator[
 
 
 def rows(llama: str, threads: int, repeats: int) -> Iterator[list[str]]:
-    programs = Path(llama)
+    programs = Path(llama).absolute()
     if not (programs / "llama-quantize").exists():
         raise SystemExit(f"llama: --llama must be a folder with llama-quantize, got {llama!r}")
     for part in PARTS:
@@ -158,7 +158,7 @@ def rows(llama: str, threads: int, repeats: int) -> Iterator[list[str]]:
                 target = folder / f"{kind}.gguf"
                 if target != plain:
                     quantize = [programs / "llama-quantize", "--pure", plain, target, theirs]
-                    subprocess.run(quantize, check=True, capture_output=True)
+                    subprocess.run(quantize, check=True, capture_output=True, cwd=folder)
                 for what, *cells in measured(folder, programs, kind, repeats):
                     yield [part, f"{kind}, {theirs}", what, *cells]
                 if target != plain:

@@ -27,7 +27,7 @@ KINDS = ("plain", *FORMATS)
 EXPERTS = 8
 CONTEXTS = (4096, 65536)
 # shares of the read bandwidth at one token
-LEAST_OF_READ = {"bfloat16": 0.8, "int8": 0.8, "fp8": 0.5, "int4": 0.5, "fp4": 0.45}
+LEAST_OF_READ = {"bfloat16": 0.8, "int8": 0.7, "fp8": 0.65, "int4": 0.57, "fp4": 0.52}
 # shares of the plain layer in bfloat16
 MOST_MEMORY = {"fp8": 0.53, "int8": 0.53, "fp4": 0.30, "int4": 0.30}
 MOST_TIME = {"fp8": 0.6, "int8": 0.6, "fp4": 0.5, "int4": 0.4}

@@ -57,9 +57,11 @@ def server(program: Path, model: Path, arguments: list[str]):
     """``(url, process)`` that serves a GGUF file, once it answers."""
     port = free_port()
     url = f"http://{HOST}:{port}"
-    with tempfile.TemporaryFile() as log:
-        command = [program, "-m", model, "--port", str(port), "-np", str(SLOTS), "-fa", "on"]
-        process = subprocess.Popen([*command, *arguments], stdout=log, stderr=log)
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as log:
+        command = [program.absolute(), "-m", model.absolute(), "--port", str(port)]
+        command += ["-np", str(SLOTS), "-fa", "on", *arguments]
+        # it writes llama.log where it runs
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
         try:
             while not _answers(url):
                 if process.poll() is not None:

@@ -38,7 +38,7 @@ def weight_only_linear(
 
     Products have a float32 sum. For up to 16 rows the weight is read once, as it is stored, and x
     is rounded to 16 bits with a scale for up to 128 values where the weight is int8 or has 4 bits:
-    each product is within 2**-12.5 of the norms' product. More rows are multiplied by float32
+    each product is within 2**-12.4 of the norms' product. More rows are multiplied by float32
     copies of parts of the weight, or, if x is in bfloat16 and the CPU multiplies that faster, by
     bfloat16 ones, within 2**-9; a weight in bfloat16 then without a copy, from 5 rows on. The bits
     are the same on any number of threads.

@@ -123,8 +123,8 @@ def step_of_operands(call: dict) -> float:
     many = x.dtype == torch.float16 and rows > 16
     exact = x.dtype == torch.float32 and rows > 16 and experts is None
     if weight.dtype == torch.uint8 or (weight.dtype == torch.int8 and not exact):
-        # values of x that share a scale are within half a step of 2**-15 of the largest one
-        return (256 if many else 128) ** 0.5 * 2**-16
+        # values of x that share a scale are within half a step of 1 / 32601 of the largest one
+        return (256 if many else 128) ** 0.5 / (2 * 32601)
     return 0.0
 
 

@@ -2,9 +2,9 @@
 #pragma GCC target("avx2,fma,f16c")
 #define VECTOR_BYTES 32
 #include "kernel_table.h"
-#include "weights_int16.h"
+#include "weights_words.h"
 
 namespace custom_pypto::cpu {
-const Kernels kAvx2 = kernel_table("avx2", kInt16Weights);
+const Kernels kAvx2 = kernel_table("avx2", kWordWeights);
 }
 #endif

@@ -2,9 +2,9 @@
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,prefer-vector-width=512")
 #define VECTOR_BYTES 64
 #include "kernel_table.h"
-#include "weights_int16.h"
+#include "weights_words.h"
 
 namespace custom_pypto::cpu {
-const Kernels kAvx512 = kernel_table("avx512", kInt16Weights);
+const Kernels kAvx512 = kernel_table("avx512", kWordWeights);
 }
 #endif

@@ -329,6 +329,7 @@ extern const Kernels kAvx512;
 extern const Int8Kernels<int16_t> kAvx2Int8;
 extern const Int8Kernels<uint8_t> kAvx512Vnni;
 extern const Int16Kernels kAvx2Int16, kAvx512VnniInt16;
+extern const WeightKernels* const kAvx512VnniWeights;  // of each format
 #endif
 #if defined(CUSTOM_PYPTO_AVX512_BF16)
 extern const Bf16Kernels kAvx512Bf16;

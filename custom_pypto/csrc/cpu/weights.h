@@ -62,14 +62,6 @@ struct Bfloat16Weight {
       to[i] = (Vec)(__builtin_convertvector(bits, IntVec) << 16);
     }
   }
-  // Of two vectors the values 0, 2, 4, ..., then 1, 3, 5, ...: half the instructions.
-  static INLINE void unpack_apart(const uint8_t* p, Vec* to) {
-    UNROLL for (int i = 0; i < kUnitVecs; i += 2) {
-      const IntVec pairs = *reinterpret_cast<const LanePairs*>(p + 2 * i * kLanes);
-      to[i] = (Vec)(pairs << 16);
-      to[i + 1] = (Vec)(pairs & -0x10000);
-    }
-  }
 };
 
 struct Int8Weight {
@@ -173,16 +165,34 @@ struct FloatRow {
   const float *values, *sums;
 };
 
+// Values of a weight that `dots` unpacks together; place(i): where it finds value i of x.
 template <class Format>
-constexpr bool kApart = std::is_same_v<Format, Bfloat16Weight>;  // in this order
+struct InOrder {
+  static constexpr int kValues = kUnit, kBytes = Format::kBytes;
+  static constexpr int place(int i) { return i; }
+  static INLINE void unpack(const uint8_t* p, Vec* to) { Format::unpack(p, to); }
+};
 
-template <class Format>
+// Of two vectors the values 0, 2, 4, ..., then 1, 3, 5, ...: half the instructions.
+struct Bfloat16Pairs {
+  static constexpr int kValues = kUnit, kBytes = Bfloat16Weight::kBytes;
+  static constexpr int place(int i) {
+    return i / (2 * kLanes) * 2 * kLanes + i % 2 * kLanes + i % (2 * kLanes) / 2;
+  }
+  static INLINE void unpack(const uint8_t* p, Vec* to) {
+    UNROLL for (int i = 0; i < kUnitVecs; i += 2) {
+      const IntVec pairs = *reinterpret_cast<const LanePairs*>(p + 2 * i * kLanes);
+      to[i] = (Vec)(pairs << 16);
+      to[i + 1] = (Vec)(pairs & -0x10000);
+    }
+  }
+};
+
+template <class Unit>
 void prepare_f32(const Dots& call, const float* x, void* to) {
   float* values = static_cast<float*>(to);
-  for (int d = 0; d < call.depth; d += 2 * kLanes) {
-    for (int i = 0; i < 2 * kLanes; ++i) {
-      values[d + i] = x[d + (kApart<Format> ? i % kLanes * 2 + i / kLanes : i)];
-    }
+  for (int d = 0; d < call.depth; d += Unit::kValues) {
+    for (int i = 0; i < Unit::kValues; ++i) values[d + Unit::place(i)] = x[d + i];
   }
   if (!call.offsets) return;
   float* sums = values + call.depth;
@@ -194,11 +204,12 @@ void prepare_f32(const Dots& call, const float* x, void* to) {
 
 // total += the products of the values from `first` to `end`. Of each group kSums sums, then those
 // of the groups. GROUP: that of the call, if all groups have this length; 0: any.
-template <class Format, int GROUP, int ROWS>
+template <class Unit, int GROUP, int ROWS>
 INLINE void add_block(const Dots& call, int w, const float* const* x, int first, int end,
                       int64_t ahead, Vec* total) {
+  constexpr int kVecs = Unit::kValues / kLanes;
   constexpr int kSums = kUnitVecs < 4 ? kUnitVecs : 4;
-  const uint8_t* p = call.weight + w * call.stride + first / kUnit * Format::kBytes;
+  const uint8_t* p = call.weight + w * call.stride + first / Unit::kValues * Unit::kBytes;
   const int group = GROUP ? GROUP : call.group;
   const float* scale = call.scales + w * call.groups + first / group;
   int of_group = group - first % group;
@@ -210,17 +221,13 @@ INLINE void add_block(const Dots& call, int w, const float* const* x, int first,
     }
     const int stop = d + count;
     Vec acc[ROWS][kSums] = {};
-    for (; d < stop; d += kUnit) {
-      Vec unit[kUnitVecs];
-      if constexpr (kApart<Format>) {
-        Format::unpack_apart(p, unit);
-      } else {
-        Format::unpack(p, unit);
-      }
+    for (; d < stop; d += Unit::kValues) {
+      Vec unit[kVecs];
+      Unit::unpack(p, unit);
       __builtin_prefetch(p + ahead);
-      p += Format::kBytes;
+      p += Unit::kBytes;
       UNROLL for (int r = 0; r < ROWS; ++r) {
-        UNROLL for (int v = 0; v < kUnitVecs; ++v) {
+        UNROLL for (int v = 0; v < kVecs; ++v) {
           acc[r][v % kSums] += unit[v] * load(x[r] + d + v * kLanes);
         }
       }
@@ -237,7 +244,7 @@ INLINE void add_block(const Dots& call, int w, const float* const* x, int first,
 
 // Rows of x that do not fit in the level-1 cache meet some rows of the weight block by block. Two
 // rows of a weight in one loop were slower.
-template <class Format, int GROUP, int ROWS>
+template <class Unit, int GROUP, int ROWS>
 INLINE void dots_strip(const Dots& call, int i) {
   constexpr int kRows = 16;  // of the weight
   const bool fits = call.depth <= 2 * kCached / ROWS;
@@ -254,7 +261,7 @@ INLINE void dots_strip(const Dots& call, int i) {
     for (int d = 0; d < call.depth; d += block) {
       const int end = call.depth - d < block ? call.depth : d + block;
       for (int w = 0; w < rows; ++w) {
-        add_block<Format, GROUP, ROWS>(call, first + w, x, d, end, ahead, total[w]);
+        add_block<Unit, GROUP, ROWS>(call, first + w, x, d, end, ahead, total[w]);
       }
     }
     for (int w = 0; w < rows; ++w) {
@@ -267,12 +274,12 @@ INLINE void dots_strip(const Dots& call, int i) {
   }
 }
 
-template <class Format>
+template <class Unit>
 void dots_f32(const Dots& call) {
   const bool even = call.group == kUsualGroup && call.depth % kUsualGroup == 0;
   each_strip<kMostRows>(call, [&](auto rows, int i) INLINED {
     constexpr int ROWS = decltype(rows)::value;
-    even ? dots_strip<Format, kUsualGroup, ROWS>(call, i) : dots_strip<Format, 0, ROWS>(call, i);
+    even ? dots_strip<Unit, kUsualGroup, ROWS>(call, i) : dots_strip<Unit, 0, ROWS>(call, i);
   });
 }
 
@@ -359,16 +366,16 @@ constexpr auto kReadScales = std::is_same_v<Format, Int4Weight>  ? read_int4_sca
                              : std::is_same_v<Format, Fp4Weight> ? read_fp4_scales
                                                                  : nullptr;
 
-template <class Format>
-constexpr WeightKernels kFloatWeight = {.prepare = prepare_f32<Format>,
-                                        .dots = dots_f32<Format>,
+template <class Format, class Unit = InOrder<Format>>
+constexpr WeightKernels kFloatWeight = {.prepare = prepare_f32<Unit>,
+                                        .dots = dots_f32<Unit>,
                                         .widen = widen<Format>,
                                         .read_scales = kReadScales<Format>,
                                         .pack_int16 = nullptr,
                                         .round_int16 = nullptr};
 
 constexpr WeightKernels kFloatWeights[kWeightFormats] = {
-    kFloatWeight<Bfloat16Weight>, kFloatWeight<Int8Weight>, kFloatWeight<Fp8Weight>,
+    kFloatWeight<Bfloat16Weight, Bfloat16Pairs>, kFloatWeight<Int8Weight>, kFloatWeight<Fp8Weight>,
     kFloatWeight<Int4Weight>, kFloatWeight<Fp4Weight>};
 
 }  // namespace

@@ -20,6 +20,7 @@ std::vector<cpu::Kernels> usable_kernels() {
   if (__builtin_cpu_supports("avx512vnni")) {
     vectors.int8_as_uint8 = &cpu::kAvx512Vnni;
     vectors.int16 = &cpu::kAvx512VnniInt16;
+    vectors.weights = cpu::kAvx512VnniWeights;
   }
 #if defined(CUSTOM_PYPTO_AVX512_BF16)
   if (avx512 && __builtin_cpu_supports("avx512bf16")) {

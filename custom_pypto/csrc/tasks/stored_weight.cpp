@@ -65,7 +65,10 @@ void StoredWeight::read_scales(int64_t row, int64_t rows, float* scales) const {
     case cpu::kFp4Weight: {
       const auto* from = static_cast<const char*>(scales_.const_data_ptr());
       const int64_t bytes = format_ == cpu::kInt4Weight ? 4 : 1;
-      kernels().read_scales(from + row * groups_ * bytes, count, scales);
+      from += row * groups_ * bytes;
+      kernels().read_scales(from, count, scales);
+      // those of the next rows, which would else hold up the stream of values
+      for (int64_t i = 0; i < count * bytes; i += 64) __builtin_prefetch(from + count * bytes + i);
     }
   }
 }

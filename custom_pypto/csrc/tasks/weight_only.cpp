@@ -20,7 +20,7 @@ constexpr int64_t kFewRows = 16;
 constexpr int64_t kFewRowsOfHalves = 4;  // of a weight in bfloat16, where a CPU multiplies that
 constexpr int64_t kFewRowsOfPacked = 6;  // of other weights there
 // of a weight, per task
-constexpr int64_t kRowsOfDots = 64;
+constexpr int64_t kRowsOfDots = 16;
 constexpr int64_t kColumns = 512;  // of a transposed one
 constexpr int64_t kRowsOfProduct = 256;
 constexpr int64_t kTokensOfProduct = 512;

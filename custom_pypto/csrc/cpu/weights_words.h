@@ -1,0 +1,105 @@
+// Units of weights of 4 and 8 bits as words, times words of x.
+#pragma once
+
+#include "weights_int16.h"
+
+namespace custom_pypto::cpu {
+namespace {
+
+typedef uint16_t Shorts __attribute__((vector_size(VECTOR_BYTES), aligned(1), may_alias));
+
+INLINE IntVec multiply_add(const Shorts& a, const char* b) {
+#if VECTOR_BYTES == 64
+  return (IntVec)_mm512_madd_epi16((__m512i)a, _mm512_loadu_si512(b));
+#else
+  return (IntVec)_mm256_madd_epi16((__m256i)a, _mm256_loadu_si256((const __m256i*)b));
+#endif
+}
+
+// The values of a unit, a quarter at a time; place(i): where these find value i of x.
+template <class Format>
+struct WordValues;
+
+template <>
+struct WordValues<Int8Weight> {
+  static constexpr int kBytes = kInt16Unit;
+  static constexpr int place(int i) { return i; }
+  explicit INLINE WordValues(const uint8_t* p) : bytes(p) {}
+  INLINE Shorts values(int i) const {
+#if VECTOR_BYTES == 64
+    return (Shorts)_mm512_maskz_cvtepi8_epi16(
+        UINT32_MAX, _mm256_loadu_si256((const __m256i*)(bytes + i * kInt16Unit / 4)));
+#else
+    return (Shorts)_mm256_cvtepi8_epi16(
+        _mm_loadu_si128((const __m128i*)(bytes + i * kInt16Unit / 4)));
+#endif
+  }
+  const uint8_t* bytes;
+};
+
+// of 4 bits: 0, 4, 8, ... are in front, then 1, 5, 9, ...
+struct WordNibbles {
+  static constexpr int kBytes = kInt16Unit / 2;
+  static constexpr int place(int i) { return i % 4 * (kInt16Unit / 4) + i / 4; }
+};
+
+template <>
+struct WordValues<Int4Weight> : WordNibbles {
+  explicit INLINE WordValues(const uint8_t* p) : bits(*reinterpret_cast<const Shorts*>(p)) {}
+  INLINE Shorts values(int i) const { return i == 3 ? bits >> 12 : (bits >> 4 * i) & 15; }
+  Shorts bits;
+};
+
+template <>
+struct WordValues<Fp4Weight> : WordNibbles {
+  explicit INLINE WordValues(const uint8_t* p) {
+    const Shorts bits = *reinterpret_cast<const Shorts*>(p);
+    low = twice(bits & 0x0F0F);
+    high = twice((bits >> 4) & 0x0F0F);
+  }
+  // times 256
+  INLINE Shorts values(int i) const {
+    const Shorts& bytes = i % 2 ? high : low;
+    return i < 2 ? bytes << 8 : bytes & 0xFF00;
+  }
+  // the values of e2m1
+  static INLINE Shorts twice(const Shorts& bits) {
+    const __m128i values = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+#if VECTOR_BYTES == 64
+    const __m512i table = _mm512_maskz_broadcast_i32x4(0xFFFF, values);
+    return (Shorts)_mm512_shuffle_epi8(table, (__m512i)bits);
+#else
+    return (Shorts)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(values), (__m256i)bits);
+#endif
+  }
+  Shorts low, high;
+};
+
+template <class Format>
+struct WordUnit : WordValues<Format> {
+  using Values = WordValues<Format>;
+  explicit INLINE WordUnit(const uint8_t* p) : Values(p) {}
+  static constexpr int kBytesOfX = 2 * kInt16Unit, kMost = INT16_MAX;
+  static constexpr int kTimes = std::is_same_v<Format, Fp4Weight> ? 256 : 1;
+
+  static void arrange(const int16_t* values, char* to) {
+    for (int i = 0; i < kInt16Unit; ++i) {
+      std::memcpy(to + 2 * Values::place(i), values + i, 2);
+    }
+  }
+
+  INLINE IntVec products(const char* x) const {
+    IntVec sums = {};
+    UNROLL for (int q = 0; q < 4; ++q) {
+      sums += multiply_add(this->values(q), x + q * VECTOR_BYTES);
+    }
+    return sums;
+  }
+};
+
+constexpr WeightKernels kWordWeights[kWeightFormats] = {
+    kFloatWeight<Bfloat16Weight, Bfloat16Pairs>, kInt16Weight<Int8Weight, WordUnit>, kFloatWeight<Fp8Weight>,
+    kInt16Weight<Int4Weight, WordUnit>, kInt16Weight<Fp4Weight, WordUnit>};
+
+}  // namespace
+}  // namespace custom_pypto::cpu
