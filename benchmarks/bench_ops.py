@@ -2,7 +2,9 @@
 
 Every case is first compared with custom_pypto.reference. FLOP counts: 2 * S1 * S2 * 64 * 128 for
 the indexer (the time includes top-k, the count does not), 2 * S1 * N1 * 2048 * (576 + 512) for the
-attention. The time of a top-k is the indexer's time for 2048 keys minus its time for 1.
+attention, for that of a prompt 2 * N1 * (S1 * (S1 + 1) / 2 * (192 + 128) + S1 * 512 * 256): its
+keys and values are expanded from latents. The time of a top-k is the indexer's time for 2048 keys
+minus its time for 1.
 
 Each op is called after torch.mm, as between the other layers of a model, and then again at once;
 the difference is the cost of cold caches and torch's dispatch.
@@ -21,6 +23,7 @@ from measure import Benchmark, Floor, check, in_own_process, interleaved, median
 
 import custom_pypto
 from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantized
+from custom_pypto.rows.expanded import Heads, expanded_attention, in_float32
 from custom_pypto.rows.latents import int8_row_bytes
 
 # of the float32 indexer on AVX2, as a share of torch.mm in float32
@@ -73,6 +76,28 @@ def attention_case(S1: int, N1: int, S2: int, dtype: torch.dtype) -> Case:
     return case
 
 
+def prompt_case(S1: int, N1: int, dtype: torch.dtype) -> Case:
+    """Attention of a prompt that selects every key it sees."""
+    nope = value = 128
+    heads = Heads(
+        torch.randn(1, S1, N1, nope).to(dtype),
+        torch.randn(1, S1, N1, R).to(dtype),
+        (torch.randn(N1, nope + value, L) / L**0.5).to(dtype),
+        (nope + R) ** -0.5,
+        None,
+    )
+    rows = torch.randn(1, S1, L).to(dtype), torch.randn(1, S1, R).to(dtype)
+    indices = torch.arange(S1, dtype=torch.int32).expand(1, S1, 1, S1)
+    ends = torch.arange(1, S1 + 1)[None]
+    run = partial(expanded_attention, heads, indices, ends, *rows)
+    few = heads._replace(q_nope=heads.q_nope[:, -4:], q_rope=heads.q_rope[:, -4:])
+    want = in_float32(few, indices[:, -4:, 0], ends[:, -4:], *rows).float()
+    if (apart := float((run()[:, -4:].float() - want).norm() / want.norm())) > 2**-6:
+        raise SystemExit(f"attention of a prompt differs by {apart:.1e} from float32; not timed")
+    flop = 2 * N1 * (S1 * (S1 + 1) // 2 * (nope + R + value) + S1 * L * (nope + value))
+    return Case(f"attention of a prompt, S1={S1}, {N1} heads", run, flop)
+
+
 def int8_attention_cases(S1: int, N1: int, S2: int) -> tuple[Case, Case]:
     """On the dequantized rows, and on those of int8: the same to the bit."""
     x = inputs.attention(S1, N1, S2)
@@ -92,7 +117,7 @@ def int8_attention_cases(S1: int, N1: int, S2: int) -> tuple[Case, Case]:
     return bfloat16, int8
 
 
-MAKE = {"indexer": indexer_case, "attention": attention_case}
+MAKE = {"indexer": indexer_case, "attention": attention_case, "prompt": prompt_case}
 # the op in bfloat16, and over the same rows in int8
 MAKE_INT8 = {"indexer": int8_indexer_cases, "attention": int8_attention_cases}
 

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from cases import INT_MAX, INT_MIN
 from float8_rows import FP8, Float8LatentRows
 from model_harness import (
     assert_close,
@@ -27,17 +28,23 @@ CHUNKS = {"prompt": [96], "chunks": [70, 64], "decode-between": [64, 1, 64], "lo
 
 
 @contextmanager
-def absorbs(value: bool):
+def that(op: str, value: bool):
     """Inside, this CPU does, or does not."""
     with torch.library._scoped_library("custom_pypto", "IMPL") as library:
         key = "CompositeImplicitAutograd"
-        library.impl("absorbs", lambda: value, key, allow_override=True)
+        library.impl(op, lambda: value, key, allow_override=True)
         yield
 
 
-@pytest.fixture(autouse=True)
-def in_float32():
-    with absorbs(False):
+BY_THE_OP = pytest.mark.skipif(
+    not torch.ops.custom_pypto.multiplies_bf16(), reason="this CPU multiplies bfloat16 as float32"
+)
+
+
+@pytest.fixture(params=[False, pytest.param(True, marks=BY_THE_OP)], ids=["float32", "bfloat16"])
+def multiplied(request):
+    """Rows in bfloat16 are expanded in float32, or by the op where this CPU has it."""
+    with that("multiplies_bf16", request.param):
         yield
 
 
@@ -94,8 +101,12 @@ def by_the_op(heads, indices, lengths, latent, k_rope):
     return torch.einsum("bshl,hvl->bshv", output, heads.weight[:, nope:])
 
 
-@pytest.mark.parametrize("rope, value", [(16, 32), (16, 64), (0, 32)])
-@pytest.mark.parametrize("tokens, keys", [(300, 300), (70, 300), (80, 60)])
+SHAPES = pytest.mark.parametrize("rope, value", [(16, 32), (16, 64), (0, 40)])
+SIZES = pytest.mark.parametrize("tokens, keys", [(300, 300), (70, 300), (80, 60)])
+
+
+@SHAPES
+@SIZES
 def test_any_indices_mean_what_they_mean_to_the_op(tokens, keys, rope, value):
     torch.manual_seed(0)
     heads = heads_of(tokens, 20, 32, value, 64, rope)
@@ -113,7 +124,98 @@ def test_any_indices_mean_what_they_mean_to_the_op(tokens, keys, rope, value):
     assert (got[:, 5:8] == 0).all()
 
 
-def test_bfloat16_is_nearer_to_float32_than_absorption():
+@BY_THE_OP
+@SHAPES
+@SIZES
+@pytest.mark.parametrize("nope", [32, 48])
+def test_the_op_equals_attention_in_float32(tokens, keys, rope, value, nope):
+    torch.manual_seed(0)
+    heads = heads_of(tokens, 3, nope, value, 64, rope)
+    latent, k_rope = torch.randn(2, keys, 64), torch.randn(2, keys, rope) if rope else None
+    halves = [None if x is None else x.bfloat16() for x in (*heads[:3], latent, k_rope)]
+    floats = [None if x is None else x.float() for x in halves]
+    lengths = torch.tensor([keys, keys // 3])
+    # what is invisible or negative, ends of rows, and rows of nothing
+    orders = [torch.randperm(keys + 8)[:40] - 4 for _ in range(2 * tokens)]
+    indices = torch.stack(orders).view(2, tokens, 1, 40).int()
+    indices[indices == -1] = INT_MIN
+    indices[:, 5, :, 20] = -1
+    indices[:, 6] = -1
+    indices[:, 7] = INT_MAX
+    ends = lengths[:, None] + torch.arange(1 - tokens, 1)
+    got = expanded.expanded_attention(
+        Heads(*halves[:3], heads.scaling, None), indices, ends, *halves[3:]
+    ).float()
+    want = expanded.in_float32(
+        Heads(*floats[:3], heads.scaling, None), indices.squeeze(2), ends, *floats[3:]
+    )
+    # Of a value v_j: its rounding, that of its weight p_j, and of the result, 2**-9 each. Of a
+    # logit, the rounding of the key, 2**-9 |q| |k| scale: p_j changes by twice that at most, since
+    # the others change, too. Norms of the float32 side bound each.
+    k = torch.einsum("bnl,hdl->bhnd", latent, heads.weight[:, :nope])
+    logit = 2**-9 * heads.scaling * heads.q_nope.norm(dim=-1) * k.norm(dim=-1).amax(-1)[:, None]
+    v = torch.einsum("bnl,hdl->bhnd", latent, heads.weight[:, nope:]).abs().amax((-2, -1))
+    allowed = (3 * 2**-9 + 2 * logit) * v[:, None] * 1.1
+    assert ((got - want).abs() <= allowed[..., None]).all()
+    assert (got[:, 6:8] == 0).all()
+
+
+def test_the_op_leaves_a_key_that_is_named_twice_to_absorption(multiplied):
+    heads = heads_of(64, 1, 32, 32, 64, 16)
+    heads = Heads(*(x.bfloat16() for x in heads[:3]), heads.scaling, None)
+    latent, k_rope = torch.randn(2, 64, 64).bfloat16(), torch.randn(2, 64, 16).bfloat16()
+    indices = torch.arange(64).int().expand(2, 64, 1, 64).clone()
+    ends = torch.arange(1, 65).expand(2, -1)
+    assert expanded.expanded_attention(heads, indices, ends, latent, k_rope) is not None
+    indices[1, 40, 0, 7] = 8
+    got = expanded.expanded_attention(heads, indices, ends, latent, k_rope)
+    assert (got is None) == torch.ops.custom_pypto.multiplies_bf16()
+
+
+def arguments() -> dict:
+    x = torch.zeros(1, 3, 2, 32).bfloat16()
+    rows = torch.zeros(1, 5, 64).bfloat16()
+    return dict(
+        q_nope=x,
+        q_rope=x[..., :16],
+        latent=rows,
+        k_rope=rows[..., :16],
+        weight=torch.zeros(2, 48, 64).bfloat16(),
+        indices=torch.arange(4).int().expand(1, 3, 4),
+        ends=torch.ones(1, 3).long(),
+        scale=1.0,
+    )
+
+
+@BY_THE_OP
+def test_the_op_passes_opcheck():
+    op = torch.ops.custom_pypto.expanded_attention.default
+    torch.library.opcheck(op, tuple(arguments().values()))
+
+
+REJECTED = {
+    "q_nope.dtype must be bfloat16, got float32": dict(q_nope=torch.zeros(1, 3, 2, 32)),
+    "latent.size(2) must be a multiple of 32 (L), got 48": dict(
+        latent=torch.zeros(1, 5, 48).bfloat16(), weight=torch.zeros(2, 48, 48).bfloat16()
+    ),
+    "weight.size(1) must be more than nope of q_nope, got 32": dict(
+        weight=torch.zeros(2, 32, 64).bfloat16()
+    ),
+    "k_rope must be given if q_rope is, and only then, got None": dict(k_rope=None),
+    "indices.size(1) must be 3 (S of q_nope), got 4": dict(indices=torch.zeros(1, 4, 4).int()),
+    "ends.dtype must be int64, got int32": dict(ends=torch.ones(1, 3).int()),
+    "scale must be positive, got 0": dict(scale=0.0),
+}
+
+
+@pytest.mark.parametrize("message", REJECTED)
+def test_the_op_rejects(message):
+    with pytest.raises(RuntimeError) as error:
+        torch.ops.custom_pypto.expanded_attention(**arguments() | REJECTED[message])
+    assert f"expanded_attention: {message}" in str(error.value)
+
+
+def test_bfloat16_is_nearer_to_float32_than_absorption(multiplied):
     torch.manual_seed(0)
     model = patched_model(index_topk=256, max_position_embeddings=512)
     ids, mask, _ = left_padded([0], 200)
@@ -121,7 +223,7 @@ def test_bfloat16_is_nearer_to_float32_than_absorption():
     model = model.bfloat16()
     errors = []
     for value in (False, True):
-        with absorbs(value):
+        with that("absorbs", value):
             errors.append((model(ids).logits.float() - exact).norm() / exact.norm())
     assert errors[0] < 1.05 * errors[1] < 0.2, errors
 
@@ -136,7 +238,7 @@ def prefill(model, tokens, **dtypes):
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, FP8], ids=str)
-def test_caches_of_other_formats_are_read_as_by_their_op(dtype, calls, monkeypatch):
+def test_caches_of_other_formats_are_read_as_by_their_op(dtype, calls, monkeypatch, multiplied):
     monkeypatch.setitem(rows.LATENT_FORMATS, FP8, Float8LatentRows)
     sizes = dict(index_topk=128, num_hidden_layers=1)  # experts would be others after rounding
     if dtype == torch.int8:
@@ -144,7 +246,7 @@ def test_caches_of_other_formats_are_read_as_by_their_op(dtype, calls, monkeypat
     model = models.use_custom_pypto(tiny_model(**sizes).bfloat16())
     got = prefill(model, 100, kv_dtype=dtype)
     assert calls == [100]
-    with absorbs(True):
+    with that("absorbs", True):
         want = prefill(model, 100, kv_dtype=dtype)
     assert calls == [100]
     assert (got.float() - want.float()).norm() < 0.02 * want.float().norm()
@@ -188,5 +290,9 @@ def test_the_cheaper_one_by_products_of_deepseek_v32():
         None,
     )
     indices = torch.empty(1, 2048, 1, 2048, device="meta")
-    cheaper = [expanded.is_cheaper(heads, indices, keys) for keys in (2048, 4096, 6144)]
-    assert cheaper == [True, True, False]
+    keys = (2048, 4096, 6144, 7168)
+    assert [expanded.is_cheaper(heads, indices, n) for n in keys] == [True, True, False, False]
+    halves = heads._replace(q_nope=heads.q_nope.bfloat16(), weight=heads.weight.bfloat16())
+    with that("multiplies_bf16", True):
+        cheaper = [expanded.is_cheaper(halves, indices, n) for n in keys]
+    assert cheaper == [True, True, True, False]

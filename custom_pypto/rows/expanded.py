@@ -2,7 +2,9 @@
 
 A pair of a query and a key costs ``nope + R + v`` products per head, where absorption takes ``2 L +
 R``: 320 and 1088 in DeepSeek-V3.2. But all keys are expanded, and multiplied with every
-query, selected or not. So expansion is for prompts of a few thousand tokens.
+query, selected or not. So expansion is for prompts of some thousand tokens.
+
+In bfloat16 it is an op where the CPU multiplies that fast, else torch's attention in float32.
 
 Shapes: B batch, S new tokens, n cached tokens, H heads, L ``kv_lora_rank``, R
 ``qk_rope_head_dim``, K selected positions.
@@ -31,21 +33,40 @@ class Heads(NamedTuple):
 
 
 def is_cheaper(heads: Heads, indices: Tensor, keys: int) -> bool:
-    """Whether expansion of ``keys`` rows takes fewer products than absorption, on this CPU."""
+    """Whether expansion of ``keys`` rows takes fewer products than absorption."""
     if torch.ops.custom_pypto.absorbs() or heads.sinks is not None:
         return False
     nope, value, rope = widths(heads)
     latent, tokens = heads.weight.size(2), indices.size(1)
-    expanded = keys * (nope + value) * latent + tokens * keys * 2 * max(nope + rope, value)
-    selected = min(indices.size(-1), keys)
-    absorbed = tokens * (nope + value) * latent + tokens * selected * (2 * latent + rope)
-    return expanded < absorbed
+    width = nope + rope + value if in_bfloat16(heads) else 2 * padded_width(heads)
+    expanded = keys * (nope + value) * latent + pairs(tokens, keys, keys) * width
+    selected = pairs(tokens, keys, indices.size(-1))
+    return expanded < tokens * (nope + value) * latent + selected * (2 * latent + rope)
+
+
+def pairs(tokens: int, keys: int, most: int) -> int:
+    """Pairs of the last ``tokens`` of ``keys`` tokens and up to ``most`` keys that each sees."""
+    whole = min(max(keys - most, 0), tokens)  # tokens that see as many
+    rest = tokens - whole
+    return whole * most + rest * (keys - tokens) + rest * (rest + 1) // 2
+
+
+def in_bfloat16(heads: Heads) -> bool:
+    """Whether the op multiplies: where this CPU has fast instructions for bfloat16."""
+    halves = {heads.q_nope.dtype, heads.weight.dtype} == {torch.bfloat16}
+    return halves and heads.weight.size(2) % 32 == 0 and torch.ops.custom_pypto.multiplies_bf16()
 
 
 def widths(heads: Heads) -> tuple[int, int, int]:
     """``nope``, v and R."""
     nope = heads.q_nope.size(-1)
     return nope, heads.weight.size(1) - nope, 0 if heads.q_rope is None else heads.q_rope.size(-1)
+
+
+def padded_width(heads: Heads) -> int:
+    """scaled_dot_product_attention has one for keys and values."""
+    nope, value, rope = widths(heads)
+    return max(nope + rope, value)
 
 
 def attend_expanded(
@@ -71,8 +92,9 @@ def attend_expanded(
 
 def expanded_attention(
     heads: Heads, indices: Tensor, ends: Tensor, latent: Tensor, k_rope: Tensor | None
-) -> Tensor:
-    """The outputs ``[B, S, H, v]`` of the heads, in the dtype of the queries.
+) -> Tensor | None:
+    """The outputs ``[B, S, H, v]`` of the heads, in the dtype of the queries; None in bfloat16 if a
+    token names a key twice.
 
     Args:
         heads: without sinks.
@@ -81,10 +103,29 @@ def expanded_attention(
         latent: ``[B, n, L]``, finite.
         k_rope: ``[B, n, R]``, finite, or None.
     """
-    blocks = list(zip(indices.squeeze(2).split(TOKENS, 1), ends.split(TOKENS, 1), strict=True))
+    if not in_bfloat16(heads) or latent.dtype != torch.bfloat16:
+        return in_float32(heads, indices.squeeze(2), ends, latent, k_rope)
+    output, once = torch.ops.custom_pypto.expanded_attention(
+        heads.q_nope,
+        heads.q_rope,
+        latent,
+        k_rope,
+        heads.weight,
+        indices.squeeze(2),
+        ends.long(),
+        heads.scaling,
+    )
+    return output if once else None
+
+
+def in_float32(
+    heads: Heads, indices: Tensor, ends: Tensor, latent: Tensor, k_rope: Tensor | None
+) -> Tensor:
+    """:func:`expanded_attention` by torch; ``indices`` are ``[B, S, K]``."""
+    blocks = list(zip(indices.split(TOKENS, 1), ends.split(TOKENS, 1), strict=True))
     biases = [log_of_counts(*block) for block in blocks]
     nope, value, rope = widths(heads)
-    width = max(nope + rope, value)  # scaled_dot_product_attention has one for keys and values
+    width = padded_width(heads)
 
     def padded(x: Tensor) -> Tensor:
         return F.pad(x, (0, width - x.size(-1))).transpose(1, 2)

@@ -292,6 +292,7 @@ const Bf16Kernels TILE_KERNELS = {.pack_panel = pack_panel_bf16,
                                   .multiply = multiply_amx,
                                   .multiply_to_rows = multiply_to_rows_amx,
                                   .logit_gradients = logit_gradients_bf16,
+                                  .softmax_rows = softmax_rows_bf16,
                                   .narrow = narrow_bf16,
                                   .enter = tile::enter,
                                   .leave = tile::leave};

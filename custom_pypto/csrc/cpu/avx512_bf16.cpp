@@ -338,6 +338,7 @@ const Bf16Kernels kAvx512Bf16 = {.pack_panel = pack_panel_bf16,
                                  .multiply = multiply_bf16,
                                  .multiply_to_rows = multiply_to_rows_bf16,
                                  .logit_gradients = logit_gradients_bf16,
+                                 .softmax_rows = softmax_rows_bf16,
                                  .narrow = narrow_bf16};
 
 }  // namespace custom_pypto::cpu

@@ -4,6 +4,8 @@
 
 #include <immintrin.h>
 
+#include <cmath>
+
 #include "avx512.h"
 #include "kernels.h"
 #include "vectors.h"
@@ -143,6 +145,58 @@ void logit_gradients_bf16(const LogitGradients& call) {
         _mm512_storeu_si512(by_head + (h + i) * stride + first, pairs[i]);
       }
     }
+  }
+}
+
+// 2^x for x <= 0, relative error below 2^-16, in the named lanes, else 0; NaN stays NaN
+INLINE __m512 named_exp2(__mmask16 named, __m512 x) {
+  const __m512 magic = _mm512_set1_ps(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  // far below, rounding to an integer would fail; max returns its second operand if that is NaN
+  const __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-1000.0f), x);
+  const __m512 integer = (clamped + magic) - magic, f = clamped - integer;  // f in [-0.5, 0.5]
+  __m512 p = _mm512_set1_ps(9.61843736e-3f);
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(5.55033252e-2f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(2.40226433e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(6.93147182e-1f));
+  p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
+  return _mm512_maskz_scalef_ps(named, p, integer);
+}
+
+void softmax_rows_bf16(const SoftmaxRows& call) {
+  const __m512 lowest = _mm512_set1_ps(-INFINITY);
+  for (int i = 0; i < call.n; ++i) {
+    const float* scores = call.scores + i * call.stride;
+    const uint16_t* named = call.named + i * call.named_stride;
+    __m512 most[2] = {lowest, lowest};
+    for (int j = 0; j < call.keys; j += 32) {
+      UNROLL for (int v = 0; v < 2; ++v) {
+        most[v] =
+            _mm512_mask_max_ps(most[v], named[j / 16 + v], most[v], load(scores + j + 16 * v));
+      }
+    }
+    const float before = call.first ? -INFINITY : call.max[i];
+    const float here = _mm512_reduce_max_ps(_mm512_max_ps(most[0], most[1])) * call.scale;
+    const float max = here > before ? here : before;
+    call.max[i] = max;
+    // avoids -Inf - -Inf if no key is named yet or all logits are -Inf
+    const Vec shift = broadcast(max == -INFINITY ? 0.0f : max), scale = broadcast(call.scale);
+    const float factor = exp2(broadcast(before) - shift)[0];
+    Vec sum[2] = {};
+    uint16_t* to = call.p + i * call.p_stride;
+    for (int j = 0; j < call.keys; j += 32) {
+      Vec p[2];
+      UNROLL for (int v = 0; v < 2; ++v) {
+        p[v] =
+            (Vec)named_exp2(named[j / 16 + v], (__m512)(load(scores + j + 16 * v) * scale - shift));
+        sum[v] += p[v];
+      }
+      _mm512_storeu_si512(to + j, (__m512i)_mm512_cvtne2ps_pbh((__m512)p[1], (__m512)p[0]));
+    }
+    const float total = _mm512_reduce_add_ps((__m512)(sum[0] + sum[1]));
+    call.total[i] = call.first ? total : call.total[i] * factor + total;
+    if (call.first || factor == 1.0f) continue;
+    float* sums = call.sums + i * call.dims;
+    for (int d = 0; d < call.dims; d += 16) store(sums + d, load(sums + d) * factor);
   }
 }
 

@@ -143,6 +143,23 @@ struct LogitGradients {
   int64_t stride;         // of by_head
 };
 
+// Online softmax of rows of scores, [n][keys], with the sums of earlier keys.
+struct SoftmaxRows {
+  const float* scores;
+  int64_t stride;         // from row to row
+  int n, keys;            // keys: multiple of 32
+  const uint16_t* named;  // [n][keys / 16]: bit j of word k for key 16 k + j, whether a row has it
+  int64_t named_stride;
+  float scale;   // of the logits, times log2(e)
+  bool first;    // max, total and sums hold nothing yet
+  float* max;    // [n], times log2(e)
+  float* total;  // [n]
+  uint16_t* p;   // [n][keys]: bfloat16
+  int64_t p_stride;
+  float* sums;  // [n][dims], rescaled to the new maximum
+  int dims;     // multiple of 16
+};
+
 // Of an indexer: scores[j] = sum over heads of weights * relu(products[j]).
 struct IndexScores {
   const float* products;  // [n][padded]
@@ -250,6 +267,7 @@ struct Bf16Kernels {
   // out[i] += a[i] . b, as in Product
   void (*multiply_to_rows)(const PairProduct&, float* const* out);
   void (*logit_gradients)(const LogitGradients&);
+  void (*softmax_rows)(const SoftmaxRows&);
   // to[i] = from[i], i < n, a multiple of 32
   void (*narrow)(const float* from, int n, uint16_t* to);
   // around the calls of index, attend and multiply of one thread; null: nothing to do

@@ -9,9 +9,10 @@ TORCH_LIBRARY_FRAGMENT(custom_pypto, m) {
   m.def("cpu_isa() -> str", []() { return std::string(custom_pypto::kernels().name); });
   // whether the CPU has instructions for products of bfloat16, which torch uses too
   m.def("has_bf16() -> bool", []() { return custom_pypto::kernels().bf16 != nullptr; });
-  // whether attention to latents is faster than to keys and values that are expanded from them:
-  // tile registers multiply bfloat16 many times faster than vectors multiply float32
-  m.def("absorbs() -> bool", []() { return custom_pypto::kernels().tiles != nullptr; });
+  // whether it multiplies bfloat16 faster than float32
+  m.def("multiplies_bf16() -> bool", []() { return custom_pypto::multiplies_bf16(); });
+  // whether attention is to latents alone, as on an NPU
+  m.def("absorbs() -> bool", []() { return false; });
 }
 
 // Importing custom_pypto._C loads this library; the ops are reached through torch.ops.

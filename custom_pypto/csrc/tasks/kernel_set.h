@@ -11,6 +11,9 @@ namespace custom_pypto {
 // The inner loops for this CPU, selected once; CUSTOM_PYPTO_CPU_ISA selects another set.
 const cpu::Kernels& kernels();
 
+// Whether the CPU multiplies bfloat16 faster than float32.
+inline bool multiplies_bf16() { return kernels().tiles || (kernels().bf16 && !kernels().widens); }
+
 // The bfloat16 kernels for a shape, tiles or vectors; null: its elements are widened.
 inline const cpu::Bf16Kernels* index_kernels(int64_t dims) {
   if (kernels().tiles && cpu::fills_tiles(dims)) return kernels().tiles;

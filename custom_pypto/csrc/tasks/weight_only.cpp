@@ -35,9 +35,6 @@ struct Task {
   int64_t group, first, rows;
 };
 
-// Whether the CPU multiplies bfloat16 faster than float32.
-bool multiplies_bf16() { return kernels().tiles || (kernels().bf16 && !kernels().widens); }
-
 // T is the type of x and of the output.
 template <typename T>
 class Linear {
