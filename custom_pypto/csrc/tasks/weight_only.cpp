@@ -23,7 +23,7 @@ constexpr int64_t kFewRowsOfPacked = 6;  // of other weights there
 constexpr int64_t kRowsOfDots = 16;
 constexpr int64_t kColumns = 512;  // of a transposed one
 constexpr int64_t kRowsOfProduct = 256;
-constexpr int64_t kTokensOfProduct = 512;
+constexpr int64_t kTokensOfProduct = 2048, kTokensOfCopy = 512;  // where x is, or copied
 constexpr int64_t kRowsOfTurn = 1024;  // of x, rounded or packed at once
 constexpr int64_t kMostPacked = 256;   // of x in a group
 // of a weight, per task of packed rows
@@ -298,8 +298,10 @@ class Linear {
     Slices<E>& slices = scratch.slices(E{});
     const Tensor weight = weight_of<E>(group, task, scratch.scales, slices.weight);
     const int64_t end = group.first + group.count;
-    for (int64_t first = group.first; first < end; first += kTokensOfProduct) {
-      const int64_t rows = std::min(kTokensOfProduct, end - first);
+    int64_t most = kTokensOfCopy;
+    if (in_place<E>(group.first, group.count)) most = kTokensOfProduct;
+    for (int64_t first = group.first; first < end; first += most) {
+      const int64_t rows = std::min(most, end - first);
       slices.out.resize(rows * task.rows);
       Tensor out = matrix(slices.out.data(), rows, task.rows, task.rows);
       at::mm_out(out, rows_of_x(first, rows, slices.x), weight);
@@ -309,14 +311,20 @@ class Linear {
     }
   }
 
-  // Rows of x, where they are if they follow each other.
+  // Whether some rows of x are an operand where they are.
+  template <typename E>
+  bool in_place(int64_t first, int64_t rows) const {
+    if (!std::is_same_v<E, T>) return false;
+    int64_t i = 1;
+    while (i < rows && x_row(first + i) == x_row(first) + i * x_stride_) ++i;
+    return i >= rows;
+  }
+
   template <typename E>
   Tensor rows_of_x(int64_t first, int64_t rows, AlignedVector<E>& copy) const {
     const int64_t depth = weight_.depth();
     if constexpr (std::is_same_v<E, T>) {
-      int64_t i = 1;
-      while (i < rows && x_row(first + i) == x_row(first) + i * x_stride_) ++i;
-      if (i == rows) return matrix(x_row(first), rows, depth, x_stride_);
+      if (in_place<E>(first, rows)) return matrix(x_row(first), rows, depth, x_stride_);
     }
     copy.resize(rows * depth);
     for (int64_t i = 0; i < rows; ++i) convert(x_row(first + i), depth, copy.data() + i * depth);
