@@ -1,7 +1,8 @@
 """A layer of DeepSeek-V3.2's sizes compared with ik_llama.cpp and transformers, same weights.
 
 One random checkpoint in bfloat16 is written down, loaded by ``models.load`` and by transformers,
-and converted to GGUF, which their llama-quantize quantizes. Whole models of one layer are timed:
+and converted to GGUF, which their llama-quantize quantizes; one in the published fp8 is ours alone,
+next to their 8 bits. Whole models of one layer are timed:
 embedding, norms, the layer and a head of 256 tokens. Nothing is timed before the logits of a prompt
 agree. Times are of the clock: run it on a machine that does nothing else.
 
@@ -25,15 +26,17 @@ import torch
 from llama import convert, server
 from measure import Benchmark
 from model_sides import decode_call, prefill_call, prompt_ids, random_model
-from transformers import DeepseekV32ForCausalLM
+from published import write_published
+from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 
 from custom_pypto import models
 
 VOCABULARY = 256
 CONTEXT, PROMPTS = 4096, (512, 2048)
 STEPS = 8  # tokens of a repeat
-# a format of ours, and theirs of as many bits
-FORMATS = {"stored": "BF16", "int8": "Q8_0", "int4": "Q4_K"}
+# a format of ours, and theirs of as many bits; stored: bfloat16, fp8: as published
+FORMATS = {"stored": "BF16", "fp8": "Q8_0", "int8": "Q8_0", "int4": "Q4_K"}
+FEW = 4  # tokens at once, as of a draft or of some sequences
 EXPERTS = 32  # of 256: a token reads 8 of either
 ALL = dict(vocab_size=VOCABULARY, num_hidden_layers=1, n_routed_experts=EXPERTS)
 ALL |= dict(n_group=1, topk_group=1)  # the file that they read names no groups
@@ -82,6 +85,17 @@ class Theirs:
         timings = self.continued(prompt, STEPS + 1)["timings"]
         return timings["predicted_ms"] / STEPS / 1e3  # the first token comes with the prompt
 
+    def few_seconds(self, prompt: list[int]) -> float:
+        """Of FEW tokens at once after ``prompt``, which the server has cached."""
+        taken = []
+        for _ in range(STEPS):
+            few = torch.randint(1, VOCABULARY, (FEW,)).tolist()
+            timings = self.continued(prompt + few, 1)["timings"]
+            if (count := timings["prompt_n"]) not in (FEW - 1, FEW):
+                raise SystemExit(f"{count} tokens were computed, not {FEW}; not timed")
+            taken.append(timings["prompt_ms"] / 1e3)
+        return statistics.median(taken)
+
     def prompt_seconds(self, prompt: list[int]) -> float:
         self.ask("embedding", content=prompt)
         start = time.monotonic()
@@ -123,7 +137,11 @@ def milliseconds(
 
 def measured(folder: Path, programs: Path, kind: str, repeats: int) -> Iterator[list[str]]:
     """Of one format of weights: what, and :func:`milliseconds`."""
-    sides = {"custom_pypto": models.load(folder, weights=kind)}
+    published = kind == "fp8"
+    ours = models.load(
+        folder / kind if published else folder, weights="stored" if published else kind
+    )
+    sides = {"custom_pypto": ours}
     if kind == "stored":  # the format of the checkpoint
         upstream = DeepseekV32ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         sides["transformers"] = upstream.eval()
@@ -136,6 +154,9 @@ def measured(folder: Path, programs: Path, kind: str, repeats: int) -> Iterator[
         calls = {side: decode_call(side, model, CONTEXT) for side, model in sides.items()}
         token = partial(theirs.token_seconds, prompt)
         yield [f"token, {CONTEXT // 1024}K", *milliseconds(calls, token, repeats, STEPS)]
+        calls = {"custom_pypto": decode_call("custom_pypto", ours, CONTEXT, FEW)}
+        token = partial(theirs.few_seconds, prompt)
+        yield [f"{FEW} tokens at once", *milliseconds(calls, token, repeats, STEPS)]
     with server(program, file, [*arguments, *PROMPT]) as (url, _):
         theirs = Theirs(url)
         for count in PROMPTS:
@@ -154,6 +175,7 @@ def rows(llama: str, threads: int, repeats: int) -> Iterator[list[str]]:
             random_model(PARTS[part], torch.bfloat16).save_pretrained(folder)
             plain = folder / "stored.gguf"
             convert(folder, plain, [f"w{i}" for i in range(VOCABULARY)])
+            write_published(folder / "fp8", DeepseekV32Config(**PARTS[part]))
             for kind, theirs in FORMATS.items():
                 target = folder / f"{kind}.gguf"
                 if target != plain:

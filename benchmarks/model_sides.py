@@ -71,14 +71,14 @@ def filled_cache(side: str, model, tokens: int):
     return cache
 
 
-def decode_call(side: str, model, context: int):
-    """One decode step at ``context`` cached tokens; the cache is as before afterwards."""
-    cache, ids = filled_cache(side, model, context - 1), torch.tensor([[7]])
+def decode_call(side: str, model, context: int, tokens: int = 1):
+    """One decode step up to ``context`` cached tokens; the cache is as before afterwards."""
+    cache, ids = filled_cache(side, model, context - tokens), torch.full((1, tokens), 7)
 
     @torch.no_grad()
     def step():
         logits = model(ids, **{CACHE: cache}, use_cache=True).logits
-        cache.crop(-1)
+        cache.crop(-tokens)
         return logits
 
     return step
