@@ -349,6 +349,9 @@ extern const Int8Kernels<uint8_t> kAvx512Vnni;
 extern const Int16Kernels kAvx2Int16, kAvx512VnniInt16;
 extern const WeightKernels* const kAvx512VnniWeights;  // of each format
 #endif
+#if defined(__aarch64__)
+extern const WeightKernels* const kDotprodWeights;  // of each format
+#endif
 #if defined(CUSTOM_PYPTO_AVX512_BF16)
 extern const Bf16Kernels kAvx512Bf16;
 #endif

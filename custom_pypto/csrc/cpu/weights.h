@@ -327,8 +327,8 @@ INLINE void add_rows_tile(const uint16_t* rows, int64_t stride, const float* x, 
   }
 }
 
-void add_rows_f32(const uint16_t* rows, int64_t stride, const float* x, int depth, int width,
-                  float* out) {
+[[maybe_unused]] void add_rows_f32(const uint16_t* rows, int64_t stride, const float* x, int depth,
+                                   int width, float* out) {
   for (int l = 0; l < width; ++l) out[l] = 0.0f;
   int d = 0;
   for (; d + 8 <= depth; d += 8) add_rows_tile<8>(rows + d * stride, stride, x + d, width, out);

@@ -1,19 +1,46 @@
-// Units of weights of 4 and 8 bits as bytes, times x in two bytes, x = 256 high + low: half of the
-// instructions that words take. vpdpbusd multiplies bytes without sign, so values have an offset,
+// Units of weights of 4 and 8 bits as bytes, times x in two bytes, x = 256 high + low: fewer
+// instructions than words take. Where these multiply bytes without sign, values have an offset,
 // whose products with x each unit of x has.
 #pragma once
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #include "weights_int16.h"
 
 namespace custom_pypto::cpu {
 namespace {
 
-typedef uint8_t Bytes __attribute__((vector_size(64), aligned(1), may_alias));
+typedef uint8_t Bytes __attribute__((vector_size(VECTOR_BYTES), aligned(1), may_alias));
+typedef uint16_t BytePairs __attribute__((vector_size(VECTOR_BYTES), aligned(1), may_alias));
 constexpr int kHalf = kInt16Unit / 2;
+
+INLINE Bytes load_bytes(const void* p) { return *static_cast<const Bytes*>(p); }
+
+#if defined(__aarch64__)
+constexpr bool kSigned = true;
+
+INLINE void add_products(IntVec& acc, const Bytes& values, const char* x) {
+  acc = (IntVec)vdotq_s32((int32x4_t)acc, (int8x16_t)values, (int8x16_t)load_bytes(x));
+}
+
+// table[i] of 16 bytes
+INLINE Bytes find(const uint8_t* table, const Bytes& i) {
+  return (Bytes)vqtbl1q_u8(vld1q_u8(table), (uint8x16_t)i);
+}
+#else
+constexpr bool kSigned = false;
 
 INLINE void add_products(IntVec& acc, const Bytes& values, const char* x) {
   asm("vpdpbusd %2, %1, %0" : "+v"(acc) : "v"(values), "m"(*reinterpret_cast<const Bytes*>(x)));
 }
+
+INLINE Bytes find(const uint8_t* table, const Bytes& i) {
+  const __m128i values = _mm_loadu_si128(reinterpret_cast<const __m128i*>(table));
+  return (Bytes)_mm512_shuffle_epi8(_mm512_maskz_broadcast_i32x4(0xFFFF, values), (__m512i)i);
+}
+#endif
 
 // The values of a unit plus kOffset, in two halves; value(h, i): which is value i of half h.
 template <class Format>
@@ -21,11 +48,10 @@ struct ByteValues;
 
 template <>
 struct ByteValues<Int8Weight> {
-  static constexpr int kBytes = kInt16Unit, kOffset = 128;
+  static constexpr int kBytes = kInt16Unit, kOffset = kSigned ? 0 : 128;
   static constexpr int value(int h, int i) { return h * kHalf + i; }
   explicit INLINE ByteValues(const uint8_t* p)
-      : first(*reinterpret_cast<const Bytes*>(p) ^ 128),
-        second(*reinterpret_cast<const Bytes*>(p + kHalf) ^ 128) {}
+      : first(load_bytes(p) ^ kOffset), second(load_bytes(p + kHalf) ^ kOffset) {}
   Bytes first, second;
 };
 
@@ -34,9 +60,9 @@ struct ByteNibbles {
   static constexpr int kBytes = kHalf;
   static constexpr int value(int h, int i) { return 2 * i + h; }
   explicit INLINE ByteNibbles(const uint8_t* p) {
-    const Bytes bytes = *reinterpret_cast<const Bytes*>(p);
+    const Bytes bytes = load_bytes(p);
     first = bytes & 15;
-    second = (Bytes)_mm512_srli_epi16((__m512i)bytes, 4) & 15;
+    second = (Bytes)((BytePairs)bytes >> 4) & 15;
   }
   Bytes first, second;
 };
@@ -47,15 +73,25 @@ struct ByteValues<Int4Weight> : ByteNibbles {
   explicit INLINE ByteValues(const uint8_t* p) : ByteNibbles(p) {}
 };
 
+// the values of e2m1, twice, plus an offset
+struct E2m1Table {
+  constexpr explicit E2m1Table(int offset) : values() {
+    constexpr int kTwice[8] = {0, 1, 2, 3, 4, 6, 8, 12};
+    for (int i = 0; i < 16; ++i) {
+      values[i] = static_cast<uint8_t>(offset + (i < 8 ? kTwice[i] : -kTwice[i - 8]));
+    }
+  }
+  uint8_t values[16];
+};
+constexpr int kE2m1Offset = kSigned ? 0 : 12;
+constexpr E2m1Table kE2m1(kE2m1Offset);
+
 template <>
 struct ByteValues<Fp4Weight> : ByteNibbles {
-  static constexpr int kOffset = 12;
+  static constexpr int kOffset = kE2m1Offset;
   explicit INLINE ByteValues(const uint8_t* p) : ByteNibbles(p) {
-    // the values of e2m1 count twice
-    const __m512i values = _mm512_maskz_broadcast_i32x4(
-        0xFFFF, _mm_setr_epi8(12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0));
-    first = (Bytes)_mm512_shuffle_epi8(values, (__m512i)first);
-    second = (Bytes)_mm512_shuffle_epi8(values, (__m512i)second);
+    first = find(kE2m1.values, first);
+    second = find(kE2m1.values, second);
   }
 };
 
@@ -64,7 +100,8 @@ template <class Format>
 struct ByteUnit : ByteValues<Format> {
   using Values = ByteValues<Format>;
   explicit INLINE ByteUnit(const uint8_t* p) : Values(p) {}
-  static constexpr int kBytesOfX = 2 * kInt16Unit + 64, kTimes = 1;
+  static constexpr int kBytesOfX = 2 * kInt16Unit + (Values::kOffset ? VECTOR_BYTES : 0);
+  static constexpr int kTimes = 1;
   // No more than 127 * 256 + 127. Of such numbers its inverse is almost a float, which keeps
   // products with one exact.
   static constexpr int kMost = 32601;
@@ -80,7 +117,7 @@ struct ByteUnit : ByteValues<Format> {
         missing[i / 4] -= Values::kOffset * value;
       }
     }
-    std::memcpy(to + kInt16Unit, missing, sizeof missing);
+    if constexpr (Values::kOffset) std::memcpy(to + kInt16Unit, missing, sizeof missing);
   }
 
   INLINE IntVec products(const char* x) const {

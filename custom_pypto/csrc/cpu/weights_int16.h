@@ -4,8 +4,6 @@
 // that one, so a product is within sqrt(kInt16Unit) / (2 * Unit::kMost) of the norms' product.
 #pragma once
 
-#include <immintrin.h>
-
 #include <cmath>
 
 #include "weights.h"

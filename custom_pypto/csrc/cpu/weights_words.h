@@ -1,6 +1,8 @@
 // Units of weights of 4 and 8 bits as words, times words of x.
 #pragma once
 
+#include <immintrin.h>
+
 #include "weights_int16.h"
 
 namespace custom_pypto::cpu {

@@ -1,6 +1,9 @@
 #include "kernel_set.h"
 
 #include <c10/util/Exception.h>
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#endif
 
 #include <cstdlib>
 #include <string>
@@ -46,6 +49,14 @@ std::vector<cpu::Kernels> usable_kernels() {
     cpu::Kernels set = cpu::kAvx2;
     set.int8_as_int16 = &cpu::kAvx2Int8;
     set.int16 = &cpu::kAvx2Int16;
+    usable.push_back(set);
+  }
+#endif
+#if defined(__aarch64__)
+  if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) {
+    cpu::Kernels set = cpu::kGeneric;
+    set.name = "neon_dotprod";
+    set.weights = cpu::kDotprodWeights;
     usable.push_back(set);
   }
 #endif
