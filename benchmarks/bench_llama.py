@@ -1,4 +1,4 @@
-"""A layer of DeepSeek-V3.2's sizes compared with ik_llama.cpp and transformers, same weights.
+"""Layers of DeepSeek-V3.2's and GLM-5's sizes compared with ik_llama.cpp and transformers.
 
 One random checkpoint in bfloat16 is written down, loaded by ``models.load`` and by transformers,
 and converted to GGUF, which their llama-quantize quantizes; one in the published fp8 is ours alone,
@@ -25,9 +25,9 @@ from pathlib import Path
 import torch
 from llama import convert, server
 from measure import Benchmark
-from model_sides import decode_call, prefill_call, prompt_ids, random_model
+from model_sides import decode_call, prefill_call, prompt_ids
 from published import write_published
-from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+from transformers import AutoModelForCausalLM, DeepseekV32Config, GlmMoeDsaConfig
 
 from custom_pypto import models
 
@@ -41,8 +41,9 @@ EXPERTS = 32  # of 256: a token reads 8 of either
 ALL = dict(vocab_size=VOCABULARY, num_hidden_layers=1, n_routed_experts=EXPERTS)
 ALL |= dict(n_group=1, topk_group=1)  # the file that they read names no groups
 PARTS = {
-    "attention": ALL | dict(intermediate_size=256),
-    "with experts": ALL | dict(first_k_dense_replace=0),
+    "attention": DeepseekV32Config(**ALL, first_k_dense_replace=1, intermediate_size=256),
+    "with experts": DeepseekV32Config(**ALL, first_k_dense_replace=0),
+    "GLM-5, with experts": GlmMoeDsaConfig(**ALL, mlp_layer_types=["sparse"]),
 }
 TOKEN = ["-mla", "1", "-dsa", "-c", str(CONTEXT + 64), "-ub", "512"]
 PROMPT = ["-mla", "3", "-c", str(max(PROMPTS) + 64), "-b", str(max(PROMPTS))]
@@ -119,10 +120,13 @@ def milliseconds(
     calls: dict[str, Callable], theirs: Callable[[], float], repeats: int, steps: int
 ) -> list[str]:
     """Medians of the sides in this process, of theirs, and ours / theirs. Sides take turns, each
-    for ``steps`` calls after one that is not timed: threads of the other still spin for a while."""
+    for ``steps`` calls after one that is not timed: threads of the other still spin for a while.
+    transformers has one turn."""
     taken: dict[str, list[float]] = {side: [] for side in (*calls, "llama")}
     for _ in range(repeats):
         for side, call in calls.items():
+            if side == "transformers" and taken[side]:
+                continue  # a second a token: once is enough
             call()
             start = time.monotonic()
             for _ in range(steps):
@@ -143,7 +147,7 @@ def measured(folder: Path, programs: Path, kind: str, repeats: int) -> Iterator[
     )
     sides = {"custom_pypto": ours}
     if kind == "stored":  # the format of the checkpoint
-        upstream = DeepseekV32ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        upstream = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         sides["transformers"] = upstream.eval()
     arguments = ["-t", str(torch.get_num_threads()), "-rtr"]
     program, file = programs / "llama-server", folder / f"{kind}.gguf"
@@ -169,13 +173,16 @@ def rows(llama: str, threads: int, repeats: int) -> Iterator[list[str]]:
     programs = Path(llama).absolute()
     if not (programs / "llama-quantize").exists():
         raise SystemExit(f"llama: --llama must be a folder with llama-quantize, got {llama!r}")
-    for part in PARTS:
+    for part, config in PARTS.items():
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            random_model(PARTS[part], torch.bfloat16).save_pretrained(folder)
+            torch.manual_seed(0)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            model.save_pretrained(folder)
+            del model
             plain = folder / "stored.gguf"
             convert(folder, plain, [f"w{i}" for i in range(VOCABULARY)])
-            write_published(folder / "fp8", DeepseekV32Config(**PARTS[part]))
+            write_published(folder / "fp8", config)
             for kind, theirs in FORMATS.items():
                 target = folder / f"{kind}.gguf"
                 if target != plain:
@@ -192,10 +199,10 @@ BENCHMARKS = {
         "A layer compared with ik_llama.cpp and transformers, {threads} thread(s)",
         ["layer", "weights", "ms of", "custom_pypto", "ik_llama.cpp", "transformers", "ours/ik"],
         rows,
-        "A model of one layer of DeepSeek-V3.2's sizes with random weights, its embedding and its "
-        f"head of {VOCABULARY} tokens: attention with a feed-forward of 256, or with the router, "
-        f"the shared expert and 8 of {EXPERTS} experts. Caches in bfloat16 (theirs: F16). Tokens: "
-        f"medians of turns of {STEPS}. Prompts: one, after one that is not timed. By the clock; "
-        "the logits of both sides agreed before.",
+        "A model of one layer of DeepSeek-V3.2's or GLM-5's sizes with random weights, its "
+        f"embedding and its head of {VOCABULARY} tokens: attention with a feed-forward of 256, or "
+        f"with the router, the shared expert and 8 of {EXPERTS} experts. Caches in bfloat16 "
+        f"(theirs: F16). Tokens: medians of turns of {STEPS}. Prompts: one, after one that is not "
+        "timed. By the clock; the logits of both sides agreed before, on the same weights.",
     )
 }

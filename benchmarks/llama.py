@@ -150,7 +150,7 @@ def _add_sizes(writer: gguf.GGUFWriter, config: dict) -> None:
         "attention.q_lora_rank": config["q_lora_rank"],
         "attention.kv_lora_rank": latent,
         "rope.dimension_count": rope,
-        "leading_dense_block_count": config["first_k_dense_replace"],
+        "leading_dense_block_count": config["mlp_layer_types"].count("dense"),
         "expert_count": config["n_routed_experts"],
         "expert_used_count": config["num_experts_per_tok"],
         "expert_shared_count": config["n_shared_experts"],
