@@ -1,5 +1,6 @@
-"""Gradients of the ops: those of attention next to the forward of the same call, those of the
-indexer next to torch.mm in float32. Compared with the reference before anything is timed."""
+"""Gradients of the ops next to the forward of the same pairs of tokens and keys; those of the
+indexer, where bfloat16 is widened, next to torch.mm in float32. Compared with the reference before
+anything is timed."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,26 +19,44 @@ TOKENS, KEYS = 64, 8192
 # of the time of the forward, by heads; the operations are 2.53 times as many, and few heads share
 # the reading of a key and the sums of its gradient
 MOST_OF_FORWARD = {128: 3.0, 16: 3.5}
+# Of the forward over the same pairs. The indexer's gradient has three products for one, of keys
+# that are gathered for each token, where the forward reads them in order for eight; a loss has
+# these, the attention's logits, and their exponentials.
+MOST_OF_INDEXER, MOST_OF_SCORES = 5.0, 3.0
 LEAST_OF_MM = 0.7
+
+
+class Part(NamedTuple):
+    """Of a baseline: so many times the time of a call."""
+
+    run: Callable
+    times: float = 1.0
 
 
 class Case(NamedTuple):
     name: str
     run: Callable
     flop: int
-    baseline: Callable
-    baseline_flop: int
+    baseline: list[Part]
     compared_with: str
-    floor: float
+    limit: float
+
+    @property
+    def beside_mm(self) -> bool:
+        return self.compared_with == "of the rate of torch.mm"
 
     def measured(self, repeats: int) -> dict[str, list[float]]:
-        return interleaved({"gradients": self.run, "baseline": self.baseline}, repeats)
+        """Seconds of the gradients and of the baseline in each round."""
+        calls = {str(i): part.run for i, part in enumerate(self.baseline)}
+        seconds = interleaved({"gradients": self.run} | calls, repeats)
+        parts = [[self.baseline[int(i)].times * t for t in seconds[i]] for i in calls]
+        baseline = [sum(part) for part in zip(*parts, strict=True)]
+        return {"gradients": seconds["gradients"], "baseline": baseline}
 
     def share(self, seconds: dict[str, list[float]]) -> float:
         """Times of the forward, or of torch.mm's rate."""
-        if self.compared_with == "forward":
-            return ratio(seconds["gradients"], seconds["baseline"])
-        return ratio(seconds["baseline"], seconds["gradients"]) * self.flop / self.baseline_flop
+        found = ratio(seconds["gradients"], seconds["baseline"])
+        return 1 / found if self.beside_mm else found
 
 
 def attention(heads: int, dtype: torch.dtype) -> Case:
@@ -46,23 +65,44 @@ def attention(heads: int, dtype: torch.dtype) -> Case:
     call = inputs.attention(TOKENS, heads, KEYS, dtype)
     d_out = torch.randn(call["query"].shape).to(dtype)
     inputs.compare(op, with_gradient(inputs.last_token(call), d_out[:, -1:]))
-    pairs = 2 * TOKENS * heads * K
+    forward = partial(custom_pypto.npu_sparse_flash_attention_pto, **call, return_softmax_lse=True)
     return Case(
         f"sparse attention, {heads} heads, {K} of {KEYS} keys, {str(dtype)[6:]}",
         partial(getattr(custom_pypto, op), **with_gradient(call, d_out)),
-        pairs * (3 * (L + R) + 2 * L),
-        partial(custom_pypto.npu_sparse_flash_attention_pto, **call, return_softmax_lse=True),
-        pairs * (2 * L + R),
-        "forward",
+        2 * TOKENS * heads * K * (3 * (L + R) + 2 * L),
+        [Part(forward)],
+        "times the forward",
         MOST_OF_FORWARD[heads],
     )
 
 
-def beside_mm(name: str, op: str, call: dict, flop: float) -> Case:
+def of_indexer(
+    name: str, op: str, call: dict, flop: float, forward: list[Part], limit: float
+) -> Case:
+    """Beside the forward of what the op computes, if bfloat16 is multiplied, else torch.mm."""
+    dtype = call["query"].dtype
+    name = f"{name}, {str(dtype)[6:]}"
+    run = partial(getattr(custom_pypto, op), **call)
+    if dtype == torch.bfloat16 and torch.ops.custom_pypto.has_bf16():
+        parts = "these keys" if len(forward) == 1 else "these keys, with the attention's logits"
+        unit = f"times the forward over {parts}"
+        return Case(name, run, int(flop), forward, unit, limit)
     a, b = torch.randn(2048, 512), torch.randn(512, 2048)
-    name = f"{name}, {str(call['query'].dtype)[6:]}"
-    run, mm = partial(getattr(custom_pypto, op), **call), partial(torch.mm, a, b)
-    return Case(name, run, int(flop), mm, 2 * a.numel() * b.size(1), "torch.mm", LEAST_OF_MM)
+    mm = Part(partial(torch.mm, a, b), flop / (2 * a.numel() * b.size(1)))
+    return Case(name, run, int(flop), [mm], "of the rate of torch.mm", LEAST_OF_MM)
+
+
+def scores(keys: int, dtype: torch.dtype, selected: int = 1) -> Part:
+    """The forward that scores so many keys for each token."""
+    call = inputs.indexer(TOKENS, keys, dtype, sparse_mode=0, sparse_count=selected)
+    return Part(partial(custom_pypto.npu_lightning_indexer_pto, **call, return_value=selected > 1))
+
+
+def logits(keys: int, dtype: torch.dtype) -> Part:
+    """That of attention to so many keys, of whose products these are the logits."""
+    call = inputs.attention(TOKENS, 128, KEYS, dtype, sparse_mode=0, sparse_count=keys)
+    forward = partial(custom_pypto.npu_sparse_flash_attention_pto, **call)
+    return Part(forward, (L + R) / (2 * L + R))
 
 
 def training_call(dtype: torch.dtype, tokens: int = TOKENS, keys: int = KEYS) -> dict:
@@ -83,7 +123,8 @@ def indexer(dtype: torch.dtype) -> Case:
 
     inputs.compare(op, call(2, 100, 64))
     flop = 6 * TOKENS * K * INDEX_HEADS * D
-    return beside_mm(f"indexer, {K} of {KEYS} keys", op, call(TOKENS, KEYS, K), flop)
+    name, forward = f"indexer, {K} of {KEYS} keys", [scores(K, dtype, K)]
+    return of_indexer(name, op, call(TOKENS, KEYS, K), flop, forward, MOST_OF_INDEXER)
 
 
 def flop_of_a_pair(call: dict) -> int:
@@ -108,7 +149,8 @@ def sparse_divergence(dtype: torch.dtype) -> Case:
     )
     call |= dict(sparse_indices=attend, softmax_max=largest, softmax_sum=total)
     flop = TOKENS * K * flop_of_a_pair(call)
-    return beside_mm(f"divergence over {K} of {KEYS} keys", op, call, flop)
+    name, forward = f"divergence over {K} of {KEYS} keys", [scores(K, dtype), logits(K, dtype)]
+    return of_indexer(name, op, call, flop, forward, MOST_OF_SCORES)
 
 
 def dense_divergence(dtype: torch.dtype) -> Case:
@@ -120,7 +162,8 @@ def dense_divergence(dtype: torch.dtype) -> Case:
     call |= dict(softmax_max=heads, softmax_sum=heads)
     call |= dict(softmax_max_index=heads[..., 0], softmax_sum_index=heads[..., 0])
     flop = TOKENS * (KEYS - TOKENS / 2) * flop_of_a_pair(call)
-    return beside_mm(f"divergence over {KEYS} keys", op, call, flop)
+    name, forward = f"divergence over {KEYS} keys", [scores(KEYS, dtype), logits(KEYS, dtype)]
+    return of_indexer(name, op, call, flop, forward, MOST_OF_SCORES)
 
 
 def cases(*dtypes: torch.dtype) -> Iterator[Case]:
@@ -136,15 +179,13 @@ def floors(repeats: int) -> Iterator[Floor]:
     # that vectors multiply bfloat16 in the backward was measured on no AMD, whose forward is fast
     unmeasured = torch.ops.custom_pypto.cpu_isa() in ("avx512_bf16", "amx_emulated")
     for case in cases(torch.float32, torch.bfloat16):
-        forward = case.compared_with == "forward"
-        if forward and unmeasured and not case.name.endswith("float32"):
+        if unmeasured and not case.beside_mm and not case.name.endswith("float32"):
             continue
-        unit = "times the forward" if forward else "of the rate of torch.mm"
         yield Floor(
-            f"gradients of {case.name}, {unit}",
+            f"gradients of {case.name}, {case.compared_with}",
             lambda case=case: case.share(case.measured(repeats)),
-            case.floor,
-            at_least=not forward,
+            case.limit,
+            at_least=case.beside_mm,
         )
 
 
@@ -153,8 +194,7 @@ def rows(repeats: int) -> Iterator[list[str]]:
         seconds = case.measured(repeats)
         ms = median_ms(seconds["gradients"], 0)
         rate = f"{case.flop / float(median_ms(seconds['gradients'], 6)) / 1e6:.0f}"
-        unit = "times the forward" if case.compared_with == "forward" else "of torch.mm's rate"
-        yield [case.name, ms, rate, f"{case.share(seconds):.2f} {unit}"]
+        yield [case.name, ms, rate, f"{case.share(seconds):.2f} {case.compared_with}"]
 
 
 BENCHMARKS = {

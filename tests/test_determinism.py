@@ -1,5 +1,5 @@
 """Each set of kernels of this CPU computes what the reference does, the same call the same bits:
-20 times, on 1, 2, 3 and 7 threads, in each dtype. By default 3 times, in one of the dtypes.
+20 times, on 1, 2, 3 and 20 threads, in each dtype. By default 3 times, in one of the dtypes.
 
 Run as a program, this file checks what its process computes: a set of kernels is for a process. The
 other tests run the set that this CPU prefers.
@@ -23,14 +23,19 @@ from custom_pypto.reference.weight_only_linear import FORMATS
 pytest_plugins = ["process_fixtures"]
 
 SETS = ["generic", "avx2", "avx512", "avx512_bf16", "amx_emulated"]
-THREADS = (1, 2, 3, 7)
+THREADS = (1, 2, 3, 20)
 INDEXERS = {
     "indexer": "npu_lightning_indexer_pto",
     "int8 indexer": "npu_quant_lightning_indexer_pto",
 }
 ATTENTION, FUSED = "npu_sparse_flash_attention_pto", "npu_sparse_attention_pto"
-GRADIENT = "npu_sparse_flash_attention_grad_pto"
+GRADIENT, INDEX_GRADIENT = "npu_sparse_flash_attention_grad_pto", "npu_lightning_indexer_grad_pto"
+LOSSES = {
+    "loss over a selection": "npu_sparse_lightning_indexer_grad_kl_loss_pto",
+    "loss over all keys": "npu_dense_lightning_indexer_grad_kl_loss_pto",
+}
 LINEAR = "weight_only_linear"
+BFLOAT16 = dict(dtype=torch.bfloat16)  # by default, too
 # one call for each way in which the kernels share work between threads
 CALLS = {
     **{f"{name}, keys split": (op, [1], [3000], {}) for name, op in INDEXERS.items()},
@@ -43,7 +48,9 @@ CALLS = {
     "attention, dense": (ATTENTION, [40], [60], dict(sparse_count=50)),
     "attention, gathered": (ATTENTION, [10], [300], dict(sparse_count=20)),
     "gradients with values": (GRADIENT, [20, 3], [60, 40], dict(own_value=True, sinks=True)),
-    "gradients of attention": (GRADIENT, [20], [300], dict(sparse_count=150)),
+    "gradients of attention": (GRADIENT, [20], [300], dict(sparse_count=150, **BFLOAT16)),
+    "gradients of the indexer": (INDEX_GRADIENT, [20], [600], dict(sparse_count=300, **BFLOAT16)),
+    **{name: (op, [5, 2], [300, 40], BFLOAT16) for name, op in LOSSES.items()},
     "fused": (FUSED, [3, 3], [70, 50], dict(sparse_count=8)),
     **{
         f"{kind} weight, {way}": (LINEAR, [tokens], [rows], dict(kind=kind, experts=experts))
@@ -60,6 +67,8 @@ SIZES = {
     **dict.fromkeys(INDEXERS.values(), dict(heads=4, dim=32)),
     ATTENTION: dict(heads=4, latent=64, rope=32),
     GRADIENT: dict(heads=20, latent=64, rope=32),
+    INDEX_GRADIENT: dict(heads=20, dim=32),
+    **dict.fromkeys(LOSSES.values(), dict(heads=20, latent=64, rope=32, index_heads=20, dim=32)),
     FUSED: dict(latent=64, rope=32, index_dim=64),
     LINEAR: dict(dim=192),
 }
@@ -84,8 +93,8 @@ def digests(everything: bool) -> dict[str, list[str]]:
     """Of each call, which must equal the reference, the different results it has had."""
     found = {}
     for number, (name, (op, *lengths, arguments)) in enumerate(CALLS.items()):
-        for dtype in DTYPES if everything else [DTYPES[number % 3]]:
-            x = inputs_of(op, *lengths, **SIZES[op], **arguments, dtype=dtype)
+        for dtype in DTYPES if everything else [arguments.get("dtype", DTYPES[number % 3])]:
+            x = inputs_of(op, *lengths, **SIZES[op] | arguments | dict(dtype=dtype))
             judge(Case(op, x, "integers" if "integers" in arguments else "random"))
             results = set()
             for threads in THREADS:

@@ -11,6 +11,9 @@ BLOCK = 128
 # bfloat16, float16: 2 units of rounding, one for the result, one for intermediate values; float32:
 # sums of some hundred products in another order
 ROUNDING = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}
+# of gradients: in bfloat16 one more unit, of the operands that are rounded before they are
+# multiplied
+GRADIENT_ROUNDING = ROUNDING | {torch.bfloat16: 3 * 2**-8}
 # lengths, S1, K
 SIZES = [([1], 1, 16), ([300, 0, 1000], 1, 128), ([131, 5], 4, 16), ([5000], 2, 2048)]
 

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from . import npu_lightning_indexer_pto as lightning_indexer
-from .checks import ROUNDING, excess
+from .checks import GRADIENT_ROUNDING, ROUNDING, excess
 from .sequences import selected_rows, visible_rows
 
 # a product of query and key this close to 0, relative to its terms, may have either sign; so may
-# one below the normal numbers of float32, which hardware may take as 0
+# one below the normal numbers of float32, which hardware may take as 0, or of as many bfloat16
+# terms as it has
 NEARLY_ZERO = 2**-20
 SMALLEST = torch.finfo(torch.float32).tiny
 
@@ -131,10 +132,15 @@ class Magnitudes:
 
     def __init__(self, query: Tensor, key: Tensor, weights: Tensor):
         self.shapes = query.shape, key.shape, weights.shape
-        self.allowed = ROUNDING[query.dtype]
+        self.dtype, self.allowed = query.dtype, GRADIENT_ROUNDING[query.dtype]
         self.indexer = Indexer(query, key, weights)
         flat = self.indexer.query, self.indexer.key, self.indexer.weights
         self.query, self.key, self.weights = (torch.zeros_like(x) for x in flat)
+        # What a product of query and key may lose, and a gradient: in bfloat16 each number below
+        # 2^-126 may count as 0, an operand or a sum on its way, times what it would meet.
+        self.flushed_product, self.flushed = SMALLEST, 0.0
+        if self.dtype == torch.bfloat16:
+            self.flushed_product *= query.size(-1) * max(_largest(query), _largest(key))
 
     def scores(self, row: int, slots: Tensor) -> Tensor:
         """Those of the scores."""
@@ -146,17 +152,32 @@ class Magnitudes:
         with torch.no_grad():
             q, k, w = self.indexer.query[row], self.indexer.key[slots], self.indexer.weights[row]
             products, terms = q @ k.T, q.abs() @ k.T.abs()
-            unsure = products.abs() <= NEARLY_ZERO * terms + SMALLEST
+            unsure = products.abs() <= NEARLY_ZERO * terms + self.flushed_product
             self.weights[row] += terms @ d_scores
             d_products = w.abs()[:, None] * d_scores * (~(products <= 0) | unsure)
-            # such a term may be there or not
-            d_products = torch.where(unsure, d_products / self.allowed, d_products)
+            # such a term may be there or not, rounded as any other
+            d_products = d_products + torch.where(unsure, d_products / self.allowed, 0)
             self.query[row] += d_products @ k.abs()
             self.key.index_add_(0, slots, d_products.T @ q.abs())
+        if self.dtype == torch.bfloat16:
+            count = max(self.weights.numel(), len(slots))  # terms of a key, of a query
+            of_term = max(self.flushed_product, SMALLEST * _largest(self.indexer.weights))
+            self.flushed = max(self.flushed, count * of_term * _largest(d_scores))
 
-    def found(self) -> tuple[Tensor, ...]:
+    def error(self, got: tuple, expected: tuple, *more: Tensor) -> tuple[float, float]:
+        """Of the gradients, and of ``more`` results with these magnitudes. Only the operands of the
+        gradients of query and key are rounded."""
         flat = self.query, self.key, self.weights
-        return tuple(x.view(shape) for x, shape in zip(flat, self.shapes, strict=True))
+        query, key, *rest = (x.view(shape) for x, shape in zip(flat, self.shapes, strict=True))
+        unrounded = ROUNDING[self.dtype] / self.allowed
+        magnitudes = query, key, *(unrounded * x for x in (*rest, *more))
+        return excess(got, expected, magnitudes, self.flushed), self.allowed
+
+
+def _largest(x: Tensor) -> float:
+    """Of the finite elements and 1."""
+    finite = x.detach().double().nan_to_num(0, 0, 0).abs()
+    return max(1.0, float(finite.max())) if x.numel() else 1.0
 
 
 def divergence_error(
@@ -177,8 +198,7 @@ def divergence_error(
         magnitudes.add(row, slots, q * spread + p * of_p)
         logs = (p.log().nan_to_num(0, 0, 0) - q.log().nan_to_num(0, 0, 0)).abs()
         loss += (p * (1 + logs) * of_p + p * spread).sum()
-    error = excess(got, expected, (*magnitudes.found(), loss[None]))
-    return error, ROUNDING[call["query"].dtype]
+    return magnitudes.error(got, expected, loss[None])
 
 
 def arguments(dtype: torch.dtype, tokens: list[int], keys: list[int]) -> dict:

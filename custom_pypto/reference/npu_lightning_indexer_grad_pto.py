@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from . import npu_lightning_indexer_pto as forward
-from .checks import ROUNDING, excess, of_sequences
+from .checks import of_sequences
 from .index_training import Indexer, Magnitudes, arguments
 from .sequences import selected_rows
 
@@ -95,4 +95,4 @@ def error(got: tuple, expected: tuple, mine: dict, theirs: dict) -> tuple[float,
     gradients = theirs["dy"].double().abs().flatten(0, -3)[:, 0]
     for row, slots, columns in _selected(theirs):
         magnitudes.add(row, slots, gradients[row, columns])
-    return excess(got, expected, magnitudes.found()), ROUNDING[theirs["query"].dtype]
+    return magnitudes.error(got, expected)

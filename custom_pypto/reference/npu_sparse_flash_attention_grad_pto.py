@@ -4,11 +4,9 @@ import torch
 from torch import Tensor
 
 from . import npu_sparse_flash_attention_pto as forward
-from .checks import ROUNDING, excess, of_sequences
+from .checks import GRADIENT_ROUNDING, excess, of_sequences
 from .sequences import selected_rows
 
-# a unit of rounding of the result, one of the reference's, and in bfloat16 one of P and dS
-BOUND = ROUNDING | {torch.bfloat16: 3 * 2**-8}
 DIFFERENTIABLE = ("query", "key", "value", "query_rope", "key_rope", "sinks")
 # arguments of the forward that have another name here
 RENAMED = {
@@ -149,8 +147,9 @@ def _packed(dtype: torch.dtype) -> dict:
 
 def error(got: tuple, expected: tuple, mine: dict, theirs: dict) -> tuple[float, float]:
     """Of finite elements, relative to the sum of the magnitudes of their terms."""
-    flushed = _flushed(**theirs) if theirs["query"].dtype == torch.bfloat16 else 0
-    return excess(got, expected, _magnitudes(**theirs), flushed), BOUND[theirs["query"].dtype]
+    dtype = theirs["query"].dtype
+    flushed = _flushed(**theirs) if dtype == torch.bfloat16 else 0
+    return excess(got, expected, _magnitudes(**theirs), flushed), GRADIENT_ROUNDING[dtype]
 
 
 def _flushed(

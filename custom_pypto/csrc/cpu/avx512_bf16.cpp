@@ -339,6 +339,9 @@ const Bf16Kernels kAvx512Bf16 = {.pack_panel = pack_panel_bf16,
                                  .multiply_to_rows = multiply_to_rows_bf16,
                                  .logit_gradients = logit_gradients_bf16,
                                  .softmax_rows = softmax_rows_bf16,
+                                 .relu_masks = relu_masks_bf16,
+                                 .gradients_by_key = gradients_by_key_bf16,
+                                 .gradients_by_head = gradients_by_head_bf16,
                                  .narrow = narrow_bf16};
 
 }  // namespace custom_pypto::cpu

@@ -95,7 +95,7 @@ void narrow_bf16(const float* from, int n, uint16_t* to) {
 }
 
 void pack_row_pairs_bf16(const uint16_t* const* rows, int n, int padded, int dims, int64_t stride,
-                         uint32_t* to) {
+                         uint32_t* to, uint16_t* copies) {
   const auto part = [&](int row, int d, __mmask32 lanes) INLINED {
     return row < n ? _mm512_maskz_loadu_epi16(lanes, rows[row] + d) : _mm512_setzero_si512();
   };
@@ -107,6 +107,9 @@ void pack_row_pairs_bf16(const uint16_t* const* rows, int n, int padded, int dim
       const __m512i even = part(2 * p, d, lanes), odd = part(2 * p + 1, d, lanes);
       _mm512_storeu_si512(pairs, zip_low(even, odd));
       if (whole) _mm512_storeu_si512(pairs + stride, zip_high(even, odd));
+      if (!copies) continue;
+      _mm512_mask_storeu_epi16(copies + 2 * p * dims + d, lanes, even);
+      _mm512_mask_storeu_epi16(copies + (2 * p + 1) * dims + d, lanes, odd);
     }
   }
 }
@@ -197,6 +200,54 @@ void softmax_rows_bf16(const SoftmaxRows& call) {
     if (call.first || factor == 1.0f) continue;
     float* sums = call.sums + i * call.dims;
     for (int d = 0; d < call.dims; d += 16) store(sums + d, load(sums + d) * factor);
+  }
+}
+
+void relu_masks_bf16(const ReluMasks& call) {
+  const __m512 zero = _mm512_setzero_ps();
+  const __mmask16 heads = first_lanes(call.heads);  // what padding holds may be NaN
+  __m512 sums[2] = {load(call.d_weights), zero};    // of even and odd keys
+  const auto add = [&](int j, __m512& sum) INLINED {
+    const __m512 product = _mm512_maskz_loadu_ps(heads, call.products + j * call.stride);
+    // max returns its second operand if either is NaN: NaN is kept
+    sum = _mm512_fmadd_ps(_mm512_max_ps(zero, product), _mm512_set1_ps(call.d_scores[j]), sum);
+    call.masks[j] = _mm512_cmp_ps_mask(product, zero, _CMP_NLE_UQ);
+  };
+  int j = 0;
+  for (; j + 2 <= call.n; j += 2) add(j, sums[0]), add(j + 1, sums[1]);
+  if (j < call.n) add(j, sums[0]);
+  store(call.d_weights, sums[0] + sums[1]);
+}
+
+void gradients_by_key_bf16(const MaskedGradients& call) {
+  for (int h = 0; h < call.heads; h += 16) {
+    const __m512 weights = load(call.weights + h);
+    const uint16_t* masks = call.masks + h / 16 * call.mask_stride;
+    uint16_t* to = call.to + h;
+    for (int j = 0; j < call.n; ++j, to += call.stride) {
+      const __m512 d = weights * _mm512_set1_ps(call.d_scores[j]);
+      const __m256i rounded = _mm256_maskz_mov_epi16(masks[j], (__m256i)_mm512_cvtneps_pbh(d));
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), rounded);
+    }
+  }
+}
+
+void gradients_by_head_bf16(const MaskedGradients& call) {
+  for (int first = 0; first < call.n; first += 32) {
+    const int n = call.n - first;
+    const __mmask16 low = first_lanes(n), high = first_lanes(n - 16);
+    const __m512 d0 = _mm512_maskz_loadu_ps(low, call.d_scores + first);
+    const __m512 d1 = _mm512_maskz_loadu_ps(high, call.d_scores + first + 16);
+    const __mmask32 keys = low | static_cast<__mmask32>(high) << 16;
+    for (int h = 0; h < call.heads; ++h) {
+      const uint16_t* of_heads = call.masks + h / 16 * call.mask_stride + first;
+      const __m512i masks = _mm512_maskz_loadu_epi16(keys, of_heads);
+      const __m512 weight = _mm512_set1_ps(call.weights[h]);
+      const __mmask32 active = _mm512_test_epi16_mask(masks, _mm512_set1_epi16(1 << h % 16));
+      const __m512i rounded = (__m512i)_mm512_cvtne2ps_pbh(d1 * weight, d0 * weight);
+      _mm512_storeu_si512(call.to + h * call.stride + first,
+                          _mm512_maskz_mov_epi16(active, rounded));
+    }
   }
 }
 

@@ -118,6 +118,13 @@ struct HeadSums {
   float* out;            // [n]
 };
 
+// Other work, in steps that `multiply` calls between dots of tiles, which multiply at the same
+// time. Vectors call none.
+struct Beside {
+  void (*step)(void* work) = nullptr;
+  void* work = nullptr;
+};
+
 // a[i] . b for i < n, of bfloat16. A kernel may read and write rows up to a multiple of 16.
 struct PairProduct {
   const uint16_t* a;  // [n][depth]
@@ -129,6 +136,7 @@ struct PairProduct {
   int width;          // multiple of 16
   // Chunk whose rows `multiply` prefetches into the level-2 cache while tiles multiply, or null.
   const Chunk<uint16_t>* next = nullptr;
+  Beside beside = {};  // of `multiply`
 };
 
 // Gradients of logits, d = scale * p * (dots - delta), rounded to bfloat16 as p.
@@ -158,6 +166,31 @@ struct SoftmaxRows {
   int64_t p_stride;
   float* sums;  // [n][dims], rescaled to the new maximum
   int dims;     // multiple of 16
+};
+
+// Of 16 heads of an indexer: which products are not zero or below, a bit each, and d_weights += the
+// sum over keys of d_scores * relu(products).
+struct ReluMasks {
+  const float* products;  // [n][16]
+  int64_t stride;         // of products
+  int n;                  // keys
+  int heads;              // in use
+  const float* d_scores;  // [n]
+  float* d_weights;       // [16]
+  uint16_t* masks;        // [n]
+};
+
+// The gradients of these products, d_scores * weights where they have a bit, else 0, rounded to
+// bfloat16.
+struct MaskedGradients {
+  const uint16_t* masks;  // [heads / 16][n]
+  int64_t mask_stride;    // between 16 heads and the next
+  int n;                  // keys
+  int heads;              // multiple of 16
+  const float* weights;   // [heads]
+  const float* d_scores;  // [n]
+  uint16_t* to;           // by key: [n][heads]; by head: [heads][n], zeros up to a multiple of 32
+  int64_t stride;         // of `to`
 };
 
 // Of an indexer: scores[j] = sum over heads of weights * relu(products[j]).
@@ -259,15 +292,19 @@ struct Bf16Kernels {
                  uint16_t* rows, int64_t stride);
   // to[i] = scale * from[i], i < n, a multiple of 16
   void (*dequantize)(const int8_t* from, float scale, int n, uint16_t* to);
-  // pairs of rows as operand b of a product: n rows, zeros up to `padded`; stride: its b_stride
+  // pairs of rows as operand b of a product: n rows, zeros up to `padded`; stride: its b_stride.
+  // Also copies the rows side by side, unless `copies` is null.
   void (*pack_row_pairs)(const uint16_t* const* rows, int n, int padded, int dims, int64_t stride,
-                         uint32_t* to);
+                         uint32_t* to, uint16_t* copies);
   // out[i] = a[i] . b, or += unless `first`; rows of `out` are `stride` apart
   void (*multiply)(const PairProduct&, float* out, int64_t stride, bool first);
   // out[i] += a[i] . b, as in Product
   void (*multiply_to_rows)(const PairProduct&, float* const* out);
   void (*logit_gradients)(const LogitGradients&);
   void (*softmax_rows)(const SoftmaxRows&);
+  void (*relu_masks)(const ReluMasks&);
+  void (*gradients_by_key)(const MaskedGradients&);
+  void (*gradients_by_head)(const MaskedGradients&);
   // to[i] = from[i], i < n, a multiple of 32
   void (*narrow)(const float* from, int n, uint16_t* to);
   // around the calls of index, attend and multiply of one thread; null: nothing to do

@@ -61,8 +61,8 @@ INLINE void add_products(const uint16_t* a, int64_t a_stride, int64_t down, cons
 }
 
 // Calls f(number of tiles of rows, of columns, first row, first column) for up to four tiles at
-// once.
-template <typename F>
+// once, of up to ROWS tiles of rows.
+template <int ROWS, typename F>
 INLINE void each_tiles(const PairProduct& p, const F& f) {
   const auto columns = [&](auto rows, int i) INLINED {
     constexpr int BT = 4 / decltype(rows)::value;
@@ -71,8 +71,10 @@ INLINE void each_tiles(const PairProduct& p, const F& f) {
     for (; c < p.width; c += 16) f(rows, std::integral_constant<int, 1>{}, i, c);
   };
   int i = 0;
-  for (; i + 16 < p.n; i += 32) columns(std::integral_constant<int, 2>{}, i);
-  if (i < p.n) columns(std::integral_constant<int, 1>{}, i);
+  if constexpr (ROWS == 2) {
+    for (; i + 16 < p.n; i += 32) columns(std::integral_constant<int, 2>{}, i);
+  }
+  for (; i < p.n; i += 16) columns(std::integral_constant<int, 1>{}, i);
 }
 
 template <int AT, int BT, typename Step>
@@ -94,7 +96,7 @@ void multiply_amx(const PairProduct& p, float* out, int64_t stride, bool first) 
     block.a += k;
     block.b += 8 * k;
     block.depth = std::min(kDepth, p.depth - k);
-    each_tiles(block, [&](auto rows, auto columns, int i, int column) INLINED {
+    each_tiles<2>(block, [&](auto rows, auto columns, int i, int column) INLINED {
       constexpr int AT = decltype(rows)::value, BT = decltype(columns)::value;
       float* sums = out + i * stride + column;
       if (first && k == 0) {
@@ -102,46 +104,81 @@ void multiply_amx(const PairProduct& p, float* out, int64_t stride, bool first) 
       } else {
         load_sums<AT, BT>(sums, 4 * stride, 64 * stride, 64);
       }
-      add_depth<AT, BT>(block, i, column, [&]() INLINED { ahead.step(); });
+      add_depth<AT, BT>(block, i, column, [&]() INLINED {
+        ahead.step();
+        if (p.beside.step) p.beside.step(p.beside.work);
+      });
       store_sums<AT, BT>(sums, 4 * stride, 64 * stride, 64);
     });
   }
 }
 
+// rows[i][column + c] += sums[i][c] for 16 * BT columns
+template <int BT>
+INLINE void add_to_rows(const float* sums, float* const* rows, int count, int column) {
+  for (int i = 0; i < count; ++i, sums += 16 * BT) {
+    float* to = rows[i] + column;
+    UNROLL for (int v = 0; v < BT; ++v) store(to + 16 * v, load(to + 16 * v) + load(sums + 16 * v));
+  }
+}
+
 // The vector instructions that add tiles to the rows stand between the dots of the next tiles,
-// which run at the same time.
-void multiply_to_rows_amx(const PairProduct& p, float* const* out) {
-  alignas(64) float sums[2][4][16][16];  // of the latest tiles and of those before
-  int latest = 0, first = 0, end = 0, at = 0,
-      beside = 0;  // rows [first, end), columns from `at` on
-  const auto add_latest = [&] {
-    for (int i = first; i < end; ++i) {
-      const int r = i - first;
-      float* to = out[i] + at;
-      for (int v = 0; v < beside; ++v) {
-        const float* from = sums[latest][r / 16 * beside + v][r % 16];
-        store(to + 16 * v, load(to + 16 * v) + load(from));
-      }
+// which run at the same time. FETCH: requests the rows of `out` before, which may be anywhere; all
+// at once would hold up the tiles' loads. Else the next rows of a.
+template <int ROWS, bool FETCH>
+void add_to_rows_amx(const PairProduct& p, float* const* out) {
+  struct Block {
+    int first = 0, count = 0, column = 0, beside = 0;
+  };
+  alignas(64) float sums[2][64 * 16];  // of the latest tiles and of those before
+  Block latest;
+  int current = 0;
+  const auto add_latest = [&]() INLINED {
+    const float* from = sums[1 - current];
+    float* const* rows = out + latest.first;
+    if (latest.beside == 2) {
+      add_to_rows<2>(from, rows, latest.count, latest.column);
+    } else if (latest.beside == 4) {
+      add_to_rows<4>(from, rows, latest.count, latest.column);
+    } else {
+      add_to_rows<1>(from, rows, latest.count, latest.column);
     }
   };
-  each_tiles(p, [&](auto rows, auto columns, int i, int column) INLINED {
+  each_tiles<ROWS>(p, [&](auto rows, auto columns, int i, int column) INLINED {
     constexpr int AT = decltype(rows)::value, BT = decltype(columns)::value;
     const int last = std::min(i + 16 * AT, p.n);
     const int steps = p.depth / kStep, share = (last - i + steps - 1) / steps;
-    int fetched = i;  // rows may be anywhere; all requests at once would hold up the tiles' loads
+    int fetched = i;
+    if (!FETCH && column == 0) {
+      for (int next = last; next < std::min(last + 16 * AT, p.n); ++next) {
+        for (int d = 0; d < p.depth; d += kStep) __builtin_prefetch(p.a + next * p.a_stride + d);
+      }
+    }
     each<AT * BT>([](auto c) INLINED { tile::zero<decltype(c)::value>(); });
     add_depth<AT, BT>(p, i, column, [&]() INLINED {
-      for (const int to = std::min(fetched + share, last); fetched < to; ++fetched) {
-        UNROLL for (int v = 0; v < BT; ++v) {
-          __builtin_prefetch(out[fetched] + column + 16 * v, 1);
+      if constexpr (FETCH) {
+        for (const int to = std::min(fetched + share, last); fetched < to; ++fetched) {
+          UNROLL for (int v = 0; v < BT; ++v) {
+            __builtin_prefetch(out[fetched] + column + 16 * v, 1);
+          }
         }
       }
     });
     add_latest();
-    latest = 1 - latest, first = i, end = last, at = column, beside = BT;
-    store_sums<AT, BT>(sums[latest][0][0], 64, BT * 1024, 1024);
+    latest = {.first = i, .count = last - i, .column = column, .beside = BT};
+    store_sums<AT, BT>(sums[current], 64 * BT, 1024 * BT, 64);
+    current = 1 - current;
   });
   add_latest();
+}
+
+void multiply_to_rows_amx(const PairProduct& p, float* const* out) {
+  constexpr int kSmall = 24576;  // b stays in the level-1 cache
+  if (2 * p.depth * p.width <= kSmall) {
+    add_to_rows_amx<1, false>(p, out);
+  } else {
+    add_to_rows_amx<2, true>(p, out);
+  }
 }
 
 }  // namespace

@@ -14,10 +14,9 @@ namespace {
 template <typename Products>
 class Backward {
  public:
-  template <typename... Kernels>
-  explicit Backward(AttentionGradParams& p, Kernels... kernels)
+  explicit Backward(AttentionGradParams& p)
       : p_(p),
-        products_(p, kernels...),
+        products_(p),
         rows_(products_.rows),
         indices_(p.attention.sparse_indices.contiguous()),
         sequences_(read_sequences(p.attention.sequences)),
@@ -66,12 +65,12 @@ class Backward {
     const Sequence& s = *token.sequence;
     const int64_t visible = s.visible(token.i, p_.attention.sequences.sparse_mode);
     const int32_t* row = indices_.template const_data_ptr<int32_t>() + token.row() * rows_.k;
-    pairs.slots.clear();
-    for_each_index(row, 0, rows_.k, visible, [&](int64_t position, int64_t) {
-      const KeyMap::Slot slot = key_map_.find(s, position);
-      if (slot.exists) pairs.slots.push_back(slot);
+    owners_.template fill<Products::kByOwner>(pairs, [&](const auto& f) {
+      for_each_index(row, 0, rows_.k, visible, [&](int64_t position, int64_t column) {
+        const KeyMap::Slot slot = key_map_.find(s, position);
+        if (slot.exists) f(slot, column);
+      });
     });
-    owners_.group(pairs);
     return pairs.slots.size();
   }
 
@@ -132,7 +131,7 @@ void attend_backward(AttentionGradParams& p) {
   const cpu::Bf16Kernels* bf16 = attention_grad_kernels(p.d_query.size(-1), rope);
   dispatch_elements(p.d_query.scalar_type(), bf16, [&](auto multiplied, auto stored) {
     if constexpr (std::is_same_v<decltype(multiplied), uint16_t>) {
-      Backward<Bf16Products>(p, bf16).run();
+      Backward<Bf16Products>(p).run();
     } else {
       Backward<WidenedProducts<decltype(stored)>>(p).run();
     }

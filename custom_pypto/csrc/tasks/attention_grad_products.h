@@ -1,5 +1,6 @@
 // How the backward of sparse attention multiplies: elements widened to float, or bfloat16 as it is.
 // Both have
+//   kByOwner                      whether it takes the pairs of a token by owner
 //   rows                          queries and keys
 //   Operands                      what the first pass of a token leaves for the second
 //   floats(), place(at, operands) their memory
@@ -84,6 +85,7 @@ template <typename T>
 class WidenedProducts {
  public:
   using Stored = T;
+  static constexpr bool kByOwner = false;
   explicit WidenedProducts(const AttentionGradParams& p) : rows(p) {}
 
   struct Operands : Pairs {

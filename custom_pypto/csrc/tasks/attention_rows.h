@@ -1,5 +1,4 @@
-// Queries and keys of attention in float, latent and RoPE dims in one row, for the passes of
-// training.
+// Queries and keys, latent and RoPE dims in one row, for the passes of training.
 #pragma once
 
 #include <cmath>
@@ -10,11 +9,10 @@ namespace custom_pypto {
 
 // T is the storage type.
 template <typename T>
-class AttentionRows {
+class HeadRows {
  public:
-  AttentionRows(const Tensor& query, const Tensor& key, const OptionalTensor& query_rope,
-                const OptionalTensor& key_rope, const Tensor& softmax_max,
-                const Tensor& softmax_sum)
+  HeadRows(const Tensor& query, const Tensor& key, const OptionalTensor& query_rope = kNone,
+           const OptionalTensor& key_rope = kNone)
       : heads(query.size(-2)),
         padded(panel_rows(heads)),
         latent(query.size(-1)),
@@ -22,8 +20,6 @@ class AttentionRows {
         width(latent + rope),
         query_(query.contiguous()),
         query_rope_(query_rope ? query_rope->contiguous() : Tensor()),
-        max_(softmax_max.contiguous()),
-        sum_(softmax_sum.contiguous()),
         key_(key),
         key_rope_(key_rope ? *key_rope : key) {}
 
@@ -52,27 +48,42 @@ class AttentionRows {
     if (rope) widen(key_rope(slot), rope, to + latent);
   }
 
+  const int64_t heads, padded, latent, rope, width;
+
+ private:
+  Tensor query_, query_rope_;
+  Cache<T> key_, key_rope_;
+};
+
+// Of attention, with the statistics of its softmax.
+template <typename T>
+class AttentionRows : public HeadRows<T> {
+ public:
+  AttentionRows(const Tensor& query, const Tensor& key, const OptionalTensor& query_rope,
+                const OptionalTensor& key_rope, const Tensor& softmax_max,
+                const Tensor& softmax_sum)
+      : HeadRows<T>(query, key, query_rope, key_rope),
+        max_(softmax_max.contiguous()),
+        sum_(softmax_sum.contiguous()) {}
+
   // Of the first `count` heads of a token: maxima times log2(e), and inverses of sums; 0 for
   // padding
   void load_statistics(const Token& token, int64_t count, float* max, float* inverse) const {
     for (int64_t h = 0; h < count; ++h) {
-      max[h] = h < heads ? maxima(token)[h] * static_cast<float>(M_LOG2E) : 0.0f;
-      inverse[h] = h < heads ? 1.0f / sums(token)[h] : 0.0f;
+      max[h] = h < this->heads ? maxima(token)[h] * static_cast<float>(M_LOG2E) : 0.0f;
+      inverse[h] = h < this->heads ? 1.0f / sums(token)[h] : 0.0f;
     }
   }
 
   const float* maxima(const Token& token) const { return statistic(max_, token); }
   const float* sums(const Token& token) const { return statistic(sum_, token); }
 
-  const int64_t heads, padded, latent, rope, width;
-
  private:
   const float* statistic(const Tensor& tensor, const Token& token) const {
-    return tensor.const_data_ptr<float>() + token.row() * heads;
+    return tensor.const_data_ptr<float>() + token.row() * this->heads;
   }
 
-  Tensor query_, query_rope_, max_, sum_;
-  Cache<T> key_, key_rope_;
+  Tensor max_, sum_;
 };
 
 }  // namespace custom_pypto

@@ -185,7 +185,7 @@ class Expanded {
     }
     kernels_.pack_row_pairs(rows, static_cast<int>(n), static_cast<int>(tiles(n)),
                             static_cast<int>(columns), kValuePanel,
-                            scratch.values.data() + block * value_block());
+                            scratch.values.data() + block * value_block(), nullptr);
   }
 
   void attend(int64_t b, int64_t h, int64_t first, int64_t n, Scratch& scratch) const {

@@ -3,47 +3,38 @@
 #include <algorithm>
 #include <vector>
 
+#include "index_grad_products.h"
 #include "index_grad_sources.h"
 
 namespace custom_pypto {
 namespace {
 
-constexpr int64_t kIndexBlock = 128;  // keys of a product
-
-// T is the storage type.
-template <typename T, typename Source>
+// Products multiplies (index_grad_products.h), Source has the gradients of scores
+// (index_grad_sources.h).
+template <typename Products, typename Source>
 class IndexBackward {
  public:
   IndexBackward(IndexGradParams& p, const Source& source)
       : p_(p),
         source_(source),
-        query_(p.sequences.query.contiguous()),
+        products_(p, source),
+        rows_(products_.rows),
         weights_(p.weights.to(at::kFloat).contiguous()),
         sequences_(read_sequences(p.sequences)),
         tokens_(tokens_of(sequences_)),
         key_map_(p.sequences),
         owners_(p.sequences.key),
-        key_(p.sequences.key),
-        heads_(query_.size(-2)),
-        padded_(panel_rows(heads_)),
-        dims_(query_.size(-1)),
-        d_key_(p.d_key, dims_),
-        d_weights_(p.d_weights, heads_) {}
+        d_key_(p.d_key, rows_.width),
+        d_weights_(p.d_weights, rows_.heads) {}
 
   // Returns the loss.
   double run() {
-    const int64_t floats = source_.keys() * padded_ + 2 * heads_ * dims_ + padded_;  // of a token
+    const int64_t floats = products_.floats();  // of a token
     const int64_t chunk = source_.tokens(floats), count = tokens_.size();
-    std::vector<Scored> scored(std::min(chunk, count));
+    std::vector<Operands> pairs(std::min(chunk, count));
     // One thread allocates and frees, because malloc keeps a pool per thread.
-    Floats memory(scored.size() * floats);
-    for (size_t i = 0; i < scored.size(); ++i) {
-      float* at = memory.data() + i * floats;
-      scored[i].products = at;
-      scored[i].query = at += source_.keys() * padded_;
-      scored[i].d_query = at += heads_ * dims_;
-      scored[i].d_weights = at += heads_ * dims_;
-    }
+    Floats memory(pairs.size() * floats);
+    for (size_t i = 0; i < pairs.size(); ++i) products_.place(memory.data() + i * floats, pairs[i]);
     double loss = 0;
     for (int64_t first = 0; first < count; first += chunk) {
       const int64_t here = std::min(chunk, count - first);
@@ -56,17 +47,20 @@ class IndexBackward {
             here, [&] { return Scratch(*this); },
             [&](Scratch& scratch, int64_t i) {
               const Token& token = tokens_[first + i];
-              if (tile == 0) load(token, scored[i]);
-              score(token, tile, scratch, scored[i]);
-              if (tile == tiles - 1) write(token, scored[i]);
+              if (tile == 0) start(token, pairs[i]);
+              score(token, tile, scratch, pairs[i]);
+              if (tile == tiles - 1) write(token, pairs[i]);
             });
         run_tasks(
-            owners_.count, [] { return Owners::Operands(); },
-            [&](Owners::Operands& operands, int64_t owner) {
-              for (int64_t i = 0; i < here; ++i) add_rows(scored[i], owner, operands);
+            owners_.count, [&] { return typename Products::Adder(products_); },
+            [&](typename Products::Adder& adder, int64_t owner) {
+              for (int64_t i = 0; i < here; ++i) {
+                if (pairs[i].begin[owner] == pairs[i].begin[owner + 1]) continue;
+                products_.add_rows(pairs[i], owners_, owner, d_key_, adder);
+              }
             });
       }
-      for (int64_t i = 0; tiles > 0 && i < here; ++i) loss += scored[i].loss;
+      for (int64_t i = 0; tiles > 0 && i < here; ++i) loss += pairs[i].loss;
     }
     d_key_.finish(p_.d_key);
     d_weights_.finish(p_.d_weights);
@@ -74,159 +68,129 @@ class IndexBackward {
   }
 
  private:
+  using T = typename Products::Stored;
+  using Operands = typename Products::Operands;
+
   struct Scratch {
     explicit Scratch(const IndexBackward& op)
-        : source(op.source_),
-          query(op.padded_ * op.dims_),
-          keys(std::is_same_v<T, float> ? 0 : kIndexBlock * op.dims_),
-          weights(op.padded_),
-          scores(op.source_.keys()),
-          d_scores(op.source_.keys()) {}
+        : products(op.products_), source(op.source_), scores(op.source_.keys()) {}
+    typename Products::Scratch products;
     typename Source::Scratch source;
-    Floats query;  // panels
-    Floats keys;   // of a block
-    std::vector<const float*> rows;
-    Floats weights, scores, d_scores;
+    Floats scores;
   };
 
   int64_t visible(const Token& token) const {
     return token.sequence->visible(token.i, p_.sequences.sparse_mode);
   }
 
-  void load(const Token& token, Scored& scored) const {
-    const T* from = static_cast<const T*>(query_.const_data_ptr()) + token.row() * heads_ * dims_;
-    widen(from, heads_ * dims_, scored.query);
-    std::fill_n(scored.d_query, heads_ * dims_, 0.0f);
-    std::fill_n(scored.d_weights, padded_, 0.0f);
-    scored.loss = 0;
+  void start(const Token& token, Operands& pairs) const {
+    products_.load(token, pairs);
+    const int64_t heads = rows_.heads;
+    std::copy_n(weights_.const_data_ptr<float>() + token.row() * heads, heads, pairs.weights);
+    std::fill(pairs.weights + heads, pairs.weights + products_.padded, 0.0f);
+    std::fill_n(pairs.d_weights, products_.padded, 0.0f);
+    pairs.loss = 0;
   }
 
   // Scores of the keys of a tile, and their gradients.
-  void score(const Token& token, int64_t tile, Scratch& scratch, Scored& scored) const {
-    scored.slots.clear();
-    scored.columns.clear();
-    source_.each(token, visible(token), tile, [&](int64_t position, int64_t column) {
-      const KeyMap::Slot slot = key_map_.find(*token.sequence, position);
-      if (!slot.exists) return;
-      scored.slots.push_back(slot);
-      scored.columns.push_back(column);
+  void score(const Token& token, int64_t tile, Scratch& scratch, Operands& pairs) const {
+    owners_.template fill<Products::kByOwner>(pairs, [&](const auto& f) {
+      source_.each(token, visible(token), tile, [&](int64_t position, int64_t column) {
+        const KeyMap::Slot slot = key_map_.find(*token.sequence, position);
+        if (slot.exists) f(slot, column);
+      });
     });
-    owners_.group(scored);
-    const int64_t n = scored.slots.size();
+    const int64_t n = pairs.slots.size();
     if (n == 0) return;
-    pack_panels<float>(scored.query, heads_, dims_, scratch.query.data());
-    std::fill_n(scratch.weights.data(), padded_, 0.0f);
-    std::copy_n(weights_.const_data_ptr<float>() + token.row() * heads_, heads_,
-                scratch.weights.data());
-    const int64_t step = Source::kByPair ? kIndexBlock : n;
-    for (int64_t first = 0; first < n; first += step) {
-      const int64_t end = std::min(first + step, n);
-      for (int64_t j = first; j < end; j += kIndexBlock) score_block(scored, j, scratch);
-      scored.loss += source_.gradients(token, scored, first, end, scratch.scores.data(),
-                                       scratch.d_scores.data(), scratch.source);
-      for (int64_t j = first; j < end; j += kIndexBlock) {
-        if (!Source::kByPair) load_keys(scored, j, scratch);
-        add_block(scored, j, scratch);
-      }
+    products_.start(token, pairs, scratch.products);
+    const auto gradients = [&](int64_t first, int64_t count) {
+      pairs.loss += source_.gradients(token, pairs, first, first + count, scratch.scores.data(),
+                                      pairs.d_scores, scratch.source);
+    };
+    if constexpr (Source::kByPair) {
+      products_.multiply_and_add(pairs, scratch.products, gradients);
+    } else {
+      products_.multiply(pairs, scratch.products,
+                         [&](int64_t first, int64_t count, const float* products) {
+                           kernels().index_scores({.products = products,
+                                                   .n = static_cast<int>(count),
+                                                   .heads = static_cast<int>(rows_.heads),
+                                                   .padded = static_cast<int>(products_.padded),
+                                                   .weights = pairs.weights,
+                                                   .scores = scratch.scores.data() + first});
+                         });
+      gradients(0, n);
+      products_.add(pairs, scratch.products);
     }
-  }
-
-  void score_block(Scored& scored, int64_t first, Scratch& scratch) const {
-    load_keys(scored, first, scratch);
-    float* products = scored.products + first * padded_;
-    std::fill_n(products, scratch.rows.size() * padded_, 0.0f);
-    multiply_panels(scratch.rows, scratch.query.data(), dims_, padded_, products);
-    kernels().index_scores({.products = products,
-                            .n = static_cast<int>(scratch.rows.size()),
-                            .heads = static_cast<int>(heads_),
-                            .padded = static_cast<int>(padded_),
-                            .weights = scratch.weights.data(),
-                            .scores = scratch.scores.data() + first});
-  }
-
-  void add_block(Scored& scored, int64_t first, Scratch& scratch) const {
-    float* products = scored.products + first * padded_;
-    kernels().index_scores_grad({.products = products,
-                                 .n = static_cast<int>(scratch.rows.size()),
-                                 .heads = static_cast<int>(padded_),
-                                 .weights = scratch.weights.data(),
-                                 .d_scores = scratch.d_scores.data() + first,
-                                 .d_weights = scored.d_weights});
-    multiply_keys(products, padded_, scratch.rows, dims_, rows_to(scored.d_query, heads_, dims_));
-  }
-
-  // The keys of a block in float, in place if they are.
-  void load_keys(const Scored& scored, int64_t first, Scratch& scratch) const {
-    scratch.rows.resize(std::min<int64_t>(kIndexBlock, scored.slots.size() - first));
-    for (size_t j = 0; j < scratch.rows.size(); ++j) {
-      const T* row = key_.row(scored.slots[first + j]);
-      if constexpr (std::is_same_v<T, float>) {
-        scratch.rows[j] = row;
-      } else {
-        float* to = scratch.keys.data() + j * dims_;
-        widen(row, dims_, to);
-        scratch.rows[j] = to;
-      }
-    }
-  }
-
-  // Adds the token's pairs to the rows of this owner.
-  void add_rows(const Scored& scored, int64_t owner, Owners::Operands& operands) const {
-    if (scored.begin[owner] == scored.begin[owner + 1]) return;
-    const auto rows = rows_of(scored.query, heads_, dims_);
-    owners_.add(scored, owner, scored.products, padded_, rows, d_key_, operands);
   }
 
   // The gradients that end within the token.
-  void write(const Token& token, const Scored& scored) const {
-    T* to = static_cast<T*>(p_.d_query.mutable_data_ptr()) + token.row() * heads_ * dims_;
-    narrow(scored.d_query, heads_ * dims_, to);
-    std::copy_n(scored.d_weights, heads_, d_weights_.data + token.row() * heads_);
+  void write(const Token& token, const Operands& pairs) const {
+    const int64_t heads = rows_.heads, dims = rows_.width;
+    T* to = static_cast<T*>(p_.d_query.mutable_data_ptr()) + token.row() * heads * dims;
+    narrow(pairs.d_query, heads * dims, to);
+    std::copy_n(pairs.d_weights, heads, d_weights_.data + token.row() * heads);
   }
 
   IndexGradParams& p_;
   const Source& source_;
-  Tensor query_, weights_;
+  Products products_;
+  const HeadRows<T>& rows_;
+  Tensor weights_;
   std::vector<Sequence> sequences_;
   std::vector<Token> tokens_;
   KeyMap key_map_;
   Owners owners_;
-  Cache<T> key_;
-  int64_t heads_, padded_, dims_;
   Sums d_key_, d_weights_;
 };
 
-// Zeros the gradients, then calls f(value of the storage type) unless there is nothing to add.
+template <typename P>
+struct Of {
+  using Products = P;
+};
+
+// Zeros d_query, then calls f(Of<the products of the element type>), or if there is nothing to add
+// zeros all gradients.
 template <typename F>
 void with_zeros(IndexGradParams& p, const F& f) {
-  for (const Tensor& gradient : {p.d_query, p.d_key, p.d_weights}) gradient.zero_();
+  p.d_query.zero_();
   // without tokens the number of sequences is unbounded: a list of them may not fit in memory
-  if (p.d_query.numel() == 0 || p.d_key.numel() == 0) return;
-  dispatch_elements(p.d_query.scalar_type(), nullptr, [&](auto, auto stored) {
-    if constexpr (!std::is_same_v<decltype(stored), uint16_t>) f(stored);
+  if (p.d_query.numel() == 0 || p.d_key.numel() == 0) {
+    p.d_key.zero_();
+    p.d_weights.zero_();
+    return;
+  }
+  const cpu::Bf16Kernels* bf16 = index_kernels(p.d_query.size(-1));
+  dispatch_elements(p.d_query.scalar_type(), bf16, [&](auto multiplied, auto stored) {
+    if constexpr (std::is_same_v<decltype(multiplied), uint16_t>) {
+      f(Of<Bf16IndexProducts>());
+    } else {
+      f(Of<WidenedIndexProducts<decltype(stored)>>());
+    }
   });
 }
 
 }  // namespace
 
 void index_backward(IndexGradParams& p, const Tensor& sparse_indices, const Tensor& d_values) {
-  with_zeros(p, [&](auto stored) {
+  with_zeros(p, [&](auto of) {
     const Given source(sparse_indices, d_values);
-    IndexBackward<decltype(stored), Given>(p, source).run();
+    IndexBackward<typename decltype(of)::Products, Given>(p, source).run();
   });
 }
 
 void index_kl_backward(IndexKlParams& p) {
   p.loss.zero_();
-  with_zeros(p.index, [&](auto stored) {
+  with_zeros(p.index, [&](auto of) {
+    using Products = typename decltype(of)::Products;
     const auto run = [&](const auto& source) {
       using Source = std::decay_t<decltype(source)>;
-      p.loss.fill_(IndexBackward<decltype(stored), Source>(p.index, source).run());
+      p.loss.fill_(IndexBackward<Products, Source>(p.index, source).run());
     };
     if (p.sparse_indices) {
-      run(SelectedKl<decltype(stored)>(p));
+      run(SelectedKl<Attention<typename Products::Logits>>(p));
     } else {
-      run(VisibleKl<decltype(stored)>(p));
+      run(VisibleKl<Attention<typename Products::Logits>>(p));
     }
   });
 }

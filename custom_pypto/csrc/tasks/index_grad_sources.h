@@ -6,7 +6,7 @@
 #include <cmath>
 #include <vector>
 
-#include "attention_rows.h"
+#include "two_passes.h"
 
 namespace custom_pypto {
 
@@ -17,63 +17,10 @@ constexpr int64_t kTiledTokens = 64;
 
 // Pairs of a token, or those of one tile of its keys.
 struct Scored : Pairs {
-  std::vector<int64_t> columns;  // of each pair, among the token's indices
-  float* products;               // [pair][padded heads]: query . key, then their gradients
-  float *query, *d_query;        // [head][dims]
-  float* d_weights;              // [padded heads]
+  float* d_query;              // [padded head][dims]
+  float *weights, *d_weights;  // [padded heads]
+  float* d_scores;             // [pair]
   double loss;
-};
-
-// The attention whose keys an indexer selects.
-template <typename T>
-class Attention {
- public:
-  explicit Attention(const IndexKlParams& p)
-      : rows_(p.query, p.key, p.query_rope, p.key_rope, p.softmax_max, p.softmax_sum),
-        scale_(p.scale_value) {}
-
-  struct Scratch {
-    explicit Scratch(const Attention& op)
-        : rows(op.rows_.heads * op.rows_.width),
-          query(op.rows_.padded * op.rows_.width),
-          keys(kBlock * op.rows_.width),
-          scores(kBlock * op.rows_.padded),
-          max(op.rows_.padded),
-          inverse(op.rows_.padded) {}
-    Floats rows, query;   // of the token: query is packed into panels
-    Floats keys, scores;  // of a block
-    Floats max, inverse;
-  };
-
-  int64_t heads() const { return rows_.heads; }
-
-  // The probabilities of the token's keys, summed over the heads.
-  void sums(const Token& token, const Pairs& pairs, Scratch& scratch, float* out) const {
-    const int64_t n = pairs.slots.size(), width = rows_.width, padded = rows_.padded;
-    rows_.load_query(token, scratch.rows.data());
-    pack_panels<float>(scratch.rows.data(), rows_.heads, width, scratch.query.data());
-    rows_.load_statistics(token, padded, scratch.max.data(), scratch.inverse.data());
-    for (int64_t first = 0; first < n; first += kBlock) {
-      const int64_t count = std::min(kBlock, n - first);
-      for (int64_t j = 0; j < count; ++j) {
-        rows_.load_key(pairs.slots[first + j], scratch.keys.data() + j * width);
-      }
-      std::fill_n(scratch.scores.data(), count * padded, 0.0f);
-      multiply_panels(rows_of(scratch.keys.data(), count, width), scratch.query.data(), width,
-                      padded, scratch.scores.data());
-      kernels().head_sums({.scores = scratch.scores.data(),
-                           .n = static_cast<int>(count),
-                           .heads = static_cast<int>(padded),
-                           .scale = static_cast<float>(scale_ * M_LOG2E),
-                           .max = scratch.max.data(),
-                           .inverse = scratch.inverse.data(),
-                           .out = out + first});
-    }
-  }
-
- private:
-  AttentionRows<T> rows_;
-  double scale_;
 };
 
 // Where the gradients of scores come from. A source has
@@ -132,13 +79,13 @@ inline double natural_log(double x) {
 inline double divergence(float p, double log_q) { return p == 0 ? 0.0 : p * (std::log(p) - log_q); }
 
 // The divergence over the indices: both distributions are of these keys alone.
-template <typename T>
+template <typename Attention>
 class SelectedKl : public Selected {
  public:
   explicit SelectedKl(const IndexKlParams& p) : Selected(*p.sparse_indices), attention_(p) {}
   struct Scratch {
     explicit Scratch(const SelectedKl& op) : attention(op.attention_), target(op.keys()) {}
-    typename Attention<T>::Scratch attention;
+    typename Attention::Scratch attention;
     Floats target;
   };
   static constexpr bool kByPair = false;
@@ -164,11 +111,11 @@ class SelectedKl : public Selected {
   }
 
  private:
-  Attention<T> attention_;
+  const Attention attention_;
 };
 
 // The divergence over every key that a token sees, tile by tile.
-template <typename T>
+template <typename Attention>
 class VisibleKl {
  public:
   explicit VisibleKl(const IndexKlParams& p)
@@ -177,7 +124,7 @@ class VisibleKl {
         sum_(p.softmax_sum_index->contiguous()) {}
   struct Scratch {
     explicit Scratch(const VisibleKl& op) : attention(op.attention_), target(kTileKeys) {}
-    typename Attention<T>::Scratch attention;
+    typename Attention::Scratch attention;
     Floats target;
   };
   int64_t tokens(int64_t) const { return kTiledTokens; }
@@ -206,7 +153,7 @@ class VisibleKl {
   }
 
  private:
-  Attention<T> attention_;
+  const Attention attention_;
   Tensor max_, sum_;
 };
 

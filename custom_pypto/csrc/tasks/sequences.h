@@ -37,7 +37,8 @@ class KeyMap {
     int64_t run;  // positions left in the block, this one included
     bool exists;
   };
-  Slot find(const Sequence& sequence, int64_t position) const {
+  // inlined: a slot that is returned in memory is read before its members have arrived there
+  [[gnu::always_inline]] Slot find(const Sequence& sequence, int64_t position) const {
     const int64_t p = sequence.first_key + position;
     const int64_t page = shift_ >= 0 ? p >> shift_ : p / block_size_, row = p - page * block_size_;
     int64_t block = layout_ == Layout::kBsnd ? sequence.index : 0;

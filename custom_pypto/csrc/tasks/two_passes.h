@@ -14,7 +14,7 @@
 namespace custom_pypto {
 
 constexpr int64_t kBlock = 64;            // keys of a product
-constexpr int64_t kChunkBytes = 8 << 20;  // what the first pass leaves for the second
+constexpr int64_t kChunkBytes = 2 << 20;  // what the first pass leaves for the second
 constexpr int64_t kLeastTokens = 16;      // of a chunk
 
 using Floats = AlignedVector<float>;
@@ -85,11 +85,11 @@ inline void multiply_keys(const float* weights, int64_t padded,
                       .out = out.data()});
 }
 
-// The rows of a gradient, which holds zeros: float32 sums, which become its dtype at the end.
+// The rows of a gradient: float32 sums, which become its dtype at the end.
 struct Sums {
   Sums(const Tensor& gradient, int64_t row)
       : tensor(gradient.scalar_type() == at::kFloat
-                   ? gradient
+                   ? gradient.zero_()
                    : at::zeros(gradient.sizes(), gradient.options().dtype(at::kFloat))),
         width(row),
         data(tensor.mutable_data_ptr<float>()) {}
@@ -103,9 +103,10 @@ struct Sums {
 
 // The keys that a token reads, with their owners.
 struct Pairs {
-  std::vector<KeyMap::Slot> slots;  // in the order of the columns
-  std::vector<int64_t> order;       // pairs by owner, stable
-  std::vector<int64_t> begin;       // of each owner, in `order`
+  std::vector<KeyMap::Slot> slots;
+  std::vector<int64_t> columns;  // of the token's indices
+  std::vector<int64_t> order;    // pairs by owner, stable, unless they are stored so
+  std::vector<int64_t> begin;    // of each owner, by owner
 };
 
 // The owners of the rows of a cache.
@@ -116,23 +117,34 @@ class Owners {
     std::vector<float*> out;
   };
 
-  explicit Owners(const Tensor& key)
-      : count(std::max<int64_t>(kLeast, 2 * at::get_num_threads())), block_size_(key.size(-3)) {
+  explicit Owners(const Tensor& key) : count(tasks()), block_size_(key.size(-3)) {
     const int64_t rows = key.numel() / key.size(-1);
-    while (count << shift_ < rows) ++shift_;
+    while (kRanges << shift_ < rows) ++shift_;
   }
 
   const int64_t count;  // tasks that own the rows of the cache
 
-  // Fills order and begin of the pairs.
-  void group(Pairs& pairs) const {
-    const size_t n = pairs.slots.size();
-    pairs.begin.assign(count + 1, 0);
-    for (const KeyMap::Slot& slot : pairs.slots) ++pairs.begin[(flat(slot) >> shift_) + 1];
-    for (int64_t o = 0; o < count; ++o) pairs.begin[o + 1] += pairs.begin[o];
-    std::vector<int64_t> next(pairs.begin.begin(), pairs.begin.end() - 1);
-    pairs.order.resize(n);
-    for (size_t j = 0; j < n; ++j) pairs.order[next[flat(pairs.slots[j]) >> shift_]++] = j;
+  // Fills the pairs with what each(f) passes to f(slot, column), in two calls: by owner, stable, or
+  // as it comes.
+  template <bool kByOwner, typename Each>
+  void fill(Pairs& pairs, const Each& each) const {
+    int64_t begin[kRanges + 1] = {};
+    each([&](const KeyMap::Slot& slot, int64_t) { ++begin[range(slot) + 1]; });
+    for (int64_t r = 0; r < kRanges; ++r) begin[r + 1] += begin[r];
+    const int64_t n = begin[kRanges];
+    pairs.begin.resize(count + 1);
+    for (int64_t o = 0; o <= count; ++o) pairs.begin[o] = begin[o * (kRanges / count)];
+    pairs.slots.resize(n);
+    pairs.columns.resize(n);
+    if (!kByOwner) pairs.order.resize(n);
+    int64_t next = 0;
+    each([&](const KeyMap::Slot& slot, int64_t column) {
+      const int64_t place = begin[range(slot)]++, at = kByOwner ? place : next;
+      // by members: a copy of the whole would wait for what is written of it just before
+      pairs.slots[at] = {.block = slot.block, .row = slot.row, .run = slot.run, .exists = true};
+      pairs.columns[at] = column;
+      if (!kByOwner) pairs.order[place] = next++;
+    });
   }
 
   // The row of a gradient that belongs to a row of the cache.
@@ -163,9 +175,17 @@ class Owners {
  private:
   // fewer would own more rows than the level-2 cache holds sums of
   static constexpr int64_t kLeast = 16;
+  // Of rows, whose number does not depend on that of threads, as then the order of pairs does not.
+  static constexpr int64_t kRanges = 256;
+  static int64_t tasks() {
+    int64_t count = kLeast;
+    while (count < kRanges && count < 2 * at::get_num_threads()) count *= 2;
+    return count;
+  }
+  int64_t range(const KeyMap::Slot& slot) const { return flat(slot) >> shift_; }
   int64_t flat(const KeyMap::Slot& slot) const { return slot.block * block_size_ + slot.row; }
   int64_t block_size_;
-  int shift_ = 0;  // log2 of the rows of an owner: a division per pair is slow
+  int shift_ = 0;  // log2 of the rows of a range: a division per pair is slow
 };
 
 }  // namespace custom_pypto
