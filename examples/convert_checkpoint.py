@@ -43,7 +43,7 @@ from custom_pypto.models.checkpoint import (
     first_layers,
     stored_tensors,
 )
-from custom_pypto.models.loading import Reader
+from custom_pypto.models.reader import Reader
 
 RECORD, SUMS, INDEX = "conversion.json", "SHA256SUMS", "model.safetensors.index.json"
 PARTIAL = ".conversion.partial"  # files being written, under any name

@@ -2,102 +2,24 @@
 
 import contextlib
 import functools
-import math
 import os
-import threading
 from collections.abc import Callable, Iterator
 
 import torch
-from safetensors import safe_open
 from tqdm import tqdm
 from transformers.core_model_loading import GLOBAL_WORKERS, ConversionOps
 from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
 from . import quantized_weights
-from .checkpoint import Checkpoint, Stored
+from .checkpoint import Checkpoint
 from .memory import empty, free_memory
+from .reader import Reader
 from .sharing import part_of_rank, shared_parameters
 from .weights.modules import SCALE, stored_parameters
-from .weights.reading import NAMES, OnDisk, StoredWeight, check_blocks
+from .weights.reading import OnDisk, StoredWeight, check_blocks
 
 PROGRESS = "Loading weights"  # transformers' description of its bar
-DTYPES = quantized_weights.FLOATS | quantized_weights.INTEGERS
-DTYPES |= {name: dtype for dtype, name in NAMES.items()}
-
-
-class Reader:
-    """Reads tensors of a checkpoint, dequantized.
-
-    Args:
-        tensors: those that this rank reads.
-        mapped: whether tensors are pages of their files, which several processes then share.
-    """
-
-    def __init__(
-        self,
-        tensors: dict[str, Stored],
-        blocks: dict[str, tuple[int, int]],
-        mapped: bool = False,
-    ):
-        self.tensors, self.blocks = tensors, blocks
-        self.progress, self.lock = tqdm(disable=True), threading.Lock()
-        # else read: a mapped file counts as memory of this process, and a change of the file would
-        # change or crash the model
-        self.mapped, options = mapped, {} if mapped else {"backend": "pread"}
-        self._open = functools.cache(functools.partial(safe_open, framework="pt", **options))
-        # pread takes the whole of a tensor for a slice of it
-        self._map = functools.cache(functools.partial(safe_open, framework="pt"))
-
-    def stored(self, name: str, first: slice = slice(None)) -> torch.Tensor:
-        """The tensor as stored in the file, or a part of its first dim."""
-        file = self.tensors[name].file
-        if first == slice(None):
-            tensor = self._open(file).get_tensor(name)
-        else:
-            tensor = self._map(file).get_slice(name)[first]
-            tensor = tensor if self.mapped else tensor.clone()
-        with self.lock:
-            self.progress.update(tensor.nbytes)
-        return tensor
-
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        return sum(
-            math.prod(shape) * DTYPES[dtype].itemsize // self.per_byte(dtype)
-            for _, dtype, shape in self.tensors.values()
-        )
-
-    def per_byte(self, dtype: str) -> int:
-        return 2 if dtype == quantized_weights.FP4 and dtype in self.blocks else 1
-
-    def is_quantized(self, name: str) -> bool:
-        return self.tensors[name].dtype in self.blocks
-
-    def rows(self, name: str, first: slice = slice(None)) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Blocks of rows, as stored or dequantized in float32, and which rows these are.
-
-        Args:
-            first: a part of the first dim, of a tensor that is not quantized.
-        """
-        stored = self.stored(name, first)
-        if not self.is_quantized(name):
-            return quantized_weights.row_blocks(stored.flatten(0, -2))
-        scales = self.stored(quantized_weights.scale_name(name, self.tensors))
-        block = self.blocks[self.tensors[name].dtype]
-        return quantized_weights.dequantized(stored, scales, block)
-
-    def read(self, name: str, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
-        """The tensor as stored, or dequantized to ``dtype``."""
-        if not self.is_quantized(name):
-            return self.stored(name)
-        tensor = empty(self.tensors[name].shape, dtype)
-        self.read_into(name, tensor)
-        return tensor
-
-    def read_into(self, name: str, out: torch.Tensor) -> None:
-        for rows, values in self.rows(name):
-            out[rows] = values
 
 
 @contextlib.contextmanager
@@ -177,7 +99,7 @@ class Parameter:
             parts = self.parts[i * parts_of_one : (i + 1) * parts_of_one]
             targets = expert.view(parts_of_one, -1, self.shape[-1])
             for part, target in zip(parts, targets, strict=True):
-                self.reader.read_into(part, target)
+                self.reader.convert(part, target)
             if expert is buffer:
                 place.copy_(expert[rows, columns])
         return parameter

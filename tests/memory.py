@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import mmap
 import multiprocessing.forkserver
 import os
 import re
@@ -12,8 +13,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch import Tensor
 
 MIB = 2**20
 # What memory may grow by after the first tenth of the calls: pages that the allocators of C, Python
@@ -89,3 +92,18 @@ def peak_of(call) -> int:
     before = status("VmRSS")
     call()
     return status("VmHWM") - before
+
+
+def at_the_end_of_memory(x: Tensor | None) -> Tensor | None:
+    """A copy, and behind it memory that ends the process when it is read."""
+    if x is None:
+        return None
+    size = x.untyped_storage().nbytes()
+    pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, pages + mmap.PAGESIZE)
+    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    last = ctypes.c_void_p(begin + pages)
+    assert ctypes.CDLL(None).mprotect(last, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    values = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=pages - size)
+    values.copy_(torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()))
+    return values.view(x.dtype).as_strided(x.size(), x.stride())

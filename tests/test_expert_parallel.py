@@ -1,5 +1,6 @@
 """Ranks with experts of their own compute what one process computes, and read those alone."""
 
+import collections
 import re
 from pathlib import Path
 
@@ -98,17 +99,26 @@ def tensors_in(path):
 
 def work(rank: int, folder: Path, cases: list[str]):
     """What each rank does, and notes in a file."""
-    ids, stored, seen = torch.load(folder / "ids.pt"), loading.Reader.stored, {}
+    ids, seen = torch.load(folder / "ids.pt"), {}
+    stored, fill = loading.Reader.stored, loading.Reader._fill
     for case in cases:
-        read = {}
+        parts = {}  # by their place: scales are read twice, first to be checked
 
-        def counted(self, name, *args, read=read):
+        def counted(self, name, *args, parts=parts):
             tensor = stored(self, name, *args)
-            read[name] = tensor.nbytes  # some are read twice: their scales, first to be checked
+            if self.mapped:
+                parts[name, 0] = tensor.nbytes
             return tensor
 
-        loading.Reader.stored = counted
+        def filled(self, name, out, skip, parts=parts):
+            fill(self, name, out, skip)
+            parts[name, skip] = out.nbytes
+
+        loading.Reader.stored, loading.Reader._fill = counted, filled
         model = load(folder, case)
+        read = collections.Counter()
+        for (name, _), size in parts.items():
+            read[name] += size
         save(model, folder / CASES[case][0], folder / "saved again")
         state = model.state_dict().items()
         seen[case] = {

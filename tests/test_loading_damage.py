@@ -16,10 +16,14 @@ from loading_harness import (
     published_in_fp8,  # noqa: F401
     saved_checkpoint,  # noqa: F401
 )
+from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from custom_pypto import models
+from custom_pypto.hub import Directory
 from custom_pypto.models.architectures import ARCHITECTURES, Architecture
+from custom_pypto.models.checkpoint import stored_tensors
+from custom_pypto.models.reader import Reader
 
 
 @pytest.fixture
@@ -72,6 +76,22 @@ def test_a_git_lfs_pointer_is_named(checkpoint, copied):
     assert_rejected(
         path, f"{file.name} is a Git LFS pointer, not the file; run git lfs pull in {path}"
     )
+
+
+CHANGES = {
+    "cut": lambda file: os.truncate(file, file.stat().st_size - 1),
+    "written-anew": lambda file: save_file({"a": torch.zeros(4), "last": torch.zeros(19)}, file),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
+def test_a_file_that_changes_while_it_is_read_is_rejected(change, tmp_path):
+    file = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(4), "last": torch.zeros(20)}, file)
+    reader = Reader(stored_tensors(Directory(tmp_path), lambda name: True, {}), {})
+    change(file)
+    with pytest.raises(ValueError, match=f"{file} changed while it was read; load it again"):
+        reader.stored("last")
 
 
 def first_over(path, shard):

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 import custom_pypto
 from custom_pypto import models
-from custom_pypto.models import absorbed
+from custom_pypto.models import absorbed, reader
 from custom_pypto.models.weights.formats import matrices
 from custom_pypto.models.weights.modules import (
     EXPERT_WEIGHTS,
@@ -367,6 +367,15 @@ def test_a_damaged_published_weight_is_rejected_by_name(damage, message, on_disk
     with pytest.raises(ValueError, match=message) as raised:
         models.load(path, weights="stored")
     assert edited["name"] in str(raised.value) and edited["shard"] in str(raised.value)
+
+
+@pytest.mark.parametrize("weights", [None, "stored", *OPTIONS], ids=str)
+def test_weights_that_are_read_in_many_parts_are_the_same(weights, on_disk, monkeypatch):
+    whole = models.load(on_disk, weights=weights).state_dict()
+    monkeypatch.setattr(reader, "AT_ONCE", 1)  # rows of a block
+    parts = models.load(on_disk, weights=weights).state_dict()
+    for name, weight in whole.items():
+        assert weight.view(-1).view(torch.uint8).equal(parts[name].view(-1).view(torch.uint8)), name
 
 
 def test_the_op_computes_both_experts_and_linear_layers(saved, monkeypatch):

@@ -1,12 +1,10 @@
-import ctypes
 import itertools
 import math
-import mmap
 
 import pytest
 import torch
 from cases import DTYPES, INT_MAX, INT_MIN, rejection
-from memory import in_a_process
+from memory import at_the_end_of_memory, in_a_process
 from numerics import reference
 from torch import Tensor
 from torch.nn.functional import pad
@@ -323,21 +321,6 @@ def test_rejects_more_columns_than_the_kernels_count():
         "weight_only_linear: x.size(-1) must be a positive multiple of 32 up to 2**30 (K), got "
         f"{2**30 + 32}"
     )
-
-
-def at_the_end_of_memory(x: Tensor | None) -> Tensor | None:
-    """A copy, and behind it memory that ends the process when it is read."""
-    if x is None:
-        return None
-    size = x.untyped_storage().nbytes()
-    pages = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
-    memory = mmap.mmap(-1, pages + mmap.PAGESIZE)
-    begin = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    last = ctypes.c_void_p(begin + pages)
-    assert ctypes.CDLL(None).mprotect(last, ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
-    values = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=pages - size)
-    values.copy_(torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage()))
-    return values.view(x.dtype).as_strided(x.size(), x.stride())
 
 
 def wrong_at_the_end_of_memory() -> list:

@@ -1,15 +1,15 @@
-"""The stored formats of a weight ``[.., N, K]``: dtypes, shapes of scales, and rounding to them.
+"""The stored formats of a weight ``[.., N, K]``: dtypes, shapes of scales.
 
 :func:`custom_pypto.weight_only_linear` defines the formats.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-#: those that :func:`quantize` makes
+#: those that weights are rounded to: int8 symmetric with a scale for each row, int4 between the
+#: smallest and the largest value of a group
 ROUNDED = ("int8", "int4")
 FORMATS = ("bfloat16", "fp8", "fp4", *ROUNDED)
 #: K is a multiple of it
@@ -58,42 +58,3 @@ def matrices(weight: Tensor) -> Tensor:
 def int4_group(columns: int) -> int:
     """Values of a row that share scale and zero."""
     return next(group for group in INT4_GROUPS if columns % group == 0)
-
-
-def quantize(
-    kind: str, blocks: Iterable[tuple[slice, Tensor]], weight: Tensor, scales: Tensor
-) -> None:
-    """Rounds a matrix ``[N, K]`` to a format of :data:`ROUNDED`: int8 symmetric with a scale for
-    each row, int4 between the smallest and the largest value of a group.
-
-    Args:
-        blocks: blocks of rows of the matrix, and which rows these are.
-    """
-    of_rows = {"int8": _int8, "int4": _int4}[kind]
-    scratch = torch.empty(0, dtype=torch.float32, device="cpu")  # one memory for all blocks
-    for rows, values in blocks:
-        of_rows(values.float(), scratch.resize_(values.shape), weight[rows], scales[rows])
-
-
-def _int8(values: Tensor, scratch: Tensor, weight: Tensor, scales: Tensor) -> None:
-    tiny = torch.finfo(torch.float32).tiny  # of a row of zeros
-    # abs().amax() and aminmax() compare value by value
-    largest = torch.maximum(values.amax(-1), -values.amin(-1))
-    torch.div(largest.clamp_(min=tiny), 127, out=scales)
-    torch.div(values, scales[:, None], out=scratch)
-    weight.copy_(scratch.round_().clamp_(-127, 127))
-
-
-def _int4(values: Tensor, scratch: Tensor, weight: Tensor, scales: Tensor) -> None:
-    groups, codes = (x.unflatten(-1, (scales.size(1), -1)) for x in (values, scratch))
-    low, high = groups.amin(-1), groups.amax(-1)
-    scale, zero = scales.unbind(-1)
-    # of a group of one value, whose zero is that value
-    scale.copy_(((high - low) / 15).clamp(min=torch.finfo(torch.float32).tiny))
-    step = scale.float()
-    zero.copy_(low + 8 * step)
-    torch.sub(groups, zero.float()[..., None], out=codes).div_(step[..., None])
-    codes.round_().add_(8).clamp_(0, 15)
-    # on a little-endian machine the first value of a pair is the lower byte
-    pairs = scratch.to(torch.int8).view(torch.int16)
-    weight.view(torch.int8).copy_(pairs | pairs >> 4)

@@ -9,8 +9,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import custom_pypto
 
-from ..quantized_weights import row_blocks
-from .formats import ROUNDED, layout, matrices, quantize
+from .formats import ROUNDED, layout, matrices
 
 #: name of the implementation of experts in transformers
 EXPERTS = "custom_pypto"
@@ -147,9 +146,10 @@ def round_plain_weights(model: nn.Module, state: dict[str, Tensor], prefix: str,
         weight = torch.empty(values.shape, dtype=values.dtype, device="cpu")
         scales = torch.empty(values.scale_shape, dtype=values.scale_dtype, device="cpu")
         rows = plain.shape[:-1].numel()
-        quantize(
-            kind,
-            row_blocks(plain.flatten(0, -2)),
+        torch.ops.custom_pypto.convert_weight(
+            plain.flatten(0, -2).contiguous(),
+            None,
+            None,
             weight.view(rows, -1),
             scales.view(rows, *scales.shape[plain.ndim - 1 :]),
         )

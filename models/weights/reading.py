@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .. import quantized_weights
 from ..memory import empty
-from .formats import BLOCK, ROUNDED, Layout, layout, matrices, quantize
+from .formats import BLOCK, ROUNDED, Layout, layout, matrices
 
 # safetensors' names of the dtypes of stored weights and their scales
 NAMES = {
@@ -69,14 +69,12 @@ class StoredWeight:
 
     def read(self, part: str, first: slice, weight: Tensor, scales: Tensor | None) -> None:
         if self.kind in ROUNDED:
-            quantize(self.kind, self.reader.rows(part, first), weight, scales)
+            self.reader.convert(part, weight, scales, first)
             return
-        stored = self.reader.stored(part, first).flatten(0, -2)
-        # as bytes: torch copies float8 value by value
-        weight.view(torch.uint8).copy_(stored.view(torch.uint8))
-        if self.kind == "fp8" and quantized_weights.has_nan(stored):
-            file = self.reader.tensors[part].file
-            raise ValueError(f"load: {file}: {part} has NaN; download it again")
+        for _, values in self.reader.row_blocks(part, first, into=weight):
+            if self.kind == "fp8" and quantized_weights.has_nan(values):
+                file = self.reader.tensors[part].file
+                raise ValueError(f"load: {file}: {part} has NaN; download it again")
         if scales is not None:
             name = quantized_weights.scale_name(part, self.reader.tensors)
             scales.copy_(self.reader.stored(name))

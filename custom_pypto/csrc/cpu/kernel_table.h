@@ -5,7 +5,7 @@
 #include "filter.h"
 #include "float32.h"
 #include "gradients.h"
-#include "weights.h"
+#include "weight_rows.h"
 
 namespace custom_pypto::cpu {
 namespace {
@@ -24,6 +24,7 @@ constexpr Kernels kernel_table(const char* name, const WeightKernels* weights) {
           .count = count,
           .keep = keep,
           .weights = weights,
+          .rows = &kRows,
           .add_rows = add_rows_f32};
 }
 

@@ -16,6 +16,8 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "weight_kernels.h"
+
 #if defined(__x86_64__) && __has_include(<avx512bf16intrin.h>)  // g++ 10
 #define CUSTOM_PYPTO_AVX512_BF16
 #if __has_include(<amxbf16intrin.h>)  // g++ 11: its assembler knows AMX
@@ -213,70 +215,6 @@ struct IndexScoresGrad {
   float* d_weights;       // [heads]
 };
 
-// How the values of a weight are stored: bfloat16, int8, e4m3, and two values per byte, the first
-// in the low bits, unsigned integers or e2m1.
-enum WeightFormat { kBfloat16Weight, kInt8Weight, kFp8Weight, kInt4Weight, kFp4Weight };
-constexpr int kWeightFormats = 5;
-constexpr int kWeightUnit = 32;  // depth is a multiple of it
-
-// out[i][w] = the sum over d of x[i][d] * (scale * value[w][d] + offset), of rows w of a weight.
-// Consecutive values of a row share scale and offset, in int8 and bfloat16 all. The value of e4m3
-// counts 2^-8 times, that of e2m1 twice.
-struct Dots {
-  const uint8_t* weight;
-  int64_t stride;        // bytes of a row
-  int n;                 // rows of the weight
-  int depth, group;      // multiples of kWeightUnit; the last group may be shorter
-  int groups;            // of a row
-  const float* scales;   // [n][groups]
-  const float* offsets;  // [n][groups], or null: 0
-  const void* const* x;  // [m], prepared
-  int m;
-  float* const* out;  // [m]
-};
-
-// out[i][w] += the sum over pairs of x[i] . value[w], times the scales of both, plus the sum of
-// x[i] times the offset of w, for consecutive values that share scales and offset.
-struct Int16Product {
-  const int32_t* panels;  // [n_panels][pairs][panel_width], of two values as int16 each
-  int n_panels, pairs;
-  const float* scales;   // [n_panels * panel_width]
-  const float* offsets;  // [n_panels * panel_width], or null: 0
-  const int16_t* x;      // [m], rounded
-  int64_t x_stride;
-  const float *x_scales, *x_sums;  // [m] of them, one of x_parts each
-  int64_t x_parts;
-  int m;
-  float* out;
-  int64_t out_stride;
-};
-
-constexpr int kMostInt16Values = 256;  // that share a scale of x
-
-struct Int16Kernels {
-  int panel_width;
-  void (*multiply)(const Int16Product&);
-};
-
-// bytes of a prepared row of x
-constexpr int64_t prepared_bytes(int64_t depth) {
-  return (depth * 4 + depth / kWeightUnit * 8 + 63) / 64 * 64;  // each row starts at a cache line
-}
-
-struct WeightKernels {
-  void (*prepare)(const Dots&, const float* x, void* to);
-  void (*dots)(const Dots&);
-  // row w of the weight, [depth]
-  void (*widen)(const Dots&, int w, float* to);
-  // those of 4 bits as `Dots` takes them, offsets behind the scales; null for the others
-  void (*read_scales)(const void* from, int64_t count, float* scales);
-  // to[d / 2][w - first] = the values d, d + 1 of row w as int16, of `rows` rows, zeros up to
-  // `width`; null for formats that are no small integers
-  void (*pack_int16)(const Dots&, int first, int rows, int d, int count, int width, int32_t* to);
-  // to = x[i] / scale, rounded, i < n, a multiple of kWeightUnit; the sum is that of scale * to
-  void (*round_int16)(const float* x, int n, int16_t* to, float* scale, float* sum);
-};
-
 // Kernels that multiply bfloat16 without widening it.
 struct Bf16Kernels {
   // panel[pair][row] from rows[row][dim]: `count` rows, padded with zeros to the panel's width
@@ -345,6 +283,7 @@ struct Kernels {
   // positions; returns their number. Overwrites up to kLineElements elements behind them.
   int (*keep)(uint32_t* ranks, int32_t* positions, int n, uint32_t above, int equal);
   const WeightKernels* weights;  // of each format
+  const RowKernels* rows;
   // out[l] = the sum over d of x[d] * rows[d][l], in bfloat16
   void (*add_rows)(const uint16_t* rows, int64_t stride, const float* x, int depth, int width,
                    float* out);

@@ -43,11 +43,16 @@ INLINE IntVec load_int8(const void* p) {
 #endif
 }
 
-// the values low[0], high[0], low[1], ...
-INLINE void unpack_pairs(const Bytes16& low, const Bytes16& high, Vec* to) {
+// low[0], high[0], low[1], ...
+INLINE void interleave(const Bytes16& low, const Bytes16& high, Bytes16* to) {
   const Bytes16 first = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
-  const Bytes16 bytes[2] = {__builtin_shuffle(low, high, first),
-                            __builtin_shuffle(low, high, first + 8)};
+  to[0] = __builtin_shuffle(low, high, first);
+  to[1] = __builtin_shuffle(low, high, first + 8);
+}
+
+INLINE void unpack_pairs(const Bytes16& low, const Bytes16& high, Vec* to) {
+  Bytes16 bytes[2];
+  interleave(low, high, bytes);
   UNROLL for (int i = 0; i < kUnitVecs; ++i) {
     const IntVec values = load_int8(reinterpret_cast<const uint8_t*>(bytes) + i * kLanes);
     to[i] = __builtin_convertvector(values, Vec);

@@ -1,0 +1,104 @@
+// Matrices of a checkpoint in the formats of a model, for models.load; CPU only, no gradient.
+#include "../tasks/convert_weight.h"
+
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+
+#include "../tasks/kernel_set.h"
+#include "contract.h"
+
+namespace custom_pypto {
+namespace {
+
+using Block = at::OptionalIntArrayRef;
+
+constexpr char kOp[] = "convert_weight";
+constexpr at::ScalarType kPlain[] = {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble};
+constexpr at::ScalarType kQuantized[] = {at::kFloat8_e4m3fn, at::kChar};
+constexpr at::ScalarType kScales[] = {at::kFloat, at::kBFloat16, at::kHalf, at::kFloat8_e8m0fnu};
+constexpr at::ScalarType kResults[] = {at::kFloat, at::kBFloat16, at::kHalf, at::kChar, at::kByte};
+
+void check_scales(const Tensor& weight, const c10::SymInt& depth, const Tensor& scales,
+                  at::IntArrayRef block) {
+  CHECK_ARGUMENT(block.size() == 2 && block[0] > 0 && block[1] > 0, kOp, "block",
+                 "two positive sizes, the rows and columns that share a scale", block);
+  CHECK_ARGUMENT(weight.scalar_type() != at::kChar || block[1] % 2 == 0, kOp, "block[1]",
+                 "even for weight in int8, two values per byte", block[1]);
+  constexpr char kWhy[] = "blocks of weight, the last one may be shorter";
+  Argument(kOp, "scales", scales)
+      .dtype(kScales)
+      .rank(2, "[N / block[0], K / block[1]]")
+      .size(0, (weight.sym_size(0) + block[0] - 1) / block[0], kWhy)
+      .size(1, (depth + block[1] - 1) / block[1], kWhy)
+      .device_of(weight);
+}
+
+void check_rounded(const Tensor& weight, const c10::SymInt& depth, bool pairs,
+                   const Tensor& scales) {
+  CHECK_ARGUMENT(depth % cpu::kWeightUnit == 0, kOp, "K of weight",
+                 "a multiple of 32 for out in int8 or uint8", depth);
+  const Argument argument(kOp, "out_scales", scales);
+  argument.dtype(pairs ? at::kBFloat16 : at::kFloat, pairs ? "for out in uint8" : "for out in int8")
+      .rank(pairs ? 3 : 1, pairs ? "[N, K / G, 2] for out in uint8" : "[N] for out in int8")
+      .size(0, weight.sym_size(0), "N of weight")
+      .device_of(weight);
+  if (pairs) {
+    argument.size(2, 2, "scale and zero");
+    const c10::SymInt groups = scales.sym_size(1);
+    CHECK_ARGUMENT(groups > 0 && depth % groups == 0 && depth / groups % cpu::kWeightUnit == 0, kOp,
+                   "out_scales.size(1)", "K / G, for a G that is a multiple of 32", groups);
+  }
+  CHECK_ARGUMENT(scales.is_contiguous(), kOp, "out_scales", "contiguous", "strides ",
+                 scales.sym_strides());
+}
+
+void contract(const Tensor& weight, const OptionalTensor& scales, Block block, const Tensor& out,
+              const OptionalTensor& out_scales) {
+  Argument(kOp, "weight", weight)
+      .dtype(scales ? at::ArrayRef(kQuantized) : at::ArrayRef(kPlain),
+             scales ? "with scales" : "without scales")
+      .rank(2, "[N, K], or [N, K / 2] of int8")
+      .dense_rows();
+  CHECK_ARGUMENT(scales.has_value() == block.has_value(), kOp, "block",
+                 "there if scales are, else None", block ? "a block without scales" : "None");
+  const c10::SymInt depth = weight.sym_size(1) * (weight.scalar_type() == at::kChar ? 2 : 1);
+  if (scales) check_scales(weight, depth, *scales, *block);
+  const bool pairs = out.scalar_type() == at::kByte;
+  Argument(kOp, "out", out)
+      .dtype(kResults)
+      .rank(2, pairs ? "[N, K / 2] of uint8" : "[N, K]")
+      .size(0, weight.sym_size(0), "N of weight")
+      .size(1, pairs ? depth / 2 : depth, pairs ? "K / 2, two values per byte" : "K of weight")
+      .device_of(weight)
+      .dense_rows();
+  const bool rounded = pairs || out.scalar_type() == at::kChar;
+  CHECK_ARGUMENT(rounded == out_scales.has_value(), kOp, "out_scales",
+                 "there if out is int8 or uint8, else None", rounded ? "None" : "a tensor");
+  if (rounded) check_rounded(weight, depth, pairs, *out_scales);
+}
+
+}  // namespace
+
+template <bool computes>
+void convert_weight(const Tensor& weight, const OptionalTensor& scales, Block block,
+                    const Tensor& out, const OptionalTensor& out_scales) {
+  contract(weight, scales, block, out, out_scales);
+  if constexpr (computes) {
+    if (out.numel() == 0) return;
+    write_converted({.weight = weight,
+                     .scales = scales,
+                     .block_rows = block ? (*block)[0] : 0,
+                     .block_columns = block ? (*block)[1] : 0,
+                     .out = out,
+                     .out_scales = out_scales});
+  }
+}
+
+REGISTER_OP(convert_weight,
+            "(Tensor weight, Tensor? scales, int[]? block, Tensor(a!) out, Tensor(b!)? "
+            "out_scales=None) -> ()")
+
+TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) {
+  m.impl(kOp, torch::autograd::autogradNotImplementedFallback());
+}
+
+}  // namespace custom_pypto
