@@ -8,7 +8,7 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 python="${VIRTUAL_ENV:-${CONDA_PREFIX:-$root/.venv}}/bin/python"
 work="$root/build/aarch64"
-userland="$work/userland" venv="$work/venv" project="$work/project"
+userland="$work/userland" venv="$work/venv" project="$work/project" installed="$work/installed"
 DISK_GB=10
 DEBIAN=bookworm # its Python is 3.11, its glibc 2.36
 PYTHON=3.11
