@@ -14,10 +14,10 @@ from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DeepseekV32Con
 from custom_pypto import models
 
 
-def peak_of_loading(small, large):
-    models.load(small)  # has imported all there is to import
+def peak_of_loading(small, large, weights=None):
+    models.load(small, weights=weights)  # has imported all there is to import
     loaded = []
-    peak = peak_of(lambda: loaded.append(models.load(large)))
+    peak = peak_of(lambda: loaded.append(models.load(large, weights=weights)))
     return peak, sum(tensor.nbytes for tensor in loaded[0].state_dict().values())
 
 
@@ -42,6 +42,19 @@ def test_loading_takes_no_more_than_the_model_and_one_shard(kind, quantized, tmp
     # a few MB less than the model may do: those that the small one has left
     most = size + shard + PAGES
     assert 0.95 * size < peak <= most, f"{peak / 1e6} MB for {size / 1e6} + {shard / 1e6}"
+
+
+@pytest.mark.parametrize("weights", ["int8", "stored"])
+def test_stored_weights_take_no_more_than_the_model_and_one_shard(weights, tmp_path):
+    sizes = dict(hidden_size=1024, moe_intermediate_size=512, n_routed_experts=12)
+    small = published(tmp_path / "small", moe_intermediate_size=128)
+    path = published(tmp_path / "large", **sizes)
+    peak, size = in_a_process(peak_of_loading, small, path, weights)
+    plain = sum(x.nbytes for x in models.load(path).state_dict().values())
+    shard = max(file.stat().st_size for file in path.glob("*.safetensors"))
+    most = size + shard + PAGES
+    assert 0.9 * size < peak <= most < plain, f"{peak / 1e6} MB, {size / 1e6} + {shard / 1e6}"
+    assert size <= 0.6 * plain
 
 
 # ---- a model that does not fit ------------------------------------------------------------------
@@ -163,3 +176,18 @@ def test_a_model_that_does_not_fit_on_the_device_is_rejected(tmp_path):
         write_published(tmp_path, tiny_config(vocab_size=10**10), save=save_sparse)
     with pytest.raises(MemoryError, match=r"needs 3\.84TB in bfloat16, npu has 17\.2GB free"):
         models.load(tmp_path, device="npu")
+
+
+@pytest.mark.parametrize(
+    "weights, says",
+    [
+        (None, "bfloat16, .*more devices, or pass weights='int8' or 'int4'$"),
+        ("int8", "weights in int8, .*more devices, or pass weights='int4'$"),
+        ("int4", "weights in int4, .*more devices$"),
+    ],
+)
+def test_a_model_that_does_not_fit_names_the_smaller_formats(weights, says, tmp_path):
+    with torch.device("meta"):
+        write_published(tmp_path, tiny_config(vocab_size=10**10), save=save_sparse)
+    with pytest.raises(MemoryError, match=rf"needs 3\.84TB in {says}"):
+        models.load(tmp_path, weights=weights)

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from loading_harness import LOADED_KINDS, edit_json, edit_tensor, saved_checkpoint  # noqa: F401
-from memory import PAGES, in_a_process, peak_of
-from published import V4, published, save_sparse, true_weights, write_published
+from published import V4, published, true_weights
 from safetensors.torch import load_file
-from tiny import tiny_config, tiny_model, token_ids
+from tiny import tiny_model, token_ids
 from transformers import AutoModelForCausalLM
 
 import custom_pypto
@@ -204,27 +203,6 @@ def test_experts_of_another_rank_add_nothing(saved):
     torch.testing.assert_close(both[:1], alone)
 
 
-@pytest.mark.parametrize("weights", ["int8", "stored"])
-def test_loading_takes_no_more_than_the_model_and_one_shard(weights, tmp_path):
-    sizes = dict(hidden_size=1024, moe_intermediate_size=512, n_routed_experts=12)
-    small = published(tmp_path / "small", **WIDE)
-    path = published(tmp_path / "large", **sizes)
-    peak, size, plain = in_a_process(peak_of_loading, small, path, weights)
-    shard = max(file.stat().st_size for file in path.glob("*.safetensors"))
-    most = size + shard + PAGES
-    assert 0.9 * size < peak <= most < plain, f"{peak / 1e6} MB, {size / 1e6} + {shard / 1e6}"
-    assert size <= 0.6 * plain
-
-
-def peak_of_loading(small, large, weights):
-    models.load(small, weights=weights)  # has imported all there is to import
-    loaded = []
-    peak = peak_of(lambda: loaded.append(models.load(large, weights=weights)))
-    size = sum(tensor.nbytes for tensor in loaded[0].state_dict().values())
-    plain = sum(x.nbytes for x in models.load(large).state_dict().values())
-    return peak, size, plain
-
-
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads /proc")
 def test_files_of_a_saved_model_are_mapped(saved, tmp_path):
     load(saved, "int8").save_pretrained(tmp_path)
@@ -400,18 +378,3 @@ def test_files_name_the_format(saved, tmp_path):
     assert config["quant_method"] == "custom_pypto" and [*config["modules"]] == ["int4"]
     stored = load_file(next(tmp_path.glob("*.safetensors")))
     assert {x.dtype for name, x in stored.items() if name.endswith("down_proj")} == {torch.uint8}
-
-
-@pytest.mark.parametrize(
-    "weights, says",
-    [
-        (None, "bfloat16, .*more devices, or pass weights='int8' or 'int4'$"),
-        ("int8", "weights in int8, .*more devices, or pass weights='int4'$"),
-        ("int4", "weights in int4, .*more devices$"),
-    ],
-)
-def test_a_model_that_does_not_fit_names_the_smaller_formats(weights, says, tmp_path):
-    with torch.device("meta"):
-        write_published(tmp_path, tiny_config(vocab_size=10**10), save=save_sparse)
-    with pytest.raises(MemoryError, match=rf"needs 3\.84TB in {says}"):
-        models.load(tmp_path, weights=weights)

@@ -24,8 +24,8 @@ constexpr int64_t kRowsOfDots = 16;
 constexpr int64_t kColumns = 512;  // of a transposed one
 constexpr int64_t kRowsOfProduct = 256;
 constexpr int64_t kTokensOfProduct = 2048, kTokensOfCopy = 512;  // where x is, or copied
-constexpr int64_t kRowsOfTurn = 1024;  // of x, rounded or packed at once
-constexpr int64_t kMostPacked = 256;   // of x in a group
+constexpr int64_t kRowsOfTurn = 1024;                            // of x, rounded or packed at once
+constexpr int64_t kMostPacked = 256;                             // of x in a group
 // of a weight, per task of packed rows
 constexpr int64_t kFewTokens = 64;
 constexpr int64_t kRowsOfFewTokens = 32, kRowsOfTokens = 128;
