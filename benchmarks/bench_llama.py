@@ -147,7 +147,9 @@ def measured(folder: Path, programs: Path, kind: str, repeats: int) -> Iterator[
     )
     sides = {"custom_pypto": ours}
     if kind == "stored":  # the format of the checkpoint
-        upstream = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        upstream = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.bfloat16, trust_remote_code=False
+        )
         sides["transformers"] = upstream.eval()
     arguments = ["-t", str(torch.get_num_threads()), "-rtr"]
     program, file = programs / "llama-server", folder / f"{kind}.gguf"

@@ -26,6 +26,7 @@ from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequa
 from custom_pypto.rows.expanded import Heads, expanded_attention, in_float32
 from custom_pypto.rows.latents import int8_row_bytes
 
+FLOORS = floors.OPS | floors.PROMPTS
 # of the float32 indexer on AVX2, as a share of torch.mm in float32
 AVX2_FLOOR = ("indexer", 256, 8192), 0.6
 
@@ -128,7 +129,7 @@ def case_of(name: str, *shape: int, dtype: torch.dtype = torch.bfloat16) -> Case
 
 def with_aim(*key) -> str:
     """The floor of a case on this machine, and its aim if it has one; "-" without a floor."""
-    if (found := floors.here(floors.OPS).get(key)) is None:
+    if (found := floors.here(FLOORS).get(key)) is None:
         return "-"
     floor, aim = found
     return f"{floor:.2f}" + (f" (aim {aim:.2f})" if aim else "")
@@ -249,7 +250,7 @@ def op_floors(threads: int, repeats: int) -> Iterator[Floor]:
     if torch.ops.custom_pypto.cpu_isa() == "avx2":
         yield avx2_floor()
         return
-    for key, (least, _) in floors.required(floors.OPS).items():
+    for key, (least, _) in floors.required(FLOORS).items():
         case = case_of(*key)
 
         def measure(case=case, key=key) -> float:
@@ -265,7 +266,7 @@ def op_floors(threads: int, repeats: int) -> Iterator[Floor]:
 
 def op_rows(threads: int, repeats: int) -> Iterator[list[str]]:
     for dtype in (torch.bfloat16, torch.float32):
-        for key in floors.OPS:
+        for key in FLOORS:
             case = case_of(*key, dtype=dtype)
             seconds = times(case, dtype, repeats)
             rate = f"{case.flop / statistics.median(seconds['op']) / 1e9:.0f}"

@@ -11,8 +11,8 @@ import torch
 
 import custom_pypto  # noqa: F401  loads the op that names the set
 
-# share of the rate of torch.mm 2048^3: ("indexer", S1, S2), ("attention", S1, N1, S2) or ("prompt",
-# S1, N1); then the aim, if it is above: memory and cold caches take the rest
+# share of the rate of torch.mm 2048^3: ("indexer", S1, S2), ("attention", S1, N1, S2), of PROMPTS
+# ("prompt", S1, N1); then the aim, if it is above: memory and cold caches take the rest
 OPS: dict[tuple, dict[str, Any]] = {
     ("indexer", 1, 8192): dict(avx512_bf16=(0.60, 0.75), amx=(0.30, 0.40)),
     ("indexer", 1, 65536): dict(avx512_bf16=(0.90, None), amx=(0.45, 0.65)),
@@ -25,6 +25,10 @@ OPS: dict[tuple, dict[str, Any]] = {
     ("attention", 4, 64, 65536): dict(avx512_bf16=(0.78, None), amx=(0.33, 0.45)),
     ("attention", 4, 32, 65536): dict(avx512_bf16=(0.67, None), amx=(0.19, 0.25)),
     ("attention", 4, 16, 65536): dict(avx512_bf16=(0.42, 0.50), amx=(0.10, 0.14)),
+}
+
+# as OPS; of the sets that multiply bfloat16 only AMX was at hand
+PROMPTS: dict[tuple, dict[str, Any]] = {
     ("prompt", 512, 128): dict(amx=(0.45, 0.60)),
     ("prompt", 2048, 128): dict(amx=(0.55, 0.60)),
 }
