@@ -132,9 +132,5 @@ struct ByteUnit : ByteValues<Format> {
   }
 };
 
-constexpr WeightKernels kByteWeights[kWeightFormats] = {
-    kFloatWeight<Bfloat16Weight, Bfloat16Pairs>, kInt16Weight<Int8Weight, ByteUnit>,
-    kFloatWeight<Fp8Weight>, kInt16Weight<Int4Weight, ByteUnit>, kInt16Weight<Fp4Weight, ByteUnit>};
-
 }  // namespace
 }  // namespace custom_pypto::cpu

@@ -189,5 +189,10 @@ constexpr WeightKernels kInt16Weight = {.prepare = prepare_int16<Format, UNIT<Fo
                                         .pack_int16 = pack_int16<Format>,
                                         .round_int16 = round_part};
 
+template <template <class> class UNIT>
+constexpr WeightKernels kInt16Weights[kWeightFormats] = {
+    kFloatWeight<Bfloat16Weight, Bfloat16Pairs>, kInt16Weight<Int8Weight, UNIT>,
+    kFloatWeight<Fp8Weight>, kInt16Weight<Int4Weight, UNIT>, kInt16Weight<Fp4Weight, UNIT>};
+
 }  // namespace
 }  // namespace custom_pypto::cpu

@@ -99,9 +99,5 @@ struct WordUnit : WordValues<Format> {
   }
 };
 
-constexpr WeightKernels kWordWeights[kWeightFormats] = {
-    kFloatWeight<Bfloat16Weight, Bfloat16Pairs>, kInt16Weight<Int8Weight, WordUnit>,
-    kFloatWeight<Fp8Weight>, kInt16Weight<Int4Weight, WordUnit>, kInt16Weight<Fp4Weight, WordUnit>};
-
 }  // namespace
 }  // namespace custom_pypto::cpu

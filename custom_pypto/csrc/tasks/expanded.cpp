@@ -128,20 +128,21 @@ class Expanded {
             .width = static_cast<int>(width)};
   }
 
+  // Panels of 16 rows, of `dims` each; zeros up to a multiple of 32 rows.
+  void pack_rows(const uint16_t* rows, int64_t n, int64_t dims, uint32_t* to) const {
+    for (int64_t r = 0; r < tiles(n); r += 16, to += dims / 2 * 16) {
+      const int64_t here = std::clamp<int64_t>(n - r, 0, 16);
+      kernels_.pack_panel(rows + std::min(r, n) * dims, dims, static_cast<int>(here), 16,
+                          static_cast<int>(dims), to);
+    }
+  }
+
   // Keys and values of a head, rounded to bfloat16 and packed.
   void expand(int64_t b, int64_t h, Scratch& scratch) const {
     const int64_t panel = rank_ / 2 * 16, of_nope = tiles(nope_);
-    const auto pack = [&](int64_t row, int64_t count, int64_t column) {
-      const uint16_t* rows = bits(weight_) + (h * (nope_ + value_) + row) * rank_;
-      for (int64_t r = 0; r < tiles(count); r += 16) {
-        const int64_t here = std::clamp<int64_t>(count - r, 0, 16);
-        kernels_.pack_panel(rows + std::min(r, count) * rank_, rank_, static_cast<int>(here), 16,
-                            static_cast<int>(rank_),
-                            scratch.weight.data() + (column + r) / 16 * panel);
-      }
-    };
-    pack(0, nope_, 0);
-    pack(nope_, value_, of_nope);
+    const uint16_t* rows = bits(weight_) + h * (nope_ + value_) * rank_;
+    pack_rows(rows, nope_, rank_, scratch.weight.data());
+    pack_rows(rows + nope_ * rank_, value_, rank_, scratch.weight.data() + of_nope / 16 * panel);
     for (int64_t block = 0; block < blocks_; ++block) {
       const int64_t first = block * kKeys, n = std::min(kKeys, keys_ - first);
       const uint16_t* latent = bits(latent_) + (b * keys_ + first) * rank_;
@@ -166,12 +167,7 @@ class Expanded {
       }
       std::fill(to + nope_ + rope_, to + width_, 0);
     }
-    for (int64_t j = 0; j < tiles(n); j += 16) {
-      const int64_t here = std::clamp<int64_t>(n - j, 0, 16);
-      kernels_.pack_panel(rows + std::min(j, n) * width_, width_, static_cast<int>(here), 16,
-                          static_cast<int>(width_),
-                          scratch.keys.data() + block * key_block() + j / 16 * key_panel());
-    }
+    pack_rows(rows, n, width_, scratch.keys.data() + block * key_block());
   }
 
   void pack_values(int64_t block, int64_t n, Scratch& scratch) const {
