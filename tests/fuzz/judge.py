@@ -13,6 +13,7 @@ import custom_pypto
 from custom_pypto.descriptions import TRAINING, WEIGHTS
 from custom_pypto.reference import MODULES
 from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantized
+from custom_pypto.schemas import overload
 
 from .generate import Case
 
@@ -262,12 +263,11 @@ def assert_same_memory(got: dict, expected: dict) -> None:
 
 
 def assert_meta_rejects(op, arguments: dict, message: str) -> None:
-    # lists of numbers: torch reads those of a tensor that is given as one
-    lists = {
-        name: x for name, x in arguments.items() if name in ("actual_seq_qlen", "actual_seq_klen")
-    }
+    # torch reads the numbers of a tensor that is given as a list, and a meta tensor has none
+    schema = overload(op.__name__)._schema.arguments
+    lists = {one.name for one in schema if "List" in str(one.type)} & arguments.keys()
     try:
-        op(**on_meta(arguments) | lists)
+        op(**on_meta(arguments) | {name: arguments[name] for name in lists})
     except RuntimeError as error:
         assert str(error) == message, f"CPU and Meta reject in different words: {message} | {error}"
     else:
