@@ -72,11 +72,13 @@ def filled_cache(side: str, model, tokens: int):
 
 
 def decode_call(side: str, model, context: int, tokens: int = 1):
-    """One decode step up to ``context`` cached tokens; the cache is as before afterwards."""
-    cache, ids = filled_cache(side, model, context - tokens), torch.full((1, tokens), 7)
+    """One decode step up to ``context`` cached tokens; the cache is as before afterwards. Each step
+    has other tokens, for other experts."""
+    cache, generator = filled_cache(side, model, context - tokens), torch.Generator().manual_seed(4)
 
     @torch.no_grad()
     def step():
+        ids = torch.randint(1, model.config.vocab_size, (1, tokens), generator=generator)
         logits = model(ids, **{CACHE: cache}, use_cache=True).logits
         cache.crop(-tokens)
         return logits
