@@ -19,10 +19,8 @@ TOKENS, KEYS = 64, 8192
 # of the time of the forward, by heads; the operations are 2.53 times as many, and few heads share
 # the reading of a key and the sums of its gradient
 MOST_OF_FORWARD = {128: 3.0, 16: 3.5}
-# Of the forward over the same pairs. The indexer's gradient has three products for one, of keys
-# that are gathered for each token, where the forward reads them in order for eight; a loss has
-# these, the attention's logits, and their exponentials.
-MOST_OF_INDEXER, MOST_OF_SCORES = 5.0, 3.0
+# of the time of an indexer's forward; of the scores that a loss compares, and attention's logits
+MOST_OF_SCORES = 3.0
 LEAST_OF_MM = 0.7
 
 
@@ -76,24 +74,23 @@ def attention(heads: int, dtype: torch.dtype) -> Case:
     )
 
 
-def of_indexer(
-    name: str, op: str, call: dict, flop: float, forward: list[Part], limit: float
-) -> Case:
+def of_indexer(name: str, op: str, call: dict, flop: float, forward: list[Part]) -> Case:
     """Beside the forward of what the op computes, if bfloat16 is multiplied, else torch.mm."""
     dtype = call["query"].dtype
     name = f"{name}, {str(dtype)[6:]}"
     run = partial(getattr(custom_pypto, op), **call)
     if dtype == torch.bfloat16 and torch.ops.custom_pypto.has_bf16():
-        parts = "these keys" if len(forward) == 1 else "these keys, with the attention's logits"
-        unit = f"times the forward over {parts}"
-        return Case(name, run, int(flop), forward, unit, limit)
+        unit = "times the forward"
+        if len(forward) > 1:
+            unit += " over these keys, with the attention's logits"
+        return Case(name, run, int(flop), forward, unit, MOST_OF_SCORES)
     a, b = torch.randn(2048, 512), torch.randn(512, 2048)
     mm = Part(partial(torch.mm, a, b), flop / (2 * a.numel() * b.size(1)))
     return Case(name, run, int(flop), [mm], "of the rate of torch.mm", LEAST_OF_MM)
 
 
 def scores(keys: int, dtype: torch.dtype, selected: int = 1) -> Part:
-    """The forward that scores so many keys for each token."""
+    """The forward that scores so many keys for each token, and selects."""
     call = inputs.indexer(TOKENS, keys, dtype, sparse_mode=0, sparse_count=selected)
     return Part(partial(custom_pypto.npu_lightning_indexer_pto, **call, return_value=selected > 1))
 
@@ -123,8 +120,8 @@ def indexer(dtype: torch.dtype) -> Case:
 
     inputs.compare(op, call(2, 100, 64))
     flop = 6 * TOKENS * K * INDEX_HEADS * D
-    name, forward = f"indexer, {K} of {KEYS} keys", [scores(K, dtype, K)]
-    return of_indexer(name, op, call(TOKENS, KEYS, K), flop, forward, MOST_OF_INDEXER)
+    name, forward = f"indexer, {K} of {KEYS} keys", [scores(KEYS, dtype, K)]
+    return of_indexer(name, op, call(TOKENS, KEYS, K), flop, forward)
 
 
 def flop_of_a_pair(call: dict) -> int:
@@ -150,7 +147,7 @@ def sparse_divergence(dtype: torch.dtype) -> Case:
     call |= dict(sparse_indices=attend, softmax_max=largest, softmax_sum=total)
     flop = TOKENS * K * flop_of_a_pair(call)
     name, forward = f"divergence over {K} of {KEYS} keys", [scores(K, dtype), logits(K, dtype)]
-    return of_indexer(name, op, call, flop, forward, MOST_OF_SCORES)
+    return of_indexer(name, op, call, flop, forward)
 
 
 def dense_divergence(dtype: torch.dtype) -> Case:
@@ -163,7 +160,7 @@ def dense_divergence(dtype: torch.dtype) -> Case:
     call |= dict(softmax_max_index=heads[..., 0], softmax_sum_index=heads[..., 0])
     flop = TOKENS * (KEYS - TOKENS / 2) * flop_of_a_pair(call)
     name, forward = f"divergence over {KEYS} keys", [scores(KEYS, dtype), logits(KEYS, dtype)]
-    return of_indexer(name, op, call, flop, forward, MOST_OF_SCORES)
+    return of_indexer(name, op, call, flop, forward)
 
 
 def cases(*dtypes: torch.dtype) -> Iterator[Case]:
