@@ -1,14 +1,17 @@
-"""Layers of DeepSeek-V3.2's and GLM-5's sizes compared with ik_llama.cpp and transformers.
+"""Layers of the sizes of DeepSeek-V3.2, GLM-5 and DeepSeek-V4-Flash compared with ik_llama.cpp and
+transformers.
 
 One random checkpoint in bfloat16 is written down, loaded by ``models.load`` and by transformers,
-and converted to GGUF, which their llama-quantize quantizes; one in the published fp8 is ours alone,
-next to their 8 bits. Whole models of one layer are timed:
-embedding, norms, the layer and a head of 256 tokens. Nothing is timed before the logits of a prompt
-agree. Times are of the clock: run it on a machine that does nothing else.
+and converted to GGUF, which their llama-quantize quantizes; one in the published format is ours
+alone, next to their types of as many bits. Whole models are timed: embedding, norms, one layer and
+a head of 256 tokens; of DeepSeek-V4 two layers, since theirs needs one with an indexer and one
+without. Nothing is timed before the logits of a prompt agree. Times are of the clock: run it on a
+machine that does nothing else.
 
 ``llama``: the folder of ik_llama.cpp's programs, llama-server and llama-quantize. They run with the
-options that its users set: weights repacked at run time, flash attention, fused experts; for tokens
-selection of keys (``-mla 1 -dsa``), for prompts attention to every key (``-mla 3``), faster there.
+options that its users set: weights repacked at run time, flash attention, fused experts. Those of
+latent attention are for tokens selection of keys (``-mla 1 -dsa``), for prompts attention to every
+key (``-mla 3``), faster there; DeepSeek-V4 always selects.
 """
 
 import json
@@ -23,36 +26,54 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from llama import convert, server
+from bench_v4 import KINDS, model_decode_call
+from llama import V4, convert, server
 from measure import Benchmark
 from model_sides import decode_call, prefill_call, prompt_ids
 from published import write_published
-from transformers import AutoModelForCausalLM, DeepseekV32Config, GlmMoeDsaConfig
+from tiny import randomise
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV4Config,
+    DeepseekV32Config,
+    GlmMoeDsaConfig,
+)
 
 from custom_pypto import models
 
 VOCABULARY = 256
 CONTEXT, PROMPTS = 4096, (512, 2048)
 STEPS = 8  # tokens of a repeat
-# a format of ours, and theirs of as many bits; stored: bfloat16, fp8: as published
-FORMATS = {"stored": "BF16", "fp8": "Q8_0", "int8": "Q8_0", "int4": "Q4_K"}
+# a format of ours, and theirs of as many bits; stored: bfloat16; fp8: as published; fp4: as
+# published of DeepSeek-V4, the experts alone, fp8 and Q8_0 elsewhere
+FORMATS = {"stored": "BF16", "fp8": "Q8_0", "fp4": "MXFP4", "int8": "Q8_0", "int4": "Q4_K"}
+PUBLISHED = {"deepseek_v32": "fp8", "glm_moe_dsa": "fp8", V4: "fp4"}
 FEW = 4  # tokens at once, as of a draft or of some sequences
-EXPERTS = 32  # of 256: a token reads 8 of either
+EXPERTS = 32  # of 256: a token reads 8 of either, 6 of DeepSeek-V4
 ALL = dict(vocab_size=VOCABULARY, num_hidden_layers=1, n_routed_experts=EXPERTS)
+V4_LAYERS = dict(layer_types=[KINDS["sparse"], KINDS["heavy"]], mlp_layer_types=["moe", "moe"])
+YARN = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536}  # as published
+V4_LAYERS |= dict(rope_scaling=YARN | {"beta_fast": 32, "beta_slow": 1})
+V4_CONFIG = DeepseekV4Config(**ALL | V4_LAYERS | {"num_hidden_layers": 2})
 ALL |= dict(n_group=1, topk_group=1)  # the file that they read names no groups
 PARTS = {
     "attention": DeepseekV32Config(**ALL, first_k_dense_replace=1, intermediate_size=256),
     "with experts": DeepseekV32Config(**ALL, first_k_dense_replace=0),
     "GLM-5, with experts": GlmMoeDsaConfig(**ALL, mlp_layer_types=["sparse"]),
+    "DeepSeek-V4-Flash, two layers": V4_CONFIG,
 }
-TOKEN = ["-mla", "1", "-dsa", "-c", str(CONTEXT + 64), "-ub", "512"]
+TOKEN = ["-c", str(CONTEXT + 64), "-ub", "512"]
 # the tokens that followed where a token was before
 DRAFT = ["--spec-type", f"ngram-simple:n_max={FEW - 1},ngram_size_n=1,ngram_size_m={FEW - 1}"]
-PROMPT = ["-mla", "3", "-c", str(max(PROMPTS) + 64), "-b", str(max(PROMPTS))]
+PROMPT = ["-c", str(max(PROMPTS) + 64), "-b", str(max(PROMPTS))]
 # for an answer it computes the experts of its last layer for the last token alone, for an
 # embedding it computes them for all tokens
 PROMPT += ["-ub", str(max(PROMPTS)), "--embedding", "--pooling", "last"]
+# of tokens and of prompts, with latents in the cache
+LATENTS = ["-mla", "1", "-dsa"], ["-mla", "3"]
+CHECKED = 256  # tokens: more than a window of DeepSeek-V4, and two heavily compressed rows
 # of logits, in their length: rounding of bfloat16 differs in each of some twenty products in a row
+# of a layer; squares of errors of several layers add
 APART = 0.03
 
 
@@ -106,13 +127,14 @@ class Theirs:
 
 def check(model, theirs: Theirs) -> None:
     """Compares the logits after a prompt, of the unquantized weights."""
-    prompt = prompt_ids(VOCABULARY, 64)
+    prompt = prompt_ids(VOCABULARY, CHECKED)
     with torch.no_grad():
         logits = model(prompt).logits[0, -1]
     ours, other = logits.float().log_softmax(-1), theirs.log_probabilities(prompt[0].tolist())
     known = ~other.isnan()
     ours, other = (x[known] - x[known].mean() for x in (ours, other))
-    if (apart := ((ours - other).norm() / other.norm()).item()) > APART:
+    limit = APART * math.sqrt(model.config.num_hidden_layers)
+    if (apart := ((ours - other).norm() / other.norm()).item()) > limit:
         raise SystemExit(f"the logits of both sides differ by {apart:.1e}; not timed")
 
 
@@ -141,10 +163,12 @@ def milliseconds(
 
 def measured(folder: Path, programs: Path, kind: str, repeats: int) -> Iterator[list[str]]:
     """Of one format of weights: what, and :func:`milliseconds`."""
-    published = kind == "fp8"
+    published = kind in PUBLISHED.values()
     ours = models.load(
         folder / kind if published else folder, weights="stored" if published else kind
     )
+    v4 = ours.config.model_type == V4
+    decode = model_decode_call if v4 else decode_call
     sides = {"custom_pypto": ours}
     if kind == "stored":  # the format of the checkpoint
         upstream = AutoModelForCausalLM.from_pretrained(
@@ -152,25 +176,42 @@ def measured(folder: Path, programs: Path, kind: str, repeats: int) -> Iterator[
         )
         sides["transformers"] = upstream.eval()
     arguments = ["-t", str(torch.get_num_threads()), "-rtr"]
+    tokens, prompts = (
+        [*arguments, *options, *latents]
+        for options, latents in zip((TOKEN, PROMPT), ([], []) if v4 else LATENTS, strict=True)
+    )
     program, file = programs / "llama-server", folder / f"{kind}.gguf"
-    with server(program, file, [*arguments, *TOKEN]) as (url, _):
+    with server(program, file, tokens) as (url, _):
         theirs, prompt = Theirs(url), prompt_ids(VOCABULARY, CONTEXT)[0].tolist()
         if "transformers" in sides:
             check(sides["custom_pypto"], theirs)
-        calls = {side: decode_call(side, model, CONTEXT) for side, model in sides.items()}
+        calls = {side: decode(side, model, CONTEXT) for side, model in sides.items()}
         token = partial(theirs.token_seconds, prompt)
         yield [f"token, {CONTEXT // 1024}K", *milliseconds(calls, token, repeats, STEPS)]
-    with server(program, file, [*arguments, *TOKEN, *DRAFT]) as (url, _):
+    with server(program, file, [*tokens, *DRAFT]) as (url, _):
         theirs, prompt = Theirs(url), prompt_ids(VOCABULARY, CONTEXT)[0].tolist()
-        calls = {"custom_pypto": decode_call("custom_pypto", ours, CONTEXT, FEW)}
+        calls = {"custom_pypto": decode("custom_pypto", ours, CONTEXT, FEW)}
         token = partial(theirs.few_seconds, prompt)
         yield [f"{FEW} tokens at once", *milliseconds(calls, token, repeats, STEPS)]
-    with server(program, file, [*arguments, *PROMPT]) as (url, _):
+    with server(program, file, prompts) as (url, _):
         theirs = Theirs(url)
         for count in PROMPTS:
             calls = {side: prefill_call(side, model, count) for side, model in sides.items()}
             whole = partial(theirs.prompt_seconds, prompt_ids(VOCABULARY, count)[0].tolist())
             yield [f"prompt of {count}", *milliseconds(calls, whole, 1, 1)]
+
+
+def quantize(program: Path, plain: Path, target: Path, theirs: str) -> None:
+    """Writes ``plain`` in the type ``theirs``, MXFP4 for experts alone. What DeepSeek-V4 publishes
+    in float32 stays so."""
+    rest = "Q8_0" if theirs == "MXFP4" else theirs
+    # their names of types have small letters but for the K
+    rules = [
+        f"{names}={kind.lower().replace('_k', '_K')}"
+        for names, kind in (("hc_|_ape", "F32"), ("_exps", theirs), (".*", rest))
+    ]
+    command = [program, "--custom-q", ",".join(rules), plain, target, rest]
+    subprocess.run(command, check=True, capture_output=True, cwd=target.parent)
 
 
 def rows(llama: str, threads: int, repeats: int) -> Iterator[list[str]]:
@@ -182,16 +223,20 @@ def rows(llama: str, threads: int, repeats: int) -> Iterator[list[str]]:
             folder = Path(name)
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            # of DeepSeek-V4; transformers makes them 0, which would hide a missing one
+            randomise(model, sinks=3, position_bias=1, base=1)
             model.save_pretrained(folder)
             del model
             plain = folder / "stored.gguf"
             convert(folder, plain, [f"w{i}" for i in range(VOCABULARY)])
-            write_published(folder / "fp8", config)
+            published = PUBLISHED[config.model_type]
+            write_published(folder / published, config)
             for kind, theirs in FORMATS.items():
+                if kind in PUBLISHED.values() and kind != published:
+                    continue
                 target = folder / f"{kind}.gguf"
                 if target != plain:
-                    quantize = [programs / "llama-quantize", "--pure", plain, target, theirs]
-                    subprocess.run(quantize, check=True, capture_output=True, cwd=folder)
+                    quantize(programs / "llama-quantize", plain, target, theirs)
                 for what, *cells in measured(folder, programs, kind, repeats):
                     yield [part, f"{kind}, {theirs}", what, *cells]
                 if target != plain:
@@ -205,7 +250,10 @@ BENCHMARKS = {
         rows,
         "A model of one layer of DeepSeek-V3.2's or GLM-5's sizes with random weights, its "
         f"embedding and its head of {VOCABULARY} tokens: attention with a feed-forward of 256, or "
-        f"with the router, the shared expert and 8 of {EXPERTS} experts. Caches in bfloat16 "
+        f"with the router, the shared expert and 8 of {EXPERTS} experts. Of DeepSeek-V4-Flash's "
+        "sizes two layers, one compressed with an indexer, one heavily compressed, each with 6 of "
+        f"{EXPERTS} experts; fp4: of the experts, as published, fp8 elsewhere (theirs: MXFP4, "
+        "Q8_0). Caches in bfloat16 "
         f"(theirs: F16). Tokens: medians of turns of {STEPS}; {FEW} at once: a token and its "
         "draft. Prompts: one, after one that is not timed. By the clock; the logits of both sides "
         "agreed before, on the same weights.",

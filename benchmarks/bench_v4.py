@@ -35,6 +35,7 @@ DECODE_CONTEXTS = (4096, 16384, 65536)
 PREFILL_CONTEXTS = (2048, 8192)
 # upstream's logits [64, S, 1.25 S] take 0.7 GB per copy at 2K, 2.7 GB at 4K
 UPSTREAM_PREFILL_LIMIT = 2048
+ROOM = 1024  # for the tokens that are decoded
 # Relative to the largest element of a row; upstream rounds weights and sums to bfloat16, and one of
 # the selected rows may be another with an equal score within rounding
 TOLERANCE = 2**-4
@@ -75,7 +76,8 @@ def random(*shape: int, seed: int) -> Tensor:
 
 def fill_upstream(cache: DynamicCache, attention, tokens: int) -> None:
     """The window, the compressed rows and the last window's tokens, as :func:`fill_paged`."""
-    layer, window, dim = cache.layers[0], attention.sliding_window - 1, attention.head_dim
+    layer, window = cache.layers[attention.layer_idx], attention.sliding_window - 1
+    dim = attention.head_dim
     kept = random(1, window, dim, seed=1)[:, None]
     layer.update(kept, kept)
     layer.cumulative_length = tokens
@@ -91,7 +93,7 @@ def fill_upstream(cache: DynamicCache, attention, tokens: int) -> None:
 
 
 def fill_paged(cache: models.PagedCache, attention, tokens: int) -> None:
-    layer = cache.layers[0]
+    layer = cache.layers[attention.layer_idx]
 
     def put(name: str, rows: Tensor, values: Tensor) -> None:
         space = layer.layouts[name]
@@ -112,6 +114,16 @@ def fill_paged(cache: models.PagedCache, attention, tokens: int) -> None:
     cache.lengths.fill_(tokens)
     for length in (cache.seen, cache.sequences.written):
         length.fill_(tokens)
+
+
+def filled_cache(side: str, model, tokens: int):
+    """A cache of ``tokens`` random tokens in every layer, with ROOM for more."""
+    ours = side == "custom_pypto"
+    make = partial(models.PagedCache, model, 1, tokens + ROOM)
+    cache = make() if ours else DynamicCache(config=model.config)
+    for layer in model.base_model.layers:
+        (fill_paged if ours else fill_upstream)(cache, layer.self_attn, tokens)
+    return cache
 
 
 def compressors(attention) -> list[tuple]:
@@ -156,19 +168,25 @@ def attend(side: str, model, hidden: Tensor, cache, cached: int) -> Tensor:
 
 def decode_call(side: str, model, context: int) -> Callable[[], Tensor]:
     """Decodes one token after another, from ``context`` cached tokens on."""
-    attention, cached = model.base_model.layers[0].self_attn, context
-    if side == "custom_pypto":
-        cache = models.PagedCache(model, 1, context + 128)
-        fill_paged(cache, attention, context)
-    else:
-        cache = DynamicCache(config=model.config)
-        fill_upstream(cache, attention, context)
+    cache, cached = filled_cache(side, model, context), context
 
     def step() -> Tensor:
         nonlocal cached
         hidden = random(1, 1, model.config.hidden_size, seed=cached)
         cached += 1
         return attend(side, model, hidden, cache, cached - 1)
+
+    return step
+
+
+def model_decode_call(side: str, model, context: int, tokens: int = 1) -> Callable[[], Tensor]:
+    """Decodes ``tokens`` of the whole model after others, from ``context`` cached ones on."""
+    cache, generator = filled_cache(side, model, context), torch.Generator().manual_seed(4)
+
+    @torch.no_grad()
+    def step() -> Tensor:
+        ids = torch.randint(1, model.config.vocab_size, (1, tokens), generator=generator)
+        return model(ids, **{CACHE: cache}, use_cache=True).logits
 
     return step
 
