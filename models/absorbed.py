@@ -16,6 +16,8 @@ from torch import Tensor
 
 import custom_pypto
 
+from .one_op import of_groups
+
 # torch multiplies bfloat16 fast only where a CPU does
 HAS_BF16 = torch.ops.custom_pypto.has_bf16()
 FEW_ROWS = 16  # for which torch copies the weight of an einsum
@@ -63,8 +65,7 @@ def of_heads(x: Tensor, weight: Tensor) -> Tensor:
     whole = x.size(-1) % 32 == 0 and weight.size(1) % 16 == 0
     if on_cpu and whole and not wanted:
         if not HAS_BF16 or x.shape[:-2].numel() <= FEW_ROWS:
-            heads = torch.arange(len(weight), device=x.device).expand(x.shape[:-1])
-            return custom_pypto.weight_only_linear(x, weight, experts=heads)
+            return of_groups(x, weight)
     return torch.einsum("...ha,hba->...hb", x, weight).contiguous()
 
 

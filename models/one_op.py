@@ -115,6 +115,17 @@ class BoundedMLP(OneOp):
         return linear(self.down_proj, self.act_fn(gate) * up)
 
 
+class GroupedLinear(OneOp):
+    """A block-diagonal projection: each of ``n_groups`` has rows of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        width, weight = x.size(-1), self.weight
+        few = x.numel() <= FEW_ROWS * self.n_groups * width and width % 32 == 0
+        if self.training or x.dtype != torch.bfloat16 or not (few and takes(x, weight)):
+            return super().forward(x)
+        return of_groups(x, weight.unflatten(0, (self.n_groups, -1)))
+
+
 class Head(OneOp, nn.Linear):
     """The projection to the vocabulary."""
 
@@ -152,6 +163,12 @@ def linear(layer: nn.Module, x: Tensor) -> Tensor:
     if type(layer) is nn.Linear and multiplies(layer, x) and not has_hooks(layer):
         return custom_pypto.weight_only_linear(x, layer._parameters["weight"])
     return layer(x)
+
+
+def of_groups(x: Tensor, weight: Tensor, scales: Tensor | None = None) -> Tensor:
+    """``[.., G, N]``: rows ``[.., G, K]`` times the weight of their group, of ``[G, N, K]``."""
+    groups = torch.arange(len(weight), device=x.device).expand(x.shape[:-1])
+    return custom_pypto.weight_only_linear(x, weight, scales, experts=groups)
 
 
 def multiplies(layer: nn.Linear, x: Tensor) -> bool:

@@ -11,6 +11,7 @@ from published import V4, published, true_weights
 from safetensors.torch import load_file
 from tiny import tiny_model, token_ids
 from transformers import AutoModelForCausalLM
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear
 
 import custom_pypto
 from custom_pypto import models
@@ -27,8 +28,9 @@ from custom_pypto.reference.weight_only_linear import dequantized
 MIXED = {"experts": "int4", "rest": "int8"}
 OPTIONS = ["int8", "int4", MIXED]
 IDS = ["int8", "int4", "mixed"]
-# rows of experts in whole blocks of fp8
-WIDE = dict(moe_intermediate_size=128)
+# rows of experts, and of groups of DeepSeek-V4's output projection, in whole blocks of fp8
+WIDE = {V4: dict(moe_intermediate_size=128, o_lora_rank=128)}
+WIDE["deepseek_v32"] = dict(moe_intermediate_size=128)
 
 
 @torch.no_grad()
@@ -63,7 +65,7 @@ def saved_deepseek_v32(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["deepseek_v32", V4], name="on_disk")
 def published_with_wide_experts(request, tmp_path_factory):
-    return published(tmp_path_factory.mktemp(request.param), request.param, **WIDE)
+    return published(tmp_path_factory.mktemp(request.param), request.param, **WIDE[request.param])
 
 
 # ---- computation --------------------------------------------------------------------------------
@@ -93,6 +95,7 @@ def test_experts_and_linear_layers_are_stored_and_the_others_plain(weights, chec
     assert plain >= {"lm_head", "embed_tokens", "gate"}
     assert ("kv_b_proj" in plain) == (load_kind(checkpoint) != V4)
     for name, module in model.named_modules():
+        assert not isinstance(module, DeepseekV4GroupedLinear)
         if type(module) is torch.nn.Linear:
             assert name.rpartition(".")[2] in ("kv_b_proj", "weights_proj", "lm_head") or (
                 module.in_features % 32
@@ -122,11 +125,13 @@ def test_values_are_the_nearest_ones(weights, checkpoint):
 def test_published_weights_are_kept_bit_for_bit(on_disk):
     model = load(on_disk, "stored")
     exact = models.load(on_disk, dtype=torch.float32)
-    state, found = exact.state_dict(), set()
+    state, found = exact.state_dict(), {}
     for name, kind, weight, scales in stored_modules(model):
         assert dequantized(weight, scales).equal(state[name]), name
-        found.add(kind)
-    assert found == ({"fp8", "fp4", "bfloat16"} if V4 in str(on_disk) else {"fp8"})
+        found[name.split(".", 3)[-1]] = kind
+    v4 = V4 in str(on_disk)
+    assert {*found.values()} == ({"fp8", "fp4", "bfloat16"} if v4 else {"fp8"})
+    assert found.get("self_attn.o_a_proj.weight") == ("fp8" if v4 else None)
     assert distance(logits(model), logits(exact)) <= 1e-4
     assert true_weights(on_disk, torch.float32).keys()
 

@@ -253,6 +253,21 @@ def test_gated_mlps_and_the_head_take_an_op_for_each_product(kind, name, product
         assert module(many).equal(by_transformers(module, many))
 
 
+def test_groups_of_features_take_one_op():
+    model = models.use_custom_pypto(tiny_model("deepseek_v4")).bfloat16()
+    for module in one_op_modules(model, "GroupedLinear"):
+        x = torch.randn(1, 5, module.n_groups, module.in_features).bfloat16()
+        with Calls() as calls:
+            got = module(x[:, :4])
+        assert calls.counts[ops.weight_only_linear.default] == 1
+        want = by_transformers(module, x)
+        few = want[:, :4]
+        terms = module.in_features * x.abs().max() * module.weight.abs().max()
+        bound = steps(x.dtype) * few.abs() + module.in_features * steps(torch.float32) * terms
+        assert ((got - few).abs() <= bound).all()
+        assert module(x).equal(want)
+
+
 def test_layers_with_gradients_run_themselves():
     layer, x = layer_and_input()
     with torch.enable_grad():

@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4Attention,
     DeepseekV4CSACompressor,
+    DeepseekV4GroupedLinear,
     DeepseekV4HCACompressor,
     DeepseekV4Indexer,
     DeepseekV4IndexerScorer,
@@ -21,7 +22,7 @@ from ..cache.layout import Pool, RowLayout
 from ..cache.store import PagedLayer
 from ..compressed_attention import CompressedAttention, compress
 from ..compression import state_layout
-from ..one_op import BoundedMLP
+from ..one_op import BoundedMLP, GroupedLinear
 from ..projection import check_replaced
 
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
@@ -52,8 +53,12 @@ class OneOpDeepseekV4MLP(BoundedMLP, DeepseekV4MLP):
     bound = property(lambda self: self.limit)
 
 
+class OneOpDeepseekV4GroupedLinear(GroupedLinear, DeepseekV4GroupedLinear):
+    pass
+
+
 class PagedDeepseekV4Attention(CompressedAttention, DeepseekV4Attention):
-    one_op = (OneOpDeepseekV4MLP,)
+    one_op = (OneOpDeepseekV4MLP, OneOpDeepseekV4GroupedLinear)
     pools = {
         "kv": Pool("head_dim", layout=window_and_rows, sizes=SIZES),
         "index": Pool("index_head_dim", where=OF_SPARSE, layout=index_rows),

@@ -2,10 +2,11 @@
 
 import torch
 from torch import nn
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear
 
 from ..patched import text_model
 from ..quantized_weights import FP4, FP8
-from .formats import MULTIPLE, ROUNDED
+from .formats import BLOCK, MULTIPLE, ROUNDED
 from .modules import EXPERT_WEIGHTS, is_experts
 
 #: linear layers that stay plain: absorption reads the weight of the first; the others decide which
@@ -96,9 +97,15 @@ def kinds_of(
         if wanted == STORED:
             found = set().union(*(on_disk[parameter] for parameter in parameters))
             wanted = ON_DISK.get(found.pop()) if len(found) == 1 else None
-        if wanted is not None:
+        if wanted is not None and not (wanted == "fp8" and groups_share_blocks(module)):
             kinds[name] = wanted
     return kinds
+
+
+def groups_share_blocks(module: nn.Module) -> bool:
+    """Whether a block of fp8 would have rows of two groups, whose products are apart."""
+    grouped = isinstance(module, DeepseekV4GroupedLinear)
+    return grouped and module.out_features // module.n_groups % BLOCK != 0
 
 
 def layers_of(model):
@@ -106,7 +113,8 @@ def layers_of(model):
     text = text_model(model)
     prefix = next(name for name, module in model.named_modules() if module is text)
     for name, module in text.layers.named_modules():
-        linear = type(module) is nn.Linear and name.rpartition(".")[2] not in PLAIN
+        linear = type(module) is nn.Linear or isinstance(module, DeepseekV4GroupedLinear)
+        linear &= name.rpartition(".")[2] not in PLAIN
         if linear and module.in_features % MULTIPLE == 0:
             yield f"{prefix}.layers.{name}", module
         elif hasattr(module, "_apply_gate") and is_experts(module):

@@ -6,9 +6,11 @@ Shapes: T tokens, E experts, k experts of a token, I intermediate size.
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear
 
 import custom_pypto
 
+from ..one_op import of_groups
 from .formats import ROUNDED, layout, matrices
 
 #: name of the implementation of experts in transformers
@@ -37,6 +39,20 @@ class StoredLinear(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.kind}"
+
+
+class StoredGroupedLinear(StoredLinear):
+    """The same of DeepSeek-V4's block-diagonal projection, whose groups have rows of their own."""
+
+    def __init__(self, linear: DeepseekV4GroupedLinear, kind: str):
+        super().__init__(linear, kind)
+        self.n_groups = linear.n_groups
+
+    def forward(self, x: Tensor) -> Tensor:
+        check_no_gradient(x, self.kind)
+        rows = self.n_groups, -1
+        weight, scales = matrices(self.weight).unflatten(0, rows), self.weight_scale
+        return of_groups(x, weight, None if scales is None else scales.unflatten(0, rows))
 
 
 def store(module: nn.Module, name: str, kind: str, shape: list[int]) -> None:
@@ -105,7 +121,9 @@ def convert(model: nn.Module, kinds: dict[str, str]) -> None:
         module = model.get_submodule(name)
         if not is_experts(module):
             parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, StoredLinear(module, kind))
+            grouped = isinstance(module, DeepseekV4GroupedLinear)
+            stored = (StoredGroupedLinear if grouped else StoredLinear)(module, kind)
+            setattr(model.get_submodule(parent), child, stored)
             continue
         of_experts, module.kind = True, kind
         for weight in EXPERT_WEIGHTS:
