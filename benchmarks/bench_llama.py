@@ -93,7 +93,7 @@ class Theirs:
     def continued(self, prompt: list[int], count: int, **options) -> dict:
         """The answer to ``prompt``, of ``count`` tokens."""
         body = dict(prompt=prompt, n_predict=count, temperature=0, ignore_eos=True)
-        return self.ask("completion", cache_prompt=True, **body, **options)
+        return self.ask("completion", cache_prompt=True, **body | options)
 
     def log_probabilities(self, prompt: list[int]) -> torch.Tensor:
         """Of the token after ``prompt``; NaN of those that it leaves out."""
@@ -112,7 +112,9 @@ class Theirs:
     def few_seconds(self, prompt: list[int]) -> float:
         """Of a token and its draft, FEW at once, after ``prompt``, which the server has cached.
         Experts of the last tokens of a prompt would not do: it computes those of one of them."""
-        timings = self.continued(prompt, 2 * STEPS * FEW)["timings"]
+        # random tokens: of one that it repeats it drafts fewer; 0 is in no prompt
+        options = dict(temperature=100, logit_bias=[[0, False]])
+        timings = self.continued(prompt, 2 * STEPS * FEW, **options)["timings"]
         steps = timings["predicted_n"] - 1 - timings["draft_n_accepted"]
         if (drafted := timings["draft_n"]) < 0.9 * steps * (FEW - 1):
             raise SystemExit(f"{drafted} tokens were drafted in {steps} steps; not timed")
