@@ -46,7 +46,7 @@ class PatchedAttention:
     first_norm: str
     #: new tokens that :meth:`read` takes at once
     slice_tokens: int
-    #: classes for upstream's norms and routers; mixins of :mod:`.one_op` and the class of upstream
+    #: classes for modules of upstream; mixins of :mod:`.one_op` and the class of upstream
     one_op: tuple[type[nn.Module], ...] = ()
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Norms, rotations, routers, experts and linear layers by an op or two each.
+"""Norms, rotations, routers, hyper-connections, experts and linear layers by an op or two each.
 
 For a token, the dozen of torch's ops that transformers takes for a norm or a rotation costs more
 time than its numbers, and so does what torch prepares for a product in bfloat16. Outputs equal
@@ -76,6 +76,25 @@ class Router(OneOp):
             self.top_k,
             self.norm_topk_prob,
             self.routed_scaling_factor,
+        )
+
+
+class HyperConnection(OneOp):
+    """The manifold-constrained hyper-connection of DeepSeek-V4: all after its product, with the
+    iterations of Sinkhorn-Knopp."""
+
+    def forward(self, hidden_streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        base, scale = self.base, self.scale
+        if self.training or not (takes(hidden_streams) and takes(base, scale)):
+            return super().forward(hidden_streams)
+        flat = self.input_norm(hidden_streams.flatten(2).float())
+        return torch.ops.custom_pypto.hyper_connection(
+            hidden_streams,
+            nn.functional.linear(flat, self.fn.float()),
+            base.float(),
+            scale.float(),
+            self.hc_sinkhorn_iters,
+            self.hc_eps,
         )
 
 

@@ -1,4 +1,4 @@
-"""Norms, rotations, routers and linear layers of patched models by one op each."""
+"""Norms, rotations, routers, hyper-connections and linear layers of patched models by one op."""
 
 from collections import Counter
 
@@ -135,6 +135,39 @@ def test_a_weighted_sum_is_rounded_once(dtype):
     assert ((got - want).abs() <= bound).all() and got.dtype == dtype
 
 
+@pytest.mark.parametrize("iterations", [0, 1, 2, 20])
+@pytest.mark.parametrize("kind", representatives(("deepseek_v4", "glm5_next")))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_hyper_connections_equal_those_of_transformers(kind, dtype, iterations):
+    n = 4
+    model = models.use_custom_pypto(tiny_model(kind, hc_mult=n)).to(dtype)
+    for module in one_op_modules(model, "HyperConnection")[:2]:
+        module.hc_sinkhorn_iters = iterations
+        nn.init.normal_(module.base)
+        nn.init.normal_(module.scale)
+        x = torch.randn(2, 3, n, module.fn.size(1) // n).to(dtype)
+        with Calls() as calls:
+            post, comb, collapsed = module(x)
+        assert calls.counts[ops.hyper_connection.default] == 1
+        want = by_transformers(module, x)
+        step = steps(torch.float32)
+        mixes = functional.linear(module.input_norm(x.flatten(2).float()), module.fn.float())
+        most = mixes.abs().max() * module.scale.abs().max() + module.base.abs().max()
+        # a product and a sum of weights; a sigmoid changes by less than its argument, in relation
+        # to its value, and exponentials are within two steps
+        of_sigmoid = (2 * most + 7) * step
+        assert ((post - want[0]).abs() <= of_sigmoid * want[0]).all()
+        # a difference of two weights, an exponential, a sum of n, a quotient, and eps
+        of_softmax = (12 * most + n + 10) * step
+        # comb = diag(u) M diag(v): a normalization sets u to 1 / (M v + eps / u), or v, so that
+        # it is off by no more than M and the other one together. M has the roundings so far
+        normalizations = max(1, 2 * iterations - 1)
+        of_comb = 2 * normalizations * (of_softmax + normalizations * (n + 1) * step)
+        assert ((comb - want[1]).abs() <= of_comb * want[1]).all()
+        bound = steps(dtype) * want[2].abs() + (of_sigmoid + (n + 2) * step) * x.abs().sum(2)
+        assert ((collapsed - want[2]).abs() <= bound).all() and collapsed.dtype == dtype
+
+
 def test_the_ops_pass_opcheck():
     x, angles = torch.randn(2, 3, 5, 32), torch.randn(2, 3, 16)
     torch.library.opcheck(ops.rms_norm.default, (x, torch.randn(32), 1e-6))
@@ -143,9 +176,19 @@ def test_the_ops_pass_opcheck():
         ops.route.default, (torch.randn(3, 8), torch.randn(8), 2, 1, 3, True, 2.5)
     )
     torch.library.opcheck(ops.weighted_sum.default, (torch.randn(3, 4, 8), torch.rand(3, 4)))
+    torch.library.opcheck(ops.hyper_connection.default, CONNECTION)
 
 
 ANGLES = torch.zeros(1, 1, 4)
+# streams, mixes, base, scale, iterations, eps
+CONNECTION = (
+    torch.zeros(1, 1, 2, 16),
+    torch.zeros(1, 1, 8),
+    torch.zeros(8),
+    torch.ones(3),
+    3,
+    1e-6,
+)
 REJECTED = {
     "rms_norm: weight.size(0) must be 32 (D of x), got 16": lambda: ops.rms_norm(
         torch.zeros(1, 32), torch.zeros(16), 1e-6
@@ -173,6 +216,12 @@ REJECTED = {
     ),
     "weighted_sum: weights.size(1) must be 4 (as x), got 3": lambda: ops.weighted_sum(
         torch.zeros(1, 4, 8), torch.zeros(1, 3)
+    ),
+    "hyper_connection: mixes.size(2) must be 8 ((2 + N) N of streams), got 6": lambda: (
+        ops.hyper_connection(CONNECTION[0], torch.zeros(1, 1, 6), *CONNECTION[2:])
+    ),
+    "hyper_connection: scale.size(0) must be 3 (of pre, post and comb), got 2": lambda: (
+        ops.hyper_connection(*CONNECTION[:3], torch.ones(2), *CONNECTION[4:])
     ),
 }
 
@@ -286,3 +335,11 @@ def test_a_decoded_token_takes_one_op_for_each_norm_and_rotation():
     assert calls.counts[ops.route.default] == layers - 1
     models.use_transformers(model)
     assert not any(hasattr(module, "is_one_op") for module in model.modules())
+
+
+def test_a_token_decoded_by_deepseek_v4_takes_one_op_for_each_hyper_connection():
+    model = models.use_custom_pypto(tiny_model("deepseek_v4"))
+    cache = models.PagedCache(model, 1, 32)
+    with Calls() as calls:
+        model(token_ids(1, 1), **{models.CACHE: cache})
+    assert calls.counts[ops.hyper_connection.default] == 2 * model.config.num_hidden_layers

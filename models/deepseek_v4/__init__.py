@@ -11,6 +11,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4CSACompressor,
     DeepseekV4GroupedLinear,
     DeepseekV4HCACompressor,
+    DeepseekV4HyperConnection,
     DeepseekV4Indexer,
     DeepseekV4IndexerScorer,
     DeepseekV4MLP,
@@ -22,7 +23,7 @@ from ..cache.layout import Pool, RowLayout
 from ..cache.store import PagedLayer
 from ..compressed_attention import CompressedAttention, compress
 from ..compression import state_layout
-from ..one_op import BoundedMLP, GroupedLinear
+from ..one_op import BoundedMLP, GroupedLinear, HyperConnection
 from ..projection import check_replaced
 
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
@@ -57,8 +58,16 @@ class OneOpDeepseekV4GroupedLinear(GroupedLinear, DeepseekV4GroupedLinear):
     pass
 
 
+class OneOpDeepseekV4HyperConnection(HyperConnection, DeepseekV4HyperConnection):
+    pass
+
+
 class PagedDeepseekV4Attention(CompressedAttention, DeepseekV4Attention):
-    one_op = (OneOpDeepseekV4MLP, OneOpDeepseekV4GroupedLinear)
+    one_op = (
+        OneOpDeepseekV4MLP,
+        OneOpDeepseekV4GroupedLinear,
+        OneOpDeepseekV4HyperConnection,
+    )
     pools = {
         "kv": Pool("head_dim", layout=window_and_rows, sizes=SIZES),
         "index": Pool("index_head_dim", where=OF_SPARSE, layout=index_rows),

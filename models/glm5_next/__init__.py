@@ -8,6 +8,7 @@ from torch.nn import functional
 from transformers.models.glm5_next.modeling_glm5_next import (
     Glm5NextTextAttention,
     Glm5NextTextExperts,
+    Glm5NextTextHyperConnection,
     Glm5NextTextIndexer,
     Glm5NextTextLinearAttention,
     Glm5NextTextMLP,
@@ -21,7 +22,7 @@ from ..cache.layout import MLA_POOLS, Pool, RowLayout
 from ..cache.store import PagedLayer
 from ..compression import compress, state_layout
 from ..latent_attention import LatentAttention
-from ..one_op import BoundedMLP, Experts, Norm, Router
+from ..one_op import BoundedMLP, Experts, HyperConnection, Norm, Router
 from ..projection import brought_in
 
 FULL = {"indexer_types": "full"}
@@ -43,6 +44,10 @@ class OneOpGlm5NextTextExperts(Experts, Glm5NextTextExperts):
     pass
 
 
+class OneOpGlm5NextTextHyperConnection(HyperConnection, Glm5NextTextHyperConnection):
+    pass
+
+
 class OneOpGlm5NextTextRMSNorm(Norm, Glm5NextTextRMSNorm):
     pass
 
@@ -55,6 +60,7 @@ class PagedGlm5NextAttention(LatentAttention, Glm5NextTextAttention):
     one_op = (
         OneOpGlm5NextTextMLP,
         OneOpGlm5NextTextExperts,
+        OneOpGlm5NextTextHyperConnection,
         OneOpGlm5NextTextRMSNorm,
         OneOpGlm5NextTextTopkRouter,
     )

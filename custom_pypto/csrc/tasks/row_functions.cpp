@@ -130,6 +130,70 @@ void add_weighted(const Tensor& x, const float* weights, const Tensor& out) {
   });
 }
 
+float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
+
+// rows to softmax + eps
+void softmax_rows(float* x, int64_t n, float eps) {
+  for (float* end = x + n * n; x != end; x += n) {
+    const float most = *std::max_element(x, x + n);
+    float sum = 0.0f;
+    for (int64_t i = 0; i < n; ++i) sum += x[i] = std::exp(x[i] - most);
+    for (int64_t i = 0; i < n; ++i) x[i] = x[i] / sum + eps;
+  }
+}
+
+void normalize_rows(float* x, int64_t n, float eps) {
+  for (float* end = x + n * n; x != end; x += n) {
+    float sum = 0.0f;
+    for (int64_t i = 0; i < n; ++i) sum += x[i];
+    for (int64_t i = 0; i < n; ++i) x[i] /= sum + eps;
+  }
+}
+
+void normalize_columns(float* x, int64_t n, float eps, float* sums) {
+  std::fill_n(sums, n, 0.0f);
+  for (int64_t i = 0; i < n * n; ++i) sums[i % n] += x[i];
+  for (int64_t i = 0; i < n * n; ++i) x[i] /= sums[i % n] + eps;
+}
+
+template <typename T>
+void connect(const HyperConnectionParams& p) {
+  const Tensor streams = p.streams.contiguous();
+  const int64_t n = streams.size(2), dims = streams.size(3), width = p.base.numel();
+  const T* from = streams.const_data_ptr<T>();
+  T* to = p.collapsed.mutable_data_ptr<T>();
+  const float *mixes = p.mixes.const_data_ptr<float>(), *base = p.base.const_data_ptr<float>(),
+              *scale = p.scale.const_data_ptr<float>();
+  float *posts = p.post.mutable_data_ptr<float>(), *combs = p.comb.mutable_data_ptr<float>();
+  for_rows(streams.size(0) * streams.size(1), n * dims, [&](int64_t begin, int64_t end) {
+    AlignedVector<float> weights(width), sums(n), stream(dims), sum(dims);
+    for (int64_t token = begin; token < end; ++token) {
+      for (int64_t i = 0; i < width; ++i) {
+        weights[i] = mixes[token * width + i] * scale[std::min<int64_t>(i / n, 2)] + base[i];
+      }
+      const float *pre = weights.data(), *post = pre + n;
+      for (int64_t i = 0; i < n; ++i) posts[token * n + i] = 2.0f * sigmoid(post[i]);
+
+      float* comb = combs + token * n * n;
+      std::copy_n(post + n, n * n, comb);
+      softmax_rows(comb, n, p.eps);
+      normalize_columns(comb, n, p.eps, sums.data());
+      for (int64_t i = 1; i < p.iterations; ++i) {
+        normalize_rows(comb, n, p.eps);
+        normalize_columns(comb, n, p.eps, sums.data());
+      }
+
+      std::fill(sum.begin(), sum.end(), 0.0f);
+      for (int64_t i = 0; i < n; ++i) {
+        widen(from + (token * n + i) * dims, dims, stream.data());
+        const float weight = sigmoid(pre[i]) + p.eps;
+        for (int64_t d = 0; d < dims; ++d) sum[d] += weight * stream[d];
+      }
+      narrow(sum.data(), dims, to + token * dims);
+    }
+  });
+}
+
 // As torch.topk: NaN is the largest. Equal ones: the lower index first.
 void sort_best(const std::vector<float>& values, int64_t count, std::vector<int64_t>& order) {
   order.resize(values.size());
@@ -173,7 +237,7 @@ void route_rows(const RouteParams& p) {
     for (int64_t row = begin; row < end; ++row) {
       const float* logits = p.logits.const_data_ptr<float>() + row * experts;
       for (int64_t e = 0; e < experts; ++e) {
-        scores[e] = 1.0f / (1.0f + std::exp(-logits[e]));
+        scores[e] = sigmoid(logits[e]);
         choice[e] = scores[e] + bias[e];
       }
       if (p.kept < p.groups) {
@@ -206,6 +270,10 @@ void add_weighted_rows(const Tensor& x, const Tensor& weights, const Tensor& out
   with_type(x.scalar_type(), [&](auto type) {
     add_weighted<decltype(type)>(x, weights.const_data_ptr<float>(), out);
   });
+}
+
+void connect_streams(const HyperConnectionParams& p) {
+  with_type(p.streams.scalar_type(), [&](auto type) { connect<decltype(type)>(p); });
 }
 
 }  // namespace custom_pypto

@@ -39,4 +39,22 @@ void route_rows(const RouteParams& p);
 // [T, k] float32 contiguous, out [T, D] in the dtype of x, contiguous.
 void add_weighted_rows(const Tensor& x, const Tensor& weights, const Tensor& out);
 
+struct HyperConnectionParams {
+  const Tensor& streams;  // [B, S, N, D]
+  const Tensor& mixes;    // [B, S, (2 + N) N] float32, contiguous, as base and scale
+  const Tensor& base;     // [(2 + N) N]
+  const Tensor& scale;    // [3]: of N pre, N post and N x N comb in the last dim of mixes
+  int64_t iterations;     // of Sinkhorn-Knopp
+  float eps;
+  Tensor post;       // [B, S, N] float32, contiguous
+  Tensor comb;       // [B, S, N, N] float32, contiguous
+  Tensor collapsed;  // [B, S, D] in the dtype of streams, contiguous
+};
+
+// The weights mixes * scale + base of a manifold-constrained hyper-connection (arXiv:2512.24880):
+//   pre = sigmoid(.) + eps, post = 2 sigmoid(.), comb = softmax(.) + eps over rows, then
+//   normalised: columns first, then rows and columns iterations - 1 times, each x / (sum + eps);
+//   collapsed = sum_n pre[n] * streams[n].
+void connect_streams(const HyperConnectionParams& p);
+
 }  // namespace custom_pypto
