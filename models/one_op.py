@@ -55,6 +55,25 @@ class Norm(OneOp):
         return super().forward(hidden_states)
 
 
+class Float32Norm(OneOp):
+    """The RMS norm of DeepSeek-V4, whose weight is in float32: it rounds only after the product."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        weight = self.weight
+        if self.training or not (takes(hidden_states) and takes(weight)):
+            return super().forward(hidden_states)
+        return torch.ops.custom_pypto.rms_norm(hidden_states, weight.float(), self.variance_epsilon)
+
+
+class UnweightedNorm(OneOp):
+    """An RMS norm without a weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training and takes(x):
+            return torch.ops.custom_pypto.rms_norm(x, None, self.eps)
+        return super().forward(x)
+
+
 class Router(OneOp):
     """The router of DeepSeek-V3: the best experts of the best groups, by sigmoids and a bias."""
 

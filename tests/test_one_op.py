@@ -20,7 +20,7 @@ from custom_pypto.models.one_op import Rotation, linear
 
 ops = torch.ops.custom_pypto
 # with a model of each class of transformers that the mixins are for
-NORMS = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note", "glm5_next")
+NORMS = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note", "glm5_next", "deepseek_v4")
 ROTATIONS = {
     "half-split": Rotation(apply_rotary_pos_emb, interleaved=False),
     "interleaved": Rotation(apply_rotary_pos_emb_interleave, interleaved=True),
@@ -58,15 +58,20 @@ def steps(dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_equal_those_of_transformers(kind, dtype):
     model = models.use_custom_pypto(tiny_model(kind)).to(dtype)
-    for norm in one_op_modules(model, "RMSNorm")[:4]:
-        width = norm.weight.numel()
+    norms = one_op_modules(model, "RMSNorm")
+    # two of each class
+    for norm in {(type(norm), i % 2): norm for i, norm in enumerate(norms)}.values():
+        weight = getattr(norm, "weight", None)
+        width = 48 if weight is None else weight.numel()
+        if kind == "deepseek_v4":
+            norm.float()  # as in a loaded model
         x = torch.randn(2, 3, width + 3).to(dtype)[..., :width]
         with Calls() as calls:
             got = norm(x)
         assert calls.counts == {ops.rms_norm.default: 1}
         want = by_transformers(norm, x)
         # sums of n squares differ by n float32 steps, which may round both factors to a neighbour
-        bound = 2 * steps(dtype) + width * steps(torch.float32)
+        bound = (1 + steps(dtype)) ** 2 - 1 + width * steps(torch.float32)
         assert ((got - want).abs() <= bound * want.abs()).all() and got.dtype == dtype
 
 
@@ -171,6 +176,7 @@ def test_hyper_connections_equal_those_of_transformers(kind, dtype, iterations):
 def test_the_ops_pass_opcheck():
     x, angles = torch.randn(2, 3, 5, 32), torch.randn(2, 3, 16)
     torch.library.opcheck(ops.rms_norm.default, (x, torch.randn(32), 1e-6))
+    torch.library.opcheck(ops.rms_norm.default, (x.half(), None, 1e-6))
     torch.library.opcheck(ops.rotate.default, (x, angles.cos(), angles.sin(), 4, True))
     torch.library.opcheck(
         ops.route.default, (torch.randn(3, 8), torch.randn(8), 2, 1, 3, True, 2.5)
@@ -195,6 +201,9 @@ REJECTED = {
     ),
     "rms_norm: weight.dtype must be float32 (dtype of x), got bfloat16": lambda: ops.rms_norm(
         torch.zeros(1, 32), torch.zeros(32, dtype=torch.bfloat16), 1e-6
+    ),
+    "rms_norm: weight.dtype must be bfloat16 (dtype of x) or float32, got float16": lambda: (
+        ops.rms_norm(torch.zeros(1, 32).bfloat16(), torch.zeros(32).half(), 1e-6)
     ),
     "rotate: first must be at least 0, and at most D - R, got 5": lambda: ops.rotate(
         torch.zeros(1, 1, 1, 8), ANGLES, ANGLES, 5, True
@@ -337,9 +346,12 @@ def test_a_decoded_token_takes_one_op_for_each_norm_and_rotation():
     assert not any(hasattr(module, "is_one_op") for module in model.modules())
 
 
-def test_a_token_decoded_by_deepseek_v4_takes_one_op_for_each_hyper_connection():
+def test_a_token_decoded_by_deepseek_v4_takes_one_op_for_each_norm_and_hyper_connection():
     model = models.use_custom_pypto(tiny_model("deepseek_v4"))
     cache = models.PagedCache(model, 1, 32)
     with Calls() as calls:
         model(token_ids(1, 1), **{models.CACHE: cache})
-    assert calls.counts[ops.hyper_connection.default] == 2 * model.config.num_hidden_layers
+    layers = model.config.num_hidden_layers
+    assert calls.counts[ops.hyper_connection.default] == 2 * layers
+    # 7 in a layer, one of each compressor and indexer, and two before the head
+    assert calls.counts[ops.rms_norm.default] == 7 * layers + 5 + 2

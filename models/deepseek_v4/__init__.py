@@ -15,6 +15,8 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4Indexer,
     DeepseekV4IndexerScorer,
     DeepseekV4MLP,
+    DeepseekV4RMSNorm,
+    DeepseekV4UnweightedRMSNorm,
     apply_rotary_pos_emb,
 )
 
@@ -23,7 +25,7 @@ from ..cache.layout import Pool, RowLayout
 from ..cache.store import PagedLayer
 from ..compressed_attention import CompressedAttention, compress
 from ..compression import state_layout
-from ..one_op import BoundedMLP, GroupedLinear, HyperConnection
+from ..one_op import BoundedMLP, Float32Norm, GroupedLinear, HyperConnection, UnweightedNorm
 from ..projection import check_replaced
 
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
@@ -62,11 +64,21 @@ class OneOpDeepseekV4HyperConnection(HyperConnection, DeepseekV4HyperConnection)
     pass
 
 
+class OneOpDeepseekV4RMSNorm(Float32Norm, DeepseekV4RMSNorm):
+    pass
+
+
+class OneOpDeepseekV4UnweightedRMSNorm(UnweightedNorm, DeepseekV4UnweightedRMSNorm):
+    pass
+
+
 class PagedDeepseekV4Attention(CompressedAttention, DeepseekV4Attention):
     one_op = (
         OneOpDeepseekV4MLP,
         OneOpDeepseekV4GroupedLinear,
         OneOpDeepseekV4HyperConnection,
+        OneOpDeepseekV4RMSNorm,
+        OneOpDeepseekV4UnweightedRMSNorm,
     )
     pools = {
         "kv": Pool("head_dim", layout=window_and_rows, sizes=SIZES),

@@ -14,6 +14,7 @@ from transformers.models.glm5_next.modeling_glm5_next import (
     Glm5NextTextMLP,
     Glm5NextTextRMSNorm,
     Glm5NextTextTopkRouter,
+    Glm5NextTextUnweightedRMSNorm,
 )
 
 from ..attention import SKIPPED
@@ -22,7 +23,7 @@ from ..cache.layout import MLA_POOLS, Pool, RowLayout
 from ..cache.store import PagedLayer
 from ..compression import compress, state_layout
 from ..latent_attention import LatentAttention
-from ..one_op import BoundedMLP, Experts, HyperConnection, Norm, Router
+from ..one_op import BoundedMLP, Experts, HyperConnection, Norm, Router, UnweightedNorm
 from ..projection import brought_in
 
 FULL = {"indexer_types": "full"}
@@ -52,6 +53,10 @@ class OneOpGlm5NextTextRMSNorm(Norm, Glm5NextTextRMSNorm):
     pass
 
 
+class OneOpGlm5NextTextUnweightedRMSNorm(UnweightedNorm, Glm5NextTextUnweightedRMSNorm):
+    pass
+
+
 class OneOpGlm5NextTextTopkRouter(Router, Glm5NextTextTopkRouter):
     pass
 
@@ -62,6 +67,7 @@ class PagedGlm5NextAttention(LatentAttention, Glm5NextTextAttention):
         OneOpGlm5NextTextExperts,
         OneOpGlm5NextTextHyperConnection,
         OneOpGlm5NextTextRMSNorm,
+        OneOpGlm5NextTextUnweightedRMSNorm,
         OneOpGlm5NextTextTopkRouter,
     )
     # upstream rejects RoPE dims: the rope pool is None

@@ -11,16 +11,18 @@
 namespace custom_pypto {
 
 template <bool computes>
-Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps) {
   constexpr char kOp[] = "rms_norm";
   const Argument first(kOp, "x", x);
   first.dtype(kFloating);
   CHECK_ARGUMENT(x.dim() >= 1, kOp, "x", "of shape [.., D]", x.sym_sizes());
-  Argument(kOp, "weight", weight)
-      .rank(1, "[D]")
-      .size(0, x.sym_size(-1), "D of x")
-      .dtype(x.scalar_type(), "dtype of x")
-      .device_of(x);
+  if (weight) {
+    Argument(kOp, "weight", *weight)
+        .rank(1, "[D]")
+        .size(0, x.sym_size(-1), "D of x")
+        .dtype_or_float32(x.scalar_type(), "dtype of x")
+        .device_of(x);
+  }
   const Tensor out = at::empty_symint(x.sym_sizes(), x.options());
   if (computes && x.numel() != 0) norm_rows(x, weight, eps, out);
   return out;
@@ -140,7 +142,7 @@ std::tuple<Tensor, Tensor, Tensor> hyper_connection(const Tensor& streams, const
   return {post, comb, collapsed};
 }
 
-REGISTER_OP(rms_norm, "(Tensor x, Tensor weight, float eps) -> Tensor")
+REGISTER_OP(rms_norm, "(Tensor x, Tensor? weight, float eps) -> Tensor")
 REGISTER_OP(rotate, "(Tensor x, Tensor cos, Tensor sin, int first, bool interleaved) -> Tensor")
 
 REGISTER_OP(route,

@@ -41,24 +41,34 @@ float sum_of_squares(const float* x, int64_t n) {
 Tensor dense(const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
 
 template <typename T>
-void norm(const Tensor& x, const Tensor& weight, float eps, const Tensor& out) {
+void norm(const Tensor& x, const OptionalTensor& weight, float eps, const Tensor& out) {
   const int64_t dims = x.size(-1), count = out.numel() / dims;
   const Tensor rows = dense(x).reshape({count, dims});
   const T* from = rows.const_data_ptr<T>();
   T* to = out.mutable_data_ptr<T>();
+  const bool rounds_first = weight && weight->scalar_type() == x.scalar_type();
   AlignedVector<float> scale(dims);
-  widen(weight.contiguous().const_data_ptr<T>(), dims, scale.data());
+  if (rounds_first) {
+    widen(weight->contiguous().const_data_ptr<T>(), dims, scale.data());
+  } else if (weight) {
+    std::copy_n(weight->contiguous().const_data_ptr<float>(), dims, scale.data());
+  }
   for_rows(count, dims, [&](int64_t begin, int64_t end) {
     AlignedVector<float> values(dims);
     for (int64_t row = begin; row < end; ++row) {
       T* y = to + row * dims;
       float* v = values.data();
       widen(from + row * rows.stride(0), dims, v);
-      const float norm = 1.0f / std::sqrt(sum_of_squares(v, dims) / dims + eps);
+      float norm = 1.0f / std::sqrt(sum_of_squares(v, dims) / dims + eps);
+      if (!weight) norm = static_cast<float>(static_cast<T>(norm));
       for (int64_t i = 0; i < dims; ++i) v[i] *= norm;
-      narrow(v, dims, y);
-      widen(y, dims, v);
-      for (int64_t i = 0; i < dims; ++i) v[i] *= scale[i];
+      if (rounds_first) {
+        narrow(v, dims, y);
+        widen(y, dims, v);
+      }
+      if (weight) {
+        for (int64_t i = 0; i < dims; ++i) v[i] *= scale[i];
+      }
       narrow(v, dims, y);
     }
   });
@@ -219,7 +229,7 @@ void with_type(at::ScalarType dtype, const F& f) {
 
 }  // namespace
 
-void norm_rows(const Tensor& x, const Tensor& weight, double eps, const Tensor& out) {
+void norm_rows(const Tensor& x, const OptionalTensor& weight, double eps, const Tensor& out) {
   with_type(x.scalar_type(),
             [&](auto type) { norm<decltype(type)>(x, weight, static_cast<float>(eps), out); });
 }

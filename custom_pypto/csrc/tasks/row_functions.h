@@ -6,9 +6,10 @@
 
 namespace custom_pypto {
 
-// out = weight * (x * (mean(x^2) + eps)^-0.5) over the last dim, rounded before the product with
-// weight; x [.., D] and weight [D] in one dtype, out contiguous.
-void norm_rows(const Tensor& x, const Tensor& weight, double eps, const Tensor& out);
+// out = weight * (x * (mean(x^2) + eps)^-0.5) over the last dim of x [.., D], contiguous in the
+// dtype of x. Rounded before the product with a weight [D] of that dtype, only after it if the
+// weight is in float32; without a weight the root is rounded.
+void norm_rows(const Tensor& x, const OptionalTensor& weight, double eps, const Tensor& out);
 
 struct RotationParams {
   const Tensor& x;    // [B, S, N, D]
