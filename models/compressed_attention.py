@@ -27,8 +27,8 @@ from .projection import brought_in
 
 
 class CompressedAttention(PatchedAttention):
-    #: transformers' RoPE function
-    rope: Callable
+    #: rotates the last dims of ``[B, S, N, D]`` by cos and sin
+    rope: Callable[[Tensor, Tensor, Tensor], Tensor]
     first_norm = "kv_norm"
     counts_groups = True
     counts_positions = True
@@ -47,14 +47,14 @@ class CompressedAttention(PatchedAttention):
         store, layout, pool = tokens.store, layer.layouts["kv"], layer.pools["kv"]
         kv = self.kv_norm(linear(self.kv_proj, x)).unsqueeze(2)
         slots = store.slots(layout, tokens.positions % layout.ring, tokens.valid)
-        write(pool, slots, self.rope(kv, cos, sin, unsqueeze_dim=2))
+        write(pool, slots, self.rope(kv, cos, sin))
         self.write_rows(x, layer, tokens)
         q_latent = self.q_a_norm(linear(self.q_a_proj, x))
         if indices is None and self.selects:
             indices = self.select(x, q_latent, cos, sin, tokens, layer)
 
         query = self.q_b_norm(linear(self.q_b_proj, q_latent).unflatten(-1, (-1, self.head_dim)))
-        query = self.rope(query, cos, sin, unsqueeze_dim=2)
+        query = self.rope(query, cos, sin)
         rows = tokens.lengths // layout.ratio if layout.ratio else torch.zeros_like(tokens.lengths)
         output = custom_pypto.npu_sparse_flash_attention_pto(
             query.to(pool.dtype),
@@ -68,7 +68,7 @@ class CompressedAttention(PatchedAttention):
             sinks=self.sinks.float(),
         )
         # values are rotated by their own positions: rotated back by the query's, distances remain
-        output = self.rope(output, cos, -sin, unsqueeze_dim=2)
+        output = self.rope(output, cos, -sin)
         groups = output.flatten(2).unflatten(-1, (self.config.o_groups, -1))
         output = linear(self.o_b_proj, self.o_a_proj(groups.to(x.dtype)).flatten(2))
         return output, indices
@@ -124,7 +124,7 @@ class CompressedAttention(PatchedAttention):
         """``[B, S, 1, K]`` int32 rows of the index keys with the best scores."""
         indexer = self.indexer
         query = linear(indexer.q_b_proj, q_latent).unflatten(-1, (-1, indexer.head_dim))
-        query = self.rope(query, cos, sin, unsqueeze_dim=2)
+        query = self.rope(query, cos, sin)
         weights = score_weights(linear(indexer.scorer.weights_proj, x), indexer.head_dim)
         return tokens.store.select_rows(layer, query, weights, indexer.index_topk, tokens.lengths)
 
@@ -145,7 +145,7 @@ def compress(
         row = module.kv_norm(sums.to(x.dtype)).unsqueeze(2)
         first = group * module.compress_rate
         cos, sin = module.rotary_emb(row, first, layer_type=module.rope_layer_type)
-        return rope(row, cos, sin, unsqueeze_dim=2)
+        return rope(row, cos, sin)
 
     new = torch.cat([linear(module.kv_proj, x), linear(module.gate_proj, x)], -1)
     with brought_in(module):

@@ -16,6 +16,7 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
 )
 
 from custom_pypto import models
+from custom_pypto.models import deepseek_v4
 from custom_pypto.models.one_op import Rotation, linear
 
 ops = torch.ops.custom_pypto
@@ -93,6 +94,22 @@ def test_rotations_equal_those_of_transformers(name, first, dtype):
     part = x[..., first : first + 16]
     theirs = rotation.upstream(part, part[:, :, :1], cos, sin, unsqueeze_dim=2)[0]
     assert want[..., first : first + 16].equal(theirs)
+
+
+@pytest.mark.parametrize("rotated", [16, 40])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rotations_of_pairs_equal_those_of_transformers(rotated, dtype):
+    x = torch.randn(2, 3, 5, 48).to(dtype)[..., :40]
+    angles = torch.randn(2, 3, rotated)[..., : rotated // 2]
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    with Calls() as calls:
+        got = deepseek_v4.rotate(x, cos, sin)
+    assert calls.counts == {ops.rotate_pairs.default: 1}
+    want = deepseek_v4.apply_rotary_pos_emb(x, cos, sin, unsqueeze_dim=2)
+    # a compiler may round a product and a sum at once; both products are at most |x|. Then the sum
+    # may be rounded to a neighbour
+    bound = 2 * steps(torch.float32) * x.abs().max() + steps(dtype) * want.abs()
+    assert ((got - want).abs() <= bound).all() and got.dtype == dtype
 
 
 @pytest.mark.parametrize("kind", representatives(("deepseek_v32", "glm_moe_dsa", "glm5_next")))
@@ -179,6 +196,9 @@ def test_the_ops_pass_opcheck():
     torch.library.opcheck(ops.rms_norm.default, (x.half(), None, 1e-6))
     torch.library.opcheck(ops.rotate.default, (x, angles.cos(), angles.sin(), 4, True))
     torch.library.opcheck(
+        ops.rotate_pairs.default, (x, angles[..., :4].cos(), angles[..., :4].sin())
+    )
+    torch.library.opcheck(
         ops.route.default, (torch.randn(3, 8), torch.randn(8), 2, 1, 3, True, 2.5)
     )
     torch.library.opcheck(ops.weighted_sum.default, (torch.randn(3, 4, 8), torch.rand(3, 4)))
@@ -213,6 +233,12 @@ REJECTED = {
     ),
     "rotate: sin.size(1) must be 2 (as x), got 1": lambda: ops.rotate(
         torch.zeros(1, 2, 1, 8), ANGLES.expand(1, 2, 4), ANGLES, 0, True
+    ),
+    "rotate_pairs: cos.size(-1) must be at most D / 2 (R / 2), got 4": lambda: ops.rotate_pairs(
+        torch.zeros(1, 1, 1, 6), ANGLES, ANGLES
+    ),
+    "rotate_pairs: sin.size(2) must be 4 (as cos), got 3": lambda: ops.rotate_pairs(
+        torch.zeros(1, 1, 1, 8), ANGLES, ANGLES[..., :3]
     ),
     "route: k must be from 1 to E, got 9": lambda: ops.route(
         torch.zeros(1, 8), torch.zeros(8), 2, 1, 9, True, 1.0
@@ -346,7 +372,7 @@ def test_a_decoded_token_takes_one_op_for_each_norm_and_rotation():
     assert not any(hasattr(module, "is_one_op") for module in model.modules())
 
 
-def test_a_token_decoded_by_deepseek_v4_takes_one_op_for_each_norm_and_hyper_connection():
+def test_a_token_decoded_by_deepseek_v4_takes_one_op_for_each_part():
     model = models.use_custom_pypto(tiny_model("deepseek_v4"))
     cache = models.PagedCache(model, 1, 32)
     with Calls() as calls:
@@ -355,3 +381,5 @@ def test_a_token_decoded_by_deepseek_v4_takes_one_op_for_each_norm_and_hyper_con
     assert calls.counts[ops.hyper_connection.default] == 2 * layers
     # 7 in a layer, one of each compressor and indexer, and two before the head
     assert calls.counts[ops.rms_norm.default] == 7 * layers + 5 + 2
+    # key, query and output, a row of each compressor and indexer, the query of each indexer
+    assert calls.counts[ops.rotate_pairs.default] == 3 * layers + 5 + 2

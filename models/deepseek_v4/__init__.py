@@ -25,7 +25,7 @@ from ..cache.layout import Pool, RowLayout
 from ..cache.store import PagedLayer
 from ..compressed_attention import CompressedAttention, compress
 from ..compression import state_layout
-from ..one_op import BoundedMLP, Float32Norm, GroupedLinear, HyperConnection, UnweightedNorm
+from ..one_op import BoundedMLP, Float32Norm, GroupedLinear, HyperConnection, UnweightedNorm, takes
 from ..projection import check_replaced
 
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
@@ -50,6 +50,17 @@ def state(config, layer: int) -> RowLayout:
 
 OF_SPARSE, OF_HEAVY = {"layer_types": SPARSE}, {"layer_types": HEAVY}
 SIZES = ("sliding_window", "compress_rates")
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """``[B, S, N, D]`` with pairs of the last R dims rotated.
+
+    Args:
+        cos: ``[B, S, R / 2]``, as sin.
+    """
+    if takes(x, cos, sin):
+        return torch.ops.custom_pypto.rotate_pairs(x, cos, sin)
+    return apply_rotary_pos_emb(x, cos, sin, unsqueeze_dim=2)
 
 
 class OneOpDeepseekV4MLP(BoundedMLP, DeepseekV4MLP):
@@ -87,7 +98,7 @@ class PagedDeepseekV4Attention(CompressedAttention, DeepseekV4Attention):
         "index_state": Pool("index_head_dim", where=OF_SPARSE, vectors=4, layout=state),
         "state": Pool("head_dim", where=OF_HEAVY, vectors=2, layout=state),
     }
-    rope = staticmethod(apply_rotary_pos_emb)
+    rope = staticmethod(rotate)
 
     slice_tokens = property(lambda self: SLICE)
 

@@ -28,19 +28,25 @@ Tensor rms_norm(const Tensor& x, const OptionalTensor& weight, double eps) {
   return out;
 }
 
+// x [B, S, N, D], and cos and sin for each token
+void check_angles(const char* op, const Tensor& x, const Tensor& cos, const Tensor& sin,
+                  const char* shape) {
+  Argument(op, "x", x).rank(4, "[B, S, N, D]").dtype(kFloating);
+  for (const auto& [name, angles] : {std::pair("cos", &cos), std::pair("sin", &sin)}) {
+    Argument(op, name, *angles)
+        .rank(3, shape)
+        .sizes(x, 2, "as x")
+        .size(2, cos.sym_size(-1), "as cos")
+        .dtype(x.scalar_type(), "dtype of x")
+        .device_of(x);
+  }
+}
+
 template <bool computes>
 Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t first,
               bool interleaved) {
   constexpr char kOp[] = "rotate";
-  Argument(kOp, "x", x).rank(4, "[B, S, N, D]").dtype(kFloating);
-  for (const auto& [name, angles] : {std::pair("cos", &cos), std::pair("sin", &sin)}) {
-    Argument(kOp, name, *angles)
-        .rank(3, "[B, S, R]")
-        .sizes(x, 2, "as x")
-        .size(2, cos.sym_size(-1), "R of cos")
-        .dtype(x.scalar_type(), "dtype of x")
-        .device_of(x);
-  }
+  check_angles(kOp, x, cos, sin, "[B, S, R]");
   const c10::SymInt width = cos.sym_size(-1);
   CHECK_ARGUMENT(width % 2 == 0, kOp, "cos.size(-1)", "even (R)", width);
   CHECK_ARGUMENT(first >= 0 && x.sym_size(-1) >= width + first, kOp, "first",
@@ -50,6 +56,17 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t fir
     rotate_rows(
         {.x = x, .cos = cos, .sin = sin, .first = first, .interleaved = interleaved, .out = out});
   }
+  return out;
+}
+
+template <bool computes>
+Tensor rotate_pairs(const Tensor& x, const Tensor& cos, const Tensor& sin) {
+  constexpr char kOp[] = "rotate_pairs";
+  check_angles(kOp, x, cos, sin, "[B, S, R / 2]");
+  const c10::SymInt pairs = cos.sym_size(-1);
+  CHECK_ARGUMENT(x.sym_size(-1) >= 2 * pairs, kOp, "cos.size(-1)", "at most D / 2 (R / 2)", pairs);
+  const Tensor out = at::empty_symint(x.sym_sizes(), x.options());
+  if (computes && x.numel() != 0) rotate_pair_rows(x, cos, sin, out);
   return out;
 }
 
@@ -145,6 +162,8 @@ std::tuple<Tensor, Tensor, Tensor> hyper_connection(const Tensor& streams, const
 REGISTER_OP(rms_norm, "(Tensor x, Tensor? weight, float eps) -> Tensor")
 REGISTER_OP(rotate, "(Tensor x, Tensor cos, Tensor sin, int first, bool interleaved) -> Tensor")
 
+REGISTER_OP(rotate_pairs, "(Tensor x, Tensor cos, Tensor sin) -> Tensor")
+
 REGISTER_OP(route,
             "(Tensor logits, Tensor bias, int groups, int kept, int k, bool normalize, float scale)"
             " -> (Tensor, Tensor)")
@@ -156,7 +175,8 @@ REGISTER_OP(hyper_connection,
             " -> (Tensor post, Tensor comb, Tensor collapsed)")
 
 TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) {
-  for (const char* op : {"rms_norm", "rotate", "route", "weighted_sum", "hyper_connection"}) {
+  for (const char* op :
+       {"rms_norm", "rotate", "rotate_pairs", "route", "weighted_sum", "hyper_connection"}) {
     m.impl(op, torch::autograd::autogradNotImplementedFallback());
   }
 }

@@ -123,6 +123,39 @@ void rotate(const RotationParams& p) {
 }
 
 template <typename T>
+void rotate_pairs(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& out) {
+  const Tensor rows = dense(x), cosines = dense(cos), sines = dense(sin);
+  const auto size = rows.sizes(), stride = rows.strides();
+  const int64_t dims = size[3], pairs = cosines.size(2), first = dims - 2 * pairs;
+  const T* from = rows.const_data_ptr<T>();
+  T* to = out.mutable_data_ptr<T>();
+  for_rows(size[0] * size[1], size[2] * dims, [&](int64_t begin, int64_t end) {
+    AlignedVector<float> c(pairs), s(pairs), v(2 * pairs);
+    for (int64_t token = begin; token < end; ++token) {
+      const int64_t in_batch = token / size[1], at = token % size[1];
+      const auto angles = [&](const Tensor& all, float* of_token) {
+        const T* row = all.const_data_ptr<T>() + in_batch * all.stride(0) + at * all.stride(1);
+        widen(row, pairs, of_token);
+      };
+      angles(cosines, c.data());
+      angles(sines, s.data());
+      for (int64_t n = 0; n < size[2]; ++n) {
+        const T* source = from + in_batch * stride[0] + at * stride[1] + n * stride[2];
+        T* y = to + (token * size[2] + n) * dims;
+        std::copy_n(source, first, y);
+        widen(source + first, 2 * pairs, v.data());
+        for (int64_t i = 0; i < pairs; ++i) {
+          const float a = v[2 * i], b = v[2 * i + 1];
+          v[2 * i] = a * c[i] - b * s[i];
+          v[2 * i + 1] = b * c[i] + a * s[i];
+        }
+        narrow(v.data(), 2 * pairs, y + first);
+      }
+    }
+  });
+}
+
+template <typename T>
 void add_weighted(const Tensor& x, const float* weights, const Tensor& out) {
   const int64_t k = x.size(1), dims = x.size(2);
   const T* from = x.const_data_ptr<T>();
@@ -236,6 +269,10 @@ void norm_rows(const Tensor& x, const OptionalTensor& weight, double eps, const 
 
 void rotate_rows(const RotationParams& p) {
   with_type(p.x.scalar_type(), [&](auto type) { rotate<decltype(type)>(p); });
+}
+
+void rotate_pair_rows(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& out) {
+  with_type(x.scalar_type(), [&](auto type) { rotate_pairs<decltype(type)>(x, cos, sin, out); });
 }
 
 void route_rows(const RouteParams& p) {

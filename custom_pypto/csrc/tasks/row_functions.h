@@ -23,6 +23,10 @@ struct RotationParams {
 // Rounds each product, as torch does.
 void rotate_rows(const RotationParams& p);
 
+// Pairs (x_2i, x_2i+1) of the last R dims of x [B, S, N, D], rounded once; cos and sin [B, S, R /
+// 2], out [B, S, N, D] contiguous.
+void rotate_pair_rows(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& out);
+
 struct RouteParams {
   const Tensor& logits;  // [T, E] float32, contiguous
   const Tensor& bias;    // [E] float32, contiguous: added to the scores for the choice alone
