@@ -154,7 +154,7 @@ class BoundedMLP(OneOp):
 
 
 class GroupedLinear(OneOp):
-    """A block-diagonal projection: each of ``n_groups`` has rows of its own."""
+    """A block-diagonal projection: each of ``n_groups`` has features and rows of its own."""
 
     def forward(self, x: Tensor) -> Tensor:
         width, weight = x.size(-1), self.weight

@@ -2,12 +2,11 @@
 
 import torch
 from torch import nn
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear
 
 from ..patched import text_model
 from ..quantized_weights import FP4, FP8
 from .formats import BLOCK, MULTIPLE, ROUNDED
-from .modules import EXPERT_WEIGHTS, is_experts
+from .modules import EXPERT_WEIGHTS, is_experts, is_grouped
 
 #: linear layers that stay plain: absorption reads the weight of the first; the others decide which
 #: tokens and experts are selected, and are small
@@ -104,8 +103,7 @@ def kinds_of(
 
 def groups_share_blocks(module: nn.Module) -> bool:
     """Whether a block of fp8 would have rows of two groups, whose products are apart."""
-    grouped = isinstance(module, DeepseekV4GroupedLinear)
-    return grouped and module.out_features // module.n_groups % BLOCK != 0
+    return is_grouped(module) and module.out_features // module.n_groups % BLOCK != 0
 
 
 def layers_of(model):
@@ -113,7 +111,7 @@ def layers_of(model):
     text = text_model(model)
     prefix = next(name for name, module in model.named_modules() if module is text)
     for name, module in text.layers.named_modules():
-        linear = type(module) is nn.Linear or isinstance(module, DeepseekV4GroupedLinear)
+        linear = type(module) is nn.Linear or is_grouped(module)
         linear &= name.rpartition(".")[2] not in PLAIN
         if linear and module.in_features % MULTIPLE == 0:
             yield f"{prefix}.layers.{name}", module

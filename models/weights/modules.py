@@ -6,7 +6,6 @@ Shapes: T tokens, E experts, k experts of a token, I intermediate size.
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear
 
 import custom_pypto
 
@@ -42,9 +41,9 @@ class StoredLinear(nn.Module):
 
 
 class StoredGroupedLinear(StoredLinear):
-    """The same of DeepSeek-V4's block-diagonal projection, whose groups have rows of their own."""
+    """The same of a layer that :func:`is_grouped`."""
 
-    def __init__(self, linear: DeepseekV4GroupedLinear, kind: str):
+    def __init__(self, linear: nn.Linear, kind: str):
         super().__init__(linear, kind)
         self.n_groups = linear.n_groups
 
@@ -75,6 +74,12 @@ def check_no_gradient(x: Tensor, kind: str) -> None:
             "gradient, which these weights do not pass on; use torch.no_grad(), or train a model "
             "that was loaded with weights=None"
         )
+
+
+def is_grouped(module: nn.Module) -> bool:
+    """Whether ``module`` is block-diagonal, as a projection of DeepSeek-V4: each of ``n_groups``
+    has features and rows of its own."""
+    return isinstance(module, nn.Linear) and hasattr(module, "n_groups")
 
 
 def is_experts(module: nn.Module) -> bool:
@@ -121,8 +126,7 @@ def convert(model: nn.Module, kinds: dict[str, str]) -> None:
         module = model.get_submodule(name)
         if not is_experts(module):
             parent, _, child = name.rpartition(".")
-            grouped = isinstance(module, DeepseekV4GroupedLinear)
-            stored = (StoredGroupedLinear if grouped else StoredLinear)(module, kind)
+            stored = (StoredGroupedLinear if is_grouped(module) else StoredLinear)(module, kind)
             setattr(model.get_submodule(parent), child, stored)
             continue
         of_experts, module.kind = True, kind
