@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import DTYPES
 from model_harness import no_grad_and_one_thread  # noqa: F401
-from tiny import representatives, tiny_model, token_ids
+from tiny import KINDS, representatives, tiny_model, token_ids
 from torch import nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -21,7 +21,7 @@ from custom_pypto.models.one_op import Rotation, linear
 
 ops = torch.ops.custom_pypto
 # with a model of each class of transformers that the mixins are for
-NORMS = ("deepseek_v32", "glm_moe_dsa", "axk2", "hy_v4", "dots3_note", "glm5_next", "deepseek_v4")
+NORMS = (*KINDS, "glm5_next", "deepseek_v4")
 ROTATIONS = {
     "half-split": Rotation(apply_rotary_pos_emb, interleaved=False),
     "interleaved": Rotation(apply_rotary_pos_emb_interleave, interleaved=True),
