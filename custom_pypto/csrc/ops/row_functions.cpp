@@ -66,7 +66,10 @@ Tensor rotate_pairs(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   const c10::SymInt pairs = cos.sym_size(-1);
   CHECK_ARGUMENT(x.sym_size(-1) >= 2 * pairs, kOp, "cos.size(-1)", "at most D / 2 (R / 2)", pairs);
   const Tensor out = at::empty_symint(x.sym_sizes(), x.options());
-  if (computes && x.numel() != 0) rotate_pair_rows(x, cos, sin, out);
+  if (computes && x.numel() != 0) {
+    const int64_t first = x.size(-1) - 2 * cos.size(-1);
+    rotate_pair_rows({.x = x, .cos = cos, .sin = sin, .first = first, .out = out});
+  }
   return out;
 }
 
@@ -161,7 +164,6 @@ std::tuple<Tensor, Tensor, Tensor> hyper_connection(const Tensor& streams, const
 
 REGISTER_OP(rms_norm, "(Tensor x, Tensor? weight, float eps) -> Tensor")
 REGISTER_OP(rotate, "(Tensor x, Tensor cos, Tensor sin, int first, bool interleaved) -> Tensor")
-
 REGISTER_OP(rotate_pairs, "(Tensor x, Tensor cos, Tensor sin) -> Tensor")
 
 REGISTER_OP(route,

@@ -74,84 +74,82 @@ void norm(const Tensor& x, const OptionalTensor& weight, float eps, const Tensor
   });
 }
 
-template <typename T>
-void rotate(const RotationParams& p) {
+// Copies the dims of each head but `width` from p.first on; for these calls a thread's
+// rotate(from, cos, sin, to), which make() returns.
+template <typename T, typename Make>
+void rotate_heads(const RotationParams& p, int64_t width, const Make& make) {
   const Tensor rows = dense(p.x), cosines = dense(p.cos), sines = dense(p.sin);
   const auto size = rows.sizes(), stride = rows.strides();
-  const int64_t dims = size[3], width = cosines.size(2), half = width / 2;
+  const int64_t dims = size[3], angles = cosines.size(2);
   const T* from = rows.const_data_ptr<T>();
   T* to = p.out.mutable_data_ptr<T>();
   for_rows(size[0] * size[1], size[2] * dims, [&](int64_t begin, int64_t end) {
-    AlignedVector<float> cos(width), sin(width), x(width), products(2 * width);
-    AlignedVector<T> rounded(2 * width);
+    AlignedVector<float> cos(angles), sin(angles);
+    auto rotate = make();
     for (int64_t token = begin; token < end; ++token) {
       const int64_t b = token / size[1], s = token % size[1];
-      const auto angles = [&](const Tensor& all, float* of_token) {
-        widen(all.const_data_ptr<T>() + b * all.stride(0) + s * all.stride(1), width, of_token);
-        // the first half has every angle, and transformers reads no other
-        if (p.interleaved) std::copy_n(of_token, half, of_token + half);
+      const auto load = [&](const Tensor& all, float* of_token) {
+        widen(all.const_data_ptr<T>() + b * all.stride(0) + s * all.stride(1), angles, of_token);
       };
-      angles(cosines, cos.data());
-      angles(sines, sin.data());
+      load(cosines, cos.data());
+      load(sines, sin.data());
       for (int64_t n = 0; n < size[2]; ++n) {
         const T* source = from + b * stride[0] + s * stride[1] + n * stride[2];
         T* y = to + (token * size[2] + n) * dims;
         std::copy_n(source, p.first, y);
         std::copy_n(source + p.first + width, dims - width - p.first, y + p.first + width);
-        source += p.first;
-        if (p.interleaved) {
-          for (int64_t i = 0; i < half; ++i) {
-            x[i] = static_cast<float>(source[2 * i]);
-            x[half + i] = static_cast<float>(source[2 * i + 1]);
-          }
-        } else {
-          widen(source, width, x.data());
-        }
-        float *straight = products.data(), *crossed = straight + width;
-        for (int64_t i = 0; i < width; ++i) straight[i] = x[i] * cos[i];
-        for (int64_t i = 0; i < half; ++i) {
-          crossed[i] = -x[half + i] * sin[i];
-          crossed[half + i] = x[i] * sin[half + i];
-        }
-        narrow(products.data(), 2 * width, rounded.data());
-        widen(rounded.data(), 2 * width, products.data());
-        for (int64_t i = 0; i < width; ++i) straight[i] += crossed[i];
-        narrow(straight, width, y + p.first);
+        rotate(source + p.first, cos.data(), sin.data(), y + p.first);
       }
     }
   });
 }
 
 template <typename T>
-void rotate_pairs(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& out) {
-  const Tensor rows = dense(x), cosines = dense(cos), sines = dense(sin);
-  const auto size = rows.sizes(), stride = rows.strides();
-  const int64_t dims = size[3], pairs = cosines.size(2), first = dims - 2 * pairs;
-  const T* from = rows.const_data_ptr<T>();
-  T* to = out.mutable_data_ptr<T>();
-  for_rows(size[0] * size[1], size[2] * dims, [&](int64_t begin, int64_t end) {
-    AlignedVector<float> c(pairs), s(pairs), v(2 * pairs);
-    for (int64_t token = begin; token < end; ++token) {
-      const int64_t in_batch = token / size[1], at = token % size[1];
-      const auto angles = [&](const Tensor& all, float* of_token) {
-        const T* row = all.const_data_ptr<T>() + in_batch * all.stride(0) + at * all.stride(1);
-        widen(row, pairs, of_token);
-      };
-      angles(cosines, c.data());
-      angles(sines, s.data());
-      for (int64_t n = 0; n < size[2]; ++n) {
-        const T* source = from + in_batch * stride[0] + at * stride[1] + n * stride[2];
-        T* y = to + (token * size[2] + n) * dims;
-        std::copy_n(source, first, y);
-        widen(source + first, 2 * pairs, v.data());
-        for (int64_t i = 0; i < pairs; ++i) {
-          const float a = v[2 * i], b = v[2 * i + 1];
-          v[2 * i] = a * c[i] - b * s[i];
-          v[2 * i + 1] = b * c[i] + a * s[i];
+void rotate(const RotationParams& p) {
+  const int64_t width = p.cos.size(2), half = width / 2;
+  // of pairs the first half has every angle, and transformers reads no other
+  const int64_t upper = p.interleaved ? 0 : half;
+  rotate_heads<T>(p, width, [&] {
+    return [=, interleaved = p.interleaved, x = AlignedVector<float>(width),
+            products = AlignedVector<float>(2 * width), rounded = AlignedVector<T>(2 * width)](
+               const T* from, const float* cos, const float* sin, T* to) mutable {
+      if (interleaved) {
+        for (int64_t i = 0; i < half; ++i) {
+          x[i] = static_cast<float>(from[2 * i]);
+          x[half + i] = static_cast<float>(from[2 * i + 1]);
         }
-        narrow(v.data(), 2 * pairs, y + first);
+      } else {
+        widen(from, width, x.data());
       }
-    }
+      float *straight = products.data(), *crossed = straight + width;
+      for (int64_t i = 0; i < half; ++i) {
+        straight[i] = x[i] * cos[i];
+        straight[half + i] = x[half + i] * cos[upper + i];
+        crossed[i] = -x[half + i] * sin[i];
+        crossed[half + i] = x[i] * sin[upper + i];
+      }
+      narrow(products.data(), 2 * width, rounded.data());
+      widen(rounded.data(), 2 * width, products.data());
+      for (int64_t i = 0; i < width; ++i) straight[i] += crossed[i];
+      narrow(straight, width, to);
+    };
+  });
+}
+
+template <typename T>
+void rotate_pairs(const RotationParams& p) {
+  const int64_t pairs = p.cos.size(2);
+  rotate_heads<T>(p, 2 * pairs, [&] {
+    return [pairs, x = AlignedVector<float>(2 * pairs)](const T* from, const float* cos,
+                                                        const float* sin, T* to) mutable {
+      widen(from, 2 * pairs, x.data());
+      for (int64_t i = 0; i < pairs; ++i) {
+        const float a = x[2 * i], b = x[2 * i + 1];
+        x[2 * i] = a * cos[i] - b * sin[i];
+        x[2 * i + 1] = b * cos[i] + a * sin[i];
+      }
+      narrow(x.data(), 2 * pairs, to);
+    };
   });
 }
 
@@ -271,8 +269,8 @@ void rotate_rows(const RotationParams& p) {
   with_type(p.x.scalar_type(), [&](auto type) { rotate<decltype(type)>(p); });
 }
 
-void rotate_pair_rows(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& out) {
-  with_type(x.scalar_type(), [&](auto type) { rotate_pairs<decltype(type)>(x, cos, sin, out); });
+void rotate_pair_rows(const RotationParams& p) {
+  with_type(p.x.scalar_type(), [&](auto type) { rotate_pairs<decltype(type)>(p); });
 }
 
 void route_rows(const RouteParams& p) {

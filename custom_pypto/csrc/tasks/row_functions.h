@@ -12,20 +12,20 @@ namespace custom_pypto {
 void norm_rows(const Tensor& x, const OptionalTensor& weight, double eps, const Tensor& out);
 
 struct RotationParams {
-  const Tensor& x;    // [B, S, N, D]
-  const Tensor& cos;  // [B, S, R]
-  const Tensor& sin;  // as cos
-  int64_t first;      // of the R dims that are rotated
-  bool interleaved;   // pairs (x_2i, x_2i+1) become (y_i, y_i+R/2); else (x_i, x_i+R/2)
-  Tensor out;         // [B, S, N, D], contiguous
+  const Tensor& x;           // [B, S, N, D]
+  const Tensor& cos;         // [B, S, R], of rotate_pair_rows [B, S, R / 2]
+  const Tensor& sin;         // as cos
+  int64_t first;             // of the R dims that are rotated
+  bool interleaved = false;  // of rotate_rows: pairs (x_2i, x_2i+1) become (y_i, y_i+R/2); else
+                             // (x_i, x_i+R/2)
+  Tensor out;                // [B, S, N, D], contiguous
 };
 
 // Rounds each product, as torch does.
 void rotate_rows(const RotationParams& p);
 
-// Pairs (x_2i, x_2i+1) of the last R dims of x [B, S, N, D], rounded once; cos and sin [B, S, R /
-// 2], out [B, S, N, D] contiguous.
-void rotate_pair_rows(const Tensor& x, const Tensor& cos, const Tensor& sin, const Tensor& out);
+// Pairs (x_2i, x_2i+1) become (y_2i, y_2i+1), rounded once.
+void rotate_pair_rows(const RotationParams& p);
 
 struct RouteParams {
   const Tensor& logits;  // [T, E] float32, contiguous
