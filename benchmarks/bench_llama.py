@@ -27,10 +27,10 @@ from pathlib import Path
 
 import torch
 from bench_v4 import KINDS, model_decode_call
-from llama import V4, convert, server
+from llama import convert, server
 from measure import Benchmark
 from model_sides import decode_call, prefill_call, prompt_ids
-from published import write_published
+from published import V4, write_published
 from tiny import randomise
 from transformers import (
     AutoModelForCausalLM,
@@ -50,17 +50,23 @@ FORMATS = {"stored": "BF16", "fp8": "Q8_0", "fp4": "MXFP4", "int8": "Q8_0", "int
 PUBLISHED = {"deepseek_v32": "fp8", "glm_moe_dsa": "fp8", V4: "fp4"}
 FEW = 4  # tokens at once, as of a draft or of some sequences
 EXPERTS = 32  # of 256: a token reads 8 of either, 6 of DeepSeek-V4
-ALL = dict(vocab_size=VOCABULARY, num_hidden_layers=1, n_routed_experts=EXPERTS)
-V4_LAYERS = dict(layer_types=[KINDS["sparse"], KINDS["heavy"]], mlp_layer_types=["moe", "moe"])
-YARN = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536}  # as published
-V4_LAYERS |= dict(rope_scaling=YARN | {"beta_fast": 32, "beta_slow": 1})
-V4_CONFIG = DeepseekV4Config(**ALL | V4_LAYERS | {"num_hidden_layers": 2})
-ALL |= dict(n_group=1, topk_group=1)  # the file that they read names no groups
+ALL = dict(vocab_size=VOCABULARY, n_routed_experts=EXPERTS)
+# the file that they read names no groups
+LATENT = ALL | dict(num_hidden_layers=1, n_group=1, topk_group=1)
+# as published
+YARN = {"type": "yarn", "factor": 16, "original_max_position_embeddings": 65536}
+YARN |= {"beta_fast": 32, "beta_slow": 1}
 PARTS = {
-    "attention": DeepseekV32Config(**ALL, first_k_dense_replace=1, intermediate_size=256),
-    "with experts": DeepseekV32Config(**ALL, first_k_dense_replace=0),
-    "GLM-5, with experts": GlmMoeDsaConfig(**ALL, mlp_layer_types=["sparse"]),
-    "DeepSeek-V4-Flash, two layers": V4_CONFIG,
+    "attention": DeepseekV32Config(**LATENT, first_k_dense_replace=1, intermediate_size=256),
+    "with experts": DeepseekV32Config(**LATENT, first_k_dense_replace=0),
+    "GLM-5, with experts": GlmMoeDsaConfig(**LATENT, mlp_layer_types=["sparse"]),
+    "DeepSeek-V4-Flash, two layers": DeepseekV4Config(
+        **ALL,
+        num_hidden_layers=2,
+        layer_types=[KINDS["sparse"], KINDS["heavy"]],
+        mlp_layer_types=["moe", "moe"],
+        rope_scaling=YARN,
+    ),
 }
 TOKEN = ["-c", str(CONTEXT + 64), "-ub", "512"]
 # the tokens that followed where a token was before

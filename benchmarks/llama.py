@@ -17,6 +17,7 @@ from typing import Any
 import gguf
 import torch
 from measure import free_port
+from published import V4
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -74,7 +75,6 @@ LAYER_TENSORS = {
     "ffn_hc.base": "hc_ffn_base",
     "ffn_hc.scale": "hc_ffn_scale",
 }
-V4 = "deepseek_v4"
 SQRT_SOFTPLUS = 4  # a gating function that the package gguf does not name
 
 HOST = "127.0.0.1"

@@ -29,8 +29,10 @@ MIXED = {"experts": "int4", "rest": "int8"}
 OPTIONS = ["int8", "int4", MIXED]
 IDS = ["int8", "int4", "mixed"]
 # rows of experts, and of groups of DeepSeek-V4's output projection, in whole blocks of fp8
-WIDE = {V4: dict(moe_intermediate_size=128, o_lora_rank=128)}
-WIDE["deepseek_v32"] = dict(moe_intermediate_size=128)
+WIDE = {
+    "deepseek_v32": dict(moe_intermediate_size=128),
+    V4: dict(moe_intermediate_size=128, o_lora_rank=128),
+}
 
 
 @torch.no_grad()
