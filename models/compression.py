@@ -18,6 +18,7 @@ from custom_pypto.rows.parts import write
 from .cache import Step, TokenSlice
 from .cache.layout import RowLayout
 from .cache.store import PagedLayer
+from .one_op import takes
 
 # tokens that a sequence can forget, a ring's spare rows: more than speculative decoding drafts
 SPARE = 16
@@ -48,10 +49,8 @@ def compress(
         finish: rows ``[B, n, 1, D]`` from float32 sums ``[B, n, D]`` and groups ``[B, n]``.
     """
     store, layout, ring = step.store, layer.layouts[rows], layer.layouts[state]
-    pool = layer.pools[state]
-    cached = pool[store.tables[ring][:, 0]].squeeze(2)
-    width = layer.pools[rows].size(-1)
-    sums, groups, complete = completed(cached, new, bias, width, step)
+    pool, width = layer.pools[state], layer.pools[rows].size(-1)
+    sums, groups, complete = completed(pool, store.tables[ring][:, 0], new, bias, width, step)
     slots = store.slots(layout, layout.ring + groups, complete)
     write(layer.pools[rows], slots, finish(sums, groups))
     last = slice(max(0, new.size(1) - ring.ring), None)
@@ -60,20 +59,29 @@ def compress(
 
 
 def completed(
-    cached: Tensor, new: Tensor, bias: Tensor, width: int, step: Step | TokenSlice
+    pool: Tensor, blocks: Tensor, new: Tensor, bias: Tensor, width: int, step: Step | TokenSlice
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The float32 sums ``[B, n, width]`` of all groups of the new tokens, the groups
-    ``[B, n]``, and whether all their tokens have come.
+    ``[B, n]``, and whether all their tokens have come; sums of other groups are any finite numbers.
 
     Args:
-        cached: ``[B, ring, .]`` the state.
+        pool: ``[., ring, 1, .]`` the state.
+        blocks: ``[B]`` int32, of the pool.
         new: ``[B, S, .]`` ``[C | Z]`` of the new tokens.
     """
     rate, overlap = bias.size(0), bias.size(1) // width - 1
     count = -(-new.size(1) // rate)
     # int64 as positions: a comparison in a GE graph does not promote
-    start, lengths = step.start[:, None].long(), step.lengths[:, None].long()
+    start = step.start[:, None].long()
     groups = start // rate + torch.arange(count, device=new.device)
+    if takes(new, pool):
+        bounds = step.start, step.lengths
+        sums, complete = torch.ops.custom_pypto.pool_groups(
+            pool, blocks, new, bias.float(), *bounds, width
+        )
+        return sums, groups, complete
+    lengths = step.lengths[:, None].long()
+    cached = pool[blocks].squeeze(2)
     tokens = (groups[:, :1] - overlap) * rate
     tokens = tokens + torch.arange((overlap + count) * rate, device=new.device)
 

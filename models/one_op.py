@@ -117,6 +117,22 @@ class HyperConnection(OneOp):
         )
 
 
+class StreamsLayer(OneOp):
+    """A decoder layer of DeepSeek-V4: an op adds to the streams what attention and experts give."""
+
+    def forward(
+        self, hidden_states: Tensor, input_ids: Tensor | None = None, **others
+    ) -> Tensor:
+        if self.training or not takes(hidden_states):
+            return super().forward(hidden_states, input_ids=input_ids, **others)
+        post, comb, x = self.attn_hc(hidden_states)
+        x, _ = self.self_attn(self.input_layernorm(x), **others)
+        streams = torch.ops.custom_pypto.mix_streams(hidden_states, x, post, comb)
+        post, comb, x = self.ffn_hc(streams)
+        x = self.mlp(self.post_attention_layernorm(x), input_ids=input_ids)
+        return torch.ops.custom_pypto.mix_streams(streams, x, post, comb)
+
+
 class Experts(OneOp):
     """Experts whose plain weights are read as they are: for a few tokens, transformers' sorting by
     expert costs more."""

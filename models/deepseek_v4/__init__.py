@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4Attention,
     DeepseekV4CSACompressor,
+    DeepseekV4DecoderLayer,
     DeepseekV4GroupedLinear,
     DeepseekV4HCACompressor,
     DeepseekV4HyperConnection,
@@ -25,7 +26,15 @@ from ..cache.layout import Pool, RowLayout
 from ..cache.store import PagedLayer
 from ..compressed_attention import CompressedAttention, compress
 from ..compression import state_layout
-from ..one_op import BoundedMLP, Float32Norm, GroupedLinear, HyperConnection, UnweightedNorm, takes
+from ..one_op import (
+    BoundedMLP,
+    Float32Norm,
+    GroupedLinear,
+    HyperConnection,
+    StreamsLayer,
+    UnweightedNorm,
+    takes,
+)
 from ..projection import check_replaced
 
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
@@ -75,6 +84,14 @@ class OneOpDeepseekV4HyperConnection(HyperConnection, DeepseekV4HyperConnection)
     pass
 
 
+class OneOpDeepseekV4DecoderLayer(StreamsLayer, DeepseekV4DecoderLayer):
+    pass
+
+
+# by which device maps find layers that stay whole
+OneOpDeepseekV4DecoderLayer.__name__ = DeepseekV4DecoderLayer.__name__
+
+
 class OneOpDeepseekV4RMSNorm(Float32Norm, DeepseekV4RMSNorm):
     pass
 
@@ -88,6 +105,7 @@ class PagedDeepseekV4Attention(CompressedAttention, DeepseekV4Attention):
         OneOpDeepseekV4MLP,
         OneOpDeepseekV4GroupedLinear,
         OneOpDeepseekV4HyperConnection,
+        OneOpDeepseekV4DecoderLayer,
         OneOpDeepseekV4RMSNorm,
         OneOpDeepseekV4UnweightedRMSNorm,
     )

@@ -283,6 +283,8 @@ struct Kernels {
   // positions; returns their number. Overwrites up to kLineElements elements behind them.
   int (*keep)(uint32_t* ranks, int32_t* positions, int n, uint32_t above, int equal);
   const WeightKernels* weights;  // of each format
+  // with rows of x in bfloat16; null: the same
+  const WeightKernels* weights_by_bf16 = nullptr;
   const RowKernels* rows;
   // out[l] = the sum over d of x[d] * rows[d][l], in bfloat16
   void (*add_rows)(const uint16_t* rows, int64_t stride, const float* x, int depth, int width,
@@ -330,6 +332,7 @@ extern const WeightKernels* const kDotprodWeights;  // of each format
 #endif
 #if defined(CUSTOM_PYPTO_AVX512_BF16)
 extern const Bf16Kernels kAvx512Bf16;
+extern const WeightKernels* const kAvx512Bf16Weights;  // of each format, by rows of x in bfloat16
 #endif
 #if defined(CUSTOM_PYPTO_AMX)
 extern const Bf16Kernels kAmx, kAmxEmulated;

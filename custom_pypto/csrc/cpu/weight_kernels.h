@@ -25,6 +25,7 @@ struct Dots {
   const void* const* x;  // [m], prepared
   int m;
   float* const* out;  // [m]
+  bool goes_on;       // the same thread multiplies the rows that follow
 };
 
 // out[i][w] += the sum over pairs of x[i] . value[w], times the scales of both, plus the sum of

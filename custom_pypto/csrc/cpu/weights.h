@@ -16,10 +16,9 @@ namespace {
 
 constexpr int kUnit = kWeightUnit;         // values that are unpacked together
 constexpr int kUnitVecs = kUnit / kLanes;  // vectors of them
-constexpr int kAhead = 2048;               // bytes
+constexpr int kAhead = 8192;               // bytes, at least
 constexpr int kUsualGroup = 128;
-constexpr int kPart = 512;     // values, a multiple of the usual group; sums do not cross parts
-constexpr int kCached = 4096;  // values of x that stay in the level-1 cache
+constexpr int kPart = 512;  // values, a multiple of the usual group; sums do not cross parts
 constexpr int kMostRows = VECTOR_BYTES == 64 ? 8 : 2;  // of x whose sums fit in registers
 // of bfloat16, in memory that is aligned for one
 typedef int32_t LanePairs __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));
@@ -152,6 +151,37 @@ INLINE void each_strip(const Dots& call, const Strip& strip) {
   strips(std::integral_constant<int, 1>());
 }
 
+// Calls tile(rows, w) for rows of the weight, up to MOST at a time, which share what they read of
+// x: rows of x may not fit in the level-1 cache. A product must not depend on how many.
+template <int MOST, typename Tile>
+INLINE void each_tile_of_weight(const Dots& call, const Tile& tile) {
+  int w = 0;
+  for (; w + MOST <= call.n; w += MOST) tile(std::integral_constant<int, MOST>(), w);
+  if constexpr (MOST > 1) {
+    for (; w < call.n; ++w) tile(std::integral_constant<int, 1>(), w);
+  }
+}
+
+// Prefetches what follows some rows of the weight, in the order of memory, in which the CPU reads
+// ahead, too, into the level-2 cache: tiles read several rows at once.
+class NextRows {
+ public:
+  INLINE NextRows(const Dots& call, int w, int rows) : p_(call.weight + w * call.stride) {
+    // else another thread reads it
+    if (call.goes_on || w + rows < call.n) {
+      p_ += rows * call.stride < kAhead ? kAhead : rows * call.stride;
+    }
+  }
+  template <int BYTES>
+  INLINE void fetch() {
+    UNROLL for (int i = 0; i < BYTES; i += 64) __builtin_prefetch(p_ + i, 0, 2);
+    p_ += BYTES;
+  }
+
+ private:
+  const uint8_t* p_;
+};
+
 // what groups with an offset add to a product
 INLINE float offset_of(const Dots& call, int w, const float* sums) {
   const float* offsets = call.offsets + w * call.groups;
@@ -193,88 +223,73 @@ struct Bfloat16Pairs {
   }
 };
 
-template <class Unit>
-void prepare_f32(const Dots& call, const float* x, void* to) {
-  float* values = static_cast<float*>(to);
-  for (int d = 0; d < call.depth; d += Unit::kValues) {
-    for (int i = 0; i < Unit::kValues; ++i) values[d + Unit::place(i)] = x[d + i];
-  }
-  if (!call.offsets) return;
-  float* sums = values + call.depth;
+INLINE void sum_groups(const Dots& call, const float* x, float* sums) {
   for (int g = 0, d = 0; g < call.groups; ++g) {
     const int end = call.depth - d < call.group ? call.depth : d + call.group;
     for (sums[g] = 0.0f; d < end; ++d) sums[g] += x[d];
   }
 }
 
-// total += the products of the values from `first` to `end`. Of each group kSums sums, then those
-// of the groups. GROUP: that of the call, if all groups have this length; 0: any.
-template <class Unit, int GROUP, int ROWS>
-INLINE void add_block(const Dots& call, int w, const float* const* x, int first, int end,
-                      int64_t ahead, Vec* total) {
+template <class Unit>
+void prepare_f32(const Dots& call, const float* x, void* to) {
+  float* values = static_cast<float*>(to);
+  for (int d = 0; d < call.depth; d += Unit::kValues) {
+    for (int i = 0; i < Unit::kValues; ++i) values[d + Unit::place(i)] = x[d + i];
+  }
+  if (call.offsets) sum_groups(call, x, values + call.depth);
+}
+
+// Of each group kSums sums, then those of the groups. Indices have 64 bits: -fwrapv would make the
+// compiler compute the address of each load from an int. GROUP: that of the call, if all groups
+// have this length; 0: any.
+template <class Unit, int GROUP, int WEIGHTS, int ROWS>
+INLINE void dots_tile(const Dots& call, int w, int i) {
   constexpr int kVecs = Unit::kValues / kLanes;
   constexpr int kSums = kUnitVecs < 4 ? kUnitVecs : 4;
-  const uint8_t* p = call.weight + w * call.stride + first / Unit::kValues * Unit::kBytes;
-  const int group = GROUP ? GROUP : call.group;
-  const float* scale = call.scales + w * call.groups + first / group;
-  int of_group = group - first % group;
-  for (int d = first; d < end;) {
-    int count = GROUP;
+  const float* x[ROWS];
+  UNROLL for (int r = 0; r < ROWS; ++r) x[r] = FloatRow(call, call.x[i + r]).values;
+  const uint8_t* p = call.weight + w * call.stride;
+  const float* scale = call.scales + w * call.groups;
+  const int64_t group = GROUP ? GROUP : call.group;
+  int64_t of_group = group;
+  NextRows next(call, w, WEIGHTS);
+  Vec total[WEIGHTS][ROWS] = {};
+  for (int64_t d = 0; d < call.depth;) {
+    int64_t count = GROUP;
     if (!GROUP) {
-      const int of_part = kPart - d % kPart, rest = end - d < of_part ? end - d : of_part;
+      const int64_t of_part = kPart - d % kPart, left = call.depth - d;
+      const int64_t rest = left < of_part ? left : of_part;
       count = of_group < rest ? of_group : rest;
     }
-    const int stop = d + count;
-    Vec acc[ROWS][kSums] = {};
-    for (; d < stop; d += Unit::kValues) {
-      Vec unit[kVecs];
-      Unit::unpack(p, unit);
-      __builtin_prefetch(p + ahead);
-      p += Unit::kBytes;
-      UNROLL for (int r = 0; r < ROWS; ++r) {
-        UNROLL for (int v = 0; v < kVecs; ++v) {
-          acc[r][v % kSums] += unit[v] * load(x[r] + d + v * kLanes);
+    const int64_t stop = d + count;
+    Vec acc[WEIGHTS][ROWS][kSums] = {};
+    for (; d < stop; d += Unit::kValues, p += Unit::kBytes) {
+      next.fetch<WEIGHTS * Unit::kBytes>();
+      UNROLL for (int k = 0; k < WEIGHTS; ++k) {
+        Vec unit[kVecs];
+        Unit::unpack(p + k * call.stride, unit);
+        UNROLL for (int r = 0; r < ROWS; ++r) {
+          UNROLL for (int v = 0; v < kVecs; ++v) {
+            acc[k][r][v % kSums] += unit[v] * load(x[r] + d + v * kLanes);
+          }
         }
       }
     }
-    UNROLL for (int r = 0; r < ROWS; ++r) {
-      Vec sum = acc[r][0];
-      UNROLL for (int s = 1; s < kSums; ++s) sum += acc[r][s];
-      total[r] += sum * broadcast(*scale);
+    UNROLL for (int k = 0; k < WEIGHTS; ++k) {
+      UNROLL for (int r = 0; r < ROWS; ++r) {
+        Vec sum = acc[k][r][0];
+        UNROLL for (int s = 1; s < kSums; ++s) sum += acc[k][r][s];
+        total[k][r] += sum * broadcast(scale[k * call.groups]);
+      }
     }
     of_group -= count;
     if (of_group == 0) ++scale, of_group = group;
   }
-}
-
-// Rows of x that do not fit in the level-1 cache meet some rows of the weight block by block. Two
-// rows of a weight in one loop were slower.
-template <class Unit, int GROUP, int ROWS>
-INLINE void dots_strip(const Dots& call, int i) {
-  constexpr int kRows = 16;  // of the weight
-  const bool fits = call.depth <= 2 * kCached / ROWS;
-  const int block = fits ? call.depth : kCached / ROWS, most = fits ? 1 : kRows;
-  const int64_t ahead = fits ? kAhead : call.stride;  // bytes
-  const float* x[ROWS];
-  UNROLL for (int r = 0; r < ROWS; ++r) x[r] = FloatRow(call, call.x[i + r]).values;
-  for (int first = 0; first < call.n; first += most) {
-    const int rows = call.n - first < most ? call.n - first : most;
-    Vec total[kRows][ROWS];
-    for (int w = 0; w < rows; ++w) {
-      UNROLL for (int r = 0; r < ROWS; ++r) total[w][r] = Vec{};
-    }
-    for (int d = 0; d < call.depth; d += block) {
-      const int end = call.depth - d < block ? call.depth : d + block;
-      for (int w = 0; w < rows; ++w) {
-        add_block<Unit, GROUP, ROWS>(call, first + w, x, d, end, ahead, total[w]);
-      }
-    }
-    for (int w = 0; w < rows; ++w) {
-      UNROLL for (int r = 0; r < ROWS; ++r) {
-        float sum = sum_of(total[w][r]);
-        if (call.offsets) sum += offset_of(call, first + w, FloatRow(call, call.x[i + r]).sums);
-        call.out[i + r][first + w] = sum;
-      }
+  UNROLL for (int k = 0; k < WEIGHTS; ++k) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
+      float sum = sum_of(total[k][r]);
+      if (call.offsets) sum += offset_of(call, w + k, FloatRow(call, call.x[i + r]).sums);
+      call.out[i + r][w + k] = sum;
     }
   }
 }
@@ -284,7 +299,12 @@ void dots_f32(const Dots& call) {
   const bool even = call.group == kUsualGroup && call.depth % kUsualGroup == 0;
   each_strip<kMostRows>(call, [&](auto rows, int i) INLINED {
     constexpr int ROWS = decltype(rows)::value;
-    even ? dots_strip<Unit, kUsualGroup, ROWS>(call, i) : dots_strip<Unit, 0, ROWS>(call, i);
+    constexpr int kWeights = kMostRows / ROWS < 4 ? kMostRows / ROWS : 4;
+    each_tile_of_weight<kWeights>(call, [&](auto weights, int w) INLINED {
+      constexpr int WEIGHTS = decltype(weights)::value;
+      even ? dots_tile<Unit, kUsualGroup, WEIGHTS, ROWS>(call, w, i)
+           : dots_tile<Unit, 0, WEIGHTS, ROWS>(call, w, i);
+    });
   });
 }
 
@@ -340,30 +360,44 @@ INLINE void add_rows_tile(const uint16_t* rows, int64_t stride, const float* x, 
   for (; d < depth; ++d) add_rows_tile<1>(rows + d * stride, stride, x + d, width, out);
 }
 
+// Calls read(p, values) for vectors of stored scales of BYTES each, whose PARTS vectors of values
+// go to arrays of `count`.
+template <int BYTES, int PARTS, typename Read>
+INLINE void each_scale(const void* from, int64_t count, float* scales, const Read& read) {
+  const char* p = static_cast<const char*>(from);
+  Vec values[PARTS];
+  int64_t i = 0;
+  for (; i + kLanes <= count; i += kLanes, p += BYTES * kLanes) {
+    read(p, values);
+    UNROLL for (int part = 0; part < PARTS; ++part) store(scales + part * count + i, values[part]);
+  }
+  if (i == count) return;
+  // behind the last one there may be no memory
+  char last[BYTES * kLanes] = {};
+  std::memcpy(last, p, BYTES * (count - i));
+  read(last, values);
+  for (int part = 0; part < PARTS; ++part) {
+    std::memcpy(scales + part * count + i, values + part, sizeof(float) * (count - i));
+  }
+}
+
 // of int4: value = (q - 8) * scale + zero, of pairs (scale, zero) in bfloat16
 void read_int4_scales(const void* from, int64_t count, float* scales) {
-  const char* pairs = static_cast<const char*>(from);
-  for (int64_t i = 0; i < count; ++i) {
-    uint32_t pair;
-    std::memcpy(&pair, pairs + 4 * i, 4);
-    const uint32_t scale_bits = pair << 16, zero_bits = pair & 0xFFFF0000;
-    float scale, zero;
-    std::memcpy(&scale, &scale_bits, 4);
-    std::memcpy(&zero, &zero_bits, 4);
-    scales[i] = scale;
-    scales[count + i] = zero - 8.0f * scale;
-  }
+  each_scale<4, 2>(from, count, scales, [](const char* p, Vec* values) INLINED {
+    const IntVec pairs = *reinterpret_cast<const LanePairs*>(p);
+    values[0] = (Vec)(pairs << 16);
+    values[1] = (Vec)(pairs & -0x10000) - 8.0f * values[0];
+  });
 }
 
 // of fp4: half of 2^(bits - 127), as the kernels' values of e2m1 count twice, and NaN for 255
 void read_fp4_scales(const void* from, int64_t count, float* scales) {
-  const uint8_t* exponents = static_cast<const uint8_t*>(from);
-  for (int64_t i = 0; i < count; ++i) {
-    const uint32_t exponent = exponents[i];
-    const uint32_t scale = exponent > 1 ? (exponent - 1) << 23 : 1 << (21 + exponent);
-    const uint32_t bits = exponent == 255 ? 0x7FC00000 : scale;
-    std::memcpy(scales + i, &bits, 4);
-  }
+  each_scale<1, 1>(from, count, scales, [](const char* p, Vec* values) INLINED {
+    const IntVec exponent = load_int8(p) & 0xFF;
+    const IntVec subnormal = exponent == 0 ? IntVec{} + (1 << 21) : IntVec{} + (1 << 22);
+    const IntVec bits = exponent > 1 ? (exponent - 1) << 23 : subnormal;
+    values[0] = (Vec)(exponent == 255 ? IntVec{} + 0x7FC00000 : bits);
+  });
 }
 
 template <class Format>

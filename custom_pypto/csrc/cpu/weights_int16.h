@@ -100,12 +100,13 @@ void prepare_int16(const Dots& call, const float* x, void* to) {
 }
 
 // The scales of a weight's units, one after the other. PARTS: groups in a unit, 1 also for longer
-// ones.
+// ones; 0: a row is one group, whose sums have its scale.
 template <int PARTS>
 class UnitScales {
  public:
-  INLINE UnitScales(const Dots& call, int w)
-      : next_(call.scales + w * call.groups), units_(call.group / kInt16Unit) {}
+  UnitScales() = default;
+  INLINE UnitScales(const Dots& call, int w, int unit)
+      : next_(call.scales + w * call.groups), units_(call.group / unit) {}
   INLINE Vec next() {
     if constexpr (PARTS > 1) {
       const Vec scales = load(next_);  // of which there may be fewer
@@ -118,14 +119,15 @@ class UnitScales {
   }
 
  private:
-  const float* next_;
-  int units_, unit_ = 0;  // of a group
+  const float* next_ = nullptr;
+  int units_ = 0, unit_ = 0;  // of a group
 };
 
-template <class Unit, int PARTS, int ROWS>
-INLINE void dots_int16_row(const Dots& call, int w, int i) {
+template <class Unit, int PARTS, int WEIGHTS, int ROWS>
+INLINE void dots_int16_tile(const Dots& call, int w, int i) {
   const uint8_t* p = call.weight + w * call.stride;
-  UnitScales<PARTS> scales(call, w);
+  UnitScales<PARTS> scales[WEIGHTS];
+  UNROLL for (int k = 0; k < WEIGHTS; ++k) scales[k] = UnitScales<PARTS>(call, w + k, kInt16Unit);
   const char* x[ROWS];
   const float* x_scales[ROWS];
   UNROLL for (int r = 0; r < ROWS; ++r) {
@@ -133,45 +135,53 @@ INLINE void dots_int16_row(const Dots& call, int w, int i) {
     x[r] = row.units;
     x_scales[r] = row.scales;
   }
-  Vec total[ROWS] = {};
+  NextRows next(call, w, WEIGHTS);
+  Vec total[WEIGHTS][ROWS] = {};
   const int64_t units = call.depth / kInt16Unit;
-  _Pragma("GCC unroll 2") for (int64_t u = 0; u < units; ++u) {
-    const Unit unit(p);
-    // into the level-2 cache: these are read so fast that the level-1 cache would lose some
-    UNROLL for (int i = 0; i < Unit::kBytes; i += 64) __builtin_prefetch(p + i + 2 * kAhead, 0, 2);
-    p += Unit::kBytes;
-    const Vec scale = scales.next();
-    UNROLL for (int r = 0; r < ROWS; ++r) {
-      const IntVec sums = unit.products(x[r] + u * Unit::kBytesOfX);
-      // the scale of x first: with that of the weight an integer may overflow
-      total[r] += __builtin_convertvector(sums, Vec) * broadcast(x_scales[r][u]) * scale;
+  for (int64_t u = 0; u < units; ++u, p += Unit::kBytes) {
+    next.fetch<WEIGHTS * Unit::kBytes>();
+    UNROLL for (int k = 0; k < WEIGHTS; ++k) {
+      const Unit unit(p + k * call.stride);
+      Vec scale = {};
+      if constexpr (PARTS) scale = scales[k].next();
+      UNROLL for (int r = 0; r < ROWS; ++r) {
+        const IntVec sums = unit.products(x[r] + u * Unit::kBytesOfX);
+        // the scale of x first: with that of the weight an integer may overflow
+        const Vec products = __builtin_convertvector(sums, Vec) * broadcast(x_scales[r][u]);
+        total[k][r] += PARTS ? products * scale : products;
+      }
     }
   }
-  UNROLL for (int r = 0; r < ROWS; ++r) {
-    float sum = sum_of(total[r]);
-    if (call.offsets) sum += offset_of(call, w, Int16Row<Unit>(call, call.x[i + r]).sums);
-    call.out[i + r][w] = sum;
+  UNROLL for (int k = 0; k < WEIGHTS; ++k) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
+      float sum = sum_of(total[k][r]);
+      if constexpr (!PARTS) sum *= call.scales[w + k];
+      if (call.offsets) sum += offset_of(call, w + k, Int16Row<Unit>(call, call.x[i + r]).sums);
+      call.out[i + r][w + k] = sum;
+    }
   }
 }
 
 template <class Format, class Unit>
 void dots_int16(const Dots& call) {
   if (!fits_int16(call)) return dots_f32<InOrder<Format>>(call);
-  constexpr int kMost = VECTOR_BYTES == 64 ? 8 : 4;  // a row of x has one sum
+  constexpr int kMost = VECTOR_BYTES == 64 ? 8 : 4;  // rows of x
+  constexpr int kSums = VECTOR_BYTES == 64 ? 16 : 4;
   each_strip<kMost>(call, [&](auto rows, int i) INLINED {
     constexpr int ROWS = decltype(rows)::value;
-    for (int w = 0; w < call.n; ++w) {
+    constexpr int kWeights = kSums / ROWS < 4 ? kSums / ROWS : 4;
+    each_tile_of_weight<kWeights>(call, [&](auto weights, int w) INLINED {
+      constexpr int WEIGHTS = decltype(weights)::value;
+      if (call.groups == 1) return dots_int16_tile<Unit, 0, WEIGHTS, ROWS>(call, w, i);
       switch (kInt16Unit / call.group) {
         case 4:
-          dots_int16_row<Unit, 4, ROWS>(call, w, i);
-          break;
+          return dots_int16_tile<Unit, 4, WEIGHTS, ROWS>(call, w, i);
         case 2:
-          dots_int16_row<Unit, 2, ROWS>(call, w, i);
-          break;
+          return dots_int16_tile<Unit, 2, WEIGHTS, ROWS>(call, w, i);
         default:
-          dots_int16_row<Unit, 1, ROWS>(call, w, i);
+          return dots_int16_tile<Unit, 1, WEIGHTS, ROWS>(call, w, i);
       }
-    }
+    });
   });
 }
 

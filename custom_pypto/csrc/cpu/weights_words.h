@@ -10,11 +10,15 @@ namespace {
 
 typedef uint16_t Shorts __attribute__((vector_size(VECTOR_BYTES), aligned(1), may_alias));
 
-INLINE IntVec multiply_add(const Shorts& a, const char* b) {
-#if VECTOR_BYTES == 64
-  return (IntVec)_mm512_madd_epi16((__m512i)a, _mm512_loadu_si512(b));
+// sums += the products of pairs
+INLINE void add_pairs(IntVec& sums, const Shorts& a, const char* b) {
+#if defined(__AVX512VNNI__)
+  // asm: g++ 12 copies accumulators around the intrinsic
+  asm("vpdpwssd %2, %1, %0" : "+v"(sums) : "v"(a), "m"(*reinterpret_cast<const Shorts*>(b)));
+#elif VECTOR_BYTES == 64
+  sums += (IntVec)_mm512_madd_epi16((__m512i)a, _mm512_loadu_si512(b));
 #else
-  return (IntVec)_mm256_madd_epi16((__m256i)a, _mm256_loadu_si256((const __m256i*)b));
+  sums += (IntVec)_mm256_madd_epi16((__m256i)a, _mm256_loadu_si256((const __m256i*)b));
 #endif
 }
 
@@ -92,9 +96,7 @@ struct WordUnit : WordValues<Format> {
 
   INLINE IntVec products(const char* x) const {
     IntVec sums = {};
-    UNROLL for (int q = 0; q < 4; ++q) {
-      sums += multiply_add(this->values(q), x + q * VECTOR_BYTES);
-    }
+    UNROLL for (int q = 0; q < 4; ++q) { add_pairs(sums, this->values(q), x + q * VECTOR_BYTES); }
     return sums;
   }
 };

@@ -29,6 +29,9 @@ std::vector<cpu::Kernels> usable_kernels() {
   if (avx512 && __builtin_cpu_supports("avx512bf16")) {
     cpu::Kernels set = vectors;
     set.bf16 = &cpu::kAvx512Bf16;
+    if (__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni")) {
+      set.weights_by_bf16 = cpu::kAvx512Bf16Weights;
+    }
 #if defined(CUSTOM_PYPTO_AMX)
     set.name = "amx";
     set.tiles = &cpu::kAmx;

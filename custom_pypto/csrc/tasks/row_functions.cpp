@@ -235,6 +235,39 @@ void connect(const HyperConnectionParams& p) {
   });
 }
 
+template <typename T>
+void mix(const Tensor& streams, const Tensor& x, const float* post, const float* comb,
+         const Tensor& out) {
+  const Tensor streams_ = streams.contiguous(), x_ = x.contiguous();
+  const int64_t n = streams.size(2), dims = streams.size(3);
+  T* to = out.mutable_data_ptr<T>();
+  const auto rounded = [](float weight) { return static_cast<float>(static_cast<T>(weight)); };
+  for_rows(streams.size(0) * streams.size(1), n * dims, [&](int64_t begin, int64_t end) {
+    AlignedVector<float> from(n * dims), added(dims), product(dims), sum(dims);
+    for (int64_t token = begin; token < end; ++token) {
+      widen(streams_.const_data_ptr<T>() + token * n * dims, n * dims, from.data());
+      widen(x_.const_data_ptr<T>() + token * dims, dims, added.data());
+      for (int64_t i = 0; i < n; ++i) {
+        T* row = to + (token * n + i) * dims;
+        std::fill(sum.begin(), sum.end(), 0.0f);
+        for (int64_t j = 0; j < n; ++j) {
+          const float weight = rounded(comb[(token * n + j) * n + i]);
+          for (int64_t d = 0; d < dims; ++d) sum[d] += weight * from[j * dims + d];
+        }
+        const float weight = rounded(post[token * n + i]);
+        for (int64_t d = 0; d < dims; ++d) product[d] = weight * added[d];
+        // each is rounded before they are added
+        narrow(sum.data(), dims, row);
+        widen(row, dims, sum.data());
+        narrow(product.data(), dims, row);
+        widen(row, dims, product.data());
+        for (int64_t d = 0; d < dims; ++d) sum[d] += product[d];
+        narrow(sum.data(), dims, row);
+      }
+    }
+  });
+}
+
 // As torch.topk: NaN is the largest. Equal ones: the lower index first.
 void sort_best(const std::vector<float>& values, int64_t count, std::vector<int64_t>& order) {
   order.resize(values.size());
@@ -271,6 +304,14 @@ void rotate_rows(const RotationParams& p) {
 
 void rotate_pair_rows(const RotationParams& p) {
   with_type(p.x.scalar_type(), [&](auto type) { rotate_pairs<decltype(type)>(p); });
+}
+
+void mix_streams(const Tensor& streams, const Tensor& x, const Tensor& post, const Tensor& comb,
+                 const Tensor& out) {
+  with_type(x.scalar_type(), [&](auto type) {
+    mix<decltype(type)>(streams, x, post.const_data_ptr<float>(), comb.const_data_ptr<float>(),
+                        out);
+  });
 }
 
 void route_rows(const RouteParams& p) {

@@ -62,4 +62,25 @@ struct HyperConnectionParams {
 //   collapsed = sum_n pre[n] * streams[n].
 void connect_streams(const HyperConnectionParams& p);
 
+// out[n] = post[n] * x + sum_m comb[m, n] * streams[m]: of streams [B, S, N, D] and x [B, S, D] of
+// one dtype, to which post [B, S, N] and comb [B, S, N, N], float32 and contiguous, both products
+// and their sum are rounded, as in transformers. `out` is contiguous.
+void mix_streams(const Tensor& streams, const Tensor& x, const Tensor& post, const Tensor& comb,
+                 const Tensor& out);
+
+struct GroupParams {
+  const Tensor& state;    // [blocks, ring, 1, W], contiguous: token t of a sequence in row t % ring
+  const Tensor& blocks;   // [B] int32, contiguous: of each sequence; it may be any number
+  const Tensor& values;   // [B, S, W] in the dtype of state: new tokens, padding first
+  const Tensor& bias;     // [r, W / 2] float32, contiguous
+  const Tensor& start;    // [B] int32, contiguous: tokens before the new ones
+  const Tensor& lengths;  // [B] int32, contiguous: with them
+  Tensor sums;            // [B, n, D] float32, contiguous: D = W / 2, with overlap W / 4
+  Tensor complete;        // [B, n] bool, contiguous
+};
+
+// The rows of the groups of r tokens that the new tokens complete, as in
+// custom_pypto/rows/compressed.py; 0 for those that they leave incomplete.
+void pool_groups(const GroupParams& p);
+
 }  // namespace custom_pypto

@@ -27,6 +27,11 @@ class StoredWeight {
   // whether the values of a column are contiguous, instead of those of a row; bfloat16 only
   bool transposed() const { return transposed_; }
   const cpu::WeightKernels& kernels() const { return custom_pypto::kernels().weights[format_]; }
+  // with rows of x in bfloat16
+  const cpu::WeightKernels& kernels_by_bf16() const {
+    const cpu::WeightKernels* of_set = custom_pypto::kernels().weights_by_bf16;
+    return of_set ? of_set[format_] : kernels();
+  }
 
   // of a row, or of a column, if transposed
   int64_t row_bytes() const { return transposed_ ? 2 * depth_ : row_stride_; }

@@ -20,7 +20,7 @@ constexpr int64_t kFewRows = 16;
 constexpr int64_t kFewRowsOfHalves = 4;  // of a weight in bfloat16, where a CPU multiplies that
 constexpr int64_t kFewRowsOfPacked = 6;  // of other weights there
 // of a weight, per task
-constexpr int64_t kRowsOfDots = 16;
+constexpr int64_t kRowsOfDots = 16, kMostOfDots = 4;
 constexpr int64_t kColumns = 512;  // of a transposed one
 constexpr int64_t kRowsOfProduct = 256;
 constexpr int64_t kTokensOfProduct = 2048, kTokensOfCopy = 512;  // where x is, or copied
@@ -109,9 +109,10 @@ class Linear {
   };
 
   void add_tasks(int64_t index, const Group& group, std::vector<Task>& tasks) const {
-    const int64_t most = weight_.transposed() ? kColumns
-                         : few(group)         ? kRowsOfDots
-                                              : kRowsOfProduct;
+    // some tasks for each thread
+    const int64_t of_thread = weight_.rows() / (4 * at::get_num_threads()) / kRowsOfDots;
+    const int64_t dots = std::clamp<int64_t>(of_thread, 1, kMostOfDots) * kRowsOfDots;
+    const int64_t most = weight_.transposed() ? kColumns : few(group) ? dots : kRowsOfProduct;
     for (int64_t first = 0; first < weight_.rows(); first += most) {
       tasks.push_back({index, first, std::min(most, weight_.rows() - first)});
     }
@@ -164,7 +165,7 @@ class Linear {
             std::memcpy(to, scratch.x.data(), sizeof(float) * weight_.depth());
           } else {
             const cpu::Dots shape = weight_.operand(0, 0, 1, scratch.scales);
-            weight_.kernels().prepare(shape, scratch.x.data(), to);
+            kernels_.prepare(shape, scratch.x.data(), to);
           }
         },
         {.most = threads_for(rows.size() * weight_.depth() * sizeof(T))});
@@ -182,7 +183,8 @@ class Linear {
     call.x = x;
     call.m = group.count;
     call.out = out;
-    weight_.kernels().dots(call);
+    call.goes_on = at::get_num_threads() == 1;
+    kernels_.dots(call);
     for (int64_t i = 0; i < group.count; ++i) {
       narrow(out[i], task.rows, out_row(group.first + i) + task.first);
     }
@@ -361,6 +363,8 @@ class Linear {
   }
 
   StoredWeight weight_;
+  const cpu::WeightKernels& kernels_ =
+      std::is_same_v<T, c10::BFloat16> ? weight_.kernels_by_bf16() : weight_.kernels();
   const int64_t few_rows_ = !std::is_same_v<T, c10::BFloat16> || !multiplies_bf16() ? kFewRows
                             : weight_.is_bfloat16() ? kFewRowsOfHalves
                                                     : kFewRowsOfPacked;

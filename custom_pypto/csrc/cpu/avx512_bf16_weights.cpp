@@ -1,0 +1,234 @@
+// Products of weights with rows of x in bfloat16, by vdpbf16ps: x needs no rounding, and values of
+// 8 and 4 bits are found in tables of bfloat16, where these fit in registers.
+#include "kernels.h"
+#if defined(CUSTOM_PYPTO_AVX512_BF16)
+#pragma GCC target( \
+    "avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512vbmi,avx512bf16,avx2,fma,prefer-vector-width=512")
+// gcc 12 warns about the deliberately undefined operands inside its own intrinsics
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#define VECTOR_BYTES 64
+#include "weights_words.h"
+
+namespace custom_pypto::cpu {
+namespace {
+
+// of a normal number in bfloat16, or 0
+constexpr uint16_t half_bits(float x) {
+  const uint16_t sign = x < 0 ? 0x8000 : 0;
+  if (x < 0) x = -x;
+  if (x == 0) return sign;
+  int exponent = 127;
+  for (; x >= 2; x /= 2) ++exponent;
+  for (; x < 1; x *= 2) --exponent;
+  return sign | exponent << 7 | static_cast<int>((x - 1) * 128);
+}
+
+// Tables that the CPU searches by the low bits of an index.
+struct Halves {  // by five bits, of which the fifth does not count
+  template <typename F>
+  constexpr explicit Halves(const F& value) : bits() {
+    for (int i = 0; i < 32; ++i) bits[i] = half_bits(value(i % 16));
+  }
+  alignas(64) uint16_t bits[32];
+};
+constexpr Halves kIntegers([](int i) { return static_cast<float>(i); });
+constexpr Halves kTwiceE2m1([](int i) {
+  constexpr float kTwice[8] = {0, 1, 2, 3, 4, 6, 8, 12};
+  return i < 8 ? kTwice[i] : -kTwice[i - 8];
+});
+
+struct E4m3Halves {  // by seven bits
+  constexpr E4m3Halves() : low(), high() {
+    for (int i = 0; i < 128; ++i) {
+      // times 2^-8
+      float value = (i < 8 ? i : 8 + i % 8) * 0x1p-17f;
+      for (int e = 1; e < i / 8; ++e) value *= 2;
+      low[i] = static_cast<uint8_t>(half_bits(value));
+      high[i] = static_cast<uint8_t>(half_bits(value) >> 8);
+    }
+  }
+  alignas(64) uint8_t low[128], high[128];
+};
+constexpr E4m3Halves kE4m3;
+
+// Units of a weight in vectors of bfloat16; place(i): where these find value i of x.
+template <class Format>
+struct HalfUnit;
+
+template <>
+struct HalfUnit<Bfloat16Weight> {
+  static constexpr int kValues = kUnit, kBytes = 2 * kUnit;
+  static constexpr int place(int i) { return i; }
+  explicit INLINE HalfUnit(const uint8_t* p) : vectors{_mm512_loadu_si512(p)} {}
+  __m512i vectors[1];
+};
+
+template <>
+struct HalfUnit<Fp8Weight> {
+  static constexpr int kValues = 128, kBytes = 128;
+  static constexpr int place(int i) {
+    return i / 64 * 64 + i % 16 / 8 * 32 + i % 64 / 16 * 8 + i % 8;
+  }
+  explicit INLINE HalfUnit(const uint8_t* p) {
+    UNROLL for (int i = 0; i < 2; ++i) {
+      const __m512i bytes = _mm512_loadu_si512(p + 64 * i), sign = _mm512_set1_epi8(-128);
+      const __m512i low = find(kE4m3.low, bytes);
+      const __m512i high = find(kE4m3.high, bytes) | (bytes & sign);
+      vectors[2 * i] = _mm512_unpacklo_epi8(low, high);
+      vectors[2 * i + 1] = _mm512_unpackhi_epi8(low, high);
+    }
+  }
+  static INLINE __m512i find(const uint8_t* table, __m512i i) {
+    return _mm512_permutex2var_epi8(_mm512_load_si512(table), i, _mm512_load_si512(table + 64));
+  }
+  __m512i vectors[4];
+};
+
+template <const Halves& TABLE>
+struct NibbleUnit {
+  static constexpr int kValues = 128, kBytes = 64;
+  static constexpr int place(int i) { return WordNibbles::place(i); }
+  explicit INLINE NibbleUnit(const uint8_t* p) {
+    const __m512i table = _mm512_load_si512(TABLE.bits), words = _mm512_loadu_si512(p);
+    vectors[0] = _mm512_permutexvar_epi16(words, table);
+    vectors[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table);
+    vectors[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), table);
+    vectors[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), table);
+  }
+  __m512i vectors[4];
+};
+
+template <>
+struct HalfUnit<Int4Weight> : NibbleUnit<kIntegers> {
+  explicit INLINE HalfUnit(const uint8_t* p) : NibbleUnit(p) {}
+};
+
+template <>
+struct HalfUnit<Fp4Weight> : NibbleUnit<kTwiceE2m1> {
+  explicit INLINE HalfUnit(const uint8_t* p) : NibbleUnit(p) {}
+};
+
+// for depths and groups that the units do not fit
+template <class Format>
+constexpr const WeightKernels& kOthers = kInt16Weight<Format, WordUnit>;
+template <>
+constexpr const WeightKernels& kOthers<Bfloat16Weight> =
+    kFloatWeight<Bfloat16Weight, Bfloat16Pairs>;
+template <>
+constexpr const WeightKernels& kOthers<Fp8Weight> = kFloatWeight<Fp8Weight>;
+
+// Whether a vector of sums belongs to one group, or, of 4 bits, each of its quarters or halves.
+template <class Unit>
+bool fits_halves(const Dots& call) {
+  if (call.depth % Unit::kValues) return false;
+  if (call.groups == 1 || call.group % Unit::kValues == 0) return true;
+  return Unit::kBytes < Unit::kValues && Unit::kValues % call.group == 0;
+}
+
+// A row of x for `dots`: its values, then the sums of its groups, if they have offsets.
+struct HalfRow {
+  HalfRow(const Dots& call, const void* x)
+      : values(static_cast<const uint16_t*>(x)),
+        sums(reinterpret_cast<const float*>(values + call.depth)) {}
+  const uint16_t* values;
+  const float* sums;
+};
+
+template <class Format, class Unit = HalfUnit<Format>>
+void prepare_halves(const Dots& call, const float* x, void* to) {
+  if (!fits_halves<Unit>(call)) return kOthers<Format>.prepare(call, x, to);
+  const HalfRow row(call, to);
+  uint16_t* values = const_cast<uint16_t*>(row.values);
+  for (int d = 0; d < call.depth; d += Unit::kValues) {
+    for (int i = 0; i < Unit::kValues; ++i) {
+      uint32_t bits;
+      std::memcpy(&bits, x + d + i, 4);
+      values[d + Unit::place(i)] = static_cast<uint16_t>(bits >> 16);
+    }
+  }
+  if (call.offsets) sum_groups(call, x, const_cast<float*>(row.sums));
+}
+
+INLINE void add_products(Vec& sums, __m512i a, const uint16_t* b) {
+  // asm: g++ 12 copies accumulators around the intrinsic
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sums) : "v"(a), "m"(*reinterpret_cast<const LanePairs*>(b)));
+}
+
+// PARTS: groups in a unit, 1 also for longer ones; 0: a row has one scale.
+template <class Unit, int PARTS, int WEIGHTS, int ROWS>
+INLINE void dots_halves_tile(const Dots& call, int w, int i) {
+  constexpr int kVectors = Unit::kValues / 32;
+  const uint8_t* p = call.weight + w * call.stride;
+  UnitScales<PARTS> scales[WEIGHTS];
+  UNROLL for (int k = 0; k < WEIGHTS; ++k) {
+    scales[k] = UnitScales<PARTS>(call, w + k, Unit::kValues);
+  }
+  const uint16_t* x[ROWS];
+  UNROLL for (int r = 0; r < ROWS; ++r) x[r] = HalfRow(call, call.x[i + r]).values;
+  NextRows next(call, w, WEIGHTS);
+  Vec total[WEIGHTS][ROWS] = {};
+  for (int64_t d = 0; d < call.depth; d += Unit::kValues, p += Unit::kBytes) {
+    next.fetch<WEIGHTS * Unit::kBytes>();
+    UNROLL for (int k = 0; k < WEIGHTS; ++k) {
+      const Unit unit(p + k * call.stride);
+      Vec scale = {};
+      if constexpr (PARTS) scale = scales[k].next();
+      UNROLL for (int r = 0; r < ROWS; ++r) {
+        Vec sums = {};
+        Vec& to = PARTS ? sums : total[k][r];
+        UNROLL for (int v = 0; v < kVectors; ++v) {
+          add_products(to, unit.vectors[v], x[r] + d + 32 * v);
+        }
+        if constexpr (PARTS) total[k][r] += sums * scale;
+      }
+    }
+  }
+  UNROLL for (int k = 0; k < WEIGHTS; ++k) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
+      float sum = sum_of(total[k][r]);
+      if constexpr (!PARTS) sum *= call.scales[w + k];
+      if (call.offsets) sum += offset_of(call, w + k, HalfRow(call, call.x[i + r]).sums);
+      call.out[i + r][w + k] = sum;
+    }
+  }
+}
+
+template <class Format, class Unit = HalfUnit<Format>>
+void dots_halves(const Dots& call) {
+  if (!fits_halves<Unit>(call)) return kOthers<Format>.dots(call);
+  each_strip<4>(call, [&](auto rows, int i) INLINED {
+    constexpr int ROWS = decltype(rows)::value;
+    each_tile_of_weight<4>(call, [&](auto weights, int w) INLINED {
+      constexpr int WEIGHTS = decltype(weights)::value;
+      if (call.groups == 1) return dots_halves_tile<Unit, 0, WEIGHTS, ROWS>(call, w, i);
+      switch (Unit::kValues / call.group) {
+        case 4:
+          return dots_halves_tile<Unit, 4, WEIGHTS, ROWS>(call, w, i);
+        case 2:
+          return dots_halves_tile<Unit, 2, WEIGHTS, ROWS>(call, w, i);
+        default:
+          return dots_halves_tile<Unit, 1, WEIGHTS, ROWS>(call, w, i);
+      }
+    });
+  });
+}
+
+template <class Format>
+constexpr WeightKernels halves_weight() {
+  WeightKernels kernels = kOthers<Format>;
+  kernels.prepare = prepare_halves<Format>;
+  kernels.dots = dots_halves<Format>;
+  return kernels;
+}
+
+constexpr WeightKernels kHalvesWeights[kWeightFormats] = {
+    halves_weight<Bfloat16Weight>(), kInt16Weight<Int8Weight, WordUnit>, halves_weight<Fp8Weight>(),
+    halves_weight<Int4Weight>(), halves_weight<Fp4Weight>()};
+
+}  // namespace
+
+const WeightKernels* const kAvx512Bf16Weights = kHalvesWeights;
+
+}  // namespace custom_pypto::cpu
+#endif
