@@ -22,6 +22,7 @@ from .attention import SKIPPED, PatchedAttention, causal_pairs
 from .cache import TokenSlice
 from .cache.layout import RowLayout
 from .cache.store import PagedLayer
+from .memory import is_transformed
 from .one_op import linear
 from .projection import brought_in
 
@@ -82,16 +83,20 @@ class CompressedAttention(PatchedAttention):
     ) -> Tensor:
         """``[B, S, .]`` int32 rows of its sequence to which each token attends: its window, then
         compressed rows."""
-        near = window(tokens, self.sliding_window, layout.ring)
-        if self.compressor is None:
-            return near
-        if indices is None:  # every row
+        count = 0
+        if indices is not None:
+            indices, count = indices.squeeze(2), indices.size(3)
+        elif self.compressor is not None:  # every row; 0: a cache shorter than a window
             count = tokens.store.tables[layout].size(1) * layout.block - layout.ring
-            if count == 0:  # a cache shorter than a window
-                return near
-            rows = torch.arange(count, device=near.device)
-        else:
-            rows = indices.squeeze(2).long()  # int64, as positions: a GE graph does not promote
+        if tokens.positions.is_cpu and not is_transformed():
+            sizes = self.sliding_window, layout.ring, max(1, layout.ratio), count
+            both = tokens.positions, tokens.valid
+            return torch.ops.custom_pypto.window_rows(*both, indices, *sizes)
+        near = window(tokens, self.sliding_window, layout.ring)
+        if count == 0:
+            return near
+        # int64, as positions: a GE graph does not promote
+        rows = torch.arange(count, device=near.device) if indices is None else indices.long()
         # a record may hold any number
         seen = (rows >= 0) & (rows < self.selectable(tokens.positions)[..., None])
         return torch.cat([near, torch.where(seen, rows + layout.ring, -1).int()], -1)

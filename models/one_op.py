@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
+from transformers.activations import SqrtSoftplusActivation
 
 import custom_pypto
 
@@ -95,6 +96,25 @@ class Router(OneOp):
             self.top_k,
             self.norm_topk_prob,
             self.routed_scaling_factor,
+        )
+
+
+class RootRouter(OneOp):
+    """The router of DeepSeek-V4: the best experts by square roots of softplus and a bias."""
+
+    def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, weight = hidden_states.reshape(-1, self.hidden_dim), self.weight
+        bias = self.e_score_correction_bias
+        has_op = type(self.score_fn) is SqrtSoftplusActivation and bias.dtype == torch.float32
+        few = has_op and x.size(0) <= FEW_ROWS
+        if self.training or not (few and takes(x, weight)):
+            return super().forward(hidden_states)
+        if weight.dtype == torch.bfloat16 and self.hidden_dim % 32 == 0:
+            logits = custom_pypto.weight_only_linear(x, weight)
+        else:
+            logits = nn.functional.linear(x, weight)
+        return logits, *torch.ops.custom_pypto.route_roots(
+            logits, bias, self.top_k, self.routed_scaling_factor
         )
 
 

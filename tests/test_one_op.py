@@ -383,3 +383,5 @@ def test_a_token_decoded_by_deepseek_v4_takes_one_op_for_each_part():
     assert calls.counts[ops.rms_norm.default] == 7 * layers + 5 + 2
     # key, query and output, a row of each compressor and indexer, the query of each indexer
     assert calls.counts[ops.rotate_pairs.default] == 3 * layers + 5 + 2
+    assert calls.counts[ops.mix_streams.default] == 2 * layers
+    assert calls.counts[ops.pool_groups.default] == 5

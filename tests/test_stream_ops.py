@@ -1,4 +1,5 @@
-"""The ops of DeepSeek-V4's streams and compressed rows equal what torch computes without them."""
+"""The ops of DeepSeek-V4's streams, router and cached rows equal what torch computes without
+them."""
 
 import itertools
 from typing import NamedTuple
@@ -96,7 +97,66 @@ def test_mixed_streams_equal_those_of_transformers(dtype):
     assert ((got - want).abs() <= (2 * step + 4 * FLOAT32) * sizes).all() and got.dtype == dtype
 
 
+def by_transformers(router, x):
+    return type(router).__bases__[-1].forward(router, x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_routes_by_roots_equal_those_of_transformers(dtype):
+    model = models.use_custom_pypto(tiny_model("deepseek_v4")).to(dtype)
+    routers = [m for m in model.modules() if type(m).__name__ == "OneOpDeepseekV4TopKRouter"]
+    for router in routers:
+        torch.nn.init.normal_(router.weight)
+        router.e_score_correction_bias = torch.randn(router.num_experts)
+        x = torch.randn(3, 1, router.hidden_dim).to(dtype) * 8  # softplus above its threshold, too
+        logits, weights, experts = router(x)
+        want_logits, want_weights, want_experts = by_transformers(router, x)
+        # sums of products, which round to a neighbour
+        sizes = x.flatten(0, 1).float().abs() @ router.weight.float().abs().T
+        step = torch.finfo(dtype).eps
+        assert ((logits - want_logits).abs() <= (step + 64 * FLOAT32) * sizes).all()
+        order, want_order = experts.sort(-1), want_experts.sort(-1)
+        assert order.values.equal(want_order.values)
+        got, want = weights.gather(1, order.indices), want_weights.gather(1, want_order.indices)
+        assert got.isnan().equal(want.isnan())  # of float16 whose roots are all 0
+        got, want = got.nan_to_num(), want.nan_to_num()
+        # a logit a step of its sum of sizes off moves a root by half of it at most; then roundings
+        moved = (step + 64 * FLOAT32) * sizes.max() * router.routed_scaling_factor
+        assert ((got - want).abs() <= moved + 8 * step * want).all() and got.dtype == dtype
+    assert routers
+
+
+def test_slots_are_those_of_blocks_and_rows():
+    table = torch.tensor([[4, 2, 7], [1, 3, 5]], dtype=torch.int32)
+    rows = torch.tensor([[0, 9, 11, 12], [3, 4, -1, 2**40]])
+    valid = torch.tensor([[True, True, False, True], [True, True, True, True]])
+    slots = ops.cache_slots(table, rows, valid, 4)
+    # row 12 is behind the last block
+    assert slots.tolist() == [4 * 4, 7 * 4 + 1, 0, 0, 1 * 4 + 3, 3 * 4, 0, 0]
+
+
+@pytest.mark.parametrize("selects", [False, True], ids=["every-row", "selected"])
+def test_rows_of_a_window_equal_those_of_torch(selects):
+    window, ring, rate, count = 5, 9, 4, 7
+    positions = torch.tensor([[-1, 0, 3], [20, 21, 22]])
+    valid = torch.tensor([[False, True, True], [True, True, True]])
+    g = torch.Generator().manual_seed(0)
+    # any number
+    indices = torch.randint(-3, 9, (2, 3, count), generator=g, dtype=torch.int32)
+    indices[0, 0, :2] = torch.tensor([INT_MIN, INT_MAX])
+    got = ops.window_rows(positions, valid, indices if selects else None, window, ring, rate, count)
+    seen = positions[..., None] - torch.arange(window)
+    near = torch.where((seen >= 0) & valid[..., None], seen % ring, -2)
+    rows = indices.long() if selects else torch.arange(count).expand(2, 3, count)
+    visible = (rows >= 0) & (rows < ((positions + 1) // rate)[..., None])
+    assert got.equal(torch.cat([near, torch.where(visible, rows + ring, -1)], -1).int())
+
+
 def test_the_ops_pass_opcheck():
+    table, rows = torch.ones(2, 3, dtype=torch.int32), torch.arange(8).view(2, 4)
+    torch.library.opcheck(ops.cache_slots.default, (table, rows, rows > 2, 4))
+    torch.library.opcheck(ops.window_rows.default, (rows, rows > 2, None, 3, 5, 4, 6))
+    torch.library.opcheck(ops.route_roots.default, (torch.randn(3, 8), torch.randn(8), 2, 1.5))
     pool, blocks, values, bias, width, bounds = group_arguments(torch.float32, 4, True, 6)
     pool, values = pool.nan_to_num(), values.nan_to_num()
     torch.library.opcheck(
@@ -115,6 +175,13 @@ def test_rejections_name_op_and_argument():
         ops.pool_groups(pool, blocks, values, bias, bounds.start.long(), bounds.lengths, width)
     with pytest.raises(RuntimeError, match=r"pool_groups: bias.size\(1\) must be half of W, and"):
         ops.pool_groups(pool, blocks, values, bias, *bounds, width + 1)
+    rows, table = torch.zeros(1, 2, dtype=torch.int64), torch.zeros(2, 3, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=r"cache_slots: table.size\(0\) must be 1 \(as rows\)"):
+        ops.cache_slots(table, rows, rows == 0, 4)
+    with pytest.raises(RuntimeError, match=r"window_rows: indices.size\(2\) must be 2 \(count\)"):
+        ops.window_rows(rows, rows == 0, table[None, :1].expand(1, 2, 3), 3, 5, 4, 2)
+    with pytest.raises(RuntimeError, match=r"route_roots: k must be from 1 to E, got 9"):
+        ops.route_roots(torch.zeros(1, 8), torch.zeros(8), 9, 1.0)
     streams, x, weights = torch.ones(1, 1, 4, 8), torch.ones(1, 1, 8), torch.ones(1, 1, 4)
     with pytest.raises(RuntimeError, match=r"mix_streams: comb.size\(3\) must be 4 \(N of streams"):
         ops.mix_streams(streams, x, weights, torch.ones(1, 1, 4, 3))

@@ -12,7 +12,7 @@ from custom_pypto.rows import IndexRows, LatentRows
 from custom_pypto.rows.expanded import FEWEST_TOKENS, Heads, attend_expanded
 
 from ..absorbed import absorbed_query, of_heads
-from ..memory import empty, free_memory, is_readable
+from ..memory import empty, free_memory, is_readable, is_transformed
 from .layout import EVERY_TOKEN, Row, RowLayout
 
 
@@ -153,6 +153,8 @@ class Store:
         """Slots of ``rows [B, n]`` of each sequence in the flattened pools; on an NPU, block and
         row. Rows that are not ``valid`` or do not fit get slots of block 0."""
         table = self.tables[layout]
+        if table.is_cpu and not is_transformed():
+            return torch.ops.custom_pypto.cache_slots(table, rows, valid, layout.block)
         column, row = rows // layout.block, rows % layout.block
         last = table.size(1) - 1
         block = table.gather(1, column.clamp(0, last)).long()

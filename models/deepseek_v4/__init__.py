@@ -17,6 +17,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4IndexerScorer,
     DeepseekV4MLP,
     DeepseekV4RMSNorm,
+    DeepseekV4TopKRouter,
     DeepseekV4UnweightedRMSNorm,
     apply_rotary_pos_emb,
 )
@@ -31,6 +32,7 @@ from ..one_op import (
     Float32Norm,
     GroupedLinear,
     HyperConnection,
+    RootRouter,
     StreamsLayer,
     UnweightedNorm,
     takes,
@@ -96,6 +98,10 @@ class OneOpDeepseekV4RMSNorm(Float32Norm, DeepseekV4RMSNorm):
     pass
 
 
+class OneOpDeepseekV4TopKRouter(RootRouter, DeepseekV4TopKRouter):
+    pass
+
+
 class OneOpDeepseekV4UnweightedRMSNorm(UnweightedNorm, DeepseekV4UnweightedRMSNorm):
     pass
 
@@ -107,6 +113,7 @@ class PagedDeepseekV4Attention(CompressedAttention, DeepseekV4Attention):
         OneOpDeepseekV4HyperConnection,
         OneOpDeepseekV4DecoderLayer,
         OneOpDeepseekV4RMSNorm,
+        OneOpDeepseekV4TopKRouter,
         OneOpDeepseekV4UnweightedRMSNorm,
     )
     pools = {

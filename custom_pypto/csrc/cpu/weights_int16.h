@@ -169,7 +169,7 @@ void dots_int16(const Dots& call) {
   constexpr int kSums = VECTOR_BYTES == 64 ? 16 : 4;
   each_strip<kMost>(call, [&](auto rows, int i) INLINED {
     constexpr int ROWS = decltype(rows)::value;
-    constexpr int kWeights = kSums / ROWS < 4 ? kSums / ROWS : 4;
+    constexpr int kWeights = kSums / ROWS < 8 ? kSums / ROWS : 8;
     each_tile_of_weight<kWeights>(call, [&](auto weights, int w) INLINED {
       constexpr int WEIGHTS = decltype(weights)::value;
       if (call.groups == 1) return dots_int16_tile<Unit, 0, WEIGHTS, ROWS>(call, w, i);

@@ -105,6 +105,31 @@ std::tuple<Tensor, Tensor> route(const Tensor& logits, const Tensor& bias, int64
 }
 
 template <bool computes>
+std::tuple<Tensor, Tensor> route_roots(const Tensor& logits, const Tensor& bias, int64_t k,
+                                       double scale) {
+  constexpr char kOp[] = "route_roots";
+  Argument(kOp, "logits", logits).rank(2, "[T, E]").dtype(kFloating);
+  const c10::SymInt experts = logits.sym_size(1);
+  Argument(kOp, "bias", bias)
+      .rank(1, "[E]")
+      .size(0, experts, "E of logits")
+      .dtype(at::kFloat)
+      .device_of(logits);
+  CHECK_ARGUMENT(k >= 1 && experts >= k, kOp, "k", "from 1 to E", k);
+  const auto shape = {logits.sym_size(0), c10::SymInt(k)};
+  const Tensor weights = at::empty_symint(shape, logits.options());
+  const Tensor chosen = at::empty_symint(shape, logits.options().dtype(at::kLong));
+  if (computes && logits.numel() != 0) {
+    route_root_rows({.logits = logits.contiguous(),
+                     .bias = bias.contiguous(),
+                     .scale = scale,
+                     .weights = weights,
+                     .experts = chosen});
+  }
+  return {weights, chosen};
+}
+
+template <bool computes>
 Tensor weighted_sum(const Tensor& x, const Tensor& weights) {
   constexpr char kOp[] = "weighted_sum";
   Argument(kOp, "x", x).rank(3, "[T, k, D]").dtype(kFloating);
@@ -162,84 +187,6 @@ std::tuple<Tensor, Tensor, Tensor> hyper_connection(const Tensor& streams, const
   return {post, comb, collapsed};
 }
 
-template <bool computes>
-Tensor mix_streams(const Tensor& streams, const Tensor& x, const Tensor& post, const Tensor& comb) {
-  constexpr char kOp[] = "mix_streams";
-  Argument(kOp, "streams", streams).rank(4, "[B, S, N, D]").dtype(kFloating);
-  Argument(kOp, "x", x)
-      .rank(3, "[B, S, D]")
-      .sizes(streams, 2, "as streams")
-      .size(2, streams.sym_size(3), "D of streams")
-      .dtype(streams.scalar_type(), "dtype of streams")
-      .device_of(streams);
-  Argument(kOp, "post", post)
-      .rank(3, "[B, S, N]")
-      .sizes(streams, 3, "as streams")
-      .dtype(at::kFloat)
-      .device_of(streams);
-  Argument(kOp, "comb", comb)
-      .rank(4, "[B, S, N, N]")
-      .sizes(streams, 3, "as streams")
-      .size(3, streams.sym_size(2), "N of streams")
-      .dtype(at::kFloat)
-      .device_of(streams);
-  const Tensor out = at::empty_symint(streams.sym_sizes(), streams.options());
-  if (computes && out.numel() != 0) {
-    custom_pypto::mix_streams(streams, x, post.contiguous(), comb.contiguous(), out);
-  }
-  return out;
-}
-
-// D of a row: with overlap, values, gates and bias are twice as wide.
-template <bool computes>
-std::tuple<Tensor, Tensor> pool_groups(const Tensor& state, const Tensor& blocks,
-                                       const Tensor& values, const Tensor& bias,
-                                       const Tensor& start, const Tensor& lengths, int64_t width) {
-  constexpr char kOp[] = "pool_groups";
-  Argument(kOp, "state", state)
-      .rank(4, "[blocks, ring, 1, W]")
-      .size(2, 1, "one head")
-      .dtype(kFloating);
-  Argument(kOp, "values", values)
-      .rank(3, "[B, S, W]")
-      .size(2, state.sym_size(3), "W of state")
-      .dtype(state.scalar_type(), "dtype of state")
-      .device_of(state);
-  Argument(kOp, "blocks", blocks)
-      .rank(1, "[B]")
-      .sizes(values, 1, "as values")
-      .dtype(at::kInt)
-      .device_of(state);
-  Argument(kOp, "bias", bias).rank(2, "[r, W / 2]").dtype(at::kFloat).device_of(state);
-  CHECK_ARGUMENT(bias.sym_size(0) > 0 && state.sym_size(1) > 0, kOp, "state and bias",
-                 "of at least one row", state.sym_sizes(), " and ", bias.sym_sizes());
-  CHECK_ARGUMENT(bias.sym_size(1) * 2 == state.sym_size(3) &&
-                     (bias.sym_size(1) == width || bias.sym_size(1) == 2 * width),
-                 kOp, "bias.size(1)", "half of W, and width or twice that", bias.sym_size(1));
-  for (const auto& [name, tensor] : {std::pair("start", &start), std::pair("lengths", &lengths)}) {
-    Argument(kOp, name, *tensor)
-        .rank(1, "[B]")
-        .sizes(values, 1, "as values")
-        .dtype(at::kInt)
-        .device_of(state);
-  }
-  const c10::SymInt batch = values.sym_size(0), rate = bias.sym_size(0);
-  const c10::SymInt count = (values.sym_size(1) + rate - 1) / rate;
-  const Tensor sums = at::empty_symint({batch, count, width}, bias.options());
-  const Tensor complete = at::empty_symint({batch, count}, bias.options().dtype(at::kBool));
-  if (computes && complete.numel() != 0) {
-    custom_pypto::pool_groups({.state = state.contiguous(),
-                               .blocks = blocks.contiguous(),
-                               .values = values.contiguous(),
-                               .bias = bias.contiguous(),
-                               .start = start.contiguous(),
-                               .lengths = lengths.contiguous(),
-                               .sums = sums,
-                               .complete = complete});
-  }
-  return {sums, complete};
-}
-
 REGISTER_OP(rms_norm, "(Tensor x, Tensor? weight, float eps) -> Tensor")
 REGISTER_OP(rotate, "(Tensor x, Tensor cos, Tensor sin, int first, bool interleaved) -> Tensor")
 REGISTER_OP(rotate_pairs, "(Tensor x, Tensor cos, Tensor sin) -> Tensor")
@@ -248,21 +195,17 @@ REGISTER_OP(route,
             "(Tensor logits, Tensor bias, int groups, int kept, int k, bool normalize, float scale)"
             " -> (Tensor, Tensor)")
 
+REGISTER_OP(route_roots, "(Tensor logits, Tensor bias, int k, float scale) -> (Tensor, Tensor)")
+
 REGISTER_OP(weighted_sum, "(Tensor x, Tensor weights) -> Tensor")
 
 REGISTER_OP(hyper_connection,
             "(Tensor streams, Tensor mixes, Tensor base, Tensor scale, int iterations, float eps)"
             " -> (Tensor post, Tensor comb, Tensor collapsed)")
 
-REGISTER_OP(mix_streams, "(Tensor streams, Tensor x, Tensor post, Tensor comb) -> Tensor")
-
-REGISTER_OP(pool_groups,
-            "(Tensor state, Tensor blocks, Tensor values, Tensor bias, Tensor start, "
-            "Tensor lengths, int width) -> (Tensor sums, Tensor complete)")
-
 TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) {
-  for (const char* op : {"rms_norm", "rotate", "rotate_pairs", "route", "weighted_sum",
-                         "hyper_connection", "mix_streams", "pool_groups"}) {
+  for (const char* op : {"rms_norm", "rotate", "rotate_pairs", "route", "route_roots",
+                         "weighted_sum", "hyper_connection"}) {
     m.impl(op, torch::autograd::autogradNotImplementedFallback());
   }
 }

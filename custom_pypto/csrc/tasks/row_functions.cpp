@@ -2,27 +2,16 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstddef>
 #include <limits>
 #include <numeric>
 #include <vector>
 
-#include "panels.h"
-#include "run_tasks.h"
+#include "rows.h"
 
 namespace custom_pypto {
 namespace {
 
-constexpr int64_t kPerTask = 1 << 14;  // numbers; fewer cost less than waking a thread
 constexpr int kLanes = 16;
-
-// f(begin, end) for parts of `count` rows of so many numbers
-template <typename F>
-void for_rows(int64_t count, int64_t numbers, const F& f) {
-  const int64_t rows = std::max<int64_t>(1, kPerTask / std::max<int64_t>(1, numbers));
-  run_tasks((count + rows - 1) / rows, [] { return nullptr; },
-            [&](std::nullptr_t, int64_t t) { f(t * rows, std::min(count, (t + 1) * rows)); });
-}
 
 float sum_of_squares(const float* x, int64_t n) {
   float lanes[kLanes] = {};
@@ -36,9 +25,6 @@ float sum_of_squares(const float* x, int64_t n) {
   }
   return lanes[0];
 }
-
-// with a contiguous last dim
-Tensor dense(const Tensor& x) { return x.stride(-1) == 1 ? x : x.contiguous(); }
 
 template <typename T>
 void norm(const Tensor& x, const OptionalTensor& weight, float eps, const Tensor& out) {
@@ -171,103 +157,6 @@ void add_weighted(const Tensor& x, const float* weights, const Tensor& out) {
   });
 }
 
-float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
-
-// rows to softmax + eps
-void softmax_rows(float* x, int64_t n, float eps) {
-  for (float* end = x + n * n; x != end; x += n) {
-    const float most = *std::max_element(x, x + n);
-    float sum = 0.0f;
-    for (int64_t i = 0; i < n; ++i) sum += x[i] = std::exp(x[i] - most);
-    for (int64_t i = 0; i < n; ++i) x[i] = x[i] / sum + eps;
-  }
-}
-
-void normalize_rows(float* x, int64_t n, float eps) {
-  for (float* end = x + n * n; x != end; x += n) {
-    float sum = 0.0f;
-    for (int64_t i = 0; i < n; ++i) sum += x[i];
-    for (int64_t i = 0; i < n; ++i) x[i] /= sum + eps;
-  }
-}
-
-void normalize_columns(float* x, int64_t n, float eps, float* sums) {
-  std::fill_n(sums, n, 0.0f);
-  for (int64_t i = 0; i < n * n; ++i) sums[i % n] += x[i];
-  for (int64_t i = 0; i < n * n; ++i) x[i] /= sums[i % n] + eps;
-}
-
-template <typename T>
-void connect(const HyperConnectionParams& p) {
-  const Tensor streams = p.streams.contiguous();
-  const int64_t n = streams.size(2), dims = streams.size(3), width = p.base.numel();
-  const T* from = streams.const_data_ptr<T>();
-  T* to = p.collapsed.mutable_data_ptr<T>();
-  const float *mixes = p.mixes.const_data_ptr<float>(), *base = p.base.const_data_ptr<float>(),
-              *scale = p.scale.const_data_ptr<float>();
-  float *posts = p.post.mutable_data_ptr<float>(), *combs = p.comb.mutable_data_ptr<float>();
-  for_rows(streams.size(0) * streams.size(1), n * dims, [&](int64_t begin, int64_t end) {
-    AlignedVector<float> weights(width), sums(n), stream(dims), sum(dims);
-    for (int64_t token = begin; token < end; ++token) {
-      for (int64_t i = 0; i < width; ++i) {
-        weights[i] = mixes[token * width + i] * scale[std::min<int64_t>(i / n, 2)] + base[i];
-      }
-      const float *pre = weights.data(), *post = pre + n;
-      for (int64_t i = 0; i < n; ++i) posts[token * n + i] = 2.0f * sigmoid(post[i]);
-
-      float* comb = combs + token * n * n;
-      std::copy_n(post + n, n * n, comb);
-      softmax_rows(comb, n, p.eps);
-      normalize_columns(comb, n, p.eps, sums.data());
-      for (int64_t i = 1; i < p.iterations; ++i) {
-        normalize_rows(comb, n, p.eps);
-        normalize_columns(comb, n, p.eps, sums.data());
-      }
-
-      std::fill(sum.begin(), sum.end(), 0.0f);
-      for (int64_t i = 0; i < n; ++i) {
-        widen(from + (token * n + i) * dims, dims, stream.data());
-        const float weight = sigmoid(pre[i]) + p.eps;
-        for (int64_t d = 0; d < dims; ++d) sum[d] += weight * stream[d];
-      }
-      narrow(sum.data(), dims, to + token * dims);
-    }
-  });
-}
-
-template <typename T>
-void mix(const Tensor& streams, const Tensor& x, const float* post, const float* comb,
-         const Tensor& out) {
-  const Tensor streams_ = streams.contiguous(), x_ = x.contiguous();
-  const int64_t n = streams.size(2), dims = streams.size(3);
-  T* to = out.mutable_data_ptr<T>();
-  const auto rounded = [](float weight) { return static_cast<float>(static_cast<T>(weight)); };
-  for_rows(streams.size(0) * streams.size(1), n * dims, [&](int64_t begin, int64_t end) {
-    AlignedVector<float> from(n * dims), added(dims), product(dims), sum(dims);
-    for (int64_t token = begin; token < end; ++token) {
-      widen(streams_.const_data_ptr<T>() + token * n * dims, n * dims, from.data());
-      widen(x_.const_data_ptr<T>() + token * dims, dims, added.data());
-      for (int64_t i = 0; i < n; ++i) {
-        T* row = to + (token * n + i) * dims;
-        std::fill(sum.begin(), sum.end(), 0.0f);
-        for (int64_t j = 0; j < n; ++j) {
-          const float weight = rounded(comb[(token * n + j) * n + i]);
-          for (int64_t d = 0; d < dims; ++d) sum[d] += weight * from[j * dims + d];
-        }
-        const float weight = rounded(post[token * n + i]);
-        for (int64_t d = 0; d < dims; ++d) product[d] = weight * added[d];
-        // each is rounded before they are added
-        narrow(sum.data(), dims, row);
-        widen(row, dims, sum.data());
-        narrow(product.data(), dims, row);
-        widen(row, dims, product.data());
-        for (int64_t d = 0; d < dims; ++d) sum[d] += product[d];
-        narrow(sum.data(), dims, row);
-      }
-    }
-  });
-}
-
 // As torch.topk: NaN is the largest. Equal ones: the lower index first.
 void sort_best(const std::vector<float>& values, int64_t count, std::vector<int64_t>& order) {
   order.resize(values.size());
@@ -279,16 +168,34 @@ void sort_best(const std::vector<float>& values, int64_t count, std::vector<int6
   });
 }
 
-// f of a value of the type
-template <typename F>
-void with_type(at::ScalarType dtype, const F& f) {
-  if (dtype == at::kFloat) {
-    f(float{});
-  } else if (dtype == at::kHalf) {
-    f(c10::Half{});
-  } else {
-    f(c10::BFloat16{});
-  }
+// Rounds what transformers rounds.
+template <typename T>
+void route_roots(const RootRouteParams& p) {
+  const auto rounded = [](float x) { return static_cast<float>(static_cast<T>(x)); };
+  const int64_t experts = p.logits.size(1), k = p.weights.size(1);
+  const float* bias = p.bias.const_data_ptr<float>();
+  for_rows(p.logits.size(0), experts, [&](int64_t begin, int64_t end) {
+    AlignedVector<float> scores(experts);
+    std::vector<float> choice(experts);
+    std::vector<int64_t> order;
+    for (int64_t row = begin; row < end; ++row) {
+      widen(p.logits.const_data_ptr<T>() + row * experts, experts, scores.data());
+      for (int64_t e = 0; e < experts; ++e) {
+        const float x = scores[e], softplus = x > 20.0f ? x : std::log1p(std::exp(x));
+        scores[e] = rounded(std::sqrt(rounded(softplus)));
+        choice[e] = scores[e] + bias[e];
+      }
+      sort_best(choice, k, order);
+      float sum = 0.0f;
+      for (int64_t i = 0; i < k; ++i) sum += scores[order[i]];
+      sum = rounded(rounded(sum) + 1e-20f);
+      for (int64_t i = 0; i < k; ++i) {
+        const float weight = rounded(scores[order[i]] / sum) * static_cast<float>(p.scale);
+        p.weights.mutable_data_ptr<T>()[row * k + i] = static_cast<T>(weight);
+      }
+      std::copy_n(order.data(), k, p.experts.mutable_data_ptr<int64_t>() + row * k);
+    }
+  });
 }
 
 }  // namespace
@@ -304,14 +211,6 @@ void rotate_rows(const RotationParams& p) {
 
 void rotate_pair_rows(const RotationParams& p) {
   with_type(p.x.scalar_type(), [&](auto type) { rotate_pairs<decltype(type)>(p); });
-}
-
-void mix_streams(const Tensor& streams, const Tensor& x, const Tensor& post, const Tensor& comb,
-                 const Tensor& out) {
-  with_type(x.scalar_type(), [&](auto type) {
-    mix<decltype(type)>(streams, x, post.const_data_ptr<float>(), comb.const_data_ptr<float>(),
-                        out);
-  });
 }
 
 void route_rows(const RouteParams& p) {
@@ -352,14 +251,14 @@ void route_rows(const RouteParams& p) {
   });
 }
 
+void route_root_rows(const RootRouteParams& p) {
+  with_type(p.logits.scalar_type(), [&](auto type) { route_roots<decltype(type)>(p); });
+}
+
 void add_weighted_rows(const Tensor& x, const Tensor& weights, const Tensor& out) {
   with_type(x.scalar_type(), [&](auto type) {
     add_weighted<decltype(type)>(x, weights.const_data_ptr<float>(), out);
   });
-}
-
-void connect_streams(const HyperConnectionParams& p) {
-  with_type(p.streams.scalar_type(), [&](auto type) { connect<decltype(type)>(p); });
 }
 
 }  // namespace custom_pypto

@@ -40,6 +40,18 @@ struct RouteParams {
 // The k experts of a token with the largest sigmoid(logits) + bias, and weights from the sigmoids.
 void route_rows(const RouteParams& p);
 
+struct RootRouteParams {
+  const Tensor& logits;  // [T, E], contiguous
+  const Tensor& bias;    // [E] float32, contiguous: added to the scores for the choice alone
+  double scale;          // of the weights
+  Tensor weights;        // [T, k] in the dtype of logits, contiguous
+  Tensor experts;        // [T, k] int64, contiguous, best first
+};
+
+// The k experts of a token with the largest sqrt(softplus(logits)) + bias, and weights from the
+// roots, with a sum of `scale`.
+void route_root_rows(const RootRouteParams& p);
+
 // out[t] = sum_i weights[t, i] * x[t, i] in float32, in the order of i; x [T, k, D] and weights
 // [T, k] float32 contiguous, out [T, D] in the dtype of x, contiguous.
 void add_weighted_rows(const Tensor& x, const Tensor& weights, const Tensor& out);
@@ -82,5 +94,30 @@ struct GroupParams {
 // The rows of the groups of r tokens that the new tokens complete, as in
 // custom_pypto/rows/compressed.py; 0 for those that they leave incomplete.
 void pool_groups(const GroupParams& p);
+
+struct SlotParams {
+  const Tensor& table;  // [B, blocks] int32, contiguous: of each sequence
+  const Tensor& rows;   // [B, n] int64, contiguous: of the sequence
+  const Tensor& valid;  // [B, n] bool, contiguous
+  int64_t block;        // rows of a block
+  Tensor slots;         // [B, n] int64, contiguous
+};
+
+// The place of each row in the blocks of its sequence; 0 for those that are not valid or do not
+// fit.
+void find_slots(const SlotParams& p);
+
+struct WindowParams {
+  const Tensor& positions;        // [B, S] int64, contiguous
+  const Tensor& valid;            // [B, S] bool, contiguous
+  const OptionalTensor& indices;  // [B, S, K] int32, contiguous: rows; or null: the first K
+  int64_t window, ring;           // tokens before and with each one; rows of the ring
+  int64_t rate;                   // tokens of a row behind the ring
+  Tensor out;                     // [B, S, window + K] int32, contiguous
+};
+
+// The rows that each token sees: of its window in the ring, -2 for none, which attention skips; then
+// behind the ring, -1 for none.
+void find_rows(const WindowParams& p);
 
 }  // namespace custom_pypto

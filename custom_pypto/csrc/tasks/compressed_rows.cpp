@@ -1,4 +1,4 @@
-// The compressed rows of groups of tokens.
+// The compressed rows of groups of tokens, and which rows tokens write and read.
 #include <algorithm>
 #include <cmath>
 #include <vector>
@@ -116,6 +116,38 @@ void pool_groups(const GroupParams& p) {
       return Groups<c10::Half>(p).run();
     default:
       return Groups<c10::BFloat16>(p).run();
+  }
+}
+
+void find_slots(const SlotParams& p) {
+  const int64_t blocks = p.table.size(1), n = p.rows.size(1);
+  const auto* table = p.table.const_data_ptr<int32_t>();
+  const auto* rows = p.rows.const_data_ptr<int64_t>();
+  const auto* valid = p.valid.const_data_ptr<bool>();
+  auto* slots = p.slots.mutable_data_ptr<int64_t>();
+  for (int64_t i = 0; i < p.rows.numel(); ++i) {
+    const int64_t column = rows[i] < 0 ? blocks : rows[i] / p.block;
+    const bool fits = valid[i] && column < blocks;
+    slots[i] = fits ? table[i / n * blocks + column] * p.block + rows[i] % p.block : 0;
+  }
+}
+
+void find_rows(const WindowParams& p) {
+  const int64_t width = p.out.size(2), k = width - p.window;
+  const auto* positions = p.positions.const_data_ptr<int64_t>();
+  const auto* valid = p.valid.const_data_ptr<bool>();
+  const int32_t* indices = p.indices ? p.indices->const_data_ptr<int32_t>() : nullptr;
+  auto* out = p.out.mutable_data_ptr<int32_t>();
+  for (int64_t i = 0; i < p.positions.numel(); ++i, out += width) {
+    for (int64_t j = 0; j < p.window; ++j) {
+      const int64_t token = positions[i] - j;
+      out[j] = valid[i] && token >= 0 ? static_cast<int32_t>(token % p.ring) : -2;
+    }
+    for (int64_t j = 0; j < k; ++j) {
+      const int64_t row = indices ? indices[i * k + j] : j;
+      const bool seen = row >= 0 && row < (positions[i] + 1) / p.rate;
+      out[p.window + j] = seen ? static_cast<int32_t>(row + p.ring) : -1;
+    }
   }
 }
 
