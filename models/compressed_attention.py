@@ -155,7 +155,7 @@ def compress(
     new = torch.cat([linear(module.kv_proj, x), linear(module.gate_proj, x)], -1)
     with brought_in(module):
         bias = module.position_bias.float()
-    compression.compress(layer, rows, state, tokens, new, bias, finish)
+    compression.compress(layer, rows, state, tokens, new, bias, finish, module.training)
 
 
 def window(tokens: TokenSlice, size: int, ring: int) -> Tensor:

@@ -38,6 +38,7 @@ def compress(
     new: Tensor,
     bias: Tensor,
     finish: Callable[[Tensor, Tensor], Tensor],
+    training: bool,
 ) -> None:
     """Writes the rows that the new tokens complete, and the last tokens into the state.
 
@@ -47,10 +48,12 @@ def compress(
         new: ``[B, S, width]`` ``[C | Z]`` of the tokens.
         bias: ``[r, width / 2]``.
         finish: rows ``[B, n, 1, D]`` from float32 sums ``[B, n, D]`` and groups ``[B, n]``.
+        training: without the op: a checkpointed layer runs once without gradients.
     """
     store, layout, ring = step.store, layer.layouts[rows], layer.layouts[state]
     pool, width = layer.pools[state], layer.pools[rows].size(-1)
-    sums, groups, complete = completed(pool, store.tables[ring][:, 0], new, bias, width, step)
+    blocks = store.tables[ring][:, 0]
+    sums, groups, complete = completed(pool, blocks, new, bias, width, step, training)
     slots = store.slots(layout, layout.ring + groups, complete)
     write(layer.pools[rows], slots, finish(sums, groups))
     last = slice(max(0, new.size(1) - ring.ring), None)
@@ -59,7 +62,13 @@ def compress(
 
 
 def completed(
-    pool: Tensor, blocks: Tensor, new: Tensor, bias: Tensor, width: int, step: Step | TokenSlice
+    pool: Tensor,
+    blocks: Tensor,
+    new: Tensor,
+    bias: Tensor,
+    width: int,
+    step: Step | TokenSlice,
+    training: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The float32 sums ``[B, n, width]`` of all groups of the new tokens, the groups
     ``[B, n]``, and whether all their tokens have come; sums of other groups are any finite numbers.
@@ -74,7 +83,7 @@ def completed(
     # int64 as positions: a comparison in a GE graph does not promote
     start = step.start[:, None].long()
     groups = start // rate + torch.arange(count, device=new.device)
-    if takes(new, pool):
+    if not training and takes(new, pool):
         bounds = step.start, step.lengths
         sums, complete = torch.ops.custom_pypto.pool_groups(
             pool, blocks, new, bias.float(), *bounds, width

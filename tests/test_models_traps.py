@@ -134,11 +134,16 @@ def one_way(monkeypatch, model):
 
 
 def ring_shifted(monkeypatch, model):
-    window = compressed_attention.window
+    cls = deepseek_v4.PagedDeepseekV4Attention
+    right = cls.sparse_indices
     monkeypatch.setattr(deepseek_v4, "SLICE", 7)  # a ring that has turned round
-    monkeypatch.setattr(
-        compressed_attention, "window", lambda part, size, ring: window(part, size, ring - 1)
-    )
+
+    def wrong(self, indices, tokens, layout):
+        near, rows = right(self, indices, tokens, layout).tensor_split([self.sliding_window], -1)
+        shifted = torch.where(near >= 0, (near + 1) % layout.ring, near)
+        return torch.cat([shifted, rows], -1)
+
+    monkeypatch.setattr(cls, "sparse_indices", wrong)
 
 
 def completed(change):

@@ -127,6 +127,7 @@ class PagedGlm5NextAttention(LatentAttention, Glm5NextTextAttention):
             torch.cat([key, gate], -1),
             bias,
             lambda sums, groups: sums.to(key.dtype).unsqueeze(2),
+            self.training,
         )
 
     def select(

@@ -116,8 +116,8 @@ struct WindowParams {
   Tensor out;                     // [B, S, window + K] int32, contiguous
 };
 
-// The rows that each token sees: of its window in the ring, -2 for none, which attention skips; then
-// behind the ring, -1 for none.
+// The rows that each token sees: of its window in the ring, -2 for none, which attention skips;
+// then behind the ring, -1 for none.
 void find_rows(const WindowParams& p);
 
 }  // namespace custom_pypto

@@ -17,8 +17,9 @@ namespace {
 
 // Up to so many rows of x, a weight is multiplied as it is stored; above, widened once for all.
 constexpr int64_t kFewRows = 16;
-constexpr int64_t kFewRowsOfHalves = 4;  // of a weight in bfloat16, where a CPU multiplies that
-constexpr int64_t kFewRowsOfPacked = 6;  // of other weights there
+// of x in bfloat16, where the CPU multiplies that: by vectors, by tiles, and by tiles a weight in
+// bfloat16
+constexpr int64_t kFewRowsOfVectors = 24, kFewRowsOfTiles = 6, kFewRowsOfHalves = 4;
 // of a weight, per task
 constexpr int64_t kRowsOfDots = 16, kMostOfDots = 4;
 constexpr int64_t kColumns = 512;  // of a transposed one
@@ -172,8 +173,8 @@ class Linear {
   }
 
   void dots(const Group& group, const Task& task, Scratch& scratch) {
-    const void* x[kFewRows];
-    float* out[kFewRows];
+    const void* x[kFewRowsOfVectors];
+    float* out[kFewRowsOfVectors];
     scratch.out.resize(group.count * task.rows);
     for (int64_t i = 0; i < group.count; ++i) {
       x[i] = prepared(group.first + i);
@@ -366,8 +367,9 @@ class Linear {
   const cpu::WeightKernels& kernels_ =
       std::is_same_v<T, c10::BFloat16> ? weight_.kernels_by_bf16() : weight_.kernels();
   const int64_t few_rows_ = !std::is_same_v<T, c10::BFloat16> || !multiplies_bf16() ? kFewRows
-                            : weight_.is_bfloat16() ? kFewRowsOfHalves
-                                                    : kFewRowsOfPacked;
+                            : !custom_pypto::kernels().tiles ? kFewRowsOfVectors
+                            : weight_.is_bfloat16()          ? kFewRowsOfHalves
+                                                             : kFewRowsOfTiles;
   Tensor x_;
   int64_t x_stride_;
   T* out_;
