@@ -116,11 +116,12 @@ def run(name: str, args: argparse.Namespace) -> int:
 
 def main() -> int:
     args = arguments()
+    if args.needs:
+        names = [] if args.list else args.names
+        print(*dict.fromkeys(BENCHMARKS[name].needs for name in names))
+        return 0
     if args.list:
         print(listed())
-        return 0
-    if args.needs:
-        print(*dict.fromkeys(BENCHMARKS[name].needs for name in args.names))
         return 0
     if len(args.names) > 1:
         return max([elsewhere(sys.executable, name, args) for name in args.names])

@@ -140,9 +140,7 @@ class HyperConnection(OneOp):
 class StreamsLayer(OneOp):
     """A decoder layer of DeepSeek-V4: an op adds to the streams what attention and experts give."""
 
-    def forward(
-        self, hidden_states: Tensor, input_ids: Tensor | None = None, **others
-    ) -> Tensor:
+    def forward(self, hidden_states: Tensor, input_ids: Tensor | None = None, **others) -> Tensor:
         if self.training or not takes(hidden_states):
             return super().forward(hidden_states, input_ids=input_ids, **others)
         post, comb, x = self.attn_hc(hidden_states)

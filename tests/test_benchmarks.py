@@ -81,6 +81,7 @@ def test_the_runner_rejects(arguments, message):
 
 def test_what_benchmarks_need():
     assert run("ops", "npu", "soak", "--needs").stdout.split() == ["models", "sim", "serving"]
+    assert run("--list", "--needs").stdout.split() == []
 
 
 def checked(*figures: float, limit: float, at_least: bool = True) -> list[str]:

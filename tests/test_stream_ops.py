@@ -154,9 +154,7 @@ def test_the_ops_pass_opcheck():
     torch.library.opcheck(ops.route_roots.default, (torch.randn(3, 8), torch.randn(8), 2, 1.5))
     pool, blocks, values, bias, width, bounds = group_arguments(torch.float32, 4, True, 6)
     pool, values = pool.nan_to_num(), values.nan_to_num()
-    torch.library.opcheck(
-        ops.pool_groups.default, (pool, blocks, values, bias, *bounds, width)
-    )
+    torch.library.opcheck(ops.pool_groups.default, (pool, blocks, values, bias, *bounds, width))
     streams, x = torch.randn(2, 3, 4, 40), torch.randn(2, 3, 40)
     weights = torch.rand(2, 3, 4), torch.rand(2, 3, 4, 4)
     torch.library.opcheck(ops.mix_streams.default, (streams, x, *weights))
