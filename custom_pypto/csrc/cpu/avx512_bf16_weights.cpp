@@ -33,9 +33,8 @@ struct Halves {  // by five bits, of which the fifth does not count
   alignas(64) uint16_t bits[32];
 };
 constexpr Halves kIntegers([](int i) { return static_cast<float>(i); });
-constexpr Halves kTwiceE2m1([](int i) {
-  constexpr float kTwice[8] = {0, 1, 2, 3, 4, 6, 8, 12};
-  return i < 8 ? kTwice[i] : -kTwice[i - 8];
+constexpr Halves kE2m1([](int i) {
+  return static_cast<float>(i < 8 ? kTwiceE2m1[i] : -kTwiceE2m1[i - 8]);
 });
 
 struct E4m3Halves {  // by seven bits
@@ -105,7 +104,7 @@ struct HalfUnit<Int4Weight> : NibbleUnit<kIntegers> {
 };
 
 template <>
-struct HalfUnit<Fp4Weight> : NibbleUnit<kTwiceE2m1> {
+struct HalfUnit<Fp4Weight> : NibbleUnit<kE2m1> {
   explicit INLINE HalfUnit(const uint8_t* p) : NibbleUnit(p) {}
 };
 
@@ -155,7 +154,6 @@ INLINE void add_products(Vec& sums, __m512i a, const uint16_t* b) {
   asm("vdpbf16ps %2, %1, %0" : "+v"(sums) : "v"(a), "m"(*reinterpret_cast<const LanePairs*>(b)));
 }
 
-// PARTS: groups in a unit, 1 also for longer ones; 0: a row has one scale.
 template <class Unit, int PARTS, int WEIGHTS, int ROWS>
 INLINE void dots_halves_tile(const Dots& call, int w, int i) {
   constexpr int kVectors = Unit::kValues / 32;
@@ -184,14 +182,7 @@ INLINE void dots_halves_tile(const Dots& call, int w, int i) {
       }
     }
   }
-  UNROLL for (int k = 0; k < WEIGHTS; ++k) {
-    UNROLL for (int r = 0; r < ROWS; ++r) {
-      float sum = sum_of(total[k][r]);
-      if constexpr (!PARTS) sum *= call.scales[w + k];
-      if (call.offsets) sum += offset_of(call, w + k, HalfRow(call, call.x[i + r]).sums);
-      call.out[i + r][w + k] = sum;
-    }
-  }
+  finish_tile<HalfRow>(call, w, i, total, /*scaled=*/PARTS != 0);
 }
 
 template <class Format, class Unit = HalfUnit<Format>>
@@ -201,15 +192,9 @@ void dots_halves(const Dots& call) {
     constexpr int ROWS = decltype(rows)::value;
     each_tile_of_weight<4>(call, [&](auto weights, int w) INLINED {
       constexpr int WEIGHTS = decltype(weights)::value;
-      if (call.groups == 1) return dots_halves_tile<Unit, 0, WEIGHTS, ROWS>(call, w, i);
-      switch (Unit::kValues / call.group) {
-        case 4:
-          return dots_halves_tile<Unit, 4, WEIGHTS, ROWS>(call, w, i);
-        case 2:
-          return dots_halves_tile<Unit, 2, WEIGHTS, ROWS>(call, w, i);
-        default:
-          return dots_halves_tile<Unit, 1, WEIGHTS, ROWS>(call, w, i);
-      }
+      with_parts(call, Unit::kValues, [&](auto parts) INLINED {
+        dots_halves_tile<Unit, decltype(parts)::value, WEIGHTS, ROWS>(call, w, i);
+      });
     });
   });
 }

@@ -113,6 +113,8 @@ struct Int4Weight {
   }
 };
 
+constexpr int kTwiceE2m1[8] = {0, 1, 2, 3, 4, 6, 8, 12};  // of the magnitudes
+
 // e2m1 times 2
 struct Fp4Weight {
   static constexpr int kBytes = 16;
@@ -191,6 +193,21 @@ INLINE float offset_of(const Dots& call, int w, const float* sums) {
   float rest = 0.0f;
   for (; g < call.groups; ++g) rest += offsets[g] * sums[g];
   return sum_of(sum) + rest;
+}
+
+// Writes the products of a tile. Row: of x, for the sums of its groups; `scaled`: whether the sums
+// have met the scales, of which a row has one else.
+template <class Row, int WEIGHTS, int ROWS>
+INLINE void finish_tile(const Dots& call, int w, int i, const Vec (&total)[WEIGHTS][ROWS],
+                        bool scaled) {
+  UNROLL for (int k = 0; k < WEIGHTS; ++k) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
+      float sum = sum_of(total[k][r]);
+      if (!scaled) sum *= call.scales[w + k];
+      if (call.offsets) sum += offset_of(call, w + k, Row(call, call.x[i + r]).sums);
+      call.out[i + r][w + k] = sum;
+    }
+  }
 }
 
 // A row of x for `dots`: its values, then the sums of its groups, if they have offsets.
@@ -285,13 +302,7 @@ INLINE void dots_tile(const Dots& call, int w, int i) {
     of_group -= count;
     if (of_group == 0) ++scale, of_group = group;
   }
-  UNROLL for (int k = 0; k < WEIGHTS; ++k) {
-    UNROLL for (int r = 0; r < ROWS; ++r) {
-      float sum = sum_of(total[k][r]);
-      if (call.offsets) sum += offset_of(call, w + k, FloatRow(call, call.x[i + r]).sums);
-      call.out[i + r][w + k] = sum;
-    }
-  }
+  finish_tile<FloatRow>(call, w, i, total, /*scaled=*/true);
 }
 
 template <class Unit>

@@ -76,9 +76,8 @@ struct ByteValues<Int4Weight> : ByteNibbles {
 // the values of e2m1, twice, plus an offset
 struct E2m1Table {
   constexpr explicit E2m1Table(int offset) : values() {
-    constexpr int kTwice[8] = {0, 1, 2, 3, 4, 6, 8, 12};
     for (int i = 0; i < 16; ++i) {
-      values[i] = static_cast<uint8_t>(offset + (i < 8 ? kTwice[i] : -kTwice[i - 8]));
+      values[i] = static_cast<uint8_t>(offset + (i < 8 ? kTwiceE2m1[i] : -kTwiceE2m1[i - 8]));
     }
   }
   uint8_t values[16];

@@ -123,6 +123,20 @@ class UnitScales {
   int units_ = 0, unit_ = 0;  // of a group
 };
 
+// f(PARTS) of UnitScales, for units of so many values
+template <typename F>
+INLINE void with_parts(const Dots& call, int unit, const F& f) {
+  if (call.groups == 1) return f(std::integral_constant<int, 0>());
+  switch (unit / call.group) {
+    case 4:
+      return f(std::integral_constant<int, 4>());
+    case 2:
+      return f(std::integral_constant<int, 2>());
+    default:
+      return f(std::integral_constant<int, 1>());
+  }
+}
+
 template <class Unit, int PARTS, int WEIGHTS, int ROWS>
 INLINE void dots_int16_tile(const Dots& call, int w, int i) {
   const uint8_t* p = call.weight + w * call.stride;
@@ -152,14 +166,7 @@ INLINE void dots_int16_tile(const Dots& call, int w, int i) {
       }
     }
   }
-  UNROLL for (int k = 0; k < WEIGHTS; ++k) {
-    UNROLL for (int r = 0; r < ROWS; ++r) {
-      float sum = sum_of(total[k][r]);
-      if constexpr (!PARTS) sum *= call.scales[w + k];
-      if (call.offsets) sum += offset_of(call, w + k, Int16Row<Unit>(call, call.x[i + r]).sums);
-      call.out[i + r][w + k] = sum;
-    }
-  }
+  finish_tile<Int16Row<Unit>>(call, w, i, total, /*scaled=*/PARTS != 0);
 }
 
 template <class Format, class Unit>
@@ -172,15 +179,9 @@ void dots_int16(const Dots& call) {
     constexpr int kWeights = kSums / ROWS < 8 ? kSums / ROWS : 8;
     each_tile_of_weight<kWeights>(call, [&](auto weights, int w) INLINED {
       constexpr int WEIGHTS = decltype(weights)::value;
-      if (call.groups == 1) return dots_int16_tile<Unit, 0, WEIGHTS, ROWS>(call, w, i);
-      switch (kInt16Unit / call.group) {
-        case 4:
-          return dots_int16_tile<Unit, 4, WEIGHTS, ROWS>(call, w, i);
-        case 2:
-          return dots_int16_tile<Unit, 2, WEIGHTS, ROWS>(call, w, i);
-        default:
-          return dots_int16_tile<Unit, 1, WEIGHTS, ROWS>(call, w, i);
-      }
+      with_parts(call, kInt16Unit, [&](auto parts) INLINED {
+        dots_int16_tile<Unit, decltype(parts)::value, WEIGHTS, ROWS>(call, w, i);
+      });
     });
   });
 }

@@ -73,24 +73,31 @@ Tensor rotate_pairs(const Tensor& x, const Tensor& cos, const Tensor& sin) {
   return out;
 }
 
+// Checks bias [E] and k beside logits [T, E]; returns weights and experts [T, k], to be filled.
+std::tuple<Tensor, Tensor> choices(const char* op, const Tensor& logits, const Tensor& bias,
+                                   int64_t k) {
+  const c10::SymInt experts = logits.sym_size(1);
+  Argument(op, "bias", bias)
+      .rank(1, "[E]")
+      .size(0, experts, "E of logits")
+      .dtype(at::kFloat)
+      .device_of(logits);
+  CHECK_ARGUMENT(k >= 1 && experts >= k, op, "k", "from 1 to E", k);
+  const auto shape = {logits.sym_size(0), c10::SymInt(k)};
+  return {at::empty_symint(shape, logits.options()),
+          at::empty_symint(shape, logits.options().dtype(at::kLong))};
+}
+
 template <bool computes>
 std::tuple<Tensor, Tensor> route(const Tensor& logits, const Tensor& bias, int64_t groups,
                                  int64_t kept, int64_t k, bool normalize, double scale) {
   constexpr char kOp[] = "route";
   Argument(kOp, "logits", logits).rank(2, "[T, E]").dtype(at::kFloat).dense_rows();
   const c10::SymInt experts = logits.sym_size(1);
-  Argument(kOp, "bias", bias)
-      .rank(1, "[E]")
-      .size(0, experts, "E of logits")
-      .dtype(at::kFloat)
-      .device_of(logits);
   CHECK_ARGUMENT(groups >= 1 && experts % groups == 0 && experts / groups >= 2, kOp, "groups",
                  "a divisor of E, with two experts in a group", groups);
   CHECK_ARGUMENT(kept >= 1 && kept <= groups, kOp, "kept", "from 1 to groups", kept);
-  CHECK_ARGUMENT(k >= 1 && experts >= k, kOp, "k", "from 1 to E", k);
-  const auto shape = {logits.sym_size(0), c10::SymInt(k)};
-  const Tensor weights = at::empty_symint(shape, logits.options());
-  const Tensor chosen = at::empty_symint(shape, logits.options().dtype(at::kLong));
+  const auto [weights, chosen] = choices(kOp, logits, bias, k);
   if (computes && logits.numel() != 0) {
     route_rows({.logits = logits.contiguous(),
                 .bias = bias.contiguous(),
@@ -109,16 +116,7 @@ std::tuple<Tensor, Tensor> route_roots(const Tensor& logits, const Tensor& bias,
                                        double scale) {
   constexpr char kOp[] = "route_roots";
   Argument(kOp, "logits", logits).rank(2, "[T, E]").dtype(kFloating);
-  const c10::SymInt experts = logits.sym_size(1);
-  Argument(kOp, "bias", bias)
-      .rank(1, "[E]")
-      .size(0, experts, "E of logits")
-      .dtype(at::kFloat)
-      .device_of(logits);
-  CHECK_ARGUMENT(k >= 1 && experts >= k, kOp, "k", "from 1 to E", k);
-  const auto shape = {logits.sym_size(0), c10::SymInt(k)};
-  const Tensor weights = at::empty_symint(shape, logits.options());
-  const Tensor chosen = at::empty_symint(shape, logits.options().dtype(at::kLong));
+  const auto [weights, chosen] = choices(kOp, logits, bias, k);
   if (computes && logits.numel() != 0) {
     route_root_rows({.logits = logits.contiguous(),
                      .bias = bias.contiguous(),

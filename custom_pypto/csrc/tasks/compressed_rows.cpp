@@ -3,9 +3,8 @@
 #include <cmath>
 #include <vector>
 
-#include "panels.h"
 #include "row_functions.h"
-#include "run_tasks.h"
+#include "rows.h"
 
 namespace custom_pypto {
 namespace {
@@ -109,14 +108,7 @@ class Groups {
 }  // namespace
 
 void pool_groups(const GroupParams& p) {
-  switch (p.state.scalar_type()) {
-    case at::kFloat:
-      return Groups<float>(p).run();
-    case at::kHalf:
-      return Groups<c10::Half>(p).run();
-    default:
-      return Groups<c10::BFloat16>(p).run();
-  }
+  with_type(p.state.scalar_type(), [&](auto type) { Groups<decltype(type)>(p).run(); });
 }
 
 void find_slots(const SlotParams& p) {
@@ -143,9 +135,10 @@ void find_rows(const WindowParams& p) {
       const int64_t token = positions[i] - j;
       out[j] = valid[i] && token >= 0 ? static_cast<int32_t>(token % p.ring) : -2;
     }
+    const int64_t rows = (positions[i] + 1) / p.rate;
     for (int64_t j = 0; j < k; ++j) {
       const int64_t row = indices ? indices[i * k + j] : j;
-      const bool seen = row >= 0 && row < (positions[i] + 1) / p.rate;
+      const bool seen = row >= 0 && row < rows;
       out[p.window + j] = seen ? static_cast<int32_t>(row + p.ring) : -1;
     }
   }

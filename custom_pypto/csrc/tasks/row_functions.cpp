@@ -46,7 +46,7 @@ void norm(const Tensor& x, const OptionalTensor& weight, float eps, const Tensor
       float* v = values.data();
       widen(from + row * rows.stride(0), dims, v);
       float norm = 1.0f / std::sqrt(sum_of_squares(v, dims) / dims + eps);
-      if (!weight) norm = static_cast<float>(static_cast<T>(norm));
+      if (!weight) norm = rounded<T>(norm);
       for (int64_t i = 0; i < dims; ++i) v[i] *= norm;
       if (rounds_first) {
         narrow(v, dims, y);
@@ -171,7 +171,6 @@ void sort_best(const std::vector<float>& values, int64_t count, std::vector<int6
 // Rounds what transformers rounds.
 template <typename T>
 void route_roots(const RootRouteParams& p) {
-  const auto rounded = [](float x) { return static_cast<float>(static_cast<T>(x)); };
   const int64_t experts = p.logits.size(1), k = p.weights.size(1);
   const float* bias = p.bias.const_data_ptr<float>();
   for_rows(p.logits.size(0), experts, [&](int64_t begin, int64_t end) {
@@ -182,15 +181,15 @@ void route_roots(const RootRouteParams& p) {
       widen(p.logits.const_data_ptr<T>() + row * experts, experts, scores.data());
       for (int64_t e = 0; e < experts; ++e) {
         const float x = scores[e], softplus = x > 20.0f ? x : std::log1p(std::exp(x));
-        scores[e] = rounded(std::sqrt(rounded(softplus)));
+        scores[e] = rounded<T>(std::sqrt(rounded<T>(softplus)));
         choice[e] = scores[e] + bias[e];
       }
       sort_best(choice, k, order);
       float sum = 0.0f;
       for (int64_t i = 0; i < k; ++i) sum += scores[order[i]];
-      sum = rounded(rounded(sum) + 1e-20f);
+      sum = rounded<T>(rounded<T>(sum) + 1e-20f);
       for (int64_t i = 0; i < k; ++i) {
-        const float weight = rounded(scores[order[i]] / sum) * static_cast<float>(p.scale);
+        const float weight = rounded<T>(scores[order[i]] / sum) * static_cast<float>(p.scale);
         p.weights.mutable_data_ptr<T>()[row * k + i] = static_cast<T>(weight);
       }
       std::copy_n(order.data(), k, p.experts.mutable_data_ptr<int64_t>() + row * k);

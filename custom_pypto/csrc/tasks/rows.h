@@ -35,6 +35,11 @@ void with_type(at::ScalarType dtype, const F& f) {
   }
 }
 
+template <typename T>
+float rounded(float x) {
+  return static_cast<float>(static_cast<T>(x));
+}
+
 inline float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
 }  // namespace custom_pypto

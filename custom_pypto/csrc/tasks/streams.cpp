@@ -76,7 +76,6 @@ void mix(const Tensor& streams, const Tensor& x, const float* post, const float*
   const Tensor streams_ = streams.contiguous(), x_ = x.contiguous();
   const int64_t n = streams.size(2), dims = streams.size(3);
   T* to = out.mutable_data_ptr<T>();
-  const auto rounded = [](float weight) { return static_cast<float>(static_cast<T>(weight)); };
   for_rows(streams.size(0) * streams.size(1), n * dims, [&](int64_t begin, int64_t end) {
     AlignedVector<float> from(n * dims), added(dims), product(dims), sum(dims);
     for (int64_t token = begin; token < end; ++token) {
@@ -86,10 +85,10 @@ void mix(const Tensor& streams, const Tensor& x, const float* post, const float*
         T* row = to + (token * n + i) * dims;
         std::fill(sum.begin(), sum.end(), 0.0f);
         for (int64_t j = 0; j < n; ++j) {
-          const float weight = rounded(comb[(token * n + j) * n + i]);
+          const float weight = rounded<T>(comb[(token * n + j) * n + i]);
           for (int64_t d = 0; d < dims; ++d) sum[d] += weight * from[j * dims + d];
         }
-        const float weight = rounded(post[token * n + i]);
+        const float weight = rounded<T>(post[token * n + i]);
         for (int64_t d = 0; d < dims; ++d) product[d] = weight * added[d];
         // each is rounded before they are added
         narrow(sum.data(), dims, row);
