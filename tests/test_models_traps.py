@@ -19,7 +19,7 @@ from model_harness import (
 from tiny import ALL_KINDS, KINDS, V4_LAYERS, tiny_model
 from transformers.models.deepseek_v32 import modeling_deepseek_v32
 
-from custom_pypto.models import compressed_attention, compression, deepseek_v4
+from custom_pypto.models import compression, deepseek_v4
 from custom_pypto.models.latent_attention import LatentAttention
 from custom_pypto.models.one_op import Rotation
 from custom_pypto.models.patched import patched_attentions, text_model
