@@ -297,6 +297,7 @@ const Bf16Kernels TILE_KERNELS = {.pack_panel = pack_panel_bf16,
                                   .gradients_by_key = gradients_by_key_bf16,
                                   .gradients_by_head = gradients_by_head_bf16,
                                   .narrow = narrow_bf16,
+                                  .widen = kWidenBf16,
                                   .enter = tile::enter,
                                   .leave = tile::leave};
 

@@ -297,25 +297,35 @@ INLINE void product_tile_bf16(const PairProduct& p, const Out& out, bool adds, i
   }
 }
 
+// Rows of a tile of a product. A set of the level-1 cache has eight lines, and rows may all fall in
+// one.
+template <int VECS>
+constexpr int kProductRows = VECS == 4 ? 6 : 8;
+
 // A strip of b stays in the level-1 cache while all rows pass.
 template <int VECS, typename Out>
 INLINE void product_strip_bf16(const PairProduct& p, const Out& out, bool adds, int column) {
   constexpr int kPairs = 24576 / (64 * VECS);
   for (int first = 0; first < p.depth / 2; first += kPairs) {
     const int end = p.depth / 2 - first < kPairs ? p.depth / 2 : first + kPairs;
-    each_tile<kTileKeys<VECS>>(p.n, [&](auto rows, int i) INLINED {
+    each_tile<kProductRows<VECS>>(p.n, [&](auto rows, int i) INLINED {
       product_tile_bf16<decltype(rows)::value, VECS>(p, out, adds || first, i, column, first, end);
     });
   }
 }
 
+// Strips of 64 columns, then of 48, 32 or 16; a last strip of 16 would keep few sums.
 template <typename Out>
 INLINE void product_bf16(const PairProduct& p, const Out& out, bool adds) {
   int column = 0;
-  for (; column + kStrip <= p.width; column += kStrip) {
-    product_strip_bf16<kStripVecs>(p, out, adds, column);
-  }
-  for (; column < p.width; column += 16) product_strip_bf16<1>(p, out, adds, column);
+  const auto strip = [&](auto vecs) INLINED {
+    product_strip_bf16<decltype(vecs)::value>(p, out, adds, column);
+    column += 16 * vecs;
+  };
+  while (p.width - column >= 64 && p.width - column != 80) strip(std::integral_constant<int, 4>());
+  if (p.width - column >= 48) strip(std::integral_constant<int, 3>());
+  if (p.width - column >= 32) strip(std::integral_constant<int, 2>());
+  if (p.width - column >= 16) strip(std::integral_constant<int, 1>());
 }
 
 void multiply_bf16(const PairProduct& p, float* out, int64_t stride, bool first) {
@@ -342,7 +352,8 @@ const Bf16Kernels kAvx512Bf16 = {.pack_panel = pack_panel_bf16,
                                  .relu_masks = relu_masks_bf16,
                                  .gradients_by_key = gradients_by_key_bf16,
                                  .gradients_by_head = gradients_by_head_bf16,
-                                 .narrow = narrow_bf16};
+                                 .narrow = narrow_bf16,
+                                 .widen = kWidenBf16};
 
 }  // namespace custom_pypto::cpu
 #endif

@@ -9,6 +9,7 @@
 #include "avx512.h"
 #include "kernels.h"
 #include "vectors.h"
+#include "weight_formats.h"
 
 namespace custom_pypto::cpu {
 namespace {
@@ -93,6 +94,17 @@ void narrow_bf16(const float* from, int n, uint16_t* to) {
     _mm512_storeu_si512(to + i, (__m512i)_mm512_cvtne2ps_pbh(load(from + i + 16), load(from + i)));
   }
 }
+
+template <class Format>
+void widen_bf16(const Dots& call, int w, uint16_t* to) {
+  each_unit<Format>(call, w, [&](int64_t d, const Vec* unit) INLINED {
+    _mm512_storeu_si512(to + d, (__m512i)_mm512_cvtne2ps_pbh(unit[1], unit[0]));
+  });
+}
+
+constexpr decltype(&widen_bf16<Bfloat16Weight>) kWidenBf16[kWeightFormats] = {
+    widen_bf16<Bfloat16Weight>, widen_bf16<Int8Weight>, widen_bf16<Fp8Weight>,
+    widen_bf16<Int4Weight>, widen_bf16<Fp4Weight>};
 
 void pack_row_pairs_bf16(const uint16_t* const* rows, int n, int padded, int dims, int64_t stride,
                          uint32_t* to, uint16_t* copies) {

@@ -245,6 +245,8 @@ struct Bf16Kernels {
   void (*gradients_by_head)(const MaskedGradients&);
   // to[i] = from[i], i < n, a multiple of 32
   void (*narrow)(const float* from, int n, uint16_t* to);
+  // row w of a weight, [depth], by its format
+  void (*const* widen)(const Dots&, int w, uint16_t* to);
   // around the calls of index, attend and multiply of one thread; null: nothing to do
   void (*enter)() = nullptr;
   void (*leave)() = nullptr;

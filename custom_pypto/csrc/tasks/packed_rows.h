@@ -42,11 +42,11 @@ class PackedRows {
     const uint16_t* weight = nullptr;
     if (weight_.is_bfloat16()) weight = weight_.bfloat16(expert, first_of_weight);
     if (!weight || padded != rows_of_weight) {
-      scratch.weight.resize(padded * depth);
-      weight_.widen_bf16(expert, first_of_weight, rows_of_weight, scratch.scales,
+      stride = depth + kApart;
+      scratch.weight.resize(padded * stride);
+      weight_.widen_bf16(expert, first_of_weight, rows_of_weight, stride, scratch.scales,
                          scratch.weight.data());
       weight = scratch.weight.data();
-      stride = depth;
     }
     scratch.width = width;
     scratch.out.resize(padded * width);
@@ -65,6 +65,8 @@ class PackedRows {
  private:
   // whose values of the weight and of x stay in the level-2 cache
   static constexpr int64_t kDepth = 1152;
+  // values between rows: those of a tile, 4 KiB apart, would fall in one set of a cache
+  static constexpr int64_t kApart = 32;
 
   int64_t pairs() const { return weight_.depth() / 2 * kPanel; }
 

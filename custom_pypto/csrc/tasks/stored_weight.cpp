@@ -73,14 +73,11 @@ void StoredWeight::read_scales(int64_t row, int64_t rows, float* scales) const {
   }
 }
 
-void StoredWeight::widen_bf16(int64_t expert, int64_t first, int64_t rows,
+void StoredWeight::widen_bf16(int64_t expert, int64_t first, int64_t rows, int64_t stride,
                               AlignedVector<float>& scales, uint16_t* to) const {
   const cpu::Dots call = operand(expert, first, rows, scales);
-  AlignedVector<float> row(depth_);
-  for (int64_t r = 0; r < rows; ++r, to += depth_) {
-    kernels().widen(call, r, row.data());
-    custom_pypto::kernels().bf16->narrow(row.data(), static_cast<int>(depth_), to);
-  }
+  const auto widen = custom_pypto::kernels().bf16->widen[format_];
+  for (int64_t r = 0; r < rows; ++r) widen(call, r, to + r * stride);
 }
 
 cpu::Dots StoredWeight::operand(int64_t expert, int64_t first, int64_t rows,

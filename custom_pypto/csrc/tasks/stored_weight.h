@@ -44,9 +44,9 @@ class StoredWeight {
   int64_t row_stride() const { return row_stride_ / 2; }
   int64_t column_stride() const { return column_stride_; }
 
-  // Some rows in bfloat16, where the kernels multiply it; `scales` keeps theirs.
-  void widen_bf16(int64_t expert, int64_t first, int64_t rows, AlignedVector<float>& scales,
-                  uint16_t* to) const;
+  // Some rows in bfloat16, where the kernels multiply it, `stride` apart; `scales` keeps theirs.
+  void widen_bf16(int64_t expert, int64_t first, int64_t rows, int64_t stride,
+                  AlignedVector<float>& scales, uint16_t* to) const;
 
   // The operand of the kernels for some rows; `scales` keeps theirs.
   cpu::Dots operand(int64_t expert, int64_t first, int64_t rows,

@@ -358,7 +358,7 @@ class Linear {
         weight_.kernels().widen(rows, r, copy.data() + r * depth);
       }
     } else {
-      weight_.widen_bf16(group.expert, task.first, task.rows, scales, &copy.data()->x);
+      weight_.widen_bf16(group.expert, task.first, task.rows, depth, scales, &copy.data()->x);
     }
     return matrix(copy.data(), task.rows, depth, depth).t();
   }

@@ -1,0 +1,141 @@
+// The formats in which weights are stored: their values as floats.
+#pragma once
+
+#if defined(__x86_64__) && VECTOR_BYTES >= 32
+#include <immintrin.h>
+#endif
+
+#include <cstring>
+
+#include "kernels.h"
+#include "vectors.h"
+
+namespace custom_pypto::cpu {
+namespace {
+
+constexpr int kUnit = kWeightUnit;         // values that are unpacked together
+constexpr int kUnitVecs = kUnit / kLanes;  // vectors of them
+// of bfloat16, in memory that is aligned for one
+typedef int32_t LanePairs __attribute__((vector_size(VECTOR_BYTES), aligned(2), may_alias));
+typedef uint16_t LaneHalves __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
+typedef uint8_t Bytes16 __attribute__((vector_size(16), aligned(1), may_alias));
+
+INLINE Bytes16 load16(const uint8_t* p) { return *reinterpret_cast<const Bytes16*>(p); }
+
+// kLanes int8
+INLINE IntVec load_int8(const void* p) {
+#if VECTOR_BYTES == 64
+  // g++ 12 warns of the one without a mask
+  return (IntVec)_mm512_maskz_cvtepi8_epi32(0xFFFF,
+                                            _mm_loadu_si128(static_cast<const __m128i*>(p)));
+#elif defined(__x86_64__) && VECTOR_BYTES == 32
+  // g++ 12 converts 8 bytes by a dozen instructions
+  return (IntVec)_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
+#else
+  typedef int8_t Lanes __attribute__((vector_size(kLanes), aligned(1), may_alias));
+  return __builtin_convertvector(*static_cast<const Lanes*>(p), IntVec);
+#endif
+}
+
+// low[0], high[0], low[1], ...
+INLINE void interleave(const Bytes16& low, const Bytes16& high, Bytes16* to) {
+  const Bytes16 first = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23};
+  to[0] = __builtin_shuffle(low, high, first);
+  to[1] = __builtin_shuffle(low, high, first + 8);
+}
+
+INLINE void unpack_pairs(const Bytes16& low, const Bytes16& high, Vec* to) {
+  Bytes16 bytes[2];
+  interleave(low, high, bytes);
+  UNROLL for (int i = 0; i < kUnitVecs; ++i) {
+    const IntVec values = load_int8(reinterpret_cast<const uint8_t*>(bytes) + i * kLanes);
+    to[i] = __builtin_convertvector(values, Vec);
+  }
+}
+
+struct Bfloat16Weight {
+  static constexpr int kBytes = 64;  // of a unit
+  static INLINE void unpack(const uint8_t* p, Vec* to) {
+    UNROLL for (int i = 0; i < kUnitVecs; ++i) {
+      const LaneHalves bits = *reinterpret_cast<const LaneHalves*>(p + 2 * i * kLanes);
+      to[i] = (Vec)(__builtin_convertvector(bits, IntVec) << 16);
+    }
+  }
+};
+
+struct Int8Weight {
+  static constexpr int kBytes = 32;
+  static INLINE void unpack(const uint8_t* p, Vec* to) {
+    UNROLL for (int i = 0; i < kUnitVecs; ++i) {
+      to[i] = __builtin_convertvector(load_int8(p + i * kLanes), Vec);
+    }
+  }
+};
+
+// e4m3 times 2^-8: its bits, shifted, are those of float16, whose exponent has another bias.
+struct Fp8Weight {
+  static constexpr int kBytes = 32;
+  static INLINE void unpack(const uint8_t* p, Vec* to) {
+#if VECTOR_BYTES == 64
+    UNROLL for (int i = 0; i < 2; ++i) {
+      const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + 16 * i)));
+      const __m256i bits = _mm256_slli_epi16(wide, 7) & _mm256_set1_epi16((short)0xBFFF);
+      to[i] = (Vec)_mm512_maskz_cvtph_ps(0xFFFF, bits);
+    }
+#elif defined(__x86_64__) && VECTOR_BYTES == 32
+    UNROLL for (int i = 0; i < 2; ++i) {
+      const __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)(p + 16 * i)));
+      const __m256i bits = _mm256_slli_epi16(wide, 7) & _mm256_set1_epi16((short)0xBFFF);
+      to[2 * i] = (Vec)_mm256_cvtph_ps(_mm256_castsi256_si128(bits));
+      to[2 * i + 1] = (Vec)_mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1));
+    }
+#else
+    UNROLL for (int i = 0; i < kUnitVecs; ++i) {
+      const IntVec byte = load_int8(p + i * kLanes);
+      const IntVec normal = ((byte & 0x7F) << 20) + (112 << 23);
+      const Vec subnormal = __builtin_convertvector(byte & 7, Vec) * 0x1p-17f;
+      to[i] = (Vec)((byte & INT32_MIN) | ((byte & 0x78) == 0 ? (IntVec)subnormal : normal));
+    }
+#endif
+  }
+};
+
+struct Int4Weight {
+  static constexpr int kBytes = 16;
+  static INLINE void unpack(const uint8_t* p, Vec* to) {
+    const Bytes16 bytes = load16(p);
+    unpack_pairs(bytes & 15, bytes >> 4, to);
+  }
+};
+
+constexpr int kTwiceE2m1[8] = {0, 1, 2, 3, 4, 6, 8, 12};  // of the magnitudes
+
+// e2m1 times 2
+struct Fp4Weight {
+  static constexpr int kBytes = 16;
+  static INLINE void unpack(const uint8_t* p, Vec* to) {
+    const Bytes16 values = {0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253, 252, 250, 248, 244};
+    const Bytes16 bytes = load16(p);
+    unpack_pairs(__builtin_shuffle(values, bytes & 15), __builtin_shuffle(values, bytes >> 4), to);
+  }
+};
+
+// Calls put(d, unit) for the values of row w from the first on, a unit at a time.
+template <class Format, typename Put>
+INLINE void each_unit(const Dots& call, int w, const Put& put) {
+  const uint8_t* p = call.weight + w * call.stride;
+  for (int64_t d = 0, g = w * call.groups; d < call.depth; ++g) {
+    const int64_t end = call.depth - d < call.group ? call.depth : d + call.group;
+    const Vec scale = broadcast(call.scales[g]);
+    const Vec offset = broadcast(call.offsets ? call.offsets[g] : 0.0f);
+    for (; d < end; d += kUnit, p += Format::kBytes) {
+      Vec unit[kUnitVecs];
+      Format::unpack(p, unit);
+      UNROLL for (int v = 0; v < kUnitVecs; ++v) unit[v] = unit[v] * scale + offset;
+      put(d, unit);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace custom_pypto::cpu
