@@ -68,7 +68,8 @@ class Linear {
         add_tasks(g, groups_[g], tasks);
       }
     }
-    in_turns(packed, [&](const std::vector<Group>& turn) { multiply_packed(turn); });
+    PackedRows panels(weight_);
+    in_turns(packed, [&](const std::vector<Group>& turn) { multiply_packed(turn, panels); });
     RoundedRows rows(weight_);
     in_turns(rounded, [&](const std::vector<Group>& turn) { multiply_rounded(turn, rows); });
     if (tasks.empty()) return;
@@ -220,7 +221,7 @@ class Linear {
     if (count) multiply(turn);
   }
 
-  void multiply_packed(const std::vector<Group>& turn) {
+  void multiply_packed(const std::vector<Group>& turn, PackedRows& packed) {
     constexpr int64_t kPanel = PackedRows::kPanel;
     std::vector<int64_t> first_panels, rows;  // the first row of each panel
     std::vector<Task> tasks;
@@ -238,7 +239,6 @@ class Linear {
       const Group& group = turn[next - first_panels.begin() - 1];
       return std::min(rows[panel] + kPanel, group.first + group.count);
     };
-    PackedRows packed(weight_);
     packed.resize(rows.size());
     run_tasks(
         rows.size(), [] { return Slices<T>(); },
