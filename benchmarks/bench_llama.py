@@ -26,24 +26,27 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from bench_v4 import KINDS, model_decode_call
+from bench_v4 import KINDS
 from llama import convert, server
 from measure import Benchmark
-from model_sides import decode_call, prefill_call, prompt_ids
+from model_sides import prefill_call, prompt_ids
 from published import V4, write_published
 from tiny import randomise
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV4Config,
     DeepseekV32Config,
+    DynamicCache,
     GlmMoeDsaConfig,
 )
 
 from custom_pypto import models
+from custom_pypto.models import CACHE
 
 VOCABULARY = 256
 CONTEXT, PROMPTS = 4096, (512, 2048)
 STEPS = 8  # tokens of a repeat
+CHUNK = 512  # tokens of the context at once
 # a format of ours, and theirs of as many bits; stored: bfloat16; fp8: as published; fp4: as
 # published of DeepSeek-V4, the experts alone, fp8 and Q8_0 elsewhere
 FORMATS = {"stored": "BF16", "fp8": "Q8_0", "fp4": "MXFP4", "int8": "Q8_0", "int4": "Q4_K"}
@@ -68,7 +71,7 @@ PARTS = {
         rope_scaling=YARN,
     ),
 }
-TOKEN = ["-c", str(CONTEXT + 64), "-ub", "512"]
+TOKEN = ["-c", str(CONTEXT + 64), "-ub", str(CHUNK)]
 # the tokens that followed where a token was before
 DRAFT = ["--spec-type", f"ngram-simple:n_max={FEW - 1},ngram_size_n=1,ngram_size_m={FEW - 1}"]
 PROMPT = ["-c", str(max(PROMPTS) + 64), "-b", str(max(PROMPTS))]
@@ -146,6 +149,26 @@ def check(model, theirs: Theirs) -> None:
         raise SystemExit(f"the logits of both sides differ by {apart:.1e}; not timed")
 
 
+@torch.no_grad()
+def decode_call(side: str, model, tokens: int = 1) -> Callable[[], torch.Tensor]:
+    """Random tokens after the prompt that theirs continues, one step after another: which experts
+    several tokens share depends on what is cached."""
+    generator = torch.Generator().manual_seed(4)
+    if side == "custom_pypto":
+        cache = models.PagedCache(model, 1, 2 * CONTEXT)
+    else:
+        cache = DynamicCache(config=model.config)
+    for ids in prompt_ids(VOCABULARY, CONTEXT).split(CHUNK, 1):
+        model(ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+
+    @torch.no_grad()
+    def step() -> torch.Tensor:
+        ids = torch.randint(1, VOCABULARY, (1, tokens), generator=generator)
+        return model(ids, **{CACHE: cache}, use_cache=True).logits
+
+    return step
+
+
 def milliseconds(
     calls: dict[str, Callable], theirs: Callable[[], float], repeats: int, steps: int
 ) -> list[str]:
@@ -176,7 +199,6 @@ def measured(folder: Path, programs: Path, kind: str, repeats: int) -> Iterator[
         folder / kind if published else folder, weights="stored" if published else kind
     )
     v4 = ours.config.model_type == V4
-    decode = model_decode_call if v4 else decode_call
     sides = {"custom_pypto": ours}
     if kind == "stored":  # the format of the checkpoint
         upstream = AutoModelForCausalLM.from_pretrained(
@@ -193,12 +215,12 @@ def measured(folder: Path, programs: Path, kind: str, repeats: int) -> Iterator[
         theirs, prompt = Theirs(url), prompt_ids(VOCABULARY, CONTEXT)[0].tolist()
         if "transformers" in sides:
             check(sides["custom_pypto"], theirs)
-        calls = {side: decode(side, model, CONTEXT) for side, model in sides.items()}
+        calls = {side: decode_call(side, model) for side, model in sides.items()}
         token = partial(theirs.token_seconds, prompt)
         yield [f"token, {CONTEXT // 1024}K", *milliseconds(calls, token, repeats, STEPS)]
     with server(program, file, [*tokens, *DRAFT]) as (url, _):
         theirs, prompt = Theirs(url), prompt_ids(VOCABULARY, CONTEXT)[0].tolist()
-        calls = {"custom_pypto": decode("custom_pypto", ours, CONTEXT, FEW)}
+        calls = {"custom_pypto": decode_call("custom_pypto", ours, FEW)}
         token = partial(theirs.few_seconds, prompt)
         yield [f"{FEW} tokens at once", *milliseconds(calls, token, repeats, STEPS)]
     with server(program, file, prompts) as (url, _):

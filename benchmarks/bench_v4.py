@@ -179,18 +179,6 @@ def decode_call(side: str, model, context: int) -> Callable[[], Tensor]:
     return step
 
 
-def model_decode_call(side: str, model, context: int, tokens: int = 1) -> Callable[[], Tensor]:
-    """Decodes ``tokens`` of the whole model after others, from ``context`` cached ones on."""
-    cache, generator = filled_cache(side, model, context), torch.Generator().manual_seed(4)
-
-    @torch.no_grad()
-    def step() -> Tensor:
-        ids = torch.randint(1, model.config.vocab_size, (1, tokens), generator=generator)
-        return model(ids, **{CACHE: cache}, use_cache=True).logits
-
-    return step
-
-
 def subject_of(kind: str) -> Subject:
     return Subject(
         partial(make_layer, kind=kind),

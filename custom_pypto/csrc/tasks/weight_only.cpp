@@ -256,10 +256,16 @@ class Linear {
           const int64_t panels = (group.count + kPanel - 1) / kPanel;
           packed.multiply(first_panels[task.group], panels, group.expert, task.first, task.rows,
                           scratch);
-          float column[kRowsOfTokens];
-          for (int64_t i = 0; i < group.count; ++i) {
-            for (int64_t r = 0; r < task.rows; ++r) column[r] = scratch.out[r * scratch.width + i];
-            narrow(column, task.rows, out_row(group.first + i) + task.first);
+          float columns[kPanel][kRowsOfTokens];
+          for (int64_t i = 0; i < group.count; i += kPanel) {
+            for (int64_t r = 0; r < task.rows; ++r) {
+              const float* row = scratch.out.data() + r * scratch.width + i;
+              for (int64_t c = 0; c < kPanel; ++c) columns[c][r] = row[c];
+            }
+            const int64_t count = std::min(kPanel, group.count - i);
+            for (int64_t c = 0; c < count; ++c) {
+              narrow(columns[c], task.rows, out_row(group.first + i + c) + task.first);
+            }
           }
         });
   }
