@@ -137,6 +137,16 @@ def test_result_equals_the_reference(shape, kind, rows, dtype):
         assert_equals_the_reference(transposed(call))
 
 
+@KINDS
+@pytest.mark.parametrize("panels", [2, 3, 4, 5, 6, 7, 9, 16])
+def test_panels_of_16_rows_in_bfloat16_equals_the_reference(panels, kind):
+    for shape in [(37, 1056), (6, 75, 160)]:
+        call = made(kind, *shape, rows=16 * panels - 3, dtype=torch.bfloat16)
+        if len(shape) == 3:
+            call["experts"] = torch.arange(len(call["x"]) * 2).reshape(-1, 2) % 7 - 1
+        assert_equals_the_reference(call)
+
+
 @ROWS
 @pytest.mark.parametrize("block_size", [32, 96, 128, 256, 1024])
 def test_blocks_that_end_early_equals_the_reference(rows, block_size):
