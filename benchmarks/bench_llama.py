@@ -283,7 +283,7 @@ BENCHMARKS = {
         f"with the router, the shared expert and 8 of {EXPERTS} experts. Of DeepSeek-V4-Flash's "
         "sizes two layers, one compressed with an indexer, one heavily compressed, each with 6 of "
         f"{EXPERTS} experts; fp4: of the experts, as published, fp8 elsewhere (theirs: MXFP4, "
-        "Q8_0). Caches in bfloat16 "
+        "Q8_0). Both sides decode after the same prompt. Caches in bfloat16 "
         f"(theirs: F16). Tokens: medians of turns of {STEPS}; {FEW} at once: a token and its "
         "draft. Prompts: one, after one that is not timed. By the clock; the logits of both sides "
         "agreed before, on the same weights.",
