@@ -71,16 +71,16 @@ def filled_cache(side: str, model, tokens: int):
     return cache
 
 
-def decode_call(side: str, model, context: int, tokens: int = 1):
+def decode_call(side: str, model, context: int):
     """One decode step up to ``context`` cached tokens; the cache is as before afterwards. Each step
-    has other tokens, for other experts."""
-    cache, generator = filled_cache(side, model, context - tokens), torch.Generator().manual_seed(4)
+    has another token, for other experts."""
+    cache, generator = filled_cache(side, model, context - 1), torch.Generator().manual_seed(4)
 
     @torch.no_grad()
     def step():
-        ids = torch.randint(1, model.config.vocab_size, (1, tokens), generator=generator)
+        ids = torch.randint(1, model.config.vocab_size, (1, 1), generator=generator)
         logits = model(ids, **{CACHE: cache}, use_cache=True).logits
-        cache.crop(-tokens)
+        cache.crop(-1)
         return logits
 
     return step
