@@ -14,18 +14,18 @@ class PackedRows {
   static constexpr int64_t kPanel = 16;  // rows of x, packed together
 
   explicit PackedRows(const StoredWeight& weight)
-      : weight_(weight), kernels_(kernels().tiles ? *kernels().tiles : *kernels().bf16) {}
+      : weight_(weight), kernels_(kernels().tiles ? kernels().tiles : kernels().bf16) {}
 
   void resize(int64_t panels) { panels_.resize(panels * pairs()); }
 
   // Up to kPanel rows, `stride` elements apart.
   void pack(int64_t panel, const c10::BFloat16* rows, int64_t stride, int64_t count) {
-    kernels_.pack_panel(&rows->x, stride, static_cast<int>(count), kPanel,
-                        static_cast<int>(weight_.depth()), panels_.data() + panel * pairs());
+    kernels_->pack_panel(&rows->x, stride, static_cast<int>(count), kPanel,
+                         static_cast<int>(weight_.depth()), panels_.data() + panel * pairs());
   }
 
   struct Scratch {
-    explicit Scratch(const PackedRows& rows) : registers(&rows.kernels_) {}
+    explicit Scratch(const PackedRows& rows) : registers(rows.kernels_) {}
     TileRegisters registers;
     AlignedVector<float> scales, out;  // [row of the weight][width]
     AlignedVector<uint16_t> weight;
@@ -51,14 +51,14 @@ class PackedRows {
     scratch.width = width;
     scratch.out.resize(padded * width);
     for (int64_t d = 0; d < depth; d += kDepth) {
-      kernels_.multiply({.a = weight + d,
-                         .a_stride = stride,
-                         .n = static_cast<int>(rows_of_weight),
-                         .b = panels_.data() + first * pairs() + d / 2 * kPanel,
-                         .b_stride = pairs(),
-                         .depth = static_cast<int>(std::min(kDepth, depth - d)),
-                         .width = static_cast<int>(width)},
-                        scratch.out.data(), width, /*first=*/d == 0);
+      kernels_->multiply({.a = weight + d,
+                          .a_stride = stride,
+                          .n = static_cast<int>(rows_of_weight),
+                          .b = panels_.data() + first * pairs() + d / 2 * kPanel,
+                          .b_stride = pairs(),
+                          .depth = static_cast<int>(std::min(kDepth, depth - d)),
+                          .width = static_cast<int>(width)},
+                         scratch.out.data(), width, /*first=*/d == 0);
     }
   }
 
@@ -71,7 +71,7 @@ class PackedRows {
   int64_t pairs() const { return weight_.depth() / 2 * kPanel; }
 
   const StoredWeight& weight_;
-  const cpu::Bf16Kernels& kernels_;
+  const cpu::Bf16Kernels* kernels_;  // null, where no rows are packed
   AlignedVector<uint32_t> panels_;
 };
 
