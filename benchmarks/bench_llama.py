@@ -150,16 +150,21 @@ def check(model, theirs: Theirs) -> None:
 
 
 @torch.no_grad()
-def decode_call(side: str, model, tokens: int = 1) -> Callable[[], torch.Tensor]:
-    """Random tokens after the prompt that theirs continues, one step after another: which experts
+def filled_cache(side: str, model, room: int):
+    """With the prompt that theirs continues, and room for as many tokens after it: which experts
     several tokens share depends on what is cached."""
-    generator = torch.Generator().manual_seed(4)
     if side == "custom_pypto":
-        cache = models.PagedCache(model, 1, 2 * CONTEXT)
+        cache = models.PagedCache(model, 1, CONTEXT + room)
     else:
         cache = DynamicCache(config=model.config)
     for ids in prompt_ids(VOCABULARY, CONTEXT).split(CHUNK, 1):
         model(ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+    return cache
+
+
+def decode_call(model, cache, tokens: int) -> Callable[[], torch.Tensor]:
+    """Random tokens, one step after another."""
+    generator = torch.Generator().manual_seed(4)
 
     @torch.no_grad()
     def step() -> torch.Tensor:
@@ -215,12 +220,14 @@ def measured(folder: Path, programs: Path, kind: str, repeats: int) -> Iterator[
         theirs, prompt = Theirs(url), prompt_ids(VOCABULARY, CONTEXT)[0].tolist()
         if "transformers" in sides:
             check(sides["custom_pypto"], theirs)
-        calls = {side: decode_call(side, model) for side, model in sides.items()}
+        room = repeats * (STEPS + 1) * (1 + FEW)
+        caches = {side: filled_cache(side, model, room) for side, model in sides.items()}
+        calls = {side: decode_call(model, caches[side], 1) for side, model in sides.items()}
         token = partial(theirs.token_seconds, prompt)
         yield [f"token, {CONTEXT // 1024}K", *milliseconds(calls, token, repeats, STEPS)]
     with server(program, file, [*tokens, *DRAFT]) as (url, _):
         theirs, prompt = Theirs(url), prompt_ids(VOCABULARY, CONTEXT)[0].tolist()
-        calls = {"custom_pypto": decode_call("custom_pypto", ours, FEW)}
+        calls = {"custom_pypto": decode_call(ours, caches["custom_pypto"], FEW)}
         token = partial(theirs.few_seconds, prompt)
         yield [f"{FEW} tokens at once", *milliseconds(calls, token, repeats, STEPS)]
     with server(program, file, prompts) as (url, _):

@@ -14,7 +14,7 @@ from custom_pypto.reference import MODULES
 from custom_pypto.reference.weight_only_linear import FORMATS, quantized
 
 linear = custom_pypto.weight_only_linear
-# rows of x: the most that meet a stored weight, the least that meet a widened one
+# rows of x in float32: the most that meet a stored weight, the least that meet a widened one
 FEW, MANY = 16, 17
 ROWS = pytest.mark.parametrize("rows", [1, 2, FEW, MANY], ids=lambda rows: f"{rows}-rows")
 KINDS = pytest.mark.parametrize("kind", FORMATS)

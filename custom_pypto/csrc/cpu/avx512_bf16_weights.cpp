@@ -51,13 +51,15 @@ struct E4m3Halves {  // by seven bits
 };
 constexpr E4m3Halves kE4m3;
 
-// Units of a weight in vectors of bfloat16; place(i): where these find value i of x.
+// Units of a weight in vectors of bfloat16; place(i): where these find value i of x. One row of x
+// meets the rows of a weight in turn, if these have no more than kMostInTurn values: of one stream,
+// the CPU reads ahead by itself. Longer ones push x out of the level-1 cache.
 template <class Format>
 struct HalfUnit;
 
 template <>
 struct HalfUnit<Bfloat16Weight> {
-  static constexpr int kValues = kUnit, kBytes = 2 * kUnit;
+  static constexpr int kValues = kUnit, kBytes = 2 * kUnit, kMostInTurn = 8192;
   static constexpr int place(int i) { return i; }
   explicit INLINE HalfUnit(const uint8_t* p) : vectors{_mm512_loadu_si512(p)} {}
   __m512i vectors[1];
@@ -65,7 +67,7 @@ struct HalfUnit<Bfloat16Weight> {
 
 template <>
 struct HalfUnit<Fp8Weight> {
-  static constexpr int kValues = 128, kBytes = 128;
+  static constexpr int kValues = 128, kBytes = 128, kMostInTurn = 2048;
   static constexpr int place(int i) {
     return i / 64 * 64 + i % 16 / 8 * 32 + i % 64 / 16 * 8 + i % 8;
   }
@@ -86,7 +88,7 @@ struct HalfUnit<Fp8Weight> {
 
 template <const Halves& TABLE>
 struct NibbleUnit {
-  static constexpr int kValues = 128, kBytes = 64;
+  static constexpr int kValues = 128, kBytes = 64, kMostInTurn = 0;
   static constexpr int place(int i) { return WordNibbles::place(i); }
   explicit INLINE NibbleUnit(const uint8_t* p) {
     const __m512i table = _mm512_load_si512(TABLE.bits), words = _mm512_loadu_si512(p);
@@ -166,8 +168,8 @@ INLINE void dots_halves_tile(const Dots& call, int w, int i) {
   UNROLL for (int r = 0; r < ROWS; ++r) x[r] = HalfRow(call, call.x[i + r]).values;
   NextRows next(call, w, WEIGHTS);
   Vec total[WEIGHTS][ROWS] = {};
-  for (int64_t d = 0; d < call.depth; d += Unit::kValues, p += Unit::kBytes) {
-    next.fetch<WEIGHTS * Unit::kBytes>();
+  const auto step = [&](int64_t d) INLINED {
+    if constexpr (WEIGHTS > 1) next.fetch<WEIGHTS * Unit::kBytes>();
     UNROLL for (int k = 0; k < WEIGHTS; ++k) {
       const Unit unit(p + k * call.stride);
       Vec scale = {};
@@ -181,7 +183,15 @@ INLINE void dots_halves_tile(const Dots& call, int w, int i) {
         if constexpr (PARTS) total[k][r] += sums * scale;
       }
     }
+    p += Unit::kBytes;
+  };
+  int64_t d = 0;
+  if constexpr (WEIGHTS == 1) {
+    for (; d + 4 * Unit::kValues <= call.depth;) {
+      UNROLL for (int u = 0; u < 4; ++u, d += Unit::kValues) step(d);
+    }
   }
+  for (; d < call.depth; d += Unit::kValues) step(d);
   finish_tile<HalfRow>(call, w, i, total, /*scaled=*/PARTS != 0);
 }
 
@@ -190,12 +200,16 @@ void dots_halves(const Dots& call) {
   if (!fits_halves<Unit>(call)) return kOthers<Format>.dots(call);
   each_strip<4>(call, [&](auto rows, int i) INLINED {
     constexpr int ROWS = decltype(rows)::value;
-    each_tile_of_weight<4>(call, [&](auto weights, int w) INLINED {
+    const auto tile = [&](auto weights, int w) INLINED {
       constexpr int WEIGHTS = decltype(weights)::value;
       with_parts(call, Unit::kValues, [&](auto parts) INLINED {
         dots_halves_tile<Unit, decltype(parts)::value, WEIGHTS, ROWS>(call, w, i);
       });
-    });
+    };
+    if constexpr (ROWS == 1 && Unit::kMostInTurn > 0) {
+      if (call.depth <= Unit::kMostInTurn) return each_tile_of_weight<1>(call, tile);
+    }
+    each_tile_of_weight<4>(call, tile);
   });
 }
 

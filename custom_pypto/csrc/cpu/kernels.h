@@ -288,9 +288,9 @@ struct Kernels {
   // with rows of x in bfloat16; null: the same
   const WeightKernels* weights_by_bf16 = nullptr;
   const RowKernels* rows;
-  // out[l] = the sum over d of x[d] * rows[d][l], in bfloat16
-  void (*add_rows)(const uint16_t* rows, int64_t stride, const float* x, int depth, int width,
-                   float* out);
+  // out[i][l] = the sum over d of x[i][d], float, * rows[d][l], in bfloat16; of m rows of x
+  void (*add_rows)(const uint16_t* rows, int64_t stride, const void* const* x, int m, int depth,
+                   int width, float* const* out);
   const Bf16Kernels* bf16 = nullptr;   // null: bfloat16 is widened to float
   const Bf16Kernels* tiles = nullptr;  // for shapes that fill tiles; null: the CPU has none
   bool widens = false;                 // the indexer and gradients widen bfloat16 all the same

@@ -214,39 +214,35 @@ void widen(const Dots& call, int w, float* to) {
   });
 }
 
-template <int ROWS>
-INLINE void add_rows_tile(const uint16_t* rows, int64_t stride, const float* x, int width,
-                          float* out) {
-  Vec factor[ROWS];
-  UNROLL for (int i = 0; i < ROWS; ++i) factor[i] = broadcast(x[i]);
+// out += x * row
+INLINE void add_row(const uint16_t* row, float x, int width, float* out) {
+  const Vec factor = broadcast(x);
   int l = 0;
-  for (; l + kLanes <= width; l += kLanes) {
-    Vec sum = load(out + l);
-    UNROLL for (int i = 0; i < ROWS; ++i) {
-      // rows are short streams, which the CPU does not prefetch
-      __builtin_prefetch(rows + (i + ROWS) * stride + l);
-      const LaneHalves bits = *reinterpret_cast<const LaneHalves*>(rows + i * stride + l);
-      sum += factor[i] * (Vec)(__builtin_convertvector(bits, IntVec) << 16);
+  for (; l + 2 * kLanes <= width; l += 2 * kLanes) {
+    UNROLL for (int i = l; i < l + 2 * kLanes; i += kLanes) {
+      const LaneHalves bits = *reinterpret_cast<const LaneHalves*>(row + i);
+      store(out + i, load(out + i) + factor * (Vec)(__builtin_convertvector(bits, IntVec) << 16));
     }
-    store(out + l, sum);
   }
   // behind the last row there may be no memory
   for (; l < width; ++l) {
-    for (int i = 0; i < ROWS; ++i) {
-      const uint32_t bits = static_cast<uint32_t>(rows[i * stride + l]) << 16;
-      float value;
-      std::memcpy(&value, &bits, 4);
-      out[l] += x[i] * value;
-    }
+    const uint32_t bits = static_cast<uint32_t>(row[l]) << 16;
+    float value;
+    std::memcpy(&value, &bits, 4);
+    out[l] += x * value;
   }
 }
 
-[[maybe_unused]] void add_rows_f32(const uint16_t* rows, int64_t stride, const float* x, int depth,
-                                   int width, float* out) {
-  for (int l = 0; l < width; ++l) out[l] = 0.0f;
-  int d = 0;
-  for (; d + 8 <= depth; d += 8) add_rows_tile<8>(rows + d * stride, stride, x + d, width, out);
-  for (; d < depth; ++d) add_rows_tile<1>(rows + d * stride, stride, x + d, width, out);
+// One row after another: rows are short, and several at once are streams that the CPU does not
+// prefetch.
+[[maybe_unused]] void add_rows_f32(const uint16_t* rows, int64_t stride, const void* const* x,
+                                   int m, int depth, int width, float* const* out) {
+  for (int i = 0; i < m; ++i) std::memset(out[i], 0, sizeof(float) * width);
+  for (int d = 0; d < depth; ++d, rows += stride) {
+    for (int i = 0; i < m; ++i) {
+      add_row(rows, static_cast<const float*>(x[i])[d], width, out[i]);
+    }
+  }
 }
 
 // Calls read(p, values) for vectors of stored scales of BYTES each, whose PARTS vectors of values

@@ -20,8 +20,8 @@ constexpr int64_t kFewRows = 16;
 // of x in bfloat16, where the CPU multiplies that: by vectors, by tiles, and by tiles a weight in
 // bfloat16
 constexpr int64_t kFewRowsOfVectors = 24, kFewRowsOfTiles = 6, kFewRowsOfHalves = 4;
-// of a weight, per task
-constexpr int64_t kRowsOfDots = 16, kMostOfDots = 4;
+// of a weight, per task: so few that their scales stay in the level-1 cache
+constexpr int64_t kRowsOfDots = 16;
 constexpr int64_t kColumns = 512;  // of a transposed one
 constexpr int64_t kRowsOfProduct = 256;
 constexpr int64_t kTokensOfProduct = 2048, kTokensOfCopy = 512;  // where x is, or copied
@@ -87,16 +87,11 @@ class Linear {
         [&](Scratch& scratch, int64_t t) {
           if (tasks[t].rows == 0) return;
           const Group& group = groups_[tasks[t].group];
-          if (!few(group)) {
-            if constexpr (std::is_same_v<T, c10::BFloat16>) {
-              if (multiplies_bf16()) return products<T>(group, tasks[t], scratch);
-            }
-            products<float>(group, tasks[t], scratch);
-          } else if (weight_.transposed()) {
-            sums_of_rows(group, tasks[t], scratch);
-          } else {
-            dots(group, tasks[t], scratch);
+          if (few(group)) return products_of_few(group, tasks[t], scratch);
+          if constexpr (std::is_same_v<T, c10::BFloat16>) {
+            if (multiplies_bf16()) return products<T>(group, tasks[t], scratch);
           }
+          products<float>(group, tasks[t], scratch);
         },
         team);
   }
@@ -111,10 +106,8 @@ class Linear {
   };
 
   void add_tasks(int64_t index, const Group& group, std::vector<Task>& tasks) const {
-    // some tasks for each thread
-    const int64_t of_thread = weight_.rows() / (4 * at::get_num_threads()) / kRowsOfDots;
-    const int64_t dots = std::clamp<int64_t>(of_thread, 1, kMostOfDots) * kRowsOfDots;
-    const int64_t most = weight_.transposed() ? kColumns : few(group) ? dots : kRowsOfProduct;
+    const int64_t of_rows = few(group) ? kRowsOfDots : kRowsOfProduct;
+    const int64_t most = weight_.transposed() ? kColumns : of_rows;
     for (int64_t first = 0; first < weight_.rows(); first += most) {
       tasks.push_back({index, first, std::min(most, weight_.rows() - first)});
     }
@@ -173,7 +166,7 @@ class Linear {
         {.most = threads_for(rows.size() * weight_.depth() * sizeof(T))});
   }
 
-  void dots(const Group& group, const Task& task, Scratch& scratch) {
+  void products_of_few(const Group& group, const Task& task, Scratch& scratch) {
     const void* x[kFewRowsOfVectors];
     float* out[kFewRowsOfVectors];
     scratch.out.resize(group.count * task.rows);
@@ -181,24 +174,19 @@ class Linear {
       x[i] = prepared(group.first + i);
       out[i] = scratch.out.data() + i * task.rows;
     }
-    cpu::Dots call = weight_.operand(group.expert, task.first, task.rows, scratch.scales);
-    call.x = x;
-    call.m = group.count;
-    call.out = out;
-    call.goes_on = at::get_num_threads() == 1;
-    kernels_.dots(call);
+    if (weight_.transposed()) {
+      kernels().add_rows(weight_.bfloat16(group.expert, task.first), weight_.column_stride(), x,
+                         group.count, weight_.depth(), task.rows, out);
+    } else {
+      cpu::Dots call = weight_.operand(group.expert, task.first, task.rows, scratch.scales);
+      call.x = x;
+      call.m = group.count;
+      call.out = out;
+      call.goes_on = at::get_num_threads() == 1;
+      kernels_.dots(call);
+    }
     for (int64_t i = 0; i < group.count; ++i) {
       narrow(out[i], task.rows, out_row(group.first + i) + task.first);
-    }
-  }
-
-  void sums_of_rows(const Group& group, const Task& task, Scratch& scratch) {
-    scratch.out.resize(task.rows);
-    for (int64_t row = group.first; row < group.first + group.count; ++row) {
-      kernels().add_rows(weight_.bfloat16(group.expert, task.first), weight_.column_stride(),
-                         reinterpret_cast<const float*>(prepared(row)), weight_.depth(), task.rows,
-                         scratch.out.data());
-      narrow(scratch.out.data(), task.rows, out_row(row) + task.first);
     }
   }
 
