@@ -20,8 +20,8 @@ constexpr int64_t kFewRows = 16;
 // of x in bfloat16, where the CPU multiplies that: by vectors, by tiles, and by tiles a weight in
 // bfloat16
 constexpr int64_t kFewRowsOfVectors = 24, kFewRowsOfTiles = 6, kFewRowsOfHalves = 4;
-// of a weight, per task: so few that their scales stay in the level-1 cache
-constexpr int64_t kRowsOfDots = 16;
+// of a weight, per task
+constexpr int64_t kRowsOfDots = 16, kMostOfDots = 4;
 constexpr int64_t kColumns = 512;  // of a transposed one
 constexpr int64_t kRowsOfProduct = 256;
 constexpr int64_t kTokensOfProduct = 2048, kTokensOfCopy = 512;  // where x is, or copied
@@ -106,8 +106,10 @@ class Linear {
   };
 
   void add_tasks(int64_t index, const Group& group, std::vector<Task>& tasks) const {
-    const int64_t of_rows = few(group) ? kRowsOfDots : kRowsOfProduct;
-    const int64_t most = weight_.transposed() ? kColumns : of_rows;
+    // some tasks for each thread
+    const int64_t of_thread = weight_.rows() / (4 * at::get_num_threads()) / kRowsOfDots;
+    const int64_t dots = std::clamp<int64_t>(of_thread, 1, kMostOfDots) * kRowsOfDots;
+    const int64_t most = weight_.transposed() ? kColumns : few(group) ? dots : kRowsOfProduct;
     for (int64_t first = 0; first < weight_.rows(); first += most) {
       tasks.push_back({index, first, std::min(most, weight_.rows() - first)});
     }
