@@ -150,7 +150,7 @@ def check(model, theirs: Theirs) -> None:
 
 
 @torch.no_grad()
-def filled_cache(side: str, model, room: int):
+def prompted_cache(side: str, model, room: int):
     """With the prompt that theirs continues, and room for as many tokens after it: which experts
     several tokens share depends on what is cached."""
     if side == "custom_pypto":
@@ -221,7 +221,7 @@ def measured(folder: Path, programs: Path, kind: str, repeats: int) -> Iterator[
         if "transformers" in sides:
             check(sides["custom_pypto"], theirs)
         room = repeats * (STEPS + 1) * (1 + FEW)
-        caches = {side: filled_cache(side, model, room) for side, model in sides.items()}
+        caches = {side: prompted_cache(side, model, room) for side, model in sides.items()}
         calls = {side: decode_call(model, caches[side], 1) for side, model in sides.items()}
         token = partial(theirs.token_seconds, prompt)
         yield [f"token, {CONTEXT // 1024}K", *milliseconds(calls, token, repeats, STEPS)]

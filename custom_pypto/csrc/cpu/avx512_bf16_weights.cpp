@@ -187,7 +187,7 @@ INLINE void dots_halves_tile(const Dots& call, int w, int i) {
   };
   int64_t d = 0;
   if constexpr (WEIGHTS == 1) {
-    for (; d + 4 * Unit::kValues <= call.depth;) {
+    while (d + 4 * Unit::kValues <= call.depth) {
       UNROLL for (int u = 0; u < 4; ++u, d += Unit::kValues) step(d);
     }
   }
@@ -206,9 +206,7 @@ void dots_halves(const Dots& call) {
         dots_halves_tile<Unit, decltype(parts)::value, WEIGHTS, ROWS>(call, w, i);
       });
     };
-    if constexpr (ROWS == 1 && Unit::kMostInTurn > 0) {
-      if (call.depth <= Unit::kMostInTurn) return each_tile_of_weight<1>(call, tile);
-    }
+    if (ROWS == 1 && call.depth <= Unit::kMostInTurn) return each_tile_of_weight<1>(call, tile);
     each_tile_of_weight<4>(call, tile);
   });
 }
