@@ -9,6 +9,7 @@
 #include <immintrin.h>
 #define VECTOR_BYTES 64
 #include "weights_words.h"
+#define ROLLED _Pragma("GCC unroll 1")
 
 namespace custom_pypto::cpu {
 namespace {
@@ -61,8 +62,10 @@ template <>
 struct HalfUnit<Bfloat16Weight> {
   static constexpr int kValues = kUnit, kBytes = 2 * kUnit, kMostInTurn = 8192;
   static constexpr int place(int i) { return i; }
-  explicit INLINE HalfUnit(const uint8_t* p) : vectors{_mm512_loadu_si512(p)} {}
-  __m512i vectors[1];
+  HalfUnit() = default;
+  explicit INLINE HalfUnit(const uint8_t* p) : values(_mm512_loadu_si512(p)) {}
+  INLINE __m512i vector(int) const { return values; }
+  __m512i values;
 };
 
 template <>
@@ -71,42 +74,44 @@ struct HalfUnit<Fp8Weight> {
   static constexpr int place(int i) {
     return i / 64 * 64 + i % 16 / 8 * 32 + i % 64 / 16 * 8 + i % 8;
   }
+  HalfUnit() = default;
   explicit INLINE HalfUnit(const uint8_t* p) {
-    UNROLL for (int i = 0; i < 2; ++i) {
-      const __m512i bytes = _mm512_loadu_si512(p + 64 * i), sign = _mm512_set1_epi8(-128);
-      const __m512i low = find(kE4m3.low, bytes);
-      const __m512i high = find(kE4m3.high, bytes) | (bytes & sign);
-      vectors[2 * i] = _mm512_unpacklo_epi8(low, high);
-      vectors[2 * i + 1] = _mm512_unpackhi_epi8(low, high);
-    }
+    UNROLL for (int i = 0; i < 2; ++i) bytes[i] = _mm512_loadu_si512(p + 64 * i);
+  }
+  INLINE __m512i vector(int i) const {
+    const __m512i& found = bytes[i / 2];
+    const __m512i low = find(kE4m3.low, found);
+    const __m512i high = find(kE4m3.high, found) | (found & _mm512_set1_epi8(-128));
+    return i % 2 ? _mm512_unpackhi_epi8(low, high) : _mm512_unpacklo_epi8(low, high);
   }
   static INLINE __m512i find(const uint8_t* table, __m512i i) {
     return _mm512_permutex2var_epi8(_mm512_load_si512(table), i, _mm512_load_si512(table + 64));
   }
-  __m512i vectors[4];
+  __m512i bytes[2];
 };
 
 template <const Halves& TABLE>
 struct NibbleUnit {
   static constexpr int kValues = 128, kBytes = 64, kMostInTurn = 0;
   static constexpr int place(int i) { return WordNibbles::place(i); }
-  explicit INLINE NibbleUnit(const uint8_t* p) {
-    const __m512i table = _mm512_load_si512(TABLE.bits), words = _mm512_loadu_si512(p);
-    vectors[0] = _mm512_permutexvar_epi16(words, table);
-    vectors[1] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 4), table);
-    vectors[2] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 8), table);
-    vectors[3] = _mm512_permutexvar_epi16(_mm512_srli_epi16(words, 12), table);
+  NibbleUnit() = default;
+  explicit INLINE NibbleUnit(const uint8_t* p) : words(_mm512_loadu_si512(p)) {}
+  INLINE __m512i vector(int i) const {
+    const __m512i table = _mm512_load_si512(TABLE.bits);
+    return _mm512_permutexvar_epi16(i ? _mm512_srli_epi16(words, 4 * i) : words, table);
   }
-  __m512i vectors[4];
+  __m512i words;
 };
 
 template <>
 struct HalfUnit<Int4Weight> : NibbleUnit<kIntegers> {
+  HalfUnit() = default;
   explicit INLINE HalfUnit(const uint8_t* p) : NibbleUnit(p) {}
 };
 
 template <>
 struct HalfUnit<Fp4Weight> : NibbleUnit<kE2m1> {
+  HalfUnit() = default;
   explicit INLINE HalfUnit(const uint8_t* p) : NibbleUnit(p) {}
 };
 
@@ -151,14 +156,50 @@ void prepare_halves(const Dots& call, const float* x, void* to) {
   if (call.offsets) sum_groups(call, x, const_cast<float*>(row.sums));
 }
 
+// asm: g++ 12 copies accumulators around the intrinsic
+INLINE void add_products(Vec& sums, __m512i a, __m512i b) {
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
+}
 INLINE void add_products(Vec& sums, __m512i a, const uint16_t* b) {
-  // asm: g++ 12 copies accumulators around the intrinsic
   asm("vdpbf16ps %2, %1, %0" : "+v"(sums) : "v"(a), "m"(*reinterpret_cast<const LanePairs*>(b)));
+}
+
+// total += the products of a unit of each of WEIGHTS rows of a weight, which share what they read
+// of x.
+template <class Unit, int PARTS, int WEIGHTS, int ROWS>
+INLINE void add_units(const uint8_t* p, int64_t stride, const uint16_t* const (&x)[ROWS], int64_t d,
+                      UnitScales<PARTS>* scales, Vec (*total)[ROWS]) {
+  Unit units[WEIGHTS];
+  UNROLL for (int k = 0; k < WEIGHTS; ++k) units[k] = Unit(p + k * stride);
+  Vec sums[WEIGHTS][ROWS] = {};
+  Vec(*to)[ROWS] = PARTS ? sums : total;
+  UNROLL for (int v = 0; v < Unit::kValues / 32; ++v) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
+      const uint16_t* part = x[r] + d + 32 * v;
+      if constexpr (WEIGHTS == 1) {
+        add_products(to[0][r], units[0].vector(v), part);
+      } else {
+        const __m512i shared = _mm512_loadu_si512(part);
+        UNROLL for (int k = 0; k < WEIGHTS; ++k) {
+          add_products(to[k][r], units[k].vector(v), shared);
+        }
+      }
+    }
+  }
+  if constexpr (PARTS) {
+    UNROLL for (int k = 0; k < WEIGHTS; ++k) {
+      const Vec scale = scales[k].next();
+      UNROLL for (int r = 0; r < ROWS; ++r) total[k][r] += sums[k][r] * scale;
+    }
+  }
 }
 
 template <class Unit, int PARTS, int WEIGHTS, int ROWS>
 INLINE void dots_halves_tile(const Dots& call, int w, int i) {
-  constexpr int kVectors = Unit::kValues / 32;
+  // rows of the weight that share x: sums must fit in registers; of one row of x, and with values
+  // that need no unpacking, the CPU reads the weight slower then
+  constexpr bool kShares = ROWS > 1 && Unit::kValues > kUnit;
+  constexpr int kShared = !kShares ? 1 : ROWS > 2 && WEIGHTS > 2 ? 2 : WEIGHTS;
   const uint8_t* p = call.weight + w * call.stride;
   UnitScales<PARTS> scales[WEIGHTS];
   UNROLL for (int k = 0; k < WEIGHTS; ++k) {
@@ -170,28 +211,20 @@ INLINE void dots_halves_tile(const Dots& call, int w, int i) {
   Vec total[WEIGHTS][ROWS] = {};
   const auto step = [&](int64_t d) INLINED {
     if constexpr (WEIGHTS > 1) next.fetch<WEIGHTS * Unit::kBytes>();
-    UNROLL for (int k = 0; k < WEIGHTS; ++k) {
-      const Unit unit(p + k * call.stride);
-      Vec scale = {};
-      if constexpr (PARTS) scale = scales[k].next();
-      UNROLL for (int r = 0; r < ROWS; ++r) {
-        Vec sums = {};
-        Vec& to = PARTS ? sums : total[k][r];
-        UNROLL for (int v = 0; v < kVectors; ++v) {
-          add_products(to, unit.vectors[v], x[r] + d + 32 * v);
-        }
-        if constexpr (PARTS) total[k][r] += sums * scale;
-      }
+    UNROLL for (int k = 0; k < WEIGHTS; k += kShared) {
+      add_units<Unit, PARTS, kShared>(p + k * call.stride, call.stride, x, d, scales + k,
+                                      total + k);
     }
     p += Unit::kBytes;
   };
   int64_t d = 0;
-  if constexpr (WEIGHTS == 1) {
-    while (d + 4 * Unit::kValues <= call.depth) {
-      UNROLL for (int u = 0; u < 4; ++u, d += Unit::kValues) step(d);
-    }
+  // the CPU reads ahead by the addresses that a load had before: few loads, each of which is
+  // repeated often
+  ROLLED for (; d + 2 * Unit::kValues <= call.depth; d += 2 * Unit::kValues) {
+    step(d);
+    step(d + Unit::kValues);
   }
-  for (; d < call.depth; d += Unit::kValues) step(d);
+  ROLLED for (; d < call.depth; d += Unit::kValues) step(d);
   finish_tile<HalfRow>(call, w, i, total, /*scaled=*/PARTS != 0);
 }
 

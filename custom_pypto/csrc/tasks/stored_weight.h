@@ -24,6 +24,10 @@ class StoredWeight {
   int64_t depth() const { return depth_; }
   int64_t group() const { return group_; }  // values that share a scale
   bool is_bfloat16() const { return format_ == cpu::kBfloat16Weight; }
+  // whether scales are much of what is read
+  bool has_small_groups() const {
+    return format_ == cpu::kInt4Weight || format_ == cpu::kFp4Weight;
+  }
   // whether the values of a column are contiguous, instead of those of a row; bfloat16 only
   bool transposed() const { return transposed_; }
   const cpu::WeightKernels& kernels() const { return custom_pypto::kernels().weights[format_]; }

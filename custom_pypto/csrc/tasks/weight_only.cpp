@@ -22,7 +22,8 @@ constexpr int64_t kFewRows = 16;
 constexpr int64_t kFewRowsOfVectors = 24, kFewRowsOfTiles = 6, kFewRowsOfHalves = 4;
 // of a weight, per task
 constexpr int64_t kRowsOfDots = 16, kMostOfDots = 4;
-constexpr int64_t kColumns = 512;  // of a transposed one
+constexpr int64_t kRowsOfTile = 4;  // that kernels multiply at once
+constexpr int64_t kColumns = 512;   // of a transposed one
 constexpr int64_t kRowsOfProduct = 256;
 constexpr int64_t kTokensOfProduct = 2048, kTokensOfCopy = 512;  // where x is, or copied
 constexpr int64_t kRowsOfTurn = 1024;                            // of x, rounded or packed at once
@@ -180,15 +181,21 @@ class Linear {
       kernels().add_rows(weight_.bfloat16(group.expert, task.first), weight_.column_stride(), x,
                          group.count, weight_.depth(), task.rows, out);
     } else {
-      cpu::Dots call = weight_.operand(group.expert, task.first, task.rows, scratch.scales);
-      call.x = x;
-      call.m = group.count;
-      call.out = out;
-      call.goes_on = at::get_num_threads() == 1;
-      kernels_.dots(call);
+      // scales of some rows at a time, to leave x in the level-1 cache
+      const int64_t most = weight_.has_small_groups() ? kRowsOfTile : kRowsOfDots;
+      for (int64_t r = 0; r < task.rows; r += most) {
+        const int64_t rows = std::min(most, task.rows - r);
+        cpu::Dots call = weight_.operand(group.expert, task.first + r, rows, scratch.scales);
+        call.x = x;
+        call.m = group.count;
+        call.out = out;
+        call.goes_on = r + rows < task.rows || at::get_num_threads() == 1;
+        kernels_.dots(call);
+        for (int64_t i = 0; i < group.count; ++i) out[i] += rows;
+      }
     }
     for (int64_t i = 0; i < group.count; ++i) {
-      narrow(out[i], task.rows, out_row(group.first + i) + task.first);
+      narrow(scratch.out.data() + i * task.rows, task.rows, out_row(group.first + i) + task.first);
     }
   }
 
