@@ -9,7 +9,6 @@
 #include <immintrin.h>
 #define VECTOR_BYTES 64
 #include "weights_words.h"
-#define ROLLED _Pragma("GCC unroll 1")
 
 namespace custom_pypto::cpu {
 namespace {
@@ -221,7 +220,8 @@ INLINE void dots_halves_tile(const Dots& call, int w, int i) {
   // The CPU reads ahead by the addresses that a load had before: the loop must stay rolled, so that
   // loads repeat often. Of several rows of bytes one unit a turn is faster, of nibbles two.
   constexpr int kTurn = WEIGHTS == 1 || Unit::kBytes < Unit::kValues ? 2 : 1;
-  ROLLED while (d + kTurn * Unit::kValues <= call.depth) {
+#pragma GCC unroll 1
+  while (d + kTurn * Unit::kValues <= call.depth) {
     UNROLL for (int u = 0; u < kTurn; ++u, d += Unit::kValues) step(d);
   }
   for (; d < call.depth; d += Unit::kValues) step(d);
