@@ -94,7 +94,9 @@ struct NibbleUnit {
   static constexpr int kValues = 128, kBytes = 64, kMostInTurn = 0;
   static constexpr int place(int i) { return WordNibbles::place(i); }
   NibbleUnit() = default;
-  explicit INLINE NibbleUnit(const uint8_t* p) : words(_mm512_loadu_si512(p)) {}
+  explicit INLINE NibbleUnit(const uint8_t* p) : words(_mm512_loadu_si512(p)) {
+    asm("" : "+v"(words));  // g++ 12 loads them for each shift else
+  }
   INLINE __m512i vector(int i) const {
     const __m512i table = _mm512_load_si512(TABLE.bits);
     return _mm512_permutexvar_epi16(i ? _mm512_srli_epi16(words, 4 * i) : words, table);
@@ -172,23 +174,32 @@ INLINE void add_units(const uint8_t* p, int64_t stride, const uint16_t* const (&
   UNROLL for (int k = 0; k < WEIGHTS; ++k) units[k] = Unit(p + k * stride);
   Vec sums[WEIGHTS][ROWS] = {};
   Vec(*to)[ROWS] = PARTS ? sums : total;
-  UNROLL for (int v = 0; v < Unit::kValues / 32; ++v) {
+  Vec scale[WEIGHTS];
+  if constexpr (PARTS) {
+    UNROLL for (int k = 0; k < WEIGHTS; ++k) scale[k] = scales[k].next();
+  }
+  constexpr int kVectors = Unit::kValues / 32;
+  if constexpr (WEIGHTS == 1) {
+    __m512i vectors[kVectors];
+    UNROLL for (int v = 0; v < kVectors; ++v) vectors[v] = units[0].vector(v);
     UNROLL for (int r = 0; r < ROWS; ++r) {
-      const uint16_t* part = x[r] + d + 32 * v;
-      if constexpr (WEIGHTS == 1) {
-        add_products(to[0][r], units[0].vector(v), part);
-      } else {
-        const __m512i shared = _mm512_loadu_si512(part);
+      UNROLL for (int v = 0; v < kVectors; ++v) {
+        add_products(to[0][r], vectors[v], x[r] + d + 32 * v);
+      }
+    }
+  } else {
+    UNROLL for (int v = 0; v < kVectors; ++v) {
+      UNROLL for (int r = 0; r < ROWS; ++r) {
+        const __m512i part = _mm512_loadu_si512(x[r] + d + 32 * v);
         UNROLL for (int k = 0; k < WEIGHTS; ++k) {
-          add_products(to[k][r], units[k].vector(v), shared);
+          add_products(to[k][r], units[k].vector(v), part);
         }
       }
     }
   }
   if constexpr (PARTS) {
     UNROLL for (int k = 0; k < WEIGHTS; ++k) {
-      const Vec scale = scales[k].next();
-      UNROLL for (int r = 0; r < ROWS; ++r) total[k][r] += sums[k][r] * scale;
+      UNROLL for (int r = 0; r < ROWS; ++r) total[k][r] += sums[k][r] * scale[k];
     }
   }
 }
@@ -217,13 +228,16 @@ INLINE void dots_halves_tile(const Dots& call, int w, int i) {
     p += Unit::kBytes;
   };
   int64_t d = 0;
-  // The CPU reads ahead by the addresses that a load had before: the loop must stay rolled, so that
-  // loads repeat often. Of several rows of bytes one unit a turn is faster, of nibbles two.
-  constexpr int kTurn = WEIGHTS == 1 || Unit::kBytes < Unit::kValues ? 2 : 1;
+  // The CPU reads ahead by the addresses that a load had before: loops must stay rolled, so that
+  // loads repeat often.
+  if constexpr (WEIGHTS == 1) {
 #pragma GCC unroll 1
-  while (d + kTurn * Unit::kValues <= call.depth) {
-    UNROLL for (int u = 0; u < kTurn; ++u, d += Unit::kValues) step(d);
+    for (; d + 2 * Unit::kValues <= call.depth; d += 2 * Unit::kValues) {
+      step(d);
+      step(d + Unit::kValues);
+    }
   }
+#pragma GCC unroll 1
   for (; d < call.depth; d += Unit::kValues) step(d);
   finish_tile<HalfRow>(call, w, i, total, /*scaled=*/PARTS != 0);
 }
