@@ -229,7 +229,8 @@ INLINE void dots_halves_tile(const Dots& call, int w, int i) {
   };
   int64_t d = 0;
   // The CPU reads ahead by the addresses that a load had before: loops must stay rolled, so that
-  // loads repeat often.
+  // loads repeat often. g++ 12 unrolls them in spite of the pragma around a loop of one step with
+  // UNROLL.
   if constexpr (WEIGHTS == 1) {
 #pragma GCC unroll 1
     for (; d + 2 * Unit::kValues <= call.depth; d += 2 * Unit::kValues) {
