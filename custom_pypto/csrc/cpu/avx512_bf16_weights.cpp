@@ -174,32 +174,23 @@ INLINE void add_units(const uint8_t* p, int64_t stride, const uint16_t* const (&
   UNROLL for (int k = 0; k < WEIGHTS; ++k) units[k] = Unit(p + k * stride);
   Vec sums[WEIGHTS][ROWS] = {};
   Vec(*to)[ROWS] = PARTS ? sums : total;
-  Vec scale[WEIGHTS];
-  if constexpr (PARTS) {
-    UNROLL for (int k = 0; k < WEIGHTS; ++k) scale[k] = scales[k].next();
-  }
-  constexpr int kVectors = Unit::kValues / 32;
-  if constexpr (WEIGHTS == 1) {
-    __m512i vectors[kVectors];
-    UNROLL for (int v = 0; v < kVectors; ++v) vectors[v] = units[0].vector(v);
+  UNROLL for (int v = 0; v < Unit::kValues / 32; ++v) {
     UNROLL for (int r = 0; r < ROWS; ++r) {
-      UNROLL for (int v = 0; v < kVectors; ++v) {
-        add_products(to[0][r], vectors[v], x[r] + d + 32 * v);
-      }
-    }
-  } else {
-    UNROLL for (int v = 0; v < kVectors; ++v) {
-      UNROLL for (int r = 0; r < ROWS; ++r) {
-        const __m512i part = _mm512_loadu_si512(x[r] + d + 32 * v);
+      const uint16_t* part = x[r] + d + 32 * v;
+      if constexpr (WEIGHTS == 1) {
+        add_products(to[0][r], units[0].vector(v), part);
+      } else {
+        const __m512i shared = _mm512_loadu_si512(part);
         UNROLL for (int k = 0; k < WEIGHTS; ++k) {
-          add_products(to[k][r], units[k].vector(v), part);
+          add_products(to[k][r], units[k].vector(v), shared);
         }
       }
     }
   }
   if constexpr (PARTS) {
     UNROLL for (int k = 0; k < WEIGHTS; ++k) {
-      UNROLL for (int r = 0; r < ROWS; ++r) total[k][r] += sums[k][r] * scale[k];
+      const Vec scale = scales[k].next();
+      UNROLL for (int r = 0; r < ROWS; ++r) total[k][r] += sums[k][r] * scale;
     }
   }
 }
