@@ -34,6 +34,7 @@ from published import V4, write_published
 from tiny import randomise
 from transformers import (
     AutoModelForCausalLM,
+    CompileConfig,
     DeepseekV4Config,
     DeepseekV32Config,
     DynamicCache,
@@ -84,6 +85,8 @@ CHECKED = 256  # tokens: more than a window of DeepSeek-V4, and two heavily comp
 # of logits, in their length: rounding of bfloat16 differs in each of some twenty products in a row
 # of a layer; squares of errors of several layers add
 APART = 0.03
+OURS = ("custom_pypto", "compiled")
+SIDES = (*OURS, "ik_llama.cpp", "transformers")
 
 
 class Theirs:
@@ -177,10 +180,10 @@ def decode_call(model, cache, tokens: int) -> Callable[[], torch.Tensor]:
 def milliseconds(
     calls: dict[str, Callable], theirs: Callable[[], float], repeats: int, steps: int
 ) -> list[str]:
-    """Medians of the sides in this process, of theirs, and ours / theirs. Sides take turns, each
-    for ``steps`` calls after one that is not timed: threads of the other still spin for a while.
-    transformers has one turn."""
-    taken: dict[str, list[float]] = {side: [] for side in (*calls, "llama")}
+    """Medians of the sides in this process and of theirs, and ours by theirs. Sides take turns,
+    each for ``steps`` calls after one that is not timed: threads of the other still spin for a
+    while, and layers compile. transformers has one turn."""
+    taken: dict[str, list[float]] = {side: [] for side in (*calls, "ik_llama.cpp")}
     for _ in range(repeats):
         for side, call in calls.items():
             if side == "transformers" and taken[side]:
@@ -190,11 +193,13 @@ def milliseconds(
             for _ in range(steps):
                 call()
             taken[side].append((time.monotonic() - start) / steps)
-        taken["llama"].append(theirs())
+        taken["ik_llama.cpp"].append(theirs())
     medians = {side: statistics.median(x) * 1e3 for side, x in taken.items()}
-    upstream = f"{medians['transformers']:.0f}" if "transformers" in medians else "not measured"
-    ours, other = medians["custom_pypto"], medians["llama"]
-    return [f"{ours:.1f}", f"{other:.1f}", upstream, f"{ours / other:.2f}"]
+    by_theirs = {side: x / medians["ik_llama.cpp"] for side, x in medians.items()}
+    return [
+        *(f"{medians[side]:.1f}" if side in medians else "–" for side in SIDES),
+        *(f"{by_theirs[side]:.2f}" if side in medians else "–" for side in OURS),
+    ]
 
 
 def measured(folder: Path, programs: Path, kind: str, repeats: int) -> Iterator[list[str]]:
@@ -204,7 +209,7 @@ def measured(folder: Path, programs: Path, kind: str, repeats: int) -> Iterator[
         folder / kind if published else folder, weights="stored" if published else kind
     )
     v4 = ours.config.model_type == V4
-    sides = {"custom_pypto": ours}
+    sides, compiled = {"custom_pypto": ours}, ours.get_compiled_call(CompileConfig())
     if kind == "stored":  # the format of the checkpoint
         upstream = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.bfloat16, trust_remote_code=False
@@ -220,14 +225,16 @@ def measured(folder: Path, programs: Path, kind: str, repeats: int) -> Iterator[
         theirs, prompt = Theirs(url), prompt_ids(VOCABULARY, CONTEXT)[0].tolist()
         if "transformers" in sides:
             check(sides["custom_pypto"], theirs)
-        room = repeats * (STEPS + 1) * (1 + FEW)
+        room = repeats * (STEPS + 1) * (1 + FEW) * len(OURS)
         caches = {side: prompted_cache(side, model, room) for side, model in sides.items()}
         calls = {side: decode_call(model, caches[side], 1) for side, model in sides.items()}
+        calls |= {"compiled": decode_call(compiled, caches["custom_pypto"], 1)}
         token = partial(theirs.token_seconds, prompt)
         yield [f"token, {CONTEXT // 1024}K", *milliseconds(calls, token, repeats, STEPS)]
     with server(program, file, [*tokens, *DRAFT]) as (url, _):
         theirs, prompt = Theirs(url), prompt_ids(VOCABULARY, CONTEXT)[0].tolist()
-        calls = {"custom_pypto": decode_call(ours, caches["custom_pypto"], FEW)}
+        ours_of_few = zip(OURS, (ours, compiled), strict=True)
+        calls = {side: decode_call(call, caches["custom_pypto"], FEW) for side, call in ours_of_few}
         token = partial(theirs.few_seconds, prompt)
         yield [f"{FEW} tokens at once", *milliseconds(calls, token, repeats, STEPS)]
     with server(program, file, prompts) as (url, _):
@@ -283,14 +290,15 @@ def rows(llama: str, threads: int, repeats: int) -> Iterator[list[str]]:
 BENCHMARKS = {
     "llama": Benchmark(
         "A layer compared with ik_llama.cpp and transformers, {threads} thread(s)",
-        ["layer", "weights", "ms of", "custom_pypto", "ik_llama.cpp", "transformers", "ours/ik"],
+        ["layer", "weights", "ms of", *SIDES, *(f"{side} / ik" for side in OURS)],
         rows,
         "A model of one layer of DeepSeek-V3.2's or GLM-5's sizes with random weights, its "
         f"embedding and its head of {VOCABULARY} tokens: attention with a feed-forward of 256, or "
         f"with the router, the shared expert and 8 of {EXPERTS} experts. Of DeepSeek-V4-Flash's "
         "sizes two layers, one compressed with an indexer, one heavily compressed, each with 6 of "
         f"{EXPERTS} experts; fp4: of the experts, as published, fp8 elsewhere (theirs: MXFP4, "
-        "Q8_0). Both sides decode after the same prompt. Caches in bfloat16 "
+        "Q8_0). Compiled: layers, as by generate(compile_config=CompileConfig()), which compiles "
+        "steps of tokens, not prompts. Both sides decode after the same prompt. Caches in bfloat16 "
         f"(theirs: F16). Tokens: medians of turns of {STEPS}; {FEW} at once: a token and its "
         "draft. Prompts: one, after one that is not timed. By the clock; the logits of both sides "
         "agreed before, on the same weights.",
