@@ -25,7 +25,6 @@ struct Dots {
   const void* const* x;  // [m], prepared
   int m;
   float* const* out;  // [m]
-  bool goes_on;       // the same thread multiplies the rows that follow
 };
 
 // out[i][w] += the sum over pairs of x[i] . value[w], times the scales of both, plus the sum of

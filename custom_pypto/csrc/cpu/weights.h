@@ -57,10 +57,7 @@ INLINE void each_tile_of_weight(const Dots& call, const Tile& tile) {
 class NextRows {
  public:
   INLINE NextRows(const Dots& call, int w, int rows) : p_(call.weight + w * call.stride) {
-    // else another thread reads it
-    if (call.goes_on || w + rows < call.n) {
-      p_ += rows * call.stride < kAhead ? kAhead : rows * call.stride;
-    }
+    p_ += rows * call.stride < kAhead ? kAhead : rows * call.stride;
   }
   template <int BYTES>
   INLINE void fetch() {

@@ -95,8 +95,7 @@ cpu::Dots StoredWeight::operand(int64_t expert, int64_t first, int64_t rows,
           .offsets = has_offsets ? scales.data() + rows * groups_ : nullptr,
           .x = nullptr,
           .m = 0,
-          .out = nullptr,
-          .goes_on = false};
+          .out = nullptr};
 }
 
 }  // namespace custom_pypto

@@ -44,14 +44,11 @@ class Linear {
   explicit Linear(const WeightOnlyParams& p)
       : weight_(p.weight, p.scales, p.block_size),
         x_(p.x.reshape({-1, weight_.depth()})),
-        x_stride_(x_.stride(0)),
         out_(p.out.mutable_data_ptr<T>()),
         copies_(x_.size(0) ? p.out.numel() / weight_.rows() / x_.size(0) : 1),
         by_expert_(p.experts, p.out.numel() / weight_.rows(), weight_.experts()) {
-    if (x_.stride(1) != 1 && weight_.depth() > 1) {
-      x_ = x_.contiguous();
-      x_stride_ = x_.stride(0);
-    }
+    if (x_.stride(1) != 1 && weight_.depth() > 1) x_ = x_.contiguous();
+    x_stride_ = x_.stride(0);
     // rows of experts that do not exist
     if (static_cast<int64_t>(order_.size()) * weight_.rows() < p.out.numel()) p.out.zero_();
   }
@@ -189,7 +186,6 @@ class Linear {
         call.x = x;
         call.m = group.count;
         call.out = out;
-        call.goes_on = r + rows < task.rows || at::get_num_threads() == 1;
         kernels_.dots(call);
         for (int64_t i = 0; i < group.count; ++i) out[i] += rows;
       }
