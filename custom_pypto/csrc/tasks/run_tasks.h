@@ -50,7 +50,10 @@ void run_tasks(int64_t count, const MakeScratch& make_scratch, const Task& task,
     auto scratch = make_scratch();
     for (int64_t t = own; t < own + threads; ++t) {
       TaskRange& range = ranges[t % threads];
-      for (int64_t i = range.next++; i < range.end; i = range.next++) task(scratch, i);
+      // not by increments alone, for which threads that end together would wait
+      while (range.next.load(std::memory_order_relaxed) < range.end) {
+        if (const int64_t i = range.next++; i < range.end) task(scratch, i);
+      }
     }
   };
 #if defined(__SANITIZE_THREAD__)
