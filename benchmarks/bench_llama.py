@@ -197,10 +197,10 @@ def milliseconds(
             taken[side].append((time.monotonic() - start) / steps)
         taken["ik_llama.cpp"].append(theirs())
     medians = {side: statistics.median(x) * 1e3 for side, x in taken.items()}
-    by_theirs = {side: x / medians["ik_llama.cpp"] for side, x in medians.items()}
+    other = medians["ik_llama.cpp"]
     return [
         *(f"{medians[side]:.1f}" if side in medians else NOT_TIMED for side in SIDES),
-        *(f"{by_theirs[side]:.2f}" if side in medians else NOT_TIMED for side in OURS),
+        *(f"{medians[side] / other:.2f}" if side in medians else NOT_TIMED for side in OURS),
     ]
 
 
@@ -211,7 +211,8 @@ def measured(folder: Path, programs: Path, kind: str, repeats: int) -> Iterator[
         folder / kind if published else folder, weights="stored" if published else kind
     )
     v4 = ours.config.model_type == V4
-    sides, compiled = {"custom_pypto": ours}, ours.get_compiled_call(CompileConfig())
+    sides = {"custom_pypto": ours}
+    ways = dict(zip(OURS, (ours, ours.get_compiled_call(CompileConfig())), strict=True))
     if kind == "stored":  # the format of the checkpoint
         upstream = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.bfloat16, trust_remote_code=False
@@ -227,17 +228,17 @@ def measured(folder: Path, programs: Path, kind: str, repeats: int) -> Iterator[
     with server(program, file, tokens) as (url, _):
         theirs = Theirs(url)
         if "transformers" in sides:
-            check(sides["custom_pypto"], theirs)
+            check(ours, theirs)
         room = repeats * (STEPS + 1) * (1 + FEW) * len(OURS)
         caches = {side: prompted_cache(side, model, room) for side, model in sides.items()}
+        cache = caches["custom_pypto"]
         calls = {side: decode_call(model, caches[side], 1) for side, model in sides.items()}
-        calls |= {"compiled": decode_call(compiled, caches["custom_pypto"], 1)}
+        calls |= {way: decode_call(call, cache, 1) for way, call in ways.items()}
         token = partial(theirs.token_seconds, prompt)
         yield [f"token, {CONTEXT // 1024}K", *milliseconds(calls, token, repeats, STEPS)]
     with server(program, file, [*tokens, *DRAFT]) as (url, _):
         theirs = Theirs(url)
-        ours_of_few = zip(OURS, (ours, compiled), strict=True)
-        calls = {side: decode_call(call, caches["custom_pypto"], FEW) for side, call in ours_of_few}
+        calls = {way: decode_call(call, cache, FEW) for way, call in ways.items()}
         token = partial(theirs.few_seconds, prompt)
         yield [f"{FEW} tokens at once", *milliseconds(calls, token, repeats, STEPS)]
     with server(program, file, prompts) as (url, _):
