@@ -82,8 +82,8 @@ FIXED = dict(
 )
 FIXED_LAYERS, FIXED_TOKENS = FIXED["num_hidden_layers"], 128
 COMPILED = ", compiled layers"
-# µs of a layer on one core. The aims are 500, and 300 compiled; 494 and 267 were measured on a Zen 4,
-# with experts 732 and 355, in another run 582, 373, 793 and 437
+# µs of a layer on one core. The aims are 500, and 300 compiled; a Zen 4 gave 494 and 267, with
+# experts 732 and 355, in another run 582, 373, 793 and 437
 MOST_OF_LAYER = {
     ("dense MLP", "weights=None"): 650,
     ("dense MLP", "weights=None" + COMPILED): 420,

@@ -60,8 +60,8 @@ PEERS: dict[tuple, dict[str, Any]] = {
     ("attention", 4, 16, 65536): dict(avx512_bf16=("inductor", 1.6), amx=("inductor", 1.6)),
 }
 
-# at most, of ik_llama.cpp's time; the aim is 1. Medians of some calls in a virtual machine differ by
-# a tenth. Theirs has no kernels for AMX
+# at most, of ik_llama.cpp's time; the aim is 1. Medians of some calls in a virtual machine differ
+# by a tenth. Theirs has no kernels for AMX
 LLAMA = {
     "tokens": dict(avx512_bf16=1.2, amx=1.2),
     "prompts": dict(avx512_bf16=1.2, amx=0.6),
