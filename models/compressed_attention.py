@@ -48,8 +48,10 @@ class CompressedAttention(PatchedAttention):
         store, layout, pool = tokens.store, layer.layouts["kv"], layer.pools["kv"]
         kv = self.kv_norm(linear(self.kv_proj, x)).unsqueeze(2)
         slots = store.slots(layout, tokens.positions % layout.ring, tokens.valid)
-        write(pool, slots, self.rope(kv, cos, sin))
-        self.write_rows(x, layer, tokens)
+        near = slots, self.rope(kv, cos, sin).flatten(0, -2)
+        # at once: torch.compile would copy a pool that a graph writes twice
+        slots, rows = zip(near, *self.complete_rows(x, layer, tokens), strict=True)
+        write(pool, torch.cat(slots), torch.cat(rows))
         q_latent = self.q_a_norm(linear(self.q_a_proj, x))
         if indices is None and self.selects:
             indices = self.select(x, q_latent, cos, sin, tokens, layer)
@@ -74,8 +76,11 @@ class CompressedAttention(PatchedAttention):
         output = linear(self.o_b_proj, self.o_a_proj(groups.to(x.dtype)).flatten(2))
         return output, indices
 
-    def write_rows(self, x: Tensor, layer: PagedLayer, tokens: TokenSlice) -> None:
-        """Writes the compressed rows and index rows that ``tokens`` complete."""
+    def complete_rows(
+        self, x: Tensor, layer: PagedLayer, tokens: TokenSlice
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Writes the index rows that ``tokens`` complete, and returns the slots and compressed rows
+        ``[., D]``, or nothing where the layer has none."""
         raise NotImplementedError
 
     def sparse_indices(
@@ -142,9 +147,9 @@ def compress(
     state: str,
     tokens: TokenSlice,
     x: Tensor,
-) -> None:
-    """Writes the rows of upstream's compressor or indexer ``module`` for these tokens, normed and
-    rotated by the position of their group's first token."""
+) -> tuple[Tensor, Tensor]:
+    """The slots and rows ``[., D]`` of upstream's compressor or indexer ``module`` for these
+    tokens, normed and rotated by the position of their group's first token."""
 
     def finish(sums: Tensor, group: Tensor) -> Tensor:
         row = module.kv_norm(sums.to(x.dtype)).unsqueeze(2)
@@ -155,7 +160,7 @@ def compress(
     new = torch.cat([linear(module.kv_proj, x), linear(module.gate_proj, x)], -1)
     with brought_in(module):
         bias = module.position_bias.float()
-    compression.compress(layer, rows, state, tokens, new, bias, finish, module.training)
+    return compression.compress(layer, rows, state, tokens, new, bias, finish, module.training)
 
 
 def window(tokens: TokenSlice, size: int, ring: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Compressed rows (:mod:`custom_pypto.rows.compressed`), written when the last token of their group
+"""Compressed rows (:mod:`custom_pypto.rows.compressed`), computed when their group's last token
 arrives.
 
 The state between forwards is a ring of the last tokens' ``[C | Z]``. Groups count from the first
@@ -39,15 +39,16 @@ def compress(
     bias: Tensor,
     finish: Callable[[Tensor, Tensor], Tensor],
     training: bool,
-) -> None:
-    """Writes the rows that the new tokens complete, and the last tokens into the state.
+) -> tuple[Tensor, Tensor]:
+    """Writes the last tokens into the state, and returns the slots and the rows ``[B * n, D]`` that
+    the new tokens complete.
 
     Args:
-        rows: name of the pool of the rows.
+        rows: name of the rows' pool.
         state: name of the pool with the ring of ``[C | Z]``.
         new: ``[B, S, width]`` ``[C | Z]`` of the tokens.
         bias: ``[r, width / 2]``.
-        finish: rows ``[B, n, 1, D]`` from float32 sums ``[B, n, D]`` and groups ``[B, n]``.
+        finish: rows ``[B, n, ., D]`` from float32 sums ``[B, n, D]`` and groups ``[B, n]``.
         training: without the op: a checkpointed layer runs once without gradients.
     """
     store, layout, ring = step.store, layer.layouts[rows], layer.layouts[state]
@@ -55,10 +56,10 @@ def compress(
     blocks = store.tables[ring][:, 0]
     sums, groups, complete = completed(pool, blocks, new, bias, width, step, training)
     slots = store.slots(layout, layout.ring + groups, complete)
-    write(layer.pools[rows], slots, finish(sums, groups))
     last = slice(max(0, new.size(1) - ring.ring), None)
     positions, valid = step.positions[:, last], step.valid[:, last]
     write(pool, store.slots(ring, positions % ring.ring, valid), new[:, last])
+    return slots, finish(sums, groups).flatten(0, -2)
 
 
 def completed(

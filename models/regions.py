@@ -20,6 +20,8 @@ NAME = "custom_pypto_regions"
 # all layers of all models in a process share a function of Dynamo's. A graph is for a kind of
 # layers, sizes of a cache that are fixed or symbolic, and a mode of autograd
 MOST_GRAPHS = 64
+# elements for which a generated kernel takes a second thread; Inductor's 512 take longer to share
+FEWEST_ELEMENTS = 1 << 16
 
 
 def compiles_layers(model, config: CompileConfig | None) -> bool:
@@ -67,7 +69,8 @@ class Regions:
         self.config = copy.copy(config)
         options = config.to_dict()
         if options["mode"] == "reduce-overhead" and options["backend"] == "inductor":
-            options |= {"mode": None, "options": {"cpp_wrapper": True, **(config.options or {})}}
+            own = {"cpp_wrapper": True, "cpp.min_chunk_size": FEWEST_ELEMENTS}
+            options |= {"mode": None, "options": {**own, **(config.options or {})}}
         self.call = torch.compile(call_layer, **options)
 
     @staticmethod

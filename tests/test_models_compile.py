@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from memory import in_a_process, peak_of
 from model_harness import (
     TOLERANCES,
     no_grad_and_one_thread,  # noqa: F401
@@ -246,11 +247,32 @@ def test_layers_that_are_compiled_already_stay_as_they_are():
     assert own.graphs and len(backend.graphs) == 1
 
 
+def compiled_by_torch(kind):
+    """Tokens of eager and of compiled layers, the peak of these, and the bytes of the largest
+    pool."""
+    sizes = LAYERS.get(kind, TWO_LAYERS)
+    model = patched_model(kind, **sizes, max_position_embeddings=2**22)
+    cache = models.PagedCache(model, 2, 2**21, block_size=16)
+
+    def generate(**options):
+        cache.reset()
+        return continued_by(model, 6, cache=cache, **options)
+
+    def compiled():
+        return generate(compile_config=CompileConfig())
+
+    pools = [pool for layer in cache.layers for pool in layer.pools.values()]
+    return generate(), compiled(), peak_of(compiled), max(pool.nbytes for pool in pools)
+
+
 @pytest.mark.slow
-def test_layers_compiled_by_torch_generate_the_same_tokens():
-    model = patched_model("glm_moe_dsa")
-    compiled = continued_by(model, 6, compile_config=CompileConfig())
-    assert torch.equal(compiled, continued_by(model, 6))
+@pytest.mark.parametrize("kind", ["deepseek_v4", "glm_moe_dsa"])
+def test_layers_compiled_by_torch_generate_the_same_tokens_and_copy_no_pool(kind):
+    # in a process of its own: deterministic algorithms copy what they write to
+    eager, compiled, peak, pool = in_a_process(compiled_by_torch, kind)
+    assert torch.equal(compiled, eager)
+    # memory without a token is there only once it is written
+    assert peak < pool / 4
 
 
 def test_compiled_generate_past_the_cache_is_rejected_by_the_step_that_does_not_fit():

@@ -22,6 +22,8 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     apply_rotary_pos_emb,
 )
 
+from custom_pypto.rows.parts import write
+
 from ..cache import TokenSlice
 from ..cache.layout import Pool, RowLayout
 from ..cache.store import PagedLayer
@@ -145,13 +147,17 @@ class PagedDeepseekV4Attention(CompressedAttention, DeepseekV4Attention):
     def angles(self, position_embeddings: dict[str, tuple[Tensor, Tensor]]):
         return position_embeddings[self.rope_layer_type]
 
-    def write_rows(self, x: Tensor, layer: PagedLayer, tokens: TokenSlice) -> None:
+    def complete_rows(
+        self, x: Tensor, layer: PagedLayer, tokens: TokenSlice
+    ) -> list[tuple[Tensor, Tensor]]:
         if self.layer_type == HEAVY:
-            compress(self.compressor, self.rope, layer, "kv", "state", tokens, x)
-        elif self.layer_type == SPARSE:
-            compress(self.compressor, self.rope, layer, "kv", "overlap_state", tokens, x)
-            with torch.no_grad():  # as in transformers: a selection has no gradient
-                compress(self.indexer, self.rope, layer, "index", "index_state", tokens, x)
+            return [compress(self.compressor, self.rope, layer, "kv", "state", tokens, x)]
+        if self.layer_type != SPARSE:
+            return []
+        with torch.no_grad():  # as in transformers: a selection has no gradient
+            index = compress(self.indexer, self.rope, layer, "index", "index_state", tokens, x)
+            write(layer.pools["index"], *index)
+        return [compress(self.compressor, self.rope, layer, "kv", "overlap_state", tokens, x)]
 
     def padding(self, mask: Tensor) -> Tensor:
         """Always 0.

@@ -17,6 +17,8 @@ from transformers.models.glm5_next.modeling_glm5_next import (
     Glm5NextTextUnweightedRMSNorm,
 )
 
+from custom_pypto.rows.parts import write
+
 from ..attention import SKIPPED
 from ..cache import Step, TokenSlice
 from ..cache.layout import MLA_POOLS, Pool, RowLayout
@@ -119,16 +121,17 @@ class PagedGlm5NextAttention(LatentAttention, Glm5NextTextAttention):
         with brought_in(indexer):
             gate = functional.linear(hidden_states, indexer.index_kpool_compress_gate)
             bias = indexer.index_kpool_compress_ape.float()
-        compress(
+        rows = compress(
             layer,
             "index",
             "index_state",
             step,
             torch.cat([key, gate], -1),
             bias,
-            lambda sums, groups: sums.to(key.dtype).unsqueeze(2),
+            lambda sums, groups: sums.to(key.dtype),
             self.training,
         )
+        write(layer.pools["index"], *rows)
 
     def select(
         self,

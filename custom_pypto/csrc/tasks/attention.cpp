@@ -57,18 +57,13 @@ class SparseAttention {
             }
           }
         });
-    if (plan.part_count == 0) return;
-    std::vector<int64_t> shared;  // first task of each token whose columns are split
-    for (size_t t = 0; t < tasks.size(); ++t) {
-      if (tasks[t].part != kOwnSums && tasks[t].begin == 0) shared.push_back(t);
-    }
+    if (plan.shared.empty()) return;
     run_tasks(
-        shared.size(), [] { return 0; },
+        plan.shared.size(), [] { return 0; },
         [&](int, int64_t i) {
-          const AttentionTask& task = tasks[shared[i]];
-          const int64_t count = (columns(token(task, 0)) + plan.step - 1) / plan.step;
-          const SoftmaxSums total =
-              combine(&parts[task.part], count, heads_, reader_.latent, scale_, bf16_);
+          const AttentionTask& task = tasks[plan.shared[i].first];
+          const SoftmaxSums total = combine(&parts[task.part], plan.shared[i].count, heads_,
+                                            reader_.latent, scale_, bf16_);
           write(task, total, {total.any});
         });
   }

@@ -33,18 +33,25 @@ inline AttentionTask gathering(int64_t sequence, int64_t token, int64_t begin, i
           .part = part};
 }
 
+// A token whose columns `count` consecutive tasks from `first` share.
+struct SharedToken {
+  size_t first;
+  int64_t count;
+};
+
 struct AttentionPlan {
-  std::vector<AttentionTask> tasks = {};
-  int64_t step;            // columns per gathering task
+  std::vector<AttentionTask> tasks;
+  std::vector<SharedToken> shared;
   int64_t part_count = 0;  // sums of tasks that share their token
 };
 
 constexpr int64_t kDenseRows = 128;
 // A gathered key costs more than a key of a dense task: it serves the heads of one token only.
 constexpr double kGatherCost = 1.25;
-// With few query tokens, tasks split the index columns: kSplitColumns * tokens columns per task,
-// coarser for more tokens, because all partial sums are written and read once more. The split
-// depends on shapes alone, so that any number of threads adds the sums in the same order.
+// With few query tokens, tasks split the index columns evenly: at most kSplitColumns * tokens
+// columns per task, coarser for more tokens, because all partial sums are written and read once
+// more. The split depends on shapes alone, so that any number of threads adds the sums in the same
+// order.
 constexpr int64_t kSplitColumns = 512;
 
 // `columns(token)` is the number of indices of a query token.
@@ -53,7 +60,8 @@ AttentionPlan plan_attention(const std::vector<Sequence>& sequences, int64_t hea
                              int64_t sparse_mode, const Columns& columns) {
   int64_t tokens = 0;
   for (const Sequence& s : sequences) tokens += s.len_query;
-  AttentionPlan plan{.step = kSplitColumns * std::max<int64_t>(1, tokens)};
+  AttentionPlan plan;
+  const int64_t most = kSplitColumns * std::max<int64_t>(1, tokens);
   const int64_t group = std::max<int64_t>(1, kDenseRows / heads);
   for (const Sequence& s : sequences) {
     for (int64_t i = 0; i < s.len_query; i += group) {
@@ -74,9 +82,11 @@ AttentionPlan plan_attention(const std::vector<Sequence>& sequences, int64_t hea
       }
       for (int64_t t = i; t < i + count; ++t) {
         const int64_t end = columns(s.first_token + t);
-        for (int64_t c = 0; c < end; c += plan.step) {
-          const int64_t part = end > plan.step ? plan.part_count++ : kOwnSums;
-          plan.tasks.push_back(gathering(s.index, t, c, std::min(c + plan.step, end), part));
+        const int64_t count = (end + most - 1) / most;
+        if (count > 1) plan.shared.push_back({plan.tasks.size(), count});
+        for (int64_t c = 0; c < count; ++c) {
+          const int64_t part = count > 1 ? plan.part_count++ : kOwnSums;
+          plan.tasks.push_back(gathering(s.index, t, c * end / count, (c + 1) * end / count, part));
         }
       }
     }
