@@ -42,9 +42,9 @@ def write(pool: Tensor, slots: Tensor, rows: Tensor) -> None:
         # in place in every graph mode; torchair may copy a pool to view it, and cannot convert
         # index_copy_
         torch.ops.npu.npu_scatter_nd_update_(pool, slots, rows.reshape(-1, 1, width))
-    elif pool.is_contiguous():
+    elif pool.is_contiguous() and not torch.compiler.is_compiling():
         pool.view(-1, width).index_copy_(0, slots, rows.reshape(-1, width))
-    else:
+    else:  # torch 2.10 compiles a write through a view to a copy of the pool
         size = pool.size(1)
         pool[slots // size, slots % size] = rows.reshape(-1, 1, width)
 
