@@ -119,21 +119,31 @@ class RootRouter(OneOp):
 
 
 class HyperConnection(OneOp):
-    """The manifold-constrained hyper-connection of DeepSeek-V4: all after its product, with the
+    """The manifold-constrained hyper-connection of DeepSeek-V4: its norm, its product and the
     iterations of Sinkhorn-Knopp."""
 
     def forward(self, hidden_streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        base, scale = self.base, self.scale
-        if self.training or not (takes(hidden_streams) and takes(base, scale)):
+        weights = self.fn, self.base, self.scale
+        if self.training or not streams_take(self.input_norm, hidden_streams, *weights):
             return super().forward(hidden_streams)
-        flat = self.input_norm(hidden_streams.flatten(2).float())
         return torch.ops.custom_pypto.hyper_connection(
             hidden_streams,
-            nn.functional.linear(flat, self.fn.float()),
-            base.float(),
-            scale.float(),
+            *(weight.float() for weight in weights),
             self.hc_sinkhorn_iters,
             self.hc_eps,
+            self.input_norm.eps,
+        )
+
+
+class HyperHead(OneOp):
+    """The sum of DeepSeek-V4's streams before the last norm."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.hc_fn, self.hc_base, self.hc_scale
+        if self.training or not streams_take(self.input_norm, x, *weights):
+            return super().forward(x)
+        return torch.ops.custom_pypto.collapse_streams(
+            x, *(weight.float() for weight in weights), self.eps, self.input_norm.eps
         )
 
 
@@ -228,6 +238,12 @@ class Rotation(NamedTuple):
         rope = self.upstream(rope, rope[:, :, :1], cos, sin, unsqueeze_dim=2)[0]
         parts = [part for part in (before, rope, after) if part.size(-1)]
         return torch.cat(parts, -1) if len(parts) > 1 else rope
+
+
+def streams_take(norm: nn.Module, streams: Tensor, *weights: Tensor) -> bool:
+    """Whether an op norms streams and multiplies them by weights of a hyper-connection."""
+    one_op = hasattr(type(norm), "is_one_op") and not has_hooks(norm)
+    return one_op and takes(streams) and all(takes(weight) for weight in weights)
 
 
 def linear(layer: nn.Module, x: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Norms, rotations, routers, hyper-connections and linear layers of patched models by one op."""
 
+import re
 from collections import Counter
 
 import pytest
@@ -41,7 +42,9 @@ class Calls(TorchDispatchMode):
 
 
 def one_op_modules(model, name):
-    found = [m for m in model.modules() if hasattr(m, "is_one_op") and name in type(m).__name__]
+    found = [
+        m for m in model.modules() if hasattr(m, "is_one_op") and re.search(name, type(m).__name__)
+    ]
     assert found
     return found
 
@@ -157,6 +160,15 @@ def test_a_weighted_sum_is_rounded_once(dtype):
     assert ((got - want).abs() <= bound).all() and got.dtype == dtype
 
 
+def arguments(norm, streams, weight, base, scale):
+    """The largest argument of a sigmoid, and what two orders of its sums may differ by."""
+    x, weight = norm(streams.flatten(2).float()), weight.float()
+    most = functional.linear(x, weight).abs().max() * scale.abs().max() + base.abs().max()
+    # the product, and the mean of squares
+    magnitude = functional.linear(x.abs(), weight.abs()).max() * scale.abs().max()
+    return most, 4 * x.size(-1) * steps(torch.float32) * magnitude
+
+
 @pytest.mark.parametrize("iterations", [0, 1, 2, 20])
 @pytest.mark.parametrize("kind", representatives(("deepseek_v4", "glm5_next")))
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -173,14 +185,13 @@ def test_hyper_connections_equal_those_of_transformers(kind, dtype, iterations):
         assert calls.counts[ops.hyper_connection.default] == 1
         want = by_transformers(module, x)
         step = steps(torch.float32)
-        mixes = functional.linear(module.input_norm(x.flatten(2).float()), module.fn.float())
-        most = mixes.abs().max() * module.scale.abs().max() + module.base.abs().max()
+        most, off = arguments(module.input_norm, x, module.fn, module.base, module.scale)
         # a product and a sum of weights; a sigmoid changes by less than its argument, in relation
         # to its value, and exponentials are within two steps
-        of_sigmoid = (2 * most + 7) * step
+        of_sigmoid = off + (2 * most + 7) * step
         assert ((post - want[0]).abs() <= of_sigmoid * want[0]).all()
         # a difference of two weights, an exponential, a sum of n, a quotient, and eps
-        of_softmax = (12 * most + n + 10) * step
+        of_softmax = 2 * off + (12 * most + n + 10) * step
         # comb = diag(u) M diag(v): a normalization sets u to 1 / (M v + eps / u), or v, so that
         # it is off by no more than M and the other one together. M has the roundings so far
         normalizations = max(1, 2 * iterations - 1)
@@ -188,6 +199,54 @@ def test_hyper_connections_equal_those_of_transformers(kind, dtype, iterations):
         assert ((comb - want[1]).abs() <= of_comb * want[1]).all()
         bound = steps(dtype) * want[2].abs() + (of_sigmoid + (n + 2) * step) * x.abs().sum(2)
         assert ((collapsed - want[2]).abs() <= bound).all() and collapsed.dtype == dtype
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 21])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_sum_of_streams_equals_that_of_transformers(dtype, tokens):
+    n = 4
+    model = models.use_custom_pypto(tiny_model("deepseek_v4", hc_mult=n)).to(dtype)
+    (head,) = one_op_modules(model, "HyperHead")
+    nn.init.normal_(head.hc_base)
+    nn.init.normal_(head.hc_scale)
+    x = torch.randn(2, tokens, n, head.hc_fn.size(1) // n).to(dtype)
+    with Calls() as calls:
+        got = head(x)
+    assert calls.counts[ops.collapse_streams.default] == 1
+    want, step = by_transformers(head, x), steps(torch.float32)
+    most, off = arguments(head.input_norm, x, head.hc_fn, head.hc_base, head.hc_scale)
+    of_sigmoid = off + (2 * most + 7) * step
+    bound = steps(dtype) * want.abs() + (of_sigmoid + (n + 2) * step) * x.abs().sum(2)
+    assert ((got - want).abs() <= bound).all() and got.dtype == dtype
+
+
+@pytest.mark.parametrize("name", ["hyper_connection", "collapse_streams"])
+def test_weights_of_streams_do_not_depend_on_threads_or_other_tokens(name):
+    op, outputs = getattr(ops, name), []
+    streams = torch.randn(1, 37, 2, 24)
+    if name == "collapse_streams":
+        weights = torch.randn(2, 48), torch.randn(2), torch.randn(1), 1e-6, 1e-6
+    else:
+        weights = torch.randn(8, 48), torch.randn(8), torch.randn(3), 3, 1e-6, 1e-6
+
+    def flat(x):
+        parts = op(x, *weights)
+        return torch.cat([y.flatten(2) for y in parts], -1) if type(parts) is tuple else parts
+
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        outputs += [flat(streams), torch.cat([flat(x) for x in streams.split(1, 1)], 1)]
+    assert all(torch.equal(outputs[0], other) for other in outputs[1:])
+
+
+def test_a_hook_on_the_norm_of_streams_runs():
+    model = models.use_custom_pypto(tiny_model("deepseek_v4"))
+    seen = []
+    norms = [module.input_norm for module in one_op_modules(model, "Hyper")]
+    for norm in norms:
+        norm.register_forward_hook(lambda module, args, output: seen.append(module))
+    model(token_ids(1, 1), cache=models.PagedCache(model, 1, 32))
+    assert set(seen) == set(norms)
 
 
 def test_the_ops_pass_opcheck():
@@ -203,18 +262,22 @@ def test_the_ops_pass_opcheck():
     )
     torch.library.opcheck(ops.weighted_sum.default, (torch.randn(3, 4, 8), torch.rand(3, 4)))
     torch.library.opcheck(ops.hyper_connection.default, CONNECTION)
+    torch.library.opcheck(ops.collapse_streams.default, COLLAPSED)
 
 
 ANGLES = torch.zeros(1, 1, 4)
-# streams, mixes, base, scale, iterations, eps
+# streams, weight, base, scale, iterations, eps, norm_eps
 CONNECTION = (
-    torch.zeros(1, 1, 2, 16),
-    torch.zeros(1, 1, 8),
+    torch.ones(1, 1, 2, 16),
+    torch.zeros(8, 32),
     torch.zeros(8),
     torch.ones(3),
     3,
     1e-6,
+    1e-6,
 )
+# streams, weight, base, scale, eps, norm_eps
+COLLAPSED = torch.ones(1, 1, 2, 16), torch.zeros(2, 32), torch.zeros(2), torch.ones(1), 1e-6, 1e-6
 REJECTED = {
     "rms_norm: weight.size(0) must be 32 (D of x), got 16": lambda: ops.rms_norm(
         torch.zeros(1, 32), torch.zeros(16), 1e-6
@@ -252,8 +315,20 @@ REJECTED = {
     "weighted_sum: weights.size(1) must be 4 (as x), got 3": lambda: ops.weighted_sum(
         torch.zeros(1, 4, 8), torch.zeros(1, 3)
     ),
-    "hyper_connection: mixes.size(2) must be 8 ((2 + N) N of streams), got 6": lambda: (
-        ops.hyper_connection(CONNECTION[0], torch.zeros(1, 1, 6), *CONNECTION[2:])
+    "hyper_connection: weight.size(0) must be 8 ((2 + N) N of streams), got 6": lambda: (
+        ops.hyper_connection(CONNECTION[0], torch.zeros(6, 32), *CONNECTION[2:])
+    ),
+    "hyper_connection: weight.size(1) must be 32 (N D of streams), got 16": lambda: (
+        ops.hyper_connection(CONNECTION[0], torch.zeros(8, 16), *CONNECTION[2:])
+    ),
+    "hyper_connection: streams must be of shape [B, S, N, D], got [2, 16]": lambda: (
+        ops.hyper_connection(CONNECTION[0][0, 0], *CONNECTION[1:])
+    ),
+    "collapse_streams: base.size(0) must be 2 (N of streams), got 3": lambda: ops.collapse_streams(
+        *COLLAPSED[:2], torch.zeros(3), *COLLAPSED[3:]
+    ),
+    "collapse_streams: scale.size(0) must be 1 (of pre), got 3": lambda: ops.collapse_streams(
+        *COLLAPSED[:3], torch.zeros(3), *COLLAPSED[4:]
     ),
     "hyper_connection: scale.size(0) must be 3 (of pre, post and comb), got 2": lambda: (
         ops.hyper_connection(*CONNECTION[:3], torch.ones(2), *CONNECTION[4:])
@@ -315,7 +390,7 @@ def test_other_layers_and_inputs_run_themselves(other):
     assert op_calls(*layer_and_input(**other)) == 0
 
 
-@pytest.mark.parametrize("name, products", [("MLP", 3), ("Head", 1)])
+@pytest.mark.parametrize("name, products", [("MLP", 3), ("^Head", 1)])
 @pytest.mark.parametrize("kind", ["glm_moe_dsa", "deepseek_v4"])
 def test_gated_mlps_and_the_head_take_an_op_for_each_product(kind, name, products):
     wide = {"hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32}
@@ -379,8 +454,9 @@ def test_a_token_decoded_by_deepseek_v4_takes_one_op_for_each_part():
         model(token_ids(1, 1), **{models.CACHE: cache})
     layers = model.config.num_hidden_layers
     assert calls.counts[ops.hyper_connection.default] == 2 * layers
-    # 7 in a layer, one of each compressor and indexer, and two before the head
-    assert calls.counts[ops.rms_norm.default] == 7 * layers + 5 + 2
+    assert calls.counts[ops.collapse_streams.default] == 1
+    # 5 in a layer, one of each compressor and indexer, and one before the head
+    assert calls.counts[ops.rms_norm.default] == 5 * layers + 5 + 1
     # key, query and output, a row of each compressor and indexer, the query of each indexer
     assert calls.counts[ops.rotate_pairs.default] == 3 * layers + 5 + 2
     assert calls.counts[ops.mix_streams.default] == 2 * layers

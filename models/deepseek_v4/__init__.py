@@ -13,6 +13,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4GroupedLinear,
     DeepseekV4HCACompressor,
     DeepseekV4HyperConnection,
+    DeepseekV4HyperHead,
     DeepseekV4Indexer,
     DeepseekV4IndexerScorer,
     DeepseekV4MLP,
@@ -34,6 +35,7 @@ from ..one_op import (
     Float32Norm,
     GroupedLinear,
     HyperConnection,
+    HyperHead,
     RootRouter,
     StreamsLayer,
     UnweightedNorm,
@@ -88,6 +90,10 @@ class OneOpDeepseekV4HyperConnection(HyperConnection, DeepseekV4HyperConnection)
     pass
 
 
+class OneOpDeepseekV4HyperHead(HyperHead, DeepseekV4HyperHead):
+    pass
+
+
 class OneOpDeepseekV4DecoderLayer(StreamsLayer, DeepseekV4DecoderLayer):
     pass
 
@@ -113,6 +119,7 @@ class PagedDeepseekV4Attention(CompressedAttention, DeepseekV4Attention):
         OneOpDeepseekV4MLP,
         OneOpDeepseekV4GroupedLinear,
         OneOpDeepseekV4HyperConnection,
+        OneOpDeepseekV4HyperHead,
         OneOpDeepseekV4DecoderLayer,
         OneOpDeepseekV4RMSNorm,
         OneOpDeepseekV4TopKRouter,

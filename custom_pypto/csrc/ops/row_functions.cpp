@@ -143,48 +143,6 @@ Tensor weighted_sum(const Tensor& x, const Tensor& weights) {
   return out;
 }
 
-template <bool computes>
-std::tuple<Tensor, Tensor, Tensor> hyper_connection(const Tensor& streams, const Tensor& mixes,
-                                                    const Tensor& base, const Tensor& scale,
-                                                    int64_t iterations, double eps) {
-  constexpr char kOp[] = "hyper_connection";
-  Argument(kOp, "streams", streams).rank(4, "[B, S, N, D]").dtype(kFloating);
-  const c10::SymInt count = streams.sym_size(2), width = (2 + count) * count;
-  Argument(kOp, "mixes", mixes)
-      .rank(3, "[B, S, (2 + N) N]")
-      .sizes(streams, 2, "as streams")
-      .size(2, width, "(2 + N) N of streams")
-      .dtype(at::kFloat)
-      .device_of(streams);
-  Argument(kOp, "base", base)
-      .rank(1, "[(2 + N) N]")
-      .size(0, width, "(2 + N) N of streams")
-      .dtype(at::kFloat)
-      .device_of(streams);
-  Argument(kOp, "scale", scale)
-      .rank(1, "[3]")
-      .size(0, 3, "of pre, post and comb")
-      .dtype(at::kFloat)
-      .device_of(streams);
-  const c10::SymInt batch = streams.sym_size(0), tokens = streams.sym_size(1);
-  const Tensor post = at::empty_symint({batch, tokens, count}, mixes.options());
-  const Tensor comb = at::empty_symint({batch, tokens, count, count}, mixes.options());
-  const Tensor collapsed =
-      at::empty_symint({batch, tokens, streams.sym_size(3)}, streams.options());
-  if (computes && mixes.numel() != 0) {
-    connect_streams({.streams = streams,
-                     .mixes = mixes.contiguous(),
-                     .base = base.contiguous(),
-                     .scale = scale.contiguous(),
-                     .iterations = iterations,
-                     .eps = static_cast<float>(eps),
-                     .post = post,
-                     .comb = comb,
-                     .collapsed = collapsed});
-  }
-  return {post, comb, collapsed};
-}
-
 REGISTER_OP(rms_norm, "(Tensor x, Tensor? weight, float eps) -> Tensor")
 REGISTER_OP(rotate, "(Tensor x, Tensor cos, Tensor sin, int first, bool interleaved) -> Tensor")
 REGISTER_OP(rotate_pairs, "(Tensor x, Tensor cos, Tensor sin) -> Tensor")
@@ -197,13 +155,9 @@ REGISTER_OP(route_roots, "(Tensor logits, Tensor bias, int k, float scale) -> (T
 
 REGISTER_OP(weighted_sum, "(Tensor x, Tensor weights) -> Tensor")
 
-REGISTER_OP(hyper_connection,
-            "(Tensor streams, Tensor mixes, Tensor base, Tensor scale, int iterations, float eps)"
-            " -> (Tensor post, Tensor comb, Tensor collapsed)")
-
 TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) {
-  for (const char* op : {"rms_norm", "rotate", "rotate_pairs", "route", "route_roots",
-                         "weighted_sum", "hyper_connection"}) {
+  for (const char* op :
+       {"rms_norm", "rotate", "rotate_pairs", "route", "route_roots", "weighted_sum"}) {
     m.impl(op, torch::autograd::autogradNotImplementedFallback());
   }
 }

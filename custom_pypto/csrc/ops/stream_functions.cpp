@@ -9,6 +9,71 @@
 
 namespace custom_pypto {
 
+// The weights of a hyper-connection of `width` numbers of a token and so many scales.
+StreamWeights stream_weights(const char* op, const Tensor& streams, const Tensor& weight,
+                             const Tensor& base, const Tensor& scale, const c10::SymInt& width,
+                             const char* width_is, int64_t scales, double eps, double norm_eps) {
+  Argument(op, "streams", streams).rank(4, "[B, S, N, D]").dtype(kFloating);
+  Argument(op, "weight", weight)
+      .rank(2, "[W, N D]")
+      .size(0, width, width_is)
+      .size(1, streams.sym_size(2) * streams.sym_size(3), "N D of streams")
+      .dtype(at::kFloat)
+      .device_of(streams);
+  Argument(op, "base", base)
+      .rank(1, "[W]")
+      .size(0, width, width_is)
+      .dtype(at::kFloat)
+      .device_of(streams);
+  Argument(op, "scale", scale)
+      .rank(1, "[scales]")
+      .size(0, scales, scales == 1 ? "of pre" : "of pre, post and comb")
+      .dtype(at::kFloat)
+      .device_of(streams);
+  return {.weight = weight.contiguous(),
+          .base = base.contiguous(),
+          .scale = scale.contiguous(),
+          .eps = static_cast<float>(eps),
+          .norm_eps = static_cast<float>(norm_eps)};
+}
+
+template <bool computes>
+std::tuple<Tensor, Tensor, Tensor> hyper_connection(const Tensor& streams, const Tensor& weight,
+                                                    const Tensor& base, const Tensor& scale,
+                                                    int64_t iterations, double eps,
+                                                    double norm_eps) {
+  const c10::SymInt count = streams.dim() == 4 ? streams.sym_size(2) : c10::SymInt(0);
+  const StreamWeights weights =
+      stream_weights("hyper_connection", streams, weight, base, scale, (2 + count) * count,
+                     "(2 + N) N of streams", 3, eps, norm_eps);
+  const c10::SymInt batch = streams.sym_size(0), tokens = streams.sym_size(1);
+  const Tensor post = at::empty_symint({batch, tokens, count}, base.options());
+  const Tensor comb = at::empty_symint({batch, tokens, count, count}, base.options());
+  const Tensor collapsed =
+      at::empty_symint({batch, tokens, streams.sym_size(3)}, streams.options());
+  if (computes && post.numel() != 0) {
+    connect_streams({.streams = streams,
+                     .weights = weights,
+                     .iterations = iterations,
+                     .post = post,
+                     .comb = comb,
+                     .collapsed = collapsed});
+  }
+  return {post, comb, collapsed};
+}
+
+template <bool computes>
+Tensor collapse_streams(const Tensor& streams, const Tensor& weight, const Tensor& base,
+                        const Tensor& scale, double eps, double norm_eps) {
+  const c10::SymInt count = streams.dim() == 4 ? streams.sym_size(2) : c10::SymInt(0);
+  const StreamWeights weights = stream_weights("collapse_streams", streams, weight, base, scale,
+                                               count, "N of streams", 1, eps, norm_eps);
+  const Tensor out = at::empty_symint(
+      {streams.sym_size(0), streams.sym_size(1), streams.sym_size(3)}, streams.options());
+  if (computes && out.numel() != 0) custom_pypto::collapse_streams(streams, weights, out);
+  return out;
+}
+
 template <bool computes>
 Tensor mix_streams(const Tensor& streams, const Tensor& x, const Tensor& post, const Tensor& comb) {
   constexpr char kOp[] = "mix_streams";
@@ -146,6 +211,14 @@ Tensor window_rows(const Tensor& positions, const Tensor& valid, const OptionalT
   return out;
 }
 
+REGISTER_OP(hyper_connection,
+            "(Tensor streams, Tensor weight, Tensor base, Tensor scale, int iterations, float eps, "
+            "float norm_eps) -> (Tensor post, Tensor comb, Tensor collapsed)")
+
+REGISTER_OP(collapse_streams,
+            "(Tensor streams, Tensor weight, Tensor base, Tensor scale, float eps, float norm_eps)"
+            " -> Tensor")
+
 REGISTER_OP(mix_streams, "(Tensor streams, Tensor x, Tensor post, Tensor comb) -> Tensor")
 
 REGISTER_OP(pool_groups,
@@ -159,7 +232,8 @@ REGISTER_OP(window_rows,
             "SymInt count) -> Tensor")
 
 TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) {
-  for (const char* op : {"mix_streams", "pool_groups", "cache_slots", "window_rows"}) {
+  for (const char* op : {"hyper_connection", "collapse_streams", "mix_streams", "pool_groups",
+                         "cache_slots", "window_rows"}) {
     m.impl(op, torch::autograd::autogradNotImplementedFallback());
   }
 }

@@ -11,21 +11,6 @@
 namespace custom_pypto {
 namespace {
 
-constexpr int kLanes = 16;
-
-float sum_of_squares(const float* x, int64_t n) {
-  float lanes[kLanes] = {};
-  const int64_t whole = n - n % kLanes;
-  for (int64_t i = 0; i < whole; i += kLanes) {
-    for (int j = 0; j < kLanes; ++j) lanes[j] += x[i + j] * x[i + j];
-  }
-  for (int64_t i = whole; i < n; ++i) lanes[i - whole] += x[i] * x[i];
-  for (int width = kLanes / 2; width; width /= 2) {
-    for (int j = 0; j < width; ++j) lanes[j] += lanes[j + width];
-  }
-  return lanes[0];
-}
-
 template <typename T>
 void norm(const Tensor& x, const OptionalTensor& weight, float eps, const Tensor& out) {
   const int64_t dims = x.size(-1), count = out.numel() / dims;
@@ -45,7 +30,7 @@ void norm(const Tensor& x, const OptionalTensor& weight, float eps, const Tensor
       T* y = to + row * dims;
       float* v = values.data();
       widen(from + row * rows.stride(0), dims, v);
-      float norm = 1.0f / std::sqrt(sum_of_squares(v, dims) / dims + eps);
+      float norm = 1.0f / std::sqrt(dot(v, v, dims) / dims + eps);
       if (!weight) norm = rounded<T>(norm);
       for (int64_t i = 0; i < dims; ++i) v[i] *= norm;
       if (rounds_first) {

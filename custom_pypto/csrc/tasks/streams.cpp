@@ -32,16 +32,64 @@ void normalize_columns(float* x, int64_t n, float eps, float* sums) {
   for (int64_t i = 0; i < n * n; ++i) x[i] /= sums[i % n] + eps;
 }
 
+// that read a weight together, while they are in a cache
+constexpr int64_t kTokens = 4;
+constexpr int64_t kParts = 4;  // of the weight, for threads that have no tokens of their own
+
+// products[token][w] of the normed streams and row w of the weight
+template <typename T>
+AlignedVector<float> project(const T* streams, int64_t tokens, const StreamWeights& weights) {
+  const int64_t width = weights.weight.size(0), dims = weights.weight.size(1);
+  const float* weight = weights.weight.const_data_ptr<float>();
+  AlignedVector<float> products(tokens * width);
+  const int64_t groups = (tokens + kTokens - 1) / kTokens, parts = groups < kParts ? kParts : 1;
+  run_tasks(
+      groups * parts, [&] { return AlignedVector<float>(kTokens * dims); },
+      [&](AlignedVector<float>& x, int64_t task) {
+        const int64_t first = task / parts * kTokens, part = task % parts;
+        const int64_t count = std::min(kTokens, tokens - first);
+        float norms[kTokens];
+        widen(streams + first * dims, count * dims, x.data());
+        for (int64_t t = 0; t < count; ++t) {
+          const float* row = x.data() + t * dims;
+          norms[t] = 1.0f / std::sqrt(dot(row, row, dims) / dims + weights.norm_eps);
+        }
+        for (int64_t w = part * width / parts; w < (part + 1) * width / parts; ++w) {
+          for (int64_t t = 0; t < count; ++t) {
+            const float product = dot(x.data() + t * dims, weight + w * dims, dims);
+            products[(first + t) * width + w] = norms[t] * product;
+          }
+        }
+      });
+  return products;
+}
+
+// to = the sum of n streams of a token, each times sigmoid(x) + eps
+template <typename T>
+void collapse(const T* from, const float* x, int64_t n, int64_t dims, float eps, float* stream,
+              float* sum, T* to) {
+  std::fill_n(sum, dims, 0.0f);
+  for (int64_t i = 0; i < n; ++i) {
+    widen(from + i * dims, dims, stream);
+    const float weight = sigmoid(x[i]) + eps;
+    for (int64_t d = 0; d < dims; ++d) sum[d] += weight * stream[d];
+  }
+  narrow(sum, dims, to);
+}
+
 template <typename T>
 void connect(const HyperConnectionParams& p) {
   const Tensor streams = p.streams.contiguous();
-  const int64_t n = streams.size(2), dims = streams.size(3), width = p.base.numel();
+  const int64_t tokens = streams.size(0) * streams.size(1), n = streams.size(2),
+                dims = streams.size(3), width = p.weights.base.numel();
+  const float eps = p.weights.eps;
   const T* from = streams.const_data_ptr<T>();
   T* to = p.collapsed.mutable_data_ptr<T>();
-  const float *mixes = p.mixes.const_data_ptr<float>(), *base = p.base.const_data_ptr<float>(),
-              *scale = p.scale.const_data_ptr<float>();
+  const AlignedVector<float> mixes = project(from, tokens, p.weights);
+  const float *base = p.weights.base.const_data_ptr<float>(),
+              *scale = p.weights.scale.const_data_ptr<float>();
   float *posts = p.post.mutable_data_ptr<float>(), *combs = p.comb.mutable_data_ptr<float>();
-  for_rows(streams.size(0) * streams.size(1), n * dims, [&](int64_t begin, int64_t end) {
+  for_rows(tokens, n * dims, [&](int64_t begin, int64_t end) {
     AlignedVector<float> weights(width), sums(n), stream(dims), sum(dims);
     for (int64_t token = begin; token < end; ++token) {
       for (int64_t i = 0; i < width; ++i) {
@@ -52,20 +100,33 @@ void connect(const HyperConnectionParams& p) {
 
       float* comb = combs + token * n * n;
       std::copy_n(post + n, n * n, comb);
-      softmax_rows(comb, n, p.eps);
-      normalize_columns(comb, n, p.eps, sums.data());
+      softmax_rows(comb, n, eps);
+      normalize_columns(comb, n, eps, sums.data());
       for (int64_t i = 1; i < p.iterations; ++i) {
-        normalize_rows(comb, n, p.eps);
-        normalize_columns(comb, n, p.eps, sums.data());
+        normalize_rows(comb, n, eps);
+        normalize_columns(comb, n, eps, sums.data());
       }
+      collapse(from + token * n * dims, pre, n, dims, eps, stream.data(), sum.data(),
+               to + token * dims);
+    }
+  });
+}
 
-      std::fill(sum.begin(), sum.end(), 0.0f);
-      for (int64_t i = 0; i < n; ++i) {
-        widen(from + (token * n + i) * dims, dims, stream.data());
-        const float weight = sigmoid(pre[i]) + p.eps;
-        for (int64_t d = 0; d < dims; ++d) sum[d] += weight * stream[d];
-      }
-      narrow(sum.data(), dims, to + token * dims);
+template <typename T>
+void collapse_all(const Tensor& x, const StreamWeights& weights, const Tensor& out) {
+  const Tensor streams = x.contiguous();
+  const int64_t tokens = x.size(0) * x.size(1), n = x.size(2), dims = x.size(3);
+  const T* from = streams.const_data_ptr<T>();
+  T* to = out.mutable_data_ptr<T>();
+  const AlignedVector<float> mixes = project(from, tokens, weights);
+  const float* base = weights.base.const_data_ptr<float>();
+  const float scale = *weights.scale.const_data_ptr<float>();
+  for_rows(tokens, n * dims, [&](int64_t begin, int64_t end) {
+    AlignedVector<float> pre(n), stream(dims), sum(dims);
+    for (int64_t token = begin; token < end; ++token) {
+      for (int64_t i = 0; i < n; ++i) pre[i] = mixes[token * n + i] * scale + base[i];
+      collapse(from + token * n * dims, pre.data(), n, dims, weights.eps, stream.data(), sum.data(),
+               to + token * dims);
     }
   });
 }
@@ -114,6 +175,11 @@ void mix_streams(const Tensor& streams, const Tensor& x, const Tensor& post, con
 
 void connect_streams(const HyperConnectionParams& p) {
   with_type(p.streams.scalar_type(), [&](auto type) { connect<decltype(type)>(p); });
+}
+
+void collapse_streams(const Tensor& streams, const StreamWeights& weights, const Tensor& out) {
+  with_type(streams.scalar_type(),
+            [&](auto type) { collapse_all<decltype(type)>(streams, weights, out); });
 }
 
 }  // namespace custom_pypto
