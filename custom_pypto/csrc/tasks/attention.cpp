@@ -32,7 +32,9 @@ class SparseAttention {
         scale_(static_cast<float>(p.scale_value * M_LOG2E)),
         sinks_(p.sinks ? p.sinks->contiguous() : Tensor()),
         results_{.out = static_cast<T*>(p.out.mutable_data_ptr()), .scale = p.scale_value} {
-    p.out.zero_();
+    int64_t rows = 0;
+    for (const Sequence& s : sequences_) rows += s.len_query * heads_ * query_.size(-1);
+    if (rows < query_.numel()) p.out.zero_();  // tokens of no sequence
     if (p.sinks) results_.sinks = sinks_.const_data_ptr<float>();
     if (!p.return_softmax_lse) return;
     results_.softmax_max = p.softmax_max.fill_(-INFINITY).mutable_data_ptr<float>();

@@ -86,12 +86,15 @@ struct Results {
 };
 
 // Divides by the sums and writes the results. `seen` is the number of keys each token attended to;
-// rows of a token without keys stay as they are.
+// without keys, its outputs are 0 and its maximum and sum stay as they are.
 template <typename E, typename T>
 void write_rows(const SoftmaxSums& sums, const std::vector<int64_t>& seen, int64_t heads,
                 int64_t latent, const cpu::Bf16Kernels* bf16, const Results<T>& to) {
-  if (!sums.any) return;
   const int64_t rows = static_cast<int64_t>(seen.size()) * heads;
+  if (!sums.any) {
+    std::fill_n(to.out, rows * latent, T(0));
+    return;
+  }
   for (int64_t first = 0; first < rows; first += cpu::kMaxWidth) {
     const int64_t count = std::min<int64_t>(rows - first, cpu::kMaxWidth);
     const int64_t width = cpu::panel_width(count);

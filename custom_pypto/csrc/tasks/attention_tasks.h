@@ -82,11 +82,11 @@ AttentionPlan plan_attention(const std::vector<Sequence>& sequences, int64_t hea
       }
       for (int64_t t = i; t < i + count; ++t) {
         const int64_t end = columns(s.first_token + t);
-        const int64_t count = (end + most - 1) / most;
-        if (count > 1) plan.shared.push_back({plan.tasks.size(), count});
-        for (int64_t c = 0; c < count; ++c) {
-          const int64_t part = count > 1 ? plan.part_count++ : kOwnSums;
-          plan.tasks.push_back(gathering(s.index, t, c * end / count, (c + 1) * end / count, part));
+        const int64_t parts = std::max<int64_t>(1, (end + most - 1) / most);
+        if (parts > 1) plan.shared.push_back({plan.tasks.size(), parts});
+        for (int64_t c = 0; c < parts; ++c) {
+          const int64_t part = parts > 1 ? plan.part_count++ : kOwnSums;
+          plan.tasks.push_back(gathering(s.index, t, c * end / parts, (c + 1) * end / parts, part));
         }
       }
     }
