@@ -6,6 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 
+import floors
 import torch
 from measure import Benchmark, Floor, interleaved
 from model_sides import SIDES, filled_cache, make_model, random_model
@@ -82,14 +83,6 @@ FIXED = dict(
 )
 FIXED_LAYERS, FIXED_TOKENS = FIXED["num_hidden_layers"], 128
 COMPILED = ", compiled layers"
-# µs of a layer on one core. The aims are 500, and 300 compiled; a Zen 4 gave 494 and 267, with
-# experts 732 and 355, in another run 582, 373, 793 and 437
-MOST_OF_LAYER = {
-    ("dense MLP", "weights=None"): 650,
-    ("dense MLP", "weights=None" + COMPILED): 420,
-    ("experts", "weights=None"): 900,
-    ("experts", "weights=None" + COMPILED): 500,
-}
 
 
 class Calls(TorchDispatchMode):
@@ -149,11 +142,10 @@ def fixed_call(side: str, model, forward: Callable) -> Callable:
 
 
 def fixed_floors(repeats: int) -> Iterator[Floor]:
-    for key, call in fixed_calls().items():
-        if (most := MOST_OF_LAYER.get(key)) is None:
-            continue
+    calls = fixed_calls()
+    for key, most in floors.required(floors.FIXED).items():
 
-        def layer(call=call) -> float:
+        def layer(call=calls[key]) -> float:
             return float(microseconds(interleaved({"": call}, repeats)[""], FIXED_LAYERS)[0])
 
         yield Floor(f"layer, {', '.join(key)}, µs", layer, most, at_least=False)

@@ -9,6 +9,8 @@
 
 namespace custom_pypto {
 
+namespace {
+
 // The weights of a hyper-connection of `width` numbers of a token and so many scales.
 StreamWeights stream_weights(const char* op, const Tensor& streams, const Tensor& weight,
                              const Tensor& base, const Tensor& scale, const c10::SymInt& width,
@@ -36,6 +38,8 @@ StreamWeights stream_weights(const char* op, const Tensor& streams, const Tensor
           .eps = static_cast<float>(eps),
           .norm_eps = static_cast<float>(norm_eps)};
 }
+
+}  // namespace
 
 template <bool computes>
 std::tuple<Tensor, Tensor, Tensor> hyper_connection(const Tensor& streams, const Tensor& weight,
