@@ -79,6 +79,8 @@ def quantized(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
         nearest = (scaled[..., None].abs() - E2M1).abs().argmin(-1) + 8 * (scaled < 0)
         scales = (exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
         return in_pairs(nearest.flatten(-2)), scales
+    if kind != "int4":
+        raise ValueError(f"kind must be one of {', '.join(FORMATS)}, got {kind!r}")
     groups = matrix.unflatten(-1, (-1, 64 if columns % 64 == 0 else 32))
     low, high = groups.aminmax(dim=-1)
     scale = ((high - low) / 15).bfloat16()
@@ -122,9 +124,10 @@ def step_of_operands(call: dict) -> float:
         return 2**-9  # a CPU with instructions for bfloat16 rounds the weight to it
     many = x.dtype == torch.float16 and rows > 16
     exact = x.dtype == torch.float32 and rows > 16 and experts is None
-    if weight.dtype == torch.uint8 or (weight.dtype == torch.int8 and not exact):
+    int8 = weight.dtype == torch.int8
+    if weight.dtype == torch.uint8 or (int8 and not exact):
         # values of x that share a scale are within half a step of 1 / 32601 of the largest one
-        return (256 if many else 128) ** 0.5 / (2 * 32601)
+        return (256 if many or int8 else 128) ** 0.5 / (2 * 32601)
     return 0.0
 
 

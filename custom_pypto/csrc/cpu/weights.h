@@ -11,7 +11,16 @@ namespace {
 constexpr int kAhead = 8192;  // bytes, at least
 constexpr int kUsualGroup = 128;
 constexpr int kPart = 512;  // values, a multiple of the usual group; sums do not cross parts
-constexpr int kMostRows = VECTOR_BYTES == 64 ? 8 : 2;  // of x whose sums fit in registers
+// Rows of x at once, products of these and rows of the weight, and sums of a product: what fits in
+// registers. Rows of x may not fit in the level-1 cache; with AVX2, four meet three rows of the
+// weight for each load.
+#if VECTOR_BYTES == 64
+constexpr int kMostRows = 8, kProducts = 8, kSums = 2;
+#elif VECTOR_BYTES == 32
+constexpr int kMostRows = 4, kProducts = 12, kSums = 1;
+#else
+constexpr int kMostRows = 2, kProducts = 2, kSums = 4;
+#endif
 
 INLINE float sum_of(const Vec& x) {
 #if VECTOR_BYTES >= 32
@@ -141,13 +150,12 @@ void prepare_f32(const Dots& call, const float* x, void* to) {
   if (call.offsets) sum_groups(call, x, values + call.depth);
 }
 
-// Of each group kSums sums, then those of the groups. Indices have 64 bits: -fwrapv would make the
+// Of each group the sums, then those of the groups. Indices have 64 bits: -fwrapv would make the
 // compiler compute the address of each load from an int. GROUP: that of the call, if all groups
 // have this length; 0: any.
 template <class Unit, int GROUP, int WEIGHTS, int ROWS>
 INLINE void dots_tile(const Dots& call, int w, int i) {
   constexpr int kVecs = Unit::kValues / kLanes;
-  constexpr int kSums = kUnitVecs < 4 ? kUnitVecs : 4;
   const float* x[ROWS];
   UNROLL for (int r = 0; r < ROWS; ++r) x[r] = FloatRow(call, call.x[i + r]).values;
   const uint8_t* p = call.weight + w * call.stride;
@@ -167,13 +175,16 @@ INLINE void dots_tile(const Dots& call, int w, int i) {
     Vec acc[WEIGHTS][ROWS][kSums] = {};
     for (; d < stop; d += Unit::kValues, p += Unit::kBytes) {
       next.fetch<WEIGHTS * Unit::kBytes>();
-      UNROLL for (int k = 0; k < WEIGHTS; ++k) {
-        Vec unit[kVecs];
-        Unit::unpack(p + k * call.stride, unit);
+      UNROLL for (int v = 0; v < kVecs; ++v) {
+        Vec values[WEIGHTS];
+        UNROLL for (int k = 0; k < WEIGHTS; ++k) {
+          Vec unit[kVecs];  // unpacked once: here, so that g++ 12 keeps few of them in registers
+          Unit::unpack(p + k * call.stride, unit);
+          values[k] = unit[v];
+        }
         UNROLL for (int r = 0; r < ROWS; ++r) {
-          UNROLL for (int v = 0; v < kVecs; ++v) {
-            acc[k][r][v % kSums] += unit[v] * load(x[r] + d + v * kLanes);
-          }
+          const Vec of_x = load(x[r] + d + v * kLanes);
+          UNROLL for (int k = 0; k < WEIGHTS; ++k) acc[k][r][v % kSums] += values[k] * of_x;
         }
       }
     }
@@ -195,7 +206,7 @@ void dots_f32(const Dots& call) {
   const bool even = call.group == kUsualGroup && call.depth % kUsualGroup == 0;
   each_strip<kMostRows>(call, [&](auto rows, int i) INLINED {
     constexpr int ROWS = decltype(rows)::value;
-    constexpr int kWeights = kMostRows / ROWS < 4 ? kMostRows / ROWS : 4;
+    constexpr int kWeights = kProducts / ROWS < 4 ? kProducts / ROWS : 4;
     each_tile_of_weight<kWeights>(call, [&](auto weights, int w) INLINED {
       constexpr int WEIGHTS = decltype(weights)::value;
       even ? dots_tile<Unit, kUsualGroup, WEIGHTS, ROWS>(call, w, i)

@@ -1,7 +1,8 @@
 // Products of weights of 4 and 8 bits with rows of x rounded to 16 bits, in integers: to unpack
-// values to float takes twice as many instructions, which is more time than to read them. A unit of
-// values of x has the scale of its largest one. Each is rounded by up to half of 1 / Unit::kMost of
-// that one, so a product is within sqrt(kInt16Unit) / (2 * Unit::kMost) of the norms' product.
+// values to float takes twice as many instructions, which is more time than to read them. Some
+// units of x have the scale of their largest value. Each is rounded by up to half of 1 /
+// Unit::kMost of that one, so a product is within sqrt(kMostOfScale) / (2 * Unit::kMost) of the
+// norms' product.
 #pragma once
 
 #include <cmath>
@@ -12,6 +13,9 @@ namespace custom_pypto::cpu {
 namespace {
 
 constexpr int kInt16Unit = 2 * VECTOR_BYTES;  // values, four vectors of them in 16 bits
+// Units of x with one scale, for a weight whose rows have one, too: their sums stay integers.
+constexpr int kUnitsOfScale = VECTOR_BYTES == 32 ? 4 : 1;
+constexpr int kMostOfScale = kUnitsOfScale * kInt16Unit;  // values
 
 INLINE bool fits_int16(const Dots& call) {
   return call.depth % kInt16Unit == 0 &&
@@ -84,13 +88,17 @@ void prepare_int16(const Dots& call, const float* x, void* to) {
   float* sums = const_cast<float*>(row.sums);
   float* scales = const_cast<float*>(row.scales);
   if (call.offsets) std::memset(sums, 0, sizeof(float) * call.groups);
-  for (int d = 0; d < call.depth; d += kInt16Unit, units += Unit::kBytesOfX, ++scales) {
-    int16_t values[kInt16Unit];
-    const float scale = round_to_int16(x + d, kInt16Unit, Unit::kMost, values);
-    Unit::arrange(values, units);
+  const int most = call.groups == 1 ? kMostOfScale : kInt16Unit;
+  for (int d = 0; d < call.depth; d += most, ++scales) {
+    int16_t values[kMostOfScale];
+    const int count = call.depth - d < most ? call.depth - d : most;
+    const float scale = round_to_int16(x + d, count, Unit::kMost, values);
+    for (int i = 0; i < count; i += kInt16Unit, units += Unit::kBytesOfX) {
+      Unit::arrange(values + i, units);
+    }
     // Of the rounded values: an offset that cancels the values of a weight must cancel what they
     // were multiplied by.
-    for (int i = 0; call.offsets && i < kInt16Unit; i += kUnit) {
+    for (int i = 0; call.offsets && i < count; i += kUnit) {
       int32_t sum = 0;
       for (int j = i; j < i + kUnit; ++j) sum += values[j];
       sums[(d + i) / call.group] += scale * static_cast<float>(sum);
@@ -169,9 +177,53 @@ INLINE void dots_int16_tile(const Dots& call, int w, int i) {
   finish_tile<Int16Row<Unit>>(call, w, i, total, /*scaled=*/PARTS != 0);
 }
 
+// Of rows of a weight with one scale each.
+template <class Unit, int WEIGHTS, int ROWS>
+INLINE void dots_int16_rows(const Dots& call, int w, int i) {
+  const uint8_t* p = call.weight + w * call.stride;
+  const char* x[ROWS];
+  const float* x_scales[ROWS];
+  UNROLL for (int r = 0; r < ROWS; ++r) {
+    const Int16Row<Unit> row(call, call.x[i + r]);
+    x[r] = row.units;
+    x_scales[r] = row.scales;
+  }
+  NextRows next(call, w, WEIGHTS);
+  Vec total[WEIGHTS][ROWS] = {};
+  const int64_t units = call.depth / kInt16Unit;
+  for (int64_t u = 0, part = 0; u < units; ++part) {
+    const int64_t end = units - u < kUnitsOfScale ? units : u + kUnitsOfScale;
+    IntVec sums[WEIGHTS][ROWS] = {};
+    for (; u < end; ++u, p += Unit::kBytes) {
+      next.fetch<WEIGHTS * Unit::kBytes>();
+      UNROLL for (int k = 0; k < WEIGHTS; ++k) {
+        const Unit unit(p + k * call.stride);
+        UNROLL for (int r = 0; r < ROWS; ++r) {
+          sums[k][r] += unit.products(x[r] + u * Unit::kBytesOfX);
+        }
+      }
+    }
+    UNROLL for (int r = 0; r < ROWS; ++r) {
+      const Vec scale = broadcast(x_scales[r][part]);
+      UNROLL for (int k = 0; k < WEIGHTS; ++k) {
+        total[k][r] += __builtin_convertvector(sums[k][r], Vec) * scale;
+      }
+    }
+  }
+  finish_tile<Int16Row<Unit>>(call, w, i, total, /*scaled=*/false);
+}
+
 template <class Format, class Unit>
 void dots_int16(const Dots& call) {
   if (!fits_int16(call)) return dots_f32<InOrder<Format>>(call);
+  // each load of x, which may not fit in the level-1 cache, for four rows of the weight
+  if (kUnitsOfScale > 1 && call.groups == 1) {
+    return each_strip<2>(call, [&](auto rows, int i) INLINED {
+      each_tile_of_weight<4>(call, [&](auto weights, int w) INLINED {
+        dots_int16_rows<Unit, decltype(weights)::value, decltype(rows)::value>(call, w, i);
+      });
+    });
+  }
   constexpr int kMost = VECTOR_BYTES == 64 ? 8 : 4;  // rows of x
   constexpr int kSums = VECTOR_BYTES == 64 ? 16 : 4;
   each_strip<kMost>(call, [&](auto rows, int i) INLINED {

@@ -11,11 +11,16 @@ namespace custom_pypto {
 
 namespace {
 
+// N of streams
+c10::SymInt count_of(const char* op, const Tensor& streams) {
+  Argument(op, "streams", streams).rank(4, "[B, S, N, D]").dtype(kFloating);
+  return streams.sym_size(2);
+}
+
 // The weights of a hyper-connection of `width` numbers of a token and so many scales.
 StreamWeights stream_weights(const char* op, const Tensor& streams, const Tensor& weight,
                              const Tensor& base, const Tensor& scale, const c10::SymInt& width,
                              const char* width_is, int64_t scales, double eps, double norm_eps) {
-  Argument(op, "streams", streams).rank(4, "[B, S, N, D]").dtype(kFloating);
   Argument(op, "weight", weight)
       .rank(2, "[W, N D]")
       .size(0, width, width_is)
@@ -46,10 +51,11 @@ std::tuple<Tensor, Tensor, Tensor> hyper_connection(const Tensor& streams, const
                                                     const Tensor& base, const Tensor& scale,
                                                     int64_t iterations, double eps,
                                                     double norm_eps) {
-  const c10::SymInt count = streams.dim() == 4 ? streams.sym_size(2) : c10::SymInt(0);
+  constexpr char kOp[] = "hyper_connection";
+  const c10::SymInt count = count_of(kOp, streams);
   const StreamWeights weights =
-      stream_weights("hyper_connection", streams, weight, base, scale, (2 + count) * count,
-                     "(2 + N) N of streams", 3, eps, norm_eps);
+      stream_weights(kOp, streams, weight, base, scale, (2 + count) * count, "(2 + N) N of streams",
+                     3, eps, norm_eps);
   const c10::SymInt batch = streams.sym_size(0), tokens = streams.sym_size(1);
   const Tensor post = at::empty_symint({batch, tokens, count}, base.options());
   const Tensor comb = at::empty_symint({batch, tokens, count, count}, base.options());
@@ -69,9 +75,10 @@ std::tuple<Tensor, Tensor, Tensor> hyper_connection(const Tensor& streams, const
 template <bool computes>
 Tensor collapse_streams(const Tensor& streams, const Tensor& weight, const Tensor& base,
                         const Tensor& scale, double eps, double norm_eps) {
-  const c10::SymInt count = streams.dim() == 4 ? streams.sym_size(2) : c10::SymInt(0);
-  const StreamWeights weights = stream_weights("collapse_streams", streams, weight, base, scale,
-                                               count, "N of streams", 1, eps, norm_eps);
+  constexpr char kOp[] = "collapse_streams";
+  const c10::SymInt count = count_of(kOp, streams);
+  const StreamWeights weights =
+      stream_weights(kOp, streams, weight, base, scale, count, "N of streams", 1, eps, norm_eps);
   const Tensor out = at::empty_symint(
       {streams.sym_size(0), streams.sym_size(1), streams.sym_size(3)}, streams.options());
   if (computes && out.numel() != 0) custom_pypto::collapse_streams(streams, weights, out);
@@ -81,7 +88,7 @@ Tensor collapse_streams(const Tensor& streams, const Tensor& weight, const Tenso
 template <bool computes>
 Tensor mix_streams(const Tensor& streams, const Tensor& x, const Tensor& post, const Tensor& comb) {
   constexpr char kOp[] = "mix_streams";
-  Argument(kOp, "streams", streams).rank(4, "[B, S, N, D]").dtype(kFloating);
+  const c10::SymInt count = count_of(kOp, streams);
   Argument(kOp, "x", x)
       .rank(3, "[B, S, D]")
       .sizes(streams, 2, "as streams")
@@ -96,7 +103,7 @@ Tensor mix_streams(const Tensor& streams, const Tensor& x, const Tensor& post, c
   Argument(kOp, "comb", comb)
       .rank(4, "[B, S, N, N]")
       .sizes(streams, 3, "as streams")
-      .size(3, streams.sym_size(2), "N of streams")
+      .size(3, count, "N of streams")
       .dtype(at::kFloat)
       .device_of(streams);
   const Tensor out = at::empty_symint(streams.sym_sizes(), streams.options());

@@ -77,56 +77,49 @@ void collapse(const T* from, const float* x, int64_t n, int64_t dims, float eps,
   narrow(sum, dims, to);
 }
 
-template <typename T>
-void connect(const HyperConnectionParams& p) {
-  const Tensor streams = p.streams.contiguous();
+// Collapses the streams of each token by the first N of its numbers, and calls rest(token,
+// numbers).
+template <typename T, typename Rest>
+void collapse_tokens(const Tensor& of_tokens, const StreamWeights& weights, const Tensor& out,
+                     const Rest& rest) {
+  const Tensor streams = of_tokens.contiguous();
   const int64_t tokens = streams.size(0) * streams.size(1), n = streams.size(2),
-                dims = streams.size(3), width = p.weights.base.numel();
-  const float eps = p.weights.eps;
+                dims = streams.size(3), width = weights.base.numel();
   const T* from = streams.const_data_ptr<T>();
-  T* to = p.collapsed.mutable_data_ptr<T>();
-  const AlignedVector<float> mixes = project(from, tokens, p.weights);
-  const float *base = p.weights.base.const_data_ptr<float>(),
-              *scale = p.weights.scale.const_data_ptr<float>();
-  float *posts = p.post.mutable_data_ptr<float>(), *combs = p.comb.mutable_data_ptr<float>();
+  T* to = out.mutable_data_ptr<T>();
+  const AlignedVector<float> products = project(from, tokens, weights);
+  const float *base = weights.base.const_data_ptr<float>(),
+              *scale = weights.scale.const_data_ptr<float>();
   for_rows(tokens, n * dims, [&](int64_t begin, int64_t end) {
-    AlignedVector<float> weights(width), sums(n), stream(dims), sum(dims);
+    AlignedVector<float> numbers(width), stream(dims), sum(dims);
     for (int64_t token = begin; token < end; ++token) {
       for (int64_t i = 0; i < width; ++i) {
-        weights[i] = mixes[token * width + i] * scale[std::min<int64_t>(i / n, 2)] + base[i];
+        numbers[i] = products[token * width + i] * scale[std::min<int64_t>(i / n, 2)] + base[i];
       }
-      const float *pre = weights.data(), *post = pre + n;
-      for (int64_t i = 0; i < n; ++i) posts[token * n + i] = 2.0f * sigmoid(post[i]);
-
-      float* comb = combs + token * n * n;
-      std::copy_n(post + n, n * n, comb);
-      softmax_rows(comb, n, eps);
-      normalize_columns(comb, n, eps, sums.data());
-      for (int64_t i = 1; i < p.iterations; ++i) {
-        normalize_rows(comb, n, eps);
-        normalize_columns(comb, n, eps, sums.data());
-      }
-      collapse(from + token * n * dims, pre, n, dims, eps, stream.data(), sum.data(),
-               to + token * dims);
+      rest(token, numbers.data());
+      collapse(from + token * n * dims, numbers.data(), n, dims, weights.eps, stream.data(),
+               sum.data(), to + token * dims);
     }
   });
 }
 
 template <typename T>
-void collapse_all(const Tensor& x, const StreamWeights& weights, const Tensor& out) {
-  const Tensor streams = x.contiguous();
-  const int64_t tokens = x.size(0) * x.size(1), n = x.size(2), dims = x.size(3);
-  const T* from = streams.const_data_ptr<T>();
-  T* to = out.mutable_data_ptr<T>();
-  const AlignedVector<float> mixes = project(from, tokens, weights);
-  const float* base = weights.base.const_data_ptr<float>();
-  const float scale = *weights.scale.const_data_ptr<float>();
-  for_rows(tokens, n * dims, [&](int64_t begin, int64_t end) {
-    AlignedVector<float> pre(n), stream(dims), sum(dims);
-    for (int64_t token = begin; token < end; ++token) {
-      for (int64_t i = 0; i < n; ++i) pre[i] = mixes[token * n + i] * scale + base[i];
-      collapse(from + token * n * dims, pre.data(), n, dims, weights.eps, stream.data(), sum.data(),
-               to + token * dims);
+void connect(const HyperConnectionParams& p) {
+  const int64_t n = p.streams.size(2);
+  const float eps = p.weights.eps;
+  float *posts = p.post.mutable_data_ptr<float>(), *combs = p.comb.mutable_data_ptr<float>();
+  collapse_tokens<T>(p.streams, p.weights, p.collapsed, [&](int64_t token, const float* numbers) {
+    const float* post = numbers + n;
+    for (int64_t i = 0; i < n; ++i) posts[token * n + i] = 2.0f * sigmoid(post[i]);
+
+    float* comb = combs + token * n * n;
+    std::copy_n(post + n, n * n, comb);
+    AlignedVector<float> sums(n);
+    softmax_rows(comb, n, eps);
+    normalize_columns(comb, n, eps, sums.data());
+    for (int64_t i = 1; i < p.iterations; ++i) {
+      normalize_rows(comb, n, eps);
+      normalize_columns(comb, n, eps, sums.data());
     }
   });
 }
@@ -178,8 +171,9 @@ void connect_streams(const HyperConnectionParams& p) {
 }
 
 void collapse_streams(const Tensor& streams, const StreamWeights& weights, const Tensor& out) {
-  with_type(streams.scalar_type(),
-            [&](auto type) { collapse_all<decltype(type)>(streams, weights, out); });
+  with_type(streams.scalar_type(), [&](auto type) {
+    collapse_tokens<decltype(type)>(streams, weights, out, [](int64_t, const float*) {});
+  });
 }
 
 }  // namespace custom_pypto
