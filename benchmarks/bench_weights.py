@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
+from floors import WEIGHTS, required
 from inputs import compare
 from measure import Benchmark, Floor, interleaved, known, median_ms, ratio
 from model_sides import LAYER, layer_decode_call, layer_prefill_call
@@ -26,8 +27,6 @@ READ = 256 << 20  # bytes, to measure the bandwidth
 KINDS = ("plain", *FORMATS)
 EXPERTS = 8
 CONTEXTS = (4096, 65536)
-# shares of the read bandwidth at one token
-LEAST_OF_READ = {"bfloat16": 0.8, "int8": 0.7, "fp8": 0.65, "int4": 0.57, "fp4": 0.52}
 # shares of the plain layer in bfloat16
 MOST_MEMORY = {"fp8": 0.53, "int8": 0.53, "fp4": 0.30, "int4": 0.30}
 MOST_TIME = {"fp8": 0.6, "int8": 0.6, "fp4": 0.5, "int4": 0.4}
@@ -170,7 +169,7 @@ def linear_rows(repeats: int) -> Iterator[list[str]]:
 def linear_floors(repeats: int) -> Iterator[Floor]:
     linears = Linears()
     linears.compare()
-    for kind, least in LEAST_OF_READ.items():
+    for kind, least in required(WEIGHTS).items():
         share = partial(linears.share_of_read, kind, repeats)
         yield Floor(f"{kind}, 1 token, of the read bandwidth", share, least)
     for tokens in TOKENS:
