@@ -1,8 +1,8 @@
 // Products of weights of 4 and 8 bits with rows of x rounded to 16 bits, in integers: to unpack
 // values to float takes twice as many instructions, which is more time than to read them. Some
 // units of x have the scale of their largest value. Each is rounded by up to half of 1 /
-// Unit::kMost of that one, so a product is within sqrt(kMostOfScale) / (2 * Unit::kMost) of the
-// norms' product.
+// Unit::kMost of that one, so with U values in these units a product is within sqrt(U) / (2 *
+// Unit::kMost) of the norms' product.
 #pragma once
 
 #include <cmath>
@@ -13,9 +13,9 @@ namespace custom_pypto::cpu {
 namespace {
 
 constexpr int kInt16Unit = 2 * VECTOR_BYTES;  // values, four vectors of them in 16 bits
-// Units of x with one scale, for a weight whose rows have one, too: their sums stay integers.
-constexpr int kUnitsOfScale = VECTOR_BYTES == 32 ? 4 : 1;
-constexpr int kMostOfScale = kUnitsOfScale * kInt16Unit;  // values
+// Units of x with one scale. A row of int8 has one, too: their sums stay integers.
+template <class Format>
+constexpr int kUnitsOfScale = VECTOR_BYTES == 32 && std::is_same_v<Format, Int8Weight> ? 4 : 1;
 
 INLINE bool fits_int16(const Dots& call) {
   return call.depth % kInt16Unit == 0 &&
@@ -88,10 +88,10 @@ void prepare_int16(const Dots& call, const float* x, void* to) {
   float* sums = const_cast<float*>(row.sums);
   float* scales = const_cast<float*>(row.scales);
   if (call.offsets) std::memset(sums, 0, sizeof(float) * call.groups);
-  const int most = call.groups == 1 ? kMostOfScale : kInt16Unit;
-  for (int d = 0; d < call.depth; d += most, ++scales) {
-    int16_t values[kMostOfScale];
-    const int count = call.depth - d < most ? call.depth - d : most;
+  constexpr int kMost = kUnitsOfScale<Format> * kInt16Unit;
+  for (int d = 0; d < call.depth; d += kMost, ++scales) {
+    int16_t values[kMost];
+    const int count = call.depth - d < kMost ? call.depth - d : kMost;
     const float scale = round_to_int16(x + d, count, Unit::kMost, values);
     for (int i = 0; i < count; i += kInt16Unit, units += Unit::kBytesOfX) {
       Unit::arrange(values + i, units);
@@ -145,18 +145,26 @@ INLINE void with_parts(const Dots& call, int unit, const F& f) {
   }
 }
 
+// The rows of x from the i-th on that a tile multiplies.
+template <class Unit, int ROWS>
+struct Int16Rows {
+  INLINE Int16Rows(const Dots& call, int i) {
+    UNROLL for (int r = 0; r < ROWS; ++r) {
+      const Int16Row<Unit> row(call, call.x[i + r]);
+      units[r] = row.units;
+      scales[r] = row.scales;
+    }
+  }
+  const char* units[ROWS];
+  const float* scales[ROWS];
+};
+
 template <class Unit, int PARTS, int WEIGHTS, int ROWS>
 INLINE void dots_int16_tile(const Dots& call, int w, int i) {
   const uint8_t* p = call.weight + w * call.stride;
   UnitScales<PARTS> scales[WEIGHTS];
   UNROLL for (int k = 0; k < WEIGHTS; ++k) scales[k] = UnitScales<PARTS>(call, w + k, kInt16Unit);
-  const char* x[ROWS];
-  const float* x_scales[ROWS];
-  UNROLL for (int r = 0; r < ROWS; ++r) {
-    const Int16Row<Unit> row(call, call.x[i + r]);
-    x[r] = row.units;
-    x_scales[r] = row.scales;
-  }
+  const Int16Rows<Unit, ROWS> x(call, i);
   NextRows next(call, w, WEIGHTS);
   Vec total[WEIGHTS][ROWS] = {};
   const int64_t units = call.depth / kInt16Unit;
@@ -167,9 +175,9 @@ INLINE void dots_int16_tile(const Dots& call, int w, int i) {
       Vec scale = {};
       if constexpr (PARTS) scale = scales[k].next();
       UNROLL for (int r = 0; r < ROWS; ++r) {
-        const IntVec sums = unit.products(x[r] + u * Unit::kBytesOfX);
+        const IntVec sums = unit.products(x.units[r] + u * Unit::kBytesOfX);
         // the scale of x first: with that of the weight an integer may overflow
-        const Vec products = __builtin_convertvector(sums, Vec) * broadcast(x_scales[r][u]);
+        const Vec products = __builtin_convertvector(sums, Vec) * broadcast(x.scales[r][u]);
         total[k][r] += PARTS ? products * scale : products;
       }
     }
@@ -177,34 +185,28 @@ INLINE void dots_int16_tile(const Dots& call, int w, int i) {
   finish_tile<Int16Row<Unit>>(call, w, i, total, /*scaled=*/PARTS != 0);
 }
 
-// Of rows of a weight with one scale each.
-template <class Unit, int WEIGHTS, int ROWS>
+// Of rows of a weight with one scale each, and UNITS of x with one scale.
+template <class Unit, int UNITS, int WEIGHTS, int ROWS>
 INLINE void dots_int16_rows(const Dots& call, int w, int i) {
   const uint8_t* p = call.weight + w * call.stride;
-  const char* x[ROWS];
-  const float* x_scales[ROWS];
-  UNROLL for (int r = 0; r < ROWS; ++r) {
-    const Int16Row<Unit> row(call, call.x[i + r]);
-    x[r] = row.units;
-    x_scales[r] = row.scales;
-  }
+  const Int16Rows<Unit, ROWS> x(call, i);
   NextRows next(call, w, WEIGHTS);
   Vec total[WEIGHTS][ROWS] = {};
   const int64_t units = call.depth / kInt16Unit;
   for (int64_t u = 0, part = 0; u < units; ++part) {
-    const int64_t end = units - u < kUnitsOfScale ? units : u + kUnitsOfScale;
+    const int64_t end = units - u < UNITS ? units : u + UNITS;
     IntVec sums[WEIGHTS][ROWS] = {};
     for (; u < end; ++u, p += Unit::kBytes) {
       next.fetch<WEIGHTS * Unit::kBytes>();
       UNROLL for (int k = 0; k < WEIGHTS; ++k) {
         const Unit unit(p + k * call.stride);
         UNROLL for (int r = 0; r < ROWS; ++r) {
-          sums[k][r] += unit.products(x[r] + u * Unit::kBytesOfX);
+          sums[k][r] += unit.products(x.units[r] + u * Unit::kBytesOfX);
         }
       }
     }
     UNROLL for (int r = 0; r < ROWS; ++r) {
-      const Vec scale = broadcast(x_scales[r][part]);
+      const Vec scale = broadcast(x.scales[r][part]);
       UNROLL for (int k = 0; k < WEIGHTS; ++k) {
         total[k][r] += __builtin_convertvector(sums[k][r], Vec) * scale;
       }
@@ -216,11 +218,12 @@ INLINE void dots_int16_rows(const Dots& call, int w, int i) {
 template <class Format, class Unit>
 void dots_int16(const Dots& call) {
   if (!fits_int16(call)) return dots_f32<InOrder<Format>>(call);
-  // each load of x, which may not fit in the level-1 cache, for four rows of the weight
-  if (kUnitsOfScale > 1 && call.groups == 1) {
+  constexpr int kUnits = kUnitsOfScale<Format>;
+  if constexpr (kUnits > 1) {
+    // each load of x, which may not fit in the level-1 cache, for four rows of the weight
     return each_strip<2>(call, [&](auto rows, int i) INLINED {
       each_tile_of_weight<4>(call, [&](auto weights, int w) INLINED {
-        dots_int16_rows<Unit, decltype(weights)::value, decltype(rows)::value>(call, w, i);
+        dots_int16_rows<Unit, kUnits, decltype(weights)::value, decltype(rows)::value>(call, w, i);
       });
     });
   }
