@@ -159,7 +159,7 @@ def test_blocks_that_end_early_equals_the_reference(rows, block_size):
 
 
 @ROWS
-@pytest.mark.parametrize("group", [32, 64, 96, 128, 192, 4224, 8448])
+@pytest.mark.parametrize("group", [32, 64, 96, 128, 192, 256, 4224, 8448])
 def test_groups_of_4_bits_equals_the_reference(rows, group):
     g = torch.Generator().manual_seed(group)
     dim = max(group, 384) if 384 % group == 0 else group
