@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 import floors
 import torch
-from measure import Benchmark, Floor, interleaved
+from measure import Benchmark, Floor, interleaved, ratio
 from model_sides import SIDES, filled_cache, make_model, random_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import CompileConfig
@@ -143,12 +143,13 @@ def fixed_call(side: str, model, forward: Callable) -> Callable:
 
 def fixed_floors(repeats: int) -> Iterator[Floor]:
     calls = fixed_calls()
-    for key, most in floors.required(floors.FIXED).items():
+    for (layer, side), most in floors.FIXED.items():
 
-        def layer(call=calls[key]) -> float:
-            return float(microseconds(interleaved({"": call}, repeats)[""], FIXED_LAYERS)[0])
+        def share(peer=calls[layer, "transformers"], ours=calls[layer, side]) -> float:
+            seconds = interleaved({"peer": peer, "ours": ours}, repeats)
+            return ratio(seconds["ours"], seconds["peer"])
 
-        yield Floor(f"layer, {', '.join(key)}, µs", layer, most, at_least=False)
+        yield Floor(f"layer, {layer}, {side}, of transformers' time", share, most, at_least=False)
 
 
 TIMES = ["median µs", "least µs"]

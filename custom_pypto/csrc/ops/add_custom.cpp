@@ -1,3 +1,4 @@
+#include <ATen/ops/add.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include "contract.h"

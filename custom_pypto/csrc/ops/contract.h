@@ -2,8 +2,8 @@
 // CPU run the same checks.
 #pragma once
 
-#include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
 #include <c10/util/SmallVector.h>
 #include <torch/library.h>
 

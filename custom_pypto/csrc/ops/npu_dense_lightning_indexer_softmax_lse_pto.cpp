@@ -1,5 +1,6 @@
 // Statistics of the softmax of an indexer's scores over every visible key.
 // docs/npu_dense_lightning_indexer_grad_kl_loss_pto.md
+#include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 #include <tuple>

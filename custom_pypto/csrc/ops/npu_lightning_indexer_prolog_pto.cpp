@@ -1,5 +1,6 @@
 // Projections, RoPE and quantization before the lightning indexer on an int8 cache.
 // docs/npu_lightning_indexer_prolog_pto.md
+#include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 #include <algorithm>

@@ -1,6 +1,7 @@
 // Lightning indexer: which keys matter most to each query token. docs/npu_lightning_indexer_pto.md
 #include "npu_lightning_indexer_pto.h"
 
+#include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <string>

@@ -1,6 +1,8 @@
 // Sparse attention over the rows of a latent cache. docs/npu_sparse_flash_attention_pto.md
 #include "npu_sparse_flash_attention_pto.h"
 
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros_like.h>
 #include <torch/csrc/autograd/custom_function.h>
 
 #include <string>

@@ -1,5 +1,7 @@
 #include "convert_weight.h"
 
+#include <ATen/Dispatch.h>
+
 #include <algorithm>
 
 #include "panels.h"

@@ -18,7 +18,7 @@ constexpr int64_t kRowsPerTask = 64;
 // float32.
 Tensor rotated(const Tensor& x, const OptionalTensor& hadamard) {
   Tensor rows = x.to(at::kFloat);
-  if (hadamard) rows = at::matmul(rows, hadamard->to(at::kFloat)).to(x.scalar_type());
+  if (hadamard) rows = rows.matmul(hadamard->to(at::kFloat)).to(x.scalar_type());
   return rows.to(at::kFloat).contiguous();
 }
 

@@ -20,7 +20,7 @@ void with_operands(const SequenceParams& p, const Tensor& weights, const F& f) {
 // E is the compute type, S the type of the scales
 template <typename E, typename S>
 void select_scaled(const IndexerParams& p, const Tensor& query_scale, const Tensor& key_scale) {
-  const Tensor weights = p.weights.to(at::kFloat) * query_scale.to(at::kFloat);
+  const Tensor weights = p.weights.to(at::kFloat).mul(query_scale.to(at::kFloat));
   const ScaledOperands<E, S> operands(p.sequences, weights.contiguous(), key_scale);
   Indexer(p, operands).run();
 }

@@ -1,5 +1,7 @@
 #include "prolog.h"
 
+#include <ATen/ATen.h>
+
 #include <algorithm>
 
 namespace custom_pypto {

@@ -1,7 +1,7 @@
 // The names of torch's types that ops and tasks share.
 #pragma once
 
-#include <ATen/ATen.h>
+#include <ATen/core/Tensor.h>
 
 #include <optional>
 

@@ -1,6 +1,8 @@
 // Matrices for torch.mm, and one thread for it.
 #pragma once
 
+#include <ATen/ops/from_blob.h>
+
 #include <algorithm>
 #include <type_traits>
 

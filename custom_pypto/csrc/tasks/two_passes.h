@@ -4,6 +4,8 @@
 // number of threads and of tokens in a chunk.
 #pragma once
 
+#include <ATen/ops/zeros.h>
+
 #include <algorithm>
 #include <vector>
 

@@ -1,5 +1,7 @@
 #include "weight_only.h"
 
+#include <ATen/ops/mm.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <type_traits>
