@@ -235,11 +235,11 @@ run_benchmarks() {
 sanitize() {
   local kind="$1" folder="$root/build/sanitize-$1" runtime
   mkdir -p "$folder"
-  rm -rf "$folder/custom_pypto" "$folder/tests"
+  rm -rf "$folder"/{custom_pypto,models,tests}
   cd "$root"
   # keeps timestamps, so that only changed files are compiled again
   git ls-files -z --cached --others --exclude-standard setup.py pyproject.toml README.md LICENSE NOTICE \
-    custom_pypto tests | xargs -0 cp --no-dereference --preserve=timestamps --parents -t "$folder"
+    custom_pypto models tests | xargs -0 cp --no-dereference --preserve=timestamps --parents -t "$folder"
   cd "$folder"
   CUSTOM_PYPTO_SANITIZE="$kind" "$python" setup.py -q build_ext --inplace >build.log 2>&1 ||
     { cat build.log >&2; exit 1; }
@@ -266,7 +266,8 @@ sanitize() {
     LD_PRELOAD="$runtime" CUSTOM_PYPTO_CPU_ISA="$isa" \
       "$python" tests/fuzz --cases 10000 --seed 1 --threads 3
   done
-  local files=(tests/test_add_custom.py tests/test_npu_*.py tests/test_weight_only_linear.py)
+  local files=(tests/test_{add_custom,weight_only_linear,convert_weight,one_op,stream_ops}.py
+    tests/test_npu_*.py tests/test_models_expanded.py)
   for isa in "${sets[@]}"; do # torch.compile tests are left out: they call the same functions
     LD_PRELOAD="$runtime" CUSTOM_PYPTO_CPU_ISA="$isa" "$python" -m pytest -q -p no:cacheprovider \
       "${files[@]}" -k "not compile and not registered"
@@ -335,7 +336,7 @@ case "${1:-}" in
     ;;
   sanitize)
     [[ $# -le 2 && "${2:-address}" =~ ^(address|thread)$ ]] || { usage >&2; exit 2; }
-    setup test
+    setup models,test
     sanitize "${2:-address}"
     ;;
   env)

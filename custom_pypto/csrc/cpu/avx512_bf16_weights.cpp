@@ -241,7 +241,7 @@ void dots_halves(const Dots& call) {
     constexpr int ROWS = decltype(rows)::value;
     const auto tile = [&](auto weights, int w) INLINED {
       constexpr int WEIGHTS = decltype(weights)::value;
-      with_parts(call, Unit::kValues, [&](auto parts) INLINED {
+      with_parts<Format, Unit::kValues>(call, [&](auto parts) INLINED {
         dots_halves_tile<Unit, decltype(parts)::value, WEIGHTS, ROWS>(call, w, i);
       });
     };

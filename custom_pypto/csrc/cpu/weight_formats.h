@@ -53,8 +53,12 @@ INLINE void unpack_pairs(const Bytes16& low, const Bytes16& high, Vec* to) {
   }
 }
 
+// kGroup: values that share a scale and an offset
+constexpr int kWholeRow = 0, kAnyGroup = -1;
+
 struct Bfloat16Weight {
   static constexpr int kBytes = 64;  // of a unit
+  static constexpr int kGroup = kWholeRow;
   static INLINE void unpack(const uint8_t* p, Vec* to) {
     UNROLL for (int i = 0; i < kUnitVecs; ++i) {
       const LaneHalves bits = *reinterpret_cast<const LaneHalves*>(p + 2 * i * kLanes);
@@ -64,7 +68,7 @@ struct Bfloat16Weight {
 };
 
 struct Int8Weight {
-  static constexpr int kBytes = 32;
+  static constexpr int kBytes = 32, kGroup = kWholeRow;
   static INLINE void unpack(const uint8_t* p, Vec* to) {
     UNROLL for (int i = 0; i < kUnitVecs; ++i) {
       to[i] = __builtin_convertvector(load_int8(p + i * kLanes), Vec);
@@ -74,7 +78,7 @@ struct Int8Weight {
 
 // e4m3 times 2^-8: its bits, shifted, are those of float16, whose exponent has another bias.
 struct Fp8Weight {
-  static constexpr int kBytes = 32;
+  static constexpr int kBytes = 32, kGroup = kAnyGroup;
   static INLINE void unpack(const uint8_t* p, Vec* to) {
 #if VECTOR_BYTES == 64
     UNROLL for (int i = 0; i < 2; ++i) {
@@ -101,7 +105,7 @@ struct Fp8Weight {
 };
 
 struct Int4Weight {
-  static constexpr int kBytes = 16;
+  static constexpr int kBytes = 16, kGroup = kAnyGroup;
   static INLINE void unpack(const uint8_t* p, Vec* to) {
     const Bytes16 bytes = load16(p);
     unpack_pairs(bytes & 15, bytes >> 4, to);
@@ -112,7 +116,7 @@ constexpr int kTwiceE2m1[8] = {0, 1, 2, 3, 4, 6, 8, 12};  // of the magnitudes
 
 // e2m1 times 2
 struct Fp4Weight {
-  static constexpr int kBytes = 16;
+  static constexpr int kBytes = 16, kGroup = kUnit;
   static INLINE void unpack(const uint8_t* p, Vec* to) {
     const Bytes16 values = {0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253, 252, 250, 248, 244};
     const Bytes16 bytes = load16(p);

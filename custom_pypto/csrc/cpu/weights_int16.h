@@ -131,17 +131,21 @@ class UnitScales {
   int units_ = 0, unit_ = 0;  // of a group
 };
 
-// f(PARTS) of UnitScales, for units of so many values
-template <typename F>
-INLINE void with_parts(const Dots& call, int unit, const F& f) {
-  if (call.groups == 1) return f(std::integral_constant<int, 0>());
-  switch (unit / call.group) {
-    case 4:
-      return f(std::integral_constant<int, 4>());
-    case 2:
-      return f(std::integral_constant<int, 2>());
-    default:
-      return f(std::integral_constant<int, 1>());
+// f(PARTS) of UnitScales, for units of UNIT values
+template <class Format, int UNIT, typename F>
+INLINE void with_parts(const Dots& call, const F& f) {
+  if constexpr (Format::kGroup == kWholeRow) {
+    f(std::integral_constant<int, 0>());
+  } else if constexpr (Format::kGroup != kAnyGroup) {
+    f(std::integral_constant<int, UNIT / Format::kGroup>());
+  } else if (call.groups == 1) {
+    f(std::integral_constant<int, 0>());
+  } else if (UNIT / call.group == 4) {
+    f(std::integral_constant<int, 4>());
+  } else if (UNIT / call.group == 2) {
+    f(std::integral_constant<int, 2>());
+  } else {
+    f(std::integral_constant<int, 1>());
   }
 }
 
@@ -221,24 +225,25 @@ void dots_int16(const Dots& call) {
   constexpr int kUnits = kUnitsOfScale<Format>;
   if constexpr (kUnits > 1) {
     // each load of x, which may not fit in the level-1 cache, for four rows of the weight
-    return each_strip<2>(call, [&](auto rows, int i) INLINED {
+    each_strip<2>(call, [&](auto rows, int i) INLINED {
       each_tile_of_weight<4>(call, [&](auto weights, int w) INLINED {
         dots_int16_rows<Unit, kUnits, decltype(weights)::value, decltype(rows)::value>(call, w, i);
       });
     });
-  }
-  constexpr int kMost = VECTOR_BYTES == 64 ? 8 : 4;  // rows of x
-  constexpr int kSums = VECTOR_BYTES == 64 ? 16 : 4;
-  each_strip<kMost>(call, [&](auto rows, int i) INLINED {
-    constexpr int ROWS = decltype(rows)::value;
-    constexpr int kWeights = kSums / ROWS < 8 ? kSums / ROWS : 8;
-    each_tile_of_weight<kWeights>(call, [&](auto weights, int w) INLINED {
-      constexpr int WEIGHTS = decltype(weights)::value;
-      with_parts(call, kInt16Unit, [&](auto parts) INLINED {
-        dots_int16_tile<Unit, decltype(parts)::value, WEIGHTS, ROWS>(call, w, i);
+  } else {
+    constexpr int kMost = VECTOR_BYTES == 64 ? 8 : 4;  // rows of x
+    constexpr int kSums = VECTOR_BYTES == 64 ? 16 : 4;
+    each_strip<kMost>(call, [&](auto rows, int i) INLINED {
+      constexpr int ROWS = decltype(rows)::value;
+      constexpr int kWeights = kSums / ROWS < 8 ? kSums / ROWS : 8;
+      each_tile_of_weight<kWeights>(call, [&](auto weights, int w) INLINED {
+        constexpr int WEIGHTS = decltype(weights)::value;
+        with_parts<Format, kInt16Unit>(call, [&](auto parts) INLINED {
+          dots_int16_tile<Unit, decltype(parts)::value, WEIGHTS, ROWS>(call, w, i);
+        });
       });
     });
-  });
+  }
 }
 
 // UNIT<Format>: a unit of a weight, and what it multiplies:
