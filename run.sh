@@ -48,7 +48,7 @@ Develop
                                                loading ranks log int8 npu tune launch serving
                                                soak serving_step
   run.sh fuzz [--minutes N] [--seed S]         fuzzes the ops on this CPU with random calls
-  run.sh sanitize [address|thread]             30000 fuzz calls and the tests of the ops, compiled
+  run.sh sanitize [address|thread]             fuzz calls and the tests of the ops, compiled
                                                with AddressSanitizer and UBSan, or TSan
   run.sh lint                                  checks format and style, changes nothing; needs
                                                run.sh setup models,sim,test
