@@ -47,33 +47,20 @@ INT8 = {
     ("attention", 64, 128, 8192): dict(avx2=0.9, avx512_bf16=0.9),
 }
 
-# a peer, and the speedup over it; torch has no fast products in bfloat16 for avx2
+# a peer, and the speedup over it; with AVX2 alone torch multiplies bfloat16 slowly
+INDEXER: dict[str, Any] = dict(avx2=("inductor", 8.0), amx=("inductor", 3.0))
+ATTENTION = INDEXER | dict(avx512_bf16=("inductor", 1.6), amx=("inductor", 1.6))
 PEERS: dict[tuple, dict[str, Any]] = {
-    ("indexer", 1, 8192): dict(
-        avx2=("inductor", 8.0), avx512_bf16=("eager", 5.0), amx=("inductor", 3.0)
-    ),
-    ("indexer", 1, 65536): dict(
-        avx2=("inductor", 8.0), avx512_bf16=("eager", 5.0), amx=("inductor", 3.0)
-    ),
-    ("indexer", 1, 131072): dict(
-        avx2=("inductor", 8.0), avx512_bf16=("eager", 5.0), amx=("inductor", 3.0)
-    ),
-    ("indexer", 4, 65536): dict(avx2=("inductor", 8.0), amx=("inductor", 3.0)),
-    ("indexer", 16, 8192): dict(avx2=("inductor", 8.0), amx=("inductor", 3.0)),
-    ("attention", 1, 128, 65536): dict(
-        avx2=("inductor", 8.0), avx512_bf16=("inductor", 1.6), amx=("inductor", 1.6)
-    ),
-    ("attention", 4, 128, 65536): dict(
-        avx2=("inductor", 8.0), avx512_bf16=("inductor", 1.6), amx=("inductor", 1.6)
-    ),
-    ("attention", 16, 128, 8192): dict(
-        avx2=("inductor", 8.0), avx512_bf16=("inductor", 1.6), amx=("inductor", 1.6)
-    ),
-    ("attention", 4, 16, 65536): dict(
-        avx2=("inductor", 8.0), avx512_bf16=("inductor", 1.6), amx=("inductor", 1.6)
-    ),
+    ("indexer", 1, 8192): INDEXER | dict(avx512_bf16=("eager", 5.0)),
+    ("indexer", 1, 65536): INDEXER | dict(avx512_bf16=("eager", 5.0)),
+    ("indexer", 1, 131072): INDEXER | dict(avx512_bf16=("eager", 5.0)),
+    ("indexer", 4, 65536): INDEXER,
+    ("indexer", 16, 8192): INDEXER,
+    ("attention", 1, 128, 65536): ATTENTION,
+    ("attention", 4, 128, 65536): ATTENTION,
+    ("attention", 16, 128, 8192): ATTENTION,
+    ("attention", 4, 16, 65536): ATTENTION,
 }
-
 
 # shares of the read bandwidth at which a weight meets one token. What unpacks fp8 and fp4 with AVX2
 # takes longer than memory
