@@ -48,8 +48,8 @@ Develop
                                                loading ranks log int8 npu tune launch serving
                                                soak serving_step
   run.sh fuzz [--minutes N] [--seed S]         fuzzes the ops on this CPU with random calls
-  run.sh sanitize [address|thread]             fuzz calls and the tests of the ops, compiled
-                                               with AddressSanitizer and UBSan, or TSan
+  run.sh sanitize [address|thread]             up to 30000 fuzz calls and the tests of the ops,
+                                               compiled with AddressSanitizer and UBSan, or TSan
   run.sh lint                                  checks format and style, changes nothing; needs
                                                run.sh setup models,sim,test
   run.sh docs                                  builds the documentation site into build/site, in an

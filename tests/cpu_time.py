@@ -9,15 +9,14 @@ import json
 import os
 import resource
 import statistics
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
+from processes import python
 from repository import REPOSITORY
 
 # CPU time of `bash run.sh test`, and of `--all`, on the host simulator of CANN included, in imports
-# of torch on the same machine right after: 740 and not measured on the EPYC
+# of torch on the same machine right after: about 700 on the EPYC, of --all not measured there
 BUDGETS = {"default": 1000, "all": 6000}
 TIMES = REPOSITORY / "build/test_times.json"  # CPU seconds of the last whole run of each kind
 # before the first run on a machine, in CPU seconds
@@ -42,8 +41,7 @@ def import_of_torch() -> float:
 
     def seconds() -> float:
         begin = cpu_seconds()
-        variables = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-        subprocess.run([sys.executable, "-c", "import torch"], env=variables, check=True)
+        python("-c", "import torch", TORCH_DEVICE_BACKEND_AUTOLOAD="0").check_returncode()
         return cpu_seconds() - begin
 
     return statistics.median(seconds() for _ in range(5))

@@ -116,7 +116,7 @@ constexpr int kTwiceE2m1[8] = {0, 1, 2, 3, 4, 6, 8, 12};  // of the magnitudes
 
 // e2m1 times 2
 struct Fp4Weight {
-  static constexpr int kBytes = 16, kGroup = kUnit;
+  static constexpr int kBytes = 16, kGroup = kFp4Group;
   static INLINE void unpack(const uint8_t* p, Vec* to) {
     const Bytes16 values = {0, 1, 2, 3, 4, 6, 8, 12, 0, 255, 254, 253, 252, 250, 248, 244};
     const Bytes16 bytes = load16(p);

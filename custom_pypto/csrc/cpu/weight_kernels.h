@@ -10,6 +10,7 @@ namespace custom_pypto::cpu {
 enum WeightFormat { kBfloat16Weight, kInt8Weight, kFp8Weight, kInt4Weight, kFp4Weight };
 constexpr int kWeightFormats = 5;
 constexpr int kWeightUnit = 32;  // depth is a multiple of it
+constexpr int kFp4Group = 32;    // values of e2m1 with one scale
 
 // out[i][w] = the sum over d of x[i][d] * (scale * value[w][d] + offset), of rows w of a weight.
 // Consecutive values of a row share scale and offset, in int8 and bfloat16 all. The value of e4m3

@@ -13,9 +13,9 @@ namespace custom_pypto::cpu {
 namespace {
 
 constexpr int kInt16Unit = 2 * VECTOR_BYTES;  // values, four vectors of them in 16 bits
-// Units of x with one scale. A row of int8 has one, too: their sums stay integers.
+// Units of x with one scale. Where a row of the weight has one, too, their sums stay integers.
 template <class Format>
-constexpr int kUnitsOfScale = VECTOR_BYTES == 32 && std::is_same_v<Format, Int8Weight> ? 4 : 1;
+constexpr int kUnitsOfScale = VECTOR_BYTES == 32 && Format::kGroup == kWholeRow ? 4 : 1;
 
 INLINE bool fits_int16(const Dots& call) {
   return call.depth % kInt16Unit == 0 &&

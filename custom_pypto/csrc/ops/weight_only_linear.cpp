@@ -37,8 +37,8 @@ void check_scales(const Tensor& weight, const Tensor& scales, const c10::SymInt&
              "blocks of weight, the last one may be shorter");
       break;
     case cpu::kFp4Weight:
-      shaped("scales", scales, weight, {rows, depth / kFp4Group}, "[N, K / 32] or [E, N, K / 32]",
-             "of weight: a scale for 32 values");
+      shaped("scales", scales, weight, {rows, depth / cpu::kFp4Group},
+             "[N, K / 32] or [E, N, K / 32]", "of weight: a scale for 32 values");
       break;
     default: {  // int4: any number of groups
       const Argument argument(kOp, "scales", scales);

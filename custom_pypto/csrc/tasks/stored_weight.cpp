@@ -37,7 +37,7 @@ StoredWeight::StoredWeight(const Tensor& weight, const OptionalTensor& scales, i
   }
   if (scales) scales_ = scales->contiguous();
   if (format_ == cpu::kFp8Weight) group_ = std::min(block, depth_);
-  if (format_ == cpu::kFp4Weight) group_ = kFp4Group;
+  if (format_ == cpu::kFp4Weight) group_ = cpu::kFp4Group;
   if (format_ == cpu::kInt4Weight) group_ = depth_ / scales_.size(-2);
   groups_ = (depth_ + group_ - 1) / group_;
 }

@@ -7,8 +7,6 @@
 
 namespace custom_pypto {
 
-constexpr int64_t kFp4Group = 32;
-
 // The format of a weight and its scales with these dtypes, or nothing. docs/weight_only_linear.md
 std::optional<cpu::WeightFormat> weight_format(at::ScalarType weight,
                                                std::optional<at::ScalarType> scales);
