@@ -80,7 +80,9 @@ class Router(OneOp):
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, weight = hidden_states.view(-1, self.hidden_dim), self.weight
-        if self.training or x.size(0) > FEW_ROWS or not takes(x, weight):
+        # from transformers 5.24 on, routers of a model in bfloat16 are float32
+        few = x.size(0) <= FEW_ROWS
+        if self.training or not (few and takes(x) and takes(weight)):
             return super().forward(hidden_states)
         x = x.float()
         if weight.dtype == torch.bfloat16 and self.hidden_dim % 32 == 0:

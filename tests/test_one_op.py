@@ -117,9 +117,11 @@ def test_rotations_of_pairs_equal_those_of_transformers(rotated, dtype):
 
 @pytest.mark.parametrize("kind", representatives(("deepseek_v32", "glm_moe_dsa", "glm5_next")))
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_routers_equal_those_of_transformers(kind, dtype):
+@pytest.mark.parametrize("of_weight", [None, torch.float32], ids=["same", "float32"])
+def test_routers_equal_those_of_transformers(kind, dtype, of_weight):
     model = models.use_custom_pypto(tiny_model(kind)).to(dtype)
     for router in one_op_modules(model, "Router"):
+        router.to(of_weight)  # transformers 5.24 keeps routers in float32
         x = torch.randn(4, router.hidden_dim).to(dtype)
         with Calls() as calls:
             logits, weights, experts = router(x)
@@ -291,6 +293,33 @@ def test_gated_mlps_and_the_head_take_an_op_for_each_product(kind, name, product
         assert module(many).equal(by_transformers(module, many))
 
 
+@pytest.mark.parametrize("kind", ["glm_moe_dsa", "deepseek_v4"])
+def test_experts_in_bfloat16_take_an_op_for_each_product_and_their_sum(kind):
+    wide = {"hidden_size": 64, "moe_intermediate_size": 32}
+    model = models.use_custom_pypto(tiny_model(kind, **wide)).bfloat16()
+    for module in one_op_modules(model, "Experts"):
+        x, ids = torch.randn(2, 64).bfloat16(), torch.tensor([[0, 3], [2, module.num_experts]])
+        weights = torch.rand(2, 2)
+        with Calls() as calls:
+            got = module(x, ids, weights)
+        assert calls.counts[ops.weight_only_linear.default] == 2
+        assert calls.counts[ops.weighted_sum.default] == 1
+        for row, expert, weight, out in zip(x, ids, weights, got, strict=True):
+            known = expert < module.num_experts  # ranks give the others' experts another number
+            want, bound = torch.zeros(64), 0
+            for e, w in zip(expert[known], weight[known], strict=True):
+                up = module.gate_up_proj[e].float() @ row.float()
+                down = module.down_proj[e].float()
+                want += w * (down @ module._apply_gate(up))
+                gate, up = up.abs().chunk(2)
+                # both of the gate and the up rounded, the slope of the activation is at most 1.1,
+                # then what it gives, their product and the output are rounded
+                bound += w * (down.abs() @ (gate * up)) * 6 * steps(x.dtype)
+            assert ((out - want).abs() <= bound + steps(x.dtype) * want.abs()).all()
+        many = torch.randn(5, 64).bfloat16(), torch.randint(4, (5, 2)), torch.rand(5, 2)
+        assert module(*many).equal(by_transformers(module, *many))
+
+
 def test_groups_of_features_take_one_op():
     model = models.use_custom_pypto(tiny_model("deepseek_v4")).bfloat16()
     for module in one_op_modules(model, "GroupedLinear"):
@@ -340,3 +369,21 @@ def test_a_token_decoded_by_deepseek_v4_takes_one_op_for_each_part():
     assert calls.counts[ops.rotate_pairs.default] == 3 * layers + 5 + 2
     assert calls.counts[ops.mix_streams.default] == 2 * layers
     assert calls.counts[ops.pool_groups.default] == 5
+
+
+@pytest.mark.parametrize("kind", NORMS)
+def test_a_token_decoded_by_a_loaded_model_runs_no_forward_that_ops_replace(
+    kind, tmp_path, monkeypatch
+):
+    tiny_model(kind).save_pretrained(tmp_path)
+    # some weights stay in float32, which depends on the version of transformers
+    model = models.load(tmp_path, dtype=torch.bfloat16)
+    cache = models.PagedCache(model, 1, 32)
+
+    def forward(self, *args, **kwargs):
+        raise AssertionError(f"{type(self).__name__} runs the forward of transformers")
+
+    replaced = {type(module).__bases__[-1] for module in one_op_modules(model, "")}
+    for module in replaced - {nn.Linear}:
+        monkeypatch.setattr(module, "forward", forward)
+    model(token_ids(1, 1), **{models.CACHE: cache})

@@ -10,6 +10,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4Attention,
     DeepseekV4CSACompressor,
     DeepseekV4DecoderLayer,
+    DeepseekV4Experts,
     DeepseekV4GroupedLinear,
     DeepseekV4HCACompressor,
     DeepseekV4HyperConnection,
@@ -32,6 +33,7 @@ from ..compressed_attention import CompressedAttention, compress
 from ..compression import state_layout
 from ..one_op import (
     BoundedMLP,
+    Experts,
     Float32Norm,
     GroupedLinear,
     HyperConnection,
@@ -82,6 +84,10 @@ class OneOpDeepseekV4MLP(BoundedMLP, DeepseekV4MLP):
     bound = property(lambda self: self.limit)
 
 
+class OneOpDeepseekV4Experts(Experts, DeepseekV4Experts):
+    pass
+
+
 class OneOpDeepseekV4GroupedLinear(GroupedLinear, DeepseekV4GroupedLinear):
     pass
 
@@ -117,6 +123,7 @@ class OneOpDeepseekV4UnweightedRMSNorm(UnweightedNorm, DeepseekV4UnweightedRMSNo
 class PagedDeepseekV4Attention(CompressedAttention, DeepseekV4Attention):
     one_op = (
         OneOpDeepseekV4MLP,
+        OneOpDeepseekV4Experts,
         OneOpDeepseekV4GroupedLinear,
         OneOpDeepseekV4HyperConnection,
         OneOpDeepseekV4HyperHead,
