@@ -17,17 +17,11 @@ from custom_pypto.reference.index_training import arguments
 
 TOKENS, KEYS = 64, 8192
 # of the time of the forward, by heads; the operations are 2.53 times as many, and few heads share
-# the reading of a key and the sums of its gradient. With 16 heads in float32 a Zen 3 gave 3.45 to
-# 3.74
-MOST_OF_FORWARD = {
-    (128, torch.bfloat16): 3.0,
-    (16, torch.bfloat16): 3.5,
-    (128, torch.float32): 3.0,
-    (16, torch.float32): 4.0,
-}
+# the reading of a key and the sums of its gradient
+MOST_OF_FORWARD = {128: 3.0, 16: 3.5}
 # of the time of an indexer's forward; of the scores that a loss compares, and attention's logits
 MOST_OF_SCORES = 3.0
-LEAST_OF_MM = 0.6  # of its rate; a Zen 3 gave 0.64 to 0.88
+LEAST_OF_MM = 0.7
 
 
 class Part(NamedTuple):
@@ -76,7 +70,7 @@ def attention(heads: int, dtype: torch.dtype) -> Case:
         2 * TOKENS * heads * K * (3 * (L + R) + 2 * L),
         [Part(forward)],
         "times the forward",
-        MOST_OF_FORWARD[heads, dtype],
+        MOST_OF_FORWARD[heads],
     )
 
 

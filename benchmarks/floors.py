@@ -81,7 +81,7 @@ LLAMA = {
 
 # at most, of the time of transformers' layer in the same run, since µs differ by half between two
 # runs on one machine. A Xeon (amx) gave 0.57, 0.34, 0.49 and 0.30, a Zen 4 0.59, 0.38, 0.57 and
-# 0.31, the latter with routers of transformers; the aims are 500 µs, and 300 compiled
+# 0.31, without the op of routers; the aims are 500 µs, and 300 compiled
 FIXED = {
     ("dense MLP", "weights=None"): 0.65,
     ("dense MLP", "weights=None, compiled layers"): 0.42,

@@ -80,8 +80,8 @@ class Router(OneOp):
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, weight = hidden_states.view(-1, self.hidden_dim), self.weight
-        # from transformers 5.24 on, routers of a model in bfloat16 are float32
         few = x.size(0) <= FEW_ROWS
+        # from transformers 5.24 on, a model in bfloat16 has routers in float32
         if self.training or not (few and takes(x) and takes(weight)):
             return super().forward(hidden_states)
         x = x.float()
