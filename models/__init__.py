@@ -59,6 +59,7 @@ from .sharing import (  # noqa: E402
     LOAD_ALIKE,
     check_agreement,
     check_sharing,
+    facts_of_config,
     facts_of_files,
     facts_of_weights,
     own_device,
@@ -266,16 +267,18 @@ def load(
     if kinds := kinds | chosen:
         config.quantization_config = StoredWeights.of(kinds).to_dict()
     plan = plan_of(skeleton, ranks, expert_parallel) if shared else None
+    generation_config = None
+    if (source.folder / "generation_config.json").is_file():
+        generation_config = GenerationConfig.from_pretrained(source.folder)
     if plan:
         facts = facts_of_files(config, checkpoint.tensors) | {"dtype": resolved, "weights": formats}
+        if generation_config is not None:
+            facts |= facts_of_config(generation_config, "generation_config.json")
         ways = {"tensor_parallel": tensor_parallel, "expert_parallel": expert_parallel}
         check_agreement("load", facts | ways, LOAD_ALIKE)
     check_memory(skeleton, resolved, own_device() if plan else place, formats, plan)
     source.fetch({tensor.file.name for tensor in own.values()})
     check_scale_values(skeleton, checkpoint, reader, plan)
-    generation_config = None
-    if (source.folder / "generation_config.json").is_file():
-        generation_config = GenerationConfig.from_pretrained(source.folder)
     with reading(reader):
         model = model_class.from_pretrained(
             None,

@@ -193,3 +193,17 @@ class AbsorbedAttention(torch.autograd.Function):
             d_sinks,
             *[None] * 3,
         )
+
+
+def constant_keys(pools: dict[str, Tensor], query: Tensor) -> dict[str, Tensor]:
+    """``pools`` for a ``query`` with a gradient. Where nothing that trains reaches their rows, as
+    where queries alone have adapters, the rows are constants; the op, which cannot know that their
+    gradient may go, gets leaves."""
+    if torch.compiler.is_compiling() or not (query.requires_grad and torch.is_grad_enabled()):
+        return pools
+    return {
+        name: pool.detach().requires_grad_()
+        if pool.is_floating_point() and not pool.requires_grad
+        else pool
+        for name, pool in pools.items()
+    }

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from . import calls
 from .cache import Step
 from .cache.layout import Pool
 from .cache.store import PagedLayer
@@ -76,10 +77,21 @@ class PatchedAttention:
         raise NotImplementedError
 
     def forward(self, hidden_states, position_embeddings, attention_mask, **kwargs):
-        if not isinstance(attention_mask, Step):
-            return self.dense(hidden_states, position_embeddings, attention_mask, **kwargs)
+        contexts, step = kwargs.pop(calls.NAME, ()), attention_mask
+        if self.indexer is None:
+            contexts = ()
+        if not isinstance(step, Step):
+            attention = self
+            for context in contexts:
+                attention = context.upstream(self, hidden_states, step) or attention
+            return attention.dense(hidden_states, position_embeddings, step, **kwargs)
         indices = None if self.selects else kwargs.get("prev_topk_indices")
-        output, indices = self.attend(hidden_states, position_embeddings, attention_mask, indices)
+        for context in contexts:
+            if (given := context.given(self, step)) is not None:
+                indices = given
+        output, indices = self.attend(hidden_states, position_embeddings, step, indices)
+        for context in contexts:
+            context.taken(self, step, indices)
         return (output, None, indices) if self.returns_indices else (output, None)
 
     def dense(self, hidden_states, position_embeddings, attention_mask, **kwargs):

@@ -18,6 +18,7 @@ from custom_pypto.rows.index import score_weights
 from custom_pypto.rows.parts import write
 
 from . import compression
+from .absorbed import constant_keys
 from .attention import SKIPPED, PatchedAttention, causal_pairs
 from .cache import TokenSlice
 from .cache.layout import RowLayout
@@ -61,7 +62,7 @@ class CompressedAttention(PatchedAttention):
         rows = tokens.lengths // layout.ratio if layout.ratio else torch.zeros_like(tokens.lengths)
         output = custom_pypto.npu_sparse_flash_attention_pto(
             query.to(pool.dtype),
-            pool,
+            constant_keys({"kv": pool}, query)["kv"],
             None,
             self.sparse_indices(indices, tokens, layout).unsqueeze(2),
             self.scaling,

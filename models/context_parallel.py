@@ -23,12 +23,19 @@ from .absorbed import first_derivative
 from .cache import Step, TokenSlice
 from .cache.saved import checksum
 from .latent_attention import LatentAttention
+from .patched import patched_attentions
 from .projection import is_sharded
-from .sharing import check_agreement, check_process_group
+from .sharing import (
+    check_agreement,
+    check_process_group,
+    facts_of_config,
+    facts_of_weights,
+)
 from .training import TrainingStep
 
 # of a prompt over ranks; fewer are not worth the exchange
 FEWEST_TOKENS = 32
+SAME_MODEL = "with context_parallel all ranks have the same model, options and format of the cache"
 
 
 class Pieces(NamedTuple):
@@ -159,6 +166,7 @@ def share(model, step: Step, kwargs: dict) -> tuple[Step, dict]:
     for name in ("input_ids", "inputs_embeds"):
         facts[name] = None if kwargs.get(name) is None else checksum(kwargs[name])
     check_agreement("patched model", facts, "with context_parallel all ranks make the same calls")
+    check_agreement("patched model", facts_of_model(model, step), SAME_MODEL)
     own = {
         name: pieces.own(x, dim)
         for name, dim in (("input_ids", 1), ("inputs_embeds", 1), ("position_ids", -1))
@@ -173,6 +181,20 @@ def share(model, step: Step, kwargs: dict) -> tuple[Step, dict]:
         [range(b * tokens + x, b * tokens + y) for b in range(batch) for x, y in pieces.bounds()]
     )
     return PieceTrainingStep(*step), kwargs | own
+
+
+def facts_of_model(model, step: Step) -> dict[str, object]:
+    """What decides which tokens a model computes; in every call, as weights may have changed."""
+    patch, attentions = model._custom_pypto, patched_attentions(model)
+    selecting = {i: each for i, each in attentions.items() if each.indexer is not None}
+    facts = facts_of_config(model.config, "the config")
+    facts |= {f"{name} of the patch": str(value) for name, value in patch.cache.items()}
+    facts |= {f"index_topk of layer {i}": each.selection_width for i, each in selecting.items()}
+    facts["dtype of the model"] = str(model.dtype)
+    if not isinstance(step, TrainingStep):
+        pools = step.store.layers[min(attentions)].pools
+        facts |= {f"dtype of {x} in the cache": str(pool.dtype) for x, pool in pools.items()}
+    return facts | facts_of_weights(model)
 
 
 def whole_output(step: Step, output):

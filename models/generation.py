@@ -10,7 +10,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from custom_pypto.requirements import TRANSFORMERS, installed_version, numbers
 
-from . import context_parallel, indexer_loss, masks, regions, training
+from . import calls, context_parallel, indexer_loss, masks, training
 from .cache import PagedCache, Step
 from .memory import has_numbers, is_transformed
 from .patched import (
@@ -23,6 +23,8 @@ from .patched import (
     patched_attentions,
     text_model,
 )
+from .projection import check_adapters_of_ranks
+from .sharing import check_requests
 
 # positional arguments of the upstream base models
 FORWARD_ARGUMENTS = ("input_ids", "attention_mask", "position_ids", CACHE)
@@ -30,8 +32,17 @@ FORWARD_ARGUMENTS += ("inputs_embeds", "use_cache")
 
 
 def prepare_forward(model, args: tuple, kwargs: dict):
-    """Forward pre-hook of the base model: makes room in the cache for the new tokens and passes the
-    layers a :class:`Step` in place of the attention mask.
+    """Forward pre-hook of the base model: :func:`prepare`, and the contexts of this thread."""
+    prepared = prepare(model, args, kwargs)
+    if not (contexts := calls.around(model)):
+        return prepared
+    args, kwargs = prepared or (args, kwargs)
+    return args, kwargs | {calls.NAME: contexts}
+
+
+def prepare(model, args: tuple, kwargs: dict):
+    """The arguments of a forward, with room in the cache for the new tokens, and for the layers a
+    :class:`Step` in place of the attention mask; None: they stay.
 
     Without a cache in training mode, :mod:`.training` decides. In evaluation mode the upstream path
     runs inside transforms of ``torch.func``, and without ``use_cache`` for sequences packed into
@@ -41,7 +52,6 @@ def prepare_forward(model, args: tuple, kwargs: dict):
     # names the positional arguments, in the order of the upstream forward
     kwargs = {**dict(zip(FORWARD_ARGUMENTS, args, strict=False)), **kwargs}
     loss = kwargs.pop(indexer_loss.NAME, None)
-    compiled = kwargs.pop(regions.NAME, None)
     rename_cache("patched model", kwargs)
     cache, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
     ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
@@ -50,6 +60,9 @@ def prepare_forward(model, args: tuple, kwargs: dict):
     attention = next(iter(attentions.values()))
     if attention.rotates_by_axes:
         kwargs["position_ids"] = masks.text_axis(positions)
+    if cache is None:  # also on the upstream path, whose gradients are wrong with them
+        for i, each in attentions.items():
+            check_adapters_of_ranks(i, each)
     if cache is None and model.training:
         step = training.step_of(model, attentions, kwargs, batch, tokens, loss)
         if step is None:
@@ -97,8 +110,6 @@ def prepare_forward(model, args: tuple, kwargs: dict):
     if model._custom_pypto.context_parallel and tokens > 1:
         step, kwargs = context_parallel.share(model, step, kwargs)
         positions = None if positions is None else step.own(positions, -1)
-    if compiled is not None:
-        step = step._replace(regions=compiled)
     return (), kwargs | arguments(model, attention, positions, step, step.valid)
 
 
@@ -178,6 +189,7 @@ def prepare_cache_for_generation(
             "generate: cache_implementation must be None or 'dynamic' for a patched model, "
             f"got {kind!r}; omit it, or pass {CACHE}=models.PagedCache(...)"
         )
+    check_requests(model, generation_config, text_model(model)._custom_pypto.context_parallel)
     rows = batch_size * max(generation_config.num_beams, generation_config.num_return_sequences)
     if virtual := virtual_tokens(model):
         check_peft()
@@ -211,6 +223,17 @@ def prepare_cache_for_generation(
     type(model)._prepare_cache_for_generation(
         model, generation_config, model_kwargs, generation_mode, batch_size, max_length
     )
+
+
+def prepare_position_ids_for_generation(model, inputs: Tensor, model_kwargs: dict) -> Tensor:
+    """The positions of ``generate()``, if the caller gave none. Upstream counts on from the last;
+    where windows follow the count of real tokens, a row of padding alone ends before the first."""
+    positions = type(model)._prepare_position_ids_for_generation(model, inputs, model_kwargs)
+    mask, text = model_kwargs.get("attention_mask"), text_model(model)
+    attention = next(iter(patched_attentions(text).values()))
+    if attention.counts_positions and isinstance(mask, Tensor) and mask.shape == positions.shape:
+        positions = positions.masked_fill(~mask.bool().any(1, keepdim=True), -1)
+    return positions
 
 
 def virtual_tokens(model) -> int:

@@ -349,4 +349,15 @@ def with_field(output_class: type) -> type:
     """This class of outputs with a field for the loss: transformers rebuilds outputs from their
     fields."""
     fields = [(NAME, Tensor | None, None)]
-    return dataclasses.make_dataclass(output_class.__name__, fields, bases=(output_class,))
+
+    def reduced(output: ModelOutput) -> tuple:
+        # pickle finds classes by module and name, and this one has neither
+        return output_with_loss, (output_class, {**output})
+
+    return dataclasses.make_dataclass(
+        output_class.__name__, fields, bases=(output_class,), namespace={"__reduce__": reduced}
+    )
+
+
+def output_with_loss(output_class: type, items: dict) -> ModelOutput:
+    return with_field(output_class)(**items)

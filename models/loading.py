@@ -237,9 +237,10 @@ def bytes_of_rank(
         plan: how ranks share it; None: one process has it all.
     """
     parts = dict.fromkeys(shared_parameters(model, plan), plan.tp_size) if plan else {}
+    state = model.state_dict(keep_vars=True)
+    once = {id(tensor): name for name, tensor in reversed(state.items())}  # a tied head
     return sum(
-        tensor.numel() * dtypes[name].itemsize // parts.get(name, 1)
-        for name, tensor in model.state_dict().items()
+        state[name].numel() * dtypes[name].itemsize // parts.get(name, 1) for name in once.values()
     )
 
 

@@ -13,14 +13,17 @@ from .one_op import Head
 from .patched import patched_attentions, text_model, upstream_class
 from .projection import change_class, is_sharded
 from .regions import Regions, get_compiled_call, valid_auto_compile_criteria
+from .sharing import gather_sharded_state_dict_for_save
 
-# of generate(), which a patched model has in place of its class's
+# of generate() and save_pretrained(), which a patched model has in place of its class's
 METHODS = {
     "_extract_generation_mode_kwargs": generation.extract_generation_mode_kwargs,
     "_prepare_cache_for_generation": generation.prepare_cache_for_generation,
+    "_prepare_position_ids_for_generation": generation.prepare_position_ids_for_generation,
     "create_masks_for_generate": generation.create_masks_for_generate,
     "_valid_auto_compile_criteria": valid_auto_compile_criteria,
     "get_compiled_call": get_compiled_call,
+    "gather_sharded_state_dict_for_save": gather_sharded_state_dict_for_save,
 }
 
 
@@ -66,6 +69,10 @@ class Patch:
         for name, method in METHODS.items():
             setattr(model, name, partial(method, model))
         text._custom_pypto = self
+
+    def __getstate__(self) -> dict:
+        # compiled functions are of this process; the next compiled generate() makes others
+        return vars(self) | {"regions": None}
 
     def undo(self, model) -> None:
         text = text_model(model)

@@ -5,18 +5,18 @@ depends on the number of the layer.
 """
 
 import copy
-from dataclasses import dataclass
+from contextvars import ContextVar
 
 import torch
 from torch import nn
 from torch._dynamo import OptimizedModule
+from torch.nn.modules.module import _has_any_global_hook
 from transformers import CompileConfig, GenerationConfig
 
+from . import calls
 from .cache import Step
 from .patched import patched_attentions, text_model
 
-#: argument of a forward whose layers are compiled
-NAME = "custom_pypto_regions"
 # all layers of all models in a process share a function of Dynamo's. A graph is for a kind of
 # layers, sizes of a cache that are fixed or symbolic, and a mode of autograd
 MOST_GRAPHS = 64
@@ -46,41 +46,45 @@ def get_compiled_call(model, compile_config: CompileConfig | None):
     """The call of ``model`` in a compiled decode step of ``generate()``."""
     if not compiles_layers(model, compile_config):
         return type(model).get_compiled_call(model, compile_config)
-    patch = text_model(model)._custom_pypto
-    if patch.regions is None or patch.regions.config != compile_config:
-        patch.regions = Regions(compile_config)
-    patch.regions.reach(text_model(model))
+    text = text_model(model)
+    regions = text._custom_pypto.regions
+    if regions is None or regions.config != compile_config:
+        text._custom_pypto.regions = regions = Regions(text, compile_config)
+    regions.reach()
 
     def call(*args, **kwargs):
-        with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
-            return model(*args, **kwargs, **{NAME: patch.regions})
+        token = _of_call.set(regions)
+        try:
+            with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS):
+                return model(*args, **kwargs)
+        finally:
+            _of_call.reset(token)
 
     return call
 
 
 class Regions:
-    """Compiles layers as ``config`` says.
+    """Compiles the layers of a text model as ``config`` says.
 
     Where mode is ``"reduce-overhead"``, CompileConfig's default, a graph calls its kernels from
     C++: CPUs have no CUDA graphs, for which the mode stands elsewhere.
     """
 
-    def __init__(self, config: CompileConfig):
-        self.config = copy.copy(config)
+    def __init__(self, text: nn.Module, config: CompileConfig):
+        self.text, self.config = text, copy.copy(config)
         options = config.to_dict()
         if options["mode"] == "reduce-overhead" and options["backend"] == "inductor":
             own = {"cpp_wrapper": True, "cpp.min_chunk_size": FEWEST_ELEMENTS}
             options |= {"mode": None, "options": {**own, **(config.options or {})}}
         self.call = torch.compile(call_layer, **options)
 
-    @staticmethod
-    def reach(text) -> None:
-        """Lets the layers of a text model look for their regions, but those that are compiled
-        already."""
-        for i, attention in patched_attentions(text).items():
-            layer = text.layers[i]
-            if layer._compiled_call_impl is None and not isinstance(layer, OptimizedModule):
-                layer._compiled_call_impl = LayerCall(layer, attention)
+    def reach(self) -> None:
+        """Lets the layers look for their regions, but those that are compiled already."""
+        for i, attention in patched_attentions(self.text).items():
+            layer = self.text.layers[i]
+            own = isinstance(found := layer._compiled_call_impl, LayerCall)
+            if own or (found is None and not isinstance(layer, OptimizedModule)):
+                layer._compiled_call_impl = LayerCall(self.text, layer, attention)
 
     @staticmethod
     def leave(text) -> None:
@@ -89,21 +93,33 @@ class Regions:
                 layer._compiled_call_impl = None
 
 
-@dataclass
-class LayerCall:
-    """What torch calls in place of ``nn.Module._call_impl``."""
+# of the forward that this thread is in
+_of_call: ContextVar[Regions | None] = ContextVar("custom_pypto.regions", default=None)
 
-    layer: nn.Module
-    attention: nn.Module
+
+class LayerCall:
+    """What torch calls in place of ``nn.Module._call_impl``.
+
+    A graph has no hooks: torch guards on none, and so a layer would run those of the layer from
+    which the graph was made. And a recorded or replayed selection is of one layer alone. Such
+    layers run as they are.
+    """
+
+    def __init__(self, text: nn.Module, layer: nn.Module, attention: nn.Module):
+        self.text, self.layer, self.attention = text, layer, attention
+        kinds = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+        #: of every module, and filled by every later hook
+        self.hooks = [vars(module)[kind] for module in layer.modules() for kind in kinds]
 
     def __call__(self, *args, **kwargs):
+        regions = None if torch.compiler.is_compiling() else _of_call.get()
         step = kwargs.get("attention_mask")
-        # a recorded or replayed selection is of this layer alone
-        if not isinstance(step, Step) or step.regions is None or "attend" in vars(self.attention):
+        compiles = regions is not None and regions.text is self.text and isinstance(step, Step)
+        if not compiles or calls.NAME in kwargs or any(self.hooks) or _has_any_global_hook():
             return self.layer._call_impl(*args, **kwargs)
         _, rows = step.of_call(self.attention)
-        kwargs["attention_mask"] = step._replace(layer=rows, regions=None)
-        return step.regions.call(self.layer, args, kwargs)
+        kwargs["attention_mask"] = step._replace(layer=rows)
+        return regions.call(self.layer, args, kwargs)
 
 
 def call_layer(layer: nn.Module, args: tuple, kwargs: dict):

@@ -5,15 +5,16 @@ them and the model in training. Selection is discontinuous: with other weights, 
 token may attend to other positions, and the probabilities differ by more than the policies.
 """
 
+import copy
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from .cache import Step
+from .calls import Context, entered
 from .patch import patch_of
 from .patched import CACHE, patched_attentions, text_model
 
@@ -47,14 +48,11 @@ def record_indices(model: PreTrainedModel) -> Iterator[Record]:
         ValueError: from a forward whose cache has tokens from before or of other sequences, or
             whose sequences have changed places, as in beam search.
     """
-    record: dict[int, list[Tensor]] = {}
-    with ExitStack() as stack:
-        for layer, attention in with_indexer("record_indices", model).items():
-            record[layer] = []
-            attend = partial(recording, attention.attend, record[layer])
-            stack.enter_context(replaced(attention, "attend", attend))
+    recording = Recording(text_model(model), with_indexer("record_indices", model))
+    record: Record = {}
+    with entered(recording):
         yield record
-    for layer, parts in record.items():
+    for layer, parts in recording.parts.items():
         record[layer] = torch.cat(parts, 1) if parts else torch.empty(0, 0, 0, dtype=torch.int32)
 
 
@@ -75,14 +73,8 @@ def replay_indices(model: PreTrainedModel, record: Record) -> Iterator[None]:
         TypeError: the model is not patched.
         ValueError: ``record`` is of another model; or, from a forward, of other tokens.
     """
-    attentions = with_indexer("replay_indices", model)
-    check_record(record, attentions)
-    with ExitStack() as stack:
-        for layer, attention in attentions.items():
-            attend = partial(replaying, attention.attend, record[layer])
-            dense = partial(replaying_upstream, attention, attention.dense, record[layer])
-            stack.enter_context(replaced(attention, "attend", attend))
-            stack.enter_context(replaced(attention, "dense", dense))
+    check_record(record, with_indexer("replay_indices", model))
+    with entered(Replay(text_model(model), record)):
         yield
 
 
@@ -114,58 +106,58 @@ def check_record(record: Record, attentions: dict[int, nn.Module]) -> None:
             )
 
 
-@contextmanager
-def replaced(module: nn.Module, name: str, method) -> Iterator[None]:
-    """Gives this module another method; contexts may be nested."""
-    outer = vars(module).get(name)
-    setattr(module, name, method)
-    try:
-        yield
-    finally:
-        if outer is None:
-            delattr(module, name)
-        else:
-            setattr(module, name, outer)
+class Recording(Context):
+    def __init__(self, text: nn.Module, layers: dict[int, nn.Module]):
+        super().__init__(text)
+        self.parts: dict[int, list[Tensor]] = {layer: [] for layer in layers}
+
+    def taken(self, attention: nn.Module, step: Step, indices: Tensor) -> None:
+        parts = self.parts[attention.layer_idx]
+        indices, before = step.whole(indices), int(step.sequences.seen)
+        recorded = sum(part.size(1) for part in parts)
+        if before > recorded or (before and len(parts[0]) != len(indices)):
+            raise ValueError(
+                f"record_indices: {CACHE} must be empty, or hold the recorded tokens, "
+                f"[{len(parts[0]) if parts else 0}, {recorded}]; got one with "
+                f"{[len(indices), before]}"
+            )
+        if before and step.sequences.exchanged:
+            raise ValueError(
+                "record_indices: sequences must keep their places in the cache, got an exchange, "
+                "as of beam search; generate without num_beams, or record a forward of its result"
+            )
+        if before < recorded:  # the cache was cropped, or is another one
+            parts[:] = [torch.cat(parts, 1)[:, :before]] if before else []
+        parts.append(indices.squeeze(2))
 
 
-def recording(attend, parts: list[Tensor], hidden_states, position_embeddings, step: Step, *args):
-    """``attend``; appends its positions to ``parts``."""
-    output, own = attend(hidden_states, position_embeddings, step, *args)
-    indices, before = step.whole(own), int(step.sequences.seen)
-    recorded = sum(part.size(1) for part in parts)
-    if before > recorded or (before and len(parts[0]) != len(indices)):
-        raise ValueError(
-            f"record_indices: {CACHE} must be empty, or hold the recorded tokens, "
-            f"[{len(parts[0]) if parts else 0}, {recorded}]; got one with {[len(indices), before]}"
-        )
-    if before and step.sequences.exchanged:
-        raise ValueError(
-            "record_indices: sequences must keep their places in the cache, got an exchange, as of "
-            "beam search; generate without num_beams, or record a forward of its result"
-        )
-    if before < recorded:  # the cache was cropped, or is another one
-        parts[:] = [torch.cat(parts, 1)[:, :before]] if before else []
-    parts.append(indices.squeeze(2))
-    return output, own
+class Replay(Context):
+    def __init__(self, text: nn.Module, record: Record):
+        super().__init__(text)
+        self.record = record
+
+    def given(self, attention: nn.Module, step: Step) -> Tensor:
+        recorded, first = self.record[attention.layer_idx], int(step.sequences.seen)
+        batch, tokens = len(step.valid), step.count()
+        if batch != recorded.size(0) or first + tokens > recorded.size(1):
+            raise ValueError(
+                f"replay_indices: the forward must stay within the {list(recorded.shape[:2])} "
+                f"tokens [B, T] of the record, got tokens {first} to {first + tokens} of {batch} "
+                "sequences"
+            )
+        return step.own(recorded[:, first : first + tokens]).unsqueeze(2)
+
+    def upstream(self, attention: nn.Module, hidden_states: Tensor, mask: Tensor) -> nn.Module:
+        recorded = self.record[attention.layer_idx]
+        columns = columns_of(attention, recorded, hidden_states, mask)
+        [name] = [name for name, x in attention.named_modules() if x is attention.indexer]
+        return with_other(attention, name, Selected(columns))
 
 
-def replaying(attend, recorded: Tensor, hidden_states, position_embeddings, step: Step, *args):
-    """``attend`` to the recorded positions of the new tokens."""
-    batch, tokens = len(hidden_states), step.count()
-    first = int(step.sequences.seen)
-    if batch != recorded.size(0) or first + tokens > recorded.size(1):
-        raise ValueError(
-            f"replay_indices: the forward must stay within the {list(recorded.shape[:2])} tokens "
-            f"[B, T] of the record, got tokens {first} to {first + tokens} of {batch} sequences"
-        )
-    indices = step.own(recorded[:, first : first + tokens]).unsqueeze(2)
-    return attend(hidden_states, position_embeddings, step, indices)
-
-
-def replaying_upstream(
-    attention, dense, recorded: Tensor, hidden_states, position_embeddings, mask: Tensor, **kwargs
-):
-    """The upstream forward of ``attention`` with the recorded positions as its indexer's result."""
+def columns_of(
+    attention: nn.Module, recorded: Tensor, hidden_states: Tensor, mask: Tensor
+) -> Tensor:
+    """The recorded positions as the result of upstream's indexer."""
     if hidden_states.shape[:2] != recorded.shape[:2]:
         raise ValueError(
             "replay_indices: on the upstream path a forward must have the "
@@ -184,6 +176,31 @@ def replaying_upstream(
             f"{padding.tolist()} tokens of padding on the left"
         )
     columns = torch.where(exists, recorded + padding[:, None, None], -1).int()
-    columns = attention.upstream_indices(columns)
-    with replaced(attention.indexer, "forward", lambda *args, **kwargs: columns):
-        return dense(hidden_states, position_embeddings, mask, **kwargs)
+    return attention.upstream_indices(columns)
+
+
+class Selected(nn.Module):
+    """An indexer that selects these ``columns``."""
+
+    def __init__(self, columns: Tensor):
+        super().__init__()
+        self.columns = columns
+
+    def forward(self, *args, **kwargs) -> Tensor:
+        return self.columns
+
+
+def with_other(module: nn.Module, name: str, other: nn.Module) -> nn.Module:
+    """A module with the parts of ``module``, but ``other`` under this dotted name."""
+    first, _, rest = name.partition(".")
+    twin, part = copy.copy(module), other
+    if rest:
+        part = with_other(module.get_submodule(first), rest, other)
+        if "forward" in vars(part):
+            raise TypeError(
+                f"replay_indices: the {first} must have its own forward on the upstream path, got "
+                "a replaced one (offloaded by accelerate?), which would select; load the model "
+                "without device_map, or replay in evaluation mode"
+            )
+    twin._modules = module._modules | {first: part}
+    return twin

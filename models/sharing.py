@@ -184,24 +184,57 @@ def facts_of_files(config, tensors: dict) -> dict[str, object]:
         tensors: dtype and shape on disk, after the file, by name.
     """
     versions = {"torch": torch, "transformers": transformers, "custom_pypto": custom_pypto}
-    keys = {f"{name} of config.json": value for name, value in config.to_dict().items()}
-    keys.pop("_name_or_path of config.json", None)
     return (
         {f"the version of {name}": module.__version__ for name, module in versions.items()}
-        | keys
+        | facts_of_config(config, "config.json")
         | {name: f"{dtype} {shape}" for name, (_, dtype, shape) in tensors.items()}
     )
 
 
-def facts_of_weights(model: nn.Module) -> dict[str, object]:
-    """A checksum for each tensor that every rank has whole, of values from all parts of it."""
+def facts_of_config(config, title: str) -> dict[str, object]:
+    """The values of a config, but those that tell where it is from.
+
+    Args:
+        title: what messages call it.
+    """
+    values = config.to_dict().items()
+    return {f"{x} of {title}": y for x, y in values if x not in ("_name_or_path", "_commit_hash")}
+
+
+def check_requests(model: nn.Module, generation_config, tokens: bool) -> None:
+    """Rejects a ``generate()`` of ranks that share a model, or prompts, with other arguments: the
+    ranks would go on with other tokens, or one would wait for those that have stopped.
+
+    Args:
+        tokens: they share prompts.
+    Raises:
+        ConnectionError: a rank has ended or hangs.
+        ValueError: names the value.
+    """
+    weights = dist.is_initialized() and (model._tp_size or 1) == dist.get_world_size() > 1
+    if not (tokens or weights):
+        return
+    facts = facts_of_config(generation_config, "generation_config")
+    facts = {name: str(x) for name, x in facts.items() if not name.startswith("_")}
+    if tokens:  # a forward compares the rest
+        facts |= {"dtype of the model": str(model.dtype)}
+        facts |= facts_of_weights(model.get_output_embeddings(), "the head's ")
+    check_agreement("generate", facts, "ranks that share a model make the same calls")
+
+
+def facts_of_weights(model: nn.Module, owner: str = "") -> dict[str, object]:
+    """A checksum for each tensor that every rank has whole, of values from all parts of it.
+
+    Args:
+        owner: what messages put before the name of a tensor.
+    """
     facts: dict[str, object] = {}
     for name, tensor in model.state_dict().items():
         if not isinstance(tensor, DTensor):
             values = tensor.detach().flatten()
             sample = values[:: len(values) // SAMPLED + 1].clone().cpu().view(torch.uint8)
             places = torch.arange(1, len(sample) + 1)
-            facts[f"a checksum of {name}"] = int((sample * places).sum())
+            facts[f"a checksum of {owner}{name}"] = int((sample * places).sum())
     return facts
 
 
@@ -223,3 +256,21 @@ def shared_parameters(model: nn.Module, plan: DistributedConfig) -> set[str]:
         if style in SHARDED:
             found.add(name)
     return found
+
+
+def gather_sharded_state_dict_for_save(
+    model: nn.Module, model_to_save: nn.Module, state: dict[str, torch.Tensor], *args, **kwargs
+) -> dict[str, torch.Tensor]:
+    """Of transformers' ``save_pretrained``, which finds tied tensors by their memory: their whole
+    copies are tied, too, else it would write a tied head twice."""
+    whole = type(model).gather_sharded_state_dict_for_save(
+        model, model_to_save, state, *args, **kwargs
+    )
+    first: dict[tuple, str] = {}
+    for name, tensor in state.items():
+        if isinstance(tensor, DTensor) and name in whole:
+            local = tensor.to_local()
+            if local.numel():
+                memory = local.data_ptr(), local.shape, local.stride()
+                whole[name] = whole[first.setdefault(memory, name)]
+    return whole

@@ -149,13 +149,13 @@ def step_of(
             raise ValueError(f"patched model: {REENTRANT}")
     try:
         device = device_of(model, by_layer)
-        problem = obstacle(model, by_layer, device, kwargs, batch, tokens)
-        if not problem:
-            attentions[0].check(by_layer)
-    except (TypeError, ValueError) as error:
+        attentions[0].check(by_layer)
+    except (TypeError, ValueError) as error:  # of modules that the ops would bypass
         if option == "ops":
             raise
         problem = str(error)
+    else:
+        problem = obstacle(model, by_layer, device, kwargs, batch, tokens)
     if problem and option == "auto":
         tell_once(model, problem)
         return None

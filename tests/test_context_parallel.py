@@ -1,5 +1,7 @@
 """Ranks that share prompts compute what one process computes, and end with its cache."""
 
+import re
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,7 +15,7 @@ from training_harness import TOKENS, TOLERANCES, assert_near, checkpointed, pack
 from custom_pypto import models
 from custom_pypto.models import CACHE
 from custom_pypto.models.latent_attention import LatentAttention
-from custom_pypto.models.patched import text_model
+from custom_pypto.models.patched import patched_attentions, text_model
 
 LATENT = [kind for kind in ALL_KINDS if kind not in ("deepseek_v4", "glm5_next")]
 PADS = (0, 9)
@@ -111,6 +113,62 @@ def of_one_forward(rank: int, folder: Path, seen: dict):
     seen["other sizes"] = failure(lambda: model(other[:, : 40 + rank]))
     everything = {"output_hidden_states": True}
     seen["hidden states"] = failure(lambda: model(token_ids(1, 64), **everything))
+    for name, (change, _) in DIFFERENCES.items():
+        model = tiny_model().bfloat16()
+        models.use_custom_pypto(model, context_parallel=True)
+        assert not failure(lambda model=model: model(token_ids(1, 64)))
+        call = change(model) if rank else None
+        seen[name] = failure(call or partial(generated, model))
+
+
+def generated(model, **options):
+    model.generate(token_ids(1, 64), **({"max_new_tokens": 4, "do_sample": False} | options))
+
+
+def with_other_topk(model):
+    for attention in patched_attentions(text_model(model)).values():
+        attention.indexer.index_topk = 4
+
+
+def with_other_config(model):
+    model.config.rms_norm_eps = 0.1
+
+
+def in_float16(model):
+    models.use_custom_pypto(model.half(), context_parallel=True)
+
+
+def with_another_router(model):
+    model.model.layers[1].mlp.gate.weight.data.neg_()
+
+
+def with_another_head(model):
+    model.lm_head.weight.data.neg_()
+
+
+def with_an_int8_cache(model):
+    return partial(generated, model, cache=models.PagedCache(model, 1, 68, **INT8))
+
+
+# what rank 1 does to its model, and calls in place of generated(); what every rank says
+DIFFERENCES = {
+    "index_topk": (with_other_topk, "index_topk of layer 0 must be equal .* got 8 .* and 4"),
+    "config": (with_other_config, "rms_norm_eps of the config must be equal on all ranks"),
+    "dtype": (
+        in_float16,
+        "dtype of the model must be equal .* got 'torch.bfloat16' .* 'torch.float16'",
+    ),
+    "weight": (
+        with_another_router,
+        r"a checksum of layers\.1\.mlp\.gate\.weight must be equal on all ranks",
+    ),
+    "head": (with_another_head, "a checksum of the head's weight must be equal on all ranks"),
+    "format": (with_an_int8_cache, "dtype of index in the cache must be equal .*int8"),
+    "request": (
+        lambda model: partial(generated, model, max_new_tokens=5),
+        "max_length of generation_config must be equal on all ranks, got '68' .* '69'",
+    ),
+}
 
 
 def alone(kind: str, seed: int) -> dict:
@@ -182,6 +240,12 @@ def test_ranks_with_other_prompts_or_requests_say_so(shared):
         assert "input_ids must be equal on all ranks, got " in rank["other ids"]
         assert "tokens [B, S] must be equal on all ranks, got [1, 40] on " in rank["other sizes"]
         assert "output_hidden_states must be False" in rank["hidden states"]
+
+
+@pytest.mark.parametrize("name", DIFFERENCES)
+def test_ranks_with_other_models_say_so(shared, name):
+    for rank in shared[1]:
+        assert re.search(DIFFERENCES[name][1], rank[name])
 
 
 @pytest.mark.parametrize("kind", ["deepseek_v4", "glm5_next"])

@@ -31,6 +31,7 @@ CASES = {
     "deepseek_v4-fp4": ("published deepseek_v4", ALONE, dict(weights="stored")),
     "glm_moe_dsa-int4-heads": ("glm_moe_dsa", BOTH, dict(weights={"experts": "int4"})),
     "deepseek_v4-saved": ("saved deepseek_v4", ALONE, {}),
+    "deepseek_v32-tied": ("tied deepseek_v32", BOTH, {}),
 }
 EVERY_RUN = len(CASES)
 CASES |= {kind: (kind, ALONE, {}) for kind in ALL_KINDS}
@@ -52,8 +53,8 @@ def load(folder, case, ranks=True):
 
 
 def write(folder, checkpoint):
-    """A checkpoint of random weights: as transformers saves it, as it is published, or as a model
-    in int8 is saved."""
+    """A checkpoint of random weights: as transformers saves it, with a tied head, as it is
+    published, or as a model in int8 is saved."""
     if (folder / checkpoint).exists():
         return
     form, _, kind = checkpoint.rpartition(" ")
@@ -64,7 +65,8 @@ def write(folder, checkpoint):
         saved = models.load(folder / kind, dtype=torch.float32, weights="int8")
         saved.save_pretrained(folder / checkpoint)
     else:
-        tiny_model(kind, **HEADS.get(kind, {})).save_pretrained(folder / checkpoint)
+        changes = HEADS.get(kind, {}) | ({"tie_word_embeddings": True} if form == "tied" else {})
+        tiny_model(kind, **changes).save_pretrained(folder / checkpoint)
 
 
 @torch.no_grad()
@@ -120,7 +122,8 @@ def work(rank: int, folder: Path, cases: list[str]):
         for (name, _), size in parts.items():
             read[name] += size
         save(model, folder / CASES[case][0], folder / "saved again")
-        state = model.state_dict().items()
+        tied = {"lm_head.weight"} if model.config.get_text_config().tie_word_embeddings else set()
+        state = [(name, x) for name, x in model.state_dict().items() if name not in tied]
         seen[case] = {
             "computed": computed(model, ids[case]),
             "read": read,

@@ -6,8 +6,23 @@ import tempfile
 import pytest
 import torch
 from model_harness import TOLERANCES, no_grad_and_one_thread  # noqa: F401
-from peft import PrefixTuningConfig, PromptTuningConfig, get_peft_model
-from tiny import ALL_KINDS, KINDS, OWN, clear_case, tiny_model, token_ids
+from peft import (
+    LoraConfig,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    get_peft_model,
+    inject_adapter_in_model,
+)
+from tiny import (
+    ALL_KINDS,
+    KINDS,
+    OWN,
+    clear_case,
+    representatives,
+    tiny_model,
+    token_ids,
+)
+from training_harness import assert_near
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from custom_pypto import models
@@ -23,6 +38,30 @@ OLD_PEFT = numbers(installed_version("peft")) < numbers(MIN_PEFT_VERSION)
 def pair(kind, **options):
     upstream = tiny_model(kind)
     return upstream, models.use_custom_pypto(copy.deepcopy(upstream), **options)
+
+
+# ---- gradients in evaluation mode -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "names", ["q(_a)?_proj", "q(_b|_gate)?_proj", "kv(_b)?_proj", "o(_b)?_proj"]
+)
+@pytest.mark.parametrize("kind", representatives(ALL_KINDS))
+def test_adapters_of_any_one_projection_have_gradients_in_evaluation_mode(kind, names):
+    """Those of queries leave the keys of a cache without one."""
+    upstream, ids = tiny_model(kind), token_ids(2, 24)
+    torch.manual_seed(3)
+    lora = LoraConfig(r=4, target_modules=rf".*self_attn\.{names}", init_lora_weights=False)
+    inject_adapter_in_model(lora, upstream, "lora")
+    for name, parameter in upstream.named_parameters():
+        parameter.requires_grad_("lora" in name)
+    gradients = []
+    for model in (upstream, models.use_custom_pypto(copy.deepcopy(upstream))):
+        with torch.enable_grad():
+            model(ids, labels=ids, use_cache=False).loss.backward()
+        gradients.append({n: p.grad for n, p in model.named_parameters() if p.grad is not None})
+    assert gradients[0] and gradients[0].keys() == gradients[1].keys()
+    assert_near(gradients[1], gradients[0], kind)
 
 
 # ---- generate() feeds more than max_length ----------------------------------------------------

@@ -212,6 +212,27 @@ def test_a_sequence_may_pause_where_no_layer_counts_padding(kind):
     torch.testing.assert_close(with_a_pause(patched, seed), want, rtol=0, atol=TOLERANCES[kind])
 
 
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_a_row_of_padding_alone_changes_no_other_row(kind):
+    model, ids = models.use_custom_pypto(tiny_model(kind), block_size=16), token_ids(3, 20)
+    mask = torch.ones_like(ids)
+    mask[0, :4], mask[1] = 0, 0
+    options = {"max_new_tokens": 6, "do_sample": False}
+    got = model.generate(ids, attention_mask=mask, **options)
+    others = torch.tensor([0, 2])
+    want = model.generate(ids[others], attention_mask=mask[others], **options)
+    assert torch.equal(got[others], want)
+    # what follows the padding is a sequence of its own
+    assert torch.equal(got[1, 20:], continued_alone(model, got[1, 20:21], 5))
+
+
+def continued_alone(model, first, tokens):
+    ids = first[None]
+    for _ in range(tokens):
+        ids = torch.cat([ids, model(ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
+    return ids[0]
+
+
 def test_an_interrupted_forward_leaves_no_padding():
     model, ids = models.use_custom_pypto(tiny_model(), block_size=16), token_ids(2, 30)
     cache = models.PagedCache(model, 2, 64)

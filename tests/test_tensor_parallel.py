@@ -82,6 +82,7 @@ def work(rank: int, folder: Path):
         ("layers", "deepseek_v32", {"num_hidden_layers": 2 + rank}),
         ("index_topk", f"index_topk {rank}", {}),
         ("values", f"values {rank}", {}),
+        ("stops", f"stops {rank}", {}),
     ]:
         for way in ("tensor_parallel", "expert_parallel"):
             call = functools.partial(models.load, folder / kind, **{way: True}, **options)
@@ -134,6 +135,8 @@ def shared(tmp_path_factory):
         model = tiny_model()
         model.model.layers[1].self_attn.kv_a_proj_with_mqa.weight.data += rank * 0.01
         model.save_pretrained(folder / f"values {rank}")
+        shutil.copytree(folder / "deepseek_v32", folder / f"stops {rank}")
+        edit_json(folder / f"stops {rank}" / "generation_config.json", eos_token_id=rank)
     tiny_config(num_attention_heads=3, num_key_value_heads=3).save_pretrained(folder / "3 heads")
     torch.save(ids, folder / "ids.pt")
     in_ranks(work, folder)
@@ -182,6 +185,7 @@ def test_ranks_that_load_different_things_say_so_before_the_first_layer(shared, 
             ("dtype", "dtype must be .* got torch.float32 on rank 0 and torch.bfloat16 on rank 1"),
             ("layers", "num_hidden_layers of config.json must be .* got 2 on rank 0 and 3 on rank"),
             ("index_topk", "index_topk of config.json must be equal on all ranks, got 8 on rank 0"),
+            ("stops", "eos_token_id of generation_config.json must be .* got 0 on rank 0 and 1 on"),
             ("values", r"a checksum of model.layers.1.self_attn.kv_a_proj_with_mqa.weight must be"),
         ]:
             assert re.search(f"^load: {message}", rank[name, way]), rank[name, way]

@@ -24,6 +24,7 @@ from training_harness import (
 from custom_pypto import models
 from custom_pypto.models import latent_attention
 from custom_pypto.models.latent_attention import LatentAttention
+from custom_pypto.models.training import TRAINING
 
 LOSSES = [None, "sparse", "dense"]
 # use_reentrant of checkpointing; None: without
@@ -81,6 +82,12 @@ def adapted(model, names):
     return model
 
 
+def assert_not_trained(model, name, seed):
+    """Upstream, too, an adapter gets the gradients of its rank's heads alone."""
+    with pytest.raises(TypeError, match=f"{name} of layer 0 must have no adapter while ranks"):
+        model(**batch_of(model, seed), use_cache=False)
+
+
 def work(rank: int, folder: Path, kind: str, way: dict, seed: int):
     latent_attention.CHECK_RANKS = True  # as CUSTOM_PYPTO_CHECK_RANKS=1 does at the import
     model = models.load(folder / kind, **way).train()
@@ -93,9 +100,12 @@ def work(rank: int, folder: Path, kind: str, way: dict, seed: int):
     adapted(model, WHOLE if way.keys() & HEADS.keys() else ADAPTED)
     seen["adapters", None] = losses_and_gradients(model, seed, None)
     if way == HEADS:
-        query = query_projection(kind)
-        with pytest.raises(TypeError, match=f"{query} of layer 0 must have no adapter while ranks"):
-            losses_and_gradients(adapted(models.load(folder / kind, **way), [query]), seed, None)
+        for name in (query_projection(kind), "kv_a_proj_with_mqa"):
+            for training in TRAINING:
+                tuned = models.use_custom_pypto(
+                    models.load(folder / kind, **way), training=training
+                )
+                assert_not_trained(adapted(tuned, [name]).train(), name, seed)
     torch.save(seen, folder / f"{rank}.pt")
 
 

@@ -44,8 +44,17 @@ class Sequences:
 
     def commit(self, lengths: Tensor, tokens: int) -> None:
         """Counts the tokens of a completed forward."""
-        self.lengths.copy_(lengths)
-        self.seen.add_(tokens)
+        self._count(lengths, self.seen + tokens)
+
+    def _count(self, *values: Tensor) -> None:
+        """Sets lengths, seen and, if given, written by one call. Ctrl-C strikes between calls,
+        and a cache that counts a token in one of them alone attends to a row it has forgotten."""
+        counts = [self.lengths, self.seen, self.written][: len(values)]
+        if torch.compiler.is_compiling():  # a graph is one call
+            for count, value in zip(counts, values, strict=True):
+                count.copy_(value)
+        else:
+            torch._foreach_copy_(counts, list(values))
 
     def check_room(self, tokens: int, max_cache_len: int) -> None:
         """Rejects ``tokens`` more per sequence that do not fit, or lack their window.
@@ -85,14 +94,13 @@ class Sequences:
             )
         columns = torch.arange(self.padding.size(1), device=left.device)
         not_counted = self.padding & (columns >= left) & (columns < self.seen)
-        self.lengths.add_(tokens_to_remove + not_counted.sum(1)).clamp_(min=0)
+        lengths = (self.lengths + tokens_to_remove + not_counted.sum(1)).clamp(min=0)
+        self._count(lengths, left, self.written * (left > 0))
+        # after that: what is known of tokens that do not count changes nothing
         self.padding = self.padding & (columns < left)
-        self.seen.copy_(left)
-        self.written.mul_(left > 0)
 
     def reset(self) -> None:
-        for length in (self.lengths, self.seen, self.written):
-            length.zero_()
+        self._count(*map(torch.zeros_like, (self.lengths, self.seen, self.written)))
         self.padding = self.padding[:, :0]
         self.exchanged = False
 

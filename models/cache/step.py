@@ -35,7 +35,6 @@ class Step(NamedTuple):
     position_ids: Tensor  # [B, tokens] int64 of the caller, or upstream's default
     slots: Tensor | None  # of new tokens, in pools with a row per token; see Store.slots
     pieces: tuple | None = None  # of a prompt that ranks share: context_parallel.Pieces
-    regions: object | None = None  # that compile the layers: regions.Regions
     layer: PagedLayer | None = None  # inside a compiled layer: its rows
 
     # no properties: torch 2.10 cannot compile those of a NamedTuple

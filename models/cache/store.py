@@ -11,7 +11,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from custom_pypto.rows import IndexRows, LatentRows
 from custom_pypto.rows.expanded import FEWEST_TOKENS, Heads, attend_expanded
 
-from ..absorbed import absorbed_query, of_heads
+from ..absorbed import absorbed_query, constant_keys, of_heads
 from ..memory import empty, free_memory, is_readable, is_transformed
 from .layout import EVERY_TOKEN, Row, RowLayout
 
@@ -138,7 +138,7 @@ class Store:
         others = {} if heads.sinks is None else {"sinks": heads.sinks}  # of some architectures
         query = absorbed_query(heads.q_nope, heads.weight)
         output = self.latents.attend(
-            pools,
+            constant_keys(pools, query),
             query,
             heads.q_rope,
             indices,

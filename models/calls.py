@@ -1,0 +1,68 @@
+"""What a thread has open around its forwards. Other threads call the same model, so none of it
+stands on a module: the hook of the text model passes it to the layers of its own forward.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor, nn
+
+from .cache import Step
+
+#: argument of the layers in a forward inside of contexts
+NAME = "custom_pypto_contexts"
+
+
+class Context:
+    """Follows or replaces what the layers with an indexer select, in forwards of a text model."""
+
+    def __init__(self, text: nn.Module):
+        self.text = text
+
+    def given(self, attention: nn.Module, step: Step) -> Tensor | None:
+        """The indices to which the new tokens of ``step`` attend; None: the layer selects."""
+        return None
+
+    def taken(self, attention: nn.Module, step: Step, indices: Tensor) -> None:
+        """Gets the indices to which they attended."""
+
+    def upstream(
+        self, attention: nn.Module, hidden_states: Tensor, mask: Tensor
+    ) -> nn.Module | None:
+        """What stands in for ``attention`` on the upstream path; None: nothing does."""
+        return None
+
+
+_of_thread: ContextVar[tuple[Context, ...]] = ContextVar("custom_pypto.contexts", default=())
+# of all threads: torch.compile knows no context variables, but guards on a list
+_open: list[Context] = []
+
+
+@contextmanager
+def entered(context: Context) -> Iterator[None]:
+    """Inside, ``context`` is around the forwards of this thread, or task of asyncio. Contexts that
+    are left in another order than they were entered in leave nothing behind."""
+    _open.append(context)
+    _of_thread.set((*_of_thread.get(), context))
+    try:
+        yield
+    finally:
+        _open.remove(context)
+        _of_thread.set(_still_open())
+
+
+def around(text: nn.Module) -> tuple[Context, ...]:
+    """The contexts around a forward of this text model, from the outermost on."""
+    return _around(text) if _open else ()
+
+
+@torch.compiler.disable(reason="a graph knows no contexts of Python's threads")
+def _around(text: nn.Module) -> tuple[Context, ...]:
+    return tuple(context for context in _still_open() if context.text is text)
+
+
+def _still_open() -> tuple[Context, ...]:
+    # another thread may have left one
+    return tuple(context for context in _of_thread.get() if context in _open)
