@@ -6,6 +6,7 @@ import runpy
 import sys
 
 import pytest
+import transformers
 from repository import REPOSITORY
 
 EXAMPLES = sorted(
@@ -27,7 +28,8 @@ def run(monkeypatch, capsys):
         printed = capsys.readouterr()
         return end.value.code, printed.out + printed.err
 
-    return run
+    yield run
+    transformers.utils.logging.enable_progress_bar()  # programs whose output is piped have none
 
 
 @pytest.mark.parametrize("script", EXAMPLES)
