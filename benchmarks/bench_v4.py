@@ -24,6 +24,7 @@ from transformers.masking_utils import create_sliding_window_causal_mask
 
 from custom_pypto import models
 from custom_pypto.models import CACHE
+from custom_pypto.models.cache.store import slots
 from custom_pypto.rows.parts import write
 
 KINDS = {
@@ -97,8 +98,8 @@ def fill_paged(cache: models.PagedCache, attention, tokens: int) -> None:
 
     def put(name: str, rows: Tensor, values: Tensor) -> None:
         space = layer.layouts[name]
-        slots = cache.store.slots(space, rows[None], torch.ones_like(rows[None], dtype=torch.bool))
-        write(layer.pools[name], slots, values)
+        every = torch.ones_like(rows[None], dtype=torch.bool)
+        write(layer.pools[name], slots(cache.tables[space], space, rows[None], every), values)
 
     window, ring = attention.sliding_window - 1, layer.layouts["kv"].ring
     put("kv", torch.arange(tokens - window, tokens) % ring, random(1, window, 512, seed=1))

@@ -112,11 +112,11 @@ class PatchedAttention:
             position_embeddings: of the upstream model.
             indices: of an earlier layer or a record; None: this layer selects.
         """
-        step, layer = step.of_call(self)
+        layer = step.layer_of(self)
         cos, sin = self.angles(position_embeddings)
         self.write(hidden_states, cos, sin, step, layer)
         inputs, results = (hidden_states, cos, sin, indices), []
-        slices = step.slices(self.slice_tokens)
+        slices = step.slices(self.slice_tokens) if layer.in_slices else [step.own]
         for tokens in slices:
             of_slice = inputs
             if len(slices) > 1:

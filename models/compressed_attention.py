@@ -20,9 +20,8 @@ from custom_pypto.rows.parts import write
 from . import compression
 from .absorbed import constant_keys
 from .attention import SKIPPED, PatchedAttention, causal_pairs
-from .cache import TokenSlice
-from .cache.layout import RowLayout
-from .cache.store import PagedLayer
+from .cache import Tokens
+from .cache.store import PagedLayer, slots
 from .memory import is_transformed
 from .one_op import linear
 from .projection import brought_in
@@ -41,18 +40,19 @@ class CompressedAttention(PatchedAttention):
         cos: Tensor,
         sin: Tensor,
         indices: Tensor | None,
-        tokens: TokenSlice,
+        tokens: Tokens,
         layer: PagedLayer,
     ) -> tuple[Tensor, Tensor | None]:
         """Writes a slice, then attends: a longer slice would overwrite its own window in the ring.
         The second result has the selected compressed rows ``[B, S, 1, K]``, or is None."""
-        store, layout, pool = tokens.store, layer.layouts["kv"], layer.pools["kv"]
+        layout, pool = layer.layouts["kv"], layer.pools["kv"]
+        table = layer.tables[layout]
         kv = self.kv_norm(linear(self.kv_proj, x)).unsqueeze(2)
-        slots = store.slots(layout, tokens.positions % layout.ring, tokens.valid)
-        near = slots, self.rope(kv, cos, sin).flatten(0, -2)
+        own = slots(table, layout, tokens.positions % layout.ring, tokens.valid)
+        near = own, self.rope(kv, cos, sin).flatten(0, -2)
         # at once: torch.compile would copy a pool that a graph writes twice
-        slots, rows = zip(near, *self.complete_rows(x, layer, tokens), strict=True)
-        write(pool, torch.cat(slots), torch.cat(rows))
+        written, rows = zip(near, *self.complete_rows(x, layer, tokens), strict=True)
+        write(pool, torch.cat(written), torch.cat(rows))
         q_latent = self.q_a_norm(linear(self.q_a_proj, x))
         if indices is None and self.selects:
             indices = self.select(x, q_latent, cos, sin, tokens, layer)
@@ -64,10 +64,10 @@ class CompressedAttention(PatchedAttention):
             query.to(pool.dtype),
             constant_keys({"kv": pool}, query)["kv"],
             None,
-            self.sparse_indices(indices, tokens, layout).unsqueeze(2),
+            self.sparse_indices(indices, tokens, layer).unsqueeze(2),
             self.scaling,
             actual_seq_lengths_kv=(layout.ring + rows).int(),
-            block_table=store.tables[layout],
+            block_table=table,
             sparse_mode=0,
             sinks=self.sinks.float(),
         )
@@ -78,22 +78,20 @@ class CompressedAttention(PatchedAttention):
         return output, indices
 
     def complete_rows(
-        self, x: Tensor, layer: PagedLayer, tokens: TokenSlice
+        self, x: Tensor, layer: PagedLayer, tokens: Tokens
     ) -> list[tuple[Tensor, Tensor]]:
         """Writes the index rows that ``tokens`` complete, and returns the slots and compressed rows
         ``[., D]``, or nothing where the layer has none."""
         raise NotImplementedError
 
-    def sparse_indices(
-        self, indices: Tensor | None, tokens: TokenSlice, layout: RowLayout
-    ) -> Tensor:
+    def sparse_indices(self, indices: Tensor | None, tokens: Tokens, layer: PagedLayer) -> Tensor:
         """``[B, S, .]`` int32 rows of its sequence to which each token attends: its window, then
         compressed rows."""
-        count = 0
+        count, layout = 0, layer.layouts["kv"]
         if indices is not None:
             indices, count = indices.squeeze(2), indices.size(3)
         elif self.compressor is not None:  # every row; 0: a cache shorter than a window
-            count = tokens.store.tables[layout].size(1) * layout.block - layout.ring
+            count = layer.tables[layout].size(1) * layout.block - layout.ring
         if tokens.positions.is_cpu and not is_transformed():
             sizes = self.sliding_window, layout.ring, max(1, layout.ratio), count
             both = tokens.positions, tokens.valid
@@ -129,7 +127,7 @@ class CompressedAttention(PatchedAttention):
         q_latent: Tensor,
         cos: Tensor,
         sin: Tensor,
-        tokens: TokenSlice,
+        tokens: Tokens,
         layer: PagedLayer,
     ) -> Tensor:
         """``[B, S, 1, K]`` int32 rows of the index keys with the best scores."""
@@ -137,7 +135,7 @@ class CompressedAttention(PatchedAttention):
         query = linear(indexer.q_b_proj, q_latent).unflatten(-1, (-1, indexer.head_dim))
         query = self.rope(query, cos, sin)
         weights = score_weights(linear(indexer.scorer.weights_proj, x), indexer.head_dim)
-        return tokens.store.select_rows(layer, query, weights, indexer.index_topk, tokens.lengths)
+        return layer.select(query, weights, indexer.index_topk, tokens.lengths)
 
 
 def compress(
@@ -146,7 +144,7 @@ def compress(
     layer: PagedLayer,
     rows: str,
     state: str,
-    tokens: TokenSlice,
+    tokens: Tokens,
     x: Tensor,
 ) -> tuple[Tensor, Tensor]:
     """The slots and rows ``[., D]`` of upstream's compressor or indexer ``module`` for these
@@ -164,7 +162,7 @@ def compress(
     return compression.compress(layer, rows, state, tokens, new, bias, finish, module.training)
 
 
-def window(tokens: TokenSlice, size: int, ring: int) -> Tensor:
+def window(tokens: Tokens, size: int, ring: int) -> Tensor:
     """``[B, S, size]`` int32 rows in the ring of the last ``size`` tokens that each token sees."""
     seen = tokens.positions[..., None] - torch.arange(size, device=tokens.positions.device)
     exists = (seen >= 0) & tokens.valid[..., None]

@@ -15,9 +15,9 @@ from torch import Tensor
 from custom_pypto.rows.compressed import pooled
 from custom_pypto.rows.parts import write
 
-from .cache import Step, TokenSlice
+from .cache import Tokens
 from .cache.layout import RowLayout
-from .cache.store import PagedLayer
+from .cache.store import PagedLayer, slots
 from .one_op import takes
 
 # tokens that a sequence can forget, a ring's spare rows: more than speculative decoding drafts
@@ -34,7 +34,7 @@ def compress(
     layer: PagedLayer,
     rows: str,
     state: str,
-    step: Step | TokenSlice,
+    tokens: Tokens,
     new: Tensor,
     bias: Tensor,
     finish: Callable[[Tensor, Tensor], Tensor],
@@ -51,15 +51,15 @@ def compress(
         finish: rows ``[B, n, ., D]`` from float32 sums ``[B, n, D]`` and groups ``[B, n]``.
         training: without the op: a checkpointed layer runs once without gradients.
     """
-    store, layout, ring = step.store, layer.layouts[rows], layer.layouts[state]
+    layout, ring = layer.layouts[rows], layer.layouts[state]
     pool, width = layer.pools[state], layer.pools[rows].size(-1)
-    blocks = store.tables[ring][:, 0]
-    sums, groups, complete = completed(pool, blocks, new, bias, width, step, training)
-    slots = store.slots(layout, layout.ring + groups, complete)
+    table = layer.tables[ring]
+    sums, groups, complete = completed(pool, table[:, 0], new, bias, width, tokens, training)
+    own = slots(layer.tables[layout], layout, layout.ring + groups, complete)
     last = slice(max(0, new.size(1) - ring.ring), None)
-    positions, valid = step.positions[:, last], step.valid[:, last]
-    write(pool, store.slots(ring, positions % ring.ring, valid), new[:, last])
-    return slots, finish(sums, groups).flatten(0, -2)
+    positions, valid = tokens.positions[:, last], tokens.valid[:, last]
+    write(pool, slots(table, ring, positions % ring.ring, valid), new[:, last])
+    return own, finish(sums, groups).flatten(0, -2)
 
 
 def completed(
@@ -68,7 +68,7 @@ def completed(
     new: Tensor,
     bias: Tensor,
     width: int,
-    step: Step | TokenSlice,
+    tokens: Tokens,
     training: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The float32 sums ``[B, n, width]`` of all groups of the new tokens, the groups
@@ -82,27 +82,27 @@ def completed(
     rate, overlap = bias.size(0), bias.size(1) // width - 1
     count = -(-new.size(1) // rate)
     # int64 as positions: a comparison in a GE graph does not promote
-    start = step.start[:, None].long()
+    start = tokens.start[:, None].long()
     groups = start // rate + torch.arange(count, device=new.device)
     if not training and takes(new, pool):
-        bounds = step.start, step.lengths
+        bounds = tokens.start, tokens.lengths
         sums, complete = torch.ops.custom_pypto.pool_groups(
             pool, blocks, new, bias.float(), *bounds, width
         )
         return sums, groups, complete
-    lengths = step.lengths[:, None].long()
+    lengths = tokens.lengths[:, None].long()
     cached = pool[blocks].squeeze(2)
-    tokens = (groups[:, :1] - overlap) * rate
-    tokens = tokens + torch.arange((overlap + count) * rate, device=new.device)
+    number = (groups[:, :1] - overlap) * rate
+    number = number + torch.arange((overlap + count) * rate, device=new.device)
 
     ring, pads = cached.size(1), new.size(1) - (lengths - start)
-    source = torch.where(tokens < start, tokens % ring, ring + pads + tokens - start)
+    source = torch.where(number < start, number % ring, ring + pads + number - start)
     # only incomplete groups have tokens yet to come
     source = source.clamp(max=ring + new.size(1) - 1)[..., None]
     found = torch.cat([cached, new.to(cached.dtype)], 1)
     found = found.gather(1, source.expand(-1, -1, found.size(-1))).float()
     values, gates = found.unflatten(1, (-1, rate)).chunk(2, -1)
     # the group before the first one is empty
-    exists = (tokens >= 0).unflatten(1, (-1, rate))
+    exists = (number >= 0).unflatten(1, (-1, rate))
     complete = (groups + 1) * rate <= lengths
     return pooled(values, gates + bias.float(), exists, width), groups, complete

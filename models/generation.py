@@ -41,76 +41,77 @@ def prepare_forward(model, args: tuple, kwargs: dict):
 
 
 def prepare(model, args: tuple, kwargs: dict):
-    """The arguments of a forward, with room in the cache for the new tokens, and for the layers a
-    :class:`Step` in place of the attention mask; None: they stay.
+    """The arguments of a forward, and for the layers a :class:`Step` in place of the attention
+    mask; None: this one takes the upstream path.
 
-    Without a cache in training mode, :mod:`.training` decides. In evaluation mode the upstream path
+    In training mode without a cache, :mod:`.training` decides. In evaluation mode the upstream path
     runs inside transforms of ``torch.func``, and without ``use_cache`` for sequences packed into
-    one row of the batch. Otherwise this forward creates a cache: with ``use_cache`` it returns a
-    growing one, else it drops it.
+    one row of the batch.
     """
     # names the positional arguments, in the order of the upstream forward
     kwargs = {**dict(zip(FORWARD_ARGUMENTS, args, strict=False)), **kwargs}
     loss = kwargs.pop(indexer_loss.NAME, None)
     rename_cache("patched model", kwargs)
-    cache, mask = kwargs.get(CACHE), kwargs.get("attention_mask")
-    ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
-    batch, tokens = (ids if embeddings is None else embeddings).shape[:2]
-    attentions, positions = patched_attentions(model), kwargs.get("position_ids")
+    attentions = patched_attentions(model)
     attention = next(iter(attentions.values()))
-    if attention.rotates_by_axes:
-        kwargs["position_ids"] = masks.text_axis(positions)
-    if cache is None:  # also on the upstream path, whose gradients are wrong with them
-        for i, each in attentions.items():
+    request = masks.read(model, attention, kwargs)
+    step: Step | None = None
+    if request.cache is None:
+        for i, each in attentions.items():  # upstream, too, their gradients are wrong
             check_adapters_of_ranks(i, each)
-    if cache is None and model.training:
-        step = training.step_of(model, attentions, kwargs, batch, tokens, loss)
-        if step is None:
-            return None
-        kwargs["use_cache"] = False
-        if model._custom_pypto.context_parallel:
-            step, kwargs = context_parallel.share(model, step, kwargs)
-            positions = None if positions is None else step.own(positions, -1)
-        return (), kwargs | arguments(model, attention, positions, step, step.store.real)
-    if cache is None:
-        if is_transformed() or masks.is_packed(model, kwargs):
-            return None
-        keep = masks.keeps_cache(model, kwargs)
-    if kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)):
+    if request.cache is None and model.training:
+        if step := training.step_of(model, attentions, request, loss):
+            kwargs["use_cache"] = False
+    elif request.cache is not None or not (is_transformed() or masks.is_packed(request)):
+        cache = cache_of(model, attentions, request)
+        step = place(model, attentions, request, cache)
+        kwargs[CACHE] = cache if request.cache is not None or request.keeps_cache else None
+    if step is None:
+        return None
+    if model._custom_pypto.context_parallel and step.own.count() > 1:
+        step, kwargs = context_parallel.share(model, step, kwargs)
+    return (), kwargs | arguments(model, attention, request, step)
+
+
+def cache_of(model, attentions: dict[int, nn.Module], request: masks.Request) -> PagedCache:
+    """The cache of a forward, with room for its tokens: the caller's, or one of its own, which
+    grows if the caller gets it and is dropped else."""
+    next(iter(attentions.values())).check(attentions)
+    if request.output_attentions:
         raise ValueError(
             "patched model: output_attentions must be False (the ops never form the attention "
             "matrix), got True; call models.use_transformers(model) for the upstream path"
         )
-    attention.check(attentions)
     if dropout := dropout_of(attentions):
         raise ValueError(
             "patched model: attention_dropout must be 0 in attentions in training mode, but for "
             "training forwards without a cache (the ops have no dropout), got "
             f"{dropout}; call model.eval(), or model.train() and omit {CACHE}"
         )
-    if cache is None:
-        spare = model._custom_pypto.cache["block_size"] if keep else 0
-        cache = own_cache(model, batch, tokens + spare)
-        kwargs[CACHE] = cache if keep else None
-    else:
-        check_cache(cache, model, attentions)
-        if cache.grows and not isinstance(mask, dict):  # generate() has made room already
-            grow(cache, tokens)
+    if (cache := request.cache) is None:
+        spare = model._custom_pypto.cache["block_size"] if request.keeps_cache else 0
+        return own_cache(model, request.batch, request.tokens + spare)
+    check_cache(cache, model, attentions)
+    if cache.grows and not isinstance(request.mask, dict):  # generate() has made room already
+        grow(cache, request.tokens)
+    return cache
+
+
+def place(
+    model, attentions: dict[int, nn.Module], request: masks.Request, cache: PagedCache
+) -> Step:
+    """The new tokens of a forward on ``cache``."""
     if cache.store.recurrent and checkpoints(model):
         raise ValueError(
             "patched model: gradient checkpointing must be off in training mode with a cache that "
             "has states of linear attention (transformers gives checkpointed layers no cache), got "
             "it on; call model.eval() or model.gradient_checkpointing_disable() before"
         )
-    cache.check_batch(batch)
-    real = masks.new_tokens(mask, cache.sequences, tokens)
-    if attention.counts_columns:
+    cache.check_batch(request.batch)
+    real = masks.new_tokens(request.mask, cache.sequences, request.tokens)
+    if next(iter(attentions.values())).counts_columns:
         masks.check_pauses(real, cache.sequences)
-    step = cache.place(batch, tokens, real, kwargs.get("position_ids"))
-    if model._custom_pypto.context_parallel and tokens > 1:
-        step, kwargs = context_parallel.share(model, step, kwargs)
-        positions = None if positions is None else step.own(positions, -1)
-    return (), kwargs | arguments(model, attention, positions, step, step.valid)
+    return cache.place(request.batch, request.tokens, real, request.positions)
 
 
 def rename_cache(caller: str, kwargs: dict) -> None:
@@ -131,17 +132,20 @@ def rename_cache(caller: str, kwargs: dict) -> None:
         kwargs[CACHE] = given[0]
 
 
-def arguments(model, attention: nn.Module, given: Tensor | None, step: Step, real: Tensor) -> dict:
-    """What the layers get: the step in place of the masks, and positions, those ``given`` by the
-    caller or those of the step."""
+def arguments(model, attention: nn.Module, request: masks.Request, step: Step) -> dict:
+    """What the layers get: the step in place of the masks, and positions, those of the caller or
+    those of the step."""
     in_place_of_masks = dict.fromkeys(["indexed_attention", *model.config.layer_types], step)
+    real = step.rows.real if isinstance(step.rows, training.TrainingRows) else step.own.valid
     if "linear_attention" in in_place_of_masks:
         in_place_of_masks["linear_attention"] = real
-    positions = step.position_ids if given is None or not attention.rotates_by_axes else given
+    given, positions = request.rotating, step.own.position_ids
+    if attention.rotates_by_axes and given is not None:
+        positions = step.part(given, -1)
     if attention.counts_positions:
-        if problem := masks.problem_of_positions(given, step.positions, real):
+        if problem := masks.problem_of_positions(given, step.own.positions, real):
             raise ValueError(f"patched model: {problem}; omit them, or {masks.UPSTREAM}")
-        positions = step.positions.clamp(min=0) if given is None else given
+        positions = step.own.positions.clamp(min=0) if given is None else given
     return {"attention_mask": in_place_of_masks, "position_ids": positions}
 
 
@@ -165,9 +169,7 @@ def finish_forward(model, args: tuple, kwargs: dict, output):
     loss of its indexers is complete."""
     mask = kwargs.get("attention_mask")
     if isinstance(mask, dict) and isinstance(step := mask.get("indexed_attention"), Step):
-        step.commit()
-        if isinstance(step, training.TrainingStep):
-            step.report(output[0])
+        step.rows.finish(step, output[0])
         if step.pieces is not None:
             return context_parallel.whole_output(step, output)
     return output

@@ -12,8 +12,8 @@ from custom_pypto.rows.expanded import Heads
 from custom_pypto.rows.index import score_weights
 
 from .attention import PatchedAttention, causal_pairs
-from .cache import Step, TokenSlice
-from .cache.store import PagedLayer, Store
+from .cache import Step, Tokens
+from .cache.store import PagedLayer
 from .one_op import Rotation, linear
 from .projection import (
     check_absorbed,
@@ -61,10 +61,10 @@ class LatentAttention(PatchedAttention):
         self, hidden_states: Tensor, cos: Tensor, sin: Tensor, step: Step, layer: PagedLayer
     ) -> None:
         latent, k_rope = self.compress_key(hidden_states)
-        latent, rope = step.whole(latent), None
+        latent, rope = step.gathered(latent), None
         if self.qk_rope_head_dim:
-            rope = step.whole(self.rope.rotate(k_rope.unsqueeze(2), cos, sin))
-        step.store.write_latents(layer, step.slots, latent, rope)
+            rope = step.gathered(self.rope.rotate(k_rope.unsqueeze(2), cos, sin))
+        layer.write_latents(step.slots, latent, rope)
 
     def read(
         self,
@@ -72,7 +72,7 @@ class LatentAttention(PatchedAttention):
         cos: Tensor,
         sin: Tensor,
         indices: Tensor | None,
-        tokens: TokenSlice,
+        tokens: Tokens,
         layer: PagedLayer,
     ) -> tuple[Tensor, Tensor]:
         """The results of :meth:`attend` for the tokens of a slice."""
@@ -95,7 +95,7 @@ class LatentAttention(PatchedAttention):
             self.scaling,
             self.sinks.float() if hasattr(self, "sinks") else None,  # of some architectures
         )
-        output = tokens.store.attend(layer.source or layer, heads, indices, tokens.lengths)
+        output = layer.attend(heads, indices, tokens.lengths)
         return self.project_output(output, gate), indices
 
     def multiplications(self, tokens: int) -> tuple[int, int]:
@@ -123,7 +123,7 @@ class LatentAttention(PatchedAttention):
         return self.q_a_layernorm(linear(self.q_a_proj, hidden_states))
 
     def project_query(
-        self, hidden_states: Tensor, q_latent: Tensor, tokens: TokenSlice
+        self, hidden_states: Tensor, q_latent: Tensor, tokens: Tokens
     ) -> tuple[Tensor, Tensor | None]:
         """The query ``[B, S, H, nope + R]``, and the gate of :meth:`project_output` if any."""
         return linear(self.q_b_proj, q_latent).unflatten(-1, (-1, self.qk_head_dim)), None
@@ -136,11 +136,11 @@ class LatentAttention(PatchedAttention):
         self, hidden_states: Tensor, cos: Tensor, sin: Tensor, step: Step, layer: PagedLayer
     ) -> None:
         indexer = self.indexer
-        with indexer_gradients(step.store):
+        with indexer_gradients(layer):
             # some architectures keep the norm in float32
             key = linear(indexer.wk, constant(hidden_states)).to(indexer.k_norm.weight.dtype)
             key = self.rotate_index(indexer.k_norm(key).unsqueeze(2), cos, sin)
-        step.store.write_keys(layer, step.slots, step.whole(key))
+        layer.write_keys(step.slots, step.gathered(key))
 
     def select(
         self,
@@ -148,17 +148,15 @@ class LatentAttention(PatchedAttention):
         q_latent: Tensor,
         cos: Tensor,
         sin: Tensor,
-        tokens: TokenSlice,
+        tokens: Tokens,
         layer: PagedLayer,
     ) -> Tensor:
         """The ``[B, S, 1, K]`` int32 positions that each token attends to."""
-        with indexer_gradients(tokens.store):
+        with indexer_gradients(layer):
             query, weights = self.score_inputs(
                 constant(hidden_states), constant(q_latent), cos, sin, tokens
             )
-        indices = tokens.store.select_rows(
-            layer, query, weights, self.selected_rows, tokens.lengths
-        )
+        indices = layer.select(query, weights, self.selected_rows, tokens.lengths)
         if CHECK_RANKS and dist.is_initialized() and tokens.on_every_rank:
             check_indices(self.layer_idx, indices)
         return indices
@@ -169,7 +167,7 @@ class LatentAttention(PatchedAttention):
         return self.indexer.index_topk
 
     def score_inputs(
-        self, hidden_states: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor, tokens: TokenSlice
+        self, hidden_states: Tensor, q_latent: Tensor, cos: Tensor, sin: Tensor, tokens: Tokens
     ) -> tuple[Tensor, Tensor]:
         """The indexer's query ``[B, S, N, D]``, and the weights ``[B, S, N]`` float32 of its
         heads."""
@@ -179,7 +177,7 @@ class LatentAttention(PatchedAttention):
         weights = linear(projection, hidden_states.to(projection.weight.dtype))
         return query, score_weights(weights, indexer.head_dim)
 
-    def index_query(self, q_latent: Tensor, tokens: TokenSlice) -> Tensor:
+    def index_query(self, q_latent: Tensor, tokens: Tokens) -> Tensor:
         """The indexer's query ``[B, S, N, D]``, not rotated yet."""
         indexer = self.indexer
         normed = q_latent[..., : self.q_lora_rank]
@@ -199,6 +197,6 @@ def constant(x: Tensor) -> Tensor:
     return x.detach() if x.requires_grad else x  # detach takes longer than the question
 
 
-def indexer_gradients(store: Store) -> torch.set_grad_enabled:
+def indexer_gradients(layer: PagedLayer) -> torch.set_grad_enabled:
     """No gradients inside, as in transformers, unless indexers learn."""
-    return torch.set_grad_enabled(store.learns and torch.is_grad_enabled())
+    return torch.set_grad_enabled(layer.learns and torch.is_grad_enabled())

@@ -8,15 +8,51 @@ attends to: a mask can hide tokens when they are new, and not afterwards.
 Shapes: B batch, S new tokens, P cached tokens.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
+from transformers.cache_utils import Cache
 from transformers.masking_utils import find_packed_sequence_indices
 
 from .cache.sequence import Sequences
 from .memory import has_numbers, is_readable
-from .patched import checkpoints
+from .patched import CACHE, checkpoints
 
 UPSTREAM = "call models.use_transformers(model) for the upstream path"
+
+
+class Request(NamedTuple):
+    """The arguments of a forward, read once."""
+
+    batch: int
+    tokens: int  # S
+    mask: Tensor | dict | None
+    #: by which RoPE rotates, by axes where it does
+    rotating: Tensor | None
+    #: by which transformers tells sequences packed into a row, ``[B, S]``
+    positions: Tensor | None
+    cache: Cache | None
+    #: whether upstream transformers would create a cache without one
+    keeps_cache: bool
+    use_cache: bool | None
+    output_attentions: bool
+
+
+def read(model, attention, kwargs: dict) -> Request:
+    """What the arguments of a forward, by name, ask for."""
+    ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
+    batch, tokens = (ids if embeddings is None else embeddings).shape[:2]
+    rotating = positions = kwargs.get("position_ids")
+    if attention.rotates_by_axes:
+        positions = text_axis(positions)
+    use_cache = kwargs.get("use_cache")
+    keeps = not checkpoints(model) and (model.config.use_cache if use_cache is None else use_cache)
+    attentions = kwargs.get("output_attentions", getattr(model.config, "output_attentions", False))
+    mask, cache = kwargs.get("attention_mask"), kwargs.get(CACHE)
+    return Request(
+        batch, tokens, mask, rotating, positions, cache, keeps, use_cache, bool(attentions)
+    )
 
 
 def new_tokens(mask: Tensor | dict | None, sequences: Sequences, tokens: int) -> Tensor | None:
@@ -163,14 +199,6 @@ def columns_of(found: Tensor) -> str:
     return f"{some}columns {first} to {last} (row {row})"
 
 
-def keeps_cache(model, kwargs: dict) -> bool:
-    """Whether upstream transformers would create a cache in this forward without one."""
-    if checkpoints(model):
-        return False
-    wanted = kwargs.get("use_cache")
-    return model.config.use_cache if wanted is None else wanted
-
-
 def text_axis(positions: Tensor | None) -> Tensor | None:
     """The positions by which transformers tells sequences packed into a row, where RoPE rotates by
     axes: the first of four axes; None: there are none."""
@@ -179,11 +207,11 @@ def text_axis(positions: Tensor | None) -> Tensor | None:
     return positions[0]
 
 
-def is_packed(model, kwargs: dict) -> bool:
+def is_packed(request: Request) -> bool:
     """Whether transformers treats a row of the batch as several sequences: positions restart, and
     there is neither a mask nor a cache. A graph cannot tell positions and assumes so: upstream's
     mask is right for both."""
-    positions = kwargs.get("position_ids")
-    if positions is None or kwargs.get("attention_mask") is not None or keeps_cache(model, kwargs):
+    positions = request.positions
+    if positions is None or request.mask is not None or request.keeps_cache:
         return False
     return find_packed_sequence_indices(positions) is not None

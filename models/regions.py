@@ -117,8 +117,7 @@ class LayerCall:
         compiles = regions is not None and regions.text is self.text and isinstance(step, Step)
         if not compiles or calls.NAME in kwargs or any(self.hooks) or _has_any_global_hook():
             return self.layer._call_impl(*args, **kwargs)
-        _, rows = step.of_call(self.attention)
-        kwargs["attention_mask"] = step._replace(layer=rows)
+        kwargs["attention_mask"] = step._replace(layer=step.layer_of(self.attention))
         return regions.call(self.layer, args, kwargs)
 
 

@@ -113,7 +113,7 @@ class Recording(Context):
 
     def taken(self, attention: nn.Module, step: Step, indices: Tensor) -> None:
         parts = self.parts[attention.layer_idx]
-        indices, before = step.whole(indices), int(step.sequences.seen)
+        indices, before = step.gathered(indices), int(step.sequences.seen)
         recorded = sum(part.size(1) for part in parts)
         if before > recorded or (before and len(parts[0]) != len(indices)):
             raise ValueError(
@@ -138,14 +138,14 @@ class Replay(Context):
 
     def given(self, attention: nn.Module, step: Step) -> Tensor:
         recorded, first = self.record[attention.layer_idx], int(step.sequences.seen)
-        batch, tokens = len(step.valid), step.count()
+        batch, tokens = len(step.own.valid), step.whole.count()
         if batch != recorded.size(0) or first + tokens > recorded.size(1):
             raise ValueError(
                 f"replay_indices: the forward must stay within the {list(recorded.shape[:2])} "
                 f"tokens [B, T] of the record, got tokens {first} to {first + tokens} of {batch} "
                 "sequences"
             )
-        return step.own(recorded[:, first : first + tokens]).unsqueeze(2)
+        return step.part(recorded[:, first : first + tokens]).unsqueeze(2)
 
     def upstream(self, attention: nn.Module, hidden_states: Tensor, mask: Tensor) -> nn.Module:
         recorded = self.record[attention.layer_idx]

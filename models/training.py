@@ -10,21 +10,19 @@ Shapes: B batch, S tokens, T = B * S.
 
 import logging
 from collections.abc import Iterable
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 from transformers.masking_utils import find_packed_sequence_indices
 
 from . import masks
-from .absorbed import Part
 from .cache.sequence import Sequences
-from .cache.step import Step, TokenSlice
-from .cache.store import PagedLayer
-from .indexer_loss import IndexerLoss, LayerLoss
+from .cache.step import Step, Tokens
+from .indexer_loss import IndexerLoss
+from .masks import Request
 from .memory import has_numbers, is_transformed
 from .patched import checkpoints, device_of, dropout_of
-from .training_rows import REENTRANT, CallStore
+from .training_rows import REENTRANT, TrainingRows
 
 logger = logging.getLogger("custom_pypto")
 
@@ -36,101 +34,13 @@ UPSTREAM_SCORES, FEW_SCORES = 2**30, 2**20
 DENSE_TOKENS = 128
 
 
-class TrainingStep(Step):
-    """A training forward; its store is a :class:`StoreOfCalls`."""
-
-    def of_call(self, attention) -> tuple["TrainingStep", PagedLayer]:
-        store = self.store.create(attention)
-        return self._replace(store=store), store.layers[0]
-
-    def commit(self) -> None:
-        """Nothing: no later forward continues, and recomputed layers start at the first token."""
-
-    def report(self, last_hidden_state: Tensor) -> None:
-        """The loss of the indexers, after every layer has added to it."""
-        if (loss := self.store.loss) is not None:
-            loss.report(last_hidden_state, self.store.real, self.store.learning)
-
-    def slices(self, size: int) -> list[TokenSlice]:
-        """One: rings are long enough, and latent attention has its :class:`Part` s."""
-        return super().slices(self.positions.size(1))
-
-
-class StoreOfCalls:
-    """Creates the store of each call of a layer.
-
-    Args:
-        real: ``[B, S]`` bool, False for padding on either side.
-        ends: of the sequences, which are laid end to end.
-        size: tokens of a part of them.
-        loss: of the indexers, or None.
-        learning: layers with an indexer.
-    """
-
-    def __init__(
-        self,
-        text,
-        device: torch.device,
-        real: Tensor,
-        ends: list[int],
-        size: int,
-        loss: IndexerLoss | None,
-        learning: set[int],
-    ):
-        self.config, self.real, self.loss, self.learning = text.config, real, loss, learning
-        self.ends, self.size, self.parts = ends, size, parts_of(ends, size, device)
-        self.dense = text._custom_pypto.indexer_loss.kind == "dense"
-        self.block_size = text._custom_pypto.cache["block_size"]
-        autocast = torch.is_autocast_enabled(device.type)
-        self.dtype = torch.get_autocast_dtype(device.type) if autocast else text.dtype
-        self.device = device
-        # Weak, to break a reference cycle: checkpointed layers hold this store, the store would
-        # hold latents, and latents hold the autograd graph of these layers. Python's collector
-        # cannot see the part in C++.
-        #: layers with latents for others, kept by the graph of those
-        self.shared: WeakValueDictionary = WeakValueDictionary()
-        #: those of them that have no graph
-        self.constant: list[PagedLayer] = []
-
-    def take(self, own: list[range]) -> None:
-        """Leaves the queries of other tokens to other ranks."""
-        self.parts = parts_of(self.ends, self.size, self.device, own)
-
-    @torch.compiler.disable(reason="each call of a layer creates its rows")
-    def create(self, attention) -> CallStore:
-        """The store of a call of this layer."""
-        layer, loss = attention.layer_idx, None
-        if self.loss is not None:
-            parts, ranks = self.parts, attention.ranks
-            if ranks is not None:  # each takes some
-                size = min(self.size, -(-self.ends[-1] // ranks.size()))
-                parts = parts_of(self.ends, size, self.device)
-            loss = LayerLoss(self.loss, layer, self.real.flatten(), parts, ranks)
-        store = CallStore(self, attention, loss)
-        if attention.shares_latents:
-            # the first call: a repeated one comes after the layers that attend to these latents
-            self.shared.setdefault(layer, store.layers[0])
-        return store
-
-    @torch.compiler.disable(reason="the graph of a layer keeps the latents to which it attends")
-    def hold(self, layer: PagedLayer, output: Tensor) -> None:
-        """Keeps the latents of ``layer`` as long as ``output``, which comes from them."""
-        layer.pools.pop("index", None)  # it may have a graph, and nobody reads it any more
-        if output.grad_fn is None:
-            self.constant.append(layer)
-        else:
-            output.grad_fn.layer = layer
-
-
 def step_of(
     model,
     by_layer: dict[int, nn.Module],
-    kwargs: dict,
-    batch: int,
-    tokens: int,
+    request: Request,
     loss: IndexerLoss | None = None,
-) -> TrainingStep | None:
-    """The step of a training forward with these arguments; None: it runs the upstream path.
+) -> Step | None:
+    """The step of a training forward; None: it runs the upstream path.
 
     Args:
         by_layer: the patched attentions.
@@ -155,7 +65,7 @@ def step_of(
             raise
         problem = str(error)
     else:
-        problem = obstacle(model, by_layer, device, kwargs, batch, tokens)
+        problem = obstacle(model, by_layer, device, request)
     if problem and option == "auto":
         tell_once(model, problem)
         return None
@@ -173,10 +83,10 @@ def step_of(
     if option == "auto" and (
         device.type != "cpu"  # no NPU has run the programs of the gradients
         or torch.compiler.is_compiling()
-        or upstream_is_cheaper(attentions, batch, tokens, model.dtype.itemsize)
+        or upstream_is_cheaper(attentions, request.batch, request.tokens, model.dtype.itemsize)
     ):
         return None
-    return place(model, by_layer, device, batch, tokens, kwargs, loss)
+    return place(model, by_layer, device, request, loss)
 
 
 def tell_once(model, problem: str) -> None:
@@ -187,11 +97,8 @@ def tell_once(model, problem: str) -> None:
         logger.warning("training on the upstream path: %s", problem)
 
 
-def obstacle(
-    model, by_layer: dict, device: torch.device, kwargs: dict, batch: int, tokens: int
-) -> str | None:
-    """Why a training forward with these arguments cannot run on the ops; None if it can."""
-    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+def obstacle(model, by_layer: dict, device: torch.device, request: Request) -> str | None:
+    """Why a training forward cannot run on the ops; None if it can."""
     attention = next(iter(by_layer.values()))
     if not (torch.compiler.is_compiling() or has_numbers(torch.empty(0, device=device))):
         return "tensors must have numbers to train on the ops, got some on meta or fake ones"
@@ -199,45 +106,46 @@ def obstacle(
         return "transforms of torch.func have no rules for training on the ops, got one around"
     if dropout := dropout_of(by_layer):
         return f"attention_dropout must be 0 to train on the ops (they have none), got {dropout}"
-    if kwargs.get("output_attentions", getattr(model.config, "output_attentions", False)):
+    if request.output_attentions:
         return "output_attentions must be False (the ops never form the attention matrix), got True"
-    if kwargs.get("use_cache"):
+    if request.use_cache:
         return "use_cache must be False to train on the ops (no row outlives its layer), got True"
-    if attention.counts_groups and masks.is_packed(model, kwargs):
+    if attention.counts_groups and masks.is_packed(request):
         return (
             "position_ids must not restart (upstream counts groups of tokens across sequences "
             "packed into a row), got sequences packed into a row"
         )
-    if problem := masks.problem_of_training(mask, batch, tokens):
+    if problem := masks.problem_of_training(request.mask, request.batch, request.tokens):
         return problem
     if attention.counts_positions:
-        real = torch.ones(batch, tokens, dtype=torch.bool) if mask is None else mask.bool()
+        shape = request.batch, request.tokens
+        real = torch.ones(shape, dtype=torch.bool) if request.mask is None else request.mask.bool()
         if model._custom_pypto.training == "auto" and not real[:, 0].all():
             return (
                 "attention_mask must have no padding on the left, which upstream counts as tokens"
             )
-        return masks.problem_of_positions(positions, count(placed(real)), real)
+        return masks.problem_of_positions(request.positions, count(placed(real)), real)
     return None
 
 
 @torch.compiler.disable(reason="the sequences of a batch are read from its mask and positions")
 def place(
-    model, by_layer: dict, device: torch.device, batch: int, tokens: int, kwargs: dict, loss
-) -> TrainingStep:
+    model, by_layer: dict, device: torch.device, request: Request, loss: IndexerLoss | None
+) -> Step:
     """The sequences of a batch, and the parts of them that latent attention takes at once."""
-    mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+    batch, tokens, positions = request.batch, request.tokens, request.positions
     if positions is None:
         positions = torch.arange(tokens, device=device)
     positions = positions.expand(batch, -1)
     real = torch.ones(batch, tokens, dtype=torch.bool, device=device)
     starts = torch.zeros_like(real)
     starts[:, 0] = True
-    if mask is not None:
-        real = mask.to(device).bool()
+    if request.mask is not None:
+        real = request.mask.to(device).bool()
         starts |= real & ~nn.functional.pad(real, (1, 0))[:, :-1]
     valid = placed(real)
     within = count(valid)
-    if masks.is_packed(model, kwargs):
+    if masks.is_packed(request):
         segment = find_packed_sequence_indices(positions)
         starts[:, 1:] |= segment.diff(dim=1) > 0
         within = within - torch.where(starts, within, 0).cummax(1).values
@@ -245,11 +153,11 @@ def place(
     dense = model._custom_pypto.indexer_loss.kind == "dense"
     size = DENSE_TOKENS if dense else next(iter(by_layer.values())).slice_tokens
     learning = set() if loss is None else {i for i, each in by_layer.items() if each.indexer}
-    store = StoreOfCalls(model, device, real, ends, size, loss, learning)
+    rows = TrainingRows(model, device, real, ends, size, loss, learning)
     sequences = Sequences(batch, None, device)
-    return TrainingStep(
-        store, sequences, sequences.lengths, valid.sum(1).int(), valid, within, positions, None
-    )
+    bounds = sequences.lengths, valid.sum(1).int()
+    own = Tokens(*bounds, valid, within, positions, slice(0, tokens))
+    return Step(rows, sequences, own, own, None)
 
 
 def placed(real: Tensor) -> Tensor:
@@ -260,28 +168,6 @@ def placed(real: Tensor) -> Tensor:
 def count(placed: Tensor) -> Tensor:
     """``[B, S]`` positions from the first real token on."""
     return placed.cumsum(1) - 1
-
-
-def parts_of(
-    ends: list[int], size: int, device: torch.device, own: list[range] | None = None
-) -> list[Part]:
-    """Parts of at most ``size`` tokens of the sequences with these ends.
-
-    Args:
-        own: the tokens whose queries this rank has, one behind the other; None: all.
-    """
-    parts, starts, query = [], [0, *ends[:-1]], 0
-    for tokens in own or [range(ends[-1])]:
-        for first in tokens[::size]:
-            last = min(first + size, tokens.stop)
-            inside = [i for i, end in enumerate(ends) if end > first and starts[i] < last]
-            keys = slice(starts[inside[0]], last)
-            upto = [min(ends[i], last) for i in inside]
-            upto = torch.tensor(upto, dtype=torch.int32, device=device)
-            queries = slice(query, query + last - first)
-            parts.append(Part(queries, keys, upto - first, upto - keys.start))
-            query = queries.stop
-    return parts
 
 
 def upstream_is_cheaper(

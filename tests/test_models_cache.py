@@ -293,6 +293,20 @@ def test_an_upstream_model_rejects_a_paged_cache(kind):
         upstream(token_ids(1, 4), **{CACHE: models.PagedCache(patched, 1, 16)})
 
 
+@pytest.mark.skipif("mistral_large4" not in OWN, reason="transformers has no Mistral Large 4")
+def test_layers_without_rows_of_their_own_forget_tokens_like_others():
+    """Two layers attend to the latents of the one before, and have no indexer."""
+    shared = dict(kv_source_layers=[0, 0, 2, 2], no_rope_layers=[1, 1, 0, 0])
+    model, ids = patched_model("mistral_large4", **shared), token_ids(1, 30)
+    cache = models.PagedCache(model, 1, 64, block_size=16)
+    assert not cache.store.recurrent and any(not layer.pools for layer in cache.layers)
+    model(ids[:, :20], **{CACHE: cache})
+    want = model(ids[:, 20:], **{CACHE: copy.deepcopy(cache)}).logits
+    model(token_ids(1, 5, seed=7), **{CACHE: cache})
+    cache.crop(-5)
+    assert torch.equal(model(ids[:, 20:], **{CACHE: cache}).logits, want)
+
+
 # ---- interruption ---------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ from training_harness import (
 from transformers.utils import is_accelerate_available
 
 from custom_pypto import models
-from custom_pypto.models.training_rows import CallStore
+from custom_pypto.models.training_rows import CallLayer
 
 ROUNDING = TOLERANCES["deepseek_v32"]
 
@@ -45,13 +45,13 @@ def of_both(model, loss):
 @pytest.mark.parametrize("loss", [None, "sparse"])
 def test_indexers_keep_a_graph_only_while_they_learn(loss, monkeypatch):
     """Not in the first forward of reentrant checkpointing, whose graph nobody uses."""
-    scored, select = [], CallStore.select_rows
+    scored, select = [], CallLayer.select
 
-    def recorded(self, layer, query, weights, *args):
-        scored.append([x.requires_grad for x in (query, layer.pools["index"], weights)])
-        return select(self, layer, query, weights, *args)
+    def recorded(self, query, weights, *args):
+        scored.append([x.requires_grad for x in (query, self.pools["index"], weights)])
+        return select(self, query, weights, *args)
 
-    monkeypatch.setattr(CallStore, "select_rows", recorded)
+    monkeypatch.setattr(CallLayer, "select", recorded)
     model = learning(loss)
     model(**whole())
     assert scored == [[loss is not None] * 3] * 3

@@ -157,7 +157,7 @@ def test_beams_and_their_copies_continue_like_one_sequence():
     cache.batch_repeat_interleave(3)
     cache.reorder_cache(torch.tensor([2, 0, 1]))
     assert next_tokens(model, ids[:, -1:].expand(3, 1), cache) == alone * 3
-    assert type(cache.store.index_keys) is Int8IndexRows
+    assert type(cache.layers[0].index_keys) is Int8IndexRows
     beams = model.generate(ids, num_beams=3, max_new_tokens=4, do_sample=False)
     assert beams[0, ids.size(1)].item() == alone[0]
 
@@ -208,10 +208,10 @@ def test_a_cache_takes_the_dtypes_of_its_model_or_its_own():
 def test_rows_hold_rotated_keys_of_the_definition():
     model = lookup(**INDEX)
     cache = models.PagedCache(model, 1, 128)
-    matrix = cache.store.index_keys.rotation
+    matrix = cache.layers[0].index_keys.rotation
     assert torch.equal(matrix @ matrix.T * 1.0, matrix.T @ matrix)
     key = torch.randn(1, 3, 1, 128).to(model.dtype)
-    cache.store.write_keys(cache.layers[0], cache.place(1, 3, None).slots, key)
+    cache.layers[0].write_keys(cache.place(1, 3, None).slots, key)
     rows, scales = npu_quant_rows_pto(key.flatten(0, 2), hadamard=matrix)
     assert torch.equal(cache.layers[0].pools["index"][1, :3, 0], rows)
     assert torch.equal(cache.layers[0].pools["index_scale"][1, :3, 0, 0], scales)
@@ -258,8 +258,8 @@ def test_the_prolog_op_makes_the_queries_and_keys_of_the_model(monkeypatch):
             indexer.k_norm.bias,
             cos.expand(2, -1, -1).flatten(0, 1),
             sin.expand(2, -1, -1).flatten(0, 1),
-            cache.store.index_keys.rotation,
-            cache.store.index_keys.rotation,
+            cache.layers[0].index_keys.rotation,
+            cache.layers[0].index_keys.rotation,
             keys,
             scales,
             slots,

@@ -31,7 +31,7 @@ from training_harness import (
 )
 
 from custom_pypto import models
-from custom_pypto.models import CACHE, deepseek_v4, indexer_loss, training
+from custom_pypto.models import CACHE, deepseek_v4, indexer_loss, masks, training, training_rows
 from custom_pypto.models.latent_attention import LatentAttention
 from custom_pypto.models.patched import patched_attentions, text_model
 
@@ -225,7 +225,9 @@ def test_nothing_of_a_forward_outlives_it(end, reentrant, loss, learns):
     raising = {"norm raises": text_model(model).norm, "lm_head raises": model.lm_head}
     if end in raising:
         raising[end].register_forward_hook(refuse)
-    with nothing_outlives_it(training.StoreOfCalls, indexer_loss.IndexerLoss, indexer_loss.Scale):
+    with nothing_outlives_it(
+        training_rows.TrainingRows, indexer_loss.IndexerLoss, indexer_loss.Scale
+    ):
         if end in raising:
             with pytest.raises(ValueError, match="refused"):
                 model(**whole())
@@ -242,10 +244,11 @@ def test_nothing_of_a_forward_outlives_it(end, reentrant, loss, learns):
 
 def runs_on_the_ops(model, batch, **arguments):
     """Whether a training forward does."""
-    text, tokens = text_model(model), batch["input_ids"].shape
+    text = text_model(model)
     inputs = {name: x for name, x in batch.items() if name != "labels"}
     attentions = patched_attentions(text)
-    return training.step_of(text, attentions, inputs | arguments, *tokens) is not None
+    request = masks.read(text, next(iter(attentions.values())), inputs | arguments)
+    return training.step_of(text, attentions, request) is not None
 
 
 def published():

@@ -138,9 +138,9 @@ def ring_shifted(monkeypatch, model):
     right = cls.sparse_indices
     monkeypatch.setattr(deepseek_v4, "SLICE", 7)  # a ring that has turned round
 
-    def wrong(self, indices, tokens, layout):
-        near, rows = right(self, indices, tokens, layout).tensor_split([self.sliding_window], -1)
-        shifted = torch.where(near >= 0, (near + 1) % layout.ring, near)
+    def wrong(self, indices, tokens, layer):
+        near, rows = right(self, indices, tokens, layer).tensor_split([self.sliding_window], -1)
+        shifted = torch.where(near >= 0, (near + 1) % layer.layouts["kv"].ring, near)
         return torch.cat([shifted, rows], -1)
 
     monkeypatch.setattr(cls, "sparse_indices", wrong)

@@ -12,7 +12,7 @@ from transformers.models.axk2.modeling_axk2 import (
     apply_rotary_pos_emb_interleave,
 )
 
-from ..cache import TokenSlice
+from ..cache import Tokens
 from ..cache.layout import INDEX_POOLS, MLA_POOLS
 from ..latent_attention import LatentAttention
 from ..one_op import MLP, Experts, Norm, Rotation
@@ -43,7 +43,7 @@ class PagedAXK2Attention(LatentAttention, AXK2Attention):
         return torch.cat([self.q_a_layernorm(latent), latent], -1)
 
     def project_query(
-        self, hidden_states: Tensor, q_latent: Tensor, tokens: TokenSlice
+        self, hidden_states: Tensor, q_latent: Tensor, tokens: Tokens
     ) -> tuple[Tensor, Tensor]:
         heads = self.q_gate_proj(q_latent).unflatten(-1, (-1, self.qk_head_dim + self.v_head_dim))
         return heads.split([self.qk_head_dim, self.v_head_dim], -1)

@@ -4,4 +4,4 @@ public class)."""
 
 from .paged_cache import PagedCache as PagedCache
 from .step import Step as Step
-from .step import TokenSlice as TokenSlice
+from .step import Tokens as Tokens

@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -16,8 +16,8 @@ from ..patched import device_of, differences, dimensions, patched_attentions, te
 from . import saved
 from .layout import check_block_size, check_cache_dtypes, in_formats
 from .sequence import Sequences
-from .step import Step
-from .store import Store
+from .step import Step, Tokens
+from .store import PagedLayer, Store, slots
 
 
 class PagedCache(Cache):
@@ -109,7 +109,7 @@ class PagedCache(Cache):
         latents, dim = latent_format(kv_dtype)(text.dtype), text.config.index_head_dim
         formats = latents, index_format(index_dtype)(text.dtype, dim, device)
         pools = attention.pools.items()
-        rows: list[dict] = [{} for _ in range(text.config.num_hidden_layers)]
+        rows: list[dict | None] = [None] * text.config.num_hidden_layers
         for layer in attentions.keys() & range(len(rows)):  # generate() may draft with the first
             declared = {name: pool.row(text.config, layer, text.dtype) for name, pool in pools}
             rows[layer] = in_formats(declared, *formats)
@@ -143,7 +143,7 @@ class PagedCache(Cache):
     ) -> Step:
         """The positions of new tokens, and the resulting sequence lengths.
 
-        The tokens count after :meth:`Step.commit`. Until then a forward has only written rows that
+        The tokens count after :meth:`finish`. Until then a forward has only written rows that
         are never read, and spare rows of rings.
 
         Args:
@@ -166,10 +166,19 @@ class PagedCache(Cache):
         if position_ids is None:
             position_ids = sequences.seen + new
         position_ids = position_ids.expand(batch_size, -1)
-        slots = None
-        if store.every_token in store.tables:
-            slots = store.slots(store.every_token, positions, valid)
-        return Step(store, sequences, start, lengths, valid, positions, position_ids, slots)
+        new_slots, layout = None, store.every_token
+        if layout in store.tables:
+            new_slots = slots(store.tables[layout], layout, positions, valid)
+        own = Tokens(start, lengths, valid, positions, position_ids, slice(0, tokens))
+        return Step(self, sequences, own, own, new_slots)
+
+    def layer_of(self, attention: nn.Module) -> PagedLayer:
+        """The rows of this layer, as :class:`.step.Rows` has them."""
+        return self.store.layers[attention.layer_idx]
+
+    def finish(self, step: Step, last_hidden_state: Tensor) -> None:
+        """Counts the new tokens as cached, after every layer has written them."""
+        self.sequences.commit(step.whole.lengths, step.whole.count())
 
     def check_batch(self, batch_size: int) -> None:
         if batch_size != self.batch_size:

@@ -17,7 +17,7 @@ from torch import Tensor
 from custom_pypto.rows.parts import write
 
 from .sequence import Sequences
-from .store import PagedLayer, RecurrentLayer, Store
+from .store import PagedLayer, RecurrentLayer, Store, slots
 
 VERSION = "custom_pypto.PagedCache 1"
 LENGTHS = ("lengths", "seen", "written", "padding")  # of Sequences
@@ -41,9 +41,9 @@ def write_file(path: Path, made_for: dict, options: dict, store: Store, seqs: Se
     """Writes a cache. A reader sees the file that was there or the new one, never a part."""
     seqs.check_room(0, store.max_cache_len)
     tensors = {name: getattr(seqs, name) for name in LENGTHS}
-    for name, layer, pool, slots in live_rows(store, seqs.lengths):
+    for name, layer, pool, live in live_rows(store, seqs.lengths):
         rows = layer.pools[pool]
-        tensors[name] = rows[tuple(slots.T)] if slots.ndim == 2 else rows.flatten(0, 1)[slots]
+        tensors[name] = rows[tuple(live.T)] if live.ndim == 2 else rows.flatten(0, 1)[live]
     for name, layer, kind in recurrent_states(store):
         tensors |= {f"{name}.{i}": x for i, x in getattr(layer, kind).items() if x is not None}
     tensors = {name: x.cpu().contiguous() for name, x in tensors.items()}
@@ -95,8 +95,8 @@ def read_file(path: Path, header: Header, store: Store, seqs: Sequences) -> None
             getattr(seqs, name).copy_(read(name))
         seqs.padding, seqs.exchanged = read("padding"), header.exchanged
         seqs.check_room(0, store.max_cache_len)
-        for name, layer, pool, slots in live_rows(store, seqs.lengths):
-            write(layer.pools[pool], slots, read(name))
+        for name, layer, pool, live in live_rows(store, seqs.lengths):
+            write(layer.pools[pool], live, read(name))
         for name, layer, kind in recurrent_states(store):
             for saved in header.checksums:
                 if saved.startswith(f"{name}."):
@@ -132,16 +132,16 @@ def checksum(x: Tensor) -> int:
 
 def live_rows(store: Store, lengths: Tensor) -> Iterator[tuple[str, PagedLayer, str, Tensor]]:
     """Of every pool its name in a file, layer, name, and the slots of rows with cached tokens."""
-    slots = {}
+    of_layout = {}
     for layout, table in store.tables.items():
         rows = torch.arange(table.size(1) * layout.block, device=table.device)
         behind = lengths[:, None] // layout.ratio if layout.ratio else 0
         live = torch.where(rows < layout.ring, rows < lengths[:, None], rows - layout.ring < behind)
-        found = store.slots(layout, rows.expand(len(lengths), -1), live)
-        slots[layout] = found[live.flatten()]
+        found = slots(table, layout, rows.expand(len(lengths), -1), live)
+        of_layout[layout] = found[live.flatten()]
     for i, layer in enumerate(store.layers):
         for pool, layout in layer.layouts.items():
-            yield f"{i}.{pool}", layer, pool, slots[layout]
+            yield f"{i}.{pool}", layer, pool, of_layout[layout]
 
 
 def recurrent_states(store: Store) -> Iterator[tuple[str, RecurrentLayer, str]]:

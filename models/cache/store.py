@@ -2,7 +2,7 @@
 
 import bisect
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -17,14 +17,74 @@ from .layout import EVERY_TOKEN, Row, RowLayout
 
 
 class PagedLayer:
-    """Pools of one layer by name, tensors ``[blocks, rows per block, 1, width]``, and the layout of
-    their rows."""
+    """Pools of one layer by name, tensors ``[blocks, rows per block, 1, width]``, with the layout
+    of their rows.
+
+    Args:
+        tables: block tables of all layouts.
+        latents: the format of latents; index_keys: of index keys.
+    """
 
     #: the layer whose latents this one attends to; None: its own
     source: "PagedLayer | None" = None
+    #: whether index keys, and the queries and weights of :meth:`select`, have gradients
+    learns = False
+    #: whether a call reads the tokens in slices, or all at once
+    in_slices = True
 
-    def __init__(self, pools: dict[str, Tensor], layouts: dict[str, RowLayout]):
-        self.pools, self.layouts = pools, layouts
+    def __init__(
+        self,
+        pools: dict[str, Tensor],
+        layouts: dict[str, RowLayout],
+        tables: dict[RowLayout, Tensor],
+        latents: LatentRows | None,
+        index_keys: IndexRows,
+    ):
+        self.pools, self.layouts, self.tables = pools, layouts, tables
+        self.latents, self.index_keys = latents, index_keys
+
+    def write_latents(self, slots: Tensor | None, latent: Tensor, rope: Tensor | None) -> None:
+        """Writes latents ``[B, S, L]`` and rotated RoPE keys ``[B, S, 1, R]`` of new tokens."""
+        self.latents.write(self.pools, slots, latent, rope)
+
+    def write_keys(self, slots: Tensor | None, key: Tensor) -> None:
+        """Writes the index keys ``[B, S, 1, D]`` of new tokens."""
+        self.index_keys.write(self.pools, slots, key)
+
+    def select(self, query: Tensor, weights: Tensor, count: int, lengths: Tensor) -> Tensor:
+        """The ``count`` rows of index keys with the best scores, ``[B, S, 1, count]`` int32.
+
+        Args:
+            query: ``[B, S, N, D]``.
+            weights: ``[B, S, N]`` float32.
+        """
+        layout = self.layouts["index"]
+        others = {"block_table": self.tables[layout]}
+        if layout.ratio > 1:
+            others["cmp_ratio"] = layout.ratio
+        return self.index_keys.select(self.pools, query, weights, count, lengths=lengths, **others)
+
+    def attend(self, heads: Heads, indices: Tensor, lengths: Tensor) -> Tensor:
+        """The outputs ``[B, S, H, v]`` of the heads over the latents at ``indices``."""
+        attended = self.source or self
+        pools, table = attended.pools, self.tables[attended.layouts["latent"]]
+        if indices.size(1) >= FEWEST_TOKENS and is_readable(lengths):
+            first = functools.partial(self.latents.first, pools, table, latent=heads.weight.size(2))
+            if (output := attend_expanded(heads, indices, lengths, first)) is not None:
+                return output
+        others = {} if heads.sinks is None else {"sinks": heads.sinks}  # of some architectures
+        query = absorbed_query(heads.q_nope, heads.weight)
+        output = self.latents.attend(
+            constant_keys(pools, query),
+            query,
+            heads.q_rope,
+            indices,
+            heads.scaling,
+            lengths=lengths,
+            block_table=table,
+            **others,
+        )
+        return of_heads(output, heads.weight[:, heads.q_nope.size(-1) :])
 
 
 class RecurrentLayer(LinearAttentionLayer):
@@ -48,20 +108,15 @@ class Store:
     :class:`RowLayout`. Block 0 belongs to no sequence.
 
     Args:
-        rows: of each layer, by pool; no pools for an upstream layer.
+        rows: of each layer, by pool; None for an upstream layer.
         latents: the format of latents in every :class:`PagedLayer`; index_keys: of index keys.
     Raises:
         torch.OutOfMemoryError: the message says how many tokens fit.
     """
 
-    #: whether index keys, and the queries and weights of :meth:`select_rows`, have gradients
-    learns = False
-    #: of layers with pools
-    layer_class = PagedLayer
-
     def __init__(
         self,
-        rows: list[dict[str, Row | None]],
+        rows: list[dict[str, Row | None] | None],
         latents: LatentRows | None,
         index_keys: IndexRows,
         batch_size: int,
@@ -69,19 +124,21 @@ class Store:
         block_size: int,
         device: torch.device,
     ):
-        self.latents, self.index_keys = latents, index_keys
         self.block_size = block_size
         self.max_cache_len = -(-max_cache_len // block_size) * block_size
-        present = [row for layer in rows for row in layer.values() if row is not None]
+        present = [row for layer in rows if layer for row in layer.values() if row is not None]
+        sizes = batch_size, self.max_cache_len, block_size, device
         try:
-            self.layers = [self._layer(layer, batch_size, device) for layer in rows]
+            memory = [allocated(layer or {}, *sizes) for layer in rows]
         except torch.OutOfMemoryError as error:
             raise out_of_memory(present, batch_size, max_cache_len, block_size, device) from error
-        layouts = dict.fromkeys(row.layout.in_blocks(block_size) for row in present)
-        self.tables = {
-            layout: own_blocks(batch_size, layout.blocks(self.max_cache_len), device)
-            for layout in layouts
-        }
+        layouts = [layout for _, of_layer in memory for layout in of_layer.values()]
+        self.tables = tables_of(layouts, batch_size, self.max_cache_len, device)
+        formats = self.tables, latents, index_keys
+        self.layers = [
+            RecurrentLayer() if upstream is None else PagedLayer(*of_layer, *formats)
+            for upstream, of_layer in zip(rows, memory, strict=True)
+        ]
         self.recurrent = [layer for layer in self.layers if isinstance(layer, RecurrentLayer)]
         # layout of the pools with a row for every token
         self.every_token = EVERY_TOKEN.in_blocks(block_size)
@@ -102,67 +159,6 @@ class Store:
 
     def pools(self) -> Iterator[Tensor]:
         return (pool for layer in self.layers for pool in layer.pools.values())
-
-    def write_latents(
-        self, layer: PagedLayer, slots: Tensor, latent: Tensor, rope: Tensor | None
-    ) -> None:
-        """Writes latents ``[B, S, L]`` and rotated RoPE keys ``[B, S, 1, R]`` of new tokens."""
-        self.latents.write(layer.pools, slots, latent, rope)
-
-    def write_keys(self, layer: PagedLayer, slots: Tensor, key: Tensor) -> None:
-        """Writes the index keys ``[B, S, 1, D]`` of new tokens."""
-        self.index_keys.write(layer.pools, slots, key)
-
-    def select_rows(
-        self, layer: PagedLayer, query: Tensor, weights: Tensor, count: int, lengths: Tensor
-    ) -> Tensor:
-        """The ``count`` rows of index keys with the best scores, ``[B, S, 1, count]`` int32.
-
-        Args:
-            query: ``[B, S, N, D]``.
-            weights: ``[B, S, N]`` float32.
-        """
-        layout = layer.layouts["index"]
-        others = {"block_table": self.tables[layout]}
-        if layout.ratio > 1:
-            others["cmp_ratio"] = layout.ratio
-        return self.index_keys.select(layer.pools, query, weights, count, lengths=lengths, **others)
-
-    def attend(self, layer: PagedLayer, heads: Heads, indices: Tensor, lengths: Tensor) -> Tensor:
-        """The outputs ``[B, S, H, v]`` of the heads over the latents at ``indices``."""
-        pools, table = layer.pools, self.tables[layer.layouts["latent"]]
-        if indices.size(1) >= FEWEST_TOKENS and is_readable(lengths):
-            first = functools.partial(self.latents.first, pools, table, latent=heads.weight.size(2))
-            if (output := attend_expanded(heads, indices, lengths, first)) is not None:
-                return output
-        others = {} if heads.sinks is None else {"sinks": heads.sinks}  # of some architectures
-        query = absorbed_query(heads.q_nope, heads.weight)
-        output = self.latents.attend(
-            constant_keys(pools, query),
-            query,
-            heads.q_rope,
-            indices,
-            heads.scaling,
-            lengths=lengths,
-            block_table=table,
-            **others,
-        )
-        return of_heads(output, heads.weight[:, heads.q_nope.size(-1) :])
-
-    def slots(self, layout: RowLayout, rows: Tensor, valid: Tensor) -> Tensor:
-        """Slots of ``rows [B, n]`` of each sequence in the flattened pools; on an NPU, block and
-        row. Rows that are not ``valid`` or do not fit get slots of block 0."""
-        table = self.tables[layout]
-        if table.is_cpu and not is_transformed():
-            return torch.ops.custom_pypto.cache_slots(table, rows, valid, layout.block)
-        column, row = rows // layout.block, rows % layout.block
-        last = table.size(1) - 1
-        block = table.gather(1, column.clamp(0, last)).long()
-        fits = valid & (column <= last)
-        if table.device.type == "npu":
-            both = torch.stack([block, row], -1)
-            return torch.where(fits[..., None], both, 0).flatten(0, 1)
-        return torch.where(fits, block * layout.block + row, 0).flatten()
 
     def grow(self, tokens: int, batch_size: int) -> None:
         """Grows to ``tokens`` tokens per sequence, a multiple of the block size, in new pools and
@@ -225,19 +221,29 @@ class Store:
         for layer in self.recurrent:
             layer.reset()
 
-    def _layer(
-        self, rows: dict[str, Row | None], batch_size: int, device: torch.device
-    ) -> PagedLayer | RecurrentLayer:
-        if not rows:
-            return RecurrentLayer()
-        pools, layouts = {}, {}
-        for name, row in rows.items():
-            if row is not None:
-                layouts[name] = layout = row.layout.in_blocks(self.block_size)
-                shape = (1 + batch_size * layout.blocks(self.max_cache_len), layout.block, 1)
-                # never read past a length, and pages without a token cost nothing
-                pools[name] = empty((*shape, row.width), row.dtype, device)
-        return self.layer_class(pools, layouts)
+
+def allocated(
+    rows: dict[str, Row | None],
+    batch_size: int,
+    tokens: int,
+    block_size: int,
+    device: torch.device,
+) -> tuple[dict[str, Tensor], dict[str, RowLayout]]:
+    """The pools of a layer with these rows, for ``tokens`` tokens a sequence, and their layouts."""
+    pools, layouts = {}, {}
+    for name, row in rows.items():
+        if row is not None:
+            layouts[name] = layout = row.layout.in_blocks(block_size)
+            shape = (1 + batch_size * layout.blocks(tokens), layout.block, 1)
+            # never read past a length, and pages without a token cost nothing
+            pools[name] = empty((*shape, row.width), row.dtype, device)
+    return pools, layouts
+
+
+def tables_of(
+    layouts: Iterable[RowLayout], batch_size: int, tokens: int, device: torch.device
+) -> dict[RowLayout, Tensor]:
+    return {x: own_blocks(batch_size, x.blocks(tokens), device) for x in dict.fromkeys(layouts)}
 
 
 def own_blocks(batch_size: int, blocks: int, device: torch.device) -> Tensor:
@@ -268,3 +274,18 @@ def out_of_memory(
         f"needs {size(blocks) / 2**30:.1f} GiB on {device}; {fits} tokens per sequence would "
         "fit, pass a smaller max_cache_len (to generate(): fewer new tokens) or batch_size"
     )
+
+
+def slots(table: Tensor, layout: RowLayout, rows: Tensor, valid: Tensor) -> Tensor:
+    """Slots of ``rows [B, n]`` of each sequence in the flattened pools with this block table; on
+    an NPU, block and row. Rows that are not ``valid`` or do not fit get slots of block 0."""
+    if table.is_cpu and not is_transformed():
+        return torch.ops.custom_pypto.cache_slots(table, rows, valid, layout.block)
+    column, row = rows // layout.block, rows % layout.block
+    last = table.size(1) - 1
+    block = table.gather(1, column.clamp(0, last)).long()
+    fits = valid & (column <= last)
+    if table.device.type == "npu":
+        both = torch.stack([block, row], -1)
+        return torch.where(fits[..., None], both, 0).flatten(0, 1)
+    return torch.where(fits, block * layout.block + row, 0).flatten()

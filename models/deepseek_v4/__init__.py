@@ -26,7 +26,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 
 from custom_pypto.rows.parts import write
 
-from ..cache import TokenSlice
+from ..cache import Tokens
 from ..cache.layout import Pool, RowLayout
 from ..cache.store import PagedLayer
 from ..compressed_attention import CompressedAttention, compress
@@ -162,7 +162,7 @@ class PagedDeepseekV4Attention(CompressedAttention, DeepseekV4Attention):
         return position_embeddings[self.rope_layer_type]
 
     def complete_rows(
-        self, x: Tensor, layer: PagedLayer, tokens: TokenSlice
+        self, x: Tensor, layer: PagedLayer, tokens: Tokens
     ) -> list[tuple[Tensor, Tensor]]:
         if self.layer_type == HEAVY:
             return [compress(self.compressor, self.rope, layer, "kv", "state", tokens, x)]

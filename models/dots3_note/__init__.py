@@ -13,7 +13,7 @@ from transformers.models.dots3_note.modeling_dots3_note import (
     apply_rotary_pos_emb_interleave,
 )
 
-from ..cache import TokenSlice
+from ..cache import Tokens
 from ..cache.layout import MLA_POOLS, Pool
 from ..cache.store import PagedLayer
 from ..latent_attention import LatentAttention
@@ -69,7 +69,7 @@ class PagedDots3NoteAttention(LatentAttention, Dots3NoteTextAttention):
         q_latent: Tensor,
         cos: Tensor,
         sin: Tensor,
-        tokens: TokenSlice,
+        tokens: Tokens,
         layer: PagedLayer,
     ) -> Tensor:
         if self.sliding_window is None:
@@ -79,7 +79,7 @@ class PagedDots3NoteAttention(LatentAttention, Dots3NoteTextAttention):
         return (tokens.positions[..., None] - back).clamp(min=-1).int().unsqueeze(2)
 
     def project_query(
-        self, hidden_states: Tensor, q_latent: Tensor, tokens: TokenSlice
+        self, hidden_states: Tensor, q_latent: Tensor, tokens: Tokens
     ) -> tuple[Tensor, Tensor]:
         query, _ = super().project_query(hidden_states, q_latent, tokens)
         return query, self.g_proj(hidden_states)[..., None]

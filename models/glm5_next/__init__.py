@@ -20,7 +20,7 @@ from transformers.models.glm5_next.modeling_glm5_next import (
 from custom_pypto.rows.parts import write
 
 from ..attention import SKIPPED
-from ..cache import Step, TokenSlice
+from ..cache import Step, Tokens
 from ..cache.layout import MLA_POOLS, Pool, RowLayout
 from ..cache.store import PagedLayer
 from ..compression import compress, state_layout
@@ -125,7 +125,7 @@ class PagedGlm5NextAttention(LatentAttention, Glm5NextTextAttention):
             layer,
             "index",
             "index_state",
-            step,
+            step.own,
             torch.cat([key, gate], -1),
             bias,
             lambda sums, groups: sums.to(key.dtype),
@@ -139,7 +139,7 @@ class PagedGlm5NextAttention(LatentAttention, Glm5NextTextAttention):
         q_latent: Tensor,
         cos: None,
         sin: None,
-        tokens: TokenSlice,
+        tokens: Tokens,
         layer: PagedLayer,
     ) -> Tensor:
         groups = super().select(hidden_states, q_latent, cos, sin, tokens, layer).squeeze(2)

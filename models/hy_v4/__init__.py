@@ -12,7 +12,7 @@ from transformers.models.hy_v4.modeling_hy_v4 import (
     apply_rotary_pos_emb,
 )
 
-from ..cache import TokenSlice
+from ..cache import Tokens
 from ..cache.layout import MLA_POOLS, Pool
 from ..latent_attention import LatentAttention
 from ..one_op import MLP, Experts, Norm, Rotation, Router
@@ -24,7 +24,7 @@ class GatedAttention(LatentAttention):
     returns_indices = True
 
     def project_query(
-        self, hidden_states: Tensor, q_latent: Tensor, tokens: TokenSlice
+        self, hidden_states: Tensor, q_latent: Tensor, tokens: Tokens
     ) -> tuple[Tensor, Tensor]:
         query, _ = super().project_query(hidden_states, q_latent, tokens)
         return query, self.gate_proj(hidden_states).unflatten(-1, (-1, self.v_head_dim))

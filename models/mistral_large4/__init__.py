@@ -11,7 +11,7 @@ from transformers.models.mistral_large4.modeling_mistral_large4 import (
     apply_rotary_pos_emb_interleave,
 )
 
-from ..cache import TokenSlice
+from ..cache import Tokens
 from ..cache.layout import OWN_NUMBER, Pool
 from ..latent_attention import LatentAttention
 from ..one_op import MLP, Experts, Norm, Rotation
@@ -60,12 +60,12 @@ class PagedMistralLarge4Attention(LatentAttention, MistralLarge4TextAttention):
         return hidden_states
 
     def project_query(
-        self, hidden_states: Tensor, q_latent: Tensor, tokens: TokenSlice
+        self, hidden_states: Tensor, q_latent: Tensor, tokens: Tokens
     ) -> tuple[Tensor, None]:
         query = self.q_proj(q_latent).unflatten(-1, (-1, self.qk_head_dim))
         return self.softmax_scaling(query, tokens.position_ids, head_dim_first=False), None
 
-    def index_query(self, q_latent: Tensor, tokens: TokenSlice) -> Tensor:
+    def index_query(self, q_latent: Tensor, tokens: Tokens) -> Tensor:
         indexer = self.indexer
         query = indexer.wq_b(indexer.q_input_norm(q_latent))
         query = query.unflatten(-1, (indexer.n_heads, indexer.head_dim))
