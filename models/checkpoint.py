@@ -120,7 +120,12 @@ def check_shards(source: Directory, model, blocks: dict[str, tuple[int, int]]) -
             raise ValueError(
                 f"load: {file}: {name} must be of {kind}, as in the model, got {dtype}"
             )
-        found.setdefault(part.parameter, {})[part.index] = name
+        first = found.setdefault(part.parameter, {}).setdefault(part.index, name)
+        if first != name:
+            raise ValueError(
+                f"load: {part.parameter} must be in the checkpoint once, got {first} in "
+                f"{tensors[first].file} and {name} in {file}; keep the one that is up to date"
+            )
         if part.operation is not None:
             operations[part.parameter] = part.operation
     if missing := missing_tensors(state, found, part_of):
@@ -210,8 +215,13 @@ def index_file(path: Path) -> Path:
 def stored_tensors(
     source: Directory, wanted: Callable[[str], bool], blocks: dict[str, tuple[int, int]]
 ) -> dict[str, Stored]:
-    """Locations of the ``wanted`` tensors, from the headers of their files."""
+    """Locations of the ``wanted`` tensors, from the headers of their files.
+
+    The index alone says which file a tensor is read from: another one may hold an older copy. What
+    it does not name is taken from the only file that has it, scales from the file of their weight.
+    """
     index = index_file(source.folder)
+    file_of: dict[str, str] = {}
     promised: dict[str, set[str]] = {}
     if index.name.endswith(".json"):
         try:
@@ -220,12 +230,14 @@ def stored_tensors(
             raise ValueError(
                 f"load: {index} is not a safetensors index: {error!r}; download it again"
             ) from error
-        for name in filter(wanted, weight_map):
-            promised.setdefault(weight_map[name], set()).add(name)
+        file_of = {name: weight_map[name] for name in filter(wanted, weight_map)}
+        for name, file in file_of.items():
+            promised.setdefault(file, set()).add(name)
     else:
         promised[index.name] = set()
 
-    tensors = {}
+    tensors: dict[str, Stored] = {}
+    unnamed: dict[str, list[Stored]] = {}
     for file, names in sorted(promised.items()):
         found = read_header(source, file, blocks)
         if missing := names - found.keys():
@@ -233,7 +245,25 @@ def stored_tensors(
                 f"load: {source.folder / file} lacks {examples(missing)}, listed in {index.name}; "
                 f"is the file from another checkpoint?"
             )
-        tensors |= {name: found[name] for name in filter(wanted, found)}
+        for name in filter(wanted, found):
+            if name in names:
+                tensors[name] = found[name]
+            elif name not in file_of:
+                unnamed.setdefault(name, []).append(found[name])
+
+    # weights first, whose scales follow them
+    for name in sorted(unnamed, key=lambda name: quantized_weights.weight_name(name) != name):
+        weight, copies = tensors.get(quantized_weights.weight_name(name)), unnamed[name]
+        if weight is not None:
+            copies = [copy for copy in copies if copy.file == weight.file]
+        if len(copies) > 1:
+            raise ValueError(
+                f"load: {name} must be in one file, or listed in {index}, got it in "
+                f"{' and '.join(str(copy.file) for copy in copies)}; delete the file that is not "
+                "of this checkpoint, or list the tensor"
+            )
+        if copies:
+            tensors[name] = copies[0]
     return tensors
 
 
