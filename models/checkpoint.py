@@ -19,12 +19,12 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
+from custom_pypto.files import NAMES
 from custom_pypto.hub import Directory
 
 from . import quantized_weights
 from .quantized_weights import FLOATS, FP4, FP8, INTEGERS
 from .weights.modules import stored_parameters
-from .weights.reading import NAMES
 
 logger = logging.getLogger("custom_pypto")
 

@@ -14,10 +14,11 @@ from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from custom_pypto.files import NAMES
+
 from . import quantized_weights
 from .checkpoint import Stored
 from .memory import empty
-from .weights.reading import NAMES
 
 DTYPES = quantized_weights.FLOATS | quantized_weights.INTEGERS
 DTYPES |= {name: dtype for dtype, name in NAMES.items()}

@@ -1,5 +1,13 @@
 """A cache in a file: another cache of it continues to the bit, and damage is named."""
 
+import contextlib
+import errno
+import os
+import resource
+import tempfile
+from functools import partial
+from pathlib import Path
+
 import pytest
 import torch
 from model_harness import (
@@ -16,6 +24,7 @@ from tiny import ALL_KINDS, representatives, tiny_model, token_ids
 
 from custom_pypto import models
 from custom_pypto.models import CACHE
+from custom_pypto.models.cache import saved as saved_caches
 from custom_pypto.models.cache.saved import VERSION
 
 INT8 = {"index_dtype": torch.int8, "kv_dtype": torch.int8}
@@ -143,6 +152,112 @@ def test_a_damaged_or_foreign_file_is_named(saved, tmp_path, change, message):
     assert str(path) in str(raised.value)
 
 
+def test_a_file_that_the_library_wrote_is_taken(saved, tmp_path):
+    # as earlier versions let it write, with the entries of its header in any order
+    patched = patched_model()
+    cache = models.PagedCache.load(changed(saved, tmp_path / "old", lambda *_: None), patched)
+    cache.save(tmp_path / "new")
+    assert (tmp_path / "new").read_bytes() == saved.read_bytes()
+
+
+@pytest.mark.parametrize("kind", representatives(ALL_KINDS))
+def test_equal_caches_are_equal_bytes(kind, tmp_path):
+    cache, _ = filled(patched_model(kind), (0, 0))
+    for i in range(20):
+        cache.save(tmp_path / str(i))
+    again = models.PagedCache.load(tmp_path / "0", patched_model(kind))
+    again.save(tmp_path / "again")
+    assert len({file.read_bytes() for file in tmp_path.iterdir()}) == 1
+
+
+def test_a_file_that_is_replaced_while_it_is_loaded_is_loaded_as_it_was(tmp_path, monkeypatch):
+    patched, path = patched_model(), tmp_path / "cache"
+    cache, other = filled(patched)[0], filled(patched, (0, 0, 1))[0]
+    cache.save(path)
+
+    def after_a_save(function, *args, **options):
+        other.save(path)
+        return function(*args, **options)
+
+    for owner, name in [
+        (saved_caches, "read_header"),
+        (saved_caches, "read_file"),
+        (torch.UntypedStorage, "from_file"),  # safetensors' second look at a file that it maps
+    ]:
+        monkeypatch.setattr(owner, name, partial(after_a_save, getattr(owner, name)))
+    assert torch.equal(models.PagedCache.load(path, patched).lengths, cache.lengths)
+    monkeypatch.undo()
+    assert torch.equal(models.PagedCache.load(path, patched).lengths, other.lengths)
+
+
+@contextlib.contextmanager
+def full_disk():
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@contextlib.contextmanager
+def forbidden(path):
+    user, mode = os.geteuid(), path.stat().st_mode
+    path.chmod(0o555 if path.is_dir() else 0)
+    if user == 0:  # whom no mode stops
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+        path.chmod(mode)
+
+
+@pytest.fixture
+def public():
+    """A folder that every user reaches."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
+def test_errors_of_save_name_the_file_and_leave_the_old_one(saved, public):
+    patched, path = patched_model(), public / "cache"
+    cache = models.PagedCache.load(saved, patched)
+    cache.save(path)
+    (public / "folder").mkdir()
+    size = sum(x.nbytes for x in load_file(saved).values()) / 1e6
+    for file, error, why, when in [
+        (public / "none" / "cache", FileNotFoundError, "No such file", contextlib.nullcontext),
+        (public / "folder", IsADirectoryError, "Is a directory", contextlib.nullcontext),
+        (path, PermissionError, "Permission denied", lambda: forbidden(public)),
+        (path, OSError, "File too large", full_disk),
+    ]:
+        message = (
+            "PagedCache.save: path must be a file in a folder that exists, may be written and has "
+            f"room for {size:.1f} MB, got {file}: {why}.*; give another path"
+        )
+        with pytest.raises(error, match=message) as raised, when():
+            cache.save(file)
+        assert raised.value.errno
+        assert sorted(x.name for x in public.iterdir()) == ["cache", "folder"]
+        assert path.read_bytes() == saved.read_bytes()
+    assert raised.value.errno == errno.EFBIG
+
+
+def test_errors_of_load_name_the_file(saved, public):
+    patched, path = patched_model(), public / "cache"
+    path.write_bytes(saved.read_bytes())
+    for file, error, why, when in [
+        (public / "none", FileNotFoundError, "No such file", contextlib.nullcontext),
+        (public, IsADirectoryError, "Is a directory", contextlib.nullcontext),
+        (path, PermissionError, "Permission denied", lambda: forbidden(path)),
+    ]:
+        message = f"PagedCache.load: path must be a file of .*, got {file}: {why}.*; check the path"
+        with pytest.raises(error, match=message), when():
+            models.PagedCache.load(file, patched)
+
+
 @pytest.mark.parametrize("size", [0, 7, 3000, -1])
 def test_a_file_that_was_cut_off_is_named(saved, tmp_path, size):
     path = tmp_path / "short"
@@ -153,10 +268,9 @@ def test_a_file_that_was_cut_off_is_named(saved, tmp_path, size):
 
 def test_what_does_not_fit_is_rejected(saved, tmp_path):
     patched = patched_model()
-    with pytest.raises(ValueError, match="holds 40 of 32 tokens per sequence"):
+    message = f"max_cache_len must be at least 40, the tokens per sequence in {saved}, got .* 32; "
+    with pytest.raises(ValueError, match=f"PagedCache.load: {message}"):
         models.PagedCache.load(saved, patched, max_cache_len=32)
-    with pytest.raises(FileNotFoundError):
-        models.PagedCache.load(tmp_path / "none", patched)
     with pytest.raises(TypeError, match="must be patched"):
         models.PagedCache.load(saved, tiny_model())
     other = patched_model(kv_lora_rank=32)

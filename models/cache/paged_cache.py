@@ -250,7 +250,14 @@ class PagedCache(Cache):
         """Writes the cached tokens into a file of safetensors, for :meth:`load` in another process.
 
         The header names the properties of the model and the formats of the rows. The file has the
-        rows of cached tokens alone, and this takes as much memory again.
+        rows of cached tokens alone, and this takes as much memory again. A reader sees the file
+        that was there or the new one, never a part, whoever else saves to the same path.
+
+        Raises:
+            OSError: the file cannot be written: ``FileNotFoundError`` without its folder,
+                ``PermissionError``, ``IsADirectoryError``, or by its ``errno``, such as ``ENOSPC``.
+                A file that was there stays.
+            ValueError: an interrupted forward has overwritten the window of the last token.
         """
         names = ("batch_size", "max_cache_len", "block_size")
         options = {name: getattr(self, name) for name in names} | self.dtypes
@@ -269,19 +276,24 @@ class PagedCache(Cache):
             max_cache_len: capacity of a sequence in tokens; None: as saved.
 
         Raises:
+            OSError: the file cannot be read: ``FileNotFoundError``, ``IsADirectoryError`` or
+                ``PermissionError``.
+            TypeError: a model that is not patched.
             ValueError: a model of other dimensions or dtype, fewer tokens than the cache has, or a
                 damaged or foreign file.
         """
-        text, header = text_model(model), saved.read_header(Path(path))
+        text, path = text_model(model), Path(path)
         wanted = saved.portable(dimensions(text, patched_attentions(text)))
-        if header.made_for != wanted:
-            made, wanted = differences(header.made_for, wanted)
-            raise ValueError(
-                f"PagedCache.load: {path} is of a model with {made}, got one with {wanted}; load "
-                "it into the model that it is of"
-            )
-        cache = cls(model, **header.arguments(max_cache_len))
-        saved.read_file(Path(path), header, cache.store, cache.sequences)
+        with saved.opened(path) as file:
+            header = saved.read_header(path, file)
+            if header.made_for != wanted:
+                made, wanted = differences(header.made_for, wanted)
+                raise ValueError(
+                    f"PagedCache.load: {path} is of a model with {made}, got one with {wanted}; "
+                    "load it into the model that it is of"
+                )
+            cache = cls(model, **header.arguments(max_cache_len))
+            saved.read_file(path, file, header, cache.store, cache.sequences)
         return cache
 
     @property

@@ -2,7 +2,6 @@
 header that names model, layouts and formats. Rows are packed, so no block table is saved."""
 
 import json
-import os
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,9 +10,9 @@ from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from custom_pypto.files import save_tensors
 from custom_pypto.rows.parts import write
 
 from .sequence import Sequences
@@ -38,7 +37,11 @@ class Header(NamedTuple):
 
 
 def write_file(path: Path, made_for: dict, options: dict, store: Store, seqs: Sequences) -> None:
-    """Writes a cache. A reader sees the file that was there or the new one, never a part."""
+    """Writes a cache, as :func:`save_tensors` does.
+
+    Raises:
+        OSError: of the system, with the remedy.
+    """
     seqs.check_room(0, store.max_cache_len)
     tensors = {name: getattr(seqs, name) for name in LENGTHS}
     for name, layer, pool, live in live_rows(store, seqs.lengths):
@@ -51,21 +54,26 @@ def write_file(path: Path, made_for: dict, options: dict, store: Store, seqs: Se
     header = Header(portable(made_for), portable(options), seqs.exchanged, checksums)
     text = json.dumps(header._asdict())
     metadata = {VERSION: text, "checksum": str(zlib.crc32(text.encode()))}
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     try:
-        save_file(tensors, partial, metadata)
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
+        save_tensors(path, tensors, metadata)
+    except OSError as error:
+        size = sum(x.nbytes for x in tensors.values())
+        raise OSError(
+            error.errno,
+            f"PagedCache.save: path must be a file in a folder that exists, may be written and has "
+            f"room for {size / 1e6:.1f} MB, got {path}: {error.strerror}; give another path, or "
+            "make room or the folder. What was there before is unchanged",
+        ) from error
 
 
-def read_header(path: Path) -> Header:
+def read_header(path: Path, file) -> Header:
     """
+    Args:
+        file: of :func:`opened`.
     Raises:
         ValueError: a damaged file, or none of :func:`write_file`.
     """
-    with opened(path) as file:
-        metadata = file.metadata() or {}
+    metadata = file.metadata() or {}
     if VERSION not in metadata:
         raise ValueError(
             f"PagedCache.load: path must be a file that PagedCache.save wrote, got {path} without "
@@ -77,30 +85,33 @@ def read_header(path: Path) -> Header:
     return Header(**json.loads(text))
 
 
-def read_file(path: Path, header: Header, store: Store, seqs: Sequences) -> None:
+def read_file(path: Path, file, header: Header, store: Store, seqs: Sequences) -> None:
     """Fills an empty cache with the same arguments.
 
     Raises:
-        ValueError: a damaged file.
+        ValueError: a damaged file, or more tokens than the cache has room for.
     """
-    with opened(path) as file:
 
-        def read(name: str) -> Tensor:
-            x = file.get_tensor(name)
-            if checksum(x) != header.checksums[name]:
-                raise damaged(path, f"the bytes of {name} were changed")
-            return x.to(seqs.lengths.device)
+    def read(name: str) -> Tensor:
+        x = file.get_tensor(name)
+        if checksum(x) != header.checksums[name]:
+            raise damaged(path, f"the bytes of {name} were changed")
+        return x.to(seqs.lengths.device)
 
-        for name in LENGTHS[:-1]:
-            getattr(seqs, name).copy_(read(name))
-        seqs.padding, seqs.exchanged = read("padding"), header.exchanged
-        seqs.check_room(0, store.max_cache_len)
-        for name, layer, pool, live in live_rows(store, seqs.lengths):
-            write(layer.pools[pool], live, read(name))
-        for name, layer, kind in recurrent_states(store):
-            for saved in header.checksums:
-                if saved.startswith(f"{name}."):
-                    restore(layer, kind, int(saved.rpartition(".")[2]), read(saved))
+    for name in LENGTHS[:-1]:
+        getattr(seqs, name).copy_(read(name))
+    seqs.padding, seqs.exchanged = read("padding"), header.exchanged
+    if (seen := int(seqs.seen)) > store.max_cache_len:
+        raise ValueError(
+            f"PagedCache.load: max_cache_len must be at least {seen}, the tokens per sequence in "
+            f"{path}, got room for {store.max_cache_len}; None takes that of the saved cache"
+        )
+    for name, layer, pool, live in live_rows(store, seqs.lengths):
+        write(layer.pools[pool], live, read(name))
+    for name, layer, kind in recurrent_states(store):
+        for saved in header.checksums:
+            if saved.startswith(f"{name}."):
+                restore(layer, kind, int(saved.rpartition(".")[2]), read(saved))
 
 
 def portable(properties: dict) -> dict:
@@ -111,8 +122,18 @@ def portable(properties: dict) -> dict:
 
 @contextmanager
 def opened(path: Path) -> Iterator:
+    """The file, opened once for header and rows: another one may take its name meanwhile."""
     try:
-        with safe_open(path, "pt") as file:
+        with path.open("rb"):
+            pass  # the library names neither the file nor the kind of error
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"PagedCache.load: path must be a file of PagedCache.save that this user may read, got "
+            f"{path}: {error.strerror}; check the path, or save the cache there",
+        ) from error
+    try:
+        with safe_open(path, "pt", backend="pread") as file:  # "mmap" opens it twice
             yield file
     except SafetensorError as error:
         raise damaged(path, str(error)) from error

@@ -5,19 +5,11 @@ import threading
 import torch
 from torch import Tensor
 
+from custom_pypto.files import NAMES
+
 from .. import quantized_weights
 from ..memory import empty
 from .formats import BLOCK, ROUNDED, Layout, layout, matrices
-
-# safetensors' names of the dtypes of stored weights and their scales
-NAMES = {
-    torch.bfloat16: "BF16",
-    torch.float32: "F32",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e8m0fnu: "F8_E8M0",
-}
 
 
 class StoredWeight:
