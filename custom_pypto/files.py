@@ -32,7 +32,7 @@ NAMES = {
 
 
 @contextlib.contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def replacing(path: Path, tidy: bool = True) -> Iterator[Path]:
     """An empty file to write, which gets the name ``path`` when the block ends without an error.
 
     A reader sees the file that was there or the new one, never a part, and of several writers in
@@ -40,10 +40,14 @@ def replacing(path: Path) -> Iterator[Path]:
     a killed writer left, the next one of the same ``path`` removes. The block opens the file by its
     name and closes it: before that, NFS does not show all of it to other hosts.
 
+    Args:
+        tidy: whether to look for such remains, which lists the folder; see :func:`remove_remains`.
     Raises:
         OSError: of the system, with ``path`` as its file.
     """
     try:
+        if tidy:
+            remove_remains(path.parent, re.escape(path.name))
         partial, lock = _begun(path)
         try:
             yield partial
@@ -60,7 +64,6 @@ def replacing(path: Path) -> Iterator[Path]:
 def _begun(path: Path) -> tuple[Path, int]:
     """A new file beside ``path`` and the descriptor that locks it. The system releases the lock
     when the process ends, however it ends."""
-    _remove_abandoned(path)
     while True:
         partial = path.parent / f"{path.name}{PARTIAL}{secrets.token_hex(8)}"
         # not by tempfile, whose files are for this user alone
@@ -72,11 +75,15 @@ def _begun(path: Path) -> tuple[Path, int]:
         os.close(lock)  # another writer has removed it before it was locked
 
 
-def _remove_abandoned(path: Path) -> None:
-    """Removes the partial files of ``path`` that no living process has locked, on any host."""
-    name = re.compile(re.escape(path.name + PARTIAL) + "[0-9a-f]{16}")
+def remove_remains(folder: Path, names: str = ".*") -> None:
+    """Removes the partial files of killed writers: those that no process has locked, on any host.
+
+    Args:
+        names: a regular expression of the names that the files were to get.
+    """
+    name = re.compile(f"{names}{re.escape(PARTIAL)}[0-9a-f]{{16}}")
     with contextlib.suppress(OSError):  # a folder that may be written, but not listed
-        for partial in path.parent.iterdir():
+        for partial in folder.iterdir():
             if name.fullmatch(partial.name):
                 with contextlib.suppress(OSError):  # locked, of another user, or gone by now
                     lock = os.open(partial, os.O_RDWR)  # NFS locks what is open for writing

@@ -18,6 +18,8 @@ import custom_pypto  # noqa: F401  # before torch, so that its idle threads slee
 
 # isort: split
 import argparse
+import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -27,13 +29,13 @@ import shutil
 import sys
 from pathlib import Path
 
+import filelock
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 from options import Help
-from safetensors.torch import save_file
 from tqdm import tqdm
 
-from custom_pypto import hub, models
+from custom_pypto import files, hub, models
 from custom_pypto.models import quantized_weights
 from custom_pypto.models.architectures import supported_model
 from custom_pypto.models.checkpoint import (
@@ -46,7 +48,9 @@ from custom_pypto.models.checkpoint import (
 from custom_pypto.models.reader import Reader
 
 RECORD, SUMS, INDEX = "conversion.json", "SHA256SUMS", "model.safetensors.index.json"
-PARTIAL = ".conversion.partial"  # files being written, under any name
+PARTIAL = ".conversion.partial"  # a model that is being saved
+LOCK = ".conversion.lock"  # of the run that writes the folder
+METADATA = {"format": "pt"}
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf"}
 
 
@@ -192,12 +196,10 @@ def write_whole(file, write):
     Returns:
         the checksum of the file, read back.
     """
-    partial = file.parent / PARTIAL / file.name
-    partial.parent.mkdir(exist_ok=True)
-    write(partial)
-    flush(partial)
-    digest = sha256(partial)
-    partial.replace(file)
+    with files.replacing(file) as partial:
+        write(partial)
+        flush(partial)
+        digest = sha256(partial)
     flush(file.parent)
     return digest
 
@@ -222,14 +224,28 @@ def write_sums(target, sums):
     write_text(target / SUMS, "".join(f"{digest}  {name}\n" for name, digest in sums.items()))
 
 
+@contextlib.contextmanager
+def alone(target):
+    """Keeps other runs from writing the folder, until this one ends."""
+    target.mkdir(parents=True, exist_ok=True)
+    try:
+        with filelock.FileLock(target / LOCK, timeout=0), contextlib.ExitStack() as stack:
+            stack.callback((target / LOCK).unlink, missing_ok=True)
+            yield
+    except filelock.Timeout:
+        raise ValueError(
+            f"TARGET must be written by one run at a time, another one writes {target}; wait for it"
+        ) from None
+
+
 def begin(target, record):
     """Starts in an empty folder, or resumes the same conversion.
 
     Returns:
         the checksums of the shards written before, by name.
     """
-    target.mkdir(parents=True, exist_ok=True)
-    found = sorted(file.name for file in target.iterdir() if file.name != PARTIAL)
+    files.remove_remains(target)
+    found = sorted(file.name for file in target.iterdir() if file.name not in (PARTIAL, LOCK))
     if RECORD in found and json.loads((target / RECORD).read_text()) == record:
         shutil.rmtree(target / PARTIAL, ignore_errors=True)
         if not (target / SUMS).is_file():
@@ -274,10 +290,8 @@ def convert(source, target, conversion):
                 kept += 1
             else:
                 tensors = conversion.shard(reader, names)
-                sums[file] = write_whole(
-                    target / file,
-                    lambda path, tensors=tensors: save_file(tensors, path, {"format": "pt"}),
-                )
+                write = functools.partial(files.write_tensors, tensors=tensors, metadata=METADATA)
+                sums[file] = write_whole(target / file, write)
                 write_sums(target, sums)
             progress.update(sum(map(conversion.size, names)))
 
@@ -289,7 +303,6 @@ def convert(source, target, conversion):
     # last: without it the folder is not a valid checkpoint
     sums["config.json"] = write_json(target / "config.json", conversion.config)
     write_sums(target, sums)
-    shutil.rmtree(target / PARTIAL)
     return kept, len(shards) - kept, total
 
 
@@ -312,13 +325,15 @@ def copy_others(source, target, sums):
             )
 
 
-def convert_weights(name, revision, source, target, weights, layers, max_shard_size):
+def convert_weights(args, source):
     """Returns the number of shards and their bytes."""
-    record = {"weights": weights, "layers": layers, "max_shard_size": max_shard_size}
+    record = {name: getattr(args, name) for name in ("weights", "layers", "max_shard_size")}
+    target = args.target
     begin(target, record | {"source": str(source.folder.resolve())})
-    model = models.load(name, weights=weights, num_hidden_layers=layers, revision=revision)
+    given = dict(weights=args.weights, num_hidden_layers=args.layers, revision=args.revision)
+    model = models.load(args.source, **given)
     source.fetch(others(source))
-    model.save_pretrained(target / PARTIAL, max_shard_size=max_shard_size)
+    model.save_pretrained(target / PARTIAL, max_shard_size=args.max_shard_size)
     sums, shards, total = {}, 0, 0
     written = sorted((target / PARTIAL).iterdir(), key=lambda file: file.name == "config.json")
     for file in written:  # config.json last: without it the folder is not a valid checkpoint
@@ -326,6 +341,7 @@ def convert_weights(name, revision, source, target, weights, layers, max_shard_s
             copy_others(source, target, sums)
         if file.suffix == ".safetensors":
             shards, total = shards + 1, total + file.stat().st_size
+        shutil.copymode(target / RECORD, file)  # safetensors makes files for this user alone
         flush(file)
         sums[file.name] = sha256(file)
         file.replace(target / file.name)
@@ -364,17 +380,11 @@ def main():
         kept, source = 0, hub.find("SOURCE", args.source, args.revision)
         if args.weights is None:
             conversion = Conversion(source, args.layers, args.experts, args.max_shard_size)
-            kept, written, size = convert(source, args.target, conversion)
+            with alone(args.target):
+                kept, written, size = convert(source, args.target, conversion)
         elif args.experts is None:
-            written, size = convert_weights(
-                args.source,
-                args.revision,
-                source,
-                args.target,
-                args.weights,
-                args.layers,
-                args.max_shard_size,
-            )
+            with alone(args.target):
+                written, size = convert_weights(args, source)
         else:
             raise ValueError("--experts must be omitted with --weights; cut the experts first")
     except (MemoryError, OSError, TypeError, ValueError) as error:

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny import representatives, tiny_config, token_ids
 
 from custom_pypto import models
+from custom_pypto.files import PARTIAL
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "examples"))
@@ -232,6 +233,21 @@ def test_a_damaged_source_is_rejected_before_anything_is_written(convert, tmp_pa
     assert not (tmp_path / "bf16").exists()
 
 
+@pytest.mark.parametrize("options", [[], ["--weights", "int8"]], ids=["bf16", "int8"])
+def test_a_folder_is_written_by_one_run_at_a_time(options, convert, tmp_path):
+    source, target = published(tmp_path / "fp8"), tmp_path / "target"
+    with convert_checkpoint.alone(target):
+        said = convert(source, target, *options)
+        assert_gives_up(said, f"TARGET must be written by one run at a time, .* {target}; wait")
+        assert list(target.iterdir()) == [target / ".conversion.lock"]
+    # of a run that was killed before all else
+    (target / f"conversion.json{PARTIAL}0123456789abcdef").touch()
+    assert "shards written" in convert(source, target, *options)
+    modes = {file.name: file.stat().st_mode for file in target.iterdir()}
+    assert len(set(modes.values())) == 1, modes
+    assert_checksums_hold(target)
+
+
 def test_a_killed_run_goes_on_where_it_was(convert, tmp_path):
     source, target = published(tmp_path / "fp8", n_routed_experts=64), tmp_path / "bf16"
     options = ["--max-shard-size", "30KB"]
@@ -257,8 +273,9 @@ def test_a_killed_run_goes_on_where_it_was(convert, tmp_path):
         file.seek(-1, os.SEEK_END)
         file.write(bytes([last ^ 1]))
     (target / missing).unlink()
-    for name in (missing, ".tmpAbCdEf"):  # what safetensors writes to before it is whole
-        (target / ".conversion.partial" / name).write_bytes(b"half of it")
+    (target / f"{missing}{PARTIAL}0123456789abcdef").write_bytes(b"half of it")
+    (target / ".conversion.partial").mkdir()  # of a run with --weights
+    (target / ".conversion.partial" / ".tmpAbCdEf").write_bytes(b"half of it")
     written = {name: (target / name).stat().st_mtime_ns for name in kept}
 
     said = convert(source, target, *options)
