@@ -35,6 +35,7 @@ from measure import Benchmark
 from tqdm import tqdm
 
 from custom_pypto import simulation, verify
+from custom_pypto.files import replacing
 from custom_pypto.kernels import tiling
 
 TILING = Path(__file__).resolve().parents[1] / "custom_pypto/kernels/tiling.py"
@@ -255,10 +256,9 @@ def write_entry(file: Path, table: str, name: str, settings) -> None:
     starts = [0, *itertools.accumulate(map(len, source.splitlines(keepends=True)))]
     begin = starts[old.lineno - 1] + old.col_offset
     end = starts[old.end_lineno - 1] + old.end_col_offset
-    part = file.with_suffix(".part")
-    part.write_bytes(source[:begin] + new.encode() + source[end:])
-    shutil.copymode(file, part)
-    part.replace(file)
+    with replacing(file) as part:
+        part.write_bytes(source[:begin] + new.encode() + source[end:])
+        shutil.copymode(file, part)
 
 
 def tune(op: str, budget: float, file: Path = TILING) -> Iterator[list[str]]:

@@ -20,6 +20,7 @@ from unittest import mock
 import torch
 
 from custom_pypto import env
+from custom_pypto.files import replacing
 
 RESULTS = Path(__file__).with_name("RESULTS.md")
 
@@ -184,7 +185,8 @@ def write_section(title: str, command: str, text: str) -> None:
         new = re.sub(pattern, lambda _: section, old, flags=re.S)
     else:
         new = f"{old.rstrip()}\n\n{section}"
-    RESULTS.write_text(new)
+    with replacing(RESULTS) as part:
+        part.write_text(new)
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:

@@ -1,6 +1,9 @@
 """PyPTO's generated code, executed on the host: what it finds, and the ops on it."""
 
+import concurrent.futures
 import functools
+import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -44,6 +47,25 @@ def test_generated_code_is_the_same_in_every_run_and_compiled_once(monkeypatch, 
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
     assert torch.equal(simulation.execute(affine_kernel(), x, out)[1], 3 * x + 1)
     assert len(kept) > 1 and kept == {p: p.stat().st_mtime_ns for p in tmp_path.iterdir()}
+
+
+def test_threads_that_compile_the_same_body_do_not_meet(monkeypatch, tmp_path):
+    body = bodies.Body(1, "one", "one", tmp_path / "one.so")
+    both = threading.Barrier(2)
+
+    def compiled(what, *flags):
+        both.wait()
+        text = Path(flags[-1]).read_text()
+        Path(flags[flags.index("-o") + 1]).write_text(text)
+        both.wait()
+
+    monkeypatch.setattr(bodies, "toolchain", lambda: tmp_path)
+    monkeypatch.setattr(bodies, "_compile", compiled)
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        jobs = [pool.submit(bodies._compile_bodies, "aiv", {body: "code"}) for _ in range(2)]
+    for job in jobs:
+        job.result()
+    assert body.library.read_text().endswith("code") and list(tmp_path.iterdir()) == [body.library]
 
 
 def test_a_product_is_computed_on_the_layouts_of_the_cube_unit():

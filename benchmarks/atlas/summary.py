@@ -1,7 +1,7 @@
 """The page that sums up a run, and the archive that holds it."""
 
 import json
-import os
+import tempfile
 import zipfile
 from datetime import datetime
 from pathlib import Path
@@ -106,16 +106,15 @@ def write(
                 f"{ended.seconds:.1f} s\n{text}"
                 for step, ended, text in result.steps
             )
-    part = archive.with_name(f".{archive.name}.part")
-    try:
+    # not by the package, which may be what does not work
+    with tempfile.TemporaryDirectory(prefix=f".{archive.name}.", dir=archive.parent) as folder:
+        part = Path(folder) / archive.name
         with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as file:
             for name, text in members.items():
                 data = scrubbed(text).encode("utf-8", "replace")
                 file.writestr(zipfile.ZipInfo(name, date.timetuple()[:6]), data, file.compression)
         check(part, scrubbed)
-        os.replace(part, archive)
-    finally:
-        part.unlink(missing_ok=True)
+        part.replace(archive)
 
 
 def check(archive: Path, scrubbed: Scrubber) -> None:

@@ -1,10 +1,10 @@
 """``python -m custom_pypto.graph``: writes the GE prototypes beside this file."""
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
+from ..files import replacing
 from . import headers
 from .prototypes import PrototypeError, prototypes
 
@@ -33,9 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{path} is out of date; run `python -m custom_pypto.graph`", file=sys.stderr)
         return int(bool(stale))
     for path in stale:
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(texts[path])
-        part.replace(path)  # whole, even if this process is interrupted
+        with replacing(path) as part:
+            part.write_text(texts[path])
     for path in texts:
         print(f"{path}: {'written' if path in stale else 'unchanged'}")
     return 0

@@ -11,6 +11,7 @@ import os
 import re
 import shutil
 import subprocess
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -142,25 +143,22 @@ def _compile_bodies(core: str, bodies: dict[Body, str]) -> None:
     """In one library: templates that several bodies use are compiled once."""
     folder = toolchain()
     first = next(iter(bodies))
-    part = first.library.with_suffix(f".{os.getpid()}.cpp")
-    part.write_text('#include "TileOpImpl.h"\n' + "".join(bodies.values()))
-    output = part.with_suffix(".so")
-    flags = [*_body_flags(folder, core), "-shared", "-o", str(output)]
-    try:
-        _compile(f"the generated code of {first.title}", *flags, str(part))
-    except SimulationError:
-        if len(bodies) == 1:
-            raise
-        for body, code in bodies.items():  # one of them does not compile
-            _compile_bodies(core, {body: code})
-        return
-    finally:
-        part.unlink()
-    for body in bodies:
-        link = output.with_suffix(".link")
-        os.link(output, link)
-        link.replace(body.library)
-    output.unlink()
+    # beside the libraries, to link them; other threads and hosts may compile the same ones
+    with tempfile.TemporaryDirectory(prefix="part-", dir=first.library.parent) as part:
+        source, output, link = (Path(part) / name for name in ("bodies.cpp", "bodies.so", "link"))
+        source.write_text('#include "TileOpImpl.h"\n' + "".join(bodies.values()))
+        flags = [*_body_flags(folder, core), "-shared", "-o", str(output)]
+        try:
+            _compile(f"the generated code of {first.title}", *flags, str(source))
+        except SimulationError:
+            if len(bodies) == 1:
+                raise
+            for body, code in bodies.items():  # one of them does not compile
+                _compile_bodies(core, {body: code})
+            return
+        for body in bodies:
+            os.link(output, link)
+            link.replace(body.library)
 
 
 def compiled_bodies(folder: Path) -> list[Body]:

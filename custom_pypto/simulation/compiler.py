@@ -26,6 +26,7 @@ from pathlib import Path
 
 import filelock
 
+from ..files import replacing
 from ..requirements import pypto_problem, warn_of_untested_pypto
 
 TIMEOUT = 600.0  # seconds; the slowest kernel of the package takes about one minute
@@ -85,9 +86,8 @@ def _configure() -> None:
     text = json.dumps(config)
     path = cache_folder() / f"pypto-{hashlib.sha256(text.encode()).hexdigest()[:12]}.json"
     if not path.exists():
-        part = path.with_suffix(f".{os.getpid()}")
-        part.write_text(text)
-        part.replace(path)
+        with replacing(path) as part:
+            part.write_text(text)
     os.environ["TILEFWK_CONFIG_PATH"] = str(path)
 
 

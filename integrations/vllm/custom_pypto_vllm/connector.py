@@ -8,19 +8,18 @@ A file of safetensors has one block of tokens: the rows of every layer's caches,
 which the engine has them. Its name is a hash of the tokens up to its end and of what engines must
 share to read it. A producer writes the whole blocks of prompts, a consumer reads those that it
 lacks; ``kv_both`` does both. Engines with other weights must have another folder. Nothing deletes
-files.
+files but what a killed engine had begun, when another one starts.
 """
 
 import hashlib
 import json
-import os
 from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -28,6 +27,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.logger import init_logger
+
+from custom_pypto.files import remove_remains, replacing, write_tensors
 
 # of a config, where it came from
 OF_FILES = ("_name_or_path", "transformers_version")
@@ -74,6 +75,7 @@ class FolderConnector(KVConnectorBase_V1):
             )
         self.folder = Path(path)
         self.folder.mkdir(parents=True, exist_ok=True)
+        remove_remains(self.folder)  # once: there may be too many blocks to look at each time
         self.size = vllm_config.cache_config.block_size
         self.reads, self.writes = settings.is_kv_consumer, settings.is_kv_producer
         formats = vllm_config.cache_config.cache_dtype, str(vllm_config.model_config.dtype)
@@ -164,9 +166,8 @@ class FolderConnector(KVConnectorBase_V1):
             return  # all ranks have the same rows
         for name, block in self._get_connector_metadata().stores:
             file = self.file(name)
-            partial = file.with_suffix(f".{os.getpid()}")
-            save_file({x: cache[block].contiguous() for x, cache in self.caches.items()}, partial)
-            partial.replace(file)
+            with replacing(file, tidy=False) as partial:
+                write_tensors(partial, {x: cache[block] for x, cache in self.caches.items()}, {})
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Nothing: all layers are loaded before the first."""

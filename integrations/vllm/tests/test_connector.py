@@ -13,6 +13,8 @@ from transformers import DeepseekV32Config
 from vllm.config import KVTransferConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from custom_pypto.files import PARTIAL
+
 SIZE = 16
 WHOLE = [(len(prompt) - 1) // SIZE for prompt in PROMPTS]
 CHUNKS = dict(max_num_batched_tokens=64)
@@ -33,6 +35,7 @@ def handed_over(checkpoint, folder, producer=None, consumer=None, **options):
     first = connected(folder, "kv_producer", **options, **producer or {})
     generate(checkpoint, folder, tokens=1, **first)
     files = sorted((folder / "shared").iterdir())
+    (folder / "shared" / f"x{PARTIAL}0123456789abcdef").touch()  # of an engine that was killed
     second = connected(folder, "kv_consumer", **options, **consumer or {})
     result = generate(checkpoint, folder, enable_prefix_caching=False, **second)
     assert sorted((folder / "shared").iterdir()) == files
