@@ -144,7 +144,7 @@ def compiled_for(model, cache, mode):
     versions = {name: installed_version(name) for name in COMPILED_FROM}
     versions["CANN"] = torch_npu.npu.utils.get_cann_version()
     made_for = {name: getattr(cache, name) for name in ("batch_size", "max_cache_len")}
-    made_for |= {"block_size": cache.block_size} | cache.made_for
+    made_for |= {"block_size": cache.block_size} | cache.dtypes | cache.made_for
     config = model.config.to_dict() | {"_name_or_path": None}  # the same model elsewhere
     facts = {"mode": mode, "versions": versions, "model": config}
     return json.loads(json.dumps(facts | {"cache": made_for}, default=str))

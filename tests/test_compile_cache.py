@@ -9,6 +9,7 @@ import torch
 from tiny import tiny_model, token_ids
 
 from custom_pypto import models
+from custom_pypto.rows import INDEX_FORMATS, LATENT_FORMATS
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
@@ -17,6 +18,7 @@ from options import MODES
 
 pytest_plugins = ["graph_fixtures"]
 pytestmark = [pytest.mark.ascend_host, pytest.mark.usefixtures("for_compiled_models")]
+FORMATS = [("index_dtype", x) for x in INDEX_FORMATS] + [("kv_dtype", x) for x in LATENT_FORMATS]
 # npugraph_ex, whose graphs are the fastest to make, without --all
 EACH_MODE = [pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[:2]] + MODES[2:]
 
@@ -92,3 +94,16 @@ def test_what_a_loaded_graph_does_not_guard_is_rejected_by_name(tmp_path):
     model, cache = model_and_cache()
     with pytest.raises(ValueError, match=r"versions\.torch=2\.0, got 2"):
         CachedStep(model, cache, "npugraph_ex", tmp_path)
+
+
+@pytest.mark.parametrize("argument, dtype", FORMATS)
+def test_a_cache_in_another_format_is_rejected_when_the_step_is_made(argument, dtype, tmp_path):
+    """In either direction; the call would fail in the graph, by a message that names no cache."""
+    model, plain = model_and_cache(kv_lora_rank=128)  # what rows in int8 take
+    other = models.PagedCache(model, 1, 32, block_size=16, **{argument: dtype})
+    for made, got in ((plain, other), (other, plain)):
+        folder = tmp_path / str(made.dtypes[argument])
+        CachedStep(model, made, "npugraph_ex", folder)
+        names = rf"cache\.{argument}={made.dtypes[argument]}, got {got.dtypes[argument]}; give "
+        with pytest.raises(ValueError, match=names):
+            CachedStep(model, got, "npugraph_ex", folder)
