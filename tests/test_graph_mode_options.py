@@ -3,13 +3,14 @@ the host simulator of CANN: what reaches the graph, and the results of eager."""
 
 import contextlib
 import functools
+from typing import NamedTuple
 
 import ge_graphs
 import pytest
 import torch
-from cases.npu_lightning_indexer_pto import on_npu as index
 from cases.npu_sparse_flash_attention_pto import on_npu as attend
 from ge_graphs import ONE_GRAPH, watched
+from graph_layer import Layer, check, launched, layer
 from lookup_on_npu import FIRST, LOOKUP, after_the_text, decode, eager, lookup_model
 from npu_calls import on_npu
 
@@ -20,63 +21,6 @@ pytestmark = [pytest.mark.ascend_host, pytest.mark.usefixtures("for_compiled_mod
 GE, OLDER, CAPTURE = ge_graphs.MODES
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
 INDEXER, ATTENTION = "LightningIndexerPto", "SparseFlashAttentionPto"
-
-
-# ---- a layer of our ops: the indexer beside the projection of the query --------------------------
-
-
-class Layer:
-    """Its inputs, of ``tokens`` per sequence, and its calls."""
-
-    def __init__(self, tokens: int = 3, seed: int = 0):
-        index_inputs = on_npu(index([2, 1], [20, 5], sparse_count=4, seed=seed))
-        attend_inputs = on_npu(attend([2, 1], [20, 5], seed=seed))
-        del attend_inputs["sparse_indices"]
-        self.index, self.index_constants = ge_graphs.split(index_inputs)
-        self.attend, self.attend_constants = ge_graphs.split(attend_inputs)
-        for inputs in (self.index, self.attend):
-            for name in ("query", "weights", "query_rope"):
-                if name in inputs:
-                    repeated = inputs[name].repeat_interleave(2, 1)
-                    inputs[name] = repeated[:, :tokens].contiguous()
-        self.projection = 1.5 * torch.eye(self.attend["query"].size(-1)).bfloat16().npu()
-        self.tensors = self.index, self.attend, self.projection
-
-    def indices(self, inputs):
-        return custom_pypto.npu_lightning_indexer_pto(**inputs, **self.index_constants)
-
-    def attention(self, inputs, indices):
-        return custom_pypto.npu_sparse_flash_attention_pto(
-            **inputs, sparse_indices=indices, **self.attend_constants
-        )
-
-    def call(self, scope=contextlib.nullcontext):
-        """The layer, with its indexer inside of ``scope()``."""
-
-        def layer(index, attend, projection):
-            with scope():
-                indices = self.indices(index)
-            query = attend["query"] @ projection
-            return self.attention(attend | {"query": query}, indices)
-
-        return layer
-
-
-@functools.cache
-def layer():
-    made = Layer()
-    return made, made.call()(*made.tensors).cpu()
-
-
-def check(function, mode, settings=None, scope=contextlib.nullcontext):
-    """A compiled layer gives eager's results, also in a replay; what torchair made."""
-    torch.compiler.reset()
-    made, expected = layer()
-    call = ge_graphs.compiled(function or made.call(scope), mode=mode, settings=settings)
-    with watched() as seen:
-        for _ in range(1 if mode == GE else 2):
-            assert torch.equal(call(*made.tensors).cpu(), expected)
-    return seen
 
 
 # ---- options -------------------------------------------------------------------------------------
@@ -113,20 +57,49 @@ def test_run_eagerly_gives_ge_no_graph():
     assert len(seen.ge) == 1 and seen.options == []
 
 
-# the setting, and how often two calls capture
+class Captured(NamedTuple):
+    """Of two calls, and a third one whose parameter is elsewhere and has other values."""
+
+    captures: int
+    new_values: bool  # the third result has them
+    kept: bool  # the second result, after the third call
+    in_place: bool  # our kernels read the caller's memory, no copy
+
+
+# the setting, and what it changes
 CAPTURE_OPTIONS = {
-    "frozen_parameter": ({"frozen_parameter": True}, 1),
-    "force_eager": ({"force_eager": True}, 0),
-    "force_recapture": ({"force_recapture": True}, 2),
-    "no reuse_graph_pool": ({"reuse_graph_pool_in_same_fx": False}, 1),
-    "no clone_input": ({"clone_input": False}, 1),
+    "no option": ({}, Captured(2, True, False, False)),
+    "frozen_parameter": ({"frozen_parameter": True}, Captured(1, False, True, False)),
+    "force_eager": ({"force_eager": True}, Captured(0, True, True, True)),
+    "force_recapture": ({"force_recapture": True}, Captured(3, True, False, False)),
+    "no reuse_graph_pool": (
+        {"reuse_graph_pool_in_same_fx": False},
+        Captured(2, True, True, False),
+    ),
+    "no clone_input": ({"clone_input": False}, Captured(2, True, False, True)),
 }
 
 
 @pytest.mark.parametrize("option", ids(CAPTURE_OPTIONS, "force_recapture"))
 def test_a_capture_with_an_option(option):
-    settings, captures = CAPTURE_OPTIONS[option]
-    assert check(None, CAPTURE, settings).captures == captures
+    """Each differs from a capture without it, so that an option that is ignored fails."""
+    settings, expected = CAPTURE_OPTIONS[option]
+    made, before = layer()
+    index, attend, projection = made.tensors
+    after = made.call()(index, attend, 2 * projection).cpu()
+    weight = torch.nn.Parameter(projection.clone(), requires_grad=False)
+    torch.compiler.reset()
+    call = ge_graphs.compiled(made.call(), mode=CAPTURE, settings=settings)
+    with watched() as seen, launched() as launches:
+        call(index, attend, weight)
+        result = call(index, attend, weight)
+        assert torch.equal(result.cpu(), before)
+        weight.data = 2 * projection
+        last = call(index, attend, weight)
+    new_values, kept = torch.equal(last.cpu(), after), torch.equal(result.cpu(), before)
+    in_place = any(attend["key"].data_ptr() in launch.addresses for launch in launches)
+    assert Captured(seen.captures, new_values, kept, in_place) == expected
+    assert new_values or torch.equal(last.cpu(), before)
 
 
 @pytest.mark.slow
@@ -241,25 +214,6 @@ def test_an_indexer_waits_for_a_tensor_by_a_control_edge():
 # ---- streams and cores of captures ---------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def streams_of_launches():
-    """The streams, with their limit of cube cores, that PyPTO launches go to meanwhile."""
-    from custom_pypto.simulation.ascend_host import device
-
-    found = []
-
-    def noted(kernel, tensors, params, launch=device._launch):
-        stream = torch.npu.current_stream()
-        found.append((stream.npu_stream, torch.npu.get_stream_limit(stream)["cube_core_num"]))
-        launch(kernel, tensors, params)
-
-    device.replace_calls("npu", noted)
-    try:
-        yield found
-    finally:
-        device.replace_calls("npu", device._launch)
-
-
 def test_an_indexer_beside_the_projection_in_a_stream_of_its_own():
     """A capture whose streams do not join in its end fails, as on a device."""
     made, _ = layer()
@@ -275,9 +229,9 @@ def test_an_indexer_beside_the_projection_in_a_stream_of_its_own():
         end.wait(torch.npu.current_stream())
         return made.attention(attend | {"query": query}, indices)
 
-    with streams_of_launches() as launches:
+    with launched() as launches:
         assert check(two_streams, CAPTURE).captures == 1
-    assert len({stream for stream, _ in launches}) == 2
+    assert len({x.stream for x in launches}) == 2
 
 
 @pytest.mark.slow
@@ -296,9 +250,9 @@ def test_streams_of_the_older_mode(waits):
         return made.attention(attend | {"query": query}, indices)
 
     scope = functools.partial(torchair.scope.npu_stream_switch, "indexer")
-    with streams_of_launches() as launches:
+    with launched() as launches:
         assert check(recorded if waits else None, OLDER, scope=scope).captures == 1
-    assert len({stream for stream, _ in launches}) == 2
+    assert len({x.stream for x in launches}) == 2
 
 
 @pytest.mark.slow
@@ -306,9 +260,9 @@ def test_limit_core_num_holds_on_the_stream_while_our_op_is_captured():
     import npugraph_ex
 
     scope = functools.partial(npugraph_ex.scope.limit_core_num, 4, 8)
-    with streams_of_launches() as launches:
+    with launched() as launches:
         check(None, CAPTURE, scope=scope)
-    assert [cores for _, cores in launches] == [4, 24]
+    assert [x.cores for x in launches] == [4, 24]
 
 
 # ---- callables -----------------------------------------------------------------------------------
@@ -347,7 +301,9 @@ def test_a_graphed_callable_has_the_gradients_of_eager():
 STEPS = {f"{GE} {name}": (GE, settings, None) for name, (settings, _) in GE_OPTIONS.items()}
 STEPS |= {f"{GE} {name}": (GE, None, name) for name in SCOPES}
 STEPS |= {
-    f"{CAPTURE} {n}": (CAPTURE, settings, None) for n, (settings, _) in CAPTURE_OPTIONS.items()
+    f"{CAPTURE} {n}": (CAPTURE, settings, None)
+    for n, (settings, _) in CAPTURE_OPTIONS.items()
+    if settings
 }
 STEPS |= {f"{CAPTURE} limit_core_num": (CAPTURE, None, "limit_core_num")}
 
