@@ -12,7 +12,9 @@ import xml.etree.ElementTree
 from functools import partial
 from pathlib import Path
 
+import ge_graphs
 import pytest
+import torch
 import transformers
 
 ROOT = Path(__file__).parents[1]
@@ -24,6 +26,7 @@ from train_lookup import FIRST_PAIR, FIRST_QUESTION, lookup_accuracy, lookup_bat
 
 from custom_pypto import models  # noqa: E402
 
+pytest_plugins = ["graph_fixtures"]
 plots = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"
 )
@@ -232,6 +235,23 @@ def test_an_op_computes_the_same_in_every_way(name, run):
 def test_an_op_computes_the_same_in_every_mode_of_torchair(name):
     said = on_simulator(f"examples/{name}", "--npu").split()
     assert said == all_equal(["eager", "torch.compile", *MODES])
+
+
+@pytest.mark.ascend_host
+@pytest.mark.usefixtures("for_compiled_models")
+@pytest.mark.parametrize("mode", MODES)
+def test_an_op_in_place_writes_the_input_in_every_mode_of_torchair(mode):
+    import own_op
+
+    own_op.register_converters()
+    x = torch.arange(15000.0).view(3, 5000).npu()
+    torch.compiler.reset()
+    with ge_graphs.watched() as seen:
+        ge_graphs.compiled(own_op.double_, mode=mode)(x)
+    assert torch.equal(x.cpu(), 2 * torch.arange(15000.0).view(3, 5000))
+    assert seen.counts() == ge_graphs.ONE_GRAPH[mode]
+    converted = [node.type for graph in seen.ge for node in graph.op]
+    assert ("AssignAdd" in converted) == (mode == "max-autotune")
 
 
 @pytest.mark.slow

@@ -20,6 +20,11 @@ def _ints(values: Tensor) -> list[int]:
     return values.flatten().tolist()  # GE takes a scalar for one value
 
 
+def _assign_add(ref, value, use_locking):
+    ref.add_(value)
+    return ()
+
+
 def _gather(x, indices, axis, is_preprocessed, negative_index_support, batch_dims=0):
     axis = axis.item() % x.dim()
     rows = x.index_select(axis, indices.flatten().long())
@@ -137,6 +142,7 @@ def _standard(type: str, function: str, **renamed: str) -> Callable:
 # outputs, except those that are also inputs: it writes these in place.
 OPERATORS: dict[str, Callable] = {
     "Add": lambda x1, x2: x1 + x2,
+    "AssignAdd": _assign_add,
     "BatchMatMul": _matmul,
     "BroadcastTo": lambda x, shape: x.expand(_ints(shape)),
     "Cast": lambda x, dst_type: x.to(dtype_of(dst_type)),
