@@ -50,10 +50,10 @@ sys.path.insert(0, sys.argv[1])
 from atlas.__main__ import main
 from atlas.parts import Part, Step
 
-def part(name, code, seconds=60, lacks="", steps=("one",)):
+def part(name, code, seconds=60, lacks="", steps=("one",), files=""):
     return Part(name, f"shows {name}", seconds, lambda machine: [
         Step(step, [sys.executable, "-c", code, str(machine.scratch)]) for step in steps
-    ], f"look at {name}, {{step}}", lambda machine: lacks, tables=True)
+    ], f"look at {name}, {{step}}", lambda machine: lacks, tables=True, files=files)
 
 parts = [part(*each) for each in json.loads(sys.argv[2])]
 sys.exit(main(parts, Namespace(limit=1.0, output=Path(sys.argv[3]), simulator=False)))
@@ -223,6 +223,26 @@ def test_the_archive_names_neither_machine_nor_user(tmp_path):
         assert all(not info.extra and not info.comment for info in file.infolist())
 
 
+def test_the_files_of_a_part_are_in_the_archive_without_names(tmp_path):
+    code = (
+        "import json, os, sys\n"
+        "folder = sys.argv[1] + '/profile/decode_1'\n"
+        "os.makedirs(folder + '/a_folder')\n"
+        f"event = dict(name='aten::add', file={str(REPOSITORY / 'models/norms.py')!r}, ts='1.2')\n"
+        "json.dump([event, {'host': 'betelgeuse7', 'out': folder}],"
+        " open(folder + '/trace_view.json', 'w'))"
+    )
+    made = ("makes", code, 60, "", ["one"], "profile/*/*")
+    driver, archive = start(tmp_path, made, ("nothing", "", 60, "", ["one"], "nowhere/*"))
+    driver.communicate(timeout=60)
+    assert driver.returncode == 0
+    found = members(archive)
+    assert {name for name in found if "/" in name} == {"makes/trace_view.json"}
+    event, other = json.loads(found["makes/trace_view.json"])  # a trace that a viewer still reads
+    assert event == dict(name="aten::add", file="<repository>/models/norms.py", ts="1.2")
+    assert other == dict(host="<host>", out="<scratch>/…/decode_1")
+
+
 def test_a_finished_archive_is_read_again_for_names(tmp_path):
     result = Result(PARTS[0], steps=[(Step("", []), Ended(OK, "exit code 0", 1.0), "on marvin9")])
     machine, archive = Machine(REPORT, tmp_path, False), tmp_path / "found.zip"
@@ -329,7 +349,8 @@ def test_the_whole_run_with_a_part_that_fails(tmp_path):
     assert done.returncode == 1, done.stdout + done.stderr
     found = members(archive)
     page = found["summary.md"]
-    expected = {part.name: "ok" for part in PARTS} | {"aclnn": "FAILED", "torch_npu": "skipped"}
+    expected = {part.name: "ok" for part in PARTS} | {"aclnn": "FAILED"}
+    expected |= dict.fromkeys(["profile", "torch_npu"], "skipped")
     assert results(page) == expected, done.stdout
     assert page.splitlines()[2].startswith("**Host simulator of CANN: this was no NPU.**")
     assert re.search(
@@ -346,3 +367,20 @@ def test_the_whole_run_with_a_part_that_fails(tmp_path):
     for text in (*found, *found.values()):
         for name in (str(REPOSITORY), str(tmp_path), "zaphod", "betelgeuse7"):
             assert name not in text
+
+
+@pytest.mark.ascend_host
+def test_the_simulator_is_named_where_it_has_no_trace(tmp_path):
+    """The step runs in torch_npu's profiler, which starts nothing without CANN's library."""
+    archive = tmp_path / "found.zip"
+    subprocess.run(
+        [sys.executable, ATLAS, "--simulator", "--only", "profile", "--output", str(archive)],
+        cwd=tmp_path,
+        check=True,
+        capture_output=True,
+    )
+    found = members(archive)
+    assert set(found) == {"summary.md", "env.json", "installed.log", "profile.log"}
+    assert "Failed to find function aclprofInit" in found["profile.log"]
+    (line,) = [x for x in found["summary.md"].splitlines() if x.startswith("| profile")]
+    assert "| skipped |" in line and "the simulator has no profiler: " in line

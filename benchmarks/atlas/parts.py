@@ -76,7 +76,8 @@ class Part:
 
     ``seconds`` is the time limit of each step; ``lacks`` gives the reason to skip the part, if any;
     ``advice`` is the next thing to try where :mod:`.advice` knows nothing more specific; the lines
-    of ``tables`` in the log, which begin with ``| `` or ``> ``, go to the summary.
+    of ``tables`` in the log, which begin with ``| `` or ``> ``, go to the summary; ``files`` are a
+    pattern of texts below ``Machine.scratch`` that go to the archive.
     """
 
     name: str
@@ -86,6 +87,7 @@ class Part:
     advice: str
     lacks: Callable[[Machine], str] = lambda machine: ""
     tables: bool = False
+    files: str = ""
 
 
 def launches(machine: Machine) -> list[Step]:
@@ -230,6 +232,15 @@ PARTS = [
         "part `launches` shows whether a capture works at all; times of eager calls are in `times`",
         lacks=no_pypto,
         tables=True,
+    ),
+    Part(
+        "profile",
+        "torch_npu's profile of a decode step: its trace and tables, as files",
+        600,
+        lambda here: [here.step("", "profiled.py", str(here.scratch / "profile"))],
+        "the log has what torch_npu.profiler lacks; its analysis calls CANN's `msprof`, which must "
+        "be on `PATH`: source CANN's `set_env.sh`",
+        files="profile/*/ASCEND_PROFILER_OUTPUT/*",
     ),
     Part(
         "torch_npu",

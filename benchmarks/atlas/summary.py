@@ -88,7 +88,7 @@ def _tables(result: Result) -> str:
 def write(
     archive: Path, results: list[Result], machine: Machine, date: datetime, scrubbed: Scrubber
 ) -> None:
-    """Writes the archive: the page, the report, a log for each part.
+    """Writes the archive: the page, the report, a log for each part, the files that it made.
 
     A zip has no owner, group or host of its members, unlike a tar.
 
@@ -106,6 +106,9 @@ def write(
                 f"{ended.seconds:.1f} s\n{text}"
                 for step, ended, text in result.steps
             )
+        for file in sorted(machine.scratch.glob(result.part.files or "no file")):
+            if file.is_file():
+                members[f"{result.part.name}/{file.name}"] = file.read_text("utf-8", "replace")
     # not by the package, which may be what does not work
     with tempfile.TemporaryDirectory(prefix=f".{archive.name}.", dir=archive.parent) as folder:
         part = Path(folder) / archive.name
