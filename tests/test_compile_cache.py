@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import ge_callbacks
 import pytest
 import torch
 from tiny import tiny_model, token_ids
@@ -107,3 +108,17 @@ def test_a_cache_in_another_format_is_rejected_when_the_step_is_made(argument, d
         names = rf"cache\.{argument}={made.dtypes[argument]}, got {got.dtypes[argument]}; give "
         with pytest.raises(ValueError, match=names):
             CachedStep(model, got, "npugraph_ex", folder)
+
+
+@pytest.mark.slow
+def test_a_loaded_graph_has_no_callbacks(tmp_path):
+    """torchair registers their operators while it compiles: a later start needs converters."""
+    with pytest.MonkeyPatch.context() as without:
+        ge_callbacks.use(without, "npu_lightning_indexer_pto", "npu_sparse_flash_attention_pto")
+        model, cache, token = start()
+        decoded(CachedStep(model, cache, "max-autotune", tmp_path), cache, token)
+        assert traced() == 1
+    model, cache, token = start()
+    step = CachedStep(model, cache, "max-autotune", tmp_path)
+    with pytest.raises(Exception, match=r"custom_pypto__npu_\w+ node \S+ is of a type that is not"):
+        decoded(step, cache, token)

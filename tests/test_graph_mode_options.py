@@ -5,6 +5,7 @@ import contextlib
 import functools
 from typing import NamedTuple
 
+import ge_callbacks
 import ge_graphs
 import pytest
 import torch
@@ -20,7 +21,28 @@ pytest_plugins = ["graph_fixtures"]
 pytestmark = [pytest.mark.ascend_host, pytest.mark.usefixtures("for_compiled_models")]
 GE, OLDER, CAPTURE = ge_graphs.MODES
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
-INDEXER, ATTENTION = "LightningIndexerPto", "SparseFlashAttentionPto"
+# the types of the layer's nodes, by what makes them
+NODES = {
+    "converter": ["LightningIndexerPto", "SparseFlashAttentionPto"],
+    "callback": [
+        "custom_pypto__npu_lightning_indexer_pto_return_value",
+        "custom_pypto__npu_sparse_flash_attention_pto_softmax_lse",
+    ],
+}
+
+
+@pytest.fixture(params=list(NODES))
+def made_by(request, monkeypatch):
+    if request.param == "callback":
+        ge_callbacks.use(monkeypatch, "npu_lightning_indexer_pto", "npu_sparse_flash_attention_pto")
+    return request.param
+
+
+def nodes(graph, made_by):
+    """Those of indexer and attention."""
+    found = [node for node in graph.op if node.type in NODES[made_by]]
+    assert [node.type for node in found] == NODES[made_by]
+    return found
 
 
 # ---- options -------------------------------------------------------------------------------------
@@ -45,16 +67,19 @@ def ids(options, default):
 
 
 @pytest.mark.parametrize("option", ids(GE_OPTIONS, "tiling_schedule_optimize"))
-def test_ge_gets_an_option_with_the_graph(option):
+def test_ge_gets_an_option_with_the_graph(option, made_by):
     settings, given = GE_OPTIONS[option]
-    (options,) = check(None, GE, settings).options
+    seen = check(None, GE, settings)
+    nodes(*seen.ge, made_by)
+    (options,) = seen.options
     assert options | given == options
 
 
 @pytest.mark.slow
-def test_run_eagerly_gives_ge_no_graph():
+def test_run_eagerly_gives_ge_no_graph(made_by):
     seen = check(None, GE, {"debug.run_eagerly": True})
-    assert len(seen.ge) == 1 and seen.options == []
+    nodes(*seen.ge, made_by)
+    assert seen.options == []
 
 
 class Captured(NamedTuple):
@@ -129,8 +154,20 @@ def test_a_dump_has_what_our_ops_compute_in_the_replays(tmp_path):
 # ---- sizes ---------------------------------------------------------------------------------------
 
 
+def in_gears(tokens, gears):
+    """A layer of so many tokens per sequence, which may be one of the ``gears``; None: any."""
+    import torchair
+
+    made = Layer(tokens)
+    for inputs in made.tensors[:2]:
+        for name in ("query", "weights", "query_rope"):
+            if gears and name in inputs:
+                torchair.inference.set_dim_gears(inputs[name], {1: gears})
+    return made
+
+
 @pytest.mark.slow
-def test_gears_are_one_graph_for_their_sizes_and_reject_others():
+def test_gears_are_one_graph_for_their_sizes_and_reject_others(made_by):
     """The tokens of a decode step with drafts; a single token is a graph of its own."""
     torch.compiler.reset()
     call = ge_graphs.compiled(
@@ -140,23 +177,28 @@ def test_gears_are_one_graph_for_their_sizes_and_reject_others():
     )
 
     def run(tokens, gears):
-        import torchair
-
-        made = Layer(tokens)
-        expected = made.call()(*made.tensors)
-        for inputs in made.tensors[:2]:
-            for name in ("query", "weights", "query_rope"):
-                if gears and name in inputs:
-                    torchair.inference.set_dim_gears(inputs[name], {1: gears})
-        assert torch.equal(call(*made.tensors), expected)
+        made = in_gears(tokens, gears)
+        assert torch.equal(call(*made.tensors), made.call()(*made.tensors))
 
     with watched() as seen:
         for tokens in (2, 4, 2, 1):
             run(tokens, [2, 4] if tokens > 1 else None)
         assert seen.options[0]["ge.dynamicDims"] == "2,2,2,2;4,4,4,4"
-        assert len(seen.ge) == 2
+        assert [len(nodes(graph, made_by)) for graph in seen.ge] == [2, 2]
         with pytest.raises(torch._dynamo.exc.BackendCompilerFailed, match="3 .* not within"):
             run(3, [2, 4])
+
+
+@pytest.mark.slow
+def test_gears_do_not_bind_a_capture():
+    """They are GE's. One graph of FX is for all sizes, and each is recorded."""
+    torch.compiler.reset()
+    call = ge_graphs.compiled(Layer().call(), mode=CAPTURE, dynamic=True)
+    with watched() as seen:
+        for tokens, captures in (2, 1), (4, 2), (2, 2), (3, 3):
+            made = in_gears(tokens, [2, 4])
+            assert torch.equal(call(*made.tensors), made.call()(*made.tensors))
+            assert seen.counts() == (0, 1, captures)
 
 
 # ---- scopes --------------------------------------------------------------------------------------
@@ -175,15 +217,14 @@ SCOPES = {
 
 
 @pytest.mark.parametrize("name", ids(SCOPES, "super_kernel"))
-def test_the_attributes_of_a_scope_reach_our_nodes_inside(name):
+def test_the_attributes_of_a_scope_reach_our_nodes_inside(name, made_by):
     import torchair
 
     arguments, attributes = SCOPES[name]
     scope = functools.partial(getattr(torchair.scope, name), *arguments)
     (graph,) = check(None, GE, scope=scope).ge
     assert ge_graphs.differences_from_prototype(graph) == []
-    inside, outside = ge_graphs.nodes(graph)
-    assert (inside.type, outside.type) == (INDEXER, ATTENTION)
+    inside, outside = nodes(graph, made_by)
     for attribute, value in attributes.items():
         found = inside.attr[attribute]
         assert getattr(found, found.WhichOneof("value")) == value
@@ -191,7 +232,7 @@ def test_the_attributes_of_a_scope_reach_our_nodes_inside(name):
 
 
 @pytest.mark.slow
-def test_an_indexer_waits_for_a_tensor_by_a_control_edge():
+def test_an_indexer_waits_for_a_tensor_by_a_control_edge(made_by):
     import torchair
 
     made, _ = layer()
@@ -204,7 +245,7 @@ def test_an_indexer_waits_for_a_tensor_by_a_control_edge():
         return made.attention(attend | {"query": query}, indices)
 
     (graph,) = check(after_the_projection, GE).ge
-    indexer, _ = ge_graphs.nodes(graph)
+    indexer, _ = nodes(graph, made_by)
     by_name = {node.name: node for node in graph.op}
     waiting = by_name[indexer.input[0].partition(":")[0]]
     (control,) = [source for source in waiting.input if source.endswith(":-1")]

@@ -220,10 +220,15 @@ def _value(attribute):
 
 
 def _constant(tensor) -> Tensor:
+    """On the NPU; a string as its bytes, since torch has no tensors of strings."""
+    from torchair.ge import DataType
     from torchair.ge._ge_graph import _ge_proto_dtype_to_ge_dtype
 
     shape = torch.Size(tensor.desc.shape.dim)
-    dtype = ge_operators.dtype_of(_ge_proto_dtype_to_ge_dtype(tensor.desc.dtype))
+    number = _ge_proto_dtype_to_ge_dtype(tensor.desc.dtype)
+    if number == DataType.DT_STRING:
+        return torch.tensor(list(tensor.data), dtype=torch.uint8).npu()
+    dtype = ge_operators.dtype_of(number)
     if shape.numel() == 0:
         return torch.empty(shape, dtype=dtype, device="npu")
     data = torch.frombuffer(bytearray(tensor.data), dtype=dtype, count=shape.numel())
