@@ -108,7 +108,8 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     """
     # as the library orders them, so that every element is aligned
     ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
-    header, end = {"__metadata__": metadata}, 0
+    header: dict[str, dict] = {"__metadata__": metadata}
+    end = 0
     for name, x in ordered:
         begin, end = end, end + x.nbytes
         facts = {"dtype": NAMES[x.dtype], "shape": [*x.shape], "data_offsets": [begin, end]}
@@ -118,4 +119,5 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], metadata: dict[str, st
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for _, x in ordered:
-            file.write(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+            values = x.detach().cpu().contiguous().view(-1).view(torch.uint8)
+            file.write(values.numpy().data)

@@ -11,8 +11,11 @@ mode requires of CANN.
 """
 
 import argparse
+import contextlib
 import functools
 import json
+import os
+import secrets
 import sys
 import time
 from pathlib import Path
@@ -25,6 +28,7 @@ from custom_pypto.simulation import ascend_host
 # isort: split
 import torch
 
+from custom_pypto.files import replacing
 from custom_pypto.requirements import installed_version
 
 CHECKPOINT = Path(__file__).resolve().parent / "checkpoints/lookup"
@@ -86,9 +90,13 @@ class CachedStep:
     def __init__(self, model, cache, mode, folder):
         self.cache, self.note = cache, folder / "compiled_for.json"
         self.facts = compiled_for(model, cache, mode)
-        if not self.note.exists():  # before the graph, which is never there without it
-            folder.mkdir(parents=True, exist_ok=True)
-            self.note.write_text(json.dumps({"compiled_for": self.facts}, indent=1))
+        folder.mkdir(parents=True, exist_ok=True)
+        # before the graph, which is never there without it; of several that begin the first counts
+        own = folder / f".{secrets.token_hex(8)}"
+        own.write_text(json.dumps({"compiled_for": self.facts}, indent=1))
+        with contextlib.suppress(FileExistsError):
+            os.link(own, self.note)
+        own.unlink()
         note = json.loads(self.note.read_text())
         if different := differences(note["compiled_for"], self.facts):
             raise ValueError(
@@ -133,7 +141,8 @@ class CachedStep:
         if self.seconds is None:
             self.seconds = time.perf_counter() - begin
             note = {"compiled_for": self.facts, "seconds": self.seconds}
-            self.note.write_text(json.dumps(note, indent=1))
+            with replacing(self.note) as written:
+                written.write_text(json.dumps(note, indent=1))
         return CausalLMOutput(logits=logits)
 
 
