@@ -36,16 +36,16 @@ from options import Help
 from tqdm import tqdm
 
 from custom_pypto import files, hub, models
-from custom_pypto.models import quantized_weights
 from custom_pypto.models.architectures import supported_model
-from custom_pypto.models.checkpoint import (
+from custom_pypto.models.loading.checkpoint import (
     check_dtypes,
     check_scales,
     check_shards,
     first_layers,
     stored_tensors,
 )
-from custom_pypto.models.reader import Reader
+from custom_pypto.models.loading.reader import Reader
+from custom_pypto.models.weights import published
 
 RECORD, SUMS, INDEX = "conversion.json", "SHA256SUMS", "model.safetensors.index.json"
 PARTIAL = ".conversion.partial"  # a model that is being saved
@@ -82,7 +82,7 @@ class Conversion:
                 f"SOURCE must be a model of text for a conversion to bfloat16, got a "
                 f"{model_class.__name__}; --weights takes it"
             )
-        self.blocks = quantized_weights.blocks_of(original)
+        self.blocks = published.blocks_of(original)
         self.config = self.new_config(original)
         if layers is not None:
             parsed = type(parsed).from_dict(first_layers(parsed.to_dict(), layers, "--layers"))
@@ -90,13 +90,13 @@ class Conversion:
             check_experts(experts, parsed)
         with torch.device("meta"):
             model = models.use_custom_pypto(model_class._from_config(parsed))
-        check_shards(source, model, self.blocks)
+        check_shards(source, model, self.blocks, {})
 
         self.tensors = stored_tensors(source, self.wants, self.blocks)
         check_dtypes(self.tensors, self.blocks)
         check_scales(self.tensors, self.blocks)
         quantized = filter(self.is_quantized, self.tensors)
-        scales = {quantized_weights.scale_name(name, self.tensors) for name in quantized}
+        scales = {published.scale_name(name, self.tensors) for name in quantized}
         self.split = split_state_dict_into_shards_factory(
             {name: self.size(name) for name in sorted(self.tensors.keys() - scales, key=natural)},
             get_storage_size=int,
@@ -113,7 +113,7 @@ class Conversion:
         return self.options | {"source": source}
 
     def new_config(self, original):
-        config = {name: it for name, it in original.items() if name not in quantized_weights.CONFIG}
+        config = {name: it for name, it in original.items() if name not in published.CONFIG}
         if self.blocks:
             config["torch_dtype" if "torch_dtype" in config else "dtype"] = "bfloat16"
         if self.layers is not None:
@@ -142,7 +142,7 @@ class Conversion:
     def size(self, name):
         _, dtype, (rows, *columns) = self.tensors[name]
         rows = self.experts if self.cuts(name) else rows
-        others = quantized_weights.FLOATS | quantized_weights.INTEGERS
+        others = published.FLOATS | published.INTEGERS
         dtype = torch.bfloat16 if self.is_quantized(name) else others[dtype]
         return rows * torch.Size(columns).numel() * dtype.itemsize
 

@@ -25,10 +25,9 @@ from options import Help, at_least
 from transformers import AutoConfig, PreTrainedConfig
 
 from custom_pypto import models
-from custom_pypto.models import quantized_weights
 from custom_pypto.models.architectures import available
-from custom_pypto.models.checkpoint import first_layers
-from custom_pypto.models.loading import dtypes_of
+from custom_pypto.models.loading.checkpoint import first_layers
+from custom_pypto.models.loading.parameters import dtypes_of
 from custom_pypto.models.patched import text_model
 from custom_pypto.models.sharing import (
     check_heads,
@@ -40,6 +39,7 @@ from custom_pypto.models.sharing import (
 from custom_pypto.models.weights.choice import kinds_of
 from custom_pypto.models.weights.formats import layout
 from custom_pypto.models.weights.modules import EXPERT_WEIGHTS, is_experts
+from custom_pypto.models.weights.published import CONFIG, FP4, blocks_of
 
 #: names of the default configurations, and the format in which the weights are published, where
 #: that is not bfloat16
@@ -103,7 +103,7 @@ def build(config, layers: int | None, heads: bool = True):
         )
     if layers is not None:
         config = type(config).from_dict(first_layers(config.to_dict(), layers))
-    for key in quantized_weights.CONFIG & vars(config).keys():
+    for key in CONFIG & vars(config).keys():
         delattr(config, key)
     if not heads:
         share_experts_alone(config.get_text_config())
@@ -220,10 +220,10 @@ def source_of(path: str, layers: int | None):
     have = config.get_text_config().num_hidden_layers
     if layers is not None and not 1 <= layers <= have:
         raise ValueError(f"--layers must be 1 to {have}, got {layers}")
-    blocks = quantized_weights.blocks_of(config.to_dict())
+    blocks = blocks_of(config.to_dict())
     published = None
     if blocks:
-        four_bits = quantized_weights.FP4 in blocks
+        four_bits = FP4 in blocks
         published = {"experts": "fp4" if four_bits else "fp8", "rest": "fp8"}
     return path, config, published
 

@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from .foreign_weights import dequantized
 from .projection import brought_in, quantized_by
-from .quantizers import dequantized
 
 logger = logging.getLogger("custom_pypto")
 

@@ -4,16 +4,23 @@ whole."""
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from . import generation
-from .dequantization import Dequantized, restore
-from .indexer_loss import Option, add_indexer_loss, begin_indexer_loss
+from .absorbed import advise_on_bfloat16
+from .architectures import attention_classes, check_widths
+from .cache.layout import check_block_size, check_cache_dtypes
+from .context_parallel import check_context_parallel
+from .dequantization import Dequantized, dequantize, report, restore
+from .indexer_loss import Option, add_indexer_loss, begin_indexer_loss, check_indexer_loss
 from .one_op import Head
-from .patched import patched_attentions, text_model, upstream_class
+from .patched import attentions_to_patch, patched_attentions, sizes, text_model, upstream_class
 from .projection import change_class, is_sharded
 from .regions import Regions, get_compiled_call, valid_auto_compile_criteria
 from .sharing import gather_sharded_state_dict_for_save
+from .training import TRAINING
 
 # of generate() and save_pretrained(), which a patched model has in place of its class's
 METHODS = {
@@ -98,3 +105,102 @@ class Patch:
 def patch_of(model) -> Patch | None:
     """The patch of ``model``; None: it is not patched."""
     return vars(text_model(model)).get("_custom_pypto")
+
+
+def use_custom_pypto(
+    model: PreTrainedModel,
+    *,
+    block_size: int = 128,
+    index_dtype: torch.dtype | None = None,
+    kv_dtype: torch.dtype | None = None,
+    training: str = "auto",
+    indexer_loss: str | None = None,
+    indexer_loss_coefficient: float = 1.0,
+    context_parallel: bool = False,
+) -> PreTrainedModel:
+    """Patches ``model`` to run on the ops: sparse attention over a paged cache.
+
+    The patch replaces the lightning indexer and the attention of every layer, and the cache that
+    ``generate()`` creates. Patching again only sets the options. Padding must be on the left; in
+    training it may be on either side. Additions such as hooks or adapters, made before or after,
+    take effect or raise: docs/models.md has the tables. A ``kv_b_proj`` whose weight alone is
+    quantized by torchao, optimum-quanto or bitsandbytes is dequantized: docs/checkpoints.md.
+
+    Args:
+        model: of a class in :data:`models.architectures.ARCHITECTURES`, patched in place.
+        block_size: tokens per cache block, a multiple of 16 up to 1024.
+        index_dtype: ``torch.int8`` for index keys and queries of a byte per value; None: the dtype
+            of the model. See :class:`PagedCache`.
+        kv_dtype: the same for cached latents, of models in bfloat16 or float16.
+        training: the path of forwards in training mode without a cache. ``"ops"``: the ops, with
+            gradients for all parameters but the indexers', which have none upstream either; memory
+            grows linearly with the sequence, and no cache is returned. ``"upstream"``: upstream's
+            dense attention. ``"auto"``: upstream where it takes fewer operations and little memory
+            (:func:`models.training.upstream_is_cheaper`) or where the ops cannot run, else the ops.
+        indexer_loss: a loss for the indexers, and for nothing else, in training forwards with
+            gradients, which then always run on the ops: their divergence from the attention, summed
+            over layers. ``"sparse"``: over the selected positions. ``"dense"``, to warm indexers
+            up: over all positions, to which the model attends in training mode. The output has it
+            as ``indexer_loss``, divided like the loss of the language model, without labels by
+            the number of real tokens. None: none.
+        indexer_loss_coefficient: what it is multiplied by in the output's ``loss``.
+        context_parallel: the ranks of torch's process group, which the caller initialises, take a
+            part of the tokens of each prompt, and of each training forward on the ops. Every rank
+            has the whole model, makes the same calls, and ends with the whole cache; gradients are
+            right in their mean over the ranks. See docs/many_machines.md.
+    Returns:
+        ``model`` itself.
+    Raises:
+        TypeError: unsupported model class, wrapped attention, or a ``kv_b_proj`` or indexer with
+            additions that the ops would bypass. Every forward repeats the check.
+        ValueError: unsupported ``block_size``, ``index_topk``, width in the config, dtype of a
+            cache, ``training`` or ``indexer_loss``. With ``training="ops"`` or ``indexer_loss``,
+            from a forward: dropout, attentions or a cache are requested, or the sequences are
+            packed or padded in a way that the ops do not support.
+    """
+    upstream, paged = attention_classes("use_custom_pypto", model)
+    check_block_size("use_custom_pypto", block_size)
+    if training not in TRAINING:
+        raise ValueError(
+            f"use_custom_pypto: training must be {' or '.join(map(repr, TRAINING))}, "
+            f"got {training!r}"
+        )
+    option = Option(indexer_loss, indexer_loss_coefficient)
+    check_indexer_loss("use_custom_pypto", model, paged, training, option)
+    if context_parallel:
+        check_context_parallel("use_custom_pypto", model, paged, indexer_loss)
+    text = text_model(model)
+    check_widths(text.config, paged.pools)
+    dtypes = {"index_dtype": index_dtype, "kv_dtype": kv_dtype}
+    check_cache_dtypes("use_custom_pypto", text, paged, **dtypes)
+    attentions = attentions_to_patch(text, upstream, paged)
+    dequantized = dequantize(attentions, text.dtype)
+    try:
+        paged.check(attentions)
+        cache_sizes = sizes(text.config, paged.pools, attentions)
+    except Exception:
+        restore(attentions, dequantized)
+        raise
+    report(dequantized)
+    # the upstream path has no loss for indexers
+    path, cache = "ops" if indexer_loss else training, {"block_size": block_size, **dtypes}
+    patch = Patch(path, option, cache, cache_sizes, dequantized, context_parallel)
+    patch.apply(model, attentions, paged)
+    plain = not any(getattr(module, "kind", None) for module in text.modules())
+    if plain and text.dtype == torch.bfloat16 and text.device.type == "cpu":
+        advise_on_bfloat16()
+    return model
+
+
+def use_transformers(model: PreTrainedModel) -> PreTrainedModel:
+    """Undoes :func:`use_custom_pypto` and restores the original model exactly.
+
+    Returns:
+        ``model`` itself, unchanged if it is not patched.
+    Raises:
+        TypeError: unsupported model class.
+    """
+    attention_classes("use_transformers", model)
+    if (patch := patch_of(model)) is not None:
+        patch.undo(model)
+    return model

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
-from .quantizers import exclusion, quantizer_of, quantizes_weight_alone
+from .foreign_weights import exclusion, quantizer_of, quantizes_weight_alone
 
 # modules of transformers' wrappers for ranks' heads and widths, and for their experts
 WRAPPERS = {

@@ -14,8 +14,10 @@ from tiny import ALL_KINDS, SHARED_HEADS, clear_case, tiny_config, tiny_model, t
 from torch.distributed.tensor import DTensor
 
 from custom_pypto import models
-from custom_pypto.models import CACHE, loading, sharing
-from custom_pypto.models.checkpoint import EXPERT
+from custom_pypto.models import CACHE, sharing
+from custom_pypto.models.loading import plan, reader
+from custom_pypto.models.loading.checkpoint import EXPERT
+from custom_pypto.models.weights.modules import convert
 
 PREFILL, DECODE = 40, 4
 ALONE, BOTH = dict(expert_parallel=True), dict(expert_parallel=True, tensor_parallel=True)
@@ -102,7 +104,7 @@ def tensors_in(path):
 def work(rank: int, folder: Path, cases: list[str]):
     """What each rank does, and notes in a file."""
     ids, seen = torch.load(folder / "ids.pt"), {}
-    stored, fill = loading.Reader.stored, loading.Reader._fill
+    stored, fill = reader.Reader.stored, reader.Reader._fill
     for case in cases:
         parts = {}  # by their place: scales are read twice, first to be checked
 
@@ -116,7 +118,7 @@ def work(rank: int, folder: Path, cases: list[str]):
             fill(self, name, out, skip)
             parts[name, skip] = out.nbytes
 
-        loading.Reader.stored, loading.Reader._fill = counted, filled
+        reader.Reader.stored, reader.Reader._fill = counted, filled
         model = load(folder, case)
         read = collections.Counter()
         for (name, _), size in parts.items():
@@ -187,7 +189,7 @@ def test_ranks_give_what_one_process_gives_and_read_their_own_experts(shared, ca
 
 
 def test_the_memory_of_a_rank_is_what_load_expects(shared):
-    """:func:`loading.bytes_of_rank`, which the check of memory and examples/model_memory.py use."""
+    """:func:`.plan.bytes_of_rank`, which the check of memory and examples/model_memory.py use."""
     ranks, alone = shared
     for case, (model, _) in alone.items():
         share = CASES[case][1]
@@ -198,15 +200,15 @@ def test_the_memory_of_a_rank_is_what_load_expects(shared):
         with torch.device("meta"):
             skeleton = type(model)(expected)
         modules = model.named_modules()
-        models.convert(skeleton, {n: m.kind for n, m in modules if getattr(m, "kind", None)})
-        plan = sharing.plan_of(skeleton, len(ranks), experts=True)
+        convert(skeleton, {n: m.kind for n, m in modules if getattr(m, "kind", None)})
+        shared_by = sharing.plan_of(skeleton, len(ranks), experts=True)
         dtypes = {name: tensor.dtype for name, tensor in model.state_dict().items()}
-        want = loading.bytes_of_rank(skeleton, dtypes, plan)
+        want = plan.bytes_of_rank(skeleton, dtypes, shared_by)
         # of 199 rows of embedding and head the last rank has fewer
         rows = 2 * 4 * config.hidden_size * len(ranks)
         for rank in ranks:
             assert abs(sum(rank[case]["bytes"].values()) - want) <= rows, case
-            assert rank[case]["shared"] == sharing.shared_parameters(skeleton, plan), case
+            assert rank[case]["shared"] == sharing.shared_parameters(skeleton, shared_by), case
 
 
 def test_numbers_of_ranks_that_can_share_experts():

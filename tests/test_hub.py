@@ -167,7 +167,7 @@ def test_a_repository_without_config_is_named(server, tmp_path):
 
 
 def test_too_little_memory_ends_before_any_shard(server, monkeypatch):
-    monkeypatch.setattr("custom_pypto.models.loading.free_memory", lambda device: 1000)
+    monkeypatch.setattr("custom_pypto.models.loading.plan.free_memory", lambda device: 1000)
     with pytest.raises(MemoryError, match="the model needs .*, this machine has 1.00kB free"):
         models.load(NAME)
     assert not any(file.endswith("safetensors") for file in server.downloaded())

@@ -22,8 +22,8 @@ from transformers import LlamaConfig
 from custom_pypto import models
 from custom_pypto.hub import Directory
 from custom_pypto.models.architectures import ARCHITECTURES, Architecture
-from custom_pypto.models.checkpoint import stored_tensors
-from custom_pypto.models.reader import Reader
+from custom_pypto.models.loading.checkpoint import stored_tensors
+from custom_pypto.models.loading.reader import Reader
 
 
 @pytest.fixture

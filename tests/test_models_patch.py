@@ -226,10 +226,9 @@ def test_what_architectures_share_knows_none_of_them():
     kinds = [*NAMES, "deepseek_v4", "glm5_next", "mistral_large4", "hy_v4_vl"]
     assert {path.parent.name for path in folder.glob("*/__init__.py")} == {
         *kinds,
-        "cache",
-        "weights",
+        *(shared := ("cache", "loading", "weights")),
     }
-    shared = {*folder.glob("*.py"), *folder.glob("cache/*.py"), *folder.glob("weights/*.py")}
+    shared = {*folder.glob("*.py"), *(path for x in shared for path in folder.glob(f"{x}/*.py"))}
     for path in shared - {folder / "architectures.py"}:
         found = re.search("|".join(["transformers.models", *kinds]), path.read_text())
         assert found is None, f"{path.name} names {found[0]}"

@@ -15,7 +15,8 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Group
 
 import custom_pypto
 from custom_pypto import models
-from custom_pypto.models import absorbed, reader
+from custom_pypto.models import absorbed
+from custom_pypto.models.loading import reader
 from custom_pypto.models.weights.formats import matrices
 from custom_pypto.models.weights.modules import (
     EXPERT_WEIGHTS,

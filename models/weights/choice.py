@@ -4,9 +4,9 @@ import torch
 from torch import nn
 
 from ..patched import text_model
-from ..quantized_weights import FP4, FP8
 from .formats import BLOCK, MULTIPLE, ROUNDED
 from .modules import EXPERT_WEIGHTS, is_experts, is_grouped
+from .published import FP4, FP8
 
 #: linear layers that stay plain: absorption reads the weight of the first; the others decide which
 #: tokens and experts are selected, and are small

@@ -57,14 +57,31 @@ class StoredGroupedLinear(StoredLinear):
 def store(module: nn.Module, name: str, kind: str, shape: list[int]) -> None:
     """Gives ``module`` parameters for a stored weight of this shape and for its scales, on the meta
     device."""
-    stored = layout(kind, shape)
-    weight = torch.empty(stored.shape, dtype=stored.dtype, device="meta")
+    weight, scales = on_meta(kind, shape)
     setattr(module, name, nn.Parameter(weight, requires_grad=False))
-    scales = None
-    if stored.scale_shape is not None:
-        empty = torch.empty(stored.scale_shape, dtype=stored.scale_dtype, device="meta")
-        scales = nn.Parameter(empty, requires_grad=False)
+    scales = None if scales is None else nn.Parameter(scales, requires_grad=False)
     module.register_parameter(name + SCALE, scales)
+
+
+def on_meta(kind: str, shape: list[int]) -> tuple[Tensor, Tensor | None]:
+    """Values and scales of a stored weight of this shape."""
+    stored, scales = layout(kind, shape), None
+    if stored.scale_shape is not None:
+        scales = torch.empty(stored.scale_shape, dtype=stored.scale_dtype, device="meta")
+    return torch.empty(stored.shape, dtype=stored.dtype, device="meta"), scales
+
+
+def converted_state(model: nn.Module, kinds: dict[str, str]) -> dict[str, Tensor]:
+    """The values and scales, on the meta device and by name, that :func:`convert` would give."""
+    state = {}
+    for name, kind in kinds.items():
+        module = model.get_submodule(name)
+        for weight in EXPERT_WEIGHTS if is_experts(module) else ("weight",):
+            values, scales = on_meta(kind, list(module._parameters[weight].shape))
+            state[f"{name}.{weight}"] = values
+            if scales is not None:
+                state[f"{name}.{weight}{SCALE}"] = scales
+    return state
 
 
 def check_no_gradient(x: Tensor, kind: str) -> None:

@@ -8,8 +8,8 @@ from transformers.quantizers.auto import (
 )
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ..quantized_weights import METHOD
 from .modules import convert
+from .published import METHOD
 
 
 class StoredWeights(QuantizationConfigMixin):

@@ -16,11 +16,11 @@ from tqdm import tqdm
 
 from custom_pypto.files import NAMES
 
-from . import quantized_weights
+from ..memory import empty
+from ..weights import published
 from .checkpoint import Stored
-from .memory import empty
 
-DTYPES = quantized_weights.FLOATS | quantized_weights.INTEGERS
+DTYPES = published.FLOATS | published.INTEGERS
 DTYPES |= {name: dtype for dtype, name in NAMES.items()}
 AT_ONCE = 2**20  # bytes that stay in the CPU cache until they are converted
 
@@ -102,7 +102,7 @@ class Reader:
         floats or, with scales, of :data:`.weights.formats.ROUNDED`."""
         block, scales, height = self.blocks.get(self.tensors[name].dtype), None, 1
         if block is not None:
-            scales = self.stored(quantized_weights.scale_name(name, self.tensors))
+            scales = self.stored(published.scale_name(name, self.tensors))
             height = block[0]
         elif out.dtype == DTYPES[self.tensors[name].dtype]:
             return self._fill(name, out, self._part(name, first)[-1])
@@ -146,7 +146,7 @@ class Reader:
     def _part(self, name: str, first: slice) -> tuple[list[int], torch.dtype, int]:
         """Shape and dtype as stored of a part of a tensor's first dim, and the bytes before it."""
         _, dtype, shape = self.tensors[name]
-        if dtype == quantized_weights.FP4 and dtype in self.blocks:
+        if dtype == published.FP4 and dtype in self.blocks:
             shape = [*shape[:-1], shape[-1] // 2]
         if not shape:
             return shape, DTYPES[dtype], 0

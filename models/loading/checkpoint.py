@@ -22,9 +22,9 @@ from transformers.core_model_loading import (
 from custom_pypto.files import NAMES
 from custom_pypto.hub import Directory
 
-from . import quantized_weights
-from .quantized_weights import FLOATS, FP4, FP8, INTEGERS
-from .weights.modules import stored_parameters
+from ..weights import published
+from ..weights.modules import converted_state
+from ..weights.published import FLOATS, FP4, FP8, INTEGERS
 
 logger = logging.getLogger("custom_pypto")
 
@@ -59,6 +59,7 @@ class Checkpoint(NamedTuple):
     tensors: dict[str, Stored]  # by name on disk, scales included
     parts: dict[str, list[str]]  # names on disk of each parameter and stored buffer, in order
     operations: dict[str, ConversionOps]  # of the parameters that have one
+    saved: dict[str, Tensor]  # values and scales that the files have in a stored format, on meta
 
     def dtypes(self) -> dict[str, set[str]]:
         """Of the parts of each parameter and stored buffer."""
@@ -75,11 +76,13 @@ class Checkpoint(NamedTuple):
         return {
             name: tensor
             for name, tensor in self.tensors.items()
-            if quantized_weights.weight_name(name) not in others
+            if published.weight_name(name) not in others
         }
 
 
-def check_shards(source: Directory, model, blocks: dict[str, tuple[int, int]]) -> Checkpoint:
+def check_shards(
+    source: Directory, model, blocks: dict[str, tuple[int, int]], kinds: dict[str, str]
+) -> Checkpoint:
     """Rejects a checkpoint unless it holds every tensor of ``model``, complete and in its shape; of
     stored weights in their dtype.
 
@@ -88,21 +91,24 @@ def check_shards(source: Directory, model, blocks: dict[str, tuple[int, int]]) -
 
     Args:
         blocks: rows and columns that share a scale, for each quantized dtype.
+        kinds: the format of each module that was saved with stored weights.
     """
-    part_of = parts_on_disk(model)
+    saved = converted_state(model, kinds)
+    state = stored_state(model) | saved
+    part_of = parts_on_disk(model, state)
     tensors = stored_tensors(
         source,
-        lambda name: bool(part_of(name) or part_of(quantized_weights.weight_name(name))),
+        lambda name: bool(part_of(name) or part_of(published.weight_name(name))),
         blocks,
     )
-    own = stored_parameters(model)
     others = {
         name: tensor
         for name, tensor in tensors.items()
-        if (part := part_of(name)) is None or part.parameter not in own
+        if (part := part_of(name)) is None or part.parameter not in saved
     }
     check_dtypes(others, blocks)
-    state, found, operations = stored_state(model), {}, {}
+    found: dict[str, dict[int, str]] = {}
+    operations = {}
     for name, (file, dtype, shape) in tensors.items():
         if (part := part_of(name)) is None:
             continue  # a scale
@@ -135,7 +141,7 @@ def check_shards(source: Directory, model, blocks: dict[str, tuple[int, int]]) -
         )
     check_scales(others, blocks)
     parts = {name: [found[name][i] for i in sorted(found[name])] for name in state}
-    return Checkpoint(tensors, parts, operations)
+    return Checkpoint(tensors, parts, operations, saved)
 
 
 def missing_tensors(
@@ -185,13 +191,13 @@ def check_scales(tensors: dict[str, Stored], blocks: dict[str, tuple[int, int]])
                 f"load: {file}: {name} must be a matrix to be {dtype}, got shape {shape}; use a "
                 "checkpoint with this tensor in bfloat16"
             )
-        if (scale := quantized_weights.scale_name(name, tensors)) is None:
-            names = " or ".join(quantized_weights.scale_names(name))
+        if (scale := published.scale_name(name, tensors)) is None:
+            names = " or ".join(published.scale_names(name))
             raise ValueError(
                 f"load: {file}: {name} is {dtype} and lacks its {names}; download the checkpoint "
                 "again"
             )
-        grid, found = quantized_weights.grid(shape, blocks[dtype]), tensors[scale]
+        grid, found = published.grid(shape, blocks[dtype]), tensors[scale]
         if found.shape != grid or found.dtype not in FLOATS:
             height, width = blocks[dtype]
             raise ValueError(
@@ -252,8 +258,8 @@ def stored_tensors(
                 unnamed.setdefault(name, []).append(found[name])
 
     # weights first, whose scales follow them
-    for name in sorted(unnamed, key=lambda name: quantized_weights.weight_name(name) != name):
-        weight, copies = tensors.get(quantized_weights.weight_name(name)), unnamed[name]
+    for name in sorted(unnamed, key=lambda name: published.weight_name(name) != name):
+        weight, copies = tensors.get(published.weight_name(name)), unnamed[name]
         if weight is not None:
             copies = [copy for copy in copies if copy.file == weight.file]
         if len(copies) > 1:
@@ -310,9 +316,9 @@ def stored_state(model) -> dict[str, Tensor]:
     return state
 
 
-def parts_on_disk(model) -> Callable[[str], Place | None]:
-    """A function from the name of a tensor on disk to its part of ``model``; None: not in the
-    model.
+def parts_on_disk(model, state: dict[str, Tensor]) -> Callable[[str], Place | None]:
+    """A function from the name of a tensor on disk to its part of ``model``, whose parameters and
+    stored buffers are ``state``; None: not in the model.
 
     transformers maps names: a checkpoint has experts one by one, and other names for some
     architectures. Names as in the model are taken as well.
@@ -321,7 +327,6 @@ def parts_on_disk(model) -> Callable[[str], Place | None]:
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
     rule_of = {source: rule for rule in converters for source in rule.source_patterns}
-    state = stored_state(model)
 
     @functools.cache
     def part_of(name: str) -> Place | None:

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from custom_pypto.files import NAMES
 
-from .. import quantized_weights
 from ..memory import empty
+from . import published
 from .formats import BLOCK, ROUNDED, Layout, layout, matrices
 
 
@@ -64,11 +64,11 @@ class StoredWeight:
             self.reader.convert(part, weight, scales, first)
             return
         for _, values in self.reader.row_blocks(part, first, into=weight):
-            if self.kind == "fp8" and quantized_weights.has_nan(values):
+            if self.kind == "fp8" and published.has_nan(values):
                 file = self.reader.tensors[part].file
                 raise ValueError(f"load: {file}: {part} has NaN; download it again")
         if scales is not None:
-            name = quantized_weights.scale_name(part, self.reader.tensors)
+            name = published.scale_name(part, self.reader.tensors)
             scales.copy_(self.reader.stored(name))
 
 

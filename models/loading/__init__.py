@@ -1,0 +1,1 @@
+"""From files to a model: :mod:`.plan` says in which order."""

@@ -1,0 +1,365 @@
+"""What :func:`models.load` is about to do: planned from config and headers, checked, then done.
+
+:mod:`.checkpoint` finds the tensors of a model on disk, :mod:`.reader` reads them,
+:mod:`.parameters` makes them the parameters of the model. transformers creates the model and asks
+for each parameter.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.core_model_loading import GLOBAL_WORKERS
+from transformers.distributed import DistributedConfig
+from transformers.utils import logging
+
+from custom_pypto.hub import Directory
+
+from ..architectures import supported_model
+from ..memory import free_memory
+from ..patch import use_custom_pypto
+from ..sharing import (
+    LOAD_ALIKE,
+    check_agreement,
+    check_sharing,
+    facts_of_config,
+    facts_of_files,
+    facts_of_weights,
+    own_device,
+    part_of_rank,
+    plan_of,
+    share_experts_alone,
+    shared_parameters,
+)
+from ..weights import published
+from ..weights.choice import Weights, check_stored, check_weights, kinds_of
+from ..weights.in_transformers import StoredWeights, stored_kinds
+from ..weights.modules import SCALE, convert, stored_parameters
+from ..weights.on_disk import OnDisk
+from .checkpoint import Checkpoint, check_shards, first_layers
+from .parameters import Parameter, dtypes_of, parameters
+from .reader import Reader
+
+PROGRESS = "Loading weights"  # transformers' description of its bar
+
+
+@dataclass
+class Request:
+    """The arguments of ``load``, validated."""
+
+    dtype: torch.dtype | None  # None: "auto"
+    num_hidden_layers: int | None
+    device: torch.device | str | None
+    tensor_parallel: bool
+    expert_parallel: bool
+    weights: dict[str, str | None]  # of experts and of the rest
+
+    @classmethod
+    def of(
+        cls,
+        dtype: torch.dtype | str,
+        num_hidden_layers: int | None,
+        device: torch.device | str | None,
+        tensor_parallel: bool,
+        expert_parallel: bool,
+        weights: Weights,
+    ) -> "Request":
+        """
+        Raises:
+            ValueError: names the argument, what was expected and what came.
+        """
+        wanted, formats = check_dtype(dtype), check_weights(weights)
+        check_device(device)
+        return cls(wanted, num_hidden_layers, device, tensor_parallel, expert_parallel, formats)
+
+    @property
+    def shared(self) -> bool:
+        """Whether ranks share the model."""
+        return self.tensor_parallel or self.expert_parallel
+
+
+@dataclass
+class Plan:
+    """A model that was found complete on disk, and how it is read."""
+
+    request: Request
+    source: Directory
+    config: PreTrainedConfig
+    model_class: type[PreTrainedModel]
+    generation_config: GenerationConfig | None
+    skeleton: PreTrainedModel  # on the meta device, in its formats
+    checkpoint: Checkpoint
+    reader: Reader
+    parameters: dict[str, Parameter | OnDisk]
+    dtype: torch.dtype
+    kinds: dict[str, str]  # formats of modules with stored weights
+    sharing: DistributedConfig | None  # None: one process has the model
+
+    def check(self) -> None:
+        """Compares the ranks, and the memory.
+
+        Raises:
+            ConnectionError: a rank has ended or hangs.
+            ValueError: ranks load different things.
+            MemoryError: the model does not fit.
+        """
+        asked, place = self.request, check_device(self.request.device)
+        if self.sharing:
+            place = own_device()
+            facts = facts_of_files(self.config, self.checkpoint.tensors)
+            facts |= {"dtype": self.dtype, "weights": asked.weights}
+            if self.generation_config is not None:
+                facts |= facts_of_config(self.generation_config, "generation_config.json")
+            facts |= {
+                "tensor_parallel": asked.tensor_parallel,
+                "expert_parallel": asked.expert_parallel,
+            }
+            check_agreement("load", facts, LOAD_ALIKE)
+        check_memory(self.skeleton, self.dtype, place, asked.weights, self.sharing)
+
+    def files(self) -> set[str]:
+        """Names of those with a tensor that this rank reads."""
+        return {tensor.file.name for tensor in self.reader.tensors.values()}
+
+    def read(self, name: str | Path) -> PreTrainedModel:
+        """The model.
+
+        Args:
+            name: of the checkpoint, for the model's config.
+        """
+        check_scale_values(self.skeleton, self.checkpoint, self.reader, self.sharing)
+        with reading(self.reader):
+            model = self.model_class.from_pretrained(
+                None,
+                config=self.config,
+                generation_config=self.generation_config,
+                state_dict=self.parameters,
+                dtype=self.dtype,
+                distributed_config=self.sharing,
+            )
+        model.config.name_or_path = model.name_or_path = str(name)
+        if self.kinds:  # saved as they are in the model: transformers cannot split stored experts
+            model._weight_conversions = []
+            model.hf_quantizer.shared = self.sharing is not None
+        else:  # else transformers would save the experts stacked, as it got them here
+            del model._weight_conversions
+        if self.sharing:
+            check_agreement("load", facts_of_weights(model), LOAD_ALIKE)
+            return model
+        return model.to(check_device(self.request.device))
+
+
+def plan_for(source: Directory, asked: Request) -> Plan:
+    """The plan of a checkpoint, from its config and the headers of its files.
+
+    Raises:
+        ValueError, TypeError, FileNotFoundError: as ``load``.
+    """
+    config, model_class = supported_model("load", source.folder)
+    ranks, ways = 1, (asked.tensor_parallel, asked.expert_parallel)
+    if asked.shared:
+        ranks = check_sharing(config.get_text_config(), asked.device, *ways)
+    saved = stored_kinds(config)
+    check_stored(asked.weights, saved, asked.device, *ways)
+    blocks = published.blocks_of(config.to_dict())
+    if (layers := asked.num_hidden_layers) is not None:
+        config = type(config).from_dict(first_layers(config.to_dict(), layers))
+    for name in published.CONFIG & vars(config).keys():
+        delattr(config, name)  # describes the files; the model is not quantized
+    if asked.shared and not asked.tensor_parallel:
+        share_experts_alone(config.get_text_config())
+    with torch.device("meta"):
+        skeleton = use_custom_pypto(model_class._from_config(config))
+    names = {name for name, _ in skeleton.named_modules()}
+    saved = {name: kind for name, kind in saved.items() if name in names}  # of the first layers
+    checkpoint = check_shards(source, skeleton, blocks, saved)
+    dtype = resolve_dtype(asked.dtype, config, checkpoint)
+    tensors = checkpoint.tensors
+    if asked.expert_parallel:
+        tensors = checkpoint.of_rank(dist.get_rank(), ranks)
+    reader = Reader(tensors, blocks, mapped=bool(saved))
+    dtypes = dtypes_of(skeleton, dtype)
+    # a checkpoint that has stored weights keeps its own
+    chosen = {} if saved else kinds_of(skeleton, asked.weights, checkpoint.dtypes(), dtypes)
+    own = parameters(skeleton, checkpoint, reader, dtypes, chosen)
+    if kinds := saved or chosen:
+        convert(skeleton, kinds)
+        config.quantization_config = StoredWeights.of(kinds).to_dict()
+    generation_config = None
+    if (source.folder / "generation_config.json").is_file():
+        generation_config = GenerationConfig.from_pretrained(source.folder)
+    sharing = plan_of(skeleton, ranks, asked.expert_parallel) if asked.shared else None
+    return Plan(
+        asked,
+        source,
+        config,
+        model_class,
+        generation_config,
+        skeleton,
+        checkpoint,
+        reader,
+        own,
+        dtype,
+        kinds,
+        sharing,
+    )
+
+
+@contextlib.contextmanager
+def reading(reader: Reader) -> Iterator[None]:
+    """While transformers reads: a progress bar of bytes in place of its own of parameters, and a
+    share of torch's threads for each of its threads.
+
+    Else each of these would wait after every operation for as many threads as there are cores.
+    """
+
+    def hide(bar, args, kwargs):
+        return args[0] if kwargs.get("desc") == PROGRESS else bar(*args, **kwargs)
+
+    options = {"desc": PROGRESS, "unit": "B", "unit_scale": True}
+    threads = torch.get_num_threads()
+    with logging.tqdm(total=reader.nbytes(), **options) as reader.progress:
+        hook = logging.set_tqdm_hook(hide)
+        torch.set_num_threads(max(1, threads // GLOBAL_WORKERS))
+        try:
+            yield
+            reader.progress.total = reader.progress.n  # a rank reads parts of some tensors
+        finally:
+            torch.set_num_threads(threads)
+            logging.set_tqdm_hook(hook)
+
+
+def check_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
+    """The dtype that was asked for; None: ``"auto"``.
+
+    Raises:
+        ValueError: names the argument, what was expected and what came.
+    """
+    if dtype == "auto":
+        return None
+    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if wanted not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            "load: dtype must be 'auto', 'float32', 'bfloat16', 'float16' or such a torch.dtype, "
+            f"got {dtype!r}"
+        )
+    return wanted
+
+
+def check_device(device: torch.device | str | None) -> torch.device:
+    """The device that was asked for.
+
+    Raises:
+        ValueError: it has no ops, or is not there.
+    """
+    try:
+        wanted = torch.device("cpu" if device is None else device)
+    except RuntimeError as error:
+        wanted, problem = None, error
+    if wanted is not None and wanted.type in ("cpu", "npu"):
+        return wanted
+    if str(device).partition(":")[0] == "npu":
+        raise ValueError(
+            f"load: device {str(device)!r} needs torch_npu, which is not loaded; custom-pypto env "
+            "says what is missing"
+        ) from problem
+    raise ValueError(
+        f"load: device must be a CPU or an NPU, where the ops run, got {str(device)!r}"
+    )
+
+
+def resolve_dtype(dtype: torch.dtype | None, config, checkpoint: Checkpoint) -> torch.dtype:
+    """``dtype``, or for None that of the config, else of the embedding on disk."""
+    if dtype is not None:
+        return dtype
+    name = next(name for name in checkpoint.parts if name.endswith("embed_tokens.weight"))
+    [embedding] = checkpoint.parts[name]
+    return config.dtype or published.FLOATS[checkpoint.tensors[embedding].dtype]
+
+
+def check_scale_values(
+    model, checkpoint: Checkpoint, reader: Reader, plan: DistributedConfig | None
+) -> None:
+    """Rejects scales that are infinite or NaN, of the weights that this rank reads.
+
+    Raises:
+        ValueError: names file and tensor.
+    """
+    weights = filter(reader.is_quantized, reader.tensors)
+    scales = {published.scale_name(name, reader.tensors): slice(None) for name in weights}
+    shared = shared_parameters(model, plan) if plan else set()
+    for name in stored_parameters(model):
+        # of a module that is stored in another format than on disk, there is none to read
+        if name.endswith(SCALE) and name in checkpoint.parts:
+            count = model.get_parameter(name).size(0)
+            first = part_of_rank(count) if name in shared else slice(None)
+            scales[checkpoint.parts[name][0]] = first
+    for name, first in scales.items():
+        if not bool(reader.stored(name, first).float().isfinite().all()):
+            file = reader.tensors[name].file
+            raise ValueError(
+                f"load: {file}: {name} must be finite, got an infinity or NaN; download it again"
+            )
+
+
+def bytes_of_rank(
+    model, dtypes: dict[str, torch.dtype], plan: DistributedConfig | None = None
+) -> int:
+    """What ``model`` takes on each rank, on average.
+
+    Args:
+        plan: how ranks share it; None: one process has it all.
+    """
+    parts = dict.fromkeys(shared_parameters(model, plan), plan.tp_size) if plan else {}
+    state = model.state_dict(keep_vars=True)
+    once = {id(tensor): name for name, tensor in reversed(state.items())}  # a tied head
+    return sum(
+        state[name].numel() * dtypes[name].itemsize // parts.get(name, 1) for name in once.values()
+    )
+
+
+def check_memory(
+    model,
+    dtype: torch.dtype,
+    device: torch.device,
+    weights: dict[str, str | None],
+    plan: DistributedConfig | None = None,
+) -> None:
+    """Rejects a model that does not fit in memory.
+
+    Args:
+        weights: formats that the caller asked for, of experts and of the rest.
+        plan: how ranks share the model; those on one machine share its memory.
+    Raises:
+        MemoryError: names the required and the available memory, and the remedy.
+    """
+    ranks = 1 if plan is None else plan.tp_size
+    needed = bytes_of_rank(model, dtypes_of(model, dtype), plan)
+    here = 1 if ranks == 1 else int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    available = {}
+    if device.type != "cpu":
+        available[str(device)] = free_memory(device)
+    if device.type == "cpu" or ranks == 1:  # a whole model passes through host memory
+        available["this machine"] = free_memory(torch.device("cpu")) // here
+    each = "" if ranks == 1 else f" on each of {ranks} ranks"
+    kinds = {module.kind for module in model.modules() if getattr(module, "kind", None)}
+    form = f"weights in {', '.join(sorted(kinds))}" if kinds else str(dtype).removeprefix("torch.")
+    smaller = ""
+    if device.type == "cpu" and ranks == 1:
+        if not kinds:
+            smaller = ", or pass weights='int8' or 'int4'"
+        elif any(weights.values()) and not kinds & {"int4", "fp4"}:
+            smaller = ", or pass weights='int4'"  # a model saved with weights keeps its own
+    for place, free in available.items():
+        if needed > free:
+            raise MemoryError(
+                f"load: out of memory: the model needs {tqdm.format_sizeof(needed, 'B')} in "
+                f"{form}{each}, {place} has {tqdm.format_sizeof(free, 'B')} free; "
+                f"load fewer layers with num_hidden_layers, or use more devices{smaller}"
+            )
