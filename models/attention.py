@@ -3,6 +3,8 @@
 Shapes: B batch, S new tokens.
 """
 
+from typing import NamedTuple
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -14,6 +16,24 @@ from .cache.store import PagedLayer
 
 # an index that the op skips; -1 would end the row
 SKIPPED = -2
+
+
+class Counting(NamedTuple):
+    """What the forward of an architecture counts, where transformers counts otherwise than by
+    positions of tokens in their sequence."""
+
+    #: A cache row stands for a group of tokens. transformers groups by columns of the batch, and
+    #: left padding shifts its groups; here groups begin at the first real token.
+    groups: bool = False
+    #: Rotations and what a token sees follow the count of a sequence's real tokens: transformers
+    #: reads ``position_ids`` for one and columns for the other.
+    positions: bool = False
+    #: RoPE rotates by positions of time, height and width ``[3, B, S]``, which transformers makes
+    #: of images and videos.
+    axes: bool = False
+    #: Layers of transformers' own count padding between tokens, in their window or state: a
+    #: sequence cannot pause.
+    columns: bool = False
 
 
 class PatchedAttention:
@@ -30,15 +50,8 @@ class PatchedAttention:
     int8 = False
     #: whether the layer passes its indices to the next layer
     returns_indices = False
-    #: whether a cache row stands for a group of tokens. Upstream groups by column of the batch, so
-    #: left padding shifts the groups
-    counts_groups = False
-    #: whether rotations and what a token sees follow the count of a sequence's real tokens
-    counts_positions = False
-    #: whether RoPE rotates by positions of time, height and width, ``[3, B, S]``
-    rotates_by_axes = False
-    #: whether other layers count padding between tokens, so that a sequence cannot pause
-    counts_columns = False
+    #: what a forward counts, as transformers does
+    counting = Counting()
     #: whether later layers attend to the latents of this one
     shares_latents = False
     #: upstream classes of layers that stay unpatched
@@ -47,8 +60,8 @@ class PatchedAttention:
     first_norm: str
     #: new tokens that :meth:`read` takes at once
     slice_tokens: int
-    #: classes for modules of upstream; mixins of :mod:`.one_op` and the class of upstream
-    one_op: tuple[type[nn.Module], ...] = ()
+    #: mixins of :mod:`.one_op` for modules of upstream, by their class
+    one_op: dict[type[nn.Module], type] = {}
 
     @classmethod
     def check(cls, attentions: dict[int, nn.Module]) -> None:

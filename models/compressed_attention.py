@@ -19,7 +19,7 @@ from custom_pypto.rows.parts import write
 
 from . import compression
 from .absorbed import constant_keys
-from .attention import SKIPPED, PatchedAttention, causal_pairs
+from .attention import SKIPPED, Counting, PatchedAttention, causal_pairs
 from .cache import Tokens
 from .cache.store import PagedLayer, slots
 from .memory import is_transformed
@@ -31,8 +31,7 @@ class CompressedAttention(PatchedAttention):
     #: rotates the last dims of ``[B, S, N, D]`` by cos and sin
     rope: Callable[[Tensor, Tensor, Tensor], Tensor]
     first_norm = "kv_norm"
-    counts_groups = True
-    counts_positions = True
+    counting = Counting(groups=True, positions=True)
 
     def read(
         self,

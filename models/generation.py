@@ -109,7 +109,7 @@ def place(
         )
     cache.check_batch(request.batch)
     real = masks.new_tokens(request.mask, cache.sequences, request.tokens)
-    if next(iter(attentions.values())).counts_columns:
+    if next(iter(attentions.values())).counting.columns:
         masks.check_pauses(real, cache.sequences)
     return cache.place(request.batch, request.tokens, real, request.positions)
 
@@ -140,9 +140,9 @@ def arguments(model, attention: nn.Module, request: masks.Request, step: Step) -
     if "linear_attention" in in_place_of_masks:
         in_place_of_masks["linear_attention"] = real
     given, positions = request.rotating, step.own.position_ids
-    if attention.rotates_by_axes and given is not None:
+    if attention.counting.axes and given is not None:
         positions = step.part(given, -1)
-    if attention.counts_positions:
+    if attention.counting.positions:
         if problem := masks.problem_of_positions(given, step.own.positions, real):
             raise ValueError(f"patched model: {problem}; omit them, or {masks.UPSTREAM}")
         positions = step.own.positions.clamp(min=0) if given is None else given
@@ -233,7 +233,7 @@ def prepare_position_ids_for_generation(model, inputs: Tensor, model_kwargs: dic
     positions = type(model)._prepare_position_ids_for_generation(model, inputs, model_kwargs)
     mask, text = model_kwargs.get("attention_mask"), text_model(model)
     attention = next(iter(patched_attentions(text).values()))
-    if attention.counts_positions and isinstance(mask, Tensor) and mask.shape == positions.shape:
+    if attention.counting.positions and isinstance(mask, Tensor) and mask.shape == positions.shape:
         positions = positions.masked_fill(~mask.bool().any(1, keepdim=True), -1)
     return positions
 

@@ -292,7 +292,7 @@ def check_indexer_loss(caller: str, model, attention, training: str, option: Opt
     why = None
     if training == "upstream":
         why = "training='upstream', whose indexers have no gradient; pass training='auto'"
-    elif attention.counts_groups:
+    elif attention.counting.groups:
         why = f"model_type {model.config.model_type}, whose indexer scores groups of tokens"
     if why:
         raise ValueError(f"{caller}: indexer_loss must be None for {why}, got {kind!r}")

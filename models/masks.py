@@ -44,7 +44,7 @@ def read(model, attention, kwargs: dict) -> Request:
     ids, embeddings = kwargs.get("input_ids"), kwargs.get("inputs_embeds")
     batch, tokens = (ids if embeddings is None else embeddings).shape[:2]
     rotating = positions = kwargs.get("position_ids")
-    if attention.rotates_by_axes:
+    if attention.counting.axes:
         positions = text_axis(positions)
     use_cache = kwargs.get("use_cache")
     keeps = not checkpoints(model) and (model.config.use_cache if use_cache is None else use_cache)

@@ -9,6 +9,7 @@ torch would compile its own for longer, and not run them faster.
 Shapes: B batch, S new tokens, N heads, D width of a head, R rotated dims.
 """
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -45,6 +46,26 @@ class OneOp:
 
     # not isinstance: after a reload of this package its classes are others
     is_one_op = True
+
+
+@functools.cache
+def derived(mixin: type, cls: type) -> type:
+    """The class ``cls`` of transformers with a ``mixin``, under its own name, by which device maps
+    find layers that stay whole."""
+
+    def reduced(module: nn.Module, protocol):
+        if type(module) is not derived(mixin, cls):  # FSDP2 derives another
+            return super(made, module).__reduce_ex__(protocol)
+        return blank, (mixin, cls), module.__getstate__()  # pickle finds no class made here
+
+    made = type(cls.__name__, (mixin, cls), {"__reduce_ex__": reduced, "__doc__": cls.__doc__})
+    return made
+
+
+def blank(mixin: type, cls: type) -> nn.Module:
+    """Without its state, for pickle."""
+    made = derived(mixin, cls)
+    return made.__new__(made)
 
 
 class Norm(OneOp):

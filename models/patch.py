@@ -15,7 +15,7 @@ from .cache.layout import check_block_size, check_cache_dtypes
 from .context_parallel import check_context_parallel
 from .dequantization import Dequantized, dequantize, report, restore
 from .indexer_loss import Option, add_indexer_loss, begin_indexer_loss, check_indexer_loss
-from .one_op import Head
+from .one_op import Head, derived
 from .patched import attentions_to_patch, patched_attentions, sizes, text_model, upstream_class
 from .projection import change_class, is_sharded
 from .regions import Regions, get_compiled_call, valid_auto_compile_criteria
@@ -57,10 +57,9 @@ class Patch:
         for attention in attentions.values():
             change_class(attention, paged)
         for module in list(text.modules()):
-            for cls in paged.one_op:
-                # transformers shards some by a forward of their own
-                if type(module) is cls.__bases__[-1] and not is_sharded(module):
-                    change_class(module, cls)
+            # transformers shards some by a forward of their own
+            if (mixin := paged.one_op.get(type(module))) and not is_sharded(module):
+                change_class(module, derived(mixin, type(module)))
         head = model.get_output_embeddings()
         if type(head) is nn.Linear and not is_sharded(head):
             change_class(head, Head)

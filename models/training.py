@@ -110,14 +110,14 @@ def obstacle(model, by_layer: dict, device: torch.device, request: Request) -> s
         return "output_attentions must be False (the ops never form the attention matrix), got True"
     if request.use_cache:
         return "use_cache must be False to train on the ops (no row outlives its layer), got True"
-    if attention.counts_groups and masks.is_packed(request):
+    if attention.counting.groups and masks.is_packed(request):
         return (
             "position_ids must not restart (upstream counts groups of tokens across sequences "
             "packed into a row), got sequences packed into a row"
         )
     if problem := masks.problem_of_training(request.mask, request.batch, request.tokens):
         return problem
-    if attention.counts_positions:
+    if attention.counting.positions:
         shape = request.batch, request.tokens
         real = torch.ones(shape, dtype=torch.bool) if request.mask is None else request.mask.bool()
         if model._custom_pypto.training == "auto" and not real[:, 0].all():

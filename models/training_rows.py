@@ -115,7 +115,7 @@ class CallLayer(PagedLayer):
 
     def __init__(self, rows: TrainingRows, attention, loss: LayerLoss | None):
         (batch, tokens), number = rows.real.shape, attention.layer_idx
-        plain = {"latent", "rope"} if attention.counts_groups else {"latent", "rope", "index"}
+        plain = {"latent", "rope"} if attention.counting.groups else {"latent", "rope", "index"}
         own: dict[str, Row | None] = {}
         for name in attention.pools.keys() - plain:
             if row := attention.pools[name].row(rows.config, number, rows.dtype):

@@ -16,7 +16,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Group
 import custom_pypto
 from custom_pypto import models
 from custom_pypto.models import absorbed
-from custom_pypto.models.loading import reader
+from custom_pypto.models.loading import plan, reader
 from custom_pypto.models.weights.formats import matrices
 from custom_pypto.models.weights.modules import (
     EXPERT_WEIGHTS,
@@ -282,7 +282,7 @@ def test_an_option_that_does_not_work_is_rejected(options, message, saved):
 
 
 def test_tensor_parallel_is_rejected(saved, monkeypatch):
-    monkeypatch.setattr(models, "check_sharing", lambda *arguments: 1)
+    monkeypatch.setattr(plan, "check_sharing", lambda *arguments: 1)
     for options in [{"weights": "int8"}, {"weights": {"experts": "int8"}}]:
         with pytest.raises(ValueError, match="tensor_parallel must be False with stored weights"):
             models.load(saved, tensor_parallel=True, **options)

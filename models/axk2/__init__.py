@@ -18,20 +18,12 @@ from ..latent_attention import LatentAttention
 from ..one_op import MLP, Experts, Norm, Rotation
 
 
-class OneOpAXK2MLP(MLP, AXK2MLP):
-    pass
-
-
-class OneOpAXK2Experts(Experts, AXK2Experts):
-    pass
-
-
-class OneOpAXK2RMSNorm(Norm, AXK2RMSNorm):
-    pass
-
-
 class PagedAXK2Attention(LatentAttention, AXK2Attention):
-    one_op = (OneOpAXK2MLP, OneOpAXK2Experts, OneOpAXK2RMSNorm)
+    one_op = {
+        AXK2MLP: MLP,
+        AXK2Experts: Experts,
+        AXK2RMSNorm: Norm,
+    }
     pools = MLA_POOLS | INDEX_POOLS
     int8 = True
     indexer_class = AXK2Indexer

@@ -16,29 +16,13 @@ from ..latent_attention import LatentAttention
 from ..one_op import MLP, Experts, Norm, Rotation, Router
 
 
-class OneOpDeepseekV32MLP(MLP, DeepseekV32MLP):
-    pass
-
-
-class OneOpDeepseekV32Experts(Experts, DeepseekV32Experts):
-    pass
-
-
-class OneOpDeepseekV32RMSNorm(Norm, DeepseekV32RMSNorm):
-    pass
-
-
-class OneOpDeepseekV32TopkRouter(Router, DeepseekV32TopkRouter):
-    pass
-
-
 class PagedDeepseekV32Attention(LatentAttention, DeepseekV32Attention):
-    one_op = (
-        OneOpDeepseekV32MLP,
-        OneOpDeepseekV32Experts,
-        OneOpDeepseekV32RMSNorm,
-        OneOpDeepseekV32TopkRouter,
-    )
+    one_op = {
+        DeepseekV32MLP: MLP,
+        DeepseekV32Experts: Experts,
+        DeepseekV32RMSNorm: Norm,
+        DeepseekV32TopkRouter: Router,
+    }
     pools = MLA_POOLS | INDEX_POOLS
     int8 = True
     indexer_class = DeepseekV32Indexer

@@ -80,58 +80,22 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return apply_rotary_pos_emb(x, cos, sin, unsqueeze_dim=2)
 
 
-class OneOpDeepseekV4MLP(BoundedMLP, DeepseekV4MLP):
+class OwnMLP(BoundedMLP):
     bound = property(lambda self: self.limit)
 
 
-class OneOpDeepseekV4Experts(Experts, DeepseekV4Experts):
-    pass
-
-
-class OneOpDeepseekV4GroupedLinear(GroupedLinear, DeepseekV4GroupedLinear):
-    pass
-
-
-class OneOpDeepseekV4HyperConnection(HyperConnection, DeepseekV4HyperConnection):
-    pass
-
-
-class OneOpDeepseekV4HyperHead(HyperHead, DeepseekV4HyperHead):
-    pass
-
-
-class OneOpDeepseekV4DecoderLayer(StreamsLayer, DeepseekV4DecoderLayer):
-    pass
-
-
-# by which device maps find layers that stay whole
-OneOpDeepseekV4DecoderLayer.__name__ = DeepseekV4DecoderLayer.__name__
-
-
-class OneOpDeepseekV4RMSNorm(Float32Norm, DeepseekV4RMSNorm):
-    pass
-
-
-class OneOpDeepseekV4TopKRouter(RootRouter, DeepseekV4TopKRouter):
-    pass
-
-
-class OneOpDeepseekV4UnweightedRMSNorm(UnweightedNorm, DeepseekV4UnweightedRMSNorm):
-    pass
-
-
 class PagedDeepseekV4Attention(CompressedAttention, DeepseekV4Attention):
-    one_op = (
-        OneOpDeepseekV4MLP,
-        OneOpDeepseekV4Experts,
-        OneOpDeepseekV4GroupedLinear,
-        OneOpDeepseekV4HyperConnection,
-        OneOpDeepseekV4HyperHead,
-        OneOpDeepseekV4DecoderLayer,
-        OneOpDeepseekV4RMSNorm,
-        OneOpDeepseekV4TopKRouter,
-        OneOpDeepseekV4UnweightedRMSNorm,
-    )
+    one_op = {
+        DeepseekV4MLP: OwnMLP,
+        DeepseekV4Experts: Experts,
+        DeepseekV4GroupedLinear: GroupedLinear,
+        DeepseekV4HyperConnection: HyperConnection,
+        DeepseekV4HyperHead: HyperHead,
+        DeepseekV4DecoderLayer: StreamsLayer,
+        DeepseekV4RMSNorm: Float32Norm,
+        DeepseekV4TopKRouter: RootRouter,
+        DeepseekV4UnweightedRMSNorm: UnweightedNorm,
+    }
     pools = {
         "kv": Pool("head_dim", layout=window_and_rows, sizes=SIZES),
         "index": Pool("index_head_dim", where=OF_SPARSE, layout=index_rows),

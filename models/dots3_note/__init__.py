@@ -13,6 +13,7 @@ from transformers.models.dots3_note.modeling_dots3_note import (
     apply_rotary_pos_emb_interleave,
 )
 
+from ..attention import Counting
 from ..cache import Tokens
 from ..cache.layout import MLA_POOLS, Pool
 from ..cache.store import PagedLayer
@@ -20,29 +21,13 @@ from ..latent_attention import LatentAttention
 from ..one_op import MLP, Experts, Norm, Rotation, Router
 
 
-class OneOpDots3NoteTextMLP(MLP, Dots3NoteTextMLP):
-    pass
-
-
-class OneOpDots3NoteExperts(Experts, Dots3NoteExperts):
-    pass
-
-
-class OneOpDots3NoteRMSNorm(Norm, Dots3NoteRMSNorm):
-    pass
-
-
-class OneOpDots3NoteTextTopkRouter(Router, Dots3NoteTextTopkRouter):
-    pass
-
-
 class PagedDots3NoteAttention(LatentAttention, Dots3NoteTextAttention):
-    one_op = (
-        OneOpDots3NoteTextMLP,
-        OneOpDots3NoteExperts,
-        OneOpDots3NoteRMSNorm,
-        OneOpDots3NoteTextTopkRouter,
-    )
+    one_op = {
+        Dots3NoteTextMLP: MLP,
+        Dots3NoteExperts: Experts,
+        Dots3NoteRMSNorm: Norm,
+        Dots3NoteTextTopkRouter: Router,
+    }
     pools = MLA_POOLS | {
         "index": Pool("index_head_dim", where={"layer_types": "indexed_attention"})
     }
@@ -50,7 +35,7 @@ class PagedDots3NoteAttention(LatentAttention, Dots3NoteTextAttention):
     rope = Rotation(apply_rotary_pos_emb_interleave, interleaved=True)
     index_rope = Rotation(apply_rotary_pos_emb_interleave, interleaved=True)
     selects = True
-    counts_columns = True
+    counting = Counting(columns=True)
 
     @property
     def attended(self) -> int:

@@ -19,7 +19,7 @@ from transformers.models.glm5_next.modeling_glm5_next import (
 
 from custom_pypto.rows.parts import write
 
-from ..attention import SKIPPED
+from ..attention import SKIPPED, Counting
 from ..cache import Step, Tokens
 from ..cache.layout import MLA_POOLS, Pool, RowLayout
 from ..cache.store import PagedLayer
@@ -39,39 +39,19 @@ def state(config, layer: int) -> RowLayout:
     return state_layout(config.index_kpool)
 
 
-class OneOpGlm5NextTextMLP(BoundedMLP, Glm5NextTextMLP):
+class OwnMLP(BoundedMLP):
     bound = property(lambda self: self.swiglu_limit)
 
 
-class OneOpGlm5NextTextExperts(Experts, Glm5NextTextExperts):
-    pass
-
-
-class OneOpGlm5NextTextHyperConnection(HyperConnection, Glm5NextTextHyperConnection):
-    pass
-
-
-class OneOpGlm5NextTextRMSNorm(Norm, Glm5NextTextRMSNorm):
-    pass
-
-
-class OneOpGlm5NextTextUnweightedRMSNorm(UnweightedNorm, Glm5NextTextUnweightedRMSNorm):
-    pass
-
-
-class OneOpGlm5NextTextTopkRouter(Router, Glm5NextTextTopkRouter):
-    pass
-
-
 class PagedGlm5NextAttention(LatentAttention, Glm5NextTextAttention):
-    one_op = (
-        OneOpGlm5NextTextMLP,
-        OneOpGlm5NextTextExperts,
-        OneOpGlm5NextTextHyperConnection,
-        OneOpGlm5NextTextRMSNorm,
-        OneOpGlm5NextTextUnweightedRMSNorm,
-        OneOpGlm5NextTextTopkRouter,
-    )
+    one_op = {
+        Glm5NextTextMLP: OwnMLP,
+        Glm5NextTextExperts: Experts,
+        Glm5NextTextHyperConnection: HyperConnection,
+        Glm5NextTextRMSNorm: Norm,
+        Glm5NextTextUnweightedRMSNorm: UnweightedNorm,
+        Glm5NextTextTopkRouter: Router,
+    }
     # upstream rejects RoPE dims: the rope pool is None
     pools = MLA_POOLS | {
         "index": Pool(
@@ -82,8 +62,7 @@ class PagedGlm5NextAttention(LatentAttention, Glm5NextTextAttention):
     indexer_class = Glm5NextTextIndexer
     upstream_layers = (Glm5NextTextLinearAttention,)
     returns_indices = True
-    counts_groups = True
-    counts_columns = True
+    counting = Counting(groups=True, columns=True)
 
     def forward(self, hidden_states, attention_mask, position_embeddings=None, **kwargs):
         return super().forward(hidden_states, (None, None), attention_mask, **kwargs)

@@ -16,29 +16,13 @@ from ..latent_attention import LatentAttention
 from ..one_op import MLP, Experts, Norm, Rotation, Router
 
 
-class OneOpGlmMoeDsaMLP(MLP, GlmMoeDsaMLP):
-    pass
-
-
-class OneOpGlmMoeDsaExperts(Experts, GlmMoeDsaExperts):
-    pass
-
-
-class OneOpGlmMoeDsaRMSNorm(Norm, GlmMoeDsaRMSNorm):
-    pass
-
-
-class OneOpGlmMoeDsaTopkRouter(Router, GlmMoeDsaTopkRouter):
-    pass
-
-
 class PagedGlmMoeDsaAttention(LatentAttention, GlmMoeDsaAttention):
-    one_op = (
-        OneOpGlmMoeDsaMLP,
-        OneOpGlmMoeDsaExperts,
-        OneOpGlmMoeDsaRMSNorm,
-        OneOpGlmMoeDsaTopkRouter,
-    )
+    one_op = {
+        GlmMoeDsaMLP: MLP,
+        GlmMoeDsaExperts: Experts,
+        GlmMoeDsaRMSNorm: Norm,
+        GlmMoeDsaTopkRouter: Router,
+    }
     pools = MLA_POOLS | {"index": Pool("index_head_dim", where={"indexer_types": "full"})}
     int8 = True
     indexer_class = GlmMoeDsaIndexer

@@ -33,24 +33,13 @@ class GatedAttention(LatentAttention):
         return super().project_output(output * gate.sigmoid(), None)
 
 
-class OneOpHYV4MLP(MLP, HYV4MLP):
-    pass
-
-
-class OneOpHYV4Experts(Experts, HYV4Experts):
-    pass
-
-
-class OneOpHYV4RMSNorm(Norm, HYV4RMSNorm):
-    pass
-
-
-class OneOpHYV4TopkRouter(Router, HYV4TopkRouter):
-    pass
-
-
 class PagedHYV4Attention(GatedAttention, HYV4Attention):
-    one_op = (OneOpHYV4MLP, OneOpHYV4Experts, OneOpHYV4RMSNorm, OneOpHYV4TopkRouter)
+    one_op = {
+        HYV4MLP: MLP,
+        HYV4Experts: Experts,
+        HYV4RMSNorm: Norm,
+        HYV4TopkRouter: Router,
+    }
     indexer_class = HYV4Indexer
     rope = Rotation(apply_rotary_pos_emb, interleaved=False)
     index_rope = Rotation(apply_rotary_pos_emb, interleaved=False)

@@ -11,29 +11,19 @@ from transformers.models.hy_v4_vl.modeling_hy_v4_vl import (
     apply_rotary_pos_emb,
 )
 
+from ..attention import Counting
 from ..hy_v4 import GatedAttention
 from ..one_op import MLP, Experts, Norm, Rotation, Router
 
 
-class OneOpHYV4VLMLP(MLP, HYV4VLMLP):
-    pass
-
-
-class OneOpHYV4VLExperts(Experts, HYV4VLExperts):
-    pass
-
-
-class OneOpHYV4VLRMSNorm(Norm, HYV4VLRMSNorm):
-    pass
-
-
-class OneOpHYV4VLTopkRouter(Router, HYV4VLTopkRouter):
-    pass
-
-
 class PagedHYV4VLAttention(GatedAttention, HYV4VLAttention):
-    one_op = (OneOpHYV4VLMLP, OneOpHYV4VLExperts, OneOpHYV4VLRMSNorm, OneOpHYV4VLTopkRouter)
+    one_op = {
+        HYV4VLMLP: MLP,
+        HYV4VLExperts: Experts,
+        HYV4VLRMSNorm: Norm,
+        HYV4VLTopkRouter: Router,
+    }
     indexer_class = HYV4VLIndexer
     rope = Rotation(apply_rotary_pos_emb)
     index_rope = Rotation(apply_rotary_pos_emb)
-    rotates_by_axes = True
+    counting = Counting(axes=True)

@@ -19,20 +19,12 @@ from ..one_op import MLP, Experts, Norm, Rotation
 OWN_LATENTS = {"kv_source_layers": OWN_NUMBER}
 
 
-class OneOpMistralLarge4TextMLP(MLP, MistralLarge4TextMLP):
-    pass
-
-
-class OneOpMistralLarge4TextExperts(Experts, MistralLarge4TextExperts):
-    pass
-
-
-class OneOpMistralLarge4RMSNorm(Norm, MistralLarge4RMSNorm):
-    pass
-
-
 class PagedMistralLarge4Attention(LatentAttention, MistralLarge4TextAttention):
-    one_op = (OneOpMistralLarge4TextMLP, OneOpMistralLarge4TextExperts, OneOpMistralLarge4RMSNorm)
+    one_op = {
+        MistralLarge4TextMLP: MLP,
+        MistralLarge4TextExperts: Experts,
+        MistralLarge4RMSNorm: Norm,
+    }
     pools = {
         "latent": Pool("kv_lora_rank", where=OWN_LATENTS),
         "rope": Pool("qk_rope_head_dim", where=OWN_LATENTS | {"no_rope_layers": 1}),
