@@ -1,7 +1,8 @@
 """Versions of Python, compilers and other distributions that the package supports.
 
-The only place that names them: ``setup.py``, the scripts, ``env``, the simulation and the plugin
-for vLLM read it. Standard library only; ``python requirements.py NAME`` prints one for a script.
+The only place that names them, but for the first transformers of each architecture
+(``models/architectures.py``) and the plugin's ``pyproject.toml``: ``setup.py``, the scripts, ``env``
+and the simulation read it. Standard library only; ``python requirements.py NAME`` prints one for a script.
 """
 
 from __future__ import annotations

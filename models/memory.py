@@ -53,6 +53,8 @@ def empty(shape, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor
     try:
         tensor = torch.empty(shape, dtype=dtype, device=device)
     except RuntimeError as error:
+        if not any(word in str(error) for word in ("allocate", "memory", "overflow")):
+            raise  # of another kind: torch has one class for all
         raise torch.OutOfMemoryError(str(error)) from error
     has_memory = is_readable(tensor) and not is_functorch_wrapped_tensor(tensor)
     if has_memory and hasattr(mmap, "MADV_HUGEPAGE"):

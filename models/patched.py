@@ -85,7 +85,7 @@ def patched_attentions(text) -> dict[int, nn.Module]:
             attentions[i] = attention
     if not attentions:
         raise TypeError(
-            "PagedCache: model must be patched by models.use_custom_pypto first, "
+            "patched model: model must be patched by models.use_custom_pypto first, "
             f"got one with a {type(text.layers[0].self_attn).__name__}"
         )
     return attentions
@@ -157,7 +157,7 @@ def device_of(text, attentions: dict[int, nn.Module]) -> torch.device:
             first = device
         elif device != first:
             raise ValueError(
-                "PagedCache: all layers must compute on one device, got layer "
+                "patched model: all layers must compute on one device, got layer "
                 f"{min(attentions)} on {first} and layer {i} on {device}; load the model with "
                 f"device_map={{'': '{first}'}} or call models.use_transformers(model)"
             )

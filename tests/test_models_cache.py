@@ -288,7 +288,7 @@ def test_a_cache_is_made_for_a_patched_model():
 @pytest.mark.parametrize("kind", ["deepseek_v32", "deepseek_v4"])
 def test_an_upstream_model_rejects_a_paged_cache(kind):
     upstream, patched = upstream_and_patched(kind)
-    message = "PagedCache: model must be patched by models.use_custom_pypto"
+    message = "model must be patched by models.use_custom_pypto"
     with pytest.raises(TypeError, match=message):
         upstream(token_ids(1, 4), **{CACHE: models.PagedCache(patched, 1, 16)})
 

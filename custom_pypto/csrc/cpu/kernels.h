@@ -2,10 +2,11 @@
 // torch header: the linker could merge a template instantiated here with the same one in the rest
 // of the library, and wide instructions would reach machines that lack them.
 //
-// All loops share one shape: query rows (heads) sit in vector lanes, keys are broadcast. A panel is
-// up to 64 rows, transposed to [dims][width], so that keys are read from the cache in place,
-// unpacked. E is the compute type: float, or uint16_t for the bits of bfloat16 (multiplied in pairs
-// of dims, so that a panel is [dims / 2][width] of uint32_t). Sums are float.
+// The loops of attention and of the indexer share one shape: query rows (heads) sit in vector
+// lanes, keys are broadcast. A panel is up to 64 rows, transposed to [dims][width], so that keys
+// are read from the cache in place, unpacked. E is the compute type: float, or uint16_t for the
+// bits of bfloat16 (multiplied in pairs of dims, so that a panel is [dims / 2][width] of uint32_t).
+// Sums are float.
 //
 // The indexer multiplies int8 exactly. As float: products of up to kMostInt8Dims dims add up to at
 // most 2^24. Or with uint8_t as E, which is a key plus 128: a panel is [1 + dims / 4][width] of
