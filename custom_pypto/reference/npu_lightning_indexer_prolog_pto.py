@@ -2,12 +2,11 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm
 
 from .checks import BLOCK, ROUNDING, row_error
 from .npu_quant_index_update_pto import npu_quant_index_update_pto
 from .npu_quant_rows_pto import dequantized, hadamard_matrix, npu_quant_rows_pto
-from .npu_sparse_attention_pto import rope_half_split
+from .npu_sparse_attention_pto import index_key, index_weights, rope_half_split
 
 
 def npu_lightning_indexer_prolog_pto(
@@ -33,27 +32,16 @@ def npu_lightning_indexer_prolog_pto(
     layout_key: str = "PA_BSND",
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Queries and index weights of new tokens, and their keys into the int8 cache."""
-    dtype, (N1, D) = token_x.dtype, (weights_proj.size(1), wk.size(1))
-    angles = sin_idx_rope, cos_idx_rope
-
+    angles, (N1, D) = (sin_idx_rope, cos_idx_rope), (weights_proj.size(1), wk.size(1))
     q = q_norm @ wq_b if q_norm_scale is None else (q_norm.double() @ wq_b.double()).float()
     if q_norm_scale is not None:
-        q = (q * q_norm_scale.view(-1, 1) * wq_b_scale.view(1, -1)).to(dtype)
+        q = (q * q_norm_scale.view(-1, 1) * wq_b_scale.view(1, -1)).to(token_x.dtype)
     q = rope_half_split(q.unflatten(-1, (N1, D)), *angles)
     query, query_scale = npu_quant_rows_pto(q, hadamard=hadamard_q)
-
-    # LayerNorm in float32, before RoPE
-    k = layer_norm(
-        (token_x @ wk).float(),
-        (D,),
-        ln_gamma_k.float(),
-        ln_beta_k.float(),
-        layernorm_epsilon_k,
-    ).to(dtype)
-    k = rope_half_split(k.unsqueeze(1), *angles).squeeze(1)
-    weights = token_x.float() @ weights_proj.float() * (N1 * D) ** -0.5
+    key = index_key(token_x, wk, ln_gamma_k, ln_beta_k, *angles, layernorm_epsilon_k)
+    weights = index_weights(token_x, weights_proj, D)
     npu_quant_index_update_pto(
-        k,
+        key.squeeze(1),
         idx_k_cache_index,
         idx_k_cache,
         idx_k_scale_cache.view(idx_k_cache.shape[:3]),

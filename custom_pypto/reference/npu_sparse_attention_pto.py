@@ -41,6 +41,18 @@ def write_cache(cache: Tensor, rows: Tensor, cache_index: Tensor) -> None:
             cache[slot // block_size, slot % block_size, 0] = row
 
 
+def index_key(
+    x: Tensor, w: Tensor, gamma: Tensor, beta: Tensor, sin: Tensor, cos: Tensor, eps: float
+) -> Tensor:
+    """Keys ``[B, S1, 1, D]`` of an indexer: LayerNorm in float32, before RoPE."""
+    key = layer_norm((x @ w).float(), (w.size(1),), gamma.float(), beta.float(), eps)
+    return rope_half_split(key.to(x.dtype).unsqueeze(-2), sin, cos)
+
+
+def index_weights(x: Tensor, w: Tensor, dim: int) -> Tensor:
+    return x.float() @ w.float() * (w.size(1) * dim) ** -0.5
+
+
 def npu_sparse_attention_pto(
     x: Tensor,
     w_dq: Tensor,
@@ -75,9 +87,11 @@ def npu_sparse_attention_pto(
     q_rope = rope_interleaved(q_rope, sin, cos)
     c_kv, k_rope = (x @ w_dkv_kr).split([latent, rope], -1)
     c_kv = rms_norm(c_kv, gamma_ckv, eps)
-    k_rope = rope_interleaved(k_rope.unsqueeze(2), sin, cos).squeeze(2)
-    index_weights = w_idx_qb, w_idx_k, w_idx_proj, in_gamma_k, in_beta_k
-    q_idx, k_idx, weights = _index_operands(x, cq, *index_weights, sin, cos)
+    k_rope = rope_interleaved(k_rope.unsqueeze(2), sin, cos)
+    index_heads, dim = w_idx_proj.size(1), w_idx_k.size(1)
+    q_idx = rope_half_split((cq @ w_idx_qb).unflatten(-1, (index_heads, dim)), sin, cos)
+    k_idx = index_key(x, w_idx_k, in_gamma_k, in_beta_k, sin, cos, 1e-6)
+    weights = index_weights(x, w_idx_proj, dim)
 
     # last, since other arguments may share memory with the caches
     for pool, rows in ((kv_cache, c_kv), (kr_cache, k_rope), (index_k_cache, k_idx)):
@@ -101,28 +115,6 @@ def npu_sparse_attention_pto(
         block_table=block_table,
         actual_seq_lengths_kv=act_seqs,
     )
-
-
-def _index_operands(
-    x: Tensor,
-    cq: Tensor,
-    w_idx_qb: Tensor,
-    w_idx_k: Tensor,
-    w_idx_proj: Tensor,
-    gamma: Tensor,
-    beta: Tensor,
-    sin: Tensor,
-    cos: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries ``[B, S1, index heads, D]``, keys ``[B, S1, D]``, weights ``[B, S1, index heads]``.
-
-    The normed latent gives both queries. LayerNorm of the key in float32, before RoPE.
-    """
-    heads, dim = w_idx_proj.size(1), w_idx_k.size(1)
-    query = rope_half_split((cq @ w_idx_qb).unflatten(-1, (heads, dim)), sin, cos)
-    key = layer_norm((x @ w_idx_k).float(), (dim,), gamma.float(), beta.float(), 1e-6).to(x.dtype)
-    key = rope_half_split(key.unsqueeze(2), sin, cos).squeeze(2)
-    return query, key, x.float() @ w_idx_proj.float() * (heads**-0.5 * dim**-0.5)
 
 
 def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:

@@ -8,8 +8,8 @@
 #include <tuple>
 
 #include "../tasks/index_rows.h"
-#include "../tasks/prolog.h"
 #include "contract.h"
+#include "prolog.h"
 
 namespace custom_pypto {
 namespace {
@@ -110,6 +110,19 @@ Result contract(const PrologParams& p) {
           at::empty_symint({T.size, N1.size}, in(at::kHalf))};
 }
 
+// a . b of bytes: float32 holds the sum of so many products in any order, and int32 the sum of sums
+Tensor int8_product(const Tensor& a, const Tensor& b) {
+  constexpr int64_t kExactInFloat = 1024;
+  const Tensor sums = at::zeros({a.size(0), b.size(1)}, a.options().dtype(at::kInt));
+  for (int64_t first = 0; first < b.size(0); first += kExactInFloat) {
+    const int64_t some = std::min(kExactInFloat, b.size(0) - first);
+    sums.add_(
+        at::matmul(a.narrow(1, first, some).to(at::kFloat), b.narrow(0, first, some).to(at::kFloat))
+            .to(at::kInt));
+  }
+  return sums;
+}
+
 // Rows of q_norm . wq_b, in the dtype of token_x.
 Tensor queries(const PrologParams& p, int64_t first, int64_t tokens) {
   const Tensor latent = p.q_norm.narrow(0, first, tokens);
@@ -121,21 +134,26 @@ Tensor queries(const PrologParams& p, int64_t first, int64_t tokens) {
 
 void compute(const PrologParams& p, const Result& result) {
   const auto& [query, query_scale, weights] = result;
-  const Tensor &sin = p.sin_idx_rope, &cos = p.cos_idx_rope;
+  const Tensor sin = p.sin_idx_rope.unsqueeze(0), cos = p.cos_idx_rope.unsqueeze(0);
   const int64_t T = p.token_x.size(0), N1 = query.size(1), D = query.size(2);
   for (int64_t first = 0; first < T; first += kTokensAtOnce) {
     const int64_t some = std::min(kTokensAtOnce, T - first);
-    const auto part = [&](const Tensor& x) { return x.narrow(0, first, some); };
-    const Tensor q = queries(p, first, some).view({some, N1, D});
-    quantize_rows(rope_half_split(q, part(sin), part(cos)), p.hadamard_q, part(query),
-                  part(query_scale));
+    const Tensor q = queries(p, first, some).view({1, some, N1, D});
+    rotate_in_place(q, angles(sin.narrow(1, first, some)), angles(cos.narrow(1, first, some)),
+                    /*neighbours=*/false);
+    quantize_rows(q, p.hadamard_q, query.narrow(0, first, some),
+                  query_scale.narrow(0, first, some));
   }
   weights.copy_(index_weights(p.token_x, p.weights_proj, D));
-  const Tensor key = normed_index_key(at::matmul(p.token_x, p.wk), p.ln_gamma_k, p.ln_beta_k,
-                                      p.layernorm_epsilon_k);
+  const Tensor key = index_key({.x = p.token_x.unsqueeze(0),
+                                .w = p.wk,
+                                .gamma = p.ln_gamma_k,
+                                .beta = p.ln_beta_k,
+                                .sin = angles(sin),
+                                .cos = angles(cos),
+                                .eps = p.layernorm_epsilon_k});
   const bool four = p.idx_k_scale_cache.dim() == 4;
-  quantize_into_cache(rope_half_split(key.unsqueeze(1), sin, cos).squeeze(1), p.hadamard_k,
-                      p.idx_k_cache_index, p.idx_k_cache,
+  quantize_into_cache(key.view({T, D}), p.hadamard_k, p.idx_k_cache_index, p.idx_k_cache,
                       four ? p.idx_k_scale_cache.squeeze(3) : p.idx_k_scale_cache);
 }
 

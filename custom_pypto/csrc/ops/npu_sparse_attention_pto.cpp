@@ -6,9 +6,10 @@
 #include <cmath>
 
 #include "../tasks/cache_slots.h"
-#include "../tasks/prolog.h"
+#include "../tasks/row_functions.h"
 #include "npu_lightning_indexer_pto.h"
 #include "npu_sparse_flash_attention_pto.h"
+#include "prolog.h"
 #include "shared_contracts.h"
 
 namespace custom_pypto {
@@ -82,61 +83,55 @@ void contract(FusedParams& p) {
       {p.x.sym_size(0), p.x.sym_size(1), p.w_uk.sym_size(0), p.w_uk.sym_size(2)}, p.x.options());
 }
 
-struct Queries {
-  Tensor latent, rope, index;
-};
-
-Queries queries(const FusedParams& p) {
-  const int64_t nope = p.w_uk.size(1), rope = p.kr_cache.size(3);
-  const Tensor cq = rms_norm(at::matmul(p.x, p.w_dq), p.gamma_cq, p.eps);
-  const Tensor q = at::matmul(cq, p.w_uq_qr).unflatten(-1, {p.w_uk.size(0), nope + rope});
-  const Tensor index =
-      at::matmul(cq, p.w_idx_qb).unflatten(-1, {p.w_idx_proj.size(1), p.w_idx_k.size(1)});
-  return {.latent = at::einsum("bshp,hpl->bshl", {q.narrow(-1, 0, nope), p.w_uk}),
-          .rope = rope_interleaved(q.narrow(-1, nope, rope), p.sin, p.cos),
-          .index = rope_half_split(index, p.sin, p.cos)};
-}
-
-struct Keys {
-  Tensor latent, rope, index;
-};
-
-Keys keys(const FusedParams& p) {
-  const int64_t latent = p.w_uk.size(2), rope = p.kr_cache.size(3);
-  const Tensor kv = at::matmul(p.x, p.w_dkv_kr);
-  const Tensor index =
-      normed_index_key(at::matmul(p.x, p.w_idx_k), p.in_gamma_k, p.in_beta_k, kLayerNormEps);
-  return {.latent = rms_norm(kv.narrow(-1, 0, latent), p.gamma_ckv, p.eps),
-          .rope = rope_interleaved(kv.narrow(-1, latent, rope).unsqueeze(2), p.sin, p.cos),
-          .index = rope_half_split(index.unsqueeze(2), p.sin, p.cos)};
+Tensor rms_norm(const Tensor& x, const Tensor& gamma, double eps) {
+  const Tensor out = at::empty(x.sizes(), x.options());
+  if (x.numel() != 0) norm_rows(x, gamma, eps, out);
+  return out;
 }
 
 void compute(FusedParams& p) {
-  const Queries q = queries(p);
-  const Keys k = keys(p);
-  const Tensor weights = index_weights(p.x, p.w_idx_proj, p.w_idx_k.size(1));
+  const int64_t N1 = p.w_uk.size(0), P = p.w_uk.size(1), L = p.w_uk.size(2);
+  const int64_t R = p.kr_cache.size(3), D = p.w_idx_k.size(1), index_heads = p.w_idx_proj.size(1);
+  const Tensor sin = angles(p.sin), cos = angles(p.cos);
+  const Tensor cq = rms_norm(at::matmul(p.x, p.w_dq), p.gamma_cq, p.eps);
+  Tensor query = at::matmul(cq, p.w_uq_qr).unflatten(-1, {N1, P + R});
+  const OptionalTensor query_rope = query.narrow(-1, P, R).contiguous(), key_rope = p.kr_cache;
+  query = at::einsum("bshp,hpl->bshl", {query.narrow(-1, 0, P), p.w_uk});
+  rotate_in_place(*query_rope, sin, cos, /*neighbours=*/true);
+  const Tensor key = at::matmul(p.x, p.w_dkv_kr);
+  const Tensor key_latent = rms_norm(key.narrow(-1, 0, L), p.gamma_ckv, p.eps);
+  const Tensor key_ropes = key.narrow(-1, L, R);
+  rotate_in_place(key_ropes.unsqueeze(2), sin, cos, /*neighbours=*/true);
+  const Tensor index_query = at::matmul(cq, p.w_idx_qb).unflatten(-1, {index_heads, D});
+  rotate_in_place(index_query, sin, cos, /*neighbours=*/false);
+  const Tensor index_keys = index_key({.x = p.x,
+                                       .w = p.w_idx_k,
+                                       .gamma = p.in_gamma_k,
+                                       .beta = p.in_beta_k,
+                                       .sin = sin,
+                                       .cos = cos,
+                                       .eps = kLayerNormEps});
+  const Tensor weights = index_weights(p.x, p.w_idx_proj, D);
   // last, since other arguments may share memory with the caches
-  write_cache(p.kv_cache, k.latent, p.cache_index);
-  write_cache(p.kr_cache, k.rope, p.cache_index);
-  write_cache(p.index_k_cache, k.index, p.cache_index);
+  write_cache(p.kv_cache, key_latent, p.cache_index);
+  write_cache(p.kr_cache, key_ropes, p.cache_index);
+  write_cache(p.index_k_cache, index_keys, p.cache_index);
   const OptionalTensor lengths = p.act_seqs, blocks = p.block_table;
-  IndexerParams indexer{.sequences = {.query = q.index,
+  IndexerParams indexer{.sequences = {.query = index_query,
                                       .key = p.index_k_cache,
                                       .actual_seq_lengths_key = lengths,
                                       .block_table = blocks},
                         .weights = weights,
                         .sparse_count = p.sparse_count};
   lightning_indexer(indexer);
-  const OptionalTensor query_rope = q.rope, key_rope = p.kr_cache;
-  AttentionParams attention{
-      .sequences = {.query = q.latent,
-                    .key = p.kv_cache,
-                    .actual_seq_lengths_key = lengths,
-                    .block_table = blocks},
-      .sparse_indices = indexer.out,
-      .scale_value = p.softmax_scale.value_or(scale_of(p.w_uk.size(1) + p.kr_cache.size(3))),
-      .query_rope = query_rope,
-      .key_rope = key_rope};
+  AttentionParams attention{.sequences = {.query = query,
+                                          .key = p.kv_cache,
+                                          .actual_seq_lengths_key = lengths,
+                                          .block_table = blocks},
+                            .sparse_indices = indexer.out,
+                            .scale_value = p.softmax_scale.value_or(scale_of(P + R)),
+                            .query_rope = query_rope,
+                            .key_rope = key_rope};
   sparse_flash_attention(attention);
   p.out = attention.out;
 }
