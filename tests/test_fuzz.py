@@ -12,7 +12,9 @@ from random import Random
 
 import pytest
 import torch
+from cases import without_nan
 from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
+from cases.npu_sparse_attention_pto import fused_inputs
 from cases.npu_sparse_flash_attention_pto import inputs as attention_inputs
 from cases.weight_only_linear import inputs as linear_inputs
 from fuzz.generate import Case, generate
@@ -51,6 +53,7 @@ INDEX = Case("npu_lightning_indexer_pto", indexer_inputs([3], [40], integers=Tru
 ATTEND = Case("npu_sparse_flash_attention_pto", attention_inputs([3], [40]), "random")
 STATISTICS = attention_inputs([3], [40], sinks=True) | dict(return_softmax_lse=True)
 STATISTICS = Case(ATTEND.op, STATISTICS, "random")
+FUSED = Case("npu_sparse_attention_pto", without_nan(fused_inputs([40], 1)), "random")
 LINEAR = Case("weight_only_linear", linear_inputs([3], [40]), "random")
 
 
@@ -72,6 +75,7 @@ def scribble(op, name):
     return writing
 
 
+fused = custom_pypto.npu_sparse_attention_pto
 index, attend = custom_pypto.npu_lightning_indexer_pto, custom_pypto.npu_sparse_flash_attention_pto
 linear = custom_pypto.weight_only_linear
 
@@ -100,6 +104,9 @@ def on_cpu_in_double(**arguments):
             lambda **x: attend(**x | dict(sinks=None)),
             "differ by more",
             id="no-sinks",
+        ),
+        pytest.param(
+            FUSED, lambda **x: fused(**x | dict(eps=1e-5)), "differs from the reference", id="eps"
         ),
         pytest.param(
             LINEAR,

@@ -59,35 +59,6 @@ def test_many_tokens_equal_the_reference():
     assert_same(results(prolog, x), results(reference.npu_lightning_indexer_prolog_pto, x))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_is_the_single_ops_after_projection_and_rotation(dtype):
-    x = prolog_inputs([5], [20], dtype=dtype)
-    query, scale, _, keys, key_scales = results(prolog, x)
-    half = x["cos_idx_rope"].size(1) // 2
-    cos, sin = (x[f"{name}_idx_rope"][:, None, :half].float() for name in ("cos", "sin"))
-
-    def rotated(rows):
-        a, b, rest = rows.split([half, half, rows.size(-1) - 2 * half], -1)
-        a, b = a.float(), b.float()
-        return torch.cat(
-            [torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(dtype), rest], -1
-        )
-
-    q = rotated((x["q_norm"] @ x["wq_b"]).unflatten(-1, (4, 32)))
-    rows, scales = custom_pypto.npu_quant_rows_pto(q, hadamard=x["hadamard_q"])
-    assert_same([query, scale], [rows, scales.unsqueeze(-1)])
-    norm = [x[name].float() for name in ("ln_gamma_k", "ln_beta_k")]
-    k = torch.nn.functional.layer_norm((x["token_x"] @ x["wk"]).float(), (32,), *norm, 1e-6)
-    caches = [x[name].clone() for name in CACHES]
-    custom_pypto.npu_quant_index_update_pto(
-        rotated(k.to(dtype)[:, None])[:, 0],
-        x["idx_k_cache_index"],
-        *caches,
-        hadamard=x["hadamard_k"],
-    )
-    assert_same([keys, key_scales], caches)
-
-
 def test_rotates_the_two_halves_of_the_first_dims():
     """Not neighbours, as in the recipe's operator of this name: the model pairs i with i + R/2."""
     x = identity(prolog_inputs([3], [20], q_rank=32, heads=1))
