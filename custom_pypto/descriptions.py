@@ -190,6 +190,24 @@ OPS |= TRAINING
 # linear layers over stored weights, on the CPU only: torch_npu has its own
 WEIGHTS = {"weight_only_linear": Description(outputs={"out": FLOAT})}
 ALL_OPS = OPS | WEIGHTS
+# parts of a layer beside its attention, on the CPU only and no public functions: they have one file
+# in a layer of this package, custom_pypto/layer_ops.py, and no device, graph or format of their own
+LAYER_OPS = (
+    "cache_slots",
+    "collapse_streams",
+    "convert_weight",
+    "expanded_attention",
+    "hyper_connection",
+    "mix_streams",
+    "pool_groups",
+    "rms_norm",
+    "rotate",
+    "rotate_pairs",
+    "route",
+    "route_roots",
+    "weighted_sum",
+    "window_rows",
+)
 
 
 def ge_type(op: str) -> str:

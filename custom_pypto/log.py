@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import threads
-from .descriptions import ALL_OPS
+from .descriptions import ALL_OPS, LAYER_OPS
 from .schemas import given, overload
 from .version import __version__
 
@@ -28,6 +28,7 @@ VARIABLE = "CUSTOM_PYPTO_LOG"
 # per process, so that repeated failing calls cannot fill the disk
 MOST_FILES = 10
 METADATA = "custom_pypto"
+LOGGED = (*ALL_OPS, *LAYER_OPS)
 
 logger = logging.getLogger("custom_pypto")
 _library: torch.library.Library | None = None  # its registrations live as long as it does
@@ -65,7 +66,7 @@ def start_if_wanted() -> None:
     if crowded := threads.oversubscription(torch.get_num_threads()):
         logger.info("oversubscribed: %s", crowded)
     _library = torch.library.Library("custom_pypto", "IMPL")
-    for op in ALL_OPS:
+    for op in LOGGED:
         # below autograd and fake tensors, above the kernels of every device
         function = _logged(op, overload(op).redispatch, level)
         _library.impl(overload(op), function, "BackendSelect", with_keyset=True)
@@ -190,9 +191,9 @@ def read_call(path: str | Path, device: str = "cpu") -> tuple[str, dict, str]:
         raise ValueError(
             f"replay: {path} must be a file written by {VARIABLE}=3, got {error!r}"
         ) from error
-    if call["op"] not in ALL_OPS:
+    if call["op"] not in LOGGED:
         raise ValueError(
-            f"replay: {path}: op must be one of {', '.join(sorted(ALL_OPS))}, got {call['op']!r}"
+            f"replay: {path}: op must be one of {', '.join(sorted(LOGGED))}, got {call['op']!r}"
         )
     strided = {name: _strided(values[name], s) for name, s in call["strides"].items()}
     return call["op"], strided | call["arguments"], call["error"]

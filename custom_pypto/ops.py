@@ -26,7 +26,7 @@ from torch import Tensor
 
 from .quantized_ops import *  # noqa: F403
 from .quantized_ops import __all__ as _quantized
-from .schemas import public_function
+from .schemas import op_function
 from .training_ops import *  # noqa: F403
 from .training_ops import __all__ as _training
 from .weight_ops import *  # noqa: F403
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 
-@public_function
+@op_function
 def add_custom(x: Tensor, y: Tensor) -> Tensor:
     """``x + y``, elementwise and differentiable; the minimal op, a template for new ones.
 
@@ -62,7 +62,7 @@ def add_custom(x: Tensor, y: Tensor) -> Tensor:
     """
 
 
-@public_function
+@op_function
 def npu_lightning_indexer_pto(
     query: Tensor,
     key: Tensor,
@@ -134,7 +134,7 @@ def npu_lightning_indexer_pto(
     """
 
 
-@public_function
+@op_function
 def npu_sparse_flash_attention_pto(
     query: Tensor,
     key: Tensor,
@@ -215,7 +215,7 @@ def npu_sparse_flash_attention_pto(
     """
 
 
-@public_function
+@op_function
 def npu_sparse_attention_pto(
     x: Tensor,
     w_dq: Tensor,

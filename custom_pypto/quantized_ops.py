@@ -4,7 +4,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .schemas import public_function
+from .schemas import op_function
 
 __all__ = [
     "npu_kv_quant_sparse_flash_attention_pto",
@@ -16,7 +16,7 @@ __all__ = [
 ]
 
 
-@public_function
+@op_function
 def npu_quant_lightning_indexer_pto(
     query: Tensor,
     key: Tensor,
@@ -85,7 +85,7 @@ def npu_quant_lightning_indexer_pto(
     """
 
 
-@public_function
+@op_function
 def npu_quant_rows_pto(x: Tensor, *, hadamard: Tensor | None = None) -> tuple[Tensor, Tensor]:
     r"""Rows in int8, each with a scale: queries of :func:`npu_quant_lightning_indexer_pto`.
 
@@ -114,7 +114,7 @@ def npu_quant_rows_pto(x: Tensor, *, hadamard: Tensor | None = None) -> tuple[Te
     """
 
 
-@public_function
+@op_function
 def npu_quant_index_update_pto(
     x: Tensor,
     slots: Tensor,
@@ -149,7 +149,7 @@ def npu_quant_index_update_pto(
     """
 
 
-@public_function
+@op_function
 def npu_lightning_indexer_prolog_pto(
     token_x: Tensor,
     q_norm: Tensor,
@@ -245,7 +245,7 @@ def npu_lightning_indexer_prolog_pto(
     """
 
 
-@public_function
+@op_function
 def npu_kv_quant_sparse_flash_attention_pto(
     query: Tensor,
     key: Tensor,
@@ -335,7 +335,7 @@ def npu_kv_quant_sparse_flash_attention_pto(
     """
 
 
-@public_function
+@op_function
 def npu_kv_quant_update_pto(latent: Tensor, rope: Tensor, slots: Tensor, cache: Tensor) -> None:
     r"""Quantizes key rows into a cache of :func:`npu_kv_quant_sparse_flash_attention_pto`.
 

@@ -43,7 +43,7 @@ def _defaults(op: str) -> dict[str, Any]:
     return {a.name: a.default_value for a in arguments if a.has_default_value()}
 
 
-def public_function(contract: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def op_function(contract: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
     """Wraps the op that the body-less function ``contract`` names, declares and documents."""
     name = contract.__name__
     # resolve the overloads once: a lookup takes a tenth of the time of a call on cold caches
@@ -52,7 +52,8 @@ def public_function(contract: Callable[Parameters, Result]) -> Callable[Paramete
 
     @functools.wraps(contract)
     def call(*args, **kwargs):
-        if kwargs.keys() <= of_first:
+        # a layer op runs a dozen times for a token and layer, without keywords
+        if not kwargs or kwargs.keys() <= of_first:
             return first(*args, **kwargs)
         flags = {given: kwargs.pop(given) for given in [*kwargs] if given not in of_first}
         check_keywords(name, {given: flags.pop(given) for given in [*flags] if given not in of_op})

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .schemas import public_function
+from .schemas import op_function
 
 __all__ = [
     "npu_dense_lightning_indexer_grad_kl_loss_pto",
@@ -20,7 +20,7 @@ __all__ = [
 ]
 
 
-@public_function
+@op_function
 def npu_sparse_flash_attention_grad_pto(
     query: Tensor,
     key: Tensor,
@@ -99,7 +99,7 @@ def npu_sparse_flash_attention_grad_pto(
     """
 
 
-@public_function
+@op_function
 def npu_lightning_indexer_grad_pto(
     query: Tensor,
     key: Tensor,
@@ -159,7 +159,7 @@ def npu_lightning_indexer_grad_pto(
     """
 
 
-@public_function
+@op_function
 def npu_sparse_lightning_indexer_grad_kl_loss_pto(
     query: Tensor,
     key: Tensor,
@@ -231,7 +231,7 @@ def npu_sparse_lightning_indexer_grad_kl_loss_pto(
     """
 
 
-@public_function
+@op_function
 def npu_dense_lightning_indexer_softmax_lse_pto(
     query_index: Tensor,
     key_index: Tensor,
@@ -270,7 +270,7 @@ def npu_dense_lightning_indexer_softmax_lse_pto(
     """
 
 
-@public_function
+@op_function
 def npu_dense_lightning_indexer_grad_kl_loss_pto(
     query: Tensor,
     key: Tensor,

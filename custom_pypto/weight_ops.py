@@ -2,12 +2,12 @@
 
 from torch import Tensor
 
-from .schemas import public_function
+from .schemas import op_function
 
 __all__ = ["weight_only_linear"]
 
 
-@public_function
+@op_function
 def weight_only_linear(
     x: Tensor,
     weight: Tensor,

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import custom_pypto
+from custom_pypto import layer_ops
 from custom_pypto.rows.index import score_weights
 from custom_pypto.rows.parts import write
 
@@ -94,7 +95,7 @@ class CompressedAttention(PatchedAttention):
         if tokens.positions.is_cpu and not is_transformed():
             sizes = self.sliding_window, layout.ring, max(1, layout.ratio), count
             both = tokens.positions, tokens.valid
-            return torch.ops.custom_pypto.window_rows(*both, indices, *sizes)
+            return layer_ops.window_rows(*both, indices, *sizes)
         near = window(tokens, self.sliding_window, layout.ring)
         if count == 0:
             return near

@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from custom_pypto import layer_ops
 from custom_pypto.rows.compressed import pooled
 from custom_pypto.rows.parts import write
 
@@ -86,9 +87,7 @@ def completed(
     groups = start // rate + torch.arange(count, device=new.device)
     if not training and takes(new, pool):
         bounds = tokens.start, tokens.lengths
-        sums, complete = torch.ops.custom_pypto.pool_groups(
-            pool, blocks, new, bias.float(), *bounds, width
-        )
+        sums, complete = layer_ops.pool_groups(pool, blocks, new, bias.float(), *bounds, width)
         return sums, groups, complete
     lengths = tokens.lengths[:, None].long()
     cached = pool[blocks].squeeze(2)

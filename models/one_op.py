@@ -19,6 +19,7 @@ from torch.nn.modules.module import _has_any_global_hook
 from transformers.activations import SqrtSoftplusActivation
 
 import custom_pypto
+from custom_pypto import layer_ops
 
 from .memory import is_transformed
 from .projection import wrapped
@@ -73,7 +74,7 @@ class Norm(OneOp):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         if not self.training and takes(hidden_states, weight := self.weight):
-            return torch.ops.custom_pypto.rms_norm(hidden_states, weight, self.variance_epsilon)
+            return layer_ops.rms_norm(hidden_states, weight, self.variance_epsilon)
         return super().forward(hidden_states)
 
 
@@ -84,7 +85,7 @@ class Float32Norm(OneOp):
         weight = self.weight
         if self.training or not (takes(hidden_states) and takes(weight)):
             return super().forward(hidden_states)
-        return torch.ops.custom_pypto.rms_norm(hidden_states, weight.float(), self.variance_epsilon)
+        return layer_ops.rms_norm(hidden_states, weight.float(), self.variance_epsilon)
 
 
 class UnweightedNorm(OneOp):
@@ -92,7 +93,7 @@ class UnweightedNorm(OneOp):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training and takes(x):
-            return torch.ops.custom_pypto.rms_norm(x, None, self.eps)
+            return layer_ops.rms_norm(x, None, self.eps)
         return super().forward(x)
 
 
@@ -111,7 +112,7 @@ class Router(OneOp):
             logits = custom_pypto.weight_only_linear(x, weight)
         else:
             logits = nn.functional.linear(x, weight.float())
-        return logits, *torch.ops.custom_pypto.route(
+        return logits, *layer_ops.route(
             logits,
             self.e_score_correction_bias.float(),
             self.num_group,
@@ -136,9 +137,7 @@ class RootRouter(OneOp):
             logits = custom_pypto.weight_only_linear(x, weight)
         else:
             logits = nn.functional.linear(x, weight)
-        return logits, *torch.ops.custom_pypto.route_roots(
-            logits, bias, self.top_k, self.routed_scaling_factor
-        )
+        return logits, *layer_ops.route_roots(logits, bias, self.top_k, self.routed_scaling_factor)
 
 
 class HyperConnection(OneOp):
@@ -149,7 +148,7 @@ class HyperConnection(OneOp):
         weights = self.fn, self.base, self.scale
         if self.training or not streams_take(self.input_norm, hidden_streams, *weights):
             return super().forward(hidden_streams)
-        return torch.ops.custom_pypto.hyper_connection(
+        return layer_ops.hyper_connection(
             hidden_streams,
             *(weight.float() for weight in weights),
             self.hc_sinkhorn_iters,
@@ -165,7 +164,7 @@ class HyperHead(OneOp):
         weights = self.hc_fn, self.hc_base, self.hc_scale
         if self.training or not streams_take(self.input_norm, x, *weights):
             return super().forward(x)
-        return torch.ops.custom_pypto.collapse_streams(
+        return layer_ops.collapse_streams(
             x, *(weight.float() for weight in weights), self.eps, self.input_norm.eps
         )
 
@@ -178,10 +177,10 @@ class StreamsLayer(OneOp):
             return super().forward(hidden_states, input_ids=input_ids, **others)
         post, comb, x = self.attn_hc(hidden_states)
         x, _ = self.self_attn(self.input_layernorm(x), **others)
-        streams = torch.ops.custom_pypto.mix_streams(hidden_states, x, post, comb)
+        streams = layer_ops.mix_streams(hidden_states, x, post, comb)
         post, comb, x = self.ffn_hc(streams)
         x = self.mlp(self.post_attention_layernorm(x), input_ids=input_ids)
-        return torch.ops.custom_pypto.mix_streams(streams, x, post, comb)
+        return layer_ops.mix_streams(streams, x, post, comb)
 
 
 class Experts(OneOp):
@@ -194,11 +193,9 @@ class Experts(OneOp):
         whole = up.dim() == 3 and up.size(-1) % 32 == 0 and down.size(-1) % 32 == 0
         if self.training or not (few and whole and takes(hidden_states, up, down)):
             return super().forward(hidden_states, top_k_index, top_k_weights)
-        gated = self._apply_gate(
-            custom_pypto.weight_only_linear(hidden_states, up, experts=top_k_index)
+        return layer_ops.experts(
+            hidden_states, (up, None), (down, None), top_k_index, top_k_weights, self._apply_gate
         )
-        outputs = custom_pypto.weight_only_linear(gated, down, experts=top_k_index)
-        return torch.ops.custom_pypto.weighted_sum(outputs, top_k_weights.float())
 
 
 class MLP(OneOp):
@@ -256,7 +253,7 @@ class Rotation(NamedTuple):
             cos: ``[B, S, R]``, as sin.
         """
         if self.interleaved is not None and takes(x, cos, sin):
-            return torch.ops.custom_pypto.rotate(x, cos, sin, first, self.interleaved)
+            return layer_ops.rotate(x, cos, sin, first, self.interleaved)
         before, rope, after = x.tensor_split([first, first + cos.size(-1)], -1)
         rope = self.upstream(rope, rope[:, :, :1], cos, sin, unsqueeze_dim=2)[0]
         parts = [part for part in (before, rope, after) if part.size(-1)]

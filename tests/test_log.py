@@ -15,14 +15,15 @@ from tiny import tiny_model, token_ids
 from torch.utils._pytree import tree_leaves
 
 import custom_pypto
-from custom_pypto import log, models, threads
+from custom_pypto import layer_ops, log, models, threads
 from custom_pypto.__main__ import main
+from custom_pypto.descriptions import ALL_OPS, LAYER_OPS
 from custom_pypto.requirements import Problem
 from custom_pypto.schemas import overload
 
 pytest_plugins = ["process_fixtures"]
 ATTENTION = "npu_sparse_flash_attention_pto"
-INPUTS = {op: functools.partial(inputs_of, op) for op in log.ALL_OPS}
+INPUTS = {op: functools.partial(inputs_of, op) for op in ALL_OPS}
 
 
 @pytest.fixture
@@ -53,7 +54,7 @@ def is_in_the_way(op: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(overload(op).name(), "BackendSelect")
 
 
-@pytest.mark.parametrize("op", INPUTS)
+@pytest.mark.parametrize("op", [*INPUTS, *LAYER_OPS])
 def test_switched_off_nothing_is_in_the_way_of_a_call(op, logging_at):
     logging_at(0)
     assert not is_in_the_way(op)
@@ -70,6 +71,17 @@ def test_level_1_logs_the_first_call_of_each_op_with_its_backend(logging_at, cap
     starts = [message.split(":")[0] + message.split(",")[1] for message in caplog.messages]
     assert [text.split(":")[0] for text in starts] == [f"{op} {backend}" for op in INPUTS]
     assert {record.levelno for record in caplog.records} == {logging.INFO}
+
+
+def test_layer_ops_are_logged_as_the_public_ones(logging_at, caplog):
+    logging_at(1)
+    x = torch.ones(2, 3)
+    want = torch.full((2, 3), 0.5**0.5)
+    torch.testing.assert_close(layer_ops.rms_norm(x, None, 1.0), want)
+    assert caplog.messages == [
+        f"rms_norm: first call, on cpu ({torch.ops.custom_pypto.cpu_isa()}): x float32 [2, 3], "
+        "weight None, eps 1.0"
+    ]
 
 
 def test_the_first_line_is_about_too_many_threads(logging_at, caplog):
@@ -100,7 +112,7 @@ def test_level_1_tells_whether_a_model_runs_on_the_ops(logging_at, caplog):
     assert not caplog.messages
     models.use_custom_pypto(model)(ids)
     called = {message.split(":")[0] for message in caplog.messages}
-    assert called == {"npu_lightning_indexer_pto", ATTENTION}
+    assert called - {*LAYER_OPS} == {"npu_lightning_indexer_pto", ATTENTION}
     caplog.clear()
     models.use_transformers(model)(ids)
     assert not caplog.messages

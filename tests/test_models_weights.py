@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4GroupedLinear
 
 import custom_pypto
-from custom_pypto import models
+from custom_pypto import layer_ops, models
 from custom_pypto.models import absorbed
 from custom_pypto.models.loading import plan, reader
 from custom_pypto.models.weights.formats import matrices
@@ -365,11 +365,16 @@ def test_weights_that_are_read_in_many_parts_are_the_same(weights, on_disk, monk
 
 
 def test_the_op_computes_both_experts_and_linear_layers(saved, monkeypatch):
-    calls, op = [], custom_pypto.weight_only_linear
-    record = lambda *args, **kwargs: calls.append(kwargs.get("experts")) or op(*args, **kwargs)  # noqa: E731
-    monkeypatch.setattr(custom_pypto, "weight_only_linear", record)
+    calls = []
+
+    def recorded(module, name):
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args: calls.append(name) or function(*args))
+
+    recorded(custom_pypto, "weight_only_linear")
+    recorded(layer_ops, "experts")
     logits(load(saved, "int8"))
-    assert any(x is None for x in calls) and any(x is not None for x in calls)
+    assert {*calls} == {"weight_only_linear", "experts"}
 
 
 @pytest.mark.parametrize("weights", [None, {"rest": "int8"}])

@@ -17,6 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import layer_ops
+
 FEWEST_TOKENS = 64  # of a prompt; callers leave fewer to absorption
 TOKENS = 256  # that attend at once
 HEADS = 16  # that are expanded at once
@@ -105,7 +107,7 @@ def expanded_attention(
     """
     if not in_bfloat16(heads) or latent.dtype != torch.bfloat16:
         return in_float32(heads, indices.squeeze(2), ends, latent, k_rope)
-    output, once = torch.ops.custom_pypto.expanded_attention(
+    output, once = layer_ops.expanded_attention(
         heads.q_nope,
         heads.q_rope,
         latent,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
+from custom_pypto import layer_ops
 from custom_pypto.rows import IndexRows, LatentRows
 from custom_pypto.rows.expanded import FEWEST_TOKENS, Heads, attend_expanded
 
@@ -280,7 +281,7 @@ def slots(table: Tensor, layout: RowLayout, rows: Tensor, valid: Tensor) -> Tens
     """Slots of ``rows [B, n]`` of each sequence in the flattened pools with this block table; on
     an NPU, block and row. Rows that are not ``valid`` or do not fit get slots of block 0."""
     if table.is_cpu and not is_transformed():
-        return torch.ops.custom_pypto.cache_slots(table, rows, valid, layout.block)
+        return layer_ops.cache_slots(table, rows, valid, layout.block)
     column, row = rows // layout.block, rows % layout.block
     last = table.size(1) - 1
     block = table.gather(1, column.clamp(0, last)).long()

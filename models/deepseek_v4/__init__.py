@@ -24,6 +24,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     apply_rotary_pos_emb,
 )
 
+from custom_pypto import layer_ops
 from custom_pypto.rows.parts import write
 
 from ..cache import Tokens
@@ -76,7 +77,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         cos: ``[B, S, R / 2]``, as sin.
     """
     if takes(x, cos, sin):
-        return torch.ops.custom_pypto.rotate_pairs(x, cos, sin)
+        return layer_ops.rotate_pairs(x, cos, sin)
     return apply_rotary_pos_emb(x, cos, sin, unsqueeze_dim=2)
 
 

@@ -14,6 +14,7 @@ from safetensors import safe_open
 from torch import Tensor
 from tqdm import tqdm
 
+from custom_pypto import layer_ops
 from custom_pypto.files import NAMES
 
 from ..memory import empty
@@ -107,7 +108,7 @@ class Reader:
         elif out.dtype == DTYPES[self.tensors[name].dtype]:
             return self._fill(name, out, self._part(name, first)[-1])
         for rows, values in self.row_blocks(name, first, height):
-            torch.ops.custom_pypto.convert_weight(
+            layer_ops.convert_weight(
                 values,
                 None if scales is None else scales[rows.start // height : -(-rows.stop // height)],
                 block,

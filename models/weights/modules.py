@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import custom_pypto
+from custom_pypto import layer_ops
 
 from ..one_op import of_groups
 from .formats import ROUNDED, layout, matrices
@@ -123,12 +124,10 @@ def stored_experts(
         return ALL_EXPERTS_FUNCTIONS["grouped_mm"](self, hidden_states, top_k_index, top_k_weights)
     check_no_gradient(hidden_states, self.kind)
 
-    def product(x: Tensor, name: str) -> Tensor:
-        weight, scales = matrices(getattr(self, name)), getattr(self, name + SCALE)
-        return custom_pypto.weight_only_linear(x, weight, scales, experts=top_k_index)
-
-    outputs = product(self._apply_gate(product(hidden_states, "gate_up_proj")), "down_proj")
-    return torch.ops.custom_pypto.weighted_sum(outputs, top_k_weights.float())
+    up, down = (
+        (matrices(getattr(self, name)), getattr(self, name + SCALE)) for name in EXPERT_WEIGHTS
+    )
+    return layer_ops.experts(hidden_states, up, down, top_k_index, top_k_weights, self._apply_gate)
 
 
 ALL_EXPERTS_FUNCTIONS.register(EXPERTS, stored_experts)
@@ -185,7 +184,7 @@ def round_plain_weights(model: nn.Module, state: dict[str, Tensor], prefix: str,
         weight = torch.empty(values.shape, dtype=values.dtype, device="cpu")
         scales = torch.empty(values.scale_shape, dtype=values.scale_dtype, device="cpu")
         rows = plain.shape[:-1].numel()
-        torch.ops.custom_pypto.convert_weight(
+        layer_ops.convert_weight(
             plain.flatten(0, -2).contiguous(),
             None,
             None,
