@@ -266,7 +266,7 @@ sanitize() {
     LD_PRELOAD="$runtime" CUSTOM_PYPTO_CPU_ISA="$isa" \
       "$python" tests/fuzz --cases 10000 --seed 1 --threads 3
   done
-  local files=(tests/test_{add_custom,weight_only_linear,convert_weight,one_op,stream_ops}.py
+  local files=(tests/test_{add_custom,weight_only_linear,convert_weight,layer_ops,one_op,stream_ops}.py
     tests/test_npu_*.py)
   for isa in "${sets[@]}"; do # torch.compile tests are left out: they call the same functions
     LD_PRELOAD="$runtime" CUSTOM_PYPTO_CPU_ISA="$isa" "$python" -m pytest -q -p no:cacheprovider \

@@ -17,13 +17,13 @@ from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
 from cases.npu_sparse_attention_pto import fused_inputs
 from cases.npu_sparse_flash_attention_pto import inputs as attention_inputs
 from cases.weight_only_linear import inputs as linear_inputs
-from fuzz.generate import Case, generate
-from fuzz.judge import judge
+from fuzz.generate import DRAWN, Case, generate
+from fuzz.judge import judge, lacks_kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import custom_pypto
-from custom_pypto.descriptions import ALL_OPS
+from custom_pypto import layer_ops
 
 pytest_plugins = ["process_fixtures"]
 FUZZ = str(Path(__file__).parent / "fuzz")
@@ -43,10 +43,11 @@ def test_hostile_calls_are_rejected_by_name_or_equal_the_reference(rng):
 @pytest.mark.parametrize("seed", [0, *(pytest.param(i, marks=pytest.mark.slow) for i in (1, 2, 3))])
 def test_the_first_cases_of_a_seed_are_rejected_by_name_or_equal_the_reference(seed):
     outcomes = set()
-    for number in range(1000):
+    for number in range(2000):
         case = generate(Random(f"{seed}:{number}"))
         outcomes.add((case.op, judge(case)))
-    assert outcomes == set(itertools.product(ALL_OPS, ["rejected", "equal", "empty"]))
+    ops = [op for op in DRAWN if not lacks_kernels(op)]
+    assert outcomes >= set(itertools.product(ops, ["rejected", "equal", "empty"]))
 
 
 INDEX = Case("npu_lightning_indexer_pto", indexer_inputs([3], [40], integers=True), "integers")
@@ -131,6 +132,44 @@ def test_judge_tells_what_is_wrong(monkeypatch, case, wrong, why):
         judge(case)
 
 
+def call_of(op: str, seed: int) -> Case:
+    """One that keeps the contract, without an infinity, and has a result."""
+    for number in itertools.count():
+        case = generate(Random(f"{seed}:{number}"))
+        if case.op == op and not case.broken and case.values == "random":
+            if judge(case) == "equal":
+                return case
+
+
+WRONG = {
+    "rms_norm": lambda x: x * 1.1,
+    "rotate": lambda x: x.roll(1, -1),
+    "rotate_pairs": lambda x: x.roll(1, -1),
+    "route": lambda weights, experts: (weights * 1.1, experts),
+    "route_roots": lambda weights, experts: (weights, experts + 1),
+    "weighted_sum": lambda x: x * 1.1,
+    "hyper_connection": lambda post, comb, x: (post, comb * 1.01, x),
+    "collapse_streams": lambda x: x * 1.1,
+    "mix_streams": lambda x: x * 1.1,
+    "pool_groups": lambda sums, complete: (sums, ~complete),
+    "cache_slots": lambda slots: slots + 1,
+    "window_rows": lambda rows: rows + 1,
+}
+
+
+@pytest.mark.parametrize("op", WRONG)
+def test_judge_tells_a_wrong_result_of_a_layer_op(monkeypatch, op):
+    case, right = call_of(op, 0), getattr(layer_ops, op)
+
+    def wrong(**arguments):
+        got = right(**arguments)
+        return WRONG[op](*got) if isinstance(got, tuple) else WRONG[op](got)
+
+    monkeypatch.setattr(layer_ops, op, wrong)
+    with pytest.raises((AssertionError, RuntimeError)):
+        judge(case)
+
+
 def test_judge_tells_an_error_that_does_not_name_the_op(monkeypatch):
     case = Case(INDEX.op, INDEX.arguments | dict(sparse_count=0), "integers", ["sparse_count 0"])
     assert judge(case) == "rejected"
@@ -145,7 +184,7 @@ def run(with_torch):
     return functools.partial(with_torch, program)
 
 
-@pytest.mark.parametrize("case", ["3:11", "3:473"])  # the latter has an int32 tensor on Meta
+@pytest.mark.parametrize("case", ["3:11", "3:819"])  # the latter has an int32 tensor on Meta
 def test_command_shows_and_reruns_one_case(case, run):
     ran = run("--case", case)
     assert ran.returncode == 0, ran.stdout + ran.stderr

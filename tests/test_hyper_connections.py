@@ -3,13 +3,15 @@
 import pytest
 import torch
 from cases import DTYPES
+from layer_numerics import assert_equals_reference, steps
 from model_harness import no_grad_and_one_thread  # noqa: F401
-from test_one_op import Calls, by_transformers, one_op_modules, ops, steps
+from test_one_op import Calls, by_transformers, one_op_modules, ops
 from tiny import representatives, tiny_model, token_ids
 from torch import nn
 from torch.nn import functional
 
 from custom_pypto import models
+from custom_pypto.schemas import overload
 
 # streams, weight, base, scale, iterations, eps, norm_eps
 CONNECTION = (
@@ -45,6 +47,11 @@ REJECTED = {
 }
 
 
+def assert_are_defined(op, results, *values):
+    arguments = dict(zip((a.name for a in overload(op)._schema.arguments), values, strict=True))
+    assert_equals_reference(op, results, arguments)
+
+
 def arguments(norm, streams, weight, base, scale):
     """The largest argument of a sigmoid, and what two orders of its sums may differ by."""
     x, weight = norm(streams.flatten(2).float()), weight.float()
@@ -69,6 +76,10 @@ def test_hyper_connections_equal_those_of_transformers(kind, dtype, iterations):
             post, comb, collapsed = module(x)
         assert calls.counts[ops.hyper_connection.default] == 1
         want = by_transformers(module, x)
+        weights = module.fn.float(), module.base.float(), module.scale.float()
+        eps = module.hc_eps, module.input_norm.eps
+        for results in ((post, comb, collapsed), want):
+            assert_are_defined("hyper_connection", results, x, *weights, iterations, *eps)
         step = steps(torch.float32)
         most, off = arguments(module.input_norm, x, module.fn, module.base, module.scale)
         # a product and a sum of weights; a sigmoid changes by less than its argument, in relation
@@ -99,6 +110,10 @@ def test_the_sum_of_streams_equals_that_of_transformers(dtype, tokens):
         got = head(x)
     assert calls.counts[ops.collapse_streams.default] == 1
     want, step = by_transformers(head, x), steps(torch.float32)
+    weights = head.hc_fn.float(), head.hc_base.float(), head.hc_scale.float()
+    eps = head.eps, head.input_norm.eps
+    for result in (got, want):
+        assert_are_defined("collapse_streams", result, x, *weights, *eps)
     most, off = arguments(head.input_norm, x, head.hc_fn, head.hc_base, head.hc_scale)
     of_sigmoid = off + (2 * most + 7) * step
     bound = steps(dtype) * want.abs() + (of_sigmoid + (n + 2) * step) * x.abs().sum(2)

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from cases import DTYPES
+from layer_numerics import assert_equals_reference, steps
 from model_harness import no_grad_and_one_thread  # noqa: F401
 from tiny import ALL_KINDS, representatives, tiny_model, token_ids
 from torch import nn
@@ -16,9 +17,10 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
     apply_rotary_pos_emb_interleave,
 )
 
-from custom_pypto import models
+from custom_pypto import layer_ops, models
 from custom_pypto.models import deepseek_v4
 from custom_pypto.models.one_op import Rotation, linear
+from custom_pypto.reference import layer_ops as reference
 
 ops = torch.ops.custom_pypto
 # others have another formula
@@ -53,11 +55,6 @@ def by_transformers(module, *args):
     return type(module).__bases__[-1].forward(module, *args)
 
 
-def steps(dtype: torch.dtype) -> float:
-    """The distance of neighbours, relative to their value."""
-    return torch.finfo(dtype).eps
-
-
 @pytest.mark.parametrize("kind", representatives(ALL_KINDS))
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_norms_equal_those_of_transformers(kind, dtype):
@@ -74,6 +71,8 @@ def test_norms_equal_those_of_transformers(kind, dtype):
             got = norm(x)
         assert calls.counts == {ops.rms_norm.default: 1}
         want = by_transformers(norm, x)
+        eps = norm.eps if weight is None else norm.variance_epsilon
+        assert reference.rms_norm(x, weight, eps).equal(want)
         # sums of n squares differ by n float32 steps, which may round both factors to a neighbour
         bound = (1 + steps(dtype)) ** 2 - 1 + width * steps(torch.float32)
         assert ((got - want).abs() <= bound * want.abs()).all() and got.dtype == dtype
@@ -97,6 +96,7 @@ def test_rotations_equal_those_of_transformers(name, first, dtype):
     part = x[..., first : first + 16]
     theirs = rotation.upstream(part, part[:, :, :1], cos, sin, unsqueeze_dim=2)[0]
     assert want[..., first : first + 16].equal(theirs)
+    assert reference.rotate(x, cos, sin, first, rotation.interleaved).equal(want)
 
 
 @pytest.mark.parametrize("rotated", [16, 40])
@@ -109,6 +109,7 @@ def test_rotations_of_pairs_equal_those_of_transformers(rotated, dtype):
         got = deepseek_v4.rotate(x, cos, sin)
     assert calls.counts == {ops.rotate_pairs.default: 1}
     want = deepseek_v4.apply_rotary_pos_emb(x, cos, sin, unsqueeze_dim=2)
+    assert reference.rotate_pairs(x, cos, sin).equal(want)
     # a compiler may round a product and a sum at once; both products are at most |x|. Then the sum
     # may be rounded to a neighbour
     bound = 2 * steps(torch.float32) * x.abs().max() + steps(dtype) * want.abs()
@@ -128,6 +129,16 @@ def test_routers_equal_those_of_transformers(kind, dtype, of_weight):
         assert calls.counts[ops.route.default] == 1
         want = by_transformers(router, x)
         assert experts.sort().values.equal(want[2].sort().values)
+        defined = reference.route(
+            want[0],
+            router.e_score_correction_bias.float(),
+            router.num_group,
+            router.topk_group,
+            router.top_k,
+            router.norm_topk_prob,
+            router.routed_scaling_factor,
+        )
+        assert defined[1].sort().values.equal(want[2].sort().values)
         # sums of n products, of magnitude |x| |w|; a sigmoid changes by less than its argument
         magnitude = x.float().norm(dim=1).max() * router.weight.float().norm()
         bound = x.size(1) * steps(torch.float32) * magnitude
@@ -155,11 +166,8 @@ def test_routing_prefers_lower_experts_among_equals_and_takes_nan_for_the_larges
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_weighted_sum_is_rounded_once(dtype):
     x, weights = torch.randn(5, 8, 17).to(dtype), torch.rand(5, 8)
-    got = ops.weighted_sum(x, weights)
-    want = torch.einsum("tkd,tk->td", x.double(), weights.double())
-    magnitude = torch.einsum("tkd,tk->td", x.double().abs(), weights.double())
-    bound = steps(dtype) * want.abs() + 8 * steps(torch.float32) * magnitude
-    assert ((got - want).abs() <= bound).all() and got.dtype == dtype
+    got = layer_ops.weighted_sum(x, weights)
+    assert_equals_reference("weighted_sum", got, dict(x=x, weights=weights))
 
 
 def test_the_ops_pass_opcheck():

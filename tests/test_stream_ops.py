@@ -7,11 +7,12 @@ from typing import NamedTuple
 import pytest
 import torch
 from cases import DTYPES, INT_MAX, INT_MIN
+from layer_numerics import assert_equals_reference, assert_within, of_mix
 from model_harness import no_grad_and_one_thread  # noqa: F401
 from tiny import tiny_model
 from torch import Tensor
 
-from custom_pypto import models
+from custom_pypto import layer_ops, models
 from custom_pypto.models import compression
 from custom_pypto.models.one_op import RootRouter
 
@@ -53,6 +54,10 @@ def test_pooled_groups_equal_those_of_torch(dtype, overlap, tokens):
     found = 0
     for rate, seed in itertools.product((4, 16), range(4)):
         arguments = group_arguments(dtype, rate, overlap, tokens, seed)
+        *tensors, bounds = arguments
+        names = "state", "blocks", "values", "bias", "width"
+        given = dict(zip(names, tensors, strict=True), start=bounds.start, lengths=bounds.lengths)
+        assert_equals_reference("pool_groups", layer_ops.pool_groups(**given), given)
         sums, groups, complete = compression.completed(*arguments, training=False)
         want = compression.completed(*arguments, training=True)
         assert groups.equal(want[1]) and complete.equal(want[2]) and sums.isfinite().all()
@@ -84,13 +89,12 @@ def test_mixed_streams_equal_those_of_transformers(dtype):
     assert type(layer).__name__ in model._no_split_modules
     streams, x = torch.randn(2, 3, 4, 40).to(dtype), torch.randn(2, 3, 40).to(dtype)
     post, comb = torch.rand(2, 3, 4), torch.rand(2, 3, 4, 4)
-    got = ops.mix_streams(streams, x, post, comb)
+    got = layer_ops.mix_streams(streams, x, post, comb)
+    arguments = dict(streams=streams, x=x, post=post, comb=comb)
+    assert_equals_reference("mix_streams", got, arguments)
     added = post.to(dtype).unsqueeze(-1) * x.unsqueeze(-2)
     want = added + torch.matmul(comb.to(dtype).transpose(-1, -2), streams)
-    # sums of four products in another order, which may round to a neighbour, and then their sum
-    step = torch.finfo(dtype).eps
-    sizes = added.abs() + torch.matmul(comb.transpose(-1, -2), streams.abs().float())
-    assert ((got - want).abs() <= (2 * step + 4 * FLOAT32) * sizes).all() and got.dtype == dtype
+    assert_within(got, want, of_mix(want, **arguments)[0])
 
 
 def by_transformers(router, x):
@@ -140,12 +144,16 @@ def test_rows_of_a_window_equal_those_of_torch(selects):
     # any number
     indices = torch.randint(-3, 9, (2, 3, count), generator=g, dtype=torch.int32)
     indices[0, 0, :2] = torch.tensor([INT_MIN, INT_MAX])
-    got = ops.window_rows(positions, valid, indices if selects else None, window, ring, rate, count)
-    seen = positions[..., None] - torch.arange(window)
-    near = torch.where((seen >= 0) & valid[..., None], seen % ring, -2)
-    rows = indices.long() if selects else torch.arange(count).expand(2, 3, count)
-    visible = (rows >= 0) & (rows < ((positions + 1) // rate)[..., None])
-    assert got.equal(torch.cat([near, torch.where(visible, rows + ring, -1)], -1).int())
+    given = dict(
+        positions=positions,
+        valid=valid,
+        indices=indices if selects else None,
+        window=window,
+        ring=ring,
+        rate=rate,
+        count=count,
+    )
+    assert_equals_reference("window_rows", layer_ops.window_rows(**given), given)
 
 
 def test_the_ops_pass_opcheck():

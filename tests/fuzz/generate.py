@@ -10,12 +10,15 @@ from random import Random
 
 import cases
 import torch
-from cases import DTYPES
+from cases import DTYPES, layer_ops
 from cases.hostile import Maker
 from torch import Tensor
 
-from custom_pypto.descriptions import ALL_OPS
+from custom_pypto.descriptions import ALL_OPS, LAYER_OPS
 from custom_pypto.schemas import overload
+
+# op -> how often it is drawn
+DRAWN = {op: cases.of(op).WEIGHT for op in ALL_OPS} | dict.fromkeys(LAYER_OPS, layer_ops.WEIGHT)
 
 
 @dataclass
@@ -48,6 +51,7 @@ OTHER_VALUES = {
         "1",
     ],
     "bool": [None, 0, 1, 1.5, "", "x"],
+    "List[int]": [(), (1,), (0, 2), (2**63 - 1, 32), (128, 2**63 - 1), (-1, -1), (1, 1, 1), 4],
 }
 MOST = 2**20  # elements of a changed tensor
 
@@ -143,9 +147,10 @@ def empty_and_large(rng: Random, op: str, arguments: dict) -> str:
 
 
 def generate(rng: Random) -> Case:
-    op = rng.choices(list(ALL_OPS), [cases.of(op).WEIGHT for op in ALL_OPS])[0]
+    op = rng.choices(list(DRAWN), list(DRAWN.values()))[0]
     m = Maker(rng)
-    case = Case(op, cases.of(op).random_call(m), m.values)
+    make = layer_ops.CALLS[op] if op in LAYER_OPS else cases.of(op).random_call
+    case = Case(op, make(m), m.values)
     fate = rng.random()
     if fate < 0.25:
         case.broken = [break_one(rng, op, case.arguments) for _ in range(rng.choice([1, 1, 1, 2]))]

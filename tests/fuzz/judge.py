@@ -5,11 +5,13 @@ from unittest.mock import patch
 
 import torch
 from cases import on_meta, written
+from layer_numerics import assert_equals_reference
 from numerics import ROW_TOLERANCE, assert_close_to_rows, assert_same_selection, reference
 from torch import Tensor
 
 import custom_pypto
-from custom_pypto.descriptions import TRAINING, WEIGHTS
+from custom_pypto import layer_ops
+from custom_pypto.descriptions import LAYER_OPS, TRAINING, WEIGHTS
 from custom_pypto.reference import MODULES
 from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantized
 from custom_pypto.schemas import overload
@@ -20,6 +22,8 @@ PARTS = ("npu_lightning_indexer_pto", "npu_sparse_flash_attention_pto")  # of th
 # smaller results may be 0: the dot products of AVX512-BF16 flush subnormal numbers to 0
 SMALLEST = {torch.bfloat16: 2**-126, torch.float16: 2**-24, torch.float32: 2**-126}
 SMALLEST_SCORE = 2**-105  # of a sum of some thousand such numbers, times up to 2^10
+
+SENSITIVE = ("hyper_connection", "collapse_streams", "expanded_attention")
 
 
 def memory_of(arguments: dict) -> dict[int, Tensor]:
@@ -59,23 +63,27 @@ def judge(case: Case) -> str:
 
     Raises AssertionError for anything else.
     """
-    op = getattr(custom_pypto, case.op)
+    op = getattr(layer_ops if case.op in LAYER_OPS else custom_pypto, case.op)
     arguments, expected = copied(case.arguments), case.arguments
     try:
         got = op(**arguments)
     except (RuntimeError, TypeError, ValueError) as error:
         message = str(error)
-        assert case.broken, f"rejects a call that keeps its contract: {message}"
+        assert case.broken or lacks_kernels(case.op), (
+            f"rejects a call that keeps its contract: {message}"
+        )
         assert names_op(message, case.op), f"the error does not name the op: {message}"
         assert_same_memory(arguments, expected)
-        if message.startswith(case.op) and all(map(on_cpu, tensors(arguments))):
+        known = message.startswith(case.op) and not lacks_kernels(case.op)
+        if known and all(map(on_cpu, tensors(arguments))):
             assert_meta_rejects(op, arguments, message)
         return "rejected"
     if all(x.device.type == "meta" for x in tensors(arguments)):
         return "empty"  # no values to compare
     assert_same_kinds(op(**on_meta(arguments)), got)
     # a writer returns nothing
-    if (*outputs(got), case.arguments.get("slots"))[
+    writes = next((arguments[name] for name in ("slots", "out") if name in arguments), None)
+    if (*outputs(got), writes)[
         0
     ].numel() == 0:  # possibly more sequences than fit in the reference's memory
         assert_same_memory(arguments, expected)
@@ -88,6 +96,15 @@ def judge(case: Case) -> str:
             assert_same_selection(got, expected, SMALLEST_SCORE)
     elif case.op == "npu_kv_quant_sparse_flash_attention_pto":
         assert same_numbers(got, attention_of_dequantized(**expected)), "differs"
+    elif case.op in LAYER_OPS:
+        expected = copied(case.arguments)
+        # a legal change of eps or scale to any number leaves quotients and logits without a bound
+        if not (case.broken and case.op in SENSITIVE):
+            assert_equals_reference(case.op, got, expected)
+        for name in written(case.op):
+            if expected[name] is not None:
+                assert same_numbers(arguments[name], expected[name]), f"writes another {name}"
+                expected[name].copy_(arguments[name])
     elif case.op in TRAINING | WEIGHTS:
         # a legal change of one argument of a loss leaves the statistics of another call
         if case.op in WEIGHTS or not case.broken:
@@ -99,6 +116,11 @@ def judge(case: Case) -> str:
         assert_same_bits(got, arguments, expected, case)
     assert_same_memory(arguments, expected)
     return "equal"
+
+
+def lacks_kernels(op: str) -> bool:
+    """Whether this CPU rejects every call."""
+    return op == "expanded_attention" and not torch.ops.custom_pypto.multiplies_bf16()
 
 
 def assert_same_attention(got: tuple, expected: dict) -> None:

@@ -1,4 +1,4 @@
-// Matrices of a checkpoint in the formats of a model, for models.load; CPU only, no gradient.
+// The layer op of matrices of a checkpoint in the formats of a model, for models.load.
 #include "../tasks/convert_weight.h"
 
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -17,6 +17,10 @@ constexpr at::ScalarType kQuantized[] = {at::kFloat8_e4m3fn, at::kChar};
 constexpr at::ScalarType kScales[] = {at::kFloat, at::kBFloat16, at::kHalf, at::kFloat8_e8m0fnu};
 constexpr at::ScalarType kResults[] = {at::kFloat, at::kBFloat16, at::kHalf, at::kChar, at::kByte};
 
+c10::SymInt blocks_of(const c10::SymInt& size, int64_t length) {
+  return size / length + (size % length != 0 ? 1 : 0);
+}
+
 void check_scales(const Tensor& weight, const c10::SymInt& depth, const Tensor& scales,
                   at::IntArrayRef block) {
   CHECK_ARGUMENT(block.size() == 2 && block[0] > 0 && block[1] > 0, kOp, "block",
@@ -27,8 +31,8 @@ void check_scales(const Tensor& weight, const c10::SymInt& depth, const Tensor& 
   Argument(kOp, "scales", scales)
       .dtype(kScales)
       .rank(2, "[N / block[0], K / block[1]]")
-      .size(0, (weight.sym_size(0) + block[0] - 1) / block[0], kWhy)
-      .size(1, (depth + block[1] - 1) / block[1], kWhy)
+      .size(0, blocks_of(weight.sym_size(0), block[0]), kWhy)
+      .size(1, blocks_of(depth, block[1]), kWhy)
       .device_of(weight);
 }
 

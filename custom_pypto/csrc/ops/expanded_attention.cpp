@@ -1,5 +1,4 @@
-// Attention of a prompt to keys and values of every head, for the patched models; CPU only, no
-// gradient.
+// The layer op of attention of a prompt to keys and values of every head.
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 #include <tuple>
@@ -27,7 +26,9 @@ std::tuple<Tensor, Tensor> expanded_attention(const Tensor& q_nope, const Option
   CHECK_ARGUMENT(q_rope.has_value() == k_rope.has_value(), kOp, "k_rope",
                  "given if q_rope is, and only then", k_rope ? "a tensor" : "None");
   if (q_rope) {
-    table.row("q_rope", *q_rope, {batch, tokens, heads, rope}).dtype(at::kBFloat16);
+    table.row("q_rope", *q_rope, {batch, tokens, heads, rope})
+        .dtype(at::kBFloat16)
+        .device_of(q_nope);
     table.row("k_rope", *k_rope, {batch, keys, rope}).dtype(at::kBFloat16).device_of(q_nope);
   }
   table.row("indices", indices, {batch, tokens, count}).dtype(at::kInt).device_of(q_nope);

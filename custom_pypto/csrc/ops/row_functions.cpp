@@ -1,5 +1,4 @@
-// Functions of rows for the patched models, an op each in place of a dozen of torch's; CPU only, no
-// gradient.
+// Layer ops of rows: norms, rotations, routes and sums.
 #include "../tasks/row_functions.h"
 
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -49,7 +48,7 @@ Tensor rotate(const Tensor& x, const Tensor& cos, const Tensor& sin, int64_t fir
   check_angles(kOp, x, cos, sin, "[B, S, R]");
   const c10::SymInt width = cos.sym_size(-1);
   CHECK_ARGUMENT(width % 2 == 0, kOp, "cos.size(-1)", "even (R)", width);
-  CHECK_ARGUMENT(first >= 0 && x.sym_size(-1) >= width + first, kOp, "first",
+  CHECK_ARGUMENT(first >= 0 && x.sym_size(-1) - width >= first, kOp, "first",
                  "at least 0, and at most D - R", first);
   const Tensor out = at::empty_symint(x.sym_sizes(), x.options());
   if (computes && x.numel() != 0) {

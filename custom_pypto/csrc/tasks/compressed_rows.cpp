@@ -1,9 +1,9 @@
-// The compressed rows of groups of tokens, and which rows tokens write and read.
+#include "compressed_rows.h"
+
 #include <algorithm>
 #include <cmath>
 #include <vector>
 
-#include "row_functions.h"
 #include "rows.h"
 
 namespace custom_pypto {
@@ -59,7 +59,8 @@ class Groups {
         }
       }
     }
-    softmax(scratch, out);
+    // of a block outside of the state nothing is known
+    if (!scratch.tokens.empty()) softmax(scratch, out);
   }
 
   // where a token is, or null
@@ -132,10 +133,12 @@ void find_rows(const WindowParams& p) {
   auto* out = p.out.mutable_data_ptr<int32_t>();
   for (int64_t i = 0; i < p.positions.numel(); ++i, out += width) {
     for (int64_t j = 0; j < p.window; ++j) {
-      const int64_t token = positions[i] - j;
-      out[j] = valid[i] && token >= 0 ? static_cast<int32_t>(token % p.ring) : -2;
+      const bool seen = valid[i] && positions[i] >= j;
+      out[j] = seen ? static_cast<int32_t>((positions[i] - j) % p.ring) : -2;
     }
-    const int64_t rows = (positions[i] + 1) / p.rate;
+    // a position may be any number
+    const int64_t tokens = std::clamp<int64_t>(positions[i], -1, INT64_MAX - 1) + 1;
+    const int64_t rows = tokens / p.rate;
     for (int64_t j = 0; j < k; ++j) {
       const int64_t row = indices ? indices[i * k + j] : j;
       const bool seen = row >= 0 && row < rows;

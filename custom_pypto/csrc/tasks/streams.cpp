@@ -1,8 +1,8 @@
-// The streams of manifold-constrained hyper-connections.
+#include "streams.h"
+
 #include <algorithm>
 #include <cmath>
 
-#include "row_functions.h"
 #include "rows.h"
 
 namespace custom_pypto {
@@ -52,7 +52,8 @@ AlignedVector<float> project(const T* streams, int64_t tokens, const StreamWeigh
         widen(streams + first * dims, count * dims, x.data());
         for (int64_t t = 0; t < count; ++t) {
           const float* row = x.data() + t * dims;
-          norms[t] = 1.0f / std::sqrt(dot(row, row, dims) / dims + weights.norm_eps);
+          const float square = dims == 0 ? 1.0f : dot(row, row, dims) / dims;
+          norms[t] = 1.0f / std::sqrt(square + weights.norm_eps);
         }
         for (int64_t w = part * width / parts; w < (part + 1) * width / parts; ++w) {
           for (int64_t t = 0; t < count; ++t) {
