@@ -22,6 +22,7 @@ from vllm.models.deepseek_v4.cpu.cpu_sparse import _dequant_linear_weight
 from vllm.utils.torch_utils import direct_register_custom_op
 
 import custom_pypto
+from custom_pypto import layer_ops
 from custom_pypto.rows import IndexRows
 from custom_pypto.rows.index import score_weights
 
@@ -188,7 +189,7 @@ class ServedCompressedAttention(nn.Module):
         kv = rotate(rope, kv[:, None], positions).squeeze(1)
         self.near.write(step.slot_mapping, kv)
         query = query.unflatten(-1, (self.heads, -1))
-        query = rotate(rope, _rms_norm(query, self.eps), positions)
+        query = rotate(rope, layer_ops.rms_norm(query, None, self.eps), positions)
         parts = [self.attend_near(query, positions, step)]
         if self.ratio > 1:
             self.compressor.write(new, positions, self.rows, rope, metadata)
@@ -275,10 +276,6 @@ def merge(parts) -> Tensor:
     ]
     summed = sum(w[..., None] * output for w, output in zip(weights, outputs, strict=True))
     return summed / sum(weights)[..., None]
-
-
-def _rms_norm(x: Tensor, eps: float) -> Tensor:
-    return x * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps).to(x.dtype)
 
 
 def _linear(quant_config, prefix: str) -> dict:

@@ -15,6 +15,7 @@ from vllm.v1.attention.backend import MultipleOf
 from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from custom_pypto import layer_ops
 from custom_pypto.rows.compressed import pooled
 from custom_pypto.rows.parts import write
 
@@ -108,11 +109,9 @@ def paged_rows(cache: Tensor, block_table: Tensor, sequence: Tensor, rows: Tenso
 
 def rotate(rope, x: Tensor, positions: Tensor, sign: int = 1) -> Tensor:
     """RoPE on pairs of the last dims of ``x [T, heads, dim]``; back again with ``sign`` -1."""
-    cos, sin = rope.cos_sin_cache[positions].float()[:, None].chunk(2, dim=-1)
-    rest, rotated = x.tensor_split([-2 * cos.shape[-1]], dim=-1)
-    even, odd = rotated.float().unflatten(-1, (-1, 2)).unbind(-1)
-    pairs = (even * cos - sign * odd * sin, odd * cos + sign * even * sin)
-    return torch.cat([rest, torch.stack(pairs, -1).flatten(-2).to(x.dtype)], dim=-1)
+    cos, sin = rope.cos_sin_cache[positions].float()[None].chunk(2, dim=-1)
+    # in float32, as vLLM's angles: the op takes those of the dtype of x
+    return layer_ops.rotate_pairs(x.float()[None], cos, sign * sin)[0].to(x.dtype)
 
 
 class Compressor(nn.Module):

@@ -14,6 +14,7 @@ from vllm.model_executor.layers.fused_moe.activation import MoEActivation
 from vllm.model_executor.utils import set_weight_attrs
 
 import custom_pypto
+from custom_pypto import layer_ops
 
 from .linears import unpack
 
@@ -23,6 +24,7 @@ class WeightOnlyExperts(FusedMoEMethodBase):
 
     scale: FusedMoeWeightScaleSupported  # what a scale is of: how vLLM's loader shares them out
     unit: int  # divides both sizes of an expert
+    product = staticmethod(custom_pypto.weight_only_linear)
 
     def parameters(self, rows: int, columns: int) -> dict[str, tuple[list[int], torch.dtype]]:
         """Shape and dtype of what a checkpoint stores of one ``[rows, columns]``, by its name."""
@@ -71,20 +73,15 @@ class WeightOnlyExperts(FusedMoEMethodBase):
     def apply(self, layer, x, topk_weights, topk_ids, shared_experts, shared_experts_input):
         if layer.expert_map is not None:
             topk_ids = layer.expert_map[topk_ids]  # -1 for another rank's: adds nothing
-        gate, up = self.product(x, layer.w13_weight, layer.w13_scales, topk_ids).chunk(2, dim=-1)
-        if (limit := layer.swiglu_limit) is not None:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        hidden = torch.nn.functional.silu(gate) * up
-        outputs = self.product(hidden, layer.w2_weight, layer.w2_scales, topk_ids)
-        total = torch.zeros_like(x, dtype=torch.float32)
-        for output, weight in zip(outputs.unbind(1), topk_weights.unbind(1), strict=True):
-            total += output.float() * weight[:, None].float()
-        return total.to(x.dtype)
 
-    @staticmethod
-    def product(x: Tensor, weight: Tensor, scales: Tensor, topk_ids: Tensor) -> Tensor:
-        """``[T, k, rows]``, x being ``[T, columns]`` or ``[T, k, columns]``."""
-        return custom_pypto.weight_only_linear(x, weight, scales, experts=topk_ids)
+        def gate(both: Tensor) -> Tensor:
+            gates, up = both.chunk(2, dim=-1)
+            if (limit := layer.swiglu_limit) is not None:
+                gates, up = gates.clamp(max=limit), up.clamp(-limit, limit)
+            return torch.nn.functional.silu(gates) * up
+
+        up, down = (layer.w13_weight, layer.w13_scales), (layer.w2_weight, layer.w2_scales)
+        return layer_ops.experts(x, up, down, topk_ids, topk_weights, gate, self.product)
 
 
 class PlainExperts(WeightOnlyExperts):
@@ -94,14 +91,14 @@ class PlainExperts(WeightOnlyExperts):
         layer.w13_scales = layer.w2_scales = None
 
     @staticmethod
-    def product(x, weight, scales, topk_ids):
+    def product(x, weight, scales, *, experts):
         if weight.dtype == torch.bfloat16:
-            return custom_pypto.weight_only_linear(x, weight, experts=topk_ids)
+            return custom_pypto.weight_only_linear(x, weight, experts=experts)
         if x.dim() == 2:
-            x = x[:, None].expand(*topk_ids.shape, -1)
-        output = x.new_zeros(*topk_ids.shape, weight.shape[1])
-        for expert in topk_ids[topk_ids >= 0].unique().tolist():
-            chosen = topk_ids == expert
+            x = x[:, None].expand(*experts.shape, -1)
+        output = x.new_zeros(*experts.shape, weight.shape[1])
+        for expert in experts[experts >= 0].unique().tolist():
+            chosen = experts == expert
             output[chosen] = x[chosen] @ weight[expert].T
         return output
 

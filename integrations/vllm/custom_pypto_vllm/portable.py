@@ -1,10 +1,11 @@
-"""What vLLM computes for DeepSeek-V4 by kernels in AVX-512 and bfloat16, in plain torch: hyper
+"""What vLLM computes for DeepSeek-V4 by kernels in AVX-512 and bfloat16, by layer ops: hyper
 connections and routing, on any CPU and in any dtype."""
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from vllm.model_executor.layers.mhc import HCHeadOp, MHCPostOp, MHCPreOp
+
+from custom_pypto import layer_ops
 
 
 class HyperConnectionPre(MHCPreOp):
@@ -30,43 +31,55 @@ class HyperConnectionPre(MHCPreOp):
         mixture ``[..., S, S]`` of the streams, and the input ``[..., hidden]``."""
         if norm_weight is not None:
             raise ValueError("custom_pypto_vllm: norm_weight must be None, got a tensor")
-        streams = residual.shape[-2]
-        before, after, mixture = _mixes(residual, fn, rms_eps).split(
-            [streams, streams, streams**2], dim=-1
+        if hc_post_mult_value != 2:
+            raise ValueError(
+                f"custom_pypto_vllm: hc_post_mult_value must be 2, got {hc_post_mult_value}"
+            )
+        if hc_sinkhorn_eps != hc_pre_eps:
+            raise ValueError(
+                f"custom_pypto_vllm: hc_sinkhorn_eps must be {hc_pre_eps} (hc_pre_eps), got "
+                f"{hc_sinkhorn_eps}"
+            )
+        *tokens, streams, width = residual.shape
+        after, mixture, hidden = layer_ops.hyper_connection(
+            residual.reshape(1, -1, streams, width),
+            fn,
+            hc_base,
+            hc_scale,
+            sinkhorn_repeat,
+            hc_pre_eps,
+            rms_eps,
         )
-        of_before, of_after, of_mixture = hc_base.split([streams, streams, streams**2])
-        gates = torch.sigmoid(before * hc_scale[0] + of_before) + hc_pre_eps
-        after = torch.sigmoid(after * hc_scale[1] + of_after) * hc_post_mult_value
-        mixture = (mixture * hc_scale[2] + of_mixture).unflatten(-1, (streams, streams))
-        mixture = mixture.softmax(-1) + hc_sinkhorn_eps
-        mixture = mixture / (mixture.sum(-2, keepdim=True) + hc_sinkhorn_eps)
-        for _ in range(sinkhorn_repeat - 1):
-            mixture = mixture / (mixture.sum(-1, keepdim=True) + hc_sinkhorn_eps)
-            mixture = mixture / (mixture.sum(-2, keepdim=True) + hc_sinkhorn_eps)
-        return after[..., None], mixture, _weighted(gates, residual)
+        after, mixture = after.view(*tokens, streams, 1), mixture.view(*tokens, streams, streams)
+        return after, mixture, hidden.view(*tokens, width)
 
 
 class HyperConnectionPost(MHCPostOp):
     def forward_cpu(self, x, residual, post_layer_mix, comb_res_mix):
         """Streams ``[..., S, hidden]``: their mixture, and the output by its gates."""
-        mixed = comb_res_mix.float().transpose(-1, -2) @ residual.float()
-        return (mixed + post_layer_mix * x.float()[..., None, :]).to(residual.dtype)
+        streams, width = residual.shape[-2:]
+        mixed = layer_ops.mix_streams(
+            residual.reshape(1, -1, streams, width),
+            x.reshape(1, -1, width),
+            post_layer_mix.reshape(1, -1, streams),
+            comb_res_mix.reshape(1, -1, streams, streams),
+        )
+        return mixed.view(residual.shape)
 
 
 class HyperConnectionHead(HCHeadOp):
     def forward_cpu(self, hidden_states, hc_fn, hc_scale, hc_base, rms_norm_eps, hc_eps):
         """``[..., hidden]`` from streams ``[..., streams, hidden]``, weighted by a gate each."""
-        gates = torch.sigmoid(_mixes(hidden_states, hc_fn, rms_norm_eps) * hc_scale + hc_base)
-        return _weighted(gates + hc_eps, hidden_states)
-
-
-def _mixes(streams: Tensor, projection: Tensor, eps: float) -> Tensor:
-    flat = streams.flatten(-2).float()
-    return F.linear(F.rms_norm(flat, flat.shape[-1:], eps=eps), projection)
-
-
-def _weighted(gates: Tensor, streams: Tensor) -> Tensor:
-    return (gates[..., None] * streams.float()).sum(-2).to(streams.dtype)
+        *tokens, streams, width = hidden_states.shape
+        hidden = layer_ops.collapse_streams(
+            hidden_states.reshape(1, -1, streams, width),
+            hc_fn,
+            hc_base,
+            hc_scale.view(1),
+            hc_eps,
+            rms_norm_eps,
+        )
+        return hidden.view(*tokens, width)
 
 
 def route(
@@ -82,11 +95,13 @@ def route(
     that counts in the choice alone, or, in the first layers, by a table of the tokens' ids."""
     if not renormalize:
         raise ValueError("custom_pypto_vllm: norm_topk_prob must be true, got false")
-    scores = F.softplus(router_logits.float()).sqrt()
+    logits = router_logits.float()
     if hash_indices_table is None:
-        experts = (scores + e_score_correction_bias).topk(top_k, dim=-1).indices
-    else:
-        experts = hash_indices_table[input_ids].long()
+        bias = e_score_correction_bias.float()
+        weights, experts = layer_ops.route_roots(logits, bias, top_k, routed_scaling_factor)
+        return weights, experts.int()
+    scores = F.softplus(logits).sqrt()
+    experts = hash_indices_table[input_ids].long()
     weights = scores.gather(-1, experts)
     weights = weights / weights.sum(-1, keepdim=True) * routed_scaling_factor
     return weights, experts.int()
