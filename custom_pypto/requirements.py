@@ -1,8 +1,9 @@
 """Versions of Python, compilers and other distributions that the package supports.
 
 The only place that names them, but for the first transformers of each architecture
-(``models/architectures.py``) and the plugin's ``pyproject.toml``: ``setup.py``, the scripts, ``env``
-and the simulation read it. Standard library only; ``python requirements.py NAME`` prints one for a script.
+(``models/architectures.py``) and the plugin's ``pyproject.toml``: ``setup.py``, the scripts,
+``env`` and the simulation read it. Standard library only; ``python requirements.py NAME`` prints
+one for a script.
 """
 
 from __future__ import annotations
