@@ -354,5 +354,5 @@ def experts(
     Returns:
         As ``x``.
     """
-    outputs = product(gate(product(x, *up, experts=ids)), *down, experts=ids)
-    return weighted_sum(outputs, weights.float())
+    gated = gate(product(x, up[0], up[1], experts=ids))
+    return weighted_sum(product(gated, down[0], down[1], experts=ids), weights.float())

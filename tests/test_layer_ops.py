@@ -2,12 +2,15 @@
 
 import inspect
 import re
+from random import Random
 
 import pytest
 import torch
-from cases import INT_MAX, INT_MIN
+from cases import INT_MAX, INT_MIN, changed
 from cases import layer_ops as cases
-from fuzz.generate import DRAWN
+from fuzz.generate import DRAWN, generate
+from fuzz.judge import lacks_kernels, on_cpu
+from memory import at_the_end_of_memory, in_a_process
 from repository import REPOSITORY, tracked_files
 
 from custom_pypto import layer_ops, reference
@@ -147,3 +150,27 @@ def test_streams_without_a_number_are_connected_by_what_is_added():
         torch.ones(1, 1, 1, 0), torch.ones(3, 0), torch.zeros(3), torch.ones(3), 1, 0.0, 1e-6
     )
     assert post.tolist() == [[[1]]] and comb.tolist() == [[[[1]]]] and collapsed.shape == (1, 1, 0)
+
+
+def calls_at_the_end_of_memory() -> int:
+    """The number of calls that were computed; any read behind an argument ends the process."""
+    computed = 0
+    for number in range(1500):
+        case = generate(Random(f"9:{number}"))
+        if case.op not in LAYER_OPS:
+            continue
+        arguments = changed(case.arguments, placed)
+        try:
+            getattr(layer_ops, case.op)(**arguments)
+            computed += 1
+        except (RuntimeError, TypeError, ValueError):
+            assert case.broken or lacks_kernels(case.op)
+    return computed
+
+
+def placed(x: torch.Tensor) -> torch.Tensor:
+    return at_the_end_of_memory(x) if on_cpu(x) and x.numel() and x.is_contiguous() else x
+
+
+def test_nothing_behind_an_argument_is_read():
+    assert in_a_process(calls_at_the_end_of_memory) > 300
