@@ -147,7 +147,7 @@ def attend(side: str, model, hidden: Tensor, cache, cached: int) -> Tensor:
     }
     if side == "custom_pypto":
         mask = cache.place(1, hidden.size(1), None)
-        mask.commit()
+        cache.finish(mask, hidden)
     elif cached:
         mask = torch.zeros(1, 1, 1, attention.sliding_window, dtype=hidden.dtype)
     else:

@@ -67,7 +67,7 @@ def filled_cache(side: str, model, tokens: int):
             cache.update(rows["latent"][:, None], rows["rope"][:, None], i)
             cache.update_indexer(rows["index"], i)
     if paged:
-        step.commit()
+        paged.finish(step, None)
     return cache
 
 
@@ -110,7 +110,7 @@ def attend(side: str, model, hidden: Tensor, cache, cached: int) -> Tensor:
     rotation = model.base_model.rotary_emb(hidden, position_ids=positions[None])
     if side == "custom_pypto":
         step = cache.place(1, tokens, None)
-        step.commit()
+        cache.finish(step, hidden)
         return attention(hidden, rotation, step)[0]
     causal = torch.arange(cached + tokens) <= positions[:, None]
     return attention(hidden, rotation, causal[None, None], **{CACHE: cache})[0]

@@ -195,11 +195,13 @@ class AbsorbedAttention(torch.autograd.Function):
         )
 
 
-def constant_keys(pools: dict[str, Tensor], query: Tensor) -> dict[str, Tensor]:
-    """``pools`` for a ``query`` with a gradient. Where nothing that trains reaches their rows, as
-    where queries alone have adapters, the rows are constants; the op, which cannot know that their
-    gradient may go, gets leaves."""
-    if torch.compiler.is_compiling() or not (query.requires_grad and torch.is_grad_enabled()):
+def constant_keys(pools: dict[str, Tensor], *others: Tensor | None) -> dict[str, Tensor]:
+    """``pools`` for a call with these queries and sinks. Where one of all has a gradient and a pool
+    has none, as where queries alone have adapters, its rows are constants; the op, which cannot
+    know that their gradient may go, gets leaves."""
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return pools
+    if not any(x is not None and x.requires_grad for x in (*others, *pools.values())):
         return pools
     return {
         name: pool.detach().requires_grad_()

@@ -62,7 +62,7 @@ class CompressedAttention(PatchedAttention):
         rows = tokens.lengths // layout.ratio if layout.ratio else torch.zeros_like(tokens.lengths)
         output = custom_pypto.npu_sparse_flash_attention_pto(
             query.to(pool.dtype),
-            constant_keys({"kv": pool}, query)["kv"],
+            constant_keys({"kv": pool}, query, self.sinks)["kv"],
             None,
             self.sparse_indices(indices, tokens, layer).unsqueeze(2),
             self.scaling,

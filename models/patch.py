@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from . import generation
+from . import calls, generation
 from .absorbed import advise_on_bfloat16
 from .architectures import attention_classes, check_widths
 from .cache.layout import check_block_size, check_cache_dtypes
@@ -198,8 +198,14 @@ def use_transformers(model: PreTrainedModel) -> PreTrainedModel:
         ``model`` itself, unchanged if it is not patched.
     Raises:
         TypeError: unsupported model class.
+        ValueError: inside of :func:`record_indices` or :func:`replay_indices`, which would end.
     """
     attention_classes("use_transformers", model)
     if (patch := patch_of(model)) is not None:
+        if calls.around(text_model(model)):
+            raise ValueError(
+                "use_transformers: must be called outside of record_indices and replay_indices of "
+                "this model, got a call inside; leave the context first"
+            )
         patch.undo(model)
     return model

@@ -134,7 +134,7 @@ class Recording(Context):
 class Replay(Context):
     def __init__(self, text: nn.Module, record: Record):
         super().__init__(text)
-        self.record = record
+        self.record = dict(record)  # the caller's may change
 
     def given(self, attention: nn.Module, step: Step) -> Tensor:
         recorded, first = self.record[attention.layer_idx], int(step.sequences.seen)
@@ -145,7 +145,10 @@ class Replay(Context):
                 f"tokens [B, T] of the record, got tokens {first} to {first + tokens} of {batch} "
                 "sequences"
             )
-        return step.part(recorded[:, first : first + tokens]).unsqueeze(2)
+        recorded = recorded[:, first : first + tokens]
+        new = step.whole
+        existing(attention, recorded, new.positions, new.valid, (~new.valid).sum(1))
+        return step.part(recorded).unsqueeze(2)
 
     def upstream(self, attention: nn.Module, hidden_states: Tensor, mask: Tensor) -> nn.Module:
         recorded = self.record[attention.layer_idx]
@@ -166,17 +169,33 @@ def columns_of(
         )
     padding = attention.padding(mask)
     positions = torch.arange(recorded.size(1), device=recorded.device) - padding[:, None]
+    exists = existing(attention, recorded, positions, positions >= 0, padding)
+    columns = torch.where(exists, recorded + padding[:, None, None], -1).int()
+    return attention.upstream_indices(columns)
+
+
+def existing(
+    attention: nn.Module, recorded: Tensor, positions: Tensor, real: Tensor, padding: Tensor
+) -> Tensor:
+    """Which of the recorded numbers ``[B, T, K]`` are positions that a token may attend to: a
+    record may hold any number.
+
+    Args:
+        positions: of the tokens; real: which are no padding; padding: how many are, ``[B]``.
+    Raises:
+        ValueError: other tokens were padding when the record was made, and it counts from others.
+    """
     selectable = attention.selectable(positions)
-    # a record may hold any number: none may become a column that does not exist
-    exists = (recorded >= 0) & (recorded < selectable[..., None])
-    if not torch.equal(exists.any(-1), selectable > 0):
+    selects, exists = real & (selectable > 0), recorded >= 0
+    some = exists.any(-1)
+    exists &= recorded < selectable[..., None]
+    if not (torch.equal(some, selects) and torch.equal(exists.any(-1), selects)):
         raise ValueError(
             "replay_indices: attention_mask must have the padding of the recorded forwards, where "
             f"{(recorded < 0).all(-1).sum(1).tolist()} tokens select nothing, got "
             f"{padding.tolist()} tokens of padding on the left"
         )
-    columns = torch.where(exists, recorded + padding[:, None, None], -1).int()
-    return attention.upstream_indices(columns)
+    return exists
 
 
 class Selected(nn.Module):

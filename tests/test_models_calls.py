@@ -16,6 +16,7 @@ from transformers import CompileConfig
 
 from custom_pypto import models
 from custom_pypto.models import CACHE
+from custom_pypto.models.cache import store
 from custom_pypto.models.patched import text_model
 
 COMPILED = {"compile_config": CompileConfig(backend="eager", mode=None)}
@@ -157,6 +158,38 @@ def test_a_context_is_of_its_model_and_the_innermost_replay_counts():
     assert all(not indices.numel() for indices in nothing.values())
 
 
+@pytest.mark.parametrize("replayed", [0, 9, 6], ids="padding-of-{}".format)
+@pytest.mark.parametrize("path", ["ops", "upstream"])
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_a_record_of_other_padding_is_rejected_on_every_path(kind, path, replayed):
+    """Its positions count from the first real token."""
+    model, ids = patched_model(kind), token_ids(2, 24)
+    models.use_custom_pypto(model, training=path)
+
+    def call(pads):
+        mask = torch.ones_like(ids)
+        mask[1, :pads] = 0
+        return model(ids, attention_mask=mask, use_cache=False)
+
+    with models.record_indices(model) as record:
+        call(5)
+    with models.replay_indices(model, record):
+        call(5)
+        for _ in range(2):  # in evaluation mode, then in training
+            with pytest.raises(ValueError, match="replay_indices: attention_mask must have"):
+                call(replayed)
+            model.train()
+
+
+def test_a_model_is_not_unpatched_inside_of_a_record():
+    model = patched_model()
+    with models.record_indices(model):
+        with pytest.raises(ValueError, match="must be called outside of record_indices"):
+            models.use_transformers(model)
+        in_a_thread(lambda: models.use_transformers(patched_model()))  # others may
+    models.use_transformers(model)
+
+
 @pytest.mark.parametrize("kind", representatives(ALL_KINDS))
 def test_layers_that_run_again_in_the_backward_attend_to_the_record_after_the_context(kind):
     model, ids = patched_model(kind).train(), token_ids(1, 24)
@@ -253,6 +286,70 @@ def test_an_interruption_at_any_line_leaves_the_cache_as_it_was_or_as_it_would_b
         seen = int(cache.get_seq_length())
         assert cache.lengths.tolist() == [max(0, seen - 5), seen], f"line {line}"
         assert torch.equal(fed(cache, seen, 24 if seen < 24 else 25), want[seen]), f"line {line}"
+
+
+EXCHANGES = {
+    "select": lambda cache: cache.batch_select_indices(torch.tensor([1, 0])),
+    "repeat": lambda cache: cache.batch_repeat_interleave(2),
+    "reorder": lambda cache: cache.reorder_cache(torch.tensor([1, 0])),
+}
+
+
+@pytest.mark.parametrize("change", EXCHANGES.values(), ids=EXCHANGES)
+@pytest.mark.parametrize("kind", representatives(ALL_KINDS))
+def test_an_interrupted_exchange_of_sequences_is_never_taken_for_a_whole_one(kind, change):
+    model, ids = patched_model(kind), token_ids(4, 30)
+    base = models.PagedCache(model, 2, 64, block_size=16)
+    model(ids[:2, :20], **{CACHE: base})
+    after = copy.deepcopy(base)
+    change(after)
+
+    def continued(cache):
+        cache = copy.deepcopy(cache)
+        return model(ids[: cache.batch_size, 20:24], **{CACHE: cache}).logits
+
+    right = [continued(base), continued(after)]
+    named = 0
+    for line in range(1, 1 + struck(lambda: change(copy.deepcopy(base)), None)):
+        cache = copy.deepcopy(base)
+        struck(partial(change, cache), line)
+        if cache.half_done is not None:
+            named += 1
+            with pytest.raises(ValueError, match="an interruption has left half done"):
+                model(ids[: cache.batch_size, 20:24], **{CACHE: cache})
+            if "reset()" in cache.half_done:
+                cache.reset()
+                model(ids[:2, :20], **{CACHE: cache})
+        if cache.half_done is None:
+            got = continued(cache)
+            assert any(got.shape == x.shape and torch.equal(got, x) for x in right), f"line {line}"
+    assert named
+
+
+def test_a_cache_that_could_not_grow_goes_on(monkeypatch):
+    model, ids = patched_model(), token_ids(2, 30)
+    base = models.PagedCache(model, 2, 32, block_size=16)
+    model(ids[:, :20], **{CACHE: base})
+    want = model(ids[:, 20:30], **{CACHE: copy.deepcopy(base)}).logits
+    allocate, failures = store.empty, 0
+    for number in range(1, 1 + sum(len(layer.pools) for layer in base.layers)):
+        cache, calls = copy.deepcopy(base), []
+
+        def failing(*args, number=number, calls=calls):
+            calls.append(args)
+            if len(calls) == number:
+                raise torch.OutOfMemoryError("no memory")
+            return allocate(*args)
+
+        monkeypatch.setattr(store, "empty", failing)
+        with pytest.raises(torch.OutOfMemoryError, match="cannot grow from max_cache_len=32"):
+            cache.reserve(64)
+        monkeypatch.setattr(store, "empty", allocate)
+        assert torch.equal(model(ids[:, 20:30], **{CACHE: cache}).logits, want)
+        cache.reserve(64)  # with memory again
+        assert cache.max_cache_len == 64
+        failures += 1
+    assert failures >= 6
 
 
 # ---- other processes ----------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class PagedCache(Cache):
     unchanged and usable, unless more tokens were overwritten than the slack of its rings; the next
     forward then raises. An interrupted ``generate()`` leaves cached tokens unknown to its caller:
     ``crop`` the cache to the known ones. An interrupted beam search may leave sequences half
-    exchanged: :meth:`reset` the cache.
+    exchanged: the next forward says so; :meth:`reset` the cache.
 
     A cache keeps its size and its addresses, which compiled graphs need. Only a cache that a
     forward created by default grows (:meth:`reserve`); every step then reads its length, which
@@ -82,6 +82,8 @@ class PagedCache(Cache):
     seen = property(lambda self: self.sequences.seen)
     tables = property(lambda self: self.store.tables)
     grows = False
+    #: a change of sequences that has begun, and the remedy if it was interrupted
+    half_done: str | None = None
 
     @torch.inference_mode(False)  # inference tensors are read-only outside the mode
     def __init__(
@@ -187,7 +189,13 @@ class PagedCache(Cache):
             )
 
     def check_room(self, tokens: int) -> None:
-        """Validates the room for ``tokens`` more per sequence, where that needs no device sync."""
+        """Validates the room for ``tokens`` more per sequence, where that needs no device sync.
+
+        Raises:
+            ValueError: no room; or a change of sequences was interrupted.
+        """
+        if self.half_done is not None:
+            raise ValueError(f"PagedCache: an interruption has left half done {self.half_done}")
         if is_readable(self.seen):
             self.sequences.check_room(tokens, self.max_cache_len)
 
@@ -218,19 +226,26 @@ class PagedCache(Cache):
             self.store.reset_recurrent()
 
     def reset(self) -> None:
+        if self.half_done is not None and "reset()" not in self.half_done:
+            raise ValueError(f"PagedCache: an interruption has left half done {self.half_done}")
+        self.half_done = None
         self.sequences.reset()
         self.store.reset_recurrent()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Replaces each sequence ``b`` by a copy of sequence ``beam_idx[b]``, for beam search."""
+        self.half_done = "an exchange of sequences; reset() the cache and feed them again"
         self.store.reorder(beam_idx)
         self.sequences.reorder(beam_idx)
+        self.half_done = None
 
     @torch.inference_mode(False)
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keeps only these sequences, in this order, in new tensors; repeats are allowed."""
+        self.half_done = "a selection of sequences; create another cache and feed them again"
         self.store.select(indices)
         self.sequences.select(indices)
+        self.half_done = None
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         sequences = torch.arange(self.batch_size, device=self.lengths.device)
@@ -259,6 +274,7 @@ class PagedCache(Cache):
                 A file that was there stays.
             ValueError: an interrupted forward has overwritten the window of the last token.
         """
+        self.check_room(0)
         names = ("batch_size", "max_cache_len", "block_size")
         options = {name: getattr(self, name) for name in names} | self.dtypes
         saved.write_file(Path(path), self.made_for, options, self.store, self.sequences)

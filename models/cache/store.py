@@ -76,7 +76,7 @@ class PagedLayer:
         others = {} if heads.sinks is None else {"sinks": heads.sinks}  # of some architectures
         query = absorbed_query(heads.q_nope, heads.weight)
         output = self.latents.attend(
-            constant_keys(pools, query),
+            constant_keys(pools, query, heads.q_rope, heads.sinks),
             query,
             heads.q_rope,
             indices,
@@ -171,22 +171,23 @@ class Store:
         more = {layout: layout.blocks(tokens) - old.size(1) for layout, old in self.tables.items()}
         used = {layout: 1 + table.numel() for layout, table in self.tables.items()}
         for layer in self.layers:  # one at a time saves memory; the tables stay valid
+            larger = {}
             for name, layout in layer.layouts.items():
                 pool, kept = layer.pools[name], used[layout]
                 shape = kept + batch_size * more[layout], *pool.shape[1:]
                 if shape == pool.shape:
                     continue  # of constant size, or grown before memory ran out
                 try:
-                    larger = empty(shape, pool.dtype, pool.device)
+                    larger[name] = empty(shape, pool.dtype, pool.device)
                 except torch.OutOfMemoryError as error:
                     raise torch.OutOfMemoryError(
                         "PagedCache: out of memory: cannot grow from max_cache_len="
                         f"{self.max_cache_len} to {tokens} on {pool.device}; pass a "
                         "models.PagedCache of the required size to the first forward"
                     ) from error
-                larger[:kept] = pool[:kept]
-                torch._dynamo.mark_static_address(larger)
-                layer.pools[name] = larger
+                larger[name][:kept] = pool[:kept]
+                torch._dynamo.mark_static_address(larger[name])
+            layer.pools.update(larger)  # at once: an op takes all pools of a layer in one size
         for layout, table in self.tables.items():
             new = own_blocks(batch_size, more[layout], table.device) + (used[layout] - 1)
             self.tables[layout] = torch.cat([table, new], 1)
