@@ -45,13 +45,14 @@ def replacing(path: Path, tidy: bool = True) -> Iterator[Path]:
     Raises:
         OSError: of the system, with ``path`` as its file.
     """
+    target = Path(os.path.realpath(path))  # a link stays, and what it names is replaced
     try:
         if tidy:
-            remove_remains(path.parent, re.escape(path.name))
-        partial, lock = _begun(path)
+            remove_remains(target.parent, re.escape(target.name))
+        partial, lock = _begun(target)
         try:
             yield partial
-            partial.replace(path)
+            partial.replace(target)
         finally:
             partial.unlink(missing_ok=True)
             os.close(lock)

@@ -2,6 +2,7 @@
 stands on a module: the hook of the text model passes it to the layers of its own forward.
 """
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -35,22 +36,30 @@ class Context:
         return None
 
 
-_of_thread: ContextVar[tuple[Context, ...]] = ContextVar("custom_pypto.contexts", default=())
+# weak: what Ctrl-C keeps from being left, in whichever line, ends with its block
+Reference = weakref.ref[Context]
+_of_thread: ContextVar[tuple[Reference, ...]] = ContextVar("custom_pypto.contexts", default=())
 # of all threads: torch.compile knows no context variables, but guards on a list
-_open: list[Context] = []
+_open: list[Reference] = []
 
 
 @contextmanager
 def entered(context: Context) -> Iterator[None]:
     """Inside, ``context`` is around the forwards of this thread, or task of asyncio. Contexts that
     are left in another order than they were entered in leave nothing behind."""
-    _open.append(context)
-    _of_thread.set((*_of_thread.get(), context))
+    reference = weakref.ref(context, _close)
     try:
+        _open.append(reference)
+        _of_thread.set((*_of_thread.get(), reference))
         yield
     finally:
-        _open.remove(context)
-        _of_thread.set(_still_open())
+        _close(reference)
+        _of_thread.set(tuple(one for one in _of_thread.get() if one in _open))
+
+
+def _close(reference: Reference) -> None:
+    if reference in _open:
+        _open.remove(reference)
 
 
 def around(text: nn.Module) -> tuple[Context, ...]:
@@ -60,9 +69,6 @@ def around(text: nn.Module) -> tuple[Context, ...]:
 
 @torch.compiler.disable(reason="a graph knows no contexts of Python's threads")
 def _around(text: nn.Module) -> tuple[Context, ...]:
-    return tuple(context for context in _still_open() if context.text is text)
-
-
-def _still_open() -> tuple[Context, ...]:
     # another thread may have left one
-    return tuple(context for context in _of_thread.get() if context in _open)
+    found = [reference() for reference in _of_thread.get() if reference in _open]
+    return tuple(context for context in found if context is not None and context.text is text)

@@ -13,6 +13,7 @@ before they are written. :mod:`.pieces` says which tokens a rank takes.
 import torch
 import torch.distributed as dist
 
+from . import calls
 from .cache import Step
 from .cache.saved import checksum
 from .latent_attention import LatentAttention
@@ -90,6 +91,7 @@ def facts_of_model(model, step: Step) -> dict[str, object]:
     facts |= {f"{name} of the patch": str(value) for name, value in patch.cache.items()}
     facts |= {f"index_topk of layer {i}": each.selection_width for i, each in selecting.items()}
     facts["dtype of the model"] = str(model.dtype)
+    facts["contexts of the call"] = [type(context).__name__ for context in calls.around(model)]
     if not isinstance(step.rows, TrainingRows):
         pools = step.layer_of(attentions[min(attentions)]).pools
         facts |= {f"dtype of {x} in the cache": str(pool.dtype) for x, pool in pools.items()}

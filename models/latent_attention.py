@@ -22,7 +22,7 @@ from .projection import (
     ranks_of,
     weight_of,
 )
-from .tensor_parallel import CHECK_RANKS, check_indices
+from .tensor_parallel import CHECK_RANKS, ReadByHeads, check_indices
 
 
 class LatentAttention(PatchedAttention):
@@ -61,6 +61,8 @@ class LatentAttention(PatchedAttention):
         self, hidden_states: Tensor, cos: Tensor, sin: Tensor, step: Step, layer: PagedLayer
     ) -> None:
         latent, k_rope = self.compress_key(hidden_states)
+        if self.ranks is not None and torch.is_grad_enabled():
+            latent = ReadByHeads.apply(latent, self.ranks)  # their plan adds up those of RoPE keys
         latent, rope = step.gathered(latent), None
         if self.qk_rope_head_dim:
             rope = step.gathered(self.rope.rotate(k_rope.unsqueeze(2), cos, sin))

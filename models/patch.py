@@ -16,7 +16,14 @@ from .context_parallel import check_context_parallel
 from .dequantization import Dequantized, dequantize, report, restore
 from .indexer_loss import Option, add_indexer_loss, begin_indexer_loss, check_indexer_loss
 from .one_op import Head, derived
-from .patched import attentions_to_patch, patched_attentions, sizes, text_model, upstream_class
+from .patched import (
+    attention_of,
+    attentions_to_patch,
+    is_patched,
+    sizes,
+    text_model,
+    upstream_class,
+)
 from .projection import change_class, is_sharded
 from .regions import Regions, get_compiled_call, valid_auto_compile_criteria
 from .sharing import gather_sharded_state_dict_for_save
@@ -34,6 +41,24 @@ METHODS = {
 }
 
 
+def name_of(hook) -> tuple[str, str]:
+    return getattr(hook, "__module__", ""), getattr(hook, "__qualname__", "")
+
+
+# by name: after a reload of this package its functions are others
+HOOKS = {
+    name_of(hook)
+    for hook in (
+        generation.prepare_forward,
+        generation.finish_forward,
+        begin_indexer_loss,
+        add_indexer_loss,
+    )
+}
+# torch's dicts of forward hooks and of what it knows about them
+KINDS_OF_HOOKS = [name for name in vars(nn.Module()) if name.startswith("_forward_")]
+
+
 @dataclass
 class Patch:
     """The attribute ``_custom_pypto`` of a patched text model."""
@@ -46,7 +71,6 @@ class Patch:
     context_parallel: bool = False  # whether ranks share prompts
     told: set[str] = field(default_factory=set)  # why it trained on the upstream path, if logged
     regions: Regions | None = None  # of the latest compile_config of generate()
-    hooks: tuple = ()
 
     def apply(self, model, attentions: dict[int, nn.Module], paged: type) -> None:
         """In place of an earlier patch, if there is one. Nothing here can fail."""
@@ -54,6 +78,7 @@ class Patch:
         if (earlier := patch_of(model)) is not None:
             earlier.remove_hooks(model)
             self.dequantized = earlier.dequantized + self.dequantized
+        text._custom_pypto = self  # first: what an interruption leaves can be patched, or undone
         for attention in attentions.values():
             change_class(attention, paged)
         for module in list(text.modules()):
@@ -63,18 +88,14 @@ class Patch:
         head = model.get_output_embeddings()
         if type(head) is nn.Linear and not is_sharded(head):
             change_class(head, Head)
-        self.hooks = (
-            text.register_forward_pre_hook(generation.prepare_forward, with_kwargs=True),
-            text.register_forward_hook(generation.finish_forward, with_kwargs=True),
-        )
-        if self.indexer_loss.kind:
-            self.hooks += (
-                model.register_forward_pre_hook(begin_indexer_loss, with_kwargs=True),
-                model.register_forward_hook(add_indexer_loss, with_kwargs=True, always_call=True),
-            )
         for name, method in METHODS.items():
             setattr(model, name, partial(method, model))
-        text._custom_pypto = self
+        text.register_forward_hook(generation.finish_forward, with_kwargs=True)
+        if self.indexer_loss.kind:
+            model.register_forward_pre_hook(begin_indexer_loss, with_kwargs=True)
+            model.register_forward_hook(add_indexer_loss, with_kwargs=True, always_call=True)
+        # the last, as it hands the layers a step
+        text.register_forward_pre_hook(generation.prepare_forward, with_kwargs=True)
 
     def __getstate__(self) -> dict:
         # compiled functions are of this process; the next compiled generate() makes others
@@ -83,7 +104,8 @@ class Patch:
     def undo(self, model) -> None:
         text = text_model(model)
         self.remove_hooks(model)
-        attentions = patched_attentions(text)
+        found = {i: attention_of(layer, is_patched) for i, layer in enumerate(text.layers)}
+        attentions = {i: attention for i, attention in found.items() if attention is not None}
         for attention in attentions.values():
             change_class(attention, upstream_class(attention))
         for module in list(model.modules()):
@@ -94,9 +116,13 @@ class Patch:
 
     def remove_hooks(self, model) -> None:
         """Takes hooks, regions and methods from ``model``."""
-        Regions.leave(text_model(model))
-        for hook in self.hooks:
-            hook.remove()
+        text = text_model(model)
+        Regions.leave(text)
+        for module in (text, model):
+            for hooks in (module._forward_pre_hooks, module._forward_hooks):
+                for key in [key for key, hook in hooks.items() if name_of(hook) in HOOKS]:
+                    for kind in KINDS_OF_HOOKS:
+                        vars(module)[kind].pop(key, None)
         for name in METHODS:
             vars(model).pop(name, None)
 

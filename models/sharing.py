@@ -18,6 +18,7 @@ from transformers.integrations.tensor_parallel import replace_layer_number_by_wi
 import custom_pypto
 from custom_pypto.requirements import TRANSFORMERS
 
+from .patched import text_model
 from .weights.modules import EXPERT_WEIGHTS, SCALE, stored_parameters
 
 # query heads that npu_sparse_flash_attention_pto takes on an NPU; on CPU it takes any number
@@ -215,6 +216,8 @@ def check_requests(model: nn.Module, generation_config, tokens: bool) -> None:
     if not (tokens or weights):
         return
     facts = facts_of_config(generation_config, "generation_config")
+    options = text_model(model)._custom_pypto.cache.items()
+    facts |= {f"{name} of use_custom_pypto": value for name, value in options}
     facts = {name: str(x) for name, x in facts.items() if not name.startswith("_")}
     if tokens:  # a forward compares the rest
         facts |= {"dtype of the model": str(model.dtype)}

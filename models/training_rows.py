@@ -18,7 +18,6 @@ from .cache import Step
 from .cache.layout import Row
 from .cache.store import PagedLayer, allocated, tables_of
 from .indexer_loss import IndexerLoss, IndexInputs, LayerLoss
-from .tensor_parallel import ReadByHeads
 
 REENTRANT = (
     "gradient checkpointing must have use_reentrant=False where layers attend to the latents of an "
@@ -131,8 +130,6 @@ class CallLayer(PagedLayer):
         self.learns = loss is not None
 
     def write_latents(self, slots: Tensor | None, latent: Tensor, rope: Tensor | None) -> None:
-        if self.ranks is not None:  # transformers' plan adds up the gradients of RoPE keys
-            latent = ReadByHeads.apply(latent, self.ranks)
         self.pools["latent"] = self.laid_end_to_end(latent.unsqueeze(2))
         if rope is not None:
             self.pools["rope"] = self.laid_end_to_end(rope)

@@ -209,3 +209,16 @@ def test_equal_tensors_are_equal_bytes(tmp_path):
     for i in range(20):
         save_tensors(tmp_path / str(i), tensors(), metadata)
     assert len({file.read_bytes() for file in tmp_path.iterdir()}) == 1
+
+
+def test_a_link_stays_and_what_it_names_is_replaced(tmp_path):
+    (tmp_path / "folder").mkdir()
+    target, link = tmp_path / "folder" / "target", tmp_path / "link"
+    target.write_text("old")
+    link.symlink_to(target)
+    with replacing(link) as partial:
+        partial.write_text("new")
+    assert link.is_symlink() and target.read_text() == link.read_text() == "new"
+    assert [*tmp_path.iterdir()] != [] and [path.name for path in target.parent.iterdir()] == [
+        "target"
+    ]

@@ -74,6 +74,16 @@ def losses_and_gradients(model, seed, loss, checkpoint=None):
     return found, {n: x.full_tensor() if isinstance(x, DTensor) else x for n, x in grads.items()}
 
 
+def evaluated(model, seed):
+    """The same in evaluation mode, on a cache that the forward makes and drops."""
+    left = (0, 0) if model.config.model_type in COUNT_PADDING else (0, 9)
+    output = model.eval()(**padded(left=left, right=(0, 0), seed=seed), use_cache=False)
+    grads = gradients(model, output.loss)
+    model.train()
+    whole = {n: x.full_tensor() if isinstance(x, DTensor) else x for n, x in grads.items()}
+    return {"loss": output.loss.detach()}, whole
+
+
 def adapted(model, names):
     """With adapters on these projections alone to train, equal in all processes."""
     torch.manual_seed(3)
@@ -97,6 +107,7 @@ def work(rank: int, folder: Path, kind: str, way: dict, seed: int):
         for checkpoint in checkpoints_of(way)
     }
     models.use_custom_pypto(model)
+    seen["evaluation", None] = evaluated(model, seed)
     adapted(model, WHOLE if way.keys() & HEADS.keys() else ADAPTED)
     seen["adapters", None] = losses_and_gradients(model, seed, None)
     if way == HEADS:
@@ -131,6 +142,7 @@ def shared(request, tmp_path_factory):
             trained(tuned, batch_of(model, seed))
             of_loss = {x: losses_and_gradients(model, seed, x) for x in losses_of(kind)}
             of_loss["adapters"] = losses_and_gradients(tuned, seed, None)
+            of_loss["evaluation"] = evaluated(models.use_transformers(model), seed)
             return of_loss | {"upstream": ({"loss": loss}, grads)}
 
         seed, alone = clear_case(run)
