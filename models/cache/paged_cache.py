@@ -82,9 +82,6 @@ class PagedCache(Cache):
     seen = property(lambda self: self.sequences.seen)
     tables = property(lambda self: self.store.tables)
     grows = False
-    #: a change of sequences that has begun, and the remedy if it was interrupted
-    half_done: str | None = None
-
     @torch.inference_mode(False)  # inference tensors are read-only outside the mode
     def __init__(
         self,
@@ -121,6 +118,9 @@ class PagedCache(Cache):
                 self.store.layers[layer].source = self.store.layers[source]
         super().__init__(layers=self.store.layers)
         self.sequences = Sequences(batch_size, self.store.spare, device)
+        #: a change of sequences that has begun, and the remedy if it was interrupted; from the
+        #: beginning an attribute of the object, as graphs guard on where it is found
+        self.half_done: str | None = None
 
     @property
     def block_size(self) -> int:
