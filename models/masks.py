@@ -33,7 +33,7 @@ class Request(NamedTuple):
     #: by which transformers tells sequences packed into a row, ``[B, S]``
     positions: Tensor | None
     cache: Cache | None
-    #: whether upstream transformers would create a cache without one
+    #: whether upstream transformers would create a cache, without one of the caller
     keeps_cache: bool
     use_cache: bool | None
     output_attentions: bool
@@ -46,10 +46,11 @@ def read(model, attention, kwargs: dict) -> Request:
     rotating = positions = kwargs.get("position_ids")
     if attention.counting.axes:
         positions = text_axis(positions)
-    use_cache = kwargs.get("use_cache")
-    keeps = not checkpoints(model) and (model.config.use_cache if use_cache is None else use_cache)
+    mask, cache, use_cache = (kwargs.get(x) for x in ("attention_mask", CACHE, "use_cache"))
+    keeps = cache is None and not checkpoints(model)
+    if keeps:  # reading a config is slow, and each token has a cache
+        keeps = model.config.use_cache if use_cache is None else use_cache
     attentions = kwargs.get("output_attentions", getattr(model.config, "output_attentions", False))
-    mask, cache = kwargs.get("attention_mask"), kwargs.get(CACHE)
     return Request(
         batch, tokens, mask, rotating, positions, cache, keeps, use_cache, bool(attentions)
     )

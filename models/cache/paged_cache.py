@@ -82,6 +82,7 @@ class PagedCache(Cache):
     seen = property(lambda self: self.sequences.seen)
     tables = property(lambda self: self.store.tables)
     grows = False
+
     @torch.inference_mode(False)  # inference tensors are read-only outside the mode
     def __init__(
         self,
