@@ -22,7 +22,7 @@ from inputs import BLOCK, D, K, L, R
 from measure import Benchmark, Floor, check, in_own_process, interleaved, median_ms, ratio
 
 import custom_pypto
-from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantized
+from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantized_latents
 from custom_pypto.rows.expanded import Heads, expanded_attention, in_float32
 from custom_pypto.rows.latents import int8_row_bytes
 
@@ -106,7 +106,9 @@ def int8_attention_cases(S1: int, N1: int, S2: int) -> tuple[Case, Case]:
     cache = torch.zeros(*key.shape[:-1], int8_row_bytes(L, R), dtype=torch.int8)
     slots = torch.arange(key.size(0) * key.size(1)).view(key.shape[:2])
     custom_pypto.npu_kv_quant_update_pto(key.squeeze(2), key_rope.squeeze(2), slots, cache)
-    rows = dict(zip(("key", "key_rope"), dequantized(cache, L, torch.bfloat16), strict=True))
+    rows = dict(
+        zip(("key", "key_rope"), dequantized_latents(cache, L, torch.bfloat16), strict=True)
+    )
     bfloat16 = attention_of(x | rows)
     query = torch.cat([x.pop("query"), x.pop("query_rope")], -1)
     for name in ("key_rope", "sinks"):

@@ -20,7 +20,7 @@ from .one_op import of_groups
 
 # torch multiplies bfloat16 fast only where a CPU does
 HAS_BF16 = torch.ops.custom_pypto.has_bf16()
-FEW_ROWS = 16  # for which torch copies the weight of an einsum
+EINSUM_COPIES = 16  # rows up to which torch.einsum copies the weight
 
 
 class Part(NamedTuple):
@@ -64,7 +64,7 @@ def of_heads(x: Tensor, weight: Tensor) -> Tensor:
     on_cpu = x.device.type == "cpu" and x.dtype == weight.dtype == torch.bfloat16
     whole = x.size(-1) % 32 == 0 and weight.size(1) % 16 == 0
     if on_cpu and whole and not wanted:
-        if not HAS_BF16 or x.shape[:-2].numel() <= FEW_ROWS:
+        if not HAS_BF16 or x.shape[:-2].numel() <= EINSUM_COPIES:
             return of_groups(x, weight)
     return torch.einsum("...ha,hba->...hb", x, weight).contiguous()
 

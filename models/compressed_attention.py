@@ -138,7 +138,7 @@ class CompressedAttention(PatchedAttention):
         return layer.select(query, weights, indexer.index_topk, tokens.lengths)
 
 
-def compress(
+def compressor_rows(
     module: nn.Module,
     rope,
     layer: PagedLayer,

@@ -29,7 +29,7 @@ from .sharing import (
 from .training_rows import TrainingRows
 
 # of a prompt over ranks; fewer are not worth the exchange
-FEWEST_TOKENS = 32
+FEWEST_SHARED = 32
 SAME_MODEL = "with context_parallel all ranks have the same model, options and format of the cache"
 
 
@@ -44,7 +44,7 @@ def share(model, step: Step, kwargs: dict) -> tuple[Step, dict]:
             are requested.
     """
     whole, ranks = step.whole, dist.get_world_size()
-    if whole.count() < max(FEWEST_TOKENS, 2 * ranks):
+    if whole.count() < max(FEWEST_SHARED, 2 * ranks):
         return step, kwargs
     for name in ("output_hidden_states", "output_router_logits"):
         if kwargs.get(name, getattr(model.config, name, False)):

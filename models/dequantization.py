@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from .foreign_weights import dequantized
+from .foreign_weights import dequantized_projection
 from .projection import brought_in, quantized_by
 
 logger = logging.getLogger("custom_pypto")
@@ -40,7 +40,7 @@ def dequantize(attentions: dict[int, nn.Module], dtype: torch.dtype) -> list[Deq
             continue
         plain = nn.Linear(original.in_features, original.out_features, bias=False, device="meta")
         with torch.no_grad():
-            weight = dequantized(original, library).to(dtype)
+            weight = dequantized_projection(original, library).to(dtype)
         plain.weight = nn.Parameter(weight, requires_grad=False)
         attention.kv_b_proj = plain.train(original.training)
         replaced.append(Dequantized(layer, library, original, plain, dtype))
@@ -97,7 +97,7 @@ def changed(each: Dequantized) -> bool:
         return True
     with torch.no_grad(), brought_in(each.plain):
         weight = each.plain.weight
-        want = dequantized(each.original, each.library).to(each.dtype)
+        want = dequantized_projection(each.original, each.library).to(each.dtype)
         return not torch.equal(weight, want.to(weight.device, weight.dtype))
 
 

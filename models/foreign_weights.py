@@ -58,7 +58,7 @@ def quantizes_weight_alone(projection: nn.Module, library: str) -> bool:
     return False
 
 
-def dequantized(projection: nn.Module, library: str) -> Tensor:
+def dequantized_projection(projection: nn.Module, library: str) -> Tensor:
     """The dequantized weight of a projection for which :func:`quantizes_weight_alone` is true."""
     if library != "bitsandbytes":
         return projection.weight.detach().dequantize()

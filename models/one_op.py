@@ -24,8 +24,8 @@ from custom_pypto import layer_ops
 from .memory import is_transformed
 from .projection import wrapped
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-PLAIN = (Tensor, nn.Parameter)
+OP_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+PLAIN_TENSORS = (Tensor, nn.Parameter)
 # for more, torch's product in bfloat16 is as fast or faster
 FEW_ROWS = 4
 
@@ -37,9 +37,9 @@ def takes(x: Tensor, *others: Tensor) -> bool:
         return False
     dtype = x.dtype
     for y in (x, *others):
-        if type(y) not in PLAIN or y.dtype is not dtype or not y.is_cpu:
+        if type(y) not in PLAIN_TENSORS or y.dtype is not dtype or not y.is_cpu:
             return False
-    return dtype in DTYPES and not is_transformed()
+    return dtype in OP_DTYPES and not is_transformed()
 
 
 class OneOp:

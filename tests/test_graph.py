@@ -186,7 +186,7 @@ def torch_name(dtype: torch.dtype) -> str:
 
 def test_dtypes_have_the_names_of_ge():
     named = {torch_name(dtype): name for dtype, name in GE_DTYPES.items()}
-    assert headers.DTYPES.items() <= named.items()
+    assert headers.GE_DTYPES.items() <= named.items()
 
 
 class NoFacts(types.SimpleNamespace):

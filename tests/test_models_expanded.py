@@ -18,7 +18,7 @@ from model_harness import (
 )
 from tiny import SHARED, tiny_model
 
-from custom_pypto import models, reference, rows, simulation
+from custom_pypto import models, npu, reference, rows, simulation
 from custom_pypto.models.absorbed import absorbed_query
 from custom_pypto.rows import expanded
 from custom_pypto.rows.expanded import Heads
@@ -28,11 +28,11 @@ CHUNKS = {"prompt": [96], "chunks": [70, 64], "decode-between": [64, 1, 64], "lo
 
 
 @contextmanager
-def that(op: str, value: bool):
-    """Inside, this CPU does, or does not."""
+def with_products_of_bfloat16(value: bool):
+    """Inside, this CPU has fast ones, or has not."""
     with torch.library._scoped_library("custom_pypto", "IMPL") as library:
         key = "CompositeImplicitAutograd"
-        library.impl(op, lambda: value, key, allow_override=True)
+        library.impl("multiplies_bf16", lambda: value, key, allow_override=True)
         yield
 
 
@@ -44,7 +44,7 @@ BY_THE_OP = pytest.mark.skipif(
 @pytest.fixture(params=[False, pytest.param(True, marks=BY_THE_OP)], ids=["float32", "bfloat16"])
 def multiplied(request):
     """Rows in bfloat16 are expanded in float32, or by the op where this CPU has it."""
-    with that("multiplies_bf16", request.param):
+    with with_products_of_bfloat16(request.param):
         yield
 
 
@@ -215,7 +215,7 @@ def test_the_op_rejects(message):
     assert f"expanded_attention: {message}" in str(error.value)
 
 
-def test_bfloat16_is_nearer_to_float32_than_absorption(multiplied):
+def test_bfloat16_is_nearer_to_float32_than_absorption(multiplied, monkeypatch):
     torch.manual_seed(0)
     model = patched_model(index_topk=256, max_position_embeddings=512)
     ids, mask, _ = left_padded([0], 200)
@@ -223,8 +223,8 @@ def test_bfloat16_is_nearer_to_float32_than_absorption(multiplied):
     model = model.bfloat16()
     errors = []
     for value in (False, True):
-        with that("absorbs", value):
-            errors.append((model(ids).logits.float() - exact).norm() / exact.norm())
+        monkeypatch.setattr(npu, "on_cpu", value)  # absorbs
+        errors.append((model(ids).logits.float() - exact).norm() / exact.norm())
     assert errors[0] < 1.05 * errors[1] < 0.2, errors
 
 
@@ -246,8 +246,8 @@ def test_caches_of_other_formats_are_read_as_by_their_op(dtype, calls, monkeypat
     model = models.use_custom_pypto(tiny_model(**sizes).bfloat16())
     got = prefill(model, 100, kv_dtype=dtype)
     assert calls == [100]
-    with that("absorbs", True):
-        want = prefill(model, 100, kv_dtype=dtype)
+    monkeypatch.setattr(npu, "on_cpu", True)  # absorbs
+    want = prefill(model, 100, kv_dtype=dtype)
     assert calls == [100]
     assert (got.float() - want.float()).norm() < 0.02 * want.float().norm()
 
@@ -293,6 +293,6 @@ def test_the_cheaper_one_by_products_of_deepseek_v32():
     keys = (2048, 4096, 6144, 7168)
     assert [expanded.is_cheaper(heads, indices, n) for n in keys] == [True, True, False, False]
     halves = heads._replace(q_nope=heads.q_nope.bfloat16(), weight=heads.weight.bfloat16())
-    with that("multiplies_bf16", True):
+    with with_products_of_bfloat16(True):
         cheaper = [expanded.is_cheaper(halves, indices, n) for n in keys]
     assert cheaper == [True, True, True, False]

@@ -273,13 +273,13 @@ def test_another_dtype_after_the_patch_holds_for_the_modules_that_come_back():
 def test_a_weight_packed_for_avx512_bf16_is_unpacked_in_a_copy():
     functional = pytest.importorskip("bitsandbytes.functional")
     linear = projections(by_bitsandbytes(quant_type="nf4")(tiny_model().bfloat16()))[0]
-    want = foreign_weights.dequantized(linear, "bitsandbytes")
+    want = foreign_weights.dequantized_projection(linear, "bitsandbytes")
     # what the forward does on such a CPU
     linear.weight.data, linear.weight.quant_state = functional._convert_weight_packed_for_cpu(
         linear.weight.data, linear.weight.quant_state
     )
     packed = linear.weight.data
-    got = foreign_weights.dequantized(linear, "bitsandbytes")
+    got = foreign_weights.dequantized_projection(linear, "bitsandbytes")
     assert linear.weight.data is packed or torch.equal(linear.weight.data, packed)
     # its scales are rounded to bfloat16, and so is the product
     torch.testing.assert_close(got.float(), want.float(), rtol=2**-7, atol=0)

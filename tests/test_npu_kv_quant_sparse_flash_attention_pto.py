@@ -8,7 +8,7 @@ from numerics import assert_close_to_rows, reference
 
 from custom_pypto import npu_kv_quant_sparse_flash_attention_pto as attend
 from custom_pypto import npu_sparse_flash_attention_pto
-from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantized
+from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantized_latents
 from custom_pypto.rows import latents
 
 
@@ -18,8 +18,8 @@ def unquantized(x: dict) -> dict:
     names += ("key_dequant_scale", "value_dequant_scale")
     rest = {name: value for name, value in x.items() if name not in names}
     query, latent = x["query"], x["query"].size(-1) - x["rope_head_dim"]
-    key, key_rope = dequantized(x["key"], latent, query.dtype)
-    copied = latents.dequantized(x["key"], latent, query.dtype)  # of the models
+    key, key_rope = dequantized_latents(x["key"], latent, query.dtype)
+    copied = latents.dequantized_latents(x["key"], latent, query.dtype)  # of the models
     torch.testing.assert_close(copied, (key, key_rope), rtol=0, atol=0, equal_nan=True)
     ropes = dict(query_rope=query[..., latent:], key_rope=key_rope)
     return rest | dict(query=query[..., :latent], key=key) | ropes

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from numerics import reference
 
 import custom_pypto
-from custom_pypto.reference.npu_quant_rows_pto import dequantized, hadamard_matrix
+from custom_pypto.reference.npu_quant_rows_pto import dequantized_rows, hadamard_matrix
 from custom_pypto.rows import index
 
 quantize = custom_pypto.npu_quant_rows_pto
@@ -84,7 +84,7 @@ def test_the_error_is_at_most_half_a_step():
     rows, scales = quantize(x.float())
     # and the rounding of the scale to float16, of at most 127 steps
     bound = (0.5 + 127 * 2**-11 + 1e-3) * scales.double()[:, None]
-    assert ((dequantized(rows, scales) - x).abs() <= bound).all()
+    assert ((dequantized_rows(rows, scales) - x).abs() <= bound).all()
 
 
 @pytest.mark.parametrize("dim", [16, 32, 128])
@@ -97,7 +97,7 @@ def test_rotated_rows_have_the_same_products(dim):
     exact = x.double() @ x.double().T
     errors = []
     for hadamard in (None, matrix):
-        rows = dequantized(*quantize(x, hadamard=hadamard))
+        rows = dequantized_rows(*quantize(x, hadamard=hadamard))
         errors.append(float((rows @ rows.T - exact).norm() / exact.norm()))
     assert errors[1] < 0.02 and errors[1] < errors[0]
 
@@ -106,7 +106,7 @@ def test_rotated_rows_have_the_same_products(dim):
 def test_rotated_rows_are_rounded_to_the_dtype_of_x(dtype):
     x = rows_inputs([5], [], dtype=dtype, hadamard=True)
     rotated = (x["x"].double() @ x["hadamard"].double()).to(dtype)
-    got, expected = dequantized(*quantize(**x)), dequantized(*quantize(rotated))
+    got, expected = dequantized_rows(*quantize(**x)), dequantized_rows(*quantize(rotated))
     # sums may round to a neighbour, the largest one as well
     step = expected.abs().amax(-1, keepdim=True) * (1 / 127 + 2 * torch.finfo(dtype).eps)
     assert ((got - expected).abs() <= 1.01 * step).all()

@@ -5,7 +5,7 @@ import textwrap
 
 from .prototypes import Attribute, Prototype, Tensor
 
-DTYPES = {
+GE_DTYPES = {
     "bfloat16": "DT_BF16",
     "float16": "DT_FLOAT16",
     "float32": "DT_FLOAT",
@@ -50,7 +50,7 @@ def _comment(prototype: Prototype) -> str:
 
 
 def _tensor(macro: str, tensor: Tensor) -> str:
-    dtypes = ", ".join(DTYPES[dtype] for dtype in tensor.dtypes)
+    dtypes = ", ".join(GE_DTYPES[dtype] for dtype in tensor.dtypes)
     return f"{macro}({tensor.name}, TensorType({{{dtypes}}}))"
 
 

@@ -23,7 +23,7 @@ _root.handlers[:] = _handlers
 
 F16, F32, I8, I32 = pypto.DT_FP16, pypto.DT_FP32, pypto.DT_INT8, pypto.DT_INT32
 # keyed by torch's names
-DTYPES = {
+PYPTO_DTYPES = {
     "bfloat16": pypto.DT_BF16,
     "float16": F16,
     "float32": F32,

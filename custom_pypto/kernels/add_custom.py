@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, F32, Arguments, arguments, begin_task, end_task, runtime_options
+from . import F32, PYPTO_DTYPES, Arguments, arguments, begin_task, end_task, runtime_options
 from .pypto_versions import jit
 
 # three float32 tiles and the copies of the next ones fit in the 192 KiB of UB
@@ -38,7 +38,7 @@ def program(a: Arguments) -> None:
 @functools.cache
 def kernel(facts: Facts) -> Callable:
     """The kernel of :func:`program`; one binary serves every n >= 1."""
-    vector, dtype = [pypto.DYNAMIC], DTYPES[facts.dtype]
+    vector, dtype = [pypto.DYNAMIC], PYPTO_DTYPES[facts.dtype]
 
     @jit(runtime_options=runtime_options(ready_on_host=False))
     def add_custom_kernel(

@@ -22,7 +22,17 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, F32, I32, Arguments, arguments, begin_task, end_task, loop, runtime_options
+from . import (
+    F32,
+    I32,
+    PYPTO_DTYPES,
+    Arguments,
+    arguments,
+    begin_task,
+    end_task,
+    loop,
+    runtime_options,
+)
 from .every_key import DenseFacts, DenseScores
 from .gradient_tiling import EVERY_KEY, GradientTiling
 from .index_gradients import DScores, d_products, index_scores, scaled, unscaled, weights_of
@@ -222,7 +232,7 @@ def program(a: Arguments, facts: Facts) -> None:
 def kernel(facts: Facts) -> Callable:
     """The kernel of :func:`program`."""
     D, S = pypto.DYNAMIC, pypto.STATIC
-    dtype, weights_dtype = DTYPES[facts.dtype], DTYPES[facts.weights_dtype]
+    dtype, weights_dtype = PYPTO_DTYPES[facts.dtype], PYPTO_DTYPES[facts.weights_dtype]
     options = runtime_options(ready_on_host=False, iterations=128 // facts.tiling.tokens)
 
     @jit(runtime_options=options)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, F32, I32, Arguments, arguments, loop, runtime_options
+from . import F32, I32, PYPTO_DTYPES, Arguments, arguments, loop, runtime_options
 from .every_key import DenseFacts, DenseScores
 from .index_scores import LOWEST, widest
 from .pypto_versions import infinite_where, jit
@@ -92,7 +92,7 @@ def program(a: Arguments, facts: Facts) -> None:
 def kernel(facts: Facts) -> Callable:
     """The kernel of :func:`program`."""
     D, S = pypto.DYNAMIC, pypto.STATIC
-    dtype, weights_dtype = DTYPES[facts.dtype], DTYPES[facts.weights_dtype]
+    dtype, weights_dtype = PYPTO_DTYPES[facts.dtype], PYPTO_DTYPES[facts.weights_dtype]
     options = runtime_options(ready_on_host=False, iterations=128 // facts.tiling.tokens)
 
     @jit(runtime_options=options)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pypto
 from pypto.experimental import gather_in_ub
 
-from . import DTYPES, F16, F32, I8, I32, Arguments, arguments, begin_task, end_task
+from . import F16, F32, I8, I32, PYPTO_DTYPES, Arguments, arguments, begin_task, end_task
 from . import npu_sparse_flash_attention_pto as attention
 from .npu_sparse_flash_attention_pto import CHECKS, AttentionFacts
 from .pypto_versions import bounded, floats, jit
@@ -99,7 +99,7 @@ def program(a: Arguments, facts: Facts) -> None:
 def kernel(facts: Facts) -> Callable:
     """The kernel of :func:`program`; ``query`` is ``[T * heads, L + R]``."""
     D, S = pypto.DYNAMIC, pypto.STATIC
-    dtype = DTYPES[facts.dtype]
+    dtype = PYPTO_DTYPES[facts.dtype]
 
     @jit(runtime_options=attention.options(facts))
     def kv_quant_sparse_flash_attention(

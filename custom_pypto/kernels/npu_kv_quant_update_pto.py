@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, F32, I32, Arguments, arguments, begin_task, end_task, runtime_options
+from . import F32, I32, PYPTO_DTYPES, Arguments, arguments, begin_task, end_task, runtime_options
 from .pypto_versions import jit, words
 from .quantizer import SCALE_GROUP, TOKENS, loaded, quantized, tiles
 from .slots import SlotFacts, write_rows
@@ -49,7 +49,7 @@ def program(a: Arguments, facts: SlotFacts) -> None:
 @functools.cache
 def kernel(facts: Facts) -> Callable:
     """The kernel of :func:`program`; one binary serves every number of tokens and slots."""
-    D, S, half = pypto.DYNAMIC, pypto.STATIC, DTYPES[facts.dtype]
+    D, S, half = pypto.DYNAMIC, pypto.STATIC, PYPTO_DTYPES[facts.dtype]
 
     @jit(runtime_options=runtime_options("slots", ready_on_host=facts.ready_on_host))
     def kv_quant_update(

@@ -22,7 +22,17 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, F32, I32, Arguments, arguments, begin_task, end_task, loop, runtime_options
+from . import (
+    F32,
+    I32,
+    PYPTO_DTYPES,
+    Arguments,
+    arguments,
+    begin_task,
+    end_task,
+    loop,
+    runtime_options,
+)
 from .gradient_tiling import INDEX, GradientTiling
 from .index_gradients import DScores, d_products, scaled, unscaled, weights_of
 from .pypto_versions import after_all, behind, jit
@@ -154,7 +164,7 @@ def program(a: Arguments, facts: Facts) -> None:
 def kernel(facts: Facts) -> Callable:
     """The kernel of :func:`program`."""
     D, S = pypto.DYNAMIC, pypto.STATIC
-    dtype, weights_dtype = DTYPES[facts.dtype], DTYPES[facts.weights_dtype]
+    dtype, weights_dtype = PYPTO_DTYPES[facts.dtype], PYPTO_DTYPES[facts.weights_dtype]
     control_flow = ["query_lengths"] + ["key_lengths"] * (facts.block_size > 0)
     options = runtime_options(*control_flow, ready_on_host=facts.ready_on_host, layout=facts.layout)
 
@@ -163,7 +173,7 @@ def kernel(facts: Facts) -> Callable:
         query_index: pypto.Tensor([D, S], dtype),
         key_index: pypto.Tensor([D, S], dtype),
         weights: pypto.Tensor([D, S], weights_dtype),
-        dy: pypto.Tensor([D, S], DTYPES[facts.dy_dtype]),
+        dy: pypto.Tensor([D, S], PYPTO_DTYPES[facts.dy_dtype]),
         indices: pypto.Tensor([D, S], I32),
         query_lengths: pypto.Tensor([D], I32),
         key_lengths: pypto.Tensor([D], I32),

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import pypto
 
 from . import (
-    DTYPES,
     F16,
     F32,
     I8,
     I32,
+    PYPTO_DTYPES,
     Arguments,
     arguments,
     loop,
@@ -108,7 +108,7 @@ def kernel(facts: Facts) -> Callable:
     """The kernel of :func:`program`."""
     matrix, rows = [pypto.STATIC] * 2, [pypto.DYNAMIC, pypto.STATIC]
     dtypes = facts.dtype, facts.angle_dtype, facts.latent_dtype
-    dtype, angle_dtype, latent = (DTYPES[name] for name in dtypes)
+    dtype, angle_dtype, latent = (PYPTO_DTYPES[name] for name in dtypes)
 
     @jit(runtime_options=runtime_options("idx_k_cache_index", ready_on_host=facts.ready_on_host))
     def lightning_indexer_prolog(

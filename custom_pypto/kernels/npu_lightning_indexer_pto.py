@@ -28,7 +28,7 @@ from dataclasses import InitVar, dataclass, field
 
 import pypto
 
-from . import DTYPES, F32, I32, Arguments, arguments, end_task, loop, runtime_options
+from . import F32, I32, PYPTO_DTYPES, Arguments, arguments, end_task, loop, runtime_options
 from .index_scores import LOWEST, IndexScores, widest
 from .pypto_versions import (
     begin_sort,
@@ -276,7 +276,7 @@ def options(facts: Facts) -> dict:
 def kernel(facts: Facts) -> Callable:
     """The kernel of :func:`program`."""
     D, S = pypto.DYNAMIC, pypto.STATIC
-    dtype, weights_dtype = DTYPES[facts.dtype], DTYPES[facts.weights_dtype]
+    dtype, weights_dtype = PYPTO_DTYPES[facts.dtype], PYPTO_DTYPES[facts.weights_dtype]
 
     @jit(runtime_options=options(facts))
     def lightning_indexer(

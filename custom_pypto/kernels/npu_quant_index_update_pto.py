@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, F16, I8, I32, Arguments, arguments, npu_quant_rows_pto, runtime_options
+from . import F16, I8, I32, PYPTO_DTYPES, Arguments, arguments, npu_quant_rows_pto, runtime_options
 from .npu_quant_rows_pto import index_rows
 from .pypto_versions import jit
 from .quantizer import TOKENS, tiles
@@ -41,7 +41,7 @@ def program(a: Arguments, facts: SlotFacts) -> None:
 @functools.cache
 def kernel(facts: Facts) -> Callable:
     """The kernel of :func:`program`; one binary serves every number of tokens and slots."""
-    D, S, half = pypto.DYNAMIC, pypto.STATIC, DTYPES[facts.dtype]
+    D, S, half = pypto.DYNAMIC, pypto.STATIC, PYPTO_DTYPES[facts.dtype]
 
     @jit(runtime_options=runtime_options("slots", ready_on_host=facts.ready_on_host))
     def quant_index_update(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import pypto
 from pypto.experimental import gather_in_ub
 
-from . import DTYPES, F32, I8, I32, Arguments, arguments, begin_task, end_task
+from . import F32, I8, I32, PYPTO_DTYPES, Arguments, arguments, begin_task, end_task
 from . import npu_lightning_indexer_pto as indexer
 from .npu_lightning_indexer_pto import Selector
 from .pypto_versions import bounded, computed, jit, number
@@ -91,7 +91,7 @@ def program(a: Arguments, facts: Facts) -> None:
 def kernel(facts: Facts) -> Callable:
     """The kernel of :func:`program`."""
     D, S = pypto.DYNAMIC, pypto.STATIC
-    weights_dtype, scale_dtype = DTYPES[facts.weights_dtype], DTYPES[facts.scale_dtype]
+    weights_dtype, scale_dtype = PYPTO_DTYPES[facts.weights_dtype], PYPTO_DTYPES[facts.scale_dtype]
 
     @jit(runtime_options=indexer.options(facts))
     def quant_lightning_indexer(

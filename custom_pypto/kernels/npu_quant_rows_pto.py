@@ -8,7 +8,17 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, F16, F32, I8, Arguments, arguments, begin_task, end_task, runtime_options
+from . import (
+    F16,
+    F32,
+    I8,
+    PYPTO_DTYPES,
+    Arguments,
+    arguments,
+    begin_task,
+    end_task,
+    runtime_options,
+)
 from .pypto_versions import behind, jit
 from .quantizer import TOKENS, loaded, quantized, tiles
 
@@ -51,7 +61,7 @@ def program(a: Arguments) -> None:
 @functools.cache
 def kernel(facts: Facts) -> Callable:
     """The kernel of :func:`program`; one binary serves every number of rows."""
-    D, S, half = pypto.DYNAMIC, pypto.STATIC, DTYPES[facts.dtype]
+    D, S, half = pypto.DYNAMIC, pypto.STATIC, PYPTO_DTYPES[facts.dtype]
 
     @jit(runtime_options=runtime_options(ready_on_host=False))
     def quant_rows(

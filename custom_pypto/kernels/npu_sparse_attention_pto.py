@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, F32, I32, Arguments, arguments, loop, runtime_options
+from . import F32, I32, PYPTO_DTYPES, Arguments, arguments, loop, runtime_options
 from . import prolog as prologs
 from .npu_lightning_indexer_pto import Selector, SelectorFacts, write_indices
 from .npu_sparse_flash_attention_pto import AttenderFacts, attender
@@ -108,7 +108,7 @@ def kernel(facts: Facts) -> Callable:
     """The kernel of :func:`program`."""
     matrix, rows = [pypto.STATIC] * 2, [pypto.DYNAMIC, pypto.STATIC]
     heads = [pypto.DYNAMIC, pypto.STATIC, pypto.STATIC]
-    dtype, angle_dtype = DTYPES[facts.dtype], DTYPES[facts.angle_dtype]
+    dtype, angle_dtype = PYPTO_DTYPES[facts.dtype], PYPTO_DTYPES[facts.angle_dtype]
     control_flow = "cache_index", "act_seqs", "block_table"
 
     @jit(runtime_options=runtime_options(*control_flow, ready_on_host=facts.ready_on_host))

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, F32, I32, Arguments, arguments, loop, runtime_options
+from . import F32, I32, PYPTO_DTYPES, Arguments, arguments, loop, runtime_options
 from .gradient_tiling import GradientTiling
 from .pypto_versions import after_all, jit
 from .row_sums import PARTS, add_rows, parts_of, row_tiles, store_total, sums_of
@@ -215,7 +215,7 @@ def program(a: Arguments, facts: Facts) -> None:
 def kernel(facts: Facts) -> Callable:
     """The kernel of :func:`program`."""
     D, S = pypto.DYNAMIC, pypto.STATIC
-    dtype = DTYPES[facts.dtype]
+    dtype = PYPTO_DTYPES[facts.dtype]
     control_flow = ["query_lengths"] + ["key_lengths"] * (facts.block_size > 0)
     options = runtime_options(*control_flow, ready_on_host=facts.ready_on_host, layout=facts.layout)
 

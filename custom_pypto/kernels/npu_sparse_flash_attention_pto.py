@@ -18,7 +18,7 @@ from dataclasses import InitVar, dataclass, field
 
 import pypto
 
-from . import DTYPES, F32, I32, Arguments, arguments, begin_task, end_task, runtime_options
+from . import F32, I32, PYPTO_DTYPES, Arguments, arguments, begin_task, end_task, runtime_options
 from .pypto_versions import (
     behind,
     gathered,
@@ -292,7 +292,7 @@ def options(facts: AttentionFacts) -> dict:
 def kernel(facts: Facts) -> Callable:
     """The kernel of :func:`program`."""
     D, S = pypto.DYNAMIC, pypto.STATIC
-    dtype = DTYPES[facts.dtype]
+    dtype = PYPTO_DTYPES[facts.dtype]
 
     @jit(runtime_options=options(facts))
     def sparse_flash_attention(

@@ -20,7 +20,17 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import DTYPES, F32, I32, Arguments, arguments, begin_task, end_task, loop, runtime_options
+from . import (
+    F32,
+    I32,
+    PYPTO_DTYPES,
+    Arguments,
+    arguments,
+    begin_task,
+    end_task,
+    loop,
+    runtime_options,
+)
 from .gradient_tiling import INDEX, GradientTiling
 from .index_gradients import TINY, index_scores, scaled
 from .index_scores import LOWEST
@@ -149,7 +159,7 @@ def program(a: Arguments, facts: Facts) -> None:
 def kernel(facts: Facts) -> Callable:
     """The kernel of :func:`program`."""
     D, S = pypto.DYNAMIC, pypto.STATIC
-    dtype, weights_dtype = DTYPES[facts.dtype], DTYPES[facts.weights_dtype]
+    dtype, weights_dtype = PYPTO_DTYPES[facts.dtype], PYPTO_DTYPES[facts.weights_dtype]
 
     @jit(runtime_options=runtime_options(ready_on_host=False))
     def sparse_lightning_indexer_grad_kl_loss(

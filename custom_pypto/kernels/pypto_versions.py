@@ -14,7 +14,7 @@ from functools import partial
 import pypto
 from pypto.experimental import gather_in_l1
 
-from . import DTYPES, F16, F32, I8, I32, begin_task, loop
+from . import F16, F32, I8, I32, PYPTO_DTYPES, begin_task, loop
 from .tiling import round_up
 
 
@@ -40,7 +40,7 @@ def signature(kernel: Callable) -> dict[str, str]:
 
     0.2.0 and CANN 9.1 show them in a private attribute only; 9.2 is not tried.
     """
-    names = {dtype: name for name, dtype in DTYPES.items()}
+    names = {dtype: name for name, dtype in PYPTO_DTYPES.items()}
     annotated = kernel._original_func.__annotations__
     return {name: names[tensor.dtype] for name, tensor in annotated.items()}
 

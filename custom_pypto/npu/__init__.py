@@ -41,6 +41,9 @@ from ..schemas import bound, overload
 from .aclnn import Operator
 from .common import Arguments, Launch, on_device, prepared
 
+#: whether the programs compute the ops on CPU tensors, too: :func:`custom_pypto.simulation.on_cpu`
+on_cpu = False
+
 
 @functools.cache
 def _module(op: str) -> ModuleType:

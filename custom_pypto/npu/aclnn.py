@@ -21,7 +21,7 @@ from ..kernel_packages import Functions, functions, places
 from .common import name
 
 # aclDataType and aclFormat of CANN's acl/acl_base.h
-DTYPES = {
+ACL_DTYPES = {
     torch.float32: 0,
     torch.float16: 1,
     torch.int8: 2,
@@ -30,7 +30,7 @@ DTYPES = {
     torch.bfloat16: 27,
 }
 ND = 2
-PLAIN = (0, 1, ND, 27, 30)  # NCHW, NHWC, ND, NDHWC, NCDHW: torch's choices by number of dims
+TORCH_FORMATS = (0, 1, ND, 27, 30)  # NCHW, NHWC, ND, NDHWC, NCDHW: by number of dims
 ATTRIBUTES = {
     "int": ctypes.c_int64,
     "float": ctypes.c_double,
@@ -156,7 +156,7 @@ class Operator:
                     f"got {name(tensor.dtype)}; convert it, or run on the CPU"
                 )
             # strides do not describe a private format; vectors have no private formats
-            if tensor.dim() > 1 and (found := format_of(tensor)) not in PLAIN:
+            if tensor.dim() > 1 and (found := format_of(tensor)) not in TORCH_FORMATS:
                 raise RuntimeError(
                     f"{op}: {described.name} must be in format ND on an NPU, got aclFormat "
                     f"{found}; cast it: torch_npu.npu_format_cast(x, 2)"
@@ -212,7 +212,7 @@ class _Cann:
         description = self.base.aclCreateTensor(
             numbers(*tensor.size()),
             tensor.dim(),
-            DTYPES[tensor.dtype],
+            ACL_DTYPES[tensor.dtype],
             numbers(*tensor.stride()),
             tensor.storage_offset(),
             ND,

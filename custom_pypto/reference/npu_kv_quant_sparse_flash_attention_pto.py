@@ -9,7 +9,7 @@ from .npu_sparse_flash_attention_pto import arguments as unquantized
 from .npu_sparse_flash_attention_pto import npu_sparse_flash_attention_pto
 
 
-def dequantized(cache: Tensor, latent: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def dequantized_latents(cache: Tensor, latent: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``(latent, rope)`` of the rows of an int8 cache, in ``dtype``: each int8 times the scale of
     its group, in float32, then rounded."""
     scales = cache.size(-1) - latent // SCALE_GROUP * 4
@@ -46,7 +46,7 @@ def npu_kv_quant_sparse_flash_attention_pto(
 ) -> Tensor:
     """Sparse attention over the dequantized rows."""
     latent = query.size(-1) - rope_head_dim
-    keys, key_rope = dequantized(key, latent, query.dtype)
+    keys, key_rope = dequantized_latents(key, latent, query.dtype)
     return npu_sparse_flash_attention_pto(
         query[..., :latent],
         keys,

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from .checks import BLOCK, ROUNDING, row_error
 from .npu_quant_index_update_pto import npu_quant_index_update_pto
-from .npu_quant_rows_pto import dequantized, hadamard_matrix, npu_quant_rows_pto
+from .npu_quant_rows_pto import dequantized_rows, hadamard_matrix, npu_quant_rows_pto
 from .npu_sparse_attention_pto import index_key, index_weights, rope_half_split
 
 
@@ -101,7 +101,7 @@ def error(got: tuple, expected: tuple, mine: dict, theirs: dict) -> tuple[float,
     def tensors(result: tuple, arguments: dict) -> tuple:
         query, scale, weights = result
         keys, scales = arguments["idx_k_cache"], arguments["idx_k_scale_cache"]
-        return dequantized(query, scale[..., 0]), dequantized(keys, scales), weights
+        return dequantized_rows(query, scale[..., 0]), dequantized_rows(keys, scales), weights
 
     pairs = zip(tensors(got, mine), tensors(expected, theirs), strict=True)
     # one of the 127 steps; four results are rounded before: projection, LayerNorm, RoPE, rotation

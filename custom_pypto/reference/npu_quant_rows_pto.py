@@ -56,7 +56,9 @@ def index_rows(*shape: int, seed: int = 1) -> Tensor:
 
 def error(got: tuple, expected: tuple, mine: dict, theirs: dict) -> tuple[float, float]:
     """The largest error in steps of the scale of its row."""
-    steps = (dequantized(*got) - dequantized(*expected)).abs() / expected[1].double()[..., None]
+    steps = (dequantized_rows(*got) - dequantized_rows(*expected)).abs() / expected[1].double()[
+        ..., None
+    ]
     bound = 0.0
     if theirs.get("hadamard") is not None:
         # sums may round to a neighbour in the dtype of x, the largest one as well, then to another
@@ -65,5 +67,5 @@ def error(got: tuple, expected: tuple, mine: dict, theirs: dict) -> tuple[float,
     return float(steps.nan_to_num(nan=torch.inf).amax()), bound
 
 
-def dequantized(rows: Tensor, scales: Tensor) -> Tensor:
+def dequantized_rows(rows: Tensor, scales: Tensor) -> Tensor:
     return rows.double() * scales.double()[..., None]

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import layer_ops
+from .. import layer_ops, npu
 
 FEWEST_TOKENS = 64  # of a prompt; callers leave fewer to absorption
 TOKENS = 256  # that attend at once
@@ -36,7 +36,7 @@ class Heads(NamedTuple):
 
 def is_cheaper(heads: Heads, indices: Tensor, keys: int) -> bool:
     """Whether expansion of ``keys`` rows takes fewer products than absorption."""
-    if torch.ops.custom_pypto.absorbs() or heads.sinks is not None:
+    if npu.on_cpu or heads.sinks is not None:
         return False
     nope, value, rope = widths(heads)
     latent, tokens = heads.weight.size(2), indices.size(1)

@@ -90,7 +90,9 @@ class Int8LatentRows(LatentRows):
         )
 
     def first(self, pools, block_table, count, latent):
-        return dequantized(first_rows(pools["latent"], block_table, count), latent, self.dtype)
+        return dequantized_latents(
+            first_rows(pools["latent"], block_table, count), latent, self.dtype
+        )
 
     def attend(self, pools, query, query_rope, indices, scale, *, lengths, **others):
         return custom_pypto.npu_kv_quant_sparse_flash_attention_pto(
@@ -111,7 +113,7 @@ def int8_row_bytes(latent: int, rope: int) -> int:
     return latent + 2 * rope + 4 * latent // SCALE_GROUP
 
 
-def dequantized(rows: Tensor, latent: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def dequantized_latents(rows: Tensor, latent: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``(latent, rope)`` of int8 rows, in ``dtype``: each int8 times its scale, in float32, then
     rounded."""
     scales = 4 * latent // SCALE_GROUP

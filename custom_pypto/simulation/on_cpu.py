@@ -52,11 +52,12 @@ def on_cpu(*, generated: bool = False, unordered_adds: bool = False) -> Iterator
                 warnings.filterwarnings("ignore", "Warning only once for all operators")
                 for op, function in npu.implementations(launch).items():
                     library.impl(overload(op), function, "CPU", allow_override=True)
-                # the log names this route; models leave attention to the ops, as on an NPU
-                for name, value in {"cpu_isa": route, "absorbs": True}.items():
-                    fixed = functools.partial(lambda value: value, value)
-                    library.impl(name, fixed, "CompositeImplicitAutograd", allow_override=True)
+                # the log names this route
+                key = "CompositeImplicitAutograd"
+                library.impl("cpu_isa", lambda: route, key, allow_override=True)
+            npu.on_cpu = True  # models leave attention to the ops, as on an NPU
             yield
         finally:
+            npu.on_cpu = False
             library._destroy()  # restores the CPU kernels
             logging.getLogger("custom_pypto").info("the CPU kernels are in force again")

@@ -30,7 +30,7 @@ from custom_pypto.rows.parts import write
 from ..cache import Tokens
 from ..cache.layout import Pool, RowLayout
 from ..cache.store import PagedLayer
-from ..compressed_attention import CompressedAttention, compress
+from ..compressed_attention import CompressedAttention, compressor_rows
 from ..compression import state_layout
 from ..one_op import (
     BoundedMLP,
@@ -130,13 +130,17 @@ class PagedDeepseekV4Attention(CompressedAttention, DeepseekV4Attention):
         self, x: Tensor, layer: PagedLayer, tokens: Tokens
     ) -> list[tuple[Tensor, Tensor]]:
         if self.layer_type == HEAVY:
-            return [compress(self.compressor, self.rope, layer, "kv", "state", tokens, x)]
+            return [compressor_rows(self.compressor, self.rope, layer, "kv", "state", tokens, x)]
         if self.layer_type != SPARSE:
             return []
         with torch.no_grad():  # as in transformers: a selection has no gradient
-            index = compress(self.indexer, self.rope, layer, "index", "index_state", tokens, x)
+            index = compressor_rows(
+                self.indexer, self.rope, layer, "index", "index_state", tokens, x
+            )
             write(layer.pools["index"], *index)
-        return [compress(self.compressor, self.rope, layer, "kv", "overlap_state", tokens, x)]
+        return [
+            compressor_rows(self.compressor, self.rope, layer, "kv", "overlap_state", tokens, x)
+        ]
 
     def padding(self, mask: Tensor) -> Tensor:
         """Always 0.

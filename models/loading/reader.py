@@ -21,8 +21,8 @@ from ..memory import empty
 from ..weights import published
 from .checkpoint import Stored
 
-DTYPES = published.FLOATS | published.INTEGERS
-DTYPES |= {name: dtype for dtype, name in NAMES.items()}
+TORCH_DTYPES = published.FLOATS | published.INTEGERS
+TORCH_DTYPES |= {name: dtype for dtype, name in NAMES.items()}
 AT_ONCE = 2**20  # bytes that stay in the CPU cache until they are converted
 
 
@@ -105,7 +105,7 @@ class Reader:
         if block is not None:
             scales = self.stored(published.scale_name(name, self.tensors))
             height = block[0]
-        elif out.dtype == DTYPES[self.tensors[name].dtype]:
+        elif out.dtype == TORCH_DTYPES[self.tensors[name].dtype]:
             return self._fill(name, out, self._part(name, first)[-1])
         for rows, values in self.row_blocks(name, first, height):
             layer_ops.convert_weight(
@@ -150,10 +150,10 @@ class Reader:
         if dtype == published.FP4 and dtype in self.blocks:
             shape = [*shape[:-1], shape[-1] // 2]
         if not shape:
-            return shape, DTYPES[dtype], 0
+            return shape, TORCH_DTYPES[dtype], 0
         chosen, others = range(shape[0])[first], shape[1:]
-        skip = chosen.start * math.prod(others) * DTYPES[dtype].itemsize
-        return [len(chosen), *others], DTYPES[dtype], skip
+        skip = chosen.start * math.prod(others) * TORCH_DTYPES[dtype].itemsize
+        return [len(chosen), *others], TORCH_DTYPES[dtype], skip
 
     def _fill(self, name: str, out: Tensor, skip: int) -> None:
         self._open(self.tensors[name].file).read(name, out, skip)

@@ -13,7 +13,7 @@ import custom_pypto
 from custom_pypto import layer_ops
 from custom_pypto.descriptions import LAYER_OPS, TRAINING, WEIGHTS
 from custom_pypto.reference import MODULES
-from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantized
+from custom_pypto.reference.npu_kv_quant_sparse_flash_attention_pto import dequantized_latents
 from custom_pypto.schemas import overload
 
 from .generate import Case
@@ -142,7 +142,7 @@ def attention_of_dequantized(
 ) -> Tensor:
     """Our unquantized op on the rows of the reference."""
     latent = query.size(-1) - rope_head_dim
-    rows, key_rope = dequantized(key, latent, query.dtype)
+    rows, key_rope = dequantized_latents(key, latent, query.dtype)
     ropes = dict(query_rope=query[..., latent:], key_rope=key_rope)
     op = custom_pypto.npu_sparse_flash_attention_pto
     return op(query[..., :latent], rows, None, **ropes, **same)

@@ -11,8 +11,6 @@ TORCH_LIBRARY_FRAGMENT(custom_pypto, m) {
   m.def("has_bf16() -> bool", []() { return custom_pypto::kernels().bf16 != nullptr; });
   // whether it multiplies bfloat16 faster than float32
   m.def("multiplies_bf16() -> bool", []() { return custom_pypto::multiplies_bf16(); });
-  // whether attention is to latents alone, as on an NPU
-  m.def("absorbs() -> bool", []() { return false; });
 }
 
 // Importing custom_pypto._C loads this library; the ops are reached through torch.ops.

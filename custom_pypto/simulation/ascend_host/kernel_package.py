@@ -28,7 +28,7 @@ from .libraries import compile_library
 
 SOC = "ascend910_93"  # of the chip that the simulator's aclrtGetSocName names
 # aclDataType of CANN's acl/acl_base.h
-DTYPES = {
+ACL_DTYPES = {
     0: torch.float32,
     1: torch.float16,
     2: torch.int8,
@@ -181,7 +181,7 @@ def failing(function: str, message: str) -> Iterator[None]:
 
 def _view(tensor: _Tensor) -> Tensor:
     """A CPU tensor on the described memory."""
-    dtype, rank = DTYPES[tensor.dtype], tensor.dimensions
+    dtype, rank = ACL_DTYPES[tensor.dtype], tensor.dimensions
     sizes, strides = tensor.sizes[:rank], tensor.strides[:rank]
     if 0 in sizes:
         return torch.empty_strided(sizes, strides, dtype=dtype)

@@ -52,8 +52,6 @@ class SparseMetadata(AttentionMetadata):
     @cached_property
     def prompts(self) -> list[tuple[int, slice]]:
         """Sequences, and their new tokens, that may attend to keys and values of all heads."""
-        if torch.ops.custom_pypto.absorbs():
-            return []
         ends = [0, *self.query_ends.tolist()]
         tokens = [slice(*both) for both in zip(ends[:-1], ends[1:], strict=True)]
         return [(b, new) for b, new in enumerate(tokens) if new.stop - new.start >= FEWEST_TOKENS]

@@ -1,6 +1,5 @@
 """How the plugin starts, and what it corrects of vLLM."""
 
-import functools
 import inspect
 import itertools
 import subprocess
@@ -8,6 +7,8 @@ import sys
 
 import pytest
 import torch
+
+from custom_pypto import npu
 
 
 @pytest.fixture
@@ -109,7 +110,7 @@ def sparse_attention(indices):
 
 
 @torch.inference_mode()
-def test_prompts_expand_where_that_is_cheaper():
+def test_prompts_expand_where_that_is_cheaper(monkeypatch):
     """Of four sequences the second: the others have few tokens, or many keys."""
     from custom_pypto_vllm.backend import SparseMetadata
 
@@ -124,20 +125,18 @@ def test_prompts_expand_where_that_is_cheaper():
     query, key = torch.randn(tokens, 4, 32 + 64), torch.randn(tokens, 128)
     outputs = {}
     for absorbs in (True, False):
-        with torch.library._scoped_library("custom_pypto", "IMPL") as library:
-            implement = functools.partial(library.impl, "absorbs", allow_override=True)
-            implement(lambda absorbs=absorbs: absorbs, "CompositeImplicitAutograd")
-            step = SparseMetadata(
-                num_actual_tokens=tokens,
-                query_ends=torch.tensor(new).cumsum(0).int(),
-                seq_lens=torch.tensor(lengths).int(),
-                block_table=table,
-                slot_mapping=None,
-                num_decodes=4,
-                num_decode_tokens=tokens,
-            )
-            outputs[absorbs] = torch.full((tokens, 4 * 32), torch.nan)
-            layer.forward_impl(query, key, key, cache, step, output=outputs[absorbs])
+        monkeypatch.setattr(npu, "on_cpu", absorbs)
+        step = SparseMetadata(
+            num_actual_tokens=tokens,
+            query_ends=torch.tensor(new).cumsum(0).int(),
+            seq_lens=torch.tensor(lengths).int(),
+            block_table=table,
+            slot_mapping=None,
+            num_decodes=4,
+            num_decode_tokens=tokens,
+        )
+        outputs[absorbs] = torch.full((tokens, 4 * 32), torch.nan)
+        layer.forward_impl(query, key, key, cache, step, output=outputs[absorbs])
     differ = (outputs[True] != outputs[False]).any(1).nonzero().flatten()
     assert 1 <= differ.min() and differ.max() <= 70 and len(differ) > 60
     # 320 terms, of 1 in all: a rounding of float32 for each
