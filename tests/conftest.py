@@ -6,11 +6,14 @@ products of parameters: each value of each parameter occurs, not each combinatio
 Those marked ``ascend_host`` are taken by ``--ascend-host``, and alone.
 """
 
+import contextlib
+import functools
 import os
 import warnings
 from collections import defaultdict
 
 import hypothesis
+import processes
 import pytest
 import torch
 from cpu_time import CpuTime
@@ -106,3 +109,56 @@ def same_start():
     yield
     torch.set_num_threads(threads)
     torch.compiler.reset()
+
+
+@pytest.fixture(scope="session")
+def with_torch():
+    """Runs code in a process that has imported torch, which takes a second, and nothing else."""
+    with processes.forking() as run:
+        yield run
+
+
+# ---- NPUs ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def for_compiled_models(monkeypatch):
+    torch.set_num_threads(1)  # tensors this small only wait for a second one
+    # torchair makes the inputs of a captured graph by torch.empty inside of the capture: what fills
+    # them here would do so again at every replay
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+    with torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def on_cpu(**options):
+    from custom_pypto import simulation  # with PyPTO, which may be missing
+
+    with simulation.on_cpu(**options):
+        yield
+
+
+@pytest.fixture
+def interpreted():
+    with on_cpu():
+        yield
+
+
+@pytest.fixture
+def generated():
+    with on_cpu(generated=True):
+        yield
+
+
+@pytest.fixture(params=["interpreted", pytest.param("generated", marks=pytest.mark.slow)])
+def both_ways(request):
+    with on_cpu(generated=request.param == "generated"):
+        yield
+
+
+@pytest.fixture
+def fresh_kernels(monkeypatch, request):
+    """Kernels of the test's own, of the programs that it changes: ``PROGRAMS`` of its module."""
+    for module in request.module.PROGRAMS:
+        monkeypatch.setattr(module, "kernel", functools.cache(module.kernel.__wrapped__))

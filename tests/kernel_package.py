@@ -1,9 +1,14 @@
-"""Kernel packages, as CANN installs them: lists of operators, and a library."""
+"""Kernel packages, as CANN installs them: lists of operators, and a library; and one with all
+operators, through which a process on the host simulator calls."""
 
 import json
 import subprocess
 from pathlib import Path
 
+import pytest
+
+from custom_pypto import npu
+from custom_pypto.descriptions import OPS
 from custom_pypto.graph.prototypes import prototypes
 from custom_pypto.kernel_packages import listing
 
@@ -54,3 +59,35 @@ def library(folder: Path, source: str) -> Path:
     command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(path)]
     subprocess.run(command, input=source, text=True, check=True)
     return path
+
+
+@pytest.fixture(scope="module", name="built")
+def built_package(tmp_path_factory):
+    """A package with all operators, written once."""
+    from custom_pypto.simulation.ascend_host import kernel_package
+
+    return kernel_package.build(tmp_path_factory.mktemp("kernels"))
+
+
+@pytest.fixture(name="simulator")
+def calls_through_aclnn(built, monkeypatch):
+    """The module of the package's computation, in a process that calls through aclnn."""
+    from custom_pypto.simulation.ascend_host import kernel_package
+
+    monkeypatch.setenv("ASCEND_CUSTOM_OPP_PATH", str(built))
+    monkeypatch.setenv("CUSTOM_PYPTO_EAGER", "aclnn")
+    nothing = dict(tensors=0, executors=0, plans=0)
+    assert kernel_package.live() == nothing
+    yield kernel_package
+    assert kernel_package.live() == nothing  # after every test, whatever failed in it
+
+
+@pytest.fixture(name="pypto")
+def no_calls_through_pypto(monkeypatch):
+    """Calls through PyPTO fail the test."""
+
+    def launch(*_):
+        raise AssertionError("PyPTO was called")
+
+    for op in OPS:
+        monkeypatch.setattr(npu._module(op), "kernel_call", launch)

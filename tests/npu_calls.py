@@ -3,12 +3,14 @@
 import functools
 
 import torch
-from cases import inputs_of, written
+from cases import copied, inputs_of, written
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import custom_pypto
 from custom_pypto.descriptions import OPS
+from custom_pypto.graph.prototypes import prototypes
 
+PROTOTYPES = {prototype.op: prototype for prototype in prototypes()}
 CALLS = {
     op: functools.partial(inputs_of, op, (2, 1), (30, 17), on_npu=True, dtype=torch.bfloat16)
     for op in OPS
@@ -29,6 +31,15 @@ def call(op: str, x: dict) -> list[torch.Tensor]:
     """What the op returns, and what it has written."""
     returned = tree_leaves(getattr(custom_pypto, op)(**x))
     return [tensor for tensor in returned if tensor is not None] + [x[n] for n in written(op)]
+
+
+def agrees(op: str, x: dict) -> bool:
+    """Whether the call equals that on the CPU, to the bit, and writes what that writes."""
+    given = on_npu(x)
+    got = call(op, given)
+    assert all(tensor.device.type == "npu" for tensor in got)
+    expected = call(op, copied(x))
+    return len(got) == len(expected) and all(map(same, got, expected))
 
 
 def changed(op: str) -> dict:

@@ -11,11 +11,19 @@ from types import SimpleNamespace
 import cases
 import pytest
 import torch
-from aclnn_calls import PROTOTYPES, agrees
 from cases import inputs_of
 from cases.npu_lightning_indexer_pto import inputs as indexer_inputs
-from kernel_package import ALL, FOREIGN, TUTORIAL, library, package
-from npu_calls import CALLS, call, on_npu, same
+from kernel_package import (  # noqa: F401, fixtures among them
+    ALL,
+    FOREIGN,
+    TUTORIAL,
+    built_package,
+    calls_through_aclnn,
+    library,
+    no_calls_through_pypto,
+    package,
+)
+from npu_calls import CALLS, PROTOTYPES, agrees, call, on_npu, same
 
 import custom_pypto
 from custom_pypto import npu, requirements
@@ -23,7 +31,6 @@ from custom_pypto.descriptions import OPS
 from custom_pypto.npu.aclnn import Operator
 
 pytestmark = pytest.mark.ascend_host
-pytest_plugins = ["aclnn_fixtures"]
 
 OPTIONAL = [(p.op, x.name) for p in PROTOTYPES.values() for x in p.inputs if x.kind == "optional"]
 HALF = {"bfloat16": torch.bfloat16, "float16": torch.float16}

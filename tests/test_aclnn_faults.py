@@ -9,10 +9,23 @@ import itertools
 import cases
 import pytest
 import torch
-from aclnn_calls import PROTOTYPES, agrees
 from cases import written
-from memory import FLAT, growth
-from npu_calls import CALLS, assert_replays_follow, call, changed, on_npu, same
+from kernel_package import (  # noqa: F401, fixtures
+    built_package,
+    calls_through_aclnn,
+    no_calls_through_pypto,
+)
+from npu_calls import (
+    CALLS,
+    PROTOTYPES,
+    agrees,
+    assert_replays_follow,
+    call,
+    changed,
+    on_npu,
+    same,
+)
+from processes import FLAT, growth
 
 import custom_pypto
 from custom_pypto.descriptions import OPS
@@ -20,7 +33,6 @@ from custom_pypto.npu import aclnn
 from custom_pypto.npu.aclnn import Operator
 
 pytestmark = pytest.mark.ascend_host
-pytest_plugins = ["aclnn_fixtures"]
 
 # ---- capture -------------------------------------------------------------------------------------
 

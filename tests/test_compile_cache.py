@@ -4,7 +4,7 @@ import json
 import sys
 from pathlib import Path
 
-import ge_callbacks
+import ge_graphs
 import pytest
 import torch
 from tiny import tiny_model, token_ids
@@ -17,7 +17,6 @@ sys.path.append(str(Path(__file__).parents[1] / "examples"))
 from compile_torchair import CachedStep
 from options import MODES
 
-pytest_plugins = ["graph_fixtures"]
 pytestmark = [pytest.mark.ascend_host, pytest.mark.usefixtures("for_compiled_models")]
 FORMATS = [("index_dtype", x) for x in INDEX_FORMATS] + [("kv_dtype", x) for x in LATENT_FORMATS]
 # npugraph_ex, whose graphs are the fastest to make, without --all
@@ -114,7 +113,9 @@ def test_a_cache_in_another_format_is_rejected_when_the_step_is_made(argument, d
 def test_a_loaded_graph_has_no_callbacks(tmp_path):
     """torchair registers their operators while it compiles: a later start needs converters."""
     with pytest.MonkeyPatch.context() as without:
-        ge_callbacks.use(without, "npu_lightning_indexer_pto", "npu_sparse_flash_attention_pto")
+        ge_graphs.use_callbacks(
+            without, "npu_lightning_indexer_pto", "npu_sparse_flash_attention_pto"
+        )
         model, cache, token = start()
         decoded(CachedStep(model, cache, "max-autotune", tmp_path), cache, token)
         assert traced() == 1

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from memory import in_ranks
 from model_harness import assert_close, feed, left_padded
+from processes import in_ranks
 from tiny import ALL_KINDS, clear_case, tiny_model, token_ids
 from training_harness import TOKENS, TOLERANCES, assert_near, checkpointed, packed, padded, trained
 

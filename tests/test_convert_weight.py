@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 from cases import rejection
-from memory import at_the_end_of_memory, in_a_process
+from processes import at_the_end_of_memory, in_a_process
 from torch import Tensor
 
 from custom_pypto import layer_ops

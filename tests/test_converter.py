@@ -9,8 +9,6 @@ from processes import install
 from custom_pypto import converter
 from custom_pypto.descriptions import OPS, ge_type
 
-pytest_plugins = ["process_fixtures"]
-
 
 @pytest.fixture(autouse=True)
 def no_cann(monkeypatch):

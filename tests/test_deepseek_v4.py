@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-from memory import in_a_process, peak_of
 from model_harness import (
     assert_close,
     continued,
@@ -15,6 +14,7 @@ from model_harness import (
     patched_model,
     upstream_and_patched,
 )
+from processes import in_a_process, peak_of
 from tiny import PUBLISHED_V4, tiny_model, token_ids
 
 from custom_pypto import models

@@ -20,8 +20,6 @@ from fuzz.judge import judge
 import custom_pypto
 from custom_pypto.reference.weight_only_linear import FORMATS
 
-pytest_plugins = ["process_fixtures"]
-
 SETS = ["generic", "avx2", "avx512", "avx512_bf16", "amx_emulated"]
 THREADS = (1, 2, 3, 20)
 INDEXERS = {

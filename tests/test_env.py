@@ -18,8 +18,6 @@ from repository import REPOSITORY
 import custom_pypto
 from custom_pypto import env, requirements
 
-pytest_plugins = ["process_fixtures"]
-
 COMMAND = ("-m", "custom_pypto_command", "env")
 RUN = "import runpy; runpy.run_module('custom_pypto_command', run_name='__main__')"
 ADD = "import torch, custom_pypto; print(custom_pypto.add_custom(torch.ones(2), torch.ones(2)))"

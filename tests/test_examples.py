@@ -26,7 +26,6 @@ from train_lookup import FIRST_PAIR, FIRST_QUESTION, lookup_accuracy, lookup_bat
 
 from custom_pypto import models  # noqa: E402
 
-pytest_plugins = ["graph_fixtures"]
 plots = pytest.mark.skipif(
     importlib.util.find_spec("matplotlib") is None, reason="matplotlib is not installed"
 )

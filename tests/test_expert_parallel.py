@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from memory import in_ranks
+from processes import in_ranks
 from published import published
 from safetensors.torch import load_file
 from tiny import ALL_KINDS, SHARED_HEADS, clear_case, tiny_config, tiny_model, token_ids

@@ -25,7 +25,6 @@ from hypothesis import strategies as st
 import custom_pypto
 from custom_pypto import layer_ops
 
-pytest_plugins = ["process_fixtures"]
 FUZZ = str(Path(__file__).parent / "fuzz")
 
 

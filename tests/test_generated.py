@@ -23,7 +23,6 @@ from custom_pypto.kernels import npu_sparse_flash_attention_pto as attention
 from custom_pypto.simulation import bodies, control_flow
 from custom_pypto.simulation import generated as code
 
-pytest_plugins = ["program_fixtures"]
 pytestmark = [pytest.mark.sim, needs_gcc]
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from cases.npu_sparse_attention_pto import fused_inputs
 from ge_graphs import MODES, ONE_GRAPH, backend, watched
-from lookup_on_npu import (
+from npu_models import (
     BLOCK,
     CHECKPOINT,
     FIRST,
@@ -26,7 +26,6 @@ from transformers import CompileConfig, DeepseekV4ForCausalLM
 
 from custom_pypto import models, rows
 
-pytest_plugins = ["graph_fixtures"]
 pytestmark = [pytest.mark.ascend_host, pytest.mark.usefixtures("for_compiled_models")]
 
 FIRST_MODE = [MODES[0], *(pytest.param(mode, marks=pytest.mark.slow) for mode in MODES[1:])]

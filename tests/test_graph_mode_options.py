@@ -5,19 +5,27 @@ import contextlib
 import functools
 from typing import NamedTuple
 
-import ge_callbacks
 import ge_graphs
 import pytest
 import torch
 from cases.npu_sparse_flash_attention_pto import on_npu as attend
 from ge_graphs import ONE_GRAPH, watched
-from graph_layer import Layer, check, launched, layer
-from lookup_on_npu import FIRST, LOOKUP, after_the_text, decode, eager, lookup_model
 from npu_calls import on_npu
+from npu_models import (
+    FIRST,
+    LOOKUP,
+    Layer,
+    after_the_text,
+    check,
+    decode,
+    eager,
+    launched,
+    layer,
+    lookup_model,
+)
 
 import custom_pypto
 
-pytest_plugins = ["graph_fixtures"]
 pytestmark = [pytest.mark.ascend_host, pytest.mark.usefixtures("for_compiled_models")]
 GE, OLDER, CAPTURE = ge_graphs.MODES
 slow = functools.partial(pytest.param, marks=pytest.mark.slow)
@@ -34,7 +42,9 @@ NODES = {
 @pytest.fixture(params=list(NODES))
 def made_by(request, monkeypatch):
     if request.param == "callback":
-        ge_callbacks.use(monkeypatch, "npu_lightning_indexer_pto", "npu_sparse_flash_attention_pto")
+        ge_graphs.use_callbacks(
+            monkeypatch, "npu_lightning_indexer_pto", "npu_sparse_flash_attention_pto"
+        )
     return request.param
 
 

@@ -10,7 +10,6 @@ import custom_pypto
 from custom_pypto import reference
 from custom_pypto.reference import MODULES
 
-pytest_plugins = ["program_fixtures"]
 pytestmark = pytest.mark.sim
 OP = "npu_lightning_indexer_grad_pto"
 LEAVES = ("query", "key", "weights")

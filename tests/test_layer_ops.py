@@ -10,7 +10,7 @@ from cases import INT_MAX, INT_MIN, changed
 from cases import layer_ops as cases
 from fuzz.generate import DRAWN, generate
 from fuzz.judge import lacks_kernels, on_cpu
-from memory import at_the_end_of_memory, in_a_process
+from processes import at_the_end_of_memory, in_a_process
 from repository import REPOSITORY, tracked_files
 
 from custom_pypto import layer_ops, reference

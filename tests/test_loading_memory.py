@@ -6,7 +6,7 @@ import sys
 import psutil
 import pytest
 import torch
-from memory import PAGES, in_a_process, peak_of
+from processes import PAGES, in_a_process, peak_of
 from published import V4, published, save_sparse, shards_of, stored_v4, write_published
 from tiny import KINDS, YARN, tiny_config, token_ids
 from transformers import DeepseekV4Config, DeepseekV4ForCausalLM, DeepseekV32Config

@@ -21,7 +21,6 @@ from custom_pypto.descriptions import ALL_OPS, LAYER_OPS
 from custom_pypto.requirements import Problem
 from custom_pypto.schemas import overload
 
-pytest_plugins = ["process_fixtures"]
 ATTENTION = "npu_sparse_flash_attention_pto"
 INPUTS = {op: functools.partial(inputs_of, op) for op in ALL_OPS}
 

@@ -4,7 +4,6 @@ import copy
 
 import pytest
 import torch
-from memory import in_a_process, peak_of
 from model_harness import (
     TOLERANCES,
     no_grad_and_one_thread,  # noqa: F401
@@ -12,6 +11,7 @@ from model_harness import (
     upstream_and_patched,
     whole_graph,
 )
+from processes import in_a_process, peak_of
 from tiny import (
     ALL_KINDS,
     KINDS,

@@ -3,8 +3,8 @@
 import pytest
 import tokenizers
 import torch
-from memory import in_ranks
 from model_harness import PADS
+from processes import in_ranks
 from tiny import clear_case, token_ids
 from torch.nn.parallel import DistributedDataParallel
 from training_harness import (

@@ -10,7 +10,6 @@ from with_pypto import simulation
 import custom_pypto
 from custom_pypto.reference import MODULES
 
-pytest_plugins = ["program_fixtures"]
 pytestmark = pytest.mark.sim
 ROWS = [(op, id) for op, program in PROGRAMS.items() for id in program.calls]
 FIRST = {(op, next(iter(program.calls))) for op, program in PROGRAMS.items()}

@@ -22,7 +22,6 @@ from custom_pypto.kernels import npu_sparse_flash_attention_pto as attention
 from custom_pypto.requirements import PYPTO, installed_version
 from custom_pypto.simulation import compiler, loaded_calls
 
-pytest_plugins = ["program_fixtures"]
 pytestmark = [pytest.mark.sim, needs_gcc]
 PROGRAMS = [indexer, attention, fused]
 

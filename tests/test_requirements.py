@@ -13,8 +13,6 @@ from repository import REPOSITORY, tracked_files
 import custom_pypto
 from custom_pypto import requirements
 
-pytest_plugins = ["process_fixtures"]
-
 README, INSTALL = REPOSITORY / "README.md", REPOSITORY / "docs/install.md"
 # may name others: figures and facts of a version, and the place itself
 ELSEWHERE = ("CHANGELOG.md", "benchmarks/", "tests/", "custom_pypto/requirements.py")

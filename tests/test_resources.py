@@ -8,7 +8,7 @@ import psutil
 import pytest
 import torch
 from cases import inputs_of
-from memory import FLAT, MIB, growth, in_a_process, peak_of, status
+from processes import FLAT, MIB, growth, in_a_process, peak_of, status
 from tiny import tiny_model, token_ids
 
 import custom_pypto

@@ -5,13 +5,12 @@ import pytest
 import torch
 from cases.npu_lightning_indexer_pto import on_npu as index
 from cases.npu_sparse_flash_attention_pto import on_npu as attend
-from lookup_on_npu import FIRST, LOOKUP, after_the_text, decode, eager, lookup_model
+from npu_models import FIRST, LOOKUP, after_the_text, decode, eager, lookup_model
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import custom_pypto
 from custom_pypto.schemas import overload
 
-pytest_plugins = ["graph_fixtures"]
 pytestmark = [pytest.mark.ascend_host, pytest.mark.usefixtures("for_compiled_models")]
 
 INDEX, ATTEND = "npu_lightning_indexer", "npu_sparse_flash_attention"

@@ -17,8 +17,8 @@ import psutil
 import pytest
 import torch
 from loading_harness import edit_json
-from memory import in_ranks
 from model_harness import assert_close
+from processes import in_ranks
 from tiny import SHARED, clear_case, tiny_config, tiny_model, token_ids
 from torch.distributed.tensor import DTensor
 from transformers import DynamicCache

@@ -6,8 +6,8 @@ from pathlib import Path
 import peft
 import pytest
 import torch
-from memory import in_ranks
 from model_harness import COUNT_PADDING
+from processes import in_ranks
 from tiny import ALL_KINDS, SHARED_HEADS, clear_case, marks_of, query_projection, tiny_model
 from torch.distributed.tensor import DTensor
 from training_harness import (

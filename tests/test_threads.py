@@ -7,8 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from compilers import compiled
-from processes import python
+from processes import compiled, python
 
 from custom_pypto import env, threads
 from custom_pypto.requirements import Problem

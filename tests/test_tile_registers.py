@@ -3,7 +3,7 @@
 import ctypes
 from pathlib import Path
 
-import compilers
+import processes
 import pytest
 import torch
 from torch import Tensor
@@ -31,7 +31,7 @@ extern "C" void dot(const void* a, const void* b, void* c) {
 
 
 def compiled(folder: Path, *flags: str):
-    dot = compilers.compiled(folder, SOURCE, HEADERS, *flags).dot
+    dot = processes.compiled(folder, SOURCE, HEADERS, *flags).dot
     dot.argtypes = [ctypes.c_void_p] * 3
 
     def call(a: Tensor, b: Tensor, c: Tensor) -> Tensor:

@@ -33,7 +33,6 @@ from custom_pypto.kernels import (
 from custom_pypto.reference import MODULES
 from custom_pypto.reference.npu_dense_lightning_indexer_grad_kl_loss_pto import with_statistics
 
-pytest_plugins = ["program_fixtures"]
 pytestmark = pytest.mark.sim
 PROGRAMS = [
     npu_dense_lightning_indexer_grad_kl_loss_pto,

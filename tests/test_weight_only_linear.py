@@ -4,8 +4,8 @@ import math
 import pytest
 import torch
 from cases import DTYPES, INT_MAX, INT_MIN, rejection
-from memory import at_the_end_of_memory, in_a_process
 from numerics import reference
+from processes import at_the_end_of_memory, in_a_process
 from torch import Tensor
 from torch.nn.functional import pad
 
