@@ -22,24 +22,39 @@ _VERSION = transformers.__version__
 
 
 class Architecture(NamedTuple):
+    name: str  # in tables of the documents, which tests/facts.py makes
     folder: str  # next to this file
     attention: str  # the attention class of patched models, in this folder
     #: the first supported transformers with the model class
     since: str = TRANSFORMERS[0]
+    #: whether the plugin for vLLM serves it: its tests have a model of each
+    served: bool = False
 
 
 # by the model class of transformers
 ARCHITECTURES = {
-    "DeepseekV32ForCausalLM": Architecture("deepseek_v32", "PagedDeepseekV32Attention"),
-    "GlmMoeDsaForCausalLM": Architecture("glm_moe_dsa", "PagedGlmMoeDsaAttention"),
-    "AXK2ForCausalLM": Architecture("axk2", "PagedAXK2Attention"),
-    "DeepseekV4ForCausalLM": Architecture("deepseek_v4", "PagedDeepseekV4Attention"),
-    "HYV4ForCausalLM": Architecture("hy_v4", "PagedHYV4Attention"),
-    "HYV4VLForConditionalGeneration": Architecture("hy_v4_vl", "PagedHYV4VLAttention", "5.24"),
-    "Dots3NoteForCausalLM": Architecture("dots3_note", "PagedDots3NoteAttention", "5.23"),
-    "Glm5NextForConditionalGeneration": Architecture("glm5_next", "PagedGlm5NextAttention"),
+    "DeepseekV32ForCausalLM": Architecture(
+        "DeepSeek-V3.2", "deepseek_v32", "PagedDeepseekV32Attention", served=True
+    ),
+    "GlmMoeDsaForCausalLM": Architecture(
+        "GLM-5", "glm_moe_dsa", "PagedGlmMoeDsaAttention", served=True
+    ),
+    "AXK2ForCausalLM": Architecture("A.X-K2", "axk2", "PagedAXK2Attention"),
+    "DeepseekV4ForCausalLM": Architecture(
+        "DeepSeek-V4", "deepseek_v4", "PagedDeepseekV4Attention", served=True
+    ),
+    "HYV4ForCausalLM": Architecture("Hy4", "hy_v4", "PagedHYV4Attention", served=True),
+    "HYV4VLForConditionalGeneration": Architecture(
+        "Hy4 with images and videos", "hy_v4_vl", "PagedHYV4VLAttention", "5.24"
+    ),
+    "Dots3NoteForCausalLM": Architecture(
+        "Dots 3 Note, text", "dots3_note", "PagedDots3NoteAttention", "5.23"
+    ),
+    "Glm5NextForConditionalGeneration": Architecture(
+        "GLM-5.3-Flash", "glm5_next", "PagedGlm5NextAttention"
+    ),
     "MistralLarge4ForConditionalGeneration": Architecture(
-        "mistral_large4", "PagedMistralLarge4Attention", "5.23"
+        "Mistral Large 4", "mistral_large4", "PagedMistralLarge4Attention", "5.23"
     ),
 }
 

@@ -24,8 +24,6 @@ def test_each_op_has_its_file_in_each_layer_and_a_document():
         ] == []
     documents = "".join((REPOSITORY / p).read_text() for p in files if re.match(r"docs/\w+\.md", p))
     assert [op for op in ALL_OPS if op not in documents] == []
-    rows = re.findall(r"^\|.*$", (REPOSITORY / "docs/support.md").read_text(), re.MULTILINE)
-    assert [op for op in ALL_OPS if sum(f"`{op}`" in row for row in rows) < 2] == []
 
 
 def test_descriptions_and_public_functions_are_of_the_same_ops():

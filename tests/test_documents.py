@@ -9,6 +9,8 @@ import documents
 import pytest
 from documents import REPOSITORY, TRANSLATED, pages
 
+from custom_pypto.models.architectures import ARCHITECTURES, available
+
 CHINESE = TRANSLATED | {
     f"docs/{page}.md": f"docs/zh/{page}.md" for page in ("checkpoints", "training")
 }
@@ -87,6 +89,42 @@ def test_a_path_or_test_that_is_missing_is_found():
 @pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
 def test_readme_is_short(page):
     assert len((REPOSITORY / page).read_text().splitlines()) <= 180
+
+
+NEWEST = pytest.mark.skipif(
+    available() != list(ARCHITECTURES), reason="this transformers lacks classes of the tables"
+)
+
+
+@NEWEST
+def test_tables_are_those_of_the_code():
+    import facts  # imports every architecture
+
+    assert {"README.md", "README.zh-CN.md", "docs/support.md", "docs/models.md"} <= {*facts.pages()}
+    assert facts.stale() == []
+
+
+@NEWEST
+def test_an_architecture_more_asks_for_the_command_that_adds_it_to_the_tables():
+    import facts
+
+    more = {**ARCHITECTURES, "MoreForCausalLM": ARCHITECTURES["HYV4ForCausalLM"]._replace(name="M")}
+    found = facts.stale(more)
+    pages = [said.partition(": ")[0] for said in found]
+    assert pages == ["README.md", "README.zh-CN.md", "docs/models.md", "docs/support.md"]
+    assert all(said.endswith("; run python tests/facts.py --write") for said in found)
+    for page in pages:
+        text = facts.pages()[page]
+        once = facts.rewritten(page, text, more)
+        assert sum(line.startswith("| M | ") for line in once.splitlines()) == 1
+        assert facts.rewritten(page, once, more) == once
+        assert facts.rewritten(page, once) == text
+
+
+def test_the_models_that_vllm_serves_are_those_of_the_tests_of_the_plugin():
+    tests = (REPOSITORY / "integrations/vllm/tests").glob("*.py")
+    used = {name for file in tests for name in re.findall(r"\b\w+For\w+", file.read_text())}
+    assert {name for name, it in ARCHITECTURES.items() if it.served} == used & ARCHITECTURES.keys()
 
 
 def test_every_page_is_in_the_index():

@@ -306,7 +306,7 @@ def test_fp4_that_the_config_does_not_announce_is_rejected(fp4_checkpoint, copie
 
 
 def test_a_checkpoint_of_a_newer_transformers_names_the_version_that_has_it(tmp_path, monkeypatch):
-    newer = Architecture("newer", "PagedNewerAttention", "9.99")
+    newer = Architecture("Newer", "newer", "PagedNewerAttention", "9.99")
     monkeypatch.setitem(ARCHITECTURES, "NewerForCausalLM", newer)
     config = {"architectures": ["NewerForCausalLM"], "model_type": "newer"}
     (tmp_path / "config.json").write_text(json.dumps(config))
