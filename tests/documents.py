@@ -11,18 +11,7 @@ from repository import REPOSITORY, tracked_files
 
 # whole translations: the Chinese pages on checkpoints and training are shorter than the English
 TRANSLATED = {"README.md": "README.zh-CN.md"} | {
-    f"docs/{page}.md": f"docs/zh/{page}.md"
-    for page in (
-        "dsa",
-        "graph_mode",
-        "install",
-        "many_machines",
-        "npu",
-        "npu_simulation",
-        "npu_unverified",
-        "pypto_versions",
-        "serving",
-    )
+    f"docs/{page}.md": f"docs/zh/{page}.md" for page in ("dsa", "install", "npu")
 }
 FENCE = re.compile(r"^```.*?^```$", re.S | re.M)
 SUFFIXES = (".md", ".py", ".cpp", ".h", ".sh")

@@ -82,10 +82,8 @@ def test_the_pages_have_what_it_prints():
 @pytest.mark.parametrize("ranks", ["4", "8"])
 def test_the_pages_have_what_it_prints_of_ranks(ranks):
     head, _, *rows = (line for line in printed("--ranks", ranks).stdout.splitlines() if "|" in line)
-    for page in ("docs/many_machines.md", "docs/zh/many_machines.md"):
-        text = (REPOSITORY / page).read_text()
-        assert len(rows) == 8 and all(f"{row}\n" in text for row in rows)
-        assert head.partition("ranks")[2] in text  # the rest is translated
+    text = (REPOSITORY / "docs/many_machines.md").read_text()
+    assert len(rows) == 8 and all(f"{row}\n" in text for row in [head, *rows])
     stored = next(row for row in rows if "V4-Flash" in row).split(" | ")[4]
     if ranks == "4":
         assert float(stored) < 0.3 * 156  # of docs/checkpoints.md
