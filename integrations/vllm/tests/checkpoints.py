@@ -7,20 +7,27 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import (
-    DeepseekV32Config,
-    DeepseekV32ForCausalLM,
-    GlmMoeDsaConfig,
-    GlmMoeDsaForCausalLM,
-)
+from tiny import CLASSES, randomise, tiny_config
 
-VOCABULARY = 512
 TARGETS = ("o_proj", "q_b_proj")  # of adapters
 INDEX_TOPK = 64  # below most of the contexts
-CLASSES = {
-    "deepseek_v32": (DeepseekV32Config, DeepseekV32ForCausalLM),
-    "glm_moe_dsa": (GlmMoeDsaConfig, GlmMoeDsaForCausalLM),
-}
+# the ops' published dimensions, widths that ranks and formats can share
+SIZES = dict(
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=256,
+    moe_intermediate_size=64,
+    q_lora_rank=64,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    v_head_dim=32,
+    index_topk=INDEX_TOPK,
+    index_head_dim=128,
+    max_position_embeddings=4096,
+    eos_token_id=2,
+    rope_parameters=None,
+    initializer_range=0.1,  # larger than usual: logits that differ, and margins in the top-k
+)
 PUBLISHED = {
     "deepseek_v32": dict(scoring_func="sigmoid", topk_method="noaux_tc"),
     "glm_moe_dsa": dict(
@@ -34,51 +41,20 @@ def write_config(folder: Path, **keys) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | keys, indent=1))
 
 
-def disturb(model, *parts: str) -> None:
-    """Adds noise to parameters and buffers with one of ``parts`` in their name, which transformers
-    initialises to 1 and 0: that would hide a missing one.
-    """
-    for name, tensor in model.state_dict().items():
-        if any(part in name for part in parts):
-            tensor.add_(torch.randn_like(tensor), alpha=0.1)
+def save(model, folder: Path, dtype=torch.float32, **spreads: float) -> None:
+    """Saves a random ``model``, with noise of these spreads where transformers initialises to 1 and
+    0, and an embedding of padding: zeros score every key alike, which leaves the choice open."""
+    randomise(model, **spreads)
+    model.get_input_embeddings().weight.data[0].normal_(std=0.1)
+    model.to(dtype).save_pretrained(folder)
 
 
 def save_tiny(folder: Path, kind: str, dtype=torch.float32, **changes) -> Path:
     """A model of three layers, the last two with experts, at the ops' published dimensions."""
     torch.manual_seed(0)
-    config = dict(
-        vocab_size=VOCABULARY,
-        hidden_size=128,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        first_k_dense_replace=1,
-        q_lora_rank=64,
-        kv_lora_rank=512,
-        qk_rope_head_dim=64,
-        qk_nope_head_dim=32,
-        v_head_dim=32,
-        index_topk=INDEX_TOPK,
-        index_head_dim=128,
-        index_n_heads=16,
-        max_position_embeddings=4096,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        initializer_range=0.1,  # larger than usual: logits that differ, and margins in the top-k
-    )
-    config_class, model_class = CLASSES[kind]
-    model = model_class(config_class(**config | changes)).eval()
-    disturb(model, "norm", "correction_bias")
-    # zeros score every key alike: no choice that two implementations must agree on
-    model.get_input_embeddings().weight.data[0].normal_(std=0.1)
-    model.to(dtype).save_pretrained(folder)
+    every = dict(indexer_types=["full"] * 3) if kind == "glm_moe_dsa" else {}
+    model = CLASSES[kind][1](tiny_config(kind, **SIZES | every | changes))
+    save(model, folder, dtype, norm=0.1, correction_bias=0.1)
     write_config(folder, **PUBLISHED[kind])
     return folder
 

@@ -1,6 +1,9 @@
 import os
 import signal
+import sys
+from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[3] / "tests"))  # tiny.py
 os.environ |= {
     "HF_HUB_OFFLINE": "1",  # no look-up of models, no usage report: loopback alone
     "VLLM_NO_USAGE_STATS": "1",
