@@ -1,12 +1,8 @@
 """What the layer does not support, rejected when the model is built: later it would fail in the
 middle of a request, or give wrong text without an error."""
 
-import torch
+from .config import FORMATS, compress_ratios
 
-from .compression import compress_ratios
-
-# formats of custom_pypto.rows, by vLLM's words for --kv-cache-dtype
-FORMATS = {"int8_per_token_head": torch.int8}
 MAX_BLOCK_SIZE = 1024  # of the ops
 
 

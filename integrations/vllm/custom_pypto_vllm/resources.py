@@ -13,8 +13,7 @@ from custom_pypto.requirements import installed_version
 from custom_pypto.rows import index_format, latent_format
 from custom_pypto.rows.parts import row_bytes
 
-from .checks import FORMATS
-from .compression import GROUPS, compress_ratios
+from .config import FORMATS, GROUPS, compress_ratios
 
 GIB = 2**30
 DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other words

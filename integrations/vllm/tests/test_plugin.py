@@ -2,11 +2,13 @@
 
 import inspect
 import itertools
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
+from custom_pypto_vllm.patches import PATCHES, Patch
 
 from custom_pypto import npu
 
@@ -35,7 +37,7 @@ def rotated(x, positions):
 
 
 def test_queries_of_three_dimensions_are_rotated_right(rope):
-    from custom_pypto_vllm.layer import _rotate
+    from custom_pypto_vllm.attention.layer import _rotate
 
     positions = torch.arange(7) + 100
     q, k = torch.randn(7, 4, 64), torch.randn(7, 64)
@@ -79,20 +81,19 @@ def test_vllm_has_no_sleep_mode_on_cpus():
 
 
 def test_the_cache_is_written_with_what_vllm_passes():
-    from custom_pypto_vllm.backend import SparseAttentionImpl
+    from custom_pypto_vllm.attention.backend import SparseAttentionImpl
     from vllm.v1.attention.backend import MLAAttentionImpl
 
     theirs, ours = (
         inspect.signature(cls.do_kv_cache_update).parameters
         for cls in (MLAAttentionImpl, SparseAttentionImpl)
     )
-    assert len(theirs) <= len(ours)
-    inspect.signature(SparseAttentionImpl.do_kv_cache_update).bind(*theirs)
+    assert len(theirs) == len(ours)
 
 
 def sparse_attention(indices):
     """vLLM's layer with random weights, without what it makes of an engine's configuration."""
-    from custom_pypto_vllm.backend import SparseAttention, SparseAttentionImpl
+    from custom_pypto_vllm.attention.backend import SparseAttention, SparseAttentionImpl
 
     sizes = dict(num_heads=4, kv_lora_rank=128, qk_nope_head_dim=32, qk_rope_head_dim=64)
     sizes |= dict(v_head_dim=32, kv_cache_dtype="auto")
@@ -112,7 +113,7 @@ def sparse_attention(indices):
 @torch.inference_mode()
 def test_prompts_expand_where_that_is_cheaper(monkeypatch):
     """Of four sequences the second: the others have few tokens, or many keys."""
-    from custom_pypto_vllm.backend import SparseMetadata
+    from custom_pypto_vllm.attention.backend import SparseMetadata
 
     torch.manual_seed(0)
     lengths, new, count, block = [100, 75, 200, 300], [1, 70, 200, 64], 64, 16
@@ -143,15 +144,8 @@ def test_prompts_expand_where_that_is_cheaper(monkeypatch):
     torch.testing.assert_close(outputs[False], outputs[True], rtol=0, atol=2e-5)
 
 
-def test_sinks_start_in_float32_for_the_heads_of_a_rank():
-    from custom_pypto_vllm.compressed_attention import new_sinks
-
-    sinks = new_sinks(3)
-    assert sinks.shape == (3,) and sinks.dtype == torch.float32 and not sinks.requires_grad
-
-
 def test_unknown_constructor_arguments_are_rejected():
-    from custom_pypto_vllm.layer import SparseAttentionLayer
+    from custom_pypto_vllm.attention.layer import SparseAttentionLayer
 
     with pytest.raises(TypeError, match="fused_head_gate"):
         SparseAttentionLayer(128, 4, 1.0, 32, 64, 32, 64, 512, None, fused_head_gate=True)
@@ -166,6 +160,38 @@ def test_its_models_are_not_imported():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert run.stdout.splitlines()[-1] == "[]"
+
+
+def applied(group: str) -> str:
+    """What vLLM has of these names after the patches, from a process of their own."""
+    code = (
+        "from pkgutil import resolve_name\n"
+        "from vllm.plugins import load_general_plugins\n"
+        "load_general_plugins()\n"
+        "from custom_pypto_vllm import patches\n"
+        f"if {group!r} != 'start': resolve_name('custom_pypto_vllm.patches.{group}')\n"
+        f"for patch in patches.PATCHES[{group!r}]:\n"
+        "    for name, own in patch.changes.items():\n"
+        "        own = resolve_name('custom_pypto_vllm.' + own)\n"
+        "        print(name, patch.wraps or resolve_name(name) is own)\n"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return run.stdout
+
+
+@pytest.mark.parametrize("group", PATCHES)
+def test_vllm_has_every_name_that_is_patched(group):
+    found = applied(group)
+    names = [name for patch in PATCHES[group] for name in patch.changes]
+    assert re.findall(r"^(\S+) True$", found, re.M) == names
+
+
+def test_a_name_that_vllm_lacks_is_rejected_with_the_reason():
+    patch = Patch({"vllm.version:absent": "config:is_sparse"}, "a reason", "0.31", "never")
+    error = r"vllm.version:absent must exist, which this package replaces \(a reason\), got"
+    with pytest.raises(RuntimeError, match=error):
+        patch.apply()
 
 
 def test_a_reload_is_rejected_where_vllm_keeps_copies_of_the_old_weights():

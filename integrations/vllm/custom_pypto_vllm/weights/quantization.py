@@ -1,7 +1,6 @@
 """Quantized checkpoints: vLLM's own reading of them, and the op where vLLM has no kernel."""
 
 import torch
-from vllm.model_executor.kernels import linear
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
@@ -9,7 +8,6 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 )
 from vllm.model_executor.layers.quantization.fp8 import Fp8Config
 from vllm.models.deepseek_v4.quant_config import DeepseekV4FP8Config
-from vllm.platforms.interface import PlatformEnum
 
 from .experts import (
     BlockFp8Experts,
@@ -19,7 +17,7 @@ from .experts import (
     WeightOnlyExperts,
     are_plain,
 )
-from .linears import VLLM_HAS_INT4, BlockFp8Linear, PackedLinear, rejects
+from .linears import rejects
 
 
 class OwnExperts:
@@ -90,10 +88,3 @@ def register() -> None:
     register_quantization_config("compressed-tensors")(CompressedTensors)
     register_quantization_config("fp8")(Fp8)
     register_quantization_config("deepseek_v4_fp8")(V4Fp8)
-    # churn: the lists of vllm/model_executor/kernels/linear, whose register_linear_kernel has
-    # none for blocks of fp8 and appends behind kernels that take what they cannot compute
-    linear._POSSIBLE_FP8_BLOCK_KERNELS[PlatformEnum.CPU].insert(0, BlockFp8Linear)
-    packed = linear._POSSIBLE_KERNELS[PlatformEnum.CPU]
-    packed.insert(packed.index(linear.CPUWNA16LinearKernel), PackedLinear)
-    if not VLLM_HAS_INT4:
-        packed.remove(linear.CPUWNA16LinearKernel)

@@ -1,6 +1,6 @@
 """The attention of DeepSeek-V4 in vLLM, by the ops, on any CPU.
 
-vLLM 0.32 has this model for CPUs too, but attends by kernels in AMX and AVX-512 over caches in fp8.
+vLLM has this model for CPUs too, but attends by kernels in AMX and AVX-512 over caches in fp8.
 Here caches are in the dtype of the model.
 """
 
@@ -15,7 +15,6 @@ from vllm.model_executor.layers.linear import (
     ReplicatedLinear,
     RowParallelLinear,
 )
-from vllm.model_executor.model_loader import weight_utils
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.models.deepseek_v4.common.rope import build_deepseek_v4_rope
 from vllm.models.deepseek_v4.cpu.cpu_sparse import _dequant_linear_weight
@@ -26,24 +25,10 @@ from custom_pypto import layer_ops
 from custom_pypto.rows import IndexRows
 from custom_pypto.rows.index import score_weights
 
-from .compressed_rows import (
-    Compressor,
-    compressed_rows,
-    paged_rows,
-    rotate,
-    window_rows,
-)
-from .compression import compress_ratios
+from ..config import compress_ratios
+from .caches import Compressor, compressed_rows, paged_rows, rotate, window_rows
 
 INDEXED = 4  # tokens per row in the layers that select rows
-
-
-def new_sinks(heads: int) -> nn.Parameter:
-    """Those of a rank's heads."""
-    # churn: since vLLM 0.33 the parameter takes its part of a loaded tensor, before that the model
-    if make := getattr(weight_utils, "make_attention_sink", None):
-        return make(heads, torch.float32)
-    return nn.Parameter(torch.zeros(heads, dtype=torch.float32), False)
 
 
 class CompressedIndexer(nn.Module):
@@ -101,7 +86,7 @@ class ServedCompressedAttention(nn.Module):
         self.heads, self.groups = config.num_attention_heads // ranks, config.o_groups // ranks
         self.q_lora_rank, self.o_lora_rank = config.q_lora_rank, config.o_lora_rank
         self.eps, self.ratio = config.rms_norm_eps, compress_ratios(config.to_dict())[layer]
-        self.attn_sink = new_sinks(self.heads)
+        self.attn_sink = nn.Parameter(torch.zeros(self.heads, dtype=torch.float32), False)
         self.fused_wqa_wkv = MergedColumnParallelLinear(
             config.hidden_size,
             [config.q_lora_rank, config.head_dim],

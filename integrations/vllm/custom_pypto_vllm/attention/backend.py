@@ -24,7 +24,7 @@ from custom_pypto.rows import latent_format
 from custom_pypto.rows.expanded import FEWEST_TOKENS, Heads, attend_expanded
 from custom_pypto.rows.parts import row_bytes, side_by_side
 
-from .checks import FORMATS
+from ..config import FORMATS
 
 
 @dataclass
@@ -192,10 +192,8 @@ class SparseAttentionImpl(SharedTopkIndicesBuffer, MLAAttentionImpl[SparseMetada
         # the indexer's buffer if the layer has an indexer: speculative decoding replaces it
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
 
-    def do_kv_cache_update(
-        self, kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale, skip_scale=False
-    ):
-        # k_scale and skip_scale, which vLLM has since 0.33, are of caches in fp8
+    # k_scale is of caches in fp8
+    def do_kv_cache_update(self, kv_c, k_pe, kv_cache, slot_mapping, kv_cache_dtype, k_scale):
         if kv_cache.numel() == 0:
             return  # vLLM's profile run, before it allocates the caches
         tokens, pools = slot_mapping.numel(), side_by_side(kv_cache, self.parts)

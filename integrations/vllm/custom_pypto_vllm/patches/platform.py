@@ -3,20 +3,13 @@
 from vllm.platforms import cpu_platform_plugin
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from .checks import check_block_size, check_weights
+from ..checks import check_block_size, check_weights
+from ..config import is_sparse
 
 BLOCK_SIZE = 64
 V4_BLOCK_SIZE = 256  # the smallest with whole compressed rows in a block, and 64 that the ops read
 
 CpuPlatform = resolve_obj_by_qualname(cpu_platform_plugin())
-
-
-def is_sparse(model_config) -> bool:
-    return (
-        model_config is not None
-        and model_config.use_mla
-        and hasattr(model_config.hf_text_config, "index_topk")
-    )
 
 
 class SparseAttentionCpuPlatform(CpuPlatform):
@@ -37,9 +30,3 @@ class SparseAttentionCpuPlatform(CpuPlatform):
         cache.block_size, cache.enable_prefix_caching = block_size, prefix_caching
         scheduler.enable_chunked_prefill = chunked
         scheduler.max_num_batched_tokens = tokens
-
-    # churn: here vLLM sets the block size since 0.33; before, of hybrid models alone
-    @classmethod
-    def update_block_size_for_backend(cls, vllm_config):
-        if not is_sparse(vllm_config.model_config):
-            super().update_block_size_for_backend(vllm_config)

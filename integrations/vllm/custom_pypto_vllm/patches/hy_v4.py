@@ -7,10 +7,11 @@ from vllm.model_executor.models.utils import WeightsMapper
 from vllm.models.hy_v4.nvidia import attention
 from vllm.models.hy_v4.nvidia import model as upstream
 
-from .backend import SparseAttention, SparseAttentionBackend
-from .checks import check_hy_v4
-from .experts import limit_gates
-from .layer import ServedLatentAttention, own_index_cache
+from ..attention.backend import SparseAttentionBackend
+from ..attention.layer import ServedLatentAttention
+from ..checks import check_hy_v4
+from ..weights.experts import limit_gates
+from . import apply
 
 
 class ServedGatedAttention(ServedLatentAttention, attention.HYV4MLAAttention):
@@ -22,8 +23,7 @@ class ServedGatedAttention(ServedLatentAttention, attention.HYV4MLAAttention):
         check_hy_v4(vllm_config)
         super().__init__(vllm_config, *arguments, **keywords)
         self.num_heads = self.num_local_heads
-        if self.indexer is not None:
-            own_index_cache(self.indexer, self.mla_attn.kv_cache_dtype)
+        self.own_index_cache()
 
     def forward(self, positions, hidden_states, llama_4_scaling=None):
         output = self.attend(positions, hidden_states, llama_4_scaling)
@@ -39,11 +39,8 @@ class ServedHYV4Experts(upstream.HYV4MoEFused):
         limit_gates(self.experts.routed_experts)
 
 
-# churn: names of vllm/models/hy_v4/nvidia, resolved when layers are made
-attention.get_attn_backend = lambda **_: SparseAttentionBackend
-attention.MLAAttention = SparseAttention
-upstream.HYV4MLAAttention = ServedGatedAttention
-upstream.HYV4MoEFused = ServedHYV4Experts
+def sparse_backend(**_) -> type[SparseAttentionBackend]:
+    return SparseAttentionBackend
 
 
 # published names of the tensors that transformers 5 saves under its own
@@ -63,3 +60,6 @@ class HYV4ForCausalLM(upstream.HYV4ForCausalLM):
 
     def load_weights(self, weights):
         return super().load_weights(PUBLISHED.apply(weights))
+
+
+apply("hy_v4")

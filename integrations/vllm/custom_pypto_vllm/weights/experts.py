@@ -1,4 +1,5 @@
-"""Routed experts over quantized weights that vLLM has no kernel for on this CPU.
+"""Routed experts that vLLM has no kernel for on this CPU: over quantized weights, and over
+unquantized ones whose gates are limited.
 
 E experts of this rank, T tokens, k experts of a token.
 """
@@ -85,7 +86,7 @@ class WeightOnlyExperts(FusedMoEMethodBase):
 
 
 class PlainExperts(WeightOnlyExperts):
-    """Unquantized weights, whose gates and values vLLM's kernel does not limit."""
+    """Unquantized weights with a ``swiglu_limit``, which vLLM's kernel ignores."""
 
     def process_weights_after_loading(self, layer):
         layer.w13_scales = layer.w2_scales = None

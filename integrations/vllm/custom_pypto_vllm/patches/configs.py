@@ -1,8 +1,8 @@
-"""config.json of DeepSeek-V4 as transformers 5 saves it, in the words that vLLM reads."""
+"""config.json as transformers 5 saves it, in the words that vLLM and its transformers read."""
 
 from vllm.transformers_utils.configs.deepseek_v4 import DeepseekV4Config
 
-from .compression import compress_ratios
+from ..config import compress_ratios
 
 
 class SavedConfig(DeepseekV4Config):
@@ -16,3 +16,13 @@ class SavedConfig(DeepseekV4Config):
             keys.pop(name, None)
         keys.setdefault("topk_method", "noaux_tc")  # the only one of this model
         super().__init__(**keys)
+
+
+def with_saved_v4(classes: dict) -> dict:
+    """The table of classes by model_type."""
+    classes["deepseek_v4"] = SavedConfig
+    return classes
+
+
+def with_indexed_attention(allowed: tuple) -> tuple:
+    return (*dict.fromkeys((*allowed, "indexed_attention")),)

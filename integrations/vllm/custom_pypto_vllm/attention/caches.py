@@ -1,4 +1,5 @@
-"""The caches of DeepSeek-V4, paged by vLLM: a window of tokens, compressed rows, and their states.
+"""Caches that vLLM pages beside those of its own layers: index keys; and of DeepSeek-V4 a window of
+tokens, compressed rows, and their states.
 
 Each is a layer to vLLM, with a spec of its own, so that prefix cache, preemption and chunked
 prefill hold. Shapes: T new tokens of all sequences, packed; r tokens per compressed row; D width of
@@ -12,15 +13,21 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear
 from vllm.v1.attention.backend import MultipleOf
-from vllm.v1.kv_cache_interface import KVCacheSpec, MLAAttentionSpec, SlidingWindowMLASpec
+from vllm.v1.kv_cache_interface import (
+    KVCacheSpec,
+    MLAAttentionSpec,
+    SlidingWindowMLASpec,
+    SparseCacheRole,
+)
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from custom_pypto import layer_ops
+from custom_pypto.rows import index_format
 from custom_pypto.rows.compressed import pooled
-from custom_pypto.rows.parts import write
+from custom_pypto.rows.parts import row_bytes, write
 
-from .backend import SparseAttentionBackend, without_padding
-from .compression import GROUPS
+from ..config import FORMATS, GROUPS
+from .backend import IndexerBackend, SparseAttentionBackend, without_padding
 
 WINDOW_BLOCK = 64
 STATE_BLOCKS = {4: 4, 128: 8}  # tokens, by r: about as many bytes as a block of compressed rows
@@ -47,7 +54,9 @@ class RowsBackend(SparseAttentionBackend):
 class Rows(nn.Module, AttentionLayerBase):
     """A cache ``[blocks, rows, D]`` that vLLM allocates by ``spec`` and finds by ``prefix``."""
 
-    # churn: the methods that vLLM's own caches of this model have
+    backend: type[SparseAttentionBackend] = RowsBackend
+
+    # churn: the methods that vLLM's own caches of index keys have
     def __init__(self, prefix: str, spec: KVCacheSpec):
         super().__init__()
         self.prefix, self.spec, self.kv_cache = prefix, spec, torch.tensor([])
@@ -57,7 +66,7 @@ class Rows(nn.Module, AttentionLayerBase):
         return self.spec
 
     def get_attn_backend(self):
-        return RowsBackend
+        return self.backend
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         self.kv_cache = kv_cache.squeeze(1)
@@ -72,6 +81,32 @@ class Rows(nn.Module, AttentionLayerBase):
         write(self.pool, *without_padding(slots, rows))
 
     def forward(self): ...
+
+
+class IndexCache(Rows):
+    """Index keys in a format of :mod:`custom_pypto.rows`, in place of vLLM's cache of an
+    ``indexer``, whose fp8 keys stand beside their scales."""
+
+    backend = IndexerBackend
+
+    def __init__(self, indexer, kv_cache_dtype: str):
+        rows = index_format(FORMATS.get(kv_cache_dtype))
+        rows = rows(torch.get_default_dtype(), indexer.head_dim, "cpu")
+        parts = rows.parts(indexer.head_dim)
+        dtype = parts["index"].dtype
+        spec = MLAAttentionSpec(
+            block_size=get_current_vllm_config().cache_config.block_size,
+            num_kv_heads=1,
+            max_tp_shards=1,
+            head_size=row_bytes(parts) // dtype.itemsize,
+            dtype=dtype,
+            cache_role=SparseCacheRole.INDEXER,
+        )
+        super().__init__(indexer.k_cache.prefix, spec)
+        self.format, self.parts = rows, parts
+        self.recorder = None  # of selections.py
+        # by this name speculative decoding finds it in a draft, and sets it to the target's buffer
+        self.topk_indices_buffer = indexer.topk_indices_buffer
 
 
 def window_rows(prefix: str, width: int, tokens: int) -> Rows:

@@ -107,3 +107,18 @@ class BlockFp8Linear(Fp8BlockScaledMMLinearKernel):
 
     def apply_block_scaled_mm(self, A, B, As, Bs):
         return custom_pypto.weight_only_linear(A, B, Bs, block_size=self.weight_group_shape.row)
+
+
+def with_block_fp8(kernels: dict) -> dict:
+    """vLLM's kernels for blocks of fp8 by platform; it takes the first that can."""
+    kernels[PlatformEnum.CPU].insert(0, BlockFp8Linear)
+    return kernels
+
+
+def with_packed(kernels: dict) -> dict:
+    """vLLM's kernels for packed weights by platform."""
+    own = kernels[PlatformEnum.CPU]
+    own.insert(own.index(CPUWNA16LinearKernel), PackedLinear)
+    if not VLLM_HAS_INT4:
+        own.remove(CPUWNA16LinearKernel)
+    return kernels

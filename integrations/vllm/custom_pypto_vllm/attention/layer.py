@@ -11,12 +11,12 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.utils.torch_utils import direct_register_custom_op
 
-from custom_pypto.rows import index_format
 from custom_pypto.rows.index import score_weights
-from custom_pypto.rows.parts import row_bytes, side_by_side
+from custom_pypto.rows.parts import side_by_side
 
-from .backend import IndexerBackend, SparseAttention, SparseAttentionBackend, without_padding
-from .checks import FORMATS, check
+from ..checks import check
+from .backend import SparseAttention, SparseAttentionBackend, without_padding
+from .caches import IndexCache
 
 
 def _index(query: Tensor, key: Tensor, weights: Tensor, q: Tensor, layer_name: str) -> None:
@@ -26,8 +26,8 @@ def _index(query: Tensor, key: Tensor, weights: Tensor, q: Tensor, layer_name: s
         metadata = context.attn_metadata[layer_name]
         tokens, indices = metadata.num_actual_tokens, layer.topk_indices_buffer
         pools = side_by_side(layer.kv_cache, layer.parts)
-        layer.rows.write(pools, *without_padding(metadata.slot_mapping, key[:tokens]))
-        indices[:tokens] = layer.rows.select(
+        layer.format.write(pools, *without_padding(metadata.slot_mapping, key[:tokens]))
+        indices[:tokens] = layer.format.select(
             pools,
             query[:tokens],
             weights[:tokens],
@@ -55,6 +55,10 @@ class ServedLatentAttention:
     """
 
     index_rope_last = False  # the dims of the indexer that are rotated
+
+    def own_index_cache(self) -> None:
+        if self.indexer is not None:
+            self.indexer.k_cache = IndexCache(self.indexer, self.mla_attn.kv_cache_dtype)
 
     def attend(self, positions, hidden_states, scaling=None):
         """``[tokens, heads * v_head_dim]``, before the output projection."""
@@ -168,8 +172,7 @@ class SparseAttentionLayer(ServedLatentAttention, MultiHeadLatentAttentionWrappe
             topk_indices_buffer=modules.topk_indices_buffer,
             **same,
         )
-        if self.indexer is not None:
-            own_index_cache(self.indexer, self.mla_attn.kv_cache_dtype)
+        self.own_index_cache()
 
     def _take(self, modules) -> None:
         self.fused_qkv_a_proj, self.q_a_layernorm = modules.fused_qkv_a_proj, modules.q_a_layernorm
@@ -190,19 +193,3 @@ def _rotate(rope, positions, q_pe, k_pe):
     # rows and rotates the wrong ones. Until test_plugin.py's test of the kernel fails.
     q, k = rope.forward_native(positions, q_pe, k_pe[:, None])
     return q.view(q_pe.shape), k.view(len(k_pe), 1, -1)
-
-
-def own_index_cache(indexer, kv_cache_dtype: str):
-    """Puts rows of :mod:`custom_pypto.rows` into the indexer's cache, instead of fp8 keys beside
-    scales."""
-    # churn: the fields of DeepseekV32IndexerCache that make its cache
-    cache = indexer.k_cache
-    rows = index_format(FORMATS.get(kv_cache_dtype))
-    cache.rows = rows(torch.get_default_dtype(), indexer.head_dim, "cpu")
-    cache.parts = cache.rows.parts(indexer.head_dim)
-    cache.recorder = None  # of selections.py
-    cache.dtype = cache.parts["index"].dtype
-    cache.head_dim = row_bytes(cache.parts) // cache.dtype.itemsize
-    cache.get_attn_backend = lambda: IndexerBackend
-    # by this name speculative decoding finds it in a draft, and sets it to the target's buffer
-    cache.topk_indices_buffer = indexer.topk_indices_buffer

@@ -6,13 +6,9 @@ weights of further layers, and takes weights that are too small for a part of th
 
 import functools
 
-import torch
-from vllm.lora.ops.torch_ops import lora_ops
-from vllm.lora.punica_wrapper import punica_cpu
-from vllm.lora.worker_manager import WorkerLoRAManager
 from vllm.model_executor.layers.linear import LinearBase
 
-from .layer import ServedLatentAttention
+from ..attention.layer import ServedLatentAttention
 
 
 def check(adapter: str, weights: dict, sizes: dict, layers: int) -> None:
@@ -90,17 +86,3 @@ def own_only(shrink):
         output.masked_fill_((indices < 0)[:, None], 0)
 
     return shrink_own
-
-
-def masks_rows(shrink) -> bool:
-    """Whether an op of vLLM's gives 0 to requests without an adapter by itself, as since 0.33."""
-    output = torch.zeros(1, 1)
-    shrink(torch.ones(1, 1), torch.ones(1, 1, 1, 1), output, torch.tensor([-1]))
-    return not output.any()
-
-
-def register() -> None:
-    # churn: the names of vllm/lora/worker_manager.py, lora_ops.py, and what punica_cpu.py imports
-    WorkerLoRAManager._load_adapter = checked(WorkerLoRAManager._load_adapter)
-    if not masks_rows(lora_ops.bgmv_shrink):
-        lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = own_only(lora_ops.bgmv_shrink)

@@ -1,0 +1,1 @@
+"""Linear layers and experts over weights that vLLM has no kernel for on a CPU."""
