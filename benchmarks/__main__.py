@@ -40,7 +40,7 @@ def arguments() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all that need no more")
-    parser.add_argument("--check", action="store_true", help="floors; exit code 1 below one")
+    parser.add_argument("--check", action="store_true", help="floors; exit code 1: missed, or busy")
     parser.add_argument("--write", action="store_true", help="write into benchmarks/RESULTS.md")
     parser.add_argument("--list", action="store_true", help="print the names")
     parser.add_argument("--needs", action="store_true", help="print what to install")
@@ -98,9 +98,8 @@ def run(name: str, args: argparse.Namespace) -> int:
     torch.manual_seed(0)
     print(f"{name}: {entry.about}\n{machine()}", flush=True)
     if args.check:
-        if benchmark.floors is None:
-            print("no floors")
-        return check(benchmark.floors(**options) if benchmark.floors else [])
+        command = " ".join(["bash run.sh bench", name, *given(name, options), "--check"])
+        return check(benchmark.floors(**options) if benchmark.floors else [], command)
     rows = []
     print(*benchmark.header, sep="  ")
     for row in benchmark.rows(**options):

@@ -1,11 +1,12 @@
 """Times stored weights on one thread: linear layers next to torch's in bfloat16 and to the read
 bandwidth, and a full-size layer of DeepSeek-V3.2 with 8 experts in each format."""
 
+import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
-from floors import WEIGHTS, required
+from floors import WEIGHTS, here
 from inputs import compare
 from measure import Benchmark, Floor, interleaved, known, median_ms, ratio
 from model_sides import LAYER, layer_decode_call, layer_prefill_call
@@ -75,11 +76,11 @@ class Linears:
     def read_bandwidth(self, repeats: int) -> float:
         """Bytes per second of torch's sum of floats."""
         seconds = interleaved({"read": self.other.sum}, repeats)["read"]
-        return READ / min(seconds)
+        return READ / statistics.median(seconds)
 
     def share_of_read(self, kind: str, repeats: int) -> float:
-        seconds = self.measured(1, repeats)[kind]
-        return self.bytes_of(kind) / min(seconds) / self.read_bandwidth(repeats)
+        seconds = interleaved({"read": self.other.sum, kind: self.calls(1)[kind]}, repeats)
+        return ratio(seconds["read"], seconds[kind]) * self.bytes_of(kind) / READ
 
     def bytes_of(self, kind: str) -> int:
         return sum(x.nbytes for x in self.weights[kind] if x is not None)
@@ -169,7 +170,7 @@ def linear_rows(repeats: int) -> Iterator[list[str]]:
 def linear_floors(repeats: int) -> Iterator[Floor]:
     linears = Linears()
     linears.compare()
-    for kind, least in required(WEIGHTS).items():
+    for kind, least in here(WEIGHTS).items():
         share = partial(linears.share_of_read, kind, repeats)
         yield Floor(f"{kind}, 1 token, of the read bandwidth", share, least)
     for tokens in TOKENS:

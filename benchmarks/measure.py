@@ -1,6 +1,7 @@
 """How benchmarks time and report: interleaved repeats, floors, sections of RESULTS.md."""
 
 import ctypes
+import math
 import multiprocessing
 import os
 import re
@@ -17,6 +18,7 @@ from datetime import date
 from pathlib import Path
 from unittest import mock
 
+import busy
 import torch
 
 from custom_pypto import env
@@ -76,11 +78,14 @@ def ratio(slow: list[float], fast: list[float]) -> float:
 
 @dataclass(frozen=True)
 class Floor:
-    """A figure and its limit. A missed one is measured again: the machine may have been busy."""
+    """A figure and its limit; without a limit, the kernels of this process have none.
+
+    A missed floor is measured again, and counts as missed only if nobody disturbed a measurement.
+    """
 
     name: str
     measure: Callable[[], float]
-    limit: float
+    limit: float | None
     at_least: bool = True
     tries: int = 3
 
@@ -88,19 +93,32 @@ class Floor:
         return figure >= self.limit if self.at_least else figure <= self.limit
 
     def row(self) -> list[str]:
-        """Name, best figure, limit, and ``ok`` or ``MISSED``."""
-        better, best = (max if self.at_least else min), self.measure()
-        for _ in range(self.tries - 1):
-            if self.reached(best):
-                break
-            best = better(best, self.measure())
+        """Name, best figure, limit, and ``ok``, ``MISSED``, ``no floor`` or who disturbs it."""
+        if self.limit is None:
+            kernels = torch.ops.custom_pypto.cpu_isa()
+            return [self.name, "not measured", f"none for the kernels {kernels}", "no floor"]
         limit = f"{'at least' if self.at_least else 'at most'} {self.limit:.4g}"
-        return [self.name, f"{best:.4g}", limit, "ok" if self.reached(best) else "MISSED"]
+        better = max if self.at_least else min
+        best, said, tries = None, "", 0
+        while tries < self.tries and (best is None or not self.reached(best)):
+            before = busy.now()
+            figure = self.measure()
+            disturbed = busy.since(before)
+            best = figure if best is None else better(best, figure)
+            said = disturbed if tries == 0 or not disturbed else said
+            tries += 1
+        result = "ok" if self.reached(best) else f"BUSY: {said}" if said else "MISSED"
+        return [self.name, f"{best:.4g}", limit, result]
 
 
 def known(name: str, figure: float, limit: float, at_least: bool = True) -> Floor:
     """Of a figure that measuring again does not change."""
     return Floor(name, lambda: figure, limit, at_least, tries=1)
+
+
+def no_floor(name: str) -> Floor:
+    """Of a case that has a floor for other kernels only."""
+    return Floor(name, lambda: math.nan, None)
 
 
 @dataclass(frozen=True)
@@ -122,21 +140,28 @@ class Benchmark:
         write_section(title, command, table(self.header, rows) + note)
 
 
-def check(floors: Iterable[Floor]) -> int:
-    """Prints each floor.
+def check(floors: Iterable[Floor], command: str) -> int:
+    """Prints each floor, then again those that were missed or could not be measured.
+
+    Args:
+        command: repeats the check.
 
     Returns:
-        the exit code: 1 if a floor was missed every time; its name goes to standard error.
+        the exit code: 1 if a floor was missed, or the machine was too busy to say.
     """
-    missed = []
+    kernels, rows = torch.ops.custom_pypto.cpu_isa(), []
     for floor in floors:
-        name, *rest = floor.row()
-        print(name, *rest, sep="  ", flush=True)
-        if rest[-1] == "MISSED":
-            missed.append(name)
-    for name in missed:
-        print(f"missed: {name}", file=sys.stderr)
-    return int(bool(missed))
+        rows.append(floor.row())
+        print(*rows[-1], sep="  ", flush=True)
+    if not rows:
+        print(f"no floor: {command} has none")
+    failed = [row for row in rows if row[-1] not in ("ok", "no floor")]
+    for name, figure, limit, result in failed:
+        what = "missed" if result == "MISSED" else "too busy to measure"
+        why = result.removeprefix("MISSED").removeprefix("BUSY")
+        text = f"{what}: {name}, kernels {kernels}: {figure}, floor: {limit}{why}"
+        print(f"{text}; to repeat: {command}", file=sys.stderr)
+    return int(bool(failed))
 
 
 def median_ms(seconds: list[float], digits: int = 2) -> str:
