@@ -64,18 +64,11 @@ BENCHMARKS = {
         "bench_loading", "models.load, compared with safetensors", dict(threads=2, repeats=3)
     ),
     "ranks": Entry("bench_ranks", "a prompt over ranks", dict(ranks=2, tokens=16384, repeats=3)),
-    "log": Entry("bench_log", "the cost of CUSTOM_PYPTO_LOG", dict(repeats=15)),
     "int8": Entry("bench_int8", "accuracy, memory, speed of int8 caches", dict(repeats=9), "sim"),
     "npu": Entry(
         "bench_npu",
         "the NPU kernels in PyPTO's cost model",
         dict(trace="", plot=False),
-        "sim",
-    ),
-    "tune": Entry(
-        "bench_tune",
-        "searches tile settings of an NPU kernel",
-        dict(op="attention", budget=600.0),
         "sim",
     ),
     "launch": Entry(
@@ -86,9 +79,5 @@ BENCHMARKS = {
         "requests per second of vLLM on the ops",
         dict(rounds=3, llama_server="", python=""),
         "serving",
-    ),
-    "soak": Entry("bench_soak", "vLLM under mixed load", dict(minutes=30.0, python=""), "serving"),
-    "serving_step": Entry(
-        "bench_serving_step", "where a step of vLLM spends its time", {}, "serving"
     ),
 }

@@ -71,8 +71,8 @@ def test_every_section_of_the_results_has_a_command_that_exists():
     "arguments, message",
     [
         (["opps"], "no benchmark is called 'opps'"),
-        (["log", "--tokens", "3"], "--tokens is no option of log"),
-        (["log", "--check", "--write"], "--check writes nothing"),
+        (["step", "--tokens", "3"], "--tokens is no option of step"),
+        (["step", "--check", "--write"], "--check writes nothing"),
     ],
 )
 def test_the_runner_rejects(arguments, message):
@@ -81,7 +81,7 @@ def test_the_runner_rejects(arguments, message):
 
 
 def test_what_benchmarks_need():
-    assert run("ops", "npu", "soak", "--needs").stdout.split() == ["models", "sim", "serving"]
+    assert run("ops", "npu", "serving", "--needs").stdout.split() == ["models", "sim", "serving"]
     assert run("--list", "--needs").stdout.split() == []
 
 

@@ -1,8 +1,7 @@
 """Tile settings of the kernels, chosen per shape class from the host-side facts of a call.
 
-``bash run.sh bench tune --op OP`` searches better entries for the tables
-``INDEXER``, ``ATTENTION`` and ``PROLOG`` by PyPTO's cost model, and writes them into this file. The
-comment above an entry gives the reason for a manual choice, or a hint for the tuner.
+The entries of ``INDEXER``, ``ATTENTION`` and ``PROLOG`` were searched in PyPTO's cost model, whose
+estimates ``bash run.sh bench npu`` prints. The comment above an entry gives its reason.
 """
 
 from dataclasses import dataclass, replace
