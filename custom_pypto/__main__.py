@@ -69,11 +69,6 @@ def main(arguments: list[str] | None = None, load_error: Exception | None = None
     verify_parser.add_argument(
         "--op", choices=list(ALL_OPS), default="", metavar="OP", help="one op; default: all of them"
     )
-    verify_parser.add_argument(
-        "--standard",
-        action="store_true",
-        help="torch_npu's own ops in place of ours, on an NPU",
-    )
     replay_parser = commands.add_parser(
         "replay", help="repeat a failed call from a file written by CUSTOM_PYPTO_LOG=3"
     )
@@ -82,12 +77,6 @@ def main(arguments: list[str] | None = None, load_error: Exception | None = None
         "--device", default="cpu", help="torch device to run on; default: cpu"
     )
     options = parser.parse_args(arguments)
-    if options.command == "verify" and options.standard:
-        if options.device not in (None, "npu"):
-            parser.error(f"--standard runs on an NPU, got --device {options.device}")
-        from .verify_standard import verify_standard
-
-        return 0 if verify_standard(op=options.op) else 1
     if options.command == "verify":
         return verify(options.device, options.op, load_error)
     if options.command == "replay":

@@ -1,4 +1,4 @@
-"""`run.sh atlas`: the run goes on whatever a part does, and the archive names nobody.
+"""`run.sh atlas`: the run goes on whatever a part does.
 
 The parts here are small programs; the last test runs the real ones on the host simulator of CANN.
 """
@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import zipfile
@@ -22,14 +21,12 @@ REPOSITORY = Path(__file__).parents[1]
 BENCHMARKS = REPOSITORY / "benchmarks"
 sys.path.append(str(BENCHMARKS))
 
-from atlas import scrub, summary  # noqa: E402
-from atlas.advice import next_step  # noqa: E402
-from atlas.children import FAILED, OK, Ended  # noqa: E402
-from atlas.parts import PARTS, Machine, Step  # noqa: E402
+from atlas import summary  # noqa: E402
+from atlas.children import FAILED, Ended  # noqa: E402
+from atlas.parts import PARTS, Machine, Step, next_step  # noqa: E402
 from atlas.run import Result  # noqa: E402
 
 ATLAS = str(BENCHMARKS / "atlas")
-NAMES = {"USER": "zaphod", "HOSTNAME": "betelgeuse7.example.org"}
 REPORT = {
     "env": {
         "custom_pypto": {"version": "0.2.0"},
@@ -72,7 +69,6 @@ def start(tmp_path, *parts, **kwargs) -> tuple[subprocess.Popen, Path]:
     listed = json.dumps([WRITES_REPORT, *parts])
     return subprocess.Popen(
         [sys.executable, str(program), str(BENCHMARKS), listed, str(archive)],
-        env=os.environ | NAMES,
         stdout=subprocess.PIPE,
         text=True,
         **kwargs,
@@ -134,7 +130,7 @@ def test_a_failing_a_hanging_and_a_dying_part_do_not_stop_the_others(tmp_path):
     assert "exit code 3" in of_failure(page, "fails") and "why" in of_failure(page, "fails")
     assert "Next: look at fails, one." in of_failure(page, "fails")
     assert "`bash run.sh atlas --only fails`" in of_failure(page, "fails")
-    assert "Next: …/list.json has an operator LightningIndexerPto that is not ours" in page
+    assert "Next: /a/b/list.json has an operator LightningIndexerPto that is not ours" in page
     assert "stopped after 2 s" in of_failure(page, "hangs")
     assert "--limit" in of_failure(page, "hangs")
     assert "died of SIGSEGV" in of_failure(page, "dies") and "CUSTOM_PYPTO_LOG=2" in page
@@ -197,40 +193,12 @@ def test_an_interrupted_run_leaves_an_archive_and_no_process(how, tmp_path):
     assert not psutil.pid_exists(int(hung.read_text())) and "not run after" in out
 
 
-def test_the_archive_names_neither_machine_nor_user(tmp_path):
-    code = (
-        "import os, sys\n"
-        f"print({str(REPOSITORY / 'custom_pypto/ops.py')!r}, sys.prefix + '/lib/x.py')\n"
-        "print(os.path.expanduser('~/notes/plan.md'), '/data/zaphod/x/y.json', sys.argv[1])\n"
-        "print('zaphod@betelgeuse7: on betelgeuse7.example.org (10.1.2.3)')\n"
-        f"print({socket.gethostname()!r}, os.fsdecode(b'/data/\\xff/z'))"
-    )
-    driver, archive = start(tmp_path, ("prints", code, 60))
-    driver.communicate(timeout=60)
-    assert driver.returncode == 0
-    data = archive.read_bytes()
-    found = members(archive)
-    assert found["prints.log"].splitlines()[1:4] == [
-        "<repository>/custom_pypto/ops.py <environment>/lib/x.py",
-        "<home>/…/plan.md …/y.json <scratch>",
-        "<user>@<host>: on <host> (<address>)",
-    ]
-    assert json.loads(found["env.json"])["versions"]["torch"] == "1.0"
-    for text in (*found, *found.values(), data.decode("latin-1")):
-        for name in ("zaphod", "betelgeuse7", str(REPOSITORY), str(tmp_path)):
-            assert name not in text
-    with zipfile.ZipFile(archive) as file:  # a zip has room for owners here
-        assert all(not info.extra and not info.comment for info in file.infolist())
-
-
-def test_the_files_of_a_part_are_in_the_archive_without_names(tmp_path):
+def test_the_files_of_a_part_are_in_the_archive(tmp_path):
     code = (
         "import json, os, sys\n"
         "folder = sys.argv[1] + '/profile/decode_1'\n"
         "os.makedirs(folder + '/a_folder')\n"
-        f"event = dict(name='aten::add', file={str(REPOSITORY / 'models/norms.py')!r}, ts='1.2')\n"
-        "json.dump([event, {'host': 'betelgeuse7', 'out': folder}],"
-        " open(folder + '/trace_view.json', 'w'))"
+        "json.dump([{'name': 'aten::add'}], open(folder + '/trace_view.json', 'w'))"
     )
     made = ("makes", code, 60, "", ["one"], "profile/*/*")
     driver, archive = start(tmp_path, made, ("nothing", "", 60, "", ["one"], "nowhere/*"))
@@ -238,21 +206,7 @@ def test_the_files_of_a_part_are_in_the_archive_without_names(tmp_path):
     assert driver.returncode == 0
     found = members(archive)
     assert {name for name in found if "/" in name} == {"makes/trace_view.json"}
-    event, other = json.loads(found["makes/trace_view.json"])  # a trace that a viewer still reads
-    assert event == dict(name="aten::add", file="<repository>/models/norms.py", ts="1.2")
-    assert other == dict(host="<host>", out="<scratch>/…/decode_1")
-
-
-def test_a_finished_archive_is_read_again_for_names(tmp_path):
-    result = Result(PARTS[0], steps=[(Step("", []), Ended(OK, "exit code 0", 1.0), "on marvin9")])
-    machine, archive = Machine(REPORT, tmp_path, False), tmp_path / "found.zip"
-    knows_nothing, knows = scrub.Scrubber({}, [], []), scrub.Scrubber({}, ["marvin9"], [])
-    summary.write(archive, [result], machine, summary.datetime.now(), knows_nothing)
-    with pytest.raises(summary.StillNamed, match=r"summary\.md .* got marvin9"):
-        summary.check(archive, knows)
-    summary.write(archive, [result], machine, summary.datetime.now(), knows)
-    summary.check(archive, knows)
-    assert list(tmp_path.iterdir()) == [archive]
+    assert json.loads(found["makes/trace_view.json"]) == [{"name": "aten::add"}]
 
 
 @pytest.mark.parametrize(
@@ -340,7 +294,7 @@ def test_the_whole_run_with_a_part_that_fails(tmp_path):
     package, archive = foreign_package(tmp_path / "vendor"), tmp_path / "found.zip"
     done = subprocess.run(
         [sys.executable, ATLAS, "--simulator", "--output", str(archive)],
-        env=os.environ | {"ASCEND_CUSTOM_OPP_PATH": str(package)} | NAMES,
+        env=os.environ | {"ASCEND_CUSTOM_OPP_PATH": str(package)},
         cwd=tmp_path,
         capture_output=True,
         text=True,
@@ -350,11 +304,11 @@ def test_the_whole_run_with_a_part_that_fails(tmp_path):
     found = members(archive)
     page = found["summary.md"]
     expected = {part.name: "ok" for part in PARTS} | {"aclnn": "FAILED"}
-    expected |= dict.fromkeys(["profile", "torch_npu"], "skipped")
+    expected["profile"] = "skipped"
     assert results(page) == expected, done.stdout
     assert page.splitlines()[2].startswith("**Host simulator of CANN: this was no NPU.**")
     assert re.search(
-        r"Next: <kernel package 1>/op_impl/\S+\.json has an operator KvQuantUpdatePto that is not "
+        r"Next: \S+/op_impl/\S+\.json has an operator KvQuantUpdatePto that is not "
         r"ours.* ASCEND_CUSTOM_OPP_PATH\..*`bash run\.sh atlas --simulator --only aclnn`",
         of_failure(page, "aclnn"),
         re.S,
@@ -364,9 +318,6 @@ def test_the_whole_run_with_a_part_that_fails(tmp_path):
         rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")]
         assert len(rows) == 4 and all(float(row[2]) > 0 for row in rows[2:])
         assert "no times of an NPU" in table and "cost model, no times of a device" in table
-    for text in (*found, *found.values()):
-        for name in (str(REPOSITORY), str(tmp_path), "zaphod", "betelgeuse7"):
-            assert name not in text
 
 
 @pytest.mark.ascend_host

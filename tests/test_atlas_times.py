@@ -1,4 +1,4 @@
-"""The calls that `run.sh atlas` times, with their estimates, and with torch_npu's ops."""
+"""The calls that `run.sh atlas` times, with their estimates."""
 
 import importlib.util
 import sys
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils._pytree import tree_map_only
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -78,33 +77,3 @@ def test_the_result_of_a_timed_call_is_checked(op, calls):
             calls.check(case, (first * torch.nan, *rest) if rest else first * torch.nan)
     with pytest.raises(ValueError, match="must be "):
         calls.check(case, (first[..., :1], *rest) if rest else first[..., :1])
-
-
-@pytest.mark.ascend_host
-@pytest.mark.parametrize("wrong", [False, True], ids=["the same", "another"])
-@pytest.mark.parametrize("op", TIMED[:2])
-def test_both_ops_are_compared_with_the_reference(op, wrong, calls):
-    """In the place of CANN's operator, which is missing here, stands the reference."""
-    import torch_npu  # noqa: F401
-    from atlas import standard
-
-    from custom_pypto import reference
-
-    name = op.removesuffix("_pto")
-    count = len(getattr(torch.ops.npu, name).default._schema.returns)
-
-    def operator(*given, attention_mode=None, **named):
-        given, named = tree_map_only(torch.Tensor, torch.Tensor.cpu, (given, named))
-        out = getattr(reference, op)(*given, **named)
-        return ((out.flip(-1) if wrong else out).npu(), *[torch.empty(0).npu()] * (count - 1))
-
-    library = torch.library.Library("npu", "IMPL")
-    library.impl(name, operator, "PrivateUse1", allow_override=True)
-    try:
-        row, right = standard.compared(standard.inputs(op, (1, 1, 4096)), quick=True)
-    finally:
-        library._destroy()
-    assert right and row[:2] == [op, "1,1,4096"] and len(row) == len(standard.HEADER)
-    limit, mine, other = map(float, row[2:5])
-    assert mine <= limit and (other > limit) == wrong
-    assert row[5] == ("0" if op == TIMED[0] else "-")

@@ -5,15 +5,13 @@
     bash run.sh atlas --only npu,graph      # some parts again
 
 Every part is one or more child processes with a time limit; what fails does not stop the others.
-The archive has summary.md, env.json and a log for each part, without paths, host or user names.
+The archive has summary.md, env.json and a log for each part, with paths, host and user names.
 Exit code: 0 if nothing failed, 1 if something did or there is no NPU, 130 after Ctrl-C, which still
 writes the archive. Not verified on hardware.
 """
 
 import argparse
 import json
-import os
-import shutil
 import signal
 import sys
 import tempfile
@@ -22,7 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from atlas import children, scrub, summary  # noqa: E402
+from atlas import children, summary  # noqa: E402
 from atlas.children import FAILED, INTERRUPTED  # noqa: E402
 from atlas.parts import PARTS, Machine, Part  # noqa: E402
 from atlas.run import NOT_RUN, Result, lines, run  # noqa: E402
@@ -83,7 +81,8 @@ def tell(results: list[Result], archive: Path) -> None:
     for result in results:
         if result.status in (children.SKIPPED, NOT_RUN):
             print(f"{result.status:7} {result.part.name}: {result.line()}".rstrip(": "))
-    print(f"Please attach this archive to an issue of the kind {REPORT}")
+    print("Read this archive: its logs have paths, host and user names, in plain text. Then please")
+    print(f"attach it to an issue of the kind {REPORT}")
     print(archive)
 
 
@@ -105,13 +104,7 @@ def main(parts: list[Part], options: argparse.Namespace) -> int:
         if reason := why_not(results[0], machine):
             print(reason if options.simulator else f"{reason}\n{TRY_SIMULATOR}", file=sys.stderr)
             return 1
-        scrubbed = scrub.of_this_machine(os.environ, scratch=scratch)
-        try:
-            summary.write(archive, results, machine, date, scrubbed)
-        except summary.StillNamed as error:
-            kept = shutil.copytree(scratch, f"{archive}-as-logged", dirs_exist_ok=True)
-            print(f"run.sh atlas: {error}. No archive; the logs are in {kept}", file=sys.stderr)
-            return 1
+        summary.write(archive, results, machine, date)
     tell(results, archive)
     found = {result.status for result in results}
     if found & {INTERRUPTED, NOT_RUN}:

@@ -1,5 +1,6 @@
-"""What ``run.sh atlas`` runs: the list of parts, in order."""
+"""What ``run.sh atlas`` runs: the list of parts, in order; and what to try after a failure."""
 
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,7 +28,6 @@ TIMED = (
     "npu_dense_lightning_indexer_softmax_lse_pto",
     "npu_dense_lightning_indexer_grad_kl_loss_pto",
 )
-STANDARD = TIMED[:4]  # those that torch_npu has, too
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Part:
     """A part of the run.
 
     ``seconds`` is the time limit of each step; ``lacks`` gives the reason to skip the part, if any;
-    ``advice`` is the next thing to try where :mod:`.advice` knows nothing more specific; the lines
+    ``advice`` is the next thing to try where :data:`KNOWN` has nothing more specific; the lines
     of ``tables`` in the log, which begin with ``| `` or ``> ``, go to the summary; ``files`` are a
     pattern of texts below ``Machine.scratch`` that go to the archive.
     """
@@ -134,12 +134,6 @@ def no_package(machine: Machine) -> str:
 
 def no_pypto(machine: Machine) -> str:
     return "" if machine.report["env"]["versions"]["pypto"] else "PyPTO is not installed"
-
-
-def no_operators(machine: Machine) -> str:
-    if machine.simulator:
-        return "the simulator has no operators of CANN: it computes torch_npu's ops as ours"
-    return no_pypto(machine)
 
 
 PARTS = [
@@ -242,14 +236,95 @@ PARTS = [
         "be on `PATH`: source CANN's `set_env.sh`",
         files="profile/*/ASCEND_PROFILER_OUTPUT/*",
     ),
-    Part(
-        "torch_npu",
-        "torch_npu's own ops compared with ours: results, then times",
-        900,
-        lambda here: [here.step(op, "standard.py", op) for op in STANDARD],
-        "the log has both calls; if only torch_npu's fails, its limits for these shapes are in the "
-        "documentation of CANN's operator, and our times are in `times`",
-        lacks=no_operators,
-        tables=True,
+]
+
+# the next thing to try, by the end of a child and its log: the first that matches decides; \1 is
+# what the pattern found
+KNOWN = [
+    (
+        r"(\w+) in (\S+) is another operator",
+        r"\2 has an operator \1 that is not ours, and CANN takes the first one: put a package "
+        "built from custom_pypto/graph/*.h before it in ASCEND_CUSTOM_OPP_PATH",
+    ),
+    (
+        r"has no function (aclnn\w+)",
+        r"the package has no \1: build it again, with op_api and with this operator",
+    ),
+    (
+        r"(aclnn\w+) failed with (\d+)",
+        r"the message after `\1 failed with \2` is CANN's; `ASCEND_GLOBAL_LOG_LEVEL=1 "
+        "ASCEND_SLOG_PRINT_TO_STDOUT=1` says more",
+    ),
+    (
+        r"(aclnn\w+) .*not in libopapi\.so",
+        r"this CANN has no \1: install a newer one that matches torch_npu",
+    ),
+    (
+        r"(?i)PTO_TILE_LIB_CODE_PATH|pto/\S+: No such file|pto-inst\.hpp",
+        "PyPTO lacks the headers of pto-isa: install CANN's package of them, or set "
+        "PTO_TILE_LIB_CODE_PATH to a checkout (docs/npu.md)",
+    ),
+    (
+        r"(bisheng|ccec|bishengir-compile)\b.*(?:not found|No such file)",
+        r"the device's compiler \1 is not on PATH: source CANN's set_env.sh before Python",
+    ),
+    (
+        r"graph/custom_op\.h|before compiling custom ops",
+        "this CANN has no custom-op callbacks for GE: use `npugraph_ex`, a newer CANN, or a kernel "
+        "package",
+    ),
+    (
+        r"(?i)out of memory|alloc\w* .*fail\w* .*device",
+        "another process may hold the device: `npu-smi info`, then another device by "
+        "`ASCEND_RT_VISIBLE_DEVICES=1`",
+    ),
+    (
+        r"(lib\w+\.so)[.\d]*: cannot open shared object file",
+        r"\1 is not found: source CANN's set_env.sh before Python; `ldd` names what it lacks",
+    ),
+    (
+        r"undefined symbol: (\w+)",
+        r"the library that lacks \1 is of another release: `custom-pypto env` and torch_npu's "
+        "release notes name the versions that fit",
+    ),
+    (
+        r"(?i)\b507\d{3}\b|\b(?:aicore|vector core|mte)\b.*(?:exception|error)",
+        "the device reports an exception: repeat with `ASCEND_LAUNCH_BLOCKING=1`, which names the "
+        "launch, and send the newest file of ~/ascend/log/debug/plog with the archive",
+    ),
+    (
+        r"Run pass failed|Errcode: F\w+|SimulationError",
+        "PyPTO's compiler rejects the kernel: repeat with `ASCEND_GLOBAL_LOG_LEVEL=1 "
+        "ASCEND_SLOG_PRINT_TO_STDOUT=1`, and compare the PyPTO in env.json with the one of "
+        "`custom-pypto env` elsewhere",
+    ),
+    (
+        r"\Astopped after",
+        "`npu-smi info` says whether the device still answers. The traceback in the log says where "
+        "it waited: in a compilation, allow more with `--limit 4`; in a launch, repeat with "
+        "`ASCEND_LAUNCH_BLOCKING=1`",
+    ),
+    (
+        r"\Adied of SIGKILL",
+        "the system killed it, most often for want of memory: `dmesg | tail`, `free -g`",
+    ),
+    (
+        r"\Adied of (SIG\w+)",
+        r"the log has the traceback at \1: its first line that is not PyPTO's or torch_npu's is "
+        "the call; `CUSTOM_PYPTO_LOG=2` logs its shapes",
     ),
 ]
+
+
+def next_step(how: str, log: str, otherwise: str) -> str:
+    """The next thing to try.
+
+    Args:
+        how: the end of the child, as ``children.Ended`` has it; log: its output.
+        otherwise: the advice of the part.
+    """
+    text = f"{how}\n{log}"
+    for pattern, advice in KNOWN:
+        if match := re.search(pattern, text):
+            return match.expand(advice)
+    return otherwise

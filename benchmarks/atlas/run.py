@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from atlas import children
-from atlas.advice import next_step
 from atlas.children import FAILED, INTERRUPTED, OK, SKIPPED, Ended
-from atlas.parts import Machine, Part, Step
+from atlas.parts import Machine, Part, Step, next_step
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 NOT_RUN = "not run"

@@ -9,21 +9,16 @@ from pathlib import Path
 from atlas.children import FAILED, OK, SKIPPED, Ended
 from atlas.parts import Machine, Step
 from atlas.run import Result, lines
-from atlas.scrub import Scrubber
 
 SIMULATOR = """**Host simulator of CANN: this was no NPU.** CPU memory and CPU kernels computed all,
 PyPTO's interpreter the ops. Times say nothing. Shortened: one op in `again`, `ready` and `aclnn`,
-two in `times`, the smallest case of an op in `times` and `torch_npu`, a short prompt in `graph`."""
+two in `times`, the smallest case of an op in `times`, a short prompt in `graph`."""
 VERDICTS = 10  # lines of a log that begin with FAILED
 LAST = 15  # further lines, from its end
 
 
-class StillNamed(RuntimeError):
-    """A finished archive names the machine or its user; it was deleted."""
-
-
 def page(results: list[Result], machine: Machine, date: datetime) -> str:
-    """The summary in Markdown, not scrubbed yet."""
+    """The summary in Markdown."""
     count = {status: sum(r.status == status for r in results) for status in (OK, FAILED, SKIPPED)}
     other = len(results) - sum(count.values())
     counted = [f"{n} {status}" for status, n in count.items() if n]
@@ -85,19 +80,10 @@ def _tables(result: Result) -> str:
     return "\n\n".join([*parts, *notes])
 
 
-def write(
-    archive: Path, results: list[Result], machine: Machine, date: datetime, scrubbed: Scrubber
-) -> None:
-    """Writes the archive: the page, the report, a log for each part, the files that it made.
-
-    A zip has no owner, group or host of its members, unlike a tar.
-
-    Raises:
-        StillNamed: a member names this machine after all; there is no archive then.
-    """
+def write(archive: Path, results: list[Result], machine: Machine, date: datetime) -> None:
+    """Writes the archive: the page, the report, a log for each part, the files that it made."""
     members = {"summary.md": page(results, machine, date)}
     report = machine.report["env"] | {k: v for k, v in machine.report.items() if k != "env"}
-    # an escaped letter of a path would hide the path
     members["env.json"] = json.dumps(report, indent=2, ensure_ascii=False)
     for result in results:
         if result.steps:
@@ -114,22 +100,6 @@ def write(
         part = Path(folder) / archive.name
         with zipfile.ZipFile(part, "w", zipfile.ZIP_DEFLATED) as file:
             for name, text in members.items():
-                data = scrubbed(text).encode("utf-8", "replace")
+                data = text.encode("utf-8", "replace")
                 file.writestr(zipfile.ZipInfo(name, date.timetuple()[:6]), data, file.compression)
-        check(part, scrubbed)
         part.replace(archive)
-
-
-def check(archive: Path, scrubbed: Scrubber) -> None:
-    """Reads a finished archive and rejects it if it names this machine.
-
-    Raises:
-        StillNamed: with the member and what was found in it.
-    """
-    with zipfile.ZipFile(archive) as file:
-        for name in file.namelist():
-            if found := scrubbed.left_in(file.read(name).decode("utf-8", "replace")):
-                raise StillNamed(
-                    f"{name} must not name this machine, got {', '.join(found)}: a mistake in "
-                    "benchmarks/atlas/scrub.py"
-                )
