@@ -64,7 +64,6 @@ BENCHMARKS = {
         "bench_loading", "models.load, compared with safetensors", dict(threads=2, repeats=3)
     ),
     "ranks": Entry("bench_ranks", "a prompt over ranks", dict(ranks=2, tokens=16384, repeats=3)),
-    "int8": Entry("bench_int8", "accuracy, memory, speed of int8 caches", dict(repeats=9), "sim"),
     "npu": Entry(
         "bench_npu",
         "the NPU kernels in PyPTO's cost model",

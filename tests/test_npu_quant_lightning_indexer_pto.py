@@ -166,3 +166,35 @@ def test_scores_are_within_float32_rounding_of_float64():
     key, key_scale = x["key"][0, :500, 0], x["key_dequant_scale"][0, :500, 0]
     scores, eps, unbounded = exact_scores_of_int8(query, key, weights, scale, key_scale)
     assert not unbounded and (scores[got].diff() <= eps).all()
+
+
+def of_e4m3(rows: torch.Tensor) -> torch.Tensor:
+    """Rows as DeepSeek's own inference code quantizes them: float8 with a scale each."""
+    scale = rows.float().abs().amax(-1, keepdim=True).clamp(min=1e-4) / 448
+    return (rows.float() / scale).to(torch.float8_e4m3fn).float() * scale
+
+
+def share_of(want: torch.Tensor, got: torch.Tensor) -> float:
+    pairs = zip(want.flatten(0, -2), got.flatten(0, -2), strict=True)
+    return torch.stack([torch.isin(*pair).float().mean() for pair in pairs]).mean().item()
+
+
+@pytest.mark.parametrize("keys, tokens", [(8192, 16), (65536, 4)], ids=["8K", "64K"])
+def test_selects_what_bfloat16_selects_and_more_of_it_than_fp8(keys, tokens):
+    generator = torch.Generator().manual_seed(keys)
+    query = torch.randn(1, tokens, 64, 128, generator=generator).bfloat16()
+    key = torch.randn(1, keys, 1, 128, generator=generator).bfloat16()
+    weights = torch.randn(1, tokens, 64, generator=generator)
+    call = dict(layout_key="BSND", sparse_count=2048, sparse_mode=0)
+    want = custom_pypto.npu_lightning_indexer_pto(query, key, weights, **call)
+    rotation = hadamard_matrix(128).bfloat16()
+    rows, scales = quantize(query, hadamard=rotation)
+    key_rows, key_scales = quantize(key, hadamard=rotation)
+    int8 = share_of(want, index(rows, key_rows, weights, scales, key_scales, 0, 0, **call))
+    scores = torch.einsum(
+        "th,ths->ts",
+        weights[0],
+        (of_e4m3(query[0] @ rotation) @ of_e4m3(key[0, :, 0] @ rotation).T).relu(),
+    )
+    fp8 = share_of(want, scores.topk(2048).indices[None, :, None])
+    assert int8 >= 0.985 and int8 > fp8
