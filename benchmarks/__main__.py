@@ -1,6 +1,7 @@
 """Runs benchmarks: a table each, nothing before the results of all sides were compared.
 
     bash run.sh bench [NAME...] [--check] [--write] [--list]
+    bash run.sh bench --compare A B [NAME...]
 
 Several run one after the other, each in a process of its own.
 """
@@ -12,6 +13,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import compare
+import results
 from registry import BENCHMARKS
 
 HERE = Path(__file__).resolve().parent
@@ -41,7 +44,17 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="default: all that need no more")
     parser.add_argument("--check", action="store_true", help="floors; exit code 1: missed, or busy")
-    parser.add_argument("--write", action="store_true", help="write into benchmarks/RESULTS.md")
+    parser.add_argument("--write", action="store_true", help="keep the figures, in RESULTS.md too")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        default=results.FOLDER,
+        metavar="FOLDER",
+        help="of --write; default: benchmarks/results",
+    )
+    parser.add_argument(
+        "--compare", nargs=2, metavar=("A", "B"), help="results of commits, or folders of them"
+    )
     parser.add_argument("--list", action="store_true", help="print the names")
     parser.add_argument("--needs", action="store_true", help="print what to install")
     defaults = {k: v for entry in BENCHMARKS.values() for k, v in entry.options.items()}
@@ -51,6 +64,8 @@ def arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if unknown := [name for name in args.names if name not in BENCHMARKS]:
         parser.error(f"no benchmark is called {unknown[0]!r}: {', '.join(BENCHMARKS)}")
+    if args.compare:
+        return args
     args.names = args.names or [n for n, entry in BENCHMARKS.items() if entry.needs == "models"]
     args.options = {k: v for k in defaults if (v := getattr(args, k)) is not None}
     for option in args.options:
@@ -73,6 +88,7 @@ def given(name: str, options: dict) -> list[str]:
 def elsewhere(python: str | Path, name: str, args: argparse.Namespace) -> int:
     """Runs a benchmark by another process."""
     modes = [flag(mode) for mode in ("check", "write") if getattr(args, mode)]
+    modes += ["--results", str(args.results)]
     command = [python, HERE, name, *modes, *given(name, args.options)]
     return subprocess.run(command).returncode
 
@@ -109,19 +125,24 @@ def run(name: str, args: argparse.Namespace) -> int:
         # a path is of this machine
         shown = {k: k.upper() if os.sep in str(v) else v for k, v in options.items()}
         command = " ".join(["bash run.sh bench", name, *given(name, shown), "--write"])
-        benchmark.written(rows, command, options)
+        results.add(args.results, name, *benchmark.run(rows, command, options))
     return 0
 
 
 def main() -> int:
     args = arguments()
     if args.needs:
-        names = [] if args.list else args.names
+        names = [] if args.list or args.compare else args.names
         print(*dict.fromkeys(BENCHMARKS[name].needs for name in names))
         return 0
     if args.list:
         print(listed())
         return 0
+    if args.compare:
+        try:
+            return compare.main(*args.compare, args.names)
+        except subprocess.CalledProcessError as error:
+            raise SystemExit(f"bench --compare: {error.stderr.strip()}") from None
     if len(args.names) > 1:
         return max([elsewhere(sys.executable, name, args) for name in args.names])
     return run(args.names[0], args)

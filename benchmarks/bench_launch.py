@@ -109,10 +109,5 @@ def rows(repeats: int) -> Iterator[list[str]]:
 
 
 BENCHMARKS = {
-    "launch": Benchmark(
-        "Eager launch, host time on the host simulator of CANN",
-        ["op", "tensors", "contract, us", "PyPTO, us", "aclnn, us"],
-        rows,
-        of_kernels=False,
-    )
+    "launch": Benchmark(["op", "tensors", "contract, us", "PyPTO, us", "aclnn, us"], rows)
 }

@@ -311,19 +311,10 @@ def floors(llama: str, threads: int, repeats: int) -> Iterator[Floor]:
 
 BENCHMARKS = {
     "llama": Benchmark(
-        "A layer compared with ik_llama.cpp and transformers, {threads} thread(s)",
         ["layer", "weights", "ms of", *SIDES, *(f"{side} / ik" for side in OURS)],
         rows,
-        "A model of one layer of DeepSeek-V3.2's or GLM-5's sizes with random weights, its "
-        f"embedding and its head of {VOCABULARY} tokens: attention with a feed-forward of 256, or "
-        f"with the router, the shared expert and 8 of {EXPERTS} experts. Of DeepSeek-V4-Flash's "
-        "sizes two layers, one compressed with an indexer, one heavily compressed, each with 6 of "
-        f"{EXPERTS} experts; fp4: of the experts, as published, fp8 elsewhere (theirs: MXFP4, "
-        "Q8_0). Compiled: layers, as by generate(compile_config=CompileConfig()), which compiles "
-        "steps of tokens, not prompts. Both sides decode after the same prompt. Caches in bfloat16 "
-        f"(theirs: F16). Tokens: medians of turns of {STEPS}; {FEW} at once: a token and its "
-        "draft. Prompts: one, after one that is not timed. By the clock; the logits of both sides "
-        "agreed before, on the same weights.",
         floors,
+        cases=3,
+        variant="threads: {threads}",
     )
 }

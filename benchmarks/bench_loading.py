@@ -118,10 +118,6 @@ def rows(threads: int, repeats: int) -> Iterator[list[str]]:
 
 BENCHMARKS = {
     "loading": Benchmark(
-        "Loading fp8, {threads} thread(s)",
-        ["2 GB in fp8", "s", "GB/s", "of its speed"],
-        rows,
-        floors=floors,
-        of_kernels=False,
+        ["2 GB in fp8", "s", "GB/s", "of its speed"], rows, floors, variant="threads: {threads}"
     )
 }

@@ -18,7 +18,6 @@ from model_sides import (
     HEADER,
     LAYER,
     MODEL,
-    NOTE,
     SIDES,
     Result,
     Subject,
@@ -179,15 +178,7 @@ def draw(results: list[Result], model) -> None:
     save("model_memory.png", "Peak memory over weights and cache", "MiB (1: at most 1)")
 
 
-SCORES = "at 16K its float32 index scores alone are 64 x 16384 x 16384 x 4 bytes = 64 GiB"
 BENCHMARKS = {
-    "model": Benchmark("Model, {dtype}", HEADER, model_rows, f"{NOTE}{SCORES}."),
-    "layer": Benchmark(
-        "Attention layer of the full size, bfloat16, 1 thread",
-        HEADER,
-        layer_rows,
-        f"{NOTE}{SCORES}, and upstream decode above 16K, whose time goes on growing with the "
-        "context. User CPU time: page_faults.md.",
-        layer_floors,
-    ),
+    "model": Benchmark(HEADER, model_rows, cases=2, variant="{dtype}"),
+    "layer": Benchmark(HEADER, layer_rows, layer_floors, cases=2),
 }

@@ -22,14 +22,6 @@ PICTURE = Path(__file__).with_name("plots") / "npu_model.png"
 # The floors are for PyPTO 0.2.0. CANN 9.1's merges other tasks and charges them otherwise.
 VERSION = installed_version("pypto")
 FLOORS_TIMES = 1.0 if VERSION == "0.2.0" else 1.35
-NOTE = f"""Estimates of PyPTO {VERSION}'s cost model for its simulated Atlas A2/A3, bf16, 128 heads
-where none are named, K 2048, blocks of 128 keys. They are not device times: the model counts
-gathers and top-k near zero, gives every core its own memory bandwidth, and a task its full tile,
-whatever is valid. An estimate below its roofline shows just that. bytes µs: what must move at
-least, over 1.42 TB/s; FLOP µs: what must be computed, over 364 TFLOP/s. Sinks and cmp_ratio: layers
-of DeepSeek-V4 without rope, where keys are cached rows, of the indexer tokens. Times that others
-measured on hardware cannot be compared with these. Picture (`--plot`): plots/npu_model.png. No NPU
-has run these programs."""
 
 
 def estimate(case: Case, trace: str) -> simulation.Estimate:
@@ -54,7 +46,7 @@ def rows(trace: str, plot: bool) -> Iterator[list[str]]:
         yield [
             *(case.name, case.shape, f"{found.latency_us:.1f}"),
             "-" if case.floor is None else f"{FLOORS_TIMES * case.floor:.1f}",
-            *(f"{found.utilisation:.0%}", str(found.tasks), str(found.edges)),
+            *(f"{100 * found.utilisation:.0f}", str(found.tasks), str(found.edges)),
             *(f"{us:.1f}" for us in least),
         ]
     if failed:
@@ -93,14 +85,14 @@ def draw(bars: list[tuple[str, float, float, float]]) -> None:
 
 BENCHMARKS = {
     "npu": Benchmark(
-        f"NPU kernels, PyPTO {VERSION} cost-model estimates",
         [
-            *("op", "B, S1, keys", "estimate µs", "floor µs", "cores busy", "tasks", "edges"),
+            *("op", "B, S1, keys", "estimate µs", "floor µs", "cores busy, %", "tasks", "edges"),
             *("bytes µs", "FLOP µs"),
         ],
         rows,
-        NOTE,
         floors,
-        of_kernels=False,
+        cases=2,
+        variant=VERSION or "",
+        kernels="pypto",
     )
 }

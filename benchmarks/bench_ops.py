@@ -277,8 +277,7 @@ def op_rows(threads: int, repeats: int) -> Iterator[list[str]]:
             seconds = times(case, dtype, repeats)
             rate = f"{case.flop / statistics.median(seconds['op']) / 1e9:.0f}"
             of_mm = [f"{share(case, seconds, call):.2f}" for call in ("op", "again")]
-            floor = with_aim(*key) if dtype == torch.bfloat16 and threads == 1 else "-"
-            yield [case.name, str(dtype)[6:], median_ms(seconds["op"]), rate, *of_mm, floor]
+            yield [case.name, str(dtype)[6:], median_ms(seconds["op"]), rate, *of_mm]
 
 
 def part_rows(repeats: int) -> Iterator[list[str]]:
@@ -290,31 +289,29 @@ def part_rows(repeats: int) -> Iterator[list[str]]:
 
 
 def int8_rows(repeats: int) -> Iterator[list[str]]:
-    here = floors.here(floors.INT8)
     for key in floors.INT8:
         name, seconds = int8_times(key, repeats)
         speedup = ratio(seconds["bfloat16"], seconds["int8"])
         ms = [median_ms(seconds[op]) for op in ("bfloat16", "int8")]
-        yield [name, *ms, f"{speedup:.2f}", str(here.get(key, "-"))]
+        yield [name, *ms, f"{speedup:.2f}"]
 
 
 OF_MM = ["of torch.mm 2048^3", "called again"]
 BENCHMARKS = {
     "ops": Benchmark(
-        "Ops, {threads} thread(s)",
-        ["op", "dtype", "ms", "GFLOP/s", *OF_MM, "floor of --check"],
+        ["op", "dtype", "ms", "GFLOP/s", *OF_MM],
         op_rows,
-        floors=op_floors,
+        op_floors,
+        cases=2,
+        variant="threads: {threads}",
     ),
     "parts": Benchmark(
-        "Parts of a short call, 1 thread",
         ["call", "ms after torch.mm", "ms again", *OF_MM],
         part_rows,
     ),
     "int8_ops": Benchmark(
-        "int8 compared with bfloat16, 1 thread",
-        ["op", "ms in bfloat16", "ms in int8", "speedup", "floor of --check"],
+        ["op", "ms in bfloat16", "ms in int8", "speedup"],
         int8_rows,
-        floors=int8_floors,
+        int8_floors,
     ),
 }

@@ -211,9 +211,8 @@ def rows(repeats: int) -> Iterator[list[str]]:
 PEERS = ("eager", "inductor", "vllm")
 BENCHMARKS = {
     "peers": Benchmark(
-        "Peers, 1 thread",
-        ["op, bfloat16", "ms", *(cell for peer in PEERS for cell in (f"{peer} ms", "ratio"))],
+        ["op, bfloat16", "ms", *(f"{peer}{what}" for peer in PEERS for what in (" ms", " / ours"))],
         rows,
-        floors=peer_floors,
+        peer_floors,
     )
 }

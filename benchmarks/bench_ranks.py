@@ -85,13 +85,12 @@ def rows(ranks: int, tokens: int, repeats: int) -> Iterator[list[str]]:
 
 BENCHMARKS = {
     "ranks": Benchmark(
-        "Prompts over {ranks} ranks",
         [
             *("tokens", "one process, s", "ranks, s", "ratio", "MB between the ranks"),
             *("MB of cache rows, computed", "MB of hidden states, computed"),
             "difference of the logits, of the largest",
         ],
         rows,
-        "Two layers, a thread for each rank.",
+        variant="ranks: {ranks}",
     )
 }

@@ -9,10 +9,11 @@ beyond weights and input, user CPU time.
 
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import torch
-from measure import RESULTS, Benchmark, Floor, in_own_process, peak_over
+from measure import Benchmark, Floor, in_own_process, peak_over
 from model_sides import LAYER, random_model
 
 from custom_pypto import models
@@ -120,7 +121,7 @@ def draw(figures: dict) -> None:
         axes.grid(alpha=0.3)
         axes.legend()
     figure.tight_layout()
-    figure.savefig(RESULTS.parent / "plots" / "training.png", dpi=100)
+    figure.savefig(Path(__file__).with_name("plots") / "training.png", dpi=100)
 
 
 def rows(tokens: int, plot: bool) -> Iterator[list[str]]:
@@ -132,11 +133,11 @@ def rows(tokens: int, plot: bool) -> Iterator[list[str]]:
         for side in SIDES:
             needs = UPSTREAM_BYTES * HEADS * length**2
             if side == "upstream" and needs > 0.8 * psutil.virtual_memory().available:
-                row.append(f"needs about {needs / 2**30:.0f} GiB")
+                row += [f"needs {needs / 2**20:.0f}", "-", "-"]
                 continue
             found = figures[side, length] = measured(side, length)
-            size = f"{found['bytes'] / 2**20:.0f} MiB"
-            row.append(f"{size}, {found['forward']:.1f} + {found['backward']:.1f} s")
+            row += [f"{found['bytes'] / 2**20:.0f}"]
+            row += [f"{found['forward']:.1f}", f"{found['backward']:.1f}"]
         yield row
     if plot:
         draw(figures)
@@ -144,10 +145,12 @@ def rows(tokens: int, plot: bool) -> Iterator[list[str]]:
 
 BENCHMARKS = {
     "training": Benchmark(
-        f"Training step of a layer, {HEADS} heads, 1 thread",
-        ["tokens", "ops: memory, forward + backward", "upstream"],
+        [
+            "tokens",
+            *("MiB", "forward, s", "backward, s"),
+            *("upstream's MiB", "upstream's forward, s", "upstream's backward, s"),
+        ],
         rows,
-        "![memory and time by tokens](plots/training.png)",
         floors,
     )
 }

@@ -11,7 +11,6 @@ import torch
 from measure import Benchmark, Floor, user_seconds
 from model_sides import (
     HEADER,
-    NOTE,
     Subject,
     both_of,
     layer_prefill_call,
@@ -208,12 +207,4 @@ def floors(repeats: int) -> Iterator[Floor]:
         yield Floor(name, time, least)
 
 
-BENCHMARKS = {
-    "v4": Benchmark(
-        "Attention layers of DeepSeek-V4-Flash, bfloat16, 1 thread",
-        ["layer", *HEADER],
-        rows,
-        f"{NOTE}its logits take 64 x S x 1.25 S elements per copy. User CPU time.",
-        floors,
-    )
-}
+BENCHMARKS = {"v4": Benchmark(["layer", *HEADER], rows, floors, cases=3)}

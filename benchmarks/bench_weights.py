@@ -1,7 +1,6 @@
 """Times stored weights on one thread: linear layers next to torch's in bfloat16 and to the read
 bandwidth, and a full-size layer of DeepSeek-V3.2 with 8 experts in each format."""
 
-import statistics
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -73,12 +72,8 @@ class Linears:
     def measured(self, tokens: int, repeats: int) -> dict[str, list[float]]:
         return interleaved(self.calls(tokens), repeats)
 
-    def read_bandwidth(self, repeats: int) -> float:
-        """Bytes per second of torch's sum of floats."""
-        seconds = interleaved({"read": self.other.sum}, repeats)["read"]
-        return READ / statistics.median(seconds)
-
     def share_of_read(self, kind: str, repeats: int) -> float:
+        """Of the bandwidth of torch's sum of floats."""
         seconds = interleaved({"read": self.other.sum, kind: self.calls(1)[kind]}, repeats)
         return ratio(seconds["read"], seconds[kind]) * self.bytes_of(kind) / READ
 
@@ -159,12 +154,11 @@ def decode_call(model) -> Callable:
 def linear_rows(repeats: int) -> Iterator[list[str]]:
     linears = Linears()
     linears.compare()
-    for tokens in TOKENS:
-        seconds = linears.measured(tokens, repeats if tokens < 64 else 2)
-        yield [str(tokens), *(median_ms(of, 1) for of in seconds.values())]
-    read = linears.read_bandwidth(repeats)
-    shares = [f"{linears.share_of_read(kind, repeats):.2f}" for kind in FORMATS]
-    yield [f"share of {read / 1e9:.1f} GB/s at 1", *shares, ""]
+    seconds = [linears.measured(n, repeats if n < 64 else 2) for n in TOKENS]
+    for kind in (*FORMATS, "torch"):
+        ms = [median_ms(of[kind], 1) for of in seconds]
+        share = f"{linears.share_of_read(kind, repeats):.2f}" if kind in FORMATS else "-"
+        yield [kind, *ms, share]
 
 
 def linear_floors(repeats: int) -> Iterator[Floor]:
@@ -190,14 +184,13 @@ def layer_rows(repeats: int, tokens: int) -> Iterator[list[str]]:
         step = min(interleaved({"step": decode_call(model)}, repeats)["step"])
         size = bytes_of(model)
         plain = plain or (size, step)
-        cells = [kind, f"{size / 1e9:.2f} GB ({size / plain[0]:.2f})"]
-        cells.append(f"{step * 1e3:.0f} ms ({step / plain[1]:.2f})")
+        cells = [kind, f"{size / 1e9:.2f}", f"{size / plain[0]:.2f}"]
+        cells += [f"{step * 1e3:.0f}", f"{step / plain[1]:.2f}"]
         for context in CONTEXTS:
             call = layer_decode_call("custom_pypto", model, context)
-            cells.append(f"{min(interleaved({'step': call}, repeats)['step']) * 1e3:.0f} ms")
+            cells.append(f"{min(interleaved({'step': call}, repeats)['step']) * 1e3:.0f}")
         call = layer_prefill_call("custom_pypto", model, tokens)
-        cells.append(f"{min(interleaved({'once': call}, 1)['once']):.1f} s")
-        yield [*cells, str(tokens)]
+        yield [*cells, f"{min(interleaved({'once': call}, 1)['once']):.1f}"]
 
 
 def layer_floors(repeats: int, tokens: int) -> Iterator[Floor]:
@@ -217,19 +210,18 @@ def layer_floors(repeats: int, tokens: int) -> Iterator[Floor]:
 
 BENCHMARKS = {
     "weights": Benchmark(
-        f"Stored weights, [{ROWS}, {COLUMNS}], milliseconds",
-        ["tokens", *FORMATS, "torch, bfloat16"],
+        ["format", *(f"{n} tokens, ms" for n in TOKENS), "of the read bandwidth, 1 token"],
         linear_rows,
-        floors=linear_floors,
+        linear_floors,
     ),
     "layer_weights": Benchmark(
-        f"Stored weights, a layer with {EXPERTS} experts",
         [
-            *("weights", "memory", "token with experts"),
-            *(f"attention, {context // 1024}K" for context in CONTEXTS),
-            *("attention, a prompt", "of tokens"),
+            *("weights", "GB", "of plain", "token with experts, ms", "of plain's"),
+            *(f"attention, {context // 1024}K, ms" for context in CONTEXTS),
+            "attention, prompt, s",
         ],
         layer_rows,
-        floors=layer_floors,
+        layer_floors,
+        variant="prompt: {tokens}",
     ),
 }

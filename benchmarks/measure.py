@@ -1,4 +1,4 @@
-"""How benchmarks time and report: interleaved repeats, floors, sections of RESULTS.md."""
+"""How benchmarks time and report: interleaved repeats, floors, runs."""
 
 import ctypes
 import math
@@ -19,12 +19,10 @@ from pathlib import Path
 from unittest import mock
 
 import busy
+import results
 import torch
 
 from custom_pypto import env
-from custom_pypto.files import replacing
-
-RESULTS = Path(__file__).with_name("RESULTS.md")
 
 
 def user_seconds() -> float:
@@ -125,19 +123,32 @@ def no_floor(name: str) -> Floor:
 class Benchmark:
     """What the runner prints, checks and writes. All functions take the benchmark's options."""
 
-    title: str  # of its section, a format string of the options
     header: list[str]
     rows: Callable[..., Iterable[list[str]]]
-    note: str = ""
     floors: Callable[..., Iterable[Floor]] | None = None
-    of_kernels: bool = True  # each set of CPU kernels has a section
+    cases: int = 1  # leading columns, which name a case
+    variant: str = ""  # a format string of the options: runs of others stay beside it
+    kernels: str = ""  # in place of the set of CPU kernels, where it has no part in the figures
 
-    def written(self, rows: list[list[str]], command: str, options: dict) -> None:
-        title = self.title.format(**options)
-        if self.of_kernels:
-            title += f", {torch.ops.custom_pypto.cpu_isa()}"
-        note = f"\n\n{self.note}" if self.note else ""
-        write_section(title, command, table(self.header, rows) + note)
+    def run(self, rows: list[list[str]], command: str, options: dict) -> tuple[str, results.Run]:
+        """The kernels and the run, as :mod:`results` stores them."""
+        report = env.collect()
+        cpu, versions = report["cpu"], report["versions"]
+        return self.kernels or cpu["kernels_isa"], dict(
+            variant=self.variant.format(**options),
+            command=command,
+            commit=commit(),
+            date=str(date.today()),
+            cpu=cpu["model"],
+            threads=cpu["threads"],
+            torch=versions["torch"],
+            python=versions["python"],
+            load=round(os.getloadavg()[0], 1),
+            note="",
+            case=self.header[: self.cases],
+            figures=self.header[self.cases :],
+            rows=[[*row[: self.cases], *map(results.number, row[self.cases :])] for row in rows],
+        )
 
 
 def check(floors: Iterable[Floor], command: str) -> int:
@@ -191,29 +202,10 @@ def machine() -> str:
     )
 
 
-def when() -> str:
-    """Commit, where this is a checkout, and date."""
-    commit = ""
-    if shutil.which("git"):
-        head = ["git", "-C", str(RESULTS.parent), "rev-parse", "--short", "HEAD"]
-        done = subprocess.run(head, capture_output=True, text=True)
-        commit = f"commit {done.stdout.strip()}, " if done.returncode == 0 else ""
-    return f"{commit}{date.today()}"
-
-
-def write_section(title: str, command: str, text: str) -> None:
-    """Replaces the text under ``## title`` of RESULTS.md."""
-    section = f"## {title}\n\n`{command}`, {when()}\n\n{machine()}\n\n{text.strip()}\n"
-    old = RESULTS.read_text() if RESULTS.exists() else "# Results\n"
-    pattern = rf"## {re.escape(title)}\n.*?(?=\n## |\Z)"
-    if re.search(pattern, old, re.S):
-        new = re.sub(pattern, lambda _: section, old, flags=re.S)
-    else:
-        new = f"{old.rstrip()}\n\n{section}"
-    with replacing(RESULTS) as part:
-        part.write_text(new)
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+def commit() -> str:
+    """Of this checkout; "unknown" elsewhere."""
+    if not shutil.which("git"):
+        return "unknown"
+    head = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    done = subprocess.run(head, capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else "unknown"

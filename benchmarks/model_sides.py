@@ -145,13 +145,9 @@ def layer_prefill_call(side: str, model, context: int, attend: Callable = attend
 
 
 HEADER = [
-    *("phase", "context", "ms", "ms upstream", "ratio"),
-    *("peak MiB", "peak MiB upstream", "ratio", "repeats"),
+    *("phase", "context", "ms", "ms upstream", "times upstream"),
+    *("peak MiB", "peak MiB upstream", "memory of upstream / ours", "repeats"),
 ]
-NOTE = (
-    "ms: of one decoded token, or of the whole prompt; medians of interleaved repeats. Peak: on "
-    "top of weights and cache. Not run: upstream prefill that does not fit; "
-)
 
 
 class Subject(NamedTuple):

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -9,29 +10,22 @@ import torch
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 
-from atlas.estimates import RESULTS, estimates  # noqa: E402
+from atlas.estimates import estimates  # noqa: E402
 from atlas.parts import TIMED  # noqa: E402
+from results import FOLDER, of_folder  # noqa: E402
 
-TWO = """# Results
 
-## NPU kernels, PyPTO 0.2.0 cost-model estimates
+def of_version(version: str, estimate: str) -> dict:
+    row = ["sparse attention", "1,1,4096", 30, Decimal(estimate)]
+    return dict(
+        variant=version,
+        case=["op", "B, S1, keys"],
+        figures=["floor µs", "estimate µs"],
+        rows=[row],
+    )
 
-| op | B, S1, keys | estimate µs | floor µs |
-| --- | --- | --- | --- |
-| sparse attention | 1,1,4096 | 29.2 | 24.0 |
 
-text
-
-## NPU kernels, PyPTO 0.2.1 cost-model estimates
-
-| op | B, S1, keys | estimate µs | floor µs |
-| --- | --- | --- | --- |
-| sparse attention | 1,1,4096 | 31.5 | - |
-
-## Another section
-
-| op | B, S1, keys | estimate µs |
-"""
+TWO = [of_version("0.2.0", "29.2"), of_version("0.2.1", "31.50")]
 KEY = ("sparse attention", "1,1,4096")
 
 
@@ -40,10 +34,10 @@ def test_estimates_are_those_of_the_installed_version():
         {KEY: "29.2"},
         "PyPTO 0.2.0's cost model, no times of a device",
     )
-    assert estimates(TWO, "0.2.1")[0] == {KEY: "31.5"}
+    assert estimates(TWO, "0.2.1")[0] == {KEY: "31.50"}
     found, note = estimates(TWO, "0.3.0")
-    assert found == {KEY: "31.5"} and "0.2.1's" in note and "installed PyPTO is 0.3.0" in note
-    assert estimates("# Results\n", "0.2.0")[0] == {}
+    assert found == {KEY: "31.50"} and "0.2.1's" in note and "installed PyPTO is 0.3.0" in note
+    assert estimates([], "0.2.0")[0] == {}
 
 
 @pytest.fixture
@@ -57,7 +51,7 @@ def calls():
 
 @pytest.mark.sim
 def test_every_timed_case_has_an_estimate_and_calls_a_public_op(calls):
-    found = estimates(RESULTS.read_text(), None)[0]
+    found = estimates(of_folder(FOLDER)["npu", "pypto"], None)[0]
     assert calls.npu_cases.CASES.keys() == set(TIMED)
     for case in calls.npu_cases.cases():
         assert (case.name, case.shape) in found

@@ -1,11 +1,14 @@
 """The benchmarks' own logic: floors, and sides that compute the same. No times."""
 
 import ast
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
+from decimal import Decimal
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +27,7 @@ import floors  # noqa: E402
 import measure  # noqa: E402
 import model_sides  # noqa: E402
 import registry  # noqa: E402
+import results  # noqa: E402
 
 
 def measuring(*ratios):
@@ -58,13 +62,17 @@ def test_every_benchmark_is_registered_and_named_where_readers_look():
     assert re.findall(r"^  (\w+)", listed, re.M) == list(registry.BENCHMARKS)
 
 
-def test_every_section_of_the_results_has_a_command_that_exists():
-    for command in re.findall(r"^`bash run\.sh bench (.*?)`", measure.RESULTS.read_text(), re.M):
-        name, *options = re.sub(r"=\S+", "", command).split()
-        flags = {"--write"} | {
-            f"--{o.replace('_', '-')}" for o in registry.BENCHMARKS[name].options
-        }
-        assert {option for option in options if option.startswith("--")} <= flags, command
+def test_the_page_of_results_is_what_the_results_give():
+    found = results.of_folder(results.FOLDER)
+    assert results.PAGE.read_text() == results.page(found)
+    for (name, _), runs in found.items():
+        assert name in registry.BENCHMARKS
+        for run in runs:
+            assert all(len(row) == len(run["case"] + run["figures"]) for row in run["rows"])
+            program, of, *options = re.sub(r"=\S+", "", run["command"]).split()[2:]
+            assert (program, of) == ("bench", name)
+            flags = {f"--{o.replace('_', '-')}" for o in registry.BENCHMARKS[name].options}
+            assert {x for x in options if x.startswith("--")} <= flags | {"--write"}
 
 
 @pytest.mark.parametrize(
@@ -291,18 +299,98 @@ def test_a_row_says_what_was_not_run_and_what_is_too_small_to_measure():
     assert alone.row() == "layer prefill|16K|1000.0|not run|-|3|not run|-|1".split("|")
 
 
-def test_a_section_names_command_commit_and_date_and_is_replaced(monkeypatch, tmp_path):
-    results = tmp_path / "RESULTS.md"
-    results.write_text("# Results\n\n## Before\n\nold\n\n## Mine\n\nold\n\n## After\n\nold\n")
-    monkeypatch.setattr(measure, "RESULTS", results)  # no checkout: the date alone
-    benchmark = measure.Benchmark("{who}", ["a"], lambda: [], "Note.", of_kernels=False)
-    benchmark.written([["new"]], "bash x --write", dict(who="Mine"))
-    before, mine, after = results.read_text().split("\n## ")[1:]
-    assert (before, after) == ("Before\n\nold\n", "After\n\nold\n")
-    command, machine, text, note = mine.split("\n\n")[1:]
-    assert re.fullmatch(r"`bash x --write`, \d{4}-\d\d-\d\d", command)
-    assert "thread(s)" in machine and text.splitlines()[-1] == "| new |"
-    assert note == "Note.\n"
-    monkeypatch.undo()
-    if shutil.which("git") and (measure.RESULTS.parents[1] / ".git").exists():
-        assert re.fullmatch(r"commit [0-9a-f]{7,}, \d{4}-\d\d-\d\d", measure.when())
+def run_of(figure: str, variant: str = "", **others) -> dict:
+    benchmark = measure.Benchmark(["op", "ms", "said"], lambda: [], variant=variant)
+    rows = [["a", figure, "-"], ["b", "2.50", "not run"]]
+    return benchmark.run(rows, "bash run.sh bench ops --write", {})[1] | others
+
+
+def test_a_run_is_kept_with_its_digits_in_place_of_the_one_of_its_variant(tmp_path):
+    for run in (run_of("1.00"), run_of("3.0", variant="two"), run_of("1.10")):
+        results.add(tmp_path, "ops", "avx2", run)
+    (runs,) = results.of_folder(tmp_path).values()
+    assert [run["variant"] for run in runs] == ["", "two"]
+    assert runs[0]["rows"] == [["a", Decimal("1.10"), None], ["b", Decimal("2.50"), "not run"]]
+    assert '      ["a", 1.10, null],\n' in (tmp_path / "avx2/ops.json").read_text()
+    assert results.text_of(runs) == (tmp_path / "avx2/ops.json").read_text()
+    assert (
+        json.loads((tmp_path / "avx2/ops.json").read_text())[1]["threads"]
+        == torch.get_num_threads()
+    )
+    kept = {key: str(runs[0][key]) for key in ("command", "date", "commit", "cpu", "torch", "load")}
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", kept["date"]) and all(kept.values())
+    if shutil.which("git") and (REPOSITORY / ".git").exists():
+        assert re.fullmatch(r"[0-9a-f]{7,}", kept["commit"])
+
+
+ENTRY = registry.Entry("bench_ops", "of two", shown=("ms", "said"))
+
+
+@pytest.mark.parametrize(
+    "entry, runs, table",
+    [
+        (ENTRY, dict(x="1.0"), "| a | 1.0 | – |\n| b | 2.50 | not run |"),
+        (
+            ENTRY,
+            dict(x="1.0", y="3.0"),
+            "| a | 1.0 | 3.0 |\n| b | 2.50 · not run | 2.50 · not run |",
+        ),
+        (replace(ENTRY, shown=()), dict(x="1.0", y="3.0"), "| a | x | 1.0 | – |\n| b | x |"),
+        (
+            replace(ENTRY, across="op"),
+            dict(x="1.0", y="3.0"),
+            "| x | 1.0 | 2.50 · not run |\n| y |",
+        ),
+    ],
+    ids=["one run", "runs side by side", "runs below each other", "a part of the case across"],
+)
+def test_the_table_of_a_section(entry, runs, table, monkeypatch):
+    monkeypatch.setattr(registry, "BENCHMARKS", {"ops": entry})
+    monkeypatch.setattr(results, "BENCHMARKS", {"ops": entry})
+    page = results.page({("ops", kernels): [run_of(x)] for kernels, x in runs.items()})
+    assert f"\n{table}" in page and "\n## ops\n\nOf two." in page
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Results before and after."""
+    sides = {"before": ("1.00", {}), "after": ("1.25", {})}
+    for side, (figure, others) in sides.items():
+        results.add(tmp_path / side, "ops", "avx2", run_of(figure, **others))
+    results.add(tmp_path / "before", "parts", "avx2", run_of("1.0"))
+    results.add(tmp_path / "before", "weights", "avx2", run_of("1.0", cpu="one"))
+    results.add(tmp_path / "after", "weights", "avx2", run_of("1.0", cpu="other"))
+    return [str(tmp_path / side) for side in sides]
+
+
+def test_results_are_compared_where_kernels_and_cpu_are_the_same(folders):
+    done = run("--compare", *folders)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[3:] == [
+        "| ops | avx2 | a | ms | 1.00 | 1.25 | 1.25 | * |",
+        "| ops | avx2 | b | ms | 2.50 | 2.50 | 1.00 |  |",
+        "parts, avx2: not compared: only A has it",
+        "weights, avx2: not compared: cpu is one in A, other in B",
+    ]
+    alone = run("--compare", *folders, "weights")
+    assert alone.returncode == 1 and alone.stdout.startswith("weights, avx2: not compared: cpu")
+
+
+def test_results_of_a_commit_are_those_of_its_files(tmp_path):
+    if not (shutil.which("git") and (REPOSITORY / ".git").exists()):
+        pytest.skip("no checkout of git")
+    copy = tmp_path / "repository"
+    for file in BENCHMARKS.glob("*.py"):
+        (copy / "benchmarks").mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, copy / "benchmarks")
+    results.add(copy / "benchmarks/results", "ops", "avx2", run_of("1.00"))
+    names = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "Add"]):
+        subprocess.run(["git", *names, *words], cwd=copy, check=True)
+    results.add(copy / "benchmarks/results", "ops", "avx2", run_of("0.50"))
+    command = [sys.executable, "benchmarks", "--compare", "HEAD", "benchmarks/results"]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+    assert "| ops | avx2 | a | ms | 1.00 | 0.50 | 0.50 | * |" in done.stdout, done.stderr
+    command[3] = "nowhere"
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 1 and "nowhere" in done.stderr

@@ -18,11 +18,11 @@ import torch_npu  # noqa: F401
 
 sys.path += [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "tests")]
 
-from measure import table  # noqa: E402
 from npu_cases import Case  # noqa: E402
+from results import FOLDER, of_folder, table  # noqa: E402
 
 from atlas import calls  # noqa: E402
-from atlas.estimates import RESULTS, estimates  # noqa: E402
+from atlas.estimates import estimates  # noqa: E402
 from custom_pypto.requirements import installed_version  # noqa: E402
 
 ROOFLINES = "bytes µs and FLOP µs: what must move and be computed, at 1.42 TB/s and 364 TFLOP/s"
@@ -55,7 +55,8 @@ def main() -> int:
     parser.add_argument("--replay", action="store_true", help="in a captured graph")
     parser.add_argument("--quick", action="store_true", help="the smallest case, two rounds")
     options = parser.parse_args()
-    estimated, note = estimates(RESULTS.read_text("utf-8"), installed_version("pypto"))
+    stored = of_folder(FOLDER)["npu", "pypto"]
+    estimated, note = estimates(stored, installed_version("pypto"))
     ready, complete = prepared(options.op, options.quick)
     time_of = calls.replayed if options.replay else calls.eager
     columns = time_of({case.title: run for case, run in ready}, options.quick)
