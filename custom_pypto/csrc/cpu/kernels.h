@@ -298,7 +298,8 @@ struct Kernels {
   // at most one; null: int8 is widened to float
   const Int8Kernels<uint8_t>* int8_as_uint8 = nullptr;
   const Int8Kernels<int16_t>* int8_as_int16 = nullptr;
-  const Int16Kernels* int16 = nullptr;  // null: prompts multiply weights of few bits as float
+  const Int16Kernels* int16 = nullptr;  // of a policy that rounds x
+  WeightPolicy ways = {};               // of products with stored weights
 };
 
 constexpr int kLineElements = 16;

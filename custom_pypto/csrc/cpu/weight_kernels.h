@@ -70,6 +70,19 @@ struct WeightKernels {
   void (*round_int16)(const float* x, int n, int16_t* to, float* scale, float* sum);
 };
 
+// The ways of rows of x for one matrix, by their number (docs/weight_only_linear.md, "CPU kernel").
+struct WeightWays {
+  int64_t most_stored = 16;  // up to so many, kernels multiply the weight as it is stored
+  int64_t most_packed = 0;   // up to so many, x in bfloat16 is packed for kernels that multiply it
+  bool rounds = false;       // more meet a weight of int8 or 4 bits as int16, where kernels can
+  bool in_bfloat16 = false;  // else torch.mm multiplies in bfloat16, not in float32
+};
+
+// The same by the dtype of x; of x in bfloat16 with a weight in it: `halves`.
+struct WeightPolicy {
+  WeightWays float32, float16, bfloat16, halves;
+};
+
 // Rows of a weight, n values, between float and their formats.
 struct RowKernels {
   // to[i] = from[i] * scales[i / block], of e4m3 with NaN for the bytes 0x7F and 0xFF, and of e2m1

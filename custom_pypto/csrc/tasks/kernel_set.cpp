@@ -13,6 +13,25 @@ namespace custom_pypto {
 
 namespace {
 
+// Ways of products with stored weights, chosen where a set is composed: x in 16 bits is rounded to
+// int16; or x in bfloat16 stays that, in vectors or in tiles.
+#if defined(__x86_64__)
+constexpr cpu::WeightPolicy kByInt16 = {
+    .float32 = {}, .float16 = {.rounds = true}, .bfloat16 = {.rounds = true}, .halves = {}};
+#endif
+#if defined(CUSTOM_PYPTO_AVX512_BF16)
+constexpr cpu::WeightWays kVectors = {.most_stored = 24, .most_packed = 256, .in_bfloat16 = true};
+constexpr cpu::WeightPolicy kByVectors = {
+    .float32 = {}, .float16 = {}, .bfloat16 = kVectors, .halves = kVectors};
+#endif
+#if defined(CUSTOM_PYPTO_AMX)
+constexpr cpu::WeightPolicy kByTiles = {
+    .float32 = {},
+    .float16 = {},
+    .bfloat16 = {.most_stored = 6, .most_packed = 256, .in_bfloat16 = true},
+    .halves = {.most_stored = 4, .most_packed = 256, .in_bfloat16 = true}};
+#endif
+
 // The sets that this CPU can run, best first; an emulation last.
 std::vector<cpu::Kernels> usable_kernels() {
   std::vector<cpu::Kernels> usable, emulated;
@@ -24,6 +43,7 @@ std::vector<cpu::Kernels> usable_kernels() {
     vectors.int8_as_uint8 = &cpu::kAvx512Vnni;
     vectors.int16 = &cpu::kAvx512VnniInt16;
     vectors.weights = cpu::kAvx512VnniWeights;
+    vectors.ways = kByInt16;
   }
 #if defined(CUSTOM_PYPTO_AVX512_BF16)
   if (avx512 && __builtin_cpu_supports("avx512bf16")) {
@@ -35,6 +55,7 @@ std::vector<cpu::Kernels> usable_kernels() {
 #if defined(CUSTOM_PYPTO_AMX)
     set.name = "amx";
     set.tiles = &cpu::kAmx;
+    set.ways = kByTiles;
     if (cpu::grants_amx()) usable.push_back(set);
     set.name = "amx_emulated";
     set.tiles = &cpu::kAmxEmulated;
@@ -44,6 +65,7 @@ std::vector<cpu::Kernels> usable_kernels() {
     set.name = "avx512_bf16";
     // on Intel vdpbf16ps has half the rate of the float FMA, on AMD its double
     set.widens = __builtin_cpu_is("intel");
+    set.ways = set.widens ? vectors.ways : kByVectors;
     usable.push_back(set);
   }
 #endif
@@ -52,6 +74,7 @@ std::vector<cpu::Kernels> usable_kernels() {
     cpu::Kernels set = cpu::kAvx2;
     set.int8_as_int16 = &cpu::kAvx2Int8;
     set.int16 = &cpu::kAvx2Int16;
+    set.ways = kByInt16;
     usable.push_back(set);
   }
 #endif

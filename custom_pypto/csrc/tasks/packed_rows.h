@@ -71,7 +71,7 @@ class PackedRows {
   int64_t pairs() const { return weight_.depth() / 2 * kPanel; }
 
   const StoredWeight& weight_;
-  const cpu::Bf16Kernels* kernels_;  // null, where no rows are packed
+  const cpu::Bf16Kernels* kernels_;
   AlignedVector<uint32_t> panels_;
 };
 

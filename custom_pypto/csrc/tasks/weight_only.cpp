@@ -4,150 +4,78 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstring>
 #include <type_traits>
 #include <vector>
 
-#include "expert_groups.h"
 #include "packed_rows.h"
 #include "rounded_rows.h"
 #include "run_tasks.h"
-#include "stored_weight.h"
-#include "torch_product.h"
+#include "weight_product.h"
 
 namespace custom_pypto {
 namespace {
 
-// Up to so many rows of x, a weight is multiplied as it is stored; above, widened once for all.
-constexpr int64_t kFewRows = 16;
-// of x in bfloat16, where the CPU multiplies that: by vectors, by tiles, and by tiles a weight in
-// bfloat16
-constexpr int64_t kFewRowsOfVectors = 24, kFewRowsOfTiles = 6, kFewRowsOfHalves = 4;
 // of a weight, per task
 constexpr int64_t kRowsOfDots = 16, kMostOfDots = 4;
 constexpr int64_t kRowsOfTile = 4;  // that kernels multiply at once
 constexpr int64_t kColumns = 512;   // of a transposed one
 constexpr int64_t kRowsOfProduct = 256;
 constexpr int64_t kTokensOfProduct = 2048, kTokensOfCopy = 512;  // where x is, or copied
-constexpr int64_t kRowsOfTurn = 1024;                            // of x, rounded or packed at once
-constexpr int64_t kMostPacked = 256;                             // of x in a group
 // of a weight, per task of packed rows
 constexpr int64_t kFewTokens = 64;
 constexpr int64_t kRowsOfFewTokens = 32, kRowsOfTokens = 128;
+// rows of x of a turn: what a way makes of them stays in memory for all tasks
+constexpr int64_t kPartOfRows = 1024, kAllRows = int64_t{1} << 40;
 
-// A part of the weight for a group.
-struct Task {
-  int64_t group, first, rows;
-};
+// The ways of a product, each a class with `multiply`, for the groups of a turn.
 
-// T is the type of x and of the output.
+// The weight as it is stored; rows of x in the form of its kernels.
 template <typename T>
-class Linear {
+class StoredWay {
  public:
-  explicit Linear(const WeightOnlyParams& p)
-      : weight_(p.weight, p.scales, p.block_size),
-        x_(p.x.reshape({-1, weight_.depth()})),
-        out_(p.out.mutable_data_ptr<T>()),
-        copies_(x_.size(0) ? p.out.numel() / weight_.rows() / x_.size(0) : 1),
-        by_expert_(p.experts, p.out.numel() / weight_.rows(), weight_.experts()) {
-    if (x_.stride(1) != 1 && weight_.depth() > 1) x_ = x_.contiguous();
-    x_stride_ = x_.stride(0);
-    // rows of experts that do not exist
-    if (static_cast<int64_t>(order_.size()) * weight_.rows() < p.out.numel()) p.out.zero_();
-  }
+  static constexpr int64_t kRowsOfTurn = kAllRows;
 
-  void run() {
-    prepare();
-    std::vector<Task> tasks;
-    std::vector<Group> packed, rounded;
-    for (size_t g = 0; g < groups_.size(); ++g) {
-      if (!few(groups_[g]) && packs_x(groups_[g])) {
-        packed.push_back(groups_[g]);
-      } else if (!few(groups_[g]) && rounds_x()) {
-        rounded.push_back(groups_[g]);
-      } else {
-        add_tasks(g, groups_[g], tasks);
-      }
-    }
-    PackedRows panels(weight_);
-    in_turns(packed, [&](const std::vector<Group>& turn) { multiply_packed(turn, panels); });
-    RoundedRows rows(weight_);
-    in_turns(rounded, [&](const std::vector<Group>& turn) { multiply_rounded(turn, rows); });
-    if (tasks.empty()) return;
-    Team team;
-    if (std::all_of(groups_.begin(), groups_.end(), [&](const Group& g) { return few(g); })) {
-      team.most = threads_for(order_.size() * weight_.rows() * weight_.row_bytes());
-    } else {
-      // Outside of a parallel region torch.mm takes all threads, and gives bits that depend on
-      // their number.
-      team.always = true;
-      if (tasks.size() == 1) tasks.push_back({0, 0, 0});
-    }
+  explicit StoredWay(const WeightProduct<T>& product)
+      : product_(product),
+        weight_(product.weight()),
+        kernels_(std::is_same_v<T, c10::BFloat16> ? weight_.kernels_by_bf16() : weight_.kernels()),
+        prepared_bytes_(cpu::prepared_bytes(weight_.depth())) {}
+
+  void multiply(const std::vector<Group>& turn) {
+    prepare(turn);
+    // some tasks for each thread
+    const int64_t of_thread = weight_.rows() / (4 * at::get_num_threads()) / kRowsOfDots;
+    const int64_t dots = std::clamp<int64_t>(of_thread, 1, kMostOfDots) * kRowsOfDots;
+    const int64_t most = weight_.transposed() ? kColumns : dots;
+    const auto tasks = product_.tasks(turn, [&](const Group&) { return most; });
+    int64_t rows = 0;
+    for (const Group& group : turn) rows += group.count;
     run_tasks(
         tasks.size(), [] { return Scratch(); },
-        [&](Scratch& scratch, int64_t t) {
-          if (tasks[t].rows == 0) return;
-          const Group& group = groups_[tasks[t].group];
-          if (few(group)) return products_of_few(group, tasks[t], scratch);
-          if constexpr (std::is_same_v<T, c10::BFloat16>) {
-            if (multiplies_bf16()) return products<T>(group, tasks[t], scratch);
-          }
-          products<float>(group, tasks[t], scratch);
-        },
-        team);
+        [&](Scratch& scratch, int64_t t) { multiply(turn[tasks[t].group], tasks[t], scratch); },
+        {.most = threads_for(rows * weight_.rows() * weight_.row_bytes())});
   }
 
  private:
   struct Scratch {
     AlignedVector<float> scales, x, out;
-    Slices<float> floats;
-    Slices<c10::BFloat16> halves;
-    Slices<float>& slices(float) { return floats; }
-    Slices<c10::BFloat16>& slices(c10::BFloat16) { return halves; }
+    std::vector<const void*> rows_of_x;
+    std::vector<float*> rows_of_out;
   };
 
-  void add_tasks(int64_t index, const Group& group, std::vector<Task>& tasks) const {
-    // some tasks for each thread
-    const int64_t of_thread = weight_.rows() / (4 * at::get_num_threads()) / kRowsOfDots;
-    const int64_t dots = std::clamp<int64_t>(of_thread, 1, kMostOfDots) * kRowsOfDots;
-    const int64_t most = weight_.transposed() ? kColumns : few(group) ? dots : kRowsOfProduct;
-    for (int64_t first = 0; first < weight_.rows(); first += most) {
-      tasks.push_back({index, first, std::min(most, weight_.rows() - first)});
-    }
-  }
-
-  bool few(const Group& group) const { return group.count <= few_rows_; }
-
-  // Whether the kernels multiply in bfloat16; for more rows, torch.mm is faster.
-  bool packs_x(const Group& group) const {
-    return std::is_same_v<T, c10::BFloat16> && multiplies_bf16() && !weight_.transposed() &&
-           group.count <= kMostPacked;
-  }
-
-  // Whether many rows are multiplied in integers, faster than in float.
-  bool rounds_x() const {
-    return !std::is_same_v<T, float> && !multiplies_bf16() && custom_pypto::kernels().int16 &&
-           weight_.kernels().pack_int16;
-  }
-
-  const T* x_row(int64_t row) const {
-    return x_.const_data_ptr<T>() + order_[row] / copies_ * x_stride_;
-  }
-  T* out_row(int64_t row) const { return out_ + order_[row] * weight_.rows(); }
-  char* prepared(int64_t row) { return prepared_.data() + index_[row] * prepared_bytes_; }
-
-  // The rows of x for the groups of few rows, each once.
-  void prepare() {
-    prepared_bytes_ = cpu::prepared_bytes(weight_.depth());
-    index_.resize(order_.size());
-    std::vector<int64_t> place(x_.size(0), -1), rows;
-    for (const Group& group : groups_) {
-      if (!few(group)) continue;
+  // The rows of x, each once.
+  void prepare(const std::vector<Group>& turn) {
+    index_.clear();
+    std::vector<int64_t> place(product_.rows_of_x(), -1), rows;
+    for (const Group& group : turn) {
       for (int64_t row = group.first; row < group.first + group.count; ++row) {
-        int64_t& at = place[order_[row] / copies_];
+        int64_t& at = place[product_.index_of_x(row)];
         if (at < 0) {
           at = rows.size();
           rows.push_back(row);
         }
+        if (static_cast<int64_t>(index_.size()) <= row) index_.resize(row + 1);
         index_[row] = at;
       }
     }
@@ -156,7 +84,7 @@ class Linear {
         rows.size(), [] { return Scratch(); },
         [&](Scratch& scratch, int64_t i) {
           scratch.x.resize(weight_.depth());
-          widen(x_row(rows[i]), weight_.depth(), scratch.x.data());
+          widen(product_.x_row(rows[i]), weight_.depth(), scratch.x.data());
           char* to = prepared_.data() + i * prepared_bytes_;
           if (weight_.transposed()) {
             std::memcpy(to, scratch.x.data(), sizeof(float) * weight_.depth());
@@ -168,12 +96,14 @@ class Linear {
         {.most = threads_for(rows.size() * weight_.depth() * sizeof(T))});
   }
 
-  void products_of_few(const Group& group, const Task& task, Scratch& scratch) {
-    const void* x[kFewRowsOfVectors];
-    float* out[kFewRowsOfVectors];
+  void multiply(const Group& group, const WeightTask& task, Scratch& scratch) const {
     scratch.out.resize(group.count * task.rows);
+    scratch.rows_of_x.resize(group.count);
+    scratch.rows_of_out.resize(group.count);
+    const void** x = scratch.rows_of_x.data();
+    float** out = scratch.rows_of_out.data();
     for (int64_t i = 0; i < group.count; ++i) {
-      x[i] = prepared(group.first + i);
+      x[i] = prepared_.data() + index_[group.first + i] * prepared_bytes_;
       out[i] = scratch.out.data() + i * task.rows;
     }
     if (weight_.transposed()) {
@@ -193,64 +123,56 @@ class Linear {
       }
     }
     for (int64_t i = 0; i < group.count; ++i) {
-      narrow(scratch.out.data() + i * task.rows, task.rows, out_row(group.first + i) + task.first);
+      narrow(scratch.out.data() + i * task.rows, task.rows,
+             product_.out_row(group.first + i) + task.first);
     }
   }
 
-  // Groups of many rows, in turns, for the memory of the rows of x that are made for a product.
-  template <typename F>
-  void in_turns(const std::vector<Group>& groups, const F& multiply) {
-    std::vector<Group> turn;
-    int64_t count = 0;
-    for (const Group& group : groups) {
-      const int64_t end = group.first + group.count;
-      for (int64_t first = group.first; first < end; first += kRowsOfTurn) {
-        turn.push_back({group.expert, first, std::min(kRowsOfTurn, end - first)});
-        count += turn.back().count;
-        if (count < kRowsOfTurn) continue;
-        multiply(turn);
-        turn.clear();
-        count = 0;
-      }
-    }
-    if (count) multiply(turn);
-  }
+  const WeightProduct<T>& product_;
+  const StoredWeight& weight_;
+  const cpu::WeightKernels& kernels_;
+  int64_t prepared_bytes_;      // of a row of x
+  std::vector<int64_t> index_;  // of the prepared row of x
+  AlignedVector<char> prepared_;
+};
 
-  void multiply_packed(const std::vector<Group>& turn, PackedRows& packed) {
-    constexpr int64_t kPanel = PackedRows::kPanel;
+// The weight and x in bfloat16, x packed once for all tasks.
+class PackedWay {
+ public:
+  static constexpr int64_t kRowsOfTurn = kPartOfRows;
+
+  explicit PackedWay(const WeightProduct<c10::BFloat16>& product)
+      : product_(product), packed_(product.weight()) {}
+
+  void multiply(const std::vector<Group>& turn) {
     std::vector<int64_t> first_panels, rows;  // the first row of each panel
-    std::vector<Task> tasks;
-    for (size_t g = 0; g < turn.size(); ++g) {
-      const Group& group = turn[g];
+    for (const Group& group : turn) {
       first_panels.push_back(rows.size());
       for (int64_t i = 0; i < group.count; i += kPanel) rows.push_back(group.first + i);
-      const int64_t most = group.count <= kFewTokens ? kRowsOfFewTokens : kRowsOfTokens;
-      for (int64_t first = 0; first < weight_.rows(); first += most) {
-        tasks.push_back({static_cast<int64_t>(g), first, std::min(most, weight_.rows() - first)});
-      }
     }
     const auto end = [&](int64_t panel) {  // of its rows
       const auto next = std::upper_bound(first_panels.begin(), first_panels.end(), panel);
       const Group& group = turn[next - first_panels.begin() - 1];
       return std::min(rows[panel] + kPanel, group.first + group.count);
     };
-    packed.resize(rows.size());
+    packed_.resize(rows.size());
     run_tasks(
-        rows.size(), [] { return Slices<T>(); },
-        [&](Slices<T>& slices, int64_t p) {
-          if constexpr (std::is_same_v<T, c10::BFloat16>) {
-            const Tensor x = rows_of_x(rows[p], end(p) - rows[p], slices.x);
-            packed.pack(p, x.const_data_ptr<T>(), x.stride(0), x.size(0));
-          }
+        rows.size(), [] { return AlignedVector<c10::BFloat16>(); },
+        [&](AlignedVector<c10::BFloat16>& copy, int64_t p) {
+          const Tensor x = product_.slice_of_x(rows[p], end(p) - rows[p], copy);
+          packed_.pack(p, x.const_data_ptr<c10::BFloat16>(), x.stride(0), x.size(0));
         });
+    const auto tasks = product_.tasks(turn, [](const Group& group) {
+      return group.count <= kFewTokens ? kRowsOfFewTokens : kRowsOfTokens;
+    });
     run_tasks(
-        tasks.size(), [&] { return PackedRows::Scratch(packed); },
+        tasks.size(), [&] { return PackedRows::Scratch(packed_); },
         [&](PackedRows::Scratch& scratch, int64_t t) {
-          const Task& task = tasks[t];
+          const WeightTask& task = tasks[t];
           const Group& group = turn[task.group];
           const int64_t panels = (group.count + kPanel - 1) / kPanel;
-          packed.multiply(first_panels[task.group], panels, group.expert, task.first, task.rows,
-                          scratch);
+          packed_.multiply(first_panels[task.group], panels, group.expert, task.first, task.rows,
+                           scratch);
           float columns[kPanel][kRowsOfTokens];
           for (int64_t i = 0; i < group.count; i += kPanel) {
             for (int64_t r = 0; r < task.rows; ++r) {
@@ -259,85 +181,112 @@ class Linear {
             }
             const int64_t count = std::min(kPanel, group.count - i);
             for (int64_t c = 0; c < count; ++c) {
-              narrow(columns[c], task.rows, out_row(group.first + i + c) + task.first);
+              narrow(columns[c], task.rows, product_.out_row(group.first + i + c) + task.first);
             }
           }
         });
   }
 
-  void multiply_rounded(const std::vector<Group>& turn, RoundedRows& rounded) {
+ private:
+  static constexpr int64_t kPanel = PackedRows::kPanel;
+
+  const WeightProduct<c10::BFloat16>& product_;
+  PackedRows packed_;
+};
+
+// The weight in the integers that it stores; x rounded to int16.
+template <typename T>
+class RoundedWay {
+ public:
+  static constexpr int64_t kRowsOfTurn = kPartOfRows;
+
+  explicit RoundedWay(const WeightProduct<T>& product)
+      : product_(product), rounded_(product.weight()) {}
+
+  void multiply(const std::vector<Group>& turn) {
     std::vector<int64_t> rows, first_rows;
-    std::vector<Task> tasks;
-    for (size_t g = 0; g < turn.size(); ++g) {
+    for (const Group& group : turn) {
       first_rows.push_back(rows.size());
-      for (int64_t i = 0; i < turn[g].count; ++i) rows.push_back(turn[g].first + i);
-      add_tasks(g, turn[g], tasks);
+      for (int64_t i = 0; i < group.count; ++i) rows.push_back(group.first + i);
     }
-    rounded.resize(rows.size());
+    rounded_.resize(rows.size());
     run_tasks(
-        rows.size(), [] { return Scratch(); },
-        [&](Scratch& scratch, int64_t i) {
-          scratch.x.resize(weight_.depth());
-          widen(x_row(rows[i]), weight_.depth(), scratch.x.data());
-          rounded.round(i, scratch.x.data());
+        rows.size(), [] { return AlignedVector<float>(); },
+        [&](AlignedVector<float>& x, int64_t i) {
+          x.resize(product_.weight().depth());
+          widen(product_.x_row(rows[i]), x.size(), x.data());
+          rounded_.round(i, x.data());
         });
+    const auto tasks = product_.tasks(turn, [](const Group&) { return kRowsOfProduct; });
     run_tasks(
         tasks.size(), [] { return RoundedRows::Scratch(); },
         [&](RoundedRows::Scratch& scratch, int64_t t) {
-          const Task& task = tasks[t];
+          const WeightTask& task = tasks[t];
           const Group& group = turn[task.group];
-          rounded.multiply(first_rows[task.group], group.count, group.expert, task.first, task.rows,
-                           scratch);
+          rounded_.multiply(first_rows[task.group], group.count, group.expert, task.first,
+                            task.rows, scratch);
           for (int64_t i = 0; i < group.count; ++i) {
             narrow(scratch.out.data() + i * scratch.width, task.rows,
-                   out_row(group.first + i) + task.first);
+                   product_.out_row(group.first + i) + task.first);
           }
         });
   }
 
-  // E: the type in which slices are multiplied.
-  template <typename E>
-  void products(const Group& group, const Task& task, Scratch& scratch) {
+ private:
+  const WeightProduct<T>& product_;
+  RoundedRows rounded_;
+};
+
+// The weight widened to E, the type in which torch.mm multiplies.
+template <typename T, typename E>
+class WidenedWay {
+ public:
+  static constexpr int64_t kRowsOfTurn = kAllRows;
+
+  explicit WidenedWay(const WeightProduct<T>& product)
+      : product_(product), weight_(product.weight()) {}
+
+  void multiply(const std::vector<Group>& turn) {
+    const int64_t most = weight_.transposed() ? kColumns : kRowsOfProduct;
+    auto tasks = product_.tasks(turn, [&](const Group&) { return most; });
+    // Outside of a parallel region torch.mm takes all threads, and gives bits that depend on their
+    // number. One task opens none, two do.
+    if (tasks.size() == 1) tasks.push_back({0, 0, 0});
+    run_tasks(
+        tasks.size(), [] { return Scratch(); },
+        [&](Scratch& scratch, int64_t t) {
+          if (tasks[t].rows) multiply(turn[tasks[t].group], tasks[t], scratch);
+        },
+        {.always = true});
+  }
+
+ private:
+  struct Scratch {
+    AlignedVector<float> scales;
+    Slices<E> slices;
+  };
+
+  void multiply(const Group& group, const WeightTask& task, Scratch& scratch) const {
     const OneMklThread one_thread;
-    Slices<E>& slices = scratch.slices(E{});
-    const Tensor weight = weight_of<E>(group, task, scratch.scales, slices.weight);
+    Slices<E>& slices = scratch.slices;
+    const Tensor weight = weight_of(group, task, scratch.scales, slices.weight);
     const int64_t end = group.first + group.count;
     int64_t most = kTokensOfCopy;
-    if (in_place<E>(group.first, group.count)) most = kTokensOfProduct;
+    if (product_.template in_place<E>(group.first, group.count)) most = kTokensOfProduct;
     for (int64_t first = group.first; first < end; first += most) {
       const int64_t rows = std::min(most, end - first);
       slices.out.resize(rows * task.rows);
       Tensor out = matrix(slices.out.data(), rows, task.rows, task.rows);
-      at::mm_out(out, rows_of_x(first, rows, slices.x), weight);
+      at::mm_out(out, product_.slice_of_x(first, rows, slices.x), weight);
       for (int64_t i = 0; i < rows; ++i) {
-        convert(slices.out.data() + i * task.rows, task.rows, out_row(first + i) + task.first);
+        convert(slices.out.data() + i * task.rows, task.rows,
+                product_.out_row(first + i) + task.first);
       }
     }
   }
 
-  // Whether some rows of x are an operand where they are.
-  template <typename E>
-  bool in_place(int64_t first, int64_t rows) const {
-    if (!std::is_same_v<E, T>) return false;
-    int64_t i = 1;
-    while (i < rows && x_row(first + i) == x_row(first) + i * x_stride_) ++i;
-    return i >= rows;
-  }
-
-  template <typename E>
-  Tensor rows_of_x(int64_t first, int64_t rows, AlignedVector<E>& copy) const {
-    const int64_t depth = weight_.depth();
-    if constexpr (std::is_same_v<E, T>) {
-      if (in_place<E>(first, rows)) return matrix(x_row(first), rows, depth, x_stride_);
-    }
-    copy.resize(rows * depth);
-    for (int64_t i = 0; i < rows; ++i) convert(x_row(first + i), depth, copy.data() + i * depth);
-    return matrix(copy.data(), rows, depth, depth);
-  }
-
   // The transpose of some rows of the weight, where they are if they are in bfloat16.
-  template <typename E>
-  Tensor weight_of(const Group& group, const Task& task, AlignedVector<float>& scales,
+  Tensor weight_of(const Group& group, const WeightTask& task, AlignedVector<float>& scales,
                    AlignedVector<E>& copy) const {
     const int64_t depth = weight_.depth();
     const auto* halves = reinterpret_cast<const c10::BFloat16*>(
@@ -364,35 +313,73 @@ class Linear {
     return matrix(copy.data(), task.rows, depth, depth).t();
   }
 
-  StoredWeight weight_;
-  const cpu::WeightKernels& kernels_ =
-      std::is_same_v<T, c10::BFloat16> ? weight_.kernels_by_bf16() : weight_.kernels();
-  const int64_t few_rows_ = !std::is_same_v<T, c10::BFloat16> || !multiplies_bf16() ? kFewRows
-                            : !custom_pypto::kernels().tiles ? kFewRowsOfVectors
-                            : weight_.is_bfloat16()          ? kFewRowsOfHalves
-                                                             : kFewRowsOfTiles;
-  Tensor x_;
-  int64_t x_stride_;
-  T* out_;
-  int64_t copies_;          // rows of the output for a row of x
-  ExpertGroups by_expert_;  // rows of the output
-  const std::vector<int64_t>& order_ = by_expert_.order;
-  const std::vector<Group>& groups_ = by_expert_.groups;
-  std::vector<int64_t> index_;  // of the prepared row of x
-  AlignedVector<char> prepared_;
-  int64_t prepared_bytes_ = 0;
+  const WeightProduct<T>& product_;
+  const StoredWeight& weight_;
 };
+
+template <typename Way, typename Product>
+void multiply(const Product& product, const std::vector<Group>& groups) {
+  if (groups.empty()) return;
+  Way way(product);
+  std::vector<Group> turn;
+  int64_t count = 0;
+  for (const Group& group : groups) {
+    const int64_t end = group.first + group.count;
+    for (int64_t first = group.first; first < end; first += Way::kRowsOfTurn) {
+      turn.push_back({group.expert, first, std::min(Way::kRowsOfTurn, end - first)});
+      count += turn.back().count;
+      if (count < Way::kRowsOfTurn) continue;
+      way.multiply(turn);
+      turn.clear();
+      count = 0;
+    }
+  }
+  if (count) way.multiply(turn);
+}
+
+const cpu::WeightWays& ways_of(float, const StoredWeight&) { return kernels().ways.float32; }
+const cpu::WeightWays& ways_of(c10::Half, const StoredWeight&) { return kernels().ways.float16; }
+const cpu::WeightWays& ways_of(c10::BFloat16, const StoredWeight& weight) {
+  return weight.is_bfloat16() ? kernels().ways.halves : kernels().ways.bfloat16;
+}
+
+template <typename T>
+void multiply(const WeightOnlyParams& p) {
+  constexpr bool kHalves = std::is_same_v<T, c10::BFloat16>;
+  const WeightProduct<T> product(p);
+  const StoredWeight& weight = product.weight();
+  const cpu::WeightWays& ways = ways_of(T{}, weight);
+  std::vector<Group> stored, packed, rounded, widened;
+  for (const Group& group : product.groups()) {
+    if (group.count <= ways.most_stored) {
+      stored.push_back(group);
+    } else if (kHalves && group.count <= ways.most_packed && !weight.transposed()) {
+      packed.push_back(group);
+    } else if (ways.rounds && weight.kernels().pack_int16) {
+      rounded.push_back(group);
+    } else {
+      widened.push_back(group);
+    }
+  }
+  multiply<StoredWay<T>>(product, stored);
+  multiply<RoundedWay<T>>(product, rounded);
+  if constexpr (kHalves) {
+    multiply<PackedWay>(product, packed);
+    if (ways.in_bfloat16) return multiply<WidenedWay<T, T>>(product, widened);
+  }
+  multiply<WidenedWay<T, float>>(product, widened);
+}
 
 }  // namespace
 
 void weight_only(const WeightOnlyParams& p) {
   switch (p.x.scalar_type()) {
     case at::kFloat:
-      return Linear<float>(p).run();
+      return multiply<float>(p);
     case at::kHalf:
-      return Linear<c10::Half>(p).run();
+      return multiply<c10::Half>(p);
     default:
-      return Linear<c10::BFloat16>(p).run();
+      return multiply<c10::BFloat16>(p);
   }
 }
 
