@@ -51,7 +51,7 @@ STEPS = 8  # tokens of a repeat
 CHUNK = 512  # tokens of the context at once
 # a format of ours, and theirs of as many bits; stored: bfloat16; fp8: as published; fp4: as
 # published of DeepSeek-V4, the experts alone, fp8 and Q8_0 elsewhere
-FORMATS = {"stored": "BF16", "fp8": "Q8_0", "fp4": "MXFP4", "int8": "Q8_0", "int4": "Q4_K"}
+LLAMA_FORMATS = {"stored": "BF16", "fp8": "Q8_0", "fp4": "MXFP4", "int8": "Q8_0", "int4": "Q4_K"}
 PUBLISHED = {"deepseek_v32": "fp8", "glm_moe_dsa": "fp8", V4: "fp4"}
 FEW = 4  # tokens at once, as of a draft or of some sequences
 EXPERTS = 32  # of 256: a token reads 8 of either, 6 of DeepSeek-V4
@@ -284,7 +284,7 @@ def rows(llama: str, threads: int, repeats: int) -> Iterator[list[str]]:
             convert(folder, plain, [f"w{i}" for i in range(VOCABULARY)])
             published = PUBLISHED[config.model_type]
             write_published(folder / published, config)
-            for kind, theirs in FORMATS.items():
+            for kind, theirs in LLAMA_FORMATS.items():
                 if kind in PUBLISHED.values() and kind != published:
                     continue
                 target = folder / f"{kind}.gguf"

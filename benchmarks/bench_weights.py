@@ -14,17 +14,17 @@ from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32RotaryEmbedding
 
 import custom_pypto
-from custom_pypto import models, reference
+from custom_pypto import models
 from custom_pypto.models.memory import empty
 from custom_pypto.models.weights.choice import layers_of
-from custom_pypto.models.weights.formats import FORMATS
 from custom_pypto.models.weights.modules import convert, stored_parameters
+from custom_pypto.weight_formats import WEIGHT_FORMATS
 
 # gate and up of one expert
 ROWS, COLUMNS = 4096, 7168
 TOKENS = (1, 2, 4, 16, 64, 2048)
 READ = 256 << 20  # bytes, to measure the bandwidth
-KINDS = ("plain", *FORMATS)
+KINDS = ("plain", *WEIGHT_FORMATS)
 EXPERTS = 8
 CONTEXTS = (4096, 65536)
 # shares of the plain layer in bfloat16
@@ -46,10 +46,9 @@ class Linears:
     def __init__(self):
         generator = torch.Generator().manual_seed(0)
         matrix = torch.randn(ROWS, COLUMNS, generator=generator)
-        quantized = reference.MODULES["weight_only_linear"].quantized
         self.weights = {
-            kind: [x if x is None else as_loaded(x) for x in quantized(matrix, kind)]
-            for kind in FORMATS
+            kind: [x if x is None else as_loaded(x) for x in form.quantize(matrix)]
+            for kind, form in WEIGHT_FORMATS.items()
         }
         self.plain = as_loaded(matrix.bfloat16())
         self.other = as_loaded(torch.randn(READ // 4))
@@ -155,9 +154,9 @@ def linear_rows(repeats: int) -> Iterator[list[str]]:
     linears = Linears()
     linears.compare()
     seconds = [linears.measured(n, repeats if n < 64 else 2) for n in TOKENS]
-    for kind in (*FORMATS, "torch"):
+    for kind in (*WEIGHT_FORMATS, "torch"):
         ms = [median_ms(of[kind], 1) for of in seconds]
-        share = f"{linears.share_of_read(kind, repeats):.2f}" if kind in FORMATS else "-"
+        share = f"{linears.share_of_read(kind, repeats):.2f}" if kind in WEIGHT_FORMATS else "-"
         yield [kind, *ms, share]
 
 
@@ -171,7 +170,7 @@ def linear_floors(repeats: int) -> Iterator[Floor]:
 
         def slowest(tokens=tokens) -> float:
             seconds = linears.measured(tokens, repeats if tokens < 64 else 2)
-            return min(ratio(seconds["torch"], seconds[kind]) for kind in FORMATS)
+            return min(ratio(seconds["torch"], seconds[kind]) for kind in WEIGHT_FORMATS)
 
         yield Floor(f"slowest format, {tokens} tokens, speedup over torch", slowest, 1.0)
 

@@ -46,6 +46,7 @@ from custom_pypto.models.loading.checkpoint import (
 )
 from custom_pypto.models.loading.reader import Reader
 from custom_pypto.models.weights import published
+from custom_pypto.weight_formats import rounded_formats
 
 RECORD, SUMS, INDEX = "conversion.json", "SHA256SUMS", "model.safetensors.index.json"
 PARTIAL = ".conversion.partial"  # a model that is being saved
@@ -369,7 +370,7 @@ def parse_args():
     add("--revision", help="branch, tag or commit of the repository")
     add("--layers", type=int, metavar="N", help="the first N layers only")
     add("--experts", type=int, metavar="N", help="the first N routed experts of each layer only")
-    add("--weights", choices=("stored", "int8", "int4"), help="of linear layers and experts")
+    add("--weights", choices=("stored", *rounded_formats()), help="of linear layers and experts")
     add("--max-shard-size", default="5GB", metavar="SIZE", help="largest shard, such as 500MB")
     return parser.parse_args()
 

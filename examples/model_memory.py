@@ -37,9 +37,9 @@ from custom_pypto.models.sharing import (
     shared_parameters,
 )
 from custom_pypto.models.weights.choice import kinds_of
-from custom_pypto.models.weights.formats import layout
-from custom_pypto.models.weights.modules import EXPERT_WEIGHTS, is_experts
+from custom_pypto.models.weights.modules import EXPERT_WEIGHTS, is_experts, layout
 from custom_pypto.models.weights.published import CONFIG, FP4, blocks_of
+from custom_pypto.weight_formats import rounded_formats
 
 #: names of the default configurations, and the format in which the weights are published, where
 #: that is not bfloat16
@@ -56,7 +56,7 @@ NAMES = {
 # GB
 MACHINES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536)
 FREE = 0.1  # of the memory, for caches, activations and other programs
-LABELS = ("bfloat16", "stored", "int8", "int4")
+LABELS = ("bfloat16", "stored", *rounded_formats())
 #: of the table of ranks, by the way to share: formats
 COLUMNS = {
     "tensor_parallel": ("bfloat16",),
@@ -151,7 +151,7 @@ def formats_of(published: dict[str, str] | None) -> dict[str, dict[str, str | No
     formats: dict[str, dict[str, str | None] | None] = {"bfloat16": None}
     if published:
         formats["stored"] = {**published}
-    formats |= {kind: dict.fromkeys(("experts", "rest"), kind) for kind in ("int8", "int4")}
+    formats |= {kind: dict.fromkeys(("experts", "rest"), kind) for kind in rounded_formats()}
     return formats | {"experts int4": {"experts": "int4", "rest": None}}
 
 
@@ -293,7 +293,7 @@ def useful(model: Model) -> list[str]:
     """Formats of a model, the exact one first: the published one, where there is one. Of the others
     those that are smaller by 1 % at least."""
     labels = ["stored" if "stored" in model.sizes else "bfloat16"]
-    for label in ("int8", "int4"):
+    for label in rounded_formats():
         if model.sizes[label].weights < 0.99 * model.sizes[labels[-1]].weights:
             labels.append(label)
     return labels

@@ -54,6 +54,7 @@ from transformers import DeepseekV32ForCausalLM, DynamicCache
 
 from custom_pypto import hub, models
 from custom_pypto.models import CACHE
+from custom_pypto.weight_formats import rounded_formats
 
 INK = {False: "white", True: "black"}  # on the dark ends of the colours, and between them
 QUESTION_TOKENS = 3 * len(KEYS)  # question, value, "."
@@ -255,7 +256,7 @@ def parse_args():
     add("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     add("--index-dtype", choices=["int8"], help="measures a cache with such index keys too")
     add("--kv-dtype", choices=["int8"], help="measures a cache with such latents too")
-    weights = ["stored", "int8", "int4"]
+    weights = ["stored", *rounded_formats()]
     add("--weights", nargs="+", default=[], choices=weights, help="measures such weights too")
     add("--threads", type=at_least(1), default=torch.get_num_threads())
     add("--seed", type=int, default=0)

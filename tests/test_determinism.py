@@ -18,7 +18,7 @@ from fuzz.generate import Case, generate
 from fuzz.judge import judge
 
 import custom_pypto
-from custom_pypto.reference.weight_only_linear import FORMATS
+from custom_pypto.weight_formats import WEIGHT_FORMATS
 
 SETS = ["generic", "avx2", "avx512", "avx512_bf16", "amx_emulated"]
 THREADS = (1, 2, 3, 20)
@@ -52,7 +52,7 @@ CALLS = {
     "fused": (FUSED, [3, 3], [70, 50], dict(sparse_count=8)),
     **{
         f"{kind} weight, {way}": (LINEAR, [tokens], [rows], dict(kind=kind, experts=experts))
-        for kind in FORMATS
+        for kind in WEIGHT_FORMATS
         for way, tokens, rows, experts in (
             ("few rows", 3, 300, 0),
             ("one part", 40, 70, 0),

@@ -18,7 +18,7 @@ from custom_pypto.descriptions import ALL_OPS, LAYER_OPS
 from custom_pypto.schemas import overload
 
 # what the CPU has: no ops of tensors
-QUESTIONS = ("cpu_isa", "has_bf16", "multiplies_bf16")
+QUESTIONS = ("cpu_isa", "has_bf16", "multiplies_bf16", "weight_formats")
 HUGE = 2**63 - 1
 
 

@@ -17,14 +17,14 @@ import custom_pypto
 from custom_pypto import layer_ops, models
 from custom_pypto.models import absorbed
 from custom_pypto.models.loading import plan, reader
-from custom_pypto.models.weights.formats import matrices
 from custom_pypto.models.weights.modules import (
     EXPERT_WEIGHTS,
     StoredLinear,
     is_experts,
+    matrices,
     stored_parameters,
 )
-from custom_pypto.reference.weight_only_linear import dequantized
+from custom_pypto.weight_formats import values_of
 
 MIXED = {"experts": "int4", "rest": "int8"}
 OPTIONS = ["int8", "int4", MIXED]
@@ -113,7 +113,7 @@ def load_kind(checkpoint):
 def test_values_are_the_nearest_ones(weights, checkpoint):
     plain = models.load(checkpoint[0], dtype=torch.float32).state_dict()
     for name, kind, weight, scales in stored_modules(load(checkpoint[0], weights)):
-        values, exact = dequantized(weight, scales), plain[name]
+        values, exact = values_of(weight, scales), plain[name]
         if kind == "int8":
             step = scales[..., None]
             # the largest value of a row is exact
@@ -130,7 +130,7 @@ def test_published_weights_are_kept_bit_for_bit(on_disk):
     exact = models.load(on_disk, dtype=torch.float32)
     state, found = exact.state_dict(), {}
     for name, kind, weight, scales in stored_modules(model):
-        assert dequantized(weight, scales).equal(state[name]), name
+        assert values_of(weight, scales).equal(state[name]), name
         found[name.split(".", 3)[-1]] = kind
     v4 = V4 in str(on_disk)
     assert {*found.values()} == ({"fp8", "fp4", "bfloat16"} if v4 else {"fp8"})

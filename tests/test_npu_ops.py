@@ -32,8 +32,8 @@ from torch.utils._pytree import tree_leaves
 
 import custom_pypto
 from custom_pypto.descriptions import ALL_OPS, TRAINING
-from custom_pypto.reference.weight_only_linear import FORMATS
 from custom_pypto.schemas import overload
+from custom_pypto.weight_formats import WEIGHT_FORMATS
 
 INDEXER, QUANT_INDEXER = "npu_lightning_indexer_pto", "npu_quant_lightning_indexer_pto"
 ATTENTION = "npu_sparse_flash_attention_pto"
@@ -90,7 +90,8 @@ CALLS = {
     PROLOG: {"plain": {}, "w8a8": dict(w8a8=True)},
     QUANT_UPDATE: {"plain": {}, "hadamard": dict(hadamard=True)},
     QUANT_ROWS: in_dtypes(DTYPES) | in_dtypes(DTYPES, "hadamard-", hadamard=True),
-    LINEAR: {kind: dict(kind=kind) for kind in FORMATS} | in_dtypes(DTYPES, "no-", experts=0),
+    LINEAR: {kind: dict(kind=kind) for kind in WEIGHT_FORMATS}
+    | in_dtypes(DTYPES, "no-", experts=0),
 }
 # op -> arguments with which no tensor is absent
 EVERY_TENSOR = {
@@ -117,7 +118,7 @@ SIZES = {
     QUANT_ROWS: {"hadamard": dict(hadamard=True)},
     LINEAR: {
         f"{kind}-{experts}-experts": dict(kind=kind, experts=experts)
-        for kind in FORMATS
+        for kind in WEIGHT_FORMATS
         for experts in (0, 7)
     },
     "npu_sparse_flash_attention_grad_pto": {"five": dict(**ATTEND, sparse_count=27)},

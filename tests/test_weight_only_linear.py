@@ -11,18 +11,18 @@ from torch.nn.functional import pad
 
 import custom_pypto
 from custom_pypto.reference import MODULES
-from custom_pypto.reference.weight_only_linear import FORMATS, quantized
+from custom_pypto.weight_formats import WEIGHT_FORMATS
 
 linear = custom_pypto.weight_only_linear
 # rows of x in float32: the most that meet a stored weight, the least that meet a widened one
-FEW, MANY = 16, 17
-ROWS = pytest.mark.parametrize("rows", [1, 2, FEW, MANY], ids=lambda rows: f"{rows}-rows")
-KINDS = pytest.mark.parametrize("kind", FORMATS)
+MOST_STORED, MANY = 16, 17
+ROWS = pytest.mark.parametrize("rows", [1, 2, MOST_STORED, MANY], ids=lambda rows: f"{rows}-rows")
+KINDS = pytest.mark.parametrize("kind", WEIGHT_FORMATS)
 
 
 def made(kind: str, *shape: int, seed: int = 0, rows: int = 3, dtype=torch.float32) -> dict:
     g = torch.Generator().manual_seed(seed)
-    weight, scales = quantized(torch.randn(shape, generator=g), kind)
+    weight, scales = WEIGHT_FORMATS[kind].quantize(torch.randn(shape, generator=g))
     x = torch.randn(rows, shape[-1], generator=g).to(dtype)
     return dict(x=x, weight=weight, scales=scales)
 
@@ -170,7 +170,7 @@ def test_groups_of_4_bits_equals_the_reference(rows, group):
 
 
 @KINDS
-@pytest.mark.parametrize("rows", [FEW, MANY])
+@pytest.mark.parametrize("rows", [MOST_STORED, MANY])
 def test_scales_of_the_neighbour_are_seen(kind, rows):
     call = made(kind, 256, 384, rows=rows)
     if kind == "bfloat16":
@@ -199,8 +199,8 @@ def test_rows_give_the_same_however_many_there_are(kind):
         kind == "bfloat16"
     ):
         x = call["x"]
-        few = torch.cat([linear(**call | dict(x=part)) for part in x.split(FEW)])
-        for rows in (1, 2, 3, 4, 7, FEW):
+        few = torch.cat([linear(**call | dict(x=part)) for part in x.split(MOST_STORED)])
+        for rows in (1, 2, 3, 4, 7, MOST_STORED):
             parts = [linear(**call | dict(x=part)) for part in x[:112].split(rows)]
             assert same_bits(torch.cat(parts), few[:112]), rows
         for rows in (MANY, 600):
@@ -209,7 +209,7 @@ def test_rows_give_the_same_however_many_there_are(kind):
 
 
 @KINDS
-@pytest.mark.parametrize("rows", [1, FEW, MANY, 600])
+@pytest.mark.parametrize("rows", [1, MOST_STORED, MANY, 600])
 def test_bits_do_not_depend_on_the_number_of_threads(kind, rows):
     calls = [made(kind, n, 1056, rows=rows) for n in (70, 700)]
     if kind == "bfloat16":
@@ -242,7 +242,7 @@ def test_nan_or_infinite_values_of_x_stay_in_their_row(value, kind, rows):
 
 
 @ROWS
-@pytest.mark.parametrize("kind", [kind for kind in FORMATS if kind != "bfloat16"])
+@pytest.mark.parametrize("kind", [kind for kind in WEIGHT_FORMATS if kind != "bfloat16"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf], ids=str)
 def test_nan_or_infinite_scales_stay_in_their_rows(value, kind, rows):
     call = made(kind, 300, 160, rows=rows)
@@ -335,7 +335,7 @@ def test_rejects_more_columns_than_the_kernels_count():
 
 def wrong_at_the_end_of_memory() -> list:
     wrong = []
-    sizes = itertools.product(FORMATS, (1, 7, 16, 70), (32, 96, 160, 192), (1, 5, 17))
+    sizes = itertools.product(WEIGHT_FORMATS, (1, 7, 16, 70), (32, 96, 160, 192), (1, 5, 17))
     for kind, rows, columns, of_x in sizes:
         call = made(kind, rows, columns, rows=of_x)
         with_experts = made(kind, 2, rows, columns, rows=of_x)

@@ -2,11 +2,10 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.nn.functional import embedding, pad
+from torch.nn.functional import pad
 
+from ..weight_formats import WEIGHT_FORMATS, values_of, weight_format_of
 from .checks import ROUNDING
-
-E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float32, device="cpu")
 
 
 def weight_only_linear(
@@ -17,7 +16,7 @@ def weight_only_linear(
     experts: Tensor | None = None,
     block_size: int = 128,
 ) -> Tensor:
-    matrix = dequantized(weight, scales, block_size).double()
+    matrix = values_of(weight, scales, block_size).double()
     if experts is None:
         return (x.double() @ matrix.mT).to(x.dtype)
     rows = x.double()
@@ -31,83 +30,16 @@ def weight_only_linear(
     return out
 
 
-def dequantized(weight: Tensor, scales: Tensor | None, block_size: int = 128) -> Tensor:
-    """The values of a weight in float32."""
-    if scales is None:
-        return weight.float()
-    if weight.dtype == torch.int8:
-        return weight.float() * scales[..., None]
-    if weight.dtype == torch.float8_e4m3fn:
-        *_, rows, columns = weight.shape
-        of_values = scales.repeat_interleave(block_size, -2)[..., :rows, :]
-        of_values = of_values.repeat_interleave(block_size, -1)[..., :columns]
-        # 0x7F and 0xFF are not NaN here
-        top = torch.full_like(of_values, 480).copysign(weight.float())
-        values = weight.float()
-        return torch.where(values.isnan(), top, values) * of_values
-    nibbles = torch.stack([weight & 15, weight >> 4], -1).flatten(-2)
-    if scales.dtype == torch.bfloat16:
-        scale, zero = (
-            scales.float().repeat_interleave(nibbles.size(-1) // scales.size(-2), -2).unbind(-1)
-        )
-        return (nibbles.float() - 8) * scale + zero
-    values = embedding(nibbles.int(), torch.cat([E2M1, -E2M1])[:, None]).squeeze(-1)
-    return values * scales.float().repeat_interleave(32, -1)
-
-
-def quantized(matrix: Tensor, kind: str) -> tuple[Tensor, Tensor | None]:
-    """``[.., N, K]`` float32 in a stored format; its values need not be the nearest."""
-    *lead, rows, columns = matrix.shape
-    if kind == "bfloat16":
-        return matrix.bfloat16(), None
-    if kind == "int8":
-        scales = matrix.abs().amax(-1) / 127
-        return (matrix / scales[..., None]).round().to(torch.int8), scales
-    if kind == "fp8":
-        height, width = -rows % 128, -columns % 128
-        blocks = (
-            pad(matrix, (0, width, 0, height)).unflatten(-1, (-1, 128)).unflatten(-3, (-1, 128))
-        )
-        scales = blocks.abs().amax((-1, -3)) / 448
-        of_values = scales.repeat_interleave(128, -2)[..., :rows, :]
-        of_values = of_values.repeat_interleave(128, -1)[..., :columns]
-        return (matrix / of_values).to(torch.float8_e4m3fn), scales
-    if kind == "fp4":
-        groups = matrix.unflatten(-1, (-1, 32))
-        exponents = torch.frexp(groups.abs().amax(-1) / 6)[1]
-        scaled = groups / torch.exp2(exponents.float())[..., None]
-        nearest = (scaled[..., None].abs() - E2M1).abs().argmin(-1) + 8 * (scaled < 0)
-        scales = (exponents + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
-        return in_pairs(nearest.flatten(-2)), scales
-    if kind != "int4":
-        raise ValueError(f"kind must be one of {', '.join(FORMATS)}, got {kind!r}")
-    groups = matrix.unflatten(-1, (-1, 64 if columns % 64 == 0 else 32))
-    low, high = groups.aminmax(dim=-1)
-    scale = ((high - low) / 15).bfloat16()
-    zero = (low + 8 * scale.float()).bfloat16()
-    steps = (groups - zero.float()[..., None]) / scale.float()[..., None] + 8
-    return in_pairs(steps.round().clamp(0, 15).flatten(-2)), torch.stack([scale, zero], -1)
-
-
-def in_pairs(values: Tensor) -> Tensor:
-    """Two values of 4 bits per byte, the first in the low bits."""
-    first, second = values.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
-    return first | second << 4
-
-
-FORMATS = ("bfloat16", "int8", "fp8", "int4", "fp4")
-
-
 def checks(dtypes: list[torch.dtype]) -> Iterator[tuple]:
     g = torch.Generator().manual_seed(6)
     for dtype in dtypes:
-        for kind in FORMATS:
+        for kind, form in WEIGHT_FORMATS.items():
             for rows, columns, tokens in ((300, 256, 1), (200, 384, 5), (70, 96, 40)):
-                weight, scales = quantized(torch.randn(rows, columns, generator=g), kind)
+                weight, scales = form.quantize(torch.randn(rows, columns, generator=g))
                 x = torch.randn(tokens, columns, generator=g).to(dtype)
                 shape = f"{kind} [{rows}, {columns}], {tokens} rows"
                 yield dtype, shape, dict(x=x, weight=weight, scales=scales)
-            weight, scales = quantized(torch.randn(6, 64, 128, generator=g), kind)
+            weight, scales = form.quantize(torch.randn(6, 64, 128, generator=g))
             experts = torch.randint(-1, 7, (20, 3), generator=g)
             x = torch.randn(20, 128, generator=g).to(dtype)
             arguments = dict(x=x, weight=weight, scales=scales, experts=experts)
@@ -136,9 +68,9 @@ def error(got: Tensor, expected: Tensor, mine: dict, theirs: dict) -> tuple[floa
     where only one of the two is finite."""
     x, experts = theirs["x"].double(), theirs.get("experts")
     weight, scales = theirs["weight"], theirs.get("scales")
-    matrix = dequantized(weight, scales, theirs.get("block_size", 128)).double()
+    matrix = values_of(weight, scales, theirs.get("block_size", 128)).double()
     parts = matrix.abs()
-    if scales is not None and scales.dtype == torch.bfloat16:  # 4 bits and zero, which may cancel
+    if weight_format_of(weight, scales).zeros:  # which may cancel 4 bits
         of_group = scales.double().abs()
         of_group = 16 * of_group[..., 0] + of_group[..., 1]
         parts = of_group.repeat_interleave(matrix.size(-1) // scales.size(-2), -1)

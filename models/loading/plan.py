@@ -20,6 +20,7 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
 from custom_pypto.hub import Directory
+from custom_pypto.weight_formats import WEIGHT_FORMATS, rounded_formats
 
 from ..architectures import supported_model
 from ..memory import free_memory
@@ -353,8 +354,8 @@ def check_memory(
     smaller = ""
     if device.type == "cpu" and ranks == 1:
         if not kinds:
-            smaller = ", or pass weights='int8' or 'int4'"
-        elif any(weights.values()) and not kinds & {"int4", "fp4"}:
+            smaller = f", or pass weights={' or '.join(map(repr, rounded_formats()))}"
+        elif any(weights.values()) and all(WEIGHT_FORMATS[kind].codes == 1 for kind in kinds):
             smaller = ", or pass weights='int4'"  # a model saved with weights keeps its own
     for place, free in available.items():
         if needed > free:

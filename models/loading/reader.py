@@ -100,7 +100,7 @@ class Reader:
         first: slice = slice(None),
     ) -> None:
         """Writes a matrix, or a part of the first dim of several, in the format of ``out``: of
-        floats or, with scales, of :data:`.weights.formats.ROUNDED`."""
+        floats or, with scales, one that is rounded to."""
         block, scales, height = self.blocks.get(self.tensors[name].dtype), None, 1
         if block is not None:
             scales = self.stored(published.scale_name(name, self.tensors))

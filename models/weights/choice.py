@@ -3,17 +3,16 @@
 import torch
 from torch import nn
 
+from custom_pypto.weight_formats import WEIGHT_FORMATS, WEIGHT_UNIT, rounded_formats
+
 from ..patched import text_model
-from .formats import BLOCK, MULTIPLE, ROUNDED
 from .modules import EXPERT_WEIGHTS, is_experts, is_grouped
-from .published import FP4, FP8
 
 #: linear layers that stay plain: absorption reads the weight of the first; the others decide which
 #: tokens and experts are selected, and are small
-PLAIN = ("kv_b_proj", "weights_proj", "gate")
+NEVER_STORED = ("kv_b_proj", "weights_proj", "gate")
 STORED = "stored"
 PARTS = ("experts", "rest")
-ON_DISK = {FP8: "fp8", FP4: "fp4", "BF16": "bfloat16"}
 
 Weights = str | dict[str, str | None] | None
 
@@ -24,7 +23,7 @@ def check_weights(weights: Weights) -> dict[str, str | None]:
     Raises:
         ValueError: names the argument, what was expected and what came.
     """
-    names = (STORED, *ROUNDED, None)
+    names = (STORED, *rounded_formats(), None)
     both = weights if isinstance(weights, dict) else dict.fromkeys(PARTS, weights)
     if not both.keys() <= set(PARTS) or not all(kind in names for kind in both.values()):
         allowed = ", ".join(map(repr, names))
@@ -84,6 +83,7 @@ def kinds_of(
         dtypes: of the parameters in the loaded model.
     """
     kinds = {}
+    published = {form.on_disk: kind for kind, form in WEIGHT_FORMATS.items() if form.on_disk}
     usual = dtypes[next(name for name in dtypes if name.endswith("embed_tokens.weight"))]
     for name, module in layers_of(model):
         if is_experts(module):
@@ -95,15 +95,15 @@ def kinds_of(
             continue
         if wanted == STORED:
             found = set().union(*(on_disk[parameter] for parameter in parameters))
-            wanted = ON_DISK.get(found.pop()) if len(found) == 1 else None
-        if wanted is not None and not (wanted == "fp8" and groups_share_blocks(module)):
+            wanted = published.get(found.pop()) if len(found) == 1 else None
+        if wanted is not None and not groups_share_blocks(module, WEIGHT_FORMATS[wanted].block):
             kinds[name] = wanted
     return kinds
 
 
-def groups_share_blocks(module: nn.Module) -> bool:
-    """Whether a block of fp8 would have rows of two groups, whose products are apart."""
-    return is_grouped(module) and module.out_features // module.n_groups % BLOCK != 0
+def groups_share_blocks(module: nn.Module, block: int) -> bool:
+    """Whether a block with one scale would have rows of two groups, whose products are apart."""
+    return block > 0 and is_grouped(module) and module.out_features // module.n_groups % block != 0
 
 
 def layers_of(model):
@@ -112,9 +112,9 @@ def layers_of(model):
     prefix = next(name for name, module in model.named_modules() if module is text)
     for name, module in text.layers.named_modules():
         linear = type(module) is nn.Linear or is_grouped(module)
-        linear &= name.rpartition(".")[2] not in PLAIN
-        if linear and module.in_features % MULTIPLE == 0:
+        linear &= name.rpartition(".")[2] not in NEVER_STORED
+        if linear and module.in_features % WEIGHT_UNIT == 0:
             yield f"{prefix}.layers.{name}", module
         elif hasattr(module, "_apply_gate") and is_experts(module):
-            if all(module._parameters[one].size(-1) % MULTIPLE == 0 for one in EXPERT_WEIGHTS):
+            if all(module._parameters[one].size(-1) % WEIGHT_UNIT == 0 for one in EXPERT_WEIGHTS):
                 yield f"{prefix}.layers.{name}", module

@@ -3,26 +3,55 @@
 Shapes: T tokens, E experts, k experts of a token, I intermediate size.
 """
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import custom_pypto
 from custom_pypto import layer_ops
+from custom_pypto.weight_formats import WEIGHT_FORMATS, rounded_formats
 
 from ..one_op import of_groups
-from .formats import ROUNDED, layout, matrices
 
 #: name of the implementation of experts in transformers
 EXPERTS = "custom_pypto"
 EXPERT_WEIGHTS = ("gate_up_proj", "down_proj")
 SCALE = "_scale"
-#: dtypes of weights in no stored format but bfloat16
-PLAIN = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+#: dtypes of new weights that :func:`round_plain_weights` rounds
+ROUNDABLE = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Layout(NamedTuple):
+    """Shapes and dtypes of a stored weight."""
+
+    shape: list[int]
+    dtype: torch.dtype
+    scale_shape: list[int] | None  # None: no scales
+    scale_dtype: torch.dtype | None
+
+
+def layout(kind: str, shape: list[int]) -> Layout:
+    """How a weight ``[.., N, K]`` of this ``shape`` is stored in a module.
+
+    A code for each value has one dim more, of size 1: a loop that copies plain weights by name then
+    fails, which would cast them into codes.
+    """
+    form = WEIGHT_FORMATS[kind]
+    if form.scale_dtype is None:
+        return Layout(shape, form.dtype, None, None)
+    codes = form.shape(shape) if form.codes > 1 else [*shape, 1]
+    return Layout(codes, form.dtype, form.scale_shape(shape), form.scale_dtype)
+
+
+def matrices(weight: Tensor) -> Tensor:
+    """A stored weight ``[.., N, columns]``, as :func:`custom_pypto.weight_only_linear` takes it."""
+    return weight.squeeze(-1)
 
 
 class StoredLinear(nn.Module):
-    """A linear layer whose weight is in a format of :mod:`.formats`."""
+    """A linear layer whose weight is in one of ``WEIGHT_FORMATS``."""
 
     def __init__(self, linear: nn.Linear, kind: str):
         super().__init__()
@@ -166,16 +195,17 @@ def round_plain_weights(model: nn.Module, state: dict[str, Tensor], prefix: str,
             continue
         kind = model.get_submodule(name.rpartition(".")[0]).kind
         plain, stored = state.get(prefix + name), model.get_parameter(name)
-        if kind == "bfloat16" or plain is None or plain.dtype not in PLAIN:
+        form = WEIGHT_FORMATS[kind]
+        if form.scale_dtype is None or plain is None or plain.dtype not in ROUNDABLE:
             continue
-        if kind not in ROUNDED:
+        if not form.rounded:
+            rounding = " or ".join(map(repr, rounded_formats()))
             raise ValueError(
                 f"load_state_dict: {name} must be in {kind} with its scales, got {plain.dtype}; "
-                "load the model with weights='int8' or 'int4', which round new weights, or None"
+                f"load the model with weights={rounding}, which round new weights, or None"
             )
         shape = list(matrices(stored).shape)
-        if kind == "int4":  # two to a byte
-            shape[-1] *= 2
+        shape[-1] *= form.codes
         if list(plain.shape) != shape:
             raise ValueError(
                 f"load_state_dict: {name} must be of shape {shape}, got {list(plain.shape)}"

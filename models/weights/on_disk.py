@@ -6,10 +6,11 @@ import torch
 from torch import Tensor
 
 from custom_pypto.files import NAMES
+from custom_pypto.weight_formats import WEIGHT_FORMATS
 
 from ..memory import empty
 from . import published
-from .formats import BLOCK, ROUNDED, Layout, layout, matrices
+from .modules import Layout, layout, matrices
 
 
 class StoredWeight:
@@ -60,11 +61,11 @@ class StoredWeight:
         return weight
 
     def read(self, part: str, first: slice, weight: Tensor, scales: Tensor | None) -> None:
-        if self.kind in ROUNDED:
+        if WEIGHT_FORMATS[self.kind].rounded:
             self.reader.convert(part, weight, scales, first)
             return
         for _, values in self.reader.row_blocks(part, first, into=weight):
-            if self.kind == "fp8" and published.has_nan(values):
+            if values.dtype == torch.float8_e4m3fn and published.has_nan(values):
                 file = self.reader.tensors[part].file
                 raise ValueError(f"load: {file}: {part} has NaN; download it again")
         if scales is not None:
@@ -92,22 +93,23 @@ class OnDisk:
 
 
 def check_blocks(name: str, kind: str, parts: int, shape: list[int], block) -> None:
-    """Rejects blocks of fp8 that :func:`custom_pypto.weight_only_linear` cannot have.
+    """Rejects blocks that :func:`custom_pypto.weight_only_linear` cannot have.
 
     Raises:
         ValueError: names the weight and the remedy.
     """
-    if kind != "fp8":
+    size = WEIGHT_FORMATS[kind].block
+    if size == 0:
         return
-    if tuple(block) != (BLOCK, BLOCK):
+    if tuple(block) != (size, size):
         raise ValueError(
-            f"load: weight_block_size of config.json must be [{BLOCK}, {BLOCK}] for "
+            f"load: weight_block_size of config.json must be [{size}, {size}] for "
             f"weights='stored', got {list(block)}; pass weights='int8'"
         )
     projections = parts // shape[0] if len(shape) == 3 else 1
     rows = shape[-2] // projections
-    if projections > 1 and rows % BLOCK:
+    if projections > 1 and rows % size:
         raise ValueError(
-            f"load: {name} must have a multiple of {BLOCK} rows in each projection for "
+            f"load: {name} must have a multiple of {size} rows in each projection for "
             f"weights='stored', got {rows}; pass weights='int8'"
         )

@@ -11,9 +11,10 @@ transformers 5.23 assumes a block height of ``rows // rows of the grid``. It rej
 import torch
 from torch import Tensor
 
+from custom_pypto.weight_formats import WEIGHT_FORMATS
+
 # safetensors' names for e4m3, and for bytes, which hold two values of e2m1
-FP8, FP4 = "F8_E4M3", "I8"
-FP4_BLOCK = (1, 32)
+FP8, FP4 = (WEIGHT_FORMATS[kind].on_disk for kind in ("fp8", "fp4"))
 # other dtypes of weights and scales in a checkpoint, by safetensors' names
 FLOATS = {
     "F32": torch.float32,
@@ -67,7 +68,8 @@ def blocks_of(config: dict) -> dict[str, tuple[int, int]]:
     rows, columns = block
     # transformers moves expert_dtype into the quantization_config
     experts = quantization.get("expert_dtype", config.get("expert_dtype"))
-    return {FP8: (rows, columns)} | ({FP4: FP4_BLOCK} if experts == "fp4" else {})
+    of_experts = {FP4: (1, *WEIGHT_FORMATS["fp4"].groups)} if experts == "fp4" else {}
+    return {FP8: (rows, columns)} | of_experts
 
 
 def has_nan(weight: Tensor) -> bool:

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from custom_pypto.reference.weight_only_linear import FORMATS, quantized
+from custom_pypto.weight_formats import WEIGHT_FORMATS
 
 from . import INT_MAX, INT_MIN, random
 from .hostile import Maker
@@ -29,7 +29,7 @@ def inputs(
     g = torch.Generator().manual_seed(seed)
     tokens, rows = sum(lengths_query), max(lengths_key)
     shape = (experts, rows, dim) if experts else (rows, dim)
-    weight, scales = quantized(torch.randn(shape, generator=g), kind)
+    weight, scales = WEIGHT_FORMATS[kind].quantize(torch.randn(shape, generator=g))
     ids = None
     if experts:
         ids = torch.randint(experts, (tokens, 3), generator=g)
@@ -53,35 +53,41 @@ def of_bytes(m: Maker, low: int, high: int, dtype: torch.dtype) -> Callable[[int
     return fill
 
 
+def code_fill(m: Maker, dtype: torch.dtype) -> Callable[[int], Tensor]:
+    if dtype == torch.bfloat16:
+        return m.floats(dtype)
+    return m.bytes() if dtype == torch.int8 else of_bytes(m, 0, 255, dtype)
+
+
+def scale_fill(m: Maker, dtype: torch.dtype) -> Callable[[int], Tensor]:
+    if dtype != torch.float8_e8m0fnu:
+        return m.floats(dtype)
+    # up to 2**13: whether products with 2**127 are infinite depends on their order
+    values = of_bytes(m, m.rng.choice([0, 110, 110, 110]), 140, dtype)
+    if m.values == "special" and m.rng.random() < 0.3:
+        values = of_bytes(m, 255, 255, dtype)
+    return values
+
+
 def stored(m: Maker, lead: tuple, rows: int, dim: int, block_size: int) -> dict:
     """A weight of any values in any format, with any strides that the format may have."""
-    kind, rng = m.rng.choice(FORMATS), m.rng
-    scales = None
-    if kind == "bfloat16":
-        values = m.floats(torch.bfloat16)
-        if rng.random() < 0.4:  # a column is contiguous
-            weight = m.rows(*lead, dim, rows, fill=values).mT
-        else:
-            weight = m.rows(*lead, rows, dim, fill=values)
-    elif kind == "int8":
-        weight = m.rows(*lead, rows, dim, fill=m.bytes())
-        scales = m.tensor((*lead, rows), m.floats(torch.float32))
-    elif kind == "fp8":
-        values = of_bytes(m, 0, 255, torch.float8_e4m3fn)
-        weight = m.rows(*lead, rows, dim, fill=values)
-        blocks = (-(-rows // block_size), -(-dim // block_size))
-        scales = m.tensor((*lead, *blocks), m.floats(torch.float32))
-    else:
-        weight = m.rows(*lead, rows, dim // 2, fill=of_bytes(m, 0, 255, torch.uint8))
-        if kind == "int4":
-            group = 32 * rng.choice([n for n in range(1, dim // 32 + 1) if dim // 32 % n == 0])
-            scales = m.tensor((*lead, rows, dim // group, 2), m.floats(torch.bfloat16))
-        else:
-            # up to 2**13: whether products with 2**127 are infinite depends on their order
-            values = of_bytes(m, rng.choice([0, 110, 110, 110]), 140, torch.float8_e8m0fnu)
-            if m.values == "special" and rng.random() < 0.3:
-                values = of_bytes(m, 255, 255, torch.float8_e8m0fnu)
-            scales = m.tensor((*lead, rows, dim // 32), values)
+    kind, rng = m.rng.choice([*WEIGHT_FORMATS]), m.rng
+    form = WEIGHT_FORMATS[kind]
+    codes = code_fill(m, form.dtype)
+    if kind == "bfloat16" and rng.random() < 0.4:  # a column is contiguous
+        return dict(weight=m.rows(*lead, dim, rows, fill=codes).mT, scales=None)
+    weight = m.rows(*lead, *form.shape([rows, dim]), fill=codes)
+    if form.scale_dtype is None:
+        return dict(weight=weight, scales=None)
+    shape: list[int] = [rows]
+    if form.block:  # the call has another size
+        shape = [-(-rows // block_size), -(-dim // block_size)]
+    elif form.zeros:  # any number of groups
+        group = 32 * rng.choice([n for n in range(1, dim // 32 + 1) if dim // 32 % n == 0])
+        shape = [rows, dim // group, 2]
+    elif form.groups:
+        shape = form.scale_shape([rows, dim])
+    scales = m.tensor((*lead, *shape), scale_fill(m, form.scale_dtype))
     return dict(weight=weight, scales=scales)
 
 

@@ -1,9 +1,12 @@
 #include <Python.h>
 #include <torch/library.h>
 
+#include <sstream>
 #include <string>
+#include <vector>
 
-#include "../tasks/kernel_set.h"
+#include "../tasks/stored_weight.h"
+#include "contract.h"
 
 TORCH_LIBRARY_FRAGMENT(custom_pypto, m) {
   m.def("cpu_isa() -> str", []() { return std::string(custom_pypto::kernels().name); });
@@ -11,6 +14,19 @@ TORCH_LIBRARY_FRAGMENT(custom_pypto, m) {
   m.def("has_bf16() -> bool", []() { return custom_pypto::kernels().bf16 != nullptr; });
   // whether it multiplies bfloat16 faster than float32
   m.def("multiplies_bf16() -> bool", []() { return custom_pypto::multiplies_bf16(); });
+  // each format of stored weights: name, dtypes of codes and scales, codes in an element, whether
+  // scales are of blocks, values of a group, whether scales have zeros
+  m.def("weight_formats() -> str[]", []() {
+    std::vector<std::string> found;
+    for (const custom_pypto::WeightFacts& facts : custom_pypto::kWeightFacts) {
+      std::ostringstream line;
+      line << facts.name << " " << custom_pypto::dtype_name(facts.weight) << " "
+           << (facts.scales ? custom_pypto::dtype_name(*facts.scales) : "None") << " "
+           << facts.codes << " " << facts.blocks << " " << facts.group << " " << facts.zeros;
+      found.push_back(line.str());
+    }
+    return found;
+  });
 }
 
 // Importing custom_pypto._C loads this library; the ops are reached through torch.ops.

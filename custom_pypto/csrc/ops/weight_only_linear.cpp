@@ -1,6 +1,8 @@
 // Linear layers over weights as they are stored. docs/weight_only_linear.md
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
+#include <string>
+
 #include "../tasks/stored_weight.h"
 #include "../tasks/weight_only.h"
 #include "contract.h"
@@ -27,30 +29,26 @@ Argument shaped(const char* name, const Tensor& tensor, const Tensor& weight,
 void check_scales(const Tensor& weight, const Tensor& scales, const c10::SymInt& depth,
                   const c10::SymInt& block) {
   const c10::SymInt rows = weight.sym_size(-2);
-  switch (*weight_format(weight.scalar_type(), scales.scalar_type())) {
-    case cpu::kInt8Weight:
-      shaped("scales", scales, weight, {rows}, "[N] or [E, N] for int8", "N of weight");
-      break;
-    case cpu::kFp8Weight:
-      shaped("scales", scales, weight, {(rows + block - 1) / block, (depth + block - 1) / block},
-             "[N / block_size, K / block_size] or [E, ..] for float8_e4m3fn",
-             "blocks of weight, the last one may be shorter");
-      break;
-    case cpu::kFp4Weight:
-      shaped("scales", scales, weight, {rows, depth / cpu::kFp4Group},
-             "[N, K / 32] or [E, N, K / 32]", "of weight: a scale for 32 values");
-      break;
-    default: {  // int4: any number of groups
-      const Argument argument(kOp, "scales", scales);
-      argument.rank(weight.dim() + 1, "[N, K / G, 2] or [E, N, K / G, 2] for 4 bits");
-      for (int64_t i = 0; i < weight.dim() - 1; ++i) {
-        argument.size(i, weight.sym_size(i), "as weight");
-      }
-      argument.size(-1, 2, "scale and zero");
-      const c10::SymInt groups = scales.sym_size(-2);
-      CHECK_ARGUMENT(groups > 0 && depth % groups == 0 && depth / groups % cpu::kWeightUnit == 0,
-                     kOp, "scales.size(-2)", "K / G, for a G that is a multiple of 32", groups);
+  const WeightFacts& facts =
+      kWeightFacts[*weight_format(weight.scalar_type(), scales.scalar_type())];
+  if (facts.blocks) {
+    shaped("scales", scales, weight, {(rows + block - 1) / block, (depth + block - 1) / block},
+           facts.scale_shape, "blocks of weight, the last one may be shorter");
+  } else if (facts.group) {
+    const std::string why = "of weight: a scale for " + std::to_string(facts.group) + " values";
+    shaped("scales", scales, weight, {rows, depth / facts.group}, facts.scale_shape, why.c_str());
+  } else if (!facts.zeros) {
+    shaped("scales", scales, weight, {rows}, facts.scale_shape, "N of weight");
+  } else {
+    const Argument argument(kOp, "scales", scales);
+    argument.rank(weight.dim() + 1, facts.scale_shape);
+    for (int64_t i = 0; i < weight.dim() - 1; ++i) {
+      argument.size(i, weight.sym_size(i), "as weight");
     }
+    argument.size(-1, 2, "scale and zero");
+    const c10::SymInt groups = scales.sym_size(-2);
+    CHECK_ARGUMENT(groups > 0 && depth % groups == 0 && depth / groups % cpu::kWeightUnit == 0, kOp,
+                   "scales.size(-2)", "K / G, for a G that is a multiple of 32", groups);
   }
 }
 

@@ -9,13 +9,54 @@ constexpr int64_t kReadBehind = 16;  // scales that kernels may read behind the 
 
 }  // namespace
 
+const WeightFacts kWeightFacts[cpu::kWeightFormats] = {
+    {.name = "bfloat16",
+     .weight = at::kBFloat16,
+     .scales = std::nullopt,
+     .codes = 1,
+     .blocks = false,
+     .group = 0,
+     .zeros = false,
+     .scale_shape = nullptr},
+    {.name = "int8",
+     .weight = at::kChar,
+     .scales = at::kFloat,
+     .codes = 1,
+     .blocks = false,
+     .group = 0,
+     .zeros = false,
+     .scale_shape = "[N] or [E, N] for int8"},
+    {.name = "fp8",
+     .weight = at::kFloat8_e4m3fn,
+     .scales = at::kFloat,
+     .codes = 1,
+     .blocks = true,
+     .group = 0,
+     .zeros = false,
+     .scale_shape = "[N / block_size, K / block_size] or [E, ..] for float8_e4m3fn"},
+    {.name = "int4",
+     .weight = at::kByte,
+     .scales = at::kBFloat16,
+     .codes = 2,
+     .blocks = false,
+     .group = 0,
+     .zeros = true,
+     .scale_shape = "[N, K / G, 2] or [E, N, K / G, 2] for 4 bits"},
+    {.name = "fp4",
+     .weight = at::kByte,
+     .scales = at::kFloat8_e8m0fnu,
+     .codes = 2,
+     .blocks = false,
+     .group = cpu::kFp4Group,
+     .zeros = false,
+     .scale_shape = "[N, K / 32] or [E, N, K / 32]"}};
+
 std::optional<cpu::WeightFormat> weight_format(at::ScalarType weight,
                                                std::optional<at::ScalarType> scales) {
-  if (weight == at::kBFloat16 && !scales) return cpu::kBfloat16Weight;
-  if (weight == at::kChar && scales == at::kFloat) return cpu::kInt8Weight;
-  if (weight == at::kFloat8_e4m3fn && scales == at::kFloat) return cpu::kFp8Weight;
-  if (weight == at::kByte && scales == at::kBFloat16) return cpu::kInt4Weight;
-  if (weight == at::kByte && scales == at::kFloat8_e8m0fnu) return cpu::kFp4Weight;
+  for (int i = 0; i < cpu::kWeightFormats; ++i) {
+    const WeightFacts& facts = kWeightFacts[i];
+    if (facts.weight == weight && facts.scales == scales) return cpu::WeightFormat(i);
+  }
   return std::nullopt;
 }
 
@@ -25,7 +66,7 @@ StoredWeight::StoredWeight(const Tensor& weight, const OptionalTensor& scales, i
       values_(static_cast<const uint8_t*>(weight.const_data_ptr())),
       experts_(weight.dim() == 3 ? weight.size(0) : 1),
       rows_(weight.size(-2)),
-      depth_(weight.scalar_type() == at::kByte ? weight.size(-1) * 2 : weight.size(-1)),
+      depth_(weight.size(-1) * facts().codes),
       expert_stride_(weight.dim() == 3 ? weight.stride(0) * weight.element_size() : 0),
       row_stride_(weight.stride(-2) * weight.element_size()),
       group_(depth_),
@@ -36,9 +77,9 @@ StoredWeight::StoredWeight(const Tensor& weight, const OptionalTensor& scales, i
     column_stride_ = weight.stride(-1);
   }
   if (scales) scales_ = scales->contiguous();
-  if (format_ == cpu::kFp8Weight) group_ = std::min(block, depth_);
-  if (format_ == cpu::kFp4Weight) group_ = cpu::kFp4Group;
-  if (format_ == cpu::kInt4Weight) group_ = depth_ / scales_.size(-2);
+  if (facts().blocks) group_ = std::min(block, depth_);
+  if (facts().group) group_ = facts().group;
+  if (facts().zeros) group_ = depth_ / scales_.size(-2);
   groups_ = (depth_ + group_ - 1) / group_;
 }
 
@@ -64,7 +105,7 @@ void StoredWeight::read_scales(int64_t row, int64_t rows, float* scales) const {
     case cpu::kInt4Weight:
     case cpu::kFp4Weight: {
       const auto* from = static_cast<const char*>(scales_.const_data_ptr());
-      const int64_t bytes = format_ == cpu::kInt4Weight ? 4 : 1;
+      const int64_t bytes = scales_.element_size() * (facts().zeros ? 2 : 1);
       from += row * groups_ * bytes;
       kernels().read_scales(from, count, scales);
       // those of the next rows, which would else hold up the stream of values
@@ -82,7 +123,7 @@ void StoredWeight::widen_bf16(int64_t expert, int64_t first, int64_t rows, int64
 
 cpu::Dots StoredWeight::operand(int64_t expert, int64_t first, int64_t rows,
                                 AlignedVector<float>& scales) const {
-  const bool has_offsets = format_ == cpu::kInt4Weight;
+  const bool has_offsets = facts().zeros;
   scales.resize(rows * groups_ * (has_offsets ? 2 : 1) + kReadBehind);
   read_scales(expert * rows_ + first, rows, scales.data());
   return {.weight = values_ + expert * expert_stride_ + first * row_stride_,

@@ -7,6 +7,20 @@
 
 namespace custom_pypto {
 
+// What a format is. custom_pypto/weight_formats.py has the same; a test compares them.
+struct WeightFacts {
+  const char* name;
+  at::ScalarType weight;
+  std::optional<at::ScalarType> scales;
+  int64_t codes;  // in an element of the weight
+  bool blocks;    // rows and values of a square block share a scale
+  int64_t group;  // values of a row with one scale; 0: the whole row, a block, or by the scales
+  bool zeros;     // each scale has a zero beside it; groups are as many as the scales say
+  const char* scale_shape;  // for messages
+};
+
+extern const WeightFacts kWeightFacts[cpu::kWeightFormats];  // of each format
+
 // The format of a weight and its scales with these dtypes, or nothing. docs/weight_only_linear.md
 std::optional<cpu::WeightFormat> weight_format(at::ScalarType weight,
                                                std::optional<at::ScalarType> scales);
@@ -23,9 +37,7 @@ class StoredWeight {
   int64_t group() const { return group_; }  // values that share a scale
   bool is_bfloat16() const { return format_ == cpu::kBfloat16Weight; }
   // whether scales are much of what is read
-  bool has_small_groups() const {
-    return format_ == cpu::kInt4Weight || format_ == cpu::kFp4Weight;
-  }
+  bool has_small_groups() const { return facts().group || facts().zeros; }
   // whether the values of a column are contiguous, instead of those of a row; bfloat16 only
   bool transposed() const { return transposed_; }
   const cpu::WeightKernels& kernels() const { return custom_pypto::kernels().weights[format_]; }
@@ -55,6 +67,7 @@ class StoredWeight {
                     AlignedVector<float>& scales) const;
 
  private:
+  const WeightFacts& facts() const { return kWeightFacts[format_]; }
   void read_scales(int64_t row, int64_t rows, float* scales) const;
 
   cpu::WeightFormat format_;
