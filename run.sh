@@ -40,13 +40,10 @@ Develop
   run.sh test --arch aarch64 [arguments of pytest]
                                                builds and tests for aarch64 in emulation, 10 GB,
                                                root; --compile-only: cross-compiles csrc
-  run.sh bench [NAME...] [--check] [--write] [--list]
-                                               times all, or what --list names; --check: exit code
-                                               1 below a floor; --write: into RESULTS.md. NAME:
-                                               ops parts int8_ops gradients weights layer_weights
-                                               training peers llama model layer step fixed v4
-                                               loading ranks log int8 npu tune launch serving
-                                               soak serving_step
+  run.sh bench [NAME...] [--check] [--write]   times all, or what --list names; --check: exit code
+                                               1 below a floor; --write: into benchmarks/results,
+                                               of which RESULTS.md is made
+  run.sh bench --compare A B [NAME...]         figures of two commits, or of two folders of them
   run.sh fuzz [--minutes N] [--seed S]         fuzzes the ops on this CPU with random calls
   run.sh sanitize [address|thread]             up to 30000 fuzz calls and the tests of the ops,
                                                compiled with AddressSanitizer and UBSan, or TSan
