@@ -66,7 +66,7 @@ def has_loss(architecture: Architecture) -> bool:
 def shares_heads(architecture: Architecture) -> bool:
     """Whether ``tensor_parallel`` takes it."""
     try:
-        check_heads(tiny.prototype(architecture.folder).config.get_text_config())
+        check_heads(tiny.tiny_model(architecture.folder).config.get_text_config())
     except ValueError:
         return False
     return True
