@@ -232,11 +232,11 @@ run_benchmarks() {
 sanitize() {
   local kind="$1" folder="$root/build/sanitize-$1" runtime
   mkdir -p "$folder"
-  rm -rf "$folder"/{custom_pypto,models,tests}
+  rm -rf "$folder"/{custom_pypto,docs,models,tests}
   cd "$root"
   # keeps timestamps, so that only changed files are compiled again
   git ls-files -z --cached --others --exclude-standard setup.py pyproject.toml README.md LICENSE NOTICE \
-    custom_pypto models tests | xargs -0 cp --no-dereference --preserve=timestamps --parents -t "$folder"
+    custom_pypto docs models tests | xargs -0 cp --no-dereference --preserve=timestamps --parents -t "$folder"
   cd "$folder"
   CUSTOM_PYPTO_SANITIZE="$kind" "$python" setup.py -q build_ext --inplace >build.log 2>&1 ||
     { cat build.log >&2; exit 1; }
