@@ -6,6 +6,9 @@ Everything else about the package is in pyproject.toml.
 import glob
 import os
 import runpy
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 from setuptools import setup
@@ -29,6 +32,14 @@ if problem := requirements.recipe_problem():
     raise SystemExit(f"setup.py: {problem}")
 VERSION = runpy.run_path("custom_pypto/version.py")["__version__"]
 CSRC = "custom_pypto/csrc"
+# that most sources outside of csrc/cpu need, parsed once for all
+HEADERS = [
+    "ATen/Parallel.h",
+    "ATen/core/Tensor.h",
+    "ATen/core/dispatch/Dispatcher.h",
+    "torch/csrc/autograd/autograd_not_implemented_fallback.h",
+    "torch/library.h",
+]
 TORCH = str(torch.__version__)
 if problem := requirements.torch_problem(TORCH):
     raise SystemExit(f"setup.py: {problem}")
@@ -57,14 +68,36 @@ if sanitizer and sanitizer not in SANITIZERS:
     )
 sanitize = SANITIZERS[sanitizer] if sanitizer else []
 
+ALL = ["-O3", "-Wall", "-Wextra"]
+if sanitize:
+    ALL += ["-O1", "-g1", "-fno-omit-frame-pointer", *sanitize]
+if requirements.switched_on("CUSTOM_PYPTO_WERROR"):
+    ALL.append("-Werror")
+# without those of the interpreter, so that they are the same for each
+KERNEL_FLAGS = ["-std=c++17", "-fPIC", "-fwrapv", *ALL]
 # without -fopenmp at::parallel_for compiles to a serial loop, silently; -g0 because the
 # interpreter's own flags may ask for debug information, most of it about torch's headers
-FLAGS = ["-DPy_LIMITED_API=0x030A0000", "-O3", "-fopenmp", "-g0", "-Wall", "-Wextra"]
+FLAGS = ["-DPy_LIMITED_API=0x030A0000", "-fopenmp", "-g0", "-Winvalid-pch", *ALL]
 FLAGS.append(f"-std=c++{requirements.cxx_standard(TORCH)}")
-if sanitize:
-    FLAGS += ["-O1", "-g1", "-fno-omit-frame-pointer", *sanitize]
-if requirements.switched_on("CUSTOM_PYPTO_WERROR"):
-    FLAGS.append("-Werror")
+
+# What ninja compiles before torch's own plan: the kernels, once for all versions of torch and of
+# Python, and torch's headers.
+KERNELS_FOLDER = "build/temp/kernels"
+KERNELS = {
+    file: f"{KERNELS_FOLDER}/{os.path.basename(file)}.o"
+    for file in sorted(glob.glob(f"{CSRC}/cpu/*.cpp"))
+}
+PLAN = f"""
+builddir = {KERNELS_FOLDER}
+rule kernel
+  command = {{cxx}} {{kernel_flags}} -MMD -MF $out.d -c $in -o $out
+  depfile = $out.d
+  deps = gcc
+rule headers
+  command = {{cxx}} {{header_flags}} -x c++-header $in -o $out
+{{kernels}}
+build {{headers}}.gch: headers {{headers}}
+"""
 
 
 class Incremental(BuildExtension):
@@ -75,6 +108,30 @@ class Incremental(BuildExtension):
         # one for each torch: ninja does not see that system headers changed
         self.build_temp = f"build/temp/{TORCH}"
 
+    def build_extensions(self):
+        headers = f"{self.build_temp}/torch.h"
+        plan = f"{KERNELS_FOLDER}/build.ninja"
+        flags = [*self.compiler.compiler_so[1:], *extension.extra_compile_args]
+        texts = {
+            headers: "".join(f"#include <{name}>\n" for name in HEADERS),
+            plan: PLAN.format(
+                cxx=os.environ.get("CXX") or "c++",
+                kernel_flags=" ".join(KERNEL_FLAGS),
+                kernels="".join(f"build {to}: kernel {file}\n" for file, to in KERNELS.items()),
+                headers=headers,
+                header_flags=" ".join(flags),
+            ),
+        }
+        for name, text in texts.items():
+            file = Path(name)
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if not file.exists() or file.read_text() != text:  # ninja goes by its time
+                file.write_text(text)
+        jobs = ["-j", os.environ["MAX_JOBS"]] if "MAX_JOBS" in os.environ else []  # as torch
+        subprocess.run([sys.executable, "-m", "ninja", "-f", plan, *jobs], check=True)
+        extension.extra_compile_args += ["-include", os.path.abspath(headers)]
+        super().build_extensions()
+
     def run(self):
         super().run()
         library = self.get_ext_fullpath("custom_pypto._C")
@@ -84,8 +141,9 @@ class Incremental(BuildExtension):
 
 extension = CppExtension(
     "custom_pypto._C",
-    sources=sorted(glob.glob(f"{CSRC}/**/*.cpp", recursive=True)),
-    depends=sorted(glob.glob(f"{CSRC}/**/*.h", recursive=True)),
+    sources=sorted({*glob.glob(f"{CSRC}/**/*.cpp", recursive=True)} - {*KERNELS}),
+    depends=sorted({*glob.glob(f"{CSRC}/**/*.h", recursive=True), *KERNELS}),
+    extra_objects=list(KERNELS.values()),
     # not -fopenmp: libtorch_cpu brings libgomp, and a second one would have its own threads
     extra_link_args=sanitize,
     py_limited_api=True,  # Python's limited API: one library for every Python version

@@ -5,6 +5,6 @@
 #include "weights_words.h"
 
 namespace custom_pypto::cpu {
-const Kernels kAvx2 = kernel_table("avx2", kInt16Weights<WordUnit>);
+const Kernels kAvx2 = kernel_table<kInt16Dots<WordUnit>>("avx2");
 }
 #endif

@@ -116,21 +116,15 @@ struct HalfUnit<Fp4Weight> : NibbleUnit<kE2m1> {
   explicit INLINE HalfUnit(const uint8_t* p) : NibbleUnit(p) {}
 };
 
-// for depths and groups that the units do not fit
-template <class Format>
-constexpr const WeightKernels& kOthers = kInt16Weight<Format, WordUnit>;
-template <>
-constexpr const WeightKernels& kOthers<Bfloat16Weight> =
-    kFloatWeight<Bfloat16Weight, Bfloat16Pairs>;
-template <>
-constexpr const WeightKernels& kOthers<Fp8Weight> = kFloatWeight<Fp8Weight>;
-
-// Whether a vector of sums belongs to one group, or, of 4 bits, each of its quarters or halves.
+// Whether each quarter or half of a vector of sums may belong to a group of its own: of 4 bits.
 template <class Unit>
-bool fits_halves(const Dots& call) {
+constexpr bool kSmallGroups = Unit::kBytes < Unit::kValues;
+
+template <class Unit>
+INLINE bool fits_halves(const Dots& call) {
   if (call.depth % Unit::kValues) return false;
   if (call.groups == 1 || call.group % Unit::kValues == 0) return true;
-  return Unit::kBytes < Unit::kValues && Unit::kValues % call.group == 0;
+  return kSmallGroups<Unit> && Unit::kValues % call.group == 0;
 }
 
 // A row of x for `dots`: its values, then the sums of its groups, if they have offsets.
@@ -142,9 +136,8 @@ struct HalfRow {
   const float* sums;
 };
 
-template <class Format, class Unit = HalfUnit<Format>>
+template <class Unit>
 void prepare_halves(const Dots& call, const float* x, void* to) {
-  if (!fits_halves<Unit>(call)) return kOthers<Format>.prepare(call, x, to);
   const HalfRow row(call, to);
   uint16_t* values = const_cast<uint16_t*>(row.values);
   for (int d = 0; d < call.depth; d += Unit::kValues) {
@@ -236,12 +229,11 @@ INLINE void dots_halves_tile(const Dots& call, int w, int i) {
 
 template <class Format, class Unit = HalfUnit<Format>>
 void dots_halves(const Dots& call) {
-  if (!fits_halves<Unit>(call)) return kOthers<Format>.dots(call);
   each_strip<4>(call, [&](auto rows, int i) INLINED {
     constexpr int ROWS = decltype(rows)::value;
     const auto tile = [&](auto weights, int w) INLINED {
       constexpr int WEIGHTS = decltype(weights)::value;
-      with_parts<Format, Unit::kValues>(call, [&](auto parts) INLINED {
+      with_parts<Format, Unit::kValues, kSmallGroups<Unit>>(call, [&](auto parts) INLINED {
         dots_halves_tile<Unit, decltype(parts)::value, WEIGHTS, ROWS>(call, w, i);
       });
     };
@@ -250,21 +242,17 @@ void dots_halves(const Dots& call) {
   });
 }
 
-template <class Format>
-constexpr WeightKernels halves_weight() {
-  WeightKernels kernels = kOthers<Format>;
-  kernels.prepare = prepare_halves<Format>;
-  kernels.dots = dots_halves<Format>;
-  return kernels;
-}
+template <class Format, class Unit = HalfUnit<Format>>
+constexpr DotsKernels kHalves = {
+    .fits = fits_halves<Unit>, .prepare = prepare_halves<Unit>, .dots = dots_halves<Format>};
 
-constexpr WeightKernels kHalvesWeights[kWeightFormats] = {
-    halves_weight<Bfloat16Weight>(), kInt16Weight<Int8Weight, WordUnit>, halves_weight<Fp8Weight>(),
-    halves_weight<Int4Weight>(), halves_weight<Fp4Weight>()};
+constexpr DotsKernels kHalvesDots[kWeightFormats] = {
+    kHalves<Bfloat16Weight>, kInt16<Int8Weight, WordUnit>, kHalves<Fp8Weight>, kHalves<Int4Weight>,
+    kHalves<Fp4Weight>};
 
 }  // namespace
 
-const WeightKernels* const kAvx512Bf16Weights = kHalvesWeights;
+const DotsTable kAvx512Bf16Dots = kHalvesDots;
 
 }  // namespace custom_pypto::cpu
 #endif

@@ -3,5 +3,5 @@
 #include "kernel_table.h"
 
 namespace custom_pypto::cpu {
-const Kernels kGeneric = kernel_table("generic", kFloatWeights);
+const Kernels kGeneric = kernel_table<>("generic");
 }

@@ -6,11 +6,14 @@
 #include "float32.h"
 #include "gradients.h"
 #include "weight_rows.h"
+#include "weight_table.h"
 
 namespace custom_pypto::cpu {
 namespace {
 
-constexpr Kernels kernel_table(const char* name, const WeightKernels* weights) {
+// DOTS: of integers of 4 and 8 bits, where there are others than in float
+template <DotsTable DOTS = nullptr>
+constexpr Kernels kernel_table(const char* name) {
   return {.name = name,
           .index = index_f32,
           .attend = attend_f32,
@@ -23,7 +26,8 @@ constexpr Kernels kernel_table(const char* name, const WeightKernels* weights) {
           .filter = filter,
           .count = count,
           .keep = keep,
-          .weights = weights,
+          .weights = kWeights,
+          .dots = {DOTS, kFloatDots<DOTS != nullptr>},
           .rows = &kRows,
           .add_rows = add_rows_f32};
 }

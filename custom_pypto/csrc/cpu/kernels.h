@@ -264,6 +264,8 @@ struct Int8Kernels {
 // The type to which a float is rounded before it is multiplied.
 enum class Rounding { kBfloat16, kFloat16 };
 
+using DotsTable = const DotsKernels*;  // of each format
+
 struct Kernels {
   const char* name;
   void (*index)(const IndexCall<float>&);
@@ -286,8 +288,10 @@ struct Kernels {
   // positions; returns their number. Overwrites up to kLineElements elements behind them.
   int (*keep)(uint32_t* ranks, int32_t* positions, int n, uint32_t above, int equal);
   const WeightKernels* weights;  // of each format
-  // with rows of x in bfloat16; null: the same
-  const WeightKernels* weights_by_bf16 = nullptr;
+  // Ways of each format, best first; the last of them fits any shape. Rows of x in bfloat16 have
+  // one more, before these.
+  DotsTable dots_of_bf16 = nullptr;
+  DotsTable dots[2];
   const RowKernels* rows;
   // out[i][l] = the sum over d of x[i][d], float, * rows[d][l], in bfloat16; of m rows of x
   void (*add_rows)(const uint16_t* rows, int64_t stride, const void* const* x, int m, int depth,
@@ -329,14 +333,14 @@ extern const Kernels kAvx512;
 extern const Int8Kernels<int16_t> kAvx2Int8;
 extern const Int8Kernels<uint8_t> kAvx512Vnni;
 extern const Int16Kernels kAvx2Int16, kAvx512VnniInt16;
-extern const WeightKernels* const kAvx512VnniWeights;  // of each format
+extern const DotsTable kAvx512VnniDots;
 #endif
 #if defined(__aarch64__)
-extern const WeightKernels* const kDotprodWeights;  // of each format
+extern const DotsTable kDotprodDots;
 #endif
 #if defined(CUSTOM_PYPTO_AVX512_BF16)
 extern const Bf16Kernels kAvx512Bf16;
-extern const WeightKernels* const kAvx512Bf16Weights;  // of each format, by rows of x in bfloat16
+extern const DotsTable kAvx512Bf16Dots;  // with rows of x in bfloat16
 #endif
 #if defined(CUSTOM_PYPTO_AMX)
 extern const Bf16Kernels kAmx, kAmxEmulated;

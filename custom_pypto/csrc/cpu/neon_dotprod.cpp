@@ -6,6 +6,6 @@
 #include "weights_bytes.h"
 
 namespace custom_pypto::cpu {
-const WeightKernels* const kDotprodWeights = kInt16Weights<ByteUnit>;
+const DotsTable kDotprodDots = kInt16Dots<ByteUnit>;
 }
 #endif

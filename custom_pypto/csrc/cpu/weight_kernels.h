@@ -56,9 +56,14 @@ constexpr int64_t prepared_bytes(int64_t depth) {
   return (depth * 4 + depth / kWeightUnit * 8 + 63) / 64 * 64;  // each row starts at a cache line
 }
 
+// A way to multiply a weight as it is stored; all null: none for its format.
+struct DotsKernels {
+  bool (*fits)(const Dots&) = nullptr;  // whether it takes this depth and these groups
+  void (*prepare)(const Dots&, const float* x, void* to) = nullptr;
+  void (*dots)(const Dots&) = nullptr;
+};
+
 struct WeightKernels {
-  void (*prepare)(const Dots&, const float* x, void* to);
-  void (*dots)(const Dots&);
   // row w of the weight, [depth]
   void (*widen)(const Dots&, int w, float* to);
   // those of 4 bits as `Dots` takes them, offsets behind the scales; null for the others

@@ -4,8 +4,9 @@
 
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
-#include "weights.h"
+#include "weight_formats.h"
 
 namespace custom_pypto::cpu {
 namespace {

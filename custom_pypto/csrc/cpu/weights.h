@@ -46,7 +46,7 @@ INLINE void each_strip(const Dots& call, const Strip& strip) {
   };
   if constexpr (MOST >= 8) strips(std::integral_constant<int, 8>());
   if constexpr (MOST >= 4) strips(std::integral_constant<int, 4>());
-  strips(std::integral_constant<int, 2>());
+  if constexpr (MOST >= 2) strips(std::integral_constant<int, 2>());
   strips(std::integral_constant<int, 1>());
 }
 
@@ -201,114 +201,26 @@ INLINE void dots_tile(const Dots& call, int w, int i) {
   finish_tile<FloatRow>(call, w, i, total, /*scaled=*/true);
 }
 
-template <class Unit>
+// OFTEN: what shapes that models have are compiled for; else for any, in less time and code.
+template <class Unit, bool OFTEN>
 void dots_f32(const Dots& call) {
-  const bool even = call.group == kUsualGroup && call.depth % kUsualGroup == 0;
-  each_strip<kMostRows>(call, [&](auto rows, int i) INLINED {
+  const bool even = OFTEN && call.group == kUsualGroup && call.depth % kUsualGroup == 0;
+  each_strip<OFTEN ? kMostRows : 1>(call, [&](auto rows, int i) INLINED {
     constexpr int ROWS = decltype(rows)::value;
     constexpr int kWeights = kProducts / ROWS < 4 ? kProducts / ROWS : 4;
     each_tile_of_weight<kWeights>(call, [&](auto weights, int w) INLINED {
       constexpr int WEIGHTS = decltype(weights)::value;
-      even ? dots_tile<Unit, kUsualGroup, WEIGHTS, ROWS>(call, w, i)
+      even ? dots_tile<Unit, OFTEN ? kUsualGroup : 0, WEIGHTS, ROWS>(call, w, i)
            : dots_tile<Unit, 0, WEIGHTS, ROWS>(call, w, i);
     });
   });
 }
 
-template <class Format>
-void widen(const Dots& call, int w, float* to) {
-  each_unit<Format>(call, w, [&](int64_t d, const Vec* unit) INLINED {
-    UNROLL for (int v = 0; v < kUnitVecs; ++v) store(to + d + v * kLanes, unit[v]);
-  });
-}
+INLINE bool fits_any(const Dots&) { return true; }
 
-// out += x * row
-INLINE void add_row(const uint16_t* row, float x, int width, float* out) {
-  const Vec factor = broadcast(x);
-  int l = 0;
-  for (; l + 2 * kLanes <= width; l += 2 * kLanes) {
-    UNROLL for (int i = l; i < l + 2 * kLanes; i += kLanes) {
-      const LaneHalves bits = *reinterpret_cast<const LaneHalves*>(row + i);
-      store(out + i, load(out + i) + factor * (Vec)(__builtin_convertvector(bits, IntVec) << 16));
-    }
-  }
-  // behind the last row there may be no memory
-  for (; l < width; ++l) {
-    const uint32_t bits = static_cast<uint32_t>(row[l]) << 16;
-    float value;
-    std::memcpy(&value, &bits, 4);
-    out[l] += x * value;
-  }
-}
-
-// One row after another: rows are short, and several at once are streams that the CPU does not
-// prefetch.
-[[maybe_unused]] void add_rows_f32(const uint16_t* rows, int64_t stride, const void* const* x,
-                                   int m, int depth, int width, float* const* out) {
-  for (int i = 0; i < m; ++i) std::memset(out[i], 0, sizeof(float) * width);
-  for (int d = 0; d < depth; ++d, rows += stride) {
-    for (int i = 0; i < m; ++i) {
-      add_row(rows, static_cast<const float*>(x[i])[d], width, out[i]);
-    }
-  }
-}
-
-// Calls read(p, values) for vectors of stored scales of BYTES each, whose PARTS vectors of values
-// go to arrays of `count`.
-template <int BYTES, int PARTS, typename Read>
-INLINE void each_scale(const void* from, int64_t count, float* scales, const Read& read) {
-  const char* p = static_cast<const char*>(from);
-  Vec values[PARTS];
-  int64_t i = 0;
-  for (; i + kLanes <= count; i += kLanes, p += BYTES * kLanes) {
-    read(p, values);
-    UNROLL for (int part = 0; part < PARTS; ++part) store(scales + part * count + i, values[part]);
-  }
-  if (i == count) return;
-  // behind the last one there may be no memory
-  char last[BYTES * kLanes] = {};
-  std::memcpy(last, p, BYTES * (count - i));
-  read(last, values);
-  for (int part = 0; part < PARTS; ++part) {
-    std::memcpy(scales + part * count + i, values + part, sizeof(float) * (count - i));
-  }
-}
-
-// of int4: value = (q - 8) * scale + zero, of pairs (scale, zero) in bfloat16
-void read_int4_scales(const void* from, int64_t count, float* scales) {
-  each_scale<4, 2>(from, count, scales, [](const char* p, Vec* values) INLINED {
-    const IntVec pairs = *reinterpret_cast<const LanePairs*>(p);
-    values[0] = (Vec)(pairs << 16);
-    values[1] = (Vec)(pairs & -0x10000) - 8.0f * values[0];
-  });
-}
-
-// of fp4: half of 2^(bits - 127), as the kernels' values of e2m1 count twice, and NaN for 255
-void read_fp4_scales(const void* from, int64_t count, float* scales) {
-  each_scale<1, 1>(from, count, scales, [](const char* p, Vec* values) INLINED {
-    const IntVec exponent = load_int8(p) & 0xFF;
-    const IntVec subnormal = exponent == 0 ? IntVec{} + (1 << 21) : IntVec{} + (1 << 22);
-    const IntVec bits = exponent > 1 ? (exponent - 1) << 23 : subnormal;
-    values[0] = (Vec)(exponent == 255 ? IntVec{} + 0x7FC00000 : bits);
-  });
-}
-
-template <class Format>
-constexpr auto kReadScales = std::is_same_v<Format, Int4Weight>  ? read_int4_scales
-                             : std::is_same_v<Format, Fp4Weight> ? read_fp4_scales
-                                                                 : nullptr;
-
-template <class Format, class Unit = InOrder<Format>>
-constexpr WeightKernels kFloatWeight = {.prepare = prepare_f32<Unit>,
-                                        .dots = dots_f32<Unit>,
-                                        .widen = widen<Format>,
-                                        .read_scales = kReadScales<Format>,
-                                        .pack_int16 = nullptr,
-                                        .round_int16 = nullptr};
-
-constexpr WeightKernels kFloatWeights[kWeightFormats] = {
-    kFloatWeight<Bfloat16Weight, Bfloat16Pairs>, kFloatWeight<Int8Weight>, kFloatWeight<Fp8Weight>,
-    kFloatWeight<Int4Weight>, kFloatWeight<Fp4Weight>};
+template <class Unit, bool OFTEN = true>
+constexpr DotsKernels kFloat = {
+    .fits = fits_any, .prepare = prepare_f32<Unit>, .dots = dots_f32<Unit, OFTEN>};
 
 }  // namespace
 }  // namespace custom_pypto::cpu

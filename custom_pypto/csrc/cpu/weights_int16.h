@@ -55,34 +55,8 @@ INLINE float round_to_int16(const float* x, int n, int most, int16_t* to) {
   return finite ? largest / most : NAN;
 }
 
-void round_part(const float* x, int n, int16_t* to, float* scale, float* sum) {
-  *scale = round_to_int16(x, n, INT16_MAX, to);
-  int32_t total = 0;
-  for (int i = 0; i < n; ++i) total += to[i];
-  *sum = *scale * static_cast<float>(total);
-}
-
-template <class Format>
-void pack_int16(const Dots& call, int first, int rows, int d, int count, int width, int32_t* to) {
-  typedef int16_t LaneShorts __attribute__((vector_size(2 * kLanes), aligned(2), may_alias));
-  for (int r = 0; r < width; ++r) {
-    const uint8_t* p = call.weight + (first + r) * call.stride + d / kUnit * Format::kBytes;
-    for (int i = 0; i < count; i += kUnit, p += Format::kBytes) {
-      Vec unit[kUnitVecs] = {};
-      if (r < rows) Format::unpack(p, unit);
-      int32_t pairs[kUnit / 2];
-      UNROLL for (int v = 0; v < kUnitVecs; ++v) {
-        const IntVec values = __builtin_convertvector(unit[v], IntVec);
-        reinterpret_cast<LaneShorts*>(pairs)[v] = __builtin_convertvector(values, LaneShorts);
-      }
-      UNROLL for (int j = 0; j < kUnit / 2; ++j) to[(i / 2 + j) * width + r] = pairs[j];
-    }
-  }
-}
-
 template <class Format, class Unit>
 void prepare_int16(const Dots& call, const float* x, void* to) {
-  if (!fits_int16(call)) return prepare_f32<InOrder<Format>>(call, x, to);
   const Int16Row<Unit> row(call, to);
   char* units = const_cast<char*>(row.units);
   float* sums = const_cast<float*>(row.sums);
@@ -131,19 +105,17 @@ class UnitScales {
   int units_ = 0, unit_ = 0;  // of a group
 };
 
-// f(PARTS) of UnitScales, for units of UNIT values
-template <class Format, int UNIT, typename F>
+// f(PARTS) of UnitScales, for units of UNIT values; SMALL: whether groups may be smaller
+template <class Format, int UNIT, bool SMALL = true, typename F>
 INLINE void with_parts(const Dots& call, const F& f) {
   if constexpr (Format::kGroup == kWholeRow) {
     f(std::integral_constant<int, 0>());
   } else if constexpr (Format::kGroup != kAnyGroup) {
     f(std::integral_constant<int, UNIT / Format::kGroup>());
-  } else if (call.groups == 1) {
-    f(std::integral_constant<int, 0>());
-  } else if (UNIT / call.group == 4) {
-    f(std::integral_constant<int, 4>());
-  } else if (UNIT / call.group == 2) {
-    f(std::integral_constant<int, 2>());
+  } else if (SMALL && UNIT / call.group == 4) {
+    f(std::integral_constant<int, SMALL ? 4 : 1>());
+  } else if (SMALL && UNIT / call.group == 2) {
+    f(std::integral_constant<int, SMALL ? 2 : 1>());
   } else {
     f(std::integral_constant<int, 1>());
   }
@@ -221,7 +193,6 @@ INLINE void dots_int16_rows(const Dots& call, int w, int i) {
 
 template <class Format, class Unit>
 void dots_int16(const Dots& call) {
-  if (!fits_int16(call)) return dots_f32<InOrder<Format>>(call);
   constexpr int kUnits = kUnitsOfScale<Format>;
   if constexpr (kUnits > 1) {
     // each load of x, which may not fit in the level-1 cache, for four rows of the weight
@@ -253,17 +224,13 @@ void dots_int16(const Dots& call) {
 //   arrange(values, to)     writes a unit of x
 //   products(x)             with a unit of x: sums of which each lane belongs to one group
 template <class Format, template <class> class UNIT>
-constexpr WeightKernels kInt16Weight = {.prepare = prepare_int16<Format, UNIT<Format>>,
-                                        .dots = dots_int16<Format, UNIT<Format>>,
-                                        .widen = widen<Format>,
-                                        .read_scales = kReadScales<Format>,
-                                        .pack_int16 = pack_int16<Format>,
-                                        .round_int16 = round_part};
+constexpr DotsKernels kInt16 = {.fits = fits_int16,
+                                .prepare = prepare_int16<Format, UNIT<Format>>,
+                                .dots = dots_int16<Format, UNIT<Format>>};
 
 template <template <class> class UNIT>
-constexpr WeightKernels kInt16Weights[kWeightFormats] = {
-    kFloatWeight<Bfloat16Weight, Bfloat16Pairs>, kInt16Weight<Int8Weight, UNIT>,
-    kFloatWeight<Fp8Weight>, kInt16Weight<Int4Weight, UNIT>, kInt16Weight<Fp4Weight, UNIT>};
+constexpr DotsKernels kInt16Dots[kWeightFormats] = {
+    {}, kInt16<Int8Weight, UNIT>, {}, kInt16<Int4Weight, UNIT>, kInt16<Fp4Weight, UNIT>};
 
 }  // namespace
 }  // namespace custom_pypto::cpu

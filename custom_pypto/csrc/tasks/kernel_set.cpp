@@ -42,7 +42,7 @@ std::vector<cpu::Kernels> usable_kernels() {
   if (__builtin_cpu_supports("avx512vnni")) {
     vectors.int8_as_uint8 = &cpu::kAvx512Vnni;
     vectors.int16 = &cpu::kAvx512VnniInt16;
-    vectors.weights = cpu::kAvx512VnniWeights;
+    vectors.dots[0] = cpu::kAvx512VnniDots;
     vectors.ways = kByInt16;
   }
 #if defined(CUSTOM_PYPTO_AVX512_BF16)
@@ -50,7 +50,7 @@ std::vector<cpu::Kernels> usable_kernels() {
     cpu::Kernels set = vectors;
     set.bf16 = &cpu::kAvx512Bf16;
     if (__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni")) {
-      set.weights_by_bf16 = cpu::kAvx512Bf16Weights;
+      set.dots_of_bf16 = cpu::kAvx512Bf16Dots;
     }
 #if defined(CUSTOM_PYPTO_AMX)
     set.name = "amx";
@@ -82,7 +82,7 @@ std::vector<cpu::Kernels> usable_kernels() {
   if (getauxval(AT_HWCAP) & HWCAP_ASIMDDP) {
     cpu::Kernels set = cpu::kGeneric;
     set.name = "neon_dotprod";
-    set.weights = cpu::kDotprodWeights;
+    set.dots[0] = cpu::kDotprodDots;
     usable.push_back(set);
   }
 #endif

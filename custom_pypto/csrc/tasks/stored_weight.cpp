@@ -121,22 +121,35 @@ void StoredWeight::widen_bf16(int64_t expert, int64_t first, int64_t rows, int64
   for (int64_t r = 0; r < rows; ++r) widen(call, r, to + r * stride);
 }
 
+const cpu::DotsKernels& StoredWeight::dots(bool x_in_bfloat16) const {
+  const cpu::Kernels& set = custom_pypto::kernels();
+  const cpu::Dots call = shape();
+  for (const cpu::DotsTable table : {x_in_bfloat16 ? set.dots_of_bf16 : nullptr, set.dots[0]}) {
+    if (table && table[format_].fits && table[format_].fits(call)) return table[format_];
+  }
+  return set.dots[1][format_];
+}
+
+cpu::Dots StoredWeight::shape() const {
+  cpu::Dots call = {};
+  call.stride = row_stride_;
+  call.depth = static_cast<int>(depth_);
+  call.group = static_cast<int>(group_);
+  call.groups = static_cast<int>(groups_);
+  return call;
+}
+
 cpu::Dots StoredWeight::operand(int64_t expert, int64_t first, int64_t rows,
                                 AlignedVector<float>& scales) const {
   const bool has_offsets = facts().zeros;
   scales.resize(rows * groups_ * (has_offsets ? 2 : 1) + kReadBehind);
   read_scales(expert * rows_ + first, rows, scales.data());
-  return {.weight = values_ + expert * expert_stride_ + first * row_stride_,
-          .stride = row_stride_,
-          .n = static_cast<int>(rows),
-          .depth = static_cast<int>(depth_),
-          .group = static_cast<int>(group_),
-          .groups = static_cast<int>(groups_),
-          .scales = scales.data(),
-          .offsets = has_offsets ? scales.data() + rows * groups_ : nullptr,
-          .x = nullptr,
-          .m = 0,
-          .out = nullptr};
+  cpu::Dots call = shape();
+  call.weight = values_ + expert * expert_stride_ + first * row_stride_;
+  call.n = static_cast<int>(rows);
+  call.scales = scales.data();
+  if (has_offsets) call.offsets = scales.data() + rows * groups_;
+  return call;
 }
 
 }  // namespace custom_pypto

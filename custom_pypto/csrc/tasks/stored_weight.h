@@ -41,11 +41,8 @@ class StoredWeight {
   // whether the values of a column are contiguous, instead of those of a row; bfloat16 only
   bool transposed() const { return transposed_; }
   const cpu::WeightKernels& kernels() const { return custom_pypto::kernels().weights[format_]; }
-  // with rows of x in bfloat16
-  const cpu::WeightKernels& kernels_by_bf16() const {
-    const cpu::WeightKernels* of_set = custom_pypto::kernels().weights_by_bf16;
-    return of_set ? of_set[format_] : kernels();
-  }
+  // the best way for its shape
+  const cpu::DotsKernels& dots(bool x_in_bfloat16) const;
 
   // of a row, or of a column, if transposed
   int64_t row_bytes() const { return transposed_ ? 2 * depth_ : row_stride_; }
@@ -69,6 +66,7 @@ class StoredWeight {
  private:
   const WeightFacts& facts() const { return kWeightFacts[format_]; }
   void read_scales(int64_t row, int64_t rows, float* scales) const;
+  cpu::Dots shape() const;
 
   cpu::WeightFormat format_;
   const uint8_t* values_;

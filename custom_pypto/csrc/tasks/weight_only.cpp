@@ -39,7 +39,7 @@ class StoredWay {
   explicit StoredWay(const WeightProduct<T>& product)
       : product_(product),
         weight_(product.weight()),
-        kernels_(std::is_same_v<T, c10::BFloat16> ? weight_.kernels_by_bf16() : weight_.kernels()),
+        dots_(weight_.dots(std::is_same_v<T, c10::BFloat16>)),
         prepared_bytes_(cpu::prepared_bytes(weight_.depth())) {}
 
   void multiply(const std::vector<Group>& turn) {
@@ -90,7 +90,7 @@ class StoredWay {
             std::memcpy(to, scratch.x.data(), sizeof(float) * weight_.depth());
           } else {
             const cpu::Dots shape = weight_.operand(0, 0, 1, scratch.scales);
-            kernels_.prepare(shape, scratch.x.data(), to);
+            dots_.prepare(shape, scratch.x.data(), to);
           }
         },
         {.most = threads_for(rows.size() * weight_.depth() * sizeof(T))});
@@ -118,7 +118,7 @@ class StoredWay {
         call.x = x;
         call.m = group.count;
         call.out = out;
-        kernels_.dots(call);
+        dots_.dots(call);
         for (int64_t i = 0; i < group.count; ++i) out[i] += rows;
       }
     }
@@ -130,7 +130,7 @@ class StoredWay {
 
   const WeightProduct<T>& product_;
   const StoredWeight& weight_;
-  const cpu::WeightKernels& kernels_;
+  const cpu::DotsKernels& dots_;
   int64_t prepared_bytes_;      // of a row of x
   std::vector<int64_t> index_;  // of the prepared row of x
   AlignedVector<char> prepared_;
