@@ -10,9 +10,10 @@ def main() -> int:
     try:
         import custom_pypto  # noqa: F401
     except ImportError as failure:
-        if (package := importlib.util.find_spec("custom_pypto")) is None:
+        package = importlib.util.find_spec("custom_pypto")
+        if package is None or failure.__cause__ is None:  # else it names what is missing
             raise
-        error = failure.__cause__ or failure
+        error = failure.__cause__
         # the report needs neither torch nor the library: a package without what __init__ imports
         sys.modules["custom_pypto"] = bare = types.ModuleType("custom_pypto")
         bare.__path__ = package.submodule_search_locations

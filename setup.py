@@ -31,6 +31,11 @@ requirements = SimpleNamespace(**runpy.run_path("custom_pypto/requirements.py"))
 if problem := requirements.recipe_problem():
     raise SystemExit(f"setup.py: {problem}")
 VERSION = runpy.run_path("custom_pypto/version.py")["__version__"]
+if os.path.exists(".git"):  # the commit, which `custom-pypto env` reports
+    asked = subprocess.run(["git", *requirements.COMMIT], capture_output=True, text=True)
+    COMMIT = f".g{asked.stdout.strip().replace('-', '.')}" if asked.returncode == 0 else ""
+else:
+    COMMIT = ""
 CSRC = "custom_pypto/csrc"
 # that most sources outside of csrc/cpu need, parsed once for all
 HEADERS = [
@@ -153,10 +158,11 @@ extension.extra_compile_args = FLAGS + [f"-isystem{path}" for path in extension.
 extension.include_dirs = []
 
 setup(
-    version=f"{VERSION}+torch{requirements.minor(TORCH)}",
+    version=f"{VERSION}+torch{requirements.minor(TORCH)}{COMMIT}",
     install_requires=requirements.dependencies(TORCH),
     extras_require={**requirements.extras(TORCH), "test": TEST_TOOLS},
     ext_modules=[extension],
     cmdclass={"build_ext": Incremental},
-    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+    # compat: a path that type checkers follow, too
+    options={"bdist_wheel": {"py_limited_api": "cp310"}, "editable_wheel": {"mode": "compat"}},
 )

@@ -7,6 +7,8 @@ call them and document their contracts. ``custom-pypto env`` reports what works 
 import sys as _sys
 
 from . import converter, env, threads
+from .requirements import BUILD as _BUILD
+from .requirements import Problem as _Problem
 from .requirements import build_problem as _build_problem
 from .version import __version__ as __version__
 
@@ -18,7 +20,7 @@ try:
 
     # one for another torch may load, and compute with another layout of its classes
     if _problem := _build_problem(_torch.__version__):
-        raise ImportError(_problem)
+        raise _problem
 
     import custom_pypto._C  # noqa: F401
 
@@ -27,10 +29,11 @@ try:
     from .ops import __all__ as __all__
 # OSError: a library that torch loads; RuntimeError: a backend that torch autoloads
 except (ImportError, OSError, RuntimeError) as _error:
+    if not isinstance(_error, _Problem):
+        _error = _Problem(f"cannot load torch or the compiled ops ({_error})", _BUILD)
     raise ImportError(
-        f"custom_pypto: cannot load torch or the compiled ops ({_error}); run "
-        "`bash build_and_install.sh` in the repository, or install the wheel for this torch; "
-        f"`{_sys.executable} -m custom_pypto_command env` reports what is missing"
+        f"custom_pypto: {_error}; `{_sys.executable} -m custom_pypto_command env` reports what is "
+        "missing"
     ) from _error
 
 converter.register_if_wanted()

@@ -6,6 +6,7 @@ import sys
 
 from . import env
 from .descriptions import ALL_OPS
+from .requirements import Problem
 from .version import __version__
 
 WAYS = {
@@ -16,7 +17,7 @@ WAYS = {
 }
 
 
-def verify(device: str | None, op: str, load_error: Exception | None) -> int:
+def verify(device: str | None, op: str, load_error: Problem | None) -> int:
     report = env.collect(load_error)
     npu = report["npu"]
     print(env.summary(report))
@@ -49,7 +50,7 @@ def replay(file: str, device: str) -> int:
         return 2
 
 
-def main(arguments: list[str] | None = None, load_error: Exception | None = None) -> int:
+def main(arguments: list[str] | None = None, load_error: Problem | None = None) -> int:
     parser = argparse.ArgumentParser(prog="custom-pypto")
     parser.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     commands = parser.add_subparsers(dest="command", required=True)

@@ -46,7 +46,7 @@ def disable_broken_autoload() -> None:
         os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
 
-def collect(load_error: Exception | None = None) -> dict:
+def collect(load_error: Problem | None = None) -> dict:
     """The report as a dictionary that :mod:`json` can write.
 
     Args:
@@ -62,10 +62,11 @@ def collect(load_error: Exception | None = None) -> dict:
     pypto, packages = pypto_problem(), _package_problem(load_error)
     runs, lacking = _eager(pypto, packages)
     npu = _npu() | {"eager": runs}
-    error = None if load_error is None else f"{type(load_error).__name__}: {load_error}"
+    error = None if load_error is None else load_error.what
     return {
         "custom_pypto": {
             "version": __version__,
+            "commit": _commit(),
             "path": os.path.dirname(os.path.abspath(__file__)),
             "load_error": error,
         },
@@ -81,7 +82,7 @@ def render(report: dict) -> str:
     """The report of :func:`collect` as text."""
     package, cpu, npu = report["custom_pypto"], report["cpu"], report["npu"]
     gib = 1024**3
-    lines = [f"custom_pypto {package['version']} in {package['path']}", "", "Versions"]
+    lines = [f"{_named(report)} in {package['path']}", "", "Versions"]
     lines += [
         f"  {name:<13} {version or 'not installed'}" for name, version in report["versions"].items()
     ]
@@ -125,7 +126,21 @@ def summary(report: dict) -> str:
     versions = [f"{k} {v}" for k, v in report["versions"].items() if v and k != "compiler"]
     kernels = f"CPU kernels {report['cpu']['kernels_isa']}"
     npu = f"NPU {', '.join(report['npu']['devices']) or 'none usable'}"
-    return ", ".join([f"custom_pypto {report['custom_pypto']['version']}", *versions, kernels, npu])
+    return ", ".join([_named(report), *versions, kernels, npu])
+
+
+def _named(report: dict) -> str:
+    package = report["custom_pypto"]
+    return f"custom_pypto {package['version']} (commit {package['commit'] or 'unknown'})"
+
+
+def _commit() -> str | None:
+    """Of this clone, with ``-dirty`` if files differ from it; else of the clone that built this."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    if os.path.exists(os.path.join(root, ".git")):
+        return _printed(["git", "-C", root, *requirements.COMMIT]).strip() or None
+    built = re.search(r"\.g(\w+?)(\.dirty)?$", installed_version("custom_pypto") or "")
+    return built[1] + ("-dirty" if built[2] else "") if built else None
 
 
 def _torch_npu_problem() -> Problem | None:
@@ -290,10 +305,10 @@ def _npu() -> dict:
     }
 
 
-def _package_problem(error: Exception | None) -> Problem | None:
+def _package_problem(error: Problem | None) -> Problem | None:
     """Why eager calls through aclnn would fail."""
     if error is not None:  # what a package must offer follows from the schemas of the loaded ops
-        return Problem("the ops, which do not load", "bash build_and_install.sh")
+        return Problem("the ops, which do not load", error.remedy)
     return kernel_packages.problem(library=True)
 
 
@@ -313,7 +328,7 @@ def _eager(pypto: Problem | None, packages: Problem | None) -> tuple[str | None,
 
 
 def _ways(
-    error: Exception | None,
+    error: Problem | None,
     versions: dict,
     npu: dict,
     pypto_missing: Problem | None,
@@ -322,7 +337,7 @@ def _ways(
 ) -> dict[str, dict]:
     torch = sys.modules.get("torch")
 
-    load = [] if error is None else [Problem(str(error), "bash build_and_install.sh")]
+    load = [] if error is None else [error]
     models = [problem] if (problem := requirements.transformers_problem()) else []
     if versions["safetensors"] is None and not models:
         models.append(Problem("safetensors", "pip install safetensors"))

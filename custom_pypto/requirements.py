@@ -49,6 +49,9 @@ PYPTO = ("0.2.0", "0.2.1")
 PYPTO_GCC = "9.4"  # for what PyPTO compiles with C++17
 
 
+COMMIT = ["describe", "--always", "--dirty", "--abbrev=10", "--exclude=*"]  # of git
+BUILT_FOR = "_C.torch"  # the file beside the library that names its torch
+BUILD = "run `bash build_and_install.sh` in the repository, or install the wheel for this torch"
 # of the published recipe, whose package has the name of this one and the file that ours lacks
 RECIPE = "converter/npu_sparse_attention_pto.py"
 CANN = "/usr/local/Ascend/ascend-toolkit/latest"  # where it is without ASCEND_HOME_PATH
@@ -156,14 +159,31 @@ def torch_problem(torch: str) -> str | None:
     )
 
 
-def build_problem(torch: str) -> str | None:
+def build_problem(torch: str) -> Problem | None:
     """Why the library in this folder must not be loaded beside this torch."""
+    folder = os.path.dirname(os.path.abspath(__file__))
     try:
-        with open(os.path.join(os.path.dirname(__file__), "_C.torch"), encoding="ascii") as file:
+        with open(os.path.join(folder, BUILT_FOR), encoding="ascii") as file:
             built = file.read().strip()
     except FileNotFoundError:
-        built = "of unknown version"
-    return None if built == minor(torch) else f"built for torch {built}, found {torch}"
+        return _not_built(folder)
+    if built == minor(torch):
+        return None
+    return Problem(f"built for torch {built}, found {torch}", BUILD)
+
+
+def _not_built(folder: str) -> Problem:
+    """A clone from which Python imports because it is the current folder, say."""
+    clone = os.path.dirname(folder)
+    problem = f"{folder} is the source, and not built"
+    for found in importlib.metadata.distributions(name="custom_pypto"):
+        site = str(found.locate_file("custom_pypto"))
+        if os.path.exists(os.path.join(site, BUILT_FOR)) and not os.path.samefile(site, folder):
+            return Problem(
+                f"{problem}; it hides the installed one, {site}",
+                f"start Python outside of {clone}, or build this one, too: bash run.sh setup",
+            )
+    return Problem(problem, f"bash run.sh setup in {clone}")
 
 
 def torch_npu_remedy(torch: str | None) -> str:

@@ -29,14 +29,13 @@ from atlas.run import Result  # noqa: E402
 ATLAS = str(BENCHMARKS / "atlas")
 REPORT = {
     "env": {
-        "custom_pypto": {"version": "0.2.0"},
+        "custom_pypto": {"version": "0.2.0", "commit": None},
         "versions": dict.fromkeys(["CANN", "torch", "torch_npu", "pypto", "python"], "1.0"),
         "npu": {"devices": ["Ascend910_9391"]},
         "ways": {"ops on the NPU": {"works": True, "missing": []}},
     },
     "ops": [],
     "packaged": [],
-    "commit": "",
 }
 # the driver with other parts: name, Python code, seconds, reason to skip, steps
 DRIVER = """

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -158,14 +159,34 @@ def test_command_reports_a_library_that_does_not_load(package_with_half_a_librar
     report = json.loads(result.stdout)
     assert "_C.abi3.so: file too short" in report["custom_pypto"]["load_error"]
     missing = report["ways"]["ops on the CPU"]["missing"]
-    assert [problem["remedy"] for problem in missing] == ["bash build_and_install.sh"]
+    assert [problem["remedy"] for problem in missing] == [requirements.BUILD]
+
+
+def test_the_report_names_the_commit_of_a_clone_and_of_a_wheel(tmp_path, monkeypatch):
+    package = tmp_path / "custom_pypto"
+    package.mkdir()
+    monkeypatch.setattr(env, "__file__", str(package / "env.py"))
+    for version, commit in [
+        ("0.4.0.dev0+torch2.13.g0123456789", "0123456789"),
+        ("0.4.0.dev0+torch2.13.g0123456789.dirty", "0123456789-dirty"),
+        ("0.4.0.dev0+torch2.13", None),
+    ]:
+        monkeypatch.setattr(env, "installed_version", lambda _, version=version: version)
+        assert env._commit() == commit
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "Add"]):
+        subprocess.run([*git, *words], check=True)
+    report = env.collect()
+    head = subprocess.run([*git, "rev-parse", "HEAD"], capture_output=True, text=True).stdout
+    assert report["custom_pypto"]["commit"] == head[:10]
+    assert f"(commit {head[:10]})" in env.render(report).splitlines()[0]
 
 
 def test_command_reports_a_torch_that_does_not_load(tmp_path):
     init = "raise OSError('libtorch_global_deps.so: cannot open shared object file')"
     result = python(*COMMAND, path=[install(tmp_path, "torch", "2.13.0", init)])
     assert result.returncode == 1, result.stderr
-    assert "missing: libtorch_global_deps.so: cannot open shared object file" in result.stdout
+    assert "ops (libtorch_global_deps.so: cannot open shared object file)" in result.stdout
     assert re.search(r"^  torch +2\.13\.0$", result.stdout, re.M)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from processes import python
+from processes import install, python
 from repository import REPOSITORY, tracked_files
 
 import custom_pypto
@@ -107,7 +107,7 @@ def test_metadata_names_the_ranges():
 
 def test_the_installed_build_names_its_torch():
     minor = requirements.minor(torch.__version__)
-    assert metadata("custom_pypto")["Version"].endswith(f"+torch{minor}")
+    assert re.search(rf"\+torch{re.escape(minor)}(\.g|$)", metadata("custom_pypto")["Version"])
     needed = requires("custom_pypto")
     assert f"torch=={minor}.*" in needed
     assert any(re.match(rf'torch_npu=={re.escape(minor)}\.\*; extra == "npu"', x) for x in needed)
@@ -131,9 +131,28 @@ def test_a_build_for_another_torch_is_rejected_before_it_is_loaded(tmp_path, wit
     last = with_torch("import custom_pypto", cwd=tmp_path).stderr.splitlines()[-1]
     assert f"built for torch 2.9, found {torch.__version__}" in last
     assert "bash build_and_install.sh" in last and "wheel for this torch" in last
-    (package / "_C.torch").unlink()
-    last = with_torch("import custom_pypto", cwd=tmp_path).stderr.splitlines()[-1]
-    assert "built for torch of unknown version" in last
+
+
+def test_a_clone_that_hides_the_installed_package_says_so(tmp_path):
+    """As after build_and_install.sh, where Python starts in the clone."""
+    clone, site = tmp_path / "clone", tmp_path / "site"
+    ignored = shutil.ignore_patterns("*.so", "_C.torch", "__pycache__")
+    shutil.copytree(
+        REPOSITORY / "custom_pypto", clone / "custom_pypto", ignore=ignored, symlinks=True
+    )
+    install(site, "other", "0", "")
+    (site / "other-0.dist-info/METADATA").write_text("Name: custom_pypto\nVersion: 0\n")
+    (site / "other-0.dist-info").rename(site / "custom_pypto-0.dist-info")
+    (site / "custom_pypto").symlink_to(REPOSITORY / "custom_pypto")
+
+    def last_line(*path, cwd=clone):
+        return python("-c", "import custom_pypto", path=path, cwd=cwd).stderr.splitlines()[-1:]
+
+    source = f"ImportError: custom_pypto: {clone}/custom_pypto is the source, and not built; "
+    [hidden] = last_line(site)
+    assert source + f"it hides the installed one, {site}/custom_pypto; " in hidden
+    assert f"start Python outside of {clone}" in hidden
+    assert last_line(site, cwd=tmp_path) == []
 
 
 @pytest.mark.parametrize("value, on", [(None, False), ("", False), ("0", False), ("1", True)])
@@ -162,7 +181,7 @@ def test_an_untested_torch_is_rejected_unless_asked_for(with_torch):
     assert "setup.py: torch must be 2.10, " in done.stderr and "got 2.99.0+cpu" in done.stderr
     assert f"{requirements.UNTESTED_TORCH}=1" in done.stderr
     done = with_torch(setup, "--version", CUSTOM_PYPTO_UNTESTED_TORCH="1")
-    assert done.stdout.splitlines()[-1].endswith("+torch2.99"), done.stderr
+    assert done.stdout.splitlines()[-1].partition(".g")[0].endswith("+torch2.99"), done.stderr
 
 
 BUILD = """
@@ -173,7 +192,8 @@ build = package.get_command_obj("build_ext")
 build.ensure_finalized()
 (extension,) = package.ext_modules
 (standard,) = [flag for flag in extension.extra_compile_args if flag.startswith("-std")]
-print(package.get_version(), *package.install_requires, build.build_temp, standard)
+version, *_ = package.get_version().partition(".g")
+print(version, *package.install_requires, build.build_temp, standard)
 """
 
 

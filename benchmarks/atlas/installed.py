@@ -28,13 +28,6 @@ def printed(*command: str) -> str:
     return (done.stdout or done.stderr).strip()
 
 
-def commit() -> str:
-    """The commit of the sources, where they are a checkout."""
-    folder = str(Path(__file__).parent)
-    said = printed("git", "-C", folder, "describe", "--always", "--dirty", "--exclude=*")
-    return said if re.fullmatch(r"[0-9a-f]+(-dirty)?", said) else ""
-
-
 def main(file: str) -> None:
     report = env.collect()
     distributions = {
@@ -45,7 +38,6 @@ def main(file: str) -> None:
     found = {
         "env": report,
         "ops": list(OPS),
-        "commit": commit(),
         "pypto_copy": requirements.pypto_copy(),
         "kernel_packages": kernel_packages.packages(),
         "packaged": [op for op in OPS if kernel_packages.listed(ge_type(op))],

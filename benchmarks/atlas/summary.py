@@ -42,11 +42,12 @@ def page(results: list[Result], machine: Machine, date: datetime) -> str:
 
 def _machine(report: dict) -> str:
     versions, devices = report["env"]["versions"], report["env"]["npu"]["devices"]
+    package = report["env"]["custom_pypto"]
     names = [f"{devices.count(name)} × {name}" for name in dict.fromkeys(devices)]
     shown = ["CANN", "torch", "torch_npu", "pypto", "python"]
     return "; ".join(
         [", ".join(names) or "no NPU", *(f"{name} {versions[name] or 'none'}" for name in shown)]
-        + [f"custom_pypto {report['env']['custom_pypto']['version']} {report['commit']}".strip()]
+        + [f"custom_pypto {package['version']} {package['commit'] or ''}".strip()]
     )
 
 
