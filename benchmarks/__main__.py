@@ -34,7 +34,7 @@ def flag(option: str) -> str:
     return "--" + option.replace("_", "-")
 
 
-def arguments() -> argparse.Namespace:
+def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="run.sh bench",
         usage="run.sh bench [NAME...] [--check] [--write] [--list] [options of benchmarks]",
@@ -56,17 +56,18 @@ def arguments() -> argparse.Namespace:
         "--compare", nargs=2, metavar=("A", "B"), help="results of commits, or folders of them"
     )
     parser.add_argument("--list", action="store_true", help="print the names")
-    parser.add_argument("--needs", action="store_true", help="print what to install")
     defaults = {k: v for entry in BENCHMARKS.values() for k, v in entry.options.items()}
     for option, value in defaults.items():
         how = dict(action="store_true") if value is False else dict(type=type(value))
         parser.add_argument(flag(option), default=None, help=argparse.SUPPRESS, **how)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if unknown := [name for name in args.names if name not in BENCHMARKS]:
         parser.error(f"no benchmark is called {unknown[0]!r}: {', '.join(BENCHMARKS)}")
-    if args.compare:
+    args.needs = set()  # what to install
+    if args.compare or args.list:
         return args
     args.names = args.names or [n for n, entry in BENCHMARKS.items() if entry.needs == "models"]
+    args.needs = {BENCHMARKS[name].needs for name in args.names}
     args.options = {k: v for k in defaults if (v := getattr(args, k)) is not None}
     for option in args.options:
         if not any(option in BENCHMARKS[name].options for name in args.names):
@@ -129,12 +130,7 @@ def run(name: str, args: argparse.Namespace) -> int:
     return 0
 
 
-def main() -> int:
-    args = arguments()
-    if args.needs:
-        names = [] if args.list or args.compare else args.names
-        print(*dict.fromkeys(BENCHMARKS[name].needs for name in names))
-        return 0
+def main(args: argparse.Namespace) -> int:
     if args.list:
         print(listed())
         return 0
@@ -149,4 +145,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main(parse(sys.argv[1:])))
+    except KeyboardInterrupt:
+        print("run.sh bench: interrupted", file=sys.stderr)
+        sys.exit(130)

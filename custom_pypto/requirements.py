@@ -186,6 +186,13 @@ def _not_built(folder: str) -> Problem:
     return Problem(problem, f"bash run.sh setup in {clone}")
 
 
+def torch_npu_of_simulator(torch: str) -> list[str]:
+    """What the host simulator of CANN takes beside this torch, without dependencies; none: no
+    torch_npu is tested with it."""
+    builds = TORCH_NPU.get(minor(torch))
+    return [f"torch_npu=={builds[-1]}", f"protobuf=={PROTOBUF}"] if builds else []
+
+
 def torch_npu_remedy(torch: str | None) -> str:
     """How to get a torch_npu for this torch; None: for none in particular."""
     wanted = minor(torch or DEFAULT_TORCH)
@@ -308,10 +315,8 @@ def _pythons() -> str:
 
 
 def _for_scripts(name: str, torch: str = DEFAULT_TORCH) -> str:
-    builds, this = TORCH_NPU.get(minor(torch)), sys.version_info[:2]
     return {
         "python": " ".join(PYTHON),
-        "python_supported": str(numbers(PYTHON[0]) <= this <= numbers(PYTHON[1])),
         "python_of_models": MODELS_PYTHON,
         "python_newest_first": " ".join(newest_first()),
         "pythons": _pythons(),
@@ -319,8 +324,7 @@ def _for_scripts(name: str, torch: str = DEFAULT_TORCH) -> str:
         "vllm": " ".join(VLLM),
         "torch_of_vllm": VLLM_TORCH,
         "torch_problem": torch_problem(torch) or "",
-        "torch_npu": f"torch_npu=={builds[-1]} protobuf=={PROTOBUF}" if builds else "",
-        "torch_npu_remedy": torch_npu_remedy(torch),
+        "torch_npu": " ".join(torch_npu_of_simulator(torch)),
         "vllm_ascend": " ".join(VLLM_ASCEND),
         "gcc": str(gcc(torch)),
         "recipe_problem": recipe_problem() or "",

@@ -9,8 +9,6 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 OK, FAILED, SKIPPED, INTERRUPTED = "ok", "FAILED", "skipped", "interrupted"
 STOPPED = "stopped after"
 NOT_HERE = 77  # exit code of a program whose last line says why it has nothing to do here
@@ -93,12 +91,16 @@ def _meaning(code: int) -> tuple[str, str]:
     return {0: OK, NOT_HERE: SKIPPED}.get(code, FAILED), f"exit code {code}"
 
 
-def _descendants() -> list[psutil.Process]:
+def _descendants() -> list:
+    import psutil  # not above: arguments are checked before anything is installed
+
     return psutil.Process().children(recursive=True)
 
 
-def _end(processes: list[psutil.Process], how: signal.Signals, seconds: float) -> bool:
+def _end(processes: list, how: signal.Signals, seconds: float) -> bool:
     """Signals the processes; whether one is left after so many seconds."""
+    import psutil
+
     for process in processes:
         try:
             process.send_signal(how)

@@ -20,21 +20,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from fuzz import THREADED, parse  # noqa: E402
 from fuzz.generate import generate  # noqa: E402
 from fuzz.judge import judge, on_cpu  # noqa: E402
 
 EVERY = 60  # seconds between lines of progress
-THREADED = 16  # one case in this many runs with three threads
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="run.sh fuzz", description=__doc__)
-    parser.add_argument("--minutes", type=float, default=1.0, help="duration; default 1")
-    parser.add_argument("--cases", type=int, help="number of cases, instead of a duration")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the cases; default 0")
-    parser.add_argument("--threads", type=int, help=f"default 1, and 3 in one case of {THREADED}")
-    parser.add_argument("--case", metavar="SEED:NUMBER", help="run one case, print its arguments")
-    return parser.parse_args()
 
 
 def run_case(seed: int, number: int, threads: int | None):
@@ -99,7 +89,8 @@ def run_many(args: argparse.Namespace, reached: mmap.mmap) -> int:
 
 
 def main() -> int:
-    args = parse()
+    args = parse(sys.argv[1:])
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends both processes, and says nothing
     warnings.simplefilter("ignore")  # about dtypes that torch will drop
     # fills unwritten outputs with NaN or the largest integer
     torch.use_deterministic_algorithms(True, warn_only=True)
