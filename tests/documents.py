@@ -9,9 +9,9 @@ import re
 
 from repository import REPOSITORY, tracked_files
 
-# whole translations: the Chinese pages on checkpoints and training are shorter than the English
+# whole translations: the Chinese page on checkpoints is shorter than the English
 TRANSLATED = {"README.md": "README.zh-CN.md"} | {
-    f"docs/{page}.md": f"docs/zh/{page}.md" for page in ("dsa", "install", "npu")
+    f"docs/{page}.md": f"docs/zh/{page}.md" for page in ("dsa", "install", "npu", "training")
 }
 FENCE = re.compile(r"^```.*?^```$", re.S | re.M)
 SUFFIXES = (".md", ".py", ".cpp", ".h", ".sh")

@@ -86,6 +86,19 @@ def test_a_path_or_test_that_is_missing_is_found():
     assert documents.missing_tests(f"`{own}`, `test_of_nothing_`") == ["test_of_nothing_"]
 
 
+@pytest.mark.parametrize("page", ["docs/training.md", "docs/zh/training.md"])
+def test_the_blocks_of_a_page_run_from_top_to_bottom(page, monkeypatch):
+    """As somebody does who copies one after the other."""
+    pytest.importorskip("peft")
+    monkeypatch.chdir(REPOSITORY)
+    blocks = re.findall(r"^```python\n(.*?)^```", (REPOSITORY / page).read_text(), re.S | re.M)
+    names = {}
+    for block in blocks:
+        exec(compile(block, page, "exec"), names)
+    indexers = [p.grad for n, p in names["adapted"].named_parameters() if ".wk.lora_B" in n]
+    assert len(blocks) == 4 and all(grad.any() for grad in indexers) and indexers
+
+
 @pytest.mark.parametrize("page", ["README.md", "README.zh-CN.md"])
 def test_readme_is_short(page):
     assert len((REPOSITORY / page).read_text().splitlines()) <= 180

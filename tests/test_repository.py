@@ -7,6 +7,7 @@ import pytest
 from repository import REPOSITORY, tracked_files
 
 import custom_pypto
+from custom_pypto.requirements import numbers
 
 
 def text(name: str) -> str:
@@ -22,12 +23,15 @@ PLUGIN = "integrations/vllm/pyproject.toml"
 
 
 def test_the_version_is_the_same_everywhere():
+    """A release has its own; between two, what comes next is Unreleased, and a .dev0."""
     version = custom_pypto.__version__
-    assert f"\nversion: {version}\n" in text("CITATION.cff")
     assert value(PLUGIN, "version") == f'"{version}"'
     newest = re.search(r"^## (\S+) \((\d{4}-\d{2}-\d{2})\)$", text("CHANGELOG.md"), re.M)
-    assert newest[1] == version
-    assert f"\ndate-released: {newest[2]}\n" in text("CITATION.cff")
+    assert f"\nversion: {newest[1]}\ndate-released: {newest[2]}\n" in text("CITATION.cff")
+    if re.search("^## Unreleased$", text("CHANGELOG.md"), re.M):
+        assert version.endswith(".dev0") and numbers(version) > numbers(newest[1])
+    else:
+        assert version == newest[1]
 
 
 def test_there_is_one_tagline():

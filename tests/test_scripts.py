@@ -210,7 +210,8 @@ def test_an_interrupted_command_lets_its_program_end_and_says_one_line(clone):
     program = clone / "build/docs/bin/python"
     program.parent.mkdir(parents=True)
     program.write_text(
-        "#!/bin/bash\ntrap 'sleep 1; echo ended >&2; exit 1' INT\necho ready >&2\nsleep 60\n"
+        "#!/bin/bash\ntrap 'sleep 1; echo ended >&2; exit 1' INT\n"
+        "sleep 2; echo ready >&2\nsleep 60\n"  # until run.sh waits for it
     )
     program.chmod(0o755)
     process = subprocess.Popen(
