@@ -24,7 +24,8 @@ Made by `bash run.sh bench NAME --write` from `results/`, where every figure is;
 5.23. One thread is timed by its own CPU time, more by the clock. Sides of a row ran interleaved:
 compare them, not runs. Ratios depend on the machine. CPU figures say nothing about an NPU. Why
 small shapes are slower: [docs/cpu_kernels.md](../docs/cpu_kernels.md#measuring). Figures to
-2026-11-26 are of the programs that these commands replaced: calls of the same sizes."""
+2026-11-26 are of the programs that these commands replaced: calls of the same sizes. Names of CPUs
+are what the hypervisor reports: that of the Xeon with AMX, model 167, is of a CPU without."""
 
 Run = dict[str, Any]
 Results = dict[tuple[str, str], list[Run]]  # by name and kernels
