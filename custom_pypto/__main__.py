@@ -45,6 +45,8 @@ def replay(file: str, device: str) -> int:
 
     try:
         return 0 if log.replay(file, device) else 1
+    except BrokenPipeError:
+        raise
     except (OSError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -27,6 +27,14 @@ NO_NPU = Problem(
     "nothing to install on this machine; in the repository bash run.sh graph tries graph mode on a "
     "host simulator of CANN",
 )
+#: every ``CUSTOM_PYPTO_*`` of docs/settings.md
+SETTINGS = {
+    f"CUSTOM_PYPTO_{name}"
+    for name in (
+        "CHECK_RANKS CPU_ISA EAGER GE_CONVERTERS LOG READY_ON_HOST SANITIZE TEST_PYPTO "
+        "UNTESTED_TORCH WERROR"
+    ).split()
+}
 # CPU features that kernels use or could use: x86, then Arm
 CPU_FEATURES = (
     "fma f16c avx2 avx_vnni avx512f avx512bw avx512_vnni avx512_bf16 avx512_fp16 "
@@ -100,13 +108,17 @@ def render(report: dict) -> str:
     if cpu["memory_bytes"]:
         free, total = cpu["memory_available_bytes"] / gib, cpu["memory_bytes"] / gib
         lines.append(f"  memory        {free:.1f} of {total:.1f} GiB available")
+    settings = [
+        f"{name}={value}{'' if name in SETTINGS else ' (unknown)'}"
+        for name, value in report["settings"].items()
+    ]
     lines += ["", "NPU", f"  devices       {', '.join(npu['devices']) or 'none usable'}"]
     lines += [
         f"  device nodes  {npu['device_nodes']} (/dev/davinci*)",
         f"  eager calls   {npu['eager'] or 'nothing runs them'}",
         f"  autoload      TORCH_DEVICE_BACKEND_AUTOLOAD={npu['autoload'] or 'not set'}",
         "",
-        f"Settings        {' '.join(f'{k}={v}' for k, v in report['settings'].items()) or 'none'}",
+        f"Settings        {' '.join(settings) or 'none'}",
         "",
         "What works here",
     ]

@@ -32,15 +32,16 @@ def verify(device: str, op: str = "") -> bool:
         print(f"FAILED  {op} has no NPU kernel; verify --device cpu checks it")
         return False
     context: contextlib.AbstractContextManager = contextlib.nullcontext()
-    if device == "interpreter":
-        from .simulation import calculator, on_cpu
+    if device in ("interpreter", "generated"):
+        try:
+            from .simulation import calculator, on_cpu
 
-        calculator.load()  # once, before the first check
-        context = on_cpu()
-    elif device == "generated":
-        from .simulation import on_cpu
-
-        context = on_cpu(generated=True)
+            if device == "interpreter":
+                calculator.load()  # once, before the first check
+        except RuntimeError as error:  # SimulationError; its module may be what does not load
+            print(f"FAILED  {error}")
+            return False
+        context = on_cpu(generated=device == "generated")
     # the NPU kernels do not support float32
     dtypes = [torch.bfloat16, torch.float16] + [torch.float32] * (device == "cpu")
     place = "npu" if device == "npu" else "cpu"

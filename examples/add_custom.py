@@ -5,13 +5,12 @@ python examples/add_custom.py --npu       # on an NPU, with torchair's three mod
                                           # NPU on the host simulator of CANN (run.sh graph)
 """
 
+from options import MODES, Help, end  # first; options.py says why
+
+# isort: split
 import argparse
-import sys
 
-from compile_torchair import backend
-from options import MODES, Help
-
-from custom_pypto.simulation import ascend_host
+from compile_torchair import backend, start_npu
 
 # isort: split
 import torch
@@ -39,16 +38,13 @@ def main():
     add = custom_pypto.add_custom
     ways = {"eager": add, "torch.compile": torch.compile(add, backend="aot_eager", fullgraph=True)}
     if args.npu:
-        try:
-            ascend_host.start_unless_npu()
-        except ascend_host.AscendHostUnavailable as error:
-            sys.exit(f"add_custom.py: {error}")
+        start_npu()
         converter.register()  # for max-autotune: GE's operator AddCustom, of a kernel package
         for mode in MODES:
             ways[mode] = torch.compile(add, backend=backend(mode), fullgraph=True, dynamic=False)
     x, y = torch.randn(2, 5, 300).to("npu" if args.npu else "cpu")
     if not all([compare(way, function, x, y) for way, function in ways.items()]):
-        sys.exit("add_custom.py: a result differs from the sum on the CPU")
+        end("a result differs from the sum on the CPU")
 
 
 if __name__ == "__main__":

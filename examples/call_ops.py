@@ -1,11 +1,20 @@
 """Which 4 of a sequence's cached tokens matter to its newest one, and attention over those alone.
 
-python examples/call_ops.py
+    python examples/call_ops.py
+
+Queries and keys are random numbers: the program shows shapes, and how the two ops fit together.
 """
+
+from options import Help  # first; options.py says why
+
+# isort: split
+import argparse
 
 import torch
 
 import custom_pypto
+
+argparse.ArgumentParser(description=__doc__, formatter_class=Help).parse_args()
 
 torch.manual_seed(0)
 B, S1, N1, L, R = 2, 1, 16, 512, 64  # sequences, new tokens of each, heads, latent, RoPE dims
@@ -27,6 +36,7 @@ indices = custom_pypto.npu_lightning_indexer_pto(
     block_table=block_table,
     sparse_count=4,
 )
+print("positions of the 4 best keys, of the newest token of each sequence:")
 print(indices.tolist())  # the second sequence has 3 tokens only: -1 ends its row
 
 # softmax(scale * [query | query_rope] . [latent | key_rope]) over those rows, times their latents
@@ -41,4 +51,5 @@ out = custom_pypto.npu_sparse_flash_attention_pto(
     actual_seq_lengths_kv=lengths,
     block_table=block_table,
 )
+print("attention over them, [sequences, new tokens, heads, latent]:")
 print(tuple(out.shape), out.dtype)

@@ -10,6 +10,9 @@ shows what is compiled and computed; its times are not NPU times. docs/graph_mod
 mode requires of CANN.
 """
 
+from options import MODES, Help, at_least, check_folder, end  # first; options.py says why
+
+# isort: split
 import argparse
 import contextlib
 import functools
@@ -19,8 +22,6 @@ import secrets
 import sys
 import time
 from pathlib import Path
-
-from options import MODES, Help, at_least
 
 # before importing torch, which would import torch_npu and fail without CANN
 from custom_pypto.simulation import ascend_host
@@ -33,6 +34,14 @@ from custom_pypto.requirements import installed_version
 
 CHECKPOINT = Path(__file__).resolve().parent / "checkpoints/lookup"
 COMPILED_FROM = ("custom_pypto", "transformers", "torch", "torch_npu")  # whose code is in a graph
+
+
+def start_npu():
+    """Makes ``npu`` a device; whether it is an NPU."""
+    try:
+        return ascend_host.start_unless_npu()
+    except ascend_host.AscendHostUnavailable as error:
+        end(error)
 
 
 def backend(mode):
@@ -218,13 +227,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument("--mode", choices=MODES, default=MODES[0])
     parser.add_argument("--cache", type=Path, help="folder for the compiled step, for later starts")
-    parser.add_argument("--prompt-tokens", type=int, default=96, help="length of the demo's text")
-    parser.add_argument("--questions", type=at_least(1), default=3, help="of the demo, 1 to 32")
+    parser.add_argument(
+        "--prompt-tokens", type=at_least(32), default=96, help="length of the demo's text"
+    )
+    parser.add_argument("--questions", type=at_least(1, 32), default=3, help="of the demo, 1 to 32")
     args = parser.parse_args()
-    try:
-        real = ascend_host.start_unless_npu()
-    except ascend_host.AscendHostUnavailable as error:
-        sys.exit(f"compile_torchair.py: {error}")
+    if args.cache:
+        check_folder(parser, "--cache", args.cache)
+    real = start_npu()
 
     model, tokenizer, prompt, dialogue = load(CHECKPOINT, args.prompt_tokens, args.questions)
     from custom_pypto import models

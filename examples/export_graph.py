@@ -11,6 +11,9 @@ to a program without Python. Each is loaded again and run: the second one on the
 Requirements: those of compile_torchair.py.
 """
 
+from options import Help, check_folder  # first; options.py says why
+
+# isort: split
 import argparse
 import collections
 import html
@@ -18,15 +21,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-from compile_torchair import CHECKPOINT, Step, load
-from options import Help
+from compile_torchair import CHECKPOINT, Step, load, start_npu
 
 # isort: split
 import torch
 
 from custom_pypto import converter
 from custom_pypto.descriptions import OPS, ge_type
-from custom_pypto.simulation import ascend_host
 
 OURS, WRITES = {*map(ge_type, OPS)}, {"ScatterNdUpdate"}
 HIDDEN = {"Data", "RefData", "Const", "NetOutput"}
@@ -212,12 +213,9 @@ def main():
     parser.add_argument("--folder", type=Path, default=Path("ge_graph"), help="created if missing")
     parser.add_argument("--model", action="store_true", help="also the exported step")
     args = parser.parse_args()
-    try:
-        real = ascend_host.start_unless_npu()
-    except ascend_host.AscendHostUnavailable as error:
-        sys.exit(f"export_graph.py: {error}")
+    check_folder(parser, "--folder", args.folder)
+    real = start_npu()
     converter.register()
-    args.folder.mkdir(parents=True, exist_ok=True)
     folder, demo = args.folder.resolve(), Demo()
     graph = convert_decode_step(demo, folder)
     (args.folder / "decode.svg").write_text(picture(graph))
@@ -241,7 +239,7 @@ def export_model(demo, folder, real):
     loaded = {program: export_program(demo, program)}
     export_offline(demo, offline)
     if real:
-        print(f"next: atc --framework=1 --model={offline} --output=decode --soc_version=…")
+        print(f"next: atc --framework=1 --model={offline} --output=decode --soc_version=SOC")
     else:
         loaded[offline] = run_offline(demo, offline)
     for path, logits in loaded.items():

@@ -13,7 +13,7 @@ The demo hides 32 facts in a long text and asks for some of them, one after anot
 Decoding is greedy, so that both backends do the same work.
 """
 
-import custom_pypto  # noqa: F401  # before torch, so that its idle threads sleep
+from options import Help, at_least, block_size  # first; options.py says why
 
 # isort: split
 import argparse
@@ -31,7 +31,6 @@ import torch.distributed as dist
 import train_lookup
 import train_lookup_v4
 import transformers
-from options import Help, at_least, block_size
 from torch.utils._pytree import tree_leaves
 from tqdm import tqdm
 from transformers import (
@@ -322,8 +321,13 @@ def parse_args():
     add("--block-size", type=block_size, default=128, help="tokens per block of the paged cache")
     add("--prefill-chunk", type=at_least(1), default=512, help="tokens per forward pass")
     add("--prompt-tokens", type=at_least(1), default=4096, help="length of the demo's text")
-    one_to_32 = dict(type=int, choices=range(1, 33), metavar="N")
-    add("--questions", **one_to_32, default=16, help="number of questions of the demo, 1 to 32")
+    add(
+        "--questions",
+        type=at_least(1, 32),
+        metavar="N",
+        default=16,
+        help="number of questions of the demo, 1 to 32",
+    )
     add("--seed", type=int, default=0, help="seed of the demo's text and questions")
     add("--json", action="store_true", help="print one JSON object and nothing else")
     args = parser.parse_args()

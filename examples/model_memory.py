@@ -13,6 +13,9 @@ are not counted: docs/dsa.md has their bytes. Ranks share a model by tensor_para
 expert_parallel or both of models.load (docs/many_machines.md).
 """
 
+from options import Help, at_least, one_line_errors  # first; options.py says why
+
+# isort: split
 import argparse
 import copy
 import sys
@@ -21,7 +24,6 @@ from typing import NamedTuple
 
 import torch
 import transformers
-from options import Help, at_least
 from transformers import AutoConfig, PreTrainedConfig
 
 from custom_pypto import models
@@ -37,7 +39,7 @@ from custom_pypto.models.sharing import (
     shared_parameters,
 )
 from custom_pypto.models.weights.choice import kinds_of
-from custom_pypto.models.weights.modules import EXPERT_WEIGHTS, is_experts, layout
+from custom_pypto.models.weights.modules import EXPERT_WEIGHTS, SCALE, is_experts, layout
 from custom_pypto.models.weights.published import CONFIG, FP4, blocks_of
 from custom_pypto.weight_formats import rounded_formats
 
@@ -119,10 +121,7 @@ def size(model, weights: dict[str, str | None] | None, shared=frozenset(), ranks
     """
     dtypes, state = dtypes_of(model, torch.bfloat16), model.state_dict()
     kinds = kinds_of(model, weights, {}, dtypes) if weights else {}
-    text = text_model(model)
-    inside = next(name for name, module in model.named_modules() if module is text)
-    experts = {name: module for name, module in model.named_modules() if is_experts(module)}
-    chosen = text.config.num_experts_per_tok
+    shares = shares_read(model)
     total = read = 0.0
     for name, tensor in state.items():
         module, _, weight = name.rpartition(".")
@@ -131,11 +130,30 @@ def size(model, weights: dict[str, str | None] | None, shared=frozenset(), ranks
         one *= 1 if stored else dtypes[name].itemsize
         one /= ranks if name in shared else 1
         total += one
-        if module in experts and weight in EXPERT_WEIGHTS:
-            read += one * chosen / tensor.size(0)
-        elif "embed_tokens" not in name and (name.startswith(inside) or "lm_head" in name):
-            read += one
+        read += one * shares[name]
     return Size(total, read)
+
+
+def shares_read(model) -> dict[str, float]:
+    """How much of each weight of ``model`` one token reads."""
+    text = text_model(model)
+    inside = next(name for name, module in model.named_modules() if module is text)
+    experts = {name for name, module in model.named_modules() if is_experts(module)}
+    chosen = text.config.num_experts_per_tok
+    shares = {}
+    for name, tensor in model.state_dict().items():
+        module, _, weight = name.rpartition(".")
+        if module in experts and weight.removesuffix(SCALE) in EXPERT_WEIGHTS:
+            shares[name] = chosen / tensor.size(0)
+        else:
+            inner = name.startswith(inside) or "lm_head" in name
+            shares[name] = float(inner and "embed_tokens" not in name)
+    return shares
+
+
+def seconds_of_token(read: float, layers: int, bandwidth: float) -> float:
+    """An estimate for one sequence with a short context, from bytes and bytes per second."""
+    return read / (SHARE * bandwidth) + layers * FIXED
 
 
 def stored_bytes(kind: str, tensor: torch.Tensor) -> int:
@@ -277,8 +295,8 @@ def by_bandwidth(found: list[Model]) -> str:
     rows = [["tokens per second, estimated", *(f"{speed} GB/s" for speed in BANDWIDTHS)]]
     for model in found:
         for label in useful(model):
-            read, fixed = model.sizes[label].read, model.layers * FIXED
-            seconds = (read / (SHARE * speed * 1e9) + fixed for speed in BANDWIDTHS)
+            read = model.sizes[label].read
+            seconds = (seconds_of_token(read, model.layers, speed * 1e9) for speed in BANDWIDTHS)
             rows.append([f"{model.name}, {label}", *(f"{1 / one:.2g}" for one in seconds)])
     return table(rows)
 
@@ -329,30 +347,50 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.layers is not None and arguments.checkpoint is None:
         parser.error("--layers needs a checkpoint")
+    with one_line_errors("--layers"):
+        compute(arguments)
+
+
+def compute(arguments: argparse.Namespace) -> None:
     transformers.logging.set_verbosity_error()  # it reports what default configurations leave out
     layers, ranks = arguments.layers, arguments.ranks
     if arguments.checkpoint is None:
         found, source = list(sources()), f"the default configurations of transformers {VERSION}"
     else:
         source = "config.json"
-        try:
-            found = [source_of(arguments.checkpoint, layers)]
-        except (OSError, ValueError) as error:
-            sys.exit(f"model_memory.py: {arguments.checkpoint}: {error}")
+        found = [source_of(arguments.checkpoint, layers)]
     if ranks is not None:
-        print(f"GB of weights on each rank. Computed from {source}, not measured.")
-        print("", by_ranks([of_ranks(*one, layers, ranks) for one in found], ranks), sep="\n")
+        rows = [of_ranks(*one, layers, ranks) for one in announced(found)]
+        show(f"GB of weights on each rank. Computed from {source}, not measured.")
+        show("", by_ranks(rows, ranks))
         return
-    sizes = [measure(*one, layers) for one in found]
+    sizes = [measure(*one, layers) for one in announced(found)]
     if arguments.speed:
-        print(
+        show(
             f"Tokens per second of one sequence, estimated, not measured: weights read at {SHARE} "
             f"of the bandwidth, and {FIXED * 1e3} ms for each layer. Computed from {source}."
         )
-        print("", by_bandwidth(sizes), sep="\n")
+        show("", by_bandwidth(sizes))
         return
-    print(f"GB of weights; GB of them that a token reads. Computed from {source}, not measured.")
-    print("", by_model(sizes), "", by_machine(sizes), sep="\n")
+    show(f"GB of weights; GB of them that a token reads. Computed from {source}, not measured.")
+    show("", by_model(sizes), "", by_machine(sizes))
+
+
+def announced(found: list) -> Iterator:
+    """Each model, and on standard error which one: it takes seconds."""
+    for i, one in enumerate(found, 1):
+        print(f"{i} of {len(found)}: {one[0]}", file=sys.stderr, flush=True)
+        yield one
+
+
+def show(*lines: str) -> None:
+    """In ASCII where the encoding of the output lacks a dash or a dot."""
+    text = "\n".join(lines)
+    try:
+        text.encode(sys.stdout.encoding)
+    except UnicodeEncodeError:
+        text = text.replace("–", "-").replace("·", "/")
+    print(text)
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ The costs are those of this small model. Its indexer has DeepSeek-V3.2's size, 6
 attention has 4 heads of 96 instead of 128 of 192, so attending to all keys is cheap here.
 """
 
-import custom_pypto  # noqa: F401  # before torch, so that its idle threads sleep
+from options import Help, at_least, check_folder, one_line_errors  # first; options.py says why
 
 # isort: split
 import argparse
@@ -46,7 +46,6 @@ from pathlib import Path
 
 import torch
 import transformers
-from options import Help, at_least
 from tqdm import tqdm
 from train_lookup import FIRST_PAIR, FIRST_QUESTION, FIRST_VALUE, KEYS, VALUES, lookup_batch
 from train_lookup import dense_attention as without_indexers
@@ -56,6 +55,7 @@ from custom_pypto import hub, models
 from custom_pypto.models import CACHE
 from custom_pypto.weight_formats import rounded_formats
 
+PLOTS = (".png", ".svg", ".pdf")
 INK = {False: "white", True: "black"}  # on the dark ends of the colours, and between them
 QUESTION_TOKENS = 3 * len(KEYS)  # question, value, "."
 
@@ -264,16 +264,17 @@ def parse_args():
     args = parser.parse_args()
     if importlib.util.find_spec("matplotlib") is None:
         parser.error("the plot needs matplotlib: pip install matplotlib")
+    if args.output.suffix not in PLOTS or args.output.is_dir():
+        parser.error(f"--output must be a file ending in {', '.join(PLOTS)}, got {args.output}")
+    check_folder(parser, "--output", args.output.parent)
     return args
 
 
 def main():
     args = parse_args()
-    try:
+    with one_line_errors("--weights", "--revision", "--dtype"):
         hub.find("--model", args.model, args.revision)
         run(args)
-    except (MemoryError, OSError, TypeError, ValueError) as error:
-        sys.exit(f"needle.py: {error}")
 
 
 def run(args):
@@ -291,9 +292,10 @@ def run(args):
     with ProcessPoolExecutor(
         1, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1
     ) as processes:
-        for tokens in sorted(args.tokens):
-            for side in sides(args).items():
-                results.append(processes.submit(measure, *side, tokens, args).result())
+        work = [(*side, tokens) for tokens in sorted(args.tokens) for side in sides(args).items()]
+        for i, (attention, changes, tokens) in enumerate(work, 1):
+            print(f"{i} of {len(work)}: {attention}, {tokens} tokens", file=sys.stderr, flush=True)
+            results.append(processes.submit(measure, attention, changes, tokens, args).result())
     print(table(results))
     print(" | ".join(f"{name} {value}" for name, value in conditions.items()))
     report = conditions | {"results": [asdict(result) for result in results]}

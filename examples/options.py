@@ -1,8 +1,36 @@
-"""Command lines of the examples: help with every default, and the values of their options."""
+"""Command lines of the examples: help with every default, values of options, errors in one line.
+
+Every program imports it first: what follows takes seconds, in which a user may press Ctrl-C.
+"""
 
 import argparse
+import contextlib
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from custom_pypto_command import end_as_commands_do
+
+end_as_commands_do()
+
+import custom_pypto  # noqa: E402, F401  # before torch, so that its idle threads sleep
+
+# isort: split
+import torch  # noqa: E402
 
 MODES = ["max-autotune", "reduce-overhead", "npugraph_ex"]  # of torchair
+#: the options for arguments of models.load, of the programs that have them
+OF_LOAD = {
+    "num_hidden_layers": "--layers",
+    "weights": "--weights",
+    "revision": "--revision",
+    "dtype": "--dtype",
+    "tensor_parallel": "--tp",
+    "expert_parallel": "--ep",
+}
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
@@ -15,13 +43,14 @@ class Help(argparse.RawDescriptionHelpFormatter):
         return super()._format_action(action)
 
 
-def at_least(lowest: int):
-    """The type of an option: a number from ``lowest`` on."""
+def at_least(lowest: int, highest: int | None = None):
+    """The type of an option: a number from ``lowest`` on, up to ``highest`` if there is one."""
 
     def number(text: str) -> int:
         value = int(text)
-        if value < lowest:
-            raise argparse.ArgumentTypeError(f"must be at least {lowest}, got {value}")
+        if value < lowest or (highest is not None and value > highest):
+            range_ = f"at least {lowest}" if highest is None else f"{lowest} to {highest}"
+            raise argparse.ArgumentTypeError(f"must be {range_}, got {value}")
         return value
 
     return number
@@ -32,3 +61,46 @@ def block_size(text: str) -> int:
     if value % 16 or not 16 <= value <= 1024:
         raise argparse.ArgumentTypeError(f"must be a multiple of 16 up to 1024, got {value}")
     return value
+
+
+def check_folder(parser: argparse.ArgumentParser, option: str, folder: Path) -> None:
+    """Makes the folder that a program writes to, or ends the program, before its work is done."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        parser.error(f"{option} needs a folder that can be written, got {folder}: {error.strerror}")
+
+
+@contextlib.contextmanager
+def one_line_errors(*options: str) -> Iterator[None]:
+    """Ends the program with the message of an error, in which arguments of ``models.load`` are
+    named by these options of the program."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except (MemoryError, OSError, TypeError, ValueError, torch.OutOfMemoryError) as error:
+        end(in_options(str(error), options))
+
+
+def end(message: object) -> None:
+    """Ends the program, one of several ranks perhaps, with this line."""
+    rank = f" (rank {os.environ['RANK']})" if "RANK" in os.environ else ""
+    sys.exit(f"{Path(sys.argv[0]).name}: {message}{rank}")
+
+
+def in_options(message: str, options: tuple[str, ...]) -> str:
+    """A message of ``models.load``, of which the program has these options."""
+    for argument, option in OF_LOAD.items():
+        if option in options:
+            for pattern, text in {
+                rf"^load: {argument} must be (False|None)\b": f"{option} must be omitted",
+                rf"^load: {argument}\b|\b{argument}=True\b": option,
+                rf"\b{argument}=None\b": f"no {option}",
+                rf"\b{argument}=(?=')": f"{option} ",
+                rf"\bwith {argument}\b(?=,)": f"with {option}",
+            }.items():
+                message = re.sub(pattern, text, message)
+    return message

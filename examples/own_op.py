@@ -8,14 +8,14 @@ It needs nothing of this package but the interpreter and the simulator. The prog
 vector: once into a new tensor, once in place.
 """
 
-import argparse
-import sys
+from options import MODES, Help, end  # first; options.py says why
 
-from compile_torchair import backend
-from options import MODES, Help
+# isort: split
+import argparse
+
+from compile_torchair import backend, start_npu
 
 from custom_pypto import simulation  # before pypto, for its full error messages
-from custom_pypto.simulation import ascend_host
 
 # isort: split
 import pypto
@@ -103,10 +103,7 @@ def main():
     ways = {"eager": twice, "torch.compile": torch.compile(twice, backend="aot_eager")}
     x = torch.randn(3, 5000)
     if args.npu:
-        try:
-            ascend_host.start_unless_npu()
-        except ascend_host.AscendHostUnavailable as error:
-            sys.exit(f"own_op.py: {error}")
+        start_npu()
         register_converters()
         for mode in MODES:
             ways[mode] = torch.compile(twice, backend=backend(mode), fullgraph=True, dynamic=False)
@@ -117,7 +114,7 @@ def main():
     for way, result in results.items():
         print(f"{way:24} {'equal' if result.equal(x * 4) else 'DIFFERENT'}")
     if not all(result.equal(x * 4) for result in results.values()):
-        sys.exit("own_op.py: a result is not four times the input")
+        end("a result is not four times the input")
 
 
 if __name__ == "__main__":

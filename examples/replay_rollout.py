@@ -23,16 +23,14 @@ passes a selection.
     python examples/replay_rollout.py
 """
 
-import custom_pypto  # noqa: F401  # before torch, so that its idle threads sleep
+from options import Help, at_least, one_line_errors  # first; options.py says why
 
 # isort: split
 import argparse
-import sys
 from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from options import Help, at_least
 from train_lookup import lookup_batch
 from transformers import set_seed
 
@@ -102,10 +100,8 @@ def parser_of(description, temperature, of_model):
 def prepared(args):
     """The model, patched to train on the ops, prompts, and the right answer of each sample."""
     set_seed(args.seed)
-    try:
+    with one_line_errors():
         model = models.load(args.model, dtype=torch.float32)
-    except (MemoryError, OSError, TypeError, ValueError) as error:
-        sys.exit(f"{Path(sys.argv[0]).name}: {error}")
     models.use_custom_pypto(model, training="ops")
     texts, _ = lookup_batch(args.prompts, args.prompt_tokens + 2, questions=1, seed=args.seed)
     return model, texts[:, :-2], texts[:, -2:-1].repeat_interleave(args.samples, 0)

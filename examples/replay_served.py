@@ -15,7 +15,7 @@ In one terminal the server, in float32 so that rounding chooses nothing, in anot
     python examples/replay_served.py
 """
 
-import custom_pypto  # noqa: F401  # before torch, so that its idle threads sleep
+import options  # noqa: F401  # first; options.py says why
 
 # isort: split
 import base64

@@ -14,10 +14,12 @@ Two stages, as DeepSeek-V3.2 (arXiv:2512.02556, section 2.1) trains its own inde
 2. the indexer alone, on the KL divergence between the attention distribution (summed over heads,
    normalised) and the softmax of its scores.
 
-    python examples/train_lookup.py            # about 10 minutes on two cores
+    python examples/train_lookup.py            # about 10 minutes on two cores; writes lookup/
+
+The checkpoint of this repository is in examples/checkpoints/lookup.
 """
 
-import custom_pypto  # noqa: F401  # before torch, so that its idle threads sleep
+from options import Help, at_least, check_folder  # first; options.py says why
 
 # isort: split
 import argparse
@@ -28,7 +30,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from options import Help, at_least
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 from tqdm import tqdm
@@ -346,7 +347,7 @@ def train_lookup(args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = parser.add_argument
-    add("--output", type=Path, default=Path(__file__).resolve().parent / "checkpoints/lookup")
+    add("--output", type=Path, default=Path("lookup"), help="folder of the checkpoint")
     add("--seed", type=int, default=0)
     add("--threads", type=at_least(1), default=2, help="changes rounding, hence the weights")
     add("--index-topk", type=at_least(1), default=16)
@@ -354,7 +355,9 @@ def main():
     add("--model-steps", type=int, default=1700)
     add("--short-steps", type=int, default=1000, help="first model steps on short texts")
     add("--indexer-steps", type=int, default=400)
-    train_lookup(parser.parse_args())
+    args = parser.parse_args()
+    check_folder(parser, "--output", args.output)
+    train_lookup(args)
 
 
 if __name__ == "__main__":

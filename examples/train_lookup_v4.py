@@ -21,11 +21,11 @@ Two stages as in train_lookup.py: the model with every compressed row selected, 
 then the indexer alone, on the KL divergence between the attention to the compressed rows and the
 softmax of its scores.
 
-    python examples/train_lookup_v4.py              # about 15 minutes on one free core
-    python examples/train_lookup_v4.py --measure    # only measures the checkpoint
+    python examples/train_lookup_v4.py    # about 15 minutes on one free core; writes lookup_v4/
+    python examples/train_lookup_v4.py --measure examples/checkpoints/lookup_v4    # only measures
 """
 
-import custom_pypto  # noqa: F401  # before torch, so that its idle threads sleep
+from options import Help, at_least, check_folder, one_line_errors  # first; options.py says why
 
 # isort: split
 import argparse
@@ -35,7 +35,6 @@ from pathlib import Path
 
 import torch
 import train_lookup
-from options import Help, at_least
 from train_lookup import (
     CLAUSE,
     END,
@@ -266,8 +265,13 @@ def train_lookup_v4(args):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = parser.add_argument
-    add("--output", type=Path, default=Path(__file__).resolve().parent / "checkpoints/lookup_v4")
-    add("--measure", action="store_true", help="measure the checkpoint at --output, do not train")
+    to = parser.add_mutually_exclusive_group()
+    to.add_argument(
+        "--output", type=Path, default=Path("lookup_v4"), help="folder of the checkpoint"
+    )
+    to.add_argument(
+        "--measure", type=Path, metavar="CHECKPOINT", help="only measure one that was trained"
+    )
     add("--seed", type=int, default=0)
     add("--threads", type=at_least(1), default=1, help="changes rounding, hence the weights")
     add("--index-topk", type=at_least(1), default=16)
@@ -276,9 +280,11 @@ def main():
     add("--indexer-steps", type=int, default=200)
     args = parser.parse_args()
     if args.measure:
-        measure(args.output)
-    else:
-        train_lookup_v4(args)
+        with one_line_errors():
+            measure(args.measure)
+        return
+    check_folder(parser, "--output", args.output)
+    train_lookup_v4(args)
 
 
 if __name__ == "__main__":

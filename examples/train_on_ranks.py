@@ -8,7 +8,7 @@ rejects a mixture, and DTensors of several meshes, so the norm is formed here: a
 those of the other ranks, and what every rank has counts once.
 """
 
-import custom_pypto  # noqa: F401  # before torch, so that its idle threads sleep
+from options import Help, at_least, check_folder  # first; options.py says why
 
 # isort: split
 import argparse
@@ -19,7 +19,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from options import Help, at_least
 from torch.distributed.tensor import DTensor
 from train_lookup import lookup_batch, lookup_model
 
@@ -74,6 +73,8 @@ def main():
     args = parser.parse_args()
     if "RANK" not in os.environ:
         parser.error(f"ranks need torchrun: torchrun --nproc-per-node 2 {sys.argv[0]}")
+    if args.save:
+        check_folder(parser, "--save", args.save)
     dist.init_process_group()
     try:
         with tempfile.TemporaryDirectory() as own:

@@ -18,7 +18,7 @@ training on the same main model, whose answers are wrong. Guessing is right in 1
     python examples/train_sparse.py --quick    # a tenth of the steps: the answers stay wrong
 """
 
-import custom_pypto  # noqa: F401  # before torch, so that its idle threads sleep
+from options import Help, at_least, check_folder  # first; options.py says why
 
 # isort: split
 import argparse
@@ -26,7 +26,6 @@ import importlib.util
 from pathlib import Path
 
 import torch
-from options import Help, at_least
 from train_lookup import (
     END,
     TOKEN_ID,
@@ -211,6 +210,7 @@ def parse_args():
             f"got {args.steps}"
         )
     args.steps = dict(zip(STEPS, args.steps, strict=True))
+    check_folder(parser, "--output", args.output)
     return args
 
 
@@ -219,7 +219,6 @@ def main():
     training = Training(args)
     rows = training.run()
     print(table(rows))
-    args.output.mkdir(parents=True, exist_ok=True)
     plot(training, args.output / "train_sparse.png")
     if args.save:
         models.use_transformers(training.model).save_pretrained(args.output)

@@ -1,5 +1,6 @@
 """examples/model_memory.py computes what models.load allocates; the pages show what it prints."""
 
+import os
 import subprocess
 import sys
 
@@ -17,9 +18,10 @@ from custom_pypto.models import sharing  # noqa: E402
 NEWEST = requirements.minor(program.VERSION) == requirements.TRANSFORMERS[-1]
 
 
-def printed(*arguments: str, status: int = 0) -> subprocess.CompletedProcess:
+def printed(*arguments: str, status: int = 0, **variables) -> subprocess.CompletedProcess:
     command = [sys.executable, "examples/model_memory.py", *arguments]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True)
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)} | variables
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True)
     assert done.returncode == status, done.stderr
     return done
 
@@ -102,6 +104,14 @@ def test_the_page_has_the_speed_that_it_estimates():
 def test_bad_input_is_named():
     assert "--layers needs a checkpoint" in printed("--layers", "2", status=2).stderr
     done = printed("tests", status=1)
-    assert done.stderr.startswith("model_memory.py: tests: ") and "Traceback" not in done.stderr
+    assert done.stderr.startswith("model_memory.py: ") and " tests" in done.stderr
+    assert "Traceback" not in done.stderr
     done = printed("examples/checkpoints/lookup", "--layers", "9", status=1)
     assert "--layers must be 1 to 2, got 9" in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "gb2312"])
+def test_an_output_without_dashes_gets_others(encoding):
+    done = printed("examples/checkpoints/lookup", PYTHONIOENCODING=encoding)
+    assert "| examples/checkpoints/lookup | 0.0019 | 0.0038; 0.0037 | - |" in done.stdout
+    assert done.stderr == "1 of 1: examples/checkpoints/lookup\n"

@@ -72,7 +72,7 @@ def test_the_first_block_of_the_page_runs(page, says, capsys):
 
 
 def test_call_ops_prints_positions_and_shape():
-    positions, shape = process("examples/call_ops.py").stdout.splitlines()
+    _, positions, _, shape = process("examples/call_ops.py").stdout.splitlines()
     first, second = json.loads(positions)
     assert all(0 <= p < 40 for p in first[0][0])
     assert sorted(second[0][0]) == [-1, 0, 1, 2]

@@ -41,15 +41,23 @@ def test_what_the_user_has_set_is_left_alone(name, value, monkeypatch):
     assert os.environ.get("GOMP_SPINCOUNT") == (value if name == "GOMP_SPINCOUNT" else None)
 
 
+def imports(name: str) -> list[str]:
+    found = []
+    for node in ast.parse((EXAMPLES / f"{name}.py").read_text()).body:
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found.append(node.module)
+    return found
+
+
 @pytest.mark.parametrize(
     "name",
     ["generate", "needle", "replay_rollout", "train_lookup", "train_lookup_v4", "train_sparse"],
 )
 def test_an_example_that_computes_imports_the_package_before_torch(name):
-    tree = ast.parse((EXAMPLES / f"{name}.py").read_text())
-    names = [
-        alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names
-    ]
+    assert imports(name)[0] == "options"
+    names = imports("options")
     assert names.index("custom_pypto") < names.index("torch")
 
 

@@ -7,6 +7,7 @@ import re
 
 import pytest
 import torch
+from processes import python
 from repository import REPOSITORY
 from torch.utils._pytree import tree_map_only
 
@@ -130,6 +131,27 @@ def test_the_report_shows_the_settings(monkeypatch, capsys):
     assert re.search(r"^Settings +none$", capsys.readouterr().out, re.M)
     monkeypatch.setenv("CUSTOM_PYPTO_READY_ON_HOST", "1")
     monkeypatch.setenv("CUSTOM_PYPTO_LOG", "2")
+    monkeypatch.setenv("CUSTOM_PYPTO_LOGS", "1")
     main(["env"])
-    wanted = r"^Settings +CUSTOM_PYPTO_LOG=2 CUSTOM_PYPTO_READY_ON_HOST=1$"
-    assert re.search(wanted, capsys.readouterr().out, re.M)
+    wanted = "CUSTOM_PYPTO_LOG=2 CUSTOM_PYPTO_LOGS=1 (unknown) CUSTOM_PYPTO_READY_ON_HOST=1"
+    assert re.search(rf"^Settings +{re.escape(wanted)}$", capsys.readouterr().out, re.M)
+
+
+def test_the_report_and_the_page_have_the_same_settings():
+    text = (REPOSITORY / "docs/settings.md").read_text()
+    assert {*re.findall(r"^\| `(CUSTOM_PYPTO_\w+)`", text, re.M)} == env.SETTINGS
+
+
+@pytest.mark.sim
+@pytest.mark.parametrize("device", ["interpreter", "generated"])
+def test_a_cache_that_cannot_be_written_fails_the_command_with_one_line(
+    device, tmp_path, monkeypatch
+):
+    monkeypatch.delenv("TILEFWK_CONFIG_PATH", raising=False)  # set where PyPTO was imported
+    (tmp_path / "file").touch()
+    command = ["-m", "custom_pypto_command", "verify", "--device", device, "--op", "add_custom"]
+    done = python(*command, XDG_CACHE_HOME=str(tmp_path / "file"))
+    line = done.stdout.splitlines()[-1]
+    assert done.returncode == 1 and done.stderr == ""
+    assert line.startswith("FAILED  custom_pypto.simulation: cannot keep ")
+    assert line.endswith("set XDG_CACHE_HOME to a folder that can be written")

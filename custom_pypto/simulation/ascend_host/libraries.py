@@ -117,10 +117,11 @@ def _torch_npu() -> str:
     if version is None or minor(version) != wanted or missing:
         raise AscendHostUnavailable(
             f"ascend_host: needs torch_npu {wanted} for torch {torch}, {', '.join(NEEDED)}; found "
-            f"torch_npu {version or 'none'}{''.join(f', no {name}' for name in missing)}; install "
-            f"it into a folder of its own, `pip install --no-deps --target FOLDER "
-            f"'torch_npu=={wanted}.*' {' '.join(missing or ['protobuf'])}`, and put it on "
-            "PYTHONPATH of this program only"
+            f"torch_npu {version or 'none'}{''.join(f', no {name}' for name in missing)}; in the "
+            "repository `bash run.sh graph` installs it into build/torch_npu, elsewhere `pip "
+            f"install --no-deps --target FOLDER 'torch_npu=={wanted}.*' "
+            f"{' '.join(missing or ['protobuf'])}`; put that folder on PYTHONPATH of this program "
+            "only"
         )
     return version
 
