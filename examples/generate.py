@@ -1,303 +1,241 @@
-"""Generates with a checkpoint of a supported model (docs/models.md), on custom_pypto and upstream.
+"""Generates text with a checkpoint of a supported model (docs/models.md), on the ops.
 
     python examples/generate.py                                   # the demo, DeepSeek-V3.2
     python examples/generate.py --model examples/checkpoints/lookup_v4    # the demo, DeepSeek-V4
     python examples/generate.py --model DIR --prompt "Once upon a time"
+    python examples/generate.py --model DIR --weights int4 --chat         # or "stored", "int8"
+    python examples/generate.py --model DIR --weights int4 --bench        # tokens per second
     python examples/generate.py --model deepseek-ai/DeepSeek-V3.2 --layers 4 --prompt "Once upon"
-    cat text | python examples/generate.py --model DIR --prompt-file - --backend custom_pypto
+    cat text | python examples/generate.py --model DIR --prompt-file -
     torchrun --nproc-per-node 2 examples/generate.py --tp               # two share heads and widths
     torchrun --nproc-per-node 4 examples/generate.py --ep --model DIR   # four share whole experts
     torchrun --nproc-per-node 2 examples/generate.py --cp               # two share the prompts
 
-The demo hides 32 facts in a long text and asks for some of them, one after another on one cache.
-Decoding is greedy, so that both backends do the same work.
+The text goes to standard output as it arrives, its speed to standard error. Without a temperature
+the likeliest token is taken. The demo hides 32 facts in a long text and asks for some of them, on
+custom_pypto and on transformers.
 """
 
-from options import Help, at_least, block_size  # first; options.py says why
+from options import OF_LOAD, Help, at_least, block_size, end, one_line_errors  # first; see there
 
 # isort: split
 import argparse
+import contextlib
 import json
 import os
 import sys
-import time
-from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
 
+import demo
+import jinja2
+import throughput
 import torch
 import torch.distributed as dist
-import train_lookup
-import train_lookup_v4
 import transformers
-from torch.utils._pytree import tree_leaves
-from tqdm import tqdm
-from transformers import (
-    AutoTokenizer,
-    CompileConfig,
-    DynamicCache,
-    GenerationConfig,
-    StaticCache,
-    TextStreamer,
+from session import (
+    BACKENDS,
+    Session,
+    Streamer,
+    before_stop,
+    is_first_rank,
+    print_results,
+    print_speed,
+    run,
+    sampling,
 )
+from transformers import AutoTokenizer, GenerationConfig, set_seed
 
 from custom_pypto import hub, models
-from custom_pypto.models import CACHE  # an argument's name in this transformers
+from custom_pypto.weight_formats import rounded_formats
 
-BACKENDS = ["custom_pypto", "transformers"]
-
-
-@dataclass
-class Result:
-    backend: str
-    prompt_tokens: int
-    new_tokens: int
-    seconds_to_first_token: float  # prefill included
-    tokens_per_second: float  # after the first token, all rows of the batch together
-    cache_bytes: int
-    answers: list[list[str]]  # of each row of the batch
-    right: int | None  # None: no questions with known answers
-    asked: int | None
-
-
-class Streamer(TextStreamer):
-    """Prints the first row of the batch as it arrives and records the time of each token."""
-
-    def __init__(self, tokenizer, quiet):
-        super().__init__(tokenizer, skip_prompt=True)
-        self.quiet, self.times = quiet, []
-
-    def put(self, value):
-        if not self.next_tokens_are_prompt:
-            self.times.append(time.perf_counter())
-        super().put(value[:1])
-
-    def on_finalized_text(self, text, stream_end=False):
-        if not self.quiet:
-            print(text, end="\n" if stream_end else "", flush=True)
+#: what the program does
+DEMO, PROMPT, CHAT, BENCH = "the demo", "--prompt", "--chat", "--bench"
+#: options for some of these alone, and their defaults there
+OPTIONS = {
+    "max_new_tokens": {DEMO: 4, PROMPT: 64, CHAT: 512, BENCH: 64},
+    "temperature": {PROMPT: 0.0, CHAT: 0.0},
+    "top_p": {PROMPT: None, CHAT: None},
+    "top_k": {PROMPT: None, CHAT: None},
+    "stop": {PROMPT: None, CHAT: None},
+    "chat_template": {CHAT: None},
+    "backend": {DEMO: "both", PROMPT: BACKENDS[0], BENCH: BACKENDS[0]},
+    "compile": {DEMO: False, PROMPT: False, BENCH: False},
+    "batch": {DEMO: 1, PROMPT: 1},
+    "json": {DEMO: False, PROMPT: False, BENCH: False},
+    "prompt_tokens": {DEMO: 4096, BENCH: 512},
+    "questions": {DEMO: 16},
+    "tp": {DEMO: False, PROMPT: False},
+    "ep": {DEMO: False, PROMPT: False},
+    "cp": {DEMO: False, PROMPT: False},
+}
 
 
-class Session:
-    """A batch of texts of equal length in tokens, growing on one cache."""
-
-    def __init__(self, model, cache, input_ids, streamer):
-        self.model, self.cache, self.ids, self.streamer = model, cache, input_ids, streamer
-
-    def prefill(self, chunk):
-        """All but the last token. In chunks, since upstream transformers makes index scores of
-        ``[heads, chunk, tokens so far]`` in float32."""
-        prompt = self.ids[:, :-1]
-        with tqdm(
-            total=prompt.size(1),
-            desc="prefill",
-            unit=" tokens",
-            leave=False,
-            disable=None if is_first_rank() else True,  # None: only on a terminal
-        ) as progress:
-            for start in range(0, prompt.size(1), chunk):
-                part = prompt[:, start : start + chunk]
-                self.model(part, **{CACHE: self.cache}, logits_to_keep=1)
-                progress.update(part.size(1))
-
-    def generate(self, input_ids, max_new_tokens, **options):
-        """The model's answer to ``input_ids`` ``[batch, n]``, after all earlier tokens."""
-        self.ids = torch.cat([self.ids, input_ids], dim=1)
-        before = self.ids.size(1)
-        self.ids = self.model.generate(
-            self.ids,
-            attention_mask=torch.ones_like(self.ids),
-            **{CACHE: self.cache},
-            max_new_tokens=max_new_tokens,
-            streamer=self.streamer,
-            **options,
-        )
-        return self.ids[:, before:]
-
-
-def is_first_rank():
-    """Whether this process is the one that prints."""
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def new_cache(model, backend, batch, length, args):
-    if backend == "custom_pypto":
-        return models.PagedCache(model, batch, length, block_size=args.block_size)
-    if args.compile:
-        return StaticCache(config=model.config, max_cache_len=length)
-    return DynamicCache(config=model.config)
-
-
-def cache_bytes(cache):
-    if isinstance(cache, models.PagedCache):
-        return cache.nbytes
-    # leaves: DeepSeek-V4's layers keep the states of their compressors in dictionaries
-    values = tree_leaves([vars(layer) for layer in cache.layers])
-    return sum(tensor.nbytes for tensor in values if isinstance(tensor, torch.Tensor))
-
-
-@torch.no_grad()
-def run(model, tokenizer, backend, prompts, dialogues, args):
-    """Prefills ``prompts``, then generates.
-
-    Args:
-        prompts: a text per row of the batch, all of equally many tokens.
-        dialogues: per row, ``(question, value)`` pairs to ask; None: only continue the prompt.
-    """
-
-    def encode(texts):
-        return tokenizer(list(texts), return_tensors="pt").input_ids.to(model.device)
-
-    def say(text):
-        if not args.json:
-            print(text, end="", flush=True)
-
-    input_ids = encode(prompts)
-    batch, prompt_tokens = input_ids.shape
-    turns = list(zip(*dialogues, strict=True)) if dialogues else [None]
-    room = prompt_tokens + len(turns) * (args.max_new_tokens + 1)
-
-    if args.compile:
-        layers = backend == "custom_pypto" and model.device.type == "cpu"  # a graph for each kind
-        config = (
-            CompileConfig() if layers else CompileConfig(fullgraph=True, dynamic=False, mode=None)
-        )
-        config._compile_all_devices = not layers  # else transformers compiles on GPUs only
-        model.generation_config.compile_config = config
-    begin = time.perf_counter()  # warm-up: sets up threads, and compiles with --compile
-    warm_up = Session(model, new_cache(model, backend, batch, room, args), input_ids[:, :8], None)
-    warm_up.generate(input_ids[:, :1], max_new_tokens=3, min_new_tokens=3)  # no early end
-    if args.compile:
-        say(f"{backend}: compiled in {time.perf_counter() - begin:.1f} s\n")
-
-    streamer = Streamer(tokenizer, quiet=args.json)
-    session = Session(model, new_cache(model, backend, batch, room, args), input_ids, streamer)
-    answers, right, new_tokens = [[] for _ in prompts], 0, 0
-    say(f"{backend}:\n")
-    begin = time.perf_counter()
-    session.prefill(args.prefill_chunk)
-    for turn in turns:
-        if turn is None:
-            asked = input_ids[:, :0]
-        else:
-            asked = encode(question for question, _ in turn)
-            say(f"  {turn[0][0]} ")
-        said = session.generate(asked, args.max_new_tokens)
-        new_tokens += said.numel()
-        for row, text in enumerate(tokenizer.batch_decode(said, skip_special_tokens=True)):
-            answers[row].append(text)
-            if turn is not None:
-                right += text.strip() == turn[row][1]
-    seconds = streamer.times[-1] - streamer.times[0]
-    return Result(
-        backend=backend,
-        prompt_tokens=prompt_tokens,
-        new_tokens=new_tokens,
-        seconds_to_first_token=streamer.times[0] - begin,
-        tokens_per_second=batch * (len(streamer.times) - 1) / seconds if seconds else float("nan"),
-        cache_bytes=cache_bytes(session.cache),
-        answers=answers,
-        right=right if dialogues else None,
-        asked=len(turns) * batch if dialogues else None,
-    )
-
-
-def load(args):
-    if not sys.stderr.isatty() or not is_first_rank():
-        transformers.utils.logging.disable_progress_bar()
+def load_tokenizer(args):
     hub.find("--model", args.model, args.revision)
-    # validates every shard, and names a damaged one
-    model = models.load(
-        args.model,
-        dtype=args.dtype,
-        num_hidden_layers=args.layers,
-        tensor_parallel=args.tp,
-        expert_parallel=args.ep,
-        revision=args.revision,
-    )
-    if args.cp:
-        models.use_custom_pypto(model, context_parallel=True)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             args.model, revision=args.revision, trust_remote_code=False
         )
     except (OSError, ValueError) as error:
         raise ValueError(f"{args.model} has no readable tokenizer: {error}") from error
+    if args.does == CHAT:
+        if args.chat_template:
+            tokenizer.chat_template = args.chat_template.read()
+        if not tokenizer.chat_template:
+            raise ValueError(
+                f"--chat needs a chat template, the tokenizer of {args.model} has none; pass a "
+                "file of Jinja with --chat-template, or --prompt with a text in the model's own "
+                "format"
+            )
+        try:  # before the model is loaded
+            rendered(tokenizer, [{"role": "user", "content": "?"}])
+        except jinja2.TemplateError as error:
+            raise ValueError(f"--chat-template is not one of Jinja: {error}") from error
+    return tokenizer
+
+
+def load(tokenizer, args):
+    if not sys.stderr.isatty() or not is_first_rank():
+        transformers.utils.logging.disable_progress_bar()
+    # validates every shard, and names a damaged one
+    model = models.load(
+        args.model,
+        dtype=args.dtype,
+        num_hidden_layers=args.layers,
+        tensor_parallel=bool(args.tp),
+        expert_parallel=bool(args.ep),
+        weights=args.weights,
+        revision=args.revision,
+    )
+    if args.cp:
+        models.use_custom_pypto(model, context_parallel=True)
     defaults = model.generation_config
     model.generation_config = GenerationConfig(
         eos_token_id=defaults.eos_token_id,
         pad_token_id=tokenizer.pad_token_id or tokenizer.eos_token_id,
     )
-    return model, tokenizer
+    return model
 
 
-def make_prompts(tokenizer, args):
-    """The prompts of the batch, and for the demo the questions for each."""
-    prompt = args.prompt_file.read() if args.prompt_file else args.prompt
-    if prompt is not None:
-        if not tokenizer(prompt).input_ids:
-            raise ValueError("the prompt must not be empty")
-        return [prompt] * args.batch, None
-    tasks = [train_lookup, train_lookup_v4]
-    task = next((task for task in tasks if task.TOKEN_ID == tokenizer.get_vocab()), None)
-    if task is None:
-        raise ValueError(f"{args.model} is not the demo's model; pass --prompt or --prompt-file")
-    try:
-        demo = [
-            task.lookup_prompt(args.prompt_tokens, questions=args.questions, seed=args.seed + row)
-            for row in range(args.batch)
-        ]
-    except ValueError as error:
-        raise ValueError(
-            f"--prompt-tokens {args.prompt_tokens} is too short for --questions {args.questions}"
-        ) from error
-    return [prompt for prompt, _ in demo], [dialogue for _, dialogue in demo]
+def backends_of(args):
+    return BACKENDS if args.backend == "both" else [args.backend]
 
 
-def print_prompt(prompt, dialogue):
-    words = prompt.split()
-    if len(words) > 60:
-        words = [*words[:30], "...", *words[-30:]]
-    print(" ".join(words) + "\n")
-    if dialogue:
-        question, value = dialogue[0]
-        print(
-            f"Somewhere in it: {question.removesuffix('?')}={value}, and others to be asked for.\n"
+def on_each(model, args):
+    """The backends, with the model on each in turn."""
+    for backend in backends_of(args):
+        if backend == "transformers":
+            models.use_transformers(model)
+        yield backend
+
+
+def write(model, tokenizer, prompts, dialogues, args):
+    """The demo, or the continuation of a prompt."""
+    alone = dialogues is None and args.backend != "both"
+    if dialogues and not args.json:
+        demo.print_prompt(prompts[0], dialogues[0])
+    results = [
+        run(model, tokenizer, backend, prompts, dialogues, args, alone)
+        for backend in on_each(model, args)
+    ]
+    if args.json:
+        print(json.dumps(conditions(model, args) | {"results": [asdict(one) for one in results]}))
+    elif alone:
+        if is_first_rank():
+            print_speed(results[0])
+    else:
+        print_results(results)
+        print(" | ".join(f"{name} {value}" for name, value in conditions(model, args).items()))
+
+
+def rendered(tokenizer, messages):
+    return tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+
+
+@torch.no_grad()
+def chat(model, tokenizer, args):
+    """Answers lines until there are no more; the cache keeps what was said."""
+    set_seed(args.seed)
+    stops = args.stop or []
+    cache = models.PagedCache(model, 1, args.max_new_tokens, block_size=args.block_size)
+    session = Session(model, cache, Streamer(tokenizer, stops=stops))
+    messages, read, wrote, seconds = [], 0, 0, 0.0
+    for line in lines():
+        messages.append({"role": "user", "content": line})
+        # the template has the special tokens
+        encoded = tokenizer(
+            rendered(tokenizer, messages), add_special_tokens=False, return_tensors="pt"
         )
+        ids = encoded.input_ids.to(model.device)
+        cache.reserve(ids.size(1) + args.max_new_tokens)
+        read += session.read(ids, args.prefill_chunk)
+        session.streamer.times.clear()
+        said = session.generate(ids[:, :0], args.max_new_tokens, **sampling(args))
+        wrote, seconds = wrote + said.size(1) - 1, seconds + session.streamer.seconds()
+        text = before_stop(tokenizer.decode(said[0], skip_special_tokens=True), stops)
+        messages.append({"role": "assistant", "content": text})
+    speed = f", {wrote / seconds:.1f} tokens/s" if seconds else ""
+    print(f"{len(messages) // 2} answers, {read} tokens read{speed}", file=sys.stderr)
 
 
-def print_results(results):
-    """One column per backend, and the ratio in favour of custom_pypto."""
-    rows = {
-        "": "{backend}",
-        "right answers": "{right} of {asked}",
-        "prompt tokens": "{prompt_tokens}",
-        "new tokens": "{new_tokens}",
-        "time to first token": "{seconds_to_first_token:.2f} s",
-        "tokens per second": "{tokens_per_second:.1f}",
-        "cache": "{megabytes:.1f} MB",
+def lines():
+    """What the user says."""
+    with contextlib.suppress(EOFError):
+        while True:
+            if line := input("> " if sys.stdin.isatty() else "").strip():
+                yield line
+
+
+def bench(model, tokenizer, bandwidth, args):
+    estimated, read = throughput.estimate(model, bandwidth)  # of the formats of custom_pypto
+    speeds = [
+        throughput.measure(model, tokenizer, backend, args) for backend in on_each(model, args)
+    ]
+    if not args.json:
+        throughput.print_speeds(speeds, estimated, read, bandwidth, args)
+        print(" | ".join(f"{name} {value}" for name, value in conditions(model, args).items()))
+        return
+    facts = dict(
+        prompt_tokens=args.prompt_tokens,
+        new_tokens=args.max_new_tokens,
+        bytes_of_token=read,
+        bytes_per_second=bandwidth,
+        estimated_tokens_per_second=estimated,
+        results=[asdict(speed) for speed in speeds],
+    )
+    print(json.dumps(conditions(model, args) | facts))
+
+
+def conditions(model, args):
+    dtype = str(model.dtype).removeprefix("torch.")
+    kinds = {module.kind for module in model.modules() if getattr(module, "kind", None)}
+    return {
+        "model": args.model,
+        "index_topk": model.config.index_topk,
+        "dtype": dtype,
+        "weights": ", ".join(sorted(kinds)) or dtype,
+        "batch": args.batch or 1,
+        "compile": args.compile,
+        "threads": torch.get_num_threads(),
+        "ranks": dist.get_world_size() if dist.is_initialized() else 1,
     }
-    if results[0].asked is None:
-        del rows["right answers"]
-    ratios = {  # by title: of which field, and whether more or less of it is better
-        "time to first token": ("seconds_to_first_token", -1),
-        "tokens per second": ("tokens_per_second", 1),
-        "cache": ("cache_bytes", -1),
-    }
-    print()
-    for title, text in rows.items():
-        cells = [text.format(**vars(r), megabytes=r.cache_bytes / 1e6) for r in results]
-        if len(results) == 2 and title in ratios:
-            field, better = ratios[title]
-            ours, upstream = (getattr(result, field) for result in results)
-            cells.append(f"{(ours / upstream) ** better:.1f}x")
-        print(f"{title:<22}" + "".join(f"{cell:>16}" for cell in cells))
 
 
-def parse_args():
+def parser_of_options():
     here = Path(__file__).resolve().parent
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
-    add = parser.add_argument
+    usage = "%(prog)s [--prompt TEXT | --prompt-file FILE | --chat | --bench] [options]"
+    parser = argparse.ArgumentParser(usage=usage, description=__doc__, formatter_class=Help)
+    text_file = argparse.FileType(encoding="utf-8")
+    does = parser.add_argument_group("what to do; without one of these the demo")
+    add = does.add_mutually_exclusive_group().add_argument
+    add("--prompt", metavar="TEXT", help="continue a text")
+    add("--prompt-file", type=text_file, metavar="FILE", help="that of a file, - for stdin")
+    add("--chat", action="store_true", help="answer lines of stdin, by the tokenizer's template")
+    add("--bench", action="store_true", help="measure tokens per second, and what memory allows")
+
+    add = parser.add_argument_group("the model").add_argument
     add(
         "--model",
         default=os.path.relpath(here / "checkpoints/lookup"),
@@ -305,32 +243,63 @@ def parse_args():
     )
     add("--revision", help="branch, tag or commit of the repository")
     add("--layers", type=at_least(1), metavar="N", help="the first N layers only")
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", help="text to continue; default: the demo")
-    prompt.add_argument(
-        "--prompt-file", type=argparse.FileType(encoding="utf-8"), help="a file, - for stdin"
-    )
-    add("--max-new-tokens", type=at_least(1), help="default: 64, or 4 per question of the demo")
+    add("--weights", choices=["stored", *rounded_formats()], help="format of the weights")
     add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
-    add("--backend", choices=BACKENDS, help="default: both, side by side")
+
+    add = parser.add_argument_group("the text").add_argument
+    count = dict(type=at_least(1), metavar="N")
+    add("--max-new-tokens", **count, help="default: 64; 512 an answer of --chat, 4 of the demo")
+    add("--temperature", type=within(0, 100), metavar="T", help="default: 0, the likeliest token")
+    add("--top-p", type=within(0, 1), metavar="P", help="sample from the likeliest tokens of sum P")
+    add("--top-k", **count, help="sample from the N likeliest tokens")
+    add("--seed", type=int, default=0, help="of samples, and of the text of demo and --bench")
+    add("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
+    add("--chat-template", type=text_file, metavar="FILE", help="of Jinja, for --chat")
+
+    add = parser.add_argument_group("how, and how much").add_argument
+    add("--backend", choices=[*BACKENDS, "both"], help="default: custom_pypto; the demo: both")
     add("--compile", action="store_true", help="torch.compile the decode steps")
-    add("--tp", action="store_true", help="share heads and widths among the ranks of torchrun")
-    add("--ep", action="store_true", help="share experts, whole ones, among the ranks of torchrun")
-    add("--cp", action="store_true", help="share the tokens of prompts among the ranks of torchrun")
-    add("--batch", type=at_least(1), default=1, help="batch size (only the first row is shown)")
+    add("--batch", **count, help="default: 1 (only the first text is shown)")
     add("--block-size", type=block_size, default=128, help="tokens per block of the paged cache")
-    add("--prefill-chunk", type=at_least(1), default=512, help="tokens per forward pass")
-    add("--prompt-tokens", type=at_least(1), default=4096, help="length of the demo's text")
-    add(
-        "--questions",
-        type=at_least(1, 32),
-        metavar="N",
-        default=16,
-        help="number of questions of the demo, 1 to 32",
-    )
-    add("--seed", type=int, default=0, help="seed of the demo's text and questions")
+    add("--prefill-chunk", **count, default=512, help="tokens per forward pass")
+    add("--prompt-tokens", **count, help="of the demo's text, default: 4096; of --bench 512")
+    add("--questions", type=at_least(1, 32), metavar="N", help="of the demo, 1 to 32, default: 16")
     add("--json", action="store_true", help="print one JSON object and nothing else")
+
+    add = parser.add_argument_group("the ranks of torchrun share").add_argument
+    add("--tp", action="store_true", help="attention heads, and the widths of the other layers")
+    add("--ep", action="store_true", help="experts, whole ones")
+    add("--cp", action="store_true", help="the tokens of prompts")
+    return parser
+
+
+def within(lowest: float, highest: float):
+    """The type of an option."""
+
+    def number(text: str) -> float:
+        value = float(text)
+        if not lowest <= value <= highest:
+            raise argparse.ArgumentTypeError(f"must be {lowest} to {highest}, got {value}")
+        return value
+
+    return number
+
+
+def parse_args():
+    parser = parser_of_options()
     args = parser.parse_args()
+    args.does = CHAT if args.chat else BENCH if args.bench else DEMO
+    if args.prompt is not None or args.prompt_file:
+        args.does = PROMPT
+    for name, defaults in OPTIONS.items():
+        option = f"--{name.replace('_', '-')}"
+        if (given := getattr(args, name)) is None or given is False:
+            setattr(args, name, defaults.get(args.does))
+        elif args.does not in defaults:
+            parser.error(f"{option} is for {' and '.join(defaults)}, got it with {args.does}")
+    for name in ("top_p", "top_k"):
+        if getattr(args, name) is not None and not args.temperature:
+            parser.error(f"--{name.replace('_', '-')} needs --temperature, else nothing is sampled")
     if args.cp and (args.tp or args.ep):
         parser.error("--cp needs the whole model on each rank, got --tp or --ep, too")
     if way := "--tp" if args.tp else "--ep" if args.ep else "--cp" if args.cp else None:
@@ -351,53 +320,39 @@ def main():
     dist.init_process_group(timeout=timedelta(minutes=10))
     try:
         with open(os.devnull, "w") as nowhere:
-            with redirect_stdout(sys.stdout if is_first_rank() else nowhere):
+            with contextlib.redirect_stdout(sys.stdout if is_first_rank() else nowhere):
                 generate(args)
     except RuntimeError as error:
         if not isinstance(error, dist.DistError) and "gloo" not in str(error):  # gloo's have none
             raise
-        stop("a rank that this one waits for has ended or hangs; its own error says why")
+        end("a rank that this one waits for has ended or hangs; its own error says why")
     finally:
         dist.destroy_process_group()
 
 
-def stop(error):
-    rank = f" (rank {dist.get_rank()})" if dist.is_initialized() else ""
-    sys.exit(f"generate.py: {error}{rank}")
-
-
 def generate(args):
-    try:
-        model, tokenizer = load(args)
-        prompts, dialogues = make_prompts(tokenizer, args)
-    except (MemoryError, OSError, TypeError, ValueError) as error:
-        stop(error)
-    if args.max_new_tokens is None:
-        args.max_new_tokens = 4 if dialogues else 64
-    conditions = {
-        "model": args.model,
-        "index_topk": model.config.index_topk,
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "batch": args.batch,
-        "compile": args.compile,
-        "threads": torch.get_num_threads(),
-        "ranks": dist.get_world_size() if dist.is_initialized() else 1,
-    }
-    if not args.json:
-        print_prompt(prompts[0], dialogues and dialogues[0])
-    results = []
-    for backend in [args.backend] if args.backend else BACKENDS:
-        if backend == "transformers":
-            models.use_transformers(model)
-        try:
-            results.append(run(model, tokenizer, backend, prompts, dialogues, args))
-        except (MemoryError, ValueError) as error:
-            stop(error)
-    if args.json:
-        print(json.dumps(conditions | {"results": [asdict(result) for result in results]}))
-    else:
-        print_results(results)
-        print(" | ".join(f"{name} {value}" for name, value in conditions.items()))
+    if hasattr(sys.stdout, "reconfigure"):  # a model may write what a terminal cannot show
+        sys.stdout.reconfigure(errors="replace")
+    with one_line_errors(*OF_LOAD.values()):
+        tokenizer = load_tokenizer(args)
+        if args.does == BENCH:
+            bandwidth = throughput.read_bandwidth()
+            bench(load(tokenizer, args), tokenizer, bandwidth, args)
+        elif args.does == CHAT:
+            chat(load(tokenizer, args), tokenizer, args)
+        else:
+            prompts, dialogues = texts(tokenizer, args)
+            write(load(tokenizer, args), tokenizer, prompts, dialogues, args)
+
+
+def texts(tokenizer, args):
+    """The prompts of the batch, and the questions for each of the demo's."""
+    if args.does == DEMO:
+        return demo.prompts_and_questions(tokenizer, args)
+    prompt = args.prompt_file.read() if args.prompt_file else args.prompt
+    if not tokenizer(prompt).input_ids:
+        raise ValueError("the prompt must not be empty")
+    return [prompt] * args.batch, None
 
 
 if __name__ == "__main__":

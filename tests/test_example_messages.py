@@ -56,15 +56,20 @@ def test_the_help_has_every_default(run):
     for option, default in {
         "--model MODEL": "examples/checkpoints/lookup",
         "--dtype": "auto",
-        "--batch BATCH": "1",
         "--block-size BLOCK_SIZE": "128",
-        "--prefill-chunk PREFILL_CHUNK": "512",
-        "--prompt-tokens PROMPT_TOKENS": "4096",
-        "--questions N": "16",
+        "--prefill-chunk N": "512",
         "--seed SEED": "0",
     }.items():
         assert re.search(rf"{option}\b.{{0,140}}\(default: {default}\)", said), option
     assert "default: None" not in said and "default: False" not in said
+    for option, default in {
+        "--max-new-tokens N": "64; 512 an answer of --chat, 4 of the demo",
+        "--batch N": "1 ",
+        "--prompt-tokens N": "4096; of --bench 512",
+        "--questions N": "16 ",
+        "--temperature T": "0,",
+    }.items():
+        assert re.search(rf"{option} .{{0,40}}default: {default}", said), option
 
 
 WRONG = {
@@ -85,6 +90,34 @@ WRONG = {
         "generate.py: --prompt-tokens 10 is too short for --questions 16",
     ),
     "model": ("generate.py", ["--model", "/none"], "generate.py: --model must be a directory, or"),
+    "layers": ("generate.py", ["--layers", "3"], "generate.py: --layers must be 1 to 2 (config"),
+    "chat": (
+        "generate.py",
+        ["--chat"],
+        "checkpoints/lookup has none; pass a file of Jinja with --chat-template, or --prompt",
+    ),
+    "two at once": ("generate.py", ["--prompt", "x", "--bench"], "argument --bench: not allowed"),
+    "only of the demo": (
+        "generate.py",
+        ["--prompt", "x", "--questions", "3"],
+        "generate.py: error: --questions is for the demo, got it with --prompt",
+    ),
+    "not in a chat": (
+        "generate.py",
+        ["--chat", "--json"],
+        "generate.py: error: --json is for the demo and --prompt and --bench, got it with --chat",
+    ),
+    "not of ranks": ("generate.py", ["--bench", "--ep"], "--ep is for the demo and --prompt, got"),
+    "greedy": (
+        "generate.py",
+        ["--prompt", "x", "--top-p", "0.5"],
+        "--top-p needs --temperature, else nothing is sampled",
+    ),
+    "temperature": (
+        "generate.py",
+        ["--prompt", "x", "--temperature", "-1"],
+        "argument --temperature: must be 0 to 100, got -1.0",
+    ),
     "tokens": ("needle.py", ["--tokens", "4"], "argument --tokens: must be at least 32, got 4"),
     "samples": (
         "replay_rollout.py",
@@ -109,6 +142,12 @@ def test_bad_input_ends_with_the_option_that_was_typed(script, arguments, messag
     code, printed = run(script, *arguments)
     # a text as code goes to standard error, with status 1
     assert code == 2 and message in printed.splitlines()[-1] or message in str(code)
+
+
+def test_a_template_that_is_none_is_named_before_the_model_is_loaded(run, tmp_path):
+    (tmp_path / "template").write_text("{% for %}")
+    code, _ = run("generate.py", "--chat", "--chat-template", str(tmp_path / "template"))
+    assert code.startswith("generate.py: --chat-template is not one of Jinja: ")
 
 
 #: what else each program needs to come as far

@@ -21,6 +21,9 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 sys.path.append(str(EXAMPLES))
 
+import model_memory  # noqa: E402
+import train_lookup  # noqa: E402
+import train_lookup_v4  # noqa: E402
 from options import MODES  # noqa: E402
 from train_lookup import FIRST_PAIR, FIRST_QUESTION, lookup_accuracy, lookup_batch  # noqa: E402
 
@@ -52,7 +55,9 @@ def run(monkeypatch, capsys):
             runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         except SystemExit as end:
             return str(end)
-        return capsys.readouterr().out
+        said = capsys.readouterr()
+        run.errors = said.err
+        return said.out
 
     yield run
     transformers.utils.logging.enable_progress_bar()
@@ -103,11 +108,102 @@ def test_compiled_batch_answers_like_eager(run):
 
 
 def test_a_prompt_from_standard_input_is_continued(run):
-    arguments = ["--prompt-file", "-", "--max-new-tokens", "3", "--backend", "custom_pypto"]
     text = "the old sailor otter=red slowly crossed a wide harbour otter?"
-    (result,) = generate(run, *arguments, stdin=text)["results"]
-    assert result["prompt_tokens"] == 10
+    (result,) = generate(run, "--prompt-file", "-", "--max-new-tokens", "3", stdin=text)["results"]
+    assert result["backend"] == "custom_pypto" and result["prompt_tokens"] == 10
     assert result["answers"][0][0].split()[0] == "red"
+
+
+FACTS = (
+    "the old sailor otter=red slowly crossed a wide harbour , the young farmer whale=blue rarely "
+    "left the quiet garden near winter , heron=green"
+)
+
+
+def test_a_prompt_is_continued_on_the_ops_and_standard_output_has_the_text_alone(run):
+    assert run("generate.py", "--prompt", f"{FACTS} otter?", "--max-new-tokens", "3") == "red\n"
+    speed = r"24 tokens read, first token after \S+ s; 2 tokens written, \S+ tokens/s\n"
+    assert re.fullmatch(speed, run.errors)
+    said = run("generate.py", "--prompt", f"{FACTS} otter?", "--backend", "both")
+    assert said.startswith("custom_pypto:\nred\ntransformers:\nred\n\n")
+
+
+@pytest.mark.parametrize("weights", ["stored", "int8", "int4"])
+def test_a_prompt_is_continued_with_quantized_weights(weights, run):
+    report = generate(run, "--prompt", f"{FACTS} otter?", "--weights", weights)
+    assert report["results"][0]["answers"] == [["red"]]
+    assert report["weights"] == ("bfloat16" if weights == "stored" else weights)
+
+
+def sampled(run, *arguments: str) -> str:
+    hot = ["--temperature", "5", "--max-new-tokens", "20"]
+    return run("generate.py", "--prompt", FACTS, *hot, *arguments)
+
+
+def test_samples_follow_seed_and_cuts(run):
+    one, again, other = (sampled(run, "--seed", seed) for seed in "112")
+    assert one == again != other
+    likeliest = run("generate.py", "--prompt", FACTS, "--max-new-tokens", "20")
+    assert likeliest != one
+    for cut in (["--top-k", "1"], ["--top-p", "0"]):
+        assert sampled(run, *cut) == likeliest
+
+
+def test_text_ends_before_a_stop(run):
+    words = sampled(run).split()
+    stop = words[3]
+    assert sampled(run, "--stop", "nowhere", "--stop", stop[1:]).rstrip() == " ".join(
+        [*words[: words.index(stop)], stop[0]]
+    )
+    (result,) = json.loads(sampled(run, "--stop", stop, "--json"))["results"]
+    assert result["answers"][0][0].split() == words[: words.index(stop)]
+    assert result["new_tokens"] == words.index(stop) + 1
+
+
+#: of the lookup checkpoints, in whose texts a full stop follows an answer
+TEMPLATE = (
+    "{%- for m in messages -%}{{ m.content }}{% if m.role == 'assistant' %} .{% endif %} "
+    "{% endfor -%}"
+)
+FORGETFUL = (
+    "{%- for m in messages if m.role == 'user' -%}{{ m.content }} {% endfor -%}"  # no answers
+)
+
+
+def chat(run, tmp_path, template: str, lines: list[str], *arguments: str) -> list[str]:
+    (tmp_path / "template").write_text(template)
+    arguments = ["--chat", "--chat-template", str(tmp_path / "template"), *arguments]
+    return run("generate.py", *arguments, stdin="\n".join(lines)).splitlines()
+
+
+def test_a_chat_answers_each_line_and_reads_what_is_new_alone(run, tmp_path):
+    lines = [f"{FACTS} otter?", "", "whale?", "heron?"]
+    assert chat(run, tmp_path, TEMPLATE, lines) == ["red", "blue", "green"]
+    # all but the last of 24, then the full stops; the questions go with the answers' first step
+    assert run.errors.startswith("3 answers, 25 tokens read, ")
+
+
+@pytest.mark.parametrize("checkpoint", ["lookup", "lookup_v4"])
+def test_a_template_that_rewrites_what_was_said_is_followed(checkpoint, run, tmp_path):
+    model = ["--model", str(EXAMPLES / "checkpoints" / checkpoint), "--max-new-tokens", "8"]
+    task = {"lookup": train_lookup, "lookup_v4": train_lookup_v4}[checkpoint]
+    prompt, [(first, _), (second, _)] = task.lookup_prompt(200, questions=2)
+    _, answer = chat(run, tmp_path, FORGETFUL, [f"{prompt} {first}", second], *model)
+    assert run("generate.py", "--prompt", f"{prompt} {first} {second}", *model) == f"{answer}\n"
+
+
+def test_a_bench_measures_next_to_what_memory_allows(run):
+    few = ["--bench", "--prompt-tokens", "64", "--max-new-tokens", "4", "--weights", "int8"]
+    report = json.loads(run("generate.py", *few, "--json"))
+    (speed,) = report["results"]
+    assert speed["prompt_tokens_per_second"] > speed["tokens_per_second"] > 0
+    size = model_memory.of_checkpoint(str(EXAMPLES / "checkpoints/lookup"), None).sizes["int8"]
+    assert report["bytes_of_token"] == size.read
+    seconds = model_memory.seconds_of_token(size.read, 2, report["bytes_per_second"])
+    assert report["estimated_tokens_per_second"] == 1 / seconds
+    said = run("generate.py", *few, "--backend", "both")
+    assert re.search(r"^tokens per second +custom_pypto +transformers\nprompt of 64 +\d", said)
+    assert "\nthen 4, one by one " in said and "Memory allows about " in said
 
 
 def test_piped_output_has_no_progress_bar_and_no_escapes():
