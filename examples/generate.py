@@ -119,13 +119,9 @@ def load(tokenizer, args):
     return model
 
 
-def backends_of(args):
-    return BACKENDS if args.backend == "both" else [args.backend]
-
-
 def on_each(model, args):
     """The backends, with the model on each in turn."""
-    for backend in backends_of(args):
+    for backend in BACKENDS if args.backend == "both" else [args.backend]:
         if backend == "transformers":
             models.use_transformers(model)
         yield backend

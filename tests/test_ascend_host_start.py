@@ -124,7 +124,7 @@ def test_another_torch_npu_is_rejected_with_the_remedy(tmp_path):
     torch = importlib.metadata.version("torch")
     assert f"needs torch_npu {minor(torch)} for torch {torch}, " in line
     assert "found torch_npu 2.9.0" in line
-    assert "pip install" in line
+    assert line.index("`bash run.sh graph`") < line.index("pip install")
 
 
 def starting(cache: Path) -> subprocess.Popen:
