@@ -8,7 +8,7 @@ from transformers.quantizers.auto import (
 )
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .modules import convert
+from .modules import convert, stored_parameters
 from .published import METHOD
 
 
@@ -44,6 +44,7 @@ class StoredWeightsQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model, **kwargs):
         convert(model, self.quantization_config.kinds)
+        keep_formats(model)
         return model
 
     def is_serializable(self) -> bool:
@@ -62,6 +63,17 @@ class StoredWeightsQuantizer(HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def keep_formats(model) -> None:
+    """Has transformers cast no stored weight or scale to float32: of Hy4 it would cast whatever has
+    ``scale`` in its name."""
+    stored = stored_parameters(model)
+    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        parts = getattr(model, attribute)
+        if both := {part for part in parts if any(part in name for name in stored)}:
+            others = {n for n in model.state_dict() if any(part in n for part in both)} - stored
+            setattr(model, attribute, parts - both | others)
 
 
 # not by transformers' decorators, which reject a second registration: a notebook reloads modules
