@@ -1,8 +1,10 @@
 """What :func:`models.use_custom_pypto` did to a model, as one record: applied and undone as a
 whole."""
 
+import shutil
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -29,8 +31,19 @@ from .regions import Regions, get_compiled_call, valid_auto_compile_criteria
 from .sharing import gather_sharded_state_dict_for_save
 from .training import TRAINING
 
-# of generate() and save_pretrained(), which a patched model has in place of its class's
+
+def save_pretrained(model, save_directory, *args, **kwargs) -> None:
+    """transformers', whose files of safetensors only their user may read; config.json beside them
+    is as the umask says."""
+    type(model).save_pretrained(model, save_directory, *args, **kwargs)
+    config = Path(save_directory, "config.json")
+    for file in Path(save_directory).glob("model*.safetensors") if config.is_file() else ():
+        shutil.copymode(config, file)
+
+
+# which a patched model has in place of its class's
 METHODS = {
+    "save_pretrained": save_pretrained,
     "_extract_generation_mode_kwargs": generation.extract_generation_mode_kwargs,
     "_prepare_cache_for_generation": generation.prepare_cache_for_generation,
     "_prepare_position_ids_for_generation": generation.prepare_position_ids_for_generation,
