@@ -2,30 +2,33 @@
 
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 import torch
+from conversion_harness import (  # noqa: F401
+    alone,
+    assert_checksums_hold,
+    assert_gives_up,
+    assert_same_tensors,
+    convert_in_this_process,
+    tensors_of,
+)
 from loading_harness import INDEX, LOADED_KINDS
 from published import published, save_sparse, true_weights, write_published
+from repository import REPOSITORY
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from tiny import representatives, tiny_config, token_ids
 
 from custom_pypto import models
 from custom_pypto.files import PARTIAL
 
-ROOT = Path(__file__).parents[1]
-sys.path.append(str(ROOT / "examples"))
-
-import convert_checkpoint  # noqa: E402
-
+SHARDS = ["--max-shard-size", "30KB"]
 SMALL = {"tokenizer.json": "{}", "generation_config.json": '{"temperature": 0.6}', "LICENSE": "MIT"}
 
 
@@ -37,45 +40,8 @@ def source(request, tmp_path_factory):
     return path
 
 
-@pytest.fixture
-def convert(monkeypatch, capsys):
-    def run(*arguments):
-        """What the program prints, or says when it gives up."""
-        monkeypatch.setattr(sys, "argv", ["convert_checkpoint.py", *map(str, arguments)])
-        try:
-            convert_checkpoint.main()
-        except SystemExit as failure:
-            return str(failure)
-        return capsys.readouterr().out
-
-    return run
-
-
-def tensors_of(path):
-    return {n: it for file in path.glob("*.safetensors") for n, it in load_file(file).items()}
-
-
-def assert_same_tensors(found, want):
-    assert found.keys() == want.keys()
-    for name, tensor in found.items():
-        assert tensor.dtype == want[name].dtype and torch.equal(tensor, want[name]), name
-
-
 def assert_same_model(path, other, **asked):
     assert_same_tensors(models.load(path).state_dict(), models.load(other, **asked).state_dict())
-
-
-def assert_gives_up(said, message):
-    assert re.match(f"convert_checkpoint.py: {message}", said), said
-
-
-def assert_checksums_hold(path):
-    done = subprocess.run(
-        ["sha256sum", "--check", "--strict", "SHA256SUMS"], cwd=path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    listed = {line.split("  ")[1] for line in (path / "SHA256SUMS").read_text().splitlines()}
-    assert {file.name for file in path.iterdir()} - listed == {"SHA256SUMS", "conversion.json"}
 
 
 def test_a_converted_checkpoint_loads_as_its_source_does(source, convert, tmp_path):
@@ -236,25 +202,27 @@ def test_a_damaged_source_is_rejected_before_anything_is_written(convert, tmp_pa
 @pytest.mark.parametrize("options", [[], ["--weights", "int8"]], ids=["bf16", "int8"])
 def test_a_folder_is_written_by_one_run_at_a_time(options, convert, tmp_path):
     source, target = published(tmp_path / "fp8"), tmp_path / "target"
-    with convert_checkpoint.alone(target):
+    with alone(target):
         said = convert(source, target, *options)
         assert_gives_up(said, f"TARGET must be written by one run at a time, .* {target}; wait")
         assert list(target.iterdir()) == [target / ".conversion.lock"]
     # of a run that was killed before all else
     (target / f"conversion.json{PARTIAL}0123456789abcdef").touch()
     assert "shards written" in convert(source, target, *options)
+    (tmp_path / "usual").touch()
     modes = {file.name: file.stat().st_mode for file in target.iterdir()}
-    assert len(set(modes.values())) == 1, modes
+    assert set(modes.values()) == {(tmp_path / "usual").stat().st_mode}, modes
     assert_checksums_hold(target)
 
 
-def test_a_killed_run_goes_on_where_it_was(convert, tmp_path):
-    source, target = published(tmp_path / "fp8", n_routed_experts=64), tmp_path / "bf16"
-    options = ["--max-shard-size", "30KB"]
+@pytest.mark.parametrize("options", [[], ["--weights", "int8"]], ids=["bf16", "int8"])
+def test_a_killed_run_goes_on_where_it_was(options, convert, tmp_path):
+    source, target = published(tmp_path / "fp8", n_routed_experts=64), tmp_path / "target"
+    weights, options = dict(zip(["weights"], options[1:], strict=False)), [*options, *SHARDS]
     process = subprocess.Popen(
         [sys.executable, "examples/convert_checkpoint.py", source, target, *options],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
         stderr=subprocess.DEVNULL,
     )
     sums = target / "SHA256SUMS"
@@ -274,15 +242,13 @@ def test_a_killed_run_goes_on_where_it_was(convert, tmp_path):
         file.write(bytes([last ^ 1]))
     (target / missing).unlink()
     (target / f"{missing}{PARTIAL}0123456789abcdef").write_bytes(b"half of it")
-    (target / ".conversion.partial").mkdir()  # of a run with --weights
-    (target / ".conversion.partial" / ".tmpAbCdEf").write_bytes(b"half of it")
     written = {name: (target / name).stat().st_mtime_ns for name in kept}
 
     said = convert(source, target, *options)
     shards = len(list(target.glob("*.safetensors")))
     assert f"{shards - len(kept)} shards written, {len(kept)} kept" in said
     assert {name: (target / name).stat().st_mtime_ns for name in kept} == written
-    assert_same_model(target, source)
+    assert_same_model(target, source, **weights)
     assert_checksums_hold(target)
 
     assert f"0 shards written, {shards} kept" in convert(source, target, *options)
