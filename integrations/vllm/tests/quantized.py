@@ -1,12 +1,16 @@
 """Checkpoints with quantized weights, and what these weights stand for."""
 
+import json
 import re
 import shutil
 from pathlib import Path
 
 import torch
 from checkpoints import write_config
-from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
+from compressed_tensors.compressors.pack_quantized.helpers import (
+    pack_to_int32,
+    unpack_from_int32,
+)
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -112,3 +116,21 @@ def quantize(source: Path, scheme: str, ignore=PLAIN) -> tuple[Path, Path]:
         folders.append(folder)
     write_config(folders[0], quantization_config=config)
     return tuple(folders)
+
+
+def exact_of(checkpoint: Path) -> Path:
+    """What a checkpoint in the format ``pack-quantized`` stands for."""
+    config = json.loads((checkpoint / "config.json").read_text())
+    bits = config.pop("quantization_config")["config_groups"]["group_0"]["weights"]["num_bits"]
+    weights = load_file(checkpoint / "model.safetensors")
+    for name in [name for name in weights if name.endswith("_packed")]:
+        name = name.removesuffix("_packed")
+        packed, scales, shape = (weights.pop(f"{name}_{x}") for x in ("packed", "scale", "shape"))
+        values = unpack_from_int32(packed, bits, torch.Size(shape.tolist())).float()
+        grouped = values.unflatten(-1, (scales.shape[1], -1)) * scales.float()[..., None]
+        weights[name] = grouped.flatten(-2)
+    folder = checkpoint.with_name(f"{checkpoint.name}-exact")
+    folder.mkdir()
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder

@@ -2,7 +2,10 @@
 
 import torch
 from vllm.model_executor.layers.fused_moe import RoutedExperts, UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.quantization import register_quantization_config
+from vllm.model_executor.layers.quantization import (
+    QuantizationConfig,
+    register_quantization_config,
+)
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import (
     CompressedTensorsConfig,
 )
@@ -84,7 +87,21 @@ class V4Fp8(Fp8, DeepseekV4FP8Config):
         return super().own_experts(layer, prefix)
 
 
+class OfTransformers(QuantizationConfig):
+    """What ``models.load`` keeps in a stored format and ``save_pretrained`` then writes."""
+
+    @classmethod
+    def from_config(cls, config):
+        raise ValueError(
+            "custom_pypto_vllm: a checkpoint for vLLM must be in the published format or in that "
+            "of compressed-tensors, got one for custom_pypto.models; serve the original one, or "
+            "convert that by examples/convert_checkpoint.py SOURCE TARGET --weights int4 --format "
+            "compressed-tensors"
+        )
+
+
 def register() -> None:
+    register_quantization_config("custom_pypto")(OfTransformers)
     register_quantization_config("compressed-tensors")(CompressedTensors)
     register_quantization_config("fp8")(Fp8)
     register_quantization_config("deepseek_v4_fp8")(V4Fp8)
