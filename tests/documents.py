@@ -9,9 +9,10 @@ import re
 
 from repository import REPOSITORY, tracked_files
 
-# whole translations: the Chinese page on checkpoints is shorter than the English
+# whole translations
 TRANSLATED = {"README.md": "README.zh-CN.md"} | {
-    f"docs/{page}.md": f"docs/zh/{page}.md" for page in ("dsa", "install", "npu", "training")
+    f"docs/{page}.md": f"docs/zh/{page}.md"
+    for page in ("checkpoints", "dsa", "install", "npu", "training")
 }
 FENCE = re.compile(r"^```.*?^```$", re.S | re.M)
 SUFFIXES = (".md", ".py", ".cpp", ".h", ".sh")

@@ -11,9 +11,7 @@ from documents import REPOSITORY, TRANSLATED, pages
 
 from custom_pypto.models.architectures import ARCHITECTURES, available
 
-CHINESE = TRANSLATED | {
-    f"docs/{page}.md": f"docs/zh/{page}.md" for page in ("checkpoints", "training")
-}
+CHINESE = TRANSLATED | {"docs/training.md": "docs/zh/training.md"}
 TABLE = "| a | b |\n| --- | --- |\n| 1 | `x\\|y` |\n"
 
 
