@@ -12,7 +12,7 @@ from custom_pypto.weight_formats import WEIGHT_FORMATS, in_pairs
 
 from .plain import Plain, layer_of
 
-BITS = {"int8": 8, "int4": 4}
+FORMAT, BITS = "compressed-tensors", {"int8": 8, "int4": 4}
 # of vLLM, with layers whose names are those on disk
 MODELS = ("deepseek_v32", "glm_moe_dsa")
 # what models.load keeps plain, what vLLM merges into a plain layer, and what vLLM makes plain of a
@@ -36,10 +36,10 @@ class Packed(Plain):
         layers: the first ones alone; None: all, and those that draft.
     """
 
-    what = "--format compressed-tensors"
+    what = f"--format {FORMAT}"
 
     def __init__(self, source, kind, layers, max_shard_size):
-        super().__init__(source, layers, None, max_shard_size, weights=kind, format=self.what)
+        super().__init__(source, layers, None, max_shard_size, weights=kind, format=FORMAT)
         if self.config["model_type"] not in MODELS:
             raise ValueError(
                 f"SOURCE must be one of {', '.join(MODELS)} for {self.what}, got "
@@ -89,7 +89,7 @@ class Packed(Plain):
         weights = {"num_bits": self.bits, "type": "int", "symmetric": True, "dynamic": False}
         group = {"targets": ["Linear"], "weights": weights | form, "input_activations": None}
         return {
-            "quant_method": "compressed-tensors",
+            "quant_method": FORMAT,
             "format": "pack-quantized",
             "quantization_status": "compressed",
             "config_groups": {"group_0": group | {"format": "pack-quantized"}},

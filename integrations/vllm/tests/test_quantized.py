@@ -37,26 +37,36 @@ def test_equals_transformers(kind, scheme, ignore, options, tmp_path):
     assert_equal(exact, result)
 
 
+needs_models = pytest.mark.skipif(
+    not MODELS.exists(), reason="needs .venv: build_and_install.sh --editable models"
+)
+
+
+def converted(source, weights):
+    """The checkpoint ``source`` as examples/convert_checkpoint.py writes it for vLLM."""
+    checkpoint = source.with_name(f"{source.name}-{weights}")
+    example = [MODELS, ROOT / "examples" / "convert_checkpoint.py", source, checkpoint]
+    example += ["--weights", weights, "--format", "compressed-tensors"]
+    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
+    done = subprocess.run(example, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return checkpoint
+
+
 CONVERTED = {
     "int8, drafts": (V32, "int8", dict(speculative_config=MTP)),
     "int4": (GLM, "int4", dict(max_num_batched_tokens=64)),
 }
 
 
+@needs_models
 @pytest.mark.matrix
-@pytest.mark.skipif(
-    not MODELS.exists(), reason="needs .venv: build_and_install.sh --editable models"
-)
 @pytest.mark.parametrize("kind, weights, options", CONVERTED.values(), ids=CONVERTED)
 def test_a_converted_checkpoint_equals_transformers(kind, weights, options, tmp_path):
     """That int8 stands for the values of ``models.load``: tests/test_converted_weights.py."""
-    source, checkpoint = save_tiny(tmp_path / kind, kind, **SIZES), tmp_path / weights
+    source = save_tiny(tmp_path / kind, kind, **SIZES)
     add_draft_layer(source)
-    example = [MODELS, ROOT / "examples" / "convert_checkpoint.py", source, checkpoint]
-    example += ["--weights", weights, "--format", "compressed-tensors"]
-    environment = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
-    done = subprocess.run(example, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    checkpoint = converted(source, weights)
     result = generate(checkpoint, tmp_path, **options)
     drafts = result["metrics"].get("vllm:spec_decode_num_draft_tokens", 0)
     assert (drafts > 0) == ("speculative_config" in options)
@@ -65,10 +75,16 @@ def test_a_converted_checkpoint_equals_transformers(kind, weights, options, tmp_
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("scheme", ["W8A8", "W4A16"])
+@pytest.mark.parametrize(
+    "scheme",
+    ["W8A8", "W4A16", *(pytest.param(kind, marks=needs_models) for kind in ("int8", "int4"))],
+)
 def test_the_lookup_checkpoint_answers_right(scheme, tmp_path):
     source = shutil.copytree(LOOKUP, tmp_path / LOOKUP.name)
-    checkpoint, _ = quantize(source, scheme, [*PLAIN, r"re:.*kv_b_proj$"])
+    if scheme in SCHEMES:
+        checkpoint, _ = quantize(source, scheme, [*PLAIN, r"re:.*kv_b_proj$"])
+    else:
+        checkpoint = converted(source, scheme)
     serving = Serving(f"--served-model-name={LOOKUP.name}", checkpoint=checkpoint)
     try:
         replies = send(serving.url, questions(), tokens=1)
