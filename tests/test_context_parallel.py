@@ -10,7 +10,16 @@ import torch.distributed as dist
 from model_harness import assert_close, feed, left_padded
 from processes import in_ranks
 from tiny import ALL_KINDS, clear_case, tiny_model, token_ids
-from training_harness import TOKENS, TOLERANCES, assert_near, checkpointed, packed, padded, trained
+from training_harness import (
+    TOKENS,
+    TOLERANCES,
+    assert_near,
+    checkpointed,
+    not_checkpointed,
+    packed,
+    padded,
+    trained,
+)
 
 from custom_pypto import models
 from custom_pypto.models import CACHE
@@ -61,7 +70,7 @@ def losses_and_gradients(model, seed: int) -> dict[str, tuple]:
     for reentrant in (False, True)[: 1 + ("mistral" not in model.config.model_type)]:
         checkpointed(model, reentrant)
         found[f"checkpointed, {reentrant}"] = trained(model, batches(seed)["padded"])
-        model.gradient_checkpointing_disable()
+        not_checkpointed(model)
     return found
 
 

@@ -8,6 +8,7 @@ import torch
 from model_harness import no_grad_and_one_thread, patched_model, trace  # noqa: F401
 from tiny import ALL_KINDS, representatives, token_ids
 from torch.nn.modules.module import register_module_forward_hook
+from training_harness import checkpointed
 from transformers import CompileConfig
 
 from custom_pypto import models
@@ -192,7 +193,7 @@ def test_layers_that_run_again_in_the_backward_attend_to_the_record_after_the_co
         model(token_ids(1, 24, seed=5), use_cache=False)
     gradients = []
     for inside in (True, False):
-        model.gradient_checkpointing_enable()
+        checkpointed(model)
         model.zero_grad()
         with torch.enable_grad():
             with models.replay_indices(model, record):

@@ -22,7 +22,7 @@ from tiny import (
     tiny_model,
     token_ids,
 )
-from training_harness import assert_near
+from training_harness import assert_near, checkpointed
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from custom_pypto import models
@@ -115,6 +115,7 @@ def test_prompt_tuning_generates(kind):
     assert torch.equal(generate(patched, seed), want)
 
 
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")
 def test_soft_prompts_that_cannot_be_honoured_are_rejected_by_name():
     ids = token_ids(2, 20)
     mask = torch.ones_like(ids)
@@ -141,7 +142,7 @@ def test_generate_while_layers_are_checkpointed_gives_the_tokens_of_evaluation(k
         return model.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
 
     seed, want = clear_case(generate)
-    model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+    checkpointed(model.train(), reentrant)
     if kind == "glm5_next":
         with pytest.raises(ValueError, match="checkpointing must be off .*linear attention"):
             generate(seed)
@@ -153,7 +154,7 @@ def test_generate_while_layers_are_checkpointed_gives_the_tokens_of_evaluation(k
 @pytest.mark.parametrize("training", ["auto", "ops"])
 def test_reentrant_checkpoints_that_lose_a_gradient_are_rejected(training):
     _, model = pair("mistral_large4", training=training)
-    model.train().gradient_checkpointing_enable({"use_reentrant": True})
+    checkpointed(model.train(), reentrant=True)
     ids = token_ids(1, 20)
     with torch.enable_grad(), pytest.raises(ValueError, match="use_reentrant=False .*got True"):
         model(ids, labels=ids)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from model_harness import TOLERANCES, WRONG
 from tiny import ALL_KINDS, V4_LAYERS, clear_case, tiny_model, token_ids
+from training_harness import checkpointed
 
 from custom_pypto import models
 from custom_pypto.models import deepseek_v4
@@ -155,7 +156,7 @@ def test_training_attends_to_what_the_rollout_did_and_has_gradients(kind, path, 
 
     _, (fed, record, want) = clear_case(both)
     if checkpointing:
-        trained.gradient_checkpointing_enable()
+        checkpointed(trained)
     trained.train()
     own = logits(trained, fed).detach()
     with models.replay_indices(trained, record):

@@ -17,6 +17,7 @@ from training_harness import (
     assert_near,
     checkpointed,
     gradients,
+    not_checkpointed,
     padded,
     trained,
 )
@@ -63,7 +64,7 @@ def losses_and_gradients(model, seed, loss, checkpoint=None):
     """The loss, that of the indexers, and the gradients of all parameters, whole."""
     models.use_custom_pypto(model, block_size=16, training="ops", indexer_loss=loss)
     LatentAttention.slice_tokens = models.training.DENSE_TOKENS = 23  # several turns of each rank
-    model.gradient_checkpointing_disable()
+    not_checkpointed(model)
     if checkpoint is not None:
         checkpointed(model, checkpoint)
     output = model(**batch_of(model, seed), use_cache=False)

@@ -9,7 +9,7 @@ import torch
 from tiny import ALL_KINDS, tiny_model, token_ids
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import Trainer, TrainingArguments
+from transformers import PreTrainedModel, Trainer, TrainingArguments
 
 from custom_pypto import models
 
@@ -45,9 +45,18 @@ def model_for(path, kind="deepseek_v32", loss=None, coefficient=1.0, **changes):
     )
 
 
-def checkpointed(model, reentrant):
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+# the name in this transformers; the other one warns
+NEW = hasattr(PreTrainedModel, "activation_checkpointing_enable")
+CHECKPOINTING = "activation_checkpointing" if NEW else "gradient_checkpointing"
+
+
+def checkpointed(model, reentrant=False):
+    getattr(model, f"{CHECKPOINTING}_enable")({"use_reentrant": reentrant})
     model.enable_input_require_grads()
+
+
+def not_checkpointed(model):
+    getattr(model, f"{CHECKPOINTING}_disable")()
 
 
 def whole(seed=1):
