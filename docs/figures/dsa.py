@@ -3,16 +3,10 @@
 python docs/figures/dsa.py
 """
 
-from pathlib import Path
+from style import AMBER, BLUE, GREEN, GREY, arrow, box, plt, write
 
-import matplotlib
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
-
-INPUT, INDEXER, CACHE, ATTENTION = "#eceff1", "#dbeafe", "#fef3c7", "#dcfce7"
-HEIGHT, TEXT = 1.3, 9.5
+INPUT, INDEXER, CACHE, ATTENTION = GREY, BLUE, AMBER, GREEN
+HEIGHT = 1.3
 
 # name: (x, y, width, colour, text)
 BOXES = {
@@ -57,21 +51,17 @@ def side(start: str, end: str) -> tuple[tuple[float, float], tuple[float, float]
     return (x0 + width0, y0 + HEIGHT / 2), (x1, y1 + HEIGHT / 2)
 
 
+def data() -> dict:
+    return {"boxes": BOXES, "arrows": ARROWS}
+
+
 def draw() -> plt.Figure:
     figure, axes = plt.subplots(figsize=(13, 5.6), dpi=120)
     for x, y, width, colour, text in BOXES.values():
-        shape = "round,pad=0,rounding_size=0.12"
-        box = FancyBboxPatch(
-            (x, y), width, HEIGHT, boxstyle=shape, facecolor=colour, edgecolor="#475569"
-        )
-        axes.add_patch(box)
-        axes.text(x + width / 2, y + HEIGHT / 2, text, ha="center", va="center", fontsize=TEXT)
+        box(axes, x, y, width, HEIGHT, colour, text)
     for start, end, carries in ARROWS:
         begin, finish = side(start, end)
-        arrow = FancyArrowPatch(
-            begin, finish, arrowstyle="-|>", mutation_scale=12, color="#475569", linewidth=1.2
-        )
-        axes.add_patch(arrow)
+        arrow(axes, begin, finish)
         middle = [(a + b) / 2 for a, b in zip(begin, finish, strict=True)]
         axes.text(*middle, carries, ha="center", va="center", fontsize=8, backgroundcolor="white")
     axes.text(8.9, 6.15, "npu_lightning_indexer_pto", fontsize=10, family="monospace")
@@ -84,4 +74,4 @@ def draw() -> plt.Figure:
 
 
 if __name__ == "__main__":
-    draw().savefig(Path(__file__).with_suffix(".png"), metadata={"Software": None})
+    write(__file__, draw(), data())
