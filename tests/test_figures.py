@@ -59,5 +59,22 @@ def test_the_picture_of_the_status_has_every_cell_of_the_table(program):
     assert cells == {text.replace("\n", " ") for text in texts(axes)}
 
 
+def test_the_picture_of_the_speed_has_a_dot_for_each_ratio(program):
+    speed = program("speed")
+    dots = [
+        len(line.get_xdata())
+        for axes in speed["draw"]().axes
+        for line in axes.lines
+        if line.get_marker() != "None"
+    ]
+    assert sum(dots) == sum(len(run["ratios"]) for run in speed["data"]()) > 100
+
+
+def test_the_page_has_the_ratios_of_the_speed(program):
+    text = (REPOSITORY / "docs/comparison.md").read_text()
+    rows = program("speed")["table"]()
+    assert len(rows) > 10 and [row for row in rows if f"{row}\n" not in text] == []
+
+
 def texts(axes) -> set[str]:
     return {text.get_text() for text in axes.texts}
