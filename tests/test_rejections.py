@@ -3,6 +3,7 @@ nothing written."""
 
 import re
 
+import numpy
 import pytest
 import torch
 from cases import copied, inputs_of, not_default, of, on_meta, rejection
@@ -75,3 +76,44 @@ def test_an_npu_rejects_a_cache_of_more_blocks_than_it_counts(op, message):
     npu.check(op, with_blocks(most))
     with pytest.raises(RuntimeError, match=re.escape(f"{op}: {message}")):
         npu.check(op, with_blocks(most + 1))
+
+
+WRONG_TYPES = {
+    "number-as-str": ("sparse_count", "16", "an int of 64 bits, got str '16'; pass 16"),
+    "float": ("sparse_count", 16.0, "an int of 64 bits, got float 16.0"),
+    "too-large": ("sparse_count", 2**63, f"an int of 64 bits, got int {2**63}"),
+    "list": (
+        "actual_seq_lengths_key",
+        [40, 33],
+        "a tensor or None, got list [40, 33]; pass torch.tensor([40, 33], dtype=torch.int32)",
+    ),
+    "numpy": (
+        "actual_seq_lengths_key",
+        numpy.array([40, 33]),
+        "a tensor or None, got a ndarray of int64; "
+        "pass torch.as_tensor(actual_seq_lengths_key, dtype=torch.int32)",
+    ),
+    "numpy-floats": (
+        "weights",
+        numpy.ones((2, 3, 4), numpy.float32),
+        "a tensor, got a ndarray of float32; pass torch.as_tensor(weights)",
+    ),
+    "str-for-tensor": ("weights", "ones", "a tensor, got str 'ones'"),
+    "int-for-str": ("layout_key", 3, "a str, got int 3"),
+    "tensor-for-str": ("layout_key", torch.ones(2), "a str, got a tensor"),
+    "str-for-bool": ("return_value", "yes", "a bool, got str 'yes'"),
+}
+
+
+@pytest.mark.parametrize("argument, value, message", WRONG_TYPES.values(), ids=WRONG_TYPES)
+def test_a_value_of_another_type_is_named_with_the_remedy(argument, value, message):
+    op = "npu_lightning_indexer_pto"
+    given = inputs_of(op, (3, 2), (40, 33)) | {argument: value}
+    with pytest.raises(TypeError) as rejected:
+        custom_pypto.npu_lightning_indexer_pto(**given)
+    assert str(rejected.value) == f"{op}: {argument} must be {message}"
+
+
+def test_a_positional_argument_of_another_type_is_named():
+    with pytest.raises(TypeError, match="^add_custom: y must be a tensor, got float 1.0$"):
+        custom_pypto.add_custom(torch.ones(1), 1.0)

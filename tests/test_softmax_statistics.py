@@ -156,6 +156,5 @@ def test_without_statistics_a_tensor_is_returned():
 
 
 def test_more_or_less_than_a_bool_is_rejected():
-    message = "Expected a value of type 'bool' for argument 'return_softmax_lse'"
-    with pytest.raises(RuntimeError, match=message):
+    with pytest.raises(TypeError, match="return_softmax_lse must be a bool, got str 'yes'"):
         attend(**inputs([2], [40]), return_softmax_lse="yes")
