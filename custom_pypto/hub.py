@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import glob
+import json
+import re
 import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -185,6 +187,28 @@ def is_name(path: str | Path) -> bool:
     return True
 
 
+def other_format(path: Path) -> str:
+    """What a path without safetensors has instead, and the remedy; empty: nothing known."""
+    files = sorted(file.name for file in path.iterdir()) if path.is_dir() else [path.name]
+    if "adapter_config.json" in files:
+        base = json.loads((path / "adapter_config.json").read_text()).get("base_model_name_or_path")
+        return (
+            f": it is an adapter of {base}; load that, and then the adapter with "
+            "peft.PeftModel.from_pretrained"
+        )
+    if any(file.endswith(".gguf") for file in files):
+        return (
+            ": GGUF is not read; load the published safetensors, with "
+            "weights='int4' for as few bytes"
+        )
+    if any(re.fullmatch(r"pytorch_model.*\.bin", file) for file in files):
+        return (
+            ": pytorch_model.bin is not read; load safetensors of this model, "
+            "or make them with from_pretrained and save_pretrained of transformers"
+        )
+    return ""
+
+
 def find(what: str, path: str | Path, revision: str | None = None) -> Directory:
     """The checkpoint in this directory or, of a name that is none, in this repository of the Hub.
 
@@ -195,10 +219,16 @@ def find(what: str, path: str | Path, revision: str | None = None) -> Directory:
         FileNotFoundError: neither.
         OSError: the Hub does not give it; see :class:`Snapshot`.
         ValueError: ``revision`` for a directory.
+        TypeError: ``path`` is no path.
     """
+    if not isinstance(path, (str, Path)):
+        raise TypeError(
+            f"{what} must be a directory or the name of a repository of the Hugging Face Hub, as "
+            f"str or Path, got {type(path).__name__} {path!r}"
+        )
     if is_name(path):
         return Snapshot(what, str(path), revision)
-    folder = Path(path)
+    folder = Path(path).expanduser()
     if not folder.exists():
         raise FileNotFoundError(
             f"{what} must be a directory, or the name of a repository of the Hugging Face Hub such "
@@ -207,6 +237,7 @@ def find(what: str, path: str | Path, revision: str | None = None) -> Directory:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
             f"{what} must be a checkpoint directory with a config.json, got {path}"
+            f"{other_format(folder)}"
         )
     if revision is not None:
         raise ValueError(

@@ -25,6 +25,7 @@ if _problem := transformers_problem():
     raise ImportError(f"custom_pypto.models: {_problem}")
 
 from pathlib import Path  # noqa: E402
+from typing import Literal, NoReturn  # noqa: E402
 
 import torch  # noqa: E402
 from transformers import PreTrainedModel  # noqa: E402
@@ -32,6 +33,7 @@ from transformers import PreTrainedModel  # noqa: E402
 from custom_pypto import hub  # noqa: E402
 
 from .cache import PagedCache  # noqa: E402
+from .loading.keywords import check_keywords  # noqa: E402
 from .loading.plan import Request, plan_for  # noqa: E402
 from .patch import use_custom_pypto, use_transformers  # noqa: E402
 from .patched import CACHE  # noqa: E402
@@ -49,16 +51,21 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted({*__all__, *(name for name in globals() if name.startswith("__"))})
+
+
 def load(
     path: str | Path,
     *,
-    dtype: torch.dtype | str = "auto",
+    dtype: torch.dtype | Literal["auto", "float32", "bfloat16", "float16"] = "auto",
     num_hidden_layers: int | None = None,
     device: torch.device | str | None = None,
     tensor_parallel: bool = False,
     expert_parallel: bool = False,
     weights: Weights = None,
     revision: str | None = None,
+    **others: NoReturn,
 ) -> PreTrainedModel:
     """Loads a checkpoint, patched by :func:`models.use_custom_pypto`.
 
@@ -91,6 +98,11 @@ def load(
             ``weights_proj`` are in ``dtype`` in any case. None: ``dtype``, or the formats of a
             model that was saved with them, whose files are then mapped and must stay as they are.
         revision: branch, tag or commit of a repository; None: its main branch.
+        others: none; those of transformers' ``from_pretrained`` are rejected with what to pass
+            instead.
+    Returns:
+        The model in evaluation mode, of its class in transformers, on ``device``; with ranks that
+        share it, this rank's part.
     Raises:
         FileNotFoundError: no such directory, repository, revision, config, index or shard.
         OSError: the Hub does not answer, or refuses; or the disk is too small.
@@ -100,9 +112,18 @@ def load(
             actual value. Or invalid ``num_hidden_layers``, unsupported quantization, unsupported
             number of ranks, ``dtype`` or ``device``, ``device`` with ranks that share a model, or
             ranks that load different things.
-        TypeError: unsupported model class in the config.
+        TypeError: unsupported model class in the config, an argument of another type, or a keyword
+            that is none.
         MemoryError: the model does not fit; nothing was read or, of a repository, downloaded.
+
+    Example::
+
+        model = models.load("deepseek-ai/DeepSeek-V3.2", weights="int4")
+        ids = torch.tensor([[0, 1, 2]])
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=10)
     """
+    if others:
+        check_keywords(load.__kwdefaults__ or (), others)
     asked = Request.of(dtype, num_hidden_layers, device, tensor_parallel, expert_parallel, weights)
     source = hub.find("load: path", path, revision)
     plan = plan_for(source, asked)

@@ -19,7 +19,7 @@ Shapes: T tokens laid end to end, H heads of this rank, N index heads, D ``index
 import dataclasses
 import functools
 import inspect
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,8 @@ from .absorbed import Part, absorbed_query, first_derivative
 from .patched import text_model
 from .tensor_parallel import at_rank, of_all_heads
 
-INDEXER_LOSS = ("sparse", "dense")
+Divergence = Literal["sparse", "dense"]
+INDEXER_LOSS = get_args(Divergence)
 # name of the forward's keyword and of the output
 NAME = "indexer_loss"
 # of breaks in a compiled graph
@@ -44,7 +45,7 @@ SCALE = "a backward hands its gradient to others, which a graph would not see"
 class Option(NamedTuple):
     """What a patched model was told."""
 
-    kind: str | None  # of INDEXER_LOSS
+    kind: Divergence | None
     coefficient: float
 
 
@@ -278,12 +279,14 @@ def check_indexer_loss(caller: str, model, attention, training: str, option: Opt
         ValueError: names the argument, what was expected and what came.
     """
     kind, coefficient = option
+    # a number of Python, numpy or torch; "1" is none
+    if not hasattr(coefficient, "__float__") or not 0 <= coefficient < float("inf"):
+        raise ValueError(
+            f"{caller}: indexer_loss_coefficient must be a number of at least 0, got "
+            f"{coefficient!r}"
+        )
     if kind is None:
         return
-    if not 0 <= coefficient < float("inf"):
-        raise ValueError(
-            f"{caller}: indexer_loss_coefficient must be a number of at least 0, got {coefficient}"
-        )
     if kind not in INDEXER_LOSS:
         raise ValueError(
             f"{caller}: indexer_loss must be {' or '.join(map(repr, INDEXER_LOSS))} or None, "

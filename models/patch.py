@@ -13,10 +13,16 @@ from transformers import PreTrainedModel
 from . import calls, generation
 from .absorbed import advise_on_bfloat16
 from .architectures import attention_classes, check_widths
-from .cache.layout import check_block_size, check_cache_dtypes
+from .cache.layout import CacheDtype, check_block_size, check_cache_dtypes
 from .context_parallel import check_context_parallel
 from .dequantization import Dequantized, dequantize, report, restore
-from .indexer_loss import Option, add_indexer_loss, begin_indexer_loss, check_indexer_loss
+from .indexer_loss import (
+    Divergence,
+    Option,
+    add_indexer_loss,
+    begin_indexer_loss,
+    check_indexer_loss,
+)
 from .one_op import Head, derived
 from .patched import (
     attention_of,
@@ -29,7 +35,7 @@ from .patched import (
 from .projection import change_class, is_sharded
 from .regions import Regions, get_compiled_call, valid_auto_compile_criteria
 from .sharing import gather_sharded_state_dict_for_save
-from .training import TRAINING
+from .training import TRAINING, Training
 
 
 def save_pretrained(model, save_directory, *args, **kwargs) -> None:
@@ -149,10 +155,10 @@ def use_custom_pypto(
     model: PreTrainedModel,
     *,
     block_size: int = 128,
-    index_dtype: torch.dtype | None = None,
-    kv_dtype: torch.dtype | None = None,
-    training: str = "auto",
-    indexer_loss: str | None = None,
+    index_dtype: CacheDtype | None = None,
+    kv_dtype: CacheDtype | None = None,
+    training: Training = "auto",
+    indexer_loss: Divergence | None = None,
     indexer_loss_coefficient: float = 1.0,
     context_parallel: bool = False,
 ) -> PreTrainedModel:
@@ -167,8 +173,8 @@ def use_custom_pypto(
     Args:
         model: of a class in :data:`models.architectures.ARCHITECTURES`, patched in place.
         block_size: tokens per cache block, a multiple of 16 up to 1024.
-        index_dtype: ``torch.int8`` for index keys and queries of a byte per value; None: the dtype
-            of the model. See :class:`PagedCache`.
+        index_dtype: ``torch.int8`` or ``"int8"`` for index keys and queries of a byte per value;
+            None: the dtype of the model. See :class:`PagedCache`.
         kv_dtype: the same for cached latents, of models in bfloat16 or float16.
         training: the path of forwards in training mode without a cache. ``"ops"``: the ops, with
             gradients for all parameters but the indexers', which have none upstream either; memory
@@ -209,8 +215,7 @@ def use_custom_pypto(
         check_context_parallel("use_custom_pypto", model, paged, indexer_loss)
     text = text_model(model)
     check_widths(text.config, paged.pools)
-    dtypes = {"index_dtype": index_dtype, "kv_dtype": kv_dtype}
-    check_cache_dtypes("use_custom_pypto", text, paged, **dtypes)
+    dtypes = check_cache_dtypes("use_custom_pypto", text, paged, index_dtype, kv_dtype)
     attentions = attentions_to_patch(text, upstream, paged)
     dequantized = dequantize(attentions, text.dtype)
     try:

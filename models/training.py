@@ -10,6 +10,7 @@ Shapes: B batch, S tokens, T = B * S.
 
 import logging
 from collections.abc import Iterable
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,8 @@ from .training_rows import REENTRANT, TrainingRows
 
 logger = logging.getLogger("custom_pypto")
 
-TRAINING = ("auto", "ops", "upstream")
+Training = Literal["auto", "ops", "upstream"]
+TRAINING = get_args(Training)
 # Limits on the bytes of a layer's scores. From the first on, upstream's backward needs too much
 # memory. Below the second, the ops save nothing, so upstream runs.
 UPSTREAM_SCORES, FEW_SCORES = 2**30, 2**20

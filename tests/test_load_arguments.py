@@ -4,6 +4,7 @@ import inspect
 import json
 import subprocess
 import sys
+import typing
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from tiny import OWN, tiny_model, token_ids
 from transformers import LlamaConfig
 
 from custom_pypto import models, requirements
-from custom_pypto.models.weights.choice import check_stored
+from custom_pypto.models.loading.keywords import REMEDIES
+from custom_pypto.models.weights.choice import PARTS, STORED, Kind, OfParts, check_stored
+from custom_pypto.weight_formats import rounded_formats
 
 MULTIMODAL = sorted(OWN.keys() - {"deepseek_v4"})
 
@@ -64,6 +67,81 @@ def test_every_public_function_has_types(name):
     untyped = [x.name for x in signature.parameters.values() if x.annotation is x.empty]
     assert untyped == []
     assert name == "PagedCache" or signature.return_annotation is not signature.empty
+
+
+KEYWORDS = {
+    "torch_dtype": "pass dtype$",
+    "device_map": "pass device, or pass tensor_parallel=True or expert_parallel=True in each of",
+    "attn_implementation": "omit it: attention runs on the ops",
+    "load_in_4bit": "pass weights='int4'$",
+    "quantization_config": "omit it, or pass weights='int8' or 'int4'$",
+    "layers": "its keywords are device, dtype, expert_parallel, num_hidden_layers, revision, ",
+}
+
+
+@pytest.mark.parametrize("name, remedy", KEYWORDS.items(), ids=KEYWORDS)
+def test_a_keyword_of_other_loaders_names_ours(name, remedy, folder):
+    with pytest.raises(TypeError, match=f"^load: {name} is no keyword of models.load; {remedy}"):
+        models.load(folder, **{name: "auto"})
+
+
+def test_no_remedy_is_for_a_keyword_that_load_has():
+    assert not REMEDIES.keys() & inspect.signature(models.load).parameters.keys()
+
+
+def test_the_types_of_weights_are_the_formats_that_load_takes():
+    assert [*typing.get_args(Kind)] == [STORED, *rounded_formats()]
+    assert [*typing.get_type_hints(OfParts)] == [*PARTS]
+
+
+WRONG_TYPES = {
+    "layers": (dict(num_hidden_layers="4"), "num_hidden_layers must be an int, got str '4'"),
+    "layers-of-a-float": (dict(num_hidden_layers=1.0), "num_hidden_layers must be an int, got flo"),
+    "path": (dict(path=None), "path must be a directory or the name of a .*, got NoneType None"),
+}
+
+
+@pytest.mark.parametrize("call, message", WRONG_TYPES.values(), ids=WRONG_TYPES)
+def test_an_argument_of_another_type_is_named(call, message, folder):
+    with pytest.raises(TypeError, match=f"^load: {message}"):
+        models.load(**{"path": folder} | call)
+
+
+def test_a_path_may_begin_at_the_home_of_the_user(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert models.load(f"~/{folder.name}", num_hidden_layers=1).config.num_hidden_layers == 1
+
+
+OTHER_FORMATS = {
+    "adapter": (
+        {"adapter_config.json": '{"base_model_name_or_path": "owner/base"}'},
+        "config.json, got .*: it is an adapter of owner/base; load that, and then .*PeftModel",
+    ),
+    "gguf": ({"a-Q4.gguf": ""}, "config.json, got .*: GGUF is not read; .* with weights='int4'"),
+    "pickle": (
+        {"config.json": None, "pytorch_model-00001-of-00002.bin": ""},
+        "model.safetensors is missing: pytorch_model.bin is not read; .*save_pretrained",
+    ),
+    "gguf-with-config": (
+        {"config.json": None, "a.gguf": ""},
+        "model.safetensors is missing: GGUF is not read",
+    ),
+}
+
+
+@pytest.mark.parametrize("files, message", OTHER_FORMATS.values(), ids=OTHER_FORMATS)
+def test_a_folder_of_another_format_is_named(files, message, folder, tmp_path):
+    for name, text in files.items():
+        text = (folder / name).read_text() if text is None else text
+        (tmp_path / name).write_text(text)
+    with pytest.raises(FileNotFoundError, match=f"^load: .*{message}"):
+        models.load(tmp_path)
+
+
+def test_a_file_in_gguf_is_named(tmp_path):
+    (tmp_path / "a.gguf").touch()
+    with pytest.raises(FileNotFoundError, match="got .*a.gguf: GGUF is not read"):
+        models.load(tmp_path / "a.gguf")
 
 
 NO_DSA = {

@@ -178,16 +178,28 @@ def test_a_model_that_does_not_fit_on_the_device_is_rejected(tmp_path):
         models.load(tmp_path, device="npu")
 
 
-@pytest.mark.parametrize(
-    "weights, says",
-    [
-        (None, "bfloat16, .*more devices, or pass weights='int8' or 'int4'$"),
-        ("int8", "weights in int8, .*more devices, or pass weights='int4'$"),
-        ("int4", "weights in int4, .*more devices$"),
-    ],
-)
-def test_a_model_that_does_not_fit_names_the_smaller_formats(weights, says, tmp_path):
+def of_experts(path, billions):
+    """A checkpoint in fp8 with so many billion weights, as far as its headers go."""
+    width = int(billions * 1e9 / (2 * 3 * 8 * 1024)) // 128 * 128  # layers, matrices, experts
+    sizes = dict(hidden_size=1024, n_routed_experts=8, moe_intermediate_size=width)
     with torch.device("meta"):
-        write_published(tmp_path, tiny_config(vocab_size=10**10), save=save_sparse)
-    with pytest.raises(MemoryError, match=rf"needs 3\.84TB in {says}"):
-        models.load(tmp_path, weights=weights)
+        write_published(path, tiny_config(**sizes), save=save_sparse, experts="fp8")
+    return path
+
+
+STORED = r"'stored' \(as in the files, without rounding\)"
+# billions of weights for each GB that is free: 2 bytes each, 1.0 in fp8 and int8, 0.5 in int4
+SMALLER = {
+    "all": (0.75, None, f"bfloat16, .*more devices, or pass weights={STORED} or 'int8' or 'int4'$"),
+    "int4-alone": (1.5, None, "bfloat16, .*more devices, or pass weights='int4'$"),
+    "less-than-int8": (1.5, "int8", "weights in int8, .*more devices, or pass weights='int4'$"),
+    "none": (3, None, "bfloat16, .*or machines .*: no format of weights fits here$"),
+    "none-but-int4": (3, "int4", "weights in int4, .*: no format of weights fits here$"),
+}
+
+
+@pytest.mark.parametrize("billions, weights, says", SMALLER.values(), ids=SMALLER)
+def test_a_model_that_does_not_fit_names_the_formats_that_do(billions, weights, says, tmp_path):
+    path = of_experts(tmp_path, billions * psutil.virtual_memory().available / 1e9)
+    with pytest.raises(MemoryError, match=f"[GT]B in {says}"):
+        models.load(path, weights=weights)

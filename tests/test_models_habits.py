@@ -269,3 +269,44 @@ def test_plain_and_absorbed_weights_change_at_once(kind, change):
     for options in ({}, {"cache": past}):
         got = patched(ids, **options).logits
         torch.testing.assert_close(got, want, rtol=0, atol=TOLERANCES[kind])
+
+
+# ---- numbers and dtypes as text ---------------------------------------------------------------
+
+
+OF_THE_PATCH = {
+    "block_size": (dict(block_size="128"), TypeError, "block_size must be an int, got str '128'"),
+    "coefficient": (
+        dict(indexer_loss="sparse", indexer_loss_coefficient="1"),
+        ValueError,
+        "indexer_loss_coefficient must be a number of at least 0, got '1'",
+    ),
+    "coefficient-alone": (
+        dict(indexer_loss_coefficient=None),
+        ValueError,
+        "indexer_loss_coefficient must be a number of at least 0, got None",
+    ),
+    "kv_dtype": (dict(kv_dtype="fp8"), ValueError, "kv_dtype must be torch.int8 or None .*'fp8'"),
+}
+
+
+@pytest.mark.parametrize("call, error, message", OF_THE_PATCH.values(), ids=OF_THE_PATCH)
+def test_an_option_of_another_type_is_named(call, error, message):
+    with pytest.raises(error, match=f"^use_custom_pypto: {message}"):
+        models.use_custom_pypto(tiny_model(), **call)
+
+
+@pytest.mark.parametrize("name, given", [("batch_size", 1.0), ("max_cache_len", "4096")])
+def test_a_size_of_a_cache_of_another_type_is_named(name, given):
+    sizes = {"batch_size": 1, "max_cache_len": 16} | {name: given}
+    message = f"^PagedCache: {name} must be an int, got {type(given).__name__} {given!r}$"
+    with pytest.raises(TypeError, match=message):
+        models.PagedCache(models.use_custom_pypto(tiny_model()), **sizes)
+
+
+def test_the_dtypes_of_a_cache_go_by_their_names():
+    model = tiny_model(kv_lora_rank=128).bfloat16()
+    models.use_custom_pypto(model, kv_dtype="int8")
+    cache = models.PagedCache(model, 1, 16, index_dtype="int8")
+    assert cache.dtypes == {"index_dtype": torch.int8, "kv_dtype": torch.int8}
+    assert models.PagedCache(model, 1, 16, kv_dtype="bfloat16").dtypes["kv_dtype"] == torch.bfloat16

@@ -284,7 +284,7 @@ UNSUPPORTED = {
         bfloat16,
         dict(kv_dtype=torch.float8_e4m3fn),
         "kv_dtype must be torch.int8 or None (dtype of the model), got torch.float8_e4m3fn; "
-        "Atlas A2 and A3 compute in no other",
+        "the ops compute in no other, as Atlas A2 and A3",
     ),
     "float32": (
         tiny_model,

@@ -1,7 +1,7 @@
 """The rows of a cache: declared by an architecture, resolved for each layer and its formats."""
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -44,6 +44,7 @@ class RowLayout(NamedTuple):
 
 EVERY_TOKEN = RowLayout()
 COMPUTED = (torch.bfloat16, torch.float16, torch.float32)  # dtypes of the ops
+CacheDtype = torch.dtype | Literal["int8", "bfloat16", "float16", "float32"]
 OWN_NUMBER = -1  # in Pool.where: the number of the layer
 
 
@@ -109,9 +110,14 @@ def in_formats(
 
 
 def check_cache_dtypes(
-    caller: str, text, attention, index_dtype: torch.dtype | None, kv_dtype: torch.dtype | None
-) -> None:
-    """Rejects dtypes that the cache of a text model with this patched ``attention`` cannot have.
+    caller: str,
+    text,
+    attention,
+    index_dtype: CacheDtype | None,
+    kv_dtype: CacheDtype | None,
+) -> dict[str, torch.dtype | None]:
+    """The two dtypes, by their names as arguments; rejects those that the cache of a text model
+    with this patched ``attention`` cannot have.
 
     Raises:
         ValueError: names the argument, the supported and the given dtype.
@@ -121,16 +127,19 @@ def check_cache_dtypes(
             f"{caller}: model must be {' or '.join(map(str, COMPUTED))}, got "
             f"{text.dtype}, which the ops do not compute in; call model.float() first"
         )
-    for name, dtype, formats in (
+    wanted = {}
+    for name, given, formats in (
         ("index_dtype", index_dtype, INDEX_FORMATS),
         ("kv_dtype", kv_dtype, LATENT_FORMATS),
     ):
+        dtype = getattr(torch, given, given) if isinstance(given, str) else given
+        wanted[name] = dtype
         if dtype in (None, text.dtype):
             continue
         if dtype not in formats:
             raise ValueError(
                 f"{caller}: {name} must be {' or '.join(map(str, formats))} or None (dtype of the "
-                f"model), got {dtype}; Atlas A2 and A3 compute in no other"
+                f"model), got {given!r}; the ops compute in no other, as Atlas A2 and A3"
             )
         if attention.int8:
             why = formats[dtype].lacking(text.config, text.dtype)
@@ -138,9 +147,16 @@ def check_cache_dtypes(
             why = f"model_type {text.config.model_type}, which has no caches in int8"
         if why is not None:
             raise ValueError(f"{caller}: {name} must be None for {why}, got {dtype}")
+    return wanted
+
+
+def check_int(what: str, value) -> None:
+    if not hasattr(value, "__index__"):  # as ints of Python, numpy and graphs have
+        raise TypeError(f"{what} must be an int, got {type(value).__name__} {value!r}")
 
 
 def check_block_size(caller: str, block_size: int) -> None:
+    check_int(f"{caller}: block_size", block_size)
     if block_size % 16 or not 16 <= block_size <= 1024:
         raise ValueError(
             f"{caller}: block_size must be a multiple of 16 from 16 to 1024, got {block_size}"

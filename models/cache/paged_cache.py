@@ -14,7 +14,7 @@ from custom_pypto.rows import index_format, latent_format
 from ..memory import is_readable
 from ..patched import device_of, differences, dimensions, patched_attentions, text_model
 from . import saved
-from .layout import check_block_size, check_cache_dtypes, in_formats
+from .layout import CacheDtype, check_block_size, check_cache_dtypes, check_int, in_formats
 from .sequence import Sequences
 from .step import Step, Tokens
 from .store import PagedLayer, Store, slots
@@ -58,8 +58,8 @@ class PagedCache(Cache):
         max_cache_len: capacity of a sequence in tokens, including padding; rounded up to whole
             blocks.
         block_size: tokens per block, a multiple of 16 up to 1024.
-        index_dtype: ``torch.int8`` for index keys of a byte per value, or the dtype of the model;
-            None: as :func:`models.use_custom_pypto` was told.
+        index_dtype: ``torch.int8`` or ``"int8"`` for index keys of a byte per value, or the dtype
+            of the model; None: as :func:`models.use_custom_pypto` was told.
         kv_dtype: the same for latents. The same memory holds 1.1 times as many tokens with int8
             index keys, 1.5 with latents, 1.8 with both; selections differ where scores nearly tie.
 
@@ -91,23 +91,24 @@ class PagedCache(Cache):
         max_cache_len: int,
         *,
         block_size: int = 128,
-        index_dtype: torch.dtype | None = None,
-        kv_dtype: torch.dtype | None = None,
+        index_dtype: CacheDtype | None = None,
+        kv_dtype: CacheDtype | None = None,
     ):
         check_block_size("PagedCache", block_size)
         text = text_model(model)
         attentions, options = patched_attentions(text), text._custom_pypto.cache
         attention = next(iter(attentions.values()))
-        index_dtype = index_dtype or options["index_dtype"] or text.dtype
-        kv_dtype = kv_dtype or options["kv_dtype"] or text.dtype
-        check_cache_dtypes("PagedCache", text, attention, index_dtype, kv_dtype)
+        asked = {"index_dtype": index_dtype, "kv_dtype": kv_dtype}
+        asked = {name: dtype or options[name] or text.dtype for name, dtype in asked.items()}
+        self.dtypes = check_cache_dtypes("PagedCache", text, attention, **asked)
         for name, value in (("batch_size", batch_size), ("max_cache_len", max_cache_len)):
+            check_int(f"PagedCache: {name}", value)
             if value < 1:
                 raise ValueError(f"PagedCache: {name} must be at least 1, got {value}")
         self.made_for, device = dimensions(text, attentions), device_of(text, attentions)
-        self.dtypes = {"index_dtype": index_dtype, "kv_dtype": kv_dtype}
-        latents, dim = latent_format(kv_dtype)(text.dtype), text.config.index_head_dim
-        formats = latents, index_format(index_dtype)(text.dtype, dim, device)
+        latents = latent_format(self.dtypes["kv_dtype"])(text.dtype)
+        index_keys = index_format(self.dtypes["index_dtype"])
+        formats = latents, index_keys(text.dtype, text.config.index_head_dim, device)
         pools = attention.pools.items()
         rows: list[dict | None] = [None] * text.config.num_hidden_layers
         for layer in attentions.keys() & range(len(rows)):  # generate() may draft with the first

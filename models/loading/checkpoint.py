@@ -20,7 +20,7 @@ from transformers.core_model_loading import (
 )
 
 from custom_pypto.files import NAMES
-from custom_pypto.hub import Directory
+from custom_pypto.hub import Directory, other_format
 
 from ..weights import published
 from ..weights.modules import converted_state
@@ -280,7 +280,8 @@ def read_header(
     file = source.folder / name
     if not file.is_file():
         if (header := source.header(name)) is None:
-            raise FileNotFoundError(f"load: {file} is missing; download it again")
+            instead = other_format(source.folder) or "; download it again"
+            raise FileNotFoundError(f"load: {file} is missing{instead}")
         return {tensor: stored(file, *facts, blocks) for tensor, facts in header.items()}
     try:
         with safe_open(file, framework="pt", backend="pread") as opened:

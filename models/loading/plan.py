@@ -8,7 +8,7 @@ for each parameter.
 import contextlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,9 +20,10 @@ from transformers.distributed import DistributedConfig
 from transformers.utils import logging
 
 from custom_pypto.hub import Directory
-from custom_pypto.weight_formats import WEIGHT_FORMATS, rounded_formats
+from custom_pypto.weight_formats import rounded_formats
 
 from ..architectures import supported_model
+from ..cache.layout import check_int
 from ..memory import free_memory
 from ..patch import use_custom_pypto
 from ..sharing import (
@@ -39,7 +40,7 @@ from ..sharing import (
     shared_parameters,
 )
 from ..weights import published
-from ..weights.choice import Weights, check_stored, check_weights, kinds_of
+from ..weights.choice import PARTS, STORED, Weights, check_stored, check_weights, kinds_of
 from ..weights.in_transformers import StoredWeights, stored_kinds
 from ..weights.modules import SCALE, convert, stored_parameters
 from ..weights.on_disk import OnDisk
@@ -73,9 +74,11 @@ class Request:
     ) -> "Request":
         """
         Raises:
-            ValueError: names the argument, what was expected and what came.
+            TypeError, ValueError: names the argument, what was expected and what came.
         """
         wanted, formats = check_dtype(dtype), check_weights(weights)
+        if num_hidden_layers is not None:
+            check_int("load: num_hidden_layers", num_hidden_layers)
         check_device(device)
         return cls(wanted, num_hidden_layers, device, tensor_parallel, expert_parallel, formats)
 
@@ -122,7 +125,7 @@ class Plan:
                 "expert_parallel": asked.expert_parallel,
             }
             check_agreement("load", facts, LOAD_ALIKE)
-        check_memory(self.skeleton, self.dtype, place, asked.weights, self.sharing)
+        check_memory(self, place)
 
     def files(self) -> set[str]:
         """Names of those with a tensor that this rank reads."""
@@ -325,23 +328,14 @@ def bytes_of_rank(
     )
 
 
-def check_memory(
-    model,
-    dtype: torch.dtype,
-    device: torch.device,
-    weights: dict[str, str | None],
-    plan: DistributedConfig | None = None,
-) -> None:
-    """Rejects a model that does not fit in memory.
+def check_memory(plan: Plan, device: torch.device) -> None:
+    """Rejects a model that does not fit in memory; ranks on one machine share it.
 
-    Args:
-        weights: formats that the caller asked for, of experts and of the rest.
-        plan: how ranks share the model; those on one machine share its memory.
     Raises:
         MemoryError: names the required and the available memory, and the remedy.
     """
-    ranks = 1 if plan is None else plan.tp_size
-    needed = bytes_of_rank(model, dtypes_of(model, dtype), plan)
+    ranks = plan.sharing.tp_size if plan.sharing else 1
+    needed = bytes_of_rank(plan.skeleton, dtypes_of(plan.skeleton, plan.dtype), plan.sharing)
     here = 1 if ranks == 1 else int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     available = {}
     if device.type != "cpu":
@@ -349,18 +343,33 @@ def check_memory(
     if device.type == "cpu" or ranks == 1:  # a whole model passes through host memory
         available["this machine"] = free_memory(torch.device("cpu")) // here
     each = "" if ranks == 1 else f" on each of {ranks} ranks"
-    kinds = {module.kind for module in model.modules() if getattr(module, "kind", None)}
-    form = f"weights in {', '.join(sorted(kinds))}" if kinds else str(dtype).removeprefix("torch.")
-    smaller = ""
-    if device.type == "cpu" and ranks == 1:
-        if not kinds:
-            smaller = f", or pass weights={' or '.join(map(repr, rounded_formats()))}"
-        elif any(weights.values()) and all(WEIGHT_FORMATS[kind].codes == 1 for kind in kinds):
-            smaller = ", or pass weights='int4'"  # a model saved with weights keeps its own
+    kinds = sorted({*plan.kinds.values()})
+    form = f"weights in {', '.join(kinds)}" if kinds else str(plan.dtype).removeprefix("torch.")
     for place, free in available.items():
         if needed > free:
+            smaller = ""
+            # a model saved with weights keeps its own
+            if (
+                device.type == "cpu"
+                and ranks == 1
+                and (any(plan.request.weights.values()) or not kinds)
+            ):
+                smaller = advice_on_weights(plan, free)
             raise MemoryError(
                 f"load: out of memory: the model needs {tqdm.format_sizeof(needed, 'B')} in "
                 f"{form}{each}, {place} has {tqdm.format_sizeof(free, 'B')} free; "
                 f"load fewer layers with num_hidden_layers, or use more devices{smaller}"
             )
+
+
+def advice_on_weights(plan: Plan, free: int) -> str:
+    """The values of ``weights`` with which the model takes at most ``free`` bytes, for an error;
+    the one that rounds nothing first."""
+    fitting = []
+    for kind in (STORED, *rounded_formats()):
+        other = plan_for(plan.source, replace(plan.request, weights=dict.fromkeys(PARTS, kind)))
+        if bytes_of_rank(other.skeleton, dtypes_of(other.skeleton, plan.dtype)) <= free:
+            fitting.append(repr(kind) + " (as in the files, without rounding)" * (kind == STORED))
+    if not fitting:
+        return " or machines (tensor_parallel, expert_parallel): no format of weights fits here"
+    return f", or pass weights={' or '.join(fitting)}"

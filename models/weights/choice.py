@@ -1,5 +1,7 @@
 """Which layers of a model get stored weights, and in which format."""
 
+from typing import Literal, TypedDict
+
 import torch
 from torch import nn
 
@@ -13,8 +15,18 @@ from .modules import EXPERT_WEIGHTS, is_experts, is_grouped
 NEVER_STORED = ("kv_b_proj", "weights_proj", "gate")
 STORED = "stored"
 PARTS = ("experts", "rest")
+# for the types of callers: a test compares them with the table of formats
+Kind = Literal["stored", "int8", "int4"]
 
-Weights = str | dict[str, str | None] | None
+
+class OfParts(TypedDict, total=False):
+    """A format for experts and one for the rest; absent: None."""
+
+    experts: Kind | None
+    rest: Kind | None
+
+
+Weights = Kind | OfParts | None
 
 
 def check_weights(weights: Weights) -> dict[str, str | None]:
