@@ -1,10 +1,14 @@
 """DeepSeek Sparse Attention as PyTorch ops for Ascend NPUs and CPUs.
 
 Importing the package registers the ops under ``torch.ops.custom_pypto``; the exported functions
-call them and document their contracts. ``custom-pypto env`` reports what works on this machine.
+call them and document their contracts. :mod:`custom_pypto.models`, which needs transformers, loads
+models of transformers and runs them on the ops. ``custom-pypto env`` reports what works on this
+machine.
 """
 
+import importlib as _importlib
 import sys as _sys
+import typing as _typing
 
 from . import converter, env, threads
 from .requirements import BUILD as _BUILD
@@ -38,3 +42,18 @@ except (ImportError, OSError, RuntimeError) as _error:
 
 converter.register_if_wanted()
 log.start_if_wanted()
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, "models", *(name for name in globals() if name.startswith("__"))})
+
+
+if not _typing.TYPE_CHECKING:  # which would take any name for one of this module
+
+    def __getattr__(name: str):
+        if name != "models":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        try:
+            return _importlib.import_module(f"{__name__}.models")
+        except ImportError as error:  # help() asks for every attribute
+            raise AttributeError(str(error)) from error

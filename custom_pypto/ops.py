@@ -20,26 +20,37 @@ Integer values are not trusted: lengths are clamped to the tensors' capacity, an
 block id is outside the cache are ignored.
 """
 
-from typing import Any
+# ruff: noqa: F403, F405
+
+from typing import Literal, overload
 
 from torch import Tensor
+from typing_extensions import Unpack  # torch brings it
 
-from .quantized_ops import *  # noqa: F403
-from .quantized_ops import __all__ as _quantized
-from .schemas import op_function
-from .training_ops import *  # noqa: F403
-from .training_ops import __all__ as _training
-from .weight_ops import *  # noqa: F403
-from .weight_ops import __all__ as _weights
+from .quantized_ops import *
+from .schemas import KeyLayout, Layout, op_function
+from .standard import AbsorbedWindow, Window
+from .training_ops import *
+from .weight_ops import *
 
+# spelt out for type checkers; a test compares with the modules
 __all__ = [
     "add_custom",
+    "npu_dense_lightning_indexer_grad_kl_loss_pto",
+    "npu_dense_lightning_indexer_softmax_lse_pto",
+    "npu_kv_quant_sparse_flash_attention_pto",
+    "npu_kv_quant_update_pto",
+    "npu_lightning_indexer_grad_pto",
+    "npu_lightning_indexer_prolog_pto",
     "npu_lightning_indexer_pto",
+    "npu_quant_index_update_pto",
+    "npu_quant_lightning_indexer_pto",
+    "npu_quant_rows_pto",
     "npu_sparse_attention_pto",
+    "npu_sparse_flash_attention_grad_pto",
     "npu_sparse_flash_attention_pto",
-    *_quantized,
-    *_training,
-    *_weights,
+    "npu_sparse_lightning_indexer_grad_kl_loss_pto",
+    "weight_only_linear",
 ]
 
 
@@ -62,6 +73,50 @@ def add_custom(x: Tensor, y: Tensor) -> Tensor:
     """
 
 
+class _IndexerKeywords(Window, total=False):
+    actual_seq_lengths_query: Tensor | None
+    actual_seq_lengths_key: Tensor | None
+    block_table: Tensor | None
+    layout_query: Layout
+    layout_key: KeyLayout
+    sparse_count: int
+    sparse_mode: int
+    cmp_ratio: int
+
+
+@overload
+def npu_lightning_indexer_pto(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    *,
+    return_value: Literal[False] = False,
+    **keywords: Unpack[_IndexerKeywords],
+) -> Tensor: ...
+
+
+@overload
+def npu_lightning_indexer_pto(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    *,
+    return_value: Literal[True],
+    **keywords: Unpack[_IndexerKeywords],
+) -> tuple[Tensor, Tensor]: ...
+
+
+@overload
+def npu_lightning_indexer_pto(
+    query: Tensor,
+    key: Tensor,
+    weights: Tensor,
+    *,
+    return_value: bool,
+    **keywords: Unpack[_IndexerKeywords],
+) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
 @op_function
 def npu_lightning_indexer_pto(
     query: Tensor,
@@ -71,14 +126,14 @@ def npu_lightning_indexer_pto(
     actual_seq_lengths_query: Tensor | None = None,
     actual_seq_lengths_key: Tensor | None = None,
     block_table: Tensor | None = None,
-    layout_query: str = "BSND",
-    layout_key: str = "PA_BSND",
+    layout_query: Layout = "BSND",
+    layout_key: KeyLayout = "PA_BSND",
     sparse_count: int = 2048,
     sparse_mode: int = 3,
     cmp_ratio: int = 1,
     return_value: bool = False,
-    **standard: Any,
-) -> Tensor | Any:  # a tuple with return_value
+    **standard: Unpack[Window],
+) -> Tensor | tuple[Tensor, Tensor]:
     r"""Positions of the ``sparse_count`` highest-scoring keys of each query token.
 
     The score of key ``j`` for query token ``i`` is
@@ -134,6 +189,58 @@ def npu_lightning_indexer_pto(
     """
 
 
+class _AttentionKeywords(AbsorbedWindow, total=False):
+    block_table: Tensor | None
+    actual_seq_lengths_query: Tensor | None
+    actual_seq_lengths_kv: Tensor | None
+    query_rope: Tensor | None
+    key_rope: Tensor | None
+    sparse_block_size: int
+    layout_query: Layout
+    layout_kv: KeyLayout
+    sparse_mode: int
+    sinks: Tensor | None
+
+
+@overload
+def npu_sparse_flash_attention_pto(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    scale_value: float,
+    *,
+    return_softmax_lse: Literal[False] = False,
+    **keywords: Unpack[_AttentionKeywords],
+) -> Tensor: ...
+
+
+@overload
+def npu_sparse_flash_attention_pto(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    scale_value: float,
+    *,
+    return_softmax_lse: Literal[True],
+    **keywords: Unpack[_AttentionKeywords],
+) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
+@overload
+def npu_sparse_flash_attention_pto(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    sparse_indices: Tensor,
+    scale_value: float,
+    *,
+    return_softmax_lse: bool,
+    **keywords: Unpack[_AttentionKeywords],
+) -> Tensor | tuple[Tensor, Tensor, Tensor]: ...
+
+
 @op_function
 def npu_sparse_flash_attention_pto(
     query: Tensor,
@@ -148,13 +255,13 @@ def npu_sparse_flash_attention_pto(
     query_rope: Tensor | None = None,
     key_rope: Tensor | None = None,
     sparse_block_size: int = 1,
-    layout_query: str = "BSND",
-    layout_kv: str = "PA_BSND",
+    layout_query: Layout = "BSND",
+    layout_kv: KeyLayout = "PA_BSND",
     sparse_mode: int = 3,
     sinks: Tensor | None = None,
     return_softmax_lse: bool = False,
-    **standard: Any,
-) -> Tensor | Any:  # a tuple with return_softmax_lse
+    **standard: Unpack[AbsorbedWindow],
+) -> Tensor | tuple[Tensor, Tensor, Tensor]:
     r"""Attention of each query token over the latent-cache rows that its indices select.
 
     .. math:: o_{i,h} = \sum_{j \in S_i} \mathrm{softmax}_j\big(s\,([q_{i,h} | q^R_{i,h}] \cdot

@@ -1,10 +1,12 @@
 """The ops on int8 caches. :mod:`custom_pypto.ops` exports them and explains letters and layouts."""
 
-from typing import Any
+from typing import Literal
 
 from torch import Tensor
+from typing_extensions import Unpack  # torch brings it
 
-from .schemas import op_function
+from .schemas import KeyLayout, Layout, op_function
+from .standard import Int8Window, OwnDtypesWindow
 
 __all__ = [
     "npu_kv_quant_sparse_flash_attention_pto",
@@ -29,11 +31,11 @@ def npu_quant_lightning_indexer_pto(
     actual_seq_lengths_query: Tensor | None = None,
     actual_seq_lengths_key: Tensor | None = None,
     block_table: Tensor | None = None,
-    layout_query: str = "BSND",
-    layout_key: str = "PA_BSND",
+    layout_query: Layout = "BSND",
+    layout_key: KeyLayout = "PA_BSND",
     sparse_count: int = 2048,
     sparse_mode: int = 3,
-    **standard: Any,
+    **standard: Unpack[Int8Window],
 ) -> Tensor:
     r""":func:`npu_lightning_indexer_pto` over int8 rows, each with a scale.
 
@@ -169,8 +171,8 @@ def npu_lightning_indexer_prolog_pto(
     idx_k_cache_index: Tensor,
     layernorm_epsilon_k: float,
     *,
-    layout_query: str = "TND",
-    layout_key: str = "PA_BSND",
+    layout_query: Literal["TND"] = "TND",
+    layout_key: Literal["PA_BSND"] = "PA_BSND",
 ) -> tuple[Tensor, Tensor, Tensor]:
     r"""What the indexer of DeepSeek-V3.2 needs of new tokens, on an int8 cache: queries, weights,
     and their keys in the cache.
@@ -261,14 +263,14 @@ def npu_kv_quant_sparse_flash_attention_pto(
     actual_seq_lengths_query: Tensor | None = None,
     actual_seq_lengths_kv: Tensor | None = None,
     sparse_block_size: int = 1,
-    layout_query: str = "BSND",
-    layout_kv: str = "PA_BSND",
+    layout_query: Layout = "BSND",
+    layout_kv: KeyLayout = "PA_BSND",
     sparse_mode: int = 3,
     attention_mode: int = 2,
     quant_scale_repo_mode: int = 1,
     tile_size: int = 128,
     rope_head_dim: int = 64,
-    **standard: Any,
+    **standard: Unpack[OwnDtypesWindow],
 ) -> Tensor:
     r"""Attention of each query token over the rows of an int8 cache that its indices select.
 

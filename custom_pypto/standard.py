@@ -5,7 +5,7 @@ accept them too, so that calls can be ported unchanged. Each has one legal value
 what these ops do; any other value is rejected rather than ignored.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 from torch import Tensor
 
@@ -30,6 +30,32 @@ _OWN_DTYPE = Keyword(None, "None: int8", "omit it (hifloat8 needs an Ascend 950)
 _NO_SINKS = Keyword(
     None, "sinks are in the statistics", "omit them (softmax_max and softmax_sum hold them)"
 )
+
+# the same for type checkers: a test compares
+
+
+class Window(TypedDict, total=False):
+    pre_tokens: int
+    next_tokens: int
+
+
+class AbsorbedWindow(Window, total=False):
+    attention_mode: int
+
+
+class Int8Window(Window, total=False):
+    query_dtype: None
+    key_dtype: None
+
+
+class OwnDtypesWindow(Window, total=False):
+    key_dtype: None
+    value_dtype: None
+
+
+class NoSinksWindow(Window, total=False):
+    sinks: None
+
 
 KEYWORDS = {
     "npu_lightning_indexer_pto": _WINDOW,

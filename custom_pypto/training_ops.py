@@ -5,11 +5,11 @@ with an autograd function of their own. The divergences that train an indexer re
 beside the loss.
 """
 
-from typing import Any
-
 from torch import Tensor
+from typing_extensions import Unpack  # torch brings it
 
-from .schemas import op_function
+from .schemas import KeyLayout, Layout, op_function
+from .standard import AbsorbedWindow, NoSinksWindow, Window
 
 __all__ = [
     "npu_dense_lightning_indexer_grad_kl_loss_pto",
@@ -36,13 +36,13 @@ def npu_sparse_flash_attention_grad_pto(
     key_rope: Tensor | None = None,
     actual_seq_qlen: Tensor | None = None,
     actual_seq_kvlen: Tensor | None = None,
-    layout: str = "BSND",
+    layout: Layout = "BSND",
     sparse_mode: int = 3,
     *,
-    layout_kv: str | None = None,
+    layout_kv: KeyLayout | None = None,
     block_table: Tensor | None = None,
     sinks: Tensor | None = None,
-    **standard: Any,
+    **standard: Unpack[AbsorbedWindow],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # type: ignore[empty-body]
     r"""Gradients of :func:`npu_sparse_flash_attention_pto`, from the statistics of its softmax.
 
@@ -108,13 +108,13 @@ def npu_lightning_indexer_grad_pto(
     weights: Tensor,
     actual_seq_lengths_query: Tensor | None = None,
     actual_seq_lengths_key: Tensor | None = None,
-    layout: str = "BSND",
+    layout: Layout = "BSND",
     sparse_mode: int = 3,
     *,
-    layout_key: str | None = None,
+    layout_key: KeyLayout | None = None,
     block_table: Tensor | None = None,
     cmp_ratio: int = 1,
-    **standard: Any,
+    **standard: Unpack[Window],
 ) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[empty-body]
     r"""Gradients of :func:`npu_lightning_indexer_pto`, from those of the selected scores.
 
@@ -175,10 +175,10 @@ def npu_sparse_lightning_indexer_grad_kl_loss_pto(
     key_rope: Tensor | None = None,
     actual_seq_qlen: list[int] | None = None,
     actual_seq_klen: list[int] | None = None,
-    layout: str = "BSND",
+    layout: Layout = "BSND",
     sparse_mode: int = 3,
     cmp_ratio: int = 1,
-    **standard: Any,
+    **standard: Unpack[NoSinksWindow],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # type: ignore[empty-body]
     r"""Loss of an indexer over its selection, and the loss's gradients: the divergence from the
     sparse attention (DeepSeek-V3.2, arXiv:2512.02556, section 2.1).
@@ -239,10 +239,10 @@ def npu_dense_lightning_indexer_softmax_lse_pto(
     *,
     actual_seq_qlen: list[int] | None = None,
     actual_seq_klen: list[int] | None = None,
-    layout: str = "BSND",
+    layout: Layout = "BSND",
     sparse_mode: int = 3,
     cmp_ratio: int = 1,
-    **standard: Any,
+    **standard: Unpack[Window],
 ) -> tuple[Tensor, Tensor]:  # type: ignore[empty-body]
     r"""Statistics of the softmax of an indexer's scores over every key that a token sees, for
     :func:`npu_dense_lightning_indexer_grad_kl_loss_pto`.
@@ -287,10 +287,10 @@ def npu_dense_lightning_indexer_grad_kl_loss_pto(
     key_rope: Tensor | None = None,
     actual_seq_qlen: list[int] | None = None,
     actual_seq_klen: list[int] | None = None,
-    layout: str = "BSND",
+    layout: Layout = "BSND",
     sparse_mode: int = 3,
     cmp_ratio: int = 1,
-    **standard: Any,
+    **standard: Unpack[Window],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # type: ignore[empty-body]
     r"""Loss of an indexer over every key that a token sees, and the loss's gradients: the
     divergence from dense attention, by which the indexer is warmed up (DeepSeek-V3.2,
