@@ -28,8 +28,15 @@ from torch import Tensor
 from typing_extensions import Unpack  # torch brings it
 
 from .quantized_ops import *
-from .schemas import KeyLayout, Layout, op_function
-from .standard import AbsorbedWindow, Window
+from .schemas import op_function
+from .standard import (
+    AbsorbedWindow,
+    AttentionKeywords,
+    IndexerKeywords,
+    KeyLayout,
+    Layout,
+    Window,
+)
 from .training_ops import *
 from .weight_ops import *
 
@@ -73,17 +80,6 @@ def add_custom(x: Tensor, y: Tensor) -> Tensor:
     """
 
 
-class _IndexerKeywords(Window, total=False):
-    actual_seq_lengths_query: Tensor | None
-    actual_seq_lengths_key: Tensor | None
-    block_table: Tensor | None
-    layout_query: Layout
-    layout_key: KeyLayout
-    sparse_count: int
-    sparse_mode: int
-    cmp_ratio: int
-
-
 @overload
 def npu_lightning_indexer_pto(
     query: Tensor,
@@ -91,7 +87,7 @@ def npu_lightning_indexer_pto(
     weights: Tensor,
     *,
     return_value: Literal[False] = False,
-    **keywords: Unpack[_IndexerKeywords],
+    **keywords: Unpack[IndexerKeywords],
 ) -> Tensor: ...
 
 
@@ -102,7 +98,7 @@ def npu_lightning_indexer_pto(
     weights: Tensor,
     *,
     return_value: Literal[True],
-    **keywords: Unpack[_IndexerKeywords],
+    **keywords: Unpack[IndexerKeywords],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -113,7 +109,7 @@ def npu_lightning_indexer_pto(
     weights: Tensor,
     *,
     return_value: bool,
-    **keywords: Unpack[_IndexerKeywords],
+    **keywords: Unpack[IndexerKeywords],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -189,19 +185,6 @@ def npu_lightning_indexer_pto(
     """
 
 
-class _AttentionKeywords(AbsorbedWindow, total=False):
-    block_table: Tensor | None
-    actual_seq_lengths_query: Tensor | None
-    actual_seq_lengths_kv: Tensor | None
-    query_rope: Tensor | None
-    key_rope: Tensor | None
-    sparse_block_size: int
-    layout_query: Layout
-    layout_kv: KeyLayout
-    sparse_mode: int
-    sinks: Tensor | None
-
-
 @overload
 def npu_sparse_flash_attention_pto(
     query: Tensor,
@@ -211,7 +194,7 @@ def npu_sparse_flash_attention_pto(
     scale_value: float,
     *,
     return_softmax_lse: Literal[False] = False,
-    **keywords: Unpack[_AttentionKeywords],
+    **keywords: Unpack[AttentionKeywords],
 ) -> Tensor: ...
 
 
@@ -224,7 +207,7 @@ def npu_sparse_flash_attention_pto(
     scale_value: float,
     *,
     return_softmax_lse: Literal[True],
-    **keywords: Unpack[_AttentionKeywords],
+    **keywords: Unpack[AttentionKeywords],
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -237,7 +220,7 @@ def npu_sparse_flash_attention_pto(
     scale_value: float,
     *,
     return_softmax_lse: bool,
-    **keywords: Unpack[_AttentionKeywords],
+    **keywords: Unpack[AttentionKeywords],
 ) -> Tensor | tuple[Tensor, Tensor, Tensor]: ...
 
 
@@ -387,4 +370,18 @@ def npu_sparse_attention_pto(
     Raises:
         RuntimeError: a constraint above is violated; the message names the argument and the caches
             are unchanged. ``backward()`` raises it too: the op has no backward.
+
+    Example:
+        >>> import torch
+        >>> x, w, gamma = torch.ones(1, 2, 16), torch.eye(16), torch.ones(16)  # two tokens
+        >>> sin, slots = torch.zeros(1, 2, 16), torch.arange(2)[None]
+        >>> latent, rope, index = (torch.zeros(1, 16, 1, 16) for _ in range(3))
+        >>> table, lengths = torch.tensor([[0]]).int(), torch.tensor([2]).int()
+        >>> out = npu_sparse_attention_pto(
+        ...     x, w, torch.cat([w, w], 1), w[None], torch.cat([w, w], 1), gamma, gamma, sin,
+        ...     sin + 1, slots, latent, rope, table, lengths, w, w, gamma[:, None], gamma, gamma,
+        ...     index,
+        ... )
+        >>> out.shape, latent[0, :3, 0, 0]
+        (torch.Size([1, 2, 1, 16]), tensor([1.0000, 1.0000, 0.0000]))
     """

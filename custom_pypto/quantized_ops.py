@@ -5,8 +5,8 @@ from typing import Literal
 from torch import Tensor
 from typing_extensions import Unpack  # torch brings it
 
-from .schemas import KeyLayout, Layout, op_function
-from .standard import Int8Window, OwnDtypesWindow
+from .schemas import op_function
+from .standard import Int8Window, KeyLayout, Layout, OwnDtypesWindow
 
 __all__ = [
     "npu_kv_quant_sparse_flash_attention_pto",

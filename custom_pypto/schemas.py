@@ -4,7 +4,7 @@ import functools
 import re
 import reprlib
 from collections.abc import Callable
-from typing import Any, Literal, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -12,9 +12,6 @@ from .standard import check_keywords
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-# of arguments with few values, for type checkers; the ops check them
-Layout = Literal["BSND", "TND"]
-KeyLayout = Literal["BSND", "TND", "PA_BSND"]
 # what the dispatcher says of a value that it cannot cast, before it prints its contents
 CAST = re.compile(r".* Expected a value of type '(.*?)' for argument '(\w+)'")
 TYPES = {

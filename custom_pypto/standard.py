@@ -5,7 +5,7 @@ accept them too, so that calls can be ported unchanged. Each has one legal value
 what these ops do; any other value is rejected rather than ignored.
 """
 
-from typing import Any, NamedTuple, TypedDict
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from torch import Tensor
 
@@ -31,7 +31,9 @@ _NO_SINKS = Keyword(
     None, "sinks are in the statistics", "omit them (softmax_max and softmax_sum hold them)"
 )
 
-# the same for type checkers: a test compares
+# for type checkers: a test compares with the table and the functions; the ops check the values
+Layout = Literal["BSND", "TND"]
+KeyLayout = Literal["BSND", "TND", "PA_BSND"]
 
 
 class Window(TypedDict, total=False):
@@ -55,6 +57,30 @@ class OwnDtypesWindow(Window, total=False):
 
 class NoSinksWindow(Window, total=False):
     sinks: None
+
+
+class IndexerKeywords(Window, total=False):
+    actual_seq_lengths_query: Tensor | None
+    actual_seq_lengths_key: Tensor | None
+    block_table: Tensor | None
+    layout_query: Layout
+    layout_key: KeyLayout
+    sparse_count: int
+    sparse_mode: int
+    cmp_ratio: int
+
+
+class AttentionKeywords(AbsorbedWindow, total=False):
+    block_table: Tensor | None
+    actual_seq_lengths_query: Tensor | None
+    actual_seq_lengths_kv: Tensor | None
+    query_rope: Tensor | None
+    key_rope: Tensor | None
+    sparse_block_size: int
+    layout_query: Layout
+    layout_kv: KeyLayout
+    sparse_mode: int
+    sinks: Tensor | None
 
 
 KEYWORDS = {

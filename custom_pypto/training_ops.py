@@ -8,8 +8,8 @@ beside the loss.
 from torch import Tensor
 from typing_extensions import Unpack  # torch brings it
 
-from .schemas import KeyLayout, Layout, op_function
-from .standard import AbsorbedWindow, NoSinksWindow, Window
+from .schemas import op_function
+from .standard import AbsorbedWindow, KeyLayout, Layout, NoSinksWindow, Window
 
 __all__ = [
     "npu_dense_lightning_indexer_grad_kl_loss_pto",
@@ -59,18 +59,24 @@ def npu_sparse_flash_attention_grad_pto(
     whose error would reach dq (docs/npu_sparse_flash_attention_grad_pto.md).
 
     Args:
-        query: as for the forward, like ``key``, ``value``, ``sparse_indices``, ``scale_value``,
-            ``sparse_block_size``, ``query_rope``, ``key_rope``, ``sparse_mode``, ``block_table``
-            and ``sinks``.
+        query: ``[B, S1, N1, L]`` or ``[T1, N1, L]`` by ``layout``; of the forward, as all that has
+            a name there.
+        key: ``[B, S2, 1, L]``, ``[T2, 1, L]`` or ``[blocks, block_size, 1, L]`` by ``layout_kv``.
+        value: None, or of the shape of ``key``.
+        sparse_indices: ``[B, S1, 1, K]`` or ``[T1, 1, K]`` int32.
         d_out: gradient of the forward's output; shape and dtype of ``query``.
         out: that output. Not read; torch_npu's op has it, too.
         softmax_max: statistics of the forward with ``return_softmax_lse``; float32
             ``[B, 1, S1, N1]`` or ``[1, T1, N1]``.
         softmax_sum: of shape and dtype of ``softmax_max``, from the same forward.
-        actual_seq_qlen: ``actual_seq_lengths_query`` of the forward.
-        actual_seq_kvlen: ``actual_seq_lengths_kv`` of the forward.
+        scale_value: s; ``sparse_block_size``: must be 1; ``sparse_mode``: 3 or 0.
+        query_rope: None, or ``[.., N1, R]``; ``key_rope``: of the shape of ``key`` with R for L.
+        actual_seq_qlen: ``[B]`` int32, ``actual_seq_lengths_query`` of the forward.
+        actual_seq_kvlen: ``[B]`` int32, ``actual_seq_lengths_kv`` of the forward.
         layout: ``layout_query`` of the forward.
         layout_kv: that of the forward; None: as ``layout``.
+        block_table: ``[B, blocks per sequence]`` int32, for a paged cache only.
+        sinks: None, or ``[N1]`` float32.
         standard: the remaining keywords of ``torch_npu.npu_sparse_flash_attention_grad``, each with
             its only supported value: ``attention_mode`` 2, ``pre_tokens`` and ``next_tokens``
             2**63 - 1.
@@ -128,14 +134,20 @@ def npu_lightning_indexer_grad_pto(
     order each: the bits do not depend on the number of threads.
 
     Args:
-        query: as for the forward, like ``key``, ``weights``, ``actual_seq_lengths_query``,
-            ``actual_seq_lengths_key``, ``sparse_mode``, ``block_table`` and ``cmp_ratio``.
+        query: ``[B, S1, N1, D]`` or ``[T1, N1, D]`` by ``layout``; of the forward, as all that has
+            a name there.
+        key: ``[B, S2, 1, D]``, ``[T2, 1, D]`` or ``[blocks, block_size, 1, D]`` by ``layout_key``.
         dy: gradients of the scores; shape of ``sparse_indices``, dtype of ``query`` or float32. One
             beside an index without a key is not read.
-        sparse_indices: of the forward, or any others, read as
-            :func:`npu_sparse_flash_attention_pto` does.
+        sparse_indices: ``[B, S1, 1, K]`` or ``[T1, 1, K]`` int32, of the forward, or any others,
+            read as :func:`npu_sparse_flash_attention_pto` does.
+        weights: ``[B, S1, N1]`` or ``[T1, N1]``; dtype of ``query`` or float32.
+        actual_seq_lengths_query: ``[B]`` int32 query tokens of each sequence; ``TND``: prefix sums.
+        actual_seq_lengths_key: ``[B]`` int32 keys of each sequence; ``TND``: prefix sums.
         layout: ``layout_query`` of the forward.
+        sparse_mode: 3 or 0, of the forward, as is ``cmp_ratio``.
         layout_key: that of the forward; None: as ``layout``.
+        block_table: ``[B, blocks per sequence]`` int32, for a paged cache only.
         standard: the remaining keywords of ``torch_npu.npu_lightning_indexer_grad``, each with its
             only supported value: ``pre_tokens`` and ``next_tokens`` 2**63 - 1.
     Returns:
@@ -194,18 +206,22 @@ def npu_sparse_lightning_indexer_grad_kl_loss_pto(
     :func:`npu_lightning_indexer_grad_pto`. Loss and gradients are sums over tokens, not means.
 
     Args:
-        query: of the attention, like ``key``, ``query_rope``, ``key_rope``, ``scale_value`` and
-            ``sparse_indices``; as for :func:`npu_sparse_flash_attention_pto` without a paged cache.
-        query_index: ``query`` of the indexer, N heads of D dims; dtype of ``query``.
-        key_index: ``key`` of the indexer, D dims.
-        weights: of the indexer; dtype of ``query`` or float32.
+        query: of the attention, ``[B, S1, N1, L]`` or ``[T1, N1, L]`` by ``layout``.
+        key: of the attention, ``[B, S2, 1, L]`` or ``[T2, 1, L]``; dtype of ``query``.
+        query_index: of the indexer, ``[B, S1, N, D]`` or ``[T1, N, D]``; dtype of ``query``.
+        key_index: of the indexer, ``[B, S2, 1, D]`` or ``[T2, 1, D]``; dtype of ``query``.
+        weights: of the indexer, ``[B, S1, N]`` or ``[T1, N]``; dtype of ``query`` or float32.
+        sparse_indices: ``[B, S1, 1, K]`` or ``[T1, 1, K]`` int32.
         softmax_max: statistics of the attention with ``return_softmax_lse``; float32
             ``[B, 1, S1, N1]`` or ``[1, T1, N1]``. They may be of more keys than the indices name,
             and hold the sinks.
         softmax_sum: of shape and dtype of ``softmax_max``, from the same attention.
+        scale_value: s of the attention.
+        query_rope: None, or ``[.., N1, R]``; ``key_rope``: of the shape of ``key`` with R for L.
         actual_seq_qlen: query tokens of each sequence, integers on the host; ``TND``: prefix sums.
         actual_seq_klen: keys of each sequence, in the same form.
         layout: ``BSND`` or ``TND``, of queries and keys.
+        sparse_mode: 3 or 0, as for :func:`npu_lightning_indexer_pto`.
         cmp_ratio: as for the indexer: both keys have one row per so many tokens.
         standard: the remaining keywords of
             ``torch_npu.npu_sparse_lightning_indexer_grad_kl_loss``, each with its only supported
@@ -250,7 +266,14 @@ def npu_dense_lightning_indexer_softmax_lse_pto(
     .. math:: \max = \max_j I_j, \quad \mathrm{sum} = \sum_j \exp(I_j - \max)
 
     Args:
-        query_index: as for that op, like all other arguments.
+        query_index: of the indexer, ``[B, S1, N, D]`` or ``[T1, N, D]`` by ``layout``.
+        key_index: of the indexer, ``[B, S2, 1, D]`` or ``[T2, 1, D]``; dtype of ``query_index``.
+        weights: of the indexer, ``[B, S1, N]`` or ``[T1, N]``; dtype of ``query_index`` or float32.
+        actual_seq_qlen: query tokens of each sequence, integers on the host; ``TND``: prefix sums.
+        actual_seq_klen: keys of each sequence, in the same form.
+        layout: ``BSND`` or ``TND``, of queries and keys.
+        sparse_mode: 3 or 0, as for :func:`npu_lightning_indexer_pto`.
+        cmp_ratio: as for the indexer: ``key_index`` has one row per so many tokens.
         standard: the remaining keywords of ``torch_npu.npu_dense_lightning_indexer_softmax_lse``,
             each with its only supported value: ``pre_tokens`` and ``next_tokens`` 2**63 - 1.
     Returns:
@@ -301,12 +324,24 @@ def npu_dense_lightning_indexer_grad_kl_loss_pto(
     Keys are read in tiles: memory is linear in tokens and keys.
 
     Args:
-        query: as for that op, like all arguments that it has.
-        softmax_max: statistics of attention over every key that a token sees.
+        query: of the attention, ``[B, S1, N1, L]`` or ``[T1, N1, L]`` by ``layout``.
+        key: of the attention, ``[B, S2, 1, L]`` or ``[T2, 1, L]``; dtype of ``query``.
+        query_index: of the indexer, ``[B, S1, N, D]`` or ``[T1, N, D]``; dtype of ``query``.
+        key_index: of the indexer, ``[B, S2, 1, D]`` or ``[T2, 1, D]``; dtype of ``query``.
+        weights: of the indexer, ``[B, S1, N]`` or ``[T1, N]``; dtype of ``query`` or float32.
+        softmax_max: statistics of attention over every key that a token sees; float32
+            ``[B, 1, S1, N1]`` or ``[1, T1, N1]``.
         softmax_sum: of shape and dtype of ``softmax_max``, from the same attention.
         softmax_max_index: of :func:`npu_dense_lightning_indexer_softmax_lse_pto`; float32
             ``[B, 1, S1]`` or ``[1, T1]``.
         softmax_sum_index: of the same op, shape and dtype.
+        scale_value: s of the attention.
+        query_rope: None, or ``[.., N1, R]``; ``key_rope``: of the shape of ``key`` with R for L.
+        actual_seq_qlen: query tokens of each sequence, integers on the host; ``TND``: prefix sums.
+        actual_seq_klen: keys of each sequence, in the same form.
+        layout: ``BSND`` or ``TND``, of queries and keys.
+        sparse_mode: 3 or 0, as for :func:`npu_lightning_indexer_pto`.
+        cmp_ratio: as for the indexer: both keys have one row per so many tokens.
         standard: the remaining keywords of ``torch_npu.npu_dense_lightning_indexer_grad_kl_loss``,
             each with its only supported value: ``pre_tokens`` and ``next_tokens`` 2**63 - 1.
     Returns:

@@ -201,6 +201,12 @@ def use_custom_pypto(
             cache, ``training`` or ``indexer_loss``. With ``training="ops"`` or ``indexer_loss``,
             from a forward: dropout, attentions or a cache are requested, or the sequences are
             packed or padded in a way that the ops do not support.
+
+    Example::
+
+        model = transformers.AutoModelForCausalLM.from_pretrained("path/to/checkpoint")
+        models.use_custom_pypto(model, block_size=64)
+        model.generate(torch.tensor([[0, 1, 2]]), max_new_tokens=10)
     """
     upstream, paged = attention_classes("use_custom_pypto", model)
     check_block_size("use_custom_pypto", block_size)

@@ -43,6 +43,8 @@ def record_indices(model: PreTrainedModel) -> Iterator[Record]:
 
     Args:
         model: a model patched by :func:`models.use_custom_pypto`.
+    Returns:
+        A context, which gives the record: a dict of tensors by layer, empty until the context ends.
     Raises:
         TypeError: the model is not patched.
         ValueError: from a forward whose cache has tokens from before or of other sequences, or

@@ -1,6 +1,8 @@
 """What a type checker sees of the public functions, installed from a wheel or in place."""
 
 import ast
+import inspect
+import re
 import shutil
 import subprocess
 import sys
@@ -153,3 +155,19 @@ def test_dir_has_public_names_alone(module):
     assert shown == {*module.__all__, *["models"] * (module is custom_pypto)}
     assert all(hasattr(module, name) for name in shown)
     assert module is models or "custom_pypto.models" in module.__doc__
+
+
+@pytest.mark.parametrize("op", custom_pypto.__all__)
+def test_every_argument_of_an_op_is_described_by_name(op):
+    text = getattr(custom_pypto, op).__doc__
+    described = set(re.findall(r"\w+", text.split("Args:")[1].split("Raises:")[0]))
+    names = set(inspect.signature(getattr(custom_pypto, op)).parameters)
+    assert names - described == set()
+    assert ">>> " in text
+
+
+@pytest.mark.parametrize("name", sorted({*models.__all__} - {"CACHE", "use_transformers"}))
+def test_what_models_offers_has_an_example(name):
+    text = getattr(models, name).__doc__
+    assert "::\n" in text or name == "replay_indices"  # its example is record_indices'
+    assert "Returns:" in text or name in ("PagedCache", "replay_indices")
