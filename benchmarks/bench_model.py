@@ -47,7 +47,7 @@ LAYER_PREFILL_LIMIT = 4096 if psutil.virtual_memory().available > 32e9 else 2048
 # output, sum), by at most 2^-8 each, 2^-5 in total. One of the 2048 positions may be another with
 # an equal score within rounding: sqrt(2 / 2048) = 2^-5 once more.
 LAYER_TOLERANCE = 2**-4
-PLOTS = Path(__file__).with_name("plots")
+PLOT = Path(__file__).with_name("plots") / "model_time.png"
 
 
 def whole_model(side: str, dtype: torch.dtype):
@@ -135,22 +135,11 @@ def indexer_call(model, context: int):
 
 
 def draw(results: list[Result], model) -> None:
-    """Time per decoded token and peak memory against the context, into ``PLOTS``."""
+    """Time per decoded token against the context, into ``PLOT``."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-
-    def save(file: str, title: str, unit: str) -> None:
-        axes.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel=unit)
-        axes.set_title(f"{title}\none attention layer of DeepSeek-V3.2, bfloat16, one thread")
-        contexts = sorted({r.context for r in results})
-        axes.set_xticks(contexts, [f"{context // 1024}K" for context in contexts])
-        axes.minorticks_off()
-        axes.grid(alpha=0.3)
-        axes.legend()
-        figure.tight_layout()
-        figure.savefig(PLOTS / file, dpi=110)
 
     colours = dict(zip(SIDES, ("tab:blue", "tab:orange"), strict=True))
     figure, axes = plt.subplots(figsize=(8, 5))
@@ -165,17 +154,15 @@ def draw(results: list[Result], model) -> None:
     rest = [median_of(r, SIDES[0]) - own for r, own in zip(decoded, indexer, strict=True)]
     axes.plot(contexts, indexer, "s--", color="tab:green", label="of it: lightning indexer")
     axes.plot(contexts, rest, ":", color="tab:blue", label="of it: everything else")
-    save("model_time.png", "Time per decoded token", "ms")
-
-    figure, axes = plt.subplots(figsize=(8, 5))
-    for phase, line in (("layer decode", "o--"), ("layer prefill", "o-")):
-        for side, colour in colours.items():
-            shown = [r for r in results if r.phase == phase and side in r.peaks]
-            # below 1 MiB the allocator's pages dominate, not the call
-            mib = [max(r.peaks[side] / 2**20, 1) for r in shown]
-            label = f"{side}, {phase.split()[1]}"
-            axes.plot([r.context for r in shown], mib, line, color=colour, label=label)
-    save("model_memory.png", "Peak memory over weights and cache", "MiB (1: at most 1)")
+    axes.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="ms")
+    title = "Time per decoded token\none attention layer of DeepSeek-V3.2, bfloat16, one thread"
+    axes.set_title(title)
+    axes.set_xticks(contexts, [f"{context // 1024}K" for context in contexts])
+    axes.minorticks_off()
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(PLOT, dpi=110)
 
 
 BENCHMARKS = {

@@ -263,7 +263,7 @@ def by_model(found: list[Model]) -> str:
 def by_machine(found: list[Model], machines: tuple[int, ...] = MACHINES) -> str:
     """A row for each size of memory: the models that it holds in a format that a smaller one of
     these machines does not hold."""
-    rows = [["memory", "holds, besides the rows above: model, format, GB; GB that a token reads"]]
+    rows = [["memory", "what also fits: model, format: GB of weights; GB read per token"]]
     best: dict[str, int] = {}  # place of the format in the model's sizes
     for machine in machines:
         cells = []
