@@ -5,12 +5,13 @@ python examples/add_custom.py --npu       # on an NPU, with torchair's three mod
                                           # NPU on the host simulator of CANN (run.sh graph)
 """
 
-from options import MODES, Help, end  # first; options.py says why
+from options import Help, end  # first; options.py says why
 
 # isort: split
 import argparse
 
 from compile_torchair import backend, start_npu
+from modes import MODES
 
 # isort: split
 import torch

@@ -10,7 +10,7 @@ shows what is compiled and computed; its times are not NPU times. docs/graph_mod
 mode requires of CANN.
 """
 
-from options import MODES, Help, at_least, check_folder, end  # first; options.py says why
+from options import Help, at_least, check_folder, end  # first; options.py says why
 
 # isort: split
 import argparse
@@ -22,6 +22,8 @@ import secrets
 import sys
 import time
 from pathlib import Path
+
+from modes import MODES
 
 # before importing torch, which would import torch_npu and fail without CANN
 from custom_pypto.simulation import ascend_host

@@ -21,7 +21,6 @@ import custom_pypto  # noqa: E402, F401  # before torch, so that its idle thread
 # isort: split
 import torch  # noqa: E402
 
-MODES = ["max-autotune", "reduce-overhead", "npugraph_ex"]  # of torchair
 #: the options for arguments of models.load, of the programs that have them
 OF_LOAD = {
     "num_hidden_layers": "--layers",

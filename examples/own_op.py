@@ -8,12 +8,13 @@ It needs nothing of this package but the interpreter and the simulator. The prog
 vector: once into a new tensor, once in place.
 """
 
-from options import MODES, Help, end  # first; options.py says why
+from options import Help, end  # first; options.py says why
 
 # isort: split
 import argparse
 
 from compile_torchair import backend, start_npu
+from modes import MODES
 
 from custom_pypto import simulation  # before pypto, for its full error messages
 

@@ -24,7 +24,7 @@ from custom_pypto.schemas import overload
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
-from options import MODES  # noqa: E402
+from modes import MODES  # noqa: E402
 
 # written again and not imported from ge_executor: the tests must not share its mistakes
 # where a protobuf attribute holds a value of each of GE's types that the prototypes use

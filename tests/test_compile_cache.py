@@ -15,7 +15,7 @@ from custom_pypto.rows import INDEX_FORMATS, LATENT_FORMATS
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
 
 from compile_torchair import CachedStep
-from options import MODES
+from modes import MODES
 
 pytestmark = [pytest.mark.ascend_host, pytest.mark.usefixtures("for_compiled_models")]
 FORMATS = [("index_dtype", x) for x in INDEX_FORMATS] + [("kv_dtype", x) for x in LATENT_FORMATS]

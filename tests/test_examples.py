@@ -24,7 +24,7 @@ sys.path.append(str(EXAMPLES))
 import model_memory  # noqa: E402
 import train_lookup  # noqa: E402
 import train_lookup_v4  # noqa: E402
-from options import MODES  # noqa: E402
+from modes import MODES  # noqa: E402
 from train_lookup import FIRST_PAIR, FIRST_QUESTION, lookup_accuracy, lookup_batch  # noqa: E402
 
 from custom_pypto import models  # noqa: E402

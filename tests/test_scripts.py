@@ -64,7 +64,7 @@ def clone(tmp_path):
         (tree / name).symlink_to(REPOSITORY / name)
     (tree / "examples/checkpoints").mkdir(parents=True)
     (tree / "examples/generate.py").write_text("print('the demo')")
-    shutil.copy(REPOSITORY / "examples/options.py", tree / "examples")
+    shutil.copy(REPOSITORY / "examples/modes.py", tree / "examples")
     for name in ("run.sh", "build_and_install.sh", "setup.py", "pyproject.toml"):
         shutil.copy(REPOSITORY / name, tree)
     shutil.copy(REPOSITORY / "custom_pypto_command.py", tree)
@@ -128,11 +128,11 @@ def test_a_block_that_installs_does_so_in_a_fresh_clone(block, clone):
 
 def test_the_blocks_of_the_readme_follow_each_other_in_a_fresh_clone(clone):
     said, log = install(clone, "\n".join(README_BLOCKS))
-    assert said.count(f"installing into {clone}/.venv\n") == 3
+    assert said.count(f"installing into {clone}/.venv\n") == 4
     assert re.findall(r"^venv .*", log, re.M) == [f"venv --clear {clone}/.venv"]
     wheel = f"{clone}/build/wheel/custom_pypto-0-py3-none-any.whl[models]"
     installed = re.findall(r"\S+\.whl\[.*\]$|--editable .*$", log, re.M)
-    assert installed == [wheel, "--editable .[models,sim]", wheel]
+    assert installed == ["--editable .[models]", "--editable .[models,sim]", wheel, wheel]
 
 
 @pytest.mark.parametrize("script", ["run.sh setup", "build_and_install.sh", "run.sh"])

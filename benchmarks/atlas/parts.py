@@ -10,7 +10,7 @@ HERE = Path(__file__).parent
 EXAMPLES = HERE.parents[1] / "examples"
 sys.path.append(str(EXAMPLES))
 
-from options import MODES  # noqa: E402
+from modes import MODES  # noqa: E402
 
 ON_SIMULATOR = ["-m", "custom_pypto.simulation.ascend_host"]
 VERIFY = ["-m", "custom_pypto", "verify", "--device"]
