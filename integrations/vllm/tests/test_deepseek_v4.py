@@ -2,6 +2,7 @@
 
 import signal
 
+import psutil
 import pytest
 import torch
 from custom_pypto_vllm.resources import describe
@@ -132,6 +133,15 @@ def test_says_the_size_of_its_caches():
     said = describe(LOOKUP_V4, [], "")
     assert f"{(512 + 128) / 4 * 2 + 512 / 128 * 2:.0f} bytes of a token in 3 layers" in said
     assert f"{request:.3g} MiB of a request" in said
+
+
+def test_weights_beyond_the_memory_of_the_only_host_are_rejected(tmp_path):
+    (tmp_path / "config.json").write_text((LOOKUP_V4 / "config.json").read_text())
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.truncate(psutil.virtual_memory().total + 2**20)  # sparse
+    with pytest.raises(MemoryError, match="--format compressed-tensors"):
+        describe(tmp_path, [], "")
+    assert "too much" in describe(tmp_path, ["--nnodes", "2"], "")
 
 
 @pytest.mark.matrix
