@@ -59,7 +59,9 @@ def test_every_timed_case_has_an_estimate_and_calls_a_public_op(calls):
 
 
 @pytest.mark.sim
-@pytest.mark.parametrize("op", TIMED[:5])
+@pytest.mark.parametrize(
+    "op", [TIMED[0], *(pytest.param(op, marks=pytest.mark.slow) for op in TIMED[1:5])]
+)
 def test_the_result_of_a_timed_call_is_checked(op, calls):
     (case,) = calls.cases(op, quick=True)
     out = case.on("cpu")()

@@ -61,7 +61,7 @@ def test_a_reader_waits_for_all_that_add_to_a_static_destination():
     )
 
 
-@pytest.mark.parametrize("place", [-1, 32, INT_MAX])
+@pytest.mark.parametrize("place", [-1, 32, pytest.param(INT_MAX, marks=pytest.mark.slow)])
 def test_a_missing_clamp_is_found(place):
     x = arguments([*range(15), place])
     with pytest.raises(simulation.SimulationError, match="TSTORE: adds to 256 bytes (at|in front)"):

@@ -110,7 +110,7 @@ def test_bad_input_is_named():
     assert "--layers must be 1 to 2, got 9" in done.stderr and "Traceback" not in done.stderr
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "gb2312"])
+@pytest.mark.parametrize("encoding", ["ascii", pytest.param("gb2312", marks=pytest.mark.slow)])
 def test_an_output_without_dashes_gets_others(encoding):
     done = printed("examples/checkpoints/lookup", PYTHONIOENCODING=encoding)
     assert "| examples/checkpoints/lookup | 0.0019 | 0.0038; 0.0037 | - |" in done.stdout

@@ -105,8 +105,12 @@ def test_an_interruption_where_a_context_begins_or_ends_leaves_no_context():
         assert generated(model, 2) == want, f"line {line}"
 
 
+# every fourth line by default, from the first or, with --all, from each
+@pytest.mark.parametrize(
+    "first", [1, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 3, 4))]
+)
 @pytest.mark.parametrize("change", [models.use_custom_pypto, models.use_transformers])
-def test_a_model_whose_patch_was_interrupted_can_be_patched_and_undone(change):
+def test_a_model_whose_patch_was_interrupted_can_be_patched_and_undone(change, first):
     upstream = tiny_model()
     want = generated(upstream)
     patched = change is models.use_transformers
@@ -117,7 +121,7 @@ def test_a_model_whose_patch_was_interrupted_can_be_patched_and_undone(change):
 
     lines = struck(partial(change, fresh()), None, ("patch.py",))
     assert lines > 20
-    for line in range(1, 1 + lines, 1 if patched else 9):
+    for line in range(first, 1 + lines, 4 if patched else 36):
         for mend in (models.use_custom_pypto, models.use_transformers):
             model = fresh()
             struck(partial(change, model), line, ("patch.py",))
