@@ -9,6 +9,7 @@ Those marked ``ascend_host`` are taken by ``--ascend-host``, and alone.
 import contextlib
 import functools
 import os
+import signal
 import warnings
 from collections import defaultdict
 
@@ -22,6 +23,10 @@ hypothesis.settings.register_profile(
     "custom_pypto", deadline=None, derandomize="CI" in os.environ, print_blob=True
 )
 hypothesis.settings.load_profile("custom_pypto")
+
+# Programs that tests interrupt inherit it where a shell that has this run in the background, or
+# nohup, had SIGINT ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 simulator_problem = pytest.StashKey[str]()
 

@@ -5,6 +5,6 @@
 #include "weights_words.h"
 
 namespace custom_pypto::cpu {
-const Kernels kAvx2 = kernel_table<kInt16Dots<WordUnit>>("avx2");
+const Kernels kAvx2 = kernel_table</*OTHERS=*/true>("avx2", kInt16Dots<WordUnit>);
 }
 #endif

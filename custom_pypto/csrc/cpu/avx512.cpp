@@ -5,6 +5,6 @@
 #include "weights_words.h"
 
 namespace custom_pypto::cpu {
-const Kernels kAvx512 = kernel_table<kInt16Dots<WordUnit>>("avx512");
+const Kernels kAvx512 = kernel_table</*OTHERS=*/true>("avx512", kInt16Dots<WordUnit>);
 }
 #endif

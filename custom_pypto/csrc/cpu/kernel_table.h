@@ -11,9 +11,9 @@
 namespace custom_pypto::cpu {
 namespace {
 
-// DOTS: of integers of 4 and 8 bits, where there are others than in float
-template <DotsTable DOTS = nullptr>
-constexpr Kernels kernel_table(const char* name) {
+// dots: of integers of 4 and 8 bits, where there are OTHERS than in float
+template <bool OTHERS = false>
+constexpr Kernels kernel_table(const char* name, DotsTable dots = nullptr) {
   return {.name = name,
           .index = index_f32,
           .attend = attend_f32,
@@ -27,7 +27,7 @@ constexpr Kernels kernel_table(const char* name) {
           .count = count,
           .keep = keep,
           .weights = kWeights,
-          .dots = {DOTS, kFloatDots<DOTS != nullptr>},
+          .dots = {dots, kFloatDots<OTHERS>},
           .rows = &kRows,
           .add_rows = add_rows_f32};
 }
