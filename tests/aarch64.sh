@@ -65,6 +65,7 @@ compile_only() {
   cd "$root"
   mkdir -p "$work/objects"
   CUSTOM_PYPTO_WERROR=1 "$python" - "$work/objects" <<'PY'
+import glob
 import os
 import subprocess
 import sys
@@ -82,6 +83,7 @@ if own and os.path.exists(found := os.path.join(os.path.dirname(include), own)):
     if not os.path.islink(wanted):
         os.symlink(found, wanted)
 (extension,) = run_setup("setup.py", stop_after="init").ext_modules
+sources = sorted(glob.glob("custom_pypto/csrc/**/*.cpp", recursive=True))
 flags = ["-fPIC", *extension.extra_compile_args, f"-isystem{include}", f"-isystem{folder}"]
 
 
@@ -92,8 +94,8 @@ def compile(source):
 
 
 with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-    failed = sum(map(bool, pool.map(compile, extension.sources)))
-print(f"compiled for aarch64: {len(extension.sources) - failed} of {len(extension.sources)} files")
+    failed = sum(map(bool, pool.map(compile, sources)))
+print(f"compiled for aarch64: {len(sources) - failed} of {len(sources)} files")
 sys.exit(bool(failed))
 PY
 }
