@@ -116,15 +116,12 @@ struct HalfUnit<Fp4Weight> : NibbleUnit<kE2m1> {
   explicit INLINE HalfUnit(const uint8_t* p) : NibbleUnit(p) {}
 };
 
-// Whether each quarter or half of a vector of sums may belong to a group of its own: of 4 bits.
-template <class Unit>
-constexpr bool kSmallGroups = Unit::kBytes < Unit::kValues;
-
+// Whether a vector of sums belongs to one group, or, of 4 bits, each of its quarters or halves.
 template <class Unit>
 INLINE bool fits_halves(const Dots& call) {
   if (call.depth % Unit::kValues) return false;
   if (call.groups == 1 || call.group % Unit::kValues == 0) return true;
-  return kSmallGroups<Unit> && Unit::kValues % call.group == 0;
+  return Unit::kBytes < Unit::kValues && Unit::kValues % call.group == 0;
 }
 
 // A row of x for `dots`: its values, then the sums of its groups, if they have offsets.
@@ -233,7 +230,7 @@ void dots_halves(const Dots& call) {
     constexpr int ROWS = decltype(rows)::value;
     const auto tile = [&](auto weights, int w) INLINED {
       constexpr int WEIGHTS = decltype(weights)::value;
-      with_parts<Format, Unit::kValues, kSmallGroups<Unit>>(call, [&](auto parts) INLINED {
+      with_parts<Format, Unit::kValues>(call, [&](auto parts) INLINED {
         dots_halves_tile<Unit, decltype(parts)::value, WEIGHTS, ROWS>(call, w, i);
       });
     };
