@@ -344,15 +344,33 @@ def experts(
     """``sum_i weights_i down_i gate(up_i x)`` over the k experts of each token.
 
     Args:
-        x: ``[T, D]``.
-        up: weight and scales of :func:`weight_only_linear`, gates and values of the E experts.
-        down: the same, back to D.
-        ids: ``[T, k]``; an id of no expert here, as of another rank's, adds nothing.
         weights: ``[T, k]``.
-        gate: the activation, from ``[T, k, .]``.
-        product: with the arguments of :func:`weight_only_linear`, which it stands for.
+        x, up, down, ids, gate, product: of :func:`expert_outputs`.
     Returns:
         As ``x``.
     """
+    return weighted_sum(expert_outputs(x, up, down, ids, gate, product), weights.float())
+
+
+def expert_outputs(
+    x: Tensor,
+    up: tuple[Tensor, Tensor | None],
+    down: tuple[Tensor, Tensor | None],
+    ids: Tensor,
+    gate: Callable[[Tensor], Tensor],
+    product: Callable[..., Tensor] = weight_only_linear,
+) -> Tensor:
+    """``down_i gate(up_i x)`` of each of the k experts of each token.
+
+    Args:
+        x: ``[T, D]``.
+        up: weight and scales of :func:`weight_only_linear`, gates and values of the E experts.
+        down: the same, back to D.
+        ids: ``[T, k]``; an id of no expert here, as of another rank's, gives zeros.
+        gate: the activation, from ``[T, k, .]``.
+        product: with the arguments of :func:`weight_only_linear`, which it stands for.
+    Returns:
+        ``[T, k, D]``.
+    """
     gated = gate(product(x, up[0], up[1], experts=ids))
-    return weighted_sum(product(gated, down[0], down[1], experts=ids), weights.float())
+    return product(gated, down[0], down[1], experts=ids)

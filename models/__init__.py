@@ -34,7 +34,8 @@ from custom_pypto import hub  # noqa: E402
 
 from .cache import PagedCache  # noqa: E402
 from .loading.keywords import check_keywords  # noqa: E402
-from .loading.plan import Request, plan_for  # noqa: E402
+from .loading.plan import plan_for  # noqa: E402
+from .loading.request import Request  # noqa: E402
 from .patch import use_custom_pypto, use_transformers  # noqa: E402
 from .patched import CACHE  # noqa: E402
 from .replay import record_indices, replay_indices  # noqa: E402
@@ -64,6 +65,7 @@ def load(
     tensor_parallel: bool = False,
     expert_parallel: bool = False,
     weights: Weights = None,
+    memory: str | int | None = None,
     revision: str | None = None,
     **others: NoReturn,
 ) -> PreTrainedModel:
@@ -97,6 +99,13 @@ def load(
             model has no gradients. Embedding, head, norms, routers, ``kv_b_proj`` and the indexers'
             ``weights_proj`` are in ``dtype`` in any case. None: ``dtype``, or the formats of a
             model that was saved with them, whose files are then mapped and must stay as they are.
+        memory: what the weights may take of this machine's, in bytes or as ``"64GB"`` or
+            ``"60GiB"``; caches and what a forward needs come on top. If the model takes more, its
+            routed experts stay in their files, which must stay as they are, and are read when a
+            token needs them: of a published checkpoint in its fp8, fp4 or bfloat16, which
+            ``weights`` then leaves as they are, or of a model that was saved in its own formats.
+            Outputs equal those of the model in memory to the bit. Of ranks, each may take as
+            much. None: the whole model is in memory.
         revision: branch, tag or commit of a repository; None: its main branch.
         others: none; those of transformers' ``from_pretrained`` are rejected with what to pass
             instead.
@@ -124,7 +133,9 @@ def load(
     """
     if others:
         check_keywords(load.__kwdefaults__ or (), others)
-    asked = Request.of(dtype, num_hidden_layers, device, tensor_parallel, expert_parallel, weights)
+    asked = Request.of(
+        dtype, num_hidden_layers, device, tensor_parallel, expert_parallel, weights, memory
+    )
     source = hub.find("load: path", path, revision)
     plan = plan_for(source, asked)
     plan.check()

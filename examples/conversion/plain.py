@@ -121,7 +121,7 @@ class Plain(Conversion):
         return [tensor]
 
     def check_values(self):
-        check_scale_values(self.model, self.checkpoint, self.reader, None)
+        check_scale_values(self.model, self.checkpoint, self.reader, self.reader.tensors, None)
 
     def texts(self):
         return {CONFIG: json.dumps(self.config, indent=2) + "\n"}

@@ -6,7 +6,8 @@ import tempfile
 from pathlib import Path
 
 from custom_pypto.models.loading.parameters import Parameter, dtypes_of
-from custom_pypto.models.loading.plan import Request, check_scale_values, plan_for
+from custom_pypto.models.loading.plan import check_scale_values, plan_for
+from custom_pypto.models.loading.request import Request
 from custom_pypto.models.weights.modules import SCALE
 from custom_pypto.models.weights.on_disk import StoredWeight
 
@@ -24,7 +25,7 @@ class Stored(Conversion):
     def __init__(self, source, kind, layers, max_shard_size):
         options = {"weights": kind, "layers": layers, "max_shard_size": max_shard_size}
         super().__init__(source, options)
-        self.plan = plan_for(source, Request.of("auto", layers, None, False, False, kind))
+        self.plan = plan_for(source, Request.of("auto", layers, None, False, False, kind, None))
         if not self.plan.kinds:
             raise ValueError(
                 f"SOURCE must have linear layers or experts that --weights {kind} keeps, got "
@@ -65,7 +66,7 @@ class Stored(Conversion):
 
     def check_values(self):
         plan = self.plan
-        check_scale_values(plan.skeleton, plan.checkpoint, plan.reader, None)
+        check_scale_values(plan.skeleton, plan.checkpoint, plan.reader, plan.reader.tensors, None)
 
     def texts(self):
         plan, config = self.plan, self.plan.config

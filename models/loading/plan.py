@@ -7,7 +7,7 @@ for each parameter.
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,7 +23,6 @@ from custom_pypto.hub import Directory
 from custom_pypto.weight_formats import rounded_formats
 
 from ..architectures import supported_model
-from ..cache.layout import check_int
 from ..memory import free_memory
 from ..patch import use_custom_pypto
 from ..sharing import (
@@ -39,53 +38,19 @@ from ..sharing import (
     share_experts_alone,
     shared_parameters,
 )
+from ..streaming.model import Group, check_budget, groups_of, slots_of
+from ..streaming.model import start as stream
 from ..weights import published
-from ..weights.choice import PARTS, STORED, Weights, check_stored, check_weights, kinds_of
+from ..weights.choice import PARTS, STORED, check_stored, kinds_of
 from ..weights.in_transformers import StoredWeights, stored_kinds
-from ..weights.modules import SCALE, convert, stored_parameters
+from ..weights.modules import SCALE, convert, drop_experts, stored_parameters
 from ..weights.on_disk import OnDisk
 from .checkpoint import Checkpoint, check_shards, first_layers
 from .parameters import Parameter, dtypes_of, parameters
 from .reader import Reader
+from .request import Request, check_device
 
 PROGRESS = "Loading weights"  # transformers' description of its bar
-
-
-@dataclass
-class Request:
-    """The arguments of ``load``, validated."""
-
-    dtype: torch.dtype | None  # None: "auto"
-    num_hidden_layers: int | None
-    device: torch.device | str | None
-    tensor_parallel: bool
-    expert_parallel: bool
-    weights: dict[str, str | None]  # of experts and of the rest
-
-    @classmethod
-    def of(
-        cls,
-        dtype: torch.dtype | str,
-        num_hidden_layers: int | None,
-        device: torch.device | str | None,
-        tensor_parallel: bool,
-        expert_parallel: bool,
-        weights: Weights,
-    ) -> "Request":
-        """
-        Raises:
-            TypeError, ValueError: names the argument, what was expected and what came.
-        """
-        wanted, formats = check_dtype(dtype), check_weights(weights)
-        if num_hidden_layers is not None:
-            check_int("load: num_hidden_layers", num_hidden_layers)
-        check_device(device)
-        return cls(wanted, num_hidden_layers, device, tensor_parallel, expert_parallel, formats)
-
-    @property
-    def shared(self) -> bool:
-        """Whether ranks share the model."""
-        return self.tensor_parallel or self.expert_parallel
 
 
 @dataclass
@@ -103,6 +68,7 @@ class Plan:
     parameters: dict[str, Parameter | OnDisk]
     dtype: torch.dtype
     kinds: dict[str, str]  # formats of modules with stored weights
+    streamed: dict[str, Group]  # modules whose experts stay in their files
     sharing: DistributedConfig | None  # None: one process has the model
 
     def check(self) -> None:
@@ -131,14 +97,34 @@ class Plan:
         """Names of those with a tensor that this rank reads."""
         return {tensor.file.name for tensor in self.reader.tensors.values()}
 
+    def resident(self) -> set[str]:
+        """Names of the tensors that this rank reads now, as it does not those of experts that stay
+        in their files."""
+        streamed = {
+            part
+            for parameter, parts in self.checkpoint.parts.items()
+            if parameter.rpartition(".")[0] in self.streamed
+            for part in parts
+        }
+        return {
+            name
+            for name in self.reader.tensors
+            if name not in streamed and published.weight_name(name) not in streamed
+        }
+
+    def nbytes(self) -> int:
+        """What this rank reads now takes in the model."""
+        return bytes_of_rank(self.skeleton, dtypes_of(self.skeleton, self.dtype), self.sharing)
+
     def read(self, name: str | Path) -> PreTrainedModel:
         """The model.
 
         Args:
             name: of the checkpoint, for the model's config.
         """
-        check_scale_values(self.skeleton, self.checkpoint, self.reader, self.sharing)
-        with reading(self.reader):
+        names = self.resident()
+        check_scale_values(self.skeleton, self.checkpoint, self.reader, names, self.sharing)
+        with reading(self.reader, names):
             model = self.model_class.from_pretrained(
                 None,
                 config=self.config,
@@ -155,8 +141,10 @@ class Plan:
             del model._weight_conversions
         if self.sharing:
             check_agreement("load", facts_of_weights(model), LOAD_ALIKE)
-            return model
-        return model.to(check_device(self.request.device))
+        if self.streamed:
+            counts = slots_of(self.streamed, self.request.memory - self.nbytes())
+            stream(model, self.reader, self.checkpoint.parts, self.streamed, counts)
+        return model if self.sharing else model.to(check_device(self.request.device))
 
 
 def plan_for(source: Directory, asked: Request) -> Plan:
@@ -170,6 +158,8 @@ def plan_for(source: Directory, asked: Request) -> Plan:
     if asked.shared:
         ranks = check_sharing(config.get_text_config(), asked.device, *ways)
     saved = stored_kinds(config)
+    if asked.memory is not None and not saved and asked.weights["experts"] is None:
+        asked = replace(asked, weights=asked.weights | {"experts": STORED})
     check_stored(asked.weights, saved, asked.device, *ways)
     blocks = published.blocks_of(config.to_dict())
     if (layers := asked.num_hidden_layers) is not None:
@@ -192,13 +182,20 @@ def plan_for(source: Directory, asked: Request) -> Plan:
     # a checkpoint that has stored weights keeps its own
     chosen = {} if saved else kinds_of(skeleton, asked.weights, checkpoint.dtypes(), dtypes)
     own = parameters(skeleton, checkpoint, reader, dtypes, chosen)
-    if kinds := saved or chosen:
-        convert(skeleton, kinds)
-        config.quantization_config = StoredWeights.of(kinds).to_dict()
+    kinds = saved or chosen
+    groups, streamed = groups_of(skeleton, kinds), {}
+    convert(skeleton, kinds)
+    sharing = plan_of(skeleton, ranks, asked.expert_parallel) if asked.shared else None
+    needed = bytes_of_rank(skeleton, dtypes_of(skeleton, dtype), sharing)
+    if asked.memory is not None and asked.memory < needed:
+        streamed = groups
+        drop_experts(skeleton, streamed)
+        own = {name: own[name] for name in own if name.rpartition(".")[0] not in streamed}
+    if kinds:
+        config.quantization_config = StoredWeights.of(kinds, streamed).to_dict()
     generation_config = None
     if (source.folder / "generation_config.json").is_file():
         generation_config = GenerationConfig.from_pretrained(source.folder)
-    sharing = plan_of(skeleton, ranks, asked.expert_parallel) if asked.shared else None
     return Plan(
         asked,
         source,
@@ -211,12 +208,13 @@ def plan_for(source: Directory, asked: Request) -> Plan:
         own,
         dtype,
         kinds,
+        streamed,
         sharing,
     )
 
 
 @contextlib.contextmanager
-def reading(reader: Reader) -> Iterator[None]:
+def reading(reader: Reader, names: Iterable[str]) -> Iterator[None]:
     """While transformers reads: a progress bar of bytes in place of its own of parameters, and a
     share of torch's threads for each of its threads.
 
@@ -228,7 +226,7 @@ def reading(reader: Reader) -> Iterator[None]:
 
     options = {"desc": PROGRESS, "unit": "B", "unit_scale": True}
     threads = torch.get_num_threads()
-    with logging.tqdm(total=reader.nbytes(), **options) as reader.progress:
+    with logging.tqdm(total=reader.nbytes(names), **options) as reader.progress:
         hook = logging.set_tqdm_hook(hide)
         torch.set_num_threads(max(1, threads // GLOBAL_WORKERS))
         try:
@@ -237,45 +235,6 @@ def reading(reader: Reader) -> Iterator[None]:
         finally:
             torch.set_num_threads(threads)
             logging.set_tqdm_hook(hook)
-
-
-def check_dtype(dtype: torch.dtype | str) -> torch.dtype | None:
-    """The dtype that was asked for; None: ``"auto"``.
-
-    Raises:
-        ValueError: names the argument, what was expected and what came.
-    """
-    if dtype == "auto":
-        return None
-    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
-    if wanted not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(
-            "load: dtype must be 'auto', 'float32', 'bfloat16', 'float16' or such a torch.dtype, "
-            f"got {dtype!r}"
-        )
-    return wanted
-
-
-def check_device(device: torch.device | str | None) -> torch.device:
-    """The device that was asked for.
-
-    Raises:
-        ValueError: it has no ops, or is not there.
-    """
-    try:
-        wanted = torch.device("cpu" if device is None else device)
-    except RuntimeError as error:
-        wanted, problem = None, error
-    if wanted is not None and wanted.type in ("cpu", "npu"):
-        return wanted
-    if str(device).partition(":")[0] == "npu":
-        raise ValueError(
-            f"load: device {str(device)!r} needs torch_npu, which is not loaded; custom-pypto env "
-            "says what is missing"
-        ) from problem
-    raise ValueError(
-        f"load: device must be a CPU or an NPU, where the ops run, got {str(device)!r}"
-    )
 
 
 def resolve_dtype(dtype: torch.dtype | None, config, checkpoint: Checkpoint) -> torch.dtype:
@@ -288,14 +247,18 @@ def resolve_dtype(dtype: torch.dtype | None, config, checkpoint: Checkpoint) -> 
 
 
 def check_scale_values(
-    model, checkpoint: Checkpoint, reader: Reader, plan: DistributedConfig | None
+    model,
+    checkpoint: Checkpoint,
+    reader: Reader,
+    names: Iterable[str],
+    plan: DistributedConfig | None,
 ) -> None:
-    """Rejects scales that are infinite or NaN, of the weights that this rank reads.
+    """Rejects scales that are infinite or NaN, of the weights of these names.
 
     Raises:
         ValueError: names file and tensor.
     """
-    weights = filter(reader.is_quantized, reader.tensors)
+    weights = filter(reader.is_quantized, names)
     scales = {published.scale_name(name, reader.tensors): slice(None) for name in weights}
     shared = shared_parameters(model, plan) if plan else set()
     for name in stored_parameters(model):
@@ -335,7 +298,11 @@ def check_memory(plan: Plan, device: torch.device) -> None:
         MemoryError: names the required and the available memory, and the remedy.
     """
     ranks = plan.sharing.tp_size if plan.sharing else 1
-    needed = bytes_of_rank(plan.skeleton, dtypes_of(plan.skeleton, plan.dtype), plan.sharing)
+    needed = plan.nbytes()
+    if plan.streamed or (plan.request.memory or needed) < needed:
+        asked, per_token = plan.request, plan.config.get_text_config().num_experts_per_tok
+        check_budget(plan.streamed, asked.memory, asked.weights, per_token, needed)
+        needed = asked.memory
     here = 1 if ranks == 1 else int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     available = {}
     if device.type != "cpu":

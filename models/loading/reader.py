@@ -6,7 +6,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
@@ -139,9 +139,16 @@ class Reader:
     def is_quantized(self, name: str) -> bool:
         return self.tensors[name].dtype in self.blocks
 
-    def nbytes(self) -> int:
-        """Bytes of all tensors."""
-        parts = (self._part(name, slice(None)) for name in self.tensors)
+    def extent(self, name: str) -> tuple[Path, int, int, torch.dtype]:
+        """Where the bytes of a tensor are: file, offset and size; and their dtype."""
+        path, dtype, _ = self.tensors[name]
+        file = self._open(path)
+        begin, end = (file.data + offset for offset in file.header[name]["data_offsets"])
+        return path, begin, end - begin, TORCH_DTYPES[dtype]
+
+    def nbytes(self, names: Iterable[str]) -> int:
+        """Bytes of these tensors."""
+        parts = (self._part(name, slice(None)) for name in names)
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype, _ in parts)
 
     def _part(self, name: str, first: slice) -> tuple[list[int], torch.dtype, int]:

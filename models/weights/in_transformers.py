@@ -1,6 +1,8 @@
 """Stored weights as a quantization method of transformers, which then creates the modules of
 :mod:`.modules` while it loads a model, and records them in ``config.json``."""
 
+from collections.abc import Iterable
+
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
@@ -8,7 +10,7 @@ from transformers.quantizers.auto import (
 )
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .modules import convert, stored_parameters
+from .modules import convert, drop_experts, stored_parameters
 from .published import METHOD
 
 
@@ -17,18 +19,26 @@ class StoredWeights(QuantizationConfigMixin):
 
     Args:
         modules: names of linear layers and experts, by format.
+        streamed: names of experts that stay in their files.
     """
 
-    def __init__(self, modules: dict[str, list[str]], quant_method: str = METHOD):
+    def __init__(
+        self,
+        modules: dict[str, list[str]],
+        quant_method: str = METHOD,
+        streamed: Iterable[str] = (),
+    ):
         self.quant_method, self.modules = quant_method, modules
+        if streamed:  # else no key of a saved config.json
+            self.streamed = list(streamed)
 
     @classmethod
-    def of(cls, kinds: dict[str, str]) -> "StoredWeights":
+    def of(cls, kinds: dict[str, str], streamed: Iterable[str]) -> "StoredWeights":
         """From the format of each module."""
         modules: dict[str, list[str]] = {}
         for name, kind in kinds.items():
             modules.setdefault(kind, []).append(name)
-        return cls(modules)
+        return cls(modules, streamed=streamed)
 
     @property
     def kinds(self) -> dict[str, str]:
@@ -44,10 +54,20 @@ class StoredWeightsQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model, **kwargs):
         convert(model, self.quantization_config.kinds)
+        drop_experts(model, self.streamed)
         keep_formats(model)
         return model
 
+    @property
+    def streamed(self) -> list[str]:
+        return getattr(self.quantization_config, "streamed", [])
+
     def is_serializable(self) -> bool:
+        if self.streamed:
+            raise ValueError(
+                "save_pretrained: the experts of a model that was loaded with memory are in its "
+                "files; copy their folder, or load the model without memory"
+            )
         if self.shared:
             raise ValueError(
                 "save_pretrained: the experts of a model with stored weights must be in one "

@@ -3,6 +3,7 @@
 Shapes: T tokens, E experts, k experts of a token, I intermediate size.
 """
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -180,6 +181,16 @@ def convert(model: nn.Module, kinds: dict[str, str]) -> None:
             store(module, weight, kind, shape)
     if of_experts:
         model.set_experts_implementation(EXPERTS)
+
+
+def drop_experts(model: nn.Module, names: Iterable[str]) -> None:
+    """Takes their stored weights from these modules of experts, which get them elsewhere."""
+    for name in names:
+        module = model.get_submodule(name)
+        for weight in EXPERT_WEIGHTS:
+            del module._parameters[weight]
+            module._parameters.pop(weight + SCALE, None)
+        module._is_hf_initialized = True  # else transformers would look for them
 
 
 def round_plain_weights(model: nn.Module, state: dict[str, Tensor], prefix: str, *_) -> None:

@@ -1,0 +1,210 @@
+"""Experts that stay in the files of their model, as modules of it.
+
+Shapes: T tokens, E experts, k experts of a token, H hidden size.
+"""
+
+import functools
+import os
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from custom_pypto import layer_ops
+
+from ..projection import change_class
+from ..weights.modules import check_no_gradient
+from .pool import Pool
+from .slots import Expert, Slot, State
+
+#: tokens of a forward up to which experts of later layers are guessed; more ask for most of them
+FEW_TOKENS = 16
+DONE = (State.READY, State.LOST)
+
+
+class Ahead(NamedTuple):
+    """What a layer needs to guess the experts of the next one."""
+
+    layer: "Layer"
+    router: nn.Module
+    ratio: Tensor  # ``[H]``, of the weights of the norms before both
+
+    def guess(self, x: Tensor) -> None:
+        """Has experts read that the next router may choose: the better half of what it would for
+        the input of this layer's experts, ``[T, H]``, which attention alone changes."""
+        # not as a module: its hooks are for its own calls
+        choose = type(self.router).forward
+        _, weights, ids = choose(self.router, (x.float() * self.ratio).to(x.dtype))
+        best = weights.topk(-(-ids.size(-1) // 2), -1).indices
+        self.layer.guess(self.layer.experts(ids.gather(-1, best)))
+
+
+class Layer:
+    """Where a module has its experts.
+
+    Args:
+        count: E.
+        progress: ``bar``, of this thread's forward.
+    """
+
+    def __init__(self, pool: Pool, number: int, count: int, progress: threading.local):
+        self.pool, self.number, self.count, self.progress = pool, number, count, progress
+        self.ahead: Ahead | None = None
+
+    def experts(self, ids: Tensor) -> list[Expert]:
+        numbers = ids.unique().tolist()
+        return [Expert(self.number, one) for one in numbers if 0 <= one < self.count]
+
+    def guess(self, experts: list[Expert]) -> None:
+        with self.pool.changed:
+            self.pool.guess(experts)
+
+    def __reduce_ex__(self, protocol):
+        raise ValueError(
+            "patched model: a model that was loaded with memory has its experts in its files, and "
+            "cannot be copied or pickled; load it once more"
+        )
+
+
+class Call:
+    """The experts that one layer needs for one call, in memory until the call ends."""
+
+    def __init__(self, pool: Pool, experts: list[Expert], last: bool):
+        self.pool, self.left, self.last = pool, experts, last
+        self.needed: list[Slot] = []
+
+    def __enter__(self) -> "Call":
+        with self.pool.changed:
+            known = self.pool.slots.taken
+            self.left.sort(key=lambda expert: expert not in known)  # else they might make room
+            self._ask()
+        return self
+
+    def __exit__(self, *_) -> None:
+        with self.pool.changed:
+            self._release(self.needed)
+
+    def __iter__(self) -> Iterator[list[Slot]]:
+        """Some of the experts at a time, as they come; those before make room."""
+        while self.left or self.needed:
+            with self.pool.changed:
+                while not (ready := [slot for slot in self.needed if slot.state in DONE]):
+                    self.pool.wait()
+                    self._ask()
+                if error := next((slot.error for slot in ready if slot.error), None):
+                    raise error
+            yield ready
+            with self.pool.changed:
+                self._release(ready)
+                self._ask()
+
+    def _ask(self) -> None:
+        while self.left and (slot := self.pool.pin(self.left[0], self)) is not None:
+            self.needed.append(slot)
+            del self.left[0]
+
+    def _release(self, slots: list[Slot]) -> None:
+        for slot in slots:
+            self.pool.slots.unpin(slot, self, self.last)
+        self.needed = [slot for slot in self.needed if slot not in slots]
+        self.pool.changed.notify_all()
+
+
+class StreamedExperts:
+    """Mixin for transformers' class of experts."""
+
+    streamed: Layer
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        if torch.compiler.is_exporting():
+            raise ValueError(
+                "patched model: a model that was loaded with memory cannot be exported, since its "
+                "experts are in its files; load it without memory"
+            )
+        given = hidden_states, top_k_index, top_k_weights
+        if torch.compiler.is_compiling():
+            return torch.ops.custom_pypto_models.streamed_experts(self.handle, *given)
+        return compute(self, *given)
+
+    def _apply(self, function, recurse: bool = True) -> nn.Module:
+        moved = function(torch.empty(1))
+        if moved.device.type != "cpu" or moved.is_shared():
+            raise ValueError(
+                "patched model: the experts of a model that was loaded with memory are in memory "
+                f"of this process on the CPU, got a move to {moved.device.type}"
+                f"{' that is shared' if moved.is_shared() else ''}; load it without memory"
+            )
+        return super()._apply(function, recurse)
+
+
+@functools.cache
+def streamed_class(cls: type) -> type:
+    return type(cls.__name__, (StreamedExperts, cls), {"__doc__": cls.__doc__})
+
+
+#: modules by a number, by which compiled graphs know them
+modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+
+
+def stream(module: nn.Module, layer: Layer) -> None:
+    """Has ``module``, without weights, multiply experts of ``layer``."""
+    change_class(module, streamed_class(type(module)))
+    module.streamed, module.handle = layer, max(modules, default=0) + 1
+    modules[module.handle] = module
+
+
+def compute(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """:func:`layer_ops.experts` with the experts that are in memory while others are read.
+
+    The sum of a token's experts has the order of ``ids`` in any case.
+
+    Args:
+        x: ``[T, H]``.
+        ids: ``[T, k]``; E, of an expert on another rank, adds nothing.
+        weights: ``[T, k]``.
+    """
+    layer, pool = self.streamed, self.streamed.pool
+    check_no_gradient(x, pool.form.kind)
+    if os.getpid() != pool.process:
+        raise RuntimeError(
+            "patched model: experts are read by threads of the process that loaded the model, got "
+            "a call in a fork of it; load the model in this process"
+        )
+    if bar := getattr(layer.progress, "bar", None):
+        bar.update()
+    experts, outputs = layer.experts(ids), None
+    up, down = pool.memory.weights()
+    valid = torch.where((ids >= 0) & (ids < layer.count), ids, layer.count)
+    # what most of a layer's experts are swept by, such as a prompt, tells nothing of what is next
+    with Call(pool, experts.copy(), last=2 * len(experts) <= layer.count) as call:
+        if layer.ahead is not None and len(x) <= FEW_TOKENS:
+            layer.ahead.guess(x)
+        for slots in call:
+            index = torch.full([layer.count + 1], -1)
+            index[[slot.expert.number for slot in slots]] = torch.tensor([s.index for s in slots])
+            chosen = index[valid]
+            if len(slots) == len(experts):
+                return layer_ops.experts(x, up, down, chosen, weights, self._apply_gate)
+            pairs = (chosen >= 0).flatten().nonzero().squeeze(-1)
+            part = layer_ops.expert_outputs(
+                x[pairs // ids.size(-1)], up, down, chosen.view(-1, 1)[pairs], self._apply_gate
+            )
+            if outputs is None:
+                outputs = part.new_zeros([*ids.shape, part.size(-1)])
+            outputs.view(-1, part.size(-1))[pairs] = part.squeeze(1)
+    if outputs is None:  # no token, or none of an expert here
+        return torch.zeros_like(x)
+    return layer_ops.weighted_sum(outputs, weights.float())
+
+
+@torch.library.custom_op("custom_pypto_models::streamed_experts", mutates_args=())
+def streamed_experts(handle: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return compute(modules[handle], x, ids, weights)
+
+
+@streamed_experts.register_fake
+def _(handle: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return torch.empty_like(x)
