@@ -1,8 +1,10 @@
 """Memory that this process can still allocate, and large tensors in it."""
 
 import ctypes
+import math
 import mmap
 import resource
+from pathlib import Path
 
 import psutil
 import torch
@@ -10,6 +12,11 @@ from torch._C._functorch import is_functorch_wrapped_tensor, peek_interpreter_st
 from torch._subclasses.fake_tensor import is_fake
 
 CPU = torch.device("cpu")
+# limit and use of memory of a control group, in Linux's version 2 and 1
+GROUP_FILES = [
+    ("memory.max", "memory.current"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+]
 
 
 def has_numbers(tensor: torch.Tensor) -> bool:
@@ -35,11 +42,44 @@ def free_memory(device: torch.device) -> int:
         module = torch.get_device_module(device)
         module.empty_cache()  # else blocks that torch caches would count as used
         return module.mem_get_info(device)[0]
-    available = psutil.virtual_memory().available
+    available = min(psutil.virtual_memory().available, free_in_container())
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return available
     return min(available, limit - psutil.Process().memory_info().vms)
+
+
+def free_in_container(root: Path = Path("/")) -> int | float:
+    """Bytes that the control groups of this process still allow, as those of a container.
+
+    Pages of files count as used, but are given back on demand.
+    """
+    free, folders = math.inf, []
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # not Linux
+        return free
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        base = root / "sys/fs/cgroup"
+        if controllers == "memory":  # of version 1
+            base /= "memory"
+        elif controllers:
+            continue
+        group = base / path.lstrip("/")
+        folders += [one for one in (group, *group.parents) if one.is_relative_to(base)]
+    for folder in folders:
+        for limit, used in GROUP_FILES:
+            try:
+                most = (folder / limit).read_text().strip()
+                now = int((folder / used).read_text())
+                stat = dict(map(str.split, (folder / "memory.stat").read_text().splitlines()))
+            except OSError:
+                continue
+            if most != "max":
+                files = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+                free = min(free, max(int(most) - now + files, 0))
+    return free
 
 
 def empty(shape, dtype: torch.dtype, device: torch.device = CPU) -> torch.Tensor:

@@ -101,8 +101,9 @@ class Patch:
         for attention in attentions.values():
             change_class(attention, paged)
         for module in list(text.modules()):
-            # transformers shards some by a forward of their own
-            if (mixin := paged.one_op.get(type(module))) and not is_sharded(module):
+            # transformers shards some by a forward of their own; stored experts have an op
+            own = is_sharded(module) or getattr(module, "kind", None)
+            if (mixin := paged.one_op.get(type(module))) and not own:
                 change_class(module, derived(mixin, type(module)))
         head = model.get_output_embeddings()
         if type(head) is nn.Linear and not is_sharded(head):

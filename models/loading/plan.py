@@ -6,6 +6,7 @@ for each parameter.
 """
 
 import contextlib
+import functools
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -183,16 +184,18 @@ def plan_for(source: Directory, asked: Request) -> Plan:
     chosen = {} if saved else kinds_of(skeleton, asked.weights, checkpoint.dtypes(), dtypes)
     own = parameters(skeleton, checkpoint, reader, dtypes, chosen)
     kinds = saved or chosen
-    groups, streamed = groups_of(skeleton, kinds), {}
+    own_experts = part_of_rank if asked.expert_parallel else lambda count: slice(None)
+    groups, streamed, in_files = groups_of(skeleton, kinds, own_experts), {}, {}
     convert(skeleton, kinds)
     sharing = plan_of(skeleton, ranks, asked.expert_parallel) if asked.shared else None
     needed = bytes_of_rank(skeleton, dtypes_of(skeleton, dtype), sharing)
     if asked.memory is not None and asked.memory < needed:
-        streamed = groups
-        drop_experts(skeleton, streamed)
+        streamed, in_files = groups, {name: len(group.own) for name, group in groups.items()}
+        drop_experts(skeleton, in_files)
+        sharing = plan_of(skeleton, ranks, asked.expert_parallel) if asked.shared else None
         own = {name: own[name] for name in own if name.rpartition(".")[0] not in streamed}
     if kinds:
-        config.quantization_config = StoredWeights.of(kinds, streamed).to_dict()
+        config.quantization_config = StoredWeights.of(kinds, in_files).to_dict()
     generation_config = None
     if (source.folder / "generation_config.json").is_file():
         generation_config = GenerationConfig.from_pretrained(source.folder)
@@ -314,6 +317,12 @@ def check_memory(plan: Plan, device: torch.device) -> None:
     form = f"weights in {', '.join(kinds)}" if kinds else str(plan.dtype).removeprefix("torch.")
     for place, free in available.items():
         if needed > free:
+            if plan.streamed:
+                size = functools.partial(tqdm.format_sizeof, suffix="B")
+                raise MemoryError(
+                    f"load: memory must be at most what {place} has free{each}, {size(free)}, got "
+                    f"{size(needed)}; pass less"
+                )
             smaller = ""
             # a model saved with weights keeps its own
             if (

@@ -3,7 +3,6 @@
 Shapes: T tokens, E experts, k experts of a token, H hidden size.
 """
 
-import functools
 import os
 import threading
 import weakref
@@ -12,16 +11,18 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from custom_pypto import layer_ops
 
-from ..projection import change_class
-from ..weights.modules import check_no_gradient
+from ..weights.modules import check_no_gradient, stored_experts
 from .pool import Pool
 from .slots import Expert, Slot, State
 
 #: tokens of a forward up to which experts of later layers are guessed; more ask for most of them
 FEW_TOKENS = 16
+#: name of the implementation of experts in transformers
+IN_FILES = "custom_pypto_in_files"
 DONE = (State.READY, State.LOST)
 
 
@@ -113,47 +114,40 @@ class Call:
         self.pool.changed.notify_all()
 
 
-class StreamedExperts:
-    """Mixin for transformers' class of experts."""
-
-    streamed: Layer
-
-    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        if torch.compiler.is_exporting():
-            raise ValueError(
-                "patched model: a model that was loaded with memory cannot be exported, since its "
-                "experts are in its files; load it without memory"
-            )
-        given = hidden_states, top_k_index, top_k_weights
-        if torch.compiler.is_compiling():
-            return torch.ops.custom_pypto_models.streamed_experts(self.handle, *given)
-        return compute(self, *given)
-
-    def _apply(self, function, recurse: bool = True) -> nn.Module:
-        moved = function(torch.empty(1))
-        if moved.device.type != "cpu" or moved.is_shared():
-            raise ValueError(
-                "patched model: the experts of a model that was loaded with memory are in memory "
-                f"of this process on the CPU, got a move to {moved.device.type}"
-                f"{' that is shared' if moved.is_shared() else ''}; load it without memory"
-            )
-        return super()._apply(function, recurse)
-
-
-@functools.cache
-def streamed_class(cls: type) -> type:
-    return type(cls.__name__, (StreamedExperts, cls), {"__doc__": cls.__doc__})
-
-
-#: modules by a number, by which compiled graphs know them
+#: modules by a number, by which compiled graphs know them: in a tensor, as one graph is for many
 modules: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
 
 
 def stream(module: nn.Module, layer: Layer) -> None:
     """Has ``module``, without weights, multiply experts of ``layer``."""
-    change_class(module, streamed_class(type(module)))
-    module.streamed, module.handle = layer, max(modules, default=0) + 1
-    modules[module.handle] = module
+    number = max(modules, default=0) + 1
+    module.streamed, module.handle = layer, torch.tensor(number)
+    modules[number] = module
+
+
+def experts_in_files(
+    self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """transformers' computation of experts ``self``, which may stay in their files.
+
+    Args:
+        hidden_states, top_k_index, top_k_weights: of :func:`stored_experts`.
+    """
+    given = hidden_states, top_k_index, top_k_weights
+    if not hasattr(self, "handle"):
+        return stored_experts(self, *given)
+    if torch.compiler.is_exporting():
+        raise ValueError(
+            "patched model: a model that was loaded with memory cannot be exported, since its "
+            "experts are in its files; load it without memory"
+        )
+    check_no_gradient(hidden_states, self.kind)
+    if torch.compiler.is_compiling():
+        return torch.ops.custom_pypto_models.streamed_experts(self.handle, *given)
+    return compute(self, *given)
+
+
+ALL_EXPERTS_FUNCTIONS.register(IN_FILES, experts_in_files)
 
 
 def compute(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -167,7 +161,6 @@ def compute(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         weights: ``[T, k]``.
     """
     layer, pool = self.streamed, self.streamed.pool
-    check_no_gradient(x, pool.form.kind)
     if os.getpid() != pool.process:
         raise RuntimeError(
             "patched model: experts are read by threads of the process that loaded the model, got "
@@ -201,10 +194,10 @@ def compute(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
 
 
 @torch.library.custom_op("custom_pypto_models::streamed_experts", mutates_args=())
-def streamed_experts(handle: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    return compute(modules[handle], x, ids, weights)
+def streamed_experts(handle: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return compute(modules[int(handle)], x, ids, weights)
 
 
 @streamed_experts.register_fake
-def _(handle: int, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+def _(handle: Tensor, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     return torch.empty_like(x)

@@ -2,9 +2,11 @@
 
 import functools
 import logging
+import os
 import re
 import threading
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +19,7 @@ from custom_pypto.weight_formats import rounded_formats
 from ..memory import is_readable
 from ..patched import text_model
 from ..weights.modules import EXPERT_WEIGHTS, is_experts
-from .experts import FEW_TOKENS, Ahead, Layer, stream
+from .experts import FEW_TOKENS, IN_FILES, Ahead, Layer, stream
 from .places import Form, pieces
 from .pool import Counts, Pool
 from .slots import Expert
@@ -33,19 +35,27 @@ class Group:
 
     form: Form
     count: int
+    own: range  # of this rank
 
     def nbytes(self) -> int:
-        return self.form.nbytes() * self.count
+        return self.form.nbytes() * len(self.own)
 
 
-def groups_of(model: nn.Module, kinds: dict[str, str]) -> dict[str, Group]:
-    """By name, the modules of experts in one of these formats, whose weights are still plain."""
+def groups_of(
+    model: nn.Module, kinds: dict[str, str], own: Callable[[int], slice]
+) -> dict[str, Group]:
+    """By name, the modules of experts in one of these formats, whose weights are still plain.
+
+    Args:
+        own: the share of this rank of a number of experts.
+    """
     found = {}
     for name, kind in kinds.items():
         if is_experts(module := model.get_submodule(name)):
             shapes = [list(module._parameters[weight].shape) for weight in EXPERT_WEIGHTS]
             form = Form.of(kind, [shape[1:] for shape in shapes])
-            found[name] = Group(form, shapes[0][0])
+            count = shapes[0][0]
+            found[name] = Group(form, count, range(count)[own(count)])
     return found
 
 
@@ -53,7 +63,7 @@ def totals(groups: dict[str, Group]) -> tuple[int, dict[Form, int]]:
     """Bytes of all experts, and how many there are of each form."""
     counts: dict[Form, int] = {}
     for group in groups.values():
-        counts[group.form] = counts.get(group.form, 0) + group.count
+        counts[group.form] = counts.get(group.form, 0) + len(group.own)
     return sum(group.nbytes() for group in groups.values()), counts
 
 
@@ -110,7 +120,7 @@ class Streaming:
         self.pools, self.progress = pools, threading.local()
         self.layers: list[Layer] = []
         self.hashed: list[tuple[Layer, nn.Module]] = []  # with the routers
-        self.close = weakref.finalize(self, stop, pools)
+        weakref.finalize(self, stop, pools).atexit = False
 
     def counts(self) -> Counts:
         return sum((pool.counts() for pool in self.pools), Counts())
@@ -120,7 +130,8 @@ class Streaming:
 
 def stop(pools: list[Pool]) -> None:
     for pool in pools:
-        pool.read_with(0)
+        if pool.process == os.getpid():  # a fork may have copied a lock that a thread held
+            pool.read_with(0)
 
 
 def start(
@@ -129,7 +140,6 @@ def start(
     parts_of: dict[str, list[str]],
     groups: dict[str, Group],
     counts: dict[Form, int],
-    own: slice = slice(None),
 ) -> None:
     """Has ``model``, which was loaded without these experts, read them while it runs.
 
@@ -137,7 +147,6 @@ def start(
         reader: of the checkpoint.
         parts_of: names on disk of each parameter.
         counts: of slots.
-        own: the experts of this rank, of those of each module.
     """
     numbers = {name: int(re.search(r"\blayers\.(\d+)\.", name)[1]) for name in groups}
     pools = {}
@@ -146,18 +155,21 @@ def start(
             Expert(numbers[name], number): some
             for name, group in groups.items()
             if group.form == form
-            for number, some in enumerate(pieces(reader, parts_of, name, form, group.count)[own])
+            for number, some in enumerate(
+                pieces(reader, parts_of, name, form, group.count, group.own)
+            )
         }
         pools[form] = Pool(form, places, count)
     streaming = Streaming(list(pools.values()))
     for pool in streaming.pools:
         pool.choose_readers()
         logger.info("load: %s", pool)
+    model.set_experts_implementation(IN_FILES)
     text = text_model(model)
     for name in sorted(groups, key=numbers.get):
         module, (block, _, _) = model.get_submodule(name), name.rpartition(".")
-        experts = len(range(groups[name].count)[own])
-        layer = Layer(pools[groups[name].form], numbers[name], experts, streaming.progress)
+        group = groups[name]
+        layer = Layer(pools[group.form], numbers[name], len(group.own), streaming.progress)
         stream(module, layer)
         router = model.get_submodule(block).gate
         if hasattr(router, "tid2eid"):  # experts follow from the token alone
@@ -169,6 +181,8 @@ def start(
         streaming.layers.append(layer)
     text.register_forward_pre_hook(functools.partial(begin, streaming), with_kwargs=True)
     text.register_forward_hook(functools.partial(end, streaming))
+    for module in (model, text):
+        module._apply = functools.partial(apply, module)
     model.generate = functools.wraps(model.generate)(functools.partial(generate, model, streaming))
 
 
@@ -196,8 +210,22 @@ def begin(streaming: Streaming, text: nn.Module, args: tuple, kwargs: dict) -> N
 
 
 def end(streaming: Streaming, *_) -> None:
-    if bar := getattr(streaming.progress, "bar", None):
+    if not torch.compiler.is_compiling() and (bar := getattr(streaming.progress, "bar", None)):
         bar.close()
+
+
+def apply(
+    module: nn.Module, function: Callable[[Tensor], Tensor], recurse: bool = True
+) -> nn.Module:
+    """``nn.Module._apply``, which moves and shares: before it has, for a part of the model."""
+    moved = function(torch.empty(1))
+    if moved.device.type != "cpu" or moved.is_shared():
+        how = "that is shared by processes" if moved.is_shared() else str(moved.device)
+        raise ValueError(
+            "patched model: a model that was loaded with memory must stay in this process's memory "
+            f"of the CPU, got a move to one {how}; load it without memory"
+        )
+    return type(module)._apply(module, function, recurse)
 
 
 def generate(model: PreTrainedModel, streaming: Streaming, *args, **kwargs):

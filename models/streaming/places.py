@@ -68,48 +68,45 @@ class Piece(NamedTuple):
 
 
 def pieces(
-    reader, parts_of: dict[str, list[str]], module: str, form: Form, experts: int
+    reader, parts_of: dict[str, list[str]], module: str, form: Form, count: int, own: range
 ) -> list[list[Piece]]:
-    """The pieces of each expert of ``module``, in the order of the file.
+    """The pieces of each of the ``own`` experts of ``module``, which has ``count``.
 
     Args:
         reader: of the checkpoint.
         parts_of: names on disk of each parameter.
     """
-    found: list[list[Piece]] = [[] for _ in range(experts)]
+    found: list[list[Piece]] = [[] for _ in own]
     for i, weight in enumerate(EXPERT_WEIGHTS):
         parts = parts_of[f"{module}.{weight}"]
-        scales = parts_of.get(f"{module}.{weight}{SCALE}")
-        if scales is None and len(form.arrays) > len(EXPERT_WEIGHTS):
-            scales = [published.scale_name(part, reader.tensors) for part in parts]
-        for array, names in ((i, parts), (i + len(EXPERT_WEIGHTS), scales or [])):
-            for expert, piece in of_tensors(reader, names, array, form, experts):
-                found[expert].append(piece)
-    return [merged(some, form) for some in found]
+        scales = parts_of.get(f"{module}.{weight}{SCALE}", [])
+        for some, expert in zip(found, own, strict=True):
+            of_expert = list(of_one(reader, parts, i, expert, count))
+            some += of_expert
+            if len(form.arrays) == len(EXPERT_WEIGHTS):
+                continue
+            names = scales or [published.scale_name(x.tensor, reader.tensors) for x in of_expert]
+            of = (expert, count) if scales else (0, 1)
+            some += of_one(reader, names, i + len(EXPERT_WEIGHTS), *of)
+    return [merged(some) for some in found]
 
 
-def of_tensors(
-    reader, names: list[str], array: int, form: Form, experts: int
-) -> Iterator[tuple[int, Piece]]:
-    """The tensors of one array of all experts: one of all, or one or several of each."""
-    start = 0
-    for i, name in enumerate(names):
-        file, offset, size, dtype = reader.extent(name)
-        count = experts if len(names) == 1 else 1
+def of_one(reader, names: list[str], array: int, expert: int, count: int) -> Iterator[Piece]:
+    """The tensors of an array of one expert, or its part of the only one of all."""
+    if len(names) == 1:
+        file, offset, size, dtype = reader.extent(names[0])
         share = size // count
-        for expert in range(count):
-            first = start if count == 1 else 0
-            place = offset + expert * share
-            yield (
-                i * experts // len(names) + expert,
-                Piece(file, name, place, share, dtype, array, first),
-            )
+        yield Piece(file, names[0], offset + expert * share, share, dtype, array, 0)
+        return
+    start, each = 0, len(names) // count
+    for name in names[expert * each : (expert + 1) * each]:
+        file, offset, size, dtype = reader.extent(name)
+        yield Piece(file, name, offset, size, dtype, array, start)
         start += size // dtype.itemsize
-        start %= math.prod(form.arrays[array][0])
 
 
-def merged(found: list[Piece], form: Form) -> list[Piece]:
-    """With neighbours in the file and in the expert as one."""
+def merged(found: list[Piece]) -> list[Piece]:
+    """In the order of their files, neighbours in the file and in the expert as one."""
     whole: list[Piece] = []
     for piece in sorted(found, key=lambda piece: (piece.file, piece.offset)):
         last = whole[-1] if whole else None

@@ -114,9 +114,8 @@ class Pool:
         self._counts.hits += ready
         self._counts.late += known and not ready
         self._counts.misses += not known
-        if slot.state == State.QUEUED and (not known or slot.guessed):
+        if slot.state == State.QUEUED:  # once more, if it was a guess
             self._put(DEMAND, slot)
-        slot.guessed = False
         return slot
 
     def guess(self, experts: Iterable[Expert]) -> None:

@@ -25,7 +25,6 @@ class Slot:
     """An expert that has or will have a place in memory.
 
     Args:
-        guessed: no call has asked for it yet.
         calls: that need it. Weak: what Ctrl-C keeps from ending its need, in whichever line, ends
             with its call.
         error: why it could not be read.
@@ -33,7 +32,6 @@ class Slot:
 
     expert: Expert
     index: int
-    guessed: bool
     state: State = State.QUEUED
     calls: WeakSet = field(default_factory=WeakSet)
     error: Exception | None = None
@@ -44,27 +42,33 @@ class Slots:
 
     Attributes:
         taken: all there is to know; which slots are free follows from it.
-        wasted: guesses that made room before a call asked for them.
+        guesses: slots of experts that no call has asked for.
+        wasted: how many of these made room.
     """
 
     def __init__(self, count: int):
         self.count, self.wasted = count, 0
         self.taken: OrderedDict[Expert, Slot] = OrderedDict()
+        self.guesses: set[Slot] = set()
 
     def pin(self, expert: Expert, call: object) -> Slot | None:
         """The slot of an expert that a call needs; None: all are needed, or being read."""
-        slot = self.taken.get(expert) or self._take(expert, len(self.taken), guessed=False)
+        slot = self.taken.get(expert) or self._take(expert, len(self.taken))
         if slot is not None:
             slot.calls.add(call)
+            self.guesses.discard(slot)
             self.taken.move_to_end(expert)
         return slot
 
     def guess(self, expert: Expert) -> Slot | None:
         """A slot for an expert that a call may need soon; None: it has one, or would push out what
-        was used lately."""
-        if expert in self.taken:
+        was used lately, or too many others."""
+        half = self.count // 2
+        if expert in self.taken or len(self.guesses) >= half:
             return None
-        return self._take(expert, self.count // 2, guessed=True)
+        if (slot := self._take(expert, half)) is not None:
+            self.guesses.add(slot)
+        return slot
 
     def unpin(self, slot: Slot, call: object, last: bool) -> None:
         """Ends the need of a call.
@@ -79,8 +83,9 @@ class Slots:
     def lose(self, slot: Slot) -> None:
         slot.state = State.LOST
         del self.taken[slot.expert]
+        self.guesses.discard(slot)
 
-    def _take(self, expert: Expert, among: int, guessed: bool) -> Slot | None:
+    def _take(self, expert: Expert, among: int) -> Slot | None:
         """A free slot, or that of the first of the ``among`` coldest that no call needs."""
         if len(self.taken) < self.count:
             used = {slot.index for slot in self.taken.values()}
@@ -90,8 +95,8 @@ class Slots:
             unneeded = (slot for slot in cold if not slot.calls and slot.state != State.READING)
             if (victim := next(unneeded, None)) is None:
                 return None
-            self.wasted += victim.guessed
+            self.wasted += victim in self.guesses
             self.lose(victim)
             index = victim.index
-        slot = self.taken[expert] = Slot(expert, index, guessed)
+        slot = self.taken[expert] = Slot(expert, index)
         return slot

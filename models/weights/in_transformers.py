@@ -1,8 +1,6 @@
 """Stored weights as a quantization method of transformers, which then creates the modules of
 :mod:`.modules` while it loads a model, and records them in ``config.json``."""
 
-from collections.abc import Iterable
-
 from transformers.quantizers import HfQuantizer
 from transformers.quantizers.auto import (
     AUTO_QUANTIZATION_CONFIG_MAPPING,
@@ -19,21 +17,21 @@ class StoredWeights(QuantizationConfigMixin):
 
     Args:
         modules: names of linear layers and experts, by format.
-        streamed: names of experts that stay in their files.
+        streamed: modules of experts that stay in their files, with the number on this rank.
     """
 
     def __init__(
         self,
         modules: dict[str, list[str]],
         quant_method: str = METHOD,
-        streamed: Iterable[str] = (),
+        streamed: dict[str, int] | None = None,
     ):
         self.quant_method, self.modules = quant_method, modules
         if streamed:  # else no key of a saved config.json
-            self.streamed = list(streamed)
+            self.streamed = streamed
 
     @classmethod
-    def of(cls, kinds: dict[str, str], streamed: Iterable[str]) -> "StoredWeights":
+    def of(cls, kinds: dict[str, str], streamed: dict[str, int]) -> "StoredWeights":
         """From the format of each module."""
         modules: dict[str, list[str]] = {}
         for name, kind in kinds.items():
@@ -59,8 +57,8 @@ class StoredWeightsQuantizer(HfQuantizer):
         return model
 
     @property
-    def streamed(self) -> list[str]:
-        return getattr(self.quantization_config, "streamed", [])
+    def streamed(self) -> dict[str, int]:
+        return getattr(self.quantization_config, "streamed", {})
 
     def is_serializable(self) -> bool:
         if self.streamed:

@@ -3,7 +3,6 @@
 Shapes: T tokens, E experts, k experts of a token, I intermediate size.
 """
 
-from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -183,10 +182,15 @@ def convert(model: nn.Module, kinds: dict[str, str]) -> None:
         model.set_experts_implementation(EXPERTS)
 
 
-def drop_experts(model: nn.Module, names: Iterable[str]) -> None:
-    """Takes their stored weights from these modules of experts, which get them elsewhere."""
-    for name in names:
+def drop_experts(model: nn.Module, own: dict[str, int]) -> None:
+    """Takes their stored weights from modules of experts, which get them elsewhere.
+
+    Args:
+        own: by name, how many of its experts this rank has.
+    """
+    for name, count in own.items():
         module = model.get_submodule(name)
+        module.num_experts = count  # transformers would set it with the weights
         for weight in EXPERT_WEIGHTS:
             del module._parameters[weight]
             module._parameters.pop(weight + SCALE, None)
