@@ -126,6 +126,13 @@ BENCHMARKS = {
     "loading": Entry(
         "bench_loading", "models.load, compared with safetensors", dict(threads=2, repeats=3)
     ),
+    "streaming": Entry(
+        "bench_streaming",
+        "a model whose experts stay in its files, compared with disk and memory",
+        dict(threads=1, repeats=5),
+        needs="disk",
+        note="DeepSeek-V3.2's widths in fp8, three layers of 64 experts, 9 GB of random files.",
+    ),
     "ranks": Entry(
         "bench_ranks",
         "a prompt over ranks",
