@@ -113,7 +113,8 @@ def run_pytest(*arguments: str) -> int:
     # passive: waiting threads leave the core to the other processes. No limit on the whole, which a
     # busy machine would exceed; pyproject.toml has one for each test.
     processes = ("--numprocesses", "auto", "--maxprocesses", "4", "--dist", "worksteal")
-    variables = os.environ | {"OMP_WAIT_POLICY": "passive"}
+    # Bytecode is kept: hundreds of processes would compile the same sources.
+    variables = os.environ | {"OMP_WAIT_POLICY": "passive", "PYTHONDONTWRITEBYTECODE": ""}
     command = (PYTHON, "-m", "pytest", *processes, *arguments)
     return call(*command, check=False, cwd=ROOT, env=variables)
 

@@ -89,7 +89,8 @@ def check_widths(config, pools: dict[str, Pool]) -> None:
 
 def available() -> list[str]:
     """The supported model classes that the installed transformers has."""
-    return [name for name in ARCHITECTURES if name in dir(transformers)]
+    names = dir(transformers)  # of all that it has: a sixth of a second
+    return [name for name in ARCHITECTURES if name in names]
 
 
 def attention_classes(caller: str, model: PreTrainedModel) -> tuple[Any, Any]:

@@ -61,6 +61,13 @@ def thinned(items: list) -> list:
     return [item for item in items if item in kept]
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Of the run on the simulator, files without its tests, which would be imported for nothing."""
+    if config.getoption("ascend_host") and collection_path.suffix == ".py":
+        return "mark.ascend_host" not in collection_path.read_text() or None
+    return None
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     everything, simulator = config.getoption("all"), config.getoption("ascend_host")
