@@ -47,6 +47,7 @@ case " $* " in
       exec $REAL -I - <<<"$code"
     fi
     ;;
+  " -I -c "*"import custom_pypto"*) exec $STUB_IMPORT "$@" ;;
   *) exec $REAL "$@" ;;
 esac
 """
@@ -88,6 +89,7 @@ def install(clone, script: str, status: int = 0, **variables):
         "STUB_LOG": str(log),
         "STUB_TORCH_NPU": "",
         "STUB_ERROR": "",
+        "STUB_IMPORT": "true",  # succeeds at once, instead of two seconds with torch
         "HOME": str(clone.parent),
         "OMP_WAIT_POLICY": "passive",
         "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
@@ -144,6 +146,13 @@ def test_the_environment_is_printed_first_and_how_to_use_it_last(script, clone):
     assert (last_but_one == "the demo") == (script == "run.sh")
     said, _ = install(clone, f"bash {script}", VIRTUAL_ENV=f"{clone}/.venv")
     assert "to use it" not in said
+
+
+def test_what_was_installed_is_imported(clone):
+    said, _ = install(clone, "bash build_and_install.sh", STUB_IMPORT=sys.executable)
+    assert re.search(r"^installed custom_pypto \S+ in ", said, re.M)
+    said, _ = install(clone, "bash run.sh setup", status=1, STUB_IMPORT="false")
+    assert said.endswith("the package was built but cannot be imported, see above\n")
 
 
 def test_the_output_of_a_demo_with_arguments_is_its_own(clone):
