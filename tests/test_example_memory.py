@@ -1,6 +1,8 @@
 """examples/model_memory.py computes what models.load allocates; the pages show what it prints."""
 
+import io
 import os
+import runpy
 import subprocess
 import sys
 
@@ -111,7 +113,13 @@ def test_bad_input_is_named():
 
 
 @pytest.mark.parametrize("encoding", ["ascii", pytest.param("gb2312", marks=pytest.mark.slow)])
-def test_an_output_without_dashes_gets_others(encoding):
-    done = printed("examples/checkpoints/lookup", PYTHONIOENCODING=encoding)
-    assert "| examples/checkpoints/lookup | 0.0019 | 0.0038; 0.0037 | - |" in done.stdout
-    assert done.stderr == "1 of 1: examples/checkpoints/lookup\n"
+def test_an_output_without_dashes_gets_others(encoding, monkeypatch, capsys):
+    output = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(sys, "argv", ["model_memory.py", "examples/checkpoints/lookup"])
+    monkeypatch.chdir(REPOSITORY)
+    runpy.run_path("examples/model_memory.py", run_name="__main__")
+    output.flush()
+    row = "| examples/checkpoints/lookup | 0.0019 | 0.0038; 0.0037 | - |"
+    assert row in output.buffer.getvalue().decode(encoding)
+    assert capsys.readouterr().err == "1 of 1: examples/checkpoints/lookup\n"

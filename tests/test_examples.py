@@ -369,13 +369,24 @@ def test_the_graph_of_a_decode_step_is_written_as_text_and_picture(tmp_path):
     assert kinds.count("writes") == 6 and len(kinds) > 100
 
 
-def test_ranks_train_with_the_losses_and_norms_of_one_process():
-    lines = []
-    for ranks in (1, 2):
-        torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-        done = process(*torchrun, "examples/train_on_ranks.py", "--steps", "3", "--clip", "5")
-        lines.append(re.findall(r"loss ([\d.]+), norm of the gradients ([\d.]+)", done.stdout))
-    one, two = ([float(x) for line in found for x in line] for found in lines)
+def test_ranks_train_with_the_losses_and_norms_of_one_process(run, monkeypatch):
+    arguments = ["train_on_ranks.py", "--steps", "3", "--clip", "5"]
+    variables = dict(RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    for name, value in variables.items():  # as torchrun does
+        monkeypatch.setenv(name, value)
+    alone = run(*arguments)
+    for name in variables:
+        monkeypatch.delenv(name)
+    torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    together = process(*torchrun, f"examples/{arguments[0]}", *arguments[1:]).stdout
+    one, two = (
+        [
+            float(x)
+            for line in re.findall(r"loss (.+), norm of the gradients (.+)", said)
+            for x in line
+        ]
+        for said in (alone, together)
+    )
     # four digits are printed; float32's rounding moves them less than the digits
     assert len(one) == 6 and one == pytest.approx(two, abs=2e-3)
     assert max(one[1::2]) > 5  # the norm was clipped
