@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+import transformers
 from hub_server import MAIN, TAGGED, Hub
 from loading_harness import INDEX, logits
 from repository import REPOSITORY
@@ -266,44 +268,51 @@ def test_generate_takes_a_name(server, tmp_path):
     assert list((tmp_path / "home").glob("hub/models--owner--lookup/snapshots/*/*.safetensors"))
 
 
-def test_convert_checkpoint_takes_a_name_and_fetches_what_it_converts(server, folder, tmp_path):
+@pytest.fixture
+def run(server, monkeypatch, capsys):
+    """Runs a program in this process, whose client knows the server: its exit and its errors."""
+
+    def run(name: str, *arguments: str) -> tuple[object, str]:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        monkeypatch.syspath_prepend(str(REPOSITORY / "examples"))
+        code = 0
+        try:
+            runpy.run_path(str(REPOSITORY / "examples" / name), run_name="__main__")
+        except SystemExit as end:
+            code = end.code
+        return code, capsys.readouterr().err
+
+    yield run
+    transformers.utils.logging.enable_progress_bar()  # programs whose output is piped have none
+
+
+def test_convert_checkpoint_takes_a_name_and_fetches_what_it_reads(run, server, folder, tmp_path):
     target = tmp_path / "target"
-    arguments = [NAME, str(target), "--layers", str(LAYERS)]
-    done = program("convert_checkpoint.py", *arguments, server=server, home=tmp_path / "home")
-    assert done.returncode == 0, done.stderr
+    code, said = run("convert_checkpoint.py", NAME, str(target), "--layers", str(LAYERS))
+    assert not code, said
     shards = [file for file in server.downloaded() if file.endswith("safetensors")]
     assert Counter(shards) == Counter(shards_of(folder, LAYERS))
     want = models.load(folder, num_hidden_layers=LAYERS)
     assert torch.equal(logits(models.load(target)), logits(want))
 
 
-SERVE = """
-import sys
-from custom_pypto_vllm import serve
-serve.start = lambda checkpoint, model, port, arguments: sys.exit(f"{model} in {checkpoint}")
-serve.main()
-"""
+def test_serve_takes_a_name(server, folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(REPOSITORY / "integrations/vllm"))
+    from custom_pypto_vllm import serve
 
+    def start(checkpoint, model, port, arguments):  # in place of vLLM's server
+        sys.exit(f"{model} in {checkpoint}")
 
-def serve(name: str, server: Hub, home) -> str:
-    """Standard error of ``run.sh serve``, up to the start of vLLM's server."""
-    paths = os.pathsep.join(map(str, (REPOSITORY, REPOSITORY / "integrations/vllm")))
-    variables = {"HF_ENDPOINT": server.url, "HF_HOME": str(home), "PYTHONPATH": paths}
-    done = subprocess.run(
-        [sys.executable, "-c", SERVE, name],
-        env=os.environ | variables,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    return done.stderr.splitlines()[-1]
-
-
-def test_serve_takes_a_name(server, folder, tmp_path):
-    said = serve(NAME, server, tmp_path / "home")
-    assert re.fullmatch(rf"tiny in {tmp_path}/home/hub/models--owner--tiny/snapshots/{MAIN}", said)
+    monkeypatch.setattr(serve, "start", start)
+    monkeypatch.setattr(os, "environ", {**os.environ})  # which the program changes
+    with pytest.raises(SystemExit) as end:
+        serve.main([NAME])
+    folder_of_name = f"{tmp_path}/cache/models--owner--tiny/snapshots/{MAIN}"
+    assert end.value.code == f"tiny in {folder_of_name}"
     assert shards_of(folder) < set(server.downloaded())
-    assert "CHECKPOINT: owner/none is no directory here" in serve("owner/none", server, tmp_path)
+    with pytest.raises(SystemExit):
+        serve.main(["owner/none"])
+    assert "CHECKPOINT: owner/none is no directory here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -313,10 +322,10 @@ def test_serve_takes_a_name(server, folder, tmp_path):
         "convert_checkpoint.py",
     ],
 )
-def test_programs_say_what_is_wrong_with_a_name(script, server, tmp_path):
+def test_programs_say_what_is_wrong_with_a_name(script, run, tmp_path):
     option = ["--model"] if script != "convert_checkpoint.py" else []
     more = [] if option else [str(tmp_path / "target")]
-    done = program(script, *option, "owner/none", *more, server=server, home=tmp_path / "home")
-    assert done.returncode == 1 and "Traceback" not in done.stderr
+    code, said = run(script, *option, "owner/none", *more)
     what = "--model" if option else "SOURCE"
-    assert done.stderr.splitlines()[-1].startswith(f"{script}: {what}: owner/none is no directory")
+    said = said.splitlines() if code == 1 else [code]  # which Python prints
+    assert said[-1].startswith(f"{script}: {what}: owner/none is no directory")
