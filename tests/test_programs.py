@@ -54,9 +54,9 @@ def test_generated_code_equals_the_reference(op, id, dtype):
         hostile = data.get("hostile", False)
         x = program.case(**program.calls[id] | data, dtype=dtype)
         with simulation.on_cpu(generated=True, unordered_adds=hostile):
-            program.check(x)
+            first = program.check(x)
             if "grad" in op and not hostile:
-                first, second = (getattr(custom_pypto, op)(**x) for _ in range(2))
+                second = getattr(custom_pypto, op)(**x)
                 for one, other in zip(first, second, strict=True):
                     assert torch.equal(one.nan_to_num(), other.nan_to_num())
 
