@@ -12,6 +12,7 @@ import os
 import signal
 import warnings
 from collections import defaultdict
+from pathlib import Path
 
 import hypothesis
 import processes
@@ -61,16 +62,23 @@ def thinned(items: list) -> list:
     return [item for item in items if item in kept]
 
 
+@functools.cache
+def names_simulator(file: Path) -> bool:
+    return "mark.ascend_host" in file.read_text()
+
+
 def pytest_ignore_collect(collection_path, config):
     """Of the run on the simulator, files without its tests, which would be imported for nothing."""
-    if config.getoption("ascend_host") and collection_path.suffix == ".py":
-        return "mark.ascend_host" not in collection_path.read_text() or None
-    return None
+    simulator = config.getoption("ascend_host") and collection_path.suffix == ".py"
+    return True if simulator and not names_simulator(collection_path) else None
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     everything, simulator = config.getoption("all"), config.getoption("ascend_host")
+    for item in items:
+        if item.get_closest_marker("ascend_host") and not names_simulator(item.path):
+            raise pytest.UsageError(f"{item.nodeid}: its file must name pytest.mark.ascend_host")
     wanted = [
         item
         for item in items
