@@ -47,7 +47,7 @@ case " $* " in
       exec $REAL -I - <<<"$code"
     fi
     ;;
-  " -I -c "*"import custom_pypto"*) exec $STUB_IMPORT "$@" ;;
+  " -I -c "*"import custom_pypto"*) $STUB_IMPORT "$@" ;;
   *) exec $REAL "$@" ;;
 esac
 """
