@@ -42,6 +42,17 @@ def columns(line: str) -> int:
     return len(re.findall(r"(?<!\\)\|", line)) - 1
 
 
+def cells(text: str, head: str) -> list[list[str]]:
+    """Those of each row of the table whose first line begins with ``head``, which is the first."""
+    table = re.search(rf"^{re.escape(head)}.*\n\|[ :|-]+\|\n(?:\|.*\n?)*", text, re.M)
+    if table is None:
+        raise ValueError(f"cells: a table must begin with {head!r}, got none")
+    first, _, *rows = table[0].splitlines()
+    return [
+        [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]] for line in (first, *rows)
+    ]
+
+
 def unequal_tables(english: str, chinese: str) -> list[str]:
     ours, theirs = tables(english), tables(chinese)
     found = [] if len(ours) == len(theirs) else [f"{len(ours)} tables, {len(theirs)} in Chinese"]

@@ -1,4 +1,5 @@
-"""What architectures and ops can do, as the tables of the documents, read from the code.
+"""What architectures, ops and formats of weights can do, as the tables of the documents, read from
+the code.
 
 python tests/facts.py            # names the pages whose tables differ from the code
 python tests/facts.py --write    # rewrites them
@@ -21,6 +22,8 @@ from custom_pypto import models, requirements
 from custom_pypto.descriptions import ALL_OPS, OPS, spelled
 from custom_pypto.models.architectures import ARCHITECTURES, Architecture, available
 from custom_pypto.models.sharing import check_heads
+from custom_pypto.models.weights.choice import STORED
+from custom_pypto.weight_formats import WEIGHT_FORMATS, WeightFormat, rounded_formats
 
 Table = list[list[str]]  # the first row is the head
 PLACE = re.compile(r"(<!-- facts: (\w+) -->\n)(.*?)(<!-- end -->)", re.S)
@@ -46,6 +49,21 @@ CHINESE = {
     "Dots 3 Note, text": "Dots 3 Note，文本",
     "`{}` ({})": "`{}`（{}）",
     "{} to {}": "{} 至 {}",
+    "linear layers and experts": "线性层和专家",
+    "error": "误差",
+    "as on disk: bfloat16, the published fp8 blocks and fp4 groups": (
+        "与磁盘上相同：bfloat16、官方发布的 fp8 块和 fp4 组"
+    ),
+    "none": "无",
+    "a {} scale for each row": "每行一个 {} scale",
+    "scale and zero in {} for {} values, or {}": "每 {1}（或 {2}）个值一个 {0} scale 和 zero",
+    " or ": "、",
+    "half a step of 1/{} of the row's largest value": "该行最大值的 1/{} 的半步",
+    "half a step of 1/{} of the group's range": "该组取值范围的 1/{} 的半步",
+    "a dict": "字典",
+    'one of these, or None, for `"experts"` and for `"rest"`': (
+        '`"experts"` 和 `"rest"` 各取其一，或 None'
+    ),
 }
 
 
@@ -122,6 +140,38 @@ def architecture_table(architectures) -> Table:
     return rows
 
 
+def stored_cells(form: WeightFormat, translated) -> list[str]:
+    """What is stored beside codes that values are rounded to, and how far these are."""
+    if form.block or form.zeros != bool(form.groups):
+        raise ValueError(
+            "facts.py: a format that values are rounded to must have a scale for a row, or scale "
+            f"and zero for a group, got {form}; add its words to stored_cells"
+        )
+    dtype, largest = str(form.scale_dtype).removeprefix("torch."), 2 ** (8 // form.codes) - 1
+    if form.zeros:
+        first, *others = map(str, form.groups)
+        scales = translated("scale and zero in {} for {} values, or {}")
+        error = translated("half a step of 1/{} of the group's range").format(largest)
+        return [scales.format(dtype, first, translated(" or ").join(others)), error]
+    error = translated("half a step of 1/{} of the row's largest value").format(largest // 2)
+    return [translated("a {} scale for each row").format(dtype), error]
+
+
+def weight_table(_, translated=str) -> Table:
+    """The values of ``models.load(weights=...)``."""
+    stored = "as on disk: bfloat16, the published fp8 blocks and fp4 groups"
+    either = 'one of these, or None, for `"experts"` and for `"rest"`'
+    return [
+        ["`weights`", translated("linear layers and experts"), translated("error")],
+        [f'`"{STORED}"`', translated(stored), translated("none")],
+        *(
+            [f'`"{name}"`', *stored_cells(WEIGHT_FORMATS[name], translated)]
+            for name in rounded_formats()
+        ),
+        [translated("a dict"), translated(either), ""],
+    ]
+
+
 def op_table(_) -> Table:
     rows = [["op", "computes", "first argument on an NPU and in torchair"]]
     for op in ALL_OPS:
@@ -140,10 +190,11 @@ def sentence(docstring: str) -> str:
     return re.sub(r"\. [A-Z].*|\.$", "", text)
 
 
-# by the name of a place; Chinese pages have ``models`` alone
+# by the name of a place; Chinese pages have ``models`` and ``weights``
 TABLES = {
     "models": model_table,
     "support": support_table,
+    "weights": weight_table,
     "architectures": architecture_table,
     "ops": op_table,
 }

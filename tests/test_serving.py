@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from documents import cells
 
 ROOT = Path(__file__).parents[1]
 PLUGIN = ROOT / "integrations" / "vllm"
@@ -34,25 +35,13 @@ def patches(monkeypatch) -> list:
     return [patch for group in PATCHES.values() for patch in group]
 
 
-def rows() -> list[list[str]]:
-    """Cells of the table of patches."""
-    lines = iter(PAGE.read_text().splitlines())
-    while not next(lines).startswith("| changed | why |"):
-        pass
-    next(lines)
-    found = []
-    while (line := next(lines)).startswith("|"):
-        found.append([cell.strip() for cell in line.strip("|").split("|")])
-    return found
-
-
 def names(patch) -> str:
     return ", ".join(f"`{name.replace(':', '.')}`" for name in patch.changes)
 
 
 def test_the_page_lists_every_patch_of_vllm(monkeypatch):
     declared = [[names(p), p.why, p.since, p.until] for p in patches(monkeypatch)]
-    assert rows() == declared
+    assert cells(PAGE.read_text(), "| changed | why |")[1:] == declared
 
 
 def assignments(code: str) -> list[str]:

@@ -21,7 +21,10 @@ from .linears import unpack
 
 
 class WeightOnlyExperts(FusedMoEMethodBase):
-    """Experts gated by SiLU, their weights as they are stored, their activations unquantized."""
+    """Experts gated by SiLU, their weights as they are stored, their activations unquantized.
+
+    Lines of the first paragraph of a subclass are rows of docs/serving.md.
+    """
 
     scale: FusedMoeWeightScaleSupported  # what a scale is of: how vLLM's loader shares them out
     unit: int  # divides both sizes of an expert
@@ -86,7 +89,7 @@ class WeightOnlyExperts(FusedMoEMethodBase):
 
 
 class PlainExperts(WeightOnlyExperts):
-    """Unquantized weights with a ``swiglu_limit``, which vLLM's kernel ignores."""
+    """unquantized, where `swiglu_limit` limits gates (DeepSeek-V4, Hy4)."""
 
     def process_weights_after_loading(self, layer):
         layer.w13_scales = layer.w2_scales = None
@@ -105,7 +108,7 @@ class PlainExperts(WeightOnlyExperts):
 
 
 class Int8Experts(WeightOnlyExperts):
-    """W8A8 of compressed-tensors."""
+    """compressed-tensors W8A8: int8, a scale per row."""
 
     scale = FusedMoeWeightScaleSupported.CHANNEL
     unit = 32
@@ -121,7 +124,11 @@ class Int8Experts(WeightOnlyExperts):
 
 
 class PackedExperts(WeightOnlyExperts):
-    """W4A16 and W8A16 of compressed-tensors, in the format ``pack-quantized``."""
+    """compressed-tensors W8A16: packed, symmetric, a scale per row
+    compressed-tensors W4A16: packed, symmetric, a scale per row or per 32·n values
+
+    Their format is ``pack-quantized``.
+    """
 
     def __init__(self, moe, bits: int, group_size: int):
         super().__init__(moe)
@@ -160,7 +167,10 @@ class BlockFp8Experts(WeightOnlyExperts):
 
 
 class Fp4Experts(WeightOnlyExperts):
-    """e2m1 with a scale in e8m0 for 32 values, as DeepSeek-V4 is published."""
+    """fp4 with a scale for 32 values, as DeepSeek-V4 is published.
+
+    e2m1 with scales in e8m0.
+    """
 
     scale = FusedMoeWeightScaleSupported.GROUP
     unit = 32
