@@ -202,6 +202,10 @@ FP8 = dict(
 OUT = dict(out=torch.zeros(4, 64))
 INT8 = memory_for(4, 64, torch.int8)
 INT4 = memory_for(4, 64, torch.uint8)
+RESULTS = (
+    "out.dtype and out_scales.dtype must be float32 and None, float16 and None, bfloat16 and None, "
+    "int8 and float32, uint8 and bfloat16, got"
+)
 REJECTED = {
     "weight.dtype must be float8_e4m3fn or int8 (with scales), got float32": FP8
     | OUT
@@ -225,32 +229,25 @@ REJECTED = {
     | OUT
     | dict(scales=torch.ones(1, 2)),
     "scales.size(1) must be 3 (blocks of weight": FP8 | OUT | dict(block=(2, 30)),
-    "out.dtype must be float32, bfloat16, float16, int8 or uint8, got float64": FP8
-    | dict(out=torch.zeros(4, 64).double()),
+    f"{RESULTS} float64 and None": FP8 | dict(out=torch.zeros(4, 64).double()),
     "out.size(1) must be 64 (K of weight), got 32": FP8 | dict(out=torch.zeros(4, 32)),
     "out.size(1) must be 32 (K / 2, two values per byte), got 64": FP8
     | INT4
     | dict(out=torch.zeros(4, 64, dtype=torch.uint8)),
     "out.stride(-1) must be 1": FP8 | dict(out=torch.zeros(64, 4).T),
-    "out_scales must be there if out is int8 or uint8, else None, got None": FP8
-    | INT8
-    | dict(out_scales=None),
-    "out_scales must be there if out is int8 or uint8, else None, got a tensor": FP8
-    | OUT
-    | dict(out_scales=torch.zeros(4)),
-    "out_scales.dtype must be float32 (for out in int8), got bfloat16": FP8
-    | INT8
-    | dict(out_scales=torch.zeros(4).bfloat16()),
+    f"{RESULTS} int8 and None": FP8 | INT8 | dict(out_scales=None),
+    f"{RESULTS} float32 and float32": FP8 | OUT | dict(out_scales=torch.zeros(4)),
+    f"{RESULTS} int8 and bfloat16": FP8 | INT8 | dict(out_scales=torch.zeros(4).bfloat16()),
     "out_scales must be of shape [N, K / G, 2] for out in uint8, got [4]": FP8
     | INT4
     | dict(out_scales=torch.zeros(4).bfloat16()),
-    "out_scales.size(1) must be K / G, for a G that is a multiple of 32, got 4": FP8
+    "out_scales.size(-2) must be K / G, for a G that is a multiple of 32, got 4": FP8
     | INT4
     | dict(out_scales=torch.zeros(4, 4, 2).bfloat16()),
     "out_scales must be contiguous, got strides [2]": FP8
     | INT8
     | dict(out_scales=torch.zeros(8)[::2]),
-    "K of weight must be a multiple of 32 for out in int8 or uint8, got 48": INT8
+    "K of weight must be a multiple of 32 for out in int8, got 48": INT8
     | dict(weight=torch.zeros(4, 48), out=torch.zeros(4, 48, dtype=torch.int8)),
 }
 

@@ -117,7 +117,7 @@ def rejected() -> list:
     x, weight, scales, experts = (call[n] for n in ("x", "weight", "scales", "experts"))
     known = (
         "weight.dtype and scales.dtype must be bfloat16 and None, int8 and float32, float8_e4m3fn "
-        "and float32, uint8 (two of 4 bits) and bfloat16 or float8_e8m0fnu, got"
+        "and float32, uint8 and bfloat16, uint8 and float8_e8m0fnu, got"
     )
     depth = "x.size(-1) must be a positive multiple of 32 up to 2**30 (K), got"
     block = "block_size must be a multiple of 32 up to 1024, got"
@@ -157,16 +157,22 @@ def rejected_scales() -> list:
     """Shapes of the scales, and strides, in each format."""
     found = []
     for kind, shape, dim, right, wrong in (
-        ("int8", "[N] or [E, N] for int8", 1, "40 (N of weight)", 39),
+        ("int8", "[E, N] for weight in int8", 1, "40 (N of weight)", 39),
         (
             "fp8",
-            "[N / block_size, K / block_size] or [E, ..] for float8_e4m3fn",
+            "[E, N / block_size, K / block_size] for weight in float8_e4m3fn",
             2,
             "1 (blocks of weight, the last one may be shorter)",
             2,
         ),
-        ("fp4", "[N, K / 32] or [E, N, K / 32]", 2, "3 (of weight: a scale for 32 values)", 4),
-        ("int4", "[N, K / G, 2] or [E, N, K / G, 2] for 4 bits", -1, "2 (scale and zero)", 1),
+        (
+            "fp4",
+            "[E, N, K / 32] for weight in uint8",
+            2,
+            "3 (of weight: a scale for 32 values)",
+            4,
+        ),
+        ("int4", "[E, N, K / G, 2] for weight in uint8", -1, "2 (scale and zero)", 1),
     ):
         call = inputs([3], [40], kind=kind)
         row, scales = table(OP, call), call["scales"]
@@ -174,11 +180,10 @@ def rejected_scales() -> list:
         sizes[dim] = wrong
         of_other_size = torch.ones(sizes).to(scales.dtype)
         rank = f"scales must be of shape {shape}, got {[*scales.shape[1:]]}"
-        why = "as weight" if kind == "int4" else "E of weight"
         found += [
             row(rank, scales=scales[0]),
             row(f"scales.size({dim}) must be {right}, got {wrong}", scales=of_other_size),
-            row(f"scales.size(0) must be 7 ({why}), got 6", scales=scales[:6]),
+            row("scales.size(0) must be 7 (E of weight), got 6", scales=scales[:6]),
         ]
     call = inputs([3], [40], kind="int4")
     row, scales = table(OP, call), call["scales"]
@@ -186,7 +191,7 @@ def rejected_scales() -> list:
     groups = "scales.size(-2) must be K / G, for a G that is a multiple of 32, got"
     found += [
         row(pairs, weight=call["weight"][..., :47]),
-        row("scales.size(1) must be 40 (as weight), got 39", scales=scales[:, :39]),
+        row("scales.size(1) must be 40 (N of weight), got 39", scales=scales[:, :39]),
         *(row(f"{groups} {n}", scales=scales.new_ones(7, 40, n, 2)) for n in (0, 2, 5, 6, 96)),
     ]
     blocks = inputs([3], [40], kind="fp8", experts=0)

@@ -5,7 +5,6 @@
 #include "filter.h"
 #include "float32.h"
 #include "gradients.h"
-#include "weight_rows.h"
 #include "weight_table.h"
 
 namespace custom_pypto::cpu {
@@ -28,7 +27,6 @@ constexpr Kernels kernel_table(const char* name, DotsTable dots = nullptr) {
           .keep = keep,
           .weights = kWeights,
           .dots = {dots, kFloatDots<OTHERS>},
-          .rows = &kRows,
           .add_rows = add_rows_f32};
 }
 

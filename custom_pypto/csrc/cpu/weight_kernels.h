@@ -73,6 +73,12 @@ struct WeightKernels {
   void (*pack_int16)(const Dots&, int first, int rows, int d, int count, int width, int32_t* to);
   // to = x[i] / scale, rounded, i < n, a multiple of kWeightUnit; the sum is that of scale * to
   void (*round_int16)(const float* x, int n, int16_t* to, float* scale, float* sum);
+  // to[i] = from[i] * scales[i / block] of n published values, of e4m3 with NaN for the bytes 0x7F
+  // and 0xFF; null for formats that checkpoints do not have with scales
+  void (*dequantize)(const uint8_t* from, const float* scales, int64_t n, int64_t block, float* to);
+  // a row of n values and its scales as they are stored; n and groups are multiples of kWeightUnit,
+  // but for bfloat16; null for formats to which nobody rounds
+  void (*round)(const float* from, int64_t n, int64_t group, void* to, void* scales);
 };
 
 // The ways of rows of x for one matrix, by their number (docs/weight_only_linear.md, "CPU kernel").
@@ -86,19 +92,6 @@ struct WeightWays {
 // The same by the dtype of x; of x in bfloat16 with a weight in it: `halves`.
 struct WeightPolicy {
   WeightWays float32, float16, bfloat16, halves;
-};
-
-// Rows of a weight, n values, between float and their formats.
-struct RowKernels {
-  // to[i] = from[i] * scales[i / block], of e4m3 with NaN for the bytes 0x7F and 0xFF, and of e2m1
-  void (*dequantize_fp8)(const uint8_t* from, const float* scales, int64_t n, int64_t block,
-                         float* to);
-  void (*dequantize_fp4)(const uint8_t* from, const float* scales, int64_t n, int64_t block,
-                         float* to);
-  void (*round_bf16)(const float* from, int64_t n, uint16_t* to);
-  // of n and groups that are multiples of kWeightUnit: the scale; and pairs of scale and zero
-  float (*round_int8)(const float* from, int64_t n, int8_t* to);
-  void (*round_int4)(const float* from, int64_t n, int64_t group, uint8_t* to, uint16_t* scales);
 };
 
 }  // namespace custom_pypto::cpu

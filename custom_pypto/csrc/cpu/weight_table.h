@@ -2,6 +2,7 @@
 // of kernels have them.
 #pragma once
 
+#include "weight_rows.h"
 #include "weights_int16.h"
 
 namespace custom_pypto::cpu {
@@ -119,13 +120,17 @@ template <class Format>
 constexpr WeightKernels kFloats = {.widen = widen<Format>,
                                    .read_scales = kReadScales<Format>,
                                    .pack_int16 = nullptr,
-                                   .round_int16 = nullptr};
+                                   .round_int16 = nullptr,
+                                   .dequantize = kDequantize<Format>,
+                                   .round = kRound<Format>};
 
 template <class Format>
 constexpr WeightKernels kIntegers = {.widen = widen<Format>,
                                      .read_scales = kReadScales<Format>,
                                      .pack_int16 = pack_int16<Format>,
-                                     .round_int16 = round_part};
+                                     .round_int16 = round_part,
+                                     .dequantize = kDequantize<Format>,
+                                     .round = kRound<Format>};
 
 constexpr WeightKernels kWeights[kWeightFormats] = {kFloats<Bfloat16Weight>, kIntegers<Int8Weight>,
                                                     kFloats<Fp8Weight>, kIntegers<Int4Weight>,

@@ -3,8 +3,7 @@
 
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
-#include "../tasks/kernel_set.h"
-#include "contract.h"
+#include "weight_only_linear.h"
 
 namespace custom_pypto {
 namespace {
@@ -15,13 +14,13 @@ constexpr char kOp[] = "convert_weight";
 constexpr at::ScalarType kPlain[] = {at::kFloat, at::kBFloat16, at::kHalf, at::kDouble};
 constexpr at::ScalarType kQuantized[] = {at::kFloat8_e4m3fn, at::kChar};
 constexpr at::ScalarType kScales[] = {at::kFloat, at::kBFloat16, at::kHalf, at::kFloat8_e8m0fnu};
-constexpr at::ScalarType kResults[] = {at::kFloat, at::kBFloat16, at::kHalf, at::kChar, at::kByte};
+constexpr StoredNames kOut = {.op = kOp, .weight = "out", .scales = "out_scales"};
 
 c10::SymInt blocks_of(const c10::SymInt& size, int64_t length) {
   return size / length + (size % length != 0 ? 1 : 0);
 }
 
-void check_scales(const Tensor& weight, const c10::SymInt& depth, const Tensor& scales,
+void check_blocks(const Tensor& weight, const c10::SymInt& depth, const Tensor& scales,
                   at::IntArrayRef block) {
   CHECK_ARGUMENT(block.size() == 2 && block[0] > 0 && block[1] > 0, kOp, "block",
                  "two positive sizes, the rows and columns that share a scale", block);
@@ -36,25 +35,6 @@ void check_scales(const Tensor& weight, const c10::SymInt& depth, const Tensor& 
       .device_of(weight);
 }
 
-void check_rounded(const Tensor& weight, const c10::SymInt& depth, bool pairs,
-                   const Tensor& scales) {
-  CHECK_ARGUMENT(depth % cpu::kWeightUnit == 0, kOp, "K of weight",
-                 "a multiple of 32 for out in int8 or uint8", depth);
-  const Argument argument(kOp, "out_scales", scales);
-  argument.dtype(pairs ? at::kBFloat16 : at::kFloat, pairs ? "for out in uint8" : "for out in int8")
-      .rank(pairs ? 3 : 1, pairs ? "[N, K / G, 2] for out in uint8" : "[N] for out in int8")
-      .size(0, weight.sym_size(0), "N of weight")
-      .device_of(weight);
-  if (pairs) {
-    argument.size(2, 2, "scale and zero");
-    const c10::SymInt groups = scales.sym_size(1);
-    CHECK_ARGUMENT(groups > 0 && depth % groups == 0 && depth / groups % cpu::kWeightUnit == 0, kOp,
-                   "out_scales.size(1)", "K / G, for a G that is a multiple of 32", groups);
-  }
-  CHECK_ARGUMENT(scales.is_contiguous(), kOp, "out_scales", "contiguous", "strides ",
-                 scales.sym_strides());
-}
-
 void contract(const Tensor& weight, const OptionalTensor& scales, Block block, const Tensor& out,
               const OptionalTensor& out_scales) {
   Argument(kOp, "weight", weight)
@@ -65,19 +45,26 @@ void contract(const Tensor& weight, const OptionalTensor& scales, Block block, c
   CHECK_ARGUMENT(scales.has_value() == block.has_value(), kOp, "block",
                  "there if scales are, else None", block ? "a block without scales" : "None");
   const c10::SymInt depth = weight.sym_size(1) * (weight.scalar_type() == at::kChar ? 2 : 1);
-  if (scales) check_scales(weight, depth, *scales, *block);
-  const bool pairs = out.scalar_type() == at::kByte;
-  Argument(kOp, "out", out)
-      .dtype(kResults)
-      .rank(2, pairs ? "[N, K / 2] of uint8" : "[N, K]")
+  if (scales) check_blocks(weight, depth, *scales, *block);
+  const Argument result(kOp, "out", out);
+  const bool floats =
+      !out_scales && (out.scalar_type() == at::kFloat || out.scalar_type() == at::kHalf);
+  const WeightFacts* stored = floats ? nullptr
+                                     : &check_weight_format(kOut, out, out_scales, true,
+                                                            "float32 and None, float16 and None");
+  const int64_t codes = stored ? stored->codes : 1;
+  result.rank(2, codes > 1 ? "[N, K / 2]" : "[N, K]")
       .size(0, weight.sym_size(0), "N of weight")
-      .size(1, pairs ? depth / 2 : depth, pairs ? "K / 2, two values per byte" : "K of weight")
+      .size(1, depth / codes, codes > 1 ? "K / 2, two values per byte" : "K of weight")
       .device_of(weight)
       .dense_rows();
-  const bool rounded = pairs || out.scalar_type() == at::kChar;
-  CHECK_ARGUMENT(rounded == out_scales.has_value(), kOp, "out_scales",
-                 "there if out is int8 or uint8, else None", rounded ? "None" : "a tensor");
-  if (rounded) check_rounded(weight, depth, pairs, *out_scales);
+  if (!out_scales) return;
+  CHECK_ARGUMENT(depth % cpu::kWeightUnit == 0, kOp, "K of weight",
+                 c10::str("a multiple of 32 for out in ", dtype_name(out.scalar_type())), depth);
+  Argument(kOp, "out_scales", *out_scales).device_of(weight);
+  check_scales(kOut, *stored, out, *out_scales, depth, 0);
+  CHECK_ARGUMENT(out_scales->is_contiguous(), kOp, "out_scales", "contiguous", "strides ",
+                 out_scales->sym_strides());
 }
 
 }  // namespace

@@ -15,14 +15,18 @@ TORCH_LIBRARY_FRAGMENT(custom_pypto, m) {
   // whether it multiplies bfloat16 faster than float32
   m.def("multiplies_bf16() -> bool", []() { return custom_pypto::multiplies_bf16(); });
   // each format of stored weights: name, dtypes of codes and scales, codes in an element, whether
-  // scales are of blocks, values of a group, whether scales have zeros
+  // scales are of blocks, values of a group, whether scales have zeros, whether floats are rounded
+  // to it with scales
   m.def("weight_formats() -> str[]", []() {
     std::vector<std::string> found;
-    for (const custom_pypto::WeightFacts& facts : custom_pypto::kWeightFacts) {
+    for (int i = 0; i < custom_pypto::cpu::kWeightFormats; ++i) {
+      const custom_pypto::WeightFacts& facts = custom_pypto::kWeightFacts[i];
+      const bool rounded = facts.scales && custom_pypto::kernels().weights[i].round;
       std::ostringstream line;
       line << facts.name << " " << custom_pypto::dtype_name(facts.weight) << " "
            << (facts.scales ? custom_pypto::dtype_name(*facts.scales) : "None") << " "
-           << facts.codes << " " << facts.blocks << " " << facts.group << " " << facts.zeros;
+           << facts.codes << " " << facts.blocks << " " << facts.group << " " << facts.zeros << " "
+           << rounded;
       found.push_back(line.str());
     }
     return found;

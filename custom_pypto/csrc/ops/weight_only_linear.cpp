@@ -1,56 +1,70 @@
 // Linear layers over weights as they are stored. docs/weight_only_linear.md
+#include "weight_only_linear.h"
+
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 #include <string>
 
-#include "../tasks/stored_weight.h"
 #include "../tasks/weight_only.h"
-#include "contract.h"
 
 namespace custom_pypto {
+
+const WeightFacts& check_weight_format(const StoredNames& names, const Tensor& weight,
+                                       const OptionalTensor& scales, bool rounded,
+                                       const char* others) {
+  const auto name_of = [](at::ScalarType codes, std::optional<at::ScalarType> of_scales) {
+    return dtype_name(codes) + " and " + (of_scales ? dtype_name(*of_scales) : "None");
+  };
+  const auto of_scales = scales ? std::optional(scales->scalar_type()) : std::nullopt;
+  std::string known = others;
+  for (int i = 0; i < cpu::kWeightFormats; ++i) {
+    const WeightFacts& facts = kWeightFacts[i];
+    if (rounded && !kernels().weights[i].round) continue;
+    if (facts.weight == weight.scalar_type() && facts.scales == of_scales) return facts;
+    known += (known.empty() ? "" : ", ") + name_of(facts.weight, facts.scales);
+  }
+  CHECK_ARGUMENT(false, names.op, c10::str(names.weight, ".dtype and ", names.scales, ".dtype"),
+                 known, name_of(weight.scalar_type(), of_scales));
+}
+
+void check_scales(const StoredNames& names, const WeightFacts& facts, const Tensor& weight,
+                  const Tensor& scales, const c10::SymInt& depth, const c10::SymInt& block) {
+  const int64_t lead = weight.dim() - 2;  // 1 with experts
+  const c10::SymInt rows = weight.sym_size(-2);
+  const Argument argument(names.op, names.scales, scales);
+  const auto shape = c10::str(lead ? "[E, " : "[", facts.scale_shape, "] for ", names.weight,
+                              " in ", dtype_name(facts.weight));
+  const auto of_rank = [&](int64_t rank) {
+    argument.rank(lead + rank, shape.c_str());
+    if (lead) argument.size(0, weight.sym_size(0), "E of weight");
+  };
+  if (facts.blocks) {
+    constexpr char kWhy[] = "blocks of weight, the last one may be shorter";
+    of_rank(2);
+    argument.size(lead, (rows + block - 1) / block, kWhy);
+    argument.size(lead + 1, (depth + block - 1) / block, kWhy);
+    return;
+  }
+  of_rank(facts.zeros ? 3 : facts.group ? 2 : 1);
+  argument.size(lead, rows, "N of weight");
+  if (facts.group) {
+    const auto why = c10::str("of weight: a scale for ", facts.group, " values");
+    argument.size(lead + 1, depth / facts.group, why.c_str());
+  }
+  if (facts.zeros) {
+    argument.size(-1, 2, "scale and zero");
+    const c10::SymInt groups = scales.sym_size(-2);
+    CHECK_ARGUMENT(groups > 0 && depth % groups == 0 && depth / groups % cpu::kWeightUnit == 0,
+                   names.op, c10::str(names.scales, ".size(-2)"),
+                   "K / G, for a G that is a multiple of 32", groups);
+  }
+}
+
 namespace {
 
 constexpr char kOp[] = "weight_only_linear";
 constexpr int64_t kMostBlock = 1024;
 constexpr int64_t kMostDepth = 1 << 30;  // kernels count in int
-
-// [E] if there are experts, then `rest`
-Argument shaped(const char* name, const Tensor& tensor, const Tensor& weight,
-                std::initializer_list<c10::SymInt> rest, const char* shape, const char* why) {
-  Argument argument(kOp, name, tensor);
-  const int64_t experts = weight.dim() - 2;
-  argument.rank(experts + static_cast<int64_t>(rest.size()), shape);
-  if (experts) argument.size(0, weight.sym_size(0), "E of weight");
-  int64_t dim = experts;
-  for (const c10::SymInt& size : rest) argument.size(dim++, size, why);
-  return argument;
-}
-
-void check_scales(const Tensor& weight, const Tensor& scales, const c10::SymInt& depth,
-                  const c10::SymInt& block) {
-  const c10::SymInt rows = weight.sym_size(-2);
-  const WeightFacts& facts =
-      kWeightFacts[*weight_format(weight.scalar_type(), scales.scalar_type())];
-  if (facts.blocks) {
-    shaped("scales", scales, weight, {(rows + block - 1) / block, (depth + block - 1) / block},
-           facts.scale_shape, "blocks of weight, the last one may be shorter");
-  } else if (facts.group) {
-    const std::string why = "of weight: a scale for " + std::to_string(facts.group) + " values";
-    shaped("scales", scales, weight, {rows, depth / facts.group}, facts.scale_shape, why.c_str());
-  } else if (!facts.zeros) {
-    shaped("scales", scales, weight, {rows}, facts.scale_shape, "N of weight");
-  } else {
-    const Argument argument(kOp, "scales", scales);
-    argument.rank(weight.dim() + 1, facts.scale_shape);
-    for (int64_t i = 0; i < weight.dim() - 1; ++i) {
-      argument.size(i, weight.sym_size(i), "as weight");
-    }
-    argument.size(-1, 2, "scale and zero");
-    const c10::SymInt groups = scales.sym_size(-2);
-    CHECK_ARGUMENT(groups > 0 && depth % groups == 0 && depth / groups % cpu::kWeightUnit == 0, kOp,
-                   "scales.size(-2)", "K / G, for a G that is a multiple of 32", groups);
-  }
-}
 
 void check_weight(const Tensor& x, const Tensor& weight, const OptionalTensor& scales, bool experts,
                   int64_t block_size) {
@@ -59,24 +73,17 @@ void check_weight(const Tensor& x, const Tensor& weight, const OptionalTensor& s
   CHECK_ARGUMENT(x.dim() >= 1, kOp, "x", "of shape [.., K]", x.sym_sizes());
   second.rank(experts ? 3 : 2, experts ? "[E, N, K] (with experts)" : "[N, K] (without experts)");
   second.device_of(x);
-  const bool known = weight_format(weight.scalar_type(),
-                                   scales ? std::optional(scales->scalar_type()) : std::nullopt)
-                         .has_value();
-  CHECK_ARGUMENT(known, kOp, "weight.dtype and scales.dtype",
-                 "bfloat16 and None, int8 and float32, float8_e4m3fn and float32, uint8 (two of 4 "
-                 "bits) and bfloat16 or float8_e8m0fnu",
-                 dtype_name(weight.scalar_type()), " and ",
-                 scales ? dtype_name(scales->scalar_type()) : "None");
+  const StoredNames names = {.op = kOp, .weight = "weight", .scales = "scales"};
+  const WeightFacts& facts = check_weight_format(names, weight, scales);
   const c10::SymInt depth = x.sym_size(-1);
   CHECK_ARGUMENT(depth > 0 && depth <= kMostDepth && depth % cpu::kWeightUnit == 0, kOp,
                  "x.size(-1)", "a positive multiple of 32 up to 2**30 (K)", depth);
-  const bool pairs = weight.scalar_type() == at::kByte;
-  second.size(-1, pairs ? depth / 2 : depth, pairs ? "K / 2, two values per byte" : "K of x");
+  second.size(-1, depth / facts.codes, facts.codes > 1 ? "K / 2, two values per byte" : "K of x");
   CHECK_ARGUMENT(block_size > 0 && block_size <= kMostBlock && block_size % cpu::kWeightUnit == 0,
                  kOp, "block_size", "a multiple of 32 up to 1024", block_size);
   if (scales) {
     Argument(kOp, "scales", *scales).device_of(x);
-    check_scales(weight, *scales, depth, block_size);
+    check_scales(names, facts, weight, *scales, depth, block_size);
   }
   if (weight.scalar_type() == at::kBFloat16 && weight.sym_stride(-1) != 1) {
     CHECK_ARGUMENT(weight.sym_stride(-2) == 1, kOp, "weight.stride(-1) or weight.stride(-2)", "1",

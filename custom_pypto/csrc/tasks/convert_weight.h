@@ -10,8 +10,8 @@ struct ConversionParams {
   const Tensor& weight;  // [N, K] of floats or e4m3, or [N, K / 2] int8 of e2m1
   const OptionalTensor& scales;
   int64_t block_rows, block_columns;  // that share a scale
-  const Tensor& out;                  // [N, K] of floats or int8, or [N, K / 2] uint8 of int4
-  const OptionalTensor& out_scales;   // [N] float32 of int8, [N, K / G, 2] bfloat16 of int4
+  const Tensor& out;                  // [N, K] of floats, or a stored weight
+  const OptionalTensor& out_scales;   // contiguous
 };
 
 // Each value times its scale in float, rounded once.

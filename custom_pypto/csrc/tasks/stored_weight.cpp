@@ -25,7 +25,7 @@ const WeightFacts kWeightFacts[cpu::kWeightFormats] = {
      .blocks = false,
      .group = 0,
      .zeros = false,
-     .scale_shape = "[N] or [E, N] for int8"},
+     .scale_shape = "N"},
     {.name = "fp8",
      .weight = at::kFloat8_e4m3fn,
      .scales = at::kFloat,
@@ -33,7 +33,7 @@ const WeightFacts kWeightFacts[cpu::kWeightFormats] = {
      .blocks = true,
      .group = 0,
      .zeros = false,
-     .scale_shape = "[N / block_size, K / block_size] or [E, ..] for float8_e4m3fn"},
+     .scale_shape = "N / block_size, K / block_size"},
     {.name = "int4",
      .weight = at::kByte,
      .scales = at::kBFloat16,
@@ -41,7 +41,7 @@ const WeightFacts kWeightFacts[cpu::kWeightFormats] = {
      .blocks = false,
      .group = 0,
      .zeros = true,
-     .scale_shape = "[N, K / G, 2] or [E, N, K / G, 2] for 4 bits"},
+     .scale_shape = "N, K / G, 2"},
     {.name = "fp4",
      .weight = at::kByte,
      .scales = at::kFloat8_e8m0fnu,
@@ -49,7 +49,7 @@ const WeightFacts kWeightFacts[cpu::kWeightFormats] = {
      .blocks = false,
      .group = cpu::kFp4Group,
      .zeros = false,
-     .scale_shape = "[N, K / 32] or [E, N, K / 32]"}};
+     .scale_shape = "N, K / 32"}};
 
 std::optional<cpu::WeightFormat> weight_format(at::ScalarType weight,
                                                std::optional<at::ScalarType> scales) {

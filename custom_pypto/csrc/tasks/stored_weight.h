@@ -16,7 +16,7 @@ struct WeightFacts {
   bool blocks;    // rows and values of a square block share a scale
   int64_t group;  // values of a row with one scale; 0: the whole row, a block, or by the scales
   bool zeros;     // each scale has a zero beside it; groups are as many as the scales say
-  const char* scale_shape;  // for messages
+  const char* scale_shape;  // of a matrix, for messages
 };
 
 extern const WeightFacts kWeightFacts[cpu::kWeightFormats];  // of each format
