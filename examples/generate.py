@@ -5,6 +5,7 @@
     python examples/generate.py --model DIR --prompt "Once upon a time"
     python examples/generate.py --model DIR --weights int4 --chat         # or "stored", "int8"
     python examples/generate.py --model DIR --weights int4 --bench        # tokens per second
+    python examples/generate.py --model DIR --memory 64GB --chat          # larger than memory
     python examples/generate.py --model deepseek-ai/DeepSeek-V3.2 --layers 4 --prompt "Once upon"
     cat text | python examples/generate.py --model DIR --prompt-file -
     torchrun --nproc-per-node 2 examples/generate.py --tp               # two share heads and widths
@@ -36,6 +37,7 @@ import torch.distributed as dist
 import transformers
 from session import (
     BACKENDS,
+    Log,
     Session,
     Streamer,
     before_stop,
@@ -107,6 +109,7 @@ def load(tokenizer, args):
         tensor_parallel=bool(args.tp),
         expert_parallel=bool(args.ep),
         weights=args.weights,
+        memory=args.memory,
         revision=args.revision,
     )
     if args.cp:
@@ -184,10 +187,10 @@ def lines():
                 yield line
 
 
-def bench(model, tokenizer, bandwidth, args):
+def bench(model, tokenizer, bandwidth, log, args):
     estimated, read = throughput.estimate(model, bandwidth)  # of the formats of custom_pypto
     speeds = [
-        throughput.measure(model, tokenizer, backend, args) for backend in on_each(model, args)
+        throughput.measure(model, tokenizer, backend, log, args) for backend in on_each(model, args)
     ]
     if not args.json:
         throughput.print_speeds(speeds, estimated, read, bandwidth, args)
@@ -240,6 +243,7 @@ def parser_of_options():
     add("--revision", help="branch, tag or commit of the repository")
     add("--layers", type=at_least(1), metavar="N", help="the first N layers only")
     add("--weights", choices=["stored", *rounded_formats()], help="format of the weights")
+    add("--memory", metavar="SIZE", help="of weights, such as 64GB; other experts stay in files")
     add("--dtype", choices=["auto", "float32", "bfloat16", "float16"], default="auto")
 
     add = parser.add_argument_group("the text").add_argument
@@ -329,11 +333,12 @@ def main():
 def generate(args):
     if hasattr(sys.stdout, "reconfigure"):  # a model may write what a terminal cannot show
         sys.stdout.reconfigure(errors="replace")
-    with one_line_errors(*OF_LOAD.values()):
+    log = Log() if args.memory else contextlib.nullcontext()
+    with one_line_errors(*OF_LOAD.values()), log as log:
         tokenizer = load_tokenizer(args)
         if args.does == BENCH:
             bandwidth = throughput.read_bandwidth()
-            bench(load(tokenizer, args), tokenizer, bandwidth, args)
+            bench(load(tokenizer, args), tokenizer, bandwidth, log, args)
         elif args.does == CHAT:
             chat(load(tokenizer, args), tokenizer, args)
         else:

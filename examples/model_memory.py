@@ -6,6 +6,8 @@ which machine holds them. Nothing is measured, and no weight is read or allocate
                                                     # config.json is read
     python examples/model_memory.py --ranks 8       # what each of 8 ranks holds that share a model
     python examples/model_memory.py --speed         # tokens per second by the read bandwidth
+    python examples/model_memory.py --memory 64GB --disk 7    # tokens per second where experts stay
+                                                    # in files, read at 7 GB/s
 
 Formats are those of models.load: "bfloat16" is weights=None, "stored" the published format. A token
 reads the weights of its layers and the head, of the routed experts only those it is sent to. Caches
@@ -13,23 +15,36 @@ are not counted: docs/dsa.md has their bytes. Ranks share a model by tensor_para
 expert_parallel or both of models.load (docs/many_machines.md).
 """
 
-from options import Help, at_least, one_line_errors  # first; options.py says why
+from options import Help, at_least, one_line_errors, positive  # first; options.py says why
 
 # isort: split
 import argparse
 import copy
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import transformers
+from estimates import FIXED, SHARE
+from memory_tables import (
+    COLUMNS,
+    LABELS,
+    Model,
+    Size,
+    by_bandwidth,
+    by_machine,
+    by_memory,
+    by_model,
+    by_ranks,
+    shown,
+)
 from transformers import AutoConfig, PreTrainedConfig
 
 from custom_pypto import models
 from custom_pypto.models.architectures import available
 from custom_pypto.models.loading.checkpoint import first_layers
 from custom_pypto.models.loading.parameters import dtypes_of
+from custom_pypto.models.loading.request import check_memory_option
 from custom_pypto.models.patched import text_model
 from custom_pypto.models.sharing import (
     check_heads,
@@ -55,40 +70,23 @@ NAMES = {
     "Dots3NoteForCausalLM": ("Dots 3 Note, text", None),
     "MistralLarge4ForConditionalGeneration": ("Mistral Large 4", None),
 }
-# GB
-MACHINES = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536)
-FREE = 0.1  # of the memory, for caches, activations and other programs
-LABELS = ("bfloat16", "stored", *rounded_formats())
-#: of the table of ranks, by the way to share: formats
-COLUMNS = {
-    "tensor_parallel": ("bfloat16",),
-    "both": ("experts int4",),  # in bfloat16 as much as tensor_parallel
-    "expert_parallel": LABELS,
-}
 #: whether ranks share heads, and whole experts
 WAYS = {
     "tensor_parallel": (True, False),
     "both": (True, True),
     "expert_parallel": (False, True),
 }
-#: GB/s that the cores of a machine read, for the estimated speed
-BANDWIDTHS = (100, 200, 400, 800)
-#: of a layer with experts on one thread (benchmarks/RESULTS.md): the share of the read bandwidth at
-#: which it reads its weights, and the seconds that it takes besides
-SHARE, FIXED = 0.75, 0.6e-3
+BANDWIDTH = 80  # GB/s, of two channels of DDR5-5200 about
+DISK = 7  # GB/s, of one NVMe SSD with four lanes of PCIe 4.0
+#: what the estimate of --memory rests on
+ASSUMED = f"""\
+Estimated, not measured, for one sequence with a short context. Computed from {{source}}.
+Memory is read at {SHARE} of {{bandwidth:g}} GB/s, with {FIXED * 1e3} ms for each layer; files at
+{{disk:g}} GB/s. The low speed is for both in turns, the high one for both at once. Hits are the
+share of a token's experts that is in memory, an assumption: what is published for GLM-5.2, in
+mlx-lm's discussion 1438 and colibri's benchmarks. prompt: seconds to read the experts that are not
+in memory, once for each chunk of a prompt."""
 VERSION = transformers.__version__
-
-
-class Size(NamedTuple):
-    weights: float  # bytes
-    read: float  # bytes that one token reads
-
-
-class Model(NamedTuple):
-    name: str
-    layers: int
-    parameters: int
-    sizes: dict[str, Size]  # by format, the exact ones first
 
 
 def build(config, layers: int | None, heads: bool = True):
@@ -121,39 +119,46 @@ def size(model, weights: dict[str, str | None] | None, shared=frozenset(), ranks
     """
     dtypes, state = dtypes_of(model, torch.bfloat16), model.state_dict()
     kinds = kinds_of(model, weights, {}, dtypes) if weights else {}
-    shares = shares_read(model)
-    total = read = 0.0
+    shares, of_experts = shares_read(model), expert_weights(model)
+    found = dict.fromkeys(Size._fields, 0.0)
     for name, tensor in state.items():
         module, _, weight = name.rpartition(".")
         stored = weight in ("weight", *EXPERT_WEIGHTS) and module in kinds
         one = stored_bytes(kinds[module], tensor) if stored else tensor.numel()
         one *= 1 if stored else dtypes[name].itemsize
         one /= ranks if name in shared else 1
-        total += one
-        read += one * shares[name]
-    return Size(total, read)
+        found["weights"] += one
+        found["read"] += one * shares[name]
+        if name in of_experts:
+            found["experts"] += one
+            found["routed"] += one * shares[name]
+    return Size(**found)
+
+
+def expert_weights(model) -> set[str]:
+    """Names of the weights of routed experts, with their scales."""
+    modules = {name for name, module in model.named_modules() if is_experts(module)}
+    found = set()
+    for name in model.state_dict():
+        module, _, weight = name.rpartition(".")
+        if module in modules and weight.removesuffix(SCALE) in EXPERT_WEIGHTS:
+            found.add(name)
+    return found
 
 
 def shares_read(model) -> dict[str, float]:
     """How much of each weight of ``model`` one token reads."""
     text = text_model(model)
     inside = next(name for name, module in model.named_modules() if module is text)
-    experts = {name for name, module in model.named_modules() if is_experts(module)}
-    chosen = text.config.num_experts_per_tok
+    experts, chosen = expert_weights(model), text.config.num_experts_per_tok
     shares = {}
     for name, tensor in model.state_dict().items():
-        module, _, weight = name.rpartition(".")
-        if module in experts and weight.removesuffix(SCALE) in EXPERT_WEIGHTS:
+        if name in experts:
             shares[name] = chosen / tensor.size(0)
         else:
             inner = name.startswith(inside) or "lm_head" in name
             shares[name] = float(inner and "embed_tokens" not in name)
     return shares
-
-
-def seconds_of_token(read: float, layers: int, bandwidth: float) -> float:
-    """An estimate for one sequence with a short context, from bytes and bytes per second."""
-    return read / (SHARE * bandwidth) + layers * FIXED
 
 
 def stored_bytes(kind: str, tensor: torch.Tensor) -> int:
@@ -246,83 +251,6 @@ def source_of(path: str, layers: int | None):
     return path, config, published
 
 
-def by_model(found: list[Model]) -> str:
-    """A row for each model: GB of weights, GB that a token reads."""
-    rows = [["model", "weights, billions", *LABELS]]
-    for model in found:
-        cells = [
-            f"{shown(model.sizes[label].weights)}; {shown(model.sizes[label].read)}"
-            if label in model.sizes
-            else "–"
-            for label in LABELS
-        ]
-        rows.append([model.name, shown(model.parameters), *cells])
-    return table(rows)
-
-
-def by_machine(found: list[Model], machines: tuple[int, ...] = MACHINES) -> str:
-    """A row for each size of memory: the models that it holds in a format that a smaller one of
-    these machines does not hold."""
-    rows = [["memory", "what also fits: model, format: GB of weights; GB read per token"]]
-    best: dict[str, int] = {}  # place of the format in the model's sizes
-    for machine in machines:
-        cells = []
-        for model in found:
-            labels = useful(model)
-            fits = [
-                i
-                for i, label in enumerate(labels)
-                if model.sizes[label].weights <= machine * 1e9 * (1 - FREE)
-            ]
-            if fits and fits[0] < best.get(model.name, len(labels)):
-                best[model.name] = fits[0]
-                label = labels[fits[0]]
-                weights, read = map(shown, model.sizes[label])
-                cells.append(f"{model.name} {label}, {weights}; {read}")
-        if cells:
-            rows.append([f"{machine} GB", " · ".join(cells)])
-    return table(rows)
-
-
-def by_ranks(rows: list[list[str]], ranks: int) -> str:
-    """A row for each model: GB of weights on each of so many ranks."""
-    columns = [f"{way}, {label}" for way, labels in COLUMNS.items() for label in labels]
-    return table([[f"{ranks} ranks", *columns], *rows])
-
-
-def by_bandwidth(found: list[Model]) -> str:
-    """A row for each model and format: tokens per second of one sequence with a short context."""
-    rows = [["tokens per second, estimated", *(f"{speed} GB/s" for speed in BANDWIDTHS)]]
-    for model in found:
-        for label in useful(model):
-            read = model.sizes[label].read
-            seconds = (seconds_of_token(read, model.layers, speed * 1e9) for speed in BANDWIDTHS)
-            rows.append([f"{model.name}, {label}", *(f"{1 / one:.2g}" for one in seconds)])
-    return table(rows)
-
-
-def shown(count: float) -> str:
-    """Billions, two digits at least."""
-    billions = count / 1e9
-    return f"{billions:.0f}" if billions >= 10 else f"{billions:.2g}"
-
-
-def useful(model: Model) -> list[str]:
-    """Formats of a model, the exact one first: the published one, where there is one. Of the others
-    those that are smaller by 1 % at least."""
-    labels = ["stored" if "stored" in model.sizes else "bfloat16"]
-    for label in rounded_formats():
-        if model.sizes[label].weights < 0.99 * model.sizes[labels[-1]].weights:
-            labels.append(label)
-    return labels
-
-
-def table(rows: list[list[str]]) -> str:
-    head, *rest = rows
-    lines = [head, ["---"] * len(head), *rest]
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     parser.add_argument(
@@ -344,16 +272,35 @@ def main() -> None:
         action="store_true",
         help="only the tokens per second that the read bandwidth of a machine allows",
     )
+    tables.add_argument(
+        "--memory",
+        metavar="SIZE",
+        help="only what models.load(memory=SIZE) keeps in memory, such as 64GB, and the tokens per "
+        "second with the other experts in files",
+    )
+    for option, default, of in (
+        ("--disk", DISK, "the disk reads"),
+        ("--bandwidth", BANDWIDTH, "the cores read memory"),
+    ):
+        parser.add_argument(
+            option,
+            type=positive,
+            metavar="GB/s",
+            help=f"at which {of}, for --memory (default: {default})",
+        )
     arguments = parser.parse_args()
+    if arguments.memory is None and (arguments.disk or arguments.bandwidth):
+        parser.error("--disk and --bandwidth need --memory")
     if arguments.layers is not None and arguments.checkpoint is None:
         parser.error("--layers needs a checkpoint")
-    with one_line_errors("--layers"):
+    with one_line_errors("--layers", "--memory"):
         compute(arguments)
 
 
 def compute(arguments: argparse.Namespace) -> None:
     transformers.logging.set_verbosity_error()  # it reports what default configurations leave out
     layers, ranks = arguments.layers, arguments.ranks
+    memory = check_memory_option(arguments.memory)
     if arguments.checkpoint is None:
         found, source = list(sources()), f"the default configurations of transformers {VERSION}"
     else:
@@ -371,6 +318,11 @@ def compute(arguments: argparse.Namespace) -> None:
             f"of the bandwidth, and {FIXED * 1e3} ms for each layer. Computed from {source}."
         )
         show("", by_bandwidth(sizes))
+        return
+    if memory is not None:
+        disk, bandwidth = arguments.disk or DISK, arguments.bandwidth or BANDWIDTH
+        show(ASSUMED.format(source=source, bandwidth=bandwidth, disk=disk))
+        show("", by_memory(sizes, memory, disk, bandwidth))
         return
     show(f"GB of weights; GB of them that a token reads. Computed from {source}, not measured.")
     show("", by_model(sizes), "", by_machine(sizes))

@@ -25,6 +25,7 @@ import torch  # noqa: E402
 OF_LOAD = {
     "num_hidden_layers": "--layers",
     "weights": "--weights",
+    "memory": "--memory",
     "revision": "--revision",
     "dtype": "--dtype",
     "tensor_parallel": "--tp",
@@ -53,6 +54,13 @@ def at_least(lowest: int, highest: int | None = None):
         return value
 
     return number
+
+
+def positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be more than 0, got {value}")
+    return value
 
 
 def block_size(text: str) -> int:
@@ -99,6 +107,7 @@ def in_options(message: str, options: tuple[str, ...]) -> str:
                 rf"^load: {argument}\b|\b{argument}=True\b": option,
                 rf"\b{argument}=None\b": f"no {option}",
                 rf"\b{argument}=(?=')": f"{option} ",
+                rf"\b{argument}={{'experts': ('\w+'), 'rest': \1}}": rf"{option} \1",
                 rf"\bwith {argument}\b(?=,)": f"with {option}",
             }.items():
                 message = re.sub(pattern, text, message)

@@ -1,5 +1,6 @@
 """Text that grows on one cache, timed: what generate.py, its demo and --bench share."""
 
+import logging
 import sys
 import time
 from dataclasses import dataclass
@@ -12,8 +13,38 @@ from transformers import CompileConfig, DynamicCache, StaticCache, TextStreamer,
 
 from custom_pypto import models
 from custom_pypto.models import CACHE  # an argument's name in this transformers
+from custom_pypto.models.streaming.pool import Counts
 
 BACKENDS = ["custom_pypto", "transformers"]
+
+
+class Log(logging.Handler):
+    """While a program runs: on standard error what models.load logs with ``memory``, and at the end
+    the sum of what each ``generate`` logs."""
+
+    def __init__(self):
+        super().__init__(logging.INFO)
+        self.counts, self.logger = Counts(), logging.getLogger("custom_pypto")
+
+    def __enter__(self):
+        self.before = self.logger.level
+        self.logger.setLevel(min(self.before or logging.INFO, logging.INFO))
+        self.logger.addHandler(self)
+        return self
+
+    def __exit__(self, kind, *_):
+        self.logger.removeHandler(self)
+        self.logger.setLevel(self.before)
+        if kind is None and is_first_rank():
+            counted = self.counts != Counts()
+            text = self.counts if counted else "all weights are in memory"
+            print(f"generate: {text}", file=sys.stderr)
+
+    def emit(self, record):
+        if record.args and isinstance(record.args[0], Counts):
+            self.counts += record.args[0]
+        elif is_first_rank():
+            print(self.format(record), file=sys.stderr)
 
 
 @dataclass

@@ -6,10 +6,12 @@ import time
 from dataclasses import dataclass
 
 import torch
-from model_memory import FIXED, SHARE, seconds_of_token, shares_read
+from estimates import FIXED, SHARE, Range, seconds_of_token
+from model_memory import shares_read
 from session import Session, Streamer, new_cache, warm_up
 
 from custom_pypto.models.memory import empty
+from custom_pypto.models.streaming.pool import Counts
 
 REPEATS = 5
 READ = 512 << 20  # bytes, to measure the bandwidth: more than caches hold
@@ -20,6 +22,7 @@ class Speed:
     backend: str
     prompt_tokens_per_second: float
     tokens_per_second: float
+    experts: Counts | None  # of all tokens after the prompts; None: all weights are in memory
 
 
 def read_bandwidth():
@@ -36,18 +39,26 @@ def read_bandwidth():
 
 def bytes_of_token(model):
     """Of the weights that a token reads."""
-    shares = shares_read(model)
-    return sum(tensor.nbytes * shares[name] for name, tensor in model.state_dict().items())
+    shares, state = shares_read(model), model.state_dict()
+    forms = [layer.streamed.pool.form for layer in model.modules() if hasattr(layer, "streamed")]
+    chosen = model.config.get_text_config().num_experts_per_tok
+    streamed = chosen * sum(form.nbytes() for form in forms)
+    return streamed + sum(tensor.nbytes * shares[name] for name, tensor in state.items())
 
 
 @torch.no_grad()
-def measure(model, tokenizer, backend, args):
-    """Medians of several times the same prompt, each on a new cache."""
+def measure(model, tokenizer, backend, log, args):
+    """Medians of several times the same prompt, each on a new cache.
+
+    Args:
+        log: session.Log of a model that was loaded with ``memory``, else None.
+    """
     generator = torch.Generator().manual_seed(args.seed)
     size = model.config.get_text_config().vocab_size
     ids = torch.randint(size, (1, args.prompt_tokens + 1), generator=generator).to(model.device)
     room, read, wrote = ids.size(1) + args.max_new_tokens, [], []
     warm_up(model, backend, ids, room, args)
+    before = log and log.counts
     for _ in range(REPEATS):
         streamer = Streamer(tokenizer, quiet=True)
         session = Session(model, new_cache(model, backend, 1, room, args), streamer)
@@ -57,7 +68,8 @@ def measure(model, tokenizer, backend, args):
         tokens = args.max_new_tokens
         session.generate(ids[:, :0], tokens, min_new_tokens=tokens)
         wrote.append((tokens - 1) / streamer.seconds())
-    return Speed(backend, statistics.median(read), statistics.median(wrote))
+    counts = log.counts - before if log and log.counts != before else None
+    return Speed(backend, statistics.median(read), statistics.median(wrote), counts)
 
 
 def estimate(model, bandwidth):
@@ -83,3 +95,12 @@ def print_speeds(speeds, estimated, read, bandwidth, args):
         f"{read / 1e9:.3g} GB of weights,\ntorch reads {bandwidth / 1e9:.1f} GB/s here; estimated "
         f"as by model_memory.py --speed, at {SHARE} of that and {FIXED * 1e3} ms a layer."
     )
+    for speed in speeds:
+        if speed.experts:
+            tokens = REPEATS * args.max_new_tokens
+            allowed = Range.of(1 / estimated, speed.experts.reading / tokens)
+            from_files = speed.experts.nbytes / tokens / 1e9
+            print(
+                f"{speed.backend}: {speed.experts}.\nA token read {from_files:.3g} GB from "
+                f"files: with memory they allow about {allowed}, in turns or both at once."
+            )

@@ -12,6 +12,9 @@ from repository import REPOSITORY
 pytest.importorskip("transformers")
 sys.path.append(str(REPOSITORY / "examples"))
 import model_memory as program  # noqa: E402
+from estimates import Range, Streamed, hit_share  # noqa: E402
+from memory_tables import Model, Size, by_memory  # noqa: E402
+from published import V4, published  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
 from custom_pypto import models, requirements  # noqa: E402
@@ -65,6 +68,93 @@ def test_fewer_layers_are_those_of_load():
     assert one.parameters == sum(x.numel() for x in model.parameters()) < all_layers.parameters
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v32", V4])
+def test_the_experts_are_those_that_stay_in_files(tmp_path, kind):
+    path = published(tmp_path / "checkpoint", kind, moe_intermediate_size=128, hidden_size=256)
+    size = program.of_checkpoint(str(path), None).sizes["stored"]
+    state = models.load(path, weights="stored").state_dict().items()
+    assert size.experts == sum(x.nbytes for name, x in state if ".experts." in name)
+    assert size.routed == size.experts * 2 / 8
+
+
+@pytest.mark.parametrize(
+    "share, hits",
+    [
+        (0, 0),
+        (0.025, 0.12),
+        (0.05, 0.24),
+        (0.1, 0.46),
+        (0.14, 0.53),
+        (0.18, 0.6),
+        (0.26, 0.72),
+        (0.51, 0.85),
+        (0.88, 0.99),
+        (1, 1),
+    ],
+)
+def test_hits_follow_the_published_points(share, hits):
+    assert hit_share(share) == pytest.approx(hits)
+
+
+#: 20 GB of experts, 2 GB of which a token reads besides 4 GB of other weights
+SIZE = Size(weights=25e9, read=6e9, experts=20e9, routed=2e9)
+
+
+def test_the_speed_with_experts_in_files_is_that_of_a_computation_by_hand():
+    # 7 GB hold 2 of 20 GB of experts, so 46 % of a token's; it reads 0.54 of 2 GB at 4 GB/s
+    found = Streamed.of(SIZE, 50, memory=7e9, disk=4e9, bandwidth=80e9)
+    assert found.kept == 2e9 and found.hits == pytest.approx(0.46)
+    assert found.from_files == pytest.approx(1.08e9) and found.prompt == pytest.approx(18 / 4)
+    # 0.27 s of that, 6 GB at 60 GB/s are 0.1 s, and 50 layers take 0.03 s
+    assert found.speed == pytest.approx((1 / 0.40, 1 / 0.27))
+    # where the computation takes longer, it limits
+    fast = Streamed.of(SIZE, 50, memory=7e9, disk=40e9, bandwidth=80e9)
+    assert fast.speed == pytest.approx((1 / 0.157, 1 / 0.13))
+
+
+def test_a_model_that_fits_reads_nothing_from_files_and_one_that_cannot_run_has_no_speed():
+    found = Streamed.of(SIZE, 50, memory=30e9, disk=4e9, bandwidth=80e9)
+    assert (found.kept, found.hits, found.from_files, found.prompt) == (20e9, 1, 0, 0)
+    assert found.speed == pytest.approx((1 / 0.13, 1 / 0.13)) and str(found.speed) == "7.7"
+    # a token's experts of one of 50 layers take 0.04 GB
+    assert Streamed.of(SIZE, 50, memory=5.03e9, disk=4e9, bandwidth=80e9) is None
+    assert Streamed.of(SIZE, 50, memory=5.05e9, disk=4e9, bandwidth=80e9).kept == 0.05e9
+
+
+def test_the_table_of_memory_has_all_of_it():
+    of_formats = {"stored": SIZE, "int8": SIZE, "int4": Size(13e9, 3e9, 10e9, 1e9)}
+    found = [Model("it", 50, 0, of_formats)]
+    _, _, *rows = by_memory(found, 7_000_000_000, 4, 80).splitlines()
+    assert rows == [
+        "| it, stored | 7 GB | 5 GB | 2 of 20 GB | 46% | 1.1 GB | 2.5 to 3.7 | 4 s |",
+        # 40 % of the experts, 79 % of a token's by the points 0.26 and 0.76: 0.21 GB, 0.052 s;
+        # 3 GB at 60 GB/s and 50 layers are 0.08 s
+        "| it, int4 | 7 GB | 3 GB | 4 of 10 GB | 79% | 0.21 GB | 7.6 to 12 | 2 s |",
+    ]
+    first = by_memory(found, 30_000_000_000, 4, 80).splitlines()[2]
+    assert first == "| it, stored | 30 GB | 5 GB | all of 20 GB | – | – | 7.7 | – |"
+    first = by_memory(found, 5_000_000_000, 4, 80).splitlines()[2]
+    assert first == "| it, stored | 5 GB | 5 GB | too few | – | – | – | – |"
+    assert str(Range.of(0.5, 0.25)) == "1.3 to 2"
+
+
+#: of the page: --memory, --disk, and how many of its rows the page has
+OF_PAGE = {("26GB", "3.5"): 4, ("56GB", "7"): 6, ("86GB", "7"): 6}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not NEWEST, reason="the pages have the figures of the newest transformers")
+def test_the_pages_have_what_it_estimates_with_experts_in_files():
+    found = program.defaults()
+    for page in ("docs/larger_than_memory.md",):
+        text = (REPOSITORY / page).read_text()
+        for (memory, disk), count in OF_PAGE.items():
+            size = program.check_memory_option(memory)
+            rows = by_memory(found, size, float(disk), program.BANDWIDTH).splitlines()
+            assert sum(f"{row}\n" in text for row in rows[2:]) == count
+            assert f"--memory {memory} --disk {disk}" in text
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not NEWEST, reason="the pages have the figures of the newest transformers")
 def test_the_pages_have_what_it_prints():
@@ -110,6 +200,12 @@ def test_bad_input_is_named():
     assert "Traceback" not in done.stderr
     done = printed("examples/checkpoints/lookup", "--layers", "9", status=1)
     assert "--layers must be 1 to 2, got 9" in done.stderr and "Traceback" not in done.stderr
+    done = printed("--memory", "3", status=1)
+    assert done.stderr.startswith("model_memory.py: --memory must be bytes, or a string such as")
+    assert "--disk and --bandwidth need --memory" in printed("--disk", "7", status=2).stderr
+    assert (
+        "must be more than 0, got 0.0" in printed("--memory", "9GB", "--disk", "0", status=2).stderr
+    )
 
 
 @pytest.mark.parametrize("encoding", ["ascii", pytest.param("gb2312", marks=pytest.mark.slow)])

@@ -89,6 +89,11 @@ WRONG = {
         ["--prompt-tokens", "10"],
         "generate.py: --prompt-tokens 10 is too short for --questions 16",
     ),
+    "memory": (
+        "generate.py",
+        ["--memory", "64", "--prompt", "x"],
+        "generate.py: --memory must be bytes, or a string such as '64GB' or '60GiB', got '64'",
+    ),
     "model": ("generate.py", ["--model", "/none"], "generate.py: --model must be a directory, or"),
     "layers": ("generate.py", ["--layers", "3"], "generate.py: --layers must be 1 to 2 (config"),
     "chat": (
@@ -204,6 +209,11 @@ MESSAGES = {
     "be 'cpu' with stored weights; load with no --weights",
     "load: tensor_parallel must be False for x: y; pass expert_parallel=True": "load: "
     "tensor_parallel must be False for x: y; pass expert_parallel=True",
+    "load: weights must be None or 'stored' for experts that stay in their files, got 'int4'": "--"
+    "weights must be omitted or 'stored' for experts that stay in their files, got 'int4'",
+    "load: memory must be at least 9B, got 1B; pass more, or weights={'experts': 'stored', 'rest': "
+    "'stored'}": "--memory must be at least 9B, got 1B; pass more, or --weights 'stored'",
+    "load: out of memory: it needs 9B": "load: out of memory: it needs 9B",
     "--model must be a name with revision='v1', got x": "--model must be a name with --revision "
     "'v1', got x",
 }
@@ -211,7 +221,8 @@ MESSAGES = {
 
 @pytest.mark.parametrize("message, wanted", MESSAGES.items())
 def test_arguments_of_load_are_named_by_the_options_of_the_program(message, wanted):
-    assert in_options(message, ("--layers", "--weights", "--revision")) == wanted
+    options = ("--layers", "--weights", "--memory", "--revision")
+    assert in_options(message, options) == wanted
 
 
 # ---- signals -----------------------------------------------------------------------------------

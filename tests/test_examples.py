@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
 sys.path.append(str(EXAMPLES))
 
+import estimates  # noqa: E402
 import model_memory  # noqa: E402
 import train_lookup  # noqa: E402
 import train_lookup_v4  # noqa: E402
@@ -199,7 +200,7 @@ def test_a_bench_measures_next_to_what_memory_allows(run):
     assert speed["prompt_tokens_per_second"] > speed["tokens_per_second"] > 0
     size = model_memory.of_checkpoint(str(EXAMPLES / "checkpoints/lookup"), None).sizes["int8"]
     assert report["bytes_of_token"] == size.read
-    seconds = model_memory.seconds_of_token(size.read, 2, report["bytes_per_second"])
+    seconds = estimates.seconds_of_token(size.read, 2, report["bytes_per_second"])
     assert report["estimated_tokens_per_second"] == 1 / seconds
     said = run("generate.py", *few, "--backend", "both")
     assert re.search(r"^tokens per second +custom_pypto +transformers\nprompt of 64 +\d", said)

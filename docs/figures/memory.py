@@ -8,6 +8,7 @@ import sys
 from style import REPOSITORY, plt, write
 
 sys.path.append(str(REPOSITORY / "examples"))
+import memory_tables  # noqa: E402
 import model_memory  # noqa: E402
 import transformers  # noqa: E402
 
@@ -19,10 +20,12 @@ def data() -> dict:
     transformers.logging.set_verbosity_error()  # it reports what default configurations leave out
     found = sorted(model_memory.defaults(), key=lambda model: model.sizes["int4"].weights)
     sizes = {
-        model.name: {label: [*map(model_memory.shown, size)] for label, size in model.sizes.items()}
+        model.name: {
+            label: [*map(memory_tables.shown, size[:2])] for label, size in model.sizes.items()
+        }
         for model in found
     }
-    return {"sizes": sizes, "machines": model_memory.MACHINES, "free": model_memory.FREE}
+    return {"sizes": sizes, "machines": memory_tables.MACHINES, "free": memory_tables.FREE}
 
 
 def draw() -> plt.Figure:
@@ -52,8 +55,8 @@ def draw() -> plt.Figure:
     axes.set_ylim(y + 0.7, 0.8)
     axes.set_xticks(ticks := [1, 10, 100, 1000], [f"{x} GB" for x in ticks])
     axes.spines[["top", "right"]].set_visible(False)
-    bars = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[label]) for label in model_memory.LABELS]
-    axes.legend(bars, model_memory.LABELS, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
+    bars = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[label]) for label in memory_tables.LABELS]
+    axes.legend(bars, memory_tables.LABELS, loc="lower left", bbox_to_anchor=(0, 1), ncols=2)
     axes.set_xlabel(
         "GB of weights; the dark part: of them read for a token. Dotted: the memory of a machine, "
         f"less {free:.0%} for the rest",
