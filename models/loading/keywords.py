@@ -8,7 +8,8 @@ _PARALLEL = "pass tensor_parallel=True or expert_parallel=True in each of severa
 
 REMEDIES = {
     "torch_dtype": "pass dtype",
-    "device_map": f"pass device, or {_PARALLEL}",
+    "device_map": f"pass device, memory, or {_PARALLEL}",
+    "offload_folder": "pass memory: experts then stay in the files of the checkpoint",
     "tp_plan": _PARALLEL,
     "attn_implementation": "omit it: attention runs on the ops, and on transformers' own after "
     "models.use_transformers(model)",
@@ -16,7 +17,7 @@ REMEDIES = {
     "load_in_8bit": "pass weights='int8'",
     "quantization_config": f"omit it, or {_WEIGHTS}",
     "low_cpu_mem_usage": "omit it: loading takes no more than the model and one file",
-    "max_memory": "omit it: a model that does not fit is rejected before anything is read",
+    "max_memory": "pass memory, in bytes or as '64GB'",
     "trust_remote_code": "omit it: the code of a checkpoint is never run",
     "use_safetensors": "omit it: nothing else is read",
     "token": "run hf auth login, or set HF_TOKEN",
