@@ -5,12 +5,13 @@ import json
 import pytest
 import torch
 from published import published
-from tiny import KINDS
+from tiny import KINDS, tiny_model
 from torch.distributed.tensor import DTensor
 
 from custom_pypto import models
 from custom_pypto.models.streaming.pool import Pool
 from custom_pypto.models.streaming.slots import State
+from custom_pypto.models.weights.published import METHOD
 
 # blocks of fp8 must not reach from one projection into the next
 WIDE = dict(moe_intermediate_size=128, hidden_size=256)
@@ -24,13 +25,18 @@ def no_gradients():
 
 @pytest.fixture(scope="session", name="folder")
 def folders(tmp_path_factory):
-    """A function that makes a published checkpoint, or saves the model of it in a format, once."""
+    """A function that makes a published checkpoint, or saves the model of it in a format, once; or
+    saves a model in bfloat16."""
     made = {}
 
     def folder(kind=KINDS[0], weights=None):
         if (kind, weights) not in made:
-            path = published(tmp_path_factory.mktemp("published"), kind, **WIDE)
-            if weights is not None:
+            path = tmp_path_factory.mktemp("published")
+            if weights == "bfloat16":
+                tiny_model(kind).bfloat16().save_pretrained(path)
+            else:
+                published(path, kind, **WIDE)
+            if weights not in (None, "bfloat16"):
                 saved = tmp_path_factory.mktemp("saved")
                 models.load(path, weights=weights).save_pretrained(saved)
                 path = saved
@@ -42,8 +48,8 @@ def folders(tmp_path_factory):
 
 def in_memory(path, **options):
     """The model in memory, in the formats that a streamed one has."""
-    described = json.loads((path / "config.json").read_text())["quantization_config"]
-    if described["quant_method"] == "fp8":
+    described = json.loads((path / "config.json").read_text()).get("quantization_config", {})
+    if described.get("quant_method") != METHOD:
         options["weights"] = {"experts": "stored", "rest": None} | options.get("weights", {})
     return models.load(path, **options)
 

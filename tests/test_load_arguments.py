@@ -71,7 +71,7 @@ def test_every_public_function_has_types(name):
 
 KEYWORDS = {
     "torch_dtype": "pass dtype$",
-    "device_map": "pass device, memory, or pass tensor_parallel=True or expert_parallel=True in each of",
+    "device_map": "pass device, memory, or pass tensor_parallel=True or expert_parallel=True in",
     "attn_implementation": "omit it: attention runs on the ops",
     "load_in_4bit": "pass weights='int4'$",
     "quantization_config": "omit it, or pass weights='int8' or 'int4'$",

@@ -2,8 +2,10 @@
 the bit, whatever is in memory at the time."""
 
 import gc
+import io
 import logging
 import random
+import sys
 import threading
 import time
 import weakref
@@ -23,15 +25,17 @@ from streaming_harness import (
     pool_of,
     streamed,
 )
-from tiny import KINDS, clear_case, token_ids
+from tiny import ALL_KINDS, KINDS, clear_case, token_ids
 from transformers import CompileConfig
 
 from custom_pypto import models
 from custom_pypto.models import CACHE
 from custom_pypto.models.streaming import files
+from custom_pypto.models.streaming import model as streaming
 from custom_pypto.models.streaming.slots import Slots
 
 CASES = [(kind, None) for kind in KINDS] + [(V4, None)]
+CASES += [(kind, "bfloat16") for kind in ALL_KINDS]
 CASES += [(KINDS[0], "int8"), (KINDS[0], "int4"), (V4, "int4"), (KINDS[0], "stored")]
 FIRST = [(KINDS[0], None), (V4, None), (KINDS[0], "int4")]
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))]
@@ -248,6 +252,21 @@ def test_the_log_says_what_was_read(folder, caplog):
     asked = counts.hits + counts.late + counts.misses
     assert line.startswith(f"generate: of {asked} experts {counts.hits / asked:.0%} in memory, ")
     assert counts.nbytes >= counts.misses * pool_of(model).form.nbytes() > 0
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_long_forward_shows_its_layers(both, monkeypatch):
+    _, model = both
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    model(token_ids(1, 8))
+    assert not terminal.getvalue()  # a short one
+    monkeypatch.setattr(streaming, "DELAY", 0.0)
+    model(token_ids(1, 8))
+    assert "experts: 100%" in terminal.getvalue() and "2/2" in terminal.getvalue()
 
 
 def test_threads_end_with_their_model(folder):
