@@ -3,7 +3,6 @@
 Shapes: T tokens, E experts, k experts of a token, H hidden size.
 """
 
-import os
 import threading
 import weakref
 from collections.abc import Iterator
@@ -40,26 +39,33 @@ class Ahead(NamedTuple):
         choose = type(self.router).forward
         _, weights, ids = choose(self.router, (x.float() * self.ratio).to(x.dtype))
         best = weights.topk(-(-ids.size(-1) // 2), -1).indices
-        self.layer.guess(self.layer.experts(ids.gather(-1, best)))
+        self.layer.guess(ids.gather(-1, best))
 
 
 class Layer:
     """Where a module has its experts.
 
     Args:
-        count: E.
+        number: of the layer.
+        own: the experts of this rank, whose ids begin at 0 in a call.
         progress: ``bar``, of this thread's forward.
     """
 
-    def __init__(self, pool: Pool, number: int, count: int, progress: threading.local):
-        self.pool, self.number, self.count, self.progress = pool, number, count, progress
-        self.ahead: Ahead | None = None
+    def __init__(self, pool: Pool, number: int, own: range, progress: threading.local):
+        self.pool, self.number, self.own, self.progress = pool, number, own, progress
+        self.count, self.ahead = len(own), None
 
     def experts(self, ids: Tensor) -> list[Expert]:
         numbers = ids.unique().tolist()
         return [Expert(self.number, one) for one in numbers if 0 <= one < self.count]
 
-    def guess(self, experts: list[Expert]) -> None:
+    def guess(self, ids: Tensor) -> None:
+        """Has experts read before a call asks for them.
+
+        Args:
+            ids: as the router gives them, of the experts of all ranks.
+        """
+        experts = self.experts(ids - self.own.start)
         with self.pool.changed:
             self.pool.guess(experts)
 
@@ -161,11 +167,7 @@ def compute(self: nn.Module, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         weights: ``[T, k]``.
     """
     layer, pool = self.streamed, self.streamed.pool
-    if os.getpid() != pool.process:
-        raise RuntimeError(
-            "patched model: experts are read by threads of the process that loaded the model, got "
-            "a call in a fork of it; load the model in this process"
-        )
+    pool.check_process()
     if bar := getattr(layer.progress, "bar", None):
         bar.update()
     experts, outputs = layer.experts(ids), None

@@ -169,7 +169,7 @@ def start(
     for name in sorted(groups, key=numbers.get):
         module, (block, _, _) = model.get_submodule(name), name.rpartition(".")
         group = groups[name]
-        layer = Layer(pools[group.form], numbers[name], len(group.own), streaming.progress)
+        layer = Layer(pools[group.form], numbers[name], group.own, streaming.progress)
         stream(module, layer)
         router = model.get_submodule(block).gate
         if hasattr(router, "tid2eid"):  # experts follow from the token alone
@@ -203,7 +203,8 @@ def begin(streaming: Streaming, text: nn.Module, args: tuple, kwargs: dict) -> N
     ids = args[0] if args else kwargs.get("input_ids")
     if ids is not None and is_readable(ids) and ids.numel() <= FEW_TOKENS:
         for layer, router in streaming.hashed:
-            layer.guess(layer.experts(router.tid2eid[ids]))
+            layer.pool.check_process()
+            layer.guess(router.tid2eid[ids])
     streaming.progress.bar = tqdm(
         total=len(streaming.layers), desc="experts", unit="layer", delay=DELAY, disable=None
     )

@@ -91,6 +91,17 @@ class Pool:
         self.threads, self.readers, self.process = 0, 0, os.getpid()
         self._counts, self._active, self._since = Counts(), 0, 0.0
 
+    def check_process(self) -> None:
+        """
+        Raises:
+            RuntimeError: in a fork, which has none of the threads, and maybe a lock that one held.
+        """
+        if os.getpid() != self.process:
+            raise RuntimeError(
+                "patched model: experts are read by threads of the process that loaded the model, "
+                "got a call in a fork of it; load the model in this process"
+            )
+
     def counts(self) -> Counts:
         return replace(self._counts, wasted=self.slots.wasted)
 
