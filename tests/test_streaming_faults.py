@@ -24,6 +24,7 @@ from streaming_harness import (
     pool_of,
     streamed,
 )
+from streaming_trace import CHOSEN, EXPERTS, FILE, LAYERS, TOKENS
 from tiny import token_ids
 
 from custom_pypto.models.streaming import files
@@ -209,6 +210,49 @@ def test_the_least_recently_used_makes_room(count, asked):
         order = [*(one for one in order if one != expert), expert][-count:]
         assert list(slots.taken) == order
         assert len({one.index for one in slots.taken.values()}) == len(order)
+
+
+def asked() -> list[list[Expert]]:
+    """The experts of each layer of each token of a small trained model."""
+    tokens = load_file(FILE)["experts"].tolist()
+    return [
+        [Expert(layer, number) for number in sorted(chosen)]
+        for token in tokens
+        for layer, chosen in enumerate(token)
+    ]
+
+
+def hits_of_a_list(count: int, moves: bool) -> int:
+    """Those of a list in the order of the last use; without moves, of the first."""
+    order: list[Expert] = []
+    hits = 0
+    for experts in asked():
+        for expert in sorted(experts, key=lambda expert: expert not in order):
+            hits += expert in order
+            if expert in order and moves:
+                order.remove(expert)
+            elif expert not in order and len(order) == count:
+                order.remove(next(one for one in order if one not in experts))
+            order += [expert] * (expert not in order)
+    return hits
+
+
+@pytest.mark.parametrize("share", [0.1, 0.2, 0.5])
+def test_hits_of_a_trained_model(share):
+    """Whose experts are not random: the least recently used keeps more than its share, and more
+    than the first that came."""
+    count, hits = int(share * LAYERS * EXPERTS), 0
+    slots = Slots(count)
+    for experts in asked():
+        taken = []
+        for expert in sorted(experts, key=lambda expert: expert not in slots.taken):
+            hits += expert in slots.taken
+            taken.append(slots.pin(expert, slots))
+            taken[-1].state = State.READY
+        for slot in taken:
+            slots.unpin(slot, slots, last=True)
+    assert hits == hits_of_a_list(count, moves=True) > hits_of_a_list(count, moves=False)
+    assert hits > 1.4 * share * TOKENS * LAYERS * CHOSEN
 
 
 def test_a_sweep_makes_room_before_what_was_there(folder):
