@@ -51,7 +51,10 @@ def test_a_model_with_experts_in_files_writes_the_same_and_says_what_it_read(str
     done = generate(*prompt, *streamed)
     assert done.stdout == whole.stdout and len(done.stdout.split()) == 8
     loaded, speed, generated = done.stderr.splitlines()
-    assert re.match(r"load: \d of 16 experts, .* in fp8, fit in memory; \d threads read", loaded)
+    assert re.match(
+        r"load: \d of 16 experts, .* in fp8, fit in memory; threads that read the others: \d; ",
+        loaded,
+    )
     assert speed.startswith("3 tokens read, first token ")
     assert re.fullmatch(f"generate: {OF_FILES}", generated)
     # two experts in each of two layers, of each of the tokens

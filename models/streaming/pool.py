@@ -109,8 +109,9 @@ class Pool:
         direct = sum(file.alignment is not None for file in self.files.values())
         return (
             f"{self.slots.count} of {len(self.places)} experts, {self.form.nbytes() / 1e6:.1f} MB "
-            f"each in {self.form.kind}, fit in memory; {self.readers} threads read the others, "
-            f"{direct} of {len(self.files)} files directly, the rest through the page cache"
+            f"each in {self.form.kind}, fit in memory; threads that read the others: "
+            f"{self.readers}; {direct} of {len(self.files)} files directly, the rest through the "
+            "page cache"
         )
 
     # ---- of layers, which hold the lock ----------------------------------------------------------
