@@ -14,7 +14,7 @@ import gc
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ import transformers
 from measure import Benchmark, Floor, interleaved, ratio
 from published import write_published
 from safetensors import safe_open
+from safetensors.torch import save_file
 from tiny import YARN
 from transformers import DeepseekV32Config
 
@@ -32,18 +33,23 @@ FLOORS = {"stored": 0.95, None: 0.33, "int8": 0.55, "int4": 0.50}
 EXPERTS = 26  # in the second of two layers; the first is dense
 
 
-def write_checkpoint(path: Path) -> int:
-    """Returns the checkpoint's bytes, without the layer for multi-token prediction."""
+def write_checkpoint(path: Path, layers: int, experts: int, save: Callable = save_file) -> int:
+    """Returns the checkpoint's bytes, without the layer for multi-token prediction.
+
+    Args:
+        layers: with experts, behind a dense one.
+        save: the function for a file.
+    """
     config = DeepseekV32Config(
-        num_hidden_layers=2,
+        num_hidden_layers=1 + layers,
         first_k_dense_replace=1,
-        n_routed_experts=EXPERTS,
+        n_routed_experts=experts,
         n_group=1,
         topk_group=1,
         vocab_size=1024,
         rope_parameters=YARN | {"factor": 40.0, "original_max_position_embeddings": 4096},
     )
-    write_published(path, config)
+    write_published(path, config, save)
     shards = sorted(path.glob("*.safetensors"))
     shards.pop().unlink()
     return sum(shard.stat().st_size for shard in shards)
@@ -88,7 +94,7 @@ def checkpoint() -> Iterator[tuple[Path, float]]:
     """Its folder and GB."""
     transformers.utils.logging.disable_progress_bar()
     with tempfile.TemporaryDirectory() as folder:
-        size = write_checkpoint(Path(folder))
+        size = write_checkpoint(Path(folder), 1, EXPERTS)
         checked(Path(folder))
         yield Path(folder), size / 1e9
 

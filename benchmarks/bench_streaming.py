@@ -12,7 +12,6 @@ GB; NVMe disks read all in place.
 
 import contextlib
 import itertools
-import json
 import os
 import resource
 import shutil
@@ -26,13 +25,13 @@ from typing import NamedTuple
 import psutil
 import torch
 import transformers
+from bench_loading import write_checkpoint
 from measure import Benchmark, Floor, in_own_process, interleaved, ratio
-from published import write_published
-from tiny import YARN
-from transformers import DeepseekV32Config, PreTrainedModel
+from published import header_of
+from streaming_harness import budget, pool_of
+from transformers import PreTrainedModel
 
 from custom_pypto import models
-from custom_pypto.files import NAMES
 from custom_pypto.models import CACHE
 from custom_pypto.models.streaming.files import BLOCK
 from custom_pypto.models.streaming.pool import Pool
@@ -54,55 +53,18 @@ MOST = {
 
 def save_aligned(tensors: dict[str, torch.Tensor], file: Path, metadata: dict) -> None:
     """A safetensors file whose large tensors begin at multiples of 4096 bytes."""
-    header, end = {"__metadata__": metadata}, 0
-    ordered = sorted(tensors, key=lambda name: tensors[name].nbytes % BLOCK)
-    for name in ordered:
-        tensor = tensors[name]
-        header[name] = {
-            "dtype": NAMES[tensor.dtype],
-            "shape": list(tensor.shape),
-            "data_offsets": [end, end + tensor.nbytes],
-        }
-        end += tensor.nbytes
-    text = json.dumps(header).encode()
-    text += b" " * (-(8 + len(text)) % BLOCK)
+    ordered = dict(sorted(tensors.items(), key=lambda item: item[1].nbytes % BLOCK))
     with file.open("wb") as opened:
-        opened.write(len(text).to_bytes(8, "little") + text)
-        for name in ordered:
-            opened.write(tensors[name].contiguous().view(torch.uint8).numpy())
+        opened.write(header_of(ordered, metadata, BLOCK))
+        for tensor in ordered.values():
+            opened.write(tensor.contiguous().view(torch.uint8).numpy())
         opened.flush()
         os.fsync(opened.fileno())
         os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-def write_checkpoint(path: Path) -> None:
-    config = DeepseekV32Config(
-        num_hidden_layers=1 + LAYERS,
-        first_k_dense_replace=1,
-        n_routed_experts=EXPERTS,
-        n_group=1,
-        topk_group=1,
-        vocab_size=1024,
-        rope_parameters=YARN | {"factor": 40.0, "original_max_position_embeddings": 4096},
-    )
-    write_published(path, config, save_aligned)
-    sorted(path.glob("*.safetensors")).pop().unlink()  # multi-token prediction
-
-
-def budget(model, share: float) -> int:
-    """Bytes of the weights, with this share of the experts."""
-    state = {name: x.nbytes for name, x in model.state_dict().items()}
-    experts = sum(size for name, size in state.items() if ".experts." in name)
-    return sum(state.values()) - int((1 - share) * experts)
-
-
-def pool_of(model) -> Pool | None:
-    return next((x.streamed.pool for x in model.modules() if hasattr(x, "streamed")), None)
-
-
 class Run(NamedTuple):
-    """Of each token after a prompt: which, its seconds, GB that were read meanwhile, and the state
-    of the pool."""
+    """Of each token after a prompt: which, its seconds, and GB that were read meanwhile."""
 
     tokens: list[int]
     seconds: list[float]
@@ -113,9 +75,13 @@ class Run(NamedTuple):
 
 
 @torch.no_grad()
-def run(model) -> Run:
+def run(model, pool: Pool | None = None) -> Run:
+    """
+    Args:
+        pool: of a model whose experts stay in its files.
+    """
     cache, ids = models.PagedCache(model, 1, PROMPT + TOKENS), torch.arange(PROMPT)[None]
-    pool, found = pool_of(model), Run([], [], [])
+    found = Run([], [], [])
     logits = model(ids, **{CACHE: cache}).logits
     for _ in range(TOKENS):
         found.tokens.append(int(logits[0, -1].argmax()))
@@ -135,17 +101,12 @@ def read_alone(pool: Pool) -> tuple[float, float]:
                 pool.slots.lose(slot)
     begin, used = time.perf_counter(), time.process_time()
     for _ in range(PROBED // 8):
-        with pool.changed:
-            slots = [pool.pin(next(experts), pool) for _ in range(8)]
-            while any(slot.state != State.READY for slot in slots):
-                pool.changed.wait()
-            for slot in slots:
-                pool.slots.unpin(slot, pool, last=False)
+        pool.fill(itertools.islice(experts, 8))
     return size / (time.perf_counter() - begin), (time.process_time() - used) / size
 
 
 def within_half(path: str, memory: int, limit: int) -> tuple[list[int], float]:
-    """Tokens, and the peak of anonymous GB, of a process that the kernel grants no more."""
+    """Tokens of a process that the kernel grants no more data, and the GB that it has then."""
     torch.set_num_threads(1)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     tokens = run(models.load(path, weights=WEIGHTS, memory=memory)).tokens
@@ -165,10 +126,9 @@ def sides() -> Iterator[Sides]:
     with tempfile.TemporaryDirectory(dir=".") as folder:
         if (free := shutil.disk_usage(folder).free) < FREE:
             raise SystemExit(f"needs {FREE / 1e9:.0f} GB of disk here, found {free / 1e9:.1f}")
-        write_checkpoint(path := Path(folder))
+        size = write_checkpoint(path := Path(folder), LAYERS, EXPERTS, save_aligned)
         whole = models.load(path, weights=WEIGHTS)
-        size = sum(file.stat().st_size for file in path.glob("*.safetensors"))
-        tokens, memory = run(whole).tokens, budget(whole, 1 / SHARE)
+        tokens, memory = run(whole).tokens, budget(whole, LAYERS * EXPERTS // SHARE)
         under_limit, used = in_own_process(within_half, str(path), memory, size // 2)
         print(f"{size / 1e9:.2f} GB of files, a limit of {size / 2e9:.2f}, used {used:.2f}")
         part = models.load(path, weights=WEIGHTS, memory=memory)
@@ -181,15 +141,14 @@ def round_of(of: Sides) -> dict[str, float]:
     """Figures of one round: both sides and the disk, one after the other."""
     pool, whole = pool_of(of.part), run(of.whole).per_token()
     before = pool.counts()
-    part = run(of.part)
+    part = run(of.part, pool)
     counts, read = pool.counts() - before, statistics.fmean(part.read)
     rate, cpu = read_alone(pool)
-    asked = counts.hits + counts.late + counts.misses
     return {
         "in memory, ms": 1000 * whole,
         "ms": 1000 * statistics.fmean(part.seconds),
         "GB read": read,
-        "hits": counts.hits / asked,
+        "hits": counts.hits / counts.asked,
         "disk, GB/s": rate,
         "CPU s a GB": cpu,
         "token": statistics.fmean(part.seconds) / max(read / rate, whole),

@@ -9,6 +9,8 @@ from safetensors.torch import load_file, save_file
 from tiny import CLASSES, KIND_OF, KINDS, SLIDING, V4_LAYERS, tiny_config, tiny_v4
 from transformers import DeepseekV4ForCausalLM
 
+from custom_pypto.files import NAMES
+
 V4 = "deepseek_v4"
 BLOCK = 128  # values of fp8, in both directions, that share a scale
 FP4_BLOCK = 32  # values of fp4, along a row
@@ -303,16 +305,22 @@ def true_weights(path, dtype):
     return weights
 
 
-def save_sparse(tensors, file, metadata):
-    """A sparse safetensors file of full size: only its header takes disk space."""
+def header_of(tensors, metadata, multiple=1):
+    """What a safetensors file of these tensors, in this order, begins with: so many bytes, or the
+    next multiple of them."""
     header, end = {"__metadata__": metadata}, 0
-    names = {torch.float8_e4m3fn: "F8_E4M3", torch.bfloat16: "BF16", torch.float32: "F32"}
-    names |= {torch.int8: "I8", torch.int64: "I64", torch.float8_e8m0fnu: "F8_E8M0"}
     for name, tensor in tensors.items():
         offsets, end = [end, end + tensor.nbytes], end + tensor.nbytes
-        dtype, shape = names[tensor.dtype], list(tensor.shape)
+        dtype, shape = NAMES[tensor.dtype], list(tensor.shape)
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
     text = json.dumps(header).encode()
+    text += b" " * (-(8 + len(text)) % multiple)
+    return len(text).to_bytes(8, "little") + text
+
+
+def save_sparse(tensors, file, metadata):
+    """A sparse safetensors file of full size: only its header takes disk space."""
+    header = header_of(tensors, metadata)
     with file.open("wb") as stream:
-        stream.write(len(text).to_bytes(8, "little") + text)
-        stream.truncate(8 + len(text) + end)
+        stream.write(header)
+        stream.truncate(len(header) + sum(tensor.nbytes for tensor in tensors.values()))

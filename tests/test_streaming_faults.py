@@ -255,7 +255,7 @@ def test_hits_of_a_trained_model(share):
     assert hits > 1.4 * share * TOKENS * LAYERS * CHOSEN
 
 
-def test_a_sweep_makes_room_before_what_was_there(folder):
+def test_a_sweep_makes_room_before_what_was_there():
     """A prompt that asks for most experts of a layer pushes out no more than it must."""
     slots = Slots(4)
     for number in range(3):

@@ -6,7 +6,6 @@ for each parameter.
 """
 
 import contextlib
-import functools
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -188,8 +187,9 @@ def plan_for(source: Directory, asked: Request) -> Plan:
     groups, streamed, in_files = groups_of(skeleton, kinds, own_experts), {}, {}
     convert(skeleton, kinds)
     sharing = plan_of(skeleton, ranks, asked.expert_parallel) if asked.shared else None
-    needed = bytes_of_rank(skeleton, dtypes_of(skeleton, dtype), sharing)
-    if asked.memory is not None and asked.memory < needed:
+    if asked.memory is not None and asked.memory < bytes_of_rank(
+        skeleton, dtypes_of(skeleton, dtype), sharing
+    ):
         streamed, in_files = groups, {name: len(group.own) for name, group in groups.items()}
         drop_experts(skeleton, in_files)
         sharing = plan_of(skeleton, ranks, asked.expert_parallel) if asked.shared else None
@@ -318,10 +318,10 @@ def check_memory(plan: Plan, device: torch.device) -> None:
     for place, free in available.items():
         if needed > free:
             if plan.streamed:
-                size = functools.partial(tqdm.format_sizeof, suffix="B")
                 raise MemoryError(
-                    f"load: memory must be at most what {place} has free{each}, {size(free)}, got "
-                    f"{size(needed)}; pass less"
+                    f"load: memory must be at most what {place} has free{each}, "
+                    f"{tqdm.format_sizeof(free, 'B')}, got {tqdm.format_sizeof(needed, 'B')}; "
+                    "pass less"
                 )
             smaller = ""
             # a model saved with weights keeps its own

@@ -16,13 +16,12 @@ from custom_pypto import layer_ops
 
 from ..weights.modules import check_no_gradient, stored_experts
 from .pool import Pool
-from .slots import Expert, Slot, State
+from .slots import Expert, Slot
 
 #: tokens of a forward up to which experts of later layers are guessed; more ask for most of them
 FEW_TOKENS = 16
 #: name of the implementation of experts in transformers
 IN_FILES = "custom_pypto_in_files"
-DONE = (State.READY, State.LOST)
 
 
 class Ahead(NamedTuple):
@@ -98,7 +97,7 @@ class Call:
         """Some of the experts at a time, as they come; those before make room."""
         while self.left or self.needed:
             with self.pool.changed:
-                while not (ready := [slot for slot in self.needed if slot.state in DONE]):
+                while not (ready := [slot for slot in self.needed if slot.is_done()]):
                     self.pool.wait()
                     self._ask()
                 if error := next((slot.error for slot in ready if slot.error), None):

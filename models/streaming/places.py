@@ -61,7 +61,8 @@ class Piece(NamedTuple):
         if self.dtype not in NOT_FINITE or not (of_scales or self.dtype == torch.float8_e4m3fn):
             return True
         integers, bits = NOT_FINITE[self.dtype]
-        # a part at a time, whose copy stays in the CPU's cache
+        # by numpy: torch would take threads for each thread that reads; a part at a time, whose
+        # copy stays in the CPU's cache
         whole = values.view(integers)
         parts = np.array_split(whole, -(-len(whole) // 2**18))
         return not any(bool(((part & bits) == bits).any()) for part in parts)

@@ -42,11 +42,14 @@ class Counts:
     def __sub__(self, other: "Counts") -> "Counts":
         return Counts(*(getattr(self, f.name) - getattr(other, f.name) for f in fields(self)))
 
+    @property
+    def asked(self) -> int:
+        return self.hits + self.late + self.misses
+
     def __str__(self) -> str:
-        asked = self.hits + self.late + self.misses
         return (
-            f"of {asked} experts {self.hits / max(asked, 1):.0%} in memory, {self.late} on their "
-            f"way, {self.misses} not; read {self.nbytes / 1e9:.2f} GB at "
+            f"of {self.asked} experts {self.hits / max(self.asked, 1):.0%} in memory, {self.late} "
+            f"on their way, {self.misses} not; read {self.nbytes / 1e9:.2f} GB at "
             f"{self.nbytes / max(self.reading, 1e-9) / 1e9:.2f} GB/s, waited {self.waiting:.1f} s, "
             f"{self.wasted} guesses in vain"
         )
@@ -226,6 +229,22 @@ class Pool:
             self._counts.reading += now - self._since
         self._active, self._since = self._active + more, now
 
+    def fill(self, experts: Iterable[Expert]) -> None:
+        """Has these experts in memory, fewer than there are slots, while no call needs any; they
+        make room first.
+
+        Raises:
+            ValueError, OSError: of a read that failed.
+        """
+        with self.changed:
+            slots = [self.pin(expert, self) for expert in experts]
+            while not all(slot.is_done() for slot in slots):
+                self.changed.wait()
+            for slot in slots:
+                self.slots.unpin(slot, self, last=False)
+        if error := next((slot.error for slot in slots if slot.error), None):
+            raise error
+
     def choose_readers(self) -> None:
         """Takes the number of threads that read experts of this model fastest, into slots that are
         free anyway."""
@@ -237,14 +256,7 @@ class Pool:
                 break
             self.read_with(readers)
             begin = time.perf_counter()
-            with self.changed:
-                slots = [self.pin(expert, self) for expert in some]
-                while any(slot.state in (State.QUEUED, State.READING) for slot in slots):
-                    self.changed.wait()
-                for slot in slots:
-                    self.slots.unpin(slot, self, last=False)
-            if error := next((slot.error for slot in slots if slot.error), None):
-                raise error
+            self.fill(some)
             rates.append(len(some) / (time.perf_counter() - begin))
         # more threads take more of the CPU: only for a gain that is no noise
         good = [n for n, rate in zip(READERS, rates, strict=False) if rate >= 0.9 * max(rates)]

@@ -36,6 +36,10 @@ class Slot:
     calls: WeakSet = field(default_factory=WeakSet)
     error: Exception | None = None
 
+    def is_done(self) -> bool:
+        """Whether it was read, or could not be."""
+        return self.state in (State.READY, State.LOST)
+
 
 class Slots:
     """Experts in memory, from the one that makes room first to the one that does last.
