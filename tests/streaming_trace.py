@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 from repository import REPOSITORY
 from safetensors.torch import save_file
-from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
+from tiny import tiny_config
+from transformers import DeepseekV32ForCausalLM
 
 FILE = Path(__file__).with_suffix(".safetensors")
 LAYERS, EXPERTS, CHOSEN = 4, 64, 6
@@ -27,28 +28,17 @@ def text() -> torch.Tensor:
 
 def model() -> DeepseekV32ForCausalLM:
     torch.manual_seed(0)
-    config = DeepseekV32Config(
+    config = tiny_config(
         vocab_size=256,
         hidden_size=64,
-        intermediate_size=128,
-        moe_intermediate_size=32,
         num_hidden_layers=LAYERS,
         first_k_dense_replace=0,
         n_routed_experts=EXPERTS,
         num_experts_per_tok=CHOSEN,
         n_group=1,
-        topk_group=1,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=32,
-        kv_lora_rank=32,
-        qk_rope_head_dim=16,
-        qk_nope_head_dim=16,
-        v_head_dim=16,
-        index_topk=LENGTH,
-        index_n_heads=2,
-        index_head_dim=32,
-        max_position_embeddings=TOKENS,
+        index_topk=LENGTH,  # dense
+        max_position_embeddings=LENGTH,
+        initializer_range=0.02,
     )
     return DeepseekV32ForCausalLM(config)
 
