@@ -51,15 +51,13 @@ struct E4m3Halves {  // by seven bits
 };
 constexpr E4m3Halves kE4m3;
 
-// Units of a weight in vectors of bfloat16; place(i): where these find value i of x. One row of x
-// meets the rows of a weight in turn, if these have no more than kMostInTurn values: of one stream,
-// the CPU reads ahead by itself. Longer ones push x out of the level-1 cache.
+// Units of a weight in vectors of bfloat16; place(i): where these find value i of x.
 template <class Format>
 struct HalfUnit;
 
 template <>
 struct HalfUnit<Bfloat16Weight> {
-  static constexpr int kValues = kUnit, kBytes = 2 * kUnit, kMostInTurn = 8192;
+  static constexpr int kValues = kUnit, kBytes = 2 * kUnit;
   static constexpr int place(int i) { return i; }
   HalfUnit() = default;
   explicit INLINE HalfUnit(const uint8_t* p) : values(_mm512_loadu_si512(p)) {}
@@ -69,7 +67,7 @@ struct HalfUnit<Bfloat16Weight> {
 
 template <>
 struct HalfUnit<Fp8Weight> {
-  static constexpr int kValues = 128, kBytes = 128, kMostInTurn = 2048;
+  static constexpr int kValues = 128, kBytes = 128;
   static constexpr int place(int i) {
     return i / 64 * 64 + i % 16 / 8 * 32 + i % 64 / 16 * 8 + i % 8;
   }
@@ -91,7 +89,7 @@ struct HalfUnit<Fp8Weight> {
 
 template <const Halves& TABLE>
 struct NibbleUnit {
-  static constexpr int kValues = 128, kBytes = 64, kMostInTurn = 0;
+  static constexpr int kValues = 128, kBytes = 64;
   static constexpr int place(int i) { return WordNibbles::place(i); }
   NibbleUnit() = default;
   explicit INLINE NibbleUnit(const uint8_t* p) : words(_mm512_loadu_si512(p)) {
@@ -201,7 +199,7 @@ INLINE void dots_halves_tile(const Dots& call, int w, int i) {
   NextRows next(call, w, WEIGHTS);
   Vec total[WEIGHTS][ROWS] = {};
   const auto step = [&](int64_t d) INLINED {
-    if constexpr (WEIGHTS > 1) next.fetch<WEIGHTS * Unit::kBytes>();
+    next.fetch<WEIGHTS * Unit::kBytes>();
     UNROLL for (int k = 0; k < WEIGHTS; k += kShared) {
       add_units<Unit, PARTS, kShared>(p + k * call.stride, call.stride, x, d, scales + k,
                                       total + k);
@@ -234,7 +232,7 @@ void dots_halves(const Dots& call) {
         dots_halves_tile<Unit, decltype(parts)::value, WEIGHTS, ROWS>(call, w, i);
       });
     };
-    if (ROWS == 1 && call.depth <= Unit::kMostInTurn) return each_tile_of_weight<1>(call, tile);
+    if (ROWS == 1 && call.in_turn()) return each_tile_of_weight<1>(call, tile);
     each_tile_of_weight<4>(call, tile);
   });
 }
@@ -247,9 +245,13 @@ constexpr DotsKernels kHalvesDots[kWeightFormats] = {
     kHalves<Bfloat16Weight>, kInt16<Int8Weight, WordUnit>, kHalves<Fp8Weight>, kHalves<Int4Weight>,
     kHalves<Fp4Weight>};
 
+// of 4 bits vdpbf16ps is slower there than products of integers, which other kernels have
+constexpr DotsKernels kIntelDots[kWeightFormats] = {
+    kHalves<Bfloat16Weight>, kInt16<Int8Weight, WordUnit>, kHalves<Fp8Weight>, {}, {}};
+
 }  // namespace
 
-const DotsTable kAvx512Bf16Dots = kHalvesDots;
+const DotsTable kAvx512Bf16Dots = kHalvesDots, kIntelBf16Dots = kIntelDots;
 
 }  // namespace custom_pypto::cpu
 #endif

@@ -292,6 +292,7 @@ struct Kernels {
   // one more, before these.
   DotsTable dots_of_bf16 = nullptr;
   DotsTable dots[2];
+  int most_in_turn[kWeightFormats] = {};  // of `Dots`
   // out[i][l] = the sum over d of x[i][d], float, * rows[d][l], in bfloat16; of m rows of x
   void (*add_rows)(const uint16_t* rows, int64_t stride, const void* const* x, int m, int depth,
                    int width, float* const* out);
@@ -339,7 +340,7 @@ extern const DotsTable kDotprodDots;
 #endif
 #if defined(CUSTOM_PYPTO_AVX512_BF16)
 extern const Bf16Kernels kAvx512Bf16;
-extern const DotsTable kAvx512Bf16Dots;  // with rows of x in bfloat16
+extern const DotsTable kAvx512Bf16Dots, kIntelBf16Dots;  // with rows of x in bfloat16
 #endif
 #if defined(CUSTOM_PYPTO_AMX)
 extern const Bf16Kernels kAmx, kAmxEmulated;

@@ -26,6 +26,10 @@ struct Dots {
   const void* const* x;  // [m], prepared
   int m;
   float* const* out;  // [m]
+  // One row of x meets rows of up to so many values of the weight in turn, which are one stream;
+  // else several at once, for which it is read once. The bits are the same.
+  int most_in_turn;
+  bool in_turn() const { return depth <= most_in_turn; }
 };
 
 // out[i][w] += the sum over pairs of x[i] . value[w], times the scales of both, plus the sum of

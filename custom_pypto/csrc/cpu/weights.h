@@ -66,7 +66,7 @@ INLINE void each_tile_of_weight(const Dots& call, const Tile& tile) {
 class NextRows {
  public:
   INLINE NextRows(const Dots& call, int w, int rows) : p_(call.weight + w * call.stride) {
-    p_ += rows * call.stride < kAhead ? kAhead : rows * call.stride;
+    p_ += rows == 1 || rows * call.stride < kAhead ? kAhead : rows * call.stride;
   }
   template <int BYTES>
   INLINE void fetch() {

@@ -91,8 +91,16 @@ class UnitScales {
       : next_(call.scales + w * call.groups), units_(call.group / unit) {}
   INLINE Vec next() {
     if constexpr (PARTS > 1) {
-      const Vec scales = load(next_);  // of which there may be fewer
+      const float* from = next_;
       next_ += PARTS;
+#if VECTOR_BYTES == 64
+      // most vectors of 64 bytes from multiples of 16 on lie in two cache lines
+      if constexpr (PARTS == 4) {
+        const __m512 four = _mm512_maskz_broadcast_f32x4(UINT16_MAX, _mm_loadu_ps(from));
+        return _mm512_maskz_permutevar_ps(UINT16_MAX, four, (__m512i)(lane_index() / 4));
+      }
+#endif
+      const Vec scales = load(from);  // of which there may be fewer
       return __builtin_shuffle(scales, lane_index() / (kLanes / PARTS));
     }
     const Vec scale = broadcast(*next_);
@@ -208,12 +216,14 @@ void dots_int16(const Dots& call) {
     each_strip<kMost>(call, [&](auto rows, int i) INLINED {
       constexpr int ROWS = decltype(rows)::value;
       constexpr int kWeights = kSums / ROWS < 8 ? kSums / ROWS : 8;
-      each_tile_of_weight<kWeights>(call, [&](auto weights, int w) INLINED {
+      const auto tile = [&](auto weights, int w) INLINED {
         constexpr int WEIGHTS = decltype(weights)::value;
         with_parts<Format, kInt16Unit>(call, [&](auto parts) INLINED {
           dots_int16_tile<Unit, decltype(parts)::value, WEIGHTS, ROWS>(call, w, i);
         });
-      });
+      };
+      if (ROWS == 1 && call.in_turn()) return each_tile_of_weight<1>(call, tile);
+      each_tile_of_weight<kWeights>(call, tile);
     });
   }
 }

@@ -3,8 +3,11 @@
 #include <c10/util/Exception.h>
 #if defined(__aarch64__)
 #include <sys/auxv.h>
+#else
+#include <cpuid.h>
 #endif
 
+#include <climits>
 #include <cstdlib>
 #include <string>
 #include <vector>
@@ -32,6 +35,27 @@ constexpr cpu::WeightPolicy kByTiles = {
     .halves = {.most_stored = 4, .most_packed = 256, .in_bfloat16 = true}};
 #endif
 
+#if defined(__x86_64__)
+// of AMD: 25 is Zen 3 and 4, 26 Zen 5; 0 of others
+int amd_family() {
+  unsigned eax, ebx, ecx, edx;
+  if (!__builtin_cpu_is("amd") || !__get_cpuid(1, &eax, &ebx, &ecx, &edx)) return 0;
+  return (eax >> 8 & 15) + (eax >> 20 & 255);
+}
+
+// Intel's CPUs read several rows of a weight at once faster, Zen 5 one, Zen 4 one of a length that
+// leaves x in the level-1 cache.
+void set_most_in_turn(cpu::Kernels& set) {
+  const int family = amd_family();
+  if (family == 25) {
+    set.most_in_turn[cpu::kBfloat16Weight] = 8192;
+    set.most_in_turn[cpu::kFp8Weight] = 2048;
+  } else if (family > 25) {
+    for (int& most : set.most_in_turn) most = INT_MAX;
+  }
+}
+#endif
+
 // The sets that this CPU can run, best first; an emulation last.
 std::vector<cpu::Kernels> usable_kernels() {
   std::vector<cpu::Kernels> usable, emulated;
@@ -39,6 +63,7 @@ std::vector<cpu::Kernels> usable_kernels() {
   const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
   cpu::Kernels vectors = cpu::kAvx512;
+  set_most_in_turn(vectors);
   if (__builtin_cpu_supports("avx512vnni")) {
     vectors.int8_as_uint8 = &cpu::kAvx512Vnni;
     vectors.int16 = &cpu::kAvx512VnniInt16;
@@ -49,8 +74,10 @@ std::vector<cpu::Kernels> usable_kernels() {
   if (avx512 && __builtin_cpu_supports("avx512bf16")) {
     cpu::Kernels set = vectors;
     set.bf16 = &cpu::kAvx512Bf16;
+    // there vdpbf16ps has half the rate of the float FMA, on AMD its double
+    const bool intel = __builtin_cpu_is("intel");
     if (__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni")) {
-      set.dots_of_bf16 = cpu::kAvx512Bf16Dots;
+      set.dots_of_bf16 = intel ? cpu::kIntelBf16Dots : cpu::kAvx512Bf16Dots;
     }
 #if defined(CUSTOM_PYPTO_AMX)
     set.name = "amx";
@@ -63,9 +90,8 @@ std::vector<cpu::Kernels> usable_kernels() {
     set.tiles = nullptr;
 #endif
     set.name = "avx512_bf16";
-    // on Intel vdpbf16ps has half the rate of the float FMA, on AMD its double
-    set.widens = __builtin_cpu_is("intel");
-    set.ways = set.widens ? vectors.ways : kByVectors;
+    set.widens = intel;
+    set.ways = intel ? vectors.ways : kByVectors;
     usable.push_back(set);
   }
 #endif
