@@ -9,9 +9,9 @@ without. Nothing is timed before the logits of a prompt agree. Times are of the 
 machine that does nothing else.
 
 ``llama``: the folder of ik_llama.cpp's programs, llama-server and llama-quantize. They run with the
-options that its users set: weights repacked at run time, flash attention, fused experts. Those of
-latent attention are for tokens selection of keys (``-mla 1 -dsa``), for prompts attention to every
-key (``-mla 3``), faster there; DeepSeek-V4 always selects.
+options that its users set: weights repacked at run time, flash attention, fused experts, pages of
+2 MiB. Those of latent attention are for tokens selection of keys (``-mla 1 -dsa``), for prompts
+attention to every key (``-mla 3``), faster there; DeepSeek-V4 always selects.
 """
 
 import json
@@ -29,7 +29,7 @@ import torch
 from bench_v4 import KINDS
 from floors import LLAMA, here
 from llama import convert, server
-from measure import Benchmark, Floor, known, no_floor
+from measure import Benchmark, Floor, interleaved, known, no_floor
 from model_sides import prefill_call, prompt_ids
 from published import V4, write_published
 from tiny import randomise
@@ -82,6 +82,7 @@ PROMPT = ["-c", str(max(PROMPTS) + 64), "-b", str(max(PROMPTS))]
 PROMPT += ["-ub", str(max(PROMPTS)), "--embedding", "--pooling", "last"]
 # of tokens and of prompts, with latents in the cache
 LATENTS = ["-mla", "1", "-dsa"], ["-mla", "3"]
+READ = 256 << 20  # bytes, whose sum tells the bandwidth of the moment, which rows do not share
 CHECKED = 256  # tokens: more than a window of DeepSeek-V4, and two heavily compressed rows
 # one has to agree: where experts of a random model score alike, rounding decides between them, and
 # moves the logits of a token by 0.05 to 0.3
@@ -187,11 +188,13 @@ def decode_call(model, cache, tokens: int) -> Callable[[], torch.Tensor]:
 def milliseconds(
     calls: dict[str, Callable], theirs: Callable[[], float], repeats: int, steps: int
 ) -> list[str]:
-    """Medians of the sides in this process and of theirs, and ours by theirs. Sides take turns,
-    each for ``steps`` calls after one that is not timed: threads of the other still spin for a
-    while, and layers compile. transformers has one turn."""
+    """Medians of the sides in this process and of theirs, ours by theirs, and the GB/s that a sum
+    reads. Sides take turns, each for ``steps`` calls after one that is not timed: threads of the
+    other still spin for a while, and layers compile. transformers has one turn."""
+    numbers, reads = torch.ones(READ // 4), []
     taken: dict[str, list[float]] = {side: [] for side in (*calls, "ik_llama.cpp")}
     for _ in range(repeats):
+        reads += interleaved({"read": numbers.sum}, 3, time.monotonic)["read"]
         for side, call in calls.items():
             if side == "transformers" and taken[side]:
                 continue  # a second a token: once is enough
@@ -206,6 +209,7 @@ def milliseconds(
     return [
         *(f"{medians[side]:.1f}" if side in medians else NOT_TIMED for side in SIDES),
         *(f"{medians[side] / other:.2f}" if side in medians else NOT_TIMED for side in OURS),
+        f"{READ / statistics.median(reads) / 1e9:.1f}",
     ]
 
 
@@ -303,7 +307,7 @@ def floors(llama: str, threads: int, repeats: int) -> Iterator[Floor]:
         yield no_floor("ik_llama.cpp's time")
         return
     for part, weights, what, *cells in rows(llama, threads, repeats):
-        least = min(float(x) for x in cells[-len(OURS) :] if x != NOT_TIMED)
+        least = min(float(x) for x in cells[len(SIDES) : -1] if x != NOT_TIMED)
         most = limits["prompts" if what.startswith("prompt") else "tokens"]
         name = f"{part}, {weights}, {what}, of ik_llama.cpp's time"
         yield known(name, least, most, at_least=False)
@@ -311,7 +315,7 @@ def floors(llama: str, threads: int, repeats: int) -> Iterator[Floor]:
 
 BENCHMARKS = {
     "llama": Benchmark(
-        ["layer", "weights", "ms of", *SIDES, *(f"{side} / ik" for side in OURS)],
+        ["layer", "weights", "ms of", *SIDES, *(f"{side} / ik" for side in OURS), "GB/s"],
         rows,
         floors,
         cases=3,

@@ -6,6 +6,7 @@ whose layers are those of DeepSeek-V3.2 too, and deepseek4. Needs the package gg
 """
 
 import contextlib
+import os
 import subprocess
 import tempfile
 import time
@@ -91,8 +92,10 @@ def server(program: Path, model: Path, arguments: list[str]):
     with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as log:
         command = [program.absolute(), "-m", model.absolute(), "--port", str(port)]
         command += ["-np", str(SLOTS), "-fa", "on", *arguments]
+        # weights that it repacks are in pages of 2 MiB then, as ours are
+        environment = os.environ | {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
         # it writes llama.log where it runs
-        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder, env=environment)
         try:
             while not _answers(url):
                 if process.poll() is not None:

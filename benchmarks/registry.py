@@ -82,11 +82,12 @@ BENCHMARKS = {
         "a layer compared with ik_llama.cpp and transformers",
         dict(llama="", threads=1, repeats=5),
         "llama",
-        shown=("custom_pypto", "ik_llama.cpp", "transformers"),
+        shown=("custom_pypto", "ik_llama.cpp", "transformers", "GB/s"),
         across="ms of",
         note="A model of one layer with random weights, embedding and head of 256 tokens; of "
         "DeepSeek-V4-Flash two, each with 6 of 32 experts, the others with 8 of 32. Weights: ours, "
         "theirs. Caches in bfloat16 (theirs: F16). By the clock; 4 at once: a token and its draft. "
+        "GB/s: that a sum reads, in between. "
         "The logits of both sides agreed before.",
     ),
     "model": Entry(

@@ -130,24 +130,23 @@ def _side_by_side(entry: Entry, runs: dict[str, Run]) -> bool:
 def _table(entry: Entry, runs: dict[str, Run]) -> str:
     """A row of each case and run; or runs, or values of ``entry.across``, side by side."""
     first = next(iter(runs.values()))
-    keys, figures = first["case"], first["figures"]
-    chosen = [figures.index(name) for name in entry.shown or figures]
+    keys, shown = first["case"], entry.shown or first["figures"]
     side_by_side = _side_by_side(entry, runs)
     found: dict[tuple[str, ...], dict[str, str]] = {}
     columns: dict[str, None] = {}
     for label, run in runs.items():
         for row in run["rows"]:
-            case, values = row[: len(keys)], row[len(keys) :]
+            case = row[: len(keys)]
+            values = dict(zip(run["figures"], row[len(keys) :], strict=True))
             column = label
             if entry.across:
                 column = case.pop(keys.index(entry.across))
                 case += [label] * (len(runs) > 1)
             elif not side_by_side:
                 case += [label] * (len(runs) > 1)
-            cells = [values[i] for i in chosen]
-            named = {column: _cell(cells)}
+            named = {column: _cell([values.get(name) for name in shown])}  # a new figure: None
             if not side_by_side:
-                named = {figures[i]: _cell([values[i]]) for i in chosen}
+                named = {name: _cell([values.get(name)]) for name in shown}
             columns |= dict.fromkeys(named)
             found.setdefault(tuple(case), {}).update(named)
     names = [name for name in keys if name != entry.across]
