@@ -33,16 +33,18 @@ FLOORS = {"stored": 0.95, None: 0.33, "int8": 0.55, "int4": 0.50}
 EXPERTS = 26  # in the second of two layers; the first is dense
 
 
-def write_checkpoint(path: Path, layers: int, experts: int, save: Callable = save_file) -> int:
+def write_checkpoint(
+    path: Path, layers: int, experts: int, save: Callable = save_file, dense: int = 1
+) -> int:
     """Returns the checkpoint's bytes, without the layer for multi-token prediction.
 
     Args:
-        layers: with experts, behind a dense one.
+        layers: with experts, behind the dense ones.
         save: the function for a file.
     """
     config = DeepseekV32Config(
-        num_hidden_layers=1 + layers,
-        first_k_dense_replace=1,
+        num_hidden_layers=dense + layers,
+        first_k_dense_replace=dense,
         n_routed_experts=experts,
         n_group=1,
         topk_group=1,

@@ -132,7 +132,7 @@ BENCHMARKS = {
         "a model whose experts stay in its files, compared with disk and memory",
         dict(threads=1, repeats=5),
         needs="disk",
-        note="DeepSeek-V3.2's widths in fp8, three layers of 64 experts, 9 GB of random files.",
+        note="DeepSeek-V3.2's widths in fp8, five layers of 40 experts, 9 GB of random files.",
     ),
     "ranks": Entry(
         "bench_ranks",
