@@ -37,12 +37,15 @@ import math
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -277,6 +280,25 @@ def main():
         run(args)
 
 
+def result_of(processes: ProcessPoolExecutor, function: Callable, *arguments) -> Any:
+    """Of the function, in a process that Ctrl-C ends without a word: it may not have begun."""
+    caught: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, _: caught.append(number))
+    # what a thread blocks, the processes that it starts block, too
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    future = processes.submit(function, *arguments)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+    try:
+        signal.signal(signal.SIGINT, handler)
+        if caught:
+            raise KeyboardInterrupt
+        return future.result()
+    except KeyboardInterrupt:
+        for child in multiprocessing.active_children():
+            child.terminate()
+        raise
+
+
 def run(args):
     conditions = {
         "dtype": args.dtype,
@@ -295,7 +317,7 @@ def run(args):
         work = [(*side, tokens) for tokens in sorted(args.tokens) for side in sides(args).items()]
         for i, (attention, changes, tokens) in enumerate(work, 1):
             print(f"{i} of {len(work)}: {attention}, {tokens} tokens", file=sys.stderr, flush=True)
-            results.append(processes.submit(measure, attention, changes, tokens, args).result())
+            results.append(result_of(processes, measure, attention, changes, tokens, args))
     print(table(results))
     print(" | ".join(f"{name} {value}" for name, value in conditions.items()))
     report = conditions | {"results": [asdict(result) for result in results]}
