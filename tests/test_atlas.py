@@ -319,6 +319,7 @@ def test_the_whole_run_with_a_part_that_fails(tmp_path):
         assert "no times of an NPU" in table and "cost model, no times of a device" in table
 
 
+@pytest.mark.slow
 @pytest.mark.ascend_host
 def test_the_simulator_is_named_where_it_has_no_trace(tmp_path):
     """The step runs in torch_npu's profiler, which starts nothing without CANN's library."""

@@ -23,14 +23,14 @@ def row(number: int, *values, slow: bool):
 
 
 def interpreted_rows():
-    """Each row in both dtypes, one for each data; by default each op's first row and every third
+    """Each row in both dtypes, one for each data; by default each op's first row and every sixth
     one, with one data."""
     for i, (op, id) in enumerate(ROWS):
         number = len(PROGRAMS[op].data)
         for data in range(number):
             first = (i // 2 + data) % 2
             for dtype in HALF if number == 1 else HALF[first:][:1]:
-                thinned = data != i % number or i % 3 and (op, id) not in FIRST
+                thinned = data != i % number or i % 6 and (op, id) not in FIRST
                 yield row(i, data, dtype, slow=thinned or dtype != HALF[first])
 
 
