@@ -94,10 +94,14 @@ class UnitScales {
       const float* from = next_;
       next_ += PARTS;
 #if VECTOR_BYTES == 64
-      // most vectors of 64 bytes from multiples of 16 on lie in two cache lines
+      // a vector of 64 bytes would lie in two cache lines most of the time
       if constexpr (PARTS == 4) {
         const __m512 four = _mm512_maskz_broadcast_f32x4(UINT16_MAX, _mm_loadu_ps(from));
         return _mm512_maskz_permutevar_ps(UINT16_MAX, four, (__m512i)(lane_index() / 4));
+      } else {
+        const __m128 two = (__m128)_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
+        return _mm512_maskz_permutexvar_ps(UINT16_MAX, (__m512i)(lane_index() / 8),
+                                           _mm512_castps128_ps512(two));
       }
 #endif
       const Vec scales = load(from);  // of which there may be fewer
