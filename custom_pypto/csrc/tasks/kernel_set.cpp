@@ -3,7 +3,7 @@
 #include <c10/util/Exception.h>
 #if defined(__aarch64__)
 #include <sys/auxv.h>
-#else
+#elif defined(__x86_64__)
 #include <cpuid.h>
 #endif
 
