@@ -108,8 +108,9 @@ def break_one(rng: Random, op: str, arguments: dict) -> str:
     kind = types[name].removeprefix("Optional[").removesuffix("]")
     if isinstance(x, Tensor):
         what, other = other_tensor(rng, x)
-        # of no expert, it still gives a zero for each of its rows: more than memory holds
-        if (op, name) == ("weight_only_linear", "weight") and is_large(other):
+        # of no expert, they still give a zero for each row or column: more than memory holds
+        of_zeros = ("weight_only_linear", "weight"), ("weighted_sum", "x")
+        if (op, name) in of_zeros and is_large(other):
             return "unchanged"
         x = other
     elif kind in OTHER_VALUES:
