@@ -29,7 +29,7 @@ import torch
 from bench_v4 import KINDS
 from floors import LLAMA, here
 from llama import convert, server
-from measure import Benchmark, Floor, interleaved, known, no_floor
+from measure import READ, Benchmark, Floor, interleaved, known, no_floor
 from model_sides import prefill_call, prompt_ids
 from published import V4, write_published
 from tiny import randomise
@@ -82,7 +82,6 @@ PROMPT = ["-c", str(max(PROMPTS) + 64), "-b", str(max(PROMPTS))]
 PROMPT += ["-ub", str(max(PROMPTS)), "--embedding", "--pooling", "last"]
 # of tokens and of prompts, with latents in the cache
 LATENTS = ["-mla", "1", "-dsa"], ["-mla", "3"]
-READ = 256 << 20  # bytes, whose sum tells the bandwidth of the moment, which rows do not share
 CHECKED = 256  # tokens: more than a window of DeepSeek-V4, and two heavily compressed rows
 # one has to agree: where experts of a random model score alike, rounding decides between them, and
 # moves the logits of a token by 0.05 to 0.3

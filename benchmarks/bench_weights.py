@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from floors import WEIGHTS, here
 from inputs import compare
-from measure import Benchmark, Floor, interleaved, known, median_ms, ratio
+from measure import READ, Benchmark, Floor, interleaved, known, median_ms, ratio
 from model_sides import LAYER, layer_decode_call, layer_prefill_call
 from torch.nn import functional
 from transformers import DeepseekV32Config, DeepseekV32ForCausalLM
@@ -23,7 +23,6 @@ from custom_pypto.weight_formats import WEIGHT_FORMATS
 # gate and up of one expert
 ROWS, COLUMNS = 4096, 7168
 TOKENS = (1, 2, 4, 16, 64, 2048)
-READ = 256 << 20  # bytes, to measure the bandwidth
 KINDS = ("plain", *WEIGHT_FORMATS)
 EXPERTS = 8
 CONTEXTS = (4096, 65536)

@@ -24,6 +24,8 @@ import torch
 
 from custom_pypto import env
 
+READ = 256 << 20  # bytes, more than caches hold: their sum tells the bandwidth of the moment
+
 
 def user_seconds() -> float:
     """CPU time of this thread, without the kernel's.

@@ -245,7 +245,7 @@ constexpr DotsKernels kHalvesDots[kWeightFormats] = {
     kHalves<Bfloat16Weight>, kInt16<Int8Weight, WordUnit>, kHalves<Fp8Weight>, kHalves<Int4Weight>,
     kHalves<Fp4Weight>};
 
-// of 4 bits vdpbf16ps is slower there than products of integers, which other kernels have
+// Values of 4 bits are left to the products of integers of the next table, which are faster there.
 constexpr DotsKernels kIntelDots[kWeightFormats] = {
     kHalves<Bfloat16Weight>, kInt16<Int8Weight, WordUnit>, kHalves<Fp8Weight>, {}, {}};
 

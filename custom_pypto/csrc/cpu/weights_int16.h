@@ -93,19 +93,15 @@ class UnitScales {
     if constexpr (PARTS > 1) {
       const float* from = next_;
       next_ += PARTS;
+      const auto part = lane_index() / (kLanes / PARTS);
 #if VECTOR_BYTES == 64
       // a vector of 64 bytes would lie in two cache lines most of the time
-      if constexpr (PARTS == 4) {
-        const __m512 four = _mm512_maskz_broadcast_f32x4(UINT16_MAX, _mm_loadu_ps(from));
-        return _mm512_maskz_permutevar_ps(UINT16_MAX, four, (__m512i)(lane_index() / 4));
-      } else {
-        const __m128 two = (__m128)_mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
-        return _mm512_maskz_permutexvar_ps(UINT16_MAX, (__m512i)(lane_index() / 8),
-                                           _mm512_castps128_ps512(two));
-      }
-#endif
+      return _mm512_maskz_permutexvar_ps(UINT16_MAX, (__m512i)part,
+                                         _mm512_castps128_ps512(_mm_loadu_ps(from)));
+#else
       const Vec scales = load(from);  // of which there may be fewer
-      return __builtin_shuffle(scales, lane_index() / (kLanes / PARTS));
+      return __builtin_shuffle(scales, part);
+#endif
     }
     const Vec scale = broadcast(*next_);
     if (++unit_ == units_) ++next_, unit_ = 0;

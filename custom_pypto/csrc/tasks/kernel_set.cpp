@@ -74,7 +74,7 @@ std::vector<cpu::Kernels> usable_kernels() {
   if (avx512 && __builtin_cpu_supports("avx512bf16")) {
     cpu::Kernels set = vectors;
     set.bf16 = &cpu::kAvx512Bf16;
-    // there vdpbf16ps has half the rate of the float FMA, on AMD its double
+    // on Intel vdpbf16ps has half the rate of the float FMA, on AMD its double
     const bool intel = __builtin_cpu_is("intel");
     if (__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni")) {
       set.dots_of_bf16 = intel ? cpu::kIntelBf16Dots : cpu::kAvx512Bf16Dots;
