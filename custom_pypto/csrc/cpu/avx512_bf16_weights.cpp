@@ -51,14 +51,14 @@ struct E4m3Halves {  // by seven bits
 };
 constexpr E4m3Halves kE4m3;
 
-// Units of a weight in vectors of bfloat16; place(i): where these find value i of x.
+// Units of a weight in vectors of bfloat16; arrange(): those of x as these find them.
 template <class Format>
 struct HalfUnit;
 
 template <>
 struct HalfUnit<Bfloat16Weight> {
   static constexpr int kValues = kUnit, kBytes = 2 * kUnit;
-  static constexpr int place(int i) { return i; }
+  static void arrange(const uint16_t* from, uint16_t* to) { std::memcpy(to, from, 2 * kValues); }
   HalfUnit() = default;
   explicit INLINE HalfUnit(const uint8_t* p) : values(_mm512_loadu_si512(p)) {}
   INLINE __m512i vector(int) const { return values; }
@@ -68,8 +68,10 @@ struct HalfUnit<Bfloat16Weight> {
 template <>
 struct HalfUnit<Fp8Weight> {
   static constexpr int kValues = 128, kBytes = 128;
-  static constexpr int place(int i) {
-    return i / 64 * 64 + i % 16 / 8 * 32 + i % 64 / 16 * 8 + i % 8;
+  static void arrange(const uint16_t* from, uint16_t* to) {
+    for (int i = 0; i < kValues; i += 8) {
+      std::memcpy(to + i / 64 * 64 + i % 16 / 8 * 32 + i % 64 / 16 * 8, from + i, 16);
+    }
   }
   HalfUnit() = default;
   explicit INLINE HalfUnit(const uint8_t* p) {
@@ -90,7 +92,7 @@ struct HalfUnit<Fp8Weight> {
 template <const Halves& TABLE>
 struct NibbleUnit {
   static constexpr int kValues = 128, kBytes = 64;
-  static constexpr int place(int i) { return WordNibbles::place(i); }
+  static void arrange(const uint16_t* from, uint16_t* to) { WordNibbles::arrange(from, to); }
   NibbleUnit() = default;
   explicit INLINE NibbleUnit(const uint8_t* p) : words(_mm512_loadu_si512(p)) {
     asm("" : "+v"(words));  // g++ 12 loads them for each shift else
@@ -136,11 +138,11 @@ void prepare_halves(const Dots& call, const float* x, void* to) {
   const HalfRow row(call, to);
   uint16_t* values = const_cast<uint16_t*>(row.values);
   for (int d = 0; d < call.depth; d += Unit::kValues) {
-    for (int i = 0; i < Unit::kValues; ++i) {
-      uint32_t bits;
-      std::memcpy(&bits, x + d + i, 4);
-      values[d + Unit::place(i)] = static_cast<uint16_t>(bits >> 16);
-    }
+    uint32_t bits[Unit::kValues];
+    uint16_t halves[Unit::kValues];
+    std::memcpy(bits, x + d, sizeof bits);
+    for (int i = 0; i < Unit::kValues; ++i) halves[i] = static_cast<uint16_t>(bits[i] >> 16);
+    Unit::arrange(halves, values + d);
   }
   if (call.offsets) sum_groups(call, x, const_cast<float*>(row.sums));
 }

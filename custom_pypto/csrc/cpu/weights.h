@@ -137,7 +137,9 @@ struct Bfloat16Pairs {
 INLINE void sum_groups(const Dots& call, const float* x, float* sums) {
   for (int g = 0, d = 0; g < call.groups; ++g) {
     const int end = call.depth - d < call.group ? call.depth : d + call.group;
-    for (sums[g] = 0.0f; d < end; ++d) sums[g] += x[d];
+    Vec sum = {};
+    for (; d < end; d += kLanes) sum += load(x + d);
+    sums[g] = sum_of(sum);
   }
 }
 

@@ -22,14 +22,14 @@ INLINE void add_pairs(IntVec& sums, const Shorts& a, const char* b) {
 #endif
 }
 
-// The values of a unit, a quarter at a time; place(i): where these find value i of x.
+// The values of a unit, a quarter at a time; arrange(): those of x as these find them.
 template <class Format>
 struct WordValues;
 
 template <>
 struct WordValues<Int8Weight> {
   static constexpr int kBytes = kInt16Unit;
-  static constexpr int place(int i) { return i; }
+  static void arrange(const void* from, void* to) { std::memcpy(to, from, 2 * kInt16Unit); }
   explicit INLINE WordValues(const uint8_t* p) : bytes(p) {}
   INLINE Shorts values(int i) const {
 #if VECTOR_BYTES == 64
@@ -46,7 +46,17 @@ struct WordValues<Int8Weight> {
 // of 4 bits: 0, 4, 8, ... are in front, then 1, 5, 9, ...
 struct WordNibbles {
   static constexpr int kBytes = kInt16Unit / 2;
-  static constexpr int place(int i) { return i % 4 * (kInt16Unit / 4) + i / 4; }
+  static void arrange(const void* from, void* to) {
+    uint64_t fours[kInt16Unit / 4];
+    uint16_t quarters[4][kInt16Unit / 4];
+    std::memcpy(fours, from, sizeof fours);
+    UNROLL for (int q = 0; q < 4; ++q) {
+      for (int i = 0; i < kInt16Unit / 4; ++i) {
+        quarters[q][i] = static_cast<uint16_t>(fours[i] >> 16 * q);
+      }
+    }
+    std::memcpy(to, quarters, sizeof quarters);
+  }
 };
 
 template <>
@@ -88,11 +98,7 @@ struct WordUnit : WordValues<Format> {
   static constexpr int kBytesOfX = 2 * kInt16Unit, kMost = INT16_MAX;
   static constexpr int kTimes = std::is_same_v<Format, Fp4Weight> ? 256 : 1;
 
-  static void arrange(const int16_t* values, char* to) {
-    for (int i = 0; i < kInt16Unit; ++i) {
-      std::memcpy(to + 2 * Values::place(i), values + i, 2);
-    }
-  }
+  static void arrange(const int16_t* values, char* to) { Values::arrange(values, to); }
 
   INLINE IntVec products(const char* x) const {
     IntVec sums = {};
