@@ -67,6 +67,7 @@ def test_beside_a_real_cann_it_rejects(tmp_path):
     assert "must not run beside a real CANN" in line and "use the NPU" in line
 
 
+@pytest.mark.slow
 def test_beside_a_cann_that_is_only_installed_it_rejects(tmp_path):
     start = (
         f"import os; from custom_pypto.simulation import ascend_host; "
@@ -80,6 +81,7 @@ def test_beside_a_cann_that_is_only_installed_it_rejects(tmp_path):
     assert "PyPTO does not load" in done.stderr and "ASCEND_HOME_PATH" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_missing_compiler_is_named():
     done = simulator(CXX="no-such-compiler")
     assert done.returncode == UNAVAILABLE
@@ -113,6 +115,7 @@ def test_what_torchair_needs_is_named(tmp_path):
     assert f"found torch_npu {found}, no protobuf" in line and "pip install" in line
 
 
+@pytest.mark.slow
 def test_another_torch_npu_is_rejected_with_the_remedy(tmp_path):
     found = tmp_path / "torch_npu-2.9.0.dist-info"
     found.mkdir()

@@ -276,6 +276,7 @@ def test_both_sides_of_the_attention_layer_compute_the_same(phase, layers):
         model_sides.times(*case)
 
 
+@pytest.mark.slow
 def test_peak_memory_is_measured_in_another_process():
     subject = bench_model.LAYERS._replace(make=small_layer)
     assert model_sides.peak_bytes(subject, "custom_pypto", "layer prefill", 300) >= 0

@@ -215,7 +215,13 @@ def test_a_folder_is_written_by_one_run_at_a_time(options, convert, tmp_path):
     assert_checksums_hold(target)
 
 
-@pytest.mark.parametrize("options", [[], ["--weights", "int8"]], ids=["bf16", "int8"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param([], id="bf16"),
+        pytest.param(["--weights", "int8"], id="int8", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_run_goes_on_where_it_was(options, convert, tmp_path):
     source, target = published(tmp_path / "fp8", n_routed_experts=64), tmp_path / "target"
     weights, options = dict(zip(["weights"], options[1:], strict=False)), [*options, *SHARDS]

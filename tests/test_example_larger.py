@@ -61,6 +61,7 @@ def test_a_model_with_experts_in_files_writes_the_same_and_says_what_it_read(str
     assert generated.startswith("generate: of 32 experts ")
 
 
+@pytest.mark.slow
 def test_a_bench_of_a_model_with_experts_in_files_has_their_counts(streamed):
     few = ["--bench", "--prompt-tokens", "64", "--max-new-tokens", "4", *streamed]
     said = generate(*few).stdout

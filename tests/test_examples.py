@@ -361,6 +361,7 @@ def test_an_exported_decode_step_is_loaded_and_run(tmp_path):
         assert (tmp_path / name).stat().st_size > 1 << 20  # with the weights
 
 
+@pytest.mark.slow
 @pytest.mark.ascend_host
 def test_the_graph_of_a_decode_step_is_written_as_text_and_picture(tmp_path):
     said = on_simulator("examples/export_graph.py", "--folder", str(tmp_path))

@@ -214,7 +214,11 @@ def test_the_report_says_that_graph_mode_works():
     assert way == {"works": True, "missing": []}
 
 
-UNSUPPORTED = [row for op in OPS for row in cases.of(op).unsupported_on_npu()]
+UNSUPPORTED = [
+    pytest.param(*row.values, id=row.id, marks=[*row.marks, *[pytest.mark.slow] * (i % 4 > 0)])
+    for op in OPS
+    for i, row in enumerate(cases.of(op).unsupported_on_npu())
+]
 
 
 @each_kind

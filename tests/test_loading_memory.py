@@ -26,7 +26,7 @@ def peak_of_loading(small, large, weights=None):
     "kind, quantized",
     [
         pytest.param(KINDS[0], True, id="fp8"),
-        pytest.param(V4, True, id="fp4"),
+        pytest.param(V4, True, id="fp4", marks=pytest.mark.slow),
         pytest.param(KINDS[0], False, id="bf16", marks=pytest.mark.slow),
     ],
 )
@@ -44,7 +44,7 @@ def test_loading_takes_no_more_than_the_model_and_one_shard(kind, quantized, tmp
     assert 0.95 * size < peak <= most, f"{peak / 1e6} MB for {size / 1e6} + {shard / 1e6}"
 
 
-@pytest.mark.parametrize("weights", ["int8", "stored"])
+@pytest.mark.parametrize("weights", [pytest.param("int8", marks=pytest.mark.slow), "stored"])
 def test_stored_weights_take_no_more_than_the_model_and_one_shard(weights, tmp_path):
     sizes = dict(hidden_size=1024, moe_intermediate_size=512, n_routed_experts=12)
     small = published(tmp_path / "small", moe_intermediate_size=128)
@@ -88,6 +88,7 @@ LARGE_V4 = dict(n_routed_experts=8, moe_intermediate_size=65536)
             LARGE_V4,
             {None: "636GB", 21: "312GB"},
             id="deepseek_v4-of-large-experts",
+            marks=pytest.mark.slow,
         ),
         # 93,000 and 69,000 tensors; routers are float32 from transformers 5.24 on: 653
         pytest.param(

@@ -70,9 +70,16 @@ PLACES = {
         "norm": lambda layer: layer.input_layernorm,
     }.items()
 } | {"global": of_every_mlp}
+LIKE_OTHERS = {"mlp-1", "layer-2", "norm-2"}
 
 
-@pytest.mark.parametrize("place", PLACES.values(), ids=PLACES)
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param(place, id=id, marks=[pytest.mark.slow] if id in LIKE_OTHERS else [])
+        for id, place in PLACES.items()
+    ],
+)
 @pytest.mark.parametrize("kind", representatives(ALL_KINDS))
 def test_a_hook_acts_in_every_step_of_compiled_layers(kind, place):
     model, hook = patched_model(kind), Steering()

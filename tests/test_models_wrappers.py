@@ -193,6 +193,7 @@ check(anew.use_custom_pypto(copy.deepcopy(upstream)))
 """
 
 
+@pytest.mark.slow
 def test_modules_can_be_reloaded_and_imported_again():
     result = python("-c", RELOADED, path=[REPOSITORY, REPOSITORY / "tests"])
     assert result.returncode == 0, result.stderr

@@ -124,7 +124,9 @@ def test_transformers_attention(both):
 LAYERS = CompileConfig(backend="eager", dynamic=False, mode=None)
 
 
-@pytest.mark.parametrize("config", [LAYERS, whole_graph("eager")])
+@pytest.mark.parametrize(
+    "config", [LAYERS, pytest.param(whole_graph("eager"), marks=pytest.mark.slow)]
+)
 def test_compiled_layers_and_graphs(both, config):
     ids = token_ids(2, 20)
     assert_same(*(generated(one, ids, compile_config=config) for one in both))
