@@ -130,12 +130,14 @@ class CompressedAttention(PatchedAttention):
         tokens: Tokens,
         layer: PagedLayer,
     ) -> Tensor:
-        """``[B, S, 1, K]`` int32 rows of the index keys with the best scores."""
+        """The ``[B, S, 1, K]`` int32 compressed rows that each token attends to."""
         indexer = self.indexer
+        if (every := layer.every_row(indexer.index_topk, tokens)) is not None:
+            return every
         query = linear(indexer.q_b_proj, q_latent).unflatten(-1, (-1, indexer.head_dim))
         query = self.rope(query, cos, sin)
         weights = score_weights(linear(indexer.scorer.weights_proj, x), indexer.head_dim)
-        return layer.select(query, weights, indexer.index_topk, tokens.lengths)
+        return layer.select(query, weights, indexer.index_topk, tokens)
 
 
 def compressor_rows(

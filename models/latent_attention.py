@@ -154,11 +154,13 @@ class LatentAttention(PatchedAttention):
         layer: PagedLayer,
     ) -> Tensor:
         """The ``[B, S, 1, K]`` int32 positions that each token attends to."""
+        if (every := layer.every_row(self.selected_rows, tokens)) is not None:
+            return every
         with indexer_gradients(layer):
             query, weights = self.score_inputs(
                 constant(hidden_states), constant(q_latent), cos, sin, tokens
             )
-        indices = layer.select(query, weights, self.selected_rows, tokens.lengths)
+        indices = layer.select(query, weights, self.selected_rows, tokens)
         if CHECK_RANKS and dist.is_initialized() and tokens.on_every_rank:
             check_indices(self.layer_idx, indices)
         return indices

@@ -14,9 +14,9 @@ from custom_pypto.rows import IndexRows
 from custom_pypto.rows.expanded import Heads
 
 from .absorbed import AbsorbedAttention, Part
-from .cache import Step
+from .cache import Step, Tokens
 from .cache.layout import Row
-from .cache.store import PagedLayer, allocated, tables_of
+from .cache.store import PagedLayer, allocated, in_place_of_all, tables_of
 from .indexer_loss import IndexerLoss, IndexInputs, LayerLoss
 
 REENTRANT = (
@@ -138,9 +138,14 @@ class CallLayer(PagedLayer):
     def write_keys(self, slots: Tensor | None, key: Tensor) -> None:
         self.pools["index"] = self.laid_end_to_end(key)
 
-    def select(self, query: Tensor, weights: Tensor, count: int, lengths: Tensor) -> Tensor:
+    def every_row(self, count: int, tokens: Tokens) -> Tensor | None:
+        # nor where all are attended to, or where padding attends to padding
+        scored = self.rows.dense or not self.rows.real.all()
+        return None if scored else super().every_row(count, tokens)
+
+    def select(self, query: Tensor, weights: Tensor, count: int, tokens: Tokens) -> Tensor:
         if "index" in self.layouts:
-            return super().select(query, weights, count, lengths)
+            return super().select(query, weights, count, tokens)
         shape, index = query.shape[:2], self.pools["index"]
         inputs = IndexInputs(self.laid_end_to_end(query), index, weights.flatten(0, 1))
         if self.loss is not None:
@@ -161,7 +166,7 @@ class CallLayer(PagedLayer):
             )
             for part in self.rows.parts
         ]
-        return torch.cat(selected).unflatten(0, shape)
+        return in_place_of_all(torch.cat(selected).unflatten(0, shape), tokens, self.ratio)
 
     def attend(self, heads: Heads, indices: Tensor, lengths: Tensor) -> Tensor:
         attended = self.source or self

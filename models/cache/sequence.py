@@ -1,7 +1,46 @@
 """The tokens of the sequences in a cache: how many count, and how many can be forgotten."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor, nn
+
+
+class Tokens(NamedTuple):
+    """Consecutive new tokens of each sequence, or those that a rank takes of a prompt."""
+
+    start: Tensor  # [B] int32 tokens of each sequence before these; before the prompt
+    lengths: Tensor  # [B] int32 tokens of each sequence, these included; of the prompt all
+    valid: Tensor  # [B, S] bool, False for padding
+    positions: Tensor  # [B, S] int64 within the sequence, counted from its first real token
+    position_ids: Tensor  # [B, S] int64 of the caller, or upstream's default
+    columns: slice  # among the tokens that this rank computes
+    #: whether every rank, if there are several, has these tokens
+    on_every_rank: bool = True
+
+    # no properties: torch 2.10 cannot compile those of a NamedTuple
+
+    def count(self) -> int:
+        """Tokens of a sequence."""
+        return self.positions.size(1)
+
+    def cut(self, first: int, end: int, start: Tensor, lengths: Tensor) -> "Tokens":
+        """Columns ``first`` to ``end``, which begin and end at these lengths."""
+        columns = slice(first, end)
+        own = (x[:, columns] for x in (self.valid, self.positions, self.position_ids))
+        return Tokens(start, lengths, *own, columns, self.on_every_rank)
+
+    def slices(self, size: int) -> "list[Tokens]":
+        """These consecutive tokens, at most ``size`` at once."""
+        if self.count() <= size:
+            return [self]
+        found, first, start = [], 0, self.start
+        while first < self.count():  # range() would give torch.compile one graph per length
+            end = first + size if first + size < self.count() else self.count()
+            lengths = start + self.valid[:, first:end].sum(1).to(start.dtype)
+            found.append(self.cut(first, end, start, lengths))
+            first, start = end, lengths
+        return found
 
 
 class Sequences:

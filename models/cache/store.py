@@ -15,6 +15,7 @@ from custom_pypto.rows.expanded import FEWEST_TOKENS, Heads, attend_expanded
 from ..absorbed import absorbed_query, constant_keys, of_heads
 from ..memory import empty, free_memory, is_readable, is_transformed
 from .layout import EVERY_TOKEN, Row, RowLayout
+from .sequence import Tokens
 
 
 class PagedLayer:
@@ -52,8 +53,17 @@ class PagedLayer:
         """Writes the index keys ``[B, S, 1, D]`` of new tokens."""
         self.index_keys.write(self.pools, slots, key)
 
-    def select(self, query: Tensor, weights: Tensor, count: int, lengths: Tensor) -> Tensor:
-        """The ``count`` rows of index keys with the best scores, ``[B, S, 1, count]`` int32.
+    def every_row(self, count: int, tokens: Tokens) -> Tensor | None:
+        """What :meth:`select` gives, where that needs no scores; else None."""
+        if self.learns or not is_readable(tokens.lengths):
+            return None
+        if tokens.lengths.max().item() // self.ratio > count:
+            return None
+        return every_row(count, tokens, self.ratio)[0]
+
+    def select(self, query: Tensor, weights: Tensor, count: int, tokens: Tokens) -> Tensor:
+        """Rows of index keys, ``[B, S, 1, count]`` int32, -1 behind the last: of a token that sees
+        at most ``count`` all, on a CPU by position; else those with the best scores, best first.
 
         Args:
             query: ``[B, S, N, D]``.
@@ -63,7 +73,15 @@ class PagedLayer:
         others = {"block_table": self.tables[layout]}
         if layout.ratio > 1:
             others["cmp_ratio"] = layout.ratio
-        return self.index_keys.select(self.pools, query, weights, count, lengths=lengths, **others)
+        indices = self.index_keys.select(
+            self.pools, query, weights, count, lengths=tokens.lengths, **others
+        )
+        return in_place_of_all(indices, tokens, layout.ratio)
+
+    @property
+    def ratio(self) -> int:
+        """Tokens of a row of index keys."""
+        return max(1, self.layouts["index"].ratio) if "index" in self.layouts else 1
 
     def attend(self, heads: Heads, indices: Tensor, lengths: Tensor) -> Tensor:
         """The outputs ``[B, S, H, v]`` of the heads over the latents at ``indices``."""
@@ -222,6 +240,26 @@ class Store:
     def reset_recurrent(self) -> None:
         for layer in self.recurrent:
             layer.reset()
+
+
+def every_row(count: int, tokens: Tokens, ratio: int) -> tuple[Tensor, Tensor]:
+    """The first ``count`` rows of ``ratio`` tokens that each token sees, by position, ``[B, S, 1,
+    count]`` int32 with -1 behind the last; and how many it sees, ``[B, S, 1, 1]``."""
+    seen = torch.where(tokens.valid, (tokens.positions + 1) // ratio, 0)[..., None, None]
+    rows = torch.arange(count, device=seen.device)
+    return torch.where(rows < seen, rows, -1).int(), seen
+
+
+def in_place_of_all(indices: Tensor, tokens: Tokens, ratio: int) -> Tensor:
+    """Selected ``indices`` by position where a token sees no more than it selects: attention adds
+    in their order, which must not depend on whether :meth:`PagedLayer.every_row` could be asked."""
+    count = indices.size(-1)
+    if not indices.is_cpu:  # of an accelerator every call selects
+        return indices
+    if is_readable(tokens.start) and (tokens.start.min().item() + 1) // ratio > count:
+        return indices
+    rows, seen = every_row(count, tokens, ratio)
+    return torch.where(tokens.valid[..., None, None] & (seen <= count), rows, indices)
 
 
 def allocated(
