@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from custom_pypto.index_sharing import OFFSET, letters_of, pattern_of, sources_of
+from custom_pypto.index_sharing import Asked, offset_of, sources_of
 
-from .cache.layout import Pool, check_int
+from .cache.layout import Pool
 from .calls import Context
 
 
@@ -40,71 +40,27 @@ class Sharing(NamedTuple):
             TypeError, ValueError: names the option, what it must be and what came.
         """
         own = [i for i in layers if pools["index"].row(config, i, torch.bfloat16) is not None]
-        by_config = getattr(config, "indexer_types", None) is not None
-        sparse = layers if by_config else own
-        letters = "".join("F" if i in own else "S" for i in sparse)
-        if letters.startswith("S"):
+        # of which transformers has made those keys, where a config has them
+        by_types = getattr(config, "indexer_types", None) is not None
+        sparse = layers if by_types else own
+        lacking = [i for i in sparse if i not in own]
+        if lacking and lacking[0] == sparse[0]:
             raise ValueError(
                 f"{caller}: config.indexer_types must have a 'full' layer before layer {sparse[0]},"
                 " which is 'shared'"
             )
-        name, wanted = asked(caller, config, sparse, freq, pattern, by_config)
-        if wanted is not None:
-            lacking = [
-                i for i, a, b in zip(sparse, letters, wanted, strict=True) if (a, b) == ("S", "F")
-            ]
-            if lacking:
-                raise ValueError(
-                    f"{caller}: {name} must let layers {lacking} share a selection, as they have no"
-                    f" indexer (config.indexer_types), got {wanted}; the indexers are {letters}"
-                )
-        more = wanted if wanted != letters else None
-        return cls(sources_of(wanted or letters, sparse), more)
-
-
-def asked(
-    caller: str, config, sparse: list[int], freq: int | None, pattern: str | None, by_config: bool
-) -> tuple[str, str | None]:
-    """The option that counts, and its letters for the ``sparse`` layers; None: as the model has
-    indexers."""
-    if freq is not None and pattern is not None:
-        raise ValueError(
-            f"{caller}: index_topk_freq must be None with index_topk_pattern, got {freq!r} and "
-            f"{pattern!r}; pass one of them"
-        )
-    prefix = ""
-    # transformers has made indexer_types of these keys where a config has those
-    if freq is None and pattern is None and not by_config:
-        if getattr(config, "use_index_cache", None) is not False:
-            pattern = getattr(config, "index_topk_pattern", None)
-            freq = getattr(config, "index_topk_freq", None) if pattern is None else None
-        prefix = "config."
-    name = f"{prefix}index_topk_{'freq' if pattern is None else 'pattern'}"
-    if pattern is not None:
-        if not isinstance(pattern, str):
-            raise TypeError(
-                f"{caller}: {name} must be a str of F and S, got {type(pattern).__name__} "
-                f"{pattern!r}"
+        if freq is not None and pattern is not None:
+            raise ValueError(
+                f"{caller}: index_topk_freq must be None with index_topk_pattern, got {freq!r} and "
+                f"{pattern!r}; pass one of them"
             )
-        try:
-            return name, letters_of(pattern, sparse, config.num_hidden_layers)
-        except ValueError as error:
-            raise ValueError(f"{caller}: {name} {error}") from None
-    if freq is None:
-        return name, None
-    check_int(f"{caller}: {name}", freq)
-    if freq < 1:
-        raise ValueError(f"{caller}: {name} must be at least 1, got {freq}")
-    if freq == 1:  # no more sharing than by the config
-        return name, None
-    offset = getattr(config, "index_skip_topk_offset", OFFSET)
-    wanted = pattern_of(freq, offset, len(sparse))
-    if wanted.startswith("S"):
-        raise ValueError(
-            f"{caller}: config.index_skip_topk_offset must be at least 1 with {name}={freq}, as the"
-            f" first layer has no selection to share, got {offset}"
-        )
-    return name, wanted
+        asked = Asked(freq, pattern, offset_of(config))
+        if freq is None and pattern is None and not by_types:
+            asked = Asked.by_config(config)
+        by_indexers = "".join("S" if i in lacking else "F" for i in sparse)
+        letters = asked.letters(caller, sparse, config.num_hidden_layers, lacking) or by_indexers
+        more = letters if letters != by_indexers else None
+        return cls(sources_of(letters, sparse), more)
 
 
 class SharedUpstream(Context):

@@ -18,7 +18,7 @@ from training_harness import LEARNING, assert_near, checkpointed, packed, padded
 from transformers import CompileConfig
 
 from custom_pypto import models
-from custom_pypto.index_sharing import letters_of, pattern_of, sources_of
+from custom_pypto.index_sharing import Asked, pattern_of, sources_of
 from custom_pypto.models import CACHE
 from custom_pypto.models.latent_attention import LatentAttention
 from custom_pypto.models.loading.checkpoint import first_layers
@@ -272,7 +272,7 @@ def test_frequencies_count_as_vllm_does():
     assert pattern_of(4, 2, 11) == "FFSSSFSSSFS"
     assert pattern_of(4, 3, 11) == "FFFSSSFSSSF"  # GLM-5.2
     assert pattern_of(1, 2, 3) == "FFF"
-    assert letters_of("SFSSF", [1, 3], 5) == "FS"
+    assert Asked(None, "SFSSF").letters("caller", [1, 3], 5) == "FS"
     assert sources_of("FSSFS", [0, 2, 5, 6, 9]) == {2: 0, 5: 0, 9: 6}
 
 
@@ -332,7 +332,7 @@ BAD = {
     "lower case": (dict(index_topk_pattern="fss"), "letter F or S for each of 3 layers"),
     "length": (dict(index_topk_pattern="FS"), "for each of 3 layers, got 'FS' with 2"),
     "empty": (dict(index_topk_pattern=""), "for each of 3 layers, got '' with 0"),
-    "first": (dict(index_topk_pattern="SFF"), "index_topk_pattern must begin with F"),
+    "first": (dict(index_topk_pattern="SFF"), "index_topk_pattern must let the first layer select"),
     "zero": (dict(index_topk_freq=0), "index_topk_freq must be at least 1, got 0"),
     "negative": (dict(index_topk_freq=-4), "index_topk_freq must be at least 1, got -4"),
     "text": (dict(index_topk_freq="4"), "index_topk_freq must be an int, got str '4'"),
@@ -364,7 +364,7 @@ def test_keys_that_cannot_be_honoured_are_rejected_by_name(tmp_path):
         (dict(index_topk_freq=0), "config.index_topk_freq must be at least 1, got 0"),
         (
             dict(index_topk_freq=2, index_skip_topk_offset=0),
-            "config.index_skip_topk_offset must be at least 1 with config.index_topk_freq=2",
+            "config.index_topk_freq must let the first layer select.* got 2 with index_skip_topk_",
         ),
     ):
         with pytest.raises(ValueError, match=f"use_custom_pypto: {message}"):
