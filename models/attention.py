@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import calls
 from .cache import Step
-from .cache.layout import Pool
+from .cache.layout import INDEXER_POOLS, Pool, Row
 from .cache.store import PagedLayer
 
 # an index that the op skips; -1 would end the row
@@ -48,8 +48,12 @@ class PatchedAttention:
     pools: dict[str, Pool]
     #: whether the architecture can have caches in int8
     int8 = False
-    #: whether the layer passes its indices to the next layer
+    #: whether upstream's layer returns indices, for the next layer
     returns_indices = False
+    #: the layer whose selection this one attends to; None: it selects itself, or not at all
+    index_source: int | None = None
+    #: whether later layers attend to the selection of this one
+    is_index_source = False
     #: what a forward counts, as transformers does
     counting = Counting()
     #: whether later layers attend to the latents of this one
@@ -91,21 +95,22 @@ class PatchedAttention:
 
     def forward(self, hidden_states, position_embeddings, attention_mask, **kwargs):
         contexts, step = kwargs.pop(calls.NAME, ()), attention_mask
-        if self.indexer is None:
-            contexts = ()
         if not isinstance(step, Step):
             attention = self
             for context in contexts:
-                attention = context.upstream(self, hidden_states, step) or attention
+                attention = context.upstream(attention, hidden_states, step)
             return attention.dense(hidden_states, position_embeddings, step, **kwargs)
-        indices = None if self.selects else kwargs.get("prev_topk_indices")
+        if not self.selects:
+            contexts = ()
+        indices = None
         for context in contexts:
             if (given := context.given(self, step)) is not None:
                 indices = given
         output, indices = self.attend(hidden_states, position_embeddings, step, indices)
         for context in contexts:
             context.taken(self, step, indices)
-        return (output, None, indices) if self.returns_indices else (output, None)
+        # layers share by PagedLayer.selection, all architectures alike
+        return (output, None, None) if self.returns_indices else (output, None)
 
     def dense(self, hidden_states, position_embeddings, attention_mask, **kwargs):
         """The upstream path: attention to all positions, masked."""
@@ -123,9 +128,17 @@ class PatchedAttention:
 
         Args:
             position_embeddings: of the upstream model.
-            indices: of an earlier layer or a record; None: this layer selects.
+            indices: of a record; None: this layer selects, or shares.
         """
         layer = step.layer_of(self)
+        if self.index_source is not None:
+            indices = layer.selection.indices
+            if indices is None:
+                raise ValueError(
+                    f"patched model: layer {self.index_source} must run before layer "
+                    f"{self.layer_idx}, which shares its selection; after changing layers call "
+                    "models.use_custom_pypto(model) again"
+                )
         cos, sin = self.angles(position_embeddings)
         self.write(hidden_states, cos, sin, step, layer)
         inputs, results = (hidden_states, cos, sin, indices), []
@@ -135,10 +148,14 @@ class PatchedAttention:
             if len(slices) > 1:
                 of_slice = [None if x is None else x[:, tokens.columns] for x in inputs]
             results.append(self.read(*of_slice, tokens, layer))
-        if len(results) == 1:
-            return results[0]
         outputs, selected = zip(*results, strict=True)
-        return torch.cat(outputs, 1), None if selected[0] is None else torch.cat(selected, 1)
+        output, indices = outputs[0], selected[0]
+        if len(results) > 1:
+            output = torch.cat(outputs, 1)
+            indices = None if indices is None else torch.cat(selected, 1)
+        if self.is_index_source:
+            layer.selection.indices = indices
+        return output, indices
 
     def angles(self, position_embeddings) -> tuple[Tensor | None, Tensor | None]:
         """Cosines and sines ``[B, S, R]`` of this layer."""
@@ -161,8 +178,16 @@ class PatchedAttention:
 
     @property
     def selects(self) -> bool:
-        """Whether this layer selects positions; if not, it attends to those of an earlier one."""
-        return self.indexer is not None
+        """Whether this layer selects positions by an indexer of its own."""
+        return self.indexer is not None and self.index_source is None
+
+    def rows(self, config, dtype: torch.dtype) -> dict[str, Row | None]:
+        """The cache rows of this layer, by pool; None: it has none."""
+        lacking = () if self.index_source is None else INDEXER_POOLS
+        return {
+            name: None if name in lacking else pool.row(config, self.layer_idx, dtype)
+            for name, pool in self.pools.items()
+        }
 
     @property
     def selection_width(self) -> int:

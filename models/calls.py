@@ -17,7 +17,7 @@ NAME = "custom_pypto_contexts"
 
 
 class Context:
-    """Follows or replaces what the layers with an indexer select, in forwards of a text model."""
+    """Follows or replaces what layers select by their own indexer, in forwards of a text model."""
 
     def __init__(self, text: nn.Module):
         self.text = text
@@ -29,11 +29,9 @@ class Context:
     def taken(self, attention: nn.Module, step: Step, indices: Tensor) -> None:
         """Gets the indices to which they attended."""
 
-    def upstream(
-        self, attention: nn.Module, hidden_states: Tensor, mask: Tensor
-    ) -> nn.Module | None:
-        """What stands in for ``attention`` on the upstream path; None: nothing does."""
-        return None
+    def upstream(self, attention: nn.Module, hidden_states: Tensor, mask: Tensor) -> nn.Module:
+        """What stands in for ``attention`` on the upstream path: itself, or a module like it."""
+        return attention
 
 
 # weak: what Ctrl-C keeps from being left, in whichever line, ends with its block

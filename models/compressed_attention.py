@@ -108,7 +108,7 @@ class CompressedAttention(PatchedAttention):
     def multiplications(self, tokens: int) -> tuple[int, int]:
         rate = self.compressor.compress_rate if self.compressor is not None else tokens + 1
         rows = tokens // rate
-        selected = self.indexer.index_topk if self.selects else rows
+        selected = self.indexer.index_topk if self.indexer is not None else rows
         pairs = causal_pairs(tokens, self.sliding_window) + rate * causal_pairs(rows, selected)
         return tokens * (tokens + rows) * 2 * self.head_dim, pairs * 2 * self.head_dim
 

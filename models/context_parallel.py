@@ -86,9 +86,9 @@ def share(model, step: Step, kwargs: dict) -> tuple[Step, dict]:
 def facts_of_model(model, step: Step) -> dict[str, object]:
     """What decides which tokens a model computes; in every call, as weights may have changed."""
     patch, attentions = model._custom_pypto, patched_attentions(model)
-    selecting = {i: each for i, each in attentions.items() if each.indexer is not None}
+    selecting = {i: each for i, each in attentions.items() if each.selects}
     facts = facts_of_config(model.config, "the config")
-    facts |= {f"{name} of the patch": str(value) for name, value in patch.cache.items()}
+    facts |= {f"{name} of the patch": str(value) for name, value in patch.facts()}
     facts |= {f"index_topk of layer {i}": each.selection_width for i, each in selecting.items()}
     facts["dtype of the model"] = str(model.dtype)
     facts["contexts of the call"] = [type(context).__name__ for context in calls.around(model)]

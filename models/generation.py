@@ -12,6 +12,7 @@ from custom_pypto.requirements import TRANSFORMERS, installed_version, numbers
 
 from . import calls, context_parallel, indexer_loss, masks, training
 from .cache import PagedCache, Step
+from .index_sharing import SharedUpstream
 from .memory import has_numbers, is_transformed
 from .patched import (
     CACHE,
@@ -34,7 +35,10 @@ FORWARD_ARGUMENTS += ("inputs_embeds", "use_cache")
 def prepare_forward(model, args: tuple, kwargs: dict):
     """Forward pre-hook of the base model: :func:`prepare`, and the contexts of this thread."""
     prepared = prepare(model, args, kwargs)
-    if not (contexts := calls.around(model)):
+    contexts = calls.around(model)
+    if prepared is None and model._custom_pypto.sharing.pattern is not None:
+        contexts = (*contexts, SharedUpstream(model))
+    if not contexts:
         return prepared
     args, kwargs = prepared or (args, kwargs)
     return args, kwargs | {calls.NAME: contexts}

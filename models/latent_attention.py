@@ -54,7 +54,7 @@ class LatentAttention(PatchedAttention):
         self, hidden_states: Tensor, cos: Tensor, sin: Tensor, step: Step, layer: PagedLayer
     ) -> None:
         self.write_latents(hidden_states, cos, sin, step, layer)
-        if self.indexer is not None:
+        if self.selects:
             self.write_index_keys(hidden_states, cos, sin, step, layer)
 
     def write_latents(
@@ -82,11 +82,6 @@ class LatentAttention(PatchedAttention):
         query, gate = self.project_query(hidden_states, q_latent, tokens)
         q_nope, q_rope = query.split([self.qk_nope_head_dim, self.qk_rope_head_dim], -1)
         if indices is None:
-            if not self.selects:
-                raise ValueError(
-                    f"patched model: config.indexer_types must have a 'full' layer before layer "
-                    f"{self.layer_idx}, which is 'shared'"
-                )
             indices = self.select(hidden_states, q_latent, cos, sin, tokens, layer)
         if self.qk_rope_head_dim:
             q_rope = self.rope.rotate(q_rope, cos, sin)

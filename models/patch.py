@@ -16,6 +16,7 @@ from .architectures import attention_classes, check_widths
 from .cache.layout import CacheDtype, check_block_size, check_cache_dtypes
 from .context_parallel import check_context_parallel
 from .dequantization import Dequantized, dequantize, report, restore
+from .index_sharing import Sharing
 from .indexer_loss import (
     Divergence,
     Option,
@@ -87,9 +88,14 @@ class Patch:
     cache: dict  # options of the caches that forwards and generate() create
     sizes: dict  # of patched.sizes
     dequantized: list[Dequantized]
+    sharing: Sharing
     context_parallel: bool = False  # whether ranks share prompts
     told: set[str] = field(default_factory=set)  # why it trained on the upstream path, if logged
     regions: Regions | None = None  # of the latest compile_config of generate()
+
+    def facts(self) -> list[tuple[str, object]]:
+        """The options that ranks must share, by name."""
+        return [*self.cache.items(), ("index_topk_pattern", self.sharing.pattern)]
 
     def apply(self, model, attentions: dict[int, nn.Module], paged: type) -> None:
         """In place of an earlier patch, if there is one. Nothing here can fail."""
@@ -98,8 +104,11 @@ class Patch:
             earlier.remove_hooks(model)
             self.dequantized = earlier.dequantized + self.dequantized
         text._custom_pypto = self  # first: what an interruption leaves can be patched, or undone
-        for attention in attentions.values():
+        sources = self.sharing.sources
+        for layer, attention in attentions.items():
             change_class(attention, paged)
+            attention.index_source = sources.get(layer)
+            attention.is_index_source = layer in sources.values()
         for module in list(text.modules()):
             # transformers shards some by a forward of their own; stored experts have an op
             own = is_sharded(module) or getattr(module, "kind", None)
@@ -128,6 +137,8 @@ class Patch:
         attentions = {i: attention for i, attention in found.items() if attention is not None}
         for attention in attentions.values():
             change_class(attention, upstream_class(attention))
+            for name in ("index_source", "is_index_source"):
+                vars(attention).pop(name, None)
         for module in list(model.modules()):
             if hasattr(cls := type(module), "is_one_op"):
                 change_class(module, cls.__bases__[-1])
@@ -162,6 +173,8 @@ def use_custom_pypto(
     indexer_loss: Divergence | None = None,
     indexer_loss_coefficient: float = 1.0,
     context_parallel: bool = False,
+    index_topk_freq: int | None = None,
+    index_topk_pattern: str | None = None,
 ) -> PreTrainedModel:
     """Patches ``model`` to run on the ops: sparse attention over a paged cache.
 
@@ -193,15 +206,26 @@ def use_custom_pypto(
             part of the tokens of each prompt, and of each training forward on the ops. Every rank
             has the whole model, makes the same calls, and ends with the whole cache; gradients are
             right in their mean over the ranks. See docs/many_machines.md.
+        index_topk_freq: layers share selections (IndexCache, arXiv:2603.12201), as in vLLM: of the
+            layers that attend to selected positions the first two select, and from the second on
+            every so many-th; the others attend to the selection of the last before them, score
+            nothing and store no index keys. An ``index_skip_topk_offset`` of the config counts in
+            place of the 2. 1: no more layers share than have no indexer. docs/shared_selections.md
+            has what that costs.
+        index_topk_pattern: the same by letters, ``F`` (full: the layer selects) and ``S`` (shared):
+            one for each layer that attends to selected positions, or for each layer of the model,
+            of which those of other layers mean nothing. None of both: by the keys of these names in
+            the config, unless its ``use_index_cache`` is false, or by its ``indexer_types``.
     Returns:
         ``model`` itself.
     Raises:
         TypeError: unsupported model class, wrapped attention, or a ``kv_b_proj`` or indexer with
             additions that the ops would bypass. Every forward repeats the check.
         ValueError: unsupported ``block_size``, ``index_topk``, width in the config, dtype of a
-            cache, ``training`` or ``indexer_loss``. With ``training="ops"`` or ``indexer_loss``,
-            from a forward: dropout, attentions or a cache are requested, or the sequences are
-            packed or padded in a way that the ops do not support.
+            cache, ``training`` or ``indexer_loss``; a frequency or pattern that gives the first
+            layer no selection, or a layer without an indexer its own. With ``training="ops"`` or
+            ``indexer_loss``, from a forward: dropout, attentions or a cache are requested, or the
+            sequences are packed or padded in a way that the ops do not support.
 
     Example::
 
@@ -224,17 +248,29 @@ def use_custom_pypto(
     check_widths(text.config, paged.pools)
     dtypes = check_cache_dtypes("use_custom_pypto", text, paged, index_dtype, kv_dtype)
     attentions = attentions_to_patch(text, upstream, paged)
+    sharing = Sharing.of(
+        "use_custom_pypto",
+        text.config,
+        paged.pools,
+        list(attentions),
+        index_topk_freq,
+        index_topk_pattern,
+    )
+    if (earlier := patch_of(model)) is not None and earlier.sharing != sharing:
+        check_outside("use_custom_pypto", text, "to change which layers select")
     dequantized = dequantize(attentions, text.dtype)
     try:
         paged.check(attentions)
         cache_sizes = sizes(text.config, paged.pools, attentions)
+        if sharing.pattern is not None:
+            cache_sizes["index_topk_pattern"] = sharing.pattern
     except Exception:
         restore(attentions, dequantized)
         raise
     report(dequantized)
     # the upstream path has no loss for indexers
     path, cache = "ops" if indexer_loss else training, {"block_size": block_size, **dtypes}
-    patch = Patch(path, option, cache, cache_sizes, dequantized, context_parallel)
+    patch = Patch(path, option, cache, cache_sizes, dequantized, sharing, context_parallel)
     patch.apply(model, attentions, paged)
     plain = not any(getattr(module, "kind", None) for module in text.modules())
     if plain and text.dtype == torch.bfloat16 and text.device.type == "cpu":
@@ -253,10 +289,14 @@ def use_transformers(model: PreTrainedModel) -> PreTrainedModel:
     """
     attention_classes("use_transformers", model)
     if (patch := patch_of(model)) is not None:
-        if calls.around(text_model(model)):
-            raise ValueError(
-                "use_transformers: must be called outside of record_indices and replay_indices of "
-                "this model, got a call inside; leave the context first"
-            )
+        check_outside("use_transformers", text_model(model))
         patch.undo(model)
     return model
+
+
+def check_outside(caller: str, text, why: str = "") -> None:
+    if calls.around(text):
+        raise ValueError(
+            f"{caller}: must be called outside of record_indices and replay_indices of this model"
+            f"{why and f' {why}'}, got a call inside; leave the context first"
+        )

@@ -5,7 +5,6 @@ them and the model in training. Selection is discontinuous: with other weights, 
 token may attend to other positions, and the probabilities differ by more than the policies.
 """
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,6 +14,7 @@ from transformers import PreTrainedModel
 
 from .cache import Step
 from .calls import Context, entered
+from .index_sharing import Selected, with_indexer
 from .patch import patch_of
 from .patched import CACHE, patched_attentions, text_model
 
@@ -50,7 +50,7 @@ def record_indices(model: PreTrainedModel) -> Iterator[Record]:
         ValueError: from a forward whose cache has tokens from before or of other sequences, or
             whose sequences have changed places, as in beam search.
     """
-    recording = Recording(text_model(model), with_indexer("record_indices", model))
+    recording = Recording(text_model(model), selecting("record_indices", model))
     record: Record = {}
     with entered(recording):
         yield record
@@ -75,20 +75,20 @@ def replay_indices(model: PreTrainedModel, record: Record) -> Iterator[None]:
         TypeError: the model is not patched.
         ValueError: ``record`` is of another model; or, from a forward, of other tokens.
     """
-    check_record(record, with_indexer("replay_indices", model))
+    check_record(record, selecting("replay_indices", model))
     with entered(Replay(text_model(model), record)):
         yield
 
 
-def with_indexer(caller: str, model) -> dict[int, nn.Module]:
-    """The attention modules with an indexer, by layer."""
+def selecting(caller: str, model) -> dict[int, nn.Module]:
+    """The attention modules that select by an indexer of their own, by layer."""
     if patch_of(model) is None:
         raise TypeError(
             f"{caller}: model must be patched by models.use_custom_pypto first, "
             f"got a {type(model).__name__}"
         )
     found = patched_attentions(text_model(model)).items()
-    return {i: attention for i, attention in found if attention.indexer is not None}
+    return {i: attention for i, attention in found if attention.selects}
 
 
 def check_record(record: Record, attentions: dict[int, nn.Module]) -> None:
@@ -153,10 +153,12 @@ class Replay(Context):
         return step.part(recorded).unsqueeze(2)
 
     def upstream(self, attention: nn.Module, hidden_states: Tensor, mask: Tensor) -> nn.Module:
+        if not attention.selects:
+            return attention
         recorded = self.record[attention.layer_idx]
-        columns = columns_of(attention, recorded, hidden_states, mask)
-        [name] = [name for name, x in attention.named_modules() if x is attention.indexer]
-        return with_other(attention, name, Selected(columns))
+        return with_indexer(
+            attention, Selected(columns_of(attention, recorded, hidden_states, mask))
+        )
 
 
 def columns_of(
@@ -198,30 +200,3 @@ def existing(
             f"{padding.tolist()} tokens of padding on the left"
         )
     return exists
-
-
-class Selected(nn.Module):
-    """An indexer that selects these ``columns``."""
-
-    def __init__(self, columns: Tensor):
-        super().__init__()
-        self.columns = columns
-
-    def forward(self, *args, **kwargs) -> Tensor:
-        return self.columns
-
-
-def with_other(module: nn.Module, name: str, other: nn.Module) -> nn.Module:
-    """A module with the parts of ``module``, but ``other`` under this dotted name."""
-    first, _, rest = name.partition(".")
-    twin, part = copy.copy(module), other
-    if rest:
-        part = with_other(module.get_submodule(first), rest, other)
-        if "forward" in vars(part):
-            raise TypeError(
-                f"replay_indices: the {first} must have its own forward on the upstream path, got "
-                "a replaced one (offloaded by accelerate?), which would select; load the model "
-                "without device_map, or replay in evaluation mode"
-            )
-    twin._modules = module._modules | {first: part}
-    return twin

@@ -216,8 +216,7 @@ def check_requests(model: nn.Module, generation_config, tokens: bool) -> None:
     if not (tokens or weights):
         return
     facts = facts_of_config(generation_config, "generation_config")
-    options = text_model(model)._custom_pypto.cache.items()
-    facts |= {f"{name} of use_custom_pypto": value for name, value in options}
+    facts |= {f"{x} of use_custom_pypto": y for x, y in text_model(model)._custom_pypto.facts()}
     facts = {name: str(x) for name, x in facts.items() if not name.startswith("_")}
     if tokens:  # a forward compares the rest
         facts |= {"dtype of the model": str(model.dtype)}

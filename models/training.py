@@ -154,7 +154,7 @@ def place(
     ends = [*starts.flatten().nonzero().flatten().tolist()[1:], batch * tokens]
     dense = model._custom_pypto.indexer_loss.kind == "dense"
     size = DENSE_TOKENS if dense else next(iter(by_layer.values())).slice_tokens
-    learning = set() if loss is None else {i for i, each in by_layer.items() if each.indexer}
+    learning = set() if loss is None else {i for i, each in by_layer.items() if each.selects}
     rows = TrainingRows(model, device, real, ends, size, loss, learning)
     sequences = Sequences(batch, None, device)
     bounds = sequences.lengths, valid.sum(1).int()

@@ -4,6 +4,7 @@ tokens, through which gradients flow.
 Shapes: B batch, S tokens, T = B * S, H heads, N index heads, D ``index_head_dim``.
 """
 
+from collections import defaultdict
 from weakref import WeakValueDictionary
 
 import torch
@@ -16,7 +17,7 @@ from custom_pypto.rows.expanded import Heads
 from .absorbed import AbsorbedAttention, Part
 from .cache import Step, Tokens
 from .cache.layout import Row
-from .cache.store import PagedLayer, allocated, in_place_of_all, tables_of
+from .cache.store import PagedLayer, Selection, allocated, in_place_of_all, tables_of
 from .indexer_loss import IndexerLoss, IndexInputs, LayerLoss
 
 REENTRANT = (
@@ -61,6 +62,8 @@ class TrainingRows:
         self.shared: WeakValueDictionary[int, CallLayer] = WeakValueDictionary()
         #: those of them that have no graph
         self.constant: list[CallLayer] = []
+        #: by the layer that selects, as checkpointed layers run again after later ones
+        self.selections: defaultdict[int, Selection] = defaultdict(Selection)
 
     def take(self, own: list[range]) -> None:
         """Leaves the queries of other tokens to other ranks."""
@@ -115,14 +118,16 @@ class CallLayer(PagedLayer):
     def __init__(self, rows: TrainingRows, attention, loss: LayerLoss | None):
         (batch, tokens), number = rows.real.shape, attention.layer_idx
         plain = {"latent", "rope"} if attention.counting.groups else {"latent", "rope", "index"}
-        own: dict[str, Row | None] = {}
-        for name in attention.pools.keys() - plain:
-            if row := attention.pools[name].row(rows.config, number, rows.dtype):
-                own[name] = row._replace(layout=row.layout.for_whole(tokens))
+        own: dict[str, Row | None] = {
+            name: row._replace(layout=row.layout.for_whole(tokens))
+            for name, row in attention.rows(rows.config, rows.dtype).items()
+            if row is not None and name not in plain
+        }
         pools, layouts = allocated(own, batch, tokens, rows.block_size, rows.device)
         tables = tables_of(layouts.values(), batch, tokens, rows.device)
         index = IndexRows(rows.dtype, rows.config.index_head_dim, rows.device)
-        super().__init__(pools, layouts, tables, None, index)
+        selector = number if attention.index_source is None else attention.index_source
+        super().__init__(pools, layouts, tables, None, index, rows.selections[selector])
         #: whether later layers attend to the latents
         self.shared = attention.shares_latents
         self.source = rows.shared.get(attention.source)

@@ -27,6 +27,7 @@ from custom_pypto.models.latent_attention import LatentAttention
 from custom_pypto.models.patched import patched_attentions, text_model
 
 LATENT = [kind for kind in ALL_KINDS if kind not in ("deepseek_v4", "glm5_next")]
+SHARING = "deepseek_v32 FSS"  # two layers share the selection of the first
 PADS = (0, 9)
 CHUNKS = [45, 1, 37]  # a prompt of uneven pieces, a token, a prompt behind cached tokens
 
@@ -39,6 +40,13 @@ def rows(cache):
         for pool in layer.pools.values()
         for b, length in enumerate(cache.lengths.tolist())
     ]
+
+
+def patched(kind, model=None, **options):
+    """A model of a kind, or of a kind and an ``index_topk_pattern``."""
+    name, _, pattern = kind.partition(" ")
+    options["index_topk_pattern"] = pattern or None
+    return models.use_custom_pypto(model or tiny_model(name), **options)
 
 
 def computed(model, seed):
@@ -94,13 +102,13 @@ def work(rank: int, folder: Path, seeds: dict[str, int]):
     """What each of two ranks does, and notes in a file."""
     seen = {}
     for kind, seed in seeds.items():
-        model = models.use_custom_pypto(tiny_model(kind), context_parallel=True, block_size=16)
+        model = patched(kind, context_parallel=True, block_size=16)
         norm, fed = text_model(model).norm, []
         norm.register_forward_hook(lambda _, args, output, fed=fed: fed.append(output.size(1)))
         with torch.no_grad():
             seen[kind] = computed(model, seed)
         seen[kind]["fed"] = fed[: len(CHUNKS)]
-        models.use_custom_pypto(model.train(), training="ops", context_parallel=True)
+        patched(kind, model.train(), training="ops", context_parallel=True)
         of_batches = losses_and_gradients(model, seed).items()
         seen[kind]["trained"] = {x: (loss, meaned(grads)) for x, (loss, grads) in of_batches}
         assert max(fed[-3:]) < TOKENS
@@ -143,6 +151,10 @@ def with_other_config(model):
     model.config.rms_norm_eps = 0.1
 
 
+def with_another_pattern(model):
+    models.use_custom_pypto(model, context_parallel=True, index_topk_pattern="FFS")
+
+
 def in_float16(model):
     models.use_custom_pypto(model.half(), context_parallel=True)
 
@@ -162,6 +174,10 @@ def with_an_int8_cache(model):
 # what rank 1 does to its model, and calls in place of generated(); what every rank says
 DIFFERENCES = {
     "index_topk": (with_other_topk, "index_topk of layer 0 must be equal .* got 8 .* and 4"),
+    "pattern": (
+        with_another_pattern,
+        "index_topk_pattern of use_custom_pypto must be equal .* got 'None' .* and 'FFS'",
+    ),
     "config": (with_other_config, "rms_norm_eps of the config must be equal on all ranks"),
     "dtype": (
         in_float16,
@@ -181,10 +197,10 @@ DIFFERENCES = {
 
 
 def alone(kind: str, seed: int) -> dict:
-    model = models.use_custom_pypto(tiny_model(kind))
+    model = patched(kind)
     with torch.no_grad():
         found = computed(model, seed)
-    models.use_custom_pypto(model.train(), training="ops")
+    patched(kind, model.train(), training="ops")
     return found | {"trained": losses_and_gradients(model, seed)}
 
 
@@ -197,7 +213,7 @@ def shared(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("ranks")
     torch.set_num_threads(1)
     few = [kind for kind in LATENT if kind in ("glm_moe_dsa", "dots3_note", "hy_v4_vl")]
-    kinds = LATENT if request.config.getoption("--all") else few
+    kinds = [*(LATENT if request.config.getoption("--all") else few), SHARING]
     with pytest.MonkeyPatch.context() as patch:
         # put back what losses_and_gradients() changes
         patch.setattr(LatentAttention, "slice_tokens", LatentAttention.slice_tokens)

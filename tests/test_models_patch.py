@@ -246,11 +246,10 @@ def test_block_sizes_the_ops_do_not_take_are_rejected(block_size):
 
 
 def test_a_shared_first_layer_is_rejected():
-    patched = patched_model("glm_moe_dsa", indexer_types=["shared", "full", "full"])
     with pytest.raises(
         ValueError, match="must have a 'full' layer before layer 0, which is 'shared'"
     ):
-        patched(token_ids(1, 4))
+        patched_model("glm_moe_dsa", indexer_types=["shared", "full", "full"])
 
 
 # of architectures with indexers of their own

@@ -91,6 +91,8 @@ class Pool(NamedTuple):
         return [*width, *self.where, *self.sizes]
 
 
+# which layers that share a selection lack, whatever the config says
+INDEXER_POOLS = ("index", "index_state")
 # pools of multi-head latent attention, and of a lightning indexer in every layer
 MLA_POOLS = {"latent": Pool("kv_lora_rank"), "rope": Pool("qk_rope_head_dim")}
 INDEX_POOLS = {"index": Pool("index_head_dim")}

@@ -109,11 +109,9 @@ class PagedCache(Cache):
         latents = latent_format(self.dtypes["kv_dtype"])(text.dtype)
         index_keys = index_format(self.dtypes["index_dtype"])
         formats = latents, index_keys(text.dtype, text.config.index_head_dim, device)
-        pools = attention.pools.items()
         rows: list[dict | None] = [None] * text.config.num_hidden_layers
         for layer in attentions.keys() & range(len(rows)):  # generate() may draft with the first
-            declared = {name: pool.row(text.config, layer, text.dtype) for name, pool in pools}
-            rows[layer] = in_formats(declared, *formats)
+            rows[layer] = in_formats(attentions[layer].rows(text.config, text.dtype), *formats)
         self.store = Store(rows, *formats, batch_size, max_cache_len, block_size, device)
         for layer in attentions.keys() & range(len(rows)):
             if (source := attentions[layer].source) is not None:
@@ -182,6 +180,7 @@ class PagedCache(Cache):
 
     def finish(self, step: Step, last_hidden_state: Tensor) -> None:
         """Counts the new tokens as cached, after every layer has written them."""
+        self.store.selection.indices = None
         self.sequences.commit(step.whole.lengths, step.whole.count())
 
     def check_batch(self, batch_size: int) -> None:

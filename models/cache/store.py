@@ -18,6 +18,15 @@ from .layout import EVERY_TOKEN, Row, RowLayout
 from .sequence import Tokens
 
 
+class Selection:
+    """What the last layer selected whose selection others share, until the forward ends."""
+
+    def __init__(self):
+        #: ``[B, S, 1, K]``; from the beginning an attribute of the object, as graphs guard on where
+        #: it is found
+        self.indices: Tensor | None = None
+
+
 class PagedLayer:
     """Pools of one layer by name, tensors ``[blocks, rows per block, 1, width]``, with the layout
     of their rows.
@@ -25,6 +34,7 @@ class PagedLayer:
     Args:
         tables: block tables of all layouts.
         latents: the format of latents; index_keys: of index keys.
+        selection: one for all layers of a cache.
     """
 
     #: the layer whose latents this one attends to; None: its own
@@ -41,9 +51,10 @@ class PagedLayer:
         tables: dict[RowLayout, Tensor],
         latents: LatentRows | None,
         index_keys: IndexRows,
+        selection: Selection,
     ):
         self.pools, self.layouts, self.tables = pools, layouts, tables
-        self.latents, self.index_keys = latents, index_keys
+        self.latents, self.index_keys, self.selection = latents, index_keys, selection
 
     def write_latents(self, slots: Tensor | None, latent: Tensor, rope: Tensor | None) -> None:
         """Writes latents ``[B, S, L]`` and rotated RoPE keys ``[B, S, 1, R]`` of new tokens."""
@@ -153,7 +164,8 @@ class Store:
             raise out_of_memory(present, batch_size, max_cache_len, block_size, device) from error
         layouts = [layout for _, of_layer in memory for layout in of_layer.values()]
         self.tables = tables_of(layouts, batch_size, self.max_cache_len, device)
-        formats = self.tables, latents, index_keys
+        self.selection = Selection()
+        formats = self.tables, latents, index_keys, self.selection
         self.layers = [
             RecurrentLayer() if upstream is None else PagedLayer(*of_layer, *formats)
             for upstream, of_layer in zip(rows, memory, strict=True)

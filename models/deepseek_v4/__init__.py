@@ -133,11 +133,12 @@ class PagedDeepseekV4Attention(CompressedAttention, DeepseekV4Attention):
             return [compressor_rows(self.compressor, self.rope, layer, "kv", "state", tokens, x)]
         if self.layer_type != SPARSE:
             return []
-        with torch.no_grad():  # as in transformers: a selection has no gradient
-            index = compressor_rows(
-                self.indexer, self.rope, layer, "index", "index_state", tokens, x
-            )
-            write(layer.pools["index"], *index)
+        if self.selects:
+            with torch.no_grad():  # as in transformers: a selection has no gradient
+                index = compressor_rows(
+                    self.indexer, self.rope, layer, "index", "index_state", tokens, x
+                )
+                write(layer.pools["index"], *index)
         return [
             compressor_rows(self.compressor, self.rope, layer, "kv", "overlap_state", tokens, x)
         ]

@@ -34,7 +34,6 @@ class PagedDots3NoteAttention(LatentAttention, Dots3NoteTextAttention):
     indexer_class = Dots3NoteTextIndexer
     rope = Rotation(apply_rotary_pos_emb_interleave, interleaved=True)
     index_rope = Rotation(apply_rotary_pos_emb_interleave, interleaved=True)
-    selects = True
     counting = Counting(columns=True)
 
     @property

@@ -369,6 +369,11 @@ def first_layers(config: dict, layers: int, what: str = "load: num_hidden_layers
     if not 1 <= layers <= have:
         raise ValueError(f"{what} must be 1 to {have} (config.json), got {layers}")
     cut = {name: config[name][:layers] for name in PER_LAYER if config.get(name) is not None}
+    if (pattern := config.get("index_topk_pattern")) is not None and len(pattern) != have:
+        # a letter per layer that selects: of DeepSeek-V4 those with rows of 4 tokens
+        kinds = cut.get("layer_types") or cut.get("compress_ratios", [])
+        selecting = "compressed_sparse_attention", "indexed_attention", 4
+        cut["index_topk_pattern"] = pattern[: sum(kind in selecting for kind in kinds)]
     if config.get("per_layer_config") is not None:
         own = config["per_layer_config"].items()
         cut["per_layer_config"] = {i: values for i, values in own if int(i) < layers}

@@ -1,7 +1,7 @@
 """What the layer does not support, rejected when the model is built: later it would fail in the
 middle of a request, or give wrong text without an error."""
 
-from .config import FORMATS, compress_ratios
+from .config import FORMATS, compress_ratios, sharing
 
 MAX_BLOCK_SIZE = 1024  # of the ops
 
@@ -20,6 +20,7 @@ def check(vllm_config, modules, non_causal: bool) -> None:
     from vllm.model_executor.models.deepseek_v2 import Indexer
 
     check_weights(vllm_config.model_config)
+    check_sharing(vllm_config)
     _check_quantized_linears(vllm_config.quant_config, modules)
     if vllm_config.model_config.quantization and vllm_config.compilation_config.mode:
         # Inductor fuses what chooses experts with what precedes the router, whose logits vLLM's
@@ -70,6 +71,36 @@ def check_weights(model_config) -> None:
                 "weights in fp8 must be in blocks of 128 x 128, as DeepSeek publishes them, got "
                 f"weight_block_size {block}; examples/convert_checkpoint.py SOURCE TARGET converts "
                 "published ones to bfloat16"
+            )
+
+
+def check_sharing(vllm_config) -> None:
+    """Rejects a layer that shares a selection which it would not get.
+
+    Raises:
+        TypeError, ValueError: names the key of config.json, or the stage of the pipeline.
+    """
+    config, parallel = vllm_config.model_config.hf_text_config, vllm_config.parallel_config
+    keys = config.to_dict()
+    sources, stages = sharing(keys), parallel.pipeline_parallel_size
+    v32 = config.model_type in ("deepseek_v32", "glm_moe_dsa")
+    asked = keys.get("index_topk_pattern") or (keys.get("index_topk_freq") or 1) != 1
+    if v32 and keys.get("use_index_cache") is False and asked:
+        _reject(
+            "use_index_cache must not be false with index_topk_freq or index_topk_pattern, which "
+            "vLLM heeds all the same; leave them out, or set it"
+        )
+    if not sources or stages == 1:
+        return
+    from vllm.distributed.utils import get_pp_indices
+
+    for stage in range(stages):
+        start, end = get_pp_indices(config.num_hidden_layers, stage, stages)
+        if cut := [i for i, source in sources.items() if source < start <= i < end]:
+            _reject(
+                "a stage of a pipeline must have the layers whose selections its layers share, got "
+                f"layers {cut} of stage {stage} without layer {sources[cut[0]]}; begin stages with "
+                "layers that select, by VLLM_PP_LAYER_PARTITION, or use --tensor-parallel-size"
             )
 
 
@@ -140,6 +171,7 @@ def check_v4(vllm_config) -> None:
     if other := set(ratios) - {0, 1, 4, 128}:
         _reject(f"compress_ratios must be of 0, 1, 4 and 128, got {sorted(other)}")
     _check_stages(ratios[: config.num_hidden_layers], vllm_config.parallel_config)
+    check_sharing(vllm_config)
     _check_engine(vllm_config)
     _check_count(config.index_topk)
 
@@ -151,6 +183,7 @@ def check_hy_v4(vllm_config) -> None:
         ValueError: with the setting, what is supported, and what came.
     """
     config, speculative = vllm_config.model_config.hf_config, vllm_config.speculative_config
+    check_sharing(vllm_config)
     _check_engine(vllm_config)
     _check_count(config.index_topk)
     types = config.layer_types or ["full_attention"]

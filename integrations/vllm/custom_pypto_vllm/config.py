@@ -1,6 +1,8 @@
 """Words of config.json and of vLLM's options, and what they stand for. Imports nothing of vLLM:
 ``serve`` says what it will use before vLLM starts."""
 
+from types import SimpleNamespace
+
 import torch
 
 # formats of custom_pypto.rows, by vLLM's words for --kv-cache-dtype
@@ -15,6 +17,32 @@ def compress_ratios(config: dict) -> list[int]:
     if ratios := config.get("compress_ratios"):
         return ratios
     return [config["compress_rates"].get(kind, 0) for kind in config["layer_types"]]
+
+
+def sharing(config: dict) -> dict[int, int]:
+    """By layers that share a selection (IndexCache, arXiv:2603.12201), the layer whose it is: by
+    ``index_topk_freq`` or ``index_topk_pattern`` of a config.json, else by its ``indexer_types``.
+
+    Raises:
+        TypeError, ValueError: names the key, what it must be and what it is.
+    """
+    # not above: without custom_pypto, register() says what to install
+    from custom_pypto.index_sharing import Asked, sources_of
+
+    layers, types = config["num_hidden_layers"], config.get("indexer_types") or ()
+    sparse = list(range(layers))
+    if config["model_type"] == "deepseek_v4":
+        sparse = [i for i, ratio in enumerate(compress_ratios(config)[:layers]) if ratio == 4]
+    lacking = [i for i in sparse if i < len(types) and types[i] == "shared"]
+    by_types = "".join("S" if i in lacking else "F" for i in sparse)
+    asked = Asked.by_config(SimpleNamespace(**config))
+    letters = asked.letters("custom_pypto_vllm", sparse, layers, lacking) or by_types
+    return sources_of(letters, sparse)
+
+
+def shared_layers(config) -> set[int]:
+    """vLLM's ``compute_skip_topk_layers``, which heeds no other key beside ``indexer_types``."""
+    return set(sharing(config.to_dict())) if hasattr(config, "index_topk") else set()
 
 
 def is_sparse(model_config) -> bool:

@@ -13,7 +13,7 @@ from custom_pypto.requirements import installed_version
 from custom_pypto.rows import index_format, latent_format
 from custom_pypto.rows.parts import row_bytes
 
-from .config import FORMATS, GROUPS, compress_ratios
+from .config import FORMATS, GROUPS, compress_ratios, sharing
 
 GIB = 2**30
 DTYPES = {"half": "float16", "float": "float32"}  # vLLM's other words
@@ -29,6 +29,7 @@ def describe(checkpoint: Path, arguments: list[str], url: str) -> str:
     """
     config = json.loads((checkpoint / "config.json").read_text())
     options = _read(arguments)
+    config |= options.hf_overrides
     weights = sum(file.stat().st_size for file in checkpoint.glob("*.safetensors"))
     stored = config.get("dtype") or config.get("torch_dtype") or "float32"
     dtype = stored if options.dtype == "auto" else DTYPES.get(options.dtype, options.dtype)
@@ -63,6 +64,7 @@ def _read(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--hf-overrides", type=json.loads, default={})
     words = [
         name.replace("_", "-") + separator + value if name.startswith("--") else word
         for word in arguments
@@ -85,9 +87,8 @@ def _cache(config: dict, options: argparse.Namespace, dtype: str, space: float) 
     row = row_bytes(latent_format(stored)(values).parts(latent, rope))
     index_row = row_bytes(index_format(stored)(values, index, "cpu").parts(index))
     layers = config["num_hidden_layers"]
-    # layers that take the indices of another one have no index keys
-    kinds = config.get("index_topk_pattern") or config.get("indexer_types") or "F" * layers
-    token = layers * row + sum(kind in ("F", "full") for kind in kinds) * index_row
+    # layers that share the selection of another one have no index keys
+    token = layers * row + (layers - len(sharing(config))) * index_row
     tokens = int(space * GIB / token)
     return f"{space:g} GiB in {word}: {tokens:,} tokens of {token:,} bytes in {layers} layers"
 
@@ -95,11 +96,12 @@ def _cache(config: dict, options: argparse.Namespace, dtype: str, space: float) 
 def _cache_v4(config: dict, dtype: str, space: float) -> str:
     value, layers = getattr(torch, dtype).itemsize, config["num_hidden_layers"]
     width, window = config["head_dim"], config["sliding_window"]
-    token, request = 0, layers * window * width * value
-    for ratio in compress_ratios(config)[:layers]:
+    token, request, shares = 0, layers * window * width * value, sharing(config)
+    for layer, ratio in enumerate(compress_ratios(config)[:layers]):
         if ratio > 1:
             groups = GROUPS.get(ratio, 1)
-            row = width + (config["index_head_dim"] if ratio == 4 else 0)
+            own = ratio == 4 and layer not in shares
+            row = width + (config["index_head_dim"] if own else 0)
             token += row * value / ratio
             request += groups * ratio * 2 * groups * row * 4  # values and gates in float32
     return (

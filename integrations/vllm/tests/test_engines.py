@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -82,8 +83,24 @@ def log_probabilities(model, result):
         yield logits[new].float().log_softmax(-1), choices.distance[new]
 
 
-def assert_equal(checkpoint, result, atol=1e-3):
+def share(model, sources: dict[int, int]) -> None:
+    """Lets these layers select what the others, ``sources``, have selected."""
+    indexers = {
+        int(re.search(r"layers[.](\d+)[.]", name)[1]): module
+        for name, module in model.named_modules()
+        if name.endswith(".indexer")
+    }
+    selected = {}
+    for layer, source in sources.items():
+        indexers[source].register_forward_hook(
+            lambda module, args, output, source=source: selected.update({source: output})
+        )
+        indexers[layer].forward = lambda *args, source=source, **options: selected[source]
+
+
+def assert_equal(checkpoint, result, atol=1e-3, sources=()):
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+    share(model, dict(sources))
     got = zip(result["tokens"], result["logprobs"], strict=True)
     for (exact, distance), (tokens, logprobs) in zip(
         log_probabilities(model, result), got, strict=True

@@ -152,9 +152,12 @@ def rotate(rope, x: Tensor, positions: Tensor, sign: int = 1) -> Tensor:
 class Compressor(nn.Module):
     """Rows of r tokens (:mod:`custom_pypto.rows.compressed`), for r = 4 with overlap, by parameters
     with the names of vLLM's class.
+
+    Args:
+        runs: False: it has its parameters alone.
     """
 
-    def __init__(self, config, width: int, ratio: int, prefix: str):
+    def __init__(self, config, width: int, ratio: int, prefix: str, runs: bool = True):
         super().__init__()
         self.ratio, self.groups, self.width = ratio, GROUPS[ratio], width
         inner = self.groups * width
@@ -168,8 +171,9 @@ class Compressor(nn.Module):
             prefix=f"{prefix}.fused_wkv_wgate",
         )
         self.norm = RMSNorm(width, config.rms_norm_eps)
-        spec = _recent(STATE_BLOCKS[ratio], 2 * inner, torch.float32, self.groups * ratio)
-        self.state = Rows(f"{prefix}.state_cache", spec)
+        if runs:
+            spec = _recent(STATE_BLOCKS[ratio], 2 * inner, torch.float32, self.groups * ratio)
+            self.state = Rows(f"{prefix}.state_cache", spec)
 
     def write(self, new: Tensor, positions: Tensor, rows: Rows, rope, metadata: dict) -> None:
         """Writes the states ``new [T, 2 * groups * D]``, and the rows that these tokens complete,

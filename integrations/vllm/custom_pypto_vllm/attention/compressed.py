@@ -25,16 +25,21 @@ from custom_pypto import layer_ops
 from custom_pypto.rows import IndexRows
 from custom_pypto.rows.index import score_weights
 
-from ..config import compress_ratios
+from ..config import compress_ratios, sharing
 from .caches import Compressor, compressed_rows, paged_rows, rotate, window_rows
 
 INDEXED = 4  # tokens per row in the layers that select rows
 
 
 class CompressedIndexer(nn.Module):
-    """The lightning indexer of compressed rows, with the parameters of vLLM's class."""
+    """The lightning indexer of compressed rows, with the parameters of vLLM's class.
 
-    def __init__(self, config, quant_config, prefix: str):
+    Args:
+        runs: False: the layer shares the selection of another one; checkpoints still have these
+            parameters.
+    """
+
+    def __init__(self, config, quant_config, prefix: str, runs: bool):
         super().__init__()
         self.heads, self.width = config.index_n_heads, config.index_head_dim
         self.count = config.index_topk
@@ -54,8 +59,9 @@ class CompressedIndexer(nn.Module):
             return_bias=False,
             prefix=f"{prefix}.weights_proj",
         )
-        self.compressor = Compressor(config, self.width, INDEXED, f"{prefix}.compressor")
-        self.rows = compressed_rows(f"{prefix}.k_cache", self.width, INDEXED)
+        self.compressor = Compressor(config, self.width, INDEXED, f"{prefix}.compressor", runs)
+        if runs:
+            self.rows = compressed_rows(f"{prefix}.k_cache", self.width, INDEXED)
 
     def select(self, query: Tensor, weights: Tensor, metadata) -> Tensor:
         """``[T, 1, index_topk]`` rows of each token's sequence, best first, -1 behind the last."""
@@ -122,8 +128,16 @@ class ServedCompressedAttention(nn.Module):
         if self.ratio > 1:
             self.compressor = Compressor(config, self.width, self.ratio, f"{prefix}.compressor")
             self.rows = compressed_rows(prefix, self.width, self.ratio)
+        self.selects = self.shares = False
         if self.ratio == INDEXED:
-            self.indexer = CompressedIndexer(config, quantized, f"{prefix}.indexer")
+            sources = sharing(config.to_dict())
+            self.shares = layer in sources
+            self.selects, self.is_source = not self.shares, layer in sources.values()
+            # of all layers: a step's selection of the last of them whose others share
+            self.topk_indices_buffer = topk_indices_buffer
+            name = f"{prefix}.indexer"
+            self.indexer = CompressedIndexer(config, quantized, name, self.selects)
+        if self.selects:
             self.recorder = None  # of selections.py
         self.name = f"{prefix}.attention"  # a cache may have the prefix itself
         vllm_config.compilation_config.static_forward_context[self.name] = self
@@ -149,7 +163,7 @@ class ServedCompressedAttention(nn.Module):
         new = index_new = index_query = index_weights = None
         if self.compressor is not None:
             new = self.compressor.fused_wkv_wgate(hidden_states)
-        if self.indexer is not None:
+        if self.selects:
             index_new = self.indexer.compressor.fused_wkv_wgate(hidden_states)
             index_query = self.indexer.wq_b(latent)
             index_weights = self.indexer.weights_proj(hidden_states)
@@ -178,9 +192,13 @@ class ServedCompressedAttention(nn.Module):
         parts = [self.attend_near(query, positions, step)]
         if self.ratio > 1:
             self.compressor.write(new, positions, self.rows, rope, metadata)
-            selected = None
-            if self.indexer is not None:
+            selected, tokens = None, len(positions)
+            if self.selects:
                 selected = self.select(positions, index_new, index_query, index_weights, metadata)
+                if self.is_source:
+                    self.topk_indices_buffer[:tokens] = selected.squeeze(1)
+            elif self.shares:
+                selected = self.topk_indices_buffer[:tokens, None]
             parts.append(self.attend_rows(query, positions, selected, metadata[self.rows.prefix]))
         output = rotate(rope, merge(parts).to(query.dtype), positions, -1)
         grouped = output.reshape(len(output), self.groups, -1).transpose(0, 1)

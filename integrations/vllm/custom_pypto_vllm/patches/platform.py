@@ -3,7 +3,7 @@
 from vllm.platforms import cpu_platform_plugin
 from vllm.utils.import_utils import resolve_obj_by_qualname
 
-from ..checks import check_block_size, check_weights
+from ..checks import check_block_size, check_sharing, check_weights
 from ..config import is_sparse
 
 BLOCK_SIZE = 64
@@ -19,6 +19,7 @@ class SparseAttentionCpuPlatform(CpuPlatform):
         if not is_sparse(vllm_config.model_config):
             return super().check_and_update_config(vllm_config)
         check_weights(vllm_config.model_config)
+        check_sharing(vllm_config)
         cache, scheduler = vllm_config.cache_config, vllm_config.scheduler_config
         block_size = cache.block_size if cache.user_specified_block_size else BLOCK_SIZE
         if vllm_config.model_config.hf_config.model_type == "deepseek_v4":
