@@ -112,8 +112,8 @@ def dependencies(torch: str) -> list[str]:
 
 def extras(torch: str) -> dict[str, list[str]]:
     """Optional dependencies of a build for this torch."""
-    # a range: an exact version would make pip remove the copy of CANN
-    pypto = f"pypto>={PYPTO[0]},<={PYPTO[-1]}; python_version <= '{PYPTO_PYTHON}'"
+    # no last version: pip would put an older one beside the copy of CANN, or in its place
+    pypto = f"pypto>={PYPTO[0]}; python_version <= '{PYPTO_PYTHON}'"
     first, last = TRANSFORMERS
     return {
         "models": [

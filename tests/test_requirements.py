@@ -2,6 +2,8 @@
 
 import re
 import shutil
+import venv
+import zipfile
 from importlib.metadata import metadata, requires
 from pathlib import Path
 
@@ -114,12 +116,30 @@ def test_the_installed_build_names_its_torch():
     assert requirements.build_problem(torch.__version__) is None
 
 
-def test_extras_take_every_supported_pypto_and_no_other():
-    """A range: for an exact version pip removes the copy that CANN has on PYTHONPATH."""
-    first, last = requirements.PYPTO[0], requirements.PYPTO[-1]
-    wanted = f"pypto>={first},<={last}; python_version <= '{requirements.PYPTO_PYTHON}'"
-    extras = requirements.extras(torch.__version__)
-    assert all(wanted in extras[extra] for extra in ("sim", "npu"))
+@pytest.mark.parametrize("version", ["0.2.0", "0.2.1", "0.3.0", "0.3.0b2", "1.0"])
+@pytest.mark.parametrize("inside", [False, True], ids=["on-PYTHONPATH", "in-the-environment"])
+@pytest.mark.parametrize("extra", ["sim", "npu"])
+def test_no_extra_touches_the_pypto_of_cann(extra, inside, version, tmp_path):
+    """By pip itself, with an index that has another version."""
+    index, target = tmp_path / "index", tmp_path / "environment"
+    index.mkdir()
+    with zipfile.ZipFile(index / "pypto-0.2.0-py3-none-any.whl", "w") as wheel:
+        info = "pypto-0.2.0.dist-info"
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: pypto\nVersion: 0.2.0\n")
+        wheel.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{info}/RECORD", "")
+    venv.create(target, with_pip=False)
+    [site] = target.glob("lib/python*/site-packages")
+    install(cann := site if inside else tmp_path / "cann", "pypto", version, "")
+    [asked] = [x for x in requirements.extras(torch.__version__)[extra] if x.startswith("pypto")]
+    before = sorted(tmp_path.rglob("pypto*"))
+    pip = ["-m", "pip", "--python", str(target), "install", "--no-index", f"--find-links={index}"]
+    done = python(*pip, asked.partition(";")[0], path=[] if inside else [cann])
+    assert done.returncode == 0, done.stderr
+    assert f"already satisfied: pypto>={requirements.PYPTO[0]} in {cann}" in done.stdout
+    assert sorted(tmp_path.rglob("pypto*")) == before
 
 
 def test_a_build_for_another_torch_is_rejected_before_it_is_loaded(tmp_path, with_torch):
