@@ -116,6 +116,15 @@ BENCHMARKS = {
         note="CPU time of a decode step of DeepSeek-V3.2 with hidden size 64, 16 layers and 128 "
         "cached tokens in bfloat16, divided by its layers.",
     ),
+    "sharing": Entry(
+        "bench_sharing",
+        "layers that share selections, compared with an indexer in each",
+        dict(repeats=7),
+        shown=("token, ms", "speedup", "prompt tokens per second", "speedup of a prompt"),
+        across="indexers",
+        note="Four dense layers of DeepSeek-V3.2, without a head of full size; of a prompt 256 "
+        "tokens, behind as many as the context has. [Page](../docs/shared_selections.md).",
+    ),
     "v4": Entry(
         "bench_v4",
         "attention layers of DeepSeek-V4 compared with upstream",
