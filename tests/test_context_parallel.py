@@ -44,7 +44,7 @@ def rows(cache):
 def computed(model, seed):
     ids, mask, positions = left_padded(PADS, sum(CHUNKS), seed)
     cache = models.PagedCache(model, len(PADS), 96, block_size=16)
-    with models.record_indices(model) as record:
+    with models.record_indices(model, experts=True) as record:
         logits = feed(model, cache, ids, mask, positions, CHUNKS)
     with models.replay_indices(model, record):
         again = models.PagedCache(model, len(PADS), 96, block_size=16)
@@ -53,7 +53,7 @@ def computed(model, seed):
     return {
         "logits": logits,
         "replayed": replayed,
-        "record": record,
+        "record": record.tensors(),
         "rows": rows(cache),
         "tokens": generated,
     }
