@@ -1,15 +1,18 @@
-"""One step of GRPO on the ops, with the selections of the rollout replayed in training.
+"""One step of GRPO on the ops, with what the rollout chose replayed in training.
 
 A policy gradient weighs each token by the ratio of its probability in training to that in the
-rollout, 1 before the first update. With sparse attention the ratio also depends on the selected
-keys, which other weights, kernels or batches of an indexer change. This example samples several
-answers to each of some questions with the lookup checkpoint (examples/checkpoints/lookup), and
-prints the largest distance of a log-ratio from 0:
+rollout, 1 before the first update. The ratio also depends on the keys that indexers select and on
+the experts that routers choose, which other weights, kernels or batches change. This example
+samples several answers to each of some questions with a lookup checkpoint (examples/checkpoints),
+and prints how far log-ratios are from 0:
 
 - ``replay``: training attends to the recorded keys;
 - ``other indexer, replay``: the same after noise on the indexers, which stands for whatever makes
   training select otherwise; the same bits, as no indexer chooses;
-- ``other indexer``: without replay, the indexers with noise select.
+- ``other indexer``: without replay, the indexers with noise select;
+- ``other router, replay``, of models with routed experts, as lookup_v4: after noise on the routers
+  alone. Tokens pass through the recorded experts, whose weights the router gives;
+- ``other router, keys``: the same with the keys replayed alone. The routers choose.
 
 On the CPU the ops give a token the same bits in a decode step and in training. So the ratio with
 replay is 1 to the bit where the matrix products of torch do so, too: on an AMD EPYC (Zen 3, torch
@@ -21,6 +24,7 @@ is the right value. No ratio is clipped, as all are 1. The indexers keep their w
 passes a selection.
 
     python examples/replay_rollout.py
+    python examples/replay_rollout.py --model examples/checkpoints/lookup_v4 --prompt-tokens 256
 """
 
 from options import Help, at_least, one_line_errors  # first; options.py says why
@@ -31,15 +35,16 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from train_lookup import lookup_batch
+import train_lookup
+import train_lookup_v4
 from transformers import set_seed
 
 from custom_pypto import models
 
 
 def rollout(model, prompts, args):
-    """The samples with their prompts, the logits of the new tokens, and the selections."""
-    with models.record_indices(model) as record:
+    """The samples with their prompts, the logits of the new tokens, and what the model chose."""
+    with models.record_indices(model, experts=True) as record:
         done = model.eval().generate(
             prompts,
             do_sample=True,
@@ -52,9 +57,10 @@ def rollout(model, prompts, args):
     return done.sequences, torch.stack(done.logits, 1), record
 
 
-def logits_in_training(model, ids, args, record=None):
+def logits_in_training(model, ids, args, record=None, experts=None):
     """The logits of the new tokens; the last token is not fed, as in the rollout."""
-    with nullcontext() if record is None else models.replay_indices(model, record):
+    replay = models.replay_indices
+    with nullcontext() if record is None else replay(model, record, experts=experts):
         return model.train()(ids[:, :-1]).logits[:, -args.new_tokens :]
 
 
@@ -64,9 +70,10 @@ def log_probabilities(logits, tokens, args):
 
 
 @torch.no_grad()
-def disturb_indexers(model, noise):
-    for layer in model.model.layers:
-        for weight in layer.self_attn.indexer.parameters():
+def disturb(model, part, noise):
+    """Adds noise to the weights of modules of this name, ``"indexer"`` or ``"gate"``."""
+    for name, weight in model.named_parameters():
+        if f".{part}." in name and weight.numel() > 1:
             weight += noise * weight.std() * torch.randn_like(weight)
 
 
@@ -77,9 +84,9 @@ def advantages_of(rewards):
 
 
 def print_distance(title, log_ratio):
-    distance = log_ratio.abs().max().item()
-    equal = ", equal to the bit" if distance == 0 else ""
-    print(f"{title:<22} largest |log-ratio| {distance:.1e}{equal}")
+    distances = log_ratio.abs()
+    mean = f", mean {distances.mean():.1e}" if distances.any() else ", equal to the bit"
+    print(f"{title:<22} largest |log-ratio| {distances.max():.1e}{mean}")
 
 
 def parser_of(description, temperature, of_model):
@@ -92,7 +99,8 @@ def parser_of(description, temperature, of_model):
     add("--prompt-tokens", type=at_least(33), default=96, help="at least 33")
     add("--new-tokens", type=at_least(1), default=8)
     add("--temperature", type=float, default=temperature)
-    add("--noise", type=float, default=0.5, help="on the indexers, of their standard deviation")
+    help = "on indexers and routers, of their standard deviation"
+    add("--noise", type=float, default=0.5, help=help)
     add("--seed", type=int, default=0)
     return parser
 
@@ -103,12 +111,16 @@ def prepared(args):
     with one_line_errors():
         model = models.load(args.model, dtype=torch.float32)
     models.use_custom_pypto(model, training="ops")
-    texts, _ = lookup_batch(args.prompts, args.prompt_tokens + 2, questions=1, seed=args.seed)
+    task = train_lookup_v4 if model.config.model_type == "deepseek_v4" else train_lookup
+    with one_line_errors():
+        texts, _ = task.lookup_batch(
+            args.prompts, args.prompt_tokens + 2, questions=1, seed=args.seed
+        )
     return model, texts[:, :-2], texts[:, -2:-1].repeat_interleave(args.samples, 0)
 
 
 def main():
-    parser = parser_of(__doc__, 3.0, "made by train_lookup.py")
+    parser = parser_of(__doc__, 3.0, "made by train_lookup.py or train_lookup_v4.py")
     parser.add_argument("--learning-rate", type=float, default=1e-4)
     parser.add_argument("--threads", type=at_least(1), default=1)
     args = parser.parse_args()
@@ -120,8 +132,9 @@ def main():
     new_tokens = ids[:, -args.new_tokens :]
     old = log_probabilities(logits, new_tokens, args)
 
-    def training_log_probabilities(record=None):
-        return log_probabilities(logits_in_training(model, ids, args, record), new_tokens, args)
+    def training_log_probabilities(record=None, experts=None):
+        logits = logits_in_training(model, ids, args, record, experts)
+        return log_probabilities(logits, new_tokens, args)
 
     @torch.no_grad()
     def right_answers():
@@ -131,9 +144,14 @@ def main():
     weights = {name: x.clone() for name, x in model.state_dict().items()}
     with torch.no_grad():
         print_distance("replay", training_log_probabilities(record) - old)
-        disturb_indexers(model, args.noise)
+        disturb(model, "indexer", args.noise)
         print_distance("other indexer, replay", training_log_probabilities(record) - old)
         print_distance("other indexer", training_log_probabilities() - old)
+        model.load_state_dict(weights)
+        if record.experts:
+            disturb(model, "gate", args.noise)
+            print_distance("other router, replay", training_log_probabilities(record) - old)
+            print_distance("other router, keys", training_log_probabilities(record, False) - old)
     model.load_state_dict(weights)
 
     rewards = (new_tokens[:, :1] == answers).float().view(args.prompts, args.samples)

@@ -26,7 +26,7 @@ import urllib.request
 
 import numpy as np
 import torch
-from replay_rollout import advantages_of, disturb_indexers, parser_of, prepared, print_distance
+from replay_rollout import advantages_of, disturb, parser_of, prepared, print_distance
 
 from custom_pypto import models
 
@@ -76,26 +76,27 @@ def main():
 
     with torch.no_grad(), models.record_indices(model) as own:
         model.eval()(ids[:, :-1], use_cache=True)
-    layers = dict(zip(own, selections.unbind(2), strict=True))
-    same = [own[i].sort(-1).values == layers[i].sort(-1).values for i in own]
+    own = own.indices
+    record = models.Record(dict(zip(own, selections.unbind(2), strict=True)))
+    same = [own[i].sort(-1).values == x.sort(-1).values for i, x in record.indices.items()]
     equal = torch.stack(same).all(-1)
     print(f"selections             {equal.sum()} of {equal.numel()} are the model's own")
 
     model.train()
-    with torch.no_grad(), models.replay_indices(model, layers):
+    with torch.no_grad(), models.replay_indices(model, record):
         replayed = log_probabilities(model, ids, args)
     print_distance("replay", replayed - old)
     weights = {name: x.clone() for name, x in model.state_dict().items()}
-    disturb_indexers(model, args.noise)
+    disturb(model, "indexer", args.noise)
     with torch.no_grad():
-        with models.replay_indices(model, layers):
+        with models.replay_indices(model, record):
             again = log_probabilities(model, ids, args)
         print_distance("replay, other indexer", again - replayed)
         print_distance("other indexer", log_probabilities(model, ids, args) - replayed)
     model.load_state_dict(weights)
 
     rewards = (ids[:, -args.new_tokens, None] == answers).float().view(args.prompts, args.samples)
-    with models.replay_indices(model, layers):
+    with models.replay_indices(model, record):
         ratio = (log_probabilities(model, ids, args) - old).exp()
         (-ratio * advantages_of(rewards).view(-1, 1)).mean().backward()
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])

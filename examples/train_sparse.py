@@ -76,7 +76,7 @@ def measure(model, input_ids, labels):
         sparse = model(input_ids)
     recalls = []
     for layer, attention in enumerate(dense.attentions):
-        selected = record[layer]
+        selected = record.indices[layer]
         mass = attention.mean(1)
         held = mass.gather(2, selected.clamp_min(0).long())
         held = held.where(selected >= 0, 0).sum(-1) / mass.topk(selected.size(2)).values.sum(-1)

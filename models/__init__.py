@@ -38,12 +38,14 @@ from .loading.plan import plan_for  # noqa: E402
 from .loading.request import Request  # noqa: E402
 from .patch import use_custom_pypto, use_transformers  # noqa: E402
 from .patched import CACHE  # noqa: E402
+from .record import Record  # noqa: E402
 from .replay import record_indices, replay_indices  # noqa: E402
 from .weights.choice import Weights  # noqa: E402
 
 __all__ = [
     "CACHE",
     "PagedCache",
+    "Record",
     "load",
     "record_indices",
     "replay_indices",

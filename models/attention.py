@@ -64,7 +64,7 @@ class PatchedAttention:
     first_norm: str
     #: new tokens that :meth:`read` takes at once
     slice_tokens: int
-    #: mixins of :mod:`.one_op` for modules of upstream, by their class
+    #: mixins of :mod:`.one_op` and :mod:`.routing` for modules of upstream, by their class
     one_op: dict[type[nn.Module], type] = {}
 
     @classmethod
@@ -94,7 +94,8 @@ class PatchedAttention:
         raise NotImplementedError
 
     def forward(self, hidden_states, position_embeddings, attention_mask, **kwargs):
-        contexts, step = kwargs.pop(calls.NAME, ()), attention_mask
+        around, step = kwargs.pop(calls.NAME, None), attention_mask
+        contexts = () if around is None else around.contexts
         if not isinstance(step, Step):
             attention = self
             for context in contexts:

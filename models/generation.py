@@ -41,7 +41,13 @@ def prepare_forward(model, args: tuple, kwargs: dict):
     if not contexts:
         return prepared
     args, kwargs = prepared or (args, kwargs)
-    return args, kwargs | {calls.NAME: contexts}
+    step: Step | None = kwargs["attention_mask"]["indexed_attention"] if prepared else None
+    named = {**dict(zip(FORWARD_ARGUMENTS, args, strict=False)), **kwargs}
+    fed = named.get("inputs_embeds")
+    batch, tokens = (named["input_ids"] if fed is None else fed).shape[:2]
+    for context in contexts:
+        context.begins(step, batch, tokens if step is None else step.whole.count())
+    return args, kwargs | {calls.NAME: calls.Around(contexts, step)}
 
 
 def prepare(model, args: tuple, kwargs: dict):

@@ -1,7 +1,6 @@
 """Layers without an indexer of their own: those of the config, and those that an option lets share
 the selection of an earlier layer (:mod:`custom_pypto.index_sharing`)."""
 
-import copy
 from typing import NamedTuple
 
 import torch
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from custom_pypto.index_sharing import Asked, offset_of, sources_of
 
 from .cache.layout import Pool
-from .calls import Context
+from .calls import Context, with_other
 
 
 class Sharing(NamedTuple):
@@ -71,7 +70,7 @@ class SharedUpstream(Context):
     """
 
     def __init__(self, text: nn.Module):
-        super().__init__(text)
+        super().__init__(text, {})
         self.selected: dict[int, Tensor] = {}
 
     def upstream(self, attention: nn.Module, hidden_states: Tensor, mask: Tensor) -> nn.Module:
@@ -112,20 +111,3 @@ def with_indexer(attention: nn.Module, other: nn.Module) -> nn.Module:
     """A module with the parts of ``attention``, but ``other`` in place of its indexer."""
     [name] = [name for name, x in attention.named_modules() if x is attention.indexer]
     return with_other(attention, name, other)
-
-
-def with_other(module: nn.Module, name: str, other: nn.Module) -> nn.Module:
-    """A module with the parts of ``module``, but ``other`` under this dotted name."""
-    first, _, rest = name.partition(".")
-    twin, part = copy.copy(module), other
-    if rest:
-        part = with_other(module.get_submodule(first), rest, other)
-        if "forward" in vars(part):
-            raise TypeError(
-                f"patched model: the {first} must have its own forward on the upstream path, where "
-                "layers attend to recorded or shared selections, got a replaced one (offloaded by "
-                "accelerate?), which would select; load the model without device_map, or use "
-                "evaluation mode"
-            )
-    twin._modules = module._modules | {first: part}
-    return twin

@@ -42,10 +42,16 @@ def takes(x: Tensor, *others: Tensor) -> bool:
     return dtype in OP_DTYPES and not is_transformed()
 
 
-class OneOp:
-    """Mixin for a class of transformers."""
+class Mixin:
+    """For a class of transformers; see :func:`derived`."""
 
     # not isinstance: after a reload of this package its classes are others
+    is_mixed_in = True
+
+
+class OneOp(Mixin):
+    """Mixin that takes ops for what transformers computes."""
+
     is_one_op = True
 
 
@@ -61,6 +67,16 @@ def derived(mixin: type, cls: type) -> type:
 
     made = type(cls.__name__, (mixin, cls), {"__reduce_ex__": reduced, "__doc__": cls.__doc__})
     return made
+
+
+def plain_class(cls: type) -> type:
+    """The class of transformers of which ``cls`` is :func:`derived`; FSDP2's, if that derived
+    another from it since."""
+    *others, base = cls.__bases__
+    if not hasattr(base, "is_mixed_in"):
+        return base
+    own = {name: x for name, x in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    return type(cls.__name__, (*others, plain_class(base)), own)
 
 
 def blank(mixin: type, cls: type) -> nn.Module:

@@ -24,7 +24,7 @@ from .indexer_loss import (
     begin_indexer_loss,
     check_indexer_loss,
 )
-from .one_op import Head, derived
+from .one_op import Head, derived, plain_class
 from .patched import (
     attention_of,
     attentions_to_patch,
@@ -140,8 +140,8 @@ class Patch:
             for name in ("index_source", "is_index_source"):
                 vars(attention).pop(name, None)
         for module in list(model.modules()):
-            if hasattr(cls := type(module), "is_one_op"):
-                change_class(module, cls.__bases__[-1])
+            if hasattr(cls := type(module), "is_mixed_in"):
+                change_class(module, plain_class(cls))
         restore(attentions, self.dequantized)
         del text._custom_pypto
 

@@ -52,7 +52,7 @@ def patched(kind, model=None, **options):
 def computed(model, seed):
     ids, mask, positions = left_padded(PADS, sum(CHUNKS), seed)
     cache = models.PagedCache(model, len(PADS), 96, block_size=16)
-    with models.record_indices(model) as record:
+    with models.record_indices(model, experts=True) as record:
         logits = feed(model, cache, ids, mask, positions, CHUNKS)
     with models.replay_indices(model, record):
         again = models.PagedCache(model, len(PADS), 96, block_size=16)
@@ -61,7 +61,7 @@ def computed(model, seed):
     return {
         "logits": logits,
         "replayed": replayed,
-        "record": record,
+        "record": record.tensors(),
         "rows": rows(cache),
         "tokens": generated,
     }

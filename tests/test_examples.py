@@ -275,6 +275,15 @@ def test_replay_keeps_the_probabilities_of_the_rollout(run, samples):
     assert ratios["other indexer"] > 0.1
 
 
+def test_replayed_experts_leave_the_difference_of_the_policies(run):
+    model = ["--model", str(ROOT / "examples/checkpoints/lookup_v4"), "--prompt-tokens", "256"]
+    said = run("replay_rollout.py", *model, "--noise", "0.1", "--threads", "1")
+    found = re.findall(r"^(.+?) +largest \|log-ratio\| [^\s,]+, (?:mean (\S+))?", said, re.M)
+    means = {title: float(mean or 0) for title, mean in found}
+    assert means["replay"] == means["other indexer, replay"] < 1e-5
+    assert 1e-4 < means["other router, replay"] < means["other router, keys"] / 2
+
+
 def test_a_step_with_replayed_selections_makes_right_answers_more_likely(run):
     said = run("replay_rollout.py", "--threads", "1")
     before, after = re.search(r"probability (\S+), after the step (\S+)", said).groups()

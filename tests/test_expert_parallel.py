@@ -71,6 +71,15 @@ def write(folder, checkpoint):
         tiny_model(kind, **changes).save_pretrained(folder / checkpoint)
 
 
+def replayed(model, record):
+    """Logits of other tokens, which attend to what these attended to, through their experts."""
+    shape = record.indices[max(record.indices)].shape[:2]
+    with models.replay_indices(model, record), models.record_indices(model, experts=True) as again:
+        logits = model(token_ids(*shape, seed=9)).logits
+    torch.testing.assert_close(again.tensors(), record.tensors(), rtol=0, atol=0)
+    return logits
+
+
 @torch.no_grad()
 def computed(model, ids):
     """Logits of a prefill and of decode steps, those of transformers' attention, and the tokens
@@ -78,7 +87,9 @@ def computed(model, ids):
     cache = models.PagedCache(model, len(ids), ids.size(1))
     calls = ids.split([PREFILL, *[1] * DECODE], 1)
     logits = torch.cat([model(call, **{CACHE: cache}).logits for call in calls], 1)
-    tokens = model.generate(ids, max_new_tokens=8, do_sample=False)
+    with models.record_indices(model, experts=True) as record:
+        tokens = model.generate(ids, max_new_tokens=8, do_sample=False)
+    logits = torch.cat([logits, replayed(model, record)], 1)
     upstream = models.use_transformers(model)(ids, use_cache=False).logits
     return torch.cat([logits, upstream], 1), tokens
 

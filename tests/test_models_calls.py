@@ -105,12 +105,13 @@ def test_a_hook_acts_in_every_step_of_compiled_layers(kind, place):
 
 
 def recorded(model, seed):
-    with models.record_indices(model) as record:
+    with models.record_indices(model, experts=True) as record:
         generated(model, seed)
     return record
 
 
 def same(one, other):
+    one, other = one.tensors(), other.tensors()
     return one.keys() == other.keys() and all(torch.equal(one[i], other[i]) for i in one)
 
 
@@ -121,7 +122,7 @@ def test_records_and_replays_are_of_the_thread_that_asked_for_them(kind):
     want = generated(model, 2)
     assert not same(first, second)
 
-    with models.record_indices(model) as record:
+    with models.record_indices(model, experts=True) as record:
         generated(model, 1)
         other = in_a_thread(lambda: recorded(model, 2))
         assert in_a_thread(lambda: generated(model, 2)) == want
@@ -136,7 +137,7 @@ def test_records_and_replays_are_of_the_thread_that_asked_for_them(kind):
 def test_contexts_that_overlap_leave_nothing_behind():
     model = patched_model()
     want = recorded(model, 1)
-    first, second = models.record_indices(model), models.record_indices(model)
+    first, second = (models.record_indices(model, experts=True) for _ in range(2))
     one, two = first.__enter__(), second.__enter__()
     generated(model, 1)
     first.__exit__(None, None, None)  # as two threads may leave them
@@ -154,10 +155,13 @@ def test_a_context_is_of_its_model_and_the_innermost_replay_counts():
     model, other = patched_model(), patched_model()
     first, second = recorded(model, 1), recorded(model, 2)
     with models.replay_indices(model, first), models.replay_indices(model, second):
-        with models.record_indices(model) as record, models.record_indices(other) as nothing:
+        with (
+            models.record_indices(model, experts=True) as record,
+            models.record_indices(other, experts=True) as nothing,
+        ):
             generated(model, 2)
     assert same(record, second)
-    assert all(not indices.numel() for indices in nothing.values())
+    assert all(not indices.numel() for indices in nothing.tensors().values())
 
 
 @pytest.mark.parametrize("replayed", [0, 9, 6], ids="padding-of-{}".format)
@@ -196,7 +200,7 @@ def test_a_model_is_not_unpatched_inside_of_a_record():
 def test_layers_that_run_again_in_the_backward_attend_to_the_record_after_the_context(kind):
     model, ids = patched_model(kind).train(), token_ids(1, 24)
     models.use_custom_pypto(model, training="ops")
-    with models.record_indices(model) as record, torch.enable_grad():
+    with models.record_indices(model, experts=True) as record, torch.enable_grad():
         model(token_ids(1, 24, seed=5), use_cache=False)
     gradients = []
     for inside in (True, False):

@@ -204,7 +204,7 @@ def test_selection_logits_and_all_other_gradients_keep_their_bits(kind):
         model = model_for("ops", kind, loss)
         with models.record_indices(model) as record:
             output = model(**batch)
-        selected = {f"selection {i}": x for i, x in record.items()}
+        selected = {f"selection {i}": x for i, x in record.indices.items()}
         found = gradients(model, output.loss)
         learned = indexer_names(model) & found.keys()
         assert learned == (indexer_names(model) if loss else set())

@@ -87,14 +87,19 @@ def prompt(seed=1, pads=PADS):
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def rollout(model, seed=1, pads=PADS):
-    """What a rollout fed, as arguments of a forward, and which positions it attended to."""
+def rollout(model, seed=1, pads=PADS, experts=False):
+    """What a rollout fed, as arguments of a forward, and what it chose."""
     asked = prompt(seed, pads)
-    with models.record_indices(model) as record:
+    with models.record_indices(model, experts=experts) as record:
         ids = model.generate(**asked, max_new_tokens=8, do_sample=False)[:, :-1]
     mask = torch.cat([asked["attention_mask"], torch.ones(2, 7, dtype=torch.int64)], 1)
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
     return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}, record
+
+
+def same(one, other):
+    one, other = one.tensors(), other.tensors()
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def logits(model, fed):
@@ -106,8 +111,8 @@ def logits(model, fed):
 def test_a_record_has_what_each_indexer_selected_of_every_token(kind):
     case, model = CASES[kind], patched_model(kind)
     fed, record = rollout(model)
-    assert list(record) == list(indexers(model))
-    for indices in record.values():
+    assert list(record.indices) == list(indexers(model)) and record.experts == {}
+    for indices in record.indices.values():
         assert indices.dtype == torch.int32 and indices.shape == (2, 37, case.width)
         # a token sees itself and those before it; padding sees none
         for row, pads in enumerate(PADS):
@@ -117,7 +122,7 @@ def test_a_record_has_what_each_indexer_selected_of_every_token(kind):
     # one forward over the same tokens selects the same
     with models.record_indices(model) as again, torch.no_grad():
         model(**fed, use_cache=False)
-    assert all(torch.equal(again[layer], record[layer]) for layer in record)
+    assert same(again, record)
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -130,7 +135,7 @@ def test_another_policy_attends_to_what_the_rollout_did(kind, monkeypatch):
         own = logits(trained, fed)
         with models.replay_indices(trained, record), models.record_indices(trained) as again:
             replayed = logits(trained, fed)
-        assert all(torch.equal(again[layer], record[layer]) for layer in record)
+        assert same(again, record)
         with models.replay_indices(trained, record):
             cache = models.PagedCache(trained, 2, 48, block_size=16)
             parts = []
@@ -165,7 +170,7 @@ def test_training_attends_to_what_the_rollout_did_and_has_gradients(kind, path, 
     torch.testing.assert_close(got.detach(), want, rtol=0, atol=case.tolerance)
     assert (own - want).abs().max() > WRONG
     for name in case.projections:
-        attention = patched_attentions(text_model(trained))[max(record)]
+        attention = patched_attentions(text_model(trained))[max(record.indices)]
         gradient = getattr(attention, name).weight.grad
         assert gradient.isfinite().all() and gradient.abs().max() > 0
     # afterwards the indexers select again
@@ -194,8 +199,8 @@ def test_a_record_follows_crops_second_turns_and_new_caches():
         model(ids[:, 30:], cache=cache)
     with models.record_indices(model) as whole, torch.no_grad():
         model(ids)
-    assert whole[0].shape == (2, 40, 8)
-    assert all(torch.equal(record[layer], whole[layer]) for layer in range(3))
+    assert whole.indices[0].shape == (2, 40, 8)
+    assert same(record, whole)
 
 
 def test_a_cache_from_before_the_recording_is_rejected():
@@ -205,7 +210,7 @@ def test_a_cache_from_before_the_recording_is_rejected():
     with models.record_indices(model) as record:
         with pytest.raises(ValueError, match=r"must be empty, or hold .*\[0, 0\]; got .*\[2, 20\]"):
             model(token_ids(2, 1), cache=cache)
-    assert all(indices.numel() == 0 for indices in record.values())
+    assert all(indices.numel() == 0 for indices in record.indices.values())
     assert int(cache.seen) == 20
     model(token_ids(2, 1), cache=cache)
 
@@ -221,20 +226,20 @@ def test_an_exchange_of_sequences_while_recording_is_rejected():
 
 RECORDS = {
     "of-other-layers": (
-        lambda record: {0: record[0]},
-        r"record must have layers \[0, 1, 2\] .*got \[0\]",
+        lambda indices: {0: indices[0]},
+        r"record.indices must have layers \[0, 1, 2\] .*got \[0\]",
     ),
     "of-another-index-topk": (
-        lambda record: {layer: x[..., :4] for layer, x in record.items()},
-        r"record\[0\] must be int32 \[B, T, 8\].*got torch.int32 \[2, 37, 4\]",
+        lambda indices: {layer: x[..., :4] for layer, x in indices.items()},
+        r"record.indices\[0\] must be int32 \[B, T, 8\].*got torch.int32 \[2, 37, 4\]",
     ),
     "of-another-dtype": (
-        lambda record: record | {1: record[1].long()},
-        r"record\[1\] must be int32 .*got torch.int64 \[2, 37, 8\]",
+        lambda indices: indices | {1: indices[1].long()},
+        r"record.indices\[1\] must be int32 .*got torch.int64 \[2, 37, 8\]",
     ),
     "of-other-tokens-in-one-layer": (
-        lambda record: record | {2: record[2][:, 1:]},
-        r"record\[2\] must be .*with B and T of record\[0\], got torch.int32 \[2, 36, 8\]",
+        lambda indices: indices | {2: indices[2][:, 1:]},
+        r"record.indices\[2\] must be .*\[B, T\] = \[2, 37\], got torch.int32 \[2, 36, 8\]",
     ),
 }
 
@@ -244,7 +249,7 @@ def test_a_record_of_another_model_is_rejected(change, message):
     model = patched_model()
     _, record = rollout(model)
     with pytest.raises(ValueError, match=f"replay_indices: {message}"):
-        with models.replay_indices(model, change(record)):
+        with models.replay_indices(model, models.Record(change(record.indices))):
             pass
 
 
@@ -284,8 +289,7 @@ def test_deepseek_v4_trains_padded_sequences_alone():
         ):
             model(fed["input_ids"])
     for row, pads in enumerate(PADS):
-        of_row = {layer: indices[row : row + 1, pads:] for layer, indices in record.items()}
-        with models.replay_indices(model, of_row):
+        with models.replay_indices(model, record[row : row + 1, pads:]):
             got = model(fed["input_ids"][row : row + 1, pads:]).logits[0].detach()
         torch.testing.assert_close(
             got, want[row, pads:], rtol=0, atol=CASES["deepseek_v4"].tolerance
@@ -300,7 +304,7 @@ def test_a_model_without_an_indexer_has_an_empty_record():
     )
     with models.record_indices(model) as record, torch.no_grad():
         want = model(ids).logits
-    assert record == {}
+    assert record.tensors() == {}
     with models.replay_indices(model, record), torch.no_grad():
         assert torch.equal(model(ids).logits, want)
 
@@ -311,17 +315,19 @@ def test_a_record_of_hostile_numbers_reads_nothing_outside(kind):
     fed, record = rollout(model, pads=case.pads)
     last = int(case.selectable(torch.tensor(37))) - 1  # not seen yet, as the next does not exist
     numbers = torch.tensor([last, last + 1, 2**31 - 1, -(2**31), -2], dtype=torch.int32)
-    hostile = {layer: indices.clone() for layer, indices in record.items()}
+    hostile = {layer: indices.clone() for layer, indices in record.indices.items()}
     for indices in hostile.values():
         indices[:, 20:34, 1:] = numbers[torch.arange(case.width - 1) % 5]
-    with models.replay_indices(model, hostile), torch.no_grad():
+    with models.replay_indices(model, models.Record(hostile)), torch.no_grad():
         on_ops, upstream = logits(model, fed), logits(model.train(), fed)
     assert on_ops.isfinite().all() and upstream.isfinite().all()
     if kind != "deepseek_v32":  # whose upstream has no number for no token
         torch.testing.assert_close(upstream, on_ops, rtol=0, atol=case.tolerance)
 
 
-@pytest.mark.parametrize("context", [models.record_indices, lambda m: models.replay_indices(m, {})])
+@pytest.mark.parametrize(
+    "context", [models.record_indices, lambda m: models.replay_indices(m, models.Record())]
+)
 def test_an_upstream_model_is_rejected(context):
     with pytest.raises(TypeError, match="_indices: model must be patched .*got a DeepseekV32For"):
         with context(tiny_model()):

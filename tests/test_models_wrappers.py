@@ -151,13 +151,19 @@ def test_a_width_that_no_op_takes_is_rejected_by_the_name_of_its_attribute(name)
 
 
 def test_a_model_of_fsdp2_is_patched_again_and_undone():
-    model = models.use_custom_pypto(tiny_model())
-    plain = type(model)
-    # the class that fully_shard gives a model
-    model.__class__ = type(f"FSDP{plain.__name__}", (FSDPModule, plain), {})
+    model = tiny_model()
+    plain, of_layer = type(model), type(model.model.layers[0])
+    models.use_custom_pypto(model)
+    for module in (model, *model.model.layers):  # the classes that fully_shard gives them
+        own = type(module)
+        module.__class__ = type(f"FSDP{own.__name__}", (FSDPModule, own), {})
     models.use_custom_pypto(model, block_size=32)
+    with models.record_indices(model, experts=True) as record:
+        model(token_ids(1, 20))
+    assert record.experts[1].shape == (1, 20, 2)
     models.use_transformers(model)
     assert not hasattr(model.model, "_custom_pypto")
+    assert all(type(layer).__bases__ == (FSDPModule, of_layer) for layer in model.model.layers)
     with pytest.raises(TypeError, match="model must be a .*, got .*Other"):
         model.__class__ = type("Other", (plain,), {})
         models.use_custom_pypto(model)

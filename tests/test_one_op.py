@@ -360,7 +360,7 @@ def test_a_decoded_token_takes_one_op_for_each_norm_and_rotation():
     assert calls.counts[ops.rotate.default] == 4 * layers
     assert calls.counts[ops.route.default] == layers - 1
     models.use_transformers(model)
-    assert not any(hasattr(module, "is_one_op") for module in model.modules())
+    assert not any(hasattr(module, "is_mixed_in") for module in model.modules())
 
 
 def test_a_token_decoded_by_deepseek_v4_takes_one_op_for_each_part():

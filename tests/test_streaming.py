@@ -102,11 +102,15 @@ def test_batches_chunks_caches_and_records(both, tmp_path):
     results = []
     for one in both:
         cache = models.PagedCache(one, 3, 64, block_size=16)
-        with models.record_indices(one) as record:
+        with models.record_indices(one, experts=True) as record:
             one(ids, **{CACHE: cache})
         cache.save(tmp_path / "cache")
         restored = models.PagedCache.load(tmp_path / "cache", one)
-        results.append((dict(record), one(ids[:, :2], **{CACHE: restored}).logits))
+        results.append((record.tensors(), one(ids[:, :2], **{CACHE: restored}).logits))
+        other = token_ids(3, 40, seed=2)
+        with models.replay_indices(one, record), models.record_indices(one, experts=True) as again:
+            results[-1] += (one(other, **{CACHE: models.PagedCache(one, 3, 64)}).logits,)
+        torch.testing.assert_close(again.tensors(), record.tensors(), rtol=0, atol=0)
     torch.testing.assert_close(*results, rtol=0, atol=0)
 
 

@@ -176,4 +176,4 @@ def test_every_argument_of_an_op_is_described_by_name(op):
 def test_what_models_offers_has_an_example(name):
     text = getattr(models, name).__doc__
     assert "::\n" in text or name == "replay_indices"  # its example is record_indices'
-    assert "Returns:" in text or name in ("PagedCache", "replay_indices")
+    assert "Returns:" in text or name in ("PagedCache", "Record", "replay_indices")

@@ -5,6 +5,7 @@ from torch import Tensor
 from transformers.models.axk2.modeling_axk2 import (
     AXK2MLP,
     AXK2Attention,
+    AXK2DecoderLayer,
     AXK2Experts,
     AXK2Indexer,
     AXK2RMSNorm,
@@ -16,10 +17,12 @@ from ..cache import Tokens
 from ..cache.layout import INDEX_POOLS, MLA_POOLS
 from ..latent_attention import LatentAttention
 from ..one_op import MLP, Experts, Norm, Rotation
+from ..routing import RoutedLayer
 
 
 class PagedAXK2Attention(LatentAttention, AXK2Attention):
     one_op = {
+        AXK2DecoderLayer: RoutedLayer,
         AXK2MLP: MLP,
         AXK2Experts: Experts,
         AXK2RMSNorm: Norm,

@@ -2,6 +2,7 @@
 
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
     DeepseekV32Attention,
+    DeepseekV32DecoderLayer,
     DeepseekV32Experts,
     DeepseekV32Indexer,
     DeepseekV32MLP,
@@ -14,10 +15,12 @@ from transformers.models.deepseek_v32.modeling_deepseek_v32 import (
 from ..cache.layout import INDEX_POOLS, MLA_POOLS
 from ..latent_attention import LatentAttention
 from ..one_op import MLP, Experts, Norm, Rotation, Router
+from ..routing import RoutedLayer
 
 
 class PagedDeepseekV32Attention(LatentAttention, DeepseekV32Attention):
     one_op = {
+        DeepseekV32DecoderLayer: RoutedLayer,
         DeepseekV32MLP: MLP,
         DeepseekV32Experts: Experts,
         DeepseekV32RMSNorm: Norm,

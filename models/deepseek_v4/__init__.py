@@ -5,7 +5,7 @@ that a lightning indexer selects.
 """
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
     DeepseekV4Attention,
     DeepseekV4CSACompressor,
@@ -45,6 +45,7 @@ from ..one_op import (
     takes,
 )
 from ..projection import check_replaced
+from ..routing import RoutedLayer
 
 SPARSE, HEAVY = "compressed_sparse_attention", "heavily_compressed_attention"
 # tokens of a slice: few, so that the ring of each sequence stays short
@@ -81,6 +82,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return apply_rotary_pos_emb(x, cos, sin, unsqueeze_dim=2)
 
 
+class OwnLayer(RoutedLayer, StreamsLayer):
+    @staticmethod
+    def scores(router: nn.Module, logits: Tensor) -> Tensor:
+        return router.score_fn(logits)
+
+
 class OwnMLP(BoundedMLP):
     bound = property(lambda self: self.limit)
 
@@ -92,7 +99,7 @@ class PagedDeepseekV4Attention(CompressedAttention, DeepseekV4Attention):
         DeepseekV4GroupedLinear: GroupedLinear,
         DeepseekV4HyperConnection: HyperConnection,
         DeepseekV4HyperHead: HyperHead,
-        DeepseekV4DecoderLayer: StreamsLayer,
+        DeepseekV4DecoderLayer: OwnLayer,
         DeepseekV4RMSNorm: Float32Norm,
         DeepseekV4TopKRouter: RootRouter,
         DeepseekV4UnweightedRMSNorm: UnweightedNorm,
@@ -156,6 +163,6 @@ class PagedDeepseekV4Attention(CompressedAttention, DeepseekV4Attention):
                 "replay_indices: attention_mask must have no padding on the upstream path of "
                 "DeepSeek-V4, which counts padding as tokens of its windows, got some in sequences "
                 f"{padded}; replay sequence b alone, without its n tokens of padding: "
-                "record[layer][b : b + 1, n:]"
+                "record[b : b + 1, n:]"
             )
         return torch.zeros(len(mask), dtype=torch.int64, device=mask.device)

@@ -7,6 +7,7 @@ from transformers.models.dots3_note.modeling_dots3_note import (
     Dots3NoteExperts,
     Dots3NoteRMSNorm,
     Dots3NoteTextAttention,
+    Dots3NoteTextDecoderLayer,
     Dots3NoteTextIndexer,
     Dots3NoteTextMLP,
     Dots3NoteTextTopkRouter,
@@ -19,10 +20,12 @@ from ..cache.layout import MLA_POOLS, Pool
 from ..cache.store import PagedLayer
 from ..latent_attention import LatentAttention
 from ..one_op import MLP, Experts, Norm, Rotation, Router
+from ..routing import RoutedLayer
 
 
 class PagedDots3NoteAttention(LatentAttention, Dots3NoteTextAttention):
     one_op = {
+        Dots3NoteTextDecoderLayer: RoutedLayer,
         Dots3NoteTextMLP: MLP,
         Dots3NoteExperts: Experts,
         Dots3NoteRMSNorm: Norm,

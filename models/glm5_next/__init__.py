@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 from transformers.models.glm5_next.modeling_glm5_next import (
     Glm5NextTextAttention,
+    Glm5NextTextDecoderLayer,
     Glm5NextTextExperts,
     Glm5NextTextHyperConnection,
     Glm5NextTextIndexer,
@@ -27,6 +28,7 @@ from ..compression import compress, state_layout
 from ..latent_attention import LatentAttention
 from ..one_op import BoundedMLP, Experts, HyperConnection, Norm, Router, UnweightedNorm
 from ..projection import brought_in
+from ..routing import RoutedLayer
 
 FULL = {"indexer_types": "full"}
 
@@ -45,6 +47,7 @@ class OwnMLP(BoundedMLP):
 
 class PagedGlm5NextAttention(LatentAttention, Glm5NextTextAttention):
     one_op = {
+        Glm5NextTextDecoderLayer: RoutedLayer,
         Glm5NextTextMLP: OwnMLP,
         Glm5NextTextExperts: Experts,
         Glm5NextTextHyperConnection: HyperConnection,

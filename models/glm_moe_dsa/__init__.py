@@ -3,6 +3,7 @@ layer before (arXiv:2603.12201)."""
 
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
     GlmMoeDsaAttention,
+    GlmMoeDsaDecoderLayer,
     GlmMoeDsaExperts,
     GlmMoeDsaIndexer,
     GlmMoeDsaMLP,
@@ -14,10 +15,12 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
 from ..cache.layout import MLA_POOLS, Pool
 from ..latent_attention import LatentAttention
 from ..one_op import MLP, Experts, Norm, Rotation, Router
+from ..routing import RoutedLayer
 
 
 class PagedGlmMoeDsaAttention(LatentAttention, GlmMoeDsaAttention):
     one_op = {
+        GlmMoeDsaDecoderLayer: RoutedLayer,
         GlmMoeDsaMLP: MLP,
         GlmMoeDsaExperts: Experts,
         GlmMoeDsaRMSNorm: Norm,

@@ -5,6 +5,7 @@ from torch import Tensor
 from transformers.models.hy_v4.modeling_hy_v4 import (
     HYV4MLP,
     HYV4Attention,
+    HYV4DecoderLayer,
     HYV4Experts,
     HYV4Indexer,
     HYV4RMSNorm,
@@ -16,6 +17,7 @@ from ..cache import Tokens
 from ..cache.layout import MLA_POOLS, Pool
 from ..latent_attention import LatentAttention
 from ..one_op import MLP, Experts, Norm, Rotation, Router
+from ..routing import RoutedLayer
 
 
 class GatedAttention(LatentAttention):
@@ -35,6 +37,7 @@ class GatedAttention(LatentAttention):
 
 class PagedHYV4Attention(GatedAttention, HYV4Attention):
     one_op = {
+        HYV4DecoderLayer: RoutedLayer,
         HYV4MLP: MLP,
         HYV4Experts: Experts,
         HYV4RMSNorm: Norm,

@@ -4,6 +4,7 @@ width; the norms of latents have the epsilon of the config."""
 from transformers.models.hy_v4_vl.modeling_hy_v4_vl import (
     HYV4VLMLP,
     HYV4VLAttention,
+    HYV4VLDecoderLayer,
     HYV4VLExperts,
     HYV4VLIndexer,
     HYV4VLRMSNorm,
@@ -14,10 +15,12 @@ from transformers.models.hy_v4_vl.modeling_hy_v4_vl import (
 from ..attention import Counting
 from ..hy_v4 import GatedAttention
 from ..one_op import MLP, Experts, Norm, Rotation, Router
+from ..routing import RoutedLayer
 
 
 class PagedHYV4VLAttention(GatedAttention, HYV4VLAttention):
     one_op = {
+        HYV4VLDecoderLayer: RoutedLayer,
         HYV4VLMLP: MLP,
         HYV4VLExperts: Experts,
         HYV4VLRMSNorm: Norm,

@@ -5,6 +5,7 @@ from torch import Tensor
 from transformers.models.mistral_large4.modeling_mistral_large4 import (
     MistralLarge4RMSNorm,
     MistralLarge4TextAttention,
+    MistralLarge4TextDecoderLayer,
     MistralLarge4TextExperts,
     MistralLarge4TextIndexer,
     MistralLarge4TextMLP,
@@ -15,12 +16,14 @@ from ..cache import Tokens
 from ..cache.layout import OWN_NUMBER, Pool
 from ..latent_attention import LatentAttention
 from ..one_op import MLP, Experts, Norm, Rotation
+from ..routing import SoftmaxLayer
 
 OWN_LATENTS = {"kv_source_layers": OWN_NUMBER}
 
 
 class PagedMistralLarge4Attention(LatentAttention, MistralLarge4TextAttention):
     one_op = {
+        MistralLarge4TextDecoderLayer: SoftmaxLayer,
         MistralLarge4TextMLP: MLP,
         MistralLarge4TextExperts: Experts,
         MistralLarge4RMSNorm: Norm,
