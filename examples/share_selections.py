@@ -112,7 +112,7 @@ def main():
     for pattern, origin in patterns(model, record, args.shares).items():
         models.use_custom_pypto(model, index_topk_pattern=pattern)
         loss, right = measured(model, ids, labels, args.chunk)
-        print(f"{pattern}  {pattern.count('F')}  {loss:.4f}  {right:.4f}  ({origin})")
+        print(f"{pattern}  {pattern.count('F')}  {loss:.4g}  {right:.4f}  ({origin})")
 
 
 if __name__ == "__main__":
