@@ -45,7 +45,7 @@ from custom_pypto.models.architectures import available
 from custom_pypto.models.loading.checkpoint import first_layers
 from custom_pypto.models.loading.parameters import dtypes_of
 from custom_pypto.models.loading.request import check_memory_option
-from custom_pypto.models.patched import text_model
+from custom_pypto.models.patched import patched_attentions, text_model
 from custom_pypto.models.sharing import (
     check_heads,
     plan_of,
@@ -151,13 +151,20 @@ def shares_read(model) -> dict[str, float]:
     text = text_model(model)
     inside = next(name for name, module in model.named_modules() if module is text)
     experts, chosen = expert_weights(model), text.config.num_experts_per_tok
+    # of layers that share a selection, by index_topk_freq or index_topk_pattern of the config
+    idle = {
+        id(weight)
+        for attention in patched_attentions(text).values()
+        if attention.index_source is not None and attention.indexer is not None
+        for weight in attention.indexer.parameters()
+    }
     shares = {}
-    for name, tensor in model.state_dict().items():
+    for name, tensor in model.state_dict(keep_vars=True).items():
         if name in experts:
             shares[name] = chosen / tensor.size(0)
         else:
             inner = name.startswith(inside) or "lm_head" in name
-            shares[name] = float(inner and "embed_tokens" not in name)
+            shares[name] = float(inner and "embed_tokens" not in name and id(tensor) not in idle)
     return shares
 
 

@@ -81,9 +81,11 @@ def patterns(model, record, shares: list[float]) -> dict[str, str]:
     found = {propose_pattern(model, record, 1): "all indexers"}
     for wanted in shares:
         found.setdefault(propose_pattern(model, record, wanted), f"greedy, {wanted:g}")
-        if len(next(iter(found))) == len(record):  # else some layers have no indexer
+        if len(next(iter(found))) == len(record.indices):  # else some layers have no indexer
             freq = round(1 / wanted)
-            found.setdefault(pattern_of(freq, OFFSET, len(record)), f"index_topk_freq={freq}")
+            found.setdefault(
+                pattern_of(freq, OFFSET, len(record.indices)), f"index_topk_freq={freq}"
+            )
     return found
 
 
@@ -104,7 +106,7 @@ def main():
         ids, labels = inputs(args)
         record = recorded(model, ids, args.chunk)
         alike = overlaps(record)
-    layers = list(record)
+    layers = list(record.indices)
     print(f"{ids.size(1)} tokens; of what a layer selects, the share that the one before selects")
     for i in range(1, len(layers)):
         print(f"layer {layers[i]:3}  {alike[i - 1, i]:.3f} of layer {layers[i - 1]}")
@@ -112,7 +114,7 @@ def main():
     for pattern, origin in patterns(model, record, args.shares).items():
         models.use_custom_pypto(model, index_topk_pattern=pattern)
         loss, right = measured(model, ids, labels, args.chunk)
-        print(f"{pattern}  {pattern.count('F')}  {loss:.4f}  {right:.4f}  ({origin})")
+        print(f"{pattern}  {pattern.count('F')}  {loss:.4g}  {right:.4f}  ({origin})")
 
 
 if __name__ == "__main__":

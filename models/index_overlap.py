@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .patched import text_model
-from .replay import Record
+from .record import Record
 
 # tokens whose selections are compared at once
 TOKENS = 256
@@ -26,7 +26,7 @@ def overlaps(record: Record) -> Tensor:
     Raises:
         ValueError: there is no such token; the run was too short.
     """
-    selected = torch.stack([indices.flatten(0, 1).cpu() for indices in record.values()])
+    selected = torch.stack([indices.flatten(0, 1).cpu() for indices in record.indices.values()])
     exists = selected >= 0
     # some position before the last selected one is not selected
     chooses = (exists.sum(-1) < selected.amax(-1) + 1).any(0)
@@ -36,7 +36,7 @@ def overlaps(record: Record) -> Tensor:
             f"{chooses.numel()} that select all; record a longer run"
         )
     selected, exists = selected[:, chooses], exists[:, chooses]
-    total = torch.zeros(len(record), len(record), dtype=torch.float64)
+    total = torch.zeros(len(selected), len(selected), dtype=torch.float64)
     for part, real in zip(selected.split(TOKENS, 1), exists.split(TOKENS, 1), strict=True):
         # a column for each position, and one for none
         members = torch.zeros(*part.shape[:2], int(part.max()) + 2)
@@ -63,7 +63,7 @@ def propose_pattern(model, record: Record, share: float) -> str:
     if not 0 < share <= 1:
         raise ValueError(f"propose_pattern: share must be more than 0 and at most 1, got {share}")
     sources = text_model(model)._custom_pypto.sharing.sources
-    layers, missing = list(record), 1 - overlaps(record)
+    layers, missing = list(record.indices), 1 - overlaps(record)
     if set(sources) & set(layers):
         raise ValueError(
             f"propose_pattern: record must be of the model as it is patched, where layers "

@@ -39,7 +39,7 @@ class Sharing(NamedTuple):
             TypeError, ValueError: names the option, what it must be and what came.
         """
         own = [i for i in layers if pools["index"].row(config, i, torch.bfloat16) is not None]
-        # of which transformers has made those keys, where a config has them
+        # which transformers has made of the config's keys, where it has them; not of Hy4's
         by_types = getattr(config, "indexer_types", None) is not None
         sparse = layers if by_types else own
         lacking = [i for i in sparse if i not in own]

@@ -48,6 +48,16 @@ def test_the_size_is_that_of_the_loaded_model(checkpoint, weights):
     assert size.read == pytest.approx(read)
 
 
+def test_a_token_does_not_read_indexers_of_layers_that_share():
+    config = AutoConfig.from_pretrained(f"{REPOSITORY}/examples/checkpoints/lookup")
+    plain = program.measure("lookup", config, None).sizes["bfloat16"]
+    config.index_topk_pattern = "FS"
+    shared = program.measure("lookup", config, None).sizes["bfloat16"]
+    model = models.load(f"{REPOSITORY}/examples/checkpoints/lookup")
+    indexer = sum(x.nbytes for x in model.model.layers[1].self_attn.indexer.parameters())
+    assert shared.weights == plain.weights and plain.read - shared.read == indexer > 0
+
+
 @pytest.mark.parametrize("weights", [None, "int8"])
 def test_the_size_of_a_rank_is_its_part_of_the_loaded_model(weights):
     path, ranks = f"{REPOSITORY}/examples/checkpoints/lookup_v4", 2

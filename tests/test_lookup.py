@@ -105,3 +105,11 @@ def test_npu_programs_answer_as_the_cpu_kernels_do(generated):
     asked = labels[:, 1:] >= 0
     assert torch.equal(got[asked], expected[asked])
     assert (got == labels[:, 1:])[asked].float().mean() > 0.9
+
+
+@pytest.mark.parametrize("length", [256, 512, 1024])
+def test_the_second_layer_may_attend_to_what_the_first_selects(length):
+    """The figures of docs/shared_selections.md: 127 of 128 at least."""
+    model = models.use_custom_pypto(load("lookup"), index_topk_pattern="FS")
+    cache = functools.partial(models.PagedCache, model, 1, length)
+    assert train_lookup.lookup_accuracy(model, length, new_cache=cache) >= 127 / 128

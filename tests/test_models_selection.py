@@ -33,7 +33,7 @@ def answers(model, chunks):
             new = model(ids[:, end - size : end], attention_mask=mask[:, :end], cache=cache).logits
             logits.append(new[mask[:, end - size : end].bool()])
     keys = [layer.pools["index"] for layer in cache.store.layers if "index" in layer.pools]
-    return [*logits, *record.values(), *(torch.nan_to_num(x) for x in keys)]
+    return [*logits, *record.indices.values(), *(torch.nan_to_num(x) for x in keys)]
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -68,5 +68,5 @@ def test_training_attends_in_the_order_of_a_rollout(kind):
             model(part, cache=cache)
     with models.record_indices(model) as trained:
         model.train()(ids)
-    assert list(rollout) == list(trained)
-    assert all(torch.equal(rollout[layer], trained[layer]) for layer in rollout)
+    assert list(rollout.indices) == list(trained.indices)
+    assert all(torch.equal(x, trained.indices[layer]) for layer, x in rollout.indices.items())

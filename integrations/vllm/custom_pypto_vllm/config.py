@@ -40,11 +40,6 @@ def sharing(config: dict) -> dict[int, int]:
     return sources_of(letters, sparse)
 
 
-def shared_layers(config) -> set[int]:
-    """vLLM's ``compute_skip_topk_layers``, which heeds no other key beside ``indexer_types``."""
-    return set(sharing(config.to_dict())) if hasattr(config, "index_topk") else set()
-
-
 def is_sparse(model_config) -> bool:
     """Whether a model of vLLM has latent attention with an indexer."""
     return (

@@ -147,15 +147,6 @@ PATCHES: dict[str, tuple[Patch, ...]] = {
             until="vLLM has a register for this layer",
         ),
         Patch(
-            {
-                f"{HY4}.model:compute_skip_topk_layers": "config:shared_layers",
-                f"{HY4}.attention:compute_skip_topk_layers": "config:shared_layers",
-            },
-            why="vLLM heeds no index_topk_freq and index_topk_pattern beside indexer_types",
-            since="0.31",
-            until="vLLM heeds them",
-        ),
-        Patch(
             {f"{HY4}.model:HYV4MoEFused": "patches.hy_v4:ServedHYV4Experts"},
             why="vLLM does not limit gates of unquantized experts",
             since="0.31",

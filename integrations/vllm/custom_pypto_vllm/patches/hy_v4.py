@@ -10,6 +10,7 @@ from vllm.models.hy_v4.nvidia import model as upstream
 from ..attention.backend import SparseAttentionBackend
 from ..attention.layer import ServedLatentAttention
 from ..checks import check_hy_v4
+from ..config import sharing
 from ..weights.experts import limit_gates
 from . import apply
 
@@ -21,6 +22,11 @@ class ServedGatedAttention(ServedLatentAttention, attention.HYV4MLAAttention):
 
     def __init__(self, vllm_config, *arguments, **keywords):
         check_hy_v4(vllm_config)
+        config = vllm_config.model_config.hf_config
+        # beside indexer_types, by which it makes layers and loads weights, vLLM heeds no other key
+        shares = sharing(config.to_dict())
+        layers = range(config.num_hidden_layers)
+        config.indexer_types = ["shared" if i in shares else "full" for i in layers]
         super().__init__(vllm_config, *arguments, **keywords)
         self.num_heads = self.num_local_heads
         self.own_index_cache()
