@@ -110,6 +110,7 @@ def test_the_example_proposes_patterns_and_says_what_they_cost(tmp_path):
     assert all(float(line[3]) >= 0.98 for line in found)  # of answers and the stops behind them
 
 
+@pytest.mark.slow
 def test_the_example_takes_a_text_of_its_own(tmp_path):
     text = tmp_path / "text"
     text.write_text("the quiet sailor slowly crossed a wide harbour near dawn , " * 60)
@@ -119,6 +120,7 @@ def test_the_example_takes_a_text_of_its_own(tmp_path):
     assert float(loss) > 0 and float(shared) > 0
 
 
+@pytest.mark.slow
 def test_the_example_names_a_run_that_is_too_short(tmp_path):
     text = tmp_path / "text"
     text.write_text("the quiet sailor")

@@ -156,7 +156,10 @@ def test_caches_in_int8_share_alike(kind):
 # ---- compiled -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param(kind, marks=[pytest.mark.slow] if i else []) for i, kind in enumerate(KINDS)],
+)
 def test_compiled_layers_and_whole_graphs_share_alike(kind):
     model = patched(kind)
     options = {"max_new_tokens": 5, "min_new_tokens": 5, "do_sample": False}
