@@ -1,9 +1,10 @@
-"""Replays what a server of vLLM selected: a rollout served, a policy gradient computed on it.
+"""Replays what a server of vLLM chose: a rollout served, a policy gradient computed on it.
 
-The server answers questions of the lookup checkpoint, several samples for each, and says which
-positions each token attended to. Training attends to the same ones. Prints
+The server answers questions of a lookup checkpoint, several samples for each, and says which
+positions each token attended to and, of a model with routed experts, which of them it passed
+through. Training repeats both. Prints
 
-- how many of the served selections are those that the model makes itself of the same tokens;
+- how many of the served choices are those that the model makes itself of the same tokens;
 - the largest distance of a log-ratio, training over server, from 0, with replay;
 - the same after noise on the indexers: equal to the bit with replay, as no indexer chooses, and far
   off without;
@@ -13,6 +14,12 @@ In one terminal the server, in float32 so that rounding chooses nothing, in anot
 
     bash run.sh serve examples/checkpoints/lookup --dtype float32 --enable-return-indexer-topk
     python examples/replay_served.py
+
+With routed experts, which replies have by a flag more:
+
+    bash run.sh serve examples/checkpoints/lookup_v4 --dtype float32 \
+        --enable-return-indexer-topk --enable-return-routed-experts
+    python examples/replay_served.py --model examples/checkpoints/lookup_v4 --prompt-tokens 256
 """
 
 import options  # noqa: F401  # first; options.py says why
@@ -32,7 +39,8 @@ from custom_pypto import models
 
 
 def served(args, prompts: torch.Tensor):
-    """Token ids, log-probabilities of the new ones, and selections of all samples."""
+    """Token ids, log-probabilities of the new ones, and what was chosen, of all samples: selections
+    ``[B, T, layers, K]``, and experts ``[B, T, layers, k]`` or None."""
     request = dict(
         model=args.model.resolve().name,
         prompt=prompts.tolist(),
@@ -57,8 +65,16 @@ def served(args, prompts: torch.Tensor):
         raise SystemExit(f"{url} returns no selections; serve with --enable-return-indexer-topk")
     ids = torch.tensor([choice["prompt_token_ids"] + choice["token_ids"] for choice in choices])
     logprobs = torch.tensor([choice["logprobs"]["token_logprobs"] for choice in choices])
-    arrays = [np.load(io.BytesIO(base64.b64decode(c["indexer_topk"]))) for c in choices]
-    return ids, logprobs, torch.from_numpy(np.stack(arrays))
+    names = ["indexer_topk", "routed_experts"]
+    selections, experts = ([array_of(c.get(name)) for c in choices] for name in names)
+    experts = None if experts[0] is None else torch.stack(experts)
+    return ids, logprobs, torch.stack(selections), experts
+
+
+def array_of(text: str | None) -> torch.Tensor | None:
+    if text is None:
+        return None
+    return torch.from_numpy(np.load(io.BytesIO(base64.b64decode(text))).astype(np.int32))
 
 
 def log_probabilities(model, ids, args):
@@ -72,15 +88,21 @@ def main():
     parser.add_argument("--url", default="http://127.0.0.1:8000")
     args = parser.parse_args()
     model, prompts, answers = prepared(args)
-    ids, old, selections = served(args, prompts)
+    ids, old, selections, experts = served(args, prompts)
 
-    with torch.no_grad(), models.record_indices(model) as own:
+    with torch.no_grad(), models.record_indices(model, experts=experts is not None) as own:
         model.eval()(ids[:, :-1], use_cache=True)
-    own = own.indices
-    record = models.Record(dict(zip(own, selections.unbind(2), strict=True)))
-    same = [own[i].sort(-1).values == x.sort(-1).values for i, x in record.indices.items()]
-    equal = torch.stack(same).all(-1)
-    print(f"selections             {equal.sum()} of {equal.numel()} are the model's own")
+    record = models.Record(dict(zip(own.indices, selections.unbind(2), strict=True)))
+    if experts is not None:
+        record.experts = {i: experts[:, :, i] for i in own.experts}
+    for title, ours, theirs in [
+        ("selections", own.indices, record.indices),
+        ("experts", own.experts, record.experts),
+    ]:
+        same = [(ours[i].sort(-1).values == x.sort(-1).values).all(-1) for i, x in theirs.items()]
+        equal, total = sum(x.sum() for x in same), sum(x.numel() for x in same)
+        if total:
+            print(f"{title:<22} {equal} of {total} are the model's own")
 
     model.train()
     with torch.no_grad(), models.replay_indices(model, record):

@@ -94,8 +94,9 @@ def replay_indices(
             f"replay_indices: record must be a models.Record, got a {type(record).__name__}; of "
             "tensors by layer models.Record(tensors) makes one"
         )
-    routed = {}
-    if experts or (experts is None and record.experts):
+    if experts is False or (experts is None and not record.experts):
+        record, routed = Record(record.indices, {}, record.made_for), {}
+    else:
         routed = routed_layers("replay_indices", text)
         if routed and not record.experts:
             raise ValueError(
@@ -125,14 +126,13 @@ def checked(
     Raises:
         ValueError: it is of another model.
     """
-    own = made_for(text)
-    for name in record.made_for.keys() & own.keys():
-        if record.made_for[name] != own[name]:
+    for name, own in made_for(text).items():
+        if (other := record.made_for.get(name, own)) != own:
             raise ValueError(
-                f"replay_indices: record must be of a model with {name}={own[name]}, got one of a "
-                f"model with {name}={record.made_for[name]}; record with the same model"
+                f"replay_indices: record must be of a model with {name}={own}, got one of a model "
+                f"with {name}={other}; record with the same model"
             )
-    kept = Record(dict(record.indices), dict(record.experts) if routed else {})
+    kept = Record(dict(record.indices), dict(record.experts))
     shape = next((x.shape[:2] for x in kept.tensors().values()), torch.Size())
     widths = {i: attention.selection_width for i, attention in layers.items()}
     check_tensors("indices", kept.indices, widths, shape)
@@ -209,6 +209,11 @@ class Replay(Context):
                 f"replay_indices: the forward must stay within the {list(self.shape)} "
                 f"tokens [B, T] of the record, got tokens {first} to {first + tokens} of {batch} "
                 "sequences"
+            )
+        if first and step.sequences.exchanged:
+            raise ValueError(
+                "replay_indices: sequences must keep their places in the cache, got an exchange, "
+                "as of beam search; generate without num_beams"
             )
 
     def of_step(self, recorded: Tensor, step: Step) -> Tensor:

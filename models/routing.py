@@ -16,7 +16,7 @@ from . import calls
 from .one_op import Mixin
 
 
-class Router(NamedTuple):
+class LayerRouter(NamedTuple):
     """The router of a decoder layer."""
 
     name: str  # in the layer
@@ -60,7 +60,7 @@ class SoftmaxLayer(RoutedLayer):
 class AskingRouter(nn.Module):
     """Stands in for the ``router`` of a ``layer``: experts may be given, and are handed on."""
 
-    def __init__(self, layer: RoutedLayer, router: Router, around: calls.Around):
+    def __init__(self, layer: RoutedLayer, router: LayerRouter, around: calls.Around):
         super().__init__()
         # in a tuple: not as parts of this module
         self.asked = layer, router, around
@@ -93,13 +93,13 @@ def weights_of(router: nn.Module, scores: Tensor, experts: Tensor) -> Tensor:
     return weights * router.routed_scaling_factor
 
 
-def router_of(layer: nn.Module) -> Router | None:
+def router_of(layer: nn.Module) -> LayerRouter | None:
     """The router of a decoder layer; None: it has no routed experts."""
     for name, called in layer.named_modules():
         if name.rpartition(".")[2] == "gate":
             for inside in called.modules():
                 if "routed_scaling_factor" in vars(inside):
-                    return Router(name, called, inside)
+                    return LayerRouter(name, called, inside)
     return None
 
 

@@ -104,13 +104,15 @@ def sorted_experts(record):
     return models.Record({i: x.sort(-1).values for i, x in record.indices.items()}, experts)
 
 
-def test_an_exchange_of_sequences_while_recording_experts_is_rejected():
-    model = patched_model()
-    with (
-        pytest.raises(ValueError, match="sequences must keep their places .*of beam search"),
-        models.record_indices(model, experts=True),
-    ):
-        model.generate(token_ids(1, 20), num_beams=2, max_new_tokens=4, do_sample=False)
+def test_an_exchange_of_sequences_is_rejected():
+    model, ids = patched_model(), token_ids(1, 20)
+    with models.record_indices(model, experts=True) as record:
+        model.generate(ids.expand(2, -1), max_new_tokens=4, do_sample=False)
+    recording = models.record_indices(model, experts=True)
+    for name, context in (("record", recording), ("replay", models.replay_indices(model, record))):
+        message = f"{name}_indices: sequences must keep their places .*of beam search"
+        with pytest.raises(ValueError, match=message), context:
+            model.generate(ids, num_beams=2, max_new_tokens=4, do_sample=False)
 
 
 # ---- what a replay repeats ----------------------------------------------------------------------
@@ -263,6 +265,10 @@ RECORDS = {
     "other-tokens": (
         lambda r: models.Record(r.indices, r[:, 1:].experts),
         r"record.experts\[1\] must be .*\[B, T\] = \[2, 37\], got torch.int32 \[2, 36, 2\]",
+    ),
+    "experts-of-a-dense-layer": (
+        lambda r: models.Record(r.indices, r.experts | {0: r.experts[1]}),
+        r"record.experts must have layers \[1, 2\] .*got \[0, 1, 2\]",
     ),
     "too-large": (lambda r: numbers(r, 1, 8), r"experts\[1\] must have numbers from 0 to 7, .* 8"),
     "largest": (lambda r: numbers(r, 2, 2**31 - 1), r"experts\[2\] must have numbers from 0 to 7"),

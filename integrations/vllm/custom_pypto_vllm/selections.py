@@ -1,16 +1,21 @@
-"""The positions that each token of a request attended to, for a trainer that replays them.
+"""What a model chose for each token of a request, for a trainer that repeats it: the positions to
+which the token attended and, on request, the routed experts.
 
 A worker records them per request, after :func:`record` or from the first request of a server that
 has :class:`Middleware`::
 
-    llm = vllm.LLM(model, worker_extension_cls=selections.WORKER, enable_prefix_caching=False)
+    llm = vllm.LLM(model, worker_extension_cls=selections.WORKER)
     selections.record(llm)
     (request,) = llm.generate(prompt)
-    (indices,) = selections.take(llm, request)  # one array per answer
+    (chosen,) = selections.take(llm, request)  # one of each answer
+    chosen.indexer_topk, chosen.routed_experts
 
-An array is int32 ``[tokens, indexer layers, index_topk]``: of the prompt and of the answer without
-its last token, which no forward has seen. Positions count from the first token of the request, best
-first, -1 behind the last; of DeepSeek-V4 they are numbers of compressed rows.
+Both are of the prompt and of the answer without its last token, which no forward has seen. The
+record of a cached prefix is that of the request that computed it: it stays with the blocks of the
+cache. Selections are int32 ``[tokens, indexer layers, index_topk]``; positions count from the first
+token of the request, best first, -1 behind the last; of DeepSeek-V4 they are numbers of compressed
+rows. Experts are ``[tokens, layers, k]`` in uint8, or uint16 if there are more than 256, of all
+layers, 0 of those without routed experts: vLLM's own format.
 """
 
 import asyncio
@@ -19,6 +24,8 @@ import io
 import json
 import re
 from collections import OrderedDict
+from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,29 +36,63 @@ Recorded = tuple[int, Tensor]  # tokens of a request up to here, and the rows of
 PATHS = "/v1/completions", "/v1/chat/completions"
 
 
+class Chosen(NamedTuple):
+    """Of an answer. None: not recorded."""
+
+    indexer_topk: np.ndarray
+    routed_experts: np.ndarray | None = None
+
+
 class Recorder:
-    """The selections of a worker's requests, from their first token on.
+    """What a worker's requests choose, from their first token on.
 
     Args:
         runner: the worker's model runner, whose batch names the requests of a step.
+        blocks: tokens in a block of the cache by whose metadata a layer is recorded, by layer.
         most: requests that are kept; each new one beyond drops the oldest that is not running.
+        keeps: whether blocks of the cache keep what their tokens chose, for a cached prefix.
     """
 
-    def __init__(self, runner, layers: list[str], most: int):
-        self.runner, self.layers, self.most = runner, layers, most
+    def __init__(self, runner, blocks: dict[str, int], most: int, keeps: bool):
+        self.runner, self.blocks, self.most, self.keeps = runner, blocks, most, keeps
         self.requests: OrderedDict[str, dict[str, list[Recorded]]] = OrderedDict()
+        self.kept: dict[str, dict[int, Tensor]] = {layer: {} for layer in blocks}
 
-    def add(self, layer: str, metadata, indices: Tensor) -> None:
-        """Records a layer's ``indices [tokens, K]`` of a step."""
+    def add(self, layer: str, metadata, chosen: Tensor) -> None:
+        """Records what a layer chose in a step, ``[tokens, K]``."""
         # churn: the order of the batch is that of the step's metadata
         running = self.runner.input_batch.req_ids
         ends, lengths = metadata.query_ends.tolist(), metadata.seq_lens.tolist()
-        for request, start, end, length in zip(
-            running, [0, *ends[:-1]], ends, lengths, strict=True
+        for request, start, end, length, table in zip(
+            running, [0, *ends[:-1]], ends, lengths, metadata.block_table, strict=True
         ):
-            parts = self._of(request, running)[layer]
-            if _cut(parts, length - (end - start)):
-                parts.append((length, indices[start:end].clone()))
+            parts, before = self._of(request, running)[layer], length - (end - start)
+            if before > (parts[-1][0] if parts else 0):  # a cached prefix
+                parts[:] = self._cached(layer, table, before)
+            rows = chosen[start:end].clone() if _cut(parts, before) else None
+            if rows is not None:
+                parts.append((length, rows))
+            if self.keeps:
+                self._keep(layer, table, before, length, rows)
+
+    def _cached(self, layer: str, table: Tensor, tokens: int) -> list[Recorded]:
+        numbers = table[: -(-tokens // self.blocks[layer])].tolist()
+        found = [self.kept[layer].get(number) for number in numbers]
+        return [] if None in [*map(type, found)] else [(tokens, torch.cat(found)[:tokens])]
+
+    def _keep(self, layer: str, table: Tensor, before: int, end: int, rows: Tensor | None) -> None:
+        """The blocks of these tokens get their ``rows``; None: they keep nothing."""
+        kept, size = self.kept[layer], self.blocks[layer]
+        for block in range(before // size, -(-end // size)):
+            number, first = int(table[block]), block * size
+            if rows is None:
+                kept.pop(number, None)
+                continue
+            if before <= first:
+                kept[number] = rows.new_empty(size, rows.size(1))
+            if number in kept:
+                inside = slice(max(before, first) - first, min(end, first + size) - first)
+                kept[number][inside] = rows[max(before, first) - before : first + size - before]
 
     def _of(self, request: str, running: list[str]) -> dict[str, list[Recorded]]:
         if request not in self.requests:
@@ -59,25 +100,25 @@ class Recorder:
                 if len(self.requests) < self.most:
                     break
                 del self.requests[old]
-            self.requests[request] = {layer: [] for layer in self.layers}
+            self.requests[request] = {layer: [] for layer in self.blocks}
         return self.requests[request]
 
-    def take(self, name: str) -> dict[int, Tensor]:
-        """``[tokens, layers, K]`` by the number of an answer, of the request that vLLM's user knows
-        as ``name``; they are forgotten.
+    def take(self, name: str) -> dict[int, dict[str, Tensor]]:
+        """``[tokens, K]`` by layer and by the number of an answer, of the request that vLLM's user
+        knows as ``name``; they are forgotten.
         """
         # churn: vLLM's own name of a request, and of each of several answers
         own = re.compile(rf"(?:(\d+)_)?{re.escape(name)}-[0-9a-f]{{8}}")
         found = {request: own.fullmatch(request) for request in self.requests}
         taken = {
-            int(match[1] or 0): list(self.requests.pop(request).values())
+            int(match[1] or 0): self.requests.pop(request)
             for request, match in found.items()
             if match
         }
         return {
-            number: torch.stack([torch.cat([rows for _, rows in parts]) for parts in layers], dim=1)
+            number: {name: torch.cat([rows for _, rows in parts]) for name, parts in layers.items()}
             for number, layers in taken.items()
-            if all(layers)
+            if all(layers.values())
         }
 
 
@@ -99,36 +140,92 @@ def _cut(parts: list[Recorded], length: int) -> bool:
 class RecordingWorker:
     """Mixed into vLLM's worker by ``--worker-extension-cls``."""
 
-    def record_selections(self) -> None:
-        parallel, cache = self.vllm_config.parallel_config, self.vllm_config.cache_config
-        for name, setting in (
-            ("--data-parallel-size", parallel.data_parallel_size > 1),
-            ("--enable-prefix-caching", cache.enable_prefix_caching),
+    def record_selections(self, experts: bool = False) -> None:
+        config = self.vllm_config
+        parallel, compiled = config.parallel_config, bool(config.compilation_config.mode)
+        several = parallel.pipeline_parallel_size > 1
+        for what, setting in (
+            (
+                "selections are not recorded with --data-parallel-size: engines of their own share "
+                "no record",
+                parallel.data_parallel_size > 1,
+            ),
+            ("routed experts are not recorded with --pipeline-parallel-size", experts and several),
+            (
+                "routed experts are not recorded without --enforce-eager: a compiled model calls "
+                "nothing where it chooses them",
+                experts and compiled,
+            ),
         ):
             if setting:
-                raise ValueError(
-                    f"custom_pypto_vllm: selections are not recorded with {name}; a cached prefix "
-                    "has none, and engines of their own share no record"
-                )
+                raise ValueError(f"custom_pypto_vllm: {what}")
         if parallel.rank % parallel.tensor_parallel_size:
-            return  # ranks of a tensor-parallel group select alike
-        layers = self.vllm_config.compilation_config.static_forward_context
-        own = self.vllm_config.model_config.hf_text_config.num_hidden_layers
-        caches = {
+            return  # ranks of a tensor-parallel group choose alike
+        layers = config.compilation_config.static_forward_context
+        own = config.model_config.hf_text_config.num_hidden_layers
+        recorded = {
             name: layer
             for name, layer in layers.items()
             if hasattr(layer, "recorder") and _number(name) < own
         }
-        most = 4 * self.vllm_config.scheduler_config.max_num_seqs
-        self.recorder = Recorder(self.model_runner, list(caches), most)
-        for cache in caches.values():
-            cache.recorder = self.recorder
+        blocks = {name: layer.recorded_with.block_tokens for name, layer in recorded.items()}
+        self.indexers, self.routers = list(blocks), {}
+        most = 4 * config.scheduler_config.max_num_seqs
+        # a connector fills blocks with rows of tokens that no step here has computed
+        keeps = config.cache_config.enable_prefix_caching and config.kv_transfer_config is None
+        if experts:
+            self.routers = _routers(self.model_runner.model)
+            blocks |= dict.fromkeys(self.routers, blocks[self.indexers[0]])
+        self.recorder = Recorder(self.model_runner, blocks, most, keeps)
+        for layer in recorded.values():
+            layer.recorder = self.recorder
+        for name, router in self.routers.items():
+            of_step = recorded[self.indexers[0]].recorded_with.prefix
+            router.set_capture_fn(partial(_capture, self.recorder, name, of_step))
 
-    def take_selections(self, request: str) -> dict[int, bytes] | None:
-        recorder = getattr(self, "recorder", None)
-        if recorder is None:
+    def take_selections(self, request: str) -> dict[int, dict[str, bytes]] | None:
+        if (recorder := getattr(self, "recorder", None)) is None:
             return None
-        return {number: _npy(x.numpy()) for number, x in recorder.take(request).items()}
+        model = self.vllm_config.model_config
+        taken = {}
+        for number, layers in recorder.take(request).items():
+            indices = torch.stack([layers[name] for name in self.indexers], 1)
+            taken[number] = {"indexer_topk": _npy(indices.numpy())}
+            if self.routers:
+                experts = [layers[name] for name in self.routers]
+                shape = len(experts[0]), model.get_total_num_hidden_layers(), experts[0].size(1)
+                kind = np.uint8 if model.get_num_experts() <= 256 else np.uint16
+                whole = np.zeros(shape, kind)
+                whole[:, list(map(_number, self.routers))] = torch.stack(experts, 1).numpy()
+                taken[number]["routed_experts"] = _npy(whole)
+        return taken
+
+
+def _routers(model) -> dict[str, object]:
+    """What chooses the experts of a model's layers, by name."""
+    # churn: as vllm/model_executor/layers/fused_moe/routed_experts_capturer.py finds them
+    from vllm.model_executor.layers.fused_moe.layer import MoERunner
+
+    found = {
+        f"{name}.router": module.router
+        for name, module in model.named_modules()
+        if isinstance(module, MoERunner)
+    }
+    if not found or not all(hasattr(router, "set_capture_fn") for router in found.values()):
+        raise ValueError(
+            "custom_pypto_vllm: routed experts are recorded of models whose layers of experts vLLM "
+            "can capture, got one without; serve without --enable-return-routed-experts"
+        )
+    return found
+
+
+def _capture(recorder: Recorder, layer: str, of_step: str, experts: Tensor) -> None:
+    from vllm.forward_context import get_forward_context
+
+    steps = get_forward_context().attn_metadata
+    if isinstance(steps, dict):  # else vLLM's profile run
+        step = steps[of_step]
+        recorder.add(layer, step, experts[: step.num_actual_tokens].int())
 
 
 def _number(layer: str) -> int:
@@ -141,31 +238,43 @@ def _npy(array: np.ndarray) -> bytes:
     return file.getvalue()
 
 
-def _joined(replies: list) -> dict[int, np.ndarray]:
+def _joined(replies: list) -> dict[int, Chosen]:
     """By the number of an answer, the layers of all ranks of a pipeline."""
     ranks = [reply for reply in replies if reply]
+    arrays = [
+        {number: {k: np.load(io.BytesIO(x)) for k, x in of.items()} for number, of in rank.items()}
+        for rank in ranks
+    ]
     return {
-        number: np.concatenate([np.load(io.BytesIO(rank[number])) for rank in ranks], axis=1)
-        for number in (ranks[0] if ranks else ())
+        number: Chosen(
+            **{name: np.concatenate([rank[number][name] for rank in arrays], axis=1) for name in of}
+        )
+        for number, of in (arrays[0] if arrays else {}).items()
     }
 
 
-def record(llm) -> None:
-    """Records the selections of all requests from now on.
+def _of_answer(chosen: Chosen, tokens: int) -> Chosen:
+    """Without tokens behind the answer: those that a stop, or a rejected draft, has cut."""
+    return Chosen(*(x if x is None else x[:tokens] for x in chosen))
+
+
+def record(llm, experts: bool = False) -> None:
+    """Records the selections of all requests from now on, and their routed ``experts``.
 
     Raises:
-        ValueError: ``llm`` has another worker, a prefix cache, or several engines.
+        ValueError: ``llm`` has another worker or several engines; or, with experts, a pipeline, a
+            compiled model, or layers of experts that vLLM cannot capture.
     """
     if llm.llm_engine.vllm_config.parallel_config.worker_extension_cls != WORKER:
         raise ValueError(
             "custom_pypto_vllm: selections are recorded by workers of their own; construct the LLM "
             f"with worker_extension_cls={WORKER!r}"
         )
-    llm.collective_rpc("record_selections")
+    llm.collective_rpc("record_selections", args=(experts,))
 
 
-def take(llm, request) -> list[np.ndarray]:
-    """The selections of a finished ``request``, one array for each of its answers.
+def take(llm, request) -> list[Chosen]:
+    """What a finished ``request`` chose, one for each of its answers.
 
     Raises:
         KeyError: they were taken before, dropped for later ones, or never recorded.
@@ -174,13 +283,16 @@ def take(llm, request) -> list[np.ndarray]:
     if sorted(found) != list(range(len(request.outputs))):
         raise KeyError(f"custom_pypto_vllm: no selections of request {request.request_id}")
     prompt = len(request.prompt_token_ids)
-    return [found[n][: prompt + len(o.token_ids) - 1] for n, o in enumerate(request.outputs)]
+    outputs = enumerate(request.outputs)
+    return [_of_answer(found[n], prompt + len(o.token_ids) - 1) for n, o in outputs]
 
 
 class Middleware:
     """Adds ``indexer_topk`` to each choice of a reply with token ids, ``return_token_ids``: base64
     of a .npy file, or null for a choice without a record. Streams are left alone.
     """
+
+    experts = False
 
     def __init__(self, app):
         self.app, self.starting, self.recording = app, asyncio.Lock(), False
@@ -191,7 +303,10 @@ class Middleware:
         engine = scope["app"].state.engine_client
         async with self.starting:
             if not self.recording:
-                await engine.collective_rpc("record_selections")
+                try:
+                    await engine.collective_rpc("record_selections", args=(self.experts,))
+                except Exception as error:  # of whatever class, with the worker's message
+                    return await _refuse(send, str(error))
                 self.recording = True
         body, messages = b"", []
         while True:
@@ -222,6 +337,19 @@ class Middleware:
         await self.app(scope, _replay(messages, receive), collect)
 
 
+class MiddlewareWithExperts(Middleware):
+    """Also adds ``routed_experts``."""
+
+    experts = True
+
+
+async def _refuse(send, message: str) -> None:
+    body = json.dumps({"error": {"message": message, "type": "ValueError", "code": 500}}).encode()
+    headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "http.response.start", "status": 500, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
+
+
 def _asked(body: bytes) -> dict:
     try:
         asked = json.loads(body)
@@ -243,7 +371,7 @@ def _replay(messages: list, receive):
 async def _with_selections(engine, content: bytes, answers: int) -> bytes:
     reply = json.loads(content)
     chat = reply["object"].startswith("chat")
-    records: dict[str, dict[int, np.ndarray]] = {}
+    records: dict[str, dict[int, Chosen]] = {}
     for choice in reply["choices"]:
         prompt, answer = divmod(choice["index"], answers)
         # churn: the names that vLLM's server gives to the prompts of a request
@@ -251,10 +379,10 @@ async def _with_selections(engine, content: bytes, answers: int) -> bytes:
         if name not in records:
             replies = await engine.collective_rpc("take_selections", args=(name,))
             records[name] = _joined(replies)
-        indices = records[name].get(answer)
-        if indices is not None:
+        choice["indexer_topk"] = None
+        if (chosen := records[name].get(answer)) is not None:
             ids = (reply if chat else choice)["prompt_token_ids"]
-            indices = indices[: len(ids) + len(choice["token_ids"]) - 1]
-            indices = base64.b64encode(_npy(indices)).decode()
-        choice["indexer_topk"] = indices
+            chosen = _of_answer(chosen, len(ids) + len(choice["token_ids"]) - 1)
+            arrays = {name: x for name, x in chosen._asdict().items() if x is not None}
+            choice |= {name: base64.b64encode(_npy(x)).decode() for name, x in arrays.items()}
     return json.dumps(reply).encode()

@@ -13,7 +13,7 @@ def main() -> None:
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from .selections import WORKER, Middleware
+    from .selections import WORKER, Middleware, MiddlewareWithExperts
 
     # churn: the steps of vllm/entrypoints/cli/main.py
     cli_env_setup()
@@ -21,22 +21,28 @@ def main() -> None:
     parser.add_argument(
         "--enable-return-indexer-topk",
         action="store_true",
-        help="replies with token ids have `indexer_topk`; turns the prefix cache off",
+        help="replies with token ids have `indexer_topk`; with --enable-return-routed-experts also "
+        "`routed_experts`",
     )
     options = parser.parse_args()
     if options.enable_return_indexer_topk:
         for name, given in (
-            ("--enable-prefix-caching", options.enable_prefix_caching),
             ("--worker-extension-cls", options.worker_extension_cls),
             ("--data-parallel-size", options.data_parallel_size > 1),
+            (
+                "--enable-return-routed-experts and --pipeline-parallel-size",
+                options.enable_return_routed_experts and options.pipeline_parallel_size > 1,
+            ),
         ):
             if given:
                 parser.error(
-                    f"--enable-return-indexer-topk does not go with {name}: a cached prefix has no "
-                    "record, and one worker of its own keeps it"
+                    f"--enable-return-indexer-topk does not go with {name}: one worker of its own "
+                    "keeps the record"
                 )
-        options.worker_extension_cls, options.enable_prefix_caching = WORKER, False
-        options.middleware = [*options.middleware, f"{Middleware.__module__}.Middleware"]
+        options.worker_extension_cls = WORKER
+        middleware = MiddlewareWithExperts if options.enable_return_routed_experts else Middleware
+        options.enable_return_routed_experts = False  # vLLM's own recorder, in another runner
+        options.middleware = [*options.middleware, f"{middleware.__module__}.{middleware.__name__}"]
     configure_logging_from_args(options)
     command = ServeSubcommand()
     command.validate(options)

@@ -17,6 +17,7 @@ def main(arguments: Path, result: Path) -> None:
     options = json.loads(arguments.read_text())
     rounds, tokens = options.pop("rounds"), options.pop("tokens")
     adapters, selections_file = options.pop("adapters"), options.pop("selections", None)
+    experts = options.pop("experts", False)
     llm = LLM(
         max_model_len=512,
         max_num_seqs=len(PROMPTS),
@@ -32,12 +33,14 @@ def main(arguments: Path, result: Path) -> None:
     requested = [({"prompt_token_ids": ids}, lora) for ids in PROMPTS for lora in loras]
     prompts, loras = zip(*requested, strict=True)
     if selections_file:
-        selections.record(llm)
+        selections.record(llm, experts)
     for _ in range(rounds):
         requests = llm.generate(prompts, sampling, use_tqdm=False, lora_request=loras)
     if selections_file:
-        taken = [array for request in requests for array in selections.take(llm, request)]
-        np.savez(selections_file, *taken)
+        taken = [chosen for request in requests for chosen in selections.take(llm, request)]
+        np.savez(selections_file, *(chosen.indexer_topk for chosen in taken))
+        if experts:
+            np.savez("experts.npz", *(chosen.routed_experts for chosen in taken))
     config = llm.llm_engine.vllm_config
     answers = [request.outputs[0] for request in requests]
     values = {metric.name: getattr(metric, "value", None) for metric in llm.get_metrics()}

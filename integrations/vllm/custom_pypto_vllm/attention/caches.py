@@ -76,6 +76,11 @@ class Rows(nn.Module, AttentionLayerBase):
         """``[blocks, rows, 1, D]``, as the ops take it."""
         return self.kv_cache.unsqueeze(-2)
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens in a block, of the block table of a step."""
+        return self.kv_cache.shape[1] * self.spec.tokens_per_state
+
     def write(self, slots: Tensor, rows: Tensor) -> None:
         """Writes ``rows [T, D]``."""
         write(self.pool, *without_padding(slots, rows))
@@ -107,6 +112,11 @@ class IndexCache(Rows):
         self.recorder = None  # of selections.py
         # by this name speculative decoding finds it in a draft, and sets it to the target's buffer
         self.topk_indices_buffer = indexer.topk_indices_buffer
+
+    @property
+    def recorded_with(self) -> Rows:
+        """The cache whose blocks keep what :mod:`..selections` records of this layer."""
+        return self
 
 
 def window_rows(prefix: str, width: int, tokens: int) -> Rows:

@@ -26,7 +26,7 @@ from custom_pypto.rows import IndexRows
 from custom_pypto.rows.index import score_weights
 
 from ..config import compress_ratios, sharing
-from .caches import Compressor, compressed_rows, paged_rows, rotate, window_rows
+from .caches import Compressor, Rows, compressed_rows, paged_rows, rotate, window_rows
 
 INDEXED = 4  # tokens per row in the layers that select rows
 
@@ -142,6 +142,10 @@ class ServedCompressedAttention(nn.Module):
         self.name = f"{prefix}.attention"  # a cache may have the prefix itself
         vllm_config.compilation_config.static_forward_context[self.name] = self
         self._keep_wo_a(vllm_config.model_config.dtype)
+
+    @property
+    def recorded_with(self) -> Rows:
+        return self.indexer.rows
 
     def _keep_wo_a(self, dtype: torch.dtype) -> None:
         """Takes the weight of ``wo_a``, one matrix per group, before vLLM packs it for a product
