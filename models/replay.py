@@ -18,13 +18,13 @@ from .index_sharing import Selected, with_indexer
 from .patch import patch_of
 from .patched import CACHE, patched_attentions, text_model
 
-#: for each layer with an indexer, the int32 positions ``[B, T, K]`` its T tokens attend to
+#: for each layer that selects, the int32 positions ``[B, T, K]`` its T tokens attend to
 Record = dict[int, Tensor]
 
 
 @contextmanager
 def record_indices(model: PreTrainedModel) -> Iterator[Record]:
-    """Records which positions each token attends to, in every layer with an indexer::
+    """Records which positions each token attends to, in every layer that selects::
 
         with models.record_indices(model) as record:
             ids = model.generate(prompt, max_new_tokens=100)
@@ -39,7 +39,8 @@ def record_indices(model: PreTrainedModel) -> Iterator[Record]:
 
     K is ``index_topk``. For DeepSeek-V4 the positions are compressed rows of 4 tokens each; the
     first 3 tokens have none. For GLM-5.3-Flash K is ``index_topk + index_kpool - 1``, with the
-    incomplete last group.
+    incomplete last group. Layers that share a selection attend to that of the last recorded layer
+    before them.
 
     Args:
         model: a model patched by :func:`models.use_custom_pypto`.
@@ -95,7 +96,7 @@ def check_record(record: Record, attentions: dict[int, nn.Module]) -> None:
     layers = list(attentions)
     if sorted(record) != layers:
         raise ValueError(
-            f"replay_indices: record must have layers {layers} (those with an indexer), got "
+            f"replay_indices: record must have layers {layers} (those that select), got "
             f"{sorted(record)}; record with the same model"
         )
     for layer, indices in record.items():
