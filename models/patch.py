@@ -136,9 +136,9 @@ class Patch:
         found = {i: attention_of(layer, is_patched) for i, layer in enumerate(text.layers)}
         attentions = {i: attention for i, attention in found.items() if attention is not None}
         for attention in attentions.values():
-            change_class(attention, upstream_class(attention))
             for name in ("index_source", "is_index_source"):
                 vars(attention).pop(name, None)
+            change_class(attention, upstream_class(attention))
         for module in list(model.modules()):
             if hasattr(cls := type(module), "is_mixed_in"):
                 change_class(module, plain_class(cls))
@@ -248,19 +248,19 @@ def use_custom_pypto(
     check_widths(text.config, paged.pools)
     dtypes = check_cache_dtypes("use_custom_pypto", text, paged, index_dtype, kv_dtype)
     attentions = attentions_to_patch(text, upstream, paged)
-    sharing = Sharing.of(
-        "use_custom_pypto",
-        text.config,
-        paged.pools,
-        list(attentions),
-        index_topk_freq,
-        index_topk_pattern,
-    )
-    if (earlier := patch_of(model)) is not None and earlier.sharing != sharing:
-        check_outside("use_custom_pypto", text, "to change which layers select")
     dequantized = dequantize(attentions, text.dtype)
     try:
         paged.check(attentions)
+        sharing = Sharing.of(
+            "use_custom_pypto",
+            text.config,
+            paged.pools,
+            list(attentions),
+            index_topk_freq,
+            index_topk_pattern,
+        )
+        if (earlier := patch_of(model)) is not None and earlier.sharing != sharing:
+            check_outside("use_custom_pypto", text, "to change which layers select")
         cache_sizes = sizes(text.config, paged.pools, attentions)
         if sharing.pattern is not None:
             cache_sizes["index_topk_pattern"] = sharing.pattern

@@ -24,7 +24,7 @@ from .routing import routed_layers, router_of
 
 @contextmanager
 def record_indices(model: PreTrainedModel, *, experts: bool = False) -> Iterator[Record]:
-    """Records which positions each token attends to, in every layer with an indexer, and on request
+    """Records which positions each token attends to, in every layer that selects, and on request
     which routed experts it passes through::
 
         with models.record_indices(model, experts=True) as record:
@@ -40,7 +40,8 @@ def record_indices(model: PreTrainedModel, *, experts: bool = False) -> Iterator
 
     K is ``index_topk``. For DeepSeek-V4 the positions are compressed rows of 4 tokens each; the
     first 3 tokens have none. For GLM-5.3-Flash K is ``index_topk + index_kpool - 1``, with the
-    incomplete last group.
+    incomplete last group. Layers that share a selection attend to that of the last recorded layer
+    before them.
 
     Args:
         model: a model patched by :func:`models.use_custom_pypto`.

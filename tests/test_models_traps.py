@@ -118,12 +118,12 @@ def longer_window(monkeypatch, model):
 
 
 def not_shared(monkeypatch, model):
-    attend = attentions(model)[1].attend
+    read = attentions(model)[1].read
 
-    def wrong(*args):
-        return attend(*args[:-1], args[-1].clamp(max=3))
+    def wrong(x, cos, sin, indices, *others):
+        return read(x, cos, sin, indices.clamp(max=3), *others)
 
-    monkeypatch.setattr(attentions(model)[1], "attend", wrong)
+    monkeypatch.setattr(attentions(model)[1], "read", wrong)
 
 
 def one_way(monkeypatch, model):
