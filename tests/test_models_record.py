@@ -20,8 +20,10 @@ from training_harness import checkpointed
 
 from custom_pypto import models
 from custom_pypto.models import CACHE
+from custom_pypto.models.calls import Around
 from custom_pypto.models.patched import text_model
-from custom_pypto.models.routing import routed_layers, router_of, weights_of
+from custom_pypto.models.replay import Replay
+from custom_pypto.models.routing import AskingRouter, routed_layers, router_of, weights_of
 
 
 @pytest.fixture(autouse=True)
@@ -104,6 +106,13 @@ def sorted_experts(record):
     return models.Record({i: x.sort(-1).values for i, x in record.indices.items()}, experts)
 
 
+def test_a_record_has_no_forward_on_the_upstream_path():
+    model = patched_model(training="upstream").train()
+    with models.record_indices(model, experts=True) as record:
+        model(token_ids(2, 20), use_cache=False)
+    assert record.experts and all(x.numel() == 0 for x in record.tensors().values())
+
+
 def test_an_exchange_of_sequences_is_rejected():
     model, ids = patched_model(), token_ids(1, 20)
     with models.record_indices(model, experts=True) as record:
@@ -132,6 +141,21 @@ def test_a_replay_on_the_same_weights_keeps_every_bit(kind, split):
         ):
             got = fed_in(model, fed, split)
     assert torch.equal(got, want) and same(again, record)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", "deepseek_v4"])
+def test_weights_of_the_op_that_routes_a_few_tokens_keep_every_bit(kind):
+    layer = layers_of(patched_model(kind))[1]
+    router, rounded, number = router_of(layer), 0, {layer: 1}
+    with torch.no_grad():
+        for x in torch.randn(200, 4, 1, router.inside.hidden_dim):
+            logits, weights, experts = router.inside(x)
+            of_torch = weights_of(router.inside, layer.scores(router.inside, logits), experts)
+            rounded += (of_torch != weights).sum()
+            record = models.Record(experts={1: experts.view(4, 1, -1).int()})
+            around = Around((Replay(None, record, number),), None)
+            assert torch.equal(AskingRouter(layer, router, around)(x)[1], weights)
+    assert rounded
 
 
 @pytest.mark.parametrize("kind", ALL_KINDS)

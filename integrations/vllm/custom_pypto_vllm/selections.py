@@ -78,7 +78,9 @@ class Recorder:
     def _cached(self, layer: str, table: Tensor, tokens: int) -> list[Recorded]:
         numbers = table[: -(-tokens // self.blocks[layer])].tolist()
         found = [self.kept[layer].get(number) for number in numbers]
-        return [] if None in [*map(type, found)] else [(tokens, torch.cat(found)[:tokens])]
+        if any(rows is None for rows in found):
+            return []
+        return [(tokens, torch.cat(found)[:tokens])]
 
     def _keep(self, layer: str, table: Tensor, before: int, end: int, rows: Tensor | None) -> None:
         """The blocks of these tokens get their ``rows``; None: they keep nothing."""
