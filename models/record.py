@@ -30,7 +30,7 @@ class Record:
         unpadded = record[1:2, 9:]    # of the next one, without its 9 tokens of padding
 
     Args:
-        indices: of each layer with an indexer, by its number: the positions that a token attends
+        indices: of each layer that selects, by its number: the positions that a token attends
             to, int32 ``[B, T, K]``.
         experts: of each layer with routed experts: those of a token, in the order of its router,
             int32 ``[B, T, k]``. Empty: none were recorded.
@@ -127,7 +127,7 @@ def check_tensors(
     Raises:
         ValueError: names the tensor, what was expected and what came.
     """
-    what = {"indices": "those with an indexer", "experts": "those with routed experts"}[kind]
+    what = {"indices": "those that select", "experts": "those with routed experts"}[kind]
     if sorted(tensors) != list(widths):
         raise ValueError(
             f"replay_indices: record.{kind} must have layers {list(widths)} ({what}), got "
