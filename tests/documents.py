@@ -12,7 +12,15 @@ from repository import REPOSITORY, tracked_files
 # whole translations
 TRANSLATED = {"README.md": "README.zh-CN.md"} | {
     f"docs/{page}.md": f"docs/zh/{page}.md"
-    for page in ("checkpoints", "diagnosis", "dsa", "install", "npu", "training")
+    for page in (
+        "checkpoints",
+        "diagnosis",
+        "dsa",
+        "install",
+        "npu",
+        "shared_selections",
+        "training",
+    )
 }
 FENCE = re.compile(r"^```.*?^```$", re.S | re.M)
 SUFFIXES = (".md", ".py", ".cpp", ".h", ".sh")
