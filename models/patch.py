@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from . import calls, generation
 from .absorbed import advise_on_bfloat16
 from .architectures import attention_classes, check_widths
+from .batch_invariant import check_invariant, make_invariant
 from .cache.layout import CacheDtype, check_block_size, check_cache_dtypes
 from .context_parallel import check_context_parallel
 from .dequantization import Dequantized, dequantize, report, restore
@@ -88,6 +89,7 @@ class Patch:
     sizes: dict  # of patched.sizes
     dequantized: list[Dequantized]
     context_parallel: bool = False  # whether ranks share prompts
+    batch_invariant: bool = False
     told: set[str] = field(default_factory=set)  # why it trained on the upstream path, if logged
     regions: Regions | None = None  # of the latest compile_config of generate()
 
@@ -96,18 +98,17 @@ class Patch:
         text = text_model(model)
         if (earlier := patch_of(model)) is not None:
             earlier.remove_hooks(model)
+            if earlier.batch_invariant != self.batch_invariant:
+                restore_classes(model)
             self.dequantized = earlier.dequantized + self.dequantized
         text._custom_pypto = self  # first: what an interruption leaves can be patched, or undone
         for attention in attentions.values():
             change_class(attention, paged)
-        for module in list(text.modules()):
-            # transformers shards some by a forward of their own; stored experts have an op
-            own = is_sharded(module) or getattr(module, "kind", None)
-            if (mixin := paged.one_op.get(type(module))) and not own:
-                change_class(module, derived(mixin, type(module)))
-        head = model.get_output_embeddings()
-        if type(head) is nn.Linear and not is_sharded(head):
-            change_class(head, Head)
+            attention.batch_invariant = self.batch_invariant
+        if self.batch_invariant:
+            make_invariant(model, paged)
+        else:
+            use_ops(model, paged)
         for name, method in METHODS.items():
             setattr(model, name, partial(method, model))
         text.register_forward_hook(generation.finish_forward, with_kwargs=True)
@@ -128,9 +129,8 @@ class Patch:
         attentions = {i: attention for i, attention in found.items() if attention is not None}
         for attention in attentions.values():
             change_class(attention, upstream_class(attention))
-        for module in list(model.modules()):
-            if hasattr(cls := type(module), "is_one_op"):
-                change_class(module, cls.__bases__[-1])
+            vars(attention).pop("batch_invariant", None)
+        restore_classes(model)
         restore(attentions, self.dequantized)
         del text._custom_pypto
 
@@ -145,6 +145,25 @@ class Patch:
                         vars(module)[kind].pop(key, None)
         for name in METHODS:
             vars(model).pop(name, None)
+
+
+def use_ops(model, paged: type) -> None:
+    """Gives modules of upstream their mixins of :mod:`.one_op`."""
+    for module in list(text_model(model).modules()):
+        # transformers shards some by a forward of their own; stored experts have an op
+        own = is_sharded(module) or getattr(module, "kind", None)
+        if (mixin := paged.one_op.get(type(module))) and not own:
+            change_class(module, derived(mixin, type(module)))
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear and not is_sharded(head):
+        change_class(head, Head)
+
+
+def restore_classes(model) -> None:
+    """Those of upstream, of all modules but attentions."""
+    for module in list(model.modules()):
+        if hasattr(cls := type(module), "is_one_op"):
+            change_class(module, cls.__bases__[-1])
 
 
 def patch_of(model) -> Patch | None:
@@ -162,6 +181,7 @@ def use_custom_pypto(
     indexer_loss: Divergence | None = None,
     indexer_loss_coefficient: float = 1.0,
     context_parallel: bool = False,
+    batch_invariant: bool = False,
 ) -> PreTrainedModel:
     """Patches ``model`` to run on the ops: sparse attention over a paged cache.
 
@@ -193,12 +213,18 @@ def use_custom_pypto(
             part of the tokens of each prompt, and of each training forward on the ops. Every rank
             has the whole model, makes the same calls, and ends with the whole cache; gradients are
             right in their mean over the ranks. See docs/many_machines.md.
+        batch_invariant: the bits of a sequence's outputs depend neither on what runs beside it nor
+            on chunks of its prompt, a cached prefix, padding or training: products, exponentials
+            and means have one order of sums, which takes more time. Training runs on the ops. Not
+            for models that ranks share or whose experts are in files, on NPUs, inside of autocast.
+            See docs/reliability.md.
     Returns:
         ``model`` itself.
     Raises:
         TypeError: unsupported model class, wrapped attention, or a ``kv_b_proj`` or indexer with
             additions that the ops would bypass. Every forward repeats the check.
-        ValueError: unsupported ``block_size``, ``index_topk``, width in the config, dtype of a
+        ValueError: ``batch_invariant`` for a model or with an option that it cannot have, which the
+            message names; unsupported ``block_size``, ``index_topk``, width in the config, dtype of a
             cache, ``training`` or ``indexer_loss``. With ``training="ops"`` or ``indexer_loss``,
             from a forward: dropout, attentions or a cache are requested, or the sequences are
             packed or padded in a way that the ops do not support.
@@ -220,6 +246,8 @@ def use_custom_pypto(
     check_indexer_loss("use_custom_pypto", model, paged, training, option)
     if context_parallel:
         check_context_parallel("use_custom_pypto", model, paged, indexer_loss)
+    if batch_invariant:
+        check_invariant(model, paged, training, context_parallel)
     text = text_model(model)
     check_widths(text.config, paged.pools)
     dtypes = check_cache_dtypes("use_custom_pypto", text, paged, index_dtype, kv_dtype)
@@ -233,8 +261,9 @@ def use_custom_pypto(
         raise
     report(dequantized)
     # the upstream path has no loss for indexers
-    path, cache = "ops" if indexer_loss else training, {"block_size": block_size, **dtypes}
-    patch = Patch(path, option, cache, cache_sizes, dequantized, context_parallel)
+    path = "ops" if indexer_loss or batch_invariant else training
+    cache = {"block_size": block_size, **dtypes}
+    patch = Patch(path, option, cache, cache_sizes, dequantized, context_parallel, batch_invariant)
     patch.apply(model, attentions, paged)
     plain = not any(getattr(module, "kind", None) for module in text.modules())
     if plain and text.dtype == torch.bfloat16 and text.device.type == "cpu":
