@@ -252,6 +252,8 @@ class Invariant(TorchFunctionMode):
             return own(*args, **(kwargs or {}))
         if isinstance(func, OpOverload) and func.namespace not in NAMESPACES:
             raise unknown(str(func))
+        if func is Tensor.unflatten:  # torch.compile takes its Python from no mode
+            func = torch.unflatten
         return func(*args, **(kwargs or {}))
 
 

@@ -98,7 +98,7 @@ class Patch:
         text = text_model(model)
         if (earlier := patch_of(model)) is not None:
             earlier.remove_hooks(model)
-            if earlier.batch_invariant != self.batch_invariant:
+            if earlier.batch_invariant or self.batch_invariant:
                 restore_classes(model)
             self.dequantized = earlier.dequantized + self.dequantized
         text._custom_pypto = self  # first: what an interruption leaves can be patched, or undone
@@ -244,10 +244,10 @@ def use_custom_pypto(
         )
     option = Option(indexer_loss, indexer_loss_coefficient)
     check_indexer_loss("use_custom_pypto", model, paged, training, option)
-    if context_parallel:
-        check_context_parallel("use_custom_pypto", model, paged, indexer_loss)
     if batch_invariant:
         check_invariant(model, paged, training, context_parallel)
+    if context_parallel:
+        check_context_parallel("use_custom_pypto", model, paged, indexer_loss)
     text = text_model(model)
     check_widths(text.config, paged.pools)
     dtypes = check_cache_dtypes("use_custom_pypto", text, paged, index_dtype, kv_dtype)
