@@ -306,7 +306,7 @@ def invariant_linear(
     multiple of 32, is multiplied in float32: sums of 256 products each, in order.
 
     Args:
-        weight: also float32, float16 or bfloat16 ``[N, K]`` or ``[E, N, K]``, any K and any strides.
+        weight: also float32, float16 or bfloat16 ``[N, K]`` or ``[E, N, K]``, any K and strides.
         x, scales, experts, block_size: of :func:`weight_only_linear`.
     """
 

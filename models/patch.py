@@ -223,11 +223,11 @@ def use_custom_pypto(
     Raises:
         TypeError: unsupported model class, wrapped attention, or a ``kv_b_proj`` or indexer with
             additions that the ops would bypass. Every forward repeats the check.
-        ValueError: ``batch_invariant`` for a model or with an option that it cannot have, which the
-            message names; unsupported ``block_size``, ``index_topk``, width in the config, dtype of a
-            cache, ``training`` or ``indexer_loss``. With ``training="ops"`` or ``indexer_loss``,
-            from a forward: dropout, attentions or a cache are requested, or the sequences are
-            packed or padded in a way that the ops do not support.
+        ValueError: a model or an option that ``batch_invariant`` excludes; unsupported
+            ``block_size``, ``index_topk``, width in the config, dtype of a cache, ``training`` or
+            ``indexer_loss``. With ``training="ops"`` or ``indexer_loss``, from a forward: dropout,
+            attentions or a cache are requested, or the sequences are packed or padded in a way
+            that the ops do not support.
 
     Example::
 

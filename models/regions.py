@@ -75,10 +75,8 @@ class Regions:
         options = config.to_dict()
         if options["mode"] == "reduce-overhead" and options["backend"] == "inductor":
             own = {"cpp_wrapper": True, "cpp.min_chunk_size": FEWEST_ELEMENTS}
-            if (
-                text._custom_pypto.batch_invariant
-            ):  # each value in half precision rounds as in eager
-                own["emulate_precision_casts"] = True
+            # values in 16 bits round as in eager layers
+            own["emulate_precision_casts"] = text._custom_pypto.batch_invariant
             options |= {"mode": None, "options": {**own, **(config.options or {})}}
         self.call = torch.compile(call_layer, **options)
 
