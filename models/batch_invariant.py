@@ -237,11 +237,14 @@ FUNCTIONS: dict[Callable, Callable] = {
     ),
     ops.pool_groups.default: of_groups,
 } | dict.fromkeys([torch.matmul, Tensor.matmul, Tensor.__matmul__], matmul)
-OTHERS = [torch.mm, torch.bmm, torch.addmm, torch.baddbmm, torch.mv, torch.dot, torch.inner]
-OTHERS += [Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.baddbmm, Tensor.mv, Tensor.dot]
-OTHERS += [Tensor.__rmatmul__, torch.tensordot, functional.bilinear]
-OTHERS += [functional.conv1d, functional.conv2d, functional.scaled_dot_product_attention]
-FUNCTIONS |= {x: rejected(f"torch's {x.__name__}") for x in OTHERS}
+# products, and what torch computes by them; some are of newer versions of torch alone
+SUMS = "mm bmm mv dot inner vdot addmm addmv addbmm baddbmm tensordot cdist _grouped_mm __rmatmul__"
+OF_LAYERS = "bilinear conv1d conv2d conv3d scaled_dot_product_attention grouped_mm"
+OF_LAYERS += " multi_head_attention_forward"
+OTHERS = [getattr(owner, name, None) for owner in (torch, Tensor) for name in SUMS.split()]
+OTHERS += [getattr(functional, name, None) for name in OF_LAYERS.split()]
+OTHERS += [torch.linalg.matmul, torch.linalg.multi_dot, torch.linalg.vecdot]
+FUNCTIONS |= {x: rejected(f"torch's {x.__name__}") for x in OTHERS if x is not None}
 
 
 class Invariant(TorchFunctionMode):

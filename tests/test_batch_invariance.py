@@ -18,6 +18,9 @@ from test_models_quantized import as_int8_rows
 from test_models_weights import WIDE
 from tiny import ALL_KINDS, REPRESENTATIVES, marks_of, representatives, tiny_model, token_ids
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import CompileConfig
 
 from custom_pypto import layer_ops, models
@@ -355,6 +358,22 @@ def test_models_that_cannot_have_it_are_named():
         invariant(tiny_model("glm5_next"))
     with pytest.raises(ValueError, match="but for a model in bfloat16, .* torch.float64 on cpu"):
         invariant(tiny_model().double())
+
+
+def test_models_in_files_and_of_ranks_are_named(tmp_path):
+    tiny_model("glm_moe_dsa").save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="whose experts are in its files, got True and model"):
+        invariant(models.load(tmp_path, memory="1GB"))
+    model = tiny_model("glm_moe_dsa")
+    torch.distributed.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        projection = model.model.layers[1].self_attn.q_b_proj
+        mesh = init_device_mesh("cpu", (2,))
+        projection.weight = nn.Parameter(distribute_tensor(projection.weight, mesh, [Shard(0)]))
+        with pytest.raises(ValueError, match="that ranks share, got True and model.layers.1.self"):
+            invariant(model)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_forwards_on_another_path_are_rejected():
