@@ -71,36 +71,36 @@ class ExpertProduct(torch.autograd.Function):
     def backward(ctx, grad):
         x, weight, ids = ctx.saved_tensors
         shared = x.dim() == 2
-        d_x, d_weight = torch.zeros_like(x), torch.zeros_like(weight)
+        d_x, d_weight = (
+            torch.zeros_like(of) if wants else None
+            for of, wants in zip((x, weight), ctx.needs_input_grad, strict=False)
+        )
         for expert in ids[(ids >= 0) & (ids < len(weight))].unique().tolist():
             token, place = torch.where(ids == expert)
             g, at = grad[token, place], (token,) if shared else (token, place)
-            d_x.index_put_(at, g @ weight[expert], accumulate=True)
-            d_weight[expert] = g.T @ x[at]
+            if d_x is not None:
+                d_x.index_put_(at, g @ weight[expert], accumulate=True)
+            if d_weight is not None:
+                d_weight[expert] = g.T @ x[at]
         return d_x, d_weight, None
 
 
-class OfFormula(torch.autograd.Function):
-    """The value of a function without a gradient, with the gradient of a formula for it."""
+class Activation(torch.autograd.Function):
+    """``layer_ops.activate``, with the gradient of torch's function of that name."""
 
     @staticmethod
-    def forward(ctx, function, formula, *inputs):
+    def forward(ctx, x, name, formula):
+        ctx.save_for_backward(x)
         ctx.formula = formula
-        ctx.save_for_backward(*inputs)
-        return function(*inputs)
+        return layer_ops.activate(x, name)
 
     @staticmethod
     @first_derivative
     def backward(ctx, grad):
-        needed = ctx.needs_input_grad[2:]
+        x = ctx.saved_tensors[0].detach().requires_grad_()
         with torch.enable_grad():
-            inputs = [
-                x.detach().requires_grad_(wants)
-                for x, wants in zip(ctx.saved_tensors, needed, strict=True)
-            ]
-            output = ctx.formula(*inputs)
-        found = iter(torch.autograd.grad(output, [x for x in inputs if x.requires_grad], grad))
-        return None, None, *(next(found) if wants else None for wants in needed)
+            y = ctx.formula(x)
+        return *torch.autograd.grad(y, x, grad), None, None
 
 
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -157,7 +157,7 @@ def activation(name: str, formula: Callable[[Tensor], Tensor]) -> Callable[..., 
         if any(value for key, value in others.items() if key != "inplace"):
             raise unknown(f"{name} with {', '.join(others)}")
         if wanted(x):
-            return OfFormula.apply(lambda x: layer_ops.activate(x, name), formula, x)
+            return Activation.apply(x, name, formula)
         return layer_ops.activate(x, name)
 
     return activate

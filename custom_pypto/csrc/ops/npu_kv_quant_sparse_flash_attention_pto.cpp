@@ -131,13 +131,13 @@ Tensor npu_kv_quant_sparse_flash_attention_pto(
   return p.attention.out;
 }
 
-#define SCHEMA                                                                              \
-  "(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, float scale_value, "    \
-  "int key_quant_mode, int value_quant_mode, *, Tensor? key_dequant_scale=None, "           \
-  "Tensor? value_dequant_scale=None, Tensor? block_table=None, "                            \
-  "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_kv=None, "             \
-  "int sparse_block_size=1, str layout_query='BSND', str layout_kv='PA_BSND', "             \
-  "int sparse_mode=3, int attention_mode=2, int quant_scale_repo_mode=1, "                  \
+#define SCHEMA                                                                           \
+  "(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, float scale_value, " \
+  "int key_quant_mode, int value_quant_mode, *, Tensor? key_dequant_scale=None, "        \
+  "Tensor? value_dequant_scale=None, Tensor? block_table=None, "                         \
+  "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_kv=None, "          \
+  "int sparse_block_size=1, str layout_query='BSND', str layout_kv='PA_BSND', "          \
+  "int sparse_mode=3, int attention_mode=2, int quant_scale_repo_mode=1, "               \
   "int tile_size=128, int rope_head_dim=64) -> Tensor"
 
 REGISTER_OP(npu_kv_quant_sparse_flash_attention_pto, SCHEMA)

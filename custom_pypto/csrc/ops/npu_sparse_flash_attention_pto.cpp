@@ -77,11 +77,11 @@ Statistics npu_sparse_flash_attention_pto(
   return {p.out, p.softmax_max, p.softmax_sum};
 }
 
-#define ARGUMENTS                                                         \
-  "(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, "     \
-  "float scale_value, *, Tensor? block_table=None, "                      \
-  "Tensor? actual_seq_lengths_query=None, "                               \
-  "Tensor? actual_seq_lengths_kv=None, Tensor? query_rope=None, "         \
+#define ARGUMENTS                                                             \
+  "(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, "         \
+  "float scale_value, *, Tensor? block_table=None, "                          \
+  "Tensor? actual_seq_lengths_query=None, "                                   \
+  "Tensor? actual_seq_lengths_kv=None, Tensor? query_rope=None, "             \
   "Tensor? key_rope=None, int sparse_block_size=1, str layout_query='BSND', " \
   "str layout_kv='PA_BSND', int sparse_mode=3, Tensor? sinks=None"
 

@@ -175,8 +175,8 @@ REGISTER_OP(route_roots, "(Tensor logits, Tensor bias, int k, float scale) -> (T
 REGISTER_OP(weighted_sum, "(Tensor x, Tensor weights) -> Tensor")
 
 TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) {
-  for (const char* op : {"activate", "rms_norm", "rotate", "rotate_pairs", "route", "route_roots",
-                         "weighted_sum"}) {
+  for (const char* op :
+       {"activate", "rms_norm", "rotate", "rotate_pairs", "route", "route_roots", "weighted_sum"}) {
     m.impl(op, torch::autograd::autogradNotImplementedFallback());
   }
 }

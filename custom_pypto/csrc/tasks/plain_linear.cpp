@@ -59,15 +59,14 @@ class PlainLinear {
     }
     const auto bytes = [&](int64_t of_rows) { return of_rows * depth_ * int64_t{sizeof(W)}; };
     run_tasks(
-        panels.size(), [] { return nullptr; },
-        [&](std::nullptr_t, int64_t i) { pack(panels[i]); }, {.most = threads_for(bytes(count))});
-    run_tasks(
-        (rows_ + kRowsOfTask - 1) / kRowsOfTask, [] { return Scratch(); },
-        [&](Scratch& scratch, int64_t t) {
-          const int64_t row = t * kRowsOfTask;
-          multiply(expert, panels, row, std::min(kRowsOfTask, rows_ - row), scratch);
-        },
-        {.most = threads_for(bytes(rows_ * static_cast<int64_t>(panels.size())))});
+        panels.size(), [] { return nullptr; }, [&](std::nullptr_t, int64_t i) { pack(panels[i]); },
+        {.most = threads_for(bytes(count))});
+    run_tasks((rows_ + kRowsOfTask - 1) / kRowsOfTask, [] { return Scratch(); },
+              [&](Scratch& scratch, int64_t t) {
+                const int64_t row = t * kRowsOfTask;
+                multiply(expert, panels, row, std::min(kRowsOfTask, rows_ - row), scratch);
+              },
+              {.most = threads_for(bytes(rows_ * static_cast<int64_t>(panels.size())))});
   }
 
   void pack(Panel& panel) const {
