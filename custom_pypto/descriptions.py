@@ -193,11 +193,13 @@ ALL_OPS = OPS | WEIGHTS
 # parts of a layer beside its attention, on the CPU only and no public functions: they have one file
 # in a layer of this package, custom_pypto/layer_ops.py, and no device, graph or format of their own
 LAYER_OPS = (
+    "activate",
     "cache_slots",
     "collapse_streams",
     "convert_weight",
     "expanded_attention",
     "hyper_connection",
+    "invariant_linear",
     "mix_streams",
     "pool_groups",
     "rms_norm",

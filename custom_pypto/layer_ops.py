@@ -20,11 +20,13 @@ from .schemas import op_function
 from .weight_ops import weight_only_linear
 
 __all__ = [
+    "activate",
     "cache_slots",
     "collapse_streams",
     "convert_weight",
     "expanded_attention",
     "hyper_connection",
+    "invariant_linear",
     "mix_streams",
     "pool_groups",
     "rms_norm",
@@ -38,6 +40,20 @@ __all__ = [
 
 
 # ---- rows --------------------------------------------------------------------------------------
+
+
+@op_function
+def activate(x: Tensor, name: str) -> Tensor:
+    """A function of each value by itself, in float32 and rounded once. The bits of torch's depend
+    on where in a tensor a value is: vectors have another exponential than what is left of them.
+
+    Args:
+        x: floats.
+        name: ``"sigmoid"``; ``"silu"``, ``x / (1 + exp(-x))``; ``"softplus"``, ``log(1 + exp(x))``,
+            above 20 x.
+    Returns:
+        As ``x``, contiguous.
+    """
 
 
 @op_function
@@ -272,6 +288,27 @@ def window_rows(
 
 
 # ---- weights and prompts -----------------------------------------------------------------------
+
+
+@op_function
+def invariant_linear(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None = None,
+    *,
+    experts: Tensor | None = None,
+    block_size: int = 128,
+) -> Tensor:
+    """:func:`weight_only_linear` whose bits of a row are the same whatever other rows there are,
+    however many, and in whatever order; over a weight in floats, too.
+
+    A stored weight is multiplied as for few rows. Another one, or one in bfloat16 with K no
+    multiple of 32, is multiplied in float32: sums of 256 products each, in order.
+
+    Args:
+        weight: also float32, float16 or bfloat16 ``[N, K]`` or ``[E, N, K]``, any K and strides.
+        x, scales, experts, block_size: of :func:`weight_only_linear`.
+    """
 
 
 @op_function

@@ -27,9 +27,9 @@ TYPES = {
 @functools.cache
 def overload(op: str) -> torch._ops.OpOverload:
     """The implemented overload, which has every argument; a default one without a flag for more
-    results calls it."""
+    results calls it. Models call those ``by_token``, in its place."""
     packet = getattr(torch.ops.custom_pypto, op)
-    found = [getattr(packet, name) for name in packet.overloads()]
+    found = [getattr(packet, name) for name in packet.overloads() if name != "by_token"]
     return max(found, key=lambda one: len(one._schema.arguments))
 
 

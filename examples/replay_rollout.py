@@ -14,10 +14,11 @@ and prints how far log-ratios are from 0:
   alone. Tokens pass through the recorded experts, whose weights the router gives;
 - ``other router, keys``: the same with the keys replayed alone. The routers choose.
 
-On the CPU the ops give a token the same bits in a decode step and in training. So the ratio with
-replay is 1 to the bit where the matrix products of torch do so, too: on an AMD EPYC (Zen 3, torch
+Here the ops give a token the same bits in a decode step and in training. So the ratio with replay
+is 1 to the bit where the matrix products of torch do so, too: on an AMD EPYC (Zen 3, torch
 2.13) for 4 sequences or more. The products of a decode step have a row per sequence, and those of 1
-to 3 rows sum in another order: log-ratios up to 3e-6.
+to 3 rows sum in another order: log-ratios up to 3e-6. A model that is patched with
+``batch_invariant=True`` has ratios of 1 anywhere (docs/reliability.md).
 
 Then it takes one step with advantages normalised by group; the reward is 1 if the first new token
 is the right value. No ratio is clipped, as all are 1. The indexers keep their weights: no gradient

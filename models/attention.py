@@ -64,6 +64,8 @@ class PatchedAttention:
     first_norm: str
     #: new tokens that :meth:`read` takes at once
     slice_tokens: int
+    #: whether a forward of the model is :mod:`.batch_invariant`
+    batch_invariant = False
     #: mixins of :mod:`.one_op` and :mod:`.routing` for modules of upstream, by their class
     one_op: dict[type[nn.Module], type] = {}
 

@@ -80,16 +80,32 @@ def completed(
         blocks: ``[B]`` int32, of the pool.
         new: ``[B, S, .]`` ``[C | Z]`` of the new tokens.
     """
-    rate, overlap = bias.size(0), bias.size(1) // width - 1
-    count = -(-new.size(1) // rate)
+    by_op = not training and takes(new, pool)
+    call = pool, blocks, new, bias.float(), tokens.start, tokens.lengths, width
+    sums, complete = (layer_ops.pool_groups if by_op else pooled_groups)(*call)
+    return sums, groups_of(tokens.start, new, bias.size(0)), complete
+
+
+def groups_of(start: Tensor, new: Tensor, rate: int) -> Tensor:
+    """The groups ``[B, n]`` of new tokens."""
     # int64 as positions: a comparison in a GE graph does not promote
-    start = tokens.start[:, None].long()
-    groups = start // rate + torch.arange(count, device=new.device)
-    if not training and takes(new, pool):
-        bounds = tokens.start, tokens.lengths
-        sums, complete = layer_ops.pool_groups(pool, blocks, new, bias.float(), *bounds, width)
-        return sums, groups, complete
-    lengths = tokens.lengths[:, None].long()
+    count = -(-new.size(1) // rate)
+    return start[:, None].long() // rate + torch.arange(count, device=new.device)
+
+
+def pooled_groups(
+    pool: Tensor,
+    blocks: Tensor,
+    new: Tensor,
+    bias: Tensor,
+    start: Tensor,
+    lengths: Tensor,
+    width: int,
+) -> tuple[Tensor, Tensor]:
+    """:func:`layer_ops.pool_groups`, with gradients."""
+    rate, overlap = bias.size(0), bias.size(1) // width - 1
+    groups = groups_of(start, new, rate)
+    count, start, lengths = groups.size(1), start[:, None].long(), lengths[:, None].long()
     cached = pool[blocks].squeeze(2)
     number = (groups[:, :1] - overlap) * rate
     number = number + torch.arange((overlap + count) * rate, device=new.device)
@@ -104,4 +120,4 @@ def completed(
     # the group before the first one is empty
     exists = (number >= 0).unflatten(1, (-1, rate))
     complete = (groups + 1) * rate <= lengths
-    return pooled(values, gates + bias.float(), exists, width), groups, complete
+    return pooled(values, gates + bias, exists, width), complete

@@ -11,6 +11,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 from custom_pypto.requirements import TRANSFORMERS, installed_version, numbers
 
 from . import calls, context_parallel, indexer_loss, masks, training
+from .batch_invariant import check_forward
 from .cache import PagedCache, Step
 from .index_sharing import SharedUpstream
 from .memory import has_numbers, is_transformed
@@ -76,6 +77,8 @@ def prepare(model, args: tuple, kwargs: dict):
         cache = cache_of(model, attentions, request)
         step = place(model, attentions, request, cache)
         kwargs[CACHE] = cache if request.cache is not None or request.keeps_cache else None
+    if model._custom_pypto.batch_invariant:
+        check_forward(step)
     if step is None:
         return None
     if model._custom_pypto.context_parallel and step.own.count() > 1:

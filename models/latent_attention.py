@@ -91,6 +91,7 @@ class LatentAttention(PatchedAttention):
             weight_of(self.kv_b_proj).view(query.size(2), -1, self.kv_lora_rank),
             self.scaling,
             self.sinks.float() if hasattr(self, "sinks") else None,  # of some architectures
+            not self.batch_invariant,
         )
         output = layer.attend(heads, indices, tokens.lengths)
         return self.project_output(output, gate), indices

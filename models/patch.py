@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from . import calls, generation
 from .absorbed import advise_on_bfloat16
 from .architectures import attention_classes, check_widths
+from .batch_invariant import check_invariant, make_invariant
 from .cache.layout import CacheDtype, check_block_size, check_cache_dtypes
 from .context_parallel import check_context_parallel
 from .dequantization import Dequantized, dequantize, report, restore
@@ -90,6 +91,7 @@ class Patch:
     dequantized: list[Dequantized]
     sharing: Sharing
     context_parallel: bool = False  # whether ranks share prompts
+    batch_invariant: bool = False
     told: set[str] = field(default_factory=set)  # why it trained on the upstream path, if logged
     regions: Regions | None = None  # of the latest compile_config of generate()
 
@@ -102,6 +104,8 @@ class Patch:
         text = text_model(model)
         if (earlier := patch_of(model)) is not None:
             earlier.remove_hooks(model)
+            if earlier.batch_invariant or self.batch_invariant:
+                restore_classes(model)
             self.dequantized = earlier.dequantized + self.dequantized
         text._custom_pypto = self  # first: what an interruption leaves can be patched, or undone
         sources = self.sharing.sources
@@ -109,14 +113,11 @@ class Patch:
             change_class(attention, paged)
             attention.index_source = sources.get(layer)
             attention.is_index_source = layer in sources.values()
-        for module in list(text.modules()):
-            # transformers shards some by a forward of their own; stored experts have an op
-            own = is_sharded(module) or getattr(module, "kind", None)
-            if (mixin := paged.one_op.get(type(module))) and not own:
-                change_class(module, derived(mixin, type(module)))
-        head = model.get_output_embeddings()
-        if type(head) is nn.Linear and not is_sharded(head):
-            change_class(head, Head)
+            attention.batch_invariant = self.batch_invariant
+        if self.batch_invariant:
+            make_invariant(model, paged)
+        else:
+            use_ops(model, paged)
         for name, method in METHODS.items():
             setattr(model, name, partial(method, model))
         text.register_forward_hook(generation.finish_forward, with_kwargs=True)
@@ -136,12 +137,10 @@ class Patch:
         found = {i: attention_of(layer, is_patched) for i, layer in enumerate(text.layers)}
         attentions = {i: attention for i, attention in found.items() if attention is not None}
         for attention in attentions.values():
-            for name in ("index_source", "is_index_source"):
+            for name in ("index_source", "is_index_source", "batch_invariant"):
                 vars(attention).pop(name, None)
             change_class(attention, upstream_class(attention))
-        for module in list(model.modules()):
-            if hasattr(cls := type(module), "is_mixed_in"):
-                change_class(module, plain_class(cls))
+        restore_classes(model)
         restore(attentions, self.dequantized)
         del text._custom_pypto
 
@@ -156,6 +155,25 @@ class Patch:
                         vars(module)[kind].pop(key, None)
         for name in METHODS:
             vars(model).pop(name, None)
+
+
+def use_ops(model, paged: type) -> None:
+    """Gives modules of upstream their mixins of :mod:`.one_op`."""
+    for module in list(text_model(model).modules()):
+        # transformers shards some by a forward of their own; stored experts have an op
+        own = is_sharded(module) or getattr(module, "kind", None)
+        if (mixin := paged.one_op.get(type(module))) and not own:
+            change_class(module, derived(mixin, type(module)))
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear and not is_sharded(head):
+        change_class(head, Head)
+
+
+def restore_classes(model) -> None:
+    """Those of upstream, of all modules but attentions."""
+    for module in list(model.modules()):
+        if hasattr(cls := type(module), "is_mixed_in"):
+            change_class(module, plain_class(cls))
 
 
 def patch_of(model) -> Patch | None:
@@ -175,6 +193,7 @@ def use_custom_pypto(
     context_parallel: bool = False,
     index_topk_freq: int | None = None,
     index_topk_pattern: str | None = None,
+    batch_invariant: bool = False,
 ) -> PreTrainedModel:
     """Patches ``model`` to run on the ops: sparse attention over a paged cache.
 
@@ -216,16 +235,22 @@ def use_custom_pypto(
             one for each layer that attends to selected positions, or for each layer of the model,
             of which those of other layers mean nothing. None of both: by the keys of these names in
             the config, unless its ``use_index_cache`` is false, or by its ``indexer_types``.
+        batch_invariant: the bits of a sequence's outputs depend neither on what runs beside it nor
+            on chunks of its prompt, a cached prefix, padding or training: products, exponentials
+            and means have one order of sums, which takes more time. Training runs on the ops. Not
+            for models that ranks share or whose experts are in files, on NPUs, inside of autocast.
+            See docs/reliability.md.
     Returns:
         ``model`` itself.
     Raises:
         TypeError: unsupported model class, wrapped attention, or a ``kv_b_proj`` or indexer with
             additions that the ops would bypass. Every forward repeats the check.
-        ValueError: unsupported ``block_size``, ``index_topk``, width in the config, dtype of a
-            cache, ``training`` or ``indexer_loss``; a frequency or pattern that gives the first
-            layer no selection, or a layer without an indexer its own. With ``training="ops"`` or
-            ``indexer_loss``, from a forward: dropout, attentions or a cache are requested, or the
-            sequences are packed or padded in a way that the ops do not support.
+        ValueError: a model or an option that ``batch_invariant`` excludes; unsupported
+            ``block_size``, ``index_topk``, width in the config, dtype of a cache, ``training`` or
+            ``indexer_loss``; a frequency or pattern that gives the first layer no selection, or a
+            layer without an indexer its own. With ``training="ops"`` or ``indexer_loss``, from a
+            forward: dropout, attentions or a cache are requested, or the sequences are packed or
+            padded in a way that the ops do not support.
 
     Example::
 
@@ -242,6 +267,8 @@ def use_custom_pypto(
         )
     option = Option(indexer_loss, indexer_loss_coefficient)
     check_indexer_loss("use_custom_pypto", model, paged, training, option)
+    if batch_invariant:
+        check_invariant(model, paged, training, context_parallel)
     if context_parallel:
         check_context_parallel("use_custom_pypto", model, paged, indexer_loss)
     text = text_model(model)
@@ -269,8 +296,11 @@ def use_custom_pypto(
         raise
     report(dequantized)
     # the upstream path has no loss for indexers
-    path, cache = "ops" if indexer_loss else training, {"block_size": block_size, **dtypes}
-    patch = Patch(path, option, cache, cache_sizes, dequantized, sharing, context_parallel)
+    path = "ops" if indexer_loss or batch_invariant else training
+    cache = {"block_size": block_size, **dtypes}
+    patch = Patch(
+        path, option, cache, cache_sizes, dequantized, sharing, context_parallel, batch_invariant
+    )
     patch.apply(model, attentions, paged)
     plain = not any(getattr(module, "kind", None) for module in text.modules())
     if plain and text.dtype == torch.bfloat16 and text.device.type == "cpu":

@@ -75,6 +75,8 @@ class Regions:
         options = config.to_dict()
         if options["mode"] == "reduce-overhead" and options["backend"] == "inductor":
             own = {"cpp_wrapper": True, "cpp.min_chunk_size": FEWEST_ELEMENTS}
+            # values in 16 bits round as in eager layers
+            own["emulate_precision_casts"] = text._custom_pypto.batch_invariant
             options |= {"mode": None, "options": {**own, **(config.options or {})}}
         self.call = torch.compile(call_layer, **options)
 

@@ -109,7 +109,14 @@ def routed_layers(caller: str, text) -> dict[nn.Module, int]:
 
     Raises:
         TypeError: a layer that :func:`models.use_custom_pypto` did not reach.
+        ValueError: the model is batch-invariant.
     """
+    if text._custom_pypto.batch_invariant:
+        raise ValueError(
+            f"{caller}: experts must be False for a batch-invariant model, whose routers choose "
+            "alike in rollouts and in training, got True; omit it, or patch the model without "
+            "batch_invariant"
+        )
     found = {}
     for i, outermost in enumerate(text.layers):
         # not by an attribute: torch's checkpoint_wrapper has those of the layer inside

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from custom_pypto.reference import MODULES
 from custom_pypto.reference import layer_ops as reference
 
 FLOAT32 = torch.finfo(torch.float32).eps
@@ -25,7 +26,7 @@ def assert_equals_reference(op: str, got, arguments: dict) -> None:
     """``got`` is the result of a call of ``op`` with these arguments; those that are written have
     what they had before the call, and get what the reference writes."""
     if op in CHOICES:
-        return CHOICES[op](*got, **arguments)
+        return CHOICES[op](*results(got), **arguments)
     want = getattr(reference, op)(**arguments)
     if op == "expanded_attention" and not want[1]:  # then the first result is undefined
         got, want = got[1:], want[1:]
@@ -52,6 +53,11 @@ def assert_within(got: Tensor, want: Tensor, bound: Tensor | float) -> None:
 
 
 # ---- rows --------------------------------------------------------------------------------------
+
+
+def of_activation(want, x, name) -> list:
+    # an exponential within two steps, whose logarithm near 0 has an absolute one, a sum, a quotient
+    return [(8 * FLOAT32 + steps(x.dtype)) * (want.double().abs() + (name == "softplus") * 2**-24)]
 
 
 def of_norm(want, x, weight, eps) -> list:
@@ -117,7 +123,23 @@ def chosen_by_roots(weights, experts, logits, bias, k, scale) -> None:
     assert_within(weights, want, (k + 8) * step * want.double().abs())
 
 
-CHOICES = {"route": chosen_by_sigmoids, "route_roots": chosen_by_roots}
+def of_one_row(got, x, weight, scales, experts, block_size) -> None:
+    """Each row within what a call of few rows may differ by."""
+    products = MODULES["weight_only_linear"]
+    rows, shape = x.reshape(-1, x.size(-1)), got.shape[x.dim() - 1 :]
+    ids = None if experts is None else experts.reshape(len(rows), *shape[:-1])
+    for i, one in enumerate(got.reshape(len(rows), *shape)):
+        call = dict(x=rows[i], weight=weight, scales=scales, block_size=block_size)
+        call["experts"] = None if ids is None else ids[i]
+        error, bound = products.error(one, products.weight_only_linear(**call), call, call)
+        assert error <= bound, f"{error} from the reference, {bound} allowed"
+
+
+CHOICES = {
+    "invariant_linear": of_one_row,
+    "route": chosen_by_sigmoids,
+    "route_roots": chosen_by_roots,
+}
 
 
 def ranked(x: Tensor) -> Tensor:
@@ -222,6 +244,7 @@ def of_expanded(want, q_nope, q_rope, latent, k_rope, weight, indices, ends, sca
 
 
 BOUNDS = {
+    "activate": of_activation,
     "collapse_streams": of_collapse,
     "expanded_attention": of_expanded,
     "hyper_connection": of_connection,

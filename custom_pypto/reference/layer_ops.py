@@ -3,13 +3,21 @@ with its roundings. Numbers of a tensor that name nothing count as in the ops.""
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, softplus
+from torch.nn.functional import linear, silu, softplus
+
+from .weight_only_linear import weight_only_linear
 
 E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], device="cpu")
 LARGEST = 2**63 - 1
 
 
 # ---- rows --------------------------------------------------------------------------------------
+
+
+def activate(x: Tensor, name: str) -> Tensor:
+    return {"sigmoid": torch.sigmoid, "silu": silu, "softplus": softplus}[name](x.float()).to(
+        x.dtype
+    )
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
@@ -199,6 +207,17 @@ def window_rows(
 
 
 # ---- weights and prompts -----------------------------------------------------------------------
+
+
+def invariant_linear(
+    x: Tensor,
+    weight: Tensor,
+    scales: Tensor | None = None,
+    *,
+    experts: Tensor | None = None,
+    block_size: int = 128,
+) -> Tensor:
+    return weight_only_linear(x, weight, scales, experts=experts, block_size=block_size)
 
 
 def convert_weight(

@@ -8,6 +8,11 @@ from ..weight_formats import WEIGHT_FORMATS, values_of, weight_format_of
 from .checks import ROUNDING
 
 
+def matrix_of(weight: Tensor, scales: Tensor | None, block_size: int) -> Tensor:
+    """In float64; without scales values are what they are."""
+    return (weight if scales is None else values_of(weight, scales, block_size)).double()
+
+
 def weight_only_linear(
     x: Tensor,
     weight: Tensor,
@@ -16,7 +21,7 @@ def weight_only_linear(
     experts: Tensor | None = None,
     block_size: int = 128,
 ) -> Tensor:
-    matrix = values_of(weight, scales, block_size).double()
+    matrix = matrix_of(weight, scales, block_size)
     if experts is None:
         return (x.double() @ matrix.mT).to(x.dtype)
     rows = x.double()
@@ -68,9 +73,9 @@ def error(got: Tensor, expected: Tensor, mine: dict, theirs: dict) -> tuple[floa
     where only one of the two is finite."""
     x, experts = theirs["x"].double(), theirs.get("experts")
     weight, scales = theirs["weight"], theirs.get("scales")
-    matrix = values_of(weight, scales, theirs.get("block_size", 128)).double()
+    matrix = matrix_of(weight, scales, theirs.get("block_size", 128))
     parts = matrix.abs()
-    if weight_format_of(weight, scales).zeros:  # which may cancel 4 bits
+    if scales is not None and weight_format_of(weight, scales).zeros:  # which may cancel 4 bits
         of_group = scales.double().abs()
         of_group = 16 * of_group[..., 0] + of_group[..., 1]
         parts = of_group.repeat_interleave(matrix.size(-1) // scales.size(-2), -1)

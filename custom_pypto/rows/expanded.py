@@ -32,11 +32,12 @@ class Heads(NamedTuple):
     weight: Tensor  # [H, nope + v, L] of kv_b_proj
     scaling: float
     sinks: Tensor | None  # [H] float32
+    expands: bool = True  # whether expansion, with other last bits, is allowed
 
 
 def is_cheaper(heads: Heads, indices: Tensor, keys: int) -> bool:
     """Whether expansion of ``keys`` rows takes fewer products than absorption."""
-    if npu.on_cpu or heads.sinks is not None:
+    if npu.on_cpu or heads.sinks is not None or not heads.expands:
         return False
     nope, value, rope = widths(heads)
     latent, tokens = heads.weight.size(2), indices.size(1)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from . import DTYPES
+from . import DTYPES, weight_only_linear
 from .hostile import Maker
 
 WEIGHT = 3  # how often each one is drawn, as in the modules of the public ops
@@ -28,6 +28,11 @@ def bools(m: Maker, *shape: int) -> Tensor:
 def finite(m: Maker, factor: float = 1.0) -> Callable[[int], Tensor]:
     fill = m.floats(torch.float32)
     return lambda n: (fill(n).nan_to_num(0, 0, 0) * factor).bfloat16()
+
+
+def activate(m: Maker) -> dict:
+    shape = [several(m) for _ in range(m.rng.randint(0, 2))] + [m.rng.choice([0, 1, 5, 33])]
+    return dict(x=m.tensor(tuple(shape)), name=m.rng.choice(["sigmoid", "silu", "softplus"]))
 
 
 def rms_norm(m: Maker) -> dict:
@@ -168,6 +173,16 @@ def window_rows(m: Maker) -> dict:
     )
 
 
+def invariant_linear(m: Maker) -> dict:
+    call = weight_only_linear.random_call(m)
+    if call["scales"] is None:  # K may be any number, and the weight any floats
+        depth = m.rng.choice([1, 3, 17, 32, 300])
+        shape = *call["weight"].shape[:-1], depth
+        call["weight"] = m.tensor(shape, m.floats(m.rng.choice(DTYPES)))
+        call["x"] = m.tensor((*call["x"].shape[:-1], depth))
+    return call
+
+
 def convert_weight(m: Maker) -> dict:
     rng = m.rng
     out_dtype = rng.choice([*DTYPES, torch.int8, torch.uint8])
@@ -223,11 +238,13 @@ def expanded_attention(m: Maker) -> dict:
 
 
 CALLS: dict[str, Callable[[Maker], dict]] = {
+    "activate": activate,
     "cache_slots": cache_slots,
     "collapse_streams": collapse_streams,
     "convert_weight": convert_weight,
     "expanded_attention": expanded_attention,
     "hyper_connection": hyper_connection,
+    "invariant_linear": invariant_linear,
     "mix_streams": mix_streams,
     "pool_groups": pool_groups,
     "rms_norm": rms_norm,

@@ -71,7 +71,7 @@ void contract(QuantizedAttentionParams& quantized) {
   p.out = at::empty_symint(shape, query.options());
 }
 
-void compute(const QuantizedAttentionParams& quantized) {
+void compute(const QuantizedAttentionParams& quantized, bool by_token) {
   const AttentionParams& p = quantized.attention;
   const SequenceParams& s = p.sequences;
   const int64_t rope = quantized.rope_head_dim, latent = s.query.size(-1) - rope;
@@ -89,12 +89,13 @@ void compute(const QuantizedAttentionParams& quantized) {
                       .sparse_indices = p.sparse_indices,
                       .scale_value = p.scale_value,
                       .query_rope = query_rope,
-                      .out = p.out});
+                      .out = p.out},
+      by_token);
 }
 
 }  // namespace
 
-template <bool computes>
+template <bool computes, bool by_token = false>
 Tensor npu_kv_quant_sparse_flash_attention_pto(
     const Tensor& query, const Tensor& key, const OptionalTensor& value,
     const Tensor& sparse_indices, double scale_value, int64_t key_quant_mode,
@@ -126,18 +127,33 @@ Tensor npu_kv_quant_sparse_flash_attention_pto(
       .tile_size = tile_size,
       .rope_head_dim = rope_head_dim};
   contract(p);
-  if (computes) compute(p);
+  if (computes) compute(p, by_token);
   return p.attention.out;
 }
 
-REGISTER_OP(npu_kv_quant_sparse_flash_attention_pto,
-            "(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, float scale_value, "
-            "int key_quant_mode, int value_quant_mode, *, Tensor? key_dequant_scale=None, "
-            "Tensor? value_dequant_scale=None, Tensor? block_table=None, "
-            "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_kv=None, "
-            "int sparse_block_size=1, str layout_query='BSND', str layout_kv='PA_BSND', "
-            "int sparse_mode=3, int attention_mode=2, int quant_scale_repo_mode=1, "
-            "int tile_size=128, int rope_head_dim=64) -> Tensor")
+#define SCHEMA                                                                           \
+  "(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, float scale_value, " \
+  "int key_quant_mode, int value_quant_mode, *, Tensor? key_dequant_scale=None, "        \
+  "Tensor? value_dequant_scale=None, Tensor? block_table=None, "                         \
+  "Tensor? actual_seq_lengths_query=None, Tensor? actual_seq_lengths_kv=None, "          \
+  "int sparse_block_size=1, str layout_query='BSND', str layout_kv='PA_BSND', "          \
+  "int sparse_mode=3, int attention_mode=2, int quant_scale_repo_mode=1, "               \
+  "int tile_size=128, int rope_head_dim=64) -> Tensor"
+
+REGISTER_OP(npu_kv_quant_sparse_flash_attention_pto, SCHEMA)
+
+// for batch-invariant models, on the CPU alone
+TORCH_LIBRARY_FRAGMENT(custom_pypto, m) {
+  m.def("npu_kv_quant_sparse_flash_attention_pto.by_token" SCHEMA);
+}
+TORCH_LIBRARY_IMPL(custom_pypto, CPU, m) {
+  m.impl("npu_kv_quant_sparse_flash_attention_pto.by_token",
+         &npu_kv_quant_sparse_flash_attention_pto<true, true>);
+}
+TORCH_LIBRARY_IMPL(custom_pypto, Meta, m) {
+  m.impl("npu_kv_quant_sparse_flash_attention_pto.by_token",
+         &npu_kv_quant_sparse_flash_attention_pto<false, true>);
+}
 
 TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) {
   m.impl(kNames.op, torch::autograd::autogradNotImplementedFallback());

@@ -43,12 +43,12 @@ void contract(AttentionParams& p) {
 
 void sparse_flash_attention(AttentionParams& p) {
   contract(p);
-  attend<ModelRows>(p);
+  attend<ModelRows>(p, false);
 }
 
 using Statistics = std::tuple<Tensor, Tensor, Tensor>;  // with the output
 
-template <bool computes>
+template <bool computes, bool by_token = false>
 Statistics npu_sparse_flash_attention_pto(
     const Tensor& query, const Tensor& key, const OptionalTensor& value,
     const Tensor& sparse_indices, double scale_value, const OptionalTensor& block_table,
@@ -72,19 +72,34 @@ Statistics npu_sparse_flash_attention_pto(
                     .sinks = sinks,
                     .sparse_block_size = sparse_block_size,
                     .return_softmax_lse = return_softmax_lse};
-  computes ? sparse_flash_attention(p) : contract(p);
+  contract(p);
+  if (computes) attend<ModelRows>(p, by_token);
   return {p.out, p.softmax_max, p.softmax_sum};
 }
 
+#define ARGUMENTS                                                             \
+  "(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, "         \
+  "float scale_value, *, Tensor? block_table=None, "                          \
+  "Tensor? actual_seq_lengths_query=None, "                                   \
+  "Tensor? actual_seq_lengths_kv=None, Tensor? query_rope=None, "             \
+  "Tensor? key_rope=None, int sparse_block_size=1, str layout_query='BSND', " \
+  "str layout_kv='PA_BSND', int sparse_mode=3, Tensor? sinks=None"
+
 // attention_out, softmax_max, softmax_sum
-REGISTER_OP_WITH_FLAG(npu_sparse_flash_attention_pto, softmax_lse,
-                      "(Tensor query, Tensor key, Tensor? value, Tensor sparse_indices, "
-                      "float scale_value, *, Tensor? block_table=None, "
-                      "Tensor? actual_seq_lengths_query=None, "
-                      "Tensor? actual_seq_lengths_kv=None, Tensor? query_rope=None, "
-                      "Tensor? key_rope=None, int sparse_block_size=1, str layout_query='BSND', "
-                      "str layout_kv='PA_BSND', int sparse_mode=3, Tensor? sinks=None",
-                      return_softmax_lse, "(Tensor, Tensor, Tensor)")
+REGISTER_OP_WITH_FLAG(npu_sparse_flash_attention_pto, softmax_lse, ARGUMENTS, return_softmax_lse,
+                      "(Tensor, Tensor, Tensor)")
+
+// for batch-invariant models, on the CPU alone
+TORCH_LIBRARY_FRAGMENT(custom_pypto, m) {
+  m.def("npu_sparse_flash_attention_pto.by_token" ARGUMENTS
+        ", bool return_softmax_lse=False) -> (Tensor, Tensor, Tensor)");
+}
+TORCH_LIBRARY_IMPL(custom_pypto, CPU, m) {
+  m.impl("npu_sparse_flash_attention_pto.by_token", &npu_sparse_flash_attention_pto<true, true>);
+}
+TORCH_LIBRARY_IMPL(custom_pypto, Meta, m) {
+  m.impl("npu_sparse_flash_attention_pto.by_token", &npu_sparse_flash_attention_pto<false, true>);
+}
 
 namespace {
 
@@ -96,6 +111,7 @@ struct Constants {
   int64_t sparse_block_size;
   c10::string_view layout_query, layout_kv;
   int64_t sparse_mode;
+  bool by_token;
 };
 
 // The op below autograd.
@@ -107,10 +123,13 @@ Statistics call(const Tensor& query, const Tensor& key, const OptionalTensor& va
                  const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                  const OptionalTensor&, const OptionalTensor&, int64_t, c10::string_view,
                  c10::string_view, int64_t, const OptionalTensor&, bool);
-  static const auto op =
-      c10::Dispatcher::singleton()
-          .findSchemaOrThrow("custom_pypto::npu_sparse_flash_attention_pto", "softmax_lse")
-          .typed<Attend>();
+  const auto find = [](const char* overload) {
+    return c10::Dispatcher::singleton()
+        .findSchemaOrThrow("custom_pypto::npu_sparse_flash_attention_pto", overload)
+        .typed<Attend>();
+  };
+  static const auto together = find("softmax_lse"), by_token = find("by_token");
+  const auto& op = c.by_token ? by_token : together;
   const at::AutoDispatchBelowADInplaceOrView guard;
   return op.call(query, key, value, c.sparse_indices, c.scale_value, c.block_table, c.lengths_query,
                  c.lengths_kv, query_rope, key_rope, c.sparse_block_size, c.layout_query,
@@ -196,6 +215,7 @@ class SparseFlashAttention : public torch::autograd::Function<SparseFlashAttenti
   }
 };
 
+template <bool by_token>
 Statistics with_gradients(const Tensor& query, const Tensor& key, const OptionalTensor& value,
                           const Tensor& sparse_indices, double scale_value,
                           const OptionalTensor& block_table,
@@ -213,7 +233,8 @@ Statistics with_gradients(const Tensor& query, const Tensor& key, const Optional
                     .sparse_block_size = sparse_block_size,
                     .layout_query = layout_query,
                     .layout_kv = layout_kv,
-                    .sparse_mode = sparse_mode};
+                    .sparse_mode = sparse_mode,
+                    .by_token = by_token};
   if (!wants_gradient(kNames.op, {query, key, value, query_rope, key_rope, sinks})) {
     return call(query, key, value, query_rope, key_rope, sinks, c, return_softmax_lse);
   }
@@ -225,7 +246,8 @@ Statistics with_gradients(const Tensor& query, const Tensor& key, const Optional
 }  // namespace
 
 TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) {
-  m.impl("npu_sparse_flash_attention_pto.softmax_lse", &with_gradients);
+  m.impl("npu_sparse_flash_attention_pto.softmax_lse", &with_gradients<false>);
+  m.impl("npu_sparse_flash_attention_pto.by_token", &with_gradients<true>);
 }
 
 }  // namespace custom_pypto

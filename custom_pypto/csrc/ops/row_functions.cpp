@@ -3,6 +3,9 @@
 
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
+#include <algorithm>
+#include <iterator>
+#include <string_view>
 #include <tuple>
 
 #include "contract.h"
@@ -142,6 +145,23 @@ Tensor weighted_sum(const Tensor& x, const Tensor& weights) {
   return out;
 }
 
+template <bool computes>
+Tensor activate(const Tensor& x, std::string_view name) {
+  constexpr char kOp[] = "activate";
+  Argument(kOp, "x", x).dtype(kFloating);
+  constexpr std::string_view kNames[] = {"sigmoid", "silu", "softplus"};  // as Activation
+  const auto* found = std::find(std::begin(kNames), std::end(kNames), name);
+  CHECK_ARGUMENT(found != std::end(kNames), kOp, "name", "'sigmoid', 'silu' or 'softplus'", "'",
+                 name, "'");
+  const Tensor out = at::empty_symint(x.sym_sizes(), x.options());
+  if (computes && x.numel() != 0) {
+    const auto f = static_cast<Activation>(found - std::begin(kNames));
+    activate_values(x.contiguous(), f, out);
+  }
+  return out;
+}
+
+REGISTER_OP(activate, "(Tensor x, str name) -> Tensor")
 REGISTER_OP(rms_norm, "(Tensor x, Tensor? weight, float eps) -> Tensor")
 REGISTER_OP(rotate, "(Tensor x, Tensor cos, Tensor sin, int first, bool interleaved) -> Tensor")
 REGISTER_OP(rotate_pairs, "(Tensor x, Tensor cos, Tensor sin) -> Tensor")
@@ -156,7 +176,7 @@ REGISTER_OP(weighted_sum, "(Tensor x, Tensor weights) -> Tensor")
 
 TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) {
   for (const char* op :
-       {"rms_norm", "rotate", "rotate_pairs", "route", "route_roots", "weighted_sum"}) {
+       {"activate", "rms_norm", "rotate", "rotate_pairs", "route", "route_roots", "weighted_sum"}) {
     m.impl(op, torch::autograd::autogradNotImplementedFallback());
   }
 }

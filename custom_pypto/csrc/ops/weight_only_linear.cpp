@@ -5,6 +5,7 @@
 
 #include <string>
 
+#include "../tasks/plain_linear.h"
 #include "../tasks/weight_only.h"
 
 namespace custom_pypto {
@@ -62,35 +63,64 @@ void check_scales(const StoredNames& names, const WeightFacts& facts, const Tens
 
 namespace {
 
-constexpr char kOp[] = "weight_only_linear";
+constexpr char kOp[] = "weight_only_linear", kInvariant[] = "invariant_linear";
 constexpr int64_t kMostBlock = 1024;
 constexpr int64_t kMostDepth = 1 << 30;  // kernels count in int
 
-void check_weight(const Tensor& x, const Tensor& weight, const OptionalTensor& scales, bool experts,
-                  int64_t block_size) {
-  const Argument first(kOp, "x", x), second(kOp, "weight", weight);
+void check_operands(const char* op, const Tensor& x, const Tensor& weight, bool experts) {
+  const Argument first(op, "x", x), second(op, "weight", weight);
   first.dtype(kFloating);
-  CHECK_ARGUMENT(x.dim() >= 1, kOp, "x", "of shape [.., K]", x.sym_sizes());
+  CHECK_ARGUMENT(x.dim() >= 1, op, "x", "of shape [.., K]", x.sym_sizes());
   second.rank(experts ? 3 : 2, experts ? "[E, N, K] (with experts)" : "[N, K] (without experts)");
   second.device_of(x);
-  const StoredNames names = {.op = kOp, .weight = "weight", .scales = "scales"};
+}
+
+void check_weight(const char* op, const Tensor& x, const Tensor& weight,
+                  const OptionalTensor& scales, bool experts, int64_t block_size) {
+  check_operands(op, x, weight, experts);
+  const Argument second(op, "weight", weight);
+  const StoredNames names = {.op = op, .weight = "weight", .scales = "scales"};
   const WeightFacts& facts = check_weight_format(names, weight, scales);
   const c10::SymInt depth = x.sym_size(-1);
-  CHECK_ARGUMENT(depth > 0 && depth <= kMostDepth && depth % cpu::kWeightUnit == 0, kOp,
+  CHECK_ARGUMENT(depth > 0 && depth <= kMostDepth && depth % cpu::kWeightUnit == 0, op,
                  "x.size(-1)", "a positive multiple of 32 up to 2**30 (K)", depth);
   second.size(-1, depth / facts.codes, facts.codes > 1 ? "K / 2, two values per byte" : "K of x");
   CHECK_ARGUMENT(block_size > 0 && block_size <= kMostBlock && block_size % cpu::kWeightUnit == 0,
-                 kOp, "block_size", "a multiple of 32 up to 1024", block_size);
+                 op, "block_size", "a multiple of 32 up to 1024", block_size);
   if (scales) {
-    Argument(kOp, "scales", *scales).device_of(x);
+    Argument(op, "scales", *scales).device_of(x);
     check_scales(names, facts, weight, *scales, depth, block_size);
   }
   if (weight.scalar_type() == at::kBFloat16 && weight.sym_stride(-1) != 1) {
-    CHECK_ARGUMENT(weight.sym_stride(-2) == 1, kOp, "weight.stride(-1) or weight.stride(-2)", "1",
+    CHECK_ARGUMENT(weight.sym_stride(-2) == 1, op, "weight.stride(-1) or weight.stride(-2)", "1",
                    weight.sym_stride(-1), " and ", weight.sym_stride(-2), "; call .contiguous()");
   } else {
     second.dense_rows();
   }
+}
+
+// [.., N], or with experts [.., k, N], to be filled
+Tensor output(const char* op, const Tensor& x, const Tensor& weight,
+              const OptionalTensor& experts) {
+  c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end() - 1);
+  if (experts) {
+    const Argument ids(op, "experts", *experts);
+    ids.dtype(kSlots).device_of(x);
+    const bool shared = experts->dim() == x.dim();
+    CHECK_ARGUMENT(shared || experts->dim() + 1 == x.dim(), op, "experts",
+                   "of shape [.., k] for x of shape [.., K] or [.., k, K]", experts->sym_sizes());
+    ids.sizes(x, x.dim() - 1, "as x");
+    if (shared) shape.push_back(experts->sym_size(-1));
+  }
+  shape.push_back(weight.sym_size(-2));
+  return at::empty_symint(shape, x.options());
+}
+
+// Whether the kernels of stored weights multiply it, in floats.
+bool is_stored(const Tensor& weight) {
+  if (weight.scalar_type() != at::kBFloat16 || weight.dim() < 2) return false;
+  const bool dense = weight.sym_stride(-1) == 1 || weight.sym_stride(-2) == 1;
+  return dense && weight.sym_size(-1) > 0 && weight.sym_size(-1) % cpu::kWeightUnit == 0;
 }
 
 }  // namespace
@@ -98,27 +128,46 @@ void check_weight(const Tensor& x, const Tensor& weight, const OptionalTensor& s
 template <bool computes>
 Tensor weight_only_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& scales,
                           const OptionalTensor& experts, int64_t block_size) {
-  check_weight(x, weight, scales, experts.has_value(), block_size);
-  c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end() - 1);
-  if (experts) {
-    const Argument ids(kOp, "experts", *experts);
-    ids.dtype(kSlots).device_of(x);
-    const bool shared = experts->dim() == x.dim();
-    CHECK_ARGUMENT(shared || experts->dim() + 1 == x.dim(), kOp, "experts",
-                   "of shape [.., k] for x of shape [.., K] or [.., k, K]", experts->sym_sizes());
-    ids.sizes(x, x.dim() - 1, "as x");
-    if (shared) shape.push_back(experts->sym_size(-1));
+  check_weight(kOp, x, weight, scales, experts.has_value(), block_size);
+  const Tensor out = output(kOp, x, weight, experts);
+  if (computes && out.numel() != 0) {
+    weight_only({.x = x,
+                 .weight = weight,
+                 .scales = scales,
+                 .experts = experts,
+                 .block_size = block_size,
+                 .out = out});
   }
-  shape.push_back(weight.sym_size(-2));
-  const Tensor out = at::empty_symint(shape, x.options());
-  if constexpr (computes) {
-    if (out.numel() != 0) {
+  return out;
+}
+
+template <bool computes>
+Tensor invariant_linear(const Tensor& x, const Tensor& weight, const OptionalTensor& scales,
+                        const OptionalTensor& experts, int64_t block_size) {
+  const bool stored = scales || is_stored(weight);
+  if (stored) {
+    check_weight(kInvariant, x, weight, scales, experts.has_value(), block_size);
+  } else {
+    check_operands(kInvariant, x, weight, experts.has_value());
+    const Argument second(kInvariant, "weight", weight);
+    second.dtype(kFloating, "without scales");
+    const c10::SymInt depth = x.sym_size(-1);
+    CHECK_ARGUMENT(depth > 0 && depth <= kMostDepth, kInvariant, "x.size(-1)",
+                   "positive and up to 2**30 (K)", depth);
+    second.size(-1, depth, "K of x");
+  }
+  const Tensor out = output(kInvariant, x, weight, experts);
+  if (computes && out.numel() != 0) {
+    if (stored) {
       weight_only({.x = x,
                    .weight = weight,
                    .scales = scales,
                    .experts = experts,
                    .block_size = block_size,
-                   .out = out});
+                   .out = out,
+                   .invariant = true});
+    } else {
+      plain_linear({.x = x, .weight = weight, .experts = experts, .out = out});
     }
   }
   return out;
@@ -128,8 +177,14 @@ REGISTER_OP(weight_only_linear,
             "(Tensor x, Tensor weight, Tensor? scales=None, *, Tensor? experts=None, "
             "int block_size=128) -> Tensor")
 
+REGISTER_OP(invariant_linear,
+            "(Tensor x, Tensor weight, Tensor? scales=None, *, Tensor? experts=None, "
+            "int block_size=128) -> Tensor")
+
 TORCH_LIBRARY_IMPL(custom_pypto, Autograd, m) {
-  m.impl(kOp, torch::autograd::autogradNotImplementedFallback());
+  for (const char* op : {kOp, kInvariant}) {
+    m.impl(op, torch::autograd::autogradNotImplementedFallback());
+  }
 }
 
 }  // namespace custom_pypto

@@ -17,7 +17,7 @@ namespace {
 template <typename E, typename T, typename Reader>
 class SparseAttention {
  public:
-  SparseAttention(const AttentionParams& p, const cpu::Bf16Kernels* bf16)
+  SparseAttention(const AttentionParams& p, bool by_token, const cpu::Bf16Kernels* bf16)
       : bf16_(std::is_same_v<E, float> ? nullptr : bf16),
         query_(p.sequences.query.contiguous()),
         rope_(p.query_rope ? p.query_rope->contiguous() : Tensor()),
@@ -29,6 +29,7 @@ class SparseAttention {
         heads_(query_.size(-2)),
         k_(p.sparse_indices.size(-1)),
         mode_(p.sequences.sparse_mode),
+        by_token_(by_token),
         scale_(static_cast<float>(p.scale_value * M_LOG2E)),
         sinks_(p.sinks ? p.sinks->contiguous() : Tensor()),
         results_{.out = static_cast<T*>(p.out.mutable_data_ptr()), .scale = p.scale_value} {
@@ -42,8 +43,8 @@ class SparseAttention {
   }
 
   void run() {
-    const AttentionPlan plan =
-        plan_attention(sequences_, heads_, mode_, [&](int64_t token) { return columns(token); });
+    const AttentionPlan plan = plan_attention(sequences_, heads_, mode_, by_token_,
+                                              [&](int64_t token) { return columns(token); });
     const std::vector<AttentionTask>& tasks = plan.tasks;
     std::vector<SoftmaxSums> parts(plan.part_count);
     run_tasks(
@@ -246,6 +247,7 @@ class SparseAttention {
   std::vector<Sequence> sequences_;
   KeyMap key_map_;
   int64_t heads_, k_, mode_;
+  bool by_token_;
   float scale_;  // of exponents of 2
   Tensor sinks_;
   Results<T> results_;  // of all rows
@@ -254,7 +256,7 @@ class SparseAttention {
 }  // namespace
 
 template <template <typename E, typename T> class Rows>
-void attend(const AttentionParams& p) {
+void attend(const AttentionParams& p, bool by_token) {
   // without tokens the number of sequences is unbounded: a list of them may not fit in memory
   if (p.out.numel() == 0) return;
   const Tensor& query = p.sequences.query;
@@ -263,11 +265,11 @@ void attend(const AttentionParams& p) {
   dispatch_elements(query.scalar_type(), bf16, [&](auto multiplied, auto stored) {
     using E = decltype(multiplied);
     using T = decltype(stored);
-    if constexpr (Rows<E, T>::kReads) SparseAttention<E, T, Rows<E, T>>(p, bf16).run();
+    if constexpr (Rows<E, T>::kReads) SparseAttention<E, T, Rows<E, T>>(p, by_token, bf16).run();
   });
 }
 
-template void attend<ModelRows>(const AttentionParams& p);
-template void attend<Int8Rows>(const AttentionParams& p);
+template void attend<ModelRows>(const AttentionParams& p, bool by_token);
+template void attend<Int8Rows>(const AttentionParams& p, bool by_token);
 
 }  // namespace custom_pypto

@@ -54,14 +54,15 @@ constexpr double kGatherCost = 1.25;
 // order.
 constexpr int64_t kSplitColumns = 512;
 
-// `columns(token)` is the number of indices of a query token.
+// `columns(token)` is the number of indices of a query token. by_token: the tasks of a token depend
+// on its own indices alone.
 template <typename Columns>
 AttentionPlan plan_attention(const std::vector<Sequence>& sequences, int64_t heads,
-                             int64_t sparse_mode, const Columns& columns) {
+                             int64_t sparse_mode, bool by_token, const Columns& columns) {
   int64_t tokens = 0;
   for (const Sequence& s : sequences) tokens += s.len_query;
   AttentionPlan plan;
-  const int64_t most = kSplitColumns * std::max<int64_t>(1, tokens);
+  const int64_t most = kSplitColumns * (by_token ? 1 : std::max<int64_t>(1, tokens));
   const int64_t group = std::max<int64_t>(1, kDenseRows / heads);
   for (const Sequence& s : sequences) {
     for (int64_t i = 0; i < s.len_query; i += group) {
@@ -70,7 +71,7 @@ AttentionPlan plan_attention(const std::vector<Sequence>& sequences, int64_t hea
       int64_t selected = 0;
       for (int64_t t = 0; t < count; ++t) selected += columns(s.first_token + i + t);
       const double gathered = kGatherCost * panel_rows(heads) * selected;
-      if (panel_rows(count * heads) * static_cast<double>(visible) < gathered) {
+      if (!by_token && panel_rows(count * heads) * static_cast<double>(visible) < gathered) {
         plan.tasks.push_back(AttentionTask{.dense = true,
                                            .sequence = s.index,
                                            .first = i,

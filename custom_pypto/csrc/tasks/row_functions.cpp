@@ -182,6 +182,17 @@ void route_roots(const RootRouteParams& p) {
   });
 }
 
+template <typename T, typename F>
+void map_values(const Tensor& x, const Tensor& out, const F& f) {
+  const T* from = x.const_data_ptr<T>();
+  T* to = out.mutable_data_ptr<T>();
+  for_rows(x.numel(), 1, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      to[i] = static_cast<T>(f(static_cast<float>(from[i])));
+    }
+  });
+}
+
 }  // namespace
 
 void norm_rows(const Tensor& x, const OptionalTensor& weight, double eps, const Tensor& out) {
@@ -242,6 +253,21 @@ void route_root_rows(const RootRouteParams& p) {
 void add_weighted_rows(const Tensor& x, const Tensor& weights, const Tensor& out) {
   with_type(x.scalar_type(), [&](auto type) {
     add_weighted<decltype(type)>(x, weights.const_data_ptr<float>(), out);
+  });
+}
+
+void activate_values(const Tensor& x, Activation f, const Tensor& out) {
+  with_type(x.scalar_type(), [&](auto type) {
+    using T = decltype(type);
+    switch (f) {
+      case Activation::kSigmoid:
+        return map_values<T>(x, out, [](float v) { return sigmoid(v); });
+      case Activation::kSilu:
+        return map_values<T>(x, out, [](float v) { return v / (1.0f + std::exp(-v)); });
+      default:  // as torch, which leaves large numbers as they are
+        return map_values<T>(x, out,
+                             [](float v) { return v > 20.0f ? v : std::log1p(std::exp(v)); });
+    }
   });
 }
 

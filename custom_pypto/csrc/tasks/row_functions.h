@@ -56,4 +56,9 @@ void route_root_rows(const RootRouteParams& p);
 // [T, k] float32 contiguous, out [T, D] in the dtype of x, contiguous.
 void add_weighted_rows(const Tensor& x, const Tensor& weights, const Tensor& out);
 
+enum class Activation { kSigmoid, kSilu, kSoftplus };
+
+// out = f(x) of each value by itself, in float32 and rounded once; contiguous, in one dtype.
+void activate_values(const Tensor& x, Activation f, const Tensor& out);
+
 }  // namespace custom_pypto

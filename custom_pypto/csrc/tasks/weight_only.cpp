@@ -318,17 +318,18 @@ class WidenedWay {
 };
 
 template <typename Way, typename Product>
-void multiply(const Product& product, const std::vector<Group>& groups) {
+void multiply(const Product& product, const std::vector<Group>& groups,
+              int64_t rows_of_turn = Way::kRowsOfTurn) {
   if (groups.empty()) return;
   Way way(product);
   std::vector<Group> turn;
   int64_t count = 0;
   for (const Group& group : groups) {
     const int64_t end = group.first + group.count;
-    for (int64_t first = group.first; first < end; first += Way::kRowsOfTurn) {
-      turn.push_back({group.expert, first, std::min(Way::kRowsOfTurn, end - first)});
+    for (int64_t first = group.first; first < end; first += rows_of_turn) {
+      turn.push_back({group.expert, first, std::min(rows_of_turn, end - first)});
       count += turn.back().count;
-      if (count < Way::kRowsOfTurn) continue;
+      if (count < rows_of_turn) continue;
       way.multiply(turn);
       turn.clear();
       count = 0;
@@ -348,6 +349,8 @@ void multiply(const WeightOnlyParams& p) {
   constexpr bool kHalves = std::is_same_v<T, c10::BFloat16>;
   const WeightProduct<T> product(p);
   const StoredWeight& weight = product.weight();
+  // the one way whose kernels sum each product by itself, whatever rows there are
+  if (p.invariant) return multiply<StoredWay<T>>(product, product.groups(), kPartOfRows);
   const cpu::WeightWays& ways = ways_of(T{}, weight);
   std::vector<Group> stored, packed, rounded, widened;
   for (const Group& group : product.groups()) {

@@ -11,7 +11,8 @@ struct WeightOnlyParams {
   const OptionalTensor& scales;
   const OptionalTensor& experts;  // [.., k] of integers, or of x's leading dims
   int64_t block_size;
-  Tensor out;  // [.., N] or [.., k, N], contiguous
+  Tensor out;              // [.., N] or [.., k, N], contiguous
+  bool invariant = false;  // the bits of a row do not depend on how many there are
 };
 
 void weight_only(const WeightOnlyParams& p);

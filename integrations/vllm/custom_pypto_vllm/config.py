@@ -1,6 +1,7 @@
 """Words of config.json and of vLLM's options, and what they stand for. Imports nothing of vLLM:
 ``serve`` says what it will use before vLLM starts."""
 
+from collections.abc import Mapping
 from types import SimpleNamespace
 
 import torch
@@ -9,6 +10,21 @@ import torch
 FORMATS = {"int8_per_token_head": torch.int8}
 # groups of tokens that a compressed row of DeepSeek-V4 sums, by its tokens per row
 GROUPS = {4: 2, 128: 1}
+
+
+def check_environment(environment: Mapping[str, str]) -> None:
+    """Rejects what vLLM's variables ask for and its products on CPUs cannot give.
+
+    Raises:
+        ValueError: names the variable and the remedy.
+    """
+    value = environment.get("VLLM_BATCH_INVARIANT", "")
+    if value.strip() not in ("", "0"):
+        raise ValueError(
+            "custom_pypto_vllm: VLLM_BATCH_INVARIANT must be unset or 0 (the bits of vLLM's "
+            f"products on CPUs depend on the batch), got {value}; unset it, or generate with "
+            "custom_pypto.models.use_custom_pypto(model, batch_invariant=True)"
+        )
 
 
 def compress_ratios(config: dict) -> list[int]:

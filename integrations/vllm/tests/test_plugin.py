@@ -8,6 +8,7 @@ import sys
 
 import pytest
 import torch
+from custom_pypto_vllm.config import check_environment
 from custom_pypto_vllm.patches import PATCHES, Patch
 
 from custom_pypto import npu
@@ -52,6 +53,15 @@ def test_the_kernel_of_vllm_still_rotates_them_wrong(rope):
     q, k = torch.randn(7, 4, 64), torch.randn(7, 1, 64)
     got, _ = rope.forward_cpu(positions, q.clone(), k.clone())
     assert not torch.allclose(got.view_as(q), rotated(q, positions), atol=1e-4)
+
+
+@pytest.mark.parametrize("value", [None, "", "0", "1"])
+def test_a_batch_invariant_vllm_is_rejected(value):
+    environment = {} if value is None else {"VLLM_BATCH_INVARIANT": value}
+    if value != "1":
+        return check_environment(environment)
+    with pytest.raises(ValueError, match="BATCH_INVARIANT must be unset or 0 .*, got 1; unset"):
+        check_environment(environment)
 
 
 def test_another_version_of_vllm_is_rejected_with_both_versions():
