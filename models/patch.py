@@ -107,8 +107,8 @@ class Patch:
         sources = self.sharing.sources
         for layer, attention in attentions.items():
             change_class(attention, paged)
-            attention.index_source = sources.get(layer)
-            attention.is_index_source = layer in sources.values()
+            attention.shares_selection = layer in sources
+            attention.lends_selection = layer in sources.values()
         for module in list(text.modules()):
             # transformers shards some by a forward of their own; stored experts have an op
             own = is_sharded(module) or getattr(module, "kind", None)
@@ -136,7 +136,7 @@ class Patch:
         found = {i: attention_of(layer, is_patched) for i, layer in enumerate(text.layers)}
         attentions = {i: attention for i, attention in found.items() if attention is not None}
         for attention in attentions.values():
-            for name in ("index_source", "is_index_source"):
+            for name in ("shares_selection", "lends_selection"):
                 vars(attention).pop(name, None)
             change_class(attention, upstream_class(attention))
         for module in list(model.modules()):
