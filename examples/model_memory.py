@@ -155,7 +155,7 @@ def shares_read(model) -> dict[str, float]:
     idle = {
         id(weight)
         for attention in patched_attentions(text).values()
-        if attention.index_source is not None and attention.indexer is not None
+        if attention.shares_selection and attention.indexer is not None
         for weight in attention.indexer.parameters()
     }
     shares = {}

@@ -50,10 +50,11 @@ class PatchedAttention:
     int8 = False
     #: whether upstream's layer returns indices, for the next layer
     returns_indices = False
-    #: the layer whose selection this one attends to; None: it selects itself, or not at all
-    index_source: int | None = None
+    # no numbers of layers, of which compiled graphs would be made
+    #: whether the layer attends to the selection of an earlier one
+    shares_selection = False
     #: whether later layers attend to the selection of this one
-    is_index_source = False
+    lends_selection = False
     #: what a forward counts, as transformers does
     counting = Counting()
     #: whether later layers attend to the latents of this one
@@ -134,11 +135,11 @@ class PatchedAttention:
             indices: of a record; None: this layer selects, or shares.
         """
         layer = step.layer_of(self)
-        if self.index_source is not None:
+        if self.shares_selection:
             indices = layer.selection.indices
             if indices is None:
                 raise ValueError(
-                    f"patched model: layer {self.index_source} must run before layer "
+                    "patched model: a layer that selects must run before layer "
                     f"{self.layer_idx}, which shares its selection; after changing layers call "
                     "models.use_custom_pypto(model) again"
                 )
@@ -156,7 +157,7 @@ class PatchedAttention:
         if len(results) > 1:
             output = torch.cat(outputs, 1)
             indices = None if indices is None else torch.cat(selected, 1)
-        if self.is_index_source:
+        if self.lends_selection:
             layer.selection.indices = indices
         return output, indices
 
@@ -182,11 +183,11 @@ class PatchedAttention:
     @property
     def selects(self) -> bool:
         """Whether this layer selects positions by an indexer of its own."""
-        return self.indexer is not None and self.index_source is None
+        return self.indexer is not None and not self.shares_selection
 
     def rows(self, config, dtype: torch.dtype) -> dict[str, Row | None]:
         """The cache rows of this layer, by pool; None: it has none."""
-        lacking = () if self.index_source is None else INDEXER_POOLS
+        lacking = INDEXER_POOLS if self.shares_selection else ()
         return {
             name: None if name in lacking else pool.row(config, self.layer_idx, dtype)
             for name, pool in self.pools.items()

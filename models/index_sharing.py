@@ -71,16 +71,18 @@ class SharedUpstream(Context):
 
     def __init__(self, text: nn.Module):
         super().__init__(text, {})
+        self.sources = text._custom_pypto.sharing.sources
         self.selected: dict[int, Tensor] = {}
 
     def upstream(self, attention: nn.Module, hidden_states: Tensor, mask: Tensor) -> nn.Module:
         if attention.indexer is None:
             return attention
-        if attention.index_source is not None:
-            return with_indexer(attention, Selected(self.selected[attention.index_source]))
-        if not attention.is_index_source:
+        number = attention.layer_idx
+        if attention.shares_selection:
+            return with_indexer(attention, Selected(self.selected[self.sources[number]]))
+        if not attention.lends_selection:
             return attention
-        keeps = Keeping(attention.indexer, self.selected, attention.layer_idx)
+        keeps = Keeping(attention.indexer, self.selected, number)
         return with_indexer(attention, keeps)
 
 

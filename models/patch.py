@@ -111,8 +111,8 @@ class Patch:
         sources = self.sharing.sources
         for layer, attention in attentions.items():
             change_class(attention, paged)
-            attention.index_source = sources.get(layer)
-            attention.is_index_source = layer in sources.values()
+            attention.shares_selection = layer in sources
+            attention.lends_selection = layer in sources.values()
             attention.batch_invariant = self.batch_invariant
         if self.batch_invariant:
             make_invariant(model, paged)
@@ -137,7 +137,7 @@ class Patch:
         found = {i: attention_of(layer, is_patched) for i, layer in enumerate(text.layers)}
         attentions = {i: attention for i, attention in found.items() if attention is not None}
         for attention in attentions.values():
-            for name in ("index_source", "is_index_source", "batch_invariant"):
+            for name in ("shares_selection", "lends_selection", "batch_invariant"):
                 vars(attention).pop(name, None)
             change_class(attention, upstream_class(attention))
         restore_classes(model)

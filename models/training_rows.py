@@ -51,6 +51,7 @@ class TrainingRows:
         self.config, self.real, self.loss, self.learning = text.config, real, loss, learning
         self.ends, self.size, self.parts = ends, size, parts_of(ends, size, device)
         self.dense = text._custom_pypto.indexer_loss.kind == "dense"
+        self.sources = text._custom_pypto.sharing.sources
         self.block_size = text._custom_pypto.cache["block_size"]
         autocast = torch.is_autocast_enabled(device.type)
         self.dtype = torch.get_autocast_dtype(device.type) if autocast else text.dtype
@@ -126,8 +127,8 @@ class CallLayer(PagedLayer):
         pools, layouts = allocated(own, batch, tokens, rows.block_size, rows.device)
         tables = tables_of(layouts.values(), batch, tokens, rows.device)
         index = IndexRows(rows.dtype, rows.config.index_head_dim, rows.device)
-        selector = number if attention.index_source is None else attention.index_source
-        super().__init__(pools, layouts, tables, None, index, rows.selections[selector])
+        selection = rows.selections[rows.sources.get(number, number)]
+        super().__init__(pools, layouts, tables, None, index, selection)
         #: whether later layers attend to the latents
         self.shared = attention.shares_latents
         self.source = rows.shared.get(attention.source)

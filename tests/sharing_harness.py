@@ -30,12 +30,9 @@ def patched(kind, pattern=None, model=None, **options):
 
 def sources(model):
     """By layer that attends to selected positions: the one that selects them."""
-    found = patched_attentions(text_model(model)).items()
-    return {
-        i: i if x.selects else x.index_source
-        for i, x in found
-        if x.selects or x.index_source is not None
-    }
+    text = text_model(model)
+    own = {i: i for i, x in patched_attentions(text).items() if x.selects}
+    return dict(sorted((own | text._custom_pypto.sharing.sources).items()))
 
 
 def indexed(kind):

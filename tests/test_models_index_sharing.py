@@ -177,6 +177,21 @@ def test_compiled_layers_and_whole_graphs_share_alike(kind):
     torch.testing.assert_close(torch.cat(logits), want, rtol=0, atol=TOLERANCES[kind])
 
 
+def test_layers_that_share_with_different_ones_are_one_graph():
+    """Of seven: a dense layer that lends, layers that share, two more that lend, one that does not;
+    all but the first have experts."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    model = patched("deepseek_v32", "FSFSFSF", tiny_model(num_hidden_layers=7))
+    config = CompileConfig(backend=backend, mode=None, fullgraph=True)
+    model.generate(token_ids(2, 30), max_new_tokens=4, do_sample=False, compile_config=config)
+    assert len(graphs) == 4
+
+
 # ---- training -----------------------------------------------------------------------------------
 
 

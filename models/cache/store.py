@@ -164,6 +164,10 @@ class Store:
             raise out_of_memory(present, batch_size, max_cache_len, block_size, device) from error
         layouts = [layout for _, of_layer in memory for layout in of_layer.values()]
         self.tables = tables_of(layouts, batch_size, self.max_cache_len, device)
+        # one object of equal ones: graphs guard on which of the tables it is
+        same = {layout: layout for layout in self.tables}
+        for _, of_layer in memory:
+            of_layer.update({name: same[layout] for name, layout in of_layer.items()})
         self.selection = Selection()
         formats = self.tables, latents, index_keys, self.selection
         self.layers = [
