@@ -353,6 +353,7 @@ def test_layers_with_gradients_run_themselves():
 def test_a_decoded_token_takes_one_op_for_each_norm_and_rotation():
     model = models.use_custom_pypto(tiny_model())
     cache = models.PagedCache(model, 1, 32)
+    model(token_ids(1, 28), **{models.CACHE: cache})  # of fewer, indexers score nothing
     with Calls() as calls:
         model(token_ids(1, 1), **{models.CACHE: cache})
     layers = model.config.num_hidden_layers
@@ -366,6 +367,7 @@ def test_a_decoded_token_takes_one_op_for_each_norm_and_rotation():
 def test_a_token_decoded_by_deepseek_v4_takes_one_op_for_each_part():
     model = models.use_custom_pypto(tiny_model("deepseek_v4"))
     cache = models.PagedCache(model, 1, 32)
+    model(token_ids(1, 28), **{models.CACHE: cache})  # of fewer, indexers score nothing
     with Calls() as calls:
         model(token_ids(1, 1), **{models.CACHE: cache})
     layers = model.config.num_hidden_layers
