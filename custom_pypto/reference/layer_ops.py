@@ -1,6 +1,8 @@
 """Definitions of the layer ops (custom_pypto/layer_ops.py) in plain torch: transformers' formulas,
 with its roundings. Numbers of a tensor that name nothing count as in the ops."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu, softplus
@@ -15,9 +17,9 @@ LARGEST = 2**63 - 1
 
 
 def activate(x: Tensor, name: str) -> Tensor:
-    return {"sigmoid": torch.sigmoid, "silu": silu, "softplus": softplus}[name](x.float()).to(
-        x.dtype
-    )
+    functions: dict[str, Callable[[Tensor], Tensor]]
+    functions = {"sigmoid": torch.sigmoid, "silu": silu, "softplus": softplus}
+    return functions[name](x.float()).to(x.dtype)
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
