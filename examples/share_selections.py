@@ -45,7 +45,7 @@ def inputs(args) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and labels ``[texts, tokens]``, not shifted; -100 for tokens without a loss."""
     if args.text is None:
         return lookup_batch(args.texts, args.tokens, questions=len(KEYS), seed=args.seed)
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
     ids = tokenizer(args.text.read_text(), return_tensors="pt").input_ids[:, : args.tokens]
     return ids, ids
 

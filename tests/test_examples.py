@@ -275,6 +275,7 @@ def test_replay_keeps_the_probabilities_of_the_rollout(run, samples):
     assert ratios["other indexer"] > 0.1
 
 
+@pytest.mark.slow
 def test_replayed_experts_leave_the_difference_of_the_policies(run):
     model = ["--model", str(ROOT / "examples/checkpoints/lookup_v4"), "--prompt-tokens", "256"]
     said = run("replay_rollout.py", *model, "--noise", "0.1", "--threads", "1")

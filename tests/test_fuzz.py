@@ -198,6 +198,7 @@ def test_command_says_how_to_repeat_a_failure(run):
     assert re.search(r"^again: bash run\.sh fuzz --case 3:\d+$", ran.stdout, re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_command_says_which_case_ended_the_process():
     command = [sys.executable, FUZZ, "--seed", "3"]
     running = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

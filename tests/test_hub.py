@@ -256,6 +256,7 @@ def program(name: str, *arguments: str, server: Hub, home) -> subprocess.Complet
     )
 
 
+@pytest.mark.slow
 def test_generate_takes_a_name(server, tmp_path):
     server.repositories["owner/lookup"] = {MAIN: REPOSITORY / "examples/checkpoints/lookup"}
     arguments = ["--model", "owner/lookup", "--prompt", "the old sailor otter=red crossed . otter?"]

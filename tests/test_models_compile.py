@@ -131,6 +131,7 @@ def test_decode_is_one_graph_for_all_positions_and_equals_eager(kind, backend, d
     assert len(backend.graphs) == 2
 
 
+@pytest.mark.slow
 def test_a_prompt_read_in_slices_is_one_graph_for_each_number_of_slices(monkeypatch):
     monkeypatch.setattr(LatentAttention, "slice_tokens", 16)
     model, backend = patched_model(num_hidden_layers=1), CountingBackend("eager")

@@ -100,6 +100,7 @@ def test_an_op_that_raises_fails_the_command(monkeypatch, capsys):
     assert out.count("RuntimeError: no such kernel") == 3 and "0 of 3 checks passed on cpu" in out
 
 
+@pytest.mark.slow
 def test_an_npu_that_is_there_and_does_not_work_fails_the_command(monkeypatch, capsys):
     collect = env.collect
 
