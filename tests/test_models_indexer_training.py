@@ -291,8 +291,11 @@ def trained(model, folder, steps, **arguments):
 @pytest.mark.skipif(not is_accelerate_available(), reason="transformers.Trainer needs accelerate")
 @pytest.mark.parametrize(
     "arguments",
-    [{}, {"gradient_checkpointing": True}, {"gradient_accumulation_steps": 2}],
-    ids=["plain", "checkpointing", "accumulation"],
+    [
+        pytest.param({}, id="plain", marks=pytest.mark.slow),
+        pytest.param({"gradient_checkpointing": True}, id="checkpointing"),
+        pytest.param({"gradient_accumulation_steps": 2}, id="accumulation"),
+    ],
 )
 def test_the_trainer_of_transformers_adds_the_loss(arguments, tmp_path):
     with_loss, without = (

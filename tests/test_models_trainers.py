@@ -42,11 +42,10 @@ def losses(path, folder, rows, **arguments):
 @pytest.mark.parametrize(
     "arguments",
     [
-        {},
-        {"gradient_checkpointing": True},
-        {"gradient_accumulation_steps": 2, "max_grad_norm": 0},
+        pytest.param({}, id="plain", marks=pytest.mark.slow),
+        pytest.param({"gradient_checkpointing": True}, id="checkpointing"),
+        pytest.param({"gradient_accumulation_steps": 2, "max_grad_norm": 0}, id="accumulation"),
     ],
-    ids=["plain", "checkpointing", "accumulation"],
 )
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
 def test_the_trainer_of_transformers_logs_upstream_losses(padded, arguments, tmp_path):

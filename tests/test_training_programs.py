@@ -240,6 +240,7 @@ def of_many_keys(**arguments) -> dict:
             *(SPARSE, of_deepseek_v3_2),
             dict(lengths_query=[2], lengths_key=[3000]),
             id="deepseek-v3-2",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
             *(DENSE, of_many_keys), dict(lengths_query=[3], lengths_key=[6000]), id="every-key"
