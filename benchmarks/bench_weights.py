@@ -40,7 +40,7 @@ def as_loaded(x: torch.Tensor) -> torch.Tensor:
 
 
 class Linears:
-    """A weight in each format; each call finds the caches full of the others."""
+    """A weight in each format; each call finds the caches full of others."""
 
     def __init__(self):
         generator = torch.Generator().manual_seed(0)
@@ -71,12 +71,20 @@ class Linears:
         return interleaved(self.calls(tokens), repeats)
 
     def share_of_read(self, kind: str, repeats: int) -> float:
-        """Of the bandwidth of torch's sum of floats."""
-        seconds = interleaved({"read": self.other.sum, kind: self.calls(1)[kind]}, repeats)
-        return ratio(seconds["read"], seconds[kind]) * self.bytes_of(kind) / READ
+        """Of the bandwidth of torch's sum of floats: one after the other, as in a model, weights of
+        as many bytes."""
+        size = sum(x.nbytes for x in self.weights[kind] if x is not None)
+        copies = [
+            [x if x is None else as_loaded(x) for x in self.weights[kind]]
+            for _ in range(READ // size)
+        ]
 
-    def bytes_of(self, kind: str) -> int:
-        return sum(x.nbytes for x in self.weights[kind] if x is not None)
+        def multiply():
+            for weight, scales in copies:
+                custom_pypto.weight_only_linear(self.x[1], weight, scales)
+
+        seconds = interleaved({"read": self.other.sum, kind: multiply}, repeats)
+        return ratio(seconds["read"], seconds[kind]) * len(copies) * size / READ
 
 
 # ---- a layer ------------------------------------------------------------------------------------
