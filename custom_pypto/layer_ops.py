@@ -44,16 +44,8 @@ __all__ = [
 
 @op_function
 def activate(x: Tensor, name: str) -> Tensor:
-    """A function of each value by itself, in float32 and rounded once. The bits of torch's depend
-    on where in a tensor a value is: vectors have another exponential than what is left of them.
-
-    Args:
-        x: floats.
-        name: ``"sigmoid"``; ``"silu"``, ``x / (1 + exp(-x))``; ``"softplus"``, ``log(1 + exp(x))``,
-            above 20 x.
-    Returns:
-        As ``x``, contiguous.
-    """
+    """``"sigmoid"``, ``"silu"`` or ``"softplus"`` (x above 20) of each value, in float32 and rounded
+    once. The bits of torch's depend on where in a tensor a value is."""
 
 
 @op_function
@@ -300,15 +292,9 @@ def invariant_linear(
     block_size: int = 128,
 ) -> Tensor:
     """:func:`weight_only_linear` whose bits of a row are the same whatever other rows there are,
-    however many, and in whatever order; over a weight in floats, too.
-
+    also over a weight in float32, float16 or bfloat16, ``[N, K]`` or ``[E, N, K]`` of any strides.
     A stored weight is multiplied as for few rows. Another one, or one in bfloat16 with K no
-    multiple of 32, is multiplied in float32: sums of 256 products each, in order.
-
-    Args:
-        weight: also float32, float16 or bfloat16 ``[N, K]`` or ``[E, N, K]``, any K and strides.
-        x, scales, experts, block_size: of :func:`weight_only_linear`.
-    """
+    multiple of 32, is multiplied in float32: sums of 256 products each, in order."""
 
 
 @op_function
