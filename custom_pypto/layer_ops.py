@@ -44,7 +44,7 @@ __all__ = [
 
 @op_function
 def activate(x: Tensor, name: str) -> Tensor:
-    """``"sigmoid"``, ``"silu"`` or ``"softplus"`` (x above 20) of each value, in float32 and rounded
+    """``"sigmoid"``, ``"silu"``, ``"softplus"`` (x above 20) of each value, in float32 and rounded
     once. The bits of torch's depend on where in a tensor a value is."""
 
 
