@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from transformers.masking_utils import find_packed_sequence_indices
 
 from . import masks
+from .cache import Step, Tokens
 from .cache.sequence import Sequences
-from .cache.step import Step, Tokens
 from .indexer_loss import IndexerLoss
 from .masks import Request
 from .memory import has_numbers, is_transformed

@@ -51,6 +51,8 @@ class TrainingRows:
         self.config, self.real, self.loss, self.learning = text.config, real, loss, learning
         self.ends, self.size, self.parts = ends, size, parts_of(ends, size, device)
         self.dense = text._custom_pypto.indexer_loss.kind == "dense"
+        #: whether few tokens are scored, too: all are attended to, or padding attends to padding
+        self.scores_all = self.dense or not bool(real.all())
         self.sources = text._custom_pypto.sharing.sources
         self.block_size = text._custom_pypto.cache["block_size"]
         autocast = torch.is_autocast_enabled(device.type)
@@ -145,9 +147,7 @@ class CallLayer(PagedLayer):
         self.pools["index"] = self.laid_end_to_end(key)
 
     def every_row(self, count: int, tokens: Tokens) -> Tensor | None:
-        # nor where all are attended to, or where padding attends to padding
-        scored = self.rows.dense or not self.rows.real.all()
-        return None if scored else super().every_row(count, tokens)
+        return None if self.rows.scores_all else super().every_row(count, tokens)
 
     def select(self, query: Tensor, weights: Tensor, count: int, tokens: Tokens) -> Tensor:
         if "index" in self.layouts:

@@ -3,5 +3,5 @@ block tables), ``sequence`` (lengths), ``step`` (new tokens of a forward), ``pag
 public class)."""
 
 from .paged_cache import PagedCache as PagedCache
+from .sequence import Tokens as Tokens
 from .step import Step as Step
-from .step import Tokens as Tokens

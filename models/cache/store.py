@@ -70,7 +70,7 @@ class PagedLayer:
             return None
         if tokens.lengths.max().item() // self.ratio > count:
             return None
-        return every_row(count, tokens, self.ratio)[0]
+        return first_rows(count, tokens, self.ratio)[0]
 
     def select(self, query: Tensor, weights: Tensor, count: int, tokens: Tokens) -> Tensor:
         """Rows of index keys, ``[B, S, 1, count]`` int32, -1 behind the last: of a token that sees
@@ -92,7 +92,7 @@ class PagedLayer:
     @property
     def ratio(self) -> int:
         """Tokens of a row of index keys."""
-        return max(1, self.layouts["index"].ratio) if "index" in self.layouts else 1
+        return self.layouts["index"].ratio if "index" in self.layouts else 1
 
     def attend(self, heads: Heads, indices: Tensor, lengths: Tensor) -> Tensor:
         """The outputs ``[B, S, H, v]`` of the heads over the latents at ``indices``."""
@@ -258,7 +258,7 @@ class Store:
             layer.reset()
 
 
-def every_row(count: int, tokens: Tokens, ratio: int) -> tuple[Tensor, Tensor]:
+def first_rows(count: int, tokens: Tokens, ratio: int) -> tuple[Tensor, Tensor]:
     """The first ``count`` rows of ``ratio`` tokens that each token sees, by position, ``[B, S, 1,
     count]`` int32 with -1 behind the last; and how many it sees, ``[B, S, 1, 1]``."""
     seen = torch.where(tokens.valid, (tokens.positions + 1) // ratio, 0)[..., None, None]
@@ -274,7 +274,7 @@ def in_place_of_all(indices: Tensor, tokens: Tokens, ratio: int) -> Tensor:
         return indices
     if is_readable(tokens.start) and (tokens.start.min().item() + 1) // ratio > count:
         return indices
-    rows, seen = every_row(count, tokens, ratio)
+    rows, seen = first_rows(count, tokens, ratio)
     return torch.where(tokens.valid[..., None, None] & (seen <= count), rows, indices)
 
 
