@@ -82,8 +82,9 @@ elif not os.path.exists(header):
 PY
 }
 
-# Inputs of an editable installation besides the files, and the torch of the library, which another
-# environment with another torch may have built: any change triggers a new installation.
+# Inputs of an editable installation besides the files: the CPU, for which it is compiled, and the
+# torch of the library, which another environment with another torch may have built: any change
+# triggers a new installation.
 state() {
   "$python" -I - "$root/custom_pypto/_C.torch" "${flags[@]}" "$1" 2>/dev/null <<'PY'
 import sys
@@ -91,7 +92,8 @@ from importlib.metadata import distribution, distributions
 
 built = open(sys.argv.pop(1)).read()
 where = distribution("custom_pypto").read_text("direct_url.json")
-print(sys.argv[1:], built, sys.version, where, *sorted(f"{d.name}=={d.version}" for d in distributions()))
+cpu = sorted({word for word in open("/proc/cpuinfo").read().split() if word[:3] in ("avx", "amx")})
+print(sys.argv[1:], built, cpu, sys.version, where, *sorted(f"{d.name}=={d.version}" for d in distributions()))
 PY
 }
 
@@ -330,8 +332,9 @@ else
   [[ "${1:-}" == --wheel ]] || echo "installing into $environment"
   own="$root/.venv"
 fi
-if [[ "$environment" == "$own" ]] && ! "$python" -m pip --version >/dev/null 2>&1; then
-  make_environment
+if [[ "$environment" == "$own" ]]; then
+  export PIP_COMPILE=0 # Python compiles a module where it is first imported; most never are
+  "$python" -m pip --version >/dev/null 2>&1 || make_environment
 fi
 check_environment
 problem="$("$python" "$root/custom_pypto/requirements.py" recipe_problem)"

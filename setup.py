@@ -5,6 +5,7 @@ Everything else about the package is in pyproject.toml.
 
 import glob
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -92,6 +93,17 @@ KERNELS = {
     file: f"{KERNELS_FOLDER}/{os.path.basename(file)}.o"
     for file in sorted(glob.glob(f"{CSRC}/cpu/*.cpp"))
 }
+# what a CPU may lack, as /proc/cpuinfo calls it
+INSTRUCTIONS = {
+    "amx.cpp": "amx_bf16",
+    "amx_emulated.cpp": "avx512_bf16",
+    "avx2.cpp": "avx2",
+    "avx2_int8.cpp": "avx2",
+    "avx512.cpp": "avx512bw",
+    "avx512_bf16.cpp": "avx512_bf16",
+    "avx512_bf16_weights.cpp": "avx512_bf16",
+    "avx512_vnni.cpp": "avx512_vnni",
+}
 PLAN = f"""
 builddir = {KERNELS_FOLDER}
 rule kernel
@@ -113,7 +125,26 @@ class Incremental(BuildExtension):
         # one for each torch: ninja does not see that system headers changed
         self.build_temp = f"build/temp/{TORCH}"
 
+    @staticmethod
+    def kernels_of(cpuinfo):
+        """What a build for development compiles: the kernels that this CPU can run, and those that
+        another one has compiled here before, which a folder that moves between two keeps.
+        """
+        if not (flags := re.search(r"^flags\s*:(.*)", cpuinfo, re.MULTILINE)):
+            return KERNELS
+        runs = {None, *flags.group(1).split()}
+        return {
+            file: to
+            for file, to in KERNELS.items()
+            if INSTRUCTIONS.get(os.path.basename(file)) in runs or os.path.exists(to)
+        }
+
     def build_extensions(self):
+        kernels = KERNELS
+        if self.inplace or self.editable_mode:
+            kernels = self.kernels_of(Path("/proc/cpuinfo").read_text())
+        extension.extra_objects = list(kernels.values())
+        extension.depends += extension.extra_objects  # one that is new is linked
         headers = f"{self.build_temp}/torch.h"
         plan = f"{KERNELS_FOLDER}/build.ninja"
         flags = [*self.compiler.compiler_so[1:], *extension.extra_compile_args]
@@ -122,7 +153,7 @@ class Incremental(BuildExtension):
             plan: PLAN.format(
                 cxx=os.environ.get("CXX") or "c++",
                 kernel_flags=" ".join(KERNEL_FLAGS),
-                kernels="".join(f"build {to}: kernel {file}\n" for file, to in KERNELS.items()),
+                kernels="".join(f"build {to}: kernel {file}\n" for file, to in kernels.items()),
                 headers=headers,
                 header_flags=" ".join(flags),
             ),
@@ -148,7 +179,6 @@ extension = CppExtension(
     "custom_pypto._C",
     sources=sorted({*glob.glob(f"{CSRC}/**/*.cpp", recursive=True)} - {*KERNELS}),
     depends=sorted({*glob.glob(f"{CSRC}/**/*.h", recursive=True), *KERNELS}),
-    extra_objects=list(KERNELS.values()),
     # not -fopenmp: libtorch_cpu brings libgomp, and a second one would have its own threads
     extra_link_args=sanitize,
     py_limited_api=True,  # Python's limited API: one library for every Python version

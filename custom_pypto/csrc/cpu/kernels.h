@@ -327,24 +327,25 @@ constexpr bool fills_tiles(int64_t latent, int64_t rope) {
 constexpr int panel_width(int rows) { return rows > 32 ? 64 : rows > 16 ? 32 : 16; }
 
 extern const Kernels kGeneric;
+// A build for development leaves out what its CPU cannot run (setup.py); these are null then.
+#define OPTIONAL extern __attribute__((weak)) const
 #if defined(__x86_64__)
-extern const Kernels kAvx2;
-extern const Kernels kAvx512;
-extern const Int8Kernels<int16_t> kAvx2Int8;
-extern const Int8Kernels<uint8_t> kAvx512Vnni;
-extern const Int16Kernels kAvx2Int16, kAvx512VnniInt16;
-extern const DotsTable kAvx512VnniDots;
+OPTIONAL Kernels kAvx2;
+OPTIONAL Kernels kAvx512;
+OPTIONAL Int8Kernels<int16_t> kAvx2Int8;
+OPTIONAL Int8Kernels<uint8_t> kAvx512Vnni;
+OPTIONAL Int16Kernels kAvx2Int16, kAvx512VnniInt16;
+OPTIONAL DotsTable kAvx512VnniDots;
 #endif
 #if defined(__aarch64__)
 extern const DotsTable kDotprodDots;
 #endif
 #if defined(CUSTOM_PYPTO_AVX512_BF16)
-extern const Bf16Kernels kAvx512Bf16;
-extern const DotsTable kAvx512Bf16Dots, kIntelBf16Dots;  // with rows of x in bfloat16
+OPTIONAL Bf16Kernels kAvx512Bf16;
+OPTIONAL DotsTable kAvx512Bf16Dots, kIntelBf16Dots;  // with rows of x in bfloat16
 #endif
 #if defined(CUSTOM_PYPTO_AMX)
-extern const Bf16Kernels kAmx, kAmxEmulated;
-bool grants_amx();  // whether the CPU has AMX and the system lets this process use it
+OPTIONAL Bf16Kernels kAmx, kAmxEmulated;
 #endif
 
 }  // namespace custom_pypto::cpu

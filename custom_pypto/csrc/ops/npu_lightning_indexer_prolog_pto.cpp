@@ -1,6 +1,7 @@
 // Projections, RoPE and quantization before the lightning indexer on an int8 cache.
 // docs/npu_lightning_indexer_prolog_pto.md
-#include <ATen/ATen.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 #include <algorithm>
@@ -129,7 +130,7 @@ Tensor queries(const PrologParams& p, int64_t first, int64_t tokens) {
   if (!p.q_norm_scale) return at::matmul(latent, p.wq_b);
   const Tensor row_scale = p.q_norm_scale->narrow(0, first, tokens).reshape({tokens, 1});
   const Tensor sums = int8_product(latent, p.wq_b).to(at::kFloat);
-  return (sums * row_scale * p.wq_b_scale->reshape({1, -1})).to(p.token_x.scalar_type());
+  return sums.mul(row_scale).mul_(p.wq_b_scale->reshape({1, -1})).to(p.token_x.scalar_type());
 }
 
 void compute(const PrologParams& p, const Result& result) {

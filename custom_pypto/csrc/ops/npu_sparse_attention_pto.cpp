@@ -1,6 +1,7 @@
 // MLA prolog, indexer prolog, cache writes, lightning indexer and sparse attention in one op.
 // docs/npu_sparse_attention_pto.md
-#include <ATen/ATen.h>
+#include <ATen/ops/einsum.h>
+#include <ATen/ops/matmul.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 
 #include <cmath>

@@ -1,6 +1,9 @@
 #include "prolog.h"
 
-#include <ATen/ATen.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/layer_norm.h>
+#include <ATen/ops/matmul.h>
 
 #include <cmath>
 
@@ -39,7 +42,7 @@ Tensor index_key(const IndexKeyParams& p) {
 }
 
 Tensor index_weights(const Tensor& x, const Tensor& w, int64_t dims) {
-  return at::matmul(x.to(at::kFloat), w.to(at::kFloat)) * scale_of(w.size(1) * dims);
+  return at::matmul(x.to(at::kFloat), w.to(at::kFloat)).mul_(scale_of(w.size(1) * dims));
 }
 
 }  // namespace custom_pypto

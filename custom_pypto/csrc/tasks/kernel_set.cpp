@@ -5,6 +5,8 @@
 #include <sys/auxv.h>
 #elif defined(__x86_64__)
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #include <climits>
@@ -56,34 +58,64 @@ void set_most_in_turn(cpu::Kernels& set) {
 }
 #endif
 
-// The sets that this CPU can run, best first; an emulation last.
-std::vector<cpu::Kernels> usable_kernels() {
-  std::vector<cpu::Kernels> usable, emulated;
+#if defined(CUSTOM_PYPTO_AMX)
+// Whether the CPU has AMX and the system lets this process use it.
+bool grants_amx() {
+  // g++ 12's __builtin_cpu_supports does not know AMX
+  unsigned a = 7, b = 0, c = 0, d = 0;
+  asm("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+  const bool tiles = d >> 24 & 1, bf16 = d >> 22 & 1;
+  // Linux 5.16 and later: for all threads of the process and its children
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;
+  return tiles && bf16 && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+}
+#endif
+
+struct Sets {
+  std::vector<cpu::Kernels> usable;  // that this CPU can run, best first; an emulation last
+  std::string left_out;              // what this CPU could run and the build's could not
+
+  // Whether the CPU has the instructions of kernels and the library has the kernels.
+  bool has(bool instructions, const void* kernels, const char* name) {
+    if (instructions && !kernels) left_out += std::string(left_out.empty() ? "" : ", ") + name;
+    return instructions && kernels;
+  }
+};
+
+Sets sets_of_cpu() {
+  Sets sets;
+  std::vector<cpu::Kernels>& usable = sets.usable;
+  std::vector<cpu::Kernels> emulated;
 #if defined(__x86_64__)
-  const bool avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  cpu::Kernels vectors = cpu::kAvx512;
+  const bool bw = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                  __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+  const bool bytes = bw && __builtin_cpu_supports("avx512vnni");
+  const bool avx512 = sets.has(bw, &cpu::kAvx512, "avx512");
+  const bool vnni = sets.has(bytes, &cpu::kAvx512Vnni, "avx512_vnni") && avx512;
+  cpu::Kernels vectors = avx512 ? cpu::kAvx512 : cpu::kGeneric;
   set_most_in_turn(vectors);
-  if (__builtin_cpu_supports("avx512vnni")) {
+  if (vnni) {
     vectors.int8_as_uint8 = &cpu::kAvx512Vnni;
     vectors.int16 = &cpu::kAvx512VnniInt16;
     vectors.dots[0] = cpu::kAvx512VnniDots;
     vectors.ways = kByInt16;
   }
 #if defined(CUSTOM_PYPTO_AVX512_BF16)
-  if (avx512 && __builtin_cpu_supports("avx512bf16")) {
+  const bool halves = bw && __builtin_cpu_supports("avx512bf16");
+  const bool bf16 = sets.has(halves, &cpu::kAvx512Bf16, "avx512_bf16") && avx512;
+  if (bf16) {
     cpu::Kernels set = vectors;
     set.bf16 = &cpu::kAvx512Bf16;
     // on Intel vdpbf16ps has half the rate of the float FMA, on AMD its double
     const bool intel = __builtin_cpu_is("intel");
-    if (__builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni")) {
+    if (vnni && __builtin_cpu_supports("avx512vbmi")) {
       set.dots_of_bf16 = intel ? cpu::kIntelBf16Dots : cpu::kAvx512Bf16Dots;
     }
 #if defined(CUSTOM_PYPTO_AMX)
     set.name = "amx";
     set.tiles = &cpu::kAmx;
     set.ways = kByTiles;
-    if (cpu::grants_amx()) usable.push_back(set);
+    if (sets.has(grants_amx(), &cpu::kAmx, "amx")) usable.push_back(set);
     set.name = "amx_emulated";
     set.tiles = &cpu::kAmxEmulated;
     emulated.push_back(set);
@@ -96,7 +128,8 @@ std::vector<cpu::Kernels> usable_kernels() {
   }
 #endif
   if (avx512) usable.push_back(vectors);
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) {
+  const bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  if (sets.has(avx2, &cpu::kAvx2, "avx2")) {
     cpu::Kernels set = cpu::kAvx2;
     set.int8_as_int16 = &cpu::kAvx2Int8;
     set.int16 = &cpu::kAvx2Int16;
@@ -114,23 +147,33 @@ std::vector<cpu::Kernels> usable_kernels() {
 #endif
   usable.push_back(cpu::kGeneric);
   usable.insert(usable.end(), emulated.begin(), emulated.end());
-  return usable;
+  return sets;
 }
 
 }  // namespace
 
 const cpu::Kernels& kernels() {
   static const cpu::Kernels chosen = [] {
-    const std::vector<cpu::Kernels> usable = usable_kernels();
+    const Sets sets = sets_of_cpu();
+    const std::string remedy =
+        sets.left_out.empty()
+            ? ""
+            : c10::str("; the library was compiled on another CPU, without the kernels ",
+                       sets.left_out, " of this one: run bash build_and_install.sh --editable");
     const char* asked = std::getenv("CUSTOM_PYPTO_CPU_ISA");
-    if (!asked || !*asked) return usable.front();
+    if (!asked || !*asked) {
+      if (!remedy.empty()) {
+        TORCH_WARN("custom_pypto: the ops use the kernels ", sets.usable.front().name, remedy);
+      }
+      return sets.usable.front();
+    }
     std::string names;
-    for (const cpu::Kernels& candidate : usable) {
+    for (const cpu::Kernels& candidate : sets.usable) {
       if (candidate.name == std::string(asked)) return candidate;
       names += std::string(names.empty() ? "" : ", ") + candidate.name;
     }
     TORCH_CHECK(false, "custom_pypto: CUSTOM_PYPTO_CPU_ISA must be one of ", names,
-                " on this machine, got '", asked, "'");
+                " on this machine, got '", asked, "'", remedy);
   }();
   return chosen;
 }
