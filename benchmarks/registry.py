@@ -38,6 +38,13 @@ BENCHMARKS = {
         dict(repeats=15),
         shown=("ms in int8", "speedup"),
     ),
+    "contexts": Entry(
+        "bench_contexts",
+        "the indexer of one token, compared with reading its keys",
+        dict(threads=1, repeats=9),
+        shown=("ms", "ms of a sum", "ratio"),
+        note="64 heads of 128 dims, K 2048. The sum reads as many bytes of floats.",
+    ),
     "gradients": Entry(
         "bench_gradients",
         "gradients, compared with the forward or torch.mm",
