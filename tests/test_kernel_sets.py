@@ -8,7 +8,6 @@ import pytest
 import torch
 from repository import REPOSITORY
 
-
 X86 = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="other CPUs run every set that is compiled for them"
 )
