@@ -144,7 +144,7 @@ class Recorder:
         if self.blocks is None or rest:  # the record of a block is that of all of its tokens
             return []
         found = self.blocks.get(prefix[:full], layer, table[:full].tolist())
-        return [] if found is None else [(before, torch.cat(found))]
+        return [((i + 1) * self.size, rows) for i, rows in enumerate(found or [])]
 
     def _of(self, name: str, running: list[str]) -> Request:
         if name not in self.requests:

@@ -24,6 +24,7 @@ import base64
 import io
 import json
 import re
+import secrets
 from functools import partial
 from typing import NamedTuple
 
@@ -96,21 +97,21 @@ class RecordingWorker:
             of_step = recorded[self.indexers[0]].recorded_with.prefix
             router.set_capture_fn(partial(_capture, self.recorder, name, of_step))
 
-    def take_selections(self, request: str) -> dict[int, dict[str, bytes]] | None:
+    def take_selections(self, request: str) -> dict[int, dict[str, tuple]] | None:
         if (recorder := getattr(self, "recorder", None)) is None:
             return None
         model = self.vllm_config.model_config
         taken = {}
         for number, layers in recorder.take(request).items():
             indices = torch.stack([layers[name] for name in self.indexers], 1)
-            taken[number] = {"indexer_topk": _npy(indices.numpy())}
+            taken[number] = {"indexer_topk": _sent(indices.numpy())}
             if self.routers:
                 experts = [layers[name] for name in self.routers]
                 shape = len(experts[0]), model.get_total_num_hidden_layers(), experts[0].size(1)
                 kind = np.uint8 if model.get_num_experts() <= 256 else np.uint16
                 whole = np.zeros(shape, kind)
                 whole[:, list(map(_number, self.routers))] = torch.stack(experts, 1).numpy()
-                taken[number]["routed_experts"] = _npy(whole)
+                taken[number]["routed_experts"] = _sent(whole)
         return taken
 
 
@@ -145,24 +146,37 @@ def _number(layer: str) -> int:
     return int(re.search(r"layers\.(\d+)\.", layer)[1])
 
 
-def _npy(array: np.ndarray) -> bytes:
+def _sent(array: np.ndarray) -> tuple:
+    """What vLLM's messages between processes carry without a copy in another form."""
+    return array.shape, array.dtype.str, array.tobytes()
+
+
+def _npy(array: np.ndarray) -> memoryview:
     file = io.BytesIO()
     np.save(file, array)
-    return file.getvalue()
+    return file.getbuffer()
 
 
 def _joined(replies: list) -> dict[int, Chosen]:
     """By the number of an answer, the layers of all ranks of a pipeline."""
-    ranks = [reply for reply in replies if reply]
-    arrays = [
-        {number: {k: np.load(io.BytesIO(x)) for k, x in of.items()} for number, of in rank.items()}
-        for rank in ranks
+    ranks = [
+        {
+            number: {
+                name: np.frombuffer(data, dtype).reshape(shape)
+                for name, (shape, dtype, data) in of.items()
+            }
+            for number, of in reply.items()
+        }
+        for reply in replies
+        if reply
     ]
+    if len(ranks) == 1:
+        return {number: Chosen(**of) for number, of in ranks[0].items()}
     return {
         number: Chosen(
-            **{name: np.concatenate([rank[number][name] for rank in arrays], axis=1) for name in of}
+            **{name: np.concatenate([rank[number][name] for rank in ranks], axis=1) for name in of}
         )
-        for number, of in (arrays[0] if arrays else {}).items()
+        for number, of in (ranks[0] if ranks else {}).items()
     }
 
 
@@ -202,7 +216,9 @@ def take(llm, request) -> list[Chosen]:
         )
     prompt = len(request.prompt_token_ids)
     outputs = enumerate(request.outputs)
-    return [_of_answer(found[n], prompt + len(o.token_ids) - 1) for n, o in outputs]
+    taken = (_of_answer(found[n], prompt + len(o.token_ids) - 1) for n, o in outputs)
+    # of messages, which are not written to
+    return [Chosen(*(x if x is None else x.copy() for x in chosen)) for chosen in taken]
 
 
 class Middleware:
@@ -290,6 +306,8 @@ async def _with_selections(engine, content: bytes, answers: int) -> bytes:
     reply = json.loads(content)
     chat = reply["object"].startswith("chat")
     records: dict[str, dict[int, Chosen]] = {}
+    # the arrays stay out of JSON's hands, which would read each of their many characters
+    mark, arrays = secrets.token_hex(), []
     for choice in reply["choices"]:
         prompt, answer = divmod(choice["index"], answers)
         # churn: the names that vLLM's server gives to the prompts of a request
@@ -301,6 +319,10 @@ async def _with_selections(engine, content: bytes, answers: int) -> bytes:
         if (chosen := records[name].get(answer)) is not None:
             ids = (reply if chat else choice)["prompt_token_ids"]
             chosen = _of_answer(chosen, len(ids) + len(choice["token_ids"]) - 1)
-            arrays = {name: x for name, x in chosen._asdict().items() if x is not None}
-            choice |= {name: base64.b64encode(_npy(x)).decode() for name, x in arrays.items()}
-    return json.dumps(reply).encode()
+            for field, array in chosen._asdict().items():
+                if array is not None:
+                    choice[field] = f"{mark}{len(arrays)}"
+                    arrays.append(base64.b64encode(_npy(array)))
+    parts = re.split(rf"{mark}(\d+)".encode(), json.dumps(reply).encode())
+    parts[1::2] = [arrays[int(number)] for number in parts[1::2]]
+    return b"".join(parts)
