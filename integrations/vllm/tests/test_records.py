@@ -1,5 +1,8 @@
 """The records of requests, and of the blocks of a cached prefix."""
 
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -128,6 +131,18 @@ def test_space_is_in_gib(value, want):
 def test_other_spaces_are_rejected(value):
     with pytest.raises(ValueError, match=f"{SPACE} must be a number of GiB .* got {value!r}"):
         space({SPACE: value})
+
+
+def test_a_server_names_a_space_that_is_none_before_it_starts(tmp_path):
+    command = [sys.executable, "-m", "custom_pypto_vllm.vllm_serve", str(tmp_path)]
+    done = subprocess.run(
+        [*command, "--enable-return-indexer-topk"],
+        env=os.environ | {SPACE: "4GB"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2
+    assert f"{SPACE} must be a number of GiB" in done.stderr.splitlines()[-1]
 
 
 def test_a_request_behind_a_dropped_record_says_so(tmp_path):
