@@ -53,8 +53,8 @@ class Side:
 
 
 @contextlib.contextmanager
-def vllm(variables: dict, *arguments: str):
-    """vLLM with these variables and arguments."""
+def vllm(variables: dict, *arguments: str, checkpoint: Path = traffic.LOOKUP):
+    """vLLM with these variables and arguments; the model's name is always the same."""
     port = free_port()
     url = f"http://{serve.HOST}:{port}"
     old = dict(os.environ)
@@ -65,7 +65,7 @@ def vllm(variables: dict, *arguments: str):
     options = ["--max-model-len", str(CONTEXT), "--max-num-seqs", str(AT_A_TIME)]
     options += ["--disable-uvicorn-access-log", *arguments]
     try:
-        process = serve.start(traffic.LOOKUP, traffic.LOOKUP.name, port, options)
+        process = serve.start(checkpoint, traffic.LOOKUP.name, port, options)
     finally:
         os.environ.clear()
         os.environ |= old
@@ -144,7 +144,7 @@ def rows(rounds: int, llama_server: str, python: str) -> Iterator[list[str]]:
             "vLLM, ops": vllm({}),
             "vLLM, ops, caches in int8": vllm({}, INT8),
             "vLLM, ops, no prefix cache": vllm({}, "--no-enable-prefix-caching"),
-            "vLLM, ops, selections recorded, no prefix cache": vllm({}, RECORDED),
+            "vLLM, ops, selections recorded": vllm({}, RECORDED),
             "vLLM, ops, 2 threads in every process": vllm(TWO_THREADS),
             "vLLM, plain torch": vllm(stack.enter_context(plain_torch())),
         }

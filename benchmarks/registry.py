@@ -183,4 +183,13 @@ BENCHMARKS = {
         "serving",
         note="200 requests, 32 at a time.",
     ),
+    "recording": Entry(
+        "bench_recording",
+        "requests to vLLM whose replies have a record, compared with those without",
+        dict(rounds=7),
+        "serving",
+        shown=("s", "s with a record", "ratio", "MB of the record"),
+        note="Four layers with random weights, prompts of 2048 tokens, 64 more behind a cached "
+        "prefix, answers of 32. [Page](../docs/serving.md#selections-for-a-trainer).",
+    ),
 }

@@ -31,8 +31,8 @@ NO_NPU = Problem(
 SETTINGS = {
     f"CUSTOM_PYPTO_{name}"
     for name in (
-        "CHECK_RANKS CPU_ISA EAGER GE_CONVERTERS LOG READY_ON_HOST SANITIZE TEST_PYPTO "
-        "UNTESTED_TORCH WERROR"
+        "CHECK_RANKS CPU_ISA EAGER GE_CONVERTERS LOG READY_ON_HOST RECORD_SPACE SANITIZE "
+        "TEST_PYPTO UNTESTED_TORCH WERROR"
     ).split()
 }
 # CPU features that kernels use or could use: x86, then Arm

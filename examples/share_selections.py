@@ -1,7 +1,8 @@
 """How alike the layers of a model select, which of them could share a selection, and what that
 costs (IndexCache, arXiv:2603.12201).
 
-    python examples/share_selections.py                        # the lookup checkpoint
+    python examples/share_selections.py                        # the checkpoint lookup_hops
+    python examples/share_selections.py examples/checkpoints/lookup
     python examples/share_selections.py DIR --text FILE --shares 0.5 0.25
 
 One run over a text records what every layer with an indexer selects. Printed are, for each layer,
@@ -11,8 +12,10 @@ by these overlaps, beside the one of ``index_topk_freq`` with about as many. The
 again with each pattern: the loss is in nats per token. A low overlap need not cost anything, nor a
 high one be harmless: the loss, and the answers to a task of yours, decide.
 
-With the lookup checkpoint the text has facts, and behind it come questions; the loss is that of the
-answers, and the share of right ones is printed, too.
+Without a text, the checkpoints lookup and lookup_hops read texts with facts, and behind them come
+questions; the loss is that of the answers, and the share of right ones is printed, too. Of the four
+layers of lookup_hops the third and fourth look for what the first and second have found, so that a
+pattern in which they share with the second loses most answers.
 """
 
 from options import Help, at_least, one_line_errors  # first; options.py says why
@@ -22,8 +25,9 @@ import argparse
 from pathlib import Path
 
 import torch
+import train_lookup
+import train_lookup_hops
 from torch.nn import functional
-from train_lookup import KEYS, lookup_batch
 from transformers import AutoTokenizer
 
 from custom_pypto import models
@@ -32,6 +36,7 @@ from custom_pypto.models import CACHE
 from custom_pypto.models.index_overlap import overlaps, propose_pattern
 
 HERE = Path(__file__).resolve().parent
+TASKS = {len(task.VOCABULARY): task.lookup_batch for task in (train_lookup, train_lookup_hops)}
 
 
 def share(text: str) -> float:
@@ -41,10 +46,15 @@ def share(text: str) -> float:
     return value
 
 
-def inputs(args) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(args, vocabulary: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and labels ``[texts, tokens]``, not shifted; -100 for tokens without a loss."""
     if args.text is None:
-        return lookup_batch(args.texts, args.tokens, questions=len(KEYS), seed=args.seed)
+        if vocabulary not in TASKS:
+            raise ValueError(
+                "--text must be a file, as the texts made here are those of the checkpoints lookup "
+                f"and lookup_hops, got none for {args.model}"
+            )
+        return TASKS[vocabulary](args.texts, args.tokens, seed=args.seed)
     tokenizer = AutoTokenizer.from_pretrained(args.model, trust_remote_code=False)
     ids = tokenizer(args.text.read_text(), return_tensors="pt").input_ids[:, : args.tokens]
     return ids, ids
@@ -92,10 +102,15 @@ def patterns(model, record, shares: list[float]) -> dict[str, str]:
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
     add = parser.add_argument
-    add("model", nargs="?", default=HERE / "checkpoints/lookup", help="a checkpoint, or its name")
-    add("--text", type=Path, help="a file; without it, texts of the lookup task")
-    add("--tokens", type=at_least(256), default=1024, help="of a text")
-    add("--texts", type=at_least(1), default=4, help="of the lookup task")
+    add(
+        "model",
+        nargs="?",
+        default=HERE / "checkpoints/lookup_hops",
+        help="a checkpoint, or its name",
+    )
+    add("--text", type=Path, help="a file; without it, texts of the checkpoint's task")
+    add("--tokens", type=at_least(128), default=256, help="of a text")
+    add("--texts", type=at_least(1), default=8, help="of the checkpoint's task")
     add("--shares", type=share, nargs="+", default=[0.5, 0.25], help="of the indexers that stay")
     add("--chunk", type=at_least(1), default=512, help="tokens that are read at once")
     add("--dtype", default="auto")
@@ -103,7 +118,7 @@ def main():
     args = parser.parse_args()
     with one_line_errors("--text", "--shares"):
         model = models.load(args.model, dtype=args.dtype)
-        ids, labels = inputs(args)
+        ids, labels = inputs(args, model.config.vocab_size)
         record = recorded(model, ids, args.chunk)
         alike = overlaps(record)
     layers = list(record.indices)

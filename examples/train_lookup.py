@@ -101,7 +101,7 @@ def lookup_batch(batch, length, *, questions=32, seed=None, generator=None):
         is_fact = torch.zeros(text, dtype=torch.bool)
         is_fact[torch.randperm(text, generator=generator)[: len(KEYS)]] = True
         row[:text][is_fact] = FIRST_PAIR + key * len(VALUES) + value
-        row[:text][~is_fact] = _filler(filler, generator)
+        row[:text][~is_fact] = filler_of(filler, generator)
         asked = torch.randperm(len(KEYS), generator=generator)[:questions]
         row[text:] = torch.stack(
             [
@@ -122,9 +122,10 @@ def labels_of(input_ids, text):
     return labels
 
 
-def _filler(count, generator):
+def filler_of(count, generator, token_id=TOKEN_ID):
+    """``count`` ids of clauses without facts."""
     random = torch.randint(2**31, (count,), generator=generator)
-    groups = [torch.tensor([TOKEN_ID[word] for word in group]) for group in CLAUSE]
+    groups = [torch.tensor([token_id[word] for word in group]) for group in CLAUSE]
     filler = torch.empty(count, dtype=torch.int64)
     for i, group in enumerate(groups):
         filler[i :: len(groups)] = group[random[i :: len(groups)] % len(group)]

@@ -161,6 +161,7 @@ WRITERS = {
     "needle.py": ("--output", "x/x.png"),
     "train_lookup.py": ("--output", "x"),
     "train_lookup_v4.py": ("--output", "x"),
+    "train_lookup_hops.py": ("--output", "x"),
     "train_on_ranks.py": ("--save", "x"),
     "compile_torchair.py": ("--cache", "x"),
     "export_graph.py": ("--folder", "x"),
@@ -190,7 +191,9 @@ def test_a_plot_that_cannot_be_drawn_is_named_before_the_work(run, tmp_path):
     assert run("needle.py", "--output", str(tmp_path / "x.png"))[0] == 2
 
 
-@pytest.mark.parametrize("script", ["train_lookup.py", "train_lookup_v4.py"])
+@pytest.mark.parametrize(
+    "script", ["train_lookup.py", "train_lookup_v4.py", "train_lookup_hops.py"]
+)
 def test_a_training_leaves_the_files_of_the_repository(script, run):
     said = re.sub(r"\s+", " ", run(script, "--help")[1])
     assert f"folder of the checkpoint (default: {script.removeprefix('train_')[:-3]})" in said

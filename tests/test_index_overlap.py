@@ -101,8 +101,18 @@ def printed(*arguments):
 LINE = r"^([FS]+)  (\d+)  (\S+)  (\S+)  \((.*)\)$"
 
 
-def test_the_example_proposes_patterns_and_says_what_they_cost(tmp_path):
-    said = printed("--dtype", "float32", "--tokens", "512")
+def test_the_example_says_where_sharing_breaks():
+    found = re.findall(LINE, printed("--dtype", "float32", "--texts", "4"), re.M)
+    right = {line[0]: float(line[3]) for line in found}  # of answers and the stops behind them
+    assert list(right) == ["FFFF", "FSFS", "FFSF", "FSSS", "FFSS"]
+    assert [origin for *_, origin in found[1:3]] == ["greedy, 0.5", "index_topk_freq=2"]
+    assert right["FFFF"] >= 0.98 and right["FSFS"] >= 0.98
+    assert max(right[pattern] for pattern in ("FFSF", "FSSS", "FFSS")) < 0.75
+
+
+def test_the_example_proposes_patterns_and_says_what_they_cost():
+    checkpoint = REPOSITORY / "examples/checkpoints/lookup"
+    said = printed(checkpoint, "--dtype", "float32", "--tokens", "512")
     overlap = float(re.search(r"layer +1  (\S+) of layer 0", said)[1])
     assert 0 < overlap < 0.2
     found = re.findall(LINE, said, re.M)
@@ -114,18 +124,29 @@ def test_the_example_proposes_patterns_and_says_what_they_cost(tmp_path):
 def test_the_example_takes_a_text_of_its_own(tmp_path):
     text = tmp_path / "text"
     text.write_text("the quiet sailor slowly crossed a wide harbour near dawn , " * 60)
-    said = printed("--text", text, "--tokens", "400", "--shares", "0.5")
+    arguments = ("--text", text, "--tokens", "400", "--shares", "0.5")
+    said = printed(REPOSITORY / "examples/checkpoints/lookup", *arguments)
     assert said.startswith("400 tokens; ")
     (_, _, loss, *_), (_, _, shared, *_) = re.findall(LINE, said, re.M)
     assert float(loss) > 0 and float(shared) > 0
 
 
+def refused(*arguments):
+    command = [sys.executable, "examples/share_selections.py", *map(str, arguments)]
+    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and "Traceback" not in done.stderr
+    return done.stderr.splitlines()[-1]
+
+
 @pytest.mark.slow
 def test_the_example_names_a_run_that_is_too_short(tmp_path):
     text = tmp_path / "text"
-    text.write_text("the quiet sailor")
-    command = [sys.executable, "examples/share_selections.py", "--text", str(text)]
-    env = os.environ | {"PYTHONPATH": str(REPOSITORY)}
-    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True)
-    assert done.returncode == 1 and "record a longer run" in done.stderr
-    assert "Traceback" not in done.stderr
+    text.write_text("the quiet")
+    assert "record a longer run" in refused("--text", text)
+
+
+@pytest.mark.slow
+def test_the_example_asks_for_a_text_of_other_checkpoints():
+    other = REPOSITORY / "examples/checkpoints/lookup_v4"
+    assert refused(other).startswith("share_selections.py: --text must be a file, as the texts")

@@ -107,6 +107,17 @@ class Int8IndexRows(IndexRows):
         )
 
 
+def by_position(count: int, seen: Tensor) -> Tensor:
+    """What a token that sees no more than ``count`` rows selects: all of them, by position, ``[..,
+    count]`` int32 with -1 behind the last. Of a token that sees more, the first ``count``.
+
+    Args:
+        seen: rows that each token sees, ``[.., 1]``.
+    """
+    rows = torch.arange(count, device=seen.device)
+    return torch.where(rows < seen, rows, -1).int()
+
+
 def score_weights(weights: Tensor, dim: int) -> Tensor:
     """The weights ``[.., N]`` of the heads, in float32, times both scales of a score, which are
     positive and so may move out of its ReLU."""

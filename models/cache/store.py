@@ -11,6 +11,7 @@ from transformers.cache_utils import LinearAttentionLayer
 from custom_pypto import layer_ops
 from custom_pypto.rows import IndexRows, LatentRows
 from custom_pypto.rows.expanded import FEWEST_TOKENS, Heads, attend_expanded
+from custom_pypto.rows.index import by_position
 
 from ..absorbed import absorbed_query, constant_keys, of_heads
 from ..memory import empty, free_memory, is_readable, is_transformed
@@ -262,8 +263,7 @@ def first_rows(count: int, tokens: Tokens, ratio: int) -> tuple[Tensor, Tensor]:
     """The first ``count`` rows of ``ratio`` tokens that each token sees, by position, ``[B, S, 1,
     count]`` int32 with -1 behind the last; and how many it sees, ``[B, S, 1, 1]``."""
     seen = torch.where(tokens.valid, (tokens.positions + 1) // ratio, 0)[..., None, None]
-    rows = torch.arange(count, device=seen.device)
-    return torch.where(rows < seen, rows, -1).int(), seen
+    return by_position(count, seen), seen
 
 
 def in_place_of_all(indices: Tensor, tokens: Tokens, ratio: int) -> Tensor:

@@ -12,10 +12,11 @@ has :class:`Middleware`::
 
 Both are of the prompt and of the answer without its last token, which no forward has seen. The
 record of a cached prefix is that of the request that computed it: it stays with the blocks of the
-cache. Selections are int32 ``[tokens, indexer layers, index_topk]``; positions count from the first
-token of the request, best first, -1 behind the last; of DeepSeek-V4 they are numbers of compressed
-rows. Experts are ``[tokens, layers, k]`` in uint8, or uint16 if there are more than 256, of all
-layers, 0 of those without routed experts: vLLM's own format.
+cache while there is room (:mod:`.records`). Selections are int32 ``[tokens, indexer layers,
+index_topk]``; positions count from the first token of the request, best first, or all in their
+order for a token that sees no more; -1 behind the last; of DeepSeek-V4 they are numbers of
+compressed rows. Experts are ``[tokens, layers, k]`` in uint8, or uint16 if there are more than 256,
+of all layers, 0 of those without routed experts: vLLM's own format.
 """
 
 import asyncio
@@ -23,7 +24,7 @@ import base64
 import io
 import json
 import re
-from collections import OrderedDict
+import secrets
 from functools import partial
 from typing import NamedTuple
 
@@ -31,8 +32,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .records import SPACE, Blocks, Recorder, space
+
 WORKER = f"{__name__}.RecordingWorker"
-Recorded = tuple[int, Tensor]  # tokens of a request up to here, and the rows of the last of them
 PATHS = "/v1/completions", "/v1/chat/completions"
 
 
@@ -41,102 +43,6 @@ class Chosen(NamedTuple):
 
     indexer_topk: np.ndarray
     routed_experts: np.ndarray | None = None
-
-
-class Recorder:
-    """What a worker's requests choose, from their first token on.
-
-    Args:
-        runner: the worker's model runner, whose batch names the requests of a step.
-        blocks: tokens in a block of the cache by whose metadata a layer is recorded, by layer.
-        most: requests that are kept; each new one beyond drops the oldest that is not running.
-        keeps: whether blocks of the cache keep what their tokens chose, for a cached prefix.
-    """
-
-    def __init__(self, runner, blocks: dict[str, int], most: int, keeps: bool):
-        self.runner, self.blocks, self.most, self.keeps = runner, blocks, most, keeps
-        self.requests: OrderedDict[str, dict[str, list[Recorded]]] = OrderedDict()
-        self.kept: dict[str, dict[int, Tensor]] = {layer: {} for layer in blocks}
-
-    def add(self, layer: str, metadata, chosen: Tensor) -> None:
-        """Records what a layer chose in a step, ``[tokens, K]``."""
-        # churn: the order of the batch is that of the step's metadata
-        running = self.runner.input_batch.req_ids
-        ends, lengths = metadata.query_ends.tolist(), metadata.seq_lens.tolist()
-        for request, start, end, length, table in zip(
-            running, [0, *ends[:-1]], ends, lengths, metadata.block_table, strict=True
-        ):
-            parts, before = self._of(request, running)[layer], length - (end - start)
-            if before > (parts[-1][0] if parts else 0):  # a cached prefix
-                parts[:] = self._cached(layer, table, before)
-            rows = chosen[start:end].clone() if _cut(parts, before) else None
-            if rows is not None:
-                parts.append((length, rows))
-            if self.keeps:
-                self._keep(layer, table, before, length, rows)
-
-    def _cached(self, layer: str, table: Tensor, tokens: int) -> list[Recorded]:
-        numbers = table[: -(-tokens // self.blocks[layer])].tolist()
-        found = [self.kept[layer].get(number) for number in numbers]
-        if any(rows is None for rows in found):
-            return []
-        return [(tokens, torch.cat(found)[:tokens])]
-
-    def _keep(self, layer: str, table: Tensor, before: int, end: int, rows: Tensor | None) -> None:
-        """The blocks of these tokens get their ``rows``; None: they keep nothing."""
-        kept, size = self.kept[layer], self.blocks[layer]
-        for block in range(before // size, -(-end // size)):
-            number, first = int(table[block]), block * size
-            if rows is None:
-                kept.pop(number, None)
-                continue
-            if before <= first:
-                kept[number] = rows.new_empty(size, rows.size(1))
-            if number in kept:
-                inside = slice(max(before, first) - first, min(end, first + size) - first)
-                kept[number][inside] = rows[max(before, first) - before : first + size - before]
-
-    def _of(self, request: str, running: list[str]) -> dict[str, list[Recorded]]:
-        if request not in self.requests:
-            for old in [name for name in self.requests if name not in running]:
-                if len(self.requests) < self.most:
-                    break
-                del self.requests[old]
-            self.requests[request] = {layer: [] for layer in self.blocks}
-        return self.requests[request]
-
-    def take(self, name: str) -> dict[int, dict[str, Tensor]]:
-        """``[tokens, K]`` by layer and by the number of an answer, of the request that vLLM's user
-        knows as ``name``; they are forgotten.
-        """
-        # churn: vLLM's own name of a request, and of each of several answers
-        own = re.compile(rf"(?:(\d+)_)?{re.escape(name)}-[0-9a-f]{{8}}")
-        found = {request: own.fullmatch(request) for request in self.requests}
-        taken = {
-            int(match[1] or 0): self.requests.pop(request)
-            for request, match in found.items()
-            if match
-        }
-        return {
-            number: {name: torch.cat([rows for _, rows in parts]) for name, parts in layers.items()}
-            for number, layers in taken.items()
-            if all(layers.values())
-        }
-
-
-def _cut(parts: list[Recorded], length: int) -> bool:
-    """Shortens ``parts`` to ``length`` rows: those behind are computed again, after a preemption or
-    a rejected draft. False, and nothing is left, if there are fewer: the record lacks the beginning
-    of a request.
-    """
-    if length > (parts[-1][0] if parts else 0):
-        parts.clear()
-        return False
-    while parts and parts[-1][0] > length:
-        end, rows = parts.pop()
-        if (kept := length - (end - len(rows))) > 0:
-            parts.append((length, rows[:kept]))
-    return True
 
 
 class RecordingWorker:
@@ -170,36 +76,42 @@ class RecordingWorker:
             for name, layer in layers.items()
             if hasattr(layer, "recorder") and _number(name) < own
         }
-        blocks = {name: layer.recorded_with.block_tokens for name, layer in recorded.items()}
-        self.indexers, self.routers = list(blocks), {}
+        # of one spec, so of one size
+        size = next((layer.recorded_with.block_tokens for layer in recorded.values()), 1)
+        self.indexers, self.routers = list(recorded), {}
+        if experts:
+            self.routers = _routers(self.model_runner.model)
         most = 4 * config.scheduler_config.max_num_seqs
         # a connector fills blocks with rows of tokens that no step here has computed
         keeps = config.cache_config.enable_prefix_caching and config.kv_transfer_config is None
-        if experts:
-            self.routers = _routers(self.model_runner.model)
-            blocks |= dict.fromkeys(self.routers, blocks[self.indexers[0]])
-        self.recorder = Recorder(self.model_runner, blocks, most, keeps)
+        self.recorder = Recorder(
+            self.model_runner,
+            [*self.indexers, *self.routers],
+            size,
+            most,
+            Blocks(space()) if keeps else None,
+        )
         for layer in recorded.values():
             layer.recorder = self.recorder
         for name, router in self.routers.items():
             of_step = recorded[self.indexers[0]].recorded_with.prefix
             router.set_capture_fn(partial(_capture, self.recorder, name, of_step))
 
-    def take_selections(self, request: str) -> dict[int, dict[str, bytes]] | None:
+    def take_selections(self, request: str) -> dict[int, dict[str, tuple]] | None:
         if (recorder := getattr(self, "recorder", None)) is None:
             return None
         model = self.vllm_config.model_config
         taken = {}
         for number, layers in recorder.take(request).items():
             indices = torch.stack([layers[name] for name in self.indexers], 1)
-            taken[number] = {"indexer_topk": _npy(indices.numpy())}
+            taken[number] = {"indexer_topk": _sent(indices.numpy())}
             if self.routers:
                 experts = [layers[name] for name in self.routers]
                 shape = len(experts[0]), model.get_total_num_hidden_layers(), experts[0].size(1)
                 kind = np.uint8 if model.get_num_experts() <= 256 else np.uint16
                 whole = np.zeros(shape, kind)
                 whole[:, list(map(_number, self.routers))] = torch.stack(experts, 1).numpy()
-                taken[number]["routed_experts"] = _npy(whole)
+                taken[number]["routed_experts"] = _sent(whole)
         return taken
 
 
@@ -234,24 +146,37 @@ def _number(layer: str) -> int:
     return int(re.search(r"layers\.(\d+)\.", layer)[1])
 
 
-def _npy(array: np.ndarray) -> bytes:
+def _sent(array: np.ndarray) -> tuple:
+    """What vLLM's messages between processes carry without a copy in another form."""
+    return array.shape, array.dtype.str, array.tobytes()
+
+
+def _npy(array: np.ndarray) -> memoryview:
     file = io.BytesIO()
     np.save(file, array)
-    return file.getvalue()
+    return file.getbuffer()
 
 
 def _joined(replies: list) -> dict[int, Chosen]:
     """By the number of an answer, the layers of all ranks of a pipeline."""
-    ranks = [reply for reply in replies if reply]
-    arrays = [
-        {number: {k: np.load(io.BytesIO(x)) for k, x in of.items()} for number, of in rank.items()}
-        for rank in ranks
+    ranks = [
+        {
+            number: {
+                name: np.frombuffer(data, dtype).reshape(shape)
+                for name, (shape, dtype, data) in of.items()
+            }
+            for number, of in reply.items()
+        }
+        for reply in replies
+        if reply
     ]
+    if len(ranks) == 1:
+        return {number: Chosen(**of) for number, of in ranks[0].items()}
     return {
         number: Chosen(
-            **{name: np.concatenate([rank[number][name] for rank in arrays], axis=1) for name in of}
+            **{name: np.concatenate([rank[number][name] for rank in ranks], axis=1) for name in of}
         )
-        for number, of in (arrays[0] if arrays else {}).items()
+        for number, of in (ranks[0] if ranks else {}).items()
     }
 
 
@@ -279,14 +204,21 @@ def take(llm, request) -> list[Chosen]:
     """What a finished ``request`` chose, one for each of its answers.
 
     Raises:
-        KeyError: they were taken before, dropped for later ones, or never recorded.
+        KeyError: they were taken before, dropped for later ones, or never recorded, as of requests
+            behind a cached prefix that has no record.
     """
     found = _joined(llm.collective_rpc("take_selections", args=(request.request_id,)))
     if sorted(found) != list(range(len(request.outputs))):
-        raise KeyError(f"custom_pypto_vllm: no selections of request {request.request_id}")
+        raise KeyError(
+            f"custom_pypto_vllm: no selections of request {request.request_id}: taken before, too "
+            "old, or behind a cached prefix without a record; in that case generate again with "
+            f"another cache_salt, and allow more by {SPACE}"
+        )
     prompt = len(request.prompt_token_ids)
     outputs = enumerate(request.outputs)
-    return [_of_answer(found[n], prompt + len(o.token_ids) - 1) for n, o in outputs]
+    taken = (_of_answer(found[n], prompt + len(o.token_ids) - 1) for n, o in outputs)
+    # of messages, which are not written to
+    return [Chosen(*(x if x is None else x.copy() for x in chosen)) for chosen in taken]
 
 
 class Middleware:
@@ -374,6 +306,8 @@ async def _with_selections(engine, content: bytes, answers: int) -> bytes:
     reply = json.loads(content)
     chat = reply["object"].startswith("chat")
     records: dict[str, dict[int, Chosen]] = {}
+    # the arrays stay out of JSON's hands, which would read each of their many characters
+    mark, arrays = secrets.token_hex(), []
     for choice in reply["choices"]:
         prompt, answer = divmod(choice["index"], answers)
         # churn: the names that vLLM's server gives to the prompts of a request
@@ -385,6 +319,10 @@ async def _with_selections(engine, content: bytes, answers: int) -> bytes:
         if (chosen := records[name].get(answer)) is not None:
             ids = (reply if chat else choice)["prompt_token_ids"]
             chosen = _of_answer(chosen, len(ids) + len(choice["token_ids"]) - 1)
-            arrays = {name: x for name, x in chosen._asdict().items() if x is not None}
-            choice |= {name: base64.b64encode(_npy(x)).decode() for name, x in arrays.items()}
-    return json.dumps(reply).encode()
+            for field, array in chosen._asdict().items():
+                if array is not None:
+                    choice[field] = f"{mark}{len(arrays)}"
+                    arrays.append(base64.b64encode(_npy(array)))
+    parts = re.split(rf"{mark}(\d+)".encode(), json.dumps(reply).encode())
+    parts[1::2] = [arrays[int(number)] for number in parts[1::2]]
+    return b"".join(parts)

@@ -13,6 +13,7 @@ def main() -> None:
     from vllm.logger import configure_logging_from_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    from .records import space
     from .selections import WORKER, Middleware, MiddlewareWithExperts
 
     # churn: the steps of vllm/entrypoints/cli/main.py
@@ -39,6 +40,10 @@ def main() -> None:
                     f"--enable-return-indexer-topk does not go with {name}: one worker of its own "
                     "keeps the record"
                 )
+        try:
+            space()
+        except ValueError as error:
+            parser.error(str(error))
         options.worker_extension_cls = WORKER
         middleware = MiddlewareWithExperts if options.enable_return_routed_experts else Middleware
         options.enable_return_routed_experts = False  # vLLM's own recorder, in another runner

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import subprocess
-from types import SimpleNamespace
 
 import deepseek_v4
 import httpx
@@ -16,7 +15,7 @@ import pytest
 import test_engines
 import torch
 from checkpoints import INDEX_TOPK, save_tiny
-from custom_pypto_vllm.selections import WORKER, Recorder
+from custom_pypto_vllm.selections import WORKER
 from engine import PROMPTS
 from test_engines import GLM, NEARLY_TIED, V32, NarrowestChoices, generate
 from test_server import SMALL, Serving
@@ -161,41 +160,6 @@ def test_training_replays_what_a_server_selected(experts):
     log_ratios = [float(x) for x in re.findall(r"log-ratio\| (\S+?),?\s", run.stdout)]
     replayed, _, without = log_ratios
     assert replayed < 1e-4 < 0.1 < without
-
-
-def recorded(recorder, request, before, rows, blocks):
-    """What the recorder has of a request after a step that computes ``rows`` of it."""
-    recorder.runner.input_batch.req_ids = [request]
-    step = SimpleNamespace(
-        query_ends=torch.tensor([len(rows)]),
-        seq_lens=torch.tensor([before + len(rows)]),
-        block_table=torch.tensor([blocks]),
-    )
-    recorder.add("layer", step, rows)
-    parts = recorder.requests[request]["layer"]
-    return torch.cat([rows for _, rows in parts]) if parts else None
-
-
-def test_blocks_keep_the_record_of_the_tokens_that_they_have():
-    runner = SimpleNamespace(input_batch=SimpleNamespace(req_ids=[]))
-    recorder = Recorder(runner, {"layer": 4}, most=9, keeps=True)
-    rows = torch.arange(60, dtype=torch.int32).view(20, 3)
-    assert recorded(recorder, "a", 0, rows[:6], [1, 2, 7]).equal(rows[:6])  # in chunks
-    assert recorded(recorder, "a", 6, rows[6:10], [1, 2, 7]).equal(rows[:10])
-    whole = torch.cat([rows[:8], rows[10:13]])
-    assert recorded(recorder, "b", 8, rows[10:13], [1, 2, 3]).equal(whole)
-    # a rejected draft, and another token in its place
-    assert recorded(recorder, "b", 10, rows[14:16], [1, 2, 3]).equal(
-        torch.cat([whole[:10], rows[14:16]])
-    )
-    assert recorded(recorder, "c", 12, rows[:1], [1, 2, 3, 4]).equal(
-        torch.cat([whole[:10], rows[14:16], rows[:1]])
-    )
-    # block 9 was computed unrecorded; block 2 has other tokens behind it now
-    assert recorded(recorder, "d", 4, rows[:4], [9, 2]) is None
-    assert recorded(recorder, "e", 8, rows[:1], [1, 2, 5]) is None
-    assert recorded(recorder, "f", 0, rows[4:9], [2, 6]).equal(rows[4:9])
-    assert recorded(recorder, "g", 4, rows[:2], [2, 8]).equal(torch.cat([rows[4:8], rows[:2]]))
 
 
 PREFIXES = dict(enable_prefix_caching=True, max_num_batched_tokens=64, rounds=2)

@@ -4,6 +4,7 @@ vLLM pages both caches, with one block table: a token has a row of latent and Ro
 row of its index key in the other, in a format of :mod:`custom_pypto.rows` by ``--kv-cache-dtype``.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import ClassVar
@@ -22,6 +23,7 @@ from vllm.v1.attention.backend import (
 
 from custom_pypto.rows import latent_format
 from custom_pypto.rows.expanded import FEWEST_TOKENS, Heads, attend_expanded
+from custom_pypto.rows.index import by_position
 from custom_pypto.rows.parts import row_bytes, side_by_side
 
 from ..config import FORMATS
@@ -48,6 +50,28 @@ class SparseMetadata(AttentionMetadata):
         """``[tokens]``: the sequence of each token."""
         tokens = torch.arange(self.num_actual_tokens)
         return torch.searchsorted(self.query_ends, tokens, right=True)
+
+    @cached_property
+    def seen(self) -> Tensor:
+        """``[tokens, 1]``: the keys that each token sees, its own included."""
+        behind = self.query_ends[self.sequences] - torch.arange(1, self.num_actual_tokens + 1)
+        return (self.seq_lens[self.sequences] - behind)[:, None]
+
+    def select(self, count: int, scored: Callable[[], Tensor], ratio: int = 1) -> Tensor:
+        """``[tokens, count]`` int32 rows of ``ratio`` tokens each, -1 behind the last: of a token
+        that sees at most ``count`` all, by position, as in the models; else what ``scored()``
+        selects, ``[tokens, 1, count]``, which is asked where some token sees more.
+
+        Attention adds in the order of the rows, which must not depend on the other tokens of a
+        step.
+        """
+        seen = self.seen // ratio
+        if seen.max() <= count:
+            return by_position(count, seen)
+        selected = scored().squeeze(1)
+        if seen.min() > count:
+            return selected
+        return torch.where(seen <= count, by_position(count, seen), selected)
 
     @cached_property
     def prompts(self) -> list[tuple[int, slice]]:

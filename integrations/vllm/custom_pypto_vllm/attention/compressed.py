@@ -200,22 +200,26 @@ class ServedCompressedAttention(nn.Module):
             if self.selects:
                 selected = self.select(positions, index_new, index_query, index_weights, metadata)
                 if self.is_source:
-                    self.topk_indices_buffer[:tokens] = selected.squeeze(1)
+                    self.topk_indices_buffer[:tokens] = selected
             elif self.shares:
-                selected = self.topk_indices_buffer[:tokens, None]
+                selected = self.topk_indices_buffer[:tokens]
             parts.append(self.attend_rows(query, positions, selected, metadata[self.rows.prefix]))
         output = rotate(rope, merge(parts).to(query.dtype), positions, -1)
         grouped = output.reshape(len(output), self.groups, -1).transpose(0, 1)
         return torch.bmm(grouped, self.output_weight).transpose(0, 1).flatten(1)
 
     def select(self, positions, new, query, weights, metadata) -> Tensor:
-        """``[T, 1, index_topk]`` of the new tokens, whose rows it writes first."""
+        """``[T, index_topk]`` of the new tokens, whose rows it writes first."""
         indexer, step = self.indexer, metadata[self.indexer.rows.prefix]
         indexer.compressor.write(new, positions, indexer.rows, self.rotary_emb, metadata)
-        query = rotate(self.rotary_emb, query.unflatten(-1, (indexer.heads, -1)), positions)
-        selected = indexer.select(query, weights, step)
+
+        def scored() -> Tensor:
+            heads = query.unflatten(-1, (indexer.heads, -1))
+            return indexer.select(rotate(self.rotary_emb, heads, positions), weights, step)
+
+        selected = step.select(indexer.count, scored, INDEXED)
         if self.recorder is not None:
-            self.recorder.add(self.name, step, selected.squeeze(1))
+            self.recorder.add(self.name, step, selected)
         return selected
 
     def attend_near(self, query: Tensor, positions: Tensor, step):
@@ -236,7 +240,7 @@ class ServedCompressedAttention(nn.Module):
             return self.sparse(
                 query,
                 self.rows.pool,
-                selected.squeeze(1),
+                selected,
                 actual_seq_lengths_kv=lengths,
                 sparse_mode=0,
                 **step.paged,

@@ -27,14 +27,18 @@ def _index(query: Tensor, key: Tensor, weights: Tensor, q: Tensor, layer_name: s
         tokens, indices = metadata.num_actual_tokens, layer.topk_indices_buffer
         pools = side_by_side(layer.kv_cache, layer.parts)
         layer.format.write(pools, *without_padding(metadata.slot_mapping, key[:tokens]))
-        indices[:tokens] = layer.format.select(
-            pools,
-            query[:tokens],
-            weights[:tokens],
-            indices.shape[1],
-            lengths=metadata.seq_lens,
-            **metadata.paged,
-        ).squeeze(1)
+        count = indices.shape[1]
+        indices[:tokens] = metadata.select(
+            count,
+            lambda: layer.format.select(
+                pools,
+                query[:tokens],
+                weights[:tokens],
+                count,
+                lengths=metadata.seq_lens,
+                **metadata.paged,
+            ),
+        )
         if layer.recorder is not None:
             layer.recorder.add(layer_name, metadata, indices[:tokens])
 
