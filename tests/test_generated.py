@@ -20,6 +20,7 @@ from with_pypto import pypto, simulation
 
 import custom_pypto
 from custom_pypto.kernels import npu_sparse_flash_attention_pto as attention
+from custom_pypto.kernels.pypto_versions import jit
 from custom_pypto.simulation import bodies, control_flow
 from custom_pypto.simulation import generated as code
 
@@ -114,7 +115,7 @@ def test_a_dropped_fence_is_found(dropped, message, monkeypatch):
 
 
 def test_an_instruction_that_is_not_modelled_is_named():
-    @pypto.frontend.jit
+    @jit
     def remainders(
         x: pypto.Tensor([ROWS, WIDTH], pypto.DT_FP32),
         out: pypto.Tensor([ROWS, WIDTH], pypto.DT_FP32),

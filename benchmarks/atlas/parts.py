@@ -12,8 +12,13 @@ sys.path.append(str(EXAMPLES))
 
 from modes import MODES  # noqa: E402
 
+from atlas import cycles  # noqa: E402
+
+OPS_ON_NPU = "ops on the NPU"
 ON_SIMULATOR = ["-m", "custom_pypto.simulation.ascend_host"]
 VERIFY = ["-m", "custom_pypto", "verify", "--device"]
+# ops on the chip's simulator, which is slow
+ON_CHIP = ("add_custom", "npu_lightning_indexer_pto", "npu_sparse_flash_attention_pto")
 # the ops of benchmarks/npu_cases.py, each in a process of its own
 TIMED = (
     "npu_lightning_indexer_pto",
@@ -65,6 +70,11 @@ class Machine:
         return ops[-1:] if self.simulator else ops
 
     @property
+    def has_npu(self) -> bool:
+        """Whether ops run on an NPU, or on the simulator for one; before the report, perhaps."""
+        return not self.report or self.report["env"]["ways"][OPS_ON_NPU]["works"]
+
+    @property
     def needs_package(self) -> bool:
         """Whether the simulator needs a kernel package of its own, as none is installed."""
         return self.simulator and not self.report["packaged"]
@@ -74,7 +84,8 @@ class Machine:
 class Part:
     """A part of the run.
 
-    ``seconds`` is the time limit of each step; ``lacks`` gives the reason to skip the part, if any;
+    ``seconds`` is the time limit of each step; ``lacks`` gives the reason to skip the part, if any,
+    besides the want of an NPU, which ``anywhere`` parts do without;
     ``advice`` is the next thing to try where :data:`KNOWN` has nothing more specific; the lines
     of ``tables`` in the log, which begin with ``| `` or ``> ``, go to the summary; ``files`` are a
     pattern of texts below ``Machine.scratch`` that go to the archive.
@@ -88,6 +99,13 @@ class Part:
     lacks: Callable[[Machine], str] = lambda machine: ""
     tables: bool = False
     files: str = ""
+    anywhere: bool = False
+
+    def why_skipped(self, machine: Machine) -> str:
+        """The reason to skip the part, empty if it runs."""
+        if not (self.anywhere or machine.has_npu):
+            return "no NPU"
+        return self.lacks(machine)
 
 
 def launches(machine: Machine) -> list[Step]:
@@ -126,6 +144,15 @@ def times(machine: Machine, *options: str) -> list[Step]:
     return [machine.step(op, "times.py", op, *options) for op in ops]
 
 
+def on_chip(machine: Machine) -> list[Step]:
+    program = [sys.executable, str(HERE / "cycles.py")]
+    return [Step(op, [*program, op, str(machine.scratch / "cycles")]) for op in ON_CHIP]
+
+
+def no_chip(machine: Machine) -> str:
+    return "the host simulator counts no cycles" if machine.simulator else cycles.lacking()
+
+
 def no_package(machine: Machine) -> str:
     if machine.report["packaged"] or machine.needs_package:
         return ""
@@ -143,6 +170,7 @@ PARTS = [
         120,
         lambda here: [here.step("", "installed.py", str(here.scratch / "env.json"))],
         "`bash run.sh env` names what is missing, and the remedy",
+        anywhere=True,
     ),
     Part(
         "cpu",
@@ -151,6 +179,7 @@ PARTS = [
         lambda here: [Step("", [sys.executable, *VERIFY, "cpu"])],
         "the reference does not hold on this CPU, so results of the NPU say nothing yet: "
         "`bash run.sh test`, and send its output",
+        anywhere=True,
     ),
     Part(
         "npu",
@@ -235,6 +264,16 @@ PARTS = [
         "the log has what torch_npu.profiler lacks; its analysis calls CANN's `msprof`, which must "
         "be on `PATH`: source CANN's `set_env.sh`",
         files="profile/*/ASCEND_PROFILER_OUTPUT/*",
+    ),
+    Part(
+        "cycles",
+        "traces of three ops on the toolkit's simulator of the chip (`msprof op simulator`)",
+        1800,
+        on_chip,
+        "the log has msprof's command and what it said; docs/npu.md says what is not known of it",
+        lacks=no_chip,
+        files="cycles/*.json",
+        anywhere=True,
     ),
 ]
 

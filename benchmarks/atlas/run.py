@@ -93,7 +93,7 @@ def run(
     begin, results = time.monotonic(), [Result(part) for part in parts]
     for number, result in enumerate(results, 1):
         part = result.part
-        if reason := part.lacks(machine):
+        if reason := part.why_skipped(machine):
             result.skipped = reason
             _say(begin, number, results, part.name, f"{SKIPPED}: {reason}")
             continue

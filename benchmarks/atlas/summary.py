@@ -23,9 +23,7 @@ def page(results: list[Result], machine: Machine, date: datetime) -> str:
     other = len(results) - sum(count.values())
     counted = [f"{n} {status}" for status, n in count.items() if n]
     counted += [f"{other} not finished"] if other else []
-    text = [
-        f"# custom_pypto on {'a simulator' if machine.simulator else 'an NPU'}, {date:%Y-%m-%d}"
-    ]
+    text = [f"# custom_pypto on {_where(machine)}, {date:%Y-%m-%d}"]
     text += [SIMULATOR] if machine.simulator else []
     text += [_machine(machine.report), f"Parts: {', '.join(counted)}."]
     rows = [["part", "shows", "result", "seconds", "in a line"], ["---"] * 5]
@@ -38,6 +36,12 @@ def page(results: list[Result], machine: Machine, date: datetime) -> str:
             note = "**On the simulator: no times of an NPU.**\n\n" if machine.simulator else ""
             text.append(f"## {result.part.name}: {result.part.shows}\n\n{note}{table}")
     return "\n\n".join(text) + "\n"
+
+
+def _where(machine: Machine) -> str:
+    if machine.simulator:
+        return "a simulator"
+    return "an NPU" if machine.has_npu else "a machine without an NPU"
 
 
 def _machine(report: dict) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import pypto
 
-from . import F32, PYPTO_DTYPES, Arguments, arguments, begin_task, end_task, runtime_options
+from . import F32, PYPTO_DTYPES, begin_task, end_task, runtime_options
 from .pypto_versions import jit
 
 # three float32 tiles and the copies of the next ones fit in the 192 KiB of UB
@@ -18,21 +18,21 @@ class Facts:
     dtype: str
 
 
-def program(a: Arguments) -> None:
-    """``z = x + y``, all ``[n]``."""
-    n = a.x.shape[0]
+def program(x, y, z) -> None:
+    """``z = x + y``, all ``[n]``; written so that ``new_ir`` of CANN 9.2 parses it, too."""
+    n = x.shape[0]
     for i in pypto.loop(0, (n + TILE - 1) // TILE, 1, name="ADD", idx_name="add_tile"):
         start = i * TILE
+        valid = [(n - start).min(TILE)]
         pypto.set_vec_tile_shapes(TILE)
-        x, y = (
-            pypto.view(t, [TILE], [start], valid_shape=[(n - start).min(TILE)]) for t in (a.x, a.y)
-        )
+        a = pypto.view(x, [TILE], [start], valid_shape=valid)
+        b = pypto.view(y, [TILE], [start], valid_shape=valid)
         begin_task()  # else one task per cast, which bfloat16 needs
-        if a.z.dtype == pypto.DT_BF16:
-            x, y = pypto.cast(x, F32), pypto.cast(y, F32)
-        total = pypto.cast(pypto.add(x, y), a.z.dtype)
+        if z.dtype == pypto.DT_BF16:
+            a, b = pypto.cast(a, F32), pypto.cast(b, F32)
+        total = pypto.cast(pypto.add(a, b), z.dtype)
         end_task()
-        pypto.assemble(total, [start], a.z)
+        pypto.assemble(total, [start], z)
 
 
 @functools.cache
@@ -46,6 +46,6 @@ def kernel(facts: Facts) -> Callable:
         y: pypto.Tensor(vector, dtype),
         z: pypto.Tensor(vector, dtype),
     ):
-        program(arguments(locals()))
+        program(x, y, z)
 
     return add_custom_kernel

@@ -25,7 +25,7 @@ def _where_taken(function: Callable, **options) -> Callable:
 
 
 # The default of CANN 9.2 is a compiler that parses the source of a kernel and of its helpers; it
-# takes neither generators nor context managers nor variable arguments (docs/pypto_versions.md).
+# takes neither generators nor variable arguments (docs/pypto_versions.md).
 jit = _where_taken(pypto.frontend.jit, new_ir=False)
 
 # CANN 9.1 rounds better by default, in several instructions; 0.2.0 has the chip's instruction only.
@@ -38,7 +38,7 @@ reciprocal = _where_taken(pypto.reciprocal, precision_type=_INTRINSIC)
 def signature(kernel: Callable) -> dict[str, str]:
     """Name -> dtype, by torch's name, of the tensors of a PyPTO kernel, in their order.
 
-    0.2.0 and CANN 9.1 show them in a private attribute only; 9.2 is not tried.
+    0.2.0, CANN 9.1 and 9.2 show them in a private attribute only.
     """
     names = {dtype: name for name, dtype in PYPTO_DTYPES.items()}
     annotated = kernel._original_func.__annotations__
@@ -91,7 +91,7 @@ def pieces(index, size: int, parts: int) -> list:
 def gathered(rows, index: list, *, table, block_size: int, transposed: bool):
     """The rows of a paged cache at ``index``, from :func:`pieces`, as right operand of a matmul.
 
-    Each gather takes whole rows of the cache seen by parts. CANN 9.1 and 9.2.0-beta.1:
+    Each gather takes whole rows of the cache seen by parts. CANN 9.1 and 9.2:
     ``gather_in_l1`` takes its start column as 0, so that the second and later output tiles repeat
     the first; 0.2.0 is right.
     """

@@ -129,7 +129,7 @@ def simulated(kernel, runtime: dict | None = None, **options) -> JitCallableWrap
             f"got {type(kernel).__name__}"
         )
     runtime = {**(kernel._runtime_options or {}), **(runtime or {}), "run_mode": pypto.RunMode.SIM}
-    return JitCallableWrapper(
+    copy = JitCallableWrapper(
         None,
         kernel._original_func,
         None,
@@ -140,6 +140,7 @@ def simulated(kernel, runtime: dict | None = None, **options) -> JitCallableWrap
         **pypto_versions.wrapper_options(kernel),
         **options,
     )
+    return pypto_versions.complete(copy, kernel)
 
 
 @contextlib.contextmanager
@@ -172,12 +173,17 @@ def compiled(
     with tempfile.TemporaryDirectory(prefix="pypto-") as folder:
         run = Path(folder).resolve()
         _run_in_child(kernel, tensors, params, prepare, timeout or TIMEOUT, run)
-        outputs = sorted(run.glob("output_*"))
-        if len(outputs) != 1:
+        if (output := written(run)) is None:
             raise SimulationError(
                 f"{kernel.__name__}: PyPTO wrote no results{_reported(run / 'log.txt')}"
             )
-        yield outputs[0]
+        yield output
+
+
+def written(run: Path) -> Path | None:
+    """The folder into which PyPTO writes. ``new_ir`` of CANN 9.2 makes an empty one, too."""
+    found = [folder for folder in run.glob("output_*") if any(folder.iterdir())]
+    return found[0] if len(found) == 1 else None
 
 
 def _run_in_child(kernel, tensors, params, prepare, timeout, run: Path) -> None:

@@ -16,7 +16,7 @@ from pypto.frontend.parser.entry import JitCallableWrapper
 from torch import Tensor
 
 from . import bodies, control_flow, loaded_calls
-from .compiler import PACKAGE, SimulationError, compiled, pypto_versions, simulated
+from .compiler import PACKAGE, SimulationError, compiled, pypto_versions, simulated, written
 
 NAN, LARGE = 0xFF, 0x4B  # bytes of NaN, and of large finite numbers, in every type
 
@@ -83,8 +83,8 @@ def _prepare(tensors: Sequence[Tensor], options: tuple[int, bool]) -> None:
     tools, isa = folder / "tools", folder / "isa"
     (isa / "include" / "pto").mkdir(parents=True)
     tools.mkdir()
-    # PyPTO calls make, which calls the device's compiler
-    for name in ("make", "bisheng"):
+    # PyPTO calls make, which calls the device's compiler, and a build for CANN the linker, too
+    for name in ("make", "bisheng", "ld.lld"):
         (tools / name).write_text("#!/bin/sh\nexit 0\n")
         (tools / name).chmod(0o755)
     os.environ["PATH"] = f"{tools}{os.pathsep}{os.environ.get('PATH', '')}"
@@ -124,7 +124,7 @@ def _run(
     options: tuple[int, bool],
     control_flow: Callable,
 ) -> None:
-    (output,) = folder.glob("output_*")
+    output = written(folder)
     library.isa_begin(str(output / "dyn_topo.txt").encode(), *options)
     for tensor in tensors:
         library.isa_argument(ctypes.c_uint64(tensor.numel() * tensor.element_size()))

@@ -11,15 +11,31 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pypto
+from pypto.frontend.parser import entry
 from pypto.frontend.parser.entry import JitCallableWrapper
 
 from ..requirements import pypto_copy
 from .loaded_calls import loaded
 
-# CANN 9.2 has it elsewhere; without it the interpreter would compute with zeros
-if not hasattr(JitCallableWrapper, "_setup_verify_data"):
+try:  # CANN 9.2
+    from pypto.pil import compile_pipeline as new_ir
+except ImportError:
+    new_ir = None
+
+# who passes the interpreter its inputs: a method, or since CANN 9.2 a function that each compiler
+# imports; without them the interpreter would compute with zeros
+SET_INPUTS = [
+    (owner, name)
+    for owner, name in (
+        (JitCallableWrapper, "_setup_verify_data"),
+        (entry, "setup_verify_data"),
+        (new_ir, "setup_verify_data"),
+    )
+    if hasattr(owner, name)
+]
+if not SET_INPUTS:
     raise ImportError(
-        "custom_pypto.simulation: needs the internals of PyPTO 0.2.0 or of CANN 9.1, found "
+        "custom_pypto.simulation: needs the internals of PyPTO 0.2.0 or of CANN 9.1 or 9.2, found "
         f"{pypto_copy()}; unset PYTHONPATH, or run the NPU kernels on an NPU"
     )
 
@@ -49,10 +65,17 @@ def wrapper_options(kernel: JitCallableWrapper) -> dict:
     mine = {
         "infer_controlflow_shape": getattr(kernel, "_infer_controlflow_shape", None),
         "use_cache": False,
-        "new_ir": False,
+        "new_ir": getattr(kernel, "_use_new_ir", False),
     }
     taken = inspect.signature(JitCallableWrapper).parameters
     return {name: value for name, value in mine.items() if name in taken}
+
+
+def complete(copy: JitCallableWrapper, kernel: JitCallableWrapper) -> JitCallableWrapper:
+    """The copy with what ``pypto.frontend.jit`` of some versions sets after the constructor."""
+    if hasattr(kernel, "_create_new_logical_tensor"):
+        copy._create_new_logical_tensor = kernel._create_new_logical_tensor
+    return copy
 
 
 def replace_inputs(function: Callable[[list], None]) -> None:
@@ -61,7 +84,8 @@ def replace_inputs(function: Callable[[list], None]) -> None:
     def inputs(tensors, *sources, **named_sources):
         function(tensors)
 
-    JitCallableWrapper._setup_verify_data = staticmethod(inputs)
+    for owner, name in SET_INPUTS:
+        setattr(owner, name, staticmethod(inputs) if inspect.isclass(owner) else inputs)
 
 
 def calculator_is_loaded() -> None:

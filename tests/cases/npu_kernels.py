@@ -3,6 +3,8 @@
 import torch
 from with_pypto import pypto
 
+from custom_pypto.kernels.pypto_versions import jit
+
 ROWS, WIDTH = pypto.DYNAMIC, pypto.STATIC
 
 
@@ -19,7 +21,7 @@ def affine_kernel(body=None, *, barrier=True):
     between; or whatever ``body`` does.
     """
 
-    @pypto.frontend.jit
+    @jit
     def affine(
         x: pypto.Tensor([ROWS, WIDTH], pypto.DT_FP32),
         out: pypto.Tensor([ROWS, WIDTH], pypto.DT_FP32),
@@ -46,7 +48,7 @@ def affine_kernel(body=None, *, barrier=True):
 def product_kernel():
     """``out = a @ b`` in a tile of 16 rows, whatever the rows of ``a``."""
 
-    @pypto.frontend.jit
+    @jit
     def product(
         a: pypto.Tensor([WIDTH, WIDTH], pypto.DT_BF16),
         b: pypto.Tensor([WIDTH, WIDTH], pypto.DT_BF16),
@@ -62,7 +64,7 @@ def product_kernel():
 def selected_kernel():
     """``out = weights @ rows[index]``, paged, in tiles of 128 of 256 columns."""
 
-    @pypto.frontend.jit
+    @jit
     def selected(
         weights: pypto.Tensor([WIDTH, WIDTH], pypto.DT_BF16),
         rows: pypto.Tensor([WIDTH, WIDTH], pypto.DT_BF16),
@@ -87,7 +89,7 @@ def scatter_kernel(*, rows_per_task=8, barrier=True):
     ``out = 2 * sums``; ``barrier`` between.
     """
 
-    @pypto.frontend.jit
+    @jit
     def scatter(
         x: pypto.Tensor([ROWS, WIDTH], pypto.DT_FP32),
         index: pypto.Tensor([ROWS], pypto.DT_INT32),
