@@ -1,6 +1,7 @@
 """What drafts were accepted, and whether they pay."""
 
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 #: forwards without drafts before those with drafts, the first of which is not timed
 PLAIN = 3
@@ -34,6 +35,16 @@ class Counts:
             counts.extend([0] * (drafted - len(counts)))
             for i in range(last):
                 counts[i] += 1
+
+    def __add__(self, other: "Counts") -> "Counts":
+        """Of both calls."""
+
+        def total(name: str) -> list[int]:
+            both = getattr(self, name), getattr(other, name)
+            return [sum(counts) for counts in zip_longest(*both, fillvalue=0)]
+
+        forwards, plain = self.forwards + other.forwards, self.plain + other.plain
+        return Counts(total("drafted"), total("accepted"), forwards, plain)
 
     @property
     def share(self) -> float:
