@@ -5,6 +5,7 @@
     python examples/generate.py --model DIR --prompt "Once upon a time"
     python examples/generate.py --model DIR --weights int4 --chat         # or "stored", "int8"
     python examples/generate.py --model DIR --weights int4 --bench        # tokens per second
+    python examples/generate.py --model DIR --drafts 2 --chat   # drafts by the model's MTP layer
     python examples/generate.py --model DIR --memory 64GB --chat          # larger than memory
     python examples/generate.py --model deepseek-ai/DeepSeek-V3.2 --layers 4 --prompt "Once upon"
     cat text | python examples/generate.py --model DIR --prompt-file -
@@ -68,6 +69,7 @@ OPTIONS = {
     "json": {DEMO: False, PROMPT: False, BENCH: False},
     "prompt_tokens": {DEMO: 4096, BENCH: 512},
     "questions": {DEMO: 16},
+    "drafts": {DEMO: None, PROMPT: None, CHAT: None},
     "tp": {DEMO: False, PROMPT: False},
     "ep": {DEMO: False, PROMPT: False},
     "cp": {DEMO: False, PROMPT: False},
@@ -110,6 +112,7 @@ def load(tokenizer, args):
         expert_parallel=bool(args.ep),
         weights=args.weights,
         memory=args.memory,
+        mtp=bool(args.drafts),
         revision=args.revision,
     )
     if args.cp:
@@ -259,6 +262,7 @@ def parser_of_options():
     add = parser.add_argument_group("how, and how much").add_argument
     add("--backend", choices=[*BACKENDS, "both"], help="default: custom_pypto; the demo: both")
     add("--compile", action="store_true", help="torch.compile the decode steps")
+    add("--drafts", **count, help="draft N tokens a step by the MTP layer (docs/drafts.md)")
     add("--batch", **count, help="default: 1 (only the first text is shown)")
     add("--block-size", type=block_size, default=128, help="tokens per block of the paged cache")
     add("--prefill-chunk", **count, default=512, help="tokens per forward pass")
@@ -297,6 +301,10 @@ def parse_args():
             setattr(args, name, defaults.get(args.does))
         elif args.does not in defaults:
             parser.error(f"{option} is for {' and '.join(defaults)}, got it with {args.does}")
+    if args.drafts and args.backend == "both":
+        args.backend = BACKENDS[0]
+    if args.drafts and args.backend == BACKENDS[1]:
+        parser.error(f"--drafts needs --backend {BACKENDS[0]}, got {BACKENDS[1]}")
     for name in ("top_p", "top_k"):
         if getattr(args, name) is not None and not args.temperature:
             parser.error(f"--{name.replace('_', '-')} needs --temperature, else nothing is sampled")

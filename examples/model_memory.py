@@ -4,6 +4,7 @@ which machine holds them. Nothing is measured, and no weight is read or allocate
     python examples/model_memory.py                 # the default configurations of transformers
     python examples/model_memory.py DIR --layers 4  # a checkpoint, or a name on the Hub: only its
                                                     # config.json is read
+    python examples/model_memory.py --mtp           # with the layer that drafts (docs/drafts.md)
     python examples/model_memory.py --ranks 8       # what each of 8 ranks holds that share a model
     python examples/model_memory.py --speed         # tokens per second by the read bandwidth
     python examples/model_memory.py --memory 64GB --disk 7    # tokens per second where experts stay
@@ -41,10 +42,11 @@ from memory_tables import (
 from transformers import AutoConfig, PreTrainedConfig
 
 from custom_pypto import models
-from custom_pypto.models.architectures import available
+from custom_pypto.models.architectures import ARCHITECTURES, available
 from custom_pypto.models.loading.checkpoint import first_layers
 from custom_pypto.models.loading.parameters import dtypes_of
 from custom_pypto.models.loading.request import check_memory_option
+from custom_pypto.models.mtp.layer import check_mtp, mtp_layer, with_mtp
 from custom_pypto.models.patched import patched_attentions, text_model
 from custom_pypto.models.sharing import (
     check_heads,
@@ -89,11 +91,12 @@ in memory, once for each chunk of a prompt."""
 VERSION = transformers.__version__
 
 
-def build(config, layers: int | None, heads: bool = True):
+def build(config, layers: int | None, heads: bool = True, mtp: bool = False):
     """The patched model without memory for its weights.
 
     Args:
         heads: False: with transformers' plan for ranks that share no heads.
+        mtp: with the layer that drafts.
     """
     name = next((name for name in config.architectures or [] if name in available()), None)
     if name is None:
@@ -107,8 +110,11 @@ def build(config, layers: int | None, heads: bool = True):
         delattr(config, key)
     if not heads:
         share_experts_alone(config.get_text_config())
+    model_class = getattr(transformers, name)
+    if mtp:
+        model_class = with_mtp(model_class)
     with torch.device("meta"):
-        return models.use_custom_pypto(getattr(transformers, name)._from_config(config))
+        return models.use_custom_pypto(model_class._from_config(config))
 
 
 def size(model, weights: dict[str, str | None] | None, shared=frozenset(), ranks: int = 1) -> Size:
@@ -158,9 +164,12 @@ def shares_read(model) -> dict[str, float]:
         if attention.shares_selection and attention.indexer is not None
         for weight in attention.indexer.parameters()
     }
+    if (drafting := mtp_layer(text)) is not None:
+        # a draft reads it, not a token
+        idle |= {id(weight) for weight in drafting.state_dict(keep_vars=True).values()}
     shares = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if name in experts:
+        if name in experts and id(tensor) not in idle:
             shares[name] = chosen / tensor.size(0)
         else:
             inner = name.startswith(inside) or "lm_head" in name
@@ -186,9 +195,13 @@ def formats_of(published: dict[str, str] | None) -> dict[str, dict[str, str | No
 
 
 def measure(
-    name: str, config, published: dict[str, str] | None, layers: int | None = None
+    name: str,
+    config,
+    published: dict[str, str] | None,
+    layers: int | None = None,
+    mtp: bool = False,
 ) -> Model:
-    model = build(config, layers)
+    model = build(config, layers, mtp=mtp)
     sizes = {
         label: size(model, weights)
         for label, weights in formats_of(published).items()
@@ -267,6 +280,12 @@ def main() -> None:
         "configurations of transformers",
     )
     parser.add_argument("--layers", type=int, help="the first layers of the checkpoint only")
+    parser.add_argument(
+        "--mtp",
+        action="store_true",
+        help="with the layer for multi-token prediction, as models.load(mtp=True): its weights; "
+        "what a token reads is without it",
+    )
     tables = parser.add_mutually_exclusive_group()
     tables.add_argument(
         "--ranks",
@@ -300,7 +319,10 @@ def main() -> None:
         parser.error("--disk and --bandwidth need --memory")
     if arguments.layers is not None and arguments.checkpoint is None:
         parser.error("--layers needs a checkpoint")
-    with one_line_errors("--layers", "--memory"):
+    for option in ("layers", "ranks", "memory"):
+        if arguments.mtp and getattr(arguments, option) is not None:
+            parser.error(f"--mtp is not for --{option}, as mtp of models.load")
+    with one_line_errors("--layers", "--memory", "--mtp"):
         compute(arguments)
 
 
@@ -313,12 +335,18 @@ def compute(arguments: argparse.Namespace) -> None:
     else:
         source = "config.json"
         found = [source_of(arguments.checkpoint, layers)]
+    if arguments.mtp:
+        if arguments.checkpoint is None:
+            found = [one for one in found if ARCHITECTURES[one[1].architectures[0]].mtp]
+        else:
+            config = found[0][1]
+            check_mtp("--mtp", config, getattr(transformers, config.architectures[0]))
     if ranks is not None:
         rows = [of_ranks(*one, layers, ranks) for one in announced(found)]
         show(f"GB of weights on each rank. Computed from {source}, not measured.")
         show("", by_ranks(rows, ranks))
         return
-    sizes = [measure(*one, layers) for one in announced(found)]
+    sizes = [measure(*one, layers, arguments.mtp) for one in announced(found)]
     if arguments.speed:
         show(
             f"Tokens per second of one sequence, estimated, not measured: weights read at {SHARE} "

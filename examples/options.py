@@ -30,6 +30,7 @@ OF_LOAD = {
     "dtype": "--dtype",
     "tensor_parallel": "--tp",
     "expert_parallel": "--ep",
+    "mtp": "--drafts",
 }
 
 

@@ -13,7 +13,8 @@ from transformers import CompileConfig, DynamicCache, StaticCache, TextStreamer,
 
 from custom_pypto import models
 from custom_pypto.models import CACHE  # an argument's name in this transformers
-from custom_pypto.models.streaming.pool import Counts
+from custom_pypto.models.mtp.gain import Counts
+from custom_pypto.models.streaming import pool
 
 BACKENDS = ["custom_pypto", "transformers"]
 
@@ -24,7 +25,7 @@ class Log(logging.Handler):
 
     def __init__(self):
         super().__init__(logging.INFO)
-        self.counts, self.logger = Counts(), logging.getLogger("custom_pypto")
+        self.counts, self.logger = pool.Counts(), logging.getLogger("custom_pypto")
 
     def __enter__(self):
         self.before = self.logger.level
@@ -36,12 +37,12 @@ class Log(logging.Handler):
         self.logger.removeHandler(self)
         self.logger.setLevel(self.before)
         if kind is None and is_first_rank():
-            counted = self.counts != Counts()
+            counted = self.counts != pool.Counts()
             text = self.counts if counted else "all weights are in memory"
             print(f"generate: {text}", file=sys.stderr)
 
     def emit(self, record):
-        if record.args and isinstance(record.args[0], Counts):
+        if record.args and isinstance(record.args[0], pool.Counts):
             self.counts += record.args[0]
         elif is_first_rank():
             print(self.format(record), file=sys.stderr)
@@ -58,6 +59,8 @@ class Result:
     answers: list[list[str]]  # of each row of the batch
     right: int | None  # None: no questions with known answers
     asked: int | None
+    drafted: list[int]  # by the place of a draft in its step; empty: none
+    accepted: list[int]
 
 
 def before_stop(text, stops):
@@ -110,6 +113,7 @@ class Session:
     def __init__(self, model, cache, streamer):
         self.model, self.cache, self.streamer = model, cache, streamer
         self.ids, self.cached = None, 0  # the texts, and how much of them the cache has
+        self.drafts = Counts()
 
     def read(self, ids, chunk):
         """Caches the texts ``ids`` ``[batch, n]`` up to their last token; what the cache has of
@@ -156,15 +160,19 @@ class Session:
         """The model's answer to ``input_ids`` ``[batch, n]``, after all earlier tokens."""
         self.ids = torch.cat([self.ids, input_ids], dim=1)
         before = self.ids.size(1)
-        self.ids = self.model.generate(
+        output = self.model.generate(
             self.ids,
             attention_mask=torch.ones_like(self.ids),
             **{CACHE: self.cache},
             max_new_tokens=max_new_tokens,
             streamer=self.streamer,
             stopping_criteria=self.streamer and self.streamer.stopping(before),
+            return_dict_in_generate=True,
             **options,
         )
+        self.ids = output.sequences
+        if "drafts" in output:
+            self.drafts += output.drafts
         self.cached = self.ids.size(1) - 1
         return self.ids[:, before:]
 
@@ -209,9 +217,13 @@ def warm_up(model, backend, input_ids, length, args):
 
 def sampling(args):
     """What ``model.generate`` is told; without a temperature it takes the likeliest token."""
+    drafts = {}
+    if args.drafts:
+        drafts = dict(use_mtp=True, num_assistant_tokens=args.drafts)
+        drafts["num_assistant_tokens_schedule"] = "heuristic"  # none while they do not pay
     if not args.temperature:
-        return {}
-    return dict(
+        return drafts
+    return drafts | dict(
         do_sample=True,
         temperature=args.temperature,
         top_p=1.0 if args.top_p is None else args.top_p,
@@ -276,6 +288,8 @@ def run(model, tokenizer, backend, prompts, dialogues, args, alone):
         answers=answers,
         right=right if dialogues else None,
         asked=len(turns) * batch if dialogues else None,
+        drafted=session.drafts.drafted,
+        accepted=session.drafts.accepted,
     )
 
 
@@ -290,6 +304,8 @@ def print_results(results):
         "tokens per second": "{tokens_per_second:.1f}",
         "cache": "{megabytes:.1f} MB",
     }
+    if results[0].drafted:
+        rows["drafts accepted"] = accepted(results[0])
     if results[0].asked is None:
         del rows["right answers"]
     ratios = {  # by title: of which field, and whether more or less of it is better
@@ -307,11 +323,18 @@ def print_results(results):
         print(f"{title:<22}" + "".join(f"{cell:>16}" for cell in cells))
 
 
+def accepted(result):
+    """Of the drafts of each place in a step."""
+    pairs = zip(result.accepted, result.drafted, strict=True)
+    return ", ".join(f"{right} of {drafted}" for right, drafted in pairs)
+
+
 def print_speed(result):
     """On standard error: standard output has the text."""
     speed = "" if result.new_tokens < 2 else f", {result.tokens_per_second:.1f} tokens/s"
     print(
         f"{result.prompt_tokens} tokens read, first token after "
-        f"{result.seconds_to_first_token:.2f} s; {result.new_tokens} tokens written{speed}",
+        f"{result.seconds_to_first_token:.2f} s; {result.new_tokens} tokens written{speed}"
+        + (f", drafts accepted: {accepted(result)}" if result.drafted else ""),
         file=sys.stderr,
     )

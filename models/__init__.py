@@ -68,6 +68,7 @@ def load(
     expert_parallel: bool = False,
     weights: Weights = None,
     memory: str | int | None = None,
+    mtp: bool = False,
     revision: str | None = None,
     **others: NoReturn,
 ) -> PreTrainedModel:
@@ -108,6 +109,9 @@ def load(
             ``weights`` then leaves as they are, or of a model that was saved in its own formats.
             Outputs equal those of the model in memory to the bit. Of ranks, each may take as
             much. None: the whole model is in memory.
+        mtp: also load the layer for multi-token prediction, with which
+            ``model.generate(ids, use_mtp=True)`` drafts tokens: docs/drafts.md. Not for a part of
+            the layers, ranks that share a model, or ``memory``.
         revision: branch, tag or commit of a repository; None: its main branch.
         others: none; those of transformers' ``from_pretrained`` are rejected with what to pass
             instead.
@@ -136,7 +140,7 @@ def load(
     if others:
         check_keywords(load.__kwdefaults__ or (), others)
     asked = Request.of(
-        dtype, num_hidden_layers, device, tensor_parallel, expert_parallel, weights, memory
+        dtype, num_hidden_layers, device, tensor_parallel, expert_parallel, weights, memory, mtp
     )
     source = hub.find("load: path", path, revision)
     plan = plan_for(source, asked)

@@ -29,17 +29,19 @@ class Architecture(NamedTuple):
     since: str = TRANSFORMERS[0]
     #: whether the plugin for vLLM serves it: its tests have a model of each
     served: bool = False
+    #: whether it can draft with a layer for multi-token prediction: :mod:`.mtp`
+    mtp: bool = False
 
 
 # by the model class of transformers
 ARCHITECTURES = {
     "DeepseekV32ForCausalLM": Architecture(
-        "DeepSeek-V3.2", "deepseek_v32", "PagedDeepseekV32Attention", served=True
+        "DeepSeek-V3.2", "deepseek_v32", "PagedDeepseekV32Attention", served=True, mtp=True
     ),
     "GlmMoeDsaForCausalLM": Architecture(
-        "GLM-5", "glm_moe_dsa", "PagedGlmMoeDsaAttention", served=True
+        "GLM-5", "glm_moe_dsa", "PagedGlmMoeDsaAttention", served=True, mtp=True
     ),
-    "AXK2ForCausalLM": Architecture("A.X-K2", "axk2", "PagedAXK2Attention"),
+    "AXK2ForCausalLM": Architecture("A.X-K2", "axk2", "PagedAXK2Attention", mtp=True),
     "DeepseekV4ForCausalLM": Architecture(
         "DeepSeek-V4", "deepseek_v4", "PagedDeepseekV4Attention", served=True
     ),

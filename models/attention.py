@@ -65,6 +65,8 @@ class PatchedAttention:
     first_norm: str
     #: new tokens that :meth:`read` takes at once
     slice_tokens: int
+    #: whether the layer drafts, behind the layers of a forward: :mod:`.mtp`
+    is_mtp = False
     #: whether a forward of the model is :mod:`.batch_invariant`
     batch_invariant = False
     #: mixins of :mod:`.one_op` and :mod:`.routing` for modules of upstream, by their class

@@ -15,6 +15,8 @@ from .batch_invariant import check_forward
 from .cache import PagedCache, Step
 from .index_sharing import SharedUpstream
 from .memory import has_numbers, is_transformed
+from .mtp.decoding import check_no_mtp
+from .mtp.layer import follow
 from .patched import (
     CACHE,
     CACHE_NAMES,
@@ -182,6 +184,7 @@ def finish_forward(model, args: tuple, kwargs: dict, output):
     loss of its indexers is complete."""
     mask = kwargs.get("attention_mask")
     if isinstance(mask, dict) and isinstance(step := mask.get("indexed_attention"), Step):
+        follow(model, kwargs, step, output[0])
         step.rows.finish(step, output[0])
         if step.pieces is not None:
             return context_parallel.whole_output(step, output)
@@ -191,6 +194,7 @@ def finish_forward(model, args: tuple, kwargs: dict, output):
 def extract_generation_mode_kwargs(model, custom_generate, kwargs: dict, *args) -> dict:
     """What ``generate()`` calls first, with its arguments for the model."""
     rename_cache("generate", kwargs)
+    check_no_mtp(kwargs.get("use_mtp"))  # of a model with one, its own generate() takes the option
     return type(model)._extract_generation_mode_kwargs(model, custom_generate, kwargs, *args)
 
 

@@ -3,7 +3,7 @@ whole."""
 
 import shutil
 from dataclasses import dataclass, field
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 
 import torch
@@ -25,11 +25,14 @@ from .indexer_loss import (
     begin_indexer_loss,
     check_indexer_loss,
 )
+from .mtp.decoding import generate
 from .one_op import Head, derived, plain_class
 from .patched import (
     attention_of,
     attentions_to_patch,
+    is_mtp,
     is_patched,
+    mtp_attention,
     sizes,
     text_model,
     upstream_class,
@@ -109,7 +112,7 @@ class Patch:
             self.dequantized = earlier.dequantized + self.dequantized
         text._custom_pypto = self  # first: what an interruption leaves can be patched, or undone
         sources = self.sharing.sources
-        for layer, attention in attentions.items():
+        for layer, attention in attentions.items():  # of an MTP layer, too
             change_class(attention, paged)
             attention.shares_selection = layer in sources
             attention.lends_selection = layer in sources.values()
@@ -120,6 +123,8 @@ class Patch:
             use_ops(model, paged)
         for name, method in METHODS.items():
             setattr(model, name, partial(method, model))
+        if mtp_attention(text) is not None:
+            model.generate = wraps(model.generate)(partial(generate, model))
         text.register_forward_hook(generation.finish_forward, with_kwargs=True)
         if self.indexer_loss.kind:
             model.register_forward_pre_hook(begin_indexer_loss, with_kwargs=True)
@@ -155,6 +160,8 @@ class Patch:
                         vars(module)[kind].pop(key, None)
         for name in METHODS:
             vars(model).pop(name, None)
+        if mtp_attention(text) is not None:
+            vars(model).pop("generate", None)
 
 
 def use_ops(model, paged: type) -> None:
@@ -276,19 +283,22 @@ def use_custom_pypto(
     dtypes = check_cache_dtypes("use_custom_pypto", text, paged, index_dtype, kv_dtype)
     attentions = attentions_to_patch(text, upstream, paged)
     dequantized = dequantize(attentions, text.dtype)
+    own = {i: attention for i, attention in attentions.items() if not is_mtp(attention)}
     try:
         paged.check(attentions)
         sharing = Sharing.of(
             "use_custom_pypto",
             text.config,
             paged.pools,
-            list(attentions),
+            list(own),
             index_topk_freq,
             index_topk_pattern,
         )
         if (earlier := patch_of(model)) is not None and earlier.sharing != sharing:
             check_outside("use_custom_pypto", text, "to change which layers select")
-        cache_sizes = sizes(text.config, paged.pools, attentions)
+        cache_sizes = sizes(text.config, paged.pools, own)
+        if len(own) < len(attentions):
+            cache_sizes["mtp"] = True
         if sharing.pattern is not None:
             cache_sizes["index_topk_pattern"] = sharing.pattern
     except Exception:

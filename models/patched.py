@@ -37,6 +37,12 @@ def is_patched(cls: type) -> bool:
     return hasattr(cls, "pools")
 
 
+def is_mtp(attention: nn.Module) -> bool:
+    """Whether this is the attention of the layer for multi-token prediction, which is behind the
+    layers of a forward: :mod:`.mtp`."""
+    return getattr(attention, "is_mtp", False)
+
+
 def checkpoints(text) -> bool:
     """Whether transformers checkpoints the layers in a forward, without a cache, and then repeats
     them in the backward."""
@@ -50,8 +56,8 @@ def upstream_class(attention: nn.Module) -> type:
 
 
 def attentions_to_patch(text, upstream: type, paged: type) -> dict[int, nn.Module]:
-    """The attentions of a :func:`text_model`, patched or not, by the number of their layer; without
-    the layers that stay unpatched.
+    """The attentions of a :func:`text_model`, patched or not, by the number of their layer, that of
+    an MTP layer included; without the layers that stay unpatched.
 
     Raises:
         TypeError: another attention, or one that the patch would not reach.
@@ -81,7 +87,8 @@ def patched_attentions(text) -> dict[int, nn.Module]:
     """
     attentions = {}
     for i, layer in enumerate(text.layers):  # torch.compile takes no comprehension that assigns
-        if (attention := attention_of(layer, is_patched)) is not None:
+        attention = attention_of(layer, is_patched)
+        if attention is not None and not attention.is_mtp:
             attentions[i] = attention
     if not attentions:
         raise TypeError(
@@ -89,6 +96,13 @@ def patched_attentions(text) -> dict[int, nn.Module]:
             f"got one with a {type(text.layers[0].self_attn).__name__}"
         )
     return attentions
+
+
+def mtp_attention(text) -> nn.Module | None:
+    """The attention of a :func:`text_model`'s MTP layer; None: it has no such layer."""
+    last = text.layers[-1]  # may be inside somebody's wrapper
+    outermost = last._modules.get("self_attn", last)
+    return next((x for x in outermost.modules() if is_mtp(x)), None)
 
 
 def dropout_of(attentions: dict[int, nn.Module]) -> float:

@@ -14,6 +14,7 @@ sys.path.append(str(REPOSITORY / "examples"))
 import model_memory as program  # noqa: E402
 from estimates import Range, Streamed, hit_share  # noqa: E402
 from memory_tables import Model, Size, by_memory  # noqa: E402
+from mtp_harness import MTP_KINDS  # noqa: E402
 from published import V4, published  # noqa: E402
 from transformers import AutoConfig  # noqa: E402
 
@@ -29,6 +30,22 @@ def printed(*arguments: str, status: int = 0, **variables) -> subprocess.Complet
     done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True)
     assert done.returncode == status, done.stderr
     return done
+
+
+@pytest.mark.parametrize("kind", MTP_KINDS)
+def test_the_mtp_layer_counts_where_it_is_asked_for(kind, tmp_path):
+    path = published(tmp_path / "checkpoint", kind)
+    sizes = [
+        program.measure(*program.source_of(path, None), mtp=mtp).sizes["bfloat16"]
+        for mtp in (False, True)
+    ]
+    state = models.load(path, mtp=True).state_dict().items()
+    layer = sum(x.nbytes for name, x in state if ".layers.3." in name)
+    assert sizes[1].weights == sizes[0].weights + layer and sizes[1].read == sizes[0].read
+    error = printed(str(path), "--mtp", "--layers", "2", status=2).stderr
+    assert "--mtp is not for --layers" in error
+    error = printed(f"{REPOSITORY}/examples/checkpoints/lookup_v4", "--mtp", status=1).stderr
+    assert "mtp must be False for a DeepseekV4ForCausalLM" in error
 
 
 @pytest.mark.parametrize("weights", [None, "int8", "int4"])

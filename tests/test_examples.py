@@ -136,6 +136,21 @@ def test_a_prompt_is_continued_with_quantized_weights(weights, run):
     assert report["weights"] == ("bfloat16" if weights == "stored" else weights)
 
 
+def test_drafts_leave_the_text_and_are_counted(run):
+    options = ["--model", "examples/checkpoints/lookup_mtp", "--dtype", "float32"]
+    options += ["--prompt", "the old sailor otter=red slowly crossed a wide harbour , heron=green"]
+    options += ["--temperature", "5", "--seed", "1", "--max-new-tokens", "40"]
+    (plain,), (drafted,) = (
+        generate(run, *options, *more)["results"] for more in ([], ["--drafts", "2"])
+    )
+    assert drafted["answers"] == plain["answers"] and plain["drafted"] == plain["accepted"] == []
+    made, accepted = drafted["drafted"], drafted["accepted"]
+    assert len(made) == len(accepted) == 2 and made[0] > 0
+    assert all(right <= all_ for right, all_ in zip(accepted, made, strict=True))
+    run("generate.py", *options, "--drafts", "2")
+    assert re.search(r"drafts accepted: \d+ of \d+, \d+ of \d+\n$", run.errors)
+
+
 def sampled(run, *arguments: str) -> str:
     hot = ["--temperature", "5", "--max-new-tokens", "20"]
     return run("generate.py", "--prompt", FACTS, *hot, *arguments)

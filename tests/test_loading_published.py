@@ -9,11 +9,13 @@ import torch
 from loading_harness import (
     assert_equal_to_the_bit,
     edit_json,
+    edit_tensor,
     logits,
     published_in_fp4,  # noqa: F401
     published_in_fp8,  # noqa: F401
 )
 from model_harness import assert_close
+from mtp_harness import MTP_KINDS
 from published import V4, published, true_weights, weights_on_disk
 from safetensors import safe_open
 from tiny import KINDS, YARN, token_ids
@@ -87,6 +89,63 @@ def names_of(path):
         with safe_open(file, "pt") as tensors:
             names.update(tensors.keys())
     return names
+
+
+@pytest.mark.parametrize("weights", [None, "stored", "int8", "int4"])
+@pytest.mark.parametrize("kind", MTP_KINDS)
+def test_the_mtp_layer_loads_in_every_format_and_is_saved(kind, weights, tmp_path):
+    path = published(tmp_path / "checkpoint", kind, moe_intermediate_size=128)
+    model, without = (models.load(path, mtp=it, weights=weights) for it in (True, False))
+    if weights is None:
+        assert_equal_to_the_bit(model, path)
+    layer = model.model.layers[3]
+    kinds = {name: module.kind for name, module in layer.named_modules() if hasattr(module, "kind")}
+    assert len(without.model.layers) == 3 and (weights is None) == (not kinds)
+    assert weights is None or {"mlp.experts", "eh_proj", "self_attn.o_proj"} <= kinds.keys()
+    ids = token_ids(1, 40)
+    got = model.generate(ids, max_new_tokens=6, use_mtp=True)
+    assert torch.equal(got, without.generate(ids, max_new_tokens=6))  # nothing accepted, by chance
+
+    model.save_pretrained(tmp_path / "saved")
+    saved = models.load(tmp_path / "saved", mtp=True).state_dict()
+    for name, tensor in model.state_dict().items():
+        # dtypes of eight bits have no comparison
+        assert torch.equal(saved[name].view(torch.uint8), tensor.view(torch.uint8)), name
+    names = models.load(tmp_path / "saved").state_dict().keys()
+    assert names == without.state_dict().keys()
+    upstream = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")  # as of any checkpoint
+    assert len(upstream.model.layers) == 3
+
+
+REJECTED_WITH_MTP = {
+    "num_hidden_layers": 2,
+    "memory": "1GB",
+    "tensor_parallel": True,
+    "expert_parallel": True,
+}
+
+
+@pytest.mark.parametrize("option", REJECTED_WITH_MTP)
+def test_options_that_exclude_the_mtp_layer_are_named(option, tmp_path):
+    with pytest.raises(ValueError, match=f"load: mtp must be False with {option}, got True"):
+        models.load(tmp_path, mtp=True, **{option: REJECTED_WITH_MTP[option]})
+
+
+def test_a_checkpoint_without_the_mtp_layer_is_named(tmp_path):
+    path = published(tmp_path / "v3")
+    with pytest.raises(TypeError, match="load: mtp must be True or False, got 1"):
+        models.load(path, mtp=1)
+    edit_json(path / "config.json", num_nextn_predict_layers=None)
+    with pytest.raises(ValueError, match="num_nextn_predict_layers = 1, .* got None; omit mtp"):
+        models.load(path, mtp=True)
+    edit_json(path / "config.json", num_nextn_predict_layers=1)
+    edit_tensor(path, "eh_proj.weight$", lambda _: None, listed=False)
+    with pytest.raises(ValueError, match="lacks model.layers.3.eh_proj.weight"):
+        models.load(path, mtp=True)
+    models.load(path)
+    path = published(tmp_path / "v4", V4)
+    with pytest.raises(ValueError, match="mtp must be False for a DeepseekV4ForCausalLM, got True"):
+        models.load(path, mtp=True)
 
 
 @pytest.mark.parametrize("kind, drafts", [("deepseek_v32", "model.layers.3."), (V4, "mtp.")])

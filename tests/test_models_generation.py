@@ -354,11 +354,19 @@ def test_what_only_upstream_can_do_is_rejected_by_name(kind, call, message):
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_drafts_of_a_model_without_its_mtp_layer_are_rejected_with_the_remedy(kind):
+    upstream, patched = upstream_and_patched(kind)
+    with pytest.raises(ValueError, match="Could not find `num_mtp_layers`"):
+        upstream.generate(token_ids(1, 20), use_mtp=True, **GREEDY)
+    message = r"use_mtp must be False for a model without its MTP layer.*models.load.path, mtp=True"
+    with pytest.raises(ValueError, match=message):
+        patched.generate(token_ids(1, 20), use_mtp=True, **GREEDY)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_upstream_rejects_is_rejected_as_there(kind):
     for model in upstream_and_patched(kind):
         with pytest.raises(ValueError, match="Invalid layer type: indexed_attention"):
             generate_batch(model, token_ids(1, 20))
-        with pytest.raises(ValueError, match="Could not find `num_mtp_layers`"):
-            model.generate(token_ids(1, 20), use_mtp=True, **GREEDY)
         with pytest.raises(ValueError, match="`model_kwargs` are not used by the model"):
             model.generate(token_ids(1, 20), attention_masks=None, other=1, **GREEDY)

@@ -226,7 +226,7 @@ def test_what_architectures_share_knows_none_of_them():
     kinds = [*NAMES, "deepseek_v4", "glm5_next", "mistral_large4", "hy_v4_vl"]
     assert {path.parent.name for path in folder.glob("*/__init__.py")} == {
         *kinds,
-        *(shared := ("cache", "loading", "streaming", "weights")),
+        *(shared := ("cache", "loading", "mtp", "streaming", "weights")),
     }
     shared = {*folder.glob("*.py"), *(path for x in shared for path in folder.glob(f"{x}/*.py"))}
     for path in shared - {folder / "architectures.py"}:

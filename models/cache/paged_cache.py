@@ -12,7 +12,14 @@ from transformers.cache_utils import Cache
 from custom_pypto.rows import index_format, latent_format
 
 from ..memory import is_readable
-from ..patched import device_of, differences, dimensions, patched_attentions, text_model
+from ..patched import (
+    device_of,
+    differences,
+    dimensions,
+    mtp_attention,
+    patched_attentions,
+    text_model,
+)
 from . import saved
 from .layout import CacheDtype, check_block_size, check_cache_dtypes, check_int, in_formats
 from .sequence import Sequences
@@ -112,12 +119,20 @@ class PagedCache(Cache):
         rows: list[dict | None] = [None] * text.config.num_hidden_layers
         for layer in attentions.keys() & range(len(rows)):  # generate() may draft with the first
             rows[layer] = in_formats(attentions[layer].rows(text.config, text.dtype), *formats)
+        if (mtp := mtp_attention(text)) is not None and mtp.layer_idx == len(rows):
+            rows.append(in_formats(mtp.rows(mtp.config, text.dtype), *formats))
         self.store = Store(rows, *formats, batch_size, max_cache_len, block_size, device)
         for layer in attentions.keys() & range(len(rows)):
             if (source := attentions[layer].source) is not None:
                 self.store.layers[layer].source = self.store.layers[source]
         super().__init__(layers=self.store.layers)
         self.sequences = Sequences(batch_size, self.store.spare, device)
+        if len(rows) > text.config.num_hidden_layers:
+            size = batch_size, text.config.hidden_size
+            self.sequences.hidden = torch.zeros(size, dtype=text.dtype, device=device)
+            torch._dynamo.mark_static_address(self.sequences.hidden)
+        #: mtp.layer.Drafting while generate() drafts; else each forward feeds the MTP layer
+        self.drafting = None
         #: a change of sequences that has begun, and the remedy if it was interrupted; from the
         #: beginning an attribute of the object, as graphs guard on where it is found
         self.half_done: str | None = None
@@ -182,6 +197,10 @@ class PagedCache(Cache):
         """Counts the new tokens as cached, after every layer has written them."""
         self.store.selection.indices = None
         self.sequences.commit(step.whole.lengths, step.whole.count())
+        if (hidden := self.sequences.hidden) is not None:
+            # a sequence may have padding alone in a forward
+            real = step.own.valid[:, -1:]
+            hidden.copy_(torch.where(real, last_hidden_state[:, -1], hidden))
 
     def check_batch(self, batch_size: int) -> None:
         if batch_size != self.batch_size:

@@ -20,6 +20,7 @@ from .store import PagedLayer, RecurrentLayer, Store, slots
 
 VERSION = "custom_pypto.PagedCache 1"
 LENGTHS = ("lengths", "seen", "written", "padding")  # of Sequences
+HIDDEN = "hidden"  # of Sequences, for an MTP layer
 STATES = ("conv_states", "recurrent_states")  # of RecurrentLayer
 
 
@@ -44,6 +45,8 @@ def write_file(path: Path, made_for: dict, options: dict, store: Store, seqs: Se
     """
     seqs.check_room(0, store.max_cache_len)
     tensors = {name: getattr(seqs, name) for name in LENGTHS}
+    if seqs.hidden is not None:
+        tensors[HIDDEN] = seqs.hidden
     for name, layer, pool, live in live_rows(store, seqs.lengths):
         rows = layer.pools[pool]
         tensors[name] = rows[tuple(live.T)] if live.ndim == 2 else rows.flatten(0, 1)[live]
@@ -101,6 +104,8 @@ def read_file(path: Path, file, header: Header, store: Store, seqs: Sequences) -
     for name in LENGTHS[:-1]:
         getattr(seqs, name).copy_(read(name))
     seqs.padding, seqs.exchanged = read("padding"), header.exchanged
+    if seqs.hidden is not None:
+        seqs.hidden.copy_(read(HIDDEN))
     if (seen := int(seqs.seen)) > store.max_cache_len:
         raise ValueError(
             f"PagedCache.load: max_cache_len must be at least {seen}, the tokens per sequence in "

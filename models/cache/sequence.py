@@ -64,6 +64,9 @@ class Sequences:
         self.padding = torch.zeros(batch_size, 0, dtype=torch.bool, device=device)
         #: whether they have changed places since the cache was empty, as in beam search
         self.exchanged = False
+        #: ``[B, hidden size]`` the hidden state of each last token, for an MTP layer; None: there
+        #: is no such layer. Zeros: not known, after :meth:`crop`.
+        self.hidden: Tensor | None = None
         for tensor in (self.lengths, self.seen, self.written):
             torch._dynamo.mark_static_address(tensor)
 
@@ -137,6 +140,8 @@ class Sequences:
         self._count(lengths, left, self.written * (left > 0))
         # after that: what is known of tokens that do not count changes nothing
         self.padding = self.padding & (columns < left)
+        if self.hidden is not None and tokens_to_remove:
+            self.hidden.zero_()
 
     def reset(self) -> None:
         self._count(*map(torch.zeros_like, (self.lengths, self.seen, self.written)))
@@ -147,12 +152,16 @@ class Sequences:
         """Replaces each sequence ``b`` by a copy of sequence ``sources[b]``."""
         self.lengths.copy_(self.lengths[sources])
         self.padding = self.padding[sources]
+        if self.hidden is not None:
+            self.hidden.copy_(self.hidden[sources])
         self.exchanged = True
 
     def select(self, indices: Tensor) -> None:
         """Keeps only these sequences, in this order, in a new tensor."""
         self.lengths = self.lengths[indices]
         self.padding = self.padding[indices]
+        if self.hidden is not None:
+            self.hidden = self.hidden[indices]
         self.exchanged = True
 
     def _lost(self, tokens: Tensor) -> bool:

@@ -24,6 +24,7 @@ from custom_pypto.weight_formats import rounded_formats
 
 from ..architectures import supported_model
 from ..memory import free_memory
+from ..mtp.layer import check_mtp, with_mtp
 from ..patch import use_custom_pypto
 from ..sharing import (
     LOAD_ALIKE,
@@ -168,6 +169,9 @@ def plan_for(source: Directory, asked: Request) -> Plan:
         delattr(config, name)  # describes the files; the model is not quantized
     if asked.shared and not asked.tensor_parallel:
         share_experts_alone(config.get_text_config())
+    if asked.mtp:
+        check_mtp("load", config, model_class)
+        model_class = with_mtp(model_class)
     with torch.device("meta"):
         skeleton = use_custom_pypto(model_class._from_config(config))
     names = {name for name, _ in skeleton.named_modules()}

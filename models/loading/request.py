@@ -46,6 +46,7 @@ class Request:
     expert_parallel: bool
     weights: dict[str, str | None]  # of experts and of the rest
     memory: int | None  # bytes for weights; None: the whole model is in memory
+    mtp: bool = False  # with the layer that drafts
 
     @classmethod
     def of(
@@ -57,11 +58,22 @@ class Request:
         expert_parallel: bool,
         weights: Weights,
         memory: str | int | None,
+        mtp: bool,
     ) -> "Request":
         """
         Raises:
             TypeError, ValueError: names the argument, what was expected and what came.
         """
+        if not isinstance(mtp, bool):
+            raise TypeError(f"load: mtp must be True or False, got {mtp!r}")
+        others = {"num_hidden_layers": num_hidden_layers, "memory": memory}
+        others |= {"tensor_parallel": tensor_parallel, "expert_parallel": expert_parallel}
+        for name, value in others.items():
+            if mtp and value not in (None, False):
+                raise ValueError(
+                    f"load: mtp must be False with {name}, got True with {name}={value!r}; omit "
+                    "one of them"
+                )
         wanted, formats = check_dtype(dtype), check_weights(weights)
         if num_hidden_layers is not None:
             check_int("load: num_hidden_layers", num_hidden_layers)
@@ -72,7 +84,7 @@ class Request:
                 f"in that of this machine, got {device!r}; omit one of them"
             )
         ways = tensor_parallel, expert_parallel
-        return cls(wanted, num_hidden_layers, device, *ways, formats, limit)
+        return cls(wanted, num_hidden_layers, device, *ways, formats, limit, mtp)
 
     @property
     def shared(self) -> bool:

@@ -51,7 +51,10 @@ class StoredWeightsQuantizer(HfQuantizer):
     shared = False
 
     def _process_model_before_weight_loading(self, model, **kwargs):
-        convert(model, self.quantization_config.kinds)
+        names = {name for name, _ in model.named_modules()}
+        kinds = self.quantization_config.kinds.items()
+        # transformers makes no MTP layer, which the files may have
+        convert(model, {name: kind for name, kind in kinds if name in names})
         drop_experts(model, self.streamed)
         keep_formats(model)
         return model

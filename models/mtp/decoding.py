@@ -1,0 +1,252 @@
+"""The loop of ``generate(use_mtp=True)``: draft, check the drafts in one forward, keep those that
+the model would have chosen.
+
+A draft is the MTP layer's likeliest token. The model then chooses each token as without drafts, by
+the same logits, processors and random numbers, and a step goes on while it chooses the drafts of
+all sequences. Where it samples, that is rejection sampling (arXiv:2211.17192) of drafts with
+probability 1: each is accepted with the probability that the model gives it.
+"""
+
+import copy
+import functools
+import logging
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
+
+from ..cache.layout import check_int
+from ..patched import CACHE, text_model
+from .gain import Counts, Gain
+from .layer import Drafting
+
+logger = logging.getLogger("custom_pypto")
+
+SCHEDULES = ("constant", "heuristic")
+#: options of generate() that need another loop, and the values that do not
+OTHERS = {
+    "assistant_model": (None,),
+    "custom_generate": (None,),
+    "num_beams": (None, 1),
+    "prompt_lookup_num_tokens": (None,),
+    "assistant_early_exit": (None,),
+    "output_hidden_states": (None, False),
+    "use_cache": (None, True),
+    "synced_gpus": (None, False),
+}
+
+
+@dataclass
+class GenerateDraftedOutput(GenerateDecoderOnlyOutput):
+    """transformers' output, with what was drafted and accepted."""
+
+    drafts: Counts | None = None
+
+
+@functools.wraps(GenerationMixin.generate)
+def generate(model, inputs=None, generation_config=None, *args, **kwargs):
+    """transformers', which drafts with the model's own MTP layer for ``use_mtp=True``."""
+
+    def option(name: str):
+        found = kwargs.get(name)
+        for config in (generation_config, model.generation_config):
+            found = getattr(config, name, None) if found is None else found
+        return found
+
+    if option("use_mtp"):
+        kwargs["custom_generate"] = Decoding.of(model, option, args, kwargs)
+        kwargs["use_mtp"] = False  # transformers would look for a model of MTP layers
+        if generation_config is not None:
+            generation_config = copy.copy(generation_config)
+            generation_config.use_mtp = None
+    return type(model).generate(model, inputs, generation_config, *args, **kwargs)
+
+
+def check_no_mtp(use_mtp) -> None:
+    """Rejects ``use_mtp`` for a model without the layer."""
+    if use_mtp:
+        raise ValueError(
+            "generate: use_mtp must be False for a model without its MTP layer, got True; load it "
+            "with models.load(path, mtp=True)"
+        )
+
+
+class Decoding:
+    """What ``generate()`` calls in place of its own loop.
+
+    Args:
+        drafts: for each forward.
+        adaptive: whether there are none while they do not pay.
+        streamer: of the caller.
+    """
+
+    def __init__(self, drafts: int, adaptive: bool, streamer):
+        self.drafts, self.adaptive, self.streamer = drafts, adaptive, streamer
+
+    @classmethod
+    def of(cls, model, option, args: tuple, kwargs: dict) -> "Decoding":
+        """From the options of a ``generate()``.
+
+        Raises:
+            TypeError, ValueError: names an option that another loop needs, or a wrong number.
+        """
+        if args:
+            raise TypeError(
+                "generate: with use_mtp all arguments behind generation_config must have names, "
+                f"got {len(args)} without"
+            )
+        for name, values in OTHERS.items():
+            if (got := option(name)) not in values:
+                shown = got if isinstance(got, (bool, int)) else f"a {type(got).__name__}"
+                raise ValueError(
+                    f"generate: {name} must be {values[-1]} with use_mtp, got {shown}; omit one of "
+                    "them"
+                )
+        if text_model(model)._custom_pypto.context_parallel:
+            raise ValueError(
+                "generate: use_mtp must be False for ranks that share prompts "
+                "(context_parallel=True), got True; omit it"
+            )
+        count = 1 if (count := option("num_assistant_tokens")) is None else count
+        check_int("generate: num_assistant_tokens", count)
+        if count < 1:
+            raise ValueError(f"generate: num_assistant_tokens must be at least 1, got {count}")
+        if (schedule := option("num_assistant_tokens_schedule") or SCHEDULES[0]) not in SCHEDULES:
+            raise ValueError(
+                "generate: num_assistant_tokens_schedule must be "
+                f"{' or '.join(map(repr, SCHEDULES))} with use_mtp, got {schedule!r}"
+            )
+        return cls(count, schedule == "heuristic", kwargs.get("streamer"))
+
+    @torch.no_grad()
+    def __call__(
+        self,
+        model,
+        input_ids: Tensor,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        **model_kwargs,
+    ):
+        text, cache, ids = text_model(model), model_kwargs[CACHE], input_ids
+        check_rows(cache, self.drafts)
+        gain, counts = Gain(self.drafts) if self.adaptive else None, Counts()
+        chooser = Chooser(generation_config, logits_processor, stopping_criteria, self.streamer)
+        forward = model.__call__
+        if model._valid_auto_compile_criteria(model_kwargs, generation_config):
+            forward = model.get_compiled_call(generation_config.compile_config)
+        # churn: the arguments of these two methods, which transformers' own loops call
+        output = model._prefill(ids, generation_config, model_kwargs)
+        model_kwargs.pop("logits_to_keep", None)  # of all drafts
+        ids, _ = chooser.choose(ids, output.logits[:, -1:], ids[:, :0])
+        model_kwargs = model._update_model_kwargs_for_generation(output, model_kwargs)
+        drafting = Drafting(model, text, cache)
+        cache.drafting = drafting
+        try:
+            while chooser.goes_on:
+                begin = time.perf_counter()
+                # the last token needs no draft
+                most = stopping_criteria.max_length - ids.size(1) - 1
+                count = min(self.drafts if gain is None else gain.next(), most)
+                drafts, positions = ids[:, :0], model_kwargs["position_ids"]
+                if count > 0:
+                    drafts = drafting.draft(ids, positions, count)
+                more = model._update_model_kwargs_for_generation(
+                    {}, dict(model_kwargs), num_new_tokens=drafts.size(1)
+                )
+                inputs = model.prepare_inputs_for_generation(
+                    torch.cat([ids, drafts], 1), next_sequence_length=1 + drafts.size(1), **more
+                )
+                output = forward(**inputs, return_dict=True)
+                ids, tokens = chooser.choose(ids, output.logits, drafts)
+                drafting.keep(tokens)
+                model_kwargs = model._update_model_kwargs_for_generation(
+                    {}, model_kwargs, num_new_tokens=tokens
+                )
+                counts.add(drafts.size(1), tokens - 1)
+                if gain is not None and count in (0, self.drafts):
+                    seconds = time.perf_counter() - begin
+                    if gain.add(count, tokens, seconds) and gain.losses == 1:
+                        logger.warning("generate: %s", gain)
+            drafting.finish(ids, model_kwargs["position_ids"])
+        finally:
+            cache.drafting = None
+        if self.streamer is not None:
+            self.streamer.end()
+        if not generation_config.return_dict_in_generate:
+            return ids
+        return GenerateDraftedOutput(
+            sequences=ids,
+            scores=chooser.scores,
+            logits=chooser.logits,
+            drafts=counts,
+            **{CACHE: cache},
+        )
+
+
+class Chooser:
+    """Chooses tokens as ``generate()`` does without drafts."""
+
+    def __init__(self, config, processors, criteria, streamer):
+        self.config, self.processors, self.criteria = config, processors, criteria
+        self.streamer, self.goes_on = streamer, True
+        self.pads = any(hasattr(one, "eos_token_id") for one in criteria)
+        self.unfinished: Tensor | None = None
+        wanted = config.return_dict_in_generate
+        self.scores: tuple | None = () if wanted and config.output_scores else None
+        self.logits: tuple | None = () if wanted and config.output_logits else None
+
+    def choose(self, ids: Tensor, logits: Tensor, drafts: Tensor) -> tuple[Tensor, int]:
+        """``ids`` with more tokens, and how many: those up to the first that is not the draft of
+        its sequence, or ends the text.
+
+        Args:
+            ids: ``[B, n]``.
+            logits: ``[B, D + 1, vocabulary]``, after the last of ``ids`` and after each draft.
+            drafts: ``[B, D]``.
+        """
+        if self.unfinished is None:
+            self.unfinished = torch.ones(len(ids), dtype=torch.long, device=ids.device)
+        for i, row in enumerate(logits.unbind(1)):
+            tokens = self.token(ids, row.to(copy=True, dtype=torch.float32))
+            ids = torch.cat([ids, tokens[:, None]], 1)
+            self.unfinished &= ~self.criteria(ids, self.scores)
+            if self.streamer is not None:
+                self.streamer.put(tokens.cpu())
+            self.goes_on = bool(self.unfinished.max() != 0)
+            if not self.goes_on or i == drafts.size(1) or not torch.equal(tokens, drafts[:, i]):
+                break
+        return ids, i + 1
+
+    def token(self, ids: Tensor, logits: Tensor) -> Tensor:
+        """The next token of each sequence, ``[B]``."""
+        scores = self.processors(ids, logits)
+        if self.scores is not None:
+            self.scores += (scores,)
+        if self.logits is not None:
+            self.logits += (logits,)
+        if self.config.do_sample:
+            tokens = torch.multinomial(nn.functional.softmax(scores, -1), 1).squeeze(1)
+        else:
+            tokens = scores.argmax(-1)
+        if self.pads:
+            padding = self.config._pad_token_tensor.to(ids.device)
+            tokens = tokens * self.unfinished + padding * (1 - self.unfinished)
+        return tokens
+
+
+def check_rows(cache, drafts: int) -> None:
+    """Rejects a cache without rows of the MTP layer, or whose rings cannot forget the drafts."""
+    if cache.sequences.hidden is None:
+        raise ValueError(
+            f"generate: {CACHE} must have rows of the MTP layer with use_mtp, got one without; "
+            "create it from the model as it is loaded"
+        )
+    spare = cache.sequences.spare
+    if spare is not None and drafts > spare:
+        raise ValueError(
+            f"generate: num_assistant_tokens must be at most {spare} (tokens that the cache's "
+            f"rings can forget), got {drafts}"
+        )
