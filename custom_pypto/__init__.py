@@ -10,7 +10,7 @@ import importlib as _importlib
 import sys as _sys
 import typing as _typing
 
-from . import converter, env, threads
+from . import converter, machine, threads
 from .requirements import BUILD as _BUILD
 from .requirements import Problem as _Problem
 from .requirements import build_problem as _build_problem
@@ -18,7 +18,7 @@ from .version import __version__ as __version__
 
 threads.check_stack_size()
 threads.bound_spinning()
-env.disable_broken_autoload()
+machine.disable_broken_autoload()
 try:
     import torch as _torch  # before _C, which links to its libraries
 

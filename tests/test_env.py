@@ -17,7 +17,7 @@ from processes import install, python
 from repository import REPOSITORY
 
 import custom_pypto
-from custom_pypto import env, requirements
+from custom_pypto import env, machine, requirements
 
 COMMAND = ("-m", "custom_pypto_command", "env")
 RUN = "import runpy; runpy.run_module('custom_pypto_command', run_name='__main__')"
@@ -110,7 +110,7 @@ def test_autoload_is_left_alone_where_there_is_no_torch_npu(monkeypatch):
     monkeypatch.delitem(sys.modules, "torch")
     monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    env.disable_broken_autoload()
+    machine.disable_broken_autoload()
     assert "TORCH_DEVICE_BACKEND_AUTOLOAD" not in os.environ
 
 
@@ -165,14 +165,14 @@ def test_command_reports_a_library_that_does_not_load(package_with_half_a_librar
 def test_the_report_names_the_commit_of_a_clone_and_of_a_wheel(tmp_path, monkeypatch):
     package = tmp_path / "custom_pypto"
     package.mkdir()
-    monkeypatch.setattr(env, "__file__", str(package / "env.py"))
+    monkeypatch.setattr(machine, "__file__", str(package / "machine.py"))
     for version, commit in [
         ("0.4.0.dev0+torch2.13.g0123456789", "0123456789"),
         ("0.4.0.dev0+torch2.13.g0123456789.dirty", "0123456789-dirty"),
         ("0.4.0.dev0+torch2.13", None),
     ]:
-        monkeypatch.setattr(env, "installed_version", lambda _, version=version: version)
-        assert env._commit() == commit
+        monkeypatch.setattr(machine, "installed_version", lambda _, version=version: version)
+        assert machine.commit() == commit
     git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=b"]
     for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "Add"]):
         subprocess.run([*git, *words], check=True)
@@ -291,7 +291,7 @@ def test_the_copy_of_pypto_in_use_is_named_with_its_folder(tmp_path, monkeypatch
 
 
 def test_a_machine_without_an_npu_is_recommended_nothing_that_needs_one(monkeypatch, tmp_path):
-    monkeypatch.setattr(env, "_device_nodes", lambda: 0)
+    monkeypatch.setattr(machine, "_device_nodes", lambda: 0)
     monkeypatch.setattr(requirements, "CANN", str(tmp_path / "none"))
     monkeypatch.delenv("ASCEND_HOME_PATH", raising=False)
     monkeypatch.delattr(torch, "npu", raising=False)
@@ -302,21 +302,21 @@ def test_a_machine_without_an_npu_is_recommended_nothing_that_needs_one(monkeypa
     }
     assert len(on_npu) == 5
     for state in on_npu.values():
-        assert state == {"works": False, "missing": [vars(env.NO_NPU)]}
+        assert state == {"works": False, "missing": [vars(machine.NO_NPU)]}
     assert "torch_npu" not in env.render(report).partition("What works here")[2]
     remedies = {x["remedy"] for state in report["ways"].values() for x in state["missing"]}
-    assert remedies == {"PYPTO", env.NO_NPU.remedy}
+    assert remedies == {"PYPTO", machine.NO_NPU.remedy}
 
 
 def test_the_ways_to_graph_mode_are_those_of_its_page(monkeypatch, tmp_path):
     """PyPTO alone runs what is captured, and what a GE with callbacks calls back."""
     monkeypatch.setenv("ASCEND_HOME_PATH", str(tmp_path))
     monkeypatch.setattr(
-        env,
-        "_npu",
+        machine,
+        "npu",
         lambda: {"devices": ["910B"], "device_nodes": 1, "problem": None, "autoload": None},
     )
-    monkeypatch.setattr(env, "_build_problem", lambda: None)
+    monkeypatch.setattr(machine, "build_problem", lambda: None)
     monkeypatch.setattr(env, "pypto_problem", lambda: None)
     monkeypatch.delenv("ASCEND_CUSTOM_OPP_PATH", raising=False)
     monkeypatch.delenv("ASCEND_OPP_PATH", raising=False)
