@@ -157,9 +157,6 @@ def shards_of(model):
     else:
         old, new = f"layers.{last}.", f"layers.{last + 1}."
         extra = {"eh_proj.weight": [hidden, 2 * hidden], "shared_head.norm.weight": [hidden]}
-        # copies of the model's
-        copies = dict.fromkeys(["embed_tokens", "shared_head.head"], [config.vocab_size, hidden])
-        extra |= {f"{name}.weight": shape for name, shape in copies.items()}
     mtp = {
         name.replace(old, new): shape
         for name, shape in shards[f"{last}"].items()

@@ -6,6 +6,7 @@ import peft
 import pytest
 import torch
 from model_harness import left_padded, no_grad_and_one_thread, trace, whole_graph  # noqa: F401
+from mtp_harness import MTP_KINDS, upstream_drafting
 from published import published
 from streaming_harness import streamed
 from test_batch_invariance import different_ways, in_training, invariant, model_of
@@ -133,3 +134,17 @@ def test_weights_of_another_library_are_named():
     layer.q_b_proj.weight = other.model.layers[0].self_attn.kv_b_proj.weight
     with pytest.raises(TypeError, match="must have plain weights .*, got a Int8Tensor"):
         invariant(model)(token_ids(1, 4))
+
+
+@pytest.mark.parametrize("kind", MTP_KINDS)
+@torch.no_grad()
+def test_logits_of_a_text_have_the_same_bits_with_drafts(kind):
+    model = upstream_drafting(kind).bfloat16()
+    models.use_custom_pypto(model, block_size=16, batch_invariant=True)
+    options = {"max_new_tokens": 16, "return_dict_in_generate": True, "output_logits": True}
+    want, got = (
+        model.generate(token_ids(1, 40), **options, **more)
+        for more in ({}, {"use_mtp": True, "num_assistant_tokens": 3})
+    )
+    assert torch.equal(got.sequences, want.sequences) and got.drafts.accepted[0] > 0
+    assert all(map(torch.equal, got.logits, want.logits))

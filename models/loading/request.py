@@ -58,7 +58,7 @@ class Request:
         expert_parallel: bool,
         weights: Weights,
         memory: str | int | None,
-        mtp: bool,
+        mtp: bool = False,
     ) -> "Request":
         """
         Raises:
