@@ -90,11 +90,11 @@ class Linears:
 # ---- a layer ------------------------------------------------------------------------------------
 
 
-def layer(kind: str):
-    """A model of one layer with random weights."""
+def layer(kind: str, experts: int = EXPERTS):
+    """A model of one layer with random weights; a token goes through 8 of its routed experts."""
     config = DeepseekV32Config(
         **LAYER | dict(vocab_size=64),
-        n_routed_experts=EXPERTS,
+        n_routed_experts=experts,
         n_group=1,
         topk_group=1,
         num_experts_per_tok=EXPERTS,
@@ -114,7 +114,7 @@ def layer(kind: str):
     for name, _ in [*model.named_buffers()]:
         if name.endswith("e_score_correction_bias"):
             module, _, own = name.rpartition(".")
-            setattr(model.get_submodule(module), own, torch.zeros(EXPERTS))
+            setattr(model.get_submodule(module), own, torch.zeros(experts))
     return models.use_custom_pypto(model)
 
 

@@ -72,6 +72,14 @@ BENCHMARKS = {
         across="weights",
         note="With 8 experts. Plain: torch's in bfloat16.",
     ),
+    "rows": Entry(
+        "bench_rows",
+        "a layer of DeepSeek-V3.2 with 256 experts, for few tokens at once",
+        dict(threads=1, repeats=9),
+        note="Tokens of one sequence, as where drafts are checked, or of several. Experts of a "
+        "router with random weights. Drafts pay from that acceptance of the first one on, with an "
+        "MTP layer as large as one of 61.",
+    ),
     "training": Entry(
         "bench_training",
         "a training step of an attention layer, compared with upstream's",

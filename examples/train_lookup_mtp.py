@@ -96,7 +96,9 @@ def train_mtp(args):
     set_seed(args.seed)
     torch.set_num_threads(args.threads)
     data = torch.Generator().manual_seed(args.seed)
-    model = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(
+        CHECKPOINT, dtype=torch.float32, trust_remote_code=False
+    )
     model.requires_grad_(False)
     layer = add_mtp(model).requires_grad_(True)
     # the first layer looks facts up, and takes embeddings

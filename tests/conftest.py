@@ -8,8 +8,11 @@ Those marked ``ascend_host`` are taken by ``--ascend-host``, and alone.
 
 import contextlib
 import functools
+import io
 import os
+import runpy
 import signal
+import sys
 import warnings
 from collections import defaultdict
 from pathlib import Path
@@ -19,6 +22,7 @@ import processes
 import pytest
 import torch
 from cpu_time import CpuTime
+from repository import REPOSITORY
 
 hypothesis.settings.register_profile(
     "custom_pypto", deadline=None, derandomize="CI" in os.environ, print_blob=True
@@ -136,6 +140,26 @@ def with_torch():
     """Runs code in a process that has imported torch, which takes a second, and nothing else."""
     with processes.forking() as run:
         yield run
+
+
+@pytest.fixture
+def run_example(monkeypatch, capsys):
+    """Runs an example in this process, which has imported what each would import anew."""
+    import transformers  # which may be missing
+
+    def run_example(name: str, *arguments: str, stdin: str = "") -> str:
+        monkeypatch.setattr(sys, "argv", [name, *arguments])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        try:
+            runpy.run_path(str(REPOSITORY / "examples" / name), run_name="__main__")
+        except SystemExit as end:
+            return str(end)
+        said = capsys.readouterr()
+        run_example.errors = said.err
+        return said.out
+
+    yield run_example
+    transformers.utils.logging.enable_progress_bar()
 
 
 # ---- NPUs ----------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ from published import V4, published
 from test_determinism import SETS
 from test_models_weights import WIDE
 from tiny import ALL_KINDS, REPRESENTATIVES, marks_of, tiny_model, token_ids
+from training_harness import checkpointed
 from transformers import CompileConfig
 
 from custom_pypto import layer_ops, models
@@ -263,7 +264,7 @@ def test_gradients_are_those_of_the_ops(kind):
 def test_checkpointed_layers_repeat_their_bits(kind):
     ids, model = token_ids(2, 30), model_of(kind)
     want = gradients(model, ids)
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpointed(model)
     got = gradients(model, ids)
     assert got.keys() == want.keys() and all(torch.equal(got[name], want[name]) for name in want)
 

@@ -9,6 +9,7 @@ from test_models_indexer_loss import indexer_names
 from tiny import tiny_model, token_ids
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from training_harness import (
+    CHECKPOINTING,
     KINDS_OF_LOSS,
     TOKENS,
     TOLERANCES,
@@ -293,7 +294,7 @@ def trained(model, folder, steps, **arguments):
     "arguments",
     [
         pytest.param({}, id="plain", marks=pytest.mark.slow),
-        pytest.param({"gradient_checkpointing": True}, id="checkpointing"),
+        pytest.param({CHECKPOINTING: True}, id="checkpointing"),
         pytest.param({"gradient_accumulation_steps": 2}, id="accumulation"),
     ],
 )

@@ -8,6 +8,7 @@ from processes import in_ranks
 from tiny import clear_case, token_ids
 from torch.nn.parallel import DistributedDataParallel
 from training_harness import (
+    CHECKPOINTING,
     TOKENS,
     TOLERANCES,
     assert_near,
@@ -43,7 +44,7 @@ def losses(path, folder, rows, **arguments):
     "arguments",
     [
         pytest.param({}, id="plain", marks=pytest.mark.slow),
-        pytest.param({"gradient_checkpointing": True}, id="checkpointing"),
+        pytest.param({CHECKPOINTING: True}, id="checkpointing"),
         pytest.param({"gradient_accumulation_steps": 2, "max_grad_norm": 0}, id="accumulation"),
     ],
 )

@@ -1,0 +1,101 @@
+"""A layer of DeepSeek-V3.2 with all of its 256 experts, for few tokens at once: those of one
+sequence, as where drafts are checked, and of one step of several sequences.
+
+The time of the bytes is that of the weights which the tokens need, at the rate of torch's sum in
+between; what they read of the caches is less than a hundredth of it. Experts are those of a router
+with random weights: uniform, so that tokens share few. Drafts pay from that acceptance on of the
+first of them, if all 61 layers were such layers and the MTP layer is one more.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator
+
+import torch
+from bench_weights import bytes_of, layer
+from measure import READ, Benchmark, interleaved, median_ms
+
+from custom_pypto import models
+
+LAYERS, EXPERTS, CACHED = 61, 256, 64
+DRAFTS, SEQUENCES = (1, 2, 3, 4), (8, 32)
+KINDS = ("int8", "int4", "fp4")  # in bfloat16 the experts alone are 22 GB
+VARIETY = 4  # other tokens, and so other experts, in each round
+
+
+class Tokens:
+    """Forwards of ``sequences`` sequences with ``new`` tokens each behind cached ones."""
+
+    def __init__(self, model, sequences: int, new: int):
+        self.model, self.new, self.round = model, new, 0
+        self.cache = models.PagedCache(model, sequences, 2 * CACHED)
+        generator = torch.Generator().manual_seed(sequences * 10 + new)
+
+        def ids(*shape: int) -> torch.Tensor:
+            return torch.randint(1, 64, shape, generator=generator)
+
+        self.ids = ids(VARIETY, sequences, new)
+        with torch.no_grad():
+            model(ids(sequences, CACHED), cache=self.cache)
+
+    @torch.no_grad()
+    def forward(self) -> None:
+        self.model(self.ids[self.round % VARIETY], cache=self.cache)
+        self.round += 1
+
+    def __call__(self) -> None:
+        self.forward()
+        self.cache.crop(-self.new)
+
+    def experts(self) -> float:
+        """Distinct ones of a forward."""
+        counts = []
+        for _ in range(VARIETY):
+            with models.record_indices(self.model, experts=True) as record:
+                self.forward()
+            self.cache.crop(-self.new)
+            counts.append(record.experts[0].unique().numel())
+        return statistics.mean(counts)
+
+
+def of_kind(kind: str, repeats: int) -> Iterator[list[str]]:
+    model, floats = layer(kind, EXPERTS), torch.ones(READ // 4)
+    one = sum(x.nbytes for x in model.model.layers[0].mlp.experts.parameters()) / EXPERTS
+    others = bytes_of(model) - EXPERTS * one
+    cases = {(1, new): Tokens(model, 1, new) for new in DRAFTS}
+    cases |= {(sequences, 1): Tokens(model, sequences, 1) for sequences in SEQUENCES}
+    calls: dict[object, Callable] = {"sum": floats.sum, **cases}
+    seconds = interleaved(calls, max(repeats, VARIETY))
+    rate = READ / statistics.median(seconds["sum"])
+    first = statistics.median(seconds[1, 1])
+    for (sequences, new), case in cases.items():
+        experts, took = case.experts(), statistics.median(seconds[sequences, new])
+        step = took / first
+        pays = f"{step - 1 + 1 / LAYERS:.2f}" if (sequences, new) == (1, 2) else "-"
+        yield [
+            kind,
+            f"{sequences} x {new}",
+            f"{experts:.1f}",
+            median_ms(seconds[sequences, new], 1),
+            f"{step:.2f}",
+            f"{took * rate / (others + experts * one):.2f}",
+            pays,
+        ]
+
+
+def rows(threads: int, repeats: int) -> Iterator[list[str]]:
+    torch.set_num_threads(threads)
+    for kind in KINDS:
+        yield from of_kind(kind, repeats)
+
+
+BENCHMARKS = {
+    "rows": Benchmark(
+        [
+            *("weights", "sequences x tokens", "experts", "ms", "of one token's"),
+            *("of the time of its bytes", "drafts pay from"),
+        ],
+        rows,
+        cases=2,
+        variant="threads: {threads}",
+    )
+}
