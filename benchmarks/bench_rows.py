@@ -38,22 +38,22 @@ class Tokens:
             model(ids(sequences, CACHED), cache=self.cache)
 
     @torch.no_grad()
-    def forward(self) -> None:
-        self.model(self.ids[self.round % VARIETY], cache=self.cache)
-        self.round += 1
-
     def __call__(self) -> None:
-        self.forward()
+        self.model(self.ids[self.round % VARIETY], cache=self.cache)
         self.cache.crop(-self.new)
+        self.round += 1
 
     def experts(self) -> float:
         """Distinct ones of a forward."""
         counts = []
+
+        def count(experts, arguments):
+            counts.append(arguments[1].unique().numel())  # hidden states, indices, weights
+
+        handle = self.model.model.layers[0].mlp.experts.register_forward_pre_hook(count)
         for _ in range(VARIETY):
-            with models.record_indices(self.model, experts=True) as record:
-                self.forward()
-            self.cache.crop(-self.new)
-            counts.append(record.experts[0].unique().numel())
+            self()
+        handle.remove()
         return statistics.mean(counts)
 
 
