@@ -123,6 +123,10 @@ def filled(name: str, x: torch.nn.Parameter) -> torch.nn.Parameter:
     """Random values of a size that keeps activations finite."""
     if x.dtype == torch.float8_e8m0fnu:
         x.view(torch.uint8).fill_(118)
+    elif x.dtype == torch.int8:
+        x.random_(-120, 121)
+    elif x.dtype == torch.uint8:  # two values of 4 bits
+        x.random_(0, 256)
     elif x.element_size() == 1:
         x.view(torch.uint8).random_(0, 120)
     elif name.endswith("_scale"):
