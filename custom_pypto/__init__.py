@@ -11,6 +11,7 @@ import sys as _sys
 import typing as _typing
 
 from . import converter, machine, threads
+from . import env as env
 from .requirements import BUILD as _BUILD
 from .requirements import Problem as _Problem
 from .requirements import build_problem as _build_problem
