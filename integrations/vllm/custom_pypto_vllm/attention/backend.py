@@ -57,6 +57,11 @@ class SparseMetadata(AttentionMetadata):
         behind = self.query_ends[self.sequences] - torch.arange(1, self.num_actual_tokens + 1)
         return (self.seq_lens[self.sequences] - behind)[:, None]
 
+    @cached_property
+    def fewest_and_most(self) -> tuple[int, int]:
+        """Of the keys that tokens of this step see; every layer asks."""
+        return int(self.seen.min()), int(self.seen.max())
+
     def select(self, count: int, scored: Callable[[], Tensor], ratio: int = 1) -> Tensor:
         """``[tokens, count]`` int32 rows of ``ratio`` tokens each, -1 behind the last: of a token
         that sees at most ``count`` all, by position, as in the models; else what ``scored()``
@@ -65,11 +70,12 @@ class SparseMetadata(AttentionMetadata):
         Attention adds in the order of the rows, which must not depend on the other tokens of a
         step.
         """
+        fewest, most = self.fewest_and_most
         seen = self.seen // ratio
-        if seen.max() <= count:
+        if most // ratio <= count:
             return by_position(count, seen)
         selected = scored().squeeze(1)
-        if seen.min() > count:
+        if fewest // ratio > count:
             return selected
         return torch.where(seen <= count, by_position(count, seen), selected)
 
