@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from custom_pypto_command import end_as_commands_do
@@ -79,6 +79,45 @@ def check_folder(parser: argparse.ArgumentParser, option: str, folder: Path) -> 
             pass
     except OSError as error:
         parser.error(f"{option} needs a folder that can be written, got {folder}: {error.strerror}")
+
+
+def parser_of(
+    doc: str | None, *, output: str, index_topk: int, tokens: int, **steps: int
+) -> argparse.ArgumentParser:
+    """Of a program that trains a checkpoint into a folder, or only measures one.
+
+    Args:
+        steps: of each stage, by the name of its option.
+    """
+    parser = argparse.ArgumentParser(description=doc, formatter_class=Help)
+    add = parser.add_argument
+    to = parser.add_mutually_exclusive_group()
+    to.add_argument("--output", type=Path, default=Path(output), help="folder of the checkpoint")
+    to.add_argument(
+        "--measure", type=Path, metavar="CHECKPOINT", help="only measure one that was trained"
+    )
+    add("--seed", type=int, default=0)
+    add("--threads", type=at_least(1), default=1, help="changes rounding, hence the weights")
+    add("--index-topk", type=at_least(1), default=index_topk)
+    add("--tokens", type=int, default=tokens, help="tokens per step")
+    for name, count in steps.items():
+        add(f"--{name.replace('_', '-')}", type=int, default=count)
+    return parser
+
+
+def train_or_measure(
+    parser: argparse.ArgumentParser,
+    train: Callable[[argparse.Namespace], None],
+    measure: Callable[[Path], None],
+) -> None:
+    """Does what the arguments of a :func:`parser_of` ask for."""
+    args = parser.parse_args()
+    if args.measure:
+        with one_line_errors():
+            measure(args.measure)
+        return
+    check_folder(parser, "--output", args.output)
+    train(args)
 
 
 @contextlib.contextmanager

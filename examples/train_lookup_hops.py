@@ -24,13 +24,11 @@ answer is often missed, as 4 keys are not the many that it saw in the first.
     python examples/train_lookup_hops.py --measure examples/checkpoints/lookup_hops
 """
 
-from options import Help, at_least, check_folder, one_line_errors  # first; options.py says why
+from options import parser_of, train_or_measure  # first; options.py says why
 
 # isort: split
-import argparse
 import contextlib
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -253,31 +251,14 @@ def train_lookup_hops(args):
     measure(args.output)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
-    add = parser.add_argument
-    to = parser.add_mutually_exclusive_group()
-    to.add_argument(
-        "--output", type=Path, default=Path("lookup_hops"), help="folder of the checkpoint"
-    )
-    to.add_argument(
-        "--measure", type=Path, metavar="CHECKPOINT", help="only measure one that was trained"
-    )
-    add("--seed", type=int, default=0)
-    add("--threads", type=at_least(1), default=1, help="changes rounding, hence the weights")
-    add("--index-topk", type=at_least(1), default=4)
-    add("--tokens", type=int, default=2048, help="tokens per step")
-    add("--model-steps", type=int, default=700)
-    add("--indexer-steps", type=int, default=300)
-    add("--sparse-steps", type=int, default=150)
-    args = parser.parse_args()
-    if args.measure:
-        with one_line_errors():
-            measure(args.measure)
-        return
-    check_folder(parser, "--output", args.output)
-    train_lookup_hops(args)
-
-
 if __name__ == "__main__":
-    main()
+    parser = parser_of(
+        __doc__,
+        output="lookup_hops",
+        index_topk=4,
+        tokens=2048,
+        model_steps=700,
+        indexer_steps=300,
+        sparse_steps=150,
+    )
+    train_or_measure(parser, train_lookup_hops, measure)

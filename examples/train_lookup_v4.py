@@ -25,13 +25,11 @@ softmax of its scores.
     python examples/train_lookup_v4.py --measure examples/checkpoints/lookup_v4    # only measures
 """
 
-from options import Help, at_least, check_folder, one_line_errors  # first; options.py says why
+from options import parser_of, train_or_measure  # first; options.py says why
 
 # isort: split
-import argparse
 import copy
 from functools import partial
-from pathlib import Path
 
 import torch
 import train_lookup
@@ -262,30 +260,13 @@ def train_lookup_v4(args):
     measure(args.output)
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Help)
-    add = parser.add_argument
-    to = parser.add_mutually_exclusive_group()
-    to.add_argument(
-        "--output", type=Path, default=Path("lookup_v4"), help="folder of the checkpoint"
-    )
-    to.add_argument(
-        "--measure", type=Path, metavar="CHECKPOINT", help="only measure one that was trained"
-    )
-    add("--seed", type=int, default=0)
-    add("--threads", type=at_least(1), default=1, help="changes rounding, hence the weights")
-    add("--index-topk", type=at_least(1), default=16)
-    add("--tokens", type=int, default=1056, help="tokens per step")
-    add("--model-steps", type=int, default=700)
-    add("--indexer-steps", type=int, default=200)
-    args = parser.parse_args()
-    if args.measure:
-        with one_line_errors():
-            measure(args.measure)
-        return
-    check_folder(parser, "--output", args.output)
-    train_lookup_v4(args)
-
-
 if __name__ == "__main__":
-    main()
+    parser = parser_of(
+        __doc__,
+        output="lookup_v4",
+        index_topk=16,
+        tokens=1056,
+        model_steps=700,
+        indexer_steps=200,
+    )
+    train_or_measure(parser, train_lookup_v4, measure)

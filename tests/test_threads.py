@@ -55,7 +55,8 @@ def imports(name: str) -> list[str]:
     "name",
     [
         *("generate", "needle", "replay_rollout"),
-        *("train_lookup", "train_lookup_hops", "train_lookup_v4", "train_sparse"),
+        *("train_lookup", "train_lookup_hops", "train_lookup_mtp", "train_lookup_v4"),
+        "train_sparse",
     ],
 )
 def test_an_example_that_computes_imports_the_package_before_torch(name):
