@@ -8,6 +8,8 @@ import pytest
 import torch
 from repository import REPOSITORY
 
+import custom_pypto  # noqa: F401  loads the op that names the set
+
 X86 = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="other CPUs run every set that is compiled for them"
 )

@@ -2,7 +2,8 @@
 // defines EMULATED_TILES; TILE_KERNELS is the name of the set. docs/cpu_kernels.md
 #include "kernels.h"
 #if defined(CUSTOM_PYPTO_AMX)
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,prefer-vector-width=512")
+#pragma GCC target( \
+    "avx512f,avx512bw,avx512vl,avx512dq,avx512vbmi,avx512bf16,avx2,fma,prefer-vector-width=512")
 // gcc 12 warns about the deliberately undefined operands inside its own intrinsics
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
@@ -13,6 +14,7 @@
 #include "ahead.h"
 #include "avx512_bf16.h"
 #include "tile_products.h"
+#include "tile_weights.h"
 #include "tiles.h"
 
 namespace custom_pypto::cpu {
@@ -20,19 +22,44 @@ namespace {
 
 // ---- lightning indexer -----------------------------------------------------------------------
 
-// Products of 16 keys and 16 rows of a panel, in tile C. Up to 128 dims of the keys stay in the
-// tiles 4 to 7 for all rows.
-template <int C>
-INLINE void multiply_keys(const uint16_t* keys, int64_t stride, const uint32_t* rows, int width,
+// Elements of a row of a tile of keys, and what a tile of products holds.
+template <typename E>
+struct Keys {
+  static constexpr int kElements = 64 / sizeof(E);
+  using Product = std::conditional_t<std::is_same_v<E, int8_t>, int32_t, float>;
+};
+
+template <typename E, int C, int A, int B>
+INLINE void dot_keys() {
+  if constexpr (std::is_same_v<E, int8_t>) {
+    tile::dot_int8<C, A, B>();
+  } else {
+    tile::dot<C, A, B>();
+  }
+}
+
+// max(0, x) as floats
+INLINE __m512 relu(const float* x) {
+  // max returns its second operand if either is NaN: NaN is kept
+  return _mm512_max_ps(_mm512_setzero_ps(), load(x));
+}
+INLINE __m512 relu(const int32_t* x) {
+  return _mm512_cvtepi32_ps(_mm512_max_epi32(_mm512_setzero_si512(), _mm512_loadu_si512(x)));
+}
+
+// Products of 16 keys and 16 rows of a panel, in tile C. Keys of up to four tiles stay in the tiles
+// 4 to 7 for all rows.
+template <typename E, int C>
+INLINE void multiply_keys(const E* keys, int64_t stride, const uint32_t* rows, int width,
                           int steps) {
   tile::zero<C>();
   for (int s = 0; s < steps; s += 4) {
     each<4>([&](auto i) INLINED {
       constexpr int A = 4 + decltype(i)::value, B = 2 + decltype(i)::value % 2;
       if (s + i >= steps) return;
-      if (steps > 4) tile::load<A>(keys + kStep * (s + i), 2 * stride);
-      tile::load<B>(rows + kStep / 2 * (s + i) * width, 4 * width);
-      tile::dot<C, A, B>();
+      if (steps > 4) tile::load<A>(keys + Keys<E>::kElements * (s + i), sizeof(E) * stride);
+      tile::load<B>(rows + 16 * (s + i) * width, 4 * width);
+      dot_keys<E, C, A, B>();
     });
   }
 }
@@ -40,13 +67,14 @@ INLINE void multiply_keys(const uint16_t* keys, int64_t stride, const uint32_t* 
 // Adds a panel, which begins at `row`, to the 16 partial sums of each key; after the last panel,
 // adds these up to scores. `rest` is a copy of the last keys, padded to 16. The vector instructions
 // for a tile of products stand between the dots of later tiles, which run at the same time.
-template <int VECS>
-INLINE void index_panel(const IndexCall<uint16_t>& call, const uint32_t* panel, int row,
-                        const uint16_t* rest, float* partial, float* scores) {
+template <int VECS, typename E>
+INLINE void index_panel(const IndexCall<E>& call, const uint32_t* panel, int row, const E* rest,
+                        float* partial, float* scores) {
   constexpr int kWidth = 16 * VECS, kShare = 16 / VECS;  // keys between two tiles
-  const int steps = call.dims / kStep, blocks = (call.n + 15) / 16;
+  const int steps = call.dims / Keys<E>::kElements, blocks = (call.n + 15) / 16;
   const bool last = row + kWidth == call.rows;
-  alignas(64) float products[2][VECS][16][16];  // of a block of 16 keys and of the one before
+  // of a block of 16 keys and of the one before
+  alignas(64) typename Keys<E>::Product products[2][VECS][16][16];
   __m512 weights[VECS];
   __mmask16 heads[VECS];  // masks padding rows: 0 times an infinite key is NaN
   UNROLL for (int v = 0; v < VECS; ++v) {
@@ -58,9 +86,7 @@ INLINE void index_panel(const IndexCall<uint16_t>& call, const uint32_t* panel, 
     UNROLL for (int j = begin; j < end; ++j) {
       __m512 sum = row == 0 ? _mm512_setzero_ps() : (__m512)load(to + 16 * j);
       UNROLL for (int v = 0; v < VECS; ++v) {
-        // max returns its second operand if either is NaN: NaN is kept
-        const __m512 relu = _mm512_max_ps(_mm512_setzero_ps(), load(products[block & 1][v][j]));
-        sum = _mm512_mask3_fmadd_ps(weights[v], relu, sum, heads[v]);
+        sum = _mm512_mask3_fmadd_ps(weights[v], relu(products[block & 1][v][j]), sum, heads[v]);
       }
       store(to + 16 * j, sum);
     }
@@ -68,14 +94,16 @@ INLINE void index_panel(const IndexCall<uint16_t>& call, const uint32_t* panel, 
   };
   for (int b = 0; b < blocks; ++b) {
     const bool whole = 16 * b + 16 <= call.n;
-    const uint16_t* keys = whole ? call.keys + 16 * b * call.key_stride : rest;
+    const E* keys = whole ? call.keys + 16 * b * call.key_stride : rest;
     const int64_t stride = whole ? call.key_stride : call.dims;
     each<4>([&](auto i) INLINED {
-      if (i < steps && steps <= 4) tile::load<4 + decltype(i)::value>(keys + kStep * i, 2 * stride);
+      if (i < steps && steps <= 4) {
+        tile::load<4 + decltype(i)::value>(keys + Keys<E>::kElements * i, sizeof(E) * stride);
+      }
     });
     each<VECS>([&](auto v) INLINED {
       constexpr int C = decltype(v)::value % 2;
-      multiply_keys<C>(keys, stride, panel + 16 * v, kWidth, steps);
+      multiply_keys<E, C>(keys, stride, panel + 16 * v, kWidth, steps);
       if (b > 0) reduce(b - 1, kShare * v, kShare * (v + 1));
       tile::store<C>(products[b & 1][v], 64);
     });
@@ -84,13 +112,14 @@ INLINE void index_panel(const IndexCall<uint16_t>& call, const uint32_t* panel, 
 }
 
 // Keys are read where the cache holds them. They are not prefetched: the CPU does that better.
-void index_amx(const IndexCall<uint16_t>& call) {
+template <typename E>
+void index_amx(const IndexCall<E>& call) {
   alignas(64) float partial[kMaxKeys * 16], scores[kMaxKeys];
-  alignas(64) uint16_t rest[16 * kMostTiledIndexDims];
-  const int whole = call.n / 16 * 16;
-  if (whole < call.n) std::memset(rest, 0, 2 * 16 * call.dims);
+  alignas(64) E rest[16 * kMostTiledIndexDims];
+  const int whole = call.n / 16 * 16, bytes = static_cast<int>(sizeof(E)) * call.dims;
+  if (whole < call.n) std::memset(rest, 0, 16 * bytes);
   for (int j = whole; j < call.n; ++j) {
-    std::memcpy(rest + (j - whole) * call.dims, call.keys + j * call.key_stride, 2 * call.dims);
+    std::memcpy(rest + (j - whole) * call.dims, call.keys + j * call.key_stride, bytes);
   }
   const uint32_t* panel = call.panels;
   for (int row = 0; row < call.rows;) {
@@ -98,7 +127,7 @@ void index_amx(const IndexCall<uint16_t>& call) {
     each_strip(width, [&](auto vecs, int) INLINED {
       index_panel<decltype(vecs)::value>(call, panel, row, rest, partial, scores);
     });
-    panel += static_cast<int64_t>(width) * (call.dims / 2);
+    panel += static_cast<int64_t>(width) * (bytes / 4);
     row += width;
   }
   std::memcpy(call.scores, scores, sizeof(float) * call.n);
@@ -283,7 +312,8 @@ void finish_amx(const float* sums, int width, int count, int dims, const float* 
 }  // namespace
 
 const Bf16Kernels TILE_KERNELS = {.pack_panel = pack_panel_bf16,
-                                  .index = index_amx,
+                                  .index = index_amx<uint16_t>,
+                                  .index_int8 = index_amx<int8_t>,
                                   .attend = attend_amx,
                                   .add_sums = add_sums_amx,
                                   .finish = finish_amx,
@@ -298,6 +328,8 @@ const Bf16Kernels TILE_KERNELS = {.pack_panel = pack_panel_bf16,
                                   .gradients_by_head = gradients_by_head_bf16,
                                   .narrow = narrow_bf16,
                                   .widen = kWidenBf16,
+                                  .stored = kStoredTiles,
+                                  .sum_groups = sum_groups_amx,
                                   .enter = tile::enter,
                                   .leave = tile::leave};
 

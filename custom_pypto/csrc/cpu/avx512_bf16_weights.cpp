@@ -8,48 +8,11 @@
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
 #define VECTOR_BYTES 64
+#include "halves.h"
 #include "weights_words.h"
 
 namespace custom_pypto::cpu {
 namespace {
-
-// of a normal number in bfloat16, or 0
-constexpr uint16_t half_bits(float x) {
-  const uint16_t sign = x < 0 ? 0x8000 : 0;
-  if (x < 0) x = -x;
-  if (x == 0) return sign;
-  int exponent = 127;
-  for (; x >= 2; x /= 2) ++exponent;
-  for (; x < 1; x *= 2) --exponent;
-  return sign | exponent << 7 | static_cast<int>((x - 1) * 128);
-}
-
-// Tables that the CPU searches by the low bits of an index.
-struct Halves {  // by five bits, of which the fifth does not count
-  template <typename F>
-  constexpr explicit Halves(const F& value) : bits() {
-    for (int i = 0; i < 32; ++i) bits[i] = half_bits(value(i % 16));
-  }
-  alignas(64) uint16_t bits[32];
-};
-constexpr Halves kIntegers([](int i) { return static_cast<float>(i); });
-constexpr Halves kE2m1([](int i) {
-  return static_cast<float>(i < 8 ? kTwiceE2m1[i] : -kTwiceE2m1[i - 8]);
-});
-
-struct E4m3Halves {  // by seven bits
-  constexpr E4m3Halves() : low(), high() {
-    for (int i = 0; i < 128; ++i) {
-      // times 2^-8
-      float value = (i < 8 ? i : 8 + i % 8) * 0x1p-17f;
-      for (int e = 1; e < i / 8; ++e) value *= 2;
-      low[i] = static_cast<uint8_t>(half_bits(value));
-      high[i] = static_cast<uint8_t>(half_bits(value) >> 8);
-    }
-  }
-  alignas(64) uint8_t low[128], high[128];
-};
-constexpr E4m3Halves kE4m3;
 
 // Units of a weight in vectors of bfloat16; arrange(): those of x as these find them.
 template <class Format>
@@ -79,12 +42,9 @@ struct HalfUnit<Fp8Weight> {
   }
   INLINE __m512i vector(int i) const {
     const __m512i& found = bytes[i / 2];
-    const __m512i low = find(kE4m3.low, found);
-    const __m512i high = find(kE4m3.high, found) | (found & _mm512_set1_epi8(-128));
+    const __m512i low = ByteHalves::find(kE4m3.low, found);
+    const __m512i high = ByteHalves::find(kE4m3.high, found) | (found & _mm512_set1_epi8(-128));
     return i % 2 ? _mm512_unpackhi_epi8(low, high) : _mm512_unpacklo_epi8(low, high);
-  }
-  static INLINE __m512i find(const uint8_t* table, __m512i i) {
-    return _mm512_permutex2var_epi8(_mm512_load_si512(table), i, _mm512_load_si512(table + 64));
   }
   __m512i bytes[2];
 };

@@ -11,7 +11,8 @@
 // The indexer multiplies int8 exactly. As float: products of up to kMostInt8Dims dims add up to at
 // most 2^24. Or with uint8_t as E, which is a key plus 128: a panel is [1 + dims / 4][width] of
 // uint32_t, in which quads of dims follow the first values of the sums, -128 times the sum of a
-// row. Or with int16_t: a panel is [dims / 2][width] pairs of dims.
+// row. Or with int8_t, in tiles: a panel is the quads alone. Or with int16_t: a panel is [dims / 2]
+// [width] pairs of dims.
 #pragma once
 
 #include <cstdint>
@@ -171,6 +172,20 @@ struct SoftmaxRows {
   int dims;     // multiple of 16
 };
 
+// Rows of a stored weight times packed rows of x, in bfloat16: out[i][w] for i < m.
+struct StoredProduct {
+  Dots weight;             // all but x, m and out; n rows
+  const uint32_t* panels;  // [depth / 2][16] pairs of values of 16 rows of x, zeros behind the last
+  int64_t panel_stride;    // between panels
+  const float* group_sums;  // [panel][group][16], of the values of x, if the weight has offsets
+  int m;                    // rows of x
+  int width;                // those of all panels
+  float* sums;              // [n][width], overwritten
+  uint16_t* const* out;     // [m]
+};
+
+using StoredKernel = void (*)(const StoredProduct&);
+
 // Of 16 heads of an indexer: which products are not zero or below, a bit each, and d_weights += the
 // sum over keys of d_scores * relu(products).
 struct ReluMasks {
@@ -222,6 +237,7 @@ struct Bf16Kernels {
   void (*pack_panel)(const uint16_t* rows, int64_t stride, int count, int width, int dims,
                      uint32_t* panel);
   void (*index)(const IndexCall<uint16_t>&);
+  void (*index_int8)(const IndexCall<int8_t>&) = nullptr;  // of keys where they are; tiles only
   void (*attend)(const Chunk<uint16_t>&, const AttendPanel<uint16_t>* panels, int count,
                  const AttendScratch&);
   // to += factors[row] * from, for the sums of 16 dims of a panel
@@ -248,6 +264,10 @@ struct Bf16Kernels {
   void (*narrow)(const float* from, int n, uint16_t* to);
   // row w of a weight, [depth], by its format
   void (*const* widen)(const Dots&, int w, uint16_t* to);
+  // of each format, null: its values are widened first
+  const StoredKernel* stored = nullptr;
+  // to[group][row] = the sums of the values of the rows of a panel, [depth / 2][16]
+  void (*sum_groups)(const uint32_t* panel, int depth, int group, float* to) = nullptr;
   // around the calls of index, attend and multiply of one thread; null: nothing to do
   void (*enter)() = nullptr;
   void (*leave)() = nullptr;
@@ -319,6 +339,9 @@ constexpr int kStagedKeys = 32;
 constexpr int kMostTiledIndexDims = 256;
 constexpr bool fills_tiles(int64_t index_dims) {
   return index_dims % 32 == 0 && index_dims <= kMostTiledIndexDims;
+}
+constexpr bool fills_int8_tiles(int64_t index_dims) {
+  return index_dims % 64 == 0 && index_dims <= kMostTiledIndexDims;
 }
 constexpr bool fills_tiles(int64_t latent, int64_t rope) {
   return latent % 64 == 0 && rope % 32 == 0;

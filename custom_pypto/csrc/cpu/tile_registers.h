@@ -1,7 +1,7 @@
 // The eight tile registers of AMX: 16 rows of 64 bytes each. dot<C, A, B>: C += A times B, where C
 // is 16 x 16 floats, A 16 rows of 32 bfloat16, and B 16 pairs of rows, [pair][column] of (even row,
-// odd row). With EMULATED_TILES the same in AVX-512, equal to tdpbf16ps bit for bit. Included only
-// by a .cpp of this folder.
+// odd row). dot_int8<C, A, B>: of int32, 64 int8 and quads of rows. With EMULATED_TILES the same in
+// AVX-512, equal to tdpbf16ps bit for bit. Included only by a .cpp of this folder.
 #pragma once
 
 #include <immintrin.h>
@@ -51,6 +51,11 @@ INLINE void zero() {
 template <int C, int A, int B>
 INLINE void dot() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
+}
+
+template <int C, int A, int B>
+INLINE void dot_int8() {
+  asm volatile("tdpbssd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
 
 #else
@@ -105,6 +110,18 @@ __attribute__((noinline)) void dot() {
   }
   asm volatile("" ::: "memory");
   _mm_setcsr(before);
+}
+
+template <int C, int A, int B>
+__attribute__((noinline)) void dot_int8() {
+  for (int m = 0; m < 16; ++m) {
+    IntVec& c = *reinterpret_cast<IntVec*>(registers[C].row[m]);
+    for (int k = 0; k < 16; ++k) {
+      const int32_t quad = registers[A].row[m][k];
+      const IntVec b = *reinterpret_cast<const IntVec*>(registers[B].row[k]);
+      UNROLL for (int i = 24; i >= 0; i -= 8) c += (quad << i >> 24) * (b << i >> 24);
+    }
+  }
 }
 
 #endif

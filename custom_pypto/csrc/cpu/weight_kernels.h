@@ -93,9 +93,9 @@ struct WeightWays {
   bool in_bfloat16 = false;  // else torch.mm multiplies in bfloat16, not in float32
 };
 
-// The same by the dtype of x; of x in bfloat16 with a weight in it: `halves`.
+// The same by the dtype of x, in bfloat16 also by the format.
 struct WeightPolicy {
-  WeightWays float32, float16, bfloat16, halves;
+  WeightWays float32, float16, bfloat16[kWeightFormats];
 };
 
 }  // namespace custom_pypto::cpu

@@ -15,8 +15,8 @@ class IndexOperands {
  public:
   // weights: float32, those of a token contiguous
   IndexOperands(const SequenceParams& p, const Tensor& weights,
-                const cpu::Bf16Kernels* bf16 = nullptr)
-      : bf16_(std::is_same_v<E, uint16_t> ? bf16 : nullptr),
+                const cpu::Bf16Kernels* halves = nullptr)
+      : halves_(kTiled ? halves : nullptr),
         query_(p.query.contiguous()),
         weights_(weights),
         keys_(p.key),
@@ -25,7 +25,7 @@ class IndexOperands {
 
   struct Scratch {
     Scratch(const IndexOperands& op, int64_t tokens)
-        : tiles(op.bf16_),
+        : tiles(op.halves_),
           panels(tokens * panel_elements<E>(op.heads_, op.dims_)),
           weights(tokens * panel_rows(op.heads_)),
           converted(kInPlace ? 0 : cpu::kMaxKeys * op.dims_) {}
@@ -85,16 +85,19 @@ class IndexOperands {
     if constexpr (std::is_same_v<E, float>) {
       kernels().index(call);
     } else if constexpr (std::is_same_v<E, uint16_t>) {
-      bf16_->index(call);
+      halves_->index(call);
+    } else if constexpr (std::is_same_v<E, int8_t>) {
+      halves_->index_int8(call);
     } else {
       int8_kernels<E>()->index(call);
     }
   }
 
  private:
+  static constexpr bool kTiled = std::is_same_v<E, uint16_t> || std::is_same_v<E, int8_t>;
   static constexpr bool kInPlace = std::is_same_v<E, T>;  // the kernels read keys from the cache
 
-  const cpu::Bf16Kernels* bf16_;
+  const cpu::Bf16Kernels* halves_;
   Tensor query_, weights_;
   Cache<T> keys_;
   int64_t heads_, dims_;
@@ -107,7 +110,9 @@ class ScaledOperands : public IndexOperands<E, int8_t> {
 
  public:
   ScaledOperands(const SequenceParams& p, const Tensor& weights, const Tensor& key_scale)
-      : Base(p, weights), key_scales_(key_scale.unsqueeze(-1)), scales_(key_scales_) {}
+      : Base(p, weights, kernels().tiles),
+        key_scales_(key_scale.unsqueeze(-1)),
+        scales_(key_scales_) {}
 
   struct Scratch : Base::Scratch {
     using Base::Scratch::Scratch;

@@ -51,7 +51,9 @@ void index_statistics(const SequenceParams& p, const Tensor& weights, const Tens
 
 void select_int8_keys(const IndexerParams& p, const Tensor& query_scale, const Tensor& key_scale) {
   if (p.out.numel() == 0) return;  // as above
-  if (kernels().int8_as_uint8) {
+  if (kernels().tiles && cpu::fills_int8_tiles(p.sequences.query.size(-1))) {
+    select_int8<int8_t>(p, query_scale, key_scale);
+  } else if (kernels().int8_as_uint8) {
     select_int8<uint8_t>(p, query_scale, key_scale);
   } else if (kernels().int8_as_int16) {
     select_int8<int16_t>(p, query_scale, key_scale);

@@ -21,20 +21,20 @@ namespace {
 // Ways of products with stored weights, chosen where a set is composed: x in 16 bits is rounded to
 // int16; or x in bfloat16 stays that, in vectors or in tiles.
 #if defined(__x86_64__)
+constexpr cpu::WeightWays kInt16 = {.rounds = true};
 constexpr cpu::WeightPolicy kByInt16 = {
-    .float32 = {}, .float16 = {.rounds = true}, .bfloat16 = {.rounds = true}, .halves = {}};
+    .float32 = {}, .float16 = kInt16, .bfloat16 = {{}, kInt16, kInt16, kInt16, kInt16}};
 #endif
 #if defined(CUSTOM_PYPTO_AVX512_BF16)
 constexpr cpu::WeightWays kVectors = {.most_stored = 24, .most_packed = 256, .in_bfloat16 = true};
 constexpr cpu::WeightPolicy kByVectors = {
-    .float32 = {}, .float16 = {}, .bfloat16 = kVectors, .halves = kVectors};
+    .float32 = {}, .float16 = {}, .bfloat16 = {kVectors, kVectors, kVectors, kVectors, kVectors}};
 #endif
 #if defined(CUSTOM_PYPTO_AMX)
+constexpr cpu::WeightWays kTiles = {.most_stored = 4, .most_packed = 256, .in_bfloat16 = true};
+constexpr cpu::WeightWays kTilesOfFp8 = {.most_stored = 2, .most_packed = 256, .in_bfloat16 = true};
 constexpr cpu::WeightPolicy kByTiles = {
-    .float32 = {},
-    .float16 = {},
-    .bfloat16 = {.most_stored = 6, .most_packed = 256, .in_bfloat16 = true},
-    .halves = {.most_stored = 4, .most_packed = 256, .in_bfloat16 = true}};
+    .float32 = {}, .float16 = {}, .bfloat16 = {kTiles, kTiles, kTilesOfFp8, kTiles, kTiles}};
 #endif
 
 #if defined(__x86_64__)
@@ -64,10 +64,10 @@ bool grants_amx() {
   // g++ 12's __builtin_cpu_supports does not know AMX
   unsigned a = 7, b = 0, c = 0, d = 0;
   asm("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-  const bool tiles = d >> 24 & 1, bf16 = d >> 22 & 1;
+  const bool tiles = d >> 24 & 1, bf16 = d >> 22 & 1, int8 = d >> 25 & 1;
   // Linux 5.16 and later: for all threads of the process and its children
   constexpr int kRequestPermission = 0x1023, kTileData = 18;
-  return tiles && bf16 && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+  return tiles && bf16 && int8 && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
 }
 #endif
 
@@ -103,22 +103,24 @@ Sets sets_of_cpu() {
 #if defined(CUSTOM_PYPTO_AVX512_BF16)
   const bool halves = bw && __builtin_cpu_supports("avx512bf16");
   const bool bf16 = sets.has(halves, &cpu::kAvx512Bf16, "avx512_bf16") && avx512;
+  const bool vbmi = bytes && __builtin_cpu_supports("avx512vbmi");
+#if defined(CUSTOM_PYPTO_AMX)
+  const bool amx = sets.has(halves && vbmi && grants_amx(), &cpu::kAmx, "amx");
+#endif
   if (bf16) {
     cpu::Kernels set = vectors;
     set.bf16 = &cpu::kAvx512Bf16;
     // on Intel vdpbf16ps has half the rate of the float FMA, on AMD its double
     const bool intel = __builtin_cpu_is("intel");
-    if (vnni && __builtin_cpu_supports("avx512vbmi")) {
-      set.dots_of_bf16 = intel ? cpu::kIntelBf16Dots : cpu::kAvx512Bf16Dots;
-    }
+    if (vnni && vbmi) set.dots_of_bf16 = intel ? cpu::kIntelBf16Dots : cpu::kAvx512Bf16Dots;
 #if defined(CUSTOM_PYPTO_AMX)
     set.name = "amx";
     set.tiles = &cpu::kAmx;
     set.ways = kByTiles;
-    if (sets.has(grants_amx(), &cpu::kAmx, "amx")) usable.push_back(set);
+    if (amx) usable.push_back(set);
     set.name = "amx_emulated";
     set.tiles = &cpu::kAmxEmulated;
-    emulated.push_back(set);
+    if (vbmi && &cpu::kAmxEmulated) emulated.push_back(set);
     set.tiles = nullptr;
 #endif
     set.name = "avx512_bf16";

@@ -16,25 +16,53 @@ class PackedRows {
   explicit PackedRows(const StoredWeight& weight)
       : weight_(weight), kernels_(kernels().tiles ? kernels().tiles : kernels().bf16) {}
 
-  void resize(int64_t panels) { panels_.resize(panels * pairs()); }
+  void resize(int64_t panels) {
+    panels_.resize(panels * pairs());
+    if (sums_groups()) group_sums_.resize(panels * sums_of_panel());
+  }
 
   // Up to kPanel rows, `stride` elements apart.
   void pack(int64_t panel, const c10::BFloat16* rows, int64_t stride, int64_t count) {
-    kernels_->pack_panel(&rows->x, stride, static_cast<int>(count), kPanel,
-                         static_cast<int>(weight_.depth()), panels_.data() + panel * pairs());
+    uint32_t* to = panels_.data() + panel * pairs();
+    const int depth = static_cast<int>(weight_.depth());
+    kernels_->pack_panel(&rows->x, stride, static_cast<int>(count), kPanel, depth, to);
+    if (!sums_groups()) return;
+    kernels_->sum_groups(to, depth, static_cast<int>(weight_.group()),
+                         group_sums_.data() + panel * sums_of_panel());
   }
 
   struct Scratch {
     explicit Scratch(const PackedRows& rows) : registers(rows.kernels_) {}
     TileRegisters registers;
-    AlignedVector<float> scales, out;  // [row of the weight][width]
+    AlignedVector<float> scales, out;  // [row of the weight][row of x]
     AlignedVector<uint16_t> weight;
-    int64_t width;
+    std::vector<uint16_t*> rows;  // of the output
   };
 
-  // scratch.out = some rows of the weight times the rows of x in `count` panels.
-  void multiply(int64_t first, int64_t count, int64_t expert, int64_t first_of_weight,
-                int64_t rows_of_weight, Scratch& scratch) const {
+  // scratch.rows = some rows of the weight times as many rows of x, from a panel on.
+  void multiply(int64_t first, int64_t expert, int64_t first_of_weight, int64_t rows_of_weight,
+                Scratch& scratch) const {
+    const int64_t panels = (scratch.rows.size() + kPanel - 1) / kPanel;
+    const cpu::StoredKernel kernel = weight_.stored_kernel();
+    if (!kernel) {
+      widen_and_multiply(first, panels, expert, first_of_weight, rows_of_weight, scratch);
+      return write(rows_of_weight, panels * kPanel, scratch);
+    }
+    scratch.out.resize(rows_of_weight * panels * kPanel);
+    kernel({.weight = weight_.operand(expert, first_of_weight, rows_of_weight, scratch.scales),
+            .panels = panels_.data() + first * pairs(),
+            .panel_stride = pairs(),
+            .group_sums = group_sums_.data() + first * sums_of_panel(),
+            .m = static_cast<int>(scratch.rows.size()),
+            .width = static_cast<int>(panels * kPanel),
+            .sums = scratch.out.data(),
+            .out = scratch.rows.data()});
+  }
+
+ private:
+  // scratch.out = the products
+  void widen_and_multiply(int64_t first, int64_t count, int64_t expert, int64_t first_of_weight,
+                          int64_t rows_of_weight, Scratch& scratch) const {
     const int64_t depth = weight_.depth();
     // kernels read and write rows up to a multiple of 16
     const int64_t padded = (rows_of_weight + 15) / 16 * 16, width = count * kPanel;
@@ -48,7 +76,6 @@ class PackedRows {
                          scratch.weight.data());
       weight = scratch.weight.data();
     }
-    scratch.width = width;
     scratch.out.resize(padded * width);
     for (int64_t d = 0; d < depth; d += kDepth) {
       kernels_->multiply({.a = weight + d,
@@ -62,7 +89,25 @@ class PackedRows {
     }
   }
 
- private:
+  // scratch.rows = scratch.out, transposed
+  static void write(int64_t rows_of_weight, int64_t width, Scratch& scratch) {
+    AlignedVector<float> columns(kPanel * rows_of_weight);
+    const int64_t m = scratch.rows.size();
+    for (int64_t i = 0; i < m; i += kPanel) {
+      for (int64_t r = 0; r < rows_of_weight; ++r) {
+        const float* row = scratch.out.data() + r * width + i;
+        for (int64_t c = 0; c < kPanel; ++c) columns[c * rows_of_weight + r] = row[c];
+      }
+      for (int64_t c = 0; c < std::min(kPanel, m - i); ++c) {
+        narrow(columns.data() + c * rows_of_weight, rows_of_weight,
+               reinterpret_cast<c10::BFloat16*>(scratch.rows[i + c]));
+      }
+    }
+  }
+
+  bool sums_groups() const { return weight_.stored_kernel() && weight_.has_offsets(); }
+  int64_t sums_of_panel() const { return sums_groups() ? weight_.groups() * kPanel : 0; }
+
   // whose values of the weight and of x stay in the level-2 cache
   static constexpr int64_t kDepth = 1152;
   // values between rows: those of a tile, 4 KiB apart, would fall in one set of a cache
@@ -73,6 +118,7 @@ class PackedRows {
   const StoredWeight& weight_;
   const cpu::Bf16Kernels* kernels_;
   AlignedVector<uint32_t> panels_;
+  AlignedVector<float> group_sums_;  // [panel][group][row]
 };
 
 }  // namespace custom_pypto

@@ -130,6 +130,7 @@ template <typename E>
 int64_t panel_elements(int64_t rows, int64_t dims) {
   const int64_t steps = std::is_same_v<E, float>     ? dims
                         : std::is_same_v<E, uint8_t> ? 1 + dims / 4
+                        : std::is_same_v<E, int8_t>  ? dims / 4
                                                      : dims / 2;
   return panel_rows(rows) * steps;
 }
@@ -163,16 +164,23 @@ inline void pack_pairs(const int8_t* from, int64_t rows, int64_t width, int64_t 
   }
 }
 
-// A panel of int8 rows as quads, after the first values of the sums.
+// A panel of int8 rows as quads.
 inline void pack_quads(const int8_t* from, int64_t rows, int64_t width, int64_t dims,
                        uint32_t* panel) {
-  std::fill_n(panel, (1 + dims / 4) * width, 0);
+  std::fill_n(panel, dims / 4 * width, 0);
   for (int64_t r = 0; r < rows; ++r) {
     const int8_t* row = from + r * dims;
+    for (int64_t d = 0; d < dims; d += 4) std::memcpy(&panel[d / 4 * width + r], row + d, 4);
+  }
+}
+
+// The first values of the sums of rows that meet keys plus 128.
+inline void pack_first_sums(const int8_t* from, int64_t rows, int64_t width, int64_t dims,
+                            uint32_t* sums) {
+  for (int64_t r = 0; r < width; ++r) {
     int32_t sum = 0;
-    for (int64_t d = 0; d < dims; ++d) sum += row[d];
-    panel[r] = -128 * sum;
-    for (int64_t d = 0; d < dims; d += 4) std::memcpy(&panel[(1 + d / 4) * width + r], row + d, 4);
+    for (int64_t d = 0; r < rows && d < dims; ++d) sum += from[r * dims + d];
+    sums[r] = -128 * sum;
   }
 }
 
@@ -185,6 +193,9 @@ void pack_panels(const T* from, int64_t rows, int64_t dims, cpu::PanelElement<E>
     if constexpr (std::is_same_v<E, int16_t>) {
       pack_pairs(from + r * dims, count, width, dims, panels);
     } else if constexpr (std::is_same_v<E, uint8_t>) {
+      pack_first_sums(from + r * dims, count, width, dims, panels);
+      pack_quads(from + r * dims, count, width, dims, panels + width);
+    } else if constexpr (std::is_same_v<E, int8_t>) {
       pack_quads(from + r * dims, count, width, dims, panels);
     } else {
       pack_panel(from + r * dims, dims, count, width, dims, panels);

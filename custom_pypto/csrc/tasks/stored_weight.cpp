@@ -130,6 +130,11 @@ const cpu::DotsKernels& StoredWeight::dots(bool x_in_bfloat16) const {
   return set.dots[1][format_];
 }
 
+cpu::StoredKernel StoredWeight::stored_kernel() const {
+  const cpu::Bf16Kernels* tiles = custom_pypto::kernels().tiles;
+  return tiles ? tiles->stored[format_] : nullptr;
+}
+
 cpu::Dots StoredWeight::shape() const {
   cpu::Dots call = {};
   call.stride = row_stride_;
@@ -142,14 +147,13 @@ cpu::Dots StoredWeight::shape() const {
 
 cpu::Dots StoredWeight::operand(int64_t expert, int64_t first, int64_t rows,
                                 AlignedVector<float>& scales) const {
-  const bool has_offsets = facts().zeros;
-  scales.resize(rows * groups_ * (has_offsets ? 2 : 1) + kReadBehind);
+  scales.resize(rows * groups_ * (has_offsets() ? 2 : 1) + kReadBehind);
   read_scales(expert * rows_ + first, rows, scales.data());
   cpu::Dots call = shape();
   call.weight = values_ + expert * expert_stride_ + first * row_stride_;
   call.n = static_cast<int>(rows);
   call.scales = scales.data();
-  if (has_offsets) call.offsets = scales.data() + rows * groups_;
+  if (has_offsets()) call.offsets = scales.data() + rows * groups_;
   return call;
 }
 

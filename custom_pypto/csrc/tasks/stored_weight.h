@@ -35,6 +35,9 @@ class StoredWeight {
   int64_t rows() const { return rows_; }
   int64_t depth() const { return depth_; }
   int64_t group() const { return group_; }  // values that share a scale
+  int64_t groups() const { return groups_; }
+  bool has_offsets() const { return facts().zeros; }
+  cpu::WeightFormat format() const { return format_; }
   bool is_bfloat16() const { return format_ == cpu::kBfloat16Weight; }
   // whether scales are much of what is read
   bool has_small_groups() const { return facts().group || facts().zeros; }
@@ -43,6 +46,8 @@ class StoredWeight {
   const cpu::WeightKernels& kernels() const { return custom_pypto::kernels().weights[format_]; }
   // the best way for its shape
   const cpu::DotsKernels& dots(bool x_in_bfloat16) const;
+  // for packed rows of x; null: they meet the weight in bfloat16
+  cpu::StoredKernel stored_kernel() const;
 
   // of a row, or of a column, if transposed
   int64_t row_bytes() const { return transposed_ ? 2 * depth_ : row_stride_; }

@@ -136,7 +136,7 @@ class StoredWay {
   AlignedVector<char> prepared_;
 };
 
-// The weight and x in bfloat16, x packed once for all tasks.
+// The weight in bfloat16, whole or a part at a time; x packed once for all tasks.
 class PackedWay {
  public:
   static constexpr int64_t kRowsOfTurn = kPartOfRows;
@@ -170,20 +170,11 @@ class PackedWay {
         [&](PackedRows::Scratch& scratch, int64_t t) {
           const WeightTask& task = tasks[t];
           const Group& group = turn[task.group];
-          const int64_t panels = (group.count + kPanel - 1) / kPanel;
-          packed_.multiply(first_panels[task.group], panels, group.expert, task.first, task.rows,
-                           scratch);
-          float columns[kPanel][kRowsOfTokens];
-          for (int64_t i = 0; i < group.count; i += kPanel) {
-            for (int64_t r = 0; r < task.rows; ++r) {
-              const float* row = scratch.out.data() + r * scratch.width + i;
-              for (int64_t c = 0; c < kPanel; ++c) columns[c][r] = row[c];
-            }
-            const int64_t count = std::min(kPanel, group.count - i);
-            for (int64_t c = 0; c < count; ++c) {
-              narrow(columns[c], task.rows, product_.out_row(group.first + i + c) + task.first);
-            }
+          scratch.rows.resize(group.count);
+          for (int64_t i = 0; i < group.count; ++i) {
+            scratch.rows[i] = &product_.out_row(group.first + i)[task.first].x;
           }
+          packed_.multiply(first_panels[task.group], group.expert, task.first, task.rows, scratch);
         });
   }
 
@@ -341,7 +332,7 @@ void multiply(const Product& product, const std::vector<Group>& groups,
 const cpu::WeightWays& ways_of(float, const StoredWeight&) { return kernels().ways.float32; }
 const cpu::WeightWays& ways_of(c10::Half, const StoredWeight&) { return kernels().ways.float16; }
 const cpu::WeightWays& ways_of(c10::BFloat16, const StoredWeight& weight) {
-  return weight.is_bfloat16() ? kernels().ways.halves : kernels().ways.bfloat16;
+  return kernels().ways.bfloat16[weight.format()];
 }
 
 template <typename T>
