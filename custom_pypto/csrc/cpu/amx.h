@@ -101,8 +101,12 @@ INLINE void index_panel(const IndexCall<E>& call, const uint32_t* panel, int row
         tile::load<4 + decltype(i)::value>(keys + Keys<E>::kElements * i, sizeof(E) * stride);
       }
     });
+    const E* ahead = row == 0 && call.ahead ? call.ahead + 16 * b * call.ahead_stride : nullptr;
     each<VECS>([&](auto v) INLINED {
       constexpr int C = decltype(v)::value % 2;
+      for (int j = kShare * v; ahead && j < kShare * (v + 1); ++j) {
+        fetch(ahead + j * call.ahead_stride, call.dims);
+      }
       multiply_keys<E, C>(keys, stride, panel + 16 * v, kWidth, steps);
       if (b > 0) reduce(b - 1, kShare * v, kShare * (v + 1));
       tile::store<C>(products[b & 1][v], 64);
@@ -111,7 +115,7 @@ INLINE void index_panel(const IndexCall<E>& call, const uint32_t* panel, int row
   reduce(blocks - 1, 0, 16);
 }
 
-// Keys are read where the cache holds them. They are not prefetched: the CPU does that better.
+// Keys are read where the cache holds them.
 template <typename E>
 void index_amx(const IndexCall<E>& call) {
   alignas(64) float partial[kMaxKeys * 16], scores[kMaxKeys];
