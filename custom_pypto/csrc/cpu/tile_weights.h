@@ -306,17 +306,17 @@ void multiply_rows(const StoredProduct& product) {
   }
 }
 
-// Rows of x up to which 16 rows of the weight are unpacked at a time, and values of 4 bits without
-// their scales, which their sums meet then: more often than more rows are worth.
+// Rows of x up to which 16 rows of the weight are unpacked at a time, and values without the scales
+// of their groups, which sums meet then: more often than with more rows pays.
 constexpr int kFewRows = 32;
 
 template <class Format>
 void multiply_stored(const StoredProduct& call) {
-  constexpr bool kFewBits = Format::kBytes < kUnit;
+  constexpr bool kGroups = Format::kGroup != kWholeRow;
   std::memset(call.sums, 0, sizeof(float) * call.weight.n * call.width);
   // of rows that do not exist the sums are not read
   if (call.m > kFewRows) {
-    multiply_rows<Format, 2, kFewBits>(call);
+    multiply_rows<Format, 2, kGroups>(call);
   } else {
     multiply_rows<Format, 1, false>(call);
   }

@@ -26,7 +26,7 @@ constexpr int64_t kTokensOfProduct = 2048, kTokensOfCopy = 512;  // where x is, 
 constexpr int64_t kFewTokens = 64;
 constexpr int64_t kRowsOfFewTokens = 32, kRowsOfTokens = 128;
 // rows of x of a turn: what a way makes of them stays in memory for all tasks
-constexpr int64_t kPartOfRows = 1024, kAllRows = int64_t{1} << 40;
+constexpr int64_t kPartOfRows = 1024, kPartOfPackedRows = 512, kAllRows = int64_t{1} << 40;
 
 // The ways of a product, each a class with `multiply`, for the groups of a turn.
 
@@ -139,7 +139,7 @@ class StoredWay {
 // The weight in bfloat16, whole or a part at a time; x packed once for all tasks.
 class PackedWay {
  public:
-  static constexpr int64_t kRowsOfTurn = kPartOfRows;
+  static constexpr int64_t kRowsOfTurn = kPartOfPackedRows;
 
   explicit PackedWay(const WeightProduct<c10::BFloat16>& product)
       : product_(product), packed_(product.weight()) {}
