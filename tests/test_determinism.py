@@ -62,7 +62,8 @@ CALLS = {
 }
 # fill tile registers, where a CPU has them
 SIZES = {
-    **dict.fromkeys(INDEXERS.values(), dict(heads=4, dim=32)),
+    "npu_lightning_indexer_pto": dict(heads=4, dim=32),
+    "npu_quant_lightning_indexer_pto": dict(heads=4, dim=64),  # fills tiles
     ATTENTION: dict(heads=4, latent=64, rope=32),
     GRADIENT: dict(heads=20, latent=64, rope=32),
     INDEX_GRADIENT: dict(heads=20, dim=32),
@@ -131,6 +132,12 @@ def test_bits_are_right_and_depend_neither_on_the_run_nor_on_the_number_of_threa
 def test_amx_and_its_emulation_give_the_same_bits(digests_of):
     found = digests_of("amx")
     assert found == digests_of("amx_emulated") and {*map(len, found.values())} == {1}
+
+
+def test_int8_keys_give_the_same_bits_in_tiles_and_in_vectors(digests_of):
+    tiles, vectors = digests_of("amx_emulated"), digests_of("avx512_bf16")
+    int8 = [name for name in tiles if name.startswith("int8 indexer")]
+    assert int8 and all(tiles[name] == vectors[name] for name in int8)
 
 
 def test_fused_op_repeats_its_bits_on_as_many_threads():
