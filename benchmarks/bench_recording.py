@@ -2,7 +2,8 @@
 --enable-return-routed-experts, over its time without.
 
 Two servers of one model answer the same requests in turn, one at a time: a prompt, prompts behind
-its prefix, which the prefix cache has by then, and answers. Each round has a new prefix. Both sides
+its prefix, which the prefix cache has by then, and answers; the record of these begins behind the
+prefix, whose own came with the first prompt. Each round has a new prefix. Both sides
 return token ids, and choose the same. Times are those of a client on loopback, with the reply.
 
 A model of four layers with random weights, of which DeepSeek-V3.2 has ten times as many for each
@@ -45,11 +46,12 @@ SIZES = dict(
     initializer_range=0.02,
 )
 PREFIX, MORE, ANSWER = 2048, 64, 32  # tokens
-# by its name, tokens of a prompt behind the prefix and of its answer
+# by its name, tokens of a prompt behind the prefix and of its answer, and the first one of the record
 REQUESTS = {
-    "prompt": (0, 1),
-    "prompt behind a cached prefix": (MORE, 1),
-    "answer behind a cached prefix": (MORE, ANSWER),
+    "prompt": (0, 1, 0),
+    "prompt behind a cached prefix": (MORE, 1, PREFIX),
+    "answer behind a cached prefix": (MORE, ANSWER, PREFIX),
+    "prompt behind a cached prefix, whole record": (MORE, 1, 0),
 }
 MOST = 1.1
 
@@ -61,10 +63,10 @@ def checkpoint(folder: Path) -> Path:
     return folder
 
 
-def ask(side, ids: list[int], tokens: int) -> tuple[float, dict, int]:
+def ask(side, ids: list[int], tokens: int, **more) -> tuple[float, dict, int]:
     """Seconds, the choice, and bytes of the reply."""
     request = dict(model=traffic.LOOKUP.name, prompt=ids, max_tokens=tokens, temperature=0)
-    request |= dict(return_token_ids=True, ignore_eos=True)
+    request |= dict(return_token_ids=True, ignore_eos=True) | more
     start = time.monotonic()
     reply = httpx.post(f"{side.url}/v1/completions", json=request, timeout=3600)
     seconds = time.monotonic() - start
@@ -73,7 +75,7 @@ def ask(side, ids: list[int], tokens: int) -> tuple[float, dict, int]:
 
 
 def compare(plain: dict, recorded: dict, tokens: int) -> None:
-    """Both sides have chosen the same tokens, and one has a record of all but the last."""
+    """Both sides have chosen the same tokens, and one has a record of so many."""
     assert plain["token_ids"] == recorded["token_ids"]
     layers = SIZES["num_hidden_layers"]
     for name, count in (
@@ -81,7 +83,7 @@ def compare(plain: dict, recorded: dict, tokens: int) -> None:
         ("routed_experts", SIZES["num_experts_per_tok"]),
     ):
         array = np.load(io.BytesIO(base64.b64decode(recorded[name])))
-        assert array.shape == (tokens - 1, layers, count) and plain.get(name) is None
+        assert array.shape == (tokens, layers, count) and plain.get(name) is None
 
 
 def measured(rounds: int) -> Iterator[tuple[str, list[float], list[float], int]]:
@@ -101,12 +103,14 @@ def measured(rounds: int) -> Iterator[tuple[str, list[float], list[float], int]]
         ):
             for number in range(rounds + 1):  # the first one warms up
                 prefix = random(PREFIX)
-                for name, (more, answer) in REQUESTS.items():
+                for name, (more, answer, begin) in REQUESTS.items():
                     ids = prefix + random(more)
+                    start = dict(record_start=begin) if begin else {}
                     (a, one, small), (b, other, large) = (
-                        ask(side, ids, answer) for side in (plain, recorded)
+                        ask(side, ids, answer, **options)
+                        for side, options in ((plain, {}), (recorded, start))
                     )
-                    compare(one, other, len(ids) + answer)
+                    compare(one, other, len(ids) + answer - 1 - begin)
                     size[name] = large - small
                     if number:
                         seconds[name][0].append(a)

@@ -155,9 +155,9 @@ class Recorder:
             self.requests[name] = Request(self.layers)
         return self.requests[name]
 
-    def take(self, name: str) -> dict[int, dict[str, Tensor]]:
-        """``[tokens, K]`` by layer and by the number of an answer, of the request that vLLM's user
-        knows as ``name``; they are forgotten.
+    def take(self, name: str) -> dict[int, dict[str, list[Recorded]]]:
+        """By layer and by the number of an answer, of the request that vLLM's user knows as
+        ``name``; they are forgotten.
         """
         # churn: vLLM's own name of a request, and of each of several answers
         own = re.compile(rf"(?:(\d+)_)?{re.escape(name)}-[0-9a-f]{{8}}")
@@ -167,11 +167,7 @@ class Recorder:
             for request, match in found.items()
             if match
         }
-        return {
-            number: {name: torch.cat([rows for _, rows in parts]) for name, parts in layers.items()}
-            for number, layers in taken.items()
-            if all(layers.values())
-        }
+        return {number: layers for number, layers in taken.items() if all(layers.values())}
 
 
 def _cut(parts: list[Recorded], length: int) -> bool:

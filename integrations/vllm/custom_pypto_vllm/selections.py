@@ -23,19 +23,20 @@ import asyncio
 import base64
 import io
 import json
+import math
 import re
 import secrets
 from functools import partial
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from .records import SPACE, Blocks, Recorder, space
+from .records import SPACE, Blocks, Recorded, Recorder, space
 
 WORKER = f"{__name__}.RecordingWorker"
 PATHS = "/v1/completions", "/v1/chat/completions"
+START = "record_start"
 
 
 class Chosen(NamedTuple):
@@ -97,21 +98,19 @@ class RecordingWorker:
             of_step = recorded[self.indexers[0]].recorded_with.prefix
             router.set_capture_fn(partial(_capture, self.recorder, name, of_step))
 
-    def take_selections(self, request: str) -> dict[int, dict[str, tuple]] | None:
+    def take_selections(self, request: str, start: int) -> dict[int, dict[str, tuple]] | None:
         if (recorder := getattr(self, "recorder", None)) is None:
             return None
         model = self.vllm_config.model_config
+        kind = np.uint8 if model.get_num_experts() <= 256 else np.uint16
         taken = {}
-        for number, layers in recorder.take(request).items():
-            indices = torch.stack([layers[name] for name in self.indexers], 1)
-            taken[number] = {"indexer_topk": _sent(indices.numpy())}
+        for number, parts in recorder.take(request).items():
+            indexers = dict(enumerate(parts[name] for name in self.indexers))
+            taken[number] = {"indexer_topk": _sent(indexers, len(indexers), np.int32, start)}
             if self.routers:
-                experts = [layers[name] for name in self.routers]
-                shape = len(experts[0]), model.get_total_num_hidden_layers(), experts[0].size(1)
-                kind = np.uint8 if model.get_num_experts() <= 256 else np.uint16
-                whole = np.zeros(shape, kind)
-                whole[:, list(map(_number, self.routers))] = torch.stack(experts, 1).numpy()
-                taken[number]["routed_experts"] = _sent(whole)
+                experts = {_number(name): parts[name] for name in self.routers}
+                layers = model.get_total_num_hidden_layers()
+                taken[number]["routed_experts"] = _sent(experts, layers, kind, start)
         return taken
 
 
@@ -146,15 +145,30 @@ def _number(layer: str) -> int:
     return int(re.search(r"layers\.(\d+)\.", layer)[1])
 
 
-def _sent(array: np.ndarray) -> tuple:
-    """What vLLM's messages between processes carry without a copy in another form."""
-    return array.shape, array.dtype.str, array.tobytes()
+def _sent(parts: dict[int, list[Recorded]], layers: int, kind: type, start: int) -> tuple:
+    """An array ``[tokens from start on, layers, K]`` as vLLM's messages between processes carry it:
+    shape, dtype, bytes. Rows are copied once, since a record has tens of megabytes."""
+    (tokens,) = {recorded[-1][0] for recorded in parts.values()}
+    width = next(iter(parts.values()))[-1][1].size(1)
+    shape = max(tokens - start, 0), layers, width
+    data = bytearray(math.prod(shape) * np.dtype(kind).itemsize)
+    array = np.frombuffer(data, kind).reshape(shape)
+    for layer, recorded in parts.items():
+        for end, rows in recorded:
+            if end > start:
+                first = max(end - len(rows), start)
+                array[first - start : end - start, layer] = rows[first - end :].numpy()
+    return shape, np.dtype(kind).str, data
 
 
-def _npy(array: np.ndarray) -> memoryview:
+def _encoded(array: np.ndarray) -> list[bytes]:
+    """Parts of the base64 of a .npy file."""
     file = io.BytesIO()
-    np.save(file, array)
-    return file.getbuffer()
+    np.lib.format.write_array_header_1_0(file, np.lib.format.header_data_from_array_1_0(array))
+    data = array.reshape(-1).view(np.uint8)
+    header = file.getvalue()
+    begun = -len(header) % 3  # base64 takes three bytes at a time
+    return [base64.b64encode(header + data[:begun].tobytes()), base64.b64encode(data[begun:])]
 
 
 def _joined(replies: list) -> dict[int, Chosen]:
@@ -182,7 +196,7 @@ def _joined(replies: list) -> dict[int, Chosen]:
 
 def _of_answer(chosen: Chosen, tokens: int) -> Chosen:
     """Without tokens behind the answer: those that a stop, or a rejected draft, has cut."""
-    return Chosen(*(x if x is None else x[:tokens] for x in chosen))
+    return Chosen(*(x if x is None else x[: max(tokens, 0)] for x in chosen))
 
 
 def record(llm, experts: bool = False) -> None:
@@ -200,21 +214,21 @@ def record(llm, experts: bool = False) -> None:
     llm.collective_rpc("record_selections", args=(experts,))
 
 
-def take(llm, request) -> list[Chosen]:
-    """What a finished ``request`` chose, one for each of its answers.
+def take(llm, request, start: int = 0) -> list[Chosen]:
+    """What a finished ``request`` chose, one for each of its answers, from token ``start`` on.
 
     Raises:
         KeyError: they were taken before, dropped for later ones, or never recorded, as of requests
             behind a cached prefix that has no record.
     """
-    found = _joined(llm.collective_rpc("take_selections", args=(request.request_id,)))
+    found = _joined(llm.collective_rpc("take_selections", args=(request.request_id, start)))
     if sorted(found) != list(range(len(request.outputs))):
         raise KeyError(
             f"custom_pypto_vllm: no selections of request {request.request_id}: taken before, too "
             "old, or behind a cached prefix without a record; in that case generate again with "
             f"another cache_salt, and allow more by {SPACE}"
         )
-    prompt = len(request.prompt_token_ids)
+    prompt = len(request.prompt_token_ids) - start
     outputs = enumerate(request.outputs)
     taken = (_of_answer(found[n], prompt + len(o.token_ids) - 1) for n, o in outputs)
     # of messages, which are not written to
@@ -223,7 +237,8 @@ def take(llm, request) -> list[Chosen]:
 
 class Middleware:
     """Adds ``indexer_topk`` to each choice of a reply with token ids, ``return_token_ids``: base64
-    of a .npy file, or null for a choice without a record. Streams are left alone.
+    of a .npy file, or null for a choice without a record; without the first ``record_start`` tokens
+    of a request that has this field. Streams are left alone.
     """
 
     experts = False
@@ -249,24 +264,32 @@ class Middleware:
             if not messages[-1].get("more_body"):
                 break
         asked = _asked(body)
+        if not _is_count(begin := asked.pop(START, 0)):
+            told = f"{START} must be a number of tokens from 0 on, got {begin!r}"
+            return await _refuse(send, f"custom_pypto_vllm: {told}", 400)
+        if begin:  # vLLM has no such field
+            messages = [{"type": "http.request", "body": json.dumps(asked).encode()}]
         if not asked.get("return_token_ids") or asked.get("stream"):
             return await self.app(scope, _replay(messages, receive), send)
 
-        start, content = None, b""
+        head, content = None, b""
 
         async def collect(message):
-            nonlocal start, content
+            nonlocal head, content
             if message["type"] == "http.response.start":
-                start = message
+                head = message
                 return
             content += message.get("body", b"")
             if not message.get("more_body"):
-                if start["status"] == 200:
-                    content = await _with_selections(engine, content, asked.get("n") or 1)
-                lengths = [h for h in start["headers"] if h[0].lower() != b"content-length"]
-                length = (b"content-length", str(len(content)).encode())
-                await send(start | {"headers": [*lengths, length]})
-                await send({"type": "http.response.body", "body": content})
+                parts = [content]
+                if head["status"] == 200:
+                    parts = await _with_selections(engine, content, asked.get("n") or 1, begin)
+                lengths = [h for h in head["headers"] if h[0].lower() != b"content-length"]
+                length = (b"content-length", str(sum(map(len, parts))).encode())
+                await send(head | {"headers": [*lengths, length]})
+                for part in parts:
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+                await send({"type": "http.response.body"})
 
         await self.app(scope, _replay(messages, receive), collect)
 
@@ -277,10 +300,11 @@ class MiddlewareWithExperts(Middleware):
     experts = True
 
 
-async def _refuse(send, message: str) -> None:
-    body = json.dumps({"error": {"message": message, "type": "ValueError", "code": 500}}).encode()
+async def _refuse(send, message: str, status: int = 500) -> None:
+    error = {"message": message, "type": "ValueError", "code": status}
+    body = json.dumps({"error": error}).encode()
     headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": 500, "headers": headers})
+    await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": body})
 
 
@@ -290,6 +314,10 @@ def _asked(body: bytes) -> dict:
     except ValueError:
         return {}  # vLLM's own error
     return asked if isinstance(asked, dict) else {}
+
+
+def _is_count(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def _replay(messages: list, receive):
@@ -302,7 +330,8 @@ def _replay(messages: list, receive):
     return again
 
 
-async def _with_selections(engine, content: bytes, answers: int) -> bytes:
+async def _with_selections(engine, content: bytes, answers: int, start: int) -> list[bytes]:
+    """The parts of a reply."""
     reply = json.loads(content)
     chat = reply["object"].startswith("chat")
     records: dict[str, dict[int, Chosen]] = {}
@@ -313,16 +342,18 @@ async def _with_selections(engine, content: bytes, answers: int) -> bytes:
         # churn: the names that vLLM's server gives to the prompts of a request
         name = reply["id"] if chat else f"{reply['id']}-{prompt}"
         if name not in records:
-            replies = await engine.collective_rpc("take_selections", args=(name,))
+            replies = await engine.collective_rpc("take_selections", args=(name, start))
             records[name] = _joined(replies)
         choice["indexer_topk"] = None
         if (chosen := records[name].get(answer)) is not None:
             ids = (reply if chat else choice)["prompt_token_ids"]
-            chosen = _of_answer(chosen, len(ids) + len(choice["token_ids"]) - 1)
+            chosen = _of_answer(chosen, len(ids) + len(choice["token_ids"]) - 1 - start)
             for field, array in chosen._asdict().items():
                 if array is not None:
                     choice[field] = f"{mark}{len(arrays)}"
-                    arrays.append(base64.b64encode(_npy(array)))
+                    arrays.append(_encoded(array))
     parts = re.split(rf"{mark}(\d+)".encode(), json.dumps(reply).encode())
-    parts[1::2] = [arrays[int(number)] for number in parts[1::2]]
-    return b"".join(parts)
+    # text, then in turn the number of an array and text
+    return [
+        part for i, text in enumerate(parts) for part in (arrays[int(text)] if i % 2 else [text])
+    ]

@@ -134,6 +134,36 @@ def test_a_reply_has_the_experts_of_each_choice():
     assert all((one[:320] == found[0][:320]).all() for one in found)
 
 
+def arrays(choice: dict) -> list[np.ndarray]:
+    fields = choice["indexer_topk"], choice["routed_experts"]
+    return [np.load(io.BytesIO(base64.b64decode(field))) for field in fields]
+
+
+@pytest.mark.matrix
+def test_a_reply_leaves_out_the_record_of_the_first_tokens_on_request():
+    flags = "--enable-return-indexer-topk", "--enable-return-routed-experts"
+    ids = [(7 * i + i * i % 11) % 50 + 5 for i in range(400)]
+    request = dict(model="lookup_v4", prompt=ids, max_tokens=3, temperature=0, ignore_eos=True)
+    serving = Serving(*flags, checkpoint=LOOKUP.with_name("lookup_v4"))
+
+    def ask(**more) -> httpx.Response:
+        url = f"{serving.url}/v1/completions"
+        return httpx.post(url, json=request | dict(return_token_ids=True) | more, timeout=600)
+
+    try:
+        whole, *parts = (ask(record_start=n).json()["choices"][0] for n in (0, 1, 397, 402, 500))
+        wrong = [ask(record_start=n) for n in (-1, 1.5, True, "1")]
+    finally:
+        serving.stop(signal.SIGTERM)
+    for start, part in zip((1, 397, 402, 500), parts, strict=True):
+        assert part["token_ids"] == whole["token_ids"]
+        for some, every in zip(arrays(part), arrays(whole), strict=True):
+            assert len(every) == 402 and some.dtype == every.dtype
+            assert np.array_equal(some, every[start:])
+    told = "record_start must be a number of tokens from 0 on, got "
+    assert all(reply.status_code == 400 and told in reply.text for reply in wrong)
+
+
 @pytest.mark.matrix
 @pytest.mark.skipif(
     not MODELS.exists(), reason="needs .venv: build_and_install.sh --editable models"
