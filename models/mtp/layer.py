@@ -16,6 +16,7 @@ Shapes: B batch, S new tokens, H hidden size.
 import torch
 from torch import Tensor, nn
 
+from .. import calls
 from ..architectures import ARCHITECTURES
 from ..cache import PagedCache, Step, Tokens
 from ..cache.store import slots
@@ -23,6 +24,8 @@ from ..patched import CACHE, mtp_attention
 
 #: key of config.json with the number of such layers
 LAYERS = "num_nextn_predict_layers"
+#: key that says that drafts share the selection of the first one
+SHARE = "index_share_for_mtp_iteration"
 #: lists in a config with an entry for each layer, and that of the MTP layer; None: as the last one
 OF_LAYER = {"layer_types": None, "mlp_layer_types": None, "indexer_types": "full"}
 
@@ -103,6 +106,21 @@ def mtp_layer(text) -> nn.Module | None:
     return None if mtp_attention(text) is None else text.layers[-1]
 
 
+class FirstSelection(calls.Context):
+    """Later drafts attend to the positions that the layer selected for the first: none of them is
+    that of a draft."""
+
+    def __init__(self, text):
+        super().__init__(text, {})
+        self.indices: Tensor | None = None
+
+    def given(self, attention: nn.Module, step: Step) -> Tensor | None:
+        return self.indices
+
+    def taken(self, attention: nn.Module, step: Step, indices: Tensor) -> None:
+        self.indices = indices[:, -1:]
+
+
 class Drafting:
     """The MTP layer of a text model on a cache: its rows, and what is still to be fed to it.
 
@@ -134,7 +152,8 @@ class Drafting:
             positions: ``[B, T]`` for RoPE.
         """
         new, drafts = self.before.size(1), ids[:, :0]
-        state = self.feed(ids[:, -new:], self.before, positions[:, -new:], 1)[:, -1:]
+        shared = (FirstSelection(self.text),) if getattr(self.text.config, SHARE, False) else ()
+        state = self.feed(ids[:, -new:], self.before, positions[:, -new:], 1, shared)[:, -1:]
         self.before = self.before[:, :0]
         head = self.model.get_output_embeddings()
         while True:
@@ -142,7 +161,7 @@ class Drafting:
             drafts = torch.cat([drafts, token], 1)
             if (done := drafts.size(1)) == count:
                 return drafts
-            state = self.feed(token, state, positions[:, -1:] + done, 1 + done)
+            state = self.feed(token, state, positions[:, -1:] + done, 1 + done, shared)
 
     def finish(self, ids: Tensor, positions: Tensor) -> None:
         """Feeds the tokens that the cache has, for a later call on it."""
@@ -150,7 +169,14 @@ class Drafting:
             own = slice(-new, -1)
             self.feed(ids[:, own], self.before[:, :-1], positions[:, own], 0)
 
-    def feed(self, ids: Tensor, before: Tensor, positions: Tensor, behind: int) -> Tensor:
+    def feed(
+        self,
+        ids: Tensor,
+        before: Tensor,
+        positions: Tensor,
+        behind: int,
+        contexts: tuple[calls.Context, ...] = (),
+    ) -> Tensor:
         """``g`` ``[B, S, H]`` of tokens, the last of which is so many behind the cache's last."""
         ends, new = self.cache.lengths + behind, torch.arange(ids.size(1), device=ids.device)
         start = ends - ids.size(1)
@@ -162,7 +188,8 @@ class Drafting:
             positions,
             slice(0, ids.size(1)),
         )
-        return run(self.text, self.layer, self.cache, self.embedding(ids), before, tokens)
+        embeddings = self.embedding(ids)
+        return run(self.text, self.layer, self.cache, embeddings, before, tokens, contexts)
 
 
 def follow(text, kwargs: dict, step: Step, hidden: Tensor) -> None:
@@ -186,12 +213,19 @@ def follow(text, kwargs: dict, step: Step, hidden: Tensor) -> None:
 
 
 def run(
-    text, layer: nn.Module, cache: PagedCache, embeddings: Tensor, before: Tensor, tokens: Tokens
+    text,
+    layer: nn.Module,
+    cache: PagedCache,
+    embeddings: Tensor,
+    before: Tensor,
+    tokens: Tokens,
+    contexts: tuple[calls.Context, ...] = (),
 ) -> Tensor:
     """``g`` ``[B, S, H]`` of tokens, whose rows this writes.
 
     Args:
         embeddings: of the tokens, ``[B, S, H]``; before: the hidden states of those before them.
+        contexts: around this call of the layer.
     """
     embedded = joined(layer, embeddings, before)
     step = step_of(cache, tokens)
@@ -202,7 +236,7 @@ def run(
         position_embeddings=text.rotary_emb(embedded, position_ids=positions),
         position_ids=positions,
         use_cache=True,
-        **{CACHE: cache},
+        **{CACHE: cache, calls.NAME: calls.Around(contexts, step)},
     )
     return output_of(layer, output)
 
