@@ -49,6 +49,12 @@ def check_mtp(caller: str, config, model_class: type) -> None:
         )
 
 
+def has_mtp(config, model_class: type) -> bool:
+    """Whether a checkpoint with this config says that it has a layer that :func:`check_mtp`
+    accepts."""
+    return ARCHITECTURES[model_class.__name__].mtp and getattr(config, LAYERS, None) == 1
+
+
 def config_of(config):
     """The config of a model with the MTP layer as its last one."""
     keys = config.to_dict()
