@@ -142,9 +142,7 @@ class Decoding:
         model_kwargs.pop("logits_to_keep", None)  # of all drafts
         ids, _ = chooser.choose(ids, output.logits[:, -1:], ids[:, :0])
         model_kwargs = model._update_model_kwargs_for_generation(output, model_kwargs)
-        drafting = Drafting(model, text, cache)
-        cache.drafting = drafting
-        try:
+        with Drafting(model, text, cache) as drafting:
             while chooser.goes_on:
                 begin = time.perf_counter()
                 # the last token needs no draft
@@ -171,8 +169,6 @@ class Decoding:
                     if gain.add(count, tokens, seconds) and gain.losses == 1:
                         logger.warning("generate: %s", gain)
             drafting.finish(ids, model_kwargs["position_ids"])
-        finally:
-            cache.drafting = None
         if self.streamer is not None:
             self.streamer.end()
         if not generation_config.return_dict_in_generate:
@@ -244,7 +240,7 @@ def check_rows(cache, drafts: int) -> None:
             f"generate: {CACHE} must have rows of the MTP layer with use_mtp, got one without; "
             "create it from the model as it is loaded"
         )
-    spare = cache.sequences.spare
+    spare = cache.store.spare_of_rings
     if spare is not None and drafts > spare:
         raise ValueError(
             f"generate: num_assistant_tokens must be at most {spare} (tokens that the cache's "

@@ -17,17 +17,22 @@ import torch
 from torch import Tensor, nn
 
 from .. import calls
-from ..architectures import ARCHITECTURES
+from ..architectures import ARCHITECTURES, attention_class
+from ..attention import Mtp
 from ..cache import PagedCache, Step, Tokens
 from ..cache.store import slots
-from ..patched import CACHE, mtp_attention
+from ..patched import CACHE, mtp_attention, text_model
+from .plain import PlainLayer
 
 #: key of config.json with the number of such layers
 LAYERS = "num_nextn_predict_layers"
 #: key that says that drafts share the selection of the first one
 SHARE = "index_share_for_mtp_iteration"
-#: lists in a config with an entry for each layer, and that of the MTP layer; None: as the last one
-OF_LAYER = {"layer_types": None, "mlp_layer_types": None, "indexer_types": "full"}
+#: why the layers that drafts come from in other checkpoints are not MTP layers
+OTHERS = {
+    "MistralLarge4ForConditionalGeneration": "whose checkpoint has DSpark layers instead",
+    "HYV4VLForConditionalGeneration": "whose layer would need the positions of images",
+}
 
 
 def check_mtp(caller: str, config, model_class: type) -> None:
@@ -38,11 +43,13 @@ def check_mtp(caller: str, config, model_class: type) -> None:
     """
     if not ARCHITECTURES[model_class.__name__].mtp:
         supported = ", ".join(name for name, it in ARCHITECTURES.items() if it.mtp)
+        why = f" ({OTHERS[name]})" if (name := model_class.__name__) in OTHERS else ""
         raise ValueError(
-            f"{caller}: mtp must be False for a {model_class.__name__}, got True: supported are "
-            f"the MTP layers of {supported}"
+            f"{caller}: mtp must be False for a {name}{why}, got True: supported are the MTP "
+            f"layers of {supported}"
         )
-    if (layers := getattr(config, LAYERS, None)) != 1:
+    if not has_mtp(config, model_class):
+        layers = getattr(config.get_text_config(), LAYERS, None)
         raise ValueError(
             f"{caller}: mtp needs a config.json with {LAYERS} = 1, which says that the checkpoint "
             f"has such a layer, got {layers}; omit mtp"
@@ -52,15 +59,22 @@ def check_mtp(caller: str, config, model_class: type) -> None:
 def has_mtp(config, model_class: type) -> bool:
     """Whether a checkpoint with this config says that it has a layer that :func:`check_mtp`
     accepts."""
-    return ARCHITECTURES[model_class.__name__].mtp and getattr(config, LAYERS, None) == 1
+    name = model_class.__name__
+    if not ARCHITECTURES[name].mtp:
+        return False
+    return getattr(config.get_text_config(), LAYERS, None) == 1 or attention_class(name).mtp.always
 
 
-def config_of(config):
+def config_of(config, mtp: Mtp):
     """The config of a model with the MTP layer as its last one."""
     keys = config.to_dict()
-    for name, own in OF_LAYER.items():
+    for name, own in mtp.types.items():
         if keys.get(name):
             keys[name] = [*keys[name], own or keys[name][-1]]
+    if own := keys.get("per_layer_config"):  # as the first layer of its type
+        first = keys["layer_types"].index(keys["layer_types"][-1])
+        like = {int(i): values for i, values in own.items()}.get(first, {})
+        keys["per_layer_config"] = own | {keys["num_hidden_layers"]: like}
     keys["num_hidden_layers"] += 1
     made = type(config).from_dict(keys)
     made._attn_implementation = config._attn_implementation
@@ -86,9 +100,16 @@ def add_mtp(model) -> nn.Module:
 
     It is behind the decoder layers, which transformers runs up to ``num_hidden_layers``.
     """
-    text = model.base_model
-    config, last, norm = config_of(text.config), text.layers[-1], text.norm
-    layer = type(last)(config, last.self_attn.layer_idx + 1)
+    text, mtp = text_model(model), attention_class(type(model).__name__).mtp
+    config, norm, number = config_of(text.config, mtp), text.norm, len(text.layers)
+    layer = type(text.layers[-1])(config, number)
+    if mtp.plain:
+        layer = PlainLayer(layer)
+    if mtp.embeds:
+        embedding = text.get_input_embeddings()
+        layer.embed_tokens = nn.Embedding(
+            config.vocab_size, config.hidden_size, embedding.padding_idx
+        )
     for name in ("enorm", "hnorm"):
         layer.add_module(name, type(norm)(config.hidden_size, config.rms_norm_eps))
     layer.eh_proj = nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
@@ -99,7 +120,7 @@ def add_mtp(model) -> nn.Module:
         if hasattr(module, "config"):  # of the model, which says how experts compute
             module.config = text.config
     for module in layer.modules():
-        model._init_weights(module)
+        text._init_weights(module)
     layer.to(norm.weight.device, norm.weight.dtype)
     layer.train(model.training)
     text.layers.append(layer)
@@ -110,6 +131,11 @@ def add_mtp(model) -> nn.Module:
 def mtp_layer(text) -> nn.Module | None:
     """The MTP layer of a :func:`.patched.text_model`; None: it has none."""
     return None if mtp_attention(text) is None else text.layers[-1]
+
+
+def embedding_of(text) -> nn.Module:
+    """The embedding of the tokens that the MTP layer gets: its own, or the model's."""
+    return getattr(mtp_layer(text), "embed_tokens", None) or text.get_input_embeddings()
 
 
 class FirstSelection(calls.Context):
@@ -137,11 +163,20 @@ class Drafting:
 
     def __init__(self, model, text, cache: PagedCache):
         self.model, self.text, self.cache = model, text, cache
-        self.layer, self.embedding = mtp_layer(text), text.get_input_embeddings()
+        self.layer, self.embedding = mtp_layer(text), embedding_of(text)
         #: ``[B, n, H]`` the hidden states before the last n tokens, which the layer was not fed
         self.before = cache.sequences.hidden[:, None].clone()
         #: ``[B, S, H]`` those of the last forward, in the order of its tokens
         self.hidden: Tensor | None = None
+
+    def __enter__(self) -> "Drafting":
+        self.cache.drafting = self
+        self.cache.store.keep_states(True)
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.cache.drafting = None
+        self.cache.store.keep_states(False)
 
     def keep(self, tokens: int) -> None:
         """Takes back what the last forward wrote, but of its first ``tokens`` tokens."""
@@ -162,8 +197,9 @@ class Drafting:
         state = self.feed(ids[:, -new:], self.before, positions[:, -new:], 1, shared)[:, -1:]
         self.before = self.before[:, :0]
         head = self.model.get_output_embeddings()
+        dtype = getattr(head.weight, "dtype", state.dtype)  # of some architectures float32
         while True:
-            token = head(state).argmax(-1)
+            token = head(state.to(dtype)).argmax(-1)
             drafts = torch.cat([drafts, token], 1)
             if (done := drafts.size(1)) == count:
                 return drafts
@@ -213,7 +249,7 @@ def follow(text, kwargs: dict, step: Step, hidden: Tensor) -> None:
         return
     embeddings = kwargs.get("inputs_embeds")
     if embeddings is None:
-        embeddings = text.get_input_embeddings()(kwargs["input_ids"])
+        embeddings = embedding_of(text)(kwargs["input_ids"])
     before = torch.cat([cache.sequences.hidden[:, None], hidden[:, :-1]], 1)
     run(text, mtp_layer(text), cache, embeddings, before, step.own)
 
@@ -239,7 +275,7 @@ def run(
     output = layer(
         embedded,
         attention_mask=step,
-        position_embeddings=text.rotary_emb(embedded, position_ids=positions),
+        position_embeddings=mtp_attention(text).rotations(text, embedded, positions),
         position_ids=positions,
         use_cache=True,
         **{CACHE: cache, calls.NAME: calls.Around(contexts, step)},
