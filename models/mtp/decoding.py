@@ -19,6 +19,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationM
 
 from ..cache.layout import check_int
 from ..patched import CACHE, text_model
+from ..sharing import is_shared
 from .gain import Counts, Gain
 from .layer import Drafting
 
@@ -46,8 +47,12 @@ class GenerateDraftedOutput(GenerateDecoderOnlyOutput):
 
 
 @functools.wraps(GenerationMixin.generate)
-def generate(model, inputs=None, generation_config=None, *args, **kwargs):
-    """transformers', which drafts with the model's own MTP layer for ``use_mtp=True``."""
+def generate(model, below, inputs=None, generation_config=None, *args, **kwargs):
+    """transformers', which drafts with the model's own MTP layer for ``use_mtp=True``.
+
+    Args:
+        below: what the model had in place of transformers'; None: nothing.
+    """
 
     def option(name: str):
         found = kwargs.get(name)
@@ -61,7 +66,8 @@ def generate(model, inputs=None, generation_config=None, *args, **kwargs):
         if generation_config is not None:
             generation_config = copy.copy(generation_config)
             generation_config.use_mtp = None
-    return type(model).generate(model, inputs, generation_config, *args, **kwargs)
+    run = functools.partial(type(model).generate, model) if below is None else below
+    return run(inputs, generation_config, *args, **kwargs)
 
 
 def check_no_mtp(use_mtp) -> None:
@@ -117,6 +123,11 @@ class Decoding:
             raise ValueError(
                 "generate: num_assistant_tokens_schedule must be "
                 f"{' or '.join(map(repr, SCHEDULES))} with use_mtp, got {schedule!r}"
+            )
+        if schedule == "heuristic" and is_shared(model):
+            raise ValueError(
+                "generate: num_assistant_tokens_schedule must be 'constant' for ranks that share a "
+                "model, each of which would measure other times, got 'heuristic'; omit it"
             )
         return cls(count, schedule == "heuristic", kwargs.get("streamer"))
 
