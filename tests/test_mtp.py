@@ -115,6 +115,34 @@ def test_finished_rows_of_a_batch_are_padded_as_without_drafts(kind):
 
 
 @pytest.mark.parametrize("kind", representatives(MTP_KINDS))
+def test_drafts_of_a_sequence_that_has_ended_hold_no_other_up(kind):
+    model = drafting_model(kind)
+
+    def batch(seed):  # of which the first ends at once
+        ids = token_ids(2, 40, seed)
+        end = generated(model, {"input_ids": ids[:1]}, max_new_tokens=1)[0, -1:].tolist()
+        return generated(model, {"input_ids": ids}, eos_token_id=end, pad_token_id=0), ids, end
+
+    seed, (want, ids, end) = clear_case(batch)
+    options = {"use_mtp": True, "num_assistant_tokens": 3, **DICT}
+    got = generated(model, {"input_ids": ids}, eos_token_id=end, pad_token_id=0, **options)
+    assert torch.equal(got.sequences, want) and not want[0, 41:].any()
+    alone = generated(model, {"input_ids": ids[1:]}, eos_token_id=end, pad_token_id=0, **options)
+    assert got.drafts == alone.drafts and got.drafts.accepted[0] > 0
+
+
+@pytest.mark.parametrize("kind", representatives(MTP_KINDS))
+def test_a_forward_without_a_cache_does_not_feed_the_layer(kind, monkeypatch):
+    model, ids, calls = drafting_model(kind), token_ids(2, 20), []
+    run = mtp.run
+    monkeypatch.setattr(mtp, "run", lambda *args: calls.append(1) or run(*args))
+    model(ids, use_cache=False)
+    assert not calls
+    model(ids)
+    assert calls
+
+
+@pytest.mark.parametrize("kind", representatives(MTP_KINDS))
 def test_a_prompt_and_a_text_fill_a_cache_to_the_token(kind):
     model = drafting_model(kind)
 

@@ -161,7 +161,7 @@ class Decoding:
                 count = min(self.drafts if gain is None else gain.next(), most)
                 drafts, positions = ids[:, :0], model_kwargs["position_ids"]
                 if count > 0:
-                    drafts = drafting.draft(ids, positions, count)
+                    drafts = chooser.padded(drafting.draft(ids, positions, count))
                 more = model._update_model_kwargs_for_generation(
                     {}, dict(model_kwargs), num_new_tokens=drafts.size(1)
                 )
@@ -238,10 +238,14 @@ class Chooser:
             tokens = torch.multinomial(nn.functional.softmax(scores, -1), 1).squeeze(1)
         else:
             tokens = scores.argmax(-1)
-        if self.pads:
-            padding = self.config._pad_token_tensor.to(ids.device)
-            tokens = tokens * self.unfinished + padding * (1 - self.unfinished)
-        return tokens
+        return self.padded(tokens[:, None]).squeeze(1)
+
+    def padded(self, tokens: Tensor) -> Tensor:
+        """``tokens [B, n]``, but padding for sequences that have ended."""
+        if not self.pads:
+            return tokens
+        padding = self.config._pad_token_tensor.to(tokens.device)
+        return torch.where(self.unfinished[:, None] != 0, tokens, padding)
 
 
 def check_rows(cache, drafts: int) -> None:

@@ -242,7 +242,8 @@ def follow(text, kwargs: dict, step: Step, hidden: Tensor) -> None:
         hidden: its result, ``[B, S, H]``.
     """
     cache = step.rows
-    if not isinstance(cache, PagedCache) or cache.sequences.hidden is None:
+    # a cache that ends with its forward has no drafts
+    if kwargs.get(CACHE) is None or cache.sequences.hidden is None:
         return
     if cache.drafting is not None:  # who drafts knows which tokens stay
         cache.drafting.hidden = hidden
