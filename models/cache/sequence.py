@@ -145,6 +145,16 @@ class Sequences:
         if self.hidden is not None and tokens_to_remove:
             self.hidden.zero_()
 
+    def take_back(self, tokens: list[int], seen: int) -> None:
+        """Forgets the last ``tokens`` of each sequence, none of which is padding, where no ring
+        keeps a window.
+
+        Args:
+            seen: of the sequence that then has most.
+        """
+        lengths = self.lengths - self.lengths.new_tensor(tokens)
+        self._count(lengths, self.seen.new_tensor(seen))
+
     def reset(self) -> None:
         self._count(*map(torch.zeros_like, (self.lengths, self.seen, self.written)))
         self.padding = self.padding[:, :0]

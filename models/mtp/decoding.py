@@ -2,8 +2,8 @@
 the model would have chosen.
 
 A draft is the MTP layer's likeliest token. The model then chooses each token as without drafts, by
-the same logits, processors and random numbers, and a step goes on while it chooses the drafts of
-all sequences. Where it samples, that is rejection sampling (arXiv:2211.17192) of drafts with
+the same logits, processors and random numbers, and each sequence goes on while it chooses its
+drafts. Where it samples, that is rejection sampling (arXiv:2211.17192) of drafts with
 probability 1: each is accepted with the probability that the model gives it.
 """
 
@@ -17,11 +17,13 @@ import torch
 from torch import Tensor, nn
 from transformers.generation.utils import GenerateDecoderOnlyOutput, GenerationMixin
 
+from .. import calls
 from ..cache.layout import check_int
 from ..patched import CACHE, text_model
 from ..sharing import is_shared
 from .gain import Counts, Gain
 from .layer import Drafting
+from .leads import Leads
 
 logger = logging.getLogger("custom_pypto")
 
@@ -151,30 +153,48 @@ class Decoding:
         # churn: the arguments of these two methods, which transformers' own loops call
         output = model._prefill(ids, generation_config, model_kwargs)
         model_kwargs.pop("logits_to_keep", None)  # of all drafts
-        ids, _ = chooser.choose(ids, output.logits[:, -1:], ids[:, :0])
+        ids, _ = chooser.choose(ids, output.logits[:, -1])
         model_kwargs = model._update_model_kwargs_for_generation(output, model_kwargs)
+        last = stopping_criteria.max_length - 2  # the last token needs no forward
+        # a sequence ahead leaves the others room for their drafts
+        most = -1 if go_together(text, cache) else last - self.drafts
+        leads = Leads(len(ids), ids.size(1) - 1, most, counts)
         with Drafting(model, text, cache) as drafting:
             while chooser.goes_on:
                 begin = time.perf_counter()
-                # the last token needs no draft
-                most = stopping_criteria.max_length - ids.size(1) - 1
-                count = min(self.drafts if gain is None else gain.next(), most)
-                drafts, positions = ids[:, :0], model_kwargs["position_ids"]
-                if count > 0:
-                    drafts = chooser.padded(drafting.draft(ids, positions, count))
+                cached, ends = max(leads.cached), leads.ends(ids)
+                count = min(self.drafts if gain is None else gain.next(), last - cached)
+                # masks and positions of all columns up to the last draft
                 more = model._update_model_kwargs_for_generation(
-                    {}, dict(model_kwargs), num_new_tokens=drafts.size(1)
+                    {}, dict(model_kwargs), num_new_tokens=cached + 1 + count - ids.size(1)
                 )
+                positions = more["position_ids"].expand(len(ids), -1)
+                fed = torch.stack([end[-1:] for end in ends])
+                if count > 0:
+                    drafts = drafting.draft(ends, positions, count)
+                    fed = torch.cat([fed, chooser.padded(drafts)], 1)
+                columns = torch.tensor(leads.cached, device=ids.device)[:, None]
+                columns = columns + torch.arange(1 + count, device=ids.device)
+                before = torch.cat([ids, ids.new_zeros(len(ids), cached)], 1)[:, :cached]
                 inputs = model.prepare_inputs_for_generation(
-                    torch.cat([ids, drafts], 1), next_sequence_length=1 + drafts.size(1), **more
+                    torch.cat([before, fed], 1),
+                    next_sequence_length=1 + count,
+                    **more | {"position_ids": positions.gather(1, columns)},
                 )
                 output = forward(**inputs, return_dict=True)
-                ids, tokens = chooser.choose(ids, output.logits, drafts)
-                drafting.keep(tokens)
+                counts.add(count, chooser.unended())
+                leads.add(fed, output.logits, ids.size(1))
+                before = ids.size(1)
+                while chooser.goes_on and leads.ready():
+                    unfinished = chooser.unfinished.tolist()
+                    ids, chosen = chooser.choose(ids, leads.next())
+                    leads.chose(chosen, ids.size(1), unfinished)
+                leads.settle(ids.size(1), not chooser.goes_on)
+                drafting.keep(leads.take_removed(), ids.size(1))
+                tokens = ids.size(1) - before
                 model_kwargs = model._update_model_kwargs_for_generation(
                     {}, model_kwargs, num_new_tokens=tokens
                 )
-                counts.add(drafts.size(1), tokens - 1)
                 if gain is not None and count in (0, self.drafts):
                     seconds = time.perf_counter() - begin
                     if gain.add(count, tokens, seconds) and gain.losses == 1:
@@ -205,27 +225,25 @@ class Chooser:
         self.scores: tuple | None = () if wanted and config.output_scores else None
         self.logits: tuple | None = () if wanted and config.output_logits else None
 
-    def choose(self, ids: Tensor, logits: Tensor, drafts: Tensor) -> tuple[Tensor, int]:
-        """``ids`` with more tokens, and how many: those up to the first that is not the draft of
-        its sequence, or ends the text.
+    def choose(self, ids: Tensor, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """``ids [B, n]`` with the next token of each sequence, and these tokens ``[B]``.
 
         Args:
-            ids: ``[B, n]``.
-            logits: ``[B, D + 1, vocabulary]``, after the last of ``ids`` and after each draft.
-            drafts: ``[B, D]``.
+            logits: ``[B, vocabulary]``, after the last of ``ids``.
         """
         if self.unfinished is None:
             self.unfinished = torch.ones(len(ids), dtype=torch.long, device=ids.device)
-        for i, row in enumerate(logits.unbind(1)):
-            tokens = self.token(ids, row.to(copy=True, dtype=torch.float32))
-            ids = torch.cat([ids, tokens[:, None]], 1)
-            self.unfinished &= ~self.criteria(ids, self.scores)
-            if self.streamer is not None:
-                self.streamer.put(tokens.cpu())
-            self.goes_on = bool(self.unfinished.max() != 0)
-            if not self.goes_on or i == drafts.size(1) or not torch.equal(tokens, drafts[:, i]):
-                break
-        return ids, i + 1
+        tokens = self.token(ids, logits.to(copy=True, dtype=torch.float32))
+        ids = torch.cat([ids, tokens[:, None]], 1)
+        self.unfinished &= ~self.criteria(ids, self.scores)
+        if self.streamer is not None:
+            self.streamer.put(tokens.cpu())
+        self.goes_on = bool(self.unfinished.max() != 0)
+        return ids, tokens
+
+    def unended(self) -> int:
+        """Sequences that have not ended."""
+        return int(self.unfinished.sum())
 
     def token(self, ids: Tensor, logits: Tensor) -> Tensor:
         """The next token of each sequence, ``[B]``."""
@@ -246,6 +264,13 @@ class Chooser:
             return tokens
         padding = self.config._pad_token_tensor.to(tokens.device)
         return torch.where(self.unfinished[:, None] != 0, tokens, padding)
+
+
+def go_together(text, cache) -> bool:
+    """Whether no sequence may be ahead of another: states forget no tokens of one alone, rings no
+    more than they can spare, and a record has the same tokens of all."""
+    bound = cache.store.recurrent or cache.store.spare_of_rings is not None
+    return bool(bound or calls.around(text))
 
 
 def check_rows(cache, drafts: int) -> None:

@@ -164,69 +164,112 @@ class Drafting:
     def __init__(self, model, text, cache: PagedCache):
         self.model, self.text, self.cache = model, text, cache
         self.layer, self.embedding = mtp_layer(text), embedding_of(text)
-        #: ``[B, n, H]`` the hidden states before the last n tokens, which the layer was not fed
-        self.before = cache.sequences.hidden[:, None].clone()
+        #: ``[n, H]`` of each sequence, the hidden states of its last n tokens in the cache
+        self.states = list(cache.sequences.hidden[:, None].clone())
+        #: of these the last ones, whose next tokens the layer was not fed
+        self.unfed = [1] * cache.batch_size
         #: ``[B, S, H]`` those of the last forward, in the order of its tokens
         self.hidden: Tensor | None = None
 
     def __enter__(self) -> "Drafting":
         self.cache.drafting = self
         self.cache.store.keep_states(True)
+        self.padding = self.cache.seen - self.cache.lengths
         return self
 
     def __exit__(self, *_) -> None:
         self.cache.drafting = None
         self.cache.store.keep_states(False)
+        # an interruption may leave sequences ahead of others
+        columns = self.cache.lengths + self.padding
+        ahead = (columns - columns.min()).tolist()
+        if any(ahead):
+            self.cache.sequences.take_back(ahead, int(columns.min()))
 
-    def keep(self, tokens: int) -> None:
-        """Takes back what the last forward wrote, but of its first ``tokens`` tokens."""
-        hidden, sequences = self.hidden, self.cache.sequences
-        self.cache.crop(tokens - hidden.size(1))
-        self.before = torch.cat([self.before, hidden[:, :tokens]], 1)
-        sequences.hidden.copy_(hidden[:, tokens - 1])
-
-    def draft(self, ids: Tensor, positions: Tensor, count: int) -> Tensor:
-        """The ``count`` likeliest tokens ``[B, count]`` after ``ids``, one after the other.
+    def keep(self, removed: list[int], needed: int = 1) -> None:
+        """Takes the hidden states of the last forward, and back the last ``removed`` tokens of each
+        sequence.
 
         Args:
-            ids: ``[B, T]``; the cache has all but the last.
-            positions: ``[B, T]`` for RoPE.
+            needed: the states that may be asked for besides those not fed.
         """
-        new, drafts = self.before.size(1), ids[:, :0]
+        cache, hidden = self.cache, self.hidden
+        for i, states in enumerate(self.states):
+            unfed = self.unfed[i] + hidden.size(1)
+            states = torch.cat([states, hidden[i]])[: len(states) + hidden.size(1) - removed[i]]
+            self.unfed[i] = max(1, unfed - removed[i])
+            self.states[i] = states[-self.unfed[i] - needed :]
+        if len(set(removed)) == 1:
+            cache.crop(-removed[0])
+        else:
+            columns = cache.lengths + self.padding - cache.lengths.new_tensor(removed)
+            cache.sequences.take_back(removed, int(columns.max()))
+        cache.sequences.hidden.copy_(torch.stack([states[-1] for states in self.states]))
+
+    def draft(self, ends: list[Tensor], positions: Tensor, count: int) -> Tensor:
+        """The ``count`` likeliest tokens ``[B, count]`` after each of ``ends``, one after the
+        other.
+
+        Args:
+            ends: a text for each sequence, of whose columns the cache has all but the last.
+            positions: ``[B, T]`` of all columns for RoPE.
+        """
+        window = self.window(ends, positions, 0)
         shared = (FirstSelection(self.text),) if getattr(self.text.config, SHARE, False) else ()
-        state = self.feed(ids[:, -new:], self.before, positions[:, -new:], 1, shared)[:, -1:]
-        self.before = self.before[:, :0]
+        state = self.feed(*window, 1, shared)[:, -1:]
+        self.unfed = [0] * len(ends)
         head = self.model.get_output_embeddings()
         dtype = getattr(head.weight, "dtype", state.dtype)  # of some architectures float32
+        drafts, last = positions.new_empty(len(ends), 0), window[2][:, -1:]
         while True:
             token = head(state.to(dtype)).argmax(-1)
             drafts = torch.cat([drafts, token], 1)
             if (done := drafts.size(1)) == count:
                 return drafts
-            state = self.feed(token, state, positions[:, -1:] + done, 1 + done, shared)
+            valid = torch.ones_like(token, dtype=torch.bool)
+            state = self.feed(token, state, last + done, valid, 1 + done, shared)
 
     def finish(self, ids: Tensor, positions: Tensor) -> None:
         """Feeds the tokens that the cache has, for a later call on it."""
-        if (new := self.before.size(1)) > 1:
-            own = slice(-new, -1)
-            self.feed(ids[:, own], self.before[:, :-1], positions[:, own], 0)
+        if max(self.unfed) > 1:
+            self.feed(*self.window(list(ids), positions, 1), 0)
+
+    def window(
+        self, ends: list[Tensor], positions: Tensor, less: int
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The last tokens that the layer was not fed, the hidden states before them, their
+        positions and whether they are any, right-aligned, but for the last ``less``."""
+        size = max(self.unfed) - less
+        tokens, before, places, valid = [], [], [], []
+        for i, end in enumerate(ends):
+            own = max(self.unfed[i] - less, 0)
+            columns = torch.arange(len(end) - less - size, len(end) - less, device=end.device)
+            columns = columns.clamp(min=0)
+            states = self.states[i][len(self.states[i]) - less - own :][:own]
+            tokens.append(end[columns])
+            before.append(torch.cat([states.new_zeros(size - own, states.size(1)), states]))
+            places.append(positions.expand(len(ends), -1)[i][columns])
+            valid.append(torch.arange(size, device=end.device) >= size - own)
+        return tuple(torch.stack(x) for x in (tokens, before, places, valid))
 
     def feed(
         self,
         ids: Tensor,
         before: Tensor,
         positions: Tensor,
+        valid: Tensor,
         behind: int,
         contexts: tuple[calls.Context, ...] = (),
     ) -> Tensor:
-        """``g`` ``[B, S, H]`` of tokens, the last of which is so many behind the cache's last."""
+        """``g`` ``[B, S, H]`` of tokens, right-aligned where they are ``valid``, the last of which
+        is so many behind the cache's last."""
         ends, new = self.cache.lengths + behind, torch.arange(ids.size(1), device=ids.device)
-        start = ends - ids.size(1)
+        first = ends - ids.size(1)
         tokens = Tokens(
-            start,
+            ends - valid.sum(1).to(ends.dtype),
             ends,
-            torch.ones_like(ids, dtype=torch.bool),
-            start[:, None] + new,
+            valid,
+            first[:, None] + new,
             positions,
             slice(0, ids.size(1)),
         )
