@@ -164,25 +164,17 @@ class Decoding:
                 begin = time.perf_counter()
                 cached, ends = max(leads.cached), leads.ends(ids)
                 count = min(self.drafts if gain is None else gain.next(), last - cached)
-                # masks and positions of all columns up to the last draft
+                # with a mask and positions of all columns up to the last draft
                 more = model._update_model_kwargs_for_generation(
                     {}, dict(model_kwargs), num_new_tokens=cached + 1 + count - ids.size(1)
                 )
-                positions = more["position_ids"].expand(len(ids), -1)
                 fed = torch.stack([end[-1:] for end in ends])
                 if count > 0:
-                    drafts = drafting.draft(ends, positions, count)
+                    drafts = drafting.draft(ends, more["position_ids"], count)
                     fed = torch.cat([fed, chooser.padded(drafts)], 1)
-                columns = torch.tensor(leads.cached, device=ids.device)[:, None]
-                columns = columns + torch.arange(1 + count, device=ids.device)
-                before = torch.cat([ids, ids.new_zeros(len(ids), cached)], 1)[:, :cached]
-                inputs = model.prepare_inputs_for_generation(
-                    torch.cat([before, fed], 1),
-                    next_sequence_length=1 + count,
-                    **more | {"position_ids": positions.gather(1, columns)},
-                )
+                inputs = inputs_of(model, more, ids, leads.cached, fed)
                 output = forward(**inputs, return_dict=True)
-                counts.add(count, chooser.unended())
+                counts.add(count, int(chooser.unfinished.sum()))
                 leads.add(fed, output.logits, ids.size(1))
                 before = ids.size(1)
                 while chooser.goes_on and leads.ready():
@@ -190,7 +182,7 @@ class Decoding:
                     ids, chosen = chooser.choose(ids, leads.next())
                     leads.chose(chosen, ids.size(1), unfinished)
                 leads.settle(ids.size(1), not chooser.goes_on)
-                drafting.keep(leads.take_removed(), ids.size(1))
+                drafting.keep(leads.take_removed())
                 tokens = ids.size(1) - before
                 model_kwargs = model._update_model_kwargs_for_generation(
                     {}, model_kwargs, num_new_tokens=tokens
@@ -211,6 +203,25 @@ class Decoding:
             drafts=counts,
             **{CACHE: cache},
         )
+
+
+def inputs_of(model, kwargs: dict, ids: Tensor, cached: list[int], fed: Tensor) -> dict:
+    """The arguments of a forward over ``fed [B, S]``, behind the ``cached`` columns of each
+    sequence.
+
+    Args:
+        kwargs: of ``generate()``'s loop, with a mask and positions of all columns.
+        ids: ``[B, n]``.
+    """
+    columns = ids.new_tensor(cached)[:, None] + torch.arange(fed.size(1), device=ids.device)
+    positions = kwargs["position_ids"].expand(len(ids), -1).gather(1, columns)
+    most = max(cached)
+    known = nn.functional.pad(ids, (0, max(0, most - ids.size(1))))[:, :most]
+    return model.prepare_inputs_for_generation(
+        torch.cat([known, fed], 1),
+        next_sequence_length=fed.size(1),
+        **kwargs | {"position_ids": positions},
+    )
 
 
 class Chooser:
@@ -240,10 +251,6 @@ class Chooser:
             self.streamer.put(tokens.cpu())
         self.goes_on = bool(self.unfinished.max() != 0)
         return ids, tokens
-
-    def unended(self) -> int:
-        """Sequences that have not ended."""
-        return int(self.unfinished.sum())
 
     def token(self, ids: Tensor, logits: Tensor) -> Tensor:
         """The next token of each sequence, ``[B]``."""

@@ -22,6 +22,7 @@ from ..attention import Mtp
 from ..cache import PagedCache, Step, Tokens
 from ..cache.store import slots
 from ..patched import CACHE, mtp_attention, text_model
+from .leads import MOST
 from .plain import PlainLayer
 
 #: key of config.json with the number of such layers
@@ -186,19 +187,16 @@ class Drafting:
         if any(ahead):
             self.cache.sequences.take_back(ahead, int(columns.min()))
 
-    def keep(self, removed: list[int], needed: int = 1) -> None:
+    def keep(self, removed: list[int]) -> None:
         """Takes the hidden states of the last forward, and back the last ``removed`` tokens of each
-        sequence.
-
-        Args:
-            needed: the states that may be asked for besides those not fed.
-        """
+        sequence."""
         cache, hidden = self.cache, self.hidden
         for i, states in enumerate(self.states):
             unfed = self.unfed[i] + hidden.size(1)
             states = torch.cat([states, hidden[i]])[: len(states) + hidden.size(1) - removed[i]]
             self.unfed[i] = max(1, unfed - removed[i])
-            self.states[i] = states[-self.unfed[i] - needed :]
+            # what is ahead may be taken back to the state before it
+            self.states[i] = states[-self.unfed[i] - MOST - 1 :]
         if len(set(removed)) == 1:
             cache.crop(-removed[0])
         else:
