@@ -245,7 +245,7 @@ class Drafting:
             columns = columns.clamp(min=0)
             states = self.states[i][len(self.states[i]) - less - own :][:own]
             tokens.append(end[columns])
-            before.append(torch.cat([states.new_zeros(size - own, states.size(1)), states]))
+            before.append(torch.cat([states.new_zeros(size - own, *states.shape[1:]), states]))
             places.append(positions.expand(len(ends), -1)[i][columns])
             valid.append(torch.arange(size, device=end.device) >= size - own)
         return tuple(torch.stack(x) for x in (tokens, before, places, valid))
